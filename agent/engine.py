@@ -1,0 +1,76 @@
+"""The one place where state changes: take facts, step the core, publish, hand out effects.
+
+Invariants: only the engine calls the core's step. It yields to the loop after each batch. It steps
+at ``wake_at_ns`` and at least every MAX_IDLE_NS even if nothing happens; the watchdog is fed from
+here, after a completed step, so that a stuck core misses it and a stuck driver does not.
+"""
+
+import asyncio
+from collections.abc import Callable, Iterable
+from typing import Final
+
+from agent.bus import Inbox, Latest
+from agent.core.reducer import step
+from agent.core.state import State
+from agent.core.view import snapshot_of
+from agent.model.effects import Effect
+from agent.model.facts import Fact, Tick
+from agent.model.snapshot import Snapshot
+
+MAX_IDLE_NS: Final = 5_000_000_000
+
+
+class Engine:
+    """Owns the state."""
+
+    def __init__(
+        self,
+        *,
+        inbox: Inbox[Fact],
+        state: State,
+        latest: Latest[Snapshot],
+        perform: Callable[[Effect], None],
+        after_step: Callable[[int], None],
+        clock: Callable[[], int],
+    ) -> None:
+        """Take the state over.
+
+        ``perform`` hands one effect to its owner and must not block; ``after_step`` is told the
+        time after each completed round and feeds the watchdog.
+        """
+        self._inbox = inbox
+        self._state = state
+        self._latest = latest
+        self._perform = perform
+        self._after_step = after_step
+        self._clock = clock
+        self._wake_at_ns = clock()
+
+    async def run(self) -> None:
+        """Step for ever."""
+        while True:
+            now_ns = self._clock()
+            await self._inbox.wait_nonempty(min(self._wake_at_ns, now_ns + MAX_IDLE_NS))
+            self.step_once()
+            await asyncio.sleep(0)
+
+    def step_once(self) -> None:
+        """Take what waits and step through it; a Tick stands at the end, for what time brings."""
+        batch, losses = self._inbox.take_nowait()
+        before = self._state
+        effects: list[Effect] = []
+        for fact in _facts(losses, (item.fact for item in batch)):
+            self._state, new_effects, self._wake_at_ns = step(self._state, fact, self._clock())
+            effects += new_effects
+        if self._state is not before:
+            # Published before the effects are handed out: who acts on one reads the new state.
+            self._latest.publish(snapshot_of(self._state, self._clock()))
+        for effect in effects:
+            self._perform(effect)
+        self._after_step(self._clock())
+
+
+def _facts(losses: Iterable[Fact], batch: Iterable[Fact]) -> Iterable[Fact]:
+    yield from losses
+    yield from batch
+    yield Tick()

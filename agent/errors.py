@@ -1,0 +1,93 @@
+"""The errors of the agent; foreign exceptions are translated into these once, at the boundary.
+
+Every message is a sentence that names the object and, where a person can do something, the next
+step. A bug is an assertion and ends the process instead.
+"""
+
+from enum import IntEnum
+from typing import Final
+
+EXIT_FAILED: Final = 1
+"""Failed, or not ready."""
+EXIT_USAGE: Final = 2
+"""Usage, bad configuration, or could not tell."""
+
+
+class AgentError(Exception):
+    """Something the agent expects to go wrong and can explain."""
+
+    exit_code = EXIT_FAILED
+
+
+class UsageError(AgentError):
+    """The command line, a path or a scenario is wrong; nothing was started."""
+
+    exit_code = EXIT_USAGE
+
+
+class ConfigError(UsageError):
+    """The configuration is wrong; holds every problem, not just the first."""
+
+    def __init__(self, problems: tuple[str, ...]) -> None:
+        super().__init__("; ".join(problems))
+        self.problems = problems
+
+
+class MissingRightsError(AgentError):
+    """The process lacks a right that it needs."""
+
+
+class AlreadyRunningError(AgentError):
+    """Another agent holds this node's lock."""
+
+
+class SourceError(AgentError):
+    """A source could not do its work; it is tried again."""
+
+
+class NvmlCode(IntEnum):
+    """NVML return codes that mean something to the agent. Source: nvml.h, nvmlReturn_t."""
+
+    SUCCESS = 0
+    UNINITIALIZED = 1
+    INVALID_ARGUMENT = 2
+    NOT_SUPPORTED = 3
+    NO_PERMISSION = 4
+    NOT_FOUND = 6
+    DRIVER_NOT_LOADED = 9
+    TIMEOUT = 10
+    LIBRARY_NOT_FOUND = 12
+    FUNCTION_NOT_FOUND = 13
+    GPU_IS_LOST = 15
+    RESET_REQUIRED = 16
+    LIB_RM_VERSION_MISMATCH = 18
+    UNKNOWN = 999
+
+
+class NvmlError(SourceError):
+    """An NVML call returned an error code."""
+
+    def __init__(self, call: str, code: int, text: str) -> None:
+        super().__init__(f"NVML call {call} failed: {text} (code {code})")
+        self.call = call
+        self.code = code
+        self.text = text
+
+
+class NvmlOverdueError(SourceError):
+    """An NVML call did not answer within its deadline."""
+
+    def __init__(self, call: str, deadline_ns: int) -> None:
+        super().__init__(f"NVML call {call} did not answer within {deadline_ns / 1e9:g} s")
+        self.call = call
+        self.deadline_ns = deadline_ns
+
+
+class KubeletError(AgentError):
+    """The kubelet could not be reached, or answered an error."""
+
+
+class AgentUnreachableError(AgentError):
+    """A client command could not ask the running agent."""
+
+    exit_code = EXIT_USAGE

@@ -1,0 +1,71 @@
+"""What the core wants done, in the imperative. Each effect has an owner; app.py says which."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+
+from agent.model.ids import ResourceName
+
+
+class EventKind(StrEnum):
+    """Kinds of entries in the event log; journald gives each its own MESSAGE_ID."""
+
+    ALLOCATABLE = "allocatable"
+    DEVICE = "device"
+    CONDITION = "condition"
+    XID = "xid"
+    DRIVER = "driver"
+    GPUS = "gpus"
+    KUBELET = "kubelet"
+    REGISTRATION = "registration"
+    TASK = "task"
+    LOSS = "loss"
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """One entry of the event log: a change, told once."""
+
+    kind: EventKind
+    message: str
+    """A constant sentence; what varies is in the fields."""
+    warning: bool = False
+    fields: Mapping[str, object] | None = None
+    """JSON-ready values by field name."""
+
+
+@dataclass(frozen=True, slots=True)
+class RecordEvent:
+    """Write an entry to the event log, as of ``at_ns``."""
+
+    event: Event
+    at_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class RegisterResource:
+    """End what is served for a resource, serve it anew and register it with the kubelet.
+
+    The owner answers with Registered or RegistrationFailed of the same generation.
+    """
+
+    resource: ResourceName
+    generation: int
+
+
+@dataclass(frozen=True, slots=True)
+class WithdrawResource:
+    """Stop serving a resource that is offered no more and remove its socket."""
+
+    resource: ResourceName
+
+
+@dataclass(frozen=True, slots=True)
+class EndProcess:
+    """Leave with an exit code; the supervisor starts a process that sees the new world."""
+
+    exit_code: int
+    message: str
+
+
+Effect = RecordEvent | RegisterResource | WithdrawResource | EndProcess

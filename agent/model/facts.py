@@ -1,0 +1,342 @@
+"""What sources and sinks saw, in the past tense.
+
+Invariants: a fact with a key is never dropped. Facts of one key are merged while they wait, the
+newer one at its own place in the order, so the room they need is the number of keys. A fact whose
+key is None is high-rate: it may be dropped when the inbox is full, and each drop is counted.
+"""
+
+from collections.abc import Hashable
+from dataclasses import dataclass, replace
+from typing import Literal, Protocol, Self
+
+from agent.model.gpu import Gpu
+from agent.model.health import Reason
+from agent.model.ids import ALL, GpuUuid, ResourceName, SocketIdentity, SourceName
+from agent.model.policy import Policy
+
+
+class Message(Protocol):
+    """What the inbox needs to know of a fact."""
+
+    @property
+    def source(self) -> SourceName:
+        """Who saw it; losses are counted by source."""
+
+    @property
+    def key(self) -> Hashable | None:
+        """Facts of one key are merged; None may be dropped."""
+
+    def merged_with(self, newer: Self) -> Self:
+        """Return one fact that stands for both."""
+
+
+NVML = SourceName("nvml")
+KUBELET = SourceName("kubelet")
+DEVICE_PLUGIN = SourceName("device-plugin")
+AGENT = SourceName("agent")
+
+
+@dataclass(frozen=True, slots=True)
+class _State:
+    """A fact that tells how things are now: of two, the newer one is the truth."""
+
+    @property
+    def key(self) -> Hashable | None:
+        return (type(self),)
+
+    def merged_with(self, newer: Self) -> Self:
+        return newer
+
+
+@dataclass(frozen=True, slots=True)
+class DriverReady(_State):
+    """NVML was initialised (again)."""
+
+    driver_version: str
+    nvml_version: str
+    cuda_version: tuple[int, int]
+    source: SourceName = NVML
+
+    @property
+    def key(self) -> Hashable:
+        """One state with DriverUnavailable, yet each kept: gone and back is reset evidence."""
+        return ("driver", True)
+
+
+@dataclass(frozen=True, slots=True)
+class DriverUnavailable(_State):
+    """NVML could not be initialised, or stopped answering for the whole node."""
+
+    reason: Reason
+    message: str
+    source: SourceName = NVML
+
+    @property
+    def key(self) -> Hashable:
+        """See DriverReady."""
+        return ("driver", False)
+
+
+@dataclass(frozen=True, slots=True)
+class GpusEnumerated(_State):
+    """The complete list of GPUs that NVML has now, in index order."""
+
+    gpus: tuple[Gpu, ...]
+    control_nodes: tuple[str, ...] = ()
+    """Device nodes every container needs that exist: /dev/nvidiactl, /dev/nvidia-uvm, …"""
+    source: SourceName = NVML
+
+
+@dataclass(frozen=True, slots=True)
+class XidReported:
+    """An XID was reported for a GPU, a GPU instance or a compute instance."""
+
+    gpu: GpuUuid | None
+    """None if the device could not be identified."""
+    xid: int
+    gi: int = ALL
+    ci: int = ALL
+    count: int = 1
+    source: SourceName = NVML
+
+    @property
+    def key(self) -> Hashable:
+        """The same XID at the same place is counted, not queued twice."""
+        return (XidReported, self.source, self.gpu, self.gi, self.ci, self.xid)
+
+    def merged_with(self, newer: Self) -> Self:
+        """Add the counts."""
+        return replace(newer, count=self.count + newer.count)
+
+
+@dataclass(frozen=True, slots=True)
+class GpuProbePassed(_State):
+    """Every call of one health poll of a GPU answered well."""
+
+    gpu: GpuUuid
+    source: SourceName = NVML
+
+    @property
+    def key(self) -> Hashable:
+        """One for each GPU."""
+        return (GpuProbePassed, self.gpu)
+
+
+@dataclass(frozen=True, slots=True)
+class GpuCallFailed(_State):
+    """An NVML call on a GPU returned an error that is a finding (not NOT_SUPPORTED)."""
+
+    gpu: GpuUuid
+    code: int
+    """NVML return code: 15 GPU_IS_LOST, 16 RESET_REQUIRED, 999 UNKNOWN, …"""
+    call: str
+    message: str
+    source: SourceName = NVML
+
+    @property
+    def key(self) -> Hashable:
+        """One for each GPU and return code."""
+        return (GpuCallFailed, self.gpu, self.code)
+
+
+@dataclass(frozen=True, slots=True)
+class GpuCallOverdue(_State):
+    """An NVML call on a GPU did not answer within its deadline; the next probe passed ends it."""
+
+    gpu: GpuUuid
+    call: str
+    deadline_ns: int
+    source: SourceName = NVML
+
+    @property
+    def key(self) -> Hashable:
+        """One for each GPU."""
+        return (GpuCallOverdue, self.gpu)
+
+
+@dataclass(frozen=True, slots=True)
+class DriverCallOverdue(_State):
+    """A call on no single GPU (init, enumeration, event wait) did not answer within its deadline."""
+
+    call: str
+    deadline_ns: int
+    source: SourceName = NVML
+
+
+@dataclass(frozen=True, slots=True)
+class DriverCallAnswered(_State):
+    """The overdue node-wide call answered after all."""
+
+    call: str
+    source: SourceName = NVML
+
+
+@dataclass(frozen=True, slots=True)
+class HealthEventsUnsupported(_State):
+    """The driver offers no XID events for a GPU; it is probed all the same."""
+
+    gpu: GpuUuid
+    message: str
+    source: SourceName = NVML
+
+    @property
+    def key(self) -> Hashable:
+        """One for each GPU."""
+        return (HealthEventsUnsupported, self.gpu)
+
+
+@dataclass(frozen=True, slots=True)
+class KubeletSocketSeen(_State):
+    """The kubelet's socket as it is now; None: there is none."""
+
+    identity: SocketIdentity | None
+    source: SourceName = KUBELET
+
+
+@dataclass(frozen=True, slots=True)
+class OwnSocketLost(_State):
+    """The file of a plugin socket that we serve was deleted or replaced."""
+
+    resource: ResourceName
+    generation: int
+    source: SourceName = KUBELET
+
+    @property
+    def key(self) -> Hashable:
+        """One for each resource."""
+        return (OwnSocketLost, self.resource)
+
+
+@dataclass(frozen=True, slots=True)
+class WatchedDirectoryDeleted(_State):
+    """The device-plugins directory was deleted under its mount; only a new mount shows the new one."""
+
+    path: str
+    source: SourceName = KUBELET
+
+
+@dataclass(frozen=True, slots=True)
+class Registered(_State):
+    """The kubelet accepted a registration."""
+
+    resource: ResourceName
+    generation: int
+    kubelet: SocketIdentity
+    """The kubelet socket just before the call."""
+    socket: SocketIdentity
+    """Our own socket file, for those who watch it."""
+    source: SourceName = DEVICE_PLUGIN
+
+    @property
+    def key(self) -> Hashable:
+        """One for each resource."""
+        return (Registered, self.resource)
+
+
+RegistrationFailure = Literal["absent", "unreachable", "rejected", "socket_in_use", "not_served"]
+"""absent: no kubelet.sock; unreachable: it refuses connections or does not answer; rejected: Register
+answered an error; socket_in_use: something that is not ours has our socket's path; not_served: our
+own server could not start (no file descriptors, no room, no rights)."""
+
+
+@dataclass(frozen=True, slots=True)
+class RegistrationFailed(_State):
+    """A registration was not made."""
+
+    resource: ResourceName
+    generation: int
+    failure: RegistrationFailure
+    message: str
+    source: SourceName = DEVICE_PLUGIN
+
+    @property
+    def key(self) -> Hashable:
+        """One for each resource."""
+        return (RegistrationFailed, self.resource)
+
+
+@dataclass(frozen=True, slots=True)
+class WatchersChanged(_State):
+    """So many ListAndWatch streams of a resource are open now; told at each start and end."""
+
+    resource: ResourceName
+    generation: int
+    live: int
+    source: SourceName = DEVICE_PLUGIN
+
+    @property
+    def key(self) -> Hashable:
+        """One for each resource."""
+        return (WatchersChanged, self.resource)
+
+
+@dataclass(frozen=True, slots=True)
+class TaskReported(_State):
+    """How a supervised source or sink is: running, or ended and to be started again."""
+
+    task: SourceName
+    running: bool
+    message: str = ""
+    source: SourceName = AGENT
+
+    @property
+    def key(self) -> Hashable:
+        """One for each task."""
+        return (TaskReported, self.task)
+
+
+@dataclass(frozen=True, slots=True)
+class FactsLost:
+    """The inbox was full: so many high-rate facts of a source were dropped."""
+
+    lost_from: SourceName
+    count: int
+    source: SourceName = AGENT
+
+    @property
+    def key(self) -> Hashable:
+        """One for each source."""
+        return (FactsLost, self.lost_from)
+
+    def merged_with(self, newer: Self) -> Self:
+        """Add the counts."""
+        return replace(newer, count=self.count + newer.count)
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyChanged(_State):
+    """The operator changed the configuration."""
+
+    policy: Policy
+    source: SourceName = AGENT
+
+
+@dataclass(frozen=True, slots=True)
+class Tick(_State):
+    """Time passed."""
+
+    source: SourceName = AGENT
+
+
+Fact = (
+    DriverReady
+    | DriverUnavailable
+    | GpusEnumerated
+    | XidReported
+    | GpuProbePassed
+    | GpuCallFailed
+    | GpuCallOverdue
+    | DriverCallOverdue
+    | DriverCallAnswered
+    | HealthEventsUnsupported
+    | KubeletSocketSeen
+    | OwnSocketLost
+    | WatchedDirectoryDeleted
+    | Registered
+    | RegistrationFailed
+    | WatchersChanged
+    | TaskReported
+    | FactsLost
+    | PolicyChanged
+    | Tick
+)

@@ -1,0 +1,43 @@
+"""A GPU and its MIG devices as NVML tells them once; nothing here changes with health."""
+
+from dataclasses import dataclass
+
+from agent.model.ids import ALL, GpuUuid, Placement
+
+
+@dataclass(frozen=True, slots=True)
+class MigDevice:
+    """One compute instance that NVML lists as a MIG device."""
+
+    uuid: str
+    gi: int
+    ci: int
+    profile: str
+    """Canonical profile name with its attributes: ``1g.5gb``, ``1g.10gb+me``."""
+    memory_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """A physical GPU."""
+
+    uuid: GpuUuid
+    index: int
+    """NVML's index; it moves when another GPU is lost, so it is only for people and for order."""
+    minor: int | None
+    """N of /dev/nvidiaN; None where the driver does not say."""
+    name: str
+    pci: str
+    """PCI address in sysfs form."""
+    memory_bytes: int
+    compute_capability: tuple[int, int] | None
+    numa_node: int | None
+    """None where the kernel knows no node (sysfs says -1, nothing, or nonsense)."""
+    serial: str | None = None
+    mig_enabled: bool = False
+    mig_devices: tuple[MigDevice, ...] = ()
+
+    @property
+    def placement(self) -> Placement:
+        """The whole GPU."""
+        return Placement(self.uuid, ALL, ALL)

@@ -1,0 +1,99 @@
+"""Why a device is not well: reasons, and the conditions that carry them."""
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import NamedTuple
+
+from agent.model.ids import Placement, SourceName
+
+
+class Health(StrEnum):
+    """Health of a device or GPU. On the wire, where two states exist, UNKNOWN is sent as Unhealthy."""
+
+    HEALTHY = "healthy"
+    UNHEALTHY = "unhealthy"
+    UNKNOWN = "unknown"
+
+
+class Evidence(StrEnum):
+    """HARD: the device says it of itself. SOFT: the agent inferred it."""
+
+    HARD = "hard"
+    SOFT = "soft"
+
+
+class Severity(StrEnum):
+    """What a reason means for people; only CRITICAL ones may flip a device."""
+
+    CRITICAL = "critical"
+    WARNING = "warning"
+    INFO = "info"
+
+
+class Recovery(StrEnum):
+    """What must be seen before a condition is cleared."""
+
+    SELF_CLEARING = "self_clearing"
+    """Clean probes in a row plus quiet time."""
+    RESET = "reset"
+    """Reset evidence (device re-bound, driver re-initialised), then as SELF_CLEARING."""
+    REBOOT = "reboot"
+    """A new boot id."""
+    BY_HAND = "by_hand"
+    """Only a person, over reboots too."""
+
+
+class Reason(StrEnum):
+    """Closed set of reason codes; what each means stands in core.reasons."""
+
+    XID = "xid"
+    GPU_LOST = "gpu_lost"
+    RESET_REQUIRED = "reset_required"
+    NVML_ERROR = "nvml_error"
+    NVML_TIMEOUT = "nvml_timeout"
+    DRIVER_HUNG = "driver_hung"
+    DRIVER_NOT_LOADED = "driver_not_loaded"
+    NVML_VERSION_MISMATCH = "nvml_version_mismatch"
+    KUBELET_UNAVAILABLE = "kubelet_unavailable"
+    REGISTRATION_REFUSED = "registration_refused"
+    SOCKET_IN_USE = "socket_in_use"
+    SOURCE_FAILED = "source_failed"
+
+
+class ConditionKey(NamedTuple):
+    """What makes two reports the same condition; clearing one never clears another."""
+
+    source: SourceName
+    reason: Reason
+    placement: Placement
+    code: int
+    """XID or NVML return code, 0 where the reason has none."""
+
+
+@dataclass(frozen=True, slots=True)
+class Condition:
+    """One active reason on one place, with its own recovery."""
+
+    key: ConditionKey
+    evidence: Evidence
+    recovery: Recovery
+    flips: bool
+    """Whether devices at this place are Unhealthy while it lasts."""
+    message: str
+    since_ns: int
+    last_ns: int
+    """When it was last reported; quiet time counts from here."""
+    count: int = 1
+    clean_probes: int = 0
+    """Probes passed in a row since the last report and, for RESET, since the reset evidence."""
+    reset_seen: bool = False
+
+    @property
+    def reason(self) -> Reason:
+        """The reason code."""
+        return self.key.reason
+
+    @property
+    def placement(self) -> Placement:
+        """What it is attached to."""
+        return self.key.placement

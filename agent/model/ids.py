@@ -1,0 +1,66 @@
+"""Names of things: a GPU is its UUID, never its index."""
+
+from dataclasses import dataclass
+from typing import Final, NewType
+
+GpuUuid = NewType("GpuUuid", str)
+"""NVML UUID of a physical GPU: ``GPU-…``."""
+
+DeviceId = NewType("DeviceId", str)
+"""What the kubelet calls a device: a GPU or MIG UUID, with ``::n`` for a replica."""
+
+ResourceName = NewType("ResourceName", str)
+"""Extended resource with its prefix: ``nvidia.com/gpu``, ``nvidia.com/mig-1g.5gb``."""
+
+SourceName = NewType("SourceName", str)
+"""A source or sink as its task is named: ``nvml``, ``kubelet``, ``device-plugin``."""
+
+ALL: Final = 0xFFFFFFFF
+"""NVML's "not a MIG event" value for a GPU instance or compute instance id."""
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Placement:
+    """Where on a GPU something is: the whole GPU, a GPU instance (gi) or a compute instance (ci)."""
+
+    gpu: GpuUuid
+    gi: int = ALL
+    ci: int = ALL
+
+    def overlaps(self, other: "Placement") -> bool:
+        """Return whether a fault at one place touches a device at the other.
+
+        A whole GPU contains all of its instances, so an unset id matches every id.
+        """
+        return (
+            self.gpu == other.gpu
+            and (self.gi == other.gi or ALL in (self.gi, other.gi))
+            and (self.ci == other.ci or ALL in (self.ci, other.ci))
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class SocketIdentity:
+    """A socket file as it was seen; another file at the same path has another identity.
+
+    The modification time is part of it because file systems hand the inode number of a deleted
+    socket to the next one; unlike the change time it survives a chmod.
+    """
+
+    device: int
+    inode: int
+    mtime_ns: int
+
+
+def replica_id(device: str, replica: int | None) -> DeviceId:
+    """Return the id the kubelet sees for the n-th share of a device (facts: ``<uuid>::<n>``)."""
+    return DeviceId(device if replica is None else f"{device}::{replica}")
+
+
+def pci_sysfs_name(bus_id: str) -> str:
+    """Return NVML's PCI bus id in sysfs form: four-digit domain, lower case.
+
+    NVML writes ``00000000:3B:00.0``, /sys/bus/pci/devices has ``0000:3b:00.0``.
+    """
+    domain, _, rest = bus_id.strip().lower().partition(":")
+    return f"{domain[-4:].rjust(4, '0')}:{rest}" if rest.count(":") == 1 else bus_id.strip().lower()

@@ -1,0 +1,140 @@
+"""What sinks see: one immutable picture of the node, made by the core after each change."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+
+from agent.model.gpu import Gpu
+from agent.model.health import Condition, Health, Reason
+from agent.model.ids import DeviceId, GpuUuid, Placement, ResourceName, SocketIdentity, SourceName
+from agent.model.policy import Policy
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """One device as it is offered to the kubelet."""
+
+    id: DeviceId
+    uuid: str
+    """NVML UUID of the GPU or MIG device, without the replica."""
+    placement: Placement
+    index: int
+    """NVML index of its GPU, for people and for order."""
+    replica: int | None
+    numa_node: int | None
+    health: Health
+    reasons: tuple[Condition, ...] = ()
+    """The active conditions that touch it, those that flip it first, oldest first."""
+
+
+class RegistrationPhase(StrEnum):
+    """Where a resource stands with the kubelet."""
+
+    WAITING = "waiting"
+    """For the kubelet's socket or for the first probes."""
+    REGISTERING = "registering"
+    REGISTERED = "registered"
+    BACKING_OFF = "backing_off"
+
+
+@dataclass(frozen=True, slots=True)
+class Resource:
+    """One extended resource: what is offered, and how registration stands."""
+
+    name: ResourceName
+    devices: tuple[Device, ...]
+    """Stable order: GPU index, gi, ci, replica."""
+    phase: RegistrationPhase
+    generation: int
+    message: str
+    """Why it is not registered; empty when it is."""
+    since_ns: int
+    """When the phase began (registering and backing off are one spell)."""
+    socket: SocketIdentity | None
+    """Our socket file while registered."""
+
+    @property
+    def capacity(self) -> int:
+        """All devices, as the kubelet counts them."""
+        return len(self.devices)
+
+    @property
+    def allocatable(self) -> int:
+        """Healthy devices."""
+        return sum(device.health is Health.HEALTHY for device in self.devices)
+
+
+@dataclass(frozen=True, slots=True)
+class GpuView:
+    """A GPU with its verdict."""
+
+    gpu: Gpu
+    health: Health
+    present: bool
+    """Whether NVML lists it now."""
+    conditions: tuple[Condition, ...]
+    xids: Mapping[int, int]
+    """XIDs seen and how often, since the agent's state began."""
+
+
+@dataclass(frozen=True, slots=True)
+class DriverView:
+    """How NVML is: versions when ready, else why not. All None: not known yet."""
+
+    ready: bool | None = None
+    driver_version: str | None = None
+    nvml_version: str | None = None
+    cuda_version: tuple[int, int] | None = None
+    reason: Reason | None = None
+    message: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class TaskView:
+    """A supervised source or sink."""
+
+    running: bool
+    failures: int
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """Why the node is not ready for GPU work: the answer of /preflight, without pids or pod names."""
+
+    reason: Reason
+    message: str
+    gpus: tuple[GpuUuid, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Durable:
+    """What must outlive the process: the GPUs known, their conditions and XID counts."""
+
+    gpus: tuple[Gpu, ...] = ()
+    conditions: tuple[Condition, ...] = ()
+    xids: tuple[tuple[GpuUuid, int, int], ...] = ()
+    """(gpu, xid, count)"""
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """The node at one moment."""
+
+    at_ns: int
+    """When the newest change in it was made."""
+    policy: Policy
+    driver: DriverView
+    kubelet: SocketIdentity | None
+    gpus: tuple[GpuView, ...]
+    resources: tuple[Resource, ...]
+    control_nodes: tuple[str, ...]
+    tasks: Mapping[SourceName, TaskView]
+    facts_lost: Mapping[SourceName, int]
+    findings: tuple[Finding, ...]
+    durable: Durable
+
+    @property
+    def ready(self) -> bool:
+        """Whether a GPU job can be sent here now."""
+        return not self.findings
