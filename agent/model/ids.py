@@ -64,3 +64,12 @@ def pci_sysfs_name(bus_id: str) -> str:
     """
     domain, _, rest = bus_id.strip().lower().partition(":")
     return f"{domain[-4:].rjust(4, '0')}:{rest}" if rest.count(":") == 1 else bus_id.strip().lower()
+
+
+def socket_name(resource: ResourceName) -> str:
+    """Return the file name of a resource's plugin socket: ``nvidia-gpu.sock`` for ``nvidia.com/gpu``.
+
+    The names are those of NVIDIA's plugin, so that one can replace the other in place.
+    Source: NVIDIA/k8s-device-plugin:internal/plugin/server.go.
+    """
+    return f"nvidia-{resource.rpartition('/')[2]}.sock"
