@@ -64,7 +64,7 @@ class Engine:
             effects += new_effects
         if self._state is not before:
             # Published before the effects are handed out: who acts on one reads the new state.
-            self._latest.publish(snapshot_of(self._state, self._clock()))
+            self._latest.publish(snapshot_of(self._state))
         for effect in effects:
             self._perform(effect)
         self._after_step(self._clock())

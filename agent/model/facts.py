@@ -69,6 +69,8 @@ class DriverUnavailable(_State):
 
     reason: Reason
     message: str
+    unloaded: bool = False
+    """The kernel module itself is not there (code 9): when it is back, every GPU was re-initialised."""
     source: SourceName = NVML
 
     @property

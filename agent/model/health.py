@@ -58,6 +58,9 @@ class Reason(StrEnum):
     REGISTRATION_REFUSED = "registration_refused"
     SOCKET_IN_USE = "socket_in_use"
     SOURCE_FAILED = "source_failed"
+    MIG_SINGLE_NOT_UNIFORM = "mig_single_not_uniform"
+    NOT_PROBED = "not_probed"
+    NOT_ENOUGH_GPUS = "not_enough_gpus"
 
 
 class ConditionKey(NamedTuple):

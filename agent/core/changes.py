@@ -1,0 +1,238 @@
+"""What is to be done and told, read off the difference between two states.
+
+Invariants: equal states give nothing. Each change is one event, so an event is never a poll.
+Lists in events are bounded: a node can have 800 devices, a log line cannot.
+"""
+
+from collections.abc import Iterable, Iterator
+from typing import Final
+
+from agent.core.reasons import MEANINGS
+from agent.core.registration import Registration
+from agent.core.state import State
+from agent.model.effects import Effect, Event, EventKind, RecordEvent, RegisterResource
+from agent.model.health import Condition, Health
+from agent.model.ids import ALL, GpuUuid, ResourceName
+from agent.model.snapshot import Device, RegistrationPhase
+
+MAX_LISTED: Final = 16
+"""Devices named in one event; further ones are only counted."""
+
+
+def changes(old: State, new: State, now_ns: int) -> tuple[Effect, ...]:
+    """Return the effects of going from one state to the next: causes first, then what they changed."""
+    events = (
+        *_driver_events(old, new),
+        *_gpu_events(old, new),
+        *_condition_events(old, new),
+        *_device_events(old, new),
+        *_allocatable_events(old, new),
+        *_kubelet_events(old, new),
+        *_registration_events(old, new),
+        *_task_events(old, new),
+    )
+    return (*(RecordEvent(event, now_ns) for event in events), *_registrations(old, new))
+
+
+def _registrations(old: State, new: State) -> Iterator[Effect]:
+    for name, standing in new.registrations.items():
+        before = old.registrations.get(name)
+        if standing.phase is RegistrationPhase.REGISTERING and (
+            before is None or before.generation != standing.generation
+        ):
+            yield RegisterResource(name, standing.generation)
+
+
+def _driver_events(old: State, new: State) -> Iterator[Event]:
+    if new.driver == old.driver:
+        return
+    if new.driver.ready:
+        yield Event(
+            EventKind.DRIVER,
+            "NVML was initialised",
+            fields={"driver_version": new.driver.driver_version, "nvml_version": new.driver.nvml_version},
+        )
+    else:
+        yield Event(
+            EventKind.DRIVER,
+            "NVML is not available",
+            warning=True,
+            fields={"reason": new.driver.reason, "detail": new.driver.message},
+        )
+
+
+def _gpu_events(old: State, new: State) -> Iterator[Event]:
+    if new.present == old.present:
+        return
+    added, gone = new.present - old.present, old.present - new.present
+    yield Event(
+        EventKind.GPUS,
+        "NVML lists other GPUs",
+        warning=bool(gone),
+        fields={
+            "count": len(new.present),
+            "added": _uuids(new, added),
+            "gone": _uuids(new, gone),
+        },
+    )
+
+
+def _uuids(state: State, gpus: Iterable[GpuUuid]) -> list[str]:
+    known = sorted(gpus, key=lambda gpu: (state.gpus[gpu].pci, gpu))
+    return [str(gpu) for gpu in known[:MAX_LISTED]]
+
+
+def _condition_events(old: State, new: State) -> Iterator[Event]:
+    if new.conditions is old.conditions:
+        return
+    for key, condition in new.conditions.items():
+        if key not in old.conditions:
+            yield Event(
+                EventKind.CONDITION,
+                "A condition was raised",
+                warning=True,
+                fields={
+                    **_condition_fields(new, condition),
+                    "message": condition.message,
+                    "advice": MEANINGS[condition.reason].advice,
+                },
+            )
+    for key, condition in old.conditions.items():
+        if key not in new.conditions:
+            yield Event(
+                EventKind.CONDITION, "A condition was cleared", fields=_condition_fields(new, condition)
+            )
+
+
+def _condition_fields(state: State, condition: Condition) -> dict[str, object]:
+    gpu = state.gpus[condition.placement.gpu]
+    fields: dict[str, object] = {
+        "gpu": gpu.index,
+        "uuid": gpu.uuid,
+        "pci": gpu.pci,
+        "reason": condition.reason,
+        "evidence": condition.evidence,
+        "source": condition.key.source,
+    }
+    if condition.key.code:
+        fields["code"] = condition.key.code
+    if condition.placement.gi != ALL:
+        fields |= {"gi": condition.placement.gi, "ci": condition.placement.ci}
+    return fields
+
+
+def _device_events(old: State, new: State) -> Iterator[Event]:
+    if new.devices is old.devices:
+        return
+    for name, devices in new.devices.items():
+        before = {device.id: device.health for device in old.devices.get(name, ())}
+        changed: dict[tuple[GpuUuid, Health], list[Device]] = {}
+        for device in devices:
+            if before.get(device.id, Health.UNKNOWN) is not device.health:
+                changed.setdefault((device.placement.gpu, device.health), []).append(device)
+        for (gpu, health), listed in changed.items():
+            yield Event(
+                EventKind.DEVICE,
+                "Health changed",
+                warning=health is not Health.HEALTHY,
+                fields={
+                    "resource": name,
+                    "gpu": new.gpus[gpu].index,
+                    "uuid": gpu,
+                    "health": health,
+                    "count": len(listed),
+                    "devices": [str(device.id) for device in listed[:MAX_LISTED]],
+                    **_why(listed[0]),
+                },
+            )
+
+
+def _why(device: Device) -> dict[str, object]:
+    if not device.reasons or device.health is Health.HEALTHY:
+        return {}
+    first = device.reasons[0]
+    return {"reason": first.reason, "evidence": first.evidence, "detail": first.message}
+
+
+def _allocatable_events(old: State, new: State) -> Iterator[Event]:
+    if new.devices is old.devices:
+        return
+    for name, devices in new.devices.items():
+        if _wire(devices) == _wire(old.devices.get(name, ())):
+            continue
+        unhealthy = [device for device in devices if device.health is not Health.HEALTHY]
+        yield Event(
+            EventKind.ALLOCATABLE,
+            "Allocatable changed",
+            fields={
+                "resource": name,
+                "capacity": len(devices),
+                "allocatable": len(devices) - len(unhealthy),
+                "unhealthy": [
+                    {"id": device.id, "gpu": device.index, **_why(device)}
+                    for device in unhealthy[:MAX_LISTED]
+                ],
+            },
+        )
+
+
+def _wire(devices: Iterable[Device]) -> list[tuple[str, bool]]:
+    return [(device.id, device.health is Health.HEALTHY) for device in devices]
+
+
+def _kubelet_events(old: State, new: State) -> Iterator[Event]:
+    if new.kubelet == old.kubelet:
+        return
+    if new.kubelet is None:
+        yield Event(EventKind.KUBELET, "The kubelet's socket is gone", warning=True)
+    elif old.kubelet is None:
+        yield Event(EventKind.KUBELET, "The kubelet's socket appeared")
+    else:
+        yield Event(EventKind.KUBELET, "The kubelet made a new socket")
+
+
+def _registration_events(old: State, new: State) -> Iterator[Event]:
+    for name, standing in new.registrations.items():
+        before = old.registrations.get(name)
+        if before == standing:
+            continue
+        if standing.registered and (before is None or not before.registered):
+            yield Event(
+                EventKind.REGISTRATION,
+                "Registered with the kubelet",
+                fields={"resource": name, "generation": standing.generation},
+            )
+        elif _is_new_trouble(before, standing):
+            yield _trouble(name, standing)
+
+
+def _is_new_trouble(before: Registration | None, standing: Registration) -> bool:
+    """Whether backing off says something that was not said before."""
+    return standing.phase is RegistrationPhase.BACKING_OFF and (
+        before is None or before.message != standing.message
+    )
+
+
+def _trouble(name: ResourceName, standing: Registration) -> Event:
+    return Event(
+        EventKind.REGISTRATION,
+        "Not registered with the kubelet",
+        warning=True,
+        fields={"resource": name, "generation": standing.generation, "detail": standing.message},
+    )
+
+
+def _task_events(old: State, new: State) -> Iterator[Event]:
+    for name, task in new.tasks.items():
+        before = old.tasks.get(name)
+        if before is None or before.running == task.running:
+            continue
+        if task.running:
+            yield Event(EventKind.TASK, "A task runs again", fields={"task": name})
+        else:
+            yield Event(
+                EventKind.TASK,
+                "A task ended and will be started again",
+                warning=True,
+                fields={"task": name, "failures": task.failures, "detail": task.message},
+            )

@@ -1,0 +1,160 @@
+"""Raising, counting and clearing conditions, and the verdict they give on each device.
+
+Invariants: a condition is cleared only by its own recovery rule (recovers), and clearing one never
+clears another. A device is Healthy iff its GPU was probed and no condition that flips touches it.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+
+from agent.core.inventory import Offer
+from agent.core.reasons import MEANINGS
+from agent.model.health import Condition, ConditionKey, Evidence, Health, Reason, Recovery
+from agent.model.ids import GpuUuid, Placement, ResourceName, SourceName
+from agent.model.policy import Policy
+from agent.model.snapshot import Device
+
+Conditions = Mapping[ConditionKey, Condition]
+
+
+def raised(
+    conditions: Conditions,
+    *,
+    source: SourceName,
+    reason: Reason,
+    placement: Placement,
+    message: str,
+    now_ns: int,
+    code: int = 0,
+    count: int = 1,
+    recovery: Recovery | None = None,
+    evidence: Evidence | None = None,
+    flips: bool = True,
+) -> Conditions:
+    """Return the conditions with one raised, or reported once more if it is active."""
+    key = ConditionKey(source, reason, placement, code)
+    active = conditions.get(key)
+    if active is None:
+        meaning = MEANINGS[reason]
+        active = Condition(
+            key=key,
+            evidence=meaning.evidence if evidence is None else evidence,
+            recovery=meaning.recovery if recovery is None else recovery,
+            flips=flips,
+            message=message,
+            since_ns=now_ns,
+            last_ns=now_ns,
+            count=count,
+        )
+    else:
+        active = replace(
+            active,
+            message=message,
+            last_ns=now_ns,
+            count=active.count + count,
+            clean_probes=0,
+            reset_seen=False,
+        )
+    return {**conditions, key: active}
+
+
+def after_clean_probe(conditions: Conditions, gpu: GpuUuid, *, hung: bool, policy: Policy) -> Conditions:
+    """Return the conditions after one health poll of a GPU passed.
+
+    Counts stop at what the policy asks for, so that a well GPU changes nothing.
+    """
+    counted = {
+        key: replace(condition, clean_probes=condition.clean_probes + 1)
+        for key, condition in conditions.items()
+        if key.placement.gpu == gpu
+        and condition.clean_probes < policy.recovery_clean_probes
+        and not (hung and key.reason is Reason.DRIVER_HUNG)
+        and (condition.recovery is Recovery.SELF_CLEARING or condition.reset_seen)
+    }
+    return {**conditions, **counted} if counted else conditions
+
+
+def after_bad_probe(conditions: Conditions, gpu: GpuUuid) -> Conditions:
+    """Return the conditions after a health poll of a GPU failed: clean ones must come in a row."""
+    broken = {
+        key: replace(condition, clean_probes=0)
+        for key, condition in conditions.items()
+        if key.placement.gpu == gpu and condition.clean_probes
+    }
+    return {**conditions, **broken} if broken else conditions
+
+
+def after_reset(conditions: Conditions, gpus: Iterable[GpuUuid]) -> Conditions:
+    """Return the conditions after reset evidence for some GPUs was seen."""
+    reset = frozenset(gpus)
+    marked = {
+        key: replace(condition, reset_seen=True, clean_probes=0)
+        for key, condition in conditions.items()
+        if key.placement.gpu in reset and condition.recovery is Recovery.RESET
+    }
+    return {**conditions, **marked} if marked else conditions
+
+
+def touched(conditions: Conditions, reason: Reason, now_ns: int) -> Conditions:
+    """Return the conditions of one reason as reported just now: their quiet time begins again."""
+    again = {
+        key: replace(condition, last_ns=now_ns, clean_probes=0)
+        for key, condition in conditions.items()
+        if key.reason is reason
+    }
+    return {**conditions, **again} if again else conditions
+
+
+def quiet_at(condition: Condition, policy: Policy) -> int | None:
+    """Return when a condition may be cleared if nothing more happens; None: not by time alone."""
+    if condition.clean_probes < policy.recovery_clean_probes:
+        return None
+    return condition.last_ns + policy.recovery_quiet_ns
+
+
+def without_recovered(conditions: Conditions, *, policy: Policy, now_ns: int) -> Conditions:
+    """Return the conditions that stay."""
+    gone = [
+        key
+        for key, condition in conditions.items()
+        if (at_ns := quiet_at(condition, policy)) is not None and now_ns >= at_ns
+    ]
+    if not gone:
+        return conditions
+    return {key: condition for key, condition in conditions.items() if key not in gone}
+
+
+def verdicts(
+    offers: Mapping[ResourceName, tuple[Offer, ...]], conditions: Conditions, probed: frozenset[GpuUuid]
+) -> Mapping[ResourceName, tuple[Device, ...]]:
+    """Return every offered device with its health and the conditions that touch it."""
+    by_gpu: dict[GpuUuid, list[Condition]] = {}
+    for condition in conditions.values():
+        by_gpu.setdefault(condition.placement.gpu, []).append(condition)
+    for active in by_gpu.values():
+        active.sort(key=lambda condition: (not condition.flips, condition.since_ns))
+    return {
+        name: tuple(_verdict(offer, by_gpu.get(offer.placement.gpu, ()), probed) for offer in listed)
+        for name, listed in offers.items()
+    }
+
+
+def _verdict(offer: Offer, active: Iterable[Condition], probed: frozenset[GpuUuid]) -> Device:
+    reasons = tuple(condition for condition in active if condition.placement.overlaps(offer.placement))
+    return Device(
+        id=offer.id,
+        uuid=offer.uuid,
+        placement=offer.placement,
+        index=offer.index,
+        replica=offer.replica,
+        numa_node=offer.numa_node,
+        health=health_of(reasons, probed=offer.placement.gpu in probed),
+        reasons=reasons,
+    )
+
+
+def health_of(reasons: Iterable[Condition], *, probed: bool) -> Health:
+    """Return the verdict: unhealthy if any condition flips, unknown if never probed."""
+    if any(condition.flips for condition in reasons):
+        return Health.UNHEALTHY
+    return Health.HEALTHY if probed else Health.UNKNOWN

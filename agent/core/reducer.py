@@ -1,0 +1,467 @@
+"""The only writer of state: one fact in, the new state and what is to be done out.
+
+Invariants: step is pure and total: every fact in any state gives a state. What is to be done is
+read off the difference of the two states (core.changes), so nothing can change without being told,
+and nothing is told twice. All effects of one fact come out of one step.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Final, assert_never
+
+from agent.core import conditions, registration, xids
+from agent.core.changes import changes
+from agent.core.inventory import offers
+from agent.core.registration import Registration
+from agent.core.state import State
+from agent.model import facts
+from agent.model.effects import Effect, EndProcess, Event, EventKind, RecordEvent
+from agent.model.gpu import Gpu
+from agent.model.health import ConditionKey, Reason
+from agent.model.ids import ALL, GpuUuid, Placement, ResourceName
+from agent.model.policy import SECOND_NS
+from agent.model.snapshot import DriverView, TaskView
+
+IDLE_NS: Final = 5 * SECOND_NS
+"""The engine steps at least this often."""
+
+MAX_XIDS_PER_GPU: Final = 64
+"""Different XIDs counted for one GPU; further ones are counted as OTHER_XID."""
+
+OTHER_XID: Final = -1
+
+SAME_FAULT_NS: Final = 2 * SECOND_NS
+"""Two sources that report the same XID of a GPU within this time saw one fault."""
+
+GPU_IS_LOST: Final = 15
+RESET_REQUIRED: Final = 16
+
+
+def step(state: State, fact: facts.Fact, now_ns: int) -> tuple[State, tuple[Effect, ...], int]:
+    """Return the new state, what is to be done, and when to step again at the latest.
+
+    If nothing changed, the state is the same object and nothing is to be done.
+    """
+    applied, notices = _apply(state, fact, now_ns)
+    settled = _settle(state, applied, now_ns)
+    if settled is state and not notices:
+        return state, (), _wake_at(state, now_ns)
+    if settled is not state:
+        settled = replace(settled, changed_ns=now_ns)
+    effects = (*notices, *changes(state, settled, now_ns))
+    return settled, effects, _wake_at(settled, now_ns)
+
+
+_Applied = tuple[State, tuple[Effect, ...]]
+
+
+def _apply(state: State, fact: facts.Fact, now_ns: int) -> _Applied:  # noqa: C901, PLR0911, PLR0912 - a table
+    match fact:
+        case facts.Tick():
+            return state, ()
+        case facts.XidReported():
+            return _xid_reported(state, fact, now_ns)
+        case facts.GpuProbePassed():
+            return _probe_passed(state, fact, now_ns), ()
+        case facts.GpuCallFailed():
+            return _call_failed(state, fact, now_ns), ()
+        case facts.GpuCallOverdue():
+            return _call_overdue(state, fact, now_ns), ()
+        case facts.GpusEnumerated():
+            return _enumerated(state, fact, now_ns), ()
+        case facts.DriverReady():
+            return _driver_ready(state, fact), ()
+        case facts.DriverUnavailable():
+            return _driver_unavailable(state, fact, now_ns), ()
+        case facts.DriverCallOverdue():
+            return _hang_changed(state, replace(state, driver_overdue=fact.call), now_ns), ()
+        case facts.DriverCallAnswered():
+            return _hang_changed(state, replace(state, driver_overdue=None), now_ns), ()
+        case facts.KubeletSocketSeen():
+            return _unless_equal(state, replace(state, kubelet=fact.identity)), ()
+        case (
+            facts.Registered() | facts.RegistrationFailed() | facts.WatchersChanged() | facts.OwnSocketLost()
+        ):
+            return _registration_told(state, fact, now_ns), ()
+        case facts.TaskReported():
+            return _task_reported(state, fact), ()
+        case facts.FactsLost():
+            return _facts_lost(state, fact, now_ns)
+        case facts.PolicyChanged():
+            return _policy_changed(state, fact), ()
+        case facts.HealthEventsUnsupported():
+            return state, (_unsupported(state, fact, now_ns),)
+        case facts.WatchedDirectoryDeleted():
+            return state, (_directory_deleted(fact),)
+        case _:
+            assert_never(fact)
+
+
+def _unless_equal(old: State, new: State) -> State:
+    """Return the old object if nothing changed."""
+    return old if new == old else new
+
+
+# XIDs
+
+
+def _xid_reported(state: State, fact: facts.XidReported, now_ns: int) -> _Applied:
+    gpu = state.gpus.get(fact.gpu) if fact.gpu is not None else None
+    if gpu is None:
+        return state, (_xid_notice("An XID of an unknown device marks no device", fact, None, now_ns),)
+    seen = state.recent_xids.get((gpu.uuid, fact.xid))
+    if seen is not None and seen[0] != fact.source and now_ns - seen[1] <= SAME_FAULT_NS:
+        return state, ()
+    counted = _with_xid_counted(state, gpu.uuid, fact, now_ns)
+    if not xids.flips_under_compat(fact.xid, state.policy.extra_ignored_xids):
+        return counted, (_xid_notice("An XID was ignored by policy", fact, gpu, now_ns),)
+    place = Placement(gpu.uuid, fact.gi, fact.ci)
+    if not _is_on(gpu, place):
+        return counted, (_xid_notice("An XID of an unknown MIG device marks no device", fact, gpu, now_ns),)
+    flipped = conditions.raised(
+        counted.conditions,
+        source=fact.source,
+        reason=Reason.XID,
+        placement=place,
+        code=fact.xid,
+        count=fact.count,
+        message=f"XID {fact.xid} was reported",
+        recovery=xids.recovery_of(fact.xid),
+        evidence=xids.evidence_of(fact.xid),
+        now_ns=now_ns,
+    )
+    return replace(counted, conditions=flipped), ()
+
+
+def _is_on(gpu: Gpu, place: Placement) -> bool:
+    return place.overlaps(gpu.placement) and (
+        not gpu.mig_devices
+        or any(place.overlaps(Placement(gpu.uuid, mig.gi, mig.ci)) for mig in gpu.mig_devices)
+    )
+
+
+def _with_xid_counted(state: State, gpu: GpuUuid, fact: facts.XidReported, now_ns: int) -> State:
+    counts = state.xids.get(gpu, {})
+    xid = fact.xid if fact.xid in counts or len(counts) < MAX_XIDS_PER_GPU else OTHER_XID
+    recent = {key: seen for key, seen in state.recent_xids.items() if now_ns - seen[1] <= SAME_FAULT_NS}
+    return replace(
+        state,
+        xids={**state.xids, gpu: {**counts, xid: counts.get(xid, 0) + fact.count}},
+        recent_xids={**recent, (gpu, fact.xid): (fact.source, now_ns)},
+    )
+
+
+def _xid_notice(message: str, fact: facts.XidReported, gpu: Gpu | None, now_ns: int) -> RecordEvent:
+    fields: dict[str, object] = {"xid": fact.xid, "count": fact.count, "source": fact.source}
+    if gpu is not None:
+        fields |= {"gpu": gpu.index, "uuid": gpu.uuid}
+    if fact.gi != ALL:
+        fields |= {"gi": fact.gi, "ci": fact.ci}
+    ignored = gpu is not None and message.endswith("policy")
+    return RecordEvent(Event(EventKind.XID, message, warning=not ignored, fields=fields), now_ns)
+
+
+# Probes and calls
+
+
+def _probe_passed(state: State, fact: facts.GpuProbePassed, now_ns: int) -> State:
+    if fact.gpu not in state.gpus:
+        return state
+    answered = state
+    if fact.gpu in state.overdue:
+        overdue = {gpu: call for gpu, call in state.overdue.items() if gpu != fact.gpu}
+        answered = _hang_changed(state, replace(state, overdue=overdue), now_ns)
+    active = conditions.after_clean_probe(
+        answered.conditions, fact.gpu, hung=answered.hung, policy=state.policy
+    )
+    if active is answered.conditions and fact.gpu in answered.probed:
+        return answered
+    return replace(answered, conditions=active, probed=answered.probed | {fact.gpu})
+
+
+def _call_failed(state: State, fact: facts.GpuCallFailed, now_ns: int) -> State:
+    if fact.gpu not in state.gpus:
+        return state
+    reason = {GPU_IS_LOST: Reason.GPU_LOST, RESET_REQUIRED: Reason.RESET_REQUIRED}.get(
+        fact.code, Reason.NVML_ERROR
+    )
+    active = conditions.raised(
+        conditions.after_bad_probe(state.conditions, fact.gpu),
+        source=fact.source,
+        reason=reason,
+        placement=Placement(fact.gpu),
+        code=fact.code,
+        message=fact.message,
+        now_ns=now_ns,
+    )
+    overdue = {gpu: call for gpu, call in state.overdue.items() if gpu != fact.gpu}
+    failed = replace(state, conditions=active, probed=state.probed | {fact.gpu})
+    return (
+        _hang_changed(state, replace(failed, overdue=overdue), now_ns)
+        if fact.gpu in state.overdue
+        else failed
+    )
+
+
+def _call_overdue(state: State, fact: facts.GpuCallOverdue, now_ns: int) -> State:
+    if fact.gpu not in state.gpus:
+        return state
+    active = conditions.raised(
+        conditions.after_bad_probe(state.conditions, fact.gpu),
+        source=fact.source,
+        reason=Reason.NVML_TIMEOUT,
+        placement=Placement(fact.gpu),
+        message=f"NVML call {fact.call} did not answer within {fact.deadline_ns / SECOND_NS:g} s",
+        now_ns=now_ns,
+    )
+    late = replace(
+        state,
+        conditions=active,
+        overdue={**state.overdue, fact.gpu: fact.call},
+        probed=state.probed | {fact.gpu},
+    )
+    return _hang_changed(state, late, now_ns)
+
+
+def _hang_changed(old: State, new: State, now_ns: int) -> State:
+    """Raise driver_hung on every GPU when the driver stops answering; let it clear from when it does."""
+    if not new.hung:
+        if not old.hung:
+            return _unless_equal(old, new)
+        return replace(new, conditions=conditions.touched(new.conditions, Reason.DRIVER_HUNG, now_ns))
+    active = new.conditions
+    for gpu in new.gpus:
+        placement = Placement(gpu)
+        key = ConditionKey(facts.NVML, Reason.DRIVER_HUNG, placement, 0)
+        if key not in active:
+            active = conditions.raised(
+                active,
+                source=facts.NVML,
+                reason=Reason.DRIVER_HUNG,
+                placement=placement,
+                message=_hang_message(new),
+                now_ns=now_ns,
+            )
+    return _unless_equal(old, replace(new, conditions=active))
+
+
+def _hang_message(state: State) -> str:
+    if state.driver_overdue is not None:
+        return f"The driver does not answer {state.driver_overdue}"
+    return f"{len(state.overdue)} GPUs do not answer at once, so a new pod would hang too"
+
+
+# Driver and inventory
+
+
+def _enumerated(state: State, fact: facts.GpusEnumerated, now_ns: int) -> State:
+    present = frozenset(gpu.uuid for gpu in fact.gpus)
+    known = {**state.gpus, **{gpu.uuid: gpu for gpu in fact.gpus}}
+    back = (present - state.present) & state.gpus.keys() if state.present else frozenset()
+    active = conditions.after_reset(state.conditions, back)
+    for gpu in known.keys() - present:
+        active = _with_gpu_missing(active, gpu, now_ns)
+    first_probes_by_ns = state.first_probes_by_ns
+    if present - state.probed and not any(standing.registered for standing in state.registrations.values()):
+        first_probes_by_ns = now_ns + state.policy.first_probe_wait_ns
+    return _unless_equal(
+        state,
+        _with_offers(
+            replace(
+                state,
+                gpus=known,
+                present=present,
+                control_nodes=fact.control_nodes,
+                conditions=active,
+                first_probes_by_ns=first_probes_by_ns,
+            )
+        ),
+    )
+
+
+def _with_gpu_missing(active: conditions.Conditions, gpu: GpuUuid, now_ns: int) -> conditions.Conditions:
+    key = ConditionKey(facts.NVML, Reason.GPU_LOST, Placement(gpu), 0)
+    if key in active and not active[key].reset_seen:
+        return active
+    return conditions.raised(
+        active,
+        source=facts.NVML,
+        reason=Reason.GPU_LOST,
+        placement=Placement(gpu),
+        message="NVML does not list the GPU any more",
+        now_ns=now_ns,
+    )
+
+
+def _with_offers(state: State) -> State:
+    return replace(state, offers=offers(state.gpus.values(), state.policy, state.offers))
+
+
+def _driver_ready(state: State, fact: facts.DriverReady) -> State:
+    view = DriverView(
+        ready=True,
+        driver_version=fact.driver_version,
+        nvml_version=fact.nvml_version,
+        cuda_version=fact.cuda_version,
+    )
+    active = state.conditions
+    if state.driver_unloaded:
+        active = conditions.after_reset(active, state.gpus)
+    return _unless_equal(state, replace(state, driver=view, driver_unloaded=False, conditions=active))
+
+
+def _driver_unavailable(state: State, fact: facts.DriverUnavailable, now_ns: int) -> State:
+    view = DriverView(ready=False, reason=fact.reason, message=fact.message)
+    if view == state.driver:
+        return state
+    active = state.conditions
+    for gpu in state.gpus:
+        active = conditions.raised(
+            conditions.after_bad_probe(active, gpu),
+            source=fact.source,
+            reason=fact.reason,
+            placement=Placement(gpu),
+            message=fact.message,
+            now_ns=now_ns,
+        )
+    return replace(
+        state,
+        driver=view,
+        driver_unloaded=state.driver_unloaded or fact.unloaded,
+        conditions=active,
+        overdue={},
+        driver_overdue=None,
+    )
+
+
+def _policy_changed(state: State, fact: facts.PolicyChanged) -> State:
+    return _unless_equal(state, _with_offers(replace(state, policy=fact.policy)))
+
+
+# Kubelet and tasks
+
+
+def _registration_told(
+    state: State,
+    fact: facts.Registered | facts.RegistrationFailed | facts.WatchersChanged | facts.OwnSocketLost,
+    now_ns: int,
+) -> State:
+    standing = state.registrations.get(fact.resource)
+    if standing is None or standing.generation != fact.generation:
+        return state
+    policy = state.policy
+    kubelet = state.kubelet
+    match fact:
+        case facts.Registered():
+            told = registration.accepted(standing, kubelet=fact.kubelet, socket=fact.socket, now_ns=now_ns)
+            # The caller looked at the socket itself, perhaps before the watcher of the directory did.
+            if kubelet is None or fact.kubelet.mtime_ns >= kubelet.mtime_ns:
+                kubelet = fact.kubelet
+        case facts.RegistrationFailed():
+            told = registration.failed(standing, fact, policy=policy, now_ns=now_ns)
+        case facts.WatchersChanged():
+            told = registration.watchers_changed(standing, fact.live, policy=policy, now_ns=now_ns)
+        case facts.OwnSocketLost():
+            if not standing.registered:
+                return state
+            told = registration.lost(standing, registration.SOCKET_LOST, policy=policy, now_ns=now_ns)
+        case _:
+            assert_never(fact)
+    if told is standing and kubelet is state.kubelet:
+        return state
+    return replace(state, kubelet=kubelet, registrations={**state.registrations, fact.resource: told})
+
+
+def _task_reported(state: State, fact: facts.TaskReported) -> State:
+    old = state.tasks.get(fact.task, TaskView(running=False, failures=0, message=""))
+    new = TaskView(
+        running=fact.running, failures=old.failures + (0 if fact.running else 1), message=fact.message
+    )
+    return _unless_equal(state, replace(state, tasks={**state.tasks, fact.task: new}))
+
+
+def _facts_lost(state: State, fact: facts.FactsLost, now_ns: int) -> _Applied:
+    total = state.facts_lost.get(fact.lost_from, 0) + fact.count
+    event = Event(
+        EventKind.LOSS,
+        "Facts were lost because the inbox was full",
+        warning=True,
+        fields={"source": fact.lost_from, "count": fact.count, "total": total},
+    )
+    lost = {**state.facts_lost, fact.lost_from: total}
+    return replace(state, facts_lost=lost), (RecordEvent(event, now_ns),)
+
+
+def _unsupported(state: State, fact: facts.HealthEventsUnsupported, now_ns: int) -> RecordEvent:
+    gpu = state.gpus.get(fact.gpu)
+    event = Event(
+        EventKind.GPUS,
+        "The driver offers no XID events for a GPU, which is watched by probes alone",
+        warning=True,
+        fields={"uuid": fact.gpu, "gpu": None if gpu is None else gpu.index, "detail": fact.message},
+    )
+    return RecordEvent(event, now_ns)
+
+
+def _directory_deleted(fact: facts.WatchedDirectoryDeleted) -> EndProcess:
+    return EndProcess(
+        exit_code=1,
+        message=f"{fact.path} was deleted under its mount; a new process has to mount it anew",
+    )
+
+
+# What time brings
+
+
+def _settle(old: State, state: State, now_ns: int) -> State:
+    """Return the state after everything that follows from it and from the time."""
+    active = conditions.without_recovered(state.conditions, policy=state.policy, now_ns=now_ns)
+    if active is not state.conditions:
+        state = replace(state, conditions=active)
+    if (
+        state.conditions is not old.conditions
+        or state.offers is not old.offers
+        or state.probed is not old.probed
+    ):
+        devices = conditions.verdicts(state.offers, state.conditions, state.probed)
+        state = replace(state, devices=devices)
+    standings = _advanced(state, now_ns)
+    return state if standings == state.registrations else replace(state, registrations=standings)
+
+
+def _advanced(state: State, now_ns: int) -> Mapping[ResourceName, Registration]:
+    ready = _probes_ready(state, now_ns)
+    standings = {}
+    for name, offered in state.offers.items():
+        standing = state.registrations.get(name)
+        if standing is None:
+            if not offered:
+                continue
+            standing = Registration(since_ns=now_ns)
+        standings[name] = registration.advance(
+            standing, kubelet=state.kubelet, ready=ready, policy=state.policy, now_ns=now_ns
+        )
+    return standings
+
+
+def _probes_ready(state: State, now_ns: int) -> bool:
+    if state.first_probes_by_ns is not None and now_ns >= state.first_probes_by_ns:
+        return True
+    return bool(state.present) and state.present <= state.probed
+
+
+def _wake_at(state: State, now_ns: int) -> int:
+    times = [now_ns + IDLE_NS]
+    for condition in state.conditions.values():
+        at_ns = conditions.quiet_at(condition, state.policy)
+        if at_ns is not None:
+            times.append(at_ns)
+    waiting = False
+    for standing in state.registrations.values():
+        at_ns = registration.due_at(standing, state.policy)
+        if at_ns is not None:
+            times.append(at_ns)
+        waiting = waiting or standing.message == registration.WAIT_FOR_PROBES
+    if waiting and state.first_probes_by_ns is not None:
+        times.append(state.first_probes_by_ns)
+    return max(now_ns, min(times))

@@ -1,0 +1,95 @@
+"""Everything the agent knows, as one immutable value."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+from typing import Any
+
+from agent.core.conditions import verdicts
+from agent.core.inventory import Offer, offers
+from agent.core.registration import Registration
+from agent.model.gpu import Gpu
+from agent.model.health import Condition, ConditionKey
+from agent.model.ids import GpuUuid, ResourceName, SocketIdentity, SourceName
+from agent.model.policy import Policy
+from agent.model.snapshot import Device, DriverView, Durable, TaskView
+
+_EMPTY: Mapping[Any, Any] = MappingProxyType({})
+
+
+def _nothing() -> Mapping[Any, Any]:
+    return _EMPTY
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """The state; the reducer is its only writer.
+
+    Mappings are never changed in place: a new state shares with the old one what did not change,
+    so "is it the same object" answers "did it change".
+    """
+
+    policy: Policy
+    changed_ns: int = 0
+    """When the newest change was made."""
+
+    driver: DriverView = field(default_factory=DriverView)
+    driver_unloaded: bool = False
+    """The kernel module was seen to be gone; when it is back, every GPU was re-initialised."""
+    driver_overdue: str | None = None
+    """The node-wide driver call that has not answered."""
+
+    gpus: Mapping[GpuUuid, Gpu] = field(default_factory=_nothing)
+    """Every GPU known, also those that NVML does not list now."""
+    present: frozenset[GpuUuid] = frozenset()
+    control_nodes: tuple[str, ...] = ()
+    probed: frozenset[GpuUuid] = frozenset()
+    """GPUs that had a verdict (a probe passed, failed or overdue) since the process began."""
+    overdue: Mapping[GpuUuid, str] = field(default_factory=_nothing)
+    """GPUs with a call that has not answered, and the call."""
+    first_probes_by_ns: int | None = None
+    """Registration waits for the first probes until then."""
+
+    conditions: Mapping[ConditionKey, Condition] = field(default_factory=_nothing)
+    xids: Mapping[GpuUuid, Mapping[int, int]] = field(default_factory=_nothing)
+    recent_xids: Mapping[tuple[GpuUuid, int], tuple[SourceName, int]] = field(default_factory=_nothing)
+    """Who reported an XID last, and when: two sources within two seconds tell of one fault."""
+
+    offers: Mapping[ResourceName, tuple[Offer, ...]] = field(default_factory=_nothing)
+    devices: Mapping[ResourceName, tuple[Device, ...]] = field(default_factory=_nothing)
+    """The offers with their verdicts."""
+
+    kubelet: SocketIdentity | None = None
+    registrations: Mapping[ResourceName, Registration] = field(default_factory=_nothing)
+    tasks: Mapping[SourceName, TaskView] = field(default_factory=_nothing)
+    facts_lost: Mapping[SourceName, int] = field(default_factory=_nothing)
+
+    @property
+    def hung(self) -> bool:
+        """Whether the driver as a whole does not answer: two calls at once, or its own lock."""
+        return self.driver_overdue is not None or len(self.overdue) >= 2
+
+
+def initial_state(policy: Policy, restored: Durable | None, *, now_ns: int) -> State:
+    """Return the state a process begins with.
+
+    What was restored keeps its conditions: sick stays sick over a restart. Its GPUs are known but
+    not present and not probed, so their devices are unknown until they are.
+    """
+    state = State(policy=policy, changed_ns=now_ns)
+    if restored is None or not restored.gpus:
+        return state
+    counts: dict[GpuUuid, dict[int, int]] = {}
+    for gpu, xid, count in restored.xids:
+        counts.setdefault(gpu, {})[xid] = count
+    conditions = {condition.key: condition for condition in restored.conditions}
+    offered = offers(restored.gpus, policy, ())
+    return replace(
+        state,
+        gpus={gpu.uuid: gpu for gpu in restored.gpus},
+        conditions=conditions,
+        xids=counts,
+        offers=offered,
+        devices=verdicts(offered, conditions, frozenset()),
+        first_probes_by_ns=now_ns + policy.first_probe_wait_ns,
+    )

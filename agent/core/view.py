@@ -1,0 +1,133 @@
+"""The picture of a state that sinks see."""
+
+from collections.abc import Iterator, Mapping
+from typing import Final
+
+from agent.core.conditions import health_of
+from agent.core.inventory import mixed_profiles
+from agent.core.registration import Registration
+from agent.core.state import State
+from agent.model.facts import DEVICE_PLUGIN, KUBELET, NVML
+from agent.model.health import Condition, Health, Reason
+from agent.model.ids import GpuUuid, ResourceName
+from agent.model.snapshot import (
+    DriverView,
+    Durable,
+    Finding,
+    GpuView,
+    RegistrationPhase,
+    Resource,
+    Snapshot,
+)
+
+_FAILURE_REASONS: Final[Mapping[str | None, Reason]] = {
+    "rejected": Reason.REGISTRATION_REFUSED,
+    "socket_in_use": Reason.SOCKET_IN_USE,
+}
+
+NEEDED_TASKS: Final = (NVML, KUBELET, DEVICE_PLUGIN)
+"""Without these no statement about the node's GPUs can be trusted."""
+
+
+def snapshot_of(state: State) -> Snapshot:
+    """Return the snapshot of a state."""
+    gpus = _gpu_views(state)
+    return Snapshot(
+        at_ns=state.changed_ns,
+        policy=state.policy,
+        driver=state.driver,
+        kubelet=state.kubelet,
+        gpus=gpus,
+        resources=tuple(_resource(state, name, state.registrations.get(name)) for name in state.devices),
+        control_nodes=state.control_nodes,
+        tasks=state.tasks,
+        facts_lost=state.facts_lost,
+        findings=tuple(_findings(state, gpus)),
+        durable=_durable(state),
+    )
+
+
+def _gpu_views(state: State) -> tuple[GpuView, ...]:
+    by_gpu: dict[GpuUuid, list[Condition]] = {}
+    for condition in state.conditions.values():
+        by_gpu.setdefault(condition.placement.gpu, []).append(condition)
+    return tuple(
+        GpuView(
+            gpu=gpu,
+            health=health_of(by_gpu.get(gpu.uuid, ()), probed=gpu.uuid in state.probed),
+            present=gpu.uuid in state.present,
+            conditions=tuple(by_gpu.get(gpu.uuid, ())),
+            xids=state.xids.get(gpu.uuid, {}),
+        )
+        for gpu in sorted(state.gpus.values(), key=lambda gpu: (gpu.pci, gpu.index))
+    )
+
+
+def _resource(state: State, name: ResourceName, standing: Registration | None) -> Resource:
+    return Resource(
+        name=name,
+        devices=state.devices[name],
+        phase=standing.phase if standing else RegistrationPhase.WAITING,
+        generation=standing.generation if standing else 0,
+        message=standing.message if standing else "Nothing is offered",
+        since_ns=standing.since_ns if standing else state.changed_ns,
+        socket=standing.socket if standing else None,
+    )
+
+
+def _durable(state: State) -> Durable:
+    return Durable(
+        gpus=tuple(state.gpus.values()),
+        conditions=tuple(state.conditions.values()),
+        xids=tuple((gpu, xid, count) for gpu, counts in state.xids.items() for xid, count in counts.items()),
+    )
+
+
+def _findings(state: State, gpus: tuple[GpuView, ...]) -> Iterator[Finding]:
+    """Yield why the node is not ready, the root cause first, each reason once."""
+    driver = _driver_finding(state.driver)
+    if driver is not None:
+        yield driver
+    elif not state.present and not state.gpus:
+        yield Finding(Reason.NOT_ENOUGH_GPUS, "NVML lists no GPU")
+    unlike = mixed_profiles(state.gpus.values(), state.policy)
+    if unlike:
+        profiles = ", ".join(unlike)
+        yield Finding(Reason.MIG_SINGLE_NOT_UNIFORM, f"Strategy single needs one profile, found [{profiles}]")
+    yield from _gpu_findings(gpus, without=driver.reason if driver else None)
+    yield from _kubelet_findings(state)
+    for name in NEEDED_TASKS:
+        task = state.tasks.get(name)
+        if task is not None and not task.running:
+            yield Finding(Reason.SOURCE_FAILED, f"{name} does not run: {task.message}")
+
+
+def _driver_finding(driver: DriverView) -> Finding | None:
+    if driver.ready:
+        return None
+    if driver.reason is None:
+        return Finding(Reason.DRIVER_NOT_LOADED, "NVML is not initialised yet")
+    return Finding(driver.reason, driver.message)
+
+
+def _gpu_findings(gpus: tuple[GpuView, ...], *, without: Reason | None) -> Iterator[Finding]:
+    told: dict[Reason, tuple[str, list[GpuUuid]]] = {}
+    for view in gpus:
+        flipping = [condition for condition in view.conditions if condition.flips]
+        for reason, message in {condition.reason: condition.message for condition in flipping}.items():
+            told.setdefault(reason, (message, []))[1].append(view.gpu.uuid)
+        if view.health is Health.UNKNOWN:
+            told.setdefault(Reason.NOT_PROBED, ("Not probed yet", []))[1].append(view.gpu.uuid)
+    for reason, (message, uuids) in told.items():
+        if reason is not without:
+            yield Finding(reason, message, tuple(uuids))
+
+
+def _kubelet_findings(state: State) -> Iterator[Finding]:
+    if state.kubelet is None:
+        yield Finding(Reason.KUBELET_UNAVAILABLE, "The kubelet's socket does not exist")
+        return
+    for name, standing in state.registrations.items():
+        if not standing.registered:
+            reason = _FAILURE_REASONS.get(standing.failure, Reason.KUBELET_UNAVAILABLE)
+            yield Finding(reason, f"{name} is not registered: {standing.message or 'registering'}")
