@@ -1,0 +1,223 @@
+"""The configuration: flag > environment > file > default, each value with where it came from.
+
+Guarantees: all problems are reported at once, each naming the value's origin and, for a misspelt
+name, the likely right one. Nothing is read that the table of options does not name. What has to be
+looked at in the file system (is this path a socket?) is judged at the start, not here.
+"""
+
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Final, Literal, NewType, cast
+
+from agent import config_file
+from agent.config_file import FileContents, suggestion
+from agent.errors import ConfigError
+from agent.model.policy import MigStrategy, Policy
+from agent.options import ENVIRONMENT_PREFIX, LOOPBACK_API_PORT, OPTIONS, Address, Option
+
+Origin = NewType("Origin", str)
+"""Where a value came from: ``--poll``, ``GPU_AGENT_POLL``, ``/etc/x.yaml:3: agent.poll``, ``default``."""
+
+IfRunning = Literal["standby", "fail"]
+LogFormat = Literal["auto", "journal", "json", "text"]
+
+DEFAULT: Final = Origin("default")
+
+_OTHER_VARIABLES: Final = frozenset({"GPU_AGENT_NODE_DIR"})
+"""Variables with our prefix that are no option of ``run``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """Everything that can be set, valid and complete."""
+
+    policy: Policy
+    fail_on_init_error: bool
+    driver_root: str
+    dev_root: str
+    """The directory whose ``dev/`` holds the device nodes; ``/`` on a plain host."""
+    proc_root: str
+    """Where /proc is; ``/proc`` on a plain host."""
+    sys_root: str
+    kubelet_socket: str
+    """Empty: serve but do not register."""
+    pod_resources_socket: str
+    nvml_library: str | None
+    http_listen: Address | None
+    api_listen: Address | None
+    control_socket: str
+    state_dir: str
+    if_running: IfRunning | None
+    """None: fail on a terminal, else standby."""
+    poll_ns: int
+    init_deadline_ns: int
+    init_retry_ns: int
+    first_handle_deadline_ns: int
+    call_deadline_ns: int
+    log_format: LogFormat
+    log_level: str
+    config_file: str | None
+    origins: Mapping[str, Origin] = field(default_factory=lambda: MappingProxyType({}))
+    """By option name."""
+    warnings: tuple[str, ...] = ()
+
+    @property
+    def lock_path(self) -> str:
+        """The file whose lock makes one agent the agent of this node."""
+        return f"{self.state_dir}/lock"
+
+    @property
+    def state_path(self) -> str:
+        """Where what must outlive the process is kept."""
+        return f"{self.state_dir}/state.json"
+
+
+def load(flags: Mapping[str, str], environment: Mapping[str, str]) -> Settings:
+    """Return the settings that flags (by option name), environment and file make together.
+
+    Raises ConfigError with every problem found.
+    """
+    resolver = _Resolver(flags, environment)
+    contents = FileContents(path="")
+    path = resolver.text_of(OPTIONS["config-file"])
+    if path:
+        contents = config_file.read(path)
+    resolver.use_file(contents)
+    values = {name: resolver.value_of(option) for name, option in OPTIONS.items()}
+    resolver.warn_of_unknown_variables()
+    if resolver.problems:
+        raise ConfigError(tuple(resolver.problems))
+    return _settings(values, contents, resolver)
+
+
+class _Resolver:
+    """Finds the value of each option and keeps account of origins and problems."""
+
+    def __init__(self, flags: Mapping[str, str], environment: Mapping[str, str]) -> None:
+        self._flags = flags
+        self._environment = environment
+        self._file = FileContents(path="")
+        self.origins: dict[str, Origin] = {}
+        self.problems: list[str] = []
+        self.warnings: list[str] = []
+
+    def use_file(self, contents: FileContents) -> None:
+        """Take the file's values, and what is wrong with it, into account."""
+        self._file = contents
+        self.problems += contents.problems
+        self.warnings += contents.warnings
+
+    def text_of(self, option: Option) -> str:
+        """Return the text that counts and note where it came from."""
+        in_environment = self._environment.get(option.environment)
+        in_file = self._file.values.get(option.name)
+        if option.name in self._flags:
+            text, origin = self._flags[option.name], f"--{option.name}"
+        elif in_environment or (in_environment == "" and option.empty_means):
+            text, origin = in_environment, option.environment
+        elif in_file is not None:
+            text, origin = in_file.text, in_file.where
+        else:
+            text, origin = option.default, DEFAULT
+        self.origins[option.name] = Origin(origin)
+        return text
+
+    def value_of(self, option: Option) -> object:
+        """Return the parsed value, or note the problem and return None."""
+        text = self.text_of(option)
+        origin = self.origins[option.name]
+        if not text and not option.empty_means:
+            self.problems.append(f"{origin} must not be empty")
+            return None
+        try:
+            return option.parse(text)
+        except ValueError as error:
+            shown = text if len(text) <= 80 else text[:77] + "..."
+            self.problems.append(f'{origin} {error}, and is "{shown}"')
+            return None
+
+    def warn_of_unknown_variables(self) -> None:
+        """Tell of variables with our prefix that nothing reads: most likely a misspelling."""
+        known = {option.environment for option in OPTIONS.values()} | _OTHER_VARIABLES
+        for name in sorted(self._environment):
+            if name.startswith(ENVIRONMENT_PREFIX) and name not in known:
+                self.warnings.append(f"{name} is no setting{suggestion(name, tuple(known))}")
+
+
+def _settings(values: Mapping[str, object], contents: FileContents, resolver: _Resolver) -> Settings:
+    driver_root = cast("str", values["driver-root"])
+    dev_root = cast("str", values["dev-root"]) or driver_root
+    http_listen = cast("Address | None", values["http-listen"])
+    return Settings(
+        policy=_policy(values, dev_root, contents.replicas),
+        fail_on_init_error=cast("bool", values["fail-on-init-error"]),
+        driver_root=driver_root,
+        dev_root=dev_root,
+        proc_root=cast("str", values["proc-root"]),
+        sys_root=cast("str", values["sys-root"]),
+        kubelet_socket=cast("str", values["kubelet-socket"]),
+        pod_resources_socket=cast("str", values["pod-resources-socket"]),
+        nvml_library=cast("str", values["nvml-library"]) or None,
+        http_listen=http_listen,
+        api_listen=_api_listen(cast("Address | None", values["api-listen"]), http_listen),
+        control_socket=cast("str", values["control-socket"]),
+        state_dir=cast("str", values["state-dir"]),
+        if_running=cast("IfRunning | None", values["if-running"] or None),
+        poll_ns=cast("int", values["poll"]),
+        init_deadline_ns=cast("int", values["init-deadline"]),
+        init_retry_ns=cast("int", values["init-retry"]),
+        first_handle_deadline_ns=cast("int", values["first-handle-deadline"]),
+        call_deadline_ns=cast("int", values["call-deadline"]),
+        log_format=cast("LogFormat", values["log-format"]),
+        log_level=cast("str", values["log-level"]),
+        config_file=cast("str", values["config-file"]) or None,
+        origins=MappingProxyType(resolver.origins),
+        warnings=tuple(resolver.warnings),
+    )
+
+
+def _policy(values: Mapping[str, object], dev_root: str, replicas: Mapping[str, int]) -> Policy:
+    return Policy(
+        mig_strategy=cast("MigStrategy", values["mig-strategy"]),
+        replicas=MappingProxyType(dict(replicas)),
+        pass_device_specs=cast("bool", values["pass-device-specs"]),
+        device_root=dev_root,
+        recovery_clean_probes=cast("int", values["recovery-clean-probes"]),
+        recovery_quiet_ns=cast("int", values["recovery-quiet"]),
+        first_probe_wait_ns=cast("int", values["first-probe-wait"]),
+        watch_timeout_ns=cast("int", values["watch-timeout"]),
+    )
+
+
+def _api_listen(given: Address | None, http_listen: Address | None) -> Address | None:
+    """Keep what names processes and pods on this machine unless told otherwise."""
+    if given is not None:
+        return given
+    if http_listen is None or http_listen.is_loopback:
+        return http_listen
+    return Address("127.0.0.1", LOOPBACK_API_PORT)
+
+
+NEEDS_RESTART: Final = tuple(
+    name
+    for name in Settings.__dataclass_fields__
+    if name not in ("policy", "log_level", "origins", "warnings")
+)
+
+
+def changes_that_need_a_restart(old: Settings, new: Settings) -> Iterable[str]:
+    """Yield the fields that differ and that a reload cannot put into effect."""
+    return (name for name in NEEDS_RESTART if getattr(old, name) != getattr(new, name))
+
+
+def default_node_dir(environment: Mapping[str, str] | None = None) -> str:
+    """Return where the simulated node is unless told otherwise."""
+    variables = os.environ if environment is None else environment
+    if variables.get("GPU_AGENT_NODE_DIR"):
+        return variables["GPU_AGENT_NODE_DIR"]
+    if os.geteuid() == 0:
+        return "/run/gpu-agent-demo"
+    runtime = variables.get("XDG_RUNTIME_DIR") or f"/tmp/gpu-agent-{os.geteuid()}"  # noqa: S108 - none is set
+    return f"{runtime}/gpu-agent-demo"
