@@ -1,0 +1,425 @@
+"""Logging: journald's native protocol under systemd, else lines on standard error.
+
+Guarantees: writing a line never blocks the caller. Lines for standard error are written by a
+thread of their own from a bounded queue, lines for the journal are datagrams that are not waited
+for; what finds no room is dropped and counted. A message that repeats is limited. The message is a
+constant sentence, what varies is in the fields: ``log.warning("…", extra=fields(gpu=uuid))``.
+
+Sources: systemd's JOURNAL_NATIVE_PROTOCOL.md; systemd.exec(5) for $JOURNAL_STREAM.
+"""
+
+import array
+import json
+import logging
+import os
+import socket
+import struct
+import threading
+import time
+from collections import OrderedDict, deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from typing import Final, Literal
+
+Format = Literal["journal", "json", "text"]
+
+MAX_QUEUED_LINES: Final = 2048
+"""Lines that may wait for a slow reader of standard error."""
+MAX_LINE_BYTES: Final = 16 * 1024
+"""A longer line is cut; the journal has limits of its own."""
+MAX_LIMITED_MESSAGES: Final = 256
+"""Different messages whose rate is accounted for apart."""
+OWN_LINES_PER_PERIOD: Final = 200
+FOREIGN_LINES_PER_PERIOD: Final = 1
+"""Lines of one message in each period; libraries may log what a peer sends them."""
+OWN_PERIOD_S: Final = 10.0
+FOREIGN_PERIOD_S: Final = 1.0
+
+JOURNAL_SOCKET: Final = "/run/systemd/journal/socket"
+IDENTIFIER: Final = "gpu-agent"
+
+_PRIORITIES: Final = {logging.DEBUG: 7, logging.INFO: 6, logging.WARNING: 4, logging.ERROR: 3}
+_RESERVED: Final = frozenset({"time", "level", "logger", "message", "exception", "suppressed"})
+
+
+def wall_clock() -> datetime:
+    """Return the time of day, for people; nothing is decided by it."""
+    return datetime.now(UTC)
+
+
+def wall_time_of(at_ns: int, *, now_ns: int) -> datetime:
+    """Return the time of day of a monotonic moment, as the clock of the wall shows it now."""
+    return wall_clock() - timedelta(microseconds=(now_ns - at_ns) / 1_000)
+
+
+def rfc3339(moment: datetime) -> str:
+    """Return a moment in UTC with milliseconds: ``2026-11-30T10:00:00.123Z``."""
+    return moment.strftime("%Y-%m-%dT%H:%M:%S.") + f"{moment.microsecond // 1000:03d}Z"
+
+
+def fields(**values: object) -> Mapping[str, object]:
+    """Return what varies in a log line, for logging's ``extra``."""
+    return {"fields": values}
+
+
+@dataclass(frozen=True, slots=True)
+class LogStatistics:
+    """Counts since the start, and for how long the sink has taken nothing."""
+
+    written: int
+    dropped: int
+    blocked_s: float
+
+
+class Log:
+    """What ``set_up`` built: to be asked, flushed and closed by its owner."""
+
+    def __init__(self, sink: "LineWriter | Journal", limiter: "RateLimit", log_format: Format) -> None:
+        self._sink = sink
+        self.limiter = limiter
+        self.format = log_format
+
+    def statistics(self) -> LogStatistics:
+        """Return the counts at this moment."""
+        return self._sink.statistics()
+
+    def flush(self, timeout_s: float) -> None:
+        """Wait until the lines that were queued are written, but no longer than the timeout."""
+        self._sink.flush(timeout_s)
+
+
+def set_up(log_format: Literal["auto"] | Format, level: str, *, descriptor: int = 2) -> Log:
+    """Send the lines of every logger to the journal or to a descriptor; call once in a process."""
+    chosen = _chosen_format(descriptor) if log_format == "auto" else log_format
+    limiter = RateLimit()
+    sink = Journal() if chosen == "journal" else LineWriter(descriptor)
+    handler = _SinkHandler(sink, chosen)
+    handler.addFilter(limiter)
+    root = logging.getLogger()
+    root.handlers[:] = [handler]
+    set_level(level)
+    logging.raiseExceptions = False
+    return Log(sink, limiter, chosen)
+
+
+def set_level(level: str) -> None:
+    """Set the least severe level that is written, by its lower-case name."""
+    logging.getLogger().setLevel(level.upper())
+    # Libraries tell of what peers send at debug level; ours is enough there.
+    logging.getLogger("asyncio").setLevel(logging.WARNING)
+
+
+def _chosen_format(descriptor: int) -> Format:
+    if _is_journal_stream(descriptor):
+        return "journal"
+    return "text" if os.isatty(descriptor) else "json"
+
+
+def _is_journal_stream(descriptor: int) -> bool:
+    """Tell whether systemd connected the descriptor to the journal, and nobody redirected it since."""
+    device, _, inode = os.environ.get("JOURNAL_STREAM", "").partition(":")
+    if not inode:
+        return False
+    try:
+        status = os.fstat(descriptor)
+    except OSError:
+        return False
+    return (device, inode) == (str(status.st_dev), str(status.st_ino))
+
+
+class _SinkHandler(logging.Handler):
+    """Renders a record and hands it to the sink."""
+
+    def __init__(self, sink: "LineWriter | Journal", log_format: Format) -> None:
+        super().__init__()
+        self._sink = sink
+        self._format = log_format
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write a record; whoever logs is never hurt by a value that cannot be rendered."""
+        try:
+            self._sink.write(_RENDERERS[self._format](record))
+        except (TypeError, ValueError, RecursionError):
+            record.msg, record.args, record.exc_info = "Could not render a log line", (), None
+            record.fields = {"logged_at": f"{record.pathname}:{record.lineno}"}
+            self._sink.write(_RENDERERS[self._format](record))
+
+
+def json_line(record: logging.LogRecord) -> bytes:
+    """Render a record as one line of JSON."""
+    entry: dict[str, object] = {
+        "time": rfc3339(datetime.fromtimestamp(record.created, UTC)),
+        "level": record.levelname.lower(),
+        "logger": record.name,
+        "message": record.getMessage(),
+    }
+    for name, value in _fields_of(record).items():
+        entry[f"field_{name}" if name in _RESERVED else name] = value
+    return _cut(
+        json.dumps(entry, default=str, ensure_ascii=False, separators=(",", ":")).encode(
+            "utf-8", "backslashreplace"
+        )
+    )
+
+
+def text_line(record: logging.LogRecord) -> bytes:
+    """Render a record for a person: one line, whatever the values hold."""
+    moment = datetime.fromtimestamp(record.created).astimezone()
+    pairs = "".join(f" {name}={_shown(value)}" for name, value in _fields_of(record).items())
+    time_of_day = f"{moment:%H:%M:%S}.{moment.microsecond // 1000:03d}"
+    line = f"{time_of_day} {record.levelname:7} {_one_line(record.getMessage())}{pairs}"
+    return _cut(line.encode("utf-8", "backslashreplace"))
+
+
+def journal_entry(record: logging.LogRecord) -> bytes:
+    """Render a record in journald's native protocol, each field length-prefixed where it must be."""
+    level = max((known for known in _PRIORITIES if known <= record.levelno), default=logging.DEBUG)
+    entry: dict[str, object] = {
+        "MESSAGE": record.getMessage(),
+        "PRIORITY": _PRIORITIES[level],
+        "SYSLOG_IDENTIFIER": IDENTIFIER,
+        "LOGGER": record.name,
+        "CODE_FILE": record.pathname,
+        "CODE_LINE": record.lineno,
+        "CODE_FUNC": record.funcName,
+    }
+    for name, value in _fields_of(record).items():
+        entry[_journal_name(name)] = value
+    return b"".join(_journal_field(name, value) for name, value in entry.items())
+
+
+def _journal_name(name: str) -> str:
+    """Return a field name journald accepts: upper case, no leading underscore, at most 64 characters."""
+    cleaned = "".join(char if char.isascii() and char.isalnum() else "_" for char in name).upper()
+    return cleaned.lstrip("_0123456789")[:64] or "FIELD"
+
+
+def _journal_field(name: str, value: object) -> bytes:
+    text = value if isinstance(value, str) else json.dumps(value, default=str)
+    raw = text.encode("utf-8", "backslashreplace")[:MAX_LINE_BYTES]
+    if b"\n" in raw:
+        return name.encode() + b"\n" + struct.pack("<Q", len(raw)) + raw + b"\n"
+    return name.encode() + b"=" + raw + b"\n"
+
+
+def _fields_of(record: logging.LogRecord) -> dict[str, object]:
+    values: dict[str, object] = dict(getattr(record, "fields", None) or {})
+    if record.exc_info and record.exc_info[0] is not None:
+        values["traceback"] = logging.Formatter().formatException(record.exc_info)
+    suppressed = getattr(record, "suppressed", 0)
+    if suppressed:
+        values["lines_suppressed"] = suppressed
+    return values
+
+
+def _shown(value: object) -> str:
+    text = value if isinstance(value, str) else json.dumps(value, default=str, ensure_ascii=False)
+    if text and all(char.isprintable() and char not in ' "=' for char in text):
+        return text
+    return json.dumps(text)
+
+
+def _one_line(text: str) -> str:
+    return text if text.isprintable() else json.dumps(text)[1:-1]
+
+
+def _cut(line: bytes) -> bytes:
+    return (line if len(line) < MAX_LINE_BYTES else line[: MAX_LINE_BYTES - 4] + b"...") + b"\n"
+
+
+_RENDERERS: Final = {"journal": journal_entry, "json": json_line, "text": text_line}
+
+
+class RateLimit(logging.Filter):
+    """Lets each message through so many times in a period, and counts the rest onto the next one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._lock = threading.Lock()
+        self._seen: OrderedDict[tuple[str, str], _Rate] = OrderedDict()
+        self.suppressed = 0
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Tell whether a record may be written now."""
+        is_ours = record.name == "agent" or record.name.startswith("agent.")
+        limit, period_s = (
+            (OWN_LINES_PER_PERIOD, OWN_PERIOD_S) if is_ours else (FOREIGN_LINES_PER_PERIOD, FOREIGN_PERIOD_S)
+        )
+        # A library may format values into its message: its logger is the key then.
+        key = (record.name, str(record.msg)[:200] if is_ours else "")
+        now_s = time.monotonic()
+        with self._lock:
+            rate = self._seen.get(key)
+            if rate is None or now_s - rate.since_s >= period_s:
+                record.suppressed = rate.suppressed if rate else 0
+                self._remember(key, _Rate(now_s))
+                return True
+            rate.count += 1
+            if rate.count <= limit:
+                return True
+            rate.suppressed += 1
+            self.suppressed += 1
+            return False
+
+    def _remember(self, key: tuple[str, str], rate: "_Rate") -> None:
+        self._seen[key] = rate
+        self._seen.move_to_end(key)
+        while len(self._seen) > MAX_LIMITED_MESSAGES:
+            self._seen.popitem(last=False)
+
+
+@dataclass(slots=True)
+class _Rate:
+    since_s: float
+    count: int = 1
+    suppressed: int = 0
+
+
+class LineWriter:
+    """Writes lines to a descriptor from a thread of its own, which alone may be blocked.
+
+    The descriptor stays blocking: it is often shared with other processes, which would be
+    surprised by O_NONBLOCK.
+    """
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+        self._lines: deque[bytes] = deque()
+        self._changed = threading.Condition()
+        self._written = self._dropped = 0
+        self._busy_since_s: float | None = None
+        self._is_running = False
+
+    def write(self, line: bytes) -> None:
+        """Queue a line, or drop it where there is no room."""
+        with self._changed:
+            if len(self._lines) >= MAX_QUEUED_LINES:
+                self._dropped += 1
+                return
+            self._lines.append(line)
+            self._changed.notify_all()
+            must_start, self._is_running = not self._is_running, True
+        if must_start:
+            self._start()
+
+    def _start(self) -> None:
+        try:
+            threading.Thread(target=self._run, name="log-writer", daemon=True).start()
+        except RuntimeError:
+            # No thread can be had now; the next line tries again.
+            with self._changed:
+                self._is_running = False
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._busy_since_s = None
+                self._changed.notify_all()
+                while not self._lines:
+                    self._changed.wait()
+                batch = self._take_batch()
+                self._busy_since_s = time.monotonic()
+            is_written = self._write_all(b"".join(batch))
+            with self._changed:
+                if is_written:
+                    self._written += len(batch)
+                else:
+                    self._dropped += len(batch)
+
+    def _take_batch(self) -> list[bytes]:
+        batch = [self._lines.popleft()]
+        room = MAX_LINE_BYTES - len(batch[0])
+        while self._lines and len(self._lines[0]) <= room:
+            room -= len(self._lines[0])
+            batch.append(self._lines.popleft())
+        return batch
+
+    def _write_all(self, data: bytes) -> bool:
+        view = memoryview(data)
+        while view:
+            try:
+                view = view[os.write(self._descriptor, view) :]
+            except BlockingIOError:
+                # Somebody else set O_NONBLOCK on a descriptor we share.
+                time.sleep(0.05)
+            except OSError:
+                return False
+        return True
+
+    def statistics(self) -> LogStatistics:
+        """Return the counts at this moment."""
+        with self._changed:
+            since_s = self._busy_since_s
+            blocked_s = 0.0 if since_s is None else time.monotonic() - since_s
+            return LogStatistics(self._written, self._dropped, blocked_s)
+
+    def flush(self, timeout_s: float) -> None:
+        """Wait until nothing is queued, but no longer than the timeout."""
+        with self._changed:
+            self._changed.wait_for(
+                lambda: not self._is_running or (not self._lines and self._busy_since_s is None), timeout_s
+            )
+
+
+class Journal:
+    """Sends entries to journald, each a datagram that is not waited for."""
+
+    def __init__(self, path: str = JOURNAL_SOCKET) -> None:
+        self._path = path
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
+        self._written = self._dropped = 0
+        self._failing_since_s: float | None = None
+
+    def write(self, entry: bytes) -> None:
+        """Send an entry, or count it as dropped."""
+        try:
+            self._send(entry)
+        except OSError:
+            self._dropped += 1
+            if self._failing_since_s is None:
+                self._failing_since_s = time.monotonic()
+            return
+        self._failing_since_s = None
+        self._written += 1
+
+    def _send(self, entry: bytes) -> None:
+        try:
+            self._socket.sendto(entry, self._path)
+        except OSError as error:
+            if error.errno not in (90, 105):  # EMSGSIZE, ENOBUFS
+                raise
+            self._send_in_memory_file(entry)
+
+    def _send_in_memory_file(self, entry: bytes) -> None:
+        descriptor = os.memfd_create("journal-entry", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            os.write(descriptor, entry)
+            _seal(descriptor)
+            rights = array.array("i", [descriptor]).tobytes()
+            self._socket.sendmsg([], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)], 0, self._path)
+        finally:
+            os.close(descriptor)
+
+    def statistics(self) -> LogStatistics:
+        """Return the counts at this moment."""
+        since_s = self._failing_since_s
+        blocked_s = 0.0 if since_s is None else time.monotonic() - since_s
+        return LogStatistics(self._written, self._dropped, blocked_s)
+
+    def flush(self, timeout_s: float) -> None:
+        """Return at once: a datagram is sent or dropped when it is written."""
+
+    def close(self) -> None:
+        """Close the socket."""
+        self._socket.close()
+
+
+def _seal(descriptor: int) -> None:
+    import fcntl  # noqa: PLC0415 - only for an entry too large for a datagram
+
+    fcntl.fcntl(
+        descriptor,
+        fcntl.F_ADD_SEALS,
+        fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SEAL,
+    )
