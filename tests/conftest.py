@@ -1,0 +1,27 @@
+"""What holds for every test: nothing in the agent may block the event loop."""
+
+from collections.abc import Iterator
+
+import pytest
+from blockbuster import blockbuster_ctx
+
+# Calls on the node's own small directories (tmpfs or local disk) that take microseconds. Everything
+# else that could wait for a disk, a peer or a driver has to leave the loop's thread.
+ALLOWED = (
+    "os.stat",
+    "os.unlink",
+    "os.mkdir",
+    "os.path.islink",
+    "os.path.abspath",
+    "os.readlink",
+    "os.listdir",
+)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_blocks_the_loop() -> Iterator[None]:
+    with blockbuster_ctx("agent", excluded_modules=["agent.simulation"]) as detector:
+        for name in ALLOWED:
+            if name in detector.functions:
+                detector.functions[name].deactivate()
+        yield
