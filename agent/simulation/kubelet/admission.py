@@ -1,0 +1,123 @@
+"""Admitting pods: picking devices and asking the plugin, one pod at a time.
+
+Guarantees (facts: kubelet items 2, 9, 10, 15):
+
+1. Pods are admitted strictly one after another, so an Allocate that hangs stops them all.
+2. A resource nobody registered is not checked: the pod runs without a device.
+3. Ids go out in random order, decided by the seed alone.
+"""
+
+import random
+import time
+from collections import deque
+from collections.abc import Mapping
+from typing import Protocol
+
+from agent.simulation.kubelet.devices import DeviceTable
+from agent.simulation.kubelet.plugin_client import PluginCallError, PluginClient
+from agent.simulation.kubelet.pods import Grant, Pod, PodTable
+from agent.simulation.kubelet.records import MAX_ALLOCATIONS, Allocation
+from agent.simulation.stubs.deviceplugin.v1beta1 import api_pb2 as plugin_pb
+
+UNEXPECTED = "UnexpectedAdmissionError"
+CREATE_CONFIG = "CreateContainerConfigError"
+
+
+class AdmissionRefusedError(Exception):
+    """The pod cannot run here; the text is what its status shows."""
+
+
+class Endpoints(Protocol):
+    """Who serves a resource at the moment."""
+
+    def client(self, resource: str) -> PluginClient | None:
+        """Return the client that Allocate would use."""
+
+
+class Admission:
+    """Decides which devices a pod gets; the caller sees to it that one pod is admitted at a time."""
+
+    def __init__(
+        self, devices: DeviceTable, pods: PodTable, endpoints: Endpoints, rng: random.Random
+    ) -> None:
+        self._devices = devices
+        self._pods = pods
+        self._endpoints = endpoints
+        self._rng = rng
+        self.allocations: deque[Allocation] = deque(maxlen=MAX_ALLOCATIONS)
+
+    async def admit(self, pod: Pod) -> None:
+        """Give a pending pod its devices, or fail it for good."""
+        try:
+            for container, wanted in pod.requests.items():
+                await self._allocate(pod, container, wanted)
+        except (AdmissionRefusedError, PluginCallError) as error:
+            pod.phase, pod.reason = "Failed", UNEXPECTED
+            pod.message = f"Allocate failed due to {error}, which is unexpected"
+            return
+        try:
+            await self._pre_start(pod)
+        except PluginCallError as error:
+            pod.reason, pod.message = CREATE_CONFIG, str(error)
+            return
+        pod.phase = "Running"
+
+    async def _allocate(self, pod: Pod, container: str, wanted: Mapping[str, int]) -> None:
+        grants = pod.grants.setdefault(container, {})
+        for resource, amount in wanted.items():
+            if amount <= 0 or not self._devices.knows(resource):
+                continue
+            client = self._endpoints.client(resource)
+            ids = await self._pick(client, resource, amount)
+            answer = await self._ask(pod, client, resource, ids)
+            known = self._devices.devices(resource)
+            numa = {id_: known[id_].numa_nodes for id_ in ids if id_ in known}
+            grants[resource] = Grant(tuple(sorted(ids)), numa, answer)
+
+    async def _pick(self, client: PluginClient | None, resource: str, amount: int) -> list[str]:
+        healthy = self._devices.healthy(resource)
+        if not healthy:
+            raise AdmissionRefusedError(
+                f"no healthy devices present; cannot allocate unhealthy devices {resource}"
+            )
+        taken = self._pods.holders(resource)
+        available = [id_ for id_ in healthy if id_ not in taken]
+        if len(available) < amount:
+            raise AdmissionRefusedError(
+                f"requested number of devices unavailable for {resource}. "
+                f"Requested: {amount}, Available: {len(available)}"
+            )
+        self._rng.shuffle(available)
+        preferred: list[str] = []
+        if client is not None and client.options.get_preferred_allocation_available:
+            answered = set(await client.preferred(available, amount))
+            preferred = [id_ for id_ in available if id_ in answered]
+        rest = [id_ for id_ in available if id_ not in set(preferred)]
+        picked = (preferred + rest)[:amount]
+        self._rng.shuffle(picked)
+        return picked
+
+    async def _ask(
+        self, pod: Pod, client: PluginClient | None, resource: str, ids: list[str]
+    ) -> plugin_pb.ContainerAllocateResponse:
+        if client is None:
+            raise AdmissionRefusedError(f"unknown Device Plugin {resource}")
+        began = time.monotonic_ns()
+        error: str | None = None
+        try:
+            return await client.allocate(ids)
+        except PluginCallError as failure:
+            error = str(failure)
+            raise
+        finally:
+            took = time.monotonic_ns() - began
+            self.allocations.append(Allocation(began, took, pod.key, resource, tuple(ids), error))
+
+    async def _pre_start(self, pod: Pod) -> None:
+        for grants in pod.grants.values():
+            for resource, grant in grants.items():
+                client = self._endpoints.client(resource)
+                if client is not None and client.options.pre_start_required:
+                    ids = list(grant.ids)
+                    self._rng.shuffle(ids)
+                    await client.pre_start(ids)

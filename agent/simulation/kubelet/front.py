@@ -1,0 +1,288 @@
+"""The kubelet's socket files: a listening socket of our own, in front of a gRPC server without a file.
+
+gRPC's core removes its socket file when a server stops, listens the moment it binds and hides
+``:authority`` from handlers. A kubelet that is killed leaves the file, one that starts slowly refuses
+connections for a while, and what authority a plugin sends is worth a test. So bytes are carried, unread
+but for the headers, to a server in the abstract namespace.
+
+Guarantees:
+
+1. A connection carries every byte in both directions, with back-pressure, and at most MAX_CONNECTIONS
+   are open; a further one is closed at once.
+2. ``abort`` drops every connection without a goodbye, as the kernel does for a killed process.
+"""
+
+import asyncio
+import contextlib
+import os
+import socket
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final, cast
+
+from hpack import Decoder, HPACKError
+from typing_extensions import override
+
+from agent.errors import UsageError
+
+MAX_CONNECTIONS: Final = 64
+"""Connections to one socket file; a node has a handful of plugins."""
+MAX_PATH_BYTES: Final = 107
+"""A unix socket's path, less its final zero byte. Source: unix(7)."""
+
+_PREFACE_BYTES: Final = 24
+_FRAME_HEADER_BYTES: Final = 9
+_MAX_BLOCK_BYTES: Final = 65_536
+_HEADERS: Final = 0x1
+_CONTINUATION: Final = 0x9
+_END_HEADERS: Final = 0x4
+_PADDED: Final = 0x8
+_PRIORITY: Final = 0x20
+
+
+class AuthorityTap:
+    """Reads along with an HTTP/2 client and knows the ``:authority`` of its last request.
+
+    It gives up, for good and silently, on what it cannot decode: judging the peer is the server's work.
+    """
+
+    def __init__(self) -> None:
+        self.authority: str | None = None
+        self._buffer = bytearray()
+        self._skip = _PREFACE_BYTES
+        self._block = bytearray()
+        self._decoder = Decoder()
+        self._lost = False
+
+    def feed(self, data: bytes) -> None:
+        """Look at the next bytes the client sent."""
+        self._buffer += data
+        while not self._lost and self._step():
+            pass
+        if self._lost:
+            self._buffer.clear()
+
+    def _step(self) -> bool:
+        if self._skip:
+            skipped = min(self._skip, len(self._buffer))
+            del self._buffer[:skipped]
+            self._skip -= skipped
+        if self._skip or len(self._buffer) < _FRAME_HEADER_BYTES:
+            return False
+        length, kind, flags = int.from_bytes(self._buffer[:3]), self._buffer[3], self._buffer[4]
+        if kind not in (_HEADERS, _CONTINUATION):
+            self._skip = _FRAME_HEADER_BYTES + length
+            return True
+        if len(self._buffer) < _FRAME_HEADER_BYTES + length:
+            return False
+        payload = bytes(self._buffer[_FRAME_HEADER_BYTES : _FRAME_HEADER_BYTES + length])
+        del self._buffer[: _FRAME_HEADER_BYTES + length]
+        self._block += _header_block(payload, flags) if kind == _HEADERS else payload
+        if len(self._block) > _MAX_BLOCK_BYTES:
+            self._lost = True
+        elif flags & _END_HEADERS:
+            self._decode()
+        return True
+
+    def _decode(self) -> None:
+        try:
+            headers = self._decoder.decode(bytes(self._block), raw=True)
+        except HPACKError:
+            self._lost = True
+            return
+        self._block.clear()
+        self.authority = next(
+            (bytes(value).decode("latin-1") for name, value, *_ in headers if bytes(name) == b":authority"),
+            None,
+        )
+
+
+def _header_block(payload: bytes, flags: int) -> bytes:
+    """Return a HEADERS frame's block without padding and priority (RFC 9113 section 6.2)."""
+    start, end = 0, len(payload)
+    if flags & _PADDED and payload:
+        start, end = 1, len(payload) - payload[0]
+    if flags & _PRIORITY:
+        start += 5
+    return payload[start:end]
+
+
+class _Leg(asyncio.Protocol):
+    """One of the two sockets of a carried connection; it reads nothing before it is joined."""
+
+    def __init__(self, made: Callable[["_Leg"], None], tap: AuthorityTap | None = None) -> None:
+        self.transport: asyncio.Transport | None = None
+        self.lost = asyncio.get_running_loop().create_future()
+        self._made = made
+        self._other: asyncio.Transport | None = None
+        self._tap = tap
+
+    def join(self, other: "_Leg") -> None:
+        """Carry what arrives here to the other leg."""
+        self._other = other.transport
+        if self.transport is not None:
+            self.transport.resume_reading()
+
+    @override
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport = cast("asyncio.Transport", transport)
+        self.transport.pause_reading()
+        self._made(self)
+
+    @override
+    def data_received(self, data: bytes) -> None:
+        if self._tap is not None:
+            self._tap.feed(data)
+        if self._other is not None:
+            self._other.write(data)
+
+    @override
+    def pause_writing(self) -> None:
+        if self._other is not None:
+            self._other.pause_reading()
+
+    @override
+    def resume_writing(self) -> None:
+        if self._other is not None:
+            self._other.resume_reading()
+
+    @override
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self._other is not None:
+            self._other.close()
+        if not self.lost.done():
+            self.lost.set_result(None)
+
+    def peer_pid(self) -> int | None:
+        """Return the process at the other end. Source: unix(7), SO_PEERCRED."""
+        if self.transport is None:
+            return None
+        sock: socket.socket = self.transport.get_extra_info("socket")
+        pid, _uid, _gid = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+        return int(pid)
+
+    def abort(self) -> None:
+        """Drop the socket without a goodbye."""
+        if self.transport is not None:
+            self.transport.abort()
+
+
+@dataclass(slots=True)
+class Peer:
+    """Who is at the other end of a carried connection."""
+
+    pid: int | None = None
+    tap: AuthorityTap = field(default_factory=AuthorityTap)
+
+
+class SocketFront:
+    """A socket file and the connections through it; see the guarantees above."""
+
+    def __init__(self, path: Path, server_name: str) -> None:
+        if len(os.fsencode(path)) > MAX_PATH_BYTES:
+            raise UsageError(
+                f"The socket path {path} is longer than {MAX_PATH_BYTES} bytes; choose a shorter directory"
+            )
+        self._path = path
+        self._server_name = server_name
+        self._socket: socket.socket | None = None
+        self._server: asyncio.Server | None = None
+        self._file: tuple[int, int] | None = None
+        self._carriers: dict[asyncio.Task[None], _Leg] = {}
+        self._peers: dict[str, Peer] = {}
+        self._count = 0
+
+    def bind(self) -> None:
+        """Create the file; until ``listen`` a connection to it is refused."""
+        self._socket = _unix_socket()
+        self._socket.bind(os.fspath(self._path))
+        status = self._path.stat()
+        self._file = (status.st_dev, status.st_ino)
+
+    async def listen(self) -> None:
+        """Accept connections from now on."""
+        if self._socket is None:
+            return
+        # create_server and not create_unix_server: from Python 3.13 on the latter removes the file.
+        self._server = await asyncio.get_running_loop().create_server(self._accept, sock=self._socket)
+
+    def peer(self, name: str) -> Peer | None:
+        """Return who called, by gRPC's name of the connection."""
+        return self._peers.get(name.removeprefix("unix-abstract:"))
+
+    def close(self) -> None:
+        """Stop accepting; the file stays and refuses connections, what is open goes on."""
+        if self._server is not None:
+            self._server.close()
+            self._server = None
+        elif self._socket is not None:
+            self._socket.close()
+        self._socket = None
+
+    async def abort(self) -> None:
+        """Stop accepting and drop every connection at once."""
+        self.close()
+        for leg in self._carriers.values():
+            leg.abort()
+        await self.drained()
+
+    async def drained(self) -> None:
+        """Wait until no connection is left."""
+        if self._carriers:
+            await asyncio.wait(self._carriers)
+
+    def unlink(self) -> None:
+        """Remove the file, unless it is not the one that was bound."""
+        with contextlib.suppress(FileNotFoundError):
+            status = self._path.stat()
+            if (status.st_dev, status.st_ino) == self._file:
+                self._path.unlink()
+
+    def _accept(self) -> _Leg:
+        self._count += 1
+        name = f"{self._server_name}-{self._count}"
+        peer = Peer()
+        return _Leg(lambda leg: self._accepted(leg, peer, name), peer.tap)
+
+    def _accepted(self, leg: _Leg, peer: Peer, name: str) -> None:
+        if len(self._carriers) >= MAX_CONNECTIONS:
+            leg.abort()
+            return
+        carry = self._carry(leg, peer, name)
+        task = asyncio.get_running_loop().create_task(carry, name=f"kubelet-connection-{name}")
+        self._carriers[task] = leg
+        task.add_done_callback(lambda done: self._carriers.pop(done, None))
+
+    async def _carry(self, near: _Leg, peer: Peer, name: str) -> None:
+        far = _Leg(lambda _leg: None)
+        peer.pid = near.peer_pid()
+        self._peers[name] = peer
+        try:
+            await self._connect(far, name)
+            near.join(far)
+            far.join(near)
+            await asyncio.wait((near.lost, far.lost))
+        except OSError:
+            pass  # the server behind is gone, so the connection ends as it would with the kubelet's process
+        finally:
+            near.abort()
+            far.abort()
+            self._peers.pop(name, None)
+
+    async def _connect(self, far: _Leg, name: str) -> None:
+        sock = _unix_socket()
+        try:
+            sock.bind(f"\0{name}")
+            sock.connect(f"\0{self._server_name}")
+            await asyncio.get_running_loop().create_connection(lambda: far, sock=sock)
+        except BaseException:
+            sock.close()
+            raise
+
+
+def _unix_socket() -> socket.socket:
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    sock.setblocking(False)  # noqa: FBT003 (socket's signature)
+    return sock

@@ -1,0 +1,88 @@
+"""The part of a kubelet that dies and comes back: its socket files and the servers behind them.
+
+Invariants (facts: kubelet item 4):
+
+1. At its start every socket in the device-plugin folder is deleted before kubelet.sock is created.
+2. A kubelet that is killed leaves its socket files; they refuse connections until the next one starts.
+"""
+
+import asyncio
+import contextlib
+import itertools
+import os
+import secrets
+import stat
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+from agent.simulation.kubelet.front import Peer, SocketFront
+from agent.simulation.kubelet.wire import start_server
+
+SOCKET_NAME: Final = "kubelet.sock"
+
+_numbers = itertools.count(1)
+
+
+class KubeletProcess:
+    """One life of the kubelet, from creating its sockets to leaving them."""
+
+    def __init__(self, device_plugins: Path, pod_resources: Path) -> None:
+        name = f"gpu-agent-kubelet-{os.getpid()}-{next(_numbers)}-{secrets.token_hex(4)}"
+        self._device_plugins = device_plugins
+        self._pod_resources = pod_resources
+        self._names = (f"{name}-registration", f"{name}-pods")
+        self._registration = SocketFront(device_plugins / SOCKET_NAME, self._names[0])
+        self._pods = SocketFront(pod_resources / SOCKET_NAME, self._names[1])
+        self._servers: list[Any] = []
+
+    def peer(self, name: str) -> Peer | None:
+        """Return who called Register, by gRPC's name of the connection."""
+        return self._registration.peer(name)
+
+    async def start(self, services: tuple[tuple[str, Mapping[str, Any]], ...], *, refusing_s: float) -> None:
+        """Clean the folder and serve; ``services`` are those of registration and of pod resources."""
+        for directory in (self._device_plugins, self._pod_resources):
+            directory.mkdir(mode=0o750, parents=True, exist_ok=True)
+        for name, (service, methods) in zip(self._names, services, strict=True):
+            self._servers.append(await start_server(name, service, methods))
+        delete_sockets(self._device_plugins)
+        with contextlib.suppress(FileNotFoundError):
+            (self._pod_resources / SOCKET_NAME).unlink()
+        self._pods.bind()
+        await self._pods.listen()
+        self._registration.bind()
+        if refusing_s:
+            await asyncio.sleep(refusing_s)
+        await self._registration.listen()
+
+    async def stop(self, *, kill: bool) -> None:
+        """Stop serving; the socket files stay, see ``unlink``."""
+        if kill:
+            await self._registration.abort()
+            await self._pods.abort()
+        self._registration.close()
+        self._pods.close()
+        for server in self._servers:
+            await server.stop(None)
+        self._servers.clear()
+        await self._registration.abort()
+        await self._pods.abort()
+
+    def unlink(self) -> None:
+        """Remove the socket files that are still this kubelet's."""
+        self._registration.unlink()
+        self._pods.unlink()
+
+
+def delete_sockets(directory: Path, *, keep: str | None = None, only: str | None = None) -> list[str]:
+    """Delete the sockets in a folder and return their names."""
+    deleted = []
+    for entry in sorted(directory.iterdir()):
+        if entry.name == keep or (only is not None and entry.name != only):
+            continue
+        with contextlib.suppress(OSError):
+            if stat.S_ISSOCK(entry.stat().st_mode):
+                entry.unlink()
+                deleted.append(entry.name)
+    return deleted

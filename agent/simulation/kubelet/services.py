@@ -1,0 +1,91 @@
+"""What the kubelet serves: Registration on kubelet.sock, PodResourcesLister on the pod-resources socket."""
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Final
+
+import grpc
+
+from agent.simulation.kubelet.devices import DeviceTable
+from agent.simulation.kubelet.front import Peer
+from agent.simulation.kubelet.pods import Pod, PodTable
+from agent.simulation.kubelet.registry import Registry
+from agent.simulation.kubelet.wire import unary_method
+from agent.simulation.stubs.deviceplugin.v1beta1 import api_pb2 as plugin_pb
+from agent.simulation.stubs.podresources.v1 import api_pb2 as pods_pb
+
+REGISTRATION: Final = "v1beta1.Registration"
+POD_RESOURCES: Final = "v1.PodResourcesLister"
+
+
+def registration_methods(registry: Registry, peer: Callable[[str], Peer | None]) -> Mapping[str, Any]:
+    """Return the Registration service; ``peer`` finds a caller by gRPC's name of its connection."""
+
+    async def register(request: Any, context: Any) -> Any:
+        caller = peer(context.peer())
+        authority, pid = (caller.tap.authority, caller.pid) if caller is not None else (None, None)
+        error = await registry.register(request, authority, pid)
+        if error is not None:
+            await context.abort(grpc.StatusCode.UNKNOWN, error)
+        return plugin_pb.Empty()
+
+    return {"Register": unary_method(register, plugin_pb.RegisterRequest, plugin_pb.Empty)}
+
+
+def pod_resources_methods(devices: DeviceTable, pods: PodTable) -> Mapping[str, Any]:
+    """Return the PodResourcesLister service (facts: kubelet items 14 and 17)."""
+
+    async def list_pods(request: Any, context: Any) -> Any:  # noqa: ARG001 (gRPC's signature)
+        return pods_pb.ListPodResourcesResponse(pod_resources=[_pod(pod) for pod in pods.all()])
+
+    async def get_allocatable(request: Any, context: Any) -> Any:  # noqa: ARG001
+        entries = [
+            entry
+            for resource in devices.resources
+            for id_ in devices.healthy(resource)
+            for entry in _devices(resource, id_, devices.devices(resource)[id_].numa_nodes)
+        ]
+        return pods_pb.AllocatableResourcesResponse(devices=entries)
+
+    async def get(request: Any, context: Any) -> Any:
+        pod = pods.find(request.pod_name, request.pod_namespace)
+        if pod is None:
+            text = f"pod {request.pod_name} in namespace {request.pod_namespace} not found"
+            await context.abort(grpc.StatusCode.UNKNOWN, text)
+            raise AssertionError("abort raises")
+        return pods_pb.GetPodResourcesResponse(pod_resources=_pod(pod))
+
+    return {
+        "List": unary_method(list_pods, pods_pb.ListPodResourcesRequest, pods_pb.ListPodResourcesResponse),
+        "GetAllocatableResources": unary_method(
+            get_allocatable, pods_pb.AllocatableResourcesRequest, pods_pb.AllocatableResourcesResponse
+        ),
+        "Get": unary_method(get, pods_pb.GetPodResourcesRequest, pods_pb.GetPodResourcesResponse),
+    }
+
+
+def _pod(pod: Pod) -> pods_pb.PodResources:
+    return pods_pb.PodResources(
+        name=pod.name,
+        namespace=pod.namespace,
+        containers=[
+            pods_pb.ContainerResources(
+                name=container,
+                devices=[
+                    entry
+                    for resource, grant in pod.grants.get(container, {}).items()
+                    for id_ in grant.ids
+                    for entry in _devices(resource, id_, grant.numa.get(id_, ()))
+                ],
+            )
+            for container in pod.requests
+        ],
+    )
+
+
+def _devices(resource: str, id_: str, numa_nodes: tuple[int, ...]) -> Iterable[pods_pb.ContainerDevices]:
+    """Yield an entry for each device and NUMA node: the kubelet does not group them."""
+    if not numa_nodes:
+        yield pods_pb.ContainerDevices(resource_name=resource, device_ids=[id_])
+    for node in numa_nodes:
+        topology = pods_pb.TopologyInfo(nodes=[pods_pb.NUMANode(ID=node)])
+        yield pods_pb.ContainerDevices(resource_name=resource, device_ids=[id_], topology=topology)
