@@ -1,0 +1,117 @@
+"""The checks behind /livez and /readyz, and their answers in the form of the Kubernetes API server.
+
+Guarantees: why a check fails goes to the log and not into the answer, which is public. Liveness
+never depends on a GPU: a sick GPU is data, a check fails only where the agent itself does.
+
+Source of the form: kubernetes/kubernetes:staging/src/k8s.io/apiserver/pkg/server/healthz/healthz.go.
+"""
+
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from agent.model.snapshot import RegistrationPhase, Snapshot
+
+MAX_STEP_AGE_NS: Final = 10_000_000_000
+MAX_LOOP_LAG_NS: Final = 5_000_000_000
+MAX_UNREGISTERED_NS: Final = 10_000_000_000
+MAX_LOG_BLOCKED_S: Final = 120.0
+
+Run = Callable[[], Awaitable[str | None]]
+"""Returns None where all is well, else why not."""
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One named check."""
+
+    name: str
+    run: Run
+    is_liveness: bool = False
+    """Whether it counts for /livez too, not for /readyz alone."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What is sent to whoever asked."""
+
+    ok: bool
+    body: str
+    failures: tuple[tuple[str, str], ...] = ()
+    """(check, why), for the log."""
+
+
+def at_once(judge: Callable[[], str | None]) -> Run:
+    """Return a check of what is known without waiting."""
+
+    async def run() -> str | None:
+        return judge()
+
+    return run
+
+
+async def answer(
+    endpoint: str, checks: Sequence[Check], *, verbose: bool = False, exclude: frozenset[str] = frozenset()
+) -> Answer:
+    """Run the checks and return the answer of an endpoint (``livez``, ``readyz``)."""
+    lines: list[str] = []
+    failures: list[tuple[str, str]] = []
+    for check in checks:
+        if check.name in exclude:
+            lines.append(f"[+]{check.name} excluded: ok")
+            continue
+        why = await check.run()
+        if why is None:
+            lines.append(f"[+]{check.name} ok")
+        else:
+            lines.append(f"[-]{check.name} failed: reason withheld")
+            failures.append((check.name, why))
+    unknown = sorted(exclude - {check.name for check in checks})
+    if unknown:
+        quoted = ", ".join(f'"{name[:64]}"' for name in unknown)
+        lines.append(f"warn: some health checks cannot be excluded: no matches for {quoted}")
+    if failures:
+        return Answer(
+            ok=False, body="\n".join([*lines, f"{endpoint} check failed\n"]), failures=tuple(failures)
+        )
+    if not verbose:
+        return Answer(ok=True, body="ok")
+    return Answer(ok=True, body="\n".join([*lines, f"{endpoint} check passed\n"]))
+
+
+def event_loop(*, lag_ns: int, step_age_ns: int) -> str | None:
+    """Judge whether the loop turns and the engine steps."""
+    if lag_ns > MAX_LOOP_LAG_NS:
+        return f"the event loop was {lag_ns / 1e9:.1f} s late"
+    if step_age_ns > MAX_STEP_AGE_NS:
+        return f"the last step was {step_age_ns / 1e9:.1f} s ago"
+    return None
+
+
+def kubelet_registered(snapshot: Snapshot, now_ns: int) -> str | None:
+    """Judge registration: an absent kubelet, or nothing to offer, is no fault of ours."""
+    if snapshot.kubelet is None:
+        return None
+    for resource in snapshot.resources:
+        if (
+            resource.devices
+            and resource.phase is not RegistrationPhase.REGISTERED
+            and now_ns - resource.since_ns > MAX_UNREGISTERED_NS
+        ):
+            return f"{resource.name} is not registered: {resource.message}"
+    return None
+
+
+def driver(snapshot: Snapshot) -> str | None:
+    """Judge NVML."""
+    if snapshot.driver.ready:
+        return None
+    return snapshot.driver.message or "NVML is not initialised yet"
+
+
+def task(snapshot: Snapshot, name: str) -> str | None:
+    """Judge a supervised source or sink."""
+    for task_name, view in snapshot.tasks.items():
+        if task_name == name and not view.running:
+            return view.message or "does not run"
+    return None
