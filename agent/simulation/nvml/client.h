@@ -1,0 +1,57 @@
+/* What the answers in nvml.c and mig.c share: handles, and the gate every call goes through. */
+#pragma once
+
+#include "node.h"
+
+#define API __attribute__((visibility("default")))
+
+typedef void *handle_t;
+
+enum kind { INVALID, UNREADABLE, DEVICE, MIG_DEVICE, GPU_INSTANCE, COMPUTE_INSTANCE };
+
+struct target {
+    enum kind kind;
+    int gpu; /* slot, or NODE_NO_GPU */
+    unsigned int gi, ci;
+};
+
+/* Handles are values, not pointers: nothing to allocate, and one of an earlier MIG configuration is told. */
+struct target resolve(handle_t handle);
+handle_t device_handle(int gpu);
+handle_t instance_handle(enum kind kind, int gpu, uint64_t generation, uint64_t gi, uint64_t ci);
+
+/* Counts the call, blocks while it is to hang, and says what it must answer instead (RC_SUCCESS: go on). */
+int gate(int function, int gpu);
+
+/* The refusal of a call that only a whole GPU answers. */
+int whole_device(const struct target *at);
+
+int answer_text(const char *text, char *out, unsigned int length);
+int answer_number(const uint64_t *at, unsigned int *out);
+
+static inline const struct gpu_config *gpu_config(int gpu) { return &node_current()->gpus[gpu]; }
+
+#define REQUIRE(condition)                                                                                   \
+    if (!(condition)) return RC_INVALID_ARGUMENT
+
+/* Opens a function: `at` is what its handle stands for. */
+#define ENTER(name, handle)                                                                                  \
+    struct target at = resolve(handle);                                                                      \
+    {                                                                                                        \
+        int refused = gate(FN_##name, at.gpu);                                                               \
+        if (refused) return refused;                                                                         \
+    }
+
+/* Opens a function of a whole GPU: `gpu` is its configuration. */
+#define ENTER_DEVICE(name, handle)                                                                           \
+    ENTER(name, handle)                                                                                      \
+    {                                                                                                        \
+        int refused = whole_device(&at);                                                                     \
+        if (refused) return refused;                                                                         \
+    }                                                                                                        \
+    const struct gpu_config *gpu = gpu_config(at.gpu)
+
+/* MIG, in mig.c: the answers of calls that take both kinds of handle. */
+int mig_text(const struct target *at, bool uuid, char *out, unsigned int length);
+int mig_memory(const struct target *at, uint64_t *total, uint64_t *used);
+bool mig_by_uuid(const char *uuid, handle_t *handle, int *gpu);
