@@ -1,0 +1,253 @@
+"""The NVML source: brings NVML up, watches its GPUs, and lets it go when the driver is gone.
+
+Guarantees:
+
+1. The loop never waits for the driver: every call is made by a daemon thread (nvml_threads) and has
+   a deadline. One call is in flight for each GPU, so a stuck GPU costs one thread, however often it
+   is polled.
+2. NVML is initialised once and stays so. Only when not one GPU gives an answer any more it is let go
+   and initialised anew, at most once in ``init_retry_ns``, for ever: a library or driver that appears
+   later is found, and while there is none the agent holds none of its files.
+3. One fact for a change, not for a retry.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+from agent.bus import Inbox
+from agent.errors import NvmlCode, NvmlError, NvmlOverdueError, SourceError
+from agent.log import fields
+from agent.model import facts
+from agent.model.health import Reason
+from agent.sources.nvml_library import (
+    LibraryLocation,
+    LibraryMissingError,
+    LoadedLibrary,
+    Nvml,
+    Versions,
+    load,
+)
+from agent.sources.nvml_session import MAX_GPUS, DriverGoneError, Session, Surroundings
+from agent.sources.nvml_settings import NvmlSettings
+from agent.sources.nvml_threads import Call, Lane, ThreadGroup
+
+__all__ = ["LibraryLocation", "NvmlSettings", "NvmlSource"]
+
+MAX_THREADS = 2 * MAX_GPUS
+"""A thread for each GPU, and as many again that may be stuck in GPUs that are gone."""
+
+_log = logging.getLogger(__name__)
+
+
+class NvmlSource:
+    """Owns NVML and every thread that may call it."""
+
+    def __init__(
+        self,
+        *,
+        inbox: Inbox[facts.Fact],
+        library: LibraryLocation,
+        dev_root: Path,
+        sys_root: Path,
+        clock: Callable[[], int],
+        settings: NvmlSettings | None = None,
+    ) -> None:
+        """``dev_root`` and ``sys_root`` are what stands for /dev and /sys."""
+        self._settings = settings if settings is not None else NvmlSettings()
+        self._inbox = inbox
+        self._location = library
+        self._clock = clock
+        self._threads = ThreadGroup(
+            keep=(inbox.wake_fd,),
+            deadline_ns=self._settings.deadline_ns,
+            clock=clock,
+            maximum=MAX_THREADS,
+        )
+        self._first_nvml = Nvml(self._threads.first.log)
+        self._around = Surroundings(
+            inbox=inbox,
+            threads=self._threads,
+            settings=self._settings,
+            dev_root=dev_root,
+            sys_root=sys_root,
+            clock=clock,
+            on_node_overdue=self._node_overdue,
+            on_node_answered=self._node_answered,
+        )
+        self._session: Session | None = None
+        self._library: LoadedLibrary | None = None
+        self._initialised = False
+        self._next_init_ns = clock()
+        self._events_lane: Lane | None = None
+        self._overdue: dict[Lane, Call] = {}
+        self._unavailable: facts.DriverUnavailable | None = None
+        self._first_outcome = asyncio.Event()
+        self._first_failure: SourceError | None = None
+        self.library_missing_since_ns: int | None = None
+        """Since when no driver library was found; None while one is loaded."""
+        self.library_replaced = False
+        """Whether the library on disk is another than the loaded one, and the loaded one does not fit
+        the driver: only a new process can load it."""
+
+    async def run(self) -> None:
+        """Watch for ever. May be run again after it ended; two at once are not allowed."""
+        events_lane = await self._start_threads()
+        if self._session is not None:
+            # The last run ended in the middle of it.
+            await self._let_go(self._settings.call_deadline_ns)
+        while True:
+            versions = await self._bring_up()
+            self._session = Session(self._around, versions=versions, events_lane=events_lane)
+            try:
+                await self._session.run()
+            except DriverGoneError as gone:
+                await self._tell_failed(gone.error)
+                if not self._session.announced:
+                    # Init succeeds and yet no GPU answers: not worth an init a second.
+                    poll_ns = max(self._settings.poll_ns, self._settings.init_retry_ns)
+                    self._next_init_ns = self._clock() + poll_ns
+            await self._let_go(self._settings.call_deadline_ns)
+
+    async def wait_first_outcome(self) -> None:
+        """Return once NVML was initialised for the first time.
+
+        Raises SourceError, a sentence, if the first attempt failed or is past its deadline.
+        """
+        await self._first_outcome.wait()
+        if self._first_failure is not None:
+            raise self._first_failure
+
+    async def close(self) -> bool:
+        """Let NVML go and end the threads, after ``run`` has ended.
+
+        Returns False if a thread is stuck in the driver: then NVML cannot be shut down, the threads
+        still use the inbox's descriptor, and only ``os._exit`` ends the process.
+        """
+        if not await self._let_go(self._settings.close_wait_ns):
+            return False
+        await self._threads.end()
+        return True
+
+    async def _start_threads(self) -> Lane:
+        await self._threads.start()
+        if self._events_lane is None:
+            if self._threads.shared_files is not None:
+                _log.warning(
+                    "Threads that call the driver share the agent's files: one that hangs keeps them open",
+                    extra=fields(detail=self._threads.shared_files),
+                )
+            self._events_lane = await self._threads.start_lane("nvml-events")
+            for lane in (self._threads.first, self._events_lane):
+                self._watch_node_lane(lane)
+        return self._events_lane
+
+    def _watch_node_lane(self, lane: Lane) -> None:
+        lane.on_overdue = lambda call: self._node_overdue(lane, call)
+        lane.on_answered = lambda call: self._node_answered(lane, call)
+
+    # Up and down
+
+    async def _bring_up(self) -> Versions:
+        while True:
+            await asyncio.sleep(max(0, self._next_init_ns - self._clock()) / 1e9)
+            self._next_init_ns = self._clock() + self._settings.init_retry_ns
+            try:
+                versions = await self._threads.first.call(self._initialise)
+            except (LibraryMissingError, NvmlError) as error:
+                await self._tell_failed(error)
+                await self._let_go(self._settings.call_deadline_ns)
+            else:
+                self.library_missing_since_ns = None
+                self._first_outcome.set()
+                return versions
+
+    def _initialise(self) -> Versions:
+        if self._library is None:
+            self._library = load(self._location)
+        if not self._initialised:
+            self._first_nvml.init()
+            self._initialised = True
+        return self._first_nvml.versions()
+
+    async def _let_go(self, timeout_ns: int) -> bool:
+        """Shut NVML down if no thread is in it; returns whether that is so."""
+        session, self._session = self._session, None
+        if session is not None:
+            session.listener.stop()
+        if self._threads.stuck or not await self._threads.wait_idle(timeout_ns):
+            return False
+        if self._initialised:
+            if session is not None:
+                await session.listener.free()
+            await self._threads.first.call(self._shut_down)
+        return True
+
+    def _shut_down(self) -> None:
+        self._initialised = False
+        try:
+            self._first_nvml.shutdown()
+        except NvmlError:
+            # A driver that is gone cannot say goodbye; the next init starts afresh either way.
+            return
+
+    # What is told
+
+    async def _tell_failed(self, error: LibraryMissingError | NvmlError) -> None:
+        if isinstance(error, LibraryMissingError):
+            self.library_missing_since_ns = self.library_missing_since_ns or self._clock()
+        fact = await self._unavailable_fact(error)
+        if not self._first_outcome.is_set():
+            self._first_failure = SourceError(fact.message)
+            self._first_outcome.set()
+        announced = self._session is not None and self._session.announced
+        if fact == self._unavailable and not announced:
+            return
+        self._unavailable = fact
+        self._inbox.put(fact)
+        # The state that follows from it knows no overdue calls; those there are still are.
+        for lane, call in self._overdue.items():
+            self._node_overdue(lane, call)
+
+    async def _unavailable_fact(self, error: LibraryMissingError | NvmlError) -> facts.DriverUnavailable:
+        if isinstance(error, LibraryMissingError):
+            return facts.DriverUnavailable(reason=Reason.DRIVER_NOT_LOADED, message=str(error))
+        if error.code == NvmlCode.LIB_RM_VERSION_MISMATCH and self._library is not None:
+            return await self._mismatch_fact(self._library)
+        if error.code == NvmlCode.DRIVER_NOT_LOADED:
+            return facts.DriverUnavailable(
+                reason=Reason.DRIVER_NOT_LOADED,
+                message="The NVIDIA kernel driver is not loaded: load it with 'modprobe nvidia', "
+                "or see in the kernel log why it did not load",
+                unloaded=True,
+            )
+        return facts.DriverUnavailable(
+            reason=Reason.DRIVER_NOT_LOADED,
+            message=f"The NVIDIA driver does not work: {error}; see the kernel log, and load the driver anew",
+        )
+
+    async def _mismatch_fact(self, library: LoadedLibrary) -> facts.DriverUnavailable:
+        self.library_replaced = await self._threads.first.call(library.was_replaced)
+        next_step = (
+            "the library on disk is a newer one, so restart the agent"
+            if self.library_replaced
+            else "reboot the node, or load the kernel driver of the library's version"
+        )
+        return facts.DriverUnavailable(
+            reason=Reason.NVML_VERSION_MISMATCH,
+            message=f"NVML library {library.name} and the NVIDIA kernel driver are of different versions: "
+            f"{next_step}",
+        )
+
+    def _node_overdue(self, lane: Lane, call: Call) -> None:
+        self._overdue[lane] = call
+        deadline_ns = self._settings.deadline_ns(call.name)
+        if not self._first_outcome.is_set():
+            self._first_failure = NvmlOverdueError(call.name, deadline_ns)
+            self._first_outcome.set()
+        self._inbox.put(facts.DriverCallOverdue(call=call.name, deadline_ns=deadline_ns))
+
+    def _node_answered(self, lane: Lane, call: Call) -> None:
+        if self._overdue.pop(lane, None) is not None and not self._overdue:
+            self._inbox.put(facts.DriverCallAnswered(call=call.name))

@@ -1,0 +1,463 @@
+"""One life of NVML: from a successful init until the driver stops answering for every GPU.
+
+Invariants: each GPU has its own thread and its own task, so that one that hangs delays no other. A GPU
+is found by its PCI address; its index is only used to find new ones. A GPU that cannot be asked stays
+listed as it was last seen while NVML still counts it. Facts about a GPU follow the GpusEnumerated that
+names it.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Final
+
+from agent.bus import Inbox
+from agent.errors import NvmlError, SourceError
+from agent.log import fields
+from agent.model import facts
+from agent.model.gpu import Gpu
+from agent.model.ids import GpuUuid
+from agent.model.policy import SECOND_NS
+from agent.sources.nvml_events import DRIVER_CODES, Listener, register
+from agent.sources.nvml_inventory import (
+    GpuGoneError,
+    Look,
+    Sighting,
+    control_nodes,
+    look_again,
+    look_at_index,
+)
+from agent.sources.nvml_library import EventSet, Nvml, Versions
+from agent.sources.nvml_settings import NvmlSettings
+from agent.sources.nvml_threads import Call, Lane, ThreadGroup
+
+MAX_GPUS: Final = 64
+"""GPUs watched on a node; NVML itself lists at most 32."""
+
+MIN_GAP_NS: Final = SECOND_NS
+"""Between two looks at a GPU that XIDs ask for."""
+
+_log = logging.getLogger(__name__)
+
+
+class DriverGoneError(SourceError):
+    """NVML answers nothing useful for the whole node; it has to be initialised anew."""
+
+    def __init__(self, error: NvmlError) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
+@dataclass(slots=True, eq=False)
+class Slot:
+    """A GPU, or an index whose GPU was not identified yet, with its thread."""
+
+    lane: Lane
+    nvml: Nvml
+    index: int
+    sighting: Sighting | None = None
+    failure: NvmlError | None = None
+    gone: bool = False
+    registered: EventSet | None = None
+    requested: int = 1
+    """Number of the newest look that was asked for."""
+    served: int = 0
+    """Number of the newest one that was finished."""
+    began_ns: int = 0
+    due_ns: int = 0
+    wake: asyncio.Event = field(default_factory=asyncio.Event)
+    looked: asyncio.Event = field(default_factory=asyncio.Event)
+    task: asyncio.Task[None] | None = None
+
+    @property
+    def uuid(self) -> GpuUuid | None:
+        """Whose slot it is, once that is known."""
+        return self.sighting.gpu.uuid if self.sighting is not None else None
+
+    @property
+    def answers(self) -> bool:
+        """Whether the newest look found the GPU in its place."""
+        return self.sighting is not None and self.failure is None and not self.gone and not self.lane.overdue
+
+    def request(self) -> int:
+        """Ask for a look now; returns its number."""
+        self.requested += 1
+        self.wake.set()
+        return self.requested
+
+    async def wait_served(self, number: int) -> None:
+        """Return when the look of this number is finished, or the GPU does not answer in time."""
+        while self.served < number and not self.lane.overdue:
+            await self.looked.wait()
+
+    def notify(self) -> None:
+        """Wake those who wait for a look."""
+        self.looked.set()
+        self.looked = asyncio.Event()
+
+
+@dataclass(frozen=True, slots=True)
+class Surroundings:
+    """What a session works with."""
+
+    inbox: Inbox[facts.Fact]
+    threads: ThreadGroup
+    settings: NvmlSettings
+    dev_root: Path
+    sys_root: Path
+    clock: Callable[[], int]
+    on_node_overdue: Callable[[Lane, Call], None]
+    on_node_answered: Callable[[Lane, Call], None]
+
+
+class Session:
+    """Watches every GPU that NVML lists."""
+
+    def __init__(self, around: Surroundings, *, versions: Versions, events_lane: Lane) -> None:
+        self._around = around
+        self._settings = around.settings
+        self._clock = around.clock
+        self._versions = versions
+        self._node_nvml = Nvml(around.threads.first.log)
+        self._slots: list[Slot] = []
+        self._node_due = asyncio.Event()
+        self._settling = False
+        self._told: facts.GpusEnumerated | None = None
+        self._control_nodes: tuple[str, ...] = ()
+        self._warned: set[str] = set()
+        self.listener: Final = Listener(
+            lane=events_lane,
+            nvml=Nvml(events_lane.log),
+            inbox=around.inbox,
+            completions=around.threads.completions,
+            slice_ms=self._settings.event_slice_ms,
+            retry_ns=self._settings.event_retry_ns,
+            clock=self._clock,
+            on_renewed=self._wake_all,
+            on_failed=self._request_all,
+            on_xid=self._xid_came,
+        )
+
+    @property
+    def announced(self) -> bool:
+        """Whether the driver was told to be ready."""
+        return self._told is not None
+
+    async def run(self) -> None:
+        """Watch until the driver is gone; raises DriverGoneError then."""
+        gone: DriverGoneError | None = None
+        try:
+            async with asyncio.TaskGroup() as group:
+                group.create_task(self._watch_node(group), name="nvml node")
+                group.create_task(self.listener.run(), name="nvml events")
+        except* DriverGoneError as errors:
+            first = errors.exceptions[0]
+            gone = first if isinstance(first, DriverGoneError) else None
+        finally:
+            self.listener.stop()
+            for slot in self._slots:
+                slot.lane.ignore_calls()
+        if gone is not None:
+            raise gone
+
+    # The node: which GPUs there are
+
+    async def _watch_node(self, group: asyncio.TaskGroup) -> None:
+        while True:
+            count = await self._count()
+            if count is not None:
+                await self._settle(count, group)
+            await _wait(self._node_due, self._settings.poll_ns)
+            self._node_due.clear()
+
+    async def _count(self) -> int | None:
+        try:
+            count, self._control_nodes = await self._around.threads.first.call(self._ask_node)
+        except NvmlError as error:
+            if not self._slots:
+                raise DriverGoneError(error) from None
+            # If the GPUs answer no better, their own tasks find the driver gone.
+            self._warn("count", "Could not count GPUs", detail=str(error))
+            self._request_all()
+            return None
+        if count > MAX_GPUS:
+            self._warn("many", "NVML lists more GPUs than are watched", count=count, watched=MAX_GPUS)
+        return min(count, MAX_GPUS)
+
+    def _ask_node(self) -> tuple[int, tuple[str, ...]]:
+        return self._node_nvml.count(), control_nodes(self._around.dev_root)
+
+    async def _settle(self, count: int, group: asyncio.TaskGroup) -> None:
+        """Make the slots agree with what NVML counts, and tell."""
+        self._settling = True
+        try:
+            self._drop([slot for slot in self._slots if slot.gone])
+            if count != len(self._slots):
+                # The indexes of the others move with the count.
+                await self._look_at_all()
+                self._drop([slot for slot in self._slots if slot.gone])
+                self._drop(self._surplus(len(self._slots) - count))
+                await self._add(count, group)
+        finally:
+            self._settling = False
+        self._announce()
+
+    def _surplus(self, number: int) -> list[Slot]:
+        """Return the slots whose GPU is the one NVML lists no more: of those that do not answer."""
+        if number <= 0:
+            return []
+        mute = [slot for slot in self._slots if not slot.answers]
+        return sorted(mute, key=lambda slot: (slot.sighting is not None, slot.lane.overdue))[:number]
+
+    async def _add(self, count: int, group: asyncio.TaskGroup) -> None:
+        taken = {slot.index for slot in self._slots}
+        free = [index for index in range(count) if index not in taken]
+        added: list[Slot] = []
+        for index in free[: max(0, count - len(self._slots))]:
+            try:
+                added.append(await self._open(index, group))
+            except SourceError as error:
+                self._warn("lane", "Could not watch a GPU", index=index, detail=str(error))
+                break
+        await self._wait_served({slot: slot.requested for slot in added}, self._settings.first_look_wait_ns)
+
+    async def _open(self, index: int, group: asyncio.TaskGroup) -> Slot:
+        used = {slot.lane for slot in self._slots}
+        lanes = self._around.threads.lanes
+        lane = next((lane for lane in lanes[2:] if lane not in used and not lane.busy), None)
+        if lane is None:
+            lane = await self._around.threads.start_lane(f"nvml-gpu-{len(lanes) - 2}")
+        slot = Slot(lane=lane, nvml=Nvml(lane.log), index=index)
+        lane.on_overdue = partial(self._overdue, slot)
+        lane.on_answered = partial(self._answered, slot)
+        slot.task = group.create_task(self._watch_slot(slot), name=f"nvml gpu {index}")
+        self._slots.append(slot)
+        return slot
+
+    def _drop(self, slots: list[Slot]) -> None:
+        for slot in slots:
+            self._slots.remove(slot)
+            if slot.lane.log.awaited is not None:
+                self._answered(slot, slot.lane.log.awaited)
+            # A thread that is stuck in a GPU that is gone has nothing to tell of it any more.
+            slot.lane.ignore_calls()
+            slot.gone = True
+            slot.notify()
+            if slot.task is not None:
+                slot.task.cancel()
+
+    async def _look_at_all(self) -> None:
+        await self._wait_served(
+            {slot: slot.request() for slot in self._slots}, self._settings.call_deadline_ns
+        )
+
+    async def _wait_served(self, numbers: dict[Slot, int], timeout_ns: int) -> None:
+        try:
+            async with asyncio.timeout(timeout_ns / 1e9):
+                for slot, number in numbers.items():
+                    await slot.wait_served(number)
+        except TimeoutError:
+            return
+
+    # One GPU
+
+    async def _watch_slot(self, slot: Slot) -> None:
+        stagger_ns = min(self._settings.poll_ns // 4, SECOND_NS // 4) * (slot.index % 8) // 8
+        while True:
+            if slot.served < slot.requested or self._clock() >= slot.due_ns:
+                await self._look(slot)
+                slot.due_ns = slot.began_ns + self._settings.poll_ns + stagger_ns
+                stagger_ns = 0
+            await self._register(slot)
+            if slot.served >= slot.requested:
+                await _wait(slot.wake, max(0, slot.due_ns - self._clock()))
+                slot.wake.clear()
+
+    async def _look(self, slot: Slot) -> None:
+        slot.began_ns = self._clock()
+        number = slot.requested
+        try:
+            look = await slot.lane.call(partial(self._look_once, slot))
+        except GpuGoneError:
+            slot.gone = True
+            self._node_due.set()
+        except NvmlError as error:
+            slot.failure = error
+        else:
+            self._saw(slot, look)
+        if slot.failure is not None:
+            slot.registered = None
+        slot.served = number
+        slot.notify()
+        self._raise_if_driver_gone()
+        if not slot.gone:
+            self._announce()
+            self._tell(slot)
+
+    def _look_once(self, slot: Slot) -> Look:
+        if slot.sighting is None:
+            return look_at_index(slot.nvml, slot.index, self._around.sys_root)
+        return look_again(slot.nvml, slot.sighting)
+
+    def _saw(self, slot: Slot, look: Look) -> None:
+        seen = look.sighting
+        if slot.sighting is None:
+            if any(other.uuid == seen.gpu.uuid and not other.gone for other in self._slots):
+                # Indexes moved while it was looked for; the next round finds the right one.
+                slot.gone = True
+                self._node_due.set()
+                return
+            if seen.numa_problem is not None:
+                self._warn(
+                    f"numa {seen.gpu.pci}",
+                    "Could not read the NUMA node of a GPU",
+                    pci=seen.gpu.pci,
+                    found=seen.numa_problem,
+                )
+        slot.sighting, slot.failure, slot.index = seen, look.failure, seen.gpu.index
+        address = slot.nvml.address_of(seen.handle)
+        if address is not None and self.listener.devices.get(address) != seen.gpu.uuid:
+            self.listener.devices = {**self._addresses(), address: seen.gpu.uuid}
+
+    def _addresses(self) -> dict[int, GpuUuid]:
+        """Return the addresses of the GPUs there are, so that the map does not grow."""
+        present = {slot.uuid for slot in self._slots}
+        return {address: gpu for address, gpu in self.listener.devices.items() if gpu in present}
+
+    async def _register(self, slot: Slot) -> None:
+        events = self.listener.events
+        if not (self.announced and slot.answers and slot.sighting) or events in (None, slot.registered):
+            return
+        uuid = slot.sighting.gpu.uuid
+        try:
+            refusal = await slot.lane.call(partial(register, slot.nvml, slot.sighting.handle, events))
+        except NvmlError as error:
+            self._put(_failed(uuid, error))
+            return
+        slot.registered = events
+        if refusal is None:
+            self.listener.was_registered()
+        elif f"events {uuid}" not in self._warned:
+            self._warned.add(f"events {uuid}")
+            self._put(facts.HealthEventsUnsupported(gpu=uuid, message=refusal))
+
+    def _xid_came(self, uuid: GpuUuid) -> None:
+        for slot in self._slots:
+            if slot.uuid == uuid:
+                slot.due_ns = min(slot.due_ns, slot.began_ns + MIN_GAP_NS)
+                slot.wake.set()
+
+    def _wake_all(self) -> None:
+        for slot in self._slots:
+            slot.wake.set()
+
+    def _request_all(self) -> None:
+        for slot in self._slots:
+            slot.request()
+
+    # What is told
+
+    def _overdue(self, slot: Slot, call: Call) -> None:
+        slot.notify()
+        uuid = slot.uuid
+        if uuid is not None:
+            self._put(self._overdue_fact(uuid, call))
+            return
+        _log.warning(
+            "A GPU that was not identified yet did not answer in time",
+            extra=fields(index=slot.index, call=call.name),
+        )
+        if all(other.uuid is None for other in self._slots):
+            self._around.on_node_overdue(slot.lane, call)
+
+    def _answered(self, slot: Slot, call: Call) -> None:
+        self._around.on_node_answered(slot.lane, call)
+
+    def _overdue_fact(self, uuid: GpuUuid, call: Call) -> facts.GpuCallOverdue:
+        return facts.GpuCallOverdue(
+            gpu=uuid, call=call.name, deadline_ns=self._settings.deadline_ns(call.name)
+        )
+
+    def _raise_if_driver_gone(self) -> None:
+        """End the session if not one GPU gives an answer that tells of the GPU itself."""
+        failures: list[NvmlError] = []
+        for slot in self._slots:
+            if slot.lane.overdue:
+                continue
+            if slot.failure is None or slot.failure.code not in DRIVER_CODES:
+                return
+            failures.append(slot.failure)
+        if failures:
+            raise DriverGoneError(failures[0])
+
+    def _announce(self) -> None:
+        """Tell which GPUs there are, if that changed; the first time, that the driver is ready."""
+        if self._settling:
+            return
+        if self._told is None:
+            self._announce_first()
+            return
+        listed = self._listed()
+        if listed != self._told:
+            self._told = listed
+            self._put(listed)
+
+    def _announce_first(self) -> None:
+        self._told = self._listed()
+        self._put(
+            facts.DriverReady(
+                driver_version=self._versions.driver,
+                nvml_version=self._versions.nvml,
+                cuda_version=self._versions.cuda,
+            )
+        )
+        self._put(self._told)
+        for slot in self._slots:
+            call = slot.lane.log.awaited
+            if call is not None and slot.uuid is not None:
+                self._put(self._overdue_fact(slot.uuid, call))
+            elif slot.served:
+                self._tell(slot)
+        self._wake_all()
+
+    def _listed(self) -> facts.GpusEnumerated:
+        gpus: list[Gpu] = [slot.sighting.gpu for slot in self._slots if slot.sighting and not slot.gone]
+        return facts.GpusEnumerated(
+            gpus=tuple(sorted(gpus, key=lambda gpu: (gpu.index, gpu.pci))), control_nodes=self._control_nodes
+        )
+
+    def _tell(self, slot: Slot) -> None:
+        uuid = slot.uuid
+        if uuid is None or self._told is None or all(gpu.uuid != uuid for gpu in self._told.gpus):
+            return
+        if slot.failure is not None:
+            self._put(_failed(uuid, slot.failure))
+        elif slot.lane.late:
+            # It answered after all, but too late to count; ask again at once.
+            slot.request()
+        else:
+            self._put(facts.GpuProbePassed(gpu=uuid))
+
+    def _put(self, fact: facts.Fact) -> None:
+        self._around.inbox.put(fact)
+
+    def _warn(self, key: str, message: str, **told: object) -> None:
+        """Log a warning once in a session; keys are few, or bounded by MAX_GPUS."""
+        if key not in self._warned:
+            self._warned.add(key)
+            _log.warning("%s", message, extra=fields(**told))
+
+
+def _failed(uuid: GpuUuid, error: NvmlError) -> facts.GpuCallFailed:
+    return facts.GpuCallFailed(gpu=uuid, code=error.code, call=error.call, message=str(error))
+
+
+async def _wait(event: asyncio.Event, timeout_ns: int) -> None:
+    try:
+        async with asyncio.timeout(timeout_ns / 1e9):
+            await event.wait()
+    except TimeoutError:
+        return

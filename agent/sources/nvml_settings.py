@@ -1,0 +1,42 @@
+"""The deadlines and periods of the NVML source."""
+
+from dataclasses import dataclass
+from typing import Final
+
+from agent.model.policy import SECOND_NS
+from agent.sources.nvml_library import EVENT_WAIT, FIRST_HANDLE, INIT
+
+MILLISECOND_NS: Final = 1_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class NvmlSettings:
+    """Defaults are the product's; tests and scenarios set shorter times."""
+
+    init_deadline_ns: int = 120 * SECOND_NS
+    first_handle_deadline_ns: int = 60 * SECOND_NS
+    """Without persistence mode the driver initialises a GPU when its handle is first asked for."""
+    call_deadline_ns: int = 5 * SECOND_NS
+    poll_ns: int = 10 * SECOND_NS
+    """Between two health polls of a GPU, and between two counts of the GPUs."""
+    init_retry_ns: int = SECOND_NS
+    """Between the starts of two attempts to initialise NVML."""
+    event_slice_ms: int = 200
+    """How long the thread that hears XIDs waits at a time; it can only be stopped between two waits."""
+    event_retry_ns: int = SECOND_NS
+    """Between the starts of two event sets."""
+    first_look_wait_ns: int = 5 * SECOND_NS
+    """How long the first list of GPUs waits for one that takes its time."""
+    close_wait_ns: int = 2 * SECOND_NS
+    """How long ``close`` waits for calls under way."""
+
+    def deadline_ns(self, call: str) -> int:
+        """Return how long a call may take; for no name, the shortest of all."""
+        deadlines = {
+            INIT: self.init_deadline_ns,
+            FIRST_HANDLE: self.first_handle_deadline_ns,
+            EVENT_WAIT: self.call_deadline_ns + self.event_slice_ms * MILLISECOND_NS,
+        }
+        if not call:
+            return min(self.call_deadline_ns, *deadlines.values())
+        return deadlines.get(call, self.call_deadline_ns)
