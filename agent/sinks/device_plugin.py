@@ -1,0 +1,255 @@
+"""Offers the node's devices to the kubelet: serves each resource and registers it.
+
+The core decides when (core/registration.py); this sink carries it out and tells what came of it.
+
+Guarantees:
+
+1. The old streams and server of a resource are ended before it is registered anew: the kubelet
+   keeps its clients by resource name only, and drops the new one when the old one ends later.
+2. Each RegisterResource that no newer one has overtaken is answered once, with Registered or
+   RegistrationFailed of its generation.
+3. What goes wrong with one resource touches no other.
+4. ``register`` and ``withdraw`` never block; everything else happens in tasks owned by ``run``.
+
+Tasks: one for each resource that obeys the newest order, one for the order it carries out, one for
+the endpoint it serves.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+
+from agent.bus import Inbox, Latest
+from agent.log import fields
+from agent.model.effects import RegisterResource, WithdrawResource
+from agent.model.facts import Fact, Registered, RegistrationFailed, RegistrationFailure
+from agent.model.ids import ResourceName
+from agent.model.snapshot import Snapshot
+from agent.sinks.grpc_bounds import Bounds
+from agent.sinks.grpc_server import ServerStatistics
+from agent.sinks.plugin_endpoint import Endpoint
+from agent.sinks.plugin_service import ListSent, PluginService, ServiceStatistics
+from agent.sinks.plugin_socket import NotRegisteredError, identity_of, socket_path
+from agent.sinks.registration_client import REGISTER_TIMEOUT_S, answers, register
+
+HANDOVER_GRACE_S: Final = 0.5
+"""How long calls of the old server may take to end when a resource is registered anew."""
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class ResourceStatistics:
+    """Counts of what serves one resource now; they begin anew with each server."""
+
+    service: ServiceStatistics
+    server: ServerStatistics
+
+
+@dataclass(slots=True, eq=False)
+class _Slot:
+    """One resource: what is wanted, and what there is."""
+
+    resource: ResourceName
+    order: RegisterResource | WithdrawResource
+    is_fresh: asyncio.Event = field(default_factory=asyncio.Event)
+    worker: asyncio.Task[None] | None = None
+    attempt: asyncio.Task[None] | None = None
+    endpoint: Endpoint | None = None
+
+
+class DevicePlugin:
+    """The device-plugin sink."""
+
+    def __init__(
+        self,
+        *,
+        inbox: Inbox[Fact],
+        latest: Latest[Snapshot],
+        kubelet_socket: Path,
+        clock: Callable[[], int],
+        bounds: Bounds | None = None,
+        on_sent: Callable[[ListSent], None] | None = None,
+        register_timeout_s: float = REGISTER_TIMEOUT_S,
+    ) -> None:
+        """Serve beside ``kubelet_socket``. ``on_sent`` is told of each ListAndWatch message written."""
+        self._inbox = inbox
+        self._latest = latest
+        self._kubelet_socket = kubelet_socket
+        self._clock = clock
+        self._bounds = bounds or Bounds()
+        self._on_sent = on_sent
+        self._register_timeout_s = register_timeout_s
+        self._slots: dict[ResourceName, _Slot] = {}
+        self._tasks: asyncio.TaskGroup | None = None
+        self._is_draining = False
+        self._drained = asyncio.Event()
+
+    def register(self, effect: RegisterResource) -> None:
+        """Have a resource served and registered anew; the newest generation wins."""
+        slot = self._slots.get(effect.resource)
+        if (
+            slot is not None
+            and isinstance(slot.order, RegisterResource)
+            and slot.order.generation > effect.generation
+        ):
+            return
+        self._order(effect)
+
+    def withdraw(self, effect: WithdrawResource) -> None:
+        """Have a resource served no more and its socket removed."""
+        if effect.resource in self._slots:
+            self._order(effect)
+
+    def _order(self, effect: RegisterResource | WithdrawResource) -> None:
+        if self._is_draining:
+            return
+        slot = self._slots.setdefault(effect.resource, _Slot(effect.resource, effect))
+        slot.order = effect
+        slot.is_fresh.set()
+        if slot.attempt is not None:
+            slot.attempt.cancel()
+        if slot.worker is None and self._tasks is not None:
+            self._start(self._tasks, slot)
+
+    def _start(self, tasks: asyncio.TaskGroup, slot: _Slot) -> None:
+        slot.worker = tasks.create_task(self._obey(tasks, slot), name=f"device-plugin {slot.resource}")
+
+    async def run(self) -> None:
+        """Carry out orders until drained; orders given while this did not run are made up for."""
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                self._tasks = tasks
+                for slot in self._slots.values():
+                    slot.is_fresh.set()
+                    self._start(tasks, slot)
+                await self._drained.wait()
+        finally:
+            self._tasks = None
+            for slot in self._slots.values():
+                if slot.endpoint is not None:
+                    slot.endpoint.close_now()
+                slot.worker = slot.attempt = slot.endpoint = None
+
+    async def drain(self, grace_s: float) -> None:
+        """End every stream and server; running calls have ``grace_s``. ``run`` returns after that."""
+        self._is_draining = True
+        slots = list(self._slots.values())
+        for task in [task for slot in slots for task in (slot.worker, slot.attempt)]:
+            if task is not None:
+                task.cancel()
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                for slot in slots:
+                    if slot.endpoint is not None:
+                        tasks.create_task(slot.endpoint.end(grace_s), name=f"drain {slot.resource}")
+        finally:
+            self._drained.set()
+
+    async def _obey(self, tasks: asyncio.TaskGroup, slot: _Slot) -> None:
+        while True:
+            await slot.is_fresh.wait()
+            slot.is_fresh.clear()
+            order = slot.order
+            if isinstance(order, RegisterResource):
+                slot.attempt = tasks.create_task(
+                    self._attempt(tasks, slot, order), name=f"register {slot.resource}"
+                )
+                await asyncio.wait({slot.attempt})
+                slot.attempt = None
+                continue
+            await self._end(slot)
+            if not slot.is_fresh.is_set():
+                del self._slots[slot.resource]
+                return
+
+    async def _attempt(self, tasks: asyncio.TaskGroup, slot: _Slot, order: RegisterResource) -> None:
+        try:
+            fact = await self._serve_and_register(tasks, slot, order)
+        except NotRegisteredError as error:
+            self._fail(order.resource, order.generation, error.failure, str(error))
+        except Exception as error:
+            log.exception("Could not register a resource", extra=fields(resource=order.resource))
+            self._fail(order.resource, order.generation, "not_served", f"A bug in the agent: {error!r}")
+        else:
+            self._inbox.put(fact)
+
+    async def _serve_and_register(
+        self, tasks: asyncio.TaskGroup, slot: _Slot, order: RegisterResource
+    ) -> Registered:
+        path = socket_path(self._kubelet_socket.parent, order.resource)
+        endpoint = slot.endpoint
+        # A try after a refused connection keeps the server: nobody watches it, everybody can reach it.
+        if endpoint is None or endpoint.service.watchers or not endpoint.is_intact():
+            await self._end(slot)
+            endpoint = self._open(tasks, slot, path, order.generation)
+        endpoint.service.generation = order.generation
+        kubelet, own = identity_of(self._kubelet_socket), endpoint.identity
+        if kubelet is None:
+            raise NotRegisteredError(
+                "absent", f"{self._kubelet_socket} does not exist; it appears when the kubelet starts"
+            )
+        if own is None:
+            raise NotRegisteredError("not_served", f"{path} was removed as soon as it was made")
+        await register(
+            self._kubelet_socket,
+            endpoint=path.name,
+            resource=order.resource,
+            timeout_s=self._register_timeout_s,
+        )
+        return Registered(order.resource, order.generation, kubelet=kubelet, socket=own)
+
+    def _open(self, tasks: asyncio.TaskGroup, slot: _Slot, path: Path, generation: int) -> Endpoint:
+        service = PluginService(
+            resource=slot.resource,
+            generation=generation,
+            inbox=self._inbox,
+            latest=self._latest,
+            clock=self._clock,
+            on_sent=self._on_sent,
+        )
+        slot.endpoint = Endpoint(path, service, bounds=self._bounds)
+        tasks.create_task(self._run_endpoint(slot.endpoint), name=f"serve {slot.resource}")
+        return slot.endpoint
+
+    async def _run_endpoint(self, endpoint: Endpoint) -> None:
+        try:
+            await endpoint.run()
+        except* Exception as errors:
+            resource = endpoint.service.resource
+            log.exception("Stopped serving a resource", extra=fields(resource=resource))
+            message = f"The server of {resource} failed: {errors.exceptions[0]}"
+            self._fail(resource, endpoint.service.generation, "not_served", message)
+
+    async def _end(self, slot: _Slot) -> None:
+        endpoint, slot.endpoint = slot.endpoint, None
+        if endpoint is not None:
+            await endpoint.end(HANDOVER_GRACE_S)
+
+    def _fail(
+        self, resource: ResourceName, generation: int, failure: RegistrationFailure, message: str
+    ) -> None:
+        self._inbox.put(RegistrationFailed(resource, generation, failure, message))
+
+    async def unanswering(self, *, timeout_s: float) -> tuple[ResourceName, ...]:
+        """Return the resources whose socket does not answer, asked the way the kubelet asks."""
+        served = {slot.resource: slot.endpoint.path for slot in self._slots.values() if slot.endpoint}
+        async with asyncio.TaskGroup() as tasks:
+            asked = {
+                resource: tasks.create_task(answers(path, timeout_s=timeout_s), name=f"ask {resource}")
+                for resource, path in served.items()
+            }
+        return tuple(resource for resource, answer in asked.items() if not answer.result())
+
+    def statistics(self) -> Mapping[ResourceName, ResourceStatistics]:
+        """Return the counts of each resource that is served now."""
+        return {
+            slot.resource: ResourceStatistics(
+                slot.endpoint.service.statistics(), slot.endpoint.server.statistics()
+            )
+            for slot in self._slots.values()
+            if slot.endpoint is not None
+        }

@@ -1,0 +1,144 @@
+"""What a client of the plugin server may cost, each bound by its name.
+
+The kubelet needs one connection, one stream that stays open and a few short calls. Everything here
+is far above that, and far below what would hurt the node.
+"""
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Final
+
+MIB: Final = 2**20
+
+REQUEST_S: Final = 10.0
+"""How long a request may take to arrive."""
+
+CLOSED_STREAMS: Final = 256
+"""Closed streams a connection remembers, to tell a late frame from a wrong one."""
+
+LINE_PERIOD_S: Final = 1.0
+"""A peer can make the server write one log line in this time, whatever it sends."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """Limits of one server; the defaults are the product's, tests set smaller ones."""
+
+    connections: int = 16
+    """Connections at a time; more are closed as they are accepted."""
+    streams: int = 32
+    """Calls at a time on one connection."""
+    request_bytes: int = MIB
+    """What all unanswered requests of one connection may hold."""
+    requests_bytes: int = 2 * MIB
+    """What all unanswered requests of all connections may hold."""
+    frame_cost_bytes: int = 256
+    """What a DATA frame counts for beside its bytes, since an empty one has a price too."""
+    header_list_bytes: int = 16 * 1024
+    """Decoded headers of one request (SETTINGS_MAX_HEADER_LIST_SIZE)."""
+    eventless_bytes: int = 64 * 1024
+    """What may arrive without completing anything: the header block of one request."""
+    settings: int = 32
+    """Kinds of settings a peer may send; each is remembered."""
+    resets: int = 128
+    """Calls a peer may take back in a row."""
+    resets_per_s: float = 8.0
+    events: int = 50_000
+    """Frames a connection may send in a row; after that it is slowed down, not cut."""
+    events_per_s: float = 2_000.0
+    turn_bytes: int = 2 * 1024
+    """What one connection gets done before the others have their turn."""
+    unsent_bytes: int = 256 * 1024
+    """What may wait for a peer that sends but does not read."""
+    first_request_s: float = 10.0
+    """How long a connection may be open before its first request."""
+    idle_s: float = 60.0
+    """How long a connection may be open without a call after that."""
+    backlog: int = 128
+    """Connections that may wait to be accepted."""
+    accept_retry_s: float = 0.1
+    """How long accepting rests when the process is out of file descriptors."""
+
+
+@dataclass(slots=True)
+class Allowance:
+    """So many in a row, refilled at a steady rate."""
+
+    burst: float
+    per_s: float
+    left: float
+    at_s: float
+
+    def take(self, count: float, now_s: float) -> float:
+        """Spend ``count`` and return for how many seconds it is overdrawn; zero: it is not."""
+        self.left = min(self.burst, self.left + (now_s - self.at_s) * self.per_s) - count
+        self.at_s = now_s
+        return max(0.0, -self.left / self.per_s)
+
+
+@dataclass(slots=True)
+class Tally:
+    """What happened on all connections of one server."""
+
+    accepted: int = 0
+    refused_full: int = 0
+    refused_peer: int = 0
+    accept_failures: int = 0
+    requests: int = 0
+    resets: int = 0
+    malformed: int = 0
+    buffered_bytes: int = 0
+    cuts: Counter[str] = field(default_factory=Counter)
+
+
+class LineLimit(logging.Filter):
+    """Lets one record in LINE_PERIOD_S through and adds to it how many were held back.
+
+    For loggers whose lines a peer can cause at will. A traceback through grpclib tells nothing
+    that its last line does not, and would be many lines; it is folded into one.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__()
+        self._clock = clock
+        self._last_s: float | None = None
+        self._held = 0
+        self.suppressed = 0
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Tell whether a record may be written now."""
+        now_s = self._clock()
+        if self._last_s is not None and now_s - self._last_s < LINE_PERIOD_S:
+            self._held += 1
+            self.suppressed += 1
+            return False
+        self._last_s = now_s
+        known = dict(getattr(record, "fields", None) or {})
+        if record.exc_info and record.exc_info[1] is not None:
+            known["error"] = _in_one_line(record.exc_info[1])
+            record.exc_info = record.exc_text = None
+        if self._held:
+            known["lines_held_back"] = self._held
+        record.fields = known
+        self._held = 0
+        return True
+
+
+def _in_one_line(error: BaseException) -> str:
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    place = f" at {trace.tb_frame.f_code.co_filename}:{trace.tb_lineno}" if trace is not None else ""
+    return f"{type(error).__name__}: {error}{place}"[:500]
+
+
+PEER_LINES: Final = LineLimit()
+"""Shared by every logger that a peer can make write."""
+
+
+def limit_peer_lines() -> None:
+    """Put grpclib's server log under the limit; may be called again."""
+    logging.getLogger("grpclib.server").addFilter(PEER_LINES)

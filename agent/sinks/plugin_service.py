@@ -1,0 +1,276 @@
+"""The device plugin service of one resource: what the kubelet may ask, answered from the snapshot.
+
+Guarantees: no answer waits for a driver, a file or another call. A watcher is sent the newest state
+when it comes, then the first change at once and further ones within WINDOW_S in one message. A slow
+watcher skips messages, but gets the last one, and holds one message in memory. Watchers end with a
+clean end of stream; nothing is said about the devices then.
+"""
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from grpclib.const import Cardinality, Status
+from grpclib.const import Handler as Method
+from grpclib.exceptions import GRPCError
+from grpclib.server import Stream
+
+from agent.bus import Inbox, Latest
+from agent.core.allocation import ContainerAnswer, Refusal, allocate, prefer
+from agent.log import fields
+from agent.model.facts import Fact, WatchersChanged
+from agent.model.ids import ResourceName
+from agent.model.snapshot import Device, Resource, Snapshot
+from agent.sinks.grpc_server import receive_request
+from agent.sinks.plugin_wire import (
+    MAX_LIST_BYTES,
+    OPTIONS,
+    RequestError,
+    encode_allocate_response,
+    encode_list,
+    encode_preferred_response,
+    read_allocate_request,
+    read_preferred_request,
+)
+
+WINDOW_S: Final = 0.05
+"""Changes that follow a message within this time are sent together."""
+MAX_REFUSAL_CHARS: Final = 1_024
+"""Of an error text; it travels in a header."""
+
+SERVICE: Final = "/v1beta1.DevicePlugin"
+_STATUSES: Final = {
+    "unknown": Status.INVALID_ARGUMENT,
+    "unhealthy": Status.FAILED_PRECONDITION,
+    "unsatisfiable": Status.INVALID_ARGUMENT,
+}
+
+log = logging.getLogger("agent.sinks.device_plugin")
+
+
+@dataclass(frozen=True, slots=True)
+class ListSent:
+    """One ListAndWatch message written to one watcher."""
+
+    resource: ResourceName
+    generation: int
+    devices: int
+    bytes: int
+    changed_at_ns: int
+    """When the state it shows was made (Snapshot.at_ns)."""
+    sent_at_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class ServiceStatistics:
+    """Counts since the service began."""
+
+    watchers: int
+    """ListAndWatch streams open now."""
+    lists_sent: int
+    allocations: int
+    preferences: int
+    refusals: Mapping[str, int]
+    """Refused calls by kind: unknown, unhealthy, unsatisfiable, malformed, withdrawn."""
+
+
+@dataclass(frozen=True, slots=True)
+class _List:
+    data: bytes
+    devices: Sequence[Device]
+    changed_at_ns: int
+
+
+class PluginService:
+    """The five methods, for one resource."""
+
+    def __init__(
+        self,
+        *,
+        resource: ResourceName,
+        generation: int,
+        inbox: Inbox[Fact],
+        latest: Latest[Snapshot],
+        clock: Callable[[], int],
+        on_sent: Callable[[ListSent], None] | None = None,
+    ) -> None:
+        self.resource: Final = resource
+        self.generation = generation
+        """Which registration watchers belong to; follows a retry that keeps this service."""
+        self._inbox = inbox
+        self._latest = latest
+        self._clock = clock
+        self._on_sent = on_sent
+        self._watchers = 0
+        self._lists_sent = self._allocations = self._preferences = 0
+        self._refusals: Counter[str] = Counter()
+        # None ends the watchers.
+        self._lists: Latest[_List | None] = Latest(_List(b"", (), latest.value.at_ns))
+        self._refresh()
+
+    def methods(self) -> dict[str, Method]:
+        """Return grpclib's table of methods; messages are bytes."""
+        unary, streaming = Cardinality.UNARY_UNARY, Cardinality.UNARY_STREAM
+        return {
+            f"{SERVICE}/GetDevicePluginOptions": Method(self._options, unary, bytes, bytes),
+            f"{SERVICE}/ListAndWatch": Method(self._list_and_watch, streaming, bytes, bytes),
+            f"{SERVICE}/GetPreferredAllocation": Method(self._preferred, unary, bytes, bytes),
+            f"{SERVICE}/Allocate": Method(self._allocate, unary, bytes, bytes),
+            f"{SERVICE}/PreStartContainer": Method(self._pre_start, unary, bytes, bytes),
+        }
+
+    @property
+    def watchers(self) -> int:
+        """ListAndWatch streams open now."""
+        return self._watchers
+
+    async def follow(self) -> None:
+        """Bring each change to the watchers, for ever."""
+        while True:
+            version = self._latest.version
+            if self._refresh():
+                await asyncio.sleep(WINDOW_S)
+            await self._latest.wait_newer(version)
+
+    def end_watchers(self) -> None:
+        """Let every ListAndWatch stream end, and every new one at once."""
+        if self._lists.value is not None:
+            self._lists.publish(None)
+
+    def _refresh(self) -> bool:
+        """Publish the list if it is another one now; return whether it was."""
+        shown = self._lists.value
+        snapshot = self._latest.value
+        resource = self._find(snapshot)
+        if shown is None or resource is None or resource.devices is shown.devices:
+            return False
+        data = encode_list(resource.devices)
+        if data == shown.data:
+            return False
+        self._lists.publish(_List(data, resource.devices, snapshot.at_ns))
+        return True
+
+    def _find(self, snapshot: Snapshot) -> Resource | None:
+        return next((offered for offered in snapshot.resources if offered.name == self.resource), None)
+
+    async def _options(self, stream: Stream[bytes, bytes]) -> None:
+        await receive_request(stream)
+        await stream.send_message(bytes(OPTIONS))
+
+    async def _pre_start(self, stream: Stream[bytes, bytes]) -> None:
+        await receive_request(stream)
+        await stream.send_message(b"")
+
+    async def _list_and_watch(self, stream: Stream[bytes, bytes]) -> None:
+        await receive_request(stream)
+        self._count_watcher(1)
+        try:
+            await self._send_lists(stream)
+        finally:
+            self._count_watcher(-1)
+
+    def _count_watcher(self, change: int) -> None:
+        self._watchers += change
+        # Streams we end ourselves are nothing the core should act on.
+        if self._lists.value is not None:
+            self._inbox.put(WatchersChanged(self.resource, self.generation, self._watchers))
+
+    async def _send_lists(self, stream: Stream[bytes, bytes]) -> None:
+        self._refresh()
+        sent: bytes | None = None
+        while (shown := self._lists.value) is not None:
+            version = self._lists.version
+            if shown.data != sent:
+                if len(shown.data) > MAX_LIST_BYTES:
+                    raise self._too_large(shown)
+                await stream.send_message(shown.data)
+                sent = shown.data
+                self._told(shown)
+            await self._lists.wait_newer(version)
+
+    def _too_large(self, shown: _List) -> GRPCError:
+        log.error(
+            "Could not send the device list, the kubelet takes none that long",
+            extra=fields(resource=self.resource, devices=len(shown.devices), bytes=len(shown.data)),
+        )
+        return GRPCError(
+            Status.RESOURCE_EXHAUSTED,
+            f"The list of {len(shown.devices)} devices has {len(shown.data)} bytes, the kubelet takes"
+            f" {MAX_LIST_BYTES}; configure fewer replicas",
+        )
+
+    def _told(self, shown: _List) -> None:
+        self._lists_sent += 1
+        if self._on_sent is not None:
+            self._on_sent(
+                ListSent(
+                    self.resource,
+                    self.generation,
+                    len(shown.devices),
+                    len(shown.data),
+                    shown.changed_at_ns,
+                    self._clock(),
+                )
+            )
+
+    async def _allocate(self, stream: Stream[bytes, bytes]) -> None:
+        await self._answer(stream, self._allocated)
+        self._allocations += 1
+
+    async def _preferred(self, stream: Stream[bytes, bytes]) -> None:
+        await self._answer(stream, self._preference)
+        self._preferences += 1
+
+    async def _answer(self, stream: Stream[bytes, bytes], answer: Callable[[Resource, bytes], bytes]) -> None:
+        request = await receive_request(stream)
+        resource = self._find(self._latest.value)
+        if resource is None:
+            raise self._refused(
+                "withdrawn",
+                Status.FAILED_PRECONDITION,
+                f"{self.resource} is not offered by this node any more; delete the pod so that it is"
+                " scheduled anew",
+            )
+        try:
+            response = answer(resource, request)
+        except RequestError as error:
+            raise self._refused("malformed", Status.INVALID_ARGUMENT, f"invalid request: {error}") from None
+        await stream.send_message(response)
+
+    def _allocated(self, resource: Resource, request: bytes) -> bytes:
+        answers: list[ContainerAnswer] = []
+        for ids in read_allocate_request(request):
+            answer = allocate(self._latest.value, resource, ids)
+            if isinstance(answer, Refusal):
+                raise self._refusal(answer)
+            answers.append(answer)
+        return encode_allocate_response(answers)
+
+    def _preference(self, resource: Resource, request: bytes) -> bytes:
+        choices: list[tuple[str, ...]] = []
+        for wanted in read_preferred_request(request):
+            choice = prefer(resource, wanted.available, wanted.must_include, wanted.size)
+            if isinstance(choice, Refusal):
+                raise self._refusal(choice)
+            choices.append(choice)
+        return encode_preferred_response(choices)
+
+    def _refusal(self, refusal: Refusal) -> GRPCError:
+        return self._refused(refusal.kind, _STATUSES[refusal.kind], refusal.message)
+
+    def _refused(self, kind: str, status: Status, message: str) -> GRPCError:
+        self._refusals[kind] += 1
+        return GRPCError(status, message[:MAX_REFUSAL_CHARS])
+
+    def statistics(self) -> ServiceStatistics:
+        """Return the counts at this moment."""
+        return ServiceStatistics(
+            watchers=self._watchers,
+            lists_sent=self._lists_sent,
+            allocations=self._allocations,
+            preferences=self._preferences,
+            refusals=dict(self._refusals),
+        )

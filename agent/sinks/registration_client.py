@@ -1,0 +1,85 @@
+"""The call the agent makes to the kubelet: Register, and the call it makes to itself.
+
+Source: kubernetes pkg/kubelet/cm/devicemanager/plugin/v1beta1/server.go: the kubelet answers
+Register only after it has dialled the plugin, which it tries for 10 s.
+"""
+
+from pathlib import Path
+from typing import Final
+
+from grpclib.client import Channel
+from grpclib.encoding.proto import ProtoCodec
+from grpclib.exceptions import GRPCError, StreamTerminatedError
+
+from agent.api.deviceplugin.v1beta1 import DevicePluginStub, RegisterRequest, RegistrationStub
+from agent.model.ids import ResourceName
+from agent.sinks.plugin_socket import NotRegisteredError
+from agent.sinks.plugin_wire import API_VERSION, OPTIONS
+
+REGISTER_TIMEOUT_S: Final = 12.0
+"""Above the 10 s that the kubelet takes to give up on an endpoint, so that its own error arrives."""
+
+
+class UnixChannel(Channel):
+    """A channel over a unix socket; peers expect the name of a host, and get the kubelet's own choice.
+
+    grpclib would send an address the peer never had; the kubelet sends ``localhost``
+    (kubernetes/kubernetes#112597).
+    """
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path=str(path), codec=ProtoCodec())
+
+    def _get_authority(self, host: str, port: int) -> str:  # noqa: ARG002 - grpclib's signature
+        return "localhost"
+
+
+async def register(
+    kubelet_socket: Path, *, endpoint: str, resource: ResourceName, timeout_s: float = REGISTER_TIMEOUT_S
+) -> None:
+    """Register a resource served at ``endpoint``, a base name beside the kubelet's socket.
+
+    NotRegisteredError: absent, unreachable or rejected, with what to do next.
+    """
+    request = RegisterRequest(version=API_VERSION, endpoint=endpoint, resource_name=resource, options=OPTIONS)
+    try:
+        async with UnixChannel(kubelet_socket) as channel:
+            await RegistrationStub(channel).register(request, timeout=timeout_s)
+    except FileNotFoundError:
+        raise NotRegisteredError(
+            "absent",
+            f"The kubelet's socket {kubelet_socket} does not exist; it appears when the kubelet starts",
+        ) from None
+    except ConnectionRefusedError:
+        raise NotRegisteredError(
+            "unreachable", f"Nobody listens on {kubelet_socket}; check that the kubelet is running"
+        ) from None
+    except TimeoutError:
+        raise NotRegisteredError(
+            "unreachable",
+            f"The kubelet did not answer Register for {resource} within {timeout_s:g} s; check its log",
+        ) from None
+    except GRPCError as error:
+        raise NotRegisteredError(
+            "rejected",
+            f"The kubelet refused {resource}: {error.status.name}: {error.message or 'no message'}",
+        ) from None
+    except (StreamTerminatedError, AssertionError):
+        # The generated client asserts that a call without an error has an answer.
+        raise NotRegisteredError(
+            "unreachable", f"The kubelet ended the connection before it answered Register for {resource}"
+        ) from None
+    except OSError as error:
+        raise NotRegisteredError(
+            "unreachable", f"Could not connect to {kubelet_socket}: {error.strerror or error}"
+        ) from None
+
+
+async def answers(plugin_socket: Path, *, timeout_s: float) -> bool:
+    """Tell whether a plugin socket of ours answers, asked the way the kubelet does."""
+    try:
+        async with UnixChannel(plugin_socket) as channel:
+            await DevicePluginStub(channel).get_device_plugin_options(timeout=timeout_s)
+    except (GRPCError, StreamTerminatedError, AssertionError, OSError):
+        return False
+    return True
