@@ -262,7 +262,7 @@ def _enumerated(state: State, fact: facts.GpusEnumerated, now_ns: int) -> State:
     for gpu in known.keys() - present:
         active = _with_gpu_missing(active, gpu, now_ns)
     first_probes_by_ns = state.first_probes_by_ns
-    if present - state.probed and not any(standing.registered for standing in state.registrations.values()):
+    if present - state.present - state.probed:
         first_probes_by_ns = now_ns + state.policy.first_probe_wait_ns
     return _unless_equal(
         state,
@@ -341,34 +341,15 @@ def _policy_changed(state: State, fact: facts.PolicyChanged) -> State:
 # Kubelet and tasks
 
 
-def _registration_told(
-    state: State,
-    fact: facts.Registered | facts.RegistrationFailed | facts.WatchersChanged | facts.OwnSocketLost,
-    now_ns: int,
-) -> State:
+def _registration_told(state: State, fact: registration.Told, now_ns: int) -> State:
     standing = state.registrations.get(fact.resource)
-    if standing is None or standing.generation != fact.generation:
+    if standing is None:
         return state
-    policy = state.policy
-    kubelet = state.kubelet
-    match fact:
-        case facts.Registered():
-            told = registration.accepted(standing, kubelet=fact.kubelet, socket=fact.socket, now_ns=now_ns)
-            # The caller looked at the socket itself, perhaps before the watcher of the directory did.
-            if kubelet is None or fact.kubelet.mtime_ns >= kubelet.mtime_ns:
-                kubelet = fact.kubelet
-        case facts.RegistrationFailed():
-            told = registration.failed(standing, fact, policy=policy, now_ns=now_ns)
-        case facts.WatchersChanged():
-            told = registration.watchers_changed(standing, fact.live, policy=policy, now_ns=now_ns)
-        case facts.OwnSocketLost():
-            if not standing.registered:
-                return state
-            told = registration.lost(standing, registration.SOCKET_LOST, policy=policy, now_ns=now_ns)
-        case _:
-            assert_never(fact)
-    if told is standing and kubelet is state.kubelet:
+    told = registration.told(standing, fact, policy=state.policy, now_ns=now_ns)
+    if told is standing:
         return state
+    # Who registered looked at the socket itself, perhaps before who watches the directory did.
+    kubelet = state.kubelet if told.kubelet == standing.kubelet else told.kubelet
     return replace(state, kubelet=kubelet, registrations={**state.registrations, fact.resource: told})
 
 
@@ -456,12 +437,10 @@ def _wake_at(state: State, now_ns: int) -> int:
         at_ns = conditions.quiet_at(condition, state.policy)
         if at_ns is not None:
             times.append(at_ns)
-    waiting = False
     for standing in state.registrations.values():
         at_ns = registration.due_at(standing, state.policy)
         if at_ns is not None:
             times.append(at_ns)
-        waiting = waiting or standing.message == registration.WAIT_FOR_PROBES
-    if waiting and state.first_probes_by_ns is not None:
-        times.append(state.first_probes_by_ns)
+        elif standing.waits_for_probes and state.first_probes_by_ns is not None:
+            times.append(state.first_probes_by_ns)
     return max(now_ns, min(times))

@@ -4,14 +4,21 @@ Invariants: a new generation begins only in _begin, and each generation is answe
 of older generations change nothing. The old stream and server are ended before each registration
 (by the owner of RegisterResource), because the kubelet drops the new one when the old one ends
 later. The two clocks: a refused connection is tried again every 50 ms for 10 s, then every second;
-an answered error and a lost stream are tried again after 0.1 s, doubling to 10 s.
+an answered error and a lost stream are tried again after 0.1 s, doubling to 10 s. Which of two
+kubelet sockets is the newer one follows from the order of the facts, never from their file times.
 """
 
 from dataclasses import dataclass, replace
-from typing import Final
+from typing import Final, assert_never
 
 from agent.core.backoff import delay_ns
-from agent.model.facts import RegistrationFailed, RegistrationFailure
+from agent.model.facts import (
+    OwnSocketLost,
+    Registered,
+    RegistrationFailed,
+    RegistrationFailure,
+    WatchersChanged,
+)
 from agent.model.ids import SocketIdentity
 from agent.model.policy import MILLISECOND_NS, SECOND_NS, Policy
 from agent.model.snapshot import RegistrationPhase
@@ -46,7 +53,8 @@ class Registration:
     kubelet: SocketIdentity | None = None
     """The kubelet socket of the last try."""
     socket: SocketIdentity | None = None
-    watched: bool = False
+    streams: int | None = None
+    """ListAndWatch streams of this generation that are open; None: there was none yet."""
     message: str = NO_SOCKET
     failure: RegistrationFailure | None = None
 
@@ -55,44 +63,67 @@ class Registration:
         """Whether the kubelet has accepted the current generation."""
         return self.phase is RegistrationPhase.REGISTERED
 
+    @property
+    def waits_for_probes(self) -> bool:
+        """Whether there is a kubelet, and only the first probes are still to come."""
+        return self.phase is RegistrationPhase.WAITING and self.message == WAIT_FOR_PROBES
+
+
+Told = Registered | RegistrationFailed | WatchersChanged | OwnSocketLost
+
+
+def told(standing: Registration, fact: Told, *, policy: Policy, now_ns: int) -> Registration:
+    """Return the standing after the owner of the plugin socket, or who watches it, told something."""
+    if standing.generation != fact.generation:
+        return standing
+    match fact:
+        case Registered() | RegistrationFailed() if standing.phase is not RegistrationPhase.REGISTERING:
+            return standing
+        case Registered():
+            return _accepted(standing, fact, policy, now_ns)
+        case RegistrationFailed():
+            return _failed(standing, fact, policy, now_ns)
+        case WatchersChanged():
+            return _streams_changed(standing, fact.live, policy, now_ns)
+        case OwnSocketLost():
+            return _lost(standing, SOCKET_LOST, policy, now_ns) if standing.registered else standing
+        case _:
+            assert_never(fact)
+
 
 def advance(
     standing: Registration, *, kubelet: SocketIdentity | None, ready: bool, policy: Policy, now_ns: int
 ) -> Registration:
     """Return the standing after time passed or the kubelet's socket changed."""
+    due_ns = due_at(standing, policy)
+    is_due = due_ns is not None and now_ns >= due_ns
     match standing.phase:
         case RegistrationPhase.REGISTERING:
             return standing
         case RegistrationPhase.REGISTERED:
-            return _advance_registered(standing, kubelet, policy, now_ns)
+            if kubelet not in {None, standing.kubelet}:
+                return _begin(replace(standing, since_ns=now_ns, socket=None), kubelet)
+            return _lost(standing, NO_STREAM, policy, now_ns) if is_due else standing
         case _ if kubelet is None:
             return _waiting(standing, NO_SOCKET)
         case RegistrationPhase.BACKING_OFF:
-            waits = kubelet == standing.kubelet and not _is_due(standing, now_ns)
-            return standing if waits else _begin(standing, kubelet)
+            return _begin(standing, kubelet) if is_due or kubelet != standing.kubelet else standing
         case RegistrationPhase.WAITING:
             return _begin(standing, kubelet) if ready else _waiting(standing, WAIT_FOR_PROBES)
 
 
-def _advance_registered(
-    standing: Registration, kubelet: SocketIdentity | None, policy: Policy, now_ns: int
-) -> Registration:
-    if kubelet is not None and kubelet != standing.kubelet:
-        return _begin(replace(standing, since_ns=now_ns, socket=None), kubelet)
-    if not standing.watched and now_ns - standing.since_ns >= policy.watch_timeout_ns:
-        return lost(standing, NO_STREAM, policy=policy, now_ns=now_ns)
-    return standing
+def due_at(standing: Registration, policy: Policy) -> int | None:
+    """Return when advance has something to do although nothing was seen; None: never."""
+    if standing.registered and standing.streams is None:
+        return standing.since_ns + policy.watch_timeout_ns
+    return standing.retry_at_ns
 
 
 def _waiting(standing: Registration, message: str) -> Registration:
     return replace(standing, phase=RegistrationPhase.WAITING, message=message, retry_at_ns=None, failure=None)
 
 
-def _is_due(standing: Registration, now_ns: int) -> bool:
-    return standing.retry_at_ns is None or now_ns >= standing.retry_at_ns
-
-
-def _begin(standing: Registration, kubelet: SocketIdentity) -> Registration:
+def _begin(standing: Registration, kubelet: SocketIdentity | None) -> Registration:
     same_kubelet = kubelet == standing.kubelet
     return replace(
         standing,
@@ -102,66 +133,57 @@ def _begin(standing: Registration, kubelet: SocketIdentity) -> Registration:
         unreachable_since_ns=standing.unreachable_since_ns if same_kubelet else None,
         retry_at_ns=None,
         kubelet=kubelet,
-        watched=False,
+        streams=None,
+        # While it is tried again, the last answer says why it is not registered.
+        message=standing.message if standing.phase is RegistrationPhase.BACKING_OFF else "",
     )
 
 
-def accepted(
-    standing: Registration, *, kubelet: SocketIdentity, socket: SocketIdentity, now_ns: int
-) -> Registration:
-    """Return the standing after the kubelet accepted the current generation."""
-    return replace(
+def _accepted(standing: Registration, fact: Registered, policy: Policy, now_ns: int) -> Registration:
+    registered = replace(
         standing,
         phase=RegistrationPhase.REGISTERED,
         since_ns=now_ns,
         unreachable_since_ns=None,
-        kubelet=kubelet,
-        socket=socket,
+        kubelet=fact.kubelet,
+        socket=fact.socket,
         message="",
         failure=None,
     )
+    # The kubelet opens the stream while it still answers Register, so it can have ended by now.
+    return _lost(registered, STREAM_ENDED, policy, now_ns) if standing.streams == 0 else registered
 
 
-def failed(
-    standing: Registration, failure: RegistrationFailed, *, policy: Policy, now_ns: int
-) -> Registration:
-    """Return the standing after the current generation was not registered."""
-    if failure.failure in {"absent", "unreachable"}:
-        since_ns = now_ns if standing.unreachable_since_ns is None else standing.unreachable_since_ns
-        fast = now_ns - since_ns < UNREACHABLE_FAST_FOR_NS
-        return replace(
-            standing,
-            phase=RegistrationPhase.BACKING_OFF,
-            unreachable_since_ns=since_ns,
-            retry_at_ns=now_ns + (UNREACHABLE_NS if fast else UNREACHABLE_SLOW_NS),
-            message=failure.message,
-            failure=failure.failure,
-        )
-    return _back_off(
-        replace(standing, unreachable_since_ns=None, failure=failure.failure), failure.message, policy, now_ns
+def _failed(standing: Registration, fact: RegistrationFailed, policy: Policy, now_ns: int) -> Registration:
+    failed = replace(standing, failure=fact.failure)
+    if fact.failure not in {"absent", "unreachable"}:
+        return _back_off(replace(failed, unreachable_since_ns=None), fact.message, policy, now_ns)
+    since_ns = now_ns if standing.unreachable_since_ns is None else standing.unreachable_since_ns
+    fast = now_ns - since_ns < UNREACHABLE_FAST_FOR_NS
+    return replace(
+        failed,
+        phase=RegistrationPhase.BACKING_OFF,
+        unreachable_since_ns=since_ns,
+        retry_at_ns=now_ns + (UNREACHABLE_NS if fast else UNREACHABLE_SLOW_NS),
+        message=fact.message,
     )
 
 
-def lost(standing: Registration, message: str, *, policy: Policy, now_ns: int) -> Registration:
+def _streams_changed(standing: Registration, live: int, policy: Policy, now_ns: int) -> Registration:
+    if standing.registered and live == 0:
+        return _lost(standing, STREAM_ENDED, policy, now_ns)
+    return standing if live == standing.streams else replace(standing, streams=live)
+
+
+def _lost(standing: Registration, message: str, policy: Policy, now_ns: int) -> Registration:
     """Return the standing after a registration that was accepted came to an end.
 
     The wait before the next try also lets the other signs of a kubelet restart arrive, so that
     one restart is one registration.
     """
     settled = now_ns - standing.since_ns >= SETTLED_NS
-    return _back_off(
-        replace(standing, since_ns=now_ns, socket=None, attempts=0 if settled else standing.attempts),
-        message,
-        policy,
-        now_ns,
-    )
-
-
-def watchers_changed(standing: Registration, live: int, *, policy: Policy, now_ns: int) -> Registration:
-    """Return the standing after a ListAndWatch stream began or ended."""
-    if live > 0:
-        return standing if standing.watched else replace(standing, watched=True)
-    return lost(standing, STREAM_ENDED, policy=policy, now_ns=now_ns) if standing.registered else standing
+    ended = replace(standing, since_ns=now_ns, socket=None, attempts=0 if settled else standing.attempts)
+    return _back_off(ended, message, policy, now_ns)
 
 
 def _back_off(standing: Registration, message: str, policy: Policy, now_ns: int) -> Registration:
@@ -174,10 +196,3 @@ def _back_off(standing: Registration, message: str, policy: Policy, now_ns: int)
         retry_at_ns=now_ns + wait_ns,
         message=message,
     )
-
-
-def due_at(standing: Registration, policy: Policy) -> int | None:
-    """Return when advance has something to do although nothing was seen; None: never."""
-    if standing.registered and not standing.watched:
-        return standing.since_ns + policy.watch_timeout_ns
-    return standing.retry_at_ns
