@@ -89,8 +89,11 @@ class EmulatedKubelet:
         self._faults = FaultActions(self, self._registry, device_plugins, self._spawn)
 
     async def __aenter__(self) -> Self:
-        for directory in (self.device_plugins, self.pod_resources):
-            directory.mkdir(mode=0o750, parents=True, exist_ok=True)
+        try:
+            for directory in (self.device_plugins, self.pod_resources):
+                directory.mkdir(mode=0o750, parents=True, exist_ok=True)
+        except OSError as error:
+            raise AgentError(f"The simulated kubelet cannot make its directories: {error}") from error
         if self._present:
             await self.start()
         return self

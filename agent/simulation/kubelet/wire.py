@@ -16,10 +16,6 @@ import grpc.aio
 
 from agent.simulation.stubs.deviceplugin.v1beta1 import api_pb2 as plugin_pb
 
-# The core logs each lost connection to standard error, and here losing them is the point. It reads the
-# variable when its first server or channel is made.
-os.environ.setdefault("GRPC_VERBOSITY", "NONE")
-
 DEFAULT_MESSAGE_LIMIT_BYTES: Final = 4_194_304
 """grpc-go's limit on a message it receives (facts: kubelet item 8)."""
 AUTHORITY: Final = "localhost"
