@@ -1,0 +1,303 @@
+"""Watches the device-plugins directory: the kubelet's socket, and the sockets the agent serves there.
+
+Guarantees:
+
+1. What counts is what lstat says; inotify only says when to look. So a second event for the same file
+   tells nothing, a lost event is made up for within ``recheck_ns``, and a storm of events costs one
+   look in MIN_GAP_NS. The kernel's event queue is the only one, and it is bounded.
+2. Where the limits of inotify are reached the directory is looked at every ``poll_ns`` instead, and
+   inotify is tried again.
+3. Each change is told once; a directory or socket that is not there yet is waited for quietly.
+
+Sources: facts on registration, kubernetes:pkg/kubelet/cm/devicemanager; inotify(7).
+"""
+
+import asyncio
+import errno
+import logging
+import os
+import stat
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from asyncinotify import Inotify, Mask
+
+from agent.bus import Inbox, Latest
+from agent.log import fields
+from agent.model.facts import Fact, KubeletSocketSeen, OwnSocketLost, WatchedDirectoryDeleted
+from agent.model.ids import ResourceName, SocketIdentity, socket_name
+from agent.model.policy import MILLISECOND_NS, SECOND_NS
+from agent.model.snapshot import Resource, Snapshot
+
+MIN_GAP_NS: Final = 5 * MILLISECOND_NS
+"""Between two looks that events ask for."""
+
+MAX_EVENTS_AT_ONCE: Final = 1024
+"""Events read before the next look; more wait in the kernel's queue."""
+
+_INTERESTING: Final = (
+    Mask.CREATE
+    | Mask.MOVED_TO
+    | Mask.MOVED_FROM
+    | Mask.DELETE
+    | Mask.DELETE_SELF
+    | Mask.MOVE_SELF
+    | Mask.ONLYDIR
+)
+_WATCH_LOST: Final = Mask.DELETE_SELF | Mask.MOVE_SELF | Mask.UNMOUNT | Mask.IGNORED
+_LIMITS: Final = frozenset({errno.ENOSPC, errno.EMFILE, errno.ENFILE, errno.ENOMEM})
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class KubeletSettings:
+    """Defaults are the product's; tests set shorter times."""
+
+    recheck_ns: int = 30 * SECOND_NS
+    """How often to look although no event came."""
+    poll_ns: int = SECOND_NS
+    """How often to look without inotify, or while the directory or the kubelet's socket is missing."""
+    watch_retry_ns: int = 30 * SECOND_NS
+    """How often to try inotify again after its limits were reached."""
+    deletion_grace_ns: int = SECOND_NS
+    """How long a directory that is gone may take to be made anew."""
+
+
+class KubeletSource:
+    """Tells of the kubelet's socket and of lost sockets of ours."""
+
+    def __init__(
+        self,
+        *,
+        inbox: Inbox[Fact],
+        latest: Latest[Snapshot],
+        kubelet_socket: Path,
+        clock: Callable[[], int],
+        settings: KubeletSettings | None = None,
+    ) -> None:
+        self._inbox = inbox
+        self._latest = latest
+        self._socket = kubelet_socket
+        self._directory = kubelet_socket.parent
+        self._clock = clock
+        self._settings = settings if settings is not None else KubeletSettings()
+        self._watch: DirectoryWatch | None = None
+        self._watch_retry_at_ns = 0
+        self._seen: KubeletSocketSeen | None = None
+        self._lost: dict[ResourceName, int] = {}
+        self._gone_since_ns: int | None = None
+        self._was_there = False
+        self._deletion_told = False
+        self._warned: set[str] = set()
+
+    async def run(self) -> None:
+        """Watch for ever. May be run again after it ended; two at once are not allowed."""
+        try:
+            async with asyncio.TaskGroup() as group:
+                group.create_task(self._watch_directory(), name="kubelet directory")
+                group.create_task(self._watch_own_registrations(), name="kubelet own sockets")
+        finally:
+            self._unwatch()
+
+    # When to look
+
+    async def _watch_directory(self) -> None:
+        while True:
+            self._look()
+            began_ns = self._clock()
+            await self._wait_changed()
+            await asyncio.sleep(max(0, began_ns + MIN_GAP_NS - self._clock()) / 1e9)
+            if self._watch is not None and not self._watch.take_events():
+                self._unwatch()
+
+    async def _wait_changed(self) -> None:
+        watch = self._watch
+        calm = watch is not None and self._seen is not None and self._seen.identity is not None
+        timeout_ns = self._settings.recheck_ns if calm else self._settings.poll_ns
+        if watch is None:
+            await asyncio.sleep(timeout_ns / 1e9)
+        else:
+            await watch.wait_readable(timeout_ns)
+
+    async def _watch_own_registrations(self) -> None:
+        """Look at once at what was registered just now: its socket may have gone meanwhile."""
+        version = self._latest.version
+        known: list[tuple[ResourceName, int, SocketIdentity | None]] = []
+        while True:
+            sockets = [(each.name, each.generation, each.socket) for each in self._latest.value.resources]
+            if sockets != known:
+                known = sockets
+                self._look_at_own_sockets()
+            version = await self._latest.wait_newer(version)
+
+    # What there is
+
+    def _look(self) -> None:
+        # The watch comes first: what changes between the two looks is seen by one of them.
+        if self._look_at_directory():
+            self._ensure_watch()
+        self._look_at_kubelet()
+        self._look_at_own_sockets()
+
+    def _look_at_directory(self) -> bool:
+        """Return whether the directory can be watched; tell if it was deleted."""
+        try:
+            seen = os.stat(self._directory)  # noqa: PTH116 - one call of the kernel, no more
+        except OSError as error:
+            self._directory_missing(error)
+            return False
+        if seen.st_nlink == 0:
+            # The mount keeps a directory alive that the node no longer has.
+            self._tell_deleted()
+            return False
+        self._was_there = True
+        self._gone_since_ns = None
+        self._warned.discard("directory")
+        if self._watch is not None and self._watch.directory != (seen.st_dev, seen.st_ino):
+            self._unwatch()
+        return True
+
+    def _directory_missing(self, error: OSError) -> None:
+        self._unwatch()
+        if not self._was_there:
+            self._say_once("directory", logging.INFO, "Waiting for the kubelet's directory", error)
+            return
+        now_ns = self._clock()
+        if self._gone_since_ns is None:
+            self._gone_since_ns = now_ns
+        if now_ns - self._gone_since_ns >= self._settings.deletion_grace_ns:
+            self._tell_deleted()
+
+    def _tell_deleted(self) -> None:
+        self._unwatch()
+        if not self._deletion_told:
+            self._deletion_told = True
+            self._inbox.put(WatchedDirectoryDeleted(path=str(self._directory)))
+
+    def _look_at_kubelet(self) -> None:
+        identity: SocketIdentity | None = None
+        try:
+            seen = self._socket.lstat()
+        except FileNotFoundError:
+            self._warned.discard("socket")
+        except OSError as error:
+            self._say_once("socket", logging.WARNING, "Could not look at the kubelet's socket", error)
+        else:
+            if stat.S_ISSOCK(seen.st_mode):
+                identity = identity_of(seen)
+                self._warned.discard("socket")
+            else:
+                self._say_once("socket", logging.WARNING, "The kubelet's socket path is not a socket")
+        fact = KubeletSocketSeen(identity=identity)
+        if fact != self._seen:
+            self._seen = fact
+            self._inbox.put(fact)
+
+    def _look_at_own_sockets(self) -> None:
+        for resource in self._latest.value.resources:
+            if resource.socket is None or self._lost.get(resource.name) == resource.generation:
+                continue
+            if not self._is_there(resource, resource.socket):
+                self._lost[resource.name] = resource.generation
+                self._inbox.put(OwnSocketLost(resource=resource.name, generation=resource.generation))
+
+    def _is_there(self, resource: Resource, identity: SocketIdentity) -> bool:
+        try:
+            return identity_of((self._directory / socket_name(resource.name)).lstat()) == identity
+        except FileNotFoundError:
+            return False
+        except OSError as error:
+            # Not seen is not gone.
+            self._say_once("own", logging.WARNING, "Could not look at the agent's socket", error)
+            return True
+
+    # Inotify
+
+    def _ensure_watch(self) -> None:
+        if self._watch is not None or self._clock() < self._watch_retry_at_ns:
+            return
+        try:
+            self._watch = DirectoryWatch(self._directory)
+        except OSError as error:
+            if error.errno not in _LIMITS:
+                # The directory went away just now; the next look tells.
+                return
+            self._watch_retry_at_ns = self._clock() + self._settings.watch_retry_ns
+            self._say_once(
+                "inotify",
+                logging.WARNING,
+                "Could not watch the kubelet's directory, so it is looked at periodically: "
+                "raise fs.inotify.max_user_instances or max_user_watches",
+                error,
+            )
+            return
+        if "inotify" in self._warned:
+            self._warned.discard("inotify")
+            _log.info("The kubelet's directory is watched again", extra=fields(path=str(self._directory)))
+
+    def _unwatch(self) -> None:
+        if self._watch is not None:
+            self._watch.close()
+            self._watch = None
+
+    def _say_once(self, subject: str, level: int, message: str, error: OSError | None = None) -> None:
+        """Log until the subject is well again; the subjects are a closed set."""
+        if subject not in self._warned:
+            self._warned.add(subject)
+            detail = {} if error is None else {"detail": str(error)}
+            _log.log(level, "%s", message, extra=fields(path=str(self._socket), **detail))
+
+
+class DirectoryWatch:
+    """One inotify watch on a directory."""
+
+    def __init__(self, directory: Path) -> None:
+        """Begin to watch; raises OSError: ENOSPC or EMFILE at a limit, ENOENT without a directory."""
+        seen = os.stat(directory)  # noqa: PTH116 - one call of the kernel, no more
+        self.directory: Final = (seen.st_dev, seen.st_ino)
+        self._inotify = Inotify(sync_timeout=0)
+        try:
+            os.set_blocking(self._inotify.fd, False)
+            self._inotify.add_watch(directory, _INTERESTING)
+        except BaseException:
+            self._inotify.close()
+            raise
+
+    def close(self) -> None:
+        """Stop watching."""
+        self._inotify.close()
+
+    async def wait_readable(self, timeout_ns: int) -> None:
+        """Return when there are events, or after the timeout."""
+        loop = asyncio.get_running_loop()
+        readable: asyncio.Future[None] = loop.create_future()
+        timer = loop.call_later(timeout_ns / 1e9, _finish, readable)
+        loop.add_reader(self._inotify.fd, _finish, readable)
+        try:
+            await readable
+        finally:
+            loop.remove_reader(self._inotify.fd)
+            timer.cancel()
+
+    def take_events(self) -> bool:
+        """Take what waits; returns whether the directory is still watched."""
+        for _ in range(MAX_EVENTS_AT_ONCE):
+            event = self._inotify.sync_get()
+            if event is None:
+                return True
+            if event.mask & _WATCH_LOST:
+                return False
+        return True
+
+
+def _finish(future: asyncio.Future[None]) -> None:
+    if not future.done():
+        future.set_result(None)
+
+
+def identity_of(seen: os.stat_result) -> SocketIdentity:
+    """Return what tells a socket file from another at the same path."""
+    return SocketIdentity(device=seen.st_dev, inode=seen.st_ino, mtime_ns=seen.st_mtime_ns)
