@@ -1,10 +1,12 @@
 """Raising, counting and clearing conditions, and the verdict they give on each device.
 
-Invariants: a condition is cleared only by its own recovery rule (recovers), and clearing one never
-clears another. A device is Healthy iff its GPU was probed and no condition that flips touches it.
+Invariants: a condition is cleared only by its own recovery rule (recovered_at), and clearing one
+never clears another. Quiet time counts from the first of the clean probes, not from the last report:
+trouble that lasts is reported once, when it begins, and how long it lasted only a probe can tell.
+A device is Healthy iff its GPU was probed and no condition that flips touches it.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import replace
 
 from agent.core.inventory import Offer
@@ -58,20 +60,30 @@ def raised(
     return {**conditions, key: active}
 
 
-def after_clean_probe(conditions: Conditions, gpu: GpuUuid, *, hung: bool, policy: Policy) -> Conditions:
+def after_clean_probe(
+    conditions: Conditions, gpu: GpuUuid, *, hung: bool, policy: Policy, now_ns: int
+) -> Conditions:
     """Return the conditions after one health poll of a GPU passed.
 
     Counts stop at what the policy asks for, so that a well GPU changes nothing.
     """
     counted = {
-        key: replace(condition, clean_probes=condition.clean_probes + 1)
+        key: replace(
+            condition,
+            clean_probes=condition.clean_probes + 1,
+            clean_since_ns=condition.clean_since_ns if condition.clean_probes else now_ns,
+        )
         for key, condition in conditions.items()
         if key.placement.gpu == gpu
         and condition.clean_probes < policy.recovery_clean_probes
+        and _is_cured_by_probes(condition)
         and not (hung and key.reason is Reason.DRIVER_HUNG)
-        and (condition.recovery is Recovery.SELF_CLEARING or condition.reset_seen)
     }
     return {**conditions, **counted} if counted else conditions
+
+
+def _is_cured_by_probes(condition: Condition) -> bool:
+    return condition.recovery is Recovery.SELF_CLEARING or condition.reset_seen
 
 
 def after_bad_probe(conditions: Conditions, gpu: GpuUuid) -> Conditions:
@@ -95,33 +107,33 @@ def after_reset(conditions: Conditions, gpus: Iterable[GpuUuid]) -> Conditions:
     return {**conditions, **marked} if marked else conditions
 
 
-def touched(conditions: Conditions, reason: Reason, now_ns: int) -> Conditions:
-    """Return the conditions of one reason as reported just now: their quiet time begins again."""
-    again = {
-        key: replace(condition, last_ns=now_ns, clean_probes=0)
-        for key, condition in conditions.items()
-        if key.reason is reason
+def after_restart(conditions: Iterable[Condition], gpus: Container[GpuUuid]) -> Conditions:
+    """Return the conditions of known GPUs after the process was replaced.
+
+    Nobody watched in between, so clean probes have to come in a row anew.
+    """
+    return {
+        condition.key: replace(condition, clean_probes=0)
+        for condition in conditions
+        if condition.placement.gpu in gpus
     }
-    return {**conditions, **again} if again else conditions
 
 
-def quiet_at(condition: Condition, policy: Policy) -> int | None:
-    """Return when a condition may be cleared if nothing more happens; None: not by time alone."""
-    if condition.clean_probes < policy.recovery_clean_probes:
+def recovered_at(condition: Condition, policy: Policy) -> int | None:
+    """Return when a condition is cleared if nothing more happens; None: not by time alone."""
+    if not _is_cured_by_probes(condition) or condition.clean_probes < policy.recovery_clean_probes:
         return None
-    return condition.last_ns + policy.recovery_quiet_ns
+    return condition.clean_since_ns + policy.recovery_quiet_ns
 
 
 def without_recovered(conditions: Conditions, *, policy: Policy, now_ns: int) -> Conditions:
-    """Return the conditions that stay."""
-    gone = [
-        key
+    """Return the conditions that stay; the same object if all do."""
+    staying = {
+        key: condition
         for key, condition in conditions.items()
-        if (at_ns := quiet_at(condition, policy)) is not None and now_ns >= at_ns
-    ]
-    if not gone:
-        return conditions
-    return {key: condition for key, condition in conditions.items() if key not in gone}
+        if (at_ns := recovered_at(condition, policy)) is None or now_ns < at_ns
+    }
+    return staying if len(staying) < len(conditions) else conditions
 
 
 def verdicts(

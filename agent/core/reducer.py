@@ -5,7 +5,7 @@ read off the difference of the two states (core.changes), so nothing can change 
 and nothing is told twice. All effects of one fact come out of one step.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Final, assert_never
 
@@ -25,16 +25,16 @@ from agent.model.snapshot import DriverView, TaskView
 IDLE_NS: Final = 5 * SECOND_NS
 """The engine steps at least this often."""
 
-MAX_XIDS_PER_GPU: Final = 64
-"""Different XIDs counted for one GPU; further ones are counted as OTHER_XID."""
+MAX_UNLISTED_XIDS: Final = 64
+"""Different XIDs that are not in the table kept apart on one GPU; further ones are OTHER_XID."""
 
 OTHER_XID: Final = -1
 
 SAME_FAULT_NS: Final = 2 * SECOND_NS
 """Two sources that report the same XID of a GPU within this time saw one fault."""
 
-GPU_IS_LOST: Final = 15
-RESET_REQUIRED: Final = 16
+_REASONS: Final[Mapping[int, Reason]] = {15: Reason.GPU_LOST, 16: Reason.RESET_REQUIRED}
+"""What NVML's return codes GPU_IS_LOST and RESET_REQUIRED mean; any other is NVML_ERROR."""
 
 
 def step(state: State, fact: facts.Fact, now_ns: int) -> tuple[State, tuple[Effect, ...], int]:
@@ -74,9 +74,9 @@ def _apply(state: State, fact: facts.Fact, now_ns: int) -> _Applied:  # noqa: C9
         case facts.DriverUnavailable():
             return _driver_unavailable(state, fact, now_ns), ()
         case facts.DriverCallOverdue():
-            return _hang_changed(state, replace(state, driver_overdue=fact.call), now_ns), ()
+            return _unless_equal(state, replace(state, driver_overdue=fact.call)), ()
         case facts.DriverCallAnswered():
-            return _hang_changed(state, replace(state, driver_overdue=None), now_ns), ()
+            return _unless_equal(state, replace(state, driver_overdue=None)), ()
         case facts.KubeletSocketSeen():
             return _unless_equal(state, replace(state, kubelet=fact.identity)), ()
         case (
@@ -109,56 +109,67 @@ def _xid_reported(state: State, fact: facts.XidReported, now_ns: int) -> _Applie
     gpu = state.gpus.get(fact.gpu) if fact.gpu is not None else None
     if gpu is None:
         return state, (_xid_notice("An XID of an unknown device marks no device", fact, None, now_ns),)
-    seen = state.recent_xids.get((gpu.uuid, fact.xid))
+    code = _code(fact.xid, state.xids.get(gpu.uuid, {}))
+    seen = state.recent_xids.get((gpu.uuid, code))
     if seen is not None and seen[0] != fact.source and now_ns - seen[1] <= SAME_FAULT_NS:
         return state, ()
-    counted = _with_xid_counted(state, gpu.uuid, fact, now_ns)
+    counted = _with_xid_counted(state, gpu.uuid, code, fact, now_ns)
     if not xids.flips_under_compat(fact.xid, state.policy.extra_ignored_xids):
-        return counted, (_xid_notice("An XID was ignored by policy", fact, gpu, now_ns),)
-    place = Placement(gpu.uuid, fact.gi, fact.ci)
-    if not _is_on(gpu, place):
+        ignored = _xid_notice("An XID was ignored by policy", fact, gpu, now_ns, warning=False)
+        return counted, (ignored,)
+    place = _place(gpu, fact)
+    if place is None:
         return counted, (_xid_notice("An XID of an unknown MIG device marks no device", fact, gpu, now_ns),)
     flipped = conditions.raised(
         counted.conditions,
         source=fact.source,
         reason=Reason.XID,
         placement=place,
-        code=fact.xid,
+        code=code,
         count=fact.count,
         message=f"XID {fact.xid} was reported",
-        recovery=xids.recovery_of(fact.xid),
-        evidence=xids.evidence_of(fact.xid),
+        recovery=xids.recovery_of(code),
+        evidence=xids.evidence_of(code),
         now_ns=now_ns,
     )
     return replace(counted, conditions=flipped), ()
 
 
-def _is_on(gpu: Gpu, place: Placement) -> bool:
-    return place.overlaps(gpu.placement) and (
-        not gpu.mig_devices
-        or any(place.overlaps(Placement(gpu.uuid, mig.gi, mig.ci)) for mig in gpu.mig_devices)
-    )
+def _code(xid: int, counts: Mapping[int, int]) -> int:
+    """Return the XID, or what stands for it where the driver invents ever new ones."""
+    if xid in xids.CLASSES or xid in counts:
+        return xid
+    return xid if len(counts.keys() - xids.CLASSES.keys()) < MAX_UNLISTED_XIDS else OTHER_XID
 
 
-def _with_xid_counted(state: State, gpu: GpuUuid, fact: facts.XidReported, now_ns: int) -> State:
+def _place(gpu: Gpu, fact: facts.XidReported) -> Placement | None:
+    """Return where the fault is; None: at a MIG device that the GPU does not have."""
+    if not gpu.mig_devices:
+        return gpu.placement
+    place = Placement(gpu.uuid, fact.gi, fact.ci)
+    there = (Placement(gpu.uuid, mig.gi, mig.ci) for mig in gpu.mig_devices)
+    return place if any(place.overlaps(device) for device in there) else None
+
+
+def _with_xid_counted(state: State, gpu: GpuUuid, code: int, fact: facts.XidReported, now_ns: int) -> State:
     counts = state.xids.get(gpu, {})
-    xid = fact.xid if fact.xid in counts or len(counts) < MAX_XIDS_PER_GPU else OTHER_XID
     recent = {key: seen for key, seen in state.recent_xids.items() if now_ns - seen[1] <= SAME_FAULT_NS}
     return replace(
         state,
-        xids={**state.xids, gpu: {**counts, xid: counts.get(xid, 0) + fact.count}},
-        recent_xids={**recent, (gpu, fact.xid): (fact.source, now_ns)},
+        xids={**state.xids, gpu: {**counts, code: counts.get(code, 0) + fact.count}},
+        recent_xids={**recent, (gpu, code): (fact.source, now_ns)},
     )
 
 
-def _xid_notice(message: str, fact: facts.XidReported, gpu: Gpu | None, now_ns: int) -> RecordEvent:
+def _xid_notice(
+    message: str, fact: facts.XidReported, gpu: Gpu | None, now_ns: int, *, warning: bool = True
+) -> RecordEvent:
     fields: dict[str, object] = {"xid": fact.xid, "count": fact.count, "source": fact.source}
     if gpu is not None:
         fields |= {"gpu": gpu.index, "uuid": gpu.uuid}
     if fact.gi != ALL:
         fields |= {"gi": fact.gi, "ci": fact.ci}
-    ignored = gpu is not None and message.endswith("policy")
-    return RecordEvent(Event(EventKind.XID, message, warning=not ignored, fields=fields), now_ns)
+    return RecordEvent(Event(EventKind.XID, message, warning=warning, fields=fields), now_ns)
 
 
 # Probes and calls
@@ -167,40 +178,26 @@ def _xid_notice(message: str, fact: facts.XidReported, gpu: Gpu | None, now_ns: 
 def _probe_passed(state: State, fact: facts.GpuProbePassed, now_ns: int) -> State:
     if fact.gpu not in state.gpus:
         return state
-    answered = state
-    if fact.gpu in state.overdue:
-        overdue = {gpu: call for gpu, call in state.overdue.items() if gpu != fact.gpu}
-        answered = _hang_changed(state, replace(state, overdue=overdue), now_ns)
+    answered = _with_answer(state, fact.gpu)
     active = conditions.after_clean_probe(
-        answered.conditions, fact.gpu, hung=answered.hung, policy=state.policy
+        answered.conditions, fact.gpu, hung=answered.hung, policy=state.policy, now_ns=now_ns
     )
-    if active is answered.conditions and fact.gpu in answered.probed:
-        return answered
-    return replace(answered, conditions=active, probed=answered.probed | {fact.gpu})
+    return answered if active is answered.conditions else replace(answered, conditions=active)
 
 
 def _call_failed(state: State, fact: facts.GpuCallFailed, now_ns: int) -> State:
     if fact.gpu not in state.gpus:
         return state
-    reason = {GPU_IS_LOST: Reason.GPU_LOST, RESET_REQUIRED: Reason.RESET_REQUIRED}.get(
-        fact.code, Reason.NVML_ERROR
-    )
     active = conditions.raised(
         conditions.after_bad_probe(state.conditions, fact.gpu),
         source=fact.source,
-        reason=reason,
+        reason=_REASONS.get(fact.code, Reason.NVML_ERROR),
         placement=Placement(fact.gpu),
         code=fact.code,
         message=fact.message,
         now_ns=now_ns,
     )
-    overdue = {gpu: call for gpu, call in state.overdue.items() if gpu != fact.gpu}
-    failed = replace(state, conditions=active, probed=state.probed | {fact.gpu})
-    return (
-        _hang_changed(state, replace(failed, overdue=overdue), now_ns)
-        if fact.gpu in state.overdue
-        else failed
-    )
+    return replace(_with_answer(state, fact.gpu), conditions=active)
 
 
 def _call_overdue(state: State, fact: facts.GpuCallOverdue, now_ns: int) -> State:
@@ -214,41 +211,20 @@ def _call_overdue(state: State, fact: facts.GpuCallOverdue, now_ns: int) -> Stat
         message=f"NVML call {fact.call} did not answer within {fact.deadline_ns / SECOND_NS:g} s",
         now_ns=now_ns,
     )
-    late = replace(
+    return replace(
         state,
         conditions=active,
         overdue={**state.overdue, fact.gpu: fact.call},
         probed=state.probed | {fact.gpu},
     )
-    return _hang_changed(state, late, now_ns)
 
 
-def _hang_changed(old: State, new: State, now_ns: int) -> State:
-    """Raise driver_hung on every GPU when the driver stops answering; let it clear from when it does."""
-    if not new.hung:
-        if not old.hung:
-            return _unless_equal(old, new)
-        return replace(new, conditions=conditions.touched(new.conditions, Reason.DRIVER_HUNG, now_ns))
-    active = new.conditions
-    for gpu in new.gpus:
-        placement = Placement(gpu)
-        key = ConditionKey(facts.NVML, Reason.DRIVER_HUNG, placement, 0)
-        if key not in active:
-            active = conditions.raised(
-                active,
-                source=facts.NVML,
-                reason=Reason.DRIVER_HUNG,
-                placement=placement,
-                message=_hang_message(new),
-                now_ns=now_ns,
-            )
-    return _unless_equal(old, replace(new, conditions=active))
-
-
-def _hang_message(state: State) -> str:
-    if state.driver_overdue is not None:
-        return f"The driver does not answer {state.driver_overdue}"
-    return f"{len(state.overdue)} GPUs do not answer at once, so a new pod would hang too"
+def _with_answer(state: State, gpu: GpuUuid) -> State:
+    """Return the state after a GPU answered, well or not: it has a verdict and is not overdue."""
+    if gpu in state.probed and gpu not in state.overdue:
+        return state
+    overdue = {other: call for other, call in state.overdue.items() if other != gpu}
+    return replace(state, overdue=overdue, probed=state.probed | {gpu})
 
 
 # Driver and inventory
@@ -257,40 +233,39 @@ def _hang_message(state: State) -> str:
 def _enumerated(state: State, fact: facts.GpusEnumerated, now_ns: int) -> State:
     present = frozenset(gpu.uuid for gpu in fact.gpus)
     known = {**state.gpus, **{gpu.uuid: gpu for gpu in fact.gpus}}
-    back = (present - state.present) & state.gpus.keys() if state.present else frozenset()
-    active = conditions.after_reset(state.conditions, back)
-    for gpu in known.keys() - present:
-        active = _with_gpu_missing(active, gpu, now_ns)
     first_probes_by_ns = state.first_probes_by_ns
     if present - state.present - state.probed:
         first_probes_by_ns = now_ns + state.policy.first_probe_wait_ns
-    return _unless_equal(
+    listed = replace(
         state,
-        _with_offers(
-            replace(
-                state,
-                gpus=known,
-                present=present,
-                control_nodes=fact.control_nodes,
-                conditions=active,
-                first_probes_by_ns=first_probes_by_ns,
+        gpus=known,
+        present=present,
+        control_nodes=fact.control_nodes,
+        conditions=_with_missing_gpus(state.conditions, known, present, now_ns),
+        first_probes_by_ns=first_probes_by_ns,
+    )
+    return _unless_equal(state, _with_offers(listed))
+
+
+def _with_missing_gpus(
+    active: conditions.Conditions, known: Iterable[GpuUuid], present: frozenset[GpuUuid], now_ns: int
+) -> conditions.Conditions:
+    """Note each GPU that is not listed; one that was noted and is listed again was re-bound."""
+    for gpu in known:
+        note = active.get(ConditionKey(facts.NVML, Reason.GPU_LOST, Placement(gpu), 0))
+        is_noted = note is not None and not note.reset_seen
+        if is_noted and gpu in present:
+            active = conditions.after_reset(active, (gpu,))
+        elif not is_noted and gpu not in present:
+            active = conditions.raised(
+                active,
+                source=facts.NVML,
+                reason=Reason.GPU_LOST,
+                placement=Placement(gpu),
+                message="NVML does not list the GPU any more",
+                now_ns=now_ns,
             )
-        ),
-    )
-
-
-def _with_gpu_missing(active: conditions.Conditions, gpu: GpuUuid, now_ns: int) -> conditions.Conditions:
-    key = ConditionKey(facts.NVML, Reason.GPU_LOST, Placement(gpu), 0)
-    if key in active and not active[key].reset_seen:
-        return active
-    return conditions.raised(
-        active,
-        source=facts.NVML,
-        reason=Reason.GPU_LOST,
-        placement=Placement(gpu),
-        message="NVML does not list the GPU any more",
-        now_ns=now_ns,
-    )
+    return active
 
 
 def _with_offers(state: State) -> State:
@@ -312,8 +287,9 @@ def _driver_ready(state: State, fact: facts.DriverReady) -> State:
 
 def _driver_unavailable(state: State, fact: facts.DriverUnavailable, now_ns: int) -> State:
     view = DriverView(ready=False, reason=fact.reason, message=fact.message)
+    unloaded = state.driver_unloaded or fact.unloaded
     if view == state.driver:
-        return state
+        return _unless_equal(state, replace(state, driver_unloaded=unloaded))
     active = state.conditions
     for gpu in state.gpus:
         active = conditions.raised(
@@ -327,7 +303,7 @@ def _driver_unavailable(state: State, fact: facts.DriverUnavailable, now_ns: int
     return replace(
         state,
         driver=view,
-        driver_unloaded=state.driver_unloaded or fact.unloaded,
+        driver_unloaded=unloaded,
         conditions=active,
         overdue={},
         driver_overdue=None,
@@ -396,7 +372,8 @@ def _directory_deleted(fact: facts.WatchedDirectoryDeleted) -> EndProcess:
 
 def _settle(old: State, state: State, now_ns: int) -> State:
     """Return the state after everything that follows from it and from the time."""
-    active = conditions.without_recovered(state.conditions, policy=state.policy, now_ns=now_ns)
+    active = _with_hang(old, state, now_ns)
+    active = conditions.without_recovered(active, policy=state.policy, now_ns=now_ns)
     if active is not state.conditions:
         state = replace(state, conditions=active)
     if (
@@ -408,6 +385,29 @@ def _settle(old: State, state: State, now_ns: int) -> State:
         state = replace(state, devices=devices)
     standings = _advanced(state, now_ns)
     return state if standings == state.registrations else replace(state, registrations=standings)
+
+
+def _with_hang(old: State, state: State, now_ns: int) -> conditions.Conditions:
+    """Return the conditions with one on every GPU for as long as the driver as a whole hangs."""
+    active = state.conditions
+    if not state.hung:
+        return active
+    if state.driver_overdue is not None:
+        message = f"The driver does not answer {state.driver_overdue}"
+    else:
+        message = f"{len(state.overdue)} GPUs do not answer at once, so a new pod would hang too"
+    for gpu in state.gpus:
+        key = ConditionKey(facts.NVML, Reason.DRIVER_HUNG, Placement(gpu), 0)
+        if key not in active or not old.hung:
+            active = conditions.raised(
+                active,
+                source=facts.NVML,
+                reason=Reason.DRIVER_HUNG,
+                placement=key.placement,
+                message=message,
+                now_ns=now_ns,
+            )
+    return active
 
 
 def _advanced(state: State, now_ns: int) -> Mapping[ResourceName, Registration]:
@@ -434,7 +434,7 @@ def _probes_ready(state: State, now_ns: int) -> bool:
 def _wake_at(state: State, now_ns: int) -> int:
     times = [now_ns + IDLE_NS]
     for condition in state.conditions.values():
-        at_ns = conditions.quiet_at(condition, state.policy)
+        at_ns = conditions.recovered_at(condition, state.policy)
         if at_ns is not None:
             times.append(at_ns)
     for standing in state.registrations.values():

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
-from agent.core.conditions import verdicts
+from agent.core.conditions import after_restart, verdicts
 from agent.core.inventory import Offer, offers
 from agent.core.registration import Registration
 from agent.model.gpu import Gpu
@@ -79,16 +79,18 @@ def initial_state(policy: Policy, restored: Durable | None, *, now_ns: int) -> S
     state = State(policy=policy, changed_ns=now_ns)
     if restored is None or not restored.gpus:
         return state
-    counts: dict[GpuUuid, dict[int, int]] = {}
+    gpus = {gpu.uuid: gpu for gpu in restored.gpus}
+    conditions = after_restart(restored.conditions, gpus)
+    xids: dict[GpuUuid, dict[int, int]] = {}
     for gpu, xid, count in restored.xids:
-        counts.setdefault(gpu, {})[xid] = count
-    conditions = {condition.key: condition for condition in restored.conditions}
+        if gpu in gpus:
+            xids.setdefault(gpu, {})[xid] = count
     offered = offers(restored.gpus, policy, ())
     return replace(
         state,
-        gpus={gpu.uuid: gpu for gpu in restored.gpus},
+        gpus=gpus,
         conditions=conditions,
-        xids=counts,
+        xids=xids,
         offers=offered,
         devices=verdicts(offered, conditions, frozenset()),
         first_probes_by_ns=now_ns + policy.first_probe_wait_ns,

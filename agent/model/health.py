@@ -34,7 +34,7 @@ class Recovery(StrEnum):
     """What must be seen before a condition is cleared."""
 
     SELF_CLEARING = "self_clearing"
-    """Clean probes in a row plus quiet time."""
+    """Clean probes in a row, over quiet time."""
     RESET = "reset"
     """Reset evidence (device re-bound, driver re-initialised), then as SELF_CLEARING."""
     REBOOT = "reboot"
@@ -85,10 +85,12 @@ class Condition:
     message: str
     since_ns: int
     last_ns: int
-    """When it was last reported; quiet time counts from here."""
+    """When it was last reported."""
     count: int = 1
     clean_probes: int = 0
     """Probes passed in a row since the last report and, for RESET, since the reset evidence."""
+    clean_since_ns: int = 0
+    """When the first of them passed; quiet time counts from here."""
     reset_seen: bool = False
 
     @property
