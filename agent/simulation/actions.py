@@ -1,0 +1,385 @@
+"""Everything that can be made to happen on a simulated node: one table for scenarios, inject and its help.
+
+Guarantees: an action names GPUs by slot (``3``) or UUID, and its parameters are text until its row has
+read them, wherever they came from. A row's docstrings and fields are its documentation.
+"""
+
+import functools
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, dataclass, fields
+from itertools import chain
+from typing import TYPE_CHECKING, Any, Final, get_args, get_type_hints
+
+from agent.config_file import suggestion
+from agent.errors import ConfigError, NvmlCode, UsageError
+from agent.simulation.action_table import (
+    Action,
+    Applicable,
+    Invocation,
+    Parameter,
+    action,
+    choice,
+    name_text,
+    parameter,
+    summary_of,
+    whole_number,
+)
+from agent.simulation.presets import MigDeviceSpec, PresetError
+
+if TYPE_CHECKING:
+    from agent.simulation.node import SimulatedNode
+
+KUBELET: Final = "kubelet"
+"""The first word of every action on the kubelet; the second is the fault's name."""
+DEFAULT_RESOURCE: Final = "nvidia.com/gpu"
+
+_INSTANCE: Final = whole_number(0, 254)
+_XID: Final = whole_number(1, 65_535)
+_MAX_GPUS: Final = 32
+_MAX_AMOUNT: Final = 1_024
+
+
+@dataclass(frozen=True, slots=True)
+class Xid:
+    """Report an XID error of a GPU, or of a MIG device with gi and ci."""
+
+    xid: int = parameter("XID", "The error's number, such as 79", _XID)
+    gpu: str = parameter(
+        "GPU", 'Slot or UUID; "unreadable" for a GPU that no longer tells its UUID', name_text
+    )
+    gi: int | None = parameter("N", "GPU instance of the MIG device", _INSTANCE, default=None)
+    ci: int | None = parameter("N", "Compute instance of the MIG device", _INSTANCE, default=None)
+
+    async def apply(self, node: "SimulatedNode") -> str:
+        """Push the event."""
+        slot = None if self.gpu == "unreadable" else node.slot(self.gpu)
+        node.nvml.push_xid(slot, self.xid, gi=self.gi, ci=self.ci)
+        instance = "".join(
+            f", {name} {number}" for name, number in (("gi", self.gi), ("ci", self.ci)) if number is not None
+        )
+        where = "a GPU with an unreadable UUID" if slot is None else f"{node.gpu_name(slot)}{instance}"
+        return f"XID {self.xid} on {where}"
+
+
+def _return_code(text: str) -> int | None:
+    if text == "clear":
+        return None
+    named = NvmlCode.__members__.get(text.upper())
+    try:
+        return int(named) if named is not None else whole_number(0, 9_999)(text)
+    except ValueError:
+        raise ValueError("must be an NVML return code, by number or name, or clear") from None
+
+
+@dataclass(frozen=True, slots=True)
+class ReturnCode:
+    """Let NVML calls answer a return code, or take that back with the code clear."""
+
+    code: int | None = parameter("CODE", "15, GPU_IS_LOST or another one; clear takes it back", _return_code)
+    call: str = parameter(
+        "NAME", "A function, such as nvmlDeviceGetMemoryInfo; all is the default", name_text, default="all"
+    )
+    gpu: str = parameter(
+        "GPU", "Slot or UUID; all, the default, also means calls without a GPU", name_text, default="all"
+    )
+
+    async def apply(self, node: "SimulatedNode") -> str:
+        """Force the answer, or let go of it."""
+        function = None if self.call == "all" else self.call
+        slot = None if self.gpu == "all" else node.slot(self.gpu)
+        where = f"{function or 'every NVML call'} on {'every GPU' if slot is None else node.gpu_name(slot)}"
+        if self.code is None:
+            node.nvml.clear_return(function, gpu=slot)
+            return f"{where} answers as usual"
+        node.nvml.set_return(function, self.code, gpu=slot)
+        return f"{where} answers code {self.code}"
+
+
+_SCOPE: Final = choice("gpu", "driver")
+
+
+@dataclass(frozen=True, slots=True)
+class Hang:
+    """Let the NVML calls on a GPU, or with the scope driver all of them, block until release."""
+
+    scope: str = parameter("SCOPE", "gpu (the default) or driver", _SCOPE, default="gpu")
+    gpu: str | None = parameter("GPU", "Slot or UUID", name_text, default=None)
+
+    def __post_init__(self) -> None:
+        if (self.scope == "gpu") != (self.gpu is not None):
+            raise ValueError("needs either gpu or the scope driver")
+
+    async def apply(self, node: "SimulatedNode") -> str:
+        """Start the hang."""
+        slot = None if self.gpu is None else node.slot(self.gpu)
+        node.nvml.hang(gpu=slot)
+        return f"NVML calls {'of the whole driver' if slot is None else f'on {node.gpu_name(slot)}'} hang"
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    """End the hang of a GPU, of the driver with the scope driver, or every hang."""
+
+    scope: str | None = parameter("SCOPE", "gpu or driver; every hang is the default", _SCOPE, default=None)
+    gpu: str | None = parameter("GPU", "Slot or UUID", name_text, default=None)
+
+    def __post_init__(self) -> None:
+        if self.gpu is not None and self.scope == "driver":
+            raise ValueError("takes either gpu or the scope driver")
+        if self.gpu is None and self.scope == "gpu":
+            raise ValueError("needs gpu with the scope gpu")
+
+    async def apply(self, node: "SimulatedNode") -> str:
+        """End the hang."""
+        if self.gpu is not None:
+            slot = node.slot(self.gpu)
+            node.nvml.release(gpu=slot)
+            return f"NVML calls on {node.gpu_name(slot)} answer again"
+        node.nvml.release()
+        if self.scope is None:
+            for slot in range(node.nvml.gpus):
+                node.nvml.release(gpu=slot)
+        return "NVML calls answer again"
+
+
+@dataclass(frozen=True, slots=True)
+class RemoveGpu:
+    """Take a GPU off the bus: NVML no longer lists it, and its handles answer an error."""
+
+    gpu: str = parameter("GPU", "Slot or UUID", name_text)
+    code: int | None = parameter(
+        "CODE", "What its handles answer, GPU_IS_LOST by default", _return_code, default=None
+    )
+
+    async def apply(self, node: "SimulatedNode") -> str:
+        """Hide it."""
+        slot = node.slot(self.gpu)
+        node.nvml.hide_gpu(slot, code=int(NvmlCode.GPU_IS_LOST) if self.code is None else self.code)
+        return f"{node.gpu_name(slot)} is gone"
+
+
+@dataclass(frozen=True, slots=True)
+class AddGpu:
+    """Bring a GPU back that was removed or not revealed."""
+
+    gpu: str = parameter("GPU", "Slot or UUID", name_text)
+
+    async def apply(self, node: "SimulatedNode") -> str:
+        """Show it."""
+        slot = node.slot(self.gpu)
+        node.nvml.reveal_gpu(slot)
+        return f"{node.gpu_name(slot)} is there"
+
+
+@dataclass(frozen=True, slots=True)
+class Reveal:
+    """Show just the first so many GPUs, as while a driver brings them up one after the other."""
+
+    gpus: int = parameter("N", "How many NVML lists from now on", whole_number(0, _MAX_GPUS))
+
+    async def apply(self, node: "SimulatedNode") -> str:
+        """Show and hide."""
+        if self.gpus > node.nvml.gpus:
+            raise UsageError(f"The simulated node has {node.nvml.gpus} GPUs, so it cannot reveal {self.gpus}")
+        for slot in range(node.nvml.gpus):
+            if slot < self.gpus:
+                node.nvml.reveal_gpu(slot)
+            else:
+                node.nvml.hide_gpu(slot)
+        return f"NVML lists {self.gpus} of {node.nvml.gpus} GPUs"
+
+
+@dataclass(frozen=True, slots=True)
+class Driver:
+    """Load or unload the NVIDIA driver; unloaded, every NVML call answers DRIVER_NOT_LOADED."""
+
+    state: str = parameter("STATE", "loaded or unloaded", choice("loaded", "unloaded"))
+
+    async def apply(self, node: "SimulatedNode") -> str:
+        """Load or unload."""
+        if self.state == "loaded":
+            node.nvml.load_driver()
+        else:
+            node.nvml.unload_driver()
+        return f"The driver is {self.state}"
+
+
+def _profiles(text: str) -> tuple[str, ...]:
+    names = tuple(name.strip() for name in text.split(","))
+    if not all(names):
+        raise ValueError("must be MIG profiles with commas between them, none or off")
+    return names
+
+
+@dataclass(frozen=True, slots=True)
+class Mig:
+    """Reconfigure MIG on a GPU: the devices it has from now on, handles from before are invalid."""
+
+    gpu: str = parameter("GPU", "Slot or UUID", name_text)
+    devices: tuple[str, ...] = parameter(
+        "LIST", "Profiles in order, such as 1g.10gb,1g.10gb; none: MIG on without devices; off", _profiles
+    )
+
+    async def apply(self, node: "SimulatedNode") -> str:
+        """Place the devices and let a client know, as the driver does."""
+        slot = node.slot(self.gpu)
+        names = () if self.devices in (("off",), ("none",)) else self.devices
+        try:
+            node.nvml.set_mig(
+                slot, [MigDeviceSpec(profile=name) for name in names], enabled=self.devices != ("off",)
+            )
+        except PresetError as error:
+            raise UsageError(f"MIG of {node.gpu_name(slot)} cannot be set: {error}") from None
+        return f"MIG of {node.gpu_name(slot)} is {', '.join(self.devices)}"
+
+
+@dataclass(frozen=True, slots=True)
+class RunPod:
+    """Run a pod that asks the kubelet for GPUs."""
+
+    name: str = parameter("NAME", "The pod's name", name_text)
+    gpus: int = parameter(
+        "N", "How many devices it asks for, 1 by default", whole_number(0, _MAX_AMOUNT), default=1
+    )
+    resource: str = parameter(
+        "RESOURCE", f"{DEFAULT_RESOURCE} by default", name_text, default=DEFAULT_RESOURCE
+    )
+    namespace: str = parameter("NAME", "default by default", name_text, default="default")
+
+    async def apply(self, node: "SimulatedNode") -> str:
+        """Admit it; a pod the kubelet rejects is a success of the simulation, and its end is told."""
+        outcome = await node.kubelet.run_pod(self.name, self.namespace, {"main": {self.resource: self.gpus}})
+        node.devices_changed()
+        pod = f"Pod {self.namespace}/{self.name}"
+        if not outcome.running:
+            return f"{pod} is {outcome.phase}: {outcome.reason}: {outcome.message}"
+        ids = [id_ for each in outcome.containers.values() for got in each.devices.values() for id_ in got]
+        return f"{pod} runs with {', '.join(sorted(ids)) or 'no device'}"
+
+
+@dataclass(frozen=True, slots=True)
+class DeletePod:
+    """Delete a pod."""
+
+    name: str = parameter("NAME", "The pod's name", name_text)
+    namespace: str = parameter("NAME", "default by default", name_text, default="default")
+
+    async def apply(self, node: "SimulatedNode") -> str:
+        """Remove it."""
+        node.kubelet.delete_pod(self.name, self.namespace)
+        node.devices_changed()
+        return f"Pod {self.namespace}/{self.name} is deleted"
+
+
+@dataclass(frozen=True, slots=True)
+class _KubeletFault:
+    fault: Any
+
+    async def apply(self, node: "SimulatedNode") -> str:
+        await node.kubelet.apply(self.fault)
+        return f"Kubelet: {summary_of(type(self.fault))}"
+
+
+_OWN: Final = (
+    action(Xid, "xid", "xid"),
+    action(ReturnCode, "return-code", "code"),
+    action(Hang, "hang", "scope"),
+    action(Release, "release", "scope"),
+    action(RemoveGpu, "remove-gpu", "gpu"),
+    action(AddGpu, "add-gpu", "gpu"),
+    action(Reveal, "reveal", "gpus"),
+    action(Driver, "driver", "state"),
+    action(Mig, "mig", "gpu"),
+    action(RunPod, "run-pod", "name"),
+    action(DeletePod, "delete-pod", "name"),
+)
+
+
+@functools.cache
+def table() -> Mapping[str, Action]:
+    """Return every action by name; those on the kubelet are named ``kubelet restart`` and the like."""
+    from agent.simulation.kubelet.faults import FAULTS  # noqa: PLC0415 - its package loads gRPC
+
+    on_kubelet = (_kubelet_action(name, fault) for name, fault in FAULTS.items())
+    return {each.name: each for each in chain(_OWN, on_kubelet)}
+
+
+def _kubelet_action(name: str, fault: Any) -> Action:
+    def make(given: Mapping[str, Any]) -> Applicable:
+        from agent.simulation.kubelet.faults import parse_fault  # noqa: PLC0415 - its package loads gRPC
+
+        try:
+            return _KubeletFault(parse_fault(name, given))
+        except UsageError as error:
+            raise ConfigError((str(error),)) from None
+
+    hints = get_type_hints(fault)
+    described = tuple(
+        Parameter(each.name, _metavar(each.name, hints[each.name]), "", str, each.default is MISSING)
+        for each in fields(fault)
+    )
+    subject = {"clear": "fault", "message_limit": "limit"}.get(name)
+    return Action(f"{KUBELET} {_hyphened(name)}", summary_of(fault), described, make, subject)
+
+
+def _metavar(name: str, hint: object) -> str:
+    choices = [each for each in get_args(hint) if isinstance(each, str)]
+    if choices:
+        return "|".join(choices)
+    kinds = [getattr(each, "__name__", "") for each in (hint, *get_args(hint))]
+    return "TIME" if "Seconds" in kinds else "N" if "int" in kinds else name.upper()
+
+
+def parse(name: str, given: Mapping[str, str]) -> Invocation:
+    """Return an action by its name with its parameters; raises ConfigError with every problem."""
+    row = _row(_hyphened(name))
+    texts = {each.replace("-", "_"): text for each, text in given.items()}
+    return Invocation(row.name, texts, row.build(texts))
+
+
+def parse_mapping(given: Mapping[str, str | None]) -> Invocation:
+    """Return an action as a scenario writes it: ``{xid: 79, gpu: 3}``, ``{kubelet: restart}``, ``release``.
+
+    The key that is an action's name tells which, its value is the subject. Raises ConfigError.
+    """
+    first_words = {row.split()[0] for row in table()}
+    heads = [key for key in given if _hyphened(key) in first_words]
+    if len(heads) != 1:
+        raise ConfigError((_no_head(given, heads),))
+    head, value = heads[0], given[heads[0]]
+    rest = {key: text for key, text in given.items() if key != head}
+    if head == KUBELET:
+        row = _row(f"{KUBELET} {_hyphened(value or '')}")
+    else:
+        row = _row(_hyphened(head))
+        if value is not None and row.subject is not None:
+            rest = {row.subject: value, **rest}
+        elif value is not None:
+            raise ConfigError((f"{row.name} takes no value of its own",))
+    return parse(row.name, {key: text for key, text in rest.items() if text is not None})
+
+
+def _no_head(given: Mapping[str, str | None], heads: Sequence[str]) -> str:
+    if heads:
+        return f"one action at a time, not {' and '.join(heads)}; write a list"
+    key = next(iter(given), "")
+    shown = key[:80] or "an empty action"
+    return f"{shown} is no action{suggestion(_hyphened(key), table())}; {known_actions()}"
+
+
+def _row(name: str) -> Action:
+    row = table().get(name)
+    if row is None:
+        raise ConfigError((f"{name[:80]} is no action{suggestion(name, table())}; {known_actions()}",))
+    return row
+
+
+def known_actions() -> str:
+    """Return the names of all actions, for the end of a sentence."""
+    own = ", ".join(row.name for row in _OWN)
+    faults = ", ".join(name.split()[1] for name in table() if name.startswith(f"{KUBELET} "))
+    return f"known: {own}, and kubelet with {faults}"
+
+
+def _hyphened(name: str) -> str:
+    return name.strip().replace("_", "-")

@@ -1,0 +1,234 @@
+"""The directory of a simulated node: who may use it, what lies where, and how it goes away.
+
+Guarantees:
+
+1. One process holds it at a time; the kernel lets go of a killed one's lock.
+2. What a killed run left behind is removed at the next start, and only where it is recognisably ours: a
+   directory that is not empty and has no lock file of ours is never touched.
+3. ``release`` removes the directory with all it holds. Symbolic links are removed, never followed.
+"""
+
+import contextlib
+import fcntl
+import os
+import shutil
+import stat
+from pathlib import Path
+from typing import Final, Self
+
+from agent.errors import AlreadyRunningError, UsageError
+
+LOCK_NAME: Final = "lock"
+_SIGN: Final = "gpu-agent simulated node, held by process "
+"""How the lock file begins: a directory with such a file is ours."""
+_MAX_LOCK_BYTES: Final = 200
+
+MAX_PATH_BYTES: Final = 60
+"""Leaves room for the longest socket name below it in the 107 bytes of a unix socket's path."""
+
+
+class NodeDirectory:
+    """A simulated node's directory, held since ``hold``; see the guarantees above."""
+
+    def __init__(self, path: Path, lock: int) -> None:
+        self.path = path
+        self._lock = lock
+
+    @classmethod
+    def hold(cls, path: str | Path) -> Self:
+        """Lock, create where missing, and empty the directory.
+
+        Raises UsageError where it cannot be used, AlreadyRunningError where another process holds it.
+        """
+        place = Path(path).absolute()
+        _judge_length(place)
+        try:
+            place.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            with contextlib.suppress(FileExistsError):
+                place.mkdir(mode=0o700)
+            _judge(place)
+            held = cls(place, _lock(place))
+            held._create()
+        except OSError as error:
+            raise UsageError(
+                f"Could not set up the node directory {place}: {error.strerror}; "
+                "choose another one with --node-dir"
+            ) from error
+        return held
+
+    def _create(self) -> None:
+        try:
+            self._empty()
+            for each in (self.device_plugins, self.pod_resources, self.agent, self.library.parent):
+                each.mkdir(mode=0o700)
+        except BaseException:
+            os.close(self._lock)
+            raise
+
+    def release(self) -> None:
+        """Remove the directory and let go of it; a second call does nothing."""
+        if self._lock < 0:
+            return
+        with contextlib.suppress(OSError):
+            self._empty()
+        with contextlib.suppress(OSError):
+            (self.path / LOCK_NAME).unlink()
+            self.path.rmdir()
+        os.close(self._lock)
+        self._lock = -1
+
+    def _empty(self) -> None:
+        """Remove everything but the lock file; it goes last, so that what is left stays ours."""
+        with os.scandir(self.path) as entries:
+            for entry in entries:
+                if entry.name == LOCK_NAME:
+                    continue
+                if entry.is_dir(follow_symlinks=False):
+                    shutil.rmtree(entry.path)
+                else:
+                    Path(entry.path).unlink()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+    @property
+    def device_plugins(self) -> Path:
+        """The kubelet's device-plugins folder."""
+        return self.path / "device-plugins"
+
+    @property
+    def kubelet_socket(self) -> Path:
+        """The kubelet's registration socket."""
+        return self.device_plugins / "kubelet.sock"
+
+    @property
+    def pod_resources(self) -> Path:
+        """The kubelet's pod-resources folder."""
+        return self.path / "pod-resources"
+
+    @property
+    def library(self) -> Path:
+        """The simulated NVML library."""
+        return self.path / "lib" / "libnvidia-ml.so.1"
+
+    @property
+    def nvml_state(self) -> Path:
+        """The simulated node's NVML state; the library looks for it beside its own folder."""
+        return self.path / "nvml.state"
+
+    @property
+    def control_socket(self) -> Path:
+        """Where ``gpu-agent inject`` asks for faults."""
+        return control_socket(self.path)
+
+    @property
+    def agent(self) -> Path:
+        """The agent's own folder: its state and its control socket."""
+        return self.path / "agent"
+
+    def agent_flags(self) -> dict[str, str]:
+        """Return the options that make ``gpu-agent run`` the agent of this node, by name."""
+        return agent_flags(self.path)
+
+
+def control_socket(node_dir: Path) -> Path:
+    """Return the control socket of the simulated node in a directory."""
+    return node_dir / "control.sock"
+
+
+def agent_flags(node_dir: Path) -> dict[str, str]:
+    """Return the options that make ``gpu-agent run`` the agent of the node in a directory, by name."""
+    return {
+        "kubelet-socket": f"{node_dir}/device-plugins/kubelet.sock",
+        "pod-resources-socket": f"{node_dir}/pod-resources/kubelet.sock",
+        "nvml-library": f"{node_dir}/lib/libnvidia-ml.so.1",
+        "dev-root": f"{node_dir}",
+        "proc-root": f"{node_dir}/proc",
+        "sys-root": f"{node_dir}/sys",
+        "state-dir": f"{node_dir}/agent",
+        "control-socket": f"{node_dir}/agent/control.sock",
+    }
+
+
+def holder_of(node_dir: Path) -> int | None:
+    """Return the id of the process that said last it holds the directory; None where none did."""
+    try:
+        with (node_dir / LOCK_NAME).open("r", encoding="ascii", errors="replace") as file:
+            text = file.read(_MAX_LOCK_BYTES)
+    except OSError:
+        return None
+    number = text.removeprefix(_SIGN).strip()
+    return int(number) if text.startswith(_SIGN) and number.isdecimal() else None
+
+
+def _judge_length(place: Path) -> None:
+    length = len(os.fsencode(place))
+    if length > MAX_PATH_BYTES:
+        raise UsageError(
+            f"The node directory {place} has a path of {length} bytes, over {MAX_PATH_BYTES}: too long for "
+            "the sockets in it; choose a shorter one with --node-dir"
+        )
+
+
+def _judge(place: Path) -> None:
+    """Raise UsageError unless the directory is ours to empty."""
+    status = place.lstat()
+    if not stat.S_ISDIR(status.st_mode):
+        raise UsageError(f"{place} is not a directory; choose another one with --node-dir")
+    if status.st_uid != os.geteuid():
+        raise UsageError(
+            f"The node directory {place} belongs to user {status.st_uid}; choose another one with --node-dir"
+        )
+    if not _is_ours(place):
+        raise UsageError(
+            f"The directory {place} is not empty and no simulated node of ours; "
+            "empty it, or choose another one with --node-dir"
+        )
+
+
+def _is_ours(place: Path) -> bool:
+    """Tell whether a directory is empty, was a node of ours, or was abandoned before it became one."""
+    names = [each.name for each in place.iterdir()]
+    return (
+        not names
+        or holder_of(place) is not None
+        or (names == [LOCK_NAME] and (place / LOCK_NAME).lstat().st_size == 0)
+    )
+
+
+def _lock(place: Path) -> int:
+    """Return the descriptor that holds the lock; the lock file tells who holds it."""
+    path = place / LOCK_NAME
+    while True:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(descriptor)
+            holder = holder_of(place)
+            raise AlreadyRunningError(
+                f"A simulated node already runs in {place}"
+                + (f" (process {holder})" if holder else "")
+                + "; stop it, or choose another directory with --node-dir"
+            ) from None
+        except BaseException:
+            os.close(descriptor)
+            raise
+        # The one before us may have removed the file between our open and our lock.
+        if _is_still_there(path, descriptor):
+            os.ftruncate(descriptor, 0)
+            os.pwrite(descriptor, f"{_SIGN}{os.getpid()}\n".encode(), 0)
+            return descriptor
+        os.close(descriptor)
+
+
+def _is_still_there(path: Path, descriptor: int) -> bool:
+    held = os.fstat(descriptor)
+    try:
+        named = path.stat()
+    except FileNotFoundError:
+        return False
+    return (held.st_dev, held.st_ino) == (named.st_dev, named.st_ino)

@@ -1,0 +1,82 @@
+"""How the simulation's processes begin and end: what is needed is checked, the first signal asks to stop."""
+
+import asyncio
+import importlib.util
+import signal
+from collections.abc import Coroutine
+from types import TracebackType
+from typing import Any, Final, Self
+
+from agent.errors import AgentError
+
+STOP_SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+"""SIGHUP is a closed terminal."""
+
+
+class StopSignals:
+    """Takes the stop signals while the context lasts."""
+
+    def __init__(self) -> None:
+        self._first = asyncio.Event()
+        self._second = asyncio.Event()
+
+    def __enter__(self) -> Self:
+        loop = asyncio.get_running_loop()
+        for number in STOP_SIGNALS:
+            loop.add_signal_handler(number, self._note)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        loop = asyncio.get_running_loop()
+        for number in STOP_SIGNALS:
+            loop.remove_signal_handler(number)
+
+    def _note(self) -> None:
+        (self._second if self._first.is_set() else self._first).set()
+
+    @property
+    def is_set(self) -> bool:
+        """Whether a signal has come."""
+        return self._first.is_set()
+
+    async def wait(self) -> None:
+        """Wait for a signal."""
+        await self._first.wait()
+
+    async def wait_second(self) -> None:
+        """Wait for a further signal: somebody has lost patience."""
+        await self._second.wait()
+
+
+async def first_of(**works: Coroutine[Any, Any, object]) -> str:
+    """Run works side by side until one ends, cancel the others, and return the name of that one.
+
+    What the first one raised is raised; of several that ended at once, the one that is named first counts.
+    """
+    loop = asyncio.get_running_loop()
+    tasks = {loop.create_task(work, name=f"simulation-{name}"): name for name, work in works.items()}
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+    first = next(task for task in tasks if task in done)
+    first.result()
+    return tasks[first]
+
+
+def require_grpc() -> None:
+    """Raise AgentError where the emulated kubelet's libraries are not installed."""
+    for module in ("grpc", "google.protobuf"):
+        try:
+            found = importlib.util.find_spec(module)
+        except ModuleNotFoundError:
+            found = None
+        if found is None:
+            raise AgentError(
+                "The simulated node needs grpcio and protobuf, which are not installed; "
+                "install them with: pip install 'gpu-agent[simulation]'"
+            )

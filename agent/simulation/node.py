@@ -1,0 +1,203 @@
+"""The simulated node: NVML state, device and proc trees, and a kubelet in one directory and one process.
+
+Guarantees: what happens is told in ``feed``, in order; when the context ends, the kubelet is down and the
+NVML state is closed. The directory itself belongs to whoever holds it.
+"""
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Any, Final, Self
+
+from agent.errors import AgentError, UsageError
+from agent.simulation.action_table import Invocation
+from agent.simulation.actions import parse
+from agent.simulation.directory import NodeDirectory
+from agent.simulation.feed import Feed
+from agent.simulation.kubelet import AllocatableChange, EmulatedKubelet
+from agent.simulation.nvml import (
+    LibraryNotBuiltError,
+    NvmlState,
+    NvmlStateError,
+    install_library,
+)
+from agent.simulation.presets import NodeSpec
+from agent.simulation.roots import write_roots
+
+_PUMP: Final = "simulation-changes"
+
+
+class SimulatedNode:
+    """An asynchronous context manager; see the guarantees above. ``label`` names it in the feed."""
+
+    def __init__(
+        self,
+        directory: NodeDirectory,
+        spec: NodeSpec,
+        *,
+        label: str = "node",
+        kubelet_present: bool = True,
+        seed: int = 0,
+    ) -> None:
+        self.directory = directory
+        self.spec = spec
+        self.feed = Feed()
+        self.kubelet = EmulatedKubelet(
+            directory.device_plugins, directory.pod_resources, present=kubelet_present, seed=seed
+        )
+        self._label = label
+        self._started_ns = time.monotonic_ns()
+        self._nvml: NvmlState | None = None
+        self._told = asyncio.Event()
+        self._told_ns = 0
+        self._telling_ended = asyncio.Event()
+        self._stack = contextlib.AsyncExitStack()
+
+    @property
+    def nvml(self) -> NvmlState:
+        """The NVML state; there while the context lasts."""
+        if self._nvml is None:
+            raise AgentError("The simulated node does not run")
+        return self._nvml
+
+    async def __aenter__(self) -> Self:
+        async with contextlib.AsyncExitStack() as stack:
+            try:
+                install_library(self.directory.path)
+                self._nvml = stack.enter_context(NvmlState.create(self.directory.nvml_state, self.spec))
+                write_roots(self.spec, self.directory.path)
+            except LibraryNotBuiltError as error:
+                raise AgentError(f"The simulated node cannot start: {error}") from error
+            self.feed.put(self._description())
+            await stack.enter_async_context(self.kubelet)
+            pump = asyncio.get_running_loop().create_task(self._tell_changes(), name=_PUMP)
+            stack.push_async_callback(_ended, pump)
+            self._stack = stack.pop_all()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.feed.close()
+        await self._stack.__aexit__(kind, error, trace)
+
+    # What can be done to it.
+
+    async def apply(self, invocation: Invocation) -> str:
+        """Do what an action says and tell it; returns what was done. Raises AgentError."""
+        try:
+            done = await invocation.action.apply(self)
+        except NvmlStateError as error:
+            raise UsageError(f"{invocation.name} is not possible: {error}") from error
+        self.tell(done)
+        return done
+
+    async def do(self, name: str, given: Mapping[str, str]) -> str:
+        """Do the action of a name with its parameters as text; see ``apply``."""
+        return await self.apply(parse(name, given))
+
+    def slot(self, gpu: str) -> int:
+        """Return the slot of a GPU that is given by slot or UUID; raises UsageError for an unknown one."""
+        slots = range(self.nvml.gpus)
+        if gpu.isascii() and gpu.isdigit() and len(gpu) < 9 and int(gpu) in slots:
+            return int(gpu)
+        for slot in slots:
+            if self.nvml.uuid(slot).lower() == gpu.lower():
+                return slot
+        raise UsageError(
+            f"There is no GPU {gpu[:80]} on the simulated node; it has 0 to {slots[-1]}"
+            if slots
+            else "The simulated node has no GPU"
+        )
+
+    def gpu_name(self, slot: int) -> str:
+        """Return a GPU's name for people: slot and UUID."""
+        return f"GPU {slot} ({self.nvml.uuid(slot)})"
+
+    # What it tells.
+
+    def at_ms(self, at_ns: int | None = None) -> int:
+        """Return milliseconds since the node started, of a moment or of now."""
+        return ((time.monotonic_ns() if at_ns is None else at_ns) - self._started_ns) // 1_000_000
+
+    def tell(self, text: str) -> None:
+        """Put a sentence for people into the feed."""
+        self.feed.put({"kind": "event", "at_ms": self.at_ms(), "text": text})
+
+    def devices_changed(self) -> None:
+        """Tell every device anew, because a pod came or went."""
+        for resource in self.kubelet.resources:
+            self.feed.put(self._devices(resource))
+
+    async def caught_up(self) -> None:
+        """Wait until the feed has every change the kubelet has shown so far."""
+        newest = self.kubelet.change_history[-1:]
+        while newest and self._told_ns < newest[0].at_ns and not self._telling_ended.is_set():
+            self._told.clear()
+            await self._told.wait()
+
+    async def _tell_changes(self) -> None:
+        try:
+            async for change in self.kubelet.changes(current=True):
+                self.feed.put(self._allocatable(change))
+                self.feed.put(self._devices(change.resource))
+                self._told_ns = change.at_ns
+                self._told.set()
+        finally:
+            self._telling_ended.set()
+            self._told.set()
+
+    def _description(self) -> dict[str, Any]:
+        return {
+            "kind": "node",
+            "label": self._label,
+            "gpus": [
+                {"gpu": slot, "uuid": gpu.uuid, "model": gpu.name} for slot, gpu in enumerate(self.spec.gpus)
+            ],
+        }
+
+    def _allocatable(self, change: AllocatableChange) -> dict[str, Any]:
+        places = self._places()
+        return {
+            "kind": "allocatable",
+            "at_ms": self.at_ms(change.at_ns),
+            "resource": change.resource,
+            "capacity": change.capacity,
+            "allocatable": change.allocatable,
+            "unhealthy": [{"id": id_, "gpu": places.get(_uuid(id_))} for id_ in change.unhealthy],
+        }
+
+    def _devices(self, resource: str) -> dict[str, Any]:
+        places = self._places()
+        return {
+            "kind": "devices",
+            "resource": resource,
+            "connected": self.kubelet.client(resource) is not None,
+            "devices": [
+                {"id": id_, "gpu": places.get(_uuid(id_)), "healthy": device.healthy, "pod": device.pod}
+                for id_, device in sorted(self.kubelet.devices(resource).items())
+            ],
+        }
+
+    def _places(self) -> dict[str, int]:
+        """Return the slot of every UUID, those of MIG devices included."""
+        places: dict[str, int] = {}
+        for slot in range(self.nvml.gpus):
+            places[self.nvml.uuid(slot)] = slot
+            for row in range(self.nvml.number(slot, "mig_count")):
+                places[self.nvml.text(slot, "mig_uuid", row)] = slot
+        return places
+
+
+def _uuid(device_id: str) -> str:
+    """Return a device id without its replica."""
+    return device_id.partition("::")[0]
+
+
+async def _ended(task: asyncio.Task[None]) -> None:
+    """Let a task that ends with the kubelet finish; its failure is raised here."""
+    task.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await task

@@ -1,0 +1,97 @@
+"""Playing a scenario: its steps in time, each until the kubelet has shown what it shall.
+
+Guarantees: an expectation of a step counts every state since the step began, however short; the one of
+``until`` counts only what is there after all steps.
+"""
+
+import asyncio
+import time
+
+from agent.errors import AgentError
+from agent.simulation.kubelet import EmulatedKubelet
+from agent.simulation.node import SimulatedNode
+from agent.simulation.scenario import Expectation, Scenario, Step
+
+
+class ScenarioFailedError(AgentError):
+    """The kubelet did not show in time what the scenario expects."""
+
+
+async def set_up(node: SimulatedNode, scenario: Scenario) -> None:
+    """Apply the steps that come before anybody looks."""
+    for step in scenario.setup:
+        for invocation in step.do:
+            await node.apply(invocation)
+
+
+async def play(node: SimulatedNode, scenario: Scenario) -> str:
+    """Apply the other steps and wait for ``until``; returns how it ended, in one sentence.
+
+    Raises ScenarioFailedError with what was last seen, AgentError for an action that cannot be done.
+    """
+    began_ns = time.monotonic_ns()
+    waits_for = scenario.until
+    try:
+        async with asyncio.timeout(scenario.timeout_ns / 1e9):
+            for step in scenario.steps[len(scenario.setup) :]:
+                waits_for = step.expect or scenario.until
+                await _apply(node, step, began_ns)
+            waits_for = scenario.until
+            await node.kubelet.wait_for(lambda kubelet: _shows(kubelet, scenario.until), _FOREVER_S)
+    except TimeoutError:
+        raise ScenarioFailedError(
+            f"Scenario {scenario.name} did not end within {scenario.timeout_ns / 1e9:g} s; "
+            f"it waited for {waits_for}, and last seen was {describe(node.kubelet)}"
+        ) from None
+    return f"Scenario {scenario.name} ended as expected: {scenario.until}"
+
+
+_FOREVER_S = 86_400.0
+"""Longer than any scenario; the scenario's own time limit is the one that counts."""
+
+
+async def _apply(node: SimulatedNode, step: Step, began_ns: int) -> None:
+    await asyncio.sleep((began_ns + step.at_ns - time.monotonic_ns()) / 1e9)
+    mark_ns = time.monotonic_ns()
+    for invocation in step.do:
+        await node.apply(invocation)
+    expected = step.expect
+    if expected is not None:
+        await node.kubelet.wait_for(lambda kubelet: _has_shown(kubelet, expected, mark_ns), _FOREVER_S)
+
+
+def _shows(kubelet: EmulatedKubelet, expected: Expectation) -> bool:
+    resource = expected.resource
+    return _matches(
+        expected, kubelet.capacity(resource), kubelet.allocatable(resource)
+    ) and _has_registrations(kubelet, expected)
+
+
+def _has_shown(kubelet: EmulatedKubelet, expected: Expectation, since_ns: int) -> bool:
+    if _shows(kubelet, expected):
+        return True
+    return _has_registrations(kubelet, expected) and any(
+        _matches(expected, change.capacity, change.allocatable)
+        for change in kubelet.change_history
+        if change.resource == expected.resource and change.at_ns >= since_ns
+    )
+
+
+def _matches(expected: Expectation, capacity: int, allocatable: int) -> bool:
+    return expected.capacity in (None, capacity) and expected.allocatable in (None, allocatable)
+
+
+def _has_registrations(kubelet: EmulatedKubelet, expected: Expectation) -> bool:
+    if expected.registrations is None:
+        return True
+    accepted = sum(each.accepted and each.resource == expected.resource for each in kubelet.registrations)
+    return accepted >= expected.registrations
+
+
+def describe(kubelet: EmulatedKubelet) -> str:
+    """Return what the kubelet shows, for the end of a sentence."""
+    shown = [
+        f"{resource} capacity {kubelet.capacity(resource)}, allocatable {kubelet.allocatable(resource)}"
+        for resource in kubelet.resources
+    ]
+    return "; ".join(shown) or "no resource: no agent has registered"

@@ -1,0 +1,61 @@
+"""``gpu-agent simulate``: the simulated parts alone, for an agent started by hand or by ``demo``."""
+
+import argparse
+import asyncio
+from pathlib import Path
+from typing import Final
+
+from agent import config
+
+DEFAULT_PRESET: Final = "dgx-h100"
+
+EXAMPLES: Final = """\
+examples:
+  gpu-agent simulate                              a DGX H100 until Ctrl-C
+  gpu-agent simulate --preset 4x-t4 --json        what the kubelet shows, as JSON lines
+  gpu-agent simulate --scenario ./my-node.yaml    a node to which things happen
+
+exit codes: 0 ended as expected, 1 the scenario failed, 2 usage or bad scenario"""
+
+
+def add_node_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options that simulate and demo share."""
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument(
+        "--preset", metavar="NAME", help=f"The node's hardware: dgx-h100, 8x-a100 or 4x-t4 ({DEFAULT_PRESET})"
+    )
+    which.add_argument("--scenario", metavar="NAME|FILE", help="Play a scenario and end with it")
+    add_node_dir(parser)
+    parser.add_argument("--json", action="store_true", help="Print JSON lines of what the kubelet shows")
+
+
+def add_node_dir(parser: argparse.ArgumentParser) -> None:
+    """Add the option for the node's directory."""
+    default = config.default_node_dir()
+    parser.add_argument(
+        "--node-dir",
+        metavar="DIR",
+        default=default,
+        help=f"The simulated node's directory ({default})".replace("%", "%%"),
+    )
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Describe the command."""
+    parser.description = "Run a simulated GPU node: the driver's library, its files and a kubelet"
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.epilog = EXAMPLES
+    add_node_options(parser)
+
+
+def main(args: argparse.Namespace) -> int:
+    """Run the command; raises AgentError with what is wrong in one sentence."""
+    from agent.simulation.ending import require_grpc  # noqa: PLC0415 - gRPC and YAML are for this command only
+    from agent.simulation.plan import plan_of  # noqa: PLC0415
+
+    plan = plan_of(args.scenario, args.preset or DEFAULT_PRESET)
+    require_grpc()
+    from agent.simulation.host import host  # noqa: PLC0415 - needs what require_grpc looks for
+
+    asyncio.run(host(plan, Path(args.node_dir), is_json=args.json))
+    return 0
