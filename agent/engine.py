@@ -6,7 +6,8 @@ here, after a completed step, so that a stuck core misses it and a stuck driver 
 """
 
 import asyncio
-from collections.abc import Callable, Iterable
+from collections import deque
+from collections.abc import Callable
 from typing import Final
 
 from agent.bus import Inbox, Latest
@@ -32,11 +33,12 @@ class Engine:
         perform: Callable[[Effect], None],
         after_step: Callable[[int], None],
         clock: Callable[[], int],
+        max_idle_ns: int = MAX_IDLE_NS,
     ) -> None:
         """Take the state over.
 
         ``perform`` hands one effect to its owner and must not block; ``after_step`` is told the
-        time after each completed round and feeds the watchdog.
+        time after each completed round and feeds the watchdog, so ``max_idle_ns`` is below its time.
         """
         self._inbox = inbox
         self._state = state
@@ -44,33 +46,38 @@ class Engine:
         self._perform = perform
         self._after_step = after_step
         self._clock = clock
+        self._max_idle_ns = max_idle_ns
         self._wake_at_ns = clock()
+        self._pending: deque[Fact] = deque()
 
     async def run(self) -> None:
         """Step for ever."""
         while True:
             now_ns = self._clock()
-            await self._inbox.wait_nonempty(min(self._wake_at_ns, now_ns + MAX_IDLE_NS))
+            await self._inbox.wait_nonempty(min(self._wake_at_ns, now_ns + self._max_idle_ns))
             self.step_once()
             await asyncio.sleep(0)
 
     def step_once(self) -> None:
-        """Take what waits and step through it; a Tick stands at the end, for what time brings."""
+        """Take what waits and step through it; a Tick stands at the end, for what time brings.
+
+        A fact that makes the core fail is gone when that is raised; the others wait for the next run.
+        """
         batch, losses = self._inbox.take_nowait()
+        self._pending.extend(losses)
+        self._pending.extend(item.fact for item in batch)
+        self._pending.append(Tick())
         before = self._state
         effects: list[Effect] = []
-        for fact in _facts(losses, (item.fact for item in batch)):
-            self._state, new_effects, self._wake_at_ns = step(self._state, fact, self._clock())
-            effects += new_effects
-        if self._state is not before:
-            # Published before the effects are handed out: who acts on one reads the new state.
-            self._latest.publish(snapshot_of(self._state))
-        for effect in effects:
-            self._perform(effect)
+        try:
+            while self._pending:
+                fact = self._pending.popleft()
+                self._state, new_effects, self._wake_at_ns = step(self._state, fact, self._clock())
+                effects += new_effects
+        finally:
+            if self._state is not before:
+                # Published before the effects are handed out: who acts on one reads the new state.
+                self._latest.publish(snapshot_of(self._state))
+            for effect in effects:
+                self._perform(effect)
         self._after_step(self._clock())
-
-
-def _facts(losses: Iterable[Fact], batch: Iterable[Fact]) -> Iterable[Fact]:
-    yield from losses
-    yield from batch
-    yield Tick()

@@ -119,15 +119,6 @@ def load(path: str, *, boot_id: str) -> Durable | None:
     return _restored(stored, is_same_boot=stored.boot_id == boot_id and bool(boot_id))
 
 
-def boot_id_of(proc_root: str) -> str:
-    """Return the kernel's id of this boot; empty where it cannot be read, which equals no other."""
-    try:
-        path = Path(proc_root, "sys/kernel/random/boot_id")
-        return path.read_text(encoding="ascii", errors="replace").strip()
-    except OSError:
-        return ""
-
-
 def _read(path: str) -> bytes | None:
     try:
         with Path(path).open("rb") as file:

@@ -1,0 +1,485 @@
+"""The composition root: builds every source, sink, task and queue, and ends them in order.
+
+Guarantees: ``Agent.run`` returns an exit code, always by the same way out: not ready, no new
+registration, calls under way are answered, streams end cleanly, the state is written, our sockets
+are removed. What is heavy to import comes after what the kubelet waits for.
+"""
+
+import asyncio
+import logging
+import os
+import sys
+import time
+from collections.abc import Callable, Coroutine, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, assert_never
+
+from agent import log
+from agent.bus import Inbox, Latest
+from agent.config import Settings, changes_that_need_a_restart
+from agent.core.state import initial_state
+from agent.core.view import snapshot_of
+from agent.engine import MAX_IDLE_NS, Engine
+from agent.errors import AgentError, AlreadyRunningError, ConfigError, SourceError
+from agent.events import EventRing
+from agent.model.effects import Effect, EndProcess, RecordEvent, RegisterResource, WithdrawResource
+from agent.model.facts import DEVICE_PLUGIN, KUBELET, NVML, Fact, PolicyChanged
+from agent.model.ids import SourceName
+from agent.model.snapshot import Durable, RegistrationPhase, Snapshot
+from agent.report import HTTP, STATE_FILE, SelfReport, Vitals
+from agent.signals import Signals
+from agent.sinks.journal import JournalSink
+from agent.sinks.notify import Notifier
+from agent.standby import InitFailedError, Memory
+from agent.startup import NodeLock, boot_id_of, check_paths, check_rights
+from agent.supervision import CriticalTaskError, Run, Supervisor
+from agent.threads import in_daemon_thread
+
+if TYPE_CHECKING:
+    from agent.sinks.device_plugin import DevicePlugin
+    from agent.sinks.http import HttpSink
+    from agent.sinks.statefile import StateFile
+    from agent.sources.nvml import NvmlSource
+
+DRAIN_GRACE_S: Final = 2.0
+FLUSH_S: Final = 1.0
+LOG_FLUSH_S: Final = 0.3
+HTTP_WAIT_S: Final = 1.0
+"""How long HTTP, which is heavy to import, lets the registration go first."""
+STANDBY_POLL_S: Final = 1.0
+LAG_PERIOD_S: Final = 0.5
+DRIVER_WATCH_S: Final = 2.0
+NO_LIBRARY_NS: Final = 300_000_000_000
+"""A container sees no library that is installed after its start: then only a new one helps."""
+
+ENGINE: Final = SourceName("engine")
+
+_log = logging.getLogger(__name__)
+
+
+def run(settings: Settings, *, reread: Callable[[], Settings], environment: Mapping[str, str]) -> int:
+    """Be the agent of this node until told to stop; returns the exit code.
+
+    ``reread`` returns the settings as they are now, for a reload. Raises AgentError, one sentence,
+    where the agent cannot start or has to end.
+    """
+    os.umask(0o077)
+    lines = log.set_up(settings.log_format, settings.log_level)
+    try:
+        for warning in settings.warnings:
+            _log.warning("A setting was ignored", extra=log.fields(detail=warning))
+        check_paths(settings)
+        check_rights(settings)
+        lock = NodeLock(settings.lock_path)
+        is_first = lock.try_acquire()
+        if not is_first and (settings.if_running or _default_if_running()) == "fail":
+            raise AlreadyRunningError(
+                f"Another agent ({lock.holder()}) runs on this node and holds {settings.lock_path}; "
+                "stop it, or wait for its end with --if-running=standby"
+            )
+        restored = _load_state(settings) if is_first else None
+        agent = Agent(settings, lock if not is_first else None, restored, lines, reread, environment)
+        return asyncio.run(agent.run())
+    finally:
+        lines.flush(LOG_FLUSH_S)
+
+
+def _default_if_running() -> str:
+    return "fail" if sys.stderr.isatty() else "standby"
+
+
+def _load_state(settings: Settings) -> Durable | None:
+    """Return what the agent before us left; blocks."""
+    if not Path(settings.state_path).exists():
+        return None
+    from agent.sinks.statefile import load  # noqa: PLC0415 - only where there is a file
+
+    return load(settings.state_path, boot_id=boot_id_of(settings.proc_root))
+
+
+class EndedError(AgentError):
+    """The agent ends itself, so that a new process sees the new world."""
+
+
+@dataclass(slots=True)
+class Ending:
+    """The wish to end, and why; the first one counts."""
+
+    asked: asyncio.Event = field(default_factory=asyncio.Event)
+    error: AgentError | None = None
+    why: str = ""
+
+    def ask(self, why: str, error: AgentError | None = None) -> None:
+        """Ask for the end: as asked by a person, or because of an error."""
+        if not self.asked.is_set():
+            self.why, self.error = why, error
+            self.asked.set()
+
+
+class Agent:
+    """One agent process: everything it is made of, and its life from start to end."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        awaited_lock: NodeLock | None,
+        restored: Durable | None,
+        lines: log.Log,
+        reread: Callable[[], Settings],
+        environment: Mapping[str, str],
+        clock: Callable[[], int] = time.monotonic_ns,
+    ) -> None:
+        """``awaited_lock`` is given where another agent holds it: then this one stands by."""
+        self._settings = settings
+        self._awaited_lock = awaited_lock
+        self._restored = restored
+        self._lines = lines
+        self._reread = reread
+        self._environment = environment
+        self._clock = clock
+        self._policy = replace(settings.policy, jitter_seed=int.from_bytes(os.urandom(4)))
+
+        self._ending = Ending()
+        self._reload_asked = asyncio.Event()
+        self._inbox: Inbox[Fact] = Inbox(clock=clock)
+        self._latest: Latest[Snapshot] = Latest(self._snapshot_of_nothing())
+        self._events = EventRing()
+        self._journal = JournalSink()
+        self._notifier = Notifier(environment)
+        self._supervisor = Supervisor(tell=self._inbox.put, clock=clock)
+        self._signals = Signals(
+            stop=lambda name: self._ending.ask(f"{name} was received"),
+            reload=self._reload_asked.set,
+            before_exit=lambda: lines.flush(LOG_FLUSH_S),
+        )
+
+        self._serving = asyncio.Event()
+        """Set once this agent is the agent of the node."""
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._group = asyncio.TaskGroup()
+        self._http: HttpSink | None = None
+        self._vitals = Vitals(began_ns=clock(), stepped_ns=clock())
+        self._report = SelfReport(
+            self._vitals, latest=self._latest, inbox=self._inbox, lines=lines, clock=clock
+        )
+
+    def _snapshot_of_nothing(self) -> Snapshot:
+        return snapshot_of(initial_state(self._policy, None, now_ns=self._clock()))
+
+    async def run(self) -> int:
+        """Live until told to end; returns 0, or raises the AgentError that made it end."""
+        self._signals.install(asyncio.get_running_loop())
+        nvml = self._nvml_source()
+        try:
+            async with self._group:
+                self._start_what_needs_no_lock(nvml)
+                self._start("life", self._live())
+                await self._ending.asked.wait()
+                await self._stop(nvml)
+        finally:
+            self._signals.restore()
+            self._notifier.close()
+        if self._ending.error is not None:
+            raise self._ending.error
+        return 0
+
+    # What there is
+
+    def _start_what_needs_no_lock(self, nvml: "NvmlSource") -> None:
+        """Start what also an agent that stands by has."""
+        self._keep(NVML, nvml.run)
+        self._start("start judge", self._judge_start(nvml))
+        self._start("driver watch", self._watch_driver(nvml))
+        self._start("reload", self._reload_when_asked())
+        self._start("loop lag", self._measure_lag())
+        self._keep(HTTP, self._serve_http)
+
+    async def _live(self) -> None:
+        """Become the agent of the node, at once or when the one before has ended, and serve."""
+        await in_daemon_thread("plugin-import", _import_plugin)
+        memory = Memory()
+        if self._awaited_lock is not None:
+            await self._stand_by(self._awaited_lock, memory)
+            self._restored = await in_daemon_thread("state-reader", lambda: _load_state(self._settings))
+        for fact in memory.recall(self._clock()):
+            self._inbox.put(fact)
+        self._start_serving()
+
+    def _start_serving(self) -> None:
+        """Start what only the agent of the node has."""
+        engine = self._engine()
+        device_plugin = self._vitals.device_plugin = self._device_plugin_sink()
+        self._keep_critical(DEVICE_PLUGIN, device_plugin.run)
+        self._keep_critical(ENGINE, engine.run)
+        self._watch_kubelet()
+        self._keep(STATE_FILE, self._write_state)
+        self._start("status line", self._notifier.run(self._latest))
+        self._vitals.is_standby = False
+        self._serving.set()
+
+    def _engine(self) -> Engine:
+        now_ns = self._clock()
+        state = initial_state(self._policy, self._restored, now_ns=now_ns)
+        self._latest.publish(snapshot_of(state))
+        watchdog_ns = self._notifier.watchdog_ns
+        return Engine(
+            inbox=self._inbox,
+            state=state,
+            latest=self._latest,
+            perform=self._perform,
+            after_step=self._after_step,
+            clock=self._clock,
+            max_idle_ns=min(MAX_IDLE_NS, watchdog_ns // 4) if watchdog_ns else MAX_IDLE_NS,
+        )
+
+    def _nvml_source(self) -> "NvmlSource":
+        from agent.sources.nvml import LibraryLocation, NvmlSettings, NvmlSource  # noqa: PLC0415 - in order
+
+        settings = self._settings
+        return NvmlSource(
+            inbox=self._inbox,
+            library=LibraryLocation(
+                path=Path(settings.nvml_library) if settings.nvml_library else None,
+                driver_root=Path(settings.driver_root),
+            ),
+            dev_root=Path(settings.dev_root, "dev"),
+            sys_root=Path(settings.sys_root),
+            clock=self._clock,
+            settings=NvmlSettings(
+                init_deadline_ns=settings.init_deadline_ns,
+                first_handle_deadline_ns=settings.first_handle_deadline_ns,
+                call_deadline_ns=settings.call_deadline_ns,
+                poll_ns=settings.poll_ns,
+                init_retry_ns=settings.init_retry_ns,
+            ),
+        )
+
+    def _device_plugin_sink(self) -> "DevicePlugin":
+        from agent.sinks.device_plugin import DevicePlugin  # noqa: PLC0415 - imported by a thread before
+
+        return DevicePlugin(
+            inbox=self._inbox,
+            latest=self._latest,
+            kubelet_socket=Path(self._settings.kubelet_socket),
+            clock=self._clock,
+        )
+
+    def _watch_kubelet(self) -> None:
+        from agent.sources.kubelet import KubeletSource  # noqa: PLC0415 - imported by a thread before
+
+        source = KubeletSource(
+            inbox=self._inbox,
+            latest=self._latest,
+            kubelet_socket=Path(self._settings.kubelet_socket),
+            clock=self._clock,
+        )
+        self._keep(KUBELET, source.run)
+
+    async def _write_state(self) -> None:
+        if self._vitals.state_file is None:
+            state_file = await in_daemon_thread("statefile-import", _import_state_file)
+            boot_id = await in_daemon_thread("boot-id-reader", lambda: boot_id_of(self._settings.proc_root))
+            self._vitals.state_file = state_file(self._settings.state_path, self._latest, boot_id=boot_id)
+        await self._vitals.state_file.run()
+
+    async def _serve_http(self) -> None:
+        await self._let_registration_go_first()
+        if self._http is None:
+            http_sink = await in_daemon_thread("http-import", _import_http)
+            self._http = http_sink(
+                latest=self._latest,
+                events=self._events,
+                agent=self._report,
+                http_listen=self._settings.http_listen,
+                api_listen=self._settings.api_listen,
+                control_socket=self._settings.control_socket,
+                may_serve_control=self._serving,
+            )
+        await self._http.run()
+
+    async def _let_registration_go_first(self) -> None:
+        version = self._latest.version
+        try:
+            async with asyncio.timeout(HTTP_WAIT_S):
+                while not _is_registered(self._latest.value):
+                    version = await self._latest.wait_newer(version)
+        except TimeoutError:
+            return
+
+    # Its life
+
+    async def _judge_start(self, nvml: "NvmlSource") -> None:
+        """Tell systemd when the agent serves or stands by; end it if NVML must work and does not."""
+        extending = self._start("start extension", self._notifier.extend_start())
+        try:
+            await nvml.wait_first_outcome()
+        except SourceError as error:
+            if self._settings.fail_on_init_error:
+                why = f"{error}; or wait for the driver with --fail-on-init-error=false"
+                self._ending.ask("NVML could not be initialised", InitFailedError(why))
+                return
+        finally:
+            extending.cancel()
+        if self._awaited_lock is None:
+            await self._serving.wait()
+        self._notifier.ready()
+
+    async def _stand_by(self, lock: NodeLock, memory: Memory) -> None:
+        holder = lock.holder()
+        _log.info("Standing by while another agent serves this node", extra=log.fields(holder=holder))
+        self._notifier.status(f"standby, {holder} serves this node")
+        freed = self._start("lock wait", in_daemon_thread("lock-waiter", lock.acquire))
+        while not freed.done():
+            await asyncio.wait({freed}, timeout=STANDBY_POLL_S)
+            now_ns = self._clock()
+            for item in self._inbox.take_nowait()[0]:
+                memory.note(item.fact, now_ns)
+            self._after_step(now_ns)
+        freed.result()
+        _log.info("Took over this node", extra=log.fields(before=holder))
+
+    async def _watch_driver(self, nvml: "NvmlSource") -> None:
+        """End the process where only a new one can load the driver's library."""
+        is_in_container = _is_in_container(self._environment)
+        while True:
+            await asyncio.sleep(DRIVER_WATCH_S)
+            since_ns = nvml.library_missing_since_ns
+            if nvml.library_replaced:
+                error = EndedError(
+                    "The NVML library was replaced by a newer one, which a new process can load"
+                )
+                self._ending.ask("another NVML library", error)
+            elif is_in_container and since_ns is not None and self._clock() - since_ns > NO_LIBRARY_NS:
+                error = EndedError("No NVML library was found for five minutes; a new container may see one")
+                self._ending.ask("no NVML library", error)
+
+    async def _reload_when_asked(self) -> None:
+        while True:
+            await self._reload_asked.wait()
+            self._reload_asked.clear()
+            self._notifier.reloading()
+            await self._reload()
+            self._notifier.ready()
+
+    async def _reload(self) -> None:
+        try:
+            settings = await in_daemon_thread("config-reader", self._reread)
+        except ConfigError as error:
+            self._vitals.reload_trouble = "; ".join(error.problems)
+            _log.error("Kept the old configuration", extra=log.fields(problems=list(error.problems)))
+            return
+        self._vitals.reload_trouble = None
+        for name in changes_that_need_a_restart(self._settings, settings):
+            _log.warning("A changed setting takes effect at the next start", extra=log.fields(setting=name))
+        log.set_level(settings.log_level)
+        self._policy = replace(settings.policy, jitter_seed=self._policy.jitter_seed)
+        self._inbox.put(PolicyChanged(self._policy))
+        _log.info("Read the configuration again")
+
+    async def _measure_lag(self) -> None:
+        while True:
+            before_ns = self._clock()
+            await asyncio.sleep(LAG_PERIOD_S)
+            self._vitals.lag_ns = self._clock() - before_ns - round(LAG_PERIOD_S * 1e9)
+
+    async def _stop(self, nvml: "NvmlSource") -> None:
+        """End everything in the order the peers expect."""
+        self._vitals.is_stopping = True
+        self._signals.limit_stopping()
+        self._notifier.stopping()
+        _log.info("Stopping", extra=log.fields(why=self._ending.why))
+        await self._cancel(KUBELET, "life", "start judge", "driver watch", "reload")
+        letting_go = self._start("nvml end", self._end_nvml(nvml))
+        if self._vitals.device_plugin is not None:
+            await self._vitals.device_plugin.drain(DRAIN_GRACE_S)
+        await self._cancel(DEVICE_PLUGIN, ENGINE, STATE_FILE)
+        if self._vitals.state_file is not None:
+            await self._vitals.state_file.flush(FLUSH_S)
+        await letting_go
+        await self._cancel(*self._tasks)
+
+    async def _end_nvml(self, nvml: "NvmlSource") -> None:
+        await self._cancel(NVML)
+        if await nvml.close():
+            self._inbox.close()
+        else:
+            _log.warning("Left while a call hangs in the driver")
+
+    # Who owns what
+
+    def _perform(self, effect: Effect) -> None:
+        """Hand an effect to its owner."""
+        match effect:
+            case RecordEvent():
+                self._journal.record(effect)
+                self._events.record(effect)
+            case RegisterResource():
+                if self._vitals.device_plugin is not None and not self._vitals.is_stopping:
+                    self._vitals.device_plugin.register(effect)
+            case WithdrawResource():
+                if self._vitals.device_plugin is not None:
+                    self._vitals.device_plugin.withdraw(effect)
+            case EndProcess():
+                error = EndedError(effect.message)
+                error.exit_code = effect.exit_code
+                self._ending.ask(effect.message, error)
+            case _:
+                assert_never(effect)
+
+    def _after_step(self, now_ns: int) -> None:
+        self._vitals.stepped_ns = now_ns
+        self._notifier.feed(now_ns)
+
+    def _keep(self, name: SourceName, run: Run) -> None:
+        self._start(name, self._supervisor.keep(name, run))
+
+    def _keep_critical(self, name: SourceName, run: Run) -> None:
+        async def keep() -> None:
+            try:
+                await self._supervisor.keep_critical(name, run)
+            except CriticalTaskError as error:
+                self._ending.ask(f"{name} failed", error)
+
+        self._start(name, keep())
+
+    def _start(self, name: str, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = self._group.create_task(work, name=name)
+        self._tasks[name] = task
+        return task
+
+    async def _cancel(self, *names: str) -> None:
+        tasks = [self._tasks[name] for name in names if name in self._tasks]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _is_registered(snapshot: Snapshot) -> bool:
+    return any(resource.phase is RegistrationPhase.REGISTERED for resource in snapshot.resources)
+
+
+def _is_in_container(environment: Mapping[str, str]) -> bool:
+    return "KUBERNETES_SERVICE_HOST" in environment or any(
+        Path(mark).exists() for mark in ("/.dockerenv", "/run/.containerenv")
+    )
+
+
+# Imports by a thread, so that the loop turns meanwhile; in the order in which the kubelet needs them.
+
+
+def _import_plugin() -> None:
+    import agent.sinks.device_plugin  # noqa: PLC0415
+    import agent.sources.kubelet  # noqa: F401, PLC0415
+
+
+def _import_state_file() -> "type[StateFile]":
+    from agent.sinks.statefile import StateFile  # noqa: PLC0415
+
+    return StateFile
+
+
+def _import_http() -> "type[HttpSink]":
+    from agent.sinks.http import HttpSink  # noqa: PLC0415
+
+    return HttpSink

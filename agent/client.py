@@ -1,0 +1,102 @@
+"""Asks a running agent over its control socket.
+
+Guarantees: answers are bounded in size and time. When nobody answers, the error says where was
+looked and what to start.
+"""
+
+import http.client
+import json
+import os
+import socket
+from collections.abc import Mapping
+from typing import Final, cast
+
+from agent.config import default_node_dir
+from agent.errors import AgentError, AgentUnreachableError
+from agent.options import OPTIONS
+
+MAX_ANSWER_BYTES: Final = 16 * 1024 * 1024
+TIMEOUT_S: Final = 5.0
+CONTROL_SOCKET: Final = OPTIONS["control-socket"]
+
+Json = dict[str, object]
+
+
+def candidates(flag: str | None, environment: Mapping[str, str]) -> tuple[str, ...]:
+    """Return where an agent may be asked: where one was told to, else the node's, else the simulated one."""
+    told = flag or environment.get(CONTROL_SOCKET.environment)
+    if told:
+        return (told,)
+    return (CONTROL_SOCKET.default, f"{default_node_dir(environment)}/agent/control.sock")
+
+
+class AgentClient:
+    """A client of one agent."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def get(self, target: str, *, timeout_s: float = TIMEOUT_S) -> Json:
+        """Return the document at a path such as ``/v1/devices``."""
+        connection = _UnixConnection(self.path, timeout_s)
+        try:
+            connection.request("GET", target)
+            response = connection.getresponse()
+            raw = response.read(MAX_ANSWER_BYTES + 1)
+        except TimeoutError:
+            raise AgentUnreachableError(
+                f"The agent at {self.path} did not answer within {timeout_s:g} s; read its log"
+            ) from None
+        except (OSError, http.client.HTTPException) as error:
+            raise AgentUnreachableError(f"The agent at {self.path} could not be asked: {error}") from None
+        finally:
+            connection.close()
+        if response.status == http.client.FORBIDDEN:
+            raise AgentUnreachableError(f"Only root may ask the agent at {self.path}; run this as root")
+        if len(raw) > MAX_ANSWER_BYTES:
+            raise AgentError(f"The answer of the agent at {self.path} is too long")
+        try:
+            return cast("Json", json.loads(raw))
+        except ValueError:
+            raise AgentError(
+                f"The agent at {self.path} answered {response.status} to {target}, which is no document; "
+                "is it of another version?"
+            ) from None
+
+
+def find_agent(flag: str | None, environment: Mapping[str, str] | None = None) -> AgentClient:
+    """Return a client of the agent that runs here, or raise AgentUnreachableError."""
+    looked = candidates(flag, os.environ if environment is None else environment)
+    for path in looked:
+        if _accepts(path):
+            return AgentClient(path)
+    raise AgentUnreachableError(
+        f"No agent answers at {' or '.join(looked)}; start one with 'gpu-agent run', "
+        "or a simulated node with 'gpu-agent demo'"
+    )
+
+
+def _accepts(path: str) -> bool:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.settimeout(TIMEOUT_S)
+        try:
+            probe.connect(path)
+        except PermissionError:
+            raise AgentUnreachableError(f"Only root may ask the agent at {path}; run this as root") from None
+        except OSError:
+            return False
+    return True
+
+
+class _UnixConnection(http.client.HTTPConnection):
+    """HTTP over a unix socket."""
+
+    def __init__(self, path: str, timeout_s: float) -> None:
+        super().__init__("localhost", timeout=timeout_s)
+        self._path = path
+
+    def connect(self) -> None:
+        """Connect to the path."""
+        self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.sock.settimeout(self.timeout)
+        self.sock.connect(self._path)

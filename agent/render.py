@@ -1,0 +1,160 @@
+"""Writes documents for people and programs: tables, JSON, YAML, names.
+
+Invariants: a table has no spaces in its titles and is at most WIDTH columns wide, unless it is the
+wide one; what is not known is ``<unknown>``, what is not there ``<none>``.
+"""
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from enum import StrEnum
+from typing import Final, TextIO
+
+WIDTH: Final = 80
+NONE: Final = "<none>"
+UNKNOWN: Final = "<unknown>"
+
+_COLOURS: Final = {"healthy": "32", "unhealthy": "31", "unknown": "33"}
+_GAP: Final = "  "
+
+Json = Mapping[str, object]
+
+
+class Output(StrEnum):
+    """Forms of output."""
+
+    TABLE = "table"
+    WIDE = "wide"
+    JSON = "json"
+    YAML = "yaml"
+    NAME = "name"
+
+
+def add_output_flag(parser: argparse.ArgumentParser) -> None:
+    """Add ``-o``."""
+    parser.add_argument(
+        "-o",
+        "--output",
+        choices=[output.value for output in Output],
+        default=Output.TABLE.value,
+        metavar="FORM",
+        help="Form of the output: table, wide, json, yaml or name (default: table)",
+    )
+
+
+def add_agent_flag(parser: argparse.ArgumentParser) -> None:
+    """Add ``--control-socket``."""
+    parser.add_argument(
+        "--control-socket",
+        metavar="PATH",
+        help="Where the agent is asked (default: /run/gpu-agent/control.sock, else that of the "
+        "simulated node; GPU_AGENT_CONTROL_SOCKET)",
+    )
+
+
+def show(document: object, output: Output) -> None:
+    """Print a document as JSON or YAML."""
+    if output is Output.YAML:
+        import yaml  # noqa: PLC0415 - only where it is asked for
+
+        print(yaml.safe_dump(document, sort_keys=False, allow_unicode=True), end="")
+    else:
+        print(json.dumps(document, indent=2, ensure_ascii=False))
+
+
+def table(titles: Sequence[str], rows: Sequence[Sequence[str]], *, is_wide: bool = False) -> list[str]:
+    """Return the lines of a table; the last column is cut where the line is too long."""
+    columns = list(zip(titles, *rows, strict=True))
+    widths = [max(len(cell) for cell in column) for column in columns]
+    lines = []
+    for row in (titles, *rows):
+        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
+        line = _GAP.join(cells).rstrip()
+        lines.append(line if is_wide or len(line) <= WIDTH else line[: WIDTH - 1] + "…")
+    return lines
+
+
+def device_rows(devices: Sequence[Json], *, now_ns: int, is_wide: bool) -> list[list[str]]:
+    """Return the rows of the table of devices; ``now_ns`` is monotonic, as the document's moments."""
+    return [_device_row(device, now_ns, is_wide=is_wide) for device in devices]
+
+
+DEVICE_TITLES: Final = ("ID", "MODEL", "HEALTH", "REASON", "SINCE", "POD")
+WIDE_DEVICE_TITLES: Final = (*DEVICE_TITLES, "GPU", "NUMA", "RESOURCE", "PCI", "MESSAGE")
+
+
+def _device_row(device: Json, now_ns: int, *, is_wide: bool) -> list[str]:
+    reasons = device.get("reasons")
+    first = reasons[0] if isinstance(reasons, list) and reasons else None
+    row = [
+        str(device["id"]) if is_wide else short_id(str(device["id"])),
+        _model(device.get("model"), is_wide=is_wide),
+        str(device["health"]),
+        reason_of(first),
+        age_of(first, now_ns),
+        UNKNOWN,
+    ]
+    if is_wide:
+        row += [_text(device.get(name)) for name in ("gpu", "numa_node", "resource", "pci")]
+        row.append(_text(first.get("message")) if isinstance(first, dict) else NONE)
+    return row
+
+
+def short_id(device_id: str) -> str:
+    """Return the beginning of a UUID, as people tell GPUs apart, with the replica: ``GPU-8f6d3c2e::1``."""
+    uuid, separator, replica = device_id.partition("::")
+    return uuid[:12] + separator + replica
+
+
+def reason_of(condition: object) -> str:
+    """Return a reason in short: ``xid 79``, ``gpu_lost``."""
+    if not isinstance(condition, Mapping):
+        return NONE
+    number = condition.get("number")
+    return (
+        f"{condition['code']} {number}" if condition["code"] == "xid" and number else str(condition["code"])
+    )
+
+
+def age_of(condition: object, now_ns: int) -> str:
+    """Return how long a condition has lasted."""
+    if not isinstance(condition, Mapping):
+        return NONE
+    since_ns = condition.get("since_monotonic_ns")
+    return age(now_ns - since_ns) if isinstance(since_ns, int) and since_ns else UNKNOWN
+
+
+def age(duration_ns: int) -> str:
+    """Return a time span as kubectl does: ``42s``, ``3m12s``, ``5h3m``, ``2d4h``."""
+    seconds = max(0, duration_ns // 1_000_000_000)
+    minutes, hours, days = seconds // 60, seconds // 3600, seconds // 86_400
+    if days:
+        return f"{days}d{hours % 24}h"
+    if hours:
+        return f"{hours}h{minutes % 60}m"
+    return f"{minutes}m{seconds % 60}s" if minutes else f"{seconds}s"
+
+
+def colour_health(line: str, health: str, *, is_coloured: bool) -> str:
+    """Return a line of a table with the health in colour."""
+    if not is_coloured or health not in _COLOURS:
+        return line
+    return line.replace(f" {health} ", f" \x1b[{_COLOURS[health]}m{health}\x1b[0m ", 1)
+
+
+def uses_colour(stream: TextIO = sys.stdout) -> bool:
+    """Tell whether colour is wanted: on a terminal, unless NO_COLOR is set."""
+    return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+
+
+def _model(name: object, *, is_wide: bool) -> str:
+    if not name:
+        return UNKNOWN
+    short = str(name).removeprefix("NVIDIA ")
+    return short if is_wide or len(short) <= 18 else short[:17] + "…"
+
+
+def _text(value: object) -> str:
+    return UNKNOWN if value is None else str(value)

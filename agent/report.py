@@ -1,0 +1,167 @@
+"""What the agent says of itself: its health checks and its own figures.
+
+Invariants: whatever a check has to wait for is asked once at a time and shared, so a storm of
+probes costs one call.
+"""
+
+import asyncio
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+from agent import __version__, checks, log
+from agent.bus import Inbox, Latest
+from agent.checks import Check, at_once
+from agent.documents import Json
+from agent.model.facts import DEVICE_PLUGIN, KUBELET, NVML, Fact
+from agent.model.ids import SourceName
+from agent.model.snapshot import Snapshot
+
+if TYPE_CHECKING:
+    from agent.sinks.device_plugin import DevicePlugin
+    from agent.sinks.statefile import StateFile
+
+HTTP: Final = SourceName("http")
+STATE_FILE: Final = SourceName("statefile")
+
+DIAL_TIMEOUT_S: Final = 2.0
+DIAL_CACHE_NS: Final = 1_000_000_000
+
+
+@dataclass(slots=True)
+class Vitals:
+    """The signs of life of one agent; the composition root keeps them true."""
+
+    began_ns: int
+    stepped_ns: int
+    """When the engine completed its last step, or a standing-by agent its last look."""
+    lag_ns: int = 0
+    """How late the event loop was when it was last measured."""
+    is_standby: bool = True
+    is_stopping: bool = False
+    reload_trouble: str | None = None
+    """Why the last reload was refused."""
+    device_plugin: "DevicePlugin | None" = None
+    state_file: "StateFile | None" = None
+
+    @property
+    def phase(self) -> str:
+        """Where the agent is in its life, in a word."""
+        if self.is_stopping:
+            return "stopping"
+        return "standby" if self.is_standby else "serving"
+
+
+class SelfReport:
+    """Answers what HTTP asks of the agent."""
+
+    def __init__(
+        self,
+        vitals: Vitals,
+        *,
+        latest: Latest[Snapshot],
+        inbox: Inbox[Fact],
+        lines: log.Log,
+        clock: Callable[[], int],
+    ) -> None:
+        self._vitals = vitals
+        self._latest = latest
+        self._inbox = inbox
+        self._lines = lines
+        self._clock = clock
+        self._dialled = Shared(self._dial, clock=clock)
+
+    @property
+    def is_standby(self) -> bool:
+        """Whether another agent serves this node."""
+        return self._vitals.is_standby
+
+    def time_of(self, at_ns: int) -> str:
+        """Return the time of day of a monotonic moment."""
+        return log.rfc3339(log.wall_time_of(at_ns, now_ns=self._clock()))
+
+    def checks(self) -> Sequence[Check]:
+        """Return the health checks that apply now."""
+        return (*self._liveness(), *self._readiness(), *self._sources_and_sinks())
+
+    def _liveness(self) -> Iterator[Check]:
+        yield Check("ping", at_once(lambda: None), is_liveness=True)
+        yield Check("event-loop", at_once(self._judge_loop), is_liveness=True)
+        if self._vitals.device_plugin is not None and self._vitals.device_plugin.statistics():
+            yield Check("grpc-socket", self._dialled.result, is_liveness=True)
+
+    def _readiness(self) -> Iterator[Check]:
+        yield Check("log", at_once(self._judge_log))
+        yield Check("config", at_once(lambda: self._vitals.reload_trouble))
+        if self._vitals.is_stopping:
+            yield Check("shutdown", at_once(lambda: "the agent is stopping"))
+        elif self._vitals.is_standby:
+            yield Check("standby", at_once(lambda: None))
+        else:
+            yield Check(
+                "kubelet-registered",
+                at_once(lambda: checks.kubelet_registered(self._latest.value, self._clock())),
+            )
+
+    def _sources_and_sinks(self) -> Iterator[Check]:
+        if self._vitals.is_standby:
+            return
+        yield Check("source-nvml", at_once(lambda: self._task(NVML) or checks.driver(self._latest.value)))
+        yield Check("source-kubelet", at_once(lambda: self._task(KUBELET)))
+        yield Check("sink-device-plugin", at_once(lambda: self._task(DEVICE_PLUGIN)))
+        yield Check("sink-http", at_once(lambda: self._task(HTTP)))
+        yield Check("sink-statefile", at_once(lambda: self._task(STATE_FILE) or self._judge_state_file()))
+
+    def _task(self, name: SourceName) -> str | None:
+        return checks.task(self._latest.value, name)
+
+    def _judge_loop(self) -> str | None:
+        return checks.event_loop(
+            lag_ns=self._vitals.lag_ns, step_age_ns=self._clock() - self._vitals.stepped_ns
+        )
+
+    def _judge_log(self) -> str | None:
+        blocked_s = self._lines.statistics().blocked_s
+        return f"blocked for {blocked_s:.0f} s" if blocked_s > checks.MAX_LOG_BLOCKED_S else None
+
+    def _judge_state_file(self) -> str | None:
+        return self._vitals.state_file.trouble if self._vitals.state_file is not None else None
+
+    async def _dial(self) -> str | None:
+        if self._vitals.device_plugin is None:
+            return None
+        mute = await self._vitals.device_plugin.unanswering(timeout_s=DIAL_TIMEOUT_S)
+        return f"{', '.join(mute)} did not answer on its own socket" if mute else None
+
+    def describe(self) -> Json:
+        """Return the agent's own figures."""
+        inbox, lines = self._inbox.statistics(), self._lines.statistics()
+        return {
+            "version": __version__,
+            "pid": os.getpid(),
+            "phase": self._vitals.phase,
+            "uptime_s": (self._clock() - self._vitals.began_ns) // 1_000_000_000,
+            "facts": {"put": inbox.put, "merged": inbox.merged, "lost": inbox.lost, "waiting": inbox.waiting},
+            "log_lines": {"written": lines.written, "dropped": lines.dropped},
+            "state_file_failures": self._vitals.state_file.failures if self._vitals.state_file else 0,
+        }
+
+
+class Shared:
+    """One answer for everyone who asks within a second."""
+
+    def __init__(self, ask: checks.Run, *, clock: Callable[[], int]) -> None:
+        self._ask = ask
+        self._clock = clock
+        self._lock = asyncio.Lock()
+        self._answer: str | None = None
+        self._until_ns: int | None = None
+
+    async def result(self) -> str | None:
+        """Return the answer, asking anew if the last one is old."""
+        async with self._lock:
+            if self._until_ns is None or self._clock() >= self._until_ns:
+                self._answer = await self._ask()
+                self._until_ns = self._clock() + DIAL_CACHE_NS
+            return self._answer

@@ -1,0 +1,105 @@
+"""What signals do: the first SIGTERM or SIGINT asks to stop, the second ends the process at once.
+
+Guarantees: the second signal, SIGUSR2 and the limit on stopping work although the event loop is
+stuck, because the handlers run between any two instructions of the main thread and the limit is
+kept by a thread of its own.
+"""
+
+import asyncio
+import logging
+import os
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from types import FrameType
+from typing import Final
+
+from agent.log import fields
+
+STOP_WITHIN_S: Final = 4.7
+"""A process asked to stop is gone within five seconds, whatever hangs."""
+
+MAX_DUMPED: Final = 256
+"""Tasks and threads whose stacks are written in one dump."""
+
+_STOPPING: Final = (signal.SIGTERM, signal.SIGINT)
+
+_log = logging.getLogger(__name__)
+
+
+class Signals:
+    """Holds the process's signal handlers from ``install`` to ``restore``."""
+
+    def __init__(
+        self, *, stop: Callable[[str], None], reload: Callable[[], None], before_exit: Callable[[], None]
+    ) -> None:
+        """``stop`` and ``reload`` are called on the loop; ``before_exit`` may take a moment to flush."""
+        self._stop = stop
+        self._reload = reload
+        self._before_exit = before_exit
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._is_stopping = False
+        self._previous: dict[int, object] = {}
+
+    def install(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Take the signals; only in the main thread."""
+        self._loop = loop
+        for number in _STOPPING:
+            self._take(number, self._on_stop)
+        self._take(signal.SIGHUP, self._on_reload)
+        self._take(signal.SIGUSR2, self._on_dump)
+        self._take(signal.SIGPIPE, signal.SIG_IGN)
+
+    def restore(self) -> None:
+        """Give the signals back."""
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)  # type: ignore[arg-type]
+        self._previous.clear()
+        self._loop = None
+
+    def limit_stopping(self) -> None:
+        """End the process hard if it is not gone in time; called when stopping begins."""
+        limit = threading.Timer(STOP_WITHIN_S, self._end_hard)
+        limit.name, limit.daemon = "stop-limit", True
+        limit.start()
+        self._is_stopping = True
+
+    def _take(self, number: int, handler: Callable[[int, FrameType | None], None] | signal.Handlers) -> None:
+        self._previous[number] = signal.signal(number, handler)
+
+    def _on_stop(self, number: int, _frame: FrameType | None) -> None:
+        if self._is_stopping:
+            self._before_exit()
+            os._exit(128 + number)
+        self.limit_stopping()
+        self._on_loop(lambda: self._stop(signal.Signals(number).name))
+
+    def _on_reload(self, _number: int, _frame: FrameType | None) -> None:
+        self._on_loop(self._reload)
+
+    def _on_dump(self, _number: int, _frame: FrameType | None) -> None:
+        dump_stacks(self._loop)
+
+    def _on_loop(self, callback: Callable[[], None]) -> None:
+        if self._loop is not None and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(callback)
+
+    def _end_hard(self) -> None:
+        _log.error("Could not stop in time and was ended", extra=fields(within_s=STOP_WITHIN_S))
+        dump_stacks(self._loop)
+        self._before_exit()
+        os._exit(1)
+
+
+def dump_stacks(loop: asyncio.AbstractEventLoop | None) -> None:
+    """Write the stack of each task and thread to the log."""
+    tasks = sorted(asyncio.all_tasks(loop), key=lambda task: task.get_name()) if loop is not None else []
+    for task in tasks[:MAX_DUMPED]:
+        stack = "".join(line for frame in task.get_stack() for line in traceback.format_stack(frame, limit=1))
+        _log.info("Stack of a task", extra=fields(task=task.get_name(), stack=stack))
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    for ident, frame in list(sys._current_frames().items())[:MAX_DUMPED]:  # noqa: SLF001 - the only way
+        stack = "".join(traceback.format_stack(frame))
+        _log.info("Stack of a thread", extra=fields(thread=names.get(ident, str(ident)), stack=stack))

@@ -1,0 +1,71 @@
+"""What a standing-by agent keeps in mind, so that it can take over at once.
+
+While another agent serves the node, the engine does not run, but the GPUs are watched. Of what they
+tell, the newest of each kind is kept; at the take-over it is told to an engine whose state comes
+from the file that the other agent left. What the other agent has seen too is not told again: it is
+in the file, with what became of it.
+
+Invariants: the room needed is the number of keys, as in the inbox.
+"""
+
+from collections.abc import Hashable, Iterable, Iterator
+from typing import Final
+
+from agent.errors import AgentError
+from agent.model.facts import (
+    DriverCallAnswered,
+    DriverCallOverdue,
+    DriverReady,
+    DriverUnavailable,
+    Fact,
+    FactsLost,
+    GpuCallFailed,
+    GpuCallOverdue,
+    GpuProbePassed,
+    XidReported,
+)
+from agent.model.policy import SECOND_NS
+
+RECENT_NS: Final = 10 * SECOND_NS
+"""An XID that is older was written down by the agent that served."""
+
+
+class InitFailedError(AgentError):
+    """NVML could not be initialised at the start, and the operator wants the process to end then."""
+
+
+class Memory:
+    """The newest facts, in the order in which they were last seen."""
+
+    def __init__(self) -> None:
+        self._newest: dict[Hashable, tuple[Fact, int]] = {}
+
+    def note(self, fact: Fact, now_ns: int) -> None:
+        """Keep a fact in mind, in place of an older one of its key."""
+        if fact.key is None or isinstance(fact, FactsLost):
+            return
+        self._newest.pop(fact.key, None)
+        self._newest[fact.key] = (fact, now_ns)
+
+    def recall(self, now_ns: int) -> Iterator[Fact]:
+        """Yield what is still true, oldest first."""
+        items = list(self._newest.values())
+        for position, (fact, at_ns) in enumerate(items):
+            later = (newer for newer, _ in items[position + 1 :])
+            if isinstance(fact, XidReported) and now_ns - at_ns > RECENT_NS:
+                continue
+            if not _is_over(fact, later):
+                yield fact
+
+
+def _is_over(fact: Fact, later: Iterable[Fact]) -> bool:
+    """Tell whether something newer says that what a fact tells is no more."""
+    match fact:
+        case GpuCallFailed() | GpuCallOverdue():
+            return any(isinstance(newer, GpuProbePassed) and newer.gpu == fact.gpu for newer in later)
+        case DriverUnavailable():
+            return any(isinstance(newer, DriverReady) for newer in later)
+        case DriverCallOverdue():
+            return any(isinstance(newer, DriverCallAnswered | DriverReady) for newer in later)
+        case _:
+            return False
