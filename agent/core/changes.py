@@ -12,7 +12,7 @@ from agent.core.registration import Registration
 from agent.core.state import State
 from agent.model.effects import Effect, Event, EventKind, RecordEvent, RegisterResource
 from agent.model.health import Condition, Health
-from agent.model.ids import ALL, GpuUuid, ResourceName
+from agent.model.ids import ALL, GpuUuid
 from agent.model.snapshot import Device, RegistrationPhase
 
 MAX_LISTED: Final = 16
@@ -37,9 +37,7 @@ def changes(old: State, new: State, now_ns: int) -> tuple[Effect, ...]:
 def _registrations(old: State, new: State) -> Iterator[Effect]:
     for name, standing in new.registrations.items():
         before = old.registrations.get(name)
-        if standing.phase is RegistrationPhase.REGISTERING and (
-            before is None or before.generation != standing.generation
-        ):
+        if standing.generation != (0 if before is None else before.generation):
             yield RegisterResource(name, standing.generation)
 
 
@@ -194,16 +192,20 @@ def _kubelet_events(old: State, new: State) -> Iterator[Event]:
 def _registration_events(old: State, new: State) -> Iterator[Event]:
     for name, standing in new.registrations.items():
         before = old.registrations.get(name)
-        if before == standing:
-            continue
-        if standing.registered and (before is None or not before.registered):
+        was_registered = before is not None and before.registered
+        if standing.registered and not was_registered:
             yield Event(
                 EventKind.REGISTRATION,
                 "Registered with the kubelet",
                 fields={"resource": name, "generation": standing.generation},
             )
         elif _is_new_trouble(before, standing):
-            yield _trouble(name, standing)
+            yield Event(
+                EventKind.REGISTRATION,
+                "Not registered with the kubelet",
+                warning=True,
+                fields={"resource": name, "generation": standing.generation, "detail": standing.message},
+            )
 
 
 def _is_new_trouble(before: Registration | None, standing: Registration) -> bool:
@@ -213,23 +215,13 @@ def _is_new_trouble(before: Registration | None, standing: Registration) -> bool
     )
 
 
-def _trouble(name: ResourceName, standing: Registration) -> Event:
-    return Event(
-        EventKind.REGISTRATION,
-        "Not registered with the kubelet",
-        warning=True,
-        fields={"resource": name, "generation": standing.generation, "detail": standing.message},
-    )
-
-
 def _task_events(old: State, new: State) -> Iterator[Event]:
     for name, task in new.tasks.items():
         before = old.tasks.get(name)
-        if before is None or before.running == task.running:
-            continue
-        if task.running:
+        was_running = before is None or before.running
+        if task.running and not was_running:
             yield Event(EventKind.TASK, "A task runs again", fields={"task": name})
-        else:
+        elif was_running and not task.running:
             yield Event(
                 EventKind.TASK,
                 "A task ended and will be started again",

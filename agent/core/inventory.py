@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from agent.model.gpu import Gpu, MigDevice
-from agent.model.ids import ALL, DeviceId, Placement, ResourceName, replica_id
+from agent.model.ids import DeviceId, Placement, ResourceName, replica_id
 from agent.model.policy import Policy
 
 PREFIX = "nvidia.com/"
@@ -34,15 +34,15 @@ def offers(
     """Return the devices of each resource, in wire order."""
     listed: dict[ResourceName, list[Offer]] = {name: [] for name in already_offered}
     ordered = sorted(gpus, key=lambda gpu: (gpu.pci, gpu.index))
-    as_slices = policy.mig_strategy != "none" and not mixed_profiles(ordered, policy)
+    if mixed_profiles(ordered, policy):
+        ordered = []
     for gpu in ordered:
         if policy.mig_strategy == "none" or not gpu.mig_enabled:
-            if policy.mig_strategy != "single" or not any(other.mig_enabled for other in ordered):
-                listed.setdefault(GPU_RESOURCE, []).extend(_shares(gpu, None, GPU_RESOURCE, policy))
-        elif as_slices:
-            for mig in sorted(gpu.mig_devices, key=lambda mig: (mig.gi, mig.ci)):
-                name = mig_resource(mig.profile, policy)
-                listed.setdefault(name, []).extend(_shares(gpu, mig, name, policy))
+            listed.setdefault(GPU_RESOURCE, []).extend(_shares(gpu, None, GPU_RESOURCE, policy))
+            continue
+        for mig in sorted(gpu.mig_devices, key=lambda mig: (mig.gi, mig.ci)):
+            name = mig_resource(mig.profile, policy)
+            listed.setdefault(name, []).extend(_shares(gpu, mig, name, policy))
     return {name: tuple(devices) for name, devices in listed.items()}
 
 
@@ -69,7 +69,7 @@ def mixed_profiles(gpus: Iterable[Gpu], policy: Policy) -> tuple[str, ...]:
 
 def _shares(gpu: Gpu, mig: MigDevice | None, name: ResourceName, policy: Policy) -> Iterable[Offer]:
     uuid = gpu.uuid if mig is None else mig.uuid
-    place = Placement(gpu.uuid, ALL, ALL) if mig is None else Placement(gpu.uuid, mig.gi, mig.ci)
+    place = gpu.placement if mig is None else Placement(gpu.uuid, mig.gi, mig.ci)
     count = policy.replicas.get(name)
     for replica in [None] if count is None else range(count):
         yield Offer(

@@ -88,7 +88,7 @@ def _findings(state: State, gpus: tuple[GpuView, ...]) -> Iterator[Finding]:
     driver = _driver_finding(state.driver)
     if driver is not None:
         yield driver
-    elif not state.present and not state.gpus:
+    elif not state.gpus:
         yield Finding(Reason.NOT_ENOUGH_GPUS, "NVML lists no GPU")
     unlike = mixed_profiles(state.gpus.values(), state.policy)
     if unlike:
