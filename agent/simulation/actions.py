@@ -273,11 +273,14 @@ class DeletePod:
 
 @dataclass(frozen=True, slots=True)
 class _KubeletFault:
+    name: str
     fault: Any
+    given: Mapping[str, Any]
 
     async def apply(self, node: "SimulatedNode") -> str:
         await node.kubelet.apply(self.fault)
-        return f"Kubelet: {summary_of(type(self.fault))}"
+        parameters = ", ".join(f"{name} {value}" for name, value in self.given.items())
+        return f"Kubelet fault {_hyphened(self.name)}" + (f" ({parameters})" if parameters else "")
 
 
 _OWN: Final = (
@@ -309,7 +312,7 @@ def _kubelet_action(name: str, fault: Any) -> Action:
         from agent.simulation.kubelet.faults import parse_fault  # noqa: PLC0415 - its package loads gRPC
 
         try:
-            return _KubeletFault(parse_fault(name, given))
+            return _KubeletFault(name, parse_fault(name, given), given)
         except UsageError as error:
             raise ConfigError((str(error),)) from None
 

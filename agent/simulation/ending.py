@@ -45,9 +45,10 @@ class StopSignals:
         """Wait for a signal."""
         await self._first.wait()
 
-    async def wait_second(self) -> None:
-        """Wait for a further signal: somebody has lost patience."""
-        await self._second.wait()
+    @property
+    def second(self) -> asyncio.Event:
+        """Set by a further signal: somebody has lost patience."""
+        return self._second
 
 
 async def first_of(**works: Coroutine[Any, Any, object]) -> str:

@@ -113,7 +113,11 @@ def _write(text: str) -> bool:
 
 def json_of(line: Line) -> str:
     """Return the JSON of a change of the kubelet's view, nothing for other lines."""
-    return json.dumps(line, ensure_ascii=False) if line["kind"] == "allocatable" else ""
+    if line["kind"] != "allocatable":
+        return ""
+    return json.dumps(
+        {name: value for name, value in line.items() if name != "connected"}, ensure_ascii=False
+    )
 
 
 def _text_of(line: Line) -> str:
@@ -129,12 +133,9 @@ def _text_of(line: Line) -> str:
 
 def describe(line: Mapping[str, Any]) -> str:
     """Return a change of the kubelet's view in words."""
-    unhealthy = line["unhealthy"]
     text = f"{line['resource']}: capacity {line['capacity']}, allocatable {line['allocatable']}"
-    if not unhealthy:
-        return text
-    named = ", ".join(str(device["id"]) for device in unhealthy[:4])
-    return f"{text}, unhealthy: {named}{' and more' if len(unhealthy) > 4 else ''}"
+    gpus = sorted({device["gpu"] for device in line["unhealthy"] if device["gpu"] is not None})
+    return f"{text}, unhealthy on GPU {', '.join(map(str, gpus))}" if gpus else text
 
 
 def _introduction(plan: Plan, path: Path) -> str:

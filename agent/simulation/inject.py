@@ -22,7 +22,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     """Describe the command; its actions are known only to ``main``, since their table needs gRPC."""
     default = config.default_node_dir()
     parser.description = "Make something happen to the simulated node of gpu-agent demo or simulate"
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.usage = "gpu-agent inject ACTION [VALUE] [--PARAMETER VALUE]... [--node-dir DIR]"
     parser.epilog = f"{EXAMPLES}\n\nWithout an action: all of them.\n{EXIT_CODES}"
     parser.add_argument(
         "--node-dir",

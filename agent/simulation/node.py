@@ -7,7 +7,7 @@ NVML state is closed. The directory itself belongs to whoever holds it.
 import asyncio
 import contextlib
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any, Final, Self
 
@@ -16,7 +16,7 @@ from agent.simulation.action_table import Invocation
 from agent.simulation.actions import parse
 from agent.simulation.directory import NodeDirectory
 from agent.simulation.feed import Feed
-from agent.simulation.kubelet import AllocatableChange, EmulatedKubelet
+from agent.simulation.kubelet import AllocatableChange, DeviceList, EmulatedKubelet, StreamEnd
 from agent.simulation.nvml import (
     LibraryNotBuiltError,
     NvmlState,
@@ -167,14 +167,23 @@ class SimulatedNode:
             "capacity": change.capacity,
             "allocatable": change.allocatable,
             "unhealthy": [{"id": id_, "gpu": places.get(_uuid(id_))} for id_ in change.unhealthy],
+            "connected": self._is_connected(change),
         }
+
+    def _is_connected(self, change: AllocatableChange) -> bool:
+        """Tell whether a change came from the plugin's list, not from the end of its stream."""
+
+        def newest(records: Sequence[DeviceList | StreamEnd]) -> int:
+            mine = (each.at_ns for each in reversed(records) if each.resource == change.resource)
+            return next((at_ns for at_ns in mine if at_ns <= change.at_ns), 0)
+
+        return newest(self.kubelet.lists) > newest(self.kubelet.stream_ends)
 
     def _devices(self, resource: str) -> dict[str, Any]:
         places = self._places()
         return {
             "kind": "devices",
             "resource": resource,
-            "connected": self.kubelet.client(resource) is not None,
             "devices": [
                 {"id": id_, "gpu": places.get(_uuid(id_)), "healthy": device.healthy, "pod": device.pod}
                 for id_, device in sorted(self.kubelet.devices(resource).items())

@@ -43,7 +43,6 @@ def add_node_dir(parser: argparse.ArgumentParser) -> None:
 def configure(parser: argparse.ArgumentParser) -> None:
     """Describe the command."""
     parser.description = "Run a simulated GPU node: the driver's library, its files and a kubelet"
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = EXAMPLES
     add_node_options(parser)
 

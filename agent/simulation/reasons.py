@@ -1,0 +1,109 @@
+"""Why devices are not well: asked from the running agent, for what the kubelet shows."""
+
+import asyncio
+import contextlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+MAX_ANSWER_BYTES: Final = 8 * 1024 * 1024
+ANSWER_TIMEOUT_S: Final = 2.0
+"""How long one question may take."""
+AGREES_WITHIN_S: Final = 1.0
+"""How long the agent may say something else than the kubelet, which hears it over the same stream."""
+_ASK_AGAIN_S: Final = 0.05
+
+UNKNOWN: Final = "unknown"
+STREAM_ENDED: Final = "The kubelet holds it for unhealthy because its ListAndWatch stream has ended"
+
+
+@dataclass(frozen=True, slots=True)
+class Reason:
+    """The first of a device's reasons; ``number`` is an XID or a return code."""
+
+    code: str = UNKNOWN
+    number: int | None = None
+    evidence: str | None = None
+    message: str | None = None
+
+    def __str__(self) -> str:
+        return self.code if self.number is None else f"{self.code} {self.number}"
+
+
+class AgentClient:
+    """Asks one agent over its control socket."""
+
+    def __init__(self, socket_path: Path) -> None:
+        self._path = socket_path
+
+    async def reasons(
+        self, resource: str, unhealthy: Sequence[str], *, connected: bool
+    ) -> Mapping[str, Reason]:
+        """Return a reason for each of the ids that the kubelet shows as unhealthy.
+
+        Waits a moment until the agent says the same as the kubelet; where it does not answer, or holds a
+        device for healthy, the reason is unknown. ``connected`` is whether the kubelet has it from a list.
+        """
+        found: dict[str, Reason] = {}
+        if not connected:
+            return dict.fromkeys(unhealthy, Reason(message=STREAM_ENDED))
+        if unhealthy:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(AGREES_WITHIN_S):
+                    while set(found) != set(unhealthy):
+                        found = await self._unhealthy(resource)
+                        await asyncio.sleep(0 if set(found) == set(unhealthy) else _ASK_AGAIN_S)
+        return {id_: found.get(id_, Reason()) for id_ in unhealthy}
+
+    async def http_address(self) -> str | None:
+        """Return where the agent serves HTTP; None while it does not."""
+        document = await self._get("/debug/state") or {}
+        listeners = document.get("agent", {}).get("listeners", {})
+        return listeners.get("http") or None
+
+    async def _unhealthy(self, resource: str) -> dict[str, Reason]:
+        document = await self._get("/v1/devices")
+        devices = document.get("devices", []) if document is not None else []
+        return {
+            str(device["id"]): _reason(device)
+            for device in devices
+            if device.get("resource") == resource and device.get("health") != "healthy"
+        }
+
+    async def _get(self, path: str) -> Mapping[str, Any] | None:
+        """Return the JSON of a document; None where the agent did not answer with it."""
+        try:
+            async with asyncio.timeout(ANSWER_TIMEOUT_S):
+                reader, writer = await asyncio.open_unix_connection(str(self._path))
+                try:
+                    writer.write(f"GET {path} HTTP/1.0\r\nHost: localhost\r\n\r\n".encode())
+                    answer = await _read_all(reader)
+                finally:
+                    writer.close()
+        except (OSError, TimeoutError):
+            return None
+        head, _, body = answer.partition(b"\r\n\r\n")
+        try:
+            document = json.loads(body) if b" 200 " in head.partition(b"\r\n")[0] else None
+        except ValueError:
+            return None
+        return document if isinstance(document, dict) else None
+
+
+async def _read_all(reader: asyncio.StreamReader) -> bytes:
+    answer = bytearray()
+    while len(answer) < MAX_ANSWER_BYTES and (data := await reader.read(65_536)):
+        answer += data
+    return bytes(answer)
+
+
+def _reason(device: Mapping[str, Any]) -> Reason:
+    for each in device.get("reasons", []):
+        if each.get("flips"):
+            return Reason(
+                each.get("code", UNKNOWN), each.get("number"), each.get("evidence"), each.get("message")
+            )
+    # Not known to be well, and no condition: it was never probed.
+    return Reason("not_probed") if device.get("health") == UNKNOWN else Reason()

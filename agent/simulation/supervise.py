@@ -1,0 +1,157 @@
+"""The process behind ``gpu-agent demo``: it starts the simulated node and the agent, shows both, ends both.
+
+Guarantees: when it returns or is killed, no process of it is left; when it returns, no file either.
+"""
+
+import asyncio
+import contextlib
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from agent.errors import EXIT_USAGE, AgentError, ConfigError, UsageError
+from agent.options import OPTIONS
+from agent.simulation import control
+from agent.simulation.children import Child, environment_of_children
+from agent.simulation.directory import NodeDirectory, agent_flags
+from agent.simulation.ending import StopSignals, first_of
+from agent.simulation.feed import Line
+from agent.simulation.plan import Plan
+from agent.simulation.reasons import AgentClient
+from agent.simulation.view import JsonLines, Output, Tables, View
+
+AGENT_PATIENCE_S: Final = 6.0
+"""The agent promises to be gone within five seconds of SIGTERM."""
+SIMULATE_PATIENCE_S: Final = 8.0
+_LOOK_FOR_LISTENER_S: Final = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class Demo:
+    """What was asked for; ``node_arguments`` are those of ``simulate``."""
+
+    plan: Plan
+    node_dir: Path
+    node_arguments: tuple[str, ...]
+    is_json: bool
+    hints: tuple[str, ...]
+
+
+async def demo(wanted: Demo) -> None:
+    """Show the simulated node until its scenario or a signal ends it; raises AgentError."""
+    environment = environment_of_children(
+        os.environ, ["GPU_AGENT_SIM_STATE", *(option.environment for option in OPTIONS.values())]
+    )
+    with StopSignals() as stop:
+        argv = [
+            sys.executable,
+            "-m",
+            "agent",
+            "simulate",
+            f"--node-dir={wanted.node_dir}",
+            *wanted.node_arguments,
+        ]
+        simulate = await Child.start("simulate", argv, environment=environment)
+        try:
+            if await first_of(ready=simulate.first_line(), stop=stop.wait()) == "ready":
+                await _refuse_unless_ready(simulate)
+                await _with_agent(wanted, simulate, environment, stop)
+        finally:
+            asked = await simulate.stop(SIMULATE_PATIENCE_S, impatient=stop.second)
+            if not asked or wanted.node_dir.exists():
+                _sweep(wanted.node_dir)
+
+
+async def _refuse_unless_ready(simulate: Child) -> None:
+    if await simulate.first_line():
+        return
+    code = await simulate.ended()
+    words = simulate.last_words() or f"The simulated node ended with status {code} before it was ready"
+    problems = tuple(line.removeprefix("gpu-agent: ") for line in words.splitlines())
+    raise ConfigError(problems) if code == EXIT_USAGE else AgentError("\n".join(problems))
+
+
+async def _with_agent(wanted: Demo, simulate: Child, environment: dict[str, str], stop: StopSignals) -> None:
+    log = wanted.node_dir / "agent.log"
+    agent = await Child.start("agent", _agent_command(wanted), environment=environment, log=log)
+    client = AgentClient(wanted.node_dir / "agent" / "control.sock")
+    output, tables = _output(wanted, client)
+    end: list[Line] = []
+    try:
+        which = await first_of(
+            stop=stop.wait(),
+            feed=_follow(wanted.node_dir, output, end),
+            agent=agent.ended(),
+            simulate=simulate.ended(),
+            listener=_show_agent(agent, client, tables),
+        )
+        await _judge(which, agent if which == "agent" else simulate, wanted, end)
+    finally:
+        if tables is not None:
+            tables.close()
+        await agent.stop(AGENT_PATIENCE_S, impatient=stop.second)
+
+
+def _output(wanted: Demo, client: AgentClient) -> tuple[Output, Tables | None]:
+    if wanted.is_json:
+        return JsonLines(client), None
+    view = View(node_dir=str(wanted.node_dir), hints=wanted.hints)
+    tables = Tables(view, client, is_terminal=sys.stdout.isatty())
+    tables.watch_size()
+    return tables, tables
+
+
+def _agent_command(wanted: Demo) -> list[str]:
+    flags = agent_flags(wanted.node_dir) | {"log-format": "text", "if-running": "fail"}
+    if wanted.plan.scenario is not None:
+        flags |= {"http-listen": "127.0.0.1:0"} | dict(wanted.plan.scenario.agent)
+    return [sys.executable, "-m", "agent", "run", *(f"--{name}={value}" for name, value in flags.items())]
+
+
+async def _follow(node_dir: Path, output: Output, end: list[Line]) -> None:
+    """Show the feed until it ends or nobody sees it; how a scenario ended is kept."""
+    async for line in control.watch(node_dir):
+        if line["kind"] == "error":
+            raise AgentError(line["text"])
+        if line["kind"] == "end":
+            end.append(line)
+        if not await output.take(line) or end:
+            return
+    # The node's process has ended, and its own end tells why.
+    await asyncio.Event().wait()
+
+
+async def _show_agent(agent: Child, client: AgentClient, tables: Tables | None) -> None:
+    """Show where the agent answers, once it does; then wait for ever."""
+    if tables is not None:
+        tables.set_agent(f"agent: process {agent.pid}")
+        while (address := await client.http_address()) is None:  # noqa: ASYNC110 - another process's state
+            await asyncio.sleep(_LOOK_FOR_LISTENER_S)
+        tables.set_agent(f"agent: process {agent.pid}, http://{address}/preflight")
+    await asyncio.Event().wait()
+
+
+async def _judge(which: str, child: Child, wanted: Demo, end: list[Line]) -> None:
+    """Raise AgentError unless the demo ended as it should."""
+    scenario = wanted.plan.scenario
+    if which in ("agent", "simulate"):
+        name = "agent" if which == "agent" else "simulated node"
+        code = await child.ended()
+        how = f"by signal {-code}" if code < 0 else f"with exit status {code}"
+        words = child.last_words()
+        raise AgentError(
+            f"The {name} ended unexpectedly {how}" + (f"; it said last:\n{words}" if words else "")
+        )
+    if end and not end[0]["ok"]:
+        raise UsageError(end[0]["text"]) if end[0]["exit"] == EXIT_USAGE else AgentError(end[0]["text"])
+    if scenario is not None and not end:
+        raise AgentError(f"Scenario {scenario.name} was interrupted")
+
+
+def _sweep(node_dir: Path) -> None:
+    """Remove what a killed node left behind."""
+    # Another node may have taken the directory, or it was never ours.
+    with contextlib.suppress(AgentError):
+        NodeDirectory.hold(node_dir).release()
