@@ -1,0 +1,109 @@
+"""The tables as data: every XID, every reason, every delay."""
+
+import pytest
+
+from agent.core.backoff import delay_ns
+from agent.core.reasons import MEANINGS
+from agent.core.xids import CLASSES, class_of, evidence_of, flips_under_compat, recovery_of
+from agent.model.facts import DriverCallOverdue, DriverUnavailable
+from agent.model.health import Condition, Health, Reason, Recovery, Severity
+from agent.model.policy import Policy
+from tests.core.build import MS, U0, S, failed, gpu, overdue, well_node, xid
+from tests.core.xid_table import ACTIONS, IGNORED_BY_NVIDIAS_PLUGIN, row_of
+
+XIDS = range(1, 201)
+
+
+@pytest.mark.parametrize("code", XIDS)
+def test_an_xid_is_classed_as_the_catalog_says(code: int) -> None:
+    assert (class_of(code).value, recovery_of(code).value, evidence_of(code).value) == row_of(code)
+
+
+@pytest.mark.parametrize("code", XIDS)
+def test_under_compat_an_xid_flips_if_nvidias_plugin_flips(code: int) -> None:
+    node = well_node(gpu(0))
+    node.tell(xid(code, count=2))
+    assert node.state.xids == {U0: {code: 2}}
+    if code in IGNORED_BY_NVIDIAS_PLUGIN:
+        assert node.health() == {U0: Health.HEALTHY}
+        return
+    assert node.health() == {U0: Health.UNHEALTHY}
+    (condition,) = node.conditions()
+    assert (condition.recovery.value, condition.evidence.value) == row_of(code)[1:]
+    assert (condition.key.code, condition.count, condition.message) == (code, 2, f"XID {code} was reported")
+
+
+def test_the_table_has_no_row_that_the_catalog_has_not() -> None:
+    assert CLASSES.keys() == ACTIONS.keys()
+
+
+def test_further_xids_can_be_ignored_by_configuration() -> None:
+    assert not flips_under_compat(94, frozenset({94, 63}))
+    assert flips_under_compat(95, frozenset({94, 63}))
+    node = well_node(gpu(0), policy=Policy(extra_ignored_xids=frozenset({94})))
+    node.tell(xid(94))
+    assert node.unhealthy() == set()
+    node.tell(xid(95))
+    assert node.unhealthy() == {U0}
+
+
+@pytest.mark.parametrize("reason", Reason)
+def test_every_reason_has_a_meaning_and_a_next_step(reason: Reason) -> None:
+    meaning = MEANINGS[reason]
+    assert len(meaning.advice) > 10
+    assert not meaning.advice.endswith(".")
+
+
+def test_only_critical_reasons_flip_a_device() -> None:
+    raised = everything_at_once()
+    assert {item.reason for item in raised} == {
+        reason
+        for reason, meaning in MEANINGS.items()
+        if meaning.severity is Severity.CRITICAL and reason is not Reason.MIG_SINGLE_NOT_UNIFORM
+    }
+    assert all(item.flips for item in raised)
+
+
+def everything_at_once() -> list[Condition]:
+    node = well_node(gpu(0))
+    node.tell(
+        xid(79),
+        failed(code=15),
+        failed(code=16),
+        failed(code=999),
+        overdue(),
+        DriverCallOverdue("init", S),
+    )
+    node.tell(DriverUnavailable(Reason.DRIVER_NOT_LOADED, "x"))
+    node.tell(DriverUnavailable(Reason.NVML_VERSION_MISMATCH, "x"))
+    return node.conditions()
+
+
+def test_what_the_agent_infers_from_the_driver_clears_itself() -> None:
+    clearing = {reason for reason, meaning in MEANINGS.items() if meaning.recovery is Recovery.SELF_CLEARING}
+    assert clearing == set(Reason) - {Reason.XID, Reason.GPU_LOST, Reason.RESET_REQUIRED}
+
+
+@pytest.mark.parametrize("seed", [0, 1, 7, 2**32, 2**63])
+@pytest.mark.parametrize("attempt", [1, 2, 3, 7, 8, 62, 63, 64, 65, 10_000])
+def test_a_delay_doubles_up_to_its_cap_and_jitter_only_lengthens_it(attempt: int, seed: int) -> None:
+    base_ns = min(100 * MS * 2 ** (attempt - 1), 10 * S)
+    wait_ns = delay_ns(attempt, first_ns=100 * MS, cap_ns=10 * S, seed=seed)
+    assert base_ns <= wait_ns <= base_ns * 12 // 10
+    assert wait_ns == delay_ns(attempt, first_ns=100 * MS, cap_ns=10 * S, seed=seed)
+
+
+def test_a_delay_that_is_never_capped_grows_for_a_whole_life() -> None:
+    assert delay_ns(40, first_ns=1, cap_ns=2**80, seed=0) >= 2**39
+
+
+def test_jitter_uses_its_whole_range_and_spreads_seeds_and_tries() -> None:
+    shares = [delay_ns(1, first_ns=100, cap_ns=100, seed=seed) - 100 for seed in range(1000)]
+    assert set(shares) == set(range(21))
+    assert max(shares.count(share) for share in range(21)) < 100
+    assert len({delay_ns(attempt, first_ns=100, cap_ns=100, seed=3) for attempt in range(8, 30)}) > 8
+
+
+def test_the_first_delays_of_a_node_are_known() -> None:
+    waits = [delay_ns(attempt, first_ns=1000, cap_ns=100_000, seed=42) for attempt in range(1, 9)]
+    assert waits == [1180, 2340, 4480, 8880, 17760, 33600, 67200, 120000]
