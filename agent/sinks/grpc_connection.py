@@ -219,7 +219,7 @@ class BoundedConnection(H2Protocol):
         self._eventless_bytes = 0 if events else self._eventless_bytes + len(portion)
         self._account(sum(stream.data_received for stream in self.processor.streams.values()))
         if self._eventless_bytes > bounds.eventless_bytes:
-            self._cut("header_size")
+            self._cut("incomplete")
         elif self._buffered_bytes > bounds.request_bytes:
             self._cut("request_size")
         elif self._tally.buffered_bytes > bounds.requests_bytes:
@@ -258,6 +258,7 @@ class BoundedConnection(H2Protocol):
             return
         self._is_over = True
         self._cancel_timers()
+        self._account(0)
         if not self.connection.is_closing():
             if self._h2.state_machine.state is not ConnectionState.CLOSED:
                 self._h2.close_connection(error)

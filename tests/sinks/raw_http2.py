@@ -1,0 +1,148 @@
+"""A client that speaks HTTP/2 frame by frame, and so can break every rule."""
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import h2.config
+import h2.connection
+import h2.events
+
+Header = tuple[str, str]
+
+SERVICE = "/v1beta1.DevicePlugin"
+
+
+def headers(method: str, *, authority: str | None = "localhost") -> list[Header]:
+    """The headers of a gRPC request as grpc-go sends them."""
+    host = [] if authority is None else [(":authority", authority)]
+    return [
+        (":method", "POST"),
+        (":scheme", "http"),
+        (":path", f"{SERVICE}/{method}"),
+        *host,
+        ("content-type", "application/grpc"),
+        ("te", "trailers"),
+    ]
+
+
+def framed(message: bytes) -> bytes:
+    """A gRPC message with its prefix."""
+    return b"\0" + len(message).to_bytes(4, "big") + message
+
+
+class RawClient:
+    """One connection; nothing is validated on the way out."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.reader = reader
+        self.writer = writer
+        self.h2 = h2.connection.H2Connection(
+            h2.config.H2Configuration(
+                client_side=True,
+                header_encoding=None,
+                validate_outbound_headers=False,
+                normalize_outbound_headers=False,
+            )
+        )
+        self.seen: list[h2.events.Event] = []
+
+    @classmethod
+    async def connect(cls, path: Path) -> Self:
+        return cls(*await asyncio.open_unix_connection(str(path)))
+
+    async def __aenter__(self) -> Self:
+        self.h2.initiate_connection()
+        await self.flush()
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        self.writer.close()
+        with suppress(ConnectionError):
+            await self.writer.wait_closed()
+
+    async def flush(self) -> None:
+        await self.send(self.h2.data_to_send())
+
+    async def send(self, data: bytes) -> None:
+        """Write; a server that has had enough is noticed by reading."""
+        self.writer.write(data)
+        with suppress(ConnectionError):
+            await self.writer.drain()
+
+    async def request(self, method: str, message: bytes = b"", *, authority: str | None = "localhost") -> int:
+        """Send a whole unary request and return its stream id."""
+        return await self.request_with(headers(method, authority=authority), framed(message))
+
+    async def request_with(self, lines: Sequence[Header], body: bytes) -> int:
+        stream_id = self.h2.get_next_available_stream_id()
+        self.h2.send_headers(stream_id, lines)
+        self.h2.send_data(stream_id, body, end_stream=True)
+        await self.flush()
+        return stream_id
+
+    async def events(self) -> AsyncIterator[h2.events.Event]:
+        """Yield events until the server ends the connection."""
+        while data := await self._read():
+            for event in self.h2.receive_data(data):
+                self.seen.append(event)
+                if isinstance(event, h2.events.DataReceived) and event.flow_controlled_length:
+                    self.h2.acknowledge_received_data(event.flow_controlled_length, event.stream_id)
+                yield event
+            await self.flush()
+
+    async def _read(self) -> bytes:
+        try:
+            return await self.reader.read(65536)
+        except ConnectionError:
+            return b""
+
+    async def wait_message(self, stream_id: int) -> bytes:
+        """Return the first message of a stream."""
+        body = b""
+        async for event in self.events():
+            if isinstance(event, h2.events.DataReceived) and event.stream_id == stream_id:
+                body += event.data
+                if len(body) >= 5 and len(body) >= 5 + int.from_bytes(body[1:5], "big"):
+                    return body[5:]
+            elif (
+                isinstance(event, h2.events.StreamEnded | h2.events.StreamReset)
+                and event.stream_id == stream_id
+            ):
+                break
+        raise AssertionError(f"no message on stream {stream_id}: {self.seen}")
+
+    async def wait_status(self, stream_id: int) -> str:
+        """Return the gRPC status of a call."""
+        async for event in self.events():
+            if (
+                isinstance(event, h2.events.TrailersReceived | h2.events.ResponseReceived)
+                and event.stream_id == stream_id
+            ):
+                status = dict(event.headers).get(b"grpc-status")
+                if status is not None:
+                    return status.decode()
+        raise AssertionError(f"no status on stream {stream_id}: {self.seen}")
+
+    async def wait_end(self) -> None:
+        """Return when the server has ended the connection."""
+        async for _ in self.events():
+            pass
+
+
+@asynccontextmanager
+async def raw_client(path: Path) -> AsyncIterator[RawClient]:
+    """A connected client that has said hello."""
+    async with await RawClient.connect(path) as client:
+        yield client
