@@ -6,6 +6,7 @@ are removed. What is heavy to import comes after what the kubelet waits for.
 """
 
 import asyncio
+import gc
 import logging
 import os
 import sys
@@ -27,7 +28,6 @@ from agent.model.effects import Effect, EndProcess, RecordEvent, RegisterResourc
 from agent.model.facts import DEVICE_PLUGIN, KUBELET, NVML, Fact, PolicyChanged
 from agent.model.ids import SourceName
 from agent.model.snapshot import Durable, RegistrationPhase, Snapshot
-from agent.report import HTTP, STATE_FILE, SelfReport, Vitals
 from agent.signals import Signals
 from agent.sinks.journal import JournalSink
 from agent.sinks.notify import Notifier
@@ -35,8 +35,10 @@ from agent.standby import InitFailedError, Memory
 from agent.startup import NodeLock, boot_id_of, check_paths, check_rights
 from agent.supervision import CriticalTaskError, Run, Supervisor
 from agent.threads import in_daemon_thread
+from agent.vitals import ENGINE, HTTP, STATE_FILE, Vitals
 
 if TYPE_CHECKING:
+    from agent.report import SelfReport
     from agent.sinks.device_plugin import DevicePlugin
     from agent.sinks.http import HttpSink
     from agent.sinks.statefile import StateFile
@@ -52,8 +54,6 @@ LAG_PERIOD_S: Final = 0.5
 DRIVER_WATCH_S: Final = 2.0
 NO_LIBRARY_NS: Final = 300_000_000_000
 """A container sees no library that is installed after its start: then only a new one helps."""
-
-ENGINE: Final = SourceName("engine")
 
 _log = logging.getLogger(__name__)
 
@@ -160,9 +160,6 @@ class Agent:
         self._group = asyncio.TaskGroup()
         self._http: HttpSink | None = None
         self._vitals = Vitals(began_ns=clock(), stepped_ns=clock())
-        self._report = SelfReport(
-            self._vitals, latest=self._latest, inbox=self._inbox, lines=lines, clock=clock
-        )
 
     def _snapshot_of_nothing(self) -> Snapshot:
         return snapshot_of(initial_state(self._policy, None, now_ns=self._clock()))
@@ -285,12 +282,16 @@ class Agent:
 
     async def _serve_http(self) -> None:
         await self._let_registration_go_first()
+        _collect_garbage_from_now_on()
         if self._http is None:
-            http_sink = await in_daemon_thread("http-import", _import_http)
+            http_sink, self_report = await in_daemon_thread("http-import", _import_http)
+            report = self_report(
+                self._vitals, latest=self._latest, inbox=self._inbox, lines=self._lines, clock=self._clock
+            )
             self._http = http_sink(
                 latest=self._latest,
                 events=self._events,
-                agent=self._report,
+                agent=report,
                 http_listen=self._settings.http_listen,
                 api_listen=self._settings.api_listen,
                 control_socket=self._settings.control_socket,
@@ -455,6 +456,13 @@ class Agent:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
+def _collect_garbage_from_now_on() -> None:
+    """Undo what the command did for a fast start; what was imported will never be garbage."""
+    if not gc.isenabled():
+        gc.freeze()
+        gc.enable()
+
+
 def _is_registered(snapshot: Snapshot) -> bool:
     return any(resource.phase is RegistrationPhase.REGISTERED for resource in snapshot.resources)
 
@@ -479,7 +487,8 @@ def _import_state_file() -> "type[StateFile]":
     return StateFile
 
 
-def _import_http() -> "type[HttpSink]":
+def _import_http() -> "tuple[type[HttpSink], type[SelfReport]]":
+    from agent.report import SelfReport  # noqa: PLC0415
     from agent.sinks.http import HttpSink  # noqa: PLC0415
 
-    return HttpSink
+    return HttpSink, SelfReport

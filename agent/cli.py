@@ -1,4 +1,4 @@
-"""The command line: finds the command, parses its flags, turns errors into sentences.
+"""The command line: finds the command and turns errors into sentences.
 
 Guarantees: results go to standard output, all else to standard error; an error is one sentence and
 never a traceback; exit codes are 0 for success, 1 for failed or not ready, 2 for usage, bad
@@ -6,18 +6,18 @@ configuration or could not tell. Only the chosen command's code is imported, bec
 starts slowly leaves a node without GPUs for longer.
 """
 
-import argparse
 import importlib
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Final, NoReturn, Protocol, cast
+from typing import TYPE_CHECKING, Final, NamedTuple, Protocol, cast
 
 from agent import __version__
 from agent.errors import EXIT_FAILED, EXIT_USAGE, AgentError, ConfigError, UsageError
 
-HELP_WIDTH: Final = 79
+if TYPE_CHECKING:
+    import argparse
+
 INTERRUPTED: Final = 130
 """128 + SIGINT, as a shell says it."""
 
@@ -25,15 +25,14 @@ INTERRUPTED: Final = 130
 class CommandModule(Protocol):
     """What a command's module offers."""
 
-    def configure(self, parser: argparse.ArgumentParser) -> None:
+    def configure(self, parser: "argparse.ArgumentParser") -> None:
         """Add the command's flags, description and examples."""
 
-    def main(self, args: argparse.Namespace) -> int:
+    def main(self, args: "argparse.Namespace") -> int:
         """Do it and return the exit code."""
 
 
-@dataclass(frozen=True, slots=True)
-class Command:
+class Command(NamedTuple):
     """One command."""
 
     name: str
@@ -67,26 +66,12 @@ Examples:
 """
 
 
-class Parser(argparse.ArgumentParser):
-    """An argument parser whose errors are UsageErrors."""
-
-    def error(self, message: str) -> NoReturn:
-        """Raise the error instead of printing usage; the sentence says where help is."""
-        raise UsageError(f"{message[:1].upper()}{message[1:]}; see {self.prog} --help")
-
-
-class HelpFormatter(argparse.RawDescriptionHelpFormatter):
-    """Keeps examples as they are written, and every line within a terminal."""
-
-    def __init__(self, prog: str) -> None:
-        super().__init__(prog, max_help_position=26, width=HELP_WIDTH)
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command and return its exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
-        return _dispatch(arguments)
+        code = _dispatch(arguments)
+        sys.stdout.flush()
     except ConfigError as error:
         _complain(*error.problems)
         return error.exit_code
@@ -99,50 +84,43 @@ def main(argv: Sequence[str] | None = None) -> int:
         return EXIT_FAILED
     except KeyboardInterrupt:
         return INTERRUPTED
+    except SystemExit as leaving:
+        # argparse leaves so after it printed help.
+        return leaving.code if isinstance(leaving.code, int) else EXIT_FAILED
+    return code
 
 
 def _dispatch(arguments: list[str]) -> int:
     if not arguments or arguments[0] in ("-h", "--help", "help"):
         print(_help(), end="")
         return 0 if arguments else EXIT_USAGE
-    if arguments[0] in ("--version", "-V"):
+    name, *rest = arguments
+    if name in ("--version", "-V"):
         print(f"gpu-agent {__version__}")
         return 0
-    command = COMMANDS.get(arguments[0])
+    if name == "run" and not {"-h", "--help"} & set(rest):
+        from agent.commands.run import run  # noqa: PLC0415 - only what is needed
+
+        return run(rest)
+    command = COMMANDS.get(name)
     if command is None:
-        raise UsageError(_unknown(arguments[0], "command", tuple(COMMANDS)) + "; see gpu-agent --help")
+        raise UsageError(f'"{name[:80]}" is no command{_suggestion(name)}; see gpu-agent --help')
+    return _with_argparse(command, rest)
+
+
+def _with_argparse(command: Command, arguments: list[str]) -> int:
+    from agent.arguments import Parser  # noqa: PLC0415 - not needed by run, which must start fast
+
     module = cast("CommandModule", importlib.import_module(command.module))
-    parser = Parser(
-        prog=f"gpu-agent {command.name}",
-        usage=f"gpu-agent {command.name} [flags]",
-        formatter_class=HelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = Parser(command.name)
     module.configure(parser)
-    parsed, unknown = parser.parse_known_args(arguments[1:])
-    parsed.unknown = [_unknown_argument(parser, word) for word in unknown]
-    if parsed.unknown and not getattr(parsed, "reports_unknown", False):
-        raise ConfigError(tuple(parsed.unknown))
-    code = module.main(parsed)
-    sys.stdout.flush()
-    return code
+    return module.main(parser.parse(arguments))
 
 
-def _unknown_argument(parser: argparse.ArgumentParser, word: str) -> str:
-    if not word.startswith("-"):
-        return f'"{word[:80]}" is not expected here; see {parser.prog} --help'
-    name = word.partition("=")[0]
-    return _unknown(name, "flag", tuple(flag for flag in _flags(parser) if flag.startswith("--")))
+def _suggestion(name: str) -> str:
+    from agent.spelling import suggestion  # noqa: PLC0415 - only where something is wrong
 
-
-def _flags(parser: argparse.ArgumentParser) -> Sequence[str]:
-    return [flag for action in parser._actions for flag in action.option_strings]  # noqa: SLF001 - no other way
-
-
-def _unknown(word: str, kind: str, known: tuple[str, ...]) -> str:
-    from agent.config_file import suggestion  # noqa: PLC0415 - only where something is wrong
-
-    return f'"{word[:80]}" is no {kind}{suggestion(word, known)}'
+    return suggestion(name, tuple(COMMANDS))
 
 
 def _complain(*sentences: str) -> None:

@@ -7,15 +7,15 @@ looked at in the file system (is this path a socket?) is judged at the start, no
 
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Final, Literal, NewType, cast
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, NewType, cast
 
-from agent import config_file
-from agent.config_file import FileContents, suggestion
 from agent.errors import ConfigError
 from agent.model.policy import MigStrategy, Policy
 from agent.options import ENVIRONMENT_PREFIX, LOOPBACK_API_PORT, OPTIONS, Address, Option
+
+if TYPE_CHECKING:
+    from agent.config_file import FileContents
 
 Origin = NewType("Origin", str)
 """Where a value came from: ``--poll``, ``GPU_AGENT_POLL``, ``/etc/x.yaml:3: agent.poll``, ``default``."""
@@ -29,8 +29,10 @@ _OTHER_VARIABLES: Final = frozenset({"GPU_AGENT_NODE_DIR"})
 """Variables with our prefix that are no option of ``run``."""
 
 
-@dataclass(frozen=True, slots=True)
-class Settings:
+_NOTHING: Final[Mapping[Any, Any]] = MappingProxyType({})
+
+
+class Settings(NamedTuple):
     """Everything that can be set, valid and complete."""
 
     policy: Policy
@@ -59,7 +61,7 @@ class Settings:
     log_format: LogFormat
     log_level: str
     config_file: str | None
-    origins: Mapping[str, Origin] = field(default_factory=lambda: MappingProxyType({}))
+    origins: Mapping[str, Origin] = _NOTHING
     """By option name."""
     warnings: tuple[str, ...] = ()
 
@@ -80,16 +82,16 @@ def load(flags: Mapping[str, str], environment: Mapping[str, str]) -> Settings:
     Raises ConfigError with every problem found.
     """
     resolver = _Resolver(flags, environment)
-    contents = FileContents(path="")
     path = resolver.text_of(OPTIONS["config-file"])
     if path:
-        contents = config_file.read(path)
-    resolver.use_file(contents)
+        from agent.config_file import read  # noqa: PLC0415 - only where there is a file
+
+        resolver.use_file(read(path))
     values = {name: resolver.value_of(option) for name, option in OPTIONS.items()}
     resolver.warn_of_unknown_variables()
     if resolver.problems:
         raise ConfigError(tuple(resolver.problems))
-    return _settings(values, contents, resolver)
+    return _settings(values, resolver)
 
 
 class _Resolver:
@@ -98,12 +100,12 @@ class _Resolver:
     def __init__(self, flags: Mapping[str, str], environment: Mapping[str, str]) -> None:
         self._flags = flags
         self._environment = environment
-        self._file = FileContents(path="")
+        self._file: FileContents | None = None
         self.origins: dict[str, Origin] = {}
         self.problems: list[str] = []
         self.warnings: list[str] = []
 
-    def use_file(self, contents: FileContents) -> None:
+    def use_file(self, contents: "FileContents") -> None:
         """Take the file's values, and what is wrong with it, into account."""
         self._file = contents
         self.problems += contents.problems
@@ -112,7 +114,7 @@ class _Resolver:
     def text_of(self, option: Option) -> str:
         """Return the text that counts and note where it came from."""
         in_environment = self._environment.get(option.environment)
-        in_file = self._file.values.get(option.name)
+        in_file = self._file.values.get(option.name) if self._file is not None else None
         if option.name in self._flags:
             text, origin = self._flags[option.name], f"--{option.name}"
         elif in_environment or (in_environment == "" and option.empty_means):
@@ -138,20 +140,27 @@ class _Resolver:
             self.problems.append(f'{origin} {error}, and is "{shown}"')
             return None
 
+    @property
+    def replicas(self) -> Mapping[str, int]:
+        """Return the shares of each device, by resource name; only the file can say."""
+        return self._file.replicas if self._file is not None else _NOTHING
+
     def warn_of_unknown_variables(self) -> None:
         """Tell of variables with our prefix that nothing reads: most likely a misspelling."""
         known = {option.environment for option in OPTIONS.values()} | _OTHER_VARIABLES
-        for name in sorted(self._environment):
-            if name.startswith(ENVIRONMENT_PREFIX) and name not in known:
-                self.warnings.append(f"{name} is no setting{suggestion(name, tuple(known))}")
+        unknown = [name for name in self._environment if name.startswith(ENVIRONMENT_PREFIX)]
+        for name in sorted(set(unknown) - known):
+            from agent.spelling import suggestion  # noqa: PLC0415 - only where something is wrong
+
+            self.warnings.append(f"{name} is no setting{suggestion(name, tuple(known))}")
 
 
-def _settings(values: Mapping[str, object], contents: FileContents, resolver: _Resolver) -> Settings:
+def _settings(values: Mapping[str, object], resolver: _Resolver) -> Settings:
     driver_root = cast("str", values["driver-root"])
     dev_root = cast("str", values["dev-root"]) or driver_root
     http_listen = cast("Address | None", values["http-listen"])
     return Settings(
-        policy=_policy(values, dev_root, contents.replicas),
+        policy=_policy(values, dev_root, resolver.replicas),
         fail_on_init_error=cast("bool", values["fail-on-init-error"]),
         driver_root=driver_root,
         dev_root=dev_root,
@@ -201,9 +210,7 @@ def _api_listen(given: Address | None, http_listen: Address | None) -> Address |
 
 
 NEEDS_RESTART: Final = tuple(
-    name
-    for name in Settings.__dataclass_fields__
-    if name not in ("policy", "log_level", "origins", "warnings")
+    name for name in Settings._fields if name not in ("policy", "log_level", "origins", "warnings")
 )
 
 

@@ -10,11 +10,14 @@ Source of the format: NVIDIA/k8s-device-plugin:api/config/v1/config.go, flags.go
 
 import os
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, Final, Protocol, cast
+from typing import Any, Final, NamedTuple, Protocol, cast
 
 from agent.options import OPTIONS, Option
+from agent.spelling import suggestion
+
+__all__ = ["FileContents", "FileValue", "read", "suggestion"]
 
 MAX_BYTES: Final = 128 * 1024
 """A parser in Python reads this in a few seconds; a real file has two kilobytes."""
@@ -56,8 +59,7 @@ _FOREIGN: Final = {
 """Keys of NVIDIA's file that are known and not used, by the mapping they stand in."""
 
 
-@dataclass(frozen=True, slots=True)
-class FileValue:
+class FileValue(NamedTuple):
     """The text of an option in the file, and where it stands."""
 
     text: str
@@ -276,19 +278,6 @@ class _Reader:
 
     def _warning(self, node: _Node, text: str) -> None:
         _append_bounded(self._contents.warnings, f"{self._where(node)}: {text}")
-
-
-def suggestion(word: str, known: tuple[str, ...] | Mapping[str, object]) -> str:
-    """Return ``; did you mean …?`` for a misspelt word, or nothing where no known word is close."""
-    import difflib  # noqa: PLC0415 - only where something is wrong
-
-    by_plain_form = {_plain(name): name for name in known}
-    close = difflib.get_close_matches(_plain(word)[:100], by_plain_form, n=1, cutoff=0.7)
-    return f"; did you mean {by_plain_form[close[0]]}?" if close else ""
-
-
-def _plain(word: str) -> str:
-    return word.lower().replace("-", "").replace("_", "")
 
 
 def _join(path: str, key: str) -> str:

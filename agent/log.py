@@ -18,9 +18,8 @@ import threading
 import time
 from collections import OrderedDict, deque
 from collections.abc import Mapping
-from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
-from typing import Final, Literal
+from typing import Final, Literal, NamedTuple
 
 Format = Literal["journal", "json", "text"]
 
@@ -63,8 +62,7 @@ def fields(**values: object) -> Mapping[str, object]:
     return {"fields": values}
 
 
-@dataclass(frozen=True, slots=True)
-class LogStatistics:
+class LogStatistics(NamedTuple):
     """Counts since the start, and for how long the sink has taken nothing."""
 
     written: int
@@ -269,11 +267,15 @@ class RateLimit(logging.Filter):
             self._seen.popitem(last=False)
 
 
-@dataclass(slots=True)
 class _Rate:
-    since_s: float
-    count: int = 1
-    suppressed: int = 0
+    """How often a message came in its period."""
+
+    __slots__ = ("count", "since_s", "suppressed")
+
+    def __init__(self, since_s: float) -> None:
+        self.since_s = since_s
+        self.count = 1
+        self.suppressed = 0
 
 
 class LineWriter:

@@ -4,11 +4,10 @@ Invariants: a value is text until its option's parser has seen it, wherever it c
 raises ValueError with the end of a sentence that begins with the option's name.
 """
 
-import ipaddress
 import re
+import socket
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 from agent.model.policy import Policy
 
@@ -31,8 +30,7 @@ _TRUE: Final = frozenset({"1", "t", "T", "TRUE", "true", "True"})
 _FALSE: Final = frozenset({"0", "f", "F", "FALSE", "false", "False"})
 
 
-@dataclass(frozen=True, slots=True)
-class Address:
+class Address(NamedTuple):
     """Where to listen; port 0 lets the kernel choose."""
 
     host: str
@@ -41,14 +39,13 @@ class Address:
     @property
     def is_loopback(self) -> bool:
         """Whether only this machine can connect."""
-        return ipaddress.ip_address(self.host).is_loopback
+        return self.host.startswith("127.") or self.host == "::1"
 
     def __str__(self) -> str:
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
 
-@dataclass(frozen=True, slots=True)
-class Option:
+class Option(NamedTuple):
     """One setting and every name it goes by."""
 
     name: str
@@ -92,9 +89,10 @@ def address_from(text: str) -> Address | None:
         raise ValueError('must be an address and a port, such as "127.0.0.1:9470"')
     host = host[1:-1] if host.startswith("[") and host.endswith("]") else host
     host = {"": "0.0.0.0", "localhost": "127.0.0.1"}.get(host, host)  # noqa: S104 - asked for by ":port"
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        return Address(str(ipaddress.ip_address(host)), int(port))
-    except ValueError:
+        return Address(socket.inet_ntop(family, socket.inet_pton(family, host)), int(port))
+    except OSError:
         raise ValueError(f'must name an IP address, and "{host}" is none') from None
 
 

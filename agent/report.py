@@ -7,8 +7,7 @@ probes costs one call.
 import asyncio
 import os
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from agent import __version__, checks, log
 from agent.bus import Inbox, Latest
@@ -17,40 +16,10 @@ from agent.documents import Json
 from agent.model.facts import DEVICE_PLUGIN, KUBELET, NVML, Fact
 from agent.model.ids import SourceName
 from agent.model.snapshot import Snapshot
-
-if TYPE_CHECKING:
-    from agent.sinks.device_plugin import DevicePlugin
-    from agent.sinks.statefile import StateFile
-
-HTTP: Final = SourceName("http")
-STATE_FILE: Final = SourceName("statefile")
+from agent.vitals import HTTP, STATE_FILE, Vitals
 
 DIAL_TIMEOUT_S: Final = 2.0
 DIAL_CACHE_NS: Final = 1_000_000_000
-
-
-@dataclass(slots=True)
-class Vitals:
-    """The signs of life of one agent; the composition root keeps them true."""
-
-    began_ns: int
-    stepped_ns: int
-    """When the engine completed its last step, or a standing-by agent its last look."""
-    lag_ns: int = 0
-    """How late the event loop was when it was last measured."""
-    is_standby: bool = True
-    is_stopping: bool = False
-    reload_trouble: str | None = None
-    """Why the last reload was refused."""
-    device_plugin: "DevicePlugin | None" = None
-    state_file: "StateFile | None" = None
-
-    @property
-    def phase(self) -> str:
-        """Where the agent is in its life, in a word."""
-        if self.is_stopping:
-            return "stopping"
-        return "standby" if self.is_standby else "serving"
 
 
 class SelfReport:

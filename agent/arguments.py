@@ -1,0 +1,48 @@
+"""argparse as the commands use it: errors are UsageErrors, help fits a terminal."""
+
+import argparse
+from collections.abc import Sequence
+from typing import Final, NoReturn
+
+from agent.errors import ConfigError, UsageError
+
+HELP_WIDTH: Final = 79
+
+
+class Parser(argparse.ArgumentParser):
+    """An argument parser whose errors are UsageErrors, unknown flags with a suggestion."""
+
+    def __init__(self, command: str) -> None:
+        super().__init__(
+            prog=f"gpu-agent {command}",
+            usage=f"gpu-agent {command} [flags]",
+            formatter_class=HelpFormatter,
+            allow_abbrev=False,
+        )
+
+    def error(self, message: str) -> NoReturn:
+        """Raise the error instead of printing usage; the sentence says where help is."""
+        raise UsageError(f"{message[:1].upper()}{message[1:]}; see {self.prog} --help")
+
+    def parse(self, arguments: Sequence[str]) -> argparse.Namespace:
+        """Return the arguments, or raise ConfigError with each one that is unknown."""
+        parsed, unknown = self.parse_known_args(arguments)
+        if unknown:
+            raise ConfigError(tuple(self._complaint(word) for word in unknown))
+        return parsed
+
+    def _complaint(self, word: str) -> str:
+        from agent.spelling import suggestion  # noqa: PLC0415 - only where something is wrong
+
+        if not word.startswith("-"):
+            return f'"{word[:80]}" is not expected here; see {self.prog} --help'
+        name = word.partition("=")[0]
+        known = tuple(flag for action in self._actions for flag in action.option_strings if flag[:2] == "--")
+        return f'"{name[:80]}" is no flag{suggestion(name, known)}; see {self.prog} --help'
+
+
+class HelpFormatter(argparse.RawDescriptionHelpFormatter):
+    """Keeps examples as they are written, and every line within a terminal."""
+
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=26, width=HELP_WIDTH)

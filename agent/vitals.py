@@ -1,0 +1,38 @@
+"""The signs of life of one agent."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+from agent.model.ids import SourceName
+
+if TYPE_CHECKING:
+    from agent.sinks.device_plugin import DevicePlugin
+    from agent.sinks.statefile import StateFile
+
+ENGINE: Final = SourceName("engine")
+HTTP: Final = SourceName("http")
+STATE_FILE: Final = SourceName("statefile")
+
+
+@dataclass(slots=True)
+class Vitals:
+    """The signs of life of one agent; the composition root keeps them true."""
+
+    began_ns: int
+    stepped_ns: int
+    """When the engine completed its last step, or a standing-by agent its last look."""
+    lag_ns: int = 0
+    """How late the event loop was when it was last measured."""
+    is_standby: bool = True
+    is_stopping: bool = False
+    reload_trouble: str | None = None
+    """Why the last reload was refused."""
+    device_plugin: "DevicePlugin | None" = None
+    state_file: "StateFile | None" = None
+
+    @property
+    def phase(self) -> str:
+        """Where the agent is in its life, in a word."""
+        if self.is_stopping:
+            return "stopping"
+        return "standby" if self.is_standby else "serving"
