@@ -25,8 +25,9 @@ from agent.engine import MAX_IDLE_NS, Engine
 from agent.errors import AgentError, AlreadyRunningError, ConfigError, SourceError
 from agent.events import EventRing
 from agent.model.effects import Effect, EndProcess, RecordEvent, RegisterResource, WithdrawResource
-from agent.model.facts import DEVICE_PLUGIN, KUBELET, NVML, Fact, PolicyChanged
-from agent.model.ids import SourceName
+from agent.model.facts import DEVICE_PLUGIN, KUBELET, NVML, Fact, KubeletSocketSeen, PolicyChanged
+from agent.model.ids import NO_KUBELET, SourceName
+from agent.model.policy import Policy
 from agent.model.snapshot import Durable, RegistrationPhase, Snapshot
 from agent.signals import Signals
 from agent.sinks.journal import JournalSink
@@ -43,6 +44,9 @@ if TYPE_CHECKING:
     from agent.sinks.http import HttpSink
     from agent.sinks.statefile import StateFile
     from agent.sources.nvml import NvmlSource
+
+NEVER_NS: Final = 10**18
+"""Thirty years: nobody opens ListAndWatch where nothing was registered."""
 
 DRAIN_GRACE_S: Final = 2.0
 FLUSH_S: Final = 1.0
@@ -138,7 +142,8 @@ class Agent:
         self._reread = reread
         self._environment = environment
         self._clock = clock
-        self._policy = replace(settings.policy, jitter_seed=int.from_bytes(os.urandom(4)))
+        self._jitter_seed = int.from_bytes(os.urandom(4))
+        self._policy = self._policy_of(settings)
 
         self._ending = Ending()
         self._reload_asked = asyncio.Event()
@@ -160,6 +165,11 @@ class Agent:
         self._group = asyncio.TaskGroup()
         self._http: HttpSink | None = None
         self._vitals = Vitals(began_ns=clock(), stepped_ns=clock())
+
+    def _policy_of(self, settings: Settings) -> Policy:
+        """Return the operator's policy, with what the core needs and an operator has no say in."""
+        policy = replace(settings.policy, jitter_seed=self._jitter_seed)
+        return policy if settings.registers else replace(policy, watch_timeout_ns=NEVER_NS)
 
     def _snapshot_of_nothing(self) -> Snapshot:
         return snapshot_of(initial_state(self._policy, None, now_ns=self._clock()))
@@ -258,11 +268,15 @@ class Agent:
         return DevicePlugin(
             inbox=self._inbox,
             latest=self._latest,
-            kubelet_socket=Path(self._settings.kubelet_socket),
+            kubelet_socket=Path(self._settings.kubelet_socket_or_default),
             clock=self._clock,
+            registers=self._settings.registers,
         )
 
     def _watch_kubelet(self) -> None:
+        if not self._settings.registers:
+            self._inbox.put(KubeletSocketSeen(NO_KUBELET))
+            return
         from agent.sources.kubelet import KubeletSource  # noqa: PLC0415 - imported by a thread before
 
         source = KubeletSource(
@@ -374,7 +388,7 @@ class Agent:
         for name in changes_that_need_a_restart(self._settings, settings):
             _log.warning("A changed setting takes effect at the next start", extra=log.fields(setting=name))
         log.set_level(settings.log_level)
-        self._policy = replace(settings.policy, jitter_seed=self._policy.jitter_seed)
+        self._policy = self._policy_of(settings)
         self._inbox.put(PolicyChanged(self._policy))
         _log.info("Read the configuration again")
 

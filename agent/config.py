@@ -66,6 +66,16 @@ class Settings(NamedTuple):
     warnings: tuple[str, ...] = ()
 
     @property
+    def registers(self) -> bool:
+        """Whether devices are registered with a kubelet, or only served."""
+        return bool(self.kubelet_socket)
+
+    @property
+    def kubelet_socket_or_default(self) -> str:
+        """The path beside which our sockets are made."""
+        return self.kubelet_socket or OPTIONS["kubelet-socket"].default
+
+    @property
     def lock_path(self) -> str:
         """The file whose lock makes one agent the agent of this node."""
         return f"{self.state_dir}/lock"

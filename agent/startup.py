@@ -56,10 +56,9 @@ def check_rights(settings: Settings) -> None:
             "run as root, or give --state-dir a directory that this user may write"
         ) from None
     _check_writable(state_dir, "keep state and lock", "--state-dir")
-    if settings.kubelet_socket:
-        directory = Path(settings.kubelet_socket).parent
-        if directory.is_dir():
-            _check_writable(directory, "make the plugin's sockets", "--kubelet-socket")
+    directory = Path(settings.kubelet_socket_or_default).parent
+    if directory.is_dir():
+        _check_writable(directory, "make the plugin's sockets", "--kubelet-socket")
 
 
 def _check_writable(directory: Path, purpose: str, option: str) -> None:

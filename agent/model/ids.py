@@ -52,6 +52,10 @@ class SocketIdentity:
     mtime_ns: int
 
 
+NO_KUBELET: Final = SocketIdentity(0, 0, 0)
+"""Stands for a kubelet where the operator wants devices served and not registered."""
+
+
 def replica_id(device: str, replica: int | None) -> DeviceId:
     """Return the id the kubelet sees for the n-th share of a device (facts: ``<uuid>::<n>``)."""
     return DeviceId(device if replica is None else f"{device}::{replica}")

@@ -26,7 +26,7 @@ from agent.bus import Inbox, Latest
 from agent.log import fields
 from agent.model.effects import RegisterResource, WithdrawResource
 from agent.model.facts import Fact, Registered, RegistrationFailed, RegistrationFailure
-from agent.model.ids import ResourceName
+from agent.model.ids import NO_KUBELET, ResourceName
 from agent.model.snapshot import Snapshot
 from agent.sinks.grpc_bounds import Bounds
 from agent.sinks.grpc_server import ServerStatistics
@@ -72,15 +72,20 @@ class DevicePlugin:
         kubelet_socket: Path,
         clock: Callable[[], int],
         bounds: Bounds | None = None,
+        registers: bool = True,
         on_sent: Callable[[ListSent], None] | None = None,
         register_timeout_s: float = REGISTER_TIMEOUT_S,
     ) -> None:
-        """Serve beside ``kubelet_socket``. ``on_sent`` is told of each ListAndWatch message written."""
+        """Serve beside ``kubelet_socket``. ``on_sent`` is told of each ListAndWatch message written.
+
+        With ``registers`` false the kubelet is left alone, and being served counts as registered.
+        """
         self._inbox = inbox
         self._latest = latest
         self._kubelet_socket = kubelet_socket
         self._clock = clock
         self._bounds = bounds or Bounds()
+        self._registers = registers
         self._on_sent = on_sent
         self._register_timeout_s = register_timeout_s
         self._slots: dict[ResourceName, _Slot] = {}
@@ -187,13 +192,16 @@ class DevicePlugin:
             await self._end(slot)
             endpoint = self._open(tasks, slot, path, order.generation)
         endpoint.service.generation = order.generation
-        kubelet, own = identity_of(self._kubelet_socket), endpoint.identity
+        own = endpoint.identity
+        if own is None:
+            raise NotRegisteredError("not_served", f"{path} was removed as soon as it was made")
+        if not self._registers:
+            return Registered(order.resource, order.generation, kubelet=NO_KUBELET, socket=own)
+        kubelet = identity_of(self._kubelet_socket)
         if kubelet is None:
             raise NotRegisteredError(
                 "absent", f"{self._kubelet_socket} does not exist; it appears when the kubelet starts"
             )
-        if own is None:
-            raise NotRegisteredError("not_served", f"{path} was removed as soon as it was made")
         await register(
             self._kubelet_socket,
             endpoint=path.name,
