@@ -125,10 +125,15 @@ def _integer(least: int, most: int) -> Callable[[str], int]:
 
 
 def _path(text: str) -> str:
-    if "\0" in text:
-        raise ValueError("must not hold a NUL character")
     if text and not text.startswith("/"):
         raise ValueError("must be an absolute path")
+    return _any_path(text)
+
+
+def _any_path(text: str) -> str:
+    """Parse a path that a person may give relative to where they are."""
+    if "\0" in text:
+        raise ValueError("must not hold a NUL character")
     return text
 
 
@@ -231,7 +236,7 @@ NVIDIA_OPTIONS: Final = (
     Option(
         "config-file",
         "",
-        _path,
+        _any_path,
         "PATH",
         "Configuration file, version v1 as of NVIDIA's plugin, with our keys under agent",
         "CONFIG_FILE",
