@@ -17,6 +17,8 @@ import grpc.aio
 from agent.simulation.stubs.deviceplugin.v1beta1 import api_pb2 as pb
 
 MAX_CALLS: Final = 1_024
+REGISTER_TIMEOUT_S: Final = 15.0
+"""Longer than the kubelet's ten seconds for its dial."""
 SERVICE: Final = "v1beta1.DevicePlugin"
 
 
@@ -82,18 +84,18 @@ class ReferencePlugin:
         """End the streams, then the server, which takes its socket file along."""
         if self._server is None:
             return
-        await self._wake(stopping=True)
+        await self._change(stopping=True)
         server, self._server = self._server, None
         await server.stop(0.2)
 
     async def send(self, devices: Iterable[pb.Device]) -> None:
         """Replace the list; every watcher gets it."""
         self._devices = list(devices)
-        await self._wake(stopping=False)
+        await self._change(stopping=False)
 
     async def end_streams(self) -> None:
         """End every open ListAndWatch stream with OK, and serve on."""
-        await self._wake(stopping=True)
+        await self._change(stopping=True)
         await self.wait_for(lambda: self.watchers == 0)
         self._stopping = False
 
@@ -112,7 +114,7 @@ class ReferencePlugin:
         version: str = "v1beta1",
         endpoint: str | None = None,
         resource: str | None = None,
-        timeout_s: float = 15.0,
+        timeout_s: float = REGISTER_TIMEOUT_S,
     ) -> None:
         """Register with the kubelet of this folder; raises grpc.aio.AioRpcError where it refuses."""
         request = pb.RegisterRequest(
@@ -123,7 +125,11 @@ class ReferencePlugin:
         )
         await register(self.path.parent, request, timeout_s)
 
-    async def _wake(self, *, stopping: bool) -> None:
+    async def _wake(self) -> None:
+        async with self._changed:
+            self._changed.notify_all()
+
+    async def _change(self, *, stopping: bool) -> None:
         async with self._changed:
             self._version += 1
             self._stopping = stopping
@@ -150,13 +156,13 @@ class ReferencePlugin:
                 seen = self._version
                 yield pb.ListAndWatchResponse(devices=self._devices)
                 self.sent += 1
+                await self._wake()
             end = "ended"
         finally:
             self.watchers -= 1
             self.ended.append(end)
             with contextlib.suppress(asyncio.CancelledError):
-                async with self._changed:
-                    self._changed.notify_all()
+                await self._wake()
 
     async def _newer_than(self, seen: int) -> bool:
         """Wait for a list that was not sent yet; False when the stream is to end."""
@@ -219,9 +225,11 @@ class ReferencePlugin:
         }
 
 
-async def register(directory: Path, request: pb.RegisterRequest, timeout_s: float = 15.0) -> None:
+async def register(
+    directory: Path, request: pb.RegisterRequest, timeout_s: float = REGISTER_TIMEOUT_S
+) -> None:
     """Call Register on the kubelet's socket in ``directory``."""
-    options = [("grpc.use_local_subchannel_pool", 1)]
+    options = [("grpc.use_local_subchannel_pool", 1), ("grpc.default_authority", "localhost")]
     path = quote(str(directory / "kubelet.sock"))
     async with grpc.aio.insecure_channel(f"unix:{path}", options=options) as channel:
         call = channel.unary_unary(

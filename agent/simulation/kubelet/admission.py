@@ -45,6 +45,7 @@ class Admission:
         self._endpoints = endpoints
         self._rng = rng
         self.allocations: deque[Allocation] = deque(maxlen=MAX_ALLOCATIONS)
+        self.allocation_count = 0
 
     async def admit(self, pod: Pod) -> None:
         """Give a pending pod its devices, or fail it for good."""
@@ -111,6 +112,7 @@ class Admission:
             raise
         finally:
             took = time.monotonic_ns() - began
+            self.allocation_count += 1
             self.allocations.append(Allocation(began, took, pod.key, resource, tuple(ids), error))
 
     async def _pre_start(self, pod: Pod) -> None:

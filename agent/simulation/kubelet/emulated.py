@@ -10,6 +10,7 @@ Guarantees:
 """
 
 import asyncio
+import contextlib
 import random
 from collections.abc import Callable, Coroutine
 from pathlib import Path
@@ -29,6 +30,7 @@ from agent.simulation.kubelet.records import (
     Allocation,
     DeviceList,
     DeviceView,
+    KubeletStatistics,
     PodOutcome,
     Registration,
     StreamEnd,
@@ -78,7 +80,7 @@ class EmulatedKubelet:
         self._process: KubeletProcess | None = None
         self._life = asyncio.Lock()
         self._up = asyncio.Event()
-        self._closed = False
+        self._ending = asyncio.Event()
         self._starts = 0
         self._admitting = asyncio.Lock()
         self._registry = Registry(
@@ -101,7 +103,7 @@ class EmulatedKubelet:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._closed = True
+        self._ending.set()
         async with self._life:
             await self._die(kill=False, unlink=self._remove_sockets)
         tasks = tuple(self._tasks)
@@ -153,7 +155,7 @@ class EmulatedKubelet:
             f"{name} {each.allocatable}/{each.capacity}" for name, each in sorted(self._node.shown.items())
         ]
         words = ["running" if self.running else "down", *(shown or ["no resource"])]
-        words.append(f"{len(self._registry.registrations)} registrations")
+        words.append(f"{self._registry.registration_count} registrations")
         if self._registry.registrations and self._registry.registrations[-1].error is not None:
             words.append(f"last refused with {self._registry.registrations[-1].error!r}")
         if self._registry.stream_ends:
@@ -187,15 +189,21 @@ class EmulatedKubelet:
         """The last MAX_ALLOCATIONS Allocate calls."""
         return tuple(self._admission.allocations)
 
-    @property
-    def starts(self) -> int:
-        """How many times this kubelet has started."""
-        return self._starts
+    def statistics(self) -> KubeletStatistics:
+        """Return how often what happened, also of what is no longer remembered."""
+        return KubeletStatistics(
+            starts=self._starts,
+            registrations=self._registry.registration_count,
+            refused=self._registry.refused_count,
+            lists=self._registry.list_count,
+            stream_ends=self._registry.stream_end_count,
+            allocations=self._admission.allocation_count,
+        )
 
     @property
     def running(self) -> bool:
         """Whether the kubelet is up and accepts connections."""
-        return self._up.is_set() and not self._closed
+        return self._up.is_set() and not self._ending.is_set()
 
     def client(self, resource: str) -> PluginClient | None:
         """Return the connection Allocate would use, for calls a kubelet would never make."""
@@ -217,11 +225,11 @@ class EmulatedKubelet:
         """Stop and start again; returns when the new kubelet.sock accepts connections."""
         async with self._life:
             await self._die(kill=kill, unlink=not kill)
-            await asyncio.sleep(downtime_s)
+            await self._pause(downtime_s)
             await self._live(refusing_s=refusing_s)
 
     async def _live(self, *, refusing_s: float) -> None:
-        if self._process is not None or self._closed:
+        if self._process is not None or self._ending.is_set():
             return
         process = KubeletProcess(self.device_plugins, self.pod_resources)
         services = (
@@ -230,13 +238,12 @@ class EmulatedKubelet:
         )
         self._node.kubelet_started(first=self._starts == 0)
         try:
-            await process.start(services, refusing_s=refusing_s)
+            await process.start(services, refuse=lambda: self._pause(refusing_s))
         except BaseException as error:
-            await process.stop(kill=True)
+            await process.finish()
             if isinstance(error, OSError):
-                raise AgentError(
-                    f"The simulated kubelet cannot serve in {self.device_plugins}: {error}"
-                ) from error
+                where = self.device_plugins
+                raise AgentError(f"The simulated kubelet cannot serve in {where}: {error}") from error
             raise
         self._process = process
         self._starts += 1
@@ -248,15 +255,23 @@ class EmulatedKubelet:
         if process is None:
             return
         self._up.clear()
-        self._process = None
         if unlink:
             process.unlink()
+        process.close(kill=kill)
         if kill:
             for client in self._registry.live():
                 sever(client.path)
         await self._registry.forget()
-        await process.stop(kill=kill)
+        await process.finish()
+        # Only now: whoever is cancelled on the way leaves a kubelet that can still be stopped.
+        self._process = None
         self._node.kubelet_stopped()
+
+    async def _pause(self, seconds: float) -> None:
+        """Wait, but not longer than the emulation lasts."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._ending.wait()
 
     # Pods.
 
@@ -269,7 +284,7 @@ class EmulatedKubelet:
         while True:
             await self._up.wait()
             async with self._admitting:
-                if self._closed:
+                if self._ending.is_set():
                     raise AgentError(
                         f"Pod {namespace}/{name} was not admitted: the simulated kubelet has ended"
                     )

@@ -221,12 +221,10 @@ class SocketFront:
             self._socket.close()
         self._socket = None
 
-    async def abort(self) -> None:
-        """Stop accepting and drop every connection at once."""
-        self.close()
+    def abort(self) -> None:
+        """Drop every connection at once."""
         for leg in self._carriers.values():
             leg.abort()
-        await self.drained()
 
     async def drained(self) -> None:
         """Wait until no connection is left."""

@@ -6,13 +6,12 @@ Invariants (facts: kubelet item 4):
 2. A kubelet that is killed leaves its socket files; they refuse connections until the next one starts.
 """
 
-import asyncio
 import contextlib
 import itertools
 import os
 import secrets
 import stat
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -40,8 +39,13 @@ class KubeletProcess:
         """Return who called Register, by gRPC's name of the connection."""
         return self._registration.peer(name)
 
-    async def start(self, services: tuple[tuple[str, Mapping[str, Any]], ...], *, refusing_s: float) -> None:
-        """Clean the folder and serve; ``services`` are those of registration and of pod resources."""
+    async def start(
+        self, services: tuple[tuple[str, Mapping[str, Any]], ...], *, refuse: Callable[[], Awaitable[None]]
+    ) -> None:
+        """Clean the folder and serve; ``services`` are those of registration and of pod resources.
+
+        Connections to kubelet.sock are refused, though the file is there, until ``refuse`` returns.
+        """
         for directory in (self._device_plugins, self._pod_resources):
             directory.mkdir(mode=0o750, parents=True, exist_ok=True)
         for name, (service, methods) in zip(self._names, services, strict=True):
@@ -52,22 +56,24 @@ class KubeletProcess:
         self._pods.bind()
         await self._pods.listen()
         self._registration.bind()
-        if refusing_s:
-            await asyncio.sleep(refusing_s)
+        await refuse()
         await self._registration.listen()
 
-    async def stop(self, *, kill: bool) -> None:
-        """Stop serving; the socket files stay, see ``unlink``."""
-        if kill:
-            await self._registration.abort()
-            await self._pods.abort()
-        self._registration.close()
-        self._pods.close()
+    def close(self, *, kill: bool) -> None:
+        """Accept no further connection; a killed kubelet's open ones break at once."""
+        for front in (self._registration, self._pods):
+            front.close()
+            if kill:
+                front.abort()
+
+    async def finish(self) -> None:
+        """Stop serving what is still connected; the socket files stay, see ``unlink``."""
+        self.close(kill=False)
         for server in self._servers:
             await server.stop(None)
-        self._servers.clear()
-        await self._registration.abort()
-        await self._pods.abort()
+        for front in (self._registration, self._pods):
+            front.abort()
+            await front.drained()
 
     def unlink(self) -> None:
         """Remove the socket files that are still this kubelet's."""

@@ -97,6 +97,18 @@ class Allocation:
 
 
 @dataclass(frozen=True, slots=True)
+class KubeletStatistics:
+    """Counts since the emulation began; unlike the records above they are not bounded."""
+
+    starts: int
+    registrations: int
+    refused: int
+    lists: int
+    stream_ends: int
+    allocations: int
+
+
+@dataclass(frozen=True, slots=True)
 class DeviceView:
     """A device as the kubelet sees it; ``pod`` is the active pod that has it, ``namespace/name``."""
 

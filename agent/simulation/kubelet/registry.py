@@ -95,6 +95,7 @@ class Registry:
         self.registrations: deque[Registration] = deque(maxlen=MAX_REGISTRATIONS)
         self.lists: deque[DeviceList] = deque(maxlen=MAX_LISTS)
         self.stream_ends: deque[StreamEnd] = deque(maxlen=MAX_LISTS)
+        self.registration_count = self.refused_count = self.list_count = self.stream_end_count = 0
         self._directory = directory
         self._dial_timeout_s = dial_timeout_s
         self._spawn = spawn
@@ -136,6 +137,8 @@ class Registry:
             generation = (await self._connect(request.resource_name, request.endpoint, delay.dial)).generation
         except (RegistrationRefusedError, PluginCallError) as refusal:
             error = str(refusal)
+        self.registration_count += 1
+        self.refused_count += error is not None
         self.registrations.append(
             Registration(
                 received_at_ns=received_at_ns,
@@ -188,6 +191,7 @@ class Registry:
 
     async def _run(self, client: PluginClient) -> None:
         cause = await client.run(self._take)
+        self.stream_end_count += 1
         self.stream_ends.append(
             StreamEnd(time.monotonic_ns(), client.resource, client.endpoint, client.generation, cause)
         )
@@ -216,6 +220,7 @@ class Registry:
             )
             for device in message.devices
         }
+        self.list_count += 1
         self.lists.append(
             DeviceList(
                 at_ns=at_ns,

@@ -1,0 +1,72 @@
+"""The tap that reads ``:authority`` along the way, over every shape a header block may have."""
+
+import h2.config
+import h2.connection
+import pytest
+from hpack import Encoder
+from hypothesis import given
+from hypothesis import strategies as st
+
+from agent.simulation.kubelet.front import AuthorityTap
+
+PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
+HEADERS = [(":method", "POST"), (":scheme", "http"), (":path", "/x")]
+
+
+def frame(kind: int, flags: int, payload: bytes) -> bytes:
+    return len(payload).to_bytes(3) + bytes((kind, flags)) + (1).to_bytes(4) + payload
+
+
+def block(authority: str | None) -> bytes:
+    fields = HEADERS if authority is None else [*HEADERS, (":authority", authority)]
+    return bytes(Encoder().encode(fields))
+
+
+@given(cuts=st.lists(st.integers(1, 40), max_size=40))
+def test_the_authority_is_found_however_the_bytes_arrive(cuts: list[int]) -> None:
+    client = h2.connection.H2Connection(h2.config.H2Configuration(client_side=True))
+    client.initiate_connection()
+    client.send_headers(1, [*HEADERS, (":authority", "first")])
+    client.send_data(1, b"x" * 50, end_stream=True)
+    client.send_headers(3, [*HEADERS, (":authority", "second")])
+    data, tap = client.data_to_send(), AuthorityTap()
+    for cut in cuts:
+        tap.feed(data[:cut])
+        data = data[cut:]
+    tap.feed(data)
+    assert tap.authority == "second"
+
+
+def test_padding_priority_and_continuation_are_understood() -> None:
+    encoded = block("localhost")
+    padded = bytes((3,)) + bytes(5) + encoded[:4] + bytes(3)
+    tap = AuthorityTap()
+    tap.feed(PREFACE + frame(0x1, 0x8 | 0x20, padded) + frame(0x9, 0x4, encoded[4:]))
+    assert tap.authority == "localhost"
+
+
+def test_no_authority_is_none() -> None:
+    tap = AuthorityTap()
+    tap.feed(PREFACE + frame(0x1, 0x4, block(None)))
+    assert tap.authority is None
+
+
+@pytest.mark.parametrize("payload", [b"\xff\xff\xff\xff\xff\xff\xff", b"\x80"])
+def test_a_block_it_cannot_decode_ends_it_quietly(payload: bytes) -> None:
+    tap = AuthorityTap()
+    tap.feed(PREFACE + frame(0x1, 0x4, payload) + frame(0x1, 0x4, block("late")))
+    assert tap.authority is None
+
+
+def test_a_header_block_without_end_is_not_kept() -> None:
+    tap = AuthorityTap()
+    tap.feed(PREFACE + frame(0x1, 0x0, b"x" * 16_000))
+    for _ in range(10):
+        tap.feed(frame(0x9, 0x0, b"x" * 16_000))
+    assert len(tap._block) <= 80_000
+
+
+@given(st.binary(max_size=400))
+def test_garbage_never_raises(data: bytes) -> None:
+    AuthorityTap().feed(data)
+    AuthorityTap().feed(PREFACE + data)
