@@ -23,13 +23,6 @@ class PlacedMigDevice:
     uuid: str
 
 
-@dataclass(slots=True)
-class _GpuInstance:
-    profile: int
-    start: int
-    compute_slices: int = 0
-
-
 def gpu_uuid(slot: int) -> str:
     """Name the GPU of a slot: the same node always has the same UUIDs."""
     return f"GPU-00000000-0000-4000-8000-{slot:012x}"
@@ -43,74 +36,74 @@ def mig_uuid(slot: int, gi: int, ci: int) -> str:
 def place_mig_devices(
     slot: int, profiles: Sequence[MigProfileSpec], devices: Sequence[MigDeviceSpec]
 ) -> tuple[PlacedMigDevice, ...]:
-    """Place the devices in order. Raises PresetError for an unknown profile or when there is no room left."""
-    names = {profile.name: row for row, profile in enumerate(profiles)}
-    instances: dict[int, _GpuInstance] = {}
+    """Place the devices. Raises PresetError for an unknown profile or when they do not fit on one GPU."""
+    instances: dict[int, int] = {}
+    chosen = [_instance(number, profiles, device, instances) for number, device in enumerate(devices)]
+    starts = _starts([profiles[row] for row in instances.values()])
+    if starts is None:
+        wanted = ", ".join(profiles[row].name for row in instances.values())
+        raise PresetError(f"mig.devices: no room on one GPU for {wanted}")
+    places = dict(zip(instances, starts, strict=True))
+    used = dict.fromkeys(instances, 0)
     placed: list[PlacedMigDevice] = []
-    for number, device in enumerate(devices):
-        where = f"mig.devices[{number}]"
-        row = names.get(device.profile)
-        if row is None:
-            raise PresetError(
-                f"{where}.profile: {device.profile!r} is not offered, choose from {sorted(names)}"
+    for number, (device, gi) in enumerate(zip(devices, chosen, strict=True)):
+        profile = profiles[instances[gi]]
+        slices = profile.slices if device.slices is None else device.slices
+        if used[gi] + slices > profile.slices:
+            raise PresetError(f"mig.devices[{number}]: GPU instance {gi} has {profile.slices} compute slices")
+        placed.append(
+            PlacedMigDevice(
+                profile=instances[gi],
+                gi=gi,
+                ci=device.ci,
+                slices=slices,
+                start=places[gi],
+                compute_start=used[gi],
+                uuid=device.uuid or mig_uuid(slot, gi, device.ci),
             )
-        gi = _free_gi(profiles[row], instances) if device.gi is None else device.gi
-        if gi not in instances:
-            instances[gi] = _GpuInstance(row, _free_start(where, profiles, row, instances))
-        placed.append(_place(where, slot, profiles, row, gi, device, instances[gi]))
+        )
+        used[gi] += slices
     _refuse_twins(placed)
     return tuple(placed)
 
 
-def _place(
-    where: str,
-    slot: int,
-    profiles: Sequence[MigProfileSpec],
-    row: int,
-    gi: int,
-    device: MigDeviceSpec,
-    instance: _GpuInstance,
-) -> PlacedMigDevice:
-    whole = profiles[row].slices
-    slices = whole if device.slices is None else device.slices
-    if instance.profile != row:
-        raise PresetError(f"{where}.gi: {gi} is a {profiles[instance.profile].name} already")
-    if instance.compute_slices + slices > whole:
-        raise PresetError(f"{where}.slices: GPU instance {gi} has {whole} compute slices in all")
-    start = instance.compute_slices
-    instance.compute_slices += slices
-    return PlacedMigDevice(
-        profile=row,
-        gi=gi,
-        ci=device.ci,
-        slices=slices,
-        start=instance.start,
-        compute_start=start,
-        uuid=device.uuid or mig_uuid(slot, gi, device.ci),
-    )
-
-
-def _free_gi(profile: MigProfileSpec, instances: dict[int, _GpuInstance]) -> int:
-    gi = profile.first_gi
-    while gi in instances:
-        gi += 1
+def _instance(
+    number: int, profiles: Sequence[MigProfileSpec], device: MigDeviceSpec, instances: dict[int, int]
+) -> int:
+    """Choose the GPU instance of a device, and note its profile's row if it is a new one."""
+    rows = {profile.name: row for row, profile in enumerate(profiles)}
+    row = rows.get(device.profile)
+    if row is None:
+        offered = ", ".join(rows) or "none"
+        raise PresetError(
+            f"mig.devices[{number}].profile: {device.profile!r} is not offered, choose from {offered}"
+        )
+    gi = device.gi
+    if gi is None:
+        gi = profiles[row].first_gi
+        while gi in instances:
+            gi += 1
+    if instances.setdefault(gi, row) != row:
+        raise PresetError(f"mig.devices[{number}].gi: {gi} is a {profiles[instances[gi]].name} already")
     return gi
 
 
-def _free_start(
-    where: str, profiles: Sequence[MigProfileSpec], row: int, instances: dict[int, _GpuInstance]
-) -> int:
-    taken = {
-        at + offset
-        for at, size in ((other.start, profiles[other.profile].size) for other in instances.values())
-        for offset in range(size)
-    }
-    alike = sum(other.profile == row for other in instances.values())
-    profile = profiles[row]
-    for start in profile.starts:
-        if alike < profile.instances and taken.isdisjoint(range(start, start + profile.size)):
-            return start
-    raise PresetError(f"{where}.profile: no room left on the GPU for another {profile.name}")
+def _starts(wanted: Sequence[MigProfileSpec]) -> list[int] | None:
+    """Find memory slices for all of them, in the order of the profiles' own preference."""
+    if any(wanted.count(profile) > profile.instances for profile in wanted):
+        return None
+    return _fit(wanted, frozenset())
+
+
+def _fit(wanted: Sequence[MigProfileSpec], taken: frozenset[int]) -> list[int] | None:
+    if not wanted:
+        return []
+    first = wanted[0]
+    for start in first.starts:
+        slices = frozenset(range(start, start + first.size))
+        if taken.isdisjoint(slices) and (rest := _fit(wanted[1:], taken | slices)) is not None:
+            return [start, *rest]
+    return None
 
 
 def _refuse_twins(placed: Sequence[PlacedMigDevice]) -> None:

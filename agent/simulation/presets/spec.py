@@ -80,7 +80,9 @@ class NvLinkSpec(Spec, frozen=True, kw_only=True):
 class FabricSpec(Spec, frozen=True, kw_only=True):
     """A GPU that registers with the fabric manager; the cluster is a UUID."""
 
-    cluster: str = "00000000-0000-0000-0000-000000000000"
+    cluster: Annotated[str, Meta(pattern="^[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}$")] = (
+        "00000000-0000-0000-0000-000000000000"
+    )
     clique: Number = 0
 
 
