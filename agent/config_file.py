@@ -108,14 +108,10 @@ class _UnreadableError(Exception):
 
 def _text_of(path: str) -> str:
     try:
-        # Not blocking: a named pipe would otherwise hang the start.
-        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        raw = _bytes_of(path)
     except OSError as error:
-        raise _UnreadableError(f"Could not open the configuration file {path}: {error.strerror}") from None
-    with os.fdopen(descriptor, "rb") as file:
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise _UnreadableError(f"The configuration file {path} is not a regular file")
-        raw = file.read(MAX_BYTES + 1)
+        reason = error.strerror or str(error)
+        raise _UnreadableError(f"Could not read the configuration file {path}: {reason}") from None
     if len(raw) > MAX_BYTES:
         raise _UnreadableError(f"The configuration file {path} is over {MAX_BYTES // 1024} KiB")
     try:
@@ -123,6 +119,20 @@ def _text_of(path: str) -> str:
     except UnicodeDecodeError as error:
         line = raw.count(b"\n", 0, error.start) + 1
         raise _UnreadableError(f"{path}:{line}: not UTF-8 text") from None
+
+
+def _bytes_of(path: str) -> bytes:
+    # Not blocking: a named pipe would otherwise hang the start.
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise _UnreadableError(f"The configuration file {path} is not a regular file")
+        raw = b""
+        while len(raw) <= MAX_BYTES and (chunk := os.read(descriptor, MAX_BYTES + 1 - len(raw))):
+            raw += chunk
+        return raw
+    finally:
+        os.close(descriptor)
 
 
 def _compose(path: str, text: str) -> _Node | None:

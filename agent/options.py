@@ -24,8 +24,8 @@ _UNITS_NS: Final = {
     "us": 1_000,
     "ns": 1,
 }
-_DURATION: Final = re.compile(r"(?:\d+(?:\.\d+)?(?:h|ms|us|ns|m|s))+")
-_DURATION_PART: Final = re.compile(r"(\d+(?:\.\d+)?)(h|ms|us|ns|m|s)")
+_DURATION: Final = re.compile(r"(?:[0-9]{1,12}(?:\.[0-9]{1,9})?(?:h|ms|us|ns|m|s)){1,6}")
+_DURATION_PART: Final = re.compile(r"([0-9]+(?:\.[0-9]+)?)(h|ms|us|ns|m|s)")
 _TRUE: Final = frozenset({"1", "t", "T", "TRUE", "true", "True"})
 _FALSE: Final = frozenset({"0", "f", "F", "FALSE", "false", "False"})
 

@@ -1,0 +1,417 @@
+"""Where values come from, and that every mistake is told at once, where it stands."""
+
+import os
+import string
+from pathlib import Path
+
+import pytest
+import yaml
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+
+from agent import config, config_file
+from agent.config import Settings, default_node_dir
+from agent.errors import ConfigError
+from agent.model.policy import Policy
+from agent.options import LOOPBACK_API_PORT, OPTIONS, Address, duration_from
+
+
+def load(**flags: str) -> Settings:
+    return config.load({name.replace("_", "-"): value for name, value in flags.items()}, {})
+
+
+def told(flags: dict[str, str]) -> tuple[str, ...]:
+    """What is wrong with these flags; nothing but a ConfigError may be raised."""
+    try:
+        config.load(flags, {})
+    except ConfigError as error:
+        return error.problems
+    return ()
+
+
+def write(tmp_path: Path, text: str | bytes) -> str:
+    path = tmp_path / "config.yaml"
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    return str(path)
+
+
+def problems(tmp_path: Path, text: str | bytes) -> tuple[str, ...]:
+    path = write(tmp_path, text)
+    with pytest.raises(ConfigError) as caught:
+        load(config_file=path)
+    return tuple(problem.replace(path, "FILE") for problem in caught.value.problems)
+
+
+def warnings(tmp_path: Path, text: str) -> tuple[str, ...]:
+    path = write(tmp_path, text)
+    return tuple(warning.replace(path, "FILE") for warning in load(config_file=path).warnings)
+
+
+# Precedence
+
+
+def test_without_anything_the_defaults_count() -> None:
+    settings_ = config.load({}, {})
+    assert settings_.fail_on_init_error is True
+    assert settings_.kubelet_socket == "/var/lib/kubelet/device-plugins/kubelet.sock"
+    assert settings_.http_listen == Address("127.0.0.1", 9470)
+    assert settings_.poll_ns == 10_000_000_000
+    assert settings_.policy.recovery_clean_probes == 3
+    assert set(settings_.origins.values()) == {"default"}
+
+
+def test_a_flag_counts_before_a_variable_and_a_variable_before_the_file(tmp_path: Path) -> None:
+    path = write(tmp_path, "flags: {migStrategy: single}\nagent: {poll: 3s, callDeadline: 4s}\n")
+    settings_ = config.load(
+        {"config-file": path, "poll": "1s"}, {"GPU_AGENT_POLL": "2s", "GPU_AGENT_CALL_DEADLINE": "2s"}
+    )
+    assert settings_.poll_ns == 1_000_000_000
+    assert settings_.call_deadline_ns == 2_000_000_000
+    assert settings_.policy.mig_strategy == "single"
+
+
+def test_each_value_knows_where_it_came_from(tmp_path: Path) -> None:
+    path = write(tmp_path, "version: v1\nagent:\n  callDeadline: 4s\n")
+    settings_ = config.load({"config-file": path, "poll": "1s"}, {"MIG_STRATEGY": "mixed"})
+    assert settings_.origins["poll"] == "--poll"
+    assert settings_.origins["mig-strategy"] == "MIG_STRATEGY"
+    assert settings_.origins["call-deadline"] == f"{path}:3: agent.callDeadline"
+    assert settings_.origins["http-listen"] == "default"
+
+
+@pytest.mark.parametrize("name", [name for name, option in OPTIONS.items() if option.file_key])
+def test_every_option_of_the_file_can_be_set_there(tmp_path: Path, name: str) -> None:
+    option = OPTIONS[name]
+    text = option.default or {"if-running": "fail", "api-listen": "127.0.0.1:1"}.get(name, "/x")
+    keys = option.file_key.split(".")
+    yaml = "".join("  " * depth + f"{key}:\n" for depth, key in enumerate(keys))[:-1] + f" {text}\n"
+    settings_ = load(config_file=write(tmp_path, yaml))
+    assert settings_.origins[name].endswith(option.file_key)
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_every_option_can_be_set_by_its_variable(name: str, tmp_path: Path) -> None:
+    option = OPTIONS[name]
+    default = option.default or {"if-running": "fail", "api-listen": "127.0.0.1:1"}.get(name, "/x")
+    text = write(tmp_path, "") if name == "config-file" else default
+    settings_ = config.load({}, {option.environment: text})
+    assert settings_.origins[name] == option.environment
+
+
+def test_names_of_options_and_keys_are_unique() -> None:
+    environment = [option.environment for option in OPTIONS.values()]
+    keys = [option.file_key for option in OPTIONS.values() if option.file_key]
+    assert len(set(environment)) == len(environment)
+    assert len(set(keys)) == len(keys)
+
+
+def test_defaults_of_the_core_and_of_the_options_agree() -> None:
+    assert load().policy == Policy()
+
+
+def test_an_empty_variable_counts_as_unset_where_empty_means_nothing() -> None:
+    assert config.load({}, {"MIG_STRATEGY": ""}).origins["mig-strategy"] == "default"
+
+
+def test_an_empty_kubelet_socket_means_to_serve_without_registering() -> None:
+    settings_ = config.load({}, {"KUBELET_SOCKET": ""})
+    assert not settings_.registers
+    assert settings_.kubelet_socket_or_default == "/var/lib/kubelet/device-plugins/kubelet.sock"
+
+
+# Derived values
+
+
+def test_the_dev_root_follows_the_driver_root_unless_given() -> None:
+    assert load(driver_root="/run/nvidia/driver").dev_root == "/run/nvidia/driver"
+    assert load(driver_root="/run/nvidia/driver", dev_root="/").policy.device_root == "/"
+
+
+def test_the_api_is_served_with_http_where_that_is_loopback() -> None:
+    assert load(http_listen="127.0.0.1:80").api_listen == Address("127.0.0.1", 80)
+
+
+def test_the_api_stays_on_this_machine_where_http_does_not() -> None:
+    assert load(http_listen=":9470").api_listen == Address("127.0.0.1", LOOPBACK_API_PORT)
+
+
+def test_the_simulated_node_is_below_run_for_root_and_below_the_runtime_directory_for_others() -> None:
+    assert default_node_dir({"GPU_AGENT_NODE_DIR": "/x"}) == "/x"
+    assert default_node_dir({"XDG_RUNTIME_DIR": "/run/user/7"}).endswith("gpu-agent-demo")
+
+
+# Values
+
+
+@pytest.mark.parametrize(
+    ("text", "value_ns"),
+    [("10s", 10**10), ("500ms", 5 * 10**8), ("1m30s", 90 * 10**9), ("0.5s", 5 * 10**8), ("2h", 72 * 10**11)],
+)
+def test_durations_are_read_as_go_writes_them(text: str, value_ns: int) -> None:
+    assert duration_from(text) == value_ns
+
+
+@pytest.mark.parametrize("text", ["", "5", "s", "-1s", "1 s", "10sec", "1e3s", "٣s"])
+def test_what_is_no_duration_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="unit"):
+        duration_from(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "address"),
+    [
+        ("127.0.0.1:1", Address("127.0.0.1", 1)),
+        (":9470", Address("0.0.0.0", 9470)),
+        ("[::1]:80", Address("::1", 80)),
+        ("localhost:0", Address("127.0.0.1", 0)),
+        ("", None),
+    ],
+)
+def test_addresses_are_numbers_so_that_no_name_service_is_waited_for(
+    text: str, address: Address | None
+) -> None:
+    assert load(http_listen=text).http_listen == address
+
+
+@pytest.mark.parametrize(
+    "text", ["example.org:80", "127.0.0.1", "127.0.0.1:99999", "1.2.3:4", ":x", "::1:80x"]
+)
+def test_what_is_no_address_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="--http-listen must"):
+        load(http_listen=text)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "sentence"),
+    [
+        ("mig_strategy", "both", '--mig-strategy must be one of none, single, mixed, and is "both"'),
+        ("fail_on_init_error", "yes", '--fail-on-init-error must be true or false, and is "yes"'),
+        ("poll", "1ns", '--poll must be between 10ms and 10m, and is "1ns"'),
+        ("recovery_clean_probes", "0", "--recovery-clean-probes must be a whole number between 1 and 1000"),
+        ("recovery_clean_probes", "9" * 99, "--recovery-clean-probes must be a whole number"),
+        ("state_dir", "here", '--state-dir must be an absolute path, and is "here"'),
+        ("state_dir", "", "--state-dir must not be empty"),
+        ("log_level", "loud", "--log-level must be one of"),
+    ],
+)
+def test_a_wrong_value_is_named_with_what_it_may_be(name: str, value: str, sentence: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(**{name: value})
+    assert caught.value.problems[0].startswith(sentence)
+
+
+def test_all_problems_are_told_at_once(tmp_path: Path) -> None:
+    path = write(tmp_path, "agent: {pol: 1s, callDeadline: soon}\nsharing: 3\n")
+    with pytest.raises(ConfigError) as caught:
+        config.load({"config-file": path, "mig-strategy": "x"}, {"FAIL_ON_INIT_ERROR": "y"})
+    assert len(caught.value.problems) == 5
+
+
+def test_a_misspelt_variable_is_a_warning_with_the_right_one() -> None:
+    assert config.load({}, {"GPU_AGENT_HTTP_LISTN": "x"}).warnings == (
+        "GPU_AGENT_HTTP_LISTN is no setting; did you mean GPU_AGENT_HTTP_LISTEN?",
+    )
+
+
+# The file
+
+
+def test_nvidias_sample_file_is_taken_as_it_is(tmp_path: Path) -> None:
+    text = """\
+version: v1
+flags:
+  migStrategy: "mixed"
+  failOnInitError: false
+  nvidiaDriverRoot: "/run/nvidia/driver"
+  gdsEnabled: false
+  plugin:
+    passDeviceSpecs: true
+    deviceListStrategy: ["envvar"]
+    deviceIDStrategy: "uuid"
+  gfd:
+    oneshot: false
+resources:
+  gpus:
+  - pattern: "*"
+    name: gpu
+sharing:
+  timeSlicing:
+    renameByDefault: false
+    resources:
+    - name: gpu
+      replicas: 4
+    - name: nvidia.com/mig-1g.5gb
+      replicas: 2
+"""
+    settings_ = load(config_file=write(tmp_path, text))
+    assert settings_.policy.mig_strategy == "mixed"
+    assert settings_.policy.pass_device_specs
+    assert not settings_.fail_on_init_error
+    assert dict(settings_.policy.replicas) == {"nvidia.com/gpu": 4, "nvidia.com/mig-1g.5gb": 2}
+    assert [warning.split(": ", 1)[1] for warning in settings_.warnings] == [
+        "flags.gdsEnabled is not used by this agent",
+        "flags.plugin.deviceListStrategy is not used by this agent",
+        "flags.plugin.deviceIDStrategy is not used by this agent",
+        "flags.gfd is not used by this agent",
+        "resources is not used by this agent",
+        "sharing.timeSlicing.renameByDefault is not used by this agent",
+    ]
+
+
+@pytest.mark.parametrize(
+    "text", ["", "---\n", "# only a comment\n", "version: v1\n", "agent:\n", "\ufeffversion: v1"]
+)
+def test_a_file_that_sets_nothing_changes_nothing(tmp_path: Path, text: str) -> None:
+    settings_ = load(config_file=write(tmp_path, text))
+    assert settings_.policy == load().policy
+    assert settings_.warnings == ()
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("agent:\n  pol: 1s\n", "FILE:2: agent.pol is unknown; did you mean poll?"),
+        ("agent: {http_listen: x}", "FILE:1: agent.http_listen is unknown; did you mean httpListen?"),
+        ("agent: {zzz: 1}", "FILE:1: agent.zzz is unknown"),
+        ("migStrategy: none", "FILE:1: migStrategy is in the wrong place; write flags.migStrategy"),
+        ("flags: {poll: 1s}", "FILE:1: flags.poll is in the wrong place; write agent.poll"),
+        (
+            "agent: {passDeviceSpecs: true}",
+            "FILE:1: agent.passDeviceSpecs is in the wrong place; write flags.plugin.passDeviceSpecs",
+        ),
+        ("version: v2", 'FILE:1: version must be v1, not "v2"'),
+        ("agent: {poll: [1]}", "FILE:1: agent.poll must be a single value"),
+        ("agent: [1]", "FILE:1: agent must hold keys and values"),
+        ("- 1", "FILE:1: the file must hold keys and values"),
+        ("just words", "FILE:1: the file must hold keys and values"),
+        ("agent: {poll: 1s}\nagent: {poll: 2s}", "FILE:2: agent is given twice"),
+        ("agent:\n  poll: 1s\n  poll: 2s\n", "FILE:3: agent.poll is given twice"),
+        ("? [a]\n: b\n", "FILE:1: a key of the file must be a word"),
+        (
+            "agent: {poll: 5}",
+            'FILE:1: agent.poll must be a number with a unit, such as "10s" or "500ms", and is "5"',
+        ),
+        ("sharing: {timeSlicing: {resources: 3}}", "FILE:1: sharing.timeSlicing.resources must be a list"),
+        (
+            "sharing: {timeSlicing: {resources: [{replicas: 2}]}}",
+            "FILE:1: sharing.timeSlicing.resources needs a name, such as nvidia.com/gpu",
+        ),
+        (
+            "sharing: {timeSlicing: {resources: [{name: gpu}]}}",
+            "FILE:1: sharing.timeSlicing.resources needs a whole number of replicas for gpu",
+        ),
+        (
+            "sharing: {timeSlicing: {resources: [{name: gpu, replicas: 1}]}}",
+            "FILE:1: replicas of gpu must be between 2 and 1024",
+        ),
+        (
+            "sharing: {timeSlicing: {resources: [{name: g, replicas: 2}, {name: nvidia.com/g, replicas: 2}]}}",
+            "FILE:1: sharing.timeSlicing.resources names nvidia.com/g twice",
+        ),
+        ("a: b: c", "FILE:1: mapping values are not allowed here"),
+        ("agent:\n\tpoll: 1s\n", "FILE:2: found character '\\t' that cannot start any token"),
+        ("a: [1", "FILE:1: expected ',' or ']', but got '<stream end>'"),
+        (b"\x00\x01\x02", "FILE:1: holds a character that YAML forbids"),
+        (b"agent:\n  x: \xff\xfe\n", "FILE:2: not UTF-8 text"),
+        ("a: &x 1\nb: *y\n", "FILE:2: found undefined alias 'y'"),
+        ("[" * 5000, "FILE: nested too deeply"),
+        ("a: b\n" * 200_000, "The configuration file FILE is over 128 KiB"),
+        ("a: 1\n---\nb: 2\n", "FILE:2: but found another document"),
+    ],
+)
+def test_a_mistake_in_the_file_is_told_with_its_line_and_path(
+    tmp_path: Path, text: str | bytes, sentence: str
+) -> None:
+    assert sentence in problems(tmp_path, text)
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        (
+            "flags: {migStrateg: none}",
+            "FILE:1: flags.migStrateg is unknown and ignored; did you mean migStrategy?",
+        ),
+        ("something: {else: 1}", "FILE:1: something is unknown and ignored"),
+        ("sharing: {mps: {resources: []}}", "FILE:1: sharing.mps is not used by this agent"),
+    ],
+)
+def test_an_unknown_key_outside_of_ours_is_a_warning(tmp_path: Path, text: str, sentence: str) -> None:
+    assert warnings(tmp_path, text) == (sentence,)
+
+
+def test_a_file_that_is_not_there_is_told(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"Could not read the configuration file .*: No such file"):
+        load(config_file=str(tmp_path / "none.yaml"))
+
+
+def test_a_directory_is_no_file(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="is not a regular file"):
+        load(config_file=str(tmp_path))
+
+
+def test_a_named_pipe_does_not_hang_the_start(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(ConfigError, match="is not a regular file"):
+        load(config_file=str(tmp_path / "pipe"))
+
+
+def test_the_number_of_problems_told_is_bounded(tmp_path: Path) -> None:
+    text = "agent:\n" + "".join(f"  wrong{number}: 1\n" for number in range(1000))
+    told = problems(tmp_path, text)
+    assert len(told) == config_file.MAX_NOTES + 1
+    assert told[-1] == "and more"
+
+
+def test_the_number_of_shared_resources_is_bounded(tmp_path: Path) -> None:
+    entries = "".join(f"    - {{name: r{number}, replicas: 2}}\n" for number in range(300))
+    told = problems(tmp_path, f"sharing:\n  timeSlicing:\n    resources:\n{entries}")
+    assert told == ("FILE:4: sharing.timeSlicing.resources holds more than 256 entries",)
+
+
+def test_aliases_cannot_make_a_small_file_large_work(tmp_path: Path) -> None:
+    lines = ["a0: &a0 {x: 1}"]
+    lines += [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, 40)]
+    assert len(warnings(tmp_path, "\n".join(lines) + "\n")) == 40
+
+
+words = st.text(string.ascii_letters + string.digits + "-_. ", max_size=12)
+values = st.recursive(
+    st.none() | st.booleans() | st.integers() | words,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(words, inner, max_size=3),
+    max_leaves=8,
+)
+keys = st.sampled_from(["version", "flags", "agent", "sharing", "resources", "poll", "migStrategy"]) | words
+
+
+@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@given(st.dictionaries(keys, values, max_size=4))
+@example({"flags": {"plugin": {"passDeviceSpecs": {}}}})
+def test_whatever_a_file_says_it_is_settings_or_sentences(
+    tmp_path: Path, document: dict[str, object]
+) -> None:
+    path = write(tmp_path, yaml.safe_dump(document))
+    assert all(problem.startswith(path) for problem in told({"config-file": path}))
+
+
+@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@given(st.binary(max_size=300))
+def test_whatever_bytes_a_file_holds_it_is_settings_or_sentences(tmp_path: Path, raw: bytes) -> None:
+    path = write(tmp_path, raw)
+    assert all(path in problem for problem in told({"config-file": path}))
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.dictionaries(st.sampled_from(sorted(OPTIONS)), words, max_size=5))
+def test_whatever_flags_say_they_are_settings_or_sentences(flags: dict[str, str]) -> None:
+    flags.pop("config-file", None)
+    assert all(problem.startswith("--") for problem in told(flags))
+
+
+# Reload
+
+
+def test_what_a_reload_cannot_change_is_named() -> None:
+    old, new = load(), load(http_listen=":1", mig_strategy="mixed", log_level="debug")
+    changed = set(config.changes_that_need_a_restart(old, new))
+    assert changed == {"http_listen", "api_listen"}
