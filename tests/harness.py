@@ -1,0 +1,235 @@
+"""A simulated node in the test's own process, and the real agent on it as users run it."""
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import sys
+import tempfile
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from agent.simulation.children import environment_of_children
+from agent.simulation.directory import NodeDirectory
+from agent.simulation.kubelet import EmulatedKubelet
+from agent.simulation.node import SimulatedNode
+from agent.simulation.presets import load_preset
+
+GPU = "nvidia.com/gpu"
+ROOT = Path(__file__).resolve().parents[1]
+
+PATIENCE_S = 30.0
+"""How long a test waits for what comes at once on an idle machine; running it out is a failure."""
+
+CASE_FLAGS = {"poll": "1s", "recovery-clean-probes": "1", "recovery-quiet": "0s"}
+"""The conventions of the acceptance cases."""
+
+
+@contextlib.contextmanager
+def short_directory() -> Iterator[Path]:
+    """A directory whose path leaves room for the names of sockets, which pytest's does not."""
+    with tempfile.TemporaryDirectory(prefix="gpu-") as name:
+        yield Path(name)
+
+
+@contextlib.asynccontextmanager
+async def simulated_node(
+    hardware: str | Mapping[str, object] = "4x-t4", *, kubelet_present: bool = True
+) -> AsyncIterator[SimulatedNode]:
+    """Run a node of a preset, or of an inline mapping as a scenario file has it."""
+    with short_directory() as parent, NodeDirectory.hold(parent / "node") as directory:
+        async with SimulatedNode(directory, load_preset(hardware), kubelet_present=kubelet_present) as node:
+            yield node
+
+
+class AgentProcess:
+    """``gpu-agent run`` on a simulated node."""
+
+    def __init__(self, process: asyncio.subprocess.Process, control_socket: Path) -> None:
+        self.process = process
+        self._control_socket = control_socket
+        self._log: list[dict[str, Any]] = []
+        self._raw: list[str] = []
+        self._grown = asyncio.Condition()
+        self._reading = asyncio.get_running_loop().create_task(self._read(), name="test-agent-log")
+
+    @property
+    def log(self) -> list[dict[str, Any]]:
+        """The lines logged so far."""
+        return list(self._log)
+
+    @property
+    def text(self) -> str:
+        """Everything written to standard error so far."""
+        return "\n".join(self._raw)
+
+    async def _read(self) -> None:
+        assert self.process.stderr is not None
+        async for raw in self.process.stderr:
+            line = raw.decode("utf-8", "replace").rstrip("\n")
+            self._raw.append(line)
+            with contextlib.suppress(ValueError):
+                self._log.append(json.loads(line))
+            async with self._grown:
+                self._grown.notify_all()
+
+    async def wait_logged(self, predicate: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
+        """Wait for a line of the log."""
+        async with asyncio.timeout(PATIENCE_S), self._grown:
+            while True:
+                for line in self._log:
+                    if predicate(line):
+                        return line
+                await self._grown.wait()
+
+    async def stop(self, number: int = signal.SIGTERM) -> int:
+        """Send a signal and wait for the end; returns the exit status."""
+        if self.process.returncode is None:
+            self.process.send_signal(number)
+        return await self.ended()
+
+    async def ended(self) -> int:
+        """Wait for the end and for the last line; returns the exit status."""
+        async with asyncio.timeout(PATIENCE_S):
+            status = await self.process.wait()
+            await asyncio.wait((self._reading,))
+        return status
+
+    async def get(self, path: str) -> tuple[int, Any]:
+        """Ask over the control socket: status and JSON, or text where it is none."""
+        reader, writer = await asyncio.open_unix_connection(os.fspath(self._control_socket))
+        try:
+            writer.write(f"GET {path} HTTP/1.0\r\nHost: localhost\r\n\r\n".encode())
+            answer = await reader.read()
+        finally:
+            writer.close()
+        head, _, body = answer.partition(b"\r\n\r\n")
+        try:
+            return int(head.split()[1]), json.loads(body)
+        except ValueError:
+            return int(head.split()[1]), body.decode()
+
+    async def wait_answer(self, path: str, wanted: Callable[[int, Any], bool]) -> Any:
+        """Ask until the answer is the wanted one, since an HTTP client cannot be told of a change."""
+        last: tuple[int, Any] | None = None
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(PATIENCE_S):
+                while True:
+                    with contextlib.suppress(OSError, IndexError):
+                        last = await self.get(path)
+                        if wanted(*last):
+                            return last[1]
+                    await asyncio.sleep(0.02)
+        raise AssertionError(f"{path} answered last {last}; the agent logged:\n{self.text}")
+
+
+@contextlib.asynccontextmanager
+async def agent_process(
+    node: SimulatedNode, *, environment: Mapping[str, str] | None = None, **flags: str
+) -> AsyncIterator[AgentProcess]:
+    """Run the agent; a flag's name is written with underscores. It is killed when the context ends."""
+    directory = node.directory
+    given = directory.agent_flags() | {"http-listen": "", "log-format": "json"} | CASE_FLAGS
+    given |= {name.replace("_", "-"): value for name, value in flags.items()}
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "agent", "run"),
+        *(f"--{name}={value}" for name, value in given.items()),
+        cwd=ROOT,
+        env=environment_of_children(os.environ, ["GPU_AGENT_SIM_STATE"]) | dict(environment or {}),
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.DEVNULL,
+        stderr=asyncio.subprocess.PIPE,
+        limit=1024 * 1024,
+        process_group=0,
+    )
+    agent = AgentProcess(process, Path(given["control-socket"]))
+    try:
+        yield agent
+    except BaseException as error:
+        error.add_note(f"The agent (exit status {process.returncode}) logged:\n{agent.text}")
+        raise
+    finally:
+        if process.returncode is None:
+            process.kill()
+        await agent.ended()
+
+
+async def wait_allocatable(
+    kubelet: EmulatedKubelet, allocatable: int, *, capacity: int | None = None, resource: str = GPU
+) -> None:
+    """Wait until the kubelet shows so many devices."""
+    await kubelet.wait_for(
+        lambda seen: (
+            seen.allocatable(resource) == allocatable and capacity in (None, seen.capacity(resource))
+        ),
+        PATIENCE_S,
+    )
+
+
+async def nothing_more(
+    kubelet: EmulatedKubelet, happened: Callable[[EmulatedKubelet], bool], seconds: float
+) -> None:
+    """Fail if something happens at the kubelet within so many seconds."""
+    with contextlib.suppress(TimeoutError):
+        await kubelet.wait_for(happened, seconds)
+        raise AssertionError(f"it happened: {kubelet.describe()}")
+
+
+async def wait_polls(node: SimulatedNode, count: int) -> None:
+    """Wait until the agent has listed the GPUs so many times more; the simulated NVML only counts calls."""
+    until = node.nvml.calls("nvmlDeviceGetCount") + count
+    async with asyncio.timeout(PATIENCE_S):
+        while node.nvml.calls("nvmlDeviceGetCount") < until:
+            await asyncio.sleep(0.02)
+
+
+def accepted(kubelet: EmulatedKubelet, resource: str = GPU) -> int:
+    """Count the registrations of a resource that the kubelet accepted."""
+    return sum(each.accepted and each.resource == resource for each in kubelet.registrations)
+
+
+def uuids(node: SimulatedNode) -> list[str]:
+    """Return the UUIDs of the node's GPUs by slot."""
+    return [node.nvml.uuid(slot) for slot in range(node.nvml.gpus)]
+
+
+def codes(preflight: Mapping[str, Any]) -> set[str]:
+    """Return the reason codes of a preflight answer."""
+    return {reason["code"] for reason in preflight["reasons"]}
+
+
+@dataclass
+class Command:
+    """What a command printed, and its exit status."""
+
+    status: int
+    out: str
+    err: str
+    lines: list[dict[str, Any]] = field(default_factory=list)
+    """Standard output as JSON lines, where it is that."""
+
+
+async def gpu_agent(*arguments: str, environment: Mapping[str, str] | None = None) -> Command:
+    """Run a command to its end."""
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "agent"),
+        *arguments,
+        cwd=ROOT,
+        env={**os.environ, **(environment or {})},
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    try:
+        async with asyncio.timeout(120):
+            out, err = await process.communicate()
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+    text = out.decode()
+    lines = [json.loads(line) for line in text.splitlines()] if text.startswith("{") else []
+    return Command(process.returncode or 0, text, err.decode(), lines)
