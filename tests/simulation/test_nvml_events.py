@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack
 from types import ModuleType
 
@@ -18,13 +18,12 @@ RING = 1024
 
 
 @pytest.fixture
-def events(client: ModuleType) -> Iterator[object]:
+def events(client: ModuleType) -> object:
     """An event set that listens to the XIDs of all GPUs."""
-    made = client.nvmlEventSetCreate()
+    made: object = client.nvmlEventSetCreate()
     for index in range(8):
         client.nvmlDeviceRegisterEvents(client.nvmlDeviceGetHandleByIndex(index), 8, made)
-    yield made
-    client.nvmlEventSetFree(made)
+    return made
 
 
 def test_a_blocked_wait_is_woken_by_an_xid(nvml: SimulatedNvml, client: ModuleType, events: object) -> None:
@@ -181,3 +180,26 @@ def test_a_wait_on_a_freed_set_is_an_invalid_argument(client: ModuleType) -> Non
     client.nvmlEventSetFree(made)
     with pytest.raises(pynvml.NVMLError_InvalidArgument):
         client.nvmlEventSetWait_v2(made, PATIENCE_MS)
+
+
+def test_shutting_down_ends_a_wait_in_another_thread_and_frees_its_set(
+    nvml: SimulatedNvml, client: ModuleType, events: object
+) -> None:
+    outcomes: list[object] = []
+
+    def wait() -> None:
+        try:
+            client.nvmlEventSetWait_v2(events, PATIENCE_MS)
+        except pynvml.NVMLError as error:
+            outcomes.append(error)
+
+    waiter = threading.Thread(target=wait)
+    waiter.start()
+    while nvml.state.calls("nvmlEventSetWait_v2") == 0:
+        time.sleep(0.001)
+    client.nvmlShutdown()
+    waiter.join(PATIENCE_S)
+    assert [type(outcome) for outcome in outcomes] == [pynvml.NVMLError_Uninitialized]
+    client.nvmlInit()
+    with pytest.raises(pynvml.NVMLError_InvalidArgument):
+        client.nvmlEventSetWait_v2(events, 0)

@@ -56,6 +56,8 @@ int whole_device(const struct target *at) {
 
 static unsigned int initialised; /* successful nvmlInit calls not yet shut down, in this process */
 
+static bool is_initialised(void) { return __atomic_load_n(&initialised, __ATOMIC_ACQUIRE) != 0; }
+
 static int forced(const struct node *node, int function, int gpu) {
     const int places[4][2] = {{function, gpu}, {function, NODE_GPUS}, {FUNCTIONS, gpu}, {FUNCTIONS, NODE_GPUS}};
     for (int i = 0; i < 4; i++) { /* the most particular one counts */
@@ -106,7 +108,7 @@ static int pass(struct node *node, int function, int gpu) {
 
 int gate(int function, int gpu) {
     struct node *node = node_current();
-    if (!node || !__atomic_load_n(&initialised, __ATOMIC_ACQUIRE)) return RC_UNINITIALIZED;
+    if (!node || !is_initialised()) return RC_UNINITIALIZED;
     return pass(node, function, gpu);
 }
 
@@ -114,7 +116,7 @@ int gate(int function, int gpu) {
 
 static int initialise(int function) {
     struct node *node = node_current();
-    if (!node || !__atomic_load_n(&initialised, __ATOMIC_ACQUIRE)) node = node_attach();
+    if (!node || !is_initialised()) node = node_attach();
     if (!node) return RC_DRIVER_NOT_LOADED;
     int refused = pass(node, function, NODE_NO_GPU);
     if (refused) return refused;
@@ -131,6 +133,8 @@ API int nvmlInitWithFlags(unsigned int flags) {
     return initialise(FN_nvmlInitWithFlags);
 }
 
+static void free_event_sets(void);
+
 API int nvmlShutdown(void) {
     int refused = gate(FN_nvmlShutdown, NODE_NO_GPU);
     if (refused) return refused;
@@ -139,8 +143,13 @@ API int nvmlShutdown(void) {
         if (!before) return RC_UNINITIALIZED;
     } while (!__atomic_compare_exchange_n(&initialised, &before, before - 1, false, __ATOMIC_ACQ_REL,
                                           __ATOMIC_ACQUIRE));
-    __atomic_fetch_add(&node_current()->shutdowns, 1, __ATOMIC_RELAXED);
-    node_wake(&node_current()->activity);
+    struct node *node = node_current();
+    if (before == 1) {
+        free_event_sets();
+        node_wake(&node->wake); /* a wait under way in another thread ends */
+    }
+    __atomic_fetch_add(&node->shutdowns, 1, __ATOMIC_RELAXED);
+    node_wake(&node->activity);
     return RC_SUCCESS;
 }
 
@@ -839,7 +848,8 @@ struct event_set {
     uint64_t types[NODE_GPUS], since[NODE_GPUS];
 };
 
-static struct event_set event_sets[EVENT_SETS];
+static struct event_set event_sets[EVENT_SETS] = {
+    [0 ... EVENT_SETS - 1] = {.reading = PTHREAD_MUTEX_INITIALIZER}};
 static pthread_mutex_t making_sets = PTHREAD_MUTEX_INITIALIZER;
 
 static struct event_set *event_set(handle_t handle) {
@@ -856,15 +866,20 @@ API int nvmlEventSetCreate(handle_t *out) {
     for (int i = 0; i < EVENT_SETS && made; i++) {
         struct event_set *set = &event_sets[i];
         if (set->used) continue;
-        memset(set, 0, sizeof *set);
-        pthread_mutex_init(&set->reading, NULL);
+        pthread_mutex_lock(&set->reading); /* a wait on its last user may not be over */
+        memset(set->types, 0, sizeof set->types);
         set->next = __atomic_load_n(&node->event_head, __ATOMIC_ACQUIRE);
+        pthread_mutex_unlock(&set->reading);
         __atomic_store_n(&set->used, true, __ATOMIC_RELEASE);
         *out = set;
         made = RC_SUCCESS;
     }
     pthread_mutex_unlock(&making_sets);
     return made;
+}
+
+static void free_event_sets(void) {
+    for (int i = 0; i < EVENT_SETS; i++) __atomic_store_n(&event_sets[i].used, false, __ATOMIC_RELEASE);
 }
 
 API int nvmlEventSetFree(handle_t handle) {
@@ -946,7 +961,7 @@ static int wait_event(int function, handle_t handle, abi_event_t *out, unsigned 
     for (;;) {
         uint32_t seen = __atomic_load_n(&node->wake, __ATOMIC_ACQUIRE);
         sleep_while_hanging(node, function, NODE_NO_GPU); /* a wait under way hangs with the driver */
-        refused = refusal(node, function, NODE_NO_GPU);
+        refused = is_initialised() ? refusal(node, function, NODE_NO_GPU) : RC_UNINITIALIZED;
         if (refused) return refused;
         struct event_set *set = event_set(handle);
         REQUIRE(set && out);
