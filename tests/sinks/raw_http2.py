@@ -1,6 +1,7 @@
 """A client that speaks HTTP/2 frame by frame, and so can break every rule."""
 
 import asyncio
+from collections import deque
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
@@ -10,6 +11,8 @@ from typing import Self
 import h2.config
 import h2.connection
 import h2.events
+
+from tests.sinks.registrar import PATIENCE_S
 
 Header = tuple[str, str]
 
@@ -34,6 +37,16 @@ def framed(message: bytes) -> bytes:
     return b"\0" + len(message).to_bytes(4, "big") + message
 
 
+def _whole_message(body: bytearray) -> bytes | None:
+    """Take one message from the front of a stream's data, if it is all there."""
+    end = 5 + int.from_bytes(body[1:5], "big")
+    if len(body) < 5 or len(body) < end:
+        return None
+    message = bytes(body[5:end])
+    del body[:end]
+    return message
+
+
 class RawClient:
     """One connection; nothing is validated on the way out."""
 
@@ -49,6 +62,8 @@ class RawClient:
             )
         )
         self.seen: list[h2.events.Event] = []
+        self._waiting: deque[h2.events.Event] = deque()
+        self._bodies: dict[int, bytearray] = {}
 
     @classmethod
     async def connect(cls, path: Path) -> Self:
@@ -94,28 +109,36 @@ class RawClient:
 
     async def events(self) -> AsyncIterator[h2.events.Event]:
         """Yield events until the server ends the connection."""
-        while data := await self._read():
+        while True:
+            while self._waiting:
+                yield self._waiting.popleft()
+            data = await self._read()
+            if not data:
+                return
             for event in self.h2.receive_data(data):
                 self.seen.append(event)
+                self._waiting.append(event)
                 if isinstance(event, h2.events.DataReceived) and event.flow_controlled_length:
                     self.h2.acknowledge_received_data(event.flow_controlled_length, event.stream_id)
-                yield event
             await self.flush()
 
     async def _read(self) -> bytes:
         try:
-            return await self.reader.read(65536)
+            async with asyncio.timeout(PATIENCE_S):
+                return await self.reader.read(65536)
         except ConnectionError:
             return b""
 
     async def wait_message(self, stream_id: int) -> bytes:
-        """Return the first message of a stream."""
-        body = b""
+        """Return the next message of a stream."""
+        body = self._bodies.setdefault(stream_id, bytearray())
+        if (message := _whole_message(body)) is not None:
+            return message
         async for event in self.events():
             if isinstance(event, h2.events.DataReceived) and event.stream_id == stream_id:
                 body += event.data
-                if len(body) >= 5 and len(body) >= 5 + int.from_bytes(body[1:5], "big"):
-                    return body[5:]
+                if (message := _whole_message(body)) is not None:
+                    return message
             elif (
                 isinstance(event, h2.events.StreamEnded | h2.events.StreamReset)
                 and event.stream_id == stream_id

@@ -103,6 +103,7 @@ class Sink:
     latest: Latest[Snapshot]
     directory: Path
     sent: list[ListSent]
+    running: asyncio.Task[None]
 
     def register(self, generation: int = 1, resource: ResourceName = GPU) -> None:
         self.plugin.register(RegisterResource(resource, generation))
@@ -147,9 +148,9 @@ async def sink(
     )
     try:
         async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(plugin.run())
+            running = tasks.create_task(plugin.run())
             try:
-                yield Sink(plugin, inbox, latest, directory, sent)
+                yield Sink(plugin, inbox, latest, directory, sent, running)
             finally:
                 await plugin.drain(1.0)
     finally:
