@@ -305,8 +305,8 @@ def test_a_file_that_sets_nothing_changes_nothing(tmp_path: Path, text: str) -> 
             "FILE:1: replicas of gpu must be between 2 and 1024",
         ),
         (
-            "sharing: {timeSlicing: {resources: [{name: g, replicas: 2}, {name: nvidia.com/g, replicas: 2}]}}",
-            "FILE:1: sharing.timeSlicing.resources names nvidia.com/g twice",
+            "sharing:\n timeSlicing: {resources: [{name: a, replicas: 2},{name: nvidia.com/a, replicas: 2}]}",
+            "FILE:2: sharing.timeSlicing.resources names nvidia.com/a twice",
         ),
         ("a: b: c", "FILE:1: mapping values are not allowed here"),
         ("agent:\n\tpoll: 1s\n", "FILE:2: found character '\\t' that cannot start any token"),

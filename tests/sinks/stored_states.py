@@ -1,0 +1,49 @@
+"""States as they are kept in the file."""
+
+from agent.model.facts import NVML
+from agent.model.gpu import Gpu, MigDevice
+from agent.model.health import Condition, ConditionKey, Evidence, Reason, Recovery
+from agent.model.ids import GpuUuid, Placement
+from agent.model.snapshot import Durable
+
+BOOT, OTHER_BOOT = "11111111-1111", "22222222-2222"
+U0, U1 = GpuUuid("GPU-0"), GpuUuid("GPU-1")
+
+
+def gpu(uuid: GpuUuid, *, mig: bool = False) -> Gpu:
+    slices = (MigDevice("MIG-1", 1, 0, "1g.5gb", 5 * 2**30), MigDevice("MIG-2", 2, 0, "1g.5gb", 5 * 2**30))
+    return Gpu(
+        uuid=uuid,
+        index=0,
+        minor=3,
+        name="A100 „quoted“",
+        pci="0000:3b:00.0",
+        memory_bytes=2**35,
+        compute_capability=(8, 0),
+        numa_node=None,
+        serial="123",
+        mig_enabled=mig,
+        mig_devices=slices if mig else (),
+    )
+
+
+def condition(
+    uuid: GpuUuid, *, recovery: Recovery = Recovery.RESET, code: int = 79, gi: int = 1, seen: bool = True
+) -> Condition:
+    return Condition(
+        key=ConditionKey(NVML, Reason.XID, Placement(uuid, gi, 0), code),
+        evidence=Evidence.HARD,
+        recovery=recovery,
+        flips=True,
+        message="XID 79 was reported",
+        since_ns=7_000,
+        last_ns=9_000,
+        count=3,
+        clean_probes=2,
+        reset_seen=seen,
+    )
+
+
+SICK = Durable(
+    gpus=(gpu(U0, mig=True), gpu(U1)), conditions=(condition(U0),), xids=((U0, 79, 3), (U1, 13, 9))
+)

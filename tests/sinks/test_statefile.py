@@ -1,0 +1,309 @@
+"""The state file: sick stays sick over a restart, and nothing that is in the file can hurt."""
+
+import asyncio
+import hashlib
+import json
+import logging
+import os
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from agent.bus import Latest
+from agent.model.facts import NVML
+from agent.model.gpu import Gpu, MigDevice
+from agent.model.health import Condition, ConditionKey, Evidence, Reason, Recovery
+from agent.model.ids import GpuUuid, Placement
+from agent.model.snapshot import Durable, Snapshot
+from agent.sinks import statefile
+from agent.sinks.statefile import StateFile, encoded, load, write
+from agent.threads import in_daemon_thread
+from tests.sinks.offers import node
+from tests.sinks.stored_states import BOOT, OTHER_BOOT, SICK, U0, U1, condition, gpu
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> str:
+    return str(tmp_path / "state.json")
+
+
+def saved(path: str, durable: Durable, boot: str = BOOT) -> bytes:
+    raw = encoded(durable, boot_id=boot)
+    write(path, raw)
+    return raw
+
+
+# What comes back
+
+
+def test_what_was_written_is_read_back_within_one_boot(path: str) -> None:
+    saved(path, SICK)
+    assert load(path, boot_id=BOOT) == SICK
+
+
+def test_without_a_file_nothing_is_known(path: str) -> None:
+    assert load(path, boot_id=BOOT) is None
+
+
+def test_a_reboot_cures_all_that_nobody_has_to_clear_by_hand(path: str) -> None:
+    by_hand = condition(U1, recovery=Recovery.BY_HAND, code=64)
+    cured = [condition(U0, recovery=recovery, code=code) for code, recovery in enumerate(Recovery, start=100)]
+    conditions = (*(each for each in cured if each.recovery is not Recovery.BY_HAND), by_hand)
+    saved(path, replace(SICK, conditions=conditions))
+    restored = load(path, boot_id=OTHER_BOOT)
+    assert restored is not None
+    assert [each.key for each in restored.conditions] == [by_hand.key]
+
+
+def test_under_another_boot_id_every_since_is_zero(path: str) -> None:
+    saved(path, replace(SICK, conditions=(condition(U0, recovery=Recovery.BY_HAND),)))
+    restored = load(path, boot_id=OTHER_BOOT)
+    assert restored is not None
+    (kept,) = restored.conditions
+    assert (kept.since_ns, kept.last_ns, kept.clean_probes, kept.reset_seen) == (0, 0, 0, False)
+    assert kept.count == 3
+
+
+def test_after_a_reboot_only_gpus_with_a_condition_are_still_known(path: str) -> None:
+    saved(path, replace(SICK, conditions=(condition(U1, recovery=Recovery.BY_HAND),)))
+    restored = load(path, boot_id=OTHER_BOOT)
+    assert restored is not None
+    assert [each.uuid for each in restored.gpus] == [U1]
+    assert restored.xids == ((U1, 13, 9),)
+
+
+def test_an_unreadable_boot_id_is_another_boot(path: str) -> None:
+    saved(path, SICK, boot="")
+    restored = load(path, boot_id="")
+    assert restored is not None
+    assert restored.conditions == ()
+
+
+names = st.text(st.characters(codec="utf-8"), max_size=20)
+numbers = st.integers(0, 2**63 - 1)
+gpus = st.builds(
+    Gpu,
+    uuid=names.map(GpuUuid),
+    index=st.integers(0, 64),
+    minor=st.none() | st.integers(0, 255),
+    name=names,
+    pci=names,
+    memory_bytes=numbers,
+    compute_capability=st.none() | st.tuples(st.integers(0, 99), st.integers(0, 99)),
+    numa_node=st.none() | st.integers(0, 64),
+    serial=st.none() | names,
+    mig_enabled=st.booleans(),
+    mig_devices=st.lists(
+        st.builds(MigDevice, names, st.integers(0, 15), st.integers(0, 15), names, numbers), max_size=3
+    ).map(tuple),
+)
+
+
+@st.composite
+def durables(draw: st.DrawFn) -> Durable:
+    known = draw(st.lists(gpus, max_size=4, unique_by=lambda each: each.uuid))
+    if not known:
+        return Durable()
+    uuids = st.sampled_from([each.uuid for each in known])
+    conditions = st.builds(
+        Condition,
+        key=st.builds(
+            ConditionKey,
+            st.just(NVML),
+            st.sampled_from(Reason),
+            st.builds(Placement, uuids, st.integers(0, 2**32 - 1), st.integers(0, 2**32 - 1)),
+            st.integers(0, 999),
+        ),
+        evidence=st.sampled_from(Evidence),
+        recovery=st.sampled_from(Recovery),
+        flips=st.booleans(),
+        message=names,
+        since_ns=numbers,
+        last_ns=numbers,
+        count=numbers,
+        clean_probes=numbers,
+        reset_seen=st.booleans(),
+    )
+    return Durable(
+        gpus=tuple(known),
+        conditions=tuple(draw(st.lists(conditions, max_size=4))),
+        xids=tuple(draw(st.lists(st.tuples(uuids, st.integers(-1, 200), numbers), max_size=4))),
+    )
+
+
+@settings(max_examples=50, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@given(durables())
+def test_every_state_survives_a_restart(path: str, durable: Durable) -> None:
+    saved(path, durable)
+    assert load(path, boot_id=BOOT) == durable
+
+
+# What can be in the file
+
+
+def test_the_file_is_for_root_only(path: str) -> None:
+    saved(path, SICK)
+    assert Path(path).stat().st_mode & 0o777 == 0o600
+
+
+def unusable(path: str, caplog: pytest.LogCaptureFixture) -> str:
+    """Load, expect nothing, and return why."""
+    with caplog.at_level(logging.ERROR):
+        assert load(path, boot_id=BOOT) is None
+    (record,) = caplog.records
+    assert record.message == "Put an unusable state file aside"
+    assert not Path(path).exists()
+    assert Path(f"{path}.unusable").exists()
+    return str(record.fields["detail"])  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    "raw", [b"", b"{}", b"[]", b"null", b"\x00" * 99, b"[" * 100_000, b'{"version":1,"sha256":"","state":{}}']
+)
+def test_a_file_that_makes_no_sense_is_put_aside_with_one_line(
+    path: str, raw: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    Path(path).write_bytes(raw)
+    assert "damaged" in unusable(path, caplog)
+
+
+def test_a_file_of_a_newer_version_is_put_aside(path: str, caplog: pytest.LogCaptureFixture) -> None:
+    raw = saved(path, SICK)
+    Path(path).write_bytes(raw.replace(b'"version":1', b'"version":2'))
+    assert unusable(path, caplog) == "is of version 2, and this agent reads 1"
+
+
+def test_a_file_that_is_too_long_is_put_aside(path: str, caplog: pytest.LogCaptureFixture) -> None:
+    Path(path).write_bytes(b" " * (statefile.MAX_BYTES + 1))
+    assert "is over" in unusable(path, caplog)
+
+
+def test_a_file_of_a_later_minor_version_is_read_as_far_as_it_is_known(path: str) -> None:
+    body = json.loads(encoded(SICK, boot_id=BOOT))["state"] | {"new": {"what": "ever"}}
+    body["gpus"][0]["colour"] = "green"
+    rewrite(path, body)
+    assert load(path, boot_id=BOOT) == SICK
+
+
+def test_a_stored_condition_of_an_unknown_kind_is_left_out_and_told(
+    path: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    body = json.loads(encoded(SICK, boot_id=BOOT))["state"]
+    body["conditions"].append(body["conditions"][0] | {"reason": "gpu_on_fire"})
+    rewrite(path, body)
+    with caplog.at_level(logging.WARNING):
+        assert load(path, boot_id=BOOT) == SICK
+    assert [record.fields["reason"] for record in caplog.records] == ["gpu_on_fire"]  # type: ignore[attr-defined]
+
+
+def test_a_condition_of_a_gpu_that_is_not_in_the_file_is_left_out(path: str) -> None:
+    saved(path, replace(SICK, conditions=(condition(GpuUuid("GPU-9")),)))
+    restored = load(path, boot_id=BOOT)
+    assert restored is not None
+    assert restored.conditions == ()
+
+
+def rewrite(path: str, body: dict[str, object]) -> None:
+    """Write a state as an agent with other fields would: with a checksum that fits."""
+    raw = json.dumps(body, separators=(",", ":"))
+    checksum = hashlib.sha256(raw.encode()).hexdigest()
+    Path(path).write_text(f'{{"version":1,"sha256":"{checksum}","state":{raw}}}', encoding="utf-8")
+
+
+def test_the_first_release_wrote_this_file(path: str) -> None:
+    sample = Path(__file__).with_name("state-0.1.0.json")
+    Path(path).write_bytes(sample.read_bytes())
+    assert load(path, boot_id=BOOT) == SICK
+
+
+# Writing
+
+
+async def settled(state_file: StateFile, path: str, durable: Durable) -> None:
+    async with asyncio.timeout(30):
+        while await in_daemon_thread("reader", lambda: load(path, boot_id=BOOT)) != durable:
+            await asyncio.sleep(0.01)
+    assert state_file.trouble is None
+
+
+@pytest.fixture
+def latest() -> Latest[Snapshot]:
+    return Latest(replace(node(), durable=SICK))
+
+
+async def test_the_newest_state_is_written_on_change(path: str, latest: Latest[Snapshot]) -> None:
+    state_file = StateFile(path, latest, boot_id=BOOT)
+    async with asyncio.TaskGroup() as group:
+        task = group.create_task(state_file.run(), name="statefile")
+        await settled(state_file, path, SICK)
+        latest.publish(replace(node(), durable=Durable(gpus=(gpu(U1),))))
+        await settled(state_file, path, Durable(gpus=(gpu(U1),)))
+        task.cancel()
+
+
+async def test_nothing_is_written_when_nothing_durable_changed(path: str, latest: Latest[Snapshot]) -> None:
+    state_file = StateFile(path, latest, boot_id=BOOT)
+    await state_file.flush(30)
+    before = Path(path).stat().st_ino
+    latest.publish(replace(node(), at_ns=5, durable=SICK))
+    await state_file.flush(30)
+    assert Path(path).stat().st_ino == before
+
+
+async def test_a_write_that_fails_is_told_once_and_made_up_for(
+    tmp_path: Path, latest: Latest[Snapshot], caplog: pytest.LogCaptureFixture
+) -> None:
+    directory = tmp_path / "missing"
+    path = str(directory / "state.json")
+    state_file = StateFile(path, latest, boot_id=BOOT)
+    with caplog.at_level(logging.INFO):
+        await state_file.flush(30)
+        latest.publish(replace(node(), durable=Durable(gpus=(gpu(U1),))))
+        await state_file.flush(30)
+        assert (state_file.trouble, state_file.failures) == ("No such file or directory", 2)
+        directory.mkdir()
+        await state_file.flush(30)
+    assert state_file.trouble is None
+    assert [record.message for record in caplog.records] == [
+        "Could not write the state file",
+        "Wrote the state file again",
+    ]
+
+
+async def test_the_writer_goes_on_after_a_failure(
+    tmp_path: Path, latest: Latest[Snapshot], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(statefile, "RETRY_FIRST_S", 0.01)
+    directory = tmp_path / "later"
+    path = str(directory / "state.json")
+    state_file = StateFile(path, latest, boot_id=BOOT)
+    async with asyncio.TaskGroup() as group:
+        task = group.create_task(state_file.run(), name="statefile")
+        async with asyncio.timeout(30):
+            while state_file.failures < 2:
+                await asyncio.sleep(0.01)
+        directory.mkdir()
+        await settled(state_file, path, SICK)
+        task.cancel()
+
+
+async def test_a_disk_that_hangs_does_not_hold_up_the_end(
+    tmp_path: Path, latest: Latest[Snapshot], hanging_path: str
+) -> None:
+    state_file = StateFile(hanging_path, latest, boot_id=BOOT)
+    await state_file.flush(0.05)
+    assert state_file.failures == 0
+
+
+@pytest.fixture
+def hanging_path(tmp_path: Path) -> Iterator[str]:
+    """A place where opening the new file waits for ever: a named pipe without a reader."""
+    pipe = tmp_path / "state.json.new"
+    os.mkfifo(pipe)
+    yield str(tmp_path / "state.json")
+    # Let the thread go.
+    os.close(os.open(pipe, os.O_RDONLY | os.O_NONBLOCK))
