@@ -1,0 +1,108 @@
+"""``make bench``: the figures we promise, beside their targets.
+
+Each figure is one line on standard output, ``name value unit target ok|short``, or with ``--json`` one JSON
+object. Progress and what could not be measured go to standard error. A figure that is short is a result, so
+the exit code is 0; it is 1 if something could not be measured, and 2 for a wrong call.
+
+Figures are for a machine with two cores and nothing else to do.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from typing import Final
+
+from tests.bench import allocation, footprint, health, life, registration, throughput
+from tests.bench.figures import Effort, Measurement, MeasurementError, as_json, as_text
+
+MEASUREMENTS: Final[tuple[Measurement, ...]] = (
+    health.XID_TO_KUBELET,
+    registration.KUBELET_RESTART,
+    registration.LOST_REGISTRATION,
+    life.START,
+    life.STOP,
+    allocation.ALLOCATE,
+    footprint.MEMORY,
+    footprint.CPU,
+    throughput.FACTS,
+    life.RESTART,
+    health.SICK_DEVICES,
+)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure and print; returns the exit code."""
+    given = _parser().parse_args(arguments)
+    effort = Effort.FULL if given.full else Effort.QUICK if given.quick else Effort.USUAL
+    chosen = [each for each in MEASUREMENTS if not given.only or each.name in given.only]
+    try:
+        return asyncio.run(_measure(chosen, effort, is_json=given.json))
+    except (KeyboardInterrupt, asyncio.CancelledError):
+        _tell("interrupted")
+        return 1
+
+
+def _parser() -> argparse.ArgumentParser:
+    about = "\n".join(f"  {each.name:4} {each.about}" for each in MEASUREMENTS)
+    parser = argparse.ArgumentParser(
+        prog="make bench ARGS='...'",
+        description="Measure what is promised and print it beside its target.",
+        epilog=f"figures:\n{about}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON lines")
+    parser.add_argument("--only", metavar="S1,S6", type=_names, default=(), help="measure only these")
+    trials = parser.add_mutually_exclusive_group()
+    trials.add_argument("--quick", action="store_true", help="few trials: shows that it works, no more")
+    trials.add_argument("--full", action="store_true", help="as many trials as are promised (hours)")
+    return parser
+
+
+def _names(text: str) -> tuple[str, ...]:
+    known = [each.name for each in MEASUREMENTS]
+    names = tuple(part.strip().upper() for part in text.split(",") if part.strip())
+    unknown = [name for name in names if name not in known]
+    if unknown or not names:
+        wrong = f"there is no {', '.join(unknown)}" if unknown else "no figure is named"
+        raise argparse.ArgumentTypeError(f"{wrong}; choose from {', '.join(known)}")
+    return names
+
+
+async def _measure(chosen: Sequence[Measurement], effort: Effort, *, is_json: bool) -> int:
+    """Make one measurement after another; returns 1 if one of them could not be made."""
+    _end_in_order_when_terminated()
+    missing = 0
+    for measurement in chosen:
+        began_s = time.monotonic()
+        try:
+            async with contextlib.aclosing(measurement.measure(effort)) as figures:
+                async for figure in figures:
+                    sys.stdout.write(f"{as_json(figure) if is_json else as_text(figure)}\n")
+                    sys.stdout.flush()
+        except Exception as error:  # noqa: BLE001 - it is named, and the others go on
+            missing += 1
+            kind = "" if isinstance(error, MeasurementError) else f"{type(error).__name__}: "
+            _tell(f"{measurement.name} could not be measured: {kind}{error}")
+        else:
+            _tell(f"{measurement.name} took {time.monotonic() - began_s:.0f} s")
+    return 1 if missing else 0
+
+
+def _tell(sentence: str) -> None:
+    sys.stderr.write(f"{sentence}\n")
+    sys.stderr.flush()
+
+
+def _end_in_order_when_terminated() -> None:
+    """Let SIGTERM end the agents under test too, as Ctrl-C does."""
+    task = asyncio.current_task()
+    if task is not None:
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

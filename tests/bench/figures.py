@@ -1,0 +1,116 @@
+"""What a benchmark measures, how it is judged, and how it is shown.
+
+Invariants: a figure is measured or it is missing; there is no default. A measurement that could not be
+made raises, and the others go on. What a figure includes is told in the docstring of its measurement.
+"""
+
+import json
+import math
+from collections.abc import AsyncGenerator, Callable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Final
+
+NS_PER_MS: Final = 1_000_000
+
+
+class MeasurementError(Exception):
+    """A figure could not be measured; a sentence that says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """One measured value beside what was promised."""
+
+    name: str
+    """``S1.p50``: the promise, and what of it."""
+    value: float
+    unit: str
+    target: float
+    at_least: bool = False
+    """Whether more is better."""
+
+    @property
+    def verdict(self) -> str:
+        """``ok`` or ``short``."""
+        kept = self.value >= self.target if self.at_least else self.value <= self.target
+        return "ok" if kept else "short"
+
+
+class Effort(Enum):
+    """How many trials to make."""
+
+    QUICK = "quick"
+    USUAL = "usual"
+    FULL = "full"
+
+    def of(self, *, quick: int, usual: int, full: int | None = None) -> int:
+        """Return the number for this effort; without one for FULL it is the usual one."""
+        match self:
+            case Effort.QUICK:
+                return quick
+            case Effort.USUAL:
+                return usual
+            case Effort.FULL:
+                return usual if full is None else full
+
+
+@dataclass(frozen=True, slots=True)
+class Measurement:
+    """One promise: its number and what measures it."""
+
+    name: str
+    """``S1``, as the list of promises numbers it."""
+    about: str
+    measure: Callable[[Effort], AsyncGenerator[Figure, None]]
+
+
+def quantile(values: Sequence[float], fraction: float) -> float:
+    """Return the smallest value that at least this fraction of the values is not above (nearest rank)."""
+    if not values:
+        raise MeasurementError("there was no trial")
+    ordered = sorted(values)
+    return ordered[max(0, math.ceil(fraction * len(ordered)) - 1)]
+
+
+def median_and_tail(
+    name: str, values_ns: Sequence[float], *, p50_ms: float, p99_ms: float
+) -> tuple[Figure, Figure]:
+    """Return the median and the 99th percentile of durations beside their targets in milliseconds."""
+    return (
+        Figure(f"{name}.p50", quantile(values_ns, 0.5) / NS_PER_MS, "ms", p50_ms),
+        Figure(f"{name}.p99", quantile(values_ns, 0.99) / NS_PER_MS, "ms", p99_ms),
+    )
+
+
+_NAME_WIDTH: Final = 38
+_NUMBER_WIDTH: Final = 10
+_UNIT_WIDTH: Final = 7
+
+
+def as_text(figure: Figure) -> str:
+    """Return ``name value unit target ok|short`` in columns."""
+    return (
+        f"{figure.name:<{_NAME_WIDTH}}{_number(figure.value):>{_NUMBER_WIDTH}} {figure.unit:<{_UNIT_WIDTH}}"
+        f"{_number(figure.target):>{_NUMBER_WIDTH}}  {figure.verdict}"
+    )
+
+
+def as_json(figure: Figure) -> str:
+    """Return one JSON line."""
+    return json.dumps(
+        {
+            "name": figure.name,
+            "value": round(figure.value, 4),
+            "unit": figure.unit,
+            "target": figure.target,
+            "verdict": figure.verdict,
+        }
+    )
+
+
+def _number(value: float) -> str:
+    """Return a number as people write it: no more digits than say something."""
+    if value == int(value):
+        return f"{int(value)}"
+    return f"{value:.0f}" if abs(value) >= 1000 else f"{value:.3f}"

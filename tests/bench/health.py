@@ -1,0 +1,176 @@
+"""S1 and S15: how soon the kubelet hears of a sick GPU, and that no pod gets one."""
+
+import asyncio
+import itertools
+import random
+import signal
+import time
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import ExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Final
+
+from agent.simulation.kubelet import Allocation
+from agent.simulation.roots import write_boot_id
+from tests.bench.figures import Effort, Figure, Measurement, MeasurementError, median_and_tail
+from tests.bench.node import GPU, AgentProcess, BenchNode, bench_node, free_port
+from tests.bench.scrape import Scrapers
+
+_APPLICATION_XID: Final = 94
+"""Flips a GPU, which comes back by itself when probes pass."""
+_RESET_XID: Final = 79
+"""Flips a GPU until it was reset."""
+
+_FAST_RECOVERY: Final = {"recovery-clean-probes": "1", "recovery-quiet": "20ms"}
+"""So that there can be hundreds of trials; the way from the XID to the kubelet is the same."""
+_BETWEEN_S: Final = (0.06, 0.1)
+"""Longer than the window in which changes are gathered into one message."""
+
+
+async def _xid_to_kubelet(effort: Effort) -> AsyncGenerator[Figure, None]:
+    """Push an XID; from NVML's event wait returning it to the kubelet having read the message that says so.
+
+    The library notes when the wait returns, just before it leaves its C code. Included: pynvml, the thread's
+    way into the loop, the core, the message, the socket, and the emulated kubelet's gRPC client until its
+    program holds the message, which is more than was promised. Under load, 50 clients ask the HTTP endpoint
+    all the while.
+    """
+    trials = effort.of(quick=16, usual=200, full=500)
+    address = f"127.0.0.1:{free_port()}"
+    async with bench_node() as node:
+        with node.agent(_FAST_RECOVERY | {"http-listen": address}) as agent:
+            await agent.ready()
+            calm_ns = await _trials(node, trials)
+            async with Scrapers(address, 50):
+                busy_ns = await _trials(node, effort.of(quick=16, usual=200, full=500))
+            await agent.end()
+    for figure in median_and_tail("S1.xid_to_kubelet", calm_ns, p50_ms=1, p99_ms=5):
+        yield figure
+    for figure in median_and_tail("S1.xid_to_kubelet_50_scrapers", busy_ns, p50_ms=50, p99_ms=50):
+        yield figure
+
+
+async def _trials(node: BenchNode, count: int) -> list[int]:
+    rng = random.Random(1)
+    times_ns: list[int] = []
+    for trial in range(count):
+        await node.wait_allocatable(len(node.uuids))
+        await asyncio.sleep(rng.uniform(*_BETWEEN_S))
+        times_ns.append(await _xid_heard_ns(node, trial % len(node.uuids)))
+    return times_ns
+
+
+async def _xid_heard_ns(node: BenchNode, slot: int) -> int:
+    """Push an XID and return how long the kubelet took to hear of it."""
+    uuid = node.uuids[slot]
+    lists = node.kubelet.statistics().lists
+    event = node.simulated.nvml.push_xid(slot, _APPLICATION_XID)
+    await node.wait(lambda kubelet: kubelet.statistics().lists > lists, "the message of an XID")
+    heard = node.kubelet.lists[lists - node.kubelet.statistics().lists]
+    returned_ns = node.simulated.nvml.event_times(event).returned_ns
+    if heard.unhealthy != (uuid,) or returned_ns is None:
+        said = ", ".join(heard.unhealthy) or "nothing"
+        raise MeasurementError(f"the message of an XID on {uuid} said {said}")
+    return heard.at_ns - returned_ns
+
+
+@dataclass(slots=True)
+class _Offers:
+    """Pods that come one after another without a pause, and the devices they are given.
+
+    ``known_sick`` is when the kubelet was first told that a device is sick: from then on the agent knows.
+    """
+
+    node: BenchNode
+    given: int = 0
+    known_sick: dict[str, int] = field(default_factory=dict)
+    sick_given: list[str] = field(default_factory=list)
+
+    async def run(self) -> None:
+        """Run pods for ever, each as soon as the node shows a GPU."""
+        kubelet = self.node.kubelet
+        for number in itertools.count():
+            await self.node.wait(lambda seen: seen.allocatable(GPU) > 0, "an allocatable GPU")
+            outcome = await kubelet.run_pod(f"pod-{number}", "bench", {"main": {GPU: 1}})
+            kubelet.delete_pod(outcome.name, outcome.namespace)
+            if outcome.running:
+                self._look_at(kubelet.allocations[-1])
+
+    def _look_at(self, allocation: Allocation) -> None:
+        self.given += 1
+        for device in allocation.ids:
+            known_ns = self.known_sick.get(device)
+            if known_ns is not None and allocation.at_ns >= known_ns:
+                self.sick_given.append(device)
+
+    async def some_more(self, pods: int) -> None:
+        """Wait until so many pods more were given a device."""
+        until = self.given + pods
+        await self.node.wait(lambda _kubelet: self.given >= until, f"{pods} pods")
+
+    async def make_sick(self, slot: int) -> None:
+        """Let a GPU fail for good, and wait until the kubelet was told."""
+        uuid = self.node.uuids[slot]
+        self.node.simulated.nvml.push_xid(slot, _RESET_XID)
+        await self.node.wait(lambda kubelet: uuid in kubelet.unhealthy(GPU), "the sick GPU")
+        self.known_sick[uuid] = time.monotonic_ns()
+
+
+async def _sick_devices(effort: Effort) -> AsyncGenerator[Figure, None]:
+    """Let GPUs fail while pods come without a pause, and restart what could forget it.
+
+    Round after round on a new boot: one GPU fails, the kubelet restarts, a second fails, the agent is
+    replaced, a third fails, the agent is killed within 50 ms of that and replaced. In each state a share of
+    the pods is run. Counted are pods that an Allocate gave a device the kubelet had been told is sick.
+    """
+    pods = effort.of(quick=60, usual=1000)
+    share = effort.of(quick=5, usual=25)
+    rng = random.Random(15)
+    async with bench_node() as node:
+        offers = _Offers(node)
+        for boots in itertools.count(2):
+            write_boot_id(node.simulated.directory.path / "proc", boots=boots)
+            offers.known_sick.clear()
+            with ExitStack() as stack:
+                agent = stack.enter_context(node.agent())
+                await agent.ready()
+                async with _meanwhile(offers):
+                    agent = await _round(offers, agent, stack, share=share, rng=rng)
+                await agent.end()
+            if offers.given >= pods:
+                break
+    yield Figure("S15.pods_given_a_device", offers.given, "pods", pods, at_least=True)
+    yield Figure("S15.pods_given_a_sick_device", len(offers.sick_given), "pods", 0)
+
+
+async def _round(
+    offers: _Offers, agent: AgentProcess, stack: ExitStack, *, share: int, rng: random.Random
+) -> AgentProcess:
+    """Go through one boot; returns the agent that runs at its end."""
+    node = offers.node
+    slots = rng.sample(range(len(node.uuids)), 3)
+    await offers.make_sick(slots[0])
+    await offers.some_more(share)
+    await node.kubelet.restart()
+    await offers.some_more(share)
+    for slot, number in zip(slots[1:], (signal.SIGTERM, signal.SIGKILL), strict=True):
+        await offers.make_sick(slot)
+        await asyncio.sleep(rng.uniform(0, 0.05))
+        await agent.end(number)
+        agent = stack.enter_context(node.agent())
+        await agent.registered()
+        await offers.some_more(share)
+    return agent
+
+
+@asynccontextmanager
+async def _meanwhile(offers: _Offers) -> AsyncIterator[None]:
+    """Run pods beside the block; what goes wrong with them is raised here."""
+    async with asyncio.TaskGroup() as tasks:
+        running = tasks.create_task(offers.run(), name="bench-pods")
+        yield
+        running.cancel()
+
+
+XID_TO_KUBELET: Final = Measurement("S1", "XID returned by NVML -> message at the kubelet", _xid_to_kubelet)
+SICK_DEVICES: Final = Measurement("S15", "pods offered a device known to be sick", _sick_devices)

@@ -1,0 +1,200 @@
+"""A simulated node for a benchmark, and the real agent on it as a process of its own.
+
+The kubelet, the simulated hardware and what measures share the benchmark's process, the agent has its own,
+so on two cores neither waits for the other. Both use CLOCK_MONOTONIC, so their times compare.
+"""
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Final, Self
+
+from agent.simulation.children import environment_of_children
+from agent.simulation.directory import NodeDirectory
+from agent.simulation.kubelet import EmulatedKubelet, Registration
+from agent.simulation.node import SimulatedNode
+from agent.simulation.presets import NodeSpec, load_preset
+from tests.bench.figures import MeasurementError
+
+GPU: Final = "nvidia.com/gpu"
+PRESET: Final = "dgx-h100"
+PATIENCE_S: Final = 30.0
+"""Longer than any promise; whatever takes so long does not work at all."""
+
+ROOT: Final = Path(__file__).resolve().parents[2]
+_TICKS_PER_S: Final = os.sysconf("SC_CLK_TCK")
+_NOT_FOR_AGENTS: Final = ("GPU_AGENT_SIM_STATE", "GPU_AGENT_NODE_DIR")
+
+
+class BenchNode:
+    """A running simulated node; agents are started on it one after another, or two for an upgrade."""
+
+    def __init__(self, node: SimulatedNode, log: Path) -> None:
+        self.simulated = node
+        self.kubelet: Final[EmulatedKubelet] = node.kubelet
+        self.uuids: Final = tuple(node.nvml.uuid(slot) for slot in range(node.nvml.gpus))
+        self._log = log
+
+    def agent(
+        self, flags: Mapping[str, str] | None = None, *, environment: Mapping[str, str] | None = None
+    ) -> "AgentProcess":
+        """Start an agent; a context manager that sees to its end."""
+        given = self.simulated.directory.agent_flags() | {"http-listen": "", "log-format": "json"}
+        return AgentProcess(self, {**given, **(flags or {})}, self._log, dict(environment or {}))
+
+    async def wait(self, condition: Callable[[EmulatedKubelet], bool], what: str) -> None:
+        """Wait for something at the kubelet; MeasurementError names what did not come."""
+        try:
+            await self.kubelet.wait_for(condition, PATIENCE_S)
+        except TimeoutError as error:
+            raise MeasurementError(f"{what} did not come: {error}; {self._last_words()}") from None
+
+    async def wait_allocatable(self, devices: int) -> None:
+        """Wait until the kubelet shows so many devices."""
+        await self.wait(lambda kubelet: kubelet.allocatable(GPU) == devices, f"{devices} devices")
+
+    def _last_words(self) -> str:
+        with contextlib.suppress(OSError):
+            lines = self._log.read_text(encoding="utf-8", errors="replace").splitlines()
+            if lines:
+                return f"the agent logged last: {lines[-1][:500]}"
+        return "the agent logged nothing"
+
+
+@contextlib.asynccontextmanager
+async def bench_node(spec: NodeSpec | None = None) -> AsyncIterator[BenchNode]:
+    """Run a node, by default one with 8 GPUs."""
+    with _short_directory() as parent, NodeDirectory.hold(parent / "node") as directory:
+        async with SimulatedNode(directory, spec or load_preset(PRESET)) as node:
+            yield BenchNode(node, parent / "agent.log")
+
+
+@contextlib.contextmanager
+def _short_directory() -> Iterator[Path]:
+    """Make a directory whose path leaves room for the names of sockets."""
+    with tempfile.TemporaryDirectory(prefix="gpu-bench-") as name:
+        yield Path(name)
+
+
+class AgentProcess:
+    """``gpu-agent run`` as users run it. Leaving the context kills it if it still runs."""
+
+    def __init__(
+        self, node: BenchNode, flags: Mapping[str, str], log: Path, environment: Mapping[str, str]
+    ) -> None:
+        """Start it; ``began_ns`` is the moment before the process was made."""
+        self._node = node
+        options = [f"--{name}={text}" for name, text in flags.items()]
+        variables = environment_of_children(os.environ, _NOT_FOR_AGENTS) | dict(environment)
+        with log.open("ab") as errors:
+            self.began_ns = time.monotonic_ns()
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "agent", "run", *options],
+                cwd=ROOT,
+                env=variables,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=errors,
+                process_group=0,
+            )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._process.poll() is None:
+            self._process.kill()
+            self._process.wait()
+
+    @property
+    def pid(self) -> int:
+        """The process's id."""
+        return self._process.pid
+
+    async def registered(self) -> Registration:
+        """Wait for this process's first accepted registration."""
+        await self._node.wait(lambda _kubelet: self._registration() is not None, "the registration")
+        registration = self._registration()
+        if registration is None:
+            raise MeasurementError("the registration was forgotten before it was read")
+        return registration
+
+    def _registration(self) -> Registration | None:
+        return next(
+            (
+                each
+                for each in self._node.kubelet.registrations
+                if each.accepted and each.peer_pid == self.pid
+            ),
+            None,
+        )
+
+    async def ready(self) -> None:
+        """Wait until the kubelet shows every GPU of the node healthy."""
+        await self.registered()
+        await self._node.wait_allocatable(len(self._node.uuids))
+
+    async def end(self, number: int = signal.SIGTERM) -> int:
+        """Send a signal and wait for the end of the process; returns the nanoseconds it took.
+
+        SIGKILL aside, MeasurementError if it does not exit with 0.
+        """
+        began_ns = time.monotonic_ns()
+        self._process.send_signal(number)
+        await self._ended()
+        ended_ns = time.monotonic_ns()
+        status = self._process.wait()
+        if number != signal.SIGKILL and status != 0:
+            raise MeasurementError(f"the agent ended with status {status} after signal {number}")
+        return ended_ns - began_ns
+
+    async def _ended(self) -> None:
+        descriptor = os.pidfd_open(self.pid)
+        loop = asyncio.get_running_loop()
+        ended = asyncio.Event()
+        loop.add_reader(descriptor, ended.set)
+        try:
+            async with asyncio.timeout(PATIENCE_S):
+                await ended.wait()
+        except TimeoutError:
+            raise MeasurementError(f"the agent did not end within {PATIENCE_S:g} s") from None
+        finally:
+            loop.remove_reader(descriptor)
+            os.close(descriptor)
+
+    def rss_bytes(self) -> int:
+        """Return the resident memory, VmRSS of proc(5)."""
+        return rss_bytes(self.pid)
+
+    def cpu_s(self) -> float:
+        """Return the CPU time of all threads so far. Source: proc(5), fields 14 and 15 of stat."""
+        text = Path(f"/proc/{self.pid}/stat").read_text(encoding="ascii", errors="replace")
+        fields = text.rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / _TICKS_PER_S
+
+
+def rss_bytes(pid: int) -> int:
+    """Return the resident memory of a process."""
+    for line in Path(f"/proc/{pid}/status").read_text(encoding="ascii", errors="replace").splitlines():
+        if line.startswith("VmRSS:"):
+            return int(line.split()[1]) * 1024
+    raise MeasurementError(f"process {pid} has ended")
+
+
+def free_port() -> int:
+    """Return a port of this machine's loopback nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+    return port
