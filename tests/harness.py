@@ -186,6 +186,25 @@ async def wait_polls(node: SimulatedNode, count: int) -> None:
             await asyncio.sleep(0.02)
 
 
+def processes_with(text: str) -> dict[int, str]:
+    """Return the processes whose command line holds a text."""
+    found: dict[int, str] = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            with contextlib.suppress(OSError):
+                line = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode("utf-8", "replace")
+                if text in line and int(entry.name) != os.getpid():
+                    found[int(entry.name)] = line
+    return found
+
+
+async def wait_gone(node_dir: Path) -> None:
+    """Wait until no process of a node is left, nor its directory; nobody tells of orphans' ends."""
+    async with asyncio.timeout(PATIENCE_S):
+        while processes_with(str(node_dir)) or node_dir.exists():
+            await asyncio.sleep(0.02)
+
+
 def accepted(kubelet: EmulatedKubelet, resource: str = GPU) -> int:
     """Count the registrations of a resource that the kubelet accepted."""
     return sum(each.accepted and each.resource == resource for each in kubelet.registrations)

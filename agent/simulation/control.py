@@ -12,7 +12,7 @@ import contextlib
 import json
 import os
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any, Final, Self
 
@@ -202,7 +202,7 @@ def _message(node_dir: Path, line: bytes) -> str:
     raise AgentError("; ".join(problems))
 
 
-async def watch(node_dir: Path) -> AsyncIterator[Mapping[str, Any]]:
+async def watch(node_dir: Path) -> AsyncGenerator[Mapping[str, Any], None]:
     """Follow the node in a directory from its start; raises NotRunningError, AgentError."""
     try:
         reader, writer = await asyncio.open_unix_connection(

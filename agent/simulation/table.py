@@ -3,6 +3,7 @@
 Guarantees: no line is wider than the screen, and there are no more lines than it has.
 """
 
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -49,13 +50,21 @@ def draw(picture: Picture, *, width: int, height: int, colour: bool) -> list[str
     head = [_painted(_cut(picture.title, width), _BOLD, colour=colour), _cut(picture.agent, width)]
     head += [_painted(_cut(line, width), _BOLD, colour=colour) for line in picture.resources]
     foot = [_cut(line, width) for line in picture.events]
-    if picture.hints:
-        foot += ["", *(_painted(_cut(hint, width), _DIM, colour=colour) for hint in picture.hints)]
+    # Never cut: a hint is a command to be copied.
+    wrapped = [
+        line
+        for hint in picture.hints
+        for line in textwrap.wrap(
+            hint, max(width, 1), break_on_hyphens=False, subsequent_indent="  "[: width - 1]
+        )
+    ]
+    if wrapped:
+        foot += ["", *(_painted(line, _DIM, colour=colour) for line in wrapped)]
     table = _table(picture.rows, width, colour=colour)
     room = height - len(head) - len(foot) - 2
     if len(table) > room:
         hidden = len(table) - max(room - 1, 0)
-        table = [*table[: max(room - 1, 0)], f"… and {hidden} more"]
+        table = [*table[: max(room - 1, 0)], _cut(f"… and {hidden} more", width)]
     return [*head, "", *table, "", *foot][: max(height, 1)]
 
 

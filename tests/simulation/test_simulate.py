@@ -1,0 +1,415 @@
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import socket
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from agent.errors import AgentError, ConfigError, UsageError
+from agent.simulation import actions, control, feed, inject
+from agent.simulation.children import environment_of_children
+from agent.simulation.control import MAX_CONNECTIONS, MAX_REQUEST_BYTES, ControlServer
+from agent.simulation.directory import agent_flags
+from agent.simulation.feed import MAX_LINES, MAX_READERS, Feed
+from agent.simulation.node import SimulatedNode
+from tests.harness import ROOT, gpu_agent, short_directory, simulated_node
+
+
+@contextlib.asynccontextmanager
+async def controlled(node: SimulatedNode) -> AsyncIterator[ControlServer]:
+    async with ControlServer(node.directory.control_socket, node.do, node.feed) as server:
+        yield server
+
+
+async def ask(node: SimulatedNode, line: bytes) -> bytes:
+    reader, writer = await asyncio.open_unix_connection(str(node.directory.control_socket))
+    writer.write(line)
+    await writer.drain()
+    answer = await reader.readline()
+    writer.close()
+    return answer
+
+
+# The table of actions
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "done"),
+    [
+        ("xid", {"xid": "79", "gpu": "3"}, "XID 79 on GPU 3 (GPU-00000000-0000-4000-8000-000000000003)"),
+        ("xid", {"xid": "79", "gpu": "unreadable"}, "XID 79 on a GPU with an unreadable UUID"),
+        (
+            "xid",
+            {"xid": "48", "gpu": "GPU-00000000-0000-4000-8000-000000000001", "gi": "2", "ci": "0"},
+            "XID 48 on GPU 1 (GPU-00000000-0000-4000-8000-000000000001), gi 2, ci 0",
+        ),
+        ("return-code", {"code": "gpu_is_lost", "gpu": "0"}, "every NVML call on GPU 0 ("),
+        (
+            "return_code",
+            {"code": "999", "call": "nvmlDeviceGetName"},
+            "nvmlDeviceGetName on every GPU answers",
+        ),
+        ("return-code", {"code": "clear"}, "answers as usual"),
+        ("hang", {"gpu": "2"}, "NVML calls on GPU 2 ("),
+        ("hang", {"scope": "driver"}, "NVML calls of the whole driver hang"),
+        ("release", {}, "NVML calls answer again"),
+        ("release", {"gpu": "2"}, "answer again"),
+        ("remove-gpu", {"gpu": "1"}, "is gone"),
+        ("add_gpu", {"gpu": "1"}, "is there"),
+        ("reveal", {"gpus": "1"}, "NVML lists 1 of 4 GPUs"),
+        ("driver", {"state": "unloaded"}, "The driver is unloaded"),
+        ("run-pod", {"name": "train"}, "Pod default/train "),
+        ("kubelet restart", {"downtime": "10ms"}, "Kubelet fault restart (downtime 10ms)"),
+        ("kubelet refuse", {"times": "2"}, "Kubelet fault refuse (times 2)"),
+    ],
+)
+async def test_an_action_is_done_and_told(name: str, given: dict[str, str], done: str) -> None:
+    async with simulated_node("4x-t4") as node:
+        said = await node.do(name, given)
+
+        assert done in said
+        async for line in node.feed.follow():
+            if line["kind"] == "event":
+                assert line["text"] == said
+                break
+
+
+async def test_mig_is_reconfigured_by_profiles() -> None:
+    async with simulated_node({"preset": "8x-a100", "gpus": 1}) as node:
+        await node.do("mig", {"gpu": "0", "devices": "1g.10gb,2g.20gb"})
+        assert node.nvml.number(0, "mig_count") == 2
+
+        with pytest.raises(UsageError, match=r"MIG of GPU 0 .* cannot be set: .*9g"):
+            await node.do("mig", {"gpu": "0", "devices": "9g"})
+
+        await node.do("mig", {"gpu": "0", "devices": "off"})
+        assert node.nvml.number(0, "mig_count") == 0
+
+
+@pytest.mark.parametrize("gpu", ["4", "-1", "GPU-x", "0x0", "99999999999"])
+async def test_an_unknown_gpu_is_refused_with_those_there_are(gpu: str) -> None:
+    async with simulated_node("4x-t4") as node:
+        with pytest.raises(UsageError, match=r"There is no GPU .* it has 0 to 3"):
+            await node.do("hang", {"gpu": gpu})
+
+
+async def test_an_action_the_node_cannot_do_now_is_refused_in_a_sentence() -> None:
+    async with simulated_node("4x-t4") as node:
+        for name, given in (
+            ("kubelet drop-stream", {}),
+            ("delete-pod", {"name": "none"}),
+            ("return-code", {"code": "15", "call": "nvmlNoSuchThing"}),
+            ("reveal", {"gpus": "5"}),
+        ):
+            with pytest.raises(AgentError):
+                await node.do(name, given)
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "problem"),
+    [
+        ("xidd", {}, "xidd is no action; did you mean xid?; known: xid, return-code, hang, "),
+        ("kubelet", {}, "kubelet is no action"),
+        ("kubelet restrat", {}, "kubelet restrat is no action; did you mean kubelet restart?"),
+        ("kubelet restart", {"downtime": "soon"}, "must be a duration like 2s or 500ms"),
+        ("xid", {"xid": "79"}, "xid needs gpu"),
+        ("xid", {"xid": "0", "gpu": "1"}, 'xid of xid must be a whole number between 1 and 65535, not "0"'),
+        (
+            "xid",
+            {"xid": "1", "gpus": "1"},
+            "xid has no parameter gpus; did you mean gpu?; it takes: xid, gpu, gi, ci",
+        ),
+        ("hang", {"scope": "gpu"}, "hang needs either gpu or the scope driver"),
+        ("return-code", {"code": "BROKEN"}, "must be an NVML return code, by number or name, or clear"),
+        ("driver", {"state": "gone"}, "must be loaded or unloaded"),
+        ("mig", {"gpu": "0", "devices": ","}, "must be MIG profiles"),
+        ("run-pod", {"name": "a b"}, "must be a name"),
+    ],
+)
+def test_a_wrong_action_is_explained(name: str, given: dict[str, str], problem: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        actions.parse(name, given)
+
+    assert any(problem in each for each in caught.value.problems)
+
+
+def test_every_action_has_a_help_text_of_at_most_80_columns(capsys: pytest.CaptureFixture[str]) -> None:
+    parser = argparse.ArgumentParser()
+    inject.configure(parser)
+    assert inject.main(parser.parse_args([])) == 0
+
+    text = capsys.readouterr().out
+    assert all(len(line) < 80 for line in text.splitlines())
+    for name, row in actions.table().items():
+        assert f"  {name}" in text
+        assert row.summary
+
+
+def test_the_help_of_one_action_names_its_parameters(capsys: pytest.CaptureFixture[str]) -> None:
+    parser = argparse.ArgumentParser()
+    inject.configure(parser)
+    assert inject.main(parser.parse_args(["kubelet", "restart", "--help"])) == 0
+
+    assert "--downtime TIME" in capsys.readouterr().out
+
+
+# The control socket
+
+
+async def test_the_control_socket_is_open_to_its_owner_alone() -> None:
+    async with simulated_node("4x-t4") as node, controlled(node):
+        assert node.directory.control_socket.stat().st_mode & 0o777 == 0o600
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b"\n",
+        b"{}\n",
+        b"[]\n",
+        b"null\n",
+        b"\xff\n",
+        b'{"do": 3}\n',
+        b'{"do": "xid", "with": {"xid": 79}}\n',
+        b"[" * 9_000 + b"\n",
+    ],
+)
+async def test_a_request_that_is_none_is_answered_with_what_one_is(line: bytes) -> None:
+    async with simulated_node("4x-t4") as node, controlled(node):
+        answer = json.loads(await ask(node, line))
+
+        assert answer["ok"] is False
+        assert answer["exit"] == 2
+        assert "a request is" in answer["problems"][0]
+
+
+async def test_a_request_that_is_too_long_ends_its_connection_only() -> None:
+    async with simulated_node("4x-t4") as node, controlled(node):
+        with contextlib.suppress(ConnectionError):
+            assert await ask(node, b"x" * (2 * MAX_REQUEST_BYTES) + b"\n") == b""
+
+        assert json.loads(await ask(node, b'{"do": "release"}\n'))["ok"]
+
+
+async def test_connections_are_bounded() -> None:
+    async with simulated_node("4x-t4") as node, controlled(node):
+        path = str(node.directory.control_socket)
+        idle = [await asyncio.open_unix_connection(path) for _ in range(MAX_CONNECTIONS)]
+        reader, writer = await asyncio.open_unix_connection(path)
+
+        assert await reader.read() == b""
+
+        for _, each in [*idle, (reader, writer)]:
+            each.close()
+
+
+async def test_a_watcher_gets_everything_from_the_start() -> None:
+    async with simulated_node("4x-t4") as node, controlled(node) as server:
+        await node.do("release", {})
+        async with contextlib.aclosing(control.watch(node.directory.path)) as lines:
+            seen = [await anext(lines), await anext(lines)]
+            assert [line["kind"] for line in seen] == ["node", "event"]
+            assert [gpu["gpu"] for gpu in seen[0]["gpus"]] == [0, 1, 2, 3]
+        await asyncio.wait_for(server.wait_unwatched(), 10)
+
+
+async def test_the_feed_forgets_the_oldest_and_says_so_to_who_lags() -> None:
+    lines = Feed()
+    lines.put({"kind": "first"})
+    slow = lines.follow()
+    assert (await anext(slow))["kind"] == "first"
+    for number in range(MAX_LINES + 1):
+        lines.put({"kind": "more", "number": number})
+
+    with pytest.raises(AgentError, match="behind"):
+        await anext(slow)
+
+
+async def test_the_readers_of_the_feed_are_bounded() -> None:
+    lines = Feed()
+    lines.put({"kind": "first"})
+    readers = [lines.follow() for _ in range(MAX_READERS)]
+    for reader in readers:
+        await anext(reader)
+
+    with pytest.raises(AgentError, match="end one first"):
+        await anext(lines.follow())
+    for reader in readers:
+        await reader.aclose()
+    assert lines.readers == 0
+
+
+# The commands
+
+
+@contextlib.asynccontextmanager
+async def simulate(*arguments: str) -> AsyncIterator[asyncio.subprocess.Process]:
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "agent", "simulate"),
+        *arguments,
+        cwd=ROOT,
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    try:
+        yield process
+    finally:
+        if process.returncode is None:
+            process.kill()
+        await process.communicate()
+
+
+async def running(process: asyncio.subprocess.Process) -> str:
+    assert process.stdout is not None
+    return (await asyncio.wait_for(process.stdout.readline(), 30)).decode()
+
+
+async def test_simulate_says_how_to_run_the_agent_and_ends_without_a_trace() -> None:
+    with short_directory() as parent:
+        place = parent / "node"
+        async with simulate("--preset=4x-t4", f"--node-dir={place}") as process:
+            first = await running(process)
+            assert first == f"Simulated node 4x-t4 in {place}: 4 GPUs (Tesla T4)\n"
+            process.send_signal(signal.SIGTERM)
+            out, err = await asyncio.wait_for(process.communicate(), 30)
+
+        assert process.returncode == 0
+        assert err == b""
+        for name, value in agent_flags(place).items():
+            assert f"--{name}={value}" in out.decode()
+        assert not place.exists()
+
+
+async def test_inject_reaches_the_node_and_says_what_was_done() -> None:
+    with short_directory() as parent:
+        place = parent / "node"
+        async with simulate("--preset=4x-t4", f"--node-dir={place}") as process:
+            await running(process)
+
+            done = await gpu_agent("inject", "xid", "79", "--gpu", "3", f"--node-dir={place}")
+            refused = await gpu_agent("inject", "xid", "79", "--gpu", "9", f"--node-dir={place}")
+            now = await gpu_agent("inject", f"--node-dir={place}", "kubelet", "restart", "--downtime=5ms")
+
+        assert (done.status, done.err) == (0, "")
+        assert done.out == "XID 79 on GPU 3 (GPU-00000000-0000-4000-8000-000000000003)\n"
+        assert refused.status == 2
+        assert refused.err == "gpu-agent: There is no GPU 9 on the simulated node; it has 0 to 3\n"
+        assert (now.status, now.out) == (0, "Kubelet fault restart (downtime 5ms)\n")
+
+
+async def test_inject_without_a_node_says_how_to_start_one() -> None:
+    with short_directory() as parent:
+        result = await gpu_agent("inject", "release", f"--node-dir={parent}/none")
+
+    assert result.status == 2
+    assert result.err == (
+        f"gpu-agent: No simulated node runs in {parent}/none; "
+        "start one with gpu-agent demo, or name its directory with --node-dir\n"
+    )
+
+
+async def test_inject_after_a_killed_node_says_that_none_runs() -> None:
+    with short_directory() as parent:
+        async with simulate("--preset=4x-t4", f"--node-dir={parent}/node") as process:
+            await running(process)
+            process.kill()
+            await process.wait()
+
+        result = await gpu_agent("inject", "release", f"--node-dir={parent}/node")
+
+    assert result.status == 2
+    assert "No simulated node runs in" in result.err
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["xidd", "79"], "xidd is no action; did you mean xid?"),
+        (["xid", "79", "80"], "xid takes no '80'; it is written: xid XID --gpu GPU"),
+        (["xid", "79", "--gpu"], "xid: --gpu needs a value"),
+        (["xid", "79", "--xid", "80", "--gpu", "1"], "xid: --xid is given twice"),
+        (["hang"], "hang needs either gpu or the scope driver"),
+    ],
+)
+def test_inject_explains_a_wrong_command_line_before_it_asks(words: list[str], sentence: str) -> None:
+    parser = argparse.ArgumentParser()
+    inject.configure(parser)
+
+    with pytest.raises(UsageError) as caught:
+        inject.main(parser.parse_args(words))
+
+    assert sentence in str(caught.value)
+
+
+async def test_a_second_node_in_the_same_directory_is_refused() -> None:
+    with short_directory() as parent:
+        async with simulate("--preset=4x-t4", f"--node-dir={parent}/node") as process:
+            await running(process)
+            result = await gpu_agent("simulate", f"--node-dir={parent}/node")
+
+    assert result.status == 1
+    assert f"A simulated node already runs in {parent}/node (process {process.pid})" in result.err
+
+
+async def test_a_scenario_that_never_ends_as_expected_fails_with_what_was_last_seen(tmp_path: Path) -> None:
+    path = tmp_path / "never.yaml"
+    path.write_text("node: 4x-t4\nuntil: {capacity: 4, allocatable: 4}\ntimeout: 200ms\n")
+    with short_directory() as parent:
+        result = await gpu_agent("simulate", "--json", f"--scenario={path}", f"--node-dir={parent}/node")
+        assert not (parent / "node").exists()
+
+    assert result.status == 1
+    assert result.out == ""
+    assert result.err == (
+        "gpu-agent: Scenario never did not end within 0.2 s; it waited for nvidia.com/gpu capacity 4, "
+        "allocatable 4, and last seen was no resource: no agent has registered\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--preset=dgx-h1000"], "gpu-agent: --preset: there is no 'dgx-h1000', choose from"),
+        (["--scenario=xid79"], "gpu-agent: There is no scenario xid79; did you mean xid-79?"),
+        (["--scenario=/"], "gpu-agent: The scenario / is not a regular file"),
+        (["--scenario=xid-79", "--preset=4x-t4"], "not allowed with argument"),
+    ],
+)
+async def test_wrong_arguments_are_a_sentence(arguments: list[str], sentence: str) -> None:
+    with short_directory() as parent:
+        result = await gpu_agent("simulate", *arguments, f"--node-dir={parent}/node")
+
+    assert result.status == 2
+    assert sentence in result.err
+    assert "Traceback" not in result.err
+
+
+def test_children_are_not_taken_for_services_and_find_this_package() -> None:
+    given = {"NOTIFY_SOCKET": "/x", "JOURNAL_STREAM": "1:2", "PATH": "/bin", "GPU_AGENT_POLL": "1s"}
+
+    environment = environment_of_children(given, ["GPU_AGENT_POLL"])
+
+    assert environment.keys() == {"PATH", "PYTHONPATH"}
+    assert environment["PYTHONPATH"].split(os.pathsep)[0] == str(ROOT)
+
+
+def test_a_client_that_finds_something_else_than_a_node_says_so() -> None:
+    with short_directory() as parent, socket.socket(socket.AF_UNIX) as sock:
+        sock.bind(str(parent / "control.sock"))
+        with pytest.raises(control.NotRunningError):
+            control.ask(parent, "release", {})
+
+
+def test_lines_of_the_feed_are_not_kept_without_bound() -> None:
+    lines = Feed()
+    for _ in range(MAX_LINES + 10):
+        lines.put({"kind": "event"})
+
+    assert len(lines._lines) == feed.MAX_LINES
