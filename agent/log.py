@@ -86,6 +86,10 @@ class Log:
         """Wait until the lines that were queued are written, but no longer than the timeout."""
         self._sink.flush(timeout_s)
 
+    def close(self) -> None:
+        """Release what the sink holds; nothing may be logged afterwards."""
+        self._sink.close()
+
 
 def set_up(log_format: Literal["auto"] | Format, level: str, *, descriptor: int = 2) -> Log:
     """Send the lines of every logger to the journal or to a descriptor; call once in a process."""
@@ -362,6 +366,9 @@ class LineWriter:
             self._changed.wait_for(
                 lambda: not self._is_running or (not self._lines and self._busy_since_s is None), timeout_s
             )
+
+    def close(self) -> None:
+        """Leave the descriptor, which is not ours, and the thread, which waits for lines, as they are."""
 
 
 class Journal:

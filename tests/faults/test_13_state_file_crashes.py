@@ -62,7 +62,7 @@ def test_a_crash_at_any_step_leaves_the_old_or_the_new_state(
         try:
             statefile.write(path, raw)
         except (CrashError, OSError):
-            expected = (OLD, SICK)
+            expected: tuple[Durable, ...] = (OLD, SICK)
         else:
             expected = (SICK,)
     assert statefile.load(path, boot_id=BOOT) in expected
