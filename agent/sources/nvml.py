@@ -78,7 +78,8 @@ class NvmlSource:
         )
         self._session: Session | None = None
         self._library: LoadedLibrary | None = None
-        self._initialised = False
+        self._open_inits = 0
+        self._closed = False
         self._next_init_ns = clock()
         self._events_lane: Lane | None = None
         self._overdue: dict[Lane, Call] = {}
@@ -125,9 +126,12 @@ class NvmlSource:
         Returns False if a thread is stuck in the driver: then NVML cannot be shut down, the threads
         still use the inbox's descriptor, and only ``os._exit`` ends the process.
         """
+        if self._closed:
+            return True
         if not await self._let_go(self._settings.close_wait_ns):
             return False
         await self._threads.end()
+        self._closed = True
         return True
 
     async def _start_threads(self) -> Lane:
@@ -157,7 +161,6 @@ class NvmlSource:
                 versions = await self._threads.first.call(self._initialise)
             except (LibraryMissingError, NvmlError) as error:
                 await self._tell_failed(error)
-                await self._let_go(self._settings.call_deadline_ns)
             else:
                 self.library_missing_since_ns = None
                 self._first_outcome.set()
@@ -166,31 +169,36 @@ class NvmlSource:
     def _initialise(self) -> Versions:
         if self._library is None:
             self._library = load(self._location)
-        if not self._initialised:
+        # While a thread is stuck in NVML it cannot be shut down, and another init would only count;
+        # the driver may answer the other threads all the same.
+        if not (self._open_inits and self._threads.stuck):
+            self._shut_down()
             self._first_nvml.init()
-            self._initialised = True
+            self._open_inits += 1
         return self._first_nvml.versions()
 
     async def _let_go(self, timeout_ns: int) -> bool:
-        """Shut NVML down if no thread is in it; returns whether that is so."""
+        """Shut NVML down if no thread is in it; returns whether none is."""
         session, self._session = self._session, None
         if session is not None:
             session.listener.stop()
         if self._threads.stuck or not await self._threads.wait_idle(timeout_ns):
             return False
-        if self._initialised:
+        if self._open_inits:
             if session is not None:
                 await session.listener.free()
             await self._threads.first.call(self._shut_down)
         return True
 
     def _shut_down(self) -> None:
-        self._initialised = False
         try:
-            self._first_nvml.shutdown()
-        except NvmlError:
-            # A driver that is gone cannot say goodbye; the next init starts afresh either way.
-            return
+            while self._open_inits:
+                self._first_nvml.shutdown()
+                self._open_inits -= 1
+        except NvmlError as error:
+            # A driver that is gone may not even say goodbye; it is tried again before the next init.
+            if error.code == NvmlCode.UNINITIALIZED:
+                self._open_inits = 0
 
     # What is told
 

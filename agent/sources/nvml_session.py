@@ -66,8 +66,13 @@ class Slot:
     """Number of the newest look that was asked for."""
     served: int = 0
     """Number of the newest one that was finished."""
+    late: bool = False
+    """Whether a call of the newest look was overdue."""
+    untold: bool = False
+    """Whether the outcome of the newest look is still to be told."""
     began_ns: int = 0
     due_ns: int = 0
+    wanted_soon: bool = False
     wake: asyncio.Event = field(default_factory=asyncio.Event)
     looked: asyncio.Event = field(default_factory=asyncio.Event)
     task: asyncio.Task[None] | None = None
@@ -125,6 +130,8 @@ class Session:
         self._slots: list[Slot] = []
         self._node_due = asyncio.Event()
         self._settling = False
+        self._gone = False
+        """The driver is; tasks that were about to go on have nothing more to tell."""
         self._told: facts.GpusEnumerated | None = None
         self._control_nodes: tuple[str, ...] = ()
         self._warned: set[str] = set()
@@ -167,11 +174,14 @@ class Session:
 
     async def _watch_node(self, group: asyncio.TaskGroup) -> None:
         while True:
+            began_ns = self._clock()
             count = await self._count()
             if count is not None:
                 await self._settle(count, group)
             await _wait(self._node_due, self._settings.poll_ns)
             self._node_due.clear()
+            gap_ns = min(MIN_GAP_NS, self._settings.poll_ns)
+            await asyncio.sleep(max(0, began_ns + gap_ns - self._clock()) / 1e9)
 
     async def _count(self) -> int | None:
         try:
@@ -194,15 +204,15 @@ class Session:
         """Make the slots agree with what NVML counts, and tell."""
         self._settling = True
         try:
-            self._drop([slot for slot in self._slots if slot.gone])
-            if count != len(self._slots):
-                # The indexes of the others move with the count.
+            if count != len(self._slots) or any(slot.gone for slot in self._slots):
+                # The indexes of the others move when one goes or comes.
                 await self._look_at_all()
                 self._drop([slot for slot in self._slots if slot.gone])
                 self._drop(self._surplus(len(self._slots) - count))
                 await self._add(count, group)
         finally:
             self._settling = False
+        self._raise_if_driver_gone()
         self._announce()
 
     def _surplus(self, number: int) -> list[Slot]:
@@ -250,9 +260,8 @@ class Session:
                 slot.task.cancel()
 
     async def _look_at_all(self) -> None:
-        await self._wait_served(
-            {slot: slot.request() for slot in self._slots}, self._settings.call_deadline_ns
-        )
+        numbers = {slot: slot.request() for slot in self._slots if not slot.gone}
+        await self._wait_served(numbers, self._settings.call_deadline_ns)
 
     async def _wait_served(self, numbers: dict[Slot, int], timeout_ns: int) -> None:
         try:
@@ -269,33 +278,40 @@ class Session:
         while True:
             if slot.served < slot.requested or self._clock() >= slot.due_ns:
                 await self._look(slot)
-                slot.due_ns = slot.began_ns + self._settings.poll_ns + stagger_ns
+                pause_ns = MIN_GAP_NS if slot.wanted_soon else self._settings.poll_ns + stagger_ns
+                slot.due_ns = slot.began_ns + pause_ns
                 stagger_ns = 0
+            # Told last: a GPU whose events cannot be heard has not passed.
             await self._register(slot)
+            self._tell(slot)
             if slot.served >= slot.requested:
                 await _wait(slot.wake, max(0, slot.due_ns - self._clock()))
                 slot.wake.clear()
 
     async def _look(self, slot: Slot) -> None:
         slot.began_ns = self._clock()
+        slot.wanted_soon = False
         number = slot.requested
         try:
             look = await slot.lane.call(partial(self._look_once, slot))
         except GpuGoneError:
-            slot.gone = True
-            self._node_due.set()
+            self._lost_sight(slot)
         except NvmlError as error:
             slot.failure = error
         else:
             self._saw(slot, look)
         if slot.failure is not None:
             slot.registered = None
+        slot.late = slot.lane.late
+        slot.untold = True
         slot.served = number
         slot.notify()
         self._raise_if_driver_gone()
-        if not slot.gone:
-            self._announce()
-            self._tell(slot)
+        self._announce()
+
+    def _lost_sight(self, slot: Slot) -> None:
+        slot.gone = True
+        self._node_due.set()
 
     def _look_once(self, slot: Slot) -> Look:
         if slot.sighting is None:
@@ -307,8 +323,7 @@ class Session:
         if slot.sighting is None:
             if any(other.uuid == seen.gpu.uuid and not other.gone for other in self._slots):
                 # Indexes moved while it was looked for; the next round finds the right one.
-                slot.gone = True
-                self._node_due.set()
+                self._lost_sight(slot)
                 return
             if seen.numa_problem is not None:
                 self._warn(
@@ -329,13 +344,17 @@ class Session:
 
     async def _register(self, slot: Slot) -> None:
         events = self.listener.events
-        if not (self.announced and slot.answers and slot.sighting) or events in (None, slot.registered):
+        if events is None or events is slot.registered or not slot.answers:
             return
-        uuid = slot.sighting.gpu.uuid
+        sighting = slot.sighting
+        if sighting is None or not self._is_listed(sighting.gpu.uuid):
+            return
+        uuid = sighting.gpu.uuid
         try:
-            refusal = await slot.lane.call(partial(register, slot.nvml, slot.sighting.handle, events))
+            refusal = await slot.lane.call(partial(register, slot.nvml, sighting.handle, events))
         except NvmlError as error:
-            self._put(_failed(uuid, error))
+            slot.failure = error
+            slot.untold = True
             return
         slot.registered = events
         if refusal is None:
@@ -347,6 +366,7 @@ class Session:
     def _xid_came(self, uuid: GpuUuid) -> None:
         for slot in self._slots:
             if slot.uuid == uuid:
+                slot.wanted_soon = True
                 slot.due_ns = min(slot.due_ns, slot.began_ns + MIN_GAP_NS)
                 slot.wake.set()
 
@@ -383,6 +403,9 @@ class Session:
 
     def _raise_if_driver_gone(self) -> None:
         """End the session if not one GPU gives an answer that tells of the GPU itself."""
+        if self._settling:
+            # Not every GPU was asked yet.
+            return
         failures: list[NvmlError] = []
         for slot in self._slots:
             if slot.lane.overdue:
@@ -391,11 +414,12 @@ class Session:
                 return
             failures.append(slot.failure)
         if failures:
+            self._gone = True
             raise DriverGoneError(failures[0])
 
     def _announce(self) -> None:
         """Tell which GPUs there are, if that changed; the first time, that the driver is ready."""
-        if self._settling:
+        if self._settling or self._gone:
             return
         if self._told is None:
             self._announce_first()
@@ -404,6 +428,7 @@ class Session:
         if listed != self._told:
             self._told = listed
             self._put(listed)
+            self._wake_all()
 
     def _announce_first(self) -> None:
         self._told = self._listed()
@@ -419,8 +444,6 @@ class Session:
             call = slot.lane.log.awaited
             if call is not None and slot.uuid is not None:
                 self._put(self._overdue_fact(slot.uuid, call))
-            elif slot.served:
-                self._tell(slot)
         self._wake_all()
 
     def _listed(self) -> facts.GpusEnumerated:
@@ -429,13 +452,17 @@ class Session:
             gpus=tuple(sorted(gpus, key=lambda gpu: (gpu.index, gpu.pci))), control_nodes=self._control_nodes
         )
 
+    def _is_listed(self, uuid: GpuUuid) -> bool:
+        return self._told is not None and any(gpu.uuid == uuid for gpu in self._told.gpus)
+
     def _tell(self, slot: Slot) -> None:
         uuid = slot.uuid
-        if uuid is None or self._told is None or all(gpu.uuid != uuid for gpu in self._told.gpus):
+        if uuid is None or self._gone or slot.gone or not slot.untold or not self._is_listed(uuid):
             return
+        slot.untold = False
         if slot.failure is not None:
             self._put(_failed(uuid, slot.failure))
-        elif slot.lane.late:
+        elif slot.late:
             # It answered after all, but too late to count; ask again at once.
             slot.request()
         else:

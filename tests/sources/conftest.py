@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from agent.model.ids import GpuUuid
 from agent.simulation.nvml import NvmlState, install_library
 from agent.simulation.presets import load_preset
 from agent.sources.nvml import LibraryLocation, NvmlSettings, NvmlSource
-from tests.sources.recorder import Recorder
+from tests.sources.recorder import PATIENCE_S, Recorder
 
 MS = 1_000_000
 
@@ -45,13 +46,18 @@ class Node:
 
     directory: Path
     state: NvmlState
+    inits_forgotten: int = 0
+    """Inits that the library denied to have seen when they were to be undone."""
 
     @property
     def library(self) -> Path:
         return self.directory / "lib" / "libnvidia-ml.so.1"
 
-    def uuids(self) -> list[str]:
-        return [self.state.uuid(gpu) for gpu in range(self.state.gpus)]
+    def uuid(self, gpu: int) -> GpuUuid:
+        return GpuUuid(self.state.uuid(gpu))
+
+    def uuids(self) -> list[GpuUuid]:
+        return [self.uuid(gpu) for gpu in range(self.state.gpus)]
 
 
 MakeNode = Callable[..., Node]
@@ -83,7 +89,7 @@ StartSource = Callable[..., Awaitable[NvmlSource]]
 
 @pytest.fixture
 async def start_source(recorder: Recorder) -> AsyncIterator[StartSource]:
-    running: list[tuple[NvmlSource, asyncio.Task[None], NvmlState]] = []
+    running: list[tuple[NvmlSource, asyncio.Task[None], Node]] = []
 
     async def start(node: Node, settings: NvmlSettings = QUICK) -> NvmlSource:
         source = NvmlSource(
@@ -95,13 +101,17 @@ async def start_source(recorder: Recorder) -> AsyncIterator[StartSource]:
             settings=settings,
         )
         task = asyncio.get_running_loop().create_task(source.run(), name="nvml")
-        running.append((source, task, node.state))
+        running.append((source, task, node))
         return source
 
     yield start
-    for source, task, state in running:
-        state.clear_faults()
+    for source, task, node in running:
+        node.state.clear_faults()
         task.cancel()
         with suppress(asyncio.CancelledError):
             await task
-        assert await source.close()
+        async with asyncio.timeout(PATIENCE_S):
+            # A call that hung until now may not be back yet.
+            while not await source.close():
+                await asyncio.sleep(0.002)
+        assert node.state.inits == node.state.shutdowns + node.inits_forgotten

@@ -1,0 +1,263 @@
+"""XIDs, and the event set that brings them."""
+
+import time
+from dataclasses import replace
+
+import pytest
+
+from agent.model.facts import (
+    DriverUnavailable,
+    GpuCallFailed,
+    GpuProbePassed,
+    GpusEnumerated,
+    HealthEventsUnsupported,
+    XidReported,
+)
+from agent.simulation.presets import MigDeviceSpec
+from tests.sources.conftest import MS, QUICK, MakeNode, Node, StartSource
+from tests.sources.recorder import Recorder, until
+
+REGISTER = "nvmlDeviceRegisterEvents"
+CREATE = "nvmlEventSetCreate"
+WAIT = "nvmlEventSetWait_v2"
+RARELY = replace(QUICK, poll_ns=3_600_000 * MS)
+"""No poll but the first comes by itself."""
+
+
+async def hears(node: Node, recorder: Recorder, gpu: int, xid: int = 48) -> None:
+    """Wait until an XID of a GPU is heard, then forget it."""
+    sequence = node.state.push_xid(gpu, xid)
+    await recorder.first(XidReported, lambda fact: (fact.gpu, fact.xid) == (node.uuid(gpu), xid))
+    assert node.state.event_times(sequence).deliveries == 1
+    recorder.forget()
+
+
+async def registered(node: Node, count: int) -> None:
+    """Wait until so many registrations of events were made."""
+    await until(lambda: node.state.calls(REGISTER) >= count)
+
+
+async def test_an_xid_is_told_with_its_gpu(
+    make_node: MakeNode, start_source: StartSource, recorder: Recorder
+) -> None:
+    node = make_node("8x-a100")
+    await start_source(node)
+    await registered(node, 8)
+    node.state.push_xid(3, 79)
+    assert await recorder.first(XidReported) == XidReported(gpu=node.uuid(3), xid=79)
+
+
+async def test_an_xid_of_a_mig_device_is_told_with_its_instances(
+    make_node: MakeNode, start_source: StartSource, recorder: Recorder
+) -> None:
+    node = make_node({"preset": "8x-a100", "gpus": 1})
+    node.state.set_mig(0, [MigDeviceSpec(profile="3g.40gb"), MigDeviceSpec(profile="1g.10gb")])
+    await start_source(node)
+    await registered(node, 1)
+    node.state.push_xid(0, 94, gi=2, ci=0)
+    assert await recorder.first(XidReported) == XidReported(gpu=node.uuid(0), xid=94, gi=2, ci=0)
+
+
+async def test_an_xid_of_an_unreadable_device_marks_none(
+    make_node: MakeNode, start_source: StartSource, recorder: Recorder
+) -> None:
+    node = make_node("4x-t4")
+    await start_source(node)
+    await registered(node, 4)
+    node.state.push_xid(None, 79)
+    assert await recorder.first(XidReported) == XidReported(gpu=None, xid=79)
+
+
+async def test_events_that_are_no_xids_are_not_told(
+    make_node: MakeNode, start_source: StartSource, recorder: Recorder
+) -> None:
+    node = make_node("8x-a100")
+    await start_source(node)
+    await registered(node, 8)
+    node.state.push_event(1, 0x1)
+    node.state.push_event(1, 0x2)
+    await hears(node, recorder, 2)
+    assert recorder.of(XidReported) == []
+
+
+async def test_many_xids_are_all_told(
+    make_node: MakeNode, start_source: StartSource, recorder: Recorder
+) -> None:
+    node = make_node("4x-t4")
+    await start_source(node)
+    await registered(node, 4)
+    for number in range(503):
+        node.state.push_xid(number % 4, 13)
+    await recorder.until(lambda: sum(fact.count for fact in recorder.of(XidReported)) == 503)
+
+
+async def test_a_gpu_is_probed_at_once_after_an_xid(
+    make_node: MakeNode, start_source: StartSource, recorder: Recorder
+) -> None:
+    node = make_node("4x-t4")
+    await start_source(node, RARELY)
+    await registered(node, 4)
+    await recorder.until(lambda: len(recorder.of(GpuProbePassed)) >= 4)
+    recorder.forget()
+    node.state.push_xid(2, 79)
+    assert await recorder.first(GpuProbePassed) == GpuProbePassed(gpu=node.uuid(2))
+    assert len(recorder.of(GpuProbePassed)) == 1
+
+
+async def test_an_xid_storm_makes_no_storm_of_probes(
+    make_node: MakeNode, start_source: StartSource, recorder: Recorder
+) -> None:
+    node = make_node("4x-t4")
+    await start_source(node, RARELY)
+    await registered(node, 4)
+    await recorder.until(lambda: len(recorder.of(GpuProbePassed)) >= 4)
+    began_ns = time.monotonic_ns()
+    for _ in range(500):
+        node.state.push_xid(2, 13)
+    await recorder.until(lambda: sum(fact.count for fact in recorder.of(XidReported)) == 500)
+    took_s = (time.monotonic_ns() - began_ns) / 1e9
+    assert node.state.calls("nvmlDeviceGetTemperature", gpu=2) <= 3 + took_s
+
+
+@pytest.mark.parametrize("call", [REGISTER, "nvmlDeviceGetSupportedEventTypes"])
+async def test_a_gpu_without_events_is_told_once_and_probed_all_the_same(
+    make_node: MakeNode, start_source: StartSource, recorder: Recorder, call: str
+) -> None:
+    node = make_node("4x-t4")
+    node.state.set_return(call, 3, gpu=1)
+    await start_source(node)
+    await recorder.until(lambda: sum(fact.gpu == node.uuid(1) for fact in recorder.of(GpuProbePassed)) >= 3)
+    assert [fact.gpu for fact in recorder.of(HealthEventsUnsupported)] == [node.uuid(1)]
+    assert recorder.of(GpuCallFailed) == []
+    await hears(node, recorder, 0)
+
+
+async def test_a_gpu_that_sends_other_events_but_no_xids_is_told(
+    make_node: MakeNode, start_source: StartSource, recorder: Recorder
+) -> None:
+    node = make_node({"preset": "4x-t4", "gpus": [{"event_types": 0x3}, {}]})
+    await start_source(node)
+    assert (await recorder.first(HealthEventsUnsupported)).gpu == node.uuid(0)
+    await registered(node, 1)
+    await hears(node, recorder, 1)
+
+
+async def test_a_gpu_whose_events_cannot_be_registered_has_not_passed(
+    make_node: MakeNode, start_source: StartSource, recorder: Recorder
+) -> None:
+    node = make_node("4x-t4")
+    node.state.set_return(REGISTER, 999, gpu=1)
+    await start_source(node)
+    await recorder.until(lambda: len(recorder.of(GpuCallFailed)) >= 3)
+    assert {(fact.gpu, fact.code, fact.call) for fact in recorder.of(GpuCallFailed)} == {
+        (node.uuid(1), 999, REGISTER)
+    }
+    assert node.uuid(1) not in {fact.gpu for fact in recorder.of(GpuProbePassed)}
+    node.state.clear_return(REGISTER, gpu=1)
+    await recorder.first(GpuProbePassed, lambda fact: fact.gpu == node.uuid(1))
+    await hears(node, recorder, 1)
+
+
+# The set breaks
+
+
+@pytest.mark.parametrize("code", [1, 2, 9, 15, 16, 999])
+async def test_a_wait_that_fails_marks_no_gpu_and_xids_are_heard_again(
+    make_node: MakeNode, start_source: StartSource, recorder: Recorder, code: int
+) -> None:
+    node = make_node("4x-t4")
+    await start_source(node)
+    await registered(node, 4)
+    creations = node.state.calls(CREATE)
+    node.state.set_return(WAIT, code)
+    await until(lambda: node.state.calls(CREATE) > creations)
+    registrations = node.state.calls(REGISTER)
+    node.state.clear_return(WAIT)
+    await registered(node, registrations + 4)
+    await hears(node, recorder, 2)
+    assert recorder.of(GpuCallFailed) == []
+    assert recorder.of(DriverUnavailable) == []
+
+
+async def test_a_wait_that_keeps_failing_does_not_spin(
+    make_node: MakeNode, start_source: StartSource, recorder: Recorder
+) -> None:
+    node = make_node("4x-t4")
+    node.state.set_return(WAIT, 15)
+    began_ns = time.monotonic_ns()
+    await start_source(node, replace(QUICK, event_retry_ns=100 * MS))
+    await until(lambda: node.state.calls(CREATE) >= 4)
+    took_ns = time.monotonic_ns() - began_ns
+    assert took_ns >= 3 * 100 * MS
+    assert node.state.calls(WAIT) <= took_ns // (100 * MS) + 1
+
+
+async def test_a_lost_gpu_does_not_silence_the_others(
+    make_node: MakeNode, start_source: StartSource, recorder: Recorder
+) -> None:
+    node = make_node("4x-t4")
+    await start_source(node)
+    await registered(node, 4)
+    node.state.set_return(None, 15, gpu=1)
+    node.state.set_return(WAIT, 15)
+    await recorder.first(GpuCallFailed)
+    registrations = node.state.calls(REGISTER)
+    node.state.clear_return(WAIT)
+    await registered(node, registrations + 3)
+    for gpu in (0, 2, 3):
+        await hears(node, recorder, gpu)
+    assert {fact.gpu for fact in recorder.of(GpuCallFailed)} <= {node.uuid(1)}
+
+
+async def test_a_gpu_that_was_lost_and_is_back_is_heard_again(
+    make_node: MakeNode, start_source: StartSource, recorder: Recorder
+) -> None:
+    node = make_node("4x-t4")
+    await start_source(node)
+    await registered(node, 4)
+    node.state.set_return(None, 15, gpu=1)
+    await recorder.first(GpuCallFailed)
+    registrations = node.state.calls(REGISTER, gpu=1)
+    node.state.clear_return(None, gpu=1)
+    await until(lambda: node.state.calls(REGISTER, gpu=1) > registrations)
+    await hears(node, recorder, 1)
+
+
+async def test_a_gpu_that_comes_late_is_heard(
+    make_node: MakeNode, start_source: StartSource, recorder: Recorder
+) -> None:
+    node = make_node("4x-t4")
+    node.state.hide_gpu(3)
+    await start_source(node)
+    await registered(node, 3)
+    node.state.reveal_gpu(3)
+    await recorder.first(GpusEnumerated, lambda fact: len(fact.gpus) == 4)
+    await registered(node, 4)
+    await hears(node, recorder, 3)
+
+
+async def test_a_set_that_cannot_be_made_is_tried_again(
+    make_node: MakeNode, start_source: StartSource, recorder: Recorder
+) -> None:
+    node = make_node("4x-t4")
+    node.state.set_return(CREATE, 23)
+    await start_source(node)
+    await until(lambda: node.state.calls(CREATE) >= 3)
+    await recorder.until(lambda: len(recorder.of(GpuProbePassed)) >= 4)
+    node.state.clear_return(CREATE)
+    await registered(node, 4)
+    await hears(node, recorder, 0)
+
+
+async def test_sets_are_freed_when_they_are_replaced(
+    make_node: MakeNode, start_source: StartSource, recorder: Recorder
+) -> None:
+    node = make_node("4x-t4")
+    node.state.set_return(WAIT, 15)
+    await start_source(node)
+    # The library has room for 64.
+    await until(lambda: node.state.calls(CREATE) >= 70)
+    node.state.clear_return(WAIT)
+    registrations = node.state.calls(REGISTER)
+    await registered(node, registrations + 4)
+    await hears(node, recorder, 0)
