@@ -169,6 +169,16 @@ def test_a_gpu_can_be_added(make_nvml: Callable[..., SimulatedNvml]) -> None:
         assert client.nvmlDeviceGetUUID(added) == whole.spec.gpus[5].uuid
 
 
+def test_a_gpu_that_does_not_exist_cannot_be_changed(nvml: SimulatedNvml) -> None:
+    for gpu in (8, -1):
+        with pytest.raises(NvmlStateError):
+            nvml.state.set_temperature(gpu, 40)
+        with pytest.raises(NvmlStateError):
+            nvml.state.push_xid(gpu, 79)
+        with pytest.raises(NvmlStateError):
+            nvml.state.set_mig(gpu, [])
+
+
 def test_more_gpus_than_slots_are_refused(make_nvml: Callable[..., SimulatedNvml]) -> None:
     node = make_nvml("8x-a100")
     for _ in range(24):
@@ -301,6 +311,17 @@ def test_readings_follow_the_state(nvml: SimulatedNvml, client: ModuleType) -> N
         state.set_nvlink(2, 18, up=False)
 
 
+def test_a_field_without_a_method_is_set_by_its_name(nvml: SimulatedNvml, client: ModuleType) -> None:
+    handle = client.nvmlDeviceGetHandleByIndex(0)
+    nvml.state.set_number(0, "persistence_mode", 0)
+    assert client.nvmlDeviceGetPersistenceMode(handle) == 0
+    nvml.state.set_number(0, "persistence_mode", None)
+    with pytest.raises(pynvml.NVMLError_NotSupported):
+        client.nvmlDeviceGetPersistenceMode(handle)
+    with pytest.raises(NvmlStateError, match="no number persistance_mode"):
+        nvml.state.set_number(0, "persistance_mode", 0)
+
+
 def test_the_recovery_action_is_field_230_where_the_driver_has_it(
     nvml: SimulatedNvml, client: ModuleType
 ) -> None:
@@ -336,7 +357,7 @@ def test_processes_are_listed_on_the_gpu_and_on_their_mig_device(
 
 def test_the_process_table_is_bounded(nvml: SimulatedNvml, client: ModuleType) -> None:
     processes = [GpuProcess(pid=pid, memory_bytes=1) for pid in range(1, 130)]
-    with pytest.raises(NvmlStateError, match="129 are too many"):
+    with pytest.raises(NvmlStateError, match="129 processes are too many"):
         nvml.state.set_processes(0, processes)
     nvml.state.set_processes(0, processes[:128])
     handle = client.nvmlDeviceGetHandleByIndex(0)

@@ -4,6 +4,7 @@
 it. The library finds the state by GPU_AGENT_SIM_STATE, else as `../nvml.state` from where it was loaded.
 """
 
+from agent.simulation.nvml.control import NvmlStateError
 from agent.simulation.nvml.library import (
     SONAME,
     STATE_NAME,
@@ -12,7 +13,7 @@ from agent.simulation.nvml.library import (
     install_library,
     library_path,
 )
-from agent.simulation.nvml.state import EventTimes, GpuProcess, NvmlState, NvmlStateError
+from agent.simulation.nvml.state import EventTimes, GpuProcess, NvmlState
 
 __all__ = [
     "SONAME",

@@ -1,4 +1,4 @@
-/* What the answers in nvml.c and mig.c share: handles, and the gate every call goes through. */
+/* What the answers share: handles, and the gate every call goes through. */
 #pragma once
 
 #include "node.h"
@@ -22,6 +22,18 @@ handle_t instance_handle(enum kind kind, int gpu, uint64_t generation, uint64_t 
 
 /* Counts the call, blocks while it is to hang, and says what it must answer instead (RC_SUCCESS: go on). */
 int gate(int function, int gpu);
+
+/* The parts of the gate, for a call that sleeps on its way: an event wait. */
+void sleep_while_hanging(struct node *node, int function, int gpu);
+int refusal(const struct node *node, int function, int gpu);
+bool is_initialised(void);
+void free_event_sets(void); /* in events.c, when the process shuts down */
+
+/* GPUs by slot, in nvml.c. */
+int slots(void);
+bool visible(int gpu);
+void pci_of(const struct gpu_config *gpu, abi_pci_t *out);
+void fill_pci(abi_pci_t *out, uint64_t domain, uint64_t bus, uint64_t device, uint64_t id, uint64_t subsystem);
 
 /* The refusal of a call that only a whole GPU answers. */
 int whole_device(const struct target *at);
@@ -50,6 +62,14 @@ static inline const struct gpu_config *gpu_config(int gpu) { return &node_curren
         if (refused) return refused;                                                                         \
     }                                                                                                        \
     const struct gpu_config *gpu = gpu_config(at.gpu)
+
+/* Opens a function that belongs to no GPU. */
+#define ENTER_NODE(name)                                                                                     \
+    {                                                                                                        \
+        int refused = gate(FN_##name, NODE_NO_GPU);                                                          \
+        if (refused) return refused;                                                                         \
+    }                                                                                                        \
+    const struct node *node = node_current()
 
 /* MIG, in mig.c: the answers of calls that take both kinds of handle. */
 int mig_text(const struct target *at, bool uuid, char *out, unsigned int length);

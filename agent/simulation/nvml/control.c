@@ -1,4 +1,4 @@
-/* Controlling the simulated node: what NvmlState in __init__.py calls through ctypes.
+/* Controlling the simulated node: what control.py calls through ctypes.
  *
  * Fields are set by name, so that the layout stays in node.h. A change is made on a private copy between
  * gpusim_begin and gpusim_commit and appears to clients at once or not at all. Functions answer 0 or NULL and
@@ -261,7 +261,8 @@ API int64_t gpusim_calls(struct control *control, const char *named, int scope) 
         if (!means(named, node_functions[fn])) continue;
         hits++;
         for (int column = 0; column <= NODE_GPUS; column++)
-            if (scope == NODE_NO_GPU || column == scope) sum += (int64_t)number(&control->node->calls[fn][column]);
+            if (scope == NODE_NO_GPU || column == scope)
+                sum += (int64_t)number(&control->node->calls[fn][column]);
     }
     return hits ? sum : -1;
 }

@@ -41,7 +41,8 @@ static unsigned int slices_of(const struct gpu_config *gpu, struct slice out[NOD
     return count;
 }
 
-static bool find_slice(const struct gpu_config *gpu, unsigned int gi, unsigned int ci, bool any_ci, struct slice *out) {
+static bool find_slice(const struct gpu_config *gpu, unsigned int gi, unsigned int ci, bool any_ci,
+                       struct slice *out) {
     struct slice all[NODE_MIGS];
     unsigned int count = slices_of(gpu, all);
     for (unsigned int row = 0; row < count; row++)
@@ -252,9 +253,9 @@ API int nvmlDeviceGetGpuInstanceProfileInfoV(handle_t device, unsigned int key, 
         return RC_SUCCESS;
     }
     if (version != ABI_VERSION(abi_gi_profile_v2_t, 2)) return RC_ARGUMENT_VERSION_MISMATCH;
-    abi_gi_profile_v2_t second = {version, full.id, 0, full.sliceCount, full.instanceCount, full.multiprocessorCount,
-                                  full.copyEngineCount, full.decoderCount, full.encoderCount, full.jpegCount,
-                                  full.ofaCount, full.memorySizeMB, {0}};
+    abi_gi_profile_v2_t second = {version, full.id, 0, full.sliceCount, full.instanceCount,
+                                  full.multiprocessorCount, full.copyEngineCount, full.decoderCount,
+                                  full.encoderCount, full.jpegCount, full.ofaCount, full.memorySizeMB, {0}};
     memcpy(second.name, full.name, sizeof second.name);
     memcpy(out, &second, sizeof second);
     return RC_SUCCESS;
@@ -280,19 +281,20 @@ static int placements(int function, handle_t device, unsigned int profile_id, ab
     return RC_SUCCESS;
 }
 
-API int nvmlDeviceGetGpuInstancePossiblePlacements(handle_t device, unsigned int profile_id, abi_placement_t *out,
-                                                   unsigned int *count) {
+API int nvmlDeviceGetGpuInstancePossiblePlacements(handle_t device, unsigned int profile_id,
+                                                   abi_placement_t *out, unsigned int *count) {
     return placements(FN_nvmlDeviceGetGpuInstancePossiblePlacements, device, profile_id, out, count);
 }
 
-API int nvmlDeviceGetGpuInstancePossiblePlacements_v2(handle_t device, unsigned int profile_id, abi_placement_t *out,
-                                                      unsigned int *count) {
+API int nvmlDeviceGetGpuInstancePossiblePlacements_v2(handle_t device, unsigned int profile_id,
+                                                      abi_placement_t *out, unsigned int *count) {
     return placements(FN_nvmlDeviceGetGpuInstancePossiblePlacements_v2, device, profile_id, out, count);
 }
 
 /* --- GPU instances ------------------------------------------------------------------------------------- */
 
-API int nvmlDeviceGetGpuInstances(handle_t device, unsigned int profile_id, handle_t *out, unsigned int *count) {
+API int nvmlDeviceGetGpuInstances(handle_t device, unsigned int profile_id, handle_t *out,
+                                  unsigned int *count) {
     ENTER_DEVICE(nvmlDeviceGetGpuInstances, device);
     REQUIRE(out && count);
     struct slice all[NODE_MIGS];
@@ -318,7 +320,9 @@ API int nvmlDeviceGetGpuInstanceById(handle_t device, unsigned int id, handle_t 
 
 API int nvmlGpuInstanceGetInfo(handle_t instance, abi_gi_info_t *out) {
     ENTER_SLICE(nvmlGpuInstanceGetInfo, GPU_INSTANCE, instance);
-    *out = (abi_gi_info_t){device_handle(at.gpu), slice.gi, (unsigned int)number(gpu->profile_id + slice.profile),
+    *out = (abi_gi_info_t){device_handle(at.gpu),
+                           slice.gi,
+                           (unsigned int)number(gpu->profile_id + slice.profile),
                            {slice.start, (unsigned int)number(gpu->profile_size + slice.profile)}};
     return RC_SUCCESS;
 }
@@ -338,15 +342,16 @@ API int nvmlGpuInstanceGetComputeInstanceProfileInfo(handle_t instance, unsigned
     unsigned int profile = slice.profile, whole = (unsigned int)number(gpu->profile_slices + profile);
     unsigned int slices = compute_slices[key];
     if (!slices || slices > whole) return RC_NOT_SUPPORTED;
-    *out = (abi_ci_profile_t){.id = key,
-                              .sliceCount = slices,
-                              .instanceCount = whole / slices,
-                              .multiprocessorCount = compute_sms(gpu, profile, slices),
-                              .sharedCopyEngineCount = (unsigned int)number(gpu->profile_copy_engines + profile),
-                              .sharedDecoderCount = (unsigned int)number(gpu->profile_decoders + profile),
-                              .sharedEncoderCount = (unsigned int)number(gpu->profile_encoders + profile),
-                              .sharedJpegCount = (unsigned int)number(gpu->profile_jpegs + profile),
-                              .sharedOfaCount = (unsigned int)number(gpu->profile_ofas + profile)};
+    *out = (abi_ci_profile_t){
+        .id = key,
+        .sliceCount = slices,
+        .instanceCount = whole / slices,
+        .multiprocessorCount = compute_sms(gpu, profile, slices),
+        .sharedCopyEngineCount = (unsigned int)number(gpu->profile_copy_engines + profile),
+        .sharedDecoderCount = (unsigned int)number(gpu->profile_decoders + profile),
+        .sharedEncoderCount = (unsigned int)number(gpu->profile_encoders + profile),
+        .sharedJpegCount = (unsigned int)number(gpu->profile_jpegs + profile),
+        .sharedOfaCount = (unsigned int)number(gpu->profile_ofas + profile)};
     return RC_SUCCESS;
 }
 

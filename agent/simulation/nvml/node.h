@@ -90,7 +90,7 @@ struct node_event {
     int32_t gpu;       /* slot, or NODE_UNREADABLE_GPU */
     uint32_t gi, ci;
     uint64_t type, data;
-    uint64_t pushed_ns, returned_ns; /* CLOCK_MONOTONIC; returned: by the first wait that handed it over, else 0 */
+    uint64_t pushed_ns, returned_ns; /* CLOCK_MONOTONIC; returned: by the first wait that handed it over, or 0 */
     uint64_t deliveries;
 };
 

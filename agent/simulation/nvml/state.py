@@ -8,30 +8,31 @@
 - Methods may be called from any thread; none of them waits for a client, except `wait_until`.
 """
 
-import ctypes
-import errno
-import os
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Literal, Self
 
+from agent.simulation.nvml.control import (
+    FORCED_HANG,
+    NODE,
+    NOT_FORCED,
+    UNREADABLE_GPU,
+    NodeControl,
+    NvmlStateError,
+)
 from agent.simulation.nvml.fields import (
     GPU_IS_LOST,
     PLACEMENT_FIELDS,
     Numbers,
-    Texts,
     gpu_numbers,
     gpu_texts,
     initial_mig,
     mig_numbers,
     profile_from_fields,
 )
-from agent.simulation.nvml.library import control_functions
 from agent.simulation.presets import (
     GpuSpec,
     MigDeviceSpec,
@@ -46,11 +47,6 @@ XID_EVENT = 0x8
 MIG_CONFIG_EVENT = 0x100
 NO_INSTANCE = 0xFFFFFFFF
 
-_NODE = -1
-_UNREADABLE = 255
-_UNSUPPORTED = (1 << 64) - 1
-_FORCED_HANG = -1
-_TEXT_SIZE = 128
 _ECC_TYPES = {"corrected": 0, "uncorrected": 1}
 _ECC_COUNTERS = {"volatile": 0, "aggregate": 1}
 _ECC_LOCATIONS = {
@@ -78,10 +74,6 @@ _FABRIC_STATES: dict[FabricState, int] = {
 }
 
 
-class NvmlStateError(RuntimeError):
-    """The state cannot be opened or does not know what it was asked for."""
-
-
 @dataclass(frozen=True, slots=True)
 class GpuProcess:
     """A process NVML lists on a GPU; gi and ci are None unless it runs on a MIG device."""
@@ -105,22 +97,16 @@ class EventTimes:
 class NvmlState:
     """A handle on the state file of a simulated node. Close it, or use it in a `with`."""
 
-    def __init__(self, control: int, path: Path) -> None:
-        self.path = path
-        self._control: int | None = control
-        self._lock = threading.RLock()
-        self._functions = control_functions()
+    def __init__(self, node: NodeControl) -> None:
+        self._node = node
 
     @classmethod
     def create(cls, path: Path, spec: NodeSpec) -> Self:
         """Write a node's state and put it in place at once, replacing an earlier one."""
-        control = control_functions().gpusim_create(os.fsencode(path))
-        if not control:
-            raise _error(f"cannot create {path}")
-        state = cls(control, path)
+        state = cls(NodeControl.create(path))
         try:
             state._fill(spec)
-            state._publish()
+            state._node.publish()
         except BaseException:
             state.close()
             raise
@@ -129,21 +115,16 @@ class NvmlState:
     @classmethod
     def open(cls, path: Path) -> Self:
         """Open an existing state. Raises NvmlStateError where there is none or another version made it."""
-        control = control_functions().gpusim_open(os.fsencode(path))
-        if not control:
-            if ctypes.get_errno() == errno.EINVAL:
-                raise NvmlStateError(
-                    f"{path} is no NVML state of this version of gpu-agent: start the node anew"
-                )
-            raise _error(f"cannot open {path}")
-        return cls(control, path)
+        return cls(NodeControl.open(path))
+
+    @property
+    def path(self) -> Path:
+        """The state file."""
+        return self._node.path
 
     def close(self) -> None:
         """Let go of the file; the node stays as it is."""
-        with self._lock:
-            if self._control is not None:
-                self._functions.gpusim_close(self._control)
-            self._control = None
+        self._node.close()
 
     def __enter__(self) -> Self:
         return self
@@ -157,17 +138,17 @@ class NvmlState:
 
     def unload_driver(self, code: int = DRIVER_NOT_LOADED) -> None:
         """Make nvmlInit and, for clients that have initialised, every call answer `code`."""
-        self._set(_NODE, {"driver_code": code})
+        self._set(NODE, {"driver_code": code})
 
     def load_driver(self) -> None:
         """Let the driver answer again."""
-        self._set(_NODE, {"driver_code": 0})
+        self._set(NODE, {"driver_code": 0})
 
     def set_versions(self, *, driver: str, nvml: str, cuda: int) -> None:
         """Change what the driver says of itself, as an upgrade does. `cuda` is 1000 major + 10 minor."""
-        with self._change(_NODE):
-            self._write_texts({"driver_version": driver, "nvml_version": nvml})
-            self._write_numbers({"cuda_version": cuda})
+        with self._node.change(NODE):
+            self._node.write_texts({"driver_version": driver, "nvml_version": nvml})
+            self._node.write_numbers({"cuda_version": cuda})
 
     # --- which GPUs there are
 
@@ -190,10 +171,10 @@ class NvmlState:
 
     def add_gpu(self, spec: GpuSpec) -> int:
         """Plug in a further GPU. Returns its slot."""
-        with self._lock:
+        with self._node.lock:
             slot = self.gpus
             self._write_gpu(slot, spec)
-            self._set(_NODE, {"gpus": slot + 1})
+            self._set(NODE, {"gpus": slot + 1})
         return slot
 
     # --- events
@@ -206,22 +187,13 @@ class NvmlState:
         self, gpu: int | None, kind: int, *, data: int = 0, gi: int | None = None, ci: int | None = None
     ) -> int:
         """Report an NVML event (`kind` is an nvmlEventType bit) to every client that listens to it."""
-        slot = _UNREADABLE if gpu is None else self._slot(gpu)
-        with self._lock:
-            sequence: int = self._functions.gpusim_push_event(
-                self._open_control(), slot, kind, data, _instance(gi), _instance(ci)
-            )
-        if sequence < 0:
-            raise _error("cannot report the event")
-        return sequence
+        slot = UNREADABLE_GPU if gpu is None else self._slot(gpu)
+        return self._node.push_event(slot, kind, data, _instance(gi), _instance(ci))
 
     def event_times(self, sequence: int) -> EventTimes:
         """Look up one of the last 1,024 events. Raises NvmlStateError for an older one."""
-        times = (ctypes.c_uint64 * 3)()
-        with self._lock:
-            if not self._functions.gpusim_event_times(self._open_control(), sequence, times):
-                raise NvmlStateError(f"event {sequence} is not among the last ones")
-        return EventTimes(pushed_ns=times[0], returned_ns=times[1] or None, deliveries=times[2])
+        pushed_ns, returned_ns, deliveries = self._node.event_times(sequence)
+        return EventTimes(pushed_ns=pushed_ns, returned_ns=returned_ns or None, deliveries=deliveries)
 
     # --- what calls answer instead
 
@@ -231,31 +203,31 @@ class NvmlState:
         A name without `_v2` and the like means all its versions. The most particular rule counts: function
         and GPU, function, GPU, everything. Code 0 answers as usual: an exception from a wider rule.
         """
-        self._force(function, gpu, code + 1)
+        self._node.force(function, self._scope(gpu), code + 1)
 
     def clear_return(self, function: str | None, *, gpu: int | None = None) -> None:
         """Take back the rule set for exactly this function and GPU."""
-        self._force(function, gpu, 0)
+        self._node.force(function, self._scope(gpu), NOT_FORCED)
 
     def hang(self, *, gpu: int | None = None, function: str | None = None) -> None:
         """Let calls block until released: of a function, of a GPU, of both, or (neither) of the driver."""
         if function is not None:
-            self._force(function, gpu, _FORCED_HANG)
+            self._node.force(function, self._scope(gpu), FORCED_HANG)
         else:
-            self._set(_NODE if gpu is None else gpu, {"hang": 1})
+            self._set(self._scope(gpu), {"hang": 1})
 
     def release(self, *, gpu: int | None = None, function: str | None = None) -> None:
         """End exactly the hang that `hang` with the same arguments began."""
         if function is not None:
-            self._force(function, gpu, 0)
+            self._node.force(function, self._scope(gpu), NOT_FORCED)
         else:
-            self._set(_NODE if gpu is None else gpu, {"hang": 0})
+            self._set(self._scope(gpu), {"hang": 0})
 
     def clear_faults(self) -> None:
         """End every hang, forced answer and missing driver, and bring hidden GPUs back."""
-        with self._lock:
-            self._functions.gpusim_unforce_all(self._open_control())
-            self._set(_NODE, {"hang": 0, "driver_code": 0})
+        with self._node.lock:
+            self._node.unforce_all()
+            self._set(NODE, {"hang": 0, "driver_code": 0})
             for gpu in range(self.gpus):
                 self._set(gpu, {"hang": 0, "visible": 1})
 
@@ -263,9 +235,9 @@ class NvmlState:
 
     def set_mig(self, gpu: int, devices: Sequence[MigDeviceSpec], *, enabled: bool = True) -> tuple[str, ...]:
         """Reconfigure MIG; handles from before become invalid. Returns the UUIDs. Raises PresetError."""
-        with self._lock:
-            placed = place_mig_devices(gpu, self._profiles(gpu), devices)
-            with self._change(gpu):
+        with self._node.lock:
+            placed = place_mig_devices(self._slot(gpu), self._profiles(gpu), devices)
+            with self._node.change(gpu):
                 self._write_mig(gpu, placed, enabled=enabled)
         return tuple(device.uuid for device in placed)
 
@@ -280,8 +252,8 @@ class NvmlState:
     ) -> None:
         """Set one ECC error counter."""
         row = _ECC_TYPES[kind] * len(_ECC_COUNTERS) + _ECC_COUNTERS[counter]
-        with self._change(gpu):
-            self._write_number("ecc", row * len(_ECC_LOCATIONS) + _ECC_LOCATIONS[location], count)
+        with self._node.change(self._slot(gpu)):
+            self._node.write_number("ecc", row * len(_ECC_LOCATIONS) + _ECC_LOCATIONS[location], count)
 
     def set_remapped_rows(
         self,
@@ -325,8 +297,10 @@ class NvmlState:
 
     def set_processes(self, gpu: int, processes: Sequence[GpuProcess]) -> None:
         """Set the processes on a GPU and the memory they use together, on its MIG devices, too."""
-        with self._lock:
-            self._at_most("process_pid", len(processes))
+        with self._node.lock:
+            most = self._node.bound("process_pid")
+            if len(processes) > most:
+                raise NvmlStateError(f"{len(processes)} processes are too many, {most} fit")
             rows = range(self.number(gpu, "mig_count"))
             places = [(self.number(gpu, "mig_gi", row), self.number(gpu, "mig_ci", row)) for row in rows]
             held = [sum(each.memory_bytes for each in processes if (each.gi, each.ci) == at) for at in places]
@@ -351,11 +325,11 @@ class NvmlState:
 
     def set_nvlink(self, gpu: int, link: int, *, up: bool) -> None:
         """Take one NVLink down or up."""
-        with self._lock:
+        with self._node.lock:
             if not 0 <= link < self.number(gpu, "links"):
                 raise NvmlStateError(f"GPU {gpu} has no NVLink {link}")
-            with self._change(gpu):
-                self._write_number("link_state", link, int(up))
+            with self._node.change(gpu):
+                self._node.write_number("link_state", link, int(up))
 
     def set_pcie(self, gpu: int, *, generation: int, width: int) -> None:
         """Set what the PCIe link has trained to."""
@@ -373,38 +347,32 @@ class NvmlState:
 
     def calls(self, function: str, *, gpu: int | None = None) -> int:
         """Count the calls of a function so far, all versions where none is named, of one GPU or in all."""
-        with self._lock:
-            count: int = self._functions.gpusim_calls(
-                self._open_control(), function.encode(), _NODE if gpu is None else self._slot(gpu)
-            )
-        if count < 0:
-            raise NvmlStateError(f"NVML has no function {function}")
-        return count
+        return self._node.calls(function, self._scope(gpu))
 
     @property
     def inits(self) -> int:
         """Successful nvmlInit calls of all clients."""
-        return self._counter("inits")
+        return self._node.counter("inits")
 
     @property
     def shutdowns(self) -> int:
         """Successful nvmlShutdown calls of all clients."""
-        return self._counter("shutdowns")
+        return self._node.counter("shutdowns")
 
     @property
     def hangs_entered(self) -> int:
         """Calls that began to hang."""
-        return self._counter("hangs_entered")
+        return self._node.counter("hangs_entered")
 
     @property
     def events_pushed(self) -> int:
         """Events reported so far."""
-        return self._counter("events_pushed")
+        return self._node.counter("events_pushed")
 
     @property
     def events_lost(self) -> int:
         """Events some client lost because it was over a thousand behind, summed over clients."""
-        return self._counter("events_lost")
+        return self._node.counter("events_lost")
 
     def wait_until(self, condition: Callable[[], bool], timeout_s: float) -> bool:
         """Block until a condition about the clients holds; false when it did not in time.
@@ -413,84 +381,56 @@ class NvmlState:
         """
         deadline_ns = time.monotonic_ns() + int(timeout_s * 1e9)
         while True:
-            with self._lock:
-                control = self._open_control()
-                seen = self._functions.gpusim_activity(control)
+            seen = self._node.activity()
             if condition():
                 return True
-            if not self._functions.gpusim_wait_activity(control, seen, deadline_ns):
+            if not self._node.wait_activity(seen, deadline_ns):
                 return condition()
 
     # --- fields by name
 
     def number(self, gpu: int | None, field: str, index: int = 0) -> int:
         """Read a number field of node.h, of a GPU or (None) of the node."""
-        value = ctypes.c_uint64()
-        with self._lock:
-            scope = _NODE if gpu is None else gpu
-            if not self._functions.gpusim_get_number(
-                self._open_control(), scope, field.encode(), index, ctypes.byref(value)
-            ):
-                raise NvmlStateError(f"there is no number {field}[{index}]")
-        return value.value
+        return self._node.number(NODE if gpu is None else gpu, field, index)
+
+    def set_number(self, gpu: int | None, field: str, value: int | None, index: int = 0) -> None:
+        """Set a number field of node.h that has no method of its own; None means NOT_SUPPORTED."""
+        with self._node.change(self._scope(gpu)):
+            self._node.write_number(field, index, value)
 
     def text(self, gpu: int | None, field: str, index: int = 0) -> str:
         """Read a text field of node.h, of a GPU or (None) of the node."""
-        value = ctypes.create_string_buffer(_TEXT_SIZE)
-        with self._lock:
-            scope = _NODE if gpu is None else gpu
-            if not self._functions.gpusim_get_text(
-                self._open_control(), scope, field.encode(), index, value, len(value)
-            ):
-                raise NvmlStateError(f"there is no text {field}[{index}]")
-        return value.value.decode()
+        return self._node.text(NODE if gpu is None else gpu, field, index)
 
     # --- inside
-
-    def _open_control(self) -> int:
-        if self._control is None:
-            raise NvmlStateError(f"{self.path} is closed")
-        return self._control
-
-    def _counter(self, name: str) -> int:
-        with self._lock:
-            count: int = self._functions.gpusim_counter(self._open_control(), name.encode())
-        return count
 
     def _slot(self, gpu: int) -> int:
         if not 0 <= gpu < self.gpus:
             raise NvmlStateError(f"there is no GPU {gpu}, the node has {self.gpus}")
         return gpu
 
-    def _force(self, function: str | None, gpu: int | None, forced: int) -> None:
-        name = None if function is None else function.encode()
-        with self._lock:
-            scope = _NODE if gpu is None else self._slot(gpu)
-            if not self._functions.gpusim_force(self._open_control(), name, scope, forced):
-                raise NvmlStateError(f"NVML has no function {function}")
-
-    def _publish(self) -> None:
-        if not self._functions.gpusim_publish(self._open_control()):
-            raise _error(f"cannot create {self.path}")
+    def _scope(self, gpu: int | None) -> int:
+        return NODE if gpu is None else self._slot(gpu)
 
     def _fill(self, spec: NodeSpec) -> None:
         for slot, gpu in enumerate(spec.gpus):
             self._write_gpu(slot, gpu)
-        with self._change(_NODE):
-            self._write_texts({"driver_version": spec.driver_version, "nvml_version": spec.nvml_version})
-            self._write_numbers({"cuda_version": spec.cuda_version, "gpus": len(spec.gpus)})
+        with self._node.change(NODE):
+            versions = {"driver_version": spec.driver_version, "nvml_version": spec.nvml_version}
+            self._node.write_texts(versions)
+            self._node.write_numbers({"cuda_version": spec.cuda_version, "gpus": len(spec.gpus)})
 
     def _write_gpu(self, slot: int, gpu: GpuSpec) -> None:
-        with self._change(slot):
-            self._write_texts(gpu_texts(gpu))
-            self._write_numbers(gpu_numbers(gpu))
+        with self._node.change(slot):
+            self._node.write_texts(gpu_texts(gpu))
+            self._node.write_numbers(gpu_numbers(gpu))
             if gpu.mig is not None:
                 self._write_mig(slot, initial_mig(slot, gpu), enabled=gpu.mig.enabled)
 
     def _write_mig(self, gpu: int, placed: Sequence[PlacedMigDevice], *, enabled: bool) -> None:
         generation = self.number(gpu, "mig_generation") + 1
-        self._write_texts({"mig_uuid": [device.uuid for device in placed]})
-        self._write_numbers(mig_numbers(placed, enabled=enabled, generation=generation))
+        self._node.write_texts({"mig_uuid": [device.uuid for device in placed]})
+        self._node.write_numbers(mig_numbers(placed, enabled=enabled, generation=generation))
 
     def _profiles(self, gpu: int) -> list[MigProfileSpec]:
         return [
@@ -501,49 +441,9 @@ class NvmlState:
             for row in range(self.number(gpu, "profiles"))
         ]
 
-    def _at_most(self, field: str, count: int) -> None:
-        most = self._functions.gpusim_count(0, field.encode())
-        if count > most:
-            raise NvmlStateError(f"{count} are too many for {field}, {most} fit")
-
     def _set(self, scope: int, numbers: Numbers) -> None:
-        with self._change(scope):
-            self._write_numbers(numbers)
-
-    @contextmanager
-    def _change(self, scope: int) -> Iterator[None]:
-        """Change one GPU or the node (-1): all that is written inside appears together, or none of it."""
-        with self._lock:
-            control = self._open_control()
-            if not self._functions.gpusim_begin(control, scope):
-                raise _error(f"cannot change {self.path}")
-            try:
-                yield
-            except BaseException:
-                self._functions.gpusim_abandon(control)
-                raise
-            self._functions.gpusim_commit(control)
-
-    def _write_number(self, field: str, index: int, value: int | None) -> None:
-        kept = _UNSUPPORTED if value is None else value
-        if not self._functions.gpusim_set_number(self._open_control(), field.encode(), index, kept):
-            raise NvmlStateError(f"there is no number {field}[{index}]")
-
-    def _write_numbers(self, numbers: Numbers) -> None:
-        for field, value in numbers.items():
-            each = value if isinstance(value, Sequence) else [value]
-            for index, one in enumerate(each):
-                self._write_number(field, index, one)
-
-    def _write_texts(self, texts: Texts) -> None:
-        control = self._open_control()
-        for field, value in texts.items():
-            each = [value or ""] if value is None or isinstance(value, str) else value
-            for index, one in enumerate(each):
-                if not self._functions.gpusim_set_text(control, field.encode(), index, one.encode()):
-                    raise NvmlStateError(
-                        f"{field}[{index}]: there is no such text, or {one!r} is too long for it"
-                    )
+        with self._node.change(scope if scope == NODE else self._slot(scope)):
+            self._node.write_numbers(numbers)
 
 
 def _instance(number: int | None) -> int:
@@ -560,7 +460,3 @@ def _process_numbers(processes: Sequence[GpuProcess]) -> Mapping[str, int | Sequ
         "process_ci": [_instance(process.ci) for process in processes],
         "process_kind": [_PROCESS_KINDS[process.kind] for process in processes],
     }
-
-
-def _error(what: str) -> NvmlStateError:
-    return NvmlStateError(f"{what}: {os.strerror(ctypes.get_errno())}")

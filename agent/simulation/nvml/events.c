@@ -1,0 +1,154 @@
+/* Event sets: who listens to what, and waiting for it.
+ *
+ * Guarantees
+ * - Every set gets every event it registered for exactly once, whatever other sets and processes do.
+ * - A set that falls more than NODE_EVENTS behind loses the oldest; what is lost is counted in the node.
+ * - A wait sleeps on a futex in the shared node, and ends when the driver goes or this process shuts down.
+ */
+#define _GNU_SOURCE
+#include <pthread.h>
+#include <string.h>
+
+#include "client.h"
+
+enum { EVENT_SETS = 64 };
+
+struct event_set {
+    bool used;
+    pthread_mutex_t reading;
+    uint64_t next; /* sequence of the next event to look at */
+    uint64_t types[NODE_GPUS], since[NODE_GPUS];
+};
+
+static struct event_set event_sets[EVENT_SETS] = {
+    [0 ... EVENT_SETS - 1] = {.reading = PTHREAD_MUTEX_INITIALIZER}};
+static pthread_mutex_t making_sets = PTHREAD_MUTEX_INITIALIZER;
+
+static struct event_set *event_set(handle_t handle) {
+    for (int i = 0; i < EVENT_SETS; i++)
+        if (handle == &event_sets[i] && __atomic_load_n(&event_sets[i].used, __ATOMIC_ACQUIRE)) return handle;
+    return NULL;
+}
+
+API int nvmlEventSetCreate(handle_t *out) {
+    ENTER_NODE(nvmlEventSetCreate);
+    REQUIRE(out);
+    int made = RC_INSUFFICIENT_RESOURCES;
+    pthread_mutex_lock(&making_sets);
+    for (int i = 0; i < EVENT_SETS && made; i++) {
+        struct event_set *set = &event_sets[i];
+        if (set->used) continue;
+        pthread_mutex_lock(&set->reading); /* a wait on its last user may not be over */
+        memset(set->types, 0, sizeof set->types);
+        set->next = __atomic_load_n(&node->event_head, __ATOMIC_ACQUIRE);
+        pthread_mutex_unlock(&set->reading);
+        __atomic_store_n(&set->used, true, __ATOMIC_RELEASE);
+        *out = set;
+        made = RC_SUCCESS;
+    }
+    pthread_mutex_unlock(&making_sets);
+    return made;
+}
+
+void free_event_sets(void) {
+    for (int i = 0; i < EVENT_SETS; i++) __atomic_store_n(&event_sets[i].used, false, __ATOMIC_RELEASE);
+}
+
+API int nvmlEventSetFree(handle_t handle) {
+    ENTER_NODE(nvmlEventSetFree);
+    (void)node;
+    struct event_set *set = event_set(handle);
+    REQUIRE(set);
+    __atomic_store_n(&set->used, false, __ATOMIC_RELEASE);
+    return RC_SUCCESS;
+}
+
+API int nvmlDeviceRegisterEvents(handle_t device, unsigned long long types, handle_t handle) {
+    ENTER_DEVICE(nvmlDeviceRegisterEvents, device);
+    struct event_set *set = event_set(handle);
+    REQUIRE(set);
+    if (types & ~number(gpu->event_types)) return RC_NOT_SUPPORTED;
+    pthread_mutex_lock(&set->reading);
+    if (!set->types[at.gpu])
+        set->since[at.gpu] = __atomic_load_n(&node_current()->event_head, __ATOMIC_ACQUIRE);
+    set->types[at.gpu] |= types;
+    pthread_mutex_unlock(&set->reading);
+    return RC_SUCCESS;
+}
+
+/* An event of a device that cannot be told belongs to every set that listens to that type. */
+static bool wanted(const struct event_set *set, const struct node_event *event) {
+    for (int gpu = 0; gpu < NODE_GPUS; gpu++)
+        if ((event->gpu == gpu || event->gpu == NODE_UNREADABLE_GPU) && (set->types[gpu] & event->type) &&
+            event->sequence >= set->since[gpu])
+            return true;
+    return false;
+}
+
+/* Copies event `sequence`; false where it was overwritten before or while being read. */
+static bool read_event(const struct node *node, uint64_t sequence, struct node_event *out) {
+    *out = node->events[sequence % NODE_EVENTS];
+    __atomic_thread_fence(__ATOMIC_ACQUIRE);
+    /* The writer of event n + NODE_EVENTS starts on the slot of n while the head still says so. */
+    return __atomic_load_n(&node->event_head, __ATOMIC_RELAXED) - sequence < NODE_EVENTS;
+}
+
+static void mark_returned(struct node *node, uint64_t sequence) {
+    struct node_event *slot = &node->events[sequence % NODE_EVENTS];
+    uint64_t never = 0;
+    __atomic_compare_exchange_n(&slot->returned_ns, &never, node_now_ns(), false, __ATOMIC_RELAXED,
+                                __ATOMIC_RELAXED);
+    __atomic_fetch_add(&slot->deliveries, 1, __ATOMIC_RELAXED);
+    node_wake(&node->activity);
+}
+
+static bool take_event(struct node *node, struct event_set *set, abi_event_t *out) {
+    bool found = false;
+    pthread_mutex_lock(&set->reading);
+    for (;;) {
+        uint64_t head = __atomic_load_n(&node->event_head, __ATOMIC_ACQUIRE);
+        if (set->next >= head) break;
+        struct node_event event;
+        if (!read_event(node, set->next, &event)) {
+            uint64_t oldest = __atomic_load_n(&node->event_head, __ATOMIC_ACQUIRE) - NODE_EVENTS + 1;
+            __atomic_fetch_add(&node->events_lost, oldest - set->next, __ATOMIC_RELAXED);
+            set->next = oldest;
+            continue;
+        }
+        set->next++;
+        if (!wanted(set, &event)) continue;
+        *out = (abi_event_t){device_handle(event.gpu), event.type, event.data, event.gi, event.ci};
+        mark_returned(node, event.sequence);
+        found = true;
+        break;
+    }
+    pthread_mutex_unlock(&set->reading);
+    return found;
+}
+
+static int wait_event(int function, handle_t handle, abi_event_t *out, unsigned int timeout_ms) {
+    uint64_t deadline = node_now_ns() + timeout_ms * 1000000ull;
+    int refused = gate(function, NODE_NO_GPU);
+    if (refused) return refused;
+    struct node *node = node_current();
+    bool in_time = true;
+    for (;;) {
+        uint32_t seen = __atomic_load_n(&node->wake, __ATOMIC_ACQUIRE);
+        sleep_while_hanging(node, function, NODE_NO_GPU); /* a wait under way hangs with the driver */
+        refused = is_initialised() ? refusal(node, function, NODE_NO_GPU) : RC_UNINITIALIZED;
+        if (refused) return refused;
+        struct event_set *set = event_set(handle);
+        REQUIRE(set && out);
+        if (take_event(node, set, out)) return RC_SUCCESS;
+        if (!in_time) return RC_TIMEOUT;
+        in_time = node_sleep(&node->wake, seen, deadline);
+    }
+}
+
+API int nvmlEventSetWait(handle_t set, abi_event_t *out, unsigned int timeout_ms) {
+    return wait_event(FN_nvmlEventSetWait, set, out, timeout_ms);
+}
+
+API int nvmlEventSetWait_v2(handle_t set, abi_event_t *out, unsigned int timeout_ms) {
+    return wait_event(FN_nvmlEventSetWait_v2, set, out, timeout_ms);
+}
