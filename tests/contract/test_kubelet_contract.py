@@ -192,12 +192,14 @@ async def test_a_kubelet_that_starts_deletes_every_socket_and_makes_its_own(
         own, before = kubelet.directory / "kubelet.sock", identity(kubelet.directory / "kubelet.sock")
         kept = kubelet.directory / "not-a-socket"
         kept.touch()
-        await kubelet.restart(kill=kill)
+        try:
+            await kubelet.restart(kill=kill)
+            assert kept.exists()
+        finally:
+            kept.unlink()
         assert not plugin.path.exists()
         assert own.is_socket()
         assert identity(own) != before
-        assert kept.exists()
-        kept.unlink()
         await plugin.wait_for(lambda: plugin.watchers == 0)
 
 
@@ -336,6 +338,7 @@ async def test_a_pod_that_asks_for_a_resource_without_a_healthy_device_fails(
 ) -> None:
     async with plugin_for(kubelet) as plugin:
         await plugin.register()
+        await kubelet.wait_healthy(plugin.resource, {"a", "b", "c"})
         await plugin.send([device("a", healthy=False)])
         await kubelet.wait_healthy(plugin.resource, set())
         pod = await kubelet.run_pod(plugin.resource, 1)

@@ -6,6 +6,8 @@ import contextlib
 import json
 import os
 import socket
+import sys
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,7 @@ import pytest
 from agent.errors import AgentError, UsageError
 from agent.simulation.kubelet import AllocatableChange, EmulatedKubelet
 from agent.simulation.kubelet.devices import Device, DeviceTable
+from agent.simulation.kubelet.faults import Delay
 from agent.simulation.kubelet.front import MAX_CONNECTIONS
 from agent.simulation.kubelet.pods import PodTable
 from agent.simulation.kubelet.records import (
@@ -122,6 +125,20 @@ async def test_change_streams_end_with_the_kubelet(tmp_path: Path) -> None:
     async with EmulatedKubelet(tmp_path / "dp", tmp_path / "pr") as kubelet:
         changes = kubelet.changes()
     assert [each async for each in changes] == []
+
+
+async def test_a_wait_ends_with_the_kubelet(tmp_path: Path) -> None:
+    async with asyncio.TaskGroup() as group:
+        async with EmulatedKubelet(tmp_path / "dp", tmp_path / "pr") as kubelet:
+            waiting = group.create_task(_wait_to_error(kubelet))
+            await asyncio.sleep(0)
+        assert "kubelet has ended" in await waiting
+
+
+async def _wait_to_error(kubelet: EmulatedKubelet) -> str:
+    with pytest.raises(AgentError) as raised:
+        await kubelet.wait_for(lambda seen: seen.allocatable(GPU) == 1)
+    return str(raised.value)
 
 
 async def test_devices_show_health_numa_nodes_and_their_pod(
@@ -327,22 +344,44 @@ async def test_refuse_lasts_until_cleared(kubelet: EmulatedKubelet) -> None:
         await plugin.register()
 
 
-async def test_delay_makes_register_slow(kubelet: EmulatedKubelet) -> None:
+async def test_delay_makes_register_slow_so_many_times(kubelet: EmulatedKubelet) -> None:
     async with plugin_for(kubelet) as plugin:
         await kubelet.apply_fault("delay", register="60ms", dial=0.06, times=1)
         await plugin.register()
-        await plugin.register()
-    slow, quick = kubelet.registrations
+    (slow,) = kubelet.registrations
     assert slow.at_ns - slow.received_at_ns >= 120_000_000
-    assert quick.at_ns - quick.received_at_ns < slow.at_ns - slow.received_at_ns
+    assert kubelet._registry.faults.next_delay() == Delay()
 
 
 async def test_a_plugin_that_stops_waiting_is_registered_all_the_same(kubelet: EmulatedKubelet) -> None:
     async with plugin_for(kubelet) as plugin:
         plugin.options_gate.clear()
-        with pytest.raises(grpc.aio.AioRpcError, match="DEADLINE_EXCEEDED"):
-            await plugin.register(timeout_s=0.05)
+        registering = asyncio.get_running_loop().create_task(plugin.register())
+        await plugin.wait_for(lambda: plugin.count("GetDevicePluginOptions") == 1)
+        registering.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await registering
         plugin.options_gate.set()
+        await kubelet.wait_for(lambda seen: seen.allocatable(GPU) == 4)
+
+
+async def test_a_failed_registration_makes_the_kubelet_miss_the_end_of_the_stream_it_has(
+    kubelet: EmulatedKubelet, plugin: ReferencePlugin
+) -> None:
+    wrong = pb.RegisterRequest(version="v1beta1", endpoint="dead.sock", resource_name=GPU)
+    kubelet._registry._dial_timeout_s = 0.05
+    with pytest.raises(grpc.aio.AioRpcError, match="context deadline exceeded"):
+        await register(kubelet.device_plugins, wrong)
+    await plugin.end_streams()
+    await kubelet.wait_for(lambda seen: len(seen.stream_ends) == 1)
+    assert kubelet.allocatable(GPU) == 4
+    kubelet._registry._dial_timeout_s = 10.0
+    await plugin.register()
+
+
+async def test_an_endpoint_is_looked_for_below_the_folder(kubelet: EmulatedKubelet) -> None:
+    async with plugin_for(kubelet) as plugin:
+        await plugin.register(endpoint=f"/{plugin.path.name}")
         await kubelet.wait_for(lambda seen: seen.allocatable(GPU) == 4)
 
 
@@ -388,12 +427,15 @@ async def test_a_watcher_that_stops_reading_holds_the_plugin_back(
     kubelet: EmulatedKubelet, plugin: ReferencePlugin
 ) -> None:
     await kubelet.apply_fault("stop_reading", resource=GPU)
-    large = [device("x" * 1_000_000)]
-    for _ in range(20):
+    large, held = [device("x" * 1_000_000)], False
+    for number in range(20):
         await plugin.send(large)
-        await asyncio.sleep(0.001)
-    # Far fewer than were sent fit between the two; what is left out is the plugin's to hold.
-    assert plugin.sent < 15
+        try:
+            await plugin.wait_for(lambda awaited=number + 2: plugin.sent >= awaited, timeout_s=0.2)
+        except TimeoutError:
+            held = True
+            break
+    assert held
     await kubelet.apply_fault("clear", fault="stop-reading")
     await kubelet.wait_for(lambda seen: seen.capacity(GPU) == 1)
 
@@ -435,26 +477,43 @@ async def test_while_it_is_down_its_socket_is_gone_or_refuses(
     kubelet: EmulatedKubelet, plugin: ReferencePlugin, how: str, left: bool
 ) -> None:
     own = kubelet.device_plugins / "kubelet.sock"
-    async with asyncio.TaskGroup() as group:
-        group.create_task(kubelet.apply_fault("restart", downtime="200ms", how=how))
-        await kubelet.wait_for(lambda seen: not seen.running)
-        await plugin.wait_for(lambda: plugin.watchers == 0)
-        assert own.exists() == left
-        assert plugin.path.exists()
-        assert not left or refuses(own)
+    await kubelet.apply_fault("absent", how=how)
+    await plugin.wait_for(lambda: plugin.watchers == 0)
+    assert own.exists() == left
+    assert plugin.path.exists()
+    assert not left or refuses(own)
+    await kubelet.apply_fault("clear")
+    assert not plugin.path.exists()
     assert not refuses(own)
+
+
+async def test_a_restart_takes_its_downtime(kubelet: EmulatedKubelet) -> None:
+    before = time.monotonic()
+    await kubelet.apply_fault("restart", downtime="60ms", how="kill")
+    assert time.monotonic() - before >= 0.06
+    assert kubelet.statistics().starts == 2
 
 
 async def test_a_slow_kubelet_refuses_for_a_while_after_its_socket_appeared(kubelet: EmulatedKubelet) -> None:
     own = kubelet.device_plugins / "kubelet.sock"
-    async with asyncio.TaskGroup() as group:
-        restarting = group.create_task(kubelet.apply_fault("restart", refusing="300ms"))
-        await kubelet.wait_for(lambda seen: not seen.running)
-        while not own.exists():
-            await asyncio.sleep(0)
-        assert refuses(own)
-        assert not restarting.done()
+    restarting = asyncio.get_running_loop().create_task(kubelet.apply_fault("restart", refusing="1m"))
+    await kubelet.wait_for(lambda seen: not seen.running)
+    while not own.exists():
+        await asyncio.sleep(0)
+    assert refuses(own)
+    assert not restarting.done()
+    restarting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await restarting
+    await kubelet.apply_fault("restart", refusing="10ms")
     assert not refuses(own)
+
+
+async def test_the_end_does_not_wait_for_a_long_downtime(tmp_path: Path) -> None:
+    async with asyncio.TaskGroup() as group, EmulatedKubelet(tmp_path / "dp", tmp_path / "pr") as kubelet:
+        group.create_task(kubelet.apply_fault("restart", downtime="1m"))
+        await kubelet.wait_for(lambda seen: not seen.running)
+    assert kubelet.statistics().starts == 1
 
 
 async def test_absent_comes_back_by_itself_or_when_cleared(kubelet: EmulatedKubelet) -> None:
@@ -477,6 +536,15 @@ async def test_race_disconnects_the_second_registration(
     assert len(kubelet.registrations) == 1
     await plugin.register()
     await kubelet.wait_for(lambda seen: seen.allocatable(GPU) == 4)
+
+
+async def test_a_race_needs_a_plugin_that_can_be_dialled(
+    kubelet: EmulatedKubelet, plugin: ReferencePlugin
+) -> None:
+    kubelet._registry._dial_timeout_s = 0.05
+    plugin.path.unlink()
+    with pytest.raises(UsageError, match="was not connected a second time: failed to dial"):
+        await kubelet.apply_fault("race")
 
 
 async def test_an_end_noticed_late_costs_the_next_registration(
@@ -530,20 +598,14 @@ async def test_a_resource_whose_plugin_stays_away_is_forgotten(tmp_path: Path) -
         assert (await kubelet.run_pod("job", "default", {"main": {GPU: 1}})).containers["main"].devices == {}
 
 
-async def test_a_plugin_that_returns_in_time_is_kept(tmp_path: Path) -> None:
-    async with EmulatedKubelet(tmp_path / "dp", tmp_path / "pr", endpoint_stop_grace_s=0.3) as kubelet:
-        plugin = plugin_for(kubelet)
-        for _ in range(2):
-            await plugin.serve()
-            await plugin.register()
-            await kubelet.wait_for(lambda seen: seen.allocatable(GPU) == 4)
-            await plugin.end_streams()
-            await kubelet.wait_for(lambda seen: seen.allocatable(GPU) == 0)
-            await plugin.register()
-            await kubelet.wait_for(lambda seen: seen.allocatable(GPU) == 4)
-            await asyncio.sleep(0.4)  # what must not happen has no event
-            assert kubelet.allocatable(GPU) == 4
-            await plugin.stop()
+async def test_a_plugin_that_returns_in_time_is_kept(
+    kubelet: EmulatedKubelet, plugin: ReferencePlugin
+) -> None:
+    await plugin.end_streams()
+    await kubelet.wait_for(lambda seen: seen.allocatable(GPU) == 0)
+    assert set(kubelet._node._grace_timers) == {GPU}
+    await plugin.register()
+    assert not kubelet._node._grace_timers
 
 
 @pytest.mark.parametrize(
@@ -733,6 +795,19 @@ async def test_the_checkpoint_has_the_kubelets_shape(
     assert isinstance(document["Checksum"], int)
     kubelet.finish_pod("job", "default")
     assert json.loads(path.read_bytes())["Data"]["PodDeviceEntries"] is None
+
+
+@pytest.mark.slow
+async def test_the_contract_suite_can_be_pointed_at_a_running_kubelet(kubelet: EmulatedKubelet) -> None:
+    command = ["-m", "pytest", "tests/contract", "--kubelet-dir", str(kubelet.device_plugins)]
+    directories = ["--pod-resources-dir", str(kubelet.pod_resources), "-p", "no:cacheprovider"]
+    child = await asyncio.create_subprocess_exec(
+        sys.executable, *command, *directories, "-k", "offers or restart", stdout=asyncio.subprocess.PIPE
+    )
+    output, _ = await child.communicate()
+    assert child.returncode == 0, output.decode()
+    assert b"a real kubelet is not restarted by a test" in output
+    assert {each.peer_pid for each in kubelet.registrations} == {child.pid}
 
 
 # Bounds

@@ -240,6 +240,7 @@ class EmulatedKubelet:
         try:
             await process.start(services, refuse=lambda: self._pause(refusing_s))
         except BaseException as error:
+            process.unlink()
             await process.finish()
             if isinstance(error, OSError):
                 where = self.device_plugins

@@ -7,7 +7,7 @@ from typing import Any, Protocol, assert_never
 
 from agent.errors import UsageError
 from agent.simulation.kubelet import faults as f
-from agent.simulation.kubelet.plugin_client import PluginClient
+from agent.simulation.kubelet.plugin_client import PluginCallError, PluginClient
 from agent.simulation.kubelet.process import SOCKET_NAME, delete_sockets
 from agent.simulation.kubelet.registry import API_VERSION, Registry
 from agent.simulation.kubelet.wire import DEFAULT_MESSAGE_LIMIT_BYTES, sever
@@ -81,11 +81,14 @@ class FaultActions:
         return clients
 
     def _drop_streams(self, fault: f.DropStream) -> None:
-        for client in self._live(fault.resource):
-            if fault.how == "cancel":
+        clients = self._live(fault.resource)
+        if fault.how == "cancel":
+            for client in clients:
                 client.cancel_stream("cancelled (simulated)")
-            elif not sever(client.path):
-                raise UsageError(f"The connection to {client.path} was not found, so it was not broken")
+            return
+        for path in {client.path for client in clients}:
+            if not sever(path):
+                raise UsageError(f"The connection to {path} was not found, so it was not broken")
 
     def _stop_reading(self, fault: f.StopReading) -> None:
         clients = self._live(fault.resource)
@@ -105,7 +108,15 @@ class FaultActions:
             if fault.how == "late-end":
                 self._registry.hold_end(client.resource)
             else:
-                await self._registry.race_now(client)
+                await self._race_now(client)
+
+    async def _race_now(self, client: PluginClient) -> None:
+        try:
+            await self._registry.race_now(client)
+        except PluginCallError as error:
+            raise UsageError(
+                f"The plugin at {client.path} was not connected a second time: {error}"
+            ) from None
 
     def _limit_messages(self, limit: int) -> None:
         if limit > DEFAULT_MESSAGE_LIMIT_BYTES:

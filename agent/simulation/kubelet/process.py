@@ -84,7 +84,8 @@ class KubeletProcess:
 def delete_sockets(directory: Path, *, keep: str | None = None, only: str | None = None) -> list[str]:
     """Delete the sockets in a folder and return their names."""
     deleted = []
-    for entry in sorted(directory.iterdir()):
+    entries = sorted(directory.iterdir()) if directory.is_dir() else []
+    for entry in entries:
         if entry.name == keep or (only is not None and entry.name != only):
             continue
         with contextlib.suppress(OSError):

@@ -11,6 +11,7 @@ Guarantees (facts: kubelet items 1 to 3; kubernetes pkg/kubelet/cm/devicemanager
 
 import asyncio
 import json
+import os
 import re
 import sys
 import time
@@ -171,13 +172,15 @@ class Registry:
 
     async def _connect(self, resource: str, endpoint: str, delay_s: float) -> PluginClient:
         self._generation += 1
-        client = PluginClient(resource, self._directory / endpoint, self._generation)
+        client = PluginClient(resource, self._socket_path(endpoint), self._generation)
         self._open[client] = None
         self._clients[resource] = client
         try:
             await asyncio.sleep(delay_s)
             await client.connect(self._dial_timeout_s)
         except BaseException:
+            # By name, as the kubelet does: it forgets the earlier client of this resource too, whose
+            # end it then no longer notices.
             self._clients.pop(resource, None)
             await self._close(client)
             raise
@@ -236,11 +239,11 @@ class Registry:
         return None
 
     async def race_now(self, client: PluginClient) -> None:
-        """Connect to a plugin a second time, then end its first stream (facts: kubelet item 3)."""
-        try:
-            await self._connect(client.resource, client.endpoint, 0.0)
-        except PluginCallError:
-            return
+        """Connect to a plugin a second time, then end its first stream (facts: kubelet item 3).
+
+        Raises PluginCallError where the plugin does not let itself be connected to again.
+        """
+        await self._connect(client.resource, client.endpoint, 0.0)
         client.cancel_stream("overtaken by a second registration (simulated)")
 
     def hold_end(self, resource: str) -> None:
@@ -267,6 +270,10 @@ class Registry:
         tasks = [task for task in (*registering, *clients.values()) if task is not None]
         await asyncio.gather(*tasks, return_exceptions=True)
         self._open.clear()
+
+    def _socket_path(self, endpoint: str) -> Path:
+        """Return where the kubelet looks for an endpoint; a leading slash does not leave the folder."""
+        return Path(os.path.normpath(f"{self._directory}/{endpoint}"))
 
     def _forget_endpoint(self, resource: str) -> None:
         self._endpoints.pop(resource, None)

@@ -123,6 +123,7 @@ class Watchers:
         return True
 
     def finish(self) -> None:
-        """End every stream once what it holds is read."""
+        """End every stream once what it holds is read, and every wait at once."""
+        self.fail(AgentError("The simulated kubelet has ended, so what was waited for cannot come"))
         for stream in tuple(self._streams):
             stream.finish()

@@ -100,10 +100,15 @@ def sever(path: Path) -> int:
     severed = 0
     for entry in os.listdir("/proc/self/fd"):  # noqa: PTH208 (the names are all that is wanted)
         with contextlib.suppress(OSError), _own_socket(int(entry)) as connection:
-            if connection.family == socket.AF_UNIX and connection.getpeername() == os.fspath(path):
+            if connection.family == socket.AF_UNIX and _is_path(connection.getpeername(), path):
                 connection.shutdown(socket.SHUT_RDWR)
                 severed += 1
     return severed
+
+
+def _is_path(name: str | bytes, path: Path) -> bool:
+    """Return whether a socket's name is a path, however it was written when the socket was bound."""
+    return isinstance(name, str) and name != "" and os.path.realpath(name) == os.path.realpath(path)
 
 
 def _own_socket(fd: int) -> socket.socket:
