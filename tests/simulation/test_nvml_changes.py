@@ -1,6 +1,8 @@
 """Live changes of the simulated node: hangs, lost and added GPUs, the driver, MIG, readings."""
 
 import ctypes
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from types import ModuleType
@@ -395,3 +397,28 @@ def test_a_change_is_seen_whole_or_not_at_all(nvml: SimulatedNvml, client: Modul
         seen |= {(room.value, each.pid) for each in listed[: room.value]}
     changer.join(PATIENCE_S)
     assert seen <= {(1, 1), (90, 90)}
+
+
+def test_a_controller_killed_in_the_middle_of_a_change_blocks_nobody(
+    nvml: SimulatedNvml, client: ModuleType
+) -> None:
+    program = """
+import sys
+from pathlib import Path
+from agent.simulation.nvml.control import NodeControl
+node = NodeControl.open(Path(sys.argv[1]))
+with node.change(0):
+    node.write_number("temperature", 0, 99)
+    print("changing", flush=True)
+    sys.stdin.read()
+"""
+    command = [sys.executable, "-c", program, str(nvml.state.path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as controller:
+        assert controller.stdout is not None
+        assert controller.stdout.readline() == b"changing\n"
+        handle = client.nvmlDeviceGetHandleByIndex(0)
+        assert client.nvmlDeviceGetTemperature(handle, 0) == 30
+        controller.kill()
+    nvml.state.set_power(0, 1)
+    assert client.nvmlDeviceGetTemperature(handle, 0) == 30
+    assert client.nvmlDeviceGetPowerUsage(handle) == 1
