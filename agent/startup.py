@@ -110,6 +110,10 @@ class NodeLock:
             os.ftruncate(self._descriptor, 0)
             os.pwrite(self._descriptor, f"{os.getpid()}\n".encode(), 0)
 
+    def release(self) -> None:
+        """Let the lock go, and its file too."""
+        os.close(self._descriptor)
+
     def holder(self) -> str:
         """Return the process that holds the lock, as it signed itself."""
         with contextlib.suppress(OSError):
