@@ -1,0 +1,26 @@
+"""How thoroughly hypothesis looks: always the same examples by default, so that a run can be repeated.
+
+``HYPOTHESIS_PROFILE=deep`` searches anew, ``mutation`` is for thousands of runs of the suite.
+"""
+
+import os
+
+from hypothesis import HealthCheck, Phase, settings
+
+settings.register_profile(
+    "default",
+    deadline=None,
+    derandomize=True,
+    database=None,
+    max_examples=60,
+    stateful_step_count=40,
+    suppress_health_check=[HealthCheck.too_slow],
+)
+settings.register_profile("deep", settings.get_profile("default"), derandomize=False, max_examples=3_000)
+settings.register_profile(
+    "mutation",
+    settings.get_profile("default"),
+    max_examples=20,
+    phases=[Phase.explicit, Phase.generate],
+)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
