@@ -1,0 +1,521 @@
+"""Answers over HTTP, asked over real sockets."""
+
+import asyncio
+import json
+import os
+import socket
+import stat
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agent import checks, documents
+from agent.bus import Latest
+from agent.checks import Check, at_once
+from agent.events import MAX_EVENTS, EventRing
+from agent.model.effects import Event, EventKind, RecordEvent
+from agent.model.facts import NVML
+from agent.model.health import Condition, ConditionKey, Evidence, Health, Reason, Recovery
+from agent.model.ids import GpuUuid, Placement, SocketIdentity
+from agent.model.snapshot import DriverView, Finding, RegistrationPhase, Snapshot, TaskView
+from agent.options import Address
+from agent.sinks import http_server
+from agent.sinks.http import HttpSink
+from tests.sinks.offers import device, node, resource, snapshot, uuid
+
+LOCAL = Address("127.0.0.1", 0)
+
+
+PING = Check("ping", at_once(lambda: None), is_liveness=True)
+
+
+@dataclass
+class Myself:
+    """What the sink asks the agent about itself."""
+
+    is_standby: bool = False
+    made: list[Check] = field(
+        default_factory=lambda: [Check("ping", at_once(lambda: None), is_liveness=True)]
+    )
+
+    def checks(self) -> Sequence[Check]:
+        return self.made
+
+    def describe(self) -> documents.Json:
+        return {"version": "9"}
+
+    def time_of(self, at_ns: int) -> str:
+        return f"t+{at_ns}"
+
+
+@dataclass(frozen=True)
+class Answer:
+    status: int
+    headers: dict[str, str]
+    body: str
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.body)
+
+
+@dataclass
+class Served:
+    sink: HttpSink
+    latest: Latest[Snapshot]
+    events: EventRing
+    myself: Myself
+    control: Path
+
+    def address(self, listener: str) -> tuple[str, int]:
+        host, _, port = self.sink.addresses[listener].rpartition(":")
+        return host, int(port)
+
+    async def get(self, target: str, *, listener: str = "http", **named: str) -> Answer:
+        return await ask(await self.connect(listener), target, **named)
+
+    async def connect(self, listener: str = "http") -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        if listener == "control":
+            return await asyncio.open_unix_connection(str(self.control))
+        return await asyncio.open_connection(*self.address(listener))
+
+
+async def ask(
+    connection: tuple[asyncio.StreamReader, asyncio.StreamWriter],
+    target: str,
+    *,
+    method: str = "GET",
+    host: str = "localhost",
+    head: str = "",
+) -> Answer:
+    reader, writer = connection
+    writer.write(f"{method} {target} HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n{head}\r\n".encode())
+    async with asyncio.timeout(30):
+        raw = await reader.read()
+    writer.close()
+    top, _, body = raw.decode().partition("\r\n\r\n")
+    first, *lines = top.split("\r\n")
+    headers = dict(line.split(": ", 1) for line in lines)
+    return Answer(int(first.split()[1]), headers, body)
+
+
+Serve = Callable[..., Any]
+
+
+@pytest.fixture
+def serve(tmp_path: Path) -> Serve:
+    @asynccontextmanager
+    async def served(
+        *,
+        state: Snapshot | None = None,
+        myself: Myself | None = None,
+        http: Address | None = LOCAL,
+        api: Address | None = LOCAL,
+        is_active: bool = True,
+    ) -> AsyncIterator[Served]:
+        latest = Latest(state or node())
+        active = asyncio.Event()
+        control = tmp_path / "run" / "control.sock"
+        made = Served(
+            HttpSink(
+                latest=latest,
+                events=(events := EventRing()),
+                agent=(me := myself or Myself()),
+                http_listen=http,
+                api_listen=api,
+                control_socket=str(control),
+                may_serve_control=active,
+            ),
+            latest,
+            events,
+            me,
+            control,
+        )
+        if is_active:
+            active.set()
+        wanted = {"control"} if is_active else set()
+        wanted |= {"http"} if http else set()
+        wanted |= {"api"} if api and api != http else set()
+        async with asyncio.TaskGroup() as group:
+            task = group.create_task(made.sink.run(), name="http")
+            async with asyncio.timeout(30):
+                while set(made.sink.addresses) < wanted:
+                    await asyncio.sleep(0.01)
+            try:
+                yield made
+            finally:
+                task.cancel()
+
+    return served
+
+
+# Health
+
+
+def failing(name: str, *, is_liveness: bool = False) -> Check:
+    return Check(name, at_once(lambda: "secret reason"), is_liveness=is_liveness)
+
+
+async def test_a_live_agent_says_ok(serve: Serve) -> None:
+    async with serve() as served:
+        for path in ("/livez", "/healthz", "/readyz", "/livez/", "/livez/ping"):
+            answer = await served.get(path)
+            assert (answer.status, answer.body) == (200, "ok")
+            assert answer.headers["Content-Type"] == "text/plain; charset=utf-8"
+            assert answer.headers["X-Content-Type-Options"] == "nosniff"
+
+
+async def test_verbose_lists_each_check(serve: Serve) -> None:
+    async with serve() as served:
+        assert (await served.get("/livez?verbose")).body == "[+]ping ok\nlivez check passed\n"
+
+
+async def test_a_failing_check_is_named_and_its_reason_withheld(
+    serve: Serve, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with serve() as served:
+        served.myself.made.append(failing("config"))
+        answer = await served.get("/readyz")
+        assert answer.status == 500
+        assert answer.body == "[+]ping ok\n[-]config failed: reason withheld\nreadyz check failed\n"
+        assert "secret" in str([record.fields for record in caplog.records if hasattr(record, "fields")])
+        assert (await served.get("/livez")).status == 200
+        assert (await served.get("/readyz/config")).status == 500
+        assert (await served.get("/readyz/ping")).status == 200
+
+
+async def test_a_check_can_be_excluded(serve: Serve) -> None:
+    async with serve() as served:
+        served.myself.made.append(failing("config"))
+        answer = await served.get("/readyz?exclude=config&exclude=none&verbose")
+        assert answer.status == 200
+        assert answer.body == (
+            "[+]ping ok\n[+]config excluded: ok\n"
+            'warn: some health checks cannot be excluded: no matches for "none"\n'
+            "readyz check passed\n"
+        )
+
+
+async def test_an_unknown_check_is_not_found(serve: Serve) -> None:
+    async with serve() as served:
+        assert (await served.get("/livez/other")).status == 404
+
+
+def test_an_agent_that_does_not_step_is_not_alive() -> None:
+    assert checks.event_loop(lag_ns=0, step_age_ns=10 * 10**9) is None
+    assert checks.event_loop(lag_ns=0, step_age_ns=10 * 10**9 + 1) == "the last step was 10.0 s ago"
+    assert checks.event_loop(lag_ns=5 * 10**9 + 1, step_age_ns=0) == "the event loop was 5.0 s late"
+
+
+SEEN = replace(node(), kubelet=SocketIdentity(1, 2, 3))
+
+
+@pytest.mark.parametrize(
+    ("state", "now_ns", "is_well"),
+    [
+        (node(), 10**12, True),  # no kubelet
+        (SEEN, 10 * 10**9, True),  # not yet ten seconds
+        (SEEN, 10 * 10**9 + 1, False),
+        (replace(SEEN, resources=(replace(SEEN.resources[0], devices=()),)), 10**12, True),
+        (
+            replace(SEEN, resources=(replace(SEEN.resources[0], phase=RegistrationPhase.REGISTERED),)),
+            10**12,
+            True,
+        ),
+    ],
+)
+def test_readiness_needs_a_registration_where_there_is_a_kubelet_and_something_to_offer(
+    state: Snapshot, now_ns: int, is_well: bool
+) -> None:
+    assert (checks.kubelet_registered(state, now_ns) is None) is is_well
+
+
+def test_a_driver_that_is_not_up_is_not_ready() -> None:
+    assert checks.driver(node()) == "NVML is not initialised yet"
+    assert checks.driver(replace(node(), driver=DriverView(ready=True))) is None
+    assert checks.driver(replace(node(), driver=DriverView(ready=False, message="gone"))) == "gone"
+
+
+def test_a_task_that_does_not_run_is_not_ready() -> None:
+    state = replace(node(), tasks={NVML: TaskView(running=False, failures=1, message="crashed")})
+    assert checks.task(state, "nvml") == "crashed"
+    assert checks.task(state, "kubelet") is None
+
+
+# Preflight
+
+
+FOUND = Finding(Reason.GPU_LOST, "NVML does not list the GPU any more", (GpuUuid(uuid(3)),))
+
+
+async def test_preflight_says_that_a_job_can_be_sent(serve: Serve) -> None:
+    async with serve() as served:
+        answer = await served.get("/preflight")
+        assert (answer.status, answer.json) == (
+            200,
+            {"apiVersion": "gpu-agent/v1", "ready": True, "reasons": []},
+        )
+
+
+async def test_preflight_says_why_not(serve: Serve) -> None:
+    async with serve(state=replace(node(), findings=(FOUND,))) as served:
+        answer = await served.get("/preflight")
+        assert answer.status == 503
+        assert answer.json == {
+            "apiVersion": "gpu-agent/v1",
+            "ready": False,
+            "reasons": [
+                {
+                    "code": "gpu_lost",
+                    "message": "NVML does not list the GPU any more",
+                    "advice": "reset the GPU or reboot the node",
+                    "gpus": [uuid(3)],
+                }
+            ],
+        }
+
+
+async def test_one_who_stands_by_is_alive_and_ready_but_knows_nothing_of_the_node(serve: Serve) -> None:
+    async with serve(myself=Myself(is_standby=True), is_active=False) as served:
+        assert (await served.get("/readyz")).status == 200
+        answer = await served.get("/preflight")
+        assert (answer.status, answer.json["reasons"][0]["code"]) == (503, "standby")
+        assert not served.control.exists()
+
+
+# What the agent knows
+
+
+def sick() -> Snapshot:
+    condition = Condition(
+        key=ConditionKey(NVML, Reason.XID, Placement(GpuUuid(uuid(1))), 79),
+        evidence=Evidence.HARD,
+        recovery=Recovery.RESET,
+        flips=True,
+        message="XID 79 was reported",
+        since_ns=5,
+        last_ns=0,
+    )
+    offered = (device(0), replace(device(1, health=Health.UNHEALTHY), reasons=(condition,)))
+    state = snapshot(resource(offered))
+    views = list(state.gpus)
+    views[1] = replace(views[1], conditions=(condition,))
+    return replace(state, gpus=tuple(views))
+
+
+async def test_devices_are_listed_with_their_reasons(serve: Serve) -> None:
+    async with serve(state=sick()) as served:
+        document = (await served.get("/v1/devices")).json
+        well, ill = document["devices"]
+        assert document["apiVersion"] == "gpu-agent/v1"
+        assert (well["id"], well["health"], well["reasons"]) == (uuid(0), "healthy", [])
+        assert (ill["id"], ill["health"], ill["gpu"], ill["pci"]) == (uuid(1), "unhealthy", 1, "0000:01:00.0")
+        (reason,) = ill["reasons"]
+        assert (reason["code"], reason["number"], reason["flips"]) == ("xid", 79, True)
+        assert (reason["since"], reason["since_monotonic_ns"]) == ("t+5", 5)
+        assert reason["last"] is None  # zero: of another boot
+        assert reason["gi"] is None
+
+
+async def test_conditions_are_listed_by_themselves(serve: Serve) -> None:
+    async with serve(state=sick()) as served:
+        (condition,) = (await served.get("/v1/conditions")).json["conditions"]
+        assert (condition["code"], condition["gpu_uuid"]) == ("xid", uuid(1))
+
+
+async def test_allocatable_counts_as_the_kubelet_does(serve: Serve) -> None:
+    async with serve(state=node(8, sick=[3])) as served:
+        (counted,) = (await served.get("/v1/allocatable")).json["resources"]
+        assert (counted["resource"], counted["capacity"], counted["allocatable"]) == ("nvidia.com/gpu", 8, 7)
+
+
+async def test_the_whole_state_is_shown_with_the_agents_own_figures(serve: Serve) -> None:
+    async with serve() as served:
+        document = (await served.get("/debug/state")).json
+        assert document["agent"]["version"] == "9"
+        assert document["agent"]["listeners"]["http"].startswith("127.0.0.1:")
+        assert len(document["gpus"]) == 8
+
+
+def happened(events: EventRing, *messages: str) -> None:
+    for message in messages:
+        events.record(RecordEvent(Event(EventKind.XID, message, fields={"xid": 79}), at_ns=7))
+
+
+async def test_events_are_numbered_and_can_be_asked_from_a_number_on(serve: Serve) -> None:
+    async with serve() as served:
+        happened(served.events, "one", "two", "three")
+        document = (await served.get("/v1/events?since=1")).json
+        assert [(event["number"], event["message"]) for event in document["events"]] == [
+            (2, "two"),
+            (3, "three"),
+        ]
+        assert (document["last"], document["missed"]) == (3, 0)
+        assert document["events"][0]["fields"] == {"xid": 79}
+
+
+async def test_only_the_newest_events_are_kept_and_the_reader_learns_what_is_missing(serve: Serve) -> None:
+    async with serve() as served:
+        happened(served.events, *map(str, range(MAX_EVENTS + 10)))
+        document = (await served.get("/v1/events?since=3")).json
+        assert len(document["events"]) == MAX_EVENTS
+        assert document["missed"] == 7
+
+
+async def test_a_reader_can_wait_for_the_next_event(serve: Serve) -> None:
+    async with serve() as served, asyncio.TaskGroup() as group:
+        happened(served.events, "old")
+        waiting = group.create_task(served.get("/v1/events?since=1&wait=30"), name="waiting")
+        for _ in range(20):
+            await asyncio.sleep(0)
+        happened(served.events, "new")
+        document = (await waiting).json
+        assert [event["message"] for event in document["events"]] == ["new"]
+
+
+@pytest.mark.parametrize("query", ["since=x", "since=-1", "wait=1e9", "since=" + "9" * 30])
+async def test_a_number_that_is_none_is_refused(serve: Serve, query: str) -> None:
+    async with serve() as served:
+        assert (await served.get(f"/v1/events?{query}")).status == 400
+
+
+# Who may ask where
+
+
+async def test_what_names_processes_is_not_on_the_public_listener(serve: Serve) -> None:
+    async with serve(http=Address("127.0.0.1", 0), api=Address("127.0.0.2", 0)) as served:
+        assert (await served.get("/preflight", listener="http")).status == 200
+        for path in ("/v1/devices", "/v1/events", "/debug/state"):
+            assert (await served.get(path, listener="http")).status == 404
+            assert (await served.get(path, listener="api")).status == 200
+            assert (await served.get(path, listener="control")).status == 200
+
+
+async def test_nothing_but_reading_is_possible(serve: Serve) -> None:
+    async with serve() as served:
+        for method in ("POST", "PUT", "DELETE", "PATCH"):
+            assert (await served.get("/v1/devices", method=method)).status == 405
+        head = await served.get("/livez", method="HEAD")
+        assert (head.status, head.body) == (200, "")
+
+
+@pytest.mark.parametrize(("host", "status"), [("localhost:1", 200), ("127.0.0.1", 200), ("[::1]:9", 200)])
+async def test_this_machine_may_be_called_by_its_own_names(serve: Serve, host: str, status: int) -> None:
+    async with serve() as served:
+        assert (await served.get("/v1/devices", host=host)).status == status
+
+
+@pytest.mark.parametrize("host", ["evil.example", "evil.example:9470", "10.0.0.1", "localhost.evil.example"])
+async def test_a_page_in_a_browser_cannot_ask_by_a_name_of_its_own(serve: Serve, host: str) -> None:
+    async with serve() as served:
+        assert (await served.get("/v1/devices", host=host)).status == 403
+
+
+async def test_the_control_socket_is_for_root_only(serve: Serve) -> None:
+    async with serve() as served:
+        assert stat.S_IMODE(served.control.stat().st_mode) == 0o600
+        assert (await served.get("/v1/devices", listener="control")).status == 200
+
+
+async def test_the_control_socket_is_removed_at_the_end(serve: Serve) -> None:
+    async with serve() as served:
+        pass
+    assert not served.control.exists()
+
+
+async def test_a_socket_that_is_not_ours_any_more_is_left_alone(serve: Serve) -> None:
+    async with serve() as served:
+        served.control.unlink()
+        with socket.socket(socket.AF_UNIX) as other:
+            other.bind(str(served.control))
+    assert served.control.exists()
+
+
+async def test_a_dead_socket_in_the_place_of_the_control_socket_is_replaced(
+    serve: Serve, tmp_path: Path
+) -> None:
+    (tmp_path / "run").mkdir()
+    with socket.socket(socket.AF_UNIX) as dead:
+        dead.bind(str(tmp_path / "run" / "control.sock"))
+    async with serve() as served:
+        assert (await served.get("/livez", listener="control")).status == 200
+
+
+# Bounds
+
+
+async def test_a_port_in_use_is_told_once_and_tried_again(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(http_server, "RETRY_S", 0.01)
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        address = Address("127.0.0.1", taken.getsockname()[1])
+        async with asyncio.TaskGroup() as group:
+            served = group.create_task(_serve_for_a_while(serve, address, taken), name="served")
+        assert served.result() == 200
+    told = [record for record in caplog.records if record.message.startswith("Could not listen")]
+    assert len(told) == 1
+    assert told[0].fields["detail"] == "Address already in use"  # type: ignore[attr-defined]
+
+
+async def _serve_for_a_while(serve: Serve, address: Address, taken: socket.socket) -> int:
+    loop = asyncio.get_running_loop()
+    loop.call_later(0.05, taken.close)
+    async with serve(http=address, api=address) as served:
+        answer: Answer = await served.get("/livez")
+        return answer.status
+
+
+async def test_idle_clients_cannot_keep_a_probe_out(serve: Serve) -> None:
+    async with serve() as served:
+        idle = [await served.connect() for _ in range(http_server.MAX_CONNECTIONS + 20)]
+        assert (await served.get("/livez")).status == 200
+        async with asyncio.timeout(30):
+            with pytest.raises((ConnectionResetError, asyncio.IncompleteReadError)):
+                await idle[0][0].readexactly(1)
+        for _, writer in idle:
+            writer.close()
+
+
+async def test_an_idle_connection_is_closed_after_a_while(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(http_server, "IDLE_S", 0.0)
+    monkeypatch.setattr(http_server, "SWEEP_S", 0.01)
+    async with serve() as served:
+        reader, writer = await served.connect()
+        async with asyncio.timeout(30):
+            with pytest.raises((ConnectionResetError, asyncio.IncompleteReadError)):
+                await reader.readexactly(1)
+        writer.close()
+
+
+@pytest.mark.parametrize(
+    ("target", "head"),
+    [
+        ("/livez?" + "x" * 10_000, ""),
+        ("/livez", f"X: {'y' * 10_000}\r\n"),
+        ("/livez", "".join(f"X{number}: y\r\n" for number in range(500))),
+    ],
+)
+async def test_giant_requests_are_refused(serve: Serve, target: str, head: str) -> None:
+    async with serve() as served:
+        answer = await served.get(target, head=head)
+        assert answer.status == 400
+        assert (await served.get("/livez")).status == 200
+
+
+async def test_garbage_is_refused_and_others_go_on(serve: Serve) -> None:
+    async with serve() as served:
+        reader, writer = await served.connect()
+        writer.write(os.urandom(2000) + b"\r\n\r\n")
+        async with asyncio.timeout(30):
+            assert b" 400 " in (await reader.read(64))
+        writer.close()
+        assert (await served.get("/livez")).status == 200
