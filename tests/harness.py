@@ -149,7 +149,8 @@ async def agent_process(
     try:
         yield agent
     except BaseException as error:
-        error.add_note(f"The agent (exit status {process.returncode}) logged:\n{agent.text}")
+        shown = "\n".join(line[:300] for line in agent.text.splitlines()[-60:])
+        error.add_note(f"The agent (exit status {process.returncode}) logged:\n{shown}")
         raise
     finally:
         if process.returncode is None:

@@ -1,0 +1,92 @@
+"""Fault 3: a ListAndWatch stream breaks, is overtaken by another, or its reader stops."""
+
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.harness import (
+    GPU,
+    PATIENCE_S,
+    AgentProcess,
+    accepted,
+    agent_process,
+    simulated_node,
+    uuids,
+    wait_allocatable,
+    wait_polls,
+)
+
+AGAIN_WITHIN_NS = 2_000_000_000
+"""S3: registered again after a stream that ended while the kubelet lives."""
+SLACK_NS = 3_000_000_000
+"""For a machine that is busy with other things."""
+REPLICAS = 800
+"""With four GPUs a message of over 150 KiB, more than a reader that has stopped takes."""
+MEMORY_BYTES = 8 * 1024 * 1024
+
+
+def resident_bytes(agent: AgentProcess) -> int:
+    return int(Path(f"/proc/{agent.process.pid}/statm").read_text().split()[1]) * 4096
+
+
+@pytest.mark.parametrize("how", ["cancel", "connection"])
+async def test_after_a_broken_stream_the_newest_state_is_sent_on_a_new_one(how: str) -> None:
+    async with simulated_node("4x-t4") as node, agent_process(node):
+        await wait_allocatable(node.kubelet, 4, capacity=4)
+        before = len(node.kubelet.lists)
+        began_ns = time.monotonic_ns()
+        await node.do("kubelet drop-stream", {"how": how})
+        node.nvml.push_xid(1, 79)
+
+        await node.kubelet.wait_for(lambda kubelet: accepted(kubelet) == 2, PATIENCE_S)
+        await wait_allocatable(node.kubelet, 3, capacity=4)
+
+        again = [each for each in node.kubelet.lists[before:] if each.generation == 2]
+        assert again[0].at_ns - began_ns < AGAIN_WITHIN_NS + SLACK_NS
+        assert again[-1].unhealthy == (uuids(node)[1],)
+
+
+@pytest.mark.parametrize("how", ["second", "late-end"])
+async def test_a_resource_lost_to_the_registration_race_is_registered_again(how: str) -> None:
+    async with simulated_node("4x-t4") as node, agent_process(node) as agent:
+        await wait_allocatable(node.kubelet, 4, capacity=4)
+        await node.do("kubelet race", {"how": how})
+        if how == "late-end":
+            await node.do("kubelet drop-stream", {})
+
+        await node.kubelet.wait_for(
+            lambda kubelet: bool(kubelet.stream_ends) and kubelet.allocatable(GPU) == 4, PATIENCE_S
+        )
+        await agent.wait_answer("/preflight", lambda status, _: status == 200)
+
+
+async def test_a_reader_that_stops_costs_no_memory_and_gets_the_newest_state_when_it_goes_on() -> None:
+    async with simulated_node("4x-t4") as node:
+        config = node.directory.path / "config.yaml"
+        config.write_text(
+            "version: v1\nsharing: {timeSlicing: {resources: "
+            f"[{{name: nvidia.com/gpu, replicas: {REPLICAS}}}]}}}}\n"
+        )
+        async with agent_process(node, config_file=str(config), poll="100ms") as agent:
+            await wait_allocatable(node.kubelet, 4 * REPLICAS, capacity=4 * REPLICAS)
+            await wait_polls(node, 3)
+            before = resident_bytes(agent)
+            await node.do("kubelet stop-reading", {})
+
+            for _ in range(10):
+                await node.do("return-code", {"code": "UNKNOWN", "gpu": "0"})
+                await wait_polls(node, 3)
+                await node.do("return-code", {"code": "clear", "gpu": "0"})
+                await wait_polls(node, 3)
+            node.nvml.push_xid(3, 79)
+            await agent.wait_answer(
+                "/v1/allocatable", lambda _, body: body["resources"][0]["allocatable"] == 3 * REPLICAS
+            )
+            assert resident_bytes(agent) - before < MEMORY_BYTES
+            assert (await agent.get("/livez"))[0] == 200
+
+            await node.do("kubelet clear", {"fault": "stop-reading"})
+            newest = {f"{uuids(node)[3]}::{replica}" for replica in range(REPLICAS)}
+            await node.kubelet.wait_for(lambda kubelet: set(kubelet.unhealthy(GPU)) == newest, PATIENCE_S)
+            assert accepted(node.kubelet) == 1
