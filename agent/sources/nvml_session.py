@@ -130,6 +130,8 @@ class Session:
         self._slots: list[Slot] = []
         self._node_due = asyncio.Event()
         self._settling = False
+        self._unsettled = False
+        """Whether a look found that the list of GPUs is another; it is told once it is whole again."""
         self._gone = False
         """The driver is; tasks that were about to go on have nothing more to tell."""
         self._told: facts.GpusEnumerated | None = None
@@ -204,11 +206,12 @@ class Session:
         """Make the slots agree with what NVML counts, and tell."""
         self._settling = True
         try:
-            if count != len(self._slots) or any(slot.gone for slot in self._slots):
+            if count != len(self._slots) or self._unsettled:
                 # The indexes of the others move when one goes or comes.
                 await self._look_at_all()
                 self._drop([slot for slot in self._slots if slot.gone])
                 self._drop(self._surplus(len(self._slots) - count))
+                self._unsettled = False
                 await self._add(count, group)
         finally:
             self._settling = False
@@ -311,6 +314,10 @@ class Session:
 
     def _lost_sight(self, slot: Slot) -> None:
         slot.gone = True
+        self._unsettle()
+
+    def _unsettle(self) -> None:
+        self._unsettled = True
         self._node_due.set()
 
     def _look_once(self, slot: Slot) -> Look:
@@ -332,6 +339,8 @@ class Session:
                     pci=seen.gpu.pci,
                     found=seen.numa_problem,
                 )
+        elif seen.gpu.index != slot.index:
+            self._unsettle()
         slot.sighting, slot.failure, slot.index = seen, look.failure, seen.gpu.index
         address = slot.nvml.address_of(seen.handle)
         if address is not None and self.listener.devices.get(address) != seen.gpu.uuid:
@@ -402,24 +411,23 @@ class Session:
         )
 
     def _raise_if_driver_gone(self) -> None:
-        """End the session if not one GPU gives an answer that tells of the GPU itself."""
-        if self._settling:
-            # Not every GPU was asked yet.
+        """End the session if not one GPU gives an answer that tells of the GPU itself.
+
+        Not before every GPU was asked, and not while a thread is stuck: NVML could not be shut down,
+        and whatever answers again is seen all the same.
+        """
+        if self._settling or self._around.threads.stuck:
             return
-        failures: list[NvmlError] = []
-        for slot in self._slots:
-            if slot.lane.overdue:
-                continue
-            if slot.failure is None or slot.failure.code not in DRIVER_CODES:
-                return
-            failures.append(slot.failure)
-        if failures:
+        failures = [slot.failure for slot in self._slots if slot.failure is not None]
+        if not failures or len(failures) < len(self._slots):
+            return
+        if all(failure.code in DRIVER_CODES for failure in failures):
             self._gone = True
             raise DriverGoneError(failures[0])
 
     def _announce(self) -> None:
         """Tell which GPUs there are, if that changed; the first time, that the driver is ready."""
-        if self._settling or self._gone:
+        if self._settling or self._unsettled or self._gone:
             return
         if self._told is None:
             self._announce_first()

@@ -379,7 +379,7 @@ async def test_a_storm_of_events_is_read_in_bounded_parts(directory: Path) -> No
 
 async def test_a_socket_that_comes_amid_a_storm_is_told(watch: Watch) -> None:
     watched = await watch()
-    for number in range(20_000):
+    for number in range(5_000):
         (watched.directory / f"{number % 7}").touch()
         (watched.directory / f"{number % 7}").unlink()
     identity = make_socket(watched.socket)

@@ -235,6 +235,7 @@ async def test_xids_are_heard_again_after_the_driver_came_back(
     await start_source(node)
     await recorder.until(lambda: len(recorder.of(GpuProbePassed)) >= 4)
     await answers_nothing(node, recorder, 999)
+    await until(lambda: node.state.calls(INIT) >= 3)
     registrations = node.state.calls("nvmlDeviceRegisterEvents")
     node.state.load_driver()
     await until(lambda: node.state.calls("nvmlDeviceRegisterEvents") >= registrations + 4)

@@ -16,7 +16,7 @@ from agent.model.facts import (
     GpusEnumerated,
 )
 from tests.sources.conftest import MS, QUICK, MakeNode, StartSource
-from tests.sources.recorder import Recorder, until
+from tests.sources.recorder import Recorder
 
 HASTY = replace(QUICK, call_deadline_ns=150 * MS)
 """A call is overdue soon, though not on a machine that is merely busy."""
@@ -196,7 +196,7 @@ async def test_a_source_with_a_stuck_thread_says_at_once_that_it_cannot_be_close
     assert node.state.shutdowns == 0
 
 
-async def test_nvml_comes_back_although_a_thread_is_stuck_in_it(
+async def test_nvml_is_not_let_go_while_a_thread_is_stuck_in_it(
     make_node: MakeNode, start_source: StartSource, recorder: Recorder
 ) -> None:
     node = make_node("4x-t4")
@@ -204,13 +204,30 @@ async def test_nvml_comes_back_although_a_thread_is_stuck_in_it(
     await recorder.until(lambda: len(recorder.of(GpuProbePassed)) >= 4)
     node.state.hang(gpu=1)
     await recorder.first(GpuCallOverdue)
+    others = set(node.uuids()) - {node.uuid(1)}
     for gpu in (0, 2, 3):
         node.state.set_return(None, 999, gpu=gpu)
-    await recorder.first(DriverUnavailable)
-    await until(lambda: node.state.calls("nvmlSystemGetDriverVersion") >= 3)
-    assert (node.state.inits, node.state.shutdowns) == (1, 0)
+    await recorder.until(lambda: {fact.gpu for fact in recorder.of(GpuCallFailed)} == others)
     recorder.forget()
+    await recorder.until(lambda: len(recorder.of(GpuCallFailed)) >= 6)
+    assert (node.state.inits, node.state.shutdowns) == (1, 0)
     for gpu in (0, 2, 3):
         node.state.clear_return(None, gpu=gpu)
-    others = set(node.uuids()) - {node.uuid(1)}
-    await recorder.until(lambda: others <= {fact.gpu for fact in recorder.of(GpuProbePassed)})
+    await recorder.until(lambda: others == {fact.gpu for fact in recorder.of(GpuProbePassed)})
+    assert recorder.of(DriverUnavailable) == []
+
+
+async def test_nvml_is_let_go_once_the_stuck_thread_is_back(
+    make_node: MakeNode, start_source: StartSource, recorder: Recorder
+) -> None:
+    node = make_node("4x-t4")
+    await start_source(node, HASTY)
+    await recorder.until(lambda: len(recorder.of(GpuProbePassed)) >= 4)
+    node.state.hang(gpu=1)
+    await recorder.first(GpuCallOverdue)
+    node.state.unload_driver()
+    node.state.release(gpu=1)
+    await recorder.first(DriverUnavailable)
+    node.state.load_driver()
+    recorder.forget()
+    await recorder.until(lambda: {fact.gpu for fact in recorder.of(GpuProbePassed)} == set(node.uuids()))
