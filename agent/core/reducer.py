@@ -176,7 +176,8 @@ def _xid_notice(
 
 
 def _probe_passed(state: State, fact: facts.GpuProbePassed, now_ns: int) -> State:
-    if fact.gpu not in state.gpus:
+    # A probe that was under way when the driver went can still be told of afterwards.
+    if fact.gpu not in state.gpus or state.driver.ready is False:
         return state
     answered = _with_answer(state, fact.gpu)
     active = conditions.after_clean_probe(

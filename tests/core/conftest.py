@@ -12,8 +12,8 @@ settings.register_profile(
     deadline=None,
     derandomize=True,
     database=None,
-    max_examples=60,
-    stateful_step_count=40,
+    max_examples=40,
+    stateful_step_count=30,
     suppress_health_check=[HealthCheck.too_slow],
 )
 settings.register_profile("deep", settings.get_profile("default"), derandomize=False, max_examples=3_000)

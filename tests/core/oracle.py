@@ -143,7 +143,7 @@ class Oracle:
         match fact:
             case XidReported():
                 self.xid(fact, now_ns)
-            case GpuProbePassed() if fact.gpu in self.gpus:
+            case GpuProbePassed() if fact.gpu in self.gpus and self.driver in {None, "ready"}:
                 self.verdict.add(fact.gpu)
                 self.silent.discard(fact.gpu)
                 for fault in self.of_gpu(fact.gpu):

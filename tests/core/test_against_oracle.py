@@ -105,9 +105,16 @@ class AgainstOracle(RuleBasedStateMachine):
         probes=st.integers(1, 3),
         quiet_ns=st.sampled_from([0, 1, QUIET]),
         seed=st.integers(0, 100),
+        listed=st.sampled_from([None, LISTS[0], LISTS[0], LISTS[4]]),
     )
     def begin(
-        self, strategy: MigStrategy, replicas: dict[str, int], probes: int, quiet_ns: int, seed: int
+        self,
+        strategy: MigStrategy,
+        replicas: dict[str, int],
+        probes: int,
+        quiet_ns: int,
+        seed: int,
+        listed: tuple[Gpu, ...] | None,
     ) -> None:
         policy = Policy(
             mig_strategy=strategy,
@@ -121,6 +128,9 @@ class AgainstOracle(RuleBasedStateMachine):
         self.oracle = Oracle(policy)
         self.wake_at_ns = START_NS
         self.tell(Tick())
+        if listed is not None:
+            self.tell(ready(), enumerated(*listed), KubeletSocketSeen(K1))
+            self.every_probe_passes(1)
 
     # One step of both
 
@@ -323,7 +333,30 @@ class AgainstOracle(RuleBasedStateMachine):
             self.tell(enumerated())
         self.tell(enumerated(*LISTS[0]))
 
+    @rule(quiet_ns=st.sampled_from([QUIET - 1, QUIET, QUIET + 1]))
+    def everything_is_mended(self, quiet_ns: int) -> None:
+        self.tell(DriverCallAnswered("nvmlInit_v2"))
+        self.everything_is_reset(reload=True)
+        self.every_probe_passes(3)
+        self.time_passes(quiet_ns)
+
     # The kubelet
+
+    @precondition(lambda self: self.state.registrations)
+    @rule(times=st.integers(1, 8), failure=FAILURES)
+    def registrations_are_refused_for_a_while(self, times: int, failure: RegistrationFailure) -> None:
+        for _ in range(times):
+            for name, standing in list(self.state.registrations.items()):
+                self.tell(RegistrationFailed(name, standing.generation, failure, "no"))
+            self.until_something_is_due()
+
+    @precondition(lambda self: self.state.registrations)
+    @rule(delay_ns=DELAYS)
+    def kubelet_is_there_and_accepts(self, delay_ns: int) -> None:
+        self.tell(KubeletSocketSeen(K1))
+        self.until_something_is_due()
+        self.registrations_are_accepted(None, 1, opens_first=True)
+        self.time_passes(delay_ns)
 
     @rule(identity=IDENTITIES)
     def kubelet_is_seen(self, identity: SocketIdentity | None) -> None:

@@ -1,0 +1,108 @@
+"""Histories of a node for properties: facts weighted towards recovery, times at the boundaries."""
+
+from hypothesis import strategies as st
+
+from agent.model.facts import (
+    DEVICE_PLUGIN,
+    NVML,
+    DriverCallAnswered,
+    DriverCallOverdue,
+    DriverUnavailable,
+    Fact,
+    FactsLost,
+    HealthEventsUnsupported,
+    KubeletSocketSeen,
+    OwnSocketLost,
+    PolicyChanged,
+    Registered,
+    RegistrationFailed,
+    TaskReported,
+    Tick,
+    WatchedDirectoryDeleted,
+    WatchersChanged,
+)
+from agent.model.health import Reason
+from agent.model.ids import ALL
+from agent.model.policy import Policy
+from tests.core.build import (
+    GPU,
+    K1,
+    K2,
+    KMSG,
+    MS,
+    PLUGIN,
+    U0,
+    U1,
+    S,
+    enumerated,
+    failed,
+    gpu,
+    overdue,
+    passed,
+    ready,
+    xid,
+)
+
+QUIET = 60 * S
+
+GAPS = st.sampled_from([0, 0, 0, 1, MS, 100 * MS, 150 * MS, S, 10 * S, QUIET - 1, QUIET, QUIET + 1, 3600 * S])
+
+ON = st.sampled_from([U0, U1])
+GENERATIONS = st.integers(1, 4)
+
+UNLOADED = DriverUnavailable(Reason.DRIVER_NOT_LOADED, "gone", unloaded=True)
+MISMATCH = DriverUnavailable(Reason.NVML_VERSION_MISMATCH, "mismatch")
+
+GOOD: list[st.SearchStrategy[Fact]] = [
+    st.builds(passed, ON),
+    st.builds(passed, ON),
+    st.builds(passed, ON),
+    st.just(enumerated(gpu(0), gpu(1))),
+    st.just(ready()),
+    st.just(DriverCallAnswered("init")),
+    st.just(KubeletSocketSeen(K1)),
+    st.builds(Registered, st.just(GPU), GENERATIONS, st.sampled_from([K1, K2]), st.just(PLUGIN)),
+    st.builds(WatchersChanged, st.just(GPU), GENERATIONS, st.integers(0, 2)),
+    st.just(Tick()),
+]
+
+BAD: list[st.SearchStrategy[Fact]] = [
+    st.builds(
+        xid,
+        st.sampled_from([13, 94, 48, 79, 54, 64, 200]),
+        ON,
+        gi=st.sampled_from([ALL, 1, 2]),
+        ci=st.sampled_from([ALL, 0]),
+        source=st.sampled_from([NVML, KMSG]),
+        count=st.integers(1, 3),
+    ),
+    st.builds(failed, ON, st.sampled_from([15, 16, 999])),
+    st.builds(overdue, ON),
+    st.just(UNLOADED),
+    st.just(MISMATCH),
+    st.just(DriverCallOverdue("init", 120 * S)),
+    st.sampled_from([enumerated(), enumerated(gpu(1, index=0)), enumerated(gpu(0))]),
+]
+
+OTHER: list[st.SearchStrategy[Fact]] = [
+    st.sampled_from([KubeletSocketSeen(None), KubeletSocketSeen(K2)]),
+    st.builds(
+        RegistrationFailed,
+        st.just(GPU),
+        GENERATIONS,
+        st.sampled_from(["absent", "unreachable", "rejected"]),
+        st.just("no"),
+    ),
+    st.builds(OwnSocketLost, st.just(GPU), GENERATIONS),
+    st.builds(TaskReported, st.sampled_from([NVML, DEVICE_PLUGIN]), running=st.booleans()),
+    st.just(FactsLost(KMSG, 3)),
+    st.just(HealthEventsUnsupported(U0, "no")),
+    st.just(WatchedDirectoryDeleted("/x")),
+    st.builds(PolicyChanged, st.builds(Policy, recovery_quiet_ns=st.sampled_from([0, QUIET]))),
+]
+
+FACTS: st.SearchStrategy[Fact] = st.one_of(*GOOD, *GOOD, *BAD, *OTHER)
+HEALTH_FACTS: st.SearchStrategy[Fact] = st.one_of(*GOOD[:6], *BAD)
+
+HISTORIES = st.lists(st.tuples(GAPS, FACTS), max_size=25)
+HEALTH_HISTORIES = st.lists(st.tuples(GAPS, HEALTH_FACTS), max_size=25)
