@@ -21,7 +21,7 @@ from agent.model import facts
 from agent.model.gpu import Gpu
 from agent.model.ids import GpuUuid
 from agent.model.policy import SECOND_NS
-from agent.sources.nvml_events import DRIVER_CODES, Listener, register
+from agent.sources.nvml_events import DRIVER_CODES, Listener, RetiredError, SharedEventSet, register
 from agent.sources.nvml_inventory import (
     GpuGoneError,
     Look,
@@ -30,7 +30,7 @@ from agent.sources.nvml_inventory import (
     look_again,
     look_at_index,
 )
-from agent.sources.nvml_library import EventSet, Nvml, Versions
+from agent.sources.nvml_library import Nvml, Versions
 from agent.sources.nvml_settings import NvmlSettings
 from agent.sources.nvml_threads import Call, Lane, ThreadGroup
 
@@ -61,7 +61,7 @@ class Slot:
     sighting: Sighting | None = None
     failure: NvmlError | None = None
     gone: bool = False
-    registered: EventSet | None = None
+    registered: SharedEventSet | None = None
     requested: int = 1
     """Number of the newest look that was asked for."""
     served: int = 0
@@ -361,6 +361,8 @@ class Session:
         uuid = sighting.gpu.uuid
         try:
             refusal = await slot.lane.call(partial(register, slot.nvml, sighting.handle, events))
+        except RetiredError:
+            return
         except NvmlError as error:
             slot.failure = error
             slot.untold = True
