@@ -96,6 +96,8 @@ class ServerStatistics:
     resets: int
     malformed: int
     """Requests without a method or a path."""
+    calls_refused: int
+    """Because too many were running."""
     buffered_bytes: int
     """What unanswered requests hold now."""
     cuts: Mapping[str, int]
@@ -202,7 +204,7 @@ class BoundedServer:
 
     def _new_connection(self) -> BoundedConnection:
         return BoundedConnection(
-            Calls(self._methods, self._codec, self._dispatch, tally=self._tally),
+            Calls(self._methods, self._codec, self._dispatch, bounds=self._bounds, tally=self._tally),
             bounds=self._bounds,
             tally=self._tally,
             on_made=self._remember,
@@ -280,7 +282,7 @@ class BoundedServer:
         tally = self._tally
         return ServerStatistics(
             connections=len(self._live),
-            calls=len(self._running()),
+            calls=tally.calls,
             accepted=tally.accepted,
             refused_full=tally.refused_full,
             refused_peer=tally.refused_peer,
@@ -288,6 +290,7 @@ class BoundedServer:
             requests=tally.requests,
             resets=tally.resets,
             malformed=tally.malformed,
+            calls_refused=tally.calls_refused,
             buffered_bytes=tally.buffered_bytes,
             cuts=dict(tally.cuts),
         )
