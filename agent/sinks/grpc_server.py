@@ -154,6 +154,8 @@ class BoundedServer:
             try:
                 peer, _ = self._listener.accept()
             except BlockingIOError:
+                # Without descriptors it would have failed even though nobody waits.
+                self._recovered()
                 return
             except OSError as error:
                 if error.errno in NO_DESCRIPTORS:
@@ -162,10 +164,13 @@ class BoundedServer:
                 if error.errno in {errno.ECONNABORTED, errno.EINTR, errno.EPROTO}:
                     continue
                 raise
-            if self._is_resting:
-                self._is_resting = False
-                log.info("Accepted connections again", extra=fields())
+            self._recovered()
             await self._admit(peer)
+
+    def _recovered(self) -> None:
+        if self._is_resting:
+            self._is_resting = False
+            log.info("Accepted connections again")
 
     async def _rest(self, error: OSError) -> None:
         self._tally.accept_failures += 1
