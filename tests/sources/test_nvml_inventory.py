@@ -10,8 +10,9 @@ from agent.model.ids import GpuUuid
 from agent.simulation.presets import MigDeviceSpec
 from agent.sources.nvml_inventory import profile_from_attributes
 from agent.sources.nvml_library import MigAttributes
-from tests.sources.conftest import MakeNode, Node, StartSource
+from tests.sources.conftest import MakeNode, StartSource
 from tests.sources.recorder import Recorder
+from tests.sources.simulated import Node
 
 FOUR_T4 = "4x-t4"
 
