@@ -453,7 +453,9 @@ def test_a_view_keeps_since_when_a_device_is_as_it_is() -> None:
 
 
 async def test_reasons_are_unknown_where_the_agent_does_not_answer(tmp_path: Path) -> None:
-    reasons = await AgentClient(tmp_path / "none.sock").reasons("nvidia.com/gpu", [U[0]], connected=True)
+    client = AgentClient(tmp_path / "none.sock", first_answer_within_s=0.1)
+
+    reasons = await client.reasons("nvidia.com/gpu", [U[0]], connected=True)
 
     assert reasons[U[0]].code == "unknown"
 
