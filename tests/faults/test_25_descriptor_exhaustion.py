@@ -3,7 +3,6 @@
 import asyncio
 import os
 import resource
-import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -30,21 +29,34 @@ async def test_open_sessions_go_on_and_new_ones_are_accepted_as_soon_as_there_is
         async with plugin(process.socket) as stub:
             watch = stub.ListAndWatch(pb.Empty())
             assert len((await watch.read()).devices) == 8
-            process.send(signal.SIGUSR1)
-            # The kernel takes the connection, the process cannot.
-            async with raw_client(process.socket) as newcomer:
-                call = await newcomer.request("GetDevicePluginOptions")
-                await wait_lines(process, FAILED)
-                for _ in range(20):
-                    await stub.GetDevicePluginOptions(pb.Empty(), timeout=PATIENCE_S)
-                assert not watch.done()
-                process.send(signal.SIGUSR2)
-                assert await newcomer.wait_status(call) == "0"
+            process.exhaust()
+            async with raw_client(process.socket) as last:
+                assert await last.wait_status(await last.request("GetDevicePluginOptions")) == "0"
+                # The kernel takes this connection, the process cannot.
+                async with raw_client(process.socket) as newcomer:
+                    call = await newcomer.request("GetDevicePluginOptions")
+                    await wait_lines(process, FAILED)
+                    for _ in range(20):
+                        await stub.GetDevicePluginOptions(pb.Empty(), timeout=PATIENCE_S)
+                    assert not watch.done()
+                    process.give_back()
+                    assert await newcomer.wait_status(call) == "0"
             await wait_lines(process, RECOVERED)
             watch.cancel()
         # One line for each change of state, none for each try.
         assert sum(FAILED in line for line in process.log_lines()) == 1
         assert sum(RECOVERED in line for line in process.log_lines()) == 1
+
+
+async def test_the_end_of_the_shortage_is_told_even_if_nobody_waits(tmp_path: Path) -> None:
+    with plugin_process(tmp_path) as process:
+        process.exhaust()
+        async with raw_client(process.socket) as last:
+            assert await last.wait_status(await last.request("GetDevicePluginOptions")) == "0"
+            # With the last descriptor taken, there is none to look with whether anybody else waits.
+            await wait_lines(process, FAILED)
+            process.give_back()
+            await wait_lines(process, RECOVERED)
 
 
 @contextmanager

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from agent import log
@@ -48,8 +48,18 @@ class PluginProcess:
     def log_lines(self) -> list[str]:
         return self._log.read_text().splitlines()
 
-    def send(self, number: signal.Signals) -> None:
+    def exhaust(self) -> None:
+        """Leave it one file descriptor."""
+        self._order(signal.SIGUSR1)
+
+    def give_back(self) -> None:
+        """Let it have them again."""
+        self._order(signal.SIGUSR2)
+
+    def _order(self, number: signal.Signals) -> None:
         self._process.send_signal(number)
+        assert self._process.stdout is not None
+        assert self._process.stdout.readline() == b"done\n"
 
 
 @contextmanager
@@ -95,25 +105,30 @@ async def serve(directory: Path) -> None:
         while not (directory / "nvidia-gpu.sock").exists():
             await asyncio.sleep(0.001)
         gc.freeze()
-        sys.stdout.write("serving\n")
-        sys.stdout.flush()
+        _say("serving")
         await stop.wait()
         await plugin.drain(1.0)
 
 
 def _exhaust(taken: list[int]) -> None:
-    """Take every file descriptor there is."""
+    """Take every file descriptor there is but one."""
     resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
-    try:
+    with suppress(OSError):
         while True:
             taken.append(os.open("/dev/null", os.O_RDONLY))
-    except OSError:
-        return
+    os.close(taken.pop())
+    _say("done")
 
 
 def _give_back(taken: list[int]) -> None:
     while taken:
         os.close(taken.pop())
+    _say("done")
+
+
+def _say(word: str) -> None:
+    sys.stdout.write(f"{word}\n")
+    sys.stdout.flush()
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from agent.model.health import Condition, ConditionKey, Evidence, Health, Reason
 from agent.model.ids import DeviceId, ResourceName, SourceName
 from agent.model.snapshot import Device
 from agent.simulation.stubs.deviceplugin.v1beta1 import api_pb2 as pb
-from agent.sinks.plugin_service import WINDOW_S
+from agent.sinks.plugin_service import MAX_REFUSAL_CHARS, WINDOW_S
 from agent.sinks.plugin_socket import identity_of
 from tests.sinks.offers import GPU, device, devices, node, resource, snapshot, uuid
 from tests.sinks.raw_http2 import PATIENCE_S, raw_client
@@ -255,6 +255,16 @@ async def test_a_sink_started_again_serves_again(tmp_path: Path) -> None:
             await served.plugin.drain(1.0)
 
 
+async def test_a_sink_that_is_stopped_before_its_server_began_leaves_no_socket(tmp_path: Path) -> None:
+    async with sink(tmp_path) as served:
+        served.register()
+        while not served.socket.exists():
+            await asyncio.sleep(0)
+        served.running.cancel()
+        await asyncio.wait({served.running})
+        assert not served.socket.exists()
+
+
 async def test_a_socket_that_does_not_answer_is_named(tmp_path: Path) -> None:
     async with sink(tmp_path) as served:
         assert await served.plugin.unanswering(timeout_s=PATIENCE_S) == ()
@@ -370,6 +380,41 @@ async def test_a_watcher_that_stopped_reading_gets_the_newest_state_and_nothing_
             ]
 
 
+async def test_a_change_that_was_taken_back_while_a_watcher_did_not_read_is_not_sent(tmp_path: Path) -> None:
+    async with sink(tmp_path) as served:
+        await wait_served(served)
+        async with plugin(served.socket) as stub, raw_client(served.socket) as slow:
+            slow.h2.update_settings({SettingCodes.INITIAL_WINDOW_SIZE: 0})
+            stream_id = await slow.request("ListAndWatch")
+            await served.wait_fact(WatchersChanged)
+            other = stub.ListAndWatch(pb.Empty())
+            await read(other)
+            for state in (node(sick=[1]), node()):
+                served.latest.publish(state)
+                await read(other)
+            slow.h2.increment_flow_control_window(1_000_000, stream_id)
+            await slow.flush()
+            first = await slow.wait_message(stream_id)
+            served.latest.publish(node(sick=[2]))
+            second = await slow.wait_message(stream_id)
+            assert [shown(pb.ListAndWatchResponse.FromString(data)) for data in (first, second)] == [
+                expected(devices(8)),
+                expected(devices(8, sick=[2])),
+            ]
+
+
+async def test_a_watcher_that_comes_inside_the_window_gets_the_newest_state(tmp_path: Path) -> None:
+    async with sink(tmp_path) as served:
+        await wait_served(served)
+        async with plugin(served.socket) as one, plugin(served.socket) as other:
+            stream = one.ListAndWatch(pb.Empty())
+            await read(stream)
+            served.latest.publish(node(sick=[0]))
+            await read(stream)
+            served.latest.publish(node(sick=[0, 1]))
+            assert shown(await read(other.ListAndWatch(pb.Empty()))) == expected(devices(8, sick=[0, 1]))
+
+
 async def test_every_watcher_gets_every_change(tmp_path: Path) -> None:
     async with sink(tmp_path) as served:
         await wait_served(served)
@@ -452,17 +497,31 @@ async def test_a_container_gets_device_nodes_where_that_is_configured(tmp_path: 
         ]
 
 
-async def test_an_unhealthy_device_is_a_failed_precondition_with_reason_and_next_step(tmp_path: Path) -> None:
-    sick = device(3, health=Health.UNHEALTHY)
-    condition = Condition(
-        key=ConditionKey(SourceName("nvml"), Reason.XID, sick.placement, 79),
+def xid_79(on: Device, message: str) -> Condition:
+    return Condition(
+        key=ConditionKey(SourceName("nvml"), Reason.XID, on.placement, 79),
         evidence=Evidence.HARD,
         recovery=Recovery.RESET,
         flips=True,
-        message="XID 79: GPU has fallen off the bus",
+        message=message,
         since_ns=0,
         last_ns=0,
     )
+
+
+async def test_a_refusal_is_no_longer_than_a_header_should_be(tmp_path: Path) -> None:
+    sick = device(3, health=Health.UNHEALTHY)
+    talkative = replace(sick, reasons=(xid_79(sick, "much " * 2_000),))
+    async with sink(tmp_path, state=snapshot(resource([talkative]))) as served:
+        await wait_served(served)
+        with pytest.raises(grpc.aio.AioRpcError) as raised:
+            await wait_answer(served, "Allocate", allocation([uuid(3)]))
+        assert len(str(raised.value.details())) == MAX_REFUSAL_CHARS
+
+
+async def test_an_unhealthy_device_is_a_failed_precondition_with_reason_and_next_step(tmp_path: Path) -> None:
+    sick = device(3, health=Health.UNHEALTHY)
+    condition = xid_79(sick, "XID 79: GPU has fallen off the bus")
     async with sink(tmp_path, state=snapshot(resource([replace(sick, reasons=(condition,))]))) as served:
         await wait_served(served)
         with pytest.raises(grpc.aio.AioRpcError) as raised:

@@ -423,10 +423,11 @@ async def test_calls_taken_back_again_and_again_end_the_connection(path: Path) -
         await wait_until(server, lambda now: now.calls == 0)
 
 
-async def test_a_header_list_over_the_bound_ends_the_connection(path: Path) -> None:
+@pytest.mark.parametrize("repeated", [5, 200])
+async def test_a_header_list_over_the_bound_ends_the_connection(path: Path, repeated: int) -> None:
     async with serving(path, EchoService().methods()) as server, raw_client(path) as client:
-        # Two hundred times the same long header costs a byte each, and 4,000 bytes to whoever unpacks it.
-        await client.request_with([*lines(ECHO), *[("x", "y" * 4_000)] * 200], b"")
+        # The same long header again costs its sender a byte, and 4,000 to whoever unpacks it.
+        await client.request_with([*lines(ECHO), *[("x", "y" * 4_000)] * repeated], b"")
         await wait_cut(client)
         assert server.statistics().cuts == {"protocol_error": 1}
 
@@ -618,6 +619,35 @@ async def test_a_drain_lets_a_running_call_end_and_then_closes_the_connection(pa
             service.release.set()
             assert await call == b"allocate"
         assert server.statistics().connections == 0
+
+
+async def test_a_call_that_had_arrived_when_the_drain_began_is_answered(path: Path) -> None:
+    async with serving(path, EchoService().methods()) as server, raw_client(path) as client:
+        first = await open_stream(client, ECHO)
+        await client.wait_message(first)
+        stream_id = client.h2.get_next_available_stream_id()
+        client.h2.send_headers(stream_id, lines(ECHO))
+        client.h2.send_data(stream_id, framed(b"in the socket"), end_stream=True)
+        # Sent at once, and read by the server in a later turn.
+        client.writer.write(client.h2.data_to_send())
+        await server.drain(PATIENCE_S)
+        assert await client.wait_message(stream_id) == b"in the socket"
+
+
+async def test_answers_to_a_peer_that_has_just_gone_are_dropped_without_a_word(
+    path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    service = EchoService()
+    async with serving(path, service.methods()) as server:
+        client = await RawClient.connect(path)
+        client.h2.initiate_connection()
+        for _ in range(10):
+            await open_stream(client, HOLD)
+        await wait_until(server, lambda now: now.calls == 10)
+        client.writer.transport.abort()
+        service.release.set()
+        await wait_until(server, lambda now: (now.connections, now.calls) == (0, 0))
+    assert not caplog.records
 
 
 async def test_a_drain_cancels_a_call_that_outlives_the_grace(
