@@ -7,6 +7,7 @@ a killed one registers, with what that one knew.
 import asyncio
 import signal
 from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
 from pathlib import Path
 
 import pytest
@@ -75,9 +76,11 @@ async def test_a_second_agent_stands_by_ready_and_touches_no_socket(node: Simula
 async def test_the_one_who_stands_by_takes_over_with_what_the_first_one_knew(
     node: SimulatedNode, end: signal.Signals
 ) -> None:
-    async with running(flags_of(node)) as first, running(flags_of(node)) as second:
-        await second.wait_line("Standing by while another agent serves this node")
+    async with AsyncExitStack() as stack:
+        first = await stack.enter_async_context(running(flags_of(node)))
         await wait_allocatable(node, 4)
+        second = await stack.enter_async_context(running(flags_of(node)))
+        await second.wait_line("Standing by while another agent serves this node")
         node.nvml.push_xid(1, 79)
         await wait_allocatable(node, 3)
         state = Path(first.flags["state-dir"], "state.json")
