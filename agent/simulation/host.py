@@ -115,9 +115,8 @@ def json_of(line: Line) -> str:
     """Return the JSON of a change of the kubelet's view, nothing for other lines."""
     if line["kind"] != "allocatable":
         return ""
-    return json.dumps(
-        {name: value for name, value in line.items() if name != "connected"}, ensure_ascii=False
-    )
+    shown = {name: value for name, value in line.items() if name != "connected"}
+    return json.dumps(shown, ensure_ascii=False, separators=(",", ":"))
 
 
 def _text_of(line: Line) -> str:

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from agent import config
-from agent.errors import UsageError
+from agent.errors import AgentError, UsageError
 
 EXAMPLES: Final = """\
 Examples:
@@ -19,12 +19,12 @@ _WIDTH: Final = 78
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Describe the command; its actions are known only to ``main``, since their table needs gRPC."""
+    """Describe the command and every action."""
     default = config.default_node_dir()
     sentence = "Make something happen to the simulated node of gpu-agent demo or simulate."
     parser.description = f"{sentence}\n\n{EXAMPLES}"
     parser.usage = "gpu-agent inject ACTION [VALUE] [--PARAMETER VALUE]... [--node-dir DIR]"
-    parser.epilog = f"Without an action: all of them.\n{EXIT_CODES}"
+    parser.epilog = f"{_listing_if_known()}\n\n{EXIT_CODES}"
     parser.add_argument(
         "--node-dir",
         metavar="DIR",
@@ -90,6 +90,17 @@ def _read(words: list[str], node_dir: str) -> tuple[str, dict[str, str], str]:
         else:
             given[key.replace("-", "_")] = value
     return name, given, node_dir
+
+
+def _listing_if_known() -> str:
+    """Return the help on all actions, or why there is none: their table needs the emulated kubelet."""
+    from agent.simulation.ending import require_grpc  # noqa: PLC0415 - as in main
+
+    try:
+        require_grpc()
+    except AgentError as error:
+        return str(error)
+    return _listing()
 
 
 def _listing(only: str = "") -> str:

@@ -4,7 +4,6 @@ Guarantees: something is written only when something changed; the screen also wh
 """
 
 import asyncio
-import json
 import os
 import shutil
 import signal
@@ -17,7 +16,7 @@ from typing import Any, Final, Protocol
 
 from agent.log import wall_clock
 from agent.simulation.feed import Line
-from agent.simulation.host import describe
+from agent.simulation.host import describe, json_of
 from agent.simulation.reasons import AgentClient, Reason
 from agent.simulation.table import Picture, Row, draw
 
@@ -48,8 +47,7 @@ class JsonLines:
         ids = [device["id"] for device in line["unhealthy"]]
         reasons = await self._agent.reasons(line["resource"], ids, connected=line["connected"])
         unhealthy = [device | _spelled(reasons[device["id"]]) for device in line["unhealthy"]]
-        shown = {name: value for name, value in line.items() if name != "connected"}
-        return write(json.dumps({**shown, "unhealthy": unhealthy}, ensure_ascii=False) + "\n")
+        return write(json_of({**line, "unhealthy": unhealthy}) + "\n")
 
 
 def _spelled(reason: Reason) -> dict[str, Any]:
