@@ -137,10 +137,7 @@ def _container_order(device: Device) -> tuple[int, int, int, int]:
 
 def _device_nodes(snapshot: Snapshot, devices: Sequence[Device]) -> tuple[DeviceNode, ...]:
     minors = {view.gpu.uuid: view.gpu.minor for view in snapshot.gpus}
-    paths = dict.fromkeys(snapshot.control_nodes)
-    for device in devices:
-        minor = minors.get(device.placement.gpu)
-        if minor is not None:
-            paths[f"/dev/nvidia{minor}"] = None
+    own = (minors.get(device.placement.gpu) for device in devices)
+    paths = (*snapshot.control_nodes, *(f"/dev/nvidia{minor}" for minor in own if minor is not None))
     root = snapshot.policy.device_root.rstrip("/")
-    return tuple(DeviceNode(container_path=path, host_path=root + path) for path in paths)
+    return tuple(DeviceNode(container_path=path, host_path=root + path) for path in dict.fromkeys(paths))

@@ -93,7 +93,7 @@ def after_bad_probe(conditions: Conditions, gpu: GpuUuid) -> Conditions:
         for key, condition in conditions.items()
         if key.placement.gpu == gpu and condition.clean_probes
     }
-    return {**conditions, **broken} if broken else conditions
+    return {**conditions, **broken}
 
 
 def after_reset(conditions: Conditions, gpus: Iterable[GpuUuid]) -> Conditions:
@@ -104,7 +104,7 @@ def after_reset(conditions: Conditions, gpus: Iterable[GpuUuid]) -> Conditions:
         for key, condition in conditions.items()
         if key.placement.gpu in reset and condition.recovery is Recovery.RESET
     }
-    return {**conditions, **marked} if marked else conditions
+    return {**conditions, **marked}
 
 
 def after_restart(conditions: Iterable[Condition], gpus: Container[GpuUuid]) -> Conditions:

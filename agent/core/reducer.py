@@ -259,7 +259,7 @@ def _with_missing_gpus(
             active = conditions.after_reset(active, (gpu,))
         elif not is_noted and gpu not in present:
             active = conditions.raised(
-                active,
+                conditions.after_bad_probe(active, gpu),
                 source=facts.NVML,
                 reason=Reason.GPU_LOST,
                 placement=Placement(gpu),
@@ -331,10 +331,9 @@ def _registration_told(state: State, fact: registration.Told, now_ns: int) -> St
 
 
 def _task_reported(state: State, fact: facts.TaskReported) -> State:
-    old = state.tasks.get(fact.task, TaskView(running=False, failures=0, message=""))
-    new = TaskView(
-        running=fact.running, failures=old.failures + (0 if fact.running else 1), message=fact.message
-    )
+    old = state.tasks.get(fact.task)
+    failures = (0 if old is None else old.failures) + (0 if fact.running else 1)
+    new = TaskView(running=fact.running, failures=failures, message=fact.message)
     return _unless_equal(state, replace(state, tasks={**state.tasks, fact.task: new}))
 
 

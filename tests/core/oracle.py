@@ -231,6 +231,7 @@ class Oracle:
             if uuid in self.listed and missing and not missing[0].reset:
                 self.was_reset({uuid})
             if uuid not in self.listed and (not missing or missing[0].reset):
+                self.trouble(uuid)
                 self.fault("nvml", "gpu_lost", uuid, "reset").seen(1)
         if self.listed - before - self.verdict:
             self.probes_until_ns = now_ns + self.policy.first_probe_wait_ns

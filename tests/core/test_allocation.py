@@ -91,16 +91,14 @@ def test_nothing_is_asked_for_and_nothing_is_given() -> None:
 
 
 def test_device_nodes_are_given_where_they_are_asked_for() -> None:
-    node = well_node(
-        gpu(0, minor=3), gpu(1), policy=Policy(pass_device_specs=True, device_root="/run/nvidia/driver/")
-    )
+    node = well_node(gpu(0, minor=3), gpu(1), policy=Policy(pass_device_specs=True, device_root="/run/X/"))
     node.tell(
         replace(enumerated(gpu(0, minor=3), gpu(1)), control_nodes=("/dev/nvidiactl", "/dev/nvidia-uvm"))
     )
     answer = allocated(node, U0)
     assert isinstance(answer, ContainerAnswer)
     assert answer.device_nodes == tuple(
-        DeviceNode(container_path=path, host_path="/run/nvidia/driver" + path, permissions="rw")
+        DeviceNode(container_path=path, host_path="/run/X" + path, permissions="rw")
         for path in ("/dev/nvidiactl", "/dev/nvidia-uvm", "/dev/nvidia3")
     )
 
@@ -243,6 +241,12 @@ def test_asking_for_nothing_gives_nothing() -> None:
 def test_the_choice_does_not_depend_on_the_order_of_the_request() -> None:
     node = well_node(*[gpu(number) for number in range(4)])
     assert preferred(node, [U2, U0, U3, U1], 2) == preferred(node, [U0, U1, U2, U3], 2) == [U0, U1]
+
+
+@given(st.permutations(range(4)))
+def test_shares_of_one_card_are_taken_in_their_order(order: list[int]) -> None:
+    node = shares(4, gpu(0))
+    assert preferred(node, [share(U0, replica) for replica in order], 2) == [share(U0, 0), share(U0, 1)]
 
 
 def refused(node: Node, available: list[str], must: list[str], size: int) -> Refusal:

@@ -295,6 +295,19 @@ def test_a_gpu_that_goes_away_again_while_it_recovers_begins_anew() -> None:
     recovers_by_rule(node)
 
 
+def test_a_gpu_that_was_not_listed_had_no_clean_probes_in_a_row() -> None:
+    node = well_node(gpu(0), gpu(1))
+    node.tell(xid(94), passed(), passed(), enumerated(gpu(1)))
+    assert {item.clean_probes for item in node.conditions()} == {0}
+
+
+def test_a_probe_told_of_while_the_gpu_is_not_listed_does_not_count_after_its_reset() -> None:
+    node = well_node(gpu(0), gpu(1))
+    node.tell(xid(79), UNLOADED, ready(), enumerated(gpu(1)), passed(), enumerated(gpu(0), gpu(1)))
+    node.after(S)
+    recovers_by_rule(node)
+
+
 def test_a_driver_reload_does_not_bring_back_a_gpu_that_is_not_listed() -> None:
     node = well_node(gpu(0), gpu(1))
     node.tell(enumerated(gpu(1)), UNLOADED, ready(), enumerated(gpu(1)))
@@ -464,6 +477,12 @@ def test_a_driver_that_goes_away_hangs_no_more_but_recovers_by_the_rule() -> Non
     assert not node.state.hung
     node.tell(ready())
     recovers_by_rule(node)
+
+
+def test_a_node_wide_call_is_not_overdue_any_more_when_the_driver_went_away() -> None:
+    node = well_node(gpu(0))
+    node.tell(DriverCallOverdue("init", 5 * S), UNLOADED)
+    assert not node.state.hung
 
 
 @pytest.mark.parametrize("fact", [UNLOADED, MISMATCH])

@@ -265,6 +265,26 @@ def test_an_accepted_registration_stays_while_the_stream_is_open() -> None:
     assert node.effects == []
 
 
+def test_nothing_of_earlier_trouble_is_left_after_an_accepted_registration() -> None:
+    node = registering_node()
+    node.refuse("socket_in_use", "another plugin")
+    node.after(200 * MS)
+    tries(node, "unreachable", 12 * S)
+    node.until(node.wake_at_ns)
+    node.tell(Tick())
+    node.accept()
+    assert node.standing().message == ""
+    assert node.snapshot().ready
+    node.after(5 * S)
+    node.end_stream()
+    assert node.snapshot().findings[0].reason is Reason.KUBELET_UNAVAILABLE
+    assert node.snapshot().resources[0].since_ns == node.now_ns
+    node.until(node.wake_at_ns)
+    node.tell(Tick())
+    node.refuse("unreachable")
+    assert node.wake_at_ns == node.now_ns + 50 * MS
+
+
 def test_a_second_sign_of_the_same_kubelet_socket_changes_nothing() -> None:
     """Case A1, action a."""
     node = registering_node()

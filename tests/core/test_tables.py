@@ -93,12 +93,14 @@ def test_what_the_agent_infers_from_the_driver_clears_itself() -> None:
 def test_a_delay_doubles_up_to_its_cap_and_jitter_only_lengthens_it(attempt: int, seed: int) -> None:
     base_ns = min(100 * MS * 2 ** (attempt - 1), 10 * S)
     wait_ns = delay_ns(attempt, first_ns=100 * MS, cap_ns=10 * S, seed=seed)
+    assert isinstance(wait_ns, int)
     assert base_ns <= wait_ns <= base_ns * 12 // 10
     assert wait_ns == delay_ns(attempt, first_ns=100 * MS, cap_ns=10 * S, seed=seed)
 
 
 def test_a_delay_that_is_never_capped_grows_for_a_whole_life() -> None:
     assert delay_ns(40, first_ns=1, cap_ns=2**80, seed=0) >= 2**39
+    assert delay_ns(10**9, first_ns=1, cap_ns=2**80, seed=0) // 2**62 == 1
 
 
 def test_jitter_uses_its_whole_range_and_spreads_seeds_and_tries() -> None:
@@ -108,6 +110,12 @@ def test_jitter_uses_its_whole_range_and_spreads_seeds_and_tries() -> None:
     assert len({delay_ns(attempt, first_ns=100, cap_ns=100, seed=3) for attempt in range(8, 30)}) > 8
 
 
-def test_the_first_delays_of_a_node_are_known() -> None:
-    waits = [delay_ns(attempt, first_ns=1000, cap_ns=100_000, seed=42) for attempt in range(1, 9)]
-    assert waits == [1180, 2340, 4480, 8880, 17760, 33600, 67200, 120000]
+@pytest.mark.parametrize(
+    ("seed", "known"),
+    [
+        (42, [1180, 2340, 4480, 8880, 17760, 33600, 67200, 120_000]),
+        (123_456_789, [1070, 2020, 4040, 9280, 18560, 36800, 70400, 109_000]),
+    ],
+)
+def test_the_first_delays_of_a_node_are_known(seed: int, known: list[int]) -> None:
+    assert [delay_ns(number, first_ns=1000, cap_ns=100_000, seed=seed) for number in range(1, 9)] == known
