@@ -85,11 +85,17 @@ async def _measure(chosen: Sequence[Measurement], effort: Effort, *, is_json: bo
                     sys.stdout.flush()
         except Exception as error:  # noqa: BLE001 - it is named, and the others go on
             missing += 1
-            kind = "" if isinstance(error, MeasurementError) else f"{type(error).__name__}: "
-            _tell(f"{measurement.name} could not be measured: {kind}{error}")
+            _tell(f"{measurement.name} could not be measured: {_reason(error)}")
         else:
             _tell(f"{measurement.name} took {time.monotonic() - began_s:.0f} s")
     return 1 if missing else 0
+
+
+def _reason(error: BaseException) -> str:
+    """Return what went wrong first, of what may be a group."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return str(error) if isinstance(error, MeasurementError) else f"{type(error).__name__}: {error}"
 
 
 def _tell(sentence: str) -> None:

@@ -122,10 +122,12 @@ async def _restart(effort: Effort) -> AsyncGenerator[Figure, None]:
             async with _meanwhile(pods):
                 restart_gaps_ns = []
                 for _ in range(restarts):
+                    await _pause(pods.rng)
                     agent, gap_ns = await _replace(node, agent, stack)
                     restart_gaps_ns.append(gap_ns)
                 upgrade_gaps_ns = []
                 for _ in range(upgrades):
+                    await _pause(pods.rng)
                     agent, gap_ns = await _hand_over(node, agent, stack)
                     upgrade_gaps_ns.append(gap_ns)
             await agent.end()
@@ -144,6 +146,11 @@ async def _meanwhile(pods: _Pods) -> AsyncIterator[None]:
         placing = tasks.create_task(pods.run(), name="bench-pods")
         yield
         placing.cancel()
+
+
+async def _pause(rng: random.Random) -> None:
+    """Let pods that waited for the node be placed, so that a restart meets pods by chance alone."""
+    await asyncio.sleep(rng.uniform(0.1, 0.3))
 
 
 async def _replace(node: BenchNode, old: AgentProcess, stack: ExitStack) -> tuple[AgentProcess, int]:

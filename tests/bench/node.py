@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Final, Self
@@ -45,24 +45,30 @@ class BenchNode:
         self._log = log
 
     def agent(
-        self, flags: Mapping[str, str] | None = None, *, environment: Mapping[str, str] | None = None
+        self,
+        flags: Mapping[str, str] | None = None,
+        *,
+        environment: Mapping[str, str] | None = None,
+        program: Sequence[str] = ("agent", "run"),
     ) -> "AgentProcess":
-        """Start an agent; a context manager that sees to its end."""
+        """Start an agent, or a module that is one; a context manager that sees to its end."""
         given = self.simulated.directory.agent_flags() | {"http-listen": "", "log-format": "json"}
-        return AgentProcess(self, {**given, **(flags or {})}, self._log, dict(environment or {}))
+        options = [f"--{name}={text}" for name, text in (given | dict(flags or {})).items()]
+        return AgentProcess(self, [*program, *options], self._log, dict(environment or {}))
 
     async def wait(self, condition: Callable[[EmulatedKubelet], bool], what: str) -> None:
         """Wait for something at the kubelet; MeasurementError names what did not come."""
         try:
             await self.kubelet.wait_for(condition, PATIENCE_S)
         except TimeoutError as error:
-            raise MeasurementError(f"{what} did not come: {error}; {self._last_words()}") from None
+            raise MeasurementError(f"{what} did not come: {error}; {self.last_words()}") from None
 
     async def wait_allocatable(self, devices: int) -> None:
         """Wait until the kubelet shows so many devices."""
         await self.wait(lambda kubelet: kubelet.allocatable(GPU) == devices, f"{devices} devices")
 
-    def _last_words(self) -> str:
+    def last_words(self) -> str:
+        """Return what the agent logged last, for a failure."""
         with contextlib.suppress(OSError):
             lines = self._log.read_text(encoding="utf-8", errors="replace").splitlines()
             if lines:
@@ -89,16 +95,15 @@ class AgentProcess:
     """``gpu-agent run`` as users run it. Leaving the context kills it if it still runs."""
 
     def __init__(
-        self, node: BenchNode, flags: Mapping[str, str], log: Path, environment: Mapping[str, str]
+        self, node: BenchNode, arguments: Sequence[str], log: Path, environment: Mapping[str, str]
     ) -> None:
         """Start it; ``began_ns`` is the moment before the process was made."""
         self._node = node
-        options = [f"--{name}={text}" for name, text in flags.items()]
         variables = environment_of_children(os.environ, _NOT_FOR_AGENTS) | dict(environment)
         with log.open("ab") as errors:
             self.began_ns = time.monotonic_ns()
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "agent", "run", *options],
+                [sys.executable, "-m", *arguments],
                 cwd=ROOT,
                 env=variables,
                 stdin=subprocess.DEVNULL,
@@ -151,13 +156,18 @@ class AgentProcess:
         SIGKILL aside, MeasurementError if it does not exit with 0.
         """
         began_ns = time.monotonic_ns()
-        self._process.send_signal(number)
+        self.signal(number)
         await self._ended()
         ended_ns = time.monotonic_ns()
         status = self._process.wait()
         if number != signal.SIGKILL and status != 0:
-            raise MeasurementError(f"the agent ended with status {status} after signal {number}")
+            said = self._node.last_words()
+            raise MeasurementError(f"the agent ended with status {status} after signal {number}; {said}")
         return ended_ns - began_ns
+
+    def signal(self, number: int) -> None:
+        """Send a signal."""
+        self._process.send_signal(number)
 
     async def _ended(self) -> None:
         descriptor = os.pidfd_open(self.pid)
