@@ -255,10 +255,13 @@ async def test_a_sink_started_again_serves_again(tmp_path: Path) -> None:
             await served.plugin.drain(1.0)
 
 
-async def test_a_sink_that_is_stopped_before_its_server_began_leaves_no_socket(tmp_path: Path) -> None:
+@pytest.mark.parametrize("turns", range(8))
+async def test_a_sink_that_is_stopped_at_any_moment_of_its_start_leaves_no_socket(
+    tmp_path: Path, turns: int
+) -> None:
     async with sink(tmp_path) as served:
         served.register()
-        while not served.socket.exists():
+        for _ in range(turns):
             await asyncio.sleep(0)
         served.running.cancel()
         await asyncio.wait({served.running})
