@@ -39,7 +39,8 @@ class JournalSink:
         told = {_JOURNAL_NAMES.get(name, name): value for name, value in (event.fields or {}).items()}
         _log.log(
             logging.WARNING if event.warning else logging.INFO,
-            "%s",
+            # Not as an argument of "%s": lines are limited by message, and a storm of one event must not
+            # silence the others.
             event.message,
             extra=fields(**told, kind=str(event.kind), message_id=MESSAGE_IDS[event.kind]),
         )
