@@ -24,7 +24,7 @@ from agent.core.view import snapshot_of
 from agent.driver_watch import is_in_container, watch_library
 from agent.ending import EndedError, Ending
 from agent.engine import MAX_IDLE_NS, Engine
-from agent.errors import AlreadyRunningError, ConfigError, SourceError
+from agent.errors import AgentError, AlreadyRunningError, ConfigError, SourceError
 from agent.events import EventRing
 from agent.model.effects import Effect, EndProcess, RecordEvent, RegisterResource, WithdrawResource
 from agent.model.facts import DEVICE_PLUGIN, KUBELET, NVML, Fact, KubeletSocketSeen, PolicyChanged
@@ -36,7 +36,7 @@ from agent.sinks.journal import JournalSink
 from agent.sinks.notify import Notifier
 from agent.standby import InitFailedError, Memory
 from agent.startup import NodeLock, boot_id_of, check_paths, check_rights
-from agent.supervision import CriticalTaskError, Run, Supervisor
+from agent.supervision import Run, Supervisor
 from agent.threads import in_daemon_thread
 from agent.vitals import ENGINE, HTTP, STATE_FILE, Vitals
 
@@ -339,7 +339,8 @@ class Agent:
             for item in self._inbox.take_nowait()[0]:
                 memory.note(item.fact, now_ns)
             self._after_step(now_ns)
-        freed.result()
+        if not lock.is_held:
+            raise SourceError("The lock of the node could not be waited for")
         _log.info("Took over this node", extra=log.fields(before=holder))
 
     async def _reload_when_asked(self) -> None:
@@ -354,8 +355,10 @@ class Agent:
         try:
             settings = await in_daemon_thread("config-reader", self._reread)
         except ConfigError as error:
-            self._vitals.reload_trouble = "; ".join(error.problems)
-            _log.error("Kept the old configuration", extra=log.fields(problems=list(error.problems)))
+            self._refuse_reload(error.problems)
+            return
+        except RuntimeError as error:
+            self._refuse_reload((f"No thread could be had to read it: {error}",))
             return
         self._vitals.reload_trouble = None
         for name in changes_that_need_a_restart(self._settings, settings):
@@ -364,6 +367,10 @@ class Agent:
         self._policy = self._policy_of(settings)
         self._inbox.put(PolicyChanged(self._policy))
         _log.info("Read the configuration again")
+
+    def _refuse_reload(self, problems: tuple[str, ...]) -> None:
+        self._vitals.reload_trouble = "; ".join(problems)
+        _log.error("Kept the old configuration", extra=log.fields(problems=list(problems)))
 
     async def _measure_lag(self) -> None:
         while True:
@@ -427,18 +434,22 @@ class Agent:
         self._start(name, self._supervisor.keep(name, run))
 
     def _keep_critical(self, name: SourceName, run: Run) -> None:
-        async def keep() -> None:
-            try:
-                await self._supervisor.keep_critical(name, run)
-            except CriticalTaskError as error:
-                self._ending.ask(f"{name} failed", error)
-
-        self._start(name, keep())
+        self._start(name, self._supervisor.keep_critical(name, run))
 
     def _start(self, name: str, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        task = self._group.create_task(work, name=name)
+        task = self._group.create_task(self._ending_with(name, work), name=name)
         self._tasks[name] = task
         return task
+
+    async def _ending_with(self, name: str, work: Coroutine[Any, Any, None]) -> None:
+        """Do some work; a bug in it ends the agent in the same order as a signal does."""
+        try:
+            await work
+        except AgentError as error:
+            self._ending.ask(f"{name} failed", error)
+        except Exception as bug:  # noqa: BLE001 - whatever it is, the end is orderly
+            _log.exception("A task of the agent itself failed", extra=log.fields(task=name))
+            self._ending.ask(f"{name} failed", EndedError(f"The task {name} failed: {bug!r}; see the log"))
 
     async def _cancel(self, *names: str) -> None:
         tasks = [self._tasks[name] for name in names if name in self._tasks]
