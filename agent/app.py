@@ -26,6 +26,7 @@ from agent.ending import EndedError, Ending
 from agent.engine import MAX_IDLE_NS, Engine
 from agent.errors import AgentError, AlreadyRunningError, ConfigError, SourceError
 from agent.events import EventRing
+from agent.imports import import_http, import_plugin, import_state_file
 from agent.model.effects import Effect, EndProcess, RecordEvent, RegisterResource, WithdrawResource
 from agent.model.facts import DEVICE_PLUGIN, KUBELET, NVML, Fact, KubeletSocketSeen, PolicyChanged
 from agent.model.ids import NO_KUBELET, SourceName
@@ -41,10 +42,8 @@ from agent.threads import in_daemon_thread
 from agent.vitals import ENGINE, HTTP, STATE_FILE, Vitals
 
 if TYPE_CHECKING:
-    from agent.report import SelfReport
     from agent.sinks.device_plugin import DevicePlugin
     from agent.sinks.http import HttpSink
-    from agent.sinks.statefile import StateFile
     from agent.sources.nvml import NvmlSource
 
 NEVER_NS: Final = 10**18
@@ -192,7 +191,7 @@ class Agent:
 
     async def _live(self) -> None:
         """Become the agent of the node, at once or when the one before has ended, and serve."""
-        await in_daemon_thread("plugin-import", _import_plugin)
+        await in_daemon_thread("plugin-import", import_plugin)
         memory = Memory()
         if self._awaited_lock is not None:
             await self._stand_by(self._awaited_lock, memory)
@@ -277,7 +276,7 @@ class Agent:
 
     async def _write_state(self) -> None:
         if self._vitals.state_file is None:
-            state_file = await in_daemon_thread("statefile-import", _import_state_file)
+            state_file = await in_daemon_thread("statefile-import", import_state_file)
             boot_id = await in_daemon_thread("boot-id-reader", lambda: boot_id_of(self._settings.proc_root))
             self._vitals.state_file = state_file(self._settings.state_path, self._latest, boot_id=boot_id)
         await self._vitals.state_file.run()
@@ -286,7 +285,7 @@ class Agent:
         await self._let_registration_go_first()
         _collect_garbage_from_now_on()
         if self._http is None:
-            http_sink, self_report = await in_daemon_thread("http-import", _import_http)
+            http_sink, self_report = await in_daemon_thread("http-import", import_http)
             report = self_report(
                 self._vitals, latest=self._latest, inbox=self._inbox, lines=self._lines, clock=self._clock
             )
@@ -467,24 +466,3 @@ def _collect_garbage_from_now_on() -> None:
 
 def _is_registered(snapshot: Snapshot) -> bool:
     return any(resource.phase is RegistrationPhase.REGISTERED for resource in snapshot.resources)
-
-
-# Imports by a thread, so that the loop turns meanwhile; in the order in which the kubelet needs them.
-
-
-def _import_plugin() -> None:
-    import agent.sinks.device_plugin  # noqa: PLC0415
-    import agent.sources.kubelet  # noqa: F401, PLC0415
-
-
-def _import_state_file() -> "type[StateFile]":
-    from agent.sinks.statefile import StateFile  # noqa: PLC0415
-
-    return StateFile
-
-
-def _import_http() -> "tuple[type[HttpSink], type[SelfReport]]":
-    from agent.report import SelfReport  # noqa: PLC0415
-    from agent.sinks.http import HttpSink  # noqa: PLC0415
-
-    return HttpSink, SelfReport
