@@ -366,6 +366,13 @@ async def test_only_the_newest_events_are_kept_and_the_reader_learns_what_is_mis
         assert document["missed"] == 7
 
 
+async def test_a_reader_with_the_number_of_an_earlier_agent_gets_all(serve: Serve) -> None:
+    async with serve() as served:
+        happened(served.events, "one")
+        document = (await served.get("/v1/events?since=500&wait=30")).json
+        assert [event["number"] for event in document["events"]] == [1]
+
+
 async def test_a_reader_can_wait_for_the_next_event(serve: Serve) -> None:
     async with serve() as served, asyncio.TaskGroup() as group:
         happened(served.events, "old")
