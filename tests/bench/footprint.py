@@ -16,14 +16,14 @@ from tests.bench.scrape import scrape
 _MIB: Final = 1024 * 1024
 
 _SHARES_MIB: Final = {
-    "python": 9.0,
-    "asyncio": 11.0,
+    "python": 10.0,
+    "asyncio": 10.5,
     "pynvml": 3.5,
-    "grpclib": 3.0,
+    "grpclib": 3.5,
     "betterproto2": 2.5,
     "asyncinotify": 0.5,
     "msgspec": 1.5,
-    "aiohttp": 14.0,
+    "aiohttp": 12.5,
     "agent": 5.0,
 }
 """What each import may add; together with the working memory the budget of 52 MiB."""
