@@ -78,6 +78,10 @@ class DriverUnavailable(_State):
         """See DriverReady."""
         return ("driver", False)
 
+    def merged_with(self, newer: Self) -> Self:
+        """Keep that the module was seen to be gone: it is reset evidence."""
+        return replace(newer, unloaded=self.unloaded or newer.unloaded)
+
 
 @dataclass(frozen=True, slots=True)
 class GpusEnumerated(_State):
