@@ -410,8 +410,8 @@ class Agent:
         """Hand an effect to its owner."""
         match effect:
             case RecordEvent():
-                self._journal.record(effect)
                 self._events.record(effect)
+                self._after_peers(self._journal.record, effect)
             case RegisterResource():
                 if self._vitals.device_plugin is not None and not self._vitals.is_stopping:
                     self._vitals.device_plugin.register(effect)
@@ -424,6 +424,11 @@ class Agent:
                 self._ending.ask(effect.message, error)
             case _:
                 assert_never(effect)
+
+    def _after_peers(self, record: Callable[[RecordEvent], None], effect: RecordEvent) -> None:
+        """Record when the kubelet's message is on its way: a turn for the list, one for its watchers."""
+        loop = asyncio.get_running_loop()
+        loop.call_soon(loop.call_soon, record, effect)
 
     def _after_step(self, now_ns: int) -> None:
         self._vitals.stepped_ns = now_ns

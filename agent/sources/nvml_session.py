@@ -37,6 +37,9 @@ from agent.sources.nvml_threads import Call, Lane, ThreadGroup
 MIN_GAP_NS: Final = SECOND_NS
 """Between two looks at a GPU that XIDs ask for."""
 
+XID_LOOK_DELAY_NS: Final = 10_000_000
+"""From an XID to the look at its GPU."""
+
 _log = logging.getLogger(__name__)
 
 
@@ -325,7 +328,9 @@ class Session:
         for slot in self._slots:
             if slot.uuid == uuid:
                 slot.wanted_soon = True
-                slot.due_ns = min(slot.due_ns, slot.began_ns + MIN_GAP_NS)
+                # Not at once: the kubelet is to hear of the XID before anything else is done about it.
+                soon_ns = max(slot.began_ns + MIN_GAP_NS, self._clock() + XID_LOOK_DELAY_NS)
+                slot.due_ns = min(slot.due_ns, soon_ns)
                 slot.wake.set()
 
     def _wake_all(self) -> None:
