@@ -106,3 +106,26 @@ HEALTH_FACTS: st.SearchStrategy[Fact] = st.one_of(*GOOD[:6], *BAD)
 
 HISTORIES = st.lists(st.tuples(GAPS, FACTS), max_size=25)
 HEALTH_HISTORIES = st.lists(st.tuples(GAPS, HEALTH_FACTS), max_size=25)
+
+ONE_OF_EACH: list[Fact] = [
+    ready(),
+    UNLOADED,
+    enumerated(gpu(0), gpu(1)),
+    xid(79),
+    passed(),
+    failed(),
+    overdue(),
+    DriverCallOverdue("init", S),
+    DriverCallAnswered("init"),
+    HealthEventsUnsupported(U0, "no"),
+    KubeletSocketSeen(K2),
+    OwnSocketLost(GPU, 1),
+    WatchedDirectoryDeleted("/x"),
+    Registered(GPU, 1, K1, PLUGIN),
+    RegistrationFailed(GPU, 1, "rejected", "no"),
+    WatchersChanged(GPU, 1, 0),
+    TaskReported(NVML, running=False),
+    FactsLost(DEVICE_PLUGIN, 2),
+    PolicyChanged(Policy(mig_strategy="mixed")),
+    Tick(),
+]

@@ -8,7 +8,7 @@ from agent.model.facts import DriverUnavailable, Fact, FactsLost, XidReported
 from agent.model.health import Reason
 from agent.model.ids import ALL, Placement, ResourceName, pci_sysfs_name, replica_id, socket_name
 from tests.core.build import GPU, KMSG, U0, U1, place, xid
-from tests.core.test_properties import ONE_OF_EACH
+from tests.core.histories import ONE_OF_EACH
 
 COUNTED = (XidReported, FactsLost)
 

@@ -14,31 +14,19 @@ from agent.core.view import snapshot_of
 from agent.model.effects import Effect, EventKind, RecordEvent
 from agent.model.facts import (
     AGENT,
-    DEVICE_PLUGIN,
     NVML,
     DriverCallAnswered,
     DriverCallOverdue,
     Fact,
     FactsLost,
-    HealthEventsUnsupported,
-    KubeletSocketSeen,
-    OwnSocketLost,
-    PolicyChanged,
-    Registered,
-    RegistrationFailed,
     TaskReported,
     Tick,
-    WatchedDirectoryDeleted,
-    WatchersChanged,
 )
 from agent.model.health import Health, Recovery
 from agent.model.policy import Policy
 from tests.core.build import (
     C1B,
     GPU,
-    K1,
-    K2,
-    PLUGIN,
     START_NS,
     U0,
     U1,
@@ -56,7 +44,7 @@ from tests.core.build import (
     well_node,
     xid,
 )
-from tests.core.histories import HEALTH_HISTORIES, HISTORIES, QUIET, UNLOADED
+from tests.core.histories import HEALTH_HISTORIES, HISTORIES, ONE_OF_EACH, QUIET, UNLOADED
 
 History = Sequence[tuple[int, Fact]]
 
@@ -76,30 +64,6 @@ def follow(node: Node, history: History) -> None:
 
 
 # Every fact in every state
-
-
-ONE_OF_EACH: list[Fact] = [
-    ready(),
-    UNLOADED,
-    enumerated(gpu(0), gpu(1)),
-    xid(79),
-    passed(),
-    failed(),
-    overdue(),
-    DriverCallOverdue("init", S),
-    DriverCallAnswered("init"),
-    HealthEventsUnsupported(U0, "no"),
-    KubeletSocketSeen(K2),
-    OwnSocketLost(GPU, 1),
-    WatchedDirectoryDeleted("/x"),
-    Registered(GPU, 1, K1, PLUGIN),
-    RegistrationFailed(GPU, 1, "rejected", "no"),
-    WatchersChanged(GPU, 1, 0),
-    TaskReported(NVML, running=False),
-    FactsLost(DEVICE_PLUGIN, 2),
-    PolicyChanged(Policy(mig_strategy="mixed")),
-    Tick(),
-]
 
 
 def rich_state() -> State:
