@@ -120,8 +120,9 @@ async def _sick_devices(effort: Effort) -> AsyncGenerator[Figure, None]:
     """Let GPUs fail while pods come without a pause, and restart what could forget it.
 
     Round after round on a new boot: one GPU fails, the kubelet restarts, a second fails, the agent is
-    replaced, a third fails, the agent is killed within 50 ms of that and replaced. In each state a share of
-    the pods is run. Counted are pods that an Allocate gave a device the kubelet had been told is sick.
+    replaced, a third fails, the agent is killed and replaced; both at a random moment within a second of the
+    fault. In each state a share of the pods is run. Counted are pods that an Allocate gave a device the
+    kubelet had been told is sick.
     """
     pods = effort.of(quick=60, usual=1000)
     share = effort.of(quick=5, usual=25)
@@ -155,7 +156,7 @@ async def _round(
     await offers.some_more(share)
     for slot, number in zip(slots[1:], (signal.SIGTERM, signal.SIGKILL), strict=True):
         await offers.make_sick(slot)
-        await asyncio.sleep(rng.uniform(0, 0.05))
+        await asyncio.sleep(rng.uniform(0, 1))
         await agent.end(number)
         agent = stack.enter_context(node.agent())
         await agent.registered()
