@@ -8,6 +8,7 @@ from agent.model.gpu import Gpu
 from agent.model.health import Condition, Health, Reason
 from agent.model.ids import DeviceId, GpuUuid, Placement, ResourceName, SocketIdentity, SourceName
 from agent.model.policy import Policy
+from agent.model.sample import GpuSample
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +76,8 @@ class GpuView:
     conditions: tuple[Condition, ...]
     xids: Mapping[int, int]
     """XIDs seen and how often, since the agent's state began."""
+    sample: GpuSample | None = None
+    """The newest readings."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +118,11 @@ class Durable:
     conditions: tuple[Condition, ...] = ()
     xids: tuple[tuple[GpuUuid, int, int], ...] = ()
     """(gpu, xid, count)"""
+    holds: tuple[tuple[str, str], ...] = ()
+    """(selector, why); kept over reboots."""
+    released_until_ns: int | None = None
+    module_inode: int | None = None
+    """Which load of the kernel module the conditions were seen under."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +141,10 @@ class Snapshot:
     facts_lost: Mapping[SourceName, int]
     findings: tuple[Finding, ...]
     durable: Durable
+    pods: Mapping[DeviceId, str] | None = None
+    """Who holds which device, as the kubelet says; None: not known, or not known recently."""
+    released_until_ns: int | None = None
+    """The driver is let go of until then."""
 
     @property
     def ready(self) -> bool:
