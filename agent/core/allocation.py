@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from agent.core.reasons import MEANINGS
+from agent.core.reasons import advice_of
 from agent.model.health import Health
 from agent.model.snapshot import Device, Resource, Snapshot
 
@@ -126,7 +126,7 @@ def _unhealthy_message(device: Device) -> str:
     condition = device.reasons[0]
     return (
         f"{device.id} (GPU {device.index}) is unhealthy: {condition.reason}: {condition.message};"
-        f" {MEANINGS[condition.reason].advice}, or delete the pod so that it is allocated anew"
+        f" {advice_of(condition)}, or delete the pod so that it is allocated anew"
     )
 
 

@@ -8,10 +8,12 @@ from typing import Any
 from agent.core.conditions import after_restart, verdicts
 from agent.core.inventory import Offer, offers
 from agent.core.registration import Registration
+from agent.core.samples import Window
 from agent.model.gpu import Gpu
 from agent.model.health import Condition, ConditionKey
-from agent.model.ids import GpuUuid, ResourceName, SocketIdentity, SourceName
+from agent.model.ids import DeviceId, GpuUuid, ResourceName, SocketIdentity, SourceName
 from agent.model.policy import Policy
+from agent.model.sample import GpuSample
 from agent.model.snapshot import Device, DriverView, Durable, TaskView
 
 _EMPTY: Mapping[Any, Any] = MappingProxyType({})
@@ -38,6 +40,13 @@ class State:
     """The kernel module was seen to be gone; when it is back, every GPU was re-initialised."""
     driver_overdue: str | None = None
     """The node-wide driver call that has not answered."""
+    driver_released: bool = False
+    """NVML was shut down on request."""
+    module_inode: int | None = None
+    """Which load of the kernel module this is."""
+    bus: tuple[str, ...] | None = None
+    """PCI addresses of the GPUs that the bus has for the driver; None: not looked yet."""
+    missing_nodes: tuple[str, ...] = ()
 
     gpus: Mapping[GpuUuid, Gpu] = field(default_factory=_nothing)
     """Every GPU known, also those that NVML does not list now."""
@@ -54,6 +63,22 @@ class State:
     xids: Mapping[GpuUuid, Mapping[int, int]] = field(default_factory=_nothing)
     recent_xids: Mapping[tuple[GpuUuid, int], tuple[SourceName, int]] = field(default_factory=_nothing)
     """Who reported an XID last, and when: two sources within two seconds tell of one fault."""
+    samples: Mapping[GpuUuid, GpuSample] = field(default_factory=_nothing)
+    slowdowns: Mapping[GpuUuid, Window] = field(default_factory=_nothing)
+    fault_times: Mapping[GpuUuid, tuple[int, ...]] = field(default_factory=_nothing)
+    """When the newest self-clearing faults of a GPU began; what flapping is judged by."""
+    soft_flip_ns: int | None = None
+    """When soft evidence flipped a device last."""
+
+    holds: Mapping[str, str] = field(default_factory=_nothing)
+    """Why, by selector."""
+    released_gpus: frozenset[GpuUuid] = frozenset()
+    released_until_ns: int | None = None
+    pods: Mapping[DeviceId, str] | None = None
+    pods_ns: int = 0
+    """Who holds which device, and when that was told."""
+    observed_flips: int = 0
+    """Devices that would have turned Unhealthy, had the agent not only observed."""
 
     offers: Mapping[ResourceName, tuple[Offer, ...]] = field(default_factory=_nothing)
     devices: Mapping[ResourceName, tuple[Device, ...]] = field(default_factory=_nothing)
@@ -77,7 +102,10 @@ def initial_state(policy: Policy, restored: Durable | None, *, now_ns: int) -> S
     not present and not probed, so their devices are unknown until they are.
     """
     state = State(policy=policy, changed_ns=now_ns)
-    if restored is None or not restored.gpus:
+    if restored is None:
+        return state
+    state = replace(state, holds=dict(restored.holds))
+    if not restored.gpus:
         return state
     gpus = {gpu.uuid: gpu for gpu in restored.gpus}
     conditions = after_restart(restored.conditions, gpus)
@@ -94,4 +122,7 @@ def initial_state(policy: Policy, restored: Durable | None, *, now_ns: int) -> S
         offers=offered,
         devices=verdicts(offered, conditions, frozenset()),
         first_probes_by_ns=now_ns + policy.first_probe_wait_ns,
+        module_inode=restored.module_inode,
+        released_gpus=frozenset(restored.released_gpus),
+        released_until_ns=restored.released_until_ns,
     )

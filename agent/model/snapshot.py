@@ -1,7 +1,7 @@
 """What sinks see: one immutable picture of the node, made by the core after each change."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 from agent.model.gpu import Gpu
@@ -120,6 +120,7 @@ class Durable:
     """(gpu, xid, count)"""
     holds: tuple[tuple[str, str], ...] = ()
     """(selector, why); kept over reboots."""
+    released_gpus: tuple[GpuUuid, ...] = ()
     released_until_ns: int | None = None
     module_inode: int | None = None
     """Which load of the kernel module the conditions were seen under."""
@@ -145,6 +146,10 @@ class Snapshot:
     """Who holds which device, as the kubelet says; None: not known, or not known recently."""
     released_until_ns: int | None = None
     """The driver is let go of until then."""
+    holds: Mapping[str, str] = field(default_factory=dict)
+    """Why, by selector; also of GPUs that are not there."""
+    observed_flips: int = 0
+    """Devices that would have turned Unhealthy, had the agent not only observed."""
 
     @property
     def ready(self) -> bool:
