@@ -12,9 +12,9 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import FrameType
-from typing import Final
+from typing import Any, Final
 
 from agent.log import fields
 
@@ -23,6 +23,9 @@ STOP_WITHIN_S: Final = 4.7
 
 MAX_DUMPED: Final = 256
 """Tasks and threads whose stacks are written in one dump."""
+
+MAX_DEPTH: Final = 64
+"""Frames of one task."""
 
 _STOPPING: Final = (signal.SIGTERM, signal.SIGINT)
 
@@ -97,9 +100,20 @@ def dump_stacks(loop: asyncio.AbstractEventLoop | None) -> None:
     """Write the stack of each task and thread to the log."""
     tasks = sorted(asyncio.all_tasks(loop), key=lambda task: task.get_name()) if loop is not None else []
     for task in tasks[:MAX_DUMPED]:
-        stack = "".join(line for frame in task.get_stack() for line in traceback.format_stack(frame, limit=1))
+        stack = "".join(_stack_of(task))
         _log.info("Stack of a task", extra=fields(task=task.get_name(), stack=stack))
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     for ident, frame in list(sys._current_frames().items())[:MAX_DUMPED]:  # noqa: SLF001 - the only way
         stack = "".join(traceback.format_stack(frame))
         _log.info("Stack of a thread", extra=fields(thread=names.get(ident, str(ident)), stack=stack))
+
+
+def _stack_of(task: asyncio.Task[Any]) -> Iterator[str]:
+    """Yield where a task is, down to what it waits for; Task.get_stack shows the first frame only."""
+    waiting: Any = task.get_coro()
+    for _ in range(MAX_DEPTH):
+        frame = getattr(waiting, "cr_frame", None) or getattr(waiting, "gi_frame", None)
+        if frame is None:
+            break
+        yield from traceback.format_stack(frame, limit=1)
+        waiting = getattr(waiting, "cr_await", None) or getattr(waiting, "gi_yieldfrom", None)

@@ -40,7 +40,8 @@ MAX_BYTES: Final = 4 * 1024 * 1024
 """A state of 16 GPUs with 7 MIG devices each and every condition there is has some 200 KiB."""
 
 MIN_INTERVAL_S: Final = 0.5
-"""Between two writes; the first change is written at once."""
+"""Between two writes; the first change is written at once, and so is a condition that is not in the file:
+a process that dies with the device it watches must not forget it."""
 
 RETRY_FIRST_S: Final = 1.0
 RETRY_CAP_S: Final = 60.0
@@ -323,10 +324,24 @@ class StateFile:
                 continue
             if await self._write_newest():
                 pause_s = RETRY_FIRST_S
-                await asyncio.sleep(MIN_INTERVAL_S)
+                await self._rest()
             else:
                 await asyncio.sleep(pause_s)
                 pause_s = min(2 * pause_s, RETRY_CAP_S)
+
+    async def _rest(self) -> None:
+        """Wait until the next write is due."""
+        try:
+            async with asyncio.timeout(MIN_INTERVAL_S):
+                while not self._knows_more_than_the_file():
+                    await self._latest.wait_newer(self._latest.version)
+        except TimeoutError:
+            return
+
+    def _knows_more_than_the_file(self) -> bool:
+        written = self._written.conditions if self._written is not None else ()
+        newest = self._latest.value.durable.conditions
+        return newest != written and not {each.key for each in newest} <= {each.key for each in written}
 
     async def flush(self, timeout_s: float) -> None:
         """Write the newest state if it is not in the file, but wait no longer than the timeout."""

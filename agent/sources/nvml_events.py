@@ -7,7 +7,9 @@ their next probe, so a lost one does not silence the others.
 
 import asyncio
 import logging
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Final
 
@@ -20,6 +22,58 @@ from agent.sources.nvml_library import HEALTH_EVENTS, XID_EVENT, EventSet, Handl
 from agent.sources.nvml_threads import Completions, Lane
 
 _log = logging.getLogger(__name__)
+
+
+class SharedEventSet:
+    """An event set that threads use at the same time; freed by the last one, once it is retired.
+
+    NVML does not survive a set that is freed while another thread registers a GPU with it.
+    """
+
+    def __init__(self, events: EventSet) -> None:
+        self._events = events
+        self._lock = threading.Lock()
+        self._users = 0
+        self._retired = False
+
+    @contextmanager
+    def in_use(self, nvml: Nvml) -> Iterator[EventSet]:
+        """Keep the set from being freed; raises RetiredError if it is too late."""
+        self._enter()
+        try:
+            yield self._events
+        finally:
+            if self._leave():
+                self._free(nvml)
+
+    def retire(self, nvml: Nvml) -> None:
+        """Let nobody use the set any more, and free it once nobody does."""
+        with self._lock:
+            is_last = not self._retired and self._users == 0
+            self._retired = True
+        if is_last:
+            self._free(nvml)
+
+    def _enter(self) -> None:
+        with self._lock:
+            if self._retired:
+                raise RetiredError
+            self._users += 1
+
+    def _leave(self) -> bool:
+        """Return whether the set is to be freed now."""
+        with self._lock:
+            self._users -= 1
+            return self._retired and self._users == 0
+
+    def _free(self, nvml: Nvml) -> None:
+        # A driver that is gone cannot free anything, and has nothing left to free.
+        with suppress(NvmlError):
+            nvml.free_event_set(self._events)
+
+
+class RetiredError(Exception):
+    """The event set is not the one to use any more."""
 
 
 class Listener:
@@ -53,7 +107,7 @@ class Listener:
         self._registered = asyncio.Event()
         self._stopping = False
         self._last_problem: str | None = None
-        self.events: EventSet | None = None
+        self.events: SharedEventSet | None = None
         """The set GPUs are to register with now."""
         self.devices: dict[int, GpuUuid] = {}
         """Whose handle is at an address. Replaced, never changed: another thread reads it."""
@@ -63,7 +117,7 @@ class Listener:
         while True:
             began_ns = self._clock()
             try:
-                self.events = await self._lane.call(self._nvml.create_event_set)
+                self.events = SharedEventSet(await self._lane.call(self._nvml.create_event_set))
                 self._registered.clear()
                 self._on_renewed()
                 await self._registered.wait()
@@ -81,14 +135,10 @@ class Listener:
             _log.warning("Could not hear GPU events", extra=fields(detail=str(error)))
 
     async def free(self) -> None:
-        """Release the set; waits until nobody waits on it."""
+        """Give the set up; waits until the thread does not wait on it."""
         events, self.events = self.events, None
-        if events is None:
-            return
-        try:
-            await self._lane.call(partial(self._nvml.free_event_set, events))
-        except NvmlError as error:
-            self._report(error)
+        if events is not None:
+            await self._lane.call(partial(events.retire, self._nvml))
 
     def stop(self) -> None:
         """Let the thread end its wait within one slice."""
@@ -98,16 +148,17 @@ class Listener:
         """Begin to wait, now that at least one GPU sends its events to the set."""
         self._registered.set()
 
-    def _listen(self, events: EventSet) -> None:
-        while not self._stopping:
-            try:
-                event = self._nvml.wait_event(events, self._slice_ms)
-            except NvmlError as error:
-                if error.code == NvmlCode.TIMEOUT:
-                    continue
-                raise
-            if event.type & XID_EVENT:
-                self._put_xid(event)
+    def _listen(self, shared: SharedEventSet) -> None:
+        with shared.in_use(self._nvml) as events:
+            while not self._stopping:
+                try:
+                    event = self._nvml.wait_event(events, self._slice_ms)
+                except NvmlError as error:
+                    if error.code == NvmlCode.TIMEOUT:
+                        continue
+                    raise
+                if event.type & XID_EVENT:
+                    self._put_xid(event)
 
     def _put_xid(self, event: NvmlEvent) -> None:
         gpu = self._gpu_of(event)
@@ -127,13 +178,17 @@ class Listener:
             return None
 
 
-def register(nvml: Nvml, handle: Handle, events: EventSet) -> str | None:
-    """Let a GPU's events come to a set; returns why it has none to send. Blocks, raises NvmlError."""
+def register(nvml: Nvml, handle: Handle, shared: SharedEventSet) -> str | None:
+    """Let a GPU's events come to a set; returns why it has none to send.
+
+    Blocks. Raises NvmlError, or RetiredError if there is a newer set to register with.
+    """
     try:
         types = nvml.supported_events(handle) & HEALTH_EVENTS
         if not types & XID_EVENT:
             return "The GPU sends no XID events"
-        nvml.register_events(handle, types, events)
+        with shared.in_use(nvml) as events:
+            nvml.register_events(handle, types, events)
     except NvmlError as error:
         if error.code == NvmlCode.NOT_SUPPORTED:
             return str(error)

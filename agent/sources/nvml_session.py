@@ -9,7 +9,7 @@ names it.
 import asyncio
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Final
@@ -21,17 +21,17 @@ from agent.model import facts
 from agent.model.gpu import Gpu
 from agent.model.ids import GpuUuid
 from agent.model.policy import SECOND_NS
-from agent.sources.nvml_events import DRIVER_CODES, Listener, register
+from agent.sources.nvml_events import DRIVER_CODES, Listener, RetiredError, register
 from agent.sources.nvml_inventory import (
     GpuGoneError,
     Look,
-    Sighting,
     control_nodes,
     look_again,
     look_at_index,
 )
-from agent.sources.nvml_library import EventSet, Nvml, Versions
+from agent.sources.nvml_library import Nvml, Versions
 from agent.sources.nvml_settings import NvmlSettings
+from agent.sources.nvml_slot import Slot, wait_set
 from agent.sources.nvml_threads import Call, Lane, ThreadGroup
 
 MAX_GPUS: Final = 64
@@ -49,59 +49,6 @@ class DriverGoneError(SourceError):
     def __init__(self, error: NvmlError) -> None:
         super().__init__(str(error))
         self.error = error
-
-
-@dataclass(slots=True, eq=False)
-class Slot:
-    """A GPU, or an index whose GPU was not identified yet, with its thread."""
-
-    lane: Lane
-    nvml: Nvml
-    index: int
-    sighting: Sighting | None = None
-    failure: NvmlError | None = None
-    gone: bool = False
-    registered: EventSet | None = None
-    requested: int = 1
-    """Number of the newest look that was asked for."""
-    served: int = 0
-    """Number of the newest one that was finished."""
-    late: bool = False
-    """Whether a call of the newest look was overdue."""
-    untold: bool = False
-    """Whether the outcome of the newest look is still to be told."""
-    began_ns: int = 0
-    due_ns: int = 0
-    wanted_soon: bool = False
-    wake: asyncio.Event = field(default_factory=asyncio.Event)
-    looked: asyncio.Event = field(default_factory=asyncio.Event)
-    task: asyncio.Task[None] | None = None
-
-    @property
-    def uuid(self) -> GpuUuid | None:
-        """Whose slot it is, once that is known."""
-        return self.sighting.gpu.uuid if self.sighting is not None else None
-
-    @property
-    def answers(self) -> bool:
-        """Whether the newest look found the GPU in its place."""
-        return self.sighting is not None and self.failure is None and not self.gone and not self.lane.overdue
-
-    def request(self) -> int:
-        """Ask for a look now; returns its number."""
-        self.requested += 1
-        self.wake.set()
-        return self.requested
-
-    async def wait_served(self, number: int) -> None:
-        """Return when the look of this number is finished, or the GPU does not answer in time."""
-        while self.served < number and not self.lane.overdue:
-            await self.looked.wait()
-
-    def notify(self) -> None:
-        """Wake those who wait for a look."""
-        self.looked.set()
-        self.looked = asyncio.Event()
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,7 +127,7 @@ class Session:
             count = await self._count()
             if count is not None:
                 await self._settle(count, group)
-            await _wait(self._node_due, self._settings.poll_ns)
+            await wait_set(self._node_due, self._settings.poll_ns)
             self._node_due.clear()
             gap_ns = min(MIN_GAP_NS, self._settings.poll_ns)
             await asyncio.sleep(max(0, began_ns + gap_ns - self._clock()) / 1e9)
@@ -288,7 +235,7 @@ class Session:
             await self._register(slot)
             self._tell(slot)
             if slot.served >= slot.requested:
-                await _wait(slot.wake, max(0, slot.due_ns - self._clock()))
+                await wait_set(slot.wake, max(0, slot.due_ns - self._clock()))
                 slot.wake.clear()
 
     async def _look(self, slot: Slot) -> None:
@@ -361,6 +308,8 @@ class Session:
         uuid = sighting.gpu.uuid
         try:
             refusal = await slot.lane.call(partial(register, slot.nvml, sighting.handle, events))
+        except RetiredError:
+            return
         except NvmlError as error:
             slot.failure = error
             slot.untold = True
@@ -488,11 +437,3 @@ class Session:
 
 def _failed(uuid: GpuUuid, error: NvmlError) -> facts.GpuCallFailed:
     return facts.GpuCallFailed(gpu=uuid, code=error.code, call=error.call, message=str(error))
-
-
-async def _wait(event: asyncio.Event, timeout_ns: int) -> None:
-    try:
-        async with asyncio.timeout(timeout_ns / 1e9):
-            await event.wait()
-    except TimeoutError:
-        return

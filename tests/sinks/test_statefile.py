@@ -245,6 +245,21 @@ async def test_the_newest_state_is_written_on_change(path: str, latest: Latest[S
         task.cancel()
 
 
+async def test_a_new_condition_does_not_wait_for_the_pause_between_two_writes(
+    path: str, latest: Latest[Snapshot], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(statefile, "MIN_INTERVAL_S", 3600)
+    worse = replace(SICK, conditions=(*SICK.conditions, condition(U1)))
+    state_file = StateFile(path, latest, boot_id=BOOT)
+    async with asyncio.TaskGroup() as group:
+        task = group.create_task(state_file.run(), name="statefile")
+        await settled(state_file, path, SICK)
+        latest.publish(replace(node(), durable=replace(SICK, xids=())))
+        latest.publish(replace(node(), durable=worse))
+        await settled(state_file, path, worse)
+        task.cancel()
+
+
 async def test_nothing_is_written_when_nothing_durable_changed(path: str, latest: Latest[Snapshot]) -> None:
     state_file = StateFile(path, latest, boot_id=BOOT)
     await state_file.flush(30)

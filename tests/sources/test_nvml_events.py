@@ -15,6 +15,8 @@ from agent.model.facts import (
     XidReported,
 )
 from agent.simulation.presets import MigDeviceSpec
+from agent.sources.nvml_events import RetiredError, SharedEventSet
+from agent.sources.nvml_library import EventSet, Nvml
 from tests.sources.conftest import MS, QUICK, MakeNode, Node, StartSource
 from tests.sources.recorder import PATIENCE_S, Recorder, until
 
@@ -264,3 +266,33 @@ async def test_sets_are_freed_when_they_are_replaced(
     await until(lambda: node.state.calls(CREATE) >= 70)
     node.state.clear_return(WAIT)
     await until_heard(node, recorder, 0)
+
+
+class Frees(Nvml):
+    """Counts the sets that are freed."""
+
+    def __init__(self) -> None:
+        self.freed: list[EventSet] = []
+
+    def free_event_set(self, events: EventSet) -> None:
+        self.freed.append(events)
+
+
+def test_a_set_is_freed_by_the_last_who_uses_it() -> None:
+    nvml = Frees()
+    shared = SharedEventSet(EventSet("set"))
+    with shared.in_use(nvml):
+        with shared.in_use(nvml) as events:
+            shared.retire(nvml)
+        assert nvml.freed == []
+    assert nvml.freed == [events]
+
+
+def test_a_set_that_is_retired_is_used_no_more_and_freed_once() -> None:
+    nvml = Frees()
+    shared = SharedEventSet(EventSet("set"))
+    shared.retire(nvml)
+    shared.retire(nvml)
+    with pytest.raises(RetiredError), shared.in_use(nvml):
+        raise AssertionError("it must not be used")
+    assert len(nvml.freed) == 1

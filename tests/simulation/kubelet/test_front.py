@@ -4,7 +4,7 @@ import h2.config
 import h2.connection
 import pytest
 from hpack import Encoder
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agent.simulation.kubelet.front import AuthorityTap
@@ -22,6 +22,7 @@ def block(authority: str | None) -> bytes:
     return bytes(Encoder().encode(fields))
 
 
+@settings(deadline=None)  # a loaded machine says nothing about the code
 @given(cuts=st.lists(st.integers(1, 40), max_size=40))
 def test_the_authority_is_found_however_the_bytes_arrive(cuts: list[int]) -> None:
     client = h2.connection.H2Connection(h2.config.H2Configuration(client_side=True))
@@ -66,6 +67,7 @@ def test_a_header_block_without_end_is_not_kept() -> None:
     assert len(tap._block) <= 80_000
 
 
+@settings(deadline=None)
 @given(st.binary(max_size=400))
 def test_garbage_never_raises(data: bytes) -> None:
     AuthorityTap().feed(data)

@@ -1,0 +1,73 @@
+"""What a session knows of one GPU, or of an index whose GPU was not identified yet."""
+
+import asyncio
+from dataclasses import dataclass, field
+
+from agent.errors import NvmlError
+from agent.model.ids import GpuUuid
+from agent.sources.nvml_events import SharedEventSet
+from agent.sources.nvml_inventory import Sighting
+from agent.sources.nvml_library import Nvml
+from agent.sources.nvml_threads import Lane
+
+
+@dataclass(slots=True, eq=False)
+class Slot:
+    """A GPU, or an index whose GPU was not identified yet, with its thread."""
+
+    lane: Lane
+    nvml: Nvml
+    index: int
+    sighting: Sighting | None = None
+    failure: NvmlError | None = None
+    gone: bool = False
+    registered: SharedEventSet | None = None
+    requested: int = 1
+    """Number of the newest look that was asked for."""
+    served: int = 0
+    """Number of the newest one that was finished."""
+    late: bool = False
+    """Whether a call of the newest look was overdue."""
+    untold: bool = False
+    """Whether the outcome of the newest look is still to be told."""
+    began_ns: int = 0
+    due_ns: int = 0
+    wanted_soon: bool = False
+    wake: asyncio.Event = field(default_factory=asyncio.Event)
+    looked: asyncio.Event = field(default_factory=asyncio.Event)
+    task: asyncio.Task[None] | None = None
+
+    @property
+    def uuid(self) -> GpuUuid | None:
+        """Whose slot it is, once that is known."""
+        return self.sighting.gpu.uuid if self.sighting is not None else None
+
+    @property
+    def answers(self) -> bool:
+        """Whether the newest look found the GPU in its place."""
+        return self.sighting is not None and self.failure is None and not self.gone and not self.lane.overdue
+
+    def request(self) -> int:
+        """Ask for a look now; returns its number."""
+        self.requested += 1
+        self.wake.set()
+        return self.requested
+
+    async def wait_served(self, number: int) -> None:
+        """Return when the look of this number is finished, or the GPU does not answer in time."""
+        while self.served < number and not self.lane.overdue:
+            await self.looked.wait()
+
+    def notify(self) -> None:
+        """Wake those who wait for a look."""
+        self.looked.set()
+        self.looked = asyncio.Event()
+
+
+async def wait_set(event: asyncio.Event, timeout_ns: int) -> None:
+    """Return when the event is set, or after the timeout."""
+    try:
+        async with asyncio.timeout(timeout_ns / 1e9):
+            await event.wait()
+    except TimeoutError:
+        return

@@ -1,0 +1,168 @@
+"""The agent as users run it: a process of its own, on a simulated node."""
+
+import asyncio
+import json
+import os
+import shutil
+import signal
+import sys
+import tempfile
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from agent.simulation.directory import NodeDirectory
+from agent.simulation.node import SimulatedNode
+from agent.simulation.presets import load_preset
+
+PATIENCE_S = 60.0
+"""Longer than anything takes on a loaded machine; no test waits for it to pass."""
+
+GPU = "nvidia.com/gpu"
+
+Line = Mapping[str, Any]
+
+
+@dataclass
+class AgentProcess:
+    """A running ``gpu-agent run`` and the lines of its log."""
+
+    process: asyncio.subprocess.Process
+    flags: Mapping[str, str]
+    lines: list[Line] = field(default_factory=list)
+    plain: list[str] = field(default_factory=list)
+    """Lines of standard error that are no log lines: sentences for people."""
+    more: asyncio.Event = field(default_factory=asyncio.Event)
+    is_over: bool = False
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    async def read(self) -> None:
+        """Read the log until the process has gone."""
+        assert self.process.stderr is not None
+        async for raw in self.process.stderr:
+            text = raw.decode().rstrip("\n")
+            if text.startswith("{"):
+                self.lines.append(json.loads(text))
+            else:
+                self.plain.append(text)
+            self._wake()
+        self.is_over = True
+        self._wake()
+
+    def _wake(self) -> None:
+        self.more.set()
+        self.more = asyncio.Event()
+
+    async def wait_line(self, message: str, *, count: int = 1, **fields: object) -> Line:
+        """Return the n-th log line with a message and fields, once it is there."""
+
+        def found() -> list[Line]:
+            return [
+                line
+                for line in self.lines
+                if line["message"] == message and all(line.get(name) == fields[name] for name in fields)
+            ]
+
+        async with asyncio.timeout(PATIENCE_S):
+            while len(found()) < count:
+                if self.is_over:
+                    raise AssertionError(f"ended without {message!r}: {self.lines} {self.plain}")
+                await self.more.wait()
+        return found()[count - 1]
+
+    async def wait_registered(self, count: int = 1) -> None:
+        await self.wait_line("Registered with the kubelet", count=count)
+
+    def messages(self) -> list[str]:
+        return [line["message"] for line in self.lines]
+
+    def signal(self, number: signal.Signals) -> None:
+        self.process.send_signal(number)
+
+    async def ended(self) -> int:
+        async with asyncio.timeout(PATIENCE_S):
+            return await self.process.wait()
+
+    async def stop(self) -> int:
+        """Ask it to end and return its exit code."""
+        self.signal(signal.SIGTERM)
+        return await self.ended()
+
+
+@asynccontextmanager
+async def running(
+    flags: Mapping[str, str], *, environment: Mapping[str, str] | None = None, prelude: str = ""
+) -> AsyncIterator[AgentProcess]:
+    """Run an agent; what is left of it at the end is killed. ``prelude`` is Python to run before it."""
+    command = [*interpreter(prelude), "run", *(f"--{name}={value}" for name, value in flags.items())]
+    process = await asyncio.create_subprocess_exec(
+        *command,
+        stdin=asyncio.subprocess.DEVNULL,
+        stderr=asyncio.subprocess.PIPE,
+        env={**clean_environment(), **(environment or {})},
+        limit=2**20,
+    )
+    agent = AgentProcess(process, flags)
+    async with asyncio.TaskGroup() as group:
+        group.create_task(agent.read(), name="agent log")
+        try:
+            yield agent
+        finally:
+            with suppress(ProcessLookupError):
+                process.kill()
+            await process.wait()
+
+
+def interpreter(prelude: str = "") -> Sequence[str]:
+    if not prelude:
+        return (sys.executable, "-m", "agent")
+    code = f"{prelude}\nimport sys\nfrom agent.cli import main\nsys.exit(main(sys.argv[1:]))\n"
+    return (sys.executable, "-c", code)
+
+
+def clean_environment() -> dict[str, str]:
+    """The environment without what would configure an agent."""
+    from agent.options import OPTIONS  # noqa: PLC0415
+
+    ours = {option.environment for option in OPTIONS.values()} | {"NOTIFY_SOCKET", "WATCHDOG_USEC"}
+    return {name: value for name, value in os.environ.items() if name not in ours}
+
+
+@asynccontextmanager
+async def node_directory() -> AsyncIterator[Path]:
+    """A directory with a short path: sockets in it have paths of at most 107 bytes."""
+    directory = Path(tempfile.mkdtemp(prefix="gpu-agent-", dir="/tmp"))
+    try:
+        yield directory
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+@asynccontextmanager
+async def simulated_node(preset: object = "4x-t4", *, kubelet: bool = True) -> AsyncIterator[SimulatedNode]:
+    async with node_directory() as directory:
+        with NodeDirectory.hold(directory / "node") as held:
+            async with SimulatedNode(held, load_preset(preset), kubelet_present=kubelet) as node:  # type: ignore[arg-type]
+                yield node
+
+
+def flags_of(node: SimulatedNode, **flags: str) -> dict[str, str]:
+    """The flags of an agent on a simulated node, with HTTP at a port of its own."""
+    given = {name.replace("_", "-"): value for name, value in flags.items()}
+    return node.directory.agent_flags() | {"http-listen": "127.0.0.1:0", "log-format": "json"} | given
+
+
+async def wait_allocatable(node: SimulatedNode, number: int, *, resource: str = GPU) -> None:
+    await node.kubelet.wait_for(lambda kubelet: kubelet.allocatable(resource) == number, timeout_s=PATIENCE_S)
+
+
+async def eventually(judge: Callable[[], bool]) -> None:
+    """Wait until something outside of the loop's sight has come true."""
+    async with asyncio.timeout(PATIENCE_S):
+        while not judge():
+            await asyncio.sleep(0.01)

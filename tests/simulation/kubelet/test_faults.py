@@ -1,0 +1,329 @@
+"""The emulated kubelet's faults, each by its name."""
+
+import asyncio
+import time
+from pathlib import Path
+from typing import Any
+
+import grpc
+import grpc.aio
+import pytest
+
+from agent.errors import UsageError
+from agent.simulation.kubelet import EmulatedKubelet
+from agent.simulation.kubelet.faults import Delay
+from agent.simulation.stubs.deviceplugin.v1beta1 import api_pb2 as pb
+from tests.contract.reference_plugin import ReferencePlugin, device, register
+from tests.simulation.kubelet.plugins import GPU, four, plugin_for, refusal, refuses
+
+
+async def test_refuse_answers_with_its_message_so_many_times(kubelet: EmulatedKubelet) -> None:
+    async with plugin_for(kubelet) as plugin:
+        await kubelet.apply_fault("refuse", message="not today", times=2)
+        assert [await refusal(plugin), await refusal(plugin)] == ["not today", "not today"]
+        await plugin.register()
+        assert plugin.count("GetDevicePluginOptions") == 1
+
+
+async def test_refuse_lasts_until_cleared(kubelet: EmulatedKubelet) -> None:
+    async with plugin_for(kubelet) as plugin:
+        await kubelet.apply_fault("refuse")
+        assert await refusal(plugin) == "registration refused by the simulated kubelet"
+        await kubelet.apply_fault("clear", fault="refuse")
+        await plugin.register()
+
+
+async def test_delay_makes_register_slow_so_many_times(kubelet: EmulatedKubelet) -> None:
+    async with plugin_for(kubelet) as plugin:
+        await kubelet.apply_fault("delay", register="60ms", dial=0.06, times=1)
+        await plugin.register()
+    (slow,) = kubelet.registrations
+    assert slow.at_ns - slow.received_at_ns >= 120_000_000
+    assert kubelet._registry.faults.next_delay() == Delay()
+
+
+async def test_a_plugin_that_stops_waiting_is_registered_all_the_same(kubelet: EmulatedKubelet) -> None:
+    async with plugin_for(kubelet) as plugin:
+        plugin.options_gate.clear()
+        registering = asyncio.get_running_loop().create_task(plugin.register())
+        await plugin.wait_for(lambda: plugin.count("GetDevicePluginOptions") == 1)
+        registering.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await registering
+        plugin.options_gate.set()
+        await kubelet.wait_for(lambda seen: seen.allocatable(GPU) == 4)
+
+
+async def test_a_failed_registration_makes_the_kubelet_miss_the_end_of_the_stream_it_has(
+    kubelet: EmulatedKubelet, plugin: ReferencePlugin
+) -> None:
+    wrong = pb.RegisterRequest(version="v1beta1", endpoint="dead.sock", resource_name=GPU)
+    kubelet._registry._dial_timeout_s = 0.05
+    with pytest.raises(grpc.aio.AioRpcError, match="context deadline exceeded"):
+        await register(kubelet.device_plugins, wrong)
+    await plugin.end_streams()
+    await kubelet.wait_for(lambda seen: len(seen.stream_ends) == 1)
+    assert kubelet.allocatable(GPU) == 4
+    kubelet._registry._dial_timeout_s = 10.0
+    await plugin.register()
+
+
+async def test_an_endpoint_is_looked_for_below_the_folder(kubelet: EmulatedKubelet) -> None:
+    async with plugin_for(kubelet) as plugin:
+        await plugin.register(endpoint=f"/{plugin.path.name}")
+        await kubelet.wait_for(lambda seen: seen.allocatable(GPU) == 4)
+
+
+@pytest.mark.parametrize("how", ["cancel", "connection"])
+async def test_drop_stream_loses_the_devices_and_keeps_the_capacity(
+    kubelet: EmulatedKubelet, plugin: ReferencePlugin, how: str
+) -> None:
+    await kubelet.apply_fault("drop_stream", resource=GPU, how=how)
+    await kubelet.wait_for(lambda seen: seen.allocatable(GPU) == 0)
+    assert kubelet.capacity(GPU) == 4
+    await plugin.wait_for(lambda: plugin.watchers == 0)
+    assert list(plugin.ended) == ["cancelled"]
+    await plugin.register()
+    await kubelet.wait_for(lambda seen: seen.allocatable(GPU) == 4)
+
+
+async def test_drop_stream_of_one_resource_leaves_the_others(
+    kubelet: EmulatedKubelet, plugin: ReferencePlugin
+) -> None:
+    async with plugin_for(kubelet, "nvidia.com/mig-1g.10gb") as other:
+        await other.register()
+        await kubelet.wait_for(lambda seen: seen.allocatable(other.resource) == 4)
+        await kubelet.apply_fault("drop-stream", resource=other.resource)
+        await kubelet.wait_for(lambda seen: seen.allocatable(other.resource) == 0)
+        assert kubelet.allocatable(GPU) == 4
+        assert plugin.watchers == 1
+
+
+async def test_a_watcher_that_stops_reading_sees_the_newest_list_afterwards(
+    kubelet: EmulatedKubelet, plugin: ReferencePlugin
+) -> None:
+    await kubelet.apply_fault("stop_reading")
+    await plugin.send(four("a"))
+    await plugin.wait_for(lambda: plugin.sent == 2)
+    await plugin.send(four("b"))
+    await plugin.wait_for(lambda: plugin.sent == 3)
+    assert kubelet.allocatable(GPU) == 4
+    await kubelet.apply_fault("clear")
+    await kubelet.wait_for(lambda seen: seen.unhealthy(GPU) == ("b",))
+
+
+async def test_a_watcher_that_stops_reading_holds_the_plugin_back(
+    kubelet: EmulatedKubelet, plugin: ReferencePlugin
+) -> None:
+    await kubelet.apply_fault("stop_reading", resource=GPU)
+    large, held = [device("x" * 1_000_000)], False
+    for number in range(20):
+        await plugin.send(large)
+        try:
+            await plugin.wait_for(lambda awaited=number + 2: plugin.sent >= awaited, timeout_s=0.2)
+        except TimeoutError:
+            held = True
+            break
+    assert held
+    await kubelet.apply_fault("clear", fault="stop-reading")
+    await kubelet.wait_for(lambda seen: seen.capacity(GPU) == 1)
+
+
+async def test_stop_reading_ends_by_itself(kubelet: EmulatedKubelet, plugin: ReferencePlugin) -> None:
+    await kubelet.apply_fault("stop_reading", duration="20ms")
+    await plugin.send(four("a"))
+    await kubelet.wait_for(lambda seen: seen.unhealthy(GPU) == ("a",))
+
+
+async def test_delete_sockets_takes_the_plugins_and_not_the_kubelets(
+    kubelet: EmulatedKubelet, plugin: ReferencePlugin
+) -> None:
+    async with plugin_for(kubelet, "nvidia.com/other") as other:
+        await kubelet.apply_fault("delete_sockets", endpoint=other.path.name)
+        assert (plugin.path.exists(), other.path.exists()) == (True, False)
+        await kubelet.apply_fault("delete_sockets")
+        assert not plugin.path.exists()
+        assert (kubelet.device_plugins / "kubelet.sock").is_socket()
+        assert kubelet.allocatable(GPU) == 4
+
+
+async def test_restart_drops_everything_and_answers_again(
+    kubelet: EmulatedKubelet, plugin: ReferencePlugin
+) -> None:
+    await kubelet.apply_fault("restart")
+    assert kubelet.statistics().starts == 2
+    assert (kubelet.capacity(GPU), kubelet.allocatable(GPU)) == (0, 0)
+    await plugin.wait_for(lambda: plugin.watchers == 0)
+    assert not plugin.path.exists()
+    await plugin.stop()
+    await plugin.serve()
+    await plugin.register()
+    await kubelet.wait_for(lambda seen: seen.allocatable(GPU) == 4)
+
+
+@pytest.mark.parametrize(("how", "left"), [("graceful", False), ("kill", True)])
+async def test_while_it_is_down_its_socket_is_gone_or_refuses(
+    kubelet: EmulatedKubelet, plugin: ReferencePlugin, how: str, left: bool
+) -> None:
+    own = kubelet.device_plugins / "kubelet.sock"
+    await kubelet.apply_fault("absent", how=how)
+    await plugin.wait_for(lambda: plugin.watchers == 0)
+    assert own.exists() == left
+    assert plugin.path.exists()
+    assert not left or refuses(own)
+    await kubelet.apply_fault("clear")
+    assert not plugin.path.exists()
+    assert not refuses(own)
+
+
+async def test_a_restart_takes_its_downtime(kubelet: EmulatedKubelet) -> None:
+    before = time.monotonic()
+    await kubelet.apply_fault("restart", downtime="60ms", how="kill")
+    assert time.monotonic() - before >= 0.06
+    assert kubelet.statistics().starts == 2
+
+
+async def test_a_slow_kubelet_refuses_for_a_while_after_its_socket_appeared(kubelet: EmulatedKubelet) -> None:
+    own = kubelet.device_plugins / "kubelet.sock"
+    restarting = asyncio.get_running_loop().create_task(kubelet.apply_fault("restart", refusing="1m"))
+    await kubelet.wait_for(lambda seen: not seen.running)
+    while not own.exists():
+        await asyncio.sleep(0)
+    assert refuses(own)
+    assert not restarting.done()
+    restarting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await restarting
+    await kubelet.apply_fault("restart", refusing="10ms")
+    assert not refuses(own)
+
+
+async def test_the_end_does_not_wait_for_a_long_downtime(tmp_path: Path) -> None:
+    async with asyncio.TaskGroup() as group, EmulatedKubelet(tmp_path / "dp", tmp_path / "pr") as kubelet:
+        group.create_task(kubelet.apply_fault("restart", downtime="1m"))
+        await kubelet.wait_for(lambda seen: not seen.running)
+    assert kubelet.statistics().starts == 1
+
+
+async def test_absent_comes_back_by_itself_or_when_cleared(kubelet: EmulatedKubelet) -> None:
+    await kubelet.apply_fault("absent", how="kill")
+    assert not kubelet.running
+    assert refuses(kubelet.device_plugins / "kubelet.sock")
+    await kubelet.apply_fault("clear")
+    assert kubelet.statistics().starts == 2
+    await kubelet.apply_fault("absent", duration="10ms")
+    await kubelet.wait_for(lambda seen: seen.statistics().starts == 3)
+
+
+async def test_race_disconnects_the_second_registration(
+    kubelet: EmulatedKubelet, plugin: ReferencePlugin
+) -> None:
+    await kubelet.apply_fault("race", resource=GPU)
+    await kubelet.wait_for(lambda seen: seen.allocatable(GPU) == 0)
+    await plugin.wait_for(lambda: plugin.watchers == 0)
+    assert kubelet.capacity(GPU) == 4
+    assert len(kubelet.registrations) == 1
+    await plugin.register()
+    await kubelet.wait_for(lambda seen: seen.allocatable(GPU) == 4)
+
+
+async def test_a_race_needs_a_plugin_that_can_be_dialled(
+    kubelet: EmulatedKubelet, plugin: ReferencePlugin
+) -> None:
+    kubelet._registry._dial_timeout_s = 0.05
+    plugin.path.unlink()
+    with pytest.raises(UsageError, match="was not connected a second time: failed to dial"):
+        await kubelet.apply_fault("race")
+
+
+async def test_an_end_noticed_late_costs_the_next_registration(
+    kubelet: EmulatedKubelet, plugin: ReferencePlugin
+) -> None:
+    await kubelet.apply_fault("race", how="late-end")
+    await plugin.stop()
+    await kubelet.wait_for(lambda seen: len(seen.stream_ends) == 1)
+    assert kubelet.allocatable(GPU) == 4
+    await plugin.serve()
+    await plugin.register()
+    await kubelet.wait_for(lambda seen: seen.allocatable(GPU) == 0)
+    await plugin.register()
+    await kubelet.wait_for(lambda seen: seen.allocatable(GPU) == 4)
+
+
+async def test_a_lower_message_limit_ends_the_stream_of_a_longer_list(
+    kubelet: EmulatedKubelet, plugin: ReferencePlugin
+) -> None:
+    size = pb.ListAndWatchResponse(devices=four()).ByteSize()
+    await kubelet.apply_fault("message_limit", limit=size)
+    await plugin.send(four("a"))
+    await kubelet.wait_for(lambda seen: seen.allocatable(GPU) == 0)
+    assert (
+        f"code = ResourceExhausted desc = grpc: received message larger than max ({size + 2} vs. {size})"
+        in (kubelet.stream_ends[-1].cause)
+    )
+    await plugin.send(four())
+    await plugin.register()
+    await kubelet.wait_for(lambda seen: seen.allocatable(GPU) == 4)
+
+
+async def test_a_kubelet_of_another_version_names_it(kubelet: EmulatedKubelet) -> None:
+    await kubelet.apply_fault("other_version", version="v2")
+    async with plugin_for(kubelet) as plugin:
+        text = await refusal(plugin)
+        await kubelet.apply_fault("clear")
+        await plugin.register()
+    assert text == 'requested API version "v1beta1" is not supported by kubelet. Supported version is ["v2"]'
+
+
+async def test_a_resource_whose_plugin_stays_away_is_forgotten(tmp_path: Path) -> None:
+    async with EmulatedKubelet(tmp_path / "dp", tmp_path / "pr", endpoint_stop_grace_s=0.02) as kubelet:
+        changes = kubelet.changes()
+        async with plugin_for(kubelet) as plugin:
+            await plugin.register()
+            await kubelet.wait_for(lambda seen: seen.allocatable(GPU) == 4)
+        await kubelet.wait_for(lambda seen: seen.resources == ())
+        told = [(each.capacity, each.allocatable) for each in [await anext(changes) for _ in range(3)]]
+        assert told == [(4, 4), (4, 0), (0, 0)]
+        assert (await kubelet.run_pod("job", "default", {"main": {GPU: 1}})).containers["main"].devices == {}
+
+
+async def test_a_plugin_that_returns_in_time_is_kept(
+    kubelet: EmulatedKubelet, plugin: ReferencePlugin
+) -> None:
+    await plugin.end_streams()
+    await kubelet.wait_for(lambda seen: seen.allocatable(GPU) == 0)
+    assert set(kubelet._node._grace_timers) == {GPU}
+    await plugin.register()
+    assert not kubelet._node._grace_timers
+
+
+@pytest.mark.parametrize(
+    ("name", "params", "words"),
+    [
+        ("explode", {}, "no kubelet fault 'explode'; known faults: refuse, delay, drop_stream"),
+        ("refuse", {"mesage": "x"}, "refuse has no parameter 'mesage'; it takes: message, times"),
+        ("refuse", {"times": 0}, "refuse: times must be a whole number of at least 1, not 0"),
+        ("refuse", {"times": True}, "refuse: times must be a whole number"),
+        ("refuse", {"message": ""}, "refuse: message must be a text, not ''"),
+        (
+            "restart",
+            {"downtime": "soon"},
+            "restart: downtime must be a duration like 2s or 500ms, not 'soon'",
+        ),
+        ("restart", {"downtime": -1}, "restart: downtime must be a duration"),
+        ("restart", {"downtime": float("nan")}, "restart: downtime must be a duration"),
+        ("restart", {"how": "softly"}, "restart: how must be one of graceful, kill, not 'softly'"),
+        ("message_limit", {}, "message_limit needs the parameter 'limit'"),
+        ("message_limit", {"limit": 5_000_000}, "limit of 4194304 bytes can only be lowered"),
+        ("clear", {"fault": "restart"}, "'restart' cannot be cleared; those that last: refuse, delay"),
+        ("drop_stream", {"resource": "x/y"}, "No ListAndWatch stream of x/y is open"),
+        ("drop_stream", {}, "No ListAndWatch stream of any resource is open"),
+        ("delete_sockets", {}, "There is no socket of a plugin to delete in"),
+    ],
+)
+async def test_a_fault_that_makes_no_sense_is_refused_in_a_sentence(
+    kubelet: EmulatedKubelet, name: str, params: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(UsageError) as raised:
+        await kubelet.apply_fault(name, **params)
+    assert words in str(raised.value)

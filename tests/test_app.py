@@ -1,0 +1,328 @@
+"""The whole agent on a simulated node: its start, its life under signals, its end."""
+
+import asyncio
+import json
+import signal
+import socket
+import stat
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agent.client import AgentClient
+from agent.simulation.node import SimulatedNode
+from agent.threads import in_daemon_thread
+from tests.agent_process import (
+    GPU,
+    AgentProcess,
+    eventually,
+    flags_of,
+    node_directory,
+    running,
+    simulated_node,
+    wait_allocatable,
+)
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture
+async def node() -> AsyncIterator[SimulatedNode]:
+    async with simulated_node() as made:
+        yield made
+
+
+async def ask(agent: AgentProcess, target: str) -> Any:
+    """Ask over the control socket, once it is there."""
+    path = agent.flags["control-socket"]
+    await agent.wait_line("Listening", listener="control")
+    return await in_daemon_thread("client", lambda: AgentClient(path).get(target))
+
+
+async def readiness(agent: AgentProcess) -> str:
+    line = await agent.wait_line("Listening", listener="http")
+    host, _, port = line["address"].rpartition(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    writer.write(b"GET /readyz?verbose HTTP/1.0\r\n\r\n")
+    raw = await reader.read()
+    writer.close()
+    return raw.decode()
+
+
+# Start
+
+
+async def test_an_agent_offers_the_gpus_to_the_kubelet(node: SimulatedNode) -> None:
+    async with running(flags_of(node)) as agent:
+        await agent.wait_registered()
+        await wait_allocatable(node, 4)
+        document = await ask(agent, "/v1/devices")
+        assert [device["health"] for device in document["devices"]] == ["healthy"] * 4
+        assert "[+]grpc-socket ok" in await readiness(agent)
+        assert await agent.stop() == 0
+
+
+async def test_http_comes_after_the_registration(node: SimulatedNode) -> None:
+    async with running(flags_of(node)) as agent:
+        await agent.wait_line("Listening", listener="http")
+        messages = agent.messages()
+        assert messages.index("Registered with the kubelet") < messages.index("Listening")
+
+
+async def test_a_kubelet_that_comes_later_is_waited_for() -> None:
+    async with simulated_node(kubelet=False) as node, running(flags_of(node)) as agent:
+        await agent.wait_line("NVML lists other GPUs")
+        document = await ask(agent, "/preflight")
+        assert [reason["code"] for reason in document["reasons"]] == ["kubelet_unavailable"]
+        await node.kubelet.start()
+        await wait_allocatable(node, 4)
+        assert len(node.kubelet.registrations) == 1
+
+
+async def test_a_driver_that_is_missing_ends_the_agent_with_one_sentence(node: SimulatedNode) -> None:
+    flags = flags_of(node, nvml_library="/nonexistent/libnvidia-ml.so.1")
+    async with running(flags) as agent:
+        assert await agent.ended() == 1
+        await eventually(lambda: agent.is_over)
+        (sentence,) = agent.plain
+        assert sentence.startswith("gpu-agent: No NVIDIA driver library was found at /nonexistent/")
+        assert sentence.endswith("; or wait for the driver with --fail-on-init-error=false")
+
+
+async def test_a_driver_that_is_missing_is_waited_for_where_that_is_wanted(node: SimulatedNode) -> None:
+    node.nvml.unload_driver()
+    async with running(flags_of(node, fail_on_init_error="false", init_retry="50ms")) as agent:
+        await agent.wait_line("NVML is not available")
+        document = await ask(agent, "/preflight")
+        assert [reason["code"] for reason in document["reasons"]] == ["driver_not_loaded"]
+        assert "[-]source-nvml failed" in await readiness(agent)
+        node.nvml.load_driver()
+        await wait_allocatable(node, 4)
+        assert agent.plain == []
+
+
+async def test_a_driver_that_does_not_answer_in_time_ends_the_agent(node: SimulatedNode) -> None:
+    node.nvml.hang(function="nvmlInitWithFlags")
+    async with running(flags_of(node, init_deadline="100ms")) as agent:
+        assert await agent.ended() == 1
+        await eventually(lambda: agent.is_over)
+        assert "did not answer within 0.1 s" in agent.plain[0]
+
+
+async def test_no_gpu_at_all_is_waited_for(node: SimulatedNode) -> None:
+    for gpu in range(node.nvml.gpus):
+        node.nvml.hide_gpu(gpu)
+    async with running(flags_of(node, poll="50ms")) as agent:
+        await agent.wait_line("NVML was initialised")
+        node.nvml.reveal_gpu(0)
+        await wait_allocatable(node, 1)
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "sentence"),
+    [
+        (
+            "kubelet-socket",
+            "kubelet.sock",
+            "--kubelet-socket kubelet.sock is relative; give an absolute path",
+        ),
+        ("kubelet-socket", "/" + "x" * 110, "is 111 bytes long"),
+        ("kubelet-socket", "/etc/passwd", "--kubelet-socket /etc/passwd is not a socket"),
+        ("config-file", "/nonexistent.yaml", "Could not read the configuration file /nonexistent.yaml"),
+        ("mig-strategy", "both", "--mig-strategy must be one of none, single, mixed"),
+        ("pol", "5s", '"--pol" is no flag; did you mean poll?'),
+    ],
+)
+async def test_what_an_operator_got_wrong_is_one_sentence_and_exit_code_2(
+    node: SimulatedNode, flag: str, value: str, sentence: str
+) -> None:
+    async with running(flags_of(node) | {flag: value}) as agent:
+        assert await agent.ended() == 2
+        await eventually(lambda: agent.is_over)
+        (told,) = agent.plain
+        assert sentence in told
+        assert agent.lines == []
+
+
+async def test_a_port_in_use_never_stops_the_plugin(node: SimulatedNode) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        async with running(flags_of(node, http_listen=address)) as agent:
+            await wait_allocatable(node, 4)
+            line = await agent.wait_line(
+                "Could not listen; the port or socket is tried again every few seconds"
+            )
+            assert line["detail"] == "Address already in use"
+            assert await agent.stop() == 0
+
+
+# Health over restarts
+
+
+async def test_sick_stays_sick_over_a_restart(node: SimulatedNode) -> None:
+    uuid = node.nvml.uuid(2)
+    async with running(flags_of(node)) as agent:
+        await wait_allocatable(node, 4)
+        node.nvml.push_xid(2, 79)
+        await wait_allocatable(node, 3)
+        state = Path(node.directory.agent_flags()["state-dir"], "state.json")
+        await eventually(lambda: state.exists() and b'"code":79' in state.read_bytes())
+        agent.signal(signal.SIGKILL)
+        await agent.ended()
+    before = len(node.kubelet.lists)
+    async with running(flags_of(node)):
+        await node.kubelet.wait_for(lambda kubelet: len(kubelet.lists) > before, timeout_s=60)
+        assert node.kubelet.lists[before].unhealthy == (uuid,)
+
+
+# Signals
+
+
+async def test_sigterm_ends_with_0_and_leaves_no_socket_behind(node: SimulatedNode) -> None:
+    async with running(flags_of(node)) as agent:
+        await agent.wait_line("Listening", listener="control")
+        assert await agent.stop() == 0
+        sockets = [path for path in node.directory.path.rglob("*") if stat.S_ISSOCK(path.lstat().st_mode)]
+        names = {path.name for path in sockets}
+        assert names <= {"kubelet.sock", "control.sock"}
+        assert not Path(agent.flags["control-socket"]).exists()
+        assert not (node.directory.device_plugins / "nvidia-gpu.sock").exists()
+        assert agent.plain == []
+
+
+async def test_streams_end_cleanly_and_nobody_is_told_that_all_is_unhealthy(node: SimulatedNode) -> None:
+    async with running(flags_of(node)) as agent:
+        await wait_allocatable(node, 4)
+        told = len(node.kubelet.lists)
+        assert await agent.stop() == 0
+        await node.kubelet.wait_for(lambda kubelet: bool(kubelet.stream_ends), timeout_s=60)
+        assert len(node.kubelet.lists) == told
+
+
+async def test_sigint_is_as_sigterm(node: SimulatedNode) -> None:
+    async with running(flags_of(node)) as agent:
+        await agent.wait_registered()
+        agent.signal(signal.SIGINT)
+        assert await agent.ended() == 0
+
+
+async def test_an_agent_ends_in_time_although_a_call_hangs_in_the_driver(node: SimulatedNode) -> None:
+    async with running(flags_of(node, call_deadline="200ms", poll="50ms")) as agent:
+        await agent.wait_registered()
+        node.nvml.hang(gpu=1)
+        await wait_allocatable(node, 3)
+        async with asyncio.timeout(30):
+            assert await agent.stop() == 0
+        await eventually(lambda: agent.is_over)
+        assert "Left while a call hangs in the driver" in agent.messages()
+
+
+async def test_a_second_signal_ends_at_once(node: SimulatedNode) -> None:
+    async with running(flags_of(node), prelude=NEVER_DRAINS) as agent:
+        await agent.wait_registered()
+        agent.signal(signal.SIGTERM)
+        await agent.wait_line("Stopping")
+        agent.signal(signal.SIGTERM)
+        assert await agent.ended() == 128 + signal.SIGTERM
+
+
+async def test_an_end_that_hangs_is_cut_off(node: SimulatedNode) -> None:
+    async with running(flags_of(node), prelude=NEVER_DRAINS + IMPATIENT) as agent:
+        await agent.wait_registered()
+        assert await agent.stop() == 1
+        await eventually(lambda: agent.is_over)
+        assert "Could not stop in time and was ended" in agent.messages()
+
+
+NEVER_DRAINS = """
+import asyncio
+import agent.sinks.device_plugin as plugin
+async def drain(self, grace_s): await asyncio.Event().wait()
+plugin.DevicePlugin.drain = drain
+"""
+IMPATIENT = """
+import agent.signals
+agent.signals.STOP_WITHIN_S = 0.2
+"""
+
+
+async def test_sigusr2_writes_the_stacks_of_tasks_and_threads(node: SimulatedNode) -> None:
+    async with running(flags_of(node)) as agent:
+        await agent.wait_registered()
+        agent.signal(signal.SIGUSR2)
+        task = await agent.wait_line("Stack of a task", task="engine")
+        assert "engine.py" in task["stack"]
+        await agent.wait_line("Stack of a thread", thread="MainThread")
+        assert await agent.stop() == 0
+
+
+async def test_sigpipe_and_a_closed_standard_error_hurt_nobody(node: SimulatedNode) -> None:
+    async with running(flags_of(node)) as agent:
+        await wait_allocatable(node, 4)
+        agent.signal(signal.SIGPIPE)
+        node.nvml.push_xid(0, 79)
+        await wait_allocatable(node, 3)
+
+
+# Reload
+
+
+async def test_a_reload_changes_what_is_offered(node: SimulatedNode) -> None:
+    path = node.directory.path / "config.yaml"
+    path.write_text("version: v1\n")
+    async with running(flags_of(node, config_file=str(path))) as agent:
+        await wait_allocatable(node, 4)
+        path.write_text("sharing: {timeSlicing: {resources: [{name: nvidia.com/gpu, replicas: 3}]}}\n")
+        agent.signal(signal.SIGHUP)
+        await wait_allocatable(node, 12)
+
+
+async def test_a_file_with_a_mistake_changes_nothing_and_is_told(node: SimulatedNode) -> None:
+    path = node.directory.path / "config.yaml"
+    path.write_text("version: v1\n")
+    async with running(flags_of(node, config_file=str(path))) as agent:
+        await wait_allocatable(node, 4)
+        path.write_text("agent: {pol: 1s}\nflags: {migStrategy: x}\n")
+        agent.signal(signal.SIGHUP)
+        line = await agent.wait_line("Kept the old configuration")
+        assert len(line["problems"]) == 2
+        assert "[-]config failed: reason withheld" in await readiness(agent)
+        path.write_text("agent: {poll: 7s}\n")
+        agent.signal(signal.SIGHUP)
+        await agent.wait_line("A changed setting takes effect at the next start", setting="poll_ns")
+        await agent.wait_line("Read the configuration again")
+        assert "[+]config ok" in await readiness(agent)
+        assert node.kubelet.allocatable(GPU) == 4
+
+
+async def test_the_state_directory_keeps_the_agents_id(node: SimulatedNode) -> None:
+    async with running(flags_of(node)) as agent:
+        await agent.wait_registered()
+        assert Path(agent.flags["state-dir"], "lock").read_text() == f"{agent.pid}\n"
+
+
+# Without a node
+
+
+async def test_without_any_driver_or_kubelet_the_agent_waits_quietly() -> None:
+    async with node_directory() as directory:
+        flags = {
+            "kubelet-socket": f"{directory}/device-plugins/kubelet.sock",
+            "nvml-library": f"{directory}/libnvidia-ml.so.1",
+            "state-dir": f"{directory}/state",
+            "control-socket": f"{directory}/control.sock",
+            "http-listen": "127.0.0.1:0",
+            "fail-on-init-error": "false",
+            "init-retry": "20ms",
+            "log-format": "json",
+        }
+        async with running(flags) as agent:
+            document = await ask(agent, "/preflight")
+            assert document["reasons"][0]["code"] == "driver_not_loaded"
+            assert await agent.stop() == 0
+            assert [line for line in agent.messages() if "NVML" in line] == ["NVML is not available"]
+            assert json.dumps(agent.plain) == "[]"
