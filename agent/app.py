@@ -12,7 +12,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Coroutine, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, assert_never
 
@@ -21,8 +21,10 @@ from agent.bus import Inbox, Latest
 from agent.config import Settings, changes_that_need_a_restart
 from agent.core.state import initial_state
 from agent.core.view import snapshot_of
+from agent.driver_watch import is_in_container, watch_library
+from agent.ending import EndedError, Ending
 from agent.engine import MAX_IDLE_NS, Engine
-from agent.errors import AgentError, AlreadyRunningError, ConfigError, SourceError
+from agent.errors import AlreadyRunningError, ConfigError, SourceError
 from agent.events import EventRing
 from agent.model.effects import Effect, EndProcess, RecordEvent, RegisterResource, WithdrawResource
 from agent.model.facts import DEVICE_PLUGIN, KUBELET, NVML, Fact, KubeletSocketSeen, PolicyChanged
@@ -55,9 +57,6 @@ HTTP_WAIT_S: Final = 1.0
 """How long HTTP, which is heavy to import, lets the registration go first."""
 STANDBY_POLL_S: Final = 1.0
 LAG_PERIOD_S: Final = 0.5
-DRIVER_WATCH_S: Final = 2.0
-NO_LIBRARY_NS: Final = 300_000_000_000
-"""A container sees no library that is installed after its start: then only a new one helps."""
 
 _log = logging.getLogger(__name__)
 
@@ -100,25 +99,6 @@ def _load_state(settings: Settings) -> Durable | None:
     from agent.sinks.statefile import load  # noqa: PLC0415 - only where there is a file
 
     return load(settings.state_path, boot_id=boot_id_of(settings.proc_root))
-
-
-class EndedError(AgentError):
-    """The agent ends itself, so that a new process sees the new world."""
-
-
-@dataclass(slots=True)
-class Ending:
-    """The wish to end, and why; the first one counts."""
-
-    asked: asyncio.Event = field(default_factory=asyncio.Event)
-    error: AgentError | None = None
-    why: str = ""
-
-    def ask(self, why: str, error: AgentError | None = None) -> None:
-        """Ask for the end: as asked by a person, or because of an error."""
-        if not self.asked.is_set():
-            self.why, self.error = why, error
-            self.asked.set()
 
 
 class Agent:
@@ -197,7 +177,15 @@ class Agent:
         """Start what also an agent that stands by has."""
         self._keep(NVML, nvml.run)
         self._start("start judge", self._judge_start(nvml))
-        self._start("driver watch", self._watch_driver(nvml))
+        self._start(
+            "driver watch",
+            watch_library(
+                nvml,
+                self._ending,
+                is_in_container=is_in_container(self._environment),
+                clock=self._clock,
+            ),
+        )
         self._start("reload", self._reload_when_asked())
         self._start("loop lag", self._measure_lag())
         self._keep(HTTP, self._serve_http)
@@ -354,21 +342,6 @@ class Agent:
         freed.result()
         _log.info("Took over this node", extra=log.fields(before=holder))
 
-    async def _watch_driver(self, nvml: "NvmlSource") -> None:
-        """End the process where only a new one can load the driver's library."""
-        is_in_container = _is_in_container(self._environment)
-        while True:
-            await asyncio.sleep(DRIVER_WATCH_S)
-            since_ns = nvml.library_missing_since_ns
-            if nvml.library_replaced:
-                error = EndedError(
-                    "The NVML library was replaced by a newer one, which a new process can load"
-                )
-                self._ending.ask("another NVML library", error)
-            elif is_in_container and since_ns is not None and self._clock() - since_ns > NO_LIBRARY_NS:
-                error = EndedError("No NVML library was found for five minutes; a new container may see one")
-                self._ending.ask("no NVML library", error)
-
     async def _reload_when_asked(self) -> None:
         while True:
             await self._reload_asked.wait()
@@ -405,21 +378,25 @@ class Agent:
         self._notifier.stopping()
         _log.info("Stopping", extra=log.fields(why=self._ending.why))
         await self._cancel(KUBELET, "life", "start judge", "driver watch", "reload")
-        letting_go = self._start("nvml end", self._end_nvml(nvml))
+        letting_go = self._group.create_task(self._end_nvml(nvml), name="nvml end")
         if self._vitals.device_plugin is not None:
             await self._vitals.device_plugin.drain(DRAIN_GRACE_S)
         await self._cancel(DEVICE_PLUGIN, ENGINE, STATE_FILE)
         if self._vitals.state_file is not None:
             await self._vitals.state_file.flush(FLUSH_S)
-        await letting_go
+        has_ended = await letting_go
         await self._cancel(*self._tasks)
-
-    async def _end_nvml(self, nvml: "NvmlSource") -> None:
-        await self._cancel(NVML)
-        if await nvml.close():
+        # Last, because whoever still runs may put a fact into it; a thread that hangs will when it can.
+        if has_ended:
             self._inbox.close()
-        else:
+
+    async def _end_nvml(self, nvml: "NvmlSource") -> bool:
+        """Let go of the driver; returns whether no thread is left in it."""
+        await self._cancel(NVML)
+        has_ended = await nvml.close()
+        if not has_ended:
             _log.warning("Left while a call hangs in the driver")
+        return has_ended
 
     # Who owns what
 
@@ -479,12 +456,6 @@ def _collect_garbage_from_now_on() -> None:
 
 def _is_registered(snapshot: Snapshot) -> bool:
     return any(resource.phase is RegistrationPhase.REGISTERED for resource in snapshot.resources)
-
-
-def _is_in_container(environment: Mapping[str, str]) -> bool:
-    return "KUBERNETES_SERVICE_HOST" in environment or any(
-        Path(mark).exists() for mark in ("/.dockerenv", "/run/.containerenv")
-    )
 
 
 # Imports by a thread, so that the loop turns meanwhile; in the order in which the kubelet needs them.

@@ -17,8 +17,6 @@ from typing import Any, Final, NamedTuple, Protocol, cast
 from agent.options import OPTIONS, Option
 from agent.spelling import suggestion
 
-__all__ = ["FileContents", "FileValue", "read", "suggestion"]
-
 MAX_BYTES: Final = 128 * 1024
 """A parser in Python reads this in a few seconds; a real file has two kilobytes."""
 

@@ -78,18 +78,23 @@ def table(titles: Sequence[str], rows: Sequence[Sequence[str]], *, is_wide: bool
 
 def device_rows(devices: Sequence[Json], *, now_ns: int, is_wide: bool) -> list[list[str]]:
     """Return the rows of the table of devices; ``now_ns`` is monotonic, as the document's moments."""
-    return [_device_row(device, now_ns, is_wide=is_wide) for device in devices]
+    ids = [str(device["id"]) for device in devices]
+    shown = ids if is_wide else short_ids(ids)
+    return [
+        _device_row(device, name, now_ns, is_wide=is_wide)
+        for device, name in zip(devices, shown, strict=True)
+    ]
 
 
 DEVICE_TITLES: Final = ("ID", "MODEL", "HEALTH", "REASON", "SINCE", "POD")
 WIDE_DEVICE_TITLES: Final = (*DEVICE_TITLES, "GPU", "NUMA", "RESOURCE", "PCI", "MESSAGE")
 
 
-def _device_row(device: Json, now_ns: int, *, is_wide: bool) -> list[str]:
+def _device_row(device: Json, name: str, now_ns: int, *, is_wide: bool) -> list[str]:
     reasons = device.get("reasons")
     first = reasons[0] if isinstance(reasons, list) and reasons else None
     row = [
-        str(device["id"]) if is_wide else short_id(str(device["id"])),
+        name,
         _model(device.get("model"), is_wide=is_wide),
         str(device["health"]),
         reason_of(first),
@@ -102,10 +107,21 @@ def _device_row(device: Json, now_ns: int, *, is_wide: bool) -> list[str]:
     return row
 
 
-def short_id(device_id: str) -> str:
-    """Return the beginning of a UUID, as people tell GPUs apart, with the replica: ``GPU-8f6d3c2e::1``."""
-    uuid, separator, replica = device_id.partition("::")
+def short_ids(ids: Sequence[str]) -> list[str]:
+    """Return ids cut as far as they stay apart: ``GPU-8f6d3c2e::1``, else ``GPU-…00ab12cd``, else whole."""
+    for cut in (_beginning, _end):
+        shown = [cut(*device_id.partition("::")) for device_id in ids]
+        if len(set(shown)) == len(set(ids)):
+            return shown
+    return list(ids)
+
+
+def _beginning(uuid: str, separator: str, replica: str) -> str:
     return uuid[:12] + separator + replica
+
+
+def _end(uuid: str, separator: str, replica: str) -> str:
+    return f"{uuid[:4]}…{uuid[-8:]}{separator}{replica}"
 
 
 def reason_of(condition: object) -> str:

@@ -64,6 +64,8 @@ class Signals:
 
     def limit_stopping(self) -> None:
         """End the process hard if it is not gone in time; called when stopping begins."""
+        if self._is_stopping:
+            return
         limit = threading.Timer(STOP_WITHIN_S, self._end_hard)
         limit.name, limit.daemon = "stop-limit", True
         limit.start()

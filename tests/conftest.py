@@ -4,6 +4,11 @@ from collections.abc import Iterator
 
 import pytest
 from blockbuster import blockbuster_ctx
+from hypothesis import settings
+
+# A loaded machine is no bug: examples have no time limit, speed is measured in tests/bench.
+settings.register_profile("repository", deadline=None)
+settings.load_profile("repository")
 
 # Calls on the node's own small directories (tmpfs or local disk) that take microseconds. Everything
 # else that could wait for a disk, a peer or a driver has to leave the loop's thread.

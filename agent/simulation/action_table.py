@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
-from agent.config_file import suggestion
 from agent.errors import ConfigError
+from agent.spelling import suggestion
 
 if TYPE_CHECKING:
     from agent.simulation.node import SimulatedNode

@@ -10,7 +10,6 @@ from dataclasses import MISSING, dataclass, fields
 from itertools import chain
 from typing import TYPE_CHECKING, Any, Final, get_args, get_type_hints
 
-from agent.config_file import suggestion
 from agent.errors import ConfigError, NvmlCode, UsageError
 from agent.simulation.action_table import (
     Action,
@@ -25,6 +24,7 @@ from agent.simulation.action_table import (
     whole_number,
 )
 from agent.simulation.presets import MigDeviceSpec, PresetError
+from agent.spelling import suggestion
 
 if TYPE_CHECKING:
     from agent.simulation.node import SimulatedNode

@@ -10,10 +10,10 @@ from agent import config
 from agent.simulation.simulate import DEFAULT_PRESET, add_node_options
 
 EXAMPLES: Final = """\
-examples:
-  gpu-agent demo                                a live table of a DGX H100
-  gpu-agent inject xid 79 --gpu 3               in a second terminal: a GPU breaks
-  gpu-agent demo --scenario xid-79 --json       the same by itself, as JSON lines
+Examples:
+  gpu-agent demo                            a live table of a DGX H100
+  gpu-agent inject xid 79 --gpu 3           in a second terminal: a GPU breaks
+  gpu-agent demo --scenario xid-79 --json   the same by itself, as JSON lines
 
 scenarios: xid-79, kubelet-restart, stream-dropped, socket-deleted, late-gpus,
   driver-late, or a file of your own
@@ -22,8 +22,8 @@ exit codes: 0 ended as expected, 1 failed, 2 usage or bad scenario"""
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Describe the command."""
-    parser.description = "Show a simulated GPU node with the agent on it: no GPU and no cluster needed"
-    parser.epilog = EXAMPLES
+    sentence = "Show a simulated GPU node with the agent on it: no GPU and no cluster needed."
+    parser.description = f"{sentence}\n\n{EXAMPLES}"
     add_node_options(parser)
 
 

@@ -8,7 +8,7 @@ from agent import config
 from agent.errors import UsageError
 
 EXAMPLES: Final = """\
-examples:
+Examples:
   gpu-agent inject xid 79 --gpu 3
   gpu-agent inject hang --gpu 2
   gpu-agent inject release
@@ -21,9 +21,10 @@ _WIDTH: Final = 78
 def configure(parser: argparse.ArgumentParser) -> None:
     """Describe the command; its actions are known only to ``main``, since their table needs gRPC."""
     default = config.default_node_dir()
-    parser.description = "Make something happen to the simulated node of gpu-agent demo or simulate"
+    sentence = "Make something happen to the simulated node of gpu-agent demo or simulate."
+    parser.description = f"{sentence}\n\n{EXAMPLES}"
     parser.usage = "gpu-agent inject ACTION [VALUE] [--PARAMETER VALUE]... [--node-dir DIR]"
-    parser.epilog = f"{EXAMPLES}\n\nWithout an action: all of them.\n{EXIT_CODES}"
+    parser.epilog = f"Without an action: all of them.\n{EXIT_CODES}"
     parser.add_argument(
         "--node-dir",
         metavar="DIR",

@@ -22,7 +22,6 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Final
 
-from agent.config_file import suggestion
 from agent.errors import ConfigError, UsageError
 from agent.options import OPTIONS, Option, duration_from
 from agent.simulation import actions
@@ -30,6 +29,7 @@ from agent.simulation.action_table import Invocation
 from agent.simulation.directory import agent_flags
 from agent.simulation.document import Document, Node, read
 from agent.simulation.presets import NodeSpec, PresetError, load_preset
+from agent.spelling import suggestion
 
 SHIPPED: Final = Path(__file__).parent / "scenarios"
 

@@ -10,12 +10,12 @@ from agent import config
 DEFAULT_PRESET: Final = "dgx-h100"
 
 EXAMPLES: Final = """\
-examples:
-  gpu-agent simulate                              a DGX H100 until Ctrl-C
-  gpu-agent simulate --preset 4x-t4 --json        what the kubelet shows, as JSON lines
-  gpu-agent simulate --scenario ./my-node.yaml    a node to which things happen
+Examples:
+  gpu-agent simulate                            a DGX H100 until Ctrl-C
+  gpu-agent simulate --preset 4x-t4 --json      what the kubelet shows, as JSON
+  gpu-agent simulate --scenario ./my-node.yaml  a node to which things happen
 
-exit codes: 0 ended as expected, 1 the scenario failed, 2 usage or bad scenario"""
+exit codes: 0 ended as expected, 1 the scenario failed, 2 usage, bad scenario"""
 
 
 def add_node_options(parser: argparse.ArgumentParser) -> None:
@@ -42,8 +42,8 @@ def add_node_dir(parser: argparse.ArgumentParser) -> None:
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Describe the command."""
-    parser.description = "Run a simulated GPU node: the driver's library, its files and a kubelet"
-    parser.epilog = EXAMPLES
+    sentence = "Run a simulated GPU node: the driver's library, its files and a kubelet."
+    parser.description = f"{sentence}\n\n{EXAMPLES}"
     add_node_options(parser)
 
 

@@ -205,6 +205,8 @@ class NvmlSource:
     async def _tell_failed(self, error: LibraryMissingError | NvmlError) -> None:
         if isinstance(error, LibraryMissingError):
             self.library_missing_since_ns = self.library_missing_since_ns or self._clock()
+        else:
+            self.library_missing_since_ns = None
         fact = await self._unavailable_fact(error)
         if not self._first_outcome.is_set():
             self._first_failure = SourceError(fact.message)

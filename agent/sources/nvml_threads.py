@@ -15,6 +15,7 @@ import errno
 import os
 import queue
 import resource
+import signal
 import threading
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
@@ -25,8 +26,16 @@ from agent.errors import SourceError
 CLONE_FILES: Final = 0x400
 """Source: linux/sched.h."""
 
+_OF_THE_THREAD: Final = frozenset(
+    {signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT, signal.SIGTRAP}
+)
+"""Signals that a fault of the thread itself raises; blocking them would hide it."""
+
 DECOY_DESCRIPTORS: Final = 256
 """Descriptors below this are /dev/null in the threads' table, so the driver's own are above it."""
+
+MAX_DESCRIPTORS: Final = 1 << 20
+"""The kernel's own limit where the process has none. Source: proc(5), fs.nr_open."""
 
 T = TypeVar("T")
 
@@ -215,6 +224,8 @@ class Lane:
         await self._ended
 
     def _work(self) -> None:
+        # A signal is told to the loop through a descriptor that this thread may not have.
+        signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals() - _OF_THE_THREAD)
         while (job := self._jobs.get()) is not None:
             job.run()
             self._completions.post(self, lambda job=job: self._finish(job))  # type: ignore[misc]  # bound now
@@ -294,6 +305,7 @@ class ThreadGroup:
         self.shared_files: str | None = None
         """Why the threads share the agent's descriptor table; None if they do not."""
         self._started = False
+        self._has_own_files = False
 
     def _make(self, name: str) -> Lane:
         return Lane(name, completions=self.completions, deadline_ns=self._deadline_ns, clock=self._clock)
@@ -301,11 +313,12 @@ class ThreadGroup:
     async def start(self) -> None:
         """Start the first thread and let it take a table of its own."""
         self.completions.attach(asyncio.get_running_loop())
-        if self._started:
-            return
-        self.first.start()
-        self._started = True
-        self.shared_files = await self.first.call(lambda: take_own_files(self._keep))
+        if not self._started:
+            self.first.start()
+            self._started = True
+        if not self._has_own_files:
+            self.shared_files = await self.first.call(lambda: take_own_files(self._keep))
+            self._has_own_files = True
 
     async def start_lane(self, name: str) -> Lane:
         """Start a lane; raises SourceError if there is no room for a thread."""
@@ -351,8 +364,7 @@ def take_own_files(keep: tuple[int, ...]) -> str | None:
         code = ctypes.get_errno()
         return f"unshare(CLONE_FILES) failed: {os.strerror(code)} ({errno.errorcode.get(code, code)})"
     _close_all_but(keep)
-    soft_limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    decoys = max(3, min(DECOY_DESCRIPTORS, soft_limit // 2 if soft_limit > 0 else DECOY_DESCRIPTORS))
+    decoys = max(3, min(DECOY_DESCRIPTORS, _descriptor_limit() // 2))
     null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
     for descriptor in set(range(decoys)) - {*keep, null}:
         os.dup2(null, descriptor, inheritable=False)
@@ -368,5 +380,14 @@ def _close_all_but(keep: tuple[int, ...]) -> None:
 
 
 def _highest_descriptor() -> int:
-    """Return the highest number open in the calling thread's table."""
-    return max(int(name) for name in os.listdir("/proc/thread-self/fd"))  # noqa: PTH208 - names only
+    """Return the highest number open in the calling thread's table, or one above it."""
+    try:
+        return max(int(name) for name in os.listdir("/proc/thread-self/fd"))  # noqa: PTH208 - names only
+    except OSError:
+        # No /proc, or not one descriptor left to read it with.
+        return _descriptor_limit()
+
+
+def _descriptor_limit() -> int:
+    soft_limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return soft_limit if soft_limit > 0 else MAX_DESCRIPTORS

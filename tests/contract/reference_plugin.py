@@ -47,6 +47,7 @@ class ReferencePlugin:
             pre_start_required=pre_start, get_preferred_allocation_available=preferred
         )
         self.allocate_error: tuple[grpc.StatusCode, str] | None = None
+        self.preferred_error: tuple[grpc.StatusCode, str] | None = None
         self.pre_start_error: tuple[grpc.StatusCode, str] | None = None
         self.allocate_gate = asyncio.Event()
         self.allocate_gate.set()
@@ -189,6 +190,8 @@ class ReferencePlugin:
 
     async def _get_preferred(self, request: Any, context: Any) -> pb.PreferredAllocationResponse:
         await self._note("GetPreferredAllocation", request)
+        if self.preferred_error is not None:
+            await context.abort(*self.preferred_error)
         return pb.PreferredAllocationResponse(
             container_responses=[
                 pb.ContainerPreferredAllocationResponse(

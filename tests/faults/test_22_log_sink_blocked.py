@@ -8,7 +8,7 @@ import socket
 import threading
 from pathlib import Path
 
-from agent.log import MAX_QUEUED_LINES, Journal, LineWriter
+from agent.log_sinks import MAX_QUEUED_LINES, Journal, LineWriter
 
 LINE = b"x" * 999 + b"\n"
 

@@ -312,6 +312,28 @@ async def test_a_directory_that_stays_away_is_told_once(watch: Watch) -> None:
     assert len(watched.recorder.of(WatchedDirectoryDeleted)) == 1
 
 
+async def test_a_directory_that_only_its_mount_keeps_alive_is_told_at_once(
+    directory: Path, recorder: Recorder
+) -> None:
+    # Like a bind mount, the link in /proc leads to a directory that was deleted.
+    kept = os.open(directory, os.O_PATH)
+    source = KubeletSource(
+        inbox=recorder.inbox,
+        latest=Latest(empty_snapshot()),
+        kubelet_socket=Path(f"/proc/self/fd/{kept}/kubelet.sock"),
+        clock=time.monotonic_ns,
+        settings=replace(BY_POLLING, deletion_grace_ns=3_600_000 * MS),
+    )
+    async with asyncio.TaskGroup() as group:
+        task = group.create_task(source.run())
+        await recorder.first(KubeletSocketSeen)
+        directory.rmdir()
+        directory.mkdir()
+        assert (await recorder.first(WatchedDirectoryDeleted)).path == f"/proc/self/fd/{kept}"
+        task.cancel()
+    os.close(kept)
+
+
 # The limits of inotify
 
 

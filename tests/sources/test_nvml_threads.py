@@ -2,6 +2,8 @@
 
 import asyncio
 import os
+import resource
+import signal
 import socket
 import subprocess
 import sys
@@ -111,6 +113,29 @@ async def test_where_the_kernel_allows_no_table_of_their_own_the_threads_share_t
     )
     out, _ = await ended.communicate()
     assert out.decode().strip() == ("unshare(CLONE_FILES) failed: Operation not permitted (EPERM) works")
+
+
+async def test_with_no_descriptor_left_the_threads_get_a_table_all_the_same() -> None:
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    group = ThreadGroup(keep=(), deadline_ns=lambda _call: 50 * MS, clock=time.monotonic_ns, maximum=4)
+    taken = [os.open(os.devnull, os.O_RDONLY)]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (taken[0] + 1, before[1]))
+    try:
+        await group.start()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+        for descriptor in taken:
+            os.close(descriptor)
+    assert group.shared_files is None
+    assert set(files_of(group.first).values()) == {os.devnull, "anon_inode:[eventfd]"}
+    await group.end()
+
+
+async def test_no_signal_is_taken_by_a_thread_that_cannot_tell_the_loop(threads: ThreadGroup) -> None:
+    lane = await threads.start_lane("other")
+    blocked = await lane.call(lambda: signal.pthread_sigmask(signal.SIG_BLOCK, ()))
+    assert {signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD} <= blocked
+    assert signal.SIGSEGV not in blocked
 
 
 # Deadlines

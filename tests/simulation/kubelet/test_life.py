@@ -97,6 +97,14 @@ async def test_a_directory_that_cannot_be_made_is_named(tmp_path: Path) -> None:
             pass
 
 
+async def test_a_socket_that_cannot_be_bound_is_named_and_leaves_nothing(tmp_path: Path) -> None:
+    (tmp_path / "dp" / "kubelet.sock").mkdir(parents=True)
+    with pytest.raises(AgentError, match=f"cannot serve in {tmp_path}/dp: .*in use"):
+        async with EmulatedKubelet(tmp_path / "dp", tmp_path / "pr"):
+            pass
+    assert not (tmp_path / "pr" / "kubelet.sock").exists()
+
+
 async def test_a_bug_in_a_task_of_it_is_raised_and_not_waited_out(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="a bug"):
         await _run_with_a_bug(tmp_path)

@@ -85,6 +85,20 @@ async def test_a_failed_pre_start_leaves_the_pod_pending(kubelet: EmulatedKubele
     )
 
 
+async def test_a_failed_preferred_allocation_fails_the_pod(kubelet: EmulatedKubelet) -> None:
+    async with plugin_for(kubelet, preferred=True) as plugin:
+        plugin.preferred_error = (grpc.StatusCode.INTERNAL, "no topology")
+        await plugin.register()
+        await kubelet.wait_for(lambda seen: seen.allocatable(GPU) == 4)
+        pod = await kubelet.run_pod("job", "default", {"main": {GPU: 1}})
+    assert (pod.phase, pod.reason) == ("Failed", "UnexpectedAdmissionError")
+    assert (
+        "device plugin GetPreferredAllocation rpc failed with err: "
+        "rpc error: code = Internal desc = no topology"
+    ) in pod.message
+    assert plugin.count("Allocate") == 0
+
+
 async def test_a_pod_gets_what_the_plugin_answered_for_each_container(
     kubelet: EmulatedKubelet, plugin: ReferencePlugin
 ) -> None:

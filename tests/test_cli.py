@@ -1,0 +1,396 @@
+"""The command line: sentences, exit codes, tables, help."""
+
+import asyncio
+import io
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import tomllib
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import agent
+from agent import cli, flags, render
+from agent.client import AgentClient, candidates, find_agent
+from agent.commands.devices import device_lines
+from agent.commands.status import status_lines
+from agent.errors import AgentUnreachableError
+from agent.options import OPTIONS
+from agent.simulation.node import SimulatedNode
+from agent.threads import in_daemon_thread
+from tests.agent_process import AgentProcess, clean_environment, flags_of, running, simulated_node
+
+ALL_COMMANDS = tuple(cli.COMMANDS)
+
+
+def gpu_agent(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "agent", *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=clean_environment() | environment,
+        timeout=120,
+    )
+
+
+class Result:
+    """What a command printed, and its exit code."""
+
+    def __init__(self, code: int, out: str, err: str) -> None:
+        self.code, self.out, self.err = code, out, err
+
+
+Invoke = Any
+
+
+@pytest.fixture
+def invoke(capsys: pytest.CaptureFixture[str]) -> Invoke:
+    """Run a command in this process."""
+
+    def run(*arguments: str) -> Result:
+        code = cli.main(arguments)
+        out, err = capsys.readouterr()
+        return Result(code, out, err)
+
+    return run
+
+
+# Errors and exit codes
+
+
+def test_without_a_command_help_is_shown_and_the_exit_code_is_2(invoke: Invoke) -> None:
+    result = invoke()
+    assert (result.code, result.err) == (2, "")
+    assert result.out.index("Examples:") < result.out.index("On a GPU node:")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["statis"], 'gpu-agent: "statis" is no command; did you mean status?; see gpu-agent --help'),
+        (["zzz"], 'gpu-agent: "zzz" is no command; see gpu-agent --help'),
+        (["devices", "--outptu", "json"], 'gpu-agent: "--outptu" is no flag; did you mean --output?'),
+        (["devices", "extra"], 'gpu-agent: "extra" is not expected here; see gpu-agent devices --help'),
+        (["devices", "-o", "xml"], "gpu-agent: Argument -o/--output: invalid choice: 'xml'"),
+        (["events", "--since", "soon"], "gpu-agent: --since must be a number with a unit"),
+        (["run", "--mig-strateg=none"], 'gpu-agent: "--mig-strateg" is no flag; did you mean mig-strategy?'),
+        (["run", "--poll"], "gpu-agent: --poll needs a value"),
+        (["run", "now"], 'gpu-agent: "now" is not expected here; run takes flags only'),
+    ],
+)
+def test_a_mistake_is_a_sentence_on_standard_error_and_exit_code_2(
+    invoke: Invoke, arguments: list[str], sentence: str
+) -> None:
+    result = invoke(*arguments)
+    assert result.code == 2
+    assert result.out == ""
+    assert result.err.startswith(sentence)
+
+
+def test_all_mistakes_of_run_are_told_at_once(invoke: Invoke) -> None:
+    result = invoke("run", "--pol=1s", "--mig-strategy=x", "--call-deadline=y", "z")
+    assert (result.code, len(result.err.splitlines())) == (2, 4)
+
+
+def test_when_no_agent_answers_the_sentence_says_what_to_start(invoke: Invoke, tmp_path: Path) -> None:
+    path = str(tmp_path / "control.sock")
+    for command in ("status", "devices", "events"):
+        result = invoke(command, "--control-socket", path)
+        assert (result.code, result.out) == (2, "")
+        assert result.err == (
+            f"gpu-agent: No agent answers at {path}; start one with 'gpu-agent run', "
+            "or a simulated node with 'gpu-agent demo'\n"
+        )
+
+
+def test_a_reader_that_leaves_early_is_no_error() -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "agent", "--help"]
+    process = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, check=False, timeout=120)
+    os.close(writer)
+    assert (process.returncode, process.stderr) == (1, b"")
+
+
+# Help
+
+
+@pytest.mark.parametrize("command", ALL_COMMANDS)
+def test_help_shows_examples_first_and_fits_80_columns(invoke: Invoke, command: str) -> None:
+    result = invoke(command, "--help")
+    assert (result.code, result.err) == (0, "")
+    assert f"gpu-agent {command}" in result.out
+    assert "xamples:" in result.out
+    assert max(len(line) for line in result.out.splitlines()) < 80
+
+
+def test_the_help_of_run_names_every_option_and_every_variable(invoke: Invoke) -> None:
+    text = "".join(invoke("run", "--help").out.split())
+    for option in OPTIONS.values():
+        assert f"--{option.name}" in text
+        assert option.environment in text
+
+
+def test_every_command_is_in_the_help(invoke: Invoke) -> None:
+    text = invoke("--help").out
+    assert all(re.search(rf"^  {name} +\w", text, re.MULTILINE) for name in ALL_COMMANDS)
+    assert max(len(line) for line in text.splitlines()) < 80
+
+
+def test_help_needs_nothing_heavy() -> None:
+    code = "import sys; from agent.cli import main; main(['--help']); print(*sys.modules)"
+    names = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert not {"asyncio", "aiohttp", "grpclib", "pynvml", "yaml", "argparse"} & set(names.split())
+
+
+# Version
+
+
+def test_the_version_is_the_packages(invoke: Invoke) -> None:
+    project = tomllib.loads(Path("pyproject.toml").read_text(encoding="utf-8"))["project"]
+    assert agent.__version__ == project["version"]
+    assert invoke("version").out.startswith(f"gpu-agent {agent.__version__} (Python 3.")
+    assert invoke("--version").out == f"gpu-agent {agent.__version__}\n"
+    assert invoke("version", "-o", "name").out == f"{agent.__version__}\n"
+    assert json.loads(invoke("version", "-o", "json").out)["version"] == agent.__version__
+    assert invoke("version", "-o", "yaml").out.startswith("apiVersion: gpu-agent/v1\n")
+
+
+# Flags as Go reads them
+
+
+def parsed(*arguments: str) -> dict[str, str]:
+    values, problems = flags.parse(arguments, OPTIONS.values())
+    assert problems == []
+    return values
+
+
+def test_flags_are_read_as_go_reads_them() -> None:
+    assert parsed("--mig-strategy=single", "-poll", "1s", "--nvidia-dev-root", "/d") == {
+        "mig-strategy": "single",
+        "poll": "1s",
+        "dev-root": "/d",
+    }
+
+
+def test_a_switch_may_stand_alone() -> None:
+    assert parsed("--pass-device-specs", "--fail-on-init-error=false") == {
+        "pass-device-specs": "true",
+        "fail-on-init-error": "false",
+    }
+    assert parsed("--fail-on-init-error", "false") == {"fail-on-init-error": "false"}
+
+
+def test_of_a_flag_given_twice_the_last_counts() -> None:
+    assert parsed("--poll=1s", "--poll=2s") == {"poll": "2s"}
+
+
+def test_a_value_may_be_empty_or_hold_an_equals_sign() -> None:
+    assert parsed("--kubelet-socket=", "--state-dir=/a=b") == {"kubelet-socket": "", "state-dir": "/a=b"}
+
+
+@given(st.lists(st.text(max_size=12) | st.sampled_from([f"--{name}" for name in OPTIONS]), max_size=6))
+def test_whatever_is_typed_gives_values_or_sentences(words: list[str]) -> None:
+    values, problems = flags.parse(words, OPTIONS.values())
+    assert set(values) <= set(OPTIONS)
+    assert len(values) + len(problems) <= len(words)
+
+
+# Tables
+
+
+def device(number: int, **more: object) -> dict[str, Any]:
+    return {
+        "id": f"GPU-{number:08d}-0000-4000-8000-000000000000",
+        "resource": "nvidia.com/gpu",
+        "health": "healthy",
+        "reasons": [],
+        "gpu": number,
+        "numa_node": None,
+        "model": "NVIDIA H100 80GB HBM3",
+        "pci": "0000:3b:00.0",
+        **more,
+    }
+
+
+SICK = {
+    "health": "unhealthy",
+    "reasons": [{"code": "xid", "number": 79, "message": "XID 79 was reported", "since_monotonic_ns": 1}],
+}
+
+
+def test_the_table_has_the_columns_people_expect() -> None:
+    lines = device_lines([device(0), device(1, **SICK)])
+    assert lines[0].split() == ["ID", "MODEL", "HEALTH", "REASON", "SINCE", "POD"]
+    assert lines[1].split()[4:] == ["healthy", "<none>", "<none>", "<unknown>"]
+    assert lines[2].split()[:6] == ["GPU-00000001", "H100", "80GB", "HBM3", "unhealthy", "xid"]
+    assert max(map(len, lines)) <= 80
+
+
+def test_the_wide_table_shows_whole_ids_and_the_message() -> None:
+    lines = device_lines([device(1, **SICK)], is_wide=True)
+    assert "GPU-00000001-0000-4000-8000-000000000000" in lines[1]
+    assert lines[1].endswith("XID 79 was reported")
+    assert "<unknown>" in lines[1]  # the NUMA node
+
+
+def test_ids_are_cut_only_as_far_as_they_stay_apart() -> None:
+    unlike = [device(0), device(1)]
+    alike = [device(0, id=f"GPU-00000000-0000-4000-8000-00000000000{number}") for number in range(3)]
+    shared = [device(0, id=f"GPU-00000000-0000-4000-8000-000000000001::{number}") for number in range(3)]
+    assert first_column(unlike) == ["GPU-00000000", "GPU-00000001"]
+    assert first_column(alike) == ["GPU-…00000000", "GPU-…00000001", "GPU-…00000002"]
+    assert first_column(shared) == ["GPU-00000000::0", "GPU-00000000::1", "GPU-00000000::2"]
+
+
+def first_column(devices: list[dict[str, Any]]) -> list[str]:
+    return [line.split()[0] for line in device_lines(devices)[1:]]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(-5, "0s"), (0, "0s"), (59, "59s"), (192, "3m12s"), (18_180, "5h3m"), (187_200, "2d4h")],
+)
+def test_ages_are_written_as_kubectl_does(seconds: int, text: str) -> None:
+    assert render.age(seconds * 10**9) == text
+
+
+def test_colour_is_only_for_terminals(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    assert render.uses_colour(Terminal())
+    assert not render.uses_colour(io.StringIO())
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert not render.uses_colour(Terminal())
+
+
+def test_colour_does_not_move_columns() -> None:
+    line = "GPU-0  unhealthy  xid 79"
+    coloured = render.colour_health(line, "unhealthy", is_coloured=True)
+    assert re.sub("\x1b\\[[0-9;]*m", "", coloured) == line
+    assert coloured != line
+
+
+def test_the_status_says_why_the_node_is_not_ready() -> None:
+    lines = status_lines(
+        {
+            "agent": {"version": "1", "phase": "serving", "uptime_s": 5, "pid": 7},
+            "driver": {"ready": None, "message": ""},
+            "gpus": [],
+            "ready": False,
+            "reasons": [{"code": "gpu_lost", "message": "Gone", "advice": "reset it", "gpus": ["GPU-1"]}],
+            "resources": [],
+        }
+    )
+    assert lines == [
+        "Agent    1, serving for 5s, process 7",
+        "Driver   not initialised yet",
+        "GPUs     <none>",
+        "Ready    no",
+        "  gpu_lost: Gone",
+        "    on GPU-1",
+        "    reset it",
+        "",
+        "RESOURCE  CAPACITY  ALLOCATABLE  REGISTRATION  MESSAGE",
+    ]
+
+
+# Finding an agent
+
+
+def test_an_agent_is_looked_for_where_one_says_else_on_the_node_else_on_the_simulated_one() -> None:
+    assert candidates("/x", {"GPU_AGENT_CONTROL_SOCKET": "/y"}) == ("/x",)
+    assert candidates(None, {"GPU_AGENT_CONTROL_SOCKET": "/y"}) == ("/y",)
+    assert candidates(None, {"GPU_AGENT_NODE_DIR": "/n"}) == (
+        "/run/gpu-agent/control.sock",
+        "/n/agent/control.sock",
+    )
+
+
+def test_an_agent_that_does_not_answer_is_told(tmp_path: Path) -> None:
+    path = tmp_path / "control.sock"
+    with socket.socket(socket.AF_UNIX) as mute:
+        mute.bind(str(path))
+        mute.listen()
+        assert find_agent(str(path)).path == str(path)
+        with pytest.raises(AgentUnreachableError, match=r"did not answer within 0.05 s"):
+            AgentClient(str(path)).get("/debug/state", timeout_s=0.05)
+
+
+# Asking a running agent
+
+
+@pytest.fixture
+async def node() -> AsyncIterator[SimulatedNode]:
+    async with simulated_node() as made:
+        yield made
+
+
+@pytest.fixture
+async def live(node: SimulatedNode) -> AsyncIterator[AgentProcess]:
+    async with running(flags_of(node)) as made:
+        await made.wait_line("Listening", listener="control")
+        yield made
+
+
+async def asked(live: AgentProcess, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return await in_daemon_thread(
+        "command", lambda: gpu_agent(*arguments, GPU_AGENT_CONTROL_SOCKET=live.flags["control-socket"])
+    )
+
+
+@pytest.mark.slow
+async def test_a_running_agent_answers_every_question(live: AgentProcess, node: SimulatedNode) -> None:
+    uuids = [node.nvml.uuid(gpu) for gpu in range(4)]
+    names = await asked(live, "devices", "-o", "name")
+    assert (names.returncode, names.stdout.split(), names.stderr) == (0, uuids, "")
+    assert len((await asked(live, "devices")).stdout.splitlines()) == 5
+    document = json.loads((await asked(live, "devices", "-o", "json")).stdout)
+    assert [device["id"] for device in document["devices"]] == uuids
+    assert (await asked(live, "devices", "-o", "yaml")).stdout.startswith("apiVersion: gpu-agent/v1\n")
+    status = (await asked(live, "status")).stdout
+    assert f"serving for 0s, process {live.pid}" in re.sub(r"for \w+,", "for 0s,", status)
+    assert "Ready    yes" in status
+    events = (await asked(live, "events", "-o", "wide")).stdout
+    assert "Registered with the kubelet" in events
+    assert (await asked(live, "events", "--since", "1h", "-o", "json")).returncode == 0
+
+
+@pytest.mark.slow
+async def test_events_can_be_watched(live: AgentProcess, node: SimulatedNode) -> None:
+    watching = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "agent", "events", "-w", "-o", "json",
+        "--control-socket", live.flags["control-socket"],
+        stdout=asyncio.subprocess.PIPE,
+    )  # fmt: skip
+    assert watching.stdout is not None
+    async with asyncio.timeout(60):
+        async for raw in watching.stdout:
+            if json.loads(raw)["message"] == "Registered with the kubelet":
+                break
+        node.nvml.push_xid(0, 79)
+        async for raw in watching.stdout:
+            if json.loads(raw)["kind"] == "condition":
+                assert json.loads(raw)["fields"]["code"] == 79
+                break
+        watching.send_signal(signal.SIGINT)
+        assert await watching.wait() == 0
+
+
+@pytest.fixture(autouse=True)
+def _no_agent_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("GPU_AGENT_CONTROL_SOCKET", raising=False)
