@@ -58,10 +58,9 @@ class Inbox(Generic[M]):
         self._clock = clock
         self._capacity = capacity
         self._lock = threading.Lock()
-        # One dictionary keeps one order. A fact without a key waits under a number of its own.
+        # One dictionary keeps one order. A fact without a key waits under an object of its own.
         self._waiting: dict[Hashable, Stamped[M]] = {}
         self._keyless = 0
-        self._sequence = 0
         self._lost: dict[SourceName, int] = {}
         self._put = self._taken = self._merged = self._lost_total = self._wakeups = 0
         self.wake_fd: Final = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -95,8 +94,7 @@ class Inbox(Generic[M]):
     def _put_keyless(self, item: Stamped[M]) -> None:
         if self._keyless < self._capacity:
             self._keyless += 1
-            self._sequence += 1
-            self._waiting[self._sequence] = item
+            self._waiting[object()] = item
             return
         self._lost_total += 1
         source = item.fact.source

@@ -31,6 +31,10 @@ class Bounds:
     """Connections at a time; more are closed as they are accepted."""
     streams: int = 32
     """Calls at a time on one connection."""
+    calls: int = 64
+    """Calls at a time on all connections; over that a connection keeps only its share."""
+    calls_share: int = 4
+    """Calls a connection may always have, however many the others have."""
     request_bytes: int = MIB
     """What all unanswered requests of one connection may hold."""
     requests_bytes: int = 2 * MIB
@@ -43,14 +47,18 @@ class Bounds:
     """What may arrive without completing anything: the header block of one request."""
     settings: int = 32
     """Kinds of settings a peer may send; each is remembered."""
-    resets: int = 128
+    resets: int = 32
     """Calls a peer may take back in a row."""
-    resets_per_s: float = 8.0
+    resets_per_s: float = 4.0
     events: int = 50_000
     """Frames a connection may send in a row; after that it is slowed down, not cut."""
     events_per_s: float = 2_000.0
-    turn_bytes: int = 2 * 1024
-    """What one connection gets done before the others have their turn."""
+    read_bytes: int = 16 * 1024
+    """What is read from one connection at a time."""
+    portion_bytes: int = 512
+    """What is looked at in one piece; a short call is not longer."""
+    turn_events: int = 8
+    """After so many frames of one connection the others have their turn."""
     unsent_bytes: int = 256 * 1024
     """What may wait for a peer that sends but does not read."""
     first_request_s: float = 10.0
@@ -90,6 +98,8 @@ class Tally:
     requests: int = 0
     resets: int = 0
     malformed: int = 0
+    calls: int = 0
+    calls_refused: int = 0
     buffered_bytes: int = 0
     cuts: Counter[str] = field(default_factory=Counter)
 
@@ -141,4 +151,7 @@ PEER_LINES: Final = LineLimit()
 
 def limit_peer_lines() -> None:
     """Put grpclib's server log under the limit; may be called again."""
-    logging.getLogger("grpclib.server").addFilter(PEER_LINES)
+    server_log = logging.getLogger("grpclib.server")
+    # Below that it tells of each call that its client took back.
+    server_log.setLevel(logging.WARNING)
+    server_log.addFilter(PEER_LINES)

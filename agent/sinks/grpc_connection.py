@@ -18,6 +18,7 @@ if they move.
 
 import asyncio
 from collections.abc import Callable
+from functools import partial
 from typing import Final, cast
 
 from grpclib.config import Configuration
@@ -52,7 +53,7 @@ CONFIG: Final = Configuration().__for_server__()
 
 
 class Calls(Handler):
-    """Starts one task for each call; a call that no method could be found for is reset at once."""
+    """Starts one task for each call; what cannot be one is reset at once."""
 
     def __init__(
         self,
@@ -60,29 +61,73 @@ class Calls(Handler):
         codec: CodecBase,
         dispatch: _DispatchServerEvents,
         *,
+        bounds: Bounds,
         tally: Tally,
     ) -> None:
         super().__init__(methods, codec, None, dispatch)
+        self._bounds = bounds
         self._tally = tally
 
     def accept(
         self, stream: ProtocolStream, headers: list[tuple[str, str]], release_stream: Callable[[], object]
     ) -> None:
         """Begin a call."""
-        if {name for name, _ in headers} >= NEEDED_PSEUDO_HEADERS:
-            super().accept(stream, headers, release_stream)
+        error = self._objection(headers)
+        if error is not None:
+            # It may have been taken back by a later frame of the same portion.
+            if stream.closable:
+                stream.reset_nowait(error)
+            release_stream()
             return
-        self._tally.malformed += 1
-        stream.reset_nowait(ErrorCodes.PROTOCOL_ERROR)
-        release_stream()
+        self._tally.calls += 1
+        release_once = _Once(release_stream)
+        super().accept(stream, headers, release_once)
+        self._tasks[stream].add_done_callback(partial(self._ended, stream, release_once))
+
+    def _objection(self, headers: list[tuple[str, str]]) -> ErrorCodes | None:
+        if not {name for name, _ in headers} >= NEEDED_PSEUDO_HEADERS:
+            self._tally.malformed += 1
+            return ErrorCodes.PROTOCOL_ERROR
+        if self._tally.calls >= self._bounds.calls and len(self._tasks) >= self._bounds.calls_share:
+            self._tally.calls_refused += 1
+            # The client knows by it that nothing was done, and may try again.
+            return ErrorCodes.REFUSED_STREAM
+        return None
+
+    def _ended(self, stream: ProtocolStream, release_once: "_Once", task: asyncio.Task[None]) -> None:
+        """Let go of everything a call held, now and not at some later garbage collection."""
+        # A call that is taken back before its task first ran was not released by it.
+        release_once()
+        self._tally.calls -= 1
+        self._tasks.pop(stream, None)
+        self._cancelled.discard(task)
+        error = None if stream.wrapper is None else stream.wrapper._error  # noqa: SLF001 - see above
+        if error is not None:
+            # Its frames hold the call, the call holds the error.
+            error.__traceback__ = error.__context__ = None
 
     def running(self) -> set[asyncio.Task[None]]:
         """Return the tasks of calls that are not answered yet."""
         return {task for task in self._tasks.values() if not task.done()}
 
 
-class BoundedConnection(H2Protocol):
-    """grpclib's protocol within bounds."""
+class _Once:
+    """Does something the first time it is called."""
+
+    def __init__(self, work: Callable[[], object]) -> None:
+        self._work: Callable[[], object] | None = work
+
+    def __call__(self) -> None:
+        work, self._work = self._work, None
+        if work is not None:
+            work()
+
+
+class BoundedConnection(H2Protocol, asyncio.BufferedProtocol):
+    """grpclib's protocol within bounds.
+
+    It is a BufferedProtocol because asyncio would read 256 KiB at a time into new memory otherwise.
+    """
 
     handler: Calls
 
@@ -106,7 +151,9 @@ class BoundedConnection(H2Protocol):
         self._resets = Allowance(bounds.resets, bounds.resets_per_s, bounds.resets, now_s)
         self._busy_at_s = now_s
         self._requests = 0
-        self._unfed = memoryview(b"")
+        self._buffer = memoryview(bytearray(bounds.read_bytes))
+        # The part of the buffer that was read but not looked at; nothing is read before that is done.
+        self._unfed = self._buffer[:0]
         self._eventless_bytes = 0
         self._buffered_bytes = 0
         self._is_write_paused = False
@@ -119,7 +166,8 @@ class BoundedConnection(H2Protocol):
         self._transport = cast("asyncio.Transport", transport)
         self._h2 = _bounded_h2(self._bounds)
         self._h2.initiate_connection()
-        self.connection = Connection(self._h2, self._transport, config=self.config)
+        living = cast("asyncio.Transport", _LivingTransport(self._transport))
+        self.connection = Connection(self._h2, living, config=self.config)
         self.connection.flush()
         self.processor = EventsProcessor(self.handler, self.connection)
         self._look = self._loop.call_later(self._bounds.first_request_s, self._look_for_idleness)
@@ -137,7 +185,6 @@ class BoundedConnection(H2Protocol):
             stream.window_updated.set()
         super().connection_lost(exc)
         self._account(0)
-        self._unfed = memoryview(b"")
         self._on_lost(self)
 
     def pause_writing(self) -> None:
@@ -152,21 +199,25 @@ class BoundedConnection(H2Protocol):
         self._is_write_paused = False
         self._steer()
 
-    def data_received(self, data: bytes) -> None:
-        """Take what arrived, in turns."""
-        self._unfed = memoryview(self._unfed.tobytes() + data if self._unfed else data)
-        if self._turn is None:
-            self._take_turn()
+    def get_buffer(self, sizehint: int) -> memoryview:  # noqa: ARG002 - asyncio's signature
+        """Return where to read to."""
+        return self._buffer
+
+    def buffer_updated(self, nbytes: int) -> None:
+        """Take what was read, in turns."""
+        self._unfed = self._buffer[:nbytes]
+        self._take_turn()
 
     def _take_turn(self) -> None:
         self._turn = None
-        if self._is_over:
-            return
-        portion = self._unfed[: self._bounds.turn_bytes]
-        self._unfed = self._unfed[self._bounds.turn_bytes :]
-        overdrawn_s = self._feed(portion)
-        if not self._is_over:
-            self._steer(overdrawn_s)
+        events, overdrawn_s = 0, 0.0
+        while self._unfed and not self._is_over and events < self._bounds.turn_events and not overdrawn_s:
+            portion = self._unfed[: self._bounds.portion_bytes]
+            self._unfed = self._unfed[self._bounds.portion_bytes :]
+            done = self._feed(portion)
+            events += done
+            overdrawn_s = self._events.take(done, self._loop.time())
+        self._steer(overdrawn_s)
 
     def _steer(self, overdrawn_s: float = 0.0) -> None:
         """Decide whether to take another turn, to read on, or to rest."""
@@ -179,23 +230,21 @@ class BoundedConnection(H2Protocol):
         else:
             self._transport.resume_reading()
 
-    def _feed(self, portion: memoryview) -> float:
-        """Process one portion and return for how long the peer has to be slowed down, seconds."""
-        if not portion:
-            return 0.0
+    def _feed(self, portion: memoryview) -> int:
+        """Process one portion and return how many frames, about, it ended."""
         try:
             events = self.connection.feed(portion.tobytes())
         except Exception:  # noqa: BLE001 - h2 has its own error, hpack and the codecs raise others
             self._cut("protocol_error")
-            return 0.0
+            return 0
         self.connection.flush()
         for event in events:
             self._process(event)
             if self._is_over or self.connection.is_closing():
-                return 0.0
+                return len(events)
         self.connection.flush()
         self._check(portion, events)
-        return self._events.take(len(events), self._loop.time())
+        return len(events)
 
     def _process(self, event: Event) -> None:
         if isinstance(event, RequestReceived):
@@ -274,6 +323,21 @@ class BoundedConnection(H2Protocol):
             if handle is not None:
                 handle.cancel()
         self._turn = self._look = None
+
+
+class _LivingTransport:
+    """A transport as grpclib uses it; what is written to it after its end is dropped without a word."""
+
+    def __init__(self, transport: asyncio.Transport) -> None:
+        self._transport = transport
+        self.is_closing = transport.is_closing
+        self.close = transport.close
+        self.get_extra_info = transport.get_extra_info
+
+    def write(self, data: bytes) -> None:
+        """Send, unless the connection is over: asyncio would log each further try."""
+        if not self._transport.is_closing():
+            self._transport.write(data)
 
 
 class _H2(H2Connection):

@@ -96,6 +96,8 @@ class ServerStatistics:
     resets: int
     malformed: int
     """Requests without a method or a path."""
+    calls_refused: int
+    """Because too many were running."""
     buffered_bytes: int
     """What unanswered requests hold now."""
     cuts: Mapping[str, int]
@@ -152,6 +154,8 @@ class BoundedServer:
             try:
                 peer, _ = self._listener.accept()
             except BlockingIOError:
+                # Without descriptors it would have failed even though nobody waits.
+                self._recovered()
                 return
             except OSError as error:
                 if error.errno in NO_DESCRIPTORS:
@@ -160,10 +164,13 @@ class BoundedServer:
                 if error.errno in {errno.ECONNABORTED, errno.EINTR, errno.EPROTO}:
                     continue
                 raise
-            if self._is_resting:
-                self._is_resting = False
-                log.info("Accepted connections again", extra=fields())
+            self._recovered()
             await self._admit(peer)
+
+    def _recovered(self) -> None:
+        if self._is_resting:
+            self._is_resting = False
+            log.info("Accepted connections again")
 
     async def _rest(self, error: OSError) -> None:
         self._tally.accept_failures += 1
@@ -202,7 +209,7 @@ class BoundedServer:
 
     def _new_connection(self) -> BoundedConnection:
         return BoundedConnection(
-            Calls(self._methods, self._codec, self._dispatch, tally=self._tally),
+            Calls(self._methods, self._codec, self._dispatch, bounds=self._bounds, tally=self._tally),
             bounds=self._bounds,
             tally=self._tally,
             on_made=self._remember,
@@ -280,7 +287,7 @@ class BoundedServer:
         tally = self._tally
         return ServerStatistics(
             connections=len(self._live),
-            calls=len(self._running()),
+            calls=tally.calls,
             accepted=tally.accepted,
             refused_full=tally.refused_full,
             refused_peer=tally.refused_peer,
@@ -288,6 +295,7 @@ class BoundedServer:
             requests=tally.requests,
             resets=tally.resets,
             malformed=tally.malformed,
+            calls_refused=tally.calls_refused,
             buffered_bytes=tally.buffered_bytes,
             cuts=dict(tally.cuts),
         )

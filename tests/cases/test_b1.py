@@ -13,8 +13,7 @@ import pytest
 from agent.model.facts import Registered, RegistrationFailed
 from agent.simulation.stubs.deviceplugin.v1beta1 import api_pb2 as pb
 from tests.sinks.offers import uuid
-from tests.sinks.raw_http2 import RawClient, ServerSide, framed, raw_client
-from tests.sinks.registrar import PATIENCE_S
+from tests.sinks.raw_http2 import PATIENCE_S, RawClient, ServerSide, framed, raw_client
 from tests.sinks.serving import sink
 
 SOCKET = "/var/lib/kubelet/device-plugins/nvidia-gpu.sock"

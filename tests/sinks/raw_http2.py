@@ -1,9 +1,10 @@
 """A client that speaks HTTP/2 frame by frame, and so can break every rule."""
 
 import asyncio
+import socket
 from collections import deque
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import ExitStack, asynccontextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -12,7 +13,8 @@ import h2.config
 import h2.connection
 import h2.events
 
-from tests.sinks.registrar import PATIENCE_S
+PATIENCE_S = 30.0
+"""Longer than anything takes on a loaded machine; no test waits for it to pass."""
 
 Header = tuple[str, str]
 
@@ -47,6 +49,15 @@ def _whole_message(body: bytearray) -> bytes | None:
     return message
 
 
+async def _connect(connection: socket.socket, path: Path) -> None:
+    # asyncio takes a full backlog for a connection that is under way.
+    while True:
+        try:
+            return connection.connect(str(path))
+        except BlockingIOError:
+            await asyncio.sleep(0.001)
+
+
 class RawClient:
     """One connection; nothing is validated on the way out."""
 
@@ -67,7 +78,13 @@ class RawClient:
 
     @classmethod
     async def connect(cls, path: Path) -> Self:
-        return cls(*await asyncio.open_unix_connection(str(path)))
+        with ExitStack() as on_failure:
+            connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+            on_failure.callback(connection.close)
+            await _connect(connection, path)
+            client = cls(*await asyncio.open_unix_connection(sock=connection))
+            on_failure.pop_all()
+        return client
 
     async def __aenter__(self) -> Self:
         self.h2.initiate_connection()
@@ -112,7 +129,7 @@ class RawClient:
         while True:
             while self._waiting:
                 yield self._waiting.popleft()
-            data = await self._read()
+            data = await self.read()
             if not data:
                 return
             for event in self.h2.receive_data(data):
@@ -122,7 +139,7 @@ class RawClient:
                     self.h2.acknowledge_received_data(event.flow_controlled_length, event.stream_id)
             await self.flush()
 
-    async def _read(self) -> bytes:
+    async def read(self) -> bytes:
         try:
             async with asyncio.timeout(PATIENCE_S):
                 return await self.reader.read(65536)
@@ -158,6 +175,11 @@ class RawClient:
                     return status.decode()
         raise AssertionError(f"no status on stream {stream_id}: {self.seen}")
 
+    async def wait_closed(self) -> None:
+        """Return when the server has closed the connection, whatever it says."""
+        while await self.read():
+            pass
+
     async def wait_end(self) -> None:
         """Return when the server has ended the connection."""
         async for _ in self.events():
@@ -169,3 +191,51 @@ async def raw_client(path: Path) -> AsyncIterator[RawClient]:
     """A connected client that has said hello."""
     async with await RawClient.connect(path) as client:
         yield client
+
+
+class ServerSide:
+    """A server that answers one connection frame by frame."""
+
+    def __init__(self) -> None:
+        self._connected: asyncio.Queue[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = asyncio.Queue(1)
+        self._writer: asyncio.StreamWriter | None = None
+        self._h2 = h2.connection.H2Connection(
+            h2.config.H2Configuration(client_side=False, header_encoding=None, validate_inbound_headers=False)
+        )
+
+    @classmethod
+    @asynccontextmanager
+    async def listening(cls, path: Path) -> AsyncIterator[Self]:
+        side = cls()
+        server = await asyncio.start_unix_server(side._connect, str(path))
+        try:
+            yield side
+        finally:
+            if side._writer is not None:
+                side._writer.close()
+            server.close()
+
+    async def _connect(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await self._connected.put((reader, writer))
+
+    async def wait_request(self) -> tuple[int, dict[bytes, bytes]]:
+        """Return the stream and headers of the first request, once it has been sent whole."""
+        reader, self._writer = await self._connected.get()
+        self._h2.initiate_connection()
+        found: dict[int, dict[bytes, bytes]] = {}
+        while True:
+            self._writer.write(self._h2.data_to_send())
+            for event in self._h2.receive_data(await reader.read(65536)):
+                if isinstance(event, h2.events.RequestReceived):
+                    found[event.stream_id] = dict(event.headers)
+                elif isinstance(event, h2.events.StreamEnded):
+                    return event.stream_id, found[event.stream_id]
+
+    async def answer(self, stream_id: int, body: bytes) -> None:
+        """Answer with one message and status OK."""
+        assert self._writer is not None
+        self._h2.send_headers(stream_id, [(":status", "200"), ("content-type", "application/grpc")])
+        self._h2.send_data(stream_id, body)
+        self._h2.send_headers(stream_id, [("grpc-status", "0")], end_stream=True)
+        self._writer.write(self._h2.data_to_send())
+        await self._writer.drain()

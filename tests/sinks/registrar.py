@@ -12,9 +12,6 @@ import grpc.aio
 from agent.simulation.stubs.deviceplugin.v1beta1 import api_pb2 as pb
 from agent.simulation.stubs.deviceplugin.v1beta1 import api_pb2_grpc as rpc
 
-PATIENCE_S = 30.0
-"""Longer than anything takes on a loaded machine; no test waits for it to pass."""
-
 
 class Registrar(rpc.RegistrationServicer):
     """Records registrations; ``answer`` decides each one."""

@@ -22,7 +22,7 @@ from agent.sinks.grpc_server import BoundedServer, receive_request
 from agent.sinks.plugin_service import ListSent
 from agent.sinks.plugin_socket import listen
 from tests.sinks.offers import GPU, node
-from tests.sinks.registrar import PATIENCE_S
+from tests.sinks.raw_http2 import PATIENCE_S
 
 ECHO = "/test.Echo/Echo"
 HOLD = "/test.Echo/Hold"

@@ -23,8 +23,8 @@ from agent.simulation.stubs.deviceplugin.v1beta1 import api_pb2 as pb
 from agent.sinks.plugin_service import WINDOW_S
 from agent.sinks.plugin_socket import identity_of
 from tests.sinks.offers import GPU, device, devices, node, resource, snapshot, uuid
-from tests.sinks.raw_http2 import raw_client
-from tests.sinks.registrar import PATIENCE_S, plugin, registrar
+from tests.sinks.raw_http2 import PATIENCE_S, raw_client
+from tests.sinks.registrar import plugin, registrar
 from tests.sinks.serving import Sink, meanwhile, sink
 
 MIG = ResourceName("nvidia.com/mig-1g.5gb")

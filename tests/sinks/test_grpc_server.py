@@ -1,6 +1,7 @@
 """The bounded server: what it answers, what it refuses, and how it ends."""
 
 import asyncio
+import gc
 import inspect
 import logging
 import os
@@ -19,6 +20,7 @@ import grpclib
 import grpclib.events
 import grpclib.protocol
 import grpclib.server
+import h2.connection
 import h2.events
 import pytest
 from grpclib.const import Cardinality
@@ -28,9 +30,9 @@ from h2.errors import ErrorCodes
 from h2.settings import SettingCodes
 
 from agent.sinks.grpc_bounds import PEER_LINES, Allowance, Bounds, LineLimit
+from agent.sinks.grpc_connection import BoundedConnection
 from agent.sinks.grpc_server import BoundedServer, receive_request
-from tests.sinks.raw_http2 import RawClient, framed, raw_client
-from tests.sinks.registrar import PATIENCE_S
+from tests.sinks.raw_http2 import PATIENCE_S, RawClient, framed, raw_client
 from tests.sinks.serving import ECHO, FLOOD, HOLD, EchoService, meanwhile, serving
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
@@ -232,6 +234,20 @@ async def test_a_request_without_method_or_path_is_reset_and_not_logged(
     assert not caplog.records
 
 
+async def test_a_request_without_a_path_that_is_taken_back_at_once_hurts_nobody(
+    path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with serving(path, EchoService().methods()) as server, raw_client(path) as client:
+        stream_id = client.h2.get_next_available_stream_id()
+        client.h2.send_headers(stream_id, [line for line in lines(ECHO) if line[0] != ":path"])
+        client.h2.reset_stream(stream_id)
+        await client.flush()
+        stream_id = await open_stream(client, ECHO, framed(b"still there"))
+        assert await client.wait_message(stream_id) == b"still there"
+        assert server.statistics().malformed == 1
+    assert not caplog.records
+
+
 # Who may come
 
 
@@ -339,6 +355,58 @@ async def test_streams_over_the_bound_end_the_connection(path: Path) -> None:
         await wait_cut(client)
         assert server.statistics().cuts == {"protocol_error": 1}
         await wait_until(server, lambda now: (now.connections, now.calls) == (0, 0))
+
+
+async def test_calls_over_the_bound_are_refused_but_not_those_of_a_connection_within_its_share(
+    path: Path,
+) -> None:
+    bounds = Bounds(streams=10, calls=6, calls_share=2)
+    async with (
+        serving(path, EchoService().methods(), bounds=bounds) as server,
+        raw_client(path) as greedy,
+        grpcio(path) as channel,
+    ):
+        for _ in range(8):
+            await open_stream(greedy, HOLD)
+        await wait_until(server, lambda now: now.calls_refused == 2)
+        async with asyncio.timeout(PATIENCE_S):
+            async for event in greedy.events():
+                if isinstance(event, h2.events.StreamReset):
+                    assert event.error_code == ErrorCodes.REFUSED_STREAM
+                    break
+        assert await unary(channel, ECHO)(b"mine", timeout=PATIENCE_S) == b"mine"
+        assert server.statistics().calls == 6
+
+
+async def test_a_call_taken_back_before_it_began_is_let_go(path: Path) -> None:
+    async with serving(path, EchoService().methods()) as server, raw_client(path) as client:
+        stream_id = client.h2.get_next_available_stream_id()
+        client.h2.send_headers(stream_id, lines(HOLD))
+        client.h2.reset_stream(stream_id)
+        await client.flush()
+        await wait_until(server, lambda now: (now.resets, now.calls) == (1, 0))
+        [connection] = server._live
+        assert not connection.processor.streams
+        assert not connection.handler._tasks
+
+
+async def test_an_ended_connection_leaves_nothing_for_the_garbage_collector(path: Path) -> None:
+    service = EchoService()
+    gc.collect()
+    gc.disable()
+    try:
+        async with serving(path, service.methods()) as server:
+            async with raw_client(path) as client:
+                await open_stream(client, HOLD)
+                await open_stream(client, ECHO, b"\x00\x00\x00\xff\xff", end=False)
+                stream_id = await open_stream(client, ECHO)
+                await client.wait_message(stream_id)
+            await wait_until(server, lambda now: (now.connections, now.calls) == (0, 0))
+            kinds = (BoundedConnection, grpclib.protocol.Stream, h2.connection.H2Connection)
+            left = [each for each in gc.get_objects() if isinstance(each, kinds)]
+            assert [each for each in left if each is not client.h2] == []
+    finally:
+        gc.enable()
 
 
 async def test_calls_taken_back_again_and_again_end_the_connection(path: Path) -> None:
@@ -488,8 +556,7 @@ async def test_garbage_ends_only_its_own_connection(
         client = await RawClient.connect(path)
         await client.send(garbage)
         async with asyncio.timeout(PATIENCE_S):
-            while await client._read():
-                pass
+            await client.wait_closed()
         await client.close()
         await wait_until(server, lambda now: now.connections == 1)
         assert await unary(channel, ECHO)(b"after", timeout=PATIENCE_S) == b"after"
@@ -619,9 +686,12 @@ async def test_no_call_is_left_when_its_peer_stopped_reading_took_it_back_and_di
         await wait_stuck(connection)
         # As if it had been read just before the server stopped reading.
         client.h2.reset_stream(stream_id)
-        connection.data_received(client.h2.data_to_send())
+        reset = client.h2.data_to_send()
+        connection.get_buffer(-1)[: len(reset)] = reset
+        connection.buffer_updated(len(reset))
         assert server.statistics().resets == 1
-        tasks = connection.handler._cancelled
+        tasks = set(connection.handler._cancelled)
+        assert len(tasks) == 1
         client.writer.transport.abort()
         await wait_until(server, lambda now: now.connections == 0)
         await asyncio.wait(tasks, timeout=PATIENCE_S)

@@ -1,0 +1,129 @@
+"""Fault 18: whatever Allocate is asked for, the answer is a valid one or says what was wrong."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import grpc
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as some
+
+from agent.simulation.stubs.deviceplugin.v1beta1 import api_pb2 as pb
+from agent.simulation.stubs.deviceplugin.v1beta1 import api_pb2_grpc as rpc
+from agent.sinks.plugin_service import MAX_REFUSAL_CHARS, SERVICE
+from agent.sinks.plugin_wire import MAX_CONTAINERS, MAX_ID_BYTES, MAX_IDS
+from tests.sinks.offers import uuid
+from tests.sinks.plugin_process import PluginProcess, plugin_process
+from tests.sinks.raw_http2 import PATIENCE_S
+
+HEALTHY = [uuid(number) for number in range(7)]
+SICK = uuid(7)
+NODES = {"/dev/nvidiactl", *(f"/dev/nvidia{number}" for number in range(8))}
+INVALID, FAILED = grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.FAILED_PRECONDITION
+
+hostile_ids = (
+    some.sampled_from([*HEALTHY, SICK])
+    | some.text(max_size=MAX_ID_BYTES + 10)
+    | some.sampled_from(
+        ["", "..", "../../etc/passwd", "/dev/nvidia0", "GPU-\0", "%s%n", "\x1b[31m", uuid(0) + "/.."]
+    )
+)
+requests = some.lists(some.lists(hostile_ids, max_size=10), max_size=4)
+
+
+@pytest.fixture(scope="module")
+def process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PluginProcess]:
+    with plugin_process(tmp_path_factory.mktemp("plugin")) as served:
+        yield served
+
+
+@pytest.fixture(scope="module")
+def channel(process: PluginProcess) -> Iterator[Any]:
+    with grpc.insecure_channel(f"unix:{process.socket}") as opened:
+        yield opened
+
+
+@pytest.fixture(scope="module")
+def stub(channel: Any) -> Any:
+    return rpc.DevicePluginStub(channel)  # type: ignore[no-untyped-call]
+
+
+def allocate(stub: Any, containers: Sequence[Sequence[str]]) -> Any:
+    """Return the answer, or the error."""
+    request = pb.AllocateRequest(
+        container_requests=[pb.ContainerAllocateRequest(devices_ids=ids) for ids in containers]
+    )
+    try:
+        return stub.Allocate(request, timeout=PATIENCE_S)
+    except grpc.RpcError as error:
+        return error
+
+
+@settings(deadline=None, max_examples=200)
+@given(containers=requests)
+@example(containers=[])
+@example(containers=[[]])
+@example(containers=[[HEALTHY[0]] * 5])
+def test_an_answer_holds_only_what_is_asked_for_and_known(stub: Any, containers: list[list[str]]) -> None:
+    answer = allocate(stub, containers)
+    asked = {name for ids in containers for name in ids}
+    if not asked <= {*HEALTHY, SICK}:
+        assert answer.code() in {INVALID, FAILED}
+        assert 0 < len(answer.details()) <= MAX_REFUSAL_CHARS
+        return
+    if SICK in asked:
+        assert answer.code() is FAILED
+        return
+    assert len(answer.container_responses) == len(containers)
+    for ids, container in zip(containers, answer.container_responses, strict=True):
+        assert dict(container.envs) == {"NVIDIA_VISIBLE_DEVICES": ",".join(sorted(set(ids)))}
+        assert {spec.host_path for spec in container.devices} <= NODES
+        assert len(container.devices) == 1 + len(set(ids))
+
+
+@settings(deadline=None, max_examples=200)
+@given(data=some.binary(max_size=300))
+@example(data=b"\x0a\x00" * 500_000)
+@example(data=b"\x50\x00" * 500_000)
+@pytest.mark.parametrize("method", ["Allocate", "GetPreferredAllocation", "PreStartContainer"])
+def test_bytes_that_are_no_request_are_refused_at_once(channel: Any, method: str, data: bytes) -> None:
+    call = channel.unary_unary(f"{SERVICE}/{method}").future(data, timeout=PATIENCE_S)
+    assert call.code() in {grpc.StatusCode.OK, INVALID, FAILED}
+
+
+@pytest.mark.parametrize(
+    ("containers", "code", "words"),
+    [
+        ([[f"GPU-{number}" for number in range(10_000)]], INVALID, "unknown device"),
+        ([["x"] * (MAX_IDS + 1)], INVALID, f"more than {MAX_IDS} devices"),
+        ([["x" * (MAX_ID_BYTES + 1)]], INVALID, f"longer than {MAX_ID_BYTES} bytes"),
+        ([[HEALTHY[0]]] * (MAX_CONTAINERS + 1), INVALID, f"more than {MAX_CONTAINERS} containers"),
+        ([["GPU-00000000-0000-4000-8000-00000000dead"]], INVALID, "dead is not a device of nvidia.com/gpu"),
+        ([[HEALTHY[0], SICK]], FAILED, SICK),
+    ],
+    ids=["10000-unknown", "ids", "id", "containers", "unknown", "unhealthy"],
+)
+def test_a_refusal_names_what_is_wrong(
+    stub: Any, containers: list[list[str]], code: grpc.StatusCode, words: str
+) -> None:
+    answer = allocate(stub, containers)
+    assert answer.code() is code
+    assert words in answer.details()
+
+
+def test_10000_times_the_same_device_is_that_device(stub: Any) -> None:
+    [container] = allocate(stub, [[HEALTHY[2]] * 10_000]).container_responses
+    assert dict(container.envs) == {"NVIDIA_VISIBLE_DEVICES": HEALTHY[2]}
+
+
+def test_16_at_once_and_1000_in_a_row_are_all_answered(stub: Any) -> None:
+    request = pb.AllocateRequest(container_requests=[pb.ContainerAllocateRequest(devices_ids=[HEALTHY[0]])])
+    running = [stub.Allocate.future(request, timeout=PATIENCE_S) for _ in range(16)]
+    assert all(len(call.result().container_responses) == 1 for call in running)
+    for _ in range(1_000):
+        assert len(stub.Allocate(request, timeout=PATIENCE_S).container_responses) == 1
+
+
+def test_nothing_of_all_this_was_worth_a_log_line(process: PluginProcess) -> None:
+    assert process.is_alive
+    assert process.log_lines() == []

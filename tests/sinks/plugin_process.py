@@ -1,0 +1,121 @@
+"""A process that serves eight GPUs, the last one sick: python -m tests.sinks.plugin_process DIR.
+
+Attacks are aimed at it, so that its memory, file descriptors and log lines are its own.
+"""
+
+import asyncio
+import gc
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from agent import log
+from agent.bus import Inbox, Latest
+from agent.model.effects import RegisterResource
+from agent.model.facts import Fact
+from agent.sinks.device_plugin import DevicePlugin
+from tests.sinks.offers import GPU, devices, snapshot
+from tests.sinks.offers import resource as offered
+
+REPOSITORY = Path(__file__).parents[2]
+PAGE_BYTES = resource.getpagesize()
+
+
+class PluginProcess:
+    """The process as its attackers see it."""
+
+    def __init__(self, process: subprocess.Popen[bytes], directory: Path) -> None:
+        self._process = process
+        self.socket = directory / "nvidia-gpu.sock"
+        self._log = directory / "stderr"
+
+    @property
+    def is_alive(self) -> bool:
+        return self._process.poll() is None
+
+    def rss_bytes(self) -> int:
+        return int(Path(f"/proc/{self._process.pid}/statm").read_text().split()[1]) * PAGE_BYTES
+
+    def open_files(self) -> int:
+        return sum(1 for _ in Path(f"/proc/{self._process.pid}/fd").iterdir())
+
+    def log_lines(self) -> list[str]:
+        return self._log.read_text().splitlines()
+
+    def send(self, number: signal.Signals) -> None:
+        self._process.send_signal(number)
+
+
+@contextmanager
+def plugin_process(directory: Path, *arguments: str) -> Iterator[PluginProcess]:
+    """Start the process, wait until it serves, and end it."""
+    with (directory / "stderr").open("wb") as lines:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "tests.sinks.plugin_process", str(directory), *arguments],
+            cwd=REPOSITORY,
+            stdout=subprocess.PIPE,
+            stderr=lines,
+        )
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"serving\n", (directory / "stderr").read_text()
+        yield PluginProcess(process, directory)
+        process.terminate()
+        assert process.wait(30) == 0
+    finally:
+        process.kill()
+        process.wait()
+        if process.stdout is not None:
+            process.stdout.close()
+
+
+async def serve(directory: Path) -> None:
+    loop = asyncio.get_running_loop()
+    inbox: Inbox[Fact] = Inbox(clock=time.monotonic_ns)
+    plugin = DevicePlugin(
+        inbox=inbox,
+        latest=Latest(snapshot(offered(devices(8, sick=[7])), pass_device_specs=True)),
+        kubelet_socket=directory / "kubelet.sock",
+        clock=time.monotonic_ns,
+    )
+    stop = asyncio.Event()
+    loop.add_signal_handler(signal.SIGTERM, stop.set)
+    exhausted: list[int] = []
+    loop.add_signal_handler(signal.SIGUSR1, _exhaust, exhausted)
+    loop.add_signal_handler(signal.SIGUSR2, _give_back, exhausted)
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(plugin.run())
+        plugin.register(RegisterResource(GPU, 1))
+        while not (directory / "nvidia-gpu.sock").exists():
+            await asyncio.sleep(0.001)
+        gc.freeze()
+        sys.stdout.write("serving\n")
+        sys.stdout.flush()
+        await stop.wait()
+        await plugin.drain(1.0)
+
+
+def _exhaust(taken: list[int]) -> None:
+    """Take every file descriptor there is."""
+    resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+    try:
+        while True:
+            taken.append(os.open("/dev/null", os.O_RDONLY))
+    except OSError:
+        return
+
+
+def _give_back(taken: list[int]) -> None:
+    while taken:
+        os.close(taken.pop())
+
+
+if __name__ == "__main__":
+    log.set_up("json", "info")
+    asyncio.run(serve(Path(sys.argv[1])))

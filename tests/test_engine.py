@@ -1,0 +1,215 @@
+"""The engine: one publication for each batch, before its effects; a Tick when the core asked for it."""
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, cast
+
+import pytest
+
+from agent.bus import Inbox, Latest
+from agent.core.reducer import IDLE_NS
+from agent.core.state import initial_state
+from agent.core.view import snapshot_of
+from agent.engine import Engine
+from agent.model.effects import Effect, EventKind, RecordEvent, RegisterResource
+from agent.model.facts import (
+    DriverReady,
+    Fact,
+    GpuProbePassed,
+    GpusEnumerated,
+    KubeletSocketSeen,
+    TaskReported,
+    XidReported,
+)
+from agent.model.gpu import Gpu
+from agent.model.ids import GpuUuid, SocketIdentity, SourceName
+from agent.model.policy import MILLISECOND_NS, SECOND_NS, Policy
+from agent.model.snapshot import Snapshot
+
+U0 = GpuUuid("GPU-0")
+GPU = Gpu(
+    uuid=U0,
+    index=0,
+    minor=0,
+    name="simulated",
+    pci="0000:3b:00.0",
+    memory_bytes=2**30,
+    compute_capability=(9, 0),
+    numa_node=None,
+)
+READY = DriverReady("570", "12.570", (12, 8))
+FOUND = GpusEnumerated((GPU,))
+KUBELET = KubeletSocketSeen(SocketIdentity(1, 2, 3))
+
+
+class Bench:
+    """An engine with its inbox, and what came out of it."""
+
+    def __init__(
+        self,
+        *,
+        policy: Policy | None = None,
+        max_idle_ns: int = 3600 * SECOND_NS,
+        capacity: int = 100,
+        again: Callable[[int], Fact] | None = None,
+    ) -> None:
+        self.again = again
+        state = initial_state(policy or Policy(), None, now_ns=time.monotonic_ns())
+        self.inbox: Inbox[Fact] = Inbox(clock=time.monotonic_ns, capacity=capacity)
+        self.latest: Latest[Snapshot] = Latest(snapshot_of(state))
+        self.performed: list[tuple[int, Effect]] = []
+        """Each effect, with the version that was published when it was handed out."""
+        self.fed: list[int] = []
+        self.registering = asyncio.Event()
+        self.engine = Engine(
+            inbox=self.inbox,
+            state=state,
+            latest=self.latest,
+            perform=self.perform,
+            after_step=self.fed.append,
+            clock=time.monotonic_ns,
+            max_idle_ns=max_idle_ns,
+        )
+
+    def perform(self, effect: Effect) -> None:
+        self.performed.append((self.latest.version, effect))
+        if isinstance(effect, RegisterResource):
+            self.registering.set()
+        if self.again is not None:
+            self.put(self.again(len(self.performed)))
+
+    def put(self, *facts: Fact) -> None:
+        for fact in facts:
+            self.inbox.put(fact)
+
+    def messages(self) -> list[str]:
+        return [effect.event.message for _, effect in self.performed if isinstance(effect, RecordEvent)]
+
+    async def run_until(self, reached: asyncio.Event) -> None:
+        """Let the engine run until something was reached."""
+        async with asyncio.TaskGroup() as group:
+            running = group.create_task(self.engine.run(), name="engine")
+            await reached.wait()
+            running.cancel()
+
+
+class Keyless:
+    key = None
+    source = SourceName("probe")
+
+
+class TakenByNobody:
+    key = ("nobody",)
+    source = SourceName("test")
+
+
+@pytest.fixture
+def bench_of() -> Iterator[Callable[..., Bench]]:
+    with contextlib.ExitStack() as stack:
+
+        def make(**settings: Any) -> Bench:
+            made = Bench(**settings)
+            stack.callback(made.inbox.close)
+            return made
+
+        yield make
+
+
+@pytest.fixture
+def bench(bench_of: Callable[..., Bench]) -> Bench:
+    return bench_of()
+
+
+def test_a_batch_is_published_once_and_before_its_effects(bench: Bench) -> None:
+    bench.put(READY, FOUND, GpuProbePassed(U0), KUBELET)
+    bench.engine.step_once()
+    assert bench.latest.version == 1
+    assert len(bench.performed) > 3
+    assert {version for version, _ in bench.performed} == {1}
+    assert bench.latest.value.resources[0].allocatable == 1
+    assert isinstance(bench.performed[-1][1], RegisterResource)
+
+
+def test_effects_are_in_the_order_of_the_facts(bench: Bench) -> None:
+    bench.put(READY, FOUND, GpuProbePassed(U0), KUBELET)
+    bench.engine.step_once()
+    kinds = [effect.event.kind for _, effect in bench.performed if isinstance(effect, RecordEvent)]
+    assert kinds[0] is EventKind.DRIVER
+    assert kinds[-1] is EventKind.KUBELET
+
+
+def test_a_batch_that_changes_nothing_is_not_published_but_feeds_the_watchdog(bench: Bench) -> None:
+    bench.put(XidReported(None, 79))
+    bench.engine.step_once()
+    bench.engine.step_once()
+    assert bench.latest.version == 0
+    assert bench.messages() == ["An XID of an unknown device marks no device"]
+    assert len(bench.fed) == 2
+    assert bench.fed == sorted(bench.fed)
+
+
+def test_losses_are_told_before_the_facts_that_came_after_them(bench_of: Callable[..., Bench]) -> None:
+    bench = bench_of(capacity=0)
+    bench.put(cast("Fact", Keyless()), READY)
+    bench.engine.step_once()
+    assert bench.messages() == ["Facts were lost because the inbox was full", "NVML was initialised"]
+
+
+def test_a_fact_that_the_core_cannot_take_ends_the_round_and_the_others_wait_for_the_next(
+    bench: Bench,
+) -> None:
+    bench.put(READY, cast("Fact", TakenByNobody()), FOUND)
+    with pytest.raises(AssertionError):
+        bench.engine.step_once()
+    assert bench.fed == []
+    assert bench.latest.version == 1
+    assert bench.messages() == ["NVML was initialised"]
+    bench.put(GpuProbePassed(U0))
+    bench.engine.step_once()
+    assert bench.latest.version == 2
+    assert bench.latest.value.resources[0].allocatable == 1
+    assert len(bench.fed) == 1
+
+
+async def test_facts_are_taken_when_they_are_put(bench: Bench) -> None:
+    async with asyncio.TaskGroup() as group:
+        running = group.create_task(bench.engine.run(), name="engine")
+        await asyncio.sleep(0)
+        bench.put(READY, FOUND, GpuProbePassed(U0), KUBELET)
+        await bench.registering.wait()
+        running.cancel()
+    assert bench.latest.value.resources[0].allocatable == 1
+
+
+async def test_the_core_is_stepped_when_it_asked_for_it(bench_of: Callable[..., Bench]) -> None:
+    bench = bench_of(policy=Policy(first_probe_wait_ns=5 * MILLISECOND_NS))
+    bench.put(READY, FOUND, KUBELET)
+    began_ns = time.monotonic_ns()
+    await bench.run_until(bench.registering)
+    assert time.monotonic_ns() - began_ns < IDLE_NS
+
+
+async def test_the_watchdog_is_fed_although_nothing_happens(bench_of: Callable[..., Bench]) -> None:
+    bench = bench_of(max_idle_ns=MILLISECOND_NS)
+    async with asyncio.TaskGroup() as group:
+        running = group.create_task(bench.engine.run(), name="engine")
+        while len(bench.fed) < 5:
+            await asyncio.sleep(0)
+        running.cancel()
+    assert bench.latest.version == 0
+
+
+async def test_an_engine_that_is_never_idle_lets_the_others_run(bench_of: Callable[..., Bench]) -> None:
+    endless = SourceName("endless")
+    bench: Bench = bench_of(again=lambda done: TaskReported(endless, running=done % 2 == 1))
+    bench.put(TaskReported(endless, running=False))
+    turns = 0
+    async with asyncio.TaskGroup() as group:
+        running = group.create_task(bench.engine.run(), name="engine")
+        while len(bench.performed) < 50:
+            await asyncio.sleep(0)
+            turns += 1
+        running.cancel()
+    assert turns >= 50
