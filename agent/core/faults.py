@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Final, TypeVar
 
 from agent.core import conditions, xids
+from agent.core.driver import hang_conditions
 from agent.core.samples import UNKNOWN, Window, judged
 from agent.core.state import State
 from agent.model import facts
@@ -179,7 +180,9 @@ def probe_passed(state: State, fact: facts.GpuProbePassed, now_ns: int) -> State
     if fact.gpu not in state.gpus or state.driver.ready is False:
         return state
     answered = _with_answer(state, fact.gpu)
-    active = conditions.after_clean_probe(answered.conditions, fact.gpu, policy=state.policy, now_ns=now_ns)
+    # The probe that ends a hang of the driver is also the first clean one after it.
+    active = hang_conditions(answered, now_ns)
+    active = conditions.after_clean_probe(active, fact.gpu, policy=state.policy, now_ns=now_ns)
     return answered if active is answered.conditions else replace(answered, conditions=active)
 
 

@@ -208,7 +208,10 @@ class Oracle:
             return
         self.last_xid[fact.gpu, fact.xid] = (fact.source, now_ns)
         self.xids[fact.gpu, fact.xid] += fact.count
-        if fact.xid in IGNORED_BY_NVIDIAS_PLUGIN or fact.xid in self.policy.extra_ignored_xids:
+        if (
+            self.policy.xid_overrides.get(fact.xid, fact.xid in IGNORED_BY_NVIDIAS_PLUGIN and "ignore")
+            == "ignore"
+        ):
             return
         gi, ci = fact.gi, fact.ci
         devices = self.gpus[fact.gpu].mig_devices
