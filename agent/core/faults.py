@@ -74,7 +74,12 @@ def kernel_xid_seen(state: State, fact: facts.KernelXidSeen, now_ns: int) -> App
     """Take an XID of the kernel log; one from before the agent began to read is only counted."""
     gpu = next((gpu for gpu in state.gpus.values() if gpu.pci == fact.pci), None)
     told = facts.XidReported(
-        gpu=None if gpu is None else gpu.uuid, xid=fact.xid, count=fact.count, source=fact.source
+        gpu=None if gpu is None else gpu.uuid,
+        xid=fact.xid,
+        gi=fact.gi,
+        ci=fact.ci,
+        count=fact.count,
+        source=fact.source,
     )
     if not fact.backlog:
         return xid_reported(state, told, now_ns, fact.detail)

@@ -310,13 +310,15 @@ class KernelXidSeen:
     """What the line says after the number, shortened; unit and sub code of NVLink errors."""
     backlog: bool = False
     """From before the agent began to read: counted, but no reason to flip now."""
+    gi: int = ALL
+    ci: int = ALL
     count: int = 1
     source: SourceName = KERNEL_LOG
 
     @property
     def key(self) -> Hashable:
-        """The same XID of the same address is counted, not queued twice."""
-        return (KernelXidSeen, self.pci, self.xid, self.backlog)
+        """The same XID at the same place is counted, not queued twice."""
+        return (KernelXidSeen, self.pci, self.gi, self.ci, self.xid, self.backlog)
 
     def merged_with(self, newer: Self) -> Self:
         """Add the counts."""
