@@ -31,6 +31,8 @@ def enumerated(state: State, fact: facts.GpusEnumerated, now_ns: int) -> State:
         gpus=known,
         present=present,
         control_nodes=fact.control_nodes,
+        # A call on a GPU that fell off the bus is that GPU's trouble, not a sign that the driver hangs.
+        overdue={gpu: call for gpu, call in state.overdue.items() if gpu in present},
         conditions=_with_missing_gpus(state.conditions, known, present, now_ns),
         first_probes_by_ns=first_probes_by_ns,
     )

@@ -1,7 +1,7 @@
 """How a resource stands with the kubelet: one small state machine for each resource.
 
-Invariants: a new generation begins only in _begin, and each generation is answered once. Answers
-of older generations change nothing. The old stream and server are ended before each registration
+Invariants: a new generation begins only in _begin. Answers of older generations, and of one that was
+given up, change nothing. The old stream and server are ended before each registration
 (by the owner of RegisterResource), because the kubelet drops the new one when the old one ends
 later. The two clocks: a refused connection is tried again every 50 ms for 10 s, then every second;
 an answered error and a lost stream are tried again after 0.1 s, doubling to 10 s. Which of two
@@ -74,13 +74,14 @@ Told = Registered | RegistrationFailed | WatchersChanged | OwnSocketLost
 
 def told(standing: Registration, fact: Told, *, policy: Policy, now_ns: int) -> Registration:
     """Return the standing after the owner of the plugin socket, or who watches it, told something."""
-    if standing.generation != fact.generation:
+    is_given_up = standing.phase in {RegistrationPhase.WAITING, RegistrationPhase.BACKING_OFF}
+    if standing.generation != fact.generation or is_given_up:
         return standing
     match fact:
-        case Registered() | RegistrationFailed() if standing.phase is not RegistrationPhase.REGISTERING:
-            return standing
         case Registered():
             return _accepted(standing, fact, policy, now_ns)
+        case RegistrationFailed() if standing.registered:
+            return _lost(replace(standing, failure=fact.failure), fact.message, policy, now_ns)
         case RegistrationFailed():
             return _failed(standing, fact, policy, now_ns)
         case WatchersChanged():

@@ -23,7 +23,13 @@ from agent.simulation.action_table import (
     summary_of,
     whole_number,
 )
-from agent.simulation.presets import MigDeviceSpec, PresetError
+from agent.simulation.presets import MigDeviceSpec, PresetError, place_mig_devices
+from agent.simulation.roots import (
+    remove_pci_device,
+    write_mig_capabilities,
+    write_mig_devices,
+    write_pci_device,
+)
 from agent.spelling import suggestion
 
 if TYPE_CHECKING:
@@ -155,6 +161,7 @@ class RemoveGpu:
         """Hide it."""
         slot = node.slot(self.gpu)
         node.nvml.hide_gpu(slot, code=int(NvmlCode.GPU_IS_LOST) if self.code is None else self.code)
+        remove_pci_device(node.spec.gpus[slot], node.directory.path / "sys")
         return f"{node.gpu_name(slot)} is gone"
 
 
@@ -167,6 +174,7 @@ class AddGpu:
     async def apply(self, node: "SimulatedNode") -> str:
         """Show it."""
         slot = node.slot(self.gpu)
+        write_pci_device(node.spec.gpus[slot], node.directory.path / "sys")
         node.nvml.reveal_gpu(slot)
         return f"{node.gpu_name(slot)} is there"
 
@@ -221,15 +229,20 @@ class Mig:
     )
 
     async def apply(self, node: "SimulatedNode") -> str:
-        """Place the devices and let a client know, as the driver does."""
+        """Place the devices, in NVML and in what the driver shows under /dev and /proc."""
         slot = node.slot(self.gpu)
+        gpu = node.spec.gpus[slot]
         names = () if self.devices in (("off",), ("none",)) else self.devices
+        devices = [MigDeviceSpec(profile=name) for name in names]
+        if gpu.mig is None:
+            raise UsageError(f"{node.gpu_name(slot)}, a {gpu.name}, cannot do MIG")
         try:
-            node.nvml.set_mig(
-                slot, [MigDeviceSpec(profile=name) for name in names], enabled=self.devices != ("off",)
-            )
+            placed = place_mig_devices(slot, gpu.mig.profiles, devices)
+            node.nvml.set_mig(slot, devices, enabled=self.devices != ("off",))
         except PresetError as error:
             raise UsageError(f"MIG of {node.gpu_name(slot)} cannot be set: {error}") from None
+        write_mig_devices(gpu.minor, placed, node.directory.path / "dev")
+        write_mig_capabilities(gpu.minor, placed, node.directory.path / "proc")
         return f"MIG of {node.gpu_name(slot)} is {', '.join(self.devices)}"
 
 

@@ -16,6 +16,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final, Self
 
+from agent.errors import AgentError
+
 MAX_LOG_BYTES: Final = 4 * 1024 * 1024
 """A log that has grown over this begins anew; the one before it is kept beside it."""
 MAX_TAIL_BYTES: Final = 8 * 1024
@@ -73,16 +75,20 @@ class Child:
         cls, name: str, argv: Sequence[str], *, environment: Mapping[str, str], log: Path | None = None
     ) -> Self:
         """Start a program; its standard error is kept, and its standard output is readable by lines."""
-        process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-I", "-S", "-c", _LEASH, str(os.getpid())),
-            *argv,
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.PIPE,
-            env=dict(environment),
-            process_group=0,
-        )
-        return cls(name, process, None if log is None else BoundedLog(log))
+        try:
+            kept = None if log is None else BoundedLog(log)
+            process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-I", "-S", "-c", _LEASH, str(os.getpid())),
+                *argv,
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.PIPE,
+                env=dict(environment),
+                process_group=0,
+            )
+        except OSError as error:
+            raise AgentError(f"The {name} process could not be started: {error}") from error
+        return cls(name, process, kept)
 
     @property
     def pid(self) -> int:

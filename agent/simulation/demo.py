@@ -3,40 +3,40 @@
 import argparse
 import asyncio
 import shlex
+import textwrap
 from pathlib import Path
 from typing import Final
 
 from agent import config
-from agent.simulation.simulate import DEFAULT_PRESET, add_node_options
+from agent.simulation.simulate import DEFAULT_PRESET, add_node_options, shipped
 
 EXAMPLES: Final = """\
 Examples:
   gpu-agent demo                            a live table of a DGX H100
   gpu-agent inject xid 79 --gpu 3           in a second terminal: a GPU breaks
-  gpu-agent demo --scenario xid-79 --json   the same by itself, as JSON lines
-
-scenarios: xid-79, kubelet-restart, stream-dropped, socket-deleted, late-gpus,
-  driver-late, or a file of your own
-exit codes: 0 ended as expected, 1 failed, 2 usage or bad scenario"""
+  gpu-agent demo --scenario xid-79 --json   the same by itself, as JSON lines"""
+EXIT_CODES: Final = "exit codes: 0 ended as expected, 1 failed, 2 usage or bad scenario"
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Describe the command."""
     sentence = "Show a simulated GPU node with the agent on it: no GPU and no cluster needed."
-    parser.description = f"{sentence}\n\n{EXAMPLES}"
+    names = ", ".join(shipped("scenarios"))
+    scenarios = textwrap.fill(f"scenarios: {names}, or a file of your own", 78, break_on_hyphens=False)
+    parser.description = f"{sentence}\n\n{EXAMPLES}\n\n{scenarios}\n{EXIT_CODES}"
     add_node_options(parser)
 
 
 def main(args: argparse.Namespace) -> int:
     """Run the command; raises AgentError with what is wrong in one sentence."""
     from agent.simulation.ending import require_grpc  # noqa: PLC0415 - gRPC and YAML are for this command only
-    from agent.simulation.plan import plan_of  # noqa: PLC0415
+
+    require_grpc()
+    from agent.simulation.plan import plan_of  # noqa: PLC0415 - needs what require_grpc looks for
+    from agent.simulation.supervise import Demo, demo  # noqa: PLC0415
 
     preset = args.preset or DEFAULT_PRESET
     plan = plan_of(args.scenario, preset)
-    require_grpc()
-    from agent.simulation.supervise import Demo, demo  # noqa: PLC0415 - needs what require_grpc looks for
-
     node_dir = Path(args.node_dir).absolute()
     wanted = Demo(
         plan=plan,

@@ -44,6 +44,7 @@ class NodeDirectory:
         _judge_length(place)
         try:
             place.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            _judge_parent(place.parent)
             with contextlib.suppress(FileExistsError):
                 place.mkdir(mode=0o700)
             _judge(place)
@@ -170,6 +171,16 @@ def _judge_length(place: Path) -> None:
         raise UsageError(
             f"The node directory {place} has a path of {length} bytes, over {MAX_PATH_BYTES}: too long for "
             "the sockets in it; choose a shorter one with --node-dir"
+        )
+
+
+def _judge_parent(parent: Path) -> None:
+    """Raise UsageError where somebody else could put another directory in the node's place."""
+    status = parent.stat()
+    others_write = status.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and not status.st_mode & stat.S_ISVTX
+    if status.st_uid not in (0, os.geteuid()) or others_write:
+        raise UsageError(
+            f"The directory {parent} is another user's to change; choose a safer place with --node-dir"
         )
 
 

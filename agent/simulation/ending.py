@@ -74,7 +74,7 @@ def require_grpc() -> None:
     for module in ("grpc", "google.protobuf"):
         try:
             found = importlib.util.find_spec(module)
-        except ModuleNotFoundError:
+        except (ModuleNotFoundError, ValueError):
             found = None
         if found is None:
             raise AgentError(

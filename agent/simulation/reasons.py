@@ -11,6 +11,8 @@ from typing import Any, Final
 MAX_ANSWER_BYTES: Final = 8 * 1024 * 1024
 ANSWER_TIMEOUT_S: Final = 2.0
 """How long one question may take."""
+FIRST_ANSWER_WITHIN_S: Final = 10.0
+"""How long it may take until it answers at all: it serves the kubelet before it serves HTTP."""
 AGREES_WITHIN_S: Final = 1.0
 """How long the agent may say something else than the kubelet, which hears it over the same stream."""
 _ASK_AGAIN_S: Final = 0.05
@@ -35,8 +37,10 @@ class Reason:
 class AgentClient:
     """Asks one agent over its control socket."""
 
-    def __init__(self, socket_path: Path) -> None:
+    def __init__(self, socket_path: Path, *, first_answer_within_s: float = FIRST_ANSWER_WITHIN_S) -> None:
         self._path = socket_path
+        self._first_answer_within_s = first_answer_within_s
+        self._is_waited_for = False
 
     async def reasons(
         self, resource: str, unhealthy: Sequence[str], *, connected: bool
@@ -50,12 +54,24 @@ class AgentClient:
         if not connected:
             return dict.fromkeys(unhealthy, Reason(message=STREAM_ENDED))
         if unhealthy:
+            await self._wait_for_first_answer()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(AGREES_WITHIN_S):
+                    found = await self._unhealthy(resource)
                     while set(found) != set(unhealthy):
+                        await asyncio.sleep(_ASK_AGAIN_S)
                         found = await self._unhealthy(resource)
-                        await asyncio.sleep(0 if set(found) == set(unhealthy) else _ASK_AGAIN_S)
         return {id_: found.get(id_, Reason()) for id_ in unhealthy}
+
+    async def _wait_for_first_answer(self) -> None:
+        """Give the agent time to serve; waited for once, since one that hangs would delay all."""
+        if self._is_waited_for:
+            return
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._first_answer_within_s):
+                while await self._get("/v1/devices") is None:  # noqa: ASYNC110 - another process
+                    await asyncio.sleep(_ASK_AGAIN_S)
+        self._is_waited_for = True
 
     async def http_address(self) -> str | None:
         """Return where the agent serves HTTP; None while it does not."""

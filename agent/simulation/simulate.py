@@ -22,11 +22,18 @@ def add_node_options(parser: argparse.ArgumentParser) -> None:
     """Add the options that simulate and demo share."""
     which = parser.add_mutually_exclusive_group()
     which.add_argument(
-        "--preset", metavar="NAME", help=f"The node's hardware: dgx-h100, 8x-a100 or 4x-t4 ({DEFAULT_PRESET})"
+        "--preset",
+        metavar="NAME",
+        help=f"The node's hardware: {', '.join(shipped('presets'))} ({DEFAULT_PRESET})",
     )
     which.add_argument("--scenario", metavar="NAME|FILE", help="Play a scenario and end with it")
     add_node_dir(parser)
     parser.add_argument("--json", action="store_true", help="Print JSON lines of what the kubelet shows")
+
+
+def shipped(folder: str) -> list[str]:
+    """Return the names of the presets or scenarios that come with the program, without reading them."""
+    return sorted(path.stem for path in (Path(__file__).parent / folder).glob("*.yaml"))
 
 
 def add_node_dir(parser: argparse.ArgumentParser) -> None:
@@ -50,11 +57,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     """Run the command; raises AgentError with what is wrong in one sentence."""
     from agent.simulation.ending import require_grpc  # noqa: PLC0415 - gRPC and YAML are for this command only
+
+    require_grpc()
+    from agent.simulation.host import host  # noqa: PLC0415 - needs what require_grpc looks for
     from agent.simulation.plan import plan_of  # noqa: PLC0415
 
     plan = plan_of(args.scenario, args.preset or DEFAULT_PRESET)
-    require_grpc()
-    from agent.simulation.host import host  # noqa: PLC0415 - needs what require_grpc looks for
-
     asyncio.run(host(plan, Path(args.node_dir), is_json=args.json))
     return 0

@@ -168,8 +168,8 @@ class Tables:
     def __init__(self, view: View, agent: AgentClient, *, is_terminal: bool) -> None:
         self._view = view
         self._agent = agent
-        self._is_terminal = is_terminal
-        self._colour = is_terminal and not os.environ.get("NO_COLOR")
+        self._is_terminal = is_terminal and os.environ.get("TERM") != "dumb"
+        self._colour = self._is_terminal and not os.environ.get("NO_COLOR")
         self._lines: list[str] = []
         self._writable = True
 

@@ -150,7 +150,8 @@ class DevicePlugin:
             async with asyncio.TaskGroup() as tasks:
                 for slot in slots:
                     if slot.endpoint is not None:
-                        tasks.create_task(slot.endpoint.end(grace_s), name=f"drain {slot.resource}")
+                        ending = slot.endpoint.end_between_pods(grace_s)
+                        tasks.create_task(ending, name=f"drain {slot.resource}")
         finally:
             self._drained.set()
 

@@ -44,6 +44,11 @@ class Endpoint:
         self.service.end_watchers()
         await self.server.drain(grace_s)
 
+    async def end_between_pods(self, grace_s: float) -> None:
+        """End at a moment when the kubelet admits no pod, if there is one within half of ``grace_s``."""
+        await self.service.wait_between_pods(grace_s / 2)
+        await self.end(grace_s / 2)
+
     def close_now(self) -> None:
         """Close everything without waiting for anybody; also if ``run`` never began."""
         self._is_over = True

@@ -38,6 +38,8 @@ from agent.sinks.plugin_wire import (
 
 WINDOW_S: Final = 0.05
 """Changes that follow a message within this time are sent together."""
+BETWEEN_CALLS_NS: Final = 20_000_000
+"""Longer than a kubelet takes from one answer to the next call for the same pod."""
 MAX_REFUSAL_CHARS: Final = 1_024
 """Of an error text; it travels in a header."""
 
@@ -106,6 +108,8 @@ class PluginService:
         self._on_sent = on_sent
         self._watchers = 0
         self._lists_sent = self._allocations = self._preferences = 0
+        self._asking = 0
+        self._answered_ns: int | None = None
         self._refusals: Counter[str] = Counter()
         # None ends the watchers.
         self._lists: Latest[_List | None] = Latest(_List(b"", (), latest.value.at_ns))
@@ -134,6 +138,19 @@ class PluginService:
             if self._refresh():
                 await asyncio.sleep(WINDOW_S)
             await self._latest.wait_newer(version)
+
+    async def wait_between_pods(self, within_s: float) -> None:
+        """Return when no pod is being admitted, but wait no longer than this.
+
+        The kubelet drops its connection when a stream ends, and a pod whose calls are cut off by that is
+        rejected for good. It makes several calls for one pod, one after another.
+        """
+        deadline_ns = self._clock() + round(within_s * 1e9)
+        while (now_ns := self._clock()) < deadline_ns:
+            last_ns = now_ns if self._asking else self._answered_ns
+            if last_ns is None or now_ns - last_ns >= BETWEEN_CALLS_NS:
+                return
+            await asyncio.sleep((min(last_ns + BETWEEN_CALLS_NS, deadline_ns) - now_ns) / 1e9)
 
     def end_watchers(self) -> None:
         """Let every ListAndWatch stream end, and every new one at once."""
@@ -225,6 +242,16 @@ class PluginService:
         self._preferences += 1
 
     async def _answer(self, stream: Stream[bytes, bytes], answer: Callable[[Resource, bytes], bytes]) -> None:
+        self._asking += 1
+        try:
+            await self._answer_call(stream, answer)
+        finally:
+            self._asking -= 1
+            self._answered_ns = self._clock()
+
+    async def _answer_call(
+        self, stream: Stream[bytes, bytes], answer: Callable[[Resource, bytes], bytes]
+    ) -> None:
         request = await receive_request(stream)
         resource = self._find(self._latest.value)
         if resource is None:

@@ -29,14 +29,11 @@ from agent.sources.nvml_library import (
     Versions,
     load,
 )
-from agent.sources.nvml_session import MAX_GPUS, DriverGoneError, Session, Surroundings
-from agent.sources.nvml_settings import NvmlSettings
+from agent.sources.nvml_session import DriverGoneError, Session, Surroundings
+from agent.sources.nvml_settings import MAX_THREADS, NvmlSettings
 from agent.sources.nvml_threads import Call, Lane, ThreadGroup
 
-__all__ = ["LibraryLocation", "NvmlSettings", "NvmlSource"]
-
-MAX_THREADS = 2 * MAX_GPUS
-"""A thread for each GPU, and as many again that may be stuck in GPUs that are gone."""
+__all__ = ["MAX_THREADS", "LibraryLocation", "NvmlSettings", "NvmlSource"]
 
 _log = logging.getLogger(__name__)
 
@@ -63,7 +60,7 @@ class NvmlSource:
             keep=(inbox.wake_fd,),
             deadline_ns=self._settings.deadline_ns,
             clock=clock,
-            maximum=MAX_THREADS,
+            maximum=self._settings.max_threads,
         )
         self._first_nvml = Nvml(self._threads.first.log)
         self._around = Surroundings(

@@ -34,9 +34,6 @@ from agent.sources.nvml_settings import NvmlSettings
 from agent.sources.nvml_slot import Slot, wait_set
 from agent.sources.nvml_threads import Call, Lane, ThreadGroup
 
-MAX_GPUS: Final = 64
-"""GPUs watched on a node; NVML itself lists at most 32."""
-
 MIN_GAP_NS: Final = SECOND_NS
 """Between two looks at a GPU that XIDs ask for."""
 
@@ -142,9 +139,10 @@ class Session:
             self._warn("count", "Could not count GPUs", detail=str(error))
             self._request_all()
             return None
-        if count > MAX_GPUS:
-            self._warn("many", "NVML lists more GPUs than are watched", count=count, watched=MAX_GPUS)
-        return min(count, MAX_GPUS)
+        most = self._settings.max_gpus
+        if count > most:
+            self._warn("many", "NVML lists more GPUs than are watched", count=count, watched=most)
+        return min(count, most)
 
     def _ask_node(self) -> tuple[int, tuple[str, ...]]:
         return self._node_nvml.count(), control_nodes(self._around.dev_root)
@@ -206,6 +204,8 @@ class Session:
             slot.lane.ignore_calls()
             slot.gone = True
             slot.notify()
+            if slot.sighting is not None:
+                self._warned -= {f"events {slot.uuid}", f"numa {slot.sighting.gpu.pci}"}
             if slot.task is not None:
                 slot.task.cancel()
 
@@ -429,7 +429,7 @@ class Session:
         self._around.inbox.put(fact)
 
     def _warn(self, key: str, message: str, **told: object) -> None:
-        """Log a warning once in a session; keys are few, or bounded by MAX_GPUS."""
+        """Log a warning once in a session; keys are few, and those of a GPU go with it."""
         if key not in self._warned:
             self._warned.add(key)
             _log.warning("%s", message, extra=fields(**told))

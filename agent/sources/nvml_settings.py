@@ -8,6 +8,11 @@ from agent.sources.nvml_library import EVENT_WAIT, FIRST_HANDLE, INIT
 
 MILLISECOND_NS: Final = 1_000_000
 
+MAX_GPUS: Final = 64
+"""GPUs watched on a node; today's have at most 16."""
+MAX_THREADS: Final = 2 * MAX_GPUS + 2
+"""One for each GPU, as many again that may be stuck in GPUs that are gone, and two for the node."""
+
 
 @dataclass(frozen=True, slots=True)
 class NvmlSettings:
@@ -29,6 +34,13 @@ class NvmlSettings:
     """How long the first list of GPUs waits for one that takes its time."""
     close_wait_ns: int = 2 * SECOND_NS
     """How long ``close`` waits for calls under way."""
+
+    max_gpus: int = MAX_GPUS
+
+    @property
+    def max_threads(self) -> int:
+        """The bound of this many GPUs, as MAX_THREADS."""
+        return 2 * self.max_gpus + 2
 
     def deadline_ns(self, call: str) -> int:
         """Return how long a call may take; for no name, the shortest of all."""

@@ -227,6 +227,7 @@ class Oracle:
     def enumerated(self, fact: GpusEnumerated, now_ns: int) -> None:
         before = set(self.listed)
         self.listed = {gpu.uuid for gpu in fact.gpus}
+        self.silent &= self.listed
         for gpu in fact.gpus:
             self.gpus[gpu.uuid] = gpu
         for uuid in self.gpus:
@@ -244,8 +245,10 @@ class Oracle:
         link = self.links.get(fact.resource)
         if link is None or link.generation != fact.generation:
             return
+        if link.phase not in {"registering", "registered"}:
+            return
         match fact:
-            case Registered() if link.phase == "registering":
+            case Registered():
                 if fact.kubelet != link.tried:
                     self.kubelet = fact.kubelet
                 link.tried = fact.kubelet
@@ -254,7 +257,9 @@ class Oracle:
                 link.refused_since_ns = None
                 if link.streams == 0:
                     link.end(now_ns)
-            case RegistrationFailed() if link.phase == "registering":
+            case RegistrationFailed() if link.phase == "registered":
+                link.end(now_ns)
+            case RegistrationFailed():
                 if fact.failure not in {"absent", "unreachable"}:
                     link.refused_since_ns = None
                     link.back_off(now_ns)

@@ -384,12 +384,10 @@ def test_a_registration_that_lived_for_10_s_ended_for_a_new_reason(lived_ns: int
         WatchersChanged(GPU, 1, 0),
         OwnSocketLost(GPU, 1),
         Registered(GPU, 3, K1, PLUGIN),
-        RegistrationFailed(GPU, 2, "rejected", "a second answer"),
-        Registered(GPU, 2, K3, PLUGIN),
         Registered(ResourceName("nvidia.com/other"), 2, K1, PLUGIN),
     ],
 )
-def test_answers_of_other_generations_and_second_answers_change_nothing(late: Fact) -> None:
+def test_answers_of_other_generations_and_resources_change_nothing(late: Fact) -> None:
     node = registering_node()
     node.refuse("unreachable")
     node.after(50 * MS)
@@ -398,6 +396,46 @@ def test_answers_of_other_generations_and_second_answers_change_nothing(late: Fa
     before = node.state
     assert node.tell(late) == ()
     assert node.state is before
+
+
+@pytest.mark.parametrize(
+    "late",
+    [
+        Registered(GPU, 1, K1, PLUGIN),
+        RegistrationFailed(GPU, 1, "rejected", "late"),
+        WatchersChanged(GPU, 1, 1),
+        OwnSocketLost(GPU, 1),
+    ],
+)
+def test_answers_of_a_generation_that_was_given_up_change_nothing(late: Fact) -> None:
+    node = registering_node()
+    node.refuse("rejected")
+    before = node.state
+    assert node.tell(late) == ()
+    assert node.state is before
+
+
+def test_a_server_that_fails_ends_its_registration() -> None:
+    node = registered_node(gpu(0))
+    node.after(20 * S)
+    node.refuse("not_served", "The server of nvidia.com/gpu failed")
+    assert not node.standing().registered
+    assert node.standing().socket is None
+    assert node.snapshot().findings[0].message == (
+        "nvidia.com/gpu is not registered: The server of nvidia.com/gpu failed"
+    )
+    assert node.wake_at_ns <= node.now_ns + 120 * MS
+    node.after(S)
+    assert len(node.registrations()) == 1
+
+
+def test_a_server_that_was_started_again_by_itself_is_watched_at_its_new_socket() -> None:
+    node = registered_node(gpu(0))
+    moved = SocketIdentity(device=5, inode=901, mtime_ns=9_000)
+    node.after(S, Registered(GPU, 1, K1, moved))
+    assert node.standing().socket == moved
+    assert node.standing().registered
+    assert node.effects == []
 
 
 # Which of two kubelet sockets is the newer one

@@ -6,7 +6,7 @@ import pytest
 
 from agent.core.backoff import delay_ns
 from agent.core.reasons import MEANINGS
-from agent.core.xids import CLASSES, class_of, evidence_of, flips, recovery_of, text_of
+from agent.core.xids import CLASSES, _codes, class_of, evidence_of, flips, recovery_of, text_of
 from agent.model.facts import (
     DeviceNodesSeen,
     DriverCallOverdue,
@@ -45,6 +45,10 @@ def test_under_compat_an_xid_flips_if_nvidias_plugin_flips(code: int) -> None:
 
 def test_the_table_has_no_row_that_the_catalog_has_not() -> None:
     assert CLASSES.keys() == ACTIONS.keys()
+
+
+def test_a_list_of_codes_is_read_with_its_ranges() -> None:
+    assert _codes("8 39-41 45 7-7") == (8, 39, 40, 41, 45, 7)
 
 
 @pytest.mark.parametrize("code", XIDS)

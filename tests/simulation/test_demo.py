@@ -248,7 +248,7 @@ async def test_the_live_table_shows_a_fault_injected_from_a_second_terminal(node
         shown = await terminal.wait_for(r"capacity 8, allocatable 7 .*Ctrl-C ends the demo")
 
         broken = [line for line in plain(shown).splitlines() if "Unhealthy" in line]
-        assert [line.split()[0][-4:] for line in broken] == ["0003"]
+        assert {line.split()[0][-4:] for line in broken} == {"0003"}  # in every picture drawn since
         assert "xid 79" in broken[0]
         assert all(len(line) <= 80 for line in plain(shown).splitlines())
 
@@ -453,7 +453,9 @@ def test_a_view_keeps_since_when_a_device_is_as_it_is() -> None:
 
 
 async def test_reasons_are_unknown_where_the_agent_does_not_answer(tmp_path: Path) -> None:
-    reasons = await AgentClient(tmp_path / "none.sock").reasons("nvidia.com/gpu", [U[0]], connected=True)
+    client = AgentClient(tmp_path / "none.sock", first_answer_within_s=0.1)
+
+    reasons = await client.reasons("nvidia.com/gpu", [U[0]], connected=True)
 
     assert reasons[U[0]].code == "unknown"
 

@@ -84,6 +84,15 @@ def test_a_path_too_long_for_the_sockets_in_it_is_refused(tmp_path: Path) -> Non
         NodeDirectory.hold(tmp_path / ("x" * 60))
 
 
+def test_a_place_that_others_could_swap_is_refused() -> None:
+    with short_directory() as parent:
+        (parent / "shared").mkdir()
+        (parent / "shared").chmod(0o777)
+
+        with pytest.raises(UsageError, match="another user's to change"):
+            NodeDirectory.hold(parent / "shared" / "node")
+
+
 def test_a_place_that_cannot_be_written_is_one_sentence() -> None:
     with pytest.raises(
         UsageError, match=r"Could not set up the node directory /proc/nowhere/node: .*--node-dir"

@@ -80,10 +80,12 @@ async def test_an_action_is_done_and_told(name: str, given: dict[str, str], done
                 break
 
 
-async def test_mig_is_reconfigured_by_profiles() -> None:
+async def test_mig_is_reconfigured_by_profiles_in_nvml_and_in_the_files_of_the_driver() -> None:
     async with simulated_node({"preset": "8x-a100", "gpus": 1}) as node:
         await node.do("mig", {"gpu": "0", "devices": "1g.10gb,2g.20gb"})
         assert node.nvml.number(0, "mig_count") == 2
+        instances = list((node.directory.path / "proc/driver/nvidia/capabilities/gpu0/mig").iterdir())
+        assert len(instances) == 2
 
         with pytest.raises(UsageError, match=r"MIG of GPU 0 .* cannot be set: .*9g"):
             await node.do("mig", {"gpu": "0", "devices": "9g"})
@@ -97,6 +99,22 @@ async def test_an_unknown_gpu_is_refused_with_those_there_are(gpu: str) -> None:
     async with simulated_node("4x-t4") as node:
         with pytest.raises(UsageError, match=r"There is no GPU .* it has 0 to 3"):
             await node.do("hang", {"gpu": gpu})
+
+
+async def test_mig_on_a_gpu_without_it_is_refused() -> None:
+    async with simulated_node("4x-t4") as node:
+        with pytest.raises(UsageError, match="a Tesla T4, cannot do MIG"):
+            await node.do("mig", {"gpu": "0", "devices": "none"})
+
+
+async def test_a_removed_gpu_is_gone_from_the_bus_until_it_is_added_again() -> None:
+    async with simulated_node("4x-t4") as node:
+        on_bus = node.directory.path / "sys/bus/pci/devices/0000:5e:00.0"
+        await node.do("remove-gpu", {"gpu": "1"})
+        assert not on_bus.exists()
+
+        await node.do("add-gpu", {"gpu": "1"})
+        assert on_bus.exists()
 
 
 async def test_an_action_the_node_cannot_do_now_is_refused_in_a_sentence() -> None:
@@ -389,6 +407,48 @@ async def test_wrong_arguments_are_a_sentence(arguments: list[str], sentence: st
     assert result.status == 2
     assert sentence in result.err
     assert "Traceback" not in result.err
+
+
+WITHOUT_GRPC = """\
+import sys
+sys.modules["grpc"] = None
+from agent.cli import main
+sys.exit(main(sys.argv[1:]))
+"""
+WITHOUT_LIBRARY = """\
+import pathlib, sys
+from agent.simulation.nvml import library
+library._DIRECTORY = pathlib.Path("/nowhere")
+from agent.cli import main
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.parametrize(
+    ("command", "program", "sentence"),
+    [
+        ("simulate", WITHOUT_GRPC, "pip install 'gpu-agent[simulation]'"),
+        ("demo", WITHOUT_GRPC, "pip install 'gpu-agent[simulation]'"),
+        ("inject", WITHOUT_GRPC, "pip install 'gpu-agent[simulation]'"),
+        ("simulate", WITHOUT_LIBRARY, "install a C compiler and run `make setup`"),
+    ],
+)
+async def test_a_missing_piece_is_named_with_the_way_to_get_it(
+    command: str, program: str, sentence: str
+) -> None:
+    with short_directory() as parent:
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-c", program, command, f"--node-dir={parent}/node"),
+            cwd=ROOT,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+        )
+        out, err = await asyncio.wait_for(process.communicate(), 60)
+        assert not (parent / "node").exists()
+
+    assert (process.returncode, out) == (1, b"")
+    assert sentence in err.decode()
+    assert err.count(b"\n") == 1
 
 
 def test_children_are_not_taken_for_services_and_find_this_package() -> None:

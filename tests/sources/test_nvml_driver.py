@@ -21,8 +21,9 @@ from agent.model.facts import (
 )
 from agent.model.health import Reason
 from agent.simulation.nvml import install_library
-from tests.sources.conftest import MS, QUICK, MakeNode, Node, StartSource
+from tests.sources.conftest import MakeNode, StartSource
 from tests.sources.recorder import Recorder, until
+from tests.sources.simulated import MS, QUICK, Node
 
 INIT = "nvmlInitWithFlags"
 

@@ -17,8 +17,9 @@ from agent.model.facts import (
 from agent.simulation.presets import MigDeviceSpec
 from agent.sources.nvml_events import RetiredError, SharedEventSet
 from agent.sources.nvml_library import EventSet, Nvml
-from tests.sources.conftest import MS, QUICK, MakeNode, Node, StartSource
+from tests.sources.conftest import MakeNode, StartSource
 from tests.sources.recorder import PATIENCE_S, Recorder, until
+from tests.sources.simulated import MS, QUICK, Node
 
 REGISTER = "nvmlDeviceRegisterEvents"
 CREATE = "nvmlEventSetCreate"

@@ -15,8 +15,9 @@ from agent.model.facts import (
     GpuProbePassed,
     GpusEnumerated,
 )
-from tests.sources.conftest import MS, QUICK, MakeNode, StartSource
+from tests.sources.conftest import MakeNode, StartSource
 from tests.sources.recorder import Recorder
+from tests.sources.simulated import MS, QUICK
 
 HASTY = replace(QUICK, call_deadline_ns=150 * MS)
 """A call is overdue soon, though not on a machine that is merely busy."""

@@ -1,6 +1,7 @@
 """Which GPUs there are, over the simulated library and through the real pynvml."""
 
 import logging
+from dataclasses import replace
 
 import pytest
 
@@ -8,10 +9,11 @@ from agent.model.facts import DriverReady, GpuCallFailed, GpuProbePassed, GpusEn
 from agent.model.gpu import Gpu, MigDevice
 from agent.model.ids import GpuUuid
 from agent.simulation.presets import MigDeviceSpec
-from agent.sources.nvml_inventory import profile_from_attributes
+from agent.sources.nvml_inventory import MAX_MIG_DEVICES, profile_from_attributes
 from agent.sources.nvml_library import MigAttributes
-from tests.sources.conftest import MakeNode, Node, StartSource
-from tests.sources.recorder import Recorder
+from tests.sources.conftest import MakeNode, StartSource
+from tests.sources.recorder import Recorder, until
+from tests.sources.simulated import QUICK, Node
 
 FOUR_T4 = "4x-t4"
 
@@ -145,6 +147,28 @@ async def test_a_node_without_gpus_is_ready_with_none(
     await start_source(make_node({"preset": FOUR_T4, "gpus": 0}))
     assert (await recorder.first(GpusEnumerated)).gpus == ()
     await recorder.first(DriverReady)
+
+
+async def test_more_gpus_than_the_bound_are_not_watched_and_said_once(
+    make_node: MakeNode, start_source: StartSource, recorder: Recorder, caplog: pytest.LogCaptureFixture
+) -> None:
+    node = make_node(FOUR_T4)
+    await start_source(node, replace(QUICK, max_gpus=2))
+    assert [gpu.index for gpu in await listed(recorder, 2)] == [0, 1]
+    await until(lambda: node.state.calls("nvmlDeviceGetCount") >= 3)
+    assert [record.getMessage() for record in caplog.records] == ["NVML lists more GPUs than are watched"]
+    assert len(recorder.of(GpusEnumerated)) == 1
+
+
+async def test_as_many_mig_devices_as_fit_are_listed(
+    make_node: MakeNode, start_source: StartSource, recorder: Recorder
+) -> None:
+    node = make_node(A100_IN_MIG)
+    node.state.set_mig(0, [MigDeviceSpec(profile="1g.10gb")] * 7)
+    node.state.set_number(0, "mig_maximum", 10_000)
+    await start_source(node)
+    assert len(await mig_devices(recorder, 7)) == 7
+    assert node.state.calls("nvmlDeviceGetMigDeviceHandleByIndex") % MAX_MIG_DEVICES == 0
 
 
 # Later

@@ -1,0 +1,97 @@
+"""Fault 5: NVML returns every error code. One sick GPU is one Unhealthy GPU, and nothing spins."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from agent.model.health import Reason
+from tests.faults.watched_node import watched_node
+from tests.sources.recorder import PATIENCE_S, until
+
+CODES = (1, 2, *range(5, 13), *range(14, 31), 999)
+"""Every code of nvml.h but those that say that an answer cannot be had (3, 4, 13)."""
+
+THREE_T4 = {"preset": "4x-t4", "gpus": 3}
+REASONS = {15: Reason.GPU_LOST, 16: Reason.RESET_REQUIRED}
+
+
+@pytest.mark.parametrize("code", CODES)
+async def test_a_gpu_whose_calls_return_a_code_is_the_only_one_marked(tmp_path: Path, code: int) -> None:
+    async with watched_node(tmp_path, THREE_T4) as watched:
+        watched.node.state.set_return("nvmlDeviceGetTemperature", code, gpu=1)
+        await watched.until_unhealthy(1)
+        assert watched.reasons(1) == {REASONS.get(code, Reason.NVML_ERROR)}
+        calls = watched.node.state.calls("nvmlDeviceGetTemperature", gpu=0)
+        await until(lambda: watched.node.state.calls("nvmlDeviceGetTemperature", gpu=0) > calls + 2)
+        assert watched.ever_unhealthy == {watched.node.uuid(1)}
+
+
+@pytest.mark.parametrize("code", [3, 4, 13])
+async def test_a_code_that_says_that_there_is_no_answer_marks_none(tmp_path: Path, code: int) -> None:
+    async with watched_node(tmp_path, THREE_T4) as watched:
+        watched.node.state.set_return("nvmlDeviceGetTemperature", code)
+        calls = watched.node.state.calls("nvmlDeviceGetTemperature", gpu=0)
+        await until(lambda: watched.node.state.calls("nvmlDeviceGetTemperature", gpu=0) > calls + 2)
+        assert watched.ever_unhealthy == set()
+
+
+@pytest.mark.parametrize("code", [15, 16, 999])
+async def test_a_gpu_that_answers_nothing_not_even_its_uuid_is_the_only_one_marked(
+    tmp_path: Path, code: int
+) -> None:
+    async with watched_node(tmp_path, THREE_T4) as watched:
+        watched.node.state.set_return(None, code, gpu=1)
+        await watched.until_unhealthy(1)
+        assert watched.ever_unhealthy == {watched.node.uuid(1)}
+
+
+@pytest.mark.parametrize("code", CODES)
+async def test_an_event_wait_that_returns_a_code_marks_none_and_does_not_spin(
+    tmp_path: Path, code: int
+) -> None:
+    async with watched_node(tmp_path, THREE_T4) as watched:
+        state = watched.node.state
+        state.set_return("nvmlEventSetWait_v2", code)
+        before = state.calls("nvmlEventSetWait_v2")
+        calls = state.calls("nvmlDeviceGetTemperature", gpu=0)
+        await until(lambda: state.calls("nvmlDeviceGetTemperature", gpu=0) > calls + 4)
+        assert watched.ever_unhealthy == set()
+        if code != 10:
+            looks = state.calls("nvmlDeviceGetTemperature", gpu=0) - calls
+            # Each wait that fails asks for one look at every GPU, and the next wait comes with a new set.
+            assert state.calls("nvmlEventSetWait_v2") - before <= looks + 2
+
+
+async def test_a_lost_gpu_is_marked_and_xids_of_the_others_are_heard(tmp_path: Path) -> None:
+    async with watched_node(tmp_path, THREE_T4) as watched:
+        state = watched.node.state
+        state.set_return(None, 15, gpu=1)
+        state.set_return("nvmlEventSetWait_v2", 15)
+        await watched.until_unhealthy(1)
+        state.clear_return("nvmlEventSetWait_v2")
+        async with asyncio.timeout(PATIENCE_S):
+            while Reason.XID not in watched.reasons(2):
+                state.push_xid(2, 48)
+                await asyncio.sleep(0.02)
+        await watched.until_unhealthy(1, 2)
+
+
+async def test_an_xid_of_a_device_that_cannot_be_told_marks_none(tmp_path: Path) -> None:
+    async with watched_node(tmp_path, THREE_T4) as watched:
+        state = watched.node.state
+        sequence = state.push_xid(None, 79)
+        await until(lambda: state.event_times(sequence).deliveries == 1)
+        calls = state.calls("nvmlDeviceGetTemperature", gpu=0)
+        await until(lambda: state.calls("nvmlDeviceGetTemperature", gpu=0) > calls + 2)
+        assert watched.ever_unhealthy == set()
+
+
+async def test_an_event_set_that_cannot_be_made_marks_none(tmp_path: Path) -> None:
+    async with watched_node(tmp_path, THREE_T4) as watched:
+        state = watched.node.state
+        state.set_return("nvmlEventSetCreate", 23)
+        state.set_return("nvmlEventSetWait_v2", 2)
+        creations = state.calls("nvmlEventSetCreate")
+        await until(lambda: state.calls("nvmlEventSetCreate") > creations + 3)
+        assert watched.ever_unhealthy == set()
