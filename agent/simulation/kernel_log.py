@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Final, Self
 
 from agent.errors import UsageError
+from agent.simulation.ending import first_of
 
 MAX_RECORDS: Final = 1_024
 """Records remembered, and records a reader may lag behind."""
@@ -72,14 +73,15 @@ class KernelLog:
         for event in self._waiting.values():
             event.set()
 
-    async def _serve(self, _reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         session = asyncio.current_task()
         if session is None or len(self._waiting) >= MAX_READERS:
             writer.close()
             return
         self._waiting[session] = asyncio.Event()
         try:
-            await self._send(writer, self._waiting[session])
+            # A reader says nothing: its end of file is how it leaves.
+            await first_of(gone=reader.read(1), sending=self._send(writer, self._waiting[session]))
         except (OSError, asyncio.CancelledError):
             pass  # the reader went away, or the node ends
         finally:
@@ -100,7 +102,7 @@ class KernelLog:
 
 
 def _escaped(text: str) -> bytes:
-    """Return text as the kernel gives it: a backslash and all that is not printable ASCII as ``\\x0a``."""
+    """Return text as the kernel gives it: backslashes and what is not printable ASCII in hexadecimal."""
     return b"".join(
         bytes((byte,)) if 32 <= byte < 127 and byte != ord("\\") else b"\\x%02x" % byte
         for byte in text.encode()

@@ -105,7 +105,7 @@ class KernelLogSource:
         ended: asyncio.Future[SourceError] = loop.create_future()
         try:
             self._begin(descriptor, is_device=is_device)
-            loop.add_reader(descriptor, self._read, descriptor, ended)
+            self._watch(descriptor, ended)
             if is_device and not self._backlog_read:
                 backlog = await in_daemon_thread("kernel-log-backlog", lambda: _read_backlog(self._path))
                 # What the other reader saw last may wait here: it would not be backlog.
@@ -115,6 +115,15 @@ class KernelLogSource:
         finally:
             loop.remove_reader(descriptor)
             os.close(descriptor)
+
+    def _watch(self, descriptor: int, ended: "asyncio.Future[SourceError]") -> None:
+        try:
+            asyncio.get_running_loop().add_reader(descriptor, self._read, descriptor, ended)
+        except PermissionError:
+            raise SourceError(
+                f"The kernel log {self._path} is no log that can be waited for; "
+                "mount the node's /dev/kmsg, or name another one with --kernel-log"
+            ) from None
 
     def _begin(self, descriptor: int, *, is_device: bool) -> None:
         self._unended = b""
