@@ -62,6 +62,9 @@ def _evidence(old: State, new: State) -> Iterator[Effect]:
 
 
 def _is_hard_fault(condition: Condition) -> bool:
+    if condition.since_ns == 0:
+        # From before the boot: what was known of the GPU then was kept then.
+        return False
     is_fault = condition.flips and condition.reason not in NO_FAULTS
     return is_fault and condition.evidence is Evidence.HARD
 

@@ -26,6 +26,7 @@ def enumerated(state: State, fact: facts.GpusEnumerated, now_ns: int) -> State:
     first_probes_by_ns = state.first_probes_by_ns
     if present - state.present - state.probed:
         first_probes_by_ns = now_ns + state.policy.first_probe_wait_ns
+    state = _with_awaited(state, present)
     listed = replace(
         state,
         gpus=known,
@@ -37,6 +38,15 @@ def enumerated(state: State, fact: facts.GpusEnumerated, now_ns: int) -> State:
         first_probes_by_ns=first_probes_by_ns,
     )
     return with_nodes(with_maintenance(with_holds(with_offers(listed), now_ns), now_ns), now_ns)
+
+
+def _with_awaited(state: State, present: frozenset[GpuUuid]) -> State:
+    """Return the state in which what was kept over a reboot counts for the GPUs that are listed."""
+    arrived = {each.key: each for each in state.awaited if each.placement.gpu in present}
+    if not arrived:
+        return state
+    awaited = tuple(each for each in state.awaited if each.key not in arrived)
+    return replace(state, awaited=awaited, conditions={**arrived, **state.conditions})
 
 
 def _with_missing_gpus(

@@ -79,7 +79,8 @@ def _dropped(active: conditions.Conditions, reason: Reason, gpu: Gpu) -> conditi
 
 def recovered(state: State, fact: facts.RecoverRequested, now_ns: int) -> tuple[State, tuple[Effect, ...]]:
     """End every condition of a GPU but those whose cause is still seen, a hold and a release among them."""
-    if fact.gpu not in state.gpus:
+    awaited = tuple(each for each in state.awaited if each.placement.gpu != fact.gpu)
+    if fact.gpu not in state.gpus and len(awaited) == len(state.awaited):
         return state, ()
     ended = {
         key: condition
@@ -88,7 +89,7 @@ def recovered(state: State, fact: facts.RecoverRequested, now_ns: int) -> tuple[
     }
     faults = {gpu: times for gpu, times in state.fault_times.items() if gpu != fact.gpu}
     told = _told("An operator declared a GPU well", now_ns, uuid=fact.gpu)
-    return replace(state, conditions=ended, fault_times=faults), (told,)
+    return replace(state, conditions=ended, fault_times=faults, awaited=awaited), (told,)
 
 
 def release_asked(

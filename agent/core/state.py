@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Final
 
 from agent.core.conditions import after_restart, verdicts
 from agent.core.inventory import Offer, offers
@@ -15,6 +15,9 @@ from agent.model.ids import DeviceId, GpuUuid, ResourceName, SocketIdentity, Sou
 from agent.model.policy import Policy
 from agent.model.sample import GpuSample
 from agent.model.snapshot import Device, DriverView, Durable, TaskView
+
+MAX_AWAITED: Final = 256
+"""Conditions kept of GPUs that did not come back after a reboot; the oldest go when there are more."""
 
 _EMPTY: Mapping[Any, Any] = MappingProxyType({})
 
@@ -60,6 +63,9 @@ class State:
     """Registration waits for the first probes until then."""
 
     conditions: Mapping[ConditionKey, Condition] = field(default_factory=_nothing)
+    awaited: tuple[Condition, ...] = ()
+    """What only a person ends, on GPUs that were not seen since the reboot: hardware may have been changed,
+    so nothing is offered for them; they count as soon as their GPU is listed."""
     xids: Mapping[GpuUuid, Mapping[int, int]] = field(default_factory=_nothing)
     recent_xids: Mapping[tuple[GpuUuid, int], tuple[SourceName, int]] = field(default_factory=_nothing)
     """Who reported an XID last, and when: two sources within two seconds tell of one fault."""
@@ -99,15 +105,17 @@ def initial_state(policy: Policy, restored: Durable | None, *, now_ns: int) -> S
     """Return the state a process begins with.
 
     What was restored keeps its conditions: sick stays sick over a restart. Its GPUs are known but
-    not present and not probed, so their devices are unknown until they are.
+    not present and not probed, so their devices are unknown until they are. A condition of a GPU that
+    is not among them waits for it.
     """
     state = State(policy=policy, changed_ns=now_ns)
     if restored is None:
         return state
-    state = replace(state, holds=dict(restored.holds))
-    if not restored.gpus:
-        return state
     gpus = {gpu.uuid: gpu for gpu in restored.gpus}
+    awaited = tuple(each for each in restored.conditions if each.placement.gpu not in gpus)
+    state = replace(state, holds=dict(restored.holds), awaited=awaited[-MAX_AWAITED:])
+    if not gpus:
+        return state
     conditions = after_restart(restored.conditions, gpus)
     xids: dict[GpuUuid, dict[int, int]] = {}
     for gpu, xid, count in restored.xids:

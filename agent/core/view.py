@@ -87,7 +87,7 @@ def _unregistered_message(state: State) -> str:
 def _durable(state: State) -> Durable:
     return Durable(
         gpus=tuple(state.gpus.values()),
-        conditions=tuple(state.conditions.values()),
+        conditions=(*state.awaited, *state.conditions.values()),
         xids=tuple((gpu, xid, count) for gpu, counts in state.xids.items() for xid, count in counts.items()),
         holds=tuple(state.holds.items()),
         released_gpus=tuple(sorted(state.released_gpus)),

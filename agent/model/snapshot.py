@@ -116,6 +116,7 @@ class Durable:
 
     gpus: tuple[Gpu, ...] = ()
     conditions: tuple[Condition, ...] = ()
+    """Also those that a person must end on GPUs that were not seen since the reboot."""
     xids: tuple[tuple[GpuUuid, int, int], ...] = ()
     """(gpu, xid, count)"""
     holds: tuple[tuple[str, str], ...] = ()
