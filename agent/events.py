@@ -37,12 +37,14 @@ class EventRing:
         """Number of the newest entry, 0 before the first."""
         return self._last
 
-    def record(self, effect: RecordEvent) -> None:
-        """Append an entry; the oldest one goes when there is no room."""
+    def record(self, effect: RecordEvent) -> Entry:
+        """Append and return an entry; the oldest one goes when there is no room."""
         self._last += 1
-        self._entries.append(Entry(self._last, effect.at_ns, effect.event))
+        entry = Entry(self._last, effect.at_ns, effect.event)
+        self._entries.append(entry)
         self._appended.set()
         self._appended = asyncio.Event()
+        return entry
 
     def since(self, number: int) -> tuple[Entry, ...]:
         """Return the entries after a number, oldest first; the first one tells if some were missed."""

@@ -20,7 +20,6 @@ import asyncio
 import contextlib
 import hashlib
 import logging
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
@@ -28,6 +27,7 @@ from typing import Final
 import msgspec
 
 from agent.bus import Latest
+from agent.files import write
 from agent.log import fields
 from agent.model.gpu import Gpu, MigDevice
 from agent.model.health import Condition, ConditionKey, Evidence, Reason, Recovery
@@ -306,25 +306,6 @@ def _stored_condition(condition: Condition) -> _StoredCondition:
         reset_seen=condition.reset_seen,
         lasts=condition.lasts,
     )
-
-
-def write(path: str, raw: bytes) -> None:
-    """Replace the file by one that holds these bytes, or raise OSError and leave it as it was."""
-    beside = f"{path}.new"
-    descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-    try:
-        view = memoryview(raw)
-        while view:
-            view = view[os.write(descriptor, view) :]
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-    Path(beside).replace(path)
-    directory = os.open(Path(path).parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(directory)
-    finally:
-        os.close(directory)
 
 
 class StateFile:

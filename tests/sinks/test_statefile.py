@@ -14,13 +14,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from agent.bus import Latest
+from agent.files import write
 from agent.model.facts import NVML
 from agent.model.gpu import Gpu, MigDevice
 from agent.model.health import Condition, ConditionKey, Evidence, Reason, Recovery
 from agent.model.ids import GpuUuid, Placement
 from agent.model.snapshot import Durable, Snapshot
 from agent.sinks import statefile
-from agent.sinks.statefile import StateFile, encoded, load, write
+from agent.sinks.statefile import StateFile, encoded, load
 from agent.threads import in_daemon_thread
 from tests.sinks.offers import node
 from tests.sinks.stored_states import BOOT, ORDERS, OTHER_BOOT, SICK, U0, U1, condition, gpu
