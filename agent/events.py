@@ -6,6 +6,7 @@ was away too long can tell that it missed some. To be used on the loop's thread 
 
 import asyncio
 from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final
 
@@ -49,6 +50,10 @@ class EventRing:
     def since(self, number: int) -> tuple[Entry, ...]:
         """Return the entries after a number, oldest first; the first one tells if some were missed."""
         return tuple(entry for entry in self._entries if entry.number > number)
+
+    def newest_first(self) -> Iterator[Entry]:
+        """Return the entries, the newest one first."""
+        return reversed(self._entries)
 
     async def wait_newer(self, number: int) -> None:
         """Return once there is an entry after a number."""

@@ -11,12 +11,11 @@ Guarantees:
 """
 
 import asyncio
+import json
 import logging
 from collections import deque
 from collections.abc import Callable
 from typing import Final, NamedTuple
-
-import msgspec
 
 from agent import event_files
 from agent.events import Entry
@@ -177,4 +176,5 @@ def _encoded(
         "warning": queued.entry.event.warning if warning is None else warning,
         "fields": told,
     }
-    return msgspec.json.encode(document) + b"\n"
+    text = json.dumps(document, ensure_ascii=False, separators=(",", ":"), default=str)
+    return text.encode("utf-8", "backslashreplace") + b"\n"

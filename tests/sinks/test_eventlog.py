@@ -246,6 +246,8 @@ async def test_a_disk_that_hangs_holds_up_neither_recording_nor_the_end(
     log.record(entry(400))
     assert log.written == 0
     await in_daemon_thread("drain", lambda: _drain(path))
+    await log.flush(30)
+    assert log.trouble == "Invalid argument"  # a pipe cannot be synced
 
 
 def _drain(path: str) -> None:
