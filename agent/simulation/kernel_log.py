@@ -55,7 +55,12 @@ class KernelLog:
 
     async def __aexit__(self, *_: object) -> None:
         if self._server is not None:
-            self._server.close()
+            server, self._server = self._server, None
+            for listener in server.sockets:
+                asyncio.get_running_loop().remove_reader(listener.fileno())
+            # What was accepted just now becomes a connection first: asyncio would leave it open, unheard.
+            await asyncio.sleep(0)
+            server.close()
         sessions = tuple(self._waiting)
         for session in sessions:
             session.cancel()
@@ -75,7 +80,7 @@ class KernelLog:
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         session = asyncio.current_task()
-        if session is None or len(self._waiting) >= MAX_READERS:
+        if session is None or self._server is None or len(self._waiting) >= MAX_READERS:
             writer.close()
             return
         self._waiting[session] = asyncio.Event()
