@@ -319,7 +319,8 @@ async def test_a_log_that_may_not_be_read_names_the_capability(recorder: Recorde
 
 def kernel_line(text: str) -> None:
     with KERNEL_LOG_PATH.open("wb", buffering=0) as device:
-        device.write(f"<6>gpu-agent test: {text}".encode())
+        # Without an end of line the kernel would wait for its continuation and show it to nobody.
+        device.write(f"<6>gpu-agent test: {text}\n".encode())
 
 
 def needs_the_device() -> None:
