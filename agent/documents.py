@@ -6,14 +6,17 @@ the time of day for people and as monotonic nanoseconds for programs.
 """
 
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import fields
 from typing import Final
 
-from agent.core.reasons import MEANINGS
+from agent import __version__
+from agent.core.reasons import MEANINGS, advice_of
 from agent.events import Entry
 from agent.model.gpu import Gpu
 from agent.model.health import Condition
 from agent.model.ids import ALL, GpuUuid
-from agent.model.snapshot import Device, Finding, GpuView, Resource, Snapshot
+from agent.model.sample import GpuSample
+from agent.model.snapshot import Device, DriverView, Finding, GpuView, Resource, Snapshot
 
 API_VERSION: Final = "gpu-agent/v1"
 
@@ -55,12 +58,15 @@ def _finding(finding: Finding) -> Json:
 
 
 def devices(snapshot: Snapshot, time_of: TimeOf) -> Json:
-    """Return every device as it is offered to the kubelet, with why it is not well."""
+    """Return every device as it is offered to the kubelet, with why it is not well and who holds it.
+
+    ``allocated`` is null while it is not known which pods hold what.
+    """
     gpus = {view.gpu.uuid: view for view in snapshot.gpus}
     return {
         "apiVersion": API_VERSION,
         "devices": [
-            _device(device, resource, gpus, time_of)
+            _device(device, resource, gpus, time_of) | _holder(device, snapshot)
             for resource in snapshot.resources
             for device in resource.devices
         ],
@@ -87,6 +93,13 @@ def _device(device: Device, resource: Resource, gpus: Mapping[GpuUuid, GpuView],
     }
 
 
+def _holder(device: Device, snapshot: Snapshot) -> Json:
+    if snapshot.pods is None:
+        return {"allocated": None, "pod": None}
+    pod = snapshot.pods.get(device.id)
+    return {"allocated": pod is not None, "pod": pod}
+
+
 def _memory_of(device: Device, gpu: Gpu) -> int:
     slices = (mig.memory_bytes for mig in gpu.mig_devices if mig.uuid == device.uuid)
     return next(slices, gpu.memory_bytes)
@@ -107,7 +120,7 @@ def _condition(condition: Condition, time_of: TimeOf) -> Json:
         "code": condition.reason.value,
         "number": condition.key.code or None,
         "message": condition.message,
-        "advice": MEANINGS[condition.reason].advice,
+        "advice": advice_of(condition),
         "gpu_uuid": condition.placement.gpu,
         "gi": _id_or_none(condition.placement.gi),
         "ci": _id_or_none(condition.placement.ci),
@@ -115,6 +128,7 @@ def _condition(condition: Condition, time_of: TimeOf) -> Json:
         "evidence": condition.evidence.value,
         "recovery": condition.recovery.value,
         "flips": condition.flips,
+        "lasts": condition.lasts,
         "count": condition.count,
         "clean_probes": condition.clean_probes,
         **_moment("since", condition.since_ns, time_of),
@@ -145,40 +159,38 @@ def events(entries: Iterable[Entry], *, last: int, missed: int, time_of: TimeOf)
     """Return entries of the event log, and how many older ones the reader can no longer get."""
     return {
         "apiVersion": API_VERSION,
-        "events": [
-            {
-                "number": entry.number,
-                **_moment("time", entry.at_ns, time_of),
-                "kind": entry.event.kind.value,
-                "message": entry.event.message,
-                "warning": entry.event.warning,
-                "fields": dict(entry.event.fields or {}),
-            }
-            for entry in entries
-        ],
+        "events": [_event(entry, time_of) for entry in entries],
         "last": last,
         "missed": missed,
     }
 
 
+def _event(entry: Entry, time_of: TimeOf) -> Json:
+    return {
+        "number": entry.number,
+        **_moment("time", entry.at_ns, time_of),
+        "kind": entry.event.kind.value,
+        "message": entry.event.message,
+        "warning": entry.event.warning,
+        "fields": dict(entry.event.fields or {}),
+    }
+
+
 def state(snapshot: Snapshot, time_of: TimeOf) -> Json:
     """Return the whole picture, for people who look for a fault."""
-    driver = snapshot.driver
     return {
         "apiVersion": API_VERSION,
         **_moment("changed", snapshot.at_ns, time_of),
-        "driver": {
-            "ready": driver.ready,
-            "driver_version": driver.driver_version,
-            "nvml_version": driver.nvml_version,
-            "cuda_version": ".".join(map(str, driver.cuda_version)) if driver.cuda_version else None,
-            "code": driver.reason.value if driver.reason else None,
-            "message": driver.message,
-        },
+        "driver": _driver(snapshot.driver),
         "kubelet_socket": None if snapshot.kubelet is None else {"inode": snapshot.kubelet.inode},
         "gpus": [_gpu(view) for view in snapshot.gpus],
         "resources": [_resource(resource, time_of) for resource in snapshot.resources],
         "conditions": conditions(snapshot, time_of)["conditions"],
+        "holds": dict(snapshot.holds),
+        "released_until": None if snapshot.released_until_ns is None else time_of(snapshot.released_until_ns),
+        "released_until_monotonic_ns": snapshot.released_until_ns,
+        "observe": snapshot.policy.observe,
+        "observed_flips": snapshot.observed_flips,
         "tasks": {
             name: {"running": task.running, "failures": task.failures, "message": task.message}
             for name, task in snapshot.tasks.items()
@@ -186,6 +198,17 @@ def state(snapshot: Snapshot, time_of: TimeOf) -> Json:
         "facts_lost": dict(snapshot.facts_lost),
         "ready": snapshot.ready,
         "reasons": [_finding(finding) for finding in snapshot.findings],
+    }
+
+
+def _driver(driver: DriverView) -> Json:
+    return {
+        "ready": driver.ready,
+        "driver_version": driver.driver_version,
+        "nvml_version": driver.nvml_version,
+        "cuda_version": ".".join(map(str, driver.cuda_version)) if driver.cuda_version else None,
+        "code": driver.reason.value if driver.reason else None,
+        "message": driver.message,
     }
 
 
@@ -199,11 +222,46 @@ def _gpu(view: GpuView) -> Json:
         "memory_bytes": gpu.memory_bytes,
         "numa_node": gpu.numa_node,
         "serial": gpu.serial,
+        "part_number": gpu.part_number,
+        "vbios": gpu.vbios,
+        "inforom": gpu.inforom,
         "mig_enabled": gpu.mig_enabled,
         "mig_devices": [mig.uuid for mig in gpu.mig_devices],
         "health": view.health.value,
         "present": view.present,
         "xids": {str(xid): count for xid, count in view.xids.items()},
+        "sample": None if view.sample is None else _sample(view.sample),
+    }
+
+
+def _sample(sample: GpuSample) -> Json:
+    """Return the newest readings; what the GPU does not offer, or could not be read, is null."""
+    return {field.name: getattr(sample, field.name) for field in fields(sample)}
+
+
+def bundle(
+    view: GpuView,
+    snapshot: Snapshot,
+    *,
+    why: Condition | None,
+    entries: Iterable[Entry],
+    kernel_log: Iterable[str],
+    time_of: TimeOf,
+) -> Json:
+    """Return what is known of one GPU: the evidence that an RMA needs and that a reset destroys.
+
+    ``why`` is the fault it is kept for, None where somebody asked.
+    """
+    return {
+        "apiVersion": API_VERSION,
+        "version": __version__,
+        **_moment("changed", snapshot.at_ns, time_of),
+        "why": None if why is None else _condition(why, time_of),
+        "driver": _driver(snapshot.driver),
+        "gpu": _gpu(view),
+        "conditions": [_condition(condition, time_of) for condition in view.conditions],
+        "events": [_event(entry, time_of) for entry in entries],
+        "kernel_log": list(kernel_log),
     }
 
 

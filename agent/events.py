@@ -6,6 +6,7 @@ was away too long can tell that it missed some. To be used on the loop's thread 
 
 import asyncio
 from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final
 
@@ -37,16 +38,22 @@ class EventRing:
         """Number of the newest entry, 0 before the first."""
         return self._last
 
-    def record(self, effect: RecordEvent) -> None:
-        """Append an entry; the oldest one goes when there is no room."""
+    def record(self, effect: RecordEvent) -> Entry:
+        """Append and return an entry; the oldest one goes when there is no room."""
         self._last += 1
-        self._entries.append(Entry(self._last, effect.at_ns, effect.event))
+        entry = Entry(self._last, effect.at_ns, effect.event)
+        self._entries.append(entry)
         self._appended.set()
         self._appended = asyncio.Event()
+        return entry
 
     def since(self, number: int) -> tuple[Entry, ...]:
         """Return the entries after a number, oldest first; the first one tells if some were missed."""
         return tuple(entry for entry in self._entries if entry.number > number)
+
+    def newest_first(self) -> Iterator[Entry]:
+        """Return the entries, the newest one first."""
+        return reversed(self._entries)
 
     async def wait_newer(self, number: int) -> None:
         """Return once there is an entry after a number."""

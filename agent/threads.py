@@ -18,6 +18,14 @@ async def in_daemon_thread(name: str, function: Callable[[], T]) -> T:
 
     Raises RuntimeError if no thread can be had.
     """
+    return await started_in_daemon_thread(name, function)
+
+
+def started_in_daemon_thread(name: str, function: Callable[[], T]) -> asyncio.Future[T]:
+    """Start a function and return the future of its outcome, for who may stop to wait and come back.
+
+    Raises RuntimeError if no thread can be had.
+    """
     loop = asyncio.get_running_loop()
     done: asyncio.Future[T] = loop.create_future()
 
@@ -32,7 +40,7 @@ async def in_daemon_thread(name: str, function: Callable[[], T]) -> T:
             loop.call_soon_threadsafe(_finish, done, result, failure)
 
     threading.Thread(target=run, name=name, daemon=True).start()
-    return await done
+    return done
 
 
 def _finish(done: asyncio.Future[Any], result: object, failure: BaseException | None) -> None:

@@ -5,13 +5,14 @@ do not depend on the order of the request, which the kubelet shuffles. A refusal
 pod's owner, so it names the device and the next step.
 """
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from agent.core.reasons import MEANINGS
+from agent.core.reasons import advice_of
 from agent.model.health import Health
+from agent.model.ids import GpuUuid
 from agent.model.snapshot import Device, Resource, Snapshot
 
 VISIBLE_DEVICES = "NVIDIA_VISIBLE_DEVICES"
@@ -80,25 +81,45 @@ def prefer(
             f"not enough available devices to satisfy allocation: {size} of {resource.name} were asked"
             f" for, {len(chosen) + len(by_id)} are available and {len(chosen)} must be included",
         )
-    while len(chosen) < size:
-        best = min(by_id.values(), key=_Neighbours(chosen, by_id.values()).rank)
-        chosen.append(by_id.pop(best.id))
+    neighbours = _Neighbours(chosen, by_id.values())
+    chosen += [neighbours.take() for _ in range(size - len(chosen))]
     return tuple(device.id for device in chosen)
 
 
 class _Neighbours:
-    """Ranks candidates by what was chosen so far and what is still free."""
+    """Free devices by card, ranked by what was chosen so far and what is still free.
 
-    def __init__(self, chosen: Sequence[Device], free: Iterable[Device]) -> None:
-        self._cards = Counter(device.placement.gpu for device in chosen)
-        self._chosen_nodes = Counter(device.numa_node for device in chosen)
-        self._free_nodes = Counter(device.numa_node for device in free)
+    The devices of one card are alike, so a choice looks at each card once, however many shares it has.
+    """
 
-    def rank(self, device: Device) -> tuple[int, int, int]:
+    def __init__(self, chosen: Iterable[Device], free: Iterable[Device]) -> None:
+        """``free`` is in the stable order."""
+        self._chosen_of_card = Counter(device.placement.gpu for device in chosen)
+        self._chosen_on_node = Counter(device.numa_node for device in chosen)
+        self._free_on_node: Counter[int | None] = Counter()
+        self._cards: dict[GpuUuid, deque[Device]] = {}
+        for device in free:
+            self._free_on_node[device.numa_node] += 1
+            self._cards.setdefault(device.placement.gpu, deque()).append(device)
+
+    def take(self) -> Device:
+        """Remove and return the best device."""
+        card = min(self._cards, key=self._rank)
+        device = self._cards[card].popleft()
+        if not self._cards[card]:
+            del self._cards[card]
+        self._chosen_of_card[card] += 1
+        self._chosen_on_node[device.numa_node] += 1
+        self._free_on_node[device.numa_node] -= 1
+        return device
+
+    def _rank(self, card: GpuUuid) -> tuple[int, int, int, tuple[int, int, int, int]]:
+        first = self._cards[card][0]
         return (
-            self._cards[device.placement.gpu],
-            -self._chosen_nodes[device.numa_node],
-            -self._free_nodes[device.numa_node],
+            self._chosen_of_card[card],
+            -self._chosen_on_node[first.numa_node],
+            -self._free_on_node[first.numa_node],
+            _container_order(first),
         )
 
 
@@ -126,7 +147,7 @@ def _unhealthy_message(device: Device) -> str:
     condition = device.reasons[0]
     return (
         f"{device.id} (GPU {device.index}) is unhealthy: {condition.reason}: {condition.message};"
-        f" {MEANINGS[condition.reason].advice}, or delete the pod so that it is allocated anew"
+        f" {advice_of(condition)}, or delete the pod so that it is allocated anew"
     )
 
 

@@ -7,11 +7,21 @@ Lists in events are bounded: a node can have 800 devices, a log line cannot.
 from collections.abc import Iterable, Iterator
 from typing import Final
 
-from agent.core.reasons import MEANINGS
+from agent.core.reasons import advice_of
 from agent.core.registration import Registration
+from agent.core.stability import NO_FAULTS, soft_candidates
 from agent.core.state import State
-from agent.model.effects import Effect, Event, EventKind, RecordEvent, RegisterResource
-from agent.model.health import Condition, Health
+from agent.model.effects import (
+    Effect,
+    Event,
+    EventKind,
+    KeepEvidence,
+    RecordEvent,
+    RegisterResource,
+    ReleaseDriver,
+    ResumeDriver,
+)
+from agent.model.health import Condition, Evidence, Health
 from agent.model.ids import ALL, GpuUuid
 from agent.model.snapshot import Device, RegistrationPhase
 
@@ -30,8 +40,41 @@ def changes(old: State, new: State, now_ns: int) -> tuple[Effect, ...]:
         *_kubelet_events(old, new),
         *_registration_events(old, new),
         *_task_events(old, new),
+        *_breaker_events(old, new),
     )
-    return (*(RecordEvent(event, now_ns) for event in events), *_registrations(old, new))
+    return (
+        *(RecordEvent(event, now_ns) for event in events),
+        *_evidence(old, new),
+        *_release(old, new),
+        *_registrations(old, new),
+    )
+
+
+def _evidence(old: State, new: State) -> Iterator[Effect]:
+    """Yield the first hard fault of each GPU: what is known of it now is gone after a reset."""
+    if new.conditions is old.conditions:
+        return
+    had_fault = {key.placement.gpu for key, condition in old.conditions.items() if _is_hard_fault(condition)}
+    for key, condition in new.conditions.items():
+        if key.placement.gpu not in had_fault and _is_hard_fault(condition):
+            had_fault.add(key.placement.gpu)
+            yield KeepEvidence(key.placement.gpu, condition)
+
+
+def _is_hard_fault(condition: Condition) -> bool:
+    if condition.since_ns == 0:
+        # From before the boot: what was known of the GPU then was kept then.
+        return False
+    is_fault = condition.flips and condition.reason not in NO_FAULTS
+    return is_fault and condition.evidence is Evidence.HARD
+
+
+def _release(old: State, new: State) -> Iterator[Effect]:
+    was, is_now = old.released_until_ns is not None, new.released_until_ns is not None
+    if is_now and not was:
+        yield ReleaseDriver()
+    elif was and not is_now:
+        yield ResumeDriver()
 
 
 def _registrations(old: State, new: State) -> Iterator[Effect]:
@@ -92,7 +135,7 @@ def _condition_events(old: State, new: State) -> Iterator[Event]:
                 fields={
                     **_condition_fields(new, condition),
                     "message": condition.message,
-                    "advice": MEANINGS[condition.reason].advice,
+                    "advice": advice_of(condition),
                 },
             )
     for key, condition in old.conditions.items():
@@ -131,7 +174,7 @@ def _device_events(old: State, new: State) -> Iterator[Event]:
         for (gpu, health), listed in changed.items():
             yield Event(
                 EventKind.DEVICE,
-                "Health changed",
+                "Health would have changed" if new.policy.observe else "Health changed",
                 warning=health is not Health.HEALTHY,
                 fields={
                     "resource": name,
@@ -228,3 +271,14 @@ def _task_events(old: State, new: State) -> Iterator[Event]:
                 warning=True,
                 fields={"task": name, "failures": task.failures, "detail": task.message},
             )
+
+
+def _breaker_events(old: State, new: State) -> Iterator[Event]:
+    before, now = soft_candidates(old), soft_candidates(new)
+    if len(now) > 1 and now != before:
+        yield Event(
+            EventKind.CONDITION,
+            "Soft evidence on several GPUs at once flips none of them",
+            warning=True,
+            fields={"gpus": _uuids(new, now)},
+        )

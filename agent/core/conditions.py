@@ -11,6 +11,7 @@ from dataclasses import replace
 
 from agent.core.inventory import Offer
 from agent.core.reasons import MEANINGS
+from agent.core.xids import XidClass, class_of
 from agent.model.health import Condition, ConditionKey, Evidence, Health, Reason, Recovery
 from agent.model.ids import GpuUuid, Placement, ResourceName, SourceName
 from agent.model.policy import Policy
@@ -31,23 +32,32 @@ def raised(
     count: int = 1,
     recovery: Recovery | None = None,
     evidence: Evidence | None = None,
-    flips: bool = True,
+    flips: bool | None = None,
+    lasts: bool = False,
 ) -> Conditions:
-    """Return the conditions with one raised, or reported once more if it is active."""
+    """Return the conditions with one raised, or reported once more if it is active.
+
+    What is not given is the reason's. A cause that lasts and is merely seen once more changes nothing.
+    """
     key = ConditionKey(source, reason, placement, code)
     active = conditions.get(key)
+    meaning = MEANINGS[reason]
     if active is None:
-        meaning = MEANINGS[reason]
         active = Condition(
             key=key,
             evidence=meaning.evidence if evidence is None else evidence,
             recovery=meaning.recovery if recovery is None else recovery,
-            flips=flips,
+            flips=meaning.flips if flips is None else flips,
             message=message,
             since_ns=now_ns,
             last_ns=now_ns,
             count=count,
+            lasts=lasts,
         )
+    elif lasts and active.lasts:
+        if active.message == message:
+            return conditions
+        active = replace(active, message=message)
     else:
         active = replace(
             active,
@@ -56,17 +66,33 @@ def raised(
             count=active.count + count,
             clean_probes=0,
             reset_seen=False,
+            lasts=lasts,
         )
     return {**conditions, key: active}
 
 
-def after_clean_probe(
-    conditions: Conditions, gpu: GpuUuid, *, hung: bool, policy: Policy, now_ns: int
-) -> Conditions:
+def eased(conditions: Conditions, reason: Reason, gpu: GpuUuid, *, is_reset: bool = False) -> Conditions:
+    """Return the conditions after the cause of one ended: from here on probes can cure it.
+
+    ``is_reset`` says that the end of the cause is itself reset evidence for this condition.
+    """
+    over = {
+        key: replace(condition, lasts=False, clean_probes=0, reset_seen=condition.reset_seen or is_reset)
+        for key, condition in conditions.items()
+        if key.reason is reason and key.placement.gpu == gpu and condition.lasts
+    }
+    return {**conditions, **over} if over else conditions
+
+
+def after_clean_probe(conditions: Conditions, gpu: GpuUuid, *, policy: Policy, now_ns: int) -> Conditions:
     """Return the conditions after one health poll of a GPU passed.
 
     Counts stop at what the policy asks for, so that a well GPU changes nothing.
     """
+    links_down = any(
+        key.reason is Reason.NVLINK_DOWN and key.placement.gpu == gpu and condition.lasts
+        for key, condition in conditions.items()
+    )
     counted = {
         key: replace(
             condition,
@@ -77,13 +103,19 @@ def after_clean_probe(
         if key.placement.gpu == gpu
         and condition.clean_probes < policy.recovery_clean_probes
         and _is_cured_by_probes(condition)
-        and not (hung and key.reason is Reason.DRIVER_HUNG)
+        and not (links_down and _is_of_links(condition))
     }
     return {**conditions, **counted} if counted else conditions
 
 
 def _is_cured_by_probes(condition: Condition) -> bool:
+    if condition.lasts:
+        return False
     return condition.recovery is Recovery.SELF_CLEARING or condition.reset_seen
+
+
+def _is_of_links(condition: Condition) -> bool:
+    return condition.reason is Reason.XID and class_of(condition.key.code) is XidClass.LINK
 
 
 def after_bad_probe(conditions: Conditions, gpu: GpuUuid) -> Conditions:
@@ -110,7 +142,8 @@ def after_reset(conditions: Conditions, gpus: Iterable[GpuUuid]) -> Conditions:
 def after_restart(conditions: Iterable[Condition], gpus: Container[GpuUuid]) -> Conditions:
     """Return the conditions of known GPUs after the process was replaced.
 
-    Nobody watched in between, so clean probes have to come in a row anew.
+    Nobody watched in between, so clean probes have to come in a row anew. What lasted lasts until a
+    reading says otherwise.
     """
     return {
         condition.key: replace(condition, clean_probes=0)

@@ -1,10 +1,11 @@
-"""What each reason code means: one table as data."""
+"""What each reason code means: one table as data, from which the documentation is made."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from agent.model.health import Evidence, Reason, Recovery, Severity
+from agent.core.xids import advice_of as advice_of_xid
+from agent.model.health import Condition, Evidence, Reason, Recovery, Severity
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,32 +15,132 @@ class Meaning:
     severity: Severity
     evidence: Evidence
     recovery: Recovery
+    says: str
+    """What was seen, in one line."""
     advice: str
     """The next step, for the person who reads the reason."""
+
+    @property
+    def flips(self) -> bool:
+        """Whether devices are Unhealthy by it: critical, and said by the device itself."""
+        return self.severity is Severity.CRITICAL and self.evidence is Evidence.HARD
 
 
 _HARD, _SOFT = Evidence.HARD, Evidence.SOFT
 _CLEARS, _RESET = Recovery.SELF_CLEARING, Recovery.RESET
-_CRITICAL, _WARNING = Severity.CRITICAL, Severity.WARNING
+_CRITICAL, _WARNING, _INFO = Severity.CRITICAL, Severity.WARNING, Severity.INFO
+_READ_LOG = "read the kernel log (dmesg) for NVRM lines"
+_DRAIN_AND_RESET = "drain the GPU, then reset it (nvidia-smi --gpu-reset) or reboot the node"
 
 MEANINGS: Final[Mapping[Reason, Meaning]] = {
-    Reason.XID: Meaning(_CRITICAL, _HARD, _RESET, "look the XID up in NVIDIA's catalog; reset the GPU"),
-    Reason.GPU_LOST: Meaning(_CRITICAL, _HARD, _RESET, "reset the GPU or reboot the node"),
-    Reason.RESET_REQUIRED: Meaning(_CRITICAL, _HARD, _RESET, "drain the GPU, then nvidia-smi --gpu-reset"),
-    Reason.NVML_ERROR: Meaning(_CRITICAL, _HARD, _CLEARS, "read the kernel log (dmesg) for NVRM lines"),
-    Reason.NVML_TIMEOUT: Meaning(_CRITICAL, _HARD, _CLEARS, "read the kernel log (dmesg) for NVRM lines"),
-    Reason.DRIVER_HUNG: Meaning(_CRITICAL, _HARD, _CLEARS, "drain the node and reboot it"),
-    Reason.DRIVER_NOT_LOADED: Meaning(_CRITICAL, _HARD, _CLEARS, "install or load the NVIDIA driver"),
+    Reason.XID: Meaning(
+        _CRITICAL, _HARD, _RESET, "The driver reported an error of the GPU", _DRAIN_AND_RESET
+    ),
+    Reason.GPU_LOST: Meaning(
+        _CRITICAL, _HARD, _RESET, "The GPU does not answer on the bus", "reset the GPU or reboot the node"
+    ),
+    Reason.RESET_REQUIRED: Meaning(
+        _CRITICAL, _HARD, _RESET, "The driver wants the GPU to be reset", _DRAIN_AND_RESET
+    ),
+    Reason.RECOVERY_ACTION: Meaning(
+        _CRITICAL, _HARD, _RESET, "The driver names the step that brings the GPU back", "take that step"
+    ),
+    Reason.ECC_UNCORRECTED: Meaning(
+        _WARNING, _HARD, _RESET, "Memory errors that ECC could not correct", "reset the GPU when it is free"
+    ),
+    Reason.ROW_REMAP_FAILED: Meaning(
+        _CRITICAL, _HARD, Recovery.BY_HAND, "Memory could not be repaired", "have the GPU replaced (RMA)"
+    ),
+    Reason.ROW_REMAP_PENDING: Meaning(
+        _INFO, _HARD, _CLEARS, "Memory will be repaired at the next reset", "reset the GPU when it is free"
+    ),
+    Reason.NVLINK_DOWN: Meaning(
+        _WARNING, _SOFT, _CLEARS, "NVLinks are down", "reset the GPU when it is free; check the links"
+    ),
+    Reason.FABRIC_NOT_READY: Meaning(
+        _CRITICAL, _HARD, _CLEARS, "The NVSwitch fabric is not set up", "start nvidia-fabricmanager"
+    ),
+    Reason.FABRIC_FAILED: Meaning(
+        _CRITICAL,
+        _HARD,
+        _CLEARS,
+        "The NVSwitch fabric could not be set up",
+        "check that nvidia-fabricmanager has the driver's version",
+    ),
+    Reason.THERMAL: Meaning(
+        _WARNING, _SOFT, _CLEARS, "The GPU is too hot or held down by hardware", "check cooling and power"
+    ),
+    Reason.PCIE_DEGRADED: Meaning(
+        _INFO, _HARD, _CLEARS, "The PCIe link is narrower than it can be", "reseat the card"
+    ),
+    Reason.NVML_ERROR: Meaning(_CRITICAL, _HARD, _CLEARS, "A driver call failed", _READ_LOG),
+    Reason.NVML_TIMEOUT: Meaning(_CRITICAL, _HARD, _CLEARS, "A driver call does not answer", _READ_LOG),
+    Reason.DRIVER_HUNG: Meaning(
+        _CRITICAL, _HARD, _CLEARS, "The driver as a whole does not answer", "drain the node and reboot it"
+    ),
+    Reason.DRIVER_NOT_LOADED: Meaning(
+        _CRITICAL, _HARD, _CLEARS, "NVML cannot be initialised", "install or load the NVIDIA driver"
+    ),
     Reason.NVML_VERSION_MISMATCH: Meaning(
-        _CRITICAL, _HARD, _CLEARS, "reload the kernel module or reboot, so that both versions match"
+        _CRITICAL,
+        _HARD,
+        _CLEARS,
+        "The driver's library and kernel module are of different versions",
+        "reload the kernel module or reboot, so that both versions match",
     ),
-    Reason.KUBELET_UNAVAILABLE: Meaning(_WARNING, _HARD, _CLEARS, "start the kubelet"),
-    Reason.REGISTRATION_REFUSED: Meaning(_WARNING, _HARD, _CLEARS, "read the kubelet's answer"),
-    Reason.SOCKET_IN_USE: Meaning(_WARNING, _HARD, _CLEARS, "stop the other device plugin on this node"),
-    Reason.SOURCE_FAILED: Meaning(_WARNING, _HARD, _CLEARS, "read the agent's log"),
+    Reason.DEVICE_NODE_MISSING: Meaning(
+        _CRITICAL, _HARD, _CLEARS, "A device node does not exist", "run nvidia-modprobe -u -c 0 (or reboot)"
+    ),
+    Reason.GPU_COUNT_MISMATCH: Meaning(
+        _WARNING, _HARD, _CLEARS, "NVML lists fewer GPUs than the bus has", _READ_LOG
+    ),
+    Reason.FLAPPING: Meaning(
+        _CRITICAL,
+        _HARD,
+        Recovery.REBOOT,
+        "The GPU keeps failing and coming back",
+        "find the cause, then gpu-agent recover",
+    ),
+    Reason.MAINTENANCE: Meaning(
+        _CRITICAL, _HARD, _CLEARS, "The driver was let go of on request", "wait, or gpu-agent resume"
+    ),
+    Reason.HELD: Meaning(
+        _CRITICAL, _HARD, Recovery.BY_HAND, "An operator took the GPU out", "gpu-agent unhold"
+    ),
+    Reason.KUBELET_UNAVAILABLE: Meaning(
+        _WARNING, _HARD, _CLEARS, "The kubelet cannot be reached", "start the kubelet"
+    ),
+    Reason.REGISTRATION_REFUSED: Meaning(
+        _WARNING, _HARD, _CLEARS, "The kubelet refuses the registration", "read the kubelet's answer"
+    ),
+    Reason.SOCKET_IN_USE: Meaning(
+        _WARNING,
+        _HARD,
+        _CLEARS,
+        "Something else has the plugin's socket",
+        "stop the other device plugin on this node",
+    ),
+    Reason.SOURCE_FAILED: Meaning(
+        _WARNING, _HARD, _CLEARS, "A part of the agent does not run", "read the agent's log"
+    ),
     Reason.MIG_SINGLE_NOT_UNIFORM: Meaning(
-        _CRITICAL, _HARD, _CLEARS, "give every GPU the same MIG profile, or use --mig-strategy=mixed"
+        _CRITICAL,
+        _HARD,
+        _CLEARS,
+        "Strategy single needs one MIG profile on all GPUs",
+        "give every GPU the same MIG profile, or use --mig-strategy=mixed",
     ),
-    Reason.NOT_PROBED: Meaning(_WARNING, _SOFT, _CLEARS, "wait for the first health poll"),
-    Reason.NOT_ENOUGH_GPUS: Meaning(_WARNING, _HARD, _CLEARS, "check the node's GPUs (lspci -d 10de:)"),
+    Reason.NOT_PROBED: Meaning(
+        _WARNING, _SOFT, _CLEARS, "The GPU was not looked at yet", "wait for the first health poll"
+    ),
+    Reason.NOT_ENOUGH_GPUS: Meaning(
+        _WARNING, _HARD, _CLEARS, "The node has no GPU", "check the node's GPUs (lspci -d 10de:)"
+    ),
 }
+
+
+def advice_of(condition: Condition) -> str:
+    """Return the next step for a person who reads a condition."""
+    if condition.reason is Reason.XID:
+        return advice_of_xid(condition.key.code)
+    return MEANINGS[condition.reason].advice

@@ -3,16 +3,21 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Final
 
 from agent.core.conditions import after_restart, verdicts
 from agent.core.inventory import Offer, offers
 from agent.core.registration import Registration
+from agent.core.samples import Window
 from agent.model.gpu import Gpu
 from agent.model.health import Condition, ConditionKey
-from agent.model.ids import GpuUuid, ResourceName, SocketIdentity, SourceName
+from agent.model.ids import DeviceId, GpuUuid, ResourceName, SocketIdentity, SourceName
 from agent.model.policy import Policy
+from agent.model.sample import GpuSample
 from agent.model.snapshot import Device, DriverView, Durable, TaskView
+
+MAX_AWAITED: Final = 256
+"""Conditions kept of GPUs that did not come back after a reboot; the oldest go when there are more."""
 
 _EMPTY: Mapping[Any, Any] = MappingProxyType({})
 
@@ -38,6 +43,13 @@ class State:
     """The kernel module was seen to be gone; when it is back, every GPU was re-initialised."""
     driver_overdue: str | None = None
     """The node-wide driver call that has not answered."""
+    driver_released: bool = False
+    """NVML was shut down on request."""
+    module_inode: int | None = None
+    """Which load of the kernel module this is."""
+    bus: tuple[str, ...] | None = None
+    """PCI addresses of the GPUs that the bus has for the driver; None: not looked yet."""
+    missing_nodes: tuple[str, ...] = ()
 
     gpus: Mapping[GpuUuid, Gpu] = field(default_factory=_nothing)
     """Every GPU known, also those that NVML does not list now."""
@@ -51,9 +63,28 @@ class State:
     """Registration waits for the first probes until then."""
 
     conditions: Mapping[ConditionKey, Condition] = field(default_factory=_nothing)
+    awaited: tuple[Condition, ...] = ()
+    """What only a person ends, on GPUs that were not seen since the reboot: hardware may have been changed,
+    so nothing is offered for them; they count as soon as their GPU is listed."""
     xids: Mapping[GpuUuid, Mapping[int, int]] = field(default_factory=_nothing)
     recent_xids: Mapping[tuple[GpuUuid, int], tuple[SourceName, int]] = field(default_factory=_nothing)
     """Who reported an XID last, and when: two sources within two seconds tell of one fault."""
+    samples: Mapping[GpuUuid, GpuSample] = field(default_factory=_nothing)
+    slowdowns: Mapping[GpuUuid, Window] = field(default_factory=_nothing)
+    fault_times: Mapping[GpuUuid, tuple[int, ...]] = field(default_factory=_nothing)
+    """When the newest self-clearing faults of a GPU began; what flapping is judged by."""
+    soft_flip_ns: int | None = None
+    """When soft evidence flipped a device last."""
+
+    holds: Mapping[str, str] = field(default_factory=_nothing)
+    """Why, by selector."""
+    released_gpus: frozenset[GpuUuid] = frozenset()
+    released_until_ns: int | None = None
+    pods: Mapping[DeviceId, str] | None = None
+    pods_ns: int = 0
+    """Who holds which device, and when that was told."""
+    observed_flips: int = 0
+    """Devices that would have turned Unhealthy, had the agent not only observed."""
 
     offers: Mapping[ResourceName, tuple[Offer, ...]] = field(default_factory=_nothing)
     devices: Mapping[ResourceName, tuple[Device, ...]] = field(default_factory=_nothing)
@@ -74,12 +105,17 @@ def initial_state(policy: Policy, restored: Durable | None, *, now_ns: int) -> S
     """Return the state a process begins with.
 
     What was restored keeps its conditions: sick stays sick over a restart. Its GPUs are known but
-    not present and not probed, so their devices are unknown until they are.
+    not present and not probed, so their devices are unknown until they are. A condition of a GPU that
+    is not among them waits for it.
     """
     state = State(policy=policy, changed_ns=now_ns)
-    if restored is None or not restored.gpus:
+    if restored is None:
         return state
     gpus = {gpu.uuid: gpu for gpu in restored.gpus}
+    awaited = tuple(each for each in restored.conditions if each.placement.gpu not in gpus)
+    state = replace(state, holds=dict(restored.holds), awaited=awaited[-MAX_AWAITED:])
+    if not gpus:
+        return state
     conditions = after_restart(restored.conditions, gpus)
     xids: dict[GpuUuid, dict[int, int]] = {}
     for gpu, xid, count in restored.xids:
@@ -94,4 +130,7 @@ def initial_state(policy: Policy, restored: Durable | None, *, now_ns: int) -> S
         offers=offered,
         devices=verdicts(offered, conditions, frozenset()),
         first_probes_by_ns=now_ns + policy.first_probe_wait_ns,
+        module_inode=restored.module_inode,
+        released_gpus=frozenset(restored.released_gpus),
+        released_until_ns=restored.released_until_ns,
     )

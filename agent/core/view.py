@@ -44,6 +44,10 @@ def snapshot_of(state: State) -> Snapshot:
         facts_lost=state.facts_lost,
         findings=tuple(_findings(state, gpus)),
         durable=_durable(state),
+        pods=state.pods,
+        released_until_ns=state.released_until_ns,
+        holds=state.holds,
+        observed_flips=state.observed_flips,
     )
 
 
@@ -58,6 +62,7 @@ def _gpu_views(state: State) -> tuple[GpuView, ...]:
             present=gpu.uuid in state.present,
             conditions=tuple(by_gpu.get(gpu.uuid, ())),
             xids=state.xids.get(gpu.uuid, {}),
+            sample=state.samples.get(gpu.uuid),
         )
         for gpu in sorted(state.gpus.values(), key=lambda gpu: (gpu.pci, gpu.index))
     )
@@ -69,17 +74,25 @@ def _resource(state: State, name: ResourceName, standing: Registration | None) -
         devices=state.devices[name],
         phase=standing.phase if standing else RegistrationPhase.WAITING,
         generation=standing.generation if standing else 0,
-        message=standing.message if standing else "Nothing is offered",
+        message=standing.message if standing else _unregistered_message(state),
         since_ns=standing.since_ns if standing else state.changed_ns,
         socket=standing.socket if standing else None,
     )
 
 
+def _unregistered_message(state: State) -> str:
+    return "Observing only" if state.policy.observe else "Nothing is offered"
+
+
 def _durable(state: State) -> Durable:
     return Durable(
         gpus=tuple(state.gpus.values()),
-        conditions=tuple(state.conditions.values()),
+        conditions=(*state.awaited, *state.conditions.values()),
         xids=tuple((gpu, xid, count) for gpu, counts in state.xids.items() for xid, count in counts.items()),
+        holds=tuple(state.holds.items()),
+        released_gpus=tuple(sorted(state.released_gpus)),
+        released_until_ns=state.released_until_ns,
+        module_inode=state.module_inode,
     )
 
 
@@ -94,6 +107,7 @@ def _findings(state: State, gpus: tuple[GpuView, ...]) -> Iterator[Finding]:
     if unlike:
         profiles = ", ".join(unlike)
         yield Finding(Reason.MIG_SINGLE_NOT_UNIFORM, f"Strategy single needs one profile, found [{profiles}]")
+    yield from _bus_findings(state)
     yield from _gpu_findings(gpus, without=driver.reason if driver else None)
     yield from _kubelet_findings(state)
     for name in NEEDED_TASKS:
@@ -108,6 +122,19 @@ def _driver_finding(driver: DriverView) -> Finding | None:
     if driver.reason is None:
         return Finding(Reason.DRIVER_NOT_LOADED, "NVML is not initialised yet")
     return Finding(driver.reason, driver.message)
+
+
+def _bus_findings(state: State) -> Iterator[Finding]:
+    if state.bus is None or not state.driver.ready or state.driver_released:
+        return
+    listed = {state.gpus[gpu].pci for gpu in state.present}
+    missing = [address for address in state.bus if address not in listed]
+    if missing:
+        yield Finding(
+            Reason.GPU_COUNT_MISMATCH,
+            f"The bus has {len(state.bus)} GPUs for the driver, NVML lists {len(listed)}: not"
+            f" {', '.join(missing)}",
+        )
 
 
 def _gpu_findings(gpus: tuple[GpuView, ...], *, without: Reason | None) -> Iterator[Finding]:

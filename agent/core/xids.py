@@ -9,6 +9,7 @@ from enum import StrEnum
 from typing import Final
 
 from agent.model.health import Evidence, Recovery
+from agent.model.policy import Policy
 
 
 class XidClass(StrEnum):
@@ -29,6 +30,52 @@ class XidClass(StrEnum):
     RMA = "rma"
     SUPPORT = "support"
     """NVIDIA wants to be asked; also every code not in the table."""
+
+
+NAMES: Final[Mapping[int, str]] = {
+    13: "graphics engine exception",
+    31: "GPU memory page fault",
+    32: "corrupted push buffer",
+    43: "GPU stopped processing",
+    45: "preemptive cleanup after another error",
+    48: "double-bit ECC error",
+    54: "auxiliary power is not connected",
+    61: "internal micro-controller breakpoint",
+    62: "internal micro-controller halt",
+    63: "row remapping recorded",
+    64: "row remapping failed",
+    68: "video decoder exception",
+    69: "graphics engine class error",
+    74: "NVLink error",
+    79: "GPU has fallen off the bus",
+    92: "high single-bit ECC error rate",
+    94: "contained memory error",
+    95: "uncontained memory error",
+    109: "context switch timeout",
+    110: "security fault",
+    119: "GSP RPC timeout",
+    120: "GSP error",
+    121: "C2C error",
+    123: "PMU RPC write failure",
+    136: "link training failed",
+    137: "NVLink privilege error",
+    140: "unrecovered ECC error",
+    143: "GPU initialisation failed",
+    144: "NVLink SAW error",
+    145: "NVLink RLW error",
+    146: "NVLink TLW error",
+    147: "NVLink TREX error",
+    148: "NVLink NVLPW_CTRL error",
+    149: "NVLink NETIR error",
+    150: "NVLink MSE error",
+    151: "key rotation error",
+    154: "recovery action changed",
+    155: "NVLink software-defined error",
+    156: "resource retired",
+    157: "resource could not be retired",
+    158: "GPU fatal timeout",
+}
+"""Short names, for people."""
 
 
 def _codes(text: str) -> tuple[int, ...]:
@@ -73,6 +120,21 @@ _RECOVERY: Final[Mapping[XidClass, Recovery]] = {
 }
 
 
+_DRAIN_AND_RESET: Final = "drain the GPU, then reset it (nvidia-smi --gpu-reset) or reboot the node"
+
+_ADVICE: Final[Mapping[XidClass, str]] = {
+    XidClass.APPLICATION: "look at the application that ran on the GPU, and start it again",
+    XidClass.INFORMATION: "none is needed; ask NVIDIA if it repeats",
+    XidClass.FOLLOW_UP: "look for the XID before it",
+    XidClass.RESET: _DRAIN_AND_RESET,
+    XidClass.LINK: f"{_DRAIN_AND_RESET}; check the NVLinks",
+    XidClass.LOST: "reset the GPU or reboot the node; have it replaced if it repeats",
+    XidClass.REBOOT: "check power and firmware, and reboot the node",
+    XidClass.RMA: "have the GPU replaced (RMA)",
+    XidClass.SUPPORT: "ask NVIDIA's support; reset the GPU meanwhile",
+}
+
+
 def class_of(xid: int) -> XidClass:
     """Return the class; a code that is not in the table is SUPPORT."""
     return CLASSES.get(xid, XidClass.SUPPORT)
@@ -88,6 +150,27 @@ def evidence_of(xid: int) -> Evidence:
     return Evidence.SOFT if recovery_of(xid) is Recovery.SELF_CLEARING else Evidence.HARD
 
 
-def flips_under_compat(xid: int, extra_ignored: frozenset[int]) -> bool:
-    """Return whether NVIDIA's plugin would mark the device Unhealthy."""
-    return xid not in COMPAT_IGNORED and xid not in extra_ignored
+def flips(xid: int, policy: Policy) -> bool:
+    """Return whether a device is Unhealthy by this XID.
+
+    The override of a single XID is the last word; then come "none" and "all", then the policy.
+    """
+    override = policy.xid_overrides.get(xid)
+    if override is not None:
+        return override == "flip"
+    if policy.xids_all or policy.xids_off:
+        return policy.xids_all
+    if policy.xid_policy == "catalog":
+        return recovery_of(xid) is not Recovery.SELF_CLEARING
+    return xid not in COMPAT_IGNORED
+
+
+def text_of(xid: int, detail: str = "") -> str:
+    """Return an XID in words: ``XID 79: GPU has fallen off the bus``."""
+    name = NAMES.get(xid)
+    return f"XID {xid}" + (f": {name}" if name else "") + (f" ({detail})" if detail else "")
+
+
+def advice_of(xid: int) -> str:
+    """Return the next step after an XID."""
+    return _ADVICE[class_of(xid)]

@@ -4,7 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
-from agent.model.ids import ResourceName
+from agent.model.health import Condition
+from agent.model.ids import GpuUuid, ResourceName
 
 
 class EventKind(StrEnum):
@@ -19,6 +20,7 @@ class EventKind(StrEnum):
     KUBELET = "kubelet"
     REGISTRATION = "registration"
     TASK = "task"
+    ORDER = "order"
     LOSS = "loss"
 
 
@@ -54,10 +56,21 @@ class RegisterResource:
 
 
 @dataclass(frozen=True, slots=True)
-class WithdrawResource:
-    """Stop serving a resource that is offered no more and remove its socket."""
+class ReleaseDriver:
+    """Let go of every driver handle; the owner answers with DriverReleased."""
 
-    resource: ResourceName
+
+@dataclass(frozen=True, slots=True)
+class ResumeDriver:
+    """Initialise NVML again after a release."""
+
+
+@dataclass(frozen=True, slots=True)
+class KeepEvidence:
+    """Keep what an RMA needs of a GPU on disk, before anyone resets it."""
+
+    gpu: GpuUuid
+    condition: Condition
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,4 +81,4 @@ class EndProcess:
     message: str
 
 
-Effect = RecordEvent | RegisterResource | WithdrawResource | EndProcess
+Effect = RecordEvent | RegisterResource | ReleaseDriver | ResumeDriver | KeepEvidence | EndProcess

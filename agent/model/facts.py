@@ -5,14 +5,15 @@ newer one at its own place in the order, so the room they need is the number of 
 key is None is high-rate: it may be dropped when the inbox is full, and each drop is counted.
 """
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal, Protocol, Self
 
 from agent.model.gpu import Gpu
 from agent.model.health import Reason
-from agent.model.ids import ALL, GpuUuid, ResourceName, SocketIdentity, SourceName
+from agent.model.ids import ALL, DeviceId, GpuUuid, ResourceName, SocketIdentity, SourceName
 from agent.model.policy import Policy
+from agent.model.sample import GpuSample
 
 
 class Message(Protocol):
@@ -34,6 +35,11 @@ NVML = SourceName("nvml")
 KUBELET = SourceName("kubelet")
 DEVICE_PLUGIN = SourceName("device-plugin")
 AGENT = SourceName("agent")
+KERNEL_LOG = SourceName("kernel-log")
+SYSFS = SourceName("sysfs")
+UEVENTS = SourceName("uevents")
+PODS = SourceName("pods")
+OPERATOR = SourceName("operator")
 
 
 @dataclass(frozen=True, slots=True)
@@ -277,6 +283,166 @@ class WatchersChanged(_State):
 
 
 @dataclass(frozen=True, slots=True)
+class GpuSampled(_State):
+    """The readings of one health poll of a GPU; put before the GpuProbePassed of the same poll."""
+
+    gpu: GpuUuid
+    sample: GpuSample
+    source: SourceName = NVML
+
+    @property
+    def key(self) -> Hashable:
+        """One for each GPU."""
+        return (GpuSampled, self.gpu)
+
+
+@dataclass(frozen=True, slots=True)
+class DriverReleased(_State):
+    """NVML was shut down on request: no file of the driver is open any more."""
+
+    source: SourceName = NVML
+
+
+@dataclass(frozen=True, slots=True)
+class KernelXidSeen:
+    """The kernel log has an XID of a PCI address."""
+
+    pci: str
+    """Sysfs form."""
+    xid: int
+    detail: str = ""
+    """What the line says after the number, shortened; unit and sub code of NVLink errors."""
+    backlog: bool = False
+    """From before the agent began to read: counted, but no reason to flip now."""
+    gi: int = ALL
+    ci: int = ALL
+    count: int = 1
+    source: SourceName = KERNEL_LOG
+
+    @property
+    def key(self) -> Hashable:
+        """The same XID at the same place is counted, not queued twice."""
+        return (KernelXidSeen, self.pci, self.gi, self.ci, self.xid, self.backlog)
+
+    def merged_with(self, newer: Self) -> Self:
+        """Add the counts."""
+        return replace(newer, count=self.count + newer.count)
+
+
+@dataclass(frozen=True, slots=True)
+class PciGpusSeen(_State):
+    """The PCI addresses of the GPUs that are bound to NVIDIA's driver, as sysfs has them now.
+
+    Functions on vfio-pci or nouveau, and those bound to no driver, are not among them.
+    """
+
+    addresses: tuple[str, ...]
+    source: SourceName = SYSFS
+
+
+@dataclass(frozen=True, slots=True)
+class DriverModuleSeen(_State):
+    """Which load of the kernel module this is: the inode of /sys/module/nvidia; None: not loaded."""
+
+    inode: int | None
+    source: SourceName = SYSFS
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceNodesSeen(_State):
+    """The device nodes that should exist and do not: ``/dev/nvidia3``, ``/dev/nvidiactl``."""
+
+    missing: tuple[str, ...]
+    source: SourceName = SYSFS
+
+
+@dataclass(frozen=True, slots=True)
+class GpuRebound(_State):
+    """A GPU was unbound from its driver, or bound to it: what was wrong with it may be gone."""
+
+    pci: str
+    bound: bool
+    source: SourceName = UEVENTS
+
+    @property
+    def key(self) -> Hashable:
+        """One for each address and direction."""
+        return (GpuRebound, self.pci, self.bound)
+
+
+@dataclass(frozen=True, slots=True)
+class AllocationsListed(_State):
+    """Which pods hold which of our devices, without finished pods; kubelet's PodResources List."""
+
+    pods: Mapping[DeviceId, str]
+    """``namespace/name`` by device id."""
+    source: SourceName = PODS
+
+
+@dataclass(frozen=True, slots=True)
+class HoldRequested(_State):
+    """An operator takes a GPU out until it is given back, over restarts and reboots."""
+
+    selector: str
+    """UUID, serial or PCI address; a GPU that is not there now is held when it comes."""
+    why: str
+    source: SourceName = OPERATOR
+
+    @property
+    def key(self) -> Hashable:
+        """One for each selector."""
+        return (HoldRequested, self.selector)
+
+
+@dataclass(frozen=True, slots=True)
+class UnholdRequested(_State):
+    """An operator gives a held GPU back."""
+
+    selector: str
+    source: SourceName = OPERATOR
+
+    @property
+    def key(self) -> Hashable:
+        """One for each selector."""
+        return (UnholdRequested, self.selector)
+
+
+@dataclass(frozen=True, slots=True)
+class RecoverRequested(_State):
+    """An operator declares a GPU well: every condition of it but a hold ends now."""
+
+    gpu: GpuUuid
+    source: SourceName = OPERATOR
+
+    @property
+    def key(self) -> Hashable:
+        """One for each GPU."""
+        return (RecoverRequested, self.gpu)
+
+
+@dataclass(frozen=True, slots=True)
+class ReleaseRequested(_State):
+    """An operator wants the driver let go of, for a reset, a MIG change or an unload."""
+
+    gpus: frozenset[GpuUuid]
+    """These are Unhealthy meanwhile; the driver is let go of as a whole."""
+    for_ns: int
+    source: SourceName = OPERATOR
+
+    @property
+    def key(self) -> Hashable:
+        """One for each set."""
+        return (ReleaseRequested, self.gpus)
+
+
+@dataclass(frozen=True, slots=True)
+class ResumeRequested(_State):
+    """An operator gives the driver back before the time is over."""
+
+    source: SourceName = OPERATOR
+
+
+@dataclass(frozen=True, slots=True)
 class TaskReported(_State):
     """How a supervised source or sink is: running, or ended and to be started again."""
 
@@ -341,6 +507,19 @@ Fact = (
     | Registered
     | RegistrationFailed
     | WatchersChanged
+    | GpuSampled
+    | DriverReleased
+    | KernelXidSeen
+    | PciGpusSeen
+    | DriverModuleSeen
+    | DeviceNodesSeen
+    | GpuRebound
+    | AllocationsListed
+    | HoldRequested
+    | UnholdRequested
+    | RecoverRequested
+    | ReleaseRequested
+    | ResumeRequested
     | TaskReported
     | FactsLost
     | PolicyChanged

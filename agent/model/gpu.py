@@ -34,6 +34,10 @@ class Gpu:
     numa_node: int | None
     """None where the kernel knows no node (sysfs says -1, nothing, or nonsense)."""
     serial: str | None = None
+    part_number: str | None = None
+    """Board part number; with serial, VBIOS and InfoROM it is what an RMA asks for."""
+    vbios: str | None = None
+    inforom: str | None = None
     mig_enabled: bool = False
     mig_devices: tuple[MigDevice, ...] = ()
 

@@ -49,11 +49,25 @@ class Reason(StrEnum):
     XID = "xid"
     GPU_LOST = "gpu_lost"
     RESET_REQUIRED = "reset_required"
+    RECOVERY_ACTION = "recovery_action"
+    ECC_UNCORRECTED = "ecc_uncorrected"
+    ROW_REMAP_FAILED = "row_remap_failed"
+    ROW_REMAP_PENDING = "row_remap_pending"
+    NVLINK_DOWN = "nvlink_down"
+    FABRIC_NOT_READY = "fabric_not_ready"
+    FABRIC_FAILED = "fabric_failed"
+    THERMAL = "thermal"
+    PCIE_DEGRADED = "pcie_degraded"
     NVML_ERROR = "nvml_error"
     NVML_TIMEOUT = "nvml_timeout"
     DRIVER_HUNG = "driver_hung"
     DRIVER_NOT_LOADED = "driver_not_loaded"
     NVML_VERSION_MISMATCH = "nvml_version_mismatch"
+    DEVICE_NODE_MISSING = "device_node_missing"
+    GPU_COUNT_MISMATCH = "gpu_count_mismatch"
+    FLAPPING = "flapping"
+    MAINTENANCE = "maintenance"
+    HELD = "held"
     KUBELET_UNAVAILABLE = "kubelet_unavailable"
     REGISTRATION_REFUSED = "registration_refused"
     SOCKET_IN_USE = "socket_in_use"
@@ -92,6 +106,8 @@ class Condition:
     clean_since_ns: int = 0
     """When the first of them passed; quiet time counts from here."""
     reset_seen: bool = False
+    lasts: bool = False
+    """The cause is still seen (a reading, a node missing, a hang, a hold), so probes cure nothing yet."""
 
     @property
     def reason(self) -> Reason:

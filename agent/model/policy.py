@@ -5,7 +5,11 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Literal
 
+from agent.model.health import Reason
+
 MigStrategy = Literal["none", "single", "mixed"]
+XidPolicy = Literal["compat", "catalog"]
+XidOverride = Literal["flip", "ignore"]
 
 SECOND_NS = 1_000_000_000
 MILLISECOND_NS = 1_000_000
@@ -18,13 +22,32 @@ class Policy:
     mig_strategy: MigStrategy = "none"
     replicas: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
     """Shares of each device, by resource name; absent means not shared."""
-    extra_ignored_xids: frozenset[int] = frozenset()
-    """XIDs that never flip, beside those that NVIDIA's plugin ignores."""
+    xid_policy: XidPolicy = "compat"
+    """compat: what NVIDIA's plugin flips on; catalog: what NVIDIA's catalog calls more than the
+    application's business."""
+    xid_overrides: Mapping[int, XidOverride] = field(default_factory=lambda: MappingProxyType({}))
+    """The last word on single XIDs."""
+    xids_off: bool = False
+    """No XID flips but those of ``xid_overrides`` (DP_DISABLE_HEALTHCHECKS=all)."""
+    xids_all: bool = False
+    """Every XID flips but those of ``xid_overrides`` (DP_ENABLE_HEALTHCHECKS=all)."""
+    observe: bool = False
+    """Decide and tell everything, register nothing."""
+    soft_flips: frozenset[Reason] = frozenset()
+    """Reasons with soft evidence that may flip a free device, through the breaker."""
+    soft_flip_every_ns: int = 3600 * SECOND_NS
+    """The breaker: at most one device of the node in this time."""
     pass_device_specs: bool = False
     device_root: str = "/"
     """Where /dev/nvidia* are on the host, put before every host path of a device spec."""
     recovery_clean_probes: int = 3
     recovery_quiet_ns: int = 60 * SECOND_NS
+    sticky_after: int = 3
+    """So many self-clearing faults of a GPU within ``sticky_window_ns`` are flapping."""
+    sticky_window_ns: int = 600 * SECOND_NS
+    slowdown_window_polls: int = 60
+    slowdown_share_percent: int = 60
+    """Clocks held down by hardware in this share of the window is a thermal condition."""
     first_probe_wait_ns: int = 150 * MILLISECOND_NS
     """How long registration waits for the first probe of each GPU."""
     watch_timeout_ns: int = 10 * SECOND_NS

@@ -1,13 +1,14 @@
 """What sinks see: one immutable picture of the node, made by the core after each change."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 from agent.model.gpu import Gpu
 from agent.model.health import Condition, Health, Reason
 from agent.model.ids import DeviceId, GpuUuid, Placement, ResourceName, SocketIdentity, SourceName
 from agent.model.policy import Policy
+from agent.model.sample import GpuSample
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +76,8 @@ class GpuView:
     conditions: tuple[Condition, ...]
     xids: Mapping[int, int]
     """XIDs seen and how often, since the agent's state began."""
+    sample: GpuSample | None = None
+    """The newest readings."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,8 +116,15 @@ class Durable:
 
     gpus: tuple[Gpu, ...] = ()
     conditions: tuple[Condition, ...] = ()
+    """Also those that a person must end on GPUs that were not seen since the reboot."""
     xids: tuple[tuple[GpuUuid, int, int], ...] = ()
     """(gpu, xid, count)"""
+    holds: tuple[tuple[str, str], ...] = ()
+    """(selector, why); kept over reboots."""
+    released_gpus: tuple[GpuUuid, ...] = ()
+    released_until_ns: int | None = None
+    module_inode: int | None = None
+    """Which load of the kernel module the conditions were seen under."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +143,14 @@ class Snapshot:
     facts_lost: Mapping[SourceName, int]
     findings: tuple[Finding, ...]
     durable: Durable
+    pods: Mapping[DeviceId, str] | None = None
+    """Who holds which device, as the kubelet says; None: not known, or not known recently."""
+    released_until_ns: int | None = None
+    """The driver is let go of until then."""
+    holds: Mapping[str, str] = field(default_factory=dict)
+    """Why, by selector; also of GPUs that are not there."""
+    observed_flips: int = 0
+    """Devices that would have turned Unhealthy, had the agent not only observed."""
 
     @property
     def ready(self) -> bool:

@@ -3,6 +3,7 @@
 *Invariants*
 - Device nodes are empty regular files, so nobody needs rights for them; opening one means nothing.
 - MIG capability minors are numbered as the driver does it (see `capability_minors`), for each slot's minor.
+- A module that is loaded again and a device that is bound again are other inodes than before, as in sysfs.
 - Nothing outside the three roots is touched.
 
 Sources: NVIDIA MIG User Guide, "Device Nodes and Capabilities"; proc(5); the kernel's sysfs-bus-pci.
@@ -17,6 +18,8 @@ from agent.simulation.presets import GpuSpec, NodeSpec, PlacedMigDevice, place_m
 
 DEVICE_FILES = ("nvidiactl", "nvidia-uvm", "nvidia-uvm-tools", "nvidia-modeset")
 CAPABILITY_DIRECTORY = "nvidia-caps"
+DRIVER = "nvidia"
+MODULES = (DRIVER, "nvidia_uvm")
 
 _NVIDIA_VENDOR = 0x10DE
 _3D_CONTROLLER = 0x030200
@@ -69,25 +72,68 @@ def capability_minors(minor: int, gi: int, ci: int) -> tuple[int, int]:
 
 
 def write_sysfs(spec: NodeSpec, sys_root: Path) -> None:
-    """Write the PCI devices and the module's version."""
+    """Write the PCI devices, bound to the driver, and its modules."""
     for gpu in spec.gpus:
         write_pci_device(gpu, sys_root)
-    module = sys_root / "module" / "nvidia"
-    module.mkdir(parents=True, exist_ok=True)
-    (module / "version").write_text(f"{spec.driver_version}\n", encoding="ascii")
+    load_modules(spec, sys_root)
+
+
+def load_modules(spec: NodeSpec, sys_root: Path) -> None:
+    """Write the driver's modules as after they were loaded, in place of those that were there."""
+    modules = sys_root / "module"
+    modules.mkdir(parents=True, exist_ok=True)
+    for name in MODULES:
+        draft, old = modules / f".{name}.new", modules / f".{name}.old"
+        draft.mkdir()
+        if name == DRIVER:
+            (draft / "version").write_text(f"{spec.driver_version}\n", encoding="ascii")
+        # Two directories at the same time cannot have one inode number.
+        if (modules / name).exists():
+            (modules / name).rename(old)
+        draft.rename(modules / name)
+        shutil.rmtree(old, ignore_errors=True)
+
+
+def unload_modules(sys_root: Path) -> None:
+    """Take the driver's modules away."""
+    for name in MODULES:
+        shutil.rmtree(sys_root / "module" / name, ignore_errors=True)
 
 
 def write_pci_device(gpu: GpuSpec, sys_root: Path) -> None:
-    """Write one GPU's PCI device, as after it was found on the bus."""
+    """Write one GPU's PCI device, as after it was found on the bus and bound to the driver."""
     directory = _pci_directory(gpu, sys_root)
     directory.mkdir(parents=True, exist_ok=True)
     for name, value in _pci_attributes(gpu).items():
         (directory / name).write_text(f"{value}\n", encoding="ascii")
+    bind_pci_device(gpu, sys_root, DRIVER)
 
 
 def remove_pci_device(gpu: GpuSpec, sys_root: Path) -> None:
-    """Take one GPU's PCI device away, as when it has fallen off the bus."""
+    """Take one GPU's PCI device away, as when it was removed from the bus."""
     shutil.rmtree(_pci_directory(gpu, sys_root), ignore_errors=True)
+
+
+def bind_pci_device(gpu: GpuSpec, sys_root: Path, driver: str | None) -> None:
+    """Bind a GPU's PCI device to a driver (anew), or to none."""
+    device = _pci_directory(gpu, sys_root)
+    if driver is None:
+        (device / "driver").unlink(missing_ok=True)
+        return
+    (sys_root / "bus" / "pci" / "drivers" / driver).mkdir(parents=True, exist_ok=True)
+    draft = device / ".driver.new"
+    draft.symlink_to(f"../../drivers/{driver}")
+    draft.rename(device / "driver")
+
+
+def write_device_node(name: str, dev_root: Path) -> None:
+    """Write a device node, such as nvidia3."""
+    (dev_root / name).touch()
+
+
+def remove_device_node(name: str, dev_root: Path) -> None:
+    """Take a device node away."""
+    (dev_root / name).unlink(missing_ok=True)
 
 
 def _pci_directory(gpu: GpuSpec, sys_root: Path) -> Path:
@@ -119,6 +165,7 @@ def write_proc(spec: NodeSpec, proc_root: Path) -> None:
     driver.mkdir(parents=True, exist_ok=True)
     version = f"NVRM version: NVIDIA UNIX x86_64 Kernel Module  {spec.driver_version}\n"
     (driver / "version").write_text(version, encoding="ascii")
+    (driver / "params").write_text('ExcludedGpus: ""\n', encoding="ascii")
     for slot, gpu in enumerate(spec.gpus):
         _write_information(gpu, driver / "gpus" / gpu.pci_bus_id)
         write_mig_capabilities(gpu.minor, _placed(slot, gpu), proc_root)
@@ -157,6 +204,7 @@ def _write_information(gpu: GpuSpec, directory: Path) -> None:
         "Bus Type": "PCIe",
         "Bus Location": gpu.pci_bus_id,
         "Device Minor": str(gpu.minor),
+        "GPU Excluded": "No",
     }
     text = "".join(f"{key + ':':<17}{value}\n" for key, value in facts.items())
     (directory / "information").write_text(text, encoding="utf-8")

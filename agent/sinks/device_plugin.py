@@ -9,7 +9,7 @@ Guarantees:
 2. Each RegisterResource that no newer one has overtaken is answered once, with Registered or
    RegistrationFailed of its generation.
 3. What goes wrong with one resource touches no other.
-4. ``register`` and ``withdraw`` never block; everything else happens in tasks owned by ``run``.
+4. ``register`` never blocks; everything else happens in tasks owned by ``run``.
 
 Tasks: one for each resource that obeys the newest order, one for the order it carries out, one for
 the endpoint it serves.
@@ -24,7 +24,7 @@ from typing import Final
 
 from agent.bus import Inbox, Latest
 from agent.log import fields
-from agent.model.effects import RegisterResource, WithdrawResource
+from agent.model.effects import RegisterResource
 from agent.model.facts import Fact, Registered, RegistrationFailed, RegistrationFailure
 from agent.model.ids import NO_KUBELET, ResourceName
 from agent.model.snapshot import Snapshot
@@ -54,7 +54,7 @@ class _Slot:
     """One resource: what is wanted, and what there is."""
 
     resource: ResourceName
-    order: RegisterResource | WithdrawResource
+    order: RegisterResource
     is_fresh: asyncio.Event = field(default_factory=asyncio.Event)
     worker: asyncio.Task[None] | None = None
     attempt: asyncio.Task[None] | None = None
@@ -95,22 +95,10 @@ class DevicePlugin:
 
     def register(self, effect: RegisterResource) -> None:
         """Have a resource served and registered anew; the newest generation wins."""
-        slot = self._slots.get(effect.resource)
-        if (
-            slot is not None
-            and isinstance(slot.order, RegisterResource)
-            and slot.order.generation > effect.generation
-        ):
-            return
-        self._order(effect)
-
-    def withdraw(self, effect: WithdrawResource) -> None:
-        """Have a resource served no more and its socket removed."""
-        if effect.resource in self._slots:
-            self._order(effect)
-
-    def _order(self, effect: RegisterResource | WithdrawResource) -> None:
         if self._is_draining:
+            return
+        slot = self._slots.get(effect.resource)
+        if slot is not None and slot.order.generation > effect.generation:
             return
         slot = self._slots.setdefault(effect.resource, _Slot(effect.resource, effect))
         slot.order = effect
@@ -159,18 +147,11 @@ class DevicePlugin:
         while True:
             await slot.is_fresh.wait()
             slot.is_fresh.clear()
-            order = slot.order
-            if isinstance(order, RegisterResource):
-                slot.attempt = tasks.create_task(
-                    self._attempt(tasks, slot, order), name=f"register {slot.resource}"
-                )
-                await asyncio.wait({slot.attempt})
-                slot.attempt = None
-                continue
-            await self._end(slot)
-            if not slot.is_fresh.is_set():
-                del self._slots[slot.resource]
-                return
+            slot.attempt = tasks.create_task(
+                self._attempt(tasks, slot, slot.order), name=f"register {slot.resource}"
+            )
+            await asyncio.wait({slot.attempt})
+            slot.attempt = None
 
     async def _attempt(self, tasks: asyncio.TaskGroup, slot: _Slot, order: RegisterResource) -> None:
         try:

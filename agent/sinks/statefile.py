@@ -7,7 +7,8 @@ Guarantees:
 2. Nothing is written or synced in the loop's thread; a slow disk delays only newer states of the
    file, of which the newest wins.
 3. Times are of CLOCK_MONOTONIC and so belong to one boot, whose id is in the file. Under another
-   boot id every ``since`` is zero, what a reboot cures is gone, what only a person clears is kept.
+   boot id every ``since`` is zero, what a reboot cures is gone, and so are the GPUs, because hardware
+   may have been changed; holds and what only a person clears are kept and wait for their GPU.
 4. A file that is damaged, or of another version, is put aside with one line in the log; what was
    in it is derived anew, and until then the GPUs are unknown and so offered as Unhealthy.
 
@@ -19,7 +20,6 @@ import asyncio
 import contextlib
 import hashlib
 import logging
-import os
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,6 +28,7 @@ from typing import Final
 import msgspec
 
 from agent.bus import Latest
+from agent.files import write
 from agent.log import fields
 from agent.model.gpu import Gpu, MigDevice
 from agent.model.health import Condition, ConditionKey, Evidence, Reason, Recovery
@@ -68,6 +69,9 @@ class _StoredGpu(msgspec.Struct, omit_defaults=True):
     compute_capability: tuple[int, int] | None = None
     numa_node: int | None = None
     serial: str | None = None
+    part_number: str | None = None
+    vbios: str | None = None
+    inforom: str | None = None
     mig_enabled: bool = False
     mig_devices: list[_StoredMig] = []
 
@@ -87,7 +91,9 @@ class _StoredCondition(msgspec.Struct, omit_defaults=True):
     code: int = 0
     count: int = 1
     clean_probes: int = 0
+    clean_since_ns: int = 0
     reset_seen: bool = False
+    lasts: bool = False
 
 
 class _StoredState(msgspec.Struct, omit_defaults=True):
@@ -95,6 +101,10 @@ class _StoredState(msgspec.Struct, omit_defaults=True):
     gpus: list[_StoredGpu] = []
     conditions: list[_StoredCondition] = []
     xids: list[tuple[str, int, int]] = []
+    holds: list[tuple[str, str]] = []
+    released_gpus: list[str] = []
+    released_until_ns: int | None = None
+    module_inode: int | None = None
 
 
 class _Envelope(msgspec.Struct):
@@ -153,18 +163,24 @@ def _put_aside(path: str) -> None:
 
 
 def _restored(stored: _StoredState, *, is_same_boot: bool) -> Durable:
-    gpus = {gpu.uuid: _gpu_of(gpu) for gpu in stored.gpus}
-    conditions = tuple(
-        condition
-        for condition in _conditions_of(stored.conditions, is_same_boot=is_same_boot)
-        if condition.placement.gpu in gpus
-    )
+    holds = tuple(stored.holds)
+    conditions = tuple(_conditions_of(stored.conditions))
     if not is_same_boot:
-        # Hardware may have been changed; only what a person must clear is still known.
-        held = {condition.placement.gpu for condition in conditions}
-        gpus = {uuid: gpu for uuid, gpu in gpus.items() if uuid in held}
-    xids = tuple((GpuUuid(gpu), xid, count) for gpu, xid, count in stored.xids if gpu in gpus)
-    return Durable(gpus=tuple(gpus.values()), conditions=conditions, xids=xids)
+        kept = (each for each in conditions if each.recovery is Recovery.BY_HAND)
+        # That a GPU is held follows from the holds.
+        return Durable(
+            conditions=tuple(_as_of_another_boot(each) for each in kept if each.reason is not Reason.HELD),
+            holds=holds,
+        )
+    return Durable(
+        gpus=tuple(_gpu_of(gpu) for gpu in stored.gpus),
+        conditions=conditions,
+        xids=tuple((GpuUuid(gpu), xid, count) for gpu, xid, count in stored.xids),
+        holds=holds,
+        released_gpus=tuple(GpuUuid(gpu) for gpu in stored.released_gpus),
+        released_until_ns=stored.released_until_ns,
+        module_inode=stored.module_inode,
+    )
 
 
 def _gpu_of(stored: _StoredGpu) -> Gpu:
@@ -178,6 +194,9 @@ def _gpu_of(stored: _StoredGpu) -> Gpu:
         compute_capability=stored.compute_capability,
         numa_node=stored.numa_node,
         serial=stored.serial,
+        part_number=stored.part_number,
+        vbios=stored.vbios,
+        inforom=stored.inforom,
         mig_enabled=stored.mig_enabled,
         mig_devices=tuple(
             MigDevice(mig.uuid, mig.gi, mig.ci, mig.profile, mig.memory_bytes) for mig in stored.mig_devices
@@ -185,21 +204,16 @@ def _gpu_of(stored: _StoredGpu) -> Gpu:
     )
 
 
-def _conditions_of(stored: list[_StoredCondition], *, is_same_boot: bool) -> Iterator[Condition]:
+def _conditions_of(stored: list[_StoredCondition]) -> Iterator[Condition]:
     for item in stored:
         try:
-            condition = _condition_of(item)
+            yield _condition_of(item)
         except ValueError:
             # Written by a newer agent. The GPU is unknown, so not offered, until it was probed.
             _log.warning(
                 "Left out a stored condition of a kind this agent does not know",
                 extra=fields(gpu_uuid=item.gpu, reason=item.reason),
             )
-            continue
-        if is_same_boot:
-            yield condition
-        elif condition.recovery is Recovery.BY_HAND:
-            yield _as_of_another_boot(condition)
 
 
 def _condition_of(stored: _StoredCondition) -> Condition:
@@ -214,7 +228,9 @@ def _condition_of(stored: _StoredCondition) -> Condition:
         last_ns=stored.last_ns,
         count=stored.count,
         clean_probes=stored.clean_probes,
+        clean_since_ns=stored.clean_since_ns,
         reset_seen=stored.reset_seen,
+        lasts=stored.lasts,
     )
 
 
@@ -228,6 +244,7 @@ def _as_of_another_boot(condition: Condition) -> Condition:
         since_ns=0,
         last_ns=0,
         count=condition.count,
+        lasts=condition.lasts,
     )
 
 
@@ -239,6 +256,10 @@ def encoded(durable: Durable, *, boot_id: str) -> bytes:
             gpus=[_stored_gpu(gpu) for gpu in durable.gpus],
             conditions=[_stored_condition(condition) for condition in durable.conditions],
             xids=[(str(gpu), xid, count) for gpu, xid, count in durable.xids],
+            holds=list(durable.holds),
+            released_gpus=[str(gpu) for gpu in durable.released_gpus],
+            released_until_ns=durable.released_until_ns,
+            module_inode=durable.module_inode,
         )
     )
     checksum = hashlib.sha256(body).hexdigest()
@@ -256,6 +277,9 @@ def _stored_gpu(gpu: Gpu) -> _StoredGpu:
         compute_capability=gpu.compute_capability,
         numa_node=gpu.numa_node,
         serial=gpu.serial,
+        part_number=gpu.part_number,
+        vbios=gpu.vbios,
+        inforom=gpu.inforom,
         mig_enabled=gpu.mig_enabled,
         mig_devices=[
             _StoredMig(mig.uuid, mig.gi, mig.ci, mig.profile, mig.memory_bytes) for mig in gpu.mig_devices
@@ -279,27 +303,10 @@ def _stored_condition(condition: Condition) -> _StoredCondition:
         code=condition.key.code,
         count=condition.count,
         clean_probes=condition.clean_probes,
+        clean_since_ns=condition.clean_since_ns,
         reset_seen=condition.reset_seen,
+        lasts=condition.lasts,
     )
-
-
-def write(path: str, raw: bytes) -> None:
-    """Replace the file by one that holds these bytes, or raise OSError and leave it as it was."""
-    beside = f"{path}.new"
-    descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-    try:
-        view = memoryview(raw)
-        while view:
-            view = view[os.write(descriptor, view) :]
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-    Path(beside).replace(path)
-    directory = os.open(Path(path).parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(directory)
-    finally:
-        os.close(directory)
 
 
 class StateFile:

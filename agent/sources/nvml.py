@@ -9,11 +9,14 @@ Guarantees:
    and initialised anew, at most once in ``init_retry_ns``, for ever: a library or driver that appears
    later is found, and while there is none the agent holds none of its files.
 3. One fact for a change, not for a retry.
+4. ``release`` ends with no file of the driver open: DriverReleased is told when that was seen, not
+   when it was asked for. A call that hangs delays it, and is told as ever.
 """
 
 import asyncio
 import logging
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from agent.bus import Inbox
@@ -21,6 +24,7 @@ from agent.errors import NvmlCode, NvmlError, NvmlOverdueError, SourceError
 from agent.log import fields
 from agent.model import facts
 from agent.model.health import Reason
+from agent.sources.nvml_files import open_files_below
 from agent.sources.nvml_library import (
     LibraryLocation,
     LibraryMissingError,
@@ -31,11 +35,16 @@ from agent.sources.nvml_library import (
 )
 from agent.sources.nvml_session import DriverGoneError, Session, Surroundings
 from agent.sources.nvml_settings import MAX_THREADS, NvmlSettings
+from agent.sources.nvml_slot import wait_set
 from agent.sources.nvml_threads import Call, Lane, ThreadGroup
 
 __all__ = ["MAX_THREADS", "LibraryLocation", "NvmlSettings", "NvmlSource"]
 
 _log = logging.getLogger(__name__)
+
+
+class _UnwantedError(Exception):
+    """The driver is to be let go."""
 
 
 class NvmlSource:
@@ -50,8 +59,12 @@ class NvmlSource:
         sys_root: Path,
         clock: Callable[[], int],
         settings: NvmlSettings | None = None,
+        released: bool = False,
     ) -> None:
-        """``dev_root`` and ``sys_root`` are what stands for /dev and /sys."""
+        """``dev_root`` and ``sys_root`` are what stands for /dev and /sys.
+
+        ``released`` begins as after ``release``.
+        """
         self._settings = settings if settings is not None else NvmlSettings()
         self._inbox = inbox
         self._location = library
@@ -73,6 +86,9 @@ class NvmlSource:
             on_node_overdue=self._node_overdue,
             on_node_answered=self._node_answered,
         )
+        self._device_paths = ("/dev/nvidia", f"{dev_root}/nvidia")
+        self._wanted, self._unwanted = asyncio.Event(), asyncio.Event()
+        (self._unwanted if released else self._wanted).set()
         self._session: Session | None = None
         self._library: LoadedLibrary | None = None
         self._open_inits = 0
@@ -94,19 +110,32 @@ class NvmlSource:
         events_lane = await self._start_threads()
         if self._session is not None:
             # The last run ended in the middle of it.
+            self._session.forsake()
             await self._let_go(self._settings.call_deadline_ns)
         while True:
-            versions = await self._bring_up()
-            self._session = Session(self._around, versions=versions, events_lane=events_lane)
+            if self._unwanted.is_set():
+                await self._stay_away()
             try:
-                await self._session.run()
-            except DriverGoneError as gone:
-                await self._tell_failed(gone.error)
-                if not self._session.announced:
-                    # Init succeeds and yet no GPU answers: not worth an init a second.
-                    poll_ns = max(self._settings.poll_ns, self._settings.init_retry_ns)
-                    self._next_init_ns = self._clock() + poll_ns
-            await self._let_go(self._settings.call_deadline_ns)
+                async with asyncio.TaskGroup() as group:
+                    group.create_task(self._watch(events_lane), name="nvml watch")
+                    group.create_task(self._until_unwanted(), name="nvml release")
+            except* _UnwantedError:
+                pass
+
+    def request(self) -> None:
+        """Look at the whole node again now. Does not wait; without a driver, the next init looks anyway."""
+        if self._session is not None:
+            self._session.request()
+
+    def release(self) -> None:
+        """Let the driver go and stay away until ``resume``. Does not wait: DriverReleased tells the end."""
+        self._wanted.clear()
+        self._unwanted.set()
+
+    def resume(self) -> None:
+        """Take the driver back after ``release``, at once and as at the start. Does not wait."""
+        self._unwanted.clear()
+        self._wanted.set()
 
     async def wait_first_outcome(self) -> None:
         """Return once NVML was initialised for the first time.
@@ -125,6 +154,8 @@ class NvmlSource:
         """
         if self._closed:
             return True
+        if self._session is not None:
+            self._session.forsake()
         if not await self._let_go(self._settings.close_wait_ns):
             return False
         await self._threads.end()
@@ -150,6 +181,53 @@ class NvmlSource:
 
     # Up and down
 
+    async def _watch(self, events_lane: Lane) -> None:
+        while True:
+            versions = await self._bring_up()
+            session = self._session = Session(self._around, versions=versions, events_lane=events_lane)
+            try:
+                await session.run()
+            except DriverGoneError as gone:
+                session.forsake()
+                await self._tell_failed(gone.error, was_announced=session.announced)
+                if not session.announced:
+                    # Init succeeds and yet no GPU answers: not worth an init a second.
+                    poll_ns = max(self._settings.poll_ns, self._settings.init_retry_ns)
+                    self._next_init_ns = self._clock() + poll_ns
+            await self._let_go(self._settings.call_deadline_ns)
+
+    async def _until_unwanted(self) -> None:
+        await self._unwanted.wait()
+        raise _UnwantedError
+
+    async def _stay_away(self) -> None:
+        """Let the driver go, tell it, and return when it is wanted again."""
+        self._first_outcome.set()
+        self.library_missing_since_ns = None
+        why: str | None = None
+        while not self._wanted.is_set():
+            reason = await self._why_not_released()
+            if reason is None:
+                self._inbox.put(facts.DriverReleased())
+                await self._wanted.wait()
+                break
+            if reason != why:
+                _log.warning("Could not let go of the driver yet", extra=fields(detail=reason))
+            why = reason
+            await wait_set(self._wanted, self._settings.init_retry_ns)
+        self._unavailable = None
+        self._next_init_ns = self._clock()
+
+    async def _why_not_released(self) -> str | None:
+        """Let go what can be; returns why something is still open, None if nothing is."""
+        if not await self._let_go(self._settings.init_retry_ns):
+            calls = (lane.log.current for lane in self._threads.lanes)
+            return f"Under way: {', '.join(call.name for call in calls if call is not None)}"
+        if self._open_inits:
+            return "NVML cannot be shut down"
+        paths = await self._threads.first.call(partial(open_files_below, self._device_paths))
+        return f"Still open: {', '.join(paths)}" if paths else None
+
     async def _bring_up(self) -> Versions:
         while True:
             await asyncio.sleep(max(0, self._next_init_ns - self._clock()) / 1e9)
@@ -160,6 +238,7 @@ class NvmlSource:
                 await self._tell_failed(error)
             else:
                 self.library_missing_since_ns = None
+                self.library_replaced = False
                 self._first_outcome.set()
                 return versions
 
@@ -176,7 +255,7 @@ class NvmlSource:
 
     async def _let_go(self, timeout_ns: int) -> bool:
         """Shut NVML down if no thread is in it; returns whether none is."""
-        session, self._session = self._session, None
+        session = self._session
         if session is not None:
             session.listener.stop()
         if self._threads.stuck or not await self._threads.wait_idle(timeout_ns):
@@ -185,6 +264,9 @@ class NvmlSource:
             if session is not None:
                 await session.listener.free()
             await self._threads.first.call(self._shut_down)
+        if session is not None:
+            session.forsake()
+        self._session = None
         return True
 
     def _shut_down(self) -> None:
@@ -199,7 +281,9 @@ class NvmlSource:
 
     # What is told
 
-    async def _tell_failed(self, error: LibraryMissingError | NvmlError) -> None:
+    async def _tell_failed(
+        self, error: LibraryMissingError | NvmlError, *, was_announced: bool = False
+    ) -> None:
         if isinstance(error, LibraryMissingError):
             self.library_missing_since_ns = self.library_missing_since_ns or self._clock()
         else:
@@ -208,8 +292,7 @@ class NvmlSource:
         if not self._first_outcome.is_set():
             self._first_failure = SourceError(fact.message)
             self._first_outcome.set()
-        announced = self._session is not None and self._session.announced
-        if fact == self._unavailable and not announced:
+        if fact == self._unavailable and not was_announced:
             return
         self._unavailable = fact
         self._inbox.put(fact)

@@ -14,7 +14,15 @@ from typing import Final, TypeVar
 from agent.errors import NvmlCode, NvmlError
 from agent.model.gpu import Gpu, MigDevice
 from agent.model.ids import GpuUuid, pci_sysfs_name
-from agent.sources.nvml_library import GPU_INSTANCE_PROFILES, Handle, MigAttributes, Nvml, not_supported
+from agent.model.sample import GpuSample
+from agent.sources.nvml_library import (
+    FINDINGS,
+    GPU_INSTANCE_PROFILES,
+    Handle,
+    MigAttributes,
+    Nvml,
+    not_supported,
+)
 
 CONTROL_NODES: Final = ("/dev/nvidiactl", "/dev/nvidia-uvm", "/dev/nvidia-uvm-tools", "/dev/nvidia-modeset")
 """What every container with a GPU needs. Source: NVIDIA/k8s-device-plugin:internal/plugin/server.go."""
@@ -23,8 +31,7 @@ MAX_MIG_DEVICES: Final = 64
 """MIG devices looked for on a GPU; today's GPUs have seven GPU instances of up to seven each."""
 
 _MIG_NAME: Final = re.compile(r"\bMIG ((?:\d+c\.)?\d+g\.\d+gb(?:[+-][\w.]+)*)\s*$")
-_GONE: Final = frozenset({NvmlCode.NOT_FOUND, 28})
-"""28 is NVML_ERROR_GPU_NOT_FOUND."""
+_GONE: Final = frozenset({NvmlCode.NOT_FOUND, NvmlCode.GPU_NOT_FOUND})
 
 GIB: Final = 1 << 30
 
@@ -49,14 +56,17 @@ class Sighting:
     """Whether what never changes was read in full."""
     numa_problem: str | None = None
     """What stood in sysfs instead of a node number."""
+    celsius: int | None = None
+    """The temperature at that moment; None where the GPU does not tell it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """What one look at a GPU told: the GPU, and the first call that failed with a finding."""
+    """What one look at a GPU told: the GPU, the first call that failed with a finding, its readings."""
 
     sighting: Sighting
     failure: NvmlError | None
+    sample: GpuSample | None = None
 
 
 def look_at_index(nvml: Nvml, index: int, sys_root: Path) -> Look:
@@ -81,6 +91,7 @@ def look_at_index(nvml: Nvml, index: int, sys_root: Path) -> Look:
 
 def look_again(nvml: Nvml, known: Sighting) -> Look:
     """Look at a known GPU. Raises GpuGoneError if it is not there any more."""
+    known = replace(known, celsius=None)
     try:
         handle = nvml.handle_by_pci(known.bus_id)
         uuid = nvml.uuid(handle)
@@ -118,23 +129,35 @@ def _with_details(nvml: Nvml, seen: Sighting) -> Sighting:
     handle = seen.handle
     minor: int | None = _unless_unsupported(lambda: nvml.minor(handle), None)
     capability: tuple[int, int] | None = _unless_unsupported(lambda: nvml.compute_capability(handle), None)
-    serial: str | None = _unless_unsupported(lambda: nvml.serial(handle), None)
     gpu = replace(
         seen.gpu,
         name=_unless_unsupported(lambda: nvml.name(handle), ""),
         memory_bytes=_unless_unsupported(lambda: nvml.memory_bytes(handle), 0),
         minor=minor,
         compute_capability=capability,
-        serial=serial,
+        serial=_if_told(lambda: nvml.serial(handle)),
+        part_number=_if_told(lambda: nvml.part_number(handle)),
+        vbios=_if_told(lambda: nvml.vbios(handle)),
+        inforom=_if_told(lambda: nvml.inforom(handle)),
     )
     return replace(seen, gpu=gpu, complete=True)
+
+
+def _if_told(call: Callable[[], str]) -> str | None:
+    """Return a text for people that no device depends on: a GPU that does not tell it works all the same."""
+    try:
+        return call() or None
+    except NvmlError as error:
+        if error.code in FINDINGS:
+            raise
+        return None
 
 
 def _with_health(nvml: Nvml, seen: Sighting) -> Sighting:
     """Make the harmless calls whose answers say whether the GPU works; see facts on return codes."""
     _unless_unsupported(lambda: nvml.memory_bytes(seen.handle), 0)
-    _unless_unsupported(lambda: nvml.temperature_celsius(seen.handle), 0)
-    return seen
+    celsius: int | None = _unless_unsupported(lambda: nvml.temperature_celsius(seen.handle), None)
+    return seen if celsius == seen.celsius else replace(seen, celsius=celsius)
 
 
 # MIG

@@ -1,8 +1,9 @@
-"""NVML as typed calls: the only module that imports pynvml, and where its errors are translated.
+"""NVML as typed calls: where pynvml is loaded and called, and where its errors are translated.
 
 Invariants: one method is one NVML call, and it is reported to a CallObserver before it is made, since
 it may never come back. Every method may block and raises NvmlError; none is to be called on the loop.
-A library that was loaded stays loaded: the driver's own code keeps pointers into it.
+A library that was loaded stays loaded: the driver's own code keeps pointers into it. pynvml is known
+here, in nvml_readings and in nvml_hotplug alone; whatever they call goes through ``Nvml.call``.
 """
 
 import ctypes
@@ -49,6 +50,9 @@ GPU_INSTANCE_PROFILES: Final = int(pynvml.NVML_GPU_INSTANCE_PROFILE_COUNT)
 FIRST_HANDLE: Final = "nvmlDeviceGetHandleByIndex"
 INIT: Final = "nvmlInitWithFlags"
 EVENT_WAIT: Final = "nvmlEventSetWait_v2"
+
+FINDINGS: Final = frozenset({NvmlCode.GPU_IS_LOST, NvmlCode.RESET_REQUIRED})
+"""What counts whichever call returns it; any other error only where the GPU is no use without the answer."""
 
 T = TypeVar("T")
 
@@ -104,7 +108,8 @@ class Nvml:
     def __init__(self, observer: CallObserver) -> None:
         self._observer = observer
 
-    def _call(self, function: Callable[..., Any], *arguments: object) -> Any:
+    def call(self, function: Callable[..., Any], *arguments: object) -> Any:
+        """Make a call of pynvml's; only for the modules that know pynvml."""
         name = function.__name__
         self._observer.began(name)
         try:
@@ -118,93 +123,105 @@ class Nvml:
 
     def init(self) -> None:
         """Initialise NVML; counted, so that one ``shutdown`` is needed for each."""
-        self._call(pynvml.nvmlInitWithFlags, 0)
+        self.call(pynvml.nvmlInitWithFlags, 0)
 
     def shutdown(self) -> None:
         """Let go of the driver and of every handle."""
-        self._call(pynvml.nvmlShutdown)
+        self.call(pynvml.nvmlShutdown)
 
     def versions(self) -> Versions:
         """Return the versions of driver, NVML and CUDA."""
-        cuda = int(self._call(pynvml.nvmlSystemGetCudaDriverVersion))
+        cuda = int(self.call(pynvml.nvmlSystemGetCudaDriverVersion))
         return Versions(
-            driver=_text(self._call(pynvml.nvmlSystemGetDriverVersion)),
-            nvml=_text(self._call(pynvml.nvmlSystemGetNVMLVersion)),
+            driver=_text(self.call(pynvml.nvmlSystemGetDriverVersion)),
+            nvml=_text(self.call(pynvml.nvmlSystemGetNVMLVersion)),
             cuda=(cuda // 1000, cuda % 1000 // 10),
         )
 
     def count(self) -> int:
         """Return how many GPUs NVML lists."""
-        return int(self._call(pynvml.nvmlDeviceGetCount))
+        return int(self.call(pynvml.nvmlDeviceGetCount))
 
     def handle_by_index(self, index: int) -> Handle:
         """Return a GPU's handle; the first time, the driver may initialise the GPU."""
-        return Handle(self._call(pynvml.nvmlDeviceGetHandleByIndex, index))
+        return Handle(self.call(pynvml.nvmlDeviceGetHandleByIndex, index))
 
     def handle_by_pci(self, bus_id: str) -> Handle:
         """Return the handle of the GPU at a PCI address; NOT_FOUND if there is none any more."""
-        return Handle(self._call(pynvml.nvmlDeviceGetHandleByPciBusId, bus_id.encode()))
+        return Handle(self.call(pynvml.nvmlDeviceGetHandleByPciBusId, bus_id.encode()))
 
     def uuid(self, handle: Handle) -> str:
         """Return the UUID of a GPU or MIG device."""
-        return _text(self._call(pynvml.nvmlDeviceGetUUID, handle))
+        return _text(self.call(pynvml.nvmlDeviceGetUUID, handle))
 
     def index(self, handle: Handle) -> int:
         """Return the index NVML has for a GPU now."""
-        return int(self._call(pynvml.nvmlDeviceGetIndex, handle))
+        return int(self.call(pynvml.nvmlDeviceGetIndex, handle))
 
     def minor(self, handle: Handle) -> int:
         """Return N of /dev/nvidiaN."""
-        return int(self._call(pynvml.nvmlDeviceGetMinorNumber, handle))
+        return int(self.call(pynvml.nvmlDeviceGetMinorNumber, handle))
 
     def name(self, handle: Handle) -> str:
         """Return the product name; a MIG device's ends with its profile."""
-        return _text(self._call(pynvml.nvmlDeviceGetName, handle))
+        return _text(self.call(pynvml.nvmlDeviceGetName, handle))
 
     def pci_bus_id(self, handle: Handle) -> str:
         """Return the PCI address as NVML writes it: ``00000000:3B:00.0``."""
-        return _text(self._call(pynvml.nvmlDeviceGetPciInfo_v3, handle).busId)
+        return _text(self.call(pynvml.nvmlDeviceGetPciInfo_v3, handle).busId)
 
     def memory_bytes(self, handle: Handle) -> int:
         """Return the total memory."""
-        return int(self._call(pynvml.nvmlDeviceGetMemoryInfo, handle).total)
+        return int(self.call(pynvml.nvmlDeviceGetMemoryInfo, handle).total)
 
     def temperature_celsius(self, handle: Handle) -> int:
         """Return the temperature of the GPU."""
-        return int(self._call(pynvml.nvmlDeviceGetTemperature, handle, pynvml.NVML_TEMPERATURE_GPU))
+        return int(self.call(pynvml.nvmlDeviceGetTemperature, handle, pynvml.NVML_TEMPERATURE_GPU))
 
     def compute_capability(self, handle: Handle) -> tuple[int, int]:
         """Return the CUDA compute capability."""
-        major, minor = self._call(pynvml.nvmlDeviceGetCudaComputeCapability, handle)
+        major, minor = self.call(pynvml.nvmlDeviceGetCudaComputeCapability, handle)
         return int(major), int(minor)
 
     def serial(self, handle: Handle) -> str:
         """Return the board's serial number."""
-        return _text(self._call(pynvml.nvmlDeviceGetSerial, handle))
+        return _text(self.call(pynvml.nvmlDeviceGetSerial, handle))
+
+    def part_number(self, handle: Handle) -> str:
+        """Return the board's part number."""
+        return _text(self.call(pynvml.nvmlDeviceGetBoardPartNumber, handle))
+
+    def vbios(self, handle: Handle) -> str:
+        """Return the version of the VBIOS."""
+        return _text(self.call(pynvml.nvmlDeviceGetVbiosVersion, handle))
+
+    def inforom(self, handle: Handle) -> str:
+        """Return the version of the InfoROM image."""
+        return _text(self.call(pynvml.nvmlDeviceGetInforomImageVersion, handle))
 
     def mig_enabled(self, handle: Handle) -> bool:
         """Return whether MIG mode is on now; NOT_SUPPORTED where the GPU has none."""
-        current, _pending = self._call(pynvml.nvmlDeviceGetMigMode, handle)
+        current, _pending = self.call(pynvml.nvmlDeviceGetMigMode, handle)
         return int(current) == int(pynvml.NVML_DEVICE_MIG_ENABLE)
 
     def mig_maximum(self, handle: Handle) -> int:
         """Return how many MIG devices a GPU can have."""
-        return int(self._call(pynvml.nvmlDeviceGetMaxMigDeviceCount, handle))
+        return int(self.call(pynvml.nvmlDeviceGetMaxMigDeviceCount, handle))
 
     def mig_handle(self, handle: Handle, index: int) -> Handle:
         """Return the handle of a GPU's n-th MIG device; NOT_FOUND if there is none."""
-        return Handle(self._call(pynvml.nvmlDeviceGetMigDeviceHandleByIndex, handle, index))
+        return Handle(self.call(pynvml.nvmlDeviceGetMigDeviceHandleByIndex, handle, index))
 
     def mig_instances(self, mig: Handle) -> tuple[int, int]:
         """Return the GPU instance and compute instance ids of a MIG device."""
         return (
-            int(self._call(pynvml.nvmlDeviceGetGpuInstanceId, mig)),
-            int(self._call(pynvml.nvmlDeviceGetComputeInstanceId, mig)),
+            int(self.call(pynvml.nvmlDeviceGetGpuInstanceId, mig)),
+            int(self.call(pynvml.nvmlDeviceGetComputeInstanceId, mig)),
         )
 
     def mig_attributes(self, mig: Handle) -> MigAttributes:
         """Return the size of a MIG device."""
-        attributes = self._call(pynvml.nvmlDeviceGetAttributes_v2, mig)
+        attributes = self.call(pynvml.nvmlDeviceGetAttributes_v2, mig)
         return MigAttributes(
             gpu_slices=int(attributes.gpuInstanceSliceCount),
             compute_slices=int(attributes.computeInstanceSliceCount),
@@ -213,33 +230,33 @@ class Nvml:
 
     def gpu_instance_profile(self, handle: Handle, gi: int) -> int:
         """Return the profile id of a GPU instance; needs the rights of root."""
-        instance = self._call(pynvml.nvmlDeviceGetGpuInstanceById, handle, gi)
-        return int(self._call(pynvml.nvmlGpuInstanceGetInfo, instance).profileId)
+        instance = self.call(pynvml.nvmlDeviceGetGpuInstanceById, handle, gi)
+        return int(self.call(pynvml.nvmlGpuInstanceGetInfo, instance).profileId)
 
     def profile_name(self, handle: Handle, number: int) -> tuple[int, str]:
         """Return id and name (``MIG 1g.10gb+me``) of a GPU's n-th instance profile."""
-        info = self._call(pynvml.nvmlDeviceGetGpuInstanceProfileInfo, handle, number)
+        info = self.call(pynvml.nvmlDeviceGetGpuInstanceProfileInfo, handle, number)
         return int(info.id), _text(info.name)
 
     def supported_events(self, handle: Handle) -> int:
         """Return the mask of event types a GPU can send."""
-        return int(self._call(pynvml.nvmlDeviceGetSupportedEventTypes, handle))
+        return int(self.call(pynvml.nvmlDeviceGetSupportedEventTypes, handle))
 
     def create_event_set(self) -> EventSet:
         """Return an empty event set."""
-        return EventSet(self._call(pynvml.nvmlEventSetCreate))
+        return EventSet(self.call(pynvml.nvmlEventSetCreate))
 
     def free_event_set(self, events: EventSet) -> None:
         """Release an event set that nobody waits on."""
-        self._call(pynvml.nvmlEventSetFree, events)
+        self.call(pynvml.nvmlEventSetFree, events)
 
     def register_events(self, handle: Handle, types: int, events: EventSet) -> None:
         """Let a GPU's events come to a set; NOT_SUPPORTED where the GPU sends none."""
-        self._call(pynvml.nvmlDeviceRegisterEvents, handle, types, events)
+        self.call(pynvml.nvmlDeviceRegisterEvents, handle, types, events)
 
     def wait_event(self, events: EventSet, timeout_ms: int) -> NvmlEvent:
         """Return the next event; NvmlError with code TIMEOUT if there was none."""
-        data = self._call(pynvml.nvmlEventSetWait_v2, events, timeout_ms)
+        data = self.call(pynvml.nvmlEventSetWait_v2, events, timeout_ms)
         return NvmlEvent(
             device=_address(data.device),
             type=int(data.eventType),

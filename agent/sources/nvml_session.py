@@ -18,7 +18,6 @@ from agent.bus import Inbox
 from agent.errors import NvmlError, SourceError
 from agent.log import fields
 from agent.model import facts
-from agent.model.gpu import Gpu
 from agent.model.ids import GpuUuid
 from agent.model.policy import SECOND_NS
 from agent.sources.nvml_events import DRIVER_CODES, Listener, RetiredError, register
@@ -30,8 +29,10 @@ from agent.sources.nvml_inventory import (
     look_at_index,
 )
 from agent.sources.nvml_library import Nvml, Versions
+from agent.sources.nvml_sampling import Sampler
 from agent.sources.nvml_settings import NvmlSettings
 from agent.sources.nvml_slot import Slot, wait_set
+from agent.sources.nvml_telling import Telling
 from agent.sources.nvml_threads import Call, Lane, ThreadGroup
 
 MIN_GAP_NS: Final = SECOND_NS
@@ -72,18 +73,14 @@ class Session:
         self._around = around
         self._settings = around.settings
         self._clock = around.clock
-        self._versions = versions
         self._node_nvml = Nvml(around.threads.first.log)
         self._slots: list[Slot] = []
         self._node_due = asyncio.Event()
         self._settling = False
         self._unsettled = False
         """Whether a look found that the list of GPUs is another; it is told once it is whole again."""
-        self._gone = False
-        """The driver is; tasks that were about to go on have nothing more to tell."""
-        self._told: facts.GpusEnumerated | None = None
         self._control_nodes: tuple[str, ...] = ()
-        self._warned: set[str] = set()
+        self._telling = Telling(around.inbox, around.settings, versions)
         self.listener: Final = Listener(
             lane=events_lane,
             nvml=Nvml(events_lane.log),
@@ -100,7 +97,7 @@ class Session:
     @property
     def announced(self) -> bool:
         """Whether the driver was told to be ready."""
-        return self._told is not None
+        return self._telling.announced
 
     async def run(self) -> None:
         """Watch until the driver is gone; raises DriverGoneError then."""
@@ -114,10 +111,19 @@ class Session:
             gone = first if isinstance(first, DriverGoneError) else None
         finally:
             self.listener.stop()
-            for slot in self._slots:
-                slot.lane.ignore_calls()
         if gone is not None:
             raise gone
+
+    def forsake(self) -> None:
+        """Tell nothing more of calls that are still under way after the end."""
+        for slot in self._slots:
+            slot.lane.ignore_calls()
+
+    def request(self) -> None:
+        """Look now which GPUs there are, and at each of them, with every reading."""
+        for slot in self._slots:
+            slot.urgent = True
+        self._unsettle()
 
     # The node: which GPUs there are
 
@@ -139,12 +145,12 @@ class Session:
             if not self._slots:
                 raise DriverGoneError(error) from None
             # If the GPUs answer no better, their own tasks find the driver gone.
-            self._warn("count", "Could not count GPUs", detail=str(error))
+            self._telling.warn("count", "Could not count GPUs", detail=str(error))
             self._request_all()
             return None
         most = self._settings.max_gpus
         if count > most:
-            self._warn("many", "NVML lists more GPUs than are watched", count=count, watched=most)
+            self._telling.warn("many", "NVML lists more GPUs than are watched", count=count, watched=most)
         return min(count, most)
 
     def _ask_node(self) -> tuple[int, tuple[str, ...]]:
@@ -181,7 +187,7 @@ class Session:
             try:
                 added.append(await self._open(index, group))
             except SourceError as error:
-                self._warn("lane", "Could not watch a GPU", index=index, detail=str(error))
+                self._telling.warn("lane", "Could not watch a GPU", index=index, detail=str(error))
                 break
         await self._wait_served({slot: slot.requested for slot in added}, self._settings.first_look_wait_ns)
 
@@ -191,7 +197,9 @@ class Session:
         lane = next((lane for lane in lanes[2:] if lane not in used and not lane.busy), None)
         if lane is None:
             lane = await self._around.threads.start_lane(f"nvml-gpu-{len(lanes) - 2}")
-        slot = Slot(lane=lane, nvml=Nvml(lane.log), index=index)
+        nvml = Nvml(lane.log)
+        slow_ns = self._settings.slow_polls * self._settings.poll_ns
+        slot = Slot(lane, nvml, Sampler(nvml, slow_ns=slow_ns, clock=self._clock), index)
         lane.on_overdue = partial(self._overdue, slot)
         lane.on_answered = partial(self._answered, slot)
         slot.task = group.create_task(self._watch_slot(slot), name=f"nvml gpu {index}")
@@ -208,7 +216,7 @@ class Session:
             slot.gone = True
             slot.notify()
             if slot.sighting is not None:
-                self._warned -= {f"events {slot.uuid}", f"numa {slot.sighting.gpu.pci}"}
+                self._telling.forget(slot.sighting.gpu)
             if slot.task is not None:
                 slot.task.cancel()
 
@@ -236,7 +244,7 @@ class Session:
                 stagger_ns = 0
             # Told last: a GPU whose events cannot be heard has not passed.
             await self._register(slot)
-            self._tell(slot)
+            self._telling.outcome(slot)
             if slot.served >= slot.requested:
                 await wait_set(slot.wake, max(0, slot.due_ns - self._clock()))
                 slot.wake.clear()
@@ -244,6 +252,7 @@ class Session:
     async def _look(self, slot: Slot) -> None:
         slot.began_ns = self._clock()
         slot.wanted_soon = False
+        slot.sample = None
         number = slot.requested
         try:
             look = await slot.lane.call(partial(self._look_once, slot))
@@ -272,8 +281,10 @@ class Session:
 
     def _look_once(self, slot: Slot) -> Look:
         if slot.sighting is None:
-            return look_at_index(slot.nvml, slot.index, self._around.sys_root)
-        return look_again(slot.nvml, slot.sighting)
+            look = look_at_index(slot.nvml, slot.index, self._around.sys_root)
+        else:
+            look = look_again(slot.nvml, slot.sighting)
+        return slot.sampled(look)
 
     def _saw(self, slot: Slot, look: Look) -> None:
         seen = look.sighting
@@ -283,15 +294,11 @@ class Session:
                 self._lost_sight(slot)
                 return
             if seen.numa_problem is not None:
-                self._warn(
-                    f"numa {seen.gpu.pci}",
-                    "Could not read the NUMA node of a GPU",
-                    pci=seen.gpu.pci,
-                    found=seen.numa_problem,
-                )
+                self._telling.bad_numa_node(seen.gpu, seen.numa_problem)
         elif seen.gpu.index != slot.index:
             self._unsettle()
         slot.sighting, slot.failure, slot.index = seen, look.failure, seen.gpu.index
+        slot.sample = look.sample
         address = slot.nvml.address_of(seen.handle)
         if address is not None and self.listener.devices.get(address) != seen.gpu.uuid:
             self.listener.devices = {**self._addresses(), address: seen.gpu.uuid}
@@ -306,7 +313,7 @@ class Session:
         if events is None or events is slot.registered or not slot.answers:
             return
         sighting = slot.sighting
-        if sighting is None or not self._is_listed(sighting.gpu.uuid):
+        if sighting is None or not self._telling.is_listed(sighting.gpu.uuid):
             return
         uuid = sighting.gpu.uuid
         try:
@@ -320,14 +327,13 @@ class Session:
         slot.registered = events
         if refusal is None:
             self.listener.was_registered()
-        elif f"events {uuid}" not in self._warned:
-            self._warned.add(f"events {uuid}")
-            self._put(facts.HealthEventsUnsupported(gpu=uuid, message=refusal))
+        else:
+            self._telling.no_events(uuid, refusal)
 
     def _xid_came(self, uuid: GpuUuid) -> None:
         for slot in self._slots:
             if slot.uuid == uuid:
-                slot.wanted_soon = True
+                slot.wanted_soon = slot.urgent = True
                 # Not at once: the kubelet is to hear of the XID before anything else is done about it.
                 soon_ns = max(slot.began_ns + MIN_GAP_NS, self._clock() + XID_LOOK_DELAY_NS)
                 slot.due_ns = min(slot.due_ns, soon_ns)
@@ -347,7 +353,7 @@ class Session:
         slot.notify()
         uuid = slot.uuid
         if uuid is not None:
-            self._put(self._overdue_fact(uuid, call))
+            self._telling.overdue(uuid, call)
             return
         _log.warning(
             "A GPU that was not identified yet did not answer in time",
@@ -358,11 +364,6 @@ class Session:
 
     def _answered(self, slot: Slot, call: Call) -> None:
         self._around.on_node_answered(slot.lane, call)
-
-    def _overdue_fact(self, uuid: GpuUuid, call: Call) -> facts.GpuCallOverdue:
-        return facts.GpuCallOverdue(
-            gpu=uuid, call=call.name, deadline_ns=self._settings.deadline_ns(call.name)
-        )
 
     def _raise_if_driver_gone(self) -> None:
         """End the session if not one GPU gives an answer that tells of the GPU itself.
@@ -376,69 +377,12 @@ class Session:
         if not failures or len(failures) < len(self._slots):
             return
         if all(failure.code in DRIVER_CODES for failure in failures):
-            self._gone = True
+            self._telling.is_over = True
             raise DriverGoneError(failures[0])
 
     def _announce(self) -> None:
-        """Tell which GPUs there are, if that changed; the first time, that the driver is ready."""
-        if self._settling or self._unsettled or self._gone:
+        """Tell which GPUs there are, if they are known; the first time, that the driver is ready."""
+        if self._settling or self._unsettled:
             return
-        if self._told is None:
-            self._announce_first()
-            return
-        listed = self._listed()
-        if listed != self._told:
-            self._told = listed
-            self._put(listed)
+        if self._telling.announce(self._slots, self._control_nodes):
             self._wake_all()
-
-    def _announce_first(self) -> None:
-        self._told = self._listed()
-        self._put(
-            facts.DriverReady(
-                driver_version=self._versions.driver,
-                nvml_version=self._versions.nvml,
-                cuda_version=self._versions.cuda,
-            )
-        )
-        self._put(self._told)
-        for slot in self._slots:
-            call = slot.lane.log.awaited
-            if call is not None and slot.uuid is not None:
-                self._put(self._overdue_fact(slot.uuid, call))
-        self._wake_all()
-
-    def _listed(self) -> facts.GpusEnumerated:
-        gpus: list[Gpu] = [slot.sighting.gpu for slot in self._slots if slot.sighting and not slot.gone]
-        return facts.GpusEnumerated(
-            gpus=tuple(sorted(gpus, key=lambda gpu: (gpu.index, gpu.pci))), control_nodes=self._control_nodes
-        )
-
-    def _is_listed(self, uuid: GpuUuid) -> bool:
-        return self._told is not None and any(gpu.uuid == uuid for gpu in self._told.gpus)
-
-    def _tell(self, slot: Slot) -> None:
-        uuid = slot.uuid
-        if uuid is None or self._gone or slot.gone or not slot.untold or not self._is_listed(uuid):
-            return
-        slot.untold = False
-        if slot.failure is not None:
-            self._put(_failed(uuid, slot.failure))
-        elif slot.late:
-            # It answered after all, but too late to count; ask again at once.
-            slot.request()
-        else:
-            self._put(facts.GpuProbePassed(gpu=uuid))
-
-    def _put(self, fact: facts.Fact) -> None:
-        self._around.inbox.put(fact)
-
-    def _warn(self, key: str, message: str, **told: object) -> None:
-        """Log a warning once in a session; keys are few, and those of a GPU go with it."""
-        if key not in self._warned:
-            self._warned.add(key)
-            _log.warning("%s", message, extra=fields(**told))
-
-
-def _failed(uuid: GpuUuid, error: NvmlError) -> facts.GpuCallFailed:
-    return facts.GpuCallFailed(gpu=uuid, code=error.code, call=error.call, message=str(error))

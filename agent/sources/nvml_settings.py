@@ -24,6 +24,8 @@ class NvmlSettings:
     call_deadline_ns: int = 5 * SECOND_NS
     poll_ns: int = 10 * SECOND_NS
     """Between two health polls of a GPU, and between two counts of the GPUs."""
+    slow_polls: int = 6
+    """Links and fabric are read once in so many polls: once a minute by default."""
     init_retry_ns: int = SECOND_NS
     """Between the starts of two attempts to initialise NVML."""
     event_slice_ms: int = 200

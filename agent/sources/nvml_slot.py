@@ -1,13 +1,15 @@
 """What a session knows of one GPU, or of an index whose GPU was not identified yet."""
 
 import asyncio
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from agent.errors import NvmlError
+from agent.errors import NvmlCode, NvmlError
 from agent.model.ids import GpuUuid
+from agent.model.sample import GpuSample
 from agent.sources.nvml_events import SharedEventSet
-from agent.sources.nvml_inventory import Sighting
+from agent.sources.nvml_inventory import Look, Sighting
 from agent.sources.nvml_library import Nvml
+from agent.sources.nvml_sampling import Sampler
 from agent.sources.nvml_threads import Lane
 
 
@@ -17,9 +19,12 @@ class Slot:
 
     lane: Lane
     nvml: Nvml
+    sampler: Sampler
     index: int
     sighting: Sighting | None = None
     failure: NvmlError | None = None
+    sample: GpuSample | None = None
+    """The readings of the newest look."""
     gone: bool = False
     registered: SharedEventSet | None = None
     requested: int = 1
@@ -33,6 +38,8 @@ class Slot:
     began_ns: int = 0
     due_ns: int = 0
     wanted_soon: bool = False
+    urgent: bool = False
+    """Whether the next look is to take the slow readings, too."""
     wake: asyncio.Event = field(default_factory=asyncio.Event)
     looked: asyncio.Event = field(default_factory=asyncio.Event)
     task: asyncio.Task[None] | None = None
@@ -46,6 +53,16 @@ class Slot:
     def answers(self) -> bool:
         """Whether the newest look found the GPU in its place."""
         return self.sighting is not None and self.failure is None and not self.gone and not self.lane.overdue
+
+    def sampled(self, look: Look) -> Look:
+        """Return a look with the GPU's readings. Blocks, on the GPU's own thread."""
+        seen = look.sighting
+        if look.failure is not None:
+            is_lost = look.failure.code == NvmlCode.GPU_IS_LOST
+            return look if is_lost else replace(look, sample=self.sampler.verdict(seen.handle))
+        urgent, self.urgent = self.urgent, False
+        sampled = self.sampler.sample(seen.handle, celsius=seen.celsius, urgent=urgent)
+        return Look(seen, sampled.failure, sampled.sample)
 
     def request(self) -> int:
         """Ask for a look now; returns its number."""

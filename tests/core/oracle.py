@@ -208,7 +208,10 @@ class Oracle:
             return
         self.last_xid[fact.gpu, fact.xid] = (fact.source, now_ns)
         self.xids[fact.gpu, fact.xid] += fact.count
-        if fact.xid in IGNORED_BY_NVIDIAS_PLUGIN or fact.xid in self.policy.extra_ignored_xids:
+        if (
+            self.policy.xid_overrides.get(fact.xid, fact.xid in IGNORED_BY_NVIDIAS_PLUGIN and "ignore")
+            == "ignore"
+        ):
             return
         gi, ci = fact.gi, fact.ci
         devices = self.gpus[fact.gpu].mig_devices
@@ -224,6 +227,7 @@ class Oracle:
     def enumerated(self, fact: GpusEnumerated, now_ns: int) -> None:
         before = set(self.listed)
         self.listed = {gpu.uuid for gpu in fact.gpus}
+        self.silent &= self.listed
         for gpu in fact.gpus:
             self.gpus[gpu.uuid] = gpu
         for uuid in self.gpus:

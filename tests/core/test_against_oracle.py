@@ -27,7 +27,7 @@ from agent.model.facts import (
 from agent.model.gpu import Gpu
 from agent.model.health import Reason
 from agent.model.ids import ALL, GpuUuid, ResourceName, SocketIdentity, SourceName
-from agent.model.policy import MigStrategy, Policy
+from agent.model.policy import MigStrategy, Policy, XidOverride
 from tests.core.build import (
     GPU,
     K1,
@@ -280,8 +280,8 @@ class AgainstOracle(RuleBasedStateMachine):
     def others_are_listed(self, listed: tuple[Gpu, ...]) -> None:
         self.tell(enumerated(*listed))
 
-    @rule(quiet_ns=st.sampled_from([0, QUIET]), ignored=st.sampled_from([frozenset(), frozenset({94})]))
-    def policy_changes(self, quiet_ns: int, ignored: frozenset[int]) -> None:
+    @rule(quiet_ns=st.sampled_from([0, QUIET]), overrides=st.sampled_from([{}, {94: "ignore", 31: "flip"}]))
+    def policy_changes(self, quiet_ns: int, overrides: dict[int, XidOverride]) -> None:
         old = self.state.policy
         self.tell(
             PolicyChanged(
@@ -290,7 +290,7 @@ class AgainstOracle(RuleBasedStateMachine):
                     replicas=old.replicas,
                     recovery_clean_probes=old.recovery_clean_probes,
                     recovery_quiet_ns=quiet_ns,
-                    extra_ignored_xids=ignored,
+                    xid_overrides=overrides,
                 )
             )
         )

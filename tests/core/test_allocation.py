@@ -121,8 +121,8 @@ def test_an_unhealthy_device_is_refused_with_its_reason_and_the_next_step() -> N
     node.tell(xid(79, U2))
     assert allocated(node, U1, U2) == Refusal(
         "unhealthy",
-        f"{U2} (GPU 2) is unhealthy: xid: XID 79 was reported; look the XID up in NVIDIA's catalog;"
-        " reset the GPU, or delete the pod so that it is allocated anew",
+        f"{U2} (GPU 2) is unhealthy: xid: XID 79: GPU has fallen off the bus; reset the GPU or reboot the"
+        " node; have it replaced if it repeats, or delete the pod so that it is allocated anew",
     )
 
 

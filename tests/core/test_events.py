@@ -5,7 +5,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from agent.core.changes import MAX_LISTED, changes
-from agent.core.reducer import IDLE_NS, MAX_UNLISTED_XIDS, OTHER_XID
+from agent.core.faults import MAX_UNLISTED_XIDS, OTHER_XID
+from agent.core.reducer import IDLE_NS
 from agent.model.effects import Effect, EndProcess, EventKind, RecordEvent, RegisterResource
 from agent.model.facts import (
     DEVICE_PLUGIN,
@@ -222,9 +223,9 @@ def test_xids_outside_the_table_are_kept_apart_up_to_a_bound() -> None:
     assert (counts[1000], counts[OTHER_XID], counts[79]) == (2, 10, 1)
     assert len(node.conditions()) == MAX_UNLISTED_XIDS + 2
     other = next(item for item in node.conditions() if item.key.code == OTHER_XID)
-    assert (other.count, other.message) == (10, f"XID {1000 + MAX_UNLISTED_XIDS + 9} was reported")
+    assert (other.count, other.message) == (10, f"XID {1000 + MAX_UNLISTED_XIDS + 9}")
     assert [finding.message for finding in node.snapshot().findings if finding.gpus] == [
-        "XID 79 was reported"
+        "XID 79: GPU has fallen off the bus"
     ]
 
 

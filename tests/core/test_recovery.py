@@ -653,7 +653,7 @@ def test_clean_probes_of_an_earlier_process_do_not_count() -> None:
     recovers_by_rule(again)
 
 
-def test_what_was_kept_of_gpus_that_are_not_known_is_left_out() -> None:
+def test_what_was_kept_of_gpus_that_are_not_known_touches_no_other() -> None:
     node = well_node(gpu(0), gpu(1))
     node.tell(xid(79), xid(79, U1))
     kept = node.snapshot().durable
@@ -661,4 +661,5 @@ def test_what_was_kept_of_gpus_that_are_not_known_is_left_out() -> None:
         Policy(), Durable(gpus=kept.gpus[1:], conditions=kept.conditions, xids=kept.xids), now_ns=1
     )
     assert [item.placement.gpu for item in state.conditions.values()] == [U1]
+    assert [item.placement.gpu for item in state.awaited] == [U0]
     assert state.xids == {U1: {79: 1}}

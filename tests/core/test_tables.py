@@ -1,13 +1,23 @@
 """The tables as data: every XID, every reason, every delay."""
 
+from dataclasses import replace
+
 import pytest
 
 from agent.core.backoff import delay_ns
 from agent.core.reasons import MEANINGS
-from agent.core.xids import CLASSES, _codes, class_of, evidence_of, flips_under_compat, recovery_of
-from agent.model.facts import DriverCallOverdue, DriverUnavailable
+from agent.core.xids import CLASSES, _codes, class_of, evidence_of, flips, recovery_of, text_of
+from agent.model.facts import (
+    DeviceNodesSeen,
+    DriverCallOverdue,
+    DriverUnavailable,
+    GpuSampled,
+    HoldRequested,
+    ReleaseRequested,
+)
 from agent.model.health import Condition, Health, Reason, Recovery, Severity
-from agent.model.policy import Policy
+from agent.model.policy import Policy, XidPolicy
+from agent.model.sample import GpuSample
 from tests.core.build import MS, U0, S, failed, gpu, overdue, well_node, xid
 from tests.core.xid_table import ACTIONS, IGNORED_BY_NVIDIAS_PLUGIN, row_of
 
@@ -30,7 +40,7 @@ def test_under_compat_an_xid_flips_if_nvidias_plugin_flips(code: int) -> None:
     assert node.health() == {U0: Health.UNHEALTHY}
     (condition,) = node.conditions()
     assert (condition.recovery.value, condition.evidence.value) == row_of(code)[1:]
-    assert (condition.key.code, condition.count, condition.message) == (code, 2, f"XID {code} was reported")
+    assert (condition.key.code, condition.count, condition.message) == (code, 2, text_of(code))
 
 
 def test_the_table_has_no_row_that_the_catalog_has_not() -> None:
@@ -41,14 +51,27 @@ def test_a_list_of_codes_is_read_with_its_ranges() -> None:
     assert _codes("8 39-41 45 7-7") == (8, 39, 40, 41, 45, 7)
 
 
-def test_further_xids_can_be_ignored_by_configuration() -> None:
-    assert not flips_under_compat(94, frozenset({94, 63}))
-    assert flips_under_compat(95, frozenset({94, 63}))
-    node = well_node(gpu(0), policy=Policy(extra_ignored_xids=frozenset({94})))
+@pytest.mark.parametrize("code", XIDS)
+def test_under_catalog_an_xid_flips_if_more_than_the_application_has_to_act(code: int) -> None:
+    assert flips(code, Policy(xid_policy="catalog")) == (row_of(code)[1] != "self_clearing")
+
+
+@pytest.mark.parametrize("policy", ["compat", "catalog"])
+def test_the_override_of_a_single_xid_is_the_last_word(policy: XidPolicy) -> None:
+    overridden = Policy(xid_policy=policy, xid_overrides={94: "ignore", 13: "flip"})
+    for switches in ({}, {"xids_off": True}, {"xids_all": True}):
+        assert not flips(94, replace(overridden, **switches))
+        assert flips(13, replace(overridden, **switches))
+    node = well_node(gpu(0), policy=overridden)
     node.tell(xid(94))
     assert node.unhealthy() == set()
-    node.tell(xid(95))
+    node.tell(xid(13))
     assert node.unhealthy() == {U0}
+
+
+def test_all_xids_or_none_can_be_made_to_flip() -> None:
+    assert not any(flips(code, Policy(xids_off=True)) for code in XIDS)
+    assert all(flips(code, Policy(xids_all=True)) for code in XIDS)
 
 
 @pytest.mark.parametrize("reason", Reason)
@@ -77,6 +100,11 @@ def everything_at_once() -> list[Condition]:
         failed(code=999),
         overdue(),
         DriverCallOverdue("init", S),
+        GpuSampled(U0, GpuSample(recovery_action=1, rows_failed=True, fabric_state=2)),
+        GpuSampled(U0, GpuSample(fabric_state=3, fabric_status=999)),
+        DeviceNodesSeen(("/dev/nvidiactl",)),
+        HoldRequested(U0, "x"),
+        ReleaseRequested(frozenset({U0}), S),
     )
     node.tell(DriverUnavailable(Reason.DRIVER_NOT_LOADED, "x"))
     node.tell(DriverUnavailable(Reason.NVML_VERSION_MISMATCH, "x"))
@@ -85,7 +113,16 @@ def everything_at_once() -> list[Condition]:
 
 def test_what_the_agent_infers_from_the_driver_clears_itself() -> None:
     clearing = {reason for reason, meaning in MEANINGS.items() if meaning.recovery is Recovery.SELF_CLEARING}
-    assert clearing == set(Reason) - {Reason.XID, Reason.GPU_LOST, Reason.RESET_REQUIRED}
+    assert set(Reason) - clearing == {
+        Reason.XID,
+        Reason.GPU_LOST,
+        Reason.RESET_REQUIRED,
+        Reason.RECOVERY_ACTION,
+        Reason.ECC_UNCORRECTED,
+        Reason.ROW_REMAP_FAILED,
+        Reason.FLAPPING,
+        Reason.HELD,
+    }
 
 
 @pytest.mark.parametrize("seed", [0, 1, 7, 2**32, 2**63])

@@ -75,7 +75,7 @@ def test_a_driver_that_is_missing_is_the_root_cause_and_told_once() -> None:
     node.tell(xid(48), DriverUnavailable(Reason.DRIVER_NOT_LOADED, "not loaded", unloaded=True))
     assert findings(node) == [
         Finding(Reason.DRIVER_NOT_LOADED, "not loaded"),
-        Finding(Reason.XID, "XID 48 was reported", (U0,)),
+        Finding(Reason.XID, "XID 48: double-bit ECC error", (U0,)),
     ]
     assert node.snapshot().driver == DriverView(
         ready=False, reason=Reason.DRIVER_NOT_LOADED, message="not loaded"
@@ -100,7 +100,7 @@ def test_gpus_are_found_together_by_reason() -> None:
     node = registered_node(gpu(0), gpu(1), gpu(2))
     node.tell(xid(48, U2), xid(79, U0), enumerated(gpu(0), gpu(2)))
     assert findings(node) == [
-        Finding(Reason.XID, "XID 79 was reported", (U0, U2)),
+        Finding(Reason.XID, "XID 79: GPU has fallen off the bus", (U0, U2)),
         Finding(Reason.GPU_LOST, "NVML does not list the GPU any more", (U1,)),
     ]
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from agent.files import write
 from agent.model.snapshot import Durable
 from agent.sinks import statefile
 from tests.sinks.stored_states import BOOT, SICK, U1, gpu
@@ -47,7 +48,7 @@ class CrashingSystem:
 @pytest.fixture
 def path(tmp_path: Path) -> str:
     path = str(tmp_path / "state.json")
-    statefile.write(path, statefile.encoded(OLD, boot_id=BOOT))
+    write(path, statefile.encoded(OLD, boot_id=BOOT))
     return path
 
 
@@ -60,7 +61,7 @@ def test_a_crash_at_any_step_leaves_the_old_or_the_new_state(
     with monkeypatch.context() as patched:
         CrashingSystem(patched, at=step, error=error)
         try:
-            statefile.write(path, raw)
+            write(path, raw)
         except (CrashError, OSError):
             expected: tuple[Durable, ...] = (OLD, SICK)
         else:
@@ -71,7 +72,7 @@ def test_a_crash_at_any_step_leaves_the_old_or_the_new_state(
 def test_a_torn_write_leaves_the_old_state(path: str) -> None:
     Path(f"{path}.new").write_bytes(statefile.encoded(SICK, boot_id=BOOT)[:100])
     assert statefile.load(path, boot_id=BOOT) == OLD
-    statefile.write(path, statefile.encoded(SICK, boot_id=BOOT))
+    write(path, statefile.encoded(SICK, boot_id=BOOT))
     assert statefile.load(path, boot_id=BOOT) == SICK
 
 

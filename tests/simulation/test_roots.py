@@ -6,9 +6,14 @@ import pytest
 
 from agent.simulation.presets import MigDeviceSpec, load_preset, place_mig_devices
 from agent.simulation.roots import (
+    bind_pci_device,
     capability_minors,
+    load_modules,
+    remove_device_node,
     remove_pci_device,
+    unload_modules,
     write_boot_id,
+    write_device_node,
     write_mig_capabilities,
     write_mig_devices,
     write_pci_device,
@@ -28,7 +33,11 @@ def test_sysfs_shows_each_gpu_on_its_numa_node(tmp_path: Path) -> None:
     devices = tmp_path / "sys/bus/pci/devices"
     assert sorted(path.name for path in devices.iterdir()) == sorted(gpu.pci_bus_id for gpu in spec.gpus)
     for gpu in spec.gpus:
-        shown = {path.name: path.read_text().strip() for path in (devices / gpu.pci_bus_id).iterdir()}
+        shown = {
+            path.name: path.read_text().strip()
+            for path in (devices / gpu.pci_bus_id).iterdir()
+            if path.is_file()
+        }
         assert (shown["vendor"], shown["device"], shown["class"]) == ("0x10de", "0x2330", "0x030200")
         assert shown["numa_node"] == str(gpu.numa_node)
 
@@ -93,3 +102,43 @@ def test_another_boot_has_another_id(tmp_path: Path) -> None:
         write_boot_id(tmp_path, boots=boots)
         ids.add((tmp_path / "sys/kernel/random/boot_id").read_text())
     assert len(ids) == 2
+
+
+def test_a_device_is_bound_anew_unbound_or_given_to_another_driver(tmp_path: Path) -> None:
+    spec = load_preset("4x-t4")
+    write_roots(spec, tmp_path)
+    link = tmp_path / "sys/bus/pci/devices" / spec.gpus[0].pci_bus_id / "driver"
+    first = link.lstat().st_ino
+    assert link.resolve() == tmp_path / "sys/bus/pci/drivers/nvidia"
+
+    bind_pci_device(spec.gpus[0], tmp_path / "sys", "nvidia")
+    assert link.lstat().st_ino != first
+
+    bind_pci_device(spec.gpus[0], tmp_path / "sys", "vfio-pci")
+    assert link.resolve().name == "vfio-pci"
+
+    bind_pci_device(spec.gpus[0], tmp_path / "sys", None)
+    assert not link.is_symlink()
+
+
+def test_modules_that_are_loaded_again_are_others_than_before(tmp_path: Path) -> None:
+    spec = load_preset("4x-t4")
+    write_roots(spec, tmp_path)
+    modules = tmp_path / "sys/module"
+    first = (modules / "nvidia").stat().st_ino
+
+    load_modules(spec, tmp_path / "sys")
+    assert (modules / "nvidia").stat().st_ino != first
+    assert (modules / "nvidia" / "version").read_text() == f"{spec.driver_version}\n"
+    assert sorted(path.name for path in modules.iterdir()) == ["nvidia", "nvidia_uvm"]
+
+    unload_modules(tmp_path / "sys")
+    assert list(modules.iterdir()) == []
+
+
+def test_a_device_node_goes_and_comes(tmp_path: Path) -> None:
+    write_roots(load_preset("4x-t4"), tmp_path)
+    remove_device_node("nvidia2", tmp_path / "dev")
+    assert not (tmp_path / "dev/nvidia2").exists()
+    write_device_node("nvidia2", tmp_path / "dev")
+    assert (tmp_path / "dev/nvidia2").exists()

@@ -1,5 +1,7 @@
 """States as they are kept in the file."""
 
+from dataclasses import replace
+
 from agent.model.facts import NVML
 from agent.model.gpu import Gpu, MigDevice
 from agent.model.health import Condition, ConditionKey, Evidence, Reason, Recovery
@@ -46,4 +48,16 @@ def condition(
 
 SICK = Durable(
     gpus=(gpu(U0, mig=True), gpu(U1)), conditions=(condition(U0),), xids=((U0, 79, 3), (U1, 13, 9))
+)
+
+ORDERS = replace(
+    SICK,
+    gpus=(
+        replace(gpu(U0), part_number="900-21010-0000-000", vbios="96.00.61.00.01", inforom="G520.0200.00.05"),
+    ),
+    conditions=(replace(condition(U0), lasts=True, clean_since_ns=8_000),),
+    holds=((str(U0), "noisy fan"),),
+    released_gpus=(U0,),
+    released_until_ns=99_000,
+    module_inode=7,
 )

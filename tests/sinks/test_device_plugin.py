@@ -14,7 +14,6 @@ import grpc.aio
 import pytest
 from h2.settings import SettingCodes
 
-from agent.model.effects import WithdrawResource
 from agent.model.facts import Registered, RegistrationFailed, WatchersChanged
 from agent.model.health import Condition, ConditionKey, Evidence, Health, Reason, Recovery
 from agent.model.ids import DeviceId, ResourceName, SourceName
@@ -215,23 +214,6 @@ async def test_a_name_that_is_no_resource_is_not_served(tmp_path: Path) -> None:
         assert isinstance(fact, RegistrationFailed)
         assert fact.failure == "not_served"
         assert not kubelet.requests
-
-
-async def test_a_withdrawn_resource_is_served_no_more_and_can_come_back(tmp_path: Path) -> None:
-    async with registrar(tmp_path), sink(tmp_path) as served:
-        served.register(generation=5)
-        await served.wait_fact(Registered)
-        async with plugin(served.socket) as stub:
-            stream = stub.ListAndWatch(pb.Empty())
-            await read(stream)
-            served.plugin.withdraw(WithdrawResource(GPU))
-            assert await read(stream) is grpc.aio.EOF
-        async with asyncio.timeout(PATIENCE_S):
-            while served.plugin.statistics():
-                await asyncio.sleep(0.001)
-        assert not served.socket.exists()
-        served.register(generation=1)
-        assert isinstance(await served.wait_fact(Registered, RegistrationFailed), Registered)
 
 
 async def test_orders_given_before_it_runs_are_carried_out(tmp_path: Path) -> None:

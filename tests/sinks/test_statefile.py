@@ -15,16 +15,17 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from agent.bus import Latest
+from agent.files import write
 from agent.model.facts import NVML
 from agent.model.gpu import Gpu, MigDevice
 from agent.model.health import Condition, ConditionKey, Evidence, Reason, Recovery
 from agent.model.ids import GpuUuid, Placement
 from agent.model.snapshot import Durable, Snapshot
 from agent.sinks import statefile
-from agent.sinks.statefile import StateFile, encoded, load, write
+from agent.sinks.statefile import StateFile, encoded, load
 from agent.threads import in_daemon_thread
 from tests.sinks.offers import node
-from tests.sinks.stored_states import BOOT, OTHER_BOOT, SICK, U0, U1, condition, gpu
+from tests.sinks.stored_states import BOOT, ORDERS, OTHER_BOOT, SICK, U0, U1, condition, gpu
 
 
 @pytest.fixture
@@ -69,12 +70,29 @@ def test_under_another_boot_id_every_since_is_zero(path: str) -> None:
     assert kept.count == 3
 
 
-def test_after_a_reboot_only_gpus_with_a_condition_are_still_known(path: str) -> None:
+def test_after_a_reboot_no_gpu_is_known(path: str) -> None:
     saved(path, replace(SICK, conditions=(condition(U1, recovery=Recovery.BY_HAND),)))
     restored = load(path, boot_id=OTHER_BOOT)
     assert restored is not None
-    assert [each.uuid for each in restored.gpus] == [U1]
-    assert restored.xids == ((U1, 13, 9),)
+    assert (restored.gpus, restored.xids) == ((), ())
+
+
+def test_holds_survive_a_reboot_and_a_release_does_not(path: str) -> None:
+    holds = ((str(U0), "noisy fan"), ("0000:3b:00.0", "slot under test"))
+    held = replace(
+        condition(U0, recovery=Recovery.BY_HAND), key=condition(U0).key._replace(reason=Reason.HELD)
+    )
+    asked = Durable(
+        gpus=(gpu(U0),),
+        conditions=(held,),
+        holds=holds,
+        released_gpus=(U0,),
+        released_until_ns=99,
+        module_inode=7,
+    )
+    saved(path, asked)
+    assert load(path, boot_id=BOOT) == asked
+    assert load(path, boot_id=OTHER_BOOT) == Durable(holds=holds)
 
 
 def test_an_unreadable_boot_id_is_another_boot(path: str) -> None:
@@ -97,6 +115,9 @@ gpus = st.builds(
     compute_capability=st.none() | st.tuples(st.integers(0, 99), st.integers(0, 99)),
     numa_node=st.none() | st.integers(0, 64),
     serial=st.none() | names,
+    part_number=st.none() | names,
+    vbios=st.none() | names,
+    inforom=st.none() | names,
     mig_enabled=st.booleans(),
     mig_devices=st.lists(
         st.builds(MigDevice, names, st.integers(0, 15), st.integers(0, 15), names, numbers), max_size=3
@@ -127,12 +148,18 @@ def durables(draw: st.DrawFn) -> Durable:
         last_ns=numbers,
         count=numbers,
         clean_probes=numbers,
+        clean_since_ns=numbers,
         reset_seen=st.booleans(),
+        lasts=st.booleans(),
     )
     return Durable(
         gpus=tuple(known),
         conditions=tuple(draw(st.lists(conditions, max_size=4))),
         xids=tuple(draw(st.lists(st.tuples(uuids, st.integers(-1, 200), numbers), max_size=4))),
+        holds=tuple(draw(st.lists(st.tuples(names, names), max_size=4))),
+        released_gpus=tuple(draw(st.lists(uuids, max_size=2))),
+        released_until_ns=draw(st.none() | numbers),
+        module_inode=draw(st.none() | numbers),
     )
 
 
@@ -201,11 +228,10 @@ def test_a_stored_condition_of_an_unknown_kind_is_left_out_and_told(
     assert [record.fields["reason"] for record in caplog.records] == ["gpu_on_fire"]  # type: ignore[attr-defined]
 
 
-def test_a_condition_of_a_gpu_that_is_not_in_the_file_is_left_out(path: str) -> None:
-    saved(path, replace(SICK, conditions=(condition(GpuUuid("GPU-9")),)))
-    restored = load(path, boot_id=BOOT)
-    assert restored is not None
-    assert restored.conditions == ()
+def test_a_condition_of_a_gpu_that_is_not_in_the_file_is_kept_for_it(path: str) -> None:
+    waiting = replace(SICK, conditions=(condition(GpuUuid("GPU-9")),))
+    saved(path, waiting)
+    assert load(path, boot_id=BOOT) == waiting
 
 
 def rewrite(path: str, body: dict[str, object]) -> None:
@@ -219,6 +245,12 @@ def test_the_first_release_wrote_this_file(path: str) -> None:
     sample = Path(__file__).with_name("state-0.1.0.json")
     Path(path).write_bytes(sample.read_bytes())
     assert load(path, boot_id=BOOT) == SICK
+
+
+def test_the_names_of_what_came_later_stay(path: str) -> None:
+    sample = Path(__file__).with_name("state-orders.json")
+    Path(path).write_bytes(sample.read_bytes())
+    assert load(path, boot_id=BOOT) == ORDERS
 
 
 # Writing

@@ -215,7 +215,6 @@ async def test_a_driver_that_answers_for_no_gpu_is_let_go_and_found_again(
     make_node: MakeNode, start_source: StartSource, recorder: Recorder, code: int
 ) -> None:
     node = make_node("8x-a100")
-    node.inits_forgotten = int(code == 1)
     await start_source(node)
     await recorder.until(lambda: len(recorder.of(GpuProbePassed)) >= 8)
     fact = await answers_nothing(node, recorder, code)
@@ -264,6 +263,19 @@ async def test_calls_that_fail_for_every_gpu_although_init_works_are_tried_once_
     assert recorder.facts == []
     node.state.clear_return("nvmlDeviceGetMemoryInfo")
     await recorder.until(lambda: len(recorder.of(GpuProbePassed)) >= 4)
+
+
+async def test_a_shutdown_that_says_that_nvml_was_not_initialised_is_not_tried_again(
+    make_node: MakeNode, start_source: StartSource, recorder: Recorder
+) -> None:
+    node = make_node("4x-t4")
+    node.inits_forgotten = 1
+    await start_source(node)
+    await recorder.until(lambda: len(recorder.of(GpuProbePassed)) >= 4)
+    node.state.set_return("nvmlShutdown", 1)
+    await answers_nothing(node, recorder, 999)
+    await until(lambda: node.state.calls(INIT) >= 3)
+    assert node.state.calls("nvmlShutdown") == 1
 
 
 async def test_nothing_of_the_driver_is_open_while_it_is_gone(

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from agent.model.facts import DriverReady, GpuCallFailed, GpuProbePassed, GpusEnumerated
+from agent.model.facts import DriverReady, GpuCallFailed, GpuProbePassed, GpuSampled, GpusEnumerated
 from agent.model.gpu import Gpu, MigDevice
 from agent.model.ids import GpuUuid
 from agent.simulation.presets import MigDeviceSpec
@@ -60,7 +60,7 @@ async def test_the_driver_is_told_before_its_gpus_and_they_before_their_probes(
     await probed(recorder, *node.uuids())
     kinds = [type(fact) for fact in recorder.facts]
     assert kinds[:2] == [DriverReady, GpusEnumerated]
-    assert set(kinds[2:]) == {GpuProbePassed}
+    assert set(kinds[2:]) == {GpuSampled, GpuProbePassed}
 
 
 async def test_the_driver_says_its_versions(
@@ -91,6 +91,9 @@ async def test_a_gpu_is_told_with_all_that_never_changes(
         compute_capability=(8, 0),
         numa_node=None,
         serial="1321620000001",
+        part_number="692-2G506-0212-002",
+        vbios="92.00.45.00.03",
+        inforom="G506.0212.00.02",
     )
 
 

@@ -16,7 +16,8 @@ from pathlib import Path
 import pytest
 
 from agent.errors import SourceError
-from agent.sources.nvml_threads import DECOY_DESCRIPTORS, Call, Completions, Lane, ThreadGroup
+from agent.sources.nvml_files import DECOY_DESCRIPTORS
+from agent.sources.nvml_threads import Call, Completions, Lane, ThreadGroup
 
 MS = 1_000_000
 

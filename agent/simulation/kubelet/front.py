@@ -215,7 +215,11 @@ class SocketFront:
     def close(self) -> None:
         """Stop accepting; the file stays and refuses connections, what is open goes on."""
         if self._server is not None:
-            self._server.close()
+            loop = asyncio.get_running_loop()
+            for listener in self._server.sockets:
+                loop.remove_reader(listener.fileno())
+            # What was accepted just now becomes a connection first: asyncio would leave it open, unheard.
+            loop.call_soon(self._server.close)
             self._server = None
         elif self._socket is not None:
             self._socket.close()

@@ -61,6 +61,8 @@ enum {
     ABI_TOPOLOGY_SYSTEM = 50,
     ABI_FI_GPU_RECOVERY_ACTION = 230,
     ABI_VALUE_UNSIGNED_INT = 1,
+    ABI_GPU_UNBOUND = 1,
+    ABI_GPU_BOUND = 2,
 };
 
 #define ABI_NO_INSTANCE 0xFFFFFFFFu
@@ -124,6 +126,29 @@ typedef struct {
     unsigned long long eventType, eventData;
     unsigned int gpuInstanceId, computeInstanceId;
 } abi_event_t;
+
+typedef struct {
+    unsigned int version;
+    void *set;
+} abi_system_set_t; /* of a request to make or to free one */
+
+typedef struct {
+    unsigned int version;
+    unsigned long long eventTypes;
+    void *set;
+} abi_system_register_t;
+
+typedef struct {
+    unsigned long long eventType;
+    unsigned int gpuId;
+} abi_system_event_t;
+
+typedef struct {
+    unsigned int version, timeoutms;
+    void *set;
+    abi_system_event_t *data;
+    unsigned int dataSize, numEvent;
+} abi_system_wait_t;
 
 typedef union {
     double dVal;

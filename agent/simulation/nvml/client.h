@@ -29,6 +29,11 @@ int refusal(const struct node *node, int function, int gpu);
 bool is_initialised(void);
 void free_event_sets(void); /* in events.c, when the process shuts down */
 
+/* Device nodes, in devices.c; NODE_NO_GPU is the driver's own. */
+void device_open(int gpu);
+void device_ask(int gpu); /* may block for as long as the node's file system likes */
+void device_close_all(void);
+
 /* GPUs by slot, in nvml.c. */
 int slots(void);
 bool visible(int gpu);

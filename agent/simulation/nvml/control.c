@@ -304,6 +304,20 @@ API int64_t gpusim_push_event(struct control *control, int gpu, uint64_t type, u
     return (int64_t)sequence;
 }
 
+/* A GPU was bound to its driver, or unbound; what its configuration says of it stays as it is. */
+API int gpusim_push_rebind(struct control *control, int gpu, int bound) {
+    if (gpu == NODE_NO_GPU || !known_scope(gpu) || !hold_file(control->fd)) return 0;
+    struct node *node = control->node;
+    const struct gpu_config *at = &node->gpus[gpu];
+    uint64_t sequence = number(&node->rebind_head);
+    node->rebinds[sequence % NODE_REBINDS] = (struct node_rebind){
+        bound ? ABI_GPU_BOUND : ABI_GPU_UNBOUND,
+        number(at->pci_domain) << 16 | number(at->pci_bus) << 8 | number(at->pci_device)};
+    __atomic_store_n(&node->rebind_head, sequence + 1, __ATOMIC_RELEASE);
+    flock(control->fd, LOCK_UN);
+    return 1;
+}
+
 /* Of one of the last NODE_EVENTS events: pushed_ns, returned_ns, deliveries. */
 API int gpusim_event_times(struct control *control, uint64_t sequence, uint64_t times[3]) {
     const struct node_event *event = &control->node->events[sequence % NODE_EVENTS];

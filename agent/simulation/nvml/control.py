@@ -188,6 +188,12 @@ class NodeControl:
             raise _error("cannot report the event")
         return number
 
+    def push_rebind(self, slot: int, *, bound: bool) -> None:
+        """Append an event of the system: a GPU was bound to its driver, or unbound."""
+        with self.lock:
+            if not self._functions.gpusim_push_rebind(self._opened(), slot, int(bound)):
+                raise _error("cannot report the event")
+
     def event_times(self, number: int) -> tuple[int, int, int]:
         """Read when an event was pushed and first returned (0: not yet), and how often it was."""
         times = (ctypes.c_uint64 * 3)()

@@ -1,4 +1,4 @@
-/* Event sets: who listens to what, and waiting for it.
+/* Event sets: who listens to what, and waiting for it; and the one set of the node's own events.
  *
  * Guarantees
  * - Every set gets every event it registered for exactly once, whatever other sets and processes do.
@@ -23,6 +23,12 @@ struct event_set {
 static struct event_set event_sets[EVENT_SETS] = {
     [0 ... EVENT_SETS - 1] = {.reading = PTHREAD_MUTEX_INITIALIZER}};
 static pthread_mutex_t making_sets = PTHREAD_MUTEX_INITIALIZER;
+
+/* Of the system, there is one set, and it can be registered once in a process: as a real client reports it. */
+static struct {
+    bool used, registered;
+    uint64_t next, types;
+} system_set;
 
 static struct event_set *event_set(handle_t handle) {
     for (int i = 0; i < EVENT_SETS; i++)
@@ -51,6 +57,7 @@ API int nvmlEventSetCreate(handle_t *out) {
 }
 
 void free_event_sets(void) {
+    __atomic_store_n(&system_set.used, false, __ATOMIC_RELEASE);
     for (int i = 0; i < EVENT_SETS; i++) __atomic_store_n(&event_sets[i].used, false, __ATOMIC_RELEASE);
 }
 
@@ -151,4 +158,53 @@ API int nvmlEventSetWait(handle_t set, abi_event_t *out, unsigned int timeout_ms
 
 API int nvmlEventSetWait_v2(handle_t set, abi_event_t *out, unsigned int timeout_ms) {
     return wait_event(FN_nvmlEventSetWait_v2, set, out, timeout_ms);
+}
+
+/* --- events of the system ------------------------------------------------------------------------------ */
+
+#define ENTER_SYSTEM(name, type)                                                                             \
+    ENTER_NODE(name);                                                                                        \
+    if (!number(node->config.system_events)) return RC_NOT_SUPPORTED;                                        \
+    REQUIRE(request);                                                                                        \
+    if (request->version != ABI_VERSION(type, 1)) return RC_ARGUMENT_VERSION_MISMATCH
+
+#define REQUIRE_SYSTEM_SET REQUIRE(request->set == &system_set && system_set.used)
+
+API int nvmlSystemEventSetCreate(abi_system_set_t *request) {
+    ENTER_SYSTEM(nvmlSystemEventSetCreate, abi_system_set_t);
+    if (__atomic_exchange_n(&system_set.used, true, __ATOMIC_ACQ_REL)) return RC_INSUFFICIENT_RESOURCES;
+    system_set.types = 0;
+    request->set = &system_set;
+    return RC_SUCCESS;
+}
+
+API int nvmlSystemRegisterEvents(abi_system_register_t *request) {
+    ENTER_SYSTEM(nvmlSystemRegisterEvents, abi_system_register_t);
+    REQUIRE_SYSTEM_SET;
+    if (__atomic_exchange_n(&system_set.registered, true, __ATOMIC_ACQ_REL)) return RC_UNKNOWN;
+    system_set.next = __atomic_load_n(&node->rebind_head, __ATOMIC_ACQUIRE);
+    system_set.types = request->eventTypes;
+    return RC_SUCCESS;
+}
+
+API int nvmlSystemEventSetWait(abi_system_wait_t *request) {
+    ENTER_SYSTEM(nvmlSystemEventSetWait, abi_system_wait_t);
+    REQUIRE_SYSTEM_SET;
+    uint64_t head = __atomic_load_n(&node->rebind_head, __ATOMIC_ACQUIRE);
+    if (head - system_set.next > NODE_REBINDS) system_set.next = head - NODE_REBINDS;
+    request->numEvent = 0;
+    /* Nobody waits here: a client looks between two waits for XIDs. */
+    for (; system_set.next < head && request->numEvent < request->dataSize; system_set.next++) {
+        const struct node_rebind *rebind = &node->rebinds[system_set.next % NODE_REBINDS];
+        if (!(rebind->type & system_set.types)) continue;
+        request->data[request->numEvent++] = (abi_system_event_t){rebind->type, (unsigned int)rebind->gpu};
+    }
+    return request->numEvent ? RC_SUCCESS : RC_TIMEOUT;
+}
+
+API int nvmlSystemEventSetFree(abi_system_set_t *request) {
+    ENTER_SYSTEM(nvmlSystemEventSetFree, abi_system_set_t);
+    REQUIRE_SYSTEM_SET;
+    __atomic_store_n(&system_set.used, false, __ATOMIC_RELEASE);
+    return RC_SUCCESS;
 }

@@ -40,7 +40,9 @@
     F(nvmlDeviceGetNvLinkRemotePciInfo) F(nvmlDeviceGetNvLinkRemotePciInfo_v2)                              \
     F(nvmlDeviceGetNvLinkRemoteDeviceType) F(nvmlDeviceGetTopologyCommonAncestor)                           \
     F(nvmlDeviceGetTopologyNearestGpus) F(nvmlDeviceGetGpuFabricInfo) F(nvmlDeviceGetGpuFabricInfoV)        \
-    F(nvmlDeviceGetFieldValues) F(nvmlEventSetCreate) F(nvmlEventSetFree) F(nvmlEventSetWait)               \
+    F(nvmlSystemEventSetCreate) F(nvmlSystemRegisterEvents) F(nvmlSystemEventSetWait)                       \
+    F(nvmlSystemEventSetFree) F(nvmlDeviceGetFieldValues)                                                   \
+    F(nvmlEventSetCreate) F(nvmlEventSetFree) F(nvmlEventSetWait)                                           \
     F(nvmlEventSetWait_v2) F(nvmlDeviceRegisterEvents) F(nvmlDeviceGetSupportedEventTypes)                  \
     F(nvmlDeviceGetMigMode) F(nvmlDeviceGetMaxMigDeviceCount) F(nvmlDeviceGetMigDeviceHandleByIndex)        \
     F(nvmlDeviceIsMigDeviceHandle) F(nvmlDeviceGetGpuInstanceId) F(nvmlDeviceGetComputeInstanceId)          \
@@ -153,12 +155,11 @@
     F(nvmlGpuInstanceGetVgpuSchedulerState) F(nvmlGpuInstanceGetVgpuSchedulerState_v2)                      \
     F(nvmlGpuInstanceGetVgpuTypeCreatablePlacements) F(nvmlGpuInstanceSetVgpuHeterogeneousMode)             \
     F(nvmlGpuInstanceSetVgpuSchedulerState) F(nvmlGpuInstanceSetVgpuSchedulerState_v2)                      \
-    F(nvmlSetVgpuVersion) F(nvmlSystemEventSetCreate) F(nvmlSystemEventSetFree) F(nvmlSystemEventSetWait)   \
-    F(nvmlSystemGetCPER_v1) F(nvmlSystemGetConfComputeCapabilities)                                         \
+    F(nvmlSetVgpuVersion) F(nvmlSystemGetCPER_v1) F(nvmlSystemGetConfComputeCapabilities)                   \
     F(nvmlSystemGetConfComputeGpusReadyState) F(nvmlSystemGetConfComputeKeyRotationThresholdInfo)           \
     F(nvmlSystemGetConfComputeSettings) F(nvmlSystemGetConfComputeState) F(nvmlSystemGetDriverBranch)       \
     F(nvmlSystemGetHicVersion) F(nvmlSystemGetNvlinkBwMode) F(nvmlSystemGetProcessName)                     \
-    F(nvmlSystemGetTopologyGpuSet) F(nvmlSystemRegisterEvents) F(nvmlSystemSetConfComputeGpusReadyState)    \
+    F(nvmlSystemGetTopologyGpuSet) F(nvmlSystemSetConfComputeGpusReadyState)                                \
     F(nvmlSystemSetConfComputeKeyRotationThresholdInfo) F(nvmlSystemSetNvlinkBwMode) F(nvmlUnitGetCount)    \
     F(nvmlUnitGetDevices) F(nvmlUnitGetFanSpeedInfo) F(nvmlUnitGetHandleByIndex) F(nvmlUnitGetLedState)     \
     F(nvmlUnitGetPsuInfo) F(nvmlUnitGetTemperature) F(nvmlUnitGetUnitInfo) F(nvmlUnitSetLedState)           \

@@ -92,16 +92,17 @@ int refusal(const struct node *node, int function, int gpu) {
     return RC_SUCCESS;
 }
 
-static int pass(struct node *node, int function, int gpu) {
+static void pass(struct node *node, int function, int gpu) {
     __atomic_fetch_add(&node->calls[function][gpu < 0 ? NODE_GPUS : gpu], 1, __ATOMIC_RELAXED);
+    device_ask(gpu);
     sleep_while_hanging(node, function, gpu);
-    return refusal(node, function, gpu);
 }
 
 int gate(int function, int gpu) {
     struct node *node = node_current();
     if (!node || !is_initialised()) return RC_UNINITIALIZED;
-    return pass(node, function, gpu);
+    pass(node, function, gpu);
+    return refusal(node, function, gpu);
 }
 
 /* --- starting and ending --------------------------------------------------------------------------------- */
@@ -110,8 +111,10 @@ static int initialise(int function) {
     struct node *node = node_current();
     if (!node || !is_initialised()) node = node_attach();
     if (!node) return RC_DRIVER_NOT_LOADED;
-    int refused = pass(node, function, NODE_NO_GPU);
+    pass(node, function, NODE_NO_GPU);
+    int refused = refusal(node, function, NODE_NO_GPU);
     if (refused) return refused;
+    device_open(NODE_NO_GPU);
     __atomic_fetch_add(&initialised, 1, __ATOMIC_ACQ_REL);
     __atomic_fetch_add(&node->inits, 1, __ATOMIC_RELAXED);
     node_wake(&node->activity);
@@ -125,17 +128,21 @@ API int nvmlInitWithFlags(unsigned int flags) {
     return initialise(FN_nvmlInitWithFlags);
 }
 
+/* A driver that is gone cannot keep a process from letting go of it; a forced answer can. */
 API int nvmlShutdown(void) {
-    int refused = gate(FN_nvmlShutdown, NODE_NO_GPU);
-    if (refused) return refused;
+    struct node *node = node_current();
+    if (!node || !is_initialised()) return RC_UNINITIALIZED;
+    pass(node, FN_nvmlShutdown, NODE_NO_GPU);
+    int refused = forced(node, FN_nvmlShutdown, NODE_NO_GPU);
+    if (refused > RC_SUCCESS + 1) return refused - 1;
     unsigned int before = __atomic_load_n(&initialised, __ATOMIC_ACQUIRE);
     do {
         if (!before) return RC_UNINITIALIZED;
     } while (!__atomic_compare_exchange_n(&initialised, &before, before - 1, false, __ATOMIC_ACQ_REL,
                                           __ATOMIC_ACQUIRE));
-    struct node *node = node_current();
     if (before == 1) {
         free_event_sets();
+        device_close_all();
         node_wake(&node->wake); /* a wait under way in another thread ends */
     }
     __atomic_fetch_add(&node->shutdowns, 1, __ATOMIC_RELAXED);

@@ -39,6 +39,7 @@ _SIGNATURES: dict[str, tuple[type, list[type]]] = {
     "gpusim_activity": (_U32, [_CONTROL]),
     "gpusim_wait_activity": (_INT, [_CONTROL, _U32, _U64]),
     "gpusim_push_event": (_I64, [_CONTROL, _INT, _U64, _U64, _U32, _U32]),
+    "gpusim_push_rebind": (_INT, [_CONTROL, _INT, _INT]),
     "gpusim_event_times": (_INT, [_CONTROL, _U64, ctypes.POINTER(_U64)]),
 }
 _PROCEDURES: dict[str, list[type]] = {

@@ -83,16 +83,31 @@ struct node *node_map(const char *path, int *descriptor) {
     return node == MAP_FAILED ? NULL : node;
 }
 
-/* Beside the library as it was loaded, so that a node directory needs no settings:
- * <node>/lib/libnvidia-ml.so.1 belongs to <node>/nvml.state, even where the first is a symbolic link. */
-static bool state_path(char *path, size_t size) {
+static int directory_length(const char *path) {
+    const char *slash = strrchr(path, '/');
+    return slash ? (int)(slash - path) + 1 : 0;
+}
+
+static const char *named_state(void) {
     const char *named = getenv("GPU_AGENT_SIM_STATE");
-    if (named && *named) return snprintf(path, size, "%s", named) < (int)size;
+    return named && *named ? named : NULL;
+}
+
+/* The directory of the state file that is named, else the one above the library as it was loaded, so that
+ * a node directory needs no settings: <node>/lib/libnvidia-ml.so.1, even if that is a symbolic link. */
+bool node_path(const char *name, char *path, size_t size) {
+    const char *named = named_state();
+    if (named) return snprintf(path, size, "%.*s%s", directory_length(named), named, name) < (int)size;
     Dl_info library;
     if (!dladdr((void *)node_attach, &library) || !library.dli_fname) return false;
-    const char *slash = strrchr(library.dli_fname, '/');
-    int directory = slash ? (int)(slash - library.dli_fname) + 1 : 0;
-    return snprintf(path, size, "%.*s../nvml.state", directory, library.dli_fname) < (int)size;
+    const char *loaded = library.dli_fname;
+    return snprintf(path, size, "%.*s../%s", directory_length(loaded), loaded, name) < (int)size;
+}
+
+static bool state_path(char *path, size_t size) {
+    const char *named = named_state();
+    if (named) return snprintf(path, size, "%s", named) < (int)size;
+    return node_path("nvml.state", path, size);
 }
 
 struct node *node_attach(void) {

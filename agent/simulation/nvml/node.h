@@ -26,17 +26,18 @@ enum {
     NODE_LINKS = 36,       /* NVLinks of a GPU, as NVML_NVLINK_MAX_LINKS */
     NODE_PROCESSES = 128,  /* processes on a GPU */
     NODE_EVENTS = 1024,    /* events a slow reader may be behind before it loses the oldest */
+    NODE_REBINDS = 64,     /* of GPUs bound to their driver or unbound, the same */
 };
 
 #define NODE_MAGIC 0x6d6973757067ull /* "gpusim", so `file` and people see what it is */
-#define NODE_LAYOUT 1u
+#define NODE_LAYOUT 2u
 #define NODE_UNSUPPORTED UINT64_MAX  /* a number that makes the call that reads it answer NOT_SUPPORTED */
 #define NODE_NO_GPU (-1)             /* a call or event that belongs to no GPU */
 #define NODE_UNREADABLE_GPU 255      /* an event whose device answers nothing, not even its UUID */
 
 /* Every field of the configuration: its name, for texts its size in bytes, and how many there are. */
 #define NODE_TEXT_FIELDS(F) F(driver_version, 80, 1) F(nvml_version, 80, 1)
-#define NODE_NUMBER_FIELDS(F) F(gpus, 1) F(cuda_version, 1) F(driver_code, 1) F(hang, 1)
+#define NODE_NUMBER_FIELDS(F) F(gpus, 1) F(cuda_version, 1) F(driver_code, 1) F(hang, 1) F(system_events, 1)
 
 #define GPU_TEXT_FIELDS(F)                                                                                   \
     F(uuid, 80, 1) F(name, 96, 1) F(serial, 32, 1) F(board_part_number, 80, 1) F(vbios_version, 32, 1)       \
@@ -94,6 +95,11 @@ struct node_event {
     uint64_t deliveries;
 };
 
+struct node_rebind {
+    uint64_t type; /* bind or unbind */
+    uint64_t gpu;  /* PCI address as NVML packs it */
+};
+
 struct node {
     uint64_t magic;
     uint32_t layout;
@@ -107,6 +113,8 @@ struct node {
     uint64_t inits, shutdowns, hangs_entered, events_lost;
     uint64_t event_head; /* events ever pushed */
     struct node_event events[NODE_EVENTS];
+    uint64_t rebind_head; /* as event_head */
+    struct node_rebind rebinds[NODE_REBINDS];
 
     struct node_config config;
     struct gpu_config gpus[NODE_GPUS];
@@ -126,6 +134,8 @@ static inline uint64_t number(const uint64_t *at) { return __atomic_load_n(at, _
 struct node *node_current(void);
 /* Finds and maps the state file of the simulated node; NULL where there is none or it has another layout. */
 struct node *node_attach(void);
+/* Where a file of the node's directory is, by its path below that; false where the path is too long. */
+bool node_path(const char *name, char *path, size_t size);
 /* Maps a state file and checks its header; NULL with errno. The descriptor is the caller's, if he wants it. */
 struct node *node_map(const char *path, int *descriptor);
 uint64_t node_fingerprint(void);

@@ -162,6 +162,7 @@ static int found_device(int function, int gpu, int otherwise, handle_t *out) {
     if (refused) return refused;
     REQUIRE(out);
     if (gpu == NODE_NO_GPU) return otherwise;
+    device_open(gpu);
     *out = device_handle(gpu);
     return RC_SUCCESS;
 }

@@ -190,6 +190,14 @@ class NvmlState:
         slot = UNREADABLE_GPU if gpu is None else self._slot(gpu)
         return self._node.push_event(slot, kind, data, _instance(gi), _instance(ci))
 
+    def offer_system_events(self) -> None:
+        """Let NVML offer its events of GPUs bound and unbound, as newer drivers do."""
+        self._set(NODE, {"system_events": 1})
+
+    def push_rebind(self, gpu: int, *, bound: bool) -> None:
+        """Report that a GPU was bound to its driver, or unbound, to every client that asked for it."""
+        self._node.push_rebind(self._slot(gpu), bound=bound)
+
     def event_times(self, sequence: int) -> EventTimes:
         """Look up one of the last 1,024 events. Raises NvmlStateError for an older one."""
         pushed_ns, returned_ns, deliveries = self._node.event_times(sequence)
@@ -266,6 +274,10 @@ class NvmlState:
     ) -> None:
         """Set what row remapping says."""
         self._set(gpu, {"remapped_rows": [correctable, uncorrectable, int(pending), int(failed)]})
+
+    def set_pages_pending(self, gpu: int, pending: bool | None) -> None:  # noqa: FBT001 - a reading
+        """Set whether a page retirement waits for a reset; None: not supported, as with row remapping."""
+        self._set(gpu, {"pages_pending": None if pending is None else int(pending)})
 
     def set_recovery_action(self, gpu: int, action: int | None) -> None:
         """Set field 230: 0 none, 1 reset, 2 reboot, 3 drain P2P, 4 drain and reset; None: not supported."""

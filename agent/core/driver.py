@@ -1,0 +1,195 @@
+"""The driver and the machine: which GPUs there are, and whether the driver serves them.
+
+Invariants: a GPU that was known stays known until the node is rebooted. Reset evidence is what is seen
+of the machine: a GPU that was gone and is back, bound to its driver anew, a kernel module loaded anew.
+"""
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from agent.core import conditions
+from agent.core.inventory import offers
+from agent.core.orders import with_holds, with_maintenance
+from agent.core.state import State
+from agent.model import facts
+from agent.model.health import ConditionKey, Reason
+from agent.model.ids import GpuUuid, Placement
+from agent.model.snapshot import DriverView
+
+DEVICE_NODE = "/dev/nvidia"
+
+
+def enumerated(state: State, fact: facts.GpusEnumerated, now_ns: int) -> State:
+    """Take the list of GPUs that NVML has now."""
+    present = frozenset(gpu.uuid for gpu in fact.gpus)
+    known = {**state.gpus, **{gpu.uuid: gpu for gpu in fact.gpus}}
+    first_probes_by_ns = state.first_probes_by_ns
+    if present - state.present - state.probed:
+        first_probes_by_ns = now_ns + state.policy.first_probe_wait_ns
+    state = _with_awaited(state, present)
+    listed = replace(
+        state,
+        gpus=known,
+        present=present,
+        control_nodes=fact.control_nodes,
+        # A call on a GPU that fell off the bus is that GPU's trouble, not a sign that the driver hangs.
+        overdue={gpu: call for gpu, call in state.overdue.items() if gpu in present},
+        conditions=_with_missing_gpus(state.conditions, known, present, now_ns),
+        first_probes_by_ns=first_probes_by_ns,
+    )
+    return with_nodes(with_maintenance(with_holds(with_offers(listed), now_ns), now_ns), now_ns)
+
+
+def _with_awaited(state: State, present: frozenset[GpuUuid]) -> State:
+    """Return the state in which what was kept over a reboot counts for the GPUs that are listed."""
+    arrived = {each.key: each for each in state.awaited if each.placement.gpu in present}
+    if not arrived:
+        return state
+    awaited = tuple(each for each in state.awaited if each.key not in arrived)
+    return replace(state, awaited=awaited, conditions={**arrived, **state.conditions})
+
+
+def _with_missing_gpus(
+    active: conditions.Conditions, known: Iterable[GpuUuid], present: frozenset[GpuUuid], now_ns: int
+) -> conditions.Conditions:
+    """Note each GPU that is not listed; one that was noted and is listed again was re-bound."""
+    for gpu in known:
+        note = active.get(ConditionKey(facts.NVML, Reason.GPU_LOST, Placement(gpu), 0))
+        is_noted = note is not None and note.lasts
+        if is_noted and gpu in present:
+            active = conditions.after_reset(conditions.eased(active, Reason.GPU_LOST, gpu), (gpu,))
+        elif not is_noted and gpu not in present:
+            active = conditions.raised(
+                conditions.after_bad_probe(active, gpu),
+                source=facts.NVML,
+                reason=Reason.GPU_LOST,
+                placement=Placement(gpu),
+                message="NVML does not list the GPU any more",
+                lasts=True,
+                now_ns=now_ns,
+            )
+    return active
+
+
+def with_offers(state: State) -> State:
+    """Return the state with the devices that its GPUs and policy make."""
+    return replace(state, offers=offers(state.gpus.values(), state.policy, state.offers))
+
+
+def ready(state: State, fact: facts.DriverReady) -> State:
+    """Take that NVML was initialised."""
+    view = DriverView(
+        ready=True,
+        driver_version=fact.driver_version,
+        nvml_version=fact.nvml_version,
+        cuda_version=fact.cuda_version,
+    )
+    active = state.conditions
+    if state.driver_unloaded:
+        active = conditions.after_reset(active, state.gpus)
+    return replace(state, driver=view, driver_unloaded=False, conditions=active, driver_released=False)
+
+
+def unavailable(state: State, fact: facts.DriverUnavailable, now_ns: int) -> State:
+    """Mark every GPU while NVML cannot be used."""
+    view = DriverView(ready=False, reason=fact.reason, message=fact.message)
+    unloaded = state.driver_unloaded or fact.unloaded
+    if view == state.driver:
+        return replace(state, driver_unloaded=unloaded)
+    active = state.conditions
+    for gpu in state.gpus:
+        active = conditions.raised(
+            conditions.after_bad_probe(active, gpu),
+            source=fact.source,
+            reason=fact.reason,
+            placement=Placement(gpu),
+            message=fact.message,
+            now_ns=now_ns,
+        )
+    return replace(
+        state,
+        driver=view,
+        driver_unloaded=unloaded,
+        conditions=active,
+        overdue={},
+        driver_overdue=None,
+    )
+
+
+def released(state: State) -> State:
+    """Take that NVML was let go of: nothing is overdue, and nothing is asked any more."""
+    return replace(state, driver_released=True, overdue={}, driver_overdue=None)
+
+
+def module_seen(state: State, fact: facts.DriverModuleSeen) -> State:
+    """Take which load of the kernel module this is; another one initialised every GPU anew."""
+    if fact.inode is None:
+        return replace(state, driver_unloaded=True)
+    active = state.conditions
+    if state.module_inode not in {None, fact.inode}:
+        active = conditions.after_reset(active, state.gpus)
+    return replace(state, module_inode=fact.inode, conditions=active)
+
+
+def rebound(state: State, fact: facts.GpuRebound) -> State:
+    """Take that a GPU was bound to its driver (again): the driver initialised it anew."""
+    gpu = next((gpu for gpu in state.gpus.values() if gpu.pci == fact.pci), None)
+    if gpu is None or not fact.bound:
+        return state
+    return replace(state, conditions=conditions.after_reset(state.conditions, (gpu.uuid,)))
+
+
+def nodes_seen(state: State, fact: facts.DeviceNodesSeen, now_ns: int) -> State:
+    """Take which device nodes are missing."""
+    return with_nodes(replace(state, missing_nodes=fact.missing), now_ns)
+
+
+def with_nodes(state: State, now_ns: int) -> State:
+    """Mark the GPUs whose node is missing; a control node is every GPU's."""
+    active = state.conditions
+    own = {f"{DEVICE_NODE}{gpu.minor}": gpu.uuid for gpu in state.gpus.values() if gpu.minor is not None}
+    shared = [path for path in state.missing_nodes if path not in own and not _is_numbered(path)]
+    for gpu in state.gpus:
+        missing = [path for path in state.missing_nodes if own.get(path) == gpu or path in shared]
+        if not missing:
+            active = conditions.eased(active, Reason.DEVICE_NODE_MISSING, gpu)
+            continue
+        active = conditions.raised(
+            active,
+            source=facts.SYSFS,
+            reason=Reason.DEVICE_NODE_MISSING,
+            placement=Placement(gpu),
+            message=f"{', '.join(missing)} does not exist",
+            lasts=True,
+            now_ns=now_ns,
+        )
+    return state if active is state.conditions else replace(state, conditions=active)
+
+
+def _is_numbered(path: str) -> bool:
+    return path.removeprefix(DEVICE_NODE).isdigit()
+
+
+def hang_conditions(state: State, now_ns: int) -> conditions.Conditions:
+    """Return the conditions with one on every GPU for as long as the driver as a whole hangs."""
+    active = state.conditions
+    if not state.hung:
+        hung = [key.placement.gpu for key in active if key.reason is Reason.DRIVER_HUNG]
+        for gpu in hung:
+            active = conditions.eased(active, Reason.DRIVER_HUNG, gpu)
+        return active
+    if state.driver_overdue is not None:
+        message = f"The driver does not answer {state.driver_overdue}"
+    else:
+        message = f"{len(state.overdue)} GPUs do not answer at once, so a new pod would hang too"
+    for gpu in state.gpus:
+        active = conditions.raised(
+            active,
+            source=facts.NVML,
+            reason=Reason.DRIVER_HUNG,
+            placement=Placement(gpu),
+            message=message,
+            lasts=True,
+            now_ns=now_ns,
+        )
+    return active

@@ -1,0 +1,235 @@
+"""What devices say of themselves: XIDs, readings, and how driver calls on them ended.
+
+Invariants: a fault marks exactly the place it names, or nothing if that place does not exist. The same
+XID told by two sources within two seconds is one fault.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Final, TypeVar
+
+from agent.core import conditions, xids
+from agent.core.driver import hang_conditions
+from agent.core.samples import UNKNOWN, Window, judged
+from agent.core.state import State
+from agent.model import facts
+from agent.model.effects import Effect, Event, EventKind, RecordEvent
+from agent.model.gpu import Gpu
+from agent.model.health import Reason
+from agent.model.ids import ALL, GpuUuid, Placement
+from agent.model.policy import SECOND_NS
+
+MAX_UNLISTED_XIDS: Final = 64
+"""Different XIDs that are not in the table kept apart on one GPU; further ones are OTHER_XID."""
+
+OTHER_XID: Final = -1
+
+SAME_FAULT_NS: Final = 2 * SECOND_NS
+"""Two sources that report the same XID of a GPU within this time saw one fault."""
+
+_REASONS: Final[Mapping[int, Reason]] = {15: Reason.GPU_LOST, 16: Reason.RESET_REQUIRED}
+"""What NVML's return codes GPU_IS_LOST and RESET_REQUIRED mean; any other is NVML_ERROR."""
+
+T = TypeVar("T")
+
+Applied = tuple[State, tuple[Effect, ...]]
+
+
+# XIDs
+
+
+def xid_reported(state: State, fact: facts.XidReported, now_ns: int, detail: str = "") -> Applied:
+    """Count an XID and mark the place it names, if the policy says so."""
+    gpu = state.gpus.get(fact.gpu) if fact.gpu is not None else None
+    if gpu is None:
+        return state, (_xid_notice("An XID of an unknown device marks no device", fact, None, now_ns),)
+    code = _code(fact.xid, state.xids.get(gpu.uuid, {}))
+    seen = state.recent_xids.get((gpu.uuid, code))
+    if seen is not None and seen[0] != fact.source and now_ns - seen[1] <= SAME_FAULT_NS:
+        return state, ()
+    counted = _with_xid_counted(state, gpu.uuid, code, fact, now_ns)
+    if not xids.flips(fact.xid, state.policy):
+        ignored = _xid_notice("An XID was ignored by policy", fact, gpu, now_ns, warning=False)
+        return counted, (ignored,)
+    place = _place(gpu, fact)
+    if place is None:
+        return counted, (_xid_notice("An XID of an unknown MIG device marks no device", fact, gpu, now_ns),)
+    flipped = conditions.raised(
+        counted.conditions,
+        source=fact.source,
+        reason=Reason.XID,
+        placement=place,
+        code=code,
+        count=fact.count,
+        message=xids.text_of(fact.xid, detail),
+        recovery=xids.recovery_of(code),
+        evidence=xids.evidence_of(code),
+        flips=True,
+        now_ns=now_ns,
+    )
+    return replace(counted, conditions=flipped), ()
+
+
+def kernel_xid_seen(state: State, fact: facts.KernelXidSeen, now_ns: int) -> Applied:
+    """Take an XID of the kernel log; one from before the agent began to read is only counted."""
+    gpu = next((gpu for gpu in state.gpus.values() if gpu.pci == fact.pci), None)
+    told = facts.XidReported(
+        gpu=None if gpu is None else gpu.uuid,
+        xid=fact.xid,
+        gi=fact.gi,
+        ci=fact.ci,
+        count=fact.count,
+        source=fact.source,
+    )
+    if not fact.backlog:
+        return xid_reported(state, told, now_ns, fact.detail)
+    if gpu is None:
+        return state, ()
+    code = _code(fact.xid, state.xids.get(gpu.uuid, {}))
+    notice = _xid_notice("An XID from before the start is only counted", told, gpu, now_ns, warning=False)
+    return _with_xid_counted(state, gpu.uuid, code, told, now_ns), (notice,)
+
+
+def _code(xid: int, counts: Mapping[int, int]) -> int:
+    """Return the XID, or what stands for it where the driver invents ever new ones."""
+    if xid in xids.CLASSES or xid in counts:
+        return xid
+    return xid if len(counts.keys() - xids.CLASSES.keys()) < MAX_UNLISTED_XIDS else OTHER_XID
+
+
+def _place(gpu: Gpu, fact: facts.XidReported) -> Placement | None:
+    """Return where the fault is; None: at a MIG device that the GPU does not have."""
+    if not gpu.mig_devices:
+        return gpu.placement
+    place = Placement(gpu.uuid, fact.gi, fact.ci)
+    there = (Placement(gpu.uuid, mig.gi, mig.ci) for mig in gpu.mig_devices)
+    return place if any(place.overlaps(device) for device in there) else None
+
+
+def _with_xid_counted(state: State, gpu: GpuUuid, code: int, fact: facts.XidReported, now_ns: int) -> State:
+    counts = state.xids.get(gpu, {})
+    recent = {key: seen for key, seen in state.recent_xids.items() if now_ns - seen[1] <= SAME_FAULT_NS}
+    return replace(
+        state,
+        xids={**state.xids, gpu: {**counts, code: counts.get(code, 0) + fact.count}},
+        recent_xids={**recent, (gpu, code): (fact.source, now_ns)},
+    )
+
+
+def _xid_notice(
+    message: str, fact: facts.XidReported, gpu: Gpu | None, now_ns: int, *, warning: bool = True
+) -> RecordEvent:
+    fields: dict[str, object] = {"xid": fact.xid, "count": fact.count, "source": fact.source}
+    if gpu is not None:
+        fields |= {"gpu": gpu.index, "uuid": gpu.uuid}
+    if fact.gi != ALL:
+        fields |= {"gi": fact.gi, "ci": fact.ci}
+    return RecordEvent(Event(EventKind.XID, message, warning=warning, fields=fields), now_ns)
+
+
+# Readings
+
+
+def sampled(state: State, fact: facts.GpuSampled, now_ns: int) -> State:
+    """Raise what the readings of a GPU say, and ease what they no longer say."""
+    if fact.gpu not in state.gpus or state.driver.ready is False:
+        return state
+    window = state.slowdowns.get(fact.gpu, Window())
+    if fact.sample.hw_slowed is not None:
+        window = window.with_reading(slowed=fact.sample.hw_slowed, length=state.policy.slowdown_window_polls)
+    active = state.conditions
+    for reason, verdict in judged(fact.sample, window, state.policy).items():
+        if verdict is UNKNOWN:
+            continue
+        if verdict is None:
+            active = _eased(active, reason, fact.gpu)
+        else:
+            active = conditions.raised(
+                active,
+                source=fact.source,
+                reason=reason,
+                placement=Placement(fact.gpu),
+                message=verdict,
+                lasts=True,
+                now_ns=now_ns,
+            )
+    return replace(
+        state,
+        conditions=active,
+        samples=_put(state.samples, fact.gpu, fact.sample),
+        slowdowns=_put(state.slowdowns, fact.gpu, window),
+    )
+
+
+def _eased(active: conditions.Conditions, reason: Reason, gpu: GpuUuid) -> conditions.Conditions:
+    """Return the conditions after a reading went back to well.
+
+    That the driver asks for no recovery any more is the evidence that the GPU was reset.
+    """
+    over = conditions.eased(active, reason, gpu, is_reset=reason is Reason.ECC_UNCORRECTED)
+    if over is not active and reason is Reason.RECOVERY_ACTION:
+        return conditions.after_reset(over, (gpu,))
+    return over
+
+
+def _put(mapping: Mapping[GpuUuid, T], gpu: GpuUuid, value: T) -> Mapping[GpuUuid, T]:
+    return mapping if mapping.get(gpu) == value else {**mapping, gpu: value}
+
+
+# Calls
+
+
+def probe_passed(state: State, fact: facts.GpuProbePassed, now_ns: int) -> State:
+    """Count a clean probe of a GPU."""
+    # A probe that was under way when the driver went can still be told of afterwards.
+    if fact.gpu not in state.gpus or state.driver.ready is False:
+        return state
+    answered = _with_answer(state, fact.gpu)
+    # The probe that ends a hang of the driver is also the first clean one after it.
+    active = hang_conditions(answered, now_ns)
+    active = conditions.after_clean_probe(active, fact.gpu, policy=state.policy, now_ns=now_ns)
+    return answered if active is answered.conditions else replace(answered, conditions=active)
+
+
+def call_failed(state: State, fact: facts.GpuCallFailed, now_ns: int) -> State:
+    """Mark a GPU on which a call failed."""
+    if fact.gpu not in state.gpus:
+        return state
+    active = conditions.raised(
+        conditions.after_bad_probe(state.conditions, fact.gpu),
+        source=fact.source,
+        reason=_REASONS.get(fact.code, Reason.NVML_ERROR),
+        placement=Placement(fact.gpu),
+        code=fact.code,
+        message=fact.message,
+        now_ns=now_ns,
+    )
+    return replace(_with_answer(state, fact.gpu), conditions=active)
+
+
+def call_overdue(state: State, fact: facts.GpuCallOverdue, now_ns: int) -> State:
+    """Mark a GPU on which a call does not answer."""
+    if fact.gpu not in state.gpus:
+        return state
+    active = conditions.raised(
+        conditions.after_bad_probe(state.conditions, fact.gpu),
+        source=fact.source,
+        reason=Reason.NVML_TIMEOUT,
+        placement=Placement(fact.gpu),
+        message=f"NVML call {fact.call} did not answer within {fact.deadline_ns / SECOND_NS:g} s",
+        now_ns=now_ns,
+    )
+    return replace(
+        state,
+        conditions=active,
+        overdue={**state.overdue, fact.gpu: fact.call},
+        probed=state.probed | {fact.gpu},
+    )
+
+
+def _with_answer(state: State, gpu: GpuUuid) -> State:
+    """Return the state after a GPU answered, well or not: it has a verdict and is not overdue."""
+    if gpu in state.probed and gpu not in state.overdue:
+        return state
+    overdue = {other: call for other, call in state.overdue.items() if other != gpu}
+    return replace(state, overdue=overdue, probed=state.probed | {gpu})

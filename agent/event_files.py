@@ -1,0 +1,100 @@
+"""The event log on disk: lines of JSON in a few files, of which the oldest is dropped.
+
+Guarantees: the newest file is the path itself, older ones are ``path.1`` and up. A line that a crash cut
+off is skipped by the reader and ended by the next writer, so it costs one event. What is read is bounded
+by MAX_LINE_BYTES for each line, whatever the files hold.
+"""
+
+import contextlib
+import json
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from agent.files import write_all
+
+FILES: Final = 4
+"""Files kept, the newest one among them."""
+
+MAX_LINE_BYTES: Final = 16 * 1024
+"""An event names at most 16 devices and has some 300 bytes."""
+
+
+def append(path: str, lines: Sequence[bytes], *, max_bytes: int) -> int:
+    """Append lines, each ended by a newline, and return how many; the rest is for another call.
+
+    A new file is begun where a line would make one longer than ``max_bytes``, and there the call ends.
+    Raises OSError if nothing was appended.
+    """
+    size = _size(path)
+    if size and lines and size + len(lines[0]) > max_bytes:
+        _rotate(path)
+        size = 0
+    chunk = b""
+    count = 0
+    for line in lines:
+        if (size or chunk) and size + len(chunk) + len(line) > max_bytes:
+            break
+        chunk += line
+        count += 1
+    _append_to(path, chunk)
+    return count
+
+
+def _size(path: str) -> int:
+    try:
+        return Path(path).lstat().st_size
+    except FileNotFoundError:
+        return 0
+
+
+def _append_to(path: str, chunk: bytes) -> None:
+    descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    try:
+        size = os.fstat(descriptor).st_size
+        if size and os.pread(descriptor, 1, size - 1) != b"\n":
+            chunk = b"\n" + chunk
+        try:
+            write_all(descriptor, chunk)
+        except OSError:
+            # What was written of it will be written again.
+            os.ftruncate(descriptor, size)
+            raise
+        os.fdatasync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _rotate(path: str) -> None:
+    for number in range(FILES - 1, 0, -1):
+        older = path if number == 1 else f"{path}.{number - 1}"
+        with contextlib.suppress(FileNotFoundError):
+            Path(older).replace(f"{path}.{number}")
+
+
+def read(path: str) -> Iterator[dict[str, Any]]:
+    """Yield the events of the files, oldest first; raises OSError if one that is there cannot be read."""
+    for number in range(FILES - 1, -1, -1):
+        with contextlib.suppress(FileNotFoundError):
+            yield from _events_of(f"{path}.{number}" if number else path)
+
+
+def _events_of(path: str) -> Iterator[dict[str, Any]]:
+    with Path(path).open("rb") as file:
+        while line := file.readline(MAX_LINE_BYTES):
+            # A damaged line, or a piece of one that is too long.
+            with contextlib.suppress(ValueError, RecursionError):
+                event = json.loads(line)
+                if isinstance(event, dict) and _is_event(event):
+                    yield event
+
+
+def _is_event(event: dict[str, Any]) -> bool:
+    return (
+        isinstance(event.get("time"), str)
+        and isinstance(event.get("time_monotonic_ns"), int)
+        and isinstance(event.get("message"), str)
+        and isinstance(event.get("fields"), dict)
+        and {"number", "kind", "warning"} <= event.keys()
+    )

@@ -1,0 +1,297 @@
+"""Reads the kernel log: XIDs that NVML may not tell of, and the driver's last words before a fault.
+
+Guarantees:
+
+1. Every record is read once. What was in the log before the agent began to read is backlog, decided by
+   the order of the records where the kernel keeps the log (its clock for the log is no other clock), by
+   their time where something else does. A source that is started again goes on where it ended.
+2. What the kernel dropped before it was read is counted by the gap in the sequence numbers, and told.
+3. The loop is never held up: reads do not block, a turn takes MAX_RECORDS_PER_TURN records, and the
+   backlog is read in a thread of its own.
+4. What is kept is bounded: RECENT_LINES lines, MAX_RECORD_BYTES of a record that has not ended.
+
+*Cost:* nothing while the log is quiet. A record takes about 10 microseconds, at the start once also for
+each record of the log (some ten thousand). There is no period; a line is told within a turn of the loop.
+Reading needs CAP_SYSLOG where the kernel restricts dmesg, and /dev/kmsg in the agent's mount namespace.
+
+``path`` is the kernel's device, or a pipe or unix stream socket with the same records.
+Source: kernel Documentation/ABI/testing/dev-kmsg.
+"""
+
+import asyncio
+import os
+import socket
+import stat
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from agent.bus import Inbox
+from agent.errors import SourceError
+from agent.model.facts import KERNEL_LOG, Fact, FactsLost, KernelXidSeen
+from agent.sources.kmsg_records import Record, XidLine, XidReader, lines_of, record_of
+from agent.threads import in_daemon_thread
+
+KERNEL_LOG_PATH: Final = Path("/dev/kmsg")
+
+RECENT_LINES: Final = 200
+"""Lines of the driver that are kept for who looks into a fault."""
+MAX_RECORDS_PER_TURN: Final = 64
+"""Records after which the loop gets its turn."""
+MAX_RECORD_BYTES: Final = 16_384
+"""Above what the kernel gives at once (8,192), so that no read fails for want of room."""
+MAX_BACKLOG_RECORDS: Final = 1_000_000
+MAX_BACKLOG_XIDS: Final = 4_096
+"""The newest ones of the backlog that are counted."""
+
+_DEVICE: Final = os.makedev(1, 11)
+"""Source: kernel Documentation/admin-guide/devices.txt."""
+
+
+@dataclass(frozen=True, slots=True)
+class KernelLogStatistics:
+    """Counts since the source was made."""
+
+    records: int
+    """Read after the start, whoever wrote them."""
+    of_processes: int
+    """Those of them that processes wrote."""
+    malformed: int
+    """Lines that are no records; they are skipped."""
+    lost: int
+    """Dropped by the kernel before they were read."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Backlog:
+    xids: tuple[tuple[int, XidLine], ...]
+    """With the sequence number of the record."""
+    lines: tuple[str, ...]
+    newest: int | None
+    """Sequence number of the last record."""
+
+
+class KernelLogSource:
+    """Tells of the XIDs in the kernel log and keeps the driver's newest lines."""
+
+    def __init__(self, *, inbox: Inbox[Fact], path: Path = KERNEL_LOG_PATH, clock: Callable[[], int]) -> None:
+        """``clock`` is the monotonic one; it is compared with the times of a log that is no device."""
+        self._inbox = inbox
+        self._path = path
+        self._clock = clock
+        self._recent: deque[str] = deque(maxlen=RECENT_LINES)
+        self._records = self._of_processes = self._malformed = self._lost = 0
+        self._xids = XidReader()
+        self._backlog_read = False
+        self._next_sequence: int | None = None
+        self._first_sequence: int | None = None
+        self._backlog_until_us = -1
+        self._unended = b""
+
+    def recent(self) -> tuple[str, ...]:
+        """Return the newest lines of the driver, the oldest first, each with its seconds since the boot."""
+        return tuple(self._recent)
+
+    def statistics(self) -> KernelLogStatistics:
+        """Return the counts at this moment."""
+        return KernelLogStatistics(self._records, self._of_processes, self._malformed, self._lost)
+
+    async def run(self) -> None:
+        """Read for ever; raises SourceError when the log cannot be read. Two at once are not allowed."""
+        descriptor, is_device = _open(self._path)
+        loop = asyncio.get_running_loop()
+        ended: asyncio.Future[SourceError] = loop.create_future()
+        try:
+            self._begin(descriptor, is_device=is_device)
+            self._watch(descriptor, ended)
+            if is_device and not self._backlog_read:
+                backlog = await in_daemon_thread("kernel-log-backlog", lambda: _read_backlog(self._path))
+                # What the other reader saw last may wait here: it would not be backlog.
+                self._read(descriptor, ended)
+                self._take_backlog(backlog)
+            raise await ended
+        finally:
+            loop.remove_reader(descriptor)
+            os.close(descriptor)
+
+    def _watch(self, descriptor: int, ended: "asyncio.Future[SourceError]") -> None:
+        try:
+            asyncio.get_running_loop().add_reader(descriptor, self._read, descriptor, ended)
+        except PermissionError:
+            raise SourceError(
+                f"The kernel log {self._path} is no log that can be waited for; "
+                "mount the node's /dev/kmsg, or name another one with --kernel-log"
+            ) from None
+
+    def _begin(self, descriptor: int, *, is_device: bool) -> None:
+        self._unended = b""
+        if not is_device:
+            self._next_sequence = None
+            self._backlog_until_us = self._clock() // 1_000
+        elif self._next_sequence is None:
+            os.lseek(descriptor, 0, os.SEEK_END)
+
+    # Reading
+
+    def _read(self, descriptor: int, ended: "asyncio.Future[SourceError]") -> None:
+        """Take what the log has, for one turn of the loop."""
+        turn_ends_at = self._records + MAX_RECORDS_PER_TURN
+        for _ in range(MAX_RECORDS_PER_TURN):
+            if ended.done() or self._records >= turn_ends_at:
+                return
+            try:
+                chunk = os.read(descriptor, MAX_RECORD_BYTES)
+            except BlockingIOError:
+                return
+            except BrokenPipeError:
+                # The kernel overwrote what was to be read next; the next record tells how much.
+                self._overrun()
+                continue
+            except OSError as error:
+                self._end(descriptor, ended, f"could not be read: {error.strerror}")
+                return
+            if not chunk:
+                self._end(descriptor, ended, "has ended")
+                return
+            self._take(chunk)
+
+    def _end(self, descriptor: int, ended: "asyncio.Future[SourceError]", why: str) -> None:
+        asyncio.get_running_loop().remove_reader(descriptor)
+        ended.set_result(SourceError(f"The kernel log {self._path} {why}; it is opened again"))
+
+    def _overrun(self) -> None:
+        if self._next_sequence is None:
+            # Nothing was read yet, so nobody knows how many.
+            self._tell_lost(1)
+
+    def _take(self, chunk: bytes) -> None:
+        *lines, self._unended = (self._unended + chunk).split(b"\n")
+        if len(self._unended) > MAX_RECORD_BYTES:
+            # Its rest is no record either.
+            self._unended = b""
+            self._malformed += 1
+        for line in lines:
+            record = record_of(line)
+            if record is not None:
+                self._take_record(record)
+            elif not line.startswith(b" "):
+                self._malformed += 1
+
+    def _take_record(self, record: Record) -> None:
+        self._records += 1
+        self._of_processes += not record.is_kernel
+        if not self._is_next(record.sequence) or not record.is_of_driver:
+            return
+        lines = lines_of(record)
+        self._recent.extend(_shown(lines, record))
+        found = self._xids.read(lines, record.time_us)
+        if found is not None:
+            self._inbox.put(_fact(found, backlog=record.time_us <= self._backlog_until_us))
+
+    def _is_next(self, sequence: int) -> bool:
+        """Tell whether a record was not read before; tell of those missing before it."""
+        expected = self._next_sequence
+        if expected is not None and sequence < expected:
+            return False
+        if expected is not None and sequence > expected:
+            self._tell_lost(sequence - expected)
+        self._next_sequence = sequence + 1
+        if self._first_sequence is None:
+            self._first_sequence = sequence
+        return True
+
+    def _take_backlog(self, backlog: _Backlog) -> None:
+        first = self._first_sequence
+        merged: dict[object, KernelXidSeen] = {}
+        for sequence, found in backlog.xids:
+            if first is None or sequence < first:
+                fact = _fact(found, backlog=True)
+                merged[fact.key] = merged[fact.key].merged_with(fact) if fact.key in merged else fact
+        for fact in merged.values():
+            self._inbox.put(fact)
+        self._recent = deque((*backlog.lines, *self._recent), maxlen=RECENT_LINES)
+        if self._next_sequence is None and backlog.newest is not None:
+            self._next_sequence = backlog.newest + 1
+        self._backlog_read = True
+
+    # Telling
+
+    def _tell_lost(self, count: int) -> None:
+        self._lost += count
+        self._inbox.put(FactsLost(lost_from=KERNEL_LOG, count=count, source=KERNEL_LOG))
+
+
+def _fact(found: XidLine, *, backlog: bool) -> KernelXidSeen:
+    return KernelXidSeen(
+        pci=found.pci, xid=found.xid, detail=found.detail, backlog=backlog, gi=found.gi, ci=found.ci
+    )
+
+
+def _shown(lines: Iterable[str], record: Record) -> Iterable[str]:
+    seconds, rest_us = divmod(record.time_us, 1_000_000)
+    return (f"[{seconds:5}.{rest_us:06}] {line}" for line in lines)
+
+
+def _open(path: Path) -> tuple[int, bool]:
+    """Return a descriptor that does not block, and whether it is the kernel's own device."""
+    try:
+        kind = path.stat()
+        if stat.S_ISSOCK(kind.st_mode):
+            return _connected(path), False
+        if not (stat.S_ISCHR(kind.st_mode) or stat.S_ISFIFO(kind.st_mode)):
+            raise SourceError(
+                f"The kernel log {path} is no device, pipe or socket; name another one with --kernel-log"
+            )
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
+    except FileNotFoundError:
+        raise SourceError(
+            f"The kernel log {path} does not exist; mount it, or name another one with --kernel-log"
+        ) from None
+    except PermissionError as error:
+        raise SourceError(
+            f"The kernel log {path} may not be read ({error.strerror}); give the agent CAP_SYSLOG"
+        ) from None
+    except OSError as error:
+        raise SourceError(
+            f"The kernel log {path} could not be opened: {error.strerror}; name another one with --kernel-log"
+        ) from None
+    return descriptor, stat.S_ISCHR(kind.st_mode) and kind.st_rdev == _DEVICE
+
+
+def _connected(path: Path) -> int:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK) as client:
+        client.connect(os.fspath(path))
+        return client.detach()
+
+
+def _read_backlog(path: Path) -> _Backlog:
+    """Read what the kernel's device has until now; blocks for milliseconds, never for more lines."""
+    reader = XidReader()
+    xids: deque[tuple[int, XidLine]] = deque(maxlen=MAX_BACKLOG_XIDS)
+    kept: deque[str] = deque(maxlen=RECENT_LINES)
+    newest: int | None = None
+    descriptor, _ = _open(path)
+    try:
+        for _ in range(MAX_BACKLOG_RECORDS):
+            try:
+                chunk = os.read(descriptor, MAX_RECORD_BYTES)
+            except BrokenPipeError:
+                continue
+            except OSError:
+                # No more for now; what else is wrong, who reads on will be told too.
+                break
+            record = record_of(chunk.partition(b"\n")[0])
+            if record is None:
+                continue
+            newest = record.sequence
+            if record.is_of_driver:
+                lines = lines_of(record)
+                kept.extend(_shown(lines, record))
+                found = reader.read(lines, record.time_us)
+                if found is not None:
+                    xids.append((record.sequence, found))
+    finally:
+        os.close(descriptor)
+    return _Backlog(tuple(xids), tuple(kept), newest)

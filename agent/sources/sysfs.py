@@ -1,0 +1,166 @@
+"""Looks at /sys, /proc and /dev: GPUs on the bus, the driver's module, device nodes.
+
+Guarantees:
+
+1. A change is told once. What cannot be seen is not told: an agent without /sys knows nothing of a bus.
+2. The loop never waits for a file. A look runs in a thread, one at a time; one that does not come back
+   within ``deadline_ns`` ends the source with an error, and no second one is started until it does.
+3. Device nodes are judged only of GPUs that the driver serves now: while it is away, so are they.
+
+A GPU that was bound anew between two looks is found by the inodes of its directory and link, so resets
+are seen where no uevents are.
+
+*Cost:* one look every ``period_ns`` (10 s), at most one in MIN_GAP_NS on request; about 10 microseconds
+for each PCI function of the node and 3 for each device node, so 2 ms of a thread on a large node. A
+look has ``deadline_ns`` (5 s).
+"""
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final
+
+from agent.bus import Inbox, Latest
+from agent.errors import SourceError
+from agent.model.facts import (
+    SYSFS,
+    DeviceNodesSeen,
+    DriverModuleSeen,
+    Fact,
+    GpuRebound,
+    PciGpusSeen,
+)
+from agent.model.policy import MILLISECOND_NS, SECOND_NS
+from agent.model.snapshot import Snapshot
+from agent.sources.sysfs_look import Binding, Exclusions, Look, Roots, look
+from agent.threads import started_in_daemon_thread
+
+PERIOD_NS: Final = 10 * SECOND_NS
+DEADLINE_NS: Final = 5 * SECOND_NS
+MIN_GAP_NS: Final = 50 * MILLISECOND_NS
+"""Between the beginnings of two looks that were asked for."""
+
+
+class SysfsSource:
+    """Tells of GPUs on the bus, of the driver's module and of missing device nodes."""
+
+    def __init__(
+        self,
+        *,
+        inbox: Inbox[Fact],
+        latest: Latest[Snapshot],
+        sys_root: Path,
+        proc_root: Path,
+        dev_root: Path,
+        clock: Callable[[], int],
+        period_ns: int = PERIOD_NS,
+        deadline_ns: int = DEADLINE_NS,
+        strict_nodes: bool | None = None,
+    ) -> None:
+        """Take what stands for /sys, /proc and /dev.
+
+        ``strict_nodes``: device nodes have to be character devices; by default below /dev itself.
+        """
+        strict = dev_root == Path("/dev") if strict_nodes is None else strict_nodes
+        self._inbox = inbox
+        self._latest = latest
+        self._roots = Roots(sys_root, proc_root, dev_root, strict)
+        self._clock = clock
+        self._period_ns = period_ns
+        self._deadline_ns = deadline_ns
+        self._asked = asyncio.Event()
+        self._looking: asyncio.Future[Look] | None = None
+        self._exclusions = Exclusions()
+        self._told: dict[type[Fact], Fact] = {}
+        self._bindings: dict[str, Binding] = {}
+        self._bound: frozenset[str] = frozenset()
+
+    def request(self) -> None:
+        """Look soon instead of after the period; on the loop's thread."""
+        self._asked.set()
+
+    async def run(self) -> None:
+        """Look for ever; raises SourceError if the kernel does not answer. Two at once are not allowed."""
+        try:
+            async with asyncio.TaskGroup() as group:
+                group.create_task(self._look_for_ever(), name="sysfs looks")
+                group.create_task(self._ask_for_new_gpus(), name="sysfs new GPUs")
+        except ExceptionGroup as failures:
+            raise failures.exceptions[0] from None
+
+    async def _look_for_ever(self) -> None:
+        while True:
+            began_ns = self._clock()
+            self._asked.clear()
+            self._tell(await self._looked())
+            await self._wait_asked(began_ns + self._period_ns)
+            await asyncio.sleep(max(0, began_ns + MIN_GAP_NS - self._clock()) / 1e9)
+
+    async def _wait_asked(self, until_ns: int) -> None:
+        try:
+            async with asyncio.timeout(max(0, until_ns - self._clock()) / 1e9):
+                await self._asked.wait()
+        except TimeoutError:
+            return
+
+    async def _ask_for_new_gpus(self) -> None:
+        """Have the nodes looked at as soon as the driver lists other GPUs."""
+        version = self._latest.version
+        minors = self._wanted_minors()
+        while True:
+            version = await self._latest.wait_newer(version)
+            wanted = self._wanted_minors()
+            if wanted != minors:
+                minors = wanted
+                self.request()
+
+    def _wanted_minors(self) -> frozenset[int] | None:
+        """Return the minors whose nodes should exist; None while the driver is away or let go of."""
+        snapshot = self._latest.value
+        if not snapshot.driver.ready or snapshot.released_until_ns is not None:
+            return None
+        present = (view.gpu.minor for view in snapshot.gpus if view.present)
+        return frozenset(minor for minor in present if minor is not None)
+
+    async def _looked(self) -> Look:
+        if self._looking is None:
+            roots, minors, known = self._roots, self._wanted_minors(), self._exclusions
+            self._looking = started_in_daemon_thread("sysfs-look", lambda: look(roots, minors, known))
+        looking = self._looking
+        await asyncio.wait((looking,), timeout=self._deadline_ns / 1e9)
+        if not looking.done():
+            raise SourceError(
+                f"The kernel did not let {self._roots.sys}, {self._roots.proc} and {self._roots.dev} be read "
+                f"within {self._deadline_ns / SECOND_NS:g} s; see the kernel log for blocked tasks"
+            )
+        self._looking = None
+        return looking.result()
+
+    # Telling
+
+    def _tell(self, seen: Look) -> None:
+        self._exclusions = seen.exclusions
+        if seen.gpus is not None:
+            self._tell_bindings(seen)
+            self._tell_changed(PciGpusSeen(addresses=seen.gpus))
+        if seen.module_visible:
+            self._tell_changed(DriverModuleSeen(inode=seen.module))
+        if seen.missing is not None and (seen.module is not None or not seen.module_visible):
+            self._tell_changed(DeviceNodesSeen(missing=seen.missing))
+
+    def _tell_bindings(self, seen: Look) -> None:
+        bound = frozenset(seen.bindings)
+        for pci in sorted(self._bound - bound):
+            self._inbox.put(GpuRebound(pci=pci, bound=False, source=SYSFS))
+        for pci, binding in seen.bindings.items():
+            is_known = pci in self._bindings
+            if is_known and (pci not in self._bound or self._bindings[pci] != binding):
+                self._inbox.put(GpuRebound(pci=pci, bound=True, source=SYSFS))
+        self._bound = bound
+        # What is gone is remembered, so that it is known when it is back; there is one slot for one GPU.
+        self._bindings.update(seen.bindings)
+
+    def _tell_changed(self, fact: PciGpusSeen | DriverModuleSeen | DeviceNodesSeen) -> None:
+        if self._told.get(type(fact)) != fact:
+            self._told[type(fact)] = fact
+            self._inbox.put(fact)

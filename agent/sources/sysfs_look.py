@@ -1,0 +1,187 @@
+"""One look at what the kernel shows of GPUs under /sys, /proc and /dev.
+
+Invariants: everything here blocks, if only for microseconds, and runs in a thread. What cannot be read
+is unknown (None), never empty. Attributes of a device that the kernel keeps in memory are all that is
+read, with one exception: where the driver excludes GPUs, its own file on a GPU is read once for each
+time that GPU is bound, because only there its UUID is found; that file may wait for the driver's lock.
+
+Sources: kernel Documentation/ABI/testing/sysfs-bus-pci; NVIDIA/open-gpu-kernel-modules:nv-procfs.c and
+nv.c (ExcludedGpus, GpuBlacklist).
+"""
+
+import os
+import re
+import stat
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+
+MAX_GPUS: Final = 1_024
+"""NVIDIA functions that are looked at, in the order of their addresses."""
+
+DRIVER: Final = "nvidia"
+CONTROL_NODE: Final = "/dev/nvidiactl"
+UVM_NODE: Final = "/dev/nvidia-uvm"
+
+_VENDOR: Final = "0x10de"
+_CLASSES: Final = ("0x0300", "0x0302")
+"""VGA and 3D controllers; an NVSwitch or an audio function is neither."""
+_MAX_BYTES: Final = 16_384
+_EXCLUDED_PARAMETER: Final = re.compile(r'^(?:ExcludedGpus|GpuBlacklist): *"([^"\n]{1,4096})"', re.MULTILINE)
+_EXCLUDED_UUID: Final = re.compile(r"^GPU UUID:\s*(GPU-[0-9a-fA-F-]{1,64})", re.MULTILINE)
+_EXCLUDED_FLAG: Final = re.compile(r"^(?:GPU Excluded|Blacklisted):\s*Yes", re.MULTILINE)
+
+Binding = tuple[int, int]
+"""Inodes of a device and of its link to the driver: the kernel gives new ones whenever it makes them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Roots:
+    """Where to look."""
+
+    sys: Path
+    proc: Path
+    dev: Path
+    """What stands for /dev."""
+    strict_nodes: bool
+    """Whether a node has to be a character device; on a simulated node it is a file."""
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """What was seen; None: could not be seen."""
+
+    gpus: tuple[str, ...] | None
+    """PCI addresses of the GPUs that are there for NVIDIA's driver."""
+    bindings: Mapping[str, Binding]
+    """Of each GPU that is bound to it, an excluded one too."""
+    module_visible: bool
+    module: int | None
+    """Inode of the module's directory; None: not loaded, if ``module_visible``."""
+    missing: tuple[str, ...] | None
+    exclusions: "Exclusions"
+
+
+@dataclass(frozen=True, slots=True)
+class Exclusions:
+    """Which GPUs the driver leaves alone, as far as its files were read already."""
+
+    parameter: str = ""
+    verdicts: Mapping[tuple[str, Binding], bool | None] = field(default_factory=dict)
+    """None: its file could not be read yet."""
+
+
+def look(roots: Roots, wanted_minors: Iterable[int] | None, known: Exclusions) -> Look:
+    """Look once; ``wanted_minors`` are those of GPUs whose nodes should exist, None: not asked."""
+    bound = _bound_gpus(roots.sys)
+    exclusions = _exclusions(roots.proc, bound or {}, known)
+    gpus = None
+    if bound is not None:
+        gpus = tuple(pci for pci, binding in bound.items() if not exclusions.verdicts.get((pci, binding)))
+    modules = roots.sys / "module"
+    module = _inode(modules / DRIVER)
+    return Look(
+        gpus=gpus,
+        bindings=bound or {},
+        module_visible=modules.is_dir(),
+        module=module,
+        missing=None if wanted_minors is None else _missing_nodes(roots, wanted_minors),
+        exclusions=exclusions,
+    )
+
+
+def driver_of(sys_root: Path, pci: str) -> str | None:
+    """Return the driver that a PCI function is bound to; None: to none, or there is no such function."""
+    try:
+        return os.path.basename(os.readlink(sys_root / "bus/pci/devices" / pci / "driver"))  # noqa: PTH115, PTH119
+    except OSError:
+        return None
+
+
+def _bound_gpus(sys_root: Path) -> dict[str, Binding] | None:
+    """Return the GPUs that are bound to NVIDIA's driver, in the order of their addresses."""
+    devices = sys_root / "bus/pci/devices"
+    try:
+        names = sorted(os.listdir(devices))  # noqa: PTH208 - names are all that is needed
+    except OSError:
+        return None
+    bound: dict[str, Binding] = {}
+    for name in names:
+        device = devices / name
+        if len(bound) < MAX_GPUS and _is_gpu(device) and driver_of(sys_root, name) == DRIVER:
+            binding = (_inode(device), _inode(device / "driver", follow=False))
+            if binding[0] is not None and binding[1] is not None:
+                bound[name] = (binding[0], binding[1])
+    return bound
+
+
+def _is_gpu(device: Path) -> bool:
+    if _read(device / "vendor").strip() != _VENDOR or not _read(device / "class").startswith(_CLASSES):
+        return False
+    # A virtual function of a GPU that is shared out to virtual machines is no GPU of this node.
+    return not os.path.lexists(device / "physfn")
+
+
+def _exclusions(proc_root: Path, bound: Mapping[str, Binding], known: Exclusions) -> Exclusions:
+    """Return which of the bound GPUs are excluded, reading the driver's file only of those not known."""
+    driver = proc_root / "driver" / DRIVER
+    parameter = ",".join(_EXCLUDED_PARAMETER.findall(_read(driver / "params")))
+    if not parameter:
+        return Exclusions()
+    verdicts = {each: known.verdicts.get(each) for each in bound.items() if known.parameter == parameter}
+    for pci, binding in bound.items():
+        if verdicts.get((pci, binding)) is None:
+            information = _read(driver / "gpus" / pci / "information")
+            verdicts[pci, binding] = _is_excluded(information, parameter) if information else None
+    return Exclusions(parameter, verdicts)
+
+
+def _is_excluded(information: str, parameter: str) -> bool:
+    uuid = _EXCLUDED_UUID.search(information)
+    named = uuid is not None and uuid[1].lower() in parameter.lower()
+    return named or _EXCLUDED_FLAG.search(information) is not None
+
+
+def _missing_nodes(roots: Roots, minors: Iterable[int]) -> tuple[str, ...] | None:
+    if not roots.dev.is_dir():
+        return None
+    wanted = [f"/dev/{DRIVER}{minor}" for minor in sorted(minors)]
+    if not wanted:
+        return ()
+    wanted.append(CONTROL_NODE)
+    if (roots.sys / "module" / "nvidia_uvm").is_dir():
+        wanted.append(UVM_NODE)
+    return tuple(path for path in wanted if not _is_node(roots, path))
+
+
+def _is_node(roots: Roots, path: str) -> bool:
+    """Tell whether a node is there; one that cannot be looked at is not missing."""
+    try:
+        seen = (roots.dev / path.removeprefix("/dev/")).stat()
+    except FileNotFoundError:
+        return False
+    except OSError:
+        return True
+    return stat.S_ISCHR(seen.st_mode) or (not roots.strict_nodes and stat.S_ISREG(seen.st_mode))
+
+
+def _inode(path: Path, *, follow: bool = True) -> int | None:
+    try:
+        return path.stat(follow_symlinks=follow).st_ino
+    except OSError:
+        return None
+
+
+def _read(path: Path) -> str:
+    """Return a small file's text; nothing where it cannot be read, as when the device just went."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return ""
+    try:
+        return os.read(descriptor, _MAX_BYTES).decode("ascii", "replace")
+    except OSError:
+        return ""
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,346 @@
+"""The pods source against the emulated kubelet, and against peers that answer what no kubelet does."""
+
+import asyncio
+import logging
+import socket
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import grpc
+import grpc.aio
+import pytest
+
+from agent.errors import KubeletError
+from agent.model.facts import AllocationsListed
+from agent.simulation.kubelet import EmulatedKubelet
+from agent.simulation.stubs.podresources.v1 import api_pb2 as pods_pb
+from agent.sources.pods import PodsSource
+from agent.sources.pods_holders import Holders
+from agent.sources.pods_wire import MAX_ANSWER_BYTES, AbsentError, claims_of, list_pods
+from tests.contract.reference_plugin import ReferencePlugin
+from tests.harness import short_directory
+from tests.simulation.kubelet.plugins import GPU, plugin_for
+from tests.sources.recorder import PATIENCE_S, Recorder, until
+
+SOON_NS = 10_000_000
+NEVER_NS = 3_600_000_000_000
+
+
+@pytest.fixture
+async def kubelet() -> AsyncIterator[EmulatedKubelet]:
+    with short_directory() as directory:
+        async with EmulatedKubelet(directory / "dp", directory / "pr") as emulated:
+            yield emulated
+
+
+@pytest.fixture
+async def plugin(kubelet: EmulatedKubelet) -> AsyncIterator[ReferencePlugin]:
+    """Four healthy devices, a to d."""
+    async with plugin_for(kubelet) as serving:
+        await serving.register()
+        await kubelet.wait_for(lambda seen: seen.allocatable(GPU) == 4)
+        yield serving
+
+
+Start = Callable[..., Awaitable[PodsSource]]
+
+
+@pytest.fixture
+async def start(recorder: Recorder) -> AsyncIterator[Start]:
+    tasks: list[asyncio.Task[None]] = []
+
+    async def start(socket: Path, **settings: Any) -> PodsSource:
+        settings = {"period_ns": SOON_NS, "retry_ns": SOON_NS // 2, **settings}
+        source = PodsSource(inbox=recorder.inbox, socket=socket, clock=time.monotonic_ns, **settings)
+        tasks.append(asyncio.get_running_loop().create_task(source.run(), name="pods"))
+        return source
+
+    yield start
+    for task in tasks:
+        task.cancel()
+        with suppress(asyncio.CancelledError):
+            await task
+
+
+def socket_of(kubelet: EmulatedKubelet) -> Path:
+    return kubelet.pod_resources / "kubelet.sock"
+
+
+async def told(recorder: Recorder, pods: dict[str, str]) -> None:
+    """Wait until the newest list is this one."""
+    await recorder.until(lambda: [dict(fact.pods) for fact in recorder.of(AllocationsListed)][-1:] == [pods])
+
+
+async def test_the_pod_of_each_device_is_told(
+    kubelet: EmulatedKubelet, plugin: ReferencePlugin, start: Start, recorder: Recorder
+) -> None:
+    await start(socket_of(kubelet))
+    await told(recorder, {})
+    await kubelet.run_pod("train", "team-a", {"main": {GPU: 3}, "side": {GPU: 1}})
+    await told(recorder, dict.fromkeys("abcd", "team-a/train"))
+    kubelet.delete_pod("train", "team-a")
+    await told(recorder, {})
+
+
+async def test_the_same_is_told_again_so_that_it_does_not_grow_old(
+    kubelet: EmulatedKubelet, start: Start, recorder: Recorder
+) -> None:
+    await start(socket_of(kubelet))
+    await recorder.until(lambda: len(recorder.of(AllocationsListed)) >= 3)
+
+
+async def test_resources_of_others_are_not_told(
+    kubelet: EmulatedKubelet, plugin: ReferencePlugin, start: Start, recorder: Recorder
+) -> None:
+    async with plugin_for(kubelet, "example.com/nic") as other:
+        await other.register()
+        await kubelet.wait_for(lambda seen: seen.allocatable("example.com/nic") == 4)
+        await kubelet.run_pod("net", "default", {"main": {"example.com/nic": 4}})
+        await kubelet.run_pod("train", "default", {"main": {GPU: 4}})
+        await start(socket_of(kubelet))
+        await told(recorder, dict.fromkeys("abcd", "default/train"))
+
+
+async def test_a_finished_pod_whose_devices_were_handed_out_again_is_no_holder(
+    kubelet: EmulatedKubelet, plugin: ReferencePlugin, start: Start, recorder: Recorder
+) -> None:
+    await kubelet.run_pod("old", "default", {"main": {GPU: 4}})
+    await start(socket_of(kubelet))
+    await told(recorder, dict.fromkeys("abcd", "default/old"))
+    kubelet.finish_pod("old", "default")
+    outcome = await kubelet.run_pod("new", "default", {"main": {GPU: 1}})
+    (taken,) = outcome.containers["main"].devices[GPU]
+    # Its other devices are not held any more either.
+    await told(recorder, {taken: "default/new"})
+
+
+async def test_a_kubelet_that_comes_later_is_waited_for_quietly(
+    start: Start, recorder: Recorder, caplog: pytest.LogCaptureFixture
+) -> None:
+    with short_directory() as directory, caplog.at_level(logging.INFO):
+        async with EmulatedKubelet(directory / "dp", directory / "pr", present=False) as kubelet:
+            await start(socket_of(kubelet))
+            await until(lambda: "Waiting for the kubelet's pod-resources socket" in caplog.messages)
+            await asyncio.sleep(0.05)
+            await kubelet.start()
+            await told(recorder, {})
+    ours = [record.getMessage() for record in caplog.records if record.name == "agent.sources.pods"]
+    assert ours[:2] == [
+        "Waiting for the kubelet's pod-resources socket",
+        "The kubelet tells which pods hold devices",
+    ]
+
+
+async def test_a_kubelet_that_restarts_is_found_again(
+    kubelet: EmulatedKubelet, plugin: ReferencePlugin, start: Start, recorder: Recorder
+) -> None:
+    await start(socket_of(kubelet))
+    await told(recorder, {})
+    for kill in (False, True):
+        await kubelet.restart(downtime_s=0.03, kill=kill)
+        recorder.forget()
+        await told(recorder, {})
+
+
+# What the kubelet answers
+
+
+class Peer:
+    """A pod-resources server that answers what a test says."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+        self.answer = b""
+        self.code: grpc.StatusCode | None = None
+        self.hold = asyncio.Event()
+        self.hold.set()
+
+    async def list_pods(self, _request: bytes, context: Any) -> bytes:
+        self.calls += 1
+        await self.hold.wait()
+        if self.code is not None:
+            await context.abort(self.code, "no")
+        return self.answer
+
+
+@asynccontextmanager
+async def serving(path: Path) -> AsyncIterator[Peer]:
+    peer = Peer()
+    server = grpc.aio.server(options=[("grpc.max_send_message_length", -1)])
+    methods = {"List": grpc.unary_unary_rpc_method_handler(peer.list_pods)}
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("v1.PodResourcesLister", methods),))
+    server.add_insecure_port(f"unix:{path}")
+    await server.start()
+    try:
+        yield peer
+    finally:
+        peer.hold.set()
+        await server.stop(0)
+
+
+@pytest.fixture
+def path() -> Any:
+    with short_directory() as directory:
+        yield directory / "kubelet.sock"
+
+
+async def failure_of(path: Path, timeout_s: float = PATIENCE_S) -> str:
+    with pytest.raises(KubeletError) as raised:
+        await list_pods(path, timeout_s=timeout_s)
+    return str(raised.value)
+
+
+async def test_an_answer_over_the_bound_is_not_taken(path: Path) -> None:
+    async with serving(path) as peer:
+        peer.answer = bytes(MAX_ANSWER_BYTES)
+        assert "sent over 16 MiB" in await failure_of(path)
+
+
+async def test_a_long_answer_within_the_bound_is_taken(path: Path) -> None:
+    async with serving(path) as peer:
+        peer.answer = bytes(MAX_ANSWER_BYTES - 100_000)
+        assert len(await list_pods(path, timeout_s=PATIENCE_S)) == len(peer.answer)
+
+
+async def test_a_kubelet_that_does_not_answer_is_given_up_on(path: Path) -> None:
+    async with serving(path) as peer:
+        peer.hold.clear()
+        assert "did not answer List" in await failure_of(path, timeout_s=0.05)
+
+
+async def test_an_old_kubelet_is_named(path: Path) -> None:
+    async with serving(path) as peer:
+        peer.code = grpc.StatusCode.UNIMPLEMENTED
+        assert "does not serve pod-resources v1" in await failure_of(path)
+
+
+async def test_a_refusal_is_told_in_the_kubelets_words(path: Path) -> None:
+    async with serving(path) as peer:
+        peer.code = grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert "refused List: RESOURCE_EXHAUSTED: no" in await failure_of(path)
+
+
+async def test_a_peer_that_speaks_something_else_is_survived(path: Path) -> None:
+    async def hang_up(_reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+        writer.close()
+
+    server = await asyncio.start_unix_server(hang_up, str(path))
+    assert "ended the connection" in await failure_of(path)
+    server.close()
+
+
+async def test_a_socket_that_is_not_there_or_abandoned_is_an_absent_kubelet(path: Path) -> None:
+    with pytest.raises(AbsentError):
+        await list_pods(path, timeout_s=PATIENCE_S)
+    with socket.socket(socket.AF_UNIX) as abandoned:
+        abandoned.bind(str(path))
+        with pytest.raises(AbsentError):
+            await list_pods(path, timeout_s=PATIENCE_S)
+
+
+async def test_something_that_is_no_socket_is_named(path: Path) -> None:
+    path.parent.joinpath("file").touch()
+    with pytest.raises(KubeletError):
+        await list_pods(path.parent / "file", timeout_s=PATIENCE_S)
+
+
+async def test_a_failure_is_tried_once_more_in_a_period(
+    path: Path, start: Start, recorder: Recorder, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with serving(path) as peer:
+        peer.code = grpc.StatusCode.INTERNAL
+        await start(path, period_ns=NEVER_NS)
+        await until(lambda: peer.calls == 2)
+        await asyncio.sleep(0.05)
+        assert peer.calls == 2
+    assert recorder.of(AllocationsListed) == []
+    said = [record for record in caplog.records if record.name == "agent.sources.pods"]
+    assert [record.getMessage() for record in said] == ["Could not ask the kubelet which pods hold devices"]
+
+
+async def test_garbage_is_no_list(path: Path, start: Start, recorder: Recorder) -> None:
+    async with serving(path) as peer:
+        peer.answer = b"\xff" * 100
+        await start(path)
+        await until(lambda: peer.calls >= 4)
+        assert recorder.of(AllocationsListed) == []
+        peer.answer = b""
+        await told(recorder, {})
+
+
+def test_an_answer_is_taken_apart() -> None:
+    def devices(resource: str, *ids: str) -> pods_pb.ContainerDevices:
+        return pods_pb.ContainerDevices(resource_name=resource, device_ids=ids)
+
+    def container(*listed: pods_pb.ContainerDevices) -> pods_pb.ContainerResources:
+        return pods_pb.ContainerResources(name="main", devices=listed)
+
+    answer = pods_pb.ListPodResourcesResponse(
+        pod_resources=[
+            pods_pb.PodResources(
+                name="train",
+                namespace="a",
+                containers=[
+                    container(devices("nvidia.com/gpu", "U0"), devices("nvidia.com/gpu", "U0")),
+                    container(devices("nvidia.com/mig-1g.5gb", "M0", "M1"), devices("x.org/y", "Z")),
+                ],
+            ),
+            pods_pb.PodResources(name="idle", namespace="a"),
+        ]
+    )
+    claims = claims_of(answer.SerializeToString(), prefix="nvidia.com/")
+    assert claims == {"a/train": frozenset({"U0", "M0", "M1"})}
+
+
+# Who holds a device
+
+
+def claims(**pods: str) -> dict[str, frozenset[str]]:
+    return {pod: frozenset(devices.split()) for pod, devices in pods.items()}
+
+
+def test_a_device_that_one_pod_is_listed_with_is_held_by_it() -> None:
+    assert Holders().after(claims(a="D1 D2", b="D3")) == {"D1": "a", "D2": "a", "D3": "b"}
+
+
+def test_of_two_pods_the_one_that_came_later_is_the_holder() -> None:
+    holders = Holders()
+    holders.after(claims(a="D1 D2"))
+    assert holders.after(claims(a="D1 D2", b="D1")) == {"D1": "b"}
+    # It stays so, for as long as the finished pod is listed as it was.
+    assert holders.after(claims(a="D1 D2", b="D1")) == {"D1": "b"}
+    assert holders.after(claims(a="D2", b="D1")) == {"D1": "b"}
+    assert holders.after(claims(a="D2")) == {}
+
+
+def test_of_two_pods_that_were_there_first_neither_is_guessed() -> None:
+    holders = Holders()
+    both = {"D1": "a or b", "D2": "a"}
+    assert holders.after(claims(b="D1", a="D1 D2")) == both
+    assert holders.after(claims(b="D1", a="D1 D2")) == both
+    assert holders.after(claims(b="D1")) == {"D1": "b"}
+
+
+def test_of_several_that_came_since_those_before_are_finished() -> None:
+    holders = Holders()
+    holders.after(claims(a="D1"))
+    assert holders.after(claims(a="D1", b="D1", c="D1")) == {"D1": "b or c"}
+    assert holders.after(claims(a="D1", b="D1", c="D1", d="D1")) == {"D1": "d"}
+
+
+def test_a_new_pod_of_a_finished_ones_name_is_a_holder() -> None:
+    holders = Holders()
+    holders.after(claims(a="D1"))
+    holders.after(claims(a="D1", b="D1"))
+    assert holders.after(claims(a="D2", b="D1")) == {"D1": "b", "D2": "a"}
+
+
+def test_a_list_after_a_gap_is_not_compared() -> None:
+    holders = Holders()
+    holders.after(claims(a="D1"))
+    holders.forget()
+    assert holders.after(claims(a="D1", b="D1")) == {"D1": "a or b"}

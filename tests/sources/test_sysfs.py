@@ -1,0 +1,390 @@
+"""The sysfs source over the doubles of /sys, /proc and /dev of a simulated node, and over the real ones."""
+
+import asyncio
+import os
+import threading
+import time
+from collections.abc import AsyncIterator
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from agent.bus import Latest
+from agent.core.state import initial_state
+from agent.core.view import snapshot_of
+from agent.errors import SourceError
+from agent.model.facts import SYSFS, DeviceNodesSeen, DriverModuleSeen, GpuRebound, PciGpusSeen
+from agent.model.health import Health
+from agent.model.policy import Policy
+from agent.model.snapshot import DriverView, GpuView, Snapshot
+from agent.simulation.presets import NodeSpec, load_preset
+from agent.simulation.roots import (
+    bind_pci_device,
+    load_modules,
+    remove_device_node,
+    remove_pci_device,
+    unload_modules,
+    write_device_node,
+    write_pci_device,
+    write_roots,
+)
+from agent.sources.sysfs import SysfsSource
+from agent.sources.sysfs_look import MAX_GPUS, Exclusions, Roots, driver_of, look
+from tests.core.build import gpu
+from tests.sources.recorder import Recorder
+
+NEVER_NS = 3_600_000_000_000
+"""Looks are asked for; the period plays no part."""
+SOON_NS = 20_000_000
+
+
+def empty_snapshot() -> Snapshot:
+    return snapshot_of(initial_state(Policy(), None, now_ns=0))
+
+
+def serving(*minors: int) -> Snapshot:
+    """What the core shows while the driver serves GPUs with these minors."""
+    views = tuple(
+        GpuView(gpu(number, minor=number), Health.HEALTHY, present=True, conditions=(), xids={})
+        for number in minors
+    )
+    return replace(empty_snapshot(), driver=DriverView(ready=True), gpus=views)
+
+
+class Node:
+    """A simulated node under watch."""
+
+    def __init__(self, directory: Path, recorder: Recorder) -> None:
+        self.directory = directory
+        self.recorder = recorder
+        self.spec: NodeSpec = load_preset("4x-t4")
+        self.latest = Latest(empty_snapshot())
+        write_roots(self.spec, directory)
+        self.source = self.make_source(NEVER_NS)
+
+    def make_source(self, period_ns: int, deadline_ns: int = NEVER_NS) -> SysfsSource:
+        return SysfsSource(
+            inbox=self.recorder.inbox,
+            latest=self.latest,
+            sys_root=self.sys,
+            proc_root=self.directory / "proc",
+            dev_root=self.dev,
+            clock=time.monotonic_ns,
+            period_ns=period_ns,
+            deadline_ns=deadline_ns,
+        )
+
+    @property
+    def sys(self) -> Path:
+        return self.directory / "sys"
+
+    @property
+    def dev(self) -> Path:
+        return self.directory / "dev"
+
+    @property
+    def pci(self) -> tuple[str, ...]:
+        return tuple(gpu.pci_bus_id for gpu in self.spec.gpus)
+
+    async def on_bus(self, *addresses: str) -> None:
+        """Wait until the newest fact on the bus is this one."""
+        await self.recorder.until(
+            lambda: [fact.addresses for fact in self.recorder.of(PciGpusSeen)][-1:] == [addresses]
+        )
+
+    async def nodes_missing(self, *paths: str) -> None:
+        await self.recorder.until(
+            lambda: [fact.missing for fact in self.recorder.of(DeviceNodesSeen)][-1:] == [paths]
+        )
+
+    async def module_is(self, inode: int | None) -> None:
+        await self.recorder.until(
+            lambda: [fact.inode for fact in self.recorder.of(DriverModuleSeen)][-1:] == [inode]
+        )
+
+    def module_inode(self) -> int:
+        return (self.sys / "module/nvidia").stat().st_ino
+
+
+@pytest.fixture
+async def node(tmp_path: Path, recorder: Recorder) -> AsyncIterator[Node]:
+    node = Node(tmp_path, recorder)
+    task = asyncio.get_running_loop().create_task(node.source.run(), name="sysfs")
+    await node.on_bus(*node.pci)
+    yield node
+    task.cancel()
+    with suppress(asyncio.CancelledError):
+        await task
+
+
+# The bus
+
+
+async def test_a_gpu_that_left_the_bus_is_told(node: Node) -> None:
+    remove_pci_device(node.spec.gpus[1], node.sys)
+    node.source.request()
+    await node.on_bus(node.pci[0], *node.pci[2:])
+
+
+async def test_gpus_of_other_drivers_or_of_none_are_not_there(node: Node) -> None:
+    for slot, driver in enumerate(("vfio-pci", "nouveau", None)):
+        bind_pci_device(node.spec.gpus[slot], node.sys, driver)
+    node.source.request()
+    await node.on_bus(node.pci[3])
+
+
+@pytest.mark.parametrize(
+    ("attribute", "value"), [("class", "0x068000"), ("class", "0x040300"), ("vendor", "0x1002")]
+)
+async def test_other_devices_are_not_gpus(node: Node, attribute: str, value: str) -> None:
+    (node.sys / "bus/pci/devices" / node.pci[0] / attribute).write_text(f"{value}\n")
+    node.source.request()
+    await node.on_bus(*node.pci[1:])
+
+
+async def test_a_vga_controller_is_a_gpu_and_a_virtual_function_is_none(node: Node) -> None:
+    devices = node.sys / "bus/pci/devices"
+    (devices / node.pci[0] / "class").write_text("0x030000\n")
+    (devices / node.pci[1] / "physfn").symlink_to(devices / node.pci[0])
+    node.source.request()
+    await node.on_bus(node.pci[0], *node.pci[2:])
+
+
+async def test_the_same_is_told_once(node: Node) -> None:
+    remove_pci_device(node.spec.gpus[3], node.sys)
+    node.source.request()
+    await node.on_bus(*node.pci[:3])
+    write_pci_device(node.spec.gpus[3], node.sys)
+    node.source.request()
+    await node.on_bus(*node.pci)
+    assert len(node.recorder.of(PciGpusSeen)) == 3
+    assert len(node.recorder.of(DriverModuleSeen)) == 1
+
+
+async def test_it_looks_again_without_being_asked(tmp_path: Path, recorder: Recorder) -> None:
+    node = Node(tmp_path, recorder)
+    task = asyncio.get_running_loop().create_task(node.make_source(SOON_NS).run(), name="sysfs")
+    await node.on_bus(*node.pci)
+    remove_pci_device(node.spec.gpus[0], node.sys)
+    await node.on_bus(*node.pci[1:])
+    task.cancel()
+    with suppress(asyncio.CancelledError):
+        await task
+
+
+async def test_a_gpu_that_was_bound_anew_is_told_as_reset(node: Node) -> None:
+    bind_pci_device(node.spec.gpus[2], node.sys, "nvidia")
+    node.source.request()
+    assert await node.recorder.first(GpuRebound) == GpuRebound(node.pci[2], bound=True, source=SYSFS)
+
+
+async def test_a_gpu_that_goes_and_comes_back_is_told_both_times(node: Node) -> None:
+    remove_pci_device(node.spec.gpus[2], node.sys)
+    node.source.request()
+    await node.recorder.first(GpuRebound, lambda fact: not fact.bound)
+    write_pci_device(node.spec.gpus[2], node.sys)
+    node.source.request()
+    assert (await node.recorder.first(GpuRebound, lambda fact: fact.bound)).pci == node.pci[2]
+    assert len(node.recorder.of(GpuRebound)) == 2
+
+
+def excluding(node_directory: Path, *, slot: int, spec: NodeSpec) -> None:
+    driver = node_directory / "proc/driver/nvidia"
+    (driver / "params").write_text(f'EnableMSI: 1\nExcludedGpus: "{spec.gpus[slot].uuid.upper()}"\n')
+
+
+async def test_a_gpu_that_the_driver_excludes_does_not_count(node: Node) -> None:
+    excluding(node.directory, slot=1, spec=node.spec)
+    node.source.request()
+    await node.on_bus(node.pci[0], *node.pci[2:])
+
+
+async def test_a_gpu_that_says_of_itself_that_it_is_excluded_does_not_count(node: Node) -> None:
+    driver = node.directory / "proc/driver/nvidia"
+    (driver / "params").write_text('GpuBlacklist: "GPU-00000000-of-an-older-driver"\n')
+    (driver / "gpus" / node.pci[3] / "information").write_text("Model: Tesla T4\nBlacklisted: \t Yes\n")
+    node.source.request()
+    await node.on_bus(*node.pci[:3])
+
+
+def roots_of(directory: Path, *, strict_nodes: bool = False) -> Roots:
+    return Roots(directory / "sys", directory / "proc", directory / "dev", strict_nodes)
+
+
+def test_the_drivers_file_on_a_gpu_is_read_once_for_each_time_it_is_bound(tmp_path: Path) -> None:
+    spec = load_preset("4x-t4")
+    write_roots(spec, tmp_path)
+    excluding(tmp_path, slot=0, spec=spec)
+    first = look(roots_of(tmp_path), None, Exclusions())
+    assert first.gpus == tuple(gpu.pci_bus_id for gpu in spec.gpus[1:])
+
+    # From now on it could not be read any more: it would wait for a driver that hangs.
+    for information in (tmp_path / "proc/driver/nvidia/gpus").glob("*/information"):
+        information.unlink()
+    assert look(roots_of(tmp_path), None, first.exclusions).gpus == first.gpus
+
+    bind_pci_device(spec.gpus[0], tmp_path / "sys", "nvidia")
+    assert look(roots_of(tmp_path), None, first.exclusions).gpus == tuple(g.pci_bus_id for g in spec.gpus)
+
+
+def test_so_many_gpus_are_looked_at(tmp_path: Path) -> None:
+    spec = load_preset("4x-t4")
+    write_roots(spec, tmp_path)
+    devices = tmp_path / "sys/bus/pci/devices"
+    for number in range(MAX_GPUS + 10):
+        (devices / f"{0x1000 + number:04x}:00:00.0").symlink_to(devices / spec.gpus[0].pci_bus_id)
+    seen = look(roots_of(tmp_path), None, Exclusions())
+    assert seen.gpus is not None
+    assert len(seen.gpus) == MAX_GPUS
+
+
+# The module
+
+
+async def test_a_module_that_is_loaded_anew_is_told(node: Node) -> None:
+    await node.module_is(node.module_inode())
+    load_modules(node.spec, node.sys)
+    node.source.request()
+    await node.module_is(node.module_inode())
+    assert len(node.recorder.of(DriverModuleSeen)) == 2
+
+
+async def test_a_module_that_is_unloaded_is_told(node: Node) -> None:
+    unload_modules(node.sys)
+    node.source.request()
+    await node.module_is(None)
+
+
+# Device nodes
+
+
+async def test_the_nodes_of_the_gpus_that_the_driver_serves_are_looked_at_at_once(node: Node) -> None:
+    remove_device_node("nvidia2", node.dev)
+    node.latest.publish(serving(0, 2))
+    await node.nodes_missing("/dev/nvidia2")
+    write_device_node("nvidia2", node.dev)
+    node.source.request()
+    await node.nodes_missing()
+
+
+async def test_a_missing_control_node_is_told(node: Node) -> None:
+    for name in ("nvidiactl", "nvidia-uvm"):
+        remove_device_node(name, node.dev)
+    node.latest.publish(serving(0))
+    await node.nodes_missing("/dev/nvidiactl", "/dev/nvidia-uvm")
+
+
+async def test_the_node_of_a_module_that_is_not_loaded_is_not_missed(node: Node) -> None:
+    remove_device_node("nvidia-uvm", node.dev)
+    (node.sys / "module/nvidia_uvm").rmdir()
+    node.latest.publish(serving(0))
+    await node.nodes_missing()
+
+
+async def test_nodes_are_not_judged_while_the_driver_is_away_or_let_go_of(node: Node) -> None:
+    node.latest.publish(serving(0))
+    await node.nodes_missing()
+    remove_device_node("nvidia0", node.dev)
+    # Something else that changes tells that there was a look.
+    node.latest.publish(replace(serving(0), driver=DriverView(ready=False)))
+    remove_pci_device(node.spec.gpus[3], node.sys)
+    node.source.request()
+    await node.on_bus(*node.pci[:3])
+    node.latest.publish(replace(serving(0), released_until_ns=1))
+    write_pci_device(node.spec.gpus[3], node.sys)
+    node.source.request()
+    await node.on_bus(*node.pci)
+    unload_modules(node.sys)
+    node.latest.publish(serving(0))
+    await node.module_is(None)
+    assert len(node.recorder.of(DeviceNodesSeen)) == 1
+
+    load_modules(node.spec, node.sys)
+    node.source.request()
+    await node.nodes_missing("/dev/nvidia0")
+
+
+def test_below_dev_a_node_is_a_character_device(tmp_path: Path) -> None:
+    write_roots(load_preset("4x-t4"), tmp_path)
+    (tmp_path / "dev/nvidia1").unlink()
+    (tmp_path / "dev/nvidia1").symlink_to("/dev/null")
+    strict = look(roots_of(tmp_path, strict_nodes=True), (0, 1), Exclusions())
+    assert strict.missing == ("/dev/nvidia0", "/dev/nvidiactl", "/dev/nvidia-uvm")
+    assert look(roots_of(tmp_path), (0, 1), Exclusions()).missing == ()
+
+
+def test_a_directory_is_no_node(tmp_path: Path) -> None:
+    write_roots(load_preset("4x-t4"), tmp_path)
+    (tmp_path / "dev/nvidia1").unlink()
+    (tmp_path / "dev/nvidia1").mkdir()
+    assert look(roots_of(tmp_path), (0, 1), Exclusions()).missing == ("/dev/nvidia1",)
+
+
+# Where nothing can be seen
+
+
+async def test_what_cannot_be_seen_is_not_told(tmp_path: Path, recorder: Recorder) -> None:
+    node = Node(tmp_path, recorder)
+    node.latest.publish(serving(0))
+    for root in ("sys", "proc", "dev"):
+        (tmp_path / root).rename(tmp_path / f"{root}.away")
+    task = asyncio.get_running_loop().create_task(node.source.run(), name="sysfs")
+    await asyncio.sleep(0.02)
+    for root in ("sys", "proc", "dev"):
+        (tmp_path / f"{root}.away").rename(tmp_path / root)
+    node.source.request()
+    await node.nodes_missing()
+    assert [type(fact) for fact in recorder.facts] == [PciGpusSeen, DriverModuleSeen, DeviceNodesSeen]
+    task.cancel()
+    with suppress(asyncio.CancelledError):
+        await task
+
+
+async def test_a_kernel_that_does_not_answer_ends_the_source_and_blocks_one_thread(
+    tmp_path: Path, recorder: Recorder
+) -> None:
+    node = Node(tmp_path, recorder)
+    source = node.make_source(NEVER_NS, deadline_ns=SOON_NS)
+    vendor = node.sys / "bus/pci/devices" / node.pci[0] / "vendor"
+    vendor.unlink()
+    os.mkfifo(vendor)  # to open it is to wait for a writer
+    for _ in range(3):
+        with pytest.raises(SourceError, match=r"did not let .* be read within"):
+            await source.run()
+    assert [each.name for each in threading.enumerate()].count("sysfs-look") == 1
+    task = asyncio.get_running_loop().create_task(source.run(), name="sysfs")
+    vendor.write_text("0x10de\n")
+    await node.on_bus(*node.pci)
+    task.cancel()
+    with suppress(asyncio.CancelledError):
+        await task
+
+
+def test_the_driver_of_a_function_is_known(tmp_path: Path) -> None:
+    spec = load_preset("4x-t4")
+    write_roots(spec, tmp_path)
+    assert driver_of(tmp_path / "sys", spec.gpus[0].pci_bus_id) == "nvidia"
+    assert driver_of(tmp_path / "sys", "0000:ff:00.0") is None
+
+
+async def test_the_real_roots_can_be_looked_at(recorder: Recorder) -> None:
+    if not Path("/sys/bus/pci/devices").is_dir():
+        pytest.skip("this machine shows no PCI bus under /sys")
+    source = SysfsSource(
+        inbox=recorder.inbox,
+        latest=Latest(empty_snapshot()),
+        sys_root=Path("/sys"),
+        proc_root=Path("/proc"),
+        dev_root=Path("/dev"),
+        clock=time.monotonic_ns,
+    )
+    task = asyncio.get_running_loop().create_task(source.run(), name="sysfs")
+    seen = await recorder.first(PciGpusSeen)
+    assert all(driver_of(Path("/sys"), pci) == "nvidia" for pci in seen.addresses)
+    module = await recorder.first(DriverModuleSeen)
+    assert (module.inode is None) == (not Path("/sys/module/nvidia").exists())
+    task.cancel()
+    with suppress(asyncio.CancelledError):
+        await task

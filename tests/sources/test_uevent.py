@@ -1,0 +1,273 @@
+"""The uevent source over a scripted socket, and over the kernel's own where a test may trigger events."""
+
+import asyncio
+import logging
+import os
+import socket
+from collections import deque
+from collections.abc import AsyncIterator, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Self
+
+import pytest
+
+from agent.errors import SourceError
+from agent.model.facts import GpuRebound
+from agent.simulation.presets import load_preset
+from agent.simulation.roots import bind_pci_device, write_roots
+from agent.sources.uevent import KERNEL_GROUP, UeventSocket, UeventSource, netlink_socket
+from tests.sources.recorder import Recorder, until
+
+PCI = "0000:3b:00.0"
+"""The first GPU of the simulated node."""
+
+BIND = {
+    "ACTION": "bind",
+    "DEVPATH": f"/devices/pci0000:3a/{PCI}",
+    "SUBSYSTEM": "pci",
+    "DRIVER": "nvidia",
+    "PCI_CLASS": "30200",
+    "PCI_ID": "10DE:1EB8",
+    "PCI_SLOT_NAME": PCI,
+    "SEQNUM": "4711",
+}
+UNBIND = {**{name: text for name, text in BIND.items() if name != "DRIVER"}, "ACTION": "unbind"}
+MODULE = {"ACTION": "remove", "DEVPATH": "/module/nvidia", "SUBSYSTEM": "module", "SEQNUM": "4712"}
+LOST: Mapping[str, object] = {}
+"""What pyroute2 yields for an error of the socket."""
+
+
+class Script:
+    """Opens sockets that yield what a test says."""
+
+    def __init__(self) -> None:
+        self.opened = 0
+        self.closed = 0
+        self.groups: list[int] = []
+        self._events: deque[Mapping[str, object] | Exception] = deque()
+        self._more = asyncio.Event()
+
+    def say(self, *events: Mapping[str, object] | Exception) -> None:
+        self._events.extend(events)
+        self._more.set()
+
+    async def open(self) -> UeventSocket:
+        self.opened += 1
+        return self
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self.closed += 1
+
+    async def bind(self, groups: int) -> None:
+        self.groups.append(groups)
+
+    async def get(self) -> AsyncIterator[Mapping[str, object]]:
+        while not self._events:
+            self._more.clear()
+            await self._more.wait()
+        event = self._events.popleft()
+        if isinstance(event, Exception):
+            raise event
+        yield event
+
+
+class Listening:
+    """A source that listens to a script."""
+
+    def __init__(self, directory: Path, recorder: Recorder) -> None:
+        self.spec = load_preset("4x-t4")
+        write_roots(self.spec, directory)
+        self.sys = directory / "sys"
+        self.script = Script()
+        self.changes = 0
+        self.recorder = recorder
+        self.source = UeventSource(
+            inbox=recorder.inbox,
+            sys_root=self.sys,
+            on_change=self._changed,
+            open_socket=self.script.open,
+            reopen_pause_ns=0,
+        )
+
+    def _changed(self) -> None:
+        self.changes += 1
+
+    async def heard(self, *events: Mapping[str, object]) -> None:
+        """Say events, and return when they were taken."""
+        seen = self.source.seen + len(events)
+        self.script.say(*events)
+        await until(lambda: self.source.seen == seen)
+
+
+@pytest.fixture
+async def listening(tmp_path: Path, recorder: Recorder) -> AsyncIterator[Listening]:
+    listening = Listening(tmp_path, recorder)
+    task = asyncio.get_running_loop().create_task(listening.source.run(), name="uevents")
+    yield listening
+    task.cancel()
+    with suppress(asyncio.CancelledError):
+        await task
+    assert listening.script.closed == listening.script.opened
+
+
+async def test_it_has_others_look_once_when_it_begins(listening: Listening) -> None:
+    await until(lambda: listening.changes == 1)
+    assert listening.script.groups == [KERNEL_GROUP]
+
+
+async def test_a_gpu_that_is_bound_is_told(listening: Listening) -> None:
+    await listening.heard(BIND)
+    assert await listening.recorder.first(GpuRebound) == GpuRebound(PCI, bound=True)
+
+
+@pytest.mark.parametrize("action", ["unbind", "remove"])
+async def test_a_gpu_that_goes_is_told(listening: Listening, action: str) -> None:
+    await listening.heard({**UNBIND, "ACTION": action})
+    assert await listening.recorder.first(GpuRebound) == GpuRebound(PCI, bound=False)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"DRIVER": "vfio-pci"},
+        {"PCI_ID": "8086:1EB8"},
+        {"PCI_CLASS": "68000"},
+        {"PCI_CLASS": "40300"},
+        {"SUBSYSTEM": "net"},
+        {"PCI_SLOT_NAME": "../../../etc"},
+        {"ACTION": "change"},
+        {"SYNTH_UUID": "0"},
+    ],
+)
+async def test_other_events_are_no_binding(listening: Listening, other: Mapping[str, str]) -> None:
+    await listening.heard({**BIND, **other}, UNBIND)
+    await listening.recorder.first(GpuRebound)
+    assert [fact.bound for fact in listening.recorder.of(GpuRebound)] == [False]
+
+
+async def test_a_bind_that_sysfs_does_not_show_is_not_told(listening: Listening) -> None:
+    bind_pci_device(listening.spec.gpus[0], listening.sys, None)
+    await listening.heard(BIND, UNBIND)
+    await listening.recorder.first(GpuRebound)
+    assert [fact.bound for fact in listening.recorder.of(GpuRebound)] == [False]
+
+
+@pytest.mark.parametrize(
+    "event", [BIND, {**BIND, "ACTION": "add"}, UNBIND, MODULE, {**BIND, "SYNTH_UUID": "0"}]
+)
+async def test_a_change_has_others_look(listening: Listening, event: Mapping[str, str]) -> None:
+    await until(lambda: listening.changes == 1)
+    await listening.heard(event)
+    await until(lambda: listening.changes == 2)
+
+
+async def test_what_comes_at_once_is_one_look(listening: Listening) -> None:
+    await until(lambda: listening.changes == 1)
+    await listening.heard(*[BIND, MODULE, UNBIND] * 100)
+    await until(lambda: listening.changes == 2)
+    await listening.heard(MODULE)
+    await until(lambda: listening.changes == 3)
+
+
+async def test_other_devices_and_modules_have_nobody_look(listening: Listening) -> None:
+    await until(lambda: listening.changes == 1)
+    await listening.heard(
+        {"ACTION": "add", "SUBSYSTEM": "module", "DEVPATH": "/module/nvme"},
+        {"ACTION": "change", "SUBSYSTEM": "block", "DEVPATH": "/devices/virtual/block/loop0"},
+    )
+    await listening.heard(MODULE)
+    await until(lambda: listening.changes == 2)
+
+
+async def test_lost_events_are_made_up_for_by_a_look(
+    listening: Listening, caplog: pytest.LogCaptureFixture
+) -> None:
+    await until(lambda: listening.changes == 1)
+    with caplog.at_level(logging.WARNING):
+        listening.script.say(LOST)
+        await until(lambda: listening.changes == 2)
+    assert (listening.source.losses, listening.script.opened, listening.script.closed) == (1, 2, 1)
+    assert "Uevents were lost" in caplog.text
+    await listening.heard(BIND)
+
+
+async def test_an_event_that_is_no_text_is_skipped(listening: Listening) -> None:
+    listening.script.say(UnicodeDecodeError("utf-8", b"\xff", 0, 1, "invalid start byte"))
+    listening.script.say(BIND)
+    await listening.recorder.first(GpuRebound)
+    assert (listening.source.seen, listening.source.losses) == (2, 0)
+
+
+async def test_where_there_are_no_netlink_sockets_it_says_so(tmp_path: Path, recorder: Recorder) -> None:
+    async def refused() -> UeventSocket:
+        raise OSError(97, "Address family not supported by protocol")
+
+    source = UeventSource(
+        inbox=recorder.inbox, sys_root=tmp_path, on_change=lambda: None, open_socket=refused
+    )
+    with pytest.raises(SourceError, match="Uevents cannot be received: Address family not supported"):
+        await source.run()
+
+
+# The kernel's own
+
+TRIGGER = Path("/sys/devices/virtual/mem/null/uevent")
+
+
+def trigger(path: Path = TRIGGER) -> None:
+    with path.open("w") as file:
+        file.write("change")
+
+
+def needs_uevents() -> None:
+    if not os.access(TRIGGER, os.W_OK):
+        pytest.skip(f"{TRIGGER} cannot be written here, so no uevent can be triggered")
+
+
+async def test_the_kernels_own_events_arrive(tmp_path: Path, recorder: Recorder) -> None:
+    needs_uevents()
+    changes = asyncio.Event()
+    source = UeventSource(inbox=recorder.inbox, sys_root=tmp_path, on_change=changes.set)
+    task = asyncio.get_running_loop().create_task(source.run(), name="uevents")
+    await changes.wait()
+    trigger()
+    await until(lambda: source.seen >= 1)
+    assert source.losses == 0
+    task.cancel()
+    with suppress(asyncio.CancelledError):
+        await task
+
+
+async def test_the_kernels_loss_of_events_is_noticed(tmp_path: Path, recorder: Recorder) -> None:
+    needs_uevents()
+    changes = 0
+
+    def changed() -> None:
+        nonlocal changes
+        changes += 1
+
+    async def small() -> UeventSocket:
+        opened = await netlink_socket()
+        if source.losses == 0:
+            opened.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1)  # type: ignore[attr-defined]
+        return opened
+
+    source = UeventSource(
+        inbox=recorder.inbox, sys_root=tmp_path, on_change=changed, open_socket=small, reopen_pause_ns=0
+    )
+    task = asyncio.get_running_loop().create_task(source.run(), name="uevents")
+    await until(lambda: changes == 1)
+    for _ in range(100):
+        trigger()
+    await until(lambda: source.losses >= 1)
+    await until(lambda: changes >= 2)
+    seen = source.seen
+    trigger()
+    await until(lambda: source.seen > seen)
+    task.cancel()
+    with suppress(asyncio.CancelledError):
+        await task
