@@ -15,7 +15,6 @@ from agent.model.snapshot import (
     Durable,
     Finding,
     GpuView,
-    RegistrationPhase,
     Resource,
     Snapshot,
 )
@@ -38,7 +37,7 @@ def snapshot_of(state: State) -> Snapshot:
         driver=state.driver,
         kubelet=state.kubelet,
         gpus=gpus,
-        resources=tuple(_resource(state, name, state.registrations.get(name)) for name in state.devices),
+        resources=tuple(_resource(state, name) for name in state.devices),
         control_nodes=state.control_nodes,
         tasks=state.tasks,
         facts_lost=state.facts_lost,
@@ -63,15 +62,16 @@ def _gpu_views(state: State) -> tuple[GpuView, ...]:
     )
 
 
-def _resource(state: State, name: ResourceName, standing: Registration | None) -> Resource:
+def _resource(state: State, name: ResourceName) -> Resource:
+    standing = state.registrations.get(name, Registration(since_ns=state.changed_ns))
     return Resource(
         name=name,
         devices=state.devices[name],
-        phase=standing.phase if standing else RegistrationPhase.WAITING,
-        generation=standing.generation if standing else 0,
-        message=standing.message if standing else "Nothing is offered",
-        since_ns=standing.since_ns if standing else state.changed_ns,
-        socket=standing.socket if standing else None,
+        phase=standing.phase,
+        generation=standing.generation,
+        message=standing.message,
+        since_ns=standing.since_ns,
+        socket=standing.socket,
     )
 
 

@@ -310,6 +310,16 @@ def test_a_replaced_kubelet_is_registered_with_once_more() -> None:
     assert node.standing().kubelet == K2
 
 
+def test_a_replaced_kubelet_that_refuses_is_not_asked_again_at_once() -> None:
+    node = registered_node(gpu(0))
+    node.after(10 * S, KubeletSocketSeen(K2))
+    (resource,) = node.snapshot().resources
+    assert (resource.since_ns, resource.socket) == (node.now_ns, None)
+    node.refuse("rejected")
+    assert node.standing().phase is RegistrationPhase.BACKING_OFF
+    assert node.wake_at_ns >= node.now_ns + 100 * MS
+
+
 def test_a_stream_that_ended_is_registered_anew_after_a_tenth_of_a_second() -> None:
     node = registered_node(gpu(0))
     node.after(3 * S)
