@@ -459,6 +459,14 @@ def test_a_server_that_fails_ends_its_registration() -> None:
     assert len(node.registrations()) == 1
 
 
+@pytest.mark.parametrize("again", [Registered(GPU, 1, K1, PLUGIN), WatchersChanged(GPU, 1, 1)])
+def test_an_answer_that_says_what_is_known_changes_nothing(again: Fact) -> None:
+    node = registered_node(gpu(0))
+    before = node.state
+    assert node.tell(again) == ()
+    assert node.state is before
+
+
 def test_a_server_that_was_started_again_by_itself_is_watched_at_its_new_socket() -> None:
     node = registered_node(gpu(0))
     moved = SocketIdentity(device=5, inode=901, mtime_ns=9_000)
