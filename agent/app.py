@@ -81,7 +81,7 @@ def run(settings: Settings, *, reread: Callable[[], Settings], environment: Mapp
                 "stop it, or wait for its end with --if-running=standby"
             )
         restored = _load_state(settings) if is_first else None
-        agent = Agent(settings, lock if not is_first else None, restored, lines, reread, environment)
+        agent = Agent(settings, lock, restored, lines, reread, environment)
         return asyncio.run(agent.run())
     finally:
         lines.flush(LOG_FLUSH_S)
@@ -106,16 +106,16 @@ class Agent:
     def __init__(
         self,
         settings: Settings,
-        awaited_lock: NodeLock | None,
+        lock: NodeLock,
         restored: Durable | None,
         lines: log.Log,
         reread: Callable[[], Settings],
         environment: Mapping[str, str],
         clock: Callable[[], int] = time.monotonic_ns,
     ) -> None:
-        """``awaited_lock`` is given where another agent holds it: then this one stands by."""
+        """``lock`` is the node's: where another agent holds it, this one stands by."""
         self._settings = settings
-        self._awaited_lock = awaited_lock
+        self._lock = lock
         self._restored = restored
         self._lines = lines
         self._reread = reread
@@ -193,8 +193,8 @@ class Agent:
         """Become the agent of the node, at once or when the one before has ended, and serve."""
         await in_daemon_thread("plugin-import", import_plugin)
         memory = Memory()
-        if self._awaited_lock is not None:
-            await self._stand_by(self._awaited_lock, memory)
+        if not self._lock.is_held:
+            await self._stand_by(memory)
             self._restored = await in_daemon_thread("state-reader", lambda: _load_state(self._settings))
         for fact in memory.recall(self._clock()):
             self._inbox.put(fact)
@@ -323,22 +323,22 @@ class Agent:
                 return
         finally:
             extending.cancel()
-        if self._awaited_lock is None:
+        if self._lock.is_held:
             await self._serving.wait()
         self._notifier.ready()
 
-    async def _stand_by(self, lock: NodeLock, memory: Memory) -> None:
-        holder = lock.holder()
+    async def _stand_by(self, memory: Memory) -> None:
+        holder = self._lock.holder()
         _log.info("Standing by while another agent serves this node", extra=log.fields(holder=holder))
         self._notifier.status(f"standby, {holder} serves this node")
-        freed = self._start("lock wait", in_daemon_thread("lock-waiter", lock.acquire))
+        freed = self._start("lock wait", in_daemon_thread("lock-waiter", self._lock.acquire))
         while not freed.done():
             await asyncio.wait({freed}, timeout=STANDBY_POLL_S)
             now_ns = self._clock()
             for item in self._inbox.take_nowait()[0]:
                 memory.note(item.fact, now_ns)
             self._after_step(now_ns)
-        if not lock.is_held:
+        if not self._lock.is_held:
             raise SourceError("The lock of the node could not be waited for")
         _log.info("Took over this node", extra=log.fields(before=holder))
 
@@ -388,8 +388,11 @@ class Agent:
         if self._vitals.device_plugin is not None:
             await self._vitals.device_plugin.drain(DRAIN_GRACE_S)
         await self._cancel(DEVICE_PLUGIN, ENGINE, STATE_FILE)
-        if self._vitals.state_file is not None:
-            await self._vitals.state_file.flush(FLUSH_S)
+        is_written = self._vitals.state_file is None or await self._vitals.state_file.flush(FLUSH_S)
+        await self._cancel(HTTP)
+        if is_written and self._lock.is_held:
+            # The next agent need not wait for the driver to let go of this one.
+            self._lock.release()
         has_ended = await letting_go
         await self._cancel(*self._tasks)
         # Last, because whoever still runs may put a fact into it; a thread that hangs will when it can.

@@ -40,9 +40,9 @@ Applied = tuple[State, tuple[Effect, ...]]
 
 def xid_reported(state: State, fact: facts.XidReported, now_ns: int, detail: str = "") -> Applied:
     """Count an XID and mark the place it names, if the policy says so."""
-    gpu = state.gpus.get(fact.gpu) if fact.gpu is not None else None
-    if gpu is None:
+    if fact.gpu is None or fact.gpu not in state.gpus:
         return state, (_xid_notice("An XID of an unknown device marks no device", fact, None, now_ns),)
+    gpu = state.gpus[fact.gpu]
     code = _code(fact.xid, state.xids.get(gpu.uuid, {}))
     seen = state.recent_xids.get((gpu.uuid, code))
     if seen is not None and seen[0] != fact.source and now_ns - seen[1] <= SAME_FAULT_NS:

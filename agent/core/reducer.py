@@ -157,7 +157,7 @@ def _registration_told(state: State, fact: registration.Told, now_ns: int) -> St
     if standing is None:
         return state
     told = registration.told(standing, fact, policy=state.policy, now_ns=now_ns)
-    if told is standing:
+    if told == standing:
         return state
     # Who registered looked at the socket itself, perhaps before who watches the directory did.
     kubelet = state.kubelet if told.kubelet == standing.kubelet else told.kubelet

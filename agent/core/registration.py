@@ -173,7 +173,7 @@ def _failed(standing: Registration, fact: RegistrationFailed, policy: Policy, no
 def _streams_changed(standing: Registration, live: int, policy: Policy, now_ns: int) -> Registration:
     if standing.registered and live == 0:
         return _lost(standing, STREAM_ENDED, policy, now_ns)
-    return standing if live == standing.streams else replace(standing, streams=live)
+    return replace(standing, streams=live)
 
 
 def _lost(standing: Registration, message: str, policy: Policy, now_ns: int) -> Registration:

@@ -5,7 +5,7 @@ from typing import Final
 
 from agent.core.conditions import health_of
 from agent.core.inventory import mixed_profiles
-from agent.core.registration import Registration
+from agent.core.registration import NO_SOCKET, Registration
 from agent.core.state import State
 from agent.model.facts import DEVICE_PLUGIN, KUBELET, NVML
 from agent.model.health import Condition, Health, Reason
@@ -15,7 +15,6 @@ from agent.model.snapshot import (
     Durable,
     Finding,
     GpuView,
-    RegistrationPhase,
     Resource,
     Snapshot,
 )
@@ -38,7 +37,7 @@ def snapshot_of(state: State) -> Snapshot:
         driver=state.driver,
         kubelet=state.kubelet,
         gpus=gpus,
-        resources=tuple(_resource(state, name, state.registrations.get(name)) for name in state.devices),
+        resources=tuple(_resource(state, name) for name in state.devices),
         control_nodes=state.control_nodes,
         tasks=state.tasks,
         facts_lost=state.facts_lost,
@@ -68,20 +67,22 @@ def _gpu_views(state: State) -> tuple[GpuView, ...]:
     )
 
 
-def _resource(state: State, name: ResourceName, standing: Registration | None) -> Resource:
+def _resource(state: State, name: ResourceName) -> Resource:
+    unregistered = Registration(since_ns=state.changed_ns, message=_unregistered_message(state))
+    standing = state.registrations.get(name, unregistered)
     return Resource(
         name=name,
         devices=state.devices[name],
-        phase=standing.phase if standing else RegistrationPhase.WAITING,
-        generation=standing.generation if standing else 0,
-        message=standing.message if standing else _unregistered_message(state),
-        since_ns=standing.since_ns if standing else state.changed_ns,
-        socket=standing.socket if standing else None,
+        phase=standing.phase,
+        generation=standing.generation,
+        message=standing.message,
+        since_ns=standing.since_ns,
+        socket=standing.socket,
     )
 
 
 def _unregistered_message(state: State) -> str:
-    return "Observing only" if state.policy.observe else "Nothing is offered"
+    return "Observing only" if state.policy.observe else NO_SOCKET
 
 
 def _durable(state: State) -> Durable:

@@ -1,0 +1,1 @@
+"""What the agent tells and does: each sink reads the newest snapshot or owns an effect."""

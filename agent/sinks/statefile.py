@@ -22,6 +22,7 @@ import hashlib
 import logging
 import threading
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -319,6 +320,8 @@ class StateFile:
         self._written: Durable | None = None
         self._writing = threading.Lock()
         """Held by the thread that writes: one whose task was cancelled is still at the file beside."""
+        self._begun = self._newest = 0
+        """Number of the newest write begun, and of the newest one a thread has taken up."""
         self.failures = 0
         """Writes that failed since the start."""
         self.trouble: str | None = None
@@ -353,20 +356,26 @@ class StateFile:
         newest = self._latest.value.durable.conditions
         return newest != written and not {each.key for each in newest} <= {each.key for each in written}
 
-    async def flush(self, timeout_s: float) -> None:
-        """Write the newest state if it is not in the file, but wait no longer than the timeout."""
+    async def flush(self, timeout_s: float) -> bool:
+        """Write the newest state if it is not in the file, but wait no longer than the timeout.
+
+        Returns whether nothing is being written any more.
+        """
         if self._latest.value.durable == self._written:
-            return
+            return True
         try:
             async with asyncio.timeout(timeout_s):
                 await self._write_newest()
         except TimeoutError:
             _log.warning("Left without the newest state in the file", extra=fields(path=self._path))
+            return False
+        return True
 
     async def _write_newest(self) -> bool:
         durable = self._latest.value.durable
         try:
-            await in_daemon_thread("statefile-writer", lambda: self._write(durable))
+            self._begun += 1
+            await in_daemon_thread("statefile-writer", partial(self._write, durable, self._begun))
         except (OSError, RuntimeError) as error:
             self._note_failure(error)
             return False
@@ -375,8 +384,11 @@ class StateFile:
         self._written, self.trouble = durable, None
         return True
 
-    def _write(self, durable: Durable) -> None:
+    def _write(self, durable: Durable, number: int) -> None:
         with self._writing:
+            if number < self._newest:
+                return  # overtaken by a newer state while this thread was starting
+            self._newest = number
             write(self._path, encoded(durable, boot_id=self._boot_id))
 
     def _note_failure(self, error: OSError | RuntimeError) -> None:

@@ -16,6 +16,7 @@ from agent.bus import Inbox
 from agent.model.facts import Fact, GpuProbePassed, XidReported
 from agent.model.ids import GpuUuid
 from agent.options import OPTIONS
+from agent.startup import NodeLock
 
 _PERIOD_S = 0.005
 """Facts come in batches, as a reader of a ring buffer finds them."""
@@ -31,7 +32,9 @@ def main() -> None:
     values, _ = flags.parse(sys.argv[2:], OPTIONS.values())
     settings = config.load(values, os.environ)
     lines = log.set_up(settings.log_format, settings.log_level)
-    agent = app.Agent(settings, None, None, lines, lambda: settings, os.environ)
+    lock = NodeLock(settings.lock_path)
+    assert lock.try_acquire()
+    agent = app.Agent(settings, lock, None, lines, lambda: settings, os.environ)
     ended = threading.Event()
     told = threading.Event()
     signal.signal(signal.SIGUSR1, lambda *_: told.set())

@@ -16,7 +16,7 @@ settings.register_profile(
     stateful_step_count=30,
     suppress_health_check=[HealthCheck.too_slow],
 )
-settings.register_profile("deep", settings.get_profile("default"), derandomize=False, max_examples=3_000)
+settings.register_profile("deep", settings.get_profile("default"), derandomize=False, max_examples=1_000)
 settings.register_profile(
     "mutation",
     settings.get_profile("default"),

@@ -85,7 +85,7 @@ def history() -> list[str]:
     node.after(S, ready(), enumerated(one, two), passed(one.uuid), passed(two.uuid))
     node.after(S, KubeletSocketSeen(K1))
     node.refuse("rejected", "unsupported version")
-    node.after(110 * MS)
+    node.after(120 * MS)
     node.refuse("rejected", "unsupported version")
     node.after(250 * MS)
     node.accept()
@@ -127,13 +127,18 @@ def test_an_event_of_a_mig_device_says_where_it_is() -> None:
     node = well_node(C1B, policy=Policy(mig_strategy="mixed"))
     node.tell(xid(48, gi=2, ci=0))
     (condition,) = node.events(EventKind.CONDITION)
-    assert (fields_of(condition)["gi"], fields_of(condition)["ci"]) == (2, 0)
+    assert (fields_of(condition)["uuid"], fields_of(condition)["gi"], fields_of(condition)["ci"]) == (
+        U0,
+        2,
+        0,
+    )
     node.tell(xid(13, gi=2, ci=0), xid(48, gi=9, ci=4))
     ignored, unknown = node.events(EventKind.XID)
-    assert not ignored.warning
+    assert ignored.warning is False
     assert (fields_of(ignored)["gi"], fields_of(ignored)["ci"]) == (2, 0)
     assert unknown.warning
-    assert (fields_of(unknown)["gi"], fields_of(unknown)["ci"]) == (9, 4)
+    assert (fields_of(unknown)["gpu"], fields_of(unknown)["gi"], fields_of(unknown)["ci"]) == (0, 9, 4)
+    assert {effect.at_ns for _, effect in node.effects if isinstance(effect, RecordEvent)} == {START_NS}
 
 
 def test_an_event_of_a_whole_gpu_names_no_instance() -> None:
@@ -156,7 +161,7 @@ def test_lists_in_events_are_bounded_and_say_how_many_there_are() -> None:
 
 
 def test_gpus_that_come_and_go_are_listed_by_pci_address_and_bounded() -> None:
-    many = [gpu(number, index=40 - number) for number in range(20)]
+    many = [replace(gpu(number), pci=f"0000:{99 - number}:00.0", index=number) for number in range(20)][::-1]
     node = Node()
     node.tell(ready(), enumerated(*reversed(many)), enumerated(many[7]))
     added, gone = node.events(EventKind.GPUS)

@@ -1,6 +1,6 @@
 """Which devices are offered under which name, and in which order."""
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 from hypothesis import given
@@ -119,6 +119,14 @@ def test_shares_are_numbered_from_zero_and_stay_where_their_device_is() -> None:
     assert [(str(offer.id), offer.numa_node) for offer in listed[GPU]] == [
         (f"{U1}::{n}", 1) for n in range(3)
     ]
+
+
+def test_a_device_is_its_offer_with_a_verdict() -> None:
+    policy = Policy(mig_strategy="mixed", replicas={SMALL: 2})
+    node = well_node(replace(C1B, numa_node=1), policy=policy)
+    for offer, device in zip(node.state.offers[SMALL], node.devices(SMALL), strict=True):
+        assert asdict(offer).items() <= asdict(device).items()
+        assert (device.health, device.reasons) == (Health.HEALTHY, ())
 
 
 @given(st.permutations([gpu(number, index=7 - number) for number in range(8)]))

@@ -224,6 +224,7 @@ def test_a_driver_that_turns_out_to_be_unloaded_was_reset() -> None:
 def test_one_reset_counts_for_one_fault() -> None:
     node = well_node(gpu(0))
     node.tell(UNLOADED, ready(), passed(), passed(), passed())
+    assert node.state.driver_unloaded is False
     node.after(Q)
     assert node.unhealthy() == set()
     node.tell(xid(79), MISMATCH, ready(), passed(), passed(), passed())

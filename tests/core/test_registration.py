@@ -310,6 +310,16 @@ def test_a_replaced_kubelet_is_registered_with_once_more() -> None:
     assert node.standing().kubelet == K2
 
 
+def test_a_replaced_kubelet_that_refuses_is_not_asked_again_at_once() -> None:
+    node = registered_node(gpu(0))
+    node.after(10 * S, KubeletSocketSeen(K2))
+    (resource,) = node.snapshot().resources
+    assert (resource.since_ns, resource.socket) == (node.now_ns, None)
+    node.refuse("rejected")
+    assert node.standing().phase is RegistrationPhase.BACKING_OFF
+    assert node.wake_at_ns >= node.now_ns + 100 * MS
+
+
 def test_a_stream_that_ended_is_registered_anew_after_a_tenth_of_a_second() -> None:
     node = registered_node(gpu(0))
     node.after(3 * S)
@@ -447,6 +457,14 @@ def test_a_server_that_fails_ends_its_registration() -> None:
     assert node.wake_at_ns <= node.now_ns + 120 * MS
     node.after(S)
     assert len(node.registrations()) == 1
+
+
+@pytest.mark.parametrize("again", [Registered(GPU, 1, K1, PLUGIN), WatchersChanged(GPU, 1, 1)])
+def test_an_answer_that_says_what_is_known_changes_nothing(again: Fact) -> None:
+    node = registered_node(gpu(0))
+    before = node.state
+    assert node.tell(again) == ()
+    assert node.state is before
 
 
 def test_a_server_that_was_started_again_by_itself_is_watched_at_its_new_socket() -> None:

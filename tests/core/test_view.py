@@ -151,6 +151,7 @@ def test_a_gpu_is_shown_with_its_conditions_and_xids() -> None:
     one, two = node.snapshot().gpus
     assert one == GpuView(gpu=gpu(0), health=Health.HEALTHY, present=True, conditions=(), xids={13: 1})
     assert (two.health, two.present, two.xids) == (Health.UNHEALTHY, False, {48: 1})
+    assert registered_node(gpu(0)).snapshot().gpus[0].xids == {}
     assert [item.reason for item in two.conditions] == [Reason.XID, Reason.GPU_LOST]
 
 
@@ -188,6 +189,8 @@ def test_a_resource_that_was_never_registered_waits() -> None:
     node = well_node(gpu(0)).restarted(after_ns=S)
     (resource,) = node.snapshot().resources
     assert (resource.phase, resource.generation, resource.socket) == (RegistrationPhase.WAITING, 0, None)
-    assert resource.since_ns == node.now_ns
-    node.tell(passed())
-    assert node.snapshot().resources[0].message == "The kubelet's socket does not exist yet"
+    assert (resource.since_ns, resource.message) == (node.now_ns, "The kubelet's socket does not exist yet")
+    node.after(S, passed())
+    assert node.snapshot().resources[0] == replace(
+        resource, since_ns=node.standing().since_ns, devices=node.devices()
+    )
