@@ -10,11 +10,12 @@ from dataclasses import replace
 from typing import Final
 
 from agent.core import conditions
+from agent.core.samples import RULES, UNKNOWN, Window
 from agent.core.state import State
 from agent.model import facts
 from agent.model.effects import Effect, Event, EventKind, RecordEvent
 from agent.model.gpu import Gpu
-from agent.model.health import Reason
+from agent.model.health import Condition, Reason
 from agent.model.ids import Placement
 
 MAX_HOLDS: Final = 256
@@ -85,11 +86,25 @@ def recovered(state: State, fact: facts.RecoverRequested, now_ns: int) -> tuple[
     ended = {
         key: condition
         for key, condition in state.conditions.items()
-        if key.placement.gpu != fact.gpu or condition.lasts
+        if key.placement.gpu != fact.gpu or _is_still_seen(state, condition)
     }
     faults = {gpu: times for gpu, times in state.fault_times.items() if gpu != fact.gpu}
     told = _told("An operator declared a GPU well", now_ns, uuid=fact.gpu)
     return replace(state, conditions=ended, fault_times=faults, awaited=awaited), (told,)
+
+
+def _is_still_seen(state: State, condition: Condition) -> bool:
+    """Whether the cause of a condition lasts, as far as anyone still looks at it."""
+    if not condition.lasts:
+        return False
+    if condition.reason is Reason.DEVICE_NODE_MISSING:
+        return state.missing_nodes is not None
+    sample = state.samples.get(condition.placement.gpu)
+    rule = RULES.get(condition.reason)
+    if rule is None or sample is None:
+        return True
+    window = state.slowdowns.get(condition.placement.gpu, Window())
+    return rule(sample, window, state.policy) is not UNKNOWN
 
 
 def release_asked(
@@ -97,7 +112,11 @@ def release_asked(
 ) -> tuple[State, tuple[Effect, ...]]:
     """Let the driver go for a time."""
     asked = replace(
-        state, released_gpus=state.released_gpus | fact.gpus, released_until_ns=now_ns + fact.for_ns
+        state,
+        released_gpus=state.released_gpus | fact.gpus,
+        released_until_ns=now_ns + fact.for_ns,
+        # Taken back and asked for once more, it may not have been let go of again yet.
+        driver_released=state.driver_released and state.released_until_ns is not None,
     )
     told = _told("The driver is released", now_ns, gpus=len(asked.released_gpus), for_ns=fact.for_ns)
     return with_maintenance(asked, now_ns), (told,)

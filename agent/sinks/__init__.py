@@ -1,0 +1,1 @@
+"""Sinks: what the agent tells the world; none of them knows another."""
