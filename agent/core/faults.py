@@ -74,7 +74,10 @@ def xid_reported(state: State, fact: facts.XidReported, now_ns: int, detail: str
 
 
 def kernel_xid_seen(state: State, fact: facts.KernelXidSeen, now_ns: int) -> Applied:
-    """Take an XID of the kernel log; one from before the agent began to read is only counted."""
+    """Take an XID of the kernel log; one from before the agent began to read is only counted.
+
+    An earlier process may have counted it already.
+    """
     gpu = gpu_at(state, fact.pci)
     told = facts.XidReported(
         gpu=None if gpu is None else gpu.uuid,
@@ -91,8 +94,14 @@ def kernel_xid_seen(state: State, fact: facts.KernelXidSeen, now_ns: int) -> App
     if not fact.backlog:
         return xid_reported(state, told, now_ns, fact.detail)
     code = _code(fact.xid, state.xids.get(gpu.uuid, {}))
+    known = state.xids_before.get((gpu.uuid, code), 0)
+    repeated = min(known, fact.count)
+    if repeated:
+        state = replace(state, xids_before={**state.xids_before, (gpu.uuid, code): known - repeated})
+    if repeated == fact.count:
+        return state, ()
     notice = _xid_notice("An XID from before the start is only counted", told, gpu, now_ns, warning=False)
-    return _with_xid_counted(state, gpu.uuid, code, fact.count), (notice,)
+    return _with_xid_counted(state, gpu.uuid, code, fact.count - repeated), (notice,)
 
 
 def _code(xid: int, counts: Mapping[int, int]) -> int:

@@ -69,6 +69,8 @@ class State:
     """What only a person ends, on GPUs that were not seen since the reboot: hardware may have been changed,
     so nothing is offered for them; they count as soon as their GPU is listed."""
     xids: Mapping[GpuUuid, Mapping[int, int]] = field(default_factory=_nothing)
+    xids_before: Mapping[tuple[GpuUuid, int], int] = field(default_factory=_nothing)
+    """XIDs that an earlier process counted and that the kernel log's backlog may tell of again."""
     recent_xids: Mapping[tuple[Placement, int], tuple[SourceName, int]] = field(default_factory=_nothing)
     """Who reported an XID of a place last, and when: two sources within two seconds tell of one fault."""
     samples: Mapping[GpuUuid, GpuSample] = field(default_factory=_nothing)
@@ -129,6 +131,7 @@ def initial_state(policy: Policy, restored: Durable | None, *, now_ns: int) -> S
         gpus=gpus,
         conditions=conditions,
         xids=xids,
+        xids_before={(gpu, xid): count for gpu, counts in xids.items() for xid, count in counts.items()},
         offers=offered,
         devices=verdicts(offered, conditions, frozenset()),
         first_probes_by_ns=now_ns + policy.first_probe_wait_ns,
