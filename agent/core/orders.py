@@ -16,7 +16,7 @@ from agent.model import facts
 from agent.model.effects import Effect, Event, EventKind, RecordEvent
 from agent.model.gpu import Gpu
 from agent.model.health import Condition, Reason
-from agent.model.ids import Placement
+from agent.model.ids import GpuUuid, Placement
 
 MAX_HOLDS: Final = 256
 """Holds kept; a node has 16 GPUs, so more is a script gone wild."""
@@ -94,17 +94,26 @@ def recovered(state: State, fact: facts.RecoverRequested, now_ns: int) -> tuple[
 
 
 def _is_still_seen(state: State, condition: Condition) -> bool:
-    """Whether the cause of a condition lasts, as far as anyone still looks at it."""
-    if not condition.lasts:
-        return False
-    if condition.reason is Reason.DEVICE_NODE_MISSING:
-        return state.missing_nodes is not None
-    sample = state.samples.get(condition.placement.gpu)
-    rule = RULES.get(condition.reason)
-    if rule is None or sample is None:
+    """Whether the cause of a condition is there now, as far as anyone still looks at it.
+
+    A call that hangs and a driver that is away are told of once, so no later report would raise them again.
+    """
+    gpu, reason = condition.placement.gpu, condition.reason
+    if reason is Reason.NVML_TIMEOUT:
+        return gpu in state.overdue
+    if state.driver.ready is False and reason is state.driver.reason:
         return True
-    window = state.slowdowns.get(condition.placement.gpu, Window())
-    return rule(sample, window, state.policy) is not UNKNOWN
+    if reason is Reason.DEVICE_NODE_MISSING:
+        return condition.lasts and state.missing_nodes is not None
+    return condition.lasts and not _is_offered_no_more(state, gpu, reason)
+
+
+def _is_offered_no_more(state: State, gpu: GpuUuid, reason: Reason) -> bool:
+    """Whether a reason comes from a reading that the newest poll did not have."""
+    rule, sample = RULES.get(reason), state.samples.get(gpu)
+    if rule is None or sample is None:
+        return False
+    return rule(sample, state.slowdowns.get(gpu, Window()), state.policy) is UNKNOWN
 
 
 def release_asked(
