@@ -79,7 +79,7 @@ def _device(device: Device, resource: Resource, gpus: Mapping[GpuUuid, GpuView],
         "id": device.id,
         "resource": resource.name,
         "health": device.health.value,
-        "reasons": [_condition(condition, time_of) for condition in device.reasons],
+        "reasons": [condition(reason, time_of) for reason in device.reasons],
         "uuid": device.uuid,
         "gpu": device.index,
         "gpu_uuid": device.placement.gpu,
@@ -109,30 +109,29 @@ def conditions(snapshot: Snapshot, time_of: TimeOf) -> Json:
     """Return every active condition, whether it flips a device or not."""
     return {
         "apiVersion": API_VERSION,
-        "conditions": [
-            _condition(condition, time_of) for view in snapshot.gpus for condition in view.conditions
-        ],
+        "conditions": [condition(active, time_of) for view in snapshot.gpus for active in view.conditions],
     }
 
 
-def _condition(condition: Condition, time_of: TimeOf) -> Json:
+def condition(active: Condition, time_of: TimeOf) -> Json:
+    """Return one active active."""
     return {
-        "code": condition.reason.value,
-        "number": condition.key.code or None,
-        "message": condition.message,
-        "advice": advice_of(condition),
-        "gpu_uuid": condition.placement.gpu,
-        "gi": _id_or_none(condition.placement.gi),
-        "ci": _id_or_none(condition.placement.ci),
-        "source": condition.key.source,
-        "evidence": condition.evidence.value,
-        "recovery": condition.recovery.value,
-        "flips": condition.flips,
-        "lasts": condition.lasts,
-        "count": condition.count,
-        "clean_probes": condition.clean_probes,
-        **_moment("since", condition.since_ns, time_of),
-        **_moment("last", condition.last_ns, time_of),
+        "code": active.reason.value,
+        "number": active.key.code or None,
+        "message": active.message,
+        "advice": advice_of(active),
+        "gpu_uuid": active.placement.gpu,
+        "gi": _id_or_none(active.placement.gi),
+        "ci": _id_or_none(active.placement.ci),
+        "source": active.key.source,
+        "evidence": active.evidence.value,
+        "recovery": active.recovery.value,
+        "flips": active.flips,
+        "lasts": active.lasts,
+        "count": active.count,
+        "clean_probes": active.clean_probes,
+        **_moment("since", active.since_ns, time_of),
+        **_moment("last", active.last_ns, time_of),
     }
 
 
@@ -256,10 +255,10 @@ def bundle(
         "apiVersion": API_VERSION,
         "version": __version__,
         **_moment("changed", snapshot.at_ns, time_of),
-        "why": None if why is None else _condition(why, time_of),
+        "why": None if why is None else condition(why, time_of),
         "driver": _driver(snapshot.driver),
         "gpu": _gpu(view),
-        "conditions": [_condition(condition, time_of) for condition in view.conditions],
+        "conditions": [condition(active, time_of) for active in view.conditions],
         "events": [_event(entry, time_of) for entry in entries],
         "kernel_log": list(kernel_log),
     }

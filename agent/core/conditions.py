@@ -11,6 +11,7 @@ from dataclasses import replace
 
 from agent.core.inventory import Offer
 from agent.core.reasons import MEANINGS
+from agent.core.samples import RULES
 from agent.core.xids import XidClass, class_of
 from agent.model.health import Condition, ConditionKey, Evidence, Health, Reason, Recovery
 from agent.model.ids import GpuUuid, Placement, ResourceName, SourceName
@@ -118,6 +119,16 @@ def _is_of_links(condition: Condition) -> bool:
     return condition.reason is Reason.XID and class_of(condition.key.code) is XidClass.LINK
 
 
+def after_links_down(conditions: Conditions, gpu: GpuUuid) -> Conditions:
+    """Return the conditions after links of a GPU were seen to be down: what is theirs begins anew."""
+    broken = {
+        key: replace(condition, clean_probes=0)
+        for key, condition in conditions.items()
+        if key.placement.gpu == gpu and condition.clean_probes and _is_of_links(condition)
+    }
+    return {**conditions, **broken} if broken else conditions
+
+
 def after_bad_probe(conditions: Conditions, gpu: GpuUuid) -> Conditions:
     """Return the conditions after a health poll of a GPU failed: clean ones must come in a row."""
     broken = {
@@ -129,12 +140,22 @@ def after_bad_probe(conditions: Conditions, gpu: GpuUuid) -> Conditions:
 
 
 def after_reset(conditions: Conditions, gpus: Iterable[GpuUuid]) -> Conditions:
-    """Return the conditions after reset evidence for some GPUs was seen."""
+    """Return the conditions after reset evidence for some GPUs was seen.
+
+    What was read before the reset is over; if it is not, the next reading says so before the probe of
+    the same poll counts. So a reading that the driver offers no more keeps no GPU out for ever.
+    """
     reset = frozenset(gpus)
     marked = {
-        key: replace(condition, reset_seen=True, clean_probes=0)
+        key: replace(
+            condition,
+            clean_probes=0,
+            reset_seen=condition.recovery is Recovery.RESET,
+            lasts=condition.lasts and key.reason not in RULES,
+        )
         for key, condition in conditions.items()
-        if key.placement.gpu in reset and condition.recovery is Recovery.RESET
+        if key.placement.gpu in reset
+        and (condition.recovery is Recovery.RESET or (condition.lasts and key.reason in RULES))
     }
     return {**conditions, **marked}
 

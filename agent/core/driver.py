@@ -12,6 +12,7 @@ from agent.core.inventory import offers
 from agent.core.orders import with_holds, with_maintenance
 from agent.core.state import State
 from agent.model import facts
+from agent.model.gpu import Gpu
 from agent.model.health import ConditionKey, Reason
 from agent.model.ids import GpuUuid, Placement
 from agent.model.snapshot import DriverView
@@ -128,12 +129,20 @@ def module_seen(state: State, fact: facts.DriverModuleSeen) -> State:
     active = state.conditions
     if state.module_inode not in {None, fact.inode}:
         active = conditions.after_reset(active, state.gpus)
-    return replace(state, module_inode=fact.inode, conditions=active)
+    # A look that is told of after NVML was initialised again must not count for the next time.
+    unloaded = state.driver_unloaded and not state.driver.ready
+    return replace(state, module_inode=fact.inode, conditions=active, driver_unloaded=unloaded)
+
+
+def gpu_at(state: State, pci: str) -> Gpu | None:
+    """Return the GPU at a PCI address; one that is listed now, if several were there in turn."""
+    there = [gpu for gpu in state.gpus.values() if gpu.pci == pci]
+    return next((gpu for gpu in there if gpu.uuid in state.present), there[0] if there else None)
 
 
 def rebound(state: State, fact: facts.GpuRebound) -> State:
     """Take that a GPU was bound to its driver (again): the driver initialised it anew."""
-    gpu = next((gpu for gpu in state.gpus.values() if gpu.pci == fact.pci), None)
+    gpu = gpu_at(state, fact.pci)
     if gpu is None or not fact.bound:
         return state
     return replace(state, conditions=conditions.after_reset(state.conditions, (gpu.uuid,)))
@@ -145,7 +154,9 @@ def nodes_seen(state: State, fact: facts.DeviceNodesSeen, now_ns: int) -> State:
 
 
 def with_nodes(state: State, now_ns: int) -> State:
-    """Mark the GPUs whose node is missing; a control node is every GPU's."""
+    """Mark the GPUs whose node is missing; a control node is every GPU's. Nothing until it was looked."""
+    if state.missing_nodes is None:
+        return state
     active = state.conditions
     own = {f"{DEVICE_NODE}{gpu.minor}": gpu.uuid for gpu in state.gpus.values() if gpu.minor is not None}
     shared = [path for path in state.missing_nodes if path not in own and not _is_numbered(path)]

@@ -9,20 +9,22 @@ from dataclasses import replace
 from typing import Final, TypeVar
 
 from agent.core import conditions, xids
-from agent.core.driver import hang_conditions
+from agent.core.driver import gpu_at, hang_conditions
 from agent.core.samples import UNKNOWN, Window, judged
 from agent.core.state import State
 from agent.model import facts
 from agent.model.effects import Effect, Event, EventKind, RecordEvent
 from agent.model.gpu import Gpu
 from agent.model.health import Reason
-from agent.model.ids import ALL, GpuUuid, Placement
+from agent.model.ids import ALL, GpuUuid, Placement, SourceName
 from agent.model.policy import SECOND_NS
 
 MAX_UNLISTED_XIDS: Final = 64
 """Different XIDs that are not in the table kept apart on one GPU; further ones are OTHER_XID."""
 
 OTHER_XID: Final = -1
+
+UNKNOWN_DEVICE: Final = "An XID of an unknown device marks no device"
 
 SAME_FAULT_NS: Final = 2 * SECOND_NS
 """Two sources that report the same XID of a GPU within this time saw one fault."""
@@ -41,17 +43,18 @@ Applied = tuple[State, tuple[Effect, ...]]
 def xid_reported(state: State, fact: facts.XidReported, now_ns: int, detail: str = "") -> Applied:
     """Count an XID and mark the place it names, if the policy says so."""
     if fact.gpu is None or fact.gpu not in state.gpus:
-        return state, (_xid_notice("An XID of an unknown device marks no device", fact, None, now_ns),)
+        return state, (_xid_notice(UNKNOWN_DEVICE, fact, None, now_ns),)
     gpu = state.gpus[fact.gpu]
     code = _code(fact.xid, state.xids.get(gpu.uuid, {}))
-    seen = state.recent_xids.get((gpu.uuid, code))
-    if seen is not None and seen[0] != fact.source and now_ns - seen[1] <= SAME_FAULT_NS:
+    place = _place(gpu, fact)
+    if place is not None and _is_told_by_another(state, place, code, fact.source, now_ns):
         return state, ()
-    counted = _with_xid_counted(state, gpu.uuid, code, fact, now_ns)
+    counted = _with_xid_counted(state, gpu.uuid, code, fact.count)
+    if place is not None:
+        counted = _with_recent_xid(counted, place, code, fact.source, now_ns)
     if not xids.flips(fact.xid, state.policy):
         ignored = _xid_notice("An XID was ignored by policy", fact, gpu, now_ns, warning=False)
         return counted, (ignored,)
-    place = _place(gpu, fact)
     if place is None:
         return counted, (_xid_notice("An XID of an unknown MIG device marks no device", fact, gpu, now_ns),)
     flipped = conditions.raised(
@@ -71,8 +74,11 @@ def xid_reported(state: State, fact: facts.XidReported, now_ns: int, detail: str
 
 
 def kernel_xid_seen(state: State, fact: facts.KernelXidSeen, now_ns: int) -> Applied:
-    """Take an XID of the kernel log; one from before the agent began to read is only counted."""
-    gpu = next((gpu for gpu in state.gpus.values() if gpu.pci == fact.pci), None)
+    """Take an XID of the kernel log; one from before the agent began to read is only counted.
+
+    An earlier process may have counted it already.
+    """
+    gpu = gpu_at(state, fact.pci)
     told = facts.XidReported(
         gpu=None if gpu is None else gpu.uuid,
         xid=fact.xid,
@@ -81,13 +87,21 @@ def kernel_xid_seen(state: State, fact: facts.KernelXidSeen, now_ns: int) -> App
         count=fact.count,
         source=fact.source,
     )
+    if gpu is None:
+        # A device of another driver, or one that NVML never listed.
+        notice = _xid_notice(UNKNOWN_DEVICE, told, None, now_ns, pci=fact.pci)
+        return state, () if fact.backlog else (notice,)
     if not fact.backlog:
         return xid_reported(state, told, now_ns, fact.detail)
-    if gpu is None:
-        return state, ()
     code = _code(fact.xid, state.xids.get(gpu.uuid, {}))
+    known = state.xids_before.get((gpu.uuid, code), 0)
+    repeated = min(known, fact.count)
+    if repeated:
+        state = replace(state, xids_before={**state.xids_before, (gpu.uuid, code): known - repeated})
+    if repeated == fact.count:
+        return state, ()
     notice = _xid_notice("An XID from before the start is only counted", told, gpu, now_ns, warning=False)
-    return _with_xid_counted(state, gpu.uuid, code, told, now_ns), (notice,)
+    return _with_xid_counted(state, gpu.uuid, code, fact.count - repeated), (notice,)
 
 
 def _code(xid: int, counts: Mapping[int, int]) -> int:
@@ -106,20 +120,36 @@ def _place(gpu: Gpu, fact: facts.XidReported) -> Placement | None:
     return place if any(place.overlaps(device) for device in there) else None
 
 
-def _with_xid_counted(state: State, gpu: GpuUuid, code: int, fact: facts.XidReported, now_ns: int) -> State:
-    counts = state.xids.get(gpu, {})
-    recent = {key: seen for key, seen in state.recent_xids.items() if now_ns - seen[1] <= SAME_FAULT_NS}
-    return replace(
-        state,
-        xids={**state.xids, gpu: {**counts, code: counts.get(code, 0) + fact.count}},
-        recent_xids={**recent, (gpu, code): (fact.source, now_ns)},
+def _is_told_by_another(state: State, place: Placement, code: int, source: SourceName, now_ns: int) -> bool:
+    """Whether another source just told of the same XID at the same place, or at a part or whole of it."""
+    return any(
+        told_code == code and teller != source and now_ns - at_ns <= SAME_FAULT_NS and told.overlaps(place)
+        for (told, told_code), (teller, at_ns) in state.recent_xids.items()
     )
 
 
+def _with_recent_xid(state: State, place: Placement, code: int, source: SourceName, now_ns: int) -> State:
+    recent = {key: seen for key, seen in state.recent_xids.items() if now_ns - seen[1] <= SAME_FAULT_NS}
+    return replace(state, recent_xids={**recent, (place, code): (source, now_ns)})
+
+
+def _with_xid_counted(state: State, gpu: GpuUuid, code: int, count: int) -> State:
+    counts = state.xids.get(gpu, {})
+    return replace(state, xids={**state.xids, gpu: {**counts, code: counts.get(code, 0) + count}})
+
+
 def _xid_notice(
-    message: str, fact: facts.XidReported, gpu: Gpu | None, now_ns: int, *, warning: bool = True
+    message: str,
+    fact: facts.XidReported,
+    gpu: Gpu | None,
+    now_ns: int,
+    *,
+    warning: bool = True,
+    pci: str | None = None,
 ) -> RecordEvent:
     fields: dict[str, object] = {"xid": fact.xid, "count": fact.count, "source": fact.source}
+    if pci is not None:
+        fields["pci"] = pci
     if gpu is not None:
         fields |= {"gpu": gpu.index, "uuid": gpu.uuid}
     if fact.gi != ALL:
@@ -144,6 +174,8 @@ def sampled(state: State, fact: facts.GpuSampled, now_ns: int) -> State:
         if verdict is None:
             active = _eased(active, reason, fact.gpu)
         else:
+            if reason is Reason.NVLINK_DOWN:
+                active = conditions.after_links_down(active, fact.gpu)
             active = conditions.raised(
                 active,
                 source=fact.source,

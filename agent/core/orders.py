@@ -10,12 +10,13 @@ from dataclasses import replace
 from typing import Final
 
 from agent.core import conditions
+from agent.core.samples import RULES, UNKNOWN, Window
 from agent.core.state import State
 from agent.model import facts
 from agent.model.effects import Effect, Event, EventKind, RecordEvent
 from agent.model.gpu import Gpu
-from agent.model.health import Reason
-from agent.model.ids import Placement
+from agent.model.health import Condition, Reason
+from agent.model.ids import GpuUuid, Placement
 
 MAX_HOLDS: Final = 256
 """Holds kept; a node has 16 GPUs, so more is a script gone wild."""
@@ -85,11 +86,34 @@ def recovered(state: State, fact: facts.RecoverRequested, now_ns: int) -> tuple[
     ended = {
         key: condition
         for key, condition in state.conditions.items()
-        if key.placement.gpu != fact.gpu or condition.lasts
+        if key.placement.gpu != fact.gpu or _is_still_seen(state, condition)
     }
     faults = {gpu: times for gpu, times in state.fault_times.items() if gpu != fact.gpu}
     told = _told("An operator declared a GPU well", now_ns, uuid=fact.gpu)
     return replace(state, conditions=ended, fault_times=faults, awaited=awaited), (told,)
+
+
+def _is_still_seen(state: State, condition: Condition) -> bool:
+    """Whether the cause of a condition is there now, as far as anyone still looks at it.
+
+    A call that hangs and a driver that is away are told of once, so no later report would raise them again.
+    """
+    gpu, reason = condition.placement.gpu, condition.reason
+    if reason is Reason.NVML_TIMEOUT:
+        return gpu in state.overdue
+    if state.driver.ready is False and reason is state.driver.reason:
+        return True
+    if reason is Reason.DEVICE_NODE_MISSING:
+        return condition.lasts and state.missing_nodes is not None
+    return condition.lasts and not _is_offered_no_more(state, gpu, reason)
+
+
+def _is_offered_no_more(state: State, gpu: GpuUuid, reason: Reason) -> bool:
+    """Whether a reason comes from a reading that the newest poll did not have."""
+    rule, sample = RULES.get(reason), state.samples.get(gpu)
+    if rule is None or sample is None:
+        return False
+    return rule(sample, state.slowdowns.get(gpu, Window()), state.policy) is UNKNOWN
 
 
 def release_asked(
@@ -97,7 +121,11 @@ def release_asked(
 ) -> tuple[State, tuple[Effect, ...]]:
     """Let the driver go for a time."""
     asked = replace(
-        state, released_gpus=state.released_gpus | fact.gpus, released_until_ns=now_ns + fact.for_ns
+        state,
+        released_gpus=state.released_gpus | fact.gpus,
+        released_until_ns=now_ns + fact.for_ns,
+        # Taken back and asked for once more, it may not have been let go of again yet.
+        driver_released=state.driver_released and state.released_until_ns is not None,
     )
     told = _told("The driver is released", now_ns, gpus=len(asked.released_gpus), for_ns=fact.for_ns)
     return with_maintenance(asked, now_ns), (told,)

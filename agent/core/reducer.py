@@ -144,7 +144,7 @@ def _known(state: State, fact: _Quiet, now_ns: int) -> State:  # noqa: C901, PLR
         case facts.TaskReported():
             return _task_reported(state, fact)
         case facts.PolicyChanged():
-            return driver.with_offers(replace(state, policy=fact.policy))
+            return driver.with_offers(stability.with_policy(state, fact.policy))
         case _:
             assert_never(fact)
 
@@ -273,8 +273,13 @@ def _wake_at(state: State, now_ns: int) -> int:
         at_ns = conditions.recovered_at(condition, state.policy)
         if at_ns is not None:
             times.append(at_ns)
-    times += [at_ns for at_ns in (state.released_until_ns, stability.breaker_at(state)) if at_ns is not None]
-    for standing in state.registrations.values():
+    others = (
+        state.released_until_ns,
+        stability.pods_known_until(state),
+        stability.breaker_at(state, now_ns),
+    )
+    times += [at_ns for at_ns in others if at_ns is not None]
+    for standing in () if state.policy.observe else state.registrations.values():
         at_ns = registration.due_at(standing, state.policy)
         if at_ns is not None:
             times.append(at_ns)

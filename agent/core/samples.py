@@ -91,10 +91,12 @@ def _thermal(sample: GpuSample, window: Window, policy: Policy) -> Verdict:
         return f"{celsius} C, the GPU slows down at {limit} C"
     if sample.hw_slowed is None:
         return UNKNOWN if celsius is None or limit is None else None
-    full = len(window.slowed) >= policy.slowdown_window_polls
-    if full and window.share_percent >= policy.slowdown_share_percent:
-        return f"Hardware held the clocks down in {window.share_percent} % of the last polls"
-    return None
+    if window.share_percent < policy.slowdown_share_percent:
+        return None
+    if len(window.slowed) < policy.slowdown_window_polls:
+        # Too few polls to call it a lasting slowdown, and too many of them slow to call it over.
+        return UNKNOWN
+    return f"Hardware held the clocks down in {window.share_percent} % of the last polls"
 
 
 def _links(sample: GpuSample, _window: Window, _policy: Policy) -> Verdict:

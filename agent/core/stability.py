@@ -5,15 +5,17 @@ says otherwise. Soft evidence flips only reasons that the operator named, only a
 at most one GPU of the node in a time, and none while several have it at once.
 """
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Final
 
 from agent.core import conditions
+from agent.core.reasons import MEANINGS
 from agent.core.state import State
 from agent.model import facts
 from agent.model.health import Condition, Evidence, Reason, Recovery
 from agent.model.ids import GpuUuid, Placement
-from agent.model.policy import SECOND_NS
+from agent.model.policy import SECOND_NS, Policy
 
 PODS_KNOWN_FOR_NS: Final = 30 * SECOND_NS
 """An older list of allocations is no knowledge."""
@@ -25,25 +27,25 @@ NO_FAULTS: Final = frozenset(
         Reason.DRIVER_HUNG,
         Reason.DRIVER_NOT_LOADED,
         Reason.NVML_VERSION_MISMATCH,
+        Reason.DEVICE_NODE_MISSING,
+        Reason.FABRIC_NOT_READY,
     }
 )
 """What flips a GPU without being its own fault: nothing to count against it."""
 
 
 def with_flapping(old: State, state: State, now_ns: int) -> State:
-    """Return the state with each new self-clearing fault counted, and a GPU that flaps marked."""
+    """Return the state with each fault that a GPU comes back from counted, and a GPU that flaps marked.
+
+    Conditions that overlap in time are one fault, for the GPU was out all along. What one GPU suffers
+    while the driver as a whole hangs is no fault of that GPU.
+    """
     if state.conditions is old.conditions:
         return state
-    begun = {
-        key.placement.gpu
-        for key, condition in state.conditions.items()
-        if key not in old.conditions and _may_flap(condition)
-    }
-    if not begun:
-        return state
+    times = dict(state.fault_times if old.hung or not state.hung else _without_hanging(state))
+    begun = frozenset() if state.hung else _flappers(state) - _flappers(old)
     policy = state.policy
     active = state.conditions
-    times = dict(state.fault_times)
     for gpu in begun:
         recent = [at_ns for at_ns in times.get(gpu, ()) if now_ns - at_ns < policy.sticky_window_ns]
         times[gpu] = (*recent, now_ns)[-policy.sticky_after :]
@@ -59,9 +61,27 @@ def with_flapping(old: State, state: State, now_ns: int) -> State:
     return replace(state, conditions=active, fault_times=times)
 
 
-def _may_flap(condition: Condition) -> bool:
-    return (
-        condition.flips and condition.recovery is Recovery.SELF_CLEARING and condition.reason not in NO_FAULTS
+def _without_hanging(state: State) -> Mapping[GpuUuid, tuple[int, ...]]:
+    """Return the fault times without the calls that turned out to hang with the whole driver."""
+    hanging = {
+        (key.placement.gpu, condition.since_ns)
+        for key, condition in state.conditions.items()
+        if key.reason is Reason.NVML_TIMEOUT and key.placement.gpu in state.overdue
+    }
+    return {
+        gpu: tuple(at_ns for at_ns in times if (gpu, at_ns) not in hanging)
+        for gpu, times in state.fault_times.items()
+    }
+
+
+def _flappers(state: State) -> frozenset[GpuUuid]:
+    """Return the GPUs that are out by a fault of their own from which they come back by themselves."""
+    return frozenset(
+        condition.placement.gpu
+        for condition in state.conditions.values()
+        if condition.flips
+        and condition.recovery is Recovery.SELF_CLEARING
+        and condition.reason not in NO_FAULTS
     )
 
 
@@ -85,7 +105,7 @@ def _is_soft(state: State, condition: Condition) -> bool:
 def with_breaker(state: State, now_ns: int) -> State:
     """Return the state with the one GPU flipped that soft evidence may flip now, if any."""
     candidates = soft_candidates(state)
-    if len(candidates) != 1 or now_ns < (breaker_at(state) or now_ns):
+    if len(candidates) != 1 or _is_held_back(state, now_ns):
         return state
     (gpu,) = candidates
     if not _is_free(state, gpu):
@@ -98,18 +118,38 @@ def with_breaker(state: State, now_ns: int) -> State:
     return replace(state, conditions={**state.conditions, **flipped}, soft_flip_ns=now_ns)
 
 
-def breaker_at(state: State) -> int | None:
+def _is_held_back(state: State, now_ns: int) -> bool:
+    return state.soft_flip_ns is not None and now_ns < state.soft_flip_ns + state.policy.soft_flip_every_ns
+
+
+def breaker_at(state: State, now_ns: int) -> int | None:
     """Return until when the breaker holds a candidate back; None: there is none, or nothing holds it."""
-    if state.soft_flip_ns is None or not soft_candidates(state):
+    if state.soft_flip_ns is None or not _is_held_back(state, now_ns) or not soft_candidates(state):
         return None
     return state.soft_flip_ns + state.policy.soft_flip_every_ns
 
 
+def with_policy(state: State, policy: Policy) -> State:
+    """Return the state under another policy: soft evidence that may flip no more does not."""
+    kept = {
+        key: replace(condition, flips=False)
+        for key, condition in state.conditions.items()
+        if condition.flips
+        and MEANINGS[key.reason].evidence is Evidence.SOFT
+        and key.reason not in policy.soft_flips
+    }
+    return replace(state, policy=policy, conditions={**state.conditions, **kept})
+
+
 def with_known_pods(state: State, now_ns: int) -> State:
     """Return the state without the list of allocations if that is no knowledge any more."""
-    if state.pods is None or now_ns - state.pods_ns <= PODS_KNOWN_FOR_NS:
-        return state
-    return replace(state, pods=None)
+    until_ns = pods_known_until(state)
+    return state if until_ns is None or now_ns < until_ns else replace(state, pods=None)
+
+
+def pods_known_until(state: State) -> int | None:
+    """Return when the list of allocations is no knowledge any more; None: it is none now."""
+    return None if state.pods is None else state.pods_ns + PODS_KNOWN_FOR_NS
 
 
 def _is_free(state: State, gpu: GpuUuid) -> bool:

@@ -7,11 +7,12 @@ from typing import Any, Final
 
 from agent.core.conditions import after_restart, verdicts
 from agent.core.inventory import Offer, offers
+from agent.core.reasons import MEANINGS
 from agent.core.registration import Registration
 from agent.core.samples import Window
 from agent.model.gpu import Gpu
-from agent.model.health import Condition, ConditionKey
-from agent.model.ids import DeviceId, GpuUuid, ResourceName, SocketIdentity, SourceName
+from agent.model.health import Condition, ConditionKey, Evidence
+from agent.model.ids import DeviceId, GpuUuid, Placement, ResourceName, SocketIdentity, SourceName
 from agent.model.policy import Policy
 from agent.model.sample import GpuSample
 from agent.model.snapshot import Device, DriverView, Durable, TaskView
@@ -49,7 +50,8 @@ class State:
     """Which load of the kernel module this is."""
     bus: tuple[str, ...] | None = None
     """PCI addresses of the GPUs that the bus has for the driver; None: not looked yet."""
-    missing_nodes: tuple[str, ...] = ()
+    missing_nodes: tuple[str, ...] | None = None
+    """Device nodes that should exist and do not; None: not looked yet."""
 
     gpus: Mapping[GpuUuid, Gpu] = field(default_factory=_nothing)
     """Every GPU known, also those that NVML does not list now."""
@@ -67,8 +69,10 @@ class State:
     """What only a person ends, on GPUs that were not seen since the reboot: hardware may have been changed,
     so nothing is offered for them; they count as soon as their GPU is listed."""
     xids: Mapping[GpuUuid, Mapping[int, int]] = field(default_factory=_nothing)
-    recent_xids: Mapping[tuple[GpuUuid, int], tuple[SourceName, int]] = field(default_factory=_nothing)
-    """Who reported an XID last, and when: two sources within two seconds tell of one fault."""
+    xids_before: Mapping[tuple[GpuUuid, int], int] = field(default_factory=_nothing)
+    """XIDs that an earlier process counted and that the kernel log's backlog may tell of again."""
+    recent_xids: Mapping[tuple[Placement, int], tuple[SourceName, int]] = field(default_factory=_nothing)
+    """Who reported an XID of a place last, and when: two sources within two seconds tell of one fault."""
     samples: Mapping[GpuUuid, GpuSample] = field(default_factory=_nothing)
     slowdowns: Mapping[GpuUuid, Window] = field(default_factory=_nothing)
     fault_times: Mapping[GpuUuid, tuple[int, ...]] = field(default_factory=_nothing)
@@ -127,10 +131,17 @@ def initial_state(policy: Policy, restored: Durable | None, *, now_ns: int) -> S
         gpus=gpus,
         conditions=conditions,
         xids=xids,
+        xids_before={(gpu, xid): count for gpu, counts in xids.items() for xid, count in counts.items()},
         offers=offered,
         devices=verdicts(offered, conditions, frozenset()),
         first_probes_by_ns=now_ns + policy.first_probe_wait_ns,
         module_inode=restored.module_inode,
+        soft_flip_ns=now_ns if any(_is_soft_flip(each) for each in conditions.values()) else None,
         released_gpus=frozenset(restored.released_gpus),
         released_until_ns=restored.released_until_ns,
     )
+
+
+def _is_soft_flip(condition: Condition) -> bool:
+    """Whether soft evidence flipped a device; when it did is not kept, so the breaker counts from here."""
+    return condition.flips and MEANINGS[condition.reason].evidence is Evidence.SOFT

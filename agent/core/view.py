@@ -45,6 +45,7 @@ def snapshot_of(state: State) -> Snapshot:
         durable=_durable(state),
         pods=state.pods,
         released_until_ns=state.released_until_ns,
+        driver_released=state.driver_released,
         holds=state.holds,
         observed_flips=state.observed_flips,
     )

@@ -146,7 +146,9 @@ class Snapshot:
     pods: Mapping[DeviceId, str] | None = None
     """Who holds which device, as the kubelet says; None: not known, or not known recently."""
     released_until_ns: int | None = None
-    """The driver is let go of until then."""
+    """The driver is to be let go of until then."""
+    driver_released: bool = False
+    """It is: no file of the driver is open."""
     holds: Mapping[str, str] = field(default_factory=dict)
     """Why, by selector; also of GPUs that are not there."""
     observed_flips: int = 0

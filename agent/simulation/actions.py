@@ -23,9 +23,12 @@ from agent.simulation.action_table import (
     summary_of,
     whole_number,
 )
+from agent.simulation.kernel_actions import KERNEL_ACTIONS
 from agent.simulation.presets import MigDeviceSpec, PresetError, place_mig_devices
 from agent.simulation.roots import (
+    load_modules,
     remove_pci_device,
+    unload_modules,
     write_mig_capabilities,
     write_mig_devices,
     write_pci_device,
@@ -161,7 +164,7 @@ class RemoveGpu:
         """Hide it."""
         slot = node.slot(self.gpu)
         node.nvml.hide_gpu(slot, code=int(NvmlCode.GPU_IS_LOST) if self.code is None else self.code)
-        remove_pci_device(node.spec.gpus[slot], node.directory.path / "sys")
+        remove_pci_device(node.spec.gpus[slot], node.directory.sys)
         return f"{node.gpu_name(slot)} is gone"
 
 
@@ -174,7 +177,7 @@ class AddGpu:
     async def apply(self, node: "SimulatedNode") -> str:
         """Show it."""
         slot = node.slot(self.gpu)
-        write_pci_device(node.spec.gpus[slot], node.directory.path / "sys")
+        write_pci_device(node.spec.gpus[slot], node.directory.sys)
         node.nvml.reveal_gpu(slot)
         return f"{node.gpu_name(slot)} is there"
 
@@ -199,16 +202,21 @@ class Reveal:
 
 @dataclass(frozen=True, slots=True)
 class Driver:
-    """Load or unload the NVIDIA driver; unloaded, every NVML call answers DRIVER_NOT_LOADED."""
+    """Load or unload the NVIDIA driver; unloaded, every NVML call answers DRIVER_NOT_LOADED.
+
+    Its modules are gone from /sys then, and no GPU is bound to it.
+    """
 
     state: str = parameter("STATE", "loaded or unloaded", choice("loaded", "unloaded"))
 
     async def apply(self, node: "SimulatedNode") -> str:
         """Load or unload."""
         if self.state == "loaded":
+            load_modules(node.spec, node.directory.sys)
             node.nvml.load_driver()
         else:
             node.nvml.unload_driver()
+            unload_modules(node.spec, node.directory.sys)
         return f"The driver is {self.state}"
 
 
@@ -241,8 +249,8 @@ class Mig:
             node.nvml.set_mig(slot, devices, enabled=self.devices != ("off",))
         except PresetError as error:
             raise UsageError(f"MIG of {node.gpu_name(slot)} cannot be set: {error}") from None
-        write_mig_devices(gpu.minor, placed, node.directory.path / "dev")
-        write_mig_capabilities(gpu.minor, placed, node.directory.path / "proc")
+        write_mig_devices(gpu.minor, placed, node.directory.dev)
+        write_mig_capabilities(gpu.minor, placed, node.directory.proc)
         return f"MIG of {node.gpu_name(slot)} is {', '.join(self.devices)}"
 
 
@@ -306,6 +314,7 @@ _OWN: Final = (
     action(Reveal, "reveal", "gpus"),
     action(Driver, "driver", "state"),
     action(Mig, "mig", "gpu"),
+    *KERNEL_ACTIONS,
     action(RunPod, "run-pod", "name"),
     action(DeletePod, "delete-pod", "name"),
 )

@@ -111,6 +111,26 @@ class NodeDirectory:
         return self.path / "pod-resources"
 
     @property
+    def dev(self) -> Path:
+        """The double of /dev."""
+        return self.path / "dev"
+
+    @property
+    def proc(self) -> Path:
+        """The double of /proc."""
+        return self.path / "proc"
+
+    @property
+    def sys(self) -> Path:
+        """The double of /sys."""
+        return self.path / "sys"
+
+    @property
+    def kernel_log(self) -> Path:
+        """The double of /dev/kmsg, a unix stream socket."""
+        return self.dev / "kmsg"
+
+    @property
     def library(self) -> Path:
         """The simulated NVML library."""
         return self.path / "lib" / "libnvidia-ml.so.1"

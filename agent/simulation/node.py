@@ -1,4 +1,4 @@
-"""The simulated node: NVML state, device and proc trees, and a kubelet in one directory and one process.
+"""The simulated node: NVML state, /dev, /proc, /sys, a kernel log and a kubelet in one directory and process.
 
 Guarantees: what happens is told in ``feed``, in order; when the context ends, the kubelet is down and the
 NVML state is closed. The directory itself belongs to whoever holds it.
@@ -16,6 +16,7 @@ from agent.simulation.action_table import Invocation
 from agent.simulation.actions import parse
 from agent.simulation.directory import NodeDirectory
 from agent.simulation.feed import Feed
+from agent.simulation.kernel_log import KernelLog
 from agent.simulation.kubelet import AllocatableChange, DeviceList, EmulatedKubelet, StreamEnd
 from agent.simulation.nvml import (
     LibraryNotBuiltError,
@@ -47,6 +48,7 @@ class SimulatedNode:
         self.kubelet = EmulatedKubelet(
             directory.device_plugins, directory.pod_resources, present=kubelet_present, seed=seed
         )
+        self.kernel_log = KernelLog(directory.kernel_log)
         self._label = label
         self._started_ns = time.monotonic_ns()
         self._nvml: NvmlState | None = None
@@ -71,6 +73,7 @@ class SimulatedNode:
             except LibraryNotBuiltError as error:
                 raise AgentError(f"The simulated node cannot start: {error}") from error
             self.feed.put(self._description())
+            await stack.enter_async_context(self.kernel_log)
             await stack.enter_async_context(self.kubelet)
             pump = asyncio.get_running_loop().create_task(self._tell_changes(), name=_PUMP)
             stack.push_async_callback(_ended, pump)

@@ -79,7 +79,7 @@ def write_sysfs(spec: NodeSpec, sys_root: Path) -> None:
 
 
 def load_modules(spec: NodeSpec, sys_root: Path) -> None:
-    """Write the driver's modules as after they were loaded, in place of those that were there."""
+    """Write the driver's modules as after they were loaded, and bind the GPUs that no driver has."""
     modules = sys_root / "module"
     modules.mkdir(parents=True, exist_ok=True)
     for name in MODULES:
@@ -92,12 +92,18 @@ def load_modules(spec: NodeSpec, sys_root: Path) -> None:
             (modules / name).rename(old)
         draft.rename(modules / name)
         shutil.rmtree(old, ignore_errors=True)
+    for gpu in spec.gpus:
+        if _pci_directory(gpu, sys_root).is_dir() and driver_of(gpu, sys_root) is None:
+            bind_pci_device(gpu, sys_root, DRIVER)
 
 
-def unload_modules(sys_root: Path) -> None:
-    """Take the driver's modules away."""
+def unload_modules(spec: NodeSpec, sys_root: Path) -> None:
+    """Take the driver's modules away, and the GPUs from the driver."""
     for name in MODULES:
         shutil.rmtree(sys_root / "module" / name, ignore_errors=True)
+    for gpu in spec.gpus:
+        if driver_of(gpu, sys_root) == DRIVER:
+            bind_pci_device(gpu, sys_root, None)
 
 
 def write_pci_device(gpu: GpuSpec, sys_root: Path) -> None:
@@ -124,6 +130,12 @@ def bind_pci_device(gpu: GpuSpec, sys_root: Path, driver: str | None) -> None:
     draft = device / ".driver.new"
     draft.symlink_to(f"../../drivers/{driver}")
     draft.rename(device / "driver")
+
+
+def driver_of(gpu: GpuSpec, sys_root: Path) -> str | None:
+    """Return the driver that a GPU's PCI device is bound to; None: to none, or there is no such device."""
+    link = _pci_directory(gpu, sys_root) / "driver"
+    return link.readlink().name if link.is_symlink() else None
 
 
 def write_device_node(name: str, dev_root: Path) -> None:

@@ -1,1 +1,1 @@
-"""What the agent tells and does: each sink reads the newest snapshot or owns an effect."""
+"""Sinks: what the agent tells the world; none of them knows another."""

@@ -1,8 +1,8 @@
 """Answers over HTTP: health, preflight, and what the agent knows of the node.
 
-Guarantees: every answer comes from the newest snapshot and opens nothing of the driver; nothing
-over HTTP changes state. What names processes and pods is on the API listener and on the root-only
-control socket alone.
+Guarantees: every answer comes from the newest snapshot and opens nothing of the driver. What names
+processes and pods is on the API listener and on the root-only control socket alone. Nothing over TCP
+changes state: orders are taken on the control socket, and each one is logged with who gave it.
 """
 
 import asyncio
@@ -17,11 +17,21 @@ from aiohttp import web
 
 from agent import checks, documents
 from agent.bus import Latest
+from agent.errors import AgentError, UsageError
 from agent.events import EventRing
 from agent.log import fields
 from agent.model.snapshot import Snapshot
 from agent.options import Address
-from agent.sinks.http_server import ControlSocket, Handler, listen_forever, may_control, tcp_socket
+from agent.sinks.http_server import (
+    BodyError,
+    ControlSocket,
+    Handler,
+    body_of,
+    listen_forever,
+    may_control,
+    peer_of,
+    tcp_socket,
+)
 
 MAX_WAIT_S: Final = 30.0
 """The longest a reader of events may wait for the next one."""
@@ -33,6 +43,8 @@ HEADERS: Final = {
 }
 
 _log = logging.getLogger(__name__)
+
+ORDERS_PATH: Final = "/control/v1/"
 
 Answerer = Callable[[web.BaseRequest], Awaitable[web.Response]]
 
@@ -54,6 +66,17 @@ class Self(Protocol):
         """Return the time of day of a monotonic moment."""
 
 
+class Orders(Protocol):
+    """Who obeys what operators ask for."""
+
+    @property
+    def names(self) -> Sequence[str]:
+        """The orders there are."""
+
+    async def obey(self, name: str, order: object) -> documents.Json:
+        """Carry an order out; raises UsageError if it is wrong, AgentError if it is not possible now."""
+
+
 class HttpSink:
     """The HTTP listeners and their answers."""
 
@@ -67,6 +90,7 @@ class HttpSink:
         api_listen: Address | None,
         control_socket: str,
         may_serve_control: asyncio.Event,
+        orders: Orders,
     ) -> None:
         self._latest = latest
         self._events = events
@@ -75,6 +99,7 @@ class HttpSink:
         self._api_listen = api_listen
         self._control_socket = ControlSocket(control_socket) if control_socket else None
         self._may_serve_control = may_serve_control
+        self._orders = orders
         self.addresses: dict[str, str] = {}
         """Where each listener is, by its name: ``http``, ``api``, ``control``."""
         self._public: dict[str, Answerer] = {
@@ -129,6 +154,8 @@ class HttpSink:
         async def refuse_strangers(request: web.BaseRequest) -> web.Response:
             if not may_control(request):
                 return _text(403, "Only root may ask here\n")
+            if request.method == "POST":
+                return await self._obey(request)
             return await answer(request)
 
         await listen_forever("control", control.open, refuse_strangers, self._noter("control"))
@@ -179,6 +206,27 @@ class HttpSink:
             return _json(documents.preflight_of_standby(), status=503)
         snapshot = self._latest.value
         return _json(documents.preflight(snapshot), status=200 if snapshot.ready else 503)
+
+    # Orders
+
+    async def _obey(self, request: web.BaseRequest) -> web.Response:
+        name = request.path.removeprefix(ORDERS_PATH)
+        if not request.path.startswith(ORDERS_PATH) or name not in self._orders.names:
+            return _error(404, "There is no such order")
+        try:
+            order = msgspec.json.decode(await body_of(request))
+        except (msgspec.DecodeError, RecursionError, BodyError) as error:
+            return _error(400, str(error))
+        try:
+            pid, uid = peer_of(request)
+            document = await self._orders.obey(name, order)
+        except UsageError as error:
+            return _error(400, str(error))
+        except AgentError as error:
+            return _error(409, str(error))
+        told = {key: value for key, value in order.items() if isinstance(value, str | bool)}
+        _log.info("Obeyed an order", extra=fields(order=name, by_process=pid, by_user=uid, **told))
+        return _json(document)
 
     # What the agent knows
 
@@ -241,3 +289,7 @@ def _text(status: int, body: str) -> web.Response:
 def _json(document: documents.Json, *, status: int = 200) -> web.Response:
     body = msgspec.json.encode(document) + b"\n"
     return web.Response(status=status, body=body, content_type="application/json", headers=HEADERS)
+
+
+def _error(status: int, sentence: str) -> web.Response:
+    return _json({"apiVersion": documents.API_VERSION, "error": sentence}, status=status)

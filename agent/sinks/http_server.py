@@ -3,7 +3,8 @@
 Guarantees: at most MAX_CONNECTIONS connections on one listener: when there are more, the one that
 has been idle longest is closed, so idle clients cannot keep a health probe out. A connection that
 does nothing is closed after IDLE_S, a request that takes over BUSY_S too (its reader has stopped).
-Bodies are never read. A port in use is told once and tried again every RETRY_S.
+Bodies are read only by who asks for one, with ``body_of``, and up to MAX_BODY_BYTES. A port in use is
+told once and tried again every RETRY_S.
 """
 
 import asyncio
@@ -20,7 +21,7 @@ from typing import Final
 
 from aiohttp import web
 
-from agent.errors import SourceError
+from agent.errors import AgentError, SourceError
 from agent.log import fields
 from agent.options import Address
 
@@ -34,6 +35,8 @@ BUSY_S: Final = 60.0
 SWEEP_S: Final = 5.0
 RETRY_S: Final = 5.0
 BACKLOG: Final = 64
+MAX_BODY_BYTES: Final = 8 * 1024
+BODY_S: Final = 5.0
 
 Handler = Callable[[web.BaseRequest], Awaitable[web.Response]]
 
@@ -213,21 +216,37 @@ def _is_dead_socket(path: Path) -> bool:
     return False
 
 
-def peer_uid(request: web.BaseRequest) -> int:
-    """Return the user of the process at the other end of a unix socket, or raise SourceError."""
+class BodyError(AgentError):
+    """A request's body is not one that is read."""
+
+
+async def body_of(request: web.BaseRequest) -> bytes:
+    """Return a request's body, or raise BodyError if it is too long, of unknown length or late."""
+    length = request.content_length
+    if length is None or length > MAX_BODY_BYTES:
+        raise BodyError(f"A body needs a Content-Length of at most {MAX_BODY_BYTES}")
+    try:
+        async with asyncio.timeout(BODY_S):
+            return await request.read()
+    except TimeoutError:
+        raise BodyError(f"The body did not come within {BODY_S:g} s") from None
+
+
+def peer_of(request: web.BaseRequest) -> tuple[int, int]:
+    """Return process and user at the other end of a unix socket, or raise SourceError."""
     transport = request.transport
     connection = transport.get_extra_info("socket") if transport is not None else None
     if connection is None:
         raise SourceError("The client is gone")
     raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-    _, uid, _ = struct.unpack("3i", raw)
-    return int(uid)
+    pid, uid, _ = struct.unpack("3i", raw)
+    return int(pid), int(uid)
 
 
 def may_control(request: web.BaseRequest) -> bool:
     """Tell whether the peer is root or runs as we do."""
     try:
-        return peer_uid(request) in (0, os.geteuid())
+        return peer_of(request)[1] in (0, os.geteuid())
     except (SourceError, OSError):
         return False
 

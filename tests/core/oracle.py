@@ -7,6 +7,7 @@ oracle says between which bounds, and takes over what was chosen.
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from agent.model.facts import (
     DriverCallAnswered,
@@ -61,6 +62,17 @@ class Fault:
         if not curable or len(self.clean) < policy.recovery_clean_probes:
             return NEVER
         return self.clean[0] + policy.recovery_quiet_ns
+
+
+class ToldXid(NamedTuple):
+    """Who told of an XID last."""
+
+    gpu: str
+    gi: int
+    ci: int
+    xid: int
+    source: str
+    at_ns: int
 
 
 @dataclass
@@ -120,7 +132,7 @@ class Oracle:
         self.driver_silent = False
         self.driver: object = None
         self.driver_unloaded = False
-        self.last_xid: dict[tuple[str, int], tuple[str, int]] = {}
+        self.told_xids: list[ToldXid] = []
         self.kubelet: SocketIdentity | None = None
         self.links: dict[str, Link] = {}
         self.probes_until_ns: int | None = None
@@ -203,21 +215,26 @@ class Oracle:
     def xid(self, fact: XidReported, now_ns: int) -> None:
         if fact.gpu not in self.gpus:
             return
-        source, at_ns = self.last_xid.get((fact.gpu, fact.xid), (fact.source, 0))
-        if source != fact.source and now_ns - at_ns <= 2 * S:
-            return
-        self.last_xid[fact.gpu, fact.xid] = (fact.source, now_ns)
-        self.xids[fact.gpu, fact.xid] += fact.count
-        if (
-            self.policy.xid_overrides.get(fact.xid, fact.xid in IGNORED_BY_NVIDIAS_PLUGIN and "ignore")
-            == "ignore"
-        ):
-            return
         gi, ci = fact.gi, fact.ci
         devices = self.gpus[fact.gpu].mig_devices
         if not devices:
             gi = ci = ALL
-        elif not any(gi in {ALL, mig.gi} and ci in {ALL, mig.ci} for mig in devices):
+        is_place = not devices or any(gi in {ALL, mig.gi} and ci in {ALL, mig.ci} for mig in devices)
+        for told in self.told_xids if is_place else ():
+            same_place = (told.gi == gi or ALL in {told.gi, gi}) and (told.ci == ci or ALL in {told.ci, ci})
+            same = (told.gpu, told.xid) == (fact.gpu, fact.xid) and same_place
+            if same and told.source != fact.source and now_ns - told.at_ns <= 2 * S:
+                return
+        self.xids[fact.gpu, fact.xid] += fact.count
+        if not is_place:
+            return
+        again = [t for t in self.told_xids if (t.gpu, t.gi, t.ci, t.xid) == (fact.gpu, gi, ci, fact.xid)]
+        self.told_xids = [told for told in self.told_xids if told not in again]
+        self.told_xids.append(ToldXid(fact.gpu, gi, ci, fact.xid, fact.source, now_ns))
+        if (
+            self.policy.xid_overrides.get(fact.xid, fact.xid in IGNORED_BY_NVIDIAS_PLUGIN and "ignore")
+            == "ignore"
+        ):
             return
         fault = self.fault(
             fact.source, "xid", fact.gpu, row_of(fact.xid).recovery, code=fact.xid, gi=gi, ci=ci

@@ -18,7 +18,7 @@ from agent.model.facts import (
 from agent.model.health import Condition, Health, Reason, Recovery, Severity
 from agent.model.policy import Policy, XidPolicy
 from agent.model.sample import GpuSample
-from tests.core.build import MS, U0, S, failed, gpu, overdue, well_node, xid
+from tests.core.build import MS, U0, S, failed, gpu, overdue, passed, well_node, xid
 from tests.core.xid_table import ACTIONS, IGNORED_BY_NVIDIAS_PLUGIN, row_of
 
 XIDS = range(1, 201)
@@ -114,6 +114,13 @@ def everything_at_once() -> list[Condition]:
     )
     node.tell(DriverUnavailable(Reason.DRIVER_NOT_LOADED, "x"))
     node.tell(DriverUnavailable(Reason.NVML_VERSION_MISMATCH, "x"))
+    return [*node.conditions(), *flapping()]
+
+
+def flapping() -> list[Condition]:
+    node = well_node(gpu(0), policy=Policy(recovery_clean_probes=1, recovery_quiet_ns=0))
+    for _ in range(3):
+        node.tell(xid(94), passed())
     return node.conditions()
 
 

@@ -132,7 +132,7 @@ def test_modules_that_are_loaded_again_are_others_than_before(tmp_path: Path) ->
     assert (modules / "nvidia" / "version").read_text() == f"{spec.driver_version}\n"
     assert sorted(path.name for path in modules.iterdir()) == ["nvidia", "nvidia_uvm"]
 
-    unload_modules(tmp_path / "sys")
+    unload_modules(spec, tmp_path / "sys")
     assert list(modules.iterdir()) == []
 
 

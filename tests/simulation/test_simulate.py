@@ -64,6 +64,14 @@ async def ask(node: SimulatedNode, line: bytes) -> bytes:
         ("add_gpu", {"gpu": "1"}, "is there"),
         ("reveal", {"gpus": "1"}, "NVML lists 1 of 4 GPUs"),
         ("driver", {"state": "unloaded"}, "The driver is unloaded"),
+        ("kernel-xid", {"xid": "79", "gpu": "3"}, "The kernel log has XID 79 of GPU 3 ("),
+        ("kernel_log", {"text": "NVRM: loading"}, "A record was written into the kernel log"),
+        ("unbind", {"gpu": "1"}, "is bound to no driver"),
+        ("unbind", {"gpu": "1", "driver": "vfio-pci"}, "is bound to vfio-pci"),
+        ("bind", {"gpu": "1"}, "is bound to nvidia"),
+        ("remove-node", {"name": "nvidia3"}, "/dev/nvidia3 does not exist"),
+        ("add-node", {"name": "/dev/nvidiactl"}, "/dev/nvidiactl exists"),
+        ("reload-module", {}, "The driver's modules were loaded anew"),
         ("run-pod", {"name": "train"}, "Pod default/train "),
         ("kubelet restart", {"downtime": "10ms"}, "Kubelet fault restart (downtime 10ms)"),
         ("kubelet refuse", {"times": "2"}, "Kubelet fault refuse (times 2)"),
@@ -124,6 +132,8 @@ async def test_an_action_the_node_cannot_do_now_is_refused_in_a_sentence() -> No
             ("delete-pod", {"name": "none"}),
             ("return-code", {"code": "15", "call": "nvmlNoSuchThing"}),
             ("reveal", {"gpus": "5"}),
+            ("unbind", {"gpu": "0", "driver": "../nvidia"}),
+            ("unbind", {"gpu": "0", "driver": "nvidia"}),
         ):
             with pytest.raises(AgentError):
                 await node.do(name, given)

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import logging
 import os
 import socket
 import stat
@@ -16,6 +17,7 @@ import pytest
 from agent import checks, documents
 from agent.bus import Latest
 from agent.checks import Check, at_once
+from agent.errors import AgentError, UsageError
 from agent.events import MAX_EVENTS, EventRing
 from agent.model.effects import Event, EventKind, RecordEvent
 from agent.model.facts import NVML
@@ -52,6 +54,21 @@ class Myself:
         return f"t+{at_ns}"
 
 
+@dataclass
+class Obedient:
+    """Who obeys orders: it tells what it was given, or what it was told to raise."""
+
+    names: Sequence[str] = ("hold", "resume")
+    given: list[object] = field(default_factory=list)
+    error: Exception | None = None
+
+    async def obey(self, name: str, order: object) -> documents.Json:
+        self.given.append((name, order))
+        if self.error is not None:
+            raise self.error
+        return {"message": f"did {name}"}
+
+
 @dataclass(frozen=True)
 class Answer:
     status: int
@@ -70,6 +87,7 @@ class Served:
     events: EventRing
     myself: Myself
     control: Path
+    orders: Obedient
 
     def address(self, listener: str) -> tuple[str, int]:
         host, _, port = self.sink.addresses[listener].rpartition(":")
@@ -91,16 +109,18 @@ async def ask(
     method: str = "GET",
     host: str = "localhost",
     head: str = "",
+    body: str = "",
 ) -> Answer:
     reader, writer = connection
-    writer.write(f"{method} {target} HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n{head}\r\n".encode())
+    start = f"{method} {target} HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n{head}\r\n"
+    writer.write((start + body).encode())
     async with asyncio.timeout(30):
         raw = await reader.read()
     writer.close()
-    top, _, body = raw.decode().partition("\r\n\r\n")
+    top, _, text = raw.decode().partition("\r\n\r\n")
     first, *lines = top.split("\r\n")
     headers = dict(line.split(": ", 1) for line in lines)
-    return Answer(int(first.split()[1]), headers, body)
+    return Answer(int(first.split()[1]), headers, text)
 
 
 Serve = Callable[..., Any]
@@ -129,11 +149,13 @@ def serve(tmp_path: Path) -> Serve:
                 api_listen=api,
                 control_socket=str(control),
                 may_serve_control=active,
+                orders=(orders := Obedient()),
             ),
             latest,
             events,
             me,
             control,
+            orders,
         )
         if is_active:
             active.set()
@@ -526,3 +548,84 @@ async def test_garbage_is_refused_and_others_go_on(serve: Serve) -> None:
             assert b" 400 " in (await reader.read(64))
         writer.close()
         assert (await served.get("/livez")).status == 200
+
+
+# Orders
+
+
+async def order(served: Served, name: str, body: str, *, listener: str = "control", head: str = "") -> Answer:
+    head = head or f"Content-Length: {len(body.encode())}\r\n"
+    return await served.get(f"/control/v1/{name}", listener=listener, method="POST", head=head, body=body)
+
+
+async def test_an_order_over_the_control_socket_is_obeyed_and_logged(
+    serve: Serve, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with serve() as served:
+        with caplog.at_level(logging.INFO):
+            answer = await order(served, "hold", '{"selector": "3", "why": "fan"}')
+        assert (answer.status, answer.json) == (200, {"message": "did hold"})
+        assert served.orders.given == [("hold", {"selector": "3", "why": "fan"})]
+        (told,) = (record.fields for record in caplog.records if record.message == "Obeyed an order")
+        assert told == {
+            "order": "hold",
+            "by_process": os.getpid(),
+            "by_user": os.geteuid(),
+            "selector": "3",
+            "why": "fan",
+        }
+
+
+@pytest.mark.parametrize("listener", ["http", "api"])
+async def test_nothing_over_tcp_gives_orders(serve: Serve, listener: str) -> None:
+    async with serve(api=Address("127.0.0.2", 0)) as served:
+        answer = await order(served, "hold", "{}", listener=listener)
+        assert answer.status == 405
+        assert served.orders.given == []
+
+
+async def test_an_order_is_no_question(serve: Serve) -> None:
+    async with serve() as served:
+        assert (await served.get("/control/v1/hold", listener="control")).status == 404
+        assert (await order(served, "explode", "{}")).json["error"] == "There is no such order"
+        answer = await served.get("/v1/devices", listener="control", method="POST")
+        assert answer.status == 404
+        assert served.orders.given == []
+
+
+@pytest.mark.parametrize(
+    ("error", "status"), [(UsageError("No such GPU"), 400), (AgentError("Not taken in time"), 409)]
+)
+async def test_an_order_that_is_not_obeyed_is_answered_with_why(
+    serve: Serve, error: AgentError, status: int
+) -> None:
+    async with serve() as served:
+        served.orders.error = error
+        answer = await order(served, "hold", "{}")
+        assert (answer.status, answer.json["error"]) == (status, str(error))
+
+
+@pytest.mark.parametrize("body", ["", "{", "\x00", "[" * 5_000, '{"a": ' * 800])
+async def test_an_order_that_makes_no_sense_is_refused(serve: Serve, body: str) -> None:
+    async with serve() as served:
+        assert (await order(served, "hold", body)).status == 400
+        assert served.orders.given == []
+
+
+@pytest.mark.parametrize(
+    "head", [f"Content-Length: {http_server.MAX_BODY_BYTES + 1}\r\n", "Transfer-Encoding: chunked\r\n"]
+)
+async def test_an_order_too_long_or_of_unknown_length_is_not_read(serve: Serve, head: str) -> None:
+    async with serve() as served:
+        answer = await order(served, "hold", "", head=head)
+        assert answer.status == 400
+        assert "Content-Length" in answer.json["error"]
+
+
+async def test_an_order_that_does_not_come_is_not_waited_for(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(http_server, "BODY_S", 0.05)
+    async with serve() as served:
+        answer = await order(served, "hold", "{", head="Content-Length: 100\r\n")
+        assert (answer.status, answer.json["error"]) == (400, "The body did not come within 0.05 s")

@@ -252,7 +252,7 @@ async def test_a_module_that_is_loaded_anew_is_told(node: Node) -> None:
 
 
 async def test_a_module_that_is_unloaded_is_told(node: Node) -> None:
-    unload_modules(node.sys)
+    unload_modules(node.spec, node.sys)
     node.source.request()
     await node.module_is(None)
 
@@ -296,7 +296,7 @@ async def test_nodes_are_not_judged_while_the_driver_is_away_or_let_go_of(node: 
     write_pci_device(node.spec.gpus[3], node.sys)
     node.source.request()
     await node.on_bus(*node.pci)
-    unload_modules(node.sys)
+    unload_modules(node.spec, node.sys)
     node.latest.publish(serving(0))
     await node.module_is(None)
     assert len(node.recorder.of(DeviceNodesSeen)) == 1

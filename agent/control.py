@@ -1,0 +1,300 @@
+"""Takes orders of operators: hold, unhold, recover, release, resume, and a bundle of evidence.
+
+Guarantees: an order is checked as a whole before the core hears of it, and is bounded. The answer comes
+after the core took it and says what came of it; an order that was not taken within TAKEN_WITHIN_S says so.
+Who may give orders is not decided here: they come over the root-only control socket alone.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any, Final, Protocol
+
+from agent import documents, selectors
+from agent.bus import Latest
+from agent.core.orders import MAX_HOLDS, selectors_of
+from agent.documents import API_VERSION, Json, TimeOf
+from agent.errors import AgentError, UsageError
+from agent.model.facts import (
+    Fact,
+    HoldRequested,
+    RecoverRequested,
+    ReleaseRequested,
+    ResumeRequested,
+    UnholdRequested,
+)
+from agent.model.gpu import Gpu
+from agent.model.health import Condition, Reason
+from agent.model.ids import GpuUuid
+from agent.model.snapshot import Snapshot
+from agent.options import duration_from
+
+TAKEN_WITHIN_S: Final = 2.0
+LET_GO_WITHIN_S: Final = 45.0
+"""The longest an order to release may wait for the driver to be let go of."""
+
+MAX_WHY: Final = 200
+MAX_RELEASED: Final = 64
+"""GPUs in one order; a node has 16."""
+LEAST_RELEASE_NS: Final = 1_000_000_000
+LONGEST_RELEASE_NS: Final = 24 * 3_600 * 1_000_000_000
+
+Order = Mapping[str, Any]
+
+
+class NotTakenError(AgentError):
+    """The core did not take an order in time."""
+
+
+class Bundle(Protocol):
+    """A bundle of evidence."""
+
+    @property
+    def document(self) -> Json:
+        """What is known of the GPU."""
+
+    @property
+    def path(self) -> str | None:
+        """Where it is kept; None if the disk refused it."""
+
+    @property
+    def trouble(self) -> str | None:
+        """Why the disk refused it."""
+
+
+class Control:
+    """Obeys orders by name; see ``obey``."""
+
+    def __init__(
+        self,
+        *,
+        tell: Callable[[Fact], None],
+        latest: Latest[Snapshot],
+        make_bundle: Callable[[GpuUuid], Awaitable[Bundle | None]],
+        time_of: TimeOf,
+    ) -> None:
+        self._tell = tell
+        self._latest = latest
+        self._make_bundle = make_bundle
+        self._time_of = time_of
+        self._orders: Mapping[str, Callable[[Order], Awaitable[Json]]] = {
+            "hold": self._hold,
+            "unhold": self._unhold,
+            "recover": self._recover,
+            "release": self._release,
+            "resume": self._resume,
+            "bundle": self._bundle,
+        }
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The orders there are."""
+        return tuple(self._orders)
+
+    async def obey(self, name: str, order: object) -> Json:
+        """Carry an order out and return what came of it.
+
+        Raises UsageError if it is wrong, and AgentError if it cannot be carried out now.
+        """
+        if not isinstance(order, dict):
+            raise UsageError("An order is a JSON object")
+        return {"apiVersion": API_VERSION, "order": name, **await self._orders[name](order)}
+
+    # Holds
+
+    async def _hold(self, order: Order) -> Json:
+        _only(order, "selector", "why", "even_if_absent")
+        why = _why(order)
+        snapshot = self._latest.value
+        name, gpu = selectors.named(_text(order, "selector"), snapshot)
+        if gpu is None and not _flag(order, "even_if_absent"):
+            raise UsageError(f"{name} is no GPU of this node now; hold it all the same with --even-if-absent")
+        if name not in snapshot.holds and len(snapshot.holds) >= MAX_HOLDS:
+            raise AgentError(f"{MAX_HOLDS} holds are kept and no more; end one with gpu-agent unhold")
+        await self._taken(HoldRequested(name, why), lambda now: now.holds.get(name) == why)
+        told = f"{_called(gpu, name)} is held: {why}"
+        if gpu is None:
+            told = f"{name} is not there now and will be held when it comes: {why}"
+        return {"message": told, "selector": name, "gpu_uuid": None if gpu is None else gpu.uuid, "why": why}
+
+    async def _unhold(self, order: Order) -> Json:
+        _only(order, "selector")
+        snapshot = self._latest.value
+        text = _text(order, "selector")
+        name, gpu = (text, None) if text in snapshot.holds else selectors.named(text, snapshot)
+        names = {name} if gpu is None else {name, *selectors_of(gpu)}
+        if not names & snapshot.holds.keys():
+            raise UsageError(f"{_called(gpu, name)} is not held; gpu-agent status lists what is")
+        await self._taken(UnholdRequested(name), lambda now: not names & now.holds.keys())
+        return {
+            "message": f"{_called(gpu, name)} is held no more",
+            "selector": name,
+            "gpu_uuid": None if gpu is None else gpu.uuid,
+        }
+
+    # Recovery
+
+    async def _recover(self, order: Order) -> Json:
+        _only(order, "gpu")
+        gpu = selectors.one(_text(order, "gpu"), self._latest.value)
+        before = {each.key: each for each in _conditions(self._latest.value, gpu)}
+        version = self._latest.version
+        await self._taken(RecoverRequested(gpu.uuid), lambda _: self._latest.version > version)
+        staying = _conditions(self._latest.value, gpu)
+        cleared = [each for key, each in before.items() if key not in {stays.key for stays in staying}]
+        is_well = not any(each.flips for each in staying)
+        return {
+            "message": f"{_called(gpu)} is {'well' if is_well else 'still Unhealthy'}: "
+            f"conditions ended: {len(cleared)}, staying: {len(staying)}",
+            "gpu_uuid": gpu.uuid,
+            "well": is_well,
+            "cleared": [documents.condition(each, self._time_of) for each in cleared],
+            "staying": [
+                {**documents.condition(each, self._time_of), "stays_because": _why_it_stays(each)}
+                for each in staying
+            ],
+        }
+
+    # The driver
+
+    async def _release(self, order: Order) -> Json:
+        _only(order, "gpus", "for", "wait_s")
+        snapshot = self._latest.value
+        gpus = _gpus(order, snapshot)
+        for_ns = _release_time(order)
+        wait_s = _wait(order)
+        await self._taken(
+            ReleaseRequested(gpus, for_ns),
+            lambda now: now.released_until_ns is not None and gpus <= set(now.durable.released_gpus),
+        )
+        is_let_go = await self._becomes(lambda now: now.driver_released, wait_s)
+        now = self._latest.value
+        until_ns = now.released_until_ns
+        return {
+            "message": "The driver is let go of: no file of it is open"
+            if is_let_go
+            else "The driver is not let go of yet: a call is under way in it; see the agent's log",
+            "driver_released": is_let_go,
+            "gpus": sorted(now.durable.released_gpus),
+            "until": None if until_ns is None else self._time_of(until_ns),
+            "until_monotonic_ns": until_ns,
+        }
+
+    async def _resume(self, order: Order) -> Json:
+        _only(order)
+        if self._latest.value.released_until_ns is None:
+            raise UsageError("The driver is not released, so there is nothing to resume")
+        await self._taken(ResumeRequested(), lambda now: now.released_until_ns is None)
+        return {"message": "The driver is taken back; its GPUs are well again after clean probes"}
+
+    async def _bundle(self, order: Order) -> Json:
+        _only(order, "gpu")
+        gpu = selectors.one(_text(order, "gpu"), self._latest.value)
+        made = await self._make_bundle(gpu.uuid)
+        if made is None:
+            raise UsageError(f"{_called(gpu)} is not known any more")
+        return {
+            "message": made.path or f"The bundle could not be kept: {made.trouble}",
+            "gpu_uuid": gpu.uuid,
+            "path": made.path,
+            "trouble": made.trouble,
+            "bundle": made.document,
+        }
+
+    # The core
+
+    async def _taken(self, fact: Fact, is_shown: Callable[[Snapshot], bool]) -> None:
+        self._tell(fact)
+        if not await self._becomes(is_shown, TAKEN_WITHIN_S):
+            raise NotTakenError(
+                f"The order was given and not taken within {TAKEN_WITHIN_S:g} s; see gpu-agent status"
+            )
+
+    async def _becomes(self, is_shown: Callable[[Snapshot], bool], within_s: float) -> bool:
+        version = self._latest.version
+        try:
+            async with asyncio.timeout(within_s):
+                while not is_shown(self._latest.value):
+                    version = await self._latest.wait_newer(version)
+        except TimeoutError:
+            return is_shown(self._latest.value)
+        return True
+
+
+def _conditions(snapshot: Snapshot, gpu: Gpu) -> tuple[Condition, ...]:
+    return next((view.conditions for view in snapshot.gpus if view.gpu.uuid == gpu.uuid), ())
+
+
+def _why_it_stays(condition: Condition) -> str:
+    if condition.reason is Reason.HELD:
+        return "a hold ends with gpu-agent unhold"
+    if condition.reason is Reason.MAINTENANCE:
+        return "a release ends with gpu-agent resume, and clean probes"
+    if condition.lasts:
+        return "its cause is still seen"
+    return "it was reported again"
+
+
+def _called(gpu: Gpu | None, name: str = "") -> str:
+    return name if gpu is None else f"GPU {gpu.index} ({gpu.uuid})"
+
+
+# What an order holds
+
+
+def _only(order: Order, *known: str) -> None:
+    unknown = sorted(str(key)[:40] for key in order if key not in known)
+    if unknown:
+        raise UsageError(f"Unknown in this order: {', '.join(unknown[:8])}")
+
+
+def _text(order: Order, name: str) -> str:
+    value = order.get(name)
+    if not isinstance(value, str) or not value.strip():
+        raise UsageError(f'"{name}" is missing: the name of a GPU')
+    return value.strip()
+
+
+def _flag(order: Order, name: str) -> bool:
+    value = order.get(name, False)
+    if not isinstance(value, bool):
+        raise UsageError(f'"{name}" must be true or false')
+    return value
+
+
+def _why(order: Order) -> str:
+    value = order.get("why")
+    text = value.strip() if isinstance(value, str) else ""
+    if not text or len(text) > MAX_WHY or not text.isprintable():
+        raise UsageError(f"A hold needs a reason (why) of 1 to {MAX_WHY} printable characters")
+    return text
+
+
+def _gpus(order: Order, snapshot: Snapshot) -> frozenset[GpuUuid]:
+    value = order.get("gpus")
+    if value == "all":
+        if not snapshot.gpus:
+            raise UsageError("No GPU is known yet, so there is none to release")
+        return frozenset(view.gpu.uuid for view in snapshot.gpus)
+    if not isinstance(value, list) or not 1 <= len(value) <= MAX_RELEASED:
+        raise UsageError(f'"gpus" must be "all" or a list of 1 to {MAX_RELEASED} GPUs')
+    if not all(isinstance(each, str) for each in value):
+        raise UsageError('"gpus" must hold names of GPUs')
+    return frozenset(selectors.one(each.strip(), snapshot).uuid for each in value)
+
+
+def _release_time(order: Order) -> int:
+    value = order.get("for")
+    try:
+        for_ns = duration_from(value) if isinstance(value, str) else 0
+    except ValueError:
+        for_ns = 0
+    if not LEAST_RELEASE_NS <= for_ns <= LONGEST_RELEASE_NS:
+        raise UsageError('A release needs a time (for) between "1s" and "24h", such as "10m"')
+    return for_ns
+
+
+def _wait(order: Order) -> float:
+    value = order.get("wait_s", 0)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= LET_GO_WITHIN_S:
+        raise UsageError(f'"wait_s" must be between 0 and {LET_GO_WITHIN_S:g}')
+    return float(value)

@@ -1,0 +1,121 @@
+"""The names of a GPU: UUID, serial, PCI address in any form, index."""
+
+import contextlib
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from agent.errors import UsageError
+from agent.model.gpu import MigDevice
+from agent.model.ids import GpuUuid
+from agent.model.snapshot import Snapshot
+from agent.selectors import named, one
+from tests.sinks.offers import node, uuid
+
+
+UUID = uuid(3)
+
+
+def listed(*, mig: bool = False, lost: int | None = None) -> Snapshot:
+    """Eight GPUs; GPU 3 has the address 0000:03:00.0 and the serial 1324523000003."""
+    made = node()
+    slices = (MigDevice("MIG-1", 1, 0, "1g.5gb", 1),) if mig else ()
+    views = tuple(
+        replace(
+            view,
+            gpu=replace(view.gpu, serial=f"13245230000{number:02}", mig_devices=slices),
+            present=number != lost,
+        )
+        for number, view in enumerate(made.gpus)
+    )
+    return replace(made, gpus=views)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "3",
+        "0000:03:00.0",
+        "00000000:03:00.0",
+        "0:3:0.0",
+        "03:00.0",
+        "03:00",
+        "1324523000003",
+        UUID,
+        UUID.upper(),
+    ],
+)
+def test_each_form_names_the_gpu(text: str) -> None:
+    assert one(text, listed()).uuid == uuid(3)
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        ("3", uuid(3)),
+        (uuid(3).upper(), uuid(3)),
+        ("00000000:03:00", "0000:03:00.0"),
+        ("1324523000003", "1324523000003"),
+    ],
+)
+def test_a_gpu_is_kept_by_a_name_that_stays(text: str, name: str) -> None:
+    assert named(text, listed()) == (name, one("3", listed()))
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        ("GPU-ABCDEF00-0000-4000-8000-000000000099", "GPU-abcdef00-0000-4000-8000-000000000099"),
+        ("10000:AB:00.0", "10000:ab:00.0"),
+        ("af:00", "0000:af:00.0"),
+        ("1563221009876", "1563221009876"),
+    ],
+)
+def test_a_gpu_that_is_not_there_is_kept_by_what_it_would_be_called(text: str, name: str) -> None:
+    assert named(text, listed()) == (name, None)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "99", "GPU-3", "card", "03:00.8", "gpu 3", "x" * 200, "GPU-" + "0" * 32]
+)
+def test_what_is_no_name_is_refused_with_what_would_be_one(text: str) -> None:
+    for ask in (named, one):
+        with pytest.raises(UsageError, match="give its UUID, serial, PCI address or index"):
+            ask(text, listed())
+
+
+def test_a_mig_device_is_not_its_gpu() -> None:
+    with pytest.raises(UsageError, match=f"MIG-1 is a MIG device; name its GPU, {uuid(0)}"):
+        one("MIG-1", listed(mig=True))
+
+
+def test_before_any_gpu_is_known_the_refusal_says_so() -> None:
+    with pytest.raises(UsageError, match="no GPU is known yet"):
+        one("0", replace(node(), gpus=()))
+
+
+def test_of_two_gpus_at_one_place_the_one_that_is_there_is_meant() -> None:
+    made = listed(lost=3)
+    newcomer = replace(made.gpus[3], gpu=replace(made.gpus[3].gpu, uuid=GpuUuid(uuid(9))), present=True)
+    both = replace(made, gpus=(*made.gpus, newcomer))
+    assert one("0000:03:00.0", both).uuid == uuid(9)
+    assert one("3", both).uuid == uuid(9)
+    assert one(uuid(3), both).uuid == uuid(3)
+
+
+def test_two_gpus_of_one_board_share_its_serial() -> None:
+    made = listed()
+    twin = replace(made.gpus[4], gpu=replace(made.gpus[4].gpu, serial="1324523000003"))
+    both = replace(made, gpus=(*made.gpus[:4], twin))
+    with pytest.raises(UsageError, match=f"names 2 GPUs; give one of {uuid(3)}, {uuid(4)}"):
+        one("1324523000003", both)
+    assert named("1324523000003", both)[0] == "1324523000003"
+
+
+@given(st.text(max_size=100))
+def test_any_text_names_one_gpu_or_is_refused_in_a_sentence(text: str) -> None:
+    for ask in (named, one):
+        with contextlib.suppress(UsageError):
+            ask(text, listed())
