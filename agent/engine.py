@@ -20,6 +20,10 @@ from agent.model.snapshot import Snapshot
 
 MAX_IDLE_NS: Final = 5_000_000_000
 
+GAP_S: Final = 0.001
+"""After each batch: what comes meanwhile is one batch, so a storm of facts costs a bounded number of
+steps. The first fact after a quiet moment does not wait."""
+
 TURNS_FOR_PEERS: Final = 2
 """Turns of the loop after each batch: one to make the kubelet's message, one to write it."""
 
@@ -61,6 +65,7 @@ class Engine:
             self.step_once()
             for _ in range(TURNS_FOR_PEERS):
                 await asyncio.sleep(0)
+            await asyncio.sleep(GAP_S)
 
     def step_once(self) -> None:
         """Take what waits and step through it; a Tick stands at the end, for what time brings.
