@@ -1,0 +1,111 @@
+"""What an operator can do to the agent on a simulated node, as an action: orders, and a kill.
+
+Guarantees as in ``actions``. Orders go the way of ``gpu-agent hold`` and its like: over the control socket.
+"""
+
+import os
+import signal
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+from agent.errors import AgentError
+from agent.simulation.action_table import action, choice, name_text, parameter
+from agent.simulation.agent_socket import ask, wait_for_answer
+
+if TYPE_CHECKING:
+    from agent.simulation.node import SimulatedNode
+
+AGENT: Final = "agent"
+"""The name of the action."""
+KILL: Final = "kill"
+
+SERVES_WITHIN_S: Final = 10.0
+"""How long the agent may take until it answers at all: it serves the kubelet before it serves HTTP."""
+LET_GO_WITHIN_S: Final = 20.0
+"""How long a release may wait until no file of the driver is open."""
+OBEYED_WITHIN_S: Final = LET_GO_WITHIN_S + 5.0
+DEFAULT_RELEASE: Final = "10m"
+
+_ORDERS: Final = ("hold", "unhold", "recover", "release", "resume", KILL)
+_OF_ONE_GPU: Final = frozenset({"hold", "unhold", "recover"})
+_MAX_WHY: Final = 200
+_PATH: Final = "/control/v1/"
+
+
+def _why(text: str) -> str:
+    if not text.strip() or len(text) > _MAX_WHY or not text.isprintable():
+        raise ValueError(f"must have 1 to {_MAX_WHY} printable characters")
+    return text
+
+
+@dataclass(frozen=True, slots=True)
+class AgentOrder:
+    """Give the agent an operator's order, or kill its process with SIGKILL."""
+
+    order: str = parameter("ORDER", ", ".join(_ORDERS), choice(*_ORDERS))
+    gpu: str | None = parameter(
+        "GPU", "Slot or UUID, for hold, unhold and recover; release: all by default", name_text, default=None
+    )
+    why: str | None = parameter("TEXT", "Why the GPU is held", _why, default=None)
+    time: str | None = parameter(
+        "TIME", f"How long the driver is released, {DEFAULT_RELEASE} by default", name_text, default=None
+    )
+
+    def __post_init__(self) -> None:
+        if self.gpu is None and self.order in _OF_ONE_GPU:
+            raise ValueError(f"needs gpu to {self.order}")
+        if self.gpu is not None and self.order not in {*_OF_ONE_GPU, "release"}:
+            raise ValueError(f"takes no gpu to {self.order}")
+        if (self.why is not None) != (self.order == "hold"):
+            raise ValueError("needs why to hold, and for nothing else")
+        if self.time is not None and self.order != "release":
+            raise ValueError("takes time to release, and for nothing else")
+
+    async def apply(self, node: "SimulatedNode") -> str:
+        """Give it, and wait until the agent took it."""
+        gpu = None if self.gpu is None else node.nvml.uuid(node.slot(self.gpu))
+        socket = node.directory.agent / "control.sock"
+        state = await wait_for_answer(socket, "/debug/state", SERVES_WITHIN_S)
+        if state is None:
+            raise AgentError(f"No agent answers at {socket}; start one with gpu-agent run or gpu-agent demo")
+        if self.order == KILL:
+            return _kill(state.document)
+        answer = await ask(
+            socket, f"{_PATH}{self.order}", order=self._body(gpu), timeout_s=OBEYED_WITHIN_S
+        )
+        if answer is None:
+            raise AgentError(f"The agent did not answer to {self.order}; read its log")
+        if answer.status != 200:  # noqa: PLR2004 - HTTP's OK
+            raise AgentError(f"The agent refuses to {self.order}: {answer.document.get('error', answer.status)}")
+        if answer.document.get("driver_released") is False:
+            raise AgentError(str(answer.document.get("message")))
+        return str(answer.document.get("message", f"The agent took the order to {self.order}"))
+
+    def _body(self, gpu: str | None) -> Mapping[str, Any]:
+        match self.order:
+            case "hold":
+                return {"selector": gpu, "why": self.why}
+            case "unhold":
+                return {"selector": gpu}
+            case "recover":
+                return {"gpu": gpu}
+            case "release":
+                gpus = "all" if gpu is None else [gpu]
+                return {"gpus": gpus, "for": self.time or DEFAULT_RELEASE, "wait_s": LET_GO_WITHIN_S}
+            case _:
+                return {}
+
+
+def _kill(state: Mapping[str, Any]) -> str:
+    pid = state.get("agent", {}).get("pid")
+    if not isinstance(pid, int) or pid <= 1:
+        raise AgentError("The agent does not tell its process id")
+    try:
+        os.kill(pid, signal.SIGKILL)
+    except OSError as error:
+        raise AgentError(f"The agent's process {pid} could not be killed: {error.strerror}") from None
+    return f"The agent's process {pid} was killed"
+
+
+AGENT_ACTIONS: Final = (action(AgentOrder, AGENT, "order"),)
