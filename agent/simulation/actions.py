@@ -23,8 +23,10 @@ from agent.simulation.action_table import (
     summary_of,
     whole_number,
 )
+from agent.simulation.agent_actions import AGENT_ACTIONS
 from agent.simulation.kernel_actions import KERNEL_ACTIONS
 from agent.simulation.presets import MigDeviceSpec, PresetError, place_mig_devices
+from agent.simulation.reading_actions import READING_ACTIONS
 from agent.simulation.roots import (
     load_modules,
     remove_pci_device,
@@ -314,7 +316,9 @@ _OWN: Final = (
     action(Reveal, "reveal", "gpus"),
     action(Driver, "driver", "state"),
     action(Mig, "mig", "gpu"),
+    *READING_ACTIONS,
     *KERNEL_ACTIONS,
+    *AGENT_ACTIONS,
     action(RunPod, "run-pod", "name"),
     action(DeletePod, "delete-pod", "name"),
 )

@@ -71,13 +71,13 @@ class AgentOrder:
             raise AgentError(f"No agent answers at {socket}; start one with gpu-agent run or gpu-agent demo")
         if self.order == KILL:
             return _kill(state.document)
-        answer = await ask(
-            socket, f"{_PATH}{self.order}", order=self._body(gpu), timeout_s=OBEYED_WITHIN_S
-        )
+        answer = await ask(socket, f"{_PATH}{self.order}", order=self._body(gpu), timeout_s=OBEYED_WITHIN_S)
         if answer is None:
             raise AgentError(f"The agent did not answer to {self.order}; read its log")
-        if answer.status != 200:  # noqa: PLR2004 - HTTP's OK
-            raise AgentError(f"The agent refuses to {self.order}: {answer.document.get('error', answer.status)}")
+        if answer.status != 200:
+            raise AgentError(
+                f"The agent refuses to {self.order}: {answer.document.get('error', answer.status)}"
+            )
         if answer.document.get("driver_released") is False:
             raise AgentError(str(answer.document.get("message")))
         return str(answer.document.get("message", f"The agent took the order to {self.order}"))
@@ -95,6 +95,11 @@ class AgentOrder:
                 return {"gpus": gpus, "for": self.time or DEFAULT_RELEASE, "wait_s": LET_GO_WITHIN_S}
             case _:
                 return {}
+
+
+def is_kill(name: str, given: Mapping[str, str]) -> bool:
+    """Tell whether an action, by its name and parameters, kills the agent."""
+    return name == AGENT and given.get("order") == KILL
 
 
 def _kill(state: Mapping[str, Any]) -> str:

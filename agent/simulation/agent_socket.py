@@ -49,7 +49,7 @@ async def wait_for_answer(path: Path, target: str, within_s: float) -> Answer | 
     """Return the first answer that is well, since an agent that starts serves HTTP last; None: none came."""
     try:
         async with asyncio.timeout(within_s):
-            while (answer := await ask(path, target)) is None or answer.status != 200:
+            while (answer := await ask(path, target)) is None or answer.status != 200:  # noqa: ASYNC110 - another process
                 await asyncio.sleep(_ASK_AGAIN_S)
     except TimeoutError:
         return None

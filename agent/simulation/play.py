@@ -51,7 +51,8 @@ _FOREVER_S = 86_400.0
 
 
 async def _apply(node: SimulatedNode, step: Step, began_ns: int) -> None:
-    await asyncio.sleep((began_ns + step.at_ns - time.monotonic_ns()) / 1e9)
+    due_ns = max(began_ns + step.at_ns, time.monotonic_ns() + step.after_ns)
+    await asyncio.sleep((due_ns - time.monotonic_ns()) / 1e9)
     mark_ns = time.monotonic_ns()
     for invocation in step.do:
         await node.apply(invocation)

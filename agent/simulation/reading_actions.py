@@ -5,18 +5,13 @@ Guarantees as in ``actions``. A reading stays as it was set until another action
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, cast, get_args
+from typing import TYPE_CHECKING, Any, Final, cast, get_args
 
 from agent.simulation.action_table import action, choice, name_text, parameter, whole_number
+from agent.simulation.nvml.state import EccCounter, EccLocation, EccType, FabricState
 
 if TYPE_CHECKING:
     from agent.simulation.node import SimulatedNode
-
-_MAX_COUNT: Final = 2**31 - 1
-_MAX_CELSIUS: Final = 150
-_MAX_LINK: Final = 35
-_MAX_GENERATION: Final = 7
-_MAX_CODE: Final = 9_999
 
 RECOVERY_ACTIONS: Final[Mapping[str, int | None]] = {
     "none": 0,
@@ -39,21 +34,28 @@ CLOCK_REASONS: Final[Mapping[str, int]] = {
 }
 """NVML's nvmlClocksEventReason*."""
 
-_ROWS: Final = ("none", "pending", "failed")
-_LINK: Final = ("up", "down")
-_WIDTHS: Final = (1, 2, 4, 8, 16)
+_WIDTHS: Final = ("1", "2", "4", "8", "16")
+_LOCATIONS: Final[tuple[EccLocation, ...]] = get_args(EccLocation)
 
-_COUNT: Final = whole_number(0, _MAX_COUNT)
+_COUNT: Final = whole_number(0, 2**31 - 1)
+_CODE: Final = whole_number(0, 9_999)
+_KIND: Final = choice(*get_args(EccType))
+_COUNTER: Final = choice(*get_args(EccCounter))
+_LOCATION: Final = choice(*_LOCATIONS)
+_FABRIC: Final = choice(*get_args(FabricState))
 
 
-def _gpu() -> str:
-    return cast("str", parameter("GPU", "Slot or UUID", name_text))
+def _gpu() -> Any:
+    return parameter("GPU", "Slot or UUID", name_text)
 
 
 def _recovery_action(text: str) -> int | None:
-    if text not in RECOVERY_ACTIONS and not text.isdigit():
-        raise ValueError(f"must be {', '.join(RECOVERY_ACTIONS)}, or NVML's number")
-    return RECOVERY_ACTIONS[text] if text in RECOVERY_ACTIONS else whole_number(0, 255)(text)
+    if text in RECOVERY_ACTIONS:
+        return RECOVERY_ACTIONS[text]
+    try:
+        return whole_number(0, 255)(text)
+    except ValueError:
+        raise ValueError(f"must be {', '.join(RECOVERY_ACTIONS)}, or NVML's number") from None
 
 
 def _clock_reasons(text: str) -> int:
@@ -66,8 +68,8 @@ def _clock_reasons(text: str) -> int:
 
 
 def _width(text: str) -> int:
-    if text not in map(str, _WIDTHS):
-        raise ValueError(f"must be {', '.join(map(str, _WIDTHS))}")
+    if text not in _WIDTHS:
+        raise ValueError(f"must be {', '.join(_WIDTHS)}")
     return int(text)
 
 
@@ -88,19 +90,143 @@ class RecoveryAction:
         return f"The recovery action of {node.gpu_name(slot)} {told}"
 
 
-_Location: Final = ("dram", "sram", "l1_cache", "l2_cache", "register_file", "texture", "shared", "cbu")
-
-
 @dataclass(frozen=True, slots=True)
 class Ecc:
-    """Set an ECC error counter of a GPU, uncorrected errors since the driver was loaded by default."""
+    """Set an ECC error counter of a GPU: uncorrected errors since the driver was loaded, by default."""
 
     count: int = parameter("N", "What the counter reads", _COUNT)
     gpu: str = _gpu()
-    kind: str = parameter(
-        "KIND", "uncorrected or corrected", choice("uncorrected", "corrected"), default="uncorrected"
+    kind: str = parameter("KIND", "uncorrected (the default) or corrected", _KIND, default="uncorrected")
+    counter: str = parameter("COUNTER", "volatile (the default) or aggregate", _COUNTER, default="volatile")
+    location: str = parameter(
+        "WHERE", f"{', '.join(_LOCATIONS)}; dram is the default", _LOCATION, default="dram"
     )
-    counter: str = parameter(
-        "COUNTER", "volatile or aggregate", choice("volatile", "aggregate"), default="volatile"
+
+    async def apply(self, node: "SimulatedNode") -> str:
+        """Set the counter."""
+        slot = node.slot(self.gpu)
+        node.nvml.set_ecc(
+            slot,
+            self.count,
+            kind=cast("EccType", self.kind),
+            counter=cast("EccCounter", self.counter),
+            location=cast("EccLocation", self.location),
+        )
+        return (
+            f"{node.gpu_name(slot)} counts {self.count} {self.kind} ECC errors "
+            f"({self.counter}, {self.location})"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class RemappedRows:
+    """Set what row remapping says: rows that wait for a reset, or a remapping that failed."""
+
+    state: str = parameter("STATE", "none, pending or failed", choice("none", "pending", "failed"))
+    gpu: str = _gpu()
+    correctable: int = parameter("N", "Rows remapped for correctable errors", _COUNT, default=0)
+    uncorrectable: int = parameter("N", "Rows remapped for uncorrectable errors", _COUNT, default=0)
+
+    async def apply(self, node: "SimulatedNode") -> str:
+        """Set the four values."""
+        slot = node.slot(self.gpu)
+        node.nvml.set_remapped_rows(
+            slot,
+            correctable=self.correctable,
+            uncorrectable=self.uncorrectable,
+            pending=self.state == "pending",
+            failed=self.state == "failed",
+        )
+        return f"Row remapping of {node.gpu_name(slot)}: {self.state}"
+
+
+@dataclass(frozen=True, slots=True)
+class Temperature:
+    """Set the temperature of a GPU."""
+
+    celsius: int = parameter("CELSIUS", "Degrees", whole_number(0, 150))
+    gpu: str = _gpu()
+
+    async def apply(self, node: "SimulatedNode") -> str:
+        """Set it."""
+        slot = node.slot(self.gpu)
+        node.nvml.set_temperature(slot, self.celsius)
+        return f"{node.gpu_name(slot)} has {self.celsius} C"
+
+
+@dataclass(frozen=True, slots=True)
+class ClockReasons:
+    """Set why the clocks of a GPU are held down, such as hw-slowdown."""
+
+    reasons: int = parameter("LIST", f"{', '.join(CLOCK_REASONS)}; several with commas", _clock_reasons)
+    gpu: str = _gpu()
+
+    async def apply(self, node: "SimulatedNode") -> str:
+        """Set the bit mask."""
+        slot = node.slot(self.gpu)
+        node.nvml.set_clock_reasons(slot, self.reasons)
+        return f"The clock event reasons of {node.gpu_name(slot)} are {self.reasons:#x}"
+
+
+@dataclass(frozen=True, slots=True)
+class NvLink:
+    """Take NVLinks of a GPU down or up: one, or all of them."""
+
+    state: str = parameter("STATE", "up or down", choice("up", "down"))
+    gpu: str = _gpu()
+    link: int | None = parameter("N", "Which link; all by default", whole_number(0, 63), default=None)
+
+    async def apply(self, node: "SimulatedNode") -> str:
+        """Set the state of the links."""
+        slot = node.slot(self.gpu)
+        links = range(node.nvml.number(slot, "links")) if self.link is None else (self.link,)
+        for link in links:
+            node.nvml.set_nvlink(slot, link, up=self.state == "up")
+        which = f"{len(links)} NVLinks" if self.link is None else f"NVLink {self.link}"
+        return f"{which} of {node.gpu_name(slot)}: {self.state}"
+
+
+@dataclass(frozen=True, slots=True)
+class Fabric:
+    """Set how far a GPU's registration with the NVSwitch fabric is."""
+
+    state: str = parameter("STATE", ", ".join(get_args(FabricState)), _FABRIC)
+    gpu: str = _gpu()
+    status: int = parameter("CODE", "NVML's return code of it, 0 by default", _CODE, default=0)
+
+    async def apply(self, node: "SimulatedNode") -> str:
+        """Set state and status."""
+        slot = node.slot(self.gpu)
+        node.nvml.set_fabric(slot, cast("FabricState", self.state), status=self.status)
+        return f"The fabric of {node.gpu_name(slot)}: {self.state}, status {self.status}"
+
+
+@dataclass(frozen=True, slots=True)
+class Pcie:
+    """Set the width that the PCIe link of a GPU has trained to."""
+
+    width: int = parameter("LANES", ", ".join(_WIDTHS), _width)
+    gpu: str = _gpu()
+    generation: int | None = parameter(
+        "N", "Its generation; as it is by default", whole_number(1, 7), default=None
     )
-    memory: str = parameter("MEMORY", "dram, sram, l2_cache, …", choice(*_Location), default="dram")
+
+    async def apply(self, node: "SimulatedNode") -> str:
+        """Set the link."""
+        slot = node.slot(self.gpu)
+        now = node.nvml.number(slot, "pcie_generation")
+        generation = now if self.generation is None else self.generation
+        node.nvml.set_pcie(slot, generation=generation, width=self.width)
+        return f"The PCIe link of {node.gpu_name(slot)} is x{self.width}, generation {generation}"
+
+
+READING_ACTIONS: Final = (
+    action(RecoveryAction, "recovery-action", "action"),
+    action(Ecc, "ecc", "count"),
+    action(RemappedRows, "remapped-rows", "state"),
+    action(Temperature, "temperature", "celsius"),
+    action(ClockReasons, "clock-reasons", "reasons"),
+    action(NvLink, "nvlink", "state"),
+    action(Fabric, "fabric", "state"),
+    action(Pcie, "pcie", "width"),
+)

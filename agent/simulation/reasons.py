@@ -2,15 +2,13 @@
 
 import asyncio
 import contextlib
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-MAX_ANSWER_BYTES: Final = 8 * 1024 * 1024
-ANSWER_TIMEOUT_S: Final = 2.0
-"""How long one question may take."""
+from agent.simulation.agent_socket import ask, wait_for_answer
+
 FIRST_ANSWER_WITHIN_S: Final = 10.0
 """How long it may take until it answers at all: it serves the kubelet before it serves HTTP."""
 AGREES_WITHIN_S: Final = 1.0
@@ -21,9 +19,13 @@ UNKNOWN: Final = "unknown"
 STREAM_ENDED: Final = "The kubelet holds it for unhealthy because its ListAndWatch stream has ended"
 
 
+_RECOVERIES: Final = ("self_clearing", "reset", "reboot", "by_hand")
+"""How lasting a condition is: the last of these longest."""
+
+
 @dataclass(frozen=True, slots=True)
 class Reason:
-    """The first of a device's reasons; ``number`` is an XID or a return code."""
+    """The most lasting of a device's reasons; ``number`` is an XID or a return code."""
 
     code: str = UNKNOWN
     number: int | None = None
@@ -52,6 +54,8 @@ class AgentClient:
         """
         found: dict[str, Reason] = {}
         if not connected:
+            # The one that lists them again may be another process, which serves HTTP last.
+            self._is_waited_for = False
             return dict.fromkeys(unhealthy, Reason(message=STREAM_ENDED))
         if unhealthy:
             await self._wait_for_first_answer()
@@ -65,13 +69,9 @@ class AgentClient:
 
     async def _wait_for_first_answer(self) -> None:
         """Give the agent time to serve; waited for once, since one that hangs would delay all."""
-        if self._is_waited_for:
-            return
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(self._first_answer_within_s):
-                while await self._get("/v1/devices") is None:  # noqa: ASYNC110 - another process
-                    await asyncio.sleep(_ASK_AGAIN_S)
-        self._is_waited_for = True
+        if not self._is_waited_for:
+            await wait_for_answer(self._path, "/v1/devices", self._first_answer_within_s)
+            self._is_waited_for = True
 
     async def http_address(self) -> str | None:
         """Return where the agent serves HTTP; None while it does not."""
@@ -90,36 +90,21 @@ class AgentClient:
 
     async def _get(self, path: str) -> Mapping[str, Any] | None:
         """Return the JSON of a document; None where the agent did not answer with it."""
-        try:
-            async with asyncio.timeout(ANSWER_TIMEOUT_S):
-                reader, writer = await asyncio.open_unix_connection(str(self._path))
-                try:
-                    writer.write(f"GET {path} HTTP/1.0\r\nHost: localhost\r\n\r\n".encode())
-                    answer = await _read_all(reader)
-                finally:
-                    writer.close()
-        except (OSError, TimeoutError):
-            return None
-        head, _, body = answer.partition(b"\r\n\r\n")
-        try:
-            document = json.loads(body) if b" 200 " in head.partition(b"\r\n")[0] else None
-        except ValueError:
-            return None
-        return document if isinstance(document, dict) else None
-
-
-async def _read_all(reader: asyncio.StreamReader) -> bytes:
-    answer = bytearray()
-    while len(answer) < MAX_ANSWER_BYTES and (data := await reader.read(65_536)):
-        answer += data
-    return bytes(answer)
+        answer = await ask(self._path, path)
+        return answer.document if answer is not None and answer.status == 200 else None
 
 
 def _reason(device: Mapping[str, Any]) -> Reason:
-    for each in device.get("reasons", []):
-        if each.get("flips"):
-            return Reason(
-                each.get("code", UNKNOWN), each.get("number"), each.get("evidence"), each.get("message")
-            )
-    # Not known to be well, and no condition: it was never probed.
-    return Reason("not_probed") if device.get("health") == UNKNOWN else Reason()
+    flipping = [each for each in device.get("reasons", []) if each.get("flips")]
+    if not flipping:
+        # Not known to be well, and no condition: it was never probed.
+        return Reason("not_probed") if device.get("health") == UNKNOWN else Reason()
+    # Of several, the first of those that stay the longest: it is what keeps the device out in the end.
+    lasting = max(flipping, key=lambda each: _lasts(each.get("recovery")))
+    return Reason(
+        lasting.get("code", UNKNOWN), lasting.get("number"), lasting.get("evidence"), lasting.get("message")
+    )
+
+
+def _lasts(recovery: object) -> int:
+    return _RECOVERIES.index(recovery) if recovery in _RECOVERIES else 0

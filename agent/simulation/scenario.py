@@ -8,8 +8,9 @@
     until: {resource: nvidia.com/gpu, capacity: 8, allocatable: 7}
     timeout: 40s
 
-A step is applied when ``at`` (from the start) has come and the step before is done; then it waits until the
-kubelet has shown what ``expect`` says. Leading steps at 0s without ``expect`` are there before the agent is.
+A step is applied when ``at`` (from the start) has come and the step before is done, and ``after`` has
+passed since then; it waits until the kubelet has shown what ``expect`` says. Leading steps at 0s without
+``after`` and ``expect`` are there before the agent is. After ``{agent: kill}`` a demo starts the agent anew.
 
 Guarantees: a file is read strictly and as a whole; every problem is reported, with file, line and path.
 """
@@ -26,6 +27,7 @@ from agent.errors import ConfigError, UsageError
 from agent.options import OPTIONS, Option, duration_from
 from agent.simulation import actions
 from agent.simulation.action_table import Invocation
+from agent.simulation.agent_actions import is_kill
 from agent.simulation.directory import agent_flags
 from agent.simulation.document import Document, Node, read
 from agent.simulation.presets import NodeSpec, PresetError, load_preset
@@ -39,7 +41,7 @@ MAX_ACTIONS: Final = 20
 MAX_NS: Final = 24 * 3_600_000_000_000
 
 _KEYS: Final = ("node", "agent", "steps", "until", "timeout")
-_STEP_KEYS: Final = ("at", "do", "expect")
+_STEP_KEYS: Final = ("at", "after", "do", "expect")
 _EXPECTATION_KEYS: Final = ("resource", "capacity", "allocatable", "registrations")
 _DEFAULT_RESOURCE: Final = "nvidia.com/gpu"
 _DEFAULT_TIMEOUT_NS: Final = 60_000_000_000
@@ -70,6 +72,12 @@ class Step:
     at_ns: int
     do: tuple[Invocation, ...]
     expect: Expectation | None = None
+    after_ns: int = 0
+
+    @property
+    def is_setup(self) -> bool:
+        """Whether it waits for nothing."""
+        return self.at_ns == 0 and self.after_ns == 0 and self.expect is None
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,10 +97,13 @@ class Scenario:
     @property
     def setup(self) -> tuple[Step, ...]:
         """The leading steps that are applied before an agent can look."""
-        count = 0
-        while count < len(self.steps) and self.steps[count].at_ns == 0 and self.steps[count].expect is None:
-            count += 1
-        return self.steps[:count]
+        return tuple(itertools.takewhile(lambda step: step.is_setup, self.steps))
+
+    @property
+    def kills(self) -> int:
+        """How often it kills the agent."""
+        invocations = (invocation for step in self.steps for invocation in step.do)
+        return sum(is_kill(invocation.name, invocation.given) for invocation in invocations)
 
 
 def shipped_names() -> tuple[str, ...]:
@@ -221,6 +232,7 @@ class _Reader:
             at_ns=self._duration(f"{path}.at", found.get("at"), 0),
             do=self._actions(f"{path}.do", found["do"]) if "do" in found else (),
             expect=self._expectation(f"{path}.expect", found["expect"]) if "expect" in found else None,
+            after_ns=self._duration(f"{path}.after", found.get("after"), 0),
         )
 
     def _actions(self, path: str, node: Node) -> tuple[Invocation, ...]:

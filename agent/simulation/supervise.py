@@ -6,6 +6,7 @@ Guarantees: when it returns or is killed, no process of it is left; when it retu
 import asyncio
 import contextlib
 import os
+import signal
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -73,9 +74,55 @@ async def _refuse_unless_ready(simulate: Child) -> None:
     raise ConfigError(problems) if code == EXIT_USAGE else AgentError("\n".join(problems))
 
 
+class _Agent:
+    """The agent's process, started anew as often as the scenario kills it and no more."""
+
+    def __init__(self, wanted: Demo, environment: dict[str, str]) -> None:
+        self._command = _agent_command(wanted)
+        self._environment = environment
+        self._log = wanted.node_dir / "agent.log"
+        self._kills = 0 if wanted.plan.scenario is None else wanted.plan.scenario.kills
+        self._changed = asyncio.Event()
+        self.child: Child | None = None
+
+    async def start(self) -> None:
+        """Start a process."""
+        self.child = await Child.start("agent", self._command, environment=self._environment, log=self._log)
+        self._changed.set()
+
+    async def ended(self) -> None:
+        """Return when it has ended otherwise than by a kill of the scenario."""
+        while self.child is not None and await self.child.ended() == -signal.SIGKILL and self._kills:
+            self._kills -= 1
+            await self.child.stop(0, impatient=asyncio.Event())
+            await self.start()
+
+    async def stop(self, *, impatient: asyncio.Event) -> None:
+        """End the process."""
+        if self.child is not None:
+            await self.child.stop(AGENT_PATIENCE_S, impatient=impatient)
+
+    async def show(self, client: AgentClient, tables: Tables | None) -> None:
+        """Show for ever where the agent answers, once it does."""
+        while True:
+            self._changed.clear()
+            if tables is not None and self.child is not None:
+                await self._show_one(self.child, client, tables)
+            await self._changed.wait()
+
+    async def _show_one(self, child: Child, client: AgentClient, tables: Tables) -> None:
+        tables.set_agent(f"agent: process {child.pid}")
+        while child is self.child:
+            address = await client.http_address()
+            if address is not None:
+                tables.set_agent(f"agent: process {child.pid}, http://{address}/preflight")
+                return
+            await asyncio.sleep(_LOOK_FOR_LISTENER_S)
+
+
 async def _with_agent(wanted: Demo, simulate: Child, environment: dict[str, str], stop: StopSignals) -> None:
-    log = wanted.node_dir / "agent.log"
-    agent = await Child.start("agent", _agent_command(wanted), environment=environment, log=log)
+    agent = _Agent(wanted, environment)
+    await agent.start()
     client = AgentClient(wanted.node_dir / "agent" / "control.sock")
     output, tables = _output(wanted, client)
     end: list[Line] = []
@@ -85,13 +132,14 @@ async def _with_agent(wanted: Demo, simulate: Child, environment: dict[str, str]
             feed=_follow(wanted.node_dir, output, end),
             agent=agent.ended(),
             simulate=simulate.ended(),
-            listener=_show_agent(agent, client, tables),
+            listener=agent.show(client, tables),
         )
-        await _judge(which, agent if which == "agent" else simulate, wanted, end)
+        ended = agent.child if which == "agent" else simulate
+        await _judge(which, ended or simulate, wanted, end)
     finally:
         if tables is not None:
             tables.close()
-        await agent.stop(AGENT_PATIENCE_S, impatient=stop.second)
+        await agent.stop(impatient=stop.second)
 
 
 def _output(wanted: Demo, client: AgentClient) -> tuple[Output, Tables | None]:
@@ -120,16 +168,6 @@ async def _follow(node_dir: Path, output: Output, end: list[Line]) -> None:
         if not await output.take(line) or end:
             return
     # The node's process has ended, and its own end tells why.
-    await asyncio.Event().wait()
-
-
-async def _show_agent(agent: Child, client: AgentClient, tables: Tables | None) -> None:
-    """Show where the agent answers, once it does; then wait for ever."""
-    if tables is not None:
-        tables.set_agent(f"agent: process {agent.pid}")
-        while (address := await client.http_address()) is None:  # noqa: ASYNC110 - another process's state
-            await asyncio.sleep(_LOOK_FOR_LISTENER_S)
-        tables.set_agent(f"agent: process {agent.pid}, http://{address}/preflight")
     await asyncio.Event().wait()
 
 
