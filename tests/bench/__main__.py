@@ -22,7 +22,7 @@ from tests.bench.figures import Effort, Measurement, MeasurementError, as_json, 
 from tests.bench.node import ROOT
 
 MEASUREMENTS: Final[tuple[Measurement, ...]] = (
-    health.XID_TO_KUBELET,
+    health.XID_TO_MESSAGE,
     registration.KUBELET_RESTART,
     registration.LOST_REGISTRATION,
     life.START,

@@ -161,8 +161,7 @@ def _timed(begin: Callable[[], list[Any]]) -> int:
 
 @contextmanager
 def _client(node: BenchNode) -> Iterator[_Client]:
-    path = node.simulated.directory.device_plugins / "nvidia-gpu.sock"
-    with grpc.insecure_channel(f"unix:{path}") as channel:
+    with grpc.insecure_channel(f"unix:{node.plugin_socket}") as channel:
         yield _Client(channel, node.uuids)
 
 

@@ -40,7 +40,7 @@ _SETTLE_S: Final = 2.0
 async def _memory(effort: Effort) -> AsyncGenerator[Figure, None]:
     """Read VmRSS of an agent with 8 GPUs, HTTP on and some pods served, and of its imports alone.
 
-    Growth is from a state in which every bounded buffer is full (a tenth of the load was given before) to
+    Growth is from a state in which every bounded buffer is full (some of the load was given before) to
     the state after the load: XIDs through NVML's event wait, answers over HTTP, kubelet restarts. The load is
     a tenth of the promised one unless ``--full`` is given, and then has ``tenth`` in its name.
     """
@@ -55,7 +55,7 @@ async def _memory(effort: Effort) -> AsyncGenerator[Figure, None]:
             await _serve_pods(node, 20)
             await scrape(address, 20)
             warm = agent.rss_bytes()
-            await _load(node, address, facts=max(facts // 10, 10_000), scrapes=facts // 100, restarts=20)
+            await _load(node, address, facts=max(facts // 5, 10_000), scrapes=facts // 100, restarts=60)
             full = agent.rss_bytes()
             await _load(node, address, facts=facts, scrapes=facts // 100, restarts=facts // 1000)
             after = agent.rss_bytes()

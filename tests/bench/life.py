@@ -23,8 +23,6 @@ from tests.bench.figures import (
 )
 from tests.bench.node import GPU, PATIENCE_S, AgentProcess, BenchNode, bench_node, free_port
 
-_PLUGIN_SOCKET: Final = "nvidia-gpu.sock"
-
 
 async def _start(effort: Effort) -> AsyncGenerator[Figure, None]:
     """Start the agent on a node whose kubelet runs; from before the process is made to Register answered.
@@ -53,8 +51,7 @@ async def _stop(effort: Effort) -> AsyncGenerator[Figure, None]:
     times_ns: list[int] = []
     left = 0
     async with bench_node() as node:
-        directory = node.simulated.directory
-        leavable = (directory.device_plugins / _PLUGIN_SOCKET, directory.agent / "control.sock")
+        leavable = (node.plugin_socket, node.simulated.directory.agent / "control.sock")
         for _ in range(effort.of(quick=4, usual=20)):
             with node.agent({"http-listen": f"127.0.0.1:{free_port()}"}) as agent:
                 await agent.ready()

@@ -44,6 +44,11 @@ class BenchNode:
         self.uuids: Final = tuple(node.nvml.uuid(slot) for slot in range(node.nvml.gpus))
         self._log = log
 
+    @property
+    def plugin_socket(self) -> Path:
+        """The agent's socket, while it serves."""
+        return self.simulated.directory.device_plugins / "nvidia-gpu.sock"
+
     def agent(
         self,
         flags: Mapping[str, str] | None = None,

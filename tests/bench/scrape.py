@@ -6,6 +6,7 @@ from types import TracebackType
 from typing import Final, Self
 
 from tests.bench.figures import MeasurementError
+from tests.bench.node import PATIENCE_S
 
 PATHS: Final = ("/readyz?verbose", "/preflight", "/v1/devices", "/v1/allocatable")
 """What is asked, in turn."""
@@ -28,6 +29,18 @@ class Scraper:
         fields = dict(line.lower().split(b": ", 1) for line in head.splitlines()[1:] if b": " in line)
         return await reader.readexactly(int(fields[b"content-length"]))
 
+    async def wait_listening(self) -> None:
+        """Wait until the agent accepts, which it does only some time after it has registered."""
+        try:
+            async with asyncio.timeout(PATIENCE_S):
+                while self._writer is None:
+                    try:
+                        await self._connection()
+                    except ConnectionRefusedError:
+                        await asyncio.sleep(0.02)
+        except TimeoutError:
+            raise MeasurementError(f"nobody listens on {self._host}:{self._port}") from None
+
     async def _connection(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         if self._reader is None or self._writer is None:
             self._reader, self._writer = await asyncio.open_connection(self._host, int(self._port))
@@ -44,6 +57,7 @@ async def scrape(address: str, count: int) -> None:
     """Ask so many times, one after another."""
     scraper = Scraper(address)
     try:
+        await scraper.wait_listening()
         for path in itertools.islice(itertools.cycle(PATHS), count):
             await scraper.get(path)
     finally:
@@ -60,6 +74,8 @@ class Scrapers:
         """Answers so far."""
 
     async def __aenter__(self) -> Self:
+        for scraper in self._scrapers:
+            await scraper.wait_listening()
         loop = asyncio.get_running_loop()
         self._tasks = [
             loop.create_task(self._ask(scraper), name="bench-scraper") for scraper in self._scrapers
