@@ -155,12 +155,17 @@ def _finish(future: asyncio.Future[None]) -> None:
 
 
 class Latest(Generic[T]):
-    """A cell that holds the newest version of a value. To be used on the loop's thread only."""
+    """A cell that holds the newest version of a value. To be used on the loop's thread only.
+
+    Readers are woken in two classes: those on whom a peer waits, and a turn of the loop later all others,
+    so that writing a file or a status line never comes before the answer.
+    """
 
     def __init__(self, value: T) -> None:
         self._value = value
         self._version = 0
         self._changed: asyncio.Event | None = None
+        self._changed_for_first: asyncio.Event | None = None
 
     @property
     def value(self) -> T:
@@ -176,8 +181,11 @@ class Latest(Generic[T]):
         """Replace the value and wake everyone who waits for a newer one."""
         self._value = value
         self._version += 1
+        if self._changed_for_first is not None:
+            self._changed_for_first.set()
+            self._changed_for_first = None
         if self._changed is not None:
-            self._changed.set()
+            asyncio.get_running_loop().call_soon(self._changed.set)
             self._changed = None
 
     async def wait_newer(self, version: int) -> int:
@@ -186,4 +194,12 @@ class Latest(Generic[T]):
             if self._changed is None:
                 self._changed = asyncio.Event()
             await self._changed.wait()
+        return self._version
+
+    async def wait_newer_first(self, version: int) -> int:
+        """As ``wait_newer``, before those who use that: for what a peer waits for."""
+        while self._version <= version:
+            if self._changed_for_first is None:
+                self._changed_for_first = asyncio.Event()
+            await self._changed_for_first.wait()
         return self._version

@@ -36,6 +36,20 @@ class AgentClient:
     def __init__(self, path: str) -> None:
         self.path = path
 
+    def accepts(self) -> bool:
+        """Tell whether an agent listens there; raises AgentUnreachableError if only others may ask it."""
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+            probe.settimeout(TIMEOUT_S)
+            try:
+                probe.connect(self.path)
+            except PermissionError:
+                raise AgentUnreachableError(
+                    f"Only root may ask the agent at {self.path}; run this as root"
+                ) from None
+            except OSError:
+                return False
+        return True
+
     def get(self, target: str, *, timeout_s: float = TIMEOUT_S) -> Json:
         """Return the document at a path such as ``/v1/devices``."""
         connection = _UnixConnection(self.path, timeout_s)
@@ -68,24 +82,13 @@ def find_agent(flag: str | None, environment: Mapping[str, str] | None = None) -
     """Return a client of the agent that runs here, or raise AgentUnreachableError."""
     looked = candidates(flag, os.environ if environment is None else environment)
     for path in looked:
-        if _accepts(path):
-            return AgentClient(path)
+        agent = AgentClient(path)
+        if agent.accepts():
+            return agent
     raise AgentUnreachableError(
         f"No agent answers at {' or '.join(looked)}; start one with 'gpu-agent run', "
         "or a simulated node with 'gpu-agent demo'"
     )
-
-
-def _accepts(path: str) -> bool:
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
-        probe.settimeout(TIMEOUT_S)
-        try:
-            probe.connect(path)
-        except PermissionError:
-            raise AgentUnreachableError(f"Only root may ask the agent at {path}; run this as root") from None
-        except OSError:
-            return False
-    return True
 
 
 class _UnixConnection(http.client.HTTPConnection):

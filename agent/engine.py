@@ -1,6 +1,6 @@
 """The one place where state changes: take facts, step the core, publish, hand out effects.
 
-Invariants: only the engine calls the core's step. It yields to the loop after each batch. It steps
+Invariants: only the engine calls the core's step. It leaves the loop to others after each batch. It steps
 at ``wake_at_ns`` and at least every MAX_IDLE_NS even if nothing happens; the watchdog is fed from
 here, after a completed step, so that a stuck core misses it and a stuck driver does not.
 """
@@ -19,6 +19,9 @@ from agent.model.facts import Fact, Tick
 from agent.model.snapshot import Snapshot
 
 MAX_IDLE_NS: Final = 5_000_000_000
+
+TURNS_FOR_PEERS: Final = 2
+"""Turns of the loop after each batch: one to make the kubelet's message, one to write it."""
 
 
 class Engine:
@@ -56,7 +59,8 @@ class Engine:
             now_ns = self._clock()
             await self._inbox.wait_nonempty(min(self._wake_at_ns, now_ns + self._max_idle_ns))
             self.step_once()
-            await asyncio.sleep(0)
+            for _ in range(TURNS_FOR_PEERS):
+                await asyncio.sleep(0)
 
     def step_once(self) -> None:
         """Take what waits and step through it; a Tick stands at the end, for what time brings.

@@ -83,7 +83,7 @@ class NodeLock:
 
     def __init__(self, path: str) -> None:
         """Open the lock's file, or raise MissingRightsError."""
-        self._path = path
+        self.is_held = False
         try:
             self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         except OSError as error:
@@ -106,6 +106,7 @@ class NodeLock:
         self._sign()
 
     def _sign(self) -> None:
+        self.is_held = True
         with contextlib.suppress(OSError):
             os.ftruncate(self._descriptor, 0)
             os.pwrite(self._descriptor, f"{os.getpid()}\n".encode(), 0)

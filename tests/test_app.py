@@ -188,7 +188,7 @@ async def test_sigterm_ends_with_0_and_leaves_no_socket_behind(node: SimulatedNo
         assert await agent.stop() == 0
         sockets = [path for path in node.directory.path.rglob("*") if stat.S_ISSOCK(path.lstat().st_mode)]
         names = {path.name for path in sockets}
-        assert names <= {"kubelet.sock", "control.sock"}
+        assert names <= {"kubelet.sock", "control.sock", "kmsg"}
         assert not Path(agent.flags["control-socket"]).exists()
         assert not (node.directory.device_plugins / "nvidia-gpu.sock").exists()
         assert agent.plain == []
@@ -254,8 +254,9 @@ async def test_sigusr2_writes_the_stacks_of_tasks_and_threads(node: SimulatedNod
     async with running(flags_of(node)) as agent:
         await agent.wait_registered()
         agent.signal(signal.SIGUSR2)
-        task = await agent.wait_line("Stack of a task", task="engine")
-        assert "engine.py" in task["stack"]
+        task = await agent.wait_line("Stack of a task", task="loop lag")
+        assert "_measure_lag" in task["stack"]
+        assert "tasks.py" in task["stack"]
         await agent.wait_line("Stack of a thread", thread="MainThread")
         assert await agent.stop() == 0
 
@@ -266,6 +267,43 @@ async def test_sigpipe_and_a_closed_standard_error_hurt_nobody(node: SimulatedNo
         agent.signal(signal.SIGPIPE)
         node.nvml.push_xid(0, 79)
         await wait_allocatable(node, 3)
+
+
+# Bugs
+
+
+@pytest.mark.parametrize(
+    ("bug", "sentence"),
+    [
+        ("agent.app.LAG_PERIOD_S = None", "The task loop lag failed: TypeError"),
+        (
+            "import agent.engine; agent.engine.step = None",
+            "The task engine failed 5 times within 60 s, last with: TypeError",
+        ),
+        (
+            "import agent.sinks.device_plugin as plugin; plugin.DevicePlugin.run = None",
+            "The task device-plugin failed 5 times within 60 s, last with: TypeError",
+        ),
+    ],
+)
+async def test_a_bug_ends_the_agent_in_order_with_one_sentence(
+    node: SimulatedNode, bug: str, sentence: str
+) -> None:
+    async with running(flags_of(node), prelude=f"import agent.app\n{bug}\n") as agent:
+        assert await agent.ended() == 1
+        await eventually(lambda: agent.is_over)
+        (told,) = agent.plain
+        assert told.startswith(f"gpu-agent: {sentence}")
+        assert "Stopping" in agent.messages()
+        assert not Path(agent.flags["control-socket"]).exists()
+
+
+async def test_a_bug_in_a_sink_that_is_not_critical_takes_no_gpu_away(node: SimulatedNode) -> None:
+    bug = "import agent.sinks.http as http\nhttp.HttpSink.run = None\n"
+    async with running(flags_of(node), prelude=bug) as agent:
+        await agent.wait_line("A task failed", task="http", count=2)
+        await wait_allocatable(node, 4)
+        assert await agent.stop() == 0
 
 
 # Reload

@@ -370,23 +370,32 @@ async def test_a_running_agent_answers_every_question(live: AgentProcess, node: 
     assert (await asked(live, "events", "--since", "1h", "-o", "json")).returncode == 0
 
 
-@pytest.mark.slow
-async def test_events_can_be_watched(live: AgentProcess, node: SimulatedNode) -> None:
-    watching = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "agent", "events", "-w", "-o", "json",
-        "--control-socket", live.flags["control-socket"],
-        stdout=asyncio.subprocess.PIPE,
-    )  # fmt: skip
+async def next_event(watching: asyncio.subprocess.Process, message: str) -> Any:
     assert watching.stdout is not None
     async with asyncio.timeout(60):
         async for raw in watching.stdout:
-            if json.loads(raw)["message"] == "Registered with the kubelet":
-                break
-        node.nvml.push_xid(0, 79)
-        async for raw in watching.stdout:
-            if json.loads(raw)["kind"] == "condition":
-                assert json.loads(raw)["fields"]["code"] == 79
-                break
+            if json.loads(raw)["message"] == message:
+                return json.loads(raw)
+    raise AssertionError(f"ended without {message!r}")
+
+
+@pytest.mark.slow
+async def test_events_can_be_watched_over_a_restart_of_the_agent(
+    live: AgentProcess, node: SimulatedNode
+) -> None:
+    watching = await asyncio.create_subprocess_exec(
+        sys.executable,
+        *("-m", "agent", "events", "-w", "-o", "json", "--control-socket", live.flags["control-socket"]),
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.DEVNULL,
+    )
+    await next_event(watching, "Registered with the kubelet")
+    node.nvml.push_xid(0, 79)
+    event = await next_event(watching, "A condition was raised")
+    assert event["fields"]["code"] == 79
+    assert await live.stop() == 0
+    async with running(live.flags):
+        await next_event(watching, "Registered with the kubelet")
         watching.send_signal(signal.SIGINT)
         assert await watching.wait() == 0
 

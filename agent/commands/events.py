@@ -8,11 +8,12 @@ from collections.abc import Iterator
 from typing import Any, Final, cast
 
 from agent.client import TIMEOUT_S, AgentClient, find_agent
-from agent.errors import UsageError
-from agent.options import duration_from
+from agent.errors import AgentUnreachableError, UsageError
+from agent.option_values import duration_from
 from agent.render import WIDTH, Output, add_agent_flag, add_output_flag, show
 
 WAIT_S: Final = 20
+RETRY_S: Final = 0.5
 
 _DESCRIPTION: Final = """\
 Show what happened on this node since the agent was started: the newest 1024
@@ -68,16 +69,29 @@ def _since(text: str) -> tuple[int, int]:
 
 
 def _stream(agent: AgentClient, number: int, *, is_endless: bool) -> Iterator[dict[str, Any]]:
-    wait_s = 0
-    while True:
-        document = agent.get(f"/v1/events?since={number}&wait={wait_s}", timeout_s=TIMEOUT_S + wait_s)
-        if document["missed"]:
-            print(f"gpu-agent: {document['missed']} older events are kept no more", file=sys.stderr)
-        yield from _events(document)
-        if not is_endless:
-            return
-        # A number that went back is another agent's: it began at one.
-        number, wait_s = cast("int", document["last"]), WAIT_S
+    document = _asked(agent, number, wait_s=0)
+    yield from _events(document)
+    while is_endless:
+        try:
+            document = _asked(agent, cast("int", document["last"]), wait_s=WAIT_S)
+        except AgentUnreachableError:
+            _wait_for(agent)
+        else:
+            yield from _events(document)
+
+
+def _asked(agent: AgentClient, number: int, *, wait_s: int) -> dict[str, object]:
+    document = agent.get(f"/v1/events?since={number}&wait={wait_s}", timeout_s=TIMEOUT_S + wait_s)
+    if document["missed"]:
+        print(f"gpu-agent: {document['missed']} older events are kept no more", file=sys.stderr)
+    return document
+
+
+def _wait_for(agent: AgentClient) -> None:
+    """Wait until an agent answers: it may be restarted while it is watched."""
+    print("gpu-agent: The agent is away; waiting for its return", file=sys.stderr)
+    while not agent.accepts():
+        time.sleep(RETRY_S)
 
 
 def _events(document: dict[str, object]) -> list[dict[str, Any]]:

@@ -21,7 +21,7 @@ from agent.errors import AgentError, UsageError
 from agent.events import EventRing
 from agent.log import fields
 from agent.model.snapshot import Snapshot
-from agent.options import Address
+from agent.option_values import Address
 from agent.sinks.http_server import (
     BodyError,
     ControlSocket,
@@ -241,7 +241,9 @@ class HttpSink:
         wait = _number(request, "wait")
         if since is None or wait is None:
             return _text(400, "since and wait must be whole numbers\n")
-        if wait and since >= self._events.last:
+        if since > self._events.last:
+            since = 0  # a number of an earlier agent; this one began anew
+        if wait and since == self._events.last:
             try:
                 async with asyncio.timeout(min(wait, MAX_WAIT_S)):
                     await self._events.wait_newer(since)
@@ -252,7 +254,7 @@ class HttpSink:
         document = documents.events(
             entries,
             last=self._events.last,
-            missed=max(0, oldest - since - 1) if since <= self._events.last else 0,
+            missed=max(0, oldest - since - 1),
             time_of=self._agent.time_of,
         )
         return _json(document)

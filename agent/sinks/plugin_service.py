@@ -137,7 +137,7 @@ class PluginService:
             version = self._latest.version
             if self._refresh():
                 await asyncio.sleep(WINDOW_S)
-            await self._latest.wait_newer(version)
+            await self._latest.wait_newer_first(version)
 
     async def wait_between_pods(self, within_s: float) -> None:
         """Return when no pod is being admitted, but wait no longer than this.
@@ -206,7 +206,7 @@ class PluginService:
                 await stream.send_message(shown.data)
                 sent = shown.data
                 self._told(shown)
-            await self._lists.wait_newer(version)
+            await self._lists.wait_newer_first(version)
 
     def _too_large(self, shown: _List) -> GRPCError:
         log.error(

@@ -20,6 +20,7 @@ import asyncio
 import contextlib
 import hashlib
 import logging
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
@@ -316,6 +317,8 @@ class StateFile:
         self._latest = latest
         self._boot_id = boot_id
         self._written: Durable | None = None
+        self._writing = threading.Lock()
+        """Held by the thread that writes: one whose task was cancelled is still at the file beside."""
         self.failures = 0
         """Writes that failed since the start."""
         self.trouble: str | None = None
@@ -363,9 +366,7 @@ class StateFile:
     async def _write_newest(self) -> bool:
         durable = self._latest.value.durable
         try:
-            await in_daemon_thread(
-                "statefile-writer", lambda: write(self._path, encoded(durable, boot_id=self._boot_id))
-            )
+            await in_daemon_thread("statefile-writer", lambda: self._write(durable))
         except (OSError, RuntimeError) as error:
             self._note_failure(error)
             return False
@@ -373,6 +374,10 @@ class StateFile:
             _log.info("Wrote the state file again", extra=fields(path=self._path))
         self._written, self.trouble = durable, None
         return True
+
+    def _write(self, durable: Durable) -> None:
+        with self._writing:
+            write(self._path, encoded(durable, boot_id=self._boot_id))
 
     def _note_failure(self, error: OSError | RuntimeError) -> None:
         detail = (error.strerror if isinstance(error, OSError) else None) or str(error)

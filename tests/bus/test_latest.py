@@ -37,6 +37,28 @@ async def test_every_reader_is_woken() -> None:
     assert [reader.result() for reader in readers] == [2] * 5
 
 
+async def test_those_for_whom_a_peer_waits_are_woken_before_all_others() -> None:
+    cell = Latest(0)
+    order: list[str] = []
+
+    async def others() -> None:
+        await cell.wait_newer(0)
+        order.append("others")
+
+    async def first() -> None:
+        await cell.wait_newer_first(0)
+        order.append("list")
+        await asyncio.sleep(0)
+        order.append("message")
+
+    async with asyncio.TaskGroup() as group:
+        group.create_task(others())
+        group.create_task(first())
+        await asyncio.sleep(0)
+        cell.publish(1)
+    assert order == ["list", "message", "others"]
+
+
 async def test_a_reader_that_gives_up_does_not_disturb_the_others() -> None:
     cell = Latest(0)
     async with asyncio.TaskGroup() as group:

@@ -24,7 +24,7 @@ from agent.model.facts import NVML
 from agent.model.health import Condition, ConditionKey, Evidence, Health, Reason, Recovery
 from agent.model.ids import GpuUuid, Placement, SocketIdentity
 from agent.model.snapshot import DriverView, Finding, RegistrationPhase, Snapshot, TaskView
-from agent.options import Address
+from agent.option_values import Address
 from agent.sinks import http_server
 from agent.sinks.http import HttpSink
 from tests.sinks.offers import device, node, resource, snapshot, uuid
@@ -386,6 +386,13 @@ async def test_only_the_newest_events_are_kept_and_the_reader_learns_what_is_mis
         document = (await served.get("/v1/events?since=3")).json
         assert len(document["events"]) == MAX_EVENTS
         assert document["missed"] == 7
+
+
+async def test_a_reader_with_the_number_of_an_earlier_agent_gets_all(serve: Serve) -> None:
+    async with serve() as served:
+        happened(served.events, "one")
+        document = (await served.get("/v1/events?since=500&wait=30")).json
+        assert [event["number"] for event in document["events"]] == [1]
 
 
 async def test_a_reader_can_wait_for_the_next_event(serve: Serve) -> None:

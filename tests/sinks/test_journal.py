@@ -37,6 +37,16 @@ def test_an_event_is_one_line_with_its_fields(caplog: pytest.LogCaptureFixture) 
     }
 
 
+def test_a_storm_of_one_event_does_not_silence_another(caplog: pytest.LogCaptureFixture) -> None:
+    limit = log.RateLimit()
+    with caplog.at_level(logging.INFO), caplog.filtering(limit):
+        for _ in range(log.OWN_LINES_PER_PERIOD + 1):
+            JournalSink().record(RecordEvent(XID, at_ns=0))
+        assert limit.suppressed == 1
+        JournalSink().record(RecordEvent(Event(EventKind.DEVICE, "Health changed"), at_ns=0))
+    assert caplog.messages[-1] == "Health changed"
+
+
 def test_what_is_unexpected_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     JournalSink().record(RecordEvent(Event(EventKind.KUBELET, "Gone", warning=True), at_ns=0))
     assert [record.levelname for record in caplog.records] == ["WARNING"]

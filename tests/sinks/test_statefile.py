@@ -5,6 +5,7 @@ import hashlib
 import json
 import logging
 import os
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -256,10 +257,12 @@ def test_the_names_of_what_came_later_stay(path: str) -> None:
 
 
 async def settled(state_file: StateFile, path: str, durable: Durable) -> None:
+    """Wait until the file holds a state and the writer knows it."""
     async with asyncio.timeout(30):
         while await in_daemon_thread("reader", lambda: load(path, boot_id=BOOT)) != durable:
             await asyncio.sleep(0.01)
-    assert state_file.trouble is None
+        while state_file.trouble is not None:
+            await asyncio.sleep(0.01)
 
 
 @pytest.fixture
@@ -336,6 +339,33 @@ async def test_the_writer_goes_on_after_a_failure(
         directory.mkdir()
         await settled(state_file, path, SICK)
         task.cancel()
+
+
+async def test_the_last_write_waits_for_one_that_was_under_way_when_its_task_was_cancelled(
+    path: str, latest: Latest[Snapshot], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    under_way, go_on, sync = threading.Event(), threading.Event(), os.fsync
+
+    def slow_sync(descriptor: int) -> None:
+        under_way.set()
+        go_on.wait(30)
+        sync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", slow_sync)
+    state_file = StateFile(path, latest, boot_id=BOOT)
+    newest = Durable(gpus=(gpu(U1),))
+    async with asyncio.TaskGroup() as group:
+        task = group.create_task(state_file.run(), name="statefile")
+        await in_daemon_thread("wait", lambda: under_way.wait(30))
+        task.cancel()
+        latest.publish(replace(node(), durable=newest))
+        flushing = group.create_task(state_file.flush(30), name="flush")
+        await asyncio.sleep(0.1)  # enough for a second writer to spoil the first one's file
+        go_on.set()
+        await flushing
+
+    assert (state_file.failures, state_file.trouble) == (0, None)
+    assert await in_daemon_thread("reader", lambda: load(path, boot_id=BOOT)) == newest
 
 
 async def test_a_disk_that_hangs_does_not_hold_up_the_end(
