@@ -14,9 +14,10 @@ import time
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, assert_never
+from typing import TYPE_CHECKING, Any, Final, Literal, assert_never
 
-from agent import log
+from agent import checks, log
+from agent.assembly import Assembly, Source
 from agent.bus import Inbox, Latest
 from agent.config import Settings, changes_that_need_a_restart
 from agent.core.state import initial_state
@@ -25,24 +26,44 @@ from agent.driver_watch import is_in_container, watch_library
 from agent.ending import EndedError, Ending
 from agent.engine import MAX_IDLE_NS, Engine
 from agent.errors import AgentError, AlreadyRunningError, ConfigError, SourceError
-from agent.events import EventRing
+from agent.events import Entry, EventRing
 from agent.imports import import_http, import_plugin, import_state_file
-from agent.model.effects import Effect, EndProcess, RecordEvent, RegisterResource, WithdrawResource
-from agent.model.facts import DEVICE_PLUGIN, KUBELET, NVML, Fact, KubeletSocketSeen, PolicyChanged
+from agent.model.effects import (
+    Effect,
+    EndProcess,
+    KeepEvidence,
+    RecordEvent,
+    RegisterResource,
+    ReleaseDriver,
+    ResumeDriver,
+)
+from agent.model.facts import (
+    DEVICE_PLUGIN,
+    KERNEL_LOG,
+    KUBELET,
+    NVML,
+    PODS,
+    SYSFS,
+    UEVENTS,
+    Fact,
+    KubeletSocketSeen,
+    PolicyChanged,
+)
 from agent.model.ids import NO_KUBELET, SourceName
 from agent.model.policy import Policy
 from agent.model.snapshot import Durable, RegistrationPhase, Snapshot
 from agent.signals import Signals
+from agent.sinks.eventlog import EventLog
+from agent.sinks.evidence import EvidenceSink
 from agent.sinks.journal import JournalSink
 from agent.sinks.notify import Notifier
 from agent.standby import InitFailedError, Memory
 from agent.startup import NodeLock, boot_id_of, check_paths, check_rights
-from agent.supervision import Run, Supervisor
+from agent.supervision import Pulse, Run, Supervisor
 from agent.threads import in_daemon_thread
-from agent.vitals import ENGINE, HTTP, STATE_FILE, Vitals
+from agent.vitals import ENGINE, EVENT_LOG, EVIDENCE, HTTP, STATE_FILE, Part, Vitals
 
 if TYPE_CHECKING:
-    from agent.sinks.device_plugin import DevicePlugin
     from agent.sinks.http import HttpSink
     from agent.sources.nvml import NvmlSource
 
@@ -80,8 +101,17 @@ def run(settings: Settings, *, reread: Callable[[], Settings], environment: Mapp
                 f"Another agent ({lock.holder()}) runs on this node and holds {settings.lock_path}; "
                 "stop it, or wait for its end with --if-running=standby"
             )
-        restored = _load_state(settings) if is_first else None
-        agent = Agent(settings, lock, restored, lines, reread, environment)
+        boot_id = boot_id_of(settings.proc_root)
+        restored = _load_state(settings, boot_id) if is_first else None
+        agent = Agent(
+            settings,
+            lock,
+            restored,
+            boot_id=boot_id,
+            lines=lines,
+            reread=reread,
+            environment=environment,
+        )
         return asyncio.run(agent.run())
     finally:
         lines.flush(LOG_FLUSH_S)
@@ -91,13 +121,21 @@ def _default_if_running() -> str:
     return "fail" if sys.stderr.isatty() else "standby"
 
 
-def _load_state(settings: Settings) -> Durable | None:
+def _load_state(settings: Settings, boot_id: str) -> Durable | None:
     """Return what the agent before us left; blocks."""
     if not Path(settings.state_path).exists():
         return None
     from agent.sinks.statefile import load  # noqa: PLC0415 - only where there is a file
 
-    return load(settings.state_path, boot_id=boot_id_of(settings.proc_root))
+    return load(settings.state_path, boot_id=boot_id)
+
+
+def _is_released(restored: Durable | None) -> bool:
+    return restored is not None and restored.released_until_ns is not None
+
+
+def _no_trouble() -> None:
+    return None
 
 
 class Agent:
@@ -108,6 +146,8 @@ class Agent:
         settings: Settings,
         lock: NodeLock,
         restored: Durable | None,
+        *,
+        boot_id: str,
         lines: log.Log,
         reread: Callable[[], Settings],
         environment: Mapping[str, str],
@@ -117,6 +157,7 @@ class Agent:
         self._settings = settings
         self._lock = lock
         self._restored = restored
+        self._boot_id = boot_id
         self._lines = lines
         self._reread = reread
         self._environment = environment
@@ -128,7 +169,17 @@ class Agent:
         self._reload_asked = asyncio.Event()
         self._inbox: Inbox[Fact] = Inbox(clock=clock)
         self._latest: Latest[Snapshot] = Latest(self._snapshot_of_nothing())
+        self._assembly = Assembly(settings, self._inbox, self._latest, clock)
         self._events = EventRing()
+        self._event_log = self._event_log_of(settings)
+        self._evidence = EvidenceSink(
+            settings.evidence_dir,
+            latest=self._latest,
+            events=self._events,
+            kernel_log=self._assembly.recent_kernel_log,
+            boot_id=boot_id,
+            time_of=self._time_of,
+        )
         self._journal = JournalSink()
         self._notifier = Notifier(environment)
         self._supervisor = Supervisor(tell=self._inbox.put, clock=clock)
@@ -143,7 +194,23 @@ class Agent:
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._group = asyncio.TaskGroup()
         self._http: HttpSink | None = None
-        self._vitals = Vitals(began_ns=clock(), stepped_ns=clock())
+        self._vitals = Vitals(
+            began_ns=clock(), stepped_ns=clock(), event_log=self._event_log, evidence=self._evidence
+        )
+
+    def _event_log_of(self, settings: Settings) -> EventLog | None:
+        if not settings.event_log_bytes:
+            return None
+        return EventLog(
+            settings.event_log_path,
+            boot_id=self._boot_id,
+            max_bytes=settings.event_log_bytes,
+            clock=self._clock,
+        )
+
+    def _time_of(self, at_ns: int) -> str:
+        """Return the time of day of a monotonic moment, for people."""
+        return log.rfc3339(log.wall_time_of(at_ns, now_ns=self._clock()))
 
     def _policy_of(self, settings: Settings) -> Policy:
         """Return the operator's policy, with what the core needs and an operator has no say in."""
@@ -156,7 +223,7 @@ class Agent:
     async def run(self) -> int:
         """Live until told to end; returns 0, or raises the AgentError that made it end."""
         self._signals.install(asyncio.get_running_loop())
-        nvml = self._nvml_source()
+        nvml = self._assembly.make_nvml(released=_is_released(self._restored))
         try:
             async with self._group:
                 self._start_what_needs_no_lock(nvml)
@@ -174,7 +241,7 @@ class Agent:
 
     def _start_what_needs_no_lock(self, nvml: "NvmlSource") -> None:
         """Start what also an agent that stands by has."""
-        self._keep(NVML, nvml.run)
+        self._keep_part(NVML, "source", nvml.run, lambda: checks.driver(self._latest.value))
         self._start("start judge", self._judge_start(nvml))
         self._start(
             "driver watch",
@@ -187,7 +254,7 @@ class Agent:
         )
         self._start("reload", self._reload_when_asked())
         self._start("loop lag", self._measure_lag())
-        self._keep(HTTP, self._serve_http)
+        self._keep_part(HTTP, "sink", self._serve_http)
 
     async def _live(self) -> None:
         """Become the agent of the node, at once or when the one before has ended, and serve."""
@@ -195,7 +262,11 @@ class Agent:
         memory = Memory()
         if not self._lock.is_held:
             await self._stand_by(memory)
-            self._restored = await in_daemon_thread("state-reader", lambda: _load_state(self._settings))
+            self._restored = await in_daemon_thread(
+                "state-reader", lambda: _load_state(self._settings, self._boot_id)
+            )
+            if _is_released(self._restored) and self._assembly.nvml is not None:
+                self._assembly.nvml.release()
         for fact in memory.recall(self._clock()):
             self._inbox.put(fact)
         self._start_serving()
@@ -203,14 +274,31 @@ class Agent:
     def _start_serving(self) -> None:
         """Start what only the agent of the node has."""
         engine = self._engine()
-        device_plugin = self._vitals.device_plugin = self._device_plugin_sink()
+        device_plugin = self._vitals.device_plugin = self._assembly.make_device_plugin()
+        self._vitals.parts.append(Part(DEVICE_PLUGIN, "sink", _no_trouble))
         self._keep_critical(DEVICE_PLUGIN, device_plugin.run)
         self._keep_critical(ENGINE, engine.run)
         self._watch_kubelet()
-        self._keep(STATE_FILE, self._write_state)
+        self._keep_part(STATE_FILE, "sink", self._write_state, self._state_file_trouble)
+        if self._event_log is not None:
+            kept = self._event_log
+            self._keep_part(EVENT_LOG, "sink", kept.run, lambda: kept.trouble)
+        self._keep_part(EVIDENCE, "sink", self._evidence.run, lambda: self._evidence.trouble)
+        self._start_other_sources()
         self._start("status line", self._notifier.run(self._latest))
         self._vitals.is_standby = False
         self._serving.set()
+
+    def _start_other_sources(self) -> None:
+        """Start what the kubelet does not wait for; each is imported and made after the registration."""
+        settings, assembly = self._settings, self._assembly
+        if settings.kernel_log:
+            self._keep_source(KERNEL_LOG, assembly.make_kernel_log)
+        self._keep_source(SYSFS, assembly.make_sysfs, Pulse(assembly.sysfs_sign_ns, settings.poll_ns))
+        if settings.uevents:
+            self._keep_source(UEVENTS, assembly.make_uevents)
+        if settings.pod_resources_socket:
+            self._keep_source(PODS, assembly.make_pods, Pulse(assembly.pods_sign_ns, settings.pods_poll_ns))
 
     def _engine(self) -> Engine:
         now_ns = self._clock()
@@ -227,65 +315,28 @@ class Agent:
             max_idle_ns=min(MAX_IDLE_NS, watchdog_ns // 4) if watchdog_ns else MAX_IDLE_NS,
         )
 
-    def _nvml_source(self) -> "NvmlSource":
-        from agent.sources.nvml import LibraryLocation, NvmlSettings, NvmlSource  # noqa: PLC0415 - in order
-
-        settings = self._settings
-        return NvmlSource(
-            inbox=self._inbox,
-            library=LibraryLocation(
-                path=Path(settings.nvml_library) if settings.nvml_library else None,
-                driver_root=Path(settings.driver_root),
-            ),
-            dev_root=Path(settings.dev_root, "dev"),
-            sys_root=Path(settings.sys_root),
-            clock=self._clock,
-            settings=NvmlSettings(
-                init_deadline_ns=settings.init_deadline_ns,
-                first_handle_deadline_ns=settings.first_handle_deadline_ns,
-                call_deadline_ns=settings.call_deadline_ns,
-                poll_ns=settings.poll_ns,
-                init_retry_ns=settings.init_retry_ns,
-            ),
-        )
-
-    def _device_plugin_sink(self) -> "DevicePlugin":
-        from agent.sinks.device_plugin import DevicePlugin  # noqa: PLC0415 - imported by a thread before
-
-        return DevicePlugin(
-            inbox=self._inbox,
-            latest=self._latest,
-            kubelet_socket=Path(self._settings.kubelet_socket_or_default),
-            clock=self._clock,
-            registers=self._settings.registers,
-        )
-
     def _watch_kubelet(self) -> None:
         if not self._settings.registers:
             self._inbox.put(KubeletSocketSeen(NO_KUBELET))
             return
-        from agent.sources.kubelet import KubeletSource  # noqa: PLC0415 - imported by a thread before
-
-        source = KubeletSource(
-            inbox=self._inbox,
-            latest=self._latest,
-            kubelet_socket=Path(self._settings.kubelet_socket),
-            clock=self._clock,
-        )
-        self._keep(KUBELET, source.run)
+        self._keep_part(KUBELET, "source", self._assembly.make_kubelet().run)
 
     async def _write_state(self) -> None:
         if self._vitals.state_file is None:
             state_file = await in_daemon_thread("statefile-import", import_state_file)
-            boot_id = await in_daemon_thread("boot-id-reader", lambda: boot_id_of(self._settings.proc_root))
-            self._vitals.state_file = state_file(self._settings.state_path, self._latest, boot_id=boot_id)
+            self._vitals.state_file = state_file(
+                self._settings.state_path, self._latest, boot_id=self._boot_id
+            )
         await self._vitals.state_file.run()
+
+    def _state_file_trouble(self) -> str | None:
+        return None if self._vitals.state_file is None else self._vitals.state_file.trouble
 
     async def _serve_http(self) -> None:
         await self._let_registration_go_first()
         _collect_garbage_from_now_on()
         if self._http is None:
-            http_sink, self_report = await in_daemon_thread("http-import", import_http)
+            http_sink, self_report, control = await in_daemon_thread("http-import", import_http)
             report = self_report(
                 self._vitals, latest=self._latest, inbox=self._inbox, lines=self._lines, clock=self._clock
             )
@@ -297,6 +348,12 @@ class Agent:
                 api_listen=self._settings.api_listen,
                 control_socket=self._settings.control_socket,
                 may_serve_control=self._serving,
+                orders=control(
+                    tell=self._inbox.put,
+                    latest=self._latest,
+                    make_bundle=self._evidence.make,
+                    time_of=self._time_of,
+                ),
             )
         await self._http.run()
 
@@ -363,7 +420,9 @@ class Agent:
         for name in changes_that_need_a_restart(self._settings, settings):
             _log.warning("A changed setting takes effect at the next start", extra=log.fields(setting=name))
         log.set_level(settings.log_level)
-        self._policy = self._policy_of(settings)
+        policy = self._policy_of(settings)
+        # What is registered stays registered, so to begin to observe needs a restart.
+        self._policy = replace(policy, observe=policy.observe and self._policy.observe)
         self._inbox.put(PolicyChanged(self._policy))
         _log.info("Read the configuration again")
 
@@ -384,11 +443,13 @@ class Agent:
         self._notifier.stopping()
         _log.info("Stopping", extra=log.fields(why=self._ending.why))
         await self._cancel(KUBELET, "life", "start judge", "driver watch", "reload")
+        await self._cancel(KERNEL_LOG, SYSFS, UEVENTS, PODS)
         letting_go = self._group.create_task(self._end_nvml(nvml), name="nvml end")
         if self._vitals.device_plugin is not None:
             await self._vitals.device_plugin.drain(DRAIN_GRACE_S)
-        await self._cancel(DEVICE_PLUGIN, ENGINE, STATE_FILE)
-        is_written = self._vitals.state_file is None or await self._vitals.state_file.flush(FLUSH_S)
+        await self._cancel(DEVICE_PLUGIN, ENGINE, STATE_FILE, EVENT_LOG, EVIDENCE)
+        others = (sink.flush(FLUSH_S) for sink in (self._event_log, self._evidence) if sink is not None)
+        is_written, *_ = await asyncio.gather(self._flush_state(), *others)
         await self._cancel(HTTP)
         if is_written and self._lock.is_held:
             # The next agent need not wait for the driver to let go of this one.
@@ -398,6 +459,9 @@ class Agent:
         # Last, because whoever still runs may put a fact into it; a thread that hangs will when it can.
         if has_ended:
             self._inbox.close()
+
+    async def _flush_state(self) -> bool:
+        return self._vitals.state_file is None or await self._vitals.state_file.flush(FLUSH_S)
 
     async def _end_nvml(self, nvml: "NvmlSource") -> bool:
         """Let go of the driver; returns whether no thread is left in it."""
@@ -413,14 +477,18 @@ class Agent:
         """Hand an effect to its owner."""
         match effect:
             case RecordEvent():
-                self._events.record(effect)
-                self._after_peers(self._journal.record, effect)
+                self._after_peers(effect, self._events.record(effect))
             case RegisterResource():
                 if self._vitals.device_plugin is not None and not self._vitals.is_stopping:
                     self._vitals.device_plugin.register(effect)
-            case WithdrawResource():
-                if self._vitals.device_plugin is not None:
-                    self._vitals.device_plugin.withdraw(effect)
+            case ReleaseDriver():
+                if self._assembly.nvml is not None:
+                    self._assembly.nvml.release()
+            case ResumeDriver():
+                if self._assembly.nvml is not None:
+                    self._assembly.nvml.resume()
+            case KeepEvidence():
+                self._evidence.keep(effect)
             case EndProcess():
                 error = EndedError(effect.message)
                 error.exit_code = effect.exit_code
@@ -428,17 +496,43 @@ class Agent:
             case _:
                 assert_never(effect)
 
-    def _after_peers(self, record: Callable[[RecordEvent], None], effect: RecordEvent) -> None:
-        """Record when the kubelet's message is on its way: a turn for the list, one for its watchers."""
+    def _after_peers(self, effect: RecordEvent, entry: Entry) -> None:
+        """Write an event when the kubelet's message is on its way: a turn for the list, one to send it."""
         loop = asyncio.get_running_loop()
-        loop.call_soon(loop.call_soon, record, effect)
+        loop.call_soon(loop.call_soon, self._write_event, effect, entry)
+
+    def _write_event(self, effect: RecordEvent, entry: Entry) -> None:
+        self._journal.record(effect)
+        if self._event_log is not None:
+            self._event_log.record(entry)
 
     def _after_step(self, now_ns: int) -> None:
         self._vitals.stepped_ns = now_ns
         self._notifier.feed(now_ns)
 
-    def _keep(self, name: SourceName, run: Run) -> None:
-        self._start(name, self._supervisor.keep(name, run))
+    def _keep_part(
+        self,
+        name: SourceName,
+        kind: Literal["source", "sink"],
+        run: Run,
+        trouble: Callable[[], str | None] = _no_trouble,
+        pulse: Pulse | None = None,
+    ) -> None:
+        """Keep a source or sink running, and show in health checks how it is."""
+        self._vitals.parts.append(Part(name, kind, trouble))
+        self._start(name, self._supervisor.keep(name, run, pulse))
+
+    def _keep_source(self, name: SourceName, make: Callable[[], Source], pulse: Pulse | None = None) -> None:
+        """Keep a source running that is made, by a thread, when the registration is over."""
+        made: list[Source] = []
+
+        async def run() -> None:
+            if not made:
+                await self._let_registration_go_first()
+                made.append(await in_daemon_thread(f"{name}-import", make))
+            await made[0].run()
+
+        self._keep_part(name, "source", run, pulse=pulse)
 
     def _keep_critical(self, name: SourceName, run: Run) -> None:
         self._start(name, self._supervisor.keep_critical(name, run))

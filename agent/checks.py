@@ -10,6 +10,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from agent.model.health import Reason
 from agent.model.snapshot import RegistrationPhase, Snapshot
 
 MAX_STEP_AGE_NS: Final = 10_000_000_000
@@ -103,7 +104,12 @@ def kubelet_registered(snapshot: Snapshot, now_ns: int) -> str | None:
 
 
 def driver(snapshot: Snapshot) -> str | None:
-    """Judge NVML."""
+    """Judge NVML; a driver that was let go of on request is where it should be."""
+    if snapshot.released_until_ns is not None:
+        return None
+    hung = next((finding for finding in snapshot.findings if finding.reason is Reason.DRIVER_HUNG), None)
+    if hung is not None:
+        return f"stalled: {hung.message}"
     if snapshot.driver.ready:
         return None
     return snapshot.driver.message or "NVML is not initialised yet"

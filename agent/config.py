@@ -8,11 +8,13 @@ looked at in the file system (is this path a socket?) is judged at the start, no
 import os
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, NewType, cast
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, NewType, TypedDict, cast
 
 from agent.errors import ConfigError
-from agent.model.policy import MigStrategy, Policy
-from agent.options import ENVIRONMENT_PREFIX, LOOPBACK_API_PORT, OPTIONS, Address, Option
+from agent.model.health import Reason
+from agent.model.policy import MigStrategy, Policy, XidOverride, XidPolicy
+from agent.option_values import Address, XidList
+from agent.options import ENVIRONMENT_PREFIX, LOOPBACK_API_PORT, OPTIONS, Option
 
 if TYPE_CHECKING:
     from agent.config_file import FileContents
@@ -24,6 +26,9 @@ IfRunning = Literal["standby", "fail"]
 LogFormat = Literal["auto", "journal", "json", "text"]
 
 DEFAULT: Final = Origin("default")
+
+MAX_SLOWDOWN_POLLS: Final = 10_000
+"""Readings of which the share of slowdowns is made."""
 
 _OTHER_VARIABLES: Final = frozenset({"GPU_AGENT_NODE_DIR"})
 """Variables with our prefix that are no option of ``run``."""
@@ -53,6 +58,12 @@ class Settings(NamedTuple):
     state_dir: str
     if_running: IfRunning | None
     """None: fail on a terminal, else standby."""
+    kernel_log: str
+    """Empty: it is not read."""
+    uevents: bool
+    pods_poll_ns: int
+    event_log_bytes: int
+    """0: none is kept on disk."""
     poll_ns: int
     init_deadline_ns: int
     init_retry_ns: int
@@ -84,6 +95,16 @@ class Settings(NamedTuple):
     def state_path(self) -> str:
         """Where what must outlive the process is kept."""
         return f"{self.state_dir}/state.json"
+
+    @property
+    def event_log_path(self) -> str:
+        """Where the event log is kept; older files of it have a number after the name."""
+        return f"{self.state_dir}/events.jsonl"
+
+    @property
+    def evidence_dir(self) -> str:
+        """Where bundles of evidence are kept."""
+        return f"{self.state_dir}/evidence"
 
 
 def load(flags: Mapping[str, str], environment: Mapping[str, str]) -> Settings:
@@ -155,6 +176,16 @@ class _Resolver:
         """Return the shares of each device, by resource name; only the file can say."""
         return self._file.replicas if self._file is not None else _NOTHING
 
+    @property
+    def xids(self) -> Mapping[int, XidOverride]:
+        """Return what the file says of single XIDs."""
+        return self._file.xids if self._file is not None else _NOTHING
+
+    def warn_of_skipped(self, option: str, listed: XidList) -> None:
+        """Tell of what makes no sense in a list of XIDs, which is skipped as NVIDIA's plugin does."""
+        for word in listed.skipped:
+            self.warnings.append(f'{self.origins[option]}: "{word}" is no XID and was skipped')
+
     def warn_of_unknown_variables(self) -> None:
         """Tell of variables with our prefix that nothing reads: most likely a misspelling."""
         known = {option.environment for option in OPTIONS.values()} | _OTHER_VARIABLES
@@ -169,8 +200,10 @@ def _settings(values: Mapping[str, object], resolver: _Resolver) -> Settings:
     driver_root = cast("str", values["driver-root"])
     dev_root = cast("str", values["dev-root"]) or driver_root
     http_listen = cast("Address | None", values["http-listen"])
+    for name in ("disable-healthchecks", "enable-healthchecks"):
+        resolver.warn_of_skipped(name, cast("XidList", values[name]))
     return Settings(
-        policy=_policy(values, dev_root, resolver.replicas),
+        policy=_policy(values, dev_root, resolver),
         fail_on_init_error=cast("bool", values["fail-on-init-error"]),
         driver_root=driver_root,
         dev_root=dev_root,
@@ -184,6 +217,10 @@ def _settings(values: Mapping[str, object], resolver: _Resolver) -> Settings:
         control_socket=cast("str", values["control-socket"]),
         state_dir=cast("str", values["state-dir"]),
         if_running=cast("IfRunning | None", values["if-running"] or None),
+        kernel_log=cast("str", values["kernel-log"]),
+        uevents=cast("bool", values["uevents"]),
+        pods_poll_ns=cast("int", values["pods-poll"]),
+        event_log_bytes=cast("int", values["event-log-size"]),
         poll_ns=cast("int", values["poll"]),
         init_deadline_ns=cast("int", values["init-deadline"]),
         init_retry_ns=cast("int", values["init-retry"]),
@@ -197,17 +234,53 @@ def _settings(values: Mapping[str, object], resolver: _Resolver) -> Settings:
     )
 
 
-def _policy(values: Mapping[str, object], dev_root: str, replicas: Mapping[str, int]) -> Policy:
+def _policy(values: Mapping[str, object], dev_root: str, resolver: _Resolver) -> Policy:
+    window_ns, poll_ns = cast("int", values["slowdown-window"]), cast("int", values["poll"])
     return Policy(
         mig_strategy=cast("MigStrategy", values["mig-strategy"]),
-        replicas=MappingProxyType(dict(replicas)),
+        replicas=MappingProxyType(dict(resolver.replicas)),
+        **_xid_rules(
+            disabled=cast("XidList", values["disable-healthchecks"]),
+            enabled=cast("XidList", values["enable-healthchecks"]),
+            last_word=resolver.xids,
+        ),
+        xid_policy=cast("XidPolicy", values["xid-policy"]),
+        observe=cast("bool", values["observe"]),
+        soft_flips=frozenset(Reason(word) for word in cast("frozenset[str]", values["soft-flips"])),
+        soft_flip_every_ns=cast("int", values["soft-flip-every"]),
         pass_device_specs=cast("bool", values["pass-device-specs"]),
         device_root=dev_root,
         recovery_clean_probes=cast("int", values["recovery-clean-probes"]),
         recovery_quiet_ns=cast("int", values["recovery-quiet"]),
+        sticky_after=cast("int", values["flapping-faults"]),
+        sticky_window_ns=cast("int", values["flapping-within"]),
+        slowdown_window_polls=min(max(window_ns // poll_ns, 1), MAX_SLOWDOWN_POLLS),
+        slowdown_share_percent=cast("int", values["slowdown-percent"]),
         first_probe_wait_ns=cast("int", values["first-probe-wait"]),
         watch_timeout_ns=cast("int", values["watch-timeout"]),
     )
+
+
+class _XidRules(TypedDict):
+    xids_off: bool
+    xids_all: bool
+    xid_overrides: Mapping[int, XidOverride]
+
+
+def _xid_rules(*, disabled: XidList, enabled: XidList, last_word: Mapping[int, XidOverride]) -> _XidRules:
+    """Return what NVIDIA's two variables mean together; what enables wins, and the file has the last word.
+
+    NVIDIA's plugin promises so too, but checks nothing at all once everything is disabled.
+    """
+    rules: dict[int, XidOverride] = {}
+    if not enabled.is_all:
+        rules |= dict.fromkeys(disabled.xids, "ignore")
+    rules |= dict.fromkeys(enabled.xids, "flip")
+    return {
+        "xids_off": disabled.is_all and not enabled.is_all,
+        "xids_all": enabled.is_all,
+        "xid_overrides": MappingProxyType(rules | dict(last_word)),
+    }
 
 
 def _api_listen(given: Address | None, http_listen: Address | None) -> Address | None:
@@ -226,7 +299,10 @@ NEEDS_RESTART: Final = tuple(
 
 def changes_that_need_a_restart(old: Settings, new: Settings) -> Iterable[str]:
     """Yield the fields that differ and that a reload cannot put into effect."""
-    return (name for name in NEEDS_RESTART if getattr(old, name) != getattr(new, name))
+    yield from (name for name in NEEDS_RESTART if getattr(old, name) != getattr(new, name))
+    if new.policy.observe and not old.policy.observe:
+        # What is registered stays so; to act instead of observing needs no restart.
+        yield "observe"
 
 
 def default_node_dir(environment: Mapping[str, str] | None = None) -> str:

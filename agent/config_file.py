@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple, Protocol, cast
 
+from agent.model.policy import XidOverride
 from agent.options import OPTIONS, Option
 from agent.spelling import suggestion
 
@@ -22,6 +23,9 @@ MAX_BYTES: Final = 128 * 1024
 
 MAX_REPLICAS: Final = 1024
 MAX_SHARED_RESOURCES: Final = 256
+MAX_LISTED: Final = 1024
+"""Items of a list that are read."""
+MAX_XIDS: Final = 1024
 MAX_NOTES: Final = 50
 """Problems, and warnings, that are told; a file with more is no configuration at all."""
 
@@ -72,6 +76,7 @@ class FileContents:
     values: dict[str, FileValue] = field(default_factory=dict)
     """By option name."""
     replicas: dict[str, int] = field(default_factory=dict)
+    xids: dict[int, XidOverride] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
 
@@ -180,16 +185,34 @@ class _Reader:
             option = self._options.get(f"{path}.{key}")
             if option is not None:
                 self._read_option(option, value)
-            elif f"{path}.{key}" == "flags.plugin":
-                self._read_options("flags.plugin", value)
+            elif f"{path}.{key}" == "agent.xids":
+                self._read_xids(value)
+            elif any(known.startswith(f"{path}.{key}.") for known in self._options):
+                self._read_options(f"{path}.{key}", value)
             else:
                 self._note_unknown(path, key, value, self._known_keys(path))
 
     def _read_option(self, option: Option, node: _Node) -> None:
-        text = self._scalar(option.file_key, node)
+        if option.is_list and node.id == "sequence":
+            items = [self._scalar(option.file_key, item) for item in node.value[:MAX_LISTED]]
+            text: str | None = ",".join(item for item in items if item)
+        else:
+            text = self._scalar(option.file_key, node)
         if text is not None:
             where = f"{self._where(node)}: {option.file_key}"
             self._contents.values[option.name] = FileValue(text, where)
+
+    def _read_xids(self, node: _Node) -> None:
+        for key, value in self._pairs("agent.xids", node):
+            word = self._scalar(f"agent.xids.{key}", value)
+            if not (key.isascii() and key.isdigit() and len(key) <= 6):
+                self._problem(value, f"{_join('agent.xids', key)} must be the number of an XID")
+            elif word not in ("flip", "ignore"):
+                self._problem(value, f"agent.xids.{key} must be flip or ignore")
+            elif len(self._contents.xids) >= MAX_XIDS:
+                self._problem(value, f"agent.xids holds more than {MAX_XIDS} entries")
+            else:
+                self._contents.xids[int(key)] = "flip" if word == "flip" else "ignore"
 
     def _read_sharing(self, node: _Node) -> None:
         for key, value in self._pairs("sharing", node):
@@ -264,7 +287,8 @@ class _Reader:
 
     def _known_keys(self, path: str) -> tuple[str, ...]:
         stem = f"{path}."
-        return tuple(key.removeprefix(stem) for key in self._options if key.startswith(stem))
+        known = (key.removeprefix(stem).partition(".")[0] for key in self._options if key.startswith(stem))
+        return tuple(dict.fromkeys((*known, "xids") if path == "agent" else known))
 
     def _note_unknown(self, path: str, key: str, node: _Node, known: tuple[str, ...]) -> None:
         full = _join(path, key)
@@ -273,7 +297,7 @@ class _Reader:
             self._warning(node, f"{full} is not used by this agent")
         elif right_places:
             self._problem(node, f"{full} is in the wrong place; write {right_places[0]}")
-        elif path == "agent":
+        elif path.partition(".")[0] == "agent":
             self._problem(node, f"{full} is unknown{suggestion(key, known)}")
         else:
             self._warning(node, f"{full} is unknown and ignored{suggestion(key, known)}")

@@ -26,7 +26,7 @@ from agent.model.gpu import Gpu
 from agent.model.health import Condition, Reason
 from agent.model.ids import GpuUuid
 from agent.model.snapshot import Snapshot
-from agent.options import duration_from
+from agent.option_values import duration_from
 
 TAKEN_WITHIN_S: Final = 2.0
 LET_GO_WITHIN_S: Final = 45.0

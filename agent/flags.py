@@ -7,7 +7,8 @@ time in which a restarted agent has to be registered, and because all problems a
 
 from collections.abc import Iterable, Sequence
 
-from agent.options import Option, bool_from
+from agent.option_values import bool_from
+from agent.options import Option
 
 
 def parse(arguments: Sequence[str], options: Iterable[Option]) -> tuple[dict[str, str], list[str]]:

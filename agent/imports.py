@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from agent.control import Control
     from agent.report import SelfReport
     from agent.sinks.http import HttpSink
     from agent.sinks.statefile import StateFile
@@ -28,14 +29,15 @@ def import_state_file() -> "type[StateFile]":
     return StateFile
 
 
-def import_http() -> "tuple[type[HttpSink], type[SelfReport]]":
+def import_http() -> "tuple[type[HttpSink], type[SelfReport], type[Control]]":
     """Import what answers over HTTP."""
+    from agent.control import Control  # noqa: PLC0415
     from agent.report import SelfReport  # noqa: PLC0415
 
     with _no_certificates():
         from agent.sinks.http import HttpSink  # noqa: PLC0415
 
-    return HttpSink, SelfReport
+    return HttpSink, SelfReport, Control
 
 
 @contextlib.contextmanager

@@ -1,48 +1,36 @@
 """The options of ``gpu-agent run``: one table that drives flags, environment, file keys and help.
 
-Invariants: a value is text until its option's parser has seen it, wherever it came from. A parser
-raises ValueError with the end of a sentence that begins with the option's name.
+Invariants: a value is text until its option's parser has seen it, wherever it came from.
 """
 
-import re
-import socket
 from collections.abc import Callable
 from typing import Final, NamedTuple
 
-from agent.model.policy import Policy
+from agent.core.reasons import MEANINGS
+from agent.core.samples import RULES
+from agent.model.health import Evidence
+from agent.model.policy import MILLISECOND_NS, SECOND_NS, Policy
+from agent.option_values import (
+    address_from,
+    any_path_from,
+    bool_from,
+    choice,
+    duration,
+    integer,
+    path_from,
+    root_from,
+    size,
+    words,
+    xid_list_from,
+)
 
 ENVIRONMENT_PREFIX: Final = "GPU_AGENT_"
 
 LOOPBACK_PORT: Final = 9470
 LOOPBACK_API_PORT: Final = 9471
 
-_UNITS_NS: Final = {
-    "h": 3_600_000_000_000,
-    "m": 60_000_000_000,
-    "s": 1_000_000_000,
-    "ms": 1_000_000,
-    "us": 1_000,
-    "ns": 1,
-}
-_DURATION: Final = re.compile(r"(?:[0-9]{1,12}(?:\.[0-9]{1,9})?(?:h|ms|us|ns|m|s)){1,6}")
-_DURATION_PART: Final = re.compile(r"([0-9]+(?:\.[0-9]+)?)(h|ms|us|ns|m|s)")
-_TRUE: Final = frozenset({"1", "t", "T", "TRUE", "true", "True"})
-_FALSE: Final = frozenset({"0", "f", "F", "FALSE", "false", "False"})
-
-
-class Address(NamedTuple):
-    """Where to listen; port 0 lets the kernel choose."""
-
-    host: str
-    port: int
-
-    @property
-    def is_loopback(self) -> bool:
-        """Whether only this machine can connect."""
-        return self.host.startswith("127.") or self.host == "::1"
-
-    def __str__(self) -> str:
-        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+SOFT_REASONS: Final = tuple(reason.value for reason in RULES if MEANINGS[reason].evidence is Evidence.SOFT)
+"""What readings only suggest, so that it flips a device where the operator says so."""
 
 
 class Option(NamedTuple):
@@ -60,86 +48,10 @@ class Option(NamedTuple):
     aliases: tuple[str, ...] = ()
     is_switch: bool = False
     """Whether the flag may stand without a value, which then means true."""
+    is_list: bool = False
+    """Whether the file may give a list; elsewhere commas separate."""
     empty_means: str = ""
     """What an empty value does; without it an empty environment variable counts as unset."""
-
-
-def bool_from(text: str) -> bool:
-    """Parse a boolean as Go's flag package does, which NVIDIA's plugin uses."""
-    if text in _TRUE:
-        return True
-    if text in _FALSE:
-        return False
-    raise ValueError("must be true or false")
-
-
-def duration_from(text: str) -> int:
-    """Parse a duration such as ``10s``, ``500ms`` or ``1m30s`` into nanoseconds."""
-    if not _DURATION.fullmatch(text):
-        raise ValueError('must be a number with a unit, such as "10s" or "500ms"')
-    return round(sum(float(number) * _UNITS_NS[unit] for number, unit in _DURATION_PART.findall(text)))
-
-
-def address_from(text: str) -> Address | None:
-    """Parse ``host:port``; the host is an IP address, so that no name service is ever waited for."""
-    if not text:
-        return None
-    host, colon, port = text.rpartition(":")
-    if not colon or not port.isascii() or not port.isdigit() or int(port) > 65_535:
-        raise ValueError('must be an address and a port, such as "127.0.0.1:9470"')
-    host = host[1:-1] if host.startswith("[") and host.endswith("]") else host
-    host = {"": "0.0.0.0", "localhost": "127.0.0.1"}.get(host, host)  # noqa: S104 - asked for by ":port"
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    try:
-        return Address(socket.inet_ntop(family, socket.inet_pton(family, host)), int(port))
-    except OSError:
-        raise ValueError(f'must name an IP address, and "{host}" is none') from None
-
-
-def _choice(*choices: str) -> Callable[[str], str]:
-    def parse(text: str) -> str:
-        if text not in choices:
-            raise ValueError(f"must be one of {', '.join(choices)}")
-        return text
-
-    return parse
-
-
-def _duration(least: str, most: str) -> Callable[[str], int]:
-    def parse(text: str) -> int:
-        value = duration_from(text)
-        if not duration_from(least) <= value <= duration_from(most):
-            raise ValueError(f"must be between {least} and {most}")
-        return value
-
-    return parse
-
-
-def _integer(least: int, most: int) -> Callable[[str], int]:
-    def parse(text: str) -> int:
-        if not re.fullmatch(r"[0-9]{1,9}", text) or not least <= int(text) <= most:
-            raise ValueError(f"must be a whole number between {least} and {most}")
-        return int(text)
-
-    return parse
-
-
-def _path(text: str) -> str:
-    if text and not text.startswith("/"):
-        raise ValueError("must be an absolute path")
-    return _any_path(text)
-
-
-def _any_path(text: str) -> str:
-    """Parse a path that a person may give relative to where they are."""
-    if "\0" in text:
-        raise ValueError("must not hold a NUL character")
-    return text
-
-
-def _root(text: str) -> str:
-    """Parse a directory that is put before other paths: no slash at its end, except for ``/`` itself."""
-    return (_path(text).rstrip("/") or "/") if text else ""
 
 
 def _camel_case(name: str) -> str:
@@ -154,7 +66,9 @@ def _ours(
     metavar: str,
     text: str,
     *,
-    is_in_file: bool = True,
+    file_key: str | None = None,
+    is_switch: bool = False,
+    is_list: bool = False,
     empty_means: str = "",
 ) -> Option:
     """Describe an option that NVIDIA's plugin does not have; its names follow from the flag's."""
@@ -165,7 +79,9 @@ def _ours(
         metavar=metavar,
         help=text,
         environment=ENVIRONMENT_PREFIX + name.upper().replace("-", "_"),
-        file_key=f"agent.{_camel_case(name)}" if is_in_file else "",
+        file_key=f"agent.{_camel_case(name)}" if file_key is None else file_key,
+        is_switch=is_switch,
+        is_list=is_list,
         empty_means=empty_means,
     )
 
@@ -176,7 +92,7 @@ NVIDIA_OPTIONS: Final = (
     Option(
         "mig-strategy",
         "none",
-        _choice("none", "single", "mixed"),
+        choice("none", "single", "mixed"),
         "STRATEGY",
         "How MIG devices are offered: none, single or mixed",
         "MIG_STRATEGY",
@@ -195,7 +111,7 @@ NVIDIA_OPTIONS: Final = (
     Option(
         "driver-root",
         "/",
-        _root,
+        root_from,
         "DIR",
         "Where the driver is installed",
         "NVIDIA_DRIVER_ROOT",
@@ -205,7 +121,7 @@ NVIDIA_OPTIONS: Final = (
     Option(
         "dev-root",
         "",
-        _root,
+        root_from,
         "DIR",
         "The directory whose dev/ holds the device nodes",
         "NVIDIA_DEV_ROOT",
@@ -224,6 +140,28 @@ NVIDIA_OPTIONS: Final = (
         is_switch=True,
     ),
     Option(
+        "disable-healthchecks",
+        "",
+        xid_list_from,
+        "XIDS",
+        "XIDs that flip no device, or all; what the GPU says of itself otherwise still does",
+        "DP_DISABLE_HEALTHCHECKS",
+        "agent.disableHealthchecks",
+        is_list=True,
+        empty_means="none",
+    ),
+    Option(
+        "enable-healthchecks",
+        "",
+        xid_list_from,
+        "XIDS",
+        "XIDs that flip a device although they are ignored or disabled, or all",
+        "DP_ENABLE_HEALTHCHECKS",
+        "agent.enableHealthchecks",
+        is_list=True,
+        empty_means="none",
+    ),
+    Option(
         "kubelet-socket",
         "/var/lib/kubelet/device-plugins/kubelet.sock",
         str,  # judged at the start, where a wrong one has an exit code of its own
@@ -236,7 +174,7 @@ NVIDIA_OPTIONS: Final = (
     Option(
         "config-file",
         "",
-        _any_path,
+        any_path_from,
         "PATH",
         "Configuration file, version v1 as of NVIDIA's plugin, with our keys under agent",
         "CONFIG_FILE",
@@ -246,12 +184,12 @@ NVIDIA_OPTIONS: Final = (
 )
 
 OUR_OPTIONS: Final = (
-    _ours("proc-root", "/proc", _root, "DIR", "Where /proc is"),
-    _ours("sys-root", "/sys", _root, "DIR", "Where /sys is"),
+    _ours("proc-root", "/proc", root_from, "DIR", "Where /proc is"),
+    _ours("sys-root", "/sys", root_from, "DIR", "Where /sys is"),
     _ours(
         "nvml-library",
         "",
-        _path,
+        path_from,
         "PATH",
         "The NVML library to load",
         empty_means="libnvidia-ml.so.1 where the linker finds it, else under the driver root",
@@ -259,9 +197,33 @@ OUR_OPTIONS: Final = (
     _ours(
         "pod-resources-socket",
         "/var/lib/kubelet/pod-resources/kubelet.sock",
-        _path,
+        path_from,
         "PATH",
         "The kubelet's PodResources socket",
+        empty_means="it is not known which pod holds which device",
+    ),
+    _ours(
+        "pods-poll",
+        "10s",
+        duration("100ms", "30s"),
+        "TIME",
+        "Time between two lists of pods; what is older than 30s is unknown",
+    ),
+    _ours(
+        "kernel-log",
+        "/dev/kmsg",
+        path_from,
+        "PATH",
+        "The kernel log, where XIDs are read that NVML does not tell",
+        empty_means="it is not read",
+    ),
+    _ours(
+        "uevents",
+        "true",
+        bool_from,
+        "BOOL",
+        "Hear from the kernel at once of GPUs that come and go; costs 10 MiB",
+        is_switch=True,
     ),
     _ours(
         "http-listen",
@@ -282,77 +244,153 @@ OUR_OPTIONS: Final = (
     _ours(
         "control-socket",
         "/run/gpu-agent/control.sock",
-        _path,
+        path_from,
         "PATH",
         "The socket for this machine's commands, open to root only",
     ),
-    _ours("state-dir", "/var/lib/gpu-agent", _path, "DIR", "Where the state file and the lock are"),
+    _ours(
+        "state-dir",
+        "/var/lib/gpu-agent",
+        path_from,
+        "DIR",
+        "Where state file, lock, event log and evidence are",
+    ),
+    _ours(
+        "event-log-size",
+        "16MiB",
+        size("64KiB", "4GiB"),
+        "SIZE",
+        "Room of the event log on disk, all of its files together; 0 keeps none",
+    ),
+    _ours(
+        "observe",
+        "false",
+        bool_from,
+        "BOOL",
+        "Register nothing: watch, and tell what would have been done",
+        is_switch=True,
+    ),
     _ours(
         "if-running",
         "",
-        lambda text: _choice("standby", "fail")(text) if text else "",
+        lambda text: choice("standby", "fail")(text) if text else "",
         "WHAT",
         "If another agent runs on this node: standby until it ends, or fail",
         empty_means="fail on a terminal, else standby",
     ),
-    _ours("poll", "10s", _duration("10ms", "10m"), "TIME", "Time between two probes of a GPU"),
-    _ours("init-deadline", "120s", _duration("10ms", "10m"), "TIME", "Longest time for NVML to initialise"),
+    _ours("poll", "10s", duration("10ms", "10m"), "TIME", "Time between two looks at a GPU, or at the bus"),
+    _ours("init-deadline", "120s", duration("10ms", "10m"), "TIME", "Longest time for NVML to initialise"),
     _ours(
-        "init-retry", "1s", _duration("10ms", "10m"), "TIME", "Time between two attempts to initialise NVML"
+        "init-retry", "1s", duration("10ms", "10m"), "TIME", "Time between two attempts to initialise NVML"
     ),
     _ours(
         "first-handle-deadline",
         "60s",
-        _duration("10ms", "10m"),
+        duration("10ms", "10m"),
         "TIME",
         "Longest time for the first NVML handle of a GPU",
     ),
     _ours(
         "call-deadline",
         "5s",
-        _duration("10ms", "10m"),
+        duration("10ms", "10m"),
         "TIME",
         "Longest time for any other NVML call on a GPU",
     ),
     _ours(
         "first-probe-wait",
-        f"{_POLICY.first_probe_wait_ns // _UNITS_NS['ms']}ms",
-        _duration("0s", "1m"),
+        f"{_POLICY.first_probe_wait_ns // MILLISECOND_NS}ms",
+        duration("0s", "1m"),
         "TIME",
         "How long registration waits for the first probe of each GPU",
     ),
     _ours(
         "watch-timeout",
-        f"{_POLICY.watch_timeout_ns // _UNITS_NS['s']}s",
-        _duration("100ms", "10m"),
+        f"{_POLICY.watch_timeout_ns // SECOND_NS}s",
+        duration("100ms", "10m"),
         "TIME",
         "Register anew if the kubelet has opened no ListAndWatch for so long",
     ),
     _ours(
         "recovery-clean-probes",
         f"{_POLICY.recovery_clean_probes}",
-        _integer(1, 1_000),
+        integer(1, 1_000),
         "N",
         "Probes that must pass in a row before a device is well again",
     ),
     _ours(
         "recovery-quiet",
-        f"{_POLICY.recovery_quiet_ns // _UNITS_NS['s']}s",
-        _duration("0s", "24h"),
+        f"{_POLICY.recovery_quiet_ns // SECOND_NS}s",
+        duration("0s", "24h"),
         "TIME",
         "How long a fault must have stayed away before a device is well again",
     ),
     _ours(
+        "xid-policy",
+        _POLICY.xid_policy,
+        choice("compat", "catalog"),
+        "POLICY",
+        "Which XIDs flip a device: compat, as NVIDIA's plugin, or catalog, as NVIDIA's XID catalog",
+    ),
+    _ours(
+        "flapping-faults",
+        f"{_POLICY.sticky_after}",
+        integer(2, 100),
+        "N",
+        "So many faults that went away by themselves keep a GPU out until a reboot or recover",
+        file_key="agent.flapping.faults",
+    ),
+    _ours(
+        "flapping-within",
+        f"{_POLICY.sticky_window_ns // (60 * SECOND_NS)}m",
+        duration("1s", "24h"),
+        "TIME",
+        "The time in which they count",
+        file_key="agent.flapping.within",
+    ),
+    _ours(
+        "soft-flips",
+        "",
+        words(*SOFT_REASONS),
+        "REASONS",
+        f"What is only inferred and flips a free GPU all the same: {', '.join(SOFT_REASONS)}",
+        is_list=True,
+        empty_means="none",
+    ),
+    _ours(
+        "soft-flip-every",
+        f"{_POLICY.soft_flip_every_ns // (3600 * SECOND_NS)}h",
+        duration("1s", "240h"),
+        "TIME",
+        "At most one GPU of the node is flipped so in this time",
+    ),
+    _ours(
+        "slowdown-window",
+        "10m",
+        duration("1s", "24h"),
+        "TIME",
+        "The time in which clocks held down by hardware are a thermal finding",
+        file_key="agent.slowdown.window",
+    ),
+    _ours(
+        "slowdown-percent",
+        f"{_POLICY.slowdown_share_percent}",
+        integer(1, 100),
+        "N",
+        "In this share of it",
+        file_key="agent.slowdown.percent",
+    ),
+    _ours(
         "log-format",
         "auto",
-        _choice("auto", "journal", "json", "text"),
+        choice("auto", "journal", "json", "text"),
         "FORMAT",
         "auto, journal, json or text; auto is journal under systemd, text on a terminal, else json",
     ),
     _ours(
         "log-level",
         "info",
-        _choice("debug", "info", "warning", "error"),
+        choice("debug", "info", "warning", "error"),
         "LEVEL",
         "Least severe lines to write: debug, info, warning or error",
     ),

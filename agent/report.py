@@ -7,16 +7,16 @@ probes costs one call.
 import asyncio
 import os
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Final
 
 from agent import __version__, checks, log
 from agent.bus import Inbox, Latest
 from agent.checks import Check, at_once
 from agent.documents import Json
-from agent.model.facts import DEVICE_PLUGIN, KUBELET, NVML, Fact
-from agent.model.ids import SourceName
+from agent.model.facts import Fact
 from agent.model.snapshot import Snapshot
-from agent.vitals import HTTP, STATE_FILE, Vitals
+from agent.vitals import Part, Vitals
 
 DIAL_TIMEOUT_S: Final = 2.0
 DIAL_CACHE_NS: Final = 1_000_000_000
@@ -76,14 +76,11 @@ class SelfReport:
     def _sources_and_sinks(self) -> Iterator[Check]:
         if self._vitals.is_standby:
             return
-        yield Check("source-nvml", at_once(lambda: self._task(NVML) or checks.driver(self._latest.value)))
-        yield Check("source-kubelet", at_once(lambda: self._task(KUBELET)))
-        yield Check("sink-device-plugin", at_once(lambda: self._task(DEVICE_PLUGIN)))
-        yield Check("sink-http", at_once(lambda: self._task(HTTP)))
-        yield Check("sink-statefile", at_once(lambda: self._task(STATE_FILE) or self._judge_state_file()))
+        for part in self._vitals.parts:
+            yield Check(part.check, at_once(partial(self._judge_part, part)))
 
-    def _task(self, name: SourceName) -> str | None:
-        return checks.task(self._latest.value, name)
+    def _judge_part(self, part: Part) -> str | None:
+        return checks.task(self._latest.value, part.name) or part.trouble()
 
     def _judge_loop(self) -> str | None:
         return checks.event_loop(
@@ -94,9 +91,6 @@ class SelfReport:
         blocked_s = self._lines.statistics().blocked_s
         return f"blocked for {blocked_s:.0f} s" if blocked_s > checks.MAX_LOG_BLOCKED_S else None
 
-    def _judge_state_file(self) -> str | None:
-        return self._vitals.state_file.trouble if self._vitals.state_file is not None else None
-
     async def _dial(self) -> str | None:
         if self._vitals.device_plugin is None:
             return None
@@ -105,15 +99,28 @@ class SelfReport:
 
     def describe(self) -> Json:
         """Return the agent's own figures."""
-        inbox, lines = self._inbox.statistics(), self._lines.statistics()
+        inbox, lines, vitals = self._inbox.statistics(), self._lines.statistics(), self._vitals
+        log_file, evidence = vitals.event_log, vitals.evidence
         return {
             "version": __version__,
             "pid": os.getpid(),
-            "phase": self._vitals.phase,
-            "uptime_s": (self._clock() - self._vitals.began_ns) // 1_000_000_000,
+            "phase": vitals.phase,
+            "uptime_s": (self._clock() - vitals.began_ns) // 1_000_000_000,
+            "parts": {part.check: self._judge_part(part) for part in vitals.parts},
             "facts": {"put": inbox.put, "merged": inbox.merged, "lost": inbox.lost, "waiting": inbox.waiting},
             "log_lines": {"written": lines.written, "dropped": lines.dropped},
-            "state_file_failures": self._vitals.state_file.failures if self._vitals.state_file else 0,
+            "state_file_failures": vitals.state_file.failures if vitals.state_file else 0,
+            "event_log": None
+            if log_file is None
+            else {
+                "path": log_file.path,
+                "written": log_file.written,
+                "lost": log_file.lost,
+                "failures": log_file.failures,
+            },
+            "evidence": None
+            if evidence is None
+            else {"path": evidence.path, "lost": evidence.lost, "failures": evidence.failures},
         }
 
 

@@ -4,14 +4,16 @@ Guarantees: every end is told as a fact and logged once with its reason. A criti
 engine, the device plugin) is started again at once; MAX_FAILURES failures within WINDOW_NS end the
 process, because a supervisor outside can do more. Any other task is tried again for ever, with
 pauses up to PAUSE_CAP_S, and never takes the node's GPUs away. An AgentError is something expected,
-so it is no failure in that count.
+so it is no failure in that count. A task that gives no sign of life for STALLED_PERIODS of its periods
+is ended, which is told as any other end, and started again.
 """
 
 import asyncio
 import logging
 from collections import deque
 from collections.abc import Awaitable, Callable
-from typing import Final
+from functools import partial
+from typing import Final, NamedTuple
 
 from agent.errors import AgentError
 from agent.log import fields
@@ -29,6 +31,10 @@ CRITICAL_PAUSE_S: Final = 0.1
 SETTLED_NS: Final = 60 * SECOND_NS
 """A task that ran for so long ended for a new reason; its pauses begin anew."""
 
+STALLED_PERIODS: Final = 3
+LEAST_SILENCE_NS: Final = 10 * SECOND_NS
+"""However short the period is: a loaded machine is no stall."""
+
 Run = Callable[[], Awaitable[None]]
 
 _log = logging.getLogger(__name__)
@@ -36,6 +42,19 @@ _log = logging.getLogger(__name__)
 
 class CriticalTaskError(AgentError):
     """A task the agent cannot do without fails again and again."""
+
+
+class Pulse(NamedTuple):
+    """How it is seen that a task lives."""
+
+    last_sign_ns: Callable[[], int | None]
+    """When it did something last; None: nothing yet."""
+    period_ns: int
+    """How often it does something."""
+
+
+class StalledError(AgentError):
+    """A task gives no sign of life."""
 
 
 class Supervisor:
@@ -53,12 +72,12 @@ class Supervisor:
         self._clock = clock
         self._sleep = sleep
 
-    async def keep(self, name: SourceName, run: Run) -> None:
+    async def keep(self, name: SourceName, run: Run, pulse: Pulse | None = None) -> None:
         """Run a task for ever."""
         pause_s = PAUSE_FIRST_S
         while True:
             began_ns = self._clock()
-            await self._run_once(name, run)
+            await self._run_once(name, run if pulse is None else partial(self._run_watched, run, pulse))
             if self._clock() - began_ns >= SETTLED_NS:
                 pause_s = PAUSE_FIRST_S
             await self._sleep(pause_s)
@@ -79,6 +98,25 @@ class Supervisor:
                     f"last with: {_sentence(error)}"
                 )
             await self._sleep(CRITICAL_PAUSE_S)
+
+    async def _run_watched(self, run: Run, pulse: Pulse) -> None:
+        """Run a task until it ends or stalls."""
+        try:
+            async with asyncio.TaskGroup() as group:
+                watching = group.create_task(self._watch(pulse), name="pulse")
+                await run()
+                watching.cancel()
+        except BaseExceptionGroup as ended:
+            raise ended.exceptions[0] from None
+
+    async def _watch(self, pulse: Pulse) -> None:
+        began_ns = self._clock()
+        limit_ns = max(STALLED_PERIODS * pulse.period_ns, LEAST_SILENCE_NS)
+        while True:
+            await asyncio.sleep(limit_ns / STALLED_PERIODS / 1e9)
+            silent_ns = self._clock() - max(began_ns, pulse.last_sign_ns() or began_ns)
+            if silent_ns > limit_ns:
+                raise StalledError(f"stalled: no sign of life for {silent_ns / 1e9:.0f} s")
 
     async def _run_once(self, name: SourceName, run: Run) -> Exception | None:
         """Run a task to its end and return why it ended; None if it just returned."""

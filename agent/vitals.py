@@ -1,17 +1,37 @@
 """The signs of life of one agent."""
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final, Literal
 
 from agent.model.ids import SourceName
 
 if TYPE_CHECKING:
     from agent.sinks.device_plugin import DevicePlugin
+    from agent.sinks.eventlog import EventLog
+    from agent.sinks.evidence import EvidenceSink
     from agent.sinks.statefile import StateFile
 
 ENGINE: Final = SourceName("engine")
 HTTP: Final = SourceName("http")
 STATE_FILE: Final = SourceName("statefile")
+EVENT_LOG: Final = SourceName("eventlog")
+EVIDENCE: Final = SourceName("evidence")
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A source or sink that is to run, as health checks show it."""
+
+    name: SourceName
+    kind: Literal["source", "sink"]
+    trouble: Callable[[], str | None]
+    """Why it does not do its work although it runs; None: it does."""
+
+    @property
+    def check(self) -> str:
+        """The name of its check."""
+        return f"{self.kind}-{self.name}"
 
 
 @dataclass(slots=True)
@@ -27,8 +47,11 @@ class Vitals:
     is_stopping: bool = False
     reload_trouble: str | None = None
     """Why the last reload was refused."""
+    parts: list[Part] = field(default_factory=list)
     device_plugin: "DevicePlugin | None" = None
     state_file: "StateFile | None" = None
+    event_log: "EventLog | None" = None
+    evidence: "EvidenceSink | None" = None
 
     @property
     def phase(self) -> str:

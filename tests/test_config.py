@@ -11,9 +11,15 @@ from hypothesis import strategies as st
 
 from agent import config, config_file
 from agent.config import Settings, default_node_dir
+from agent.core import xids
 from agent.errors import ConfigError
+from agent.model.health import Reason
 from agent.model.policy import Policy
-from agent.options import LOOPBACK_API_PORT, OPTIONS, Address, duration_from
+from agent.option_values import MAX_TOLD, MAX_XIDS, Address, duration_from, xid_list_from
+from agent.options import LOOPBACK_API_PORT, OPTIONS
+
+NOT_EMPTY = {"if-running": "fail", "api-listen": "127.0.0.1:1", "soft-flips": "thermal"}
+"""Values of options that are empty by default, where any path would not do."""
 
 
 def load(**flags: str) -> Settings:
@@ -82,7 +88,7 @@ def test_each_value_knows_where_it_came_from(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", [name for name, option in OPTIONS.items() if option.file_key])
 def test_every_option_of_the_file_can_be_set_there(tmp_path: Path, name: str) -> None:
     option = OPTIONS[name]
-    text = option.default or {"if-running": "fail", "api-listen": "127.0.0.1:1"}.get(name, "/x")
+    text = option.default or NOT_EMPTY.get(name, "/x")
     keys = option.file_key.split(".")
     yaml = "".join("  " * depth + f"{key}:\n" for depth, key in enumerate(keys))[:-1] + f" {text}\n"
     settings_ = load(config_file=write(tmp_path, yaml))
@@ -92,7 +98,7 @@ def test_every_option_of_the_file_can_be_set_there(tmp_path: Path, name: str) ->
 @pytest.mark.parametrize("name", OPTIONS)
 def test_every_option_can_be_set_by_its_variable(name: str, tmp_path: Path) -> None:
     option = OPTIONS[name]
-    default = option.default or {"if-running": "fail", "api-listen": "127.0.0.1:1"}.get(name, "/x")
+    default = option.default or NOT_EMPTY.get(name, "/x")
     text = write(tmp_path, "") if name == "config-file" else default
     settings_ = config.load({}, {option.environment: text})
     assert settings_.origins[name] == option.environment
@@ -415,3 +421,148 @@ def test_what_a_reload_cannot_change_is_named() -> None:
     old, new = load(), load(http_listen=":1", mig_strategy="mixed", log_level="debug")
     changed = set(config.changes_that_need_a_restart(old, new))
     assert changed == {"http_listen", "api_listen"}
+
+
+# XIDs
+
+
+def flips(
+    environment: dict[str, str] | None = None, text: str = "", tmp_path: Path | None = None
+) -> set[int]:
+    """The XIDs of these few that flip a device."""
+    flags = {"config-file": write(tmp_path, text)} if tmp_path else {}
+    policy = config.load(flags, environment or {}).policy
+    return {xid for xid in (13, 31, 48, 79, 94) if xids.flips(xid, policy)}
+
+
+@pytest.mark.parametrize(
+    ("disabled", "enabled", "flipping"),
+    [
+        ("", "", {48, 79, 94}),
+        ("all", "", set()),
+        ("xids", "", set()),
+        ("48, XIDS ,79", "", set()),
+        ("48", "", {79, 94}),
+        (" 48 ,94,,", "", {79}),
+        ("bad,48,-1,0x4f,79.0", "", {79, 94}),
+        ("", "13", {13, 48, 79, 94}),
+        ("", "ALL", {13, 31, 48, 79, 94}),
+        # NVIDIA's plugin checks nothing at all here, against its own promise.
+        ("all", "48", {48}),
+        ("all", "all", {13, 31, 48, 79, 94}),
+        ("48,13", "48,13", {13, 48, 79, 94}),
+        ("48", "all", {13, 31, 48, 79, 94}),
+    ],
+)
+def test_the_variables_of_nvidias_plugin_mean_what_they_mean_there(
+    disabled: str, enabled: str, flipping: set[int]
+) -> None:
+    assert flips({"DP_DISABLE_HEALTHCHECKS": disabled, "DP_ENABLE_HEALTHCHECKS": enabled}) == flipping
+
+
+def test_what_makes_no_sense_in_them_is_told_and_skipped() -> None:
+    settings_ = config.load({}, {"DP_DISABLE_HEALTHCHECKS": "bad,48,-1", "DP_ENABLE_HEALTHCHECKS": "x" * 99})
+    assert settings_.warnings == (
+        'DP_DISABLE_HEALTHCHECKS: "bad" is no XID and was skipped',
+        'DP_DISABLE_HEALTHCHECKS: "-1" is no XID and was skipped',
+        f'DP_ENABLE_HEALTHCHECKS: "{"x" * 40}" is no XID and was skipped',
+    )
+
+
+def test_a_list_of_xids_is_bounded_and_so_is_what_is_told_of_it() -> None:
+    listed = xid_list_from(",".join([*(str(number) for number in range(9_000)), *("abcdefghijkl")]))
+    assert (len(listed.xids), len(listed.skipped)) == (MAX_XIDS, MAX_TOLD)
+
+
+def test_the_file_can_list_them_too(tmp_path: Path) -> None:
+    text = "agent: {disableHealthchecks: [48, xids], enableHealthchecks: [79, 94]}\n"
+    assert flips({}, text, tmp_path) == {79, 94}
+
+
+def test_the_file_has_the_last_word_on_single_xids(tmp_path: Path) -> None:
+    text = "agent: {xids: {94: ignore, 31: flip, 13: ignore}}\n"
+    assert flips({"DP_ENABLE_HEALTHCHECKS": "all"}, text, tmp_path) == {31, 48, 79}
+    assert flips({"DP_DISABLE_HEALTHCHECKS": "all"}, text, tmp_path) == {31}
+    assert flips({}, text, tmp_path) == {31, 48, 79}
+
+
+def test_the_catalog_can_be_followed_instead(tmp_path: Path) -> None:
+    assert flips({"GPU_AGENT_XID_POLICY": "catalog"}) == {48, 79}
+    assert flips({}, "agent: {xidPolicy: catalog, xids: {94: flip}}\n", tmp_path) == {48, 79, 94}
+
+
+def test_what_is_wrong_with_single_xids_is_told(tmp_path: Path) -> None:
+    text = "agent:\n  xids:\n    79: off\n    x: flip\n    48: [flip]\n    -1: flip\n    1234567: flip\n"
+    assert problems(tmp_path, text) == (
+        "FILE:3: agent.xids.79 must be flip or ignore",
+        "FILE:4: agent.xids.x must be the number of an XID",
+        "FILE:5: agent.xids.48 must be a single value",
+        "FILE:5: agent.xids.48 must be flip or ignore",
+        "FILE:6: agent.xids.-1 must be the number of an XID",
+        "FILE:7: agent.xids.1234567 must be the number of an XID",
+    )
+    many = "".join(f"    {number}: flip\n" for number in range(config_file.MAX_XIDS + 1))
+    assert problems(tmp_path, f"agent:\n  xids:\n{many}")[0].endswith(
+        "agent.xids holds more than 1024 entries"
+    )
+
+
+# What is deeper in the file
+
+
+def test_keys_that_belong_together_stand_together(tmp_path: Path) -> None:
+    text = """\
+agent:
+  flapping: {faults: 5, within: 1h}
+  slowdown: {window: 5m, percent: 80}
+  softFlips: [thermal, nvlink_down]
+  softFlipEvery: 2h
+  observe: yes
+"""
+    policy = load(config_file=write(tmp_path, text)).policy
+    assert (policy.sticky_after, policy.sticky_window_ns) == (5, 3_600_000_000_000)
+    assert (policy.slowdown_window_polls, policy.slowdown_share_percent) == (30, 80)
+    assert policy.soft_flips == {Reason.THERMAL, Reason.NVLINK_DOWN}
+    assert (policy.soft_flip_every_ns, policy.observe) == (7_200_000_000_000, True)
+
+
+def test_the_slowdown_window_is_a_time_whatever_the_poll(tmp_path: Path) -> None:
+    assert load(poll="1s").policy.slowdown_window_polls == 600
+    assert load(poll="10m", slowdown_window="1s").policy.slowdown_window_polls == 1
+    assert load(poll="10ms", slowdown_window="24h").policy.slowdown_window_polls == config.MAX_SLOWDOWN_POLLS
+
+
+def test_a_misspelt_key_inside_is_told_with_the_right_one(tmp_path: Path) -> None:
+    assert problems(tmp_path, "agent: {flapping: {fault: 5}, flaping: {}, xid: {}}\n") == (
+        "FILE:1: agent.flapping.fault is unknown; did you mean faults?",
+        "FILE:1: agent.flaping is unknown; did you mean flapping?",
+        "FILE:1: agent.xid is unknown; did you mean xids?",
+    )
+
+
+def test_a_hard_reason_is_no_soft_one(tmp_path: Path) -> None:
+    assert told({"soft-flips": "thermal,gpu_lost"}) == (
+        '--soft-flips must be some of nvlink_down, thermal, and is "thermal,gpu_lost"',
+    )
+
+
+@pytest.mark.parametrize("value", ["1", "64", "16 MiB", "5GiB", "-1MiB", "16mib"])
+def test_a_size_has_a_unit_and_bounds(value: str) -> None:
+    assert told({"event-log-size": value})
+
+
+def test_sizes_are_of_bytes() -> None:
+    assert load().event_log_bytes == 16 * 2**20
+    assert load(event_log_size="512KiB").event_log_bytes == 512 * 2**10
+    assert load(event_log_size="0").event_log_bytes == 0
+
+
+def test_what_is_read_can_be_turned_off() -> None:
+    settings_ = load(kernel_log="", uevents="false", pod_resources_socket="")
+    assert (settings_.kernel_log, settings_.uevents, settings_.pod_resources_socket) == ("", False, "")
+
+
+def test_to_begin_to_observe_needs_a_restart_and_to_end_it_does_not() -> None:
+    acting, observing = load(), load(observe="true")
+    assert list(config.changes_that_need_a_restart(acting, observing)) == ["observe"]
+    assert list(config.changes_that_need_a_restart(observing, acting)) == []

@@ -14,7 +14,6 @@ from agent.model.snapshot import Snapshot
 from agent.selectors import named, one
 from tests.sinks.offers import node, uuid
 
-
 UUID = uuid(3)
 
 

@@ -9,7 +9,7 @@ from typing import Any, Final, cast
 
 from agent.client import TIMEOUT_S, AgentClient, find_agent
 from agent.errors import AgentUnreachableError, UsageError
-from agent.options import duration_from
+from agent.option_values import duration_from
 from agent.render import WIDTH, Output, add_agent_flag, add_output_flag, show
 
 WAIT_S: Final = 20

@@ -171,6 +171,9 @@ def agent_flags(node_dir: Path) -> dict[str, str]:
         "sys-root": f"{node_dir}/sys",
         "state-dir": f"{node_dir}/agent",
         "control-socket": f"{node_dir}/agent/control.sock",
+        "kernel-log": f"{node_dir}/dev/kmsg",
+        # The machine's own uevents are none of the node's.
+        "uevents": "false",
     }
 
 

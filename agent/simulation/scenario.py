@@ -24,7 +24,8 @@ from types import MappingProxyType
 from typing import Final
 
 from agent.errors import ConfigError, UsageError
-from agent.options import OPTIONS, Option, duration_from
+from agent.option_values import duration_from
+from agent.options import OPTIONS, Option
 from agent.simulation import actions
 from agent.simulation.action_table import Invocation
 from agent.simulation.agent_actions import is_kill

@@ -72,7 +72,8 @@ class EvidenceSink:
         time_of: TimeOf,
     ) -> None:
         """``kernel_log`` returns the driver's newest lines in the kernel log."""
-        self._directory = directory
+        self.path = directory
+        """The directory."""
         self._latest = latest
         self._events = events
         self._kernel_log = kernel_log
@@ -151,7 +152,7 @@ class EvidenceSink:
         )
 
     async def _write(self, stem: str, document: Json, path: str | None = None) -> str | None:
-        directory = self._directory
+        directory = self.path
         try:
             written = await in_daemon_thread(
                 "evidence-writer", lambda: _write_bundle(directory, stem, document, path)
@@ -168,7 +169,7 @@ class EvidenceSink:
         detail = (error.strerror if isinstance(error, OSError) else None) or str(error)
         self.failures += 1
         if self.trouble != detail:
-            _log.error("Could not keep evidence", extra=fields(path=self._directory, detail=detail))
+            _log.error("Could not keep evidence", extra=fields(path=self.path, detail=detail))
         self.trouble = detail
 
 

@@ -21,7 +21,7 @@ from agent.errors import AgentError, UsageError
 from agent.events import EventRing
 from agent.log import fields
 from agent.model.snapshot import Snapshot
-from agent.options import Address
+from agent.option_values import Address
 from agent.sinks.http_server import (
     BodyError,
     ControlSocket,

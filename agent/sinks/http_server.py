@@ -23,7 +23,7 @@ from aiohttp import web
 
 from agent.errors import AgentError, SourceError
 from agent.log import fields
-from agent.options import Address
+from agent.option_values import Address
 
 MAX_CONNECTIONS: Final = 64
 MAX_LINE_BYTES: Final = 4096

@@ -25,6 +25,7 @@ from agent.log import fields
 from agent.model import facts
 from agent.model.health import Reason
 from agent.sources.nvml_files import open_files_below
+from agent.sources.nvml_hotplug import BindEvents
 from agent.sources.nvml_library import (
     LibraryLocation,
     LibraryMissingError,
@@ -76,6 +77,7 @@ class NvmlSource:
             maximum=self._settings.max_threads,
         )
         self._first_nvml = Nvml(self._threads.first.log)
+        self._bind_events = BindEvents()
         self._around = Surroundings(
             inbox=inbox,
             threads=self._threads,
@@ -85,6 +87,7 @@ class NvmlSource:
             clock=clock,
             on_node_overdue=self._node_overdue,
             on_node_answered=self._node_answered,
+            bind_events=self._bind_events,
         )
         self._device_paths = ("/dev/nvidia", f"{dev_root}/nvidia")
         self._wanted, self._unwanted = asyncio.Event(), asyncio.Event()
@@ -270,6 +273,8 @@ class NvmlSource:
         return True
 
     def _shut_down(self) -> None:
+        if self._open_inits:
+            self._bind_events.close(self._first_nvml)
         try:
             while self._open_inits:
                 self._first_nvml.shutdown()

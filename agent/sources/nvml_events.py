@@ -18,6 +18,8 @@ from agent.errors import NvmlCode, NvmlError
 from agent.log import fields
 from agent.model.facts import Fact, XidReported
 from agent.model.ids import GpuUuid
+from agent.model.policy import MILLISECOND_NS
+from agent.sources.nvml_hotplug import BindEvents
 from agent.sources.nvml_library import HEALTH_EVENTS, XID_EVENT, EventSet, Handle, Nvml, NvmlEvent
 from agent.sources.nvml_threads import Completions, Lane
 
@@ -92,8 +94,13 @@ class Listener:
         on_renewed: Callable[[], None],
         on_failed: Callable[[], None],
         on_xid: Callable[[GpuUuid], None],
+        bind_events: BindEvents,
+        on_rebound: Callable[[], None],
     ) -> None:
-        """``on_renewed``: there is a set to register with; ``on_failed``: look at every GPU at once."""
+        """``on_renewed``: there is a set to register with; ``on_failed``: look at every GPU at once.
+
+        ``on_rebound``: NVML told that a GPU came or went, which is looked for between two waits.
+        """
         self._lane = lane
         self._nvml = nvml
         self._inbox = inbox
@@ -104,6 +111,8 @@ class Listener:
         self._on_renewed = on_renewed
         self._on_failed = on_failed
         self._on_xid = on_xid
+        self._bind_events = bind_events
+        self._on_rebound = on_rebound
         self._registered = asyncio.Event()
         self._stopping = False
         self._last_problem: str | None = None
@@ -117,7 +126,7 @@ class Listener:
         while True:
             began_ns = self._clock()
             try:
-                self.events = SharedEventSet(await self._lane.call(self._nvml.create_event_set))
+                self.events = SharedEventSet(await self._lane.call(self._create))
                 self._registered.clear()
                 self._on_renewed()
                 await self._registered.wait()
@@ -127,6 +136,10 @@ class Listener:
             await self.free()
             self._on_failed()
             await asyncio.sleep(max(0, began_ns + self._retry_ns - self._clock()) / 1e9)
+
+    def _create(self) -> EventSet:
+        self._bind_events.open(self._nvml)
+        return self._nvml.create_event_set()
 
     def _report(self, error: NvmlError) -> None:
         problem = f"{error.call} {error.code}"
@@ -149,8 +162,13 @@ class Listener:
         self._registered.set()
 
     def _listen(self, shared: SharedEventSet) -> None:
+        slice_ns = self._slice_ms * MILLISECOND_NS
+        rebinds_due_ns = self._clock()
         with shared.in_use(self._nvml) as events:
             while not self._stopping:
+                if self._clock() >= rebinds_due_ns:
+                    rebinds_due_ns = self._clock() + slice_ns
+                    self._put_rebinds()
                 try:
                     event = self._nvml.wait_event(events, self._slice_ms)
                 except NvmlError as error:
@@ -165,6 +183,13 @@ class Listener:
         self._inbox.put(XidReported(gpu=gpu, xid=event.data, gi=event.gi, ci=event.ci))
         if gpu is not None:
             self._completions.post(("xid", gpu), partial(self._on_xid, gpu))
+
+    def _put_rebinds(self) -> None:
+        rebinds = self._bind_events.take(self._nvml)
+        for rebind in rebinds:
+            self._inbox.put(rebind)
+        if rebinds:
+            self._completions.post("rebound", self._on_rebound)
 
     def _gpu_of(self, event: NvmlEvent) -> GpuUuid | None:
         if event.device is None:

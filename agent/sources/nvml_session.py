@@ -21,6 +21,7 @@ from agent.model import facts
 from agent.model.ids import GpuUuid
 from agent.model.policy import SECOND_NS
 from agent.sources.nvml_events import DRIVER_CODES, Listener, RetiredError, register
+from agent.sources.nvml_hotplug import BindEvents
 from agent.sources.nvml_inventory import (
     GpuGoneError,
     Look,
@@ -64,6 +65,7 @@ class Surroundings:
     clock: Callable[[], int]
     on_node_overdue: Callable[[Lane, Call], None]
     on_node_answered: Callable[[Lane, Call], None]
+    bind_events: BindEvents
 
 
 class Session:
@@ -92,6 +94,8 @@ class Session:
             on_renewed=self._wake_all,
             on_failed=self._request_all,
             on_xid=self._xid_came,
+            bind_events=around.bind_events,
+            on_rebound=self.request,
         )
 
     @property

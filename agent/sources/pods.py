@@ -61,11 +61,13 @@ class PodsSource:
         self._prefix = resource_prefix
         self._holders = Holders()
         self._trouble: str | None = None
+        self.last_sign_ns: int | None = None
+        """When the kubelet was asked last, whatever came of it."""
 
     async def run(self) -> None:
         """Ask for ever. May be run again after it ended; two at once are not allowed."""
         while True:
-            began_ns = self._clock()
+            began_ns = self.last_sign_ns = self._clock()
             if not await self._ask() and self._retry_ns < self._period_ns:
                 await asyncio.sleep(self._retry_ns / 1e9)
                 if not await self._ask():

@@ -74,6 +74,8 @@ class SysfsSource:
         self._told: dict[type[Fact], Fact] = {}
         self._bindings: dict[str, Binding] = {}
         self._bound: frozenset[str] = frozenset()
+        self.last_sign_ns: int | None = None
+        """When it looked last."""
 
     def request(self) -> None:
         """Look soon instead of after the period; on the loop's thread."""
@@ -93,6 +95,7 @@ class SysfsSource:
             began_ns = self._clock()
             self._asked.clear()
             self._tell(await self._looked())
+            self.last_sign_ns = self._clock()
             await self._wait_asked(began_ns + self._period_ns)
             await asyncio.sleep(max(0, began_ns + MIN_GAP_NS - self._clock()) / 1e9)
 

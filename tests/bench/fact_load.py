@@ -34,7 +34,9 @@ def main() -> None:
     lines = log.set_up(settings.log_format, settings.log_level)
     lock = NodeLock(settings.lock_path)
     assert lock.try_acquire()
-    agent = app.Agent(settings, lock, None, lines, lambda: settings, os.environ)
+    agent = app.Agent(
+        settings, lock, None, boot_id="bench", lines=lines, reread=lambda: settings, environment=os.environ
+    )
     ended = threading.Event()
     told = threading.Event()
     signal.signal(signal.SIGUSR1, lambda *_: told.set())

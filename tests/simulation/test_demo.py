@@ -227,6 +227,16 @@ async def on_terminal(*arguments: str, environment: dict[str, str] | None = None
         await process.wait()
         if terminal.master >= 0:
             os.close(terminal.master)
+        # What a killed demo leaves to end by itself still writes into the node's directory.
+        for argument in arguments:
+            if argument.startswith("--node-dir="):
+                await wait_no_process(argument.partition("=")[2])
+
+
+async def wait_no_process(node_dir: str) -> None:
+    async with asyncio.timeout(PATIENCE_S):
+        while processes_with(node_dir):
+            await asyncio.sleep(0.02)
 
 
 TAKES_THE_TERMINAL = """\

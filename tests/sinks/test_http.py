@@ -24,7 +24,7 @@ from agent.model.facts import NVML
 from agent.model.health import Condition, ConditionKey, Evidence, Health, Reason, Recovery
 from agent.model.ids import GpuUuid, Placement, SocketIdentity
 from agent.model.snapshot import DriverView, Finding, RegistrationPhase, Snapshot, TaskView
-from agent.options import Address
+from agent.option_values import Address
 from agent.sinks import http_server
 from agent.sinks.http import HttpSink
 from tests.sinks.offers import device, node, resource, snapshot, uuid

@@ -41,7 +41,8 @@ def make_node(tmp_path: Path) -> Iterator[MakeNode]:
 async def start_source(recorder: Recorder) -> AsyncIterator[StartSource]:
     async with AsyncExitStack() as stack:
 
-        async def start(node: Node, settings: NvmlSettings = QUICK) -> NvmlSource:
-            return await stack.enter_async_context(running_source(node, recorder.inbox, settings))
+        async def start(node: Node, settings: NvmlSettings = QUICK, *, released: bool = False) -> NvmlSource:
+            running = running_source(node, recorder.inbox, settings, released=released)
+            return await stack.enter_async_context(running)
 
         yield start

@@ -68,7 +68,7 @@ class Node:
 
 @asynccontextmanager
 async def running_source(
-    node: Node, inbox: Inbox[Fact], settings: NvmlSettings = QUICK
+    node: Node, inbox: Inbox[Fact], settings: NvmlSettings = QUICK, *, released: bool = False
 ) -> AsyncIterator[NvmlSource]:
     """Run a source; at the end, find that it has let everything go."""
     source = NvmlSource(
@@ -78,6 +78,7 @@ async def running_source(
         sys_root=node.directory / "sys",
         clock=time.monotonic_ns,
         settings=settings,
+        released=released,
     )
     task = asyncio.get_running_loop().create_task(source.run(), name="nvml")
     try:

@@ -109,6 +109,11 @@ def _ecc(state: NvmlState) -> None:
     state.set_ecc(0, 50, counter="aggregate")
 
 
+def _links(state: NvmlState) -> None:
+    for link in (2, 11):
+        state.set_nvlink(0, link, up=False)
+
+
 CHANGES: dict[str, tuple[Callable[[NvmlState], None], dict[str, object]]] = {
     "recovery action": (lambda state: state.set_recovery_action(0, 4), {"recovery_action": 4}),
     "uncorrected errors of this driver load": (_ecc, {"ecc_uncorrected": 5}),
@@ -126,10 +131,7 @@ CHANGES: dict[str, tuple[Callable[[NvmlState], None], dict[str, object]]] = {
     "temperature": (lambda state: state.set_temperature(0, 93), {"temperature_celsius": 93}),
     "link width": (lambda state: state.set_pcie(0, generation=4, width=8), {"pcie_width": 8}),
     "replays": (lambda state: state.set_pcie_replays(0, 7), {"pcie_replays": 7}),
-    "links": (
-        lambda state: [state.set_nvlink(0, link, up=False) for link in (2, 11)] and None,
-        {"links_total": 12, "links_down": (2, 11)},
-    ),
+    "links": (_links, {"links_total": 12, "links_down": (2, 11)}),
     "fabric": (
         lambda state: state.set_fabric(0, "completed", status=999),
         {"fabric_state": 3, "fabric_status": 999},

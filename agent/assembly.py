@@ -1,0 +1,156 @@
+"""Builds sources and sinks from the settings; each is imported when it is made, which may take a while."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+from agent.bus import Inbox, Latest
+from agent.config import Settings
+from agent.model.facts import Fact
+from agent.model.snapshot import Snapshot
+
+if TYPE_CHECKING:
+    from agent.sinks.device_plugin import DevicePlugin
+    from agent.sources.kmsg import KernelLogSource
+    from agent.sources.kubelet import KubeletSource
+    from agent.sources.nvml import NvmlSource
+    from agent.sources.pods import PodsSource
+    from agent.sources.sysfs import SysfsSource
+
+# Imports stand in the functions: see agent.imports for their order.
+# ruff: noqa: PLC0415
+
+
+class Source(Protocol):
+    """What is run."""
+
+    async def run(self) -> None:
+        """Watch for ever."""
+
+
+@dataclass(slots=True)
+class Assembly:
+    """Makes what the settings ask for, and keeps what others need."""
+
+    settings: Settings
+    inbox: Inbox[Fact]
+    latest: Latest[Snapshot]
+    clock: Callable[[], int]
+    nvml: "NvmlSource | None" = None
+    kernel_log: "KernelLogSource | None" = None
+    sysfs: "SysfsSource | None" = None
+    pods: "PodsSource | None" = None
+
+    def make_nvml(self, *, released: bool) -> "NvmlSource":
+        """Make the source that owns the driver; ``released`` as an operator ordered it before."""
+        from agent.sources.nvml import LibraryLocation, NvmlSettings, NvmlSource
+
+        settings = self.settings
+        self.nvml = NvmlSource(
+            inbox=self.inbox,
+            library=LibraryLocation(
+                path=Path(settings.nvml_library) if settings.nvml_library else None,
+                driver_root=Path(settings.driver_root),
+            ),
+            dev_root=self._dev,
+            sys_root=Path(settings.sys_root),
+            clock=self.clock,
+            settings=NvmlSettings(
+                init_deadline_ns=settings.init_deadline_ns,
+                first_handle_deadline_ns=settings.first_handle_deadline_ns,
+                call_deadline_ns=settings.call_deadline_ns,
+                poll_ns=settings.poll_ns,
+                init_retry_ns=settings.init_retry_ns,
+            ),
+            released=released,
+        )
+        return self.nvml
+
+    def make_device_plugin(self) -> "DevicePlugin":
+        """Make the sink that offers devices to the kubelet."""
+        from agent.sinks.device_plugin import DevicePlugin
+
+        return DevicePlugin(
+            inbox=self.inbox,
+            latest=self.latest,
+            kubelet_socket=Path(self.settings.kubelet_socket_or_default),
+            clock=self.clock,
+            registers=self.settings.registers,
+        )
+
+    def make_kubelet(self) -> "KubeletSource":
+        """Make the source that watches the kubelet's socket."""
+        from agent.sources.kubelet import KubeletSource
+
+        return KubeletSource(
+            inbox=self.inbox,
+            latest=self.latest,
+            kubelet_socket=Path(self.settings.kubelet_socket),
+            clock=self.clock,
+        )
+
+    def make_kernel_log(self) -> Source:
+        """Make the source that reads the kernel log."""
+        from agent.sources.kmsg import KernelLogSource
+
+        path = Path(self.settings.kernel_log)
+        self.kernel_log = KernelLogSource(inbox=self.inbox, path=path, clock=self.clock)
+        return self.kernel_log
+
+    def make_sysfs(self) -> Source:
+        """Make the source that looks at the bus and at device nodes."""
+        from agent.sources.sysfs import SysfsSource
+
+        self.sysfs = SysfsSource(
+            inbox=self.inbox,
+            latest=self.latest,
+            sys_root=Path(self.settings.sys_root),
+            proc_root=Path(self.settings.proc_root),
+            dev_root=self._dev,
+            clock=self.clock,
+            period_ns=self.settings.poll_ns,
+        )
+        return self.sysfs
+
+    def make_uevents(self) -> Source:
+        """Make the source that hears what comes to and leaves the bus."""
+        from agent.sources.uevent import UeventSource
+
+        return UeventSource(
+            inbox=self.inbox, sys_root=Path(self.settings.sys_root), on_change=self._look_at_the_bus
+        )
+
+    def make_pods(self) -> Source:
+        """Make the source that asks which pod holds what."""
+        from agent.sources.pods import PodsSource
+
+        self.pods = PodsSource(
+            inbox=self.inbox,
+            socket=Path(self.settings.pod_resources_socket),
+            clock=self.clock,
+            period_ns=self.settings.pods_poll_ns,
+        )
+        return self.pods
+
+    def recent_kernel_log(self) -> tuple[str, ...]:
+        """Return the driver's newest lines in the kernel log."""
+        return () if self.kernel_log is None else self.kernel_log.recent()
+
+    def sysfs_sign_ns(self) -> int | None:
+        """Return when the bus was looked at last."""
+        return None if self.sysfs is None else self.sysfs.last_sign_ns
+
+    def pods_sign_ns(self) -> int | None:
+        """Return when the kubelet was asked for pods last."""
+        return None if self.pods is None else self.pods.last_sign_ns
+
+    def _look_at_the_bus(self) -> None:
+        if self.sysfs is not None:
+            self.sysfs.request()
+        if self.nvml is not None:
+            self.nvml.request()
+
+    @property
+    def _dev(self) -> Path:
+        return Path(self.settings.dev_root, "dev")

@@ -1,0 +1,186 @@
+"""What the text of an option can say: durations, addresses, sizes, paths, lists.
+
+Invariants: a parser raises ValueError with the end of a sentence that begins with the option's name, and
+nothing else. Work is bounded by the length of the text.
+"""
+
+import re
+import socket
+from collections.abc import Callable
+from typing import Final, NamedTuple
+
+MAX_XIDS: Final = 1024
+"""XIDs in one list; there are some 170."""
+MAX_TOLD: Final = 8
+"""Words that are told to be skipped."""
+
+_UNITS_NS: Final = {
+    "h": 3_600_000_000_000,
+    "m": 60_000_000_000,
+    "s": 1_000_000_000,
+    "ms": 1_000_000,
+    "us": 1_000,
+    "ns": 1,
+}
+_DURATION: Final = re.compile(r"(?:[0-9]{1,12}(?:\.[0-9]{1,9})?(?:h|ms|us|ns|m|s)){1,6}")
+_DURATION_PART: Final = re.compile(r"([0-9]+(?:\.[0-9]+)?)(h|ms|us|ns|m|s)")
+_TRUE: Final = frozenset({"1", "t", "T", "TRUE", "true", "True"})
+_FALSE: Final = frozenset({"0", "f", "F", "FALSE", "false", "False"})
+_UNITS_BYTES: Final = {"": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
+_SIZE: Final = re.compile(r"([0-9]{1,12})(KiB|MiB|GiB|)")
+
+
+class Address(NamedTuple):
+    """Where to listen; port 0 lets the kernel choose."""
+
+    host: str
+    port: int
+
+    @property
+    def is_loopback(self) -> bool:
+        """Whether only this machine can connect."""
+        return self.host.startswith("127.") or self.host == "::1"
+
+    def __str__(self) -> str:
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+
+def bool_from(text: str) -> bool:
+    """Parse a boolean as Go's flag package does, which NVIDIA's plugin uses."""
+    if text in _TRUE:
+        return True
+    if text in _FALSE:
+        return False
+    raise ValueError("must be true or false")
+
+
+def duration_from(text: str) -> int:
+    """Parse a duration such as ``10s``, ``500ms`` or ``1m30s`` into nanoseconds."""
+    if not _DURATION.fullmatch(text):
+        raise ValueError('must be a number with a unit, such as "10s" or "500ms"')
+    return round(sum(float(number) * _UNITS_NS[unit] for number, unit in _DURATION_PART.findall(text)))
+
+
+def address_from(text: str) -> Address | None:
+    """Parse ``host:port``; the host is an IP address, so that no name service is ever waited for."""
+    if not text:
+        return None
+    host, colon, port = text.rpartition(":")
+    if not colon or not port.isascii() or not port.isdigit() or int(port) > 65_535:
+        raise ValueError('must be an address and a port, such as "127.0.0.1:9470"')
+    host = host[1:-1] if host.startswith("[") and host.endswith("]") else host
+    host = {"": "0.0.0.0", "localhost": "127.0.0.1"}.get(host, host)  # noqa: S104 - asked for by ":port"
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return Address(socket.inet_ntop(family, socket.inet_pton(family, host)), int(port))
+    except OSError:
+        raise ValueError(f'must name an IP address, and "{host}" is none') from None
+
+
+def choice(*choices: str) -> Callable[[str], str]:
+    """Return a parser of one of several words."""
+
+    def parse(text: str) -> str:
+        if text not in choices:
+            raise ValueError(f"must be one of {', '.join(choices)}")
+        return text
+
+    return parse
+
+
+def duration(least: str, most: str) -> Callable[[str], int]:
+    """Return a parser of durations between two."""
+
+    def parse(text: str) -> int:
+        value = duration_from(text)
+        if not duration_from(least) <= value <= duration_from(most):
+            raise ValueError(f"must be between {least} and {most}")
+        return value
+
+    return parse
+
+
+def integer(least: int, most: int) -> Callable[[str], int]:
+    """Return a parser of whole numbers between two."""
+
+    def parse(text: str) -> int:
+        if not re.fullmatch(r"[0-9]{1,9}", text) or not least <= int(text) <= most:
+            raise ValueError(f"must be a whole number between {least} and {most}")
+        return int(text)
+
+    return parse
+
+
+def path_from(text: str) -> str:
+    """Parse an absolute path."""
+    if text and not text.startswith("/"):
+        raise ValueError("must be an absolute path")
+    return any_path_from(text)
+
+
+def any_path_from(text: str) -> str:
+    """Parse a path that a person may give relative to where they are."""
+    if "\0" in text:
+        raise ValueError("must not hold a NUL character")
+    return text
+
+
+def root_from(text: str) -> str:
+    """Parse a directory that is put before other paths: no slash at its end, except for ``/`` itself."""
+    return (path_from(text).rstrip("/") or "/") if text else ""
+
+
+def size(least: str, most: str) -> Callable[[str], int]:
+    """Return a parser of sizes such as ``16MiB`` between two, in bytes; also of 0."""
+
+    def parse(text: str) -> int:
+        match = _SIZE.fullmatch(text)
+        if match is None:
+            raise ValueError('must be a size, such as "16MiB" or "512KiB"')
+        value = int(match[1]) * _UNITS_BYTES[match[2]]
+        if value and not size_of(least) <= value <= size_of(most):
+            raise ValueError(f"must be 0, or between {least} and {most}")
+        return value
+
+    def size_of(text: str) -> int:
+        match = _SIZE.fullmatch(text)
+        return int(match[1]) * _UNITS_BYTES[match[2]] if match else 0
+
+    return parse
+
+
+def words(*known: str) -> Callable[[str], frozenset[str]]:
+    """Return a parser of a list of known words, separated by commas."""
+
+    def parse(text: str) -> frozenset[str]:
+        given = frozenset(word.strip() for word in text.split(",") if word.strip())
+        if given - set(known):
+            raise ValueError(f"must be some of {', '.join(known)}")
+        return given
+
+    return parse
+
+
+class XidList(NamedTuple):
+    """The value of DP_DISABLE_HEALTHCHECKS or DP_ENABLE_HEALTHCHECKS."""
+
+    is_all: bool = False
+    """Every XID is meant: ``all`` or ``xids`` stands anywhere in the list."""
+    xids: frozenset[int] = frozenset()
+    skipped: tuple[str, ...] = ()
+    """What is neither a number nor one of these words."""
+
+
+def xid_list_from(text: str) -> XidList:
+    """Parse a list of XIDs as NVIDIA's plugin does: in any case, trimmed, what makes no sense is skipped.
+
+    Source: NVIDIA/k8s-device-plugin:internal/rm/health.go.
+    """
+    given = [word for word in (part.strip() for part in text.lower().split(",")) if word]
+    if {"all", "xids"} & set(given):
+        return XidList(is_all=True)
+    numbers = {word for word in given if re.fullmatch("[0-9]{1,9}", word)}
+    skipped = [word[:40] for word in given if word not in numbers]
+    return XidList(
+        xids=frozenset(sorted(map(int, numbers))[:MAX_XIDS]), skipped=tuple(dict.fromkeys(skipped))[:MAX_TOLD]
+    )
