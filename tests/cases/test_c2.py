@@ -1,4 +1,4 @@
-"""C2, Project-HAMi/HAMi#2200: a GPU that was marked Unhealthy stays so for days, or is forgotten at a restart."""
+"""C2, Project-HAMi/HAMi#2200: an Unhealthy GPU stays so for days, or is forgotten at a restart."""
 
 import asyncio
 import json
@@ -19,10 +19,12 @@ from tests.harness import (
     simulated_node,
     uuids,
     wait_allocatable,
+    wait_polls,
 )
 
 ONE_GPU = {"preset": "dgx-h100", "gpus": 1}
-THREE = {"recovery_clean_probes": "3"}
+THREE = "3"
+"""Clean probes in a row that bring a GPU back."""
 RESET, NONE = 1, 0
 POLL = "nvmlDeviceGetFieldValues"
 """A call that each health poll of a GPU makes once."""
@@ -55,7 +57,7 @@ def allocatable_since(node: SimulatedNode, at_ns: int) -> set[int]:
 
 
 async def test_a_gpu_comes_back_three_clean_probes_after_the_driver_wants_no_recovery_any_more() -> None:
-    async with simulated_node(ONE_GPU) as node, agent_process(node, **THREE):
+    async with simulated_node(ONE_GPU) as node, agent_process(node, recovery_clean_probes=THREE):
         await wait_allocatable(node.kubelet, 1, capacity=1)
 
         node.nvml.push_xid(0, 119)
@@ -90,7 +92,7 @@ async def reset_gpu(node: SimulatedNode, _agent: AgentProcess) -> None:
 async def test_without_that_reading_only_a_new_binding_or_a_person_brings_it_back(cure: Any) -> None:
     async with simulated_node(ONE_GPU) as node:
         node.nvml.set_recovery_action(0, None)
-        async with agent_process(node, **THREE) as agent:
+        async with agent_process(node, recovery_clean_probes=THREE) as agent:
             await sick_and_staying_so(node, 119)
 
             await cure(node, agent)
@@ -100,12 +102,12 @@ async def test_without_that_reading_only_a_new_binding_or_a_person_brings_it_bac
 async def test_without_that_reading_a_reboot_brings_it_back() -> None:
     async with simulated_node(ONE_GPU) as node:
         node.nvml.set_recovery_action(0, None)
-        async with agent_process(node, **THREE) as agent:
+        async with agent_process(node, recovery_clean_probes=THREE) as agent:
             await sick_and_staying_so(node, 119)
             await agent.stop()
 
         write_boot_id(node.directory.proc, boots=2)
-        async with agent_process(node, **THREE):
+        async with agent_process(node, recovery_clean_probes=THREE):
             await wait_allocatable(node.kubelet, 1)
 
 
@@ -121,7 +123,7 @@ async def sick_and_staying_so(node: SimulatedNode, xid: int) -> None:
 
 async def test_a_gpu_that_fell_off_the_bus_stays_out_and_is_out_in_the_first_list_after_a_restart() -> None:
     async with simulated_node(ONE_GPU) as node:
-        async with agent_process(node, **THREE) as agent:
+        async with agent_process(node, recovery_clean_probes=THREE) as agent:
             await wait_allocatable(node.kubelet, 1, capacity=1)
             node.nvml.push_xid(0, 79)
             node.nvml.set_return(None, NvmlCode.GPU_IS_LOST, gpu=0)
@@ -132,20 +134,20 @@ async def test_a_gpu_that_fell_off_the_bus_stays_out_and_is_out_in_the_first_lis
             await agent.stop(signal.SIGKILL)
 
         before = len(node.kubelet.lists)
-        async with agent_process(node, **THREE) as agent:
+        async with agent_process(node, recovery_clean_probes=THREE) as agent:
             await node.kubelet.wait_for(lambda kubelet: len(kubelet.lists) > before, 30)
 
             assert node.kubelet.lists[before].unhealthy == (uuids(node)[0],)
-            await wait_probed(node, 3, "nvmlDeviceGetHandleByPciBusId_v2")
+            await wait_polls(node, 3)
             assert all(not each.healthy for each in node.kubelet.lists[before:])
 
 
 async def test_three_faults_that_went_away_keep_a_gpu_out() -> None:
-    async with simulated_node(ONE_GPU) as node, agent_process(node, **THREE) as agent:
+    async with simulated_node(ONE_GPU) as node, agent_process(node, recovery_clean_probes=THREE) as agent:
         await wait_allocatable(node.kubelet, 1, capacity=1)
         began_ns = time.monotonic_ns()
         for fault in range(3):
-            node.nvml.set_return(None, NvmlCode.UNKNOWN, gpu=0)
+            node.nvml.set_return(None, NvmlCode.TIMEOUT, gpu=0)
             await wait_allocatable(node.kubelet, 0)
             node.nvml.clear_return(None, gpu=0)
             if fault < 2:
@@ -166,7 +168,7 @@ def is_flapping(document: dict[str, Any]) -> bool:
 async def test_a_driver_without_events_is_healthy_with_one_warning_and_is_probed_all_the_same() -> None:
     async with simulated_node(ONE_GPU) as node:
         node.nvml.set_return("nvmlDeviceRegisterEvents", NvmlCode.NOT_SUPPORTED)
-        async with agent_process(node, **THREE) as agent:
+        async with agent_process(node, recovery_clean_probes=THREE) as agent:
             await wait_allocatable(node.kubelet, 1, capacity=1)
             await wait_probed(node, 3)
 
@@ -175,5 +177,5 @@ async def test_a_driver_without_events_is_healthy_with_one_warning_and_is_probed
             assert len(warnings) == 1, agent.text
             assert "no XID events" in warnings[0]["message"]
 
-            node.nvml.set_return(None, NvmlCode.UNKNOWN, gpu=0)
+            node.nvml.set_return(None, NvmlCode.TIMEOUT, gpu=0)
             await wait_allocatable(node.kubelet, 0)
