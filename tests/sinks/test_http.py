@@ -622,8 +622,8 @@ async def test_an_order_over_the_control_socket_is_obeyed_and_logged(
             answer = await order(served, "hold", '{"selector": "3", "why": "fan"}')
         assert (answer.status, answer.json) == (200, {"message": "did hold"})
         assert served.orders.given == [("hold", {"selector": "3", "why": "fan"})]
-        (told,) = (record.fields for record in caplog.records if record.message == "Obeyed an order")
-        assert told == {
+        (record,) = (record for record in caplog.records if record.message == "Obeyed an order")
+        assert record.fields == {  # type: ignore[attr-defined]
             "order": "hold",
             "by_process": os.getpid(),
             "by_user": os.geteuid(),
