@@ -114,6 +114,11 @@ class HangingNodes:
         for request in released:
             self._serve_one(request)
 
+    def release_all(self) -> None:
+        """Answer everything again."""
+        for name in self._inodes:
+            self.release(name)
+
     def wait_held(self, callers: int, timeout_s: float) -> bool:
         """Block until so many calls are held; false when they were not in time."""
         with self._changed:
