@@ -338,7 +338,12 @@ class Agent:
         if self._http is None:
             http_sink, self_report, control = await in_daemon_thread("http-import", import_http)
             report = self_report(
-                self._vitals, latest=self._latest, inbox=self._inbox, lines=self._lines, clock=self._clock
+                self._vitals,
+                boot_id=self._boot_id,
+                latest=self._latest,
+                inbox=self._inbox,
+                lines=self._lines,
+                clock=self._clock,
             )
             self._http = http_sink(
                 latest=self._latest,

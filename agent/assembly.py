@@ -118,7 +118,10 @@ class Assembly:
         from agent.sources.uevent import UeventSource
 
         return UeventSource(
-            inbox=self.inbox, sys_root=Path(self.settings.sys_root), on_change=self._look_at_the_bus
+            inbox=self.inbox,
+            sys_root=Path(self.settings.sys_root),
+            on_change=self._look_at_changes,
+            on_loss=self._look_at_all,
         )
 
     def make_pods(self) -> Source:
@@ -145,7 +148,15 @@ class Assembly:
         """Return when the kubelet was asked for pods last."""
         return None if self.pods is None else self.pods.last_sign_ns
 
-    def _look_at_the_bus(self) -> None:
+    def _look_at_changes(self) -> None:
+        """Look after GPUs or modules came or went, of which uevents told what was bound."""
+        if self.sysfs is not None:
+            self.sysfs.follow_up()
+        if self.nvml is not None:
+            self.nvml.request()
+
+    def _look_at_all(self) -> None:
+        """Look where uevents may not have told everything."""
         if self.sysfs is not None:
             self.sysfs.request()
         if self.nvml is not None:

@@ -47,12 +47,23 @@ GROUPS: Final = {
         Command("devices", "Show each device, its health and the reason", "agent.commands.devices"),
         Command("events", "Show what happened", "agent.commands.events"),
     ),
+    "To take GPUs out and give them back": (
+        Command("hold", "Take a GPU out until it is given back, over reboots", "agent.commands.hold"),
+        Command("unhold", "Give a held GPU back", "agent.commands.unhold"),
+        Command("recover", "Declare a GPU well", "agent.commands.recover"),
+        Command("release", "Let go of the driver, for a reset or an unload", "agent.commands.release"),
+        Command("resume", "Take the driver back", "agent.commands.resume"),
+        Command("bundle", "Keep what is known of a GPU, for an RMA", "agent.commands.bundle"),
+    ),
     "Without a GPU": (
         Command("demo", "Show a whole simulated node in this terminal", "agent.simulation.demo"),
         Command("simulate", "Run the simulated parts alone", "agent.simulation.simulate"),
         Command("inject", "Put a fault into the simulated node", "agent.simulation.inject"),
     ),
-    "Other": (Command("version", "Show the version", "agent.commands.version"),),
+    "Other": (
+        Command("explain", "Explain reason codes and XIDs", "agent.commands.explain"),
+        Command("version", "Show the version", "agent.commands.version"),
+    ),
 }
 
 COMMANDS: Final = {command.name: command for group in GROUPS.values() for command in group}

@@ -12,11 +12,13 @@ from collections.abc import Mapping
 from typing import Final, cast
 
 from agent.config import default_node_dir
-from agent.errors import AgentError, AgentUnreachableError
+from agent.errors import AgentError, AgentUnreachableError, UsageError
 from agent.options import OPTIONS
 
 MAX_ANSWER_BYTES: Final = 16 * 1024 * 1024
 TIMEOUT_S: Final = 5.0
+ORDER_TIMEOUT_S: Final = 10.0
+"""An order is answered when the core took it, or after two seconds."""
 CONTROL_SOCKET: Final = OPTIONS["control-socket"]
 
 Json = dict[str, object]
@@ -52,9 +54,23 @@ class AgentClient:
 
     def get(self, target: str, *, timeout_s: float = TIMEOUT_S) -> Json:
         """Return the document at a path such as ``/v1/devices``."""
+        return self._ask("GET", target, None, timeout_s)[1]
+
+    def order(self, name: str, order: Mapping[str, object], *, timeout_s: float = ORDER_TIMEOUT_S) -> Json:
+        """Give an order and return what came of it.
+
+        Raises UsageError if the order is wrong, AgentError if it cannot be carried out now.
+        """
+        status, document = self._ask("POST", f"/control/v1/{name}", json.dumps(order), timeout_s)
+        if status == http.client.OK:
+            return document
+        sentence = str(document.get("error", f"The agent at {self.path} answered {status}"))
+        raise (UsageError if status == http.client.BAD_REQUEST else AgentError)(sentence)
+
+    def _ask(self, method: str, target: str, body: str | None, timeout_s: float) -> tuple[int, Json]:
         connection = _UnixConnection(self.path, timeout_s)
         try:
-            connection.request("GET", target)
+            connection.request(method, target, body)
             response = connection.getresponse()
             raw = response.read(MAX_ANSWER_BYTES + 1)
         except TimeoutError:
@@ -70,7 +86,7 @@ class AgentClient:
         if len(raw) > MAX_ANSWER_BYTES:
             raise AgentError(f"The answer of the agent at {self.path} is too long")
         try:
-            return cast("Json", json.loads(raw))
+            return response.status, cast("Json", json.loads(raw))
         except ValueError:
             raise AgentError(
                 f"The agent at {self.path} answered {response.status} to {target}, which is no document; "

@@ -138,7 +138,9 @@ class Control:
         gpu = selectors.one(_text(order, "gpu"), self._latest.value)
         before = {each.key: each for each in _conditions(self._latest.value, gpu)}
         version = self._latest.version
-        await self._taken(RecoverRequested(gpu.uuid), lambda _: self._latest.version > version)
+        # Where there is nothing to end, nothing changes that could be waited for.
+        is_nothing = all(each.lasts for each in before.values())
+        await self._taken(RecoverRequested(gpu.uuid), lambda _: is_nothing or self._latest.version > version)
         staying = _conditions(self._latest.value, gpu)
         cleared = [each for key, each in before.items() if key not in {stays.key for stays in staying}]
         is_well = not any(each.flips for each in staying)

@@ -188,6 +188,7 @@ def state(snapshot: Snapshot, time_of: TimeOf) -> Json:
         "holds": dict(snapshot.holds),
         "released_until": None if snapshot.released_until_ns is None else time_of(snapshot.released_until_ns),
         "released_until_monotonic_ns": snapshot.released_until_ns,
+        "driver_released": snapshot.driver_released,
         "observe": snapshot.policy.observe,
         "observed_flips": snapshot.observed_flips,
         "tasks": {

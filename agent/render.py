@@ -99,7 +99,7 @@ def _device_row(device: Json, name: str, now_ns: int, *, is_wide: bool) -> list[
         str(device["health"]),
         reason_of(first),
         age_of(first, now_ns),
-        UNKNOWN,
+        pod_of(device),
     ]
     if is_wide:
         row += [_text(device.get(name)) for name in ("gpu", "numa_node", "resource", "pci")]
@@ -132,6 +132,13 @@ def reason_of(condition: object) -> str:
     return (
         f"{condition['code']} {number}" if condition["code"] == "xid" and number else str(condition["code"])
     )
+
+
+def pod_of(device: Json) -> str:
+    """Return who holds a device, as ``namespace/name``."""
+    if device.get("allocated") is None:
+        return UNKNOWN
+    return _text(device.get("pod")) if device["allocated"] else NONE
 
 
 def age_of(condition: object, now_ns: int) -> str:

@@ -29,12 +29,14 @@ class SelfReport:
         self,
         vitals: Vitals,
         *,
+        boot_id: str,
         latest: Latest[Snapshot],
         inbox: Inbox[Fact],
         lines: log.Log,
         clock: Callable[[], int],
     ) -> None:
         self._vitals = vitals
+        self._boot_id = boot_id
         self._latest = latest
         self._inbox = inbox
         self._lines = lines
@@ -104,6 +106,7 @@ class SelfReport:
         return {
             "version": __version__,
             "pid": os.getpid(),
+            "boot": self._boot_id,
             "phase": vitals.phase,
             "uptime_s": (self._clock() - vitals.began_ns) // 1_000_000_000,
             "parts": {part.check: self._judge_part(part) for part in vitals.parts},

@@ -110,13 +110,16 @@ class Supervisor:
             raise ended.exceptions[0] from None
 
     async def _watch(self, pulse: Pulse) -> None:
-        began_ns = self._clock()
-        limit_ns = max(STALLED_PERIODS * pulse.period_ns, LEAST_SILENCE_NS)
+        # Looks are counted, not time: after a machine slept, everybody gets the time to go on.
+        gap_ns = max(pulse.period_ns, LEAST_SILENCE_NS // STALLED_PERIODS)
+        last_ns, silent = pulse.last_sign_ns(), 0
         while True:
-            await asyncio.sleep(limit_ns / STALLED_PERIODS / 1e9)
-            silent_ns = self._clock() - max(began_ns, pulse.last_sign_ns() or began_ns)
-            if silent_ns > limit_ns:
-                raise StalledError(f"stalled: no sign of life for {silent_ns / 1e9:.0f} s")
+            await asyncio.sleep(gap_ns / 1e9)
+            newest_ns = pulse.last_sign_ns()
+            silent = silent + 1 if newest_ns == last_ns else 0
+            last_ns = newest_ns
+            if silent == STALLED_PERIODS:
+                raise StalledError(f"stalled: no sign of life for {silent * gap_ns / 1e9:.0f} s")
 
     async def _run_once(self, name: SourceName, run: Run) -> Exception | None:
         """Run a task to its end and return why it ended; None if it just returned."""

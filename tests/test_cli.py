@@ -82,7 +82,7 @@ def test_without_a_command_help_is_shown_and_the_exit_code_is_2(invoke: Invoke) 
         (["devices", "--outptu", "json"], 'gpu-agent: "--outptu" is no flag; did you mean --output?'),
         (["devices", "extra"], 'gpu-agent: "extra" is not expected here; see gpu-agent devices --help'),
         (["devices", "-o", "xml"], "gpu-agent: Argument -o/--output: invalid choice: 'xml'"),
-        (["events", "--since", "soon"], "gpu-agent: --since must be a number with a unit"),
+        (["events", "--since", "soon"], "gpu-agent: --since must be the number of an event, a time"),
         (["run", "--mig-strateg=none"], 'gpu-agent: "--mig-strateg" is no flag; did you mean mig-strategy?'),
         (["run", "--poll"], "gpu-agent: --poll needs a value"),
         (["run", "now"], 'gpu-agent: "now" is not expected here; run takes flags only'),
@@ -237,6 +237,17 @@ def test_the_table_has_the_columns_people_expect() -> None:
     assert max(map(len, lines)) <= 80
 
 
+@pytest.mark.parametrize(
+    ("allocated", "pod", "shown"),
+    [(None, None, "<unknown>"), (False, None, "<none>"), (True, "ml/train-0", "ml/train-0")],
+)
+def test_who_holds_a_device_is_shown_where_it_is_known(
+    allocated: bool | None, pod: str | None, shown: str
+) -> None:
+    lines = device_lines([device(0, allocated=allocated, pod=pod)])
+    assert lines[1].split()[-1] == shown
+
+
 def test_the_wide_table_shows_whole_ids_and_the_message() -> None:
     lines = device_lines([device(1, **SICK)], is_wide=True)
     assert "GPU-00000001-0000-4000-8000-000000000000" in lines[1]
@@ -294,7 +305,8 @@ def test_the_status_says_why_the_node_is_not_ready() -> None:
             "ready": False,
             "reasons": [{"code": "gpu_lost", "message": "Gone", "advice": "reset it", "gpus": ["GPU-1"]}],
             "resources": [],
-        }
+        },
+        now_ns=0,
     )
     assert lines == [
         "Agent    1, serving for 5s, process 7",
@@ -307,6 +319,85 @@ def test_the_status_says_why_the_node_is_not_ready() -> None:
         "",
         "RESOURCE  CAPACITY  ALLOCATABLE  REGISTRATION  MESSAGE",
     ]
+
+
+AGENT = {"version": "1", "phase": "serving", "uptime_s": 5, "pid": 7, "parts": {"sink-http": None}}
+
+
+def document(**more: Any) -> dict[str, Any]:
+    """A node where all is well, as /debug/state tells it."""
+    return {
+        "agent": AGENT,
+        "driver": {"ready": True, "driver_version": "1", "nvml_version": "2", "cuda_version": "3"},
+        "gpus": [
+            {
+                "index": 0,
+                "uuid": "GPU-0",
+                "pci": "0000:3b:00.0",
+                "serial": None,
+                "health": "unhealthy",
+                "model": "H100",
+            }
+        ],
+        "ready": True,
+        "reasons": [],
+        "resources": [],
+        "conditions": [],
+        "holds": {},
+        "released_until_monotonic_ns": None,
+        "driver_released": False,
+        "observe": False,
+        "observed_flips": 0,
+        **more,
+    }
+
+
+def condition_of(code: str, gpu: str = "GPU-0") -> dict[str, Any]:
+    return {"code": code, "gpu_uuid": gpu}
+
+
+@pytest.mark.parametrize(
+    ("more", "line"),
+    [
+        (
+            {"observe": True, "observed_flips": 3},
+            "Mode     observing: nothing is registered; devices it would have turned Unhealthy: 3",
+        ),
+        (
+            {"released_until_monotonic_ns": 90 * 10**9, "driver_released": True},
+            "         let go of on request, for 1m30s more; gpu-agent resume ends it",
+        ),
+        (
+            {"released_until_monotonic_ns": 90 * 10**9},
+            "         being let go of on request, for 1m30s more; gpu-agent resume ends it",
+        ),
+        ({"holds": {"GPU-0": "noisy fan"}}, "Held     GPU-0: noisy fan"),
+        (
+            {
+                "conditions": [
+                    condition_of("held"),
+                    condition_of("flapping"),
+                    condition_of("flapping"),
+                    condition_of("flapping", "GPU-1"),
+                    condition_of("xid"),
+                ]
+            },
+            "GPUs     1 unhealthy (1 held, 2 flapping)",
+        ),
+        (
+            {"agent": AGENT | {"parts": {"sink-http": None, "source-pods": "stalled"}}},
+            "Failing  source-pods: stalled",
+        ),
+    ],
+)
+def test_the_status_says_what_is_not_as_usual(more: dict[str, Any], line: str) -> None:
+    assert line not in status_lines(document(), now_ns=0)
+    assert line in status_lines(document(**more), now_ns=0)
+
+
+def test_the_wide_status_lists_the_names_of_each_gpu() -> None:
+    lines = status_lines(document(), now_ns=0, is_wide=True)
+    assert lines[-1].split() == ["0", "GPU-0", "0000:3b:00.0", "<unknown>", "unhealthy", "H100"]
 
 
 # Finding an agent

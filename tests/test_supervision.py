@@ -2,19 +2,22 @@
 
 import asyncio
 import logging
+import time
 from collections.abc import Awaitable, Callable
 
 import pytest
 
+from agent import supervision
 from agent.errors import SourceError
 from agent.model.facts import TaskReported
 from agent.model.ids import SourceName
-from agent.model.policy import SECOND_NS
+from agent.model.policy import MILLISECOND_NS, SECOND_NS
 from agent.supervision import (
     MAX_FAILURES,
     PAUSE_CAP_S,
     WINDOW_NS,
     CriticalTaskError,
+    Pulse,
     Supervisor,
 )
 
@@ -146,3 +149,63 @@ async def test_cancelling_ends_a_task_and_is_no_end_that_is_told(bench: Bench) -
         await started.wait()
         task.cancel()
     assert [fact.running for fact in bench.told] == [True]
+
+
+# A pulse
+
+
+class Watched:
+    """A supervisor by the real clock, of a task that gives signs of life for a while and then none."""
+
+    def __init__(self, *, signs: int) -> None:
+        self.told: list[TaskReported] = []
+        self.supervisor = Supervisor(tell=self.told.append, clock=time.monotonic_ns, sleep=self._sleep)
+        self.pulse = Pulse(lambda: self._signed_ns, 5 * MILLISECOND_NS)
+        self.runs = 0
+        self._signs = signs
+        self._signed_ns: int | None = None
+
+    async def _sleep(self, _seconds: float) -> None:
+        if self.runs == 2:
+            raise EnoughError
+
+    async def run(self) -> None:
+        self.runs += 1
+        for _ in range(self._signs):
+            self._signed_ns = time.monotonic_ns()
+            await asyncio.sleep(0.005)
+        await asyncio.Event().wait()
+
+    async def keep(self) -> None:
+        with pytest.raises(EnoughError):
+            await self.supervisor.keep(NAME, self.run, self.pulse)
+
+
+@pytest.mark.parametrize("signs", [0, 10])
+async def test_a_task_without_a_sign_of_life_is_ended_and_started_again(
+    signs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervision, "LEAST_SILENCE_NS", 20 * MILLISECOND_NS)
+    watched = Watched(signs=signs)
+    async with asyncio.timeout(30):
+        await watched.keep()
+    assert watched.runs == 2
+    ended = [told.message for told in watched.told if not told.running]
+    assert ended == ["stalled: no sign of life for 0 s"] * 2
+
+
+async def test_a_task_that_shows_life_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervision, "LEAST_SILENCE_NS", 60 * SECOND_NS)
+    watched = Watched(signs=3)
+    keeping = asyncio.timeout(0.1)
+    with pytest.raises(TimeoutError):
+        async with keeping:
+            await watched.keep()
+    assert (watched.runs, [told.running for told in watched.told]) == (1, [True])
+
+
+async def test_how_a_watched_task_ends_is_told_as_of_any_other(bench: Bench) -> None:
+    pulse = Pulse(lambda: None, 3600 * SECOND_NS)
+    with pytest.raises(EnoughError):
+        await bench.supervisor.keep(NAME, bench.failing(1, SourceError("The bus is gone")), pulse)
+    assert [told.message for told in bench.told if not told.running] == ["The bus is gone"]

@@ -5,10 +5,13 @@ import json
 import sys
 import time
 from collections.abc import Iterator
-from typing import Any, Final, cast
+from datetime import UTC, datetime, timedelta
+from typing import Any, Final, NamedTuple, cast
 
+from agent import event_files
 from agent.client import TIMEOUT_S, AgentClient, find_agent
-from agent.errors import AgentUnreachableError, UsageError
+from agent.errors import AgentError, AgentUnreachableError, UsageError
+from agent.log import rfc3339, wall_clock
 from agent.option_values import duration_from
 from agent.render import WIDTH, Output, add_agent_flag, add_output_flag, show
 
@@ -17,14 +20,27 @@ RETRY_S: Final = 0.5
 
 _DESCRIPTION: Final = """\
 Show what happened on this node since the agent was started: the newest 1024
-events.
+events. With a time in --since, what is older is read from the event log on
+disk, also from before the agent was started.
 
 Examples:
   gpu-agent events
   gpu-agent events -w                 and what happens from now on
-  gpu-agent events --since 5m
-  gpu-agent events -o json
+  gpu-agent events --since 1h
+  gpu-agent events --since 2026-11-30T04:00:00Z -o json
+  gpu-agent events --file /var/lib/gpu-agent/events.jsonl
 """
+
+
+class _Since(NamedTuple):
+    """After what events are shown; the number and the moments are of the agent that runs."""
+
+    number: int = 0
+    moment: datetime | None = None
+
+    def is_shown(self, event: dict[str, Any]) -> bool:
+        """Tell whether an event is recent enough."""
+        return self.moment is None or str(event["time"]) >= rfc3339(self.moment)
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -32,59 +48,117 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.description = _DESCRIPTION
     parser.add_argument("-w", "--watch", action="store_true", help="Go on until interrupted")
     parser.add_argument(
-        "--since", metavar="WHEN", default="0", help='Only events after a number, or within a time as "5m"'
+        "--since",
+        metavar="WHEN",
+        default="0",
+        help='Only events after a number, a moment, or within a time as "5m"',
     )
+    parser.add_argument("--file", metavar="PATH", help="Read this event log, and ask no agent")
     add_output_flag(parser)
     add_agent_flag(parser)
 
 
 def main(args: argparse.Namespace) -> int:
-    """Ask the agent and print the events."""
-    number, oldest_ns = _since(args.since)
-    agent = find_agent(args.control_socket)
+    """Ask the agent, and the disk, and print the events."""
+    since = _since(args.since)
     output = Output(args.output)
-    if output in (Output.JSON, Output.YAML) and not args.watch:
-        document = agent.get(f"/v1/events?since={number}")
-        document["events"] = [event for event in _events(document) if _is_recent(event, oldest_ns)]
-        show(document, output)
+    if args.file is not None:
+        if args.watch:
+            raise UsageError("--watch asks an agent, and --file asks none; give one of them")
+        _print(_of_file(args.file, since), output)
+        return 0
+    agent = find_agent(args.control_socket)
+    if not args.watch:
+        document = agent.get(f"/v1/events?since={since.number}")
+        _print([*_older(agent, document, since), *_shown_of(document, since)], output, document)
         return 0
     try:
-        for event in _stream(agent, number, is_endless=args.watch):
-            if _is_recent(event, oldest_ns):
-                print(_line(event, output), flush=args.watch)
+        for event in _stream(agent, since):
+            print(_line(event, output), flush=True)
     except KeyboardInterrupt:
         # Asking for an end is the way out of an endless command.
         return 0
     return 0
 
 
-def _since(text: str) -> tuple[int, int]:
-    """Return (number, monotonic moment) after which events are shown."""
+def _since(text: str) -> _Since:
     if text.isascii() and text.isdigit():
-        return int(text), 0
+        return _Since(number=int(text))
     try:
-        return 0, time.monotonic_ns() - duration_from(text)
-    except ValueError as error:
-        raise UsageError(f'--since {error} or the number of an event, and is "{text[:80]}"') from None
+        return _Since(moment=wall_clock() - timedelta(microseconds=duration_from(text) / 1_000))
+    except (ValueError, OverflowError):
+        pass
+    try:
+        moment = datetime.fromisoformat(text)
+        return _Since(moment=moment.astimezone(UTC))
+    except (ValueError, OverflowError, OSError):
+        raise UsageError(
+            f'--since must be the number of an event, a time such as "5m", or a moment such as '
+            f'"2026-11-30T04:00:00Z", and is "{text[:80]}"'
+        ) from None
 
 
-def _stream(agent: AgentClient, number: int, *, is_endless: bool) -> Iterator[dict[str, Any]]:
-    document = _asked(agent, number, wait_s=0)
-    yield from _events(document)
-    while is_endless:
+def _print(events: list[dict[str, Any]], output: Output, document: dict[str, object] | None = None) -> None:
+    if output in (Output.JSON, Output.YAML):
+        show((document or {"apiVersion": "gpu-agent/v1"}) | {"events": events}, output)
+        return
+    if document is not None:
+        _note_missed(document, is_on_disk=any("boot" in event for event in events))
+    for event in events:
+        print(_line(event, output))
+
+
+def _older(agent: AgentClient, document: dict[str, object], since: _Since) -> list[dict[str, Any]]:
+    """Return the events on disk that are recent enough and that the agent has no more, or never had."""
+    oldest = next(iter(_events(document)), None)
+    if since.moment is None or (oldest is not None and not since.is_shown(oldest)):
+        return []
+    state: dict[str, Any] = agent.get("/debug/state")
+    log_file = state["agent"]["event_log"]
+    if log_file is None:
+        return []
+    events = _of_file(log_file["path"], since)
+    if oldest is None:
+        return events
+    edge = (oldest["time_monotonic_ns"], oldest["number"])
+    boot = state["agent"]["boot"]
+    return [
+        event
+        for event in events
+        if event.get("boot") != boot or (event["time_monotonic_ns"], event["number"]) < edge
+    ]
+
+
+def _of_file(path: str, since: _Since) -> list[dict[str, Any]]:
+    try:
+        return [event for event in event_files.read(path) if since.is_shown(event)]
+    except OSError as error:
+        raise AgentError(f"Could not read the event log {path}: {error.strerror}") from None
+
+
+def _shown_of(document: dict[str, object], since: _Since) -> list[dict[str, Any]]:
+    return [event for event in _events(document) if since.is_shown(event)]
+
+
+def _stream(agent: AgentClient, since: _Since) -> Iterator[dict[str, Any]]:
+    document = agent.get(f"/v1/events?since={since.number}")
+    _note_missed(document)
+    yield from _older(agent, document, since)
+    yield from _shown_of(document, since)
+    while True:
         try:
-            document = _asked(agent, cast("int", document["last"]), wait_s=WAIT_S)
+            target = f"/v1/events?since={document['last']}&wait={WAIT_S}"
+            document = agent.get(target, timeout_s=TIMEOUT_S + WAIT_S)
         except AgentUnreachableError:
             _wait_for(agent)
         else:
+            _note_missed(document)
             yield from _events(document)
 
 
-def _asked(agent: AgentClient, number: int, *, wait_s: int) -> dict[str, object]:
-    document = agent.get(f"/v1/events?since={number}&wait={wait_s}", timeout_s=TIMEOUT_S + wait_s)
-    if document["missed"]:
+def _note_missed(document: dict[str, object], *, is_on_disk: bool = False) -> None:
+    if document.get("missed") and not is_on_disk:
         print(f"gpu-agent: {document['missed']} older events are kept no more", file=sys.stderr)
-    return document
 
 
 def _wait_for(agent: AgentClient) -> None:
@@ -98,10 +172,6 @@ def _events(document: dict[str, object]) -> list[dict[str, Any]]:
     return cast("list[dict[str, Any]]", document["events"])
 
 
-def _is_recent(event: dict[str, Any], oldest_ns: int) -> bool:
-    return bool(event["time_monotonic_ns"] >= oldest_ns)
-
-
 def _line(event: dict[str, Any], output: Output) -> str:
     match output:
         case Output.JSON | Output.YAML:
@@ -110,7 +180,8 @@ def _line(event: dict[str, Any], output: Output) -> str:
             return str(event["number"])
         case Output.TABLE | Output.WIDE:
             details = " ".join(f"{name}={_shown(value)}" for name, value in event["fields"].items())
-            moment = str(event["time"])[11:19]
+            day, clock = str(event["time"])[:10], str(event["time"])[11:19]
+            moment = clock if day == rfc3339(wall_clock())[:10] else f"{day} {clock}"
             mark = "!" if event["warning"] else " "
             line = f"{moment} {mark} {event['kind']:12} {event['message']}  {details}".rstrip()
             return line if output is Output.WIDE or len(line) <= WIDTH else line[: WIDTH - 1] + "…"

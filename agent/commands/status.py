@@ -1,6 +1,7 @@
 """``gpu-agent status``: show the running agent and why the node is not ready."""
 
 import argparse
+import time
 from typing import Any, Final
 
 from agent.client import find_agent
@@ -12,6 +13,7 @@ jobs. The exit code says whether the agent answered, not what it said.
 
 Examples:
   gpu-agent status
+  gpu-agent status -o wide            and each GPU with its names
   gpu-agent status -o json
 """
 
@@ -34,25 +36,39 @@ def main(args: argparse.Namespace) -> int:
             for resource in document["resources"]:
                 print(resource["resource"])
         case Output.TABLE | Output.WIDE:
-            print("\n".join(status_lines(document, is_wide=output is Output.WIDE)))
+            lines = status_lines(document, now_ns=time.monotonic_ns(), is_wide=output is Output.WIDE)
+            print("\n".join(lines))
     return 0
 
 
-def status_lines(document: dict[str, Any], *, is_wide: bool = False) -> list[str]:
-    """Return the status for people."""
+def status_lines(document: dict[str, Any], *, now_ns: int, is_wide: bool = False) -> list[str]:
+    """Return the status for people; ``now_ns`` is monotonic, as the document's moments."""
     agent = document["agent"]
     up = age(agent["uptime_s"] * 1_000_000_000)
     lines = [
         f"Agent    {agent['version']}, {agent['phase']} for {up}, process {agent['pid']}",
+        *_observing(document),
         f"Driver   {_driver(document['driver'])}",
-        f"GPUs     {_gpus(document['gpus'])}",
+        *_released(document, now_ns=now_ns),
+        f"GPUs     {_gpus(document['gpus'])}{_kept_out(document)}",
+        *(f"Held     {selector}: {why}" for selector, why in document.get("holds", {}).items()),
         f"Ready    {'yes' if document['ready'] else 'no'}",
     ]
     for reason in document["reasons"]:
         lines.append(f"  {reason['code']}: {reason['message']}")
         lines += [f"    on {', '.join(reason['gpus'])}"] if reason["gpus"] else []
         lines.append(f"    {reason['advice']}")
-    return [*lines, "", *_resources(document["resources"], is_wide=is_wide)]
+    failing = {name: why for name, why in agent.get("parts", {}).items() if why is not None}
+    lines += [f"Failing  {name}: {why}" for name, why in failing.items()]
+    lines += ["", *_resources(document["resources"], is_wide=is_wide)]
+    return [*lines, "", *_gpu_table(document["gpus"])] if is_wide else lines
+
+
+def _observing(document: dict[str, Any]) -> list[str]:
+    if not document.get("observe"):
+        return []
+    flips = document["observed_flips"]
+    return [f"Mode     observing: nothing is registered; devices it would have turned Unhealthy: {flips}"]
 
 
 def _driver(driver: dict[str, Any]) -> str:
@@ -60,6 +76,24 @@ def _driver(driver: dict[str, Any]) -> str:
         cuda = driver["cuda_version"] or UNKNOWN
         return f"{driver['driver_version']}, NVML {driver['nvml_version']}, CUDA {cuda}"
     return str(driver["message"] or "not initialised yet")
+
+
+def _released(document: dict[str, Any], *, now_ns: int) -> list[str]:
+    until_ns = document.get("released_until_monotonic_ns")
+    if until_ns is None:
+        return []
+    is_let_go = document["driver_released"]
+    told = "let go of on request" if is_let_go else "being let go of on request"
+    return [f"         {told}, for {age(until_ns - now_ns)} more; gpu-agent resume ends it"]
+
+
+def _kept_out(document: dict[str, Any]) -> str:
+    """Return what keeps GPUs out that no reset cures: an operator, or their own flapping."""
+    told = []
+    for code in ("held", "maintenance", "flapping"):
+        number = len({each["gpu_uuid"] for each in document.get("conditions", ()) if each["code"] == code})
+        told += [f"{number} {code}"] if number else []
+    return f" ({', '.join(told)})" if told else ""
 
 
 def _gpus(gpus: list[dict[str, Any]]) -> str:
@@ -76,3 +110,9 @@ def _resources(resources: list[dict[str, Any]], *, is_wide: bool) -> list[str]:
         for resource in resources
     ]
     return table(("RESOURCE", "CAPACITY", "ALLOCATABLE", "REGISTRATION", "MESSAGE"), rows, is_wide=is_wide)
+
+
+def _gpu_table(gpus: list[dict[str, Any]]) -> list[str]:
+    names = ("index", "uuid", "pci", "serial", "health", "model")
+    rows = [[UNKNOWN if gpu[name] is None else str(gpu[name]) for name in names] for gpu in gpus]
+    return table(("GPU", "UUID", "PCI", "SERIAL", "HEALTH", "MODEL"), rows, is_wide=True)

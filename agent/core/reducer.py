@@ -34,7 +34,7 @@ def step(state: State, fact: facts.Fact, now_ns: int) -> tuple[State, tuple[Effe
     If nothing changed, the state is the same object and nothing is to be done.
     """
     applied, notices = _apply(state, fact, now_ns)
-    settled = _settle(state, applied, now_ns)
+    settled = _settle(state, state if applied == state else applied, now_ns)
     if settled is state and not notices:
         return state, (), _wake_at(state, now_ns)
     if settled is not state:
@@ -69,8 +69,7 @@ def _apply(state: State, fact: facts.Fact, now_ns: int) -> _Applied:  # noqa: C9
         case facts.WatchedDirectoryDeleted():
             return state, (_directory_deleted(fact),)
         case _:
-            new = _known(state, fact, now_ns)
-            return (state if new == state else new), ()
+            return _known(state, fact, now_ns), ()
 
 
 _Quiet = (

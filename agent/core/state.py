@@ -117,7 +117,14 @@ def initial_state(policy: Policy, restored: Durable | None, *, now_ns: int) -> S
         return state
     gpus = {gpu.uuid: gpu for gpu in restored.gpus}
     awaited = tuple(each for each in restored.conditions if each.placement.gpu not in gpus)
-    state = replace(state, holds=dict(restored.holds), awaited=awaited[-MAX_AWAITED:])
+    state = replace(
+        state,
+        module_inode=restored.module_inode,
+        holds=dict(restored.holds),
+        released_gpus=frozenset(restored.released_gpus),
+        released_until_ns=restored.released_until_ns,
+        awaited=awaited[-MAX_AWAITED:],
+    )
     if not gpus:
         return state
     conditions = after_restart(restored.conditions, gpus)
@@ -135,10 +142,7 @@ def initial_state(policy: Policy, restored: Durable | None, *, now_ns: int) -> S
         offers=offered,
         devices=verdicts(offered, conditions, frozenset()),
         first_probes_by_ns=now_ns + policy.first_probe_wait_ns,
-        module_inode=restored.module_inode,
         soft_flip_ns=now_ns if any(_is_soft_flip(each) for each in conditions.values()) else None,
-        released_gpus=frozenset(restored.released_gpus),
-        released_until_ns=restored.released_until_ns,
     )
 
 

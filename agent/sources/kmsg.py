@@ -19,6 +19,7 @@ Source: kernel Documentation/ABI/testing/dev-kmsg.
 """
 
 import asyncio
+import logging
 import os
 import socket
 import stat
@@ -30,6 +31,7 @@ from typing import Final
 
 from agent.bus import Inbox
 from agent.errors import SourceError
+from agent.log import fields
 from agent.model.facts import KERNEL_LOG, Fact, FactsLost, KernelXidSeen
 from agent.sources.kmsg_records import Record, XidLine, XidReader, lines_of, record_of
 from agent.threads import in_daemon_thread
@@ -48,6 +50,8 @@ MAX_BACKLOG_XIDS: Final = 4_096
 
 _DEVICE: Final = os.makedev(1, 11)
 """Source: kernel Documentation/admin-guide/devices.txt."""
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,6 +224,9 @@ class KernelLogSource:
 
     def _tell_lost(self, count: int) -> None:
         self._lost += count
+        _log.warning(
+            "Records of the kernel log were lost before they could be read", extra=fields(count=count)
+        )
         self._inbox.put(FactsLost(lost_from=KERNEL_LOG, count=count, source=KERNEL_LOG))
 
 

@@ -7,8 +7,9 @@ Guarantees:
    within ``deadline_ns`` ends the source with an error, and no second one is started until it does.
 3. Device nodes are judged only of GPUs that the driver serves now: while it is away, so are they.
 
-A GPU that was bound anew between two looks is found by the inodes of its directory and link, so resets
-are seen where no uevents are.
+4. A GPU that was bound anew between two looks is found by the inodes of its directory and link, so
+   resets are seen where no uevents come, up to a period late. Where they do come they tell of it at
+   once, and a ``follow_up`` does not tell it again: a fault since then must not pass for one before.
 
 *Cost:* one look every ``period_ns`` (10 s), at most one in MIN_GAP_NS on request; about 10 microseconds
 for each PCI function of the node and 3 for each device node, so 2 ms of a thread on a large node. A
@@ -69,6 +70,7 @@ class SysfsSource:
         self._period_ns = period_ns
         self._deadline_ns = deadline_ns
         self._asked = asyncio.Event()
+        self._bindings_told = False
         self._looking: asyncio.Future[Look] | None = None
         self._exclusions = Exclusions()
         self._told: dict[type[Fact], Fact] = {}
@@ -79,6 +81,11 @@ class SysfsSource:
 
     def request(self) -> None:
         """Look soon instead of after the period; on the loop's thread."""
+        self._asked.set()
+
+    def follow_up(self) -> None:
+        """Look soon at what changed; whoever asks has told which GPUs were bound and unbound."""
+        self._bindings_told = True
         self._asked.set()
 
     async def run(self) -> None:
@@ -94,7 +101,8 @@ class SysfsSource:
         while True:
             began_ns = self._clock()
             self._asked.clear()
-            self._tell(await self._looked())
+            bindings_told, self._bindings_told = self._bindings_told, False
+            self._tell(await self._looked(), bindings_told=bindings_told)
             self.last_sign_ns = self._clock()
             await self._wait_asked(began_ns + self._period_ns)
             await asyncio.sleep(max(0, began_ns + MIN_GAP_NS - self._clock()) / 1e9)
@@ -141,10 +149,14 @@ class SysfsSource:
 
     # Telling
 
-    def _tell(self, seen: Look) -> None:
+    def _tell(self, seen: Look, *, bindings_told: bool) -> None:
         self._exclusions = seen.exclusions
         if seen.gpus is not None:
-            self._tell_bindings(seen)
+            if not bindings_told:
+                self._tell_bindings(seen)
+            self._bound = frozenset(seen.bindings)
+            # What is gone is remembered, so that it is known when it is back; a slot has one address.
+            self._bindings.update(seen.bindings)
             self._tell_changed(PciGpusSeen(addresses=seen.gpus))
         if seen.module_visible:
             self._tell_changed(DriverModuleSeen(inode=seen.module))
@@ -152,16 +164,12 @@ class SysfsSource:
             self._tell_changed(DeviceNodesSeen(missing=seen.missing))
 
     def _tell_bindings(self, seen: Look) -> None:
-        bound = frozenset(seen.bindings)
-        for pci in sorted(self._bound - bound):
+        for pci in sorted(self._bound - seen.bindings.keys()):
             self._inbox.put(GpuRebound(pci=pci, bound=False, source=SYSFS))
         for pci, binding in seen.bindings.items():
             is_known = pci in self._bindings
             if is_known and (pci not in self._bound or self._bindings[pci] != binding):
                 self._inbox.put(GpuRebound(pci=pci, bound=True, source=SYSFS))
-        self._bound = bound
-        # What is gone is remembered, so that it is known when it is back; there is one slot for one GPU.
-        self._bindings.update(seen.bindings)
 
     def _tell_changed(self, fact: PciGpusSeen | DriverModuleSeen | DeviceNodesSeen) -> None:
         if self._told.get(type(fact)) != fact:

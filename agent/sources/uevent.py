@@ -5,8 +5,8 @@ Guarantees:
 1. Events say when to look; what counts is what sysfs shows. A bind is told only of a GPU that sysfs
    shows bound to NVIDIA's driver, and events that a process asked the kernel for (``udevadm trigger``)
    are no binding at all.
-2. ``on_change`` is called once for all events within COALESCE_NS, and after the last of them. Where
-   events were lost it is called too, so a loss costs a look and no knowledge.
+2. ``on_change`` is called once for all events within COALESCE_NS, and after the last of them. At the
+   start and where events were lost it is ``on_loss`` instead, so a loss costs a look and no knowledge.
 3. Nothing piles up here: the kernel's buffer of the socket is the only queue.
 
 Without uevents nothing is missed, only seen later: sysfs is looked at periodically anyway. That matters
@@ -77,13 +77,20 @@ class UeventSource:
         inbox: Inbox[Fact],
         sys_root: Path,
         on_change: Callable[[], None],
+        on_loss: Callable[[], None],
         open_socket: Callable[[], Awaitable[UeventSocket]] | None = None,
         reopen_pause_ns: int = REOPEN_PAUSE_NS,
     ) -> None:
-        """``on_change`` is called on the loop when GPUs or the driver's modules came or went."""
+        """Take whom to call on the loop.
+
+        ``on_change``: GPUs or the driver's modules came or went, and bindings were told. ``on_loss``: they
+        may have, and nothing was told.
+        """
         self._inbox = inbox
         self._sys_root = sys_root
         self._on_change = on_change
+        self._on_loss = on_loss
+        self._is_told = True
         self._open_socket = open_socket if open_socket is not None else netlink_socket
         self._reopen_pause_ns = reopen_pause_ns
         self._pending: asyncio.TimerHandle | None = None
@@ -125,6 +132,7 @@ class UeventSource:
         async with await self._open_socket() as listener:
             await listener.bind(groups=KERNEL_GROUP)
             # Nobody told of what changed until now.
+            self._is_told = False
             self._note_change()
             while True:
                 try:
@@ -161,7 +169,8 @@ class UeventSource:
 
     def _tell_change(self) -> None:
         self._pending = None
-        self._on_change()
+        is_told, self._is_told = self._is_told, True
+        (self._on_change if is_told else self._on_loss)()
 
 
 def _gpu_of(event: Uevent) -> str | None:

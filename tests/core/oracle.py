@@ -10,26 +10,39 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from agent.model.facts import (
+    AllocationsListed,
+    DeviceNodesSeen,
     DriverCallAnswered,
     DriverCallOverdue,
+    DriverModuleSeen,
     DriverReady,
+    DriverReleased,
     DriverUnavailable,
     Fact,
     GpuCallFailed,
     GpuCallOverdue,
     GpuProbePassed,
+    GpuRebound,
+    GpuSampled,
     GpusEnumerated,
+    HoldRequested,
+    KernelXidSeen,
     KubeletSocketSeen,
     OwnSocketLost,
     PolicyChanged,
+    RecoverRequested,
     Registered,
     RegistrationFailed,
+    ReleaseRequested,
+    ResumeRequested,
+    UnholdRequested,
     WatchersChanged,
     XidReported,
 )
 from agent.model.gpu import Gpu, MigDevice
 from agent.model.ids import ALL, SocketIdentity
 from agent.model.policy import Policy
+from agent.model.sample import GpuSample
 from tests.core.xid_table import IGNORED_BY_NVIDIAS_PLUGIN, row_of
 
 S = 10**9
@@ -47,17 +60,32 @@ class Fault:
     ci: int
     code: int
     recovery: str
+    since_ns: int
+    flips: bool = True
+    hard: bool = True
     count: int = 0
+    lasts: bool = False
+    """Its cause is seen all the time, not reported now and then."""
     reset: bool = False
     clean: list[int] = field(default_factory=list)
     """When probes passed in a row since it was last seen (and reset, if it needs that)."""
 
-    def seen(self, times: int) -> None:
+    def seen(self, times: int, *, lasts: bool = False) -> None:
+        if lasts and self.lasts:
+            return
+        self.lasts = lasts
         self.count += times
         self.reset = False
         self.clean.clear()
 
+    def ended(self) -> None:
+        """Its cause is not seen any more."""
+        self.lasts = False
+        self.clean.clear()
+
     def over_at(self, policy: Policy) -> int:
+        if self.lasts:
+            return NEVER
         curable = self.recovery == "self_clearing" or (self.recovery == "reset" and self.reset)
         if not curable or len(self.clean) < policy.recovery_clean_probes:
             return NEVER
@@ -114,15 +142,93 @@ class Link:
         self.back_off(now_ns)
 
 
+class Kind(NamedTuple):
+    """What a reading that is bad means."""
+
+    recovery: str
+    flips: bool
+    hard: bool
+
+
+READINGS = {
+    "recovery_action": Kind("reset", flips=True, hard=True),
+    "row_remap_failed": Kind("by_hand", flips=True, hard=True),
+    "fabric_failed": Kind("self_clearing", flips=True, hard=True),
+    "fabric_not_ready": Kind("self_clearing", flips=True, hard=True),
+    "ecc_uncorrected": Kind("reset", flips=False, hard=True),
+    "nvlink_down": Kind("self_clearing", flips=False, hard=False),
+    "thermal": Kind("self_clearing", flips=False, hard=False),
+    "row_remap_pending": Kind("self_clearing", flips=False, hard=True),
+    "pcie_degraded": Kind("self_clearing", flips=False, hard=True),
+}
+
+OF_THE_NODE = {
+    "maintenance",
+    "held",
+    "driver_hung",
+    "driver_not_loaded",
+    "nvml_version_mismatch",
+    "device_node_missing",
+    "fabric_not_ready",
+}
+"""What takes a GPU out and is not its own fault."""
+
+SOFT = {"thermal", "nvlink_down"}
+
+
+def is_bad(reason: str, sample: GpuSample, slow: list[bool], policy: Policy) -> bool | None:
+    """Whether a reading says that something is wrong; None: it says nothing."""
+    match reason:
+        case "recovery_action":
+            return None if sample.recovery_action is None else sample.recovery_action != 0
+        case "row_remap_failed":
+            return sample.rows_failed
+        case "row_remap_pending":
+            both = (sample.rows_pending, sample.pages_pending)
+            return None if both == (None, None) else True in both
+        case "ecc_uncorrected":
+            return None if sample.ecc_uncorrected is None else sample.ecc_uncorrected > 0
+        case "nvlink_down":
+            return None if sample.links_total is None else len(sample.links_down) > 0
+        case "pcie_degraded":
+            width, most = sample.pcie_width, sample.pcie_width_max
+            return None if width is None or most is None else width < most
+        case "fabric_not_ready":
+            return None if sample.fabric_state is None else sample.fabric_state not in {0, 3}
+        case "fabric_failed":
+            state, status = sample.fabric_state, sample.fabric_status
+            return None if state is None or status is None else state == 3 and status != 0
+        case _:
+            return is_hot(sample, slow, policy)
+
+
+def is_hot(sample: GpuSample, slow: list[bool], policy: Policy) -> bool | None:
+    celsius, limit = sample.temperature_celsius, sample.temperature_limit_celsius
+    is_known = celsius is not None and limit is not None
+    if celsius is not None and limit is not None and celsius >= limit:
+        return True
+    if sample.hw_slowed is None:
+        return False if is_known else None
+    if 100 * slow.count(True) < policy.slowdown_share_percent * len(slow):
+        return False
+    return True if len(slow) == policy.slowdown_window_polls else None
+
+
 class Oracle:
     """Everything is written down as it comes and worked out anew after each fact."""
 
     def __init__(self, policy: Policy) -> None:
         self.policy = policy
+        self.now_ns = 0
         self.gpus: dict[str, Gpu] = {}
         self.faults: list[Fault] = []
         self.xids: Counter[tuple[str, int]] = Counter()
         self.names: list[str] = []
+        self.holds: dict[str, str] = {}
+        self.released: set[str] = set()
+        self.released_until_ns = NEVER
+        self.module: int | None = None
+        self.soft_flip_ns: int | None = None
         self.begin_process()
 
     def begin_process(self) -> None:
@@ -133,6 +239,13 @@ class Oracle:
         self.driver: object = None
         self.driver_unloaded = False
         self.told_xids: list[ToldXid] = []
+        self.xids_before = Counter(self.xids)
+        self.missing: tuple[str, ...] | None = None
+        self.samples: dict[str, GpuSample] = {}
+        self.slow: dict[str, list[bool]] = {}
+        self.fault_times: dict[str, list[int]] = {}
+        self.pods: set[str] | None = None
+        self.pods_ns = 0
         self.kubelet: SocketIdentity | None = None
         self.links: dict[str, Link] = {}
         self.probes_until_ns: int | None = None
@@ -145,24 +258,27 @@ class Oracle:
             self.probes_until_ns = now_ns + self.policy.first_probe_wait_ns
         for fault in self.faults:
             fault.clean.clear()
+        self.soft_flip_ns = now_ns if any(f.flips and f.reason in SOFT for f in self.faults) else None
         self.names = [name for name, _ in self.offered()]
 
     # Facts
 
     def tell(self, fact: Fact, now_ns: int) -> None:
         """Write one fact down, then see what follows."""
-        was_hung = self.hung
+        was_hung, were_out = self.hung, self.out_by_themselves()
+        self.now_ns = now_ns
         match fact:
             case XidReported():
                 self.xid(fact, now_ns)
+            case KernelXidSeen():
+                self.kernel_xid(fact, now_ns)
             case GpuProbePassed() if fact.gpu in self.gpus and self.driver in {None, "ready"}:
                 self.verdict.add(fact.gpu)
                 self.silent.discard(fact.gpu)
-                for fault in self.of_gpu(fact.gpu):
-                    if fault.reason == "driver_hung" and self.hung:
-                        continue
-                    if fault.recovery == "self_clearing" or fault.reset:
-                        fault.clean.append(now_ns)
+                self.causes()
+                self.probe_passed(fact.gpu)
+            case GpuSampled() if fact.gpu in self.gpus and self.driver in {None, "ready"}:
+                self.sampled(fact.gpu, fact.sample)
             case GpuCallFailed() if fact.gpu in self.gpus:
                 self.verdict.add(fact.gpu)
                 self.silent.discard(fact.gpu)
@@ -196,21 +312,198 @@ class Oracle:
                         self.fault("nvml", fact.reason, gpu, "self_clearing").seen(1)
             case GpusEnumerated():
                 self.enumerated(fact, now_ns)
+            case DriverReleased():
+                self.silent.clear()
+                self.driver_silent = False
+            case DriverModuleSeen():
+                self.module_seen(fact.inode)
+            case GpuRebound():
+                self.was_reset({gpu.uuid for gpu in self.gpus.values() if gpu.pci == fact.pci and fact.bound})
+            case DeviceNodesSeen():
+                self.missing = fact.missing
+            case AllocationsListed():
+                self.pods = {str(device) for device in fact.pods}
+                self.pods_ns = now_ns
+            case HoldRequested():
+                self.holds[fact.selector] = fact.why
+            case UnholdRequested():
+                self.unheld(fact.selector)
+            case RecoverRequested():
+                self.recovered(fact.gpu)
+            case ReleaseRequested():
+                self.released |= fact.gpus
+                self.released_until_ns = now_ns + fact.for_ns
+            case ResumeRequested():
+                self.released.clear()
+                self.released_until_ns = NEVER
             case PolicyChanged():
                 self.policy = fact.policy
+                for fault in self.faults:
+                    if fault.reason in SOFT and fault.reason not in fact.policy.soft_flips:
+                        fault.flips = False
             case KubeletSocketSeen():
                 self.kubelet = fact.identity
             case Registered() | RegistrationFailed() | WatchersChanged() | OwnSocketLost():
                 self.told_of_link(fact, now_ns)
             case _:
                 pass
-        if self.hung:
-            for gpu in self.gpus:
-                known = len(self.faults)
-                fault = self.fault("nvml", "driver_hung", gpu, "self_clearing")
-                if not was_hung or len(self.faults) > known:
-                    fault.seen(1)
+        if now_ns >= self.released_until_ns:
+            self.released.clear()
+            self.released_until_ns = NEVER
+        self.causes()
+        self.faults = [fault for fault in self.faults if fault.over_at(self.policy) > now_ns]
+        self.flapping(were_out, was_hung=was_hung)
+        self.breaker()
         self.time(now_ns)
+
+    def probe_passed(self, gpu: str) -> None:
+        links_are_down = any(fault.reason == "nvlink_down" and fault.lasts for fault in self.of_gpu(gpu))
+        for fault in self.of_gpu(gpu):
+            if fault.lasts or (links_are_down and of_links(fault)):
+                continue
+            if fault.recovery == "self_clearing" or fault.reset:
+                fault.clean.append(self.now_ns)
+
+    def sampled(self, gpu: str, sample: GpuSample) -> None:
+        slow = self.slow.setdefault(gpu, [])
+        if sample.hw_slowed is not None:
+            slow.append(sample.hw_slowed)
+            del slow[: -self.policy.slowdown_window_polls]
+        self.samples[gpu] = sample
+        for reason, kind in READINGS.items():
+            bad = is_bad(reason, sample, slow, self.policy)
+            known = [fault for fault in self.of_gpu(gpu) if fault.reason == reason]
+            if bad and reason == "nvlink_down":
+                for fault in self.of_gpu(gpu):
+                    if of_links(fault):
+                        fault.clean.clear()
+            if bad:
+                self.fault("nvml", reason, gpu, kind.recovery, flips=kind.flips, hard=kind.hard).seen(
+                    1, lasts=True
+                )
+            elif bad is False and known and known[0].lasts:
+                known[0].ended()
+                known[0].reset = known[0].reset or reason == "ecc_uncorrected"
+                if reason == "recovery_action":
+                    self.was_reset({gpu})
+
+    def kernel_xid(self, fact: KernelXidSeen, now_ns: int) -> None:
+        there = [gpu.uuid for gpu in self.gpus.values() if gpu.pci == fact.pci]
+        if not there:
+            return
+        if not fact.backlog:
+            told = XidReported(there[0], fact.xid, fact.gi, fact.ci, fact.count, fact.source)
+            self.xid(told, now_ns)
+            return
+        again = min(self.xids_before[there[0], fact.xid], fact.count)
+        self.xids_before[there[0], fact.xid] -= again
+        if fact.count > again:
+            self.xids[there[0], fact.xid] += fact.count - again
+
+    def module_seen(self, inode: int | None) -> None:
+        if inode is None:
+            self.driver_unloaded = True
+            return
+        if self.module is not None and self.module != inode:
+            self.was_reset(set(self.gpus))
+        self.module = inode
+        if self.driver == "ready":
+            self.driver_unloaded = False
+
+    def unheld(self, selector: str) -> None:
+        ended = {selector}
+        for gpu in self.gpus.values():
+            if selector in names_of(gpu):
+                ended |= names_of(gpu)
+        self.holds = {name: why for name, why in self.holds.items() if name not in ended}
+
+    def recovered(self, gpu: str) -> None:
+        self.fault_times.pop(gpu, None)
+        self.faults = [fault for fault in self.faults if fault.gpu != gpu or self.is_seen_now(fault)]
+
+    def is_seen_now(self, fault: Fault) -> bool:
+        """Whether a person who says that all is well is wrong."""
+        if fault.reason == "nvml_timeout":
+            return fault.gpu in self.silent
+        if isinstance(self.driver, tuple) and self.driver[0] == fault.reason:
+            return True
+        if fault.reason == "device_node_missing" and self.missing is None:
+            return False
+        if fault.reason in READINGS and fault.gpu in self.samples:
+            sample, slow = self.samples[fault.gpu], self.slow[fault.gpu]
+            if is_bad(fault.reason, sample, slow, self.policy) is None:
+                return False
+        return fault.lasts
+
+    # Causes that are there or not there
+
+    def causes(self) -> None:
+        """Mark what is wrong now and lasts; end what is not wrong any more."""
+        for uuid, gpu in self.gpus.items():
+            self.cause(uuid, "nvml", "driver_hung", is_there=self.hung)
+            self.cause(uuid, "operator", "maintenance", is_there=uuid in self.released)
+            self.cause(uuid, "operator", "held", is_there=bool(names_of(gpu) & self.holds.keys()))
+            if self.missing is not None:
+                numbered = {path for path in self.missing if path.removeprefix("/dev/nvidia").isdigit()}
+                own = {f"/dev/nvidia{gpu.minor}"} & numbered
+                is_there = bool(own) or bool(set(self.missing) - numbered)
+                self.cause(uuid, "sysfs", "device_node_missing", is_there=is_there)
+
+    def cause(self, gpu: str, source: str, reason: str, *, is_there: bool) -> None:
+        if is_there:
+            recovery = "by_hand" if reason == "held" else "self_clearing"
+            self.fault(source, reason, gpu, recovery).seen(1, lasts=True)
+            return
+        for fault in [fault for fault in self.of_gpu(gpu) if fault.reason == reason and fault.lasts]:
+            fault.ended()
+            if reason == "held":
+                self.faults.remove(fault)
+
+    # Stability
+
+    def out_by_themselves(self) -> set[str]:
+        return {
+            fault.gpu
+            for fault in self.faults
+            if fault.flips and fault.recovery == "self_clearing" and fault.reason not in OF_THE_NODE
+        }
+
+    def flapping(self, were_out: set[str], *, was_hung: bool) -> None:
+        if self.hung:
+            for fault in self.faults if not was_hung else ():
+                if fault.reason == "nvml_timeout" and fault.gpu in self.silent:
+                    times = self.fault_times.get(fault.gpu, [])
+                    self.fault_times[fault.gpu] = [at_ns for at_ns in times if at_ns != fault.since_ns]
+            return
+        for gpu in self.out_by_themselves() - were_out:
+            window_ns = self.policy.sticky_window_ns
+            times = [at_ns for at_ns in self.fault_times.get(gpu, []) if self.now_ns - at_ns < window_ns]
+            self.fault_times[gpu] = [*times, self.now_ns]
+            if len(times) + 1 >= self.policy.sticky_after:
+                self.fault("agent", "flapping", gpu, "reboot").seen(1)
+
+    def breaker(self) -> None:
+        if self.pods is not None and self.now_ns >= self.pods_ns + 30 * S:
+            self.pods = None
+        wanted = self.wanted_out()
+        if len({fault.gpu for fault in wanted}) != 1 or self.now_ns < self.breaker_ns() or self.pods is None:
+            return
+        for _, devices in self.offered():
+            if any(device in self.pods and gpu.uuid == wanted[0].gpu for device, gpu, _ in devices):
+                return
+        for fault in wanted:
+            fault.flips = True
+        self.soft_flip_ns = self.now_ns
+
+    def wanted_out(self) -> list[Fault]:
+        return [
+            fault
+            for fault in self.faults
+            if fault.reason in SOFT and fault.reason in self.policy.soft_flips and not fault.flips
+        ]
+
+    def breaker_ns(self) -> int:
+        return 0 if self.soft_flip_ns is None else self.soft_flip_ns + self.policy.soft_flip_every_ns
 
     def xid(self, fact: XidReported, now_ns: int) -> None:
         if fact.gpu not in self.gpus:
@@ -231,15 +524,26 @@ class Oracle:
         again = [t for t in self.told_xids if (t.gpu, t.gi, t.ci, t.xid) == (fact.gpu, gi, ci, fact.xid)]
         self.told_xids = [told for told in self.told_xids if told not in again]
         self.told_xids.append(ToldXid(fact.gpu, gi, ci, fact.xid, fact.source, now_ns))
-        if (
-            self.policy.xid_overrides.get(fact.xid, fact.xid in IGNORED_BY_NVIDIAS_PLUGIN and "ignore")
-            == "ignore"
-        ):
+        if not self.flips(fact.xid):
             return
         fault = self.fault(
-            fact.source, "xid", fact.gpu, row_of(fact.xid).recovery, code=fact.xid, gi=gi, ci=ci
+            fact.source,
+            "xid",
+            fact.gpu,
+            row_of(fact.xid).recovery,
+            code=fact.xid,
+            gi=gi,
+            ci=ci,
+            hard=row_of(fact.xid).evidence == "hard",
         )
         fault.seen(fact.count)
+
+    def flips(self, xid: int) -> bool:
+        if xid in self.policy.xid_overrides:
+            return self.policy.xid_overrides[xid] == "flip"
+        if self.policy.xid_policy == "catalog":
+            return row_of(xid).recovery != "self_clearing"
+        return xid not in IGNORED_BY_NVIDIAS_PLUGIN
 
     def enumerated(self, fact: GpusEnumerated, now_ns: int) -> None:
         before = set(self.listed)
@@ -249,11 +553,12 @@ class Oracle:
             self.gpus[gpu.uuid] = gpu
         for uuid in self.gpus:
             missing = [fault for fault in self.of_gpu(uuid) if (fault.reason, fault.code) == ("gpu_lost", 0)]
-            if uuid in self.listed and missing and not missing[0].reset:
+            if uuid in self.listed and missing and missing[0].lasts:
+                missing[0].ended()
                 self.was_reset({uuid})
-            if uuid not in self.listed and (not missing or missing[0].reset):
+            if uuid not in self.listed and not (missing and missing[0].lasts):
                 self.trouble(uuid)
-                self.fault("nvml", "gpu_lost", uuid, "reset").seen(1)
+                self.fault("nvml", "gpu_lost", uuid, "reset").seen(1, lasts=True)
         if self.listed - before - self.verdict:
             self.probes_until_ns = now_ns + self.policy.first_probe_wait_ns
 
@@ -299,7 +604,6 @@ class Oracle:
     # What follows
 
     def time(self, now_ns: int) -> None:
-        self.faults = [fault for fault in self.faults if fault.over_at(self.policy) > now_ns]
         for name, devices in self.offered():
             if name not in self.names:
                 self.names.append(name)
@@ -332,6 +636,11 @@ class Oracle:
     def next_ns(self) -> int:
         """When something happens if nothing is told."""
         times = [fault.over_at(self.policy) for fault in self.faults]
+        times.append(self.released_until_ns)
+        if self.pods is not None:
+            times.append(self.pods_ns + 30 * S)
+        if self.wanted_out() and self.now_ns < self.breaker_ns():
+            times.append(self.breaker_ns())
         for link in self.links.values():
             times.append(link.due_ns)
             if link.phase == "registered" and link.streams is None:
@@ -355,7 +664,11 @@ class Oracle:
 
     def was_reset(self, uuids: set[str]) -> None:
         for fault in self.faults:
-            if fault.gpu in uuids and fault.recovery == "reset":
+            if fault.gpu not in uuids:
+                continue
+            if fault.lasts and fault.reason in READINGS:
+                fault.ended()
+            if fault.recovery == "reset":
                 fault.reset = True
                 fault.clean.clear()
 
@@ -369,6 +682,8 @@ class Oracle:
         code: int = 0,
         gi: int = ALL,
         ci: int = ALL,
+        flips: bool = True,
+        hard: bool = True,
     ) -> Fault:
         for fault in self.faults:
             if (fault.source, fault.reason, fault.gpu, fault.gi, fault.ci, fault.code) == (
@@ -380,7 +695,8 @@ class Oracle:
                 code,
             ):
                 return fault
-        self.faults.append(Fault(source, reason, gpu, gi, ci, code, recovery))
+        fault = Fault(source, reason, gpu, gi, ci, code, recovery, self.now_ns, flips=flips, hard=hard)
+        self.faults.append(fault)
         return self.faults[-1]
 
     def offered(self) -> Iterator[tuple[str, list[tuple[str, Gpu, MigDevice | None]]]]:
@@ -416,6 +732,23 @@ class Oracle:
 
     def verdict_on(self, gpu: Gpu, part: MigDevice | None) -> str:
         for fault in self.of_gpu(gpu.uuid):
-            if part is None or (fault.gi in {ALL, part.gi} and fault.ci in {ALL, part.ci}):
+            touches = part is None or (fault.gi in {ALL, part.gi} and fault.ci in {ALL, part.ci})
+            if fault.flips and touches:
                 return "unhealthy"
         return "healthy" if gpu.uuid in self.verdict else "unknown"
+
+    def hard_faults(self) -> set[str]:
+        """The GPUs of which an RMA may ask something."""
+        return {
+            fault.gpu
+            for fault in self.faults
+            if fault.flips and fault.hard and fault.reason not in OF_THE_NODE
+        }
+
+
+def names_of(gpu: Gpu) -> set[str]:
+    return {gpu.uuid, gpu.pci} | ({gpu.serial} if gpu.serial else set())
+
+
+def of_links(fault: Fault) -> bool:
+    return fault.reason == "xid" and row_of(fault.code).xid_class == "link"

@@ -22,7 +22,8 @@ from agent.events import MAX_EVENTS, EventRing
 from agent.model.effects import Event, EventKind, RecordEvent
 from agent.model.facts import NVML
 from agent.model.health import Condition, ConditionKey, Evidence, Health, Reason, Recovery
-from agent.model.ids import GpuUuid, Placement, SocketIdentity
+from agent.model.ids import DeviceId, GpuUuid, Placement, SocketIdentity
+from agent.model.sample import GpuSample
 from agent.model.snapshot import DriverView, Finding, RegistrationPhase, Snapshot, TaskView
 from agent.option_values import Address
 from agent.sinks import http_server
@@ -262,6 +263,21 @@ def test_a_driver_that_is_not_up_is_not_ready() -> None:
     assert checks.driver(replace(node(), driver=DriverView(ready=False, message="gone"))) == "gone"
 
 
+def test_a_driver_that_hangs_is_a_stalled_source() -> None:
+    ready = DriverView(ready=True)
+    hung = Finding(Reason.DRIVER_HUNG, "The driver does not answer")
+    assert (
+        checks.driver(replace(node(), driver=ready, findings=(hung,)))
+        == "stalled: The driver does not answer"
+    )
+    sick = Finding(Reason.GPU_LOST, "Gone")
+    assert checks.driver(replace(node(), driver=ready, findings=(sick,))) is None
+
+
+def test_a_driver_that_was_let_go_of_on_request_is_no_failure() -> None:
+    assert checks.driver(replace(node(), released_until_ns=5)) is None
+
+
 def test_a_task_that_does_not_run_is_not_ready() -> None:
     state = replace(node(), tasks={NVML: TaskView(running=False, failures=1, message="crashed")})
     assert checks.task(state, "nvml") == "crashed"
@@ -341,6 +357,46 @@ async def test_devices_are_listed_with_their_reasons(serve: Serve) -> None:
         assert (reason["since"], reason["since_monotonic_ns"]) == ("t+5", 5)
         assert reason["last"] is None  # zero: of another boot
         assert reason["gi"] is None
+
+
+async def test_who_holds_a_device_is_told_where_it_is_known(serve: Serve) -> None:
+    async with serve() as served:
+        for pods, wanted in (
+            (None, [(None, None), (None, None)]),
+            ({}, [(False, None), (False, None)]),
+            ({DeviceId(uuid(1)): "ml/train-0"}, [(False, None), (True, "ml/train-0")]),
+        ):
+            served.latest.publish(replace(node(2), pods=pods))
+            devices = (await served.get("/v1/devices")).json["devices"]
+            assert [(each["allocated"], each["pod"]) for each in devices] == wanted
+
+
+async def test_orders_and_readings_are_in_the_whole_state(serve: Serve) -> None:
+    made = node(1)
+    view = replace(made.gpus[0], sample=GpuSample(temperature_celsius=44))
+    policy = replace(made.policy, observe=True)
+    asked = replace(
+        made,
+        gpus=(view,),
+        policy=policy,
+        observed_flips=2,
+        holds={uuid(0): "noisy fan"},
+        released_until_ns=9,
+        driver_released=True,
+    )
+    async with serve(state=asked) as served:
+        document = (await served.get("/debug/state")).json
+    wanted = {
+        "holds": {uuid(0): "noisy fan"},
+        "released_until": "t+9",
+        "released_until_monotonic_ns": 9,
+        "driver_released": True,
+        "observe": True,
+        "observed_flips": 2,
+    }
+    assert document.items() >= wanted.items()
+    sample = document["gpus"][0]["sample"]
+    assert (sample["temperature_celsius"], sample["ecc_uncorrected"]) == (44, None)
 
 
 async def test_conditions_are_listed_by_themselves(serve: Serve) -> None:
@@ -566,8 +622,8 @@ async def test_an_order_over_the_control_socket_is_obeyed_and_logged(
             answer = await order(served, "hold", '{"selector": "3", "why": "fan"}')
         assert (answer.status, answer.json) == (200, {"message": "did hold"})
         assert served.orders.given == [("hold", {"selector": "3", "why": "fan"})]
-        (told,) = (record.fields for record in caplog.records if record.message == "Obeyed an order")
-        assert told == {
+        (record,) = (record for record in caplog.records if record.message == "Obeyed an order")
+        assert record.fields == {  # type: ignore[attr-defined]
             "order": "hold",
             "by_process": os.getpid(),
             "by_user": os.geteuid(),

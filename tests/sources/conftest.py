@@ -22,6 +22,7 @@ async def recorder() -> AsyncIterator[Recorder]:
         task = group.create_task(recorder.run(), name="recorder")
         yield recorder
         task.cancel()
+    recorder.inbox.close()
 
 
 @pytest.fixture

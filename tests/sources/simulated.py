@@ -93,3 +93,12 @@ async def running_source(
             while not await source.close():
                 await asyncio.sleep(0.002)
         assert node.state.inits == node.state.shutdowns + node.inits_forgotten
+
+
+def hears_every_gpu(source: NvmlSource) -> bool:
+    """Whether an XID of any GPU would be heard: an event from before that is nobody's."""
+    session = source._session
+    if session is None:
+        return False
+    events = session.listener.events
+    return events is not None and all(slot.registered is events for slot in session._slots)

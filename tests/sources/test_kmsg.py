@@ -172,7 +172,7 @@ async def test_so_many_lines_are_kept(pipe: Pipe, start: StartSource) -> None:
 
 
 async def test_a_gap_in_the_log_is_counted_and_told(
-    pipe: Pipe, start: StartSource, recorder: Recorder
+    pipe: Pipe, start: StartSource, recorder: Recorder, caplog: pytest.LogCaptureFixture
 ) -> None:
     source = await start(pipe.path)
     pipe.write(line(10, "first") + line(14, DBE))
@@ -180,6 +180,7 @@ async def test_a_gap_in_the_log_is_counted_and_told(
     assert (lost.lost_from, lost.count) == (KERNEL_LOG, 3)
     await recorder.first(KernelXidSeen)
     assert source.statistics().lost == 3
+    assert caplog.messages == ["Records of the kernel log were lost before they could be read"]
 
 
 async def test_an_overrun_is_survived(

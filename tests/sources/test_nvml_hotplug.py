@@ -14,6 +14,7 @@ from agent.model.facts import (
 from agent.sources.nvml_hotplug import MAX_AT_ONCE, pci_of
 from tests.sources.conftest import MakeNode, StartSource
 from tests.sources.recorder import Recorder, until
+from tests.sources.simulated import hears_every_gpu
 from tests.sources.test_nvml_sampling import HOUR, TWO_A100
 
 CREATE, REGISTER, WAIT, FREE = (
@@ -71,13 +72,14 @@ async def test_they_are_registered_for_once_in_a_process(
 ) -> None:
     node = make_node(TWO_A100)
     node.state.offer_system_events()
-    await start_source(node)
+    source = await start_source(node)
     await until(lambda: node.state.calls(WAIT) > 0)
     node.state.unload_driver(code=999)
     await recorder.first(DriverUnavailable)
     node.state.load_driver()
     recorder.forget()
     await recorder.until(lambda: len(recorder.of(GpuProbePassed)) >= 2)
+    await until(lambda: hears_every_gpu(source))
     waits = node.state.calls(WAIT)
     node.state.push_xid(0, 79)
     await recorder.first(XidReported)
@@ -93,8 +95,8 @@ async def test_any_error_ends_them_and_is_no_finding(
     node = make_node(TWO_A100)
     node.state.offer_system_events()
     node.state.set_return(call, code)
-    await start_source(node)
-    await until(lambda: node.state.calls(call) > 0)
+    source = await start_source(node)
+    await until(lambda: node.state.calls(call) > 0 and hears_every_gpu(source))
     await recorder.until(lambda: len(recorder.of(GpuProbePassed)) >= 4)
     node.state.push_xid(0, 79)
     await recorder.first(XidReported)

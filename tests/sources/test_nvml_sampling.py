@@ -17,7 +17,7 @@ from agent.model.sample import GpuSample
 from agent.simulation.nvml import NvmlState
 from tests.sources.conftest import MakeNode, StartSource
 from tests.sources.recorder import Recorder, until
-from tests.sources.simulated import MS, QUICK, Node
+from tests.sources.simulated import MS, QUICK, Node, hears_every_gpu
 
 TWO_A100 = {"preset": "8x-a100", "gpus": 2}
 TWO_T4 = {"preset": "4x-t4", "gpus": 2}
@@ -245,8 +245,9 @@ async def test_an_xid_has_everything_read_at_once(
     make_node: MakeNode, start_source: StartSource, recorder: Recorder
 ) -> None:
     node = make_node(TWO_A100)
-    await start_source(node, HOUR)
+    source = await start_source(node, HOUR)
     await recorder.until(lambda: len(recorder.of(GpuProbePassed)) >= 2)
+    await until(lambda: hears_every_gpu(source))
     recorder.forget()
     node.state.set_recovery_action(0, 1)
     node.state.set_nvlink(0, 5, up=False)

@@ -180,6 +180,17 @@ async def test_a_gpu_that_was_bound_anew_is_told_as_reset(node: Node) -> None:
     assert await node.recorder.first(GpuRebound) == GpuRebound(node.pci[2], bound=True, source=SYSFS)
 
 
+async def test_a_binding_that_uevents_told_of_is_not_told_again(node: Node) -> None:
+    bind_pci_device(node.spec.gpus[2], node.sys, "nvidia")
+    remove_pci_device(node.spec.gpus[3], node.sys)
+    node.source.follow_up()
+    await node.on_bus(*node.pci[:3])
+    bind_pci_device(node.spec.gpus[1], node.sys, "nvidia")
+    node.source.request()
+    await node.recorder.first(GpuRebound)
+    assert node.recorder.of(GpuRebound) == [GpuRebound(node.pci[1], bound=True, source=SYSFS)]
+
+
 async def test_a_gpu_that_goes_and_comes_back_is_told_both_times(node: Node) -> None:
     remove_pci_device(node.spec.gpus[2], node.sys)
     node.source.request()

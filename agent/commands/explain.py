@@ -1,0 +1,122 @@
+"""``gpu-agent explain``: what reason codes and XIDs mean, from the tables that the agent itself obeys."""
+
+import argparse
+import textwrap
+from collections.abc import Iterable
+from typing import Any, Final
+
+from agent.core import xids
+from agent.core.reasons import MEANINGS
+from agent.errors import UsageError
+from agent.model.health import Reason
+from agent.model.policy import Policy
+from agent.render import Output, add_output_flag, show, table
+
+_WIDTH: Final = 78
+
+_NARROW: Final = frozenset({"code", "xid", "name", "flips", "compat", "catalog", "recovery", "says"})
+"""What a table of 80 columns has room for."""
+
+_DESCRIPTION: Final = """\
+Explain reason codes and XIDs: what was seen, how sure it is, whether devices
+are Unhealthy by it, what brings them back, and what to do. It needs no agent.
+
+Examples:
+  gpu-agent explain                   every reason code
+  gpu-agent explain gpu_lost
+  gpu-agent explain 79                an XID
+  gpu-agent explain --xids -o json    every XID of NVIDIA's catalog
+"""
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add the flags."""
+    parser.usage = "gpu-agent explain [CODE|XID] [flags]"
+    parser.description = _DESCRIPTION
+    parser.add_argument("what", metavar="CODE|XID", nargs="?", help="A reason code or the number of an XID")
+    parser.add_argument("--xids", action="store_true", help="List XIDs instead of reason codes")
+    add_output_flag(parser)
+
+
+def main(args: argparse.Namespace) -> int:
+    """Print the table, or one row of it."""
+    output = Output(args.output)
+    if args.what is not None:
+        _show_one(_row_of(args.what), output)
+        return 0
+    rows = (
+        [xid_row(xid) for xid in sorted(xids.CLASSES)]
+        if args.xids
+        else [reason_row(each) for each in MEANINGS]
+    )
+    if output in (Output.JSON, Output.YAML):
+        show({"apiVersion": "gpu-agent/v1", "xids" if args.xids else "reasons": rows}, output)
+    elif output is Output.NAME:
+        print("\n".join(str(next(iter(row.values()))) for row in rows))
+    else:
+        print("\n".join(_table(rows, is_wide=output is Output.WIDE)))
+    return 0
+
+
+def reason_row(reason: Reason) -> dict[str, Any]:
+    """Return what a reason code means."""
+    meaning = MEANINGS[reason]
+    return {
+        "code": reason.value,
+        "severity": meaning.severity.value,
+        "evidence": meaning.evidence.value,
+        "flips": meaning.flips,
+        "recovery": meaning.recovery.value,
+        "says": meaning.says,
+        "advice": meaning.advice,
+    }
+
+
+def xid_row(xid: int) -> dict[str, Any]:
+    """Return what an XID means under both policies."""
+    return {
+        "xid": xid,
+        "name": xids.NAMES.get(xid, ""),
+        "class": xids.class_of(xid).value,
+        "compat": "flips" if xids.flips(xid, Policy(xid_policy="compat")) else "ignored",
+        "catalog": "flips" if xids.flips(xid, Policy(xid_policy="catalog")) else "ignored",
+        "recovery": xids.recovery_of(xid).value,
+        "advice": xids.advice_of(xid),
+    }
+
+
+def _row_of(text: str) -> dict[str, Any]:
+    number = text.lower().removeprefix("xid").strip(" -_")
+    if number.isascii() and number.isdigit() and len(number) <= 6:
+        return xid_row(int(number))
+    try:
+        return reason_row(Reason(text.lower()))
+    except ValueError:
+        from agent.spelling import suggestion  # noqa: PLC0415 - only where something is wrong
+
+        hint = suggestion(text, (reason.value for reason in Reason))
+        raise UsageError(f'"{text[:40]}" is no reason code{hint}; see gpu-agent explain') from None
+
+
+def _show_one(row: dict[str, Any], output: Output) -> None:
+    match output:
+        case Output.JSON | Output.YAML:
+            show({"apiVersion": "gpu-agent/v1", **row}, output)
+        case Output.NAME:
+            print(next(iter(row.values())))
+        case Output.TABLE | Output.WIDE:
+            for name, value in row.items():
+                print(textwrap.fill(f"{name + ':':10} {_text(value)}", _WIDTH, subsequent_indent=" " * 11))
+
+
+def _table(rows: Iterable[dict[str, Any]], *, is_wide: bool) -> list[str]:
+    listed = list(rows)
+    names = [name for name in listed[0] if is_wide or name in _NARROW]
+    cells = [[_text(row[name]) for name in names] for row in listed]
+    return table([name.upper() for name in names], cells, is_wide=is_wide)
+
+
+def _text(value: object) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return str(value) if value != "" else "<none>"

@@ -1,0 +1,33 @@
+"""``gpu-agent recover``: declare a GPU well."""
+
+import argparse
+from typing import Final
+
+from agent.commands.ordering import GPU_HELP, configure_order, obeyed
+from agent.errors import EXIT_FAILED
+from agent.render import Output
+
+_DESCRIPTION: Final = """\
+Declare a GPU well: what was reported of it and waits for a reset, a reboot or
+a person ends now. What is still seen stays, and so does a hold; the answer
+says which and why. The exit code is 1 if the GPU is still Unhealthy.
+
+Examples:
+  gpu-agent recover 3
+  gpu-agent recover 0000:3b:00.0 -o json
+"""
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add the flags."""
+    configure_order(parser, usage="recover GPU [flags]", description=_DESCRIPTION)
+    parser.add_argument("gpu", metavar="GPU", help=GPU_HELP)
+
+
+def main(args: argparse.Namespace) -> int:
+    """Give the order and show what came of it."""
+    answer = obeyed(args, "recover", {"gpu": args.gpu})
+    if Output(args.output) is Output.TABLE:
+        for condition in answer["staying"]:
+            print(f"  {condition['code']}: {condition['message']}; {condition['stays_because']}")
+    return 0 if answer["well"] else EXIT_FAILED

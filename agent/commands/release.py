@@ -1,0 +1,39 @@
+"""``gpu-agent release``: let go of the driver for a time."""
+
+import argparse
+from typing import Final
+
+from agent.client import ORDER_TIMEOUT_S
+from agent.commands.ordering import GPU_HELP, configure_order, obeyed
+from agent.errors import EXIT_FAILED, UsageError
+
+WAIT_S: Final = 30
+
+_DESCRIPTION: Final = """\
+Let go of the driver, so that a GPU can be reset, MIG can be changed or the
+driver unloaded under a running agent. The GPUs that are named are Unhealthy
+meanwhile; the driver is let go of as a whole. It is taken back by itself after
+the time, or with 'gpu-agent resume'. The command returns when no file of the
+driver is open any more; the exit code is 1 if that took over 30 s.
+
+Examples:
+  gpu-agent release 3 --for 2m && nvidia-smi --gpu-reset -i 3
+  gpu-agent release --all --for 10m && modprobe -r nvidia_uvm nvidia
+"""
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add the flags."""
+    configure_order(parser, usage="release GPU...|--all [--for TIME] [flags]", description=_DESCRIPTION)
+    parser.add_argument("gpus", metavar="GPU", nargs="*", help=GPU_HELP)
+    parser.add_argument("--all", action="store_true", help="Every GPU of the node")
+    parser.add_argument("--for", dest="time", metavar="TIME", default="10m", help="1s to 24h (default: 10m)")
+
+
+def main(args: argparse.Namespace) -> int:
+    """Give the order and show what came of it."""
+    if args.all == bool(args.gpus):
+        raise UsageError("Name the GPUs to release, or --all; see gpu-agent release --help")
+    order = {"gpus": "all" if args.all else args.gpus, "for": args.time, "wait_s": WAIT_S}
+    answer = obeyed(args, "release", order, timeout_s=ORDER_TIMEOUT_S + WAIT_S)
+    return 0 if answer["driver_released"] else EXIT_FAILED

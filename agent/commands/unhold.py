@@ -1,0 +1,27 @@
+"""``gpu-agent unhold``: give a held GPU back."""
+
+import argparse
+from typing import Final
+
+from agent.commands.ordering import GPU_HELP, configure_order, obeyed
+
+_DESCRIPTION: Final = """\
+Give a GPU back that 'gpu-agent hold' took out. By whatever name it was held,
+any of its names will do.
+
+Examples:
+  gpu-agent unhold 3
+  gpu-agent unhold GPU-8f6d3c2e-5a1b-4c0d-9e7f-00112233aabb
+"""
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add the flags."""
+    configure_order(parser, usage="unhold GPU [flags]", description=_DESCRIPTION)
+    parser.add_argument("gpu", metavar="GPU", help=GPU_HELP)
+
+
+def main(args: argparse.Namespace) -> int:
+    """Give the order and show what came of it."""
+    obeyed(args, "unhold", {"selector": args.gpu})
+    return 0

@@ -1,0 +1,82 @@
+"""G1, NVIDIA/k8s-device-plugin#231: one GPU falls off the bus and every GPU pod on the node is refused.
+
+Here is its health part: the other GPUs stay allocatable and the lost one is named. What
+GetPreferredAllocation and Allocate answer meanwhile waits for preferred allocation (PENDING.md).
+"""
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from agent.simulation.node import SimulatedNode
+from tests.harness import agent_process, simulated_node, uuids, wait_allocatable, wait_polls
+
+EIGHT_WITHOUT_NVLINK = {"preset": "8x-a100", "gpu": {"nvlink": None}}
+LOST = 3
+PCI = "0000:4e:00.0"
+POLL_NS = 1_000_000_000
+SLACK_NS = 3_000_000_000
+"""For a machine that is busy with other things."""
+
+
+def falls_off_with_an_xid(node: SimulatedNode) -> None:
+    node.nvml.push_xid(LOST, 79)
+    node.nvml.set_return(None, 15, gpu=LOST)
+
+
+def falls_off_without_a_word(node: SimulatedNode) -> None:
+    node.nvml.hide_gpu(LOST)
+
+
+@pytest.mark.parametrize(
+    ("falls_off", "xids"),
+    [(falls_off_with_an_xid, {"79": 1}), (falls_off_without_a_word, {})],
+    ids=["a: with an XID", "b: without one, and NVML counts one less"],
+)
+async def test_a_gpu_that_falls_off_is_named_and_the_seven_others_stay_allocatable(
+    falls_off: Callable[[SimulatedNode], None], xids: dict[str, int]
+) -> None:
+    async with simulated_node(EIGHT_WITHOUT_NVLINK) as node, agent_process(node) as agent:
+        await wait_allocatable(node.kubelet, 8, capacity=8)
+        await wait_polls(node, 2)
+        lost = uuids(node)[LOST]
+
+        lost_ns = time.monotonic_ns()
+        falls_off(node)
+        await wait_allocatable(node.kubelet, 7, capacity=8)
+
+        first = next(each for each in node.kubelet.lists if each.unhealthy and each.at_ns > lost_ns)
+        assert first.at_ns - lost_ns <= 2 * POLL_NS + SLACK_NS
+        assert first.unhealthy == (lost,)
+
+        def is_told(status: int, body: Any) -> bool:
+            return status == 200 and "gpu_lost" in codes_of(body, lost)
+
+        body = await agent.wait_answer("/v1/devices", is_told)
+        (device,) = [each for each in body["devices"] if each["id"] == lost]
+        assert (len(body["devices"]), device["health"], device["pci"]) == (8, "unhealthy", PCI)
+        (reason,) = [each for each in device["reasons"] if each["code"] == "gpu_lost"]
+        assert "reset" in reason["advice"]
+        assert "reboot" in reason["advice"]
+        assert reason["message"].endswith(("(code 15)", "NVML does not list the GPU any more"))
+
+        state = await agent.wait_answer("/debug/state", lambda status, _body: status == 200)
+        (view,) = [each for each in state["gpus"] if each["uuid"] == lost]
+        assert view["xids"] == xids
+        assert ("xid" in codes_of(body, lost)) == bool(xids)
+
+
+def codes_of(body: Any, device: str) -> set[str]:
+    return {reason["code"] for each in body["devices"] if each["id"] == device for reason in each["reasons"]}
+
+
+async def test_a_gpu_that_fell_off_stays_out_while_the_others_are_polled_on() -> None:
+    async with simulated_node(EIGHT_WITHOUT_NVLINK) as node, agent_process(node, poll="100ms"):
+        await wait_allocatable(node.kubelet, 8, capacity=8)
+        falls_off_with_an_xid(node)
+        await wait_allocatable(node.kubelet, 7, capacity=8)
+        lists = len(node.kubelet.lists)
+        await wait_polls(node, 10)
+        assert all(each.unhealthy == (uuids(node)[LOST],) for each in node.kubelet.lists[lists:])
