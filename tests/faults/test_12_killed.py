@@ -9,6 +9,7 @@ import os
 import random
 import signal
 from collections.abc import AsyncIterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ import pytest
 from agent.client import AgentClient
 from agent.errors import AgentError
 from agent.model.snapshot import Durable
+from agent.simulation.kubelet import EmulatedKubelet
 from agent.simulation.node import SimulatedNode
 from agent.sinks import statefile
 from agent.startup import boot_id_of
@@ -63,14 +65,22 @@ async def recover(agent: AgentProcess, uuid: str) -> None:
         return  # it was killed meanwhile
 
 
+def _has_more_lists(seen: int, kubelet: EmulatedKubelet) -> bool:
+    return len(kubelet.lists) > seen
+
+
+def _shows(node: SimulatedNode, sick: frozenset[str], _kubelet: EmulatedKubelet) -> bool:
+    return unhealthy(node) == sick
+
+
 async def test_nothing_that_is_sick_is_well_after_a_kill(node: SimulatedNode) -> None:
     chance = random.Random(12)
     sick: set[str] = set()
     for number in range(KILLS):
         lists = len(node.kubelet.lists)
         async with running(flags_of(node, recovery_quiet="24h")) as agent:
-            await node.kubelet.wait_for(lambda kubelet, seen=lists: len(kubelet.lists) > seen, PATIENCE_S)
-            await node.kubelet.wait_for(lambda _, known=frozenset(sick): unhealthy(node) == known, PATIENCE_S)
+            await node.kubelet.wait_for(partial(_has_more_lists, lists), PATIENCE_S)
+            await node.kubelet.wait_for(partial(_shows, node, frozenset(sick)), PATIENCE_S)
             for told in node.kubelet.lists[lists:]:
                 assert sick <= set(told.unhealthy), f"a list of life {number} forgot what was sick"
             if number == 0:
