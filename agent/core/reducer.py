@@ -176,10 +176,12 @@ def _xid_notice(
 
 
 def _probe_passed(state: State, fact: facts.GpuProbePassed, now_ns: int) -> State:
-    # A probe that was under way when the driver went can still be told of afterwards.
-    if fact.gpu not in state.gpus or state.driver.ready is False:
+    if fact.gpu not in state.gpus:
         return state
     answered = _with_answer(state, fact.gpu)
+    if state.driver.ready is False or fact.gpu not in state.present:
+        # It was under way when the driver or the GPU went, and says nothing of their return.
+        return answered
     active = conditions.after_clean_probe(
         answered.conditions, fact.gpu, hung=answered.hung, policy=state.policy, now_ns=now_ns
     )

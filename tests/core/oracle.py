@@ -143,10 +143,11 @@ class Oracle:
         match fact:
             case XidReported():
                 self.xid(fact, now_ns)
-            case GpuProbePassed() if fact.gpu in self.gpus and self.driver in {None, "ready"}:
+            case GpuProbePassed() if fact.gpu in self.gpus:
                 self.verdict.add(fact.gpu)
                 self.silent.discard(fact.gpu)
-                for fault in self.of_gpu(fact.gpu):
+                counts = fact.gpu in self.listed and self.driver in {None, "ready"}
+                for fault in self.of_gpu(fact.gpu) if counts else []:
                     if fault.reason == "driver_hung" and self.hung:
                         continue
                     if fault.recovery == "self_clearing" or fault.reset:
