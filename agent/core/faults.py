@@ -213,10 +213,12 @@ def _put(mapping: Mapping[GpuUuid, T], gpu: GpuUuid, value: T) -> Mapping[GpuUui
 
 def probe_passed(state: State, fact: facts.GpuProbePassed, now_ns: int) -> State:
     """Count a clean probe of a GPU."""
-    # A probe that was under way when the driver went can still be told of afterwards.
-    if fact.gpu not in state.gpus or state.driver.ready is False:
+    if fact.gpu not in state.gpus:
         return state
     answered = _with_answer(state, fact.gpu)
+    if state.driver.ready is False or fact.gpu not in state.present:
+        # It was under way when the driver or the GPU went, and says nothing of their return.
+        return answered
     # The probe that ends a hang of the driver is also the first clean one after it.
     active = hang_conditions(answered, now_ns)
     active = conditions.after_clean_probe(active, fact.gpu, policy=state.policy, now_ns=now_ns)

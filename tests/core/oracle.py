@@ -272,11 +272,12 @@ class Oracle:
                 self.xid(fact, now_ns)
             case KernelXidSeen():
                 self.kernel_xid(fact, now_ns)
-            case GpuProbePassed() if fact.gpu in self.gpus and self.driver in {None, "ready"}:
+            case GpuProbePassed() if fact.gpu in self.gpus:
                 self.verdict.add(fact.gpu)
                 self.silent.discard(fact.gpu)
                 self.causes()
-                self.probe_passed(fact.gpu)
+                if fact.gpu in self.listed and self.driver in {None, "ready"}:
+                    self.probe_passed(fact.gpu)
             case GpuSampled() if fact.gpu in self.gpus and self.driver in {None, "ready"}:
                 self.sampled(fact.gpu, fact.sample)
             case GpuCallFailed() if fact.gpu in self.gpus:

@@ -302,11 +302,14 @@ def test_a_gpu_that_was_not_listed_had_no_clean_probes_in_a_row() -> None:
     assert {item.clean_probes for item in node.conditions()} == {0}
 
 
-def test_a_probe_told_of_while_the_gpu_is_not_listed_does_not_count_after_its_reset() -> None:
+def test_a_probe_that_was_under_way_when_the_gpu_went_is_no_sign_of_health() -> None:
     node = well_node(gpu(0), gpu(1))
-    node.tell(xid(79), UNLOADED, ready(), enumerated(gpu(1)), passed(), enumerated(gpu(0), gpu(1)))
-    node.after(S)
-    recovers_by_rule(node)
+    node.tell(xid(94), enumerated(gpu(1)))
+    before = node.state
+    assert node.tell(passed()) == ()
+    assert node.state is before
+    node.tell(overdue(), passed())
+    assert node.state.overdue == {}
 
 
 def test_a_driver_reload_does_not_bring_back_a_gpu_that_is_not_listed() -> None:

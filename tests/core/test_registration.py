@@ -36,6 +36,7 @@ from tests.core.build import (
     K3,
     MS,
     PLUGIN,
+    START_NS,
     Node,
     S,
     enumerated,
@@ -267,11 +268,13 @@ def test_an_accepted_registration_stays_while_the_stream_is_open() -> None:
 
 def test_nothing_of_earlier_trouble_is_left_after_an_accepted_registration() -> None:
     node = registering_node()
-    node.refuse("socket_in_use", "another plugin")
-    node.after(200 * MS)
     tries(node, "unreachable", 12 * S)
+    node.refuse("unreachable")
     node.until(node.wake_at_ns)
     node.tell(Tick())
+    node.tell(KubeletSocketSeen(K2))
+    node.refuse("socket_in_use", "another plugin")
+    node.after(200 * MS)
     node.accept()
     assert node.standing().message == ""
     assert node.snapshot().ready
@@ -382,6 +385,13 @@ def test_a_registration_without_a_stream_is_made_anew(timeout_ns: int) -> None:
     assert len(node.registrations()) == 2
 
 
+def test_a_stream_of_an_earlier_registration_is_none_of_the_next_one() -> None:
+    node = registered_node(gpu(0))
+    node.after(S, KubeletSocketSeen(K2), Registered(GPU, 2, K2, PLUGIN))
+    node.after(11 * S)
+    assert node.registrations()[-1] >= START_NS + 11 * S
+
+
 def test_a_kubelet_that_drops_every_stream_gets_at_most_12_tries_in_60_s() -> None:
     node = registering_node()
     began_ns = node.now_ns
@@ -448,12 +458,12 @@ def test_answers_of_a_generation_that_was_given_up_change_nothing(late: Fact) ->
 def test_a_server_that_fails_ends_its_registration() -> None:
     node = registered_node(gpu(0))
     node.after(20 * S)
-    node.refuse("not_served", "The server of nvidia.com/gpu failed")
+    node.refuse("socket_in_use", "The server of nvidia.com/gpu failed")
     assert not node.standing().registered
     assert node.standing().socket is None
-    assert node.snapshot().findings[0].message == (
-        "nvidia.com/gpu is not registered: The server of nvidia.com/gpu failed"
-    )
+    (finding,) = node.snapshot().findings
+    assert finding.reason is Reason.SOCKET_IN_USE
+    assert finding.message == "nvidia.com/gpu is not registered: The server of nvidia.com/gpu failed"
     assert node.wake_at_ns <= node.now_ns + 120 * MS
     node.after(S)
     assert len(node.registrations()) == 1

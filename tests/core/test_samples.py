@@ -11,7 +11,7 @@ from agent.model.facts import NVML, DriverUnavailable, GpuSampled
 from agent.model.health import Condition, ConditionKey, Evidence, Reason, Recovery
 from agent.model.ids import GpuUuid
 from agent.model.policy import Policy
-from tests.core.build import U0, U1, Node, S, failed, gpu, passed, place, ready, well_node
+from tests.core.build import U0, U1, Node, S, enumerated, failed, gpu, passed, place, ready, well_node
 from tests.core.polls import BAD, NOTHING, WELL, bad, blind_poll, poll, read, reasons, sample
 
 Q = 60 * S
@@ -368,7 +368,7 @@ def test_a_restart_of_the_agent_does_not_end_what_was_read_before_it() -> None:
         node = well_node(gpu(0))
         node.tell(GpuSampled(U0, bad(reason)))
         again: Node = node.restarted(after_ns=S)
-        again.tell(ready(), passed(), passed(), passed())
+        again.tell(ready(), enumerated(gpu(0)), passed(), passed(), passed())
         again.after(2 * Q)
         assert reasons(again) == {reason}
         again.tell(*poll(), *poll(), *poll())
