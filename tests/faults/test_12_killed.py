@@ -118,3 +118,29 @@ async def test_the_conditions_are_the_same_before_and_after(
     assert [each.key for each in after.conditions] == [each.key for each in before.conditions]
     assert [each.since_ns for each in after.conditions] == [each.since_ns for each in before.conditions]
     assert after.xids == before.xids
+
+
+async def restarted(node: SimulatedNode, *, wanted: set[str], read: int) -> Durable:
+    """Let an agent read so much of the kernel log, and end; returns what it kept."""
+    async with running(flags_of(node)) as agent:
+        await node.kubelet.wait_for(lambda _: bool(node.kubelet.devices(GPU)), PATIENCE_S)
+        await node.kubelet.wait_for(lambda _: unhealthy(node) == wanted, PATIENCE_S)
+        async with asyncio.timeout(PATIENCE_S):
+            while (now := await in_daemon_thread("state-reader", lambda: kept(node))).kernel_log_read != read:
+                await asyncio.sleep(0.01)
+        assert await agent.stop() == 0
+    return now
+
+
+async def test_an_xid_that_came_while_no_agent_was_there_is_judged_by_the_next_one(
+    node: SimulatedNode,
+) -> None:
+    address = node.spec.gpus[2].pci_bus_id.rpartition(".")[0]
+    node.kernel_log.write(f"NVRM: Xid (PCI:{address}): 48, pid=7, name=x, before any agent of this boot")
+    await restarted(node, wanted=set(), read=0)
+    sick = {node.nvml.uuid(2)}
+    node.kernel_log.write(f"NVRM: Xid (PCI:{address}): 48, pid=7, name=x, while no agent was there")
+    first = await restarted(node, wanted=sick, read=1)
+    again = await restarted(node, wanted=sick, read=1)
+    assert sick_of(again) == sick_of(first) == sick
+    assert again.xids == first.xids == ((node.nvml.uuid(2), 48, 2),)
