@@ -55,6 +55,12 @@ def unhealthy(node: SimulatedNode) -> set[str]:
     return set(node.kubelet.unhealthy(GPU))
 
 
+async def told_as(node: SimulatedNode, lists: int, sick: set[str]) -> None:
+    """Wait until the kubelet got a list after so many, and knows exactly these devices as sick."""
+    await node.kubelet.wait_for(lambda kubelet: len(kubelet.lists) > lists, PATIENCE_S)
+    await node.kubelet.wait_for(lambda _: unhealthy(node) == sick, PATIENCE_S)
+
+
 async def recover(agent: AgentProcess, uuid: str) -> None:
     client = AgentClient(agent.flags["control-socket"])
     try:
@@ -69,8 +75,7 @@ async def test_nothing_that_is_sick_is_well_after_a_kill(node: SimulatedNode) ->
     for number in range(KILLS):
         lists = len(node.kubelet.lists)
         async with running(flags_of(node, recovery_quiet="24h")) as agent:
-            await node.kubelet.wait_for(lambda kubelet, seen=lists: len(kubelet.lists) > seen, PATIENCE_S)
-            await node.kubelet.wait_for(lambda _, known=frozenset(sick): unhealthy(node) == known, PATIENCE_S)
+            await told_as(node, lists, sick)
             for told in node.kubelet.lists[lists:]:
                 assert sick <= set(told.unhealthy), f"a list of life {number} forgot what was sick"
             if number == 0:
