@@ -91,11 +91,16 @@ class Assembly:
         )
 
     def make_kernel_log(self) -> Source:
-        """Make the source that reads the kernel log."""
+        """Make the source that reads the kernel log, from where an earlier agent of this boot ended."""
         from agent.sources.kmsg import KernelLogSource
 
         path = Path(self.settings.kernel_log)
-        self.kernel_log = KernelLogSource(inbox=self.inbox, path=path, clock=self.clock)
+        self.kernel_log = KernelLogSource(
+            inbox=self.inbox,
+            path=path,
+            clock=self.clock,
+            read_until=self.latest.value.durable.kernel_log_read,
+        )
         return self.kernel_log
 
     def make_sysfs(self) -> Source:

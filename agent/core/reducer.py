@@ -84,6 +84,7 @@ _Quiet = (
     | facts.DriverCallOverdue
     | facts.DriverCallAnswered
     | facts.DriverReleased
+    | facts.KernelLogRead
     | facts.PciGpusSeen
     | facts.DriverModuleSeen
     | facts.DeviceNodesSeen
@@ -124,6 +125,8 @@ def _known(state: State, fact: _Quiet, now_ns: int) -> State:  # noqa: C901, PLR
             return replace(state, driver_overdue=None)
         case facts.DriverReleased():
             return driver.released(state)
+        case facts.KernelLogRead():
+            return replace(state, kernel_log_read=fact.until)
         case facts.PciGpusSeen():
             return replace(state, bus=fact.addresses)
         case facts.DriverModuleSeen():

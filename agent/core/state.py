@@ -48,6 +48,8 @@ class State:
     """NVML was shut down on request."""
     module_inode: int | None = None
     """Which load of the kernel module this is."""
+    kernel_log_read: int | None = None
+    """Up to which record the XIDs of the kernel log are in here."""
     bus: tuple[str, ...] | None = None
     """PCI addresses of the GPUs that the bus has for the driver; None: not looked yet."""
     missing_nodes: tuple[str, ...] | None = None
@@ -120,6 +122,7 @@ def initial_state(policy: Policy, restored: Durable | None, *, now_ns: int) -> S
     state = replace(
         state,
         module_inode=restored.module_inode,
+        kernel_log_read=restored.kernel_log_read,
         holds=dict(restored.holds),
         released_gpus=frozenset(restored.released_gpus),
         released_until_ns=restored.released_until_ns,

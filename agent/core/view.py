@@ -95,6 +95,7 @@ def _durable(state: State) -> Durable:
         released_gpus=tuple(sorted(state.released_gpus)),
         released_until_ns=state.released_until_ns,
         module_inode=state.module_inode,
+        kernel_log_read=state.kernel_log_read,
     )
 
 

@@ -313,7 +313,7 @@ class KernelXidSeen:
     detail: str = ""
     """What the line says after the number, shortened; unit and sub code of NVLink errors."""
     backlog: bool = False
-    """From before the agent began to read: counted, but no reason to flip now."""
+    """From before any agent of this boot began to read: counted, but no reason to flip now."""
     gi: int = ALL
     ci: int = ALL
     count: int = 1
@@ -327,6 +327,15 @@ class KernelXidSeen:
     def merged_with(self, newer: Self) -> Self:
         """Add the counts."""
         return replace(newer, count=self.count + newer.count)
+
+
+@dataclass(frozen=True, slots=True)
+class KernelLogRead(_State):
+    """Every XID of the kernel log up to a record was told; put after them."""
+
+    until: int
+    """Sequence number of the record; the kernel counts anew with each boot."""
+    source: SourceName = KERNEL_LOG
 
 
 @dataclass(frozen=True, slots=True)
@@ -510,6 +519,7 @@ Fact = (
     | GpuSampled
     | DriverReleased
     | KernelXidSeen
+    | KernelLogRead
     | PciGpusSeen
     | DriverModuleSeen
     | DeviceNodesSeen

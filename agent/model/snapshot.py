@@ -125,6 +125,8 @@ class Durable:
     released_until_ns: int | None = None
     module_inode: int | None = None
     """Which load of the kernel module the conditions were seen under."""
+    kernel_log_read: int | None = None
+    """Up to which record the XIDs of the kernel log are in here."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -106,6 +106,7 @@ class _StoredState(msgspec.Struct, omit_defaults=True):
     released_gpus: list[str] = []
     released_until_ns: int | None = None
     module_inode: int | None = None
+    kernel_log_read: int | None = None
 
 
 class _Envelope(msgspec.Struct):
@@ -181,6 +182,7 @@ def _restored(stored: _StoredState, *, is_same_boot: bool) -> Durable:
         released_gpus=tuple(GpuUuid(gpu) for gpu in stored.released_gpus),
         released_until_ns=stored.released_until_ns,
         module_inode=stored.module_inode,
+        kernel_log_read=stored.kernel_log_read,
     )
 
 
@@ -261,6 +263,7 @@ def encoded(durable: Durable, *, boot_id: str) -> bytes:
             released_gpus=[str(gpu) for gpu in durable.released_gpus],
             released_until_ns=durable.released_until_ns,
             module_inode=durable.module_inode,
+            kernel_log_read=durable.kernel_log_read,
         )
     )
     checksum = hashlib.sha256(body).hexdigest()

@@ -5,6 +5,8 @@ Guarantees:
 1. Every record is read once. What was in the log before the agent began to read is backlog, decided by
    the order of the records where the kernel keeps the log (its clock for the log is no other clock), by
    their time where something else does. A source that is started again goes on where it ended.
+   Where an earlier agent of this boot read up to some record, what it told is not told again, and what
+   came since is no backlog: nobody watched in between.
 2. What the kernel dropped before it was read is counted by the gap in the sequence numbers, and told.
 3. The loop is never held up: reads do not block, a turn takes MAX_RECORDS_PER_TURN records, and the
    backlog is read in a thread of its own.
@@ -32,7 +34,7 @@ from typing import Final
 from agent.bus import Inbox
 from agent.errors import SourceError
 from agent.log import fields
-from agent.model.facts import KERNEL_LOG, Fact, FactsLost, KernelXidSeen
+from agent.model.facts import KERNEL_LOG, Fact, FactsLost, KernelLogRead, KernelXidSeen
 from agent.sources.kmsg_records import Record, XidLine, XidReader, lines_of, record_of
 from agent.threads import in_daemon_thread
 
@@ -80,19 +82,33 @@ class _Backlog:
 class KernelLogSource:
     """Tells of the XIDs in the kernel log and keeps the driver's newest lines."""
 
-    def __init__(self, *, inbox: Inbox[Fact], path: Path = KERNEL_LOG_PATH, clock: Callable[[], int]) -> None:
-        """``clock`` is the monotonic one; it is compared with the times of a log that is no device."""
+    def __init__(
+        self,
+        *,
+        inbox: Inbox[Fact],
+        path: Path = KERNEL_LOG_PATH,
+        clock: Callable[[], int],
+        read_until: int | None = None,
+    ) -> None:
+        """``clock`` is the monotonic one; it is compared with the times of a log that is no device.
+
+        ``read_until`` is the record up to which an earlier agent of this boot read; None: there was none.
+        """
         self._inbox = inbox
         self._path = path
         self._clock = clock
         self._recent: deque[str] = deque(maxlen=RECENT_LINES)
         self._records = self._of_processes = self._malformed = self._lost = 0
         self._xids = XidReader()
+        self._has_backlog = False
         self._backlog_read = False
         self._next_sequence: int | None = None
         self._first_sequence: int | None = None
         self._backlog_until_us = -1
         self._unended = b""
+        self._read_until = read_until
+        self._has_news = True
+        """Whether it is to be told how far was read: at the start, and with each XID."""
 
     def recent(self) -> tuple[str, ...]:
         """Return the newest lines of the driver, the oldest first, each with its seconds since the boot."""
@@ -108,6 +124,7 @@ class KernelLogSource:
         loop = asyncio.get_running_loop()
         ended: asyncio.Future[SourceError] = loop.create_future()
         try:
+            self._has_backlog = is_device
             self._begin(descriptor, is_device=is_device)
             self._watch(descriptor, ended)
             if is_device and not self._backlog_read:
@@ -140,7 +157,11 @@ class KernelLogSource:
     # Reading
 
     def _read(self, descriptor: int, ended: "asyncio.Future[SourceError]") -> None:
-        """Take what the log has, for one turn of the loop."""
+        """Take what the log has, for one turn of the loop, and tell how far that is if it matters."""
+        self._read_turn(descriptor, ended)
+        self._tell_read()
+
+    def _read_turn(self, descriptor: int, ended: "asyncio.Future[SourceError]") -> None:
         turn_ends_at = self._records + MAX_RECORDS_PER_TURN
         for _ in range(MAX_RECORDS_PER_TURN):
             if ended.done() or self._records >= turn_ends_at:
@@ -191,8 +212,13 @@ class KernelLogSource:
         lines = lines_of(record)
         self._recent.extend(_shown(lines, record))
         found = self._xids.read(lines, record.time_us)
-        if found is not None:
-            self._inbox.put(_fact(found, backlog=record.time_us <= self._backlog_until_us))
+        if found is not None and not self._was_told(record.sequence):
+            is_backlog = self._read_until is None and record.time_us <= self._backlog_until_us
+            self._inbox.put(_fact(found, backlog=is_backlog))
+            self._has_news = True
+
+    def _was_told(self, sequence: int) -> bool:
+        return self._read_until is not None and sequence <= self._read_until
 
     def _is_next(self, sequence: int) -> bool:
         """Tell whether a record was not read before; tell of those missing before it."""
@@ -208,10 +234,13 @@ class KernelLogSource:
 
     def _take_backlog(self, backlog: _Backlog) -> None:
         first = self._first_sequence
+        if backlog.newest is not None and self._was_told(backlog.newest + 1):
+            # That was another log: this one is not so long.
+            self._read_until = None
         merged: dict[object, KernelXidSeen] = {}
         for sequence, found in backlog.xids:
-            if first is None or sequence < first:
-                fact = _fact(found, backlog=True)
+            if (first is None or sequence < first) and not self._was_told(sequence):
+                fact = _fact(found, backlog=self._read_until is None)
                 merged[fact.key] = merged[fact.key].merged_with(fact) if fact.key in merged else fact
         for fact in merged.values():
             self._inbox.put(fact)
@@ -219,8 +248,15 @@ class KernelLogSource:
         if self._next_sequence is None and backlog.newest is not None:
             self._next_sequence = backlog.newest + 1
         self._backlog_read = True
+        self._tell_read()
 
     # Telling
+
+    def _tell_read(self) -> None:
+        is_whole = self._backlog_read or not self._has_backlog
+        if self._has_news and is_whole and self._next_sequence is not None:
+            self._has_news = False
+            self._inbox.put(KernelLogRead(until=self._next_sequence - 1))
 
     def _tell_lost(self, count: int) -> None:
         self._lost += count

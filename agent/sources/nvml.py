@@ -34,9 +34,9 @@ from agent.sources.nvml_library import (
     Versions,
     load,
 )
-from agent.sources.nvml_session import DriverGoneError, Session, Surroundings
+from agent.sources.nvml_session import Session, Surroundings
 from agent.sources.nvml_settings import MAX_THREADS, NvmlSettings
-from agent.sources.nvml_slot import wait_set
+from agent.sources.nvml_slot import DriverGoneError, wait_set
 from agent.sources.nvml_threads import Call, Lane, ThreadGroup
 
 __all__ = ["MAX_THREADS", "LibraryLocation", "NvmlSettings", "NvmlSource"]

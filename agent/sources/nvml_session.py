@@ -20,7 +20,7 @@ from agent.log import fields
 from agent.model import facts
 from agent.model.ids import GpuUuid
 from agent.model.policy import SECOND_NS
-from agent.sources.nvml_events import DRIVER_CODES, Listener, RetiredError, register
+from agent.sources.nvml_events import Listener, RetiredError, register
 from agent.sources.nvml_hotplug import BindEvents
 from agent.sources.nvml_inventory import (
     GpuGoneError,
@@ -32,7 +32,7 @@ from agent.sources.nvml_inventory import (
 from agent.sources.nvml_library import Nvml, Versions
 from agent.sources.nvml_sampling import Sampler
 from agent.sources.nvml_settings import NvmlSettings
-from agent.sources.nvml_slot import Slot, wait_set
+from agent.sources.nvml_slot import DriverGoneError, Slot, driver_failure, wait_served, wait_set
 from agent.sources.nvml_telling import Telling
 from agent.sources.nvml_threads import Call, Lane, ThreadGroup
 
@@ -43,14 +43,6 @@ XID_LOOK_DELAY_NS: Final = 10_000_000
 """From an XID to the look at its GPU."""
 
 _log = logging.getLogger(__name__)
-
-
-class DriverGoneError(SourceError):
-    """NVML answers nothing useful for the whole node; it has to be initialised anew."""
-
-    def __init__(self, error: NvmlError) -> None:
-        super().__init__(str(error))
-        self.error = error
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +73,9 @@ class Session:
         self._settling = False
         self._unsettled = False
         """Whether a look found that the list of GPUs is another; it is told once it is whole again."""
+        self._doubted: set[Slot] = set()
+        self._doubt_ns = 0
+        """Since when some GPU fails as it would if the driver were gone."""
         self._control_nodes: tuple[str, ...] = ()
         self._telling = Telling(around.inbox, around.settings, versions)
         self.listener: Final = Listener(
@@ -193,7 +188,7 @@ class Session:
             except SourceError as error:
                 self._telling.warn("lane", "Could not watch a GPU", index=index, detail=str(error))
                 break
-        await self._wait_served({slot: slot.requested for slot in added}, self._settings.first_look_wait_ns)
+        await wait_served({slot: slot.requested for slot in added}, self._settings.first_look_wait_ns)
 
     async def _open(self, index: int, group: asyncio.TaskGroup) -> Slot:
         used = {slot.lane for slot in self._slots}
@@ -226,15 +221,7 @@ class Session:
 
     async def _look_at_all(self) -> None:
         numbers = {slot: slot.request() for slot in self._slots if not slot.gone}
-        await self._wait_served(numbers, self._settings.call_deadline_ns)
-
-    async def _wait_served(self, numbers: dict[Slot, int], timeout_ns: int) -> None:
-        try:
-            async with asyncio.timeout(timeout_ns / 1e9):
-                for slot, number in numbers.items():
-                    await slot.wait_served(number)
-        except TimeoutError:
-            return
+        await wait_served(numbers, self._settings.call_deadline_ns)
 
     # One GPU
 
@@ -248,6 +235,7 @@ class Session:
                 stagger_ns = 0
             # Told last: a GPU whose events cannot be heard has not passed.
             await self._register(slot)
+            await self._confirm(slot)
             self._telling.outcome(slot)
             if slot.served >= slot.requested:
                 await wait_set(slot.wake, max(0, slot.due_ns - self._clock()))
@@ -257,7 +245,7 @@ class Session:
         slot.began_ns = self._clock()
         slot.wanted_soon = False
         slot.sample = None
-        number = slot.requested
+        number = slot.begun = slot.requested
         try:
             look = await slot.lane.call(partial(self._look_once, slot))
         except GpuGoneError:
@@ -334,6 +322,24 @@ class Session:
         else:
             self._telling.no_events(uuid, refusal)
 
+    async def _confirm(self, slot: Slot) -> None:
+        """Before a GPU is blamed for what may be the driver's failure, have the others looked at."""
+        if not slot.is_doubtful:
+            return
+        if not self._doubted:
+            self._doubt_ns = slot.began_ns
+        self._doubted.add(slot)
+        try:
+            numbers = {
+                other: other.request() if other.began_ns < self._doubt_ns else other.begun
+                for other in self._slots
+                if other is not slot and not other.gone
+            }
+            await wait_served(numbers, self._settings.call_deadline_ns)
+        finally:
+            self._doubted.discard(slot)
+        self._raise_if_driver_gone()
+
     def _xid_came(self, uuid: GpuUuid) -> None:
         for slot in self._slots:
             if slot.uuid == uuid:
@@ -377,12 +383,10 @@ class Session:
         """
         if self._settling or self._around.threads.stuck:
             return
-        failures = [slot.failure for slot in self._slots if slot.failure is not None]
-        if not failures or len(failures) < len(self._slots):
-            return
-        if all(failure.code in DRIVER_CODES for failure in failures):
+        error = driver_failure(self._slots)
+        if error is not None:
             self._telling.is_over = True
-            raise DriverGoneError(failures[0])
+            raise DriverGoneError(error)
 
     def _announce(self) -> None:
         """Tell which GPUs there are, if they are known; the first time, that the driver is ready."""

@@ -1,12 +1,13 @@
 """What a session knows of one GPU, or of an index whose GPU was not identified yet."""
 
 import asyncio
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from agent.errors import NvmlCode, NvmlError
+from agent.errors import NvmlCode, NvmlError, SourceError
 from agent.model.ids import GpuUuid
 from agent.model.sample import GpuSample
-from agent.sources.nvml_events import SharedEventSet
+from agent.sources.nvml_events import DRIVER_CODES, SharedEventSet
 from agent.sources.nvml_inventory import Look, Sighting
 from agent.sources.nvml_library import Nvml
 from agent.sources.nvml_sampling import Sampler
@@ -29,10 +30,14 @@ class Slot:
     registered: SharedEventSet | None = None
     requested: int = 1
     """Number of the newest look that was asked for."""
+    begun: int = 0
+    """Number of the newest one that was begun."""
     served: int = 0
     """Number of the newest one that was finished."""
     late: bool = False
     """Whether a call of the newest look was overdue."""
+    blamed: bool = False
+    """Whether the GPU was told to be the one that fails, though it might have been the driver."""
     untold: bool = False
     """Whether the outcome of the newest look is still to be told."""
     began_ns: int = 0
@@ -53,6 +58,11 @@ class Slot:
     def answers(self) -> bool:
         """Whether the newest look found the GPU in its place."""
         return self.sighting is not None and self.failure is None and not self.gone and not self.lane.overdue
+
+    @property
+    def is_doubtful(self) -> bool:
+        """Whether the newest look failed as all do when the driver is gone, and that is news."""
+        return self.failure is not None and self.failure.code in DRIVER_CODES and not self.blamed
 
     def sampled(self, look: Look) -> Look:
         """Return a look with the GPU's readings. Blocks, on the GPU's own thread."""
@@ -81,10 +91,36 @@ class Slot:
         self.looked = asyncio.Event()
 
 
+class DriverGoneError(SourceError):
+    """NVML answers nothing useful for the whole node; it has to be initialised anew."""
+
+    def __init__(self, error: NvmlError) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
+def driver_failure(slots: Sequence[Slot]) -> NvmlError | None:
+    """Return why the driver is gone: not one GPU gives an answer that tells of the GPU itself."""
+    failures = [slot.failure for slot in slots if slot.failure is not None]
+    if not failures or len(failures) < len(slots):
+        return None
+    return failures[0] if all(failure.code in DRIVER_CODES for failure in failures) else None
+
+
 async def wait_set(event: asyncio.Event, timeout_ns: int) -> None:
     """Return when the event is set, or after the timeout."""
     try:
         async with asyncio.timeout(timeout_ns / 1e9):
             await event.wait()
+    except TimeoutError:
+        return
+
+
+async def wait_served(numbers: Mapping[Slot, int], timeout_ns: int) -> None:
+    """Return when each GPU that answers has finished the look of its number, or after the timeout."""
+    try:
+        async with asyncio.timeout(timeout_ns / 1e9):
+            for slot, number in numbers.items():
+                await slot.wait_served(number)
     except TimeoutError:
         return

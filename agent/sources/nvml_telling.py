@@ -15,6 +15,7 @@ from agent.log import fields
 from agent.model import facts
 from agent.model.gpu import Gpu
 from agent.model.ids import GpuUuid
+from agent.sources.nvml_events import DRIVER_CODES
 from agent.sources.nvml_library import Versions
 from agent.sources.nvml_settings import NvmlSettings
 from agent.sources.nvml_slot import Slot
@@ -76,6 +77,7 @@ class Telling:
             # It answered after all, but too late to count; ask again at once.
             slot.request()
             return
+        slot.blamed = slot.failure is not None and slot.failure.code in DRIVER_CODES
         if slot.sample is not None:
             self.put(facts.GpuSampled(gpu=uuid, sample=slot.sample))
         if slot.failure is not None:

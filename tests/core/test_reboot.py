@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from agent.core.state import MAX_AWAITED, initial_state
 from agent.model.effects import KeepEvidence
-from agent.model.facts import HoldRequested, RecoverRequested, UnholdRequested
+from agent.model.facts import HoldRequested, KernelLogRead, RecoverRequested, UnholdRequested
 from agent.model.health import Condition, Health, Reason, Recovery
 from agent.model.ids import GpuUuid, Placement
 from agent.model.policy import Policy
@@ -65,6 +65,14 @@ def test_it_is_kept_for_as_long_as_its_gpu_stays_away() -> None:
     node = arrived(rebooted(xid(64, U1)), 0)
     again = Node(Policy(), node.snapshot().durable)
     assert arrived(again, 0, 1).health() == {U0: Health.HEALTHY, U1: Health.UNHEALTHY}
+
+
+def test_how_far_the_kernel_log_was_read_is_kept_for_the_next_process() -> None:
+    node = well_node(gpu(0))
+    assert node.snapshot().durable.kernel_log_read is None
+    node.tell(KernelLogRead(7), KernelLogRead(9))
+    assert node.snapshot().durable.kernel_log_read == 9
+    assert Node(Policy(), node.snapshot().durable).snapshot().durable.kernel_log_read == 9
 
 
 def test_recover_ends_it_also_while_its_gpu_is_away() -> None:

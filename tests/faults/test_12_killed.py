@@ -9,7 +9,6 @@ import os
 import random
 import signal
 from collections.abc import AsyncIterator
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -17,7 +16,6 @@ import pytest
 from agent.client import AgentClient
 from agent.errors import AgentError
 from agent.model.snapshot import Durable
-from agent.simulation.kubelet import EmulatedKubelet
 from agent.simulation.node import SimulatedNode
 from agent.sinks import statefile
 from agent.startup import boot_id_of
@@ -57,6 +55,12 @@ def unhealthy(node: SimulatedNode) -> set[str]:
     return set(node.kubelet.unhealthy(GPU))
 
 
+async def told_as(node: SimulatedNode, lists: int, sick: set[str]) -> None:
+    """Wait until the kubelet got a list after so many, and knows exactly these devices as sick."""
+    await node.kubelet.wait_for(lambda kubelet: len(kubelet.lists) > lists, PATIENCE_S)
+    await node.kubelet.wait_for(lambda _: unhealthy(node) == sick, PATIENCE_S)
+
+
 async def recover(agent: AgentProcess, uuid: str) -> None:
     client = AgentClient(agent.flags["control-socket"])
     try:
@@ -65,22 +69,13 @@ async def recover(agent: AgentProcess, uuid: str) -> None:
         return  # it was killed meanwhile
 
 
-def _has_more_lists(seen: int, kubelet: EmulatedKubelet) -> bool:
-    return len(kubelet.lists) > seen
-
-
-def _shows(node: SimulatedNode, sick: frozenset[str], _kubelet: EmulatedKubelet) -> bool:
-    return unhealthy(node) == sick
-
-
 async def test_nothing_that_is_sick_is_well_after_a_kill(node: SimulatedNode) -> None:
     chance = random.Random(12)
     sick: set[str] = set()
     for number in range(KILLS):
         lists = len(node.kubelet.lists)
         async with running(flags_of(node, recovery_quiet="24h")) as agent:
-            await node.kubelet.wait_for(partial(_has_more_lists, lists), PATIENCE_S)
-            await node.kubelet.wait_for(partial(_shows, node, frozenset(sick)), PATIENCE_S)
+            await told_as(node, lists, sick)
             for told in node.kubelet.lists[lists:]:
                 assert sick <= set(told.unhealthy), f"a list of life {number} forgot what was sick"
             if number == 0:
@@ -128,3 +123,29 @@ async def test_the_conditions_are_the_same_before_and_after(
     assert [each.key for each in after.conditions] == [each.key for each in before.conditions]
     assert [each.since_ns for each in after.conditions] == [each.since_ns for each in before.conditions]
     assert after.xids == before.xids
+
+
+async def restarted(node: SimulatedNode, *, wanted: set[str], read: int) -> Durable:
+    """Let an agent read so much of the kernel log, and end; returns what it kept."""
+    async with running(flags_of(node)) as agent:
+        await node.kubelet.wait_for(lambda _: bool(node.kubelet.devices(GPU)), PATIENCE_S)
+        await node.kubelet.wait_for(lambda _: unhealthy(node) == wanted, PATIENCE_S)
+        async with asyncio.timeout(PATIENCE_S):
+            while (now := await in_daemon_thread("state-reader", lambda: kept(node))).kernel_log_read != read:
+                await asyncio.sleep(0.01)
+        assert await agent.stop() == 0
+    return now
+
+
+async def test_an_xid_that_came_while_no_agent_was_there_is_judged_by_the_next_one(
+    node: SimulatedNode,
+) -> None:
+    address = node.spec.gpus[2].pci_bus_id.rpartition(".")[0]
+    node.kernel_log.write(f"NVRM: Xid (PCI:{address}): 48, pid=7, name=x, before any agent of this boot")
+    await restarted(node, wanted=set(), read=0)
+    sick = {node.nvml.uuid(2)}
+    node.kernel_log.write(f"NVRM: Xid (PCI:{address}): 48, pid=7, name=x, while no agent was there")
+    first = await restarted(node, wanted=sick, read=1)
+    again = await restarted(node, wanted=sick, read=1)
+    assert sick_of(again) == sick_of(first) == sick
+    assert again.xids == first.xids == ((node.nvml.uuid(2), 48, 2),)

@@ -160,6 +160,7 @@ def durables(draw: st.DrawFn) -> Durable:
         released_gpus=tuple(draw(st.lists(uuids, max_size=2))),
         released_until_ns=draw(st.none() | numbers),
         module_inode=draw(st.none() | numbers),
+        kernel_log_read=draw(st.none() | numbers),
     )
 
 

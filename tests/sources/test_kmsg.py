@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from agent.errors import SourceError
-from agent.model.facts import KERNEL_LOG, FactsLost, KernelXidSeen
+from agent.model.facts import KERNEL_LOG, FactsLost, KernelLogRead, KernelXidSeen
 from agent.simulation.kernel_log import MAX_RECORDS, KernelLog
 from agent.sources.kmsg import (
     KERNEL_LOG_PATH,
@@ -37,15 +37,17 @@ async def log() -> AsyncIterator[tuple[KernelLog, Path]]:
             yield log, path
 
 
-StartSource = Callable[[Path], Awaitable[KernelLogSource]]
+StartSource = Callable[..., Awaitable[KernelLogSource]]
 
 
 @pytest.fixture
 async def start(recorder: Recorder) -> AsyncIterator[StartSource]:
     tasks: list[asyncio.Task[None]] = []
 
-    async def start(path: Path) -> KernelLogSource:
-        source = KernelLogSource(inbox=recorder.inbox, path=path, clock=time.monotonic_ns)
+    async def start(path: Path, read_until: int | None = None) -> KernelLogSource:
+        source = KernelLogSource(
+            inbox=recorder.inbox, path=path, clock=time.monotonic_ns, read_until=read_until
+        )
         tasks.append(asyncio.get_running_loop().create_task(source.run(), name="kernel-log"))
         await asyncio.sleep(0)  # it begins to read in its first turn
         return source
@@ -125,6 +127,32 @@ async def test_what_was_in_the_log_before_is_backlog(
     await recorder.first(KernelXidSeen, lambda fact: fact.xid == 79)
     told = [(fact.xid, fact.backlog) for fact in recorder.of(KernelXidSeen) for _ in range(fact.count)]
     assert told == [(48, True), (48, True), (79, False)]
+
+
+async def test_what_came_while_no_agent_read_is_no_backlog(
+    pipe: Pipe, start: StartSource, recorder: Recorder
+) -> None:
+    await start(pipe.path, read_until=2)
+    pipe.write(line(1, LOST, time_us=1) + line(2, LOST, time_us=2) + line(3, DBE, time_us=3))
+    seen = await recorder.first(KernelXidSeen)
+    assert (seen.pci, seen.xid, seen.backlog) == ("0000:5e:00.0", 48, False)
+    assert (await recorder.first(KernelLogRead)).until == 3
+    assert len(recorder.of(KernelXidSeen)) == 1
+
+
+async def test_how_far_was_read_is_told_at_the_start_and_after_each_xid(
+    pipe: Pipe, start: StartSource, recorder: Recorder
+) -> None:
+    source = await start(pipe.path)
+    pipe.write(line(5, "a line"))
+    assert (await recorder.first(KernelLogRead)).until == 5
+    pipe.write(line(6, "another line"))
+    await until(lambda: source.statistics().records == 2)
+    pipe.write(line(7, DBE))
+    await until(lambda: len(recorder.of(KernelLogRead)) == 2)
+    told = [fact for fact in recorder.facts if isinstance(fact, KernelLogRead | KernelXidSeen)]
+    assert [type(fact) for fact in told] == [KernelLogRead, KernelXidSeen, KernelLogRead]
+    assert recorder.of(KernelLogRead)[-1].until == 7
 
 
 async def test_the_instance_of_a_mig_device_is_told(

@@ -1,10 +1,13 @@
 """What the return codes of a GPU's calls tell."""
 
+from dataclasses import replace
+
 import pytest
 
 from agent.model.facts import DriverUnavailable, GpuCallFailed, GpuProbePassed, GpusEnumerated
 from tests.sources.conftest import MakeNode, StartSource
-from tests.sources.recorder import Recorder
+from tests.sources.recorder import Recorder, until
+from tests.sources.simulated import MS, QUICK, hears_every_gpu
 
 BENIGN = (3, 4, 13)
 FINDINGS = (1, 2, 5, 6, 7, 8, 9, 10, 11, 12, *range(14, 31), 999)
@@ -70,3 +73,41 @@ async def test_a_probe_passes_again_once_the_calls_do(
     await recorder.first(GpuCallFailed)
     node.state.clear_return("nvmlDeviceGetTemperature", gpu=0)
     await recorder.first(GpuProbePassed, lambda fact: fact.gpu == node.uuid(0))
+
+
+@pytest.mark.parametrize("code", [1, 9, 18, 999])
+async def test_a_driver_that_goes_is_never_told_as_the_fault_of_a_gpu(
+    make_node: MakeNode, start_source: StartSource, recorder: Recorder, code: int
+) -> None:
+    node = make_node("8x-a100")
+    await start_source(node)
+    for _ in range(5):
+        recorder.forget()
+        await recorder.until(lambda: {fact.gpu for fact in recorder.of(GpuProbePassed)} == set(node.uuids()))
+        node.state.unload_driver(code=code)
+        await recorder.first(DriverUnavailable)
+        assert recorder.of(GpuCallFailed) == []
+        node.state.load_driver()
+
+
+@pytest.mark.parametrize("code", [1, 9, 18, 999])
+async def test_gpus_that_fail_like_a_driver_that_is_gone_are_told_once_another_one_answers(
+    make_node: MakeNode, start_source: StartSource, recorder: Recorder, code: int
+) -> None:
+    node = make_node("8x-a100")
+    source = await start_source(node, replace(QUICK, poll_ns=3_600_000 * MS))
+    await recorder.until(lambda: {fact.gpu for fact in recorder.of(GpuProbePassed)} == set(node.uuids()))
+    await until(lambda: hears_every_gpu(source))
+    recorder.forget()
+    for gpu in (2, 5):
+        node.state.set_return(None, code, gpu=gpu)
+    node.state.push_xid(2, 31)
+    # Nobody was due; that one failed had the others looked at, and found the second.
+    await recorder.until(
+        lambda: {fact.gpu for fact in recorder.of(GpuCallFailed)} == {node.uuid(2), node.uuid(5)}
+    )
+    assert recorder.of(DriverUnavailable) == []
+    assert {fact.gpu for fact in recorder.of(GpuProbePassed)} <= set(node.uuids()) - {
+        node.uuid(2),
+        node.uuid(5),
+    }
