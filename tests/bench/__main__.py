@@ -15,6 +15,7 @@ import signal
 import sys
 import time
 from collections.abc import Sequence
+from functools import partial
 from typing import Final
 
 from tests.bench import allocation, footprint, health, life, registration, throughput
@@ -36,13 +37,13 @@ MEASUREMENTS: Final[tuple[Measurement, ...]] = (
 )
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str] | None = None, measurements: Sequence[Measurement] = MEASUREMENTS) -> int:
     """Measure and print; returns the exit code."""
-    given = _parser().parse_args(arguments)
+    given = _parser(measurements).parse_args(arguments)
     effort = Effort.FULL if given.full else Effort.QUICK if given.quick else Effort.USUAL
     # As the installation does; whoever forbids Python to write bytecode would measure the compiler.
     compileall.compile_dir(ROOT / "agent", quiet=2)
-    chosen = [each for each in MEASUREMENTS if not given.only or each.name in given.only]
+    chosen = [each for each in measurements if not given.only or each.name in given.only]
     try:
         return asyncio.run(_measure(chosen, effort, is_json=given.json))
     except (KeyboardInterrupt, asyncio.CancelledError):
@@ -50,8 +51,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
 
 
-def _parser() -> argparse.ArgumentParser:
-    about = "\n".join(f"  {each.name:4} {each.about}" for each in MEASUREMENTS)
+def _parser(measurements: Sequence[Measurement]) -> argparse.ArgumentParser:
+    about = "\n".join(f"  {each.name:4} {each.about}" for each in measurements)
+    known = [each.name for each in measurements]
     parser = argparse.ArgumentParser(
         prog="make bench ARGS='...'",
         description="Measure what is promised and print it beside its target.",
@@ -59,15 +61,16 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--json", action="store_true", help="print JSON lines")
-    parser.add_argument("--only", metavar="S1,S6", type=_names, default=(), help="measure only these")
+    parser.add_argument(
+        "--only", metavar="S1,S6", type=partial(_names, known), default=(), help="measure only these"
+    )
     trials = parser.add_mutually_exclusive_group()
     trials.add_argument("--quick", action="store_true", help="few trials: shows that it works, no more")
-    trials.add_argument("--full", action="store_true", help="as many trials as are promised (hours)")
+    trials.add_argument("--full", action="store_true", help="as many trials as are promised (an hour)")
     return parser
 
 
-def _names(text: str) -> tuple[str, ...]:
-    known = [each.name for each in MEASUREMENTS]
+def _names(known: Sequence[str], text: str) -> tuple[str, ...]:
     names = tuple(part.strip().upper() for part in text.split(",") if part.strip())
     unknown = [name for name in names if name not in known]
     if unknown or not names:

@@ -268,11 +268,6 @@ def test_an_accepted_registration_stays_while_the_stream_is_open() -> None:
 
 def test_nothing_of_earlier_trouble_is_left_after_an_accepted_registration() -> None:
     node = registering_node()
-    tries(node, "unreachable", 12 * S)
-    node.refuse("unreachable")
-    node.until(node.wake_at_ns)
-    node.tell(Tick())
-    node.tell(KubeletSocketSeen(K2))
     node.refuse("socket_in_use", "another plugin")
     node.after(200 * MS)
     node.accept()
@@ -282,6 +277,15 @@ def test_nothing_of_earlier_trouble_is_left_after_an_accepted_registration() -> 
     node.end_stream()
     assert node.snapshot().findings[0].reason is Reason.KUBELET_UNAVAILABLE
     assert node.snapshot().resources[0].since_ns == node.now_ns
+
+
+def test_the_fast_clock_begins_anew_after_an_accepted_registration() -> None:
+    node = registering_node()
+    tries(node, "unreachable", 12 * S)
+    node.until(node.wake_at_ns)
+    node.tell(Tick())
+    node.accept()
+    node.end_stream()
     node.until(node.wake_at_ns)
     node.tell(Tick())
     node.refuse("unreachable")

@@ -1,0 +1,69 @@
+"""What the benchmarks print, and what a wrong call or a failed measurement is told."""
+
+import json
+from collections.abc import AsyncGenerator
+
+import pytest
+
+from tests.bench.__main__ import main
+from tests.bench.figures import Effort, Figure, Measurement, MeasurementError, as_text, quantile
+
+
+async def _measured(_effort: Effort) -> AsyncGenerator[Figure, None]:
+    yield Figure("S1.p50", 1.5, "ms", 1)
+    yield Figure("S1.rate", 100_000, "1/s", 100_000, at_least=True)
+
+
+async def _not_measured(_effort: Effort) -> AsyncGenerator[Figure, None]:
+    yield Figure("S2.p50", 1, "ms", 1)
+    raise ExceptionGroup("beside", [MeasurementError("the agent did not answer")])
+
+
+GOOD = Measurement("S1", "what can be measured", _measured)
+BAD = Measurement("S2", "what cannot", _not_measured)
+
+
+def test_a_figure_is_one_line_of_five_words() -> None:
+    assert as_text(Figure("S4.p50", 312.25, "ms", 250)).split() == ["S4.p50", "312.250", "ms", "250", "short"]
+    assert as_text(Figure("S4.p50", 250, "ms", 250)).split()[-1] == "ok"
+
+
+def test_where_more_is_better_less_is_short() -> None:
+    assert Figure("S10.rate", 99_999, "1/s", 100_000, at_least=True).verdict == "short"
+    assert Figure("S10.rate", 100_000, "1/s", 100_000, at_least=True).verdict == "ok"
+
+
+def test_a_short_figure_is_a_result_and_no_failure(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--json"], [GOOD]) == 0
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert lines == [
+        {"name": "S1.p50", "value": 1.5, "unit": "ms", "target": 1, "verdict": "short"},
+        {"name": "S1.rate", "value": 100_000, "unit": "1/s", "target": 100_000, "verdict": "ok"},
+    ]
+
+
+def test_what_could_not_be_measured_is_named_and_the_others_go_on(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([], [BAD, GOOD]) == 1
+    told = capsys.readouterr()
+    assert "S2 could not be measured: the agent did not answer" in told.err
+    assert [line.split()[0] for line in told.out.splitlines()] == ["S2.p50", "S1.p50", "S1.rate"]
+
+
+def test_only_the_chosen_ones_are_measured(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--only", "s1"], [BAD, GOOD]) == 0
+    assert "S2" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("names", ["S99", "S1,S99", "", ","])
+def test_an_unknown_name_is_a_usage_error(names: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["--only", names], [GOOD])
+    assert ended.value.code == 2
+    assert "choose from S1" in capsys.readouterr().err
+
+
+def test_a_quantile_is_one_of_the_values() -> None:
+    assert [quantile([3, 1, 2, 4], fraction) for fraction in (0.5, 0.75, 0.99, 1)] == [2, 3, 4, 4]
+    assert quantile(range(1, 201), 0.99) == 198
+    with pytest.raises(MeasurementError):
+        quantile([], 0.5)
