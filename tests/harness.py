@@ -128,7 +128,7 @@ class AgentProcess:
 
 @contextlib.asynccontextmanager
 async def agent_process(
-    node: SimulatedNode, *, environment: Mapping[str, str] | None = None, **flags: str
+    node: SimulatedNode, environment: Mapping[str, str] | None = None, /, **flags: str
 ) -> AsyncIterator[AgentProcess]:
     """Run the agent; a flag's name is written with underscores. It is killed when the context ends."""
     directory = node.directory
