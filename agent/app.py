@@ -26,7 +26,6 @@ from agent.driver_watch import is_in_container, watch_library
 from agent.ending import EndedError, Ending
 from agent.engine import MAX_IDLE_NS, Engine
 from agent.errors import AgentError, AlreadyRunningError, ConfigError, SourceError
-from agent.events import Entry, EventRing
 from agent.imports import import_http, import_plugin, import_state_file
 from agent.model.effects import (
     Effect,
@@ -52,10 +51,8 @@ from agent.model.facts import (
 from agent.model.ids import NO_KUBELET, SourceName
 from agent.model.policy import Policy
 from agent.model.snapshot import Durable, RegistrationPhase, Snapshot
+from agent.records import Records
 from agent.signals import Signals
-from agent.sinks.eventlog import EventLog
-from agent.sinks.evidence import EvidenceSink
-from agent.sinks.journal import JournalSink
 from agent.sinks.notify import Notifier
 from agent.standby import InitFailedError, Memory
 from agent.startup import NodeLock, boot_id_of, check_paths, check_rights
@@ -64,7 +61,10 @@ from agent.threads import in_daemon_thread
 from agent.vitals import ENGINE, EVENT_LOG, EVIDENCE, HTTP, STATE_FILE, Part, Vitals
 
 if TYPE_CHECKING:
+    from agent.sinks.eventlog import EventLog
+    from agent.sinks.evidence import EvidenceSink
     from agent.sinks.http import HttpSink
+    from agent.sinks.statefile import StateFile
     from agent.sources.nvml import NvmlSource
 
 NEVER_NS: Final = 10**18
@@ -138,6 +138,10 @@ def _no_trouble() -> None:
     return None
 
 
+def _trouble(sink: "StateFile | EventLog | EvidenceSink | None") -> str | None:
+    return None if sink is None else sink.trouble
+
+
 class Agent:
     """One agent process: everything it is made of, and its life from start to end."""
 
@@ -170,17 +174,14 @@ class Agent:
         self._inbox: Inbox[Fact] = Inbox(clock=clock)
         self._latest: Latest[Snapshot] = Latest(self._snapshot_of_nothing())
         self._assembly = Assembly(settings, self._inbox, self._latest, clock)
-        self._events = EventRing()
-        self._event_log = self._event_log_of(settings)
-        self._evidence = EvidenceSink(
-            settings.evidence_dir,
+        self._records = Records(
+            settings,
             latest=self._latest,
-            events=self._events,
             kernel_log=self._assembly.recent_kernel_log,
             boot_id=boot_id,
-            time_of=self._time_of,
+            clock=clock,
+            after_registration=self._let_registration_go_first,
         )
-        self._journal = JournalSink()
         self._notifier = Notifier(environment)
         self._supervisor = Supervisor(tell=self._inbox.put, clock=clock)
         self._signals = Signals(
@@ -194,23 +195,7 @@ class Agent:
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._group = asyncio.TaskGroup()
         self._http: HttpSink | None = None
-        self._vitals = Vitals(
-            began_ns=clock(), stepped_ns=clock(), event_log=self._event_log, evidence=self._evidence
-        )
-
-    def _event_log_of(self, settings: Settings) -> EventLog | None:
-        if not settings.event_log_bytes:
-            return None
-        return EventLog(
-            settings.event_log_path,
-            boot_id=self._boot_id,
-            max_bytes=settings.event_log_bytes,
-            clock=self._clock,
-        )
-
-    def _time_of(self, at_ns: int) -> str:
-        """Return the time of day of a monotonic moment, for people."""
-        return log.rfc3339(log.wall_time_of(at_ns, now_ns=self._clock()))
+        self._vitals = Vitals(self._records, began_ns=clock(), stepped_ns=clock())
 
     def _policy_of(self, settings: Settings) -> Policy:
         """Return the operator's policy, with what the core needs and an operator has no say in."""
@@ -279,11 +264,12 @@ class Agent:
         self._keep_critical(DEVICE_PLUGIN, device_plugin.run)
         self._keep_critical(ENGINE, engine.run)
         self._watch_kubelet()
-        self._keep_part(STATE_FILE, "sink", self._write_state, self._state_file_trouble)
-        if self._event_log is not None:
-            kept = self._event_log
-            self._keep_part(EVENT_LOG, "sink", kept.run, lambda: kept.trouble)
-        self._keep_part(EVIDENCE, "sink", self._evidence.run, lambda: self._evidence.trouble)
+        self._keep_part(STATE_FILE, "sink", self._write_state, lambda: _trouble(self._vitals.state_file))
+        if self._settings.event_log_bytes:
+            run = self._records.run_event_log
+            self._keep_part(EVENT_LOG, "sink", run, lambda: _trouble(self._records.event_log))
+        run = self._records.run_evidence
+        self._keep_part(EVIDENCE, "sink", run, lambda: _trouble(self._records.evidence))
         self._start_other_sources()
         self._start("status line", self._notifier.run(self._latest))
         self._vitals.is_standby = False
@@ -329,9 +315,6 @@ class Agent:
             )
         await self._vitals.state_file.run()
 
-    def _state_file_trouble(self) -> str | None:
-        return None if self._vitals.state_file is None else self._vitals.state_file.trouble
-
     async def _serve_http(self) -> None:
         await self._let_registration_go_first()
         _collect_garbage_from_now_on()
@@ -347,7 +330,7 @@ class Agent:
             )
             self._http = http_sink(
                 latest=self._latest,
-                events=self._events,
+                events=self._records.recent,
                 agent=report,
                 http_listen=self._settings.http_listen,
                 api_listen=self._settings.api_listen,
@@ -356,8 +339,8 @@ class Agent:
                 orders=control(
                     tell=self._inbox.put,
                     latest=self._latest,
-                    make_bundle=self._evidence.make,
-                    time_of=self._time_of,
+                    make_bundle=self._records.make_bundle,
+                    time_of=self._records.time_of,
                 ),
             )
         await self._http.run()
@@ -453,7 +436,7 @@ class Agent:
         if self._vitals.device_plugin is not None:
             await self._vitals.device_plugin.drain(DRAIN_GRACE_S)
         await self._cancel(DEVICE_PLUGIN, ENGINE, STATE_FILE, EVENT_LOG, EVIDENCE)
-        others = (sink.flush(FLUSH_S) for sink in (self._event_log, self._evidence) if sink is not None)
+        others = (self._records.flush(FLUSH_S),) if self._records is not None else ()
         is_written, *_ = await asyncio.gather(self._flush_state(), *others)
         await self._cancel(HTTP)
         if is_written and self._lock.is_held:
@@ -482,7 +465,9 @@ class Agent:
         """Hand an effect to its owner."""
         match effect:
             case RecordEvent():
-                self._after_peers(effect, self._events.record(effect))
+                self._records.record(effect)
+            case KeepEvidence():
+                self._records.keep(effect)
             case RegisterResource():
                 if self._vitals.device_plugin is not None and not self._vitals.is_stopping:
                     self._vitals.device_plugin.register(effect)
@@ -492,24 +477,12 @@ class Agent:
             case ResumeDriver():
                 if self._assembly.nvml is not None:
                     self._assembly.nvml.resume()
-            case KeepEvidence():
-                self._evidence.keep(effect)
             case EndProcess():
                 error = EndedError(effect.message)
                 error.exit_code = effect.exit_code
                 self._ending.ask(effect.message, error)
             case _:
                 assert_never(effect)
-
-    def _after_peers(self, effect: RecordEvent, entry: Entry) -> None:
-        """Write an event when the kubelet's message is on its way: a turn for the list, one to send it."""
-        loop = asyncio.get_running_loop()
-        loop.call_soon(loop.call_soon, self._write_event, effect, entry)
-
-    def _write_event(self, effect: RecordEvent, entry: Entry) -> None:
-        self._journal.record(effect)
-        if self._event_log is not None:
-            self._event_log.record(entry)
 
     def _after_step(self, now_ns: int) -> None:
         self._vitals.stepped_ns = now_ns

@@ -1,7 +1,6 @@
 """Builds sources and sinks from the settings; each is imported when it is made, which may take a while."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -29,18 +28,20 @@ class Source(Protocol):
         """Watch for ever."""
 
 
-@dataclass(slots=True)
 class Assembly:
     """Makes what the settings ask for, and keeps what others need."""
 
-    settings: Settings
-    inbox: Inbox[Fact]
-    latest: Latest[Snapshot]
-    clock: Callable[[], int]
-    nvml: "NvmlSource | None" = None
-    kernel_log: "KernelLogSource | None" = None
-    sysfs: "SysfsSource | None" = None
-    pods: "PodsSource | None" = None
+    def __init__(
+        self, settings: Settings, inbox: Inbox[Fact], latest: Latest[Snapshot], clock: Callable[[], int]
+    ) -> None:
+        self.settings = settings
+        self.inbox = inbox
+        self.latest = latest
+        self.clock = clock
+        self.nvml: NvmlSource | None = None
+        self.kernel_log: KernelLogSource | None = None
+        self.sysfs: SysfsSource | None = None
+        self.pods: PodsSource | None = None
 
     def make_nvml(self, *, released: bool) -> "NvmlSource":
         """Make the source that owns the driver; ``released`` as an operator ordered it before."""

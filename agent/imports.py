@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from agent.control import Control
     from agent.report import SelfReport
+    from agent.sinks.eventlog import EventLog
+    from agent.sinks.evidence import EvidenceSink
     from agent.sinks.http import HttpSink
     from agent.sinks.statefile import StateFile
 
@@ -27,6 +29,20 @@ def import_state_file() -> "type[StateFile]":
     from agent.sinks.statefile import StateFile  # noqa: PLC0415
 
     return StateFile
+
+
+def import_event_log() -> "type[EventLog]":
+    """Import what keeps events on disk."""
+    from agent.sinks.eventlog import EventLog  # noqa: PLC0415
+
+    return EventLog
+
+
+def import_evidence() -> "type[EvidenceSink]":
+    """Import what keeps evidence."""
+    from agent.sinks.evidence import EvidenceSink  # noqa: PLC0415
+
+    return EvidenceSink
 
 
 def import_http() -> "tuple[type[HttpSink], type[SelfReport], type[Control]]":

@@ -50,7 +50,7 @@ class SelfReport:
 
     def time_of(self, at_ns: int) -> str:
         """Return the time of day of a monotonic moment."""
-        return log.rfc3339(log.wall_time_of(at_ns, now_ns=self._clock()))
+        return self._vitals.records.time_of(at_ns)
 
     def checks(self) -> Sequence[Check]:
         """Return the health checks that apply now."""
@@ -102,7 +102,7 @@ class SelfReport:
     def describe(self) -> Json:
         """Return the agent's own figures."""
         inbox, lines, vitals = self._inbox.statistics(), self._lines.statistics(), self._vitals
-        log_file, evidence = vitals.event_log, vitals.evidence
+        log_file, evidence = vitals.records.event_log, vitals.records.evidence
         return {
             "version": __version__,
             "pid": os.getpid(),

@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING, Final, Literal
 from agent.model.ids import SourceName
 
 if TYPE_CHECKING:
+    from agent.records import Records
     from agent.sinks.device_plugin import DevicePlugin
-    from agent.sinks.eventlog import EventLog
-    from agent.sinks.evidence import EvidenceSink
     from agent.sinks.statefile import StateFile
 
 ENGINE: Final = SourceName("engine")
@@ -38,6 +37,7 @@ class Part:
 class Vitals:
     """The signs of life of one agent; the composition root keeps them true."""
 
+    records: "Records"
     began_ns: int
     stepped_ns: int
     """When the engine completed its last step, or a standing-by agent its last look."""
@@ -50,8 +50,6 @@ class Vitals:
     parts: list[Part] = field(default_factory=list)
     device_plugin: "DevicePlugin | None" = None
     state_file: "StateFile | None" = None
-    event_log: "EventLog | None" = None
-    evidence: "EvidenceSink | None" = None
 
     @property
     def phase(self) -> str:

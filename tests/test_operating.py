@@ -263,3 +263,24 @@ async def test_every_source_and_sink_has_a_check_and_a_failing_one_is_named(node
         status = await command(agent, "status")
         assert "Failing  source-kernel-log: The kernel log /nonexistent/kmsg does not exist" in status.out
         await wait_allocatable(node, 4)
+
+
+# Reload
+
+
+async def test_a_reload_changes_which_xids_flip(node: SimulatedNode) -> None:
+    path = node.directory.path / "config.yaml"
+    path.write_text("agent: {xids: {79: ignore}}\n")
+    async with running(flags_of(node, config_file=str(path))) as agent:
+        await wait_allocatable(node, 4)
+        node.nvml.push_xid(0, 79)
+        await agent.wait_line("An XID was ignored by policy", xid=79)
+        path.write_text("agent: {xidPolicy: catalog, observe: true}\n")
+        agent.signal(signal.SIGHUP)
+        await agent.wait_line("A changed setting takes effect at the next start", setting="observe")
+        await agent.wait_line("Read the configuration again")
+        node.nvml.push_xid(1, 94)
+        await agent.wait_line("An XID was ignored by policy", xid=94)
+        node.nvml.push_xid(2, 79)
+        await wait_allocatable(node, 3)
+        assert not (await told(agent, "status"))["observe"]

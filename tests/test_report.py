@@ -8,13 +8,14 @@ from dataclasses import replace
 
 import pytest
 
-from agent import checks
+from agent import checks, config
 from agent.bus import Inbox, Latest
 from agent.log import Log, RateLimit
 from agent.log_sinks import LineWriter
 from agent.model.facts import PODS, Fact
 from agent.model.ids import SourceName
 from agent.model.snapshot import Snapshot, TaskView
+from agent.records import Records
 from agent.report import SelfReport
 from agent.vitals import HTTP, Part, Vitals
 from tests.sinks.offers import node
@@ -26,8 +27,17 @@ class Bench:
     def __init__(self) -> None:
         self.reader, self._writer = os.pipe()
         self.log = LineWriter(self._writer)
-        self.vitals = Vitals(began_ns=time.monotonic_ns(), stepped_ns=time.monotonic_ns(), is_standby=False)
         self.latest: Latest[Snapshot] = Latest(node())
+        self.records = Records(
+            config.load({}, {}),
+            latest=self.latest,
+            kernel_log=lambda: (),
+            boot_id="11111111",
+            clock=time.monotonic_ns,
+            after_registration=self._at_once,
+        )
+        now_ns = time.monotonic_ns()
+        self.vitals = Vitals(self.records, began_ns=now_ns, stepped_ns=now_ns, is_standby=False)
         self.inbox: Inbox[Fact] = Inbox(clock=time.monotonic_ns)
         self.report = SelfReport(
             self.vitals,
@@ -37,6 +47,9 @@ class Bench:
             lines=Log(self.log, RateLimit(), "json"),
             clock=time.monotonic_ns,
         )
+
+    async def _at_once(self) -> None:
+        return
 
     def answer(self, name: str) -> str | None:
         """What one check says; KeyError if it does not apply."""

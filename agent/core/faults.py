@@ -49,16 +49,18 @@ def xid_reported(state: State, fact: facts.XidReported, now_ns: int, detail: str
     place = _place(gpu, fact)
     if place is not None and _is_told_by_another(state, place, code, fact.source, now_ns):
         return state, ()
-    counted = _with_xid_counted(state, gpu.uuid, code, fact.count)
+    counts = _with_count(state.xids, gpu.uuid, code, fact.count)
+    recent = state.recent_xids
     if place is not None:
-        counted = _with_recent_xid(counted, place, code, fact.source, now_ns)
+        recent = _with_teller(recent, place, code, fact.source, now_ns)
     if not xids.flips(fact.xid, state.policy):
-        ignored = _xid_notice("An XID was ignored by policy", fact, gpu, now_ns, warning=False)
-        return counted, (ignored,)
+        notice = _xid_notice("An XID was ignored by policy", fact, gpu, now_ns, warning=False)
+        return replace(state, xids=counts, recent_xids=recent), (notice,)
     if place is None:
-        return counted, (_xid_notice("An XID of an unknown MIG device marks no device", fact, gpu, now_ns),)
+        notice = _xid_notice("An XID of an unknown MIG device marks no device", fact, gpu, now_ns)
+        return replace(state, xids=counts), (notice,)
     flipped = conditions.raised(
-        counted.conditions,
+        state.conditions,
         source=fact.source,
         reason=Reason.XID,
         placement=place,
@@ -70,7 +72,7 @@ def xid_reported(state: State, fact: facts.XidReported, now_ns: int, detail: str
         flips=True,
         now_ns=now_ns,
     )
-    return replace(counted, conditions=flipped), ()
+    return replace(state, xids=counts, recent_xids=recent, conditions=flipped), ()
 
 
 def kernel_xid_seen(state: State, fact: facts.KernelXidSeen, now_ns: int) -> Applied:
@@ -101,7 +103,8 @@ def kernel_xid_seen(state: State, fact: facts.KernelXidSeen, now_ns: int) -> App
     if repeated == fact.count:
         return state, ()
     notice = _xid_notice("An XID from before the start is only counted", told, gpu, now_ns, warning=False)
-    return _with_xid_counted(state, gpu.uuid, code, fact.count - repeated), (notice,)
+    counts = _with_count(state.xids, gpu.uuid, code, fact.count - repeated)
+    return replace(state, xids=counts), (notice,)
 
 
 def _code(xid: int, counts: Mapping[int, int]) -> int:
@@ -128,14 +131,20 @@ def _is_told_by_another(state: State, place: Placement, code: int, source: Sourc
     )
 
 
-def _with_recent_xid(state: State, place: Placement, code: int, source: SourceName, now_ns: int) -> State:
-    recent = {key: seen for key, seen in state.recent_xids.items() if now_ns - seen[1] <= SAME_FAULT_NS}
-    return replace(state, recent_xids={**recent, (place, code): (source, now_ns)})
+Tellers = Mapping[tuple[Placement, int], tuple[SourceName, int]]
 
 
-def _with_xid_counted(state: State, gpu: GpuUuid, code: int, count: int) -> State:
-    counts = state.xids.get(gpu, {})
-    return replace(state, xids={**state.xids, gpu: {**counts, code: counts.get(code, 0) + count}})
+def _with_teller(tellers: Tellers, place: Placement, code: int, source: SourceName, now_ns: int) -> Tellers:
+    recent = {key: seen for key, seen in tellers.items() if now_ns - seen[1] <= SAME_FAULT_NS}
+    return {**recent, (place, code): (source, now_ns)}
+
+
+Counts = Mapping[GpuUuid, Mapping[int, int]]
+
+
+def _with_count(counts: Counts, gpu: GpuUuid, code: int, count: int) -> Counts:
+    of_gpu = counts.get(gpu, {})
+    return {**counts, gpu: {**of_gpu, code: of_gpu.get(code, 0) + count}}
 
 
 def _xid_notice(
@@ -185,12 +194,12 @@ def sampled(state: State, fact: facts.GpuSampled, now_ns: int) -> State:
                 lasts=True,
                 now_ns=now_ns,
             )
-    return replace(
-        state,
-        conditions=active,
-        samples=_put(state.samples, fact.gpu, fact.sample),
-        slowdowns=_put(state.slowdowns, fact.gpu, window),
-    )
+    samples = _put(state.samples, fact.gpu, fact.sample)
+    slowdowns = _put(state.slowdowns, fact.gpu, window)
+    # A poll that reads what the last one did is what happens most.
+    if (active, samples, slowdowns) == (state.conditions, state.samples, state.slowdowns):
+        return state
+    return replace(state, conditions=active, samples=samples, slowdowns=slowdowns)
 
 
 def _eased(active: conditions.Conditions, reason: Reason, gpu: GpuUuid) -> conditions.Conditions:

@@ -264,3 +264,11 @@ def test_what_was_told_is_forgotten_when_it_is_too_old() -> None:
     assert len(node.state.recent_xids) == 3
     node.after(1, xid(95))
     assert {code for _, code in node.state.recent_xids} == {62, 95}
+
+
+def test_an_ignored_code_at_a_place_that_is_not_there_is_only_ignored() -> None:
+    node = well_node(C1B, policy=Policy(mig_strategy="single"))
+    node.tell(xid(13, gi=9, ci=0))
+    assert [(event.message, event.warning) for event in node.events()] == [
+        ("An XID was ignored by policy", False)
+    ]

@@ -6,7 +6,7 @@ that the library in use is not the driver's and another one lies on the disk.
 
 import os
 from collections.abc import AsyncIterator
-from contextlib import suppress
+from contextlib import AbstractAsyncContextManager, suppress
 from pathlib import Path
 
 import pytest
@@ -28,7 +28,6 @@ from tests.sources.recorder import until
 
 pytestmark = pytest.mark.slow
 
-QUICK = {"poll": "100ms", "init_retry": "100ms", "fail_on_init_error": "false"}
 INIT = "nvmlInitWithFlags"
 
 
@@ -36,6 +35,10 @@ INIT = "nvmlInitWithFlags"
 async def node() -> AsyncIterator[SimulatedNode]:
     async with simulated_node("4x-t4") as made:
         yield made
+
+
+def quick_agent(node: SimulatedNode) -> AbstractAsyncContextManager[AgentProcess]:
+    return agent_process(node, poll="100ms", init_retry="100ms", fail_on_init_error="false")
 
 
 def open_devices(agent: AgentProcess, node: SimulatedNode) -> set[str]:
@@ -61,7 +64,7 @@ async def order(agent: AgentProcess, name: str, *arguments: str) -> None:
 async def test_a_driver_that_is_reloaded_gives_the_same_devices_back_without_a_restart(
     node: SimulatedNode,
 ) -> None:
-    async with agent_process(node, **QUICK) as agent:
+    async with quick_agent(node) as agent:
         await wait_allocatable(node.kubelet, 4, capacity=4)
         for _ in range(3):
             await node.do("driver", {"state": "unloaded"})
@@ -76,7 +79,7 @@ async def test_a_driver_that_is_reloaded_gives_the_same_devices_back_without_a_r
 
 
 async def test_a_reload_cures_what_a_reset_cures(node: SimulatedNode) -> None:
-    async with agent_process(node, **QUICK):
+    async with quick_agent(node):
         await wait_allocatable(node.kubelet, 4, capacity=4)
         node.nvml.push_xid(1, 79)
         await wait_allocatable(node.kubelet, 3, capacity=4)
@@ -90,14 +93,14 @@ async def test_a_reload_cures_what_a_reset_cures(node: SimulatedNode) -> None:
 async def test_a_driver_that_is_not_there_at_the_start_is_waited_for_with_the_devices_of_before(
     node: SimulatedNode,
 ) -> None:
-    async with agent_process(node, **QUICK) as before:
+    async with quick_agent(node) as before:
         await wait_allocatable(node.kubelet, 4, capacity=4)
         state = node.directory.agent / "state.json"
         await until(lambda: state.exists() and all(uuid in state.read_text() for uuid in uuids(node)))
         assert await before.stop() == 0
     await node.do("driver", {"state": "unloaded"})
     lists = len(node.kubelet.lists)
-    async with agent_process(node, **QUICK) as agent:
+    async with quick_agent(node) as agent:
         await node.kubelet.wait_for(lambda seen: len(seen.lists) > lists, PATIENCE_S)
         await agent.wait_answer(
             "/preflight", lambda status, body: status == 503 and "driver_not_loaded" in codes(body)
@@ -111,7 +114,7 @@ async def test_a_driver_that_is_not_there_at_the_start_is_waited_for_with_the_de
 async def test_another_version_of_the_library_on_the_disk_ends_the_process_and_the_next_one_serves(
     node: SimulatedNode,
 ) -> None:
-    async with agent_process(node, **QUICK) as agent:
+    async with quick_agent(node) as agent:
         await wait_allocatable(node.kubelet, 4, capacity=4)
         install_library(node.directory.path)
         node.nvml.unload_driver(code=18)
@@ -119,14 +122,14 @@ async def test_another_version_of_the_library_on_the_disk_ends_the_process_and_t
         assert await agent.ended() == 1
         assert "library was replaced" in agent.text
     node.nvml.load_driver()
-    async with agent_process(node, **QUICK):
+    async with quick_agent(node):
         await wait_allocatable(node.kubelet, 4, capacity=4)
 
 
 async def test_another_version_of_the_driver_alone_is_waited_for_in_the_same_process(
     node: SimulatedNode,
 ) -> None:
-    async with agent_process(node, **QUICK) as agent:
+    async with quick_agent(node) as agent:
         await wait_allocatable(node.kubelet, 4, capacity=4)
         node.nvml.unload_driver(code=18)
         await wait_allocatable(node.kubelet, 0, capacity=4)
@@ -140,7 +143,7 @@ async def test_another_version_of_the_driver_alone_is_waited_for_in_the_same_pro
 async def test_a_driver_that_is_released_can_be_reloaded_and_only_maintenance_is_told(
     node: SimulatedNode,
 ) -> None:
-    async with agent_process(node, **QUICK) as agent:
+    async with quick_agent(node) as agent:
         await wait_allocatable(node.kubelet, 4, capacity=4)
         await agent.wait_answer("/livez", lambda status, _body: status == 200)
 
@@ -161,13 +164,13 @@ async def test_a_driver_that_is_released_can_be_reloaded_and_only_maintenance_is
 async def test_an_agent_that_is_started_during_a_release_leaves_the_driver_alone(
     node: SimulatedNode,
 ) -> None:
-    async with agent_process(node, **QUICK) as agent:
+    async with quick_agent(node) as agent:
         await wait_allocatable(node.kubelet, 4, capacity=4)
         await agent.wait_answer("/livez", lambda status, _body: status == 200)
         await order(agent, "release", "--all", "--for", "10m")
         assert await agent.stop() == 0
     inits, lists = node.nvml.calls(INIT), len(node.kubelet.lists)
-    async with agent_process(node, **QUICK) as agent:
+    async with quick_agent(node) as agent:
         await node.kubelet.wait_for(lambda seen: len(seen.lists) > lists, PATIENCE_S)
         await agent.wait_answer("/livez", lambda status, _body: status == 200)
         assert node.kubelet.allocatable("nvidia.com/gpu") == 0

@@ -38,6 +38,11 @@ class Watched:
     def health(self) -> dict[GpuUuid, Health]:
         return {view.gpu.uuid: view.health for view in self._latest.value.gpus}
 
+    def indexes(self) -> dict[GpuUuid, int]:
+        """Return NVML's index of each GPU that is not lost."""
+        healthy = {uuid for uuid, health in self.health.items() if health is Health.HEALTHY}
+        return {view.gpu.uuid: view.gpu.index for view in self._latest.value.gpus if view.gpu.uuid in healthy}
+
     def reasons(self, gpu: int) -> set[Reason]:
         """Return the reasons on a GPU, by its slot."""
         wanted = self.node.uuid(gpu)

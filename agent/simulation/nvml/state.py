@@ -275,7 +275,7 @@ class NvmlState:
         """Set what row remapping says."""
         self._set(gpu, {"remapped_rows": [correctable, uncorrectable, int(pending), int(failed)]})
 
-    def set_pages_pending(self, gpu: int, pending: bool | None) -> None:  # noqa: FBT001 - a reading
+    def set_pages_pending(self, gpu: int, *, pending: bool | None) -> None:
         """Set whether a page retirement waits for a reset; None: not supported, as with row remapping."""
         self._set(gpu, {"pages_pending": None if pending is None else int(pending)})
 
