@@ -7,9 +7,11 @@ import os
 import signal
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from agent.errors import AgentError
+from agent.option_values import duration_from
 from agent.simulation.action_table import action, choice, name_text, parameter
 from agent.simulation.agent_socket import ask, wait_for_answer
 
@@ -39,6 +41,11 @@ def _why(text: str) -> str:
     return text
 
 
+def _time(text: str) -> str:
+    duration_from(text)
+    return text
+
+
 @dataclass(frozen=True, slots=True)
 class AgentOrder:
     """Give the agent an operator's order, or kill its process with SIGKILL."""
@@ -49,7 +56,7 @@ class AgentOrder:
     )
     why: str | None = parameter("TEXT", "Why the GPU is held", _why, default=None)
     time: str | None = parameter(
-        "TIME", f"How long the driver is released, {DEFAULT_RELEASE} by default", name_text, default=None
+        "TIME", f"How long the driver is released, {DEFAULT_RELEASE} by default", _time, default=None
     )
 
     def __post_init__(self) -> None:
@@ -66,11 +73,9 @@ class AgentOrder:
         """Give it, and wait until the agent took it."""
         gpu = None if self.gpu is None else node.nvml.uuid(node.slot(self.gpu))
         socket = node.directory.agent / "control.sock"
-        state = await wait_for_answer(socket, "/debug/state", SERVES_WITHIN_S)
-        if state is None:
-            raise AgentError(f"No agent answers at {socket}; start one with gpu-agent run or gpu-agent demo")
+        state = await state_of_agent(socket, SERVES_WITHIN_S)
         if self.order == KILL:
-            return _kill(state.document)
+            return _kill(state)
         answer = await ask(socket, f"{_PATH}{self.order}", order=self._body(gpu), timeout_s=OBEYED_WITHIN_S)
         if answer is None:
             raise AgentError(f"The agent did not answer to {self.order}; read its log")
@@ -95,6 +100,14 @@ class AgentOrder:
                 return {"gpus": gpus, "for": self.time or DEFAULT_RELEASE, "wait_s": LET_GO_WITHIN_S}
             case _:
                 return {}
+
+
+async def state_of_agent(socket: Path, within_s: float) -> Mapping[str, Any]:
+    """Return what the agent says of itself once it serves; raises AgentError if it does not in time."""
+    answer = await wait_for_answer(socket, "/debug/state", within_s)
+    if answer is None:
+        raise AgentError(f"No agent answers at {socket}; start one with gpu-agent run or gpu-agent demo")
+    return answer.document
 
 
 def is_kill(name: str, given: Mapping[str, str]) -> bool:

@@ -1,9 +1,10 @@
 """The device plugin service of one resource: what the kubelet may ask, answered from the snapshot.
 
 Guarantees: no answer waits for a driver, a file or another call. A watcher is sent the newest state
-when it comes, then the first change at once and further ones within WINDOW_S in one message. A slow
-watcher skips messages, but gets the last one, and holds one message in memory. Watchers end with a
-clean end of stream; nothing is said about the devices then.
+when it comes, then the first change at once and further ones within WINDOW_S in one message. Devices
+that come back while others are still out wait for those, up to GATHER_S. A slow watcher skips
+messages, but gets the last one, and holds one message in memory. Watchers end with a clean end of
+stream; nothing is said about the devices then.
 """
 
 import asyncio
@@ -22,6 +23,7 @@ from agent.bus import Inbox, Latest
 from agent.core.allocation import ContainerAnswer, Refusal, allocate, prefer
 from agent.log import fields
 from agent.model.facts import Fact, WatchersChanged
+from agent.model.health import Health
 from agent.model.ids import ResourceName
 from agent.model.snapshot import Device, Resource, Snapshot
 from agent.sinks.grpc_server import receive_request
@@ -38,6 +40,8 @@ from agent.sinks.plugin_wire import (
 
 WINDOW_S: Final = 0.05
 """Changes that follow a message within this time are sent together."""
+GATHER_S: Final = 1.0
+"""After trouble of the whole driver every GPU is well again, but each is polled at a moment of its own."""
 BETWEEN_CALLS_NS: Final = 20_000_000
 """Longer than a kubelet takes from one answer to the next call for the same pod."""
 MAX_REFUSAL_CHARS: Final = 1_024
@@ -135,6 +139,7 @@ class PluginService:
         """Bring each change to the watchers, for ever."""
         while True:
             version = self._latest.version
+            await self._gather()
             if self._refresh():
                 await asyncio.sleep(WINDOW_S)
             await self._latest.wait_newer_first(version)
@@ -156,6 +161,30 @@ class PluginService:
         """Let every ListAndWatch stream end, and every new one at once."""
         if self._lists.value is not None:
             self._lists.publish(None)
+
+    async def _gather(self) -> None:
+        """Wait a moment while devices come back one by one; a device that goes out ends it."""
+        try:
+            async with asyncio.timeout(GATHER_S):
+                while self._comes_back_in_part():
+                    await self._latest.wait_newer_first(self._latest.version)
+        except TimeoutError:
+            return
+
+    def _comes_back_in_part(self) -> bool:
+        """Whether all that changed is that some of the devices that are out are well again."""
+        shown, resource = self._lists.value, self._find(self._latest.value)
+        if shown is None or resource is None or resource.devices is shown.devices:
+            return False
+        if len(resource.devices) != len(shown.devices):
+            return False
+        are_some_back = are_some_out = False
+        for old, new in zip(shown.devices, resource.devices, strict=True):
+            if old.id != new.id or (old.health is Health.HEALTHY and new.health is not Health.HEALTHY):
+                return False
+            are_some_back |= old.health is Health.UNHEALTHY and new.health is Health.HEALTHY
+            are_some_out |= new.health is Health.UNHEALTHY
+        return are_some_back and are_some_out
 
     def _refresh(self) -> bool:
         """Publish the list if it is another one now; return whether it was."""

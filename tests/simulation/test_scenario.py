@@ -48,6 +48,14 @@ def test_the_scenarios_that_are_promised_are_shipped() -> None:
         "socket-deleted",
         "late-gpus",
         "driver-late",
+        "recover",
+        "nvml-hang",
+        "nvml-hang-driver",
+        "gpu-lost",
+        "driver-reload",
+        "flapping",
+        "hold",
+        "kill-restart",
     }
 
 
@@ -77,6 +85,27 @@ def test_only_the_leading_steps_without_a_time_or_an_expectation_come_before_the
     path.write_text(GOOD)
 
     assert [str(step.do[0]) for step in scenario.load(str(path)).setup] == ["reveal gpus=1"]
+
+
+def test_a_step_may_wait_after_the_one_before_it(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text("node: 4x-t4\nsteps:\n  - {after: 2s, do: release}\nuntil: {allocatable: 4}\n")
+
+    loaded = scenario.load(str(path))
+
+    assert [step.after_ns for step in loaded.steps] == [2_000_000_000]
+    assert loaded.setup == ()
+
+
+def test_it_is_known_how_often_a_scenario_kills_the_agent(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text(
+        "node: 4x-t4\nsteps:\n  - {do: {agent: kill}}\n  - {do: [{agent: resume}, {agent: kill}]}\n"
+        "until: {allocatable: 4}\n"
+    )
+
+    assert scenario.load(str(path)).kills == 2
+    assert scenario.load("xid-79").kills == 0
 
 
 def test_a_node_may_change_a_preset(tmp_path: Path) -> None:

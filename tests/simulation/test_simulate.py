@@ -13,12 +13,13 @@ import pytest
 
 from agent.errors import AgentError, ConfigError, UsageError
 from agent.simulation import actions, control, feed, inject
+from agent.simulation.agent_actions import state_of_agent
 from agent.simulation.children import environment_of_children
 from agent.simulation.control import MAX_CONNECTIONS, MAX_REQUEST_BYTES, ControlServer
 from agent.simulation.directory import agent_flags
 from agent.simulation.feed import MAX_LINES, MAX_READERS, Feed
 from agent.simulation.node import SimulatedNode
-from tests.harness import ROOT, gpu_agent, short_directory, simulated_node
+from tests.harness import ROOT, agent_process, gpu_agent, short_directory, simulated_node, wait_allocatable
 
 
 @contextlib.asynccontextmanager
@@ -72,6 +73,14 @@ async def ask(node: SimulatedNode, line: bytes) -> bytes:
         ("remove-node", {"name": "nvidia3"}, "/dev/nvidia3 does not exist"),
         ("add-node", {"name": "/dev/nvidiactl"}, "/dev/nvidiactl exists"),
         ("reload-module", {}, "The driver's modules were loaded anew"),
+        ("recovery-action", {"action": "drain-reset", "gpu": "3"}, "The recovery action of GPU 3 ("),
+        ("recovery_action", {"action": "7", "gpu": "3"}, ") is 7"),
+        ("recovery-action", {"action": "unsupported", "gpu": "3"}, ") is not offered"),
+        ("ecc", {"count": "2", "gpu": "1"}, "counts 2 uncorrected ECC errors (volatile, dram)"),
+        ("remapped-rows", {"state": "failed", "gpu": "1"}, "Row remapping of GPU 1 ("),
+        ("temperature", {"celsius": "95", "gpu": "1"}, ") has 95 C"),
+        ("clock-reasons", {"reasons": "hw-slowdown, hw-thermal", "gpu": "1"}, ") are 0x48"),
+        ("pcie", {"width": "8", "gpu": "1"}, "is x8, generation 3"),
         ("run-pod", {"name": "train"}, "Pod default/train "),
         ("kubelet restart", {"downtime": "10ms"}, "Kubelet fault restart (downtime 10ms)"),
         ("kubelet refuse", {"times": "2"}, "Kubelet fault refuse (times 2)"),
@@ -86,6 +95,59 @@ async def test_an_action_is_done_and_told(name: str, given: dict[str, str], done
             if line["kind"] == "event":
                 assert line["text"] == said
                 break
+
+
+async def test_what_a_gpu_reads_is_what_it_was_made_to_read() -> None:
+    async with simulated_node({"preset": "dgx-h100", "gpus": 2}) as node:
+        links = node.nvml.number(1, "links")
+        for name, given in (
+            ("recovery-action", {"action": "reset"}),
+            ("remapped-rows", {"state": "pending", "uncorrectable": "3"}),
+            ("clock-reasons", {"reasons": "none"}),
+            ("nvlink", {"state": "down"}),
+            ("nvlink", {"state": "up", "link": "2"}),
+            ("fabric", {"state": "completed", "status": "999"}),
+            ("pcie", {"width": "4", "generation": "2"}),
+        ):
+            await node.do(name, {**given, "gpu": "1"})
+
+        assert node.nvml.number(1, "recovery_action") == 1
+        assert [node.nvml.number(1, "remapped_rows", at) for at in range(4)] == [0, 3, 1, 0]
+        assert node.nvml.number(1, "clock_reasons") == 0
+        ups = [node.nvml.number(1, "link_state", link) for link in range(links)]
+        assert ups == [int(link == 2) for link in range(links)]
+        assert (node.nvml.number(1, "fabric_state"), node.nvml.number(1, "fabric_status")) == (3, 999)
+        assert (node.nvml.number(1, "pcie_width"), node.nvml.number(1, "pcie_generation")) == (4, 2)
+        assert node.nvml.number(0, "recovery_action") == 0
+
+
+async def test_where_no_agent_runs_that_is_said(tmp_path: Path) -> None:
+    with pytest.raises(
+        AgentError, match=r"No agent answers at .*control\.sock; start one with gpu-agent run"
+    ):
+        await state_of_agent(tmp_path / "control.sock", 0.1)
+
+
+async def test_the_agent_obeys_orders_and_says_why_it_does_not() -> None:
+    async with simulated_node("4x-t4") as node, agent_process(node):
+        await wait_allocatable(node.kubelet, 4, capacity=4)
+
+        assert "is held: broken fan" in await node.do(
+            "agent", {"order": "hold", "gpu": "2", "why": "broken fan"}
+        )
+        await wait_allocatable(node.kubelet, 3)
+        assert "is held no more" in await node.do("agent", {"order": "unhold", "gpu": "2"})
+        await wait_allocatable(node.kubelet, 4)
+        with pytest.raises(AgentError, match="The agent refuses to resume: The driver is not released"):
+            await node.do("agent", {"order": "resume"})
+
+
+async def test_a_killed_agent_is_gone_at_once() -> None:
+    async with simulated_node("4x-t4") as node, agent_process(node) as agent:
+        await wait_allocatable(node.kubelet, 4, capacity=4)
+
+        assert f"process {agent.process.pid} was killed" in await node.do("agent", {"order": "kill"})
+        assert await agent.ended() == -signal.SIGKILL
 
 
 async def test_mig_is_reconfigured_by_profiles_in_nvml_and_in_the_files_of_the_driver() -> None:
@@ -158,6 +220,16 @@ async def test_an_action_the_node_cannot_do_now_is_refused_in_a_sentence() -> No
         ("driver", {"state": "gone"}, "must be loaded or unloaded"),
         ("mig", {"gpu": "0", "devices": ","}, "must be MIG profiles"),
         ("run-pod", {"name": "a b"}, "must be a name"),
+        ("recovery-action", {"action": "pray", "gpu": "1"}, "must be none, reset, reboot, drain-p2p, "),
+        ("clock-reasons", {"reasons": "hw-slowdown,heat", "gpu": "1"}, "several with commas"),
+        ("pcie", {"width": "3", "gpu": "1"}, "must be 1, 2, 4, 8, 16"),
+        ("fabric", {"state": "ok", "gpu": "1"}, "must be not_supported or not_started or in_progress or"),
+        ("agent", {"order": "die"}, "must be hold or unhold or recover or release or resume or kill"),
+        ("agent", {"order": "hold", "gpu": "1"}, "agent needs why to hold, and for nothing else"),
+        ("agent", {"order": "hold", "why": "fan"}, "agent needs gpu to hold"),
+        ("agent", {"order": "kill", "gpu": "1"}, "agent takes no gpu to kill"),
+        ("agent", {"order": "resume", "time": "1m"}, "agent takes time to release, and for nothing else"),
+        ("agent", {"order": "release", "time": "soon"}, "must be a number with a unit"),
     ],
 )
 def test_a_wrong_action_is_explained(name: str, given: dict[str, str], problem: str) -> None:

@@ -326,6 +326,48 @@ async def test_the_first_change_goes_out_at_once_and_those_after_it_in_one_messa
             assert between_s >= WINDOW_S * 0.9
 
 
+async def test_devices_that_come_back_one_by_one_go_out_in_one_message(tmp_path: Path) -> None:
+    async with sink(tmp_path) as served:
+        served.latest.publish(node(sick=range(8)))
+        await wait_served(served)
+        async with plugin(served.socket) as stub:
+            stream = stub.ListAndWatch(pb.Empty())
+            await read(stream)
+            for out in range(7, -1, -1):
+                served.latest.publish(node(sick=range(out)))
+                await asyncio.sleep(0)
+
+            assert shown(await read(stream)) == expected(devices(8))
+            assert len(served.sent) == 2
+
+
+async def test_a_device_that_goes_out_is_told_at_once_while_others_come_back(tmp_path: Path) -> None:
+    async with sink(tmp_path) as served:
+        served.latest.publish(node(sick=[0, 1]))
+        await wait_served(served)
+        async with plugin(served.socket) as stub:
+            stream = stub.ListAndWatch(pb.Empty())
+            await read(stream)
+            served.latest.publish(node(sick=[1]))
+            await asyncio.sleep(0)
+            served.latest.publish(node(sick=[1, 2]))
+
+            assert shown(await read(stream)) == expected(devices(8, sick=[1, 2]))
+            assert len(served.sent) == 2
+
+
+async def test_devices_that_are_well_do_not_wait_for_ever_for_one_that_stays_out(tmp_path: Path) -> None:
+    async with sink(tmp_path) as served:
+        served.latest.publish(node(sick=[0, 1]))
+        await wait_served(served)
+        async with plugin(served.socket) as stub:
+            stream = stub.ListAndWatch(pb.Empty())
+            await read(stream)
+            served.latest.publish(node(sick=[1]))
+
+            assert shown(await read(stream)) == expected(devices(8, sick=[1]))
+
+
 async def test_each_message_is_told_with_the_age_of_its_state(tmp_path: Path) -> None:
     async with sink(tmp_path) as served:
         await wait_served(served)
