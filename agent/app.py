@@ -436,8 +436,7 @@ class Agent:
         if self._vitals.device_plugin is not None:
             await self._vitals.device_plugin.drain(DRAIN_GRACE_S)
         await self._cancel(DEVICE_PLUGIN, ENGINE, STATE_FILE, EVENT_LOG, EVIDENCE)
-        others = (self._records.flush(FLUSH_S),) if self._records is not None else ()
-        is_written, *_ = await asyncio.gather(self._flush_state(), *others)
+        is_written, _ = await asyncio.gather(self._flush_state(), self._records.flush(FLUSH_S))
         await self._cancel(HTTP)
         if is_written and self._lock.is_held:
             # The next agent need not wait for the driver to let go of this one.
