@@ -81,7 +81,9 @@ async def test_a_reader_that_stops_costs_no_memory_and_gets_the_newest_state_whe
             f"[{{name: nvidia.com/gpu, replicas: {REPLICAS}}}]}}}}\n"
         )
         # Many faults of one GPU in a moment are flapping, which is another test.
-        async with agent_process(node, config_file=str(config), poll="20ms", flapping_faults="1000") as agent:
+        async with agent_process(
+            node, config_file=str(config), poll="20ms", flapping_faults="100", flapping_within="1s"
+        ) as agent:
             await wait_allocatable(node.kubelet, 4 * REPLICAS, capacity=4 * REPLICAS)
             await node.do("kubelet stop-reading", {})
             await flip(node, 5)  # what the first changes cost once stays
