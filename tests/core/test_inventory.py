@@ -171,6 +171,22 @@ def test_an_empty_resource_of_an_earlier_policy_is_not_registered() -> None:
     assert node.registrations(SMALL) == [node.now_ns]
 
 
+def test_what_replaced_the_devices_of_an_earlier_process_is_registered() -> None:
+    node = well_node(C1B, policy=MIXED).restarted(after_ns=S)
+    node.tell(enumerated(mig_gpu(0, (1, 0, "3g.40gb"))), passed(), KubeletSocketSeen(K1))
+    assert list(node.state.offers) == [SMALL, LARGE]
+    assert list(node.state.registrations) == [LARGE]
+    assert node.registrations(LARGE) == [node.now_ns]
+
+
+def test_a_resource_waits_since_it_was_first_offered() -> None:
+    node = Node()
+    node.after(S, enumerated(gpu(0)))
+    offered_ns = node.now_ns
+    node.after(10 * S)
+    assert node.snapshot().resources[0].since_ns == offered_ns
+
+
 def test_another_policy_changes_what_is_offered_and_an_equal_one_nothing() -> None:
     node = well_node(gpu(0))
     before = node.state
