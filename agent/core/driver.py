@@ -14,7 +14,7 @@ from agent.core.state import State
 from agent.model import facts
 from agent.model.gpu import Gpu
 from agent.model.health import ConditionKey, Reason
-from agent.model.ids import GpuUuid, Placement
+from agent.model.ids import GpuUuid, Placement, SourceName
 from agent.model.snapshot import DriverView
 
 DEVICE_NODE = "/dev/nvidia"
@@ -97,40 +97,64 @@ def unavailable(state: State, fact: facts.DriverUnavailable, now_ns: int) -> Sta
     unloaded = state.driver_unloaded or fact.unloaded
     if view == state.driver:
         return replace(state, driver_unloaded=unloaded)
-    active = state.conditions
-    for gpu in state.gpus:
-        active = conditions.raised(
-            conditions.after_bad_probe(active, gpu),
-            source=fact.source,
-            reason=fact.reason,
-            placement=Placement(gpu),
-            message=fact.message,
-            now_ns=now_ns,
-        )
     return replace(
         state,
         driver=view,
         driver_unloaded=unloaded,
-        conditions=active,
+        conditions=_without_driver(state, fact.source, fact.reason, fact.message, now_ns),
         overdue={},
         driver_overdue=None,
     )
 
 
-def released(state: State) -> State:
+def _without_driver(
+    state: State, source: SourceName, reason: Reason, message: str, now_ns: int
+) -> conditions.Conditions:
+    """Return the conditions with one on every GPU because nobody can use it."""
+    active = state.conditions
+    for gpu in state.gpus:
+        active = conditions.raised(
+            conditions.after_bad_probe(active, gpu),
+            source=source,
+            reason=reason,
+            placement=Placement(gpu),
+            message=message,
+            now_ns=now_ns,
+        )
+    return active
+
+
+def released(state: State, now_ns: int) -> State:
     """Take that NVML was let go of: nothing is overdue, and nothing is asked any more."""
-    return replace(state, driver_released=True, overdue={}, driver_overdue=None)
+    let_go = replace(state, driver_released=True, overdue={}, driver_overdue=None)
+    return _with_module_gone(state, let_go, now_ns)
 
 
-def module_seen(state: State, fact: facts.DriverModuleSeen) -> State:
+def _with_module_gone(old: State, state: State, now_ns: int) -> State:
+    """Mark every GPU if the module is unloaded during a release, also one that was to stay in use.
+
+    Otherwise NVML says so; here nobody asks it.
+    """
+    is_new = not (old.driver_released and old.driver_unloaded)
+    if not is_new or not (state.driver_released and state.driver_unloaded):
+        return state
+    message = "The driver's module was unloaded while the driver was let go of"
+    return replace(
+        state,
+        conditions=_without_driver(state, facts.SYSFS, Reason.DRIVER_NOT_LOADED, message, now_ns),
+    )
+
+
+def module_seen(state: State, fact: facts.DriverModuleSeen, now_ns: int) -> State:
     """Take which load of the kernel module this is; another one initialised every GPU anew."""
     if fact.inode is None:
-        return replace(state, driver_unloaded=True)
+        return _with_module_gone(state, replace(state, driver_unloaded=True), now_ns)
     active = state.conditions
     if state.module_inode not in {None, fact.inode}:
         active = conditions.after_reset(active, state.gpus)
     # A look that is told of after NVML was initialised again must not count for the next time.
-    unloaded = state.driver_unloaded and not state.driver.ready
+    is_told_late = state.driver.ready and not state.driver_released
+    unloaded = state.driver_unloaded and not is_told_late
     return replace(state, module_inode=fact.inode, conditions=active, driver_unloaded=unloaded)
 
 

@@ -124,13 +124,13 @@ def _known(state: State, fact: _Quiet, now_ns: int) -> State:  # noqa: C901, PLR
         case facts.DriverCallAnswered():
             return replace(state, driver_overdue=None)
         case facts.DriverReleased():
-            return driver.released(state)
+            return driver.released(state, now_ns)
         case facts.KernelLogRead():
             return replace(state, kernel_log_read=fact.until)
         case facts.PciGpusSeen():
             return replace(state, bus=fact.addresses)
         case facts.DriverModuleSeen():
-            return driver.module_seen(state, fact)
+            return driver.module_seen(state, fact, now_ns)
         case facts.DeviceNodesSeen():
             return driver.nodes_seen(state, fact, now_ns)
         case facts.GpuRebound():

@@ -155,8 +155,8 @@ def pods_known_until(state: State) -> int | None:
 def _is_free(state: State, gpu: GpuUuid) -> bool:
     """Whether it is known that no pod holds a device of a GPU."""
     return state.pods is not None and not any(
-        device.id in state.pods
-        for devices in state.devices.values()
-        for device in devices
-        if device.placement.gpu == gpu
+        offer.id in state.pods
+        for offered in state.offers.values()
+        for offer in offered
+        if offer.placement.gpu == gpu
     )

@@ -207,29 +207,30 @@ class NvmlSource:
         """Let the driver go, tell it, and return when it is wanted again."""
         self._first_outcome.set()
         self.library_missing_since_ns = None
-        why: str | None = None
+        warned: set[str] = set()
         while not self._wanted.is_set():
-            reason = await self._why_not_released()
-            if reason is None:
+            hindrance = await self._what_is_not_let_go()
+            if hindrance is None:
                 self._inbox.put(facts.DriverReleased())
                 await self._wanted.wait()
                 break
-            if reason != why:
-                _log.warning("Could not let go of the driver yet", extra=fields(detail=reason))
-            why = reason
+            what, detail = hindrance
+            if what not in warned:
+                warned.add(what)
+                _log.warning("Could not let go of the driver yet", extra=fields(what=what, detail=detail))
             await wait_set(self._wanted, self._settings.init_retry_ns)
         self._unavailable = None
         self._next_init_ns = self._clock()
 
-    async def _why_not_released(self) -> str | None:
-        """Let go what can be; returns why something is still open, None if nothing is."""
+    async def _what_is_not_let_go(self) -> tuple[str, list[str]] | None:
+        """Let go what can be; returns what is still open, and which; None if nothing is."""
         if not await self._let_go(self._settings.init_retry_ns):
             calls = (lane.log.current for lane in self._threads.lanes)
-            return f"Under way: {', '.join(call.name for call in calls if call is not None)}"
+            return "calls under way", [call.name for call in calls if call is not None]
         if self._open_inits:
-            return "NVML cannot be shut down"
+            return "NVML, which cannot be shut down", []
         paths = await self._threads.first.call(partial(open_files_below, self._device_paths))
-        return f"Still open: {', '.join(paths)}" if paths else None
+        return ("open files", paths) if paths else None
 
     async def _bring_up(self) -> Versions:
         while True:

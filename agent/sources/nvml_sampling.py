@@ -83,11 +83,11 @@ class Sampler:
         return Sampled(sample, None)
 
     def verdict(self, handle: Handle) -> GpuSample | None:
-        """Ask a GPU whose basic calls failed what the driver wants done, and nothing else."""
-        try:
-            sample = self._with_action(handle, GpuSample())
-        except NvmlError:
-            return None
+        """Ask a GPU whose basic calls failed what the driver wants done, and nothing else.
+
+        Raises NvmlError for a finding, which says more than the failure that led here.
+        """
+        sample = self._with_action(handle, GpuSample())
         return sample if sample.recovery_action is not None else None
 
     def _ask(self, handle: Handle, *calls: Callable[[Handle], T]) -> T | None:

@@ -68,11 +68,18 @@ class Slot:
         """Return a look with the GPU's readings. Blocks, on the GPU's own thread."""
         seen = look.sighting
         if look.failure is not None:
-            is_lost = look.failure.code == NvmlCode.GPU_IS_LOST
-            return look if is_lost else replace(look, sample=self.sampler.verdict(seen.handle))
+            return self._with_verdict(look, look.failure)
         urgent, self.urgent = self.urgent, False
         sampled = self.sampler.sample(seen.handle, celsius=seen.celsius, urgent=urgent)
         return Look(seen, sampled.failure, sampled.sample)
+
+    def _with_verdict(self, look: Look, failure: NvmlError) -> Look:
+        if failure.code == NvmlCode.GPU_IS_LOST:
+            return look
+        try:
+            return replace(look, sample=self.sampler.verdict(look.sighting.handle))
+        except NvmlError as error:
+            return replace(look, failure=error)
 
     def request(self) -> int:
         """Ask for a look now; returns its number."""

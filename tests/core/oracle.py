@@ -238,6 +238,7 @@ class Oracle:
         self.driver_silent = False
         self.driver: object = None
         self.driver_unloaded = False
+        self.is_let_go = False
         self.told_xids: list[ToldXid] = []
         self.xids_before = Counter(self.xids)
         self.missing: tuple[str, ...] | None = None
@@ -266,6 +267,7 @@ class Oracle:
     def tell(self, fact: Fact, now_ns: int) -> None:
         """Write one fact down, then see what follows."""
         was_hung, were_out = self.hung, self.out_by_themselves()
+        was_gone = self.is_let_go and self.driver_unloaded
         self.now_ns = now_ns
         match fact:
             case XidReported():
@@ -302,6 +304,7 @@ class Oracle:
                 if self.driver_unloaded:
                     self.was_reset(set(self.gpus))
                 self.driver_unloaded = False
+                self.is_let_go = False
             case DriverUnavailable():
                 self.driver_unloaded = self.driver_unloaded or fact.unloaded
                 if self.driver != (fact.reason, fact.message):
@@ -316,6 +319,7 @@ class Oracle:
             case DriverReleased():
                 self.silent.clear()
                 self.driver_silent = False
+                self.is_let_go = True
             case DriverModuleSeen():
                 self.module_seen(fact.inode)
             case GpuRebound():
@@ -332,6 +336,7 @@ class Oracle:
             case RecoverRequested():
                 self.recovered(fact.gpu)
             case ReleaseRequested():
+                self.is_let_go = self.is_let_go and self.released_until_ns != NEVER
                 self.released |= fact.gpus
                 self.released_until_ns = now_ns + fact.for_ns
             case ResumeRequested():
@@ -348,6 +353,11 @@ class Oracle:
                 self.told_of_link(fact, now_ns)
             case _:
                 pass
+        is_gone = self.is_let_go and self.driver_unloaded
+        if isinstance(fact, DriverModuleSeen | DriverReleased) and is_gone and not was_gone:
+            for gpu in self.gpus:
+                self.trouble(gpu)
+                self.fault("sysfs", "driver_not_loaded", gpu, "self_clearing").seen(1)
         if now_ns >= self.released_until_ns:
             self.released.clear()
             self.released_until_ns = NEVER
@@ -408,7 +418,7 @@ class Oracle:
         if self.module is not None and self.module != inode:
             self.was_reset(set(self.gpus))
         self.module = inode
-        if self.driver == "ready":
+        if self.driver == "ready" and not self.is_let_go:
             self.driver_unloaded = False
 
     def unheld(self, selector: str) -> None:

@@ -11,6 +11,7 @@ from agent.model.facts import (
     DeviceNodesSeen,
     DriverCallAnswered,
     DriverCallOverdue,
+    DriverModuleSeen,
     DriverReleased,
     DriverUnavailable,
     Fact,
@@ -432,6 +433,47 @@ def test_a_driver_reloaded_during_a_release_was_reset() -> None:
     for _ in range(3):
         node.tell(*poll(U0), *poll(U1))
     node.after(Q)
+    assert node.unhealthy() == set()
+
+
+def test_a_driver_unloaded_during_a_release_of_one_gpu_takes_out_the_others_too() -> None:
+    node = registered_node(gpu(0), gpu(1))
+    node.tell(released(U0), DriverReleased(), DriverModuleSeen(70))
+    assert node.unhealthy() == {U0}
+    node.tell(DriverModuleSeen(None))
+    assert reasons(node, U1) == {Reason.DRIVER_NOT_LOADED}
+    assert node.unhealthy() == {U0, U1}
+    before = node.state
+    assert node.tell(DriverModuleSeen(None)) == ()
+    assert node.state is before
+    node.tell(DriverModuleSeen(71), ResumeRequested(), ready(), enumerated(gpu(0), gpu(1)))
+    for _ in range(3):
+        node.tell(*poll(U0), *poll(U1))
+    node.after(Q)
+    assert node.unhealthy() == set()
+
+
+def test_so_does_one_that_was_unloaded_when_the_agent_was_replaced() -> None:
+    node = registered_node(gpu(0), gpu(1))
+    node.tell(DriverModuleSeen(70), released(U0), DriverReleased())
+    again = node.restarted(after_ns=S)
+    again.tell(DriverModuleSeen(None), DriverReleased())
+    assert again.health() == {U0: Health.UNHEALTHY, U1: Health.UNHEALTHY}
+    assert [item.count for item in again.conditions(Reason.DRIVER_NOT_LOADED)] == [1, 1]
+
+
+def test_a_module_first_seen_to_be_gone_during_a_release_was_reset_when_it_is_back() -> None:
+    node = registered_node(gpu(0))
+    node.tell(xid(79), released(U0), DriverReleased(), DriverModuleSeen(None), DriverModuleSeen(71))
+    node.tell(ResumeRequested(), ready(), enumerated(gpu(0)), *poll(), *poll(), *poll())
+    node.after(Q)
+    assert node.unhealthy() == set()
+
+
+def test_a_module_that_is_gone_while_nvml_answers_is_nothing_yet() -> None:
+    """The look came before the module was loaded; what NVML says is newer."""
+    node = registered_node(gpu(0))
+    node.tell(DriverModuleSeen(None))
     assert node.unhealthy() == set()
 
 

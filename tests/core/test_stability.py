@@ -232,6 +232,27 @@ def test_one_call_that_hangs_is_still_that_gpus_fault_while_others_answer() -> N
     assert reasons(node) == {Reason.FLAPPING}
 
 
+def test_a_hang_that_begins_with_one_gpu_is_not_its_fault() -> None:
+    node = well_node(gpu(0), gpu(1), policy=AT_ONCE)
+    for _ in range(5):
+        node.after(S, overdue(U0))
+        node.after(S, overdue(U1))
+        node.after(S, passed(U0), passed(U1), passed(U0))
+        assert node.unhealthy() == set()
+
+
+def test_what_ailed_a_gpu_before_its_call_hung_stays_its_own_fault() -> None:
+    node = well_node(gpu(0), gpu(1), policy=AT_ONCE)
+    node.after(S, xid(94))
+    node.after(S, overdue(U0))
+    node.after(S, overdue(U1))
+    node.after(S, passed(U0), passed(U1), passed(U0))
+    fault_and_back(node)
+    node.after(S)
+    fault_and_back(node)
+    assert reasons(node) == {Reason.FLAPPING}
+
+
 def test_a_hang_of_the_driver_forgets_no_earlier_fault_of_a_gpu() -> None:
     node = well_node(gpu(0), gpu(1), policy=AT_ONCE)
     fault_and_back(node)
@@ -534,7 +555,7 @@ def test_soft_evidence_flips_when_the_operator_names_it_and_no_more_when_not() -
     assert node.unhealthy() == {U0}
     node.tell(changed(node, soft_flips=frozenset({Reason.NVLINK_DOWN})))
     assert node.unhealthy() == set()
-    assert [item.reason for item in node.conditions()] == [Reason.THERMAL]
+    assert [(item.reason, item.flips) for item in node.conditions()] == [(Reason.THERMAL, False)]
 
 
 def test_no_policy_takes_away_what_hard_evidence_flipped() -> None:

@@ -231,7 +231,7 @@ async def test_a_gpu_that_hangs_delays_the_release_and_is_told_and_named_in_the_
     assert DriverReleased not in kinds(recorder)
     assert node.state.shutdowns == 0
     (record,) = [one for one in caplog.records if one.message == "Could not let go of the driver yet"]
-    assert "nvmlDevice" in str(record.__dict__)
+    assert "calls under way" in str(record.__dict__)
     node.state.release(gpu=1)
     await recorder.first(DriverReleased)
     assert open_devices(node) == set()
@@ -315,8 +315,7 @@ async def test_a_file_that_the_library_leaves_open_is_named_and_the_release_is_n
     path = node.directory / "dev" / "nvidia2"
     descriptor = await source._threads.first.call(lambda: os.open(path, os.O_RDONLY))
     source.release()
-    await until(lambda: "Could not let go of the driver yet" in caplog.messages)
-    assert str(path) in str([record.__dict__ for record in caplog.records])
+    await until(lambda: str(path) in str([record.__dict__ for record in caplog.records]))
     assert DriverReleased not in kinds(recorder)
     await source._threads.first.call(lambda: os.close(descriptor))
     await recorder.first(DriverReleased)

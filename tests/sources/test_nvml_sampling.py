@@ -313,6 +313,25 @@ async def test_a_link_that_the_gpu_does_not_have_is_asked_for_once(
     assert (sample.links_total, sample.links_down) == (11, ())
 
 
+@pytest.mark.parametrize(("code", "then"), [(3, (11, ())), (2, (11, ())), (999, (12, (0,)))])
+async def test_a_link_that_is_down_does_not_count_while_its_peer_is_not_known(
+    make_node: MakeNode,
+    start_source: StartSource,
+    recorder: Recorder,
+    code: int,
+    then: tuple[int, tuple[int, ...]],
+) -> None:
+    node = make_node(TWO_A100)
+    node.state.set_nvlink(0, 0, up=False)
+    node.state.set_return("nvmlDeviceGetNvLinkRemotePciInfo", code)
+    await start_source(node, EACH_POLL)
+    sample = await next_sample(recorder, node)
+    assert (sample.links_total, sample.links_down) == (11, ())
+    node.state.clear_return("nvmlDeviceGetNvLinkRemotePciInfo")
+    sample = await next_sample(recorder, node)
+    assert (sample.links_total, sample.links_down) == then
+
+
 async def test_links_are_unknown_while_one_of_them_does_not_tell(
     make_node: MakeNode, start_source: StartSource, recorder: Recorder
 ) -> None:
@@ -409,6 +428,17 @@ async def test_a_gpu_whose_calls_fail_is_asked_what_the_driver_wants_done_and_no
     failed = await recorder.first(GpuCallFailed)
     assert recorder.facts.index(fact) < recorder.facts.index(failed)
     assert node.state.calls("nvmlDeviceGetTotalEccErrors", gpu=1) == 0
+
+
+async def test_a_gpu_whose_calls_fail_may_still_say_that_it_is_to_be_reset(
+    make_node: MakeNode, start_source: StartSource, recorder: Recorder
+) -> None:
+    node = make_node(TWO_A100)
+    node.state.set_return("nvmlDeviceGetMemoryInfo", 999, gpu=1)
+    node.state.set_return("nvmlDeviceGetFieldValues", 16, gpu=1)
+    await start_source(node)
+    assert (await recorder.first(GpuCallFailed)).code == 16
+    assert samples(recorder, node, 1) == []
 
 
 async def test_a_lost_gpu_is_asked_for_no_reading(
