@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Final
 
-from tests.bench import allocation, footprint, health, life, registration, throughput
+from tests.bench import allocation, footprint, health, life, registration, rules, throughput
 from tests.bench.figures import Effort, Measurement, MeasurementError, as_json, as_text
 from tests.bench.node import ROOT
 
@@ -32,8 +32,11 @@ MEASUREMENTS: Final[tuple[Measurement, ...]] = (
     footprint.MEMORY,
     footprint.CPU,
     throughput.FACTS,
+    rules.FALSE_FLIPS,
     life.RESTART,
     health.SICK_DEVICES,
+    rules.OTHER_SOURCES,
+    rules.STORM,
 )
 
 

@@ -16,8 +16,8 @@ from tests.bench.scrape import scrape
 _MIB: Final = 1024 * 1024
 
 _SHARES_MIB: Final = {
-    "python": 10.0,
-    "asyncio": 10.5,
+    "python": 11.0,
+    "asyncio": 10.0,
     "pynvml": 3.5,
     "grpclib": 3.5,
     "betterproto2": 2.5,

@@ -30,7 +30,12 @@ _APPLICATION_XID: Final = 94
 _RESET_XID: Final = 79
 """Flips a GPU until it was reset."""
 
-_FAST_RECOVERY: Final = {"recovery-clean-probes": "1", "recovery-quiet": "20ms"}
+_FAST_RECOVERY: Final = {
+    "recovery-clean-probes": "1",
+    "recovery-quiet": "20ms",
+    "flapping-faults": "100",
+    "flapping-within": "1s",
+}
 """So that there can be hundreds of trials; the way from the XID to the kubelet is the same."""
 _BETWEEN_S: Final = (0.055, 0.075)
 """Longer than the window in which changes are gathered into one message."""
