@@ -80,7 +80,10 @@ async def test_a_reader_that_stops_costs_no_memory_and_gets_the_newest_state_whe
             "version: v1\nsharing: {timeSlicing: {resources: "
             f"[{{name: nvidia.com/gpu, replicas: {REPLICAS}}}]}}}}\n"
         )
-        async with agent_process(node, config_file=str(config), poll="20ms") as agent:
+        # Each of many faults in a short time shall change the list, so none of them is flapping.
+        async with agent_process(
+            node, config_file=str(config), poll="20ms", flapping_faults="100", flapping_within="1s"
+        ) as agent:
             await wait_allocatable(node.kubelet, 4 * REPLICAS, capacity=4 * REPLICAS)
             await node.do("kubelet stop-reading", {})
             await flip(node, 5)  # what the first changes cost once stays
