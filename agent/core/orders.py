@@ -33,10 +33,8 @@ def held(state: State, fact: facts.HoldRequested, now_ns: int) -> tuple[State, t
 
 def unheld(state: State, fact: facts.UnholdRequested, now_ns: int) -> tuple[State, tuple[Effect, ...]]:
     """Give a held GPU back: every hold that names it ends."""
-    named = {fact.selector}
-    for gpu in state.gpus.values():
-        if fact.selector in selectors_of(gpu):
-            named |= set(selectors_of(gpu))
+    names = (selectors_of(gpu) for gpu in state.gpus.values())
+    named = {fact.selector}.union(*(each for each in names if fact.selector in each))
     left = {selector: why for selector, why in state.holds.items() if selector not in named}
     if len(left) == len(state.holds):
         return state, ()
@@ -113,7 +111,7 @@ def _is_offered_no_more(state: State, gpu: GpuUuid, reason: Reason) -> bool:
     rule, sample = RULES.get(reason), state.samples.get(gpu)
     if rule is None or sample is None:
         return False
-    return rule(sample, state.slowdowns.get(gpu, Window()), state.policy) is UNKNOWN
+    return rule(sample, Window(), state.policy) is UNKNOWN
 
 
 def release_asked(

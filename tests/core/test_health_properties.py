@@ -110,7 +110,7 @@ FACTS: st.SearchStrategy[Fact] = st.one_of(
     ),
     st.sampled_from([DriverReleased(), ResumeRequested(), ResumeRequested()]),
 )
-HISTORIES = st.lists(st.tuples(GAPS, FACTS), max_size=30)
+HISTORIES = st.lists(st.tuples(GAPS, FACTS), max_size=20)
 
 POLICIES = st.builds(
     Policy,

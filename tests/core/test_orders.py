@@ -5,7 +5,14 @@ from dataclasses import replace
 import pytest
 
 from agent.core.orders import MAX_HOLDS, selectors_of
-from agent.model.effects import EventKind, KeepEvidence, ReleaseDriver, ResumeDriver
+from agent.model.effects import (
+    Event,
+    EventKind,
+    KeepEvidence,
+    RecordEvent,
+    ReleaseDriver,
+    ResumeDriver,
+)
 from agent.model.facts import (
     OPERATOR,
     DeviceNodesSeen,
@@ -48,7 +55,7 @@ from tests.core.build import (
     well_node,
     xid,
 )
-from tests.core.polls import NOTHING, poll, read, reasons
+from tests.core.polls import BAD, NOTHING, bad, poll, read, reasons
 
 Q = 60 * S
 M = 60 * S
@@ -125,6 +132,14 @@ def test_one_who_gives_back_ends_every_hold_of_the_gpu_and_none_of_another() -> 
     assert node.unhealthy() == {U1}
 
 
+def test_two_gpus_of_one_board_are_held_and_given_back_by_its_serial_together() -> None:
+    node = well_node(BOARD, replace(gpu(1), serial=BOARD.serial))
+    node.tell(HoldRequested(U0, "x"), HoldRequested(gpu(1).pci, "x"), UnholdRequested(BOARD.serial or ""))
+    assert node.state.holds == {}
+    node.tell(HoldRequested(BOARD.serial or "", "x"))
+    assert node.unhealthy() == {U0, U1}
+
+
 def test_of_two_holds_the_one_by_uuid_is_shown() -> None:
     node = well_node(BOARD)
     node.tell(HoldRequested(BOARD.pci, "by address"), HoldRequested(U0, "by uuid"))
@@ -192,7 +207,9 @@ def test_holds_are_bounded_and_one_too_many_is_refused_aloud() -> None:
         node.tell(HoldRequested(f"GPU-{number}", "x"))
     node.forget_effects()
     node.tell(HoldRequested(U0, "x"))
-    assert orders(node) == ["A hold was refused: there are too many"]
+    ((at_ns, effect),) = node.effects
+    event = Event(EventKind.ORDER, "A hold was refused: there are too many", fields={"selector": U0})
+    assert effect == RecordEvent(event, at_ns)
     assert node.unhealthy() == set()
     node.tell(HoldRequested("GPU-7", "another reason"))
     assert (len(node.state.holds), node.state.holds["GPU-7"]) == (MAX_HOLDS, "another reason")
@@ -252,13 +269,13 @@ LASTING: dict[Reason, list[Fact]] = {
 }
 
 
-@pytest.mark.parametrize("reason", LASTING)
+@pytest.mark.parametrize("reason", [*LASTING, *(reason for reason in BAD if reason not in LASTING)])
 def test_recover_does_not_end_what_is_still_seen(reason: Reason) -> None:
     node = well_node(gpu(0), gpu(1))
-    node.tell(xid(79), *LASTING[reason])
+    node.tell(xid(79), *(LASTING.get(reason) or [GpuSampled(U0, bad(reason))]))
     node.tell(RecoverRequested(U0))
     assert reasons(node) == {reason}
-    assert U0 in node.unhealthy()
+    assert (U0 in node.unhealthy()) == (reason in LASTING)
 
 
 @pytest.mark.parametrize("reason", LASTING)
@@ -323,7 +340,7 @@ def test_a_release_takes_out_exactly_its_gpus_and_lets_the_driver_go() -> None:
         (Reason.MAINTENANCE, "The driver was let go of on request", True)
     }
     (event,) = node.events(EventKind.ORDER)
-    assert fields_of(event) == {"gpus": 2, "for_ns": 10 * M}
+    assert (event.message, fields_of(event)) == ("The driver is released", {"gpus": 2, "for_ns": 10 * M})
     assert node.snapshot().released_until_ns == node.now_ns + 10 * M
     assert len(node.devices()) == 3
 
