@@ -116,8 +116,9 @@ async def test_the_conditions_are_the_same_before_and_after(
                 await asyncio.sleep(0.01)
         agent.signal(signal.SIGKILL)
         await agent.ended()
+    lists = len(node.kubelet.lists)
     async with running(flags_of(node)) as agent:
-        await node.kubelet.wait_for(lambda _: unhealthy(node) == wanted, PATIENCE_S)
+        await told_as(node, lists, wanted)
         assert await agent.stop() == 0
     after = await in_daemon_thread("state-reader", lambda: kept(node))
     assert [each.key for each in after.conditions] == [each.key for each in before.conditions]
