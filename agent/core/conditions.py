@@ -33,7 +33,6 @@ def raised(
     count: int = 1,
     recovery: Recovery | None = None,
     evidence: Evidence | None = None,
-    flips: bool | None = None,
     lasts: bool = False,
 ) -> Conditions:
     """Return the conditions with one raised, or reported once more if it is active.
@@ -48,7 +47,7 @@ def raised(
             key=key,
             evidence=meaning.evidence if evidence is None else evidence,
             recovery=meaning.recovery if recovery is None else recovery,
-            flips=meaning.flips if flips is None else flips,
+            flips=meaning.flips,
             message=message,
             since_ns=now_ns,
             last_ns=now_ns,

@@ -6,7 +6,7 @@ XID told by two sources within two seconds is one fault.
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Final, TypeVar
+from typing import Final
 
 from agent.core import conditions, xids
 from agent.core.driver import gpu_at, hang_conditions
@@ -31,8 +31,6 @@ SAME_FAULT_NS: Final = 2 * SECOND_NS
 
 _REASONS: Final[Mapping[int, Reason]] = {15: Reason.GPU_LOST, 16: Reason.RESET_REQUIRED}
 """What NVML's return codes GPU_IS_LOST and RESET_REQUIRED mean; any other is NVML_ERROR."""
-
-T = TypeVar("T")
 
 Applied = tuple[State, tuple[Effect, ...]]
 
@@ -69,7 +67,6 @@ def xid_reported(state: State, fact: facts.XidReported, now_ns: int, detail: str
         message=xids.text_of(fact.xid, detail),
         recovery=xids.recovery_of(code),
         evidence=xids.evidence_of(code),
-        flips=True,
         now_ns=now_ns,
     )
     return replace(state, xids=counts, recent_xids=recent, conditions=flipped), ()
@@ -194,8 +191,8 @@ def sampled(state: State, fact: facts.GpuSampled, now_ns: int) -> State:
                 lasts=True,
                 now_ns=now_ns,
             )
-    samples = _put(state.samples, fact.gpu, fact.sample)
-    slowdowns = _put(state.slowdowns, fact.gpu, window)
+    samples = {**state.samples, fact.gpu: fact.sample}
+    slowdowns = {**state.slowdowns, fact.gpu: window}
     # A poll that reads what the last one did is what happens most.
     if (active, samples, slowdowns) == (state.conditions, state.samples, state.slowdowns):
         return state
@@ -211,10 +208,6 @@ def _eased(active: conditions.Conditions, reason: Reason, gpu: GpuUuid) -> condi
     if over is not active and reason is Reason.RECOVERY_ACTION:
         return conditions.after_reset(over, (gpu,))
     return over
-
-
-def _put(mapping: Mapping[GpuUuid, T], gpu: GpuUuid, value: T) -> Mapping[GpuUuid, T]:
-    return mapping if mapping.get(gpu) == value else {**mapping, gpu: value}
 
 
 # Calls

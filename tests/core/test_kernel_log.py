@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from agent.model.effects import EventKind
+from agent.model.effects import EventKind, RecordEvent
 from agent.model.facts import KERNEL_LOG, NVML, Fact, KernelXidSeen
 from agent.model.health import Health, Reason
 from agent.model.ids import ALL, GpuUuid
@@ -20,6 +20,7 @@ from tests.core.build import (
     enumerated,
     fields_of,
     gpu,
+    mig_gpu,
     mig_uuid,
     place,
     ready,
@@ -88,7 +89,7 @@ def test_a_line_of_an_unknown_address_marks_no_device_and_names_the_address() ->
     node.tell(logged(79, 5))
     assert node.state is before
     (event,) = node.events()
-    assert event.warning
+    assert (event.message, event.warning) == ("An XID of an unknown device marks no device", True)
     assert fields_of(event) == {"xid": 79, "count": 1, "source": KERNEL_LOG, "pci": gpu(5).pci}
 
 
@@ -116,7 +117,10 @@ def test_an_xid_from_before_the_start_only_counts(code: int) -> None:
     assert node.health() == {U0: Health.HEALTHY}
     assert node.conditions() == []
     assert node.state.xids == {U0: {code: 3}}
-    (event,) = node.events()
+    ((at_ns, effect),) = node.effects
+    assert isinstance(effect, RecordEvent)
+    assert effect.at_ns == at_ns
+    event = effect.event
     assert (event.message, event.warning) == ("An XID from before the start is only counted", False)
     assert fields_of(event)["uuid"] == U0
 
@@ -210,6 +214,18 @@ def test_a_whole_gpu_and_a_part_of_it_are_one_place(first: int) -> None:
     node.tell(TELLERS[first](48, gi=2, ci=0), TELLERS[1 - first](48))
     assert node.state.xids == {U0: {48: 1}}
     assert node.unhealthy() == {mig_uuid(1)}
+
+
+def test_an_instance_that_the_line_names_is_marked_alone() -> None:
+    node = well_node(
+        mig_gpu(0, (1, 0, "1c.2g.20gb"), (1, 1, "1c.2g.20gb"), (2, 0, "1c.2g.20gb")),
+        policy=Policy(mig_strategy="single"),
+    )
+    node.tell(logged(48, gi=1, ci=1))
+    assert node.unhealthy() == {mig_uuid(1)}
+    node.tell(logged(48, gi=9, ci=0))
+    (event,) = node.events(EventKind.XID)
+    assert (fields_of(event)["uuid"], fields_of(event)["gi"]) == (U0, 9)
 
 
 @ORDERS

@@ -433,6 +433,14 @@ def test_a_reading_that_is_offered_no_more_is_ended_by_a_reset_or_a_person(reaso
         assert again.unhealthy() == set()
 
 
+@pytest.mark.parametrize("broken", [overdue(), failed(code=1), UNLOADED])
+def test_a_bad_poll_breaks_the_row_of_every_condition(broken: Fact) -> None:
+    node = well_node(gpu(0))
+    node.tell(xid(94), passed(), passed(), broken, ready(), passed(), passed())
+    node.after(2 * Q)
+    assert {item.clean_probes for item in node.conditions(Reason.XID)} == {2}
+
+
 # Links
 
 
