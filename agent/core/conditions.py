@@ -77,7 +77,7 @@ def eased(conditions: Conditions, reason: Reason, gpu: GpuUuid, *, is_reset: boo
     ``is_reset`` says that the end of the cause is itself reset evidence for this condition.
     """
     over = {
-        key: replace(condition, lasts=False, clean_probes=0, reset_seen=condition.reset_seen or is_reset)
+        key: replace(condition, lasts=False, reset_seen=condition.reset_seen or is_reset)
         for key, condition in conditions.items()
         if key.reason is reason and key.placement.gpu == gpu and condition.lasts
     }

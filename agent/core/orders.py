@@ -72,8 +72,11 @@ def _why_held(gpu: Gpu, holds: Mapping[str, str]) -> str | None:
 
 
 def _dropped(active: conditions.Conditions, reason: Reason, gpu: Gpu) -> conditions.Conditions:
-    gone = [key for key in active if key.reason is reason and key.placement.gpu == gpu.uuid]
-    return {key: condition for key, condition in active.items() if key not in gone} if gone else active
+    return {
+        key: condition
+        for key, condition in active.items()
+        if not (key.reason is reason and key.placement.gpu == gpu.uuid)
+    }
 
 
 def recovered(state: State, fact: facts.RecoverRequested, now_ns: int) -> tuple[State, tuple[Effect, ...]]:

@@ -345,6 +345,13 @@ def test_not_one_probe_counts_between_a_reset_and_a_reading_that_is_as_bad() -> 
     assert reasons(node) == {Reason.FABRIC_NOT_READY}
 
 
+def test_a_reset_does_not_break_the_row_of_what_ends_by_itself() -> None:
+    node = well_node(gpu(0))
+    node.tell(read(fabric_state=2), *poll(), *poll(), bound(), *poll())
+    node.after(Q)
+    assert node.unhealthy() == set()
+
+
 def test_a_reset_does_not_end_a_row_remapping_that_failed() -> None:
     node = well_node(gpu(0))
     node.tell(read(rows_failed=True), bound(), *poll(), *poll(), *poll())

@@ -294,6 +294,14 @@ def test_recover_ends_a_reading_that_is_not_offered_any_more() -> None:
     assert node.unhealthy() == set()
 
 
+def test_recover_does_not_end_a_slowdown_that_the_last_polls_showed() -> None:
+    node = well_node(gpu(0), policy=Policy(slowdown_window_polls=3))
+    for _ in range(3):
+        node.tell(*poll(hw_slowed=True))
+    node.tell(RecoverRequested(U0))
+    assert reasons(node) == {Reason.THERMAL}
+
+
 def test_recover_does_not_end_what_nobody_looked_at_since_a_restart() -> None:
     node = well_node(gpu(0))
     node.tell(read(recovery_action=1))
@@ -365,6 +373,7 @@ def test_a_release_ends_on_request() -> None:
     node.after(S, ResumeRequested())
     assert [kind for _, kind in driver_orders(node)] == [ReleaseDriver, ResumeDriver]
     assert orders(node)[1:] == ["The driver is taken back on request"]
+    assert [effect.at_ns for _, effect in node.effects if isinstance(effect, RecordEvent)][-1] == node.now_ns
     assert node.state.released_gpus == frozenset()
 
 
