@@ -36,16 +36,12 @@ from agent.sources.nvml_library import (
 )
 from agent.sources.nvml_session import Session, Surroundings
 from agent.sources.nvml_settings import MAX_THREADS, NvmlSettings
-from agent.sources.nvml_slot import DriverGoneError, wait_set
+from agent.sources.nvml_slot import DriverGoneError, ended, wait_set
 from agent.sources.nvml_threads import Call, Lane, ThreadGroup
 
 __all__ = ["MAX_THREADS", "LibraryLocation", "NvmlSettings", "NvmlSource"]
 
 _log = logging.getLogger(__name__)
-
-
-class _UnwantedError(Exception):
-    """The driver is to be let go."""
 
 
 class NvmlSource:
@@ -118,12 +114,7 @@ class NvmlSource:
         while True:
             if self._unwanted.is_set():
                 await self._stay_away()
-            try:
-                async with asyncio.TaskGroup() as group:
-                    group.create_task(self._watch(events_lane), name="nvml watch")
-                    group.create_task(self._until_unwanted(), name="nvml release")
-            except* _UnwantedError:
-                pass
+            await self._watch_while_wanted(events_lane)
 
     def request(self) -> None:
         """Look at the whole node again now. Does not wait; without a driver, the next init looks anyway."""
@@ -184,6 +175,17 @@ class NvmlSource:
 
     # Up and down
 
+    async def _watch_while_wanted(self, events_lane: Lane) -> None:
+        loop = asyncio.get_running_loop()
+        watching = loop.create_task(self._watch(events_lane), name="nvml watch")
+        leaving = loop.create_task(self._unwanted.wait(), name="nvml release")
+        try:
+            await asyncio.wait({watching, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            await ended(watching, leaving)
+        if not watching.cancelled():
+            watching.result()
+
     async def _watch(self, events_lane: Lane) -> None:
         while True:
             versions = await self._bring_up()
@@ -198,10 +200,6 @@ class NvmlSource:
                     poll_ns = max(self._settings.poll_ns, self._settings.init_retry_ns)
                     self._next_init_ns = self._clock() + poll_ns
             await self._let_go(self._settings.call_deadline_ns)
-
-    async def _until_unwanted(self) -> None:
-        await self._unwanted.wait()
-        raise _UnwantedError
 
     async def _stay_away(self) -> None:
         """Let the driver go, tell it, and return when it is wanted again."""

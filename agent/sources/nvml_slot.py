@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any, Final
 
 from agent.errors import NvmlCode, NvmlError, SourceError
 from agent.model.ids import GpuUuid
@@ -12,6 +13,8 @@ from agent.sources.nvml_inventory import Look, Sighting
 from agent.sources.nvml_library import Nvml
 from agent.sources.nvml_sampling import Sampler
 from agent.sources.nvml_threads import Lane
+
+CANCEL_AGAIN_S: Final = 0.1
 
 
 @dataclass(slots=True, eq=False)
@@ -131,3 +134,16 @@ async def wait_served(numbers: Mapping[Slot, int], timeout_ns: int) -> None:
                 await slot.wait_served(number)
     except TimeoutError:
         return
+
+
+async def ended(*tasks: asyncio.Task[Any]) -> None:
+    """Cancel tasks and return when they have ended.
+
+    More than once where needed: a task group whose task fails while the group is cancelled raises the
+    failure alone, and who waits for the group goes on.
+    """
+    pending = set(tasks)
+    while pending:
+        for task in pending:
+            task.cancel()
+        _done, pending = await asyncio.wait(pending, timeout=CANCEL_AGAIN_S)

@@ -21,9 +21,10 @@ from agent.model.facts import (
 )
 from agent.model.health import Reason
 from agent.simulation.nvml import install_library
+from agent.sources.nvml_slot import ended
 from tests.sources.conftest import MakeNode, StartSource
-from tests.sources.recorder import Recorder, until
-from tests.sources.simulated import MS, QUICK, Node
+from tests.sources.recorder import PATIENCE_S, Recorder, until
+from tests.sources.simulated import MS, QUICK, Node, running_source
 
 INIT = "nvmlInitWithFlags"
 
@@ -336,3 +337,41 @@ async def test_no_descriptor_is_left_when_it_is_closed(
     # One more than before: the file of the node's state.
     assert len(set(Path("/proc/self/fd").iterdir()) - before) <= 2
     assert caplog.records == []
+
+
+async def test_one_that_is_stopped_while_the_driver_goes_ends(
+    make_node: MakeNode, recorder: Recorder
+) -> None:
+    node = make_node("4x-t4")
+    async with asyncio.timeout(PATIENCE_S):
+        for moment in range(12):
+            recorder.forget()
+            async with running_source(node, recorder.inbox):
+                await recorder.until(lambda: len(recorder.of(GpuProbePassed)) >= 4)
+                node.state.unload_driver(code=999)
+                await asyncio.sleep(moment * 0.005)
+
+
+async def test_a_task_that_loses_its_cancellation_ends_all_the_same() -> None:
+    lost = 0
+
+    async def fails_when_cancelled() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            raise SourceError("it failed in the end")
+
+    async def work() -> None:
+        nonlocal lost
+        try:
+            async with asyncio.TaskGroup() as group:
+                group.create_task(fails_when_cancelled())
+        except* SourceError:
+            lost += 1
+        await asyncio.Event().wait()
+
+    task = asyncio.get_running_loop().create_task(work())
+    await asyncio.sleep(0.01)
+    async with asyncio.timeout(PATIENCE_S):
+        await ended(task)
+    assert (lost, task.cancelled()) == (1, True)
