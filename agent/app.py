@@ -16,17 +16,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal, assert_never
 
-from agent import checks, log
-from agent.assembly import Assembly, Source
+from agent import log
 from agent.bus import Inbox, Latest
-from agent.config import Settings, changes_that_need_a_restart
+from agent.config.settings import Settings, changes_that_need_a_restart
 from agent.core.state import initial_state
 from agent.core.view import snapshot_of
-from agent.driver_watch import is_in_container, watch_library
-from agent.ending import EndedError, Ending
 from agent.engine import MAX_IDLE_NS, Engine
 from agent.errors import AgentError, AlreadyRunningError, ConfigError, SourceError
-from agent.imports import import_http, import_plugin, import_state_file
 from agent.model.effects import (
     Effect,
     EndProcess,
@@ -51,14 +47,19 @@ from agent.model.facts import (
 from agent.model.ids import NO_KUBELET, SourceName
 from agent.model.policy import Policy
 from agent.model.snapshot import Durable, RegistrationPhase, Snapshot
-from agent.records import Records
-from agent.signals import Signals
+from agent.runtime.assembly import Assembly, Source
+from agent.runtime.driver_watch import is_in_container, watch_library
+from agent.runtime.ending import EndedError, Ending
+from agent.runtime.imports import import_http, import_plugin, import_state_file
+from agent.runtime.records import Records
+from agent.runtime.signals import Signals
+from agent.runtime.standby import InitFailedError, Memory
+from agent.runtime.startup import NodeLock, boot_id_of, check_paths, check_rights
+from agent.runtime.supervision import Pulse, Run, Supervisor
+from agent.runtime.vitals import ENGINE, EVENT_LOG, EVIDENCE, HTTP, STATE_FILE, Part, Vitals
 from agent.sinks.notify import Notifier
-from agent.standby import InitFailedError, Memory
-from agent.startup import NodeLock, boot_id_of, check_paths, check_rights
-from agent.supervision import Pulse, Run, Supervisor
 from agent.threads import in_daemon_thread
-from agent.vitals import ENGINE, EVENT_LOG, EVIDENCE, HTTP, STATE_FILE, Part, Vitals
+from agent.views import checks
 
 if TYPE_CHECKING:
     from agent.sinks.eventlog import EventLog

@@ -120,7 +120,7 @@ def _dispatch(arguments: list[str]) -> int:
 
 
 def _with_argparse(command: Command, arguments: list[str]) -> int:
-    from agent.arguments import Parser  # noqa: PLC0415 - not needed by run, which must start fast
+    from agent.commands.arguments import Parser  # noqa: PLC0415 - not needed by run, which must start fast
 
     module = cast("CommandModule", importlib.import_module(command.module))
     parser = Parser(command.name)

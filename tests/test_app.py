@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from agent.client import AgentClient
+from agent.commands.client import AgentClient
 from agent.simulation.node import SimulatedNode
 from agent.threads import in_daemon_thread
 from tests.agent_process import (
@@ -245,8 +245,8 @@ async def drain(self, grace_s): await asyncio.Event().wait()
 plugin.DevicePlugin.drain = drain
 """
 IMPATIENT = """
-import agent.signals
-agent.signals.STOP_WITHIN_S = 0.2
+import agent.runtime.signals
+agent.runtime.signals.STOP_WITHIN_S = 0.2
 """
 
 

@@ -19,12 +19,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import agent
-from agent import cli, flags, render
-from agent.client import AgentClient, candidates, find_agent
+from agent import cli
+from agent.commands import render
+from agent.commands.client import AgentClient, candidates, find_agent
 from agent.commands.devices import device_lines
 from agent.commands.status import status_lines
+from agent.config import flags
+from agent.config.options import OPTIONS
 from agent.errors import AgentUnreachableError
-from agent.options import OPTIONS
 from agent.simulation.node import SimulatedNode
 from agent.threads import in_daemon_thread
 from tests.agent_process import AgentProcess, clean_environment, flags_of, running, simulated_node

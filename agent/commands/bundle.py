@@ -6,10 +6,10 @@ import sys
 from pathlib import Path
 from typing import Any, Final
 
-from agent.client import AgentClient, find_agent
+from agent.commands.client import AgentClient, find_agent
 from agent.commands.ordering import GPU_HELP
+from agent.commands.render import add_agent_flag
 from agent.errors import EXIT_FAILED, AgentError
-from agent.render import add_agent_flag
 
 _DESCRIPTION: Final = """\
 Keep what is known of a GPU: serial, part number, VBIOS and InfoROM, driver,

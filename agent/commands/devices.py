@@ -5,8 +5,8 @@ import time
 from collections.abc import Sequence
 from typing import Any, Final, cast
 
-from agent.client import find_agent
-from agent.render import (
+from agent.commands.client import find_agent
+from agent.commands.render import (
     DEVICE_TITLES,
     WIDE_DEVICE_TITLES,
     Output,

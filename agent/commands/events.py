@@ -8,12 +8,12 @@ from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from typing import Any, Final, NamedTuple, cast
 
-from agent import event_files
-from agent.client import TIMEOUT_S, AgentClient, find_agent
+from agent.commands.client import TIMEOUT_S, AgentClient, find_agent
+from agent.commands.render import WIDTH, Output, add_agent_flag, add_output_flag, show
+from agent.config.values import duration_from
 from agent.errors import AgentError, AgentUnreachableError, UsageError
 from agent.log import rfc3339, wall_clock
-from agent.option_values import duration_from
-from agent.render import WIDTH, Output, add_agent_flag, add_output_flag, show
+from agent.views import event_files
 
 WAIT_S: Final = 20
 RETRY_S: Final = 0.5

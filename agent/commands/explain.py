@@ -5,12 +5,12 @@ import textwrap
 from collections.abc import Iterable
 from typing import Any, Final
 
+from agent.commands.render import Output, add_output_flag, show, table
 from agent.core import xids
 from agent.core.reasons import MEANINGS
 from agent.errors import UsageError
 from agent.model.health import Reason
 from agent.model.policy import Policy
-from agent.render import Output, add_output_flag, show, table
 
 _WIDTH: Final = 78
 

@@ -4,8 +4,8 @@ import argparse
 from collections.abc import Mapping
 from typing import Any, Final
 
-from agent.client import ORDER_TIMEOUT_S, find_agent
-from agent.render import Output, add_agent_flag, show
+from agent.commands.client import ORDER_TIMEOUT_S, find_agent
+from agent.commands.render import Output, add_agent_flag, show
 
 GPU_HELP: Final = "UUID, serial, PCI address or index"
 

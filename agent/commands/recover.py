@@ -4,8 +4,8 @@ import argparse
 from typing import Final
 
 from agent.commands.ordering import GPU_HELP, configure_order, obeyed
+from agent.commands.render import Output
 from agent.errors import EXIT_FAILED
-from agent.render import Output
 
 _DESCRIPTION: Final = """\
 Declare a GPU well: what was reported of it and waits for a reset, a reboot or

@@ -3,7 +3,7 @@
 import argparse
 from typing import Final
 
-from agent.client import ORDER_TIMEOUT_S
+from agent.commands.client import ORDER_TIMEOUT_S
 from agent.commands.ordering import GPU_HELP, configure_order, obeyed
 from agent.errors import EXIT_FAILED, UsageError
 

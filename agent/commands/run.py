@@ -6,9 +6,10 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final, NoReturn
 
-from agent import config, flags
+from agent.config import flags
+from agent.config import settings as config
+from agent.config.options import NVIDIA_OPTIONS, OPTIONS, OUR_OPTIONS, Option
 from agent.errors import ConfigError
-from agent.options import NVIDIA_OPTIONS, OPTIONS, OUR_OPTIONS, Option
 
 if TYPE_CHECKING:
     import argparse

@@ -4,8 +4,8 @@ import argparse
 import time
 from typing import Any, Final
 
-from agent.client import find_agent
-from agent.render import NONE, UNKNOWN, Output, add_agent_flag, add_output_flag, age, show, table
+from agent.commands.client import find_agent
+from agent.commands.render import NONE, UNKNOWN, Output, add_agent_flag, add_output_flag, age, show, table
 
 _DESCRIPTION: Final = """\
 Show the running agent, what it offers, and why the node is not ready for GPU

@@ -4,7 +4,7 @@ import argparse
 import platform
 
 from agent import __version__
-from agent.render import Output, add_output_flag, show
+from agent.commands.render import Output, add_output_flag, show
 
 
 def configure(parser: argparse.ArgumentParser) -> None:

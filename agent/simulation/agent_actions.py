@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from agent.config.values import duration_from
 from agent.errors import AgentError
-from agent.option_values import duration_from
 from agent.simulation.action_table import action, choice, name_text, parameter
 from agent.simulation.agent_socket import ask, wait_for_answer
 

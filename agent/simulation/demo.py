@@ -7,7 +7,7 @@ import textwrap
 from pathlib import Path
 from typing import Final
 
-from agent import config
+from agent.config import settings as config
 from agent.simulation.simulate import DEFAULT_PRESET, add_node_options, shipped
 
 EXAMPLES: Final = """\

@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 from typing import Any, Final
 
-from agent import config
+from agent.config import settings as config
 from agent.errors import AgentError, UsageError
 
 EXAMPLES: Final = """\

@@ -23,9 +23,9 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Final
 
+from agent.config.options import OPTIONS, Option
+from agent.config.values import duration_from
 from agent.errors import ConfigError, UsageError
-from agent.option_values import duration_from
-from agent.options import OPTIONS, Option
 from agent.simulation import actions
 from agent.simulation.action_table import Invocation
 from agent.simulation.agent_actions import is_kill

@@ -5,7 +5,7 @@ import asyncio
 from pathlib import Path
 from typing import Final
 
-from agent import config
+from agent.config import settings as config
 
 DEFAULT_PRESET: Final = "dgx-h100"
 

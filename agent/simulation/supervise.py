@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from agent.config.options import OPTIONS
 from agent.errors import EXIT_USAGE, AgentError, ConfigError, UsageError
-from agent.options import OPTIONS
 from agent.simulation import control
 from agent.simulation.children import Child, environment_of_children
 from agent.simulation.directory import NodeDirectory, agent_flags

@@ -5,7 +5,7 @@ Guarantees:
 1. Recording an event never blocks: it is queued and written by a thread. When the disk does not keep up,
    or refuses, events wait; those for which there is no room are dropped, counted, and told by an event of
    their own once there is room again.
-2. The room on disk is bounded, see agent.event_files.
+2. The room on disk is bounded, see agent.views.event_files.
 3. What was recorded is on the disk soon: it is synced with each write, of which there is one in
    MIN_INTERVAL_S at most.
 """
@@ -17,11 +17,11 @@ from collections import deque
 from collections.abc import Callable
 from typing import Final, NamedTuple
 
-from agent import event_files
-from agent.events import Entry
 from agent.log import fields, rfc3339, wall_time_of
 from agent.model.effects import EventKind
 from agent.threads import started_in_daemon_thread
+from agent.views import event_files
+from agent.views.events import Entry
 
 MAX_QUEUED: Final = 4096
 """Events that wait for the disk; some 300 bytes each."""

@@ -23,16 +23,17 @@ from itertools import islice
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from agent import documents, files
+from agent import files
 from agent.bus import Latest
-from agent.documents import Json, TimeOf
-from agent.events import EventRing
 from agent.log import fields
 from agent.model.effects import KeepEvidence
 from agent.model.health import Condition
 from agent.model.ids import GpuUuid
 from agent.model.snapshot import Snapshot
 from agent.threads import in_daemon_thread
+from agent.views import documents
+from agent.views.documents import Json, TimeOf
+from agent.views.events import EventRing
 
 MAX_FILES: Final = 16
 MAX_BYTES: Final = 1024 * 1024

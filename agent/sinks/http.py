@@ -15,13 +15,11 @@ from typing import Final, Protocol
 import msgspec
 from aiohttp import web
 
-from agent import checks, documents
 from agent.bus import Latest
+from agent.config.values import Address
 from agent.errors import AgentError, UsageError
-from agent.events import EventRing
 from agent.log import fields
 from agent.model.snapshot import Snapshot
-from agent.option_values import Address
 from agent.sinks.http_server import (
     BodyError,
     ControlSocket,
@@ -32,6 +30,8 @@ from agent.sinks.http_server import (
     peer_of,
     tcp_socket,
 )
+from agent.views import checks, documents
+from agent.views.events import EventRing
 
 MAX_WAIT_S: Final = 30.0
 """The longest a reader of events may wait for the next one."""

@@ -21,9 +21,9 @@ from typing import Final
 
 from aiohttp import web
 
+from agent.config.values import Address
 from agent.errors import AgentError, SourceError
 from agent.log import fields
-from agent.option_values import Address
 
 MAX_CONNECTIONS: Final = 64
 MAX_LINE_BYTES: Final = 4096

@@ -28,7 +28,7 @@ MESSAGE_IDS: Final[Mapping[EventKind, str]] = {
 _JOURNAL_NAMES: Final = {"uuid": "gpu_uuid", "gpu": "gpu_index", "message": "detail"}
 """Fields of events that are called otherwise in the log, where names are shared by everyone."""
 
-_log = logging.getLogger("agent.events")
+_log = logging.getLogger("agent.views.events")
 
 
 class JournalSink:

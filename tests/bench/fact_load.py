@@ -11,12 +11,14 @@ import sys
 import threading
 import time
 
-from agent import app, config, flags, log
+from agent import app, log
 from agent.bus import Inbox
+from agent.config import flags
+from agent.config import settings as config
+from agent.config.options import OPTIONS
 from agent.model.facts import Fact, GpuProbePassed, XidReported
 from agent.model.ids import GpuUuid
-from agent.options import OPTIONS
-from agent.startup import NodeLock
+from agent.runtime.startup import NodeLock
 
 _PERIOD_S = 0.005
 """Facts come in batches, as a reader of a ring buffer finds them."""

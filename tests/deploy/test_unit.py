@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from agent import __version__, config
-from agent.flags import parse
-from agent.options import OPTIONS
+from agent import __version__
+from agent.config import settings as config
+from agent.config.flags import parse
+from agent.config.options import OPTIONS
 from agent.sinks.notify import EXTEND_BY_S, EXTEND_EVERY_S
 from agent.sources.nvml import MAX_THREADS
 

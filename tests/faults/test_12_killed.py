@@ -13,12 +13,12 @@ from pathlib import Path
 
 import pytest
 
-from agent.client import AgentClient
+from agent.commands.client import AgentClient
 from agent.errors import AgentError
 from agent.model.snapshot import Durable
+from agent.runtime.startup import boot_id_of
 from agent.simulation.node import SimulatedNode
 from agent.sinks import statefile
-from agent.startup import boot_id_of
 from agent.threads import in_daemon_thread
 from tests.agent_process import GPU, PATIENCE_S, AgentProcess, flags_of, running, simulated_node
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from agent.client import AgentClient
+from agent.commands.client import AgentClient
 from agent.simulation.node import SimulatedNode
 from agent.threads import in_daemon_thread
 from tests.agent_process import AgentProcess, flags_of, running, simulated_node, wait_allocatable

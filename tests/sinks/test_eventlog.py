@@ -10,14 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from agent import event_files
-from agent.event_files import FILES, append, read
-from agent.events import Entry, EventRing
 from agent.model.effects import Event, EventKind, RecordEvent
 from agent.model.health import Reason
 from agent.sinks import eventlog
 from agent.sinks.eventlog import EventLog
 from agent.threads import in_daemon_thread
+from agent.views import event_files
+from agent.views.event_files import FILES, append, read
+from agent.views.events import Entry, EventRing
 
 BOOT = "11111111-1111"
 MIB = 2**20

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 from agent.bus import Latest
-from agent.events import EventRing
 from agent.model.effects import Event, EventKind, KeepEvidence, RecordEvent
 from agent.model.health import Condition
 from agent.model.ids import GpuUuid
@@ -20,6 +19,7 @@ from agent.model.sample import GpuSample
 from agent.model.snapshot import Snapshot
 from agent.sinks import evidence
 from agent.sinks.evidence import EvidenceSink
+from agent.views.events import EventRing
 from tests.sinks.offers import node, uuid
 from tests.sinks.stored_states import condition
 

@@ -14,20 +14,20 @@ from typing import Any
 
 import pytest
 
-from agent import checks, documents
 from agent.bus import Latest
-from agent.checks import Check, at_once
+from agent.config.values import Address
 from agent.errors import AgentError, UsageError
-from agent.events import MAX_EVENTS, EventRing
 from agent.model.effects import Event, EventKind, RecordEvent
 from agent.model.facts import NVML
 from agent.model.health import Condition, ConditionKey, Evidence, Health, Reason, Recovery
 from agent.model.ids import DeviceId, GpuUuid, Placement, SocketIdentity
 from agent.model.sample import GpuSample
 from agent.model.snapshot import DriverView, Finding, RegistrationPhase, Snapshot, TaskView
-from agent.option_values import Address
 from agent.sinks import http_server
 from agent.sinks.http import HttpSink
+from agent.views import checks, documents
+from agent.views.checks import Check, at_once
+from agent.views.events import MAX_EVENTS, EventRing
 from tests.sinks.offers import device, node, resource, snapshot, uuid
 
 LOCAL = Address("127.0.0.1", 0)

@@ -8,13 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from agent import config, event_files, records
 from agent.bus import Latest
+from agent.config import settings as config
 from agent.model.effects import Event, EventKind, KeepEvidence, RecordEvent
 from agent.model.ids import GpuUuid
 from agent.model.snapshot import Snapshot
-from agent.records import Records
+from agent.runtime import records
+from agent.runtime.records import Records
 from agent.threads import in_daemon_thread
+from agent.views import event_files
 from tests.sinks.offers import node, uuid
 from tests.sinks.stored_states import condition
 

@@ -6,11 +6,7 @@ Invariants: a value is text until its option's parser has seen it, wherever it c
 from collections.abc import Callable
 from typing import Final, NamedTuple
 
-from agent.core.reasons import MEANINGS
-from agent.core.samples import RULES
-from agent.model.health import Evidence
-from agent.model.policy import MILLISECOND_NS, SECOND_NS, Policy
-from agent.option_values import (
+from agent.config.values import (
     address_from,
     any_path_from,
     bool_from,
@@ -23,6 +19,10 @@ from agent.option_values import (
     words,
     xid_list_from,
 )
+from agent.core.reasons import MEANINGS
+from agent.core.samples import RULES
+from agent.model.health import Evidence
+from agent.model.policy import MILLISECOND_NS, SECOND_NS, Policy
 
 ENVIRONMENT_PREFIX: Final = "GPU_AGENT_"
 

@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Final
 
 from agent import log
 from agent.bus import Latest
-from agent.config import Settings
-from agent.events import Entry, EventRing
-from agent.imports import import_event_log, import_evidence
+from agent.config.settings import Settings
 from agent.model.effects import KeepEvidence, RecordEvent
 from agent.model.ids import GpuUuid
 from agent.model.snapshot import Snapshot
+from agent.runtime.imports import import_event_log, import_evidence
 from agent.sinks.journal import JournalSink
 from agent.threads import in_daemon_thread
+from agent.views.events import Entry, EventRing
 
 if TYPE_CHECKING:
     from agent.sinks.eventlog import EventLog

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from agent.bus import Inbox, Latest
-from agent.config import Settings
+from agent.config.settings import Settings
 from agent.model.facts import Fact
 from agent.model.snapshot import Snapshot
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from agent.sources.pods import PodsSource
     from agent.sources.sysfs import SysfsSource
 
-# Imports stand in the functions: see agent.imports for their order.
+# Imports stand in the functions: see agent.runtime.imports for their order.
 # ruff: noqa: PLC0415
 
 

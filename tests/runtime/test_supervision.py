@@ -7,12 +7,12 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from agent import supervision
 from agent.errors import SourceError
 from agent.model.facts import TaskReported
 from agent.model.ids import SourceName
 from agent.model.policy import MILLISECOND_NS, SECOND_NS
-from agent.supervision import (
+from agent.runtime import supervision
+from agent.runtime.supervision import (
     MAX_FAILURES,
     PAUSE_CAP_S,
     WINDOW_NS,

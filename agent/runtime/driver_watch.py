@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Final, Protocol
 
-from agent.ending import EndedError, Ending
+from agent.runtime.ending import EndedError, Ending
 
 PERIOD_S: Final = 2.0
 NO_LIBRARY_NS: Final = 300_000_000_000

@@ -9,7 +9,7 @@ from agent.model.facts import Fact
 from agent.model.health import Reason
 from agent.model.ids import GpuUuid
 from agent.model.policy import SECOND_NS
-from agent.standby import RECENT_NS, Memory
+from agent.runtime.standby import RECENT_NS, Memory
 
 U0, U1 = GpuUuid("GPU-0"), GpuUuid("GPU-1")
 READY: Final = facts.DriverReady("570", "12", (12, 8))

@@ -9,10 +9,9 @@ import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, Final, Protocol
 
-from agent import documents, selectors
 from agent.bus import Latest
+from agent.config.values import duration_from
 from agent.core.orders import MAX_HOLDS, selectors_of
-from agent.documents import API_VERSION, Json, TimeOf
 from agent.errors import AgentError, UsageError
 from agent.model.facts import (
     Fact,
@@ -26,7 +25,9 @@ from agent.model.gpu import Gpu
 from agent.model.health import Condition, Reason
 from agent.model.ids import GpuUuid
 from agent.model.snapshot import Snapshot
-from agent.option_values import duration_from
+from agent.runtime import selectors
+from agent.views import documents
+from agent.views.documents import API_VERSION, Json, TimeOf
 
 TAKEN_WITHIN_S: Final = 2.0
 LET_GO_WITHIN_S: Final = 45.0

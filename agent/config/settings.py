@@ -10,14 +10,14 @@ from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, NewType, TypedDict, cast
 
+from agent.config.options import ENVIRONMENT_PREFIX, LOOPBACK_API_PORT, OPTIONS, Option
+from agent.config.values import Address, XidList
 from agent.errors import ConfigError
 from agent.model.health import Reason
 from agent.model.policy import MigStrategy, Policy, XidOverride, XidPolicy
-from agent.option_values import Address, XidList
-from agent.options import ENVIRONMENT_PREFIX, LOOPBACK_API_PORT, OPTIONS, Option
 
 if TYPE_CHECKING:
-    from agent.config_file import FileContents
+    from agent.config.file import FileContents
 
 Origin = NewType("Origin", str)
 """Where a value came from: ``--poll``, ``GPU_AGENT_POLL``, ``/etc/x.yaml:3: agent.poll``, ``default``."""
@@ -115,7 +115,7 @@ def load(flags: Mapping[str, str], environment: Mapping[str, str]) -> Settings:
     resolver = _Resolver(flags, environment)
     path = resolver.text_of(OPTIONS["config-file"])
     if path:
-        from agent.config_file import read  # noqa: PLC0415 - only where there is a file
+        from agent.config.file import read  # noqa: PLC0415 - only where there is a file
 
         resolver.use_file(read(path))
     values = {name: resolver.value_of(option) for name, option in OPTIONS.items()}

@@ -10,9 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agent import control
 from agent.bus import Inbox, Latest
-from agent.control import Control, NotTakenError
 from agent.core.orders import MAX_HOLDS
 from agent.core.view import snapshot_of
 from agent.engine import Engine
@@ -22,6 +20,8 @@ from agent.model.facts import OPERATOR, DriverReleased, Fact, HoldRequested
 from agent.model.health import Health
 from agent.model.ids import GpuUuid
 from agent.model.snapshot import Snapshot
+from agent.runtime import control
+from agent.runtime.control import Control, NotTakenError
 from tests.core.build import U0, U1, U2, U3, gpu, registered_node, uuid, xid
 from tests.sources.recorder import PATIENCE_S
 

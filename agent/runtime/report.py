@@ -10,13 +10,14 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Final
 
-from agent import __version__, checks, log
+from agent import __version__, log
 from agent.bus import Inbox, Latest
-from agent.checks import Check, at_once
-from agent.documents import Json
 from agent.model.facts import Fact
 from agent.model.snapshot import Snapshot
-from agent.vitals import Part, Vitals
+from agent.runtime.vitals import Part, Vitals
+from agent.views import checks
+from agent.views.checks import Check, at_once
+from agent.views.documents import Json
 
 DIAL_TIMEOUT_S: Final = 2.0
 DIAL_CACHE_NS: Final = 1_000_000_000

@@ -11,7 +11,7 @@ import stat
 from pathlib import Path
 from typing import Final
 
-from agent.config import Settings
+from agent.config.settings import Settings
 from agent.errors import MissingRightsError, UsageError
 
 MAX_SOCKET_PATH_BYTES: Final = 107

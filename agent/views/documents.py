@@ -11,12 +11,12 @@ from typing import Final
 
 from agent import __version__
 from agent.core.reasons import MEANINGS, advice_of
-from agent.events import Entry
 from agent.model.gpu import Gpu
 from agent.model.health import Condition
 from agent.model.ids import ALL, GpuUuid
 from agent.model.sample import GpuSample
 from agent.model.snapshot import Device, DriverView, Finding, GpuView, Resource, Snapshot
+from agent.views.events import Entry
 
 API_VERSION: Final = "gpu-agent/v1"
 

@@ -11,7 +11,7 @@ from agent.errors import UsageError
 from agent.model.gpu import MigDevice
 from agent.model.ids import GpuUuid
 from agent.model.snapshot import Snapshot
-from agent.selectors import named, one
+from agent.runtime.selectors import named, one
 from tests.sinks.offers import node, uuid
 
 UUID = uuid(3)

@@ -8,16 +8,17 @@ from dataclasses import replace
 
 import pytest
 
-from agent import checks, config
 from agent.bus import Inbox, Latest
+from agent.config import settings as config
 from agent.log import Log, RateLimit
 from agent.log_sinks import LineWriter
 from agent.model.facts import PODS, Fact
 from agent.model.ids import SourceName
 from agent.model.snapshot import Snapshot, TaskView
-from agent.records import Records
-from agent.report import SelfReport
-from agent.vitals import HTTP, Part, Vitals
+from agent.runtime.records import Records
+from agent.runtime.report import SelfReport
+from agent.runtime.vitals import HTTP, Part, Vitals
+from agent.views import checks
 from tests.sinks.offers import node
 
 

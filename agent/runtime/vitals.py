@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Final, Literal
 from agent.model.ids import SourceName
 
 if TYPE_CHECKING:
-    from agent.records import Records
+    from agent.runtime.records import Records
     from agent.sinks.device_plugin import DevicePlugin
     from agent.sinks.statefile import StateFile
 

@@ -11,9 +11,9 @@ import socket
 from collections.abc import Mapping
 from typing import Final, cast
 
-from agent.config import default_node_dir
+from agent.config.options import OPTIONS
+from agent.config.settings import default_node_dir
 from agent.errors import AgentError, AgentUnreachableError, UsageError
-from agent.options import OPTIONS
 
 MAX_ANSWER_BYTES: Final = 16 * 1024 * 1024
 TIMEOUT_S: Final = 5.0

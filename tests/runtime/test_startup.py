@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from agent import config
-from agent.config import Settings
+from agent.config import settings as config
+from agent.config.settings import Settings
 from agent.errors import AgentError, MissingRightsError, UsageError
-from agent.startup import NodeLock, boot_id_of, check_paths, check_rights
+from agent.runtime.startup import NodeLock, boot_id_of, check_paths, check_rights
 
 
 def settings(tmp_path: Path, **flags: str) -> Settings:

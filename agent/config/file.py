@@ -14,8 +14,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple, Protocol, cast
 
+from agent.config.options import OPTIONS, Option
 from agent.model.policy import XidOverride
-from agent.options import OPTIONS, Option
 from agent.spelling import suggestion
 
 MAX_BYTES: Final = 128 * 1024

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from agent.control import Control
-    from agent.report import SelfReport
+    from agent.runtime.control import Control
+    from agent.runtime.report import SelfReport
     from agent.sinks.eventlog import EventLog
     from agent.sinks.evidence import EvidenceSink
     from agent.sinks.http import HttpSink
@@ -47,8 +47,8 @@ def import_evidence() -> "type[EvidenceSink]":
 
 def import_http() -> "tuple[type[HttpSink], type[SelfReport], type[Control]]":
     """Import what answers over HTTP."""
-    from agent.control import Control  # noqa: PLC0415
-    from agent.report import SelfReport  # noqa: PLC0415
+    from agent.runtime.control import Control  # noqa: PLC0415
+    from agent.runtime.report import SelfReport  # noqa: PLC0415
 
     with _no_certificates():
         from agent.sinks.http import HttpSink  # noqa: PLC0415

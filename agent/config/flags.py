@@ -7,8 +7,8 @@ time in which a restarted agent has to be registered, and because all problems a
 
 from collections.abc import Iterable, Sequence
 
-from agent.option_values import bool_from
-from agent.options import Option
+from agent.config.options import Option
+from agent.config.values import bool_from
 
 
 def parse(arguments: Sequence[str], options: Iterable[Option]) -> tuple[dict[str, str], list[str]]:

@@ -9,14 +9,15 @@ import yaml
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from agent import config, config_file
-from agent.config import Settings, default_node_dir
+from agent.config import file as config_file
+from agent.config import settings as config
+from agent.config.options import LOOPBACK_API_PORT, OPTIONS
+from agent.config.settings import Settings, default_node_dir
+from agent.config.values import MAX_TOLD, MAX_XIDS, Address, duration_from, xid_list_from
 from agent.core import xids
 from agent.errors import ConfigError
 from agent.model.health import Reason
 from agent.model.policy import Policy
-from agent.option_values import MAX_TOLD, MAX_XIDS, Address, duration_from, xid_list_from
-from agent.options import LOOPBACK_API_PORT, OPTIONS
 
 NOT_EMPTY = {"if-running": "fail", "api-listen": "127.0.0.1:1", "soft-flips": "thermal"}
 """Values of options that are empty by default, where any path would not do."""
