@@ -1,0 +1,101 @@
+"""What the probe sees of the driver's resource manager (RM): events, live objects, counters, who holds files.
+
+Invariants: numbers are the kernel's own. A file is the address of the kernel's open file, so a copy of a
+descriptor (dup, fork, a message) is the same file. An RM client belongs to one open file of /dev/nvidiactl,
+so (client, handle) names an object on the whole node; a handle alone does not.
+"""
+
+from enum import IntEnum
+from typing import NamedTuple
+
+
+class RmEventKind(IntEnum):
+    """What happened; the numbers are those of bpf/gpu_probe.h."""
+
+    OPEN = 1
+    CLOSE = 2
+    """A descriptor was closed; the file may live on."""
+    ALLOC = 3
+    FREE = 4
+    DUP = 5
+    """An object was copied into another client."""
+    EXIT = 6
+    """The last thread of a process began to exit; its files are still open."""
+    FORK = 7
+    RESCAN = 8
+    """Descriptors may have moved in a way that is not followed (close_range, dup2, exec)."""
+    UVM = 9
+    """A client was registered with unified memory for a GPU, which says whose it is."""
+    REGISTER_FD = 10
+    RELEASE = 11
+    """The open file ended (tier driver only)."""
+
+
+class RmEvent(NamedTuple):
+    """One event of the ring buffer."""
+
+    at_ns: int
+    """CLOCK_MONOTONIC."""
+    cgroup_id: int
+    """Inode of the cgroup v2 directory."""
+    file: int
+    tgid: int
+    pid: int
+    device: int
+    """The kernel's dev_t: major << 20 | minor."""
+    fd: int
+    kind: RmEventKind
+    rm_class: int
+    """RM class of the object, or UVM command."""
+    client: int
+    parent: int
+    handle: int
+    detail: int
+    """ALLOC of a device: its RM device instance. FORK: the child. UVM: the first half of the GPU's UUID."""
+
+
+class RmObject(NamedTuple):
+    """A live object that is tracked."""
+
+    client: int
+    handle: int
+    at_ns: int
+    cgroup_id: int
+    file: int
+    tgid: int
+    """Who allocated it."""
+    rm_class: int
+    parent: int
+    gpu: int
+    """RM device instance, for a device."""
+
+
+class ProcessCounters(NamedTuple):
+    """What one process did since the probe was attached, or since it began."""
+
+    tgid: int
+    cgroup_id: int
+    first_ns: int
+    last_ns: int
+    calls: int
+    opens: int
+    closes: int
+    allocs: int
+    frees: int
+    contexts_allocated: int
+    contexts_freed: int
+    errors: int
+
+
+class HeldFile(NamedTuple):
+    """An open file of the driver in the descriptor table of one process."""
+
+    tgid: int
+    start_ticks: int
+    """Start of the process in clock ticks since boot, as in /proc/PID/stat: with the pid it names a process."""
+    file: int
+    """0 where only /proc could be read, which does not tell."""
+    device: int
+    fds: int
+    """How many descriptors of the process are this file."""
+    cgroup_id: int
