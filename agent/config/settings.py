@@ -14,7 +14,9 @@ from agent.config.options import ENVIRONMENT_PREFIX, LOOPBACK_API_PORT, OPTIONS,
 from agent.config.values import Address, XidList
 from agent.errors import ConfigError
 from agent.model.health import Reason
-from agent.model.policy import MigStrategy, Policy, XidOverride, XidPolicy
+from agent.model.ids import ResourceName
+from agent.model.policy import Injection, MigStrategy, Policy, XidOverride, XidPolicy
+from agent.model.sharing import Sharing
 
 if TYPE_CHECKING:
     from agent.config.file import FileContents
@@ -238,7 +240,11 @@ def _policy(values: Mapping[str, object], dev_root: str, resolver: _Resolver) ->
     window_ns, poll_ns = cast("int", values["slowdown-window"]), cast("int", values["poll"])
     return Policy(
         mig_strategy=cast("MigStrategy", values["mig-strategy"]),
-        replicas=MappingProxyType(dict(resolver.replicas)),
+        sharing=Sharing.of({ResourceName(name): count for name, count in resolver.replicas.items()}),
+        injection=Injection(
+            pass_device_specs=cast("bool", values["pass-device-specs"]),
+            device_root=dev_root,
+        ),
         **_xid_rules(
             disabled=cast("XidList", values["disable-healthchecks"]),
             enabled=cast("XidList", values["enable-healthchecks"]),
@@ -248,8 +254,6 @@ def _policy(values: Mapping[str, object], dev_root: str, resolver: _Resolver) ->
         observe=cast("bool", values["observe"]),
         soft_flips=frozenset(Reason(word) for word in cast("frozenset[str]", values["soft-flips"])),
         soft_flip_every_ns=cast("int", values["soft-flip-every"]),
-        pass_device_specs=cast("bool", values["pass-device-specs"]),
-        device_root=dev_root,
         recovery_clean_probes=cast("int", values["recovery-clean-probes"]),
         recovery_quiet_ns=cast("int", values["recovery-quiet"]),
         sticky_after=cast("int", values["flapping-faults"]),

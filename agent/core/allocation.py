@@ -55,7 +55,7 @@ def allocate(snapshot: Snapshot, resource: Resource, ids: Sequence[str]) -> Cont
     uuids = dict.fromkeys(device.uuid for device in devices)
     return ContainerAnswer(
         envs={VISIBLE_DEVICES: ",".join(uuids)},
-        device_nodes=_device_nodes(snapshot, devices) if snapshot.policy.pass_device_specs else (),
+        device_nodes=_device_nodes(snapshot, devices) if snapshot.policy.injection.pass_device_specs else (),
     )
 
 
@@ -160,5 +160,5 @@ def _device_nodes(snapshot: Snapshot, devices: Sequence[Device]) -> tuple[Device
     minors = {view.gpu.uuid: view.gpu.minor for view in snapshot.gpus}
     own = (minors.get(device.placement.gpu) for device in devices)
     paths = (*snapshot.control_nodes, *(f"/dev/nvidia{minor}" for minor in own if minor is not None))
-    root = snapshot.policy.device_root.rstrip("/")
+    root = snapshot.policy.injection.device_root.rstrip("/")
     return tuple(DeviceNode(container_path=path, host_path=root + path) for path in dict.fromkeys(paths))

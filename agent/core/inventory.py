@@ -70,7 +70,7 @@ def mixed_profiles(gpus: Iterable[Gpu], policy: Policy) -> tuple[str, ...]:
 def _shares(gpu: Gpu, mig: MigDevice | None, name: ResourceName, policy: Policy) -> Iterable[Offer]:
     uuid = gpu.uuid if mig is None else mig.uuid
     place = gpu.placement if mig is None else Placement(gpu.uuid, mig.gi, mig.ci)
-    count = policy.replicas.get(name)
+    count = policy.sharing.replicas_of(name)
     for replica in [None] if count is None else range(count):
         yield Offer(
             id=replica_id(uuid, replica),

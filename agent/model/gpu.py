@@ -15,6 +15,12 @@ class MigDevice:
     profile: str
     """Canonical profile name with its attributes: ``1g.5gb``, ``1g.10gb+me``."""
     memory_bytes: int
+    index: int = 0
+    """NVML's index of the MIG device on its GPU."""
+    gi_minor: int | None = None
+    """N of /dev/nvidia-caps/nvidia-capN that gives access to its GPU instance; None: not known."""
+    ci_minor: int | None = None
+    """The same of its compute instance."""
 
 
 @dataclass(frozen=True, slots=True)

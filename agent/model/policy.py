@@ -6,13 +6,37 @@ from types import MappingProxyType
 from typing import Literal
 
 from agent.model.health import Reason
+from agent.model.sharing import Sharing
 
 MigStrategy = Literal["none", "single", "mixed"]
 XidPolicy = Literal["compat", "catalog"]
 XidOverride = Literal["flip", "ignore"]
+DeviceListStrategy = Literal["envvar", "volume-mounts", "cdi-annotations", "cdi-cri"]
+DeviceIdStrategy = Literal["uuid", "index"]
+SharedAllocationPolicy = Literal["distributed", "packed"]
 
 SECOND_NS = 1_000_000_000
 MILLISECOND_NS = 1_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class Injection:
+    """How devices are put into containers; names and meanings are those of NVIDIA's plugin."""
+
+    strategies: tuple[DeviceListStrategy, ...] = ("envvar",)
+    ids: DeviceIdStrategy = "uuid"
+    """What a container is told; the kubelet's ids stay UUIDs."""
+    pass_device_specs: bool = False
+    device_root: str = "/"
+    """Where /dev/nvidia* are on the host, put before every host path of a device spec."""
+    cdi_annotation_prefix: str = "cdi.k8s.io/"
+    gdrcopy: bool = False
+    gds: bool = False
+    mofed: bool = False
+    imex_channels: tuple[int, ...] = ()
+    imex_required: bool = False
+    mps_root: str = ""
+    """On the host; empty where MPS is not used."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,8 +44,12 @@ class Policy:
     """Settings of the core. Defaults are the product's; scenarios and tests set shorter times."""
 
     mig_strategy: MigStrategy = "none"
-    replicas: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
-    """Shares of each device, by resource name; absent means not shared."""
+    sharing: Sharing = field(default_factory=Sharing)
+    injection: Injection = field(default_factory=Injection)
+    shared_allocation: SharedAllocationPolicy = "distributed"
+    """Which replicas to prefer: of the GPU with the fewest allocated, or with the most."""
+    pre_start_check: bool = False
+    """Refuse to start a container on a device with hard evidence against it."""
     xid_policy: XidPolicy = "compat"
     """compat: what NVIDIA's plugin flips on; catalog: what NVIDIA's catalog calls more than the
     application's business."""
@@ -37,9 +65,6 @@ class Policy:
     """Reasons with soft evidence that may flip a free device, through the breaker."""
     soft_flip_every_ns: int = 3600 * SECOND_NS
     """The breaker: at most one device of the node in this time."""
-    pass_device_specs: bool = False
-    device_root: str = "/"
-    """Where /dev/nvidia* are on the host, put before every host path of a device spec."""
     recovery_clean_probes: int = 3
     recovery_quiet_ns: int = 60 * SECOND_NS
     sticky_after: int = 3

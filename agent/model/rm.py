@@ -92,7 +92,7 @@ class HeldFile(NamedTuple):
 
     tgid: int
     start_ticks: int
-    """Start of the process in clock ticks since boot, as in /proc/PID/stat: with the pid it names a process."""
+    """In clock ticks since boot, as /proc/PID/stat has it: with the pid it names a process."""
     file: int
     """0 where only /proc could be read, which does not tell."""
     device: int

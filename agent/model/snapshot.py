@@ -9,6 +9,7 @@ from agent.model.health import Condition, Health, Reason
 from agent.model.ids import DeviceId, GpuUuid, Placement, ResourceName, SocketIdentity, SourceName
 from agent.model.policy import Policy
 from agent.model.sample import GpuSample
+from agent.model.sharing import SharingStrategy
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +54,8 @@ class Resource:
     """When the phase began (registering and backing off are one spell)."""
     socket: SocketIdentity | None
     """Our socket file while registered."""
+    sharing: SharingStrategy | None = None
+    """How its devices are shared; None: they are not."""
 
     @property
     def capacity(self) -> int:

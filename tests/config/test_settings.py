@@ -17,7 +17,9 @@ from agent.config.values import MAX_TOLD, MAX_XIDS, Address, duration_from, xid_
 from agent.core import xids
 from agent.errors import ConfigError
 from agent.model.health import Reason
+from agent.model.ids import ResourceName
 from agent.model.policy import Policy
+from agent.model.sharing import Sharing
 
 NOT_EMPTY = {"if-running": "fail", "api-listen": "127.0.0.1:1", "soft-flips": "thermal"}
 """Values of options that are empty by default, where any path would not do."""
@@ -131,7 +133,7 @@ def test_an_empty_kubelet_socket_means_to_serve_without_registering() -> None:
 
 def test_the_dev_root_follows_the_driver_root_unless_given() -> None:
     assert load(driver_root="/run/nvidia/driver").dev_root == "/run/nvidia/driver"
-    assert load(driver_root="/run/nvidia/driver", dev_root="/").policy.device_root == "/"
+    assert load(driver_root="/run/nvidia/driver", dev_root="/").policy.injection.device_root == "/"
 
 
 def test_the_api_is_served_with_http_where_that_is_loopback() -> None:
@@ -252,9 +254,10 @@ sharing:
 """
     settings_ = load(config_file=write(tmp_path, text))
     assert settings_.policy.mig_strategy == "mixed"
-    assert settings_.policy.pass_device_specs
+    assert settings_.policy.injection.pass_device_specs
     assert not settings_.fail_on_init_error
-    assert dict(settings_.policy.replicas) == {"nvidia.com/gpu": 4, "nvidia.com/mig-1g.5gb": 2}
+    shares = {ResourceName("nvidia.com/gpu"): 4, ResourceName("nvidia.com/mig-1g.5gb"): 2}
+    assert settings_.policy.sharing == Sharing.of(shares)
     assert [warning.split(": ", 1)[1] for warning in settings_.warnings] == [
         "flags.gdsEnabled is not used by this agent",
         "flags.plugin.deviceListStrategy is not used by this agent",

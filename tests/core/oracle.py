@@ -727,7 +727,7 @@ class Oracle:
                     name = "nvidia.com/mig-" + part.profile.replace("+", ".")
                 uuid = gpu.uuid if part is None else part.uuid
                 devices = found.setdefault(name, [])
-                shares = self.policy.replicas.get(name)
+                shares = self.policy.sharing.replicas_of(ResourceName(name))
                 if shares is None:
                     devices.append((uuid, gpu, part))
                 else:

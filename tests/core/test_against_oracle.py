@@ -28,6 +28,7 @@ from agent.model.gpu import Gpu
 from agent.model.health import Reason
 from agent.model.ids import ALL, GpuUuid, ResourceName, SocketIdentity, SourceName
 from agent.model.policy import MigStrategy, Policy, XidOverride
+from agent.model.sharing import Sharing
 from tests.core.build import (
     GPU,
     K1,
@@ -110,7 +111,7 @@ class AgainstOracle(RuleBasedStateMachine):
     def begin(
         self,
         strategy: MigStrategy,
-        replicas: dict[str, int],
+        replicas: dict[ResourceName, int],
         probes: int,
         quiet_ns: int,
         seed: int,
@@ -118,7 +119,7 @@ class AgainstOracle(RuleBasedStateMachine):
     ) -> None:
         policy = Policy(
             mig_strategy=strategy,
-            replicas=replicas,
+            sharing=Sharing.of(replicas),
             recovery_clean_probes=probes,
             recovery_quiet_ns=quiet_ns,
             jitter_seed=seed,
@@ -287,7 +288,7 @@ class AgainstOracle(RuleBasedStateMachine):
             PolicyChanged(
                 Policy(
                     mig_strategy=old.mig_strategy,
-                    replicas=old.replicas,
+                    sharing=old.sharing,
                     recovery_clean_probes=old.recovery_clean_probes,
                     recovery_quiet_ns=quiet_ns,
                     xid_overrides=overrides,

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from agent.core.allocation import ContainerAnswer, DeviceNode, Refusal, allocate, prefer
 from agent.model.gpu import Gpu
 from agent.model.ids import ResourceName
-from agent.model.policy import Policy
+from agent.model.policy import Injection, Policy
+from agent.model.sharing import Sharing
 from agent.model.snapshot import Resource
 from tests.core.build import (
     C1B,
@@ -45,7 +46,7 @@ def preferred(node: Node, available: list[str], size: int, *, must: tuple[str, .
 
 
 def shares(count: int, *gpus: Gpu) -> Node:
-    return well_node(*gpus, policy=Policy(replicas={GPU: count}))
+    return well_node(*gpus, policy=Policy(sharing=Sharing.of({GPU: count})))
 
 
 def share(on: str, replica: int) -> str:
@@ -91,7 +92,11 @@ def test_nothing_is_asked_for_and_nothing_is_given() -> None:
 
 
 def test_device_nodes_are_given_where_they_are_asked_for() -> None:
-    node = well_node(gpu(0, minor=3), gpu(1), policy=Policy(pass_device_specs=True, device_root="/run/X/"))
+    node = well_node(
+        gpu(0, minor=3),
+        gpu(1),
+        policy=Policy(injection=Injection(pass_device_specs=True, device_root="/run/X/")),
+    )
     node.tell(
         replace(enumerated(gpu(0, minor=3), gpu(1)), control_nodes=("/dev/nvidiactl", "/dev/nvidia-uvm"))
     )
@@ -104,7 +109,9 @@ def test_device_nodes_are_given_where_they_are_asked_for() -> None:
 
 
 def test_device_nodes_of_two_shares_are_given_once_and_at_the_root_as_they_are() -> None:
-    node = well_node(gpu(0), policy=Policy(pass_device_specs=True, replicas={GPU: 2}))
+    node = well_node(
+        gpu(0), policy=Policy(injection=Injection(pass_device_specs=True), sharing=Sharing.of({GPU: 2}))
+    )
     answer = allocated(node, share(U0, 0), share(U0, 1))
     assert isinstance(answer, ContainerAnswer)
     assert answer.device_nodes == (DeviceNode("/dev/nvidia0", "/dev/nvidia0"),)
@@ -112,7 +119,7 @@ def test_device_nodes_of_two_shares_are_given_once_and_at_the_root_as_they_are()
 
 def test_a_gpu_without_a_minor_number_has_no_device_node() -> None:
     blank = replace(gpu(0), minor=None)
-    node = well_node(blank, policy=Policy(pass_device_specs=True))
+    node = well_node(blank, policy=Policy(injection=Injection(pass_device_specs=True)))
     assert allocated(node, U0) == ContainerAnswer(envs={"NVIDIA_VISIBLE_DEVICES": U0})
 
 

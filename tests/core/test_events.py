@@ -27,6 +27,7 @@ from agent.model.gpu import Gpu
 from agent.model.health import Reason
 from agent.model.ids import GpuUuid, ResourceName, SourceName
 from agent.model.policy import Policy
+from agent.model.sharing import Sharing
 from tests.core.build import (
     C1B,
     GPU,
@@ -148,7 +149,7 @@ def test_an_event_of_a_whole_gpu_names_no_instance() -> None:
 
 
 def test_lists_in_events_are_bounded_and_say_how_many_there_are() -> None:
-    node = well_node(gpu(0), gpu(1), policy=Policy(replicas={GPU: 400}))
+    node = well_node(gpu(0), gpu(1), policy=Policy(sharing=Sharing.of({GPU: 400})))
     node.tell(xid(79))
     (device,) = node.events(EventKind.DEVICE)
     assert fields_of(device)["count"] == 400

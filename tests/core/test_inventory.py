@@ -13,6 +13,7 @@ from agent.model.gpu import Gpu
 from agent.model.health import Health, Reason
 from agent.model.ids import ALL, Placement, ResourceName
 from agent.model.policy import Policy
+from agent.model.sharing import Sharing
 from tests.core.build import (
     C1B,
     GPU,
@@ -107,7 +108,7 @@ def test_a_mig_resource_is_named_after_its_profile() -> None:
 
 
 def test_shares_are_numbered_from_zero_and_stay_where_their_device_is() -> None:
-    policy = Policy(mig_strategy="mixed", replicas={SMALL: 2, GPU: 3})
+    policy = Policy(mig_strategy="mixed", sharing=Sharing.of({SMALL: 2, GPU: 3}))
     listed = offers([C1B, replace(PLAIN, numa_node=1)], policy, ())
     assert [str(offer.id) for offer in listed[SMALL]] == [
         f"{mig_uuid(number)}::{replica}" for number in range(3) for replica in range(2)
@@ -122,7 +123,7 @@ def test_shares_are_numbered_from_zero_and_stay_where_their_device_is() -> None:
 
 
 def test_a_device_is_its_offer_with_a_verdict() -> None:
-    policy = Policy(mig_strategy="mixed", replicas={SMALL: 2})
+    policy = Policy(mig_strategy="mixed", sharing=Sharing.of({SMALL: 2}))
     node = well_node(replace(C1B, numa_node=1), policy=policy)
     for offer, device in zip(node.state.offers[SMALL], node.devices(SMALL), strict=True):
         assert asdict(offer).items() <= asdict(device).items()
@@ -192,7 +193,7 @@ def test_another_policy_changes_what_is_offered_and_an_equal_one_nothing() -> No
     before = node.state
     assert node.tell(PolicyChanged(replace(before.policy))) == ()
     assert node.state is before
-    node.tell(PolicyChanged(Policy(replicas={GPU: 2})))
+    node.tell(PolicyChanged(Policy(sharing=Sharing.of({GPU: 2}))))
     assert node.health() == {f"{U0}::0": Health.HEALTHY, f"{U0}::1": Health.HEALTHY}
 
 
@@ -206,7 +207,7 @@ def test_capacity_does_not_fall_because_of_health() -> None:
 
 
 def test_what_was_offered_is_offered_again_before_the_driver_answers() -> None:
-    policy = Policy(replicas={GPU: 2})
+    policy = Policy(sharing=Sharing.of({GPU: 2}))
     node = well_node(gpu(0), gpu(1), policy=policy)
     again = node.restarted(after_ns=S)
     assert [device.id for device in again.devices()] == [device.id for device in node.devices()]

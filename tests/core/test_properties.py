@@ -24,6 +24,7 @@ from agent.model.facts import (
 )
 from agent.model.health import Health, Recovery
 from agent.model.policy import Policy
+from agent.model.sharing import Sharing
 from tests.core.build import (
     C1B,
     GPU,
@@ -67,7 +68,7 @@ def follow(node: Node, history: History) -> None:
 
 
 def rich_state() -> State:
-    node = registered_node(C1B, gpu(1), policy=Policy(mig_strategy="mixed", replicas={GPU: 2}))
+    node = registered_node(C1B, gpu(1), policy=Policy(mig_strategy="mixed", sharing=Sharing.of({GPU: 2})))
     node.tell(xid(48, gi=2, ci=0), xid(79, U1), failed(U1, 15), overdue(U1), DriverCallOverdue("init", S))
     node.tell(TaskReported(AGENT, running=True), enumerated(C1B), FactsLost(NVML, 1))
     return node.state

@@ -16,6 +16,7 @@ from agent.model.facts import (
 from agent.model.gpu import Gpu
 from agent.model.health import Condition, ConditionKey, Evidence, Health, Reason, Recovery
 from agent.model.policy import Policy
+from agent.model.sharing import Sharing
 from agent.model.snapshot import Durable
 from tests.core.build import (
     C1B,
@@ -556,7 +557,7 @@ def test_late_gpus_join_the_first_one_whose_id_stays() -> None:
 @pytest.mark.parametrize("code", [79, 48])
 def test_every_share_of_a_gpu_flips_in_one_step_and_no_other(code: int) -> None:
     """Case C1, a."""
-    node = well_node(gpu(0), gpu(1), policy=Policy(replicas={GPU: 3}))
+    node = well_node(gpu(0), gpu(1), policy=Policy(sharing=Sharing.of({GPU: 3})))
     node.tell(xid(code))
     assert node.unhealthy() == {f"{U0}::{replica}" for replica in range(3)}
     (event,) = node.events(EventKind.ALLOCATABLE)

@@ -25,6 +25,7 @@ from agent.model.facts import (
 from agent.model.health import Condition, ConditionKey, Evidence, Reason, Recovery
 from agent.model.ids import DeviceId, GpuUuid
 from agent.model.policy import Policy
+from agent.model.sharing import Sharing
 from agent.model.snapshot import RegistrationPhase
 from tests.core.build import (
     C1B,
@@ -448,7 +449,7 @@ def test_a_gpu_that_a_pod_holds_does_not_flip_until_it_is_free() -> None:
 
 
 def test_a_gpu_of_which_a_pod_holds_one_share_or_slice_is_not_free() -> None:
-    shared = well_node(gpu(0), policy=replace(SOFT, replicas={GPU: 3}))
+    shared = well_node(gpu(0), policy=replace(SOFT, sharing=Sharing.of({GPU: 3})))
     shared.tell(AllocationsListed({DeviceId(f"{U0}::2"): "ns/job"}), hot())
     assert shared.unhealthy() == set()
     sliced = well_node(C1B, policy=replace(SOFT, mig_strategy="single"))
@@ -635,7 +636,7 @@ def test_who_only_observes_registers_nothing_and_decides_everything() -> None:
 
 
 def test_each_device_that_would_have_been_taken_out_is_counted() -> None:
-    node = well_node(gpu(0), gpu(1), policy=replace(OBSERVE, replicas={GPU: 3}))
+    node = well_node(gpu(0), gpu(1), policy=replace(OBSERVE, sharing=Sharing.of({GPU: 3})))
     assert node.snapshot().observed_flips == 0
     node.tell(xid(94), xid(69))
     assert node.snapshot().observed_flips == 3

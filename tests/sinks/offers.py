@@ -1,12 +1,11 @@
 """Snapshots with devices to offer, as short as a test wants them."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 
 from agent.model.gpu import Gpu
 from agent.model.health import Health
 from agent.model.ids import DeviceId, GpuUuid, Placement, ResourceName
-from agent.model.policy import Policy
+from agent.model.policy import Injection, Policy
 from agent.model.snapshot import (
     Device,
     DriverView,
@@ -63,7 +62,7 @@ def snapshot(*resources: Resource, at_ns: int = 0, pass_device_specs: bool = Fal
     gpus = tuple(_view(number) for number in range(8))
     return Snapshot(
         at_ns=at_ns,
-        policy=replace(Policy(), pass_device_specs=pass_device_specs),
+        policy=Policy(injection=Injection(pass_device_specs=pass_device_specs)),
         driver=DriverView(),
         kubelet=None,
         gpus=gpus,
