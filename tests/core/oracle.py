@@ -40,7 +40,7 @@ from agent.model.facts import (
     XidReported,
 )
 from agent.model.gpu import Gpu, MigDevice
-from agent.model.ids import ALL, SocketIdentity
+from agent.model.ids import ALL, ResourceName, SocketIdentity
 from agent.model.policy import Policy
 from agent.model.sample import GpuSample
 from tests.core.xid_table import IGNORED_BY_NVIDIAS_PLUGIN, row_of
