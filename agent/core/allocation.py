@@ -1,18 +1,16 @@
-"""What a container is given for the devices it was allocated, and which devices to prefer.
+"""What a container is given for the devices it was allocated.
 
 Invariants: answers come from the snapshot alone, no driver call and no file is touched. The values
 do not depend on the order of the request, which the kubelet shuffles. A refusal is read by the
 pod's owner, so it names the device and the next step.
 """
 
-from collections import Counter, deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from agent.core.reasons import advice_of
 from agent.model.health import Health
-from agent.model.ids import GpuUuid
 from agent.model.snapshot import Device, Resource, Snapshot
 
 VISIBLE_DEVICES = "NVIDIA_VISIBLE_DEVICES"
@@ -45,13 +43,13 @@ class Refusal:
 
 def allocate(snapshot: Snapshot, resource: Resource, ids: Sequence[str]) -> ContainerAnswer | Refusal:
     """Return what a container gets for the devices ``ids`` (duplicates are one)."""
-    devices = _find(resource, ids)
+    devices = find_devices(resource, ids)
     if isinstance(devices, Refusal):
         return devices
     for device in devices:
         if device.health is not Health.HEALTHY:
             return Refusal("unhealthy", _unhealthy_message(device))
-    devices.sort(key=_container_order)
+    devices.sort(key=container_order)
     uuids = dict.fromkeys(device.uuid for device in devices)
     return ContainerAnswer(
         envs={VISIBLE_DEVICES: ",".join(uuids)},
@@ -59,71 +57,8 @@ def allocate(snapshot: Snapshot, resource: Resource, ids: Sequence[str]) -> Cont
     )
 
 
-def prefer(
-    resource: Resource, available: Sequence[str], must_include: Sequence[str], size: int
-) -> tuple[str, ...] | Refusal:
-    """Return ``size`` of the ``available`` ids: all of ``must_include``, then the best neighbours.
-
-    Fewest shares of one card first, then the NUMA node most of the choice is on, then as many
-    neighbours as possible left on the node it takes from, then the stable order.
-    """
-    devices = _find(resource, available)
-    if isinstance(devices, Refusal):
-        return devices
-    by_id: dict[str, Device] = {device.id: device for device in sorted(devices, key=_container_order)}
-    missing = [wanted for wanted in must_include if wanted not in by_id]
-    if missing:
-        return Refusal("unknown", f"{missing[0]} must be included but is not among the available devices")
-    chosen = [by_id.pop(wanted) for wanted in dict.fromkeys(must_include)]
-    if len(chosen) > size or len(chosen) + len(by_id) < size:
-        return Refusal(
-            "unsatisfiable",
-            f"not enough available devices to satisfy allocation: {size} of {resource.name} were asked"
-            f" for, {len(chosen) + len(by_id)} are available and {len(chosen)} must be included",
-        )
-    neighbours = _Neighbours(chosen, by_id.values())
-    chosen += [neighbours.take() for _ in range(size - len(chosen))]
-    return tuple(device.id for device in chosen)
-
-
-class _Neighbours:
-    """Free devices by card, ranked by what was chosen so far and what is still free.
-
-    The devices of one card are alike, so a choice looks at each card once, however many shares it has.
-    """
-
-    def __init__(self, chosen: Iterable[Device], free: Iterable[Device]) -> None:
-        """``free`` is in the stable order."""
-        self._chosen_of_card = Counter(device.placement.gpu for device in chosen)
-        self._chosen_on_node = Counter(device.numa_node for device in chosen)
-        self._free_on_node: Counter[int | None] = Counter()
-        self._cards: dict[GpuUuid, deque[Device]] = {}
-        for device in free:
-            self._free_on_node[device.numa_node] += 1
-            self._cards.setdefault(device.placement.gpu, deque()).append(device)
-
-    def take(self) -> Device:
-        """Remove and return the best device."""
-        card = min(self._cards, key=self._rank)
-        device = self._cards[card].popleft()
-        if not self._cards[card]:
-            del self._cards[card]
-        self._chosen_of_card[card] += 1
-        self._chosen_on_node[device.numa_node] += 1
-        self._free_on_node[device.numa_node] -= 1
-        return device
-
-    def _rank(self, card: GpuUuid) -> tuple[int, int, int, tuple[int, int, int, int]]:
-        first = self._cards[card][0]
-        return (
-            self._chosen_of_card[card],
-            -self._chosen_on_node[first.numa_node],
-            -self._free_on_node[first.numa_node],
-            _container_order(first),
-        )
-
-
-def _find(resource: Resource, ids: Sequence[str]) -> list[Device] | Refusal:
+def find_devices(resource: Resource, ids: Sequence[str]) -> list[Device] | Refusal:
+    """Return the devices of ``ids`` in the order asked for, duplicates once, or name the unknown ones."""
     known: dict[str, Device] = {device.id: device for device in resource.devices}
     unknown = [wanted for wanted in dict.fromkeys(ids) if wanted not in known]
     if unknown:
@@ -151,7 +86,8 @@ def _unhealthy_message(device: Device) -> str:
     )
 
 
-def _container_order(device: Device) -> tuple[int, int, int, int]:
+def container_order(device: Device) -> tuple[int, int, int, int]:
+    """Return where ``device`` stands in the stable order: GPU, GPU instance, compute instance, replica."""
     placement = device.placement
     return (device.index, placement.gi, placement.ci, device.replica or 0)
 

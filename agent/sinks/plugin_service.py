@@ -20,7 +20,8 @@ from grpclib.exceptions import GRPCError
 from grpclib.server import Stream
 
 from agent.bus import Inbox, Latest
-from agent.core.allocation import ContainerAnswer, Refusal, allocate, prefer
+from agent.core.allocation import ContainerAnswer, Refusal, allocate
+from agent.core.preference import prefer
 from agent.log import fields
 from agent.model.facts import Fact, WatchersChanged
 from agent.model.health import Health

@@ -4,7 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from agent.core.allocation import ContainerAnswer, allocate, prefer
+from agent.core.allocation import ContainerAnswer, allocate
+from agent.core.preference import prefer
 from agent.core.reasons import MEANINGS, advice_of
 from agent.model.effects import EventKind
 from agent.model.facts import (
