@@ -27,6 +27,8 @@ class Device:
     health: Health
     reasons: tuple[Condition, ...] = ()
     """The active conditions that touch it, those that flip it first, oldest first."""
+    mig_index: int | None = None
+    """NVML's index of the MIG device on its GPU; None: a whole GPU."""
 
 
 class RegistrationPhase(StrEnum):

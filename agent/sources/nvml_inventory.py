@@ -191,7 +191,7 @@ def _mig_devices(nvml: Nvml, seen: Sighting) -> tuple[MigDevice, ...]:
             if error.code in (*_GONE, NvmlCode.INVALID_ARGUMENT):
                 continue
             raise
-        found.append(device)
+        found.append(device if device.index == index else replace(device, index=index))
     return tuple(sorted(found, key=lambda mig: (mig.gi, mig.ci)))
 
 
