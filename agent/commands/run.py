@@ -8,7 +8,10 @@ from typing import TYPE_CHECKING, Final, NoReturn
 
 from agent.config import flags
 from agent.config import settings as config
-from agent.config.options import NVIDIA_OPTIONS, OPTIONS, OUR_OPTIONS, Option
+from agent.config.nvidia_options import NVIDIA_OPTIONS
+from agent.config.option import Option
+from agent.config.options import OPTIONS
+from agent.config.our_options import OUR_OPTIONS
 from agent.errors import ConfigError
 
 if TYPE_CHECKING:

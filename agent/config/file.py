@@ -14,7 +14,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple, Protocol, cast
 
-from agent.config.options import OPTIONS, Option
+from agent.config.option import Option
+from agent.config.options import OPTIONS
 from agent.model.policy import XidOverride
 from agent.spelling import suggestion
 
@@ -36,24 +37,8 @@ _NULL_TAG: Final = "tag:yaml.org,2002:null"
 _YAML_TRUE: Final = frozenset({"true", "yes", "on"})
 
 _FOREIGN: Final = {
-    "": {"resources", "imex"},
-    "flags": {
-        "deviceDiscoveryStrategy",
-        "gdrcopyEnabled",
-        "gdsEnabled",
-        "gfd",
-        "mofedEnabled",
-        "mpsRoot",
-        "useNodeFeatureAPI",
-    },
-    "flags.plugin": {
-        "cdiAnnotationPrefix",
-        "containerDriverRoot",
-        "deviceIDStrategy",
-        "deviceListStrategy",
-        "nvidiaCTKPath",
-        "sharedDevicesAllocationPolicy",
-    },
+    "": {"resources"},
+    "flags": {"gfd", "useNodeFeatureAPI"},
     "sharing": {"mps"},
     "sharing.timeSlicing": {"failRequestsGreaterThanOne", "renameByDefault"},
     "sharing.timeSlicing.resources": {"devices", "rename"},
@@ -170,10 +155,10 @@ class _Reader:
                     self._read_version(node)
                 case "sharing":
                     self._read_sharing(node)
-                case "flags" | "agent":
+                case "flags" | "agent" | "imex":
                     self._read_options(key, node)
                 case _:
-                    self._note_unknown("", key, node, ("version", "flags", "sharing", "agent"))
+                    self._note_unknown("", key, node, ("version", "flags", "sharing", "imex", "agent"))
 
     def _read_version(self, node: _Node) -> None:
         version = self._scalar("version", node)
@@ -195,10 +180,13 @@ class _Reader:
     def _read_option(self, option: Option, node: _Node) -> None:
         if option.is_list and node.id == "sequence":
             items = [self._scalar(option.file_key, item) for item in node.value[:MAX_LISTED]]
-            text: str | None = ",".join(item for item in items if item)
         else:
-            text = self._scalar(option.file_key, node)
-        if text is not None:
+            items = [self._scalar(option.file_key, node)]
+        words = [item for item in items if item is not None]
+        if not option.splits_in_file and any("," in word for word in words):
+            self._problem(node, f"{option.file_key} must be a list to name several, such as [a, b]")
+        elif words or node.id == "sequence":
+            text = ",".join(words)
             where = f"{self._where(node)}: {option.file_key}"
             self._contents.values[option.name] = FileValue(text, where)
 

@@ -10,12 +10,23 @@ from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, NewType, TypedDict, cast
 
-from agent.config.options import ENVIRONMENT_PREFIX, LOOPBACK_API_PORT, OPTIONS, Option
-from agent.config.values import Address, XidList
+from agent.config.option import ENVIRONMENT_PREFIX, Option
+from agent.config.options import OPTIONS
+from agent.config.our_options import LOOPBACK_API_PORT
+from agent.config.values import Address, WordList, XidList
 from agent.errors import ConfigError
 from agent.model.health import Reason
 from agent.model.ids import ResourceName
-from agent.model.policy import Injection, MigStrategy, Policy, XidOverride, XidPolicy
+from agent.model.policy import (
+    DeviceIdStrategy,
+    DeviceListStrategy,
+    Injection,
+    MigStrategy,
+    Policy,
+    SharedAllocationPolicy,
+    XidOverride,
+    XidPolicy,
+)
 from agent.model.sharing import Sharing
 
 if TYPE_CHECKING:
@@ -39,10 +50,27 @@ _OTHER_VARIABLES: Final = frozenset({"GPU_AGENT_NODE_DIR"})
 _NOTHING: Final[Mapping[Any, Any]] = MappingProxyType({})
 
 
+class Cdi(NamedTuple):
+    """How the CDI specification is made; names and meanings are those of NVIDIA's plugin."""
+
+    spec_dir: str = "/var/run/cdi"
+    hook_path: str = "/usr/bin/nvidia-ctk"
+    """On the host, as the specification names it."""
+    driver_root: str = "/"
+    """On the host, as the specification names what lies below it."""
+    driver_root_ctr_path: str = "/driver-root"
+    """Where the driver root is mounted for the agent, if it runs in a container that has it so."""
+    dev_root: str = "/"
+    disabled_hooks: frozenset[str] = frozenset()
+    """Names of hooks, or ``all``."""
+    feature_flags: frozenset[str] = frozenset()
+
+
 class Settings(NamedTuple):
     """Everything that can be set, valid and complete."""
 
     policy: Policy
+    cdi: Cdi
     fail_on_init_error: bool
     driver_root: str
     dev_root: str
@@ -146,18 +174,26 @@ class _Resolver:
 
     def text_of(self, option: Option) -> str:
         """Return the text that counts and note where it came from."""
-        in_environment = self._environment.get(option.environment)
+        variable, in_environment = self._variable_of(option)
         in_file = self._file.values.get(option.name) if self._file is not None else None
         if option.name in self._flags:
             text, origin = self._flags[option.name], f"--{option.name}"
-        elif in_environment or (in_environment == "" and option.empty_means):
-            text, origin = in_environment, option.environment
+        elif in_environment is not None:
+            text, origin = in_environment, variable
         elif in_file is not None:
             text, origin = in_file.text, in_file.where
         else:
             text, origin = option.default, DEFAULT
         self.origins[option.name] = Origin(origin)
         return text
+
+    def _variable_of(self, option: Option) -> tuple[str, str | None]:
+        """Return the first variable that is set, and its text; one that is empty may count as unset."""
+        for name in option.variables:
+            text = self._environment.get(name)
+            if text or (text == "" and option.empty_means):
+                return name, text
+        return option.environment, None
 
     def value_of(self, option: Option) -> object:
         """Return the parsed value, or note the problem and return None."""
@@ -183,14 +219,14 @@ class _Resolver:
         """Return what the file says of single XIDs."""
         return self._file.xids if self._file is not None else _NOTHING
 
-    def warn_of_skipped(self, option: str, listed: XidList) -> None:
-        """Tell of what makes no sense in a list of XIDs, which is skipped as NVIDIA's plugin does."""
+    def warn_of_skipped(self, option: str, listed: XidList | WordList, what: str) -> None:
+        """Tell of what makes no sense in a list, which is skipped as NVIDIA's plugin does."""
         for word in listed.skipped:
-            self.warnings.append(f'{self.origins[option]}: "{word}" is no XID and was skipped')
+            self.warnings.append(f'{self.origins[option]}: "{word}" is no {what} and was skipped')
 
     def warn_of_unknown_variables(self) -> None:
         """Tell of variables with our prefix that nothing reads: most likely a misspelling."""
-        known = {option.environment for option in OPTIONS.values()} | _OTHER_VARIABLES
+        known = {name for option in OPTIONS.values() for name in option.variables} | _OTHER_VARIABLES
         unknown = [name for name in self._environment if name.startswith(ENVIRONMENT_PREFIX)]
         for name in sorted(set(unknown) - known):
             from agent.spelling import suggestion  # noqa: PLC0415 - only where something is wrong
@@ -198,14 +234,24 @@ class _Resolver:
             self.warnings.append(f"{name} is no setting{suggestion(name, tuple(known))}")
 
 
+_SKIPPING: Final = {
+    "disable-healthchecks": "XID",
+    "enable-healthchecks": "XID",
+    "cdi-feature-flags": "feature of a CDI specification",
+    "cdi-disable-hooks": "hook",
+}
+"""Options in which unknown words are skipped, and what such a word is not."""
+
+
 def _settings(values: Mapping[str, object], resolver: _Resolver) -> Settings:
     driver_root = cast("str", values["driver-root"])
     dev_root = cast("str", values["dev-root"]) or driver_root
     http_listen = cast("Address | None", values["http-listen"])
-    for name in ("disable-healthchecks", "enable-healthchecks"):
-        resolver.warn_of_skipped(name, cast("XidList", values[name]))
+    for name, what in _SKIPPING.items():
+        resolver.warn_of_skipped(name, cast("XidList | WordList", values[name]), what)
     return Settings(
         policy=_policy(values, dev_root, resolver),
+        cdi=_cdi(values, driver_root, dev_root),
         fail_on_init_error=cast("bool", values["fail-on-init-error"]),
         driver_root=driver_root,
         dev_root=dev_root,
@@ -241,10 +287,9 @@ def _policy(values: Mapping[str, object], dev_root: str, resolver: _Resolver) ->
     return Policy(
         mig_strategy=cast("MigStrategy", values["mig-strategy"]),
         sharing=Sharing.of({ResourceName(name): count for name, count in resolver.replicas.items()}),
-        injection=Injection(
-            pass_device_specs=cast("bool", values["pass-device-specs"]),
-            device_root=dev_root,
-        ),
+        injection=_injection(values, dev_root),
+        shared_allocation=cast("SharedAllocationPolicy", values["shared-devices-allocation-policy"]),
+        pre_start_check=cast("bool", values["pre-start-check"]),
         **_xid_rules(
             disabled=cast("XidList", values["disable-healthchecks"]),
             enabled=cast("XidList", values["enable-healthchecks"]),
@@ -262,6 +307,34 @@ def _policy(values: Mapping[str, object], dev_root: str, resolver: _Resolver) ->
         slowdown_share_percent=cast("int", values["slowdown-percent"]),
         first_probe_wait_ns=cast("int", values["first-probe-wait"]),
         watch_timeout_ns=cast("int", values["watch-timeout"]),
+    )
+
+
+def _injection(values: Mapping[str, object], dev_root: str) -> Injection:
+    return Injection(
+        strategies=cast("tuple[DeviceListStrategy, ...]", values["device-list-strategy"]),
+        ids=cast("DeviceIdStrategy", values["device-id-strategy"]),
+        pass_device_specs=cast("bool", values["pass-device-specs"]),
+        device_root=dev_root,
+        cdi_annotation_prefix=cast("str", values["cdi-annotation-prefix"]),
+        gdrcopy=cast("bool", values["gdrcopy-enabled"]),
+        gds=cast("bool", values["gds-enabled"]),
+        mofed=cast("bool", values["mofed-enabled"]),
+        imex_channels=cast("tuple[int, ...]", values["imex-channel-ids"]),
+        imex_required=cast("bool", values["imex-required"]),
+        mps_root=cast("str", values["mps-root"]),
+    )
+
+
+def _cdi(values: Mapping[str, object], driver_root: str, dev_root: str) -> Cdi:
+    return Cdi(
+        spec_dir=cast("str", values["cdi-spec-dir"]),
+        hook_path=cast("str", values["nvidia-cdi-hook-path"]),
+        driver_root=driver_root,
+        driver_root_ctr_path=cast("str", values["driver-root-ctr-path"]),
+        dev_root=dev_root,
+        disabled_hooks=cast("WordList", values["cdi-disable-hooks"]).words,
+        feature_flags=cast("WordList", values["cdi-feature-flags"]).words,
     )
 
 

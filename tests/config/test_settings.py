@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from agent.config import file as config_file
 from agent.config import settings as config
-from agent.config.options import LOOPBACK_API_PORT, OPTIONS
+from agent.config.options import OPTIONS
+from agent.config.our_options import LOOPBACK_API_PORT
 from agent.config.settings import Settings, default_node_dir
 from agent.config.values import MAX_TOLD, MAX_XIDS, Address, duration_from, xid_list_from
 from agent.core import xids
@@ -21,7 +22,12 @@ from agent.model.ids import ResourceName
 from agent.model.policy import Policy
 from agent.model.sharing import Sharing
 
-NOT_EMPTY = {"if-running": "fail", "api-listen": "127.0.0.1:1", "soft-flips": "thermal"}
+NOT_EMPTY = {
+    "if-running": "fail",
+    "api-listen": "127.0.0.1:1",
+    "soft-flips": "thermal",
+    "imex-channel-ids": "0",
+}
 """Values of options that are empty by default, where any path would not do."""
 
 
@@ -259,9 +265,6 @@ sharing:
     shares = {ResourceName("nvidia.com/gpu"): 4, ResourceName("nvidia.com/mig-1g.5gb"): 2}
     assert settings_.policy.sharing == Sharing.of(shares)
     assert [warning.split(": ", 1)[1] for warning in settings_.warnings] == [
-        "flags.gdsEnabled is not used by this agent",
-        "flags.plugin.deviceListStrategy is not used by this agent",
-        "flags.plugin.deviceIDStrategy is not used by this agent",
         "flags.gfd is not used by this agent",
         "resources is not used by this agent",
         "sharing.timeSlicing.renameByDefault is not used by this agent",

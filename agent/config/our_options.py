@@ -1,0 +1,273 @@
+"""The options that NVIDIA's device plugin does not have."""
+
+from typing import Final
+
+from agent.config.option import ours
+from agent.config.values import (
+    address_from,
+    bool_from,
+    choice,
+    duration,
+    integer,
+    path_from,
+    root_from,
+    size,
+    words,
+)
+from agent.core.reasons import MEANINGS
+from agent.core.samples import RULES
+from agent.model.health import Evidence
+from agent.model.policy import MILLISECOND_NS, SECOND_NS, Policy
+
+LOOPBACK_PORT: Final = 9470
+LOOPBACK_API_PORT: Final = 9471
+
+SOFT_REASONS: Final = tuple(reason.value for reason in RULES if MEANINGS[reason].evidence is Evidence.SOFT)
+"""What readings only suggest, so that it flips a device where the operator says so."""
+
+_POLICY: Final = Policy()
+
+OUR_OPTIONS: Final = (
+    ours("proc-root", "/proc", root_from, "DIR", "Where /proc is"),
+    ours("sys-root", "/sys", root_from, "DIR", "Where /sys is"),
+    ours(
+        "nvml-library",
+        "",
+        path_from,
+        "PATH",
+        "The NVML library to load",
+        empty_means="libnvidia-ml.so.1 where the linker finds it, else under the driver root",
+    ),
+    ours(
+        "pod-resources-socket",
+        "/var/lib/kubelet/pod-resources/kubelet.sock",
+        path_from,
+        "PATH",
+        "The kubelet's PodResources socket",
+        empty_means="it is not known which pod holds which device",
+    ),
+    ours(
+        "pods-poll",
+        "10s",
+        duration("100ms", "30s"),
+        "TIME",
+        "Time between two lists of pods; what is older than 30s is unknown",
+    ),
+    ours(
+        "kernel-log",
+        "/dev/kmsg",
+        path_from,
+        "PATH",
+        "The kernel log, where XIDs are read that NVML does not tell",
+        empty_means="it is not read",
+    ),
+    ours(
+        "uevents",
+        "true",
+        bool_from,
+        "BOOL",
+        "Hear from the kernel at once of GPUs that come and go; costs 10 MiB",
+        is_switch=True,
+    ),
+    ours(
+        "http-listen",
+        f"127.0.0.1:{LOOPBACK_PORT}",
+        address_from,
+        "ADDR",
+        "Where health and preflight are served",
+        empty_means="nowhere",
+    ),
+    ours(
+        "api-listen",
+        "",
+        address_from,
+        "ADDR",
+        "Where what names processes and pods is served",
+        empty_means=f"with --http-listen if that is loopback, else 127.0.0.1:{LOOPBACK_API_PORT}",
+    ),
+    ours(
+        "control-socket",
+        "/run/gpu-agent/control.sock",
+        path_from,
+        "PATH",
+        "The socket for this machine's commands, open to root only",
+    ),
+    ours(
+        "state-dir",
+        "/var/lib/gpu-agent",
+        path_from,
+        "DIR",
+        "Where state file, lock, event log and evidence are",
+    ),
+    ours(
+        "event-log-size",
+        "16MiB",
+        size("64KiB", "4GiB"),
+        "SIZE",
+        "Room of the event log on disk, all of its files together; 0 keeps none",
+    ),
+    ours(
+        "observe",
+        "false",
+        bool_from,
+        "BOOL",
+        "Register nothing: watch, and tell what would have been done",
+        is_switch=True,
+    ),
+    ours(
+        "if-running",
+        "",
+        lambda text: choice("standby", "fail")(text) if text else "",
+        "WHAT",
+        "If another agent runs on this node: standby until it ends, or fail",
+        empty_means="fail on a terminal, else standby",
+    ),
+    ours(
+        "pre-start-check",
+        "false",
+        bool_from,
+        "BOOL",
+        "Refuse to start a container on a device with hard evidence against it",
+        is_switch=True,
+    ),
+    ours(
+        "distinct-cards",
+        "false",
+        bool_from,
+        "BOOL",
+        "Refuse a container two shares of one device",
+        file_key="agent.sharing.distinctCards",
+        is_switch=True,
+    ),
+    ours(
+        "cdi-spec-dir",
+        "/var/run/cdi",
+        path_from,
+        "DIR",
+        "Where the CDI specification is written",
+        file_key="agent.cdi.specDir",
+    ),
+    ours(
+        "strict-config",
+        "false",
+        bool_from,
+        "BOOL",
+        "Refuse a configuration file with a key that nobody knows",
+        file_key="",
+        is_switch=True,
+    ),
+    ours("poll", "10s", duration("10ms", "10m"), "TIME", "Time between two looks at a GPU, or at the bus"),
+    ours("init-deadline", "120s", duration("10ms", "10m"), "TIME", "Longest time for NVML to initialise"),
+    ours("init-retry", "1s", duration("10ms", "10m"), "TIME", "Time between two attempts to initialise NVML"),
+    ours(
+        "first-handle-deadline",
+        "60s",
+        duration("10ms", "10m"),
+        "TIME",
+        "Longest time for the first NVML handle of a GPU",
+    ),
+    ours(
+        "call-deadline",
+        "5s",
+        duration("10ms", "10m"),
+        "TIME",
+        "Longest time for any other NVML call on a GPU",
+    ),
+    ours(
+        "first-probe-wait",
+        f"{_POLICY.first_probe_wait_ns // MILLISECOND_NS}ms",
+        duration("0s", "1m"),
+        "TIME",
+        "How long registration waits for the first probe of each GPU",
+    ),
+    ours(
+        "watch-timeout",
+        f"{_POLICY.watch_timeout_ns // SECOND_NS}s",
+        duration("100ms", "10m"),
+        "TIME",
+        "Register anew if the kubelet has opened no ListAndWatch for so long",
+    ),
+    ours(
+        "recovery-clean-probes",
+        f"{_POLICY.recovery_clean_probes}",
+        integer(1, 1_000),
+        "N",
+        "Probes that must pass in a row before a device is well again",
+    ),
+    ours(
+        "recovery-quiet",
+        f"{_POLICY.recovery_quiet_ns // SECOND_NS}s",
+        duration("0s", "24h"),
+        "TIME",
+        "How long a fault must have stayed away before a device is well again",
+    ),
+    ours(
+        "xid-policy",
+        _POLICY.xid_policy,
+        choice("compat", "catalog"),
+        "POLICY",
+        "Which XIDs flip a device: compat, as NVIDIA's plugin, or catalog, as NVIDIA's XID catalog",
+    ),
+    ours(
+        "flapping-faults",
+        f"{_POLICY.sticky_after}",
+        integer(2, 100),
+        "N",
+        "So many faults that went away by themselves keep a GPU out until a reboot or recover",
+        file_key="agent.flapping.faults",
+    ),
+    ours(
+        "flapping-within",
+        f"{_POLICY.sticky_window_ns // (60 * SECOND_NS)}m",
+        duration("1s", "24h"),
+        "TIME",
+        "The time in which they count",
+        file_key="agent.flapping.within",
+    ),
+    ours(
+        "soft-flips",
+        "",
+        words(*SOFT_REASONS),
+        "REASONS",
+        f"What is only inferred and flips a free GPU all the same: {', '.join(SOFT_REASONS)}",
+        is_list=True,
+        empty_means="none",
+    ),
+    ours(
+        "soft-flip-every",
+        f"{_POLICY.soft_flip_every_ns // (3600 * SECOND_NS)}h",
+        duration("1s", "240h"),
+        "TIME",
+        "At most one GPU of the node is flipped so in this time",
+    ),
+    ours(
+        "slowdown-window",
+        "10m",
+        duration("1s", "24h"),
+        "TIME",
+        "The time in which clocks held down by hardware are a thermal finding",
+        file_key="agent.slowdown.window",
+    ),
+    ours(
+        "slowdown-percent",
+        f"{_POLICY.slowdown_share_percent}",
+        integer(1, 100),
+        "N",
+        "In this share of it",
+        file_key="agent.slowdown.percent",
+    ),
+    ours(
+        "log-format",
+        "auto",
+        choice("auto", "journal", "json", "text"),
+        "FORMAT",
+        "auto, journal, json or text; auto is journal under systemd, text on a terminal, else json",
+    ),
+    ours(
+        "log-level",
+        "info",
+        choice("debug", "info", "warning", "error"),
+        "LEVEL",
+        "Least severe lines to write: debug, info, warning or error",
+    ),
+)
