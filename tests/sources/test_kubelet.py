@@ -35,7 +35,7 @@ BY_POLLING = replace(BY_EVENTS, recheck_ns=20 * MS, poll_ns=20 * MS, watch_retry
 
 def make_socket(path: Path) -> SocketIdentity:
     """Make a socket file, under another name first so that it appears whole, as another file."""
-    draft = path.with_name(f".{path.name}.draft")
+    draft = path.with_name(".draft")
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(str(draft))
     draft.rename(path)
