@@ -44,6 +44,7 @@ def snapshot_of(state: State) -> Snapshot:
         facts_lost=state.facts_lost,
         findings=tuple(_findings(state, gpus)),
         durable=_durable(state),
+        topology=state.topology,
         pods=state.pods,
         released_until_ns=state.released_until_ns,
         driver_released=state.driver_released,

@@ -10,6 +10,7 @@ from agent.model.ids import DeviceId, GpuUuid, Placement, ResourceName, SocketId
 from agent.model.policy import Policy
 from agent.model.sample import GpuSample
 from agent.model.sharing import SharingStrategy
+from agent.model.topology import Topology
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,6 +151,7 @@ class Snapshot:
     facts_lost: Mapping[SourceName, int]
     findings: tuple[Finding, ...]
     durable: Durable
+    topology: Topology = field(default_factory=Topology)
     pods: Mapping[DeviceId, str] | None = None
     """Who holds which device, as the kubelet says; None: not known, or not known recently."""
     released_until_ns: int | None = None
