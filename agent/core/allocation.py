@@ -1,60 +1,70 @@
-"""What a container is given for the devices it was allocated.
+"""Whether a container gets the devices it was allocated, and whether it may start on them.
 
-Invariants: answers come from the snapshot alone, no driver call and no file is touched. The values
-do not depend on the order of the request, which the kubelet shuffles. A refusal is read by the
-pod's owner, so it names the device and the next step.
+Invariants: answers come from the snapshot alone, no driver call and no file is touched. A refusal is
+read by the pod's owner, so it names the device and the next step.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from agent.core.injection import ContainerAnswer, container_answer, imex_channels
 from agent.core.reasons import advice_of
-from agent.model.health import Health
+from agent.model.health import Evidence, Health
+from agent.model.sharing import Sharing
 from agent.model.snapshot import Device, Resource, Snapshot
-
-VISIBLE_DEVICES = "NVIDIA_VISIBLE_DEVICES"
-
-
-@dataclass(frozen=True, slots=True)
-class DeviceNode:
-    """A device node to be put into the container."""
-
-    container_path: str
-    host_path: str
-    permissions: str = "rw"
-
-
-@dataclass(frozen=True, slots=True)
-class ContainerAnswer:
-    """What one container gets."""
-
-    envs: Mapping[str, str]
-    device_nodes: tuple[DeviceNode, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
     """Why a request cannot be met."""
 
-    kind: Literal["unknown", "unhealthy", "unsatisfiable"]
+    kind: Literal["unknown", "unhealthy", "unsatisfiable", "missing"]
+    """``missing``: the node lacks something that the container needs beside its devices."""
     message: str
 
 
-def allocate(snapshot: Snapshot, resource: Resource, ids: Sequence[str]) -> ContainerAnswer | Refusal:
-    """Return what a container gets for the devices ``ids`` (duplicates are one)."""
+def allocate(
+    snapshot: Snapshot,
+    resource: Resource,
+    ids: Sequence[str],
+    *,
+    annotation_id: str = "",
+    absent: Collection[str] = (),
+) -> ContainerAnswer | Refusal:
+    """Return what a container gets for the devices ``ids`` (duplicates are one).
+
+    For ``annotation_id`` and ``absent`` see ``container_answer``.
+    """
     devices = find_devices(resource, ids)
     if isinstance(devices, Refusal):
         return devices
-    for device in devices:
-        if device.health is not Health.HEALTHY:
-            return Refusal("unhealthy", _unhealthy_message(device))
     devices.sort(key=container_order)
-    uuids = dict.fromkeys(device.uuid for device in devices)
-    return ContainerAnswer(
-        envs={VISIBLE_DEVICES: ",".join(uuids)},
-        device_nodes=_device_nodes(snapshot, devices) if snapshot.policy.injection.pass_device_specs else (),
-    )
+    refusal = _too_many(resource, devices, snapshot.policy.sharing) or _sick(devices) or _no_channel(snapshot)
+    if refusal is not None:
+        return refusal
+    return container_answer(snapshot, resource, devices, annotation_id=annotation_id, absent=absent)
+
+
+def refuse_start(resource: Resource, ids: Sequence[str]) -> Refusal | None:
+    """Return why a container must not start on devices that it was allocated; None: nothing is against it.
+
+    Only what a device says of itself counts. What is inferred, and a device that is not known (any
+    more), never keeps a container from starting.
+    """
+    wanted = frozenset(ids)
+    for device in resource.devices:
+        if device.id not in wanted:
+            continue
+        for condition in device.reasons:
+            if condition.flips and condition.evidence is Evidence.HARD:
+                return Refusal(
+                    "unhealthy",
+                    f"{device.id} (GPU {device.index}) failed after it was allocated: {condition.reason}:"
+                    f" {condition.message}; {advice_of(condition)}, or delete the pod so that it is"
+                    " allocated another device",
+                )
+    return None
 
 
 def find_devices(resource: Resource, ids: Sequence[str]) -> list[Device] | Refusal:
@@ -76,6 +86,56 @@ def _shown(name: str) -> str:
     return text if len(text) <= 64 else text[:61] + "..."
 
 
+def _too_many(resource: Resource, devices: Sequence[Device], sharing: Sharing) -> Refusal | None:
+    """Return what the operator's limits on shared devices say against a request."""
+    shares = [device for device in devices if device.replica is not None]
+    if sharing.fail_requests_greater_than_one and shares and len(devices) > 1:
+        return Refusal(
+            "unsatisfiable",
+            f'invalid allocation request for "{resource.name}": invalid request: maximum request size for'
+            f" shared resources is 1; found {len(devices)}; ask for 1 {resource.name} in each container",
+        )
+    if sharing.distinct_cards and (twice := _twice(shares)):
+        return Refusal(
+            "unsatisfiable",
+            f"{twice[0].uuid} (GPU {twice[0].index}) was allocated more than once ({_listed(twice)}), and"
+            " this node gives a container each card once; delete the pod so that it is allocated anew, or"
+            f" ask for fewer {resource.name}",
+        )
+    return None
+
+
+def _twice(shares: Sequence[Device]) -> list[Device]:
+    """Return the shares of the first device that has several among them."""
+    of_device: dict[str, list[Device]] = {}
+    for share in shares:
+        of_device.setdefault(share.uuid, []).append(share)
+    return next((listed for listed in of_device.values() if len(listed) > 1), [])
+
+
+def _listed(devices: Iterable[Device]) -> str:
+    ids = [device.id for device in devices]
+    return ", ".join(ids[:4]) + (", ..." if len(ids) > 4 else "")
+
+
+def _sick(devices: Iterable[Device]) -> Refusal | None:
+    sick = next((device for device in devices if device.health is not Health.HEALTHY), None)
+    return None if sick is None else Refusal("unhealthy", _unhealthy_message(sick))
+
+
+def _no_channel(snapshot: Snapshot) -> Refusal | None:
+    injection = snapshot.policy.injection
+    present = imex_channels(snapshot)
+    missing = next((channel for channel in injection.imex_channels if channel not in present), None)
+    if missing is None or not injection.imex_required:
+        return None
+    return Refusal(
+        "missing",
+        f"IMEX channel {missing} is required for every container and this node has none; delete the pod so"
+        " that it is scheduled anew, and have the node's nvidia-imex service looked at",
+    )
+
+
 def _unhealthy_message(device: Device) -> str:
     if not device.reasons:
         return f"{device.id} has not been probed yet, so it is not known to work; try again in a moment"
@@ -90,11 +150,3 @@ def container_order(device: Device) -> tuple[int, int, int, int]:
     """Return where ``device`` stands in the stable order: GPU, GPU instance, compute instance, replica."""
     placement = device.placement
     return (device.index, placement.gi, placement.ci, device.replica or 0)
-
-
-def _device_nodes(snapshot: Snapshot, devices: Sequence[Device]) -> tuple[DeviceNode, ...]:
-    minors = {view.gpu.uuid: view.gpu.minor for view in snapshot.gpus}
-    own = (minors.get(device.placement.gpu) for device in devices)
-    paths = (*snapshot.control_nodes, *(f"/dev/nvidia{minor}" for minor in own if minor is not None))
-    root = snapshot.policy.injection.device_root.rstrip("/")
-    return tuple(DeviceNode(container_path=path, host_path=root + path) for path in dict.fromkeys(paths))

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agent.core.allocation import ContainerAnswer, DeviceNode, Refusal, allocate
+from agent.core.allocation import Refusal, allocate
+from agent.core.injection import ContainerAnswer, DeviceNode
 from agent.core.preference import prefer
 from agent.model.gpu import Gpu
 from agent.model.ids import ResourceName

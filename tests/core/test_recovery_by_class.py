@@ -4,7 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from agent.core.allocation import ContainerAnswer, allocate
+from agent.core.allocation import allocate
+from agent.core.injection import ContainerAnswer
 from agent.core.preference import prefer
 from agent.core.reasons import MEANINGS, advice_of
 from agent.model.effects import EventKind

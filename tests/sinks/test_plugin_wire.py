@@ -9,7 +9,7 @@ from hypothesis import strategies as some
 
 from agent.api.deviceplugin.v1beta1 import DevicePluginBase
 from agent.bus import Inbox, Latest
-from agent.core.allocation import ContainerAnswer, DeviceNode
+from agent.core.injection import ContainerAnswer, DeviceNode
 from agent.model.facts import Fact
 from agent.model.health import Health
 from agent.simulation.stubs.deviceplugin.v1beta1 import api_pb2 as pb
