@@ -10,13 +10,13 @@ from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, NewType, TypedDict, cast
 
+from agent.config.discovery_options import DISCOVERY_OPTIONS
 from agent.config.option import ENVIRONMENT_PREFIX, Option
 from agent.config.options import OPTIONS
 from agent.config.our_options import LOOPBACK_API_PORT
 from agent.config.values import Address, WordList, XidList
 from agent.errors import ConfigError
 from agent.model.health import Reason
-from agent.model.ids import ResourceName
 from agent.model.policy import (
     DeviceIdStrategy,
     DeviceListStrategy,
@@ -31,6 +31,7 @@ from agent.model.sharing import Sharing
 
 if TYPE_CHECKING:
     from agent.config.file import FileContents
+    from agent.config.sharing_file import FileSharing
 
 Origin = NewType("Origin", str)
 """Where a value came from: ``--poll``, ``GPU_AGENT_POLL``, ``/etc/x.yaml:3: agent.poll``, ``default``."""
@@ -66,11 +67,24 @@ class Cdi(NamedTuple):
     feature_flags: frozenset[str] = frozenset()
 
 
+class FeatureDiscovery(NamedTuple):
+    """How labels are made; names and meanings are those of NVIDIA's GPU feature discovery."""
+
+    oneshot: bool = False
+    no_timestamp: bool = False
+    sleep_interval_ns: int | None = 60_000_000_000
+    """None: labels are made once."""
+    output_file: str = "/etc/kubernetes/node-feature-discovery/features.d/gfd"
+    machine_type_file: str = "/sys/class/dmi/id/product_name"
+    use_node_feature_api: bool = True
+
+
 class Settings(NamedTuple):
     """Everything that can be set, valid and complete."""
 
     policy: Policy
     cdi: Cdi
+    gfd: FeatureDiscovery
     fail_on_init_error: bool
     driver_root: str
     dev_root: str
@@ -147,8 +161,10 @@ def load(flags: Mapping[str, str], environment: Mapping[str, str]) -> Settings:
     if path:
         from agent.config.file import read  # noqa: PLC0415 - only where there is a file
 
-        resolver.use_file(read(path))
-    values = {name: resolver.value_of(option) for name, option in OPTIONS.items()}
+        resolver.use_file(read(path, strict=resolver.value_of(OPTIONS["strict-config"]) is True))
+    options = (*OPTIONS.values(), *DISCOVERY_OPTIONS)
+    values = {option.name: resolver.value_of(option) for option in options}
+    resolver.judge_mps(values)
     resolver.warn_of_unknown_variables()
     if resolver.problems:
         raise ConfigError(tuple(resolver.problems))
@@ -210,9 +226,9 @@ class _Resolver:
             return None
 
     @property
-    def replicas(self) -> Mapping[str, int]:
-        """Return the shares of each device, by resource name; only the file can say."""
-        return self._file.replicas if self._file is not None else _NOTHING
+    def sharing(self) -> "FileSharing | None":
+        """Return how devices are shared, if they are; only the file can say."""
+        return self._file.sharing if self._file is not None and self._file.sharing.shares else None
 
     @property
     def xids(self) -> Mapping[int, XidOverride]:
@@ -223,6 +239,19 @@ class _Resolver:
         """Tell of what makes no sense in a list, which is skipped as NVIDIA's plugin does."""
         for word in listed.skipped:
             self.warnings.append(f'{self.origins[option]}: "{word}" is no {what} and was skipped')
+
+    def judge_mps(self, values: Mapping[str, object]) -> None:
+        """Note what MPS does not go with, as NVIDIA's plugin does."""
+        sharing = self.sharing
+        if sharing is None or sharing.strategy != "mps":
+            return
+        if values["mig-strategy"] == "mixed":
+            origin = self.origins["mig-strategy"]
+            self.problems.append(f"{sharing.where} does not go with the MIG strategy mixed ({origin})")
+        if values["mps-root"] == "":
+            self.problems.append(
+                f"{sharing.where} needs --mps-root, where the MPS control daemon has its files"
+            )
 
     def warn_of_unknown_variables(self) -> None:
         """Tell of variables with our prefix that nothing reads: most likely a misspelling."""
@@ -252,6 +281,7 @@ def _settings(values: Mapping[str, object], resolver: _Resolver) -> Settings:
     return Settings(
         policy=_policy(values, dev_root, resolver),
         cdi=_cdi(values, driver_root, dev_root),
+        gfd=_gfd(values),
         fail_on_init_error=cast("bool", values["fail-on-init-error"]),
         driver_root=driver_root,
         dev_root=dev_root,
@@ -286,7 +316,7 @@ def _policy(values: Mapping[str, object], dev_root: str, resolver: _Resolver) ->
     window_ns, poll_ns = cast("int", values["slowdown-window"]), cast("int", values["poll"])
     return Policy(
         mig_strategy=cast("MigStrategy", values["mig-strategy"]),
-        sharing=Sharing.of({ResourceName(name): count for name, count in resolver.replicas.items()}),
+        sharing=_sharing(resolver.sharing, distinct_cards=cast("bool", values["distinct-cards"])),
         injection=_injection(values, dev_root),
         shared_allocation=cast("SharedAllocationPolicy", values["shared-devices-allocation-policy"]),
         pre_start_check=cast("bool", values["pre-start-check"]),
@@ -307,6 +337,18 @@ def _policy(values: Mapping[str, object], dev_root: str, resolver: _Resolver) ->
         slowdown_share_percent=cast("int", values["slowdown-percent"]),
         first_probe_wait_ns=cast("int", values["first-probe-wait"]),
         watch_timeout_ns=cast("int", values["watch-timeout"]),
+    )
+
+
+def _sharing(of_file: "FileSharing | None", *, distinct_cards: bool) -> Sharing:
+    if of_file is None:
+        return Sharing(distinct_cards=distinct_cards)
+    return Sharing(
+        strategy=of_file.strategy,
+        shares=of_file.shares,
+        rename_by_default=of_file.rename_by_default,
+        fail_requests_greater_than_one=of_file.fail_requests_greater_than_one,
+        distinct_cards=distinct_cards,
     )
 
 
@@ -335,6 +377,17 @@ def _cdi(values: Mapping[str, object], driver_root: str, dev_root: str) -> Cdi:
         dev_root=dev_root,
         disabled_hooks=cast("WordList", values["cdi-disable-hooks"]).words,
         feature_flags=cast("WordList", values["cdi-feature-flags"]).words,
+    )
+
+
+def _gfd(values: Mapping[str, object]) -> FeatureDiscovery:
+    return FeatureDiscovery(
+        oneshot=cast("bool", values["oneshot"]),
+        no_timestamp=cast("bool", values["no-timestamp"]),
+        sleep_interval_ns=cast("int | None", values["sleep-interval"]),
+        output_file=cast("str", values["output-file"]),
+        machine_type_file=cast("str", values["machine-type-file"]),
+        use_node_feature_api=cast("bool", values["use-node-feature-api"]),
     )
 
 
