@@ -41,7 +41,9 @@ MAX_ID_BYTES: Final = 256
 MAX_FIELDS: Final = 20_000
 """Fields in one request, unknown ones too."""
 MAX_CACHED_PIECES: Final = 4_096
-"""Encoded pieces kept, of each kind."""
+"""Encoded pieces of lists kept, of each kind."""
+MAX_CACHED_ANSWER_PIECES: Final = 512
+"""Encoded pieces of answers kept, of each kind; which devices go together hardly ever repeats."""
 MAX_LIST_BYTES: Final = 4_194_304
 """The kubelet's client takes no larger message. Source: grpc-go, defaultClientMaxReceiveMessageSize."""
 
@@ -208,12 +210,12 @@ def _container_answer(answer: ContainerAnswer) -> bytes:
     return b"".join(pieces)
 
 
-@lru_cache(maxsize=MAX_CACHED_PIECES)
+@lru_cache(maxsize=MAX_CACHED_ANSWER_PIECES)
 def _env(name: str, value: str) -> bytes:
     return bytes(ContainerAllocateResponse(envs={name: value}))
 
 
-@lru_cache(maxsize=MAX_CACHED_PIECES)
+@lru_cache(maxsize=MAX_CACHED_ANSWER_PIECES)
 def _mount(mount: Mount) -> bytes:
     wire = WireMount(
         container_path=mount.container_path, host_path=mount.host_path, read_only=mount.read_only
@@ -221,12 +223,12 @@ def _mount(mount: Mount) -> bytes:
     return bytes(ContainerAllocateResponse(mounts=[wire]))
 
 
-@lru_cache(maxsize=MAX_CACHED_PIECES)
+@lru_cache(maxsize=MAX_CACHED_ANSWER_PIECES)
 def _cdi_device(name: str) -> bytes:
     return bytes(ContainerAllocateResponse(cdi_devices=[CdiDevice(name=name)]))
 
 
-@lru_cache(maxsize=MAX_CACHED_PIECES)
+@lru_cache(maxsize=MAX_CACHED_ANSWER_PIECES)
 def _device_spec(node: DeviceNode) -> bytes:
     spec = DeviceSpec(
         container_path=node.container_path, host_path=node.host_path, permissions=node.permissions
