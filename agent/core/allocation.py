@@ -74,13 +74,13 @@ def find_devices(resource: Resource, ids: Sequence[str]) -> list[Device] | Refus
     if unknown:
         return Refusal(
             "unknown",
-            f"invalid request: unknown device: {', '.join(_shown(name) for name in unknown[:4])} is not a"
+            f"invalid request: unknown device: {', '.join(shown(name) for name in unknown[:4])} is not a"
             f" device of {resource.name} on this node; delete the pod so that it is allocated anew",
         )
     return [known[wanted] for wanted in dict.fromkeys(ids)]
 
 
-def _shown(name: str) -> str:
+def shown(name: str) -> str:
     """Return an id from outside so that it can stand in a message: short, and printable."""
     text = name if name.isprintable() else ascii(name)
     return text if len(text) <= 64 else text[:61] + "..."

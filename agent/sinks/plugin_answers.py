@@ -112,7 +112,7 @@ class Answers:
         resource = self._offered()
         choices: list[tuple[str, ...]] = []
         for wanted in self._read(read_preferred_request, request):
-            choice = prefer(resource, wanted.available, wanted.must_include, wanted.size)
+            choice = prefer(self._latest.value, resource, wanted.available, wanted.must_include, wanted.size)
             if isinstance(choice, Refusal):
                 raise self._refusal(choice)
             choices.append(choice)

@@ -217,7 +217,7 @@ def test_g1_the_seven_others_are_allocated_as_before() -> None:
     (resource,) = node.snapshot().resources
     others = [str(device.id) for device in resource.devices if device.placement.gpu != U3]
     for size in (1, 2, 7):
-        chosen = prefer(resource, others, (), size)
+        chosen = prefer(node.snapshot(), resource, others, (), size)
         assert isinstance(chosen, tuple)
         assert len(chosen) == size
         assert isinstance(allocate(node.snapshot(), resource, chosen), ContainerAnswer)
