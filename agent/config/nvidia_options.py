@@ -41,6 +41,7 @@ NVIDIA_OPTIONS: Final = (
         "FAIL_ON_INIT_ERROR",
         "flags.failOnInitError",
         is_switch=True,
+        needs_restart=True,
     ),
     Option(
         "driver-root",
@@ -51,6 +52,7 @@ NVIDIA_OPTIONS: Final = (
         "NVIDIA_DRIVER_ROOT",
         "flags.nvidiaDriverRoot",
         aliases=("nvidia-driver-root",),
+        needs_restart=True,
     ),
     Option(
         "dev-root",
@@ -62,6 +64,7 @@ NVIDIA_OPTIONS: Final = (
         "flags.nvidiaDevRoot",
         aliases=("nvidia-dev-root",),
         empty_means="the driver root",
+        needs_restart=True,
     ),
     Option(
         "pass-device-specs",
@@ -142,6 +145,7 @@ NVIDIA_OPTIONS: Final = (
         "flags.plugin.nvidiaCTKPath",
         aliases=("nvidia-ctk-path",),
         other_environment=("NVIDIA_CTK_PATH",),
+        needs_restart=True,
     ),
     Option(
         "driver-root-ctr-path",
@@ -153,6 +157,7 @@ NVIDIA_OPTIONS: Final = (
         "flags.plugin.containerDriverRoot",
         aliases=("container-driver-root",),
         other_environment=("CONTAINER_DRIVER_ROOT",),
+        needs_restart=True,
     ),
     Option(
         "mps-root",
@@ -181,6 +186,7 @@ NVIDIA_OPTIONS: Final = (
         "How devices are found: auto or nvml, which are the same here",
         "DEVICE_DISCOVERY_STRATEGY",
         "flags.deviceDiscoveryStrategy",
+        needs_restart=True,
     ),
     Option(
         "imex-channel-ids",

@@ -32,6 +32,8 @@ class Option(NamedTuple):
     """Whether commas separate in the file too; NVIDIA's plugin takes some words there as they are."""
     empty_means: str = ""
     """What an empty value does; without it an empty environment variable counts as unset."""
+    needs_restart: bool = False
+    """Whether a change of it in the file takes effect at the next start only."""
 
     @property
     def variables(self) -> tuple[str, ...]:
@@ -50,6 +52,7 @@ def ours(
     is_switch: bool = False,
     is_list: bool = False,
     empty_means: str = "",
+    needs_restart: bool = False,
 ) -> Option:
     """Describe an option that NVIDIA's plugin does not have; its names follow from the flag's."""
     return Option(
@@ -63,9 +66,15 @@ def ours(
         is_switch=is_switch,
         is_list=is_list,
         empty_means=empty_means,
+        needs_restart=needs_restart,
     )
 
 
 def _camel_case(name: str) -> str:
     first, *rest = name.split("-")
     return first + "".join(word.capitalize() for word in rest)
+
+
+def shown(text: str) -> str:
+    """Return a text as it can stand in a sentence."""
+    return text if len(text) <= 80 else text[:77] + "..."

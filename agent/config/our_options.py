@@ -28,8 +28,8 @@ SOFT_REASONS: Final = tuple(reason.value for reason in RULES if MEANINGS[reason]
 _POLICY: Final = Policy()
 
 OUR_OPTIONS: Final = (
-    ours("proc-root", "/proc", root_from, "DIR", "Where /proc is"),
-    ours("sys-root", "/sys", root_from, "DIR", "Where /sys is"),
+    ours("proc-root", "/proc", root_from, "DIR", "Where /proc is", needs_restart=True),
+    ours("sys-root", "/sys", root_from, "DIR", "Where /sys is", needs_restart=True),
     ours(
         "nvml-library",
         "",
@@ -37,6 +37,7 @@ OUR_OPTIONS: Final = (
         "PATH",
         "The NVML library to load",
         empty_means="libnvidia-ml.so.1 where the linker finds it, else under the driver root",
+        needs_restart=True,
     ),
     ours(
         "pod-resources-socket",
@@ -45,6 +46,7 @@ OUR_OPTIONS: Final = (
         "PATH",
         "The kubelet's PodResources socket",
         empty_means="it is not known which pod holds which device",
+        needs_restart=True,
     ),
     ours(
         "pods-poll",
@@ -52,6 +54,7 @@ OUR_OPTIONS: Final = (
         duration("100ms", "30s"),
         "TIME",
         "Time between two lists of pods; what is older than 30s is unknown",
+        needs_restart=True,
     ),
     ours(
         "kernel-log",
@@ -60,6 +63,7 @@ OUR_OPTIONS: Final = (
         "PATH",
         "The kernel log, where XIDs are read that NVML does not tell",
         empty_means="it is not read",
+        needs_restart=True,
     ),
     ours(
         "uevents",
@@ -68,6 +72,7 @@ OUR_OPTIONS: Final = (
         "BOOL",
         "Hear from the kernel at once of GPUs that come and go; costs 10 MiB",
         is_switch=True,
+        needs_restart=True,
     ),
     ours(
         "http-listen",
@@ -76,6 +81,7 @@ OUR_OPTIONS: Final = (
         "ADDR",
         "Where health and preflight are served",
         empty_means="nowhere",
+        needs_restart=True,
     ),
     ours(
         "api-listen",
@@ -84,6 +90,7 @@ OUR_OPTIONS: Final = (
         "ADDR",
         "Where what names processes and pods is served",
         empty_means=f"with --http-listen if that is loopback, else 127.0.0.1:{LOOPBACK_API_PORT}",
+        needs_restart=True,
     ),
     ours(
         "control-socket",
@@ -91,6 +98,7 @@ OUR_OPTIONS: Final = (
         path_from,
         "PATH",
         "The socket for this machine's commands, open to root only",
+        needs_restart=True,
     ),
     ours(
         "state-dir",
@@ -98,6 +106,7 @@ OUR_OPTIONS: Final = (
         path_from,
         "DIR",
         "Where state file, lock, event log and evidence are",
+        needs_restart=True,
     ),
     ours(
         "event-log-size",
@@ -105,6 +114,7 @@ OUR_OPTIONS: Final = (
         size("64KiB", "4GiB"),
         "SIZE",
         "Room of the event log on disk, all of its files together; 0 keeps none",
+        needs_restart=True,
     ),
     ours(
         "observe",
@@ -121,6 +131,7 @@ OUR_OPTIONS: Final = (
         "WHAT",
         "If another agent runs on this node: standby until it ends, or fail",
         empty_means="fail on a terminal, else standby",
+        needs_restart=True,
     ),
     ours(
         "pre-start-check",
@@ -146,6 +157,7 @@ OUR_OPTIONS: Final = (
         "DIR",
         "Where the CDI specification is written",
         file_key="agent.cdi.specDir",
+        needs_restart=True,
     ),
     ours(
         "strict-config",
@@ -156,15 +168,37 @@ OUR_OPTIONS: Final = (
         file_key="",
         is_switch=True,
     ),
-    ours("poll", "10s", duration("10ms", "10m"), "TIME", "Time between two looks at a GPU, or at the bus"),
-    ours("init-deadline", "120s", duration("10ms", "10m"), "TIME", "Longest time for NVML to initialise"),
-    ours("init-retry", "1s", duration("10ms", "10m"), "TIME", "Time between two attempts to initialise NVML"),
+    ours(
+        "poll",
+        "10s",
+        duration("10ms", "10m"),
+        "TIME",
+        "Time between two looks at a GPU, or at the bus",
+        needs_restart=True,
+    ),
+    ours(
+        "init-deadline",
+        "120s",
+        duration("10ms", "10m"),
+        "TIME",
+        "Longest time for NVML to initialise",
+        needs_restart=True,
+    ),
+    ours(
+        "init-retry",
+        "1s",
+        duration("10ms", "10m"),
+        "TIME",
+        "Time between two attempts to initialise NVML",
+        needs_restart=True,
+    ),
     ours(
         "first-handle-deadline",
         "60s",
         duration("10ms", "10m"),
         "TIME",
         "Longest time for the first NVML handle of a GPU",
+        needs_restart=True,
     ),
     ours(
         "call-deadline",
@@ -172,6 +206,7 @@ OUR_OPTIONS: Final = (
         duration("10ms", "10m"),
         "TIME",
         "Longest time for any other NVML call on a GPU",
+        needs_restart=True,
     ),
     ours(
         "first-probe-wait",
@@ -262,6 +297,7 @@ OUR_OPTIONS: Final = (
         choice("auto", "journal", "json", "text"),
         "FORMAT",
         "auto, journal, json or text; auto is journal under systemd, text on a terminal, else json",
+        needs_restart=True,
     ),
     ours(
         "log-level",

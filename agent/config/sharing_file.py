@@ -12,7 +12,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Final, Literal, NamedTuple
 
-from agent.config.yaml_tree import Node, Notes, join, shown
+from agent.config.option import shown
+from agent.config.yaml_tree import Node, Notes, join
 from agent.model.ids import ResourceName
 from agent.model.sharing import SHARED_SUFFIX, Share, SharingStrategy
 

@@ -9,6 +9,8 @@ import stat
 from collections.abc import Iterator
 from typing import Any, Final, Protocol, cast
 
+from agent.config.option import shown
+
 MAX_BYTES: Final = 128 * 1024
 """A parser in Python reads this in a few seconds; a real file has two kilobytes."""
 MAX_LISTED: Final = 1024
@@ -65,7 +67,7 @@ def _bytes_of(path: str) -> bytes:
         try:
             if not stat.S_ISREG(os.fstat(descriptor).st_mode) and os.path.realpath(path) != NOTHING:
                 raise UnreadableError(f"The configuration file {path} is not a regular file")
-            with open(descriptor, "rb", closefd=False) as file:  # noqa: PTH123 - opened above
+            with open(descriptor, "rb", closefd=False) as file:
                 return file.read(MAX_BYTES + 1)
         finally:
             os.close(descriptor)
@@ -171,11 +173,6 @@ def is_null(node: Node) -> bool:
 def join(path: str, key: str) -> str:
     """Return the path of a key."""
     return f"{path}.{shown(key)}" if path else shown(key)
-
-
-def shown(text: str) -> str:
-    """Return a text as it can stand in a sentence."""
-    return text if len(text) <= 80 else text[:77] + "..."
 
 
 def _append_bounded(notes: list[str], note: str) -> None:
