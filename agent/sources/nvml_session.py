@@ -33,6 +33,7 @@ from agent.sources.nvml_library import Nvml, Versions
 from agent.sources.nvml_sampling import Sampler
 from agent.sources.nvml_settings import NvmlSettings
 from agent.sources.nvml_slot import DriverGoneError, Slot, driver_failure, wait_served, wait_set
+from agent.sources.nvml_surveys import Surveys
 from agent.sources.nvml_telling import Telling
 from agent.sources.nvml_threads import Call, Lane, ThreadGroup
 
@@ -78,6 +79,7 @@ class Session:
         """Since when some GPU fails as it would if the driver were gone."""
         self._control_nodes: tuple[str, ...] = ()
         self._telling = Telling(around.inbox, around.settings, versions)
+        self._surveys = Surveys(self._slots, self._telling, around.settings, around.sys_root, around.clock)
         self.listener: Final = Listener(
             lane=events_lane,
             nvml=Nvml(events_lane.log),
@@ -237,8 +239,9 @@ class Session:
             await self._register(slot)
             await self._confirm(slot)
             self._telling.outcome(slot)
+            await self._surveys.make(slot)
             if slot.served >= slot.requested:
-                await wait_set(slot.wake, max(0, slot.due_ns - self._clock()))
+                await wait_set(slot.wake, max(0, self._surveys.next_ns(slot) - self._clock()))
                 slot.wake.clear()
 
     async def _look(self, slot: Slot) -> None:
