@@ -92,6 +92,11 @@ def plugin_process(directory: Path, *arguments: str) -> Iterator[PluginProcess]:
 class Resolved:
     """Spec files that resolve every name."""
 
+    absent: frozenset[str] = frozenset()
+
+    async def settle(self) -> None:
+        """Nothing is being written."""
+
     def missing(self, names: Sequence[str]) -> str | None:
         return None
 
