@@ -40,6 +40,7 @@ KERNEL_LOG = SourceName("kernel-log")
 SYSFS = SourceName("sysfs")
 UEVENTS = SourceName("uevents")
 PODS = SourceName("pods")
+MPS = SourceName("mps")
 OPERATOR = SourceName("operator")
 
 
@@ -96,7 +97,7 @@ class GpusEnumerated(_State):
 
     gpus: tuple[Gpu, ...]
     control_nodes: tuple[str, ...] = ()
-    """Device nodes every container needs that exist: /dev/nvidiactl, /dev/nvidia-uvm, …"""
+    """Device nodes that exist and belong to no GPU: /dev/nvidiactl, /dev/nvidia-uvm, …; IMEX channels."""
     source: SourceName = NVML
 
 
@@ -404,6 +405,16 @@ class AllocationsListed(_State):
 
 
 @dataclass(frozen=True, slots=True)
+class MpsSeen(_State):
+    """Whether the MPS control daemon says that it serves."""
+
+    ready: bool
+    message: str = ""
+    """What is missing, if it does not."""
+    source: SourceName = MPS
+
+
+@dataclass(frozen=True, slots=True)
 class HoldRequested(_State):
     """An operator takes a GPU out until it is given back, over restarts and reboots."""
 
@@ -541,6 +552,7 @@ Fact = (
     | DeviceNodesSeen
     | GpuRebound
     | AllocationsListed
+    | MpsSeen
     | HoldRequested
     | UnholdRequested
     | RecoverRequested
