@@ -58,6 +58,7 @@ class Assembly:
             ),
             dev_root=self._dev,
             sys_root=Path(settings.sys_root),
+            proc_root=Path(settings.proc_root),
             clock=self.clock,
             settings=NvmlSettings(
                 init_deadline_ns=settings.init_deadline_ns,

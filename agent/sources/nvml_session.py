@@ -20,6 +20,7 @@ from agent.log import fields
 from agent.model import facts
 from agent.model.ids import GpuUuid
 from agent.model.policy import SECOND_NS
+from agent.sources.mig_minors import with_minors
 from agent.sources.nvml_events import Listener, RetiredError, register
 from agent.sources.nvml_hotplug import BindEvents
 from agent.sources.nvml_inventory import (
@@ -55,6 +56,7 @@ class Surroundings:
     settings: NvmlSettings
     dev_root: Path
     sys_root: Path
+    proc_root: Path
     clock: Callable[[], int]
     on_node_overdue: Callable[[Lane, Call], None]
     on_node_answered: Callable[[Lane, Call], None]
@@ -279,7 +281,7 @@ class Session:
             look = look_at_index(slot.nvml, slot.index, self._around.sys_root)
         else:
             look = look_again(slot.nvml, slot.sighting)
-        return slot.sampled(look)
+        return slot.sampled(with_minors(look, self._around.proc_root))
 
     def _saw(self, slot: Slot, look: Look) -> None:
         seen = look.sighting
