@@ -47,6 +47,7 @@ GROUPS: Final = {
         Command("devices", "Show each device, its health and the reason", "agent.commands.devices"),
         Command("topology", "Show how the GPUs are connected", "agent.commands.topology"),
         Command("events", "Show what happened", "agent.commands.events"),
+        Command("allocate", "Show what a container would get, as a dry run", "agent.commands.allocate"),
     ),
     "To take GPUs out and give them back": (
         Command("hold", "Take a GPU out until it is given back, over reboots", "agent.commands.hold"),

@@ -8,6 +8,7 @@ from agent.model.gpu import Gpu, MigDevice
 from agent.model.ids import GpuUuid
 from agent.sources.mig_minors import MAX_TABLE_BYTES, with_minors
 from agent.sources.nvml_inventory import Look, Sighting
+from agent.sources.nvml_library import Handle
 
 TABLE = """\
 config 1
@@ -33,7 +34,7 @@ def look(*mig_devices: MigDevice, minor: int | None = 3) -> Look:
         mig_enabled=True,
         mig_devices=mig_devices,
     )
-    return Look(Sighting(gpu, None, "00000000:17:00.0"), None)
+    return Look(Sighting(gpu, Handle(object()), "00000000:17:00.0"), None)
 
 
 def mig(ci: int, gi: int = 1) -> MigDevice:
