@@ -101,13 +101,12 @@ def mps_seen(state: State, fact: facts.MpsSeen, now_ns: int) -> State:
     That it serves for the first time is a start and counts at once; after that its absence is trouble, and
     recovers as other trouble does.
     """
-    if state.policy.sharing.strategy != "mps":
-        return state
+    is_needed = state.policy.sharing.strategy == "mps"
     served = replace(
         state,
         mps_ready=fact.ready,
         mps_missing=fact.message,
-        mps_was_ready=state.mps_was_ready or fact.ready,
+        mps_was_ready=state.mps_was_ready or (fact.ready and is_needed),
     )
     if served.mps_was_ready and not state.mps_was_ready:
         served = replace(served, conditions=without_daemon(served.conditions))
@@ -115,8 +114,8 @@ def mps_seen(state: State, fact: facts.MpsSeen, now_ns: int) -> State:
 
 
 def _with_mps(state: State, now_ns: int) -> State:
-    if state.policy.sharing.strategy != "mps" and state.mps_ready is not None:
-        state = replace(state, mps_ready=None, mps_missing="", mps_was_ready=False)
+    if state.policy.sharing.strategy != "mps":
+        state = replace(state, mps_was_ready=False)
     active = with_daemon(
         state.conditions,
         state.offers,

@@ -99,7 +99,7 @@ class State:
     """Devices that would have turned Unhealthy, had the agent not only observed."""
 
     mps_ready: bool | None = None
-    """Whether the MPS control daemon serves; None: nobody looked, because none is needed or not yet."""
+    """Whether the MPS control daemon serves; None: nobody looked yet, as when none is needed."""
     mps_missing: str = ""
     """What is missing of it, while it does not."""
     mps_was_ready: bool = False

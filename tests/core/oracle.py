@@ -353,9 +353,9 @@ class Oracle:
                 for fault in self.faults:
                     if fault.reason in SOFT and fault.reason not in fact.policy.soft_flips:
                         fault.flips = False
-            case MpsSeen() if self.policy.sharing.strategy == "mps":
+            case MpsSeen():
                 self.mps = fact.ready
-                if fact.ready and not self.mps_served:
+                if fact.ready and not self.mps_served and self.policy.sharing.strategy == "mps":
                     self.mps_served = True
                     self.faults = [fault for fault in self.faults if fault.reason != "mps_not_ready"]
             case KubeletSocketSeen():
@@ -475,7 +475,7 @@ class Oracle:
     def mps_causes(self) -> None:
         """What MPS shares cannot be used while its daemon does not serve; nothing else needs it."""
         if self.policy.sharing.strategy != "mps":
-            self.mps, self.mps_served = None, False
+            self.mps_served = False
         shared = {gpu.uuid for _, devices in self.offered() for id_, gpu, _ in devices if "::" in id_}
         needs = shared if self.policy.sharing.strategy == "mps" else set()
         self.faults = [f for f in self.faults if f.reason != "mps_not_ready" or f.gpu in needs]
