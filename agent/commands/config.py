@@ -29,8 +29,8 @@ Examples:
   gpu-agent config explain                    everything that can be set
   gpu-agent config explain agent.flapping     a key, a flag or a variable
 
-validate ends with 0 for a file that would be taken and 2 for any other; what is
-passed over is told on standard error. show takes every flag of run.
+validate ends with 0 for a file that would be taken and 2 for any other; what
+is passed over is told on standard error. show takes every flag of run.
 """
 
 
