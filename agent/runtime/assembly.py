@@ -149,6 +149,12 @@ class Assembly:
             on_loss=self._look_at_all,
         )
 
+    def make_mps(self, mps_root: str) -> Source:
+        """Make the source that watches whether the MPS control daemon serves."""
+        from agent.sources.mps import MpsSource
+
+        return MpsSource(inbox=self.inbox, mps_root=Path(mps_root), clock=self.clock)
+
     def make_pods(self) -> Source:
         """Make the source that asks which pod holds what."""
         from agent.sources.pods import PodsSource

@@ -8,6 +8,7 @@ import asyncio
 import time
 
 from agent.errors import AgentError
+from agent.simulation.agent_actions import write_config
 from agent.simulation.kubelet import EmulatedKubelet
 from agent.simulation.node import SimulatedNode
 from agent.simulation.scenario import Expectation, Scenario, Step
@@ -18,7 +19,9 @@ class ScenarioFailedError(AgentError):
 
 
 async def set_up(node: SimulatedNode, scenario: Scenario) -> None:
-    """Apply the steps that come before anybody looks."""
+    """Write the agent's configuration and apply the steps that come before anybody looks."""
+    if scenario.config is not None:
+        write_config(node.directory.agent_config, scenario.config)
     for step in scenario.setup:
         for invocation in step.do:
             await node.apply(invocation)

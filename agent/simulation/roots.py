@@ -72,8 +72,10 @@ def write_mig_devices(minor: int, placed: Sequence[PlacedMigDevice], dev_root: P
     directory.mkdir(parents=True, exist_ok=True)
     for number in (_CONFIG_MINOR, _MONITOR_MINOR):
         (directory / f"nvidia-cap{number}").touch()
-    for number in range(_gpu_minor(minor), _gpu_minor(minor + 1)):
-        (directory / f"nvidia-cap{number}").unlink(missing_ok=True)
+    own = range(_gpu_minor(minor), _gpu_minor(minor + 1))
+    for file in list(directory.iterdir()):
+        if int(file.name.removeprefix("nvidia-cap")) in own:
+            file.unlink()
     for device in placed:
         for number in capability_minors(minor, device.gi, device.ci):
             (directory / f"nvidia-cap{number}").touch()

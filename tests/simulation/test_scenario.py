@@ -56,6 +56,10 @@ def test_the_scenarios_that_are_promised_are_shipped() -> None:
         "flapping",
         "hold",
         "kill-restart",
+        "mig-mixed",
+        "mig-reconfigure",
+        "time-slicing",
+        "mps",
     }
 
 
@@ -187,7 +191,7 @@ def test_a_key_given_twice_is_a_problem(tmp_path: Path) -> None:
 
 def test_an_empty_file_says_what_it_needs(tmp_path: Path) -> None:
     assert problems_of(tmp_path, "# nothing\n") == [
-        "s.yaml: the file is empty; it needs node, agent, steps, until, timeout"
+        "s.yaml: the file is empty; it needs node, agent, config, steps, until, timeout"
     ]
 
 
