@@ -37,6 +37,7 @@ from agent.model.facts import (
     DEVICE_PLUGIN,
     KERNEL_LOG,
     KUBELET,
+    MPS,
     NVML,
     PODS,
     SYSFS,
@@ -270,6 +271,7 @@ class Agent:
         self._keep_critical(DEVICE_PLUGIN, device_plugin.run)
         self._keep_critical(ENGINE, engine.run)
         self._watch_kubelet()
+        self._watch_mps_if_needed()
         self._keep_part(STATE_FILE, "sink", self._write_state, lambda: _trouble(self._vitals.state_file))
         if self._settings.event_log_bytes:
             run = self._records.run_event_log
@@ -312,6 +314,12 @@ class Agent:
             self._inbox.put(KubeletSocketSeen(NO_KUBELET))
             return
         self._keep_part(KUBELET, "source", self._assembly.make_kubelet().run)
+
+    def _watch_mps_if_needed(self) -> None:
+        """Watch the MPS control daemon from when it is needed on; it costs a look when something changes."""
+        if self._policy.sharing.strategy == "mps" and MPS not in self._tasks:
+            source = self._assembly.make_mps(self._policy.injection.mps_root)
+            self._keep_part(MPS, "source", source.run)
 
     async def _write_state(self) -> None:
         if self._vitals.state_file is None:
@@ -408,6 +416,8 @@ class Agent:
             injection=replace(policy.injection, device_root=self._policy.injection.device_root),
         )
         self._inbox.put(PolicyChanged(self._policy))
+        if self._serving.is_set():
+            self._watch_mps_if_needed()
 
     async def _measure_lag(self) -> None:
         while True:
@@ -422,7 +432,7 @@ class Agent:
         self._notifier.stopping()
         _log.info("Stopping", extra=log.fields(why=self._ending.why))
         await self._cancel(KUBELET, "life", "start judge", "driver watch", CONFIG_WATCH, "reload")
-        await self._cancel(KERNEL_LOG, SYSFS, UEVENTS, PODS)
+        await self._cancel(KERNEL_LOG, SYSFS, UEVENTS, PODS, MPS)
         letting_go = self._group.create_task(self._end_nvml(nvml), name="nvml end")
         if self._vitals.device_plugin is not None:
             await self._vitals.device_plugin.drain(DRAIN_GRACE_S)
