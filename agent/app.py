@@ -59,7 +59,17 @@ from agent.runtime.signals import Signals
 from agent.runtime.standby import InitFailedError, Memory
 from agent.runtime.startup import NodeLock, boot_id_of, check_paths, check_rights
 from agent.runtime.supervision import Pulse, Run, Supervisor
-from agent.runtime.vitals import CONFIG_WATCH, ENGINE, EVENT_LOG, EVIDENCE, HTTP, STATE_FILE, Part, Vitals
+from agent.runtime.vitals import (
+    CDI,
+    CONFIG_WATCH,
+    ENGINE,
+    EVENT_LOG,
+    EVIDENCE,
+    HTTP,
+    STATE_FILE,
+    Part,
+    Vitals,
+)
 from agent.sinks.notify import Notifier
 from agent.threads import in_daemon_thread
 from agent.views import checks
@@ -266,10 +276,12 @@ class Agent:
     def _start_serving(self) -> None:
         """Start what only the agent of the node has."""
         engine = self._engine()
+        cdi = self._assembly.make_cdi(is_in_container=is_in_container(self._environment))
         device_plugin = self._vitals.device_plugin = self._assembly.make_device_plugin()
         self._vitals.parts.append(Part(DEVICE_PLUGIN, "sink", _no_trouble))
         self._keep_critical(DEVICE_PLUGIN, device_plugin.run)
         self._keep_critical(ENGINE, engine.run)
+        self._keep_part(CDI, "sink", cdi.run, lambda: cdi.trouble)
         self._watch_kubelet()
         self._watch_mps_if_needed()
         self._keep_part(STATE_FILE, "sink", self._write_state, lambda: _trouble(self._vitals.state_file))
@@ -436,7 +448,7 @@ class Agent:
         letting_go = self._group.create_task(self._end_nvml(nvml), name="nvml end")
         if self._vitals.device_plugin is not None:
             await self._vitals.device_plugin.drain(DRAIN_GRACE_S)
-        await self._cancel(DEVICE_PLUGIN, ENGINE, STATE_FILE, EVENT_LOG, EVIDENCE)
+        await self._cancel(DEVICE_PLUGIN, ENGINE, CDI, STATE_FILE, EVENT_LOG, EVIDENCE)
         is_written, _ = await asyncio.gather(self._flush_state(), self._records.flush(FLUSH_S))
         await self._cancel(HTTP)
         if is_written and self._lock.is_held:

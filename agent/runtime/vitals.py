@@ -17,6 +17,7 @@ STATE_FILE: Final = SourceName("statefile")
 EVENT_LOG: Final = SourceName("eventlog")
 CONFIG_WATCH: Final = SourceName("config-watch")
 EVIDENCE: Final = SourceName("evidence")
+CDI: Final = SourceName("cdi")
 
 
 @dataclass(frozen=True, slots=True)
