@@ -80,7 +80,6 @@ class Assembly:
             latest=self.latest,
             settings=self.settings.cdi,
             sys_root=self.settings.sys_root,
-            proc_root=self.settings.proc_root,
             is_in_container=is_in_container,
             clock=self.clock,
         )

@@ -24,6 +24,7 @@ from agent.simulation.action_table import (
     whole_number,
 )
 from agent.simulation.agent_actions import AGENT_ACTIONS
+from agent.simulation.cdi_actions import CDI_ACTIONS
 from agent.simulation.kernel_actions import KERNEL_ACTIONS
 from agent.simulation.reading_actions import READING_ACTIONS
 from agent.simulation.roots import (
@@ -241,7 +242,8 @@ class RunPod:
         if not outcome.running:
             return f"{pod} is {outcome.phase}: {outcome.reason}: {outcome.message}"
         ids = [id_ for each in outcome.containers.values() for got in each.devices.values() for id_ in got]
-        return f"{pod} runs with {', '.join(sorted(ids)) or 'no device'}"
+        named = [name for each in outcome.containers.values() for name in each.cdi_devices]
+        return f"{pod} runs with {', '.join(named or sorted(ids)) or 'no device'}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -283,6 +285,7 @@ _OWN: Final = (
     *READING_ACTIONS,
     *KERNEL_ACTIONS,
     *AGENT_ACTIONS,
+    *CDI_ACTIONS,
     action(RunPod, "run-pod", "name"),
     action(DeletePod, "delete-pod", "name"),
 )

@@ -131,6 +131,16 @@ class NodeDirectory:
         return self.dev / "kmsg"
 
     @property
+    def driver(self) -> Path:
+        """The double of the driver's installation."""
+        return self.path / "driver"
+
+    @property
+    def cdi(self) -> Path:
+        """The double of /var/run/cdi."""
+        return self.path / "cdi"
+
+    @property
     def library(self) -> Path:
         """The simulated NVML library."""
         return self.path / "lib" / "libnvidia-ml.so.1"

@@ -71,14 +71,13 @@ class CdiSink:
         latest: Latest[Snapshot],
         settings: Cdi,
         sys_root: str,
-        proc_root: str,
         is_in_container: bool,
         clock: Callable[[], int],
     ) -> None:
         self._tell = tell
         self._latest = latest
         self._settings = settings
-        self._roots = (sys_root, proc_root)
+        self._sys_root = sys_root
         self._is_in_container = is_in_container
         self._clock = clock
         self._directory: SpecDirectory | None = None
@@ -217,12 +216,8 @@ class CdiSink:
         if self._directory is None:
             from agent.sinks.cdi_files import SpecDirectory  # noqa: PLC0415 - most nodes need none of it
 
-            sys_root, proc_root = self._roots
             self._directory = SpecDirectory(
-                self._settings,
-                sys_root=sys_root,
-                proc_root=proc_root,
-                is_in_container=self._is_in_container,
+                self._settings, sys_root=self._sys_root, is_in_container=self._is_in_container
             )
         return self._directory.bring(wanted)
 
