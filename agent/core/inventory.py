@@ -115,7 +115,7 @@ def _is_nameless(mig: MigDevice) -> bool:
 
 def _share_of(part: _Part, policy: Policy) -> tuple[Share | None, Unoffered | None]:
     """Return the share that a device is to have, and what stands against it."""
-    share = share_of(policy.sharing, part.name, part.gpu, part.place, part.mig)
+    share = share_of(policy.sharing, part.name, part.gpu, part.place)
     if share is None or policy.sharing.strategy != "mps":
         return share, None
     if part.mig is not None:

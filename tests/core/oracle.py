@@ -790,7 +790,7 @@ class Oracle:
         count = None
         for share in reversed(sharing.shares):
             models = not share.models or any(is_like(model, gpu.name) for model in share.models)
-            cards = not share.gpus or bool({number, gpu.uuid, uuid} & set(share.gpus))
+            cards = not share.gpus or bool({number, gpu.uuid} & set(share.gpus))
             if share.resource == name and models and cards:
                 count = share.replicas
         if count is None or (sharing.strategy == "mps" and part is not None):
