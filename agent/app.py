@@ -53,6 +53,7 @@ from agent.runtime.assembly import Assembly, Source
 from agent.runtime.driver_watch import is_in_container, watch_library
 from agent.runtime.ending import EndedError, Ending
 from agent.runtime.imports import import_http, import_plugin, import_state_file
+from agent.runtime.parts_off import PartOff, parts_off, with_usable_state_dir
 from agent.runtime.records import Records
 from agent.runtime.reload import Reload
 from agent.runtime.signals import Signals
@@ -107,7 +108,12 @@ def run(settings: Settings, *, reread: Callable[[], Settings], environment: Mapp
         for warning in settings.warnings:
             _log.warning("A setting was ignored", extra=log.fields(detail=warning))
         check_paths(settings)
+        in_container = is_in_container(environment)
+        settings = with_usable_state_dir(settings, is_in_container=in_container)
         check_rights(settings)
+        off = parts_off(settings, is_in_container=in_container)
+        if off:
+            _log.warning("Some parts are off", extra=log.fields(parts=[str(part) for part in off]))
         lock = NodeLock(settings.lock_path)
         is_first = lock.try_acquire()
         if not is_first and (settings.if_running or _default_if_running()) == "fail":
@@ -125,6 +131,7 @@ def run(settings: Settings, *, reread: Callable[[], Settings], environment: Mapp
             lines=lines,
             reread=reread,
             environment=environment,
+            off=off,
         )
         return asyncio.run(agent.run())
     finally:
@@ -169,6 +176,7 @@ class Agent:
         lines: log.Log,
         reread: Callable[[], Settings],
         environment: Mapping[str, str],
+        off: tuple[PartOff, ...] = (),
         clock: Callable[[], int] = time.monotonic_ns,
     ) -> None:
         """``lock`` is the node's: where another agent holds it, this one stands by."""
@@ -201,7 +209,7 @@ class Agent:
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._group = asyncio.TaskGroup()
         self._http: HttpSink | None = None
-        self._vitals = Vitals(self._records, began_ns=clock(), stepped_ns=clock())
+        self._vitals = Vitals(self._records, began_ns=clock(), stepped_ns=clock(), off=off)
         self._reload = Reload(
             settings, reread=reread, apply=self._apply, vitals=self._vitals, notifier=self._notifier
         )
