@@ -193,7 +193,9 @@ class Agent:
         self._ending = Ending()
         self._inbox: Inbox[Fact] = Inbox(clock=clock)
         self._latest: Latest[Snapshot] = Latest(self._snapshot_of_nothing())
-        self._assembly = Assembly(settings, self._inbox, self._latest, clock)
+        self._assembly = Assembly(
+            settings, self._inbox, self._latest, clock, is_in_container=is_in_container(environment)
+        )
         self._records = Records(
             settings,
             latest=self._latest,
@@ -255,7 +257,7 @@ class Agent:
             watch_library(
                 nvml,
                 self._ending,
-                is_in_container=is_in_container(self._environment),
+                is_in_container=self._assembly.is_in_container,
                 clock=self._clock,
             ),
         )
@@ -284,7 +286,7 @@ class Agent:
     def _start_serving(self) -> None:
         """Start what only the agent of the node has."""
         engine = self._engine()
-        cdi = self._assembly.make_cdi(is_in_container=is_in_container(self._environment))
+        cdi = self._assembly.make_cdi()
         device_plugin = self._vitals.device_plugin = self._assembly.make_device_plugin()
         self._vitals.parts.append(Part(DEVICE_PLUGIN, "sink", _no_trouble))
         self._keep_critical(DEVICE_PLUGIN, device_plugin.run)

@@ -33,9 +33,16 @@ class Assembly:
     """Makes what the settings ask for, and keeps what others need."""
 
     def __init__(
-        self, settings: Settings, inbox: Inbox[Fact], latest: Latest[Snapshot], clock: Callable[[], int]
+        self,
+        settings: Settings,
+        inbox: Inbox[Fact],
+        latest: Latest[Snapshot],
+        clock: Callable[[], int],
+        *,
+        is_in_container: bool,
     ) -> None:
         self.settings = settings
+        self.is_in_container = is_in_container
         self.inbox = inbox
         self.latest = latest
         self.clock = clock
@@ -54,7 +61,7 @@ class Assembly:
             inbox=self.inbox,
             library=LibraryLocation(
                 path=Path(settings.nvml_library) if settings.nvml_library else None,
-                driver_root=Path(settings.driver_root),
+                driver_root=self._driver_root,
             ),
             dev_root=self._dev,
             sys_root=Path(settings.sys_root),
@@ -71,7 +78,7 @@ class Assembly:
         )
         return self.nvml
 
-    def make_cdi(self, *, is_in_container: bool) -> "CdiSink":
+    def make_cdi(self) -> "CdiSink":
         """Make the sink that writes CDI specifications, where the policy asks for any."""
         from agent.sinks.cdi import CdiSink
 
@@ -80,7 +87,7 @@ class Assembly:
             latest=self.latest,
             settings=self.settings.cdi,
             sys_root=self.settings.sys_root,
-            is_in_container=is_in_container,
+            is_in_container=self.is_in_container,
             clock=self.clock,
         )
         return self.cdi
@@ -193,5 +200,17 @@ class Assembly:
             self.nvml.request()
 
     @property
+    def _driver_root(self) -> Path:
+        """Where the driver is installed, as this process sees it."""
+        mounted = Path(self.settings.cdi.driver_root_ctr_path)
+        is_mounted = self.is_in_container and mounted.is_dir()
+        return mounted if is_mounted else Path(self.settings.driver_root)
+
+    @property
     def _dev(self) -> Path:
-        return Path(self.settings.dev_root, "dev")
+        """Where the node's device nodes are, as this process sees them."""
+        of_driver, of_settings = self._driver_root / "dev", Path(self.settings.dev_root, "dev")
+        if not self.is_in_container:
+            return of_settings
+        # A root of the host's is a path of the host's, which a container need not have.
+        return next((each for each in (of_driver, of_settings) if each.is_dir()), Path("/dev"))
