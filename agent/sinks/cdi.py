@@ -82,6 +82,9 @@ class CdiSink:
         self._clock = clock
         self._directory: SpecDirectory | None = None
         self._wanted: Wanted | None = None
+        """What the newest job is for."""
+        self._told: Wanted | None = None
+        """What the files tell."""
         self._files: dict[str, SpecFile] = {}
         self._said: frozenset[str] = frozenset()
         self._asked = asyncio.Event()
@@ -113,7 +116,7 @@ class CdiSink:
 
     async def settle(self) -> None:
         """Wait until the files are as they should be, or it is known that they will not be soon."""
-        if self._is_settled():
+        if self._wanted_now() is None or self._is_settled():
             return
         self._asked.set()
         with suppress(TimeoutError):
@@ -123,8 +126,7 @@ class CdiSink:
                     await self._done.wait()
 
     def _is_settled(self) -> bool:
-        is_current = self._wanted is not None and self._wanted_now() == self._wanted
-        return is_current and bool(self._files) and all(map(_is_right, self._files.values()))
+        return self._wanted_now() == self._told and all(map(_is_right, self._files.values()))
 
     async def run(self) -> None:
         """Keep the files for ever."""
@@ -208,6 +210,7 @@ class CdiSink:
         except (CdiError, OSError, RuntimeError) as error:
             self._note_failure(error)
             return False
+        self._told = wanted
         self._take(made)
         self._ensure_watch()
         return True
