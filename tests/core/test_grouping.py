@@ -106,6 +106,38 @@ def test_a_division_is_never_worse_than_the_greedy_one_nor_better_than_the_best(
     assert value(scores, groups) <= oracle(scores, size, required)[0] or size == 1
 
 
+@given(questions(most=7))
+def test_no_division_is_above_the_bound_and_the_loss_is_what_it_stays_below(
+    question: tuple[Matrix, int, list[int]],
+) -> None:
+    scores, size, _ = question
+    bound = grouping._Bound(scores, size)
+    highest = sum(sums[-1] for sums in bound.most) - bound.least_cost
+    for division in divisions(tuple(range(len(scores))), size):
+        loss = bound.loss_of(division)
+        assert loss >= 0
+        assert 2 * value(scores, division) == highest - loss
+
+
+@given(questions(most=7))
+def test_a_search_without_an_end_finds_the_best_division(question: tuple[Matrix, int, list[int]]) -> None:
+    scores, size, required = question
+    search = grouping._Search(scores, size, grouping._Bound(scores, size), 1 << 40)
+    search._nodes = 1 << 40
+    found = search.better(required)
+    assert found is not None
+    assert any(len(group) == size and set(required) <= set(group) for group in found)
+    allowed = [
+        value(scores, division)
+        for division in divisions(tuple(range(len(scores))), size)
+        if any(len(group) == size and set(required) <= set(group) for group in division)
+    ]
+    assert value(scores, found) == max(allowed)
+    # What is no better is not found.
+    again = grouping._Search(scores, size, grouping._Bound(scores, size), search._least)
+    assert again.better(required) is None
+
+
 # Machines that are sold
 
 
@@ -163,6 +195,14 @@ def test_a_division_of_many_gpus_of_a_real_machine_is_hardly_below_the_best(
     scores = of(matrix(16, machine), available)
     for size in (2, 4, len(available) // 2):
         assert value(scores, divide(scores, size)) >= 0.99 * best_value(scores, size)
+
+
+def test_where_one_greedy_division_is_short_another_is_not() -> None:
+    scores = of(matrix(16, some_pairs), (1, 2, 4, 5, 6, 8, 9, 12, 13, 14, 15))
+    assert value(scores, divide(scores, 4)) == best_value(scores, 4) == 860
+    single = greedy(scores, 4, (), is_rest_first=False)
+    grouping._improve(scores, single, frozenset(), grouping.MAX_EXCHANGES)
+    assert value(scores, single) < 860
 
 
 @pytest.mark.parametrize("size", [2, 4, 8])
