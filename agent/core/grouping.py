@@ -7,10 +7,10 @@ Source: NVIDIA/go-gpuallocator:gpuallocator/besteffort_policy.go.
 
 Guarantees: up to EXACT GPUs the total is the highest there is, and among the ways that reach it the
 group is the one with the highest score, then the one that breaks least off the GPUs that stay, then the
-first. With more GPUs greedy divisions, from SEEDS first GPUs, are improved by exchanges, at most
-MAX_EXCHANGES looked at in all, and a better one is searched for in at most MAX_NODES steps. The outcome is
-never worse than a greedy one, and is the best wherever every GPU can have its best neighbours, as in nodes
-that are built of equal parts.
+first. With more GPUs greedy divisions, by strength and from SEEDS first GPUs, are improved by exchanges, at
+most MAX_EXCHANGES looked at in all, and a better one is searched for in at most MAX_NODES steps. The outcome
+is never worse than a greedy one, and is the best wherever every GPU can have its best neighbours, as in
+nodes that are built of equal parts.
 A group of one breaks least off. Equal questions have equal answers.
 """
 
@@ -21,7 +21,7 @@ from typing import Final
 
 EXACT: Final = 8
 """GPUs up to which every division is looked at."""
-SEEDS: Final = 4
+SEEDS: Final = 2
 """GPUs that a greedy division is begun with, besides the one with least to lose."""
 MAX_EXCHANGES: Final = 6_000
 """Pairs of GPUs looked at whether they should change places, in all."""
@@ -131,10 +131,61 @@ def divide(scores: Scores, size: int, required: Sequence[int] = ()) -> list[Grou
 
 
 def _starts(scores: Scores, size: int, required: Sequence[int]) -> Iterator[list[list[int]]]:
+    yield by_strength(scores, size, required)
     seeds = [gpu for gpu in range(0, len(scores), -(-len(scores) // SEEDS)) if gpu not in required]
     for seed in (None, *seeds):
         for is_rest_first in (False, True) if len(scores) % size else (False,):
             yield greedy(scores, size, required, is_rest_first=is_rest_first, seed=seed)
+
+
+def by_strength(scores: Scores, size: int, required: Sequence[int]) -> list[list[int]]:
+    """Return a division that keeps the strongest pairs together, one pair after another."""
+    forming = _Forming(scores, size, required)
+    pairs = combinations(range(len(scores)), 2)
+    for one, other in sorted(pairs, key=lambda pair: -scores[pair[0]][pair[1]]):
+        forming.join(one, other)
+    for gpu in range(len(scores)):
+        if gpu not in forming.group_of:
+            forming.place(gpu)
+    return forming.groups
+
+
+class _Forming:
+    """Groups that are being filled; the first one has the required GPUs."""
+
+    def __init__(self, scores: Scores, size: int, required: Sequence[int]) -> None:
+        self._scores = scores
+        self._room = [size] * (len(scores) // size) + ([len(scores) % size] if len(scores) % size else [])
+        self.groups: list[list[int]] = [[] for _ in self._room]
+        self.group_of: dict[int, int] = {}
+        for gpu in required:
+            self._put(gpu, 0)
+
+    def join(self, one: int, other: int) -> None:
+        """Put two GPUs into one group, if neither or one of them is in one and there is room."""
+        ours, theirs = self.group_of.get(one), self.group_of.get(other)
+        if ours is None and theirs is None:
+            self.place(one, other)
+        elif ours is None and theirs is not None and self._room[theirs]:
+            self._put(one, theirs)
+        elif theirs is None and ours is not None and self._room[ours]:
+            self._put(other, ours)
+
+    def place(self, *gpus: int) -> None:
+        """Put GPUs into the group with room that they are connected to best, if there is one."""
+        fitting = [number for number, room in enumerate(self._room) if room >= len(gpus)]
+        if fitting:
+            best = max(fitting, key=lambda number: self._connection(gpus, number))
+            for gpu in gpus:
+                self._put(gpu, best)
+
+    def _connection(self, gpus: Sequence[int], number: int) -> int:
+        return sum(self._scores[gpu][member] for gpu in gpus for member in self.groups[number])
+
+    def _put(self, gpu: int, number: int) -> None:
+        self.groups[number].append(gpu)
+        self.group_of[gpu] = number
+        self._room[number] -= 1
 
 
 def greedy(

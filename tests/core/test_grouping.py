@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agent.core import grouping
-from agent.core.grouping import EXACT, best_group, divide, greedy, total
+from agent.core.grouping import EXACT, best_group, by_strength, divide, greedy, total
 
 Matrix = list[list[int]]
 
@@ -103,6 +103,7 @@ def test_a_division_is_never_worse_than_the_greedy_one_nor_better_than_the_best(
         assert value(scores, groups) >= value(
             scores, greedy(scores, size, required, is_rest_first=is_rest_first)
         )
+    assert value(scores, groups) >= value(scores, by_strength(scores, size, required))
     assert value(scores, groups) <= oracle(scores, size, required)[0] or size == 1
 
 
@@ -203,6 +204,12 @@ def test_where_one_greedy_division_is_short_another_is_not() -> None:
     single = greedy(scores, 4, (), is_rest_first=False)
     grouping._improve(scores, single, frozenset(), grouping.MAX_EXCHANGES)
     assert value(scores, single) < 860
+
+
+def test_pairs_are_not_broken_where_there_are_enough_single_gpus_for_them() -> None:
+    scores = of(matrix(16, some_pairs), (0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 14))
+    together = {gpu: group for group in divide(scores, 3) for gpu in group}
+    assert all(together[first] is together[first + 1] for first in (0, 2, 4, 6))
 
 
 @pytest.mark.parametrize("size", [2, 4, 8])
