@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, assert_never
 from agent import log
 from agent.bus import Inbox, Latest
 from agent.config.settings import Settings
+from agent.core.list_size import lists_too_long
 from agent.core.state import initial_state
 from agent.core.view import snapshot_of
 from agent.engine import MAX_IDLE_NS, Engine
@@ -213,7 +214,12 @@ class Agent:
         self._http: HttpSink | None = None
         self._vitals = Vitals(self._records, began_ns=clock(), stepped_ns=clock(), off=off)
         self._reload = Reload(
-            settings, reread=reread, apply=self._apply, vitals=self._vitals, notifier=self._notifier
+            settings,
+            reread=reread,
+            judge=self._judge,
+            apply=self._apply,
+            vitals=self._vitals,
+            notifier=self._notifier,
         )
         self._signals = Signals(
             stop=lambda name: self._ending.ask(f"{name} was received"),
@@ -426,6 +432,10 @@ class Agent:
     async def _watch_config(self, path: str) -> None:
         await self._let_registration_go_first()
         await self._reload.watch(path)
+
+    def _judge(self, settings: Settings) -> tuple[str, ...]:
+        """Return what of other settings cannot be on this node; for a thread, since it may take a while."""
+        return lists_too_long([view.gpu for view in self._latest.value.gpus], settings.policy)
 
     def _apply(self, settings: Settings) -> None:
         """Put the settings of a reload into effect, as far as that needs no restart."""

@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping
 from typing import Final
 
 from agent.core.inventory import Unoffered, mixed_profiles, remarks
+from agent.core.list_size import is_too_long, too_long_message
 from agent.core.registration import NO_SOCKET, Registration
 from agent.core.state import State
 from agent.core.verdicts import health_of
@@ -119,6 +120,9 @@ def _findings(state: State, gpus: tuple[GpuView, ...]) -> Iterator[Finding]:
         profiles = ", ".join(unlike)
         yield Finding(Reason.MIG_SINGLE_NOT_UNIFORM, f"Strategy single needs one profile, found [{profiles}]")
     yield from _sharing_findings(state)
+    for resource, devices in state.devices.items():
+        if is_too_long(devices):
+            yield Finding(Reason.LIST_TOO_LONG, too_long_message(resource, devices))
     yield from _bus_findings(state)
     yield from _gpu_findings(gpus, without=driver.reason if driver else None)
     yield from _kubelet_findings(state)

@@ -20,6 +20,7 @@ from grpclib.exceptions import GRPCError
 from grpclib.server import Stream
 
 from agent.bus import Inbox, Latest
+from agent.core.list_size import MAX_LIST_BYTES
 from agent.log import fields
 from agent.model.facts import Fact, WatchersChanged
 from agent.model.health import Health
@@ -27,7 +28,7 @@ from agent.model.ids import ResourceName
 from agent.model.snapshot import Device, Snapshot
 from agent.sinks.grpc_server import receive_request
 from agent.sinks.plugin_answers import Answers, CdiSpecs, NoCdiSpecs
-from agent.sinks.plugin_wire import MAX_LIST_BYTES, encode_list
+from agent.sinks.plugin_wire import encode_list
 
 WINDOW_S: Final = 0.05
 """Changes that follow a message within this time are sent together."""
