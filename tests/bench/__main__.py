@@ -26,6 +26,7 @@ from tests.bench import (
     lists,
     preferred,
     registration,
+    reload,
     rules,
     throughput,
 )
@@ -41,6 +42,7 @@ MEASUREMENTS: Final[tuple[Measurement, ...]] = (
     allocation.ALLOCATE,
     preferred.PREFERRED,
     lists.LISTS,
+    reload.RELOAD,
     footprint.MEMORY,
     footprint.CPU,
     throughput.FACTS,
