@@ -43,6 +43,7 @@ LAYOUTS: list[Layout] = [
     ("3g.40gb", "1g.10gb", "1g.10gb"),
     ("3g.40gb", "3g.40gb"),
     ("2g.20gb", "1g.10gb+me"),
+    ("4g.40gb",),
 ]
 
 
