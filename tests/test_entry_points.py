@@ -223,7 +223,7 @@ async def test_with_no_right_at_all_the_agent_offers_gpus_and_names_what_is_off(
                 entered = await asyncio.create_subprocess_exec(
                     *("nsenter", "-t", str(child_of(process.pid)), "-m", sys.executable, "-m", "agent"),
                     *("status", "-o", "json"),
-                    cwd=ROOT,
+                    env=clean_environment() | {"PYTHONPATH": str(ROOT)},
                     stdout=asyncio.subprocess.PIPE,
                 )
                 out, _ = await entered.communicate()
