@@ -200,17 +200,22 @@ class Assembly:
             self.nvml.request()
 
     @property
+    def _mounted(self) -> Path | None:
+        """Where this container has the node's driver root; None: it has none, or this is no container."""
+        mounted = Path(self.settings.cdi.driver_root_ctr_path)
+        return mounted if self.is_in_container and mounted.is_dir() else None
+
+    @property
     def _driver_root(self) -> Path:
         """Where the driver is installed, as this process sees it."""
-        mounted = Path(self.settings.cdi.driver_root_ctr_path)
-        is_mounted = self.is_in_container and mounted.is_dir()
-        return mounted if is_mounted else Path(self.settings.driver_root)
+        return self._mounted or Path(self.settings.driver_root)
 
     @property
     def _dev(self) -> Path:
         """Where the node's device nodes are, as this process sees them."""
-        of_driver, of_settings = self._driver_root / "dev", Path(self.settings.dev_root, "dev")
+        of_settings = Path(self.settings.dev_root, "dev")
         if not self.is_in_container:
             return of_settings
-        # A root of the host's is a path of the host's, which a container need not have.
-        return next((each for each in (of_driver, of_settings) if each.is_dir()), Path("/dev"))
+        # A root is a path of the node, which its containers need not have.
+        candidates = (*(() if self._mounted is None else (self._mounted / "dev",)), of_settings)
+        return next((each for each in candidates if each.is_dir()), Path("/dev"))

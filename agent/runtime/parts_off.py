@@ -6,7 +6,7 @@ GPUs and watches them by NVML, and what needs more is off and said so. Nothing h
 
 import errno
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -35,7 +35,9 @@ class PartOff(NamedTuple):
         return f"{self.name}: {self.why}; {self.remedy}"
 
 
-def with_usable_state_dir(settings: Settings, *, is_in_container: bool) -> Settings:
+def with_usable_state_dir(
+    settings: Settings, *, is_in_container: bool, fallbacks: Sequence[str] = FALLBACK_STATE_DIRS
+) -> Settings:
     """Return the settings with a state directory that can be written, or raise MissingRightsError.
 
     Another one than asked for is taken only in a container, and only if none was asked for.
@@ -45,7 +47,7 @@ def with_usable_state_dir(settings: Settings, *, is_in_container: bool) -> Setti
     except MissingRightsError:
         if not is_in_container or settings.origins.get("state-dir", DEFAULT) != DEFAULT:
             raise
-        for candidate in FALLBACK_STATE_DIRS:
+        for candidate in fallbacks:
             if _can_use(candidate):
                 return settings._replace(state_dir=candidate)
         raise
@@ -124,6 +126,10 @@ def _can_make(directory: Path) -> bool:
 
 
 def _is_lost_with_the_container(settings: Settings) -> bool:
-    if settings.state_dir in FALLBACK_STATE_DIRS:
+    """Tell whether nobody outside has the state; an operator who names a directory knows what it is."""
+    asked = settings.given["state-dir"]
+    if settings.state_dir != asked.value:
         return True
+    if asked.origin != DEFAULT:
+        return False
     return Path(settings.state_dir).stat().st_dev == Path("/").stat().st_dev

@@ -34,6 +34,12 @@ def test_in_a_container_the_driver_is_where_it_is_mounted(tmp_path: Path) -> Non
     assert (made._driver_root, made._dev) == (tmp_path / "mounted", tmp_path / "mounted" / "dev")
 
 
+def test_a_container_without_the_driver_root_takes_the_dev_root_it_is_told(tmp_path: Path) -> None:
+    (tmp_path / "given" / "dev").mkdir(parents=True)
+    made = assembly(tmp_path, is_in_container=True, driver_root="/", dev_root=str(tmp_path / "given"))
+    assert (made._driver_root, made._dev) == (Path("/"), tmp_path / "given" / "dev")
+
+
 @pytest.mark.parametrize("is_mounted", [True, False])
 def test_a_container_that_has_no_device_nodes_of_the_node_has_its_own(
     tmp_path: Path, *, is_mounted: bool
