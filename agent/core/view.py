@@ -141,7 +141,8 @@ def _driver_finding(driver: DriverView) -> Finding | None:
 
 
 def _sharing_findings(state: State) -> Iterator[Finding]:
-    told = remarks(state.gpus.values(), state.policy)
+    # A snapshot is made at each change, and only MPS has limits.
+    told = remarks(state.gpus.values(), state.policy) if state.policy.sharing.strategy == "mps" else ()
     over = [each for each in told if each.why is Unoffered.TOO_MANY_REPLICAS]
     if over:
         message = "; ".join(dict.fromkeys(each.detail for each in over))
