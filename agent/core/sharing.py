@@ -37,7 +37,7 @@ def _is_of(share: Share, resource: ResourceName, gpu: Gpu, place: int) -> bool:
 
 
 def _matches(pattern: str, name: str) -> bool:
-    return re.fullmatch(".*".join(map(re.escape, pattern.split("*"))), name, re.DOTALL) is not None
+    return re.fullmatch(".*".join(map(re.escape, pattern.split("*"))), name) is not None
 
 
 def shared_name(sharing: Sharing, resource: ResourceName) -> ResourceName:

@@ -147,6 +147,15 @@ def test_a_card_that_is_found_later_needs_the_daemon_too() -> None:
     assert len(node.conditions(Reason.MPS_NOT_READY)) == 2
 
 
+def test_every_card_comes_back_with_the_daemon() -> None:
+    policy = Policy(sharing=Sharing("mps", (Share(GPU, 2),)), recovery_quiet_ns=0)
+    node = registered_node(gpu(0), gpu(1), policy=policy)
+    node.tell(THERE, AWAY, THERE)
+    assert len(node.unhealthy()) == 4
+    polls(node, 3)
+    assert node.unhealthy() == set()
+
+
 def test_after_a_restart_it_is_looked_for_anew() -> None:
     node = serving_node()
     again = node.restarted(after_ns=S)

@@ -91,6 +91,13 @@ def test_the_first_share_that_fits_counts() -> None:
     assert counts(V100_16, V100_32, policy=policy) == {GPU: {U0: 2, U1: 3}}
 
 
+def test_a_share_by_index_is_also_that_of_the_cards_slices() -> None:
+    policy = sharing(Share(SMALL, 2, gpus=("1",)))
+    slices = [mig_gpu(number, (1, 0, "1g.10gb")) for number in range(2)]
+    assert counts(*slices, policy=policy) == {SMALL: {mig_uuid(0): 1, mig_uuid(10): 2}}
+    assert [offer.index for offer in offers(slices, policy, {})[SMALL]] == [0, 1, 1]
+
+
 def test_a_share_by_index_stays_with_its_card_when_another_one_is_lost() -> None:
     policy = sharing(Share(GPU, 3, gpus=("2",)))
     node = well_node(gpu(0), gpu(1), gpu(2), policy=policy)
@@ -218,7 +225,7 @@ def test_a_gpu_in_mig_mode_without_slices_is_a_warning_that_ends_with_them() -> 
     for _ in range(2):
         node.tell(enumerated(C1B, mig_gpu(1)), enumerated(C1B, mig_gpu(1, (1, 0, "1g.10gb"))))
     told = [event for event in node.events(EventKind.GPUS) if event.message == Unoffered.NO_MIG_DEVICE]
-    assert [fields_of(event)["uuid"] for event in told] == [U1, U1]
+    assert [fields_of(event) for event in told] == [{"gpu": 1, "uuid": U1}] * 2
     assert len(node.devices(SMALL)) == 4
     assert remarks([mig_gpu(1)], Policy(mig_strategy="single")) == ()
     assert remarks([mig_gpu(1)], Policy()) == ()
