@@ -6,7 +6,6 @@ are removed. What is heavy to import comes after what the kubelet waits for.
 """
 
 import asyncio
-import gc
 import logging
 import os
 import sys
@@ -53,6 +52,7 @@ from agent.model.snapshot import Durable, RegistrationPhase, Snapshot
 from agent.runtime.assembly import Assembly, Source
 from agent.runtime.driver_watch import is_in_container, watch_library
 from agent.runtime.ending import EndedError, Ending
+from agent.runtime.garbage import collect_for_ever
 from agent.runtime.imports import import_http, import_plugin, import_state_file
 from agent.runtime.parts_off import PartOff, parts_off, with_usable_state_dir
 from agent.runtime.records import Records
@@ -92,6 +92,7 @@ LOG_FLUSH_S: Final = 0.3
 HTTP_WAIT_S: Final = 1.0
 """How long HTTP, which is heavy to import, lets the registration go first."""
 STANDBY_POLL_S: Final = 1.0
+GARBAGE: Final = "garbage"
 LAG_PERIOD_S: Final = 0.5
 
 _log = logging.getLogger(__name__)
@@ -359,7 +360,8 @@ class Agent:
 
     async def _serve_http(self) -> None:
         await self._let_registration_go_first()
-        _collect_garbage_from_now_on()
+        if GARBAGE not in self._tasks:
+            self._start(GARBAGE, collect_for_ever())
         if self._http is None:
             http_sink, self_report, control = await in_daemon_thread("http-import", import_http)
             report = self_report(
@@ -567,13 +569,6 @@ class Agent:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-
-
-def _collect_garbage_from_now_on() -> None:
-    """Undo what the command did for a fast start; what was imported will never be garbage."""
-    if not gc.isenabled():
-        gc.freeze()
-        gc.enable()
 
 
 def _is_registered(snapshot: Snapshot) -> bool:
