@@ -19,6 +19,7 @@ from agent.model.facts import (
     DriverReleased,
     DriverUnavailable,
     Fact,
+    GpuCallAnswered,
     GpuCallFailed,
     GpuCallOverdue,
     GpuProbePassed,
@@ -301,6 +302,8 @@ class Oracle:
                 self.silent.add(fact.gpu)
                 self.trouble(fact.gpu)
                 self.fault("nvml", "nvml_timeout", fact.gpu, "self_clearing").seen(1)
+            case GpuCallAnswered():
+                self.silent.discard(fact.gpu)
             case DriverCallOverdue():
                 self.driver_silent = True
             case DriverCallAnswered():
