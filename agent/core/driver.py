@@ -10,6 +10,7 @@ from dataclasses import replace
 from agent.core import conditions
 from agent.core.inventory import offers
 from agent.core.mps import with_daemon, without_daemon
+from agent.core.nodes import is_of_driver, owners
 from agent.core.orders import with_holds, with_maintenance
 from agent.core.state import State
 from agent.model import facts
@@ -17,8 +18,6 @@ from agent.model.gpu import Gpu
 from agent.model.health import ConditionKey, Reason
 from agent.model.ids import GpuUuid, Placement, SourceName
 from agent.model.snapshot import DriverView
-
-DEVICE_NODE = "/dev/nvidia"
 
 
 def enumerated(state: State, fact: facts.GpusEnumerated, now_ns: int) -> State:
@@ -228,31 +227,29 @@ def nodes_seen(state: State, fact: facts.DeviceNodesSeen, now_ns: int) -> State:
 
 
 def with_nodes(state: State, now_ns: int) -> State:
-    """Mark the GPUs whose node is missing; a control node is every GPU's. Nothing until it was looked."""
+    """Mark the devices whose node is missing; a control node is every GPU's. Nothing until it was looked."""
     if state.missing_nodes is None:
         return state
+    of_device = owners(state.gpus.values())
+    every = [Placement(gpu) for gpu in state.gpus]
+    missing: dict[Placement, list[str]] = {}
+    for path in state.missing_nodes:
+        for place in of_device.get(path, every if is_of_driver(path) else ()):
+            missing.setdefault(place, []).append(path)
     active = state.conditions
-    own = {f"{DEVICE_NODE}{gpu.minor}": gpu.uuid for gpu in state.gpus.values() if gpu.minor is not None}
-    shared = [path for path in state.missing_nodes if path not in own and not _is_numbered(path)]
     for gpu in state.gpus:
-        missing = [path for path in state.missing_nodes if own.get(path) == gpu or path in shared]
-        if not missing:
-            active = conditions.eased(active, Reason.DEVICE_NODE_MISSING, gpu)
-            continue
+        active = conditions.eased(active, Reason.DEVICE_NODE_MISSING, gpu, but=missing)
+    for place in sorted(missing):
         active = conditions.raised(
             active,
             source=facts.SYSFS,
             reason=Reason.DEVICE_NODE_MISSING,
-            placement=Placement(gpu),
-            message=f"{', '.join(missing)} does not exist",
+            placement=place,
+            message=f"{', '.join(missing[place])} does not exist",
             lasts=True,
             now_ns=now_ns,
         )
     return state if active is state.conditions else replace(state, conditions=active)
-
-
-def _is_numbered(path: str) -> bool:
-    return path.removeprefix(DEVICE_NODE).isdigit()
 
 
 def hang_conditions(state: State, now_ns: int) -> conditions.Conditions:

@@ -190,9 +190,10 @@ class CdiSink:
         if version is None or not snapshot.gpus:
             return self._wanted
         without_node = (
-            f"{view.gpu.uuid} has no node"
+            f"{condition.placement}: {condition.message}"
             for view in snapshot.gpus
-            if any(condition.reason is Reason.DEVICE_NODE_MISSING for condition in view.conditions)
+            for condition in view.conditions
+            if condition.reason is Reason.DEVICE_NODE_MISSING and condition.lasts
         )
         return Wanted(
             gpus=tuple(view.gpu for view in sorted(snapshot.gpus, key=lambda view: not view.present)),
