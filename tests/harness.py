@@ -128,12 +128,16 @@ class AgentProcess:
 
 @contextlib.asynccontextmanager
 async def agent_process(
-    node: SimulatedNode, environment: Mapping[str, str] | None = None, /, **flags: str
+    node: SimulatedNode, environment: Mapping[str, str] | None = None, /, **flags: str | None
 ) -> AsyncIterator[AgentProcess]:
-    """Run the agent; a flag's name is written with underscores. It is killed when the context ends."""
+    """Run the agent; a flag's name is written with underscores, and one that is None is left out.
+
+    It is killed when the context ends.
+    """
     directory = node.directory
-    given = directory.agent_flags() | {"http-listen": "", "log-format": "json"} | CASE_FLAGS
-    given |= {name.replace("_", "-"): value for name, value in flags.items()}
+    asked = {name.replace("_", "-"): value for name, value in flags.items()}
+    usual = directory.agent_flags() | {"http-listen": "", "log-format": "json"} | CASE_FLAGS
+    given = {name: value for name, value in (usual | asked).items() if value is not None}
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "agent", "run"),
         *(f"--{name}={value}" for name, value in given.items()),
