@@ -65,13 +65,15 @@ def uses_cdi(injection: Injection) -> bool:
     return not _CDI_STRATEGIES.isdisjoint(injection.strategies)
 
 
-def gives_capabilities(policy: Policy) -> bool:
-    """Return whether containers are given MIG devices by their nodes, which then have to exist before.
+def gives_capabilities(policy: Policy, *, sees_new_nodes: bool) -> bool:
+    """Return whether a MIG device whose nodes we do not see cannot be given to a container.
 
-    Otherwise the NVIDIA runtime makes them when a container starts.
+    Without CDI and device specs the NVIDIA runtime makes the nodes when a container starts. Device specs
+    name what the node has, where we may not see it; a CDI specification is made of what we see.
     """
     injection = policy.injection
-    return policy.mig_strategy != "none" and (injection.pass_device_specs or uses_cdi(injection))
+    is_given = uses_cdi(injection) or (injection.pass_device_specs and sees_new_nodes)
+    return is_given and policy.mig_strategy != "none"
 
 
 def is_cdi_only(injection: Injection) -> bool:

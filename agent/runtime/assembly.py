@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Final, Protocol
 
 from agent.bus import Inbox, Latest
 from agent.config.settings import Settings
@@ -20,6 +20,10 @@ if TYPE_CHECKING:
 
 # Imports stand in the functions: see agent.runtime.imports for their order.
 # ruff: noqa: PLC0415
+
+
+_OWN_DEV: Final = Path("/dev")
+"""What a container has, and lacks what came to the node after it was made."""
 
 
 class Source(Protocol):
@@ -139,6 +143,7 @@ class Assembly:
             sys_root=Path(self.settings.sys_root),
             proc_root=Path(self.settings.proc_root),
             dev_root=self._dev,
+            sees_new_nodes=not self.is_in_container or self._dev != _OWN_DEV,
             clock=self.clock,
             period_ns=self.settings.poll_ns,
         )
@@ -218,4 +223,4 @@ class Assembly:
             return of_settings
         # A root is a path of the node, which its containers need not have.
         candidates = (*(() if self._mounted is None else (self._mounted / "dev",)), of_settings)
-        return next((each for each in candidates if each.is_dir()), Path("/dev"))
+        return next((each for each in candidates if each.is_dir()), _OWN_DEV)

@@ -6,7 +6,7 @@ Guarantees:
 2. The loop never waits for a file. A look runs in a thread, one at a time; one that does not come back
    within ``deadline_ns`` ends the source with an error, and no second one is started until it does.
 3. Device nodes are judged only of GPUs that the driver serves now: while it is away, so are they.
-   Those of MIG devices only where containers are given them by us.
+   Those of MIG devices only where no container could be given them without.
 
 4. A GPU that was bound anew between two looks is found by the inodes of its directory and link, so
    resets are seen where no uevents come, up to a period late. Where they do come they tell of it at
@@ -62,15 +62,18 @@ class SysfsSource:
         period_ns: int = PERIOD_NS,
         deadline_ns: int = DEADLINE_NS,
         strict_nodes: bool | None = None,
+        sees_new_nodes: bool = True,
     ) -> None:
         """Take what stands for /sys, /proc and /dev.
 
         ``strict_nodes``: device nodes have to be character devices; by default below /dev itself.
+        ``sees_new_nodes``: False for a container's own /dev, which lacks what the node got after its start.
         """
         strict = dev_root == Path("/dev") if strict_nodes is None else strict_nodes
         self._inbox = inbox
         self._latest = latest
         self._roots = Roots(sys_root, proc_root, dev_root, strict)
+        self._sees_new_nodes = sees_new_nodes
         self._clock = clock
         self._period_ns = period_ns
         self._missing_period_ns = min(period_ns, MISSING_PERIOD_NS)
@@ -139,7 +142,7 @@ class SysfsSource:
             return None
         return wanted_nodes(
             (view.gpu for view in snapshot.gpus if view.present),
-            with_capabilities=gives_capabilities(snapshot.policy),
+            with_capabilities=gives_capabilities(snapshot.policy, sees_new_nodes=self._sees_new_nodes),
         )
 
     async def _looked(self) -> Look:

@@ -65,7 +65,9 @@ class Node:
         write_roots(self.spec, directory)
         self.source = self.make_source(NEVER_NS)
 
-    def make_source(self, period_ns: int, deadline_ns: int = NEVER_NS) -> SysfsSource:
+    def make_source(
+        self, period_ns: int, deadline_ns: int = NEVER_NS, *, sees_new_nodes: bool = True
+    ) -> SysfsSource:
         return SysfsSource(
             inbox=self.recorder.inbox,
             latest=self.latest,
@@ -75,6 +77,7 @@ class Node:
             clock=time.monotonic_ns,
             period_ns=period_ns,
             deadline_ns=deadline_ns,
+            sees_new_nodes=sees_new_nodes,
         )
 
     @property
@@ -326,6 +329,25 @@ async def test_the_nodes_of_mig_devices_are_missed_where_we_give_them_to_contain
 async def test_the_nodes_of_mig_devices_are_not_missed_elsewhere(node: Node, policy: dict[str, Any]) -> None:
     node.latest.publish(serving_a_mig_device(**policy))
     await node.nodes_missing()
+
+
+@pytest.mark.parametrize(
+    ("injection", "is_missed"),
+    [(Injection(pass_device_specs=True), False), (Injection(strategies=("cdi-cri",)), True)],
+    ids=["the node may have it", "the specification has not"],
+)
+async def test_a_containers_own_dev_tells_only_what_a_specification_made_of_it_lacks(
+    tmp_path: Path, recorder: Recorder, injection: Injection, *, is_missed: bool
+) -> None:
+    node = Node(tmp_path, recorder)
+    node.source = node.make_source(NEVER_NS, sees_new_nodes=False)
+    node.latest.publish(serving_a_mig_device(mig_strategy="mixed", injection=injection))
+    task = asyncio.get_running_loop().create_task(node.source.run(), name="sysfs")
+    capabilities = ("/dev/nvidia-caps/nvidia-cap12", "/dev/nvidia-caps/nvidia-cap13")
+    await node.nodes_missing(*(capabilities if is_missed else ()))
+    task.cancel()
+    with suppress(asyncio.CancelledError):
+        await task
 
 
 async def test_while_a_node_is_missing_it_is_looked_for_every_second(
