@@ -6,6 +6,7 @@ import os
 import pty
 import re
 import signal
+import socket
 import struct
 import sys
 import termios
@@ -270,6 +271,20 @@ async def test_the_table_is_drawn_anew_when_the_terminal_changes_its_size(node_d
         terminal.resize(30, 140)
         # At this width the ids are whole.
         await terminal.wait_for(rf"\x1b\[2J.*{U[3]}.*Ctrl-C ends the demo")
+
+
+@pytest.mark.slow
+async def test_a_demo_beside_another_agent_takes_another_port(node_dir: Path) -> None:
+    with socket.socket() as other:
+        other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        # Where it is taken already, that is another one, too.
+        with contextlib.suppress(OSError):
+            other.bind(("127.0.0.1", 9470))
+            other.listen()
+        async with on_terminal("--preset=4x-t4", f"--node-dir={node_dir}") as terminal:
+            shown = await terminal.wait_for(r"127\.0\.0\.1:\d+/preflight")
+
+            assert "127.0.0.1:9470" not in shown
 
 
 @pytest.mark.slow
