@@ -29,6 +29,9 @@ from tests.harness import (
     wait_gone,
 )
 
+# They would take each other's port.
+pytestmark = pytest.mark.xdist_group("demo")
+
 U = [f"GPU-00000000-0000-4000-8000-{slot:012x}" for slot in range(8)]
 
 
