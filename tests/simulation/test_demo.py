@@ -10,7 +10,7 @@ import socket
 import struct
 import sys
 import termios
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -207,6 +207,11 @@ class Terminal:
         self.master = -1
 
 
+def _without_size(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment without the size of another terminal, which would be believed."""
+    return {name: value for name, value in environment.items() if name not in ("COLUMNS", "LINES")}
+
+
 @contextlib.asynccontextmanager
 async def on_terminal(*arguments: str, environment: dict[str, str] | None = None) -> AsyncIterator[Terminal]:
     master, slave = pty.openpty()
@@ -218,7 +223,7 @@ async def on_terminal(*arguments: str, environment: dict[str, str] | None = None
         stdin=slave,
         stdout=slave,
         stderr=slave,
-        env={**os.environ, **(environment or {})},
+        env={**_without_size(os.environ), **(environment or {})},
         start_new_session=True,
     )
     os.close(slave)
