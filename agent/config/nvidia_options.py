@@ -204,7 +204,7 @@ NVIDIA_OPTIONS: Final = (
         "false",
         bool_from,
         "BOOL",
-        "Refuse a container its GPUs while an IMEX channel it is to get is missing",
+        "Keep every GPU out while an IMEX channel that containers are to get is missing",
         "IMEX_REQUIRED",
         "imex.required",
         is_switch=True,

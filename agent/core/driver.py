@@ -8,8 +8,10 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from agent.core import conditions
+from agent.core.imex import missing_channels, with_channels
 from agent.core.inventory import offers
-from agent.core.mps import with_daemon, without_daemon
+from agent.core.mps import with_daemon
+from agent.core.needs import without_need
 from agent.core.nodes import is_of_driver, owners
 from agent.core.orders import with_holds, with_maintenance
 from agent.core.state import State
@@ -91,7 +93,7 @@ def _instances(gpu: Gpu) -> frozenset[tuple[str, int, int, str]]:
 def with_offers(state: State, now_ns: int) -> State:
     """Return the state with the devices that its GPUs and policy make."""
     offered = offers(state.gpus.values(), state.policy, state.offers)
-    return _with_mps(replace(state, offers=offered), now_ns)
+    return _with_imex(_with_mps(replace(state, offers=offered), now_ns), now_ns)
 
 
 def mps_seen(state: State, fact: facts.MpsSeen, now_ns: int) -> State:
@@ -108,7 +110,7 @@ def mps_seen(state: State, fact: facts.MpsSeen, now_ns: int) -> State:
         mps_was_ready=state.mps_was_ready or (fact.ready and is_needed),
     )
     if served.mps_was_ready and not state.mps_was_ready:
-        served = replace(served, conditions=without_daemon(served.conditions))
+        served = replace(served, conditions=without_need(served.conditions, Reason.MPS_NOT_READY))
     return _with_mps(served, now_ns)
 
 
@@ -124,6 +126,20 @@ def _with_mps(state: State, now_ns: int) -> State:
         now_ns=now_ns,
     )
     return state if active is state.conditions else replace(state, conditions=active)
+
+
+def _with_imex(state: State, now_ns: int) -> State:
+    """Mark every GPU while an IMEX channel is missing that is required; the first sight counts at once."""
+    injection, nodes = state.policy.injection, state.control_nodes
+    active = state.conditions
+    is_seen = injection.imex_required and nodes is not None and not missing_channels(injection, nodes)
+    if is_seen and not state.channels_were_seen:
+        active = without_need(active, Reason.IMEX_CHANNEL_MISSING)
+    return replace(
+        state,
+        conditions=with_channels(active, state.gpus, injection, nodes, now_ns=now_ns),
+        channels_were_seen=is_seen or (state.channels_were_seen and injection.imex_required),
+    )
 
 
 def ready(state: State, fact: facts.DriverReady) -> State:
