@@ -128,13 +128,13 @@ def test_mps_is_taken_to_serve(capsys: pytest.CaptureFixture[str], tmp_path: Pat
     assert container["envs"]["CUDA_MPS_PIPE_DIRECTORY"] == "/mps/nvidia.com/gpu/pipe"
 
 
-def test_an_unknown_device_is_refused_as_it_would_be(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unknown_device_is_told_with_those_that_there_are(capsys: pytest.CaptureFixture[str]) -> None:
     status, sentence = refused(capsys, "--scenario=xid-79", "0", "GPU-gone")
     assert status == 1
-    assert sentence == (
-        "gpu-agent: invalid request: unknown device: GPU-gone is not a device of nvidia.com/gpu on this node;"
-        " delete the pod so that it is allocated anew\n"
+    assert sentence.startswith(
+        "gpu-agent: GPU-gone is not a device of nvidia.com/gpu on this node, which has GPU-00000000-"
     )
+    assert sentence.endswith(", ...; gpu-agent devices lists them\n")
 
 
 @pytest.mark.parametrize(
@@ -179,4 +179,4 @@ async def test_a_running_agent_says_what_its_kubelet_would_get(tmp_path: Path) -
         "containerResponses": [{"cdiDevices": [{"name": "k8s.device-plugin.nvidia.com/gpu=1"}]}]
     }
     assert unknown.status == 1
-    assert "unknown device: 9 is not a device of nvidia.com/gpu on this node" in unknown.err
+    assert "9 is not a device of nvidia.com/gpu on this node" in unknown.err

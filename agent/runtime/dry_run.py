@@ -1,14 +1,15 @@
 """Answers Allocate without a kubelet: what a container would get, for devices named the way people do.
 
 Guarantees: nothing is allocated, registered or changed. A refusal has the words that the kubelet would
-be told. CDI names are told as they would be, and not looked up in spec files.
+be told, but for an unknown device: no pod was given that one, somebody mistyped it. CDI
+names are told as they would be, and not looked up in spec files.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Final
 
-from agent.core.allocation import Refusal, allocate
+from agent.core.allocation import Refusal, allocate, shown
 from agent.core.injection import name_in_container
 from agent.errors import AgentError, UsageError
 from agent.model.policy import Injection
@@ -17,6 +18,8 @@ from agent.views.answers import Json, allocate_response
 
 MAX_IDS: Final = 1_024
 """Devices asked for; a node with 16 GPUs of 48 shares has 768."""
+MAX_TOLD: Final = 4
+"""Devices that are named to somebody who named another."""
 ANNOTATION_ID: Final = "00000000-0000-4000-8000-000000000000"
 """Stands for the random UUID of a CDI annotation's key."""
 
@@ -31,14 +34,28 @@ def dry_run(snapshot: Snapshot, words: Sequence[str], *, resource: str | None = 
         raise UsageError(f"Name 1 to {MAX_IDS} devices, by id, UUID or index")
     offered = [each for each in snapshot.resources if resource in {None, each.name}]
     if not offered:
-        known = ", ".join(each.name for each in snapshot.resources) or "none"
-        raise AgentError(f"This node does not offer {resource or 'any device'}; offered: {known}")
+        names = ", ".join(each.name for each in snapshot.resources) or "none"
+        raise AgentError(f"This node does not offer {resource or 'any device'}; offered: {names}")
     meant = _Meant(offered)
     ids = [meant.id_of(word) for word in words]
-    answer = allocate(snapshot, meant.resource or offered[0], ids, annotation_id=ANNOTATION_ID)
+    of = meant.resource or offered[0]
+    known = {device.id for device in of.devices}
+    unknown = next((word for word, device_id in zip(words, ids, strict=True) if device_id not in known), None)
+    if unknown is not None:
+        raise AgentError(_unknown(unknown, of))
+    answer = allocate(snapshot, of, ids, annotation_id=ANNOTATION_ID)
     if isinstance(answer, Refusal):
         raise AgentError(answer.message)
     return allocate_response(answer)
+
+
+def _unknown(word: str, resource: Resource) -> str:
+    some = ", ".join(device.id for device in resource.devices[:MAX_TOLD]) or "none"
+    more = ", ..." if len(resource.devices) > MAX_TOLD else ""
+    return (
+        f"{shown(word)} is not a device of {resource.name} on this node, which has {some}{more};"
+        " gpu-agent devices lists them"
+    )
 
 
 def with_injection(snapshot: Snapshot, changes: Mapping[str, object]) -> Snapshot:

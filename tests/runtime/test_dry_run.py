@@ -12,7 +12,7 @@ from agent.model.policy import Policy
 from agent.model.sharing import Share, Sharing
 from agent.model.snapshot import Snapshot
 from agent.runtime.control import Control
-from agent.runtime.dry_run import MAX_IDS, dry_run, with_injection
+from agent.runtime.dry_run import MAX_IDS, MAX_TOLD, dry_run, with_injection
 from tests.core.build import GPU, U0, U1, gpu, mig_gpu, mig_uuid, well_node, xid
 
 SLICED = mig_gpu(2, (1, 0, "1g.10gb"), (2, 0, "1g.10gb"), (3, 0, "3g.40gb"))
@@ -61,23 +61,32 @@ def test_more_shares_than_there_are_are_the_same_share() -> None:
     assert visible(snapshot(gpu(0), shares=2), "0", "0", "0") == U0
 
 
-def test_an_unknown_device_is_refused_in_the_words_the_kubelet_would_be_told() -> None:
-    with pytest.raises(
-        AgentError, match=r"unknown device: 7 is not a device of nvidia\.com/gpu on this node"
-    ):
+def test_an_unknown_device_is_told_with_those_that_there_are() -> None:
+    with pytest.raises(AgentError) as refused:
         dry_run(snapshot(gpu(0)), ["0", "7"])
+    assert str(refused.value) == (
+        f"7 is not a device of nvidia.com/gpu on this node, which has {U0}; gpu-agent devices lists them"
+    )
+
+
+def test_of_many_devices_only_some_are_told() -> None:
+    with pytest.raises(AgentError) as refused:
+        dry_run(snapshot(*map(gpu, range(8))), ["x" * 200])
+    assert str(refused.value).count("GPU-") == MAX_TOLD
+    assert str(refused.value).startswith("x" * 61 + "... is not a device")
+    assert ", ...; gpu-agent devices lists them" in str(refused.value)
 
 
 def test_a_device_of_another_resource_is_unknown_to_the_first_ones() -> None:
     state = snapshot(gpu(0), numbered(SLICED))
-    with pytest.raises(AgentError, match=f"{mig_uuid(20)} is not a device of nvidia.com/gpu"):
+    with pytest.raises(AgentError, match=r"^2:0 is not a device of nvidia\.com/gpu on this node"):
         dry_run(state, ["0", "2:0"])
 
 
 def test_the_resource_can_be_named() -> None:
     state = snapshot(gpu(0), numbered(SLICED))
     assert visible(state, "2:2", resource="nvidia.com/mig-3g.40gb") == mig_uuid(22)
-    with pytest.raises(AgentError, match=r"unknown device: 0 is not a device of nvidia\.com/mig-3g\.40gb"):
+    with pytest.raises(AgentError, match=r"0 is not a device of nvidia\.com/mig-3g\.40gb"):
         dry_run(state, ["0"], resource="nvidia.com/mig-3g.40gb")
     with pytest.raises(AgentError, match=r"does not offer x; offered: nvidia\.com/gpu, nvidia"):
         dry_run(state, ["0"], resource="x")
