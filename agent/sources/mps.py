@@ -7,6 +7,8 @@ Guarantees:
 1. What counts is what is there; inotify only says when to look. A lost event is made up for within
    ``recheck_ns``, and where a directory cannot be watched it is looked at every ``poll_ns``.
 2. A change is told once, the first look at once.
+3. The loop waits for no file: a look runs in a thread, one at a time, and one that does not come back
+   within ``deadline_ns`` ends the source with an error.
 
 *What it cannot see:* a daemon that was killed leaves its file. NVIDIA's own removes it when it ends in order.
 
@@ -16,15 +18,17 @@ root, which NVIDIA's manifests mount at /mps in every container).
 
 import asyncio
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 from agent.bus import Inbox
 from agent.directory_watch import DirectoryWatch
+from agent.errors import SourceError
 from agent.model.facts import Fact, MpsSeen
 from agent.model.policy import MILLISECOND_NS, SECOND_NS
+from agent.threads import started_in_daemon_thread
 
 READY_FILE: Final = ".ready"
 CONTAINER_ROOT: Final = Path("/mps")
@@ -42,6 +46,17 @@ class MpsSettings:
     """How often to look although no event came."""
     poll_ns: int = SECOND_NS
     """How often to look where there is no directory to watch."""
+    deadline_ns: int = 5 * SECOND_NS
+    """How long a look may take."""
+
+
+class _Look(NamedTuple):
+    """What was seen."""
+
+    watch: DirectoryWatch | None
+    """On the directory that is there; None: there is none, or it cannot be watched."""
+    missing: str | None
+    """Why the daemon does not serve; None: it does."""
 
 
 class MpsSource:
@@ -63,44 +78,49 @@ class MpsSource:
         self._settings = settings if settings is not None else MpsSettings()
         self._watch: DirectoryWatch | None = None
         self._told: MpsSeen | None = None
+        self._looking: asyncio.Future[_Look] | None = None
 
     async def run(self) -> None:
-        """Watch for ever. May be run again after it ended; two at once are not allowed."""
+        """Watch for ever; raises SourceError if the directory does not answer.
+
+        May be run again after it ended; two at once are not allowed.
+        """
         try:
             while True:
-                self._look()
+                await self._look()
                 began_ns = self._clock()
                 await self._wait_changed()
                 await asyncio.sleep(max(0, began_ns + MIN_GAP_NS - self._clock()) / 1e9)
         finally:
             self._unwatch()
 
-    def _look(self) -> None:
-        """Look what is there. The watch comes first: what changes between the two is seen by one of them."""
-        root = next((each for each in self._roots if each.is_dir()), None)
-        if root is None:
+    async def _look(self) -> None:
+        """Look what is there, in a thread, as the root may be a mount that does not answer."""
+        if self._looking is not None:
+            await self._finished(self._looking)  # by a run that ended meanwhile
+        watch = self._watch
+        self._looking = started_in_daemon_thread("mps-look", lambda: _look(self._roots, watch))
+        try:
+            await self._finished(self._looking)
+        except (asyncio.CancelledError, SourceError):
+            self._looking.add_done_callback(lambda late: _close_new(late, watch))
+            raise
+        seen = self._looking.result()
+        if seen.watch is not watch:
             self._unwatch()
-        else:
-            self._watch_directory(root)
-        self._tell((self._roots[0] if root is None else root) / READY_FILE)
-
-    def _tell(self, path: Path) -> None:
-        missing = _missing(path)
-        fact = MpsSeen(ready=missing is None, message=missing or "")
+            self._watch = seen.watch
+        fact = MpsSeen(ready=seen.missing is None, message=seen.missing or "")
         if fact != self._told:
             self._told = fact
             self._inbox.put(fact)
 
-    def _watch_directory(self, root: Path) -> None:
-        try:
-            seen = root.stat()
-            if self._watch is not None and self._watch.directory == (seen.st_dev, seen.st_ino):
-                return
-            self._unwatch()
-            self._watch = DirectoryWatch(root)
-        except OSError:
-            # It went away just now, or a limit of inotify is reached: the next look comes in poll_ns.
-            self._unwatch()
+    async def _finished(self, looking: "asyncio.Future[_Look]") -> None:
+        await asyncio.wait((looking,), timeout=self._settings.deadline_ns / 1e9)
+        if not looking.done():
+            raise SourceError(
+                f"{self._roots[0]} cannot be read within {self._settings.deadline_ns / SECOND_NS:g} s;"
+                " see the kernel log for blocked tasks"
+            )
 
     async def _wait_changed(self) -> None:
         watch = self._watch
@@ -115,6 +135,33 @@ class MpsSource:
         if self._watch is not None:
             self._watch.close()
             self._watch = None
+
+
+def _close_new(late: "asyncio.Future[_Look]", watch: DirectoryWatch | None) -> None:
+    """Close what a look began to watch that nobody waited for."""
+    if late.cancelled() or late.exception() is not None:
+        return
+    made = late.result().watch
+    if made is not None and made is not watch:
+        made.close()
+
+
+def _look(roots: Sequence[Path], watch: DirectoryWatch | None) -> _Look:
+    """Look once. The watch comes first: what changes between the two is seen by one of them."""
+    root = next((each for each in roots if each.is_dir()), None)
+    watch = None if root is None else _watch_of(root, watch)
+    return _Look(watch, _missing((roots[0] if root is None else root) / READY_FILE))
+
+
+def _watch_of(root: Path, watch: DirectoryWatch | None) -> DirectoryWatch | None:
+    """Return a watch on the directory, the one that there is if it is that directory's."""
+    try:
+        seen = root.stat()
+        is_right = watch is not None and watch.directory == (seen.st_dev, seen.st_ino)
+        return watch if is_right else DirectoryWatch(root)
+    except OSError:
+        # It went away just now, or a limit of inotify is reached: the next look comes in poll_ns.
+        return None
 
 
 def _missing(path: Path) -> str | None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import shutil
+import threading
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
@@ -9,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from agent.errors import SourceError
 from agent.model.facts import MpsSeen
 from agent.sources.mps import READY_FILE, MpsSettings, MpsSource
-from tests.sources.recorder import Recorder
+from tests.sources.recorder import Recorder, until
 
 NEVER_NS = 3_600_000_000_000
 SOON_NS = 10_000_000
@@ -148,3 +150,55 @@ async def test_without_inotify_the_directory_is_looked_at_again_and_again(
     await told(recorder, False)
     (root / READY_FILE).touch()
     await told(recorder, False, True)
+
+
+async def test_a_directory_that_does_not_answer_holds_up_the_source_alone(
+    recorder: Recorder, root: Path
+) -> None:
+    answers, made = threading.Event(), []
+
+    class Stuck(type(root)):  # type: ignore[misc]
+        """A root whose look does not come back until it may."""
+
+        def is_dir(self, **_: bool) -> bool:
+            made.append(threading.current_thread())
+            answers.wait()
+            return False
+
+    settings = MpsSettings(recheck_ns=NEVER_NS, poll_ns=NEVER_NS, deadline_ns=SOON_NS)
+    source = MpsSource(inbox=recorder.inbox, mps_root=Stuck(root), clock=time.monotonic_ns, settings=settings)
+    try:
+        for _ in range(2):
+            with pytest.raises(SourceError, match="cannot be read within"):
+                await source.run()
+        # It is waited for, and none is begun beside it.
+        assert len(made) == 1
+        assert made[0] is not threading.main_thread()
+        assert made[0].daemon
+    finally:
+        answers.set()
+    task = asyncio.get_running_loop().create_task(source.run())
+    await told(recorder, False)
+    task.cancel()
+
+
+async def test_a_watch_that_came_too_late_is_closed(recorder: Recorder, root: Path) -> None:
+    root.mkdir()
+    before = inotify_descriptors()
+    source = MpsSource(inbox=recorder.inbox, mps_root=root, clock=time.monotonic_ns, settings=EVENTS_ONLY)
+    for _ in range(5):
+        task = asyncio.get_running_loop().create_task(source.run())
+        await asyncio.sleep(0)
+        task.cancel()
+        with suppress(asyncio.CancelledError):
+            await task
+    await until(lambda: all(thread.name != "mps-look" for thread in threading.enumerate()))
+    await until(lambda: inotify_descriptors() <= before)
+
+
+def inotify_descriptors() -> int:
+    found = 0
+    for entry in Path("/proc/self/fd").iterdir():
+        with suppress(OSError):
+            found += str(entry.readlink()) == "anon_inode:inotify"
+    return found
