@@ -90,6 +90,9 @@ _Quiet = (
     | facts.DeviceNodesSeen
     | facts.GpuRebound
     | facts.AllocationsListed
+    | facts.GpuUseSeen
+    | facts.GpuMemorySeen
+    | facts.PodsSeen
     | facts.KubeletSocketSeen
     | facts.OwnSocketLost
     | facts.Registered
@@ -137,6 +140,12 @@ def _known(state: State, fact: _Quiet, now_ns: int) -> State:  # noqa: C901, PLR
             return driver.rebound(state, fact)
         case facts.AllocationsListed():
             return replace(state, pods=fact.pods, pods_ns=now_ns)
+        case facts.GpuUseSeen():
+            return replace(state, usage=fact.usage, usage_ns=now_ns)
+        case facts.GpuMemorySeen():
+            return replace(state, memory={**state.memory, fact.gpu: fact.memory})
+        case facts.PodsSeen():
+            return replace(state, pods_seen=fact.pods, pods_seen_ns=now_ns)
         case facts.KubeletSocketSeen():
             return replace(state, kubelet=fact.identity)
         case (

@@ -16,6 +16,7 @@ from agent.model.ids import DeviceId, GpuUuid, Placement, ResourceName, SocketId
 from agent.model.policy import Policy
 from agent.model.sample import GpuSample
 from agent.model.snapshot import Device, DriverView, Durable, TaskView
+from agent.model.usage import GpuMemory, Pods, Usage
 
 MAX_AWAITED: Final = 256
 """Conditions kept of GPUs that did not come back after a reboot; the oldest go when there are more."""
@@ -89,6 +90,14 @@ class State:
     pods: Mapping[DeviceId, str] | None = None
     pods_ns: int = 0
     """Who holds which device, and when that was told."""
+    pods_seen: Pods | None = None
+    pods_seen_ns: int = 0
+    """The pods that live on this node, and when that was told."""
+    usage: Usage | None = None
+    usage_ns: int = 0
+    """Who uses the driver, and when that was told."""
+    memory: Mapping[GpuUuid, GpuMemory] = field(default_factory=_nothing)
+    """Of GPUs of which it was told; the newest readings."""
     observed_flips: int = 0
     """Devices that would have turned Unhealthy, had the agent not only observed."""
 

@@ -14,6 +14,7 @@ from agent.model.health import Reason
 from agent.model.ids import ALL, DeviceId, GpuUuid, ResourceName, SocketIdentity, SourceName
 from agent.model.policy import Policy
 from agent.model.sample import GpuSample
+from agent.model.usage import GpuMemory, Pods, Usage
 
 
 class Message(Protocol):
@@ -39,6 +40,7 @@ KERNEL_LOG = SourceName("kernel-log")
 SYSFS = SourceName("sysfs")
 UEVENTS = SourceName("uevents")
 PODS = SourceName("pods")
+PROBE = SourceName("probe")
 OPERATOR = SourceName("operator")
 
 
@@ -389,6 +391,36 @@ class AllocationsListed(_State):
 
 
 @dataclass(frozen=True, slots=True)
+class GpuUseSeen(_State):
+    """Who uses the driver now; told when it changed and at least every 30 s."""
+
+    usage: Usage
+    source: SourceName = PROBE
+
+
+@dataclass(frozen=True, slots=True)
+class GpuMemorySeen(_State):
+    """How much memory of a GPU is used, and by whom; one health poll."""
+
+    gpu: GpuUuid
+    memory: GpuMemory
+    source: SourceName = NVML
+
+    @property
+    def key(self) -> Hashable:
+        """One for each GPU."""
+        return (GpuMemorySeen, self.gpu)
+
+
+@dataclass(frozen=True, slots=True)
+class PodsSeen(_State):
+    """Every pod that this node's kubelet knows, by UID; what is not among them is gone."""
+
+    pods: Pods
+    source: SourceName = PODS
+
+
+@dataclass(frozen=True, slots=True)
 class HoldRequested(_State):
     """An operator takes a GPU out until it is given back, over restarts and reboots."""
 
@@ -525,6 +557,9 @@ Fact = (
     | DeviceNodesSeen
     | GpuRebound
     | AllocationsListed
+    | GpuUseSeen
+    | GpuMemorySeen
+    | PodsSeen
     | HoldRequested
     | UnholdRequested
     | RecoverRequested

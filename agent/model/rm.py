@@ -51,7 +51,8 @@ class RmEvent(NamedTuple):
     parent: int
     handle: int
     detail: int
-    """ALLOC of a device: its RM device instance. FORK: the child. UVM: the first half of the GPU's UUID."""
+    """ALLOC of a device: its RM device instance. FORK: the child. UVM: bytes 4 to 7 of the GPU's UUID, the
+    first four are in ``parent`` (little endian, as the driver's own structure has them)."""
 
 
 class RmObject(NamedTuple):

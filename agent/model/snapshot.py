@@ -10,6 +10,7 @@ from agent.model.ids import DeviceId, GpuUuid, Placement, ResourceName, SocketId
 from agent.model.policy import Policy
 from agent.model.sample import GpuSample
 from agent.model.sharing import SharingStrategy
+from agent.model.usage import GpuMemory, Pods, Usage
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,6 +151,12 @@ class Snapshot:
     durable: Durable
     pods: Mapping[DeviceId, str] | None = None
     """Who holds which device, as the kubelet says; None: not known, or not known recently."""
+    pods_seen: Pods | None = None
+    """The pods that live on this node; None: not known, or not known recently."""
+    usage: Usage | None = None
+    """Who uses the driver; None: not known, or not known recently."""
+    memory: Mapping[GpuUuid, GpuMemory] = field(default_factory=dict)
+    """Used memory and the processes that NVML lists; core.ownership joins it with the rest."""
     released_until_ns: int | None = None
     """The driver is to be let go of until then."""
     driver_released: bool = False

@@ -14,8 +14,10 @@ from agent.model.facts import (
     DriverUnavailable,
     Fact,
     FactsLost,
+    GpuMemorySeen,
     GpuRebound,
     GpuSampled,
+    GpuUseSeen,
     HealthEventsUnsupported,
     HoldRequested,
     KernelLogRead,
@@ -23,6 +25,7 @@ from agent.model.facts import (
     KubeletSocketSeen,
     OwnSocketLost,
     PciGpusSeen,
+    PodsSeen,
     PolicyChanged,
     RecoverRequested,
     Registered,
@@ -39,6 +42,7 @@ from agent.model.health import Reason
 from agent.model.ids import ALL, DeviceId
 from agent.model.policy import Policy
 from agent.model.sample import GpuSample
+from agent.model.usage import GpuMemory, PodSeen, PodUid, Usage
 from tests.core.build import (
     GPU,
     K1,
@@ -148,6 +152,9 @@ ONE_OF_EACH: list[Fact] = [
     DeviceNodesSeen(("/dev/nvidia0", "/dev/nvidiactl")),
     GpuRebound("0000:10:00.0", bound=True),
     AllocationsListed({DeviceId(U0): "ns1/job-a"}),
+    GpuUseSeen(Usage(at_ns=1)),
+    GpuMemorySeen(U0, GpuMemory(used_bytes=1, total_bytes=2)),
+    PodsSeen({PodUid("1"): PodSeen("ns1", "job-a")}),
     HoldRequested(U0, "because"),
     UnholdRequested(U0),
     RecoverRequested(U0),
