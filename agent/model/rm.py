@@ -69,6 +69,8 @@ class RmObject(NamedTuple):
     parent: int
     gpu: int
     """RM device instance, for a device."""
+    start_ticks: int = 0
+    """When the process that allocated it began, as in HeldFile; 0 where it is not known."""
 
 
 class ProcessCounters(NamedTuple):
@@ -86,6 +88,10 @@ class ProcessCounters(NamedTuple):
     contexts_allocated: int
     contexts_freed: int
     errors: int
+    start_ticks: int = 0
+    """As in HeldFile; 0 where it is not known."""
+    exited_ns: int = 0
+    """When its last thread began to exit; 0 while it lives."""
 
 
 class HeldFile(NamedTuple):
