@@ -203,6 +203,13 @@ OUR_OPTIONS: Final = (
         empty_means="it is not known which pod holds which device",
     ),
     _ours(
+        "pod-logs-dir",
+        "/var/log/pods",
+        path_from,
+        "DIR",
+        "Where the kubelet keeps the logs of pods; the names in it tell the UID of each pod",
+    ),
+    _ours(
         "pods-poll",
         "10s",
         duration("100ms", "30s"),

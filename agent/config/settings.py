@@ -53,6 +53,7 @@ class Settings(NamedTuple):
     kubelet_socket: str
     """Empty: serve but do not register."""
     pod_resources_socket: str
+    pod_logs_dir: str
     nvml_library: str | None
     http_listen: Address | None
     api_listen: Address | None
@@ -213,6 +214,7 @@ def _settings(values: Mapping[str, object], resolver: _Resolver) -> Settings:
         sys_root=cast("str", values["sys-root"]),
         kubelet_socket=cast("str", values["kubelet-socket"]),
         pod_resources_socket=cast("str", values["pod-resources-socket"]),
+        pod_logs_dir=cast("str", values["pod-logs-dir"]),
         nvml_library=cast("str", values["nvml-library"]) or None,
         http_listen=http_listen,
         api_listen=_api_listen(cast("Address | None", values["api-listen"]), http_listen),

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Final, Protocol
 
 from agent.bus import Inbox, Latest
 from agent.config.settings import Settings
@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     from agent.sources.nvml import NvmlSource
     from agent.sources.pods import PodsSource
     from agent.sources.sysfs import SysfsSource
+
+CHECKPOINT: Final = "kubelet_internal_checkpoint"
+"""In the directory of the kubelet's socket. Source: kubernetes pkg/kubelet/cm/devicemanager/manager.go."""
 
 # Imports stand in the functions: see agent.runtime.imports for their order.
 # ruff: noqa: PLC0415
@@ -137,6 +140,8 @@ class Assembly:
         self.pods = PodsSource(
             inbox=self.inbox,
             socket=Path(self.settings.pod_resources_socket),
+            pod_logs=Path(self.settings.pod_logs_dir),
+            checkpoint=Path(self.settings.kubelet_socket_or_default).parent / CHECKPOINT,
             clock=self.clock,
             period_ns=self.settings.pods_poll_ns,
         )

@@ -46,7 +46,11 @@ class SimulatedNode:
         self.spec = spec
         self.feed = Feed()
         self.kubelet = EmulatedKubelet(
-            directory.device_plugins, directory.pod_resources, present=kubelet_present, seed=seed
+            directory.device_plugins,
+            directory.pod_resources,
+            pod_logs=directory.pod_logs,
+            present=kubelet_present,
+            seed=seed,
         )
         self.kernel_log = KernelLog(directory.kernel_log)
         self._label = label
