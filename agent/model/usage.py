@@ -37,7 +37,8 @@ class PodRef:
     uid: PodUid
     container_id: str | None
     """None in the pod's own cgroup, outside of any container."""
-    qos: Qos
+    qos: Qos | None
+    """None where the path is told from inside a cgroup namespace that hides it."""
 
 
 @dataclass(frozen=True, slots=True)
