@@ -102,6 +102,6 @@ def test_the_end_of_the_file_system_lets_everybody_go(tmp_path: Path) -> None:
 
 
 def test_a_machine_without_the_device_is_told_in_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("agent.simulation.hanging_nodes.FUSE_DEVICE", "/nonexistent/fuse")
+    monkeypatch.setattr("agent.simulation.driver_double.fuse.FUSE_DEVICE", "/nonexistent/fuse")
     with pytest.raises(SourceError, match="Could not open /nonexistent/fuse: No such file"):
         HangingNodes(NAMES)
