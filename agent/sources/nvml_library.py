@@ -108,12 +108,12 @@ class Nvml:
     def __init__(self, observer: CallObserver) -> None:
         self._observer = observer
 
-    def call(self, function: Callable[..., Any], *arguments: object) -> Any:
+    def call(self, function: Callable[..., Any], *arguments: object, **named: object) -> Any:
         """Make a call of pynvml's; only for the modules that know pynvml."""
         name = function.__name__
         self._observer.began(name)
         try:
-            return function(*arguments)
+            return function(*arguments, **named)
         except pynvml.NVMLError as error:
             raise NvmlError(name, int(error.value), str(error)) from None
         except UnicodeDecodeError:

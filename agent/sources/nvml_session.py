@@ -244,7 +244,7 @@ class Session:
     async def _look(self, slot: Slot) -> None:
         slot.began_ns = self._clock()
         slot.wanted_soon = False
-        slot.sample = None
+        slot.sample = slot.memory = None
         number = slot.begun = slot.requested
         try:
             look = await slot.lane.call(partial(self._look_once, slot))
@@ -290,7 +290,7 @@ class Session:
         elif seen.gpu.index != slot.index:
             self._unsettle()
         slot.sighting, slot.failure, slot.index = seen, look.failure, seen.gpu.index
-        slot.sample = look.sample
+        slot.sample, slot.memory = look.sample, look.memory
         address = slot.nvml.address_of(seen.handle)
         if address is not None and self.listener.devices.get(address) != seen.gpu.uuid:
             self.listener.devices = {**self._addresses(), address: seen.gpu.uuid}
