@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.setup-done
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check bench mutants gen lock clean
+.PHONY: help setup demo test check bench mutants bpf gen lock clean
 
 help:
 	@echo 'make setup    system packages (as root), virtual environment in $(VENV), $(BIN)/gpu-agent'
@@ -15,6 +15,7 @@ help:
 	@echo 'make check    linters, types, architecture, generated code'
 	@echo 'make bench    the figures we promise, beside their targets (ARGS=--json)'
 	@echo 'make mutants  mutation score of agent/core (minutes)'
+	@echo 'make bpf      the precompiled eBPF probe (needs clang and libbpf-dev)'
 	@echo 'make gen      generate code from proto/'
 	@echo 'make lock     resolve the locked dependencies anew'
 
@@ -48,6 +49,9 @@ gen: $(STAMP)
 
 lock: $(STAMP)
 	.ci/lock
+
+bpf: $(STAMP)
+	.ci/bpf
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache mutants

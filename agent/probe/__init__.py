@@ -2,24 +2,22 @@
 
 Use it so::
 
-    from agent.probe.loading import Request, load
-    from agent.probe.kernel import Roots
-
-    probe = await load(Request(loader="auto", tier="auto"), roots=Roots())   # or raises ProbeLoadError
+    probe = await load(Request(loader="auto", tier="auto"))   # agent.probe.loading, agent.probe.request
     probe.ring.subscribe(loop, deliver)      # deliver(list[RmEvent]), at most Ring.BATCH at a time
     probe.read_objects()                     # list[RmObject]; also read_processes(), read_statistics()
     probe.scan()                             # Scan(held, complete, source): who holds which open file
-    probe.refresh()                          # majors and the driver's version, if they changed
+    probe.refresh()                          # device numbers and the driver's version, if they changed
     probe.reattach()                         # after the driver was loaded anew; once a poll
     probe.close()
 
-Everything of ``Probe`` is synchronous and takes microseconds to a few milliseconds; ``scan`` and a read of
-full maps belong in a daemon thread (``agent.threads.in_daemon_thread``). ``Probe.watch(tgids)`` tells the
-kernel side of processes that hold files without ever having opened one (inherited or received), so that
-their closes and exits are told too; ``forget_processes(tgids)`` and ``forget_objects(keys)`` take rows out
-of the maps. Without a probe ``agent.probe.procfs.scan`` finds holders.
+``load`` raises ProbeLoadError, which has a code. Everything of ``Probe`` is synchronous and takes microseconds
+to a few milliseconds; ``scan`` and a read of full maps belong in a daemon thread
+(``agent.threads.in_daemon_thread``). ``Probe.watch(held)`` tells the kernel side of processes that hold files
+without ever having opened one (inherited or received), so that their closes and exits are told too;
+``forget_processes(tgids)`` and ``forget_objects(keys)`` take rows out of the maps. Without a probe
+``agent.probe.procfs.scan`` finds holders.
 
-Test doubles: ``Request(test=Doubles(nvidia_major=1, any_return=True))`` takes ``mknod nvidia0 c 1 3`` for a
+Test doubles: ``Request(doubles=Doubles(nvidia_major=1, any_return=True))`` takes ``mknod nvidia0 c 1 3`` for a
 GPU; ``Doubles(filesystem=os.stat(mount).st_dev)`` takes a regular file of that filesystem (a FUSE mount) for
 the character device whose kernel dev_t (``major << 20 | minor``) is the file's inode number.
 
