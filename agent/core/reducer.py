@@ -91,6 +91,7 @@ _Quiet = (
     | facts.GpuRebound
     | facts.AllocationsListed
     | facts.GpuUseSeen
+    | facts.ProbeSeen
     | facts.GpuMemorySeen
     | facts.PodsSeen
     | facts.KubeletSocketSeen
@@ -144,6 +145,8 @@ def _known(state: State, fact: _Quiet, now_ns: int) -> State:  # noqa: C901, PLR
             return replace(state, usage=fact.usage, usage_ns=now_ns)
         case facts.GpuMemorySeen():
             return replace(state, memory={**state.memory, fact.gpu: fact.memory})
+        case facts.ProbeSeen():
+            return replace(state, probe=fact.probe)
         case facts.PodsSeen():
             return replace(state, pods_seen=fact.pods, pods_seen_ns=now_ns)
         case facts.KubeletSocketSeen():

@@ -16,7 +16,7 @@ from agent.model.ids import DeviceId, GpuUuid, Placement, ResourceName, SocketId
 from agent.model.policy import Policy
 from agent.model.sample import GpuSample
 from agent.model.snapshot import Device, DriverView, Durable, TaskView
-from agent.model.usage import GpuMemory, Pods, Usage
+from agent.model.usage import GpuMemory, Pods, ProbeView, Usage
 
 MAX_AWAITED: Final = 256
 """Conditions kept of GPUs that did not come back after a reboot; the oldest go when there are more."""
@@ -93,6 +93,8 @@ class State:
     pods_seen: Pods | None = None
     pods_seen_ns: int = 0
     """The pods that live on this node, and when that was told."""
+    probe: ProbeView | None = None
+    """None: there is none, or it was not begun yet."""
     usage: Usage | None = None
     usage_ns: int = 0
     """Who uses the driver, and when that was told."""

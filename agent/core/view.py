@@ -45,6 +45,7 @@ def snapshot_of(state: State) -> Snapshot:
         durable=_durable(state),
         pods=state.pods,
         pods_seen=state.pods_seen,
+        probe=state.probe,
         usage=state.usage,
         memory=state.memory,
         released_until_ns=state.released_until_ns,

@@ -14,7 +14,7 @@ from agent.model.health import Reason
 from agent.model.ids import ALL, DeviceId, GpuUuid, ResourceName, SocketIdentity, SourceName
 from agent.model.policy import Policy
 from agent.model.sample import GpuSample
-from agent.model.usage import GpuMemory, Pods, Usage
+from agent.model.usage import GpuMemory, Pods, ProbeView, Usage
 
 
 class Message(Protocol):
@@ -399,6 +399,14 @@ class GpuUseSeen(_State):
 
 
 @dataclass(frozen=True, slots=True)
+class ProbeSeen(_State):
+    """How the probe is: loaded, or why not."""
+
+    probe: ProbeView
+    source: SourceName = PROBE
+
+
+@dataclass(frozen=True, slots=True)
 class GpuMemorySeen(_State):
     """How much memory of a GPU is used, and by whom; one health poll."""
 
@@ -558,6 +566,7 @@ Fact = (
     | GpuRebound
     | AllocationsListed
     | GpuUseSeen
+    | ProbeSeen
     | GpuMemorySeen
     | PodsSeen
     | HoldRequested

@@ -10,7 +10,7 @@ from agent.model.ids import DeviceId, GpuUuid, Placement, ResourceName, SocketId
 from agent.model.policy import Policy
 from agent.model.sample import GpuSample
 from agent.model.sharing import SharingStrategy
-from agent.model.usage import GpuMemory, Pods, Usage
+from agent.model.usage import GpuMemory, Pods, ProbeView, Usage
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,6 +153,8 @@ class Snapshot:
     """Who holds which device, as the kubelet says; None: not known, or not known recently."""
     pods_seen: Pods | None = None
     """The pods that live on this node; None: not known, or not known recently."""
+    probe: ProbeView | None = None
+    """None: it is off, or not begun yet."""
     usage: Usage | None = None
     """Who uses the driver; None: not known, or not known recently."""
     memory: Mapping[GpuUuid, GpuMemory] = field(default_factory=dict)

@@ -205,3 +205,26 @@ class PodSeen:
 
 
 Pods = Mapping[PodUid, PodSeen]
+
+
+ProbeState = Literal["loading", "running", "disabled"]
+
+
+@dataclass(frozen=True, slots=True)
+class ProbeView:
+    """How the probe is."""
+
+    state: ProbeState
+    tier: str = ""
+    """driver or syscalls while it runs, procfs where only /proc is read."""
+    loader: str = ""
+    headers: str = ""
+    """Release of the kernel headers it was compiled with; empty: it was not."""
+    attached: tuple[str, ...] = ()
+    missing: tuple[tuple[str, str], ...] = ()
+    """Programs that are not attached, and why."""
+    code: str = ""
+    """Why it is disabled: ``kernel_headers_missing``, ``missing_capability``, …"""
+    message: str = ""
+    load_ms: float = 0.0
+    attach_ms: float = 0.0

@@ -26,6 +26,7 @@ from agent.model.facts import (
     OwnSocketLost,
     PciGpusSeen,
     PodsSeen,
+    ProbeSeen,
     PolicyChanged,
     RecoverRequested,
     Registered,
@@ -42,7 +43,7 @@ from agent.model.health import Reason
 from agent.model.ids import ALL, DeviceId
 from agent.model.policy import Policy
 from agent.model.sample import GpuSample
-from agent.model.usage import GpuMemory, PodSeen, PodUid, Usage
+from agent.model.usage import GpuMemory, PodSeen, PodUid, ProbeView, Usage
 from tests.core.build import (
     GPU,
     K1,
@@ -153,6 +154,7 @@ ONE_OF_EACH: list[Fact] = [
     GpuRebound("0000:10:00.0", bound=True),
     AllocationsListed({DeviceId(U0): "ns1/job-a"}),
     GpuUseSeen(Usage(at_ns=1)),
+    ProbeSeen(ProbeView("loading")),
     GpuMemorySeen(U0, GpuMemory(used_bytes=1, total_bytes=2)),
     PodsSeen({PodUid("1"): PodSeen("ns1", "job-a")}),
     HoldRequested(U0, "because"),
