@@ -2,6 +2,8 @@
 PYTHON ?= python3
 VENV ?= .venv
 ARGS ?=
+# Tests wait more than they compute, so more run side by side than there are cores; JOBS=0 runs one by one.
+JOBS ?= 4
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.setup-done
 
@@ -29,7 +31,7 @@ demo: $(STAMP)
 	@$(BIN)/gpu-agent demo $(ARGS)
 
 test: $(STAMP)
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n $(JOBS) $(ARGS)
 
 check: $(STAMP)
 	$(BIN)/ruff check .

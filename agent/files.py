@@ -4,13 +4,18 @@ import os
 from pathlib import Path
 
 
-def write(path: str, raw: bytes) -> None:
-    """Replace the file by one that holds these bytes, or raise OSError and leave it as it was."""
+def write(path: str, raw: bytes, *, mode: int = 0o600) -> os.stat_result:
+    """Replace the file by one that holds these bytes, or raise OSError and leave it as it was.
+
+    ``mode`` is who may read it, whatever the umask. Returns the new file's status.
+    """
     beside = f"{path}.new"
     descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
         write_all(descriptor, raw)
+        os.fchmod(descriptor, mode)
         os.fsync(descriptor)
+        status = os.fstat(descriptor)
     finally:
         os.close(descriptor)
     Path(beside).replace(path)
@@ -19,6 +24,7 @@ def write(path: str, raw: bytes) -> None:
         os.fsync(directory)
     finally:
         os.close(directory)
+    return status
 
 
 def write_all(descriptor: int, raw: bytes) -> None:

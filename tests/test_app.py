@@ -331,7 +331,7 @@ async def test_a_file_with_a_mistake_changes_nothing_and_is_told(node: Simulated
         assert "[-]config failed: reason withheld" in await readiness(agent)
         path.write_text("agent: {poll: 7s}\n")
         agent.signal(signal.SIGHUP)
-        await agent.wait_line("A changed setting takes effect at the next start", setting="poll_ns")
+        await agent.wait_line("A changed setting takes effect at the next start", setting="poll")
         await agent.wait_line("Read the configuration again")
         assert "[+]config ok" in await readiness(agent)
         assert node.kubelet.allocatable(GPU) == 4

@@ -7,8 +7,11 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final, NoReturn
 
 from agent.config import flags
-from agent.config import settings as config
-from agent.config.options import NVIDIA_OPTIONS, OPTIONS, OUR_OPTIONS, Option
+from agent.config.load import load
+from agent.config.nvidia_options import NVIDIA_OPTIONS
+from agent.config.option import Option
+from agent.config.options import OPTIONS
+from agent.config.our_options import OUR_OPTIONS
 from agent.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -37,14 +40,14 @@ def run(arguments: Sequence[str]) -> int:
     environment = dict(os.environ)
     values, problems = flags.parse(arguments, OPTIONS.values())
     try:
-        settings = config.load(values, environment)
+        settings = load(values, environment)
     except ConfigError as error:
         raise ConfigError((*problems, *error.problems)) from None
     if problems:
         raise ConfigError(tuple(problems))
     from agent import app  # noqa: PLC0415 - a wrong setting is told without it
 
-    _leave(app.run(settings, reread=lambda: config.load(values, environment), environment=environment))
+    _leave(app.run(settings, reread=lambda: load(values, environment), environment=environment))
 
 
 def configure(parser: "argparse.ArgumentParser") -> None:

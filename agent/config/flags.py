@@ -1,13 +1,14 @@
 """Reads the flags of ``gpu-agent run`` the way Go's flag package does, as NVIDIA's plugin's users expect.
 
 ``--name=value``, ``--name value``, one dash or two; a switch may stand alone, which means true. Of a
-flag given twice the last one counts. Not argparse, because its import alone costs a tenth of the
-time in which a restarted agent has to be registered, and because all problems are told at once.
+flag given twice the last one counts, lists are put together. Not argparse, because its import alone
+costs a tenth of the time in which a restarted agent has to be registered, and because all problems are
+told at once.
 """
 
 from collections.abc import Iterable, Sequence
 
-from agent.config.options import Option
+from agent.config.option import Option
 from agent.config.values import bool_from
 
 
@@ -29,14 +30,19 @@ def parse(arguments: Sequence[str], options: Iterable[Option]) -> tuple[dict[str
             if not has_value and words and not words[-1].startswith("-"):
                 words.pop()  # the value of what was misspelt
         elif has_value:
-            values[option.name] = value
+            _add(values, option, value)
         elif option.is_switch:
-            values[option.name] = words.pop() if words and _is_bool(words[-1]) else "true"
+            _add(values, option, words.pop() if words and _is_bool(words[-1]) else "true")
         elif words:
-            values[option.name] = words.pop()
+            _add(values, option, words.pop())
         else:
             problems.append(f"--{name} needs a value")
     return values, problems
+
+
+def _add(values: dict[str, str], option: Option, text: str) -> None:
+    before = values.get(option.name) if option.is_list else None
+    values[option.name] = f"{before},{text}" if before else text
 
 
 def _is_bool(word: str) -> bool:

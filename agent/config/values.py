@@ -9,6 +9,8 @@ import socket
 from collections.abc import Callable
 from typing import Final, NamedTuple
 
+from agent.model.policy import DeviceListStrategy
+
 MAX_XIDS: Final = 1024
 """XIDs in one list; there are some 170."""
 MAX_TOLD: Final = 8
@@ -184,3 +186,82 @@ def xid_list_from(text: str) -> XidList:
     return XidList(
         xids=frozenset(sorted(map(int, numbers))[:MAX_XIDS]), skipped=tuple(dict.fromkeys(skipped))[:MAX_TOLD]
     )
+
+
+DEVICE_LIST_STRATEGIES: Final[tuple[DeviceListStrategy, ...]] = (
+    "envvar",
+    "volume-mounts",
+    "cdi-annotations",
+    "cdi-cri",
+)
+
+CDI_FEATURE_FLAGS: Final = (
+    "enable-explicit-driver-libraries",
+    "disable-nvsandboxutils",
+    "enable-coherent-annotations",
+    "disable-multiple-csv-devices",
+    "no-additional-gids-for-device-nodes",
+    "disable-ipc-discoverer",
+)
+"""Source: NVIDIA/nvidia-container-toolkit:pkg/nvcdi."""
+
+CDI_HOOKS: Final = (
+    "chmod",
+    "create-soname-symlinks",
+    "create-symlinks",
+    "disable-device-node-modification",
+    "enable-cuda-compat",
+    "update-application-profile",
+    "update-ldcache",
+)
+"""Source: NVIDIA/nvidia-container-toolkit:pkg/nvcdi."""
+
+
+def device_list_strategies_from(text: str) -> tuple[DeviceListStrategy, ...]:
+    """Parse a list of device-list strategies; their order in the answer is always the same."""
+    given = {word.strip() for word in text.split(",")} - {""}
+    if not given or given - set(DEVICE_LIST_STRATEGIES):
+        raise ValueError(f"must be one or more of {', '.join(DEVICE_LIST_STRATEGIES)}")
+    return tuple(strategy for strategy in DEVICE_LIST_STRATEGIES if strategy in given)
+
+
+def discovery_strategy_from(text: str) -> str:
+    """Parse how devices are found."""
+    if text == "tegra":
+        raise ValueError("must be auto or nvml, because this agent finds GPUs by NVML and Tegra has none")
+    return choice("auto", "nvml")(text)
+
+
+def imex_channels_from(text: str) -> tuple[int, ...]:
+    """Parse IMEX channels: nothing, ``0``, ``[]`` or ``[0]``.
+
+    Source: NVIDIA/k8s-device-plugin:api/config/v1/imex.go, AssertChannelIDsValid.
+    """
+    inner = text.strip()
+    if inner.startswith("[") and inner.endswith("]"):
+        inner = inner[1:-1].strip()
+    if inner not in {"", "0"}:
+        raise ValueError("must be empty or [0], because there is no other IMEX channel to give")
+    return (0,) if inner else ()
+
+
+class WordList(NamedTuple):
+    """Words of which NVIDIA's container toolkit ignores those that it does not know."""
+
+    words: frozenset[str] = frozenset()
+    skipped: tuple[str, ...] = ()
+    """What is not known here."""
+
+
+def known_words(*known: str) -> Callable[[str], WordList]:
+    """Return a parser of a list of words, separated by commas; unknown ones are skipped and kept apart."""
+
+    def parse(text: str) -> WordList:
+        given = [word for word in (part.strip() for part in text.split(",")) if word]
+        skipped = [word[:80] for word in given if word not in known]
+        return WordList(
+            words=frozenset(word for word in given if word in known),
+            skipped=tuple(dict.fromkeys(skipped))[:MAX_TOLD],
+        )
+
+    return parse

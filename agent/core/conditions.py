@@ -215,6 +215,7 @@ def _verdict(offer: Offer, active: Iterable[Condition], probed: frozenset[GpuUui
         numa_node=offer.numa_node,
         health=health_of(reasons, probed=offer.placement.gpu in probed),
         reasons=reasons,
+        mig_index=offer.mig_index,
     )
 
 

@@ -26,6 +26,8 @@ class Offer:
     index: int
     replica: int | None
     numa_node: int | None
+    mig_index: int | None = None
+    """NVML's index of the MIG device on its GPU; None: a whole GPU."""
 
 
 def offers(
@@ -79,4 +81,5 @@ def _shares(gpu: Gpu, mig: MigDevice | None, name: ResourceName, policy: Policy)
             index=gpu.index,
             replica=replica,
             numa_node=gpu.numa_node,
+            mig_index=None if mig is None else mig.index,
         )

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Final, assert_never
 
-from agent.core import conditions, driver, faults, orders, registration, stability
+from agent.core import conditions, driver, faults, orders, registration, stability, topology
 from agent.core.changes import changes
 from agent.core.registration import Registration
 from agent.core.state import State
@@ -78,6 +78,7 @@ _Quiet = (
     | facts.GpuCallFailed
     | facts.GpuCallOverdue
     | facts.GpuSampled
+    | facts.TopologySeen
     | facts.GpusEnumerated
     | facts.DriverReady
     | facts.DriverUnavailable
@@ -117,6 +118,8 @@ def _known(state: State, fact: _Quiet, now_ns: int) -> State:  # noqa: C901, PLR
             return faults.call_overdue(state, fact, now_ns)
         case facts.GpuSampled():
             return faults.sampled(state, fact, now_ns)
+        case facts.TopologySeen():
+            return topology.surveyed(state, fact)
         case facts.GpusEnumerated():
             return driver.enumerated(state, fact, now_ns)
         case facts.DriverReady():
@@ -235,6 +238,9 @@ def _settle(old: State, state: State, now_ns: int) -> State:
     ):
         devices = conditions.verdicts(state.offers, state.conditions, state.probed)
         state = replace(state, devices=devices, observed_flips=_observed_flips(state, devices))
+    if state.surveys is not old.surveys or state.present is not old.present:
+        connected = topology.topology_of(state.gpus.values(), state.surveys, state.present)
+        state = replace(state, topology=connected)
     standings = _advanced(state, now_ns)
     return state if standings == state.registrations else replace(state, registrations=standings)
 

@@ -16,6 +16,7 @@ from agent.model.ids import DeviceId, GpuUuid, Placement, ResourceName, SocketId
 from agent.model.policy import Policy
 from agent.model.sample import GpuSample
 from agent.model.snapshot import Device, DriverView, Durable, TaskView
+from agent.model.topology import Survey, Topology
 from agent.model.usage import GpuMemory, Pods, ProbeView, Usage
 
 MAX_AWAITED: Final = 256
@@ -78,6 +79,9 @@ class State:
     """Who reported an XID of a place last, and when: two sources within two seconds tell of one fault."""
     samples: Mapping[GpuUuid, GpuSample] = field(default_factory=_nothing)
     slowdowns: Mapping[GpuUuid, Window] = field(default_factory=_nothing)
+    surveys: Mapping[GpuUuid, Survey] = field(default_factory=_nothing)
+    topology: Topology = field(default_factory=Topology)
+    """How the GPUs are connected, as the surveys tell."""
     fault_times: Mapping[GpuUuid, tuple[int, ...]] = field(default_factory=_nothing)
     """When the newest self-clearing faults of a GPU began; what flapping is judged by."""
     soft_flip_ns: int | None = None

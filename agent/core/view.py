@@ -10,6 +10,7 @@ from agent.core.state import State
 from agent.model.facts import DEVICE_PLUGIN, KUBELET, NVML
 from agent.model.health import Condition, Health, Reason
 from agent.model.ids import GpuUuid, ResourceName
+from agent.model.sharing import SharingStrategy
 from agent.model.snapshot import (
     DriverView,
     Durable,
@@ -43,6 +44,7 @@ def snapshot_of(state: State) -> Snapshot:
         facts_lost=state.facts_lost,
         findings=tuple(_findings(state, gpus)),
         durable=_durable(state),
+        topology=state.topology,
         pods=state.pods,
         pods_seen=state.pods_seen,
         probe=state.probe,
@@ -83,7 +85,13 @@ def _resource(state: State, name: ResourceName) -> Resource:
         message=standing.message,
         since_ns=standing.since_ns,
         socket=standing.socket,
+        sharing=_sharing_of(state, name),
     )
+
+
+def _sharing_of(state: State, name: ResourceName) -> SharingStrategy | None:
+    is_shared = any(device.replica is not None for device in state.devices[name])
+    return state.policy.sharing.strategy if is_shared else None
 
 
 def _unregistered_message(state: State) -> str:

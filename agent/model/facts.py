@@ -14,6 +14,7 @@ from agent.model.health import Reason
 from agent.model.ids import ALL, DeviceId, GpuUuid, ResourceName, SocketIdentity, SourceName
 from agent.model.policy import Policy
 from agent.model.sample import GpuSample
+from agent.model.topology import Survey
 from agent.model.usage import GpuMemory, Pods, ProbeView, Usage
 
 
@@ -299,6 +300,20 @@ class GpuSampled(_State):
 
 
 @dataclass(frozen=True, slots=True)
+class TopologySeen(_State):
+    """Where a GPU stands among the others: what a survey of it found."""
+
+    gpu: GpuUuid
+    survey: Survey
+    source: SourceName = NVML
+
+    @property
+    def key(self) -> Hashable:
+        """One for each GPU."""
+        return (TopologySeen, self.gpu)
+
+
+@dataclass(frozen=True, slots=True)
 class DriverReleased(_State):
     """NVML was shut down on request: no file of the driver is open any more."""
 
@@ -557,6 +572,7 @@ Fact = (
     | RegistrationFailed
     | WatchersChanged
     | GpuSampled
+    | TopologySeen
     | DriverReleased
     | KernelXidSeen
     | KernelLogRead

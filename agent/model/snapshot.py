@@ -10,6 +10,7 @@ from agent.model.ids import DeviceId, GpuUuid, Placement, ResourceName, SocketId
 from agent.model.policy import Policy
 from agent.model.sample import GpuSample
 from agent.model.sharing import SharingStrategy
+from agent.model.topology import Topology
 from agent.model.usage import GpuMemory, Pods, ProbeView, Usage
 
 
@@ -28,6 +29,8 @@ class Device:
     health: Health
     reasons: tuple[Condition, ...] = ()
     """The active conditions that touch it, those that flip it first, oldest first."""
+    mig_index: int | None = None
+    """NVML's index of the MIG device on its GPU; None: a whole GPU."""
 
 
 class RegistrationPhase(StrEnum):
@@ -149,6 +152,7 @@ class Snapshot:
     facts_lost: Mapping[SourceName, int]
     findings: tuple[Finding, ...]
     durable: Durable
+    topology: Topology = field(default_factory=Topology)
     pods: Mapping[DeviceId, str] | None = None
     """Who holds which device, as the kubelet says; None: not known, or not known recently."""
     pods_seen: Pods | None = None

@@ -172,12 +172,16 @@ def agent_flags(node_dir: Path) -> dict[str, str]:
         "pod-resources-socket": f"{node_dir}/pod-resources/kubelet.sock",
         "pod-logs-dir": f"{node_dir}/pod-logs",
         "nvml-library": f"{node_dir}/lib/libnvidia-ml.so.1",
+        "driver-root": f"{node_dir}/driver",
+        "driver-root-ctr-path": f"{node_dir}/driver",
         "dev-root": f"{node_dir}",
         "proc-root": f"{node_dir}/proc",
         "sys-root": f"{node_dir}/sys",
         "state-dir": f"{node_dir}/agent",
         "control-socket": f"{node_dir}/agent/control.sock",
         "kernel-log": f"{node_dir}/dev/kmsg",
+        "nvidia-cdi-hook-path": f"{node_dir}/driver/usr/bin/nvidia-ctk",
+        "cdi-spec-dir": f"{node_dir}/cdi",
         # The machine's own uevents are none of the node's.
         "uevents": "false",
     }

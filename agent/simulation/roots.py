@@ -1,10 +1,10 @@
-"""The doubles of /dev, /proc and /sys of a simulated node: what a driver and the kernel show of its GPUs.
+"""The doubles of /dev, /proc, /sys and the driver root: what a driver and the kernel show of a node's GPUs.
 
 *Invariants*
 - Device nodes are empty regular files, so nobody needs rights for them; opening one means nothing.
 - MIG capability minors are numbered as the driver does it (see `capability_minors`), for each slot's minor.
 - A module that is loaded again and a device that is bound again are other inodes than before, as in sysfs.
-- Nothing outside the three roots is touched.
+- Nothing outside the four roots is touched.
 
 Sources: NVIDIA MIG User Guide, "Device Nodes and Capabilities"; proc(5); the kernel's sysfs-bus-pci.
 """
@@ -14,6 +14,7 @@ import uuid
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from agent.simulation.driver_tree import write_driver_tree
 from agent.simulation.presets import GpuSpec, NodeSpec, PlacedMigDevice, place_mig_devices
 
 DEVICE_FILES = ("nvidiactl", "nvidia-uvm", "nvidia-uvm-tools", "nvidia-modeset")
@@ -33,10 +34,11 @@ _CHARACTER_DEVICES = {
 
 
 def write_roots(spec: NodeSpec, node: Path) -> None:
-    """Write dev, proc and sys below a node directory."""
+    """Write dev, proc, sys and driver below a node directory."""
     write_dev(spec, node / "dev")
     write_proc(spec, node / "proc")
     write_sysfs(spec, node / "sys")
+    write_driver_tree(spec.driver_version, node / "driver")
 
 
 def write_dev(spec: NodeSpec, dev_root: Path) -> None:
@@ -47,6 +49,21 @@ def write_dev(spec: NodeSpec, dev_root: Path) -> None:
     for slot, gpu in enumerate(spec.gpus):
         (dev_root / f"nvidia{gpu.minor}").touch()
         write_mig_devices(gpu.minor, _placed(slot, gpu), dev_root)
+        _write_graphics_nodes(gpu, dev_root / "dri")
+
+
+def _write_graphics_nodes(gpu: GpuSpec, directory: Path) -> None:
+    by_path = directory / "by-path"
+    by_path.mkdir(parents=True, exist_ok=True)
+    for kind, name in _graphics_nodes(gpu).items():
+        (directory / name).touch()
+        link = by_path / f"pci-{gpu.pci_bus_id}-{kind}"
+        link.unlink(missing_ok=True)
+        link.symlink_to(f"../{name}")
+
+
+def _graphics_nodes(gpu: GpuSpec) -> dict[str, str]:
+    return {"card": f"card{gpu.minor}", "render": f"renderD{128 + gpu.minor}"}
 
 
 def write_mig_devices(minor: int, placed: Sequence[PlacedMigDevice], dev_root: Path) -> None:
@@ -112,6 +129,8 @@ def write_pci_device(gpu: GpuSpec, sys_root: Path) -> None:
     directory.mkdir(parents=True, exist_ok=True)
     for name, value in _pci_attributes(gpu).items():
         (directory / name).write_text(f"{value}\n", encoding="ascii")
+    for name in _graphics_nodes(gpu).values():
+        (directory / "drm" / name).mkdir(parents=True, exist_ok=True)
     bind_pci_device(gpu, sys_root, DRIVER)
 
 

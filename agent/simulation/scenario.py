@@ -23,7 +23,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Final
 
-from agent.config.options import OPTIONS, Option
+from agent.config.option import Option
+from agent.config.options import OPTIONS
 from agent.config.values import duration_from
 from agent.errors import ConfigError, UsageError
 from agent.simulation import actions

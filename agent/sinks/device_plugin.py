@@ -30,6 +30,7 @@ from agent.model.ids import NO_KUBELET, ResourceName
 from agent.model.snapshot import Snapshot
 from agent.sinks.grpc_bounds import Bounds
 from agent.sinks.grpc_server import ServerStatistics
+from agent.sinks.plugin_answers import CdiSpecs
 from agent.sinks.plugin_endpoint import Endpoint
 from agent.sinks.plugin_service import ListSent, PluginService, ServiceStatistics
 from agent.sinks.plugin_socket import NotRegisteredError, identity_of, socket_path
@@ -73,11 +74,13 @@ class DevicePlugin:
         clock: Callable[[], int],
         bounds: Bounds | None = None,
         registers: bool = True,
+        cdi: CdiSpecs | None = None,
         on_sent: Callable[[ListSent], None] | None = None,
         register_timeout_s: float = REGISTER_TIMEOUT_S,
     ) -> None:
         """Serve beside ``kubelet_socket``. ``on_sent`` is told of each ListAndWatch message written.
 
+        ``cdi`` knows which CDI names resolve; without it none does, and such answers are refused.
         With ``registers`` false the kubelet is left alone, and being served counts as registered.
         """
         self._inbox = inbox
@@ -86,6 +89,7 @@ class DevicePlugin:
         self._clock = clock
         self._bounds = bounds or Bounds()
         self._registers = registers
+        self._cdi = cdi
         self._on_sent = on_sent
         self._register_timeout_s = register_timeout_s
         self._slots: dict[ResourceName, _Slot] = {}
@@ -188,6 +192,7 @@ class DevicePlugin:
             self._kubelet_socket,
             endpoint=path.name,
             resource=order.resource,
+            pre_start=self._latest.value.policy.pre_start_check,
             timeout_s=self._register_timeout_s,
         )
         return Registered(order.resource, order.generation, kubelet=kubelet, socket=own)
@@ -199,6 +204,7 @@ class DevicePlugin:
             inbox=self._inbox,
             latest=self._latest,
             clock=self._clock,
+            cdi=self._cdi,
             on_sent=self._on_sent,
         )
         slot.endpoint = Endpoint(path, service, bounds=self._bounds)

@@ -9,7 +9,6 @@ stream; nothing is said about the devices then.
 
 import asyncio
 import logging
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -20,23 +19,14 @@ from grpclib.exceptions import GRPCError
 from grpclib.server import Stream
 
 from agent.bus import Inbox, Latest
-from agent.core.allocation import ContainerAnswer, Refusal, allocate, prefer
 from agent.log import fields
 from agent.model.facts import Fact, WatchersChanged
 from agent.model.health import Health
 from agent.model.ids import ResourceName
-from agent.model.snapshot import Device, Resource, Snapshot
+from agent.model.snapshot import Device, Snapshot
 from agent.sinks.grpc_server import receive_request
-from agent.sinks.plugin_wire import (
-    MAX_LIST_BYTES,
-    OPTIONS,
-    RequestError,
-    encode_allocate_response,
-    encode_list,
-    encode_preferred_response,
-    read_allocate_request,
-    read_preferred_request,
-)
+from agent.sinks.plugin_answers import Answers, CdiSpecs, NoCdiSpecs
+from agent.sinks.plugin_wire import MAX_LIST_BYTES, encode_list
 
 WINDOW_S: Final = 0.05
 """Changes that follow a message within this time are sent together."""
@@ -44,15 +34,8 @@ GATHER_S: Final = 1.0
 """After trouble of the whole driver every GPU is well again, but each is polled at a moment of its own."""
 BETWEEN_CALLS_NS: Final = 20_000_000
 """Longer than a kubelet takes from one answer to the next call for the same pod."""
-MAX_REFUSAL_CHARS: Final = 1_024
-"""Of an error text; it travels in a header."""
 
 SERVICE: Final = "/v1beta1.DevicePlugin"
-_STATUSES: Final = {
-    "unknown": Status.INVALID_ARGUMENT,
-    "unhealthy": Status.FAILED_PRECONDITION,
-    "unsatisfiable": Status.INVALID_ARGUMENT,
-}
 
 log = logging.getLogger("agent.sinks.device_plugin")
 
@@ -79,8 +62,9 @@ class ServiceStatistics:
     lists_sent: int
     allocations: int
     preferences: int
+    pre_starts: int
     refusals: Mapping[str, int]
-    """Refused calls by kind: unknown, unhealthy, unsatisfiable, malformed, withdrawn."""
+    """Refused calls by kind: unknown, unhealthy, unsatisfiable, missing, malformed, withdrawn."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +85,7 @@ class PluginService:
         inbox: Inbox[Fact],
         latest: Latest[Snapshot],
         clock: Callable[[], int],
+        cdi: CdiSpecs | None = None,
         on_sent: Callable[[ListSent], None] | None = None,
     ) -> None:
         self.resource: Final = resource
@@ -110,11 +95,11 @@ class PluginService:
         self._latest = latest
         self._clock = clock
         self._on_sent = on_sent
+        self._answers = Answers(resource=resource, latest=latest, cdi=cdi or NoCdiSpecs())
         self._watchers = 0
-        self._lists_sent = self._allocations = self._preferences = 0
+        self._lists_sent = self._allocations = self._preferences = self._pre_starts = 0
         self._asking = 0
         self._answered_ns: int | None = None
-        self._refusals: Counter[str] = Counter()
         # None ends the watchers.
         self._lists: Latest[_List | None] = Latest(_List(b"", (), latest.value.at_ns))
         self._refresh()
@@ -173,7 +158,7 @@ class PluginService:
 
     def _comes_back_in_part(self) -> bool:
         """Whether all that changed is that some of the devices that are out are well again."""
-        shown, resource = self._lists.value, self._find(self._latest.value)
+        shown, resource = self._lists.value, self._answers.offered()
         if shown is None or resource is None or resource.devices is shown.devices:
             return False
         if len(resource.devices) != len(shown.devices):
@@ -190,7 +175,7 @@ class PluginService:
         """Publish the list if it is another one now; return whether it was."""
         shown = self._lists.value
         snapshot = self._latest.value
-        resource = self._find(snapshot)
+        resource = self._answers.offered()
         if shown is None or resource is None or resource.devices is shown.devices:
             return False
         data = encode_list(resource.devices)
@@ -199,16 +184,9 @@ class PluginService:
         self._lists.publish(_List(data, resource.devices, snapshot.at_ns))
         return True
 
-    def _find(self, snapshot: Snapshot) -> Resource | None:
-        return next((offered for offered in snapshot.resources if offered.name == self.resource), None)
-
     async def _options(self, stream: Stream[bytes, bytes]) -> None:
         await receive_request(stream)
-        await stream.send_message(bytes(OPTIONS))
-
-    async def _pre_start(self, stream: Stream[bytes, bytes]) -> None:
-        await receive_request(stream)
-        await stream.send_message(b"")
+        await stream.send_message(self._answers.options())
 
     async def _list_and_watch(self, stream: Stream[bytes, bytes]) -> None:
         await receive_request(stream)
@@ -263,63 +241,24 @@ class PluginService:
             )
 
     async def _allocate(self, stream: Stream[bytes, bytes]) -> None:
-        await self._answer(stream, self._allocated)
+        await self._answer(stream, self._answers.allocated)
         self._allocations += 1
 
     async def _preferred(self, stream: Stream[bytes, bytes]) -> None:
-        await self._answer(stream, self._preference)
+        await self._answer(stream, self._answers.preferred)
         self._preferences += 1
 
-    async def _answer(self, stream: Stream[bytes, bytes], answer: Callable[[Resource, bytes], bytes]) -> None:
+    async def _pre_start(self, stream: Stream[bytes, bytes]) -> None:
+        await self._answer(stream, self._answers.started)
+        self._pre_starts += 1
+
+    async def _answer(self, stream: Stream[bytes, bytes], answer: Callable[[bytes], bytes]) -> None:
         self._asking += 1
         try:
-            await self._answer_call(stream, answer)
+            await stream.send_message(answer(await receive_request(stream)))
         finally:
             self._asking -= 1
             self._answered_ns = self._clock()
-
-    async def _answer_call(
-        self, stream: Stream[bytes, bytes], answer: Callable[[Resource, bytes], bytes]
-    ) -> None:
-        request = await receive_request(stream)
-        resource = self._find(self._latest.value)
-        if resource is None:
-            raise self._refused(
-                "withdrawn",
-                Status.FAILED_PRECONDITION,
-                f"{self.resource} is not offered by this node any more; delete the pod so that it is"
-                " scheduled anew",
-            )
-        try:
-            response = answer(resource, request)
-        except RequestError as error:
-            raise self._refused("malformed", Status.INVALID_ARGUMENT, f"invalid request: {error}") from None
-        await stream.send_message(response)
-
-    def _allocated(self, resource: Resource, request: bytes) -> bytes:
-        answers: list[ContainerAnswer] = []
-        for ids in read_allocate_request(request):
-            answer = allocate(self._latest.value, resource, ids)
-            if isinstance(answer, Refusal):
-                raise self._refusal(answer)
-            answers.append(answer)
-        return encode_allocate_response(answers)
-
-    def _preference(self, resource: Resource, request: bytes) -> bytes:
-        choices: list[tuple[str, ...]] = []
-        for wanted in read_preferred_request(request):
-            choice = prefer(resource, wanted.available, wanted.must_include, wanted.size)
-            if isinstance(choice, Refusal):
-                raise self._refusal(choice)
-            choices.append(choice)
-        return encode_preferred_response(choices)
-
-    def _refusal(self, refusal: Refusal) -> GRPCError:
-        return self._refused(refusal.kind, _STATUSES[refusal.kind], refusal.message)
-
-    def _refused(self, kind: str, status: Status, message: str) -> GRPCError:
-        self._refusals[kind] += 1
-        return GRPCError(status, message[:MAX_REFUSAL_CHARS])
 
     def statistics(self) -> ServiceStatistics:
         """Return the counts at this moment."""
@@ -328,5 +267,6 @@ class PluginService:
             lists_sent=self._lists_sent,
             allocations=self._allocations,
             preferences=self._preferences,
-            refusals=dict(self._refusals),
+            pre_starts=self._pre_starts,
+            refusals=dict(self._answers.refusals),
         )

@@ -14,6 +14,7 @@ from functools import lru_cache
 from typing import Final
 
 from agent.api.deviceplugin.v1beta1 import (
+    CdiDevice,
     ContainerAllocateResponse,
     ContainerPreferredAllocationResponse,
     Device,
@@ -22,7 +23,8 @@ from agent.api.deviceplugin.v1beta1 import (
     NumaNode,
     TopologyInfo,
 )
-from agent.core.allocation import ContainerAnswer, DeviceNode
+from agent.api.deviceplugin.v1beta1 import Mount as WireMount
+from agent.core.injection import ContainerAnswer, DeviceNode, Mount
 from agent.model.health import Health
 from agent.model.snapshot import Device as OfferedDevice
 
@@ -39,13 +41,18 @@ MAX_ID_BYTES: Final = 256
 MAX_FIELDS: Final = 20_000
 """Fields in one request, unknown ones too."""
 MAX_CACHED_PIECES: Final = 4_096
-"""Encoded pieces kept, of each kind."""
+"""Encoded pieces of lists kept, of each kind."""
+MAX_CACHED_ANSWER_PIECES: Final = 512
+"""Encoded pieces of answers kept, of each kind; which devices go together hardly ever repeats."""
 MAX_LIST_BYTES: Final = 4_194_304
 """The kubelet's client takes no larger message. Source: grpc-go, defaultClientMaxReceiveMessageSize."""
 
-OPTIONS: Final = DevicePluginOptions(get_preferred_allocation_available=True)
-
 _VARINT, _FIXED64, _DELIMITED, _FIXED32 = 0, 1, 2, 5
+
+
+def options(*, pre_start: bool) -> DevicePluginOptions:
+    """Return what the kubelet is told of this plugin; ``pre_start``: it asks before each container starts."""
+    return DevicePluginOptions(pre_start_required=pre_start, get_preferred_allocation_available=True)
 
 
 class RequestError(Exception):
@@ -65,6 +72,11 @@ def read_allocate_request(data: bytes) -> list[tuple[str, ...]]:
     """Return the device ids of each container; RequestError if that cannot be."""
     budget = _Budget()
     return [tuple(_ids(budget, payload, 1)) for payload in _containers(budget, data)]
+
+
+def read_pre_start_request(data: bytes) -> tuple[str, ...]:
+    """Return the device ids of the container that is to start; RequestError if that cannot be."""
+    return tuple(_ids(_Budget(), data, 1))
 
 
 def read_preferred_request(data: bytes) -> list[PreferredRequest]:
@@ -188,16 +200,35 @@ def encode_allocate_response(answers: Iterable[ContainerAnswer]) -> bytes:
 
 
 def _container_answer(answer: ContainerAnswer) -> bytes:
-    envs = [_env(name, value) for name, value in answer.envs.items()]
-    return b"".join([*envs, *map(_device_spec, answer.device_nodes)])
+    pieces = [_env(name, value) for name, value in answer.envs.items()]
+    pieces += map(_mount, answer.mounts)
+    pieces += map(_device_spec, answer.device_nodes)
+    pieces += map(_cdi_device, answer.cdi_devices)
+    if answer.annotations:
+        # Each has a key that is never used again, so it is not worth keeping.
+        pieces.append(bytes(ContainerAllocateResponse(annotations=dict(answer.annotations))))
+    return b"".join(pieces)
 
 
-@lru_cache(maxsize=MAX_CACHED_PIECES)
+@lru_cache(maxsize=MAX_CACHED_ANSWER_PIECES)
 def _env(name: str, value: str) -> bytes:
     return bytes(ContainerAllocateResponse(envs={name: value}))
 
 
-@lru_cache(maxsize=MAX_CACHED_PIECES)
+@lru_cache(maxsize=MAX_CACHED_ANSWER_PIECES)
+def _mount(mount: Mount) -> bytes:
+    wire = WireMount(
+        container_path=mount.container_path, host_path=mount.host_path, read_only=mount.read_only
+    )
+    return bytes(ContainerAllocateResponse(mounts=[wire]))
+
+
+@lru_cache(maxsize=MAX_CACHED_ANSWER_PIECES)
+def _cdi_device(name: str) -> bytes:
+    return bytes(ContainerAllocateResponse(cdi_devices=[CdiDevice(name=name)]))
+
+
+@lru_cache(maxsize=MAX_CACHED_ANSWER_PIECES)
 def _device_spec(node: DeviceNode) -> bytes:
     spec = DeviceSpec(
         container_path=node.container_path, host_path=node.host_path, permissions=node.permissions

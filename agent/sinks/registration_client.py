@@ -14,7 +14,7 @@ from grpclib.exceptions import GRPCError, StreamTerminatedError
 from agent.api.deviceplugin.v1beta1 import DevicePluginStub, RegisterRequest, RegistrationStub
 from agent.model.ids import ResourceName
 from agent.sinks.plugin_socket import NotRegisteredError
-from agent.sinks.plugin_wire import API_VERSION, OPTIONS
+from agent.sinks.plugin_wire import API_VERSION, options
 
 REGISTER_TIMEOUT_S: Final = 12.0
 """Above the 10 s that the kubelet takes to give up on an endpoint, so that its own error arrives."""
@@ -35,13 +35,25 @@ class UnixChannel(Channel):
 
 
 async def register(
-    kubelet_socket: Path, *, endpoint: str, resource: ResourceName, timeout_s: float = REGISTER_TIMEOUT_S
+    kubelet_socket: Path,
+    *,
+    endpoint: str,
+    resource: ResourceName,
+    pre_start: bool = False,
+    timeout_s: float = REGISTER_TIMEOUT_S,
 ) -> None:
     """Register a resource served at ``endpoint``, a base name beside the kubelet's socket.
 
+    With ``pre_start`` the kubelet calls PreStartContainer before each container.
+
     NotRegisteredError: absent, unreachable or rejected, with what to do next.
     """
-    request = RegisterRequest(version=API_VERSION, endpoint=endpoint, resource_name=resource, options=OPTIONS)
+    request = RegisterRequest(
+        version=API_VERSION,
+        endpoint=endpoint,
+        resource_name=resource,
+        options=options(pre_start=pre_start),
+    )
     try:
         async with UnixChannel(kubelet_socket) as channel:
             await RegistrationStub(channel).register(request, timeout=timeout_s)

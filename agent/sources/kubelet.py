@@ -22,9 +22,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from asyncinotify import Inotify, Mask
-
 from agent.bus import Inbox, Latest
+from agent.directory_watch import DirectoryWatch
 from agent.log import fields
 from agent.model.facts import Fact, KubeletSocketSeen, OwnSocketLost, WatchedDirectoryDeleted
 from agent.model.ids import ResourceName, SocketIdentity, socket_name
@@ -34,19 +33,6 @@ from agent.model.snapshot import Resource, Snapshot
 MIN_GAP_NS: Final = 5 * MILLISECOND_NS
 """Between two looks that events ask for."""
 
-MAX_EVENTS_AT_ONCE: Final = 1024
-"""Events read before the next look; more wait in the kernel's queue."""
-
-_INTERESTING: Final = (
-    Mask.CREATE
-    | Mask.MOVED_TO
-    | Mask.MOVED_FROM
-    | Mask.DELETE
-    | Mask.DELETE_SELF
-    | Mask.MOVE_SELF
-    | Mask.ONLYDIR
-)
-_WATCH_LOST: Final = Mask.DELETE_SELF | Mask.MOVE_SELF | Mask.UNMOUNT | Mask.IGNORED
 _LIMITS: Final = frozenset({errno.ENOSPC, errno.EMFILE, errno.ENFILE, errno.ENOMEM})
 
 _log = logging.getLogger(__name__)
@@ -249,53 +235,6 @@ class KubeletSource:
             self._warned.add(subject)
             detail = {} if error is None else {"detail": str(error)}
             _log.log(level, "%s", message, extra=fields(path=str(self._socket), **detail))
-
-
-class DirectoryWatch:
-    """One inotify watch on a directory."""
-
-    def __init__(self, directory: Path) -> None:
-        """Begin to watch; raises OSError: ENOSPC or EMFILE at a limit, ENOENT without a directory."""
-        seen = os.stat(directory)  # noqa: PTH116 - one call of the kernel, no more
-        self.directory: Final = (seen.st_dev, seen.st_ino)
-        self._inotify = Inotify(sync_timeout=0)
-        try:
-            os.set_blocking(self._inotify.fd, False)
-            self._inotify.add_watch(directory, _INTERESTING)
-        except BaseException:
-            self._inotify.close()
-            raise
-
-    def close(self) -> None:
-        """Stop watching."""
-        self._inotify.close()
-
-    async def wait_readable(self, timeout_ns: int) -> None:
-        """Return when there are events, or after the timeout."""
-        loop = asyncio.get_running_loop()
-        readable: asyncio.Future[None] = loop.create_future()
-        timer = loop.call_later(timeout_ns / 1e9, _finish, readable)
-        loop.add_reader(self._inotify.fd, _finish, readable)
-        try:
-            await readable
-        finally:
-            loop.remove_reader(self._inotify.fd)
-            timer.cancel()
-
-    def take_events(self) -> bool:
-        """Take what waits; returns whether the directory is still watched."""
-        for _ in range(MAX_EVENTS_AT_ONCE):
-            event = self._inotify.sync_get()
-            if event is None:
-                return True
-            if event.mask & _WATCH_LOST:
-                return False
-        return True
-
-
-def _finish(future: asyncio.Future[None]) -> None:
-    if not future.done():
-        future.set_result(None)
 
 
 def identity_of(seen: os.stat_result) -> SocketIdentity:

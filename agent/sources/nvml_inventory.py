@@ -27,6 +27,8 @@ from agent.sources.nvml_library import (
 
 CONTROL_NODES: Final = ("/dev/nvidiactl", "/dev/nvidia-uvm", "/dev/nvidia-uvm-tools", "/dev/nvidia-modeset")
 """What every container with a GPU needs. Source: NVIDIA/k8s-device-plugin:internal/plugin/server.go."""
+IMEX_NODES: Final = ("/dev/nvidia-caps-imex-channels/channel0",)
+"""The only channel that can be configured. Source: NVIDIA/k8s-device-plugin:internal/imex/imex.go."""
 
 MAX_MIG_DEVICES: Final = 64
 """MIG devices looked for on a GPU; today's GPUs have seven GPU instances of up to seven each."""
@@ -193,7 +195,7 @@ def _mig_devices(nvml: Nvml, seen: Sighting) -> tuple[MigDevice, ...]:
             if error.code in (*_GONE, NvmlCode.INVALID_ARGUMENT):
                 continue
             raise
-        found.append(device)
+        found.append(device if device.index == index else replace(device, index=index))
     return tuple(sorted(found, key=lambda mig: (mig.gi, mig.ci)))
 
 
@@ -278,5 +280,7 @@ def read_numa_node(sys_root: Path, pci: str) -> tuple[int | None, str | None]:
 
 
 def control_nodes(dev_root: Path) -> tuple[str, ...]:
-    """Return the control nodes that exist, by the names they have in a container."""
-    return tuple(node for node in CONTROL_NODES if (dev_root / node.removeprefix("/dev/")).exists())
+    """Return the control nodes and IMEX channels that exist, by the names they have in a container."""
+    return tuple(
+        node for node in CONTROL_NODES + IMEX_NODES if (dev_root / node.removeprefix("/dev/")).exists()
+    )

@@ -14,7 +14,7 @@ import time
 from agent import app, log
 from agent.bus import Inbox
 from agent.config import flags
-from agent.config import settings as config
+from agent.config.load import load as load_settings
 from agent.config.options import OPTIONS
 from agent.model.facts import Fact, GpuProbePassed, XidReported
 from agent.model.ids import GpuUuid
@@ -32,7 +32,7 @@ def main() -> None:
     """Be an agent, and put facts into it once told to."""
     per_s = int(sys.argv[1])
     values, _ = flags.parse(sys.argv[2:], OPTIONS.values())
-    settings = config.load(values, os.environ)
+    settings = load_settings(values, os.environ)
     lines = log.set_up(settings.log_format, settings.log_level)
     lock = NodeLock(settings.lock_path)
     assert lock.try_acquire()

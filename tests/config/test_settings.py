@@ -10,9 +10,11 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from agent.config import file as config_file
-from agent.config import settings as config
-from agent.config.options import LOOPBACK_API_PORT, OPTIONS
-from agent.config.settings import Settings, default_node_dir
+from agent.config import load as config
+from agent.config import yaml_tree
+from agent.config.options import OPTIONS
+from agent.config.our_options import LOOPBACK_API_PORT
+from agent.config.settings import Settings, changes_that_need_a_restart, default_node_dir
 from agent.config.values import MAX_TOLD, MAX_XIDS, Address, duration_from, xid_list_from
 from agent.core import xids
 from agent.errors import ConfigError
@@ -21,7 +23,12 @@ from agent.model.ids import ResourceName
 from agent.model.policy import Policy
 from agent.model.sharing import Sharing
 
-NOT_EMPTY = {"if-running": "fail", "api-listen": "127.0.0.1:1", "soft-flips": "thermal"}
+NOT_EMPTY = {
+    "if-running": "fail",
+    "api-listen": "127.0.0.1:1",
+    "soft-flips": "thermal",
+    "imex-channel-ids": "0",
+}
 """Values of options that are empty by default, where any path would not do."""
 
 
@@ -102,7 +109,7 @@ def test_every_option_of_the_file_can_be_set_there(tmp_path: Path, name: str) ->
 def test_every_option_can_be_set_by_its_variable(name: str, tmp_path: Path) -> None:
     option = OPTIONS[name]
     default = option.default or NOT_EMPTY.get(name, "/x")
-    text = write(tmp_path, "") if name == "config-file" else default
+    text = write(tmp_path, "version: v1") if name == "config-file" else default
     settings_ = config.load({}, {option.environment: text})
     assert settings_.origins[name] == option.environment
 
@@ -259,17 +266,13 @@ sharing:
     shares = {ResourceName("nvidia.com/gpu"): 4, ResourceName("nvidia.com/mig-1g.5gb"): 2}
     assert settings_.policy.sharing == Sharing.of(shares)
     assert [warning.split(": ", 1)[1] for warning in settings_.warnings] == [
-        "flags.gdsEnabled is not used by this agent",
-        "flags.plugin.deviceListStrategy is not used by this agent",
-        "flags.plugin.deviceIDStrategy is not used by this agent",
-        "flags.gfd is not used by this agent",
-        "resources is not used by this agent",
-        "sharing.timeSlicing.renameByDefault is not used by this agent",
+        "resources is ignored, as NVIDIA's plugin does: names cannot be chosen",
     ]
 
 
 @pytest.mark.parametrize(
-    "text", ["", "---\n", "# only a comment\n", "version: v1\n", "agent:\n", "\ufeffversion: v1"]
+    "text",
+    ["---\n", "# only a comment\n", "version: v1\n", "version:\n", "agent:\n", "resources: {gpus: []}"],
 )
 def test_a_file_that_sets_nothing_changes_nothing(tmp_path: Path, text: str) -> None:
     settings_ = load(config_file=write(tmp_path, text))
@@ -304,15 +307,15 @@ def test_a_file_that_sets_nothing_changes_nothing(tmp_path: Path, text: str) -> 
         ("sharing: {timeSlicing: {resources: 3}}", "FILE:1: sharing.timeSlicing.resources must be a list"),
         (
             "sharing: {timeSlicing: {resources: [{replicas: 2}]}}",
-            "FILE:1: sharing.timeSlicing.resources needs a name, such as nvidia.com/gpu",
+            "FILE:1: sharing.timeSlicing.resources[0] needs a name, such as nvidia.com/gpu",
         ),
         (
             "sharing: {timeSlicing: {resources: [{name: gpu}]}}",
-            "FILE:1: sharing.timeSlicing.resources needs a whole number of replicas for gpu",
+            "FILE:1: sharing.timeSlicing.resources[0] needs a number of replicas",
         ),
         (
             "sharing: {timeSlicing: {resources: [{name: gpu, replicas: 1}]}}",
-            "FILE:1: replicas of gpu must be between 2 and 1024",
+            "FILE:1: sharing.timeSlicing.resources[0].replicas must be at least 2, and is 1",
         ),
         (
             "sharing:\n timeSlicing: {resources: [{name: a, replicas: 2},{name: nvidia.com/a, replicas: 2}]}",
@@ -343,7 +346,6 @@ def test_a_mistake_in_the_file_is_told_with_its_line_and_path(
             "FILE:1: flags.migStrateg is unknown and ignored; did you mean migStrategy?",
         ),
         ("something: {else: 1}", "FILE:1: something is unknown and ignored"),
-        ("sharing: {mps: {resources: []}}", "FILE:1: sharing.mps is not used by this agent"),
     ],
 )
 def test_an_unknown_key_outside_of_ours_is_a_warning(tmp_path: Path, text: str, sentence: str) -> None:
@@ -369,7 +371,7 @@ def test_a_named_pipe_does_not_hang_the_start(tmp_path: Path) -> None:
 def test_the_number_of_problems_told_is_bounded(tmp_path: Path) -> None:
     text = "agent:\n" + "".join(f"  wrong{number}: 1\n" for number in range(1000))
     told = problems(tmp_path, text)
-    assert len(told) == config_file.MAX_NOTES + 1
+    assert len(told) == yaml_tree.MAX_NOTES + 1
     assert told[-1] == "and more"
 
 
@@ -423,8 +425,8 @@ def test_whatever_flags_say_they_are_settings_or_sentences(flags: dict[str, str]
 
 def test_what_a_reload_cannot_change_is_named() -> None:
     old, new = load(), load(http_listen=":1", mig_strategy="mixed", log_level="debug")
-    changed = set(config.changes_that_need_a_restart(old, new))
-    assert changed == {"http_listen", "api_listen"}
+    changed = set(changes_that_need_a_restart(old, new))
+    assert changed == {"http-listen"}
 
 
 # XIDs
@@ -568,5 +570,5 @@ def test_what_is_read_can_be_turned_off() -> None:
 
 def test_to_begin_to_observe_needs_a_restart_and_to_end_it_does_not() -> None:
     acting, observing = load(), load(observe="true")
-    assert list(config.changes_that_need_a_restart(acting, observing)) == ["observe"]
-    assert list(config.changes_that_need_a_restart(observing, acting)) == []
+    assert list(changes_that_need_a_restart(acting, observing)) == ["observe"]
+    assert list(changes_that_need_a_restart(observing, acting)) == []

@@ -26,8 +26,8 @@ from agent.model.facts import (
     OwnSocketLost,
     PciGpusSeen,
     PodsSeen,
-    ProbeSeen,
     PolicyChanged,
+    ProbeSeen,
     RecoverRequested,
     Registered,
     RegistrationFailed,
@@ -35,6 +35,7 @@ from agent.model.facts import (
     ResumeRequested,
     TaskReported,
     Tick,
+    TopologySeen,
     UnholdRequested,
     WatchedDirectoryDeleted,
     WatchersChanged,
@@ -43,6 +44,7 @@ from agent.model.health import Reason
 from agent.model.ids import ALL, DeviceId
 from agent.model.policy import Policy
 from agent.model.sample import GpuSample
+from agent.model.topology import NvLinks, Survey
 from agent.model.usage import GpuMemory, PodSeen, PodUid, ProbeView, Usage
 from tests.core.build import (
     GPU,
@@ -145,6 +147,7 @@ ONE_OF_EACH: list[Fact] = [
     RegistrationFailed(GPU, 1, "rejected", "no"),
     WatchersChanged(GPU, 1, 0),
     GpuSampled(U0, GpuSample(recovery_action=1, hw_slowed=True, links_total=18, links_down=(3,))),
+    TopologySeen(U0, Survey(NvLinks({"0000:11:00.0": 4}))),
     DriverReleased(),
     KernelXidSeen("0000:10:00.0", 79),
     KernelLogRead(7),

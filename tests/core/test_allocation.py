@@ -1,13 +1,13 @@
-"""What a container gets, which devices are preferred, and how a refusal reads."""
+"""What a container gets, and how a refusal reads."""
 
-from collections import Counter
 from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agent.core.allocation import ContainerAnswer, DeviceNode, Refusal, allocate, prefer
+from agent.core.allocation import Refusal, allocate
+from agent.core.injection import ContainerAnswer, DeviceNode
 from agent.model.gpu import Gpu
 from agent.model.ids import ResourceName
 from agent.model.policy import Injection, Policy
@@ -22,7 +22,6 @@ from tests.core.build import (
     U3,
     Node,
     enumerated,
-    failed,
     gpu,
     mig_uuid,
     ready,
@@ -37,12 +36,6 @@ def resource_of(node: Node, name: ResourceName = GPU) -> Resource:
 
 def allocated(node: Node, *ids: str) -> ContainerAnswer | Refusal:
     return allocate(node.snapshot(), resource_of(node), ids)
-
-
-def preferred(node: Node, available: list[str], size: int, *, must: tuple[str, ...] = ()) -> list[str]:
-    answer = prefer(resource_of(node), available, must, size)
-    assert not isinstance(answer, Refusal), answer
-    return [str(device) for device in answer]
 
 
 def shares(count: int, *gpus: Gpu) -> Node:
@@ -182,134 +175,3 @@ def test_every_request_is_answered_and_nothing_from_outside_gets_in(ids: list[st
         assert len(answer.message) < 600
     else:
         assert set(answer.envs["NVIDIA_VISIBLE_DEVICES"].split(",")) - {""} == set(ids)
-
-
-# GetPreferredAllocation
-
-
-@pytest.mark.parametrize(
-    ("free", "size", "cards"),
-    [
-        ([(0, n) for n in range(4)] + [(1, n) for n in range(4)], 2, [1, 1]),
-        ([(0, 2), (0, 3), (1, 3)], 2, [1, 1]),
-        ([(0, 2), (0, 3)], 2, [2, 0]),
-        ([(0, n) for n in range(4)] + [(1, n) for n in range(4)], 4, [2, 2]),
-        ([(0, n) for n in range(4)] + [(1, 0)], 4, [3, 1]),
-    ],
-)
-def test_shares_are_taken_from_as_many_cards_as_there_are(
-    free: list[tuple[int, int]], size: int, cards: list[int]
-) -> None:
-    """Case F1."""
-    node = shares(4, gpu(0), gpu(1))
-    chosen = preferred(node, [share(gpu(card).uuid, replica) for card, replica in free], size)
-    assert [sum(device.startswith(on) for device in chosen) for on in (U0, U1)] == cards
-
-
-def test_a_lost_gpu_does_not_stand_in_the_way_of_the_others() -> None:
-    """Case G1."""
-    eight = [gpu(number) for number in range(8)]
-    node = well_node(*eight)
-    node.tell(failed(U3, 15))
-    others = [item.uuid for item in eight if item.uuid != U3]
-    for size in (1, 2, 7):
-        chosen = preferred(node, [*others], size)
-        assert len(chosen) == size
-        assert isinstance(allocated(node, *chosen), ContainerAnswer)
-
-
-def test_devices_of_one_numa_node_are_preferred() -> None:
-    node = well_node(*[gpu(number, numa=number % 2) for number in range(6)])
-    everything = [gpu(number).uuid for number in range(6)]
-    assert preferred(node, [*everything], 3) == [U0, U2, gpu(4).uuid]
-    assert preferred(node, [*everything], 2, must=(U1,)) == [U1, U3]
-
-
-def test_the_first_device_is_from_the_node_with_most_neighbours_left() -> None:
-    node = well_node(gpu(0, numa=0), gpu(1, numa=1), gpu(2, numa=1), gpu(3, numa=1))
-    assert preferred(node, [U0, U1, U2, U3], 2) == [U1, U2]
-    assert preferred(node, [U0, U1, U2, U3], 1) == [U1]
-
-
-def test_another_card_goes_before_the_same_numa_node() -> None:
-    node = shares(2, gpu(0, numa=0), gpu(1, numa=1))
-    assert preferred(node, [share(U0, 0), share(U0, 1), share(U1, 0)], 2) == [share(U0, 0), share(U1, 0)]
-
-
-def test_what_must_be_included_comes_first_and_once() -> None:
-    node = well_node(*[gpu(number) for number in range(4)])
-    assert preferred(node, [U0, U1, U2, U3], 3, must=(U3, U3)) == [U3, U0, U1]
-
-
-def test_asking_for_nothing_gives_nothing() -> None:
-    assert preferred(well_node(gpu(0)), [U0], 0) == []
-
-
-def test_the_choice_does_not_depend_on_the_order_of_the_request() -> None:
-    node = well_node(*[gpu(number) for number in range(4)])
-    assert preferred(node, [U2, U0, U3, U1], 2) == preferred(node, [U0, U1, U2, U3], 2) == [U0, U1]
-
-
-@given(st.permutations(range(4)))
-def test_shares_of_one_card_are_taken_in_their_order(order: list[int]) -> None:
-    node = shares(4, gpu(0))
-    assert preferred(node, [share(U0, replica) for replica in order], 2) == [share(U0, 0), share(U0, 1)]
-
-
-def refused(node: Node, available: list[str], must: list[str], size: int) -> Refusal:
-    answer = prefer(resource_of(node), available, must, size)
-    assert isinstance(answer, Refusal)
-    return answer
-
-
-def test_an_unknown_available_device_is_refused() -> None:
-    assert refused(well_node(gpu(0)), [U0, "x"], [], 1).kind == "unknown"
-
-
-def test_what_must_be_included_has_to_be_available() -> None:
-    node = well_node(gpu(0), gpu(1))
-    assert refused(node, [U0], [U1, "x"], 2) == Refusal(
-        "unknown", f"{U1} must be included but is not among the available devices"
-    )
-
-
-@pytest.mark.parametrize(
-    ("available", "must", "size", "numbers"),
-    [
-        ([U0, U1], [], 3, "3 of nvidia.com/gpu were asked for, 2 are available and 0 must be included"),
-        ([U0, U1], [U0, U1], 1, "1 of nvidia.com/gpu were asked for, 2 are available and 2 must be included"),
-        ([U0, U1], [U0], 3, "3 of nvidia.com/gpu were asked for, 2 are available and 1 must be included"),
-    ],
-)
-def test_a_number_that_cannot_be_met_is_refused(
-    available: list[str], must: list[str], size: int, numbers: str
-) -> None:
-    node = well_node(gpu(0), gpu(1))
-    assert refused(node, available, must, size) == Refusal(
-        "unsatisfiable", f"not enough available devices to satisfy allocation: {numbers}"
-    )
-
-
-@st.composite
-def requests(draw: st.DrawFn) -> tuple[Node, list[str], list[str], int]:
-    replicas = draw(st.sampled_from([1, 2, 4]))
-    node = shares(replicas, *[gpu(n, numa=draw(st.sampled_from([None, 0, 1]))) for n in range(4)])
-    everything = [str(device.id) for device in node.devices()]
-    available = draw(st.lists(st.sampled_from(everything), min_size=1, unique=True))
-    must = draw(st.lists(st.sampled_from(available), max_size=3, unique=True))
-    return node, available, must, draw(st.integers(len(must), len(available)))
-
-
-@given(requests())
-def test_a_preferred_allocation_is_from_what_is_free_and_as_spread_as_it_can_be(
-    request: tuple[Node, list[str], list[str], int],
-) -> None:
-    node, available, must, size = request
-    chosen = preferred(node, available, size, must=tuple(must))
-    assert len(set(chosen)) == len(chosen) == size
-    assert set(must) <= set(chosen) <= set(available)
-    taken = Counter(device.partition("::")[0] for device in chosen)
-    held = Counter(device.partition("::")[0] for device in must)
-    left = {device.partition("::")[0] for device in set(available) - set(chosen)}
-    fewest = min((taken[card] for card in left), default=size)
-    assert all(taken[card] <= max(fewest + 1, held[card]) for card in taken)

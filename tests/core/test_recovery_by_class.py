@@ -4,7 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from agent.core.allocation import ContainerAnswer, allocate, prefer
+from agent.core.allocation import allocate
+from agent.core.injection import ContainerAnswer
+from agent.core.preference import prefer
 from agent.core.reasons import MEANINGS, advice_of
 from agent.model.effects import EventKind
 from agent.model.facts import (
@@ -215,7 +217,7 @@ def test_g1_the_seven_others_are_allocated_as_before() -> None:
     (resource,) = node.snapshot().resources
     others = [str(device.id) for device in resource.devices if device.placement.gpu != U3]
     for size in (1, 2, 7):
-        chosen = prefer(resource, others, (), size)
+        chosen = prefer(node.snapshot(), resource, others, (), size)
         assert isinstance(chosen, tuple)
         assert len(chosen) == size
         assert isinstance(allocate(node.snapshot(), resource, chosen), ContainerAnswer)

@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 
 from agent import __version__
-from agent.config import settings as config
 from agent.config.flags import parse
+from agent.config.load import load
 from agent.config.options import OPTIONS
+from agent.config.settings import changes_that_need_a_restart
 from agent.sinks.notify import EXTEND_BY_S, EXTEND_EVERY_S
 from agent.sources.nvml import MAX_THREADS
 
@@ -50,7 +51,7 @@ def test_the_command_line_of_the_unit_is_one_the_agent_understands() -> None:
 
 def test_the_directories_of_the_unit_are_the_agents_defaults() -> None:
     service = unit()["Service"]
-    settings = config.load({}, {})
+    settings = load({}, {})
     assert f"/var/lib/{service['StateDirectory']}" == settings.state_dir
     assert f"/run/{service['RuntimeDirectory']}/control.sock" == settings.control_socket
     assert str(Path(settings.kubelet_socket).parent) in service["ReadWritePaths"]
@@ -103,9 +104,9 @@ def test_the_unit_exposes_little(tmp_path: Path) -> None:
 
 
 def test_the_sample_configuration_is_taken_without_a_warning() -> None:
-    settings = config.load({"config-file": str(SAMPLE)}, {})
+    settings = load({"config-file": str(SAMPLE)}, {})
     assert settings.warnings == ()
-    assert settings.policy == config.load({}, {}).policy
+    assert settings.policy == load({}, {}).policy
 
 
 def test_what_the_sample_comments_out_are_the_defaults(tmp_path: Path) -> None:
@@ -115,9 +116,9 @@ def test_what_the_sample_comments_out_are_the_defaults(tmp_path: Path) -> None:
     text = "\n".join(line for line in shown if not unset.match(line))
     copy = tmp_path / "config.yaml"
     copy.write_text(text, encoding="utf-8")
-    settings, default = config.load({"config-file": str(copy)}, {}), config.load({}, {})
+    settings, default = load({"config-file": str(copy)}, {}), load({}, {})
     assert settings.warnings == ()
-    assert set(config.changes_that_need_a_restart(settings, default)) == {"config_file"}
+    assert set(changes_that_need_a_restart(settings, default)) == set()
     assert settings.policy == default.policy
     assert len([origin for origin in settings.origins.values() if str(copy) in origin]) >= 5
 

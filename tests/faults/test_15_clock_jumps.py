@@ -28,7 +28,7 @@ OURS = frozenset({"wall_clock", "wall_time_of"})
 
 WRITES_FOR_PEOPLE = {
     "log.py": "the log",
-    "records.py": "the times that HTTP, evidence and orders show",
+    "runtime/records.py": "the times that HTTP, evidence and orders show",
     "sinks/eventlog.py": "the event log",
     "commands/events.py": "what a person asks for by the time of day",
 }

@@ -10,7 +10,8 @@ from hypothesis import strategies as some
 
 from agent.simulation.stubs.deviceplugin.v1beta1 import api_pb2 as pb
 from agent.simulation.stubs.deviceplugin.v1beta1 import api_pb2_grpc as rpc
-from agent.sinks.plugin_service import MAX_REFUSAL_CHARS, SERVICE
+from agent.sinks.plugin_answers import MAX_REFUSAL_CHARS
+from agent.sinks.plugin_service import SERVICE
 from agent.sinks.plugin_wire import MAX_CONTAINERS, MAX_ID_BYTES, MAX_IDS
 from tests.sinks.offers import uuid
 from tests.sinks.plugin_process import PluginProcess, plugin_process

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from agent.bus import Latest
-from agent.config import settings as config
+from agent.config.load import load
 from agent.model.effects import Event, EventKind, KeepEvidence, RecordEvent
 from agent.model.ids import GpuUuid
 from agent.model.snapshot import Snapshot
@@ -29,7 +29,7 @@ class Bench:
     def __init__(self, state_dir: Path, **flags: str) -> None:
         self.registered = asyncio.Event()
         self.latest: Latest[Snapshot] = Latest(node())
-        self.settings = config.load({"state-dir": str(state_dir), **flags}, {})
+        self.settings = load({"state-dir": str(state_dir), **flags}, {})
         self.records = Records(
             self.settings,
             latest=self.latest,

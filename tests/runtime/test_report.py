@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from agent.bus import Inbox, Latest
-from agent.config import settings as config
+from agent.config.load import load
 from agent.log import Log, RateLimit
 from agent.log_sinks import LineWriter
 from agent.model.facts import PODS, Fact
@@ -30,7 +30,7 @@ class Bench:
         self.log = LineWriter(self._writer)
         self.latest: Latest[Snapshot] = Latest(node())
         self.records = Records(
-            config.load({}, {}),
+            load({}, {}),
             latest=self.latest,
             kernel_log=lambda: (),
             boot_id="11111111",

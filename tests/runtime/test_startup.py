@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from agent.config import settings as config
+from agent.config.load import load
 from agent.config.settings import Settings
 from agent.errors import AgentError, MissingRightsError, UsageError
 from agent.runtime.startup import NodeLock, boot_id_of, check_paths, check_rights
@@ -19,7 +19,7 @@ def settings(tmp_path: Path, **flags: str) -> Settings:
         "control-socket": str(tmp_path / "control.sock"),
         "kubelet-socket": str(tmp_path / "kubelet.sock"),
     }
-    return config.load(defaults | {name.replace("_", "-"): value for name, value in flags.items()}, {})
+    return load(defaults | {name.replace("_", "-"): value for name, value in flags.items()}, {})
 
 
 def refusal(check: object, given: Settings) -> AgentError:

@@ -19,6 +19,7 @@ from agent.model.snapshot import Snapshot
 from agent.sinks.device_plugin import DevicePlugin
 from agent.sinks.grpc_bounds import Bounds
 from agent.sinks.grpc_server import BoundedServer, receive_request
+from agent.sinks.plugin_answers import CdiSpecs
 from agent.sinks.plugin_service import ListSent
 from agent.sinks.plugin_socket import listen
 from tests.sinks.offers import GPU, node
@@ -132,6 +133,7 @@ async def sink(
     state: Snapshot | None = None,
     bounds: Bounds | None = None,
     register_timeout_s: float = 12.0,
+    cdi: CdiSpecs | None = None,
 ) -> AsyncIterator[Sink]:
     """A running sink, drained at the end."""
     inbox: Inbox[Fact] = Inbox(clock=time.monotonic_ns)
@@ -143,6 +145,7 @@ async def sink(
         kubelet_socket=directory / "kubelet.sock",
         clock=time.monotonic_ns,
         bounds=bounds,
+        cdi=cdi,
         on_sent=sent.append,
         register_timeout_s=register_timeout_s,
     )

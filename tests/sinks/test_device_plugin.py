@@ -19,7 +19,8 @@ from agent.model.health import Condition, ConditionKey, Evidence, Health, Reason
 from agent.model.ids import DeviceId, ResourceName, SourceName
 from agent.model.snapshot import Device
 from agent.simulation.stubs.deviceplugin.v1beta1 import api_pb2 as pb
-from agent.sinks.plugin_service import MAX_REFUSAL_CHARS, WINDOW_S
+from agent.sinks.plugin_answers import MAX_REFUSAL_CHARS
+from agent.sinks.plugin_service import WINDOW_S
 from agent.sinks.plugin_socket import identity_of
 from tests.sinks.offers import GPU, device, devices, node, resource, snapshot, uuid
 from tests.sinks.raw_http2 import PATIENCE_S, raw_client

@@ -9,7 +9,7 @@ from hypothesis import strategies as some
 
 from agent.api.deviceplugin.v1beta1 import DevicePluginBase
 from agent.bus import Inbox, Latest
-from agent.core.allocation import ContainerAnswer, DeviceNode
+from agent.core.injection import ContainerAnswer, DeviceNode, Mount
 from agent.model.facts import Fact
 from agent.model.health import Health
 from agent.simulation.stubs.deviceplugin.v1beta1 import api_pb2 as pb
@@ -24,7 +24,9 @@ from agent.sinks.plugin_wire import (
     encode_allocate_response,
     encode_list,
     encode_preferred_response,
+    options,
     read_allocate_request,
+    read_pre_start_request,
     read_preferred_request,
 )
 from tests.sinks.offers import GPU, device, devices, node, uuid
@@ -38,6 +40,33 @@ def test_allocate_requests_of_another_implementation_are_read(containers: list[l
         container_requests=[pb.ContainerAllocateRequest(devices_ids=ids) for ids in containers]
     )
     assert read_allocate_request(request.SerializeToString()) == [tuple(ids) for ids in containers]
+
+
+@given(ids=IDS)
+def test_pre_start_requests_of_another_implementation_are_read(ids: list[str]) -> None:
+    request = pb.PreStartContainerRequest(devices_ids=ids).SerializeToString()
+    assert read_pre_start_request(request) == tuple(ids)
+
+
+@pytest.mark.parametrize(
+    ("request_bytes", "words"),
+    [
+        (b"\x0a\x01x" * (MAX_IDS + 1), "devices"),
+        (b"\x10\x01" * (MAX_FIELDS + 1), "fields"),
+        (b"\x0a\x05ab", "cut short"),
+        (b"\x0a\x01\xff", "UTF-8"),
+    ],
+    ids=["ids", "fields", "short", "text"],
+)
+def test_a_pre_start_request_is_read_as_strictly_as_the_others(request_bytes: bytes, words: str) -> None:
+    with pytest.raises(RequestError, match=words):
+        read_pre_start_request(request_bytes)
+
+
+@pytest.mark.parametrize("pre_start", [True, False])
+def test_the_kubelet_is_told_whether_to_ask_before_a_start(*, pre_start: bool) -> None:
+    read = pb.DevicePluginOptions.FromString(bytes(options(pre_start=pre_start)))
+    assert (read.pre_start_required, read.get_preferred_allocation_available) == (pre_start, True)
 
 
 @given(available=IDS, must_include=IDS, size=some.integers(-(2**31), 2**31 - 1))
@@ -108,11 +137,20 @@ def test_each_bound_of_a_request_refuses_what_is_over_it(request_bytes: bytes, w
             read(request_bytes)
 
 
+TEXTS = some.dictionaries(some.text(max_size=20), some.text(max_size=200), max_size=3)
+
+
 @given(
     containers=some.lists(
         some.builds(
             ContainerAnswer,
-            envs=some.dictionaries(some.text(max_size=20), some.text(max_size=200), max_size=3),
+            envs=TEXTS,
+            mounts=some.lists(
+                some.builds(Mount, some.text(max_size=200), some.text(max_size=200), some.booleans()),
+                max_size=4,
+            ).map(tuple),
+            annotations=TEXTS,
+            cdi_devices=some.lists(some.text(max_size=80), max_size=4).map(tuple),
             device_nodes=some.lists(
                 some.builds(
                     DeviceNode,
@@ -137,6 +175,19 @@ def test_allocate_answers_are_read_by_another_implementation(containers: list[Co
     ] == [
         [(entry.container_path, entry.host_path, entry.permissions) for entry in container.device_nodes]
         for container in containers
+    ]
+    assert [
+        [(mount.container_path, mount.host_path, mount.read_only) for mount in container.mounts]
+        for container in read.container_responses
+    ] == [
+        [(mount.container_path, mount.host_path, mount.read_only) for mount in container.mounts]
+        for container in containers
+    ]
+    assert [dict(container.annotations) for container in read.container_responses] == [
+        dict(container.annotations) for container in containers
+    ]
+    assert [[device.name for device in container.cdi_devices] for container in read.container_responses] == [
+        list(container.cdi_devices) for container in containers
     ]
 
 
@@ -179,6 +230,18 @@ def test_what_is_kept_is_bounded() -> None:
     for number in range(plugin_wire.MAX_CACHED_PIECES + 100):
         encode_list([device(number)])
     assert plugin_wire._device.cache_info().currsize == plugin_wire.MAX_CACHED_PIECES
+
+
+def test_what_is_kept_of_answers_is_bounded() -> None:
+    kept = plugin_wire.MAX_CACHED_ANSWER_PIECES
+    for number in range(kept + 100):
+        path = f"/dev/{number}"
+        answer = ContainerAnswer(
+            {"A": path}, (Mount(path, path),), (DeviceNode(path, path),), {"a": path}, (path,)
+        )
+        encode_allocate_response([answer])
+    pieces = (plugin_wire._env, plugin_wire._mount, plugin_wire._device_spec, plugin_wire._cdi_device)
+    assert [piece.cache_info().currsize for piece in pieces] == [kept] * 4
 
 
 def test_the_methods_served_are_those_of_the_service() -> None:

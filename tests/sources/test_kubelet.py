@@ -16,11 +16,12 @@ import pytest
 from agent.bus import Latest
 from agent.core.state import initial_state
 from agent.core.view import snapshot_of
+from agent.directory_watch import DirectoryWatch
 from agent.model.facts import KubeletSocketSeen, OwnSocketLost, WatchedDirectoryDeleted
 from agent.model.ids import ResourceName, SocketIdentity, socket_name
 from agent.model.policy import Policy
 from agent.model.snapshot import RegistrationPhase, Resource, Snapshot
-from agent.sources.kubelet import DirectoryWatch, KubeletSettings, KubeletSource, identity_of
+from agent.sources.kubelet import KubeletSettings, KubeletSource, identity_of
 from tests.sources.recorder import Recorder, until
 
 MS = 1_000_000
@@ -35,7 +36,7 @@ BY_POLLING = replace(BY_EVENTS, recheck_ns=20 * MS, poll_ns=20 * MS, watch_retry
 
 def make_socket(path: Path) -> SocketIdentity:
     """Make a socket file, under another name first so that it appears whole, as another file."""
-    draft = path.with_name(f".{path.name}.draft")
+    draft = path.with_name(".draft")
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(str(draft))
     draft.rename(path)

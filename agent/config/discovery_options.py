@@ -1,0 +1,84 @@
+"""The options of NVIDIA's GPU feature discovery, which shares the configuration file.
+
+Source: NVIDIA/k8s-device-plugin:cmd/gpu-feature-discovery/main.go, api/config/v1/duration.go.
+"""
+
+from typing import Final
+
+from agent.config.option import Option
+from agent.config.values import bool_from, duration, path_from
+
+_FOR_EVER: Final = "infinite"
+
+
+def sleep_interval_from(text: str) -> int | None:
+    """Parse the time between two sets of labels, in nanoseconds; None: labels are made once."""
+    if text == _FOR_EVER:
+        return None
+    # A bare number is one of nanoseconds, as Go marshals durations.
+    return duration("1s", "240h")(f"{text}ns" if text.isascii() and text.isdigit() else text)
+
+
+DISCOVERY_OPTIONS: Final = (
+    Option(
+        "oneshot",
+        "false",
+        bool_from,
+        "BOOL",
+        "Make the labels once and end",
+        "GFD_ONESHOT",
+        "flags.gfd.oneshot",
+        is_switch=True,
+    ),
+    Option(
+        "no-timestamp",
+        "false",
+        bool_from,
+        "BOOL",
+        "Leave out the label that tells when the labels were made",
+        "GFD_NO_TIMESTAMP",
+        "flags.gfd.noTimestamp",
+        is_switch=True,
+    ),
+    Option(
+        "sleep-interval",
+        "60s",
+        sleep_interval_from,
+        "TIME",
+        "Time between two sets of labels, or infinite",
+        "GFD_SLEEP_INTERVAL",
+        "flags.gfd.sleepInterval",
+    ),
+    Option(
+        "output-file",
+        "/etc/kubernetes/node-feature-discovery/features.d/gfd",
+        path_from,
+        "PATH",
+        "The file of labels that Node Feature Discovery reads",
+        "GFD_OUTPUT_FILE",
+        "flags.gfd.outputFile",
+        aliases=("output", "o"),
+        empty_means="standard output",
+    ),
+    Option(
+        "machine-type-file",
+        "/sys/class/dmi/id/product_name",
+        path_from,
+        "PATH",
+        "The file that tells the machine's type",
+        "GFD_MACHINE_TYPE_FILE",
+        "flags.gfd.machineTypeFile",
+        empty_means="it is unknown",
+    ),
+    Option(
+        "use-node-feature-api",
+        "true",
+        bool_from,
+        "BOOL",
+        "Tell the labels by the NodeFeature API instead of a file",
+        "GFD_USE_NODE_FEATURE_API",
+        "flags.useNodeFeatureAPI",
+        other_environment=("USE_NODE_FEATURE_API",),
+        is_switch=True,
+    ),
+)

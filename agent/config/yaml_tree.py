@@ -1,0 +1,182 @@
+"""A YAML file as a tree whose nodes know their lines, read with bounds.
+
+Guarantees: whatever the bytes, there is a tree or one sentence with the line it is about. What is wrong
+further inside is noted, each with its line, and reading goes on.
+"""
+
+import os
+import stat
+from collections.abc import Iterator
+from typing import Any, Final, Protocol, cast
+
+from agent.config.option import shown
+
+MAX_BYTES: Final = 128 * 1024
+"""A parser in Python reads this in a few seconds; a real file has two kilobytes."""
+MAX_LISTED: Final = 1024
+"""Items of a list that are read."""
+MAX_NOTES: Final = 50
+"""Problems, and warnings, that are told; a file with more is no configuration at all."""
+
+NOTHING: Final = os.devnull
+"""A link to it is how NVIDIA's config-manager says that a node has no configuration."""
+
+_BOM: Final = b"\xef\xbb\xbf"
+_BOOL_TAG: Final = "tag:yaml.org,2002:bool"
+_MERGE_TAG: Final = "tag:yaml.org,2002:merge"
+_NULL_TAG: Final = "tag:yaml.org,2002:null"
+_YAML_TRUE: Final = frozenset({"true", "yes", "on"})
+
+
+class Node(Protocol):
+    """What is used of a node of PyYAML's tree; the library itself is imported only where needed."""
+
+    id: str
+    """``scalar``, ``sequence`` or ``mapping``."""
+    tag: str
+    value: Any
+    start_mark: Any
+
+
+class UnreadableError(Exception):
+    """The file as a whole cannot be read; says why."""
+
+
+def tree_of(path: str) -> Node | None:
+    """Return the root of the file's tree, None if it holds nothing but comments; or UnreadableError."""
+    raw = _bytes_of(path)
+    if len(raw) > MAX_BYTES:
+        raise UnreadableError(f"The configuration file {path} is over {MAX_BYTES // 1024} KiB")
+    if raw.startswith(_BOM):
+        raise UnreadableError(f"{path}:1: begins with a byte order mark; save it as UTF-8 without one")
+    try:
+        text = raw.decode()
+    except UnicodeDecodeError as error:
+        line = raw.count(b"\n", 0, error.start) + 1
+        raise UnreadableError(f"{path}:{line}: not UTF-8 text") from None
+    if not text.strip() and os.path.realpath(path) != NOTHING:
+        raise UnreadableError(f'{path}:1: is empty; write "version: v1", or name no configuration file')
+    return _compose(path, text)
+
+
+def _bytes_of(path: str) -> bytes:
+    """Return what the file holds, or a byte more than is allowed."""
+    try:
+        # Not blocking: a named pipe would otherwise hang the start.
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        try:
+            if not stat.S_ISREG(os.fstat(descriptor).st_mode) and os.path.realpath(path) != NOTHING:
+                raise UnreadableError(f"The configuration file {path} is not a regular file")
+            with open(descriptor, "rb", closefd=False) as file:
+                return file.read(MAX_BYTES + 1)
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise UnreadableError(f"Could not read the configuration file {path}: {reason}") from None
+
+
+def _compose(path: str, text: str) -> Node | None:
+    import yaml  # noqa: PLC0415 - 16 ms that a node without a file need not spend
+
+    try:
+        # The parser in Python: libyaml's binding overflows the stack on deep nesting.
+        node = yaml.compose(text, Loader=yaml.SafeLoader)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        line = mark.line + 1 if mark else 1
+        raise UnreadableError(f"{path}:{line}: {error.problem or error.context}") from None
+    except yaml.reader.ReaderError as error:
+        line = text.count("\n", 0, error.position) + 1
+        raise UnreadableError(f"{path}:{line}: holds a character that YAML forbids") from None
+    except (RecursionError, ValueError):
+        raise UnreadableError(f"{path}: nested too deeply") from None
+    return cast("Node | None", node)
+
+
+class Notes:
+    """Reads nodes, and keeps what is wrong with them."""
+
+    def __init__(self, file: str) -> None:
+        self.file = file
+        self.problems: list[str] = []
+        self.warnings: list[str] = []
+
+    def where(self, node: Node) -> str:
+        """Return file and line."""
+        return f"{self.file}:{node.start_mark.line + 1}"
+
+    def problem(self, node: Node, text: str) -> None:
+        """Note what makes the file unusable."""
+        _append_bounded(self.problems, f"{self.where(node)}: {text}")
+
+    def warning(self, node: Node, text: str) -> None:
+        """Note what can be passed over."""
+        _append_bounded(self.warnings, f"{self.where(node)}: {text}")
+
+    def pairs(self, path: str, node: Node) -> Iterator[tuple[str, Node]]:
+        """Yield keys and values of a mapping; nothing of what is none."""
+        name = path or "the file"
+        if is_null(node):
+            return
+        if node.id != "mapping":
+            self.problem(node, f"{name} must hold keys and values")
+            return
+        seen: set[str] = set()
+        for key, value in node.value:
+            if key.id != "scalar":
+                self.problem(key, f"a key of {name} must be a word")
+            elif key.tag == _MERGE_TAG:
+                self.problem(key, f"{name} merges keys with <<, which is not supported; write them out")
+            elif key.value in seen:
+                self.problem(key, f"{join(path, key.value)} is given twice")
+            else:
+                seen.add(key.value)
+                yield key.value, value
+
+    def items(self, path: str, node: Node, most: int = MAX_LISTED) -> list[Node]:
+        """Return the items of a list; nothing of what is none."""
+        if is_null(node):
+            return []
+        if node.id != "sequence":
+            self.problem(node, f"{path} must be a list")
+            return []
+        if len(node.value) > most:
+            self.problem(node, f"{path} holds more than {most} entries")
+        return list(node.value[:most])
+
+    def scalar(self, path: str, node: Node) -> str | None:
+        """Return a single value as text, None for what is null or no single value."""
+        if node.id != "scalar":
+            self.problem(node, f"{path} must be a single value")
+            return None
+        if is_null(node):
+            return None
+        if node.tag == _BOOL_TAG:
+            return "true" if node.value.lower() in _YAML_TRUE else "false"
+        return str(node.value)
+
+    def switch(self, path: str, node: Node) -> bool | None:
+        """Return true or false, None for what is null or neither."""
+        text = self.scalar(path, node)
+        if text is not None and text not in {"true", "false"}:
+            self.problem(node, f'{path} must be true or false, and is "{shown(text)}"')
+            return None
+        return None if text is None else text == "true"
+
+
+def is_null(node: Node) -> bool:
+    """Whether nothing was given."""
+    return node.tag == _NULL_TAG
+
+
+def join(path: str, key: str) -> str:
+    """Return the path of a key."""
+    return f"{path}.{shown(key)}" if path else shown(key)
+
+
+def _append_bounded(notes: list[str], note: str) -> None:
+    if len(notes) < MAX_NOTES:
+        notes.append(note)
+    elif len(notes) == MAX_NOTES:
+        notes.append("and more")

@@ -1,0 +1,279 @@
+"""CDI specifications of this node's devices, from what is known of the GPUs and was found of the driver.
+
+Guarantees:
+
+1. A device is in a specification only if everything without which it could not be used was found: a
+   name that is written can be resolved.
+2. The result depends on nothing but the arguments, down to the order in every list, so what did not
+   change is not written anew.
+3. The version is the oldest one that has what is used.
+
+Sources: NVIDIA/k8s-device-plugin:internal/cdi; NVIDIA/nvidia-container-toolkit:pkg/nvcdi,
+internal/discover, internal/edits; cncf-tags/container-device-interface:SPEC.md.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, NamedTuple
+
+from agent.core.cdi_schema import oldest_version
+from agent.core.injection import CDI_VENDOR, IMEX_NODE
+from agent.model.gpu import Gpu, MigDevice
+from agent.model.policy import DeviceIdStrategy, Injection, MigStrategy
+
+Document = dict[str, Any]
+
+GPU: Final = "gpu"
+IMEX: Final = "imex-channel"
+CLASSES: Final = (GPU, "gds", "mofed", "gdrcopy", IMEX)
+
+CONTROL_NODES: Final = ("/dev/nvidia-modeset", "/dev/nvidia-uvm", "/dev/nvidia-uvm-tools", "/dev/nvidiactl")
+
+READ_ONLY: Final = ("ro", "nosuid", "nodev", "rbind", "rprivate")
+SOCKET: Final = ("nosuid", "nodev", "rbind", "rprivate", "noexec")
+
+VOID: Final = "NVIDIA_VISIBLE_DEVICES=void"
+"""Keeps the NVIDIA runtime, where it is the container's, from giving the container all GPUs of the node."""
+
+_CREATE_SYMLINKS: Final = "create-symlinks"
+
+
+class DeviceNode(NamedTuple):
+    """A device node that is there."""
+
+    path: str
+    """In a container."""
+    host_path: str
+    group: int | None = None
+    """Who may open it on the host, where not everyone may."""
+
+
+class Mount(NamedTuple):
+    """A file or directory that containers get."""
+
+    host_path: str
+    container_path: str
+    options: tuple[str, ...] = READ_ONLY
+
+
+class Link(NamedTuple):
+    """A symbolic link that containers get."""
+
+    target: str
+    path: str
+
+
+class Drm(NamedTuple):
+    """What a GPU has for graphics."""
+
+    nodes: tuple[str, ...] = ()
+    """Paths of device nodes."""
+    links: tuple[Link, ...] = ()
+    """By which programs find them by PCI address."""
+
+
+@dataclass(frozen=True, slots=True)
+class DriverFiles:
+    """What was found of the driver on this node, with the paths of the host and of containers."""
+
+    version: str
+    nodes: Mapping[str, DeviceNode]
+    """By path in a container."""
+    mounts: tuple[Mount, ...] = ()
+    links: tuple[Link, ...] = ()
+    library_dirs: tuple[str, ...] = ()
+    """Directories of the driver's own libraries, in a container."""
+    linker_dirs: tuple[str, ...] = ()
+    """Directories of all libraries among the mounts, for the dynamic linker's cache."""
+    storage_mounts: tuple[Mount, ...] = ()
+    """What GPUDirect Storage needs beside its nodes."""
+    drm: Mapping[str, Drm] = field(default_factory=dict)
+    """By PCI address."""
+    mig_minors: Mapping[str, int] = field(default_factory=dict)
+    """Capability minors by name, such as ``gpu0/gi1/ci0``."""
+
+
+class Hooks(NamedTuple):
+    """The program that prepares a container, and what it is not to do."""
+
+    path: str | None
+    """On the host; None: there is none."""
+    disabled: frozenset[str] = frozenset()
+    """Names of hooks, or ``all``."""
+
+    def make(self, name: str, *arguments: str) -> list[Document]:
+        """Return the hook of a name, as a list of one or none."""
+        if self.path is None or self.disabled & {name, "all"}:
+            return []
+        program = self.path.rpartition("/")[2]
+        # One program is made of hooks, of the other they are a subcommand.
+        words = [program, "hook"] if program == "nvidia-ctk" else [program]
+        return [
+            {
+                "hookName": "createContainer",
+                "path": self.path,
+                "args": [*words, name, *arguments],
+                "env": ["NVIDIA_CTK_DEBUG=false"],
+            }
+        ]
+
+    def link(self, links: Iterable[Link]) -> list[Document]:
+        """Return the hook that makes symbolic links."""
+        arguments = [text for link in links for text in ("--link", f"{link.target}::{link.path}")]
+        return self.make(_CREATE_SYMLINKS, *arguments) if arguments else []
+
+
+def specifications(
+    gpus: Iterable[Gpu],
+    *,
+    injection: Injection,
+    mig_strategy: MigStrategy,
+    files: DriverFiles,
+    hooks: Hooks,
+) -> dict[str, Document]:
+    """Return the specification of each class that has a device.
+
+    Of two GPUs that go by one index the first counts, so those that NVML lists now come first.
+    """
+    devices = {
+        GPU: list(_gpu_devices(gpus, injection.ids, mig_strategy, files, hooks)),
+        "gds": _all_of(_matching(files, "/dev/nvidia-fs"), files.storage_mounts) if injection.gds else [],
+        "mofed": _all_of(_matching(files, "/dev/infiniband/")) if injection.mofed else [],
+        "gdrcopy": _all_of(_matching(files, "/dev/gdrdrv")) if injection.gdrcopy else [],
+        IMEX: list(_channel_devices(injection.imex_channels, files)),
+    }
+    common: Mapping[str, Document] = {GPU: _driver_edits(files, hooks), IMEX: {}}
+    return {
+        kind: _document(kind, listed, common.get(kind, {"env": [VOID]}))
+        for kind, listed in devices.items()
+        if listed
+    }
+
+
+def qualified_names(document: Document) -> frozenset[str]:
+    """Return the names by which the devices of a specification are asked for."""
+    return frozenset(f"{document['kind']}={device['name']}" for device in document["devices"])
+
+
+def gpu_node(gpu: Gpu) -> str | None:
+    """Return the device node of a GPU; None where the driver does not say."""
+    return None if gpu.minor is None else f"/dev/nvidia{gpu.minor}"
+
+
+def mig_nodes(gpu: Gpu, mig: MigDevice, files: DriverFiles) -> tuple[str, str] | None:
+    """Return the capability nodes of a MIG device: GPU instance and compute instance."""
+    instance = f"gpu{gpu.minor}/gi{mig.gi}"
+    gi_minor = files.mig_minors.get(instance) if mig.gi_minor is None else mig.gi_minor
+    ci_minor = files.mig_minors.get(f"{instance}/ci{mig.ci}") if mig.ci_minor is None else mig.ci_minor
+    if gi_minor is None or ci_minor is None:
+        return None
+    return f"/dev/nvidia-caps/nvidia-cap{gi_minor}", f"/dev/nvidia-caps/nvidia-cap{ci_minor}"
+
+
+def _document(kind: str, devices: Sequence[Document], common: Document) -> Document:
+    document: Document = {"kind": f"{CDI_VENDOR}/{kind}", "devices": devices}
+    if common:
+        document["containerEdits"] = common
+    return {"cdiVersion": oldest_version(document), **document}
+
+
+def _gpu_devices(
+    gpus: Iterable[Gpu],
+    ids: DeviceIdStrategy,
+    mig_strategy: MigStrategy,
+    files: DriverFiles,
+    hooks: Hooks,
+) -> Iterator[Document]:
+    named: set[str] = set()
+    for gpu in gpus:
+        parts: list[MigDevice | None] = list(gpu.mig_devices)
+        if mig_strategy == "none" or not gpu.mig_enabled:
+            parts.insert(0, None)
+        for mig in parts:
+            name = _name(gpu, mig, ids)
+            edits = _device_edits(gpu, mig, files, hooks)
+            if edits is not None and name not in named:
+                named.add(name)
+                yield {"name": name, "containerEdits": edits}
+
+
+def _name(gpu: Gpu, mig: MigDevice | None, ids: DeviceIdStrategy) -> str:
+    if ids == "uuid":
+        return gpu.uuid if mig is None else mig.uuid
+    return str(gpu.index) if mig is None else f"{gpu.index}:{mig.index}"
+
+
+def _device_edits(gpu: Gpu, mig: MigDevice | None, files: DriverFiles, hooks: Hooks) -> Document | None:
+    """Return what a container gets with a device; None where some of it is not there."""
+    wanted: list[str | None] = [gpu_node(gpu)]
+    if mig is not None:
+        wanted += mig_nodes(gpu, mig, files) or (None,)
+    nodes = [files.nodes.get(path) for path in wanted if path is not None]
+    if len(nodes) != len(wanted):
+        return None
+    # Of MIG devices only those with graphics can use what is there for it.
+    has_graphics = mig is None or "gfx" in mig.profile.split("+")[1:]
+    drm = files.drm.get(gpu.pci, Drm()) if has_graphics else Drm()
+    nodes += [files.nodes.get(path) for path in drm.nodes]
+    found = [node for node in nodes if node is not None]
+    return _edits(nodes=found, hooks=hooks.link(drm.links)) if len(found) == len(nodes) else None
+
+
+def _driver_edits(files: DriverFiles, hooks: Hooks) -> Document:
+    """Return what a container gets with any GPU."""
+    folders = [text for directory in files.linker_dirs for text in ("--folder", directory)]
+    return _edits(
+        env=(f"NVIDIA_CTK_LIBCUDA_DIR={':'.join(files.library_dirs)}", VOID),
+        nodes=[files.nodes[path] for path in CONTROL_NODES if path in files.nodes],
+        mounts=files.mounts,
+        hooks=[
+            *hooks.link(files.links),
+            *hooks.make("enable-cuda-compat", f"--host-driver-version={files.version}"),
+            *(hooks.make("update-ldcache", *folders) if folders else ()),
+            *hooks.make("disable-device-node-modification"),
+            *hooks.make("update-application-profile"),
+        ],
+    )
+
+
+def _matching(files: DriverFiles, prefix: str) -> list[DeviceNode]:
+    return [node for path, node in sorted(files.nodes.items()) if path.startswith(prefix)]
+
+
+def _all_of(nodes: Sequence[DeviceNode], mounts: Sequence[Mount] = ()) -> list[Document]:
+    """Return the one device of a class that has no others, if there is anything of it."""
+    if not nodes:
+        return []
+    return [{"name": "all", "containerEdits": _edits(nodes=nodes, mounts=mounts)}]
+
+
+def _channel_devices(channels: Iterable[int], files: DriverFiles) -> Iterator[Document]:
+    for channel in dict.fromkeys(channels):
+        node = files.nodes.get(f"{IMEX_NODE}{channel}")
+        if node is not None:
+            yield {"name": str(channel), "containerEdits": _edits(nodes=[node])}
+
+
+def _edits(
+    *,
+    env: Sequence[str] = (),
+    nodes: Sequence[DeviceNode] = (),
+    mounts: Sequence[Mount] = (),
+    hooks: Sequence[Document] = (),
+) -> Document:
+    edits: Document = {
+        "env": list(env),
+        "deviceNodes": [{"path": node.path, "hostPath": node.host_path} for node in nodes],
+        "mounts": [
+            {
+                "hostPath": mount.host_path,
+                "containerPath": mount.container_path,
+                "options": list(mount.options),
+            }
+            for mount in sorted(mounts, key=lambda mount: mount.container_path)
+        ],
+        "hooks": list(hooks),
+        # A process that is not root needs the group of a node that is not open to everyone.
+        "additionalGids": sorted({node.group for node in nodes if node.group}),
+    }
+    return {key: value for key, value in edits.items() if value}

@@ -1,0 +1,237 @@
+"""Whether a CDI specification is one that container runtimes load, and the oldest version it fits.
+
+Runtimes read a specification strictly: one unknown field, or one that is newer than the version it states,
+and none of its devices can be resolved. So every specification is checked before it is written.
+
+Source: cncf-tags/container-device-interface:SPEC.md, specs-go/config.go, specs-go/version.go, pkg/parser.
+"""
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from itertools import islice
+from typing import Any, Final
+
+Json = Mapping[str, Any]
+
+VERSIONS: Final = ("0.3.0", "0.4.0", "0.5.0", "0.6.0", "0.7.0", "0.8.0", "1.0.0", "1.1.0")
+"""Released versions of the specification, the oldest first."""
+
+MAX_PROBLEMS: Final = 20
+
+HOOKS: Final = frozenset(
+    ("prestart", "createRuntime", "createContainer", "startContainer", "poststart", "poststop")
+)
+
+_DNS_LABEL: Final = r"[a-z0-9](?:[a-z0-9-]{0,61}[a-z0-9])?"
+_KIND: Final = re.compile(
+    rf"(?=[^/]{{1,253}}/)[a-z](?:[a-z0-9-]{{0,61}}[a-z0-9])?(?:\.{_DNS_LABEL})*"
+    r"/[A-Za-z](?:[A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?"
+)
+_NAME: Final = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9_.:-]*[A-Za-z0-9])?")
+_PERMISSIONS: Final = re.compile(r"(?!.*(.).*\1)[rwm]{1,3}|none")
+_PATH: Final = re.compile(r"/(?:[^/\x00-\x1f\x7f]+(?:/[^/\x00-\x1f\x7f]+)*)?")
+_ENVIRONMENT: Final = re.compile(r"[^=\x00]+=[^\x00]*")
+
+Problems = Iterator[str]
+Check = Callable[[Any, str], Problems]
+
+
+def problems_of(document: object) -> tuple[str, ...]:
+    """Return what is wrong with a specification, each with where; at most MAX_PROBLEMS."""
+    found = tuple(islice(_specification(document, ""), MAX_PROBLEMS))
+    if found or not isinstance(document, Mapping):
+        return found
+    stated = document["cdiVersion"]
+    return tuple(
+        f"cdiVersion: {stated} has no {what}, which came with {version}"
+        for version, what in dict.fromkeys(_newer_features(document))
+        if VERSIONS.index(version) > VERSIONS.index(stated)
+    )
+
+
+def oldest_version(document: Json) -> str:
+    """Return the oldest version of the specification that has everything a well-formed one uses."""
+    return max((version for version, _ in _newer_features(document)), default=VERSIONS[0], key=VERSIONS.index)
+
+
+def _newer_features(document: Json) -> Iterator[tuple[str, str]]:
+    """Yield what is not in the oldest version, with the version that has it."""
+    _, _, name = document.get("kind", "").partition("/")
+    if "." in name:
+        yield "0.6.0", "a dot in the class"
+    if document.get("annotations"):
+        yield "0.6.0", "annotations"
+    yield from _newer_edits(document.get("containerEdits", {}))
+    for device in document.get("devices", ()):
+        if device["name"][:1].isdigit():
+            yield "0.5.0", "a device name that begins with a digit"
+        if device.get("annotations"):
+            yield "0.6.0", "annotations"
+        yield from _newer_edits(device["containerEdits"])
+
+
+def _newer_edits(edits: Json) -> Iterator[tuple[str, str]]:
+    if any("type" in mount for mount in edits.get("mounts", ())):
+        yield "0.4.0", "type of a mount"
+    if any("hostPath" in node for node in edits.get("deviceNodes", ())):
+        yield "0.5.0", "hostPath of a device node"
+    if edits.get("additionalGids"):
+        yield "0.7.0", "additionalGids"
+
+
+def _specification(document: object, where: str) -> Problems:
+    yield from _record(
+        document,
+        where,
+        required={"cdiVersion": _version, "kind": _matching(_KIND, "a kind"), "devices": _devices},
+        optional={"annotations": _annotations, "containerEdits": _edits},
+    )
+
+
+def _version(value: object, where: str) -> Problems:
+    if value not in VERSIONS:
+        yield f"{where}: must be a released version, not {_shown(value)}"
+
+
+def _devices(value: object, where: str) -> Problems:
+    yield from _list_of(_device)(value, where)
+    if isinstance(value, list):
+        if not value:
+            yield f"{where}: must not be empty"
+        names = [device["name"] for device in value if isinstance(device, Mapping) and "name" in device]
+        for name in {str(name) for name in names if names.count(name) > 1}:
+            yield f"{where}: {_shown(name)} is there twice"
+
+
+def _device(value: object, where: str) -> Problems:
+    yield from _record(
+        value,
+        where,
+        required={"name": _matching(_NAME, "a device name"), "containerEdits": _edits},
+        optional={"annotations": _annotations},
+    )
+
+
+def _edits(value: object, where: str) -> Problems:
+    if isinstance(value, Mapping) and not any(value.values()):
+        yield f"{where}: must not be empty"
+    yield from _record(
+        value,
+        where,
+        required={},
+        optional={
+            "env": _list_of(_matching(_ENVIRONMENT, "NAME=VALUE")),
+            "deviceNodes": _list_of(_node),
+            "mounts": _list_of(_mount),
+            "hooks": _list_of(_hook),
+            "additionalGids": _list_of(_number(1, 2**32 - 1)),
+        },
+    )
+
+
+def _node(value: object, where: str) -> Problems:
+    optional = {
+        "hostPath": _path,
+        "type": _one_of(frozenset("bcup")),
+        "permissions": _matching(_PERMISSIONS, "permissions"),
+    }
+    yield from _record(value, where, required={"path": _path}, optional=optional)
+
+
+def _mount(value: object, where: str) -> Problems:
+    yield from _record(
+        value,
+        where,
+        required={"hostPath": _path, "containerPath": _path},
+        optional={"options": _list_of(_text), "type": _text},
+    )
+
+
+def _hook(value: object, where: str) -> Problems:
+    yield from _record(
+        value,
+        where,
+        required={"hookName": _one_of(HOOKS), "path": _path},
+        optional={
+            "args": _list_of(_text),
+            "env": _list_of(_matching(_ENVIRONMENT, "NAME=VALUE")),
+            "timeout": _number(1, 2**31 - 1),
+        },
+    )
+
+
+def _annotations(value: object, where: str) -> Problems:
+    if not isinstance(value, Mapping):
+        yield f"{where}: must be an object, not {_shown(value)}"
+        return
+    for key, each in value.items():
+        yield from _text(each, f"{where}.{key}")
+
+
+def _record(
+    value: object, where: str, *, required: Mapping[str, Check], optional: Mapping[str, Check]
+) -> Problems:
+    if not isinstance(value, Mapping):
+        yield f"{where or 'the document'}: must be an object, not {_shown(value)}"
+        return
+    prefix = f"{where}." if where else ""
+    known = {**required, **optional}
+    for key in value:
+        if key not in known:
+            yield f"{prefix}{key}: is no field of a specification, so runtimes refuse all of it"
+    for key, check in known.items():
+        if key in value:
+            yield from check(value[key], f"{prefix}{key}")
+        elif key in required:
+            yield f"{prefix}{key}: is missing"
+
+
+def _list_of(check: Check) -> Check:
+    def judge(value: object, where: str) -> Problems:
+        if not isinstance(value, list):
+            yield f"{where}: must be a list, not {_shown(value)}"
+            return
+        for number, each in enumerate(value):
+            yield from check(each, f"{where}[{number}]")
+
+    return judge
+
+
+def _matching(pattern: re.Pattern[str], what: str) -> Check:
+    def judge(value: object, where: str) -> Problems:
+        if not isinstance(value, str) or pattern.fullmatch(value) is None:
+            yield f"{where}: must be {what}, not {_shown(value)}"
+
+    return judge
+
+
+def _one_of(known: frozenset[str]) -> Check:
+    def judge(value: object, where: str) -> Problems:
+        if value not in known:
+            yield f"{where}: must be one of {', '.join(sorted(known))}, not {_shown(value)}"
+
+    return judge
+
+
+def _number(least: int, most: int) -> Check:
+    def judge(value: object, where: str) -> Problems:
+        if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
+            yield f"{where}: must be an integer between {least} and {most}, not {_shown(value)}"
+
+    return judge
+
+
+def _text(value: object, where: str) -> Problems:
+    if not isinstance(value, str) or "\0" in value:
+        yield f"{where}: must be text, not {_shown(value)}"
+
+
+def _path(value: object, where: str) -> Problems:
+    is_path = isinstance(value, str) and _PATH.fullmatch(value) is not None
+    if not is_path or {".", ".."} & set(str(value).split("/")):
+        yield f"{where}: must be an absolute path without detours, not {_shown(value)}"
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."

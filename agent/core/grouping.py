@@ -1,0 +1,270 @@
+"""Divides GPUs into groups whose members are well connected, and picks one group.
+
+What is wanted is what NVIDIA's allocator looks for: of all ways to divide the GPUs into groups of one
+size, with one smaller group for what is left over, the way with the highest total of the scores within
+groups; and of its groups the best one. So a group is not made at the expense of what is asked for next.
+Source: NVIDIA/go-gpuallocator:gpuallocator/besteffort_policy.go.
+
+Guarantees: up to EXACT GPUs the total is the highest there is, and among the ways that reach it the
+group is the one with the highest score, then the one that breaks least off the GPUs that stay, then the
+first. With more GPUs a greedy division is improved by exchanges, at most MAX_EXCHANGES looked at, and
+then searched for a better one in at most MAX_NODES steps; it is never worse than the greedy one, and is
+the best wherever every GPU can have its best neighbours, as in nodes that are built of equal parts.
+A group of one breaks least off. Equal questions have equal answers.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import combinations
+from operator import add, sub
+from typing import Final
+
+EXACT: Final = 8
+"""GPUs up to which every division is looked at."""
+MAX_EXCHANGES: Final = 6_000
+"""Pairs of GPUs looked at whether they should change places, in all."""
+MAX_NODES: Final = 1_000
+"""Partial groups looked at in the search for a better division."""
+
+Scores = Sequence[Sequence[int]]
+"""The score of each pair, symmetric; not negative, and zero on the diagonal."""
+Group = tuple[int, ...]
+
+
+def best_group(scores: Scores, size: int, required: Sequence[int] = ()) -> Group:
+    """Return ``size`` GPUs, ascending, with all of ``required`` among them.
+
+    ``size`` is from the number of required ones to the number of GPUs.
+    """
+    count = len(scores)
+    if size in {0, count}:
+        return tuple(range(size))
+    if size == 1:
+        return max(((gpu,) for gpu in required or range(count)), key=lambda group: _rank(scores, group))
+    if count <= EXACT:
+        return _best_of_all(scores, size, frozenset(required))
+    groups = divide(scores, size, required)
+    whole = [group for group in groups if len(group) == size and set(required) <= set(group)]
+    return max(whole, key=lambda group: _rank(scores, group))
+
+
+def _rank(scores: Scores, group: Group) -> tuple[int, int, tuple[int, ...]]:
+    inner = total(scores, group)
+    broken = sum(sum(scores[gpu]) for gpu in group) - 2 * inner
+    return inner, -broken, tuple(-gpu for gpu in group)
+
+
+def total(scores: Scores, group: Sequence[int]) -> int:
+    """Return the sum of the scores within a group."""
+    return sum(scores[one][other] for one, other in combinations(group, 2))
+
+
+# Few GPUs: every division
+
+
+def _best_of_all(scores: Scores, size: int, required: frozenset[int]) -> Group:
+    count = len(scores)
+    inner = _inner_totals(scores)
+    best = _best_totals(inner, size)
+    everything = (1 << count) - 1
+    groups = (group for group in combinations(range(count), size) if required <= set(group))
+
+    def rank(group: Group) -> tuple[int, tuple[int, int, tuple[int, ...]]]:
+        mask = sum(1 << gpu for gpu in group)
+        return inner[mask] + best(everything & ~mask), _rank(scores, group)
+
+    return max(groups, key=rank)
+
+
+def _inner_totals(scores: Scores) -> list[int]:
+    """Return the score within every set of GPUs, by the set's bits."""
+    inner = [0]
+    for gpu, row in enumerate(scores):
+        to_gpu = [0]
+        for score in row[:gpu]:
+            to_gpu += [known + score for known in to_gpu]
+        inner += [known + added for known, added in zip(inner, to_gpu, strict=True)]
+    return inner
+
+
+def _best_totals(inner: Sequence[int], size: int) -> Callable[[int], int]:
+    """Return what tells the highest total of a division of a set of GPUs, by the set's bits."""
+    known = {0: 0}
+
+    def best(mask: int) -> int:
+        if mask not in known:
+            first = mask & -mask
+            bits = [1 << bit for bit in range(mask.bit_length()) if mask >> bit & 1]
+            known[mask] = max(
+                inner[group] + best(mask & ~group)
+                for length in {size, len(bits) % size} - {0}
+                if length <= len(bits)
+                for group in (first + sum(others) for others in combinations(bits[1:], length - 1))
+            )
+        return known[mask]
+
+    return best
+
+
+# Many GPUs: a good division, improved within bounds
+
+
+def divide(scores: Scores, size: int, required: Sequence[int] = ()) -> list[Group]:
+    """Return a division into groups of ``size`` and one smaller one; see the module for how good."""
+    bound = _Bound(scores, size)
+    best: list[list[int]] = []
+    best_loss = -1
+    exchanges = MAX_EXCHANGES
+    for is_rest_first in (True, False) if len(scores) % size else (False,):
+        groups = greedy(scores, size, required, is_rest_first=is_rest_first)
+        exchanges = _improve(scores, groups, frozenset(required), exchanges)
+        loss = bound.loss_of(groups)
+        if not best or loss < best_loss:
+            best, best_loss = groups, loss
+    if best_loss > 0:
+        found = _Search(scores, size, bound, best_loss).better(required)
+        best = best if found is None else [list(group) for group in found]
+    return [tuple(sorted(group)) for group in best]
+
+
+def greedy(scores: Scores, size: int, required: Sequence[int], *, is_rest_first: bool) -> list[list[int]]:
+    """Return a division made group by group, each from the GPU that has least to lose."""
+    lengths = [size] * (len(scores) // size)
+    rest = len(scores) % size
+    if rest:
+        # The required ones are in the first group, which is a whole one.
+        lengths.insert(min(1, len(required)) if is_rest_first else len(lengths), rest)
+    left = [gpu for gpu in range(len(scores)) if gpu not in required]
+    to_left = [sum(row[gpu] for gpu in left) for row in scores]
+    groups: list[list[int]] = []
+    for length in lengths:
+        group = [] if groups else list(required)
+        near = [sum(row[member] for member in group) for row in scores]
+        while len(group) < length:
+            # Who is connected best to the group, and of equals worst to the others that are left.
+            _, _, last = max((near[gpu], -to_left[gpu], -gpu) for gpu in left)
+            left.remove(-last)
+            group.append(-last)
+            near = list(map(add, near, scores[-last]))
+            to_left = list(map(sub, to_left, scores[-last]))
+        groups.append(group)
+    return groups
+
+
+def _improve(scores: Scores, groups: list[list[int]], fixed: frozenset[int], exchanges: int) -> int:
+    """Exchange GPUs between groups while that helps; returns how many more pairs may be looked at."""
+    towards = [[sum(row[gpu] for gpu in group) for group in groups] for row in scores]
+    places = [(number, place) for number, group in enumerate(groups) for place in range(len(group))]
+    is_better = True
+    while is_better:
+        is_better = False
+        for (mine, at), (theirs, there) in combinations(places, 2):
+            if mine == theirs:
+                continue
+            exchanges -= 1
+            if exchanges < 0:
+                return 0
+            one, other = groups[mine][at], groups[theirs][there]
+            before = towards[one][mine] + towards[other][theirs]
+            after = towards[one][theirs] + towards[other][mine] - 2 * scores[one][other]
+            if after > before and one not in fixed and other not in fixed:
+                groups[mine][at], groups[theirs][there] = other, one
+                for row, sums in zip(scores, towards, strict=True):
+                    moved = row[other] - row[one]
+                    sums[mine] += moved
+                    sums[theirs] -= moved
+                is_better = True
+    return exchanges
+
+
+class _Bound:
+    """The total, counted from both ends of each pair, that no division is above.
+
+    Every GPU of a group has at most its best neighbours in it, and those in the smaller group have
+    fewer. What a group stays below that is its loss; the division without a loss is the best one.
+    """
+
+    def __init__(self, scores: Scores, size: int) -> None:
+        self.size = size
+        self.rest = len(scores) % size
+        self.most: list[list[int]] = []
+        """What each GPU can have from so many neighbours."""
+        for row in scores:
+            sums = [0]
+            for score in sorted(row, reverse=True)[: size - 1]:
+                sums.append(sums[-1] + score)
+            self.most.append(sums)
+        self._scores = scores
+        # What it costs at least that some GPUs have to be in the smaller group.
+        costs = sorted(sums[-1] - sums[self.rest - 1] for sums in self.most) if self.rest else []
+        self.least_cost = sum(costs[: self.rest])
+
+    def loss_of(self, groups: Sequence[Sequence[int]]) -> int:
+        """Return how far a division stays below the bound."""
+        return sum(self._loss(group) for group in groups)
+
+    def _loss(self, group: Sequence[int]) -> int:
+        allowed = self.least_cost if len(group) < self.size else 0
+        return sum(self.most[gpu][-1] for gpu in group) - 2 * total(self._scores, group) - allowed
+
+
+class _Search:
+    """Looks for a division with a smaller loss, depth first, for a bounded number of steps."""
+
+    def __init__(self, scores: Scores, size: int, bound: _Bound, loss: int) -> None:
+        self._scores = scores
+        self._size = size
+        self._bound = bound
+        self._least = loss
+        self._best: list[Group] | None = None
+        self._nodes = MAX_NODES
+
+    def better(self, required: Sequence[int]) -> list[Group] | None:
+        """Return the best division that was found; None: none is better."""
+        left = tuple(gpu for gpu in range(len(self._scores)) if gpu not in required)
+        self._divide([], left, tuple(required), 0)
+        return self._best
+
+    def _divide(self, groups: list[Group], left: Group, begun: Group, loss: int) -> None:
+        """Close one more group, in each way that may still lead to a smaller loss."""
+        if not left and not begun:
+            self._least, self._best = loss, groups
+            return
+        count = len(left) + len(begun)
+        lengths = [self._size] if count >= self._size else []
+        if count % self._size and not begun:
+            lengths.append(count % self._size)
+        # Groups are closed in the order of their first GPUs, so that no division is met twice.
+        start = begun or left[:1]
+        row = self._scores[start[0]]
+        others = sorted((gpu for gpu in left if gpu not in start), key=lambda gpu: -row[gpu])
+        twice = 2 * total(self._scores, start)
+        for length in lengths:
+            for group, lost in self._groups(start, others, length, loss, twice):
+                rest = tuple(gpu for gpu in left if gpu not in group)
+                self._divide([*groups, group], rest, (), lost)
+
+    def _groups(
+        self, group: Group, others: Sequence[int], length: int, loss: int, twice: int
+    ) -> Iterator[tuple[Group, int]]:
+        """Yield each group of this length that holds ``group``, with the loss after it.
+
+        ``twice`` is the score within the group, counted from both ends of each pair.
+        """
+        if self._nodes <= 0:
+            return
+        self._nodes -= 1
+        missing = length - len(group)
+        # What the group loses at least, whoever is added to it.
+        most = self._bound.most
+        loss_now = loss + sum([most[gpu][-1] - most[gpu][missing] for gpu in group]) - twice
+        if length < self._size:
+            loss_now -= self._bound.least_cost
+        if loss_now >= self._least:
+            return
+        if not missing:
+            yield group, loss_now
+            return
+        for place, gpu in enumerate(others[: len(others) - missing + 1], start=1):
+            row = self._scores[gpu]
+            more = 2 * sum([row[member] for member in group])
+            yield from self._groups((*group, gpu), others[place:], length, loss, twice + more)

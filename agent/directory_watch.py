@@ -1,0 +1,79 @@
+"""Tells when something in a directory changed, by inotify.
+
+Invariants: events only say when to look; what counts is what is there then. The kernel's queue of events is
+the only one, and it is bounded. Nothing here blocks.
+
+Source: inotify(7).
+"""
+
+import asyncio
+import os
+from pathlib import Path
+from typing import Final
+
+from asyncinotify import Inotify, Mask
+
+MAX_EVENTS_AT_ONCE: Final = 1024
+"""Events read before the next look; more wait in the kernel's queue."""
+
+_INTERESTING: Final = (
+    Mask.CREATE
+    | Mask.MOVED_TO
+    | Mask.MOVED_FROM
+    | Mask.DELETE
+    | Mask.DELETE_SELF
+    | Mask.MOVE_SELF
+    | Mask.ONLYDIR
+)
+_NOTHING_ELSE: Final = Mask(0)
+_WATCH_LOST: Final = Mask.DELETE_SELF | Mask.MOVE_SELF | Mask.UNMOUNT | Mask.IGNORED
+
+
+class DirectoryWatch:
+    """One inotify watch on a directory."""
+
+    def __init__(self, directory: Path, *, also: Mask = _NOTHING_ELSE) -> None:
+        """Begin to watch what comes and goes in it, and ``also``.
+
+        Raises OSError: ENOSPC or EMFILE at a limit, ENOENT without a directory.
+        """
+        seen = os.stat(directory)  # noqa: PTH116 - one call of the kernel, no more
+        self.directory: Final = (seen.st_dev, seen.st_ino)
+        self._inotify = Inotify(sync_timeout=0)
+        try:
+            os.set_blocking(self._inotify.fd, False)
+            self._inotify.add_watch(directory, _INTERESTING | also)
+        except BaseException:
+            self._inotify.close()
+            raise
+
+    def close(self) -> None:
+        """Stop watching."""
+        self._inotify.close()
+
+    async def wait_readable(self, timeout_ns: int) -> None:
+        """Return when there are events, or after the timeout."""
+        loop = asyncio.get_running_loop()
+        readable: asyncio.Future[None] = loop.create_future()
+        timer = loop.call_later(timeout_ns / 1e9, _finish, readable)
+        loop.add_reader(self._inotify.fd, _finish, readable)
+        try:
+            await readable
+        finally:
+            loop.remove_reader(self._inotify.fd)
+            timer.cancel()
+
+    def take_events(self) -> bool:
+        """Take what waits; returns whether the directory is still watched."""
+        for _ in range(MAX_EVENTS_AT_ONCE):
+            event = self._inotify.sync_get()
+            if event is None:
+                return True
+            if event.mask & _WATCH_LOST:
+                return False
+        return True
+
+
+def _finish(future: asyncio.Future[None]) -> None:
+    if not future.done():
+        future.set_result(None)

@@ -1,0 +1,78 @@
+"""How the GPUs of a node are connected: by NVLink, and by what of PCIe lies between them.
+
+Invariants: what was not told is None, never "not connected".
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from agent.model.ids import GpuUuid
+
+
+class PcieDistance(StrEnum):
+    """What the way from one GPU to another over PCIe crosses, the nearest first.
+
+    Source: nvmlGpuTopologyLevel_t of nvml.h.
+    """
+
+    SAME_BOARD = "same_board"
+    SINGLE_SWITCH = "single_switch"
+    """At most one PCIe switch."""
+    MULTI_SWITCH = "multi_switch"
+    """Several PCIe switches, and no host bridge."""
+    HOST_BRIDGE = "host_bridge"
+    """One PCIe host bridge."""
+    SAME_NODE = "same_node"
+    """The way between the host bridges of one NUMA node."""
+    CROSS_NODE = "cross_node"
+    """The way between NUMA nodes."""
+
+
+@dataclass(frozen=True, slots=True)
+class NvLinks:
+    """The NVLinks of one GPU that are up, by what is at their other ends."""
+
+    to_gpus: Mapping[str, int] = field(default_factory=dict)
+    """How many lead to the GPU at a PCI address in sysfs form."""
+    to_switches: int = 0
+    """How many lead to NVSwitches."""
+
+
+@dataclass(frozen=True, slots=True)
+class Survey:
+    """What was found out of one GPU's place in the node."""
+
+    nvlinks: NvLinks | None = None
+    """None: the driver did not tell."""
+    distances: Mapping[str, PcieDistance] = field(default_factory=dict)
+    """To the GPU at a PCI address in sysfs form, as far as the driver told."""
+    path: str | None = None
+    """Where the kernel has it among its devices: ``pci0000:00/0000:00:01.0/0000:01:00.0``."""
+    cpu_affinity: str | None = None
+    """The CPUs near it, as the kernel writes lists: ``0-15,32-47``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """How two GPUs are connected."""
+
+    nvlinks: int | None = None
+    """How many NVLinks each has to the other, directly or through switches."""
+    pcie: PcieDistance | None = None
+
+
+UNKNOWN_LINK = Link()
+
+
+@dataclass(frozen=True, slots=True)
+class Topology:
+    """The connections of every two GPUs."""
+
+    links: Mapping[tuple[GpuUuid, GpuUuid], Link] = field(default_factory=dict)
+    """Each pair in both orders; a pair of which nothing is known is not in it."""
+    cpu_affinity: Mapping[GpuUuid, str] = field(default_factory=dict)
+
+    def between(self, one: GpuUuid, other: GpuUuid) -> Link:
+        """Return how two GPUs are connected, as far as it is known."""
+        return self.links.get((one, other), UNKNOWN_LINK)

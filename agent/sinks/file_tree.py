@@ -1,0 +1,159 @@
+"""Looks at files below a root as a process would whose root it is.
+
+Guarantees: no symbolic link leads out of the root; one with an absolute target starts anew at the root.
+How often the file system is asked, and how much is taken of it, is bounded; what goes over raises
+TooMuchError. Everything here blocks and runs in a thread.
+"""
+
+import os
+import re
+import stat
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from fnmatch import translate
+from typing import Final
+
+MAX_LOOKS: Final = 100_000
+"""Questions to the file system in one search; a usual driver takes some 1,000."""
+MAX_NAMES: Final = 50_000
+"""Entries of one directory."""
+MAX_LINKS: Final = 40
+"""Symbolic links on the way to one file, as in the kernel."""
+
+_CLEAN: Final = re.compile(r"/(?:[A-Za-z0-9_.+@%=,~: -]+/)*[A-Za-z0-9_.+@%=,~: -]+")
+"""Paths that can stand in hook arguments and environment variables without being taken for something else."""
+
+
+class TooMuchError(Exception):
+    """A search met more than any driver has; says what."""
+
+
+class FileTree:
+    """Files below a root. Paths are absolute and as seen from the root."""
+
+    def __init__(self, root: str) -> None:
+        self._root = root.rstrip("/")
+        self._looks = 0
+        self._links: dict[str, str | None] = {}
+        self._names: dict[str, tuple[str, ...]] = {}
+
+    def resolve(self, path: str) -> str | None:
+        """Return a path with no symbolic link in it; None where there is no such file.
+
+        None too where the name is one that no driver gives a file of its own.
+        """
+        todo = path.split("/")[::-1]
+        done: list[str] = []
+        links = 0
+        with suppress(OSError):
+            while todo:
+                part = todo.pop()
+                if part == "..":
+                    del done[-1:]
+                if part in ("", ".", ".."):
+                    continue
+                target = self._target("/".join(("", *done, part)))
+                if target is None:
+                    done.append(part)
+                    continue
+                links += 1
+                if links > MAX_LINKS:
+                    return None
+                if target.startswith("/"):
+                    done = []
+                todo += target.split("/")[::-1]
+            resolved = "/" + "/".join(done)
+            return resolved if _is_clean(resolved) else None
+        return None
+
+    def is_file(self, path: str, *, executable: bool = False) -> bool:
+        """Tell whether a resolved path is a regular file."""
+        mode = self._mode(path)
+        return stat.S_ISREG(mode) and (not executable or bool(mode & 0o111))
+
+    def is_directory(self, path: str) -> bool:
+        """Tell whether a resolved path is a directory."""
+        return stat.S_ISDIR(self._mode(path))
+
+    def is_socket_or_directory(self, path: str) -> bool:
+        """Tell whether a resolved path is something that processes talk through."""
+        mode = self._mode(path)
+        return stat.S_ISSOCK(mode) or stat.S_ISDIR(mode)
+
+    def link_target(self, path: str) -> str | None:
+        """Return what a symbolic link says; None where it is none."""
+        try:
+            return self._target(path)
+        except OSError:
+            return None
+
+    def names(self, directory: str) -> tuple[str, ...]:
+        """Return the clean names in a resolved directory, in order; none where it cannot be read."""
+        known = self._names.get(directory)
+        if known is None:
+            known = self._names[directory] = tuple(sorted(self._listed(directory)))
+        return known
+
+    def matching(self, directory: str, *patterns: str) -> Iterator[str]:
+        """Yield the paths in a directory whose names match one of the patterns, in order."""
+        resolved = self.resolve(directory)
+        if resolved is not None:
+            wanted = re.compile("|".join(map(translate, patterns)))
+            yield from (
+                f"{resolved.rstrip('/')}/{name}" for name in self.names(resolved) if wanted.match(name)
+            )
+
+    def first(self, paths: Iterable[str]) -> tuple[str, str] | None:
+        """Return the first path that is a regular file, and the same resolved."""
+        for path in paths:
+            resolved = self.resolve(path)
+            if resolved is not None and self.is_file(resolved):
+                return path, resolved
+        return None
+
+    def read(self, path: str, max_bytes: int) -> bytes | None:
+        """Return a regular file's bytes; None where it cannot be read or has more."""
+        resolved = self.resolve(path)
+        if resolved is None or not self.is_file(resolved):
+            return None
+        self._look()
+        try:
+            with open(self._root + resolved, "rb") as file:  # noqa: PTH123 - paths are text here
+                raw = file.read(max_bytes + 1)
+        except OSError:
+            return None
+        return raw if len(raw) <= max_bytes else None
+
+    def _listed(self, directory: str) -> Iterator[str]:
+        self._look()
+        with suppress(OSError), os.scandir(self._root + directory) as entries:
+            for number, entry in enumerate(entries):
+                if number >= MAX_NAMES:
+                    raise TooMuchError(f"{self._root}{directory} has over {MAX_NAMES} entries")
+                if _is_clean(f"/{entry.name}"):
+                    yield entry.name
+
+    def _target(self, path: str) -> str | None:
+        """Return the target of a symbolic link, None of anything else; raises OSError where nothing is."""
+        if path not in self._links:
+            self._look()
+            where = self._root + path
+            is_link = stat.S_ISLNK(os.lstat(where).st_mode)
+            self._links[path] = os.readlink(where) if is_link else None  # noqa: PTH115 - paths are text here
+        return self._links[path]
+
+    def _mode(self, path: str) -> int:
+        self._look()
+        try:
+            return os.lstat(self._root + path).st_mode
+        except OSError:
+            return 0
+
+    def _look(self) -> None:
+        self._looks += 1
+        if self._looks > MAX_LOOKS:
+            raise TooMuchError(f"the search below {self._root or '/'} took over {MAX_LOOKS} looks")
+
+
+def _is_clean(path: str) -> bool:
+    return path == "/" or (_CLEAN.fullmatch(path) is not None and "::" not in path)
