@@ -26,6 +26,7 @@ from agent.simulation.action_table import (
 from agent.simulation.agent_actions import AGENT_ACTIONS
 from agent.simulation.kernel_actions import KERNEL_ACTIONS
 from agent.simulation.presets import MigDeviceSpec, PresetError, place_mig_devices
+from agent.simulation.process_actions import PROCESS_ACTIONS
 from agent.simulation.reading_actions import READING_ACTIONS
 from agent.simulation.roots import (
     load_modules,
@@ -318,6 +319,7 @@ _OWN: Final = (
     action(Mig, "mig", "gpu"),
     *READING_ACTIONS,
     *KERNEL_ACTIONS,
+    *PROCESS_ACTIONS,
     *AGENT_ACTIONS,
     action(RunPod, "run-pod", "name"),
     action(DeletePod, "delete-pod", "name"),

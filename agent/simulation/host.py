@@ -39,7 +39,9 @@ async def host(plan: Plan, node_dir: Path, *, is_json: bool) -> None:
     """Run a node until its scenario, a signal or the reader of the output ends it; raises AgentError."""
     with StopSignals() as stop, NodeDirectory.hold(node_dir) as directory:
         try:
-            async with SimulatedNode(directory, plan.spec, label=plan.label) as node:
+            async with SimulatedNode(
+                directory, plan.spec, label=plan.label, driver=plan.driver_wanted
+            ) as node:
                 if plan.scenario is not None:
                     await set_up(node, plan.scenario)
                 async with ControlServer(directory.control_socket, node.do, node.feed) as control:

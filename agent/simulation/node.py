@@ -9,13 +9,15 @@ import contextlib
 import time
 from collections.abc import Mapping, Sequence
 from types import TracebackType
-from typing import Any, Final, Self
+from typing import Any, Final, Literal, Self
 
 from agent.errors import AgentError, UsageError
 from agent.simulation.action_table import Invocation
 from agent.simulation.actions import parse
 from agent.simulation.directory import NodeDirectory
+from agent.simulation.driver_double.double import DriverDouble
 from agent.simulation.feed import Feed
+from agent.simulation.gpu_processes.node_processes import NodeProcesses, gpus_of
 from agent.simulation.kernel_log import KernelLog
 from agent.simulation.kubelet import AllocatableChange, DeviceList, EmulatedKubelet, StreamEnd
 from agent.simulation.nvml import (
@@ -25,13 +27,21 @@ from agent.simulation.nvml import (
     install_library,
 )
 from agent.simulation.presets import NodeSpec
-from agent.simulation.roots import write_roots
+from agent.simulation.roots import write_device_node, write_roots
 
+DriverWanted = Literal["none", "if-possible", "required"]
+WITHOUT_DRIVER: Final = (
+    "The simulated node has no driver double, which needs root and /dev/fuse; run it where it has both"
+)
 _PUMP: Final = "simulation-changes"
 
 
 class SimulatedNode:
-    """An asynchronous context manager; see the guarantees above. ``label`` names it in the feed."""
+    """An asynchronous context manager; see the guarantees above. ``label`` names it in the feed.
+
+    With a driver double its device files answer as the driver's, and processes can use its GPUs; without,
+    they are empty files. Where one cannot be, one that is "required" raises UsageError.
+    """
 
     def __init__(
         self,
@@ -41,6 +51,7 @@ class SimulatedNode:
         label: str = "node",
         kubelet_present: bool = True,
         seed: int = 0,
+        driver: DriverWanted = "none",
     ) -> None:
         self.directory = directory
         self.spec = spec
@@ -56,6 +67,9 @@ class SimulatedNode:
         self._label = label
         self._started_ns = time.monotonic_ns()
         self._nvml: NvmlState | None = None
+        self._driver_wanted = driver
+        self._driver: DriverDouble | None = None
+        self._processes: NodeProcesses | None = None
         self._told = asyncio.Event()
         self._told_ns = 0
         self._telling_ended = asyncio.Event()
@@ -68,6 +82,20 @@ class SimulatedNode:
             raise AgentError("The simulated node does not run")
         return self._nvml
 
+    @property
+    def driver(self) -> DriverDouble:
+        """The driver double; raises UsageError for a node without."""
+        if self._driver is None:
+            raise UsageError(WITHOUT_DRIVER)
+        return self._driver
+
+    @property
+    def processes(self) -> NodeProcesses:
+        """The processes that use GPUs; raises UsageError for a node without a driver double."""
+        if self._processes is None:
+            raise UsageError(WITHOUT_DRIVER)
+        return self._processes
+
     async def __aenter__(self) -> Self:
         async with contextlib.AsyncExitStack() as stack:
             try:
@@ -79,6 +107,8 @@ class SimulatedNode:
             self.feed.put(self._description())
             await stack.enter_async_context(self.kernel_log)
             await stack.enter_async_context(self.kubelet)
+            if self._driver_wanted != "none":
+                await self._start_driver(stack)
             pump = asyncio.get_running_loop().create_task(self._tell_changes(), name=_PUMP)
             stack.push_async_callback(_ended, pump)
             self._stack = stack.pop_all()
@@ -89,6 +119,27 @@ class SimulatedNode:
     ) -> None:
         self.feed.close()
         await self._stack.__aexit__(kind, error, trace)
+
+    async def _start_driver(self, stack: contextlib.AsyncExitStack) -> None:
+        """Put device files that answer into the node's /dev; raises SourceError where there can be none."""
+        version = self.spec.driver_version
+        driver = await stack.enter_async_context(
+            await DriverDouble.start(gpus_of(self.spec), version=version)
+        )
+        for name in driver.names:
+            driver.replace(name, self.directory.dev)
+        self._processes = NodeProcesses(self.directory, self.spec, driver, self.nvml, self.tell)
+        stack.push_async_callback(self._processes.close)
+        # Processes that are held could not end.
+        stack.push_async_callback(driver.release_all)
+        self._driver = driver
+
+    def add_device_node(self, name: str) -> None:
+        """Make a device node that was removed."""
+        if self._driver is not None and name in self._driver.names:
+            self._driver.replace(name, self.directory.dev)
+        else:
+            write_device_node(name, self.directory.dev)
 
     # What can be done to it.
 

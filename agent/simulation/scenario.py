@@ -33,6 +33,7 @@ from agent.simulation.agent_actions import is_kill
 from agent.simulation.directory import agent_flags
 from agent.simulation.document import Document, Node, read
 from agent.simulation.presets import NodeSpec, PresetError, load_preset
+from agent.simulation.process_actions import NEED_DRIVER
 from agent.spelling import suggestion
 
 SHIPPED: Final = Path(__file__).parent / "scenarios"
@@ -106,6 +107,11 @@ class Scenario:
         """How often it kills the agent."""
         invocations = (invocation for step in self.steps for invocation in step.do)
         return sum(is_kill(invocation.name, invocation.given) for invocation in invocations)
+
+    @property
+    def needs_driver(self) -> bool:
+        """Whether device files have to answer."""
+        return any(invocation.name in NEED_DRIVER for step in self.steps for invocation in step.do)
 
 
 def shipped_names() -> tuple[str, ...]:

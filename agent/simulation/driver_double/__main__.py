@@ -1,8 +1,8 @@
 """The process that serves the driver double: a folder of device files, and a control socket as its input.
 
-The socket carries JSON lines: first ``{"version", "uvm_major", "gpus"}``, which is answered with
-``{"folder", "device"}`` or ``{"error"}``; then ``{"do": "books"}``, ``{"do": "held"}`` or ``{"do": "hold",
-"name"}``, ``{"do": "slow", "name", "latency_ns"}``, ``{"do": "release", "name"}``, each with its answer.
+The socket carries JSON lines, each of which is answered by one: first ``{"version", "uvm_major", "gpus"}``
+by ``{"folder", "device"}``; then ``{"do": "books"}``, ``held``, ``release-all``, or ``hold``, ``slow``,
+``release`` with ``name`` and, to slow, ``latency_ns``. What cannot be done is answered by ``{"error"}``.
 The end of the socket ends the process, and with it the folder.
 """
 
@@ -90,6 +90,10 @@ class _Server:
                 return self._driver.books()
             case "held":
                 return {"held": self._folder.held}
+            case "release-all":
+                for each in self._folder.names:
+                    self._folder.release(each)
+                return {}
             case _ if name not in self._folder.names:
                 return {"error": f"the driver has no node {name}"}
             case "hold":

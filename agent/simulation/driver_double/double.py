@@ -18,7 +18,7 @@ from typing import Any, Final, Self
 
 from agent.errors import AgentError, SourceError
 from agent.simulation.children import environment_of_children
-from agent.simulation.driver_double.nodes import Gpu
+from agent.simulation.driver_double.nodes import Gpu, inodes
 
 MAX_ANSWER_BYTES: Final = 256 * 1024 * 1024
 """The books of every object that there may be."""
@@ -82,6 +82,8 @@ class DriverDouble:
         self._reader = reader
         self._writer = writer
         self._turn = asyncio.Lock()
+        self.names: tuple[str, ...] = ()
+        """Of the nodes."""
         self.folder = Path()
         """Where every process with root's rights finds the nodes."""
         self.file_system = 0
@@ -107,6 +109,7 @@ class DriverDouble:
             await made.close()
             raise
         made.folder = Path(where["folder"])
+        made.names = tuple(inodes(gpus, uvm_major))
         made.file_system = where["device"]
         return made
 
@@ -118,6 +121,11 @@ class DriverDouble:
     def node(self, name: str) -> Path:
         """Return where a node is, such as nvidiactl."""
         return self.folder / name
+
+    def replace(self, name: str, dev_root: Path) -> None:
+        """Put a node into a folder that stands for /dev, in the place of what is there."""
+        (dev_root / name).unlink(missing_ok=True)
+        (dev_root / name).symlink_to(self.node(name))
 
     async def books(self) -> Books:
         """Return what the driver knows, after every call and every end of a file that it has been told of."""
@@ -143,6 +151,10 @@ class DriverDouble:
     async def release(self, name: str) -> None:
         """Answer a node's calls at once again, also what waits."""
         await self._ask({"do": "release", "name": name})
+
+    async def release_all(self) -> None:
+        """Answer every node's calls at once again."""
+        await self._ask({"do": "release-all"})
 
     async def held(self) -> int:
         """Return how many calls wait."""
@@ -182,4 +194,3 @@ class DriverDouble:
         if "error" in answer:
             raise SourceError(str(answer["error"]))
         return answer
-

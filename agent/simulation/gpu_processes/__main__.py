@@ -90,13 +90,16 @@ class Program:
     def _create(self, message: Message, _: list[int]) -> Message:
         for _number in range(message["contexts"]):
             self._program.create(self._gpus[message["minor"]])
-        return {"contexts": self._program.contexts}
+        return {}
 
     def _destroy(self, message: Message, _: list[int]) -> Message:
-        minor = message.get("minor")
-        for _number in range(message["contexts"]):
-            self._program.destroy(None if minor is None else self._gpus[minor])
-        return {"contexts": self._program.contexts}
+        minor, number = message["minor"], message["contexts"]
+        live = self._program.contexts_on(minor)
+        if number is not None and number > live:
+            raise LookupError(f"it has {live} contexts")
+        for _number in range(live if number is None else number):
+            self._program.destroy(minor)
+        return {"destroyed": live if number is None else number}
 
     def _count(self, message: Message, _: list[int]) -> Message:
         """Do so many opens and closes, and allocations and frees of contexts, and nothing else."""

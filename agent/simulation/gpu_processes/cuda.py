@@ -74,10 +74,9 @@ class Cuda:
         self._free_handles: list[int] = []
         self._next_handle = _FIRST_HANDLE
 
-    @property
-    def contexts(self) -> int:
-        """How many contexts were created and not destroyed."""
-        return len(self._contexts)
+    def contexts_on(self, minor: int | None) -> int:
+        """How many contexts were created on a GPU or (None) on all, and not destroyed."""
+        return sum(minor in {None, context.device.gpu.minor} for context in self._contexts)
 
     @property
     def files(self) -> tuple[int, ...]:
@@ -102,9 +101,9 @@ class Cuda:
             self._caller.allocate_memory(device.node, self._client, device.handle, 0)
         self._controls(CREATE_CONTROLS - GROUPS - CHANNELS - 1)
 
-    def destroy(self, gpu: Gpu | None = None) -> None:
+    def destroy(self, minor: int | None = None) -> None:
         """Destroy the newest context of a GPU, or of all; raises IndexError where there is none."""
-        mine = [each for each in self._contexts if gpu is None or each.device.gpu.minor == gpu.minor]
+        mine = [each for each in self._contexts if minor in {None, each.device.gpu.minor}]
         context = mine[-1]
         self._contexts.remove(context)
         for channel in context.channels:

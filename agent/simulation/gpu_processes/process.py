@@ -80,9 +80,9 @@ class SimulatedProcess:
         """Create contexts on a GPU."""
         await self.order("create", minor=minor, contexts=contexts)
 
-    async def destroy(self, contexts: int = 1, *, minor: int | None = None) -> None:
-        """Destroy the newest contexts, of a GPU or of all."""
-        await self.order("destroy", contexts=contexts, minor=minor)
+    async def destroy(self, contexts: int | None = 1, *, minor: int | None = None) -> int:
+        """Destroy the newest contexts or (None) every one, of a GPU or of all; returns how many."""
+        return int((await self.order("destroy", contexts=contexts, minor=minor))["destroyed"])
 
     async def fork(self, comm: str) -> "SimulatedProcess":
         """Have it fork; the child has all its files, and obeys orders of its own."""
