@@ -1,5 +1,6 @@
 """Builds sources and sinks from the settings; each is imported when it is made, which may take a while."""
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Protocol
@@ -11,6 +12,7 @@ from agent.model.snapshot import Snapshot
 
 if TYPE_CHECKING:
     from agent.sinks.device_plugin import DevicePlugin
+    from agent.sources.ebpf import EbpfSource
     from agent.sources.kmsg import KernelLogSource
     from agent.sources.kubelet import KubeletSource
     from agent.sources.nvml import NvmlSource
@@ -45,6 +47,7 @@ class Assembly:
         self.kernel_log: KernelLogSource | None = None
         self.sysfs: SysfsSource | None = None
         self.pods: PodsSource | None = None
+        self.ebpf: EbpfSource | None = None
 
     def make_nvml(self, *, released: bool) -> "NvmlSource":
         """Make the source that owns the driver; ``released`` as an operator ordered it before."""
@@ -147,6 +150,35 @@ class Assembly:
         )
         return self.pods
 
+    def make_ebpf(self) -> Source:
+        """Make the source that sees in the kernel who uses which GPU."""
+        from agent.probe.kernel import Roots
+        from agent.probe.request import Doubles, Request
+        from agent.sources.ebpf import EbpfSource
+
+        settings = self.settings
+        doubles = _filesystem_of_doubles(settings.probe_doubles)
+        tier = settings.probe_tier
+        self.ebpf = EbpfSource(
+            inbox=self.inbox,
+            latest=self.latest,
+            request=Request(
+                loader=settings.probe_loader,
+                roots=Roots(node_proc=settings.proc_root),
+                doubles=Doubles(filesystem=doubles) if doubles else None,
+            ),
+            tier="auto" if tier == "off" else tier,
+            proc_root=Path(settings.proc_root),
+            agent_pid=os.getpid(),
+            clock=self.clock,
+        )
+        return self.ebpf
+
+    def close_ebpf(self) -> None:
+        """Take the probe out of the kernel."""
+        if self.ebpf is not None:
+            self.ebpf.close()
+
     def recent_kernel_log(self) -> tuple[str, ...]:
         """Return the driver's newest lines in the kernel log."""
         return () if self.kernel_log is None else self.kernel_log.recent()
@@ -154,6 +186,10 @@ class Assembly:
     def sysfs_sign_ns(self) -> int | None:
         """Return when the bus was looked at last."""
         return None if self.sysfs is None else self.sysfs.last_sign_ns
+
+    def ebpf_sign_ns(self) -> int | None:
+        """Return when the last picture of who uses GPUs was made."""
+        return None if self.ebpf is None else self.ebpf.last_sign_ns
 
     def pods_sign_ns(self) -> int | None:
         """Return when the kubelet was asked for pods last."""
@@ -176,3 +212,15 @@ class Assembly:
     @property
     def _dev(self) -> Path:
         return Path(self.settings.dev_root, "dev")
+
+
+def _filesystem_of_doubles(directory: str | None) -> int | None:
+    """Return st_dev of the file system whose files stand for devices; None: there is none."""
+    if directory is None:
+        return None
+    try:
+        device = os.stat(f"{directory}/nvidiactl").st_dev  # noqa: PTH116 - in a thread
+        # A plain file in a directory of files stands for nothing.
+        return None if device == os.stat(directory).st_dev else device  # noqa: PTH116
+    except OSError:
+        return None

@@ -171,6 +171,7 @@ def agent_flags(node_dir: Path) -> dict[str, str]:
         "kubelet-socket": f"{node_dir}/device-plugins/kubelet.sock",
         "pod-resources-socket": f"{node_dir}/pod-resources/kubelet.sock",
         "pod-logs-dir": f"{node_dir}/pod-logs",
+        "probe-doubles": f"{node_dir}/dev",
         "nvml-library": f"{node_dir}/lib/libnvidia-ml.so.1",
         "driver-root": f"{node_dir}/driver",
         "driver-root-ctr-path": f"{node_dir}/driver",

@@ -238,27 +238,18 @@ class EbpfSource:
 
     async def _look(self) -> None:
         """Look at processes that are new, and at those that began to end."""
-        ending = {key.pid for key in self._tracker.exiting}
-        pids: list[int] = list(dict.fromkeys((*self._tracker.unlooked, *ending)))[:MAX_LOOKS]
-        if not pids:
+        keys = list(dict.fromkeys((*self._tracker.unlooked, *self._tracker.exiting)))[:MAX_LOOKS]
+        if not keys:
             return
-        looks = await _in_thread(lambda: self._look_at(pids))
+        looks = await _in_thread(lambda: self._look_at(keys))
         now_ns = self._clock()
-        self._tracker.looked([look for _pid, look in looks if look is not None], now_ns)
-        self._drop(pid for pid, look in looks if look is None)
+        self._tracker.looked([look for look in looks.values() if look is not None], now_ns)
+        for key, look in looks.items():
+            if look is None:
+                self._tracker.exited(key, now_ns)
 
-    def _look_at(self, pids: Iterable[int]) -> list[tuple[int, ProcessLook | None]]:
-        return [(pid, look_at(self._proc_root, pid)) for pid in pids]
-
-    def _drop(self, gone: Iterable[int]) -> None:
-        """Tell the end of processes that were gone before anyone could look at them."""
-        missing = set(gone)
-        for key in self._tracker.living:
-            if key.pid in missing:
-                self._tracker.exited(key, self._clock())
-                missing.discard(key.pid)
-        for pid in missing:
-            self._tracker.exited(ProcessKey(pid, 0), self._clock())
+    def _look_at(self, keys: Iterable[ProcessKey]) -> dict[ProcessKey, ProcessLook | None]:
+        return {key: look_at(self._proc_root, key.pid) for key in keys}
 
     def _forget(self) -> None:
         removed = self._tracker.take_removed()
