@@ -75,6 +75,7 @@ class Probe:
         self._doubles: Final = request.doubles
         self._removed = 0
         self._added = 0
+        self._cpus = _possible_cpus()
         self._tries_left = REATTACH_TRIES
         self._modules = self._module_identity()
         self._is_closed = False
@@ -121,7 +122,7 @@ class Probe:
 
     def read_statistics(self) -> ProbeStatistics:
         """Return what the programs counted, over all CPUs."""
-        size = STATISTICS.size * _possible_cpus()
+        size = STATISTICS.size * self._cpus
         value = syscalls.map_lookup(self._maps["statistics"], _FIRST, size)
         return decode_statistics(value or bytes(STATISTICS.size))
 
