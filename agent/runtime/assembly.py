@@ -168,7 +168,8 @@ class Assembly:
                 doubles=Doubles(filesystem=doubles) if doubles else None,
             ),
             tier="auto" if tier == "off" else tier,
-            proc_root=Path(settings.proc_root),
+            # A simulated node has device files of its own, but its processes are the machine's.
+            proc_root=Path("/proc" if doubles else settings.proc_root),
             agent_pid=os.getpid(),
             clock=self.clock,
         )

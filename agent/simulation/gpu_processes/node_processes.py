@@ -12,13 +12,14 @@ import asyncio
 import contextlib
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Final
 
 from agent.errors import AgentError, UsageError
 from agent.simulation.directory import NodeDirectory
 from agent.simulation.driver_double.double import Books, DriverDouble
 from agent.simulation.driver_double.nodes import Gpu
-from agent.simulation.gpu_processes.places import Place, ProcessPlaces
+from agent.simulation.gpu_processes.places import ProcessPlaces
 from agent.simulation.gpu_processes.process import SimulatedProcess
 from agent.simulation.nvml import GpuProcess, NvmlState
 from agent.simulation.presets import NodeSpec
@@ -37,7 +38,8 @@ class NodeProcess:
 
     name: str
     process: SimulatedProcess
-    place: Place
+    pod: str | None
+    """``namespace/name``."""
     slots: tuple[int, ...]
     """GPUs it was started for."""
     memory_mib: int
@@ -107,15 +109,15 @@ class NodeProcesses:
         Raises UsageError for a name in use or an unknown pod, AgentError over MAX_PROCESSES.
         """
         self._judge_new(name)
-        place = self._places.of_host() if pod is None else self._place_of_pod(pod)
+        cgroup = None if pod is None else self._cgroup_of_pod(pod)
         process = await SimulatedProcess.start(
             comm or name,
             folder=self._directory.dev,
             version=self._spec.driver_version,
             gpus=self._gpus,
-            cgroup=place.directory,
+            cgroup=cgroup,
         )
-        made = NodeProcess(name, process, place, tuple(slots), memory_mib, gi, ci)
+        made = NodeProcess(name, process, pod, tuple(slots), memory_mib, gi, ci)
         self._add(made)
         for slot in slots:
             await self.create(made, slot, contexts)
@@ -130,7 +132,7 @@ class NodeProcesses:
         """Have a process fork; the child is called by the name. Raises as ``start``."""
         self._judge_new(name)
         child = await parent.process.fork(name)
-        made = NodeProcess(name, child, parent.place, parent.slots, parent.memory_mib, parent.gi, parent.ci)
+        made = NodeProcess(name, child, parent.pod, parent.slots, parent.memory_mib, parent.gi, parent.ci)
         self._add(made)
         return made
 
@@ -181,7 +183,7 @@ class NodeProcesses:
         await asyncio.gather(
             *self._tasks, *(each.process.close() for each in self.all), return_exceptions=True
         )
-        self._places.close()
+        await self._places.close()
 
     # Inside
 
@@ -191,18 +193,22 @@ class NodeProcesses:
         if len(self._living) >= MAX_PROCESSES:
             raise AgentError(f"The simulated node has {MAX_PROCESSES} processes already; end some of them")
 
-    def _place_of_pod(self, pod: str) -> Place:
-        """Return the place of a pod that the kubelet shows; its directory of logs names the UID."""
+    def _cgroup_of_pod(self, pod: str) -> Path:
+        """Return the cgroup of a pod that the kubelet shows; its directory of logs names the UID."""
         beginning = pod.replace("/", "_", 1) + "_"
-        for path in self._directory.pod_logs.iterdir() if self._directory.pod_logs.is_dir() else ():
-            if path.name.startswith(beginning):
-                return self._places.of_pod(path.name.removeprefix(beginning), CONTAINER)
-        raise UsageError(f"There is no pod {pod} on the simulated node; run it first, with run-pod")
+        logs = self._directory.pod_logs
+        names = [path.name for path in logs.iterdir()] if logs.is_dir() else []
+        found = [name for name in names if name.startswith(beginning)]
+        if not found:
+            raise UsageError(f"There is no pod {pod} on the simulated node; run it first, with run-pod")
+        cgroup = self._places.of_pod(found[0].removeprefix(beginning), CONTAINER)
+        if cgroup is None:
+            raise AgentError("No process can be put into a pod here: no hierarchy of cgroups can be written")
+        return cgroup
 
     def _add(self, made: NodeProcess) -> None:
         self._living[made.name] = made
         self._memory_mib[made.process.pid] = made.memory_mib
-        self._places.show(made.process.pid, made.place)
         self._spawn(self._follow(made), f"simulation-process-{made.name}")
 
     def _spawn(self, work: Coroutine[Any, Any, None], name: str) -> None:
@@ -212,7 +218,6 @@ class NodeProcesses:
 
     async def _follow(self, started: NodeProcess) -> None:
         await started.process.ended.wait()
-        self._places.hide(started.process.pid)
         self._living.pop(started.name, None)
         if not self._is_closing:
             self._tell(f"{started.title} has ended")

@@ -1,88 +1,52 @@
-"""Where simulated processes are: cgroups as pods have them, and what the node's /proc and /sys show.
+"""Where simulated processes are: in cgroups as the kubelet and containerd make them.
 
-A process of a pod enters a cgroup as the kubelet and containerd make it, below a directory of this node's in
-the machine's cgroup v2 hierarchy, so the kernel tells it by the cgroup's number. Where that hierarchy cannot
-be written, plain directories stand in its place, and the kernel knows the process by its real cgroup.
+They lie below a directory of this node's in the machine's own hierarchy, so the kernel tells a process by the
+cgroup's number, and /proc by its path, as on a node where pods run.
 
-Guarantees: in the node's /proc a process has what it has in the machine's, but the cgroup's path begins at
-the node's directory; nothing is left behind by ``close``, and what a killed node left is removed by the next.
+Guarantees: nothing is left behind by ``close``; what a killed node left is removed by the next one.
 
 Sources: cgroups(7); kubernetes pkg/kubelet/cm/cgroup_manager_linux.go; containerd internal/cri/server.
 """
 
+import asyncio
 import contextlib
 import hashlib
 import os
-import shutil
+import time
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Final
 
 _MOUNTS: Final = Path("/proc/self/mounts")
-_SHOWN: Final = (
-    *("cmdline", "comm", "environ", "exe", "fd", "fdinfo", "io", "limits", "maps", "ns", "root", "stat"),
-    *("statm", "status", "task"),
-)
-"""Entries of /proc/PID that are those of the machine."""
-
-
-class Place(NamedTuple):
-    """A cgroup."""
-
-    path: str
-    """Below the node's own directory, as in /proc/PID/cgroup."""
-    directory: Path | None
-    """What the process enters; None where cgroups cannot be made."""
+_CONTROLLERS_OF_V1: Final = frozenset({"pids", "name=systemd"})
+"""Those in which a new cgroup needs no settings before a process may enter it."""
+EMPTY_WITHIN_S: Final = 2.0
+_LOOK_AGAIN_S: Final = 0.01
 
 
 class ProcessPlaces:
-    """The places of one node, whose /proc and /sys are doubles in a directory."""
+    """The cgroups of one node, which is known by its directory."""
 
     def __init__(self, node: Path) -> None:
-        self._proc = node / "proc"
-        shown = node / "sys" / "fs" / "cgroup"
         self._own = _own_directory(node)
-        shown.parent.mkdir(parents=True, exist_ok=True)
+
+    def of_pod(self, uid: str, container: str) -> Path | None:
+        """Return the cgroup of a container of a pod; None where none can be made."""
         if self._own is None:
-            shown.mkdir(exist_ok=True)
-        else:
-            shown.symlink_to(self._own)
-        self._root = shown
-
-    def of_host(self) -> Place:
-        """Return the place of a process in no pod."""
-        return self._place("/system.slice/simulated.service")
-
-    def of_pod(self, uid: str, container: str) -> Place:
-        """Return the place of a container of a pod."""
+            return None
         pod = f"kubepods-burstable-pod{uid.replace('-', '_')}.slice"
         scope = f"cri-containerd-{container_id(uid, container)}.scope"
-        return self._place(f"/kubepods.slice/kubepods-burstable.slice/{pod}/{scope}")
-
-    def show(self, pid: int, place: Place) -> None:
-        """Show a process in the node's /proc."""
-        shown = self._proc / str(pid)
-        # A number may be used again before its end was seen.
-        self.hide(pid)
-        shown.mkdir()
-        for name in _SHOWN:
-            (shown / name).symlink_to(f"/proc/{pid}/{name}")
-        (shown / "cgroup").write_text(f"0::{place.path}\n", encoding="ascii")
-
-    def hide(self, pid: int) -> None:
-        """Take a process out of the node's /proc."""
-        shutil.rmtree(self._proc / str(pid), ignore_errors=True)
-
-    def close(self) -> None:
-        """Remove the cgroups; one that still has a process stays."""
-        if self._own is not None:
-            _remove(self._own)
-
-    def _place(self, path: str) -> Place:
-        directory = self._root / path.lstrip("/")
+        directory = self._own / "kubepods.slice" / "kubepods-burstable.slice" / pod / scope
         directory.mkdir(parents=True, exist_ok=True)
-        return Place(path, None if self._own is None else directory)
+        return directory
+
+    async def close(self) -> None:
+        """Remove the cgroups; one that still has a process after a while stays."""
+        until_ns = time.monotonic_ns() + int(EMPTY_WITHIN_S * 1e9)
+        # The kernel lets go of processes and of cgroups below a moment after they are gone.
+        while self._own is not None and not _remove(self._own) and time.monotonic_ns() < until_ns:
+            await asyncio.sleep(_LOOK_AGAIN_S)
 
 
 def container_id(uid: str, container: str) -> str:
@@ -93,8 +57,8 @@ def container_id(uid: str, container: str) -> str:
 def _own_directory(node: Path) -> Path | None:
     """Return a new directory of cgroups for a node; None where there can be none."""
     name = f"gpu-agent-simulation-{zlib.crc32(os.fsencode(node)):08x}"
-    for mount in _cgroup_mounts():
-        own = mount / name
+    for mount in sorted(_hierarchies()):
+        own = Path(mount[1], name)
         _remove(own)
         with contextlib.suppress(OSError):
             own.mkdir(exist_ok=True)
@@ -102,18 +66,26 @@ def _own_directory(node: Path) -> Path | None:
     return None
 
 
-def _cgroup_mounts() -> Iterator[Path]:
+def _hierarchies() -> Iterator[tuple[int, str]]:
+    """Return where cgroups can be made, with a number that sorts the better first: 0 is v2."""
     with contextlib.suppress(OSError):
         for line in _MOUNTS.read_text(encoding="utf-8").splitlines():
-            _, place, kind, *_ = line.split()
+            _, place, kind, options, *_ = line.split()
             if kind == "cgroup2":
-                yield Path(place)
+                yield 0, place
+            elif kind == "cgroup" and _CONTROLLERS_OF_V1 & set(options.split(",")):
+                yield 1, place
 
 
-def _remove(directory: Path) -> None:
-    """Remove a directory of cgroups from below; what is in use stays."""
-    with contextlib.suppress(OSError):
+def _remove(directory: Path) -> bool:
+    """Remove a directory of cgroups from below; what is in use stays, and False tells so."""
+    try:
         for path in directory.iterdir():
             if path.is_dir():
                 _remove(path)
         directory.rmdir()
+    except FileNotFoundError:
+        return True
+    except OSError:
+        return False
+    return True
