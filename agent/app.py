@@ -13,16 +13,17 @@ import sys
 import time
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal, assert_never
 
 from agent import log
 from agent.bus import Inbox, Latest
-from agent.config.settings import Settings, changes_that_need_a_restart
+from agent.config.settings import Settings
 from agent.core.state import initial_state
 from agent.core.view import snapshot_of
 from agent.engine import MAX_IDLE_NS, Engine
-from agent.errors import AgentError, AlreadyRunningError, ConfigError, SourceError
+from agent.errors import AgentError, AlreadyRunningError, SourceError
 from agent.model.effects import (
     Effect,
     EndProcess,
@@ -53,11 +54,12 @@ from agent.runtime.driver_watch import is_in_container, watch_library
 from agent.runtime.ending import EndedError, Ending
 from agent.runtime.imports import import_http, import_plugin, import_state_file
 from agent.runtime.records import Records
+from agent.runtime.reload import Reload
 from agent.runtime.signals import Signals
 from agent.runtime.standby import InitFailedError, Memory
 from agent.runtime.startup import NodeLock, boot_id_of, check_paths, check_rights
 from agent.runtime.supervision import Pulse, Run, Supervisor
-from agent.runtime.vitals import ENGINE, EVENT_LOG, EVIDENCE, HTTP, STATE_FILE, Part, Vitals
+from agent.runtime.vitals import CONFIG_WATCH, ENGINE, EVENT_LOG, EVIDENCE, HTTP, STATE_FILE, Part, Vitals
 from agent.sinks.notify import Notifier
 from agent.threads import in_daemon_thread
 from agent.views import checks
@@ -167,14 +169,12 @@ class Agent:
         self._restored = restored
         self._boot_id = boot_id
         self._lines = lines
-        self._reread = reread
         self._environment = environment
         self._clock = clock
         self._jitter_seed = int.from_bytes(os.urandom(4))
         self._policy = self._policy_of(settings)
 
         self._ending = Ending()
-        self._reload_asked = asyncio.Event()
         self._inbox: Inbox[Fact] = Inbox(clock=clock)
         self._latest: Latest[Snapshot] = Latest(self._snapshot_of_nothing())
         self._assembly = Assembly(settings, self._inbox, self._latest, clock)
@@ -188,18 +188,20 @@ class Agent:
         )
         self._notifier = Notifier(environment)
         self._supervisor = Supervisor(tell=self._inbox.put, clock=clock)
-        self._signals = Signals(
-            stop=lambda name: self._ending.ask(f"{name} was received"),
-            reload=self._reload_asked.set,
-            before_exit=lambda: lines.flush(LOG_FLUSH_S),
-        )
-
         self._serving = asyncio.Event()
         """Set once this agent is the agent of the node."""
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._group = asyncio.TaskGroup()
         self._http: HttpSink | None = None
         self._vitals = Vitals(self._records, began_ns=clock(), stepped_ns=clock())
+        self._reload = Reload(
+            settings, reread=reread, apply=self._apply, vitals=self._vitals, notifier=self._notifier
+        )
+        self._signals = Signals(
+            stop=lambda name: self._ending.ask(f"{name} was received"),
+            reload=self._reload.ask,
+            before_exit=lambda: lines.flush(LOG_FLUSH_S),
+        )
 
     def _policy_of(self, settings: Settings) -> Policy:
         """Return the operator's policy, with what the core needs and an operator has no say in."""
@@ -241,7 +243,10 @@ class Agent:
                 clock=self._clock,
             ),
         )
-        self._start("reload", self._reload_when_asked())
+        self._start("reload", self._reload.run())
+        if self._settings.config_file is not None:
+            run = partial(self._watch_config, self._settings.config_file)
+            self._start(CONFIG_WATCH, self._supervisor.keep(CONFIG_WATCH, run))
         self._start("loop lag", self._measure_lag())
         self._keep_part(HTTP, "sink", self._serve_http)
 
@@ -393,36 +398,21 @@ class Agent:
             raise SourceError("The lock of the node could not be waited for")
         _log.info("Took over this node", extra=log.fields(before=holder))
 
-    async def _reload_when_asked(self) -> None:
-        while True:
-            await self._reload_asked.wait()
-            self._reload_asked.clear()
-            self._notifier.reloading()
-            await self._reload()
-            self._notifier.ready()
+    async def _watch_config(self, path: str) -> None:
+        await self._let_registration_go_first()
+        await self._reload.watch(path)
 
-    async def _reload(self) -> None:
-        try:
-            settings = await in_daemon_thread("config-reader", self._reread)
-        except ConfigError as error:
-            self._refuse_reload(error.problems)
-            return
-        except RuntimeError as error:
-            self._refuse_reload((f"No thread could be had to read it: {error}",))
-            return
-        self._vitals.reload_trouble = None
-        for name in changes_that_need_a_restart(self._settings, settings):
-            _log.warning("A changed setting takes effect at the next start", extra=log.fields(setting=name))
-        log.set_level(settings.log_level)
+    def _apply(self, settings: Settings) -> None:
+        """Put the settings of a reload into effect, as far as that needs no restart."""
         policy = self._policy_of(settings)
-        # What is registered stays registered, so to begin to observe needs a restart.
-        self._policy = replace(policy, observe=policy.observe and self._policy.observe)
+        self._policy = replace(
+            policy,
+            # What is registered stays registered, so to begin to observe needs a restart.
+            observe=policy.observe and self._policy.observe,
+            # So does another root: sources look where they looked.
+            injection=replace(policy.injection, device_root=self._policy.injection.device_root),
+        )
         self._inbox.put(PolicyChanged(self._policy))
-        _log.info("Read the configuration again")
-
-    def _refuse_reload(self, problems: tuple[str, ...]) -> None:
-        self._vitals.reload_trouble = "; ".join(problems)
-        _log.error("Kept the old configuration", extra=log.fields(problems=list(problems)))
 
     async def _measure_lag(self) -> None:
         while True:
@@ -436,7 +426,7 @@ class Agent:
         self._signals.limit_stopping()
         self._notifier.stopping()
         _log.info("Stopping", extra=log.fields(why=self._ending.why))
-        await self._cancel(KUBELET, "life", "start judge", "driver watch", "reload")
+        await self._cancel(KUBELET, "life", "start judge", "driver watch", CONFIG_WATCH, "reload")
         await self._cancel(KERNEL_LOG, SYSFS, UEVENTS, PODS, PROBE)
         self._assembly.close_ebpf()
         letting_go = self._group.create_task(self._end_nvml(nvml), name="nvml end")

@@ -45,7 +45,9 @@ GROUPS: Final = {
         Command("run", "Offer this node's GPUs to the kubelet and watch them", "agent.commands.run"),
         Command("status", "Show the running agent and why the node is not ready", "agent.commands.status"),
         Command("devices", "Show each device, its health and the reason", "agent.commands.devices"),
+        Command("topology", "Show how the GPUs are connected", "agent.commands.topology"),
         Command("events", "Show what happened", "agent.commands.events"),
+        Command("allocate", "Show what a container would get, as a dry run", "agent.commands.allocate"),
     ),
     "To take GPUs out and give them back": (
         Command("hold", "Take a GPU out until it is given back, over reboots", "agent.commands.hold"),

@@ -60,8 +60,18 @@ def status_lines(document: dict[str, Any], *, now_ns: int, is_wide: bool = False
         lines.append(f"    {reason['advice']}")
     failing = {name: why for name, why in agent.get("parts", {}).items() if why is not None}
     lines += [f"Failing  {name}: {why}" for name, why in failing.items()]
+    lines += _config(agent.get("config", {}))
     lines += ["", *_resources(document["resources"], is_wide=is_wide)]
     return [*lines, "", *_gpu_table(document["gpus"])] if is_wide else lines
+
+
+def _config(config: dict[str, Any]) -> list[str]:
+    lines = []
+    if config.get("trouble"):
+        lines.append(f"Config   the old one counts, the new one is refused: {config['trouble']}")
+    if config.get("awaiting_restart"):
+        lines.append(f"Config   takes effect at the next start: {', '.join(config['awaiting_restart'])}")
+    return lines
 
 
 def _observing(document: dict[str, Any]) -> list[str]:

@@ -16,7 +16,7 @@ from agent.config.discovery_options import DISCOVERY_OPTIONS
 from agent.config.option import Option
 from agent.config.options import OPTIONS
 from agent.config.sharing_file import OURS, FileSharing, SharingReader
-from agent.config.yaml_tree import Node, Notes, UnreadableError, join, tree_of
+from agent.config.yaml_tree import Node, Notes, UnreadableError, bytes_of, join, tree_of
 from agent.model.policy import XidOverride
 from agent.spelling import suggestion
 
@@ -46,6 +46,8 @@ class FileContents:
     """What a file says."""
 
     path: str
+    fingerprint: int = 0
+    """What tells one content of the file from another, within this process."""
     values: dict[str, FileValue] = field(default_factory=dict)
     """By option name."""
     sharing: FileSharing = field(default_factory=FileSharing)
@@ -60,13 +62,14 @@ def read(path: str, *, strict: bool = False) -> FileContents:
     ``strict`` makes problems of unknown keys that NVIDIA's plugin passes over.
     """
     try:
-        root = tree_of(path)
+        raw = bytes_of(path)
+        root = tree_of(path, raw)
     except UnreadableError as error:
         return FileContents(path, problems=[str(error)])
     reader = _Reader(path, strict=strict)
     if root is not None:
         reader.read("", root)
-    return reader.contents()
+    return reader.contents(hash(raw))
 
 
 class _Reader:
@@ -90,11 +93,13 @@ class _Reader:
             "agent.xids": self._read_xids,
         }
 
-    def contents(self) -> FileContents:
+    def contents(self, fingerprint: int) -> FileContents:
         """Return what was read."""
         sharing = self._sharing.result()
         notes = self._notes
-        return FileContents(notes.file, self._values, sharing, self._xids, notes.problems, notes.warnings)
+        return FileContents(
+            notes.file, fingerprint, self._values, sharing, self._xids, notes.problems, notes.warnings
+        )
 
     def read(self, path: str, node: Node) -> None:
         """Read a mapping in which options and further parts stand, at any depth."""

@@ -132,6 +132,11 @@ class _Resolver:
         return self._file.sharing if self._file is not None and self._file.sharing.shares else None
 
     @property
+    def file_fingerprint(self) -> int | None:
+        """Return what tells the file's content from another."""
+        return self._file.fingerprint if self._file is not None else None
+
+    @property
     def xids(self) -> Mapping[int, XidOverride]:
         """Return what the file says of single XIDs."""
         return self._file.xids if self._file is not None else _NOTHING
@@ -214,6 +219,7 @@ def _settings(values: Mapping[str, object], resolver: _Resolver) -> Settings:
         config_file=cast("str", values["config-file"]) or None,
         given=MappingProxyType(resolver.given),
         warnings=tuple(resolver.warnings),
+        file_fingerprint=resolver.file_fingerprint,
     )
 
 

@@ -103,6 +103,8 @@ class Settings(NamedTuple):
     given: Mapping[str, Given] = _NOTHING
     """By option name, defaults too."""
     warnings: tuple[str, ...] = ()
+    file_fingerprint: int | None = None
+    """What tells the file's content from another, within this process; None: there is no file."""
 
     @property
     def origins(self) -> Mapping[str, Origin]:

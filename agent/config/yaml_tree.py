@@ -42,9 +42,8 @@ class UnreadableError(Exception):
     """The file as a whole cannot be read; says why."""
 
 
-def tree_of(path: str) -> Node | None:
-    """Return the root of the file's tree, None if it holds nothing but comments; or UnreadableError."""
-    raw = _bytes_of(path)
+def tree_of(path: str, raw: bytes) -> Node | None:
+    """Return the root of a file's tree, None if it holds nothing but comments; or UnreadableError."""
     if len(raw) > MAX_BYTES:
         raise UnreadableError(f"The configuration file {path} is over {MAX_BYTES // 1024} KiB")
     if raw.startswith(_BOM):
@@ -59,8 +58,8 @@ def tree_of(path: str) -> Node | None:
     return _compose(path, text)
 
 
-def _bytes_of(path: str) -> bytes:
-    """Return what the file holds, or a byte more than is allowed."""
+def bytes_of(path: str) -> bytes:
+    """Return what the file holds, or a byte more than is allowed; or UnreadableError."""
     try:
         # Not blocking: a named pipe would otherwise hang the start.
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)

@@ -207,7 +207,7 @@ def _matching(pattern: re.Pattern[str], what: str) -> Check:
 
 def _one_of(known: frozenset[str]) -> Check:
     def judge(value: object, where: str) -> Problems:
-        if value not in known:
+        if not isinstance(value, str) or value not in known:
             yield f"{where}: must be one of {', '.join(sorted(known))}, not {_shown(value)}"
 
     return judge

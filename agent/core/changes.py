@@ -7,6 +7,7 @@ Lists in events are bounded: a node can have 800 devices, a log line cannot.
 from collections.abc import Iterable, Iterator
 from typing import Final
 
+from agent.core.inventory import remarks
 from agent.core.reasons import advice_of
 from agent.core.registration import Registration
 from agent.core.stability import NO_FAULTS, soft_candidates
@@ -34,6 +35,7 @@ def changes(old: State, new: State, now_ns: int) -> tuple[Effect, ...]:
     events = (
         *_driver_events(old, new),
         *_gpu_events(old, new),
+        *_unoffered_events(old, new),
         *_condition_events(old, new),
         *_device_events(old, new),
         *_allocatable_events(old, new),
@@ -118,6 +120,18 @@ def _gpu_events(old: State, new: State) -> Iterator[Event]:
     )
 
 
+def _unoffered_events(old: State, new: State) -> Iterator[Event]:
+    if new.gpus is old.gpus and new.policy is old.policy:
+        return
+    told = frozenset(remarks(old.gpus.values(), old.policy))
+    for remark in remarks(new.gpus.values(), new.policy):
+        if remark not in told:
+            fields: dict[str, object] = {"gpu": new.gpus[remark.gpu].index, "uuid": remark.gpu}
+            if remark.detail:
+                fields["detail"] = remark.detail
+            yield Event(EventKind.GPUS, str(remark.why), warning=True, fields=fields)
+
+
 def _uuids(state: State, gpus: Iterable[GpuUuid]) -> list[str]:
     known = sorted(gpus, key=lambda gpu: (state.gpus[gpu].pci, gpu))
     return [str(gpu) for gpu in known[:MAX_LISTED]]
@@ -166,6 +180,8 @@ def _device_events(old: State, new: State) -> Iterator[Event]:
     if new.devices is old.devices:
         return
     for name, devices in new.devices.items():
+        if devices is old.devices.get(name):
+            continue
         before = {device.id: device.health for device in old.devices.get(name, ())}
         changed: dict[tuple[GpuUuid, Health], list[Device]] = {}
         for device in devices:
@@ -199,7 +215,8 @@ def _allocatable_events(old: State, new: State) -> Iterator[Event]:
     if new.devices is old.devices:
         return
     for name, devices in new.devices.items():
-        if _wire(devices) == _wire(old.devices.get(name, ())):
+        before = old.devices.get(name, ())
+        if devices is before or _wire(devices) == _wire(before):
             continue
         unhealthy = [device for device in devices if device.health is not Health.HEALTHY]
         yield Event(

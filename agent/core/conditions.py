@@ -1,22 +1,19 @@
-"""Raising, counting and clearing conditions, and the verdict they give on each device.
+"""Raising, counting and clearing conditions.
 
 Invariants: a condition is cleared only by its own recovery rule (recovered_at), and clearing one
 never clears another. Quiet time counts from the first of the clean probes, not from the last report:
 trouble that lasts is reported once, when it begins, and how long it lasted only a probe can tell.
-A device is Healthy iff its GPU was probed and no condition that flips touches it.
 """
 
 from collections.abc import Container, Iterable, Mapping
 from dataclasses import replace
 
-from agent.core.inventory import Offer
 from agent.core.reasons import MEANINGS
 from agent.core.samples import RULES
 from agent.core.xids import XidClass, class_of
-from agent.model.health import Condition, ConditionKey, Evidence, Health, Reason, Recovery
-from agent.model.ids import GpuUuid, Placement, ResourceName, SourceName
+from agent.model.health import Condition, ConditionKey, Evidence, Reason, Recovery
+from agent.model.ids import ALL, GpuUuid, Placement, SourceName
 from agent.model.policy import Policy
-from agent.model.snapshot import Device
 
 Conditions = Mapping[ConditionKey, Condition]
 
@@ -159,6 +156,26 @@ def after_reset(conditions: Conditions, gpus: Iterable[GpuUuid]) -> Conditions:
     return {**conditions, **marked}
 
 
+def after_new_layout(conditions: Conditions, gpu: GpuUuid, staying: Iterable[Placement]) -> Conditions:
+    """Return the conditions after a GPU's MIG instances changed; ``staying`` are those that are the same.
+
+    What was wrong with an instance that was destroyed ended with it, unless only a reboot or a person ends
+    it: then the card is to blame, and no new instance on it is known to be without the fault.
+    """
+    kept: dict[ConditionKey, Condition] = {}
+    moved: dict[ConditionKey, Condition] = {}
+    places = tuple(staying)
+    for key, condition in conditions.items():
+        place = key.placement
+        is_of_instance = place.gpu == gpu and place.gi != ALL
+        if not is_of_instance or any(place.overlaps(other) for other in places):
+            kept[key] = condition
+        elif condition.recovery in {Recovery.REBOOT, Recovery.BY_HAND}:
+            whole = key._replace(placement=Placement(gpu))
+            moved.setdefault(whole, replace(condition, key=whole))
+    return conditions if len(kept) == len(conditions) else {**moved, **kept}
+
+
 def after_restart(conditions: Iterable[Condition], gpus: Container[GpuUuid]) -> Conditions:
     """Return the conditions of known GPUs after the process was replaced.
 
@@ -187,40 +204,3 @@ def without_recovered(conditions: Conditions, *, policy: Policy, now_ns: int) ->
         if (at_ns := recovered_at(condition, policy)) is None or now_ns < at_ns
     }
     return staying if len(staying) < len(conditions) else conditions
-
-
-def verdicts(
-    offers: Mapping[ResourceName, tuple[Offer, ...]], conditions: Conditions, probed: frozenset[GpuUuid]
-) -> Mapping[ResourceName, tuple[Device, ...]]:
-    """Return every offered device with its health and the conditions that touch it."""
-    by_gpu: dict[GpuUuid, list[Condition]] = {}
-    for condition in conditions.values():
-        by_gpu.setdefault(condition.placement.gpu, []).append(condition)
-    for active in by_gpu.values():
-        active.sort(key=lambda condition: (not condition.flips, condition.since_ns))
-    return {
-        name: tuple(_verdict(offer, by_gpu.get(offer.placement.gpu, ()), probed) for offer in listed)
-        for name, listed in offers.items()
-    }
-
-
-def _verdict(offer: Offer, active: Iterable[Condition], probed: frozenset[GpuUuid]) -> Device:
-    reasons = tuple(condition for condition in active if condition.placement.overlaps(offer.placement))
-    return Device(
-        id=offer.id,
-        uuid=offer.uuid,
-        placement=offer.placement,
-        index=offer.index,
-        replica=offer.replica,
-        numa_node=offer.numa_node,
-        health=health_of(reasons, probed=offer.placement.gpu in probed),
-        reasons=reasons,
-        mig_index=offer.mig_index,
-    )
-
-
-def health_of(reasons: Iterable[Condition], *, probed: bool) -> Health:
-    """Return the verdict: unhealthy if any condition flips, unknown if never probed."""
-    if any(condition.flips for condition in reasons):
-        return Health.UNHEALTHY
-    return Health.HEALTHY if probed else Health.UNKNOWN

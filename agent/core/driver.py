@@ -9,6 +9,7 @@ from dataclasses import replace
 
 from agent.core import conditions
 from agent.core.inventory import offers
+from agent.core.mps import with_daemon, without_daemon
 from agent.core.orders import with_holds, with_maintenance
 from agent.core.state import State
 from agent.model import facts
@@ -35,10 +36,10 @@ def enumerated(state: State, fact: facts.GpusEnumerated, now_ns: int) -> State:
         control_nodes=fact.control_nodes,
         # A call on a GPU that fell off the bus is that GPU's trouble, not a sign that the driver hangs.
         overdue={gpu: call for gpu, call in state.overdue.items() if gpu in present},
-        conditions=_with_missing_gpus(state.conditions, known, present, now_ns),
+        conditions=_with_missing_gpus(_after_new_layouts(state, fact.gpus), known, present, now_ns),
         first_probes_by_ns=first_probes_by_ns,
     )
-    return with_nodes(with_maintenance(with_holds(with_offers(listed), now_ns), now_ns), now_ns)
+    return with_nodes(with_maintenance(with_holds(with_offers(listed, now_ns), now_ns), now_ns), now_ns)
 
 
 def _with_awaited(state: State, present: frozenset[GpuUuid]) -> State:
@@ -72,9 +73,58 @@ def _with_missing_gpus(
     return active
 
 
-def with_offers(state: State) -> State:
+def _after_new_layouts(state: State, listed: Iterable[Gpu]) -> conditions.Conditions:
+    """Return the conditions after the MIG instances of some GPUs were destroyed and others made."""
+    active = state.conditions
+    for gpu in listed:
+        before = state.gpus.get(gpu.uuid)
+        if before is not None and (there := _instances(before)) != (now := _instances(gpu)):
+            staying = [Placement(gpu.uuid, gi, ci) for _, gi, ci, _ in there & now]
+            active = conditions.after_new_layout(active, gpu.uuid, staying)
+    return active
+
+
+def _instances(gpu: Gpu) -> frozenset[tuple[str, int, int, str]]:
+    """Return what makes each MIG device of a GPU the same one: a new one may have the ids of an old one."""
+    return frozenset((mig.uuid, mig.gi, mig.ci, mig.profile) for mig in gpu.mig_devices)
+
+
+def with_offers(state: State, now_ns: int) -> State:
     """Return the state with the devices that its GPUs and policy make."""
-    return replace(state, offers=offers(state.gpus.values(), state.policy, state.offers))
+    offered = offers(state.gpus.values(), state.policy, state.offers)
+    return _with_mps(replace(state, offers=offered), now_ns)
+
+
+def mps_seen(state: State, fact: facts.MpsSeen, now_ns: int) -> State:
+    """Take whether the MPS control daemon serves.
+
+    That it serves for the first time is a start and counts at once; after that its absence is trouble, and
+    recovers as other trouble does.
+    """
+    is_needed = state.policy.sharing.strategy == "mps"
+    served = replace(
+        state,
+        mps_ready=fact.ready,
+        mps_missing=fact.message,
+        mps_was_ready=state.mps_was_ready or (fact.ready and is_needed),
+    )
+    if served.mps_was_ready and not state.mps_was_ready:
+        served = replace(served, conditions=without_daemon(served.conditions))
+    return _with_mps(served, now_ns)
+
+
+def _with_mps(state: State, now_ns: int) -> State:
+    if state.policy.sharing.strategy != "mps":
+        state = replace(state, mps_was_ready=False)
+    active = with_daemon(
+        state.conditions,
+        state.offers,
+        state.policy.sharing,
+        ready=state.mps_ready,
+        missing=state.mps_missing,
+        now_ns=now_ns,
+    )
+    return state if active is state.conditions else replace(state, conditions=active)
 
 
 def ready(state: State, fact: facts.DriverReady) -> State:

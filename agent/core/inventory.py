@@ -3,17 +3,26 @@
 Invariants: ids are stable over restarts (NVML UUIDs). The order is stable also when a GPU is lost
 and the others' indexes move: by PCI address, GPU instance, compute instance, replica. A resource
 that was offered once stays, with an empty list, so that the kubelet forgets its devices at once.
+A device is offered under one name. What is there and is not offered as one might expect is remarked.
 """
 
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from enum import StrEnum
+from typing import Final, NamedTuple
 
+from agent.core.sharing import mps_clients, share_of, shared_name
 from agent.model.gpu import Gpu, MigDevice
-from agent.model.ids import DeviceId, Placement, ResourceName, replica_id
+from agent.model.ids import DeviceId, GpuUuid, Placement, ResourceName, replica_id
 from agent.model.policy import Policy
+from agent.model.sharing import Share
 
 PREFIX = "nvidia.com/"
 GPU_RESOURCE = ResourceName(PREFIX + "gpu")
+
+_SMALLER_THAN_ITS_INSTANCE: Final = re.compile(r"\d+c\.")
+"""How the profile of a compute instance begins that has not all the slices of its GPU instance."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,22 +39,104 @@ class Offer:
     """NVML's index of the MIG device on its GPU; None: a whole GPU."""
 
 
-def offers(
-    gpus: Iterable[Gpu], policy: Policy, already_offered: Iterable[ResourceName]
-) -> Mapping[ResourceName, tuple[Offer, ...]]:
-    """Return the devices of each resource, in wire order."""
-    listed: dict[ResourceName, list[Offer]] = {name: [] for name in already_offered}
+class Unoffered(StrEnum):
+    """Why something of a GPU is not offered, or not as the policy asks for."""
+
+    PROFILE = "A MIG device with less compute than its GPU instance is not offered"
+    NO_MIG_DEVICE = "A GPU in MIG mode without a MIG device is not offered"
+    MIG_UNDER_MPS = "MIG devices are offered unshared, because MPS cannot share them"
+    TOO_MANY_REPLICAS = "A GPU is not offered, because MPS cannot serve so many replicas"
+
+
+class Remark(NamedTuple):
+    """What is not offered, and why."""
+
+    gpu: GpuUuid
+    why: Unoffered
+    detail: str
+    """The profile, or the figures; empty where there is nothing to add."""
+
+
+class _Part(NamedTuple):
+    """A GPU or a MIG device, under the name that it has unshared."""
+
+    gpu: Gpu
+    place: int
+    mig: MigDevice | None
+    name: ResourceName
+
+
+Offers = Mapping[ResourceName, tuple[Offer, ...]]
+
+
+def offers(gpus: Iterable[Gpu], policy: Policy, before: Offers) -> Offers:
+    """Return the devices of each resource, in wire order; what did not change is the same object."""
+    known = tuple(gpus)
+    listed: dict[ResourceName, list[Offer]] = {name: [] for name in before}
+    for name in sorted(unfit(known, policy)):
+        listed.setdefault(name, [])
+    for part in _parts(known, policy):
+        share, obstacle = _share_of(part, policy)
+        if obstacle is Unoffered.TOO_MANY_REPLICAS:
+            continue
+        if share is None:
+            listed.setdefault(part.name, []).extend(_offers_of(part, (None,)))
+        else:
+            name = shared_name(policy.sharing, part.name)
+            listed.setdefault(name, []).extend(_offers_of(part, range(share.replicas)))
+    return {name: _same_if_equal(before.get(name), tuple(devices)) for name, devices in listed.items()}
+
+
+def _same_if_equal(before: tuple[Offer, ...] | None, now: tuple[Offer, ...]) -> tuple[Offer, ...]:
+    return before if before is not None and before == now else now
+
+
+def _parts(gpus: Iterable[Gpu], policy: Policy) -> Iterator[_Part]:
+    """Yield what the MIG strategy makes of the GPUs."""
     ordered = sorted(gpus, key=lambda gpu: (gpu.pci, gpu.index))
     if mixed_profiles(ordered, policy):
-        ordered = []
-    for gpu in ordered:
+        return
+    for place, gpu in enumerate(ordered):
         if policy.mig_strategy == "none" or not gpu.mig_enabled:
-            listed.setdefault(GPU_RESOURCE, []).extend(_shares(gpu, None, GPU_RESOURCE, policy))
+            yield _Part(gpu, place, None, GPU_RESOURCE)
             continue
         for mig in sorted(gpu.mig_devices, key=lambda mig: (mig.gi, mig.ci)):
-            name = mig_resource(mig.profile, policy)
-            listed.setdefault(name, []).extend(_shares(gpu, mig, name, policy))
-    return {name: tuple(devices) for name, devices in listed.items()}
+            if policy.mig_strategy == "single" or not _is_nameless(mig):
+                yield _Part(gpu, place, mig, mig_resource(mig.profile, policy))
+
+
+def _is_nameless(mig: MigDevice) -> bool:
+    """Whether no resource of strategy ``mixed`` is named after a MIG device.
+
+    Source: NVIDIA/k8s-device-plugin:api/config/v1/resources.go, only profiles with all compute slices.
+    """
+    return _SMALLER_THAN_ITS_INSTANCE.match(mig.profile) is not None
+
+
+def _share_of(part: _Part, policy: Policy) -> tuple[Share | None, Unoffered | None]:
+    """Return the share that a device is to have, and what stands against it."""
+    share = share_of(policy.sharing, part.name, part.gpu, part.place, part.mig)
+    if share is None or policy.sharing.strategy != "mps":
+        return share, None
+    if part.mig is not None:
+        return None, Unoffered.MIG_UNDER_MPS
+    return share, Unoffered.TOO_MANY_REPLICAS if share.replicas > mps_clients(part.gpu) else None
+
+
+def _offers_of(part: _Part, replicas: Iterable[int | None]) -> Iterator[Offer]:
+    gpu, mig = part.gpu, part.mig
+    uuid = gpu.uuid if mig is None else mig.uuid
+    placement = gpu.placement if mig is None else Placement(gpu.uuid, mig.gi, mig.ci)
+    for replica in replicas:
+        yield Offer(
+            id=replica_id(uuid, replica),
+            uuid=uuid,
+            placement=placement,
+            index=gpu.index,
+            replica=replica,
+            numa_node=gpu.numa_node,
+            mig_index=None if mig is None else mig.index,
+        )
 
 
 def mig_resource(profile: str, policy: Policy) -> ResourceName:
@@ -69,17 +160,47 @@ def mixed_profiles(gpus: Iterable[Gpu], policy: Policy) -> tuple[str, ...]:
     return tuple(sorted(profiles)) if profiles == {"none"} or len(profiles) > 1 else ()
 
 
-def _shares(gpu: Gpu, mig: MigDevice | None, name: ResourceName, policy: Policy) -> Iterable[Offer]:
-    uuid = gpu.uuid if mig is None else mig.uuid
-    place = gpu.placement if mig is None else Placement(gpu.uuid, mig.gi, mig.ci)
-    count = policy.sharing.replicas_of(name)
-    for replica in [None] if count is None else range(count):
-        yield Offer(
-            id=replica_id(uuid, replica),
-            uuid=uuid,
-            placement=place,
-            index=gpu.index,
-            replica=replica,
-            numa_node=gpu.numa_node,
-            mig_index=None if mig is None else mig.index,
-        )
+def unfit(gpus: Iterable[Gpu], policy: Policy) -> frozenset[ResourceName]:
+    """Return the resources that the policy names and some of the GPUs cannot fill.
+
+    The kubelet is told of them even while they are empty and never were anything else: another plugin, or
+    this one under another layout, may have offered them before.
+    """
+    known = tuple(gpus)
+    names = {GPU_RESOURCE} if mixed_profiles(known, policy) else set()
+    for part, obstacle in _obstacles(known, policy):
+        if obstacle is Unoffered.TOO_MANY_REPLICAS:
+            names.add(shared_name(policy.sharing, part.name))
+    return frozenset(names)
+
+
+def remarks(gpus: Iterable[Gpu], policy: Policy) -> tuple[Remark, ...]:
+    """Return what is there and is not offered, or not as asked for, each once.
+
+    What makes strategy ``single`` impossible is not among it: mixed_profiles tells that.
+    """
+    known = tuple(gpus)
+    found: dict[Remark, None] = {}
+    for gpu in known if policy.mig_strategy == "mixed" else ():
+        if gpu.mig_enabled and not gpu.mig_devices:
+            found[Remark(gpu.uuid, Unoffered.NO_MIG_DEVICE, "")] = None
+        for mig in filter(_is_nameless, gpu.mig_devices):
+            found[Remark(gpu.uuid, Unoffered.PROFILE, mig.profile)] = None
+    for part, obstacle in _obstacles(known, policy):
+        found[Remark(part.gpu.uuid, obstacle, _detail(part, policy))] = None
+    return tuple(found)
+
+
+def _obstacles(gpus: Iterable[Gpu], policy: Policy) -> Iterator[tuple[_Part, Unoffered]]:
+    """Yield what cannot be shared as it is to be; only MPS knows such limits."""
+    for part in _parts(gpus, policy) if policy.sharing.strategy == "mps" else ():
+        _, obstacle = _share_of(part, policy)
+        if obstacle is not None:
+            yield part, obstacle
+
+
+def _detail(part: _Part, policy: Policy) -> str:
+    share, _ = _share_of(part, policy)
+    if share is None:
+        return "" if part.mig is None else part.mig.profile
+    return f"{share.replicas} replicas of {part.gpu.name}, MPS serves {mps_clients(part.gpu)}"

@@ -130,6 +130,20 @@ MEANINGS: Final[Mapping[Reason, Meaning]] = {
         "Strategy single needs one MIG profile on all GPUs",
         "give every GPU the same MIG profile, or use --mig-strategy=mixed",
     ),
+    Reason.MPS_NOT_READY: Meaning(
+        _CRITICAL,
+        _HARD,
+        _CLEARS,
+        "The MPS control daemon, which shares the GPU, does not serve",
+        "start the MPS control daemon, or read its log",
+    ),
+    Reason.MPS_REPLICAS_OVER_LIMIT: Meaning(
+        _CRITICAL,
+        _HARD,
+        _CLEARS,
+        "MPS cannot serve so many replicas of the GPU",
+        "configure fewer replicas for this GPU model",
+    ),
     Reason.NOT_PROBED: Meaning(
         _WARNING, _SOFT, _CLEARS, "The GPU was not looked at yet", "wait for the first health poll"
     ),

@@ -15,14 +15,16 @@ from typing import Final, assert_never
 
 from agent.core import conditions, driver, faults, orders, registration, stability, topology
 from agent.core.changes import changes
+from agent.core.inventory import unfit
 from agent.core.registration import Registration
 from agent.core.state import State
+from agent.core.verdicts import Devices, differing, verdicts
 from agent.model import facts
 from agent.model.effects import Effect, EndProcess, Event, EventKind, RecordEvent
 from agent.model.health import Health
 from agent.model.ids import DeviceId, ResourceName
 from agent.model.policy import SECOND_NS
-from agent.model.snapshot import Device, TaskView
+from agent.model.snapshot import TaskView
 
 IDLE_NS: Final = 5 * SECOND_NS
 """The engine steps at least this often."""
@@ -100,6 +102,7 @@ _Quiet = (
     | facts.Registered
     | facts.RegistrationFailed
     | facts.WatchersChanged
+    | facts.MpsSeen
     | facts.TaskReported
     | facts.PolicyChanged
 )
@@ -158,10 +161,12 @@ def _known(state: State, fact: _Quiet, now_ns: int) -> State:  # noqa: C901, PLR
             facts.Registered() | facts.RegistrationFailed() | facts.WatchersChanged() | facts.OwnSocketLost()
         ):
             return _registration_told(state, fact, now_ns)
+        case facts.MpsSeen():
+            return driver.mps_seen(state, fact, now_ns)
         case facts.TaskReported():
             return _task_reported(state, fact)
         case facts.PolicyChanged():
-            return driver.with_offers(stability.with_policy(state, fact.policy))
+            return driver.with_offers(stability.with_policy(state, fact.policy), now_ns)
         case _:
             assert_never(fact)
 
@@ -236,7 +241,7 @@ def _settle(old: State, state: State, now_ns: int) -> State:
         or state.offers is not old.offers
         or state.probed is not old.probed
     ):
-        devices = conditions.verdicts(state.offers, state.conditions, state.probed)
+        devices = _devices(old, state)
         state = replace(state, devices=devices, observed_flips=_observed_flips(state, devices))
     if state.surveys is not old.surveys or state.present is not old.present:
         connected = topology.topology_of(state.gpus.values(), state.surveys, state.present)
@@ -245,7 +250,17 @@ def _settle(old: State, state: State, now_ns: int) -> State:
     return state if standings == state.registrations else replace(state, registrations=standings)
 
 
-def _observed_flips(state: State, devices: Mapping[ResourceName, tuple[Device, ...]]) -> int:
+def _devices(old: State, state: State) -> Devices:
+    return verdicts(
+        state.offers,
+        state.conditions,
+        state.probed,
+        known={name: old.devices[name] for name, each in old.offers.items() if state.offers[name] is each},
+        stale=differing(old.conditions, state.conditions, old.probed, state.probed),
+    )
+
+
+def _observed_flips(state: State, devices: Devices) -> int:
     """Return how many devices would have turned Unhealthy by now, had the agent not only observed."""
     if not state.policy.observe:
         return state.observed_flips
@@ -253,9 +268,7 @@ def _observed_flips(state: State, devices: Mapping[ResourceName, tuple[Device, .
     return state.observed_flips + len(_unhealthy(devices) - was_unhealthy)
 
 
-def _unhealthy(
-    devices: Mapping[ResourceName, tuple[Device, ...]],
-) -> frozenset[tuple[ResourceName, DeviceId]]:
+def _unhealthy(devices: Devices) -> frozenset[tuple[ResourceName, DeviceId]]:
     return frozenset(
         (name, device.id)
         for name, listed in devices.items()
@@ -272,7 +285,7 @@ def _advanced(state: State, now_ns: int) -> Mapping[ResourceName, Registration]:
     for name, offered in state.offers.items():
         standing = state.registrations.get(name)
         if standing is None:
-            if not offered:
+            if not offered and name not in unfit(state.gpus.values(), state.policy):
                 continue
             standing = Registration(since_ns=now_ns)
         standings[name] = registration.advance(

@@ -52,6 +52,8 @@ class Registration:
     retry_at_ns: int | None = None
     kubelet: SocketIdentity | None = None
     """The kubelet socket of the last try."""
+    pre_start: bool = False
+    """Whether the kubelet was told to ask before each container starts; it takes that at a registration."""
     socket: SocketIdentity | None = None
     streams: int | None = None
     """ListAndWatch streams of this generation that are open; None: there was none yet."""
@@ -102,15 +104,15 @@ def advance(
         case RegistrationPhase.REGISTERING:
             return standing
         case RegistrationPhase.REGISTERED:
-            if kubelet not in {None, standing.kubelet}:
-                return _begin(replace(standing, since_ns=now_ns, socket=None), kubelet)
+            if kubelet is not None and not _is_up_to_date(standing, kubelet, policy):
+                return _begin(replace(standing, since_ns=now_ns, socket=None), kubelet, policy)
             return _lost(standing, NO_STREAM, policy, now_ns) if is_due else standing
         case _ if kubelet is None:
             return _waiting(standing, NO_SOCKET)
         case RegistrationPhase.BACKING_OFF:
-            return _begin(standing, kubelet) if is_due or kubelet != standing.kubelet else standing
+            return _begin(standing, kubelet, policy) if is_due or kubelet != standing.kubelet else standing
         case RegistrationPhase.WAITING:
-            return _begin(standing, kubelet) if ready else _waiting(standing, WAIT_FOR_PROBES)
+            return _begin(standing, kubelet, policy) if ready else _waiting(standing, WAIT_FOR_PROBES)
 
 
 def due_at(standing: Registration, policy: Policy) -> int | None:
@@ -124,7 +126,12 @@ def _waiting(standing: Registration, message: str) -> Registration:
     return replace(standing, phase=RegistrationPhase.WAITING, message=message, retry_at_ns=None, failure=None)
 
 
-def _begin(standing: Registration, kubelet: SocketIdentity | None) -> Registration:
+def _is_up_to_date(standing: Registration, kubelet: SocketIdentity, policy: Policy) -> bool:
+    """Return whether this kubelet was told what it would be told now."""
+    return (standing.kubelet, standing.pre_start) == (kubelet, policy.pre_start_check)
+
+
+def _begin(standing: Registration, kubelet: SocketIdentity | None, policy: Policy) -> Registration:
     same_kubelet = kubelet == standing.kubelet
     return replace(
         standing,
@@ -134,6 +141,7 @@ def _begin(standing: Registration, kubelet: SocketIdentity | None) -> Registrati
         unreachable_since_ns=standing.unreachable_since_ns if same_kubelet else None,
         retry_at_ns=None,
         kubelet=kubelet,
+        pre_start=policy.pre_start_check,
         streams=None,
         # While it is tried again, the last answer says why it is not registered.
         message=standing.message if standing.phase is RegistrationPhase.BACKING_OFF else "",

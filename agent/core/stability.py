@@ -29,6 +29,7 @@ NO_FAULTS: Final = frozenset(
         Reason.NVML_VERSION_MISMATCH,
         Reason.DEVICE_NODE_MISSING,
         Reason.FABRIC_NOT_READY,
+        Reason.MPS_NOT_READY,
     }
 )
 """What flips a GPU without being its own fault: nothing to count against it."""

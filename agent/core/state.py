@@ -5,11 +5,13 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, Final
 
-from agent.core.conditions import after_restart, verdicts
+from agent.core.conditions import after_restart
 from agent.core.inventory import Offer, offers
+from agent.core.mps import with_daemon
 from agent.core.reasons import MEANINGS
 from agent.core.registration import Registration
 from agent.core.samples import Window
+from agent.core.verdicts import verdicts
 from agent.model.gpu import Gpu
 from agent.model.health import Condition, ConditionKey, Evidence
 from agent.model.ids import DeviceId, GpuUuid, Placement, ResourceName, SocketIdentity, SourceName
@@ -107,6 +109,13 @@ class State:
     observed_flips: int = 0
     """Devices that would have turned Unhealthy, had the agent not only observed."""
 
+    mps_ready: bool | None = None
+    """Whether the MPS control daemon serves; None: nobody looked yet, as when none is needed."""
+    mps_missing: str = ""
+    """What is missing of it, while it does not."""
+    mps_was_ready: bool = False
+    """It served since it is needed: from here on that it is away is trouble, not a start."""
+
     offers: Mapping[ResourceName, tuple[Offer, ...]] = field(default_factory=_nothing)
     devices: Mapping[ResourceName, tuple[Device, ...]] = field(default_factory=_nothing)
     """The offers with their verdicts."""
@@ -145,12 +154,19 @@ def initial_state(policy: Policy, restored: Durable | None, *, now_ns: int) -> S
     )
     if not gpus:
         return state
-    conditions = after_restart(restored.conditions, gpus)
+    offered = offers(restored.gpus, policy, {})
+    conditions = with_daemon(
+        after_restart(restored.conditions, gpus),
+        offered,
+        policy.sharing,
+        ready=None,
+        missing="",
+        now_ns=now_ns,
+    )
     xids: dict[GpuUuid, dict[int, int]] = {}
     for gpu, xid, count in restored.xids:
         if gpu in gpus:
             xids.setdefault(gpu, {})[xid] = count
-    offered = offers(restored.gpus, policy, ())
     return replace(
         state,
         gpus=gpus,

@@ -3,10 +3,10 @@
 from collections.abc import Iterator, Mapping
 from typing import Final
 
-from agent.core.conditions import health_of
-from agent.core.inventory import mixed_profiles
+from agent.core.inventory import Unoffered, mixed_profiles, remarks
 from agent.core.registration import NO_SOCKET, Registration
 from agent.core.state import State
+from agent.core.verdicts import health_of
 from agent.model.facts import DEVICE_PLUGIN, KUBELET, NVML
 from agent.model.health import Condition, Health, Reason
 from agent.model.ids import GpuUuid, ResourceName
@@ -122,6 +122,7 @@ def _findings(state: State, gpus: tuple[GpuView, ...]) -> Iterator[Finding]:
     if unlike:
         profiles = ", ".join(unlike)
         yield Finding(Reason.MIG_SINGLE_NOT_UNIFORM, f"Strategy single needs one profile, found [{profiles}]")
+    yield from _sharing_findings(state)
     yield from _bus_findings(state)
     yield from _gpu_findings(gpus, without=driver.reason if driver else None)
     yield from _kubelet_findings(state)
@@ -137,6 +138,14 @@ def _driver_finding(driver: DriverView) -> Finding | None:
     if driver.reason is None:
         return Finding(Reason.DRIVER_NOT_LOADED, "NVML is not initialised yet")
     return Finding(driver.reason, driver.message)
+
+
+def _sharing_findings(state: State) -> Iterator[Finding]:
+    told = remarks(state.gpus.values(), state.policy)
+    over = [each for each in told if each.why is Unoffered.TOO_MANY_REPLICAS]
+    if over:
+        message = "; ".join(dict.fromkeys(each.detail for each in over))
+        yield Finding(Reason.MPS_REPLICAS_OVER_LIMIT, message, tuple(each.gpu for each in over))
 
 
 def _bus_findings(state: State) -> Iterator[Finding]:

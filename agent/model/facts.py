@@ -42,6 +42,7 @@ SYSFS = SourceName("sysfs")
 UEVENTS = SourceName("uevents")
 PODS = SourceName("pods")
 PROBE = SourceName("probe")
+MPS = SourceName("mps")
 OPERATOR = SourceName("operator")
 
 
@@ -98,7 +99,7 @@ class GpusEnumerated(_State):
 
     gpus: tuple[Gpu, ...]
     control_nodes: tuple[str, ...] = ()
-    """Device nodes every container needs that exist: /dev/nvidiactl, /dev/nvidia-uvm, …"""
+    """Device nodes that exist and belong to no GPU: /dev/nvidiactl, /dev/nvidia-uvm, …; IMEX channels."""
     source: SourceName = NVML
 
 
@@ -444,6 +445,16 @@ class PodsSeen(_State):
 
 
 @dataclass(frozen=True, slots=True)
+class MpsSeen(_State):
+    """Whether the MPS control daemon says that it serves."""
+
+    ready: bool
+    message: str = ""
+    """What is missing, if it does not."""
+    source: SourceName = MPS
+
+
+@dataclass(frozen=True, slots=True)
 class HoldRequested(_State):
     """An operator takes a GPU out until it is given back, over restarts and reboots."""
 
@@ -585,6 +596,7 @@ Fact = (
     | ProbeSeen
     | GpuMemorySeen
     | PodsSeen
+    | MpsSeen
     | HoldRequested
     | UnholdRequested
     | RecoverRequested

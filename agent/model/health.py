@@ -73,6 +73,8 @@ class Reason(StrEnum):
     SOCKET_IN_USE = "socket_in_use"
     SOURCE_FAILED = "source_failed"
     MIG_SINGLE_NOT_UNIFORM = "mig_single_not_uniform"
+    MPS_NOT_READY = "mps_not_ready"
+    MPS_REPLICAS_OVER_LIMIT = "mps_replicas_over_limit"
     NOT_PROBED = "not_probed"
     NOT_ENOUGH_GPUS = "not_enough_gpus"
 

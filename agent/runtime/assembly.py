@@ -11,6 +11,7 @@ from agent.model.facts import Fact
 from agent.model.snapshot import Snapshot
 
 if TYPE_CHECKING:
+    from agent.sinks.cdi import CdiSink
     from agent.sinks.device_plugin import DevicePlugin
     from agent.sources.ebpf import EbpfSource
     from agent.sources.kmsg import KernelLogSource
@@ -48,6 +49,7 @@ class Assembly:
         self.sysfs: SysfsSource | None = None
         self.pods: PodsSource | None = None
         self.ebpf: EbpfSource | None = None
+        self.cdi: CdiSink | None = None
 
     def make_nvml(self, *, released: bool) -> "NvmlSource":
         """Make the source that owns the driver; ``released`` as an operator ordered it before."""
@@ -62,6 +64,7 @@ class Assembly:
             ),
             dev_root=self._dev,
             sys_root=Path(settings.sys_root),
+            proc_root=Path(settings.proc_root),
             clock=self.clock,
             settings=NvmlSettings(
                 init_deadline_ns=settings.init_deadline_ns,
@@ -74,6 +77,21 @@ class Assembly:
         )
         return self.nvml
 
+    def make_cdi(self, *, is_in_container: bool) -> "CdiSink":
+        """Make the sink that writes CDI specifications, where the policy asks for any."""
+        from agent.sinks.cdi import CdiSink
+
+        self.cdi = CdiSink(
+            tell=self.inbox.put,
+            latest=self.latest,
+            settings=self.settings.cdi,
+            sys_root=self.settings.sys_root,
+            proc_root=self.settings.proc_root,
+            is_in_container=is_in_container,
+            clock=self.clock,
+        )
+        return self.cdi
+
     def make_device_plugin(self) -> "DevicePlugin":
         """Make the sink that offers devices to the kubelet."""
         from agent.sinks.device_plugin import DevicePlugin
@@ -84,6 +102,7 @@ class Assembly:
             kubelet_socket=Path(self.settings.kubelet_socket_or_default),
             clock=self.clock,
             registers=self.settings.registers,
+            cdi=self.cdi,
         )
 
     def make_kubelet(self) -> "KubeletSource":

@@ -1,4 +1,4 @@
-"""Takes orders of operators: hold, unhold, recover, release, resume, and a bundle of evidence.
+"""Takes orders of operators: hold, unhold, recover, release, resume, a bundle of evidence, a dry run.
 
 Guarantees: an order is checked as a whole before the core hears of it, and is bounded. The answer comes
 after the core took it and says what came of it; an order that was not taken within TAKEN_WITHIN_S says so.
@@ -26,6 +26,7 @@ from agent.model.health import Condition, Reason
 from agent.model.ids import GpuUuid
 from agent.model.snapshot import Snapshot
 from agent.runtime import selectors
+from agent.runtime.dry_run import dry_run, with_injection
 from agent.views import documents
 from agent.views.documents import API_VERSION, Json, TimeOf
 
@@ -84,6 +85,7 @@ class Control:
             "release": self._release,
             "resume": self._resume,
             "bundle": self._bundle,
+            "allocate": self._allocate,
         }
 
     @property
@@ -202,6 +204,20 @@ class Control:
             "trouble": made.trouble,
             "bundle": made.document,
         }
+
+    # A dry run
+
+    async def _allocate(self, order: Order) -> Json:
+        """Tell what Allocate would answer; nothing is allocated."""
+        _only(order, "ids", "injection", "resource")
+        ids, changes = order.get("ids"), order.get("injection", {})
+        if not isinstance(ids, list) or not all(isinstance(each, str) for each in ids):
+            raise UsageError('"ids" must be a list of devices')
+        if not isinstance(changes, dict):
+            raise UsageError('"injection" must be an object')
+        resource = _text(order, "resource") if "resource" in order else None
+        snapshot = with_injection(self._latest.value, changes)
+        return {"response": dry_run(snapshot, ids, resource=resource)}
 
     # The core
 

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from agent.runtime.config_watch import ConfigWatch
     from agent.runtime.control import Control
     from agent.runtime.report import SelfReport
     from agent.sinks.eventlog import EventLog
@@ -43,6 +44,13 @@ def import_evidence() -> "type[EvidenceSink]":
     from agent.sinks.evidence import EvidenceSink  # noqa: PLC0415
 
     return EvidenceSink
+
+
+def import_config_watch() -> "type[ConfigWatch]":
+    """Import what watches the configuration file."""
+    from agent.runtime.config_watch import ConfigWatch  # noqa: PLC0415
+
+    return ConfigWatch
 
 
 def import_http() -> "tuple[type[HttpSink], type[SelfReport], type[Control]]":

@@ -112,6 +112,10 @@ class SelfReport:
             "uptime_s": (self._clock() - vitals.began_ns) // 1_000_000_000,
             "parts": {part.check: self._judge_part(part) for part in vitals.parts},
             "facts": {"put": inbox.put, "merged": inbox.merged, "lost": inbox.lost, "waiting": inbox.waiting},
+            "config": {
+                "trouble": vitals.reload_trouble,
+                "awaiting_restart": list(vitals.awaiting_restart),
+            },
             "log_lines": {"written": lines.written, "dropped": lines.dropped},
             "state_file_failures": vitals.state_file.failures if vitals.state_file else 0,
             "event_log": None

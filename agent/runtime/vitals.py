@@ -15,6 +15,7 @@ ENGINE: Final = SourceName("engine")
 HTTP: Final = SourceName("http")
 STATE_FILE: Final = SourceName("statefile")
 EVENT_LOG: Final = SourceName("eventlog")
+CONFIG_WATCH: Final = SourceName("config-watch")
 EVIDENCE: Final = SourceName("evidence")
 
 
@@ -47,6 +48,8 @@ class Vitals:
     is_stopping: bool = False
     reload_trouble: str | None = None
     """Why the last reload was refused."""
+    awaiting_restart: tuple[str, ...] = ()
+    """Options that were changed and take effect at the next start."""
     parts: list[Part] = field(default_factory=list)
     device_plugin: "DevicePlugin | None" = None
     state_file: "StateFile | None" = None

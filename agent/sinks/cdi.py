@@ -50,6 +50,9 @@ MAX_GAP_S: Final = 6.4
 STOOD_S: Final = 10.0
 """A file that stood for so long was not taken away again and again."""
 
+SETTLE_S: Final = 2.0
+"""How long an Allocate waits at most for a file that is being written."""
+
 RECHECK_NS: Final = 30_000_000_000
 
 _CHANGES: Final = Mask.CLOSE_WRITE | Mask.ATTRIB
@@ -83,6 +86,8 @@ class CdiSink:
         self._files: dict[str, SpecFile] = {}
         self._said: frozenset[str] = frozenset()
         self._asked = asyncio.Event()
+        self._done = asyncio.Event()
+        """Of the job that comes next."""
         self._watched = asyncio.Event()
         self._watch: DirectoryWatch | None = None
         self._gap_s = MIN_GAP_S
@@ -106,6 +111,21 @@ class CdiSink:
                 self._asked.set()
                 return name
         return None
+
+    async def settle(self) -> None:
+        """Wait until the files are as they should be, or it is known that they will not be soon."""
+        if self._is_settled():
+            return
+        self._asked.set()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(SETTLE_S):
+                await self._done.wait()
+                while self.trouble is None and not self._is_settled():
+                    await self._done.wait()
+
+    def _is_settled(self) -> bool:
+        is_current = self._wanted is not None and self._wanted_now() == self._wanted
+        return is_current and bool(self._files) and all(map(_is_right, self._files.values()))
 
     async def run(self) -> None:
         """Keep the files for ever."""
@@ -151,6 +171,8 @@ class CdiSink:
                 continue
             self._wanted = wanted
             is_done = await self._work(wanted)
+            self._done.set()
+            self._done = asyncio.Event()
             await asyncio.sleep(self._gap_s)
             with suppress(TimeoutError):
                 async with asyncio.timeout(RELOOK_S if is_done else retry_s):

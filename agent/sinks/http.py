@@ -112,6 +112,7 @@ class HttpSink:
             "v1/devices": self._view(documents.devices),
             "v1/conditions": self._view(documents.conditions),
             "v1/allocatable": self._view(documents.allocatable),
+            "v1/topology": self._view(documents.topology),
             "v1/events": self._recent_events,
             "debug/state": self._state,
         }

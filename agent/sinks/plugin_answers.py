@@ -1,8 +1,9 @@
 """What one resource answers the kubelet, from request bytes to response bytes.
 
 Guarantees: no answer waits for a driver, another call or anything but one stat of our own CDI spec
-file. Nothing of a request gets into an answer. An answer never names a CDI device that no spec
-file resolves: the container runtime would refuse such a pod in words that nobody understands.
+files; only ``settle``, before it, may wait for a file that is being written. Nothing of a request gets
+into an answer. An answer never names a CDI device that no spec file resolves: the container runtime
+would refuse such a pod in words that nobody understands.
 """
 
 from collections import Counter
@@ -14,7 +15,7 @@ from grpclib.exceptions import GRPCError
 
 from agent.bus import Latest
 from agent.core.allocation import Refusal, allocate, refuse_start
-from agent.core.injection import ContainerAnswer, cdi_names, extra_cdi_names, uses_cdi
+from agent.core.injection import ContainerAnswer, cdi_names, uses_cdi
 from agent.core.preference import prefer
 from agent.model.ids import ResourceName
 from agent.model.policy import Injection
@@ -47,12 +48,24 @@ _STATUSES: Final = {
 class CdiSpecs(Protocol):
     """The CDI spec files that the container runtime reads."""
 
+    @property
+    def absent(self) -> frozenset[str]:
+        """The CDI names that are wanted and that this node has nothing for: GDS without its module."""
+
+    async def settle(self) -> None:
+        """Wait a moment for files that are being written, if any are; longer than a pod can wait, never."""
+
     def missing(self, names: Sequence[str]) -> str | None:
         """Return the first of these CDI names that no spec file resolves now; None: all are resolved."""
 
 
 class NoCdiSpecs:
     """Nothing writes spec files, so no name is resolved."""
+
+    absent: frozenset[str] = frozenset()
+
+    async def settle(self) -> None:
+        """Return at once."""
 
     def missing(self, names: Sequence[str]) -> str | None:
         """Return the first name."""
@@ -92,6 +105,11 @@ class Answers:
     def options(self) -> bytes:
         """Return what the kubelet may ask of this plugin."""
         return bytes(options(pre_start=self._latest.value.policy.pre_start_check))
+
+    async def settle(self) -> None:
+        """Wait a moment where an answer would be refused only because a CDI spec file is being written."""
+        if uses_cdi(self._latest.value.policy.injection):
+            await self._cdi.settle()
 
     def allocated(self, request: bytes) -> bytes:
         """Return what each container gets."""
@@ -146,11 +164,7 @@ class Answers:
 
     def _absent(self, injection: Injection) -> frozenset[str]:
         """Return the extra CDI names that resolve to nothing here, such as GDS on a node without it."""
-        if not uses_cdi(injection):
-            return frozenset()
-        return frozenset(
-            name for name in extra_cdi_names(injection) if self._cdi.missing((name,)) is not None
-        )
+        return self._cdi.absent if uses_cdi(injection) else frozenset()
 
     def _check_resolved(self, answers: Sequence[ContainerAnswer]) -> None:
         names = [name for answer in answers for name in cdi_names(answer)]

@@ -241,6 +241,7 @@ class PluginService:
             )
 
     async def _allocate(self, stream: Stream[bytes, bytes]) -> None:
+        await self._answers.settle()
         await self._answer(stream, self._answers.allocated)
         self._allocations += 1
 

@@ -54,11 +54,12 @@ class NvmlSource:
         library: LibraryLocation,
         dev_root: Path,
         sys_root: Path,
+        proc_root: Path,
         clock: Callable[[], int],
         settings: NvmlSettings | None = None,
         released: bool = False,
     ) -> None:
-        """``dev_root`` and ``sys_root`` are what stands for /dev and /sys.
+        """``dev_root``, ``sys_root`` and ``proc_root`` are what stands for /dev, /sys and /proc.
 
         ``released`` begins as after ``release``.
         """
@@ -80,6 +81,7 @@ class NvmlSource:
             settings=self._settings,
             dev_root=dev_root,
             sys_root=sys_root,
+            proc_root=proc_root,
             clock=clock,
             on_node_overdue=self._node_overdue,
             on_node_answered=self._node_answered,

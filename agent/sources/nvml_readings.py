@@ -25,6 +25,13 @@ HW_SLOWDOWN_REASONS: Final = int(
 
 MAX_LINKS: Final = int(pynvml.NVML_NVLINK_MAX_LINKS)
 
+LINK_TO_GPU: Final = int(pynvml.NVML_NVLINK_DEVICE_TYPE_GPU)
+LINK_TO_SWITCH: Final = int(pynvml.NVML_NVLINK_DEVICE_TYPE_SWITCH)
+
+MAX_CPUS: Final = 8_192
+"""CPUs asked for; the most that distributions build their kernels for."""
+_WORD_BITS: Final = 8 * ctypes.sizeof(ctypes.c_ulong)
+
 
 class Readings:
     """What a GPU reads, one call each; every method blocks and raises NvmlError."""
@@ -136,6 +143,30 @@ class Readings:
         """Return whether the driver knows what is at the other end of an NVLink."""
         pci = self._call(pynvml.nvmlDeviceGetNvLinkRemotePciInfo, handle, link)
         return any((pci.domain, pci.bus, pci.device))
+
+    def link_leads_to(self, handle: Handle, link: int) -> int:
+        """Return what is at the other end of an NVLink: LINK_TO_GPU, LINK_TO_SWITCH, or something else."""
+        return int(self._call(pynvml.nvmlDeviceGetNvLinkRemoteDeviceType, handle, link))
+
+    def link_peer(self, handle: Handle, link: int) -> str:
+        """Return the PCI address of what is at the other end of an NVLink, without its function."""
+        pci = self._call(pynvml.nvmlDeviceGetNvLinkRemotePciInfo, handle, link)
+        return f"{int(pci.domain):08x}:{int(pci.bus):02x}:{int(pci.device):02x}.0"
+
+    def common_ancestor(self, handle: Handle, other: Handle) -> int:
+        """Return the nearest part that the PCIe ways of two GPUs share, as nvmlGpuTopologyLevel_t."""
+        return int(self._call(pynvml.nvmlDeviceGetTopologyCommonAncestor, handle, other))
+
+    def cpu_affinity(self, handle: Handle) -> tuple[int, ...]:
+        """Return the CPUs near a GPU, ascending."""
+        words = self._call(pynvml.nvmlDeviceGetCpuAffinity, handle, MAX_CPUS // _WORD_BITS)
+        return tuple(
+            number * _WORD_BITS + bit
+            for number, word in enumerate(words)
+            if word
+            for bit in range(_WORD_BITS)
+            if word >> bit & 1
+        )
 
     def fabric(self, handle: Handle) -> tuple[int, int]:
         """Return state and status of the GPU's registration with the NVSwitch fabric."""

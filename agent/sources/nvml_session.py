@@ -20,6 +20,7 @@ from agent.log import fields
 from agent.model import facts
 from agent.model.ids import GpuUuid
 from agent.model.policy import SECOND_NS
+from agent.sources.mig_minors import with_minors
 from agent.sources.nvml_events import Listener, RetiredError, register
 from agent.sources.nvml_hotplug import BindEvents
 from agent.sources.nvml_inventory import (
@@ -33,6 +34,7 @@ from agent.sources.nvml_library import Nvml, Versions
 from agent.sources.nvml_sampling import Sampler
 from agent.sources.nvml_settings import NvmlSettings
 from agent.sources.nvml_slot import DriverGoneError, Slot, driver_failure, wait_served, wait_set
+from agent.sources.nvml_surveys import Surveys
 from agent.sources.nvml_telling import Telling
 from agent.sources.nvml_threads import Call, Lane, ThreadGroup
 
@@ -54,6 +56,7 @@ class Surroundings:
     settings: NvmlSettings
     dev_root: Path
     sys_root: Path
+    proc_root: Path
     clock: Callable[[], int]
     on_node_overdue: Callable[[Lane, Call], None]
     on_node_answered: Callable[[Lane, Call], None]
@@ -78,6 +81,7 @@ class Session:
         """Since when some GPU fails as it would if the driver were gone."""
         self._control_nodes: tuple[str, ...] = ()
         self._telling = Telling(around.inbox, around.settings, versions)
+        self._surveys = Surveys(self._slots, self._telling, around.settings, around.sys_root, around.clock)
         self.listener: Final = Listener(
             lane=events_lane,
             nvml=Nvml(events_lane.log),
@@ -237,8 +241,9 @@ class Session:
             await self._register(slot)
             await self._confirm(slot)
             self._telling.outcome(slot)
+            await self._surveys.make(slot)
             if slot.served >= slot.requested:
-                await wait_set(slot.wake, max(0, slot.due_ns - self._clock()))
+                await wait_set(slot.wake, max(0, self._surveys.next_ns(slot) - self._clock()))
                 slot.wake.clear()
 
     async def _look(self, slot: Slot) -> None:
@@ -276,7 +281,7 @@ class Session:
             look = look_at_index(slot.nvml, slot.index, self._around.sys_root)
         else:
             look = look_again(slot.nvml, slot.sighting)
-        return slot.sampled(look)
+        return slot.sampled(with_minors(look, self._around.proc_root))
 
     def _saw(self, slot: Slot, look: Look) -> None:
         seen = look.sighting

@@ -1,7 +1,7 @@
 """What a session knows of one GPU, or of an index whose GPU was not identified yet."""
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
@@ -51,6 +51,10 @@ class Slot:
     wanted_soon: bool = False
     urgent: bool = False
     """Whether the next look is to take the slow readings, too."""
+    surveyed: Hashable = None
+    """What the newest survey was made of; when that is another now, it is made anew."""
+    survey_due_ns: int | None = None
+    """Before then none is made; None: the GPU was not told of yet."""
     wake: asyncio.Event = field(default_factory=asyncio.Event)
     looked: asyncio.Event = field(default_factory=asyncio.Event)
     task: asyncio.Task[None] | None = None

@@ -15,6 +15,7 @@ from agent.log import fields
 from agent.model import facts
 from agent.model.gpu import Gpu
 from agent.model.ids import GpuUuid
+from agent.model.topology import Survey
 from agent.sources.nvml_events import DRIVER_CODES
 from agent.sources.nvml_library import Versions
 from agent.sources.nvml_settings import NvmlSettings
@@ -86,6 +87,12 @@ class Telling:
             self.put(_failed(uuid, slot.failure))
         else:
             self.put(facts.GpuProbePassed(gpu=uuid))
+
+    def surveyed(self, slot: Slot, survey: Survey) -> None:
+        """Tell where a GPU stands among the others."""
+        uuid = slot.uuid
+        if uuid is not None and not self.is_over and not slot.gone and self.is_listed(uuid):
+            self.put(facts.TopologySeen(gpu=uuid, survey=survey))
 
     def overdue(self, uuid: GpuUuid, call: Call) -> None:
         """Tell that a call on a GPU does not answer."""

@@ -11,6 +11,7 @@ from typing import Final
 
 from agent import __version__
 from agent.core.reasons import MEANINGS, advice_of
+from agent.core.topology import short_name
 from agent.model.gpu import Gpu
 from agent.model.health import Condition
 from agent.model.ids import ALL, GpuUuid
@@ -151,6 +152,29 @@ def _resource(resource: Resource, time_of: TimeOf) -> Json:
         "registration": resource.phase.value,
         "message": resource.message,
         **_moment("since", resource.since_ns, time_of),
+    }
+
+
+def topology(snapshot: Snapshot, _time_of: TimeOf) -> Json:
+    """Return how every two GPUs are connected, and what of the machine they are near."""
+    return {"apiVersion": API_VERSION, "gpus": [_place(view, snapshot) for view in snapshot.gpus]}
+
+
+def _place(view: GpuView, snapshot: Snapshot) -> Json:
+    """``gpu`` is null for a GPU that is not listed: its index may be another's now."""
+    gpu = view.gpu
+    links = ((other.gpu, snapshot.topology.between(gpu.uuid, other.gpu.uuid)) for other in snapshot.gpus)
+    return {
+        "gpu": gpu.index if view.present else None,
+        "uuid": gpu.uuid,
+        "pci": gpu.pci,
+        "numa_node": gpu.numa_node,
+        "cpu_affinity": snapshot.topology.cpu_affinity.get(gpu.uuid),
+        "links": [
+            {"uuid": other.uuid, "nvlinks": link.nvlinks, "pcie": link.pcie, "kind": short_name(link)}
+            for other, link in links
+            if other.uuid != gpu.uuid
+        ],
     }
 
 

@@ -1,8 +1,4 @@
-"""G1, NVIDIA/k8s-device-plugin#231: one GPU falls off the bus and every GPU pod on the node is refused.
-
-Here is its health part: the other GPUs stay allocatable and the lost one is named. What
-GetPreferredAllocation and Allocate answer meanwhile waits for preferred allocation (PENDING.md).
-"""
+"""G1, NVIDIA/k8s-device-plugin#231: one GPU falls off the bus and every GPU pod on the node is refused."""
 
 import time
 from collections.abc import Callable
@@ -11,7 +7,7 @@ from typing import Any
 import pytest
 
 from agent.simulation.node import SimulatedNode
-from tests.harness import agent_process, simulated_node, uuids, wait_allocatable, wait_polls
+from tests.harness import GPU, agent_process, simulated_node, uuids, wait_allocatable, wait_polls
 
 EIGHT_WITHOUT_NVLINK = {"preset": "8x-a100", "gpu": {"nvlink": None}}
 LOST = 3
@@ -80,3 +76,42 @@ async def test_a_gpu_that_fell_off_stays_out_while_the_others_are_polled_on() ->
         lists = len(node.kubelet.lists)
         await wait_polls(node, 10)
         assert all(each.unhealthy == (uuids(node)[LOST],) for each in node.kubelet.lists[lists:])
+
+
+@pytest.mark.parametrize(
+    ("falls_off", "hardware"),
+    [
+        (falls_off_with_an_xid, EIGHT_WITHOUT_NVLINK),
+        (falls_off_without_a_word, EIGHT_WITHOUT_NVLINK),
+        (falls_off_with_an_xid, "8x-a100"),
+    ],
+    ids=["a", "b", "a, with NVLinks"],
+)
+async def test_a_thousand_pods_get_the_gpus_that_did_not_fall_off(
+    falls_off: Callable[[SimulatedNode], None], hardware: str | dict[str, object]
+) -> None:
+    async with simulated_node(hardware) as node, agent_process(node) as agent:
+        await wait_allocatable(node.kubelet, 8, capacity=8)
+        await agent.wait_answer("/v1/topology", is_surveyed)
+        falls_off(node)
+        await wait_allocatable(node.kubelet, 7, capacity=8)
+        client = node.kubelet.client(GPU)
+        assert client is not None
+        others = [uuid for slot, uuid in enumerate(uuids(node)) if slot != LOST]
+        calls = node.nvml.calls("nvmlDeviceGetTopologyCommonAncestor")
+        for number in range(1000):
+            chosen = await client.preferred(
+                others[number % 7 :] + others[: number % 7], (1, 2, 7)[number % 3]
+            )
+            assert len(set(chosen)) == (1, 2, 7)[number % 3]
+            assert set(chosen) <= set(others)
+            if number % 50 == 0:
+                given = await client.allocate(chosen)
+                assert set(given.envs["NVIDIA_VISIBLE_DEVICES"].split(",")) == set(chosen)
+        assert node.nvml.calls("nvmlDeviceGetTopologyCommonAncestor") == calls
+        # Also one that still names the lost GPU is answered, without it where there are others.
+        assert uuids(node)[LOST] not in await client.preferred(uuids(node), 7)
+
+
+def is_surveyed(status: int, body: Any) -> bool:
+    return status == 200 and all(link["kind"] for gpu in body["gpus"] for link in gpu["links"])

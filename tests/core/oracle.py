@@ -28,6 +28,7 @@ from agent.model.facts import (
     HoldRequested,
     KernelXidSeen,
     KubeletSocketSeen,
+    MpsSeen,
     OwnSocketLost,
     PolicyChanged,
     RecoverRequested,
@@ -40,7 +41,7 @@ from agent.model.facts import (
     XidReported,
 )
 from agent.model.gpu import Gpu, MigDevice
-from agent.model.ids import ALL, ResourceName, SocketIdentity
+from agent.model.ids import ALL, SocketIdentity
 from agent.model.policy import Policy
 from agent.model.sample import GpuSample
 from tests.core.xid_table import IGNORED_BY_NVIDIAS_PLUGIN, row_of
@@ -170,6 +171,7 @@ OF_THE_NODE = {
     "nvml_version_mismatch",
     "device_node_missing",
     "fabric_not_ready",
+    "mps_not_ready",
 }
 """What takes a GPU out and is not its own fault."""
 
@@ -245,6 +247,8 @@ class Oracle:
         self.samples: dict[str, GpuSample] = {}
         self.slow: dict[str, list[bool]] = {}
         self.fault_times: dict[str, list[int]] = {}
+        self.mps: bool | None = None
+        self.mps_served = False
         self.pods: set[str] | None = None
         self.pods_ns = 0
         self.kubelet: SocketIdentity | None = None
@@ -261,6 +265,8 @@ class Oracle:
             fault.clean.clear()
         self.soft_flip_ns = now_ns if any(f.flips and f.reason in SOFT for f in self.faults) else None
         self.names = [name for name, _ in self.offered()]
+        self.now_ns = now_ns
+        self.mps_causes()
 
     # Facts
 
@@ -347,6 +353,11 @@ class Oracle:
                 for fault in self.faults:
                     if fault.reason in SOFT and fault.reason not in fact.policy.soft_flips:
                         fault.flips = False
+            case MpsSeen():
+                self.mps = fact.ready
+                if fact.ready and not self.mps_served and self.policy.sharing.strategy == "mps":
+                    self.mps_served = True
+                    self.faults = [fault for fault in self.faults if fault.reason != "mps_not_ready"]
             case KubeletSocketSeen():
                 self.kubelet = fact.identity
             case Registered() | RegistrationFailed() | WatchersChanged() | OwnSocketLost():
@@ -450,6 +461,7 @@ class Oracle:
 
     def causes(self) -> None:
         """Mark what is wrong now and lasts; end what is not wrong any more."""
+        self.mps_causes()
         for uuid, gpu in self.gpus.items():
             self.cause(uuid, "nvml", "driver_hung", is_there=self.hung)
             self.cause(uuid, "operator", "maintenance", is_there=uuid in self.released)
@@ -459,6 +471,16 @@ class Oracle:
                 own = {f"/dev/nvidia{gpu.minor}"} & numbered
                 is_there = bool(own) or bool(set(self.missing) - numbered)
                 self.cause(uuid, "sysfs", "device_node_missing", is_there=is_there)
+
+    def mps_causes(self) -> None:
+        """What MPS shares cannot be used while its daemon does not serve; nothing else needs it."""
+        if self.policy.sharing.strategy != "mps":
+            self.mps_served = False
+        shared = {gpu.uuid for _, devices in self.offered() for id_, gpu, _ in devices if "::" in id_}
+        needs = shared if self.policy.sharing.strategy == "mps" else set()
+        self.faults = [f for f in self.faults if f.reason != "mps_not_ready" or f.gpu in needs]
+        for gpu in needs:
+            self.cause(gpu, "mps", "mps_not_ready", is_there=self.mps is not True)
 
     def cause(self, gpu: str, source: str, reason: str, *, is_there: bool) -> None:
         if is_there:
@@ -561,6 +583,8 @@ class Oracle:
         self.listed = {gpu.uuid for gpu in fact.gpus}
         self.silent &= self.listed
         for gpu in fact.gpus:
+            if gpu.uuid in self.gpus:
+                self.layout(self.gpus[gpu.uuid], gpu)
             self.gpus[gpu.uuid] = gpu
         for uuid in self.gpus:
             missing = [fault for fault in self.of_gpu(uuid) if (fault.reason, fault.code) == ("gpu_lost", 0)]
@@ -572,6 +596,25 @@ class Oracle:
                 self.fault("nvml", "gpu_lost", uuid, "reset").seen(1, lasts=True)
         if self.listed - before - self.verdict:
             self.probes_until_ns = now_ns + self.policy.first_probe_wait_ns
+
+    def layout(self, old: Gpu, new: Gpu) -> None:
+        """Instances were destroyed and made: what was wrong with a destroyed one is over or the card's."""
+        lived = [
+            mig
+            for mig in old.mig_devices
+            for other in new.mig_devices
+            if (mig.uuid, mig.gi, mig.ci, mig.profile) == (other.uuid, other.gi, other.ci, other.profile)
+        ]
+        if len(lived) == len(old.mig_devices) == len(new.mig_devices):
+            return
+        for fault in self.of_gpu(old.uuid):
+            if fault.gi == ALL or any(fault.gi == m.gi and fault.ci in {ALL, m.ci} for m in lived):
+                continue
+            self.faults.remove(fault)
+            if fault.recovery in {"reboot", "by_hand"}:
+                fault.gi = fault.ci = ALL
+                if not any(same_kind(fault, other) for other in self.of_gpu(old.uuid)):
+                    self.faults.append(fault)
 
     def told_of_link(
         self, fact: Registered | RegistrationFailed | WatchersChanged | OwnSocketLost, now_ns: int
@@ -615,11 +658,13 @@ class Oracle:
     # What follows
 
     def time(self, now_ns: int) -> None:
-        for name, devices in self.offered():
-            if name not in self.names:
-                self.names.append(name)
-            if devices and name not in self.links:
-                self.links[name] = Link()
+        was_offered, self.names = self.names, []
+        # Also what the policy names and the GPUs cannot fill, but not what is only remembered.
+        for name, _ in self.offered():
+            self.links.setdefault(name, Link())
+            if name not in was_offered:
+                was_offered.append(name)
+        self.names = was_offered
         for link in self.links.values():
             self.advance(link, now_ns)
 
@@ -715,24 +760,46 @@ class Oracle:
         found: dict[str, list[tuple[str, Gpu, MigDevice | None]]] = {name: [] for name in self.names}
         strategy = self.policy.mig_strategy
         in_order = sorted(self.gpus.values(), key=lambda gpu: gpu.pci)
+        numbers = {gpu.uuid: str(number) for number, gpu in enumerate(in_order)}
         if strategy == "single" and any(gpu.mig_enabled for gpu in in_order):
             kinds = {mig.profile for gpu in in_order for mig in gpu.mig_devices if gpu.mig_enabled}
-            alike = len(kinds) == 1 and all(gpu.mig_enabled and gpu.mig_devices for gpu in in_order)
-            in_order = in_order if alike else []
+            if len(kinds) != 1 or not all(gpu.mig_enabled and gpu.mig_devices for gpu in in_order):
+                found.setdefault("nvidia.com/gpu", [])
+                in_order = []
         for gpu in in_order:
             slices = sorted(gpu.mig_devices, key=lambda mig: (mig.gi, mig.ci))
             for part in slices if strategy != "none" and gpu.mig_enabled else [None]:
                 name = "nvidia.com/gpu"
                 if part is not None and strategy == "mixed":
+                    if "c." in part.profile:
+                        continue
                     name = "nvidia.com/mig-" + part.profile.replace("+", ".")
-                uuid = gpu.uuid if part is None else part.uuid
-                devices = found.setdefault(name, [])
-                shares = self.policy.sharing.replicas_of(ResourceName(name))
-                if shares is None:
-                    devices.append((uuid, gpu, part))
-                else:
-                    devices.extend((f"{uuid}::{share}", gpu, part) for share in range(shares))
+                self.offer(found, name, gpu, part, numbers[gpu.uuid])
         yield from found.items()
+
+    def offer(
+        self,
+        found: dict[str, list[tuple[str, Gpu, MigDevice | None]]],
+        name: str,
+        gpu: Gpu,
+        part: MigDevice | None,
+        number: str,
+    ) -> None:
+        sharing = self.policy.sharing
+        uuid = gpu.uuid if part is None else part.uuid
+        count = None
+        for share in reversed(sharing.shares):
+            models = not share.models or any(is_like(model, gpu.name) for model in share.models)
+            cards = not share.gpus or bool({number, gpu.uuid, uuid} & set(share.gpus))
+            if share.resource == name and models and cards:
+                count = share.replicas
+        if count is None or (sharing.strategy == "mps" and part is not None):
+            found.setdefault(name, []).append((uuid, gpu, part))
+            return
+        devices = found.setdefault(name + (".shared" if sharing.rename_by_default else ""), [])
+        capability = gpu.compute_capability or (0, 0)
+        if sharing.strategy != "mps" or count <= (48 if capability >= (7, 5) else 16):
+            devices.extend((f"{uuid}::{replica}", gpu, part) for replica in range(count))
 
     def health(self) -> dict[str, dict[str, str]]:
         """Health by resource and device id."""
@@ -755,6 +822,25 @@ class Oracle:
             for fault in self.faults
             if fault.flips and fault.hard and fault.reason not in OF_THE_NODE
         }
+
+
+def same_kind(one: Fault, other: Fault) -> bool:
+    return (one.source, one.reason, one.code, one.gi, one.ci) == (
+        other.source,
+        other.reason,
+        other.code,
+        other.gi,
+        other.ci,
+    )
+
+
+def is_like(pattern: str, name: str) -> bool:
+    """Whether a name is like a pattern in which a star stands for anything, letter by letter."""
+    if not pattern:
+        return not name
+    if pattern[0] == "*":
+        return any(is_like(pattern[1:], name[start:]) for start in range(len(name) + 1))
+    return bool(name) and pattern[0] == name[0] and is_like(pattern[1:], name[1:])
 
 
 def names_of(gpu: Gpu) -> set[str]:

@@ -1,6 +1,7 @@
 """The whole reducer against a naive oracle: any history, compared after every step."""
 
 from collections import Counter
+from dataclasses import replace
 
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
@@ -16,6 +17,7 @@ from agent.model.facts import (
     DriverUnavailable,
     Fact,
     KubeletSocketSeen,
+    MpsSeen,
     OwnSocketLost,
     PolicyChanged,
     Registered,
@@ -28,7 +30,7 @@ from agent.model.gpu import Gpu
 from agent.model.health import Reason
 from agent.model.ids import ALL, GpuUuid, ResourceName, SocketIdentity, SourceName
 from agent.model.policy import MigStrategy, Policy, XidOverride
-from agent.model.sharing import Sharing
+from agent.model.sharing import Share, Sharing
 from tests.core.build import (
     GPU,
     K1,
@@ -60,9 +62,14 @@ QUIET = 60 * S
 
 SLICED = mig_gpu(2, (1, 0, "1g.10gb"), (2, 0, "1g.10gb"), (2, 1, "1g.10gb"))
 SLICED_ANEW = mig_gpu(2, (2, 0, "3g.40gb"), (5, 0, "1g.10gb+me"))
+PARTLY_ANEW = mig_gpu(2, (1, 0, "1g.10gb"), (2, 0, "1c.2g.20gb"), (2, 1, "1c.2g.20gb"))
+OLD = replace(gpu(0), name="Tesla V100-PCIE-16GB", compute_capability=(7, 0))
 LISTS: tuple[tuple[Gpu, ...], ...] = (
     (gpu(0), gpu(1), SLICED),
     (gpu(0), gpu(1), SLICED_ANEW),
+    (OLD, gpu(1), PARTLY_ANEW),
+    (gpu(0), gpu(1), mig_gpu(2)),
+    (gpu(0), gpu(1), gpu(2)),
     (gpu(0), gpu(1)),
     (gpu(1, index=0),),
     (SLICED,),
@@ -94,6 +101,24 @@ IDENTITIES = st.sampled_from([None, K1, K2, K3])
 FAILURES: st.SearchStrategy[RegistrationFailure] = st.sampled_from(
     ["absent", "unreachable", "rejected", "socket_in_use", "not_served"]
 )
+PER_MODEL = Sharing(
+    shares=(
+        Share(GPU, 2, models=("Tesla*", "*A100*")),
+        Share(GPU, 3, gpus=("1",)),
+        Share(SMALL, 2, gpus=(U2,)),
+    )
+)
+SHARINGS = st.sampled_from(
+    [
+        Sharing(),
+        Sharing.of({GPU: 2}),
+        Sharing.of({SMALL: 2, GPU: 3}),
+        PER_MODEL,
+        replace(PER_MODEL, rename_by_default=True),
+        Sharing("mps", (Share(GPU, 2), Share(SMALL, 2))),
+        Sharing("mps", (Share(GPU, 20),), rename_by_default=True),
+    ]
+)
 STRATEGIES: st.SearchStrategy[MigStrategy] = st.sampled_from(["none", "mixed", "single"])
 
 
@@ -102,7 +127,7 @@ class AgainstOracle(RuleBasedStateMachine):
 
     @initialize(
         strategy=STRATEGIES,
-        replicas=st.sampled_from([{}, {GPU: 2}, {SMALL: 2, GPU: 3}]),
+        sharing=SHARINGS,
         probes=st.integers(1, 3),
         quiet_ns=st.sampled_from([0, 1, QUIET]),
         seed=st.integers(0, 100),
@@ -111,7 +136,7 @@ class AgainstOracle(RuleBasedStateMachine):
     def begin(
         self,
         strategy: MigStrategy,
-        replicas: dict[ResourceName, int],
+        sharing: Sharing,
         probes: int,
         quiet_ns: int,
         seed: int,
@@ -119,7 +144,7 @@ class AgainstOracle(RuleBasedStateMachine):
     ) -> None:
         policy = Policy(
             mig_strategy=strategy,
-            sharing=Sharing.of(replicas),
+            sharing=sharing,
             recovery_clean_probes=probes,
             recovery_quiet_ns=quiet_ns,
             jitter_seed=seed,
@@ -296,12 +321,23 @@ class AgainstOracle(RuleBasedStateMachine):
             )
         )
 
+    @rule(strategy=STRATEGIES, sharing=SHARINGS)
+    def other_devices_are_wanted(self, strategy: MigStrategy, sharing: Sharing) -> None:
+        self.tell(PolicyChanged(replace(self.state.policy, mig_strategy=strategy, sharing=sharing)))
+
+    @rule(ready=st.booleans())
+    def mps_daemon_is_seen(self, *, ready: bool) -> None:
+        self.tell(MpsSeen(ready=ready, message="" if ready else "no file"))
+
     @rule(after_ns=DELAYS)
     def process_is_replaced(self, after_ns: int) -> None:
         self.now_ns += after_ns
         sick = {key for key, item in self.state.conditions.items() if item.flips}
         self.state = initial_state(self.state.policy, snapshot_of(self.state).durable, now_ns=self.now_ns)
-        assert {key for key, item in self.state.conditions.items() if item.flips} == sick
+        flipped = {key for key, item in self.state.conditions.items() if item.flips}
+        # Nobody has looked for the MPS daemon yet.
+        assert {key for key in flipped - sick if key.reason is not Reason.MPS_NOT_READY} == set()
+        assert sick <= flipped
         self.oracle.restart(self.now_ns)
         self.agree_on_devices()
         self.wake_at_ns = self.now_ns

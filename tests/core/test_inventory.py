@@ -43,12 +43,12 @@ MIXED = Policy(mig_strategy="mixed")
 
 
 def ids(*gpus: Gpu, policy: Policy) -> dict[str, list[str]]:
-    return {name: [str(offer.id) for offer in listed] for name, listed in offers(gpus, policy, ()).items()}
+    return {name: [str(offer.id) for offer in listed] for name, listed in offers(gpus, policy, {}).items()}
 
 
 def test_without_a_mig_strategy_every_gpu_is_one_device() -> None:
     assert ids(C1B, PLAIN, policy=Policy()) == {GPU: [U0, U1]}
-    assert offers([C1B], Policy(), ())[GPU][0].placement == Placement(U0, ALL, ALL)
+    assert offers([C1B], Policy(), {})[GPU][0].placement == Placement(U0, ALL, ALL)
 
 
 def test_strategy_mixed_offers_each_profile_under_its_own_name() -> None:
@@ -67,7 +67,7 @@ def test_strategy_mixed_offers_nothing_of_a_gpu_without_mig_devices() -> None:
 
 def test_strategy_single_offers_equal_slices_as_gpus() -> None:
     assert ids(C1B, policy=SINGLE) == {GPU: [mig_uuid(0), mig_uuid(1), mig_uuid(2)]}
-    assert [offer.placement.gi for offer in offers([C1B], SINGLE, ())[GPU]] == [1, 2, 3]
+    assert [offer.placement.gi for offer in offers([C1B], SINGLE, {})[GPU]] == [1, 2, 3]
 
 
 def test_strategy_single_offers_whole_gpus_where_none_is_in_mig_mode() -> None:
@@ -88,8 +88,8 @@ def test_strategy_single_offers_nothing_where_the_devices_are_unlike(
     gpus: list[Gpu], unlike: tuple[str, ...]
 ) -> None:
     assert mixed_profiles(gpus, SINGLE) == unlike
-    assert offers(gpus, SINGLE, ()) == {}
-    assert offers(gpus, SINGLE, [GPU]) == {GPU: ()}
+    assert offers(gpus, SINGLE, {}) == {GPU: ()}
+    assert offers(gpus, SINGLE, offers([PLAIN], SINGLE, {})) == {GPU: ()}
     node = well_node(*gpus, policy=SINGLE)
     findings = {finding.reason: finding.message for finding in node.snapshot().findings}
     assert findings[Reason.MIG_SINGLE_NOT_UNIFORM] == (
@@ -109,7 +109,7 @@ def test_a_mig_resource_is_named_after_its_profile() -> None:
 
 def test_shares_are_numbered_from_zero_and_stay_where_their_device_is() -> None:
     policy = Policy(mig_strategy="mixed", sharing=Sharing.of({SMALL: 2, GPU: 3}))
-    listed = offers([C1B, replace(PLAIN, numa_node=1)], policy, ())
+    listed = offers([C1B, replace(PLAIN, numa_node=1)], policy, {})
     assert [str(offer.id) for offer in listed[SMALL]] == [
         f"{mig_uuid(number)}::{replica}" for number in range(3) for replica in range(2)
     ]
@@ -144,7 +144,7 @@ def test_gpus_at_one_address_are_in_the_order_of_their_indexes() -> None:
 
 def test_mig_devices_are_in_the_order_of_their_instances() -> None:
     sliced = mig_gpu(0, (2, 1, "1g.10gb"), (2, 0, "1g.10gb"), (1, 0, "1g.10gb"))
-    assert [(offer.placement.gi, offer.placement.ci) for offer in offers([sliced], SINGLE, ())[GPU]] == [
+    assert [(offer.placement.gi, offer.placement.ci) for offer in offers([sliced], SINGLE, {})[GPU]] == [
         (1, 0),
         (2, 0),
         (2, 1),

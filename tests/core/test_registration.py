@@ -1,5 +1,6 @@
 """How a resource stands with the kubelet: both clocks, restarts in every order, races."""
 
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -19,6 +20,7 @@ from agent.model.facts import (
     Fact,
     KubeletSocketSeen,
     OwnSocketLost,
+    PolicyChanged,
     Registered,
     RegistrationFailed,
     RegistrationFailure,
@@ -666,3 +668,38 @@ def test_standings_of_several_resources_are_apart() -> None:
 def test_a_standing_begins_with_what_it_waits_for() -> None:
     assert Registration(since_ns=1).message == NO_SOCKET
     assert not Registration(since_ns=1).registered
+
+
+# What the kubelet is told at a registration only
+
+
+@pytest.mark.parametrize("is_checked", [True, False])
+def test_a_check_before_each_start_that_is_switched_makes_the_registration_anew(*, is_checked: bool) -> None:
+    policy = Policy(pre_start_check=not is_checked)
+    node = registered_node(gpu(0), policy=policy)
+    node.after(S, PolicyChanged(replace(policy, pre_start_check=is_checked)))
+    assert node.registrations() == [node.now_ns]
+    node.accept()
+    node.after(60 * S)
+    assert len(node.registrations()) == 1
+    assert node.standing().registered
+
+
+def test_a_check_that_is_switched_while_the_kubelet_is_asked_makes_one_registration_more() -> None:
+    node = registering_node()
+    node.tell(PolicyChanged(Policy(pre_start_check=True)))
+    assert len(node.registrations()) == 1
+    node.accept()
+    assert len(node.registrations()) == 2
+    node.accept()
+    node.after(60 * S)
+    assert len(node.registrations()) == 2
+
+
+def test_a_check_that_is_switched_while_there_is_no_kubelet_waits_for_one() -> None:
+    node = registered_node(gpu(0))
+    node.tell(KubeletSocketSeen(None))
+    node.tell(PolicyChanged(Policy(pre_start_check=True)))
+    assert node.registrations() == []
+    node.after(S, KubeletSocketSeen(K1))
+    assert node.registrations() == [node.now_ns]

@@ -49,6 +49,17 @@ def stub(channel: Any) -> Any:
     return rpc.DevicePluginStub(channel)  # type: ignore[no-untyped-call]
 
 
+@pytest.fixture(scope="module")
+def every_strategy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """A node that gives devices by every strategy at once."""
+    with (
+        plugin_process(tmp_path_factory.mktemp("plugin"), "all") as served,
+        grpc.insecure_channel(f"unix:{served.socket}") as opened,
+    ):
+        yield rpc.DevicePluginStub(opened)  # type: ignore[no-untyped-call]
+        assert served.log_lines() == []
+
+
 def allocate(stub: Any, containers: Sequence[Sequence[str]]) -> Any:
     """Return the answer, or the error."""
     request = pb.AllocateRequest(
@@ -80,6 +91,43 @@ def test_an_answer_holds_only_what_is_asked_for_and_known(stub: Any, containers:
         assert dict(container.envs) == {"NVIDIA_VISIBLE_DEVICES": ",".join(sorted(set(ids)))}
         assert {spec.host_path for spec in container.devices} <= NODES
         assert len(container.devices) == 1 + len(set(ids))
+
+
+DIRECTORY = "/var/run/nvidia-container-devices"
+CDI = "k8s.device-plugin.nvidia.com/gpu"
+
+
+@settings(deadline=None, max_examples=200)
+@given(containers=requests)
+@example(containers=[[f"{HEALTHY[0]}/../../../etc"]])
+@example(containers=[["../../../../etc/shadow", HEALTHY[1]]])
+@example(containers=[[HEALTHY[1], f"{HEALTHY[0]}::0", "all", "none", "void"]])
+@example(containers=[[HEALTHY[3], HEALTHY[0]], [], [HEALTHY[3]]])
+def test_whatever_the_strategies_nothing_of_an_answer_is_built_from_a_request(
+    every_strategy: Any, containers: list[list[str]]
+) -> None:
+    answer = allocate(every_strategy, containers)
+    asked = {name for ids in containers for name in ids}
+    if not asked <= set(HEALTHY):
+        assert answer.code() in {INVALID, FAILED}
+        return
+    assert len(answer.container_responses) == len(containers)
+    for ids, container in zip(containers, answer.container_responses, strict=True):
+        devices = sorted(set(ids))
+        names = [f"{CDI}={device}" for device in devices]
+        assert dict(container.envs) == {"NVIDIA_VISIBLE_DEVICES": DIRECTORY}
+        assert [mount.container_path for mount in container.mounts] == [
+            f"{DIRECTORY}/{device}" for device in devices
+        ]
+        assert {mount.host_path for mount in container.mounts} <= {"/dev/null"}
+        assert {spec.host_path for spec in container.devices} <= NODES
+        assert [device.name for device in container.cdi_devices] == names
+        assert list(container.annotations.values()) == ([",".join(names)] if names else [])
+
+
+@pytest.mark.parametrize("ids", [[], [HEALTHY[0]], ["GPU-gone"], ["../.."] * 10_000])
+def test_nothing_but_a_broken_device_keeps_a_container_from_starting(stub: Any, ids: list[str]) -> None:
+    stub.PreStartContainer(pb.PreStartContainerRequest(devices_ids=ids), timeout=PATIENCE_S)
 
 
 @settings(deadline=None, max_examples=200)

@@ -1,4 +1,6 @@
-"""A process that serves eight GPUs, the last one sick: python -m tests.sinks.plugin_process DIR.
+"""A process that serves eight GPUs, the last one sick: python -m tests.sinks.plugin_process DIR [all].
+
+With ``all`` containers get their devices by every strategy at once.
 
 Attacks are aimed at it, so that its memory, file descriptors and log lines are its own.
 """
@@ -11,14 +13,16 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 
 from agent import log
 from agent.bus import Inbox, Latest
 from agent.model.effects import RegisterResource
 from agent.model.facts import Fact
+from agent.model.policy import Injection, Policy
 from agent.sinks.device_plugin import DevicePlugin
 from tests.sinks.offers import GPU, devices, snapshot
 from tests.sinks.offers import resource as offered
@@ -85,12 +89,31 @@ def plugin_process(directory: Path, *arguments: str) -> Iterator[PluginProcess]:
             process.stdout.close()
 
 
-async def serve(directory: Path) -> None:
+class Resolved:
+    """Spec files that resolve every name."""
+
+    absent: frozenset[str] = frozenset()
+
+    async def settle(self) -> None:
+        """Nothing is being written."""
+
+    def missing(self, names: Sequence[str]) -> str | None:
+        return None
+
+
+EVERY_STRATEGY = Injection(
+    strategies=("envvar", "volume-mounts", "cdi-annotations", "cdi-cri"), pass_device_specs=True
+)
+
+
+async def serve(directory: Path, *, injection: Injection) -> None:
     loop = asyncio.get_running_loop()
     inbox: Inbox[Fact] = Inbox(clock=time.monotonic_ns)
+    state = snapshot(offered(devices(8, sick=[7])))
     plugin = DevicePlugin(
         inbox=inbox,
-        latest=Latest(snapshot(offered(devices(8, sick=[7])), pass_device_specs=True)),
+        latest=Latest(replace(state, policy=Policy(injection=injection, pre_start_check=True))),
+        cdi=Resolved(),
         kubelet_socket=directory / "kubelet.sock",
         clock=time.monotonic_ns,
     )
@@ -133,4 +156,5 @@ def _say(word: str) -> None:
 
 if __name__ == "__main__":
     log.set_up("json", "info")
-    asyncio.run(serve(Path(sys.argv[1])))
+    plain = Injection(pass_device_specs=True)
+    asyncio.run(serve(Path(sys.argv[1]), injection=EVERY_STRATEGY if sys.argv[2:] == ["all"] else plain))

@@ -35,6 +35,10 @@ class Specs:
     """Spec files that resolve some names."""
 
     resolved: set[str] = field(default_factory=lambda: {CDI_0, CDI_1})
+    absent: frozenset[str] = frozenset()
+
+    async def settle(self) -> None:
+        """Nothing is being written."""
 
     def missing(self, names: Sequence[str]) -> str | None:
         return next((name for name in names if name not in self.resolved), None)
@@ -183,10 +187,15 @@ async def test_without_cdi_no_spec_file_is_needed(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("is_there", [True, False])
 async def test_what_the_node_does_not_have_beside_gpus_is_left_out(tmp_path: Path, *, is_there: bool) -> None:
-    specs = Specs({CDI_0, CDI_1, GDS} if is_there else {CDI_0, CDI_1})
+    specs = Specs({CDI_0, CDI_1, GDS}) if is_there else Specs(absent=frozenset({GDS}))
     async with served(tmp_path, two_gpus(replace(CRI, gds=True)), specs) as node:
         got = await node.container()
     assert got.cdi_devices == ((CDI_0, CDI_1, GDS) if is_there else (CDI_0, CDI_1))
+
+
+async def test_what_the_node_has_beside_gpus_is_not_left_out_because_its_file_is_gone(tmp_path: Path) -> None:
+    async with served(tmp_path, two_gpus(replace(CRI, gds=True)), Specs()) as node:
+        assert GDS in (await node.run_pod()).message
 
 
 # Before a container starts

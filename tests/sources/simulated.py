@@ -76,6 +76,7 @@ async def running_source(
         library=LibraryLocation(path=node.library),
         dev_root=node.directory / "dev",
         sys_root=node.directory / "sys",
+        proc_root=node.directory / "proc",
         clock=time.monotonic_ns,
         settings=settings,
         released=released,

@@ -1,0 +1,59 @@
+"""The MPS control daemon: without it no device that MPS shares can be used.
+
+Invariants: its absence marks exactly the GPUs that MPS shares, from before the first list on until it is
+seen to serve. It is nobody's fault on a GPU, so it counts for no flapping.
+"""
+
+from typing import Final
+
+from agent.core import conditions
+from agent.core.conditions import Conditions
+from agent.core.inventory import Offers
+from agent.model import facts
+from agent.model.health import Reason
+from agent.model.ids import GpuUuid, Placement
+from agent.model.sharing import Sharing
+
+NOT_LOOKED: Final = "The MPS control daemon was not looked for yet"
+
+
+def with_daemon(
+    active: Conditions, offers: Offers, sharing: Sharing, *, ready: bool | None, missing: str, now_ns: int
+) -> Conditions:
+    """Return the conditions with one on the GPUs that MPS shares, for as long as the daemon is not ready.
+
+    ``ready`` None: nobody looked yet; ``missing``: what is missing of it.
+    """
+    shared = shared_gpus(offers) if sharing.strategy == "mps" else frozenset()
+    active = without_daemon(active, but=shared)
+    for gpu in sorted(shared):
+        if ready:
+            active = conditions.eased(active, Reason.MPS_NOT_READY, gpu)
+            continue
+        active = conditions.raised(
+            active,
+            source=facts.MPS,
+            reason=Reason.MPS_NOT_READY,
+            placement=Placement(gpu),
+            message=missing or NOT_LOOKED,
+            lasts=True,
+            now_ns=now_ns,
+        )
+    return active
+
+
+def without_daemon(active: Conditions, *, but: frozenset[GpuUuid] = frozenset()) -> Conditions:
+    """Return the conditions without those of the daemon, except on some GPUs."""
+    kept = {
+        key: condition
+        for key, condition in active.items()
+        if key.reason is not Reason.MPS_NOT_READY or key.placement.gpu in but
+    }
+    return active if len(kept) == len(active) else kept
+
+
+def shared_gpus(offers: Offers) -> frozenset[GpuUuid]:
+    """Return the GPUs of which replicas are offered."""
+    return frozenset(
+        offer.placement.gpu for offered in offers.values() for offer in offered if offer.replica is not None
+    )

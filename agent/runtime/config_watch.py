@@ -1,0 +1,193 @@
+"""Watches the configuration file, also where it is a link into a mounted config map.
+
+Guarantees:
+
+1. What counts is what the file holds; inotify only says when to look. So a link that is swapped, as
+   the kubelet and NVIDIA's config-manager do it, a file that is replaced and one that is written in
+   place are all seen, a touch tells nothing, and several events in a row cost one look.
+2. Where a directory cannot be watched, or inotify's limits are reached, the file is looked at every
+   ``recheck_ns``.
+
+Sources: inotify(7); kubernetes:pkg/volume/util/atomic_writer.go (``..data``);
+NVIDIA/k8s-device-plugin:cmd/config-manager/main.go, updateSymlink.
+"""
+
+import asyncio
+import contextlib
+import logging
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Final
+
+from asyncinotify import Inotify, Mask
+
+from agent.config.yaml_tree import UnreadableError, bytes_of
+from agent.log import fields
+from agent.model.policy import MILLISECOND_NS, SECOND_NS
+from agent.threads import in_daemon_thread
+
+SETTLE_NS: Final = 200 * MILLISECOND_NS
+"""How long nothing may happen before the file is looked at: an editor writes in several steps."""
+MAX_SETTLE_NS: Final = 2 * SECOND_NS
+"""How long a directory in which something always happens can put the look off."""
+RECHECK_NS: Final = 30 * SECOND_NS
+"""How often to look although no event came."""
+MAX_LINKS: Final = 16
+"""Links that are followed; the kernel follows 40."""
+MAX_EVENTS_AT_ONCE: Final = 1024
+
+_INTERESTING: Final = (
+    Mask.CLOSE_WRITE
+    | Mask.CREATE
+    | Mask.MOVED_TO
+    | Mask.MOVED_FROM
+    | Mask.DELETE
+    | Mask.DELETE_SELF
+    | Mask.MOVE_SELF
+    | Mask.ONLYDIR
+)
+_WATCH_LOST: Final = Mask.DELETE_SELF | Mask.MOVE_SELF | Mask.UNMOUNT | Mask.IGNORED | Mask.Q_OVERFLOW
+
+_log = logging.getLogger(__name__)
+
+
+def fingerprint_of(path: str) -> int | None:
+    """Return what tells the file's content from another, None if it cannot be read; blocks."""
+    try:
+        return hash(bytes_of(path))
+    except UnreadableError:
+        return None
+
+
+class ConfigWatch:
+    """Calls back when the file holds something else than it did."""
+
+    def __init__(
+        self,
+        path: str,
+        *,
+        known: Callable[[], int | None],
+        on_change: Callable[[], None],
+        recheck_ns: int = RECHECK_NS,
+    ) -> None:
+        """``known`` returns the fingerprint of what was read last."""
+        self._path = path
+        self._known = known
+        self._on_change = on_change
+        self._recheck_ns = recheck_ns
+        self._watched: frozenset[Path] = frozenset()
+        self._inotify: Inotify | None = None
+        self._has_warned = False
+
+    async def run(self) -> None:
+        """Watch for ever. May be run again after it ended; two at once are not allowed."""
+        try:
+            while True:
+                directories = await in_daemon_thread("config-links", self._directories)
+                if directories != self._watched or self._inotify is None:
+                    self._watch(directories)
+                await self._look()
+                await self._wait_settled()
+        finally:
+            self._unwatch()
+
+    async def _look(self) -> None:
+        seen = await in_daemon_thread("config-look", lambda: fingerprint_of(self._path))
+        if seen != self._known():
+            self._on_change()
+
+    def _directories(self) -> frozenset[Path]:
+        found: set[Path] = set()
+        with contextlib.suppress(OSError):  # swapped just now, of which an event of the ones found tells
+            found.update(directories_of(Path(self._path)))
+        return frozenset(found)
+
+    async def _wait_settled(self) -> None:
+        """Return when something happened and nothing more does, or when it is time to look anyway."""
+        inotify = self._inotify
+        if inotify is None:
+            await asyncio.sleep(self._recheck_ns / 1e9)
+            return
+        timeout_ns = self._recheck_ns
+        for _ in range(MAX_SETTLE_NS // SETTLE_NS):
+            if not await _wait_readable(inotify.fd, timeout_ns):
+                return
+            if not _take_events(inotify):
+                self._unwatch()
+                return
+            timeout_ns = SETTLE_NS
+
+    def _watch(self, directories: frozenset[Path]) -> None:
+        self._unwatch()
+        inotify: Inotify | None = None
+        try:
+            inotify = Inotify(sync_timeout=0)
+            os.set_blocking(inotify.fd, False)
+            for directory in directories:
+                inotify.add_watch(directory, _INTERESTING)
+        except OSError as error:
+            if inotify is not None:
+                inotify.close()
+            self._warn(error)
+            return
+        self._inotify, self._watched = inotify, directories
+        self._has_warned = False
+
+    def _unwatch(self) -> None:
+        if self._inotify is not None:
+            self._inotify.close()
+        self._inotify, self._watched = None, frozenset()
+
+    def _warn(self, error: OSError) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            _log.warning(
+                "Could not watch the configuration file, so it is looked at periodically",
+                extra=fields(path=self._path, detail=str(error), every_s=self._recheck_ns // SECOND_NS),
+            )
+
+
+async def _wait_readable(descriptor: int, timeout_ns: int) -> bool:
+    """Return whether there is something to read, after the timeout at the latest."""
+    loop = asyncio.get_running_loop()
+    readable: asyncio.Future[bool] = loop.create_future()
+    timer = loop.call_later(timeout_ns / 1e9, _finish, readable, False)  # noqa: FBT003 - the result
+    loop.add_reader(descriptor, _finish, readable, True)  # noqa: FBT003 - the result
+    try:
+        return await readable
+    finally:
+        loop.remove_reader(descriptor)
+        timer.cancel()
+
+
+def _take_events(inotify: Inotify) -> bool:
+    """Take what waits; returns whether everything is still watched."""
+    for _ in range(MAX_EVENTS_AT_ONCE):
+        event = inotify.sync_get()
+        if event is None:
+            return True
+        if event.mask & _WATCH_LOST:
+            return False
+    return True
+
+
+def directories_of(path: Path) -> Iterator[Path]:
+    """Yield the directories in which the file can be replaced: of each link on the way, and of the file.
+
+    A directory on the way may be a link too, as ``..data`` of a config map is. Blocks.
+    """
+    here = path.absolute()
+    for _ in range(MAX_LINKS):
+        link = next((part for part in (*reversed(here.parents), here) if part.is_symlink()), None)
+        if link is None:
+            break
+        yield link.parent
+        target = Path(os.path.normpath(link.parent / link.readlink()))
+        here = target / here.relative_to(link)
+    yield here.parent
+
+
+def _finish(future: asyncio.Future[bool], result: bool) -> None:  # noqa: FBT001 - called by the loop
+    if not future.done():
+        future.set_result(result)

@@ -1,0 +1,89 @@
+"""Answers Allocate without a kubelet: what a container would get, for devices named the way people do.
+
+Guarantees: nothing is allocated, registered or changed. A refusal has the words that the kubelet would
+be told. CDI names are told as they would be, and not looked up in spec files.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
+from typing import Final
+
+from agent.core.allocation import Refusal, allocate
+from agent.core.injection import name_in_container
+from agent.errors import AgentError, UsageError
+from agent.model.policy import Injection
+from agent.model.snapshot import Device, Resource, Snapshot
+from agent.views.answers import Json, allocate_response
+
+MAX_IDS: Final = 1_024
+"""Devices asked for; a node with 16 GPUs of 48 shares has 768."""
+ANNOTATION_ID: Final = "00000000-0000-4000-8000-000000000000"
+"""Stands for the random UUID of a CDI annotation's key."""
+
+
+def dry_run(snapshot: Snapshot, words: Sequence[str], *, resource: str | None = None) -> Json:
+    """Return the AllocateResponse for devices by id, or shorter: ``0``, ``0:1``, ``0::2``, a UUID.
+
+    Without a share's number, the next one of that device is meant. The resource is that of the first
+    device that is known. Raises AgentError with a refusal, UsageError for what is no request.
+    """
+    if not 1 <= len(words) <= MAX_IDS:
+        raise UsageError(f"Name 1 to {MAX_IDS} devices, by id, UUID or index")
+    offered = [each for each in snapshot.resources if resource in {None, each.name}]
+    if not offered:
+        known = ", ".join(each.name for each in snapshot.resources) or "none"
+        raise AgentError(f"This node does not offer {resource or 'any device'}; offered: {known}")
+    meant = _Meant(offered)
+    ids = [meant.id_of(word) for word in words]
+    answer = allocate(snapshot, meant.resource or offered[0], ids, annotation_id=ANNOTATION_ID)
+    if isinstance(answer, Refusal):
+        raise AgentError(answer.message)
+    return allocate_response(answer)
+
+
+def with_injection(snapshot: Snapshot, changes: Mapping[str, object]) -> Snapshot:
+    """Return the snapshot with some of the policy's ``Injection`` changed; raises UsageError."""
+    import msgspec  # noqa: PLC0415 - only where somebody asks
+
+    unknown = sorted(changes.keys() - Injection.__slots__)
+    if unknown:
+        raise UsageError(f"Unknown in an injection: {', '.join(str(name)[:40] for name in unknown[:8])}")
+    try:
+        injection = msgspec.convert(asdict(snapshot.policy.injection) | dict(changes), Injection)
+    except msgspec.ValidationError as error:
+        raise UsageError(f"The injection is wrong: {error}") from None
+    return replace(snapshot, policy=replace(snapshot.policy, injection=injection))
+
+
+class _Meant:
+    """Finds the devices that words mean, each share once."""
+
+    def __init__(self, offered: Iterable[Resource]) -> None:
+        self.resource: Resource | None = None
+        """Of the first device that is known."""
+        self._taken: set[str] = set()
+        self._devices: dict[str, list[tuple[Resource, Device]]] = {}
+        for resource in offered:
+            for device in resource.devices:
+                for name in _names(device):
+                    self._devices.setdefault(name, []).append((resource, device))
+
+    def id_of(self, word: str) -> str:
+        """Return the id of the device that is meant; the word itself if it means none."""
+        found = self._devices.get(word, ())
+        resource, device = next(
+            ((of, one) for of, one in found if one.id not in self._taken), found[0] if found else (None, None)
+        )
+        if resource is None or device is None:
+            return word
+        self._taken.add(device.id)
+        self.resource = self.resource or resource
+        return device.id
+
+
+def _names(device: Device) -> Iterator[str]:
+    """Yield what a device is called: its id, and by UUID and by index with or without the share."""
+    for name in (device.uuid, name_in_container(device, "index")):
+        yield name
+        if device.replica is not None:
+            yield f"{name}::{device.replica}"

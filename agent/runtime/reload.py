@@ -1,0 +1,97 @@
+"""Reads the configuration again, when asked and when the file changes.
+
+Guarantees: a configuration with a problem changes nothing; the old one stays, why is one line in the log
+and shown in health checks and status until a good one is read. What cannot take effect before the next
+start is told each time. One reload at a time; asked for meanwhile, one more follows.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+from agent import log
+from agent.config.settings import Settings, changes_that_need_a_restart
+from agent.errors import ConfigError
+from agent.runtime.imports import import_config_watch
+from agent.runtime.vitals import Vitals
+from agent.sinks.notify import Notifier
+from agent.threads import in_daemon_thread
+
+_log = logging.getLogger(__name__)
+
+
+class Reload:
+    """Keeps the settings in step with their file."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        *,
+        reread: Callable[[], Settings],
+        apply: Callable[[Settings], None],
+        vitals: Vitals,
+        notifier: Notifier,
+    ) -> None:
+        """Begin with the settings of the start; ``reread`` may block, ``apply`` puts new ones into effect."""
+        self._started = settings
+        self._warnings = settings.warnings
+        self._reread = reread
+        self._apply = apply
+        self._vitals = vitals
+        self._notifier = notifier
+        self._asked = asyncio.Event()
+        self._fingerprint = settings.file_fingerprint
+
+    def ask(self) -> None:
+        """Have the configuration read again."""
+        self._asked.set()
+
+    async def run(self) -> None:
+        """Reload when asked, for ever."""
+        while True:
+            await self._asked.wait()
+            self._asked.clear()
+            self._notifier.reloading()
+            await self._reload()
+            self._notifier.ready()
+
+    async def watch(self, path: str) -> None:
+        """Ask for a reload when the file changes, for ever."""
+        watch = await in_daemon_thread("config-watch-import", import_config_watch)
+        await watch(path, known=lambda: self._fingerprint, on_change=self.ask).run()
+
+    async def _reload(self) -> None:
+        try:
+            settings = await in_daemon_thread("config-reader", self._read)
+        except ConfigError as error:
+            self._refuse(error.problems)
+        except RuntimeError as error:
+            self._refuse((f"No thread could be had to read it: {error}",))
+        else:
+            self._accept(settings)
+
+    def _read(self) -> Settings:
+        from agent.runtime.config_watch import fingerprint_of  # noqa: PLC0415 - not before a reload
+
+        if self._started.config_file is not None:
+            # Before it is read: what changes meanwhile is seen as a change.
+            self._fingerprint = fingerprint_of(self._started.config_file)
+        return self._reread()
+
+    def _accept(self, settings: Settings) -> None:
+        self._vitals.reload_trouble = None
+        for warning in settings.warnings:
+            if warning not in self._warnings:
+                _log.warning("A setting was ignored", extra=log.fields(detail=warning))
+        self._warnings = settings.warnings
+        waiting = tuple(changes_that_need_a_restart(self._started, settings))
+        for name in waiting:
+            _log.warning("A changed setting takes effect at the next start", extra=log.fields(setting=name))
+        self._vitals.awaiting_restart = waiting
+        log.set_level(settings.log_level)
+        self._apply(settings)
+        _log.info("Read the configuration again")
+
+    def _refuse(self, problems: tuple[str, ...]) -> None:
+        self._vitals.reload_trouble = "; ".join(problems)
+        _log.error("Kept the old configuration", extra=log.fields(problems=list(problems)))

@@ -1,0 +1,40 @@
+"""Allocate answers as people and programs read them: the message in protobuf's JSON form.
+
+Source: protobuf's JSON mapping: names in lowerCamelCase, what is empty or false left out; the names are
+those of proto/deviceplugin/v1beta1.
+"""
+
+from typing import Any
+
+from agent.core.injection import ContainerAnswer, DeviceNode, Mount
+
+Json = dict[str, Any]
+
+
+def allocate_response(*answers: ContainerAnswer) -> Json:
+    """Return an AllocateResponse."""
+    return {"containerResponses": [_container(answer) for answer in answers]}
+
+
+def _container(answer: ContainerAnswer) -> Json:
+    parts: Json = {
+        "envs": dict(answer.envs),
+        "mounts": [_mount(mount) for mount in answer.mounts],
+        "devices": [_device_spec(node) for node in answer.device_nodes],
+        "annotations": dict(answer.annotations),
+        "cdiDevices": [{"name": name} for name in answer.cdi_devices],
+    }
+    return {name: part for name, part in parts.items() if part}
+
+
+def _mount(mount: Mount) -> Json:
+    document: Json = {"containerPath": mount.container_path, "hostPath": mount.host_path}
+    return document | {"readOnly": True} if mount.read_only else document
+
+
+def _device_spec(node: DeviceNode) -> Json:
+    return {
+        "containerPath": node.container_path,
+        "hostPath": node.host_path,
+        "permissions": node.permissions,
+    }

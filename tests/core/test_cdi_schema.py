@@ -1,0 +1,192 @@
+"""The schema check refuses what container runtimes refuse, and says where."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from agent.core.cdi_schema import MAX_PROBLEMS, VERSIONS, oldest_version, problems_of
+
+GOOD: dict[str, Any] = {
+    "cdiVersion": "0.5.0",
+    "kind": "k8s.device-plugin.nvidia.com/gpu",
+    "devices": [
+        {
+            "name": "0:1",
+            "containerEdits": {
+                "deviceNodes": [{"path": "/dev/nvidia0", "hostPath": "/dev/nvidia0", "permissions": "rw"}],
+                "hooks": [
+                    {
+                        "hookName": "createContainer",
+                        "path": "/usr/bin/nvidia-ctk",
+                        "args": ["nvidia-ctk", "hook", "create-symlinks"],
+                        "env": ["NVIDIA_CTK_DEBUG=false"],
+                        "timeout": 5,
+                    }
+                ],
+            },
+        }
+    ],
+    "containerEdits": {
+        "env": ["NVIDIA_VISIBLE_DEVICES=void", "EMPTY="],
+        "mounts": [{"hostPath": "/usr/lib/a.so", "containerPath": "/usr/lib/a.so", "options": ["ro"]}],
+    },
+}
+
+Change = Callable[[dict[str, Any]], object]
+
+
+def changed(change: Change) -> dict[str, Any]:
+    document = copy.deepcopy(GOOD)
+    change(document)
+    return document
+
+
+def node(document: dict[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = document["devices"][0]["containerEdits"]["deviceNodes"][0]
+    return found
+
+
+def hook(document: dict[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = document["devices"][0]["containerEdits"]["hooks"][0]
+    return found
+
+
+def mount(document: dict[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = document["containerEdits"]["mounts"][0]
+    return found
+
+
+def test_a_good_specification_has_no_problem() -> None:
+    assert problems_of(GOOD) == ()
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        (lambda d: d.update(version="1"), "version: is no field"),
+        (lambda d: d.pop("cdiVersion"), "cdiVersion: is missing"),
+        (lambda d: d.update(cdiVersion="0.2.0"), "cdiVersion: must be a released version, not '0.2.0'"),
+        (lambda d: d.update(cdiVersion=["0.5.0"]), "cdiVersion: must be a released version"),
+        (lambda d: d.update(kind="gpu"), "kind: must be a kind, not 'gpu'"),
+        (lambda d: d.update(kind="Nvidia.com/gpu"), "kind: must be a kind"),
+        (lambda d: d.update(kind="nvidia.com/gpu/0"), "kind: must be a kind"),
+        (lambda d: d.update(kind="nvidia.com/-gpu"), "kind: must be a kind"),
+        (lambda d: d.update(kind="nvidia.com/gpu\n"), "kind: must be a kind"),
+        (lambda d: d.update(kind=f"{'a.' * 127}com/gpu"), "kind: must be a kind"),
+        (lambda d: d.pop("devices"), "devices: is missing"),
+        (lambda d: d.update(devices=[]), "devices: must not be empty"),
+        (lambda d: d.update(devices={}), "devices: must be a list"),
+        (lambda d: d["devices"].append(d["devices"][0]), "devices: '0:1' is there twice"),
+        (lambda d: d["devices"][0].update(name=""), "devices[0].name: must be a device name"),
+        (lambda d: d["devices"][0].update(name="-0"), "devices[0].name: must be a device name"),
+        (lambda d: d["devices"][0].update(name="a/b"), "devices[0].name: must be a device name"),
+        (lambda d: d["devices"][0].update(name=0), "devices[0].name: must be a device name, not 0"),
+        (lambda d: d["devices"][0].pop("containerEdits"), "devices[0].containerEdits: is missing"),
+        (lambda d: d["devices"][0].update(containerEdits={}), "devices[0].containerEdits: must not be empty"),
+        (lambda d: d["containerEdits"].update(devices=[]), "containerEdits.devices: is no field"),
+        (lambda d: d["containerEdits"].update(env=["A"]), "containerEdits.env[0]: must be NAME=VALUE"),
+        (lambda d: d["containerEdits"].update(env=["=A"]), "containerEdits.env[0]: must be NAME=VALUE"),
+        (
+            lambda d: d["containerEdits"].update(additionalGids=[0]),
+            "containerEdits.additionalGids[0]: must be",
+        ),
+        (
+            lambda d: d["containerEdits"].update(additionalGids=[True]),
+            "containerEdits.additionalGids[0]: must",
+        ),
+        (
+            lambda d: d["containerEdits"].update(additionalGids=[2**32]),
+            "containerEdits.additionalGids[0]: must",
+        ),
+        (lambda d: node(d).pop("path"), "devices[0].containerEdits.deviceNodes[0].path: is missing"),
+        (lambda d: node(d).update(path="dev/nvidia0"), "deviceNodes[0].path: must be an absolute path"),
+        (lambda d: node(d).update(path="/dev/../etc"), "deviceNodes[0].path: must be an absolute path"),
+        (lambda d: node(d).update(path="/dev//nvidia0"), "deviceNodes[0].path: must be an absolute path"),
+        (lambda d: node(d).update(path="/dev/nvidia0\n"), "deviceNodes[0].path: must be an absolute path"),
+        (lambda d: node(d).update(permissions="x"), "deviceNodes[0].permissions: must be permissions"),
+        (lambda d: node(d).update(permissions="rr"), "deviceNodes[0].permissions: must be permissions"),
+        (lambda d: node(d).update(type="x"), "deviceNodes[0].type: must be one of b, c, p, u"),
+        (lambda d: node(d).update(major=195), "deviceNodes[0].major: is no field"),
+        (lambda d: mount(d).pop("hostPath"), "containerEdits.mounts[0].hostPath: is missing"),
+        (lambda d: mount(d).update(options="ro"), "containerEdits.mounts[0].options: must be a list"),
+        (lambda d: mount(d).update(options=[1]), "containerEdits.mounts[0].options[0]: must be text"),
+        (lambda d: hook(d).update(hookName="create"), "hooks[0].hookName: must be one of"),
+        (lambda d: hook(d).update(hookName=[]), "hooks[0].hookName: must be one of"),
+        (lambda d: hook(d).update(path="nvidia-ctk"), "hooks[0].path: must be an absolute path"),
+        (lambda d: hook(d).update(timeout=0), "hooks[0].timeout: must be an integer"),
+        (lambda d: hook(d).update(args=["a\0"]), "hooks[0].args[0]: must be text"),
+        (lambda d: d.update(annotations=[]), "annotations: must be an object"),
+        (lambda d: d.update(annotations={"a": 1}), "annotations.a: must be text"),
+    ],
+)
+def test_what_runtimes_refuse_is_a_problem_with_its_place(change: Change, problem: str) -> None:
+    found = problems_of(changed(change))
+    assert len(found) == 1, found
+    assert problem in found[0]
+
+
+@pytest.mark.parametrize(
+    ("change", "version"),
+    [
+        (lambda _: None, "0.3.0"),
+        (lambda d: mount(d).update(type="none"), "0.4.0"),
+        (lambda d: node(d).update(hostPath="/run/nvidia/driver/dev/nvidia0"), "0.5.0"),
+        (lambda d: d["devices"][0].update(name="0"), "0.5.0"),
+        (lambda d: d.update(annotations={"a": "b"}), "0.6.0"),
+        (lambda d: d["devices"][0].update(annotations={"a": "b"}), "0.6.0"),
+        (lambda d: d.update(kind="nvidia.com/gpu.shared"), "0.6.0"),
+        (lambda d: d["devices"][0]["containerEdits"].update(additionalGids=[44]), "0.7.0"),
+        (lambda d: d["containerEdits"].update(additionalGids=[44]), "0.7.0"),
+    ],
+)
+def test_the_version_is_the_oldest_that_has_what_is_used(change: Change, version: str) -> None:
+    def simplest(document: dict[str, Any]) -> None:
+        document["devices"][0]["name"] = "GPU-0"
+        del node(document)["hostPath"]
+        change(document)
+
+    document = changed(simplest)
+    assert oldest_version(document) == version
+    assert problems_of({**document, "cdiVersion": version}) == ()
+    for older in VERSIONS[: VERSIONS.index(version)]:
+        (problem,) = problems_of({**document, "cdiVersion": older})
+        assert f"{older} has no" in problem
+        assert f"came with {version}" in problem
+
+
+def test_only_so_many_problems_are_told() -> None:
+    document = changed(lambda d: d["containerEdits"].update(env=["A"] * 100))
+    assert len(problems_of(document)) == MAX_PROBLEMS
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(max_size=8),
+    lambda inner: (
+        st.lists(inner, max_size=4)
+        | st.dictionaries(
+            st.sampled_from(
+                (
+                    *("cdiVersion", "kind", "devices", "containerEdits", "name", "env", "deviceNodes"),
+                    *("mounts", "hooks", "path", "hostPath", "annotations", "x"),
+                )
+            ),
+            inner,
+            max_size=5,
+        )
+    ),
+    max_leaves=20,
+)
+
+
+@given(JSON)
+def test_whatever_the_document_is_it_is_judged(document: object) -> None:
+    assert isinstance(problems_of(document), tuple)
+
+
+@given(JSON, st.sampled_from(("devices", "containerEdits", "kind", "cdiVersion", "annotations")))
+def test_whatever_a_part_is_it_is_judged(part: object, key: str) -> None:
+    assert isinstance(problems_of({**GOOD, key: part}), tuple)

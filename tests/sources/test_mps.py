@@ -1,0 +1,150 @@
+"""The MPS source on real directories: it tells what is there, whoever made it."""
+
+import asyncio
+import shutil
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from agent.model.facts import MpsSeen
+from agent.sources.mps import READY_FILE, MpsSettings, MpsSource
+from tests.sources.recorder import Recorder
+
+NEVER_NS = 3_600_000_000_000
+SOON_NS = 10_000_000
+
+EVENTS_ONLY = MpsSettings(recheck_ns=NEVER_NS, poll_ns=NEVER_NS)
+POLLS = MpsSettings(recheck_ns=SOON_NS, poll_ns=SOON_NS)
+
+Start = Callable[[MpsSettings], MpsSource]
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    return tmp_path / "mps"
+
+
+@pytest.fixture
+async def start(recorder: Recorder, root: Path) -> AsyncIterator[Start]:
+    tasks: list[asyncio.Task[None]] = []
+
+    def start(settings: MpsSettings) -> MpsSource:
+        source = MpsSource(
+            inbox=recorder.inbox,
+            mps_root=root,
+            container_root=root.parent / "container",
+            clock=time.monotonic_ns,
+            settings=settings,
+        )
+        tasks.append(asyncio.get_running_loop().create_task(source.run(), name="mps"))
+        return source
+
+    yield start
+    for task in tasks:
+        task.cancel()
+        with suppress(asyncio.CancelledError):
+            await task
+
+
+async def told(recorder: Recorder, *ready: bool) -> list[MpsSeen]:
+    """Wait until exactly this was told, in this order."""
+    await recorder.until(lambda: [fact.ready for fact in recorder.of(MpsSeen)] == list(ready))
+    return recorder.of(MpsSeen)
+
+
+async def test_a_daemon_that_serves_is_told_at_the_first_look(
+    root: Path, start: Start, recorder: Recorder
+) -> None:
+    root.mkdir()
+    (root / READY_FILE).touch()
+    start(EVENTS_ONLY)
+    await told(recorder, True)
+
+
+async def test_a_daemon_that_is_not_there_is_told_with_the_file_that_is_missing(
+    root: Path, start: Start, recorder: Recorder
+) -> None:
+    start(EVENTS_ONLY)
+    (fact,) = await told(recorder, False)
+    assert f"{root / READY_FILE} does not exist" in fact.message
+
+
+async def test_each_start_and_end_of_the_daemon_is_told_once(
+    root: Path, start: Start, recorder: Recorder
+) -> None:
+    root.mkdir()
+    start(EVENTS_ONLY)
+    await told(recorder, False)
+    (root / READY_FILE).write_text('{"resources":[]}')
+    await told(recorder, False, True)
+    (root / "other").touch()
+    (root / READY_FILE).unlink()
+    await told(recorder, False, True, False)
+
+
+async def test_a_root_that_is_made_later_is_found(root: Path, start: Start, recorder: Recorder) -> None:
+    start(POLLS)
+    await told(recorder, False)
+    root.mkdir()
+    (root / READY_FILE).touch()
+    await told(recorder, False, True)
+
+
+async def test_a_root_that_is_made_anew_is_watched_again(
+    root: Path, start: Start, recorder: Recorder
+) -> None:
+    root.mkdir()
+    (root / READY_FILE).touch()
+    start(POLLS)
+    await told(recorder, True)
+    shutil.rmtree(root)
+    await told(recorder, True, False)
+    root.mkdir()
+    (root / READY_FILE).touch()
+    await told(recorder, True, False, True)
+
+
+async def test_in_a_container_the_mounted_root_counts(root: Path, start: Start, recorder: Recorder) -> None:
+    mounted = root.parent / "container"
+    mounted.mkdir()
+    (mounted / READY_FILE).touch()
+    start(EVENTS_ONLY)
+    await told(recorder, True)
+
+
+async def test_a_root_of_this_node_counts_before_a_mounted_one(
+    root: Path, start: Start, recorder: Recorder
+) -> None:
+    mounted = root.parent / "container"
+    mounted.mkdir()
+    (mounted / READY_FILE).touch()
+    root.mkdir()
+    start(EVENTS_ONLY)
+    (fact,) = await told(recorder, False)
+    assert str(root) in fact.message
+
+
+async def test_something_else_in_the_place_of_the_file_is_no_readiness(
+    root: Path, start: Start, recorder: Recorder
+) -> None:
+    (root / READY_FILE).mkdir(parents=True)
+    start(EVENTS_ONLY)
+    (fact,) = await told(recorder, False)
+    assert "is no file" in fact.message
+
+
+async def test_without_inotify_the_directory_is_looked_at_again_and_again(
+    root: Path, start: Start, recorder: Recorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def at_the_limit(_directory: Path) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("agent.sources.mps.DirectoryWatch", at_the_limit)
+    root.mkdir()
+    start(POLLS)
+    await told(recorder, False)
+    (root / READY_FILE).touch()
+    await told(recorder, False, True)
