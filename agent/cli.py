@@ -46,6 +46,8 @@ GROUPS: Final = {
         Command("status", "Show the running agent and why the node is not ready", "agent.commands.status"),
         Command("devices", "Show each device, its health and the reason", "agent.commands.devices"),
         Command("topology", "Show how the GPUs are connected", "agent.commands.topology"),
+        Command("contexts", "Show each process on a GPU and its CUDA contexts", "agent.commands.contexts"),
+        Command("owners", "Show who was given each GPU, and who really uses it", "agent.commands.owners"),
         Command("events", "Show what happened", "agent.commands.events"),
         Command("allocate", "Show what a container would get, as a dry run", "agent.commands.allocate"),
     ),

@@ -160,6 +160,11 @@ def age(duration_ns: int) -> str:
     return f"{minutes}m{seconds % 60}s" if minutes else f"{seconds}s"
 
 
+def size(count: object) -> str:
+    """Return a number of bytes in MiB, as NVIDIA's tools show memory."""
+    return f"{count // 2**20}MiB" if isinstance(count, int) else UNKNOWN
+
+
 def colour_health(line: str, health: str, *, is_coloured: bool) -> str:
     """Return a line of a table with the health in colour."""
     if not is_coloured or health not in _COLOURS:

@@ -6,7 +6,7 @@ the time of day for people and as monotonic nanoseconds for programs.
 """
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import fields
+from dataclasses import asdict, fields
 from typing import Final
 
 from agent import __version__
@@ -17,6 +17,7 @@ from agent.model.health import Condition
 from agent.model.ids import ALL, GpuUuid
 from agent.model.sample import GpuSample
 from agent.model.snapshot import Device, DriverView, Finding, GpuView, Resource, Snapshot
+from agent.model.usage import ProbeView
 from agent.views.events import Entry
 
 API_VERSION: Final = "gpu-agent/v1"
@@ -131,8 +132,8 @@ def condition(active: Condition, time_of: TimeOf) -> Json:
         "lasts": active.lasts,
         "count": active.count,
         "clean_probes": active.clean_probes,
-        **_moment("since", active.since_ns, time_of),
-        **_moment("last", active.last_ns, time_of),
+        **moment("since", active.since_ns, time_of),
+        **moment("last", active.last_ns, time_of),
     }
 
 
@@ -151,7 +152,7 @@ def _resource(resource: Resource, time_of: TimeOf) -> Json:
         "allocatable": resource.allocatable,
         "registration": resource.phase.value,
         "message": resource.message,
-        **_moment("since", resource.since_ns, time_of),
+        **moment("since", resource.since_ns, time_of),
     }
 
 
@@ -191,7 +192,7 @@ def events(entries: Iterable[Entry], *, last: int, missed: int, time_of: TimeOf)
 def _event(entry: Entry, time_of: TimeOf) -> Json:
     return {
         "number": entry.number,
-        **_moment("time", entry.at_ns, time_of),
+        **moment("time", entry.at_ns, time_of),
         "kind": entry.event.kind.value,
         "message": entry.event.message,
         "warning": entry.event.warning,
@@ -203,7 +204,7 @@ def state(snapshot: Snapshot, time_of: TimeOf) -> Json:
     """Return the whole picture, for people who look for a fault."""
     return {
         "apiVersion": API_VERSION,
-        **_moment("changed", snapshot.at_ns, time_of),
+        **moment("changed", snapshot.at_ns, time_of),
         "driver": _driver(snapshot.driver),
         "kubelet_socket": None if snapshot.kubelet is None else {"inode": snapshot.kubelet.inode},
         "gpus": [_gpu(view) for view in snapshot.gpus],
@@ -213,6 +214,7 @@ def state(snapshot: Snapshot, time_of: TimeOf) -> Json:
         "released_until": None if snapshot.released_until_ns is None else time_of(snapshot.released_until_ns),
         "released_until_monotonic_ns": snapshot.released_until_ns,
         "driver_released": snapshot.driver_released,
+        "probe": probe(snapshot.probe),
         "observe": snapshot.policy.observe,
         "observed_flips": snapshot.observed_flips,
         "tasks": {
@@ -223,6 +225,11 @@ def state(snapshot: Snapshot, time_of: TimeOf) -> Json:
         "ready": snapshot.ready,
         "reasons": [_finding(finding) for finding in snapshot.findings],
     }
+
+
+def probe(view: ProbeView | None) -> Json | None:
+    """Return how the probe is; null: it is off, or was not begun yet."""
+    return None if view is None else asdict(view) | {"missing": dict(view.missing)}
 
 
 def _driver(driver: DriverView) -> Json:
@@ -279,7 +286,7 @@ def bundle(
     return {
         "apiVersion": API_VERSION,
         "version": __version__,
-        **_moment("changed", snapshot.at_ns, time_of),
+        **moment("changed", snapshot.at_ns, time_of),
         "why": None if why is None else condition(why, time_of),
         "driver": _driver(snapshot.driver),
         "gpu": _gpu(view),
@@ -289,8 +296,8 @@ def bundle(
     }
 
 
-def _moment(name: str, at_ns: int, time_of: TimeOf) -> Json:
-    """Zero is a moment of another boot, of which only that it was before this one is known."""
+def moment(name: str, at_ns: int, time_of: TimeOf) -> Json:
+    """Return a moment both ways; zero is one of another boot, of which is only known that it was before."""
     return {name: time_of(at_ns) if at_ns else None, f"{name}_monotonic_ns": at_ns}
 
 
