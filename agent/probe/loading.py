@@ -39,6 +39,7 @@ MAX_OUTPUT_BYTES: Final = 4 << 20
 """What the loader process may write to standard error; a verifier can be long-winded."""
 _GRACE_S: Final = 5.0
 """How long the process may take to end once it has answered."""
+_CUT: Final = b"\n...\n"
 _ROOT: Final = str(Path(agent.__file__).parent.parent)
 # Neither site-packages nor the environment: the process imports what is named here, and bcc.
 _PYTHON: Final = (sys.executable, "-ISs", "-W", "ignore", "-c")
@@ -106,12 +107,12 @@ class _Run:
             message, descriptors = self._received(ours, process)
         try:
             if not message:
-                raise _died(process.returncode, _head(output))
+                raise _died(process.returncode, _excerpt(output))
             return Probe(read_reply(message), descriptors, request)
         except ProbeLoadError as error:
             for descriptor in descriptors:
                 os.close(descriptor)
-            error.detail = error.detail or _head(output)
+            error.detail = error.detail or _excerpt(output)
             raise
 
     def _start(self, request: Request, channel: int, output: int) -> subprocess.Popen[bytes]:
@@ -178,5 +179,10 @@ def _output() -> Iterator[int]:
         os.close(descriptor)
 
 
-def _head(output: int) -> str:
-    return os.pread(output, MAX_DETAIL_BYTES, 0).decode(errors="replace").strip("\0")
+def _excerpt(output: int) -> str:
+    """Return the beginning and the end of what was written, at most MAX_DETAIL_BYTES."""
+    written = os.pread(output, MAX_OUTPUT_BYTES, 0).strip(b"\0")
+    if len(written) > MAX_DETAIL_BYTES:
+        half = MAX_DETAIL_BYTES // 2 - len(_CUT)
+        written = written[:half] + _CUT + written[-half:]
+    return written.decode(errors="replace")

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import asdict, dataclass, field
+from itertools import pairwise
 from typing import Any, Final, Literal
 
 from agent.errors import ProbeLoadError
@@ -17,7 +18,8 @@ MAX_DESCRIPTORS: Final = 128
 """Linux passes at most 253 in one message."""
 MAX_DETAIL_BYTES: Final = 16_384
 """What is kept of a compiler's or verifier's output."""
-MAX_SUMMARY_CHARACTERS: Final = 300
+MAX_SUMMARY_CHARACTERS: Final = 400
+MAX_LINE_CHARACTERS: Final = 200
 
 RING_BYTES: Final = 1 << 20
 PROCESSES: Final = 65_536
@@ -126,14 +128,15 @@ def read_reply(message: bytes) -> Reply:
 def last_useful_line(output: str) -> str:
     """Return the line of a compiler's or verifier's output that says what is wrong."""
     lines = [line.strip() for line in output.splitlines() if line.strip()]
-    told = [line for line in lines if "error:" in line] or [line for line in lines if not _is_noise(line)]
-    if not told:
+    if not lines:
         return "no reason was given"
-    line = told[0] if "error:" in told[0] else told[-1]
-    omitted = len(lines) - 1
-    return line[:200] + (f" ({omitted} line(s) omitted)" if omitted else "")
+    omitted = f" ({len(lines) - 1} line(s) omitted)" if len(lines) > 1 else ""
+    return _telling(lines)[:MAX_LINE_CHARACTERS] + omitted
 
 
-def _is_noise(line: str) -> bool:
-    """Tell whether a line of a verifier's log says nothing: its counters, its frame."""
-    return line.startswith(("processed ", "-- ", "libbpf: --", "verification time", "stack depth"))
+def _telling(lines: list[str]) -> str:
+    """A compiler tells first what it stumbled over, the verifier last, before its counters."""
+    for line, following in pairwise(lines):
+        if following.startswith("processed "):
+            return line
+    return next((line for line in lines if "error:" in line), lines[-1])

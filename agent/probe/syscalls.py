@@ -66,6 +66,8 @@ class MapInfo(NamedTuple):
     """What the kernel says of a map."""
 
     kind: int
+    number: int
+    """The map's own, on the whole machine."""
     key_bytes: int
     value_bytes: int
     max_entries: int
@@ -76,8 +78,7 @@ def map_info(descriptor: int) -> MapInfo:
     # struct bpf_map_info begins with type, id, key_size, value_size, max_entries.
     info = ctypes.create_string_buffer(88)
     bpf(_Command.OBJECT_INFO, struct.pack("=IIQ", descriptor, len(info), ctypes.addressof(info)))
-    kind, _, key_bytes, value_bytes, max_entries = struct.unpack_from("=IIIII", info.raw)
-    return MapInfo(kind, key_bytes, value_bytes, max_entries)
+    return MapInfo._make(struct.unpack_from("=IIIII", info.raw))
 
 
 def map_lookup(descriptor: int, key: bytes, value_bytes: int) -> bytes | None:
