@@ -44,12 +44,13 @@ def wait():
 class Caller:
     """Runs lines of code in a process of its own, up to each ``wait()`` that they contain."""
 
-    def __init__(self, code: str, *arguments: object) -> None:
+    def __init__(self, code: str, *arguments: object, keep: tuple[int, ...] = ()) -> None:
         self._process = subprocess.Popen(
             [sys.executable, "-ISc", _PRELUDE + code, *map(str, arguments)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
+            pass_fds=keep,
         )
         self.pid = self._process.pid
 

@@ -8,11 +8,10 @@ import pytest
 from agent.model.rm import HeldFile, ProcessCounters, RmEvent, RmEventKind, RmObject
 from agent.probe.probe import Probe
 from tests.probe.caller import CLIENT, CONTEXT, DEVICE, ROOT, Caller, ran
-from tests.probe.conftest import MEMORY_MAJOR, MISC_MAJOR
+from agent.probe.kernel import Majors
+from tests.probe.conftest import MEMORY_MAJOR, device_of
 
 PRIME = 10_007
-GPU_DEVICE = MEMORY_MAJOR << 20 | 3
-UVM_DEVICE = MISC_MAJOR << 20 | 229
 
 
 def counters(probe: Probe, pid: int) -> ProcessCounters:
@@ -72,12 +71,10 @@ def test_every_event_is_on_the_ring_or_counted_as_lost(probe: Probe, gpu: Path) 
 
     after = probe.read_statistics()
     told = after.events + after.lost - before.events - before.lost
-    # Other processes open /dev/null meanwhile, so at least.
-    assert told >= 2 * PRIME
+    # Another process may use the device meanwhile, so at least.
+    assert told >= 2 * PRIME + 1
     assert after.lost > before.lost
-    received = len(events(probe, pid))
-    assert received <= after.events - before.events
-    assert received > 0
+    assert 0 < len(events(probe, pid)) <= after.events - before.events
 
 
 def test_an_object_has_who_made_it_and_through_which_file(probe: Probe, gpu: Path) -> None:
@@ -87,7 +84,7 @@ def test_an_object_has_who_made_it_and_through_which_file(probe: Probe, gpu: Pat
 
         assert (one.client, one.handle, one.rm_class, one.parent) == (CLIENT, 7, CONTEXT, 5)
         assert (held.tgid, held.start_ticks) == (caller.pid, one.start_ticks)
-        assert held.device == GPU_DEVICE
+        assert held.device == device_of(gpu)
         assert one.start_ticks == start_ticks(caller.pid)
         assert counters(probe, caller.pid).start_ticks == one.start_ticks
 
@@ -109,7 +106,7 @@ def test_lifecycle_is_told_in_order(probe: Probe, gpu: Path) -> None:
     ]
     opened, allocated, freed, closed, _ = told
     assert opened.file == allocated.file == freed.file == closed.file
-    assert {event.device for event in told[:4]} == {GPU_DEVICE}
+    assert {event.device for event in told[:4]} == {device_of(gpu)}
     assert (allocated.client, allocated.handle, allocated.rm_class) == (CLIENT, 7, CONTEXT)
     assert [event.at_ns for event in told] == sorted(event.at_ns for event in told)
 
@@ -234,7 +231,11 @@ def test_a_block_that_cannot_be_read_is_counted(probe: Probe, gpu: Path) -> None
     assert counters(probe, pid).calls == 1
 
 
-def test_unified_memory_says_whose_gpu_a_client_uses(probe: Probe, gpu: Path, uvm: Path) -> None:
+def test_unified_memory_says_whose_gpu_a_client_uses(
+    probe: Probe, gpu: Path, uvm: Path, request: pytest.FixtureRequest
+) -> None:
+    request.addfinalizer(lambda: probe.set_majors(Majors()))
+    probe.set_majors(Majors(uvm=MEMORY_MAJOR))
     code = """
 fd = os.open(sys.argv[2], os.O_RDWR)
 plain(fd, 25, bytearray(bytes(range(16)) + struct.pack("=IIII", 4, CLIENT, 99, 0)))
@@ -244,7 +245,7 @@ plain(fd, 26, bytearray(bytes(range(16)) + struct.pack("=I", 0)))
 
     registered, unregistered = [event for event in events(probe, pid) if event.kind is RmEventKind.UVM]
     assert (registered.rm_class, unregistered.rm_class) == (25, 26)
-    assert (registered.client, registered.handle, registered.device) == (CLIENT, 99, UVM_DEVICE)
+    assert (registered.client, registered.handle, registered.device) == (CLIENT, 99, device_of(uvm))
     assert struct.pack("=II", registered.parent, registered.detail) == bytes(range(8))
 
 
@@ -262,16 +263,25 @@ def test_a_gpu_bound_to_a_control_file_is_told(probe: Probe, gpu: Path) -> None:
     assert bound.detail == 17
 
 
-def test_other_devices_cost_no_row(probe: Probe, tmp_path: Path) -> None:
+def test_other_devices_cost_no_row(probe: Probe, uvm: Path, tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.touch()
-    pid = ran("fd = os.open(sys.argv[1], os.O_RDWR)\nalloc(fd, 7, CONTEXT)\nos.close(fd)\n", file)
+    for other in (uvm, file):
+        pid = ran(OPENED + "alloc(fd, 7, CONTEXT)\nos.dup2(fd, 9)\nos.close(fd)\n", other)
 
-    assert [event.kind for event in events(probe, pid) if event.device != GPU_DEVICE] in (
-        [],
-        [RmEventKind.EXIT],
-    )
-    assert objects(probe, pid) == []
+        assert events(probe, pid) == []
+        assert pid not in {row.tgid for row in probe.read_processes()}
+
+
+def test_a_number_that_becomes_known_counts_from_then_on(
+    probe: Probe, uvm: Path, request: pytest.FixtureRequest
+) -> None:
+    request.addfinalizer(lambda: probe.set_majors(Majors()))
+    with Caller(OPENED + "wait()\n" + OPENED + "wait()\n", uvm) as caller:
+        probe.set_majors(Majors(uvm=MEMORY_MAJOR))
+        caller.resume()
+
+        assert counters(probe, caller.pid).opens == 1
 
 
 def test_a_child_is_told_and_a_thread_is_not(probe: Probe, gpu: Path) -> None:
@@ -346,7 +356,7 @@ os.close(fd)
     caller = Caller(code, gpu)
     assert caller._process.stdout is not None
     child = int(caller._process.stdout.readline())
-    held = [one for one in probe.scan().held if one.tgid == child and one.device == GPU_DEVICE]
+    held = [one for one in probe.scan().held if one.tgid == child and one.device == device_of(gpu)]
     assert events(probe, child) == []
 
     probe.watch(held)
@@ -368,6 +378,6 @@ def test_rows_that_are_forgotten_are_gone(probe: Probe, gpu: Path) -> None:
 def test_watching_a_process_that_is_known_keeps_its_counts(probe: Probe, gpu: Path) -> None:
     with Caller(OPENED + "wait()\n", gpu) as caller:
         before = counters(probe, caller.pid)
-        probe.watch([HeldFile(caller.pid, 0, 1, GPU_DEVICE, 1, 1)])
+        probe.watch([HeldFile(caller.pid, 0, 1, device_of(gpu), 1, 1)])
 
         assert counters(probe, caller.pid) == before

@@ -49,9 +49,7 @@ def test_without_a_driver_no_number_is_invented(machine: Machine) -> None:
     ("version", "offset"),
     [("525.147.05", 24), ("530.41", 24), ("535.104.05", 28), ("570.148.08", 28), ("1000.1", 28)],
 )
-def test_an_older_driver_has_its_status_elsewhere(
-    machine: Machine, version: str, offset: int
-) -> None:
+def test_an_older_driver_has_its_status_elsewhere(machine: Machine, version: str, offset: int) -> None:
     machine.with_driver(version=version)
 
     assert kernel.short_alloc_status(machine.roots) == offset
@@ -148,6 +146,4 @@ def test_a_tier_that_is_wanted_and_not_possible_is_refused_with_its_reason(
 def test_this_kernel_decides_the_tier_by_what_it_has() -> None:
     has_kprobes = Path("/sys/bus/event_source/devices/kprobe/type").exists()
 
-    assert kernel.choose_tier("auto", Roots(), doubles=False) == (
-        "driver" if has_kprobes else "syscalls"
-    )
+    assert kernel.choose_tier("auto", Roots(), doubles=False) == ("driver" if has_kprobes else "syscalls")

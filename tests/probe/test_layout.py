@@ -64,15 +64,11 @@ def described(tmp_path_factory: pytest.TempPathFactory) -> dict[str, btf.StructL
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_members_are_where_the_compiler_has_them(
-    described: dict[str, btf.StructLayout], name: str
-) -> None:
+def test_members_are_where_the_compiler_has_them(described: dict[str, btf.StructLayout], name: str) -> None:
     form, members = FORMATS[name]
     codes = re.sub(r"(\d+)(\w)", lambda found: found[2] * int(found[1]), form.format.lstrip("="))
 
-    at = {
-        member: struct.calcsize("=" + codes[:index]) for index, member in enumerate(members.split())
-    }
+    at = {member: struct.calcsize("=" + codes[:index]) for index, member in enumerate(members.split())}
     assert described[name].size == form.size
     assert described[name].offsets == at
 

@@ -197,9 +197,7 @@ def test_headers_of_another_kernel_without_btf(tmp_path: Path) -> None:
     machine = Machine(tmp_path / "machine", release=RELEASE.replace("5.4", "5.14"))
     machine.with_headers(f"modules/{OTHER_RELEASE}/build")
     machine.write("sys/kernel/tracing/events/x", "")
-    error = refused(
-        Request(loader="bcc", roots=machine.roots, bcc_paths=fake_bcc(tmp_path, "Exception()"))
-    )
+    error = refused(Request(loader="bcc", roots=machine.roots, bcc_paths=fake_bcc(tmp_path, "Exception()")))
 
     assert error.code == "kernel_headers_mismatch"
     assert OTHER_RELEASE in str(error)
@@ -304,9 +302,7 @@ def test_a_module_bcc_that_cannot_be_imported(tmp_path: Path, machine: Machine) 
     (tmp_path / "bcc/__init__.py").write_text("raise OSError('libbcc.so.0: cannot open shared object file')")
     machine.with_headers("modules/6.1.0-9-amd64/build")
 
-    error = refused(
-        Request(loader="bcc", bcc_paths=(str(tmp_path),), roots=machine.kernel_of_this_machine)
-    )
+    error = refused(Request(loader="bcc", bcc_paths=(str(tmp_path),), roots=machine.kernel_of_this_machine))
 
     assert error.code == "bcc_missing"
     assert "libbcc.so.0" in str(error)
@@ -326,9 +322,7 @@ def test_a_compiler_that_fails_is_told_in_one_line_and_asked_once(tmp_path: Path
     assert compilations(tmp_path) == 1
 
 
-def test_a_kernel_that_forbids_although_the_capabilities_are_there(
-    tmp_path: Path, machine: Machine
-) -> None:
+def test_a_kernel_that_forbids_although_the_capabilities_are_there(tmp_path: Path, machine: Machine) -> None:
     machine.with_headers("modules/6.1.0-9-amd64/build")
     paths = fake_bcc(tmp_path, "PermissionError(1, 'Operation not permitted')")
 
@@ -398,7 +392,9 @@ def test_an_object_of_another_version_is_not_read_wrongly(object_path: Path, tmp
     header = tmp_path / "bpf/gpu_probe.h"
     header.write_text(
         header.read_text()
-        .replace("unsigned int tgid, rm_class, parent, gpu;", "unsigned int tgid, rm_class, parent, gpu, x, y;")
+        .replace(
+            "unsigned int tgid, rm_class, parent, gpu;", "unsigned int tgid, rm_class, parent, gpu, x, y;"
+        )
         .replace("sizeof(struct gpu_object) == 48", "sizeof(struct gpu_object) == 56")
     )
     built = tmp_path / "old.o"
@@ -531,7 +527,11 @@ def test_one_line_of_many_is_told(output: str, line: str) -> None:
 
 def test_a_request_arrives_as_it_was_sent() -> None:
     request = Request(
-        loader="core", tier="driver", doubles=Doubles(filesystem=7), bcc_paths=("/a", "/b"), roots=Roots(sys="/s")
+        loader="core",
+        tier="driver",
+        doubles=Doubles(filesystem=7),
+        bcc_paths=("/a", "/b"),
+        roots=Roots(sys="/s"),
     )
 
     assert Request.from_json(request.to_json()) == request

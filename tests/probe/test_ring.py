@@ -138,9 +138,7 @@ def test_a_position_that_cannot_be_ends_nowhere(fake: FakeRing, ring: Ring) -> N
     assert [event.handle for event in ring.read()] == [5]
 
 
-def test_a_batch_is_bounded(
-    fake: FakeRing, ring: Ring, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_batch_is_bounded(fake: FakeRing, ring: Ring, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Ring, "BATCH", 10)
     for handle in range(25):
         fake.write(payload(handle))
