@@ -35,6 +35,8 @@ class Process:
     """It called exec, so what was looked at may have changed."""
     files: dict[int, int] = field(default_factory=dict)
     """Descriptors by file."""
+    closed: set[int] = field(default_factory=set)
+    """Files of which it closed a descriptor since the last scan; it may have others."""
     event_ns: int = 0
     exiting_ns: int | None = None
     exit_told: bool = False
@@ -68,8 +70,10 @@ class File:
     """When an event told of it last; 0: none did, so it may be older than the probe."""
     scan_ns: int = 0
     holders: set[Process] = field(default_factory=set)
+    is_older: bool = False
+    """It was there before the probe."""
     maker: Process | None = None
-    """Of a file that is older than the probe: who is taken to have made it."""
+    """Of a control file that is older than the probe: who is taken to have made it."""
 
 
 Files = dict[Process, dict[int, tuple[int, int]]]
@@ -176,6 +180,8 @@ class Holders:
                 return before
             self._end(before, process.since_ns)
         process.start = start
+        # An exit that was told of somebody nobody had looked at may be of another who had the pid.
+        process.exiting_ns, process.exit_told = None, False
         return process
 
     def _merge(self, process: Process, into: Process) -> None:
@@ -259,6 +265,10 @@ class Holders:
             file.maker.made -= 1
         self._clients.file_ended(name)
 
+    def is_older(self, name: int) -> bool:
+        """Return whether a file was there before the probe."""
+        return name in self.files and self.files[name].is_older
+
     def expect(self, name: int, at_ns: int) -> None:
         """Take that there is a file, of which only what was made with it tells."""
         if name not in self.files:
@@ -283,7 +293,12 @@ class Holders:
         return found
 
     def _replace(self, found: Files, at_ns: int) -> None:
-        kept = {process: self._kept(process, at_ns) for process in self.processes.values()}
+        kept = {
+            process: self._kept(
+                process, at_ns, is_exiting=process.exiting_ns is not None and process not in found
+            )
+            for process in self.processes.values()
+        }
         for file in self.files.values():
             file.holders = set()
         for names in found.values():
@@ -301,16 +316,17 @@ class Holders:
                 self._forget_if_done(process)
         self.in_doubt = False
 
-    def _kept(self, process: Process, at_ns: int) -> Mapping[int, int]:
+    def _kept(self, process: Process, at_ns: int, *, is_exiting: bool) -> Mapping[int, int]:
         """Return the files that a process still holds although a scan did not show it.
 
-        They came while the scan ran; or the process began to exit: then its table of descriptors is gone
-        at once, and the files only when the driver has let go of them.
+        They came while the scan ran; or the process exits: then its whole table of descriptors is gone at
+        once, and its files only when the driver has let go of them.
         """
+        closed, process.closed = process.closed, set()
         return {
             name: fds
             for name, fds in process.files.items()
-            if process.exiting_ns is not None or self.files[name].event_ns >= at_ns
+            if self.files[name].event_ns >= at_ns or (is_exiting and name not in closed)
         }
 
     # Bounds

@@ -186,17 +186,24 @@ class Clients:
         _discard(self._by_file, client.file, handle)
         _discard(self._by_owner, client.owner, handle)
 
-    def rebuilt(self, rows: Iterable[RmObject], owner_of: Callable[[RmObject], int]) -> None:
+    def rebuilt(
+        self,
+        rows: Iterable[RmObject],
+        owner_of: Callable[[RmObject], int],
+        is_older: Callable[[int], bool],
+    ) -> None:
         """Take the rows of the kernel's map instead of everything that was told before.
 
-        A row outlives its object where that died with its parent: such rows are told as removed.
+        A row outlives its object where that died with its parent: such rows are told as removed. Of files
+        that are older than the probe (``is_older``) the parents may have no row.
         """
-        owners = {client.handle: client.owner for client in self}
+        before = self._clients
         live_before = self._live()
         self._clients, self._by_file, self._by_owner, self._count = {}, {}, {}, 0
-        for row in _alive(rows, self._removed):
-            owner = owners.get(row.client)
-            self.allocated(row, owner_of(row) if owner is None else owner)
+        for row in _alive(rows, self._removed, is_older):
+            known = before.get(row.client)
+            is_new = known is None or (row.rm_class in ROOTS and not known.whole)
+            self.allocated(row, owner_of(row) if is_new or known is None else known.owner)
         del self._removed[:-MAX_OBJECTS]
         live = self._live()
         for (owner, gpu), count in live_before.items():
@@ -357,11 +364,10 @@ def _instance(client: Client, handle: int) -> int:
     return NO_INSTANCE
 
 
-def _alive(rows: Iterable[RmObject], removed: list[Removed]) -> list[RmObject]:
-    """Return the rows whose ancestors live, roots first, then as they were made; the others are removed.
-
-    Where the client's own row is missing it is older than the probe, and so may be parents in it.
-    """
+def _alive(
+    rows: Iterable[RmObject], removed: list[Removed], is_older: Callable[[int], bool]
+) -> list[RmObject]:
+    """Return the rows whose ancestors live, roots first, then as they were made; the others are removed."""
     by_name = {(row.client, row.handle): row for row in rows}
     lives: dict[tuple[int, int], bool] = {}
     for name in by_name:
@@ -372,7 +378,7 @@ def _alive(rows: Iterable[RmObject], removed: list[Removed]) -> list[RmObject]:
             at = _above(by_name, by_name[at])
         above = True if at is None else lives.get(at, False)
         for each in reversed(path):
-            above = lives[each] = above and _fits(by_name, by_name[each])
+            above = lives[each] = above and _fits(by_name, by_name[each], is_older)
     removed += [Removed(*name, row.at_ns) for name, row in by_name.items() if not lives[name]]
     living = (row for name, row in by_name.items() if lives[name])
     return sorted(living, key=lambda row: (row.rm_class not in ROOTS, row.at_ns))
@@ -386,7 +392,7 @@ def _above(rows: dict[tuple[int, int], RmObject], row: RmObject) -> tuple[int, i
     return name if name in rows else None
 
 
-def _fits(rows: dict[tuple[int, int], RmObject], row: RmObject) -> bool:
+def _fits(rows: dict[tuple[int, int], RmObject], row: RmObject, is_older: Callable[[int], bool]) -> bool:
     """Whether a row can be of a live object, if its parent is."""
     if row.rm_class in ROOTS:
         return True
@@ -394,4 +400,4 @@ def _fits(rows: dict[tuple[int, int], RmObject], row: RmObject) -> bool:
     if parent is not None:
         # A parent that is younger is another object, which got the handle later.
         return parent.at_ns <= row.at_ns
-    return (row.client, row.client) not in rows
+    return (row.client, row.client) not in rows and is_older(row.file)

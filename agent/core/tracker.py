@@ -124,7 +124,7 @@ class Tracker:
         Events that are older are in it already. Rows of files that nobody holds are stale.
         """
         self._rebuilt_ns = at_ns
-        self._clients.rebuilt(rows, lambda row: self._holders.of_row(row).number)
+        self._clients.rebuilt(rows, lambda row: self._holders.of_row(row).number, self._holders.is_older)
         for client in self._clients:
             self._holders.expect(client.file, client.at_ns)
         self._wants_rebuild = False
@@ -171,7 +171,9 @@ class Tracker:
                 process.exiting_ns, process.exit_told = event.at_ns, True
             case RmEventKind.RESCAN:
                 process.is_look_old = True
-            case RmEventKind.CLOSE | RmEventKind.FORK:
+            case RmEventKind.CLOSE:
+                process.closed.add(event.file)
+            case RmEventKind.FORK:
                 pass
 
     def _take_object(self, event: RmEvent, process: Process) -> None:
@@ -197,7 +199,7 @@ class Tracker:
                 file = self._holders.files[name]
                 if file.event_ns:
                     continue
-                process.partial = True
+                process.partial = file.is_older = True
                 if file.device == CONTROL and (
                     file.maker is None or process.key[::-1] < file.maker.key[::-1]
                 ):

@@ -202,6 +202,7 @@ class AgainstTheKernel(RuleBasedStateMachine):
                 self.scan()
         self.tell_ends()
         self.look()
+        self.scan()
         picture = self.tracker.picture(self.world.now_ns)
         assert picture.complete
         assert totals_of(picture) == self.true_totals()
