@@ -95,6 +95,7 @@ _Quiet = (
     | facts.AllocationsListed
     | facts.GpuUseSeen
     | facts.ProbeSeen
+    | facts.DeviceCallsSeen
     | facts.GpuMemorySeen
     | facts.PodsSeen
     | facts.KubeletSocketSeen
@@ -153,6 +154,8 @@ def _known(state: State, fact: _Quiet, now_ns: int) -> State:  # noqa: C901, PLR
             return replace(state, memory={**state.memory, fact.gpu: fact.memory})
         case facts.ProbeSeen():
             return replace(state, probe=fact.probe)
+        case facts.DeviceCallsSeen():
+            return replace(state, device_calls=fact.calls)
         case facts.PodsSeen():
             return replace(state, pods_seen=fact.pods, pods_seen_ns=now_ns)
         case facts.KubeletSocketSeen():

@@ -19,7 +19,7 @@ from agent.model.policy import Policy
 from agent.model.sample import GpuSample
 from agent.model.snapshot import Device, DriverView, Durable, TaskView
 from agent.model.topology import Survey, Topology
-from agent.model.usage import GpuMemory, Pods, ProbeView, Usage
+from agent.model.usage import DeviceCall, GpuMemory, Pods, ProbeView, Usage
 
 MAX_AWAITED: Final = 256
 """Conditions kept of GPUs that did not come back after a reboot; the oldest go when there are more."""
@@ -101,6 +101,7 @@ class State:
     """The pods that live on this node, and when that was told."""
     probe: ProbeView | None = None
     """None: there is none, or it was not begun yet."""
+    device_calls: Mapping[GpuUuid, DeviceCall] = field(default_factory=_nothing)
     usage: Usage | None = None
     usage_ns: int = 0
     """Who uses the driver, and when that was told."""

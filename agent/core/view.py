@@ -48,6 +48,7 @@ def snapshot_of(state: State) -> Snapshot:
         pods=state.pods,
         pods_seen=state.pods_seen,
         probe=state.probe,
+        device_calls=state.device_calls,
         usage=state.usage,
         memory=state.memory,
         released_until_ns=state.released_until_ns,

@@ -15,7 +15,7 @@ from agent.model.ids import ALL, DeviceId, GpuUuid, ResourceName, SocketIdentity
 from agent.model.policy import Policy
 from agent.model.sample import GpuSample
 from agent.model.topology import Survey
-from agent.model.usage import GpuMemory, Pods, ProbeView, Usage
+from agent.model.usage import DeviceCall, GpuMemory, Pods, ProbeView, Usage
 
 
 class Message(Protocol):
@@ -423,6 +423,14 @@ class ProbeSeen(_State):
 
 
 @dataclass(frozen=True, slots=True)
+class DeviceCallsSeen(_State):
+    """What the kernel saw of the calls that show whether devices answer; those that were made so far."""
+
+    calls: Mapping[GpuUuid, DeviceCall]
+    source: SourceName = PROBE
+
+
+@dataclass(frozen=True, slots=True)
 class GpuMemorySeen(_State):
     """How much memory of a GPU is used, and by whom; one health poll."""
 
@@ -594,6 +602,7 @@ Fact = (
     | AllocationsListed
     | GpuUseSeen
     | ProbeSeen
+    | DeviceCallsSeen
     | GpuMemorySeen
     | PodsSeen
     | MpsSeen

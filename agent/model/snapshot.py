@@ -11,7 +11,7 @@ from agent.model.policy import Policy
 from agent.model.sample import GpuSample
 from agent.model.sharing import SharingStrategy
 from agent.model.topology import Topology
-from agent.model.usage import GpuMemory, Pods, ProbeView, Usage
+from agent.model.usage import DeviceCall, GpuMemory, Pods, ProbeView, Usage
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,6 +159,8 @@ class Snapshot:
     """The pods that live on this node; None: not known, or not known recently."""
     probe: ProbeView | None = None
     """None: it is off, or not begun yet."""
+    device_calls: Mapping[GpuUuid, DeviceCall] = field(default_factory=dict)
+    """Whether the driver answers on each GPU, as seen in the kernel; a GPU that was not called is missing."""
     usage: Usage | None = None
     """Who uses the driver; None: not known, or not known recently."""
     memory: Mapping[GpuUuid, GpuMemory] = field(default_factory=dict)

@@ -207,6 +207,16 @@ class PodSeen:
 Pods = Mapping[PodUid, PodSeen]
 
 
+class DeviceCall(NamedTuple):
+    """What the kernel saw of the newest harmless call that the agent made on a GPU's device file."""
+
+    ready: bool
+    """It returned in time."""
+    entered_ns: int
+    took_ns: int | None
+    """None while it has not returned."""
+
+
 ProbeState = Literal["loading", "running", "disabled"]
 
 

@@ -74,6 +74,7 @@ class Assembly:
                 init_retry_ns=settings.init_retry_ns,
             ),
             released=released,
+            calls_devices=self._probe_runs,
         )
         return self.nvml
 
@@ -228,6 +229,10 @@ class Assembly:
             self.sysfs.request()
         if self.nvml is not None:
             self.nvml.request()
+
+    def _probe_runs(self) -> bool:
+        probe = self.latest.value.probe
+        return probe is not None and probe.state == "running"
 
     @property
     def _dev(self) -> Path:

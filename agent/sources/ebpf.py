@@ -24,12 +24,12 @@ from agent.bus import Inbox, Latest
 from agent.core.tracker import GpuMap, Tracker
 from agent.errors import ProbeLoadError
 from agent.log import fields
-from agent.model.facts import Fact, GpuUseSeen, ProbeSeen
-from agent.model.ids import Placement
+from agent.model.facts import DeviceCallsSeen, Fact, GpuUseSeen, ProbeSeen
+from agent.model.ids import GpuUuid, Placement
 from agent.model.policy import MILLISECOND_NS, SECOND_NS
 from agent.model.rm import RmEvent
 from agent.model.snapshot import Snapshot
-from agent.model.usage import ProbeView, ProcessKey, ProcessLook, Usage
+from agent.model.usage import DeviceCall, ProbeView, ProcessKey, ProcessLook, Usage
 from agent.probe import kernel, procfs
 from agent.probe.loading import load
 from agent.probe.probe import Probe
@@ -41,6 +41,8 @@ from agent.threads import in_daemon_thread
 
 Tier = Literal["auto", "driver", "syscalls", "procfs"]
 
+STALE_CALL_NS: Final = 60 * SECOND_NS
+"""A device that was not called for so long is not known to answer."""
 MAX_LOOKS: Final = 4_096
 """Processes that are looked at in one round."""
 
@@ -95,6 +97,7 @@ class EbpfSource:
         self._lost = 0
         self._map = GpuMap({})
         self._told: Usage | None = None
+        self._calls: dict[GpuUuid, DeviceCall] = {}
         self._tracker = Tracker(self._map)
         self._ends = ProcessEnds(proc_root, self._ended)
         self.last_sign_ns: int | None = None
@@ -204,6 +207,7 @@ class EbpfSource:
         probe.refresh()
         if probe.reattach():
             self._show(_view_of(probe))
+        self._tell_device_calls(probe)
         lost = probe.read_statistics().lost
         if lost > self._lost:
             self._tracker.lost(lost - self._lost)
@@ -213,6 +217,23 @@ class EbpfSource:
             rows = await _in_thread(probe.read_objects)
             self._tracker.rebuilt(rows, at_ns)
             self._wants_scan = True
+
+    def _tell_device_calls(self, probe: Probe) -> None:
+        """Tell whether the driver answers on each GPU; one whose call hangs, or is long ago, is not ready."""
+        now_ns = self._clock()
+        calls: dict[GpuUuid, DeviceCall] = {}
+        for minor, readiness in probe.read_readiness().items():
+            check, gpu = readiness.check, self._map.by_minor.get(minor)
+            if gpu is None:
+                continue
+            age_ns = now_ns - check.entered_ns
+            is_late = age_ns > (self._request.answer_within_ns if check.in_flight else STALE_CALL_NS)
+            if is_late and readiness.ready:
+                probe.set_ready(minor, ready=False)
+            calls[gpu] = DeviceCall(readiness.ready and not is_late, check.entered_ns, check.took_ns)
+        if calls != self._calls:
+            self._calls = calls
+            self._inbox.put(DeviceCallsSeen(calls))
 
     async def _scan(self) -> None:
         self._wants_scan = False

@@ -121,6 +121,14 @@ class Nvml:
         finally:
             self._observer.ended()
 
+    def observed(self, name: str, work: Callable[[], None]) -> None:
+        """Do what is no call of NVML's and may block as one."""
+        self._observer.began(name)
+        try:
+            work()
+        finally:
+            self._observer.ended()
+
     def init(self) -> None:
         """Initialise NVML; counted, so that one ``shutdown`` is needed for each."""
         self.call(pynvml.nvmlInitWithFlags, 0)

@@ -17,7 +17,7 @@ from agent.model.health import Condition
 from agent.model.ids import ALL, GpuUuid
 from agent.model.sample import GpuSample
 from agent.model.snapshot import Device, DriverView, Finding, GpuView, Resource, Snapshot
-from agent.model.usage import ProbeView
+from agent.model.usage import DeviceCall, ProbeView
 from agent.views.events import Entry
 
 API_VERSION: Final = "gpu-agent/v1"
@@ -207,7 +207,7 @@ def state(snapshot: Snapshot, time_of: TimeOf) -> Json:
         **moment("changed", snapshot.at_ns, time_of),
         "driver": _driver(snapshot.driver),
         "kubelet_socket": None if snapshot.kubelet is None else {"inode": snapshot.kubelet.inode},
-        "gpus": [_gpu(view) for view in snapshot.gpus],
+        "gpus": [_gpu(view, snapshot.device_calls.get(view.gpu.uuid)) for view in snapshot.gpus],
         "resources": [_resource(resource, time_of) for resource in snapshot.resources],
         "conditions": conditions(snapshot, time_of)["conditions"],
         "holds": dict(snapshot.holds),
@@ -243,7 +243,7 @@ def _driver(driver: DriverView) -> Json:
     }
 
 
-def _gpu(view: GpuView) -> Json:
+def _gpu(view: GpuView, call: DeviceCall | None) -> Json:
     gpu = view.gpu
     return {
         "uuid": gpu.uuid,
@@ -260,6 +260,7 @@ def _gpu(view: GpuView) -> Json:
         "mig_devices": [mig.uuid for mig in gpu.mig_devices],
         "health": view.health.value,
         "present": view.present,
+        "device_call": None if call is None else {"ready": call.ready, "took_ns": call.took_ns},
         "xids": {str(xid): count for xid, count in view.xids.items()},
         "sample": None if view.sample is None else _sample(view.sample),
     }
@@ -289,7 +290,7 @@ def bundle(
         **moment("changed", snapshot.at_ns, time_of),
         "why": None if why is None else condition(why, time_of),
         "driver": _driver(snapshot.driver),
-        "gpu": _gpu(view),
+        "gpu": _gpu(view, snapshot.device_calls.get(view.gpu.uuid)),
         "conditions": [condition(active, time_of) for active in view.conditions],
         "events": [_event(entry, time_of) for entry in entries],
         "kernel_log": list(kernel_log),

@@ -6,6 +6,7 @@ from agent.model.facts import (
     DEVICE_PLUGIN,
     NVML,
     AllocationsListed,
+    DeviceCallsSeen,
     DeviceNodesSeen,
     DriverCallAnswered,
     DriverCallOverdue,
@@ -46,7 +47,7 @@ from agent.model.ids import ALL, DeviceId
 from agent.model.policy import Policy
 from agent.model.sample import GpuSample
 from agent.model.topology import NvLinks, Survey
-from agent.model.usage import GpuMemory, PodSeen, PodUid, ProbeView, Usage
+from agent.model.usage import DeviceCall, GpuMemory, PodSeen, PodUid, ProbeView, Usage
 from tests.core.build import (
     GPU,
     K1,
@@ -159,6 +160,7 @@ ONE_OF_EACH: list[Fact] = [
     AllocationsListed({DeviceId(U0): "ns1/job-a"}),
     GpuUseSeen(Usage(at_ns=1)),
     ProbeSeen(ProbeView("loading")),
+    DeviceCallsSeen({U0: DeviceCall(ready=True, entered_ns=1, took_ns=1)}),
     GpuMemorySeen(U0, GpuMemory(used_bytes=1, total_bytes=2)),
     PodsSeen({PodUid("1"): PodSeen("ns1", "job-a")}),
     MpsSeen(ready=False, message="no file"),
