@@ -135,7 +135,7 @@ def last_useful_line(output: str) -> str:
 
 
 def _telling(lines: list[str]) -> str:
-    """A compiler tells first what it stumbled over, the verifier last, before its counters."""
+    """Return what a compiler says first, or what the verifier says last, before its counters."""
     for line, following in pairwise(lines):
         if following.startswith("processed "):
             return line

@@ -179,7 +179,7 @@ def test_a_probe_that_is_closed_twice_closes_once(core: dict[str, Any]) -> None:
 
 
 def open_descriptors() -> int:
-    return len(os.listdir("/proc/self/fd"))
+    return len(list(Path("/proc/self/fd").iterdir()))
 
 
 def resident_bytes() -> int:

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from agent.model.rm import HeldFile, ProcessCounters, RmEvent, RmEventKind, RmObject
+from agent.probe.kernel import Majors
 from agent.probe.probe import Probe
 from tests.probe.caller import CLIENT, CONTEXT, DEVICE, ROOT, Caller, ran
-from agent.probe.kernel import Majors
 from tests.probe.conftest import MEMORY_MAJOR, device_of
 
 PRIME = 10_007

@@ -15,6 +15,10 @@ from agent.probe.programs import MAPS
 from tests.probe.conftest import REPOSITORY
 
 HEADER = (REPOSITORY / "bpf/gpu_probe.h").read_text()
+PROCESS_MEMBERS = (
+    "cgroup_id start_ns first_ns last_ns exited_ns calls opens closes allocs frees "
+    "contexts_allocated contexts_freed errors"
+)
 FORMATS = {
     "gpu_event": (
         layout.EVENT,
@@ -22,11 +26,7 @@ FORMATS = {
     ),
     "gpu_object_key": (layout.OBJECT_KEY, "client handle"),
     "gpu_object": (layout.OBJECT, "at_ns cgroup_id file start_ns tgid rm_class parent gpu"),
-    "gpu_process": (
-        layout.PROCESS,
-        "cgroup_id start_ns first_ns last_ns exited_ns calls opens closes allocs frees "
-        "contexts_allocated contexts_freed errors",
-    ),
+    "gpu_process": (layout.PROCESS, PROCESS_MEMBERS),
     "gpu_config": (layout.CONFIG, " ".join(layout.ProbeConfig._fields)),
     "gpu_check": (layout.CHECK, " ".join(layout.Check._fields)),
     "gpu_statistics": (

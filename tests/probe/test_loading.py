@@ -23,7 +23,7 @@ from agent.probe.loading import load
 from agent.probe.probe import Probe
 from agent.probe.programs import PROGRAMS, of_tier
 from agent.probe.request import MAX_DETAIL_BYTES, Doubles, Request, last_useful_line
-from tests.probe.conftest import DOUBLES, REPOSITORY, LoadProbe, loaded, why_no_probe
+from tests.probe.conftest import REPOSITORY, LoadProbe, loaded, why_no_probe
 from tests.probe.machines import OTHER_RELEASE, RELEASE, Machine
 
 FAKE_BCC = """
@@ -48,24 +48,23 @@ def _possible(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monk
 
 
 def open_descriptors() -> set[str]:
-    return set(os.listdir("/proc/self/fd"))
+    return {entry.name for entry in Path("/proc/self/fd").iterdir()}
 
 
 def scratch_directories() -> set[str]:
-    return set(os.listdir(tempfile.gettempdir()))
+    return {entry.name for entry in Path(tempfile.gettempdir()).iterdir()}
 
 
 def children() -> set[int]:
+    """Return the loader processes that are ours."""
     found = set()
-    for name in os.listdir("/proc"):
-        if name.isdigit():
-            try:
-                command = Path("/proc", name, "cmdline").read_bytes()
-                parent = int(Path("/proc", name, "stat").read_text().rpartition(")")[2].split()[1])
-            except OSError:
-                continue
-            if parent == os.getpid() and b"agent.probe.loader" in command:
-                found.add(int(name))
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            parent = int((process / "stat").read_text().rpartition(")")[2].split()[1])
+            if parent == os.getpid() and b"agent.probe.loader" in (process / "cmdline").read_bytes():
+                found.add(int(process.name))
+        except OSError:
+            continue
     return found
 
 
@@ -507,17 +506,22 @@ def map_exists(number: int) -> bool:
 
 # ---- the words ----
 
+VERIFIER_LOG = """\
+libbpf: prog 'x': -- BEGIN PROG LOAD LOG --
+5: (85) call bpf#4
+R2 unbounded memory access
+processed 9 insns (limit 1000000)
+-- END PROG LOAD LOG --
+libbpf: failed to load object
+"""
+
 
 @pytest.mark.parametrize(
     ("output", "line"),
     [
         ("", "no reason was given"),
         ("a.c:1: error: first\na.c:2: error: second\n", "a.c:1: error: first (1 line(s) omitted)"),
-        (
-            "libbpf: prog 'x': -- BEGIN PROG LOAD LOG --\n5: (85) call bpf#4\nR2 unbounded memory access\n"
-            "processed 9 insns (limit 1000000)\n-- END PROG LOAD LOG --\nlibbpf: failed to load object\n",
-            "R2 unbounded memory access (5 line(s) omitted)",
-        ),
+        (VERIFIER_LOG, "R2 unbounded memory access (5 line(s) omitted)"),
         ("libbpf: Error loading vmlinux BTF: -2\n", "libbpf: Error loading vmlinux BTF: -2"),
     ],
 )
@@ -538,6 +542,5 @@ def test_a_request_arrives_as_it_was_sent() -> None:
     assert Request.from_json(Request().to_json()) == Request()
 
 
-def test_doubles_are_not_the_drivers_by_chance() -> None:
-    assert DOUBLES != Doubles()
+def test_doubles_have_to_be_asked_for() -> None:
     assert Request().doubles is None

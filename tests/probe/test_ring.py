@@ -179,7 +179,12 @@ async def test_events_reach_the_loop_by_themselves(
     loop = asyncio.get_running_loop()
     probe = await loop.run_in_executor(None, lambda: load_probe(**core))
     seen: asyncio.Queue[RmEvent] = asyncio.Queue()
-    probe.ring.subscribe(loop, lambda events: [seen.put_nowait(event) for event in events] and None)
+
+    def deliver(events: list[RmEvent]) -> None:
+        for event in events:
+            seen.put_nowait(event)
+
+    probe.ring.subscribe(loop, deliver)
 
     pid = await loop.run_in_executor(None, ran, "os.open(sys.argv[1], os.O_RDWR)", gpu)
 
