@@ -23,7 +23,7 @@ help:
 
 setup: $(STAMP)
 
-$(STAMP): pyproject.toml requirements-dev.txt .ci/setup $(wildcard agent/simulation/nvml/*.[ch])
+$(STAMP): pyproject.toml requirements-dev.txt .ci/setup $(wildcard agent/simulation/nvml/*.[ch] bpf/*.[ch])
 	@PYTHON='$(PYTHON)' VENV='$(VENV)' .ci/setup
 	@touch $@
 
@@ -52,7 +52,7 @@ gen: $(STAMP)
 lock: $(STAMP)
 	.ci/lock
 
-bpf: $(STAMP)
+bpf:
 	.ci/bpf
 
 clean:
