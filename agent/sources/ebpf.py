@@ -192,7 +192,7 @@ class EbpfSource:
         if self._wants_scan or now_ns - self._scanned_ns >= period_ns:
             await self._scan()
         await self._look()
-        self._ends.watch(self._tracker.living)
+        await self._ends.watch(self._tracker.living)
         self._forget()
         self._tell()
 
@@ -204,8 +204,9 @@ class EbpfSource:
             self._wake.set()
 
     async def _follow_kernel(self, probe: Probe) -> None:
-        probe.refresh()
-        if probe.reattach():
+        # Both read files of the kernel's.
+        await _in_thread(probe.refresh)
+        if await _in_thread(probe.reattach):
             self._show(_view_of(probe))
         self._tell_device_calls(probe)
         lost = probe.read_statistics().lost
