@@ -122,9 +122,23 @@ class Holders:
     def of_row(self, row: RmObject) -> Process:
         """Return the process that made an object of which no event told."""
         now = self._current.get(row.tgid)
+        if now is not None and now.start is not None and row.start_ticks:
+            return self._named(row.tgid, row.start_ticks, row.at_ns) or self._gone(row, now)
         if now is None or (now.ended_ns is not None and now.ended_ns < row.at_ns):
-            return self._new(row.tgid, row.at_ns, None)
+            return self._new(row.tgid, row.at_ns, row.start_ticks or None)
         return now
+
+    def _gone(self, row: RmObject, now: Process) -> Process:
+        """Return the process that had the pid before and is gone."""
+        if now.start == row.start_ticks:
+            return now
+        known = (each for each in self.processes.values() if each.key == (row.tgid, row.start_ticks))
+        process = next(known, None)
+        if process is None:
+            self._numbers += 1
+            process = Process(self._numbers, row.tgid, row.at_ns, row.start_ticks, ended_ns=now.since_ns)
+            self.processes[process.number] = process
+        return process
 
     def looked(self, look: ProcessLook, now_ns: int) -> None:
         """Take what /proc says of a process now."""
@@ -229,7 +243,7 @@ class Holders:
         """Take that a process opened a file; what had the same address before is gone."""
         known = self.files.get(event.file)
         if known is not None and event.at_ns > max(known.event_ns, known.scan_ns):
-            self.end_file(event.file)
+            self.end_file(event.file, event.at_ns)
         self.used(event, process)
 
     def used(self, event: RmEvent, process: Process) -> bool:
@@ -254,16 +268,16 @@ class Holders:
         """Take that the driver let go of a file."""
         known = self.files.get(event.file)
         if known is not None and event.at_ns >= known.event_ns:
-            self.end_file(event.file)
+            self.end_file(event.file, event.at_ns)
 
-    def end_file(self, name: int) -> None:
-        """Forget a file, with the clients that were made with it."""
+    def end_file(self, name: int, before_ns: int | None = None) -> None:
+        """Forget a file, with the clients that were made with it (before that time)."""
         file = self.files.pop(name)
         for holder in file.holders:
             holder.files.pop(name, None)
         if file.maker is not None:
             file.maker.made -= 1
-        self._clients.file_ended(name)
+        self._clients.file_ended(name, before_ns)
 
     def is_older(self, name: int) -> bool:
         """Return whether a file was there before the probe."""

@@ -1,16 +1,13 @@
-"""Which pod a process runs in, and which pods live: read off cgroup paths and the kubelet's directories.
+"""Which pod a process runs in, read off the path of its cgroup.
 
-Sources of the forms of a cgroup's path: kubernetes:pkg/kubelet/cm/cgroup_manager_linux.go, the cgroup
-managers of containerd:internal/cri/server and cri-o:internal/config/cgmgr, cgroup_namespaces(7). Of the log
-directories: kubernetes:pkg/kubelet/kuberuntime/helpers.go (BuildPodLogsDirectory).
+Sources of its forms: kubernetes:pkg/kubelet/cm/cgroup_manager_linux.go, the cgroup managers of
+containerd:internal/cri/server and cri-o:internal/config/cgmgr, cgroup_namespaces(7).
 """
 
 import re
-from collections.abc import Iterable
-from collections.abc import Set as AbstractSet
 from typing import Final, cast
 
-from agent.model.usage import PodRef, Pods, PodSeen, PodUid, Qos
+from agent.model.usage import PodRef, PodUid, Qos
 
 _UID: Final = (
     r"(?P<uid>[0-9a-f]{8}(?P<dash>[-_]?)[0-9a-f]{4}(?P=dash)[0-9a-f]{4}(?P=dash)[0-9a-f]{4}(?P=dash)"
@@ -61,41 +58,3 @@ def _qos_of(parent: str) -> Qos | None:
     if parent in _QOS_DIRECTORIES:
         return cast("Qos", parent)
     return "guaranteed" if parent == "kubepods" else None
-
-
-def cgroup_of(text: str) -> str:
-    """Return the path to judge a process by, from its /proc/PID/cgroup; empty if there is none.
-
-    Under cgroup v1 each controller has a path of its own, and a runtime may leave some of them alone: one
-    that names a pod is the best, else that of cgroup v2.
-    """
-    paths: dict[str, str] = {}
-    for line in text.splitlines():
-        _, _, rest = line.partition(":")
-        controllers, _, path = rest.partition(":")
-        if path:
-            paths.setdefault(controllers, path)
-    in_pod = (path for path in paths.values() if pod_of_cgroup(path) is not None)
-    return next(in_pod, paths.get("", next(iter(paths.values()), "")))
-
-
-def live_pods(directories: Iterable[str], listed: AbstractSet[str]) -> Pods:
-    """Return the pods that the kubelet's log directories name, and whether they live.
-
-    The kubelet lists pods as ``namespace/name`` and says no UID; the directories below /var/log/pods are
-    called ``namespace_name_uid``. They come oldest first: a directory outlives its pod for a while, and of
-    two pods of one name only the later can live. Names of other forms are no pods.
-    """
-    newest: dict[str, PodUid] = {}
-    named: dict[PodUid, PodSeen] = {}
-    for directory in directories:
-        parts = directory.split("_")
-        if len(parts) == 3 and all(parts):
-            pod = PodSeen(parts[0], parts[1])
-            uid = PodUid(parts[2])
-            named[uid] = pod
-            newest[pod.full_name] = uid
-    return {
-        uid: PodSeen(pod.namespace, pod.name, alive=pod.full_name in listed and newest[pod.full_name] == uid)
-        for uid, pod in named.items()
-    }

@@ -165,10 +165,14 @@ class Clients:
         if instance != NO_INSTANCE:
             self._seen[instance] = gpu
 
-    def file_ended(self, file: int) -> None:
-        """Take that an open file is gone, and its clients with it."""
+    def file_ended(self, file: int, before_ns: int | None = None) -> None:
+        """Take that an open file is gone, and its clients with it.
+
+        Of an address that is in use again already, those made before that.
+        """
         for handle in tuple(self._by_file.get(file, ())):
-            self.drop(handle)
+            if before_ns is None or self._clients[handle].at_ns < before_ns:
+                self.drop(handle)
 
     def drop(self, handle: int) -> None:
         """Forget a client and all that it has."""

@@ -171,6 +171,7 @@ class Tracker:
                 process.exiting_ns, process.exit_told = event.at_ns, True
             case RmEventKind.RESCAN:
                 process.is_look_old = True
+                process.closed.update(process.files)
             case RmEventKind.CLOSE:
                 process.closed.add(event.file)
             case RmEventKind.FORK:

@@ -68,9 +68,12 @@ class RmClient:
 class World:
     """The machine."""
 
-    def __init__(self, *, tier_driver: bool = False, start_ns: int = 90 * 10**9) -> None:
+    def __init__(
+        self, *, tier_driver: bool = False, tells_starts: bool = True, start_ns: int = 90 * 10**9
+    ) -> None:
         self.now_ns = start_ns
         self.tier_driver = tier_driver
+        self.tells_starts = tells_starts
         self.tasks: list[Task] = []
         self.files: dict[int, int] = {}
         """Device by address; addresses are used again."""
@@ -272,7 +275,8 @@ class World:
     ) -> None:
         self.now_ns += 1
         file = self.clients[client].file
-        row = RmObject(client, handle, self.now_ns, 7, file, task.key.pid, rm_class, parent, instance)
+        ticks = task.key.start_ticks if self.tells_starts else 0
+        row = RmObject(client, handle, self.now_ns, 7, file, task.key.pid, rm_class, parent, instance, ticks)
         if self.probed:
             self.rows[client, handle] = row
         self._emit(

@@ -19,9 +19,9 @@ Found = Counter[tuple[ProcessKey, GpuUuid | None]]
 class AgainstTheKernel(RuleBasedStateMachine):
     """Few pids and addresses, so that they are used again all the time."""
 
-    @initialize(tier_driver=st.booleans())
-    def begin(self, *, tier_driver: bool) -> None:
-        self.world = World(tier_driver=tier_driver)
+    @initialize(tier_driver=st.booleans(), tells_starts=st.booleans())
+    def begin(self, *, tier_driver: bool, tells_starts: bool) -> None:
+        self.world = World(tier_driver=tier_driver, tells_starts=tells_starts)
         self.tracker = Tracker(GPUS)
         self.told_gone: set[ProcessKey] = set()
         self.seen: set[ProcessKey] = set()
@@ -227,7 +227,7 @@ class AgainstTheKernel(RuleBasedStateMachine):
                 other.exited(key, self.world.now_ns)
         anew = other.picture(self.world.now_ns)
         assert totals_of(anew) == totals_of(picture)
-        pids = {task.key.pid for task in self.world.alive}
+        pids = set() if self.world.tells_starts else {task.key.pid for task in self.world.alive}
         if not pids & {
             client.owner.key.pid for client in self.world.clients.values() if not client.owner.alive
         }:
