@@ -98,12 +98,10 @@ def _programs(module: Any, tier: Tier) -> tuple[dict[str, int], dict[str, str]]:
         try:
             function = module.load_func(program.name, getattr(module, _CONSTANTS[program.kind]))
         except Exception as error:
-            told = said()
-            if _is_permission(error, told):
-                raise refused(errno.EPERM, told) from error
+            told = said() or str(error)
             if program.vital:
-                raise refused(errno.EINVAL, told or str(error)) from error
-            missing[program.name] = last_useful_line(told or str(error))
+                raise refused(errno.EPERM if _is_permission(error, told) else errno.EINVAL, told) from error
+            missing[program.name] = last_useful_line(told)
         else:
             programs[program.name] = int(function.fd)
     return programs, missing

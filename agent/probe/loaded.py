@@ -38,20 +38,18 @@ def said() -> str:
 
 
 def refused(code: int, told: str) -> ProbeLoadError:
-    """Return the error for a bpf(2) call that failed with this errno."""
-    if code in {errno.EPERM, errno.EACCES} and "R0" not in told:
+    """Return the error for a bpf(2) call that failed with this errno; the verifier's log tells it apart."""
+    if code in {errno.EPERM, errno.EACCES} and "processed " not in told:
         return ProbeLoadError(
             "bpf_not_permitted",
             "The kernel does not let the agent load programs although it has the capabilities; "
             "look for a seccomp profile or security module that forbids bpf(2)",
-            detail=told,
         )
     if code == errno.ENOSYS:
-        return ProbeLoadError("bpf_unsupported", "The kernel was built without bpf(2)", detail=told)
+        return ProbeLoadError("bpf_unsupported", "The kernel was built without bpf(2)")
     if code == errno.ENOMEM:
-        return ProbeLoadError("bpf_no_memory", "The kernel has no memory for the probe's maps", detail=told)
+        return ProbeLoadError("bpf_no_memory", "The kernel has no memory for the probe's maps")
     return ProbeLoadError(
         "verifier_refused",
         f"The kernel's verifier refused the probe: {last_useful_line(told or os.strerror(code))}",
-        detail=told,
     )

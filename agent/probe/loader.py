@@ -19,7 +19,7 @@ from agent.errors import ProbeLoadError
 from agent.probe import bcc_loader, core_loader, kernel, syscalls
 from agent.probe.attach import Attachment, attach, tracefs
 from agent.probe.layout import INDEX, SIZES, ProbeConfig
-from agent.probe.loaded import Loaded
+from agent.probe.loaded import Loaded, refused, said
 from agent.probe.programs import BY_NAME, Tier, of_tier
 from agent.probe.request import Reply, Request, refusal
 
@@ -41,6 +41,8 @@ def main(descriptor: str, request: str) -> None:
         socket.send_fds(channel, [reply.to_bytes()], descriptors)
     except ProbeLoadError as error:
         channel.send(refusal(error))
+    except OSError as error:
+        channel.send(refusal(refused(error.errno or 0, said())))
     # No clean-up: bcc's would detach what was just attached.
     os._exit(0)
 

@@ -25,7 +25,6 @@ from agent.errors import ProbeLoadError
 from agent.probe.probe import Probe
 from agent.probe.request import (
     MAX_DESCRIPTORS,
-    MAX_DETAIL_BYTES,
     MAX_MESSAGE_BYTES,
     Request,
     last_useful_line,
@@ -37,6 +36,8 @@ DEADLINE_S: Final = 120.0
 """A second on a quiet machine; half a minute where everything is slow."""
 MAX_OUTPUT_BYTES: Final = 4 << 20
 """What the loader process may write to standard error; a verifier can be long-winded."""
+MAX_DETAIL_BYTES: Final = 16_384
+"""What is kept of it."""
 _GRACE_S: Final = 5.0
 """How long the process may take to end once it has answered."""
 _CUT: Final = b"\n...\n"
@@ -112,7 +113,7 @@ class _Run:
         except ProbeLoadError as error:
             for descriptor in descriptors:
                 os.close(descriptor)
-            error.detail = error.detail or _excerpt(output)
+            error.detail = _excerpt(output)
             raise
 
     def _start(self, request: Request, channel: int, output: int) -> subprocess.Popen[bytes]:

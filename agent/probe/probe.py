@@ -126,10 +126,17 @@ class Probe:
         value = syscalls.map_lookup(self._maps["statistics"], _FIRST, size)
         return decode_statistics(value or bytes(STATISTICS.size))
 
-    def forget_objects(self, keys: Iterable[tuple[int, int]]) -> None:
-        """Take objects, by client and handle, out of the map: they went with their parent or their file."""
-        for key in keys:
-            syscalls.map_delete(self._maps["objects"], OBJECT_KEY.pack(*key))
+    def forget_objects(self, gone: Iterable[tuple[int, int, int]]) -> None:
+        """Take objects, by client, handle and when they were made, out of the map: they went with another one.
+
+        A newer object under the same handle stays; programs use handles again at once.
+        """
+        objects = self._maps["objects"]
+        for client, handle, at_ns in gone:
+            key = OBJECT_KEY.pack(client, handle)
+            row = syscalls.map_lookup(objects, key, OBJECT.size)
+            if row is not None and OBJECT.unpack(row)[0] <= at_ns:
+                syscalls.map_delete(objects, key)
 
     def forget_processes(self, tgids: Iterable[int]) -> None:
         """Take processes out of the map: they ended and their counts were read."""

@@ -16,8 +16,6 @@ TierChoice = Literal["auto", "driver", "syscalls"]
 MAX_MESSAGE_BYTES: Final = 65_536
 MAX_DESCRIPTORS: Final = 128
 """Linux passes at most 253 in one message."""
-MAX_DETAIL_BYTES: Final = 16_384
-"""What is kept of a compiler's or verifier's output."""
 MAX_SUMMARY_CHARACTERS: Final = 400
 MAX_LINE_CHARACTERS: Final = 200
 
@@ -106,20 +104,14 @@ class Reply:
 
 def refusal(error: ProbeLoadError) -> bytes:
     """Return the message that says why nothing was loaded."""
-    return json.dumps(
-        {
-            "code": error.code,
-            "summary": str(error)[:MAX_SUMMARY_CHARACTERS],
-            "detail": error.detail[:MAX_DETAIL_BYTES],
-        }
-    ).encode()
+    return json.dumps({"code": error.code, "summary": str(error)[:MAX_SUMMARY_CHARACTERS]}).encode()
 
 
 def read_reply(message: bytes) -> Reply:
     """Return the reply, or raise the ProbeLoadError it tells."""
     values: dict[str, Any] = json.loads(message)
     if "code" in values:
-        raise ProbeLoadError(values["code"], values["summary"], detail=values["detail"])
+        raise ProbeLoadError(values["code"], values["summary"])
     for name in ("maps", "programs", "attached"):
         values[name] = tuple(values[name])
     return Reply(**values)

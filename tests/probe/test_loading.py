@@ -19,10 +19,10 @@ from agent.errors import ProbeLoadError
 from agent.probe import syscalls
 from agent.probe.kernel import Roots
 from agent.probe.layout import ProbeConfig
-from agent.probe.loading import load
+from agent.probe.loading import MAX_DETAIL_BYTES, load
 from agent.probe.probe import Probe
 from agent.probe.programs import PROGRAMS, of_tier
-from agent.probe.request import MAX_DETAIL_BYTES, Doubles, Request, last_useful_line
+from agent.probe.request import Doubles, Request, last_useful_line
 from tests.probe.conftest import REPOSITORY, LoadProbe, loaded, why_no_probe
 from tests.probe.machines import OTHER_RELEASE, RELEASE, Machine
 
