@@ -25,19 +25,23 @@ from agent.probe.layout import (
     PROCESS,
     PROCESS_KEY,
     STATISTICS,
+    TRACED,
+    TRACED_KEY,
     Check,
     ProbeConfig,
     ProbeStatistics,
+    TracedCall,
     decode_held,
     decode_objects,
     decode_processes,
     decode_statistics,
+    decode_traced,
     encode_process,
 )
 from agent.probe.procfs import Scan
 from agent.probe.programs import BY_NAME
 from agent.probe.request import Reply, Request
-from agent.probe.ring import Ring
+from agent.probe.ring import EVENTS, TRACED_CALLS, Ring
 
 MAX_SCAN_BYTES: Final = 16 << 20
 """What is read of one run of the iterator: 350,000 descriptors."""
@@ -90,7 +94,7 @@ class Probe:
         self.evictions = 0
         """Rows the kernel took out of the table of processes for want of room; as of the last read."""
         try:
-            self.ring: Final = Ring(self._maps["events"], syscalls.map_info(self._maps["events"]).max_entries)
+            self.ring: Final = Ring(self._maps["events"], self._ring_bytes(), EVENTS)
             self._config = self._read_config()
         except OSError as error:
             raise ProbeLoadError("loader_failed", f"The probe's maps cannot be read: {error}") from error
@@ -127,7 +131,7 @@ class Probe:
         return decode_statistics(value or bytes(STATISTICS.size))
 
     def forget_objects(self, gone: Iterable[tuple[int, int, int]]) -> None:
-        """Take objects, by client, handle and when they were made, out of the map: they went with another one.
+        """Take objects, by client, handle and when they were made, out of the map: they went with others.
 
         A newer object under the same handle stays; programs use handles again at once.
         """
@@ -150,6 +154,18 @@ class Probe:
             row = encode_process(process.cgroup_id, process.start_ticks, now)
             key = PROCESS_KEY.pack(process.tgid)
             self._added += syscalls.map_update(self._maps["processes"], key, row, syscalls.NOEXIST)
+
+    def traced_ring(self) -> Ring[TracedCall]:
+        """Return the ring of a probe that traces, to be read instead of ``ring`` and closed by the caller."""
+        return Ring(self._maps["events"], self._ring_bytes(), TRACED_CALLS)
+
+    def _ring_bytes(self) -> int:
+        return syscalls.map_info(self._maps["events"]).max_entries
+
+    def read_traced(self) -> list[TracedCall]:
+        """Return the calls of the traced process that have not returned."""
+        rows = syscalls.map_rows(self._maps["traced"], TRACED_KEY.size, TRACED.size)
+        return [decode_traced(rows.values, at) for at in range(0, len(rows.values), TRACED.size)]
 
     # ---- who holds what ----
 

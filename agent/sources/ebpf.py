@@ -276,7 +276,7 @@ class EbpfSource:
     def _forget(self) -> None:
         removed = self._tracker.take_removed()
         if self._probe is not None and removed:
-            self._probe.forget_objects((each.client, each.handle) for each in removed)
+            self._probe.forget_objects(removed)
 
     def _tell(self) -> None:
         now_ns = self._clock()

@@ -368,11 +368,23 @@ os.close(fd)
 
 def test_rows_that_are_forgotten_are_gone(probe: Probe, gpu: Path) -> None:
     with Caller(OPENED + "alloc(fd, 7, CONTEXT)\nwait()\n", gpu) as caller:
-        probe.forget_objects([(CLIENT, 7)])
+        (made,) = objects(probe, caller.pid)
+        probe.forget_objects([(CLIENT, 7, made.at_ns)])
         probe.forget_processes([caller.pid])
 
         assert objects(probe, caller.pid) == []
         assert [row for row in probe.read_processes() if row.tgid == caller.pid] == []
+
+
+def test_a_newer_object_under_the_same_handle_is_not_forgotten(probe: Probe, gpu: Path) -> None:
+    code = OPENED + "alloc(fd, 7, CONTEXT)\nwait()\nfree(fd, 7)\nalloc(fd, 7, CONTEXT)\nwait()\n"
+    with Caller(code, gpu) as caller:
+        (first,) = objects(probe, caller.pid)
+        caller.resume()
+        probe.forget_objects([(CLIENT, 7, first.at_ns)])
+
+        (second,) = objects(probe, caller.pid)
+        assert second.at_ns > first.at_ns
 
 
 def test_watching_a_process_that_is_known_keeps_its_counts(probe: Probe, gpu: Path) -> None:
