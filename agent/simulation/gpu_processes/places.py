@@ -45,7 +45,7 @@ class ProcessPlaces:
         """Remove the cgroups; one that still has a process after a while stays."""
         until_ns = time.monotonic_ns() + int(EMPTY_WITHIN_S * 1e9)
         # The kernel lets go of processes and of cgroups below a moment after they are gone.
-        while self._own is not None and not _remove(self._own) and time.monotonic_ns() < until_ns:
+        while self._own is not None and not _remove(self._own) and time.monotonic_ns() < until_ns:  # noqa: ASYNC110
             await asyncio.sleep(_LOOK_AGAIN_S)
 
 

@@ -1,0 +1,175 @@
+"""The probe, the tracker and the source that drives both, on the driver double: what they show."""
+
+import asyncio
+import contextlib
+import os
+import time
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from agent.bus import Latest
+from agent.core.state import initial_state
+from agent.core.tracker import GpuMap, Tracker
+from agent.core.view import snapshot_of
+from agent.model.facts import GpuUseSeen, ProbeSeen
+from agent.model.health import Health
+from agent.model.ids import GpuUuid
+from agent.model.policy import MILLISECOND_NS, Policy
+from agent.model.rm import ProcessCounters
+from agent.model.snapshot import DriverView, GpuView, Snapshot
+from agent.model.usage import Usage
+from agent.probe.kernel import Roots
+from agent.probe.request import Doubles, Request
+from agent.simulation.driver_double.double import UVM_MAJOR, Books, DriverDouble
+from agent.simulation.driver_double.nodes import Gpu
+from agent.sources.ebpf import EbpfSettings, EbpfSource
+from agent.threads import in_daemon_thread
+from tests.core.build import gpu as built_gpu
+from tests.sources.recorder import Recorder
+
+ROUNDS = 4
+"""After so many rounds nothing that happened before is on its way any more."""
+SETTINGS = EbpfSettings(poll_ns=20 * MILLISECOND_NS, gap_ns=5 * MILLISECOND_NS, tell_ns=0)
+
+Live = dict[int, dict[str, int]]
+"""Live contexts by UUID, of each process that made them."""
+
+
+def as_books_have_it(books: Books, gpus: tuple[Gpu, ...]) -> Live:
+    uuids = {gpu.minor: gpu.uuid for gpu in gpus}
+    live: Live = {}
+    for context in books.contexts:
+        assert context.minor is not None
+        of_process = live.setdefault(context.pid, {})
+        of_process[uuids[context.minor]] = of_process.get(uuids[context.minor], 0) + 1
+    return live
+
+
+def as_picture_has_it(usage: Usage) -> Live:
+    live: Live = {}
+    for process in usage.processes:
+        assert not process.unplaced
+        for hold in process.holds:
+            if hold.contexts:
+                live.setdefault(process.key.pid, {})[hold.gpu] = hold.contexts
+    for orphan in usage.orphans:
+        if orphan.contexts:
+            live.setdefault(orphan.owner.key.pid, {})[str(orphan.gpu)] = orphan.contexts
+    return live
+
+
+class Watcher:
+    """Follows the double; each question is answered after the picture has settled."""
+
+    def __init__(
+        self,
+        double: DriverDouble,
+        gpus: tuple[Gpu, ...],
+        source: EbpfSource,
+        seen: Recorder,
+        running: asyncio.Task[None],
+    ) -> None:
+        self._double = double
+        self._gpus = gpus
+        self._source = source
+        self._seen = seen
+        self._running = running
+
+    async def picture(self) -> Usage:
+        """The picture after everything that has happened."""
+        before = len(self._seen.of(GpuUseSeen))
+        settled = asyncio.get_running_loop().create_task(
+            self._seen.until(lambda: len(self._seen.of(GpuUseSeen)) >= before + ROUNDS)
+        )
+        await asyncio.wait({settled, self._running}, return_when=asyncio.FIRST_COMPLETED)
+        if self._running.done():
+            settled.cancel()
+            self._running.result()
+        await settled
+        return self._seen.of(GpuUseSeen)[-1].usage
+
+    async def agrees(self) -> Live:
+        """Assert that the picture is what the driver's books say, and so is one made from the maps alone."""
+        usage = await self.picture()
+        expected = as_books_have_it(await self._double.books(), self._gpus)
+        assert usage.complete, usage.incomplete_because
+        assert as_picture_has_it(usage) == expected
+        assert as_picture_has_it(await self._made_anew(usage)) == expected
+        return expected
+
+    async def counters(self, pid: int) -> ProcessCounters:
+        """What the kernel counted of a process."""
+        probe = self._source.probe
+        assert probe is not None
+        rows = await in_daemon_thread("test-read", probe.read_processes)
+        return next(row for row in rows if row.tgid == pid)
+
+    async def _made_anew(self, usage: Usage) -> Usage:
+        probe = self._source.probe
+        assert probe is not None
+        rows = await in_daemon_thread("test-read", probe.read_objects)
+        scan = await in_daemon_thread("test-scan", probe.scan)
+        tracker = Tracker(
+            GpuMap({gpu.minor: GpuUuid(gpu.uuid) for gpu in self._gpus}, _instances(self._gpus))
+        )
+        now_ns = time.monotonic_ns()
+        tracker.lost(0)
+        tracker.rebuilt(rows, now_ns)
+        tracker.scanned(scan.held, now_ns)
+        tracker.looked([use.look for use in usage.processes], now_ns)
+        tracker.looked([orphan.owner for orphan in usage.orphans], now_ns)
+        for orphan in usage.orphans:
+            tracker.exited(orphan.owner.key, now_ns)
+        return tracker.picture(now_ns)
+
+
+def _instances(gpus: tuple[Gpu, ...]) -> dict[int, GpuUuid]:
+    return {gpu.instance: GpuUuid(gpu.uuid) for gpu in gpus}
+
+
+def serving(gpus: tuple[Gpu, ...]) -> Snapshot:
+    """What the core shows while NVML lists these GPUs."""
+    views = tuple(
+        GpuView(
+            replace(built_gpu(number, minor=gpu.minor), uuid=GpuUuid(gpu.uuid)),
+            Health.HEALTHY,
+            present=True,
+            conditions=(),
+            xids={},
+        )
+        for number, gpu in enumerate(gpus)
+    )
+    empty = snapshot_of(initial_state(Policy(), None, now_ns=0))
+    return replace(empty, driver=DriverView(ready=True), gpus=views)
+
+
+@contextlib.asynccontextmanager
+async def watching(
+    double: DriverDouble, gpus: tuple[Gpu, ...], loader: dict[str, Any]
+) -> AsyncIterator[Watcher]:
+    """Load the probe and follow the double."""
+    seen = Recorder()
+    source = EbpfSource(
+        inbox=seen.inbox,
+        latest=Latest(serving(gpus)),
+        request=Request(
+            roots=Roots(), doubles=Doubles(filesystem=double.file_system, uvm_major=UVM_MAJOR), **loader
+        ),
+        tier="syscalls",
+        proc_root=Path("/proc"),
+        agent_pid=os.getpid(),
+        settings=SETTINGS,
+    )
+    loop = asyncio.get_running_loop()
+    tasks = [loop.create_task(seen.run()), loop.create_task(source.run())]
+    try:
+        view = (await seen.first(ProbeSeen, lambda fact: fact.probe.state != "loading")).probe
+        assert view.state == "running", view.message
+        yield Watcher(double, gpus, source, seen, tasks[1])
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        source.close()
