@@ -22,7 +22,7 @@ from agent.model.effects import (
     ReleaseDriver,
     ResumeDriver,
 )
-from agent.model.health import Condition, Evidence, Health
+from agent.model.health import Condition, Details, Evidence, Health
 from agent.model.ids import ALL, GpuUuid
 from agent.model.snapshot import Device, RegistrationPhase
 
@@ -173,7 +173,31 @@ def _condition_fields(state: State, condition: Condition) -> dict[str, object]:
         fields["code"] = condition.key.code
     if condition.placement.gi != ALL:
         fields |= {"gi": condition.placement.gi, "ci": condition.placement.ci}
+    if condition.details is not None:
+        fields |= _details_fields(condition.details)
     return fields
+
+
+def _details_fields(details: Details) -> dict[str, object]:
+    """Name the processes: the event log is for the node's operator alone."""
+    return {
+        "kind": details.kind,
+        "contexts": details.contexts,
+        "used_bytes": details.used_bytes,
+        "processes": [
+            {
+                "pid": each.pid,
+                "comm": each.comm,
+                "role": each.role,
+                "owner": each.owner,
+                "pod": each.pod,
+                "state": each.state,
+                "contexts": each.contexts,
+                "used_bytes": each.used_bytes,
+            }
+            for each in details.culprits[:MAX_LISTED]
+        ],
+    }
 
 
 def _device_events(old: State, new: State) -> Iterator[Event]:

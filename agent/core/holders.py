@@ -307,10 +307,14 @@ class Holders:
         return found
 
     def _replace(self, found: Files, at_ns: int) -> None:
+        # Where events were lost, the end of a file may be among them, and the scan alone is to be believed.
+        exiting = {
+            process
+            for process in self.processes.values()
+            if process.exiting_ns is not None and process not in found and not self.in_doubt
+        }
         kept = {
-            process: self._kept(
-                process, at_ns, is_exiting=process.exiting_ns is not None and process not in found
-            )
+            process: self._kept(process, at_ns, is_exiting=process in exiting)
             for process in self.processes.values()
         }
         for file in self.files.values():

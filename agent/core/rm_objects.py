@@ -174,18 +174,18 @@ class Clients:
             if before_ns is None or self._clients[handle].at_ns < before_ns:
                 self.drop(handle)
 
-    def drop(self, handle: int) -> None:
-        """Forget a client and all that it has."""
+    def drop(self, handle: int, *, is_gone: bool = True) -> None:
+        """Forget a client and all that it has; of what is gone the rows are told as removed."""
         client = self._clients.pop(handle, None)
         if client is None:
             return
         self._registered.pop(handle, None)
         for context in client.markers:
             self._add_freed(client.owner, self.gpu_of(client, context), 1)
-        for each, known in client.objects.items():
-            self._removed.append(Removed(handle, each, known.at_ns))
-        self._removed.append(Removed(handle, handle, client.at_ns))
-        del self._removed[:-MAX_OBJECTS]
+        if is_gone:
+            self._removed += (Removed(handle, each, known.at_ns) for each, known in client.objects.items())
+            self._removed.append(Removed(handle, handle, client.at_ns))
+            del self._removed[:-MAX_OBJECTS]
         self._count -= len(client.objects)
         _discard(self._by_file, client.file, handle)
         _discard(self._by_owner, client.owner, handle)
@@ -256,9 +256,9 @@ class Clients:
             self._add_freed(to, gpu, count)
 
     def forget_owner(self, owner: int) -> None:
-        """Forget a process with all that it made."""
+        """Forget a process with all that it made, which may live on in the kernel's map."""
         for handle in tuple(self._by_owner.get(owner, ())):
-            self.drop(handle)
+            self.drop(handle, is_gone=False)
         self.freed.pop(owner, None)
 
     # Within
@@ -326,7 +326,7 @@ class Clients:
         while self._count > MAX_OBJECTS or len(self._clients) > MAX_CLIENTS:
             oldest = next(iter(self._clients))
             self.evicted += 1 + len(self._clients[oldest].objects)
-            self.drop(oldest)
+            self.drop(oldest, is_gone=False)
 
 
 def _discard(sets: dict[int, set[int]], name: int, handle: int) -> None:

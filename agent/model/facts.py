@@ -446,9 +446,11 @@ class GpuMemorySeen(_State):
 
 @dataclass(frozen=True, slots=True)
 class PodsSeen(_State):
-    """Every pod that this node's kubelet knows, by UID; what is not among them is gone."""
+    """The pods that this node's kubelet knows, by UID; what is not among them is gone."""
 
     pods: Pods
+    complete: bool = True
+    """False: only pods with devices are among them, so that another may live all the same."""
     source: SourceName = PODS
 
 

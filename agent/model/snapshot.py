@@ -115,6 +115,8 @@ class Finding:
     reason: Reason
     message: str
     gpus: tuple[GpuUuid, ...] = ()
+    used_bytes: int | None = None
+    """Of findings on memory: how much."""
 
 
 @dataclass(frozen=True, slots=True)
