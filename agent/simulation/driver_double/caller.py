@@ -3,9 +3,11 @@
 Needs the right to trace the caller. Source: proc(5), pidfd_getfd(2).
 """
 
+import contextlib
 import ctypes
 import errno
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
@@ -23,30 +25,33 @@ def thread_group(thread: int) -> int:
 
 
 def read_memory(thread: int, address: int, size: int) -> bytes:
-    """Return bytes of a caller's memory; raises OSError."""
-    descriptor = os.open(f"/proc/{thread}/mem", os.O_RDONLY | os.O_CLOEXEC)
-    try:
+    """Return bytes of a caller's memory; raises OSError with EFAULT."""
+    with _memory(thread, os.O_RDONLY) as descriptor:
         data = os.pread(descriptor, size, address)
-    except OverflowError:
-        raise OSError(errno.EFAULT, "not an address") from None
-    finally:
-        os.close(descriptor)
     if len(data) != size:
         raise OSError(errno.EFAULT, "not the caller's memory")
     return data
 
 
 def write_memory(thread: int, address: int, data: bytes) -> None:
-    """Write into a caller's memory; raises OSError."""
-    descriptor = os.open(f"/proc/{thread}/mem", os.O_WRONLY | os.O_CLOEXEC)
-    try:
+    """Write into a caller's memory; raises OSError with EFAULT."""
+    with _memory(thread, os.O_WRONLY) as descriptor:
         written = os.pwrite(descriptor, data, address)
-    except OverflowError:
-        raise OSError(errno.EFAULT, "not an address") from None
-    finally:
-        os.close(descriptor)
     if written != len(data):
         raise OSError(errno.EFAULT, "not the caller's memory")
+
+
+@contextlib.contextmanager
+def _memory(thread: int, flags: int) -> Iterator[int]:
+    descriptor = -1
+    try:
+        descriptor = os.open(f"/proc/{thread}/mem", flags | os.O_CLOEXEC)
+        yield descriptor
+    except (OSError, OverflowError) as error:
+        raise OSError(errno.EFAULT, "not the caller's memory") from error
+    finally:
+        if descriptor >= 0:
+            os.close(descriptor)
 
 
 def descriptor_of(pid: int, number: int) -> int:

@@ -25,6 +25,7 @@ MAX_ANSWER_BYTES: Final = 256 * 1024 * 1024
 ANSWERS_WITHIN_S: Final = 30.0
 ENDS_WITHIN_S: Final = 5.0
 UVM_MAJOR: Final = 508
+COMMAND: Final = (sys.executable, "-m", "agent.simulation.driver_double")
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +97,7 @@ class DriverDouble:
         with far:
             near.setblocking(False)  # noqa: FBT003 - positional only
             process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", "agent.simulation.driver_double"),
+                *COMMAND,
                 stdin=far.fileno(),
                 stdout=asyncio.subprocess.DEVNULL,
                 env=environment_of_children(os.environ, drop=()),

@@ -142,13 +142,18 @@ class SimulatedProcess:
 
     async def close(self) -> None:
         """Let it end, with nothing freed; one that is held in the kernel is left behind."""
-        self._control.close()
+        with contextlib.suppress(OSError):
+            # Whoever waits for an answer is told, too.
+            self._control.shutdown(socket.SHUT_RDWR)
         try:
             async with asyncio.timeout(ENDS_WITHIN_S):
                 await self.ended.wait()
         except TimeoutError:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, signal.SIGKILL)
+            asyncio.get_running_loop().remove_reader(self._pidfd)
+            os.close(self._pidfd)
+            self._control.close()
 
     async def __aenter__(self) -> Self:
         return self
@@ -164,6 +169,12 @@ class SimulatedProcess:
         asyncio.get_running_loop().remove_reader(self._pidfd)
         os.close(self._pidfd)
         self.ended.set()
+        self._let_go()
+
+    def _let_go(self) -> None:
+        """Close the socket of a process that has ended, once nobody waits for an answer."""
+        if self.ended.is_set() and not self._turn.locked():
+            self._control.close()
 
     async def _last_order(self, do: str) -> None:
         with contextlib.suppress(AgentError):
@@ -172,12 +183,15 @@ class SimulatedProcess:
             await self.ended.wait()
 
     async def _order(self, message: Mapping[str, Any], descriptors: Sequence[int] = ()) -> dict[str, Any]:
-        async with self._turn, asyncio.timeout(OBEYS_WITHIN_S):
-            try:
-                socket.send_fds(self._control, [json.dumps(message).encode()], descriptors)
-            except OSError as error:
-                raise AgentError(f"Process {self.comm} ({self.pid}) has ended") from error
-            return await self._answer(str(message["do"]))
+        try:
+            async with self._turn, asyncio.timeout(OBEYS_WITHIN_S):
+                try:
+                    socket.send_fds(self._control, [json.dumps(message).encode()], descriptors)
+                except OSError as error:
+                    raise AgentError(f"Process {self.comm} ({self.pid}) has ended") from error
+                return await self._answer(str(message["do"]))
+        finally:
+            self._let_go()
 
     async def _answer(self, do: str) -> dict[str, Any]:
         loop = asyncio.get_running_loop()
