@@ -32,6 +32,8 @@ from agent.model.policy import (
     DeviceIdStrategy,
     DeviceListStrategy,
     Injection,
+    LeakEffect,
+    LeakPolicy,
     MigStrategy,
     Policy,
     SharedAllocationPolicy,
@@ -240,6 +242,7 @@ def _policy(values: Mapping[str, object], dev_root: str, resolver: _Resolver) ->
         observe=cast("bool", values["observe"]),
         soft_flips=frozenset(Reason(word) for word in cast("frozenset[str]", values["soft-flips"])),
         soft_flip_every_ns=cast("int", values["soft-flip-every"]),
+        leaks=_leaks(values),
         recovery_clean_probes=cast("int", values["recovery-clean-probes"]),
         recovery_quiet_ns=cast("int", values["recovery-quiet"]),
         sticky_after=cast("int", values["flapping-faults"]),
@@ -248,6 +251,33 @@ def _policy(values: Mapping[str, object], dev_root: str, resolver: _Resolver) ->
         slowdown_share_percent=cast("int", values["slowdown-percent"]),
         first_probe_wait_ns=cast("int", values["first-probe-wait"]),
         watch_timeout_ns=cast("int", values["watch-timeout"]),
+    )
+
+
+def _leaks(values: Mapping[str, object]) -> LeakPolicy:
+    def number(name: str) -> int:
+        return cast("int", values[f"leak-{name}"])
+
+    return LeakPolicy(
+        effect=cast("LeakEffect", values["leak-policy"]),
+        allowed=cast("frozenset[str]", values["leak-allow"]),
+        servers=cast("frozenset[str]", values["leak-servers"]),
+        orphaned_client_ns=number("orphaned-client"),
+        pod_gone_ns=number("pod-gone"),
+        stuck_exit_ns=number("stuck-exit"),
+        foreign_process_ns=number("foreign-process"),
+        memory_held_ns=number("memory-held"),
+        memory_held_bytes=number("memory-size"),
+        memory_held_percent=number("memory-percent"),
+        idle_ns=number("idle"),
+        contexts_many=number("many-contexts"),
+        growth_window_ns=number("growth-window"),
+        growth_warm_up_ns=number("growth-warm-up"),
+        growth_min_live=number("growth-min-live"),
+        growth_min_new=number("growth-min-new"),
+        growth_freed_percent=number("growth-freed-percent"),
+        growth_critical_live=number("growth-critical-live"),
+        growth_fds=number("growth-fds"),
     )
 
 
