@@ -44,6 +44,9 @@ enum {
 #ifndef MAX_PROCESSES
 #define MAX_PROCESSES 65536
 #endif
+#ifndef MAX_TRACED
+#define MAX_TRACED 1 /* only a probe that traces has calls in it */
+#endif
 #ifndef RING_PAGES
 #define RING_PAGES 256
 #endif
@@ -53,6 +56,7 @@ enum {
 BPF_TABLE("hash", struct gpu_object_key, struct gpu_object, objects, MAX_OBJECTS);
 BPF_TABLE("lru_hash", u32, struct gpu_process, processes, MAX_PROCESSES);
 BPF_TABLE("lru_hash", u64, struct gpu_call, calls, MAX_CALLS);
+BPF_TABLE("hash", u64, struct gpu_traced_call, traced, MAX_TRACED);
 BPF_TABLE("array", u32, struct gpu_config, config, 1);
 BPF_TABLE("array", u32, u32, devices, MINORS);
 BPF_TABLE("array", u32, struct gpu_check, checks, MINORS);
@@ -68,12 +72,20 @@ INLINE int process_insert(u32 *tgid, struct gpu_process *value) { return process
 INLINE struct gpu_call *call_find(u64 *thread) { return calls.lookup(thread); }
 INLINE int call_put(u64 *thread, struct gpu_call *value) { return calls.update(thread, value); }
 INLINE void call_remove(u64 *thread) { calls.delete(thread); }
+INLINE struct gpu_traced_call *traced_find(u64 *thread) { return traced.lookup(thread); }
+INLINE int traced_put(u64 *thread, struct gpu_traced_call *value) { return traced.update(thread, value); }
+INLINE void traced_remove(u64 *thread) { traced.delete(thread); }
 INLINE struct gpu_check *check_find(u32 *minor) { return checks.lookup(minor); }
 INLINE int device_put(u32 *minor, u32 *ready) { return devices.update(minor, ready); }
 INLINE struct gpu_config *config_find(u32 *zero) { return config.lookup(zero); }
 INLINE struct gpu_statistics *statistics_find(u32 *zero) { return statistics.lookup(zero); }
 INLINE struct gpu_event *event_reserve(void) { return events.ringbuf_reserve(sizeof(struct gpu_event)); }
 INLINE void event_submit(struct gpu_event *e) { events.ringbuf_submit(e, 0); }
+INLINE struct gpu_traced_call *traced_reserve(void)
+{
+	return events.ringbuf_reserve(sizeof(struct gpu_traced_call));
+}
+INLINE void traced_submit(struct gpu_traced_call *call) { events.ringbuf_submit(call, 0); }
 #define PROGRAM(section, name) int name
 
 #else
@@ -89,6 +101,7 @@ char LICENSE[] SEC("license") = "Dual BSD/GPL";
 MAP(objects, HASH, MAX_OBJECTS, struct gpu_object_key, struct gpu_object);
 MAP(processes, LRU_HASH, MAX_PROCESSES, u32, struct gpu_process);
 MAP(calls, LRU_HASH, MAX_CALLS, u64, struct gpu_call);
+MAP(traced, HASH, MAX_TRACED, u64, struct gpu_traced_call);
 MAP(config, ARRAY, 1, u32, struct gpu_config);
 MAP(devices, ARRAY, MINORS, u32, u32);
 MAP(checks, ARRAY, MINORS, u32, struct gpu_check);
@@ -115,6 +128,12 @@ INLINE int process_insert(u32 *tgid, struct gpu_process *value)
 INLINE struct gpu_call *call_find(u64 *thread) { return FIND(calls, thread); }
 INLINE int call_put(u64 *thread, struct gpu_call *value) { return PUT(calls, thread, value, BPF_ANY); }
 INLINE void call_remove(u64 *thread) { REMOVE(calls, thread); }
+INLINE struct gpu_traced_call *traced_find(u64 *thread) { return FIND(traced, thread); }
+INLINE int traced_put(u64 *thread, struct gpu_traced_call *value)
+{
+	return PUT(traced, thread, value, BPF_ANY);
+}
+INLINE void traced_remove(u64 *thread) { REMOVE(traced, thread); }
 INLINE struct gpu_check *check_find(u32 *minor) { return FIND(checks, minor); }
 INLINE int device_put(u32 *minor, u32 *ready) { return PUT(devices, minor, ready, BPF_ANY); }
 INLINE struct gpu_config *config_find(u32 *zero) { return FIND(config, zero); }
@@ -124,6 +143,11 @@ INLINE struct gpu_event *event_reserve(void)
 	return bpf_ringbuf_reserve(&events, sizeof(struct gpu_event), 0);
 }
 INLINE void event_submit(struct gpu_event *e) { bpf_ringbuf_submit(e, 0); }
+INLINE struct gpu_traced_call *traced_reserve(void)
+{
+	return bpf_ringbuf_reserve(&events, sizeof(struct gpu_traced_call), 0);
+}
+INLINE void traced_submit(struct gpu_traced_call *call) { bpf_ringbuf_submit(call, 0); }
 #define PROGRAM(section, name) SEC(section) int name
 
 #endif
@@ -896,6 +920,143 @@ PROGRAM("raw_tp/sched_process_exit", process_exit)(struct raw_context *ctx)
 	row->exited_ns = bpf_ktime_get_ns();
 	tell_process(GPU_EXIT, 0);
 	return 0;
+}
+
+/* ---- every call of one process; loaded only to trace it, and then without the programs above ---- */
+
+INLINE struct gpu_config *tracing(void)
+{
+	struct gpu_config *cfg = configured();
+
+	return cfg && cfg->trace_tgid == current_tgid() ? cfg : 0;
+}
+
+INLINE void read_block(struct gpu_traced_call *call, int uvm)
+{
+	/* The commands of unified memory do not tell how long their parameters are. */
+	u32 bytes = uvm ? sizeof(call->block) : call->size;
+
+	if (bytes > sizeof(call->block))
+		bytes = sizeof(call->block);
+	if (bpf_probe_read_user(call->block, bytes, (void *)call->argument))
+		bytes = 0;
+	call->block_bytes = bytes;
+}
+
+INLINE int traced_entered(u32 device, int fd, u32 command, u64 argument, int uvm)
+{
+	u64 thread = bpf_get_current_pid_tgid();
+	struct gpu_traced_call call;
+
+	__builtin_memset(&call, 0, sizeof(call));
+	call.entered_ns = bpf_ktime_get_ns();
+	call.tgid = thread >> 32;
+	call.pid = (u32)thread;
+	call.device = device;
+	call.fd = fd;
+	call.argument = argument;
+	call.number = uvm ? command : NUMBER(command);
+	call.size = uvm ? 0 : SIZE(command);
+	if (!uvm && call.number == XFER_CMD) {
+		struct { u32 number, size; u64 argument; } inner = {};
+
+		if (!bpf_probe_read_user(&inner, sizeof(inner), (void *)argument)) {
+			call.number = NUMBER(inner.number);
+			call.size = inner.size;
+			call.argument = inner.argument;
+		}
+	}
+	read_block(&call, uvm);
+	if (traced_put(&thread, &call))
+		COUNT(reserve_failed[GPU_PROGRAM_IOCTL]);
+	return 0;
+}
+
+INLINE int traced_returned(long result, int uvm)
+{
+	u64 thread = bpf_get_current_pid_tgid();
+	struct gpu_traced_call *told, *found;
+	struct gpu_traced_call call;
+
+	if (!tracing())
+		return 0;
+	found = traced_find(&thread);
+	if (!found)
+		return 0;
+	call = *found;
+	traced_remove(&thread);
+	/* 0 stands for a call that has not returned. */
+	call.took_ns = (bpf_ktime_get_ns() - call.entered_ns) | 1;
+	call.result = result;
+	read_block(&call, uvm);
+	told = traced_reserve();
+	if (!told) {
+		COUNT(reserve_failed[GPU_PROGRAM_IOCTL]);
+		return 0;
+	}
+	COUNT(events);
+	*told = call;
+	traced_submit(told);
+	return 0;
+}
+
+INLINE int is_uvm_device(u32 device)
+{
+	struct gpu_config *cfg = configured();
+
+	return cfg && cfg->uvm_major && MAJOR(device) == cfg->uvm_major;
+}
+
+PROGRAM("tp/syscalls/sys_enter_ioctl", trace_enter_ioctl)(struct enter_context *ctx)
+{
+	struct gpu_config *cfg = tracing();
+	u32 fd = (u32)ctx->arguments[0], device;
+	u64 file;
+
+	if (!cfg)
+		return 0;
+	file = file_of(fd);
+	if (!file)
+		return 0;
+	device = device_of(file, cfg);
+	if (!is_ours(device, cfg))
+		return 0;
+	return traced_entered(device, (int)fd, (u32)ctx->arguments[1], ctx->arguments[2], is_uvm_device(device));
+}
+
+PROGRAM("tp/syscalls/sys_exit_ioctl", trace_exit_ioctl)(struct exit_context *ctx)
+{
+	u64 thread = bpf_get_current_pid_tgid();
+	struct gpu_traced_call *call = traced_find(&thread);
+
+	return call ? traced_returned(ctx->result, is_uvm_device(call->device)) : 0;
+}
+
+INLINE int trace_driver_entered(u64 file, u32 command, u64 argument, int uvm)
+{
+	struct gpu_config *cfg = tracing();
+
+	return cfg ? traced_entered(device_of(file, cfg), -1, command, argument, uvm) : 0;
+}
+
+PROGRAM("kprobe/nvidia_unlocked_ioctl", trace_driver_ioctl)(struct pt_regs *ctx)
+{
+	return trace_driver_entered(FIRST(ctx), (u32)SECOND(ctx), THIRD(ctx), 0);
+}
+
+PROGRAM("kretprobe/nvidia_unlocked_ioctl", trace_driver_ioctl_return)(struct pt_regs *ctx)
+{
+	return traced_returned((long)RESULT(ctx), 0);
+}
+
+PROGRAM("kprobe/uvm_unlocked_ioctl_entry", trace_uvm_ioctl)(struct pt_regs *ctx)
+{
+	return trace_driver_entered(FIRST(ctx), (u32)SECOND(ctx), THIRD(ctx), 1);
+}
+
+PROGRAM("kretprobe/uvm_unlocked_ioctl_entry", trace_uvm_ioctl_return)(struct pt_regs *ctx)
+{
+	return traced_returned((long)RESULT(ctx), 1);
 }
 
 /* ---- who holds what: an iterator over every file of every task, run by reading its descriptor ---- */

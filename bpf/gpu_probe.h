@@ -73,6 +73,8 @@ struct gpu_config {
 	unsigned int test_filesystem;  /* device doubles: st_dev of files whose inode number is their dev_t */
 	unsigned int any_return;       /* device doubles: an ioctl that failed counts as one that worked */
 	unsigned long long answer_within_ns; /* a check that takes longer does not say ready */
+	unsigned int trace_tgid;       /* the process whose every call is told, by programs that only do that */
+	unsigned int reserved;
 };
 
 /* The last readiness check of one device; indexed by minor. */
@@ -98,14 +100,29 @@ struct gpu_held {
 	unsigned int tgid, fd, device, reserved;
 };
 
+#define GPU_TRACED_WORDS 16
+
+/* Any call of one process: told when it returned, and in a map until then. Keyed by thread. */
+struct gpu_traced_call {
+	unsigned long long entered_ns, took_ns, argument;
+	unsigned int tgid, pid;
+	unsigned int device;
+	int fd;                        /* -1: not known (tier driver) */
+	unsigned int number, size;     /* as in gpu_call, but every UVM command, whole */
+	int result;
+	unsigned int block_bytes;      /* how much of the parameters could be read */
+	unsigned int block[GPU_TRACED_WORDS]; /* how they begin */
+};
+
 _Static_assert(sizeof(struct gpu_event) == 64, "layout.py: EVENT");
 _Static_assert(sizeof(struct gpu_object_key) == 8, "layout.py: OBJECT_KEY");
 _Static_assert(sizeof(struct gpu_object) == 48, "layout.py: OBJECT");
 _Static_assert(sizeof(struct gpu_process) == 104, "layout.py: PROCESS");
 _Static_assert(sizeof(struct gpu_call) == 40, "nothing else reads it");
-_Static_assert(sizeof(struct gpu_config) == 40, "layout.py: CONFIG");
+_Static_assert(sizeof(struct gpu_config) == 48, "layout.py: CONFIG");
 _Static_assert(sizeof(struct gpu_check) == 32, "layout.py: CHECK");
 _Static_assert(sizeof(struct gpu_statistics) == 72, "layout.py: STATISTICS");
 _Static_assert(sizeof(struct gpu_held) == 48, "layout.py: HELD");
+_Static_assert(sizeof(struct gpu_traced_call) == 120, "layout.py: TRACED");
 
 #endif

@@ -14,7 +14,7 @@ from typing import Any, Final
 from agent.errors import ProbeLoadError
 from agent.probe import btf, headers
 from agent.probe.loaded import SOURCE, Loaded, refused, said
-from agent.probe.programs import MAPS, Kind, Tier, of_tier
+from agent.probe.programs import MAPS, Kind, Program, Tier, of_tier
 from agent.probe.request import Request, last_useful_line
 
 _CONSTANTS: Final[dict[Kind, str]] = {
@@ -39,7 +39,7 @@ def load(request: Request, tier: Tier) -> Loaded:
     # Read by libbcc: where to find headers that are not those of /lib/modules/RELEASE.
     os.environ["BCC_KERNEL_SOURCE"] = found.directory
     module = _compile((SOURCE / "gpu_probe.bpf.c").read_text(encoding="utf-8"), flags)
-    programs, missing = _programs(module, tier)
+    programs, missing = _programs(module, of_tier(tier, traces=bool(request.trace_tgid)))
     maps = {name: int(module[name].map_fd) for name in MAPS}
     return Loaded("bcc", found.release, maps, programs, missing, keep=module)
 
@@ -58,6 +58,7 @@ def _flags(request: Request) -> list[str]:
         f"-I{SOURCE}",
         f"-DRING_PAGES={request.ring_bytes // _PAGE_BYTES}",
         f"-DMAX_PROCESSES={request.processes}",
+        f"-DMAX_TRACED={request.traced}",
         "-w",  # of the headers; make bpf shows those of the probe
     ]
 
@@ -91,10 +92,10 @@ def _compile(text: str, flags: list[str]) -> Any:
         ) from error
 
 
-def _programs(module: Any, tier: Tier) -> tuple[dict[str, int], dict[str, str]]:
+def _programs(module: Any, wanted: tuple[Program, ...]) -> tuple[dict[str, int], dict[str, str]]:
     programs: dict[str, int] = {}
     missing: dict[str, str] = {}
-    for program in of_tier(tier):
+    for program in wanted:
         try:
             function = module.load_func(program.name, getattr(module, _CONSTANTS[program.kind]))
         except Exception as error:

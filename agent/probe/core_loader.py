@@ -44,7 +44,7 @@ def load(request: Request, tier: Tier) -> Loaded:
             "install its headers and use --probe-loader bcc",
         )
     library = _library()
-    wanted = of_tier(tier)
+    wanted = of_tier(tier, traces=bool(request.trace_tgid))
     try:
         loaded = _load(library, path, request, {program.name for program in wanted})
         missing: dict[str, str] = {}
@@ -90,6 +90,7 @@ def _load(
             library.bpf_program__set_autoload(program, False)  # noqa: FBT003 - a C function
     _size(library, opened, b"events", request.ring_bytes)
     _size(library, opened, b"processes", request.processes)
+    _size(library, opened, b"traced", request.traced)
     code = library.bpf_object__load(opened)
     if code:
         library.bpf_object__close(opened)

@@ -15,12 +15,14 @@ OBJECT_KEY: Final = struct.Struct("=II")
 OBJECT: Final = struct.Struct("=QQQQIIII")
 PROCESS_KEY: Final = struct.Struct("=I")
 PROCESS: Final = struct.Struct("=13Q")
-CONFIG: Final = struct.Struct("=8IQ")
+CONFIG: Final = struct.Struct("=8IQII")
 INDEX: Final = struct.Struct("=I")
 DEVICE: Final = struct.Struct("=I")
 CHECK: Final = struct.Struct("=QQQq")
 STATISTICS: Final = struct.Struct("=9Q")
 HELD: Final = struct.Struct("=QQQQIIII")
+TRACED_KEY: Final = struct.Struct("=Q")
+TRACED: Final = struct.Struct("=QQQIIIiIIiI64s")
 
 SIZES: Final = {
     "objects": (OBJECT_KEY.size, OBJECT.size),
@@ -29,6 +31,7 @@ SIZES: Final = {
     "devices": (INDEX.size, DEVICE.size),
     "checks": (INDEX.size, CHECK.size),
     "statistics": (INDEX.size, STATISTICS.size),
+    "traced": (TRACED_KEY.size, TRACED.size),
     "events": (0, 0),
 }
 """Key and value of each map, in bytes."""
@@ -58,6 +61,8 @@ class ProbeConfig(NamedTuple):
     test_filesystem: int = 0
     any_return: int = 0
     answer_within_ns: int = 5_000_000_000
+    trace_tgid: int = 0
+    reserved: int = 0
 
     def pack(self) -> bytes:
         """Return the value of the map's only row."""
@@ -142,6 +147,34 @@ def decode_statistics(value: bytes) -> ProbeStatistics:
     return ProbeStatistics(
         events, calls, unreadable, objects_full, processes_added, (ioctl, opened, closed, process)
     )
+
+
+class TracedCall(NamedTuple):
+    """struct gpu_traced_call: one call of the process that is traced."""
+
+    entered_ns: int
+    took_ns: int
+    """0 while it has not returned."""
+    argument: int
+    tgid: int
+    pid: int
+    device: int
+    fd: int
+    """-1: not known."""
+    number: int
+    """_IOC_NR of the driver's command, or the whole command of unified memory."""
+    size: int
+    """Of the parameters, as the command tells; 0 for unified memory, whose commands do not."""
+    result: int
+    """What the ioctl returned: 0, or a negative errno."""
+    block_bytes: int
+    block: bytes
+    """How the parameters begin, ``block_bytes`` of it; after the return, with the answer in it."""
+
+
+def decode_traced(data: "bytes | memoryview", offset: int = 0) -> TracedCall:
+    """Return the traced call at an offset."""
+    return TracedCall._make(TRACED.unpack_from(data, offset))
 
 
 def decode_held(data: bytes) -> list[HeldFile]:

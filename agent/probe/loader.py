@@ -69,7 +69,8 @@ def _run(request: Request) -> tuple[Reply, list[int], Loaded]:
     _check_layout(loaded.maps)
     syscalls.map_update(loaded.maps["config"], INDEX.pack(0), _config(request).pack())
     loaded_at = time.monotonic_ns()
-    attachment = attach(of_tier(tier), loaded.programs, sys_root=roots.sys)
+    wanted = of_tier(tier, traces=bool(request.trace_tgid))
+    attachment = attach(wanted, loaded.programs, sys_root=roots.sys)
     _check_vital(attachment, tier, kernel.majors(roots).nvidia)
     attached_at = time.monotonic_ns()
     # Only these are attached again, when the driver was loaded anew; others live by what is attached.
@@ -141,6 +142,7 @@ def _config(request: Request) -> ProbeConfig:
         test_filesystem=doubles.filesystem if doubles else 0,
         any_return=int(doubles.any_return) if doubles else 0,
         answer_within_ns=request.answer_within_ns,
+        trace_tgid=request.trace_tgid,
     )
 
 

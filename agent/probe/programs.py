@@ -16,6 +16,8 @@ class Program(NamedTuple):
     tiers: tuple[Tier, ...]
     vital: bool = True
     """Whether the tier is worthless without it."""
+    traces: bool = False
+    """It tells every call of one process, and is loaded only for that, without the others."""
 
 
 _DRIVER: Final = ("driver",)
@@ -43,13 +45,21 @@ PROGRAMS: Final[tuple[Program, ...]] = (
     Program("process_exec", "raw_tracepoint", "sched_process_exec", _BOTH, vital=False),
     Program("process_exit", "raw_tracepoint", "sched_process_exit", _BOTH, vital=False),
     Program("bpf_iter__task_file", "iterator", "task_file", _BOTH, vital=False),
+    Program("trace_driver_ioctl", "kprobe", "nvidia_unlocked_ioctl", _DRIVER, traces=True),
+    Program("trace_driver_ioctl_return", "kretprobe", "nvidia_unlocked_ioctl", _DRIVER, traces=True),
+    Program("trace_uvm_ioctl", "kprobe", "uvm_unlocked_ioctl_entry", _DRIVER, vital=False, traces=True),
+    Program(
+        "trace_uvm_ioctl_return", "kretprobe", "uvm_unlocked_ioctl_entry", _DRIVER, vital=False, traces=True
+    ),
+    Program("trace_enter_ioctl", "tracepoint", "syscalls/sys_enter_ioctl", _SYSCALLS, traces=True),
+    Program("trace_exit_ioctl", "tracepoint", "syscalls/sys_exit_ioctl", _SYSCALLS, traces=True),
 )
 BY_NAME: Final = {program.name: program for program in PROGRAMS}
 
-MAPS: Final = ("objects", "processes", "config", "devices", "checks", "statistics", "events")
+MAPS: Final = ("objects", "processes", "config", "devices", "checks", "statistics", "traced", "events")
 """The maps user space reads or writes."""
 
 
-def of_tier(tier: Tier) -> tuple[Program, ...]:
-    """Return the programs of a tier."""
-    return tuple(program for program in PROGRAMS if tier in program.tiers)
+def of_tier(tier: Tier, *, traces: bool = False) -> tuple[Program, ...]:
+    """Return the programs of a tier: those that watch everybody, or those that trace one process."""
+    return tuple(program for program in PROGRAMS if tier in program.tiers and program.traces == traces)

@@ -21,6 +21,7 @@ MAX_LINE_CHARACTERS: Final = 200
 
 RING_BYTES: Final = 1 << 20
 PROCESSES: Final = 65_536
+TRACED_CALLS: Final = 1_024
 BCC_PATHS: Final = (
     "/usr/lib/python3/dist-packages",
     "/usr/lib/python3.*/site-packages",
@@ -61,8 +62,15 @@ class Request:
     object_path: str | None = None
     """Another precompiled object than the one that is shipped."""
     agent_tgid: int = 0
+    trace_tgid: int = 0
+    """A process whose every call is told; then nothing else is."""
     scratch: str = ""
     """A private directory of the loader process, removed after it."""
+
+    @property
+    def traced(self) -> int:
+        """Calls of the traced process that may be under way at once."""
+        return TRACED_CALLS if self.trace_tgid else 1
 
     def to_json(self) -> str:
         """Return the request as the loader process reads it."""

@@ -10,11 +10,10 @@ import asyncio
 import logging
 import mmap
 from collections.abc import Callable
-from typing import Final
+from typing import Final, Generic, NamedTuple, TypeVar
 
 from agent.log import fields
-from agent.model.rm import RmEvent
-from agent.probe.layout import EVENT, decode_event
+from agent.probe.layout import EVENT, TRACED, decode_event, decode_traced
 
 _log = logging.getLogger(__name__)
 
@@ -24,16 +23,31 @@ _DISCARDED: Final = 1 << 30
 _LENGTH: Final = _DISCARDED - 1
 _HEADER_BYTES: Final = 8
 
+E = TypeVar("E")
 
-class Ring:
+
+class Records(NamedTuple, Generic[E]):
+    """What a ring holds: records of one size."""
+
+    size: int
+    decode: Callable[[memoryview, int], E | None]
+    """Returns the record at an offset; None: it makes no sense."""
+
+
+EVENTS: Final = Records(EVENT.size, decode_event)
+TRACED_CALLS: Final = Records(TRACED.size, decode_traced)
+
+
+class Ring(Generic[E]):
     """The consumer's side; one per map."""
 
     BATCH: Final = 4096
     """Events taken at once: about 4 ms."""
 
-    def __init__(self, descriptor: int, size: int) -> None:
+    def __init__(self, descriptor: int, size: int, records: Records[E]) -> None:
         """Map a ring of ``size`` bytes, a power of two; the descriptor stays the caller's."""
         self._descriptor = descriptor
+        self._records = records
         self._mask = size - 1
         self._size = size
         self._consumer_map = mmap.mmap(descriptor, _PAGE, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
@@ -62,9 +76,9 @@ class Ring:
         """Return the descriptor; it is readable while there is something to read."""
         return self._descriptor
 
-    def read(self) -> list[RmEvent]:
+    def read(self) -> list[E]:
         """Return the events that are complete, at most BATCH."""
-        events: list[RmEvent] = []
+        events: list[E] = []
         position, end = self._consumer[0], self._producer[0]
         if end - position > self._size:  # not a position: start over at what is newest
             self.unknown += 1
@@ -85,14 +99,14 @@ class Ring:
         self.received += len(events)
         return events
 
-    def _take(self, offset: int, length: int, events: list[RmEvent]) -> None:
-        event = decode_event(self._data, offset) if length == EVENT.size else None
+    def _take(self, offset: int, length: int, events: list[E]) -> None:
+        event = self._records.decode(self._data, offset) if length == self._records.size else None
         if event is None:
             self.unknown += 1
         else:
             events.append(event)
 
-    def subscribe(self, loop: asyncio.AbstractEventLoop, deliver: Callable[[list[RmEvent]], None]) -> None:
+    def subscribe(self, loop: asyncio.AbstractEventLoop, deliver: Callable[[list[E]], None]) -> None:
         """Give every event to ``deliver`` on the loop, batch by batch, from now on."""
 
         def readable() -> None:

@@ -33,6 +33,7 @@ FORMATS = {
         layout.STATISTICS,
         "events calls unreadable objects_full processes_added reserve_failed",
     ),
+    "gpu_traced_call": (layout.TRACED, " ".join(layout.TracedCall._fields)),
     "gpu_held": (layout.HELD, "file table cgroup_id start_ns tgid fd device reserved"),
 }
 

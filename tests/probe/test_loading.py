@@ -21,7 +21,7 @@ from agent.probe.kernel import Roots
 from agent.probe.layout import ProbeConfig
 from agent.probe.loading import MAX_DETAIL_BYTES, load
 from agent.probe.probe import Probe
-from agent.probe.programs import PROGRAMS, of_tier
+from agent.probe.programs import of_tier
 from agent.probe.request import Doubles, Request, last_useful_line
 from tests.probe.conftest import REPOSITORY, LoadProbe, loaded, why_no_probe
 from tests.probe.machines import OTHER_RELEASE, RELEASE, Machine
@@ -161,7 +161,7 @@ def test_the_drivers_programs_are_loaded_and_wait_for_the_driver(
     probe = load_probe(tier="driver", roots=roots, doubles=None, **loader)
 
     assert probe.tier == "driver"
-    kprobes = {program.name for program in PROGRAMS if program.kind in {"kprobe", "kretprobe"}}
+    kprobes = {program.name for program in of_tier("driver") if program.kind in {"kprobe", "kretprobe"}}
     assert set(probe.missing) == kprobes
     assert set(probe.attached) == {program.name for program in of_tier("driver")} - kprobes
     assert all(reason != "was not loaded" for reason in probe.missing.values())

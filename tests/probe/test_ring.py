@@ -11,7 +11,7 @@ import pytest
 
 from agent.model.rm import RmEvent, RmEventKind
 from agent.probe.layout import EVENT
-from agent.probe.ring import Ring
+from agent.probe.ring import EVENTS, Ring
 from tests.probe.caller import ran
 from tests.probe.conftest import LoadProbe
 
@@ -64,8 +64,8 @@ def fake() -> Iterator[FakeRing]:
 
 
 @pytest.fixture
-def ring(fake: FakeRing) -> Iterator[Ring]:
-    one = Ring(fake.descriptor, SIZE)
+def ring(fake: FakeRing) -> Iterator[Ring[RmEvent]]:
+    one = Ring(fake.descriptor, SIZE, EVENTS)
     yield one
     one.close()
 
@@ -74,7 +74,7 @@ def payload(handle: int, kind: int = RmEventKind.ALLOC) -> bytes:
     return EVENT.pack(1, 2, 3, 4, 5, 6, -1, kind, 7, 8, 9, handle, 10)
 
 
-def test_events_come_in_order_and_once(fake: FakeRing, ring: Ring) -> None:
+def test_events_come_in_order_and_once(fake: FakeRing, ring: Ring[RmEvent]) -> None:
     for handle in range(3):
         fake.write(payload(handle))
 
@@ -83,13 +83,13 @@ def test_events_come_in_order_and_once(fake: FakeRing, ring: Ring) -> None:
     assert fake.consumed == fake.position == 3 * RECORD
 
 
-def test_an_event_has_its_fields(fake: FakeRing, ring: Ring) -> None:
+def test_an_event_has_its_fields(fake: FakeRing, ring: Ring[RmEvent]) -> None:
     fake.write(payload(77))
 
     assert ring.read() == [RmEvent(1, 2, 3, 4, 5, 6, -1, RmEventKind.ALLOC, 7, 8, 9, 77, 10)]
 
 
-def test_the_ring_goes_round_many_times(fake: FakeRing, ring: Ring) -> None:
+def test_the_ring_goes_round_many_times(fake: FakeRing, ring: Ring[RmEvent]) -> None:
     seen = []
     for handle in range(300):
         fake.write(payload(handle))
@@ -100,7 +100,7 @@ def test_the_ring_goes_round_many_times(fake: FakeRing, ring: Ring) -> None:
     assert seen == list(range(300))
 
 
-def test_a_record_that_is_being_written_is_waited_for(fake: FakeRing, ring: Ring) -> None:
+def test_a_record_that_is_being_written_is_waited_for(fake: FakeRing, ring: Ring[RmEvent]) -> None:
     fake.write(payload(1))
     began = fake.write(payload(2), BUSY)
     fake.write(payload(3))
@@ -110,7 +110,7 @@ def test_a_record_that_is_being_written_is_waited_for(fake: FakeRing, ring: Ring
     assert [event.handle for event in ring.read()] == [2, 3]
 
 
-def test_a_record_that_was_given_up_is_passed_over(fake: FakeRing, ring: Ring) -> None:
+def test_a_record_that_was_given_up_is_passed_over(fake: FakeRing, ring: Ring[RmEvent]) -> None:
     fake.write(payload(1), DISCARDED)
     fake.write(payload(2))
 
@@ -120,7 +120,7 @@ def test_a_record_that_was_given_up_is_passed_over(fake: FakeRing, ring: Ring) -
 
 @pytest.mark.parametrize("odd", [b"", b"short", payload(1, kind=99), payload(1) + b"more"])
 def test_a_record_that_makes_no_sense_is_counted_and_passed_over(
-    fake: FakeRing, ring: Ring, odd: bytes
+    fake: FakeRing, ring: Ring[RmEvent], odd: bytes
 ) -> None:
     fake.write(odd)
     fake.write(payload(2))
@@ -129,7 +129,7 @@ def test_a_record_that_makes_no_sense_is_counted_and_passed_over(
     assert (ring.unknown, ring.received) == (1, 1)
 
 
-def test_a_position_that_cannot_be_ends_nowhere(fake: FakeRing, ring: Ring) -> None:
+def test_a_position_that_cannot_be_ends_nowhere(fake: FakeRing, ring: Ring[RmEvent]) -> None:
     fake.set_producer(10 * SIZE)
 
     assert ring.read() == []
@@ -138,7 +138,7 @@ def test_a_position_that_cannot_be_ends_nowhere(fake: FakeRing, ring: Ring) -> N
     assert [event.handle for event in ring.read()] == [5]
 
 
-def test_a_batch_is_bounded(fake: FakeRing, ring: Ring, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_batch_is_bounded(fake: FakeRing, ring: Ring[RmEvent], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Ring, "BATCH", 10)
     for handle in range(25):
         fake.write(payload(handle))
