@@ -23,9 +23,8 @@ from agent.errors import KubeletError
 from agent.log import fields
 from agent.model.facts import AllocationsListed, Fact, PodsSeen
 from agent.model.policy import SECOND_NS
-from agent.model.usage import Pods
 from agent.sources.pods_holders import Holders
-from agent.sources.pods_uids import pods_by_uid
+from agent.sources.pods_uids import SeenPods, pods_by_uid
 from agent.sources.pods_wire import AbsentError, Listing, list_pods, listing_of
 from agent.threads import in_daemon_thread
 
@@ -101,10 +100,10 @@ class PodsSource:
             _log.info("The kubelet tells which pods hold devices", extra=fields(path=str(self._socket)))
         self._inbox.put(AllocationsListed(pods=self._holders.after(listing.claims)))
         if pods is not None:
-            self._inbox.put(PodsSeen(pods))
+            self._inbox.put(PodsSeen(pods.pods, complete=pods.complete))
         return True
 
-    def _read(self, answer: bytes) -> tuple[Listing, Pods | None]:
+    def _read(self, answer: bytes) -> tuple[Listing, SeenPods | None]:
         listing = listing_of(answer, prefix=self._prefix)
         pods = pods_by_uid(
             listing.names, listing.claims, pod_logs=self._pod_logs, checkpoint=self._checkpoint

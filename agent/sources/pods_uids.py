@@ -17,7 +17,7 @@ from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from agent.model.usage import PodSeen, PodUid
+from agent.model.usage import Pods, PodSeen, PodUid
 from agent.sources.pods_wire import Claims
 
 MAX_PODS: Final = 4_096
@@ -33,18 +33,26 @@ class _Directory(NamedTuple):
     changed_ns: int
 
 
+class SeenPods(NamedTuple):
+    """The pods of the node by UID."""
+
+    pods: Pods
+    complete: bool
+    """False: the checkpoint was read, which names only pods with devices."""
+
+
 def pods_by_uid(
     listed: Collection[str], claims: Claims, *, pod_logs: Path, checkpoint: Path
-) -> Mapping[PodUid, PodSeen] | None:
+) -> SeenPods | None:
     """Return the pods of the node by UID; None where neither file can be read. Blocks.
 
     ``listed`` are the ``namespace/name`` of every pod that the kubelet has now.
     """
     directories = _pod_directories(pod_logs)
     if directories is not None:
-        return dict(_of_directories(directories, listed))
+        return SeenPods(dict(_of_directories(directories, listed)), complete=True)
     devices = _devices_by_uid(checkpoint)
-    return None if devices is None else dict(_of_devices(devices, claims))
+    return None if devices is None else SeenPods(dict(_of_devices(devices, claims)), complete=False)
 
 
 def _of_directories(

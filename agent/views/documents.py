@@ -56,7 +56,7 @@ def _finding(finding: Finding) -> Json:
         "message": finding.message,
         "advice": MEANINGS[finding.reason].advice,
         "gpus": list(finding.gpus),
-    }
+    } | ({} if finding.used_bytes is None else {"bytes": finding.used_bytes})
 
 
 def devices(snapshot: Snapshot, time_of: TimeOf) -> Json:
@@ -132,6 +132,7 @@ def condition(active: Condition, time_of: TimeOf) -> Json:
         "lasts": active.lasts,
         "count": active.count,
         "clean_probes": active.clean_probes,
+        "details": None if active.details is None else asdict(active.details),
         **moment("since", active.since_ns, time_of),
         **moment("last", active.last_ns, time_of),
     }

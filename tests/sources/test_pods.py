@@ -21,7 +21,7 @@ from agent.simulation.kubelet import EmulatedKubelet
 from agent.simulation.stubs.podresources.v1 import api_pb2 as pods_pb
 from agent.sources.pods import PodsSource
 from agent.sources.pods_holders import Holders
-from agent.sources.pods_uids import MAX_PODS, pods_by_uid
+from agent.sources.pods_uids import MAX_PODS, SeenPods, pods_by_uid
 from agent.sources.pods_wire import MAX_ANSWER_BYTES, AbsentError, list_pods, listing_of
 from tests.contract.reference_plugin import ReferencePlugin
 from tests.harness import short_directory
@@ -383,6 +383,7 @@ async def test_the_uid_of_each_pod_is_told(
     )
     await recorder.until(lambda: bool(recorder.of(PodsSeen)))
     assert seen(recorder) == {"ns1/job 00000000-0000-4000-9000-000000000001": PodSeen("ns1", "job")}
+    assert recorder.of(PodsSeen)[-1].complete is by_logs
 
 
 async def test_a_pod_that_was_deleted_is_gone(
@@ -407,7 +408,7 @@ def uids_of(directory: Path, *listed: str) -> dict[str, bool]:
     """Return by UID whether the pod is alive, as the names in a directory of logs say."""
     pods = pods_by_uid(listed, {}, pod_logs=directory, checkpoint=LOGS)
     assert pods is not None
-    return {uid: pod.alive for uid, pod in pods.items()}
+    return {uid: pod.alive for uid, pod in pods.pods.items()}
 
 
 def test_a_pod_that_the_kubelet_does_not_list_is_not_alive(tmp_path: Path) -> None:
@@ -449,4 +450,4 @@ def test_a_checkpoint_that_cannot_be_read_tells_nothing(tmp_path: Path, text: st
 def test_a_checkpoint_without_pods_says_that_there_are_none(tmp_path: Path) -> None:
     checkpoint = tmp_path / "checkpoint"
     checkpoint.write_text('{"Data": {"PodDeviceEntries": null, "RegisteredDevices": {}}, "Checksum": 1}')
-    assert pods_by_uid((), {}, pod_logs=LOGS, checkpoint=checkpoint) == {}
+    assert pods_by_uid((), {}, pod_logs=LOGS, checkpoint=checkpoint) == SeenPods({}, complete=False)
