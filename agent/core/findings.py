@@ -17,6 +17,7 @@ from agent.model import facts
 from agent.model.health import ConditionKey, LeakKind, Reason
 from agent.model.ids import Placement, SourceName
 from agent.model.policy import SECOND_NS
+from agent.model.usage import ProcessUse
 
 USAGE_KNOWN_FOR_NS: Final = 90 * SECOND_NS
 """An older picture is no knowledge; its source tells one every 30 s at least."""
@@ -38,6 +39,21 @@ def with_findings(old: State, state: State, now_ns: int) -> State:
     if found is state.leaks and active is state.conditions:
         return state
     return replace(state, leaks=found, conditions=active)
+
+
+def pods_seen(state: State, fact: facts.PodsSeen, now_ns: int) -> State:
+    """Take the pods that live. One that is gone keeps its name for as long as a process of it is there."""
+    used = {process.look.pod.uid for process in _processes(state) if process.look.pod is not None}
+    gone = {
+        uid: replace(pod, alive=False)
+        for uid, pod in (state.pods_seen or {}).items()
+        if uid in used and uid not in fact.pods
+    }
+    return replace(state, pods_seen={**fact.pods, **gone}, pods_seen_ns=now_ns, pods_seen_all=fact.complete)
+
+
+def _processes(state: State) -> tuple[ProcessUse, ...]:
+    return () if state.usage is None else state.usage.processes
 
 
 def due_at(state: State) -> Iterator[int]:

@@ -157,7 +157,7 @@ def _known(state: State, fact: _Quiet, now_ns: int) -> State:  # noqa: C901, PLR
         case facts.DeviceCallsSeen():
             return replace(state, device_calls=fact.calls)
         case facts.PodsSeen():
-            return replace(state, pods_seen=fact.pods, pods_seen_ns=now_ns, pods_seen_all=fact.complete)
+            return findings.pods_seen(state, fact, now_ns)
         case facts.KubeletSocketSeen():
             return replace(state, kubelet=fact.identity)
         case (
