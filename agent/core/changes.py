@@ -181,7 +181,7 @@ def _condition_fields(state: State, condition: Condition) -> dict[str, object]:
 def _details_fields(details: Details) -> dict[str, object]:
     """Name the processes: the event log is for the node's operator alone."""
     return {
-        "kind": details.kind,
+        "finding": details.kind,
         "contexts": details.contexts,
         "used_bytes": details.used_bytes,
         "processes": [

@@ -90,7 +90,7 @@ def _flappers(state: State) -> frozenset[GpuUuid]:
 
 def soft_candidates(state: State) -> frozenset[GpuUuid]:
     """Return the GPUs that soft evidence would flip if nothing held it back."""
-    if not state.policy.soft_flips:
+    if not state.policy.soft_flips and state.policy.leaks.effect == "warn":
         return frozenset()
     return frozenset(
         key.placement.gpu for key, condition in state.conditions.items() if _is_soft(state, condition)

@@ -191,7 +191,7 @@ def test_j2_when_both_are_gone_the_finding_clears_within_two_polls() -> None:
 def test_j2_what_is_found_is_told_with_everybody_in_it() -> None:
     machine = machine_after(31)
     events = [
-        fields_of(event) for event in machine.node.events() if fields_of(event).get("kind") == "pod_gone"
+        fields_of(event) for event in machine.node.events() if fields_of(event).get("finding") == "pod_gone"
     ]
     (told,) = events
     assert [(each["pid"], each["comm"], each["contexts"]) for each in told["processes"]] == [  # type: ignore[attr-defined]
