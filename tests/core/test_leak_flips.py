@@ -1,4 +1,4 @@
-"""A leak takes a free GPU out where the operator wants that, whatever else may be flipped by soft evidence."""
+"""A leak takes a free GPU out where the operator wants it, whatever else soft evidence may flip."""
 
 from agent.model.policy import Policy
 from tests.core.build import U0, S
