@@ -11,13 +11,13 @@ from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any, Final, Literal, Self
 
-from agent.errors import AgentError, UsageError
+from agent.errors import AgentError, SourceError, UsageError
 from agent.simulation.action_table import Invocation
 from agent.simulation.actions import parse
 from agent.simulation.directory import NodeDirectory
 from agent.simulation.driver_double.double import DriverDouble
 from agent.simulation.feed import Feed
-from agent.simulation.gpu_processes.node_processes import NodeProcesses, gpus_of
+from agent.simulation.gpu_processes.node_processes import NodeProcesses, capabilities_of, gpus_of
 from agent.simulation.kernel_log import KernelLog
 from agent.simulation.kubelet import AllocatableChange, DeviceList, EmulatedKubelet, StreamEnd
 from agent.simulation.nvml import (
@@ -27,7 +27,7 @@ from agent.simulation.nvml import (
     install_library,
 )
 from agent.simulation.presets import NodeSpec
-from agent.simulation.roots import write_device_node, write_roots
+from agent.simulation.roots import CAPABILITY_DIRECTORY, write_device_node, write_roots
 
 DriverWanted = Literal["none", "if-possible", "required"]
 WITHOUT_DRIVER: Final = (
@@ -121,18 +121,23 @@ class SimulatedNode:
         await self._stack.__aexit__(kind, error, trace)
 
     async def _start_driver(self, stack: contextlib.AsyncExitStack) -> None:
-        """Put device files that answer into the node's /dev; raises SourceError where there can be none."""
-        version = self.spec.driver_version
-        driver = await stack.enter_async_context(
-            await DriverDouble.start(gpus_of(self.spec), version=version)
-        )
+        """Put device files that answer into the node's /dev; raises UsageError where they have to."""
+        version, capabilities = self.spec.driver_version, capabilities_of(self.spec)
+        try:
+            driver = await DriverDouble.start(gpus_of(self.spec), version=version, capabilities=capabilities)
+        except SourceError as error:
+            if self._driver_wanted == "required":
+                raise UsageError(f"{WITHOUT_DRIVER}: {error}") from error
+            return
+        await stack.enter_async_context(driver)
         for name in driver.names:
             driver.replace(name, self.directory.dev)
+        self._driver = driver
+        self.show_capabilities()
         self._processes = NodeProcesses(self.directory, self.spec, driver, self.nvml, self.tell)
         stack.push_async_callback(self._processes.close)
         # Processes that are held could not end.
         stack.push_async_callback(driver.release_all)
-        self._driver = driver
 
     def add_device_node(self, name: str) -> None:
         """Make a device node that was removed."""
@@ -140,6 +145,13 @@ class SimulatedNode:
             self._driver.replace(name, self.directory.dev)
         else:
             write_device_node(name, self.directory.dev)
+
+    def show_capabilities(self) -> None:
+        """Let the nodes of MIG devices that are there answer as the driver's."""
+        folder = self.directory.dev / CAPABILITY_DIRECTORY
+        for path in folder.iterdir() if self._driver is not None and folder.is_dir() else ():
+            if self._driver is not None and not path.is_symlink():
+                self._driver.replace(path.name, folder)
 
     # What can be done to it.
 

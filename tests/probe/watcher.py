@@ -22,8 +22,8 @@ from agent.model.snapshot import DriverView, GpuView, Snapshot
 from agent.model.usage import Usage
 from agent.probe.kernel import Roots
 from agent.probe.request import Doubles, Request
-from agent.simulation.driver_double.double import UVM_MAJOR, Books, DriverDouble
-from agent.simulation.driver_double.nodes import Gpu
+from agent.simulation.driver_double.double import Books, DriverDouble
+from agent.simulation.driver_double.nodes import UVM_MAJOR, Gpu
 from agent.sources.ebpf import EbpfSettings, EbpfSource
 from agent.threads import in_daemon_thread
 from tests.core.build import gpu as built_gpu

@@ -1,6 +1,7 @@
 """A driver double and processes on it, for the tests of both; where there can be none, a test says why."""
 
 import contextlib
+import sys
 from collections.abc import AsyncIterator
 
 import pytest
@@ -22,6 +23,14 @@ GPUS = tuple(
     for minor in range(2)
 )
 """The driver's own numbers of them are the other way round."""
+
+WITHOUT_FUSE = (
+    sys.executable,
+    "-c",
+    "from agent.simulation.driver_double import __main__, fuse\n"
+    + "fuse.FUSE_DEVICE = '/nonexistent/fuse'\n__main__.main()",
+)
+"""The command of a double on a machine that cannot have it."""
 
 
 @contextlib.asynccontextmanager

@@ -19,14 +19,14 @@ import pytest
 
 from agent.errors import AgentError, SourceError
 from agent.simulation.driver_double import abi
-from agent.simulation.driver_double.double import UVM_MAJOR, DriverDouble
+from agent.simulation.driver_double.double import DriverDouble
 from agent.simulation.driver_double.driver import MAX_FILES, MAX_PROCESSES, Driver
-from agent.simulation.driver_double.nodes import inodes
+from agent.simulation.driver_double.nodes import UVM_MAJOR, inodes
 from agent.simulation.driver_double.resources import MAX_CLIENTS, MAX_OBJECTS, Refused, ResourceManager
 from agent.simulation.gpu_processes.calls import Caller, CallRefused
 from agent.threads import in_daemon_thread
 from tests.harness import ROOT
-from tests.simulation.driver_double_rig import GPUS, VERSION, running_double
+from tests.simulation.driver_double_rig import GPUS, VERSION, WITHOUT_FUSE, running_double
 
 PATIENCE_S = 30.0
 DEVICE, SPACE, GROUP, SHARE = 0x5C000001, 0x5C000002, 0x5C000003, 0x5C000004
@@ -82,7 +82,7 @@ def refused(call: pytest.ExceptionInfo[CallRefused]) -> int:
 
 
 async def test_the_nodes_have_the_numbers_of_the_devices_they_stand_for(double: DriverDouble) -> None:
-    expected = inodes(GPUS, UVM_MAJOR)
+    expected = inodes(GPUS)
     assert expected["nvidiactl"] == 195 << 20 | 255
     assert expected["nvidia1"] == 195 << 20 | 1
     assert expected["nvidia-uvm"] == UVM_MAJOR << 20
@@ -132,17 +132,9 @@ asyncio.run(main())
 
 
 async def test_a_machine_without_the_device_is_told_in_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("agent.simulation.driver_double.double.COMMAND", _without_fuse())
+    monkeypatch.setattr("agent.simulation.driver_double.double.COMMAND", WITHOUT_FUSE)
     with pytest.raises(SourceError, match="Could not open /nonexistent/fuse: No such file"):
         await DriverDouble.start(GPUS, version=VERSION)
-
-
-def _without_fuse() -> tuple[str, ...]:
-    code = (
-        "from agent.simulation.driver_double import __main__, fuse; "
-        "fuse.FUSE_DEVICE = '/nonexistent/fuse'; __main__.main()"
-    )
-    return (sys.executable, "-c", code)
 
 
 # Clients and objects
@@ -523,8 +515,8 @@ def test_objects_are_bounded() -> None:
 
 
 def test_open_files_and_counted_processes_are_bounded() -> None:
-    driver = Driver(VERSION, GPUS, uvm_major=UVM_MAJOR, answer_later=lambda _number, _answer: None)
-    control = inodes(GPUS, UVM_MAJOR)["nvidiactl"]
+    driver = Driver(VERSION, GPUS, answer_later=lambda _number, _answer: None)
+    control = inodes(GPUS)["nvidiactl"]
     # No thread has such a number, so each counts as a process of its own.
     no_thread = 1 << 30
     for number in range(MAX_FILES):

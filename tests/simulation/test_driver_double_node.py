@@ -9,12 +9,15 @@ import pytest
 from agent.errors import AgentError, ConfigError, UsageError
 from agent.simulation.actions import parse, parse_mapping
 from agent.simulation.directory import NodeDirectory
+from agent.simulation.driver_double.nodes import CAPABILITIES_MAJOR
 from agent.simulation.gpu_processes import node_processes
 from agent.simulation.gpu_processes.places import container_id
 from agent.simulation.node import SimulatedNode
 from agent.simulation.plan import plan_of
 from agent.simulation.presets import load_preset
+from agent.simulation.roots import capability_minors
 from tests.harness import short_directory, simulated_node
+from tests.simulation.driver_double_rig import WITHOUT_FUSE
 
 MIB = 1 << 20
 
@@ -147,6 +150,23 @@ async def test_ends_that_nobody_ordered_are_told(node: SimulatedNode) -> None:
                 break
 
 
+async def test_a_process_on_a_mig_device_opens_what_gives_access_to_it() -> None:
+    with short_directory() as parent, NodeDirectory.hold(parent / "node") as directory:
+        async with SimulatedNode(directory, load_preset("8x-a100"), driver="if-possible") as node:
+            await node.do("mig", {"gpu": "1", "devices": "1g.10gb,1g.10gb"})
+            try:
+                await do(node, "start", "python", gpu="1", gi="7", ci="0")
+            except UsageError as error:
+                pytest.skip(str(error))
+            pid = node.processes.get("python").process.pid
+            minors = capability_minors(1, 7, 0)
+            opened = {path.readlink().name for path in Path(f"/proc/{pid}/fd").iterdir()}
+            assert {f"nvidia-cap{minor}" for minor in minors} <= opened
+            seen = (node.directory.dev / "nvidia-caps" / f"nvidia-cap{minors[0]}").stat()
+            assert seen.st_ino == CAPABILITIES_MAJOR << 20 | minors[0]
+            assert node.nvml.number(1, "process_gi") == 7
+
+
 async def test_what_was_set_by_hand_stays_on_gpus_without_contexts(node: SimulatedNode) -> None:
     node.nvml.set_memory_used(1, 77 * MIB)
     await do(node, "start", "python", gpu="0")
@@ -198,6 +218,16 @@ async def test_processes_are_bounded(node: SimulatedNode, monkeypatch: pytest.Mo
         await do(node, "start", "third", gpu="0")
     with pytest.raises(AgentError, match="has 2 processes already"):
         await do(node, "fork", "first", to="third")
+
+
+async def test_a_node_does_without_a_driver_double_where_it_may(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("agent.simulation.driver_double.double.COMMAND", WITHOUT_FUSE)
+    with short_directory() as parent, NodeDirectory.hold(parent / "node") as directory:
+        with pytest.raises(UsageError, match=r"needs root and /dev/fuse.*: Could not open /nonexistent/fuse"):
+            await SimulatedNode(directory, load_preset("4x-t4"), driver="required").__aenter__()
+        async with SimulatedNode(directory, load_preset("4x-t4"), driver="if-possible") as node:
+            with pytest.raises(UsageError, match="needs root and /dev/fuse"):
+                await do(node, "start", "python", gpu="0")
 
 
 async def test_a_node_without_a_driver_double_says_what_it_needs() -> None:

@@ -1,6 +1,6 @@
 """The process that serves the driver double: a folder of device files, and a control socket as its input.
 
-The socket carries JSON lines, each of which is answered by one: first ``{"version", "uvm_major", "gpus"}``
+The socket carries JSON lines, each of which is answered by one: first ``{"version", "gpus", "capabilities"}``
 by ``{"folder", "device"}``; then ``{"do": "books"}``, ``held``, ``release-all``, or ``hold``, ``slow``,
 ``release`` with ``name`` and, to slow, ``latency_ns``. What cannot be done is answered by ``{"error"}``.
 The end of the socket ends the process, and with it the folder.
@@ -52,9 +52,9 @@ class _Server:
         gpus = [Gpu(**each) for each in spec["gpus"]]
         self._control = control
         self._driver = Driver(
-            spec["version"], gpus, uvm_major=spec["uvm_major"], answer_later=self._answer_later
+            spec["version"], gpus, capabilities=spec["capabilities"], answer_later=self._answer_later
         )
-        self._folder = FuseFolder(inodes(gpus, spec["uvm_major"]), self._driver)
+        self._folder = FuseFolder(inodes(gpus, spec["capabilities"]), self._driver)
 
     def introduction(self) -> dict[str, Any]:
         """Tell where the folder is, and the number of its file system."""

@@ -24,7 +24,6 @@ MAX_ANSWER_BYTES: Final = 256 * 1024 * 1024
 """The books of every object that there may be."""
 ANSWERS_WITHIN_S: Final = 30.0
 ENDS_WITHIN_S: Final = 5.0
-UVM_MAJOR: Final = 508
 COMMAND: Final = (sys.executable, "-m", "agent.simulation.driver_double")
 
 
@@ -84,15 +83,18 @@ class DriverDouble:
         self._writer = writer
         self._turn = asyncio.Lock()
         self.names: tuple[str, ...] = ()
-        """Of the nodes."""
+        """Of the nodes, those of MIG devices apart."""
         self.folder = Path()
         """Where every process with root's rights finds the nodes."""
         self.file_system = 0
         """The kernel's dev_t of the file system; inode numbers on it are device numbers."""
 
     @classmethod
-    async def start(cls, gpus: Sequence[Gpu], *, version: str, uvm_major: int = UVM_MAJOR) -> Self:
-        """Start a double of a driver's version with these GPUs; raises SourceError where that cannot be."""
+    async def start(cls, gpus: Sequence[Gpu], *, version: str, capabilities: Sequence[int] = ()) -> Self:
+        """Start a double of a driver's version with these GPUs; raises SourceError where that cannot be.
+
+        ``capabilities`` are the minors of the nodes that MIG devices may have.
+        """
         near, far = socket.socketpair()
         with far:
             near.setblocking(False)  # noqa: FBT003 - positional only
@@ -100,17 +102,21 @@ class DriverDouble:
                 *COMMAND,
                 stdin=far.fileno(),
                 stdout=asyncio.subprocess.DEVNULL,
+                # It ends with its socket, and not before whoever asks it.
+                process_group=0,
                 env=environment_of_children(os.environ, drop=()),
             )
         made = cls(process, *await asyncio.open_unix_connection(sock=near, limit=MAX_ANSWER_BYTES))
         try:
-            spec = {"version": version, "uvm_major": uvm_major, "gpus": [gpu._asdict() for gpu in gpus]}
-            where = await made._ask(spec)
+            described = [gpu._asdict() for gpu in gpus]
+            where = await made._ask(
+                {"version": version, "gpus": described, "capabilities": list(capabilities)}
+            )
         except BaseException:
             await made.close()
             raise
         made.folder = Path(where["folder"])
-        made.names = tuple(inodes(gpus, uvm_major))
+        made.names = tuple(inodes(gpus))
         made.file_system = where["device"]
         return made
 

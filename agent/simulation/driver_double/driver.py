@@ -55,7 +55,7 @@ class Driver:
         version: str,
         gpus: Sequence[Gpu],
         *,
-        uvm_major: int,
+        capabilities: Sequence[int] = (),
         answer_later: Callable[[int, IoctlAnswer], None],
     ) -> None:
         self.rm = ResourceManager()
@@ -64,7 +64,7 @@ class Driver:
         self._layout = abi.layout(version)
         self._gpus = tuple(gpus)
         self._answer_later = answer_later
-        self._names = {inode: name for name, inode in nodes.inodes(gpus, uvm_major).items()}
+        self._names = {inode: name for name, inode in nodes.inodes(gpus, capabilities).items()}
         self._files: dict[int, _File] = {}
         self._last_file = 0
         self.asking = Asking()
@@ -130,12 +130,12 @@ class Driver:
         if len(call.data) != abi.XFER_STRUCT.size:
             raise OSError(errno.EINVAL, "not the size of XFER_CMD")
         number, size, address = abi.XFER_STRUCT.unpack(call.data)
-        if size > abi.MAX_XFER_BYTES:
-            raise OSError(errno.EINVAL, "over the largest command")
+        if size > abi.MAX_XFER_BYTES or number == abi.REGISTER_FD:
+            raise OSError(errno.EINVAL, "over the largest command, or one that fits by itself")
         inner = call._replace(data=read_memory(call.thread, address, size))
         answer = self._command(inner, number)
         if answer is None:
-            raise OSError(errno.EINVAL, "REGISTER_FD fits into an ordinary command")
+            return None
         write_memory(call.thread, address, answer.data)
         return IoctlAnswer(call.data, answer.error)
 

@@ -300,6 +300,8 @@ class FuseFolder:
 
     def _ioctl(self, request: _Request) -> bytes | None:
         file, _flags, command, argument, in_bytes, _out = _IOCTL.unpack_from(request.body)
+        if request.inode == _ROOT:
+            raise OSError(errno.ENOTTY, "the folder itself takes no commands")
         data = request.body[_IOCTL.size : _IOCTL.size + in_bytes]
         answer = self._files.ioctl(Ioctl(request.number, file, request.thread, command, argument, data))
         return None if answer is None else _ioctl_body(answer)

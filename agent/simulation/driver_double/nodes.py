@@ -43,12 +43,28 @@ class Gpu(NamedTuple):
         return int(domain, 16), int(bus, 16), int(rest.partition(".")[0], 16)
 
 
-def inodes(gpus: Sequence[Gpu], uvm_major: int) -> dict[str, int]:
-    """Return the driver's nodes by name, each with the kernel's number of the device it stands for."""
+UVM_MAJOR: Final = 508
+CAPABILITIES_MAJOR: Final = 234
+"""The kernel gives these two out as it likes, so they are what the simulated /proc/devices says."""
+
+
+def inodes(gpus: Sequence[Gpu], capabilities: Sequence[int] = ()) -> dict[str, int]:
+    """Return the driver's nodes by name, each with the kernel's number of the device it stands for.
+
+    ``capabilities`` are the minors of MIG devices' nodes, which lie beside the others here.
+    """
     made = {
         CONTROL: abi.device_number(abi.MAJOR, abi.CONTROL_MINOR),
         "nvidia-modeset": abi.device_number(abi.MAJOR, abi.MODESET_MINOR),
-        UVM: abi.device_number(uvm_major, 0),
-        f"{UVM}-tools": abi.device_number(uvm_major, 1),
+        UVM: abi.device_number(UVM_MAJOR, 0),
+        f"{UVM}-tools": abi.device_number(UVM_MAJOR, 1),
     }
-    return made | {f"nvidia{gpu.minor}": abi.device_number(abi.MAJOR, gpu.minor) for gpu in gpus}
+    made |= {f"nvidia{gpu.minor}": abi.device_number(abi.MAJOR, gpu.minor) for gpu in gpus}
+    return made | {
+        capability_node(minor): abi.device_number(CAPABILITIES_MAJOR, minor) for minor in capabilities
+    }
+
+
+def capability_node(minor: int) -> str:
+    """Return the name of a MIG device's node."""
+    return f"nvidia-cap{minor}"

@@ -18,11 +18,17 @@ from typing import Any, Final
 from agent.errors import AgentError, UsageError
 from agent.simulation.directory import NodeDirectory
 from agent.simulation.driver_double.double import Books, DriverDouble
-from agent.simulation.driver_double.nodes import Gpu
+from agent.simulation.driver_double.nodes import Gpu, capability_node
 from agent.simulation.gpu_processes.places import ProcessPlaces
 from agent.simulation.gpu_processes.process import SimulatedProcess
 from agent.simulation.nvml import GpuProcess, NvmlState
 from agent.simulation.presets import NodeSpec
+from agent.simulation.roots import (
+    CAPABILITY_DIRECTORY,
+    GENERAL_CAPABILITIES,
+    capability_minors,
+    gpu_capabilities,
+)
 
 MAX_PROCESSES: Final = 2_048
 DEFAULT_MEMORY_MIB: Final = 512
@@ -120,8 +126,15 @@ class NodeProcesses:
         made = NodeProcess(name, process, pod, tuple(slots), memory_mib, gi, ci)
         self._add(made)
         for slot in slots:
+            if gi is not None and ci is not None:
+                await self._open_capabilities(made, slot, gi, ci)
             await self.create(made, slot, contexts)
         return made
+
+    async def _open_capabilities(self, owner: NodeProcess, slot: int, gi: int, ci: int) -> None:
+        """Have a process open what gives access to a MIG device, as libcuda does before it uses one."""
+        for minor in capability_minors(self._gpus[slot].minor, gi, ci):
+            await owner.process.order("open", name=f"{CAPABILITY_DIRECTORY}/{capability_node(minor)}")
 
     async def create(self, owner: NodeProcess, slot: int, contexts: int) -> None:
         """Have a process create contexts on a GPU."""
@@ -224,6 +237,12 @@ class NodeProcesses:
         # The driver may have ended first.
         with contextlib.suppress(AgentError):
             await self.agree()
+
+
+def capabilities_of(spec: NodeSpec) -> list[int]:
+    """Return the minors of the nodes that the node's MIG devices may have."""
+    able = [gpu.minor for gpu in spec.gpus if gpu.mig is not None]
+    return [number for minor in able for number in gpu_capabilities(minor)] + list(GENERAL_CAPABILITIES)
 
 
 def gpus_of(spec: NodeSpec) -> tuple[Gpu, ...]:
