@@ -16,6 +16,7 @@ from agent.simulation.action_table import Invocation
 from agent.simulation.actions import parse
 from agent.simulation.directory import NodeDirectory
 from agent.simulation.driver_double.double import DriverDouble
+from agent.simulation.expectation import ConditionExpectation
 from agent.simulation.feed import Feed
 from agent.simulation.gpu_processes.node_processes import NodeProcesses, capabilities_of, gpus_of
 from agent.simulation.kernel_log import KernelLog
@@ -195,6 +196,22 @@ class SimulatedNode:
     def tell(self, text: str) -> None:
         """Put a sentence for people into the feed."""
         self.feed.put({"kind": "event", "at_ms": self.at_ms(), "text": text})
+
+    def tell_condition(self, expected: ConditionExpectation, seen: Mapping[str, Any] | None) -> None:
+        """Put a condition that was waited for into the feed, as the agent tells it; None: it does no more."""
+        told = seen or {}
+        self.feed.put(
+            {
+                "kind": "condition",
+                "at_ms": self.at_ms(),
+                "gpu": self._places().get(told.get("gpu_uuid", ""), expected.gpu),
+                "reason": expected.code,
+                "active": expected.active,
+                "evidence": told.get("evidence"),
+                "message": told.get("message"),
+                "detail": told.get("details"),
+            }
+        )
 
     def devices_changed(self) -> None:
         """Tell every device anew, because a pod came or went."""
