@@ -72,6 +72,8 @@ class File:
     holders: set[Process] = field(default_factory=set)
     is_older: bool = False
     """It was there before the probe."""
+    before_loss: set[Process] | None = None
+    """Who held it when events were lost; a file that none of them holds now may be another."""
     maker: Process | None = None
     """Of a control file that is older than the probe: who is taken to have made it."""
 
@@ -101,6 +103,13 @@ class Holders:
     def current(self) -> Iterable[Process]:
         """Return the newest process of each pid."""
         return self._current.values()
+
+    def doubt(self) -> None:
+        """Take that events were lost: an exit or a close may be among them, and the pid or address in use."""
+        self.in_doubt = True
+        for file in self.files.values():
+            if file.before_loss is None:
+                file.before_loss = set(file.holders)
 
     # Processes
 
@@ -332,7 +341,14 @@ class Holders:
         for process in tuple(self.processes.values()):
             if not process.files and (process.ended_ns is not None or process.event_ns < at_ns):
                 self._forget_if_done(process)
+        self._resolve_doubt()
+
+    def _resolve_doubt(self) -> None:
         self.in_doubt = False
+        for name, file in self.files.items():
+            if file.before_loss is not None and not file.before_loss & file.holders:
+                self._clients.doubt(name)
+            file.before_loss = None
 
     def _kept(self, process: Process, at_ns: int, *, is_exiting: bool) -> Mapping[int, int]:
         """Return the files that a process still holds although a scan did not show it.

@@ -74,6 +74,8 @@ class Client:
     at_ns: int
     whole: bool
     """It was seen from its beginning, so every parent in it is known."""
+    sure: bool = True
+    """False: it may have gone with its file, and another file have got the address since."""
     objects: dict[int, _Object] = field(default_factory=dict)
     children: dict[int, set[int]] = field(default_factory=dict)
     markers: dict[int, int] = field(default_factory=dict)
@@ -195,25 +197,36 @@ class Clients:
         rows: Iterable[RmObject],
         owner_of: Callable[[RmObject], int],
         is_older: Callable[[int], bool],
+        opened: Mapping[int, int],
     ) -> None:
         """Take the rows of the kernel's map instead of everything that was told before.
 
         A row outlives its object where that died with its parent: such rows are told as removed. Of files
-        that are older than the probe (``is_older``) the parents may have no row.
+        that are older than the probe (``is_older``) the parents may have no row. ``opened`` says when each
+        file was opened, where that is known: what is older went with an earlier file of that address.
         """
         before = self._clients
         live_before = self._live()
         self._clients, self._by_file, self._by_owner, self._count = {}, {}, {}, 0
-        for row in _alive(rows, self._removed, is_older):
+        for row in _alive(self._of_files_there(rows, opened), self._removed, is_older):
             known = before.get(row.client)
             is_new = known is None or (row.rm_class in ROOTS and not known.whole)
             self.allocated(row, owner_of(row) if is_new or known is None else known.owner)
+            is_sure = row.file in opened or (known is not None and known.sure)
+            self._clients[row.client].sure = is_sure
         del self._removed[:-MAX_OBJECTS]
         live = self._live()
         for (owner, gpu), count in live_before.items():
             ended = count - live.get((owner, gpu), 0)
             if ended > 0:
                 self._add_freed(owner, gpu, ended)
+
+    def _of_files_there(self, rows: Iterable[RmObject], opened: Mapping[int, int]) -> Iterator[RmObject]:
+        for row in rows:
+            if row.at_ns >= opened.get(row.file, 0):
+                yield row
+            else:
+                self._removed.append(Removed(row.client, row.handle, row.at_ns))
 
     # What is known
 
@@ -234,6 +247,11 @@ class Clients:
         instance = _instance(client, handle)
         gpu = self._seen.get(instance) or self._instances.get(instance)
         return gpu or self._registered.get(client.handle) or self._gpu_of_owner(client.owner)
+
+    def doubt(self, file: int) -> None:
+        """Take that a file may be another than that with which its clients were made."""
+        for handle in self._by_file.get(file, ()):
+            self._clients[handle].sure = False
 
     def of_owner(self, owner: int) -> Iterator[Client]:
         """Yield the clients that a process made."""
@@ -284,6 +302,7 @@ class Clients:
             self._by_owner.setdefault(owner, set()).add(row.client)
         # The order of the table is that of use, so that who was quiet longest goes first.
         self._clients[row.client] = client
+        client.sure = True
         return client
 
     def _mark(self, client: Client, handle: int, made: _Object) -> None:

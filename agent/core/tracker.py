@@ -16,6 +16,7 @@ fed with scans of /proc alone and says nothing of contexts.
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Final
 
 from agent.core.holders import Files, Holders, Process
@@ -46,6 +47,8 @@ CONTROL: Final = NVIDIA_MAJOR << MINOR_BITS | CONTROL_MINOR
 
 UVM_REGISTER_GPU_VASPACE: Final = 25
 """Source: open-gpu-kernel-modules:kernel-open/nvidia-uvm/uvm_ioctl.h."""
+
+_UNKNOWN: Final[Mapping[int, int]] = MappingProxyType({})
 
 _NEEDS_SCAN: Final = frozenset({RmEventKind.CLOSE, RmEventKind.EXIT, RmEventKind.FORK, RmEventKind.RESCAN})
 
@@ -110,7 +113,7 @@ class Tracker:
     def lost(self, count: int) -> None:
         """Take that events were lost: until a rebuild and a scan the picture is not complete."""
         self._lost += count
-        self._holders.in_doubt = True
+        self._holders.doubt()
         self._wants_rebuild = True
         self._unscanned = "events were lost"
 
@@ -118,13 +121,18 @@ class Tracker:
         """Take why not every process can be seen (no host PID namespace, no rights); empty: all can."""
         self._blind = why
 
-    def rebuilt(self, rows: Iterable[RmObject], at_ns: int) -> None:
+    def rebuilt(self, rows: Iterable[RmObject], at_ns: int, opened: Mapping[int, int] = _UNKNOWN) -> None:
         """Take all rows of the kernel's map, which was read from ``at_ns`` on; a scan has to follow.
 
-        Events that are older are in it already. Rows of files that nobody holds are stale.
+        Events that are older are in it already. Rows of files that nobody holds are stale, and so are
+        those that are older than their file: ``opened`` says when files were opened, where the kernel
+        told. Where it did not, an address may have been used again while events were lost, so that
+        nobody is said to have left behind what only rows tell of.
         """
         self._rebuilt_ns = at_ns
-        self._clients.rebuilt(rows, lambda row: self._holders.of_row(row).number, self._holders.is_older)
+        self._clients.rebuilt(
+            rows, lambda row: self._holders.of_row(row).number, self._holders.is_older, opened
+        )
         for client in self._clients:
             self._holders.expect(client.file, client.at_ns)
         self._wants_rebuild = False
@@ -364,7 +372,7 @@ class Tracker:
         counts: dict[GpuUuid | None, int | None] = {}
         for client in self._clients.of_owner(process.number):
             for gpu, count in self._clients.contexts(client).items():
-                if self._holders_of(client.file):
+                if client.sure and self._holders_of(client.file):
                     files.setdefault(gpu, []).append(client.file)
                     counts[gpu] = (counts.get(gpu) or 0) + count
         for name in older:

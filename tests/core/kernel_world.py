@@ -69,11 +69,18 @@ class World:
     """The machine."""
 
     def __init__(
-        self, *, tier_driver: bool = False, tells_starts: bool = True, start_ns: int = 90 * 10**9
+        self,
+        *,
+        tier_driver: bool = False,
+        tells_starts: bool = True,
+        tells_opens: bool = True,
+        start_ns: int = 90 * 10**9,
     ) -> None:
         self.now_ns = start_ns
         self.tier_driver = tier_driver
         self.tells_starts = tells_starts
+        self.tells_opens = tells_opens
+        self.opened: dict[int, int] = {}
         self.tasks: list[Task] = []
         self.files: dict[int, int] = {}
         """Device by address; addresses are used again."""
@@ -107,6 +114,8 @@ class World:
         file = next(at for at in range(0x1000, 0x100000, 16) if at not in self.files)
         self.files[file] = device
         task.fds.append(file)
+        if self.probed and self.tells_opens:
+            self.opened[file] = self.now_ns
         self._emit(task, RmEventKind.OPEN, file=file, device=device)
         return file
 
