@@ -4,49 +4,51 @@ Guarantees:
 
 1. The probe is loaded once in the life of the process. Where it cannot be, its code is told and /proc is
    read instead, which finds who holds GPUs and nothing of contexts; nothing else of the agent waits for it.
-2. What events tell is scanned for within ``settings.gap_ns``; who holds files is scanned for after every
+2. What events tell is looked into within ``settings.gap_ns``; who holds files is scanned for after every
    close, fork and exit of a process that has any, and at least every ``settings.scan_ns``.
 3. Events that the kernel could not hand over make the picture incomplete until it is made anew from the
    kernel's own table, which is done within one poll.
 4. A picture is told when it changed, at most once in ``settings.gap_ns``, and every ``settings.tell_ns``.
-5. Nothing here blocks the loop: scans and reads of whole tables run in one thread, one at a time.
+5. Nothing here blocks the loop: what blocks is done by one thread, one thing at a time.
+6. While nothing happens, a poll reads a few numbers and makes no picture. While much happens, the pauses grow
+   with what has to be done, up to a poll: at most one tenth of the time is spent on it.
 """
 
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Final, Literal, TypeVar
+from typing import Final, Literal, NamedTuple
 
 from agent.bus import Inbox, Latest
 from agent.core.tracker import GpuMap, Tracker
 from agent.errors import ProbeLoadError
 from agent.log import fields
 from agent.model.facts import DeviceCallsSeen, Fact, GpuUseSeen, ProbeSeen
-from agent.model.ids import GpuUuid, Placement
+from agent.model.ids import GpuUuid
 from agent.model.policy import MILLISECOND_NS, SECOND_NS
 from agent.model.rm import RmEvent
 from agent.model.snapshot import Snapshot
-from agent.model.usage import DeviceCall, ProbeView, ProcessKey, ProcessLook, Usage
+from agent.model.usage import DeviceCall, ProbeView, ProcessKey, ProcessLook, Usage, UsageSource
 from agent.probe import kernel, procfs
+from agent.probe.kernel import Majors
 from agent.probe.loading import load
-from agent.probe.probe import Probe
+from agent.probe.probe import Probe, Readiness
 from agent.probe.procfs import Scan
 from agent.probe.request import Request
+from agent.sources.ebpf_reading import judged_calls, map_of, read, view_of
 from agent.sources.process_ends import ProcessEnds
 from agent.sources.processes import look_at
-from agent.threads import in_daemon_thread
+from agent.threads import DaemonThread
 
 Tier = Literal["auto", "driver", "syscalls", "procfs"]
 
-STALE_CALL_NS: Final = 60 * SECOND_NS
-"""A device that was not called for so long is not known to answer."""
 MAX_LOOKS: Final = 4_096
-"""Processes that are looked at in one round."""
-
-T = TypeVar("T")
+"""Processes that are looked at in one round; the others in the next."""
+PAUSE_RATIO: Final = 10
+"""The time from one round to the next is at least so many times that which the round took, up to a poll."""
 
 _log = logging.getLogger(__name__)
 
@@ -63,6 +65,13 @@ class EbpfSettings:
     procfs_scan_ns: int = 10 * SECOND_NS
     """Without the probe, which costs more and is all there is."""
     tell_ns: int = 10 * SECOND_NS
+
+
+class _Found(NamedTuple):
+    """What a scan found, and the driver's device numbers as it knew them."""
+
+    scan: Scan
+    majors: Majors
 
 
 class EbpfSource:
@@ -89,14 +98,21 @@ class EbpfSource:
         self._agent_pid = agent_pid
         self._clock = clock
         self._settings = settings or EbpfSettings()
+        self._thread = DaemonThread("probe-reader")
+        self._was_loaded = False
         self._probe: Probe | None = None
         self._view: ProbeView | None = None
         self._wake = asyncio.Event()
         self._wants_scan = True
         self._scanned_ns = 0
         self._lost = 0
+        self._majors = Majors()
         self._map = GpuMap({})
         self._told: Usage | None = None
+        self._is_stale = True
+        """Something happened since the last picture was made."""
+        self._ending: dict[ProcessKey, ProcessLook | None] = {}
+        """The processes that began to end, as they were when they were looked at last."""
         self._calls: dict[GpuUuid, DeviceCall] = {}
         self._tracker = Tracker(self._map)
         self._ends = ProcessEnds(proc_root, self._ended)
@@ -110,25 +126,34 @@ class EbpfSource:
 
     async def run(self) -> None:
         """Follow for ever. May be run again after it ended; two at once are not allowed."""
-        if self._view is None:
+        # What the thread of an earlier run hangs in does not keep this one.
+        self._thread.end()
+        self._thread = DaemonThread("probe-reader")
+        if not self._was_loaded:
             await self._load()
-        self._begin()
+            self._was_loaded = True
+        await self._begin()
         try:
             while True:
                 began_ns = self._clock()
                 await self._round()
                 self.last_sign_ns = self._clock()
-                await self._pause(began_ns)
+                await self._pause(began_ns, self.last_sign_ns - began_ns)
         finally:
             self._ends.close()
             if self._probe is not None:
                 self._probe.ring.unsubscribe()
 
     def close(self) -> None:
-        """Take the probe out of the kernel."""
-        if self._probe is not None:
-            self._probe.close()
-            self._probe = None
+        """Take the probe out of the kernel, when the thread is done with it."""
+        probe, self._probe = self._probe, None
+        if probe is not None:
+            probe.ring.unsubscribe()
+            try:
+                self._thread.post(probe.close)
+            except RuntimeError:  # no thread can be had
+                probe.close()
+        self._thread.end()
 
     # The probe
 
@@ -147,7 +172,7 @@ class EbpfSource:
             )
             _log.debug("The probe's loader said", extra=fields(detail=error.detail))
             return
-        self._show(_view_of(probe))
+        self._show(view_of(probe))
         _log.info(
             "The probe is attached",
             extra=fields(tier=probe.tier, loader=probe.loader, missing=sorted(probe.missing)),
@@ -158,80 +183,86 @@ class EbpfSource:
             self._view = view
             self._inbox.put(ProbeSeen(view))
 
-    def _begin(self) -> None:
+    async def _begin(self) -> None:
         """Begin a picture anew: what happened while nobody followed is in the kernel's table."""
-        self._map = _map_of(self._latest.value, self._majors().caps)
-        self._tracker = Tracker(
-            self._map, source="proc" if self._probe is None else "probe", agent_pid=self._agent_pid
-        )
-        self._wants_scan = True
-        self._told = None
-        if self._probe is not None:
-            self._lost = self._probe.read_statistics().lost
+        probe = self._probe
+        source: UsageSource = "proc" if probe is None else "probe"
+        self._majors = await self._thread.do(self._read_majors)
+        self._map = map_of(self._latest.value, self._majors)
+        self._tracker = Tracker(self._map, source=source, agent_pid=self._agent_pid)
+        self._wants_scan = self._is_stale = True
+        self._told, self._ending = None, {}
+        if probe is not None:
+            self._lost = probe.read_statistics().lost
             self._tracker.lost(0)
-            self._probe.ring.subscribe(asyncio.get_running_loop(), self._take)
+            probe.ring.subscribe(asyncio.get_running_loop(), self._take)
 
     def _take(self, events: list[RmEvent]) -> None:
         self._wants_scan |= self._tracker.take(events)
-        self._wake.set()
+        self._happened()
 
     def _ended(self, key: ProcessKey) -> None:
         self._tracker.exited(key, self._clock())
         self._wants_scan = True
+        self._happened()
+
+    def _happened(self) -> None:
+        self._is_stale = True
         self._wake.set()
 
     # Rounds
 
     async def _round(self) -> None:
         """Bring the picture up to date and tell it if it is another one."""
-        self._follow_gpus()
         if self._probe is not None:
             await self._follow_kernel(self._probe)
-        now_ns = self._clock()
+        self._follow_gpus()
         period_ns = self._settings.procfs_scan_ns if self._probe is None else self._settings.scan_ns
-        if self._wants_scan or now_ns - self._scanned_ns >= period_ns:
+        if self._wants_scan or self._clock() - self._scanned_ns >= period_ns:
             await self._scan()
-        await self._look()
-        await self._ends.watch(self._tracker.living)
-        self._forget()
-        self._tell()
+        # What happens from here on is for the next round.
+        is_stale, self._is_stale = self._is_stale, False
+        unlooked = self._tracker.unlooked if is_stale else ()
+        if is_stale:
+            self._follow_ending()
+        if await self._look(unlooked[:MAX_LOOKS]):
+            is_stale = True
+            self._follow_ending()
+        if is_stale:
+            await self._ends.watch(self._tracker.living)
+            await self._forget()
+        self._tell(is_stale=is_stale)
+        if len(unlooked) > MAX_LOOKS:
+            self._happened()
 
     def _follow_gpus(self) -> None:
-        found = _map_of(self._latest.value, self._majors().caps)
+        found = map_of(self._latest.value, self._majors)
         if found != self._map:
             self._map = found
             self._tracker.gpus_are(found)
-            self._wake.set()
+            self._is_stale = True
 
     async def _follow_kernel(self, probe: Probe) -> None:
-        # Both read files of the kernel's.
-        await _in_thread(probe.refresh)
-        if await _in_thread(probe.reattach):
-            self._show(_view_of(probe))
-        self._tell_device_calls(probe)
-        lost = probe.read_statistics().lost
-        if lost > self._lost:
-            self._tracker.lost(lost - self._lost)
-            self._lost = lost
+        reading = await self._thread.do(lambda: read(probe))
+        self._majors = reading.majors
+        if reading.attached:
+            self._show(view_of(probe))
+        self._tell_device_calls(probe, reading.readiness)
+        if reading.lost > self._lost:
+            self._tracker.lost(reading.lost - self._lost)
+            self._lost = reading.lost
         if self._tracker.needs_rebuild:
             at_ns = self._clock()
-            rows = await _in_thread(probe.read_objects)
-            self._tracker.rebuilt(rows, at_ns)
+            self._tracker.rebuilt(await self._thread.do(probe.read_objects), at_ns)
             self._wants_scan = True
 
-    def _tell_device_calls(self, probe: Probe) -> None:
-        """Tell whether the driver answers on each GPU; one whose call hangs, or is long ago, is not ready."""
-        now_ns = self._clock()
+    def _tell_device_calls(self, probe: Probe, readiness: Mapping[int, Readiness]) -> None:
         calls: dict[GpuUuid, DeviceCall] = {}
-        for minor, readiness in probe.read_readiness().items():
-            check, gpu = readiness.check, self._map.by_minor.get(minor)
-            if gpu is None:
-                continue
-            age_ns = now_ns - check.entered_ns
-            is_late = age_ns > (self._request.answer_within_ns if check.in_flight else STALE_CALL_NS)
-            if is_late and readiness.ready:
-                probe.set_ready(minor, ready=False)
-            calls[gpu] = DeviceCall(readiness.ready and not is_late, check.entered_ns, check.took_ns)
+        within_ns = self._request.answer_within_ns
+        for judged in judged_calls(readiness, self._map, now_ns=self._clock(), answer_within_ns=within_ns):
+            calls[judged.gpu] = judged.call
+            if judged.is_flag_wrong:
+                probe.set_ready(judged.minor, ready=False)
         if calls != self._calls:
             self._calls = calls
             self._inbox.put(DeviceCallsSeen(calls))
@@ -239,99 +270,83 @@ class EbpfSource:
     async def _scan(self) -> None:
         self._wants_scan = False
         at_ns = self._scanned_ns = self._clock()
-        scan = await _in_thread(self._scan_now)
-        if self._probe is not None:
+        probe = self._probe
+        scan, self._majors = await self._thread.do(lambda: self._scan_now(probe))
+        if probe is not None:
             # What happened up to the end of the scan is to be told before it.
-            while events := self._probe.ring.read():
+            while events := probe.ring.read():
                 self._take(events)
-            self._probe.watch(scan.held)
         self._tracker.blind("" if scan.complete else "there are more descriptors than are looked at")
         self._tracker.scanned(scan.held, at_ns)
+        self._is_stale = True
 
-    def _scan_now(self) -> Scan:
-        if self._probe is not None:
-            return self._probe.scan()
+    def _scan_now(self, probe: Probe | None) -> _Found:
+        majors = self._read_majors()
+        if probe is not None:
+            scan = probe.scan()
+            probe.watch(scan.held)
+            return _Found(scan, majors)
         doubles = self._request.doubles
-        return procfs.scan(
+        scan = procfs.scan(
             proc_root=str(self._proc_root),
-            majors=self._majors(),
+            majors=majors,
             filesystem=0 if doubles is None else doubles.filesystem,
         )
+        return _Found(scan, majors)
 
-    async def _look(self) -> None:
-        """Look at processes that are new, and at those that began to end."""
-        keys = list(dict.fromkeys((*self._tracker.unlooked, *self._tracker.exiting)))[:MAX_LOOKS]
+    def _read_majors(self) -> Majors:
+        probe = self._probe
+        if probe is None:
+            return kernel.majors(self._request.roots)
+        return Majors(probe.config.nvidia_major, probe.config.uvm_major, probe.config.caps_major)
+
+    def _follow_ending(self) -> None:
+        self._ending = {key: self._ending.get(key) for key in self._tracker.exiting[:MAX_LOOKS]}
+
+    async def _look(self, unlooked: Sequence[ProcessKey]) -> bool:
+        """Look at processes that are new, and again at those that are ending; return whether that is news."""
+        keys = dict.fromkeys((*unlooked, *self._ending))
         if not keys:
-            return
-        looks = await _in_thread(lambda: self._look_at(keys))
+            return False
+        looks = await self._thread.do(lambda: self._look_at(keys))
         now_ns = self._clock()
-        self._tracker.looked([look for look in looks.values() if look is not None], now_ns)
-        for key, look in looks.items():
-            if look is None:
-                self._tracker.exited(key, now_ns)
+        known = self._ending.keys() - set(unlooked)
+        news = {key: look for key, look in looks.items() if key not in known or look != self._ending[key]}
+        gone = [key for key, look in looks.items() if look is None]
+        self._ending = {key: looks[key] for key in self._ending}
+        self._tracker.looked([look for look in news.values() if look is not None], now_ns)
+        for key in gone:
+            self._tracker.exited(key, now_ns)
+        return bool(news or gone)
 
     def _look_at(self, keys: Iterable[ProcessKey]) -> dict[ProcessKey, ProcessLook | None]:
         return {key: look_at(self._proc_root, key.pid) for key in keys}
 
-    def _forget(self) -> None:
+    async def _forget(self) -> None:
         removed = self._tracker.take_removed()
-        if self._probe is not None and removed:
-            self._probe.forget_objects(removed)
+        probe = self._probe
+        if probe is not None and removed:
+            await self._thread.do(lambda: probe.forget_objects(removed))
 
-    def _tell(self) -> None:
-        now_ns = self._clock()
-        usage = self._tracker.picture(now_ns)
-        told = self._told
-        is_news = told is None or replace(usage, at_ns=told.at_ns) != told
-        if not is_news and told is not None and now_ns - told.at_ns < self._settings.tell_ns:
+    def _tell(self, *, is_stale: bool) -> None:
+        """Tell the picture if it is another one, or if it was not told for long."""
+        now_ns, told = self._clock(), self._told
+        is_due = told is None or now_ns - told.at_ns >= self._settings.tell_ns
+        if not is_stale and not is_due:
             return
-        self._told = usage
-        self._inbox.put(GpuUseSeen(usage))
+        usage = self._tracker.picture(now_ns) if told is None or is_stale else replace(told, at_ns=now_ns)
+        if is_due or told is None or replace(usage, at_ns=told.at_ns) != told:
+            self._told = usage
+            self._inbox.put(GpuUseSeen(usage))
 
-    async def _pause(self, began_ns: int) -> None:
-        """Wait for something to do, at most a poll; never less than the gap between two rounds."""
-        await asyncio.sleep(max(0, began_ns + self._settings.gap_ns - self._clock()) / 1e9)
+    async def _pause(self, began_ns: int, took_ns: int) -> None:
+        """Wait for something to do, at most a poll, and never less than is due between two rounds."""
+        poll_ns = self._settings.poll_ns
+        least_ns = max(self._settings.gap_ns, min(poll_ns, PAUSE_RATIO * took_ns))
+        await asyncio.sleep(max(0, began_ns + least_ns - self._clock()) / 1e9)
         try:
-            async with asyncio.timeout(max(0, began_ns + self._settings.poll_ns - self._clock()) / 1e9):
+            async with asyncio.timeout(max(0, began_ns + poll_ns - self._clock()) / 1e9):
                 await self._wake.wait()
         except TimeoutError:
             pass
         self._wake.clear()
-
-    def _majors(self) -> kernel.Majors:
-        if self._probe is not None:
-            config = self._probe.config
-            return kernel.Majors(config.nvidia_major, config.uvm_major, config.caps_major)
-        return kernel.majors(self._request.roots)
-
-
-async def _in_thread(work: Callable[[], T]) -> T:
-    return await in_daemon_thread("probe-reader", work)
-
-
-def _view_of(probe: Probe) -> ProbeView:
-    return ProbeView(
-        "running",
-        tier=probe.tier,
-        loader=probe.loader,
-        headers=probe.headers,
-        attached=probe.attached,
-        missing=tuple(sorted(probe.missing.items())),
-        load_ms=probe.load_ms,
-        attach_ms=probe.attach_ms,
-    )
-
-
-def _map_of(snapshot: Snapshot, capabilities_major: int) -> GpuMap:
-    """Return how the driver numbers the GPUs that NVML lists."""
-    present = [view.gpu for view in snapshot.gpus if view.present]
-    by_capability: dict[int, Placement] = {}
-    for gpu in present:
-        for mig in gpu.mig_devices:
-            if mig.ci_minor is not None:
-                by_capability[mig.ci_minor] = Placement(gpu.uuid, mig.gi, mig.ci)
-    return GpuMap(
-        by_minor={gpu.minor: gpu.uuid for gpu in present if gpu.minor is not None},
-        by_capability=by_capability,
-        capabilities_major=capabilities_major or None,
-    )
