@@ -125,8 +125,11 @@ class Clients:
         """Take a new object."""
         is_root = row.rm_class in ROOTS
         client = self._client(row, owner, whole=is_root)
-        if is_root and row.handle == row.client:
-            return
+        if not is_root or row.handle != row.client:
+            self._add(client, row)
+        self._bound()
+
+    def _add(self, client: Client, row: RmObject) -> None:
         known = client.objects.get(row.handle)
         if known is not None:
             if (known.rm_class, known.parent) == (row.rm_class, row.parent):
@@ -138,7 +141,6 @@ class Clients:
         self._count += 1
         if row.rm_class == self.marker.rm_class:
             self._mark(client, row.handle, made)
-        self._bound()
 
     def freed_by(self, client_handle: int, handle: int, at_ns: int) -> None:
         """Take that an object, or a whole client, was freed."""
