@@ -397,7 +397,7 @@ enum { CONTROL_MINOR = 255, FIRST_MINOR_NOT_A_GPU = 248, NO_GPU = 0xffffffff };
 enum { ALLOC_ROOT, ALLOC_PARENT, ALLOC_NEW, ALLOC_CLASS, ALLOC_PARAMS };
 enum { FREE_ROOT, FREE_PARENT, FREE_OLD, FREE_STATUS };
 enum { DUP_CLIENT, DUP_PARENT, DUP_NEW, DUP_SOURCE_CLIENT, DUP_SOURCE, DUP_FLAGS, DUP_STATUS };
-enum { VASPACE_UUID_0, VASPACE_UUID_1, UNREGISTER_STATUS = 4, VASPACE_CLIENT = 5, VASPACE_SPACE, VASPACE_STATUS };
+enum { VASPACE_UUID, UNREGISTER_STATUS = 4, VASPACE_CLIENT = 5, VASPACE_SPACE, VASPACE_STATUS };
 #define BLOCK_WORDS 12 /* the largest of them: NVOS64 */
 
 /* A handful of compares decides for every ioctl of the machine. The driver ignores the command's type. */
@@ -610,7 +610,7 @@ INLINE void duplicated(struct gpu_call *call, u32 *block, struct gpu_process *ro
 	tell_object(GPU_DUP, call, &key, copy.rm_class, copy.parent, source.client);
 }
 
-/* Says of which GPU a client's address space is; the UUID's first eight bytes are in parent and detail. */
+/* Says of which GPU a client's address space is: in parent and detail the halves of its UUID, one upon the other. */
 INLINE void registered_with_uvm(struct gpu_call *call, u32 *block)
 {
 	struct gpu_object_key key = {};
@@ -622,7 +622,8 @@ INLINE void registered_with_uvm(struct gpu_call *call, u32 *block)
 		key.handle = block[VASPACE_SPACE];
 	}
 	if (!status)
-		tell_object(GPU_UVM, call, &key, call->number, block[VASPACE_UUID_0], block[VASPACE_UUID_1]);
+		tell_object(GPU_UVM, call, &key, call->number, block[VASPACE_UUID] ^ block[VASPACE_UUID + 2],
+			    block[VASPACE_UUID + 1] ^ block[VASPACE_UUID + 3]);
 }
 
 INLINE void registered_fd(struct gpu_call *call, u32 *block)

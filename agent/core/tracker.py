@@ -95,9 +95,9 @@ class Tracker:
     def gpus_are(self, gpus: GpuMap) -> None:
         """Take how the driver numbers the GPUs; to be told anew when the driver was loaded anew."""
         self._gpus = gpus
-        halves = [half_of(uuid) for uuid in gpus.by_minor.values()]
-        self._by_half = {
-            half_of(uuid): uuid for uuid in gpus.by_minor.values() if halves.count(half_of(uuid)) == 1
+        names = [folded(uuid) for uuid in gpus.by_minor.values()]
+        self._by_folded = {
+            folded(uuid): uuid for uuid in gpus.by_minor.values() if names.count(folded(uuid)) == 1
         }
         self._clients.instances_are(gpus.by_instance)
 
@@ -191,7 +191,7 @@ class Tracker:
         if event.kind is RmEventKind.FREE:
             self._clients.freed_by(event.client, event.handle, event.at_ns)
         elif event.kind is RmEventKind.UVM:
-            gpu = self._by_half.get((event.parent, event.detail))
+            gpu = self._by_folded.get((event.parent, event.detail))
             if event.rm_class == UVM_REGISTER_GPU_VASPACE and gpu is not None:
                 self._clients.registered(event.client, event.handle, gpu)
         else:
@@ -426,11 +426,11 @@ def _row(event: RmEvent) -> RmObject:
     )
 
 
-def half_of(uuid: GpuUuid) -> tuple[int, int]:
-    """Return the first eight bytes of a GPU's UUID, as the driver's structures have them in two numbers."""
-    digits = uuid.removeprefix("GPU-").replace("-", "")[:16]
+def folded(uuid: GpuUuid) -> tuple[int, int]:
+    """Return the halves of a GPU's UUID, one upon the other, as an event has them in two numbers."""
     try:
-        first, second = bytes.fromhex(digits[:8]), bytes.fromhex(digits[8:])
+        raw = bytes.fromhex(uuid.removeprefix("GPU-").replace("-", ""))
     except ValueError:
         return (-1, -1)
-    return int.from_bytes(first, "little"), int.from_bytes(second, "little")
+    words = [int.from_bytes(raw[at : at + 4], "little") for at in range(0, 16, 4)]
+    return words[0] ^ words[2], words[1] ^ words[3]

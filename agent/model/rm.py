@@ -51,8 +51,8 @@ class RmEvent(NamedTuple):
     parent: int
     handle: int
     detail: int
-    """ALLOC of a device: its RM device instance. FORK: the child. UVM: bytes 4 to 7 of the GPU's UUID, the
-    first four are in ``parent`` (little endian, as the driver's own structure has them)."""
+    """ALLOC of a device: its RM device instance. FORK: the child. UVM: with ``parent`` the eight bytes that
+    the halves of the GPU's UUID make by exclusive or (little endian, as in the driver's own structure)."""
 
 
 class RmObject(NamedTuple):

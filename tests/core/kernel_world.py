@@ -7,7 +7,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from agent.core.rm_objects import Removed
-from agent.core.tracker import CONTROL, NVIDIA_MAJOR, UVM_REGISTER_GPU_VASPACE, GpuMap, half_of
+from agent.core.tracker import CONTROL, NVIDIA_MAJOR, UVM_REGISTER_GPU_VASPACE, GpuMap, folded
 from agent.model.ids import GpuUuid
 from agent.model.rm import HeldFile, RmEvent, RmEventKind, RmObject
 from agent.model.usage import ProcessKey, ProcessLook
@@ -196,7 +196,7 @@ class World:
 
     def register(self, task: Task, file: int, client: int, vaspace: int, gpu: GpuUuid) -> None:
         """An address space is registered with unified memory."""
-        first, second = half_of(gpu)
+        first, second = folded(gpu)
         self._emit(
             task,
             RmEventKind.UVM,

@@ -2,9 +2,12 @@
 
 import struct
 from pathlib import Path
+from uuid import UUID
 
 import pytest
 
+from agent.core.tracker import folded
+from agent.model.ids import GpuUuid
 from agent.model.rm import HeldFile, ProcessCounters, RmEvent, RmEventKind, RmObject
 from agent.probe.kernel import Majors
 from agent.probe.probe import Probe
@@ -238,15 +241,17 @@ def test_unified_memory_says_whose_gpu_a_client_uses(
     probe.set_majors(Majors(uvm=MEMORY_MAJOR))
     code = """
 fd = os.open(sys.argv[2], os.O_RDWR)
-plain(fd, 25, bytearray(bytes(range(16)) + struct.pack("=IIII", 4, CLIENT, 99, 0)))
-plain(fd, 26, bytearray(bytes(range(16)) + struct.pack("=I", 0)))
+raw = bytes.fromhex(sys.argv[3])
+plain(fd, 25, bytearray(raw + struct.pack("=IIII", 4, CLIENT, 99, 0)))
+plain(fd, 26, bytearray(raw + struct.pack("=I", 0)))
 """
-    pid = ran(code, gpu, uvm)
+    raw = bytes(each * each for each in range(16))
+    pid = ran(code, gpu, uvm, raw.hex())
 
     registered, unregistered = [event for event in events(probe, pid) if event.kind is RmEventKind.UVM]
     assert (registered.rm_class, unregistered.rm_class) == (25, 26)
     assert (registered.client, registered.handle, registered.device) == (CLIENT, 99, device_of(uvm))
-    assert struct.pack("=II", registered.parent, registered.detail) == bytes(range(8))
+    assert (registered.parent, registered.detail) == folded(GpuUuid(f"GPU-{UUID(bytes=raw)}"))
 
 
 def test_the_same_numbers_on_a_gpu_are_no_calls_of_unified_memory(probe: Probe, gpu: Path) -> None:
