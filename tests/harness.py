@@ -232,10 +232,12 @@ class Command:
     """Standard output as JSON lines, where it is that."""
 
 
-async def gpu_agent(*arguments: str, environment: Mapping[str, str] | None = None) -> Command:
-    """Run a command to its end."""
+async def gpu_agent(
+    *arguments: str, environment: Mapping[str, str] | None = None, launcher: tuple[str, ...] = ()
+) -> Command:
+    """Run a command to its end; ``launcher`` is put before it."""
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "agent"),
+        *(*launcher, sys.executable, "-m", "agent"),
         *arguments,
         cwd=ROOT,
         env={**os.environ, **(environment or {})},

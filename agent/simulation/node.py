@@ -41,7 +41,7 @@ class SimulatedNode:
     """An asynchronous context manager; see the guarantees above. ``label`` names it in the feed.
 
     With a driver double its device files answer as the driver's, and processes can use its GPUs; without,
-    they are empty files. Where one cannot be, one that is "required" raises UsageError.
+    they are empty files. Where one cannot be, one that is "required" raises AgentError.
     """
 
     def __init__(
@@ -122,13 +122,13 @@ class SimulatedNode:
         await self._stack.__aexit__(kind, error, trace)
 
     async def _start_driver(self, stack: contextlib.AsyncExitStack) -> None:
-        """Put device files that answer into the node's /dev; raises UsageError where they have to."""
+        """Put device files that answer into the node's /dev; raises AgentError where they have to."""
         version, capabilities = self.spec.driver_version, capabilities_of(self.spec)
         try:
             driver = await DriverDouble.start(gpus_of(self.spec), version=version, capabilities=capabilities)
         except SourceError as error:
             if self._driver_wanted == "required":
-                raise UsageError(f"{WITHOUT_DRIVER}: {error}") from error
+                raise AgentError(f"{WITHOUT_DRIVER} ({error})") from error
             return
         await stack.enter_async_context(driver)
         for name in driver.names:
