@@ -220,24 +220,24 @@ def _critical_at(finding: Suspect, policy: LeakPolicy) -> int:
 def message_of(details: Details, policy: LeakPolicy) -> str:  # noqa: PLR0911 - a table
     """Return what is found in one sentence, without pids and names of pods: it is shown to everyone."""
     count = details.more + sum(each.role == "holder" for each in details.culprits)
-    processes = "1 process" if count == 1 else f"{count} processes"
+    processes, s = ("1 process", "s") if count == 1 else (f"{count} processes", "")
     contexts = "Contexts" if details.contexts is None else f"{details.contexts} contexts"
     memory = "" if details.used_bytes is None else f" and {_mebibytes(details.used_bytes)} of its memory"
     match details.kind:
         case LeakKind.ORPHANED_CLIENT:
             return f"{contexts} of a process that ended are kept by {processes}"
         case LeakKind.POD_GONE:
-            return f"{processes} of pods that are gone hold the GPU{memory}"
+            return f"{processes} of pods that are gone hold{s} the GPU{memory}"
         case LeakKind.STUCK_EXIT:
-            return f"{processes} cannot exit and hold the GPU{memory}"
+            return f"{processes} cannot exit and hold{s} the GPU{memory}"
         case LeakKind.CTX_GROWTH:
-            return f"{processes} make contexts and free hardly any: {contexts.lower()} by now"
+            return f"{processes} make{s} contexts and free{s} hardly any: {contexts.lower()} by now"
         case LeakKind.FD_GROWTH:
-            return f"{processes} open files of the driver and close none"
+            return f"{processes} open{s} files of the driver and close{s} none"
         case LeakKind.MEMORY_HELD:
             return f"{_mebibytes(details.used_bytes or 0)} of memory are used and no process has them"
         case LeakKind.FOREIGN_PROCESS:
-            return f"{processes} use the GPU{memory} and were not given it"
+            return f"{processes} use{s} the GPU{memory} without having been given it"
         case LeakKind.IDLE:
             return f"A pod has it and no process opened it for {policy.idle_ns // (60 * SECOND_NS)} min"
         case LeakKind.MANY_CONTEXTS:
