@@ -1,6 +1,8 @@
 """Processes on a simulated node: in pods, in agreement with NVML, made to happen by actions."""
 
 import asyncio
+import subprocess
+import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -11,12 +13,12 @@ from agent.simulation.actions import parse, parse_mapping
 from agent.simulation.directory import NodeDirectory
 from agent.simulation.driver_double.nodes import CAPABILITIES_MAJOR
 from agent.simulation.gpu_processes import node_processes
-from agent.simulation.gpu_processes.places import container_id
+from agent.simulation.gpu_processes.places import ProcessPlaces, container_id
 from agent.simulation.node import SimulatedNode
 from agent.simulation.plan import plan_of
 from agent.simulation.presets import load_preset
 from agent.simulation.roots import capability_minors
-from tests.harness import short_directory, simulated_node
+from tests.harness import ROOT, short_directory, simulated_node
 from tests.simulation.driver_double_rig import WITHOUT_FUSE
 
 MIB = 1 << 20
@@ -28,7 +30,7 @@ async def node() -> AsyncIterator[SimulatedNode]:
         made = SimulatedNode(directory, load_preset("4x-t4"), driver="required")
         try:
             await made.__aenter__()
-        except UsageError as error:
+        except AgentError as error:
             pytest.skip(str(error))
         try:
             yield made
@@ -116,6 +118,25 @@ async def test_the_cgroups_go_with_the_node() -> None:
     mounts = Path("/proc/self/mounts").read_text(encoding="utf-8").splitlines()
     for place in (line.split()[1] for line in mounts if line.split()[2].startswith("cgroup")):
         assert not Path(place, own).exists()
+
+
+def test_the_cgroups_of_a_process_that_is_gone_are_removed_by_the_next() -> None:
+    code = (
+        "import sys; from agent.simulation.gpu_processes.places import ProcessPlaces\n"
+        "print(ProcessPlaces().of_pod('uid', 'main'))"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    left = ended.stdout.strip()
+    if left == "None":
+        pytest.skip("no hierarchy of cgroups can be written")
+    assert Path(left).is_dir()
+    places = ProcessPlaces()
+    own = places.of_pod("uid", "main")
+    assert own is not None
+    assert own.is_dir()
+    assert not Path(left).exists()
+    asyncio.run(places.close())
+    assert not own.exists()
 
 
 async def test_a_leak_creates_at_its_pace_and_frees_nothing(node: SimulatedNode) -> None:
@@ -223,7 +244,7 @@ async def test_processes_are_bounded(node: SimulatedNode, monkeypatch: pytest.Mo
 async def test_a_node_does_without_a_driver_double_where_it_may(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("agent.simulation.driver_double.double.COMMAND", WITHOUT_FUSE)
     with short_directory() as parent, NodeDirectory.hold(parent / "node") as directory:
-        with pytest.raises(UsageError, match=r"needs root and /dev/fuse.*: Could not open /nonexistent/fuse"):
+        with pytest.raises(AgentError, match=r"needs root and /dev/fuse.*Could not open /nonexistent/fuse"):
             await SimulatedNode(directory, load_preset("4x-t4"), driver="required").__aenter__()
         async with SimulatedNode(directory, load_preset("4x-t4"), driver="if-possible") as node:
             with pytest.raises(UsageError, match="needs root and /dev/fuse"):

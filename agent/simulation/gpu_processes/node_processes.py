@@ -76,7 +76,7 @@ class NodeProcesses:
         self._nvml = nvml
         self._tell = tell
         self._gpus = gpus_of(spec)
-        self._places = ProcessPlaces(directory.path)
+        self._places = ProcessPlaces()
         self._living: dict[str, NodeProcess] = {}
         self._memory_mib: dict[int, int] = {}
         """Of each context of a process, by its id; kept while the driver has contexts of it."""

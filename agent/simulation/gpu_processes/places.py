@@ -3,7 +3,7 @@
 They lie below a directory of this node's in the machine's own hierarchy, so the kernel tells a process by the
 cgroup's number, and /proc by its path, as on a node where pods run.
 
-Guarantees: nothing is left behind by ``close``; what a killed node left is removed by the next one.
+Guarantees: nothing is left behind by ``close``; what a killed process left is removed by the next one.
 
 Sources: cgroups(7); kubernetes pkg/kubelet/cm/cgroup_manager_linux.go; containerd internal/cri/server.
 """
@@ -11,9 +11,9 @@ Sources: cgroups(7); kubernetes pkg/kubelet/cm/cgroup_manager_linux.go; containe
 import asyncio
 import contextlib
 import hashlib
+import itertools
 import os
 import time
-import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
@@ -21,18 +21,21 @@ from typing import Final
 _MOUNTS: Final = Path("/proc/self/mounts")
 _CONTROLLERS_OF_V1: Final = frozenset({"pids", "name=systemd"})
 """Those in which a new cgroup needs no settings before a process may enter it."""
+_NAME: Final = "gpu-agent-simulation-"
+_numbers: Final = itertools.count(1)
 EMPTY_WITHIN_S: Final = 2.0
 _LOOK_AGAIN_S: Final = 0.01
 
 
 class ProcessPlaces:
-    """The cgroups of one node, which is known by its directory."""
+    """The cgroups of one node, made when the first is asked for."""
 
-    def __init__(self, node: Path) -> None:
-        self._own = _own_directory(node)
+    def __init__(self) -> None:
+        self._own: Path | None = None
 
     def of_pod(self, uid: str, container: str) -> Path | None:
         """Return the cgroup of a container of a pod; None where none can be made."""
+        self._own = self._own or _own_directory()
         if self._own is None:
             return None
         pod = f"kubepods-burstable-pod{uid.replace('-', '_')}.slice"
@@ -54,16 +57,24 @@ def container_id(uid: str, container: str) -> str:
     return hashlib.sha256(f"{uid}/{container}".encode()).hexdigest()
 
 
-def _own_directory(node: Path) -> Path | None:
-    """Return a new directory of cgroups for a node; None where there can be none."""
-    name = f"gpu-agent-simulation-{zlib.crc32(os.fsencode(node)):08x}"
-    for mount in sorted(_hierarchies()):
-        own = Path(mount[1], name)
-        _remove(own)
+def _own_directory() -> Path | None:
+    """Return a new directory of cgroups; None where there can be none."""
+    name = f"{_NAME}{os.getpid()}-{next(_numbers)}"
+    for _, mount in sorted(_hierarchies()):
+        _remove_stale(Path(mount))
+        own = Path(mount, name)
         with contextlib.suppress(OSError):
             own.mkdir(exist_ok=True)
             return own
     return None
+
+
+def _remove_stale(mount: Path) -> None:
+    """Remove what processes left that are gone; they are named."""
+    for path in mount.glob(f"{_NAME}*"):
+        pid = path.name.removeprefix(_NAME).partition("-")[0]
+        if not Path("/proc", pid).exists():
+            _remove(path)
 
 
 def _hierarchies() -> Iterator[tuple[int, str]]:
