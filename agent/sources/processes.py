@@ -59,11 +59,14 @@ def cgroup_of(text: str) -> str:
 def open_pidfd(proc_root: Path, key: ProcessKey) -> int | None:
     """Return a descriptor that turns readable when this very process has ended; None: it has.
 
-    Raises OSError where the kernel gives none.
+    Raises OSError where the kernel gives none, also of a /proc of another PID namespace than ours.
     """
     try:
         descriptor = os.pidfd_open(key.pid)
     except ProcessLookupError:
+        look = look_at(proc_root, key.pid)
+        if look is not None and look.key == key:
+            raise
         return None
     # Only now is it certain that the pid is not handed on between the look and the watch.
     look = look_at(proc_root, key.pid)
