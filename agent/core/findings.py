@@ -47,7 +47,7 @@ def pods_seen(state: State, fact: facts.PodsSeen, now_ns: int) -> State:
     gone = {
         uid: replace(pod, alive=False)
         for uid, pod in (state.pods_seen or {}).items()
-        if uid in used and uid not in fact.pods
+        if uid in used and uid not in fact.pods and (fact.complete or not state.pods_seen_all)
     }
     return replace(state, pods_seen={**fact.pods, **gone}, pods_seen_ns=now_ns, pods_seen_all=fact.complete)
 

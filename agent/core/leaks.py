@@ -78,7 +78,7 @@ def step(leaks: Leaks, scene: Scene) -> Leaks:
 
 def _judged(before: Mapping[SuspectKey, Suspect], seen: Seen, scene: Scene) -> Iterator[Suspect]:
     if seen is None:
-        yield from before.values()
+        yield from (suspect for suspect in before.values() if _is_there(suspect, scene.usage))
         return
     named = set()
     for suspect in seen:
@@ -104,8 +104,9 @@ def _aged(suspect: Suspect, known: Suspect | None, now_ns: int) -> Suspect:
 
 
 def _is_there(suspect: Suspect, usage: Usage | None) -> bool:
-    """Whether whom an earlier process of the agent named still has files of the driver open."""
-    return usage is None or any(process.key == suspect.key.who for process in usage.processes)
+    """Whether who was named may still have files of the driver open; that ends what nothing else can."""
+    who = suspect.key.who
+    return who is None or usage is None or any(process.key == who for process in usage.processes)
 
 
 def _due_at(suspects: Mapping[SuspectKey, Suspect], scene: Scene, begun_ns: int) -> int | None:
