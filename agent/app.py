@@ -338,6 +338,12 @@ class Agent:
                 inbox=self._inbox,
                 lines=self._lines,
                 clock=self._clock,
+                probe_options={
+                    "tier": self._settings.probe_tier,
+                    "loader": self._settings.probe_loader,
+                    "doubles": self._settings.probe_doubles,
+                    "proc_root": self._settings.proc_root,
+                },
             )
             self._http = http_sink(
                 latest=self._latest,

@@ -48,6 +48,7 @@ GROUPS: Final = {
         Command("topology", "Show how the GPUs are connected", "agent.commands.topology"),
         Command("contexts", "Show each process on a GPU and its CUDA contexts", "agent.commands.contexts"),
         Command("owners", "Show who was given each GPU, and who really uses it", "agent.commands.owners"),
+        Command("trace", "Show the driver calls of one process, live", "agent.commands.trace"),
         Command("events", "Show what happened", "agent.commands.events"),
         Command("allocate", "Show what a container would get, as a dry run", "agent.commands.allocate"),
     ),

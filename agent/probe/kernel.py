@@ -87,6 +87,18 @@ def majors(roots: Roots) -> Majors:
     return Majors(nvidia, found.get("nvidia-uvm", 0), found.get("nvidia-caps", 0))
 
 
+def filesystem_of_doubles(directory: str | None) -> int | None:
+    """Return st_dev of the file system whose files stand for devices; None: there is none."""
+    if directory is None:
+        return None
+    try:
+        device = Path(directory, "nvidiactl").stat().st_dev
+        # A plain file in a directory of files stands for nothing.
+        return None if device == Path(directory).stat().st_dev else device
+    except OSError:
+        return None
+
+
 def short_alloc_status(roots: Roots) -> int:
     """Return where the loaded driver's 32-byte RM_ALLOC has its status: 24 or 28."""
     found = re.search(r"\b(\d{3,4})\.\d+(\.\d+)?\b", _text(Path(roots.node_proc, "driver/nvidia/version")))

@@ -172,12 +172,12 @@ class Assembly:
 
     def make_ebpf(self) -> Source:
         """Make the source that sees in the kernel who uses which GPU."""
-        from agent.probe.kernel import Roots
+        from agent.probe.kernel import Roots, filesystem_of_doubles
         from agent.probe.request import Doubles, Request
         from agent.sources.ebpf import EbpfSource
 
         settings = self.settings
-        doubles = _filesystem_of_doubles(settings.probe_doubles)
+        doubles = filesystem_of_doubles(settings.probe_doubles)
         tier = settings.probe_tier
         self.ebpf = EbpfSource(
             inbox=self.inbox,
@@ -237,15 +237,3 @@ class Assembly:
     @property
     def _dev(self) -> Path:
         return Path(self.settings.dev_root, "dev")
-
-
-def _filesystem_of_doubles(directory: str | None) -> int | None:
-    """Return st_dev of the file system whose files stand for devices; None: there is none."""
-    if directory is None:
-        return None
-    try:
-        device = os.stat(f"{directory}/nvidiactl").st_dev  # noqa: PTH116 - in a thread
-        # A plain file in a directory of files stands for nothing.
-        return None if device == os.stat(directory).st_dev else device  # noqa: PTH116
-    except OSError:
-        return None
