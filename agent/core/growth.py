@@ -32,7 +32,7 @@ class Sample(NamedTuple):
 
 
 Window = tuple[Sample, ...]
-"""The oldest first; the first is from the window's beginning, or the newest before it."""
+"""The oldest first. What was before the first is forgotten, so a window is at most a part too short."""
 
 Name = tuple[ProcessKey, GpuUuid]
 Windows = Mapping[Name, Window]
@@ -76,7 +76,7 @@ def growth(process: ProcessUse, hold: GpuHold, window: Window, policy: LeakPolic
 
 def next_part_at(window: Window, policy: LeakPolicy) -> list[int]:
     """Return when a window says something else, should nothing happen."""
-    leaves_at = [sample.at_ns + policy.growth_window_ns for sample in window[1:2]]
+    leaves_at = [sample.at_ns + policy.growth_window_ns for sample in window[:1]]
     return [*(sample.at_ns + _part_ns(policy) for sample in window[-1:]), *leaves_at]
 
 
@@ -108,7 +108,7 @@ def _after(window: Window, hold: GpuHold, policy: LeakPolicy, now_ns: int) -> Wi
         peaks = (max(last.peak_live, live), max(last.peak_fds, hold.fds))
         window = (*window[:-1], last._replace(peak_live=peaks[0], peak_fds=peaks[1]))
     begin_ns = now_ns - policy.growth_window_ns
-    while len(window) > 1 and window[1].at_ns <= begin_ns:
+    while len(window) > 1 and window[0].at_ns <= begin_ns:
         window = window[1:]
     return window
 
