@@ -174,7 +174,7 @@ class Assembly:
         """Make the source that sees in the kernel who uses which GPU."""
         from agent.probe.kernel import Roots, filesystem_of_doubles
         from agent.probe.request import Doubles, Request
-        from agent.sources.ebpf import EbpfSource
+        from agent.sources.ebpf import EbpfSettings, EbpfSource
 
         settings = self.settings
         doubles = filesystem_of_doubles(settings.probe_doubles)
@@ -192,6 +192,7 @@ class Assembly:
             proc_root=Path("/proc" if doubles else settings.proc_root),
             agent_pid=os.getpid(),
             clock=self.clock,
+            settings=EbpfSettings(procfs_scan_ns=settings.poll_ns),
         )
         return self.ebpf
 

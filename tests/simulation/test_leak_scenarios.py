@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.harness import Command, gpu_agent, short_directory
+from tests.harness import Command, gpu_agent, short_directory, why_no_driver_double
 from tests.probe.conftest import why_no_bcc, why_no_probe
 
 U = [f"GPU-00000000-0000-4000-8000-{slot:012x}" for slot in range(8)]
@@ -26,9 +26,9 @@ def _possible(tmp_path: Path) -> None:
     """Skip, with the reason, where no probe can be loaded or nothing can stand for the driver."""
     from agent.probe.loaded import OBJECT  # noqa: PLC0415 - the loader's own
 
-    why = why_no_probe() or (None if OBJECT.exists() else why_no_bcc(tmp_path))
-    if why or not Path("/dev/fuse").exists():
-        pytest.skip(why or "/dev/fuse is not there")
+    why = why_no_driver_double() or why_no_probe() or (None if OBJECT.exists() else why_no_bcc(tmp_path))
+    if why:
+        pytest.skip(why)
 
 
 async def play(name: str, node_dir: Path) -> Command:
