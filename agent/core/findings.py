@@ -95,7 +95,8 @@ def _scene(state: State, now_ns: int) -> Scene:
         now_ns=now_ns,
         policy=state.policy.leaks,
         usage=state.usage,
-        memory={gpu: memory for gpu, memory in state.memory.items() if gpu in state.present},
+        gpus=state.present,
+        memory=state.memory,
         given=None
         if state.pods is None
         else given(((offer.id, offer.placement) for offer in offered), state.pods),

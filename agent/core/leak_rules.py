@@ -79,6 +79,8 @@ class Scene:
     now_ns: int
     policy: LeakPolicy
     usage: Usage | None = None
+    gpus: frozenset[GpuUuid] = frozenset()
+    """The GPUs that NVML lists."""
     memory: Mapping[GpuUuid, GpuMemory] = field(default_factory=dict)
     given: Given | None = None
     pods: Pods | None = None
@@ -232,13 +234,17 @@ def _is_foreign(process: ProcessUse, hold: GpuHold, given: Given, scene: Scene) 
     return is_used
 
 
+_UNTOLD: Final = GpuMemory(used_bytes=None, total_bytes=None)
+
+
 def _memory_held(scene: Scene) -> Seen:
     """Find used memory that no process which exists has, on GPUs that nobody holds."""
     if scene.usage is None or not scene.usage.complete:
         return None
     living = {process.key.pid for process in scene.usage.processes}
     found = []
-    for gpu, memory in scene.memory.items():
+    for gpu in sorted(scene.gpus):
+        memory = scene.memory.get(gpu, _UNTOLD)
         held = unclaimed_bytes(memory, living)
         share = (memory.total_bytes or 0) * scene.policy.memory_held_percent // 100
         limit = max(scene.policy.memory_held_bytes, share)

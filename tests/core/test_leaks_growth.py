@@ -10,9 +10,9 @@ from agent.core import growth
 from agent.core.growth import PARTS, Sample, followed
 from agent.model.health import Details, LeakKind
 from agent.model.policy import LeakPolicy
-from agent.model.usage import ProcessKey
+from agent.model.usage import GpuHold, ProcessKey, Usage
 from tests.core.build import DEFAULT, U0, U1, Node, S
-from tests.core.use import GpuHold, Usage, found, hold, key, node, process, seen, with_leaks
+from tests.core.use import found, hold, key, node, process, seen, with_leaks
 
 WARM_NS = 120 * S
 W = 600 * S
