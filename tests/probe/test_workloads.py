@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 
 from agent.errors import SourceError
+from agent.probe.request import Doubles, Request
 from agent.simulation.driver_double.double import DriverDouble
-from agent.simulation.driver_double.nodes import Gpu
+from agent.simulation.driver_double.nodes import UVM_MAJOR, Gpu
 from agent.simulation.gpu_processes.process import SimulatedProcess
-from tests.probe.watcher import Watcher, watching
+from tests.probe.watcher import Double, Watcher, watching
 
 pytestmark = pytest.mark.slow
 
@@ -33,7 +34,7 @@ PRIME = 10_007
 class Machine:
     """The double, who watches it, and the processes on it."""
 
-    def __init__(self, double: DriverDouble, watcher: Watcher, stack: AsyncExitStack) -> None:
+    def __init__(self, double: Double, watcher: Watcher, stack: AsyncExitStack) -> None:
         self.double = double
         self.watcher = watcher
         self._stack = stack
@@ -56,7 +57,9 @@ async def machine(loader: dict[str, Any]) -> AsyncIterator[Machine]:
         except SourceError as error:
             pytest.skip(str(error))
         await stack.enter_async_context(double)
-        watcher = await stack.enter_async_context(watching(double, GPUS, loader))
+        doubles = Doubles(filesystem=double.file_system, uvm_major=UVM_MAJOR)
+        request = Request(doubles=doubles, **loader)
+        watcher = await stack.enter_async_context(watching(double, GPUS, request))
         yield Machine(double, watcher, await stack.enter_async_context(AsyncExitStack()))
 
 

@@ -1,4 +1,4 @@
-"""The probe, the tracker and the source that drives both, on the driver double: what they show."""
+"""The probe, the tracker and the source that drives both, on a double of the driver: what they show."""
 
 import asyncio
 import contextlib
@@ -7,7 +7,7 @@ import time
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Protocol
 
 from agent.bus import Latest
 from agent.core.state import initial_state
@@ -20,11 +20,11 @@ from agent.model.policy import MILLISECOND_NS, Policy
 from agent.model.rm import ProcessCounters
 from agent.model.snapshot import DriverView, GpuView, Snapshot
 from agent.model.usage import Usage
-from agent.probe.kernel import Roots
-from agent.probe.request import Doubles, Request
-from agent.simulation.driver_double.double import Books, DriverDouble
-from agent.simulation.driver_double.nodes import UVM_MAJOR, Gpu
-from agent.sources.ebpf import EbpfSettings, EbpfSource
+from agent.probe.probe import Probe
+from agent.probe.request import Request
+from agent.simulation.driver_double.double import Books
+from agent.simulation.driver_double.nodes import Gpu
+from agent.sources.ebpf import EbpfSettings, EbpfSource, Tier
 from agent.threads import in_daemon_thread
 from tests.core.build import gpu as built_gpu
 from tests.sources.recorder import PATIENCE_S, Recorder
@@ -61,12 +61,23 @@ def as_picture_has_it(usage: Usage) -> Live:
     return live
 
 
+class Double(Protocol):
+    """A double of the driver, with books of its own."""
+
+    @property
+    def folder(self) -> Path:
+        """Where its nodes are."""
+
+    async def books(self) -> Books:
+        """What it knows."""
+
+
 class Watcher:
     """Follows the double; each question is answered after the picture has settled."""
 
     def __init__(
         self,
-        double: DriverDouble,
+        double: Double,
         gpus: tuple[Gpu, ...],
         source: EbpfSource,
         seen: Recorder,
@@ -77,6 +88,12 @@ class Watcher:
         self._source = source
         self._seen = seen
         self._running = running
+
+    @property
+    def probe(self) -> Probe:
+        """What is in the kernel."""
+        assert self._source.probe is not None
+        return self._source.probe
 
     async def picture(self) -> Usage:
         """The picture after everything that has happened."""
@@ -106,16 +123,12 @@ class Watcher:
 
     async def counters(self, pid: int) -> ProcessCounters:
         """What the kernel counted of a process."""
-        probe = self._source.probe
-        assert probe is not None
-        rows = await in_daemon_thread("test-read", probe.read_processes)
+        rows = await in_daemon_thread("test-read", self.probe.read_processes)
         return next(row for row in rows if row.tgid == pid)
 
     async def _made_anew(self, usage: Usage) -> Usage:
-        probe = self._source.probe
-        assert probe is not None
-        rows = await in_daemon_thread("test-read", probe.read_objects)
-        scan = await in_daemon_thread("test-scan", probe.scan)
+        rows = await in_daemon_thread("test-read", self.probe.read_objects)
+        scan = await in_daemon_thread("test-scan", self.probe.scan)
         tracker = Tracker(
             GpuMap({gpu.minor: GpuUuid(gpu.uuid) for gpu in self._gpus}, _instances(self._gpus))
         )
@@ -149,17 +162,15 @@ def serving(gpus: tuple[Gpu, ...]) -> Snapshot:
 
 @contextlib.asynccontextmanager
 async def watching(
-    double: DriverDouble, gpus: tuple[Gpu, ...], loader: dict[str, Any]
+    double: Double, gpus: tuple[Gpu, ...], request: Request, *, tier: Tier = "syscalls"
 ) -> AsyncIterator[Watcher]:
     """Load the probe and follow the double."""
     seen = Recorder()
     source = EbpfSource(
         inbox=seen.inbox,
         latest=Latest(serving(gpus)),
-        request=Request(
-            roots=Roots(), doubles=Doubles(filesystem=double.file_system, uvm_major=UVM_MAJOR), **loader
-        ),
-        tier="syscalls",
+        request=request,
+        tier=tier,
         proc_root=Path("/proc"),
         agent_pid=os.getpid(),
         settings=SETTINGS,
