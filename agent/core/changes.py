@@ -4,7 +4,7 @@ Invariants: equal states give nothing. Each change is one event, so an event is 
 Lists in events are bounded: a node can have 800 devices, a log line cannot.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Final
 
 from agent.core.inventory import remarks
@@ -25,6 +25,7 @@ from agent.model.effects import (
 from agent.model.health import Condition, Details, Evidence, Health
 from agent.model.ids import ALL, GpuUuid
 from agent.model.snapshot import Device, RegistrationPhase
+from agent.model.usage import ProcessInfo
 
 MAX_LISTED: Final = 16
 """Devices named in one event; further ones are only counted."""
@@ -43,6 +44,7 @@ def changes(old: State, new: State, now_ns: int) -> tuple[Effect, ...]:
         *_registration_events(old, new),
         *_task_events(old, new),
         *_breaker_events(old, new),
+        *_process_list_events(old, new),
     )
     return (
         *(RecordEvent(event, now_ns) for event in events),
@@ -323,3 +325,20 @@ def _breaker_events(old: State, new: State) -> Iterator[Event]:
             warning=True,
             fields={"gpus": _uuids(new, now)},
         )
+
+
+_NOT_BELIEVED: Final[Mapping[ProcessInfo, str]] = {
+    "unreliable": "NVML lists processes that cannot be, so none of them is believed",
+    "unsupported": "The driver does not list processes, so only open files tell who holds a GPU",
+}
+
+
+def _process_list_events(old: State, new: State) -> Iterator[Event]:
+    """Yield a warning when the first GPU has a list of processes that is not believed: others will follow."""
+    if new.memory is old.memory:
+        return
+    for info, message in _NOT_BELIEVED.items():
+        was_told = any(memory.process_info == info for memory in old.memory.values())
+        gpus = [gpu for gpu, memory in new.memory.items() if memory.process_info == info and gpu in new.gpus]
+        if gpus and not was_told:
+            yield Event(EventKind.GPUS, message, warning=True, fields={"gpus": _uuids(new, gpus)})

@@ -47,6 +47,8 @@ Tier = Literal["auto", "driver", "syscalls", "procfs"]
 
 MAX_LOOKS: Final = 4_096
 """Processes that are looked at in one round; the others in the next."""
+LOSS_LOGGED_NS: Final = 30 * SECOND_NS
+"""Losses are logged at most once in this time; all of them are in the picture."""
 PAUSE_RATIO: Final = 10
 """The time from one round to the next is at least so many times that which the round took, up to a poll."""
 
@@ -106,6 +108,7 @@ class EbpfSource:
         self._wants_scan = True
         self._scanned_ns = 0
         self._lost = 0
+        self._loss_logged_ns: int | None = None
         self._majors = Majors()
         self._map = GpuMap({})
         self._told: Usage | None = None
@@ -251,10 +254,19 @@ class EbpfSource:
         if reading.lost > self._lost:
             self._tracker.lost(reading.lost - self._lost)
             self._lost = reading.lost
+            self._log_loss()
         if self._tracker.needs_rebuild:
             at_ns = self._clock()
             self._tracker.rebuilt(await self._thread.do(probe.read_objects), at_ns)
             self._wants_scan = True
+
+    def _log_loss(self) -> None:
+        now_ns = self._clock()
+        if self._loss_logged_ns is None or now_ns - self._loss_logged_ns >= LOSS_LOGGED_NS:
+            self._loss_logged_ns = now_ns
+            _log.warning(
+                "Events of the probe were lost, the picture is made anew", extra=fields(total=self._lost)
+            )
 
     def _tell_device_calls(self, probe: Probe, readiness: Mapping[int, Readiness]) -> None:
         calls: dict[GpuUuid, DeviceCall] = {}
