@@ -250,6 +250,11 @@ class Clients:
         gpu = self._seen.get(instance) or self._instances.get(instance)
         return gpu or self._registered.get(client.handle) or self._gpu_of_owner(client.owner)
 
+    def confirm(self, handle: int) -> None:
+        """Take that an event told of a client after all."""
+        if handle in self._clients:
+            self._clients[handle].sure = True
+
     def doubt(self, file: int) -> None:
         """Take that a file may be another than that with which its clients were made."""
         for handle in self._by_file.get(file, ()):

@@ -187,6 +187,7 @@ class Tracker:
 
     def _take_object(self, event: RmEvent, process: Process) -> None:
         if event.at_ns < self._rebuilt_ns:
+            self._clients.confirm(event.client)
             return
         if event.kind is RmEventKind.FREE:
             self._clients.freed_by(event.client, event.handle, event.at_ns)
