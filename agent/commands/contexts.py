@@ -21,11 +21,12 @@ from agent.commands.render import (
 
 _DESCRIPTION: Final = """\
 Show every process that has the driver's files open, the CUDA contexts it has on
-each GPU, and the contexts that processes which ended have left behind.
+each GPU, and the contexts that processes which ended have left behind. "2+" is
+at least 2: the process is older than the probe.
 
 Examples:
   gpu-agent contexts
-  gpu-agent contexts -o wide          and descriptors, counts, cgroups
+  gpu-agent contexts -o wide          and the agent, descriptors, counts, cgroups
   gpu-agent contexts -o json
 """
 
@@ -63,6 +64,8 @@ def context_lines(document: dict[str, Any], *, now_ns: int, is_wide: bool) -> li
     rows = [
         row
         for process in document["processes"]
+        # The agent has every GPU open and uses none.
+        if is_wide or not process["is_agent"]
         for row in _rows_of_process(process, now_ns=now_ns, is_wide=is_wide)
     ]
     rows += [_row_of_orphan(orphan, now_ns=now_ns, is_wide=is_wide) for orphan in document["orphans"]]
@@ -108,15 +111,16 @@ def _rows_of_process(process: dict[str, Any], *, now_ns: int, is_wide: bool) -> 
 def _row_of_orphan(orphan: dict[str, Any], *, now_ns: int, is_wide: bool) -> list[str]:
     owner = orphan["owner"]
     holders = ",".join(map(str, orphan["holders"])) or UNKNOWN
+    pod = "" if owner["pod"] is None else f"{owner['pod']} "
     row = [
         f"{owner['pid']}",
         owner["comm"] or UNKNOWN,
         _gpu(orphan["gpu"]),
         UNKNOWN if orphan["contexts"] is None else str(orphan["contexts"]),
         UNKNOWN,
-        f"ended,held-by={holders}",
+        "ended",
         _age(orphan["ended_monotonic_ns"], now_ns),
-        _pod(owner),
+        f"{pod}held by {holders}",
     ]
     return [*row, NONE, NONE, NONE, owner["cgroup"] or UNKNOWN] if is_wide else row
 

@@ -4,7 +4,17 @@ import argparse
 from typing import Any, Final
 
 from agent.commands.client import find_agent
-from agent.commands.render import NONE, UNKNOWN, Output, add_agent_flag, add_output_flag, show, size, table
+from agent.commands.render import (
+    NONE,
+    UNKNOWN,
+    Output,
+    add_agent_flag,
+    add_output_flag,
+    cut,
+    show,
+    size,
+    table,
+)
 
 _DESCRIPTION: Final = """\
 Show of each GPU or MIG device who was given it by the kubelet, which processes
@@ -12,12 +22,14 @@ hold it, and how much of its memory each uses. "host" is a process in no pod.
 
 Examples:
   gpu-agent owners
-  gpu-agent owners -o wide            and unclaimed memory, whole UUIDs
+  gpu-agent owners -o wide            and the agent, unclaimed memory, whole UUIDs
   gpu-agent owners -o json
 """
 
 TITLES: Final = ("GPU", "GIVEN-TO", "HELD-BY", "PID", "CONTEXTS", "MEMORY")
 WIDE_TITLES: Final = (*TITLES, "COMM", "STATE", "UUID", "USED", "UNCLAIMED")
+POD_WIDTH: Final = 18
+"""Of a pod in the table that fits a terminal."""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -47,17 +59,22 @@ def owner_lines(document: dict[str, Any], *, is_wide: bool) -> list[str]:
     rows = [
         _row(owned, holder, is_wide=is_wide)
         for owned in document["owners"]
-        for holder in owned["holders"] or (None,)
+        for holder in _shown(owned["holders"], is_wide=is_wide) or (None,)
     ]
     return table(WIDE_TITLES if is_wide else TITLES, rows, is_wide=is_wide)
 
 
+def _shown(holders: list[dict[str, Any]] | None, *, is_wide: bool) -> list[dict[str, Any]]:
+    # The agent has every GPU open and uses none.
+    return [holder for holder in holders or () if is_wide or not holder["is_agent"]]
+
+
 def _row(owned: dict[str, Any], holder: dict[str, Any] | None, *, is_wide: bool) -> list[str]:
     nobody = UNKNOWN if owned["holders"] is None else NONE
+    pods = _given_to(owned), nobody if holder is None else _owner(holder)
     row = [
         _gpu(owned),
-        _given_to(owned),
-        nobody if holder is None else _owner(holder),
+        *(pods if is_wide else (cut(pod, POD_WIDTH) for pod in pods)),
         nobody if holder is None else str(holder["pid"]),
         nobody if holder is None else _contexts(holder),
         nobody if holder is None else size(holder["memory_bytes"]),

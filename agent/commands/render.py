@@ -76,6 +76,14 @@ def table(titles: Sequence[str], rows: Sequence[Sequence[str]], *, is_wide: bool
     return lines
 
 
+def cut(text: str, width: int) -> str:
+    """Return a text that is too long without its middle: names of pods differ at their ends."""
+    if len(text) <= width:
+        return text
+    end = width // 3
+    return f"{text[: width - end - 1]}…{text[-end:]}"
+
+
 def device_rows(devices: Sequence[Json], *, now_ns: int, is_wide: bool) -> list[list[str]]:
     """Return the rows of the table of devices; ``now_ns`` is monotonic, as the document's moments."""
     ids = [str(device["id"]) for device in devices]

@@ -105,8 +105,11 @@ def _probe(probe: dict[str, Any] | None) -> list[str]:
         case {"state": "disabled"}:
             return [f"Probe    off ({probe['code']}): {probe['message']}"]
     headers = f", headers={probe['headers']}" if probe["headers"] else ""
-    lines = [f"Probe    tier {probe['tier']}, loader {probe['loader']}{headers}; {PRICES[probe['tier']]}"]
-    return [*lines, *(f"  {name} is not attached: {why}" for name, why in probe["missing"].items())]
+    lines = [
+        f"Probe    tier {probe['tier']}, loader {probe['loader']}{headers}",
+        f"         {PRICES[probe['tier']]}",
+    ]
+    return [*lines, *(f"         {name} is not attached: {why}" for name, why in probe["missing"].items())]
 
 
 def _released(document: dict[str, Any], *, now_ns: int) -> list[str]:

@@ -131,6 +131,7 @@ class Holder:
     service: bool
     """The agent itself, or what is allowed everywhere."""
     partial: bool = False
+    is_agent: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,6 +235,7 @@ def _holder(snapshot: Snapshot, process: ProcessUse, hold: GpuHold, user: Memory
         since_ns=process.since_ns,
         service=is_service(process, snapshot.policy.leaks.allowed),
         partial=process.partial,
+        is_agent=process.is_agent,
     )
 
 

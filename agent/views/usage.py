@@ -141,6 +141,7 @@ def _holders(holders: Iterable[Holder], time_of: TimeOf) -> Iterable[Json]:
             "memory_bytes": holder.used_bytes,
             "service": holder.service,
             "partial": holder.partial,
+            "is_agent": holder.is_agent,
             **moment("since", holder.since_ns or 0, time_of),
         }
 
