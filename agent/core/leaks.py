@@ -104,9 +104,18 @@ def _aged(suspect: Suspect, known: Suspect | None, now_ns: int) -> Suspect:
 
 
 def _is_there(suspect: Suspect, usage: Usage | None) -> bool:
-    """Whether who was named may still have files of the driver open; that ends what nothing else can."""
-    who = suspect.key.who
-    return who is None or usage is None or any(process.key == who for process in usage.processes)
+    """Whether who was named may still have the GPU open; that it has not ends what nothing else can.
+
+    Who was found to hold what another left behind has the other's files open, perhaps none of the GPU.
+    """
+    _, who, where = suspect.key
+    if who is None or usage is None:
+        return True
+    return any(
+        process.key == who
+        and (suspect.inherited or where is None or any(hold.gpu == where.gpu for hold in process.holds))
+        for process in usage.processes
+    )
 
 
 def _due_at(suspects: Mapping[SuspectKey, Suspect], scene: Scene, begun_ns: int) -> int | None:

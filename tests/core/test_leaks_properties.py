@@ -63,9 +63,9 @@ class Naive:
     def judge(self, now_ns: int) -> None:
         if self.usage is None:
             return
-        there = {each.key for each in self.usage}
+        there = {(each.key, held.gpu) for each in self.usage for held in each.holds}
         if self.pods is None:
-            self.began = {name: at_ns for name, at_ns in self.began.items() if name[0] in there}
+            self.began = {name: at_ns for name, at_ns in self.began.items() if name in there}
         else:
             gone = {
                 (each.key, held.gpu)
