@@ -36,8 +36,8 @@ DEADLINE_S: Final = 120.0
 """A second on a quiet machine; half a minute where everything is slow."""
 MAX_OUTPUT_BYTES: Final = 4 << 20
 """What the loader process may write to standard error; a verifier can be long-winded."""
-MAX_DETAIL_BYTES: Final = 16_384
-"""What is kept of it."""
+MAX_DETAIL_BYTES: Final = 8_192
+"""What is kept of it; a line of the log has room for twice as much."""
 _GRACE_S: Final = 5.0
 """How long the process may take to end once it has answered."""
 _CUT: Final = b"\n...\n"
