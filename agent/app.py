@@ -6,7 +6,6 @@ are removed. What is heavy to import comes after what the kubelet waits for.
 """
 
 import asyncio
-import gc
 import logging
 import os
 import sys
@@ -20,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, assert_never
 from agent import log
 from agent.bus import Inbox, Latest
 from agent.config.settings import Settings
+from agent.core.list_size import lists_too_long
 from agent.core.state import initial_state
 from agent.core.view import snapshot_of
 from agent.engine import MAX_IDLE_NS, Engine
@@ -37,6 +37,7 @@ from agent.model.facts import (
     DEVICE_PLUGIN,
     KERNEL_LOG,
     KUBELET,
+    MPS,
     NVML,
     PODS,
     PROBE,
@@ -52,14 +53,26 @@ from agent.model.snapshot import Durable, RegistrationPhase, Snapshot
 from agent.runtime.assembly import Assembly, Source
 from agent.runtime.driver_watch import is_in_container, watch_library
 from agent.runtime.ending import EndedError, Ending
+from agent.runtime.garbage import collect_for_ever
 from agent.runtime.imports import import_http, import_plugin, import_state_file
+from agent.runtime.parts_off import PartOff, parts_off, with_usable_state_dir
 from agent.runtime.records import Records
 from agent.runtime.reload import Reload
 from agent.runtime.signals import Signals
 from agent.runtime.standby import InitFailedError, Memory
 from agent.runtime.startup import NodeLock, boot_id_of, check_paths, check_rights
 from agent.runtime.supervision import Pulse, Run, Supervisor
-from agent.runtime.vitals import CONFIG_WATCH, ENGINE, EVENT_LOG, EVIDENCE, HTTP, STATE_FILE, Part, Vitals
+from agent.runtime.vitals import (
+    CDI,
+    CONFIG_WATCH,
+    ENGINE,
+    EVENT_LOG,
+    EVIDENCE,
+    HTTP,
+    STATE_FILE,
+    Part,
+    Vitals,
+)
 from agent.sinks.notify import Notifier
 from agent.threads import in_daemon_thread
 from agent.views import checks
@@ -82,6 +95,7 @@ HTTP_WAIT_S: Final = 1.0
 PROBE_SIGN_NS: Final = 60_000_000_000
 """A compiler may take a minute on a busy node."""
 STANDBY_POLL_S: Final = 1.0
+GARBAGE: Final = "garbage"
 LAG_PERIOD_S: Final = 0.5
 
 _log = logging.getLogger(__name__)
@@ -99,7 +113,12 @@ def run(settings: Settings, *, reread: Callable[[], Settings], environment: Mapp
         for warning in settings.warnings:
             _log.warning("A setting was ignored", extra=log.fields(detail=warning))
         check_paths(settings)
+        in_container = is_in_container(environment)
+        settings = with_usable_state_dir(settings, is_in_container=in_container)
         check_rights(settings)
+        off = parts_off(settings, is_in_container=in_container)
+        if off:
+            _log.warning("Some parts are off", extra=log.fields(parts=[str(part) for part in off]))
         lock = NodeLock(settings.lock_path)
         is_first = lock.try_acquire()
         if not is_first and (settings.if_running or _default_if_running()) == "fail":
@@ -117,6 +136,7 @@ def run(settings: Settings, *, reread: Callable[[], Settings], environment: Mapp
             lines=lines,
             reread=reread,
             environment=environment,
+            off=off,
         )
         return asyncio.run(agent.run())
     finally:
@@ -161,6 +181,7 @@ class Agent:
         lines: log.Log,
         reread: Callable[[], Settings],
         environment: Mapping[str, str],
+        off: tuple[PartOff, ...] = (),
         clock: Callable[[], int] = time.monotonic_ns,
     ) -> None:
         """``lock`` is the node's: where another agent holds it, this one stands by."""
@@ -177,7 +198,9 @@ class Agent:
         self._ending = Ending()
         self._inbox: Inbox[Fact] = Inbox(clock=clock)
         self._latest: Latest[Snapshot] = Latest(self._snapshot_of_nothing())
-        self._assembly = Assembly(settings, self._inbox, self._latest, clock)
+        self._assembly = Assembly(
+            settings, self._inbox, self._latest, clock, is_in_container=is_in_container(environment)
+        )
         self._records = Records(
             settings,
             latest=self._latest,
@@ -193,9 +216,14 @@ class Agent:
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._group = asyncio.TaskGroup()
         self._http: HttpSink | None = None
-        self._vitals = Vitals(self._records, began_ns=clock(), stepped_ns=clock())
+        self._vitals = Vitals(self._records, began_ns=clock(), stepped_ns=clock(), off=off)
         self._reload = Reload(
-            settings, reread=reread, apply=self._apply, vitals=self._vitals, notifier=self._notifier
+            settings,
+            reread=reread,
+            judge=self._judge,
+            apply=self._apply,
+            vitals=self._vitals,
+            notifier=self._notifier,
         )
         self._signals = Signals(
             stop=lambda name: self._ending.ask(f"{name} was received"),
@@ -239,7 +267,7 @@ class Agent:
             watch_library(
                 nvml,
                 self._ending,
-                is_in_container=is_in_container(self._environment),
+                is_in_container=self._assembly.is_in_container,
                 clock=self._clock,
             ),
         )
@@ -268,11 +296,14 @@ class Agent:
     def _start_serving(self) -> None:
         """Start what only the agent of the node has."""
         engine = self._engine()
+        cdi = self._assembly.make_cdi()
         device_plugin = self._vitals.device_plugin = self._assembly.make_device_plugin()
         self._vitals.parts.append(Part(DEVICE_PLUGIN, "sink", _no_trouble))
         self._keep_critical(DEVICE_PLUGIN, device_plugin.run)
         self._keep_critical(ENGINE, engine.run)
+        self._keep_part(CDI, "sink", cdi.run, lambda: cdi.trouble)
         self._watch_kubelet()
+        self._watch_mps_if_needed()
         self._keep_part(STATE_FILE, "sink", self._write_state, lambda: _trouble(self._vitals.state_file))
         if self._settings.event_log_bytes:
             run = self._records.run_event_log
@@ -318,6 +349,12 @@ class Agent:
             return
         self._keep_part(KUBELET, "source", self._assembly.make_kubelet().run)
 
+    def _watch_mps_if_needed(self) -> None:
+        """Watch the MPS control daemon from when it is needed on; it costs a look when something changes."""
+        if self._policy.sharing.strategy == "mps" and MPS not in self._tasks:
+            source = self._assembly.make_mps(self._policy.injection.mps_root)
+            self._keep_part(MPS, "source", source.run)
+
     async def _write_state(self) -> None:
         if self._vitals.state_file is None:
             state_file = await in_daemon_thread("statefile-import", import_state_file)
@@ -328,7 +365,8 @@ class Agent:
 
     async def _serve_http(self) -> None:
         await self._let_registration_go_first()
-        _collect_garbage_from_now_on()
+        if GARBAGE not in self._tasks:
+            self._start(GARBAGE, collect_for_ever())
         if self._http is None:
             http_sink, self_report, control = await in_daemon_thread("http-import", import_http)
             report = self_report(
@@ -408,6 +446,10 @@ class Agent:
         await self._let_registration_go_first()
         await self._reload.watch(path)
 
+    def _judge(self, settings: Settings) -> tuple[str, ...]:
+        """Return what of other settings cannot be on this node; for a thread, since it may take a while."""
+        return lists_too_long([view.gpu for view in self._latest.value.gpus], settings.policy)
+
     def _apply(self, settings: Settings) -> None:
         """Put the settings of a reload into effect, as far as that needs no restart."""
         policy = self._policy_of(settings)
@@ -419,6 +461,8 @@ class Agent:
             injection=replace(policy.injection, device_root=self._policy.injection.device_root),
         )
         self._inbox.put(PolicyChanged(self._policy))
+        if self._serving.is_set():
+            self._watch_mps_if_needed()
 
     async def _measure_lag(self) -> None:
         while True:
@@ -433,12 +477,12 @@ class Agent:
         self._notifier.stopping()
         _log.info("Stopping", extra=log.fields(why=self._ending.why))
         await self._cancel(KUBELET, "life", "start judge", "driver watch", CONFIG_WATCH, "reload")
-        await self._cancel(KERNEL_LOG, SYSFS, UEVENTS, PODS, PROBE)
+        await self._cancel(KERNEL_LOG, SYSFS, UEVENTS, PODS, MPS, PROBE)
         self._assembly.close_ebpf()
         letting_go = self._group.create_task(self._end_nvml(nvml), name="nvml end")
         if self._vitals.device_plugin is not None:
             await self._vitals.device_plugin.drain(DRAIN_GRACE_S)
-        await self._cancel(DEVICE_PLUGIN, ENGINE, STATE_FILE, EVENT_LOG, EVIDENCE)
+        await self._cancel(DEVICE_PLUGIN, ENGINE, CDI, STATE_FILE, EVENT_LOG, EVIDENCE)
         is_written, _ = await asyncio.gather(self._flush_state(), self._records.flush(FLUSH_S))
         await self._cancel(HTTP)
         if is_written and self._lock.is_held:
@@ -537,13 +581,6 @@ class Agent:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-
-
-def _collect_garbage_from_now_on() -> None:
-    """Undo what the command did for a fast start; what was imported will never be garbage."""
-    if not gc.isenabled():
-        gc.freeze()
-        gc.enable()
 
 
 def _is_registered(snapshot: Snapshot) -> bool:

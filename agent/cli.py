@@ -67,6 +67,7 @@ GROUPS: Final = {
     ),
     "Other": (
         Command("explain", "Explain reason codes and XIDs", "agent.commands.explain"),
+        Command("config", "Show, check and explain the configuration", "agent.commands.config"),
         Command("version", "Show the version", "agent.commands.version"),
     ),
 }

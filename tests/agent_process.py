@@ -129,7 +129,10 @@ def clean_environment() -> dict[str, str]:
     """The environment without what would configure an agent."""
     from agent.config.options import OPTIONS  # noqa: PLC0415
 
-    ours = {option.environment for option in OPTIONS.values()} | {"NOTIFY_SOCKET", "WATCHDOG_USEC"}
+    ours = {name for option in OPTIONS.values() for name in option.variables} | {
+        "NOTIFY_SOCKET",
+        "WATCHDOG_USEC",
+    }
     return {name: value for name, value in os.environ.items() if name not in ours}
 
 

@@ -1,5 +1,6 @@
-"""What holds for every test: nothing in the agent may block the event loop."""
+"""What holds for every test: nothing blocks the event loop, and garbage is collected between tests."""
 
+import gc
 from collections.abc import Iterator
 
 import pytest
@@ -21,6 +22,21 @@ ALLOWED = (
     "os.readlink",
     "os.listdir",
 )
+
+
+GARBAGE_AT = 50_000
+"""Objects made since the last collection; between two of them a few tests run."""
+
+
+def pytest_sessionstart() -> None:
+    """Collect no garbage on a thread that calls the driver; see agent.runtime.garbage."""
+    gc.disable()
+
+
+def pytest_runtest_teardown() -> None:
+    """Collect it between tests instead."""
+    if gc.get_count()[0] > GARBAGE_AT:
+        gc.collect()
 
 
 @pytest.fixture(autouse=True)

@@ -53,6 +53,13 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, s
     return status, captured.err
 
 
+def test_a_scenario_shares_as_its_own_configuration_says(capsys: pytest.CaptureFixture[str]) -> None:
+    [sliced] = printed(capsys, "--scenario=time-slicing", "0::3", "0::1")["containerResponses"]
+    assert sliced == {"envs": {"NVIDIA_VISIBLE_DEVICES": U0}}
+    [shared] = printed(capsys, "--scenario=mps", "1::0")["containerResponses"]
+    assert shared["envs"]["CUDA_MPS_PIPE_DIRECTORY"] == "/mps/nvidia.com/gpu/pipe"
+
+
 def test_the_answer_for_a_scenarios_node_is_printed_without_starting_anything(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

@@ -188,7 +188,8 @@ async def test_sigterm_ends_with_0_and_leaves_no_socket_behind(node: SimulatedNo
         assert await agent.stop() == 0
         sockets = [path for path in node.directory.path.rglob("*") if stat.S_ISSOCK(path.lstat().st_mode)]
         names = {path.name for path in sockets}
-        assert names <= {"kubelet.sock", "control.sock", "kmsg"}
+        # The last is of the driver's own daemon.
+        assert names <= {"kubelet.sock", "control.sock", "kmsg", "socket"}
         assert not Path(agent.flags["control-socket"]).exists()
         assert not (node.directory.device_plugins / "nvidia-gpu.sock").exists()
         assert agent.plain == []
@@ -317,6 +318,27 @@ async def test_a_reload_changes_what_is_offered(node: SimulatedNode) -> None:
         path.write_text("sharing: {timeSlicing: {resources: [{name: nvidia.com/gpu, replicas: 3}]}}\n")
         agent.signal(signal.SIGHUP)
         await wait_allocatable(node, 12)
+
+
+async def test_a_reload_changes_mig_strategy_sharing_and_what_a_container_gets() -> None:
+    mig = {"enabled": True, "devices": [{"profile": "1g.10gb"}, {"profile": "1g.10gb"}]}
+    async with simulated_node({"preset": "8x-a100", "gpus": [{"mig": mig}, {}]}) as node:
+        path = node.directory.path / "config.yaml"
+        path.write_text("flags: {migStrategy: none}\n")
+        async with running(flags_of(node, config_file=str(path))) as agent:
+            await wait_allocatable(node, 2)
+            path.write_text(
+                "flags: {migStrategy: mixed, plugin: {deviceListStrategy: volume-mounts}}\n"
+                "sharing: {timeSlicing: {renameByDefault: true, resources: [{name: gpu, replicas: 3}]}}\n"
+            )
+            agent.signal(signal.SIGHUP)
+            await wait_allocatable(node, 2, resource="nvidia.com/mig-1g.10gb")
+            await wait_allocatable(node, 3, resource="nvidia.com/gpu.shared")
+            await wait_allocatable(node, 0)
+            pod = await node.kubelet.run_pod("job", "ns1", {"main": {"nvidia.com/gpu.shared": 1}})
+            assert pod.containers["main"].envs == {
+                "NVIDIA_VISIBLE_DEVICES": "/var/run/nvidia-container-devices"
+            }
 
 
 async def test_a_file_with_a_mistake_changes_nothing_and_is_told(node: SimulatedNode) -> None:

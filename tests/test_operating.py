@@ -259,6 +259,7 @@ async def test_every_source_and_sink_has_a_check_and_a_failing_one_is_named(node
             "sink-statefile",
             "sink-eventlog",
             "sink-evidence",
+            "sink-cdi",
         }
         status = await command(agent, "status")
         assert "Failing  source-kernel-log: The kernel log /nonexistent/kmsg does not exist" in status.out

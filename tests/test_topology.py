@@ -1,5 +1,6 @@
 """``gpu-agent topology``: how the GPUs are connected, as people know it."""
 
+import asyncio
 import json
 import subprocess
 import sys
@@ -13,7 +14,7 @@ from agent.model.facts import TopologySeen
 from agent.model.topology import NvLinks, PcieDistance, Survey
 from agent.threads import in_daemon_thread
 from agent.views import documents
-from tests.agent_process import clean_environment, flags_of, running, simulated_node
+from tests.agent_process import PATIENCE_S, clean_environment, flags_of, running, simulated_node
 from tests.core.build import Node, enumerated, gpu, well_node
 
 
@@ -94,6 +95,7 @@ def test_the_document_tells_each_link_with_what_is_not_known_as_null() -> None:
 async def test_a_running_agent_shows_how_its_gpus_are_connected() -> None:
     async with simulated_node("dgx-h100") as node, running(flags_of(node)) as agent:
         await agent.wait_registered()
+        await agent.wait_line("Listening", listener="control")
 
         async def ask(*arguments: str) -> str:
             command = [sys.executable, "-m", "agent", "topology", *arguments]
@@ -106,8 +108,9 @@ async def test_a_running_agent_shows_how_its_gpus_are_connected() -> None:
             )
             return done.stdout
 
-        while "?" in (await ask()).split("\n\n")[0]:
-            pass
+        async with asyncio.timeout(PATIENCE_S):
+            while "?" in (await ask()).split("\n\n")[0]:
+                pass
         document = json.loads(await ask("-o", "json"))
         kinds = {link["kind"] for each in document["gpus"] for link in each["links"]}
         assert (len(document["gpus"]), kinds) == (8, {"NV18"})

@@ -3,6 +3,8 @@
 import argparse
 from collections.abc import Mapping
 from dataclasses import asdict
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Final
 
 from agent.commands.client import find_agent
@@ -33,6 +35,10 @@ Examples:
   gpu-agent allocate --scenario my.yaml --config-file config.yaml 0::2 1
   gpu-agent allocate --strategy cdi-annotations --id-strategy index 0:1
 """
+
+
+USUAL_MPS_ROOT: Final = "/run/nvidia/mps"
+"""Where NVIDIA's chart has the files of the MPS daemon; a scenario's node has no path of its own here."""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -101,7 +107,12 @@ def _simulated(args: argparse.Namespace, given: Mapping[str, str]) -> object:
     from agent.simulation.still import still  # noqa: PLC0415
 
     loaded = scenario.load(args.scenario)
-    settings = _settings({**loaded.agent, **given})
+    with TemporaryDirectory(prefix="gpu-agent-") as directory:
+        flags = {"mps-root": USUAL_MPS_ROOT, **loaded.agent}
+        if loaded.config is not None:
+            flags["config-file"] = f"{directory}/config.yaml"
+            Path(flags["config-file"]).write_text(loaded.config, encoding="utf-8")
+        settings = _settings({**flags, **given})
     return dry_run(still(loaded.node, settings.policy), args.ids, resource=args.resource)
 
 

@@ -35,8 +35,8 @@ the log, a second SIGTERM ends at once.
 
 def run(arguments: Sequence[str]) -> int:
     """Run the agent with these flags; the process ends in here."""
-    # Collecting garbage while modules are imported finds none and costs a tenth of the start; the
-    # agent turns it on again once it serves.
+    # Collecting garbage while modules are imported finds none and costs a tenth of the start; once it
+    # serves, the agent does it itself (runtime.garbage).
     gc.disable()
     environment = dict(os.environ)
     values, problems = flags.parse(arguments, OPTIONS.values())

@@ -68,6 +68,9 @@ def status_lines(document: dict[str, Any], *, now_ns: int, is_wide: bool = False
         lines.append(f"    {reason['advice']}")
     failing = {name: why for name, why in agent.get("parts", {}).items() if why is not None}
     lines += [f"Failing  {name}: {why}" for name, why in failing.items()]
+    for part in agent.get("off", ()):
+        lines.append(f"Off      {part['name']}: {part['why']}")
+        lines.append(f"         {part['remedy']}")
     lines += _config(agent.get("config", {}))
     lines += ["", *_resources(document["resources"], is_wide=is_wide)]
     return [*lines, "", *_gpu_table(document["gpus"])] if is_wide else lines

@@ -8,9 +8,9 @@ from agent.commands.client import find_agent
 from agent.commands.render import UNKNOWN, Output, add_agent_flag, show, table
 
 _DESCRIPTION: Final = """\
-Show how the GPUs of this node are connected with each other, and which CPUs and
-NUMA nodes they are near, as nvidia-smi topo -m shows it. The agent prefers GPUs
-for a container by these connections.
+Show how the GPUs of this node are connected with each other, and which CPUs
+and NUMA nodes they are near, as nvidia-smi topo -m shows it. The agent prefers
+GPUs for a container by these connections.
 
 Examples:
   gpu-agent topology

@@ -15,7 +15,8 @@ from typing import Final, NamedTuple
 from agent.config.discovery_options import DISCOVERY_OPTIONS
 from agent.config.option import Option
 from agent.config.options import OPTIONS
-from agent.config.sharing_file import OURS, FileSharing, SharingReader
+from agent.config.settings import Given, Origin
+from agent.config.sharing_file import OURS, FileSharing, SharingReader, told
 from agent.config.yaml_tree import Node, Notes, UnreadableError, bytes_of, join, tree_of
 from agent.model.policy import XidOverride
 from agent.spelling import suggestion
@@ -54,6 +55,18 @@ class FileContents:
     xids: dict[int, XidOverride] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
+
+    def parts(self) -> dict[str, Given]:
+        """Return what is no option, by key, as a text for people and where it stands."""
+        found: dict[str, Given] = {}
+        if self.sharing.shares:
+            shares = ", ".join(told(share) for share in self.sharing.shares)
+            origin = Origin(self.sharing.where or f"{self.path}: {OURS}")
+            found["sharing"] = Given(f"{self.sharing.strategy}: {shares}", origin, self.sharing)
+        if self.xids:
+            rules = ", ".join(f"{xid}: {word}" for xid, word in self.xids.items())
+            found["agent.xids"] = Given(rules, Origin(f"{self.path}: agent.xids"), self.xids)
+        return found
 
 
 def read(path: str, *, strict: bool = False) -> FileContents:

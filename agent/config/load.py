@@ -75,6 +75,25 @@ def load(flags: Mapping[str, str], environment: Mapping[str, str]) -> Settings:
     return _settings(values, resolver)
 
 
+def check_file(path: str, *, strict: bool) -> "FileContents":
+    """Return what a file says, with everything that would be wrong with it on some node.
+
+    What other names could set instead of the file is a warning.
+    """
+    from agent.config.file import read  # noqa: PLC0415 - only where there is a file
+
+    contents = read(path, strict=strict)
+    resolver = _Resolver({}, {})
+    resolver.use_file(contents)
+    values = {option.name: resolver.value_of(option) for option in (*OPTIONS.values(), *DISCOVERY_OPTIONS)}
+    if values["mps-root"] == "" and contents.sharing.strategy == "mps":
+        contents.warnings.append(f"{contents.sharing.where} needs --mps-root, MPS_ROOT or flags.mpsRoot")
+        values["mps-root"] = None
+    resolver.judge_mps(values)
+    contents.problems = resolver.problems
+    return contents
+
+
 class _Resolver:
     """Finds the value of each option and keeps account of origins and problems."""
 
@@ -132,6 +151,11 @@ class _Resolver:
     def sharing(self) -> "FileSharing | None":
         """Return how devices are shared, if they are; only the file can say."""
         return self._file.sharing if self._file is not None and self._file.sharing.shares else None
+
+    @property
+    def file_parts(self) -> dict[str, Given]:
+        """Return what only the file can say, by key."""
+        return self._file.parts() if self._file is not None else {}
 
     @property
     def file_fingerprint(self) -> int | None:
@@ -221,6 +245,7 @@ def _settings(values: Mapping[str, object], resolver: _Resolver) -> Settings:
         config_file=cast("str", values["config-file"]) or None,
         given=MappingProxyType(resolver.given),
         warnings=tuple(resolver.warnings),
+        file_parts=MappingProxyType(resolver.file_parts),
         file_fingerprint=resolver.file_fingerprint,
     )
 

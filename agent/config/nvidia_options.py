@@ -172,9 +172,9 @@ NVIDIA_OPTIONS: Final = (
     Option(
         "shared-devices-allocation-policy",
         "distributed",
-        choice("distributed", "packed"),
+        choice("distributed", "packed", "spread"),
         "POLICY",
-        "Which shares to prefer: distributed over the GPUs, or packed on few",
+        "Which shares to prefer: distributed over the node, packed on few GPUs, or spread over many",
         "SHARED_DEVICES_ALLOCATION_POLICY",
         "flags.plugin.sharedDevicesAllocationPolicy",
     ),

@@ -27,6 +27,12 @@ SOFT_REASONS: Final = tuple(reason.value for reason in RULES if MEANINGS[reason]
 
 _POLICY: Final = Policy()
 
+
+def if_running_from(text: str) -> str:
+    """Parse what to do if another agent runs; empty leaves it open."""
+    return choice("standby", "fail")(text) if text else ""
+
+
 OUR_OPTIONS: Final = (
     ours("proc-root", "/proc", root_from, "DIR", "Where /proc is", needs_restart=True),
     ours("sys-root", "/sys", root_from, "DIR", "Where /sys is", needs_restart=True),
@@ -164,7 +170,7 @@ OUR_OPTIONS: Final = (
     ours(
         "if-running",
         "",
-        lambda text: choice("standby", "fail")(text) if text else "",
+        if_running_from,
         "WHAT",
         "If another agent runs on this node: standby until it ends, or fail",
         empty_means="fail on a terminal, else standby",

@@ -102,6 +102,8 @@ class Settings(NamedTuple):
     config_file: str | None
     given: Mapping[str, Given] = _NOTHING
     """By option name, defaults too."""
+    file_parts: Mapping[str, Given] = _NOTHING
+    """By key, what only the file can say."""
     warnings: tuple[str, ...] = ()
     file_fingerprint: int | None = None
     """What tells the file's content from another, within this process; None: there is no file."""
@@ -110,6 +112,11 @@ class Settings(NamedTuple):
     def origins(self) -> Mapping[str, Origin]:
         """Where each value came from, by option name."""
         return {name: each.origin for name, each in self.given.items()}
+
+    @property
+    def shown(self) -> Mapping[str, Given]:
+        """Everything that counts and where it came from, by name."""
+        return {**{name: self.given[name] for name in OPTIONS}, **self.file_parts}
 
     @property
     def registers(self) -> bool:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Final, Literal, NamedTuple
 
 from agent.config.option import shown
-from agent.config.yaml_tree import Node, Notes, join
+from agent.config.yaml_tree import Node, Notes, is_null, join
 from agent.model.ids import ResourceName
 from agent.model.sharing import SHARED_SUFFIX, Share, SharingStrategy
 
@@ -144,7 +144,7 @@ class SharingReader:
                 case "failRequestsGreaterThanOne":
                     group.fail_requests_greater_than_one = self._notes.switch(join(path, key), value)
                 case "resources":
-                    names_any = value.id != "sequence" or bool(value.value)
+                    names_any = not is_null(value) and (value.id != "sequence" or bool(value.value))
                     group.entries = self._entries(f"{path}.resources", value, ("rename", "devices"))
                 case _:
                     self._note_unknown(path, key, value, known)
@@ -243,3 +243,9 @@ class SharingReader:
             node = found.get(key)
             if node is not None and node.value != harmless:
                 self._notes.warning(node, f"{path}.{key} is ignored, as NVIDIA's plugin does")
+
+
+def told(share: Share) -> str:
+    """Return an entry for people."""
+    only = ", ".join((*share.models, *(f"GPU {gpu}" for gpu in share.gpus)))
+    return f"{share.resource} x {share.replicas}{f' on {only}' if only else ''}"

@@ -7,7 +7,8 @@ nothing else. Work is bounded by the length of the text.
 import re
 import socket
 from collections.abc import Callable
-from typing import Final, NamedTuple
+from dataclasses import dataclass
+from typing import Final, Generic, NamedTuple, TypeVar
 
 from agent.model.policy import DeviceListStrategy
 
@@ -82,7 +83,22 @@ def address_from(text: str) -> Address | None:
         raise ValueError(f'must name an IP address, and "{host}" is none') from None
 
 
-def choice(*choices: str) -> Callable[[str], str]:
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Parser(Generic[T]):
+    """A parser that can say what it takes."""
+
+    takes: str
+    parse: Callable[[str], T]
+
+    def __call__(self, text: str) -> T:
+        """Parse a text, or raise ValueError."""
+        return self.parse(text)
+
+
+def choice(*choices: str) -> Parser[str]:
     """Return a parser of one of several words."""
 
     def parse(text: str) -> str:
@@ -90,10 +106,10 @@ def choice(*choices: str) -> Callable[[str], str]:
             raise ValueError(f"must be one of {', '.join(choices)}")
         return text
 
-    return parse
+    return Parser(f"one of {', '.join(choices)}", parse)
 
 
-def duration(least: str, most: str) -> Callable[[str], int]:
+def duration(least: str, most: str) -> Parser[int]:
     """Return a parser of durations between two."""
 
     def parse(text: str) -> int:
@@ -102,10 +118,10 @@ def duration(least: str, most: str) -> Callable[[str], int]:
             raise ValueError(f"must be between {least} and {most}")
         return value
 
-    return parse
+    return Parser(f"a time between {least} and {most}", parse)
 
 
-def integer(least: int, most: int) -> Callable[[str], int]:
+def integer(least: int, most: int) -> Parser[int]:
     """Return a parser of whole numbers between two."""
 
     def parse(text: str) -> int:
@@ -113,7 +129,7 @@ def integer(least: int, most: int) -> Callable[[str], int]:
             raise ValueError(f"must be a whole number between {least} and {most}")
         return int(text)
 
-    return parse
+    return Parser(f"a whole number between {least} and {most}", parse)
 
 
 def path_from(text: str) -> str:
@@ -135,7 +151,7 @@ def root_from(text: str) -> str:
     return (path_from(text).rstrip("/") or "/") if text else ""
 
 
-def size(least: str, most: str) -> Callable[[str], int]:
+def size(least: str, most: str) -> Parser[int]:
     """Return a parser of sizes such as ``16MiB`` between two, in bytes; also of 0."""
 
     def parse(text: str) -> int:
@@ -151,10 +167,10 @@ def size(least: str, most: str) -> Callable[[str], int]:
         match = _SIZE.fullmatch(text)
         return int(match[1]) * _UNITS_BYTES[match[2]] if match else 0
 
-    return parse
+    return Parser(f"a size between {least} and {most}, or 0", parse)
 
 
-def words(*known: str) -> Callable[[str], frozenset[str]]:
+def words(*known: str) -> Parser[frozenset[str]]:
     """Return a parser of a list of known words, separated by commas."""
 
     def parse(text: str) -> frozenset[str]:
@@ -163,7 +179,7 @@ def words(*known: str) -> Callable[[str], frozenset[str]]:
             raise ValueError(f"must be some of {', '.join(known)}")
         return given
 
-    return parse
+    return Parser(f"some of {', '.join(known)}", parse)
 
 
 def names(text: str) -> frozenset[str]:
@@ -264,7 +280,7 @@ class WordList(NamedTuple):
     """What is not known here."""
 
 
-def known_words(*known: str) -> Callable[[str], WordList]:
+def known_words(*known: str) -> Parser[WordList]:
     """Return a parser of a list of words, separated by commas; unknown ones are skipped and kept apart."""
 
     def parse(text: str) -> WordList:
@@ -275,4 +291,4 @@ def known_words(*known: str) -> Callable[[str], WordList]:
             skipped=tuple(dict.fromkeys(skipped))[:MAX_TOLD],
         )
 
-    return parse
+    return Parser(f"some of {', '.join(known)}", parse)

@@ -105,12 +105,12 @@ def _too_many(resource: Resource, devices: Sequence[Device], sharing: Sharing) -
     return None
 
 
-def _twice(shares: Sequence[Device]) -> list[Device]:
+def _twice(shares: Sequence[Device]) -> list[Device] | None:
     """Return the shares of the first device that has several among them."""
     of_device: dict[str, list[Device]] = {}
     for share in shares:
         of_device.setdefault(share.uuid, []).append(share)
-    return next((listed for listed in of_device.values() if len(listed) > 1), [])
+    return next((listed for listed in of_device.values() if len(listed) > 1), None)
 
 
 def _listed(devices: Iterable[Device]) -> str:

@@ -89,8 +89,6 @@ class DriverFiles:
     """What GPUDirect Storage needs beside its nodes."""
     drm: Mapping[str, Drm] = field(default_factory=dict)
     """By PCI address."""
-    mig_minors: Mapping[str, int] = field(default_factory=dict)
-    """Capability minors by name, such as ``gpu0/gi1/ci0``."""
 
 
 class Hooks(NamedTuple):
@@ -155,21 +153,6 @@ def qualified_names(document: Document) -> frozenset[str]:
     return frozenset(f"{document['kind']}={device['name']}" for device in document["devices"])
 
 
-def gpu_node(gpu: Gpu) -> str | None:
-    """Return the device node of a GPU; None where the driver does not say."""
-    return None if gpu.minor is None else f"/dev/nvidia{gpu.minor}"
-
-
-def mig_nodes(gpu: Gpu, mig: MigDevice, files: DriverFiles) -> tuple[str, str] | None:
-    """Return the capability nodes of a MIG device: GPU instance and compute instance."""
-    instance = f"gpu{gpu.minor}/gi{mig.gi}"
-    gi_minor = files.mig_minors.get(instance) if mig.gi_minor is None else mig.gi_minor
-    ci_minor = files.mig_minors.get(f"{instance}/ci{mig.ci}") if mig.ci_minor is None else mig.ci_minor
-    if gi_minor is None or ci_minor is None:
-        return None
-    return f"/dev/nvidia-caps/nvidia-cap{gi_minor}", f"/dev/nvidia-caps/nvidia-cap{ci_minor}"
-
-
 def _document(kind: str, devices: Sequence[Document], common: Document) -> Document:
     document: Document = {"kind": f"{CDI_VENDOR}/{kind}", "devices": devices}
     if common:
@@ -205,18 +188,21 @@ def _name(gpu: Gpu, mig: MigDevice | None, ids: DeviceIdStrategy) -> str:
 
 def _device_edits(gpu: Gpu, mig: MigDevice | None, files: DriverFiles, hooks: Hooks) -> Document | None:
     """Return what a container gets with a device; None where some of it is not there."""
-    wanted: list[str | None] = [gpu_node(gpu)]
-    if mig is not None:
-        wanted += mig_nodes(gpu, mig, files) or (None,)
-    nodes = [files.nodes.get(path) for path in wanted if path is not None]
-    if len(nodes) != len(wanted):
-        return None
+    nodes = [files.nodes.get(path) for path in _paths(gpu, mig)]
     # Of MIG devices only those with graphics can use what is there for it.
     has_graphics = mig is None or "gfx" in mig.profile.split("+")[1:]
     drm = files.drm.get(gpu.pci, Drm()) if has_graphics else Drm()
     nodes += [files.nodes.get(path) for path in drm.nodes]
     found = [node for node in nodes if node is not None]
     return _edits(nodes=found, hooks=hooks.link(drm.links)) if len(found) == len(nodes) else None
+
+
+def _paths(gpu: Gpu, mig: MigDevice | None) -> Iterator[str]:
+    """Yield the nodes without which a device cannot be used; a minor that is not known is no path."""
+    yield f"/dev/nvidia{gpu.minor}"
+    if mig is not None:
+        yield f"/dev/nvidia-caps/nvidia-cap{mig.gi_minor}"
+        yield f"/dev/nvidia-caps/nvidia-cap{mig.ci_minor}"
 
 
 def _driver_edits(files: DriverFiles, hooks: Hooks) -> Document:

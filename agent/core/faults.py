@@ -263,9 +263,19 @@ def call_overdue(state: State, fact: facts.GpuCallOverdue, now_ns: int) -> State
     )
 
 
+def call_answered(state: State, fact: facts.GpuCallAnswered) -> State:
+    """Note that nothing on a GPU is overdue any more; its condition is left to clean probes."""
+    if fact.gpu not in state.overdue:
+        return state
+    return replace(state, overdue=_without(state.overdue, fact.gpu))
+
+
 def _with_answer(state: State, gpu: GpuUuid) -> State:
     """Return the state after a GPU answered, well or not: it has a verdict and is not overdue."""
     if gpu in state.probed and gpu not in state.overdue:
         return state
-    overdue = {other: call for other, call in state.overdue.items() if other != gpu}
-    return replace(state, overdue=overdue, probed=state.probed | {gpu})
+    return replace(state, overdue=_without(state.overdue, gpu), probed=state.probed | {gpu})
+
+
+def _without(overdue: Mapping[GpuUuid, str], gpu: GpuUuid) -> Mapping[GpuUuid, str]:
+    return {other: call for other, call in overdue.items() if other != gpu}

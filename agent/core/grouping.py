@@ -7,9 +7,10 @@ Source: NVIDIA/go-gpuallocator:gpuallocator/besteffort_policy.go.
 
 Guarantees: up to EXACT GPUs the total is the highest there is, and among the ways that reach it the
 group is the one with the highest score, then the one that breaks least off the GPUs that stay, then the
-first. With more GPUs a greedy division is improved by exchanges, at most MAX_EXCHANGES looked at, and
-then searched for a better one in at most MAX_NODES steps; it is never worse than the greedy one, and is
-the best wherever every GPU can have its best neighbours, as in nodes that are built of equal parts.
+first. With more GPUs greedy divisions, by strength and from SEEDS first GPUs, are improved by exchanges, at
+most MAX_EXCHANGES looked at in all, and a better one is searched for in at most MAX_NODES steps. The outcome
+is never worse than a greedy one, and is the best wherever every GPU can have its best neighbours, as in
+nodes that are built of equal parts.
 A group of one breaks least off. Equal questions have equal answers.
 """
 
@@ -20,9 +21,11 @@ from typing import Final
 
 EXACT: Final = 8
 """GPUs up to which every division is looked at."""
+SEEDS: Final = 2
+"""GPUs that a greedy division is begun with, besides the one with least to lose."""
 MAX_EXCHANGES: Final = 6_000
 """Pairs of GPUs looked at whether they should change places, in all."""
-MAX_NODES: Final = 1_000
+MAX_NODES: Final = 300
 """Partial groups looked at in the search for a better division."""
 
 Scores = Sequence[Sequence[int]]
@@ -114,20 +117,84 @@ def divide(scores: Scores, size: int, required: Sequence[int] = ()) -> list[Grou
     best: list[list[int]] = []
     best_loss = -1
     exchanges = MAX_EXCHANGES
-    for is_rest_first in (True, False) if len(scores) % size else (False,):
-        groups = greedy(scores, size, required, is_rest_first=is_rest_first)
+    for groups in _starts(scores, size, required):
         exchanges = _improve(scores, groups, frozenset(required), exchanges)
         loss = bound.loss_of(groups)
         if not best or loss < best_loss:
             best, best_loss = groups, loss
-    if best_loss > 0:
+        if best_loss == 0:
+            break
+    else:
         found = _Search(scores, size, bound, best_loss).better(required)
         best = best if found is None else [list(group) for group in found]
     return [tuple(sorted(group)) for group in best]
 
 
-def greedy(scores: Scores, size: int, required: Sequence[int], *, is_rest_first: bool) -> list[list[int]]:
-    """Return a division made group by group, each from the GPU that has least to lose."""
+def _starts(scores: Scores, size: int, required: Sequence[int]) -> Iterator[list[list[int]]]:
+    yield by_strength(scores, size, required)
+    seeds = [gpu for gpu in range(0, len(scores), -(-len(scores) // SEEDS)) if gpu not in required]
+    for seed in (None, *seeds):
+        for is_rest_first in (False, True) if len(scores) % size else (False,):
+            yield greedy(scores, size, required, is_rest_first=is_rest_first, seed=seed)
+
+
+def by_strength(scores: Scores, size: int, required: Sequence[int]) -> list[list[int]]:
+    """Return a division that keeps the strongest pairs together, one pair after another."""
+    forming = _Forming(scores, size, required)
+    pairs = combinations(range(len(scores)), 2)
+    for one, other in sorted(pairs, key=lambda pair: -scores[pair[0]][pair[1]]):
+        forming.join(one, other)
+    for gpu in range(len(scores)):
+        if gpu not in forming.group_of:
+            forming.place(gpu)
+    return forming.groups
+
+
+class _Forming:
+    """Groups that are being filled; the first one has the required GPUs."""
+
+    def __init__(self, scores: Scores, size: int, required: Sequence[int]) -> None:
+        self._scores = scores
+        self._room = [size] * (len(scores) // size) + ([len(scores) % size] if len(scores) % size else [])
+        self.groups: list[list[int]] = [[] for _ in self._room]
+        self.group_of: dict[int, int] = {}
+        for gpu in required:
+            self._put(gpu, 0)
+
+    def join(self, one: int, other: int) -> None:
+        """Put two GPUs into one group, if neither or one of them is in one and there is room."""
+        ours, theirs = self.group_of.get(one), self.group_of.get(other)
+        if ours is None and theirs is None:
+            self.place(one, other)
+        elif ours is None and theirs is not None and self._room[theirs]:
+            self._put(one, theirs)
+        elif theirs is None and ours is not None and self._room[ours]:
+            self._put(other, ours)
+
+    def place(self, *gpus: int) -> None:
+        """Put GPUs into the group with room that they are connected to best, if there is one."""
+        fitting = [number for number, room in enumerate(self._room) if room >= len(gpus)]
+        if fitting:
+            best = max(fitting, key=lambda number: self._connection(gpus, number))
+            for gpu in gpus:
+                self._put(gpu, best)
+
+    def _connection(self, gpus: Sequence[int], number: int) -> int:
+        return sum(self._scores[gpu][member] for gpu in gpus for member in self.groups[number])
+
+    def _put(self, gpu: int, number: int) -> None:
+        self.groups[number].append(gpu)
+        self.group_of[gpu] = number
+        self._room[number] -= 1
+
+
+def greedy(
+    scores: Scores, size: int, required: Sequence[int], *, is_rest_first: bool, seed: int | None = None
+) -> list[list[int]]:
+    """Return a division made group by group, each from the GPU that has least to lose.
+
+    The first GPU that is chosen is ``seed``, which is none of the required ones.
+    """
     lengths = [size] * (len(scores) // size)
     rest = len(scores) % size
     if rest:
@@ -141,11 +208,12 @@ def greedy(scores: Scores, size: int, required: Sequence[int], *, is_rest_first:
         near = [sum(row[member] for member in group) for row in scores]
         while len(group) < length:
             # Who is connected best to the group, and of equals worst to the others that are left.
-            _, _, last = max((near[gpu], -to_left[gpu], -gpu) for gpu in left)
-            left.remove(-last)
-            group.append(-last)
-            near = list(map(add, near, scores[-last]))
-            to_left = list(map(sub, to_left, scores[-last]))
+            _, _, gpu = max((near[gpu], -to_left[gpu], -gpu) for gpu in left)
+            chosen, seed = -gpu if seed is None else seed, None
+            left.remove(chosen)
+            group.append(chosen)
+            near = list(map(add, near, scores[chosen]))
+            to_left = list(map(sub, to_left, scores[chosen]))
         groups.append(group)
     return groups
 

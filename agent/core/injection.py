@@ -116,7 +116,7 @@ def container_answer(
     injection = snapshot.policy.injection
     names = tuple(dict.fromkeys(name_in_container(device, injection.ids) for device in devices))
     channels = imex_channels(snapshot)
-    told = _all_cdi_names(injection, names, channels, absent) if uses_cdi(injection) else ()
+    told = _all_cdi_names(injection, names, channels, absent)
     envs, mounts = _mps(injection, resource)
     nodes: tuple[DeviceNode, ...] = ()
     if not is_cdi_only(injection):

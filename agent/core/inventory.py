@@ -53,7 +53,7 @@ class Remark(NamedTuple):
 
     gpu: GpuUuid
     why: Unoffered
-    detail: str
+    detail: str = ""
     """The profile, or the figures; empty where there is nothing to add."""
 
 
@@ -76,10 +76,11 @@ def offers(gpus: Iterable[Gpu], policy: Policy, before: Offers) -> Offers:
     for name in sorted(unfit(known, policy)):
         listed.setdefault(name, [])
     for part in _parts(known, policy):
-        share, obstacle = _share_of(part, policy)
+        share = share_of(policy.sharing, part.name, part.gpu, part.place)
+        obstacle = None if share is None else _obstacle(part, share, policy)
         if obstacle is Unoffered.TOO_MANY_REPLICAS:
             continue
-        if share is None:
+        if share is None or obstacle is Unoffered.MIG_UNDER_MPS:
             listed.setdefault(part.name, []).extend(_offers_of(part, (None,)))
         else:
             name = shared_name(policy.sharing, part.name)
@@ -113,14 +114,13 @@ def _is_nameless(mig: MigDevice) -> bool:
     return _SMALLER_THAN_ITS_INSTANCE.match(mig.profile) is not None
 
 
-def _share_of(part: _Part, policy: Policy) -> tuple[Share | None, Unoffered | None]:
-    """Return the share that a device is to have, and what stands against it."""
-    share = share_of(policy.sharing, part.name, part.gpu, part.place, part.mig)
-    if share is None or policy.sharing.strategy != "mps":
-        return share, None
+def _obstacle(part: _Part, share: Share, policy: Policy) -> Unoffered | None:
+    """Return what stands against sharing a device; only MPS has limits."""
+    if policy.sharing.strategy != "mps":
+        return None
     if part.mig is not None:
-        return None, Unoffered.MIG_UNDER_MPS
-    return share, Unoffered.TOO_MANY_REPLICAS if share.replicas > mps_clients(part.gpu) else None
+        return Unoffered.MIG_UNDER_MPS
+    return Unoffered.TOO_MANY_REPLICAS if share.replicas > mps_clients(part.gpu) else None
 
 
 def _offers_of(part: _Part, replicas: Iterable[int | None]) -> Iterator[Offer]:
@@ -168,7 +168,7 @@ def unfit(gpus: Iterable[Gpu], policy: Policy) -> frozenset[ResourceName]:
     """
     known = tuple(gpus)
     names = {GPU_RESOURCE} if mixed_profiles(known, policy) else set()
-    for part, obstacle in _obstacles(known, policy):
+    for part, _, obstacle in _obstacles(known, policy):
         if obstacle is Unoffered.TOO_MANY_REPLICAS:
             names.add(shared_name(policy.sharing, part.name))
     return frozenset(names)
@@ -180,27 +180,23 @@ def remarks(gpus: Iterable[Gpu], policy: Policy) -> tuple[Remark, ...]:
     What makes strategy ``single`` impossible is not among it: mixed_profiles tells that.
     """
     known = tuple(gpus)
-    found: dict[Remark, None] = {}
+    found: list[Remark] = []
     for gpu in known if policy.mig_strategy == "mixed" else ():
         if gpu.mig_enabled and not gpu.mig_devices:
-            found[Remark(gpu.uuid, Unoffered.NO_MIG_DEVICE, "")] = None
-        for mig in filter(_is_nameless, gpu.mig_devices):
-            found[Remark(gpu.uuid, Unoffered.PROFILE, mig.profile)] = None
-    for part, obstacle in _obstacles(known, policy):
-        found[Remark(part.gpu.uuid, obstacle, _detail(part, policy))] = None
-    return tuple(found)
+            found.append(Remark(gpu.uuid, Unoffered.NO_MIG_DEVICE))
+        nameless = filter(_is_nameless, gpu.mig_devices)
+        found += (Remark(gpu.uuid, Unoffered.PROFILE, mig.profile) for mig in nameless)
+    for part, share, obstacle in _obstacles(known, policy):
+        figures = f"{share.replicas} replicas of {part.gpu.name}, MPS serves {mps_clients(part.gpu)}"
+        detail = figures if part.mig is None else part.mig.profile
+        found.append(Remark(part.gpu.uuid, obstacle, detail))
+    return tuple(dict.fromkeys(found))
 
 
-def _obstacles(gpus: Iterable[Gpu], policy: Policy) -> Iterator[tuple[_Part, Unoffered]]:
-    """Yield what cannot be shared as it is to be; only MPS knows such limits."""
-    for part in _parts(gpus, policy) if policy.sharing.strategy == "mps" else ():
-        _, obstacle = _share_of(part, policy)
-        if obstacle is not None:
-            yield part, obstacle
-
-
-def _detail(part: _Part, policy: Policy) -> str:
-    share, _ = _share_of(part, policy)
-    if share is None:
-        return "" if part.mig is None else part.mig.profile
-    return f"{share.replicas} replicas of {part.gpu.name}, MPS serves {mps_clients(part.gpu)}"
+def _obstacles(gpus: Iterable[Gpu], policy: Policy) -> Iterator[tuple[_Part, Share, Unoffered]]:
+    """Yield what cannot be shared as it is to be."""
+    for part in _parts(gpus, policy):
+        share = share_of(policy.sharing, part.name, part.gpu, part.place)
+        obstacle = None if share is None else _obstacle(part, share, policy)
+        if share is not None and obstacle is not None:
+            yield part, share, obstacle

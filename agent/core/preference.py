@@ -140,13 +140,9 @@ _Rank = tuple[int, int]
 _RANKS: Final[Mapping[SharedAllocationPolicy, Callable[[int, int], _Rank]]] = {
     "distributed": lambda used, picked: (used, picked),
     "packed": lambda used, picked: (-used, picked),
+    "spread": lambda used, picked: (picked, used),
 }
 """Which GPU is next. Source: NVIDIA/k8s-device-plugin:internal/rm/allocate.go."""
-
-
-def _distinct(used: int, picked: int) -> _Rank:
-    """Rank as where a container gets each card once."""
-    return picked, used
 
 
 def _shares(
@@ -157,7 +153,8 @@ def _shares(
     others: Sequence[Device],
     size: int,
 ) -> list[Device]:
-    rank = _distinct if policy.sharing.distinct_cards else _RANKS[policy.shared_allocation]
+    # Where a container gets each card once, only other cards will do.
+    rank = _RANKS["spread" if policy.sharing.distinct_cards else policy.shared_allocation]
     on_gpu = _InUse(lambda device: device.placement.gpu, resource, free)
     on_device = _InUse(lambda device: device.uuid, resource, free)
     chosen_on: Counter[int | None] = Counter()

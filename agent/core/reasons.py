@@ -144,6 +144,13 @@ MEANINGS: Final[Mapping[Reason, Meaning]] = {
         "MPS cannot serve so many replicas of the GPU",
         "configure fewer replicas for this GPU model",
     ),
+    Reason.LIST_TOO_LONG: Meaning(
+        _WARNING,
+        _HARD,
+        _CLEARS,
+        "A resource has more devices than the kubelet takes in one message",
+        "configure fewer replicas",
+    ),
     Reason.NOT_PROBED: Meaning(
         _WARNING, _SOFT, _CLEARS, "The GPU was not looked at yet", "wait for the first health poll"
     ),

@@ -79,6 +79,7 @@ _Quiet = (
     | facts.GpuProbePassed
     | facts.GpuCallFailed
     | facts.GpuCallOverdue
+    | facts.GpuCallAnswered
     | facts.GpuSampled
     | facts.TopologySeen
     | facts.GpusEnumerated
@@ -120,6 +121,8 @@ def _known(state: State, fact: _Quiet, now_ns: int) -> State:  # noqa: C901, PLR
             return faults.call_failed(state, fact, now_ns)
         case facts.GpuCallOverdue():
             return faults.call_overdue(state, fact, now_ns)
+        case facts.GpuCallAnswered():
+            return faults.call_answered(state, fact)
         case facts.GpuSampled():
             return faults.sampled(state, fact, now_ns)
         case facts.TopologySeen():

@@ -8,7 +8,7 @@ is missing.
 import re
 from typing import Final
 
-from agent.model.gpu import Gpu, MigDevice
+from agent.model.gpu import Gpu
 from agent.model.ids import ResourceName
 from agent.model.sharing import SHARED_SUFFIX, Share, Sharing
 
@@ -20,27 +20,24 @@ Source: NVIDIA/k8s-device-plugin:cmd/mps-control-daemon/mps/device.go."""
 _FIRST_WITH_MANY: Final = (7, 5)
 
 
-def share_of(
-    sharing: Sharing, resource: ResourceName, gpu: Gpu, place: int, mig: MigDevice | None
-) -> Share | None:
-    """Return the share that is a device's of a resource, whether or not it can be had; None: there is none.
+def share_of(sharing: Sharing, resource: ResourceName, gpu: Gpu, place: int) -> Share | None:
+    """Return the share of a resource's devices on a GPU, whether or not it can be had; None: there is none.
 
     ``place`` is the GPU's among the known ones, by PCI address.
     """
-    return next((share for share in sharing.shares if _is_of(share, resource, gpu, place, mig)), None)
+    return next((share for share in sharing.shares if _is_of(share, resource, gpu, place)), None)
 
 
-def _is_of(share: Share, resource: ResourceName, gpu: Gpu, place: int, mig: MigDevice | None) -> bool:
+def _is_of(share: Share, resource: ResourceName, gpu: Gpu, place: int) -> bool:
     if share.resource != resource:
         return False
     if share.models and not any(_matches(pattern, gpu.name) for pattern in share.models):
         return False
-    names = {str(place), gpu.uuid} if mig is None else {str(place), gpu.uuid, mig.uuid}
-    return not share.gpus or not names.isdisjoint(share.gpus)
+    return not share.gpus or str(place) in share.gpus or gpu.uuid in share.gpus
 
 
 def _matches(pattern: str, name: str) -> bool:
-    return re.fullmatch(".*".join(map(re.escape, pattern.split("*"))), name, re.DOTALL) is not None
+    return re.fullmatch(".*".join(map(re.escape, pattern.split("*"))), name) is not None
 
 
 def shared_name(sharing: Sharing, resource: ResourceName) -> ResourceName:

@@ -40,10 +40,11 @@ def _judged(
         return tuple(judge.device(offer) for offer in listed)
     if not any(offer.placement.gpu in stale for offer in listed):
         return known
-    return tuple(
-        judge.device(offer) if offer.placement.gpu in stale else device
-        for offer, device in zip(listed, known, strict=True)
-    )
+
+    def judged_anew(offer: Offer, device: Device) -> Device:
+        return judge.device(offer) if offer.placement.gpu in stale else device
+
+    return tuple(map(judged_anew, listed, known))
 
 
 def differing(
@@ -66,14 +67,13 @@ class _Judge:
             self._by_gpu.setdefault(condition.placement.gpu, []).append(condition)
         for active in self._by_gpu.values():
             active.sort(key=lambda condition: (not condition.flips, condition.since_ns))
-        self._place: Placement | None = None
-        self._reasons: tuple[Condition, ...] = ()
-        self._health = Health.UNKNOWN
+        self._newest: tuple[Placement, Health, tuple[Condition, ...]] | None = None
 
     def device(self, offer: Offer) -> Device:
         """Return an offer with its verdict."""
-        if offer.placement is not self._place:
-            self._look_at(offer.placement)
+        if self._newest is None or self._newest[0] is not offer.placement:
+            self._newest = self._verdict_on(offer.placement)
+        _, health, reasons = self._newest
         return Device(
             id=offer.id,
             uuid=offer.uuid,
@@ -81,16 +81,15 @@ class _Judge:
             index=offer.index,
             replica=offer.replica,
             numa_node=offer.numa_node,
-            health=self._health,
-            reasons=self._reasons,
+            health=health,
+            reasons=reasons,
             mig_index=offer.mig_index,
         )
 
-    def _look_at(self, place: Placement) -> None:
+    def _verdict_on(self, place: Placement) -> tuple[Placement, Health, tuple[Condition, ...]]:
         active = self._by_gpu.get(place.gpu, ())
-        self._place = place
-        self._reasons = tuple(condition for condition in active if condition.placement.overlaps(place))
-        self._health = health_of(self._reasons, probed=place.gpu in self._probed)
+        reasons = tuple(condition for condition in active if condition.placement.overlaps(place))
+        return place, health_of(reasons, probed=place.gpu in self._probed), reasons
 
 
 def health_of(reasons: Iterable[Condition], *, probed: bool) -> Health:

@@ -6,6 +6,7 @@ from typing import Final
 from agent.core.inventory import Unoffered, mixed_profiles, remarks
 from agent.core.leak_rules import total
 from agent.core.leaks import BLOCKING, REASONS, details_of, message_of
+from agent.core.list_size import is_too_long, too_long_message
 from agent.core.registration import NO_SOCKET, Registration
 from agent.core.state import State
 from agent.core.verdicts import health_of
@@ -126,6 +127,9 @@ def _findings(state: State, gpus: tuple[GpuView, ...]) -> Iterator[Finding]:
         profiles = ", ".join(unlike)
         yield Finding(Reason.MIG_SINGLE_NOT_UNIFORM, f"Strategy single needs one profile, found [{profiles}]")
     yield from _sharing_findings(state)
+    for resource, devices in state.devices.items():
+        if is_too_long(devices):
+            yield Finding(Reason.LIST_TOO_LONG, too_long_message(resource, devices))
     yield from _bus_findings(state)
     yield from _gpu_findings(gpus, without=driver.reason if driver else None)
     yield from _use_findings(state)
@@ -145,7 +149,8 @@ def _driver_finding(driver: DriverView) -> Finding | None:
 
 
 def _sharing_findings(state: State) -> Iterator[Finding]:
-    told = remarks(state.gpus.values(), state.policy)
+    # A snapshot is made at each change, and only MPS has limits.
+    told = remarks(state.gpus.values(), state.policy) if state.policy.sharing.strategy == "mps" else ()
     over = [each for each in told if each.why is Unoffered.TOO_MANY_REPLICAS]
     if over:
         message = "; ".join(dict.fromkeys(each.detail for each in over))

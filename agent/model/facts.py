@@ -157,7 +157,7 @@ class GpuCallFailed(_State):
 
 @dataclass(frozen=True, slots=True)
 class GpuCallOverdue(_State):
-    """An NVML call on a GPU did not answer within its deadline; the next probe passed ends it."""
+    """An NVML call on a GPU did not answer within its deadline."""
 
     gpu: GpuUuid
     call: str
@@ -168,6 +168,19 @@ class GpuCallOverdue(_State):
     def key(self) -> Hashable:
         """One for each GPU."""
         return (GpuCallOverdue, self.gpu)
+
+
+@dataclass(frozen=True, slots=True)
+class GpuCallAnswered(_State):
+    """The overdue call on a GPU answered after all; whether the GPU is well only a probe can say."""
+
+    gpu: GpuUuid
+    source: SourceName = NVML
+
+    @property
+    def key(self) -> Hashable:
+        """One for each GPU."""
+        return (GpuCallAnswered, self.gpu)
 
 
 @dataclass(frozen=True, slots=True)
@@ -583,6 +596,7 @@ Fact = (
     | GpuProbePassed
     | GpuCallFailed
     | GpuCallOverdue
+    | GpuCallAnswered
     | DriverCallOverdue
     | DriverCallAnswered
     | HealthEventsUnsupported

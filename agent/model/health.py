@@ -76,6 +76,7 @@ class Reason(StrEnum):
     MIG_SINGLE_NOT_UNIFORM = "mig_single_not_uniform"
     MPS_NOT_READY = "mps_not_ready"
     MPS_REPLICAS_OVER_LIMIT = "mps_replicas_over_limit"
+    LIST_TOO_LONG = "list_too_long"
     NOT_PROBED = "not_probed"
     NOT_ENOUGH_GPUS = "not_enough_gpus"
     CONTEXT_LEAK = "context_leak"

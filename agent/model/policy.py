@@ -13,7 +13,7 @@ XidPolicy = Literal["compat", "catalog"]
 XidOverride = Literal["flip", "ignore"]
 DeviceListStrategy = Literal["envvar", "volume-mounts", "cdi-annotations", "cdi-cri"]
 DeviceIdStrategy = Literal["uuid", "index"]
-SharedAllocationPolicy = Literal["distributed", "packed"]
+SharedAllocationPolicy = Literal["distributed", "packed", "spread"]
 
 LeakEffect = Literal["warn", "unhealthy-when-free"]
 
@@ -95,7 +95,8 @@ class Policy:
     sharing: Sharing = field(default_factory=Sharing)
     injection: Injection = field(default_factory=Injection)
     shared_allocation: SharedAllocationPolicy = "distributed"
-    """Which replicas to prefer: of the GPU with the fewest allocated, or with the most."""
+    """Which replicas to prefer: of the GPU with the fewest allocated, or with the most, or of one after
+    another."""
     pre_start_check: bool = False
     """Refuse to start a container on a device with hard evidence against it."""
     xid_policy: XidPolicy = "compat"

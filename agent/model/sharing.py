@@ -41,7 +41,3 @@ class Sharing:
     def of(cls, replicas: Mapping[ResourceName, int]) -> "Sharing":
         """Return plain time-slicing with so many replicas, by resource."""
         return cls(shares=tuple(Share(name, count) for name, count in replicas.items()))
-
-    def replicas_of(self, resource: ResourceName) -> int | None:
-        """Return how many replicas the devices of a resource have; None: they are not shared."""
-        return next((share.replicas for share in self.shares if share.resource == resource), None)

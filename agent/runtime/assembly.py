@@ -38,9 +38,16 @@ class Assembly:
     """Makes what the settings ask for, and keeps what others need."""
 
     def __init__(
-        self, settings: Settings, inbox: Inbox[Fact], latest: Latest[Snapshot], clock: Callable[[], int]
+        self,
+        settings: Settings,
+        inbox: Inbox[Fact],
+        latest: Latest[Snapshot],
+        clock: Callable[[], int],
+        *,
+        is_in_container: bool,
     ) -> None:
         self.settings = settings
+        self.is_in_container = is_in_container
         self.inbox = inbox
         self.latest = latest
         self.clock = clock
@@ -60,7 +67,7 @@ class Assembly:
             inbox=self.inbox,
             library=LibraryLocation(
                 path=Path(settings.nvml_library) if settings.nvml_library else None,
-                driver_root=Path(settings.driver_root),
+                driver_root=self._driver_root,
             ),
             dev_root=self._dev,
             sys_root=Path(settings.sys_root),
@@ -78,7 +85,7 @@ class Assembly:
         )
         return self.nvml
 
-    def make_cdi(self, *, is_in_container: bool) -> "CdiSink":
+    def make_cdi(self) -> "CdiSink":
         """Make the sink that writes CDI specifications, where the policy asks for any."""
         from agent.sinks.cdi import CdiSink
 
@@ -87,8 +94,7 @@ class Assembly:
             latest=self.latest,
             settings=self.settings.cdi,
             sys_root=self.settings.sys_root,
-            proc_root=self.settings.proc_root,
-            is_in_container=is_in_container,
+            is_in_container=self.is_in_container,
             clock=self.clock,
         )
         return self.cdi
@@ -155,6 +161,12 @@ class Assembly:
             on_change=self._look_at_changes,
             on_loss=self._look_at_all,
         )
+
+    def make_mps(self, mps_root: str) -> Source:
+        """Make the source that watches whether the MPS control daemon serves."""
+        from agent.sources.mps import MpsSource
+
+        return MpsSource(inbox=self.inbox, mps_root=Path(mps_root), clock=self.clock)
 
     def make_pods(self) -> Source:
         """Make the source that asks which pod holds what."""
@@ -236,5 +248,22 @@ class Assembly:
         return probe is not None and probe.state == "running"
 
     @property
+    def _mounted(self) -> Path | None:
+        """Where this container has the node's driver root; None: it has none, or this is no container."""
+        mounted = Path(self.settings.cdi.driver_root_ctr_path)
+        return mounted if self.is_in_container and mounted.is_dir() else None
+
+    @property
+    def _driver_root(self) -> Path:
+        """Where the driver is installed, as this process sees it."""
+        return self._mounted or Path(self.settings.driver_root)
+
+    @property
     def _dev(self) -> Path:
-        return Path(self.settings.dev_root, "dev")
+        """Where the node's device nodes are, as this process sees them."""
+        of_settings = Path(self.settings.dev_root, "dev")
+        if not self.is_in_container:
+            return of_settings
+        # A root is a path of the node, which its containers need not have.
+        candidates = (*(() if self._mounted is None else (self._mounted / "dev",)), of_settings)
+        return next((each for each in candidates if each.is_dir()), Path("/dev"))

@@ -79,6 +79,8 @@ class ConfigWatch:
         self._watched: frozenset[Path] = frozenset()
         self._inotify: Inotify | None = None
         self._has_warned = False
+        self.looks = 0
+        """How often the file was looked at."""
 
     async def run(self) -> None:
         """Watch for ever. May be run again after it ended; two at once are not allowed."""
@@ -96,6 +98,7 @@ class ConfigWatch:
         seen = await in_daemon_thread("config-look", lambda: fingerprint_of(self._path))
         if seen != self._known():
             self._on_change()
+        self.looks += 1
 
     def _directories(self) -> frozenset[Path]:
         found: set[Path] = set()

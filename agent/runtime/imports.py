@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 def import_plugin() -> None:
     """Import what offers devices to the kubelet."""
+    import agent.sinks.cdi  # noqa: PLC0415
     import agent.sinks.device_plugin  # noqa: PLC0415
     import agent.sources.kubelet  # noqa: F401, PLC0415
 

@@ -28,14 +28,20 @@ class Reload:
         settings: Settings,
         *,
         reread: Callable[[], Settings],
+        judge: Callable[[Settings], tuple[str, ...]],
         apply: Callable[[Settings], None],
         vitals: Vitals,
         notifier: Notifier,
     ) -> None:
-        """Begin with the settings of the start; ``reread`` may block, ``apply`` puts new ones into effect."""
+        """Begin with the settings of the start.
+
+        ``reread`` and ``judge`` may block: the one returns new settings, the other why they do not go with
+        what is known of the node. ``apply`` puts them into effect.
+        """
         self._started = settings
         self._warnings = settings.warnings
         self._reread = reread
+        self._judge = judge
         self._apply = apply
         self._vitals = vitals
         self._notifier = notifier
@@ -76,7 +82,11 @@ class Reload:
         if self._started.config_file is not None:
             # Before it is read: what changes meanwhile is seen as a change.
             self._fingerprint = fingerprint_of(self._started.config_file)
-        return self._reread()
+        settings = self._reread()
+        problems = self._judge(settings)
+        if problems:
+            raise ConfigError(problems)
+        return settings
 
     def _accept(self, settings: Settings) -> None:
         self._vitals.reload_trouble = None

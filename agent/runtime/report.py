@@ -115,6 +115,7 @@ class SelfReport:
             "uptime_s": (self._clock() - vitals.began_ns) // 1_000_000_000,
             "parts": {part.check: self._judge_part(part) for part in vitals.parts},
             "facts": {"put": inbox.put, "merged": inbox.merged, "lost": inbox.lost, "waiting": inbox.waiting},
+            "off": [part._asdict() for part in vitals.off],
             "config": {
                 "trouble": vitals.reload_trouble,
                 "awaiting_restart": list(vitals.awaiting_restart),

@@ -47,7 +47,15 @@ def _check_socket_path(option: str, path: str) -> None:
 
 def check_rights(settings: Settings) -> None:
     """Raise MissingRightsError if a right is missing that nothing can be done without."""
-    state_dir = Path(settings.state_dir)
+    check_state_dir(settings.state_dir)
+    directory = Path(settings.kubelet_socket_or_default).parent
+    if directory.is_dir():
+        _check_writable(directory, "make the plugin's sockets", "--kubelet-socket")
+
+
+def check_state_dir(path: str) -> None:
+    """Make the state directory, or raise MissingRightsError."""
+    state_dir = Path(path)
     try:
         state_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
@@ -56,9 +64,6 @@ def check_rights(settings: Settings) -> None:
             "run as root, or give --state-dir a directory that this user may write"
         ) from None
     _check_writable(state_dir, "keep state and lock", "--state-dir")
-    directory = Path(settings.kubelet_socket_or_default).parent
-    if directory.is_dir():
-        _check_writable(directory, "make the plugin's sockets", "--kubelet-socket")
 
 
 def _check_writable(directory: Path, purpose: str, option: str) -> None:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Final, Literal
 from agent.model.ids import SourceName
 
 if TYPE_CHECKING:
+    from agent.runtime.parts_off import PartOff
     from agent.runtime.records import Records
     from agent.sinks.device_plugin import DevicePlugin
     from agent.sinks.statefile import StateFile
@@ -17,6 +18,7 @@ STATE_FILE: Final = SourceName("statefile")
 EVENT_LOG: Final = SourceName("eventlog")
 CONFIG_WATCH: Final = SourceName("config-watch")
 EVIDENCE: Final = SourceName("evidence")
+CDI: Final = SourceName("cdi")
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +46,8 @@ class Vitals:
     """When the engine completed its last step, or a standing-by agent its last look."""
     lag_ns: int = 0
     """How late the event loop was when it was last measured."""
+    off: tuple["PartOff", ...] = ()
+    """Parts that are off, because the agent was not given what they need."""
     is_standby: bool = True
     is_stopping: bool = False
     reload_trouble: str | None = None

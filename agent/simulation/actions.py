@@ -24,18 +24,17 @@ from agent.simulation.action_table import (
     whole_number,
 )
 from agent.simulation.agent_actions import AGENT_ACTIONS
+from agent.simulation.cdi_actions import CDI_ACTIONS
 from agent.simulation.kernel_actions import KERNEL_ACTIONS
-from agent.simulation.presets import MigDeviceSpec, PresetError, place_mig_devices
 from agent.simulation.process_actions import PROCESS_ACTIONS
 from agent.simulation.reading_actions import READING_ACTIONS
 from agent.simulation.roots import (
     load_modules,
     remove_pci_device,
     unload_modules,
-    write_mig_capabilities,
-    write_mig_devices,
     write_pci_device,
 )
+from agent.simulation.sharing_actions import SHARING_ACTIONS
 from agent.spelling import suggestion
 
 if TYPE_CHECKING:
@@ -223,41 +222,6 @@ class Driver:
         return f"The driver is {self.state}"
 
 
-def _profiles(text: str) -> tuple[str, ...]:
-    names = tuple(name.strip() for name in text.split(","))
-    if not all(names):
-        raise ValueError("must be MIG profiles with commas between them, none or off")
-    return names
-
-
-@dataclass(frozen=True, slots=True)
-class Mig:
-    """Reconfigure MIG on a GPU: the devices it has from now on, handles from before are invalid."""
-
-    gpu: str = parameter("GPU", "Slot or UUID", name_text)
-    devices: tuple[str, ...] = parameter(
-        "LIST", "Profiles in order, such as 1g.10gb,1g.10gb; none: MIG on without devices; off", _profiles
-    )
-
-    async def apply(self, node: "SimulatedNode") -> str:
-        """Place the devices, in NVML and in what the driver shows under /dev and /proc."""
-        slot = node.slot(self.gpu)
-        gpu = node.spec.gpus[slot]
-        names = () if self.devices in (("off",), ("none",)) else self.devices
-        devices = [MigDeviceSpec(profile=name) for name in names]
-        if gpu.mig is None:
-            raise UsageError(f"{node.gpu_name(slot)}, a {gpu.name}, cannot do MIG")
-        try:
-            placed = place_mig_devices(slot, gpu.mig.profiles, devices)
-            node.nvml.set_mig(slot, devices, enabled=self.devices != ("off",))
-        except PresetError as error:
-            raise UsageError(f"MIG of {node.gpu_name(slot)} cannot be set: {error}") from None
-        write_mig_devices(gpu.minor, placed, node.directory.dev)
-        node.show_capabilities()
-        write_mig_capabilities(gpu.minor, placed, node.directory.proc)
-        return f"MIG of {node.gpu_name(slot)} is {', '.join(self.devices)}"
-
-
 @dataclass(frozen=True, slots=True)
 class RunPod:
     """Run a pod that asks the kubelet for GPUs."""
@@ -279,7 +243,8 @@ class RunPod:
         if not outcome.running:
             return f"{pod} is {outcome.phase}: {outcome.reason}: {outcome.message}"
         ids = [id_ for each in outcome.containers.values() for got in each.devices.values() for id_ in got]
-        return f"{pod} runs with {', '.join(sorted(ids)) or 'no device'}"
+        named = [name for each in outcome.containers.values() for name in each.cdi_devices]
+        return f"{pod} runs with {', '.join(named or sorted(ids)) or 'no device'}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -317,11 +282,12 @@ _OWN: Final = (
     action(AddGpu, "add-gpu", "gpu"),
     action(Reveal, "reveal", "gpus"),
     action(Driver, "driver", "state"),
-    action(Mig, "mig", "gpu"),
+    *SHARING_ACTIONS,
     *READING_ACTIONS,
     *KERNEL_ACTIONS,
     *PROCESS_ACTIONS,
     *AGENT_ACTIONS,
+    *CDI_ACTIONS,
     action(RunPod, "run-pod", "name"),
     action(DeletePod, "delete-pod", "name"),
 )

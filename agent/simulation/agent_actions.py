@@ -41,6 +41,12 @@ def _why(text: str) -> str:
     return text
 
 
+def _config(text: str) -> str:
+    if not text.strip():
+        raise ValueError("must be the text of a configuration file")
+    return text
+
+
 def _time(text: str) -> str:
     duration_from(text)
     return text
@@ -126,4 +132,25 @@ def _kill(state: Mapping[str, Any]) -> str:
     return f"The agent's process {pid} was killed"
 
 
-AGENT_ACTIONS: Final = (action(AgentOrder, AGENT, "order"),)
+@dataclass(frozen=True, slots=True)
+class AgentConfig:
+    """Write the configuration file anew that the scenario gave the agent; it reads it by itself."""
+
+    text: str = parameter("YAML", "The whole file, as NVIDIA's plugin takes it", _config)
+
+    async def apply(self, node: "SimulatedNode") -> str:
+        """Replace the file as a whole, as an editor or a config map does."""
+        if not node.directory.agent_config.exists():
+            raise AgentError("The agent here reads no configuration file; give the scenario a config")
+        write_config(node.directory.agent_config, self.text)
+        return "The agent's configuration file was written anew"
+
+
+def write_config(path: Path, text: str) -> None:
+    """Put a configuration file in its place, never half written."""
+    draft = path.with_suffix(".new")
+    draft.write_text(text, encoding="utf-8")
+    draft.replace(path)
+
+
+AGENT_ACTIONS: Final = (action(AgentOrder, AGENT, "order"), action(AgentConfig, "agent-config", "text"))

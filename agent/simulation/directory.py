@@ -60,7 +60,7 @@ class NodeDirectory:
     def _create(self) -> None:
         try:
             self._empty()
-            for each in (self.device_plugins, self.pod_resources, self.agent, self.library.parent):
+            for each in (self.device_plugins, self.pod_resources, self.agent, self.library.parent, self.mps):
                 each.mkdir(mode=0o700)
         except BaseException:
             os.close(self._lock)
@@ -136,6 +136,16 @@ class NodeDirectory:
         return self.dev / "kmsg"
 
     @property
+    def driver(self) -> Path:
+        """The double of the driver's installation."""
+        return self.path / "driver"
+
+    @property
+    def cdi(self) -> Path:
+        """The double of /var/run/cdi."""
+        return self.path / "cdi"
+
+    @property
     def library(self) -> Path:
         """The simulated NVML library."""
         return self.path / "lib" / "libnvidia-ml.so.1"
@@ -155,6 +165,16 @@ class NodeDirectory:
         """The agent's own folder: its state and its control socket."""
         return self.path / "agent"
 
+    @property
+    def agent_config(self) -> Path:
+        """The agent's configuration file, where a scenario gives it one."""
+        return agent_config(self.path)
+
+    @property
+    def mps(self) -> Path:
+        """The MPS root."""
+        return self.path / "mps"
+
     def agent_flags(self) -> dict[str, str]:
         """Return the options that make ``gpu-agent run`` the agent of this node, by name."""
         return agent_flags(self.path)
@@ -163,6 +183,11 @@ class NodeDirectory:
 def control_socket(node_dir: Path) -> Path:
     """Return the control socket of the simulated node in a directory."""
     return node_dir / "control.sock"
+
+
+def agent_config(node_dir: Path) -> Path:
+    """Return where the agent's configuration file is on the node in a directory, if it has one."""
+    return node_dir / "agent.yaml"
 
 
 def agent_flags(node_dir: Path) -> dict[str, str]:
@@ -181,6 +206,7 @@ def agent_flags(node_dir: Path) -> dict[str, str]:
         "state-dir": f"{node_dir}/agent",
         "control-socket": f"{node_dir}/agent/control.sock",
         "kernel-log": f"{node_dir}/dev/kmsg",
+        "mps-root": f"{node_dir}/mps",
         "nvidia-cdi-hook-path": f"{node_dir}/driver/usr/bin/nvidia-ctk",
         "cdi-spec-dir": f"{node_dir}/cdi",
         # The machine's own uevents are none of the node's.

@@ -167,7 +167,7 @@ def _introduction(plan: Plan, path: Path) -> str:
 
 
 def _flags(plan: Plan, path: Path) -> str:
-    flags = agent_flags(path) | dict(plan.scenario.agent if plan.scenario else {})
+    flags = agent_flags(path) | (plan.scenario.agent_flags(path) if plan.scenario else {})
     return " \\\n    ".join(shlex.quote(f"--{name}={value}") for name, value in flags.items())
 
 

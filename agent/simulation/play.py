@@ -9,6 +9,7 @@ import asyncio
 import time
 
 from agent.errors import AgentError
+from agent.simulation.agent_actions import write_config
 from agent.simulation.agent_watch import AgentWatch, Condition
 from agent.simulation.expectation import Expectation
 from agent.simulation.kubelet import EmulatedKubelet
@@ -21,7 +22,9 @@ class ScenarioFailedError(AgentError):
 
 
 async def set_up(node: SimulatedNode, scenario: Scenario) -> None:
-    """Apply the steps that come before anybody looks."""
+    """Write the agent's configuration and apply the steps that come before anybody looks."""
+    if scenario.config is not None:
+        write_config(node.directory.agent_config, scenario.config)
     for step in scenario.setup:
         for invocation in step.do:
             await node.apply(invocation)

@@ -73,8 +73,10 @@ def write_mig_devices(minor: int, placed: Sequence[PlacedMigDevice], dev_root: P
     directory.mkdir(parents=True, exist_ok=True)
     for number in GENERAL_CAPABILITIES:
         (directory / f"nvidia-cap{number}").touch()
-    for number in gpu_capabilities(minor):
-        (directory / f"nvidia-cap{number}").unlink(missing_ok=True)
+    own = gpu_capabilities(minor)
+    for file in list(directory.iterdir()):
+        if int(file.name.removeprefix("nvidia-cap")) in own:
+            file.unlink()
     for device in placed:
         for number in capability_minors(minor, device.gi, device.ci):
             (directory / f"nvidia-cap{number}").touch()

@@ -2,6 +2,7 @@
 
     node: dgx-h100                # a preset, or one with changes: {preset: 8x-a100, gpus: 4, gpu: {…}}
     agent: {poll: 1s}             # options of gpu-agent run
+    config: {sharing: {…}}        # its configuration file, if it is to have one
     steps:
       - expect: {resource: nvidia.com/gpu, capacity: 8, allocatable: 8}
       - {at: 2s, do: {xid: 79, gpu: 3}}
@@ -25,6 +26,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Final
 
+import yaml
+
 from agent.config.option import Option
 from agent.config.options import OPTIONS
 from agent.config.values import bool_from, duration_from
@@ -33,7 +36,7 @@ from agent.model.health import LeakKind, Reason
 from agent.simulation import actions
 from agent.simulation.action_table import Invocation
 from agent.simulation.agent_actions import is_kill
-from agent.simulation.directory import agent_flags
+from agent.simulation.directory import agent_config, agent_flags
 from agent.simulation.document import Document, Node, read
 from agent.simulation.expectation import ConditionExpectation, Expectation
 from agent.simulation.presets import NodeSpec, PresetError, load_preset
@@ -47,7 +50,7 @@ MAX_ACTIONS: Final = 20
 """Actions of one step."""
 MAX_NS: Final = 24 * 3_600_000_000_000
 
-_KEYS: Final = ("node", "agent", "steps", "until", "timeout")
+_KEYS: Final = ("node", "agent", "config", "steps", "until", "timeout")
 _STEP_KEYS: Final = ("at", "after", "do", "expect")
 _COUNTED_KEYS: Final = ("capacity", "allocatable", "registrations")
 _CONDITION_KEYS: Final = ("kind", "gpu", "active")
@@ -86,6 +89,13 @@ class Scenario:
     timeout_ns: int = _DEFAULT_TIMEOUT_NS
     agent: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
     """Options of ``gpu-agent run`` by name."""
+    config: str | None = None
+    """The configuration file the agent starts with."""
+
+    def agent_flags(self, node_dir: Path) -> dict[str, str]:
+        """Return what the scenario adds to the options of the agent on its node."""
+        own = {} if self.config is None else {"config-file": str(agent_config(node_dir))}
+        return own | dict(self.agent)
 
     @property
     def setup(self) -> tuple[Step, ...]:
@@ -152,13 +162,14 @@ class _Reader:
             self._doc.problem(root, "until is missing; write what the kubelet shall show in the end")
         node = self._node(found.get("node"))
         agent = self._agent(found.get("agent"))
+        config = self._config(found.get("config"))
         steps = self._steps(found.get("steps"))
         until = self._expectation("until", found.get("until"))
         timeout_ns = self._duration("timeout", found.get("timeout"), _DEFAULT_TIMEOUT_NS)
         if node is None:
             return None
         label, spec = node
-        return Scenario(self._name, label, spec, steps, until, timeout_ns, agent)
+        return Scenario(self._name, label, spec, steps, until, timeout_ns, agent, config)
 
     def _known(self, path: str, node: Node, known: tuple[str, ...]) -> dict[str, Node]:
         found: dict[str, Node] = {}
@@ -201,6 +212,16 @@ class _Reader:
             else:
                 flags[key] = self._option_text(value, option, text or "")
         return MappingProxyType(flags)
+
+    def _config(self, node: Node | None) -> str | None:
+        """Return the text of the configuration file; what it says is the agent's to judge."""
+        if node is None:
+            return None
+        plain = self._doc.plain("config", node)
+        if not isinstance(plain, dict):
+            self._doc.problem(node, "config must hold keys and values, as a configuration file does")
+            return None
+        return yaml.safe_dump(plain, sort_keys=False)
 
     def _option_text(self, node: Node, option: Option, text: str) -> str:
         try:

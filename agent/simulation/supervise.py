@@ -154,7 +154,7 @@ def _output(wanted: Demo, client: AgentClient) -> tuple[Output, Tables | None]:
 def _agent_command(wanted: Demo) -> list[str]:
     flags = agent_flags(wanted.node_dir) | {"log-format": "text", "if-running": "fail"}
     if wanted.plan.scenario is not None:
-        flags |= {"http-listen": "127.0.0.1:0"} | dict(wanted.plan.scenario.agent)
+        flags |= {"http-listen": "127.0.0.1:0"} | wanted.plan.scenario.agent_flags(wanted.node_dir)
     return [sys.executable, "-m", "agent", "run", *(f"--{name}={value}" for name, value in flags.items())]
 
 

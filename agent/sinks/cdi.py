@@ -71,18 +71,20 @@ class CdiSink:
         latest: Latest[Snapshot],
         settings: Cdi,
         sys_root: str,
-        proc_root: str,
         is_in_container: bool,
         clock: Callable[[], int],
     ) -> None:
         self._tell = tell
         self._latest = latest
         self._settings = settings
-        self._roots = (sys_root, proc_root)
+        self._sys_root = sys_root
         self._is_in_container = is_in_container
         self._clock = clock
         self._directory: SpecDirectory | None = None
         self._wanted: Wanted | None = None
+        """What the newest job is for."""
+        self._told: Wanted | None = None
+        """What the files tell."""
         self._files: dict[str, SpecFile] = {}
         self._said: frozenset[str] = frozenset()
         self._asked = asyncio.Event()
@@ -114,7 +116,7 @@ class CdiSink:
 
     async def settle(self) -> None:
         """Wait until the files are as they should be, or it is known that they will not be soon."""
-        if self._is_settled():
+        if self._wanted_now() is None or self._is_settled():
             return
         self._asked.set()
         with suppress(TimeoutError):
@@ -124,8 +126,7 @@ class CdiSink:
                     await self._done.wait()
 
     def _is_settled(self) -> bool:
-        is_current = self._wanted is not None and self._wanted_now() == self._wanted
-        return is_current and bool(self._files) and all(map(_is_right, self._files.values()))
+        return self._wanted_now() == self._told and all(map(_is_right, self._files.values()))
 
     async def run(self) -> None:
         """Keep the files for ever."""
@@ -209,6 +210,7 @@ class CdiSink:
         except (CdiError, OSError, RuntimeError) as error:
             self._note_failure(error)
             return False
+        self._told = wanted
         self._take(made)
         self._ensure_watch()
         return True
@@ -217,12 +219,8 @@ class CdiSink:
         if self._directory is None:
             from agent.sinks.cdi_files import SpecDirectory  # noqa: PLC0415 - most nodes need none of it
 
-            sys_root, proc_root = self._roots
             self._directory = SpecDirectory(
-                self._settings,
-                sys_root=sys_root,
-                proc_root=proc_root,
-                is_in_container=self._is_in_container,
+                self._settings, sys_root=self._sys_root, is_in_container=self._is_in_container
             )
         return self._directory.bring(wanted)
 

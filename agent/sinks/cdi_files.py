@@ -45,10 +45,9 @@ this agent never uses; the rest are obeyed."""
 class SpecDirectory:
     """Where the spec files are. The job blocks; two at once wait for one another."""
 
-    def __init__(self, settings: Cdi, *, sys_root: str, proc_root: str, is_in_container: bool) -> None:
+    def __init__(self, settings: Cdi, *, sys_root: str, is_in_container: bool) -> None:
         self._settings = settings
         self._sys = sys_root
-        self._proc = proc_root
         self._is_in_container = is_in_container
         self._working = threading.Lock()
         """Held by the thread that works: one whose task was cancelled is still at the files."""
@@ -104,7 +103,6 @@ class SpecDirectory:
             dev=self._dev(root),
             host_dev=f"{settings.dev_root.rstrip('/')}/dev",
             sys=self._sys,
-            proc=self._proc,
         )
 
     def _dev(self, root: str) -> str:

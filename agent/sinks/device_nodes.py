@@ -1,9 +1,9 @@
-"""Finds the driver's device nodes, and what belongs to them for graphics and for MIG.
+"""Finds the driver's device nodes, and what belongs to them for graphics.
 
 Invariants: everything here blocks and runs in a thread. Only what has a name that the driver gives is told.
 
-Sources: NVIDIA/nvidia-container-toolkit:internal/discover, internal/info/drm, internal/platform-support/dgpu,
-internal/nvcaps; the kernel's sysfs-bus-pci.
+Sources: NVIDIA/nvidia-container-toolkit:internal/discover, internal/info/drm, internal/platform-support/dgpu;
+the kernel's sysfs-bus-pci.
 """
 
 import os
@@ -12,7 +12,6 @@ import stat
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Final
 
 from agent.core.cdi import DeviceNode, Drm, Link
@@ -20,8 +19,6 @@ from agent.sinks.file_tree import TooMuchError
 
 MAX_NODES: Final = 16_384
 """Device nodes that are looked at; a node has at most 2,048 IMEX channels."""
-MAX_MIG_MINORS_BYTES: Final = 1024 * 1024
-"""The driver's table of 32 GPUs has 100 KiB."""
 
 _NODES: Final = (
     ("", re.compile(r"nvidia[0-9]+|nvidiactl|nvidia-(?:modeset|uvm|uvm-tools|fs[0-9]*)|gdrdrv")),
@@ -32,7 +29,6 @@ _NODES: Final = (
 )
 _PCI: Final = re.compile(r"[0-9a-f]{4,8}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]")
 _DRM_NODE: Final = re.compile(r"(?:card|renderD)[0-9]+")
-_MIG_MINOR: Final = re.compile(rb"(gpu[0-9]{1,6}/gi[0-9]{1,6}(?:/ci[0-9]{1,6})?)/access ([0-9]{1,9})")
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +43,6 @@ class Places:
     """What stands for /dev, as we see it."""
     host_dev: str
     sys: str = "/sys"
-    proc: str = "/proc"
 
     def on_host(self, path: str) -> str:
         """Return the host's path of what lies below the driver root."""
@@ -101,14 +96,6 @@ def _drm_links(places: Places, pci: str, paths: Sequence[str]) -> Iterator[Link]
             target = os.readlink(places.dev + path)  # noqa: PTH115 - text is all that is needed
             if f"/dev/dri/{target.rpartition('/')[2]}" in paths:
                 yield Link(f"../{target.rpartition('/')[2]}", f"/dev{path}")
-
-
-def mig_minors(proc: str) -> dict[str, int]:
-    """Return the driver's table of capability minors; empty where no GPU can be split."""
-    with suppress(OSError), Path(proc, "driver/nvidia-caps/mig-minors").open("rb") as file:
-        table = file.read(MAX_MIG_MINORS_BYTES)
-        return {name.decode(): int(minor) for name, minor in _MIG_MINOR.findall(table)}
-    return {}
 
 
 def _names(directory: str) -> list[str]:

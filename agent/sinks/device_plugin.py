@@ -33,8 +33,9 @@ from agent.sinks.grpc_server import ServerStatistics
 from agent.sinks.plugin_answers import CdiSpecs
 from agent.sinks.plugin_endpoint import Endpoint
 from agent.sinks.plugin_service import ListSent, PluginService, ServiceStatistics
-from agent.sinks.plugin_socket import NotRegisteredError, identity_of, socket_path
+from agent.sinks.plugin_socket import NotRegisteredError, clear_leftovers, identity_of, socket_path
 from agent.sinks.registration_client import REGISTER_TIMEOUT_S, answers, register
+from agent.threads import in_daemon_thread
 
 HANDOVER_GRACE_S: Final = 0.5
 """How long calls of the old server may take to end when a resource is registered anew."""
@@ -117,6 +118,8 @@ class DevicePlugin:
 
     async def run(self) -> None:
         """Carry out orders until drained; orders given while this did not run are made up for."""
+        # Before anything is served, so that nothing new is taken for a leftover.
+        await self._clear_leftovers()
         try:
             async with asyncio.TaskGroup() as tasks:
                 self._tasks = tasks
@@ -130,6 +133,17 @@ class DevicePlugin:
                 if slot.endpoint is not None:
                     slot.endpoint.close_now()
                 slot.worker = slot.attempt = slot.endpoint = None
+
+    async def _clear_leftovers(self) -> None:
+        """Remove what an agent that was killed served and this one may never serve."""
+        directory = self._kubelet_socket.parent
+        try:
+            names = await in_daemon_thread("leftover-sweeper", lambda: clear_leftovers(directory))
+        except RuntimeError:
+            # No thread could be had; they disturb nobody, and the next start tries again.
+            return
+        if names:
+            log.info("Removed sockets that nobody serves any more", extra=fields(names=list(names)))
 
     async def drain(self, grace_s: float) -> None:
         """End every stream and server; running calls have ``grace_s``. ``run`` returns after that."""

@@ -16,7 +16,7 @@ from typing import Final
 
 from agent.core.cdi import SOCKET, DriverFiles, Link, Mount
 from agent.sinks import ld_cache
-from agent.sinks.device_nodes import Places, device_nodes, drm_of, mig_minors
+from agent.sinks.device_nodes import Places, device_nodes, drm_of
 from agent.sinks.file_tree import FileTree, TooMuchError
 
 MAX_MOUNTS: Final = 2_048
@@ -118,7 +118,6 @@ def find(
         linker_dirs=search.linker_dirs(),
         storage_mounts=tuple(search.storage_mounts()),
         drm={each: drm_of(places, each, nodes) for each in pci},
-        mig_minors=mig_minors(places.proc),
     )
 
 
@@ -132,10 +131,11 @@ class _Search:
         self.mounts: dict[str, Mount] = {}
         self.library_dirs: tuple[str, ...] = ()
         self._libraries: set[str] = set()
+        self._searched: tuple[str, ...] = ()
 
     def take_libraries(self, *, explicit: bool) -> None:
         """Take the driver's libraries; raises NotFoundError where there are none."""
-        everywhere = self._existing((*_LIBRARY_DIRS, *self._cached_dirs()))
+        everywhere = self._searched = self._existing((*_LIBRARY_DIRS, *self._cached_dirs()))
         own = f"lib*.so.{self._version}"
         self.library_dirs = tuple(each for each in everywhere if any(self._tree.matching(each, own)))
         told = tuple(f"{name}.{self._version}" for name in _TELLING_LIBRARIES)
@@ -236,15 +236,13 @@ class _Search:
         yield from (found[path] for path in sorted(found))
 
     def _links_of_host(self) -> Iterator[Link]:
-        by_directory: dict[str, set[str]] = {}
-        for path in self._libraries:
-            directory, _, name = path.rpartition("/")
-            by_directory.setdefault(directory, set()).add(name.partition(".so")[0])
-        for directory, stems in sorted(by_directory.items()):
+        own = {os.path.dirname(path) for path in self._libraries}  # noqa: PTH120
+        stems = {path.rpartition("/")[2].partition(".so")[0] for path in self._libraries}
+        for directory in sorted(own.union(self._searched)):
             for name in self._tree.names(directory or "/"):
                 stem, is_library, _ = name.partition(".so")
                 if is_library and stem in stems:
-                    yield from self._link_of_host(directory, name)
+                    yield from self._link_of_host(directory.rstrip("/"), name)
 
     def _link_of_host(self, directory: str, name: str) -> Iterator[Link]:
         path = f"{directory}/{name}"

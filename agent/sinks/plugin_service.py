@@ -9,7 +9,8 @@ stream; nothing is said about the devices then.
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Final
 
@@ -19,6 +20,7 @@ from grpclib.exceptions import GRPCError
 from grpclib.server import Stream
 
 from agent.bus import Inbox, Latest
+from agent.core.list_size import MAX_LIST_BYTES
 from agent.log import fields
 from agent.model.facts import Fact, WatchersChanged
 from agent.model.health import Health
@@ -26,7 +28,7 @@ from agent.model.ids import ResourceName
 from agent.model.snapshot import Device, Snapshot
 from agent.sinks.grpc_server import receive_request
 from agent.sinks.plugin_answers import Answers, CdiSpecs, NoCdiSpecs
-from agent.sinks.plugin_wire import MAX_LIST_BYTES, encode_list
+from agent.sinks.plugin_wire import encode_list
 
 WINDOW_S: Final = 0.05
 """Changes that follow a message within this time are sent together."""
@@ -241,22 +243,27 @@ class PluginService:
             )
 
     async def _allocate(self, stream: Stream[bytes, bytes]) -> None:
-        await self._answers.settle()
-        await self._answer(stream, self._answers.allocated)
+        with self._a_call_for_a_pod():
+            await self._answers.settle()
+            await stream.send_message(self._answers.allocated(await receive_request(stream)))
         self._allocations += 1
 
     async def _preferred(self, stream: Stream[bytes, bytes]) -> None:
-        await self._answer(stream, self._answers.preferred)
+        with self._a_call_for_a_pod():
+            await stream.send_message(self._answers.preferred(await receive_request(stream)))
         self._preferences += 1
 
     async def _pre_start(self, stream: Stream[bytes, bytes]) -> None:
-        await self._answer(stream, self._answers.started)
+        with self._a_call_for_a_pod():
+            await stream.send_message(self._answers.started(await receive_request(stream)))
         self._pre_starts += 1
 
-    async def _answer(self, stream: Stream[bytes, bytes], answer: Callable[[bytes], bytes]) -> None:
+    @contextmanager
+    def _a_call_for_a_pod(self) -> Iterator[None]:
+        """Count a call from its first moment on, see ``wait_between_pods``."""
         self._asking += 1
         try:
-            await stream.send_message(answer(await receive_request(stream)))
+            yield
         finally:
             self._asking -= 1
             self._answered_ns = self._clock()

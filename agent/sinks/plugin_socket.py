@@ -9,6 +9,7 @@ on the loop.
 """
 
 import errno
+import itertools
 import os
 import re
 import socket
@@ -27,6 +28,13 @@ RESOURCE_NAME: Final = re.compile(
     r"[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?/[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?"
 )
 """Source: kubernetes, IsExtendedResourceName and IsQualifiedName."""
+
+
+OWN_NAME: Final = re.compile(r"nvidia-(gpu|mig-[0-9][0-9A-Za-z.+-]*)(\.shared)?\.sock")
+"""Sockets that only a plugin for GPUs makes; other device plugins have the directory in common."""
+
+MAX_ENTRIES: Final = 1024
+"""Entries of the directory that are looked through for leftovers."""
 
 
 class NotRegisteredError(KubeletError):
@@ -123,6 +131,27 @@ def clear_leftover(path: Path) -> bool:
             "socket_in_use", f"Another process serves {path}; stop the other device plugin on this node"
         )
     return True
+
+
+def clear_leftovers(directory: Path) -> tuple[str, ...]:
+    """Remove the sockets of GPU resources on which nobody answers any more; return their names.
+
+    After a kill under one MIG layout and a start under another nothing else would ever remove them. What
+    is in use, or not a socket of ours, stays.
+    """
+    try:
+        with os.scandir(directory) as entries:
+            names = [entry.name for entry in itertools.islice(entries, MAX_ENTRIES)]
+    except OSError:
+        return ()
+    return tuple(name for name in sorted(names) if OWN_NAME.fullmatch(name) and _is_cleared(directory / name))
+
+
+def _is_cleared(path: Path) -> bool:
+    try:
+        return clear_leftover(path)
+    except NotRegisteredError:
+        return False
 
 
 def _insist_on_own_socket(path: Path, status: os.stat_result) -> None:

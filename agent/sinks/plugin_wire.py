@@ -44,8 +44,6 @@ MAX_CACHED_PIECES: Final = 4_096
 """Encoded pieces of lists kept, of each kind."""
 MAX_CACHED_ANSWER_PIECES: Final = 512
 """Encoded pieces of answers kept, of each kind; which devices go together hardly ever repeats."""
-MAX_LIST_BYTES: Final = 4_194_304
-"""The kubelet's client takes no larger message. Source: grpc-go, defaultClientMaxReceiveMessageSize."""
 
 _VARINT, _FIXED64, _DELIMITED, _FIXED32 = 0, 1, 2, 5
 

@@ -6,8 +6,8 @@ invented: what the driver does not tell stays unknown.
 """
 
 import re
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final, TypeVar
 
@@ -55,6 +55,8 @@ class Sighting:
     """The PCI address as NVML writes it."""
     has_mig: bool = True
     """False once the GPU said that it has no MIG."""
+    mig: Mapping[str, MigAttributes] = field(default_factory=dict)
+    """How large its MIG devices are, by UUID: an instance made anew may have the UUID of an old one."""
     complete: bool = False
     """Whether what never changes was read in full."""
     numa_problem: str | None = None
@@ -173,34 +175,44 @@ def _with_mig(nvml: Nvml, seen: Sighting) -> Sighting:
     enabled: bool | None = _unless_unsupported(lambda: nvml.mig_enabled(seen.handle), None)
     if enabled is None:
         return replace(seen, has_mig=False)
-    devices = _mig_devices(nvml, seen) if enabled else ()
-    if (enabled, devices) == (seen.gpu.mig_enabled, seen.gpu.mig_devices):
+    found = _mig_devices(nvml, seen) if enabled else []
+    devices = tuple(sorted((mig for mig, _ in found), key=lambda mig: (mig.gi, mig.ci)))
+    sizes = {mig.uuid: attributes for mig, attributes in found}
+    if (enabled, devices, sizes) == (seen.gpu.mig_enabled, seen.gpu.mig_devices, seen.mig):
         return seen
-    return replace(seen, gpu=replace(seen.gpu, mig_enabled=enabled, mig_devices=devices))
+    return replace(seen, gpu=replace(seen.gpu, mig_enabled=enabled, mig_devices=devices), mig=sizes)
 
 
-def _mig_devices(nvml: Nvml, seen: Sighting) -> tuple[MigDevice, ...]:
+def _mig_devices(nvml: Nvml, seen: Sighting) -> list[tuple[MigDevice, MigAttributes]]:
     known = {mig.uuid: mig for mig in seen.gpu.mig_devices}
-    found: list[MigDevice] = []
+    found: list[tuple[MigDevice, MigAttributes]] = []
     for index in range(min(nvml.mig_maximum(seen.handle), MAX_MIG_DEVICES)):
         try:
             mig = nvml.mig_handle(seen.handle, index)
             uuid = nvml.uuid(mig)
             instances = nvml.mig_instances(mig)
+            attributes = nvml.mig_attributes(mig)
             device = known.get(uuid)
-            if device is None or (device.gi, device.ci) != instances:
-                device = _mig_device(nvml, seen, mig, uuid, instances)
+            is_same = device is not None and (device.gi, device.ci) == instances
+            if device is None or not is_same or seen.mig.get(uuid) != attributes:
+                device = _mig_device(nvml, seen, mig, uuid, instances, attributes)
         except NvmlError as error:
             # INVALID_ARGUMENT: it was destroyed between two calls. The next look tells the rest.
             if error.code in (*_GONE, NvmlCode.INVALID_ARGUMENT):
                 continue
             raise
-        found.append(device if device.index == index else replace(device, index=index))
-    return tuple(sorted(found, key=lambda mig: (mig.gi, mig.ci)))
+        found.append((device if device.index == index else replace(device, index=index), attributes))
+    return found
 
 
-def _mig_device(nvml: Nvml, seen: Sighting, mig: Handle, uuid: str, instances: tuple[int, int]) -> MigDevice:
-    attributes = nvml.mig_attributes(mig)
+def _mig_device(
+    nvml: Nvml,
+    seen: Sighting,
+    mig: Handle,
+    uuid: str,
+    instances: tuple[int, int],
+    attributes: MigAttributes,
+) -> MigDevice:
     gi, ci = instances
     return MigDevice(
         uuid=uuid,

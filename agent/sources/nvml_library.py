@@ -100,6 +100,8 @@ class MigAttributes:
     gpu_slices: int
     compute_slices: int
     memory_bytes: int
+    engines: tuple[int, ...] = ()
+    """Copy engines, decoders, encoders, JPEG and OFA engines: what ``+me`` and its like differ in."""
 
 
 class Nvml:
@@ -234,6 +236,13 @@ class Nvml:
             gpu_slices=int(attributes.gpuInstanceSliceCount),
             compute_slices=int(attributes.computeInstanceSliceCount),
             memory_bytes=int(attributes.memorySizeMB) << 20,
+            engines=(
+                int(attributes.sharedCopyEngineCount),
+                int(attributes.sharedDecoderCount),
+                int(attributes.sharedEncoderCount),
+                int(attributes.sharedJpegCount),
+                int(attributes.sharedOfaCount),
+            ),
         )
 
     def gpu_instance_profile(self, handle: Handle, gi: int) -> int:

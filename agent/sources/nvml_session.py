@@ -385,6 +385,8 @@ class Session:
             self._around.on_node_overdue(slot.lane, call)
 
     def _answered(self, slot: Slot, call: Call) -> None:
+        if slot.uuid is not None:
+            self._telling.put(facts.GpuCallAnswered(slot.uuid))
         self._around.on_node_answered(slot.lane, call)
 
     def _raise_if_driver_gone(self) -> None:

@@ -65,6 +65,9 @@ class Surveys:
         else:
             work = partial(survey, Readings(slot.nvml), seen, self._others(slot), self._sys_root)
         found, is_complete = await slot.lane.call(work)
+        if slot.lane.late:
+            # It was told to be overdue, and only a look can say that it is well again.
+            slot.request()
         if is_complete:
             slot.surveyed = made_of
         else:

@@ -18,7 +18,18 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Final
 
-from tests.bench import allocation, footprint, health, life, registration, rules, throughput
+from tests.bench import (
+    allocation,
+    footprint,
+    health,
+    life,
+    lists,
+    preferred,
+    registration,
+    reload,
+    rules,
+    throughput,
+)
 from tests.bench.figures import Effort, Measurement, MeasurementError, as_json, as_text
 from tests.bench.node import ROOT
 
@@ -29,6 +40,9 @@ MEASUREMENTS: Final[tuple[Measurement, ...]] = (
     life.START,
     life.STOP,
     allocation.ALLOCATE,
+    preferred.PREFERRED,
+    lists.LISTS,
+    reload.RELOAD,
     footprint.MEMORY,
     footprint.CPU,
     throughput.FACTS,

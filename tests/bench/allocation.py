@@ -1,4 +1,4 @@
-"""S6: what Allocate and GetPreferredAllocation cost beyond an empty call."""
+"""S6: what Allocate costs beyond an empty call."""
 
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
@@ -6,24 +6,20 @@ from contextlib import contextmanager
 from typing import Any, Final
 
 import grpc
-import msgspec
 
-from agent.simulation.presets import NodeSpec, gpu_uuid, load_preset
+from agent.simulation.presets import load_preset
 from agent.simulation.stubs.deviceplugin.v1beta1 import api_pb2 as plugin_pb
 from agent.simulation.stubs.deviceplugin.v1beta1 import api_pb2_grpc as plugin_grpc
 from tests.bench.figures import (
-    NS_PER_MS,
     Effort,
     Figure,
     Measurement,
     MeasurementError,
     median_and_tail,
-    quantile,
 )
-from tests.bench.node import PRESET, BenchNode, bench_node
+from tests.bench.node import PRESET, BenchNode, bench_node, sixteen_gpus
 
 _AT_ONCE: Final = 16
-_GPUS: Final = 16
 _UUIDS_VARIABLE: Final = "NVIDIA_VISIBLE_DEVICES"
 _WARM_UP: Final = 50
 
@@ -33,16 +29,14 @@ async def _allocate(effort: Effort) -> AsyncGenerator[Figure, None]:
 
     Allocate of one GPU and GetDevicePluginOptions take turns, and each pair gives one difference, so what
     client, socket and HTTP/2 cost is not in it. ``16_at_once``: 16 calls are begun together, and the
-    difference is of the times until the last answer, divided by 16. GetPreferredAllocation, 8 of 16, is
-    the whole call.
+    difference is of the times until the last answer, divided by 16.
     """
-    async with bench_node(_sixteen_gpus()) as node:
+    async with bench_node(sixteen_gpus(load_preset(PRESET))) as node:
         with node.agent() as agent:
             await agent.ready()
             with _client(node) as client:
                 pairs = client.alternate(effort.of(quick=100, usual=1000, full=5000))
                 at_once = client.alternate_at_once(effort.of(quick=20, usual=200, full=1000))
-                preferred = client.prefer(effort.of(quick=50, usual=500, full=2000))
             await agent.end()
     extra = [allocate - empty for allocate, empty in pairs]
     for figure in median_and_tail("S6.allocate_minus_empty", extra, p50_ms=0.2, p99_ms=1):
@@ -50,26 +44,6 @@ async def _allocate(effort: Effort) -> AsyncGenerator[Figure, None]:
     per_call = [(allocate - empty) / _AT_ONCE for allocate, empty in at_once]
     for figure in median_and_tail("S6.allocate_minus_empty_16_at_once", per_call, p50_ms=0.2, p99_ms=1):
         yield figure
-    yield Figure("S6.preferred_8_of_16.p99", quantile(preferred, 0.99) / NS_PER_MS, "ms", 5)
-
-
-def _sixteen_gpus() -> NodeSpec:
-    """Return the usual node twice, as machines with 16 GPUs are built: two boards, NVLinks left out."""
-    spec = load_preset(PRESET)
-    twins = [
-        msgspec.structs.replace(
-            gpu,
-            uuid=gpu_uuid(slot),
-            minor=slot,
-            serial=None,
-            pci_bus_id=gpu.pci_bus_id.replace("0000:", "0001:", 1),
-        )
-        for slot, gpu in enumerate(spec.gpus, start=len(spec.gpus))
-    ]
-    gpus = tuple(msgspec.structs.replace(gpu, nvlink=None) for gpu in (*spec.gpus, *twins))
-    if len(gpus) != _GPUS:
-        raise MeasurementError(f"the preset {PRESET} has {len(spec.gpus)} GPUs, {_GPUS // 2} are needed")
-    return msgspec.structs.replace(spec, gpus=gpus)
 
 
 class _Client:
@@ -111,25 +85,6 @@ class _Client:
             for _ in range(count)
         ]
 
-    def prefer(self, count: int) -> list[int]:
-        """Return durations of GetPreferredAllocation."""
-        request = plugin_pb.PreferredAllocationRequest(
-            container_requests=[
-                plugin_pb.ContainerPreferredAllocationRequest(
-                    available_deviceIDs=self._uuids, allocation_size=len(self._uuids) // 2
-                )
-            ]
-        )
-        durations_ns: list[int] = []
-        for _ in range(_WARM_UP + count):
-            began_ns = time.monotonic_ns()
-            answer = self._stub.GetPreferredAllocation(request)
-            durations_ns.append(time.monotonic_ns() - began_ns)
-            chosen = answer.container_responses[0].deviceIDs
-            if len(set(chosen)) != len(self._uuids) // 2:
-                raise MeasurementError(f"GetPreferredAllocation chose {len(set(chosen))} devices")
-        return durations_ns[_WARM_UP:]
-
     def _warm_up(self) -> None:
         for number in range(_WARM_UP):
             self._one_empty()
@@ -165,4 +120,4 @@ def _client(node: BenchNode) -> Iterator[_Client]:
         yield _Client(channel, node.uuids)
 
 
-ALLOCATE: Final = Measurement("S6", "Allocate minus an empty call; GetPreferredAllocation", _allocate)
+ALLOCATE: Final = Measurement("S6", "Allocate minus an empty call", _allocate)

@@ -25,19 +25,19 @@ from tests.bench.node import GPU, AgentProcess, BenchNode, bench_node, free_port
 from tests.bench.scrape import Scrapers
 from tests.bench.socket_watcher import SocketWatcher
 
-_APPLICATION_XID: Final = 94
+APPLICATION_XID: Final = 94
 """Flips a GPU, which comes back by itself when probes pass."""
 _RESET_XID: Final = 79
 """Flips a GPU until it was reset."""
 
-_FAST_RECOVERY: Final = {
+FAST_RECOVERY: Final = {
     "recovery-clean-probes": "1",
     "recovery-quiet": "20ms",
     "flapping-faults": "100",
     "flapping-within": "1s",
 }
 """So that there can be hundreds of trials; the way from the XID to the kubelet is the same."""
-_BETWEEN_S: Final = (0.055, 0.075)
+BETWEEN_S: Final = (0.055, 0.075)
 """Longer than the window in which changes are gathered into one message."""
 
 
@@ -53,7 +53,7 @@ async def _xid_to_message(effort: Effort) -> AsyncGenerator[Figure, None]:
     trials = effort.of(quick=16, usual=200, full=500)
     address = f"127.0.0.1:{free_port()}"
     async with bench_node() as node:
-        with node.agent(_FAST_RECOVERY | {"http-listen": address}) as agent:
+        with node.agent(FAST_RECOVERY | {"http-listen": address}) as agent:
             await agent.ready()
             async with SocketWatcher(node.plugin_socket) as watcher:
                 calm = await _trials(node, watcher, trials)
@@ -81,7 +81,7 @@ async def _trials(node: BenchNode, watcher: SocketWatcher, count: int) -> list[_
     trials: list[_Trial] = []
     for number in range(count):
         await node.wait_allocatable(len(node.uuids))
-        await asyncio.sleep(rng.uniform(*_BETWEEN_S))
+        await asyncio.sleep(rng.uniform(*BETWEEN_S))
         trials.append(await _trial(node, watcher, number % len(node.uuids)))
     return trials
 
@@ -90,7 +90,7 @@ async def _trial(node: BenchNode, watcher: SocketWatcher, slot: int) -> _Trial:
     """Push an XID and see how long it takes to be heard of."""
     uuid = node.uuids[slot]
     lists = node.kubelet.statistics().lists
-    event = node.simulated.nvml.push_xid(slot, _APPLICATION_XID)
+    event = node.simulated.nvml.push_xid(slot, APPLICATION_XID)
     await node.wait(lambda kubelet: kubelet.statistics().lists > lists, "the message of an XID")
     heard = node.kubelet.lists[lists - node.kubelet.statistics().lists]
     returned_ns = node.simulated.nvml.event_times(event).returned_ns

@@ -18,11 +18,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import Final, Self
 
+import msgspec
+
 from agent.simulation.children import environment_of_children
 from agent.simulation.directory import NodeDirectory
 from agent.simulation.kubelet import EmulatedKubelet, Registration
 from agent.simulation.node import SimulatedNode
-from agent.simulation.presets import NodeSpec, load_preset
+from agent.simulation.presets import NodeSpec, gpu_uuid, load_preset
 from tests.bench.figures import MeasurementError
 
 GPU: Final = "nvidia.com/gpu"
@@ -87,6 +89,23 @@ async def bench_node(spec: NodeSpec | None = None) -> AsyncIterator[BenchNode]:
     with _short_directory() as parent, NodeDirectory.hold(parent / "node") as directory:
         async with SimulatedNode(directory, spec or load_preset(PRESET)) as node:
             yield BenchNode(node, parent / "agent.log")
+
+
+def sixteen_gpus(spec: NodeSpec) -> NodeSpec:
+    """Return a node of 8 GPUs twice, as machines with 16 are built: two boards."""
+    twins = [
+        msgspec.structs.replace(
+            gpu,
+            uuid=gpu_uuid(slot),
+            minor=slot,
+            serial=None,
+            pci_bus_id=gpu.pci_bus_id.replace("0000:", "0001:", 1),
+        )
+        for slot, gpu in enumerate(spec.gpus, start=len(spec.gpus))
+    ]
+    if len(twins) != 8:
+        raise MeasurementError(f"the preset {PRESET} has {len(spec.gpus)} GPUs, 8 are needed")
+    return msgspec.structs.replace(spec, gpus=(*spec.gpus, *twins))
 
 
 @contextlib.contextmanager

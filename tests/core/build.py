@@ -12,6 +12,7 @@ from agent.model.facts import (
     NVML,
     DriverReady,
     Fact,
+    GpuCallAnswered,
     GpuCallFailed,
     GpuCallOverdue,
     GpuProbePassed,
@@ -113,6 +114,11 @@ def passed(on: GpuUuid = U0) -> GpuProbePassed:
 def failed(on: GpuUuid = U0, code: int = 999) -> GpuCallFailed:
     """A call that returned an error."""
     return GpuCallFailed(on, code=code, call="nvmlDeviceGetMemoryInfo", message=f"NVML error {code}")
+
+
+def answered(on: GpuUuid = U0) -> GpuCallAnswered:
+    """Return that the overdue call of a GPU came back."""
+    return GpuCallAnswered(on)
 
 
 def overdue(on: GpuUuid = U0) -> GpuCallOverdue:

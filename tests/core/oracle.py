@@ -19,6 +19,7 @@ from agent.model.facts import (
     DriverReleased,
     DriverUnavailable,
     Fact,
+    GpuCallAnswered,
     GpuCallFailed,
     GpuCallOverdue,
     GpuProbePassed,
@@ -301,6 +302,8 @@ class Oracle:
                 self.silent.add(fact.gpu)
                 self.trouble(fact.gpu)
                 self.fault("nvml", "nvml_timeout", fact.gpu, "self_clearing").seen(1)
+            case GpuCallAnswered():
+                self.silent.discard(fact.gpu)
             case DriverCallOverdue():
                 self.driver_silent = True
             case DriverCallAnswered():
@@ -790,7 +793,7 @@ class Oracle:
         count = None
         for share in reversed(sharing.shares):
             models = not share.models or any(is_like(model, gpu.name) for model in share.models)
-            cards = not share.gpus or bool({number, gpu.uuid, uuid} & set(share.gpus))
+            cards = not share.gpus or bool({number, gpu.uuid} & set(share.gpus))
             if share.resource == name and models and cards:
                 count = share.replicas
         if count is None or (sharing.strategy == "mps" and part is not None):

@@ -44,6 +44,7 @@ from tests.core.build import (
     U1,
     U2,
     S,
+    answered,
     enumerated,
     events_of,
     failed,
@@ -353,6 +354,10 @@ class AgainstOracle(RuleBasedStateMachine):
     @rule(uuid=UUIDS, times=st.integers(1, 4))
     def one_probe_passes(self, uuid: GpuUuid, times: int) -> None:
         self.tell(*[passed(uuid)] * times)
+
+    @rule(uuid=UUIDS)
+    def one_call_answers(self, uuid: GpuUuid) -> None:
+        self.tell(answered(uuid))
 
     @rule()
     def driver_answers(self) -> None:

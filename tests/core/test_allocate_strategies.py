@@ -13,6 +13,7 @@ import pytest
 from google.protobuf.json_format import MessageToDict  # type: ignore[import-untyped]
 
 from agent.core.allocation import Refusal, allocate
+from agent.core.injection import ContainerAnswer, cdi_names
 from agent.model.facts import MpsSeen
 from agent.model.gpu import Gpu, MigDevice
 from agent.model.ids import ResourceName
@@ -437,8 +438,29 @@ def test_a_channel_that_is_not_wanted_or_not_there_is_not_given() -> None:
 def test_a_channel_that_is_required_and_not_there_refuses_the_container() -> None:
     snapshot = node_of(ONE, Injection(imex_channels=(0,), imex_required=True)).snapshot()
     answer = allocate(snapshot, snapshot.resources[0], ONE.request)
-    assert isinstance(answer, Refusal)
-    assert (answer.kind, answer.message[:29]) == ("missing", "IMEX channel 0 is required fo")
+    assert answer == Refusal(
+        "missing",
+        "IMEX channel 0 is required for every container and this node has none; delete the pod so that it is"
+        " scheduled anew, and have the node's nvidia-imex service looked at",
+    )
+
+
+def test_several_channels_are_told_in_one_variable() -> None:
+    nodes = (CHANNEL, "/dev/nvidia-caps-imex-channels/channel1")
+    injection = Injection(imex_channels=(0, 1), imex_required=True)
+    assert answer_of(ONE, injection, control_nodes=nodes)["envs"]["NVIDIA_IMEX_CHANNELS"] == "0,1"
+
+
+def test_the_directory_of_mps_may_be_written_with_a_slash_at_its_end() -> None:
+    mounts = answer_of(KINDS["MPS"], Injection(mps_root="/run/nvidia/mps/"))["mounts"]
+    assert mounts == KINDS["MPS"].mounts
+
+
+def test_the_names_to_be_resolved_are_those_told_in_either_way_each_once() -> None:
+    by_annotation = ContainerAnswer(annotations={"key": "a=1,a=2"})
+    assert cdi_names(by_annotation) == ("a=1", "a=2")
+    assert cdi_names(replace(by_annotation, cdi_devices=("a=2", "a=3"))) == ("a=2", "a=3", "a=1")
+    assert cdi_names(ContainerAnswer(envs={"NVIDIA_VISIBLE_DEVICES": "a=4"})) == ()
 
 
 def test_the_prefix_of_the_annotation_is_the_operators() -> None:

@@ -85,11 +85,12 @@ def test_shares_of_different_cards_are_given() -> None:
     assert isinstance(allocated(node, f"{U0}::3", f"{U1}::3"), ContainerAnswer)
 
 
-def test_of_many_shares_the_first_four_are_named() -> None:
+@pytest.mark.parametrize(("count", "rest"), [(4, ""), (5, ", ...")])
+def test_of_many_shares_the_first_four_are_named(count: int, rest: str) -> None:
     node = sharing_node(replace(DISTINCT, shares=(Share(GPU, 6),)))
-    refusal = allocated(node, *(f"{U1}::{number}" for number in range(5)))
+    refusal = allocated(node, *(f"{U1}::{number}" for number in range(count)))
     assert isinstance(refusal, Refusal)
-    assert f"({U1}::0, {U1}::1, {U1}::2, {U1}::3, ...)" in refusal.message
+    assert f"({U1}::0, {U1}::1, {U1}::2, {U1}::3{rest})" in refusal.message
 
 
 # Before a container starts

@@ -147,9 +147,8 @@ def test_of_two_gpus_with_one_index_the_first_has_the_name() -> None:
 
 @pytest.mark.parametrize("ids", ["uuid", "index"])
 def test_allocate_asks_for_the_names_that_are_in_the_file(ids: Any) -> None:
-    sliced = replace(mig_gpu(1, (7, 0, "1g.10gb")))
-    files = with_mig_nodes()
-    there = qualified_names(made([gpu(0), sliced], files=files, mig_strategy="mixed", ids=ids)["gpu"])
+    documents = made([gpu(0), sliced()], files=WITH_MIG, mig_strategy="mixed", ids=ids)
+    there = qualified_names(documents["gpu"])
 
     def device(offer: Offer) -> Device:
         return Device(
@@ -197,12 +196,17 @@ def test_a_gpu_has_its_graphics_nodes_and_the_links_to_them() -> None:
 # MIG
 
 
-def with_mig_nodes(**minors: int) -> DriverFiles:
-    return replace(
-        FILES,
-        nodes={**FILES.nodes, **nodes("/dev/nvidia-caps/nvidia-cap66", "/dev/nvidia-caps/nvidia-cap67")},
-        mig_minors={"gpu1/gi7": 66, "gpu1/gi7/ci0": 67, **minors},
-    )
+WITH_MIG = replace(
+    FILES,
+    nodes={**FILES.nodes, **nodes("/dev/nvidia-caps/nvidia-cap66", "/dev/nvidia-caps/nvidia-cap67")},
+)
+
+
+def sliced(profile: str = "1g.10gb", **changes: Any) -> Gpu:
+    """GPU 1 with one MIG device, opened by the capability nodes 66 and 67."""
+    whole = mig_gpu(1, (7, 0, profile))
+    (mig,) = whole.mig_devices
+    return replace(whole, mig_devices=(replace(mig, **{"gi_minor": 66, "ci_minor": 67, **changes}),))
 
 
 MIG_PATHS = ["/dev/nvidia1", "/dev/nvidia-caps/nvidia-cap66", "/dev/nvidia-caps/nvidia-cap67"]
@@ -210,51 +214,34 @@ MIG_PATHS = ["/dev/nvidia1", "/dev/nvidia-caps/nvidia-cap66", "/dev/nvidia-caps/
 
 @pytest.mark.parametrize("strategy", ["single", "mixed"])
 def test_a_mig_device_has_its_gpu_and_what_opens_its_instances(strategy: MigStrategy) -> None:
-    documents = made([mig_gpu(1, (7, 0, "1g.10gb"))], files=with_mig_nodes(), mig_strategy=strategy)
+    documents = made([sliced()], files=WITH_MIG, mig_strategy=strategy)
     assert names(documents) == [mig_uuid(10)]
     assert paths_of(documents, 0) == MIG_PATHS
 
 
 def test_where_mig_is_not_offered_the_gpu_has_a_name_too() -> None:
-    documents = made([mig_gpu(1, (7, 0, "1g.10gb"))], files=with_mig_nodes(), mig_strategy="none")
+    documents = made([sliced()], files=WITH_MIG, mig_strategy="none")
     assert names(documents) == [U1, mig_uuid(10)]
 
 
 def test_a_mig_device_goes_by_the_indexes_of_gpu_and_device() -> None:
-    sliced = mig_gpu(1, (7, 0, "1g.10gb"))
-    sliced = replace(sliced, index=3, mig_devices=(replace(sliced.mig_devices[0], index=5),))
-    assert names(made([sliced], files=with_mig_nodes(), mig_strategy="mixed", ids="index")) == ["3:5"]
+    parts = [replace(sliced(index=5), index=3)]
+    assert names(made(parts, files=WITH_MIG, mig_strategy="mixed", ids="index")) == ["3:5"]
 
 
-def test_what_the_driver_said_of_capability_minors_comes_before_its_table() -> None:
-    sliced = mig_gpu(1, (7, 0, "1g.10gb"))
-    sliced = replace(sliced, mig_devices=(replace(sliced.mig_devices[0], gi_minor=66, ci_minor=67),))
-    files = replace(with_mig_nodes(), mig_minors={"gpu1/gi7": 1, "gpu1/gi7/ci0": 2})
-    assert paths_of(made([sliced], files=files, mig_strategy="mixed"), 0) == MIG_PATHS
-
-
-@pytest.mark.parametrize(
-    "files",
-    [
-        replace(with_mig_nodes(), mig_minors={}),
-        replace(with_mig_nodes(), mig_minors={"gpu1/gi7": 66}),
-        with_mig_nodes(**{"gpu1/gi7/ci0": 99}),
-    ],
-    ids=["no table", "no compute instance", "no such node"],
-)
-def test_a_mig_device_that_could_not_be_opened_is_left_out(files: DriverFiles) -> None:
-    assert made([mig_gpu(1, (7, 0, "1g.10gb"))], files=files, mig_strategy="mixed") == {}
+@pytest.mark.parametrize("changes", [{"gi_minor": None}, {"ci_minor": None}, {"ci_minor": 99}])
+def test_a_mig_device_that_could_not_be_opened_is_left_out(changes: dict[str, Any]) -> None:
+    assert made([sliced(**changes)], files=WITH_MIG, mig_strategy="mixed") == {}
 
 
 @pytest.mark.parametrize(("profile", "has_graphics"), [("1g.10gb", False), ("1g.24gb+gfx", True)])
 def test_only_a_mig_device_with_graphics_has_graphics_nodes(profile: str, *, has_graphics: bool) -> None:
-    files = with_mig_nodes()
     files = replace(
-        files,
-        nodes={**files.nodes, **nodes("/dev/dri/card1")},
+        WITH_MIG,
+        nodes={**WITH_MIG.nodes, **nodes("/dev/dri/card1")},
         drm={gpu(1).pci: Drm(("/dev/dri/card1",))},
     )
-    documents = made([mig_gpu(1, (7, 0, profile))], files=files, mig_strategy="mixed")
+    documents = made([sliced(profile)], files=files, mig_strategy="mixed")
     assert ("/dev/dri/card1" in paths_of(documents, 0)) is has_graphics
 
 

@@ -36,6 +36,9 @@ GOOD: dict[str, Any] = {
     },
 }
 
+NODE = "devices[0].containerEdits.deviceNodes[0]"
+HOOK = "devices[0].containerEdits.hooks[0]"
+
 Change = Callable[[dict[str, Any]], object]
 
 
@@ -130,20 +133,72 @@ def test_what_runtimes_refuse_is_a_problem_with_its_place(change: Change, proble
 
 
 @pytest.mark.parametrize(
-    ("change", "version"),
+    ("change", "problem"),
     [
-        (lambda _: None, "0.3.0"),
-        (lambda d: mount(d).update(type="none"), "0.4.0"),
-        (lambda d: node(d).update(hostPath="/run/nvidia/driver/dev/nvidia0"), "0.5.0"),
-        (lambda d: d["devices"][0].update(name="0"), "0.5.0"),
-        (lambda d: d.update(annotations={"a": "b"}), "0.6.0"),
-        (lambda d: d["devices"][0].update(annotations={"a": "b"}), "0.6.0"),
-        (lambda d: d.update(kind="nvidia.com/gpu.shared"), "0.6.0"),
-        (lambda d: d["devices"][0]["containerEdits"].update(additionalGids=[44]), "0.7.0"),
-        (lambda d: d["containerEdits"].update(additionalGids=[44]), "0.7.0"),
+        (
+            lambda d: d.update(version=1),
+            "version: is no field of a specification, so runtimes refuse all of it",
+        ),
+        (lambda d: d.update(containerEdits=[]), "containerEdits: must be an object, not []"),
+        (lambda d: d.update(kind=0), "kind: must be a kind, not 0"),
+        (lambda d: d.update(kind="x" * 90), f"kind: must be a kind, not '{'x' * 76}..."),
+        (
+            lambda d: node(d).update(path=["/dev"]),
+            f"{NODE}.path: must be an absolute path without detours, not ['/dev']",
+        ),
+        (lambda d: node(d).update(type="x"), f"{NODE}.type: must be one of b, c, p, u, not 'x'"),
+        (lambda d: hook(d).pop("hookName"), f"{HOOK}.hookName: is missing"),
+        (lambda d: hook(d).pop("path"), f"{HOOK}.path: is missing"),
+        (lambda d: hook(d).update(args={}), f"{HOOK}.args: must be a list, not {{}}"),
+        (lambda d: hook(d).update(env=["A"]), f"{HOOK}.env[0]: must be NAME=VALUE, not 'A'"),
+        (
+            lambda d: hook(d).update(x=1),
+            f"{HOOK}.x: is no field of a specification, so runtimes refuse all of it",
+        ),
+        (
+            lambda d: hook(d).update(timeout=2**31),
+            f"{HOOK}.timeout: must be an integer between 1 and 2147483647, not 2147483648",
+        ),
+        (lambda d: d.update(annotations=1), "annotations: must be an object, not 1"),
+        (
+            lambda d: mount(d).update(options=[None]),
+            "containerEdits.mounts[0].options[0]: must be text, not None",
+        ),
     ],
 )
-def test_the_version_is_the_oldest_that_has_what_is_used(change: Change, version: str) -> None:
+def test_a_problem_is_told_in_these_words(change: Change, problem: str) -> None:
+    assert problems_of(changed(change)) == (problem,)
+
+
+def test_a_document_that_is_none_is_told() -> None:
+    assert problems_of(None) == ("the document: must be an object, not None",)
+
+
+def test_the_limits_themselves_are_good() -> None:
+    def at_the_limits(document: dict[str, Any]) -> None:
+        document["cdiVersion"] = "0.7.0"
+        document["containerEdits"]["additionalGids"] = [1, 2**32 - 1]
+        hook(document)["timeout"] = 2**31 - 1
+
+    assert problems_of(changed(at_the_limits)) == ()
+    assert problems_of(changed(lambda d: hook(d).update(timeout=1))) == ()
+
+
+@pytest.mark.parametrize(
+    ("change", "version", "what"),
+    [
+        (lambda _: None, "0.3.0", ""),
+        (lambda d: mount(d).update(type="none"), "0.4.0", "type of a mount"),
+        (lambda d: node(d).update(hostPath="/run/dev/nvidia0"), "0.5.0", "hostPath of a device node"),
+        (lambda d: d["devices"][0].update(name="0"), "0.5.0", "a device name that begins with a digit"),
+        (lambda d: d.update(annotations={"a": "b"}), "0.6.0", "annotations"),
+        (lambda d: d["devices"][0].update(annotations={"a": "b"}), "0.6.0", "annotations"),
+        (lambda d: d.update(kind="nvidia.com/gpu.shared"), "0.6.0", "a dot in the class"),
+        (lambda d: d["devices"][0]["containerEdits"].update(additionalGids=[44]), "0.7.0", "additionalGids"),
+        (lambda d: d["containerEdits"].update(additionalGids=[44]), "0.7.0", "additionalGids"),
+    ],
+)
+def test_the_version_is_the_oldest_that_has_what_is_used(change: Change, version: str, what: str) -> None:
     def simplest(document: dict[str, Any]) -> None:
         document["devices"][0]["name"] = "GPU-0"
         del node(document)["hostPath"]
@@ -153,9 +208,14 @@ def test_the_version_is_the_oldest_that_has_what_is_used(change: Change, version
     assert oldest_version(document) == version
     assert problems_of({**document, "cdiVersion": version}) == ()
     for older in VERSIONS[: VERSIONS.index(version)]:
-        (problem,) = problems_of({**document, "cdiVersion": older})
-        assert f"{older} has no" in problem
-        assert f"came with {version}" in problem
+        told = f"cdiVersion: {older} has no {what}, which came with {version}"
+        assert problems_of({**document, "cdiVersion": older}) == (told,)
+
+
+def test_the_newest_of_what_is_used_decides() -> None:
+    document = changed(lambda d: d["containerEdits"].update(additionalGids=[44]))
+    mount(document)["type"] = "none"
+    assert oldest_version(document) == "0.7.0"
 
 
 def test_only_so_many_problems_are_told() -> None:

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agent.core import grouping
-from agent.core.grouping import EXACT, best_group, divide, greedy, total
+from agent.core.grouping import EXACT, best_group, by_strength, divide, greedy, total
 
 Matrix = list[list[int]]
 
@@ -103,7 +103,40 @@ def test_a_division_is_never_worse_than_the_greedy_one_nor_better_than_the_best(
         assert value(scores, groups) >= value(
             scores, greedy(scores, size, required, is_rest_first=is_rest_first)
         )
+    assert value(scores, groups) >= value(scores, by_strength(scores, size, required))
     assert value(scores, groups) <= oracle(scores, size, required)[0] or size == 1
+
+
+@given(questions(most=7))
+def test_no_division_is_above_the_bound_and_the_loss_is_what_it_stays_below(
+    question: tuple[Matrix, int, list[int]],
+) -> None:
+    scores, size, _ = question
+    bound = grouping._Bound(scores, size)
+    highest = sum(sums[-1] for sums in bound.most) - bound.least_cost
+    for division in divisions(tuple(range(len(scores))), size):
+        loss = bound.loss_of(division)
+        assert loss >= 0
+        assert 2 * value(scores, division) == highest - loss
+
+
+@given(questions(most=7))
+def test_a_search_without_an_end_finds_the_best_division(question: tuple[Matrix, int, list[int]]) -> None:
+    scores, size, required = question
+    search = grouping._Search(scores, size, grouping._Bound(scores, size), 1 << 40)
+    search._nodes = 1 << 40
+    found = search.better(required)
+    assert found is not None
+    assert any(len(group) == size and set(required) <= set(group) for group in found)
+    allowed = [
+        value(scores, division)
+        for division in divisions(tuple(range(len(scores))), size)
+        if any(len(group) == size and set(required) <= set(group) for group in division)
+    ]
+    assert value(scores, found) == max(allowed)
+    # What is no better is not found.
+    again = grouping._Search(scores, size, grouping._Bound(scores, size), search._least)
+    assert again.better(required) is None
 
 
 # Machines that are sold
@@ -163,6 +196,20 @@ def test_a_division_of_many_gpus_of_a_real_machine_is_hardly_below_the_best(
     scores = of(matrix(16, machine), available)
     for size in (2, 4, len(available) // 2):
         assert value(scores, divide(scores, size)) >= 0.99 * best_value(scores, size)
+
+
+def test_where_one_greedy_division_is_short_another_is_not() -> None:
+    scores = of(matrix(16, some_pairs), (1, 2, 4, 5, 6, 8, 9, 12, 13, 14, 15))
+    assert value(scores, divide(scores, 4)) == best_value(scores, 4) == 860
+    single = greedy(scores, 4, (), is_rest_first=False)
+    grouping._improve(scores, single, frozenset(), grouping.MAX_EXCHANGES)
+    assert value(scores, single) < 860
+
+
+def test_pairs_are_not_broken_where_there_are_enough_single_gpus_for_them() -> None:
+    scores = of(matrix(16, some_pairs), (0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 14))
+    together = {gpu: group for group in divide(scores, 3) for gpu in group}
+    assert all(together[first] is together[first + 1] for first in (0, 2, 4, 6))
 
 
 @pytest.mark.parametrize("size", [2, 4, 8])

@@ -255,6 +255,13 @@ def test_packed_shares_are_taken_where_most_are_in_use(
     assert cards(chosen, U0, U1) == taken
 
 
+def test_spread_shares_are_of_as_many_cards_as_there_are_and_of_those_less_in_use_first() -> None:
+    node = shares(4, gpu(0), gpu(1), gpu(2), policy="spread")
+    free = [*(share(U0, n) for n in range(4)), share(U1, 3), share(U2, 2), share(U2, 3)]
+    assert cards(preferred(node, free, 2), U0, U1, U2) == [1, 0, 1]
+    assert cards(preferred(node, free, 4), U0, U1, U2) == [2, 1, 1]
+
+
 def test_where_each_card_is_given_once_shares_are_of_as_many_cards_as_there_are() -> None:
     node = shares(4, gpu(0), gpu(1), distinct=True)
     chosen = preferred(node, [*(share(U0, n) for n in range(4)), share(U1, 3)], 2)

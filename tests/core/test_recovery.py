@@ -28,6 +28,7 @@ from tests.core.build import (
     U1,
     Node,
     S,
+    answered,
     enumerated,
     failed,
     fields_of,
@@ -449,6 +450,26 @@ def test_the_driver_hangs_no_more_when_only_one_call_still_does() -> None:
     node.tell(passed(third), passed(third), passed(third))
     node.after(Q)
     assert node.unhealthy() == {U0, U1}
+
+
+def test_a_hang_ends_when_the_calls_come_back_and_each_gpus_next_probe_counts() -> None:
+    node = well_node(gpu(0), gpu(1), gpu(2))
+    node.tell(overdue(U0), overdue(U1), answered(U0), answered(U1))
+    assert not node.state.hung
+    assert {*node.health().values()} == {Health.UNHEALTHY}
+    node.tell(*[passed(each.uuid) for _ in range(3) for each in (gpu(0), gpu(1), gpu(2))])
+    node.after(Q)
+    assert node.unhealthy() == set()
+
+
+def test_a_call_that_comes_back_is_no_clean_probe() -> None:
+    node = well_node(gpu(0))
+    node.tell(overdue(U0), answered(U0), passed(), passed(), answered(U0))
+    node.after(Q)
+    assert node.unhealthy() == {U0}
+    node.tell(passed())
+    node.after(Q)
+    assert node.unhealthy() == set()
 
 
 def test_an_error_also_ends_a_hang() -> None:

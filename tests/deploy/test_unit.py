@@ -126,8 +126,8 @@ def test_what_the_sample_comments_out_are_the_defaults(tmp_path: Path) -> None:
 def test_the_image_ends_on_sigterm_and_waits_for_the_driver() -> None:
     text = CONTAINERFILE.read_text(encoding="utf-8")
     assert "STOPSIGNAL SIGTERM" in text
-    assert 'ENTRYPOINT ["gpu-agent"]' in text
-    assert 'CMD ["run", "--fail-on-init-error=false"]' in text
+    assert 'ENTRYPOINT ["nvidia-device-plugin"]' in text
+    assert "CMD " not in text
     assert "--require-hashes" in text
     assert "compileall" in text
     assert "HEALTHCHECK" not in text

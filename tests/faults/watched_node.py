@@ -14,7 +14,7 @@ from agent.model.facts import Fact
 from agent.model.health import Health, Reason
 from agent.model.ids import GpuUuid
 from agent.model.policy import Policy
-from agent.model.snapshot import Snapshot
+from agent.model.snapshot import Device, Snapshot
 from agent.sources.nvml import NvmlSettings
 from tests.sources.recorder import PATIENCE_S
 from tests.sources.simulated import QUICK, Node, running_source
@@ -29,6 +29,11 @@ class Watched:
         self.node = node
         self._latest = latest
         self.ever_unhealthy: set[GpuUuid] = set()
+
+    @property
+    def resources(self) -> dict[str, tuple[Device, ...]]:
+        """The devices of each resource."""
+        return {str(each.name): each.devices for each in self._latest.value.resources}
 
     def note(self) -> None:
         """Note who is unhealthy now."""
@@ -68,11 +73,14 @@ class Watched:
 
 @asynccontextmanager
 async def watched_node(
-    directory: Path, hardware: str | dict[str, object], settings: NvmlSettings = QUICK
+    directory: Path,
+    hardware: str | dict[str, object],
+    settings: NvmlSettings = QUICK,
+    policy: Policy = QUICK_RECOVERY,
 ) -> AsyncIterator[Watched]:
     """Watch a simulated node; at the start every GPU is Healthy."""
     inbox: Inbox[Fact] = Inbox(clock=time.monotonic_ns)
-    state = initial_state(QUICK_RECOVERY, None, now_ns=time.monotonic_ns())
+    state = initial_state(policy, None, now_ns=time.monotonic_ns())
     latest = Latest(snapshot_of(state))
     node = Node.make(directory, hardware)
     watched = Watched(node, latest)

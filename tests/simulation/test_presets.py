@@ -14,6 +14,9 @@ from agent.simulation.presets import (
 MACHINES = {
     "dgx-h100": ("NVIDIA H100 80GB HBM3", 8, 81559, (9, 0), 18, "1g.10gb"),
     "8x-a100": ("NVIDIA A100-SXM4-80GB", 8, 81920, (8, 0), 12, "1g.10gb"),
+    "hgx-b200": ("NVIDIA B200", 8, 183359, (10, 0), 18, "1g.23gb"),
+    "gb200": ("NVIDIA GB200", 4, 189471, (10, 0), 18, "1g.23gb"),
+    "4x-a30": ("NVIDIA A30", 4, 24576, (8, 0), 0, "1g.6gb"),
     "4x-t4": ("Tesla T4", 4, 15360, (7, 5), 0, None),
 }
 
@@ -40,7 +43,12 @@ def test_uuids_follow_from_the_slot() -> None:
     assert load_preset("dgx-h100").gpus[7].uuid == "GPU-00000000-0000-4000-8000-000000000007"
 
 
-@pytest.mark.parametrize("preset", ["dgx-h100", "8x-a100"])
+def test_two_cards_of_one_node_can_be_unlike() -> None:
+    cards = [(gpu.name, gpu.memory_mib) for gpu in load_preset("2x-v100").gpus]
+    assert cards == [("Tesla V100-PCIE-16GB", 16384), ("Tesla V100-PCIE-32GB", 32768)]
+
+
+@pytest.mark.parametrize("preset", ["dgx-h100", "8x-a100", "hgx-b200", "gb200", "4x-a30"])
 def test_the_profiles_fit_as_often_as_they_claim(preset: str) -> None:
     mig = load_preset(preset).gpus[0].mig
     assert mig is not None
@@ -78,7 +86,7 @@ def test_an_inline_node_changes_single_gpus() -> None:
 @pytest.mark.parametrize(
     ("node", "problem"),
     [
-        ("dgx-h1000", "preset: there is no 'dgx-h1000', choose from 4x-t4, 8x-a100, dgx-h100"),
+        ("dgx-h1000", "preset: there is no 'dgx-h1000', choose from 2x-v100, 4x-a30, 4x-t4, 8x-a100"),
         ({"preset": 3}, "preset: expected a preset's name"),
         ({"presets": "4x-t4"}, "presets: unknown key of a node"),
         ({"preset": "4x-t4", "gpus": 5}, "gpus: 5 wanted, the preset has 4"),

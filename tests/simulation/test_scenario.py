@@ -56,7 +56,34 @@ def test_the_scenarios_that_are_promised_are_shipped() -> None:
         "flapping",
         "hold",
         "kill-restart",
+        "mig-mixed",
+        "mig-reconfigure",
+        "time-slicing",
+        "mps",
     }
+
+
+def test_a_scenario_can_give_the_agent_a_configuration(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text("node: 4x-t4\nconfig: {version: v1, flags: {migStrategy: mixed}}\nuntil: {capacity: 4}\n")
+
+    loaded = scenario.load(str(path))
+
+    assert loaded.config == "version: v1\nflags:\n  migStrategy: mixed\n"
+    assert loaded.agent_flags(tmp_path) == {"config-file": f"{tmp_path}/agent.yaml"}
+
+
+def test_a_scenario_without_a_configuration_gives_the_agent_none(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text(GOOD)
+
+    assert scenario.load(str(path)).agent_flags(tmp_path) == {"poll": "1s"}
+
+
+def test_a_configuration_that_is_no_mapping_is_a_problem(tmp_path: Path) -> None:
+    assert problems_of(tmp_path, "node: 4x-t4\nconfig: [1]\nuntil: {capacity: 4}\n") == [
+        "s.yaml:2: config must hold keys and values, as a configuration file does"
+    ]
 
 
 def test_a_file_says_what_happens_when_and_what_is_expected(tmp_path: Path) -> None:
@@ -228,7 +255,7 @@ def test_a_key_given_twice_is_a_problem(tmp_path: Path) -> None:
 
 def test_an_empty_file_says_what_it_needs(tmp_path: Path) -> None:
     assert problems_of(tmp_path, "# nothing\n") == [
-        "s.yaml: the file is empty; it needs node, agent, steps, until, timeout"
+        "s.yaml: the file is empty; it needs node, agent, config, steps, until, timeout"
     ]
 
 

@@ -164,6 +164,37 @@ async def test_mig_is_reconfigured_by_profiles_in_nvml_and_in_the_files_of_the_d
         assert node.nvml.number(0, "mig_count") == 0
 
 
+async def test_every_gpu_can_be_sliced_at_once_and_profiles_be_counted() -> None:
+    async with simulated_node({"preset": "8x-a100", "gpus": 2}) as node:
+        said = await node.do("mig", {"gpu": "all", "devices": "3g.40gb, 2x1g.10gb"})
+        assert said == "MIG of every GPU is 3g.40gb, 1g.10gb, 1g.10gb"
+        assert [node.nvml.number(slot, "mig_count") for slot in range(2)] == [3, 3]
+        nodes = {path.name for path in (node.directory.dev / "nvidia-caps").iterdir()}
+        await node.do("mig", {"gpu": "all", "devices": "7g.80gb"})
+        assert [node.nvml.number(slot, "mig_count") for slot in range(2)] == [1, 1]
+        assert len(list((node.directory.dev / "nvidia-caps").iterdir())) < len(nodes)
+
+
+async def test_the_mps_daemon_says_that_it_serves_by_a_file() -> None:
+    async with simulated_node("4x-t4") as node:
+        ready = node.directory.mps / ".ready"
+        assert not ready.exists()
+        await node.do("mps-daemon", {"order": "start"})
+        assert ready.is_file()
+        for _ in range(2):
+            await node.do("mps-daemon", {"order": "stop"})
+        assert not ready.exists()
+
+
+async def test_the_agents_configuration_can_be_changed_only_where_it_has_one() -> None:
+    async with simulated_node("4x-t4") as node:
+        with pytest.raises(AgentError, match="reads no configuration file"):
+            await node.do("agent-config", {"text": "version: v1"})
+        node.directory.agent_config.write_text("version: v1\n")
+        await node.do("agent-config", {"text": "version: v1\nflags: {}\n"})
+        assert node.directory.agent_config.read_text() == "version: v1\nflags: {}\n"
+
+
 @pytest.mark.parametrize("gpu", ["4", "-1", "GPU-x", "0x0", "99999999999"])
 async def test_an_unknown_gpu_is_refused_with_those_there_are(gpu: str) -> None:
     async with simulated_node("4x-t4") as node:
@@ -219,6 +250,9 @@ async def test_an_action_the_node_cannot_do_now_is_refused_in_a_sentence() -> No
         ("return-code", {"code": "BROKEN"}, "must be an NVML return code, by number or name, or clear"),
         ("driver", {"state": "gone"}, "must be loaded or unloaded"),
         ("mig", {"gpu": "0", "devices": ","}, "must be MIG profiles"),
+        ("mig", {"gpu": "0", "devices": "65x1g.10gb"}, "must be at most 64 MIG profiles"),
+        ("mps-daemon", {"order": "restart"}, "must be start or stop"),
+        ("agent-config", {"text": " "}, "must be the text of a configuration file"),
         ("run-pod", {"name": "a b"}, "must be a name"),
         ("recovery-action", {"action": "pray", "gpu": "1"}, "must be none, reset, reboot, drain-p2p, "),
         ("clock-reasons", {"reasons": "hw-slowdown,heat", "gpu": "1"}, "several with commas"),

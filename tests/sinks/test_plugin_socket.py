@@ -13,6 +13,7 @@ from agent.sinks.plugin_socket import (
     MAX_PATH_BYTES,
     NotRegisteredError,
     clear_leftover,
+    clear_leftovers,
     identity_of,
     listen,
     remove,
@@ -20,12 +21,16 @@ from agent.sinks.plugin_socket import (
 )
 
 
+def abandoned_at(path: Path) -> Path:
+    """Leave a socket file whose owner is gone."""
+    listen(path, backlog=1).close()
+    return path
+
+
 @pytest.fixture
 def leftover(tmp_path: Path) -> Path:
     """A socket file whose owner is gone."""
-    path = tmp_path / "nvidia-gpu.sock"
-    listen(path, backlog=1).close()
-    return path
+    return abandoned_at(tmp_path / "nvidia-gpu.sock")
 
 
 @pytest.fixture
@@ -50,6 +55,42 @@ def test_a_leftover_is_replaced(leftover: Path) -> None:
     old = identity_of(leftover)
     with listen(leftover, backlog=1):
         assert identity_of(leftover) != old
+
+
+def test_sockets_of_resources_that_are_served_no_more_are_cleared(tmp_path: Path) -> None:
+    for name in ("nvidia-gpu.sock", "nvidia-gpu.shared.sock", "nvidia-mig-1g.10gb.me.sock"):
+        abandoned_at(tmp_path / name)
+    others = ("kubelet.sock", "nvidia-fs.sock", "amd-gpu.sock")
+    for name in others:
+        abandoned_at(tmp_path / name)
+    with listen(tmp_path / "nvidia-mig-7g.80gb.sock", backlog=1):
+        assert clear_leftovers(tmp_path) == (
+            "nvidia-gpu.shared.sock",
+            "nvidia-gpu.sock",
+            "nvidia-mig-1g.10gb.me.sock",
+        )
+        left = {path.name for path in tmp_path.iterdir()}
+    assert left == {*others, "nvidia-mig-7g.80gb.sock"}
+
+
+def test_what_only_has_the_name_of_a_resources_socket_is_not_cleared(tmp_path: Path) -> None:
+    (tmp_path / "nvidia-gpu.sock").mkdir()
+    (tmp_path / "nvidia-mig-1g.5gb.sock").touch()
+    assert clear_leftovers(tmp_path) == ()
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_a_directory_of_any_size_is_looked_through_in_bounded_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("agent.sinks.plugin_socket.MAX_ENTRIES", 2)
+    for number in range(4):
+        abandoned_at(tmp_path / f"nvidia-mig-{number}g.5gb.sock")
+    assert len(clear_leftovers(tmp_path)) == 2
+
+
+def test_without_a_directory_there_is_nothing_to_clear(tmp_path: Path) -> None:
+    assert clear_leftovers(tmp_path / "none") == ()
 
 
 def test_there_is_nothing_to_clear_in_an_empty_place(tmp_path: Path) -> None:

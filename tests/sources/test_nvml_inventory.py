@@ -338,6 +338,23 @@ async def test_the_profile_is_known_without_root_rights_from_the_name(
     assert device.profile == "2g.20gb"
 
 
+@pytest.mark.parametrize(
+    ("before", "after"), [("3g.40gb", "4g.40gb"), ("1g.10gb", "1g.10gb+me"), ("2g.20gb", "1g.20gb")]
+)
+async def test_an_instance_of_another_profile_is_seen_also_under_the_uuid_of_the_one_before(
+    make_node: MakeNode, start_source: StartSource, recorder: Recorder, before: str, after: str
+) -> None:
+    node = make_node(A100_IN_MIG)
+    (old,) = node.state.set_mig(0, [MigDeviceSpec(profile=before)])
+    await start_source(node)
+    await mig_devices(recorder, 1)
+    assert node.state.set_mig(0, [MigDeviceSpec(profile=after)]) == (old,)
+    fact = await recorder.first(
+        GpusEnumerated, lambda fact: [mig.profile for mig in fact.gpus[0].mig_devices] == [after]
+    )
+    assert fact.gpus[0].mig_devices[0].uuid == old
+
+
 async def test_a_mig_reconfiguration_is_seen(
     make_node: MakeNode, start_source: StartSource, recorder: Recorder
 ) -> None:

@@ -1,0 +1,140 @@
+"""The programs of NVIDIA's image under their own names, so that a manifest needs no change but the image.
+
+``nvidia-device-plugin`` is ``gpu-agent run``. The other two take what NVIDIA's chart passes them and say in
+one sentence that their work is not there; they never pretend to have done it.
+"""
+
+import sys
+import textwrap
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Final
+
+from agent import __version__
+from agent.cli import main as gpu_agent
+from agent.errors import EXIT_USAGE
+
+if TYPE_CHECKING:
+    from agent.config.option import Option
+
+DEVICE_PLUGIN: Final = "nvidia-device-plugin"
+FEATURE_DISCOVERY: Final = "gpu-feature-discovery"
+CONFIG_MANAGER: Final = "config-manager"
+
+_WIDTH: Final = 78
+
+_HELP_WORDS: Final = ("-h", "--help", "-help", "h", "help")
+_VERSION_WORDS: Final = ("-v", "--version", "-version")
+
+_OF_DISCOVERY_AND_PLUGIN: Final = (
+    "mig-strategy",
+    "fail-on-init-error",
+    "config-file",
+    "device-discovery-strategy",
+    "driver-root-ctr-path",
+)
+_OF_KUBERNETES: Final = (
+    "kubeconfig",
+    "kube-api-qps",
+    "kube-api-burst",
+    "namespace",
+    "node-name",
+    "pod-name",
+)
+"""Source: NVIDIA/k8s-device-plugin:internal/flags."""
+
+_OF_CONFIG_MANAGER: Final = (
+    "kubeconfig",
+    "node-name",
+    "node-label",
+    "config-file-srcdir",
+    "config-file-dst",
+    "default-config",
+    "fallback-strategies",
+    "signal",
+    "process-to-signal",
+)
+_SWITCHES_OF_CONFIG_MANAGER: Final = ("oneshot", "send-signal")
+"""Source: NVIDIA/k8s-device-plugin:cmd/config-manager/main.go."""
+
+
+def device_plugin() -> int:
+    """Be ``nvidia-device-plugin``: the agent, as NVIDIA's plugin is started and found."""
+    arguments = sys.argv[1:]
+    if arguments and arguments[0] in _VERSION_WORDS:
+        return _tell_version(DEVICE_PLUGIN)
+    if arguments and arguments[0] in _HELP_WORDS:
+        return gpu_agent(["run", "--help"])
+    from agent.runtime.process_name import appear_as  # noqa: PLC0415 - only where it is needed
+
+    if not appear_as(DEVICE_PLUGIN, arguments):
+        _say(
+            DEVICE_PLUGIN,
+            "this process cannot show its name, so NVIDIA's config-manager will not find it; "
+            "the configuration file is watched all the same",
+        )
+    return gpu_agent(["run", *arguments])
+
+
+def feature_discovery() -> int:
+    """Be ``gpu-feature-discovery``: take its arguments, and say that no labels are made."""
+    from agent.config.discovery_options import DISCOVERY_OPTIONS  # noqa: PLC0415 - not for the plugin
+    from agent.config.options import OPTIONS  # noqa: PLC0415 - not for the plugin
+
+    options = (
+        *DISCOVERY_OPTIONS,
+        *(OPTIONS[name] for name in _OF_DISCOVERY_AND_PLUGIN),
+        *map(_named, _OF_KUBERNETES),
+    )
+    return _refuse(
+        FEATURE_DISCOVERY,
+        options,
+        "GPU labels are not made by this version; keep NVIDIA's image for this container",
+    )
+
+
+def config_manager() -> int:
+    """Be ``config-manager``: take its arguments, and say that no configuration is chosen."""
+    options = (
+        *map(_named, _OF_CONFIG_MANAGER),
+        *(_named(name)._replace(is_switch=True) for name in _SWITCHES_OF_CONFIG_MANAGER),
+    )
+    return _refuse(
+        CONFIG_MANAGER,
+        options,
+        "a configuration is not chosen by the node's label in this version; keep NVIDIA's image for this "
+        "container, whose choice the agent takes up",
+    )
+
+
+def _refuse(program: str, options: "Iterable[Option]", why: str) -> int:
+    """Check the arguments as the program would, and end with why it does nothing."""
+    from agent.config.flags import parse  # noqa: PLC0415 - not for the plugin
+
+    arguments = sys.argv[1:]
+    if arguments and arguments[0] in _VERSION_WORDS:
+        return _tell_version(program)
+    listed = list(options)
+    if arguments and arguments[0] in _HELP_WORDS:
+        names = " ".join(f"--{option.name}" for option in listed)
+        print("\n".join(textwrap.wrap(f"{program} takes {names}; {why}", _WIDTH)))  # noqa: T201 - its result
+        return 0
+    _, problems = parse(arguments, listed)
+    for sentence in (*problems, why):
+        _say(program, sentence)
+    return EXIT_USAGE
+
+
+def _named(name: str) -> "Option":
+    """Return an option of which only the name matters."""
+    from agent.config.option import Option  # noqa: PLC0415 - not for the plugin
+
+    return Option(name, "", str, "TEXT", "", name.upper().replace("-", "_"), "", empty_means="unset")
+
+
+def _tell_version(program: str) -> int:
+    print(f"{program} of gpu-agent {__version__}")  # noqa: T201 - its result
+    return 0
+
+
+def _say(program: str, sentence: str) -> None:
+    print(f"{program}: {sentence}", file=sys.stderr)  # noqa: T201 - a sentence for people

@@ -1,0 +1,106 @@
+"""S6: what long device lists cost: 8 GPUs with 100 shares each, and 56 MIG devices."""
+
+import asyncio
+import random
+import signal
+import time
+from collections.abc import AsyncGenerator
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from agent.simulation.presets import MigDeviceSpec, MigSpec, NodeSpec, load_preset
+from tests.bench.figures import NS_PER_MS, Effort, Figure, Measurement, MeasurementError, median_and_tail
+from tests.bench.health import APPLICATION_XID, BETWEEN_S, FAST_RECOVERY
+from tests.bench.node import PATIENCE_S, PRESET, AgentProcess, BenchNode, bench_node
+from tests.bench.socket_watcher import SocketWatcher
+
+_REPLICAS: Final = 100
+_SLICES: Final = 7
+_PROFILE: Final = "1g.10gb"
+_CONFIG: Final = f"""\
+version: v1
+sharing:
+  timeSlicing:
+    resources:
+      - name: nvidia.com/gpu
+        replicas: {_REPLICAS}
+"""
+_KUBELET_TAKES_BYTES: Final = 4 * 1024 * 1024
+"""gRPC's limit on a message that the kubelet does not change."""
+_STALL_MS: Final = 20
+"""What is promised of the loop under fifty scrapers."""
+
+
+async def _lists(effort: Effort) -> AsyncGenerator[Figure, None]:
+    """Let one GPU after another fail and come back, and look at each message and at the agent's loop.
+
+    ``bytes`` is the longest message, whose target is what the kubelet takes. ``xid_to_socket`` as in S1.
+    ``loop_stall`` is the longest time that the agent's event loop stood still in the whole measurement,
+    whatever the reason.
+    """
+    trials = effort.of(quick=16, usual=200, full=500)
+    eight = load_preset(PRESET)
+    for name, spec, config, devices in (
+        ("8x100", eight, _CONFIG, len(eight.gpus) * _REPLICAS),
+        ("56_mig", _sliced(eight), "version: v1\nflags:\n  migStrategy: single\n", len(eight.gpus) * _SLICES),
+    ):
+        async with bench_node(spec) as node:
+            parent = node.simulated.directory.path.parent
+            (parent / "config.yaml").write_text(config, encoding="ascii")
+            program = ("tests.bench.loop_lag", str(parent / "lag"))
+            flags = FAST_RECOVERY | {"config-file": str(parent / "config.yaml")}
+            with node.agent(flags, program=program) as agent:
+                await agent.registered()
+                await node.wait_allocatable(devices)
+                async with SocketWatcher(node.plugin_socket) as watcher:
+                    agent.signal(signal.SIGUSR1)
+                    sent = [await _trial(node, watcher, devices, slot % 8) for slot in range(trials)]
+                stall_ns = await _longest_stall(agent, parent / "lag")
+                await agent.end()
+        longest = max(each.size_bytes for each in node.kubelet.lists)
+        yield Figure(f"S6.list_{name}.bytes", longest, "bytes", _KUBELET_TAKES_BYTES)
+        for figure in median_and_tail(f"S6.list_{name}.xid_to_socket", sent, p50_ms=1, p99_ms=5):
+            yield figure
+        yield Figure(f"S6.list_{name}.loop_stall", stall_ns / NS_PER_MS, "ms", _STALL_MS)
+
+
+def _sliced(spec: NodeSpec) -> NodeSpec:
+    """Return the node with every GPU cut into its seven smallest slices."""
+
+    def sliced(mig: MigSpec | None) -> MigSpec:
+        if mig is None:
+            raise MeasurementError(f"the preset {PRESET} has no MIG")
+        devices = tuple(MigDeviceSpec(profile=_PROFILE) for _ in range(_SLICES))
+        return msgspec.structs.replace(mig, enabled=True, devices=devices)
+
+    gpus = tuple(msgspec.structs.replace(gpu, mig=sliced(gpu.mig)) for gpu in spec.gpus)
+    return msgspec.structs.replace(spec, gpus=gpus)
+
+
+async def _trial(node: BenchNode, watcher: SocketWatcher, devices: int, slot: int) -> int:
+    """Push an XID; returns how long it took until its message was on the socket, in nanoseconds."""
+    await node.wait_allocatable(devices)
+    await asyncio.sleep(random.uniform(*BETWEEN_S))
+    lists = node.kubelet.statistics().lists
+    event = node.simulated.nvml.push_xid(slot, APPLICATION_XID)
+    await node.wait(lambda kubelet: kubelet.statistics().lists > lists, "the message of an XID")
+    heard = node.kubelet.lists[lists - node.kubelet.statistics().lists]
+    returned_ns = node.simulated.nvml.event_times(event).returned_ns
+    if len(heard.unhealthy) != devices // 8 or returned_ns is None:
+        raise MeasurementError(f"the message of an XID named {len(heard.unhealthy)} devices")
+    return await watcher.message_after(returned_ns) - returned_ns
+
+
+async def _longest_stall(agent: AgentProcess, file: Path) -> int:
+    agent.signal(signal.SIGUSR2)
+    deadline_s = time.monotonic() + PATIENCE_S
+    while time.monotonic() < deadline_s:
+        if file.exists():
+            return int(file.read_text(encoding="ascii"))
+        await asyncio.sleep(0.02)
+    raise MeasurementError("the agent did not say how long its loop stood still")
+
+
+LISTS: Final = Measurement("S6", "ListAndWatch with 8 x 100 shares and with 56 MIG devices", _lists)

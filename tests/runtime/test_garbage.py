@@ -1,0 +1,76 @@
+"""Garbage is collected on the loop's thread alone."""
+
+import asyncio
+import gc
+import threading
+from collections.abc import Iterator
+from contextlib import suppress
+
+import pytest
+
+from agent.runtime import garbage
+from agent.threads import in_daemon_thread
+
+
+@pytest.fixture(autouse=True)
+def _as_before() -> Iterator[None]:
+    yield
+    gc.unfreeze()
+    gc.disable()
+
+
+class Ring:
+    """Garbage that only a collection finds, and that tells on which thread it was found."""
+
+    def __init__(self, told: list[threading.Thread]) -> None:
+        self.itself = self
+        self._told = told
+
+    def __del__(self) -> None:
+        self._told.append(threading.current_thread())
+
+
+def make_garbage(told: list[threading.Thread]) -> None:
+    """Make more of it than the interpreter would ever leave lying about by itself."""
+    for _ in range(5_000):
+        Ring(told)
+
+
+async def test_garbage_made_on_any_thread_is_collected_on_the_loops(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(garbage, "PERIOD_S", 0.01)
+    gc.enable()
+    told: list[threading.Thread] = []
+    collecting = asyncio.get_running_loop().create_task(garbage.collect_for_ever())
+    await asyncio.sleep(0)
+    try:
+        await in_daemon_thread("garbage-maker", lambda: make_garbage(told))
+        async with asyncio.timeout(20):
+            while len(told) < 5_000:
+                await asyncio.sleep(0.01)
+        assert set(told) == {threading.main_thread()}
+    finally:
+        collecting.cancel()
+        with suppress(asyncio.CancelledError):
+            await collecting
+
+
+async def test_what_outlived_young_collections_is_found_by_a_full_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(garbage, "PERIOD_S", 0.01)
+    monkeypatch.setattr(garbage, "FULL_EVERY", 3)
+    told: list[threading.Thread] = []
+    collecting = asyncio.get_running_loop().create_task(garbage.collect_for_ever())
+    await asyncio.sleep(0)
+    try:
+        old = Ring(told)
+        # Now it is in the oldest generation.
+        gc.collect()
+        del old
+        async with asyncio.timeout(20):
+            while not told:
+                await asyncio.sleep(0.01)
+    finally:
+        collecting.cancel()
+        with suppress(asyncio.CancelledError):
+            await collecting

@@ -1,0 +1,84 @@
+"""What is told to be off, where the agent was given less than it can use."""
+
+from pathlib import Path
+
+import pytest
+
+from agent.config.load import load
+from agent.config.settings import Settings
+from agent.errors import MissingRightsError
+from agent.runtime.parts_off import parts_off, with_usable_state_dir
+
+
+def settings(tmp_path: Path, **flags: str) -> Settings:
+    """Everything there is, under a directory."""
+    (tmp_path / "pod-resources").mkdir(exist_ok=True)
+    (tmp_path / "state").mkdir(exist_ok=True)
+    (tmp_path / "kmsg").touch()
+    (tmp_path / "proc" / "self").mkdir(parents=True, exist_ok=True)
+    (tmp_path / "proc" / "self" / "uid_map").write_text("         0          0 4294967295\n")
+    given = {
+        "kernel-log": str(tmp_path / "kmsg"),
+        "pod-resources-socket": str(tmp_path / "pod-resources" / "kubelet.sock"),
+        "control-socket": str(tmp_path / "run" / "control.sock"),
+        "proc-root": str(tmp_path / "proc"),
+        "state-dir": str(tmp_path / "state"),
+    }
+    return load(given | {name.replace("_", "-"): value for name, value in flags.items()}, {})
+
+
+def names(given: Settings, *, is_in_container: bool = True) -> list[str]:
+    return [part.name for part in parts_off(given, is_in_container=is_in_container)]
+
+
+def test_nothing_is_off_where_everything_is_given(tmp_path: Path) -> None:
+    assert names(settings(tmp_path)) == []
+
+
+def test_a_kubelet_that_is_down_takes_nothing_away(tmp_path: Path) -> None:
+    assert not (tmp_path / "pod-resources" / "kubelet.sock").exists()
+    assert "pods" not in names(settings(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("flags", "name"),
+    [
+        ({"kernel_log": "/nonexistent/kmsg"}, "kernel log"),
+        ({"pod_resources_socket": "/nonexistent/kubelet.sock"}, "pods"),
+        ({"control_socket": "/proc/self/none/control.sock"}, "control socket"),
+    ],
+)
+def test_each_part_that_is_off_is_named_with_what_switches_it_on(
+    tmp_path: Path, flags: dict[str, str], name: str
+) -> None:
+    (part,) = parts_off(settings(tmp_path, **flags), is_in_container=True)
+    assert part.name == name
+    assert str(part) == f"{name}: {part.why}; {part.remedy}"
+
+
+def test_what_an_operator_switched_off_is_not_told(tmp_path: Path) -> None:
+    assert names(settings(tmp_path, kernel_log="", pod_resources_socket="", uevents="false")) == []
+
+
+def test_the_kernel_tells_no_user_namespace_of_gpus(tmp_path: Path) -> None:
+    given = settings(tmp_path)
+    (tmp_path / "proc" / "self" / "uid_map").write_text("         0     100000      65536\n")
+    assert names(given) == ["uevents"]
+    assert names(settings(tmp_path, proc_root="/nonexistent")) == []
+
+
+def test_state_in_a_containers_own_files_is_told_and_on_a_node_it_is_not(tmp_path: Path) -> None:
+    unusable = load({"proc-root": "/nonexistent"}, {})._replace(state_dir="/proc/self/none")
+    fallbacks = ("/proc/none", str(tmp_path / "fallback"))
+    taken = with_usable_state_dir(unusable, is_in_container=True, fallbacks=fallbacks)
+    assert taken.state_dir == str(tmp_path / "fallback")
+    assert "state over restarts" in names(taken)
+    assert "state over restarts" not in names(taken, is_in_container=False)
+    with pytest.raises(MissingRightsError):
+        with_usable_state_dir(unusable, is_in_container=False)
+
+
+def test_a_state_directory_that_was_asked_for_is_not_replaced() -> None:
+    asked = load({"state-dir": "/proc/self/none"}, {})
+    with pytest.raises(MissingRightsError, match="/proc/self/none"):
+        with_usable_state_dir(asked, is_in_container=True)
