@@ -15,12 +15,14 @@ MODULES, SOURCES = "/lib/modules", "/usr/src"
 
 FAKE_BCC = """\
 import os, time
-log = os.path.join(os.path.dirname(__file__), "compilations")
+def note(what):
+    with open(os.path.join(os.path.dirname(__file__), "notes"), "a") as file:
+        file.write(f"{{what}} {{os.getpid()}}\\n")
+note("imported")
 class BPF:
     TRACEPOINT = RAW_TRACEPOINT = KPROBE = TRACING = 1
     def __init__(self, text, cflags):
-        with open(log, "a") as file:
-            file.write("compiled\\n")
+        note("compiled")
         {does}
 """
 SAID = "/virtual/main.c:4:2: error: unknown type name u33"
@@ -94,8 +96,17 @@ class OtherMachine:
     @property
     def compilations(self) -> int:
         """How often that module was asked to compile."""
-        log = self.empty(BCC_FOLDER) / "bcc/compilations"
-        return log.read_text().count("compiled") if log.exists() else 0
+        return len(self._pids("compiled"))
+
+    @property
+    def importers(self) -> list[int]:
+        """The processes that imported that module."""
+        return self._pids("imported")
+
+    def _pids(self, what: str) -> list[int]:
+        notes = self.empty(BCC_FOLDER) / "bcc/notes"
+        lines = notes.read_text().splitlines() if notes.exists() else []
+        return [int(line.split()[1]) for line in lines if line.startswith(what)]
 
     def launcher(self) -> tuple[str, ...]:
         """Return what is put before the agent's command line, and becomes the agent."""
