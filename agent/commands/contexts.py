@@ -26,12 +26,16 @@ at least 2: the process is older than the probe.
 
 Examples:
   gpu-agent contexts
-  gpu-agent contexts -o wide          and the agent, descriptors, counts, cgroups
+  gpu-agent contexts -o wide          and the agent, files, counts, cgroups
   gpu-agent contexts -o json
 """
 
 TITLES: Final = ("PID", "COMM", "GPU", "CONTEXTS", "MEMORY", "STATE", "SINCE", "POD")
 WIDE_TITLES: Final = (*TITLES, "FDS", "ALLOCATED", "FREED", "CGROUP")
+ORPHAN_TITLES: Final = ("ENDED-PID", "COMM", "GPU", "CONTEXTS", "ENDED", "HELD-BY", "POD")
+WIDE_ORPHAN_TITLES: Final = (*ORPHAN_TITLES, "CGROUP")
+MAX_HOLDERS: Final = 2
+"""Who keep contexts alive, in the table that fits a terminal."""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -60,7 +64,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def context_lines(document: dict[str, Any], *, now_ns: int, is_wide: bool) -> list[str]:
-    """Return the table; ``now_ns`` is monotonic, as the document's moments."""
+    """Return the tables; ``now_ns`` is monotonic, as the document's moments."""
     rows = [
         row
         for process in document["processes"]
@@ -68,8 +72,12 @@ def context_lines(document: dict[str, Any], *, now_ns: int, is_wide: bool) -> li
         if is_wide or not process["is_agent"]
         for row in _rows_of_process(process, now_ns=now_ns, is_wide=is_wide)
     ]
-    rows += [_row_of_orphan(orphan, now_ns=now_ns, is_wide=is_wide) for orphan in document["orphans"]]
-    return table(WIDE_TITLES if is_wide else TITLES, rows, is_wide=is_wide)
+    lines = table(WIDE_TITLES if is_wide else TITLES, rows, is_wide=is_wide)
+    left = [_row_of_orphan(orphan, now_ns=now_ns, is_wide=is_wide) for orphan in document["orphans"]]
+    if left:
+        titles = WIDE_ORPHAN_TITLES if is_wide else ORPHAN_TITLES
+        lines += ["", "Left behind by processes that ended:", *table(titles, left, is_wide=is_wide)]
+    return lines
 
 
 def notes(document: dict[str, Any]) -> Iterator[str]:
@@ -109,20 +117,19 @@ def _rows_of_process(process: dict[str, Any], *, now_ns: int, is_wide: bool) -> 
 
 
 def _row_of_orphan(orphan: dict[str, Any], *, now_ns: int, is_wide: bool) -> list[str]:
-    owner = orphan["owner"]
-    holders = ",".join(map(str, orphan["holders"])) or UNKNOWN
-    pod = "" if owner["pod"] is None else f"{owner['pod']} "
+    owner, holders = orphan["owner"], list(map(str, orphan["holders"]))
+    if not is_wide and len(holders) > MAX_HOLDERS:
+        holders = [*holders[:MAX_HOLDERS], f"+{len(holders) - MAX_HOLDERS}"]
     row = [
         f"{owner['pid']}",
         owner["comm"] or UNKNOWN,
         _gpu(orphan["gpu"]),
         UNKNOWN if orphan["contexts"] is None else str(orphan["contexts"]),
-        UNKNOWN,
-        "ended",
         _age(orphan["ended_monotonic_ns"], now_ns),
-        f"{pod}held by {holders}",
+        ",".join(holders) or UNKNOWN,
+        _pod(owner),
     ]
-    return [*row, NONE, NONE, NONE, owner["cgroup"] or UNKNOWN] if is_wide else row
+    return [*row, owner["cgroup"] or UNKNOWN] if is_wide else row
 
 
 def _gpu(index: int | None) -> str:

@@ -22,7 +22,7 @@ hold it, and how much of its memory each uses. "host" is a process in no pod.
 
 Examples:
   gpu-agent owners
-  gpu-agent owners -o wide            and the agent, unclaimed memory, whole UUIDs
+  gpu-agent owners -o wide            and the agent, UUIDs, unclaimed memory
   gpu-agent owners -o json
 """
 
