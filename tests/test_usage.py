@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from agent.commands import contexts, owners
 from agent.commands.contexts import context_lines, notes
 from agent.commands.owners import owner_lines
 from agent.commands.render import WIDTH
@@ -294,11 +293,6 @@ def test_wide_tables_cut_no_name() -> None:
 
     assert LONG_POD in context_lines(document["contexts"], now_ns=NOW_NS, is_wide=True)[4]
     assert LONG_POD in owner_lines(document["owners"], is_wide=True)[2]
-
-
-@pytest.mark.parametrize("text", [contexts._DESCRIPTION, owners._DESCRIPTION])
-def test_help_fits_a_terminal(text: str) -> None:
-    assert max(map(len, text.splitlines())) <= WIDTH
 
 
 def test_who_reads_the_table_is_told_what_it_is_worth() -> None:

@@ -20,9 +20,9 @@ from agent.commands.render import (
 )
 
 _DESCRIPTION: Final = """\
-Show every process that has the driver's files open, the CUDA contexts it has on
-each GPU, and the contexts that processes which ended have left behind. "2+" is
-at least 2: the process is older than the probe.
+Show every process that has the driver's files open, the CUDA contexts it has
+on each GPU, and the contexts that processes which ended have left behind. "2+"
+is at least 2: the process is older than the probe.
 
 Examples:
   gpu-agent contexts

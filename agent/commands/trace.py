@@ -40,8 +40,8 @@ _LOOK_MS: Final = 1_000
 
 _DESCRIPTION: Final = """\
 Show each call of a process into the NVIDIA driver as it happens: what it is
-about, how long it took, how the driver answered, and which calls do not return.
-Needs root. The process is not stopped, as strace would, and need not be new.
+about, how long it took, how the driver answered, and which calls do not
+return. Needs root. Unlike strace it does not stop the process.
 
 At the end, on Ctrl-C, or when the process ends: a table of all calls.
 
