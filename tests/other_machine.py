@@ -43,6 +43,7 @@ class OtherMachine:
 
     def __init__(self, folder: Path) -> None:
         """``folder`` is where what it sees is kept."""
+        folder.mkdir(parents=True, exist_ok=True)
         self._folder = folder
         self._mounts: list[str] = []
         self.without: list[str] = []
