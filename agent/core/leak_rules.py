@@ -94,7 +94,7 @@ class Scene:
 
     def is_free(self, process: ProcessUse, names: AbstractSet[str] = frozenset()) -> bool:
         """Return whether a process is one of which nothing is told."""
-        return is_service(process, self.policy.allowed | names)
+        return is_service(process, self.policy.allowed) or is_service(process, names)
 
     def lives(self, process: ProcessUse) -> bool | None:
         """Return whether the pod of a process lives; None: not known. A process in no pod has none."""

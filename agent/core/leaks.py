@@ -189,12 +189,11 @@ def _taken_over(condition: Condition, details: Details) -> Iterator[Suspect]:
 
 def grouped(leaks: Leaks) -> Mapping[tuple[LeakKind, Placement], tuple[Suspect, ...]]:
     """Return the findings by kind and place; those of which the GPU is not known are left out."""
-    found: dict[tuple[LeakKind, Placement], tuple[Suspect, ...]] = {}
+    found: dict[tuple[LeakKind, Placement], list[Suspect]] = {}
     for suspect in leaks.findings():
         if suspect.place is not None:
-            name = (suspect.key.kind, suspect.place)
-            found[name] = (*found.get(name, ()), suspect)
-    return found
+            found.setdefault((suspect.key.kind, suspect.place), []).append(suspect)
+    return {name: tuple(suspects) for name, suspects in found.items()}
 
 
 def details_of(

@@ -4,9 +4,11 @@ Invariants: a process belongs to the pod that its cgroup names, and to the host 
 source does not say stays unknown: a holder without a figure of memory has none, not zero.
 """
 
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Final, Literal
 
 from agent.model.gpu import Gpu
@@ -55,7 +57,12 @@ def is_given(given_to: Given, places: Iterable[Placement], pod: str) -> bool:
 
 def is_service(process: ProcessUse, allowed: AbstractSet[str]) -> bool:
     """Return whether a process is the agent or on a list of names, which may be longer than a comm."""
-    return process.is_agent or process.look.comm in {name[:COMM_LENGTH] for name in allowed}
+    return process.is_agent or process.look.comm in _comms(frozenset(allowed))
+
+
+@lru_cache(maxsize=8)
+def _comms(names: frozenset[str]) -> frozenset[str]:
+    return frozenset(name[:COMM_LENGTH] for name in names)
 
 
 COMM_LENGTH: Final = 15
@@ -92,9 +99,11 @@ def is_in_use(process: ProcessUse, hold: GpuHold, memory: GpuMemory | None) -> b
 
 
 def user_of(memory: GpuMemory | None, pid: int) -> MemoryUser | None:
-    """Return the entry of a pid in NVML's list of a GPU."""
-    users = () if memory is None else memory.users
-    return next((user for user in users if user.pid == pid), None)
+    """Return the entry of a pid in NVML's list of a GPU, which is in the order of pids."""
+    if memory is None:
+        return None
+    at = bisect_left(memory.users, (pid,))
+    return memory.users[at] if at < len(memory.users) and memory.users[at].pid == pid else None
 
 
 def name_of(pod: PodRef, pods: Pods | None) -> str:

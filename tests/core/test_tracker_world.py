@@ -51,7 +51,9 @@ class AgainstTheKernel(RuleBasedStateMachine):
     @precondition(lambda self: self.world.alive)
     @rule(data=st.data(), device=st.sampled_from([CONTROL, CONTROL, gpu_file(0), gpu_file(1), UVM]))
     def open(self, data: st.DataObject, device: int) -> None:
-        self.world.open(self.draw_task(data), device)
+        task = self.draw_task(data)
+        if not task.exiting:
+            self.world.open(task, device)
 
     @precondition(lambda self: self.world.alive)
     @rule(data=st.data(), what=st.sampled_from(["dup", "close", "send"]))
@@ -184,6 +186,7 @@ class AgainstTheKernel(RuleBasedStateMachine):
 
     @rule()
     def rebuild(self) -> None:
+        self.drain()
         at_ns = self.world.now_ns = self.world.now_ns + 1
         rows = list(self.world.rows.values())
         self.tracker.rebuilt(rows, at_ns, dict(self.world.opened))

@@ -135,7 +135,7 @@ def memory(
 ) -> GpuMemorySeen:
     """What NVML says of the memory of a GPU, in MiB; by default as much is used as its processes have."""
     known = sum(each.used_bytes or 0 for each in users) if used is None else used * MIB
-    return GpuMemorySeen(on, GpuMemory(known, total * MIB, users, info))
+    return GpuMemorySeen(on, GpuMemory(known, total * MIB, tuple(sorted(users)), info))
 
 
 def allocated(*devices: tuple[str, str]) -> AllocationsListed:
