@@ -124,10 +124,10 @@ class Tracker:
     def rebuilt(self, rows: Iterable[RmObject], at_ns: int, opened: Mapping[int, int] = _UNKNOWN) -> None:
         """Take all rows of the kernel's map, which was read from ``at_ns`` on; a scan has to follow.
 
-        Events that are older are in it already; those that were not lost are best told before it. Rows of files that nobody holds are stale, and so are
-        those that are older than their file: ``opened`` says when files were opened, where the kernel
-        told. Where it did not, an address may have been used again while events were lost, so that
-        nobody is said to have left behind what only rows tell of.
+        Events that are older are in it already; those that were not lost are best told before it. Rows of
+        files that nobody holds are stale, and so are those that are older than their file: ``opened`` says
+        when files were opened, where the kernel told. Where it did not, an address may have been used again
+        while events were lost, so that nobody is said to have left behind what only rows tell of.
         """
         self._rebuilt_ns = at_ns
         self._clients.rebuilt(
