@@ -8,12 +8,13 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.setup-done
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check bench mutants bpf gen lock clean
+.PHONY: help setup demo test test-vm check bench mutants bpf gen lock clean
 
 help:
 	@echo 'make setup    system packages (as root), virtual environment in $(VENV), $(BIN)/gpu-agent'
 	@echo 'make demo     a live table of a simulated 8-GPU node (ARGS="--scenario xid-79 --json")'
 	@echo 'make test     all tests (ARGS="tests/core -k xid")'
+	@echo 'make test-vm  the probe in a virtual machine with Debian'\''s kernel, minutes (ARGS="--loader core")'
 	@echo 'make check    linters, types, architecture, generated code'
 	@echo 'make bench    the figures we promise, beside their targets (ARGS=--json)'
 	@echo 'make mutants  mutation score of agent/core (minutes)'
@@ -32,6 +33,9 @@ demo: $(STAMP)
 
 test: $(STAMP)
 	$(BIN)/python -m pytest -n $(JOBS) $(ARGS)
+
+test-vm: $(STAMP)
+	@$(BIN)/python -m tests.vm $(ARGS)
 
 check: $(STAMP)
 	$(BIN)/ruff check .
