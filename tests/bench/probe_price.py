@@ -1,0 +1,145 @@
+"""PROBE: what the probe costs the machine, and how much it can tell."""
+
+import asyncio
+import statistics
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import AsyncGenerator, Callable
+from pathlib import Path
+from typing import Final
+
+from agent.model.rm import RmEvent
+from agent.probe import procfs
+from agent.probe.kernel import Majors
+from agent.probe.probe import Probe
+from tests.bench.figures import NS_PER_MS, Absent, Effort, Figure, Measurement, MeasurementError, quantile
+from tests.bench.probe_load import DOUBLES, LOADERS, Loader, Tools
+
+_CALLS: Final = 20_000
+"""Of each kind, ten times in each round."""
+
+_ADDED_NS: Final = {
+    "getppid": 15,
+    "ioctl": 110,
+    "rm_ioctl": 350,
+    "context": 450,
+    "open_close_file": 200,
+    "open_close": 400,
+}
+"""What a call may cost more with the probe: a system call that is none of its business, an ioctl that is not,
+one of the driver's, one that makes or ends a context and is told, and an open with its close of another file
+and of a device. As measured when the probe was designed, and a quarter more."""
+
+_CONTEXT: Final = 0x9067
+_CLIENT: Final = 0xC1D00001
+"""As tests/bench/probe_calls.c has them."""
+
+_RATES_PER_S: Final = (10_000, 50_000, 100_000, 200_000, 400_000)
+_LOSSLESS_PER_S: Final = 10_000
+_DESCRIPTORS: Final = 10_000
+_HOLDERS: Final = 10
+_SCAN_MS: Final = 20
+_PROCFS_SCAN_MS: Final = 150
+
+
+async def _price(effort: Effort) -> AsyncGenerator[Figure | Absent, None]:
+    """Measure on device doubles with tier syscalls, which is the dear one.
+
+    Rounds without the probe and with each loader's alternate. A round's value is the best of ten blocks of
+    calls, in CPU time; the figure is the median over the rounds, with its difference to that without a probe.
+    """
+    with tempfile.TemporaryDirectory(prefix="gpu-bench-") as folder:
+        tools = Tools(Path(folder))
+        async for figure in _calls(tools, effort.of(quick=1, usual=5, full=15)):
+            yield figure
+        async for figure in _events(tools, effort.of(quick=1, usual=2, full=5)):
+            yield figure
+        async for figure in _scans(tools, effort.of(quick=5, usual=50, full=200)):
+            yield figure
+
+
+async def _calls(tools: Tools, rounds: int) -> AsyncGenerator[Figure | Absent, None]:
+    usable = [loader for loader in LOADERS if tools.why_not(loader) is None]
+    without: dict[str, list[float]] = defaultdict(list)
+    taken: dict[Loader, dict[str, list[float]]] = {loader: defaultdict(list) for loader in usable}
+    for _ in range(rounds):
+        await _round(tools, without)
+        for loader in usable:
+            async with tools.probe(loader) as probe:
+                # As in the agent: events are read while they come.
+                probe.ring.subscribe(asyncio.get_running_loop(), lambda _events: None)
+                await _round(tools, taken[loader])
+    for kind, values in without.items():
+        yield Figure(f"PROBE.off.{kind}", statistics.median(values), "ns", None)
+    for loader in LOADERS:
+        why = tools.why_not(loader)
+        for kind, target in _ADDED_NS.items():
+            name = f"PROBE.{loader}.{kind}_added"
+            if why is not None:
+                yield Absent(name, why)
+            else:
+                added = statistics.median(taken[loader][kind]) - statistics.median(without[kind])
+                yield Figure(name, added, "ns", target)
+
+
+async def _round(tools: Tools, into: dict[str, list[float]]) -> None:
+    for line in (await tools.run("measure", str(_CALLS), tools.file, tools.node)).splitlines():
+        kind, value = line.split()
+        into[kind].append(float(value))
+
+
+async def _events(tools: Tools, seconds: int) -> AsyncGenerator[Figure, None]:
+    """Find the highest rate at which none is lost: the ring has its usual size, the reader an event loop."""
+    async with tools.probe(tools.quickest) as probe:
+        lossless = 0.0
+        for rate in _RATES_PER_S:
+            sent, seen, lost = await _send(tools, probe, rate, seconds)
+            if lost or seen < sent:
+                break
+            lossless = sent / seconds
+    yield Figure("PROBE.events_without_loss", lossless, "1/s", _LOSSLESS_PER_S, at_least=True)
+
+
+async def _send(tools: Tools, probe: Probe, per_s: int, seconds: int) -> tuple[int, int, int]:
+    """Return how many events were sent, how many of them were read, and how many were lost."""
+    seen = 0
+
+    def take(events: list[RmEvent]) -> None:
+        nonlocal seen
+        seen += sum(event.rm_class == _CONTEXT and event.client == _CLIENT for event in events)
+
+    lost = probe.read_statistics().lost
+    probe.ring.subscribe(asyncio.get_running_loop(), take)
+    sent = int(await tools.run("send", str(per_s), str(seconds), tools.node))
+    probe.ring.unsubscribe()
+    while events := probe.ring.read():
+        take(events)
+    return sent, seen, probe.read_statistics().lost - lost
+
+
+async def _scans(tools: Tools, times: int) -> AsyncGenerator[Figure, None]:
+    """Find who holds what, by the iterator in the kernel and by /proc alone."""
+    files = _DESCRIPTORS // _HOLDERS
+    async with tools.probe(tools.quickest) as probe:
+        with tools.holders(_HOLDERS, files, tools.node):
+            found = sum(held.fds for held in probe.scan().held)
+            if found < _DESCRIPTORS:
+                raise MeasurementError(f"the scan found {found} of {_DESCRIPTORS} descriptors")
+            in_kernel = _timed(probe.scan, times)
+            in_proc = _timed(lambda: procfs.scan(majors=Majors(DOUBLES.nvidia_major)), max(3, times // 5))
+    yield Figure("PROBE.scan_10000_descriptors.p50", quantile(in_kernel, 0.5), "ms", _SCAN_MS)
+    yield Figure("PROBE.procfs_scan_10000_descriptors.p50", quantile(in_proc, 0.5), "ms", _PROCFS_SCAN_MS)
+
+
+def _timed(scan: Callable[[], object], times: int) -> list[float]:
+    """Return how long each run took, in milliseconds."""
+    taken: list[float] = []
+    for _ in range(times):
+        began_ns = time.perf_counter_ns()
+        scan()
+        taken.append((time.perf_counter_ns() - began_ns) / NS_PER_MS)
+    return taken
+
+
+PRICE: Final = Measurement("PROBE", "the probe: what calls cost more, events a second, scans", _price)
