@@ -27,8 +27,10 @@ GPUS = tuple(
 WITHOUT_FUSE = (
     sys.executable,
     "-c",
-    "from agent.simulation.driver_double import __main__, fuse\n"
-    + "fuse.FUSE_DEVICE = '/nonexistent/fuse'\n__main__.main()",
+    (
+        "from agent.simulation.driver_double import __main__, fuse\n"
+        "fuse.FUSE_DEVICE = '/nonexistent/fuse'\n__main__.main()"
+    ),
 )
 """The command of a double on a machine that cannot have it."""
 
