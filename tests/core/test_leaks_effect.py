@@ -272,6 +272,15 @@ def test_a_person_can_end_what_only_an_earlier_agent_knew() -> None:
     assert on.unhealthy() == set()
 
 
+def test_a_person_who_ends_it_on_one_gpu_ends_it_there_alone() -> None:
+    on = restarted(flipped(ORPHANED))
+    holder = seen(process(8, hold(contexts=0), partial=True))
+    on.tell(allocated(), pods(), holder, RecoverRequested(U1), passed())
+    assert kinds(on) == {("orphaned_client", U0)}
+    on.tell(RecoverRequested(U0), holder)
+    assert kinds(on) == set()
+
+
 def test_what_an_earlier_agent_found_ends_when_nobody_looks_any_more() -> None:
     on = restarted(flipped(GONE))
     begun_ns = on.now_ns

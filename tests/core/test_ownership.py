@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from agent.core.ownership import (
+    Holder,
     Ownership,
     given,
     is_given,
@@ -67,6 +68,57 @@ def test_a_gpu_is_told_with_who_has_it_who_holds_it_and_what_is_used() -> None:
     assert (second.used_bytes, second.process_info) == (None, None)
 
 
+def test_everything_of_a_holder_is_told() -> None:
+    on = node()
+    use = process(
+        7, hold(U0, 2), pod=POD_A, comm="nv-hostengine", state="D", start=70, since_ns=5, partial=True
+    )
+    on.tell(seen(replace(use, is_agent=True)), memory(user(7, 300), user(9, 50)))
+    known, listed = owned(on)[0].holders or ()
+    assert known == Holder(
+        pid=7,
+        start_ticks=70,
+        comm="nv-hostengine",
+        owner="pod",
+        pod="ns1/job-a",
+        state="D",
+        contexts=2,
+        used_bytes=300 * MIB,
+        since_ns=5,
+        service=True,
+        partial=True,
+        is_agent=True,
+    )
+    assert listed == Holder(
+        pid=9,
+        start_ticks=None,
+        comm="",
+        owner="unknown",
+        pod=None,
+        state="",
+        contexts=None,
+        used_bytes=50 * MIB,
+        since_ns=None,
+        service=False,
+    )
+
+
+def test_everything_of_a_gpu_is_told() -> None:
+    on = node()
+    on.tell(memory(used=400, total=1000, on=U1))
+    assert owned(on)[1] == Ownership(
+        placement=Placement(U1),
+        uuid=U1,
+        index=1,
+        given_to=(),
+        holders=(),
+        used_bytes=400 * MIB,
+        total_bytes=1000 * MIB,
+        unclaimed_bytes=400 * MIB,
+        process_info="ok",
+    )
+
+
 def test_what_is_not_known_is_not_told_as_nothing() -> None:
     on = well_node(gpu(0))
     (only,) = owned(on)
@@ -120,7 +172,11 @@ def test_a_gpu_cut_into_mig_devices_is_told_by_device() -> None:
     assert [each.uuid for each in told] == [mig_uuid(0), mig_uuid(1), mig_uuid(2)]
     assert [[holder.pid for holder in each.holders or ()] for each in told] == [[7, 10], [8], [9]]
     assert [each.given_to for each in told] == [(), ((DeviceId(mig_uuid(1)), "ns1/job-a"),), ()]
-    assert {each.used_bytes for each in told} == {None}
+    assert [each.placement for each in told] == [M1, M2, M3]
+    assert {(each.used_bytes, each.total_bytes, each.unclaimed_bytes) for each in told} == {
+        (None, None, None)
+    }
+    assert {each.process_info for each in told} == {"ok"}
 
 
 def test_who_holds_the_whole_gpu_holds_each_of_its_mig_devices() -> None:
