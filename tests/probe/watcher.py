@@ -86,7 +86,8 @@ class Watcher:
         self._double = double
         self._gpus = gpus
         self._source = source
-        self._seen = seen
+        self.seen = seen
+        """Every fact that the source told."""
         self._running = running
 
     @property
@@ -99,13 +100,13 @@ class Watcher:
         """The picture after everything that has happened."""
         signs: set[int | None] = {self._source.last_sign_ns}
         async with asyncio.timeout(PATIENCE_S):
-            while len(signs) <= ROUNDS or not self._seen.of(GpuUseSeen):
+            while len(signs) <= ROUNDS or not self.seen.of(GpuUseSeen):
                 if self._running.done():
                     self._running.result()
                 # Nothing tells of a round that found nothing new.
                 await asyncio.sleep(LOOK_AGAIN_S)
                 signs.add(self._source.last_sign_ns)
-        return self._seen.of(GpuUseSeen)[-1].usage
+        return self.seen.of(GpuUseSeen)[-1].usage
 
     async def agrees(self) -> Live:
         """Assert that the picture is what the driver's books say, and so is one made from the maps alone.
