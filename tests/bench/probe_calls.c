@@ -55,7 +55,7 @@ static void free_again(int node)
 	ioctl(node, COMMAND(0x29, 16), end);
 }
 
-#define BLOCKS 10
+#define BLOCKS 20
 
 /* The best of some blocks, in CPU time: what others do on the machine meanwhile is not in it. */
 #define MEASURE(kind, calls, code) \

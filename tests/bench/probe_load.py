@@ -2,9 +2,11 @@
 
 import asyncio
 import contextlib
+import ctypes
 import os
 import shutil
 import stat
+import struct
 import subprocess
 import threading
 from collections.abc import AsyncIterator, Iterator
@@ -12,7 +14,7 @@ from pathlib import Path
 from typing import Final, Literal
 
 from agent.errors import ProbeLoadError
-from agent.probe import headers, kernel
+from agent.probe import headers, kernel, syscalls
 from agent.probe.kernel import Roots
 from agent.probe.loading import load
 from agent.probe.probe import Probe
@@ -29,6 +31,15 @@ DOUBLES: Final = Doubles(nvidia_major=_MEMORY_MAJOR, any_return=True)
 """A node like /dev/null counts as a GPU; it refuses the driver's commands, which is taken for success."""
 
 
+_OF_EVERY_PROBE: Final = b"enter_ioctl"
+_PROG_GET_NEXT_ID: Final = 11
+_PROG_GET_FD_BY_ID: Final = 13
+_OBJ_GET_INFO_BY_FD: Final = 15
+_INFO_BYTES: Final = 128
+_NAME_AT: Final = 64
+"""Source: linux/bpf.h, enum bpf_cmd and struct bpf_prog_info."""
+
+
 def why_no_probe() -> str | None:
     """Return why no probe can be loaded here; None where one can."""
     if os.geteuid() != 0:
@@ -38,6 +49,37 @@ def why_no_probe() -> str | None:
     except ProbeLoadError as error:
         return str(error)
     return None
+
+
+def other_probes() -> int:
+    """Return how many probes of tier syscalls are in the kernel, whoever loaded them."""
+    found, number = 0, 0
+    while (number := _program_after(number)) != 0:
+        with contextlib.suppress(OSError):  # it is gone already
+            found += _program_name(number) == _OF_EVERY_PROBE
+    return found
+
+
+def _program_after(number: int) -> int:
+    """Return the number of the program that the kernel lists next; 0 at the end."""
+    attributes = ctypes.create_string_buffer(struct.pack("=III", number, 0, 0), 12)
+    try:
+        syscalls._call(0, _PROG_GET_NEXT_ID, attributes, len(attributes))
+    except FileNotFoundError:
+        return 0
+    return int(struct.unpack_from("=I", attributes.raw, 4)[0])
+
+
+def _program_name(number: int) -> bytes:
+    descriptor = syscalls.bpf(_PROG_GET_FD_BY_ID, struct.pack("=III", number, 0, 0))
+    try:
+        info = ctypes.create_string_buffer(_INFO_BYTES)
+        syscalls.bpf(
+            _OBJ_GET_INFO_BY_FD, struct.pack("=IIQ", descriptor, _INFO_BYTES, ctypes.addressof(info))
+        )
+    finally:
+        os.close(descriptor)
+    return info.raw[_NAME_AT : _NAME_AT + 16].partition(b"\0")[0]
 
 
 class Tools:
@@ -99,7 +141,7 @@ class Tools:
     @contextlib.contextmanager
     def holders(self, processes: int, files: int, *nodes: Path) -> Iterator[None]:
         """Have processes hold files meanwhile."""
-        command = [self.program, "hold", str(processes), str(files), *nodes]
+        command: list[str | Path] = [self.program, "hold", str(processes), str(files), *nodes]
         with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as held:
             assert held.stdin is not None
             assert held.stdout is not None

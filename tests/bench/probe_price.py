@@ -1,11 +1,12 @@
 """PROBE: what the probe costs the machine, and how much it can tell."""
 
 import asyncio
+import contextlib
 import statistics
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from pathlib import Path
 from typing import Final
 
@@ -14,10 +15,15 @@ from agent.probe import procfs
 from agent.probe.kernel import Majors
 from agent.probe.probe import Probe
 from tests.bench.figures import NS_PER_MS, Absent, Effort, Figure, Measurement, MeasurementError, quantile
-from tests.bench.probe_load import DOUBLES, LOADERS, Loader, Tools
+from tests.bench.probe_load import DOUBLES, LOADERS, Loader, Tools, other_probes
 
-_CALLS: Final = 20_000
-"""Of each kind, ten times in each round."""
+Taken = dict[str, list[float]]
+"""Nanoseconds of each kind of call, of each round."""
+
+_CALLS: Final = 5_000
+"""Of each kind, twenty times in each round."""
+_PATIENCE_S: Final = 120.0
+_LOOK_AGAIN_S: Final = 0.2
 
 _ADDED_NS: Final = {
     "getppid": 15,
@@ -46,8 +52,8 @@ _PROCFS_SCAN_MS: Final = 150
 async def _price(effort: Effort) -> AsyncGenerator[Figure | Absent, None]:
     """Measure on device doubles with tier syscalls, which is the dear one.
 
-    Rounds without the probe and with each loader's alternate. A round's value is the best of ten blocks of
-    calls, in CPU time; the figure is the median over the rounds, with its difference to that without a probe.
+    Rounds without the probe and with each loader's alternate. A round's value is the best of twenty blocks
+    of calls, in CPU time; the figure is the median over the rounds, less that without a probe.
     """
     with tempfile.TemporaryDirectory(prefix="gpu-bench-") as folder:
         tools = Tools(Path(folder))
@@ -61,15 +67,15 @@ async def _price(effort: Effort) -> AsyncGenerator[Figure | Absent, None]:
 
 async def _calls(tools: Tools, rounds: int) -> AsyncGenerator[Figure | Absent, None]:
     usable = [loader for loader in LOADERS if tools.why_not(loader) is None]
-    without: dict[str, list[float]] = defaultdict(list)
-    taken: dict[Loader, dict[str, list[float]]] = {loader: defaultdict(list) for loader in usable}
+    without: Taken = defaultdict(list)
+    taken: dict[Loader, Taken] = {loader: defaultdict(list) for loader in usable}
     for _ in range(rounds):
-        await _round(tools, without)
+        await _undisturbed_round(tools, without, probes=0)
         for loader in usable:
             async with tools.probe(loader) as probe:
                 # As in the agent: events are read while they come.
                 probe.ring.subscribe(asyncio.get_running_loop(), lambda _events: None)
-                await _round(tools, taken[loader])
+                await _undisturbed_round(tools, taken[loader], probes=1)
     for kind, values in without.items():
         yield Figure(f"PROBE.off.{kind}", statistics.median(values), "ns", None)
     for loader in LOADERS:
@@ -83,10 +89,32 @@ async def _calls(tools: Tools, rounds: int) -> AsyncGenerator[Figure | Absent, N
                 yield Figure(name, added, "ns", target)
 
 
-async def _round(tools: Tools, into: dict[str, list[float]]) -> None:
-    for line in (await tools.run("measure", str(_CALLS), tools.file, tools.node)).splitlines():
+async def _undisturbed_round(tools: Tools, into: Taken, *, probes: int) -> None:
+    """Measure while just so many probes are in the kernel; others would be in the figure.
+
+    Raises MeasurementError if that does not come about.
+    """
+    async with _patience():
+        while True:
+            before = other_probes()
+            told = await tools.run("measure", str(_CALLS), tools.file, tools.node) if before == probes else ""
+            if before == probes == other_probes():
+                break
+            await asyncio.sleep(_LOOK_AGAIN_S)
+    for line in told.splitlines():
         kind, value = line.split()
         into[kind].append(float(value))
+
+
+@contextlib.asynccontextmanager
+async def _patience() -> AsyncIterator[None]:
+    try:
+        async with asyncio.timeout(_PATIENCE_S):
+            yield
+    except TimeoutError:
+        raise MeasurementError(
+            "another agent's probe is in the kernel, whose price would be in every figure; stop that agent"
+        ) from None
 
 
 async def _events(tools: Tools, seconds: int) -> AsyncGenerator[Figure, None]:
@@ -119,7 +147,7 @@ async def _send(tools: Tools, probe: Probe, per_s: int, seconds: int) -> tuple[i
 
 
 async def _scans(tools: Tools, times: int) -> AsyncGenerator[Figure, None]:
-    """Find who holds what, by the iterator in the kernel and by /proc alone."""
+    """Find who holds what, by the iterator in the kernel and by /proc alone; in CPU time."""
     files = _DESCRIPTORS // _HOLDERS
     async with tools.probe(tools.quickest) as probe:
         with tools.holders(_HOLDERS, files, tools.node):
@@ -133,12 +161,12 @@ async def _scans(tools: Tools, times: int) -> AsyncGenerator[Figure, None]:
 
 
 def _timed(scan: Callable[[], object], times: int) -> list[float]:
-    """Return how long each run took, in milliseconds."""
+    """Return what each run took, in milliseconds of CPU time."""
     taken: list[float] = []
     for _ in range(times):
-        began_ns = time.perf_counter_ns()
+        began_ns = time.thread_time_ns()
         scan()
-        taken.append((time.perf_counter_ns() - began_ns) / NS_PER_MS)
+        taken.append((time.thread_time_ns() - began_ns) / NS_PER_MS)
     return taken
 
 
