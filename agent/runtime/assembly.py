@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 CHECKPOINT: Final = "kubelet_internal_checkpoint"
 """In the directory of the kubelet's socket. Source: kubernetes pkg/kubelet/cm/devicemanager/manager.go."""
+MISSED_POLLS: Final = 3
+"""After so many a GPU's device file was not called on, it is not known to answer."""
 
 # Imports stand in the functions: see agent.runtime.imports for their order.
 # ruff: noqa: PLC0415
@@ -198,13 +200,17 @@ class Assembly:
                 loader=settings.probe_loader,
                 roots=Roots(node_proc=settings.proc_root),
                 doubles=Doubles(filesystem=doubles) if doubles else None,
+                answer_within_ns=settings.call_deadline_ns,
             ),
             tier="auto" if tier == "off" else tier,
             # A simulated node has device files of its own, but its processes are the machine's.
             proc_root=Path("/proc" if doubles else settings.proc_root),
             agent_pid=os.getpid(),
             clock=self.clock,
-            settings=EbpfSettings(procfs_scan_ns=settings.poll_ns),
+            settings=EbpfSettings(
+                procfs_scan_ns=settings.poll_ns,
+                stale_call_ns=MISSED_POLLS * settings.poll_ns + settings.call_deadline_ns,
+            ),
         )
         return self.ebpf
 

@@ -67,6 +67,8 @@ class EbpfSettings:
     procfs_scan_ns: int = 10 * SECOND_NS
     """Without the probe, which costs more and is all there is."""
     tell_ns: int = 10 * SECOND_NS
+    stale_call_ns: int = 60 * SECOND_NS
+    """A device that the agent has not called for so long is not known to answer."""
 
 
 class _Found(NamedTuple):
@@ -270,8 +272,13 @@ class EbpfSource:
 
     def _tell_device_calls(self, probe: Probe, readiness: Mapping[int, Readiness]) -> None:
         calls: dict[GpuUuid, DeviceCall] = {}
-        within_ns = self._request.answer_within_ns
-        for judged in judged_calls(readiness, self._map, now_ns=self._clock(), answer_within_ns=within_ns):
+        for judged in judged_calls(
+            readiness,
+            self._map,
+            now_ns=self._clock(),
+            answer_within_ns=self._request.answer_within_ns,
+            stale_ns=self._settings.stale_call_ns,
+        ):
             calls[judged.gpu] = judged.call
             if judged.is_flag_wrong:
                 probe.set_ready(judged.minor, ready=False)

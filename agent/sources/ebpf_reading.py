@@ -4,18 +4,14 @@ Invariants: what blocks is called by the source's own thread; the rest is made o
 """
 
 from collections.abc import Iterator, Mapping
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
 from agent.core.tracker import GpuMap
 from agent.model.ids import GpuUuid, Placement
-from agent.model.policy import SECOND_NS
 from agent.model.snapshot import Snapshot
 from agent.model.usage import DeviceCall, ProbeView
 from agent.probe.kernel import Majors
 from agent.probe.probe import Probe, Readiness
-
-STALE_CALL_NS: Final = 60 * SECOND_NS
-"""A device that was not called for so long is not known to answer."""
 
 
 class Reading(NamedTuple):
@@ -54,15 +50,19 @@ class JudgedCall(NamedTuple):
 
 
 def judged_calls(
-    readiness: Mapping[int, Readiness], gpus: GpuMap, *, now_ns: int, answer_within_ns: int
+    readiness: Mapping[int, Readiness], gpus: GpuMap, *, now_ns: int, answer_within_ns: int, stale_ns: int
 ) -> Iterator[JudgedCall]:
-    """Yield how each GPU that is known answered; one whose call hangs, or is long ago, is not ready."""
+    """Yield how each GPU that is known answered; one whose call hangs, or is long ago, is not ready.
+
+    A call that is long ago is one that should have followed and did not get that far: opening the file, or
+    what the agent asks before, does not return.
+    """
     for minor, (is_ready, check) in readiness.items():
         gpu = gpus.by_minor.get(minor)
         if gpu is None:
             continue
         age_ns = now_ns - check.entered_ns
-        is_late = age_ns > (answer_within_ns if check.in_flight else STALE_CALL_NS)
+        is_late = age_ns > (answer_within_ns if check.in_flight else stale_ns)
         call = DeviceCall(is_ready and not is_late, check.entered_ns, check.took_ns)
         yield JudgedCall(gpu, minor, call, is_flag_wrong=is_ready and is_late)
 

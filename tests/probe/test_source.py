@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import struct
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
@@ -17,11 +18,11 @@ from agent.model.ids import GpuUuid
 from agent.model.policy import MILLISECOND_NS, SECOND_NS
 from agent.model.snapshot import Snapshot
 from agent.model.usage import DeviceCall, ProcessUse, Usage
+from agent.probe import syscalls
 from agent.probe.request import Doubles, Request
 from agent.simulation.driver_double.double import DriverDouble
 from agent.simulation.driver_double.nodes import UVM_MAJOR, Gpu
 from agent.simulation.gpu_processes.process import SimulatedProcess
-from agent.sources import ebpf_reading
 from agent.sources.ebpf import EbpfSettings, EbpfSource
 from agent.threads import in_daemon_thread
 from tests.probe.caller import Caller
@@ -36,6 +37,7 @@ GPUS = tuple(
     for minor in range(2)
 )
 NUMA_INFO, NUMA_INFO_BYTES = 215, 560
+MAP_GET_FD_BY_ID = 14
 QUIET = EbpfSettings(
     poll_ns=20 * MILLISECOND_NS,
     gap_ns=5 * MILLISECOND_NS,
@@ -59,11 +61,15 @@ class Followed:
         self.double = double
         self.seen = Recorder()
         self.latest: Latest[Snapshot] = Latest(serving(GPUS))
-        doubles = Doubles(filesystem=double.file_system, uvm_major=UVM_MAJOR)
+        options: dict[str, Any] = {
+            "doubles": Doubles(filesystem=double.file_system, uvm_major=UVM_MAJOR),
+            "answer_within_ns": SECOND_NS,
+            **loader,
+        }
         self.source = EbpfSource(
             inbox=self.seen.inbox,
             latest=self.latest,
-            request=Request(**({"doubles": doubles, "answer_within_ns": SECOND_NS} | loader)),
+            request=Request(**options),
             tier="syscalls",
             proc_root=Path("/proc"),
             agent_pid=os.getpid(),
@@ -80,10 +86,12 @@ class Followed:
         await asyncio.wait((self.running,))
 
     async def usage(self, matching: Callable[[Usage], bool]) -> Usage:
-        told = self.seen.of(GpuUseSeen)
-        if told and matching(told[-1].usage):
-            return told[-1].usage
-        return (await self.seen.first(GpuUseSeen, lambda fact: matching(fact.usage))).usage
+        """The newest picture, once it matches."""
+        await self.seen.until(lambda: any(map(matching, self._newest())))
+        return self._newest()[0]
+
+    def _newest(self) -> list[Usage]:
+        return [fact.usage for fact in self.seen.of(GpuUseSeen)[-1:]]
 
     async def call(self, matching: Callable[[DeviceCall], bool]) -> DeviceCall:
         """What was told of the calls on the first GPU, once it matches."""
@@ -222,16 +230,21 @@ async def test_the_picture_can_be_begun_anew_with_the_probe_that_there_is(
 
 
 async def test_the_end_takes_the_probe_out_of_the_kernel(core: dict[str, Any], double: DriverDouble) -> None:
-    before = bpf_descriptors()
-    async with following(double, core):
-        assert bpf_descriptors() > before
+    async with following(double, core) as followed:
+        assert followed.source.probe is not None
+        number = syscalls.map_info(followed.source.probe.ring.fileno()).number
+        assert is_in_the_kernel(number)
     # The kernel lets go in a thread of its own.
-    await until(lambda: bpf_descriptors() == before)
+    await until(lambda: not is_in_the_kernel(number))
 
 
-def bpf_descriptors() -> int:
-    links = [os.path.realpath(path) for path in Path("/proc/self/fd").iterdir()]
-    return sum("bpf" in link or "perf_event" in link for link in links)
+def is_in_the_kernel(number: int) -> bool:
+    """Whether there is a map of this number."""
+    try:
+        os.close(syscalls.bpf(MAP_GET_FD_BY_ID, struct.pack("=III", number, 0, 0)))
+    except FileNotFoundError:
+        return False
+    return True
 
 
 async def test_how_the_driver_numbers_gpus_follows_the_inventory(
@@ -316,15 +329,14 @@ async def test_a_device_on_which_a_call_hangs_is_not_ready_and_so_says_the_kerne
 
 
 async def test_a_device_that_was_not_called_for_long_is_not_known_to_answer(
-    core: dict[str, Any], double: DriverDouble, monkeypatch: pytest.MonkeyPatch
+    core: dict[str, Any], double: DriverDouble
 ) -> None:
+    settings = replace(QUIET, stale_call_ns=500 * MILLISECOND_NS)
     async with (
         calling(double) as caller,
-        following(double, core | {"agent_tgid": caller.pid}) as followed,
+        following(double, core | {"agent_tgid": caller.pid}, settings) as followed,
     ):
         await in_daemon_thread("test-caller", caller.resume)
-        await followed.call(lambda call: call.ready)
-        monkeypatch.setattr(ebpf_reading, "STALE_CALL_NS", 0)
         await followed.call(lambda call: not call.ready)
         probe = followed.source.probe
         assert probe is not None
