@@ -78,7 +78,7 @@ def main(args: argparse.Namespace) -> int:
     signal.signal(signal.SIGTERM, _interrupt)
     probe = _load(_request(args, pid))
     try:
-        trace = _Trace(probe, pid, pidfd, is_json=args.json)
+        trace = Trace(probe, pid, pidfd, is_json=args.json)
         _note(f"Tracing {_name(pid)}, tier {probe.tier}, loader {probe.loader}; Ctrl-C ends it", args.json)
         trace.show_until(None if seconds is None else time.monotonic() + seconds)
         trace.finish()
@@ -167,7 +167,7 @@ def _note(sentence: str, is_quiet: bool) -> None:  # noqa: FBT001 - where it goe
         print(sentence, file=sys.stderr, flush=True)
 
 
-class _Trace:
+class Trace:
     """What is shown of one process."""
 
     def __init__(self, probe: Probe, pid: int, pidfd: int, *, is_json: bool) -> None:

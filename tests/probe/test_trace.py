@@ -1,18 +1,28 @@
 """Every call of one process, seen in the kernel, with both loaders."""
 
+import asyncio
+import json
+import os
 import struct
-from collections.abc import Iterator
+import time
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from agent.commands import trace as trace_command
+from agent.commands.trace import Trace
+from agent.errors import SourceError
 from agent.model.rm import RmEvent
 from agent.probe.layout import TracedCall
 from agent.probe.probe import Probe
 from agent.probe.programs import of_tier
 from agent.probe.request import Doubles
 from agent.probe.ring import Ring
+from agent.simulation.driver_double.double import DriverDouble
+from agent.simulation.driver_double.nodes import Gpu
+from agent.threads import in_daemon_thread
 from tests.probe.caller import CLIENT, CONTEXT, Caller, ran
 from tests.probe.conftest import MEMORY_MAJOR, MISC_MAJOR, LoadProbe, device_of
 
@@ -182,3 +192,94 @@ def test_what_watches_the_node_tells_of_no_call(probe: Probe, gpu: Path) -> None
     assert all(isinstance(event, RmEvent) for event in probe.ring.read())
     assert probe.ring.unknown == 0
     assert probe.read_traced() == []
+
+
+# ---- the command ----
+
+GPU_2 = Gpu(2, "GPU-00000001-0000-4000-8000-000000000000", 0, "0000:3b:00.0", 0x233010DE)
+NUMA_INFO = 215
+
+
+@pytest.fixture
+async def double() -> AsyncIterator[DriverDouble]:
+    try:
+        started = await DriverDouble.start((GPU_2,), version="570.148.08")
+    except SourceError as error:
+        pytest.skip(str(error))
+    async with started:
+        yield started
+
+
+async def test_a_call_that_does_not_return_is_told_meanwhile_and_at_the_end(
+    core: dict[str, Any], load_probe: LoadProbe, double: DriverDouble, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code = OPENED + f"call(fd, {NUMA_INFO}, bytes(560))\n"
+    caller = await in_daemon_thread("test-caller", lambda: Caller(code, double.node("nvidia2")))
+    await in_daemon_thread("test-caller", caller.run)
+    doubles = Doubles(filesystem=double.file_system)
+    probe = await in_daemon_thread(
+        "test-load", lambda: load_probe(doubles=doubles, trace_tgid=caller.pid, **core)
+    )
+    await double.hold("nvidia2")
+    hanging = asyncio.get_running_loop().create_task(in_daemon_thread("test-caller", caller.resume))
+    while not await double.held():
+        await asyncio.sleep(0.01)
+    (held,) = probe.read_traced()
+    assert (held.number, held.took_ns) == (NUMA_INFO, 0)
+
+    pidfd = os.pidfd_open(caller.pid)
+    shown = Trace(probe, caller.pid, pidfd, is_json=False)
+    await in_daemon_thread("test-trace", lambda: shown.show_until(time.monotonic() + 2.5))
+    await in_daemon_thread("test-trace", shown.finish)
+    os.close(pidfd)
+    out, err = capsys.readouterr()
+    assert [line.split()[2:] for line in out.splitlines()[1:2]] == [
+        ["nvidia2", "NUMA_INFO", "has", "not", "returned"]
+    ]
+    assert out.count("has not returned") == 1
+    assert "0 calls, 1 not returned, 0 lost: the time is over" in err
+    await double.release("nvidia2")
+    await hanging
+    await in_daemon_thread("test-caller", caller.end)
+
+
+def test_what_is_printed_in_a_second_is_bounded_and_the_rest_counted(
+    core: dict[str, Any],
+    load_probe: LoadProbe,
+    gpu: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(trace_command, "MAX_LINES", 10)
+    with Caller(OPENED + "for _ in range(300): free(fd, 7)\nwait()\n", gpu) as caller:
+        probe = load_probe(doubles=DOUBLES, trace_tgid=caller.pid, **core)
+        pidfd = os.pidfd_open(caller.pid)
+        shown = Trace(probe, caller.pid, pidfd, is_json=False)
+        caller.resume()
+        shown.show_until(time.monotonic())
+        shown.finish()
+        os.close(pidfd)
+
+    out, err = capsys.readouterr()
+    # The device is none of the driver's, so each call fails.
+    assert out.count("RM_FREE c1d00001:7 = ") == 10
+    assert "290 calls are only in the table" in err
+    assert out.splitlines()[-1].split()[:2] == ["300", "300"]
+
+
+def test_the_end_of_the_process_ends_the_trace(
+    core: dict[str, Any], load_probe: LoadProbe, gpu: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    caller = Caller(OPENED + "free(fd, 7)\n", gpu)
+    caller.run()
+    probe = load_probe(doubles=DOUBLES, trace_tgid=caller.pid, **core)
+    pidfd = os.pidfd_open(caller.pid)
+    shown = Trace(probe, caller.pid, pidfd, is_json=True)
+    caller.end()
+    shown.show_until(None)
+    shown.finish()
+    os.close(pidfd)
+
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [line["kind"] for line in lines] == ["call", "summary"]
+    assert lines[1]["ended"] == "the process ended"
