@@ -101,6 +101,19 @@ def test_what_only_services_hold_is_not_found(names: tuple[str, ...]) -> None:
     assert kinds(on) == {("orphaned_client", U0)}
 
 
+def test_what_two_owners_left_is_found_of_both_with_the_memory_of_who_keeps_it() -> None:
+    on = node()
+    on.tell(
+        memory(user(8, 70)), seen(process(8), orphans=[orphan(6, 8, ended_ns=0), orphan(7, 8, ended_ns=0)])
+    )
+    told = only(on, LeakKind.ORPHANED_CLIENT)
+    assert [each.pid for each in told.culprits] == [6, 7, 8]
+    assert told.contexts == 8
+    on.tell(seen(process(8), orphans=[orphan(6, 8, ended_ns=0)]))
+    told = only(on, LeakKind.ORPHANED_CLIENT)
+    assert (told.contexts, told.used_bytes) == (4, 70 * MIB)
+
+
 def test_an_orphan_of_unknown_contexts_is_found_too() -> None:
     on = node()
     on.tell(seen(process(8), orphans=[orphan(7, 8, contexts=None, ended_ns=0)]))

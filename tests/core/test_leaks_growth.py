@@ -124,6 +124,11 @@ def test_who_frees_more_than_a_fifth_of_what_it_makes_does_not_leak(freed: int, 
     assert (len(grown(job.on)) == 1) is grows
 
 
+def test_what_was_freed_before_the_window_excuses_nothing() -> None:
+    job = Job(live=4, age_ns=0).makes(50).frees(50).waits(WARM_NS + S).makes(3)
+    assert len(grown(job.on)) == 1
+
+
 def test_who_had_more_in_the_window_does_not_grow() -> None:
     job = Job(live=4).waits(S).makes(20).waits(60 * S).frees(1)
     assert grown(job.on) == []
