@@ -335,7 +335,7 @@ class EbpfSource:
         self._ending = {key: looks[key] for key in self._ending}
         self._tracker.looked([look for look in news.values() if look is not None], now_ns)
         for key in gone:
-            self._tracker.exited(key, now_ns)
+            self._ended(key)
         return bool(news or gone)
 
     def _look_at(self, keys: Iterable[ProcessKey]) -> dict[ProcessKey, ProcessLook | None]:

@@ -31,6 +31,6 @@ def test_a_list_that_is_believed_is_not_told() -> None:
 def test_after_all_lists_were_believed_again_it_is_told_anew() -> None:
     told = node()
     for info in ("unreliable", "ok", "unreliable"):
-        told.tell(memory(on=U0, info=info))  # type: ignore[arg-type]
+        told.tell(memory(on=U0, info=info))
 
     assert len(warnings(told)) == 2

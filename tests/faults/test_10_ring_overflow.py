@@ -7,8 +7,7 @@ nothing is lost.
 
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +17,13 @@ from agent.core.tracker import GpuMap, Tracker
 from agent.model.facts import GpuUseSeen
 from agent.model.health import LeakKind
 from agent.model.usage import ProcessUse, Usage
-from agent.probe.loaded import OBJECT
 from agent.probe.request import RING_BYTES, Request
 from agent.threads import in_daemon_thread
 from tests.core.build import START_NS, U0, S
 from tests.core.use import POD_A, allocated, found, keep_telling, node, pods, process, seen
+from tests.faults.probed import stand_in, watched
 from tests.probe.caller import Caller
-from tests.probe.conftest import DOUBLES, MISC_MAJOR, QUIET_MINORS, make_node, why_no_bcc, why_no_probe
-from tests.probe.watcher import SETTINGS, Watcher, watching
+from tests.probe.watcher import SETTINGS
 from tests.sources.recorder import Recorder
 
 PRIME = 10_007
@@ -58,30 +56,7 @@ sys.stdin.readline()
 
 @pytest.fixture
 def gpu(tmp_path: Path) -> Path:
-    """A real character device that stands for a GPU."""
-    if why := why_no_probe():
-        pytest.skip(why)
-    if not OBJECT.exists() and (why := why_no_bcc(tmp_path)):
-        pytest.skip(why)
-    for minor in QUIET_MINORS:
-        if made := make_node(tmp_path / "nvidia0", MISC_MAJOR, minor):
-            return made
-    pytest.skip("no character device can be made here that would do for a GPU")
-
-
-class NoBooks:
-    """A double that keeps none."""
-
-    folder = Path()
-
-    async def books(self) -> Any:
-        raise AssertionError
-
-
-@asynccontextmanager
-async def watched(**settings: Any) -> AsyncIterator[Watcher]:
-    async with watching(NoBooks(), (), Request(doubles=DOUBLES, **settings)) as watcher:
-        yield watcher
+    return stand_in(tmp_path)
 
 
 async def blocking(work: Callable[[], Any]) -> Any:

@@ -5,7 +5,7 @@ import pytest
 
 from agent.errors import ConfigError, UsageError
 from agent.simulation import scenario
-from agent.simulation.scenario import Expectation
+from agent.simulation.expectation import Expectation
 
 GOOD = """\
 node: 4x-t4
