@@ -146,10 +146,12 @@ def describe(line: Mapping[str, Any]) -> str:
 
 def describe_condition(line: Mapping[str, Any]) -> str:
     """Return a condition that was waited for in words."""
-    kind = line["detail"]["kind"] if line["detail"] else line["reason"]
+    where = "" if line["gpu"] is None else f" on GPU {line['gpu']}"
     if not line["active"]:
-        return f"The agent tells of {kind} on GPU {line['gpu']} no more"
-    return f"The agent tells of {kind} on GPU {line['gpu']}: {line['message']}"
+        return f"The agent tells of {line['reason']}{where} no more"
+    kind = line["detail"]["kind"] if line["detail"] else line["reason"]
+    told = line["reason"] if kind == line["reason"] else f"{line['reason']} ({kind})"
+    return f"The agent tells of {told}{where}: {line['message']}"
 
 
 def _introduction(plan: Plan, path: Path) -> str:

@@ -35,8 +35,6 @@ class Reason:
     """Of a finding on the use of a GPU: its kind, and who is to blame."""
 
     def __str__(self) -> str:
-        if self.detail is not None:
-            return str(self.detail["kind"])
         return self.code if self.number is None else f"{self.code} {self.number}"
 
 
