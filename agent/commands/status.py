@@ -20,9 +20,10 @@ Examples:
 
 PRICES: Final = {
     "driver": "only calls of the driver pay",
-    "syscalls": "each system call pays about 10 ns, each ioctl 90",
+    "syscalls": "each system call pays 10 to 55 ns, each ioctl 90 to 270, by CPU",
 }
-"""What a tier of the probe costs the machine. Source: measured on Linux 6.18, see tests/bench."""
+"""What a tier of the probe costs the machine. Source: make bench ARGS="--only PROBE" on Linux 6.18; the
+higher prices are those of a CPU that guards every return (AMD Zen 4)."""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:

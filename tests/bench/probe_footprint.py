@@ -29,7 +29,8 @@ _RSS_MIB: Final = 64
 _HIGHEST_MIB: Final[dict[Loader, float | None]] = {"core": 80, "bcc": None}
 """The compiler takes what it takes, once, in a process that ends."""
 _PROCESSES: Final = 1_000
-_CPU_PERCENT: Final = 0.5
+_CPU_PERCENT: Final = 1.0
+"""Twice what is promised of an idle agent."""
 _PATIENCE_S: Final = 60.0
 _LOOK_AGAIN_S: Final = 0.05
 _SAMPLE_S: Final = 0.005
