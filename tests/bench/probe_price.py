@@ -53,8 +53,8 @@ async def _price(effort: Effort) -> AsyncGenerator[Figure | Absent, None]:
     """Measure on device doubles with tier syscalls, which is the dear one.
 
     Rounds without the probe and with each loader's alternate. A round's value is the best of twenty blocks
-    of calls, in CPU time; the figure is the best over the rounds, less that without a probe: others add to it,
-    nothing takes away.
+    of calls, in CPU time; the figure is the best over the rounds, less that without a probe: what others do
+    only adds to it.
     """
     with tempfile.TemporaryDirectory(prefix="gpu-bench-") as folder:
         tools = Tools(Path(folder))
