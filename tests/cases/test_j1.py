@@ -46,9 +46,9 @@ def findings(body: Mapping[str, Any]) -> list[tuple[str, list[str], int | None]]
     ]
 
 
-async def preflight(agent: AgentProcess, count: int) -> Any:
-    """Wait until preflight tells so many findings on who uses GPUs."""
-    return await agent.wait_answer("/preflight", lambda _, body: len(findings(body)) == count)
+async def preflight(agent: AgentProcess, *wanted: tuple[str, list[str], int]) -> Any:
+    """Wait until preflight has exactly these findings; sources do not tell everything at the same moment."""
+    return await agent.wait_answer("/preflight", lambda _, body: sorted(findings(body)) == list(wanted))
 
 
 async def test_memory_of_nobody_and_a_leftover_process_are_exactly_two_findings() -> None:
@@ -64,13 +64,14 @@ async def test_memory_of_nobody_and_a_leftover_process_are_exactly_two_findings(
         node.nvml.set_memory_used(u2, 3 * MIB)
         node.nvml.set_processes(u3, [GpuProcess(4300, 5000 * MIB)])
 
-        body = await preflight(agent, 2)
-
         names = uuids(node)
-        assert sorted(findings(body)) == [
+        wanted = [
             ("foreign_process", [names[u1]], 943718400),
             ("memory_held_no_process", [names[u0]], 369098752),
         ]
+
+        body = await preflight(agent, *wanted)
+
         assert not body["ready"]
         assert "4242" not in str(body)
         told = await agent.wait_answer("/v1/conditions", lambda _, body: len(of_use(body)) == 2)
@@ -79,7 +80,7 @@ async def test_memory_of_nobody_and_a_leftover_process_are_exactly_two_findings(
         assert [holder["pid"] for holder in owners["owners"][u1]["holders"]] == [4242]
 
         await wait_polls(node, 3)
-        assert len(findings(await preflight(agent, 2))) == 2
+        assert sorted(findings((await agent.get("/preflight"))[1])) == wanted
         await nothing_more(node.kubelet, lambda kubelet: kubelet.allocatable(GPU) < 4, 0.5)
 
 
@@ -104,9 +105,9 @@ async def test_with_time_slicing_a_process_whose_pod_has_a_share_is_where_it_bel
                 "/v1/owners",
                 lambda _, body: [each["pid"] for each in body["owners"][u1]["holders"]] == [4242],
             )
-            body = await preflight(agent, 1)
+            only = ("memory_held_no_process", [uuids(node)[u0]], 369098752)
+            await preflight(agent, only)
             await wait_polls(node, 3)
 
             assert held["owners"][u1]["holders"][0]["pod"] == "ns1/job-a"
-            assert findings(body) == [("memory_held_no_process", [uuids(node)[u0]], 369098752)]
-            assert findings(await preflight(agent, 1)) == findings(body)
+            assert findings((await agent.get("/preflight"))[1]) == [only]
