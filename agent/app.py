@@ -194,6 +194,8 @@ class Agent:
         self._clock = clock
         self._jitter_seed = int.from_bytes(os.urandom(4))
         self._policy = self._policy_of(settings)
+        self._mps_root: str | None = None
+        """Where the MPS control daemon is watched; None: nowhere."""
 
         self._ending = Ending()
         self._inbox: Inbox[Fact] = Inbox(clock=clock)
@@ -351,8 +353,15 @@ class Agent:
 
     def _watch_mps_if_needed(self) -> None:
         """Watch the MPS control daemon from when it is needed on; it costs a look when something changes."""
-        if self._policy.sharing.strategy == "mps" and MPS not in self._tasks:
-            source = self._assembly.make_mps(self._policy.injection.mps_root)
+        root = self._policy.injection.mps_root
+        if self._policy.sharing.strategy != "mps" or root == self._mps_root:
+            return
+        self._mps_root = root
+        source = self._assembly.make_mps(root)
+        if MPS in self._tasks:
+            self._tasks[MPS].cancel()
+            self._start(MPS, self._supervisor.keep(MPS, source.run))
+        else:
             self._keep_part(MPS, "source", source.run)
 
     async def _write_state(self) -> None:

@@ -4,6 +4,7 @@
 one sentence that their work is not there; they never pretend to have done it.
 """
 
+import signal
 import sys
 import textwrap
 from collections.abc import Iterable
@@ -66,6 +67,9 @@ def device_plugin() -> int:
         return gpu_agent(["run", "--help"])
     from agent.runtime.process_name import appear_as  # noqa: PLC0415 - only where it is needed
 
+    # From here on config-manager finds this process and signals it, which would end it until the agent takes
+    # signals. None is missed: the file is read after this, and then compared with what was read.
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
     if not appear_as(DEVICE_PLUGIN, arguments):
         _say(
             DEVICE_PLUGIN,

@@ -144,15 +144,17 @@ async def agent_process(
     /,
     *,
     launcher: Sequence[str] = (),
-    **flags: str,
+    **flags: str | None,
 ) -> AsyncIterator[AgentProcess]:
-    """Run the agent; a flag's name is written with underscores. It is killed when the context ends.
+    """Run the agent; a flag's name is written with underscores, and one that is None is left out.
 
-    ``launcher`` is put before its command line, and has to become the agent.
+    ``launcher`` is put before its command line, and has to become the agent. It is killed when the context
+    ends.
     """
     directory = node.directory
-    given = directory.agent_flags() | {"http-listen": "", "log-format": "json"} | CASE_FLAGS
-    given |= {name.replace("_", "-"): value for name, value in flags.items()}
+    asked = {name.replace("_", "-"): value for name, value in flags.items()}
+    usual = directory.agent_flags() | {"http-listen": "", "log-format": "json"} | CASE_FLAGS
+    given = {name: value for name, value in (usual | asked).items() if value is not None}
     process = await asyncio.create_subprocess_exec(
         *(*launcher, sys.executable, "-m", "agent", "run"),
         *(f"--{name}={value}" for name, value in given.items()),

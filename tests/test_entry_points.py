@@ -100,6 +100,22 @@ async def test_nvidias_config_manager_finds_the_plugin_and_its_signal_is_a_reloa
             assert await agent.stop() == 0
 
 
+async def test_signals_from_the_moment_on_at_which_it_can_be_found_end_nothing(tmp_path: Path) -> None:
+    async with simulated_node() as node, plugin(tmp_path, node) as agent:
+
+        async def signal_it() -> None:
+            while True:
+                if agent.pid in find_pid_to_signal("nvidia-device-plugin"):
+                    os.kill(agent.pid, signal.SIGHUP)
+                await asyncio.sleep(0.001)
+
+        async with asyncio.TaskGroup() as group:
+            signalling = group.create_task(signal_it())
+            await wait_allocatable(node, 4)
+            signalling.cancel()
+        assert await agent.stop() == 0
+
+
 def test_the_name_is_shown_with_the_arguments(tmp_path: Path) -> None:
     code = (
         f"import sys; sys.path.insert(0, {str(ROOT)!r})\n"

@@ -204,7 +204,7 @@ NVIDIA_OPTIONS: Final = (
         "false",
         bool_from,
         "BOOL",
-        "Offer nothing while an IMEX channel is missing",
+        "Keep every GPU out while an IMEX channel that containers are to get is missing",
         "IMEX_REQUIRED",
         "imex.required",
         is_switch=True,

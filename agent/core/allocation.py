@@ -8,9 +8,10 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from agent.core.injection import ContainerAnswer, container_answer, imex_channels
-from agent.core.reasons import advice_of
-from agent.model.health import Evidence, Health
+from agent.core.imex import missing_channels
+from agent.core.injection import ContainerAnswer, container_answer
+from agent.core.reasons import MEANINGS, advice_of
+from agent.model.health import Evidence, Health, Reason
 from agent.model.sharing import Sharing
 from agent.model.snapshot import Device, Resource, Snapshot
 
@@ -124,15 +125,18 @@ def _sick(devices: Iterable[Device]) -> Refusal | None:
 
 
 def _no_channel(snapshot: Snapshot) -> Refusal | None:
-    injection = snapshot.policy.injection
-    present = imex_channels(snapshot)
-    missing = next((channel for channel in injection.imex_channels if channel not in present), None)
-    if missing is None or not injection.imex_required:
+    """Return what a missing IMEX channel says against a request.
+
+    Where the agent itself requires it, every device is unhealthy already: this is for who asks what
+    would be if it were required.
+    """
+    missing = missing_channels(snapshot.policy.injection, snapshot.control_nodes)
+    if not missing:
         return None
     return Refusal(
         "missing",
-        f"IMEX channel {missing} is required for every container and this node has none; delete the pod so"
-        " that it is scheduled anew, and have the node's nvidia-imex service looked at",
+        f"{missing[0]} is required for every container and does not exist on this node;"
+        f" {MEANINGS[Reason.IMEX_CHANNEL_MISSING].advice}",
     )
 
 

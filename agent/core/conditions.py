@@ -71,15 +71,23 @@ def raised(
     return {**conditions, key: active}
 
 
-def eased(conditions: Conditions, reason: Reason, gpu: GpuUuid, *, is_reset: bool = False) -> Conditions:
+def eased(
+    conditions: Conditions,
+    reason: Reason,
+    gpu: GpuUuid,
+    *,
+    is_reset: bool = False,
+    but: Container[Placement] = (),
+) -> Conditions:
     """Return the conditions after the cause of one ended: from here on probes can cure it.
 
-    ``is_reset`` says that the end of the cause is itself reset evidence for this condition.
+    ``is_reset`` says that the end of the cause is itself reset evidence for this condition; ``but`` are
+    places where the cause is still there.
     """
     over = {
         key: replace(condition, lasts=False, reset_seen=condition.reset_seen or is_reset)
         for key, condition in conditions.items()
-        if key.reason is reason and key.placement.gpu == gpu and condition.lasts
+        if key.reason is reason and key.placement.gpu == gpu and condition.lasts and key.placement not in but
     }
     return {**conditions, **over} if over else conditions
 

@@ -8,8 +8,11 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from agent.core import conditions
+from agent.core.imex import missing_channels, with_channels
 from agent.core.inventory import offers
-from agent.core.mps import with_daemon, without_daemon
+from agent.core.mps import with_daemon
+from agent.core.needs import without_need
+from agent.core.nodes import is_of_driver, owners
 from agent.core.orders import with_holds, with_maintenance
 from agent.core.state import State
 from agent.model import facts
@@ -17,8 +20,6 @@ from agent.model.gpu import Gpu
 from agent.model.health import ConditionKey, Reason
 from agent.model.ids import GpuUuid, Placement, SourceName
 from agent.model.snapshot import DriverView
-
-DEVICE_NODE = "/dev/nvidia"
 
 
 def enumerated(state: State, fact: facts.GpusEnumerated, now_ns: int) -> State:
@@ -92,7 +93,7 @@ def _instances(gpu: Gpu) -> frozenset[tuple[str, int, int, str]]:
 def with_offers(state: State, now_ns: int) -> State:
     """Return the state with the devices that its GPUs and policy make."""
     offered = offers(state.gpus.values(), state.policy, state.offers)
-    return _with_mps(replace(state, offers=offered), now_ns)
+    return _with_imex(_with_mps(replace(state, offers=offered), now_ns), now_ns)
 
 
 def mps_seen(state: State, fact: facts.MpsSeen, now_ns: int) -> State:
@@ -109,7 +110,7 @@ def mps_seen(state: State, fact: facts.MpsSeen, now_ns: int) -> State:
         mps_was_ready=state.mps_was_ready or (fact.ready and is_needed),
     )
     if served.mps_was_ready and not state.mps_was_ready:
-        served = replace(served, conditions=without_daemon(served.conditions))
+        served = replace(served, conditions=without_need(served.conditions, Reason.MPS_NOT_READY))
     return _with_mps(served, now_ns)
 
 
@@ -125,6 +126,20 @@ def _with_mps(state: State, now_ns: int) -> State:
         now_ns=now_ns,
     )
     return state if active is state.conditions else replace(state, conditions=active)
+
+
+def _with_imex(state: State, now_ns: int) -> State:
+    """Mark every GPU while an IMEX channel is missing that is required; the first sight counts at once."""
+    injection, nodes = state.policy.injection, state.control_nodes
+    active = state.conditions
+    is_seen = injection.imex_required and nodes is not None and not missing_channels(injection, nodes)
+    if is_seen and not state.channels_were_seen:
+        active = without_need(active, Reason.IMEX_CHANNEL_MISSING)
+    return replace(
+        state,
+        conditions=with_channels(active, state.gpus, injection, nodes, now_ns=now_ns),
+        channels_were_seen=is_seen or (state.channels_were_seen and injection.imex_required),
+    )
 
 
 def ready(state: State, fact: facts.DriverReady) -> State:
@@ -228,31 +243,29 @@ def nodes_seen(state: State, fact: facts.DeviceNodesSeen, now_ns: int) -> State:
 
 
 def with_nodes(state: State, now_ns: int) -> State:
-    """Mark the GPUs whose node is missing; a control node is every GPU's. Nothing until it was looked."""
+    """Mark the devices whose node is missing; a control node is every GPU's. Nothing until it was looked."""
     if state.missing_nodes is None:
         return state
+    of_device = owners(state.gpus.values())
+    every = [Placement(gpu) for gpu in state.gpus]
+    missing: dict[Placement, list[str]] = {}
+    for path in state.missing_nodes:
+        for place in of_device.get(path, every if is_of_driver(path) else ()):
+            missing.setdefault(place, []).append(path)
     active = state.conditions
-    own = {f"{DEVICE_NODE}{gpu.minor}": gpu.uuid for gpu in state.gpus.values() if gpu.minor is not None}
-    shared = [path for path in state.missing_nodes if path not in own and not _is_numbered(path)]
     for gpu in state.gpus:
-        missing = [path for path in state.missing_nodes if own.get(path) == gpu or path in shared]
-        if not missing:
-            active = conditions.eased(active, Reason.DEVICE_NODE_MISSING, gpu)
-            continue
+        active = conditions.eased(active, Reason.DEVICE_NODE_MISSING, gpu, but=missing)
+    for place in sorted(missing):
         active = conditions.raised(
             active,
             source=facts.SYSFS,
             reason=Reason.DEVICE_NODE_MISSING,
-            placement=Placement(gpu),
-            message=f"{', '.join(missing)} does not exist",
+            placement=place,
+            message=f"{', '.join(missing[place])} does not exist",
             lasts=True,
             now_ns=now_ns,
         )
     return state if active is state.conditions else replace(state, conditions=active)
-
-
-def _is_numbered(path: str) -> bool:
-    return path.removeprefix(DEVICE_NODE).isdigit()
 
 
 def hang_conditions(state: State, now_ns: int) -> conditions.Conditions:

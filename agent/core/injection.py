@@ -11,8 +11,9 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
+from agent.core.nodes import capability_nodes, node_of
 from agent.model.gpu import Gpu
-from agent.model.policy import DeviceIdStrategy, DeviceListStrategy, Injection
+from agent.model.policy import DeviceIdStrategy, DeviceListStrategy, Injection, Policy
 from agent.model.snapshot import Device, Resource, Snapshot
 
 VISIBLE_DEVICES: Final = "NVIDIA_VISIBLE_DEVICES"
@@ -25,7 +26,6 @@ ANNOTATION_OWNER: Final = "nvidia-device-plugin"
 MPS_ROOT: Final = "/mps"
 """Where a container has what the host has below ``Injection.mps_root``."""
 IMEX_NODE: Final = "/dev/nvidia-caps-imex-channels/channel"
-_CAPABILITY_NODE: Final = "/dev/nvidia-caps/nvidia-cap"
 
 _CDI_STRATEGIES: Final[frozenset[DeviceListStrategy]] = frozenset({"cdi-annotations", "cdi-cri"})
 
@@ -63,6 +63,17 @@ class ContainerAnswer:
 def uses_cdi(injection: Injection) -> bool:
     """Return whether answers hold CDI names, which some spec file has to resolve."""
     return not _CDI_STRATEGIES.isdisjoint(injection.strategies)
+
+
+def gives_capabilities(policy: Policy, *, sees_new_nodes: bool) -> bool:
+    """Return whether a MIG device whose nodes we do not see cannot be given to a container.
+
+    Without CDI and device specs the NVIDIA runtime makes the nodes when a container starts. Device specs
+    name what the node has, where we may not see it; a CDI specification is made of what we see.
+    """
+    injection = policy.injection
+    is_given = uses_cdi(injection) or (injection.pass_device_specs and sees_new_nodes)
+    return is_given and policy.mig_strategy != "none"
 
 
 def is_cdi_only(injection: Injection) -> bool:
@@ -205,9 +216,7 @@ def _device_nodes(
 
 def _nodes_of(gpu: Gpu, device: Device) -> Iterable[str]:
     """Yield the nodes of a device: its GPU's, and for MIG what opens its instances."""
-    if gpu.minor is not None:
-        yield f"/dev/nvidia{gpu.minor}"
+    yield from node_of(gpu)
     for mig in gpu.mig_devices:
         if mig.uuid == device.uuid:
-            capabilities = (mig.gi_minor, mig.ci_minor)
-            yield from (f"{_CAPABILITY_NODE}{minor}" for minor in capabilities if minor is not None)
+            yield from capability_nodes(mig)

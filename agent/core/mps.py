@@ -6,12 +6,12 @@ seen to serve. It is nobody's fault on a GPU, so it counts for no flapping.
 
 from typing import Final
 
-from agent.core import conditions
 from agent.core.conditions import Conditions
 from agent.core.inventory import Offers
+from agent.core.needs import with_need
 from agent.model import facts
 from agent.model.health import Reason
-from agent.model.ids import GpuUuid, Placement
+from agent.model.ids import GpuUuid
 from agent.model.sharing import Sharing
 
 NOT_LOOKED: Final = "The MPS control daemon was not looked for yet"
@@ -24,32 +24,14 @@ def with_daemon(
 
     ``ready`` None: nobody looked yet; ``missing``: what is missing of it.
     """
-    shared = shared_gpus(offers) if sharing.strategy == "mps" else frozenset()
-    active = without_daemon(active, but=shared)
-    for gpu in sorted(shared):
-        if ready:
-            active = conditions.eased(active, Reason.MPS_NOT_READY, gpu)
-            continue
-        active = conditions.raised(
-            active,
-            source=facts.MPS,
-            reason=Reason.MPS_NOT_READY,
-            placement=Placement(gpu),
-            message=missing or NOT_LOOKED,
-            lasts=True,
-            now_ns=now_ns,
-        )
-    return active
-
-
-def without_daemon(active: Conditions, *, but: frozenset[GpuUuid] = frozenset()) -> Conditions:
-    """Return the conditions without those of the daemon, except on some GPUs."""
-    kept = {
-        key: condition
-        for key, condition in active.items()
-        if key.reason is not Reason.MPS_NOT_READY or key.placement.gpu in but
-    }
-    return active if len(kept) == len(active) else kept
+    return with_need(
+        active,
+        Reason.MPS_NOT_READY,
+        shared_gpus(offers) if sharing.strategy == "mps" else (),
+        source=facts.MPS,
+        missing=None if ready else missing or NOT_LOOKED,
+        now_ns=now_ns,
+    )
 
 
 def shared_gpus(offers: Offers) -> frozenset[GpuUuid]:

@@ -130,6 +130,13 @@ MEANINGS: Final[Mapping[Reason, Meaning]] = {
         "Strategy single needs one MIG profile on all GPUs",
         "give every GPU the same MIG profile, or use --mig-strategy=mixed",
     ),
+    Reason.IMEX_CHANNEL_MISSING: Meaning(
+        _CRITICAL,
+        _HARD,
+        _CLEARS,
+        "The node lacks an IMEX channel that every container is to get",
+        "create /dev/nvidia-caps-imex-channels/channel0 (nvidia-modprobe -c 0) and start nvidia-imex",
+    ),
     Reason.MPS_NOT_READY: Meaning(
         _CRITICAL,
         _HARD,

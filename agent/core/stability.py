@@ -30,6 +30,7 @@ NO_FAULTS: Final = frozenset(
         Reason.NVML_VERSION_MISMATCH,
         Reason.DEVICE_NODE_MISSING,
         Reason.FABRIC_NOT_READY,
+        Reason.IMEX_CHANNEL_MISSING,
         Reason.MPS_NOT_READY,
         Reason.CONTEXT_LEAK,
     }

@@ -6,6 +6,7 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from agent.core.conditions import after_restart
+from agent.core.imex import with_channels
 from agent.core.inventory import Offer, offers
 from agent.core.leaks import Leaks, inherited
 from agent.core.mps import with_daemon
@@ -63,7 +64,10 @@ class State:
     gpus: Mapping[GpuUuid, Gpu] = field(default_factory=_nothing)
     """Every GPU known, also those that NVML does not list now."""
     present: frozenset[GpuUuid] = frozenset()
-    control_nodes: tuple[str, ...] = ()
+    control_nodes: tuple[str, ...] | None = None
+    """Those that exist; None: nobody looked yet."""
+    channels_were_seen: bool = False
+    """The node had each IMEX channel since one is required: as with ``mps_was_ready``."""
     probed: frozenset[GpuUuid] = frozenset()
     """GPUs that had a verdict (a probe passed, failed or overdue) since the process began."""
     overdue: Mapping[GpuUuid, str] = field(default_factory=_nothing)
@@ -162,7 +166,7 @@ def initial_state(policy: Policy, restored: Durable | None, *, now_ns: int) -> S
         return state
     offered = offers(restored.gpus, policy, {})
     conditions = with_daemon(
-        after_restart(restored.conditions, gpus),
+        with_channels(after_restart(restored.conditions, gpus), gpus, policy.injection, None, now_ns=now_ns),
         offered,
         policy.sharing,
         ready=None,

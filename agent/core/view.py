@@ -42,7 +42,7 @@ def snapshot_of(state: State) -> Snapshot:
         kubelet=state.kubelet,
         gpus=gpus,
         resources=tuple(_resource(state, name) for name in state.devices),
-        control_nodes=state.control_nodes,
+        control_nodes=state.control_nodes or (),
         tasks=state.tasks,
         facts_lost=state.facts_lost,
         findings=tuple(_findings(state, gpus)),

@@ -29,6 +29,10 @@ MISSED_POLLS: Final = 3
 # ruff: noqa: PLC0415
 
 
+_OWN_DEV: Final = Path("/dev")
+"""What a container has, and lacks what came to the node after it was made."""
+
+
 class Source(Protocol):
     """What is run."""
 
@@ -148,6 +152,7 @@ class Assembly:
             sys_root=Path(self.settings.sys_root),
             proc_root=Path(self.settings.proc_root),
             dev_root=self._dev,
+            sees_new_nodes=not self.is_in_container or self._dev != _OWN_DEV,
             clock=self.clock,
             period_ns=self.settings.poll_ns,
         )
@@ -272,4 +277,4 @@ class Assembly:
             return of_settings
         # A root is a path of the node, which its containers need not have.
         candidates = (*(() if self._mounted is None else (self._mounted / "dev",)), of_settings)
-        return next((each for each in candidates if each.is_dir()), Path("/dev"))
+        return next((each for each in candidates if each.is_dir()), _OWN_DEV)

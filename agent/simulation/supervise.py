@@ -7,12 +7,14 @@ import asyncio
 import contextlib
 import os
 import signal
+import socket
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 from agent.config.options import OPTIONS
+from agent.config.our_options import LOOPBACK_PORT
 from agent.errors import EXIT_USAGE, AgentError, ConfigError, UsageError
 from agent.simulation import control
 from agent.simulation.children import Child, environment_of_children
@@ -23,6 +25,7 @@ from agent.simulation.plan import Plan
 from agent.simulation.reasons import AgentClient
 from agent.simulation.view import JsonLines, Output, Tables, View
 
+ANY_PORT: Final = "127.0.0.1:0"
 AGENT_PATIENCE_S: Final = 6.0
 """The agent promises to be gone within five seconds of SIGTERM."""
 SIMULATE_PATIENCE_S: Final = 8.0
@@ -154,8 +157,21 @@ def _output(wanted: Demo, client: AgentClient) -> tuple[Output, Tables | None]:
 def _agent_command(wanted: Demo) -> list[str]:
     flags = agent_flags(wanted.node_dir) | {"log-format": "text", "if-running": "fail"}
     if wanted.plan.scenario is not None:
-        flags |= {"http-listen": "127.0.0.1:0"} | wanted.plan.scenario.agent_flags(wanted.node_dir)
+        flags |= {"http-listen": ANY_PORT} | wanted.plan.scenario.agent_flags(wanted.node_dir)
+    elif not _is_free(LOOPBACK_PORT):
+        flags["http-listen"] = ANY_PORT
     return [sys.executable, "-m", "agent", "run", *(f"--{name}={value}" for name, value in flags.items())]
+
+
+def _is_free(port: int) -> bool:
+    """Tell whether nobody listens there; another demo, or the agent of this machine, may."""
+    with socket.socket() as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind(("127.0.0.1", port))
+        except OSError:
+            return False
+    return True
 
 
 async def _follow(node_dir: Path, output: Output, end: list[Line]) -> None:

@@ -88,6 +88,8 @@ class CdiSink:
         self._files: dict[str, SpecFile] = {}
         self._said: frozenset[str] = frozenset()
         self._asked = asyncio.Event()
+        self._changed = asyncio.Event()
+        """Something else is to be told than what the newest job was for."""
         self._done = asyncio.Event()
         """Of the job that comes next."""
         self._watched = asyncio.Event()
@@ -145,6 +147,7 @@ class CdiSink:
         while True:
             if self._is_wanted(self._latest.value) and self._wanted_now() != self._wanted:
                 self._asked.set()
+                self._changed.set()
             version = await self._latest.wait_newer_first(version)
 
     async def _follow_directory(self) -> None:
@@ -165,6 +168,7 @@ class CdiSink:
         retry_s = RETRY_FIRST_S
         while True:
             self._asked.clear()
+            self._changed.clear()
             wanted = self._wanted_now() if self._is_wanted(self._latest.value) else None
             if wanted is None:
                 self.trouble = None
@@ -174,7 +178,11 @@ class CdiSink:
             is_done = await self._work(wanted)
             self._done.set()
             self._done = asyncio.Event()
-            await asyncio.sleep(self._gap_s)
+            await asyncio.sleep(MIN_GAP_S)
+            with suppress(TimeoutError):
+                # A fight over the files is no reason to keep a new device waiting.
+                async with asyncio.timeout(self._gap_s - MIN_GAP_S):
+                    await self._changed.wait()
             with suppress(TimeoutError):
                 async with asyncio.timeout(RELOOK_S if is_done else retry_s):
                     await self._asked.wait()
@@ -190,9 +198,10 @@ class CdiSink:
         if version is None or not snapshot.gpus:
             return self._wanted
         without_node = (
-            f"{view.gpu.uuid} has no node"
+            f"{condition.placement}: {condition.message}"
             for view in snapshot.gpus
-            if any(condition.reason is Reason.DEVICE_NODE_MISSING for condition in view.conditions)
+            for condition in view.conditions
+            if condition.reason is Reason.DEVICE_NODE_MISSING and condition.lasts
         )
         return Wanted(
             gpus=tuple(view.gpu for view in sorted(snapshot.gpus, key=lambda view: not view.present)),

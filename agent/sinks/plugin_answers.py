@@ -173,7 +173,8 @@ class Answers:
             raise self._refused(
                 "missing",
                 f"no CDI spec file on this node resolves {missing}, so the container could not be started;"
-                " gpu-agent writes the file anew at once: delete the pod so that it is allocated again",
+                " delete the pod so that it is allocated again, and if that does not help, have somebody"
+                " look at the node with gpu-agent status",
             )
 
     def _refusal(self, refusal: Refusal) -> GRPCError:

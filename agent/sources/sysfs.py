@@ -6,14 +6,15 @@ Guarantees:
 2. The loop never waits for a file. A look runs in a thread, one at a time; one that does not come back
    within ``deadline_ns`` ends the source with an error, and no second one is started until it does.
 3. Device nodes are judged only of GPUs that the driver serves now: while it is away, so are they.
+   Those of MIG devices only where no container could be given them without.
 
 4. A GPU that was bound anew between two looks is found by the inodes of its directory and link, so
    resets are seen where no uevents come, up to a period late. Where they do come they tell of it at
    once, and a ``follow_up`` does not tell it again: a fault since then must not pass for one before.
 
-*Cost:* one look every ``period_ns`` (10 s), at most one in MIN_GAP_NS on request; about 10 microseconds
-for each PCI function of the node and 3 for each device node, so 2 ms of a thread on a large node. A
-look has ``deadline_ns`` (5 s).
+*Cost:* one look every ``period_ns`` (10 s; while a node is missing, 1 s), at most one in MIN_GAP_NS on
+request; about 10 microseconds for each PCI function of the node and 3 for each device node, so 2 ms of a
+thread on a large node. A look has ``deadline_ns`` (5 s).
 """
 
 import asyncio
@@ -22,6 +23,8 @@ from pathlib import Path
 from typing import Final
 
 from agent.bus import Inbox, Latest
+from agent.core.injection import gives_capabilities
+from agent.core.nodes import wanted_nodes
 from agent.errors import SourceError
 from agent.model.facts import (
     SYSFS,
@@ -37,6 +40,8 @@ from agent.sources.sysfs_look import Binding, Exclusions, Look, Roots, look
 from agent.threads import started_in_daemon_thread
 
 PERIOD_NS: Final = 10 * SECOND_NS
+MISSING_PERIOD_NS: Final = SECOND_NS
+"""The same while a node is missing: those of a new MIG layout come a moment after it."""
 DEADLINE_NS: Final = 5 * SECOND_NS
 MIN_GAP_NS: Final = 50 * MILLISECOND_NS
 """Between the beginnings of two looks that were asked for."""
@@ -57,17 +62,21 @@ class SysfsSource:
         period_ns: int = PERIOD_NS,
         deadline_ns: int = DEADLINE_NS,
         strict_nodes: bool | None = None,
+        sees_new_nodes: bool = True,
     ) -> None:
         """Take what stands for /sys, /proc and /dev.
 
         ``strict_nodes``: device nodes have to be character devices; by default below /dev itself.
+        ``sees_new_nodes``: False for a container's own /dev, which lacks what the node got after its start.
         """
         strict = dev_root == Path("/dev") if strict_nodes is None else strict_nodes
         self._inbox = inbox
         self._latest = latest
         self._roots = Roots(sys_root, proc_root, dev_root, strict)
+        self._sees_new_nodes = sees_new_nodes
         self._clock = clock
         self._period_ns = period_ns
+        self._missing_period_ns = min(period_ns, MISSING_PERIOD_NS)
         self._deadline_ns = deadline_ns
         self._asked = asyncio.Event()
         self._bindings_told = False
@@ -93,7 +102,7 @@ class SysfsSource:
         try:
             async with asyncio.TaskGroup() as group:
                 group.create_task(self._look_for_ever(), name="sysfs looks")
-                group.create_task(self._ask_for_new_gpus(), name="sysfs new GPUs")
+                group.create_task(self._ask_for_new_nodes(), name="sysfs new nodes")
         except ExceptionGroup as failures:
             raise failures.exceptions[0] from None
 
@@ -102,9 +111,10 @@ class SysfsSource:
             began_ns = self._clock()
             self._asked.clear()
             bindings_told, self._bindings_told = self._bindings_told, False
-            self._tell(await self._looked(), bindings_told=bindings_told)
+            seen = await self._looked()
+            self._tell(seen, bindings_told=bindings_told)
             self.last_sign_ns = self._clock()
-            await self._wait_asked(began_ns + self._period_ns)
+            await self._wait_asked(began_ns + (self._missing_period_ns if seen.missing else self._period_ns))
             await asyncio.sleep(max(0, began_ns + MIN_GAP_NS - self._clock()) / 1e9)
 
     async def _wait_asked(self, until_ns: int) -> None:
@@ -114,29 +124,31 @@ class SysfsSource:
         except TimeoutError:
             return
 
-    async def _ask_for_new_gpus(self) -> None:
-        """Have the nodes looked at as soon as the driver lists other GPUs."""
+    async def _ask_for_new_nodes(self) -> None:
+        """Have the nodes looked at as soon as other ones are needed."""
         version = self._latest.version
-        minors = self._wanted_minors()
+        nodes = self._wanted_nodes()
         while True:
             version = await self._latest.wait_newer(version)
-            wanted = self._wanted_minors()
-            if wanted != minors:
-                minors = wanted
+            wanted = self._wanted_nodes()
+            if wanted != nodes:
+                nodes = wanted
                 self.request()
 
-    def _wanted_minors(self) -> frozenset[int] | None:
-        """Return the minors whose nodes should exist; None while the driver is away or let go of."""
+    def _wanted_nodes(self) -> frozenset[str] | None:
+        """Return the nodes that should exist; None while the driver is away or let go of."""
         snapshot = self._latest.value
         if not snapshot.driver.ready or snapshot.released_until_ns is not None:
             return None
-        present = (view.gpu.minor for view in snapshot.gpus if view.present)
-        return frozenset(minor for minor in present if minor is not None)
+        return wanted_nodes(
+            (view.gpu for view in snapshot.gpus if view.present),
+            with_capabilities=gives_capabilities(snapshot.policy, sees_new_nodes=self._sees_new_nodes),
+        )
 
     async def _looked(self) -> Look:
         if self._looking is None:
-            roots, minors, known = self._roots, self._wanted_minors(), self._exclusions
-            self._looking = started_in_daemon_thread("sysfs-look", lambda: look(roots, minors, known))
+            roots, nodes, known = self._roots, self._wanted_nodes(), self._exclusions
+            self._looking = started_in_daemon_thread("sysfs-look", lambda: look(roots, nodes, known))
         looking = self._looking
         await asyncio.wait((looking,), timeout=self._deadline_ns / 1e9)
         if not looking.done():

@@ -72,8 +72,8 @@ class Exclusions:
     """None: its file could not be read yet."""
 
 
-def look(roots: Roots, wanted_minors: Iterable[int] | None, known: Exclusions) -> Look:
-    """Look once; ``wanted_minors`` are those of GPUs whose nodes should exist, None: not asked."""
+def look(roots: Roots, wanted_nodes: Iterable[str] | None, known: Exclusions) -> Look:
+    """Look once; ``wanted_nodes`` are those that should exist beside the driver's, None: not asked."""
     bound = _bound_gpus(roots.sys)
     exclusions = _exclusions(roots.proc, bound or {}, known)
     gpus = None
@@ -86,7 +86,7 @@ def look(roots: Roots, wanted_minors: Iterable[int] | None, known: Exclusions) -
         bindings=bound or {},
         module_visible=modules.is_dir(),
         module=module,
-        missing=None if wanted_minors is None else _missing_nodes(roots, wanted_minors),
+        missing=None if wanted_nodes is None else _missing_nodes(roots, wanted_nodes),
         exclusions=exclusions,
     )
 
@@ -143,10 +143,10 @@ def _is_excluded(information: str, parameter: str) -> bool:
     return named or _EXCLUDED_FLAG.search(information) is not None
 
 
-def _missing_nodes(roots: Roots, minors: Iterable[int]) -> tuple[str, ...] | None:
+def _missing_nodes(roots: Roots, nodes: Iterable[str]) -> tuple[str, ...] | None:
     if not roots.dev.is_dir():
         return None
-    wanted = [f"/dev/{DRIVER}{minor}" for minor in sorted(minors)]
+    wanted = sorted(nodes)
     if not wanted:
         return ()
     wanted.append(CONTROL_NODE)

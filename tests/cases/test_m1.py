@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from agent import cli
-from tests.harness import GPU, agent_process, simulated_node, wait_allocatable
+from agent.config.load import load
+from tests.harness import GPU, agent_process, gpu_agent, simulated_node, wait_allocatable
 
 MISPLACED = """\
 version: v1
@@ -66,6 +67,16 @@ async def test_2_in_the_right_place_they_count() -> None:
             assert node.kubelet.allocatable(GPU) in (None, 0)
 
 
+def test_3_a_strategy_means_the_same_alone_and_in_a_list(tmp_path: Path) -> None:
+    file = tmp_path / "config.yaml"
+    policies = []
+    for strategy in ("envvar", "[envvar]", "volume-mounts", "[volume-mounts]"):
+        file.write_text(f"version: v1\nflags:\n  plugin:\n    deviceListStrategy: {strategy}\n")
+        policies.append(load({"config-file": str(file)}, {}).policy)
+    assert policies[0] == policies[1] != policies[2] == policies[3]
+    assert policies[0].injection.strategies == ("envvar",)
+
+
 def test_4_one_replica_is_refused_with_its_path(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = "flags: {mpsRoot: /x}\nsharing:\n  mps:\n    resources:\n    - name: gpu\n      replicas: 1\n"
     assert refused(capsys, tmp_path / "config.yaml", text) == [
@@ -93,6 +104,8 @@ async def test_5_a_live_reload_of_the_mistake_changes_nothing_and_is_told_everyw
             assert (await agent.get("/healthz"))[0] == 200
             _, state = await agent.get("/debug/state")
             assert state["agent"]["config"]["trouble"] == "; ".join(expected)
+            shown = await gpu_agent("status", f"--control-socket={node.directory.path}/agent/control.sock")
+            assert all(sentence in shown.out for sentence in expected)
             assert len(node.kubelet.lists) == lists
 
             config.write_text(RIGHT)

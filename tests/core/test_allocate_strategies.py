@@ -436,12 +436,22 @@ def test_a_channel_that_is_not_wanted_or_not_there_is_not_given() -> None:
 
 
 def test_a_channel_that_is_required_and_not_there_refuses_the_container() -> None:
-    snapshot = node_of(ONE, Injection(imex_channels=(0,), imex_required=True)).snapshot()
+    required = Injection(imex_channels=(0,), imex_required=True)
+    snapshot = node_of(ONE, required).snapshot()
     answer = allocate(snapshot, snapshot.resources[0], ONE.request)
-    assert answer == Refusal(
+    assert isinstance(answer, Refusal)
+    assert answer.kind == "unhealthy"
+    assert f"imex_channel_missing: {CHANNEL} does not exist" in answer.message
+
+
+def test_what_would_be_with_a_required_channel_is_refused_too() -> None:
+    snapshot = node_of(ONE, Injection()).snapshot()
+    required = Injection(imex_channels=(0,), imex_required=True)
+    asked = replace(snapshot, policy=replace(snapshot.policy, injection=required))
+    assert allocate(asked, asked.resources[0], ONE.request) == Refusal(
         "missing",
-        "IMEX channel 0 is required for every container and this node has none; delete the pod so that it is"
-        " scheduled anew, and have the node's nvidia-imex service looked at",
+        f"{CHANNEL} is required for every container and does not exist on this node; create {CHANNEL}"
+        " (nvidia-modprobe -c 0) and start nvidia-imex",
     )
 
 

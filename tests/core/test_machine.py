@@ -16,6 +16,7 @@ from agent.model.facts import (
     RecoverRequested,
     ReleaseRequested,
 )
+from agent.model.gpu import Gpu
 from agent.model.health import Condition, ConditionKey, Evidence, Health, Reason, Recovery
 from agent.model.ids import SourceName
 from agent.model.snapshot import Finding
@@ -27,6 +28,7 @@ from tests.core.build import (
     enumerated,
     failed,
     gpu,
+    mig_gpu,
     passed,
     place,
     ready,
@@ -121,6 +123,42 @@ def test_another_node_that_is_missing_too_is_the_same_trouble() -> None:
     node.after(S, missing("/dev/nvidia0", "/dev/nvidiactl"))
     (condition,) = node.conditions()
     assert (condition.count, condition.message) == (1, "/dev/nvidia0, /dev/nvidiactl does not exist")
+
+
+def mig_gpu_with_capabilities(number: int = 0) -> Gpu:
+    """Two GPU instances, the second with two compute instances."""
+    whole = mig_gpu(number, (1, 0, "1g.10gb"), (2, 0, "1c.2g.20gb"), (2, 1, "1c.2g.20gb"))
+    minors = ((12, 13), (21, 22), (21, 23))
+    slices = tuple(
+        replace(mig, gi_minor=gi, ci_minor=ci)
+        for mig, (gi, ci) in zip(whole.mig_devices, minors, strict=True)
+    )
+    return replace(whole, mig_devices=slices)
+
+
+@pytest.mark.parametrize(
+    ("minor", "places"),
+    [(13, [(1, 0)]), (21, [(2, 0), (2, 1)]), (23, [(2, 1)]), (99, [])],
+    ids=["compute instance", "GPU instance", "one of two compute instances", "nobody's"],
+)
+def test_the_capability_node_of_a_mig_device_is_that_devices_alone(
+    minor: int, places: list[tuple[int, int]]
+) -> None:
+    path = f"/dev/nvidia-caps/nvidia-cap{minor}"
+    node = well_node(mig_gpu_with_capabilities(), gpu(1))
+    node.tell(missing(path))
+    told = [(item.placement.gi, item.placement.ci, item.message) for item in node.conditions()]
+    assert told == [(gi, ci, f"{path} does not exist") for gi, ci in places]
+
+
+def test_a_capability_node_that_is_there_again_brings_its_device_back_while_another_is_missing() -> None:
+    node = well_node(mig_gpu_with_capabilities())
+    first, second = (f"/dev/nvidia-caps/nvidia-cap{minor}" for minor in (13, 22))
+    node.tell(missing(first, second))
+    node.after(S, missing(second))
+    node.tell(passed(), passed(), passed())
+    node.after(Q)
+    assert [(item.placement.gi, item.lasts) for item in node.conditions()] == [(2, True)]
 
 
 def test_nodes_that_were_not_looked_at_since_a_restart_are_not_there_again() -> None:

@@ -297,8 +297,14 @@ CAUSES: dict[Reason, tuple[list[Fact], list[Fact]]] = {
 }
 """Those that end by themselves or by a reset."""
 
-OF_THE_POLICY = {Reason.MIG_SINGLE_NOT_UNIFORM, Reason.MPS_REPLICAS_OVER_LIMIT, Reason.MPS_NOT_READY}
-"""Those that come of what is asked for: findings, and the daemon that only MPS needs (test_mps)."""
+OF_THE_POLICY = {
+    Reason.MIG_SINGLE_NOT_UNIFORM,
+    Reason.MPS_REPLICAS_OVER_LIMIT,
+    Reason.MPS_NOT_READY,
+    Reason.IMEX_CHANNEL_MISSING,
+}
+"""Those that come of what is asked for: findings, the daemon that only MPS needs (test_mps), a
+channel (test_imex)."""
 
 BY_HAND: dict[Reason, list[Fact]] = {
     Reason.ROW_REMAP_FAILED: [read(rows_failed=True)],

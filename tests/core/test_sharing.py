@@ -71,6 +71,11 @@ def counts(*gpus: Gpu, policy: Policy) -> dict[str, dict[str, int]]:
         ("*32GB", False),
         ("Tesla V100.PCIE.16GB", False),
         ("", False),
+        ("*" * 60, True),
+        ("*" * 60 + "X", False),
+        ("Tesla V100-PCIE-16GB*Tesla V100-PCIE-16GB", False),
+        ("*V100*V100*", False),
+        ("*6GB*6GB", False),
     ],
 )
 def test_a_share_can_be_for_models_by_a_pattern_of_the_whole_name(pattern: str, *, fits: bool) -> None:

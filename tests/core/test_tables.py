@@ -101,8 +101,13 @@ def test_only_critical_reasons_flip_a_device() -> None:
     assert all(item.flips for item in raised)
 
 
-OF_THE_POLICY = {Reason.MIG_SINGLE_NOT_UNIFORM, Reason.MPS_REPLICAS_OVER_LIMIT, Reason.MPS_NOT_READY}
-"""Findings, and what only a policy that wants MPS knows."""
+OF_THE_POLICY = {
+    Reason.MIG_SINGLE_NOT_UNIFORM,
+    Reason.MPS_REPLICAS_OVER_LIMIT,
+    Reason.MPS_NOT_READY,
+    Reason.IMEX_CHANNEL_MISSING,
+}
+"""Findings, and what only a policy that wants MPS or an IMEX channel knows."""
 
 
 def everything_at_once() -> list[Condition]:

@@ -37,3 +37,26 @@ async def test_a_reload_that_asks_for_mps_needs_its_daemon_and_one_that_does_not
         await wait_allocatable(node.kubelet, 0, capacity=8)
         config.write_text(TIME_SLICING)
         await wait_allocatable(node.kubelet, 8, capacity=8)
+
+
+async def test_a_reload_that_names_another_mps_root_has_the_daemon_looked_for_there(tmp_path: Path) -> None:
+    roots = [tmp_path / "one", tmp_path / "two"]
+    for root in roots:
+        root.mkdir()
+    (roots[0] / ".ready").touch()
+    config = tmp_path / "config.yaml"
+    texts = [f"flags: {{mpsRoot: {root}}}\n{MPS}" for root in roots]
+    config.write_text(texts[0])
+    async with (
+        simulated_node("4x-t4") as node,
+        agent_process(node, config_file=str(config), mps_root=None) as agent,
+    ):
+        await wait_allocatable(node.kubelet, 8, capacity=8)
+        config.write_text(texts[1])
+        await wait_allocatable(node.kubelet, 0, capacity=8)
+        (roots[1] / ".ready").touch()
+        await wait_allocatable(node.kubelet, 8, capacity=8)
+        (roots[0] / ".ready").unlink()
+        config.write_text(texts[0])
+        await wait_allocatable(node.kubelet, 0, capacity=8)
+        assert await agent.stop() == 0

@@ -10,6 +10,7 @@ import pytest
 from agent.core.cdi_schema import problems_of
 from agent.simulation.kubelet import ContainerOutcome
 from agent.simulation.node import SimulatedNode
+from agent.simulation.roots import remove_device_node, write_device_node
 from tests.harness import GPU, agent_process, gpu_agent, short_directory, simulated_node, wait_allocatable
 
 MIG_NODE = {
@@ -67,6 +68,24 @@ async def test_a_mig_device_is_resolved_to_its_gpu_and_its_capabilities() -> Non
         # Of GPU instance 1: see agent.simulation.roots.capability_minors.
         assert paths == ["/dev/nvidia0", "/dev/nvidia-caps/nvidia-cap12", "/dev/nvidia-caps/nvidia-cap13"]
         assert all(Path(each["hostPath"]).exists() for each in own["deviceNodes"])
+
+
+async def test_a_mig_device_without_its_capability_node_is_not_offered_until_the_node_is_there() -> None:
+    flags = {"device_list_strategy": "cdi-cri", "mig_strategy": "mixed"}
+    async with simulated_node(MIG_NODE) as node:
+        capability = "nvidia-caps/nvidia-cap13"
+        remove_device_node(capability, node.directory.dev)
+        async with agent_process(node, **flags) as agent:
+            await wait_allocatable(node.kubelet, 1, capacity=2, resource=MIG)
+            device = next(iter(node.kubelet.unhealthy(MIG)))
+
+            def is_told(status: int, body: Any) -> bool:
+                reasons = [each["reasons"] for each in body["devices"] if each["id"] == device]
+                return status == 200 and [each["code"] for each in reasons[0]] == ["device_node_missing"]
+
+            await agent.wait_answer("/v1/devices", is_told)
+            write_device_node(capability, node.directory.dev)
+            await wait_allocatable(node.kubelet, 2, capacity=2, resource=MIG)
 
 
 async def test_a_new_mig_layout_is_in_the_file_when_its_devices_can_be_allocated() -> None:

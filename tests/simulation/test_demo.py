@@ -6,10 +6,11 @@ import os
 import pty
 import re
 import signal
+import socket
 import struct
 import sys
 import termios
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -27,6 +28,9 @@ from tests.harness import (
     short_directory,
     wait_gone,
 )
+
+# They would take each other's port.
+pytestmark = pytest.mark.xdist_group("demo")
 
 U = [f"GPU-00000000-0000-4000-8000-{slot:012x}" for slot in range(8)]
 
@@ -203,6 +207,11 @@ class Terminal:
         self.master = -1
 
 
+def _without_size(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment without the size of another terminal, which would be believed."""
+    return {name: value for name, value in environment.items() if name not in ("COLUMNS", "LINES")}
+
+
 @contextlib.asynccontextmanager
 async def on_terminal(*arguments: str, environment: dict[str, str] | None = None) -> AsyncIterator[Terminal]:
     master, slave = pty.openpty()
@@ -214,7 +223,7 @@ async def on_terminal(*arguments: str, environment: dict[str, str] | None = None
         stdin=slave,
         stdout=slave,
         stderr=slave,
-        env={**os.environ, **(environment or {})},
+        env={**_without_size(os.environ), **(environment or {})},
         start_new_session=True,
     )
     os.close(slave)
@@ -270,6 +279,20 @@ async def test_the_table_is_drawn_anew_when_the_terminal_changes_its_size(node_d
         terminal.resize(30, 140)
         # At this width the ids are whole.
         await terminal.wait_for(rf"\x1b\[2J.*{U[3]}.*Ctrl-C ends the demo")
+
+
+@pytest.mark.slow
+async def test_a_demo_beside_another_agent_takes_another_port(node_dir: Path) -> None:
+    with socket.socket() as other:
+        other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        # Where it is taken already, that is another one, too.
+        with contextlib.suppress(OSError):
+            other.bind(("127.0.0.1", 9470))
+            other.listen()
+        async with on_terminal("--preset=4x-t4", f"--node-dir={node_dir}") as terminal:
+            shown = await terminal.wait_for(r"127\.0\.0\.1:\d+/preflight")
+
+            assert "127.0.0.1:9470" not in shown
 
 
 @pytest.mark.slow

@@ -16,6 +16,8 @@ from agent.sources.sysfs_look import Exclusions, Look, Roots, look
 from agent.threads import in_daemon_thread
 from tests.harness import PATIENCE_S, short_directory, simulated_node
 
+NODES = [f"/dev/nvidia{minor}" for minor in range(4)]
+
 
 @pytest.fixture
 async def node() -> AsyncIterator[SimulatedNode]:
@@ -27,7 +29,7 @@ async def seen(node: SimulatedNode) -> Look:
     """What a source sees of the node now."""
     directory = node.directory
     roots = Roots(directory.sys, directory.proc, directory.dev, strict_nodes=False)
-    return await in_daemon_thread("look", lambda: look(roots, range(4), Exclusions()))
+    return await in_daemon_thread("look", lambda: look(roots, NODES, Exclusions()))
 
 
 def pci(node: SimulatedNode) -> list[str]:

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,7 +18,7 @@ from agent.core.view import snapshot_of
 from agent.errors import SourceError
 from agent.model.facts import SYSFS, DeviceNodesSeen, DriverModuleSeen, GpuRebound, PciGpusSeen
 from agent.model.health import Health
-from agent.model.policy import Policy
+from agent.model.policy import Injection, Policy
 from agent.model.snapshot import DriverView, GpuView, Snapshot
 from agent.simulation.presets import NodeSpec, load_preset
 from agent.simulation.roots import (
@@ -32,7 +33,7 @@ from agent.simulation.roots import (
 )
 from agent.sources.sysfs import SysfsSource
 from agent.sources.sysfs_look import MAX_GPUS, Exclusions, Roots, driver_of, look
-from tests.core.build import gpu
+from tests.core.build import gpu, mig_gpu
 from tests.sources.recorder import Recorder
 
 NEVER_NS = 3_600_000_000_000
@@ -64,7 +65,9 @@ class Node:
         write_roots(self.spec, directory)
         self.source = self.make_source(NEVER_NS)
 
-    def make_source(self, period_ns: int, deadline_ns: int = NEVER_NS) -> SysfsSource:
+    def make_source(
+        self, period_ns: int, deadline_ns: int = NEVER_NS, *, sees_new_nodes: bool = True
+    ) -> SysfsSource:
         return SysfsSource(
             inbox=self.recorder.inbox,
             latest=self.latest,
@@ -74,6 +77,7 @@ class Node:
             clock=time.monotonic_ns,
             period_ns=period_ns,
             deadline_ns=deadline_ns,
+            sees_new_nodes=sees_new_nodes,
         )
 
     @property
@@ -294,6 +298,73 @@ async def test_the_node_of_a_module_that_is_not_loaded_is_not_missed(node: Node)
     await node.nodes_missing()
 
 
+def serving_a_mig_device(**policy: Any) -> Snapshot:
+    """What the core shows while the driver serves a MIG device whose capabilities have minors 12 and 13."""
+    whole = mig_gpu(0, (1, 0, "1g.10gb"))
+    (mig,) = whole.mig_devices
+    whole = replace(whole, mig_devices=(replace(mig, gi_minor=12, ci_minor=13),))
+    view = GpuView(whole, Health.HEALTHY, present=True, conditions=(), xids={})
+    return replace(empty_snapshot(), driver=DriverView(ready=True), gpus=(view,), policy=Policy(**policy))
+
+
+@pytest.mark.parametrize(
+    "injection", [Injection(strategies=("envvar", "cdi-cri")), Injection(pass_device_specs=True)]
+)
+async def test_the_nodes_of_mig_devices_are_missed_where_we_give_them_to_containers(
+    node: Node, injection: Injection
+) -> None:
+    write_device_node("nvidia-caps/nvidia-cap12", node.dev)
+    node.latest.publish(serving_a_mig_device(mig_strategy="mixed", injection=injection))
+    await node.nodes_missing("/dev/nvidia-caps/nvidia-cap13")
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        {"mig_strategy": "mixed", "injection": Injection()},
+        {"mig_strategy": "none", "injection": Injection(pass_device_specs=True)},
+    ],
+    ids=["the runtime makes them", "whole GPUs are offered"],
+)
+async def test_the_nodes_of_mig_devices_are_not_missed_elsewhere(node: Node, policy: dict[str, Any]) -> None:
+    node.latest.publish(serving_a_mig_device(**policy))
+    await node.nodes_missing()
+
+
+@pytest.mark.parametrize(
+    ("injection", "is_missed"),
+    [(Injection(pass_device_specs=True), False), (Injection(strategies=("cdi-cri",)), True)],
+    ids=["the node may have it", "the specification has not"],
+)
+async def test_a_containers_own_dev_tells_only_what_a_specification_made_of_it_lacks(
+    tmp_path: Path, recorder: Recorder, injection: Injection, *, is_missed: bool
+) -> None:
+    node = Node(tmp_path, recorder)
+    node.source = node.make_source(NEVER_NS, sees_new_nodes=False)
+    node.latest.publish(serving_a_mig_device(mig_strategy="mixed", injection=injection))
+    task = asyncio.get_running_loop().create_task(node.source.run(), name="sysfs")
+    capabilities = ("/dev/nvidia-caps/nvidia-cap12", "/dev/nvidia-caps/nvidia-cap13")
+    await node.nodes_missing(*(capabilities if is_missed else ()))
+    task.cancel()
+    with suppress(asyncio.CancelledError):
+        await task
+
+
+async def test_while_a_node_is_missing_it_is_looked_for_every_second(
+    tmp_path: Path, recorder: Recorder
+) -> None:
+    node = Node(tmp_path, recorder)
+    node.latest.publish(serving(0))
+    remove_device_node("nvidia0", node.dev)
+    task = asyncio.get_running_loop().create_task(node.source.run(), name="sysfs")
+    await node.nodes_missing("/dev/nvidia0")
+    write_device_node("nvidia0", node.dev)
+    await node.nodes_missing()
+    task.cancel()
+    with suppress(asyncio.CancelledError):
+        await task
+
+
 async def test_nodes_are_not_judged_while_the_driver_is_away_or_let_go_of(node: Node) -> None:
     node.latest.publish(serving(0))
     await node.nodes_missing()
@@ -317,20 +388,23 @@ async def test_nodes_are_not_judged_while_the_driver_is_away_or_let_go_of(node: 
     await node.nodes_missing("/dev/nvidia0")
 
 
+NODES = ("/dev/nvidia0", "/dev/nvidia1")
+
+
 def test_below_dev_a_node_is_a_character_device(tmp_path: Path) -> None:
     write_roots(load_preset("4x-t4"), tmp_path)
     (tmp_path / "dev/nvidia1").unlink()
     (tmp_path / "dev/nvidia1").symlink_to("/dev/null")
-    strict = look(roots_of(tmp_path, strict_nodes=True), (0, 1), Exclusions())
+    strict = look(roots_of(tmp_path, strict_nodes=True), NODES, Exclusions())
     assert strict.missing == ("/dev/nvidia0", "/dev/nvidiactl", "/dev/nvidia-uvm")
-    assert look(roots_of(tmp_path), (0, 1), Exclusions()).missing == ()
+    assert look(roots_of(tmp_path), NODES, Exclusions()).missing == ()
 
 
 def test_a_directory_is_no_node(tmp_path: Path) -> None:
     write_roots(load_preset("4x-t4"), tmp_path)
     (tmp_path / "dev/nvidia1").unlink()
     (tmp_path / "dev/nvidia1").mkdir()
-    assert look(roots_of(tmp_path), (0, 1), Exclusions()).missing == ("/dev/nvidia1",)
+    assert look(roots_of(tmp_path), NODES, Exclusions()).missing == ("/dev/nvidia1",)
 
 
 # Where nothing can be seen

@@ -1,0 +1,54 @@
+"""The device nodes without which a GPU or a MIG device cannot be used, and whose they are.
+
+Source: NVIDIA's MIG User Guide, "Device Nodes and Capabilities".
+"""
+
+from collections.abc import Iterable, Iterator
+from typing import Final
+
+from agent.model.gpu import Gpu, MigDevice
+from agent.model.ids import Placement
+
+GPU_NODE: Final = "/dev/nvidia"
+CAPABILITY_NODE: Final = "/dev/nvidia-caps/nvidia-cap"
+
+
+def node_of(gpu: Gpu) -> Iterator[str]:
+    """Yield a GPU's own node, if its minor is known."""
+    if gpu.minor is not None:
+        yield f"{GPU_NODE}{gpu.minor}"
+
+
+def capability_nodes(mig: MigDevice) -> Iterator[str]:
+    """Yield what opens a MIG device's instances, as far as the minors are known."""
+    for minor in (mig.gi_minor, mig.ci_minor):
+        if minor is not None:
+            yield f"{CAPABILITY_NODE}{minor}"
+
+
+def wanted_nodes(gpus: Iterable[Gpu], *, with_capabilities: bool) -> frozenset[str]:
+    """Return the nodes that should exist for these GPUs, beside those of the driver itself."""
+    found: set[str] = set()
+    for gpu in gpus:
+        found.update(node_of(gpu))
+        if with_capabilities:
+            found.update(path for mig in gpu.mig_devices for path in capability_nodes(mig))
+    return frozenset(found)
+
+
+def owners(gpus: Iterable[Gpu]) -> dict[str, list[Placement]]:
+    """Return which devices cannot be used without each node."""
+    found: dict[str, list[Placement]] = {}
+    for gpu in gpus:
+        for path in node_of(gpu):
+            # Of two GPUs with one minor, the one that was listed later has it now.
+            found[path] = [Placement(gpu.uuid)]
+        for mig in gpu.mig_devices:
+            for path in capability_nodes(mig):
+                found.setdefault(path, []).append(Placement(gpu.uuid, mig.gi, mig.ci))
+    return found
+
+
+def is_of_driver(path: str) -> bool:
+    """Return whether a node is needed for every GPU, and not that of some GPU or MIG device."""
+    return not path.startswith(CAPABILITY_NODE) and not path.removeprefix(GPU_NODE).isdigit()
