@@ -3,7 +3,8 @@
 import os
 import stat
 import subprocess
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final
 
@@ -52,7 +53,20 @@ class DriverModule:
 
     def begin_anew(self) -> None:
         """Let the counts begin at zero."""
-        _BOOKS.write_text("\n", encoding="ascii")
+        _BOOKS.write_text("anew\n", encoding="ascii")
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Let every call wait in the driver while the context lasts."""
+        _BOOKS.write_text("hold\n", encoding="ascii")
+        try:
+            yield
+        finally:
+            _BOOKS.write_text("release\n", encoding="ascii")
+
+    def waiting(self) -> int:
+        """Return how many calls wait in the driver."""
+        return int(_BOOKS.read_text(encoding="ascii").rpartition("waiting ")[2])
 
     async def books(self) -> Books:
         """Return what the driver granted since its counts began, and what of it lives."""
@@ -82,6 +96,8 @@ class DriverModule:
                     }
                 case "counts", [allocated, freed, refused]:
                     counts = {"contexts_allocated": allocated, "contexts_freed": freed, "refused": refused}
+                case "waiting", _:
+                    pass
                 case _:
                     raise ValueError(f"the books have a line that is not known: {line}")
         return Books(tuple(contexts), tuple(clients), counts, {}, {}, processes, ())

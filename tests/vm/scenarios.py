@@ -5,6 +5,8 @@ driver, and each leaves the driver as the next one finds it.
 """
 
 import os
+import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -27,6 +29,9 @@ from tests.probe.test_workloads import GPUS
 from tests.vm.module import VERSION, DriverModule
 
 PRIME: Final = 1009
+TOGETHER: Final = 64
+"""More threads than any kernel's smallest room for kretprobes."""
+PATIENCE_S: Final = 120.0
 POLLS: Final = 2
 """Within so many polls the probe is attached to a driver that was loaded."""
 OF_DRIVER: Final = frozenset(
@@ -176,6 +181,63 @@ def readiness_is_seen(stage: Stage) -> None:
         assert seen[minor].check.took_ns is not None
 
 
+def call_that_hangs_is_not_ready(stage: Stage) -> None:
+    """Let the driver not answer a check."""
+    calls = Caller("/dev", VERSION)
+    node = calls.open("nvidia0")
+    checked = threading.Thread(
+        target=calls.plain, args=(node, abi.NUMA_INFO, abi.layout(VERSION).numa_info_size)
+    )
+    before = stage.probe.read_readiness()[0].check
+    with stage.driver.held():
+        checked.start()
+        _until(lambda: stage.driver.waiting() == 1)
+        hanging = stage.probe.read_readiness()[0].check
+    checked.join()
+    os.close(node)
+    answered = stage.probe.read_readiness()[0]
+    assert hanging.in_flight
+    assert hanging.calls == before.calls + 1
+    assert answered.ready
+    assert answered.check.took_ns is not None
+
+
+def calls_at_once_are_counted(stage: Stage) -> None:
+    """Have many threads wait in the driver at once, each to make a context.
+
+    Tier driver sees returns by kretprobes. Of these a kernel follows twice as many at once as it may have CPUs,
+    at least ten; one more call that waits would not be seen to return. Source: linux/kernel/kprobes.c.
+    """
+    together = TOGETHER if stage.probe.tier == "syscalls" else max(10, 2 * (os.cpu_count() or 1))
+    with client() as program:
+
+        def allocate(number: int) -> None:
+            handle = _FIRST_CONTEXT + number
+            program.calls.allocate(program.control, program.handle, _GROUP, handle, abi.CONTEXT_SHARE)
+
+        threads = [threading.Thread(target=allocate, args=(number,)) for number in range(together)]
+        with stage.driver.held():
+            for thread in threads:
+                thread.start()
+            _until(lambda: stage.driver.waiting() == together)
+        for thread in threads:
+            thread.join()
+        live = [
+            row
+            for row in stage.probe.read_objects()
+            if row.client == program.handle and row.rm_class == abi.CONTEXT_SHARE
+        ]
+        assert len(live) == together, f"{len(live)} of {together} contexts were seen"
+
+
+def _until(condition: Callable[[], bool]) -> None:
+    """Wait for something that nobody tells of."""
+    until_s = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < until_s
+        time.sleep(0.01)
+
+
 def unified_memory_tells_the_gpu(stage: Stage) -> None:
     """Register an address space of a client for a GPU."""
     assert stage.probe.config.uvm_major == kernel.majors(Roots()).uvm
@@ -256,13 +318,20 @@ FOLLOWING_THE_DRIVER: Final[tuple[Scenario, ...]] = (
     end_of_the_open_file_is_told,
     holders_are_found_in_the_kernel,
     readiness_is_seen,
+    call_that_hangs_is_not_ready,
+    calls_at_once_are_counted,
     unified_memory_tells_the_gpu,
     nothing_is_done_while_nothing_changes,
     driver_that_is_gone_is_let_go,
     driver_that_came_back_is_attached_to,
     driver_reloaded_between_two_polls_is_attached_to,
 )
-READING_MAPS: Final[tuple[Scenario, ...]] = (holders_are_found_in_the_kernel, readiness_is_seen)
+READING_MAPS: Final[tuple[Scenario, ...]] = (
+    holders_are_found_in_the_kernel,
+    readiness_is_seen,
+    call_that_hangs_is_not_ready,
+    calls_at_once_are_counted,
+)
 """What may be shown while somebody else reads the ring."""
 
 

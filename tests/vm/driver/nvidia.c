@@ -6,7 +6,8 @@
  * file open; freeing an object frees what is below it; freeing an unknown handle is no error; a copy lives on
  * its own. Commands that would change nothing here are taken and answered with success.
  *
- * /proc/driver/nvidia/books tells one record a line; whatever is written to it makes the counts begin anew.
+ * /proc/driver/nvidia/books tells one record a line. Written to it, "anew" makes the counts begin anew, "hold"
+ * lets every call wait in the driver, "release" lets them go on.
  * Sources for numbers, layouts and rules: open-gpu-kernel-modules, nv.c, escape.c, nvos.h, rs_server.c. */
 #include <linux/cdev.h>
 #include <linux/file.h>
@@ -18,7 +19,9 @@
 #include <linux/sched.h>
 #include <linux/seq_file.h>
 #include <linux/slab.h>
+#include <linux/string.h>
 #include <linux/uaccess.h>
+#include <linux/wait.h>
 #include "driver.h"
 
 #define DRIVER_VERSION "570.148.08"
@@ -65,6 +68,9 @@ static LIST_HEAD(clients);
 static LIST_HEAD(processes);
 static unsigned int objects_live, processes_known;
 static unsigned long contexts_allocated, contexts_freed, refused;
+static DECLARE_WAIT_QUEUE_HEAD(released);
+static atomic_t waiting = ATOMIC_INIT(0);
+static bool held;
 static u32 next_client = 0xc1d00001, next_object = 0xcaf00000;
 
 /* ---- books ---- */
@@ -325,6 +331,9 @@ static noinline long nvidia_unlocked_ioctl(struct file *file, unsigned int word,
 	block = size <= MAX_COMMAND_BYTES ? kzalloc(max(size, 64u), GFP_KERNEL) : NULL;
 	if (!block)
 		return -EINVAL;
+	atomic_inc(&waiting);
+	wait_event(released, !READ_ONCE(held));
+	atomic_dec(&waiting);
 	if (!copy_from_user(block, (void __user *)argument, size)) {
 		mutex_lock(&lock);
 		result = command(file->private_data, _IOC_NR(word), size, block);
@@ -410,6 +419,7 @@ static int show_books(struct seq_file *to, void *unused)
 		seq_printf(to, "process %d %lu %lu %lu %lu %lu\n", each->pid, each->opens, each->uvm_opens,
 			   each->allocs, each->frees, each->contexts_allocated);
 	seq_printf(to, "counts %lu %lu %lu\n", contexts_allocated, contexts_freed, refused);
+	seq_printf(to, "waiting %d\n", atomic_read(&waiting));
 	mutex_unlock(&lock);
 	return 0;
 }
@@ -421,9 +431,22 @@ static int open_books(struct inode *inode, struct file *file)
 
 static ssize_t write_books(struct file *file, const char __user *data, size_t size, loff_t *at)
 {
-	mutex_lock(&lock);
-	begin_anew();
-	mutex_unlock(&lock);
+	char order[16] = {};
+
+	if (size >= sizeof(order) || copy_from_user(order, data, size))
+		return -EINVAL;
+	if (sysfs_streq(order, "anew")) {
+		mutex_lock(&lock);
+		begin_anew();
+		mutex_unlock(&lock);
+	} else if (sysfs_streq(order, "hold")) {
+		WRITE_ONCE(held, true);
+	} else if (sysfs_streq(order, "release")) {
+		WRITE_ONCE(held, false);
+		wake_up_all(&released);
+	} else {
+		return -EINVAL;
+	}
 	return size;
 }
 
