@@ -159,6 +159,11 @@ class Tracker:
         for look in looks:
             self._holders.looked(look, now_ns)
 
+    def look_again(self) -> None:
+        """Want every process looked at: state and name change, and nothing tells of it."""
+        for process in self._holders.current():
+            process.is_look_old = True
+
     def exited(self, key: ProcessKey, now_ns: int) -> None:
         """Take that a process is gone (its pidfd is readable, or it could not be looked at any more)."""
         self._holders.exited(key, now_ns)

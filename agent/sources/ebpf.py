@@ -5,7 +5,8 @@ Guarantees:
 1. The probe is loaded once in the life of the process. Where it cannot be, its code is told and /proc is
    read instead, which finds who holds GPUs and nothing of contexts; nothing else of the agent waits for it.
 2. What events tell is looked into within ``settings.gap_ns``; who holds files is scanned for after every
-   close, fork and exit of a process that has any, and at least every ``settings.scan_ns``.
+   close, fork and exit of a process that has any, and at least every ``settings.scan_ns``. Then all
+   processes are looked at again, for their names and states change.
 3. Events that the kernel could not hand over make the picture incomplete until it is made anew from the
    kernel's own table, which is done within one poll.
 4. A picture is told when it changed, at most once in ``settings.gap_ns``, and every ``settings.tell_ns``.
@@ -67,6 +68,8 @@ class EbpfSettings:
     procfs_scan_ns: int = 10 * SECOND_NS
     """Without the probe, which costs more and is all there is."""
     tell_ns: int = 10 * SECOND_NS
+    confirm_ns: int = 50 * MILLISECOND_NS
+    """Until a second look for a file that nobody has any more: it may be on its way to another process."""
     stale_call_ns: int = 60 * SECOND_NS
     """A device that the agent has not called for so long is not known to answer."""
 
@@ -109,6 +112,7 @@ class EbpfSource:
         self._wake = asyncio.Event()
         self._wants_scan = True
         self._scanned_ns = 0
+        self._looked_ns = 0
         self._lost = 0
         self._loss_logged_ns: int | None = None
         self._majors = Majors()
@@ -143,7 +147,7 @@ class EbpfSource:
                 began_ns = self._clock()
                 await self._round()
                 self.last_sign_ns = self._clock()
-                await self._pause(began_ns, self.last_sign_ns - began_ns)
+                await self._pause(began_ns, self.last_sign_ns - began_ns - self._waited_ns)
         finally:
             self._ends.close()
             if self._probe is not None:
@@ -196,7 +200,7 @@ class EbpfSource:
         self._map = map_of(self._latest.value, self._majors)
         self._tracker = Tracker(self._map, source=source, agent_pid=self._agent_pid)
         self._wants_scan = self._is_stale = True
-        self._told, self._ending = None, {}
+        self._told, self._ending, self._held = None, {}, frozenset()
         if probe is not None:
             self._lost = probe.read_statistics().lost
             self._tracker.lost(0)
@@ -219,12 +223,17 @@ class EbpfSource:
 
     async def _round(self) -> None:
         """Bring the picture up to date and tell it if it is another one."""
+        self._waited_ns = 0
         if self._probe is not None:
             await self._follow_kernel(self._probe)
         self._follow_gpus()
         period_ns = self._settings.procfs_scan_ns if self._probe is None else self._settings.scan_ns
         if self._wants_scan or self._clock() - self._scanned_ns >= period_ns:
             await self._scan()
+        if self._clock() - self._looked_ns >= period_ns:
+            self._looked_ns = self._clock()
+            self._tracker.look_again()
+            self._is_stale = True
         # What happens from here on is for the next round.
         is_stale, self._is_stale = self._is_stale, False
         unlooked = self._tracker.unlooked if is_stale else ()
@@ -291,6 +300,13 @@ class EbpfSource:
         at_ns = self._scanned_ns = self._clock()
         probe = self._probe
         scan, self._majors = await self._thread.do(lambda: self._scan_now(probe))
+        if self._held - {each.file for each in scan.held}:
+            # What is in a message is in nobody's table, and lives all the same.
+            self._waited_ns = self._settings.confirm_ns
+            await asyncio.sleep(self._waited_ns / 1e9)
+            at_ns = self._scanned_ns = self._clock()
+            scan, self._majors = await self._thread.do(lambda: self._scan_now(probe))
+        self._held = frozenset(each.file for each in scan.held)
         if probe is not None:
             # What happened up to the end of the scan is to be told before it.
             while events := probe.ring.read():

@@ -382,6 +382,20 @@ def test_a_program_that_replaces_itself_is_looked_at_again() -> None:
     assert (use.look.comm, use.files) == ("sh", 1)
 
 
+def test_everybody_who_lives_can_be_looked_at_again_and_is_shown_as_before_until_then() -> None:
+    rig = Rig()
+    task, _ = rig.job()
+    before = rig.tell()
+    rig.tracker.look_again()
+    assert list(rig.tracker.unlooked) == [task.key]
+    assert rig.tracker.picture(before.at_ns) == before
+    task.comm, task.state = "worker", "D"
+    rig.tracker.looked([task.look], rig.world.now_ns)
+    use = use_of(rig.tell(), 100)
+    assert (use.look.comm, use.look.state) == ("worker", "D")
+    assert list(rig.tracker.unlooked) == []
+
+
 def test_what_needs_a_scan_says_so() -> None:
     rig = Rig()
     task, control = rig.job()

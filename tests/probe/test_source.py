@@ -208,6 +208,46 @@ async def test_lost_events_are_made_up_for_from_the_kernels_table(
     assert use.unplaced == 100
 
 
+HAND_OVER = """
+import socket
+ours, theirs = socket.socketpair()
+fd = os.open(sys.argv[1], os.O_RDWR)
+alloc(fd, CLIENT, ROOT, client=0, parent=0)
+alloc(fd, 3, CONTEXT, parent=CLIENT)
+wait()
+socket.send_fds(ours, [b"x"], [fd])
+os.close(fd)
+wait()
+received = socket.recv_fds(theirs, 1, 1)
+wait()
+"""
+
+
+async def test_what_is_on_its_way_between_processes_is_not_taken_to_be_gone(
+    core: dict[str, Any], double: DriverDouble
+) -> None:
+    settings = replace(QUIET, confirm_ns=3 * SECOND_NS)
+    async with following(double, core, settings) as followed:
+        caller = await in_daemon_thread("test-caller", lambda: Caller(HAND_OVER, double.node("nvidiactl")))
+        await in_daemon_thread("test-caller", caller.run)
+        await followed.usage(lambda usage: contexts(usage, caller.pid) == 1)
+        await in_daemon_thread("test-caller", caller.resume)
+        await until(lambda: followed.source._waited_ns > 0)
+        await in_daemon_thread("test-caller", caller.resume)
+        signs = followed.source.last_sign_ns
+        await until(lambda: followed.source.last_sign_ns != signs)
+        usage = await followed.usage(lambda usage: usage.complete)
+        use = use_of(usage, caller.pid)
+        assert use is not None
+        assert (use.unplaced, use.fds) == (1, 1)
+        await in_daemon_thread("test-caller", caller.end)
+
+
+def contexts(usage: Usage, pid: int) -> int:
+    use = use_of(usage, pid)
+    return 0 if use is None else use.unplaced
+
+
 async def test_the_picture_can_be_begun_anew_with_the_probe_that_there_is(
     core: dict[str, Any], double: DriverDouble, stack: AsyncExitStack
 ) -> None:
@@ -285,6 +325,33 @@ async def calling(double: DriverDouble) -> AsyncIterator[Caller]:
     finally:
         await double.release_all()
         await in_daemon_thread("test-caller", caller._process.kill)
+        await in_daemon_thread("test-caller", caller.end)
+
+
+RENAMED = """
+fd = os.open(sys.argv[1], os.O_RDWR)
+wait()
+open("/proc/self/comm", "w").write("renamed")
+wait()
+"""
+
+
+async def test_a_name_that_changes_is_told_after_the_next_look_at_all(
+    core: dict[str, Any], double: DriverDouble
+) -> None:
+    settings = replace(QUIET, scan_ns=200 * MILLISECOND_NS)
+    caller = Caller(RENAMED, double.node("nvidia0"))
+
+    def comms(usage: Usage) -> list[str]:
+        return [use.look.comm for use in usage.processes if use.key.pid == caller.pid]
+
+    try:
+        await in_daemon_thread("test-caller", caller.run)
+        async with following(double, core, settings) as followed:
+            await followed.usage(lambda usage: bool(comms(usage)) and comms(usage) != ["renamed"])
+            await in_daemon_thread("test-caller", caller.resume)
+            await followed.usage(lambda usage: comms(usage) == ["renamed"])
+    finally:
         await in_daemon_thread("test-caller", caller.end)
 
 

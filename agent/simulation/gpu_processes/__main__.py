@@ -121,13 +121,16 @@ class Program:
         """Go on as two; the child obeys the descriptor that came with the order."""
         (mine,) = descriptors
         signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+        own = Path("/proc/self/comm").read_text(encoding="utf-8").strip()
+        # The child has its name from the first moment on, for whoever looks.
+        set_comm(message["comm"])
         child = os.fork()
         if child:
+            set_comm(own)
             os.close(mine)
             return {"pid": child}
         os.dup2(mine, self._control.fileno())
         os.close(mine)
-        set_comm(message["comm"])
         return {"pid": os.getpid()}
 
     def _duplicate(self, _: Message, __: list[int]) -> Message:
