@@ -473,9 +473,19 @@ INLINE void check_returned(struct gpu_call *call, long result, struct gpu_config
 	device_put(&minor, &ready);
 }
 
-INLINE int entered(u64 file, u32 device, int fd, u32 command, u64 argument, int uvm, struct gpu_config *cfg)
+/* Of a thread. Kretprobes follow twice as many calls at once as there may be CPUs, at least ten: when more wait in
+ * the driver, the return of one is not seen, and its row is found by the thread's next call, or its end. */
+INLINE void begin_call(struct gpu_call *call)
 {
 	u64 thread = bpf_get_current_pid_tgid();
+
+	if (call_find(&thread))
+		COUNT(unreturned);
+	call_put(&thread, call);
+}
+
+INLINE int entered(u64 file, u32 device, int fd, u32 command, u64 argument, int uvm, struct gpu_config *cfg)
+{
 	struct gpu_call call;
 
 	__builtin_memset(&call, 0, sizeof(call));
@@ -504,7 +514,7 @@ INLINE int entered(u64 file, u32 device, int fd, u32 command, u64 argument, int 
 		return 0;
 	if (is_check(call.number) && !check_entered(&call, cfg))
 		return 0;
-	call_put(&thread, &call);
+	begin_call(&call);
 	return 0;
 }
 
@@ -837,7 +847,6 @@ PROGRAM("kretprobe/uvm_unlocked_ioctl_entry", uvm_ioctl_return)(struct pt_regs *
 /* nvidia_open(inode, file); an open that fails has no close. */
 PROGRAM("kprobe/nvidia_open", driver_open)(struct pt_regs *ctx)
 {
-	u64 thread = bpf_get_current_pid_tgid();
 	struct gpu_config *cfg = configured();
 	struct gpu_call call;
 
@@ -846,7 +855,7 @@ PROGRAM("kprobe/nvidia_open", driver_open)(struct pt_regs *ctx)
 	__builtin_memset(&call, 0, sizeof(call));
 	call.file = SECOND(ctx);
 	call.device = device_of(call.file, cfg);
-	call_put(&thread, &call);
+	begin_call(&call);
 	return 0;
 }
 
@@ -915,7 +924,10 @@ PROGRAM("raw_tp/sched_process_exit", process_exit)(struct raw_context *ctx)
 	if (!row)
 		return 0;
 	/* A thread may be killed between entry and return. */
-	call_remove(&thread);
+	if (call_find(&thread)) {
+		COUNT(unreturned);
+		call_remove(&thread);
+	}
 	if (WORD(POINTER(this_task(), task_struct, signal), signal_struct, live))
 		return 0;
 	row->exited_ns = bpf_ktime_get_ns();

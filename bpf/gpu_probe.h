@@ -90,6 +90,7 @@ struct gpu_statistics {
 	unsigned long long unreadable;      /* parameter blocks that could not be read */
 	unsigned long long objects_full;    /* objects that found no room */
 	unsigned long long processes_added; /* rows put into the table of processes */
+	unsigned long long unreturned;      /* calls that were not seen to return; what they did is not known */
 	unsigned long long reserve_failed[GPU_PROGRAMS];
 };
 
@@ -121,7 +122,7 @@ _Static_assert(sizeof(struct gpu_process) == 104, "layout.py: PROCESS");
 _Static_assert(sizeof(struct gpu_call) == 40, "nothing else reads it");
 _Static_assert(sizeof(struct gpu_config) == 48, "layout.py: CONFIG");
 _Static_assert(sizeof(struct gpu_check) == 32, "layout.py: CHECK");
-_Static_assert(sizeof(struct gpu_statistics) == 72, "layout.py: STATISTICS");
+_Static_assert(sizeof(struct gpu_statistics) == 80, "layout.py: STATISTICS");
 _Static_assert(sizeof(struct gpu_held) == 48, "layout.py: HELD");
 _Static_assert(sizeof(struct gpu_traced_call) == 120, "layout.py: TRACED");
 

@@ -19,7 +19,7 @@ CONFIG: Final = struct.Struct("=8IQII")
 INDEX: Final = struct.Struct("=I")
 DEVICE: Final = struct.Struct("=I")
 CHECK: Final = struct.Struct("=QQQq")
-STATISTICS: Final = struct.Struct("=9Q")
+STATISTICS: Final = struct.Struct("=10Q")
 HELD: Final = struct.Struct("=QQQQIIII")
 TRACED_KEY: Final = struct.Struct("=Q")
 TRACED: Final = struct.Struct("=QQQIIIiIIiI64s")
@@ -98,13 +98,15 @@ class ProbeStatistics(NamedTuple):
     objects_full: int
     """Objects that found no room in the table."""
     processes_added: int
+    unreturned: int
+    """Calls that were not seen to return: too many were in the driver at once. What they did is not known."""
     reserve_failures: tuple[int, int, int, int]
     """Events that found no room on the ring, in the order of RESERVE_PROGRAMS."""
 
     @property
     def lost(self) -> int:
-        """Events that found no room on the ring."""
-        return sum(self.reserve_failures)
+        """Events that found no room on the ring, and calls that could tell nothing."""
+        return self.unreturned + sum(self.reserve_failures)
 
 
 def decode_event(data: "bytes | memoryview", offset: int = 0) -> RmEvent | None:
@@ -142,11 +144,10 @@ def encode_process(cgroup_id: int, start_ticks: int, now_ns: int) -> bytes:
 def decode_statistics(value: bytes) -> ProbeStatistics:
     """Return the sum over the CPUs whose values lie side by side."""
     sums = [sum(column) for column in zip(*STATISTICS.iter_unpack(value), strict=True)]
-    events, calls, unreadable, objects_full, processes_added, *failed = sums
+    events, calls, unreadable, objects_full, processes_added, unreturned, *failed = sums
     ioctl, opened, closed, process = failed
-    return ProbeStatistics(
-        events, calls, unreadable, objects_full, processes_added, (ioctl, opened, closed, process)
-    )
+    failures = (ioctl, opened, closed, process)
+    return ProbeStatistics(events, calls, unreadable, objects_full, processes_added, unreturned, failures)
 
 
 class TracedCall(NamedTuple):

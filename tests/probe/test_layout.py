@@ -31,7 +31,7 @@ FORMATS = {
     "gpu_check": (layout.CHECK, " ".join(layout.Check._fields)),
     "gpu_statistics": (
         layout.STATISTICS,
-        "events calls unreadable objects_full processes_added reserve_failed",
+        "events calls unreadable objects_full processes_added unreturned reserve_failed",
     ),
     "gpu_traced_call": (layout.TRACED, " ".join(layout.TracedCall._fields)),
     "gpu_held": (layout.HELD, "file table cgroup_id start_ns tgid fd device reserved"),
