@@ -18,7 +18,6 @@ from tests.bench.node import (
     BenchNode,
     bench_node,
     free_port,
-    rss_bytes,
     share_of_core,
 )
 from tests.bench.probe_load import LOADERS, Loader, Tools
@@ -40,7 +39,8 @@ async def memory(_effort: Effort) -> AsyncGenerator[Figure | Absent, None]:
     """Read VmRSS of an agent with everything on, uevents too, and its probe attached to a driver double.
 
     ``highest`` is the most that the agent and its loader took together at one moment since the start, read
-    every few milliseconds as a sum of VmRSS: pages that they share are counted twice.
+    every few milliseconds: the memory of both, and the pages of files of the one that has more of them, since
+    most are the same files' and count once.
     """
     with tempfile.TemporaryDirectory(prefix="gpu-bench-") as folder:
         names = [f"S7.{what}_probe_{loader}" for loader in LOADERS for what in ("rss", "highest")]
@@ -167,19 +167,29 @@ def _highest(pid: int) -> Iterator[list[int]]:
 
 def _sum_of_family(pid: int, others: set[int]) -> int:
     """Return the memory of a process and its children; ``others`` are known to be none of them."""
-    total = 0
+    own: list[int] = []
+    of_files: list[int] = [0]
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit() or int(entry.name) in others:
             continue
         child = int(entry.name)
         try:
             if child == pid or _parent_of(child) == pid:
-                total += rss_bytes(child)
+                sizes = _sizes(child)
+                of_files.append(sizes["RssFile"])
+                own.append(sizes["RssAnon"] + sizes["RssShmem"])
             else:
                 others.add(child)
-        except (OSError, MeasurementError):  # it has ended
+        except (OSError, KeyError):  # it has ended
             continue
-    return total
+    return sum(own) + max(of_files)
+
+
+def _sizes(pid: int) -> dict[str, int]:
+    """Return what proc(5) tells of a process's memory, in bytes; of one that has ended, nothing."""
+    text = Path(f"/proc/{pid}/status").read_text(encoding="ascii", errors="replace")
+    lines = (line.split() for line in text.splitlines())
+    return {words[0].rstrip(":"): int(words[1]) * 1024 for words in lines if words[2:] == ["kB"]}
 
 
 def _parent_of(pid: int) -> int:
