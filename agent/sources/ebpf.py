@@ -113,6 +113,10 @@ class EbpfSource:
         self._wants_scan = True
         self._scanned_ns = 0
         self._looked_ns = 0
+        self._held: frozenset[int] = frozenset()
+        """The open files that the last scan found."""
+        self._waited_ns = 0
+        """For how long the round that is under way has only waited."""
         self._lost = 0
         self._loss_logged_ns: int | None = None
         self._majors = Majors()
@@ -200,7 +204,8 @@ class EbpfSource:
         self._map = map_of(self._latest.value, self._majors)
         self._tracker = Tracker(self._map, source=source, agent_pid=self._agent_pid)
         self._wants_scan = self._is_stale = True
-        self._told, self._ending, self._held = None, {}, frozenset()
+        self._told, self._ending = None, {}
+        self._held = frozenset()
         if probe is not None:
             self._lost = probe.read_statistics().lost
             self._tracker.lost(0)
