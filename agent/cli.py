@@ -18,6 +18,8 @@ from agent.errors import EXIT_FAILED, EXIT_USAGE, AgentError, ConfigError, Usage
 if TYPE_CHECKING:
     import argparse
 
+    from agent.commands.arguments import Parser
+
 INTERRUPTED: Final = 130
 """128 + SIGINT, as a shell says it."""
 
@@ -25,7 +27,7 @@ INTERRUPTED: Final = 130
 class CommandModule(Protocol):
     """What a command's module offers."""
 
-    def configure(self, parser: "argparse.ArgumentParser") -> None:
+    def configure(self, parser: "Parser") -> None:
         """Add the command's flags, description and examples."""
 
     def main(self, args: "argparse.Namespace") -> int:

@@ -4,6 +4,7 @@ import gc
 from collections.abc import Iterator
 
 import pytest
+from _pytest.capture import CaptureIO
 from blockbuster import blockbuster_ctx
 from hypothesis import settings
 
@@ -37,6 +38,12 @@ def pytest_runtest_teardown() -> None:
     """Collect it between tests instead."""
     if gc.get_count()[0] > GARBAGE_AT:
         gc.collect()
+
+
+@pytest.fixture
+def _on_a_terminal(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is printed goes to a terminal."""
+    monkeypatch.setattr(CaptureIO, "isatty", lambda _: True)
 
 
 @pytest.fixture(autouse=True)

@@ -231,6 +231,7 @@ SICK = {
 }
 
 
+@pytest.mark.usefixtures("_on_a_terminal")
 def test_the_table_has_the_columns_people_expect() -> None:
     lines = device_lines([device(0), device(1, **SICK)])
     assert lines[0].split() == ["ID", "MODEL", "HEALTH", "REASON", "SINCE", "POD"]
@@ -248,6 +249,13 @@ def test_who_holds_a_device_is_shown_where_it_is_known(
 ) -> None:
     lines = device_lines([device(0, allocated=allocated, pod=pod)])
     assert lines[1].split()[-1] == shown
+
+
+def test_a_table_that_a_program_reads_is_not_cut() -> None:
+    model, pod = "RTX PRO 6000 Blackwell Server Edition", "a-namespace/" + "a-long-name-" * 8
+    lines = device_lines([device(0, model=f"NVIDIA {model}", allocated=True, pod=pod)])
+    assert model in lines[1]
+    assert lines[1].endswith(pod)
 
 
 def test_the_wide_table_shows_whole_ids_and_the_message() -> None:

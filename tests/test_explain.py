@@ -30,6 +30,7 @@ def test_every_xid_of_the_catalog_is_explained(capsys: pytest.CaptureFixture[str
     assert (by_xid[79]["compat"], by_xid[79]["catalog"]) == ("flips", "flips")
 
 
+@pytest.mark.usefixtures("_on_a_terminal")
 @pytest.mark.parametrize("arguments", [(), ("--xids",)])
 def test_a_table_fits_a_terminal(capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...]) -> None:
     lines = explained(capsys, *arguments).splitlines()

@@ -1,9 +1,11 @@
 """argparse as the commands use it: errors are UsageErrors, help fits a terminal."""
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Final, NoReturn
 
+from agent.config import flags
+from agent.config.option import Option
 from agent.errors import ConfigError, UsageError
 
 HELP_WIDTH: Final = 79
@@ -19,6 +21,11 @@ class Parser(argparse.ArgumentParser):
             formatter_class=HelpFormatter,
             allow_abbrev=False,
         )
+        self._settings: tuple[Option, ...] = ()
+
+    def take_settings(self, options: Iterable[Option]) -> None:
+        """Take the flags of these options as ``gpu-agent run`` does; ``settings`` has what was given."""
+        self._settings = tuple(options)
 
     def error(self, message: str) -> NoReturn:
         """Raise the error instead of printing usage; the sentence says where help is."""
@@ -26,9 +33,12 @@ class Parser(argparse.ArgumentParser):
 
     def parse(self, arguments: Sequence[str]) -> argparse.Namespace:
         """Return the arguments, or raise ConfigError with each one that is unknown."""
-        parsed, unknown = self.parse_known_args(arguments)
-        if unknown:
-            raise ConfigError(tuple(self._complaint(word) for word in unknown))
+        values, problems, others = flags.split(arguments, self._settings)
+        parsed, unknown = self.parse_known_args(others)
+        problems += (self._complaint(word) for word in unknown)
+        if problems:
+            raise ConfigError(tuple(problems))
+        parsed.settings = values
         return parsed
 
     def _complaint(self, word: str) -> str:
@@ -37,7 +47,8 @@ class Parser(argparse.ArgumentParser):
         if not word.startswith("-"):
             return f'"{word[:80]}" is not expected here; see {self.prog} --help'
         name = word.partition("=")[0]
-        known = tuple(flag for action in self._actions for flag in action.option_strings if flag[:2] == "--")
+        known = [flag for action in self._actions for flag in action.option_strings if flag[:2] == "--"]
+        known += (f"--{name}" for option in self._settings for name in (option.name, *option.aliases))
         return f'"{name[:80]}" is no flag{suggestion(name, known)}; see {self.prog} --help'
 
 

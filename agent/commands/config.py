@@ -6,7 +6,8 @@ import sys
 import textwrap
 from typing import Final
 
-from agent.commands.render import NONE, Output, add_output_flag, show, table
+from agent.commands.arguments import Parser
+from agent.commands.render import NONE, Output, add_output_flag, fitted, show, table
 from agent.config.load import check_file, load
 from agent.config.options import OPTIONS
 from agent.config.reference import Entry, entries
@@ -34,7 +35,7 @@ is passed over is told on standard error. show takes every flag of run.
 """
 
 
-def configure(parser: argparse.ArgumentParser) -> None:
+def configure(parser: Parser) -> None:
     """Add the flags."""
     parser.usage = (
         "gpu-agent config show|explain [KEY] [flags]\n       gpu-agent config validate FILE [flags]"
@@ -42,19 +43,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.description = _DESCRIPTION
     parser.add_argument("action", choices=("show", "validate", "explain"), help="What to do")
     parser.add_argument("what", metavar="KEY|FILE", nargs="?", help="A flag, variable or key; or a file")
-    for option in OPTIONS.values():
-        names = [f"--{name}" for name in (option.name, *option.aliases)]
-        if option.is_switch:
-            parser.add_argument(*names, dest=option.name, help=argparse.SUPPRESS, nargs="?", const="true")
-        else:
-            parser.add_argument(*names, dest=option.name, help=argparse.SUPPRESS)
+    parser.take_settings(OPTIONS.values())
     add_output_flag(parser)
 
 
 def main(args: argparse.Namespace) -> int:
     """Do what was asked."""
-    given = vars(args)
-    flags = {name: given[name] for name in OPTIONS if given[name] is not None}
+    flags: dict[str, str] = args.settings
     output = Output(args.output)
     match args.action:
         case "show":
@@ -85,9 +80,8 @@ def _show(settings: Settings, what: str | None, output: Output) -> int:
 
 
 def _show_row(name: str, given: Given, *, is_wide: bool) -> list[str]:
-    value, origin = given.text or NONE, str(given.origin)
-    if not is_wide:
-        value = value if len(value) <= _VALUE_WIDTH else value[: _VALUE_WIDTH - 1] + "…"
+    value, origin = fitted(given.text or NONE, _VALUE_WIDTH, is_wide=is_wide), str(given.origin)
+    if not is_wide and sys.stdout.isatty():
         # The file's name and line say it; its directory and the key need a wide table.
         where, _, key = origin.partition(": ")
         origin = os.path.basename(where) if key else origin  # noqa: PTH119 - a text, no path

@@ -9,7 +9,7 @@ from datetime import UTC, datetime, timedelta
 from typing import Any, Final, NamedTuple, cast
 
 from agent.commands.client import TIMEOUT_S, AgentClient, find_agent
-from agent.commands.render import WIDTH, Output, add_agent_flag, add_output_flag, show
+from agent.commands.render import Output, add_agent_flag, add_output_flag, fitted, show
 from agent.config.values import duration_from
 from agent.errors import AgentError, AgentUnreachableError, UsageError
 from agent.log import rfc3339, wall_clock
@@ -184,7 +184,7 @@ def _line(event: dict[str, Any], output: Output) -> str:
             moment = clock if day == rfc3339(wall_clock())[:10] else f"{day} {clock}"
             mark = "!" if event["warning"] else " "
             line = f"{moment} {mark} {event['kind']:12} {event['message']}  {details}".rstrip()
-            return line if output is Output.WIDE or len(line) <= WIDTH else line[: WIDTH - 1] + "…"
+            return fitted(line, is_wide=output is Output.WIDE)
 
 
 def _shown(value: object) -> str:

@@ -1,7 +1,8 @@
 """Writes documents for people and programs: tables, JSON, YAML, names.
 
-Invariants: a table has no spaces in its titles and is at most WIDTH columns wide, unless it is the
-wide one; what is not known is ``<unknown>``, what is not there ``<none>``.
+Invariants: a table has no spaces in its titles and on a terminal is at most WIDTH columns wide, unless
+it is the wide one; elsewhere nothing is cut; what is not known is ``<unknown>``, what is not
+there ``<none>``.
 """
 
 import argparse
@@ -65,14 +66,13 @@ def show(document: object, output: Output) -> None:
 
 
 def table(titles: Sequence[str], rows: Sequence[Sequence[str]], *, is_wide: bool = False) -> list[str]:
-    """Return the lines of a table; the last column is cut where the line is too long."""
+    """Return the lines of a table; for a terminal, lines that are too long are cut."""
     columns = list(zip(titles, *rows, strict=True))
     widths = [max(len(cell) for cell in column) for column in columns]
     lines = []
     for row in (titles, *rows):
         cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
-        line = _GAP.join(cells).rstrip()
-        lines.append(line if is_wide or len(line) <= WIDTH else line[: WIDTH - 1] + "…")
+        lines.append(fitted(_GAP.join(cells).rstrip(), is_wide=is_wide))
     return lines
 
 
@@ -82,6 +82,13 @@ def cut(text: str, width: int) -> str:
         return text
     end = width // 3
     return f"{text[: width - end - 1]}…{text[-end:]}"
+
+
+def fitted(text: str, width: int = WIDTH, *, is_wide: bool = False) -> str:
+    """Return a text as long as a terminal has room for; who reads it elsewhere, or asks for all, gets all."""
+    if is_wide or len(text) <= width or not sys.stdout.isatty():
+        return text
+    return text[: width - 1] + "…"
 
 
 def device_rows(devices: Sequence[Json], *, now_ns: int, is_wide: bool) -> list[list[str]]:
@@ -188,8 +195,7 @@ def uses_colour(stream: TextIO = sys.stdout) -> bool:
 def _model(name: object, *, is_wide: bool) -> str:
     if not name:
         return UNKNOWN
-    short = str(name).removeprefix("NVIDIA ")
-    return short if is_wide or len(short) <= 18 else short[:17] + "…"
+    return fitted(str(name).removeprefix("NVIDIA "), 18, is_wide=is_wide)
 
 
 def _text(value: object) -> str:

@@ -29,15 +29,45 @@ def parse(arguments: Sequence[str], options: Iterable[Option]) -> tuple[dict[str
             problems.append(_unknown(name, by_flag))
             if not has_value and words and not words[-1].startswith("-"):
                 words.pop()  # the value of what was misspelt
-        elif has_value:
-            _add(values, option, value)
-        elif option.is_switch:
-            _add(values, option, words.pop() if words and _is_bool(words[-1]) else "true")
-        elif words:
-            _add(values, option, words.pop())
         else:
-            problems.append(f"--{name} needs a value")
+            problems += _take(values, option, value if has_value else None, words)
     return values, problems
+
+
+def split(arguments: Sequence[str], options: Iterable[Option]) -> tuple[dict[str, str], list[str], list[str]]:
+    """Return the values, what is wrong, and the words in their order that are none of these flags.
+
+    For a command that has more to read than settings; after ``--`` no word is a flag.
+    """
+    by_flag = {flag: option for option in options for flag in (option.name, *option.aliases)}
+    values: dict[str, str] = {}
+    problems: list[str] = []
+    others: list[str] = []
+    words = list(reversed(arguments))
+    while words:
+        word = words.pop()
+        if word == "--":
+            return values, problems, [*others, word, *reversed(words)]
+        name, has_value, value = word.lstrip("-").partition("=")
+        option = by_flag.get(name) if word.startswith("-") else None
+        if option is None:
+            others.append(word)
+        else:
+            problems += _take(values, option, value if has_value else None, words)
+    return values, problems, others
+
+
+def _take(values: dict[str, str], option: Option, value: str | None, words: list[str]) -> list[str]:
+    """Take a flag's value, the next of ``words`` where none stands beside it; returns what is wrong."""
+    if value is not None:
+        _add(values, option, value)
+    elif option.is_switch:
+        _add(values, option, words.pop() if words and _is_bool(words[-1]) else "true")
+    elif words:
+        _add(values, option, words.pop())
+    else:
+        return [f"--{option.name} needs a value"]
+    return []
 
 
 def _add(values: dict[str, str], option: Option, text: str) -> None:

@@ -18,6 +18,7 @@ from typing import Any, Final, NamedTuple
 
 from agent.core.cdi_schema import oldest_version
 from agent.core.injection import CDI_VENDOR, IMEX_NODE
+from agent.core.nodes import capability_nodes, node_of, unknown_message, unknown_nodes
 from agent.model.gpu import Gpu, MigDevice
 from agent.model.policy import DeviceIdStrategy, Injection, MigStrategy
 
@@ -168,16 +169,30 @@ def _gpu_devices(
     hooks: Hooks,
 ) -> Iterator[Document]:
     named: set[str] = set()
+    for gpu, mig in _parts(gpus, mig_strategy):
+        name = _name(gpu, mig, ids)
+        if name not in named and not _missing(gpu, mig, files):
+            named.add(name)
+            yield {"name": name, "containerEdits": _device_edits(gpu, mig, files, hooks)}
+
+
+def left_out(gpus: Iterable[Gpu], *, mig_strategy: MigStrategy, files: DriverFiles) -> tuple[str, ...]:
+    """Return for a person each device of these GPUs that is in no specification, with why."""
+    lacking = (
+        (gpu, mig, _missing(gpu, mig, files))
+        for gpu, mig in _parts(gpus, mig_strategy)
+        if mig is None or mig_strategy != "none"  # which nobody is given
+    )
+    return tuple(f"{(mig or gpu).uuid}: {why}" for gpu, mig, why in lacking if why)
+
+
+def _parts(gpus: Iterable[Gpu], mig_strategy: MigStrategy) -> Iterator[tuple[Gpu, MigDevice | None]]:
+    """Yield what a specification has a device for: GPUs (None) and MIG devices."""
     for gpu in gpus:
-        parts: list[MigDevice | None] = list(gpu.mig_devices)
         if mig_strategy == "none" or not gpu.mig_enabled:
-            parts.insert(0, None)
-        for mig in parts:
-            name = _name(gpu, mig, ids)
-            edits = _device_edits(gpu, mig, files, hooks)
-            if edits is not None and name not in named:
-                named.add(name)
-                yield {"name": name, "containerEdits": edits}
+            yield gpu, None
+        for mig in gpu.mig_devices:
+            yield gpu, mig
 
 
 def _name(gpu: Gpu, mig: MigDevice | None, ids: DeviceIdStrategy) -> str:
@@ -186,23 +201,34 @@ def _name(gpu: Gpu, mig: MigDevice | None, ids: DeviceIdStrategy) -> str:
     return str(gpu.index) if mig is None else f"{gpu.index}:{mig.index}"
 
 
-def _device_edits(gpu: Gpu, mig: MigDevice | None, files: DriverFiles, hooks: Hooks) -> Document | None:
-    """Return what a container gets with a device; None where some of it is not there."""
-    nodes = [files.nodes.get(path) for path in _paths(gpu, mig)]
+def _device_edits(gpu: Gpu, mig: MigDevice | None, files: DriverFiles, hooks: Hooks) -> Document:
+    """Return what a container gets with a device of which nothing is missing."""
+    drm = _drm(gpu, mig, files)
+    return _edits(
+        nodes=[files.nodes[path] for path in (*_paths(gpu, mig), *drm.nodes)], hooks=hooks.link(drm.links)
+    )
+
+
+def _missing(gpu: Gpu, mig: MigDevice | None, files: DriverFiles) -> str:
+    """Return what is missing without which a device cannot be used; empty: nothing."""
+    if unknown := unknown_nodes(gpu, mig):
+        return unknown_message(unknown)
+    wanted = (*_paths(gpu, mig), *_drm(gpu, mig, files).nodes)
+    missing = [path for path in wanted if path not in files.nodes]
+    return f"{', '.join(missing)} does not exist" if missing else ""
+
+
+def _drm(gpu: Gpu, mig: MigDevice | None, files: DriverFiles) -> Drm:
     # Of MIG devices only those with graphics can use what is there for it.
     has_graphics = mig is None or "gfx" in mig.profile.split("+")[1:]
-    drm = files.drm.get(gpu.pci, Drm()) if has_graphics else Drm()
-    nodes += [files.nodes.get(path) for path in drm.nodes]
-    found = [node for node in nodes if node is not None]
-    return _edits(nodes=found, hooks=hooks.link(drm.links)) if len(found) == len(nodes) else None
+    return files.drm.get(gpu.pci, Drm()) if has_graphics else Drm()
 
 
 def _paths(gpu: Gpu, mig: MigDevice | None) -> Iterator[str]:
-    """Yield the nodes without which a device cannot be used; a minor that is not known is no path."""
-    yield f"/dev/nvidia{gpu.minor}"
+    """Yield the nodes without which a device cannot be used, where all of them are known."""
+    yield from node_of(gpu)
     if mig is not None:
-        yield f"/dev/nvidia-caps/nvidia-cap{mig.gi_minor}"
-        yield f"/dev/nvidia-caps/nvidia-cap{mig.ci_minor}"
+        yield from capability_nodes(mig)
 
 
 def _driver_edits(files: DriverFiles, hooks: Hooks) -> Document:

@@ -9,10 +9,11 @@ from dataclasses import replace
 
 from agent.core import conditions
 from agent.core.imex import missing_channels, with_channels
+from agent.core.injection import gives_capabilities, uses_cdi
 from agent.core.inventory import offers
 from agent.core.mps import with_daemon
 from agent.core.needs import without_need
-from agent.core.nodes import is_of_driver, owners
+from agent.core.nodes import is_of_driver, owners, without_path
 from agent.core.orders import with_holds, with_maintenance
 from agent.core.state import State
 from agent.model import facts
@@ -243,7 +244,10 @@ def nodes_seen(state: State, fact: facts.DeviceNodesSeen, now_ns: int) -> State:
 
 
 def with_nodes(state: State, now_ns: int) -> State:
-    """Mark the devices whose node is missing; a control node is every GPU's. Nothing until it was looked."""
+    """Mark the devices whose node is missing; a control node is every GPU's. Nothing until it was looked.
+
+    A CDI specification has to name the nodes, so with one a node without a known path is missing too.
+    """
     if state.missing_nodes is None:
         return state
     of_device = owners(state.gpus.values())
@@ -252,16 +256,20 @@ def with_nodes(state: State, now_ns: int) -> State:
     for path in state.missing_nodes:
         for place in of_device.get(path, every if is_of_driver(path) else ()):
             missing.setdefault(place, []).append(path)
+    told = {place: f"{', '.join(paths)} does not exist" for place, paths in missing.items()}
+    if uses_cdi(state.policy.injection):
+        is_split = gives_capabilities(state.policy, sees_new_nodes=False)
+        told = without_path(state.gpus.values(), with_capabilities=is_split) | told
     active = state.conditions
     for gpu in state.gpus:
-        active = conditions.eased(active, Reason.DEVICE_NODE_MISSING, gpu, but=missing)
-    for place in sorted(missing):
+        active = conditions.eased(active, Reason.DEVICE_NODE_MISSING, gpu, but=told)
+    for place, message in sorted(told.items()):
         active = conditions.raised(
             active,
             source=facts.SYSFS,
             reason=Reason.DEVICE_NODE_MISSING,
             placement=place,
-            message=f"{', '.join(missing[place])} does not exist",
+            message=message,
             lasts=True,
             now_ns=now_ns,
         )

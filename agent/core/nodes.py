@@ -49,6 +49,31 @@ def owners(gpus: Iterable[Gpu]) -> dict[str, list[Placement]]:
     return found
 
 
+def unknown_nodes(gpu: Gpu, mig: MigDevice | None) -> tuple[str, ...]:
+    """Return what of a device has a node of which the driver does not say the minor, so it has no path."""
+    minors: tuple[tuple[str, int | None], ...] = (("GPU", gpu.minor),)
+    if mig is not None:
+        minors += (("GPU instance", mig.gi_minor), ("compute instance", mig.ci_minor))
+    return tuple(part for part, minor in minors if minor is None)
+
+
+def without_path(gpus: Iterable[Gpu], *, with_capabilities: bool) -> dict[Placement, str]:
+    """Return the devices that nobody can name a node of, each with why."""
+    found: dict[Placement, str] = {}
+    for gpu in gpus:
+        if unknown := unknown_nodes(gpu, None):
+            found[Placement(gpu.uuid)] = unknown_message(unknown)
+        for mig in gpu.mig_devices if with_capabilities and gpu.minor is not None else ():
+            if unknown := unknown_nodes(gpu, mig):
+                found[Placement(gpu.uuid, mig.gi, mig.ci)] = unknown_message(unknown)
+    return found
+
+
+def unknown_message(parts: Iterable[str]) -> str:
+    """Return for a person that nodes are not known."""
+    return f"the driver does not say which device node is that of its {' and '.join(parts)}"
+
+
 def is_of_driver(path: str) -> bool:
     """Return whether a node is needed for every GPU, and not that of some GPU or MIG device."""
     return not path.startswith(CAPABILITY_NODE) and not path.removeprefix(GPU_NODE).isdigit()

@@ -172,7 +172,8 @@ def _known(state: State, fact: _Quiet, now_ns: int) -> State:  # noqa: C901, PLR
         case facts.TaskReported():
             return _task_reported(state, fact)
         case facts.PolicyChanged():
-            return driver.with_offers(stability.with_policy(state, fact.policy), now_ns)
+            offered = driver.with_offers(stability.with_policy(state, fact.policy), now_ns)
+            return driver.with_nodes(offered, now_ns)
         case _:
             assert_never(fact)
 

@@ -25,6 +25,7 @@ from asyncinotify import Mask
 from agent.bus import Latest
 from agent.config.settings import Cdi
 from agent.core.injection import uses_cdi
+from agent.core.reasons import MEANINGS
 from agent.directory_watch import DirectoryWatch
 from agent.log import fields
 from agent.model.facts import Fact, WatchedDirectoryDeleted
@@ -52,6 +53,9 @@ STOOD_S: Final = 10.0
 
 SETTLE_S: Final = 2.0
 """How long an Allocate waits at most for a file that is being written."""
+
+MAX_TOLD: Final = 4
+"""Devices that are named to whoever asks what is wrong."""
 
 RECHECK_NS: Final = 30_000_000_000
 
@@ -100,6 +104,8 @@ class CdiSink:
         """CDI names that are wanted and that this node has nothing for, such as GDS without its module."""
         self.failures = 0
         """Jobs that failed since the start."""
+        self._has_failed = False
+        """The newest job did."""
         self.trouble: str | None = None
         """Why names do not resolve that should; None: they do, or none is wanted."""
 
@@ -124,7 +130,7 @@ class CdiSink:
         with suppress(TimeoutError):
             async with asyncio.timeout(SETTLE_S):
                 await self._done.wait()
-                while self.trouble is None and not self._is_settled():
+                while not self._has_failed and not self._is_settled():
                     await self._done.wait()
 
     def _is_settled(self) -> bool:
@@ -208,6 +214,7 @@ class CdiSink:
             driver_version=version,
             injection=snapshot.policy.injection,
             mig_strategy=snapshot.policy.mig_strategy,
+            present=frozenset(view.gpu.uuid for view in snapshot.gpus if view.present),
             signs=(*snapshot.control_nodes, *without_node),
         )
 
@@ -219,7 +226,7 @@ class CdiSink:
         except (CdiError, OSError, RuntimeError) as error:
             self._note_failure(error)
             return False
-        self._told = wanted
+        self._told, self._has_failed = wanted, False
         self._take(made)
         self._ensure_watch()
         return True
@@ -244,17 +251,14 @@ class CdiSink:
                 _log.info("Wrote a CDI specification", extra=_fields(file))
         self._set_gap(is_lost=is_lost)
         self._files, self.absent = made.files, made.absent
-        said = frozenset((*made.remarks, *made.conflicts))
+        said = frozenset((*made.remarks, *made.conflicts, *made.left_out))
         for remark in sorted(said - self._said):
             _log.warning("Found something to know of the CDI specification", extra=fields(detail=remark))
         self._said = said
-        if self.trouble is not None and not made.conflicts:
+        trouble = _trouble_of(made)
+        if self.trouble is not None and trouble is None:
             _log.info("The CDI specification is well again", extra=fields(path=self._settings.spec_dir))
-        self.trouble = (
-            f"{made.conflicts[0]}, so runtimes resolve it by neither; remove that file"
-            if made.conflicts
-            else None
-        )
+        self.trouble = trouble
 
     def _set_gap(self, *, is_lost: bool) -> None:
         """Do not fight at full speed with whoever takes our files away."""
@@ -269,6 +273,7 @@ class CdiSink:
 
     def _note_failure(self, error: Exception) -> None:
         self.failures += 1
+        self._has_failed = True
         detail = str(error)
         if isinstance(error, OSError):
             detail = f"{error.filename or self._settings.spec_dir}: {error.strerror}"
@@ -302,6 +307,18 @@ class CdiSink:
         if self._watch is not None:
             self._watch.close()
             self._watch = None
+
+
+def _trouble_of(made: SpecFiles) -> str | None:
+    """Return why names do not resolve although the files were written; None: they do."""
+    if made.conflicts:
+        return f"{made.conflicts[0]}, so runtimes resolve it by neither; remove that file"
+    if not made.left_out:
+        return None
+    told = "; ".join(made.left_out[:MAX_TOLD]) + ("; ..." if len(made.left_out) > MAX_TOLD else "")
+    number = f"{len(made.left_out)} device{'s are' if len(made.left_out) > 1 else ' is'}"
+    advice = MEANINGS[Reason.DEVICE_NODE_MISSING].advice
+    return f"{number} in no CDI specification ({told}); {advice}"
 
 
 def _is_right(file: SpecFile) -> bool:

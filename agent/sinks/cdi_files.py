@@ -21,7 +21,7 @@ from typing import Any, Final
 
 from agent import files
 from agent.config.settings import Cdi
-from agent.core.cdi import CLASSES, Document, Hooks, qualified_names, specifications
+from agent.core.cdi import CLASSES, Document, Hooks, left_out, qualified_names, specifications
 from agent.core.cdi_schema import problems_of
 from agent.core.injection import CDI_VENDOR, extra_cdi_names
 from agent.sinks.cdi_records import CdiError, FileIdentity, SpecFile, SpecFiles, Wanted
@@ -82,6 +82,11 @@ class SpecDirectory:
             files=written,
             absent=frozenset(extra) - known,
             conflicts=conflicts,
+            left_out=left_out(
+                (gpu for gpu in wanted.gpus if gpu.uuid in wanted.present),
+                mig_strategy=wanted.mig_strategy,
+                files=found,
+            ),
             remarks=(*remarks, *sorted(f"{flag} changes nothing" for flag in flags & UNSUPPORTED_FLAGS)),
         )
 

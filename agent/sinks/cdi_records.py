@@ -4,6 +4,7 @@ import os
 from typing import NamedTuple
 
 from agent.model.gpu import Gpu
+from agent.model.ids import GpuUuid
 from agent.model.policy import Injection, MigStrategy
 
 
@@ -19,6 +20,8 @@ class Wanted(NamedTuple):
     driver_version: str
     injection: Injection
     mig_strategy: MigStrategy
+    present: frozenset[GpuUuid] = frozenset()
+    """Those that NVML lists now: of others nobody expects a device."""
     signs: tuple[str, ...] = ()
     """What is known of device nodes; a change of it is a reason to look at them."""
 
@@ -60,5 +63,7 @@ class SpecFiles(NamedTuple):
     """Names that are wanted, and that this node has nothing for."""
     conflicts: tuple[str, ...]
     """Files of others that name devices of ours, each with a name."""
+    left_out: tuple[str, ...]
+    """Devices of GPUs that are there and that no file names, each with why."""
     remarks: tuple[str, ...]
     """What an operator may not expect."""

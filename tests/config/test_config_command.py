@@ -42,6 +42,7 @@ def test_show_tells_each_value_with_its_origin(
     assert set(OPTIONS) <= set(rows)
 
 
+@pytest.mark.usefixtures("_on_a_terminal")
 def test_show_fits_a_terminal_and_tells_one_setting_or_all_below_a_key(
     capsys: pytest.CaptureFixture[str], file: Path
 ) -> None:
@@ -75,6 +76,58 @@ def test_validate_tells_every_mistake_with_its_line(capsys: pytest.CaptureFixtur
         "4: agent.pol is unknown; did you mean poll?",
         "5: sharing.mps.resources[0].replicas must be at least 2, and is 1",
         '2: flags.migStrategy must be one of none, single, mixed, and is "foo"',
+    ]
+
+
+@pytest.mark.parametrize("form", ["table", "wide"])
+def test_show_cuts_nothing_for_a_program_that_reads_it(
+    capsys: pytest.CaptureFixture[str], file: Path, form: str
+) -> None:
+    long = "/a/" + "long/" * 20 + "root"
+    file.write_text(f"version: v1\nflags: {{nvidiaDriverRoot: {long}}}\n")
+    _, out, _ = run(capsys, "show", "driver-root", f"--config-file={file}", "-o", form)
+    assert out.split()[3:] == ["driver-root", long, f"{file}:2:", "flags.nvidiaDriverRoot"]
+
+
+@pytest.mark.usefixtures("_on_a_terminal")
+def test_the_wide_table_cuts_nothing_on_a_terminal(capsys: pytest.CaptureFixture[str], file: Path) -> None:
+    long = "/a/" + "long/" * 20 + "root"
+    file.write_text(f"flags: {{nvidiaDriverRoot: {long}}}\n")
+    arguments = ("show", "driver-root", f"--config-file={file}")
+    _, out, _ = run(capsys, *arguments)
+    assert "…" in out
+    _, out, _ = run(capsys, *arguments, "-o", "wide")
+    assert out.split()[3:] == ["driver-root", long, f"{file}:1:", "flags.nvidiaDriverRoot"]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("-poll=7s", "show"),
+        ("show", "-poll", "7s"),
+        ("show", "poll", "--poll=9s", "-poll", "7s"),
+        ("show", "-uevents", "poll", "-poll=7s", "-o", "table"),
+    ],
+)
+def test_show_takes_flags_as_run_does(capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...]) -> None:
+    code, out, err = run(capsys, *arguments)
+    assert (code, err) == (0, "")
+    assert ["poll", "7s"] in [line.split()[:2] for line in out.splitlines()]
+
+
+def test_a_list_that_is_given_twice_is_put_together(capsys: pytest.CaptureFixture[str]) -> None:
+    strategies = ("-device-list-strategy=envvar", "-device-list-strategy", "cdi-cri")
+    _, out, _ = run(capsys, "show", *strategies, "device-list-strategy", "-o", "json")
+    assert json.loads(out)["settings"][0]["value"] == "envvar,cdi-cri"
+
+
+def test_each_flag_that_is_wrong_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, err = run(capsys, "show", "-pol=7s", "--migstrategy=none", "--poll")
+    assert code == 2
+    assert err.splitlines() == [
+        "gpu-agent: --poll needs a value",
+        'gpu-agent: "-pol" is no flag; did you mean --poll?; see gpu-agent config --help',
+        'gpu-agent: "--migstrategy" is no flag; did you mean --mig-strategy?; see gpu-agent config --help',
     ]
 
 
@@ -134,6 +187,7 @@ def test_explain_knows_every_name_of_a_setting(capsys: pytest.CaptureFixture[str
     )
 
 
+@pytest.mark.usefixtures("_on_a_terminal")
 def test_explain_lists_everything_from_the_table(capsys: pytest.CaptureFixture[str]) -> None:
     _, out, _ = run(capsys, "explain", "-o", "json")
     documents = json.loads(out)["settings"]

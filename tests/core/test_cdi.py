@@ -14,6 +14,7 @@ from agent.core.cdi import (
     Hooks,
     Link,
     Mount,
+    left_out,
     qualified_names,
     specifications,
 )
@@ -232,6 +233,27 @@ def test_a_mig_device_goes_by_the_indexes_of_gpu_and_device() -> None:
 @pytest.mark.parametrize("changes", [{"gi_minor": None}, {"ci_minor": None}, {"ci_minor": 99}])
 def test_a_mig_device_that_could_not_be_opened_is_left_out(changes: dict[str, Any]) -> None:
     assert made([sliced(**changes)], files=WITH_MIG, mig_strategy="mixed") == {}
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"gi_minor": None}, "the driver does not say which device node is that of its GPU instance"),
+        (
+            {"gi_minor": None, "ci_minor": None},
+            "the driver does not say which device node is that of its GPU instance and compute instance",
+        ),
+        ({"ci_minor": 99}, "/dev/nvidia-caps/nvidia-cap99 does not exist"),
+    ],
+)
+def test_what_is_left_out_is_named_with_why(changes: dict[str, Any], why: str) -> None:
+    gpus = [gpu(0), sliced(**changes)]
+    assert left_out(gpus, mig_strategy="mixed", files=WITH_MIG) == (f"{mig_uuid(10)}: {why}",)
+    assert left_out(gpus, mig_strategy="none", files=WITH_MIG) == ()
+
+
+def test_nothing_is_left_out_where_everything_is_there() -> None:
+    assert left_out([gpu(0), sliced()], mig_strategy="mixed", files=WITH_MIG) == ()
 
 
 @pytest.mark.parametrize(("profile", "has_graphics"), [("1g.10gb", False), ("1g.24gb+gfx", True)])

@@ -13,12 +13,14 @@ from agent.model.facts import (
     DriverUnavailable,
     GpuRebound,
     PciGpusSeen,
+    PolicyChanged,
     RecoverRequested,
     ReleaseRequested,
 )
 from agent.model.gpu import Gpu
 from agent.model.health import Condition, ConditionKey, Evidence, Health, Reason, Recovery
-from agent.model.ids import SourceName
+from agent.model.ids import Placement, SourceName
+from agent.model.policy import DeviceListStrategy, Injection, Policy
 from agent.model.snapshot import Finding
 from tests.core.build import (
     U0,
@@ -159,6 +161,50 @@ def test_a_capability_node_that_is_there_again_brings_its_device_back_while_anot
     node.tell(passed(), passed(), passed())
     node.after(Q)
     assert [(item.placement.gi, item.lasts) for item in node.conditions()] == [(2, True)]
+
+
+@pytest.mark.parametrize("strategy", ["cdi-cri", "cdi-annotations"])
+def test_a_mig_device_without_a_known_node_cannot_be_given_by_cdi(strategy: DeviceListStrategy) -> None:
+    known = mig_gpu_with_capabilities()
+    first, *others = known.mig_devices
+    card = replace(known, mig_devices=(replace(first, gi_minor=None), *others))
+    policy = Policy(mig_strategy="mixed", injection=Injection(strategies=("envvar", strategy)))
+    node = well_node(card, policy=policy)
+    node.tell(missing())
+    [condition] = node.conditions()
+    assert (condition.reason, condition.placement) == (
+        Reason.DEVICE_NODE_MISSING,
+        Placement(U0, first.gi, first.ci),
+    )
+    assert condition.message == "the driver does not say which device node is that of its GPU instance"
+    node.tell(enumerated(known))
+    assert recovers_all(node)
+
+
+def test_a_mig_device_without_a_known_node_is_given_by_the_runtime_that_makes_it() -> None:
+    known = mig_gpu_with_capabilities()
+    unknown = tuple(replace(mig, gi_minor=None, ci_minor=None) for mig in known.mig_devices)
+    card = replace(known, mig_devices=unknown)
+    node = well_node(card, policy=Policy(mig_strategy="mixed"))
+    node.tell(missing())
+    assert node.conditions() == []
+    by_cdi = Injection(strategies=("cdi-cri",))
+    node.tell(PolicyChanged(Policy(mig_strategy="mixed", injection=by_cdi)))
+    assert len(node.conditions(Reason.DEVICE_NODE_MISSING)) == len(unknown)
+
+
+def test_a_gpu_without_a_known_node_cannot_be_given_by_cdi() -> None:
+    policy = Policy(injection=Injection(strategies=("cdi-cri",)))
+    node = well_node(gpu(0), replace(gpu(1), minor=None), policy=policy)
+    assert node.unhealthy() == set()
+    node.tell(missing())
+    assert node.unhealthy() == {U1}
+
+
+def recovers_all(node: Node) -> bool:
+    """Whether clean probes and quiet time end every condition."""
+    recovers(node)
+    return node.conditions() == []
 
 
 def test_nodes_that_were_not_looked_at_since_a_restart_are_not_there_again() -> None:

@@ -407,6 +407,51 @@ async def test_a_disk_that_refuses_is_told_and_tried_again(node: Node) -> None:
         assert node.resolves(U0)
 
 
+async def test_a_device_that_is_left_out_is_told_with_why_until_it_is_there(
+    node: Node, caplog: pytest.LogCaptureFixture
+) -> None:
+    (node.root / "dev/nvidia1").unlink()
+    async with node.running() as sink:
+        assert node.resolves(U0)
+        assert str(sink.trouble) == (
+            f"1 device is in no CDI specification ({uuid(1)}: /dev/nvidia1 does not exist);"
+            " run nvidia-modprobe -u -c 0 (or reboot)"
+        )
+        assert sink.failures == 0
+        node.add_nodes("nvidia1")
+        await node.publish(replace(node.latest.value, control_nodes=("/dev/nvidiactl", "/dev/nvidia-uvm")))
+        assert node.resolves(U0, U1)
+        assert sink.trouble is None
+    assert times(caplog, "Found something to know") == 1
+
+
+async def test_many_devices_that_are_left_out_are_not_all_named(node: Node) -> None:
+    node.latest.publish(state(*map(gpu, range(8))))
+    async with node.running() as sink:
+        assert str(sink.trouble).startswith("6 devices are in no CDI specification (")
+        assert str(sink.trouble).count("does not exist") == sink_module.MAX_TOLD
+
+
+async def test_a_gpu_that_is_gone_is_not_missed(node: Node) -> None:
+    (node.root / "dev/nvidia1").unlink()
+    views = node.latest.value.gpus
+    node.latest.publish(replace(node.latest.value, gpus=(views[0], replace(views[1], present=False))))
+    async with node.running() as sink:
+        assert node.resolves(U0)
+        assert sink.trouble is None
+
+
+async def test_a_device_that_is_left_out_keeps_nobody_from_waiting_for_another(node: Node) -> None:
+    (node.root / "dev/nvidia1").unlink()
+    async with node.running() as sink:
+        assert sink.trouble is not None
+        node.add_nodes("nvidia2", "nvidia3")
+        node.latest.publish(state(*map(gpu, range(3))))
+        await asyncio.sleep(0)
+        await node.publish(state(*map(gpu, range(4))))
+        assert node.resolves(f"{KIND}={uuid(2)}", f"{KIND}={uuid(3)}")
+
+
 async def test_settling_ends_although_the_trouble_does_not(node: Node) -> None:
     (node.driver / "usr").rename(node.root / "usr")
     async with node.running() as sink:
