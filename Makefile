@@ -8,21 +8,23 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.setup-done
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check bench mutants gen lock clean
+.PHONY: help setup demo test test-vm check bench mutants bpf gen lock clean
 
 help:
 	@echo 'make setup    system packages (as root), virtual environment in $(VENV), $(BIN)/gpu-agent'
 	@echo 'make demo     a live table of a simulated 8-GPU node (ARGS="--scenario xid-79 --json")'
 	@echo 'make test     all tests (ARGS="tests/core -k xid")'
+	@echo 'make test-vm  the probe in a virtual machine with Debian'\''s kernel, minutes (ARGS="--loader core")'
 	@echo 'make check    linters, types, architecture, generated code'
 	@echo 'make bench    the figures we promise, beside their targets (ARGS=--json)'
 	@echo 'make mutants  mutation score of agent/core (minutes)'
+	@echo 'make bpf      the precompiled eBPF probe (needs clang and libbpf-dev)'
 	@echo 'make gen      generate code from proto/'
 	@echo 'make lock     resolve the locked dependencies anew'
 
 setup: $(STAMP)
 
-$(STAMP): pyproject.toml requirements-dev.txt .ci/setup $(wildcard agent/simulation/nvml/*.[ch])
+$(STAMP): pyproject.toml requirements-dev.txt .ci/setup $(wildcard agent/simulation/nvml/*.[ch] bpf/*.[ch])
 	@PYTHON='$(PYTHON)' VENV='$(VENV)' .ci/setup
 	@touch $@
 
@@ -31,6 +33,9 @@ demo: $(STAMP)
 
 test: $(STAMP)
 	$(BIN)/python -m pytest -n $(JOBS) $(ARGS)
+
+test-vm: $(STAMP)
+	@$(BIN)/python -m tests.vm $(ARGS)
 
 check: $(STAMP)
 	$(BIN)/ruff check .
@@ -50,6 +55,9 @@ gen: $(STAMP)
 
 lock: $(STAMP)
 	.ci/lock
+
+bpf:
+	.ci/bpf
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache mutants

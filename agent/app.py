@@ -40,6 +40,7 @@ from agent.model.facts import (
     MPS,
     NVML,
     PODS,
+    PROBE,
     SYSFS,
     UEVENTS,
     Fact,
@@ -91,6 +92,8 @@ FLUSH_S: Final = 1.0
 LOG_FLUSH_S: Final = 0.3
 HTTP_WAIT_S: Final = 1.0
 """How long HTTP, which is heavy to import, lets the registration go first."""
+PROBE_SIGN_NS: Final = 60_000_000_000
+"""A compiler may take a minute on a busy node."""
 STANDBY_POLL_S: Final = 1.0
 GARBAGE: Final = "garbage"
 LAG_PERIOD_S: Final = 0.5
@@ -324,6 +327,8 @@ class Agent:
             self._keep_source(UEVENTS, assembly.make_uevents)
         if settings.pod_resources_socket:
             self._keep_source(PODS, assembly.make_pods, Pulse(assembly.pods_sign_ns, settings.pods_poll_ns))
+        if settings.probe_tier != "off":
+            self._keep_source(PROBE, assembly.make_ebpf, Pulse(assembly.ebpf_sign_ns, PROBE_SIGN_NS))
 
     def _engine(self) -> Engine:
         now_ns = self._clock()
@@ -380,6 +385,12 @@ class Agent:
                 inbox=self._inbox,
                 lines=self._lines,
                 clock=self._clock,
+                probe_options={
+                    "tier": self._settings.probe_tier,
+                    "loader": self._settings.probe_loader,
+                    "doubles": self._settings.probe_doubles,
+                    "proc_root": self._settings.proc_root,
+                },
             )
             self._http = http_sink(
                 latest=self._latest,
@@ -475,7 +486,8 @@ class Agent:
         self._notifier.stopping()
         _log.info("Stopping", extra=log.fields(why=self._ending.why))
         await self._cancel(KUBELET, "life", "start judge", "driver watch", CONFIG_WATCH, "reload")
-        await self._cancel(KERNEL_LOG, SYSFS, UEVENTS, PODS, MPS)
+        await self._cancel(KERNEL_LOG, SYSFS, UEVENTS, PODS, MPS, PROBE)
+        self._assembly.close_ebpf()
         letting_go = self._group.create_task(self._end_nvml(nvml), name="nvml end")
         if self._vitals.device_plugin is not None:
             await self._vitals.device_plugin.drain(DRAIN_GRACE_S)

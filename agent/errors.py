@@ -86,6 +86,17 @@ class NvmlOverdueError(SourceError):
         self.deadline_ns = deadline_ns
 
 
+class ProbeLoadError(AgentError):
+    """The eBPF probe could not be loaded; the agent goes on without it."""
+
+    def __init__(self, code: str, summary: str, *, detail: str = "") -> None:
+        super().__init__(summary)
+        self.code = code
+        """What is wrong, as in the probe's status: ``kernel_headers_missing``, ``missing_capability``, …"""
+        self.detail = detail
+        """What a compiler or the kernel's verifier said, bounded; for the log at debug level."""
+
+
 class KubeletError(AgentError):
     """The kubelet could not be reached, or answered an error."""
 

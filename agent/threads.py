@@ -5,10 +5,11 @@ concurrent.futures joins them at exit, so that one call stuck in the kernel keep
 """
 
 import asyncio
+import queue
 import threading
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 T = TypeVar("T")
 
@@ -30,17 +31,58 @@ def started_in_daemon_thread(name: str, function: Callable[[], T]) -> asyncio.Fu
     done: asyncio.Future[T] = loop.create_future()
 
     def run() -> None:
-        result: T | None = None
-        failure: BaseException | None = None
-        try:
-            result = function()
-        except BaseException as error:  # noqa: BLE001 - it belongs to whoever waits
-            failure = error
-        with suppress(RuntimeError):  # the loop is closed: nobody waits any more
-            loop.call_soon_threadsafe(_finish, done, result, failure)
+        _run(function, loop, done)
 
     threading.Thread(target=run, name=name, daemon=True).start()
     return done
+
+
+class DaemonThread:
+    """One daemon thread that does one thing after the other, for who has many: it costs nothing meanwhile.
+
+    It is started by the first thing that it is to do.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name: Final = name
+        self._jobs: Final[queue.SimpleQueue[Callable[[], None] | None]] = queue.SimpleQueue()
+        self._is_started = False
+
+    async def do(self, function: Callable[[], T]) -> T:
+        """Return what a function returns, or raise what it raises; if cancelled, it is left to itself.
+
+        Raises RuntimeError if no thread can be had.
+        """
+        loop = asyncio.get_running_loop()
+        done: asyncio.Future[T] = loop.create_future()
+        self.post(lambda: _run(function, loop, done))
+        return await done
+
+    def post(self, function: Callable[[], None]) -> None:
+        """Do something for which nobody waits, and which raises nothing. Raises RuntimeError as ``do``."""
+        if not self._is_started:
+            threading.Thread(target=self._work, name=self._name, daemon=True).start()
+            self._is_started = True
+        self._jobs.put(function)
+
+    def end(self) -> None:
+        """Let the thread end after what it has to do; nothing more may be asked of it."""
+        self._jobs.put(None)
+
+    def _work(self) -> None:
+        while (function := self._jobs.get()) is not None:
+            function()
+
+
+def _run(function: Callable[[], T], loop: asyncio.AbstractEventLoop, done: asyncio.Future[T]) -> None:
+    result: T | None = None
+    failure: BaseException | None = None
+    try:
+        result = function()
+    except BaseException as error:  # noqa: BLE001 - it belongs to whoever waits
+        failure = error
+    with suppress(RuntimeError):  # the loop is closed: nobody waits any more
+        loop.call_soon_threadsafe(_finish, done, result, failure)
 
 
 def _finish(done: asyncio.Future[Any], result: object, failure: BaseException | None) -> None:

@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from typing import Any
 from agent.simulation.children import environment_of_children
 from agent.simulation.directory import NodeDirectory
 from agent.simulation.kubelet import EmulatedKubelet
-from agent.simulation.node import SimulatedNode
+from agent.simulation.node import DriverWanted, SimulatedNode
 from agent.simulation.presets import load_preset
 
 GPU = "nvidia.com/gpu"
@@ -37,12 +37,23 @@ def short_directory() -> Iterator[Path]:
 
 @contextlib.asynccontextmanager
 async def simulated_node(
-    hardware: str | Mapping[str, object] = "4x-t4", *, kubelet_present: bool = True
+    hardware: str | Mapping[str, object] = "4x-t4",
+    *,
+    kubelet_present: bool = True,
+    driver: DriverWanted = "none",
 ) -> AsyncIterator[SimulatedNode]:
     """Run a node of a preset, or of an inline mapping as a scenario file has it."""
     with short_directory() as parent, NodeDirectory.hold(parent / "node") as directory:
-        async with SimulatedNode(directory, load_preset(hardware), kubelet_present=kubelet_present) as node:
+        spec = load_preset(hardware)
+        async with SimulatedNode(directory, spec, kubelet_present=kubelet_present, driver=driver) as node:
             yield node
+
+
+def why_no_driver_double() -> str | None:
+    """Return why nothing can stand for the driver's device files here."""
+    if os.geteuid() != 0:
+        return "needs root"
+    return None if Path("/dev/fuse").exists() else "/dev/fuse is not there"
 
 
 class AgentProcess:
@@ -128,18 +139,24 @@ class AgentProcess:
 
 @contextlib.asynccontextmanager
 async def agent_process(
-    node: SimulatedNode, environment: Mapping[str, str] | None = None, /, **flags: str | None
+    node: SimulatedNode,
+    environment: Mapping[str, str] | None = None,
+    /,
+    *,
+    launcher: Sequence[str] = (),
+    **flags: str | None,
 ) -> AsyncIterator[AgentProcess]:
     """Run the agent; a flag's name is written with underscores, and one that is None is left out.
 
-    It is killed when the context ends.
+    ``launcher`` is put before its command line, and has to become the agent. It is killed when the context
+    ends.
     """
     directory = node.directory
     asked = {name.replace("_", "-"): value for name, value in flags.items()}
     usual = directory.agent_flags() | {"http-listen": "", "log-format": "json"} | CASE_FLAGS
     given = {name: value for name, value in (usual | asked).items() if value is not None}
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "agent", "run"),
+        *(*launcher, sys.executable, "-m", "agent", "run"),
         *(f"--{name}={value}" for name, value in given.items()),
         cwd=ROOT,
         env=environment_of_children(os.environ, ["GPU_AGENT_SIM_STATE"]) | dict(environment or {}),
@@ -236,10 +253,12 @@ class Command:
     """Standard output as JSON lines, where it is that."""
 
 
-async def gpu_agent(*arguments: str, environment: Mapping[str, str] | None = None) -> Command:
-    """Run a command to its end."""
+async def gpu_agent(
+    *arguments: str, environment: Mapping[str, str] | None = None, launcher: tuple[str, ...] = ()
+) -> Command:
+    """Run a command to its end; ``launcher`` is put before it."""
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "agent"),
+        *(*launcher, sys.executable, "-m", "agent"),
         *arguments,
         cwd=ROOT,
         env={**os.environ, **(environment or {})},

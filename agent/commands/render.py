@@ -76,6 +76,14 @@ def table(titles: Sequence[str], rows: Sequence[Sequence[str]], *, is_wide: bool
     return lines
 
 
+def cut(text: str, width: int) -> str:
+    """Return a text that is too long without its middle: names of pods differ at their ends."""
+    if len(text) <= width:
+        return text
+    end = width // 3
+    return f"{text[: width - end - 1]}…{text[-end:]}"
+
+
 def fitted(text: str, width: int = WIDTH, *, is_wide: bool = False) -> str:
     """Return a text as long as a terminal has room for; who reads it elsewhere, or asks for all, gets all."""
     if is_wide or len(text) <= width or not sys.stdout.isatty():
@@ -165,6 +173,11 @@ def age(duration_ns: int) -> str:
     if hours:
         return f"{hours}h{minutes % 60}m"
     return f"{minutes}m{seconds % 60}s" if minutes else f"{seconds}s"
+
+
+def size(count: object) -> str:
+    """Return a number of bytes in MiB, as NVIDIA's tools show memory."""
+    return f"{count // 2**20}MiB" if isinstance(count, int) else UNKNOWN
 
 
 def colour_health(line: str, health: str, *, is_coloured: bool) -> str:

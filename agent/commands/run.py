@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final, NoReturn
 
 from agent.config import flags
+from agent.config.leak_options import LEAK_OPTIONS
 from agent.config.load import load
 from agent.config.nvidia_options import NVIDIA_OPTIONS
 from agent.config.option import Option
@@ -53,7 +54,11 @@ def run(arguments: Sequence[str]) -> int:
 def configure(parser: "argparse.ArgumentParser") -> None:
     """Describe the flags, for their help."""
     parser.description = _DESCRIPTION
-    for title, options in (("As NVIDIA's device plugin", NVIDIA_OPTIONS), ("Ours", OUR_OPTIONS)):
+    for title, options in (
+        ("As NVIDIA's device plugin", NVIDIA_OPTIONS),
+        ("Ours", OUR_OPTIONS),
+        ("Leaks", LEAK_OPTIONS),
+    ):
         group = parser.add_argument_group(title)
         for option in options:
             names = [f"--{name}" for name in (option.name, *option.aliases)]

@@ -18,6 +18,14 @@ Examples:
 """
 
 
+PRICES: Final = {
+    "driver": "only calls of the driver pay",
+    "syscalls": "each system call pays 10 to 55 ns, each ioctl 90 to 270, by CPU",
+}
+"""What a tier of the probe costs the machine. Source: make bench ARGS="--only PROBE" on Linux 6.18; the
+higher prices are those of a CPU that guards every return (AMD Zen 4)."""
+
+
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the flags."""
     parser.description = _DESCRIPTION
@@ -50,6 +58,7 @@ def status_lines(document: dict[str, Any], *, now_ns: int, is_wide: bool = False
         *_observing(document),
         f"Driver   {_driver(document['driver'])}",
         *_released(document, now_ns=now_ns),
+        *_probe(document.get("probe")),
         f"GPUs     {_gpus(document['gpus'])}{_kept_out(document)}",
         *(f"Held     {selector}: {why}" for selector, why in document.get("holds", {}).items()),
         f"Ready    {'yes' if document['ready'] else 'no'}",
@@ -89,6 +98,22 @@ def _driver(driver: dict[str, Any]) -> str:
         cuda = driver["cuda_version"] or UNKNOWN
         return f"{driver['driver_version']}, NVML {driver['nvml_version']}, CUDA {cuda}"
     return str(driver["message"] or "not initialised yet")
+
+
+def _probe(probe: dict[str, Any] | None) -> list[str]:
+    match probe:
+        case None:
+            return []
+        case {"state": "loading"}:
+            return ["Probe    being loaded"]
+        case {"state": "disabled"}:
+            return [f"Probe    off ({probe['code']}): {probe['message']}"]
+    headers = f", headers={probe['headers']}" if probe["headers"] else ""
+    lines = [
+        f"Probe    tier {probe['tier']}, loader {probe['loader']}{headers}",
+        f"         {PRICES[probe['tier']]}",
+    ]
+    return [*lines, *(f"         {name} is not attached: {why}" for name, why in probe["missing"].items())]
 
 
 def _released(document: dict[str, Any], *, now_ns: int) -> list[str]:

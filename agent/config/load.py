@@ -21,6 +21,8 @@ from agent.config.settings import (
     IfRunning,
     LogFormat,
     Origin,
+    ProbeLoader,
+    ProbeTier,
     Settings,
 )
 from agent.config.values import Address, WordList, XidList
@@ -30,6 +32,8 @@ from agent.model.policy import (
     DeviceIdStrategy,
     DeviceListStrategy,
     Injection,
+    LeakEffect,
+    LeakPolicy,
     MigStrategy,
     Policy,
     SharedAllocationPolicy,
@@ -217,6 +221,10 @@ def _settings(values: Mapping[str, object], resolver: _Resolver) -> Settings:
         sys_root=cast("str", values["sys-root"]),
         kubelet_socket=cast("str", values["kubelet-socket"]),
         pod_resources_socket=cast("str", values["pod-resources-socket"]),
+        pod_logs_dir=cast("str", values["pod-logs-dir"]),
+        probe_tier=cast("ProbeTier", values["probe-tier"]),
+        probe_loader=cast("ProbeLoader", values["probe-loader"]),
+        probe_doubles=cast("str", values["probe-doubles"]) or None,
         nvml_library=cast("str", values["nvml-library"]) or None,
         http_listen=http_listen,
         api_listen=_api_listen(cast("Address | None", values["api-listen"]), http_listen),
@@ -259,6 +267,7 @@ def _policy(values: Mapping[str, object], dev_root: str, resolver: _Resolver) ->
         observe=cast("bool", values["observe"]),
         soft_flips=frozenset(Reason(word) for word in cast("frozenset[str]", values["soft-flips"])),
         soft_flip_every_ns=cast("int", values["soft-flip-every"]),
+        leaks=_leaks(values),
         recovery_clean_probes=cast("int", values["recovery-clean-probes"]),
         recovery_quiet_ns=cast("int", values["recovery-quiet"]),
         sticky_after=cast("int", values["flapping-faults"]),
@@ -267,6 +276,33 @@ def _policy(values: Mapping[str, object], dev_root: str, resolver: _Resolver) ->
         slowdown_share_percent=cast("int", values["slowdown-percent"]),
         first_probe_wait_ns=cast("int", values["first-probe-wait"]),
         watch_timeout_ns=cast("int", values["watch-timeout"]),
+    )
+
+
+def _leaks(values: Mapping[str, object]) -> LeakPolicy:
+    def number(name: str) -> int:
+        return cast("int", values[f"leak-{name}"])
+
+    return LeakPolicy(
+        effect=cast("LeakEffect", values["leak-policy"]),
+        allowed=cast("frozenset[str]", values["leak-allow"]),
+        servers=cast("frozenset[str]", values["leak-servers"]),
+        orphaned_client_ns=number("orphaned-client"),
+        pod_gone_ns=number("pod-gone"),
+        stuck_exit_ns=number("stuck-exit"),
+        foreign_process_ns=number("foreign-process"),
+        memory_held_ns=number("memory-held"),
+        memory_held_bytes=number("memory-size"),
+        memory_held_percent=number("memory-percent"),
+        idle_ns=number("idle"),
+        contexts_many=number("many-contexts"),
+        growth_window_ns=number("growth-window"),
+        growth_warm_up_ns=number("growth-warm-up"),
+        growth_min_live=number("growth-min-live"),
+        growth_min_new=number("growth-min-new"),
+        growth_freed_percent=number("growth-freed-percent"),
+        growth_critical_live=number("growth-critical-live"),
+        growth_fds=number("growth-fds"),
     )
 
 

@@ -2,7 +2,8 @@
 
 from typing import Final
 
+from agent.config.leak_options import LEAK_OPTIONS
 from agent.config.nvidia_options import NVIDIA_OPTIONS
 from agent.config.our_options import OUR_OPTIONS
 
-OPTIONS: Final = {option.name: option for option in NVIDIA_OPTIONS + OUR_OPTIONS}
+OPTIONS: Final = {option.name: option for option in NVIDIA_OPTIONS + OUR_OPTIONS + LEAK_OPTIONS}

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from typing import Final, NamedTuple
 
+from agent.config.leak_options import LEAK_OPTIONS
 from agent.config.nvidia_options import NVIDIA_OPTIONS
 from agent.config.option import Option
 from agent.config.our_options import OUR_OPTIONS, if_running_from
@@ -16,6 +17,7 @@ from agent.config.values import (
     device_list_strategies_from,
     discovery_strategy_from,
     imex_channels_from,
+    names,
     path_from,
     root_from,
     xid_list_from,
@@ -54,6 +56,7 @@ _TAKES: Final[dict[Callable[[str], object], str]] = {
     imex_channels_from: "[0], or [] for none",
     path_from: "an absolute path",
     root_from: "an absolute path",
+    names: "names",
     str: "any text",
     xid_list_from: "numbers of XIDs, or all",
 }
@@ -61,7 +64,7 @@ _TAKES: Final[dict[Callable[[str], object], str]] = {
 
 def entries() -> Iterator[Entry]:
     """Yield everything that can be configured."""
-    for options, is_nvidias in ((NVIDIA_OPTIONS, True), (OUR_OPTIONS, False)):
+    for options, is_nvidias in ((NVIDIA_OPTIONS, True), (OUR_OPTIONS, False), (LEAK_OPTIONS, False)):
         for option in options:
             yield _entry(option, is_nvidias=is_nvidias)
     yield from _FILE_KEYS

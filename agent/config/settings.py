@@ -14,6 +14,8 @@ Origin = NewType("Origin", str)
 
 IfRunning = Literal["standby", "fail"]
 LogFormat = Literal["auto", "journal", "json", "text"]
+ProbeTier = Literal["auto", "driver", "syscalls", "procfs", "off"]
+ProbeLoader = Literal["auto", "bcc", "core"]
 
 DEFAULT: Final = Origin("default")
 
@@ -73,6 +75,10 @@ class Settings(NamedTuple):
     kubelet_socket: str
     """Empty: serve but do not register."""
     pod_resources_socket: str
+    pod_logs_dir: str
+    probe_tier: ProbeTier
+    probe_loader: ProbeLoader
+    probe_doubles: str | None
     nvml_library: str | None
     http_listen: Address | None
     api_listen: Address | None

@@ -14,6 +14,9 @@ from agent.model.policy import DeviceListStrategy
 
 MAX_XIDS: Final = 1024
 """XIDs in one list; there are some 170."""
+MAX_NAMES: Final = 256
+MAX_NAME: Final = 256
+"""Characters of a program's name, as of a file's."""
 MAX_TOLD: Final = 8
 """Words that are told to be skipped."""
 
@@ -177,6 +180,14 @@ def words(*known: str) -> Parser[frozenset[str]]:
         return given
 
     return Parser(f"some of {', '.join(known)}", parse)
+
+
+def names(text: str) -> frozenset[str]:
+    """Parse a list of names of processes, separated by commas."""
+    given = frozenset(word.strip() for word in text.split(",") if word.strip())
+    if len(given) > MAX_NAMES or any(len(name) > MAX_NAME or not name.isprintable() for name in given):
+        raise ValueError(f"must be at most {MAX_NAMES} printable names of {MAX_NAME} characters at most")
+    return given
 
 
 class XidList(NamedTuple):

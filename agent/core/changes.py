@@ -4,7 +4,7 @@ Invariants: equal states give nothing. Each change is one event, so an event is 
 Lists in events are bounded: a node can have 800 devices, a log line cannot.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Final
 
 from agent.core.inventory import remarks
@@ -22,9 +22,10 @@ from agent.model.effects import (
     ReleaseDriver,
     ResumeDriver,
 )
-from agent.model.health import Condition, Evidence, Health
+from agent.model.health import Condition, Details, Evidence, Health
 from agent.model.ids import ALL, GpuUuid
 from agent.model.snapshot import Device, RegistrationPhase
+from agent.model.usage import ProcessInfo
 
 MAX_LISTED: Final = 16
 """Devices named in one event; further ones are only counted."""
@@ -43,6 +44,7 @@ def changes(old: State, new: State, now_ns: int) -> tuple[Effect, ...]:
         *_registration_events(old, new),
         *_task_events(old, new),
         *_breaker_events(old, new),
+        *_process_list_events(old, new),
     )
     return (
         *(RecordEvent(event, now_ns) for event in events),
@@ -173,7 +175,31 @@ def _condition_fields(state: State, condition: Condition) -> dict[str, object]:
         fields["code"] = condition.key.code
     if condition.placement.gi != ALL:
         fields |= {"gi": condition.placement.gi, "ci": condition.placement.ci}
+    if condition.details is not None:
+        fields |= _details_fields(condition.details)
     return fields
+
+
+def _details_fields(details: Details) -> dict[str, object]:
+    """Name the processes: the event log is for the node's operator alone."""
+    return {
+        "finding": details.kind,
+        "contexts": details.contexts,
+        "used_bytes": details.used_bytes,
+        "processes": [
+            {
+                "pid": each.pid,
+                "comm": each.comm,
+                "role": each.role,
+                "owner": each.owner,
+                "pod": each.pod,
+                "state": each.state,
+                "contexts": each.contexts,
+                "used_bytes": each.used_bytes,
+            }
+            for each in details.culprits[:MAX_LISTED]
+        ],
+    }
 
 
 def _device_events(old: State, new: State) -> Iterator[Event]:
@@ -299,3 +325,20 @@ def _breaker_events(old: State, new: State) -> Iterator[Event]:
             warning=True,
             fields={"gpus": _uuids(new, now)},
         )
+
+
+_NOT_BELIEVED: Final[Mapping[ProcessInfo, str]] = {
+    "unreliable": "NVML lists processes that cannot be, so none of them is believed",
+    "unsupported": "The driver does not list processes, so only open files tell who holds a GPU",
+}
+
+
+def _process_list_events(old: State, new: State) -> Iterator[Event]:
+    """Yield a warning when the first GPU has a list of processes that is not believed: others will follow."""
+    if new.memory is old.memory:
+        return
+    for info, message in _NOT_BELIEVED.items():
+        was_told = any(memory.process_info == info for memory in old.memory.values())
+        gpus = [gpu for gpu, memory in new.memory.items() if memory.process_info == info and gpu in new.gpus]
+        if gpus and not was_told:
+            yield Event(EventKind.GPUS, message, warning=True, fields={"gpus": _uuids(new, gpus)})

@@ -11,7 +11,7 @@ from dataclasses import replace
 from agent.core.reasons import MEANINGS
 from agent.core.samples import RULES
 from agent.core.xids import XidClass, class_of
-from agent.model.health import Condition, ConditionKey, Evidence, Reason, Recovery
+from agent.model.health import Condition, ConditionKey, Details, Evidence, Reason, Recovery
 from agent.model.ids import ALL, GpuUuid, Placement, SourceName
 from agent.model.policy import Policy
 
@@ -31,6 +31,7 @@ def raised(
     recovery: Recovery | None = None,
     evidence: Evidence | None = None,
     lasts: bool = False,
+    details: Details | None = None,
 ) -> Conditions:
     """Return the conditions with one raised, or reported once more if it is active.
 
@@ -50,11 +51,12 @@ def raised(
             last_ns=now_ns,
             count=count,
             lasts=lasts,
+            details=details,
         )
     elif lasts and active.lasts:
-        if active.message == message:
+        if (active.message, active.details) == (message, details):
             return conditions
-        active = replace(active, message=message)
+        active = replace(active, message=message, details=details)
     else:
         active = replace(
             active,
@@ -64,6 +66,7 @@ def raised(
             clean_probes=0,
             reset_seen=False,
             lasts=lasts,
+            details=details,
         )
     return {**conditions, key: active}
 

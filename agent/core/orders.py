@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import Final
 
 from agent.core import conditions
+from agent.core.leaks import without_inherited
 from agent.core.samples import RULES, UNKNOWN, Window
 from agent.core.state import State
 from agent.model import facts
@@ -91,7 +92,8 @@ def recovered(state: State, fact: facts.RecoverRequested, now_ns: int) -> tuple[
     }
     faults = {gpu: times for gpu, times in state.fault_times.items() if gpu != fact.gpu}
     told = _told("An operator declared a GPU well", now_ns, uuid=fact.gpu)
-    return replace(state, conditions=ended, fault_times=faults, awaited=awaited), (told,)
+    found = without_inherited(state.leaks, fact.gpu)
+    return replace(state, conditions=ended, fault_times=faults, awaited=awaited, leaks=found), (told,)
 
 
 def _is_still_seen(state: State, condition: Condition) -> bool:

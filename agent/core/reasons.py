@@ -164,6 +164,41 @@ MEANINGS: Final[Mapping[Reason, Meaning]] = {
     Reason.NOT_ENOUGH_GPUS: Meaning(
         _WARNING, _HARD, _CLEARS, "The node has no GPU", "check the node's GPUs (lspci -d 10de:)"
     ),
+    Reason.CONTEXT_LEAK: Meaning(
+        _WARNING,
+        _SOFT,
+        _CLEARS,
+        "CUDA contexts are held by processes that should have let go of them",
+        "gpu-agent owners names the processes; end them, or fix what they leak",
+    ),
+    Reason.MEMORY_HELD_NO_PROCESS: Meaning(
+        _WARNING,
+        _SOFT,
+        _CLEARS,
+        "Memory of the GPU is used and no process has it",
+        "reset the GPU when it is free; look for processes in other machines or PID namespaces",
+    ),
+    Reason.FOREIGN_PROCESS: Meaning(
+        _WARNING,
+        _SOFT,
+        _CLEARS,
+        "A process uses a GPU that it was not given",
+        "gpu-agent owners names it; end it, or let its pod request the GPU",
+    ),
+    Reason.ALLOCATED_IDLE: Meaning(
+        _INFO,
+        _SOFT,
+        _CLEARS,
+        "A pod has a device that no process has opened for long",
+        "ask the pod's owner whether it is still needed",
+    ),
+    Reason.MANY_CONTEXTS: Meaning(
+        _INFO,
+        _SOFT,
+        _CLEARS,
+        "Very many CUDA contexts are on one GPU",
+        "gpu-agent contexts names who has them; each takes memory",
+    ),
 }
 
 

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Final, assert_never
 
-from agent.core import conditions, driver, faults, orders, registration, stability, topology
+from agent.core import conditions, driver, faults, findings, orders, registration, stability, topology
 from agent.core.changes import changes
 from agent.core.inventory import unfit
 from agent.core.registration import Registration
@@ -94,6 +94,11 @@ _Quiet = (
     | facts.DeviceNodesSeen
     | facts.GpuRebound
     | facts.AllocationsListed
+    | facts.GpuUseSeen
+    | facts.ProbeSeen
+    | facts.DeviceCallsSeen
+    | facts.GpuMemorySeen
+    | facts.PodsSeen
     | facts.KubeletSocketSeen
     | facts.OwnSocketLost
     | facts.Registered
@@ -146,6 +151,16 @@ def _known(state: State, fact: _Quiet, now_ns: int) -> State:  # noqa: C901, PLR
             return driver.rebound(state, fact)
         case facts.AllocationsListed():
             return replace(state, pods=fact.pods, pods_ns=now_ns)
+        case facts.GpuUseSeen():
+            return replace(state, usage=fact.usage, usage_ns=now_ns)
+        case facts.GpuMemorySeen():
+            return replace(state, memory={**state.memory, fact.gpu: fact.memory})
+        case facts.ProbeSeen():
+            return replace(state, probe=fact.probe)
+        case facts.DeviceCallsSeen():
+            return replace(state, device_calls=fact.calls)
+        case facts.PodsSeen():
+            return findings.pods_seen(state, fact, now_ns)
         case facts.KubeletSocketSeen():
             return replace(state, kubelet=fact.identity)
         case (
@@ -222,11 +237,12 @@ def _settle(old: State, state: State, now_ns: int) -> State:
     """Return the state after everything that follows from it and from the time."""
     if state.released_until_ns is not None and now_ns >= state.released_until_ns:
         state = orders.resumed(state, now_ns)
+    state = findings.with_findings(old, stability.with_known_pods(state, now_ns), now_ns)
     active = driver.hang_conditions(state, now_ns)
     active = conditions.without_recovered(active, policy=state.policy, now_ns=now_ns)
     if active is not state.conditions:
         state = replace(state, conditions=active)
-    state = stability.with_flapping(old, stability.with_known_pods(state, now_ns), now_ns)
+    state = stability.with_flapping(old, state, now_ns)
     state = stability.with_breaker(state, now_ns)
     if (
         state.conditions is not old.conditions
@@ -304,6 +320,7 @@ def _wake_at(state: State, now_ns: int) -> int:
         stability.breaker_at(state, now_ns),
     )
     times += [at_ns for at_ns in others if at_ns is not None]
+    times += findings.due_at(state)
     for standing in () if state.policy.observe else state.registrations.values():
         at_ns = registration.due_at(standing, state.policy)
         if at_ns is not None:

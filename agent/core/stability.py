@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import Final
 
 from agent.core import conditions
+from agent.core.leaks import CERTAIN
 from agent.core.reasons import MEANINGS
 from agent.core.state import State
 from agent.model import facts
@@ -31,6 +32,7 @@ NO_FAULTS: Final = frozenset(
         Reason.FABRIC_NOT_READY,
         Reason.IMEX_CHANNEL_MISSING,
         Reason.MPS_NOT_READY,
+        Reason.CONTEXT_LEAK,
     }
 )
 """What flips a GPU without being its own fault: nothing to count against it."""
@@ -89,7 +91,7 @@ def _flappers(state: State) -> frozenset[GpuUuid]:
 
 def soft_candidates(state: State) -> frozenset[GpuUuid]:
     """Return the GPUs that soft evidence would flip if nothing held it back."""
-    if not state.policy.soft_flips:
+    if not state.policy.soft_flips and state.policy.leaks.effect == "warn":
         return frozenset()
     return frozenset(
         key.placement.gpu for key, condition in state.conditions.items() if _is_soft(state, condition)
@@ -97,11 +99,17 @@ def soft_candidates(state: State) -> frozenset[GpuUuid]:
 
 
 def _is_soft(state: State, condition: Condition) -> bool:
-    return (
-        condition.evidence is Evidence.SOFT
-        and not condition.flips
-        and condition.reason in state.policy.soft_flips
-    )
+    is_over = condition.details is not None and not condition.lasts
+    return not condition.flips and not is_over and may_flip(condition, state.policy)
+
+
+def may_flip(condition: Condition, policy: Policy) -> bool:
+    """Return whether the operator lets soft evidence take a free device out; of leaks only certain ones."""
+    if condition.evidence is not Evidence.SOFT:
+        return False
+    if condition.details is not None:
+        return policy.leaks.effect == "unhealthy-when-free" and condition.details.kind in CERTAIN
+    return condition.reason in policy.soft_flips
 
 
 def with_breaker(state: State, now_ns: int) -> State:
@@ -109,14 +117,13 @@ def with_breaker(state: State, now_ns: int) -> State:
     candidates = soft_candidates(state)
     if len(candidates) != 1 or _is_held_back(state, now_ns):
         return state
-    (gpu,) = candidates
-    if not _is_free(state, gpu):
-        return state
     flipped = {
         key: replace(condition, flips=True)
         for key, condition in state.conditions.items()
-        if key.placement.gpu == gpu and _is_soft(state, condition)
+        if key.placement.gpu in candidates and _is_soft(state, condition) and _is_free(state, key.placement)
     }
+    if not flipped:
+        return state
     return replace(state, conditions={**state.conditions, **flipped}, soft_flip_ns=now_ns)
 
 
@@ -138,7 +145,7 @@ def with_policy(state: State, policy: Policy) -> State:
         for key, condition in state.conditions.items()
         if condition.flips
         and MEANINGS[key.reason].evidence is Evidence.SOFT
-        and key.reason not in policy.soft_flips
+        and not may_flip(condition, policy)
     }
     return replace(state, policy=policy, conditions={**state.conditions, **kept})
 
@@ -154,11 +161,11 @@ def pods_known_until(state: State) -> int | None:
     return None if state.pods is None else state.pods_ns + PODS_KNOWN_FOR_NS
 
 
-def _is_free(state: State, gpu: GpuUuid) -> bool:
-    """Whether it is known that no pod holds a device of a GPU."""
+def _is_free(state: State, place: Placement) -> bool:
+    """Whether it is known that no pod holds a device at a place."""
     return state.pods is not None and not any(
         offer.id in state.pods
         for offered in state.offers.values()
         for offer in offered
-        if offer.placement.gpu == gpu
+        if offer.placement.overlaps(place)
     )

@@ -8,6 +8,7 @@ from typing import Any, Final
 from agent.core.conditions import after_restart
 from agent.core.imex import with_channels
 from agent.core.inventory import Offer, offers
+from agent.core.leaks import Leaks, inherited
 from agent.core.mps import with_daemon
 from agent.core.reasons import MEANINGS
 from agent.core.registration import Registration
@@ -20,6 +21,7 @@ from agent.model.policy import Policy
 from agent.model.sample import GpuSample
 from agent.model.snapshot import Device, DriverView, Durable, TaskView
 from agent.model.topology import Survey, Topology
+from agent.model.usage import DeviceCall, GpuMemory, Pods, ProbeView, Usage
 
 MAX_AWAITED: Final = 256
 """Conditions kept of GPUs that did not come back after a reboot; the oldest go when there are more."""
@@ -99,6 +101,21 @@ class State:
     pods: Mapping[DeviceId, str] | None = None
     pods_ns: int = 0
     """Who holds which device, and when that was told."""
+    pods_seen: Pods | None = None
+    pods_seen_ns: int = 0
+    """The pods that live on this node, and when that was told."""
+    pods_seen_all: bool = True
+    """All of them are among those, not only those with devices."""
+    probe: ProbeView | None = None
+    """None: there is none, or it was not begun yet."""
+    device_calls: Mapping[GpuUuid, DeviceCall] = field(default_factory=_nothing)
+    usage: Usage | None = None
+    usage_ns: int = 0
+    """Who uses the driver, and when that was told."""
+    memory: Mapping[GpuUuid, GpuMemory] = field(default_factory=_nothing)
+    """Of GPUs of which it was told; the newest readings."""
+    leaks: Leaks = field(default_factory=Leaks)
+    """What is found of the use of GPUs, and what may be."""
     observed_flips: int = 0
     """Devices that would have turned Unhealthy, had the agent not only observed."""
 
@@ -131,7 +148,7 @@ def initial_state(policy: Policy, restored: Durable | None, *, now_ns: int) -> S
     not present and not probed, so their devices are unknown until they are. A condition of a GPU that
     is not among them waits for it.
     """
-    state = State(policy=policy, changed_ns=now_ns)
+    state = State(policy=policy, changed_ns=now_ns, leaks=inherited((), now_ns))
     if restored is None:
         return state
     gpus = {gpu.uuid: gpu for gpu in restored.gpus}
@@ -169,6 +186,7 @@ def initial_state(policy: Policy, restored: Durable | None, *, now_ns: int) -> S
         offers=offered,
         devices=verdicts(offered, conditions, frozenset()),
         first_probes_by_ns=now_ns + policy.first_probe_wait_ns,
+        leaks=inherited(conditions.values(), now_ns),
         soft_flip_ns=now_ns if any(_is_soft_flip(each) for each in conditions.values()) else None,
     )
 

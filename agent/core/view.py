@@ -4,6 +4,8 @@ from collections.abc import Iterator, Mapping
 from typing import Final
 
 from agent.core.inventory import Unoffered, mixed_profiles, remarks
+from agent.core.leak_rules import total
+from agent.core.leaks import BLOCKING, REASONS, details_of, message_of
 from agent.core.list_size import is_too_long, too_long_message
 from agent.core.registration import NO_SOCKET, Registration
 from agent.core.state import State
@@ -47,6 +49,11 @@ def snapshot_of(state: State) -> Snapshot:
         durable=_durable(state),
         topology=state.topology,
         pods=state.pods,
+        pods_seen=state.pods_seen,
+        probe=state.probe,
+        device_calls=state.device_calls,
+        usage=state.usage,
+        memory=state.memory,
         released_until_ns=state.released_until_ns,
         driver_released=state.driver_released,
         holds=state.holds,
@@ -125,6 +132,7 @@ def _findings(state: State, gpus: tuple[GpuView, ...]) -> Iterator[Finding]:
             yield Finding(Reason.LIST_TOO_LONG, too_long_message(resource, devices))
     yield from _bus_findings(state)
     yield from _gpu_findings(gpus, without=driver.reason if driver else None)
+    yield from _use_findings(state)
     yield from _kubelet_findings(state)
     for name in NEEDED_TASKS:
         task = state.tasks.get(name)
@@ -173,6 +181,24 @@ def _gpu_findings(gpus: tuple[GpuView, ...], *, without: Reason | None) -> Itera
     for reason, (message, uuids) in told.items():
         if reason is not without:
             yield Finding(reason, message, tuple(uuids))
+
+
+def _use_findings(state: State) -> Iterator[Finding]:
+    """Yield what makes a GPU another than its next user thinks, though it flips none."""
+    found: dict[Reason, list[Condition]] = {}
+    for condition in state.conditions.values():
+        if condition.details is not None and condition.details.kind in BLOCKING and not condition.flips:
+            found.setdefault(condition.reason, []).append(condition)
+    for reason, told in found.items():
+        figures = (each.details.used_bytes for each in told if each.details is not None)
+        gpus = dict.fromkeys(each.placement.gpu for each in told)
+        yield Finding(reason, told[0].message, tuple(gpus), used_bytes=total(figures))
+    unplaced = [each for each in state.leaks.findings() if each.place is None and each.key.kind in BLOCKING]
+    if unplaced:
+        details = details_of(
+            unplaced[0].key.kind, unplaced[:1], state.usage, state.policy.leaks, state.changed_ns
+        )
+        yield Finding(REASONS[details.kind], message_of(details, state.policy.leaks))
 
 
 def _kubelet_findings(state: State) -> Iterator[Finding]:

@@ -15,6 +15,7 @@ from agent.model.ids import ALL, DeviceId, GpuUuid, ResourceName, SocketIdentity
 from agent.model.policy import Policy
 from agent.model.sample import GpuSample
 from agent.model.topology import Survey
+from agent.model.usage import DeviceCall, GpuMemory, Pods, ProbeView, Usage
 
 
 class Message(Protocol):
@@ -40,6 +41,7 @@ KERNEL_LOG = SourceName("kernel-log")
 SYSFS = SourceName("sysfs")
 UEVENTS = SourceName("uevents")
 PODS = SourceName("pods")
+PROBE = SourceName("probe")
 MPS = SourceName("mps")
 OPERATOR = SourceName("operator")
 
@@ -418,6 +420,54 @@ class AllocationsListed(_State):
 
 
 @dataclass(frozen=True, slots=True)
+class GpuUseSeen(_State):
+    """Who uses the driver now; told when it changed and at least every 30 s."""
+
+    usage: Usage
+    source: SourceName = PROBE
+
+
+@dataclass(frozen=True, slots=True)
+class ProbeSeen(_State):
+    """How the probe is: loaded, or why not."""
+
+    probe: ProbeView
+    source: SourceName = PROBE
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceCallsSeen(_State):
+    """What the kernel saw of the calls that show whether devices answer; those that were made so far."""
+
+    calls: Mapping[GpuUuid, DeviceCall]
+    source: SourceName = PROBE
+
+
+@dataclass(frozen=True, slots=True)
+class GpuMemorySeen(_State):
+    """How much memory of a GPU is used, and by whom; one health poll."""
+
+    gpu: GpuUuid
+    memory: GpuMemory
+    source: SourceName = NVML
+
+    @property
+    def key(self) -> Hashable:
+        """One for each GPU."""
+        return (GpuMemorySeen, self.gpu)
+
+
+@dataclass(frozen=True, slots=True)
+class PodsSeen(_State):
+    """The pods that this node's kubelet knows, by UID; what is not among them is gone."""
+
+    pods: Pods
+    complete: bool = True
+    """False: only pods with devices are among them, so that another may live all the same."""
+    source: SourceName = PODS
+
+
+@dataclass(frozen=True, slots=True)
 class MpsSeen(_State):
     """Whether the MPS control daemon says that it serves."""
 
@@ -566,6 +616,11 @@ Fact = (
     | DeviceNodesSeen
     | GpuRebound
     | AllocationsListed
+    | GpuUseSeen
+    | ProbeSeen
+    | DeviceCallsSeen
+    | GpuMemorySeen
+    | PodsSeen
     | MpsSeen
     | HoldRequested
     | UnholdRequested

@@ -1,10 +1,11 @@
 """Why a device is not well: reasons, and the conditions that carry them."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from agent.model.ids import Placement, SourceName
+from agent.model.usage import Certainty
 
 
 class Health(StrEnum):
@@ -79,6 +80,69 @@ class Reason(StrEnum):
     LIST_TOO_LONG = "list_too_long"
     NOT_PROBED = "not_probed"
     NOT_ENOUGH_GPUS = "not_enough_gpus"
+    CONTEXT_LEAK = "context_leak"
+    MEMORY_HELD_NO_PROCESS = "memory_held_no_process"
+    FOREIGN_PROCESS = "foreign_process"
+    ALLOCATED_IDLE = "allocated_idle"
+    MANY_CONTEXTS = "many_contexts"
+
+
+class LeakKind(StrEnum):
+    """What is found of the use of a GPU; the first five are kinds of CONTEXT_LEAK."""
+
+    ORPHANED_CLIENT = "orphaned_client"
+    POD_GONE = "pod_gone"
+    STUCK_EXIT = "stuck_exit"
+    CTX_GROWTH = "ctx_growth"
+    FD_GROWTH = "fd_growth"
+    MEMORY_HELD = "memory_held_no_process"
+    FOREIGN_PROCESS = "foreign_process"
+    IDLE = "allocated_idle"
+    MANY_CONTEXTS = "many_contexts"
+
+
+@dataclass(frozen=True, slots=True)
+class Culprit:
+    """A process that a finding names."""
+
+    pid: int
+    start_ticks: int
+    comm: str
+    owner: Literal["pod", "host"]
+    pod: str | None
+    """``namespace/name``, or the UID where the name is not known."""
+    state: str
+    killable: bool
+    """False: no signal reaches it (state D), or it ended already."""
+    contexts: int | None
+    used_bytes: int | None
+    """Of the GPU's memory; None where NVML does not say."""
+    since_ns: int
+    """When the finding's cause began, as far as it was seen."""
+    role: Literal["holder", "owner"] = "holder"
+    """owner: it made what is left and is gone."""
+
+
+@dataclass(frozen=True, slots=True)
+class Details:
+    """What a finding on the use of a GPU rests on."""
+
+    kind: LeakKind
+    culprits: tuple[Culprit, ...] = ()
+    """By pid; at most MAX_CULPRITS."""
+    more: int = 0
+    """Further ones."""
+    contexts: int | None = None
+    used_bytes: int | None = None
+    """Of all culprits; of memory that no process has, how much. None where a figure is missing."""
+    incomplete: bool = False
+    """Events had been lost or processes could not be seen when this was found."""
+    certainty: Certainty = "verified"
+    critical: bool = False
+    """It grew for long, or far."""
+
+
+MAX_CULPRITS = 16
 
 
 class ConditionKey(NamedTuple):
@@ -88,7 +152,7 @@ class ConditionKey(NamedTuple):
     reason: Reason
     placement: Placement
     code: int
-    """XID or NVML return code, 0 where the reason has none."""
+    """XID, NVML return code or place among the kinds of leak; 0 where the reason has none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +176,8 @@ class Condition:
     reset_seen: bool = False
     lasts: bool = False
     """The cause is still seen (a reading, a node missing, a hang, a hold), so probes cure nothing yet."""
+    details: Details | None = field(default=None, repr=False)
+    """Of a finding on the use of a GPU: who and how much. It names pods, so not in every log."""
 
     @property
     def reason(self) -> Reason:

@@ -15,8 +15,56 @@ DeviceListStrategy = Literal["envvar", "volume-mounts", "cdi-annotations", "cdi-
 DeviceIdStrategy = Literal["uuid", "index"]
 SharedAllocationPolicy = Literal["distributed", "packed", "spread"]
 
+LeakEffect = Literal["warn", "unhealthy-when-free"]
+
 SECOND_NS = 1_000_000_000
 MILLISECOND_NS = 1_000_000
+MEBIBYTE = 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class LeakPolicy:
+    """When what holds a GPU is a finding. Times are how long it must last before it is told."""
+
+    effect: LeakEffect = "warn"
+    """unhealthy-when-free: what certainly blocks a GPU that no pod has takes it out, through the breaker."""
+    allowed: frozenset[str] = frozenset(
+        {
+            "nvidia-persistenced",
+            "nv-hostengine",
+            "nv-fabricmanager",
+            "nvidia-fabricmanager",
+            "dcgm-exporter",
+            "nvidia-device-plugin",
+            "gpu-feature-discovery",
+            "nvidia-cuda-mps-control",
+        }
+    )
+    """Names of processes of which nothing is ever told; the kernel keeps 15 bytes of a name."""
+    servers: frozenset[str] = frozenset({"nvidia-cuda-mps-server"})
+    """Names of processes whose business it is to use GPUs for others: they may grow and belong to nobody."""
+    orphaned_client_ns: int = 30 * SECOND_NS
+    pod_gone_ns: int = 60 * SECOND_NS
+    stuck_exit_ns: int = 60 * SECOND_NS
+    foreign_process_ns: int = 60 * SECOND_NS
+    memory_held_ns: int = 300 * SECOND_NS
+    memory_held_bytes: int = 512 * MEBIBYTE
+    memory_held_percent: int = 2
+    """Of the GPU's memory; the larger of both counts."""
+    idle_ns: int = 3600 * SECOND_NS
+    """A device that a pod has and no process opened for so long is told of."""
+    contexts_many: int = 100
+    """More contexts on one GPU than that are told of."""
+    growth_window_ns: int = 600 * SECOND_NS
+    growth_warm_up_ns: int = 120 * SECOND_NS
+    """From the first file that a process opened; what it makes meanwhile is no growth."""
+    growth_min_live: int = 4
+    growth_min_new: int = 3
+    growth_freed_percent: int = 20
+    """A process that frees more than this share of what it makes does not leak."""
+    growth_critical_live: int = 16
+    growth_fds: int = 90
+    """Descriptors, where contexts are not known; about three or four contexts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +114,7 @@ class Policy:
     """Reasons with soft evidence that may flip a free device, through the breaker."""
     soft_flip_every_ns: int = 3600 * SECOND_NS
     """The breaker: at most one device of the node in this time."""
+    leaks: LeakPolicy = field(default_factory=LeakPolicy)
     recovery_clean_probes: int = 3
     recovery_quiet_ns: int = 60 * SECOND_NS
     sticky_after: int = 3

@@ -51,7 +51,8 @@ class RmEvent(NamedTuple):
     parent: int
     handle: int
     detail: int
-    """ALLOC of a device: its RM device instance. FORK: the child. UVM: the first half of the GPU's UUID."""
+    """ALLOC of a device: its RM device instance. FORK: the child. UVM: with ``parent`` the eight bytes that
+    the halves of the GPU's UUID make by exclusive or (little endian, as in the driver's own structure)."""
 
 
 class RmObject(NamedTuple):
@@ -68,6 +69,8 @@ class RmObject(NamedTuple):
     parent: int
     gpu: int
     """RM device instance, for a device."""
+    start_ticks: int = 0
+    """When the process that allocated it began, as in HeldFile; 0 where it is not known."""
 
 
 class ProcessCounters(NamedTuple):
@@ -85,6 +88,10 @@ class ProcessCounters(NamedTuple):
     contexts_allocated: int
     contexts_freed: int
     errors: int
+    start_ticks: int = 0
+    """As in HeldFile; 0 where it is not known."""
+    exited_ns: int = 0
+    """When its last thread began to exit; 0 while it lives."""
 
 
 class HeldFile(NamedTuple):

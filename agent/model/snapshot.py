@@ -11,6 +11,7 @@ from agent.model.policy import Policy
 from agent.model.sample import GpuSample
 from agent.model.sharing import SharingStrategy
 from agent.model.topology import Topology
+from agent.model.usage import DeviceCall, GpuMemory, Pods, ProbeView, Usage
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +115,8 @@ class Finding:
     reason: Reason
     message: str
     gpus: tuple[GpuUuid, ...] = ()
+    used_bytes: int | None = None
+    """Of findings on memory: how much."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,6 +157,16 @@ class Snapshot:
     topology: Topology = field(default_factory=Topology)
     pods: Mapping[DeviceId, str] | None = None
     """Who holds which device, as the kubelet says; None: not known, or not known recently."""
+    pods_seen: Pods | None = None
+    """The pods that live on this node; None: not known, or not known recently."""
+    probe: ProbeView | None = None
+    """None: it is off, or not begun yet."""
+    device_calls: Mapping[GpuUuid, DeviceCall] = field(default_factory=dict)
+    """Whether the driver answers on each GPU, as seen in the kernel; a GPU that was not called is missing."""
+    usage: Usage | None = None
+    """Who uses the driver; None: not known, or not known recently."""
+    memory: Mapping[GpuUuid, GpuMemory] = field(default_factory=dict)
+    """Used memory and the processes that NVML lists; core.ownership joins it with the rest."""
     released_until_ns: int | None = None
     """The driver is to be let go of until then."""
     driver_released: bool = False

@@ -1,5 +1,6 @@
 """Builds sources and sinks from the settings; each is imported when it is made, which may take a while."""
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Protocol
@@ -12,11 +13,17 @@ from agent.model.snapshot import Snapshot
 if TYPE_CHECKING:
     from agent.sinks.cdi import CdiSink
     from agent.sinks.device_plugin import DevicePlugin
+    from agent.sources.ebpf import EbpfSource
     from agent.sources.kmsg import KernelLogSource
     from agent.sources.kubelet import KubeletSource
     from agent.sources.nvml import NvmlSource
     from agent.sources.pods import PodsSource
     from agent.sources.sysfs import SysfsSource
+
+CHECKPOINT: Final = "kubelet_internal_checkpoint"
+"""In the directory of the kubelet's socket. Source: kubernetes pkg/kubelet/cm/devicemanager/manager.go."""
+MISSED_POLLS: Final = 3
+"""After so many a GPU's device file was not called on, it is not known to answer."""
 
 # Imports stand in the functions: see agent.runtime.imports for their order.
 # ruff: noqa: PLC0415
@@ -54,6 +61,7 @@ class Assembly:
         self.kernel_log: KernelLogSource | None = None
         self.sysfs: SysfsSource | None = None
         self.pods: PodsSource | None = None
+        self.ebpf: EbpfSource | None = None
         self.cdi: CdiSink | None = None
 
     def make_nvml(self, *, released: bool) -> "NvmlSource":
@@ -79,6 +87,7 @@ class Assembly:
                 init_retry_ns=settings.init_retry_ns,
             ),
             released=released,
+            calls_devices=self._probe_runs,
         )
         return self.nvml
 
@@ -173,10 +182,47 @@ class Assembly:
         self.pods = PodsSource(
             inbox=self.inbox,
             socket=Path(self.settings.pod_resources_socket),
+            pod_logs=Path(self.settings.pod_logs_dir),
+            checkpoint=Path(self.settings.kubelet_socket_or_default).parent / CHECKPOINT,
             clock=self.clock,
             period_ns=self.settings.pods_poll_ns,
         )
         return self.pods
+
+    def make_ebpf(self) -> Source:
+        """Make the source that sees in the kernel who uses which GPU."""
+        from agent.probe.kernel import Roots, filesystem_of_doubles
+        from agent.probe.request import Doubles, Request
+        from agent.sources.ebpf import EbpfSettings, EbpfSource
+
+        settings = self.settings
+        doubles = filesystem_of_doubles(settings.probe_doubles)
+        tier = settings.probe_tier
+        self.ebpf = EbpfSource(
+            inbox=self.inbox,
+            latest=self.latest,
+            request=Request(
+                loader=settings.probe_loader,
+                roots=Roots(node_proc=settings.proc_root),
+                doubles=Doubles(filesystem=doubles) if doubles else None,
+                answer_within_ns=settings.call_deadline_ns,
+            ),
+            tier="auto" if tier == "off" else tier,
+            # A simulated node has device files of its own, but its processes are the machine's.
+            proc_root=Path("/proc" if doubles else settings.proc_root),
+            agent_pid=os.getpid(),
+            clock=self.clock,
+            settings=EbpfSettings(
+                procfs_scan_ns=settings.poll_ns,
+                stale_call_ns=MISSED_POLLS * settings.poll_ns + settings.call_deadline_ns,
+            ),
+        )
+        return self.ebpf
+
+    def close_ebpf(self) -> None:
+        """Take the probe out of the kernel."""
+        if self.ebpf is not None:
+            self.ebpf.close()
 
     def recent_kernel_log(self) -> tuple[str, ...]:
         """Return the driver's newest lines in the kernel log."""
@@ -185,6 +231,10 @@ class Assembly:
     def sysfs_sign_ns(self) -> int | None:
         """Return when the bus was looked at last."""
         return None if self.sysfs is None else self.sysfs.last_sign_ns
+
+    def ebpf_sign_ns(self) -> int | None:
+        """Return when the last picture of who uses GPUs was made."""
+        return None if self.ebpf is None else self.ebpf.last_sign_ns
 
     def pods_sign_ns(self) -> int | None:
         """Return when the kubelet was asked for pods last."""
@@ -203,6 +253,10 @@ class Assembly:
             self.sysfs.request()
         if self.nvml is not None:
             self.nvml.request()
+
+    def _probe_runs(self) -> bool:
+        probe = self.latest.value.probe
+        return probe is not None and probe.state == "running"
 
     @property
     def _mounted(self) -> Path | None:

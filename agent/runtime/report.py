@@ -6,7 +6,7 @@ probes costs one call.
 
 import asyncio
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Final
 
@@ -35,8 +35,11 @@ class SelfReport:
         inbox: Inbox[Fact],
         lines: log.Log,
         clock: Callable[[], int],
+        probe_options: Mapping[str, object] | None = None,
     ) -> None:
+        """``probe_options``: how the probe is loaded, for who loads another, as ``gpu-agent trace`` does."""
         self._vitals = vitals
+        self._probe_options = dict(probe_options or {})
         self._boot_id = boot_id
         self._latest = latest
         self._inbox = inbox
@@ -117,6 +120,7 @@ class SelfReport:
                 "trouble": vitals.reload_trouble,
                 "awaiting_restart": list(vitals.awaiting_restart),
             },
+            "probe_options": self._probe_options,
             "log_lines": {"written": lines.written, "dropped": lines.dropped},
             "state_file_failures": vitals.state_file.failures if vitals.state_file else 0,
             "event_log": None

@@ -26,6 +26,7 @@ from agent.simulation.action_table import (
 from agent.simulation.agent_actions import AGENT_ACTIONS
 from agent.simulation.cdi_actions import CDI_ACTIONS
 from agent.simulation.kernel_actions import KERNEL_ACTIONS
+from agent.simulation.process_actions import PROCESS_ACTIONS
 from agent.simulation.reading_actions import READING_ACTIONS
 from agent.simulation.roots import (
     load_modules,
@@ -284,6 +285,7 @@ _OWN: Final = (
     *SHARING_ACTIONS,
     *READING_ACTIONS,
     *KERNEL_ACTIONS,
+    *PROCESS_ACTIONS,
     *AGENT_ACTIONS,
     *CDI_ACTIONS,
     action(RunPod, "run-pod", "name"),

@@ -111,6 +111,11 @@ class NodeDirectory:
         return self.path / "pod-resources"
 
     @property
+    def pod_logs(self) -> Path:
+        """Where the kubelet keeps the logs of pods."""
+        return self.path / "pod-logs"
+
+    @property
     def dev(self) -> Path:
         """The double of /dev."""
         return self.path / "dev"
@@ -190,6 +195,8 @@ def agent_flags(node_dir: Path) -> dict[str, str]:
     return {
         "kubelet-socket": f"{node_dir}/device-plugins/kubelet.sock",
         "pod-resources-socket": f"{node_dir}/pod-resources/kubelet.sock",
+        "pod-logs-dir": f"{node_dir}/pod-logs",
+        "probe-doubles": f"{node_dir}/dev",
         "nvml-library": f"{node_dir}/lib/libnvidia-ml.so.1",
         "driver-root": f"{node_dir}/driver",
         "driver-root-ctr-path": f"{node_dir}/driver",

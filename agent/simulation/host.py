@@ -31,6 +31,9 @@ AGENT_GOES_WITHIN_S: Final = 2.0
 """How long the directory stays for an agent that ends together with the node."""
 _LOOK_AGAIN_S: Final = 0.02
 
+SHOWN_AS_JSON: Final = frozenset({"allocatable", "condition"})
+"""Kinds of lines."""
+
 Show = Callable[[Line], str]
 """Returns the text of a line of the feed, empty for one that is not shown."""
 
@@ -39,7 +42,9 @@ async def host(plan: Plan, node_dir: Path, *, is_json: bool) -> None:
     """Run a node until its scenario, a signal or the reader of the output ends it; raises AgentError."""
     with StopSignals() as stop, NodeDirectory.hold(node_dir) as directory:
         try:
-            async with SimulatedNode(directory, plan.spec, label=plan.label) as node:
+            async with SimulatedNode(
+                directory, plan.spec, label=plan.label, driver=plan.driver_wanted
+            ) as node:
                 if plan.scenario is not None:
                     await set_up(node, plan.scenario)
                 async with ControlServer(directory.control_socket, node.do, node.feed) as control:
@@ -112,8 +117,8 @@ def _write(text: str) -> bool:
 
 
 def json_of(line: Line) -> str:
-    """Return the JSON of a change of the kubelet's view, nothing for other lines."""
-    if line["kind"] != "allocatable":
+    """Return the JSON of a change of the kubelet's view and of a condition, nothing for other lines."""
+    if line["kind"] not in SHOWN_AS_JSON:
         return ""
     shown = {name: value for name, value in line.items() if name != "connected"}
     return json.dumps(shown, ensure_ascii=False, separators=(",", ":"))
@@ -124,6 +129,8 @@ def _text_of(line: Line) -> str:
     match line["kind"]:
         case "allocatable":
             return seconds + describe(line)
+        case "condition":
+            return seconds + describe_condition(line)
         case "event" | "end":
             return f"{seconds}{line['text']}"
         case _:
@@ -135,6 +142,16 @@ def describe(line: Mapping[str, Any]) -> str:
     text = f"{line['resource']}: capacity {line['capacity']}, allocatable {line['allocatable']}"
     gpus = sorted({device["gpu"] for device in line["unhealthy"] if device["gpu"] is not None})
     return f"{text}, unhealthy on GPU {', '.join(map(str, gpus))}" if gpus else text
+
+
+def describe_condition(line: Mapping[str, Any]) -> str:
+    """Return a condition that was waited for in words."""
+    where = "" if line["gpu"] is None else f" on GPU {line['gpu']}"
+    if not line["active"]:
+        return f"The agent tells of {line['reason']}{where} no more"
+    kind = line["detail"]["kind"] if line["detail"] else line["reason"]
+    told = line["reason"] if kind == line["reason"] else f"{line['reason']} ({kind})"
+    return f"The agent tells of {told}{where}: {line['message']}"
 
 
 def _introduction(plan: Plan, path: Path) -> str:

@@ -15,7 +15,6 @@ from agent.simulation.roots import (
     driver_of,
     load_modules,
     remove_device_node,
-    write_device_node,
 )
 
 if TYPE_CHECKING:
@@ -37,7 +36,8 @@ def _log_text(text: str) -> str:
     return text
 
 
-def _node_name(text: str) -> str:
+def node_name(text: str) -> str:
+    """Parse the name of a device node of the driver."""
     name = text.removeprefix("/dev/")
     if not name.startswith(DRIVER) or "/" in name or not name.isascii() or not name.isprintable():
         raise ValueError("must be a node of the driver, such as nvidia3 or nvidiactl")
@@ -121,7 +121,7 @@ def _bind(node: "SimulatedNode", slot: int, driver: str | None) -> None:
 class RemoveNode:
     """Remove a device node."""
 
-    name: str = parameter("NODE", "Such as nvidia3 or nvidiactl", _node_name)
+    name: str = parameter("NODE", "Such as nvidia3 or nvidiactl", node_name)
 
     async def apply(self, node: "SimulatedNode") -> str:
         """Remove the file."""
@@ -133,11 +133,11 @@ class RemoveNode:
 class AddNode:
     """Make a device node that was removed."""
 
-    name: str = parameter("NODE", "Such as nvidia3 or nvidiactl", _node_name)
+    name: str = parameter("NODE", "Such as nvidia3 or nvidiactl", node_name)
 
     async def apply(self, node: "SimulatedNode") -> str:
         """Make the file."""
-        write_device_node(self.name, node.directory.dev)
+        node.add_device_node(self.name)
         return f"/dev/{self.name} exists"
 
 

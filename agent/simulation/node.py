@@ -9,13 +9,16 @@ import contextlib
 import time
 from collections.abc import Mapping, Sequence
 from types import TracebackType
-from typing import Any, Final, Self
+from typing import Any, Final, Literal, Self
 
-from agent.errors import AgentError, UsageError
+from agent.errors import AgentError, SourceError, UsageError
 from agent.simulation.action_table import Invocation
 from agent.simulation.actions import parse
 from agent.simulation.directory import NodeDirectory
+from agent.simulation.driver_double.double import DriverDouble
+from agent.simulation.expectation import ConditionExpectation
 from agent.simulation.feed import Feed
+from agent.simulation.gpu_processes.node_processes import NodeProcesses, capabilities_of, gpus_of
 from agent.simulation.kernel_log import KernelLog
 from agent.simulation.kubelet import AllocatableChange, DeviceList, EmulatedKubelet, StreamEnd
 from agent.simulation.nvml import (
@@ -25,13 +28,21 @@ from agent.simulation.nvml import (
     install_library,
 )
 from agent.simulation.presets import NodeSpec
-from agent.simulation.roots import write_roots
+from agent.simulation.roots import CAPABILITY_DIRECTORY, write_device_node, write_roots
 
+DriverWanted = Literal["none", "if-possible", "required"]
+WITHOUT_DRIVER: Final = (
+    "The simulated node has no driver double, which needs root and /dev/fuse; run it where it has both"
+)
 _PUMP: Final = "simulation-changes"
 
 
 class SimulatedNode:
-    """An asynchronous context manager; see the guarantees above. ``label`` names it in the feed."""
+    """An asynchronous context manager; see the guarantees above. ``label`` names it in the feed.
+
+    With a driver double its device files answer as the driver's, and processes can use its GPUs; without,
+    they are empty files. Where one cannot be, one that is "required" raises AgentError.
+    """
 
     def __init__(
         self,
@@ -41,17 +52,25 @@ class SimulatedNode:
         label: str = "node",
         kubelet_present: bool = True,
         seed: int = 0,
+        driver: DriverWanted = "none",
     ) -> None:
         self.directory = directory
         self.spec = spec
         self.feed = Feed()
         self.kubelet = EmulatedKubelet(
-            directory.device_plugins, directory.pod_resources, present=kubelet_present, seed=seed
+            directory.device_plugins,
+            directory.pod_resources,
+            pod_logs=directory.pod_logs,
+            present=kubelet_present,
+            seed=seed,
         )
         self.kernel_log = KernelLog(directory.kernel_log)
         self._label = label
         self._started_ns = time.monotonic_ns()
         self._nvml: NvmlState | None = None
+        self._driver_wanted = driver
+        self._driver: DriverDouble | None = None
+        self._processes: NodeProcesses | None = None
         self._told = asyncio.Event()
         self._told_ns = 0
         self._telling_ended = asyncio.Event()
@@ -64,6 +83,20 @@ class SimulatedNode:
             raise AgentError("The simulated node does not run")
         return self._nvml
 
+    @property
+    def driver(self) -> DriverDouble:
+        """The driver double; raises UsageError for a node without."""
+        if self._driver is None:
+            raise UsageError(WITHOUT_DRIVER)
+        return self._driver
+
+    @property
+    def processes(self) -> NodeProcesses:
+        """The processes that use GPUs; raises UsageError for a node without a driver double."""
+        if self._processes is None:
+            raise UsageError(WITHOUT_DRIVER)
+        return self._processes
+
     async def __aenter__(self) -> Self:
         async with contextlib.AsyncExitStack() as stack:
             try:
@@ -75,6 +108,8 @@ class SimulatedNode:
             self.feed.put(self._description())
             await stack.enter_async_context(self.kernel_log)
             await stack.enter_async_context(self.kubelet)
+            if self._driver_wanted != "none":
+                await self._start_driver(stack)
             pump = asyncio.get_running_loop().create_task(self._tell_changes(), name=_PUMP)
             stack.push_async_callback(_ended, pump)
             self._stack = stack.pop_all()
@@ -85,6 +120,39 @@ class SimulatedNode:
     ) -> None:
         self.feed.close()
         await self._stack.__aexit__(kind, error, trace)
+
+    async def _start_driver(self, stack: contextlib.AsyncExitStack) -> None:
+        """Put device files that answer into the node's /dev; raises AgentError where they have to."""
+        version, capabilities = self.spec.driver_version, capabilities_of(self.spec)
+        try:
+            driver = await DriverDouble.start(gpus_of(self.spec), version=version, capabilities=capabilities)
+        except SourceError as error:
+            if self._driver_wanted == "required":
+                raise AgentError(f"{WITHOUT_DRIVER} ({error})") from error
+            return
+        await stack.enter_async_context(driver)
+        for name in driver.names:
+            driver.replace(name, self.directory.dev)
+        self._driver = driver
+        self.show_capabilities()
+        self._processes = NodeProcesses(self.directory, self.spec, driver, self.nvml, self.tell)
+        stack.push_async_callback(self._processes.close)
+        # Processes that are held could not end.
+        stack.push_async_callback(driver.release_all)
+
+    def add_device_node(self, name: str) -> None:
+        """Make a device node that was removed."""
+        if self._driver is not None and name in self._driver.names:
+            self._driver.replace(name, self.directory.dev)
+        else:
+            write_device_node(name, self.directory.dev)
+
+    def show_capabilities(self) -> None:
+        """Let the nodes of MIG devices that are there answer as the driver's."""
+        folder = self.directory.dev / CAPABILITY_DIRECTORY
+        for path in folder.iterdir() if self._driver is not None and folder.is_dir() else ():
+            if self._driver is not None and not path.is_symlink():
+                self._driver.replace(path.name, folder)
 
     # What can be done to it.
 
@@ -128,6 +196,22 @@ class SimulatedNode:
     def tell(self, text: str) -> None:
         """Put a sentence for people into the feed."""
         self.feed.put({"kind": "event", "at_ms": self.at_ms(), "text": text})
+
+    def tell_condition(self, expected: ConditionExpectation, seen: Mapping[str, Any] | None) -> None:
+        """Put a condition that was waited for into the feed, as the agent tells it; None: it does no more."""
+        told = seen or {}
+        self.feed.put(
+            {
+                "kind": "condition",
+                "at_ms": self.at_ms(),
+                "gpu": self._places().get(told.get("gpu_uuid", ""), expected.gpu),
+                "reason": expected.code,
+                "active": expected.active,
+                "evidence": told.get("evidence"),
+                "message": told.get("message"),
+                "detail": told.get("details"),
+            }
+        )
 
     def devices_changed(self) -> None:
         """Tell every device anew, because a pod came or went."""

@@ -1,6 +1,7 @@
 """What to simulate, as the command line asks for it."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 from agent.errors import UsageError
 from agent.simulation import scenario
@@ -15,6 +16,13 @@ class Plan:
     label: str
     spec: NodeSpec
     scenario: Scenario | None = None
+
+    @property
+    def driver_wanted(self) -> Literal["none", "if-possible", "required"]:
+        """Whether device files have to answer: for what a scenario does, or somebody may ask for."""
+        if self.scenario is None:
+            return "if-possible"
+        return "required" if self.scenario.needs_driver else "none"
 
 
 def plan_of(scenario_given: str | None, preset: str) -> Plan:

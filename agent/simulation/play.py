@@ -1,7 +1,8 @@
 """Playing a scenario: its steps in time, each until the kubelet has shown what it shall.
 
 Guarantees: an expectation of a step counts every state since the step began, however short; the one of
-``until`` counts only what is there after all steps.
+``until`` counts only what is there after all steps. The agent is asked several times a second, so of what
+it tells a state may be missed; what was waited for is put into the feed.
 """
 
 import asyncio
@@ -9,9 +10,11 @@ import time
 
 from agent.errors import AgentError
 from agent.simulation.agent_actions import write_config
+from agent.simulation.agent_watch import AgentWatch, Condition
+from agent.simulation.expectation import Expectation
 from agent.simulation.kubelet import EmulatedKubelet
 from agent.simulation.node import SimulatedNode
-from agent.simulation.scenario import Expectation, Scenario, Step
+from agent.simulation.scenario import Scenario, Step
 
 
 class ScenarioFailedError(AgentError):
@@ -33,18 +36,20 @@ async def play(node: SimulatedNode, scenario: Scenario) -> str:
     Raises ScenarioFailedError with what was last seen, AgentError for an action that cannot be done.
     """
     began_ns = time.monotonic_ns()
+    agent = AgentWatch(node.directory.agent / "control.sock", tuple(gpu.uuid for gpu in node.spec.gpus))
     waits_for = scenario.until
     try:
         async with asyncio.timeout(scenario.timeout_ns / 1e9):
             for step in scenario.steps[len(scenario.setup) :]:
                 waits_for = step.expect or scenario.until
-                await _apply(node, step, began_ns)
+                await _apply(node, agent, step, began_ns)
             waits_for = scenario.until
-            await node.kubelet.wait_for(lambda kubelet: _shows(kubelet, scenario.until), _FOREVER_S)
+            await _until(node, agent, scenario.until)
     except TimeoutError:
+        seen = describe(node.kubelet) + (f"; {agent.describe()}" if waits_for.is_of_agent else "")
         raise ScenarioFailedError(
             f"Scenario {scenario.name} did not end within {scenario.timeout_ns / 1e9:g} s; "
-            f"it waited for {waits_for}, and last seen was {describe(node.kubelet)}"
+            f"it waited for {waits_for}, and last seen was {seen}"
         ) from None
     return f"Scenario {scenario.name} ended as expected: {scenario.until}"
 
@@ -53,7 +58,7 @@ _FOREVER_S = 86_400.0
 """Longer than any scenario; the scenario's own time limit is the one that counts."""
 
 
-async def _apply(node: SimulatedNode, step: Step, began_ns: int) -> None:
+async def _apply(node: SimulatedNode, agent: AgentWatch, step: Step, began_ns: int) -> None:
     due_ns = max(began_ns + step.at_ns, time.monotonic_ns() + step.after_ns)
     await asyncio.sleep((due_ns - time.monotonic_ns()) / 1e9)
     mark_ns = time.monotonic_ns()
@@ -62,6 +67,23 @@ async def _apply(node: SimulatedNode, step: Step, began_ns: int) -> None:
     expected = step.expect
     if expected is not None:
         await node.kubelet.wait_for(lambda kubelet: _has_shown(kubelet, expected, mark_ns), _FOREVER_S)
+        await _tell(node, expected, await agent.wait_for(expected))
+
+
+async def _until(node: SimulatedNode, agent: AgentWatch, expected: Expectation) -> None:
+    """Wait until the kubelet and the agent say at once what they shall."""
+    while True:
+        await node.kubelet.wait_for(lambda kubelet: _shows(kubelet, expected), _FOREVER_S)
+        condition = await agent.wait_for(expected)
+        if _shows(node.kubelet, expected):
+            await _tell(node, expected, condition)
+            return
+
+
+async def _tell(node: SimulatedNode, expected: Expectation, condition: Condition | None) -> None:
+    if expected.condition is not None:
+        await node.caught_up()
+        node.tell_condition(expected.condition, condition)
 
 
 def _shows(kubelet: EmulatedKubelet, expected: Expectation) -> bool:

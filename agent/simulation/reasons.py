@@ -31,6 +31,8 @@ class Reason:
     number: int | None = None
     evidence: str | None = None
     message: str | None = None
+    detail: Mapping[str, Any] | None = None
+    """Of a finding on the use of a GPU: its kind, and who is to blame."""
 
     def __str__(self) -> str:
         return self.code if self.number is None else f"{self.code} {self.number}"
@@ -101,8 +103,14 @@ def _reason(device: Mapping[str, Any]) -> Reason:
         return Reason("not_probed") if device.get("health") == UNKNOWN else Reason()
     # Of several, the first of those that stay the longest: it is what keeps the device out in the end.
     lasting = max(flipping, key=lambda each: _lasts(each.get("recovery")))
+    detail = lasting.get("details")
     return Reason(
-        lasting.get("code", UNKNOWN), lasting.get("number"), lasting.get("evidence"), lasting.get("message")
+        lasting.get("code", UNKNOWN),
+        # Of findings it only tells their kinds apart, and the detail has that in words.
+        lasting.get("number") if detail is None else None,
+        lasting.get("evidence"),
+        lasting.get("message"),
+        detail,
     )
 
 

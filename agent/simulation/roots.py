@@ -25,6 +25,7 @@ MODULES = (DRIVER, "nvidia_uvm")
 _NVIDIA_VENDOR = 0x10DE
 _3D_CONTROLLER = 0x030200
 _CONFIG_MINOR, _MONITOR_MINOR, _FIRST_MINOR = 1, 2, 3
+GENERAL_CAPABILITIES = (_CONFIG_MINOR, _MONITOR_MINOR)
 _GPU_INSTANCES, _COMPUTE_INSTANCES = 15, 8
 _CHARACTER_DEVICES = {
     195: ("nvidia", "nvidiactl", "nvidia-modeset"),
@@ -70,15 +71,20 @@ def write_mig_devices(minor: int, placed: Sequence[PlacedMigDevice], dev_root: P
     """Write the capability nodes of a GPU's MIG devices in place of those it had."""
     directory = dev_root / CAPABILITY_DIRECTORY
     directory.mkdir(parents=True, exist_ok=True)
-    for number in (_CONFIG_MINOR, _MONITOR_MINOR):
+    for number in GENERAL_CAPABILITIES:
         (directory / f"nvidia-cap{number}").touch()
-    own = range(_gpu_minor(minor), _gpu_minor(minor + 1))
+    own = gpu_capabilities(minor)
     for file in list(directory.iterdir()):
         if int(file.name.removeprefix("nvidia-cap")) in own:
             file.unlink()
     for device in placed:
         for number in capability_minors(minor, device.gi, device.ci):
             (directory / f"nvidia-cap{number}").touch()
+
+
+def gpu_capabilities(minor: int) -> range:
+    """Return the minors that the MIG devices of a GPU may have."""
+    return range(_gpu_minor(minor), _gpu_minor(minor + 1))
 
 
 def capability_minors(minor: int, gi: int, ci: int) -> tuple[int, int]:

@@ -12,6 +12,8 @@
 A step is applied when ``at`` (from the start) has come and the step before is done, and ``after`` has
 passed since then; it waits until the kubelet has shown what ``expect`` says. Leading steps at 0s without
 ``after`` and ``expect`` are there before the agent is. After ``{agent: kill}`` a demo starts the agent anew.
+An expectation may also be of what the agent tells: ``{probe: running}``, ``{condition: context_leak,
+kind: pod_gone, gpu: 3}``, or with ``active: false`` that it does so no more.
 
 Guarantees: a file is read strictly and as a whole; every problem is reported, with file, line and path.
 """
@@ -28,14 +30,17 @@ import yaml
 
 from agent.config.option import Option
 from agent.config.options import OPTIONS
-from agent.config.values import duration_from
+from agent.config.values import bool_from, duration_from
 from agent.errors import ConfigError, UsageError
+from agent.model.health import LeakKind, Reason
 from agent.simulation import actions
 from agent.simulation.action_table import Invocation
 from agent.simulation.agent_actions import is_kill
 from agent.simulation.directory import agent_config, agent_flags
 from agent.simulation.document import Document, Node, read
+from agent.simulation.expectation import ConditionExpectation, Expectation
 from agent.simulation.presets import NodeSpec, PresetError, load_preset
+from agent.simulation.process_actions import NEED_DRIVER
 from agent.spelling import suggestion
 
 SHIPPED: Final = Path(__file__).parent / "scenarios"
@@ -47,27 +52,13 @@ MAX_NS: Final = 24 * 3_600_000_000_000
 
 _KEYS: Final = ("node", "agent", "config", "steps", "until", "timeout")
 _STEP_KEYS: Final = ("at", "after", "do", "expect")
-_EXPECTATION_KEYS: Final = ("resource", "capacity", "allocatable", "registrations")
+_COUNTED_KEYS: Final = ("capacity", "allocatable", "registrations")
+_CONDITION_KEYS: Final = ("kind", "gpu", "active")
+"""What an expectation says of its condition."""
+_EXPECTATION_KEYS: Final = ("resource", *_COUNTED_KEYS, "probe", "condition", *_CONDITION_KEYS)
 _DEFAULT_RESOURCE: Final = "nvidia.com/gpu"
 _DEFAULT_TIMEOUT_NS: Final = 60_000_000_000
 _MAX_COUNT: Final = 100_000
-
-
-@dataclass(frozen=True, slots=True)
-class Expectation:
-    """What the kubelet shall show of a resource; None is anything."""
-
-    resource: str
-    capacity: int | None = None
-    allocatable: int | None = None
-    registrations: int | None = None
-    """Register calls the kubelet has accepted since the start, at least."""
-
-    def __str__(self) -> str:
-        capacity = "any" if self.capacity is None else self.capacity
-        allocatable = "any" if self.allocatable is None else self.allocatable
-        often = "" if self.registrations is None else f" after {self.registrations} registrations"
-        return f"{self.resource} capacity {capacity}, allocatable {allocatable}{often}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +107,11 @@ class Scenario:
         """How often it kills the agent."""
         invocations = (invocation for step in self.steps for invocation in step.do)
         return sum(is_kill(invocation.name, invocation.given) for invocation in invocations)
+
+    @property
+    def needs_driver(self) -> bool:
+        """Whether device files have to answer."""
+        return any(invocation.name in NEED_DRIVER for step in self.steps for invocation in step.do)
 
 
 def shipped_names() -> tuple[str, ...]:
@@ -283,15 +279,44 @@ class _Reader:
         if node is None:
             return Expectation(_DEFAULT_RESOURCE)
         found = self._known(path, node, _EXPECTATION_KEYS)
-        if not found.keys() - {"resource"}:
-            self._doc.problem(node, f"{path} needs capacity, allocatable or registrations")
+        if not found.keys() & {*_COUNTED_KEYS, "probe", "condition"}:
+            self._doc.problem(node, f"{path} needs {', '.join(_COUNTED_KEYS)}, condition or probe")
         resource = self._doc.text(f"{path}.resource", found["resource"]) if "resource" in found else None
         return Expectation(
             resource or _DEFAULT_RESOURCE,
             self._count(f"{path}.capacity", found.get("capacity")),
             self._count(f"{path}.allocatable", found.get("allocatable")),
             self._count(f"{path}.registrations", found.get("registrations")),
+            self._condition(path, node, found),
+            self._word(f"{path}.probe", found.get("probe"), ("running",)) is not None,
         )
+
+    def _condition(self, path: str, node: Node, found: Mapping[str, Node]) -> ConditionExpectation | None:
+        code = self._word(f"{path}.condition", found.get("condition"), tuple(Reason))
+        if "condition" not in found and found.keys() & set(_CONDITION_KEYS):
+            self._doc.problem(node, f"{path} needs condition for {', '.join(_CONDITION_KEYS)}")
+        kind = self._word(f"{path}.kind", found.get("kind"), tuple(LeakKind))
+        gpu = self._count(f"{path}.gpu", found.get("gpu"))
+        active = self._bool(f"{path}.active", found.get("active"))
+        if code is None:
+            return None
+        return ConditionExpectation(Reason(code), None if kind is None else LeakKind(kind), gpu, active)
+
+    def _word(self, path: str, node: Node | None, known: tuple[str, ...]) -> str | None:
+        text = self._doc.text(path, node) if node is not None else None
+        if node is None or text in known:
+            return text
+        meant = suggestion(text or "", known)
+        self._doc.problem(node, f'{path} must be one of {", ".join(known)}, not "{(text or "")[:40]}"{meant}')
+        return None
+
+    def _bool(self, path: str, node: Node | None) -> bool:
+        text = self._doc.text(path, node) if node is not None else None
+        try:
+            return True if text is None else bool_from(text)
+        except ValueError as error:
+            self._doc.problem(node, f'{path} {error}, not "{(text or "")[:40]}"')
+            return True
 
     def _count(self, path: str, node: Node | None, *, least: int = 0) -> int | None:
         if node is None:

@@ -69,6 +69,7 @@ class Mig:
         except PresetError as error:
             raise UsageError(f"MIG of {node.gpu_name(slot)} cannot be set: {error}") from None
         write_mig_devices(gpu.minor, placed, node.directory.dev)
+        node.show_capabilities()
         write_mig_capabilities(gpu.minor, placed, node.directory.proc)
 
 

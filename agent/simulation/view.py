@@ -16,7 +16,7 @@ from typing import Any, Final, Protocol
 
 from agent.log import wall_clock
 from agent.simulation.feed import Line
-from agent.simulation.host import describe, json_of
+from agent.simulation.host import describe, describe_condition, json_of
 from agent.simulation.reasons import AgentClient, Reason
 from agent.simulation.table import Picture, Row, draw
 
@@ -41,9 +41,10 @@ class JsonLines:
         self._agent = agent
 
     async def take(self, line: Line) -> bool:
-        """Print a change of the kubelet's view."""
+        """Print a change of the kubelet's view, or a condition that the scenario waited for."""
         if line["kind"] != "allocatable":
-            return True
+            text = json_of(line)
+            return write(f"{text}\n") if text else True
         ids = [device["id"] for device in line["unhealthy"]]
         reasons = await self._agent.reasons(line["resource"], ids, connected=line["connected"])
         unhealthy = [device | _spelled(reasons[device["id"]]) for device in line["unhealthy"]]
@@ -51,12 +52,13 @@ class JsonLines:
 
 
 def _spelled(reason: Reason) -> dict[str, Any]:
-    return {
+    spelled = {
         "reason": reason.code,
         "evidence": reason.evidence,
         "number": reason.number,
         "message": reason.message,
     }
+    return spelled if reason.detail is None else spelled | {"detail": reason.detail}
 
 
 def write(text: str) -> bool:
@@ -105,6 +107,8 @@ class View:
                 self.note(describe(line))
             case "devices":
                 self._take_devices(line)
+            case "condition":
+                self.note(describe_condition(line))
             case "event" | "end" | "error":
                 self.note(line["text"])
             case _:

@@ -30,7 +30,7 @@ from agent.sinks.http_server import (
     peer_of,
     tcp_socket,
 )
-from agent.views import checks, documents
+from agent.views import checks, documents, usage
 from agent.views.events import EventRing
 
 MAX_WAIT_S: Final = 30.0
@@ -113,6 +113,8 @@ class HttpSink:
             "v1/conditions": self._view(documents.conditions),
             "v1/allocatable": self._view(documents.allocatable),
             "v1/topology": self._view(documents.topology),
+            "v1/contexts": self._view(usage.contexts),
+            "v1/owners": self._view(usage.ownership),
             "v1/events": self._recent_events,
             "debug/state": self._state,
         }

@@ -22,9 +22,10 @@ import hashlib
 import logging
 import threading
 from collections.abc import Iterator
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Final
+from typing import Final, Literal
 
 import msgspec
 
@@ -32,9 +33,19 @@ from agent.bus import Latest
 from agent.files import write
 from agent.log import fields
 from agent.model.gpu import Gpu, MigDevice
-from agent.model.health import Condition, ConditionKey, Evidence, Reason, Recovery
+from agent.model.health import (
+    Condition,
+    ConditionKey,
+    Culprit,
+    Details,
+    Evidence,
+    LeakKind,
+    Reason,
+    Recovery,
+)
 from agent.model.ids import ALL, GpuUuid, Placement, SourceName
 from agent.model.snapshot import Durable, Snapshot
+from agent.model.usage import Certainty
 from agent.threads import in_daemon_thread
 
 VERSION: Final = 1
@@ -77,6 +88,31 @@ class _StoredGpu(msgspec.Struct, omit_defaults=True):
     mig_devices: list[_StoredMig] = []
 
 
+class _StoredCulprit(msgspec.Struct, omit_defaults=True):
+    pid: int
+    start_ticks: int
+    comm: str
+    owner: Literal["pod", "host"]
+    state: str
+    killable: bool
+    since_ns: int
+    pod: str | None = None
+    contexts: int | None = None
+    used_bytes: int | None = None
+    role: Literal["holder", "owner"] = "holder"
+
+
+class _StoredDetails(msgspec.Struct, omit_defaults=True):
+    kind: str
+    culprits: list[_StoredCulprit] = []
+    more: int = 0
+    contexts: int | None = None
+    used_bytes: int | None = None
+    incomplete: bool = False
+    certainty: Certainty = "verified"
+    critical: bool = False
+
+
 class _StoredCondition(msgspec.Struct, omit_defaults=True):
     source: str
     reason: str
@@ -95,6 +131,7 @@ class _StoredCondition(msgspec.Struct, omit_defaults=True):
     clean_since_ns: int = 0
     reset_seen: bool = False
     lasts: bool = False
+    details: _StoredDetails | None = None
 
 
 class _StoredState(msgspec.Struct, omit_defaults=True):
@@ -234,7 +271,14 @@ def _condition_of(stored: _StoredCondition) -> Condition:
         clean_since_ns=stored.clean_since_ns,
         reset_seen=stored.reset_seen,
         lasts=stored.lasts,
+        details=None if stored.details is None else _details_of(stored.details),
     )
+
+
+def _details_of(stored: _StoredDetails) -> Details:
+    values = msgspec.structs.asdict(stored)
+    values["culprits"] = tuple(Culprit(**msgspec.structs.asdict(each)) for each in stored.culprits)
+    return Details(**values | {"kind": LeakKind(stored.kind)})
 
 
 def _as_of_another_boot(condition: Condition) -> Condition:
@@ -310,6 +354,9 @@ def _stored_condition(condition: Condition) -> _StoredCondition:
         clean_since_ns=condition.clean_since_ns,
         reset_seen=condition.reset_seen,
         lasts=condition.lasts,
+        details=None
+        if condition.details is None
+        else msgspec.convert(asdict(condition.details), _StoredDetails),
     )
 
 

@@ -58,9 +58,11 @@ class NvmlSource:
         clock: Callable[[], int],
         settings: NvmlSettings | None = None,
         released: bool = False,
+        calls_devices: Callable[[], bool] = lambda: False,
     ) -> None:
         """``dev_root``, ``sys_root`` and ``proc_root`` are what stands for /dev, /sys and /proc.
 
+        ``calls_devices``: whether each look also calls the driver on the GPU's own device file.
         ``released`` begins as after ``release``.
         """
         self._settings = settings if settings is not None else NvmlSettings()
@@ -86,6 +88,7 @@ class NvmlSource:
             on_node_overdue=self._node_overdue,
             on_node_answered=self._node_answered,
             bind_events=self._bind_events,
+            calls_devices=calls_devices,
         )
         self._device_paths = ("/dev/nvidia", f"{dev_root}/nvidia")
         self._wanted, self._unwanted = asyncio.Event(), asyncio.Event()

@@ -15,6 +15,7 @@ from agent.errors import NvmlCode, NvmlError
 from agent.model.gpu import Gpu, MigDevice
 from agent.model.ids import GpuUuid, pci_sysfs_name
 from agent.model.sample import GpuSample
+from agent.model.usage import GpuMemory
 from agent.sources.nvml_library import (
     FINDINGS,
     GPU_INSTANCE_PROFILES,
@@ -71,6 +72,7 @@ class Look:
     sighting: Sighting
     failure: NvmlError | None
     sample: GpuSample | None = None
+    memory: GpuMemory | None = None
 
 
 def look_at_index(nvml: Nvml, index: int, sys_root: Path) -> Look:

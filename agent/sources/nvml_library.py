@@ -110,16 +110,24 @@ class Nvml:
     def __init__(self, observer: CallObserver) -> None:
         self._observer = observer
 
-    def call(self, function: Callable[..., Any], *arguments: object) -> Any:
+    def call(self, function: Callable[..., Any], *arguments: object, **named: object) -> Any:
         """Make a call of pynvml's; only for the modules that know pynvml."""
         name = function.__name__
         self._observer.began(name)
         try:
-            return function(*arguments)
+            return function(*arguments, **named)
         except pynvml.NVMLError as error:
             raise NvmlError(name, int(error.value), str(error)) from None
         except UnicodeDecodeError:
             raise NvmlError(name, NvmlCode.UNKNOWN, "The answer is no text") from None
+        finally:
+            self._observer.ended()
+
+    def observed(self, name: str, work: Callable[[], None]) -> None:
+        """Do what is no call of NVML's and may block as one."""
+        self._observer.began(name)
+        try:
+            work()
         finally:
             self._observer.ended()
 

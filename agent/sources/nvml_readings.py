@@ -11,6 +11,7 @@ from typing import Any, Final
 import pynvml
 
 from agent.errors import NvmlCode, NvmlError
+from agent.model.usage import MemoryUser
 from agent.sources.nvml_library import Handle, Nvml
 
 RECOVERY_ACTION_FIELD: Final = int(pynvml.NVML_FI_DEV_GET_GPU_RECOVERY_ACTION)
@@ -94,6 +95,45 @@ class Readings:
     def pcie_replays(self, handle: Handle) -> int:
         """Return the PCIe replays since the driver was loaded."""
         return int(self._call(pynvml.nvmlDeviceGetPcieReplayCounter, handle))
+
+    def memory_used(self, handle: Handle) -> int:
+        """Return the memory in use, without what the driver reserves for itself."""
+        return int(self._call(pynvml.nvmlDeviceGetMemoryInfo, handle, version=pynvml.nvmlMemory_v2).used)
+
+    def compute_processes(self, handle: Handle) -> tuple[MemoryUser, ...]:
+        """Return the processes that have a CUDA context on the GPU."""
+        return self._users(pynvml.nvmlDeviceGetComputeRunningProcesses_v3, handle)
+
+    def compute_processes_old(self, handle: Handle) -> tuple[MemoryUser, ...]:
+        """Return the same from the call that was there before."""
+        return self._users(pynvml.nvmlDeviceGetComputeRunningProcesses_v2, handle)
+
+    def graphics_processes(self, handle: Handle) -> tuple[MemoryUser, ...]:
+        """Return the processes that draw with the GPU."""
+        return self._users(pynvml.nvmlDeviceGetGraphicsRunningProcesses_v3, handle)
+
+    def graphics_processes_old(self, handle: Handle) -> tuple[MemoryUser, ...]:
+        """Return the same from the call that was there before."""
+        return self._users(pynvml.nvmlDeviceGetGraphicsRunningProcesses_v2, handle)
+
+    def mps_processes(self, handle: Handle) -> tuple[MemoryUser, ...]:
+        """Return the processes that use the GPU through an MPS server."""
+        return self._users(pynvml.nvmlDeviceGetMPSComputeRunningProcesses_v3, handle)
+
+    def mps_processes_old(self, handle: Handle) -> tuple[MemoryUser, ...]:
+        """Return the same from the call that was there before."""
+        return self._users(pynvml.nvmlDeviceGetMPSComputeRunningProcesses_v2, handle)
+
+    def _users(self, function: Callable[..., Any], handle: Handle) -> tuple[MemoryUser, ...]:
+        return tuple(
+            MemoryUser(
+                int(process.pid),
+                None if process.usedGpuMemory is None else int(process.usedGpuMemory),
+                int(process.gpuInstanceId),
+                int(process.computeInstanceId),
+            )
+            for process in self._call(function, handle)
+        )
 
     def link_is_up(self, handle: Handle, link: int) -> bool:
         """Return whether an NVLink is active; INVALID_ARGUMENT past the GPU's last one."""

@@ -8,36 +8,26 @@ whichever call returns them; a GPU that is sick in another way fails the basic c
 Cost of a poll, beside its five or six basic calls: up to seven calls, which are the recovery action, ECC,
 remapped rows and retired pages (a GPU has one of the two), clocks, and PCIe width and replays. Links and
 fabric are read once in ``slow_ns``, after an XID, on request, and in each poll while they are not well: a
-call for each link, and one. The slowdown temperature and the full PCIe width are read once. Measured on the
-simulated library, for an A100: 20 us for the basic calls, 33 us for the readings, 47 us where the twelve
-links are among them (H100, eighteen links and fabric: 57 us). A real driver takes longer for each call,
-which costs the loop nothing.
+call for each link, and one. The slowdown temperature and the full PCIe width are read once. Memory and
+processes are four calls more, see nvml_memory. Measured on the simulated library, for an A100: 20 us for
+the basic calls, 33 us for the readings, 47 us where the twelve links are among them (H100, eighteen links
+and fabric: 57 us). A real driver takes longer for each call, which costs the loop nothing.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Final, TypeVar
+from typing import Final
 
 from agent.errors import NvmlCode, NvmlError
 from agent.model.sample import GpuSample
+from agent.model.usage import GpuMemory
+from agent.sources.nvml_asking import NOT_OFFERED, Asker
 from agent.sources.nvml_library import FINDINGS, Handle, Nvml
+from agent.sources.nvml_memory import MemoryReader
 from agent.sources.nvml_readings import MAX_LINKS, Readings
-
-NOT_OFFERED: Final = frozenset(
-    {
-        NvmlCode.NOT_SUPPORTED,
-        NvmlCode.NO_PERMISSION,
-        NvmlCode.FUNCTION_NOT_FOUND,
-        NvmlCode.ARGUMENT_VERSION_MISMATCH,
-        NvmlCode.DEPRECATED,
-    }
-)
-"""What will not be answered better next time."""
 
 FABRIC_NOT_SUPPORTED: Final = 0
 FABRIC_COMPLETED: Final = 3
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +36,8 @@ class Sampled:
 
     sample: GpuSample
     failure: NvmlError | None
+    memory: GpuMemory | None = None
+    """Who uses its memory; None: not known this time."""
 
 
 class Sampler:
@@ -57,14 +49,17 @@ class Sampler:
         self._slow_ns = slow_ns
         self._clock = clock
         self._slow_due_ns = 0
-        self._not_offered: set[str] = set()
+        self._ask = Asker()
+        self._memory = MemoryReader(self._readings, self._ask)
         self._links = Links(self._readings)
         self._slowdown_celsius: int | None = None
         self._pcie_width_max: int | None = None
         self._links_read: tuple[int | None, tuple[int, ...]] = (None, ())
         self._fabric_read: tuple[int, int] | None = None
 
-    def sample(self, handle: Handle, *, celsius: int | None, urgent: bool) -> Sampled:
+    def sample(
+        self, handle: Handle, *, celsius: int | None, total_bytes: int | None, urgent: bool
+    ) -> Sampled:
         """Take every reading; the basic calls read ``celsius``; ``urgent`` takes the slow ones, too."""
         if urgent:
             self._slow_due_ns = 0
@@ -80,7 +75,10 @@ class Sampler:
                 sample = read(handle, sample)
             except NvmlError as error:
                 return Sampled(sample, error)
-        return Sampled(sample, None)
+        try:
+            return Sampled(sample, None, self._memory.read(handle, total_bytes=total_bytes))
+        except NvmlError as error:
+            return Sampled(sample, error)
 
     def verdict(self, handle: Handle) -> GpuSample | None:
         """Ask a GPU whose basic calls failed what the driver wants done, and nothing else.
@@ -89,22 +87,6 @@ class Sampler:
         """
         sample = self._with_action(handle, GpuSample())
         return sample if sample.recovery_action is not None else None
-
-    def _ask(self, handle: Handle, *calls: Callable[[Handle], T]) -> T | None:
-        """Return the answer of the first call that is offered; None: none is, or it failed this time."""
-        for call in calls:
-            name = call.__name__
-            if name in self._not_offered:
-                continue
-            try:
-                return call(handle)
-            except NvmlError as error:
-                if error.code in FINDINGS:
-                    raise
-                if error.code not in NOT_OFFERED:
-                    return None
-                self._not_offered.add(name)
-        return None
 
     def _with_action(self, handle: Handle, sample: GpuSample) -> GpuSample:
         return replace(sample, recovery_action=self._ask(handle, self._readings.recovery_action))

@@ -21,6 +21,7 @@ from agent.model import facts
 from agent.model.ids import GpuUuid
 from agent.model.policy import SECOND_NS
 from agent.sources.mig_minors import with_minors
+from agent.sources.nvml_device_call import call_device
 from agent.sources.nvml_events import Listener, RetiredError, register
 from agent.sources.nvml_hotplug import BindEvents
 from agent.sources.nvml_inventory import (
@@ -61,6 +62,8 @@ class Surroundings:
     on_node_overdue: Callable[[Lane, Call], None]
     on_node_answered: Callable[[Lane, Call], None]
     bind_events: BindEvents
+    calls_devices: Callable[[], bool]
+    """Whether each look also calls the driver on the GPU's own device file."""
 
 
 class Session:
@@ -249,10 +252,11 @@ class Session:
     async def _look(self, slot: Slot) -> None:
         slot.began_ns = self._clock()
         slot.wanted_soon = False
-        slot.sample = None
+        slot.sample = slot.memory = None
         number = slot.begun = slot.requested
         try:
-            look = await slot.lane.call(partial(self._look_once, slot))
+            calls_device = self._around.calls_devices()
+            look = await slot.lane.call(partial(self._look_once, slot, calls_device=calls_device))
         except GpuGoneError:
             self._lost_sight(slot)
         except NvmlError as error:
@@ -276,12 +280,15 @@ class Session:
         self._unsettled = True
         self._node_due.set()
 
-    def _look_once(self, slot: Slot) -> Look:
+    def _look_once(self, slot: Slot, *, calls_device: bool) -> Look:
         if slot.sighting is None:
             look = look_at_index(slot.nvml, slot.index, self._around.sys_root)
         else:
             look = look_again(slot.nvml, slot.sighting)
-        return slot.sampled(with_minors(look, self._around.proc_root))
+        look = slot.sampled(with_minors(look, self._around.proc_root))
+        if calls_device and look.failure is None and look.sighting.gpu.minor is not None:
+            call_device(slot.nvml, self._around.dev_root, look.sighting.gpu.minor)
+        return look
 
     def _saw(self, slot: Slot, look: Look) -> None:
         seen = look.sighting
@@ -295,7 +302,7 @@ class Session:
         elif seen.gpu.index != slot.index:
             self._unsettle()
         slot.sighting, slot.failure, slot.index = seen, look.failure, seen.gpu.index
-        slot.sample = look.sample
+        slot.sample, slot.memory = look.sample, look.memory
         address = slot.nvml.address_of(seen.handle)
         if address is not None and self.listener.devices.get(address) != seen.gpu.uuid:
             self.listener.devices = {**self._addresses(), address: seen.gpu.uuid}

@@ -8,6 +8,7 @@ from typing import Any, Final
 from agent.errors import NvmlCode, NvmlError, SourceError
 from agent.model.ids import GpuUuid
 from agent.model.sample import GpuSample
+from agent.model.usage import GpuMemory
 from agent.sources.nvml_events import DRIVER_CODES, SharedEventSet
 from agent.sources.nvml_inventory import Look, Sighting
 from agent.sources.nvml_library import Nvml
@@ -29,6 +30,8 @@ class Slot:
     failure: NvmlError | None = None
     sample: GpuSample | None = None
     """The readings of the newest look."""
+    memory: GpuMemory | None = None
+    """Who used its memory then."""
     gone: bool = False
     registered: SharedEventSet | None = None
     requested: int = 1
@@ -77,8 +80,10 @@ class Slot:
         if look.failure is not None:
             return self._with_verdict(look, look.failure)
         urgent, self.urgent = self.urgent, False
-        sampled = self.sampler.sample(seen.handle, celsius=seen.celsius, urgent=urgent)
-        return Look(seen, sampled.failure, sampled.sample)
+        sampled = self.sampler.sample(
+            seen.handle, celsius=seen.celsius, total_bytes=seen.gpu.memory_bytes or None, urgent=urgent
+        )
+        return Look(seen, sampled.failure, sampled.sample, sampled.memory)
 
     def _with_verdict(self, look: Look, failure: NvmlError) -> Look:
         if failure.code == NvmlCode.GPU_IS_LOST:

@@ -81,6 +81,8 @@ class Telling:
         slot.blamed = slot.failure is not None and slot.failure.code in DRIVER_CODES
         if slot.sample is not None:
             self.put(facts.GpuSampled(gpu=uuid, sample=slot.sample))
+        if slot.memory is not None:
+            self.put(facts.GpuMemorySeen(gpu=uuid, memory=slot.memory))
         if slot.failure is not None:
             self.put(_failed(uuid, slot.failure))
         else:

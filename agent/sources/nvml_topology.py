@@ -16,10 +16,10 @@ from typing import Final
 from agent.errors import NvmlCode, NvmlError
 from agent.model.ids import pci_sysfs_name
 from agent.model.topology import NvLinks, PcieDistance, Survey
+from agent.sources.nvml_asking import NOT_OFFERED
 from agent.sources.nvml_inventory import Sighting
 from agent.sources.nvml_library import Handle
 from agent.sources.nvml_readings import LINK_TO_GPU, LINK_TO_SWITCH, MAX_LINKS, Readings
-from agent.sources.nvml_sampling import NOT_OFFERED
 
 MAX_CPU_LIST_CHARS: Final = 1_024
 MAX_PATH_CHARS: Final = 4_096

@@ -1,4 +1,4 @@
-"""Asks the kubelet which pods hold which devices.
+"""Asks the kubelet which pods there are and which devices they hold.
 
 Guarantees:
 
@@ -21,10 +21,11 @@ from typing import Final
 from agent.bus import Inbox
 from agent.errors import KubeletError
 from agent.log import fields
-from agent.model.facts import AllocationsListed, Fact
+from agent.model.facts import AllocationsListed, Fact, PodsSeen
 from agent.model.policy import SECOND_NS
 from agent.sources.pods_holders import Holders
-from agent.sources.pods_wire import AbsentError, claims_of, list_pods
+from agent.sources.pods_uids import SeenPods, pods_by_uid
+from agent.sources.pods_wire import AbsentError, Listing, list_pods, listing_of
 from agent.threads import in_daemon_thread
 
 PERIOD_NS: Final = 10 * SECOND_NS
@@ -45,15 +46,22 @@ class PodsSource:
         *,
         inbox: Inbox[Fact],
         socket: Path,
+        pod_logs: Path,
+        checkpoint: Path,
         clock: Callable[[], int],
         period_ns: int = PERIOD_NS,
         deadline_ns: int = DEADLINE_NS,
         retry_ns: int = RETRY_NS,
         resource_prefix: str = RESOURCE_PREFIX,
     ) -> None:
-        """``socket`` is the kubelet's for pod-resources; only resources with the prefix are told of."""
+        """``socket`` is the kubelet's for pod-resources, ``pod_logs`` where it keeps the logs of pods.
+
+        Only devices of resources with the prefix are told of.
+        """
         self._inbox = inbox
         self._socket = socket
+        self._pod_logs = pod_logs
+        self._checkpoint = checkpoint
         self._clock = clock
         self._period_ns = period_ns
         self._deadline_ns = deadline_ns
@@ -79,8 +87,7 @@ class PodsSource:
         """Ask once; returns whether there was an answer, or there is nobody to ask again soon."""
         try:
             answer = await list_pods(self._socket, timeout_s=self._deadline_ns / 1e9)
-            prefix = self._prefix
-            claims = await in_daemon_thread("pods-list", lambda: claims_of(answer, prefix=prefix))
+            listing, pods = await in_daemon_thread("pods-list", lambda: self._read(answer))
         except AbsentError as error:
             self._note_trouble(logging.INFO, "Waiting for the kubelet's pod-resources socket", error)
             self._holders.forget()
@@ -91,8 +98,17 @@ class PodsSource:
         if self._trouble is not None:
             self._trouble = None
             _log.info("The kubelet tells which pods hold devices", extra=fields(path=str(self._socket)))
-        self._inbox.put(AllocationsListed(pods=self._holders.after(claims)))
+        self._inbox.put(AllocationsListed(pods=self._holders.after(listing.claims)))
+        if pods is not None:
+            self._inbox.put(PodsSeen(pods.pods, complete=pods.complete))
         return True
+
+    def _read(self, answer: bytes) -> tuple[Listing, SeenPods | None]:
+        listing = listing_of(answer, prefix=self._prefix)
+        pods = pods_by_uid(
+            listing.names, listing.claims, pod_logs=self._pod_logs, checkpoint=self._checkpoint
+        )
+        return listing, pods
 
     def _note_trouble(self, level: int, message: str, error: KubeletError) -> None:
         """Log a trouble when it begins or changes, not each time it is met."""

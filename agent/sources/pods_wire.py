@@ -10,7 +10,7 @@ Sources: kubernetes pkg/kubelet/apis/podresources; proto/podresources/v1.
 import asyncio
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 from grpclib.client import Channel, Handler
 from grpclib.const import Cardinality, Status
@@ -28,6 +28,14 @@ LIST: Final = "/v1.PodResourcesLister/List"
 
 Claims = Mapping[str, frozenset[str]]
 """Device ids by ``namespace/name`` of the pod that the kubelet lists with them."""
+
+
+class Listing(NamedTuple):
+    """What the kubelet lists."""
+
+    names: frozenset[str]
+    """``namespace/name`` of every pod, with devices or without."""
+    claims: Claims
 
 
 class AbsentError(KubeletError):
@@ -120,8 +128,8 @@ def _refusal(error: GRPCError) -> str:
     return f"The kubelet refused List: {error.status.name}: {error.message or 'no message'}"
 
 
-def claims_of(answer: bytes, *, prefix: str) -> Claims:
-    """Return which pod is listed with which devices of resources whose names begin with ``prefix``.
+def listing_of(answer: bytes, *, prefix: str) -> Listing:
+    """Return which pods are listed, and with which devices of resources whose names begin with ``prefix``.
 
     Raises KubeletError if the answer is no list of pods. To be called in a thread.
     """
@@ -129,8 +137,11 @@ def claims_of(answer: bytes, *, prefix: str) -> Claims:
         listed = ListPodResourcesResponse.parse(answer)
     except Exception as error:  # noqa: BLE001 - whatever its reader trips over is the answer's fault
         raise KubeletError(f"The kubelet's answer to List is no list of pods: {error}") from None
+    names: set[str] = set()
     claims: dict[str, frozenset[str]] = {}
     for pod in listed.pod_resources:
+        name = f"{pod.namespace}/{pod.name}"
+        names.add(name)
         ids = frozenset(
             device
             for container in pod.containers
@@ -139,6 +150,5 @@ def claims_of(answer: bytes, *, prefix: str) -> Claims:
             for device in entry.device_ids
         )
         if ids:
-            name = f"{pod.namespace}/{pod.name}"
             claims[name] = claims.get(name, frozenset()) | ids
-    return claims
+    return Listing(frozenset(names), claims)

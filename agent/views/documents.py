@@ -6,7 +6,7 @@ the time of day for people and as monotonic nanoseconds for programs.
 """
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import fields
+from dataclasses import asdict, fields
 from typing import Final
 
 from agent import __version__
@@ -17,6 +17,7 @@ from agent.model.health import Condition
 from agent.model.ids import ALL, GpuUuid
 from agent.model.sample import GpuSample
 from agent.model.snapshot import Device, DriverView, Finding, GpuView, Resource, Snapshot
+from agent.model.usage import DeviceCall, ProbeView
 from agent.views.events import Entry
 
 API_VERSION: Final = "gpu-agent/v1"
@@ -55,7 +56,7 @@ def _finding(finding: Finding) -> Json:
         "message": finding.message,
         "advice": MEANINGS[finding.reason].advice,
         "gpus": list(finding.gpus),
-    }
+    } | ({} if finding.used_bytes is None else {"bytes": finding.used_bytes})
 
 
 def devices(snapshot: Snapshot, time_of: TimeOf) -> Json:
@@ -131,8 +132,9 @@ def condition(active: Condition, time_of: TimeOf) -> Json:
         "lasts": active.lasts,
         "count": active.count,
         "clean_probes": active.clean_probes,
-        **_moment("since", active.since_ns, time_of),
-        **_moment("last", active.last_ns, time_of),
+        "details": None if active.details is None else asdict(active.details),
+        **moment("since", active.since_ns, time_of),
+        **moment("last", active.last_ns, time_of),
     }
 
 
@@ -151,7 +153,7 @@ def _resource(resource: Resource, time_of: TimeOf) -> Json:
         "allocatable": resource.allocatable,
         "registration": resource.phase.value,
         "message": resource.message,
-        **_moment("since", resource.since_ns, time_of),
+        **moment("since", resource.since_ns, time_of),
     }
 
 
@@ -191,7 +193,7 @@ def events(entries: Iterable[Entry], *, last: int, missed: int, time_of: TimeOf)
 def _event(entry: Entry, time_of: TimeOf) -> Json:
     return {
         "number": entry.number,
-        **_moment("time", entry.at_ns, time_of),
+        **moment("time", entry.at_ns, time_of),
         "kind": entry.event.kind.value,
         "message": entry.event.message,
         "warning": entry.event.warning,
@@ -203,16 +205,17 @@ def state(snapshot: Snapshot, time_of: TimeOf) -> Json:
     """Return the whole picture, for people who look for a fault."""
     return {
         "apiVersion": API_VERSION,
-        **_moment("changed", snapshot.at_ns, time_of),
+        **moment("changed", snapshot.at_ns, time_of),
         "driver": _driver(snapshot.driver),
         "kubelet_socket": None if snapshot.kubelet is None else {"inode": snapshot.kubelet.inode},
-        "gpus": [_gpu(view) for view in snapshot.gpus],
+        "gpus": [_gpu(view, snapshot.device_calls.get(view.gpu.uuid)) for view in snapshot.gpus],
         "resources": [_resource(resource, time_of) for resource in snapshot.resources],
         "conditions": conditions(snapshot, time_of)["conditions"],
         "holds": dict(snapshot.holds),
         "released_until": None if snapshot.released_until_ns is None else time_of(snapshot.released_until_ns),
         "released_until_monotonic_ns": snapshot.released_until_ns,
         "driver_released": snapshot.driver_released,
+        "probe": probe(snapshot.probe),
         "observe": snapshot.policy.observe,
         "observed_flips": snapshot.observed_flips,
         "tasks": {
@@ -223,6 +226,11 @@ def state(snapshot: Snapshot, time_of: TimeOf) -> Json:
         "ready": snapshot.ready,
         "reasons": [_finding(finding) for finding in snapshot.findings],
     }
+
+
+def probe(view: ProbeView | None) -> Json | None:
+    """Return how the probe is; null: it is off, or was not begun yet."""
+    return None if view is None else asdict(view) | {"missing": dict(view.missing)}
 
 
 def _driver(driver: DriverView) -> Json:
@@ -236,7 +244,7 @@ def _driver(driver: DriverView) -> Json:
     }
 
 
-def _gpu(view: GpuView) -> Json:
+def _gpu(view: GpuView, call: DeviceCall | None) -> Json:
     gpu = view.gpu
     return {
         "uuid": gpu.uuid,
@@ -253,6 +261,7 @@ def _gpu(view: GpuView) -> Json:
         "mig_devices": [mig.uuid for mig in gpu.mig_devices],
         "health": view.health.value,
         "present": view.present,
+        "device_call": None if call is None else {"ready": call.ready, "took_ns": call.took_ns},
         "xids": {str(xid): count for xid, count in view.xids.items()},
         "sample": None if view.sample is None else _sample(view.sample),
     }
@@ -279,18 +288,18 @@ def bundle(
     return {
         "apiVersion": API_VERSION,
         "version": __version__,
-        **_moment("changed", snapshot.at_ns, time_of),
+        **moment("changed", snapshot.at_ns, time_of),
         "why": None if why is None else condition(why, time_of),
         "driver": _driver(snapshot.driver),
-        "gpu": _gpu(view),
+        "gpu": _gpu(view, snapshot.device_calls.get(view.gpu.uuid)),
         "conditions": [condition(active, time_of) for active in view.conditions],
         "events": [_event(entry, time_of) for entry in entries],
         "kernel_log": list(kernel_log),
     }
 
 
-def _moment(name: str, at_ns: int, time_of: TimeOf) -> Json:
-    """Zero is a moment of another boot, of which only that it was before this one is known."""
+def moment(name: str, at_ns: int, time_of: TimeOf) -> Json:
+    """Return a moment both ways; zero is one of another boot, of which is only known that it was before."""
     return {name: time_of(at_ns) if at_ns else None, f"{name}_monotonic_ns": at_ns}
 
 

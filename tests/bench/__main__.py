@@ -25,12 +25,13 @@ from tests.bench import (
     life,
     lists,
     preferred,
+    probe_price,
     registration,
     reload,
     rules,
     throughput,
 )
-from tests.bench.figures import Effort, Measurement, MeasurementError, as_json, as_text
+from tests.bench.figures import Absent, Effort, Measurement, MeasurementError, as_json, as_text
 from tests.bench.node import ROOT
 
 MEASUREMENTS: Final[tuple[Measurement, ...]] = (
@@ -51,6 +52,7 @@ MEASUREMENTS: Final[tuple[Measurement, ...]] = (
     health.SICK_DEVICES,
     rules.OTHER_SOURCES,
     rules.STORM,
+    probe_price.PRICE,
 )
 
 
@@ -105,6 +107,10 @@ async def _measure(chosen: Sequence[Measurement], effort: Effort, *, is_json: bo
         try:
             async with contextlib.aclosing(measurement.measure(effort)) as figures:
                 async for figure in figures:
+                    if isinstance(figure, Absent):
+                        missing += 1
+                        _tell(f"{figure.name} could not be measured: {figure.why}")
+                        continue
                     sys.stdout.write(f"{as_json(figure) if is_json else as_text(figure)}\n")
                     sys.stdout.flush()
         except Exception as error:  # noqa: BLE001 - it is named, and the others go on

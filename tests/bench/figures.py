@@ -19,6 +19,15 @@ class MeasurementError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
+class Absent:
+    """One figure that cannot be measured on this machine, while others of its kind can."""
+
+    name: str
+    why: str
+    """A sentence."""
+
+
+@dataclass(frozen=True, slots=True)
 class Figure:
     """One measured value beside what was promised."""
 
@@ -26,13 +35,16 @@ class Figure:
     """``S1.p50``: the promise, and what of it."""
     value: float
     unit: str
-    target: float
+    target: float | None
+    """None: it is there to compare others with."""
     at_least: bool = False
     """Whether more is better."""
 
     @property
     def verdict(self) -> str:
-        """``ok`` or ``short``."""
+        """``ok`` or ``short``; ``-`` for a figure without a target."""
+        if self.target is None:
+            return "-"
         kept = self.value >= self.target if self.at_least else self.value <= self.target
         return "ok" if kept else "short"
 
@@ -62,7 +74,7 @@ class Measurement:
     name: str
     """``S1``, as the list of promises numbers it."""
     about: str
-    measure: Callable[[Effort], AsyncGenerator[Figure, None]]
+    measure: Callable[[Effort], AsyncGenerator[Figure | Absent, None]]
 
 
 def quantile(values: Sequence[float], fraction: float) -> float:
@@ -90,9 +102,10 @@ _UNIT_WIDTH: Final = 7
 
 def as_text(figure: Figure) -> str:
     """Return ``name value unit target ok|short`` in columns."""
+    target = "-" if figure.target is None else _number(figure.target)
     return (
         f"{figure.name:<{_NAME_WIDTH}}{_number(figure.value):>{_NUMBER_WIDTH}} {figure.unit:<{_UNIT_WIDTH}}"
-        f"{_number(figure.target):>{_NUMBER_WIDTH}}  {figure.verdict}"
+        f"{target:>{_NUMBER_WIDTH}}  {figure.verdict}"
     )
 
 

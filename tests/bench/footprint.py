@@ -5,12 +5,12 @@ import json
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import AsyncGenerator
 from typing import Final
 
-from tests.bench.figures import Effort, Figure, Measurement, MeasurementError
-from tests.bench.node import GPU, ROOT, AgentProcess, BenchNode, bench_node, free_port
+from tests.bench import probe_footprint
+from tests.bench.figures import Absent, Effort, Figure, Measurement, MeasurementError
+from tests.bench.node import GPU, ROOT, BenchNode, bench_node, free_port, share_of_core
 from tests.bench.scrape import scrape
 
 _MIB: Final = 1024 * 1024
@@ -33,11 +33,9 @@ _NOISE_XID: Final = 31
 _FACTS_PER_S: Final = 10_000
 _BATCH: Final = 500
 """Events pushed before the last one must be handed over; the library's queue holds a thousand."""
-_SETTLE_S: Final = 2.0
-"""After which an agent that has just started has nothing left to import or write."""
 
 
-async def _memory(effort: Effort) -> AsyncGenerator[Figure, None]:
+async def _memory(effort: Effort) -> AsyncGenerator[Figure | Absent, None]:
     """Read VmRSS of an agent with 8 GPUs, HTTP on and some pods served, and of its imports alone.
 
     Growth is from a state in which every bounded buffer is full (some of the load was given before) to
@@ -63,6 +61,8 @@ async def _memory(effort: Effort) -> AsyncGenerator[Figure, None]:
     yield Figure("S7.rss_8_gpus", warm / _MIB, "MiB", 52)
     yield Figure("S7.rss_8_gpus_after_load", after / _MIB, "MiB", 52)
     yield Figure(f"S7.growth{'' if is_full else '_tenth'}", (after - full) / _MIB, "MiB", 1)
+    async for figure in probe_footprint.memory(effort):
+        yield figure
 
 
 def _import_shares() -> dict[str, int]:
@@ -107,7 +107,7 @@ async def _push_xids(node: BenchNode, count: int) -> None:
         raise MeasurementError(f"{nvml.events_lost - lost} of {count} XIDs did not reach the agent")
 
 
-async def _cpu(effort: Effort) -> AsyncGenerator[Figure, None]:
+async def _cpu(effort: Effort) -> AsyncGenerator[Figure | Absent, None]:
     """Read the CPU time of all threads of an agent with 8 GPUs, in percent of one core.
 
     ``idle``: registered, HTTP on, nothing happens but the agent's own polls. ``10000_facts_per_s``: a thread
@@ -119,22 +119,15 @@ async def _cpu(effort: Effort) -> AsyncGenerator[Figure, None]:
     flags = {"http-listen": f"127.0.0.1:{free_port()}"}
     async with bench_node() as node:
         with node.agent(flags) as agent:
-            yield Figure("S8.cpu_idle", await _share_of_core(agent, idle_s), "%", 0.5)
+            yield Figure("S8.cpu_idle", await share_of_core(agent, idle_s), "%", 0.5)
             await agent.end()
         with node.agent(flags, program=("tests.bench.fact_load", str(_FACTS_PER_S))) as agent:
             await agent.ready()
             agent.signal(signal.SIGUSR1)
-            yield Figure("S8.cpu_10000_facts_per_s", await _share_of_core(agent, busy_s), "%", 10)
+            yield Figure("S8.cpu_10000_facts_per_s", await share_of_core(agent, busy_s), "%", 10)
             await agent.end()
-
-
-async def _share_of_core(agent: AgentProcess, seconds: float) -> float:
-    """Return how much of one core the agent uses once it has settled, in percent."""
-    await agent.ready()
-    await asyncio.sleep(_SETTLE_S)
-    cpu_s, began_s = agent.cpu_s(), time.monotonic()
-    await asyncio.sleep(seconds)
-    return 100 * (agent.cpu_s() - cpu_s) / (time.monotonic() - began_s)
+    async for figure in probe_footprint.cpu(effort):
+        yield figure
 
 
 MEMORY: Final = Measurement("S7", "memory: each import, the process, and its growth", _memory)

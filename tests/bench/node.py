@@ -23,7 +23,7 @@ import msgspec
 from agent.simulation.children import environment_of_children
 from agent.simulation.directory import NodeDirectory
 from agent.simulation.kubelet import EmulatedKubelet, Registration
-from agent.simulation.node import SimulatedNode
+from agent.simulation.node import DriverWanted, SimulatedNode
 from agent.simulation.presets import NodeSpec, gpu_uuid, load_preset
 from tests.bench.figures import MeasurementError
 
@@ -31,6 +31,8 @@ GPU: Final = "nvidia.com/gpu"
 PRESET: Final = "dgx-h100"
 PATIENCE_S: Final = 30.0
 """Longer than any promise; whatever takes so long does not work at all."""
+SETTLE_S: Final = 2.0
+"""After which an agent that has just started has nothing left to import or write."""
 
 ROOT: Final = Path(__file__).resolve().parents[2]
 _TICKS_PER_S: Final = os.sysconf("SC_CLK_TCK")
@@ -84,10 +86,12 @@ class BenchNode:
 
 
 @contextlib.asynccontextmanager
-async def bench_node(spec: NodeSpec | None = None) -> AsyncIterator[BenchNode]:
-    """Run a node, by default one with 8 GPUs."""
+async def bench_node(
+    spec: NodeSpec | None = None, *, driver: DriverWanted = "none"
+) -> AsyncIterator[BenchNode]:
+    """Run a node, by default one with 8 GPUs; ``driver`` is as for the simulated node."""
     with _short_directory() as parent, NodeDirectory.hold(parent / "node") as directory:
-        async with SimulatedNode(directory, spec or load_preset(PRESET)) as node:
+        async with SimulatedNode(directory, spec or load_preset(PRESET), driver=driver) as node:
             yield BenchNode(node, parent / "agent.log")
 
 
@@ -216,6 +220,15 @@ class AgentProcess:
         text = Path(f"/proc/{self.pid}/stat").read_text(encoding="ascii", errors="replace")
         fields = text.rpartition(")")[2].split()
         return (int(fields[11]) + int(fields[12])) / _TICKS_PER_S
+
+
+async def share_of_core(agent: AgentProcess, seconds: float) -> float:
+    """Return how much of one core an agent uses once it has settled, in percent."""
+    await agent.ready()
+    await asyncio.sleep(SETTLE_S)
+    cpu_s, began_s = agent.cpu_s(), time.monotonic()
+    await asyncio.sleep(seconds)
+    return 100 * (agent.cpu_s() - cpu_s) / (time.monotonic() - began_s)
 
 
 def rss_bytes(pid: int) -> int:

@@ -6,7 +6,7 @@ from collections.abc import AsyncGenerator
 import pytest
 
 from tests.bench.__main__ import main
-from tests.bench.figures import Effort, Figure, Measurement, MeasurementError, as_text, quantile
+from tests.bench.figures import Absent, Effort, Figure, Measurement, MeasurementError, as_text, quantile
 
 
 async def _measured(_effort: Effort) -> AsyncGenerator[Figure, None]:
@@ -19,8 +19,14 @@ async def _not_measured(_effort: Effort) -> AsyncGenerator[Figure, None]:
     raise ExceptionGroup("beside", [MeasurementError("the agent did not answer")])
 
 
+async def _partly_measured(_effort: Effort) -> AsyncGenerator[Figure | Absent, None]:
+    yield Absent("S3.core", "clang is not installed")
+    yield Figure("S3.off", 87.5, "ns", None)
+
+
 GOOD = Measurement("S1", "what can be measured", _measured)
 BAD = Measurement("S2", "what cannot", _not_measured)
+PARTLY = Measurement("S3", "what can in part", _partly_measured)
 
 
 def test_a_figure_is_one_line_of_five_words() -> None:
@@ -47,6 +53,13 @@ def test_what_could_not_be_measured_is_named_and_the_others_go_on(capsys: pytest
     told = capsys.readouterr()
     assert "S2 could not be measured: the agent did not answer" in told.err
     assert [line.split()[0] for line in told.out.splitlines()] == ["S2.p50", "S1.p50", "S1.rate"]
+
+
+def test_a_figure_that_is_absent_is_named_with_its_reason(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([], [PARTLY]) == 1
+    told = capsys.readouterr()
+    assert "S3.core could not be measured: clang is not installed" in told.err
+    assert told.out.split() == ["S3.off", "87.500", "ns", "-", "-"]
 
 
 def test_only_the_chosen_ones_are_measured(capsys: pytest.CaptureFixture[str]) -> None:

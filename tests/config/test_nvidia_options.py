@@ -257,12 +257,13 @@ def test_every_option_that_needs_no_restart_is_part_of_the_policy_or_of_the_log(
         "cdi-annotation-prefix": "x/", "mps-root": "/x", "shared-devices-allocation-policy": "packed",
         "imex-channel-ids": "0", "disable-healthchecks": "48", "enable-healthchecks": "13",
         "xid-policy": "catalog", "soft-flips": "thermal", "log-level": "error",
-        "recovery-quiet": "7s", "flapping-within": "7m", "soft-flip-every": "7h", "slowdown-window": "7m",
-        "first-probe-wait": "7ms", "watch-timeout": "7s",
+        "leak-policy": "unhealthy-when-free",
     }  # fmt: skip
     for option in OPTIONS.values():
         if option.needs_restart or not option.file_key:
             continue
-        text = other.get(option.name) or ("true" if option.is_switch else "7")
+        unit = option.default.lstrip("0123456789")
+        a_number = f"7{unit}" if unit != option.default else "7"
+        text = other.get(option.name) or ("true" if option.is_switch else a_number)
         changed = load({option.name: text}, {})
         assert changed.policy != load({}, {}).policy or changed.log_level == "error", option.name

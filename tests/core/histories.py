@@ -6,6 +6,7 @@ from agent.model.facts import (
     DEVICE_PLUGIN,
     NVML,
     AllocationsListed,
+    DeviceCallsSeen,
     DeviceNodesSeen,
     DriverCallAnswered,
     DriverCallOverdue,
@@ -14,8 +15,10 @@ from agent.model.facts import (
     DriverUnavailable,
     Fact,
     FactsLost,
+    GpuMemorySeen,
     GpuRebound,
     GpuSampled,
+    GpuUseSeen,
     HealthEventsUnsupported,
     HoldRequested,
     KernelLogRead,
@@ -24,7 +27,9 @@ from agent.model.facts import (
     MpsSeen,
     OwnSocketLost,
     PciGpusSeen,
+    PodsSeen,
     PolicyChanged,
+    ProbeSeen,
     RecoverRequested,
     Registered,
     RegistrationFailed,
@@ -42,6 +47,7 @@ from agent.model.ids import ALL, DeviceId
 from agent.model.policy import Policy
 from agent.model.sample import GpuSample
 from agent.model.topology import NvLinks, Survey
+from agent.model.usage import DeviceCall, GpuMemory, PodSeen, PodUid, ProbeView, Usage
 from tests.core.build import (
     GPU,
     K1,
@@ -155,6 +161,11 @@ ONE_OF_EACH: list[Fact] = [
     DeviceNodesSeen(("/dev/nvidia0", "/dev/nvidiactl")),
     GpuRebound("0000:10:00.0", bound=True),
     AllocationsListed({DeviceId(U0): "ns1/job-a"}),
+    GpuUseSeen(Usage(at_ns=1)),
+    ProbeSeen(ProbeView("loading")),
+    DeviceCallsSeen({U0: DeviceCall(ready=True, entered_ns=1, took_ns=1)}),
+    GpuMemorySeen(U0, GpuMemory(used_bytes=1, total_bytes=2)),
+    PodsSeen({PodUid("1"): PodSeen("ns1", "job-a")}),
     MpsSeen(ready=False, message="no file"),
     HoldRequested(U0, "because"),
     UnholdRequested(U0),

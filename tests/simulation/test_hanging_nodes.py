@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from agent.errors import SourceError
+from agent.simulation.driver_double.fuse import MAX_HELD, _Request
 from agent.simulation.hanging_nodes import HangingNodes
 
 PATIENCE_S = 30.0
@@ -102,6 +103,17 @@ def test_the_end_of_the_file_system_lets_everybody_go(tmp_path: Path) -> None:
 
 
 def test_a_machine_without_the_device_is_told_in_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("agent.simulation.hanging_nodes.FUSE_DEVICE", "/nonexistent/fuse")
+    monkeypatch.setattr("agent.simulation.driver_double.fuse.FUSE_DEVICE", "/nonexistent/fuse")
     with pytest.raises(SourceError, match="Could not open /nonexistent/fuse: No such file"):
         HangingNodes(NAMES)
+
+
+def test_calls_that_wait_are_bounded(nodes: HangingNodes) -> None:
+    nodes.hang("nvidia0")
+    folder = nodes._folder
+    request = _Request(1, 14, 3, 1, b"")
+    for _ in range(MAX_HELD):
+        assert folder._holds(request)
+    assert folder.held == MAX_HELD
+    # One more is answered, as if its file did not hang.
+    assert not folder._holds(request)

@@ -5,7 +5,7 @@ import pytest
 
 from agent.errors import ConfigError, UsageError
 from agent.simulation import scenario
-from agent.simulation.scenario import Expectation
+from agent.simulation.expectation import Expectation
 
 GOOD = """\
 node: 4x-t4
@@ -135,6 +135,47 @@ def test_it_is_known_how_often_a_scenario_kills_the_agent(tmp_path: Path) -> Non
     assert scenario.load("xid-79").kills == 0
 
 
+def test_an_expectation_may_be_of_what_the_agent_tells(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text(
+        "node: 4x-t4\nsteps:\n"
+        "  - expect: {probe: running}\n"
+        "  - expect: {condition: context_leak, kind: pod_gone, gpu: 3}\n"
+        "  - expect: {condition: foreign_process, active: false}\n"
+        "until: {allocatable: 4}\n"
+    )
+
+    loaded = scenario.load(str(path))
+
+    assert [str(step.expect) for step in loaded.steps] == [
+        "the agent's probe in the kernel",
+        "context_leak (pod_gone) on GPU 3 told by the agent",
+        "no foreign_process told by the agent",
+    ]
+
+
+def test_what_is_expected_of_the_agent_wrongly_is_told(tmp_path: Path) -> None:
+    found = problems_of(
+        tmp_path,
+        "node: 4x-t4\nsteps:\n"
+        "  - expect: {probe: runs}\n"
+        "  - expect: {condition: context_leek}\n"
+        "  - expect: {condition: context_leak, kind: pod_lost, active: perhaps}\n"
+        "  - expect: {allocatable: 4, gpu: 3}\n"
+        "until: {allocatable: 4}\n",
+    )
+
+    assert [line.partition("must be one of")[0] for line in found] == [
+        "s.yaml:3: steps[0].expect.probe ",
+        "s.yaml:4: steps[1].expect.condition ",
+        "s.yaml:5: steps[2].expect.kind ",
+        's.yaml:5: steps[2].expect.active must be true or false, not "perhaps"',
+        "s.yaml:6: steps[3].expect needs condition for kind, gpu, active",
+    ]
+    assert found[0].endswith('must be one of running, not "runs"')
+    assert found[1].endswith('not "context_leek"; did you mean context_leak?')
+
+
 def test_a_node_may_change_a_preset(tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
     path.write_text("node: {preset: 8x-a100, gpus: 2}\nuntil: {allocatable: 2}\n")
@@ -177,7 +218,7 @@ def test_every_problem_is_told_at_once_with_its_line(tmp_path: Path) -> None:
         "s.yaml:8: steps[3] needs do or expect",
         "s.yaml:9: steps[4].do: one action at a time, not xid and release; write a list",
         "s.yaml:10: until.alocatable is unknown; did you mean allocatable?",
-        "s.yaml:10: until needs capacity, allocatable or registrations",
+        "s.yaml:10: until needs capacity, allocatable, registrations, condition or probe",
         "s.yaml:11: timeout must be a number with a unit",
     ):
         assert expected in text

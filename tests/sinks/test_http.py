@@ -474,7 +474,7 @@ async def test_a_number_that_is_none_is_refused(serve: Serve, query: str) -> Non
 async def test_what_names_processes_is_not_on_the_public_listener(serve: Serve) -> None:
     async with serve(http=Address("127.0.0.1", 0), api=Address("127.0.0.2", 0)) as served:
         assert (await served.get("/preflight", listener="http")).status == 200
-        for path in ("/v1/devices", "/v1/events", "/debug/state"):
+        for path in ("/v1/devices", "/v1/events", "/v1/contexts", "/v1/owners", "/debug/state"):
             assert (await served.get(path, listener="http")).status == 404
             assert (await served.get(path, listener="api")).status == 200
             assert (await served.get(path, listener="control")).status == 200

@@ -18,7 +18,16 @@ from agent.bus import Latest
 from agent.files import write
 from agent.model.facts import NVML
 from agent.model.gpu import Gpu, MigDevice
-from agent.model.health import Condition, ConditionKey, Evidence, Reason, Recovery
+from agent.model.health import (
+    Condition,
+    ConditionKey,
+    Culprit,
+    Details,
+    Evidence,
+    LeakKind,
+    Reason,
+    Recovery,
+)
 from agent.model.ids import GpuUuid, Placement
 from agent.model.snapshot import Durable, Snapshot
 from agent.sinks import statefile
@@ -125,6 +134,36 @@ gpus = st.builds(
 )
 
 
+figures = st.none() | numbers
+details = st.builds(
+    Details,
+    kind=st.sampled_from(LeakKind),
+    culprits=st.lists(
+        st.builds(
+            Culprit,
+            pid=numbers,
+            start_ticks=numbers,
+            comm=names,
+            owner=st.sampled_from(["pod", "host"]),
+            pod=st.none() | names,
+            state=st.sampled_from(["S", "D"]),
+            killable=st.booleans(),
+            contexts=figures,
+            used_bytes=figures,
+            since_ns=numbers,
+            role=st.sampled_from(["holder", "owner"]),
+        ),
+        max_size=2,
+    ).map(tuple),
+    more=numbers,
+    contexts=figures,
+    used_bytes=figures,
+    incomplete=st.booleans(),
+    certainty=st.sampled_from(["verified", "unverified"]),
+    critical=st.booleans(),
+)
+
+
 @st.composite
 def durables(draw: st.DrawFn) -> Durable:
     known = draw(st.lists(gpus, max_size=4, unique_by=lambda each: each.uuid))
@@ -151,6 +190,7 @@ def durables(draw: st.DrawFn) -> Durable:
         clean_since_ns=numbers,
         reset_seen=st.booleans(),
         lasts=st.booleans(),
+        details=st.none() | details,
     )
     return Durable(
         gpus=tuple(known),

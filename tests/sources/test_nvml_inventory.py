@@ -5,7 +5,14 @@ from dataclasses import replace
 
 import pytest
 
-from agent.model.facts import DriverReady, GpuCallFailed, GpuProbePassed, GpuSampled, GpusEnumerated
+from agent.model.facts import (
+    DriverReady,
+    GpuCallFailed,
+    GpuMemorySeen,
+    GpuProbePassed,
+    GpuSampled,
+    GpusEnumerated,
+)
 from agent.model.gpu import Gpu, MigDevice
 from agent.model.ids import GpuUuid
 from agent.simulation.presets import MigDeviceSpec
@@ -60,7 +67,7 @@ async def test_the_driver_is_told_before_its_gpus_and_they_before_their_probes(
     await probed(recorder, *node.uuids())
     kinds = [type(fact) for fact in recorder.facts]
     assert kinds[:2] == [DriverReady, GpusEnumerated]
-    assert set(kinds[2:]) == {GpuSampled, GpuProbePassed}
+    assert set(kinds[2:]) == {GpuSampled, GpuMemorySeen, GpuProbePassed}
 
 
 async def test_the_driver_says_its_versions(

@@ -9,6 +9,7 @@ from agent.model.facts import (
     DriverUnavailable,
     GpuCallFailed,
     GpuCallOverdue,
+    GpuMemorySeen,
     GpuProbePassed,
     GpuSampled,
     GpusEnumerated,
@@ -70,7 +71,7 @@ async def test_the_readings_of_a_poll_come_before_its_outcome(
     await start_source(node)
     await recorder.until(lambda: len(recorder.of(GpuProbePassed)) >= 6)
     mine = [fact for fact in recorder.facts if getattr(fact, "gpu", None) == node.uuid(0)]
-    assert [type(fact) for fact in mine[:4]] == [GpuSampled, GpuProbePassed] * 2
+    assert [type(fact) for fact in mine[:6]] == [GpuSampled, GpuMemorySeen, GpuProbePassed] * 2
 
 
 async def test_a_gpu_with_links_and_row_remapping_reads_all_but_pages(

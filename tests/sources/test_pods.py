@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import os
 import socket
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -14,12 +15,14 @@ import grpc.aio
 import pytest
 
 from agent.errors import KubeletError
-from agent.model.facts import AllocationsListed
+from agent.model.facts import AllocationsListed, PodsSeen
+from agent.model.usage import PodSeen
 from agent.simulation.kubelet import EmulatedKubelet
 from agent.simulation.stubs.podresources.v1 import api_pb2 as pods_pb
 from agent.sources.pods import PodsSource
 from agent.sources.pods_holders import Holders
-from agent.sources.pods_wire import MAX_ANSWER_BYTES, AbsentError, claims_of, list_pods
+from agent.sources.pods_uids import MAX_PODS, SeenPods, pods_by_uid
+from agent.sources.pods_wire import MAX_ANSWER_BYTES, AbsentError, list_pods, listing_of
 from tests.contract.reference_plugin import ReferencePlugin
 from tests.harness import short_directory
 from tests.simulation.kubelet.plugins import GPU, plugin_for
@@ -27,12 +30,15 @@ from tests.sources.recorder import PATIENCE_S, Recorder, until
 
 SOON_NS = 10_000_000
 NEVER_NS = 3_600_000_000_000
+LOGS = Path("/nonexistent/pod-logs")
 
 
 @pytest.fixture
 async def kubelet() -> AsyncIterator[EmulatedKubelet]:
     with short_directory() as directory:
-        async with EmulatedKubelet(directory / "dp", directory / "pr") as emulated:
+        async with EmulatedKubelet(
+            directory / "dp", directory / "pr", pod_logs=directory / "logs"
+        ) as emulated:
             yield emulated
 
 
@@ -52,9 +58,18 @@ Start = Callable[..., Awaitable[PodsSource]]
 async def start(recorder: Recorder) -> AsyncIterator[Start]:
     tasks: list[asyncio.Task[None]] = []
 
-    async def start(socket: Path, **settings: Any) -> PodsSource:
+    async def start(
+        socket: Path, *, pod_logs: Path | None = None, checkpoint: Path | None = None, **settings: Any
+    ) -> PodsSource:
         settings = {"period_ns": SOON_NS, "retry_ns": SOON_NS // 2, **settings}
-        source = PodsSource(inbox=recorder.inbox, socket=socket, clock=time.monotonic_ns, **settings)
+        source = PodsSource(
+            inbox=recorder.inbox,
+            socket=socket,
+            pod_logs=LOGS if pod_logs is None else pod_logs,
+            checkpoint=LOGS if checkpoint is None else checkpoint,
+            clock=time.monotonic_ns,
+            **settings,
+        )
         tasks.append(asyncio.get_running_loop().create_task(source.run(), name="pods"))
         return source
 
@@ -292,7 +307,7 @@ def test_an_answer_is_taken_apart() -> None:
             pods_pb.PodResources(name="idle", namespace="a"),
         ]
     )
-    claims = claims_of(answer.SerializeToString(), prefix="nvidia.com/")
+    claims = listing_of(answer.SerializeToString(), prefix="nvidia.com/").claims
     assert claims == {"a/train": frozenset({"U0", "M0", "M1"})}
 
 
@@ -344,3 +359,95 @@ def test_a_list_after_a_gap_is_not_compared() -> None:
     holders.after(claims(a="D1"))
     holders.forget()
     assert holders.after(claims(a="D1", b="D1")) == {"D1": "a or b"}
+
+
+# UIDs
+
+
+def seen(recorder: Recorder) -> dict[str, PodSeen]:
+    """Return the newest picture of pods by the names of the pods."""
+    newest = recorder.of(PodsSeen)[-1].pods
+    return {f"{pod.full_name} {uid}": pod for uid, pod in newest.items()}
+
+
+@pytest.mark.parametrize("by_logs", [True, False])
+async def test_the_uid_of_each_pod_is_told(
+    kubelet: EmulatedKubelet, plugin: ReferencePlugin, start: Start, recorder: Recorder, *, by_logs: bool
+) -> None:
+    """By the names of log directories, or where those are not to be seen by the kubelet's checkpoint."""
+    await kubelet.run_pod("job", "ns1", {"main": {GPU: 1}})
+    await start(
+        socket_of(kubelet),
+        pod_logs=kubelet.pod_resources.parent / "logs" if by_logs else None,
+        checkpoint=kubelet.device_plugins / "kubelet_internal_checkpoint",
+    )
+    await recorder.until(lambda: bool(recorder.of(PodsSeen)))
+    assert seen(recorder) == {"ns1/job 00000000-0000-4000-9000-000000000001": PodSeen("ns1", "job")}
+    assert recorder.of(PodsSeen)[-1].complete is by_logs
+
+
+async def test_a_pod_that_was_deleted_is_gone(
+    kubelet: EmulatedKubelet, plugin: ReferencePlugin, start: Start, recorder: Recorder
+) -> None:
+    await kubelet.run_pod("job", "ns1", {"main": {GPU: 1}})
+    await start(socket_of(kubelet), pod_logs=kubelet.pod_resources.parent / "logs")
+    await recorder.until(lambda: bool(recorder.of(PodsSeen)))
+    kubelet.delete_pod("job", "ns1")
+    await recorder.until(lambda: not recorder.of(PodsSeen)[-1].pods)
+
+
+async def test_nothing_is_told_of_pods_where_their_uids_cannot_be_known(
+    kubelet: EmulatedKubelet, plugin: ReferencePlugin, start: Start, recorder: Recorder
+) -> None:
+    await start(socket_of(kubelet))
+    await recorder.until(lambda: len(recorder.of(AllocationsListed)) > 1)
+    assert recorder.of(PodsSeen) == []
+
+
+def uids_of(directory: Path, *listed: str) -> dict[str, bool]:
+    """Return by UID whether the pod is alive, as the names in a directory of logs say."""
+    pods = pods_by_uid(listed, {}, pod_logs=directory, checkpoint=LOGS)
+    assert pods is not None
+    return {uid: pod.alive for uid, pod in pods.pods.items()}
+
+
+def test_a_pod_that_the_kubelet_does_not_list_is_not_alive(tmp_path: Path) -> None:
+    (tmp_path / "ns1_job-a_AAAA-1").mkdir()
+    (tmp_path / "ns1_job-b_bbbb-2").mkdir()
+    assert uids_of(tmp_path, "ns1/job-b") == {"aaaa-1": False, "bbbb-2": True}
+
+
+def test_of_two_pods_of_one_name_only_the_newer_is_alive(tmp_path: Path) -> None:
+    """A StatefulSet makes a pod of the same name as soon as the old one is gone."""
+    for age, uid in enumerate(("new", "old")):
+        path = tmp_path / f"ns1_db-0_{uid}"
+        path.mkdir()
+        os.utime(path, (1_000 - age, 1_000 - age))
+    assert uids_of(tmp_path, "ns1/db-0") == {"new": True, "old": False}
+
+
+def test_what_is_no_directory_of_a_pod_is_skipped(tmp_path: Path) -> None:
+    for name in ("lost+found", "ns1_job", "ns1__uid", "a_b_c_d"):
+        (tmp_path / name).mkdir()
+    assert uids_of(tmp_path) == {}
+
+
+def test_no_more_pods_are_read_than_the_bound(tmp_path: Path) -> None:
+    for number in range(MAX_PODS + 3):
+        (tmp_path / f"ns_p{number}_u{number}").mkdir()
+    assert len(uids_of(tmp_path)) == MAX_PODS
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{}", "[]", "null", '{"Data": 3}', '{"Data": {"PodDeviceEntries": [3]}}', "[" * 100_000]
+)
+def test_a_checkpoint_that_cannot_be_read_tells_nothing(tmp_path: Path, text: str) -> None:
+    checkpoint = tmp_path / "checkpoint"
+    checkpoint.write_text(text)
+    assert pods_by_uid((), {}, pod_logs=LOGS, checkpoint=checkpoint) is None
+
+
+def test_a_checkpoint_without_pods_says_that_there_are_none(tmp_path: Path) -> None:
+    checkpoint = tmp_path / "checkpoint"
+    checkpoint.write_text('{"Data": {"PodDeviceEntries": null, "RegisteredDevices": {}}, "Checksum": 1}')
+    assert pods_by_uid((), {}, pod_logs=LOGS, checkpoint=checkpoint) == SeenPods({}, complete=False)

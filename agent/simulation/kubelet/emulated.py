@@ -54,7 +54,8 @@ ENDPOINT_STOP_GRACE_S: Final = 300.0
 class EmulatedKubelet:
     """An asynchronous context manager; see the guarantees above.
 
-    ``device_plugins`` and ``pod_resources`` are the two folders, created where missing. ``present``
+    ``device_plugins`` and ``pod_resources`` are the two folders, created where missing; in ``pod_logs``
+    each pod has a directory. ``present``
     False leaves it down until ``start`` or the fault ``clear``. ``seed`` decides every random choice.
     """
 
@@ -69,12 +70,15 @@ class EmulatedKubelet:
         present: bool = True,
         remove_sockets: bool = True,
         checkpoint: bool = True,
+        pod_logs: Path | None = None,
     ) -> None:
         self.device_plugins = device_plugins
         self.pod_resources = pod_resources
         self._present = present
         self._remove_sockets = remove_sockets
-        self._node = Node(device_plugins, grace_s=endpoint_stop_grace_s, checkpoint=checkpoint)
+        self._node = Node(
+            device_plugins, grace_s=endpoint_stop_grace_s, checkpoint=checkpoint, pod_logs=pod_logs
+        )
         self._tasks: set[asyncio.Task[Any]] = set()
         self._failure: BaseException | None = None
         self._process: KubeletProcess | None = None

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from agent.simulation.kubelet.checkpoint import read_registered, write_checkpoint
 from agent.simulation.kubelet.devices import GONE, Device, DeviceTable, Summary
+from agent.simulation.kubelet.pod_logs import show_pods
 from agent.simulation.kubelet.pods import PodTable
 from agent.simulation.kubelet.records import MAX_CHANGES, AllocatableChange, DeviceView
 from agent.simulation.kubelet.watch import ChangeStream, Watchers
@@ -21,7 +22,9 @@ from agent.simulation.kubelet.watch import ChangeStream, Watchers
 class Node:
     """The kubelet's view, with the timers that end a resource (facts: kubelet item 3)."""
 
-    def __init__(self, directory: Path, *, grace_s: float, checkpoint: bool) -> None:
+    def __init__(
+        self, directory: Path, *, grace_s: float, checkpoint: bool, pod_logs: Path | None = None
+    ) -> None:
         self.devices = DeviceTable()
         self.pods = PodTable()
         self.watchers = Watchers()
@@ -31,6 +34,7 @@ class Node:
         self._directory = directory
         self._grace_s = grace_s
         self._checkpoint = checkpoint
+        self._pod_logs = pod_logs
         self._grace_timers: dict[str, asyncio.TimerHandle] = {}
 
     def summary(self, resource: str) -> Summary:
@@ -95,6 +99,8 @@ class Node:
     def pods_changed(self) -> None:
         """Note that a pod came, ended or went."""
         self.save()
+        if self._pod_logs is not None:
+            show_pods(self._pod_logs, self.pods.all())
         self.watchers.look()
 
     def _start_grace(self, resource: str) -> None:

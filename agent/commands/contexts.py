@@ -1,0 +1,144 @@
+"""``gpu-agent contexts``: show which process has which contexts on which GPU."""
+
+import argparse
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any, Final
+
+from agent.commands.client import find_agent
+from agent.commands.render import (
+    NONE,
+    UNKNOWN,
+    Output,
+    add_agent_flag,
+    add_output_flag,
+    age,
+    show,
+    size,
+    table,
+)
+
+_DESCRIPTION: Final = """\
+Show every process that has the driver's files open, the CUDA contexts it has
+on each GPU, and the contexts that processes which ended have left behind. "2+"
+is at least 2: the process is older than the probe.
+
+Examples:
+  gpu-agent contexts
+  gpu-agent contexts -o wide          and the agent, files, counts, cgroups
+  gpu-agent contexts -o json
+"""
+
+TITLES: Final = ("PID", "COMM", "GPU", "CONTEXTS", "MEMORY", "STATE", "SINCE", "POD")
+WIDE_TITLES: Final = (*TITLES, "FDS", "ALLOCATED", "FREED", "CGROUP")
+ORPHAN_TITLES: Final = ("ENDED-PID", "COMM", "GPU", "CONTEXTS", "ENDED", "HELD-BY", "POD")
+WIDE_ORPHAN_TITLES: Final = (*ORPHAN_TITLES, "CGROUP")
+MAX_HOLDERS: Final = 2
+"""Who keep contexts alive, in the table that fits a terminal."""
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add the flags."""
+    parser.description = _DESCRIPTION
+    add_output_flag(parser)
+    add_agent_flag(parser)
+
+
+def main(args: argparse.Namespace) -> int:
+    """Ask the agent and print the answer."""
+    document: dict[str, Any] = find_agent(args.control_socket).get("/v1/contexts")
+    output = Output(args.output)
+    match output:
+        case Output.JSON | Output.YAML:
+            show(document, output)
+        case Output.NAME:
+            for process in document["processes"]:
+                print(process["pid"])
+        case Output.TABLE | Output.WIDE:
+            is_wide = output is Output.WIDE
+            print("\n".join(context_lines(document, now_ns=time.monotonic_ns(), is_wide=is_wide)))
+            for note in notes(document):
+                print(note, file=sys.stderr)
+    return 0
+
+
+def context_lines(document: dict[str, Any], *, now_ns: int, is_wide: bool) -> list[str]:
+    """Return the tables; ``now_ns`` is monotonic, as the document's moments."""
+    rows = [
+        row
+        for process in document["processes"]
+        # The agent has every GPU open and uses none.
+        if is_wide or not process["is_agent"]
+        for row in _rows_of_process(process, now_ns=now_ns, is_wide=is_wide)
+    ]
+    lines = table(WIDE_TITLES if is_wide else TITLES, rows, is_wide=is_wide)
+    left = [_row_of_orphan(orphan, now_ns=now_ns, is_wide=is_wide) for orphan in document["orphans"]]
+    if left:
+        titles = WIDE_ORPHAN_TITLES if is_wide else ORPHAN_TITLES
+        lines += ["", "Left behind by processes that ended:", *table(titles, left, is_wide=is_wide)]
+    return lines
+
+
+def notes(document: dict[str, Any]) -> Iterator[str]:
+    """Yield what a reader has to know of the table."""
+    if document["complete"] is None:
+        yield "Nothing was looked at yet, or the probe is off (--probe-tier)"
+        return
+    if document["seen_by"] == "proc":
+        probe = document["probe"] or {}
+        why = f": {probe['message']}" if probe.get("message") else ""
+        yield f"Contexts are not known, only who has files open{why}"
+    elif document["certainty"] == "unverified":
+        yield "Contexts are inferred: nobody has compared them with CUDA on this driver version"
+    if not document["complete"]:
+        yield f"Not complete: {document['incomplete_because']}"
+
+
+def _rows_of_process(process: dict[str, Any], *, now_ns: int, is_wide: bool) -> Iterator[list[str]]:
+    holds: list[dict[str, Any]] = process["gpus"] or [{}]
+    for hold in holds:
+        contexts = hold.get("contexts")
+        told = UNKNOWN if contexts is None and hold else f"{contexts}{'+' if process['partial'] else ''}"
+        row = [
+            str(process["pid"]),
+            process["comm"] or UNKNOWN,
+            _gpu(hold.get("gpu")) if hold else NONE,
+            told if hold else NONE,
+            size(hold.get("memory_bytes")) if hold else NONE,
+            process["state"] or UNKNOWN,
+            _age(process["since_monotonic_ns"], now_ns),
+            _pod(process),
+        ]
+        if is_wide:
+            numbers = (process["fds"], hold.get("contexts_allocated", 0), hold.get("contexts_freed", 0))
+            row += [*map(str, numbers), process["cgroup"] or UNKNOWN]
+        yield row
+
+
+def _row_of_orphan(orphan: dict[str, Any], *, now_ns: int, is_wide: bool) -> list[str]:
+    owner, holders = orphan["owner"], list(map(str, orphan["holders"]))
+    if not is_wide and len(holders) > MAX_HOLDERS:
+        holders = [*holders[:MAX_HOLDERS], f"+{len(holders) - MAX_HOLDERS}"]
+    row = [
+        f"{owner['pid']}",
+        owner["comm"] or UNKNOWN,
+        _gpu(orphan["gpu"]),
+        UNKNOWN if orphan["contexts"] is None else str(orphan["contexts"]),
+        _age(orphan["ended_monotonic_ns"], now_ns),
+        ",".join(holders) or UNKNOWN,
+        _pod(owner),
+    ]
+    return [*row, owner["cgroup"] or UNKNOWN] if is_wide else row
+
+
+def _gpu(index: int | None) -> str:
+    return UNKNOWN if index is None else str(index)
+
+
+def _pod(process: dict[str, Any]) -> str:
+    return str(process["pod"]) if process["owner"] == "pod" else NONE
+
+
+def _age(moment_ns: int, now_ns: int) -> str:
+    return age(now_ns - moment_ns) if moment_ns else UNKNOWN

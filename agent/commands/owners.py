@@ -1,0 +1,113 @@
+"""``gpu-agent owners``: show who was given each GPU, who holds it and who uses memory on it."""
+
+import argparse
+from typing import Any, Final
+
+from agent.commands.client import find_agent
+from agent.commands.render import (
+    NONE,
+    UNKNOWN,
+    Output,
+    add_agent_flag,
+    add_output_flag,
+    cut,
+    show,
+    size,
+    table,
+)
+
+_DESCRIPTION: Final = """\
+Show of each GPU or MIG device who was given it by the kubelet, which processes
+hold it, and how much of its memory each uses. "host" is a process in no pod.
+
+Examples:
+  gpu-agent owners
+  gpu-agent owners -o wide            and the agent, UUIDs, unclaimed memory
+  gpu-agent owners -o json
+"""
+
+TITLES: Final = ("GPU", "GIVEN-TO", "HELD-BY", "PID", "CONTEXTS", "MEMORY")
+WIDE_TITLES: Final = (*TITLES, "COMM", "STATE", "UUID", "USED", "UNCLAIMED")
+POD_WIDTH: Final = 18
+"""Of a pod in the table that fits a terminal."""
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add the flags."""
+    parser.description = _DESCRIPTION
+    add_output_flag(parser)
+    add_agent_flag(parser)
+
+
+def main(args: argparse.Namespace) -> int:
+    """Ask the agent and print the answer."""
+    document: dict[str, Any] = find_agent(args.control_socket).get("/v1/owners")
+    output = Output(args.output)
+    match output:
+        case Output.JSON | Output.YAML:
+            show(document, output)
+        case Output.NAME:
+            for owned in document["owners"]:
+                print(owned["uuid"])
+        case Output.TABLE | Output.WIDE:
+            print("\n".join(owner_lines(document, is_wide=output is Output.WIDE)))
+    return 0
+
+
+def owner_lines(document: dict[str, Any], *, is_wide: bool) -> list[str]:
+    """Return the table: a line for each holder, one for what nobody holds."""
+    rows = [
+        _row(owned, holder, is_wide=is_wide)
+        for owned in document["owners"]
+        for holder in _shown(owned["holders"], is_wide=is_wide) or (None,)
+    ]
+    return table(WIDE_TITLES if is_wide else TITLES, rows, is_wide=is_wide)
+
+
+def _shown(holders: list[dict[str, Any]] | None, *, is_wide: bool) -> list[dict[str, Any]]:
+    # The agent has every GPU open and uses none.
+    return [holder for holder in holders or () if is_wide or not holder["is_agent"]]
+
+
+def _row(owned: dict[str, Any], holder: dict[str, Any] | None, *, is_wide: bool) -> list[str]:
+    nobody = UNKNOWN if owned["holders"] is None else NONE
+    pods = _given_to(owned), nobody if holder is None else _owner(holder)
+    row = [
+        _gpu(owned),
+        *(pods if is_wide else (cut(pod, POD_WIDTH) for pod in pods)),
+        nobody if holder is None else str(holder["pid"]),
+        nobody if holder is None else _contexts(holder),
+        nobody if holder is None else size(holder["memory_bytes"]),
+    ]
+    if is_wide:
+        row += [
+            nobody if holder is None else holder["comm"] or UNKNOWN,
+            nobody if holder is None else holder["state"] or UNKNOWN,
+            owned["uuid"],
+            size(owned["memory_used_bytes"]),
+            size(owned["memory_unclaimed_bytes"]),
+        ]
+    return row
+
+
+def _gpu(owned: dict[str, Any]) -> str:
+    is_whole = owned["gi"] is None
+    return str(owned["gpu"]) if is_whole else f"{owned['gpu']}/gi{owned['gi']}/ci{owned['ci']}"
+
+
+def _given_to(owned: dict[str, Any]) -> str:
+    given = owned["given_to"]
+    if given is None:
+        return UNKNOWN
+    return ",".join(dict.fromkeys(each["pod"] for each in given)) or NONE
+
+
+def _owner(holder: dict[str, Any]) -> str:
+    name = holder["pod"] if holder["owner"] == "pod" else holder["owner"]
+    return f"{name} (service)" if holder["service"] else str(name)
+
+
+def _contexts(holder: dict[str, Any]) -> str:
+    if holder["contexts"] is None:
+        return UNKNOWN
+    return f"{holder['contexts']}{'+' if holder['partial'] else ''}"

@@ -1,0 +1,278 @@
+"""``gpu-agent trace``: show the driver calls of one process as they happen.
+
+Guarantees: the process is not stopped, as it would be by ptrace. What could not be handed over is counted and
+told; so is what was too much to print. Whatever ends the trace takes its probe out of the kernel.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import select
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Final, NoReturn, cast
+
+from agent.commands.call_lines import TITLES, Summary, json_of, line_of
+from agent.commands.client import find_agent
+from agent.commands.render import add_agent_flag
+from agent.config.values import duration_from
+from agent.errors import AgentError, AgentUnreachableError, ProbeLoadError, UsageError
+from agent.log import wall_time_of
+from agent.probe import kernel
+from agent.probe.driver_calls import DriverCall, named
+from agent.probe.kernel import Majors, Roots
+from agent.probe.loading import load
+from agent.probe.probe import Probe
+from agent.probe.request import Doubles, LoaderChoice, Request, TierChoice
+from agent.sources.processes import look_at
+
+MAX_LINES: Final = 1_000
+"""Calls that are printed in one second; more are counted."""
+WAITING_NS: Final = 1_000_000_000
+"""A call that has not returned for so long is told before it does."""
+RING_BYTES: Final = 4 << 20
+_LOOK_MS: Final = 1_000
+
+_DESCRIPTION: Final = """\
+Show each call of a process into the NVIDIA driver as it happens: what it is
+about, how long it took, how the driver answered, and which calls do not
+return. Needs root. Unlike strace it does not stop the process.
+
+At the end, on Ctrl-C, or when the process ends: a table of all calls.
+
+Examples:
+  gpu-agent trace 4711
+  gpu-agent trace 4711 --seconds 10   and then the table
+  gpu-agent trace 4711 --json | jq 'select(.answer != "OK")'
+"""
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add the flags."""
+    parser.usage = "gpu-agent trace PID [flags]"
+    parser.description = _DESCRIPTION
+    parser.add_argument("pid", metavar="PID", help="The process, by its number on this machine")
+    parser.add_argument("--seconds", metavar="N", help="End after this time (default: never)")
+    parser.add_argument("--json", action="store_true", help="Print JSON lines")
+    parser.add_argument(
+        "--probe-loader", metavar="LOADER", choices=("auto", "bcc", "core"), help="auto, bcc or core"
+    )
+    parser.add_argument(
+        "--probe-tier",
+        metavar="TIER",
+        choices=("auto", "driver", "syscalls"),
+        help="auto, driver or syscalls",
+    )
+    add_agent_flag(parser)
+
+
+def main(args: argparse.Namespace) -> int:
+    """Trace until it is over, and print the table."""
+    pid, seconds = _pid(args.pid), _seconds(args.seconds)
+    pidfd = _watched(pid)
+    signal.signal(signal.SIGTERM, _interrupt)
+    probe = _load(_request(args, pid))
+    try:
+        trace = Trace(probe, pid, pidfd, is_json=args.json)
+        _note(f"Tracing {_name(pid)}, tier {probe.tier}, loader {probe.loader}; Ctrl-C ends it", args.json)
+        trace.show_until(None if seconds is None else time.monotonic() + seconds)
+        trace.finish()
+    finally:
+        probe.close()
+        os.close(pidfd)
+    return 0
+
+
+def _pid(text: str) -> int:
+    if not text.isascii() or not text.isdigit() or not 0 < int(text) < 1 << 22:
+        raise UsageError(f'PID must be the number of a process, and is "{text[:80]}"')
+    return int(text)
+
+
+def _seconds(text: str | None) -> float | None:
+    if text is None:
+        return None
+    try:
+        seconds = float(text) if text.replace(".", "", 1).isdecimal() else duration_from(text) / 1e9
+    except (ValueError, OverflowError):
+        seconds = 0
+    if seconds <= 0:
+        raise UsageError(f'--seconds must be a time, such as 10 or "2m", and is "{text[:80]}"')
+    return seconds
+
+
+def _watched(pid: int) -> int:
+    """Return a descriptor that tells the end of the process."""
+    try:
+        return os.pidfd_open(pid)
+    except ProcessLookupError:
+        raise AgentError(
+            f"No process {pid} runs here; gpu-agent contexts lists those that have the driver open"
+        ) from None
+    except OSError as error:
+        raise AgentError(f"Process {pid} cannot be traced: {error.strerror}; is it a thread?") from None
+
+
+def _name(pid: int) -> str:
+    look = look_at(Path("/proc"), pid)
+    return f"process {pid}" if look is None else f"{look.comm} ({pid})"
+
+
+def _interrupt(_number: int, _frame: object) -> NoReturn:
+    raise KeyboardInterrupt
+
+
+def _request(args: argparse.Namespace, pid: int) -> Request:
+    """Return how to load: as the agent that runs here did, which is known to work."""
+    state = _state(args.control_socket)
+    options: dict[str, Any] = state.get("agent", {}).get("probe_options", {})
+    running: dict[str, Any] = state.get("probe") or {}
+    doubles = kernel.filesystem_of_doubles(options.get("doubles"))
+    tier = args.probe_tier or running.get("tier") or "auto"
+    return Request(
+        loader=cast("LoaderChoice", args.probe_loader or running.get("loader") or "auto"),
+        tier=cast("TierChoice", tier if tier in {"driver", "syscalls"} else "auto"),
+        roots=Roots(node_proc=options.get("proc_root", "/proc")),
+        doubles=Doubles(filesystem=doubles) if doubles else None,
+        ring_bytes=RING_BYTES,
+        trace_tgid=pid,
+    )
+
+
+def _state(control_socket: str | None) -> dict[str, Any]:
+    try:
+        return find_agent(control_socket).get("/debug/state")
+    except AgentUnreachableError:
+        if control_socket is not None:
+            raise
+        return {}
+
+
+def _load(request: Request) -> Probe:
+    try:
+        return asyncio.run(load(request))
+    except ProbeLoadError as error:
+        if error.code == "missing_capability" and os.geteuid():
+            raise AgentError("Only root may trace the driver's calls; run this as root") from None
+        raise AgentError(f"The calls cannot be traced ({error.code}): {error}") from None
+
+
+def _note(sentence: str, is_quiet: bool) -> None:  # noqa: FBT001 - where it goes is for programs
+    if not is_quiet:
+        print(sentence, file=sys.stderr, flush=True)
+
+
+class Trace:
+    """What is shown of one process."""
+
+    def __init__(self, probe: Probe, pid: int, pidfd: int, *, is_json: bool) -> None:
+        self._probe = probe
+        self._pid = pid
+        self._pidfd = pidfd
+        self._is_json = is_json
+        self._ring = probe.traced_ring()
+        config = probe.config
+        self._majors = Majors(config.nvidia_major, config.uvm_major, config.caps_major)
+        self._short_alloc_status = config.short_alloc_status
+        self._summary = Summary()
+        self._lines_left = MAX_LINES
+        self._unshown = 0
+        self._unshown_told = 0
+        self._lost_told = 0
+        self._waiting: set[tuple[int, int]] = set()
+        """Calls of which was told that they have not returned, by thread and begin."""
+        self._why = "interrupted"
+
+    def show_until(self, end_s: float | None) -> None:
+        """Show calls until the process ends, the time is over, or somebody interrupts."""
+        if not self._is_json:
+            print(TITLES, flush=True)
+        with contextlib.suppress(KeyboardInterrupt):
+            self._follow(end_s)
+
+    def finish(self) -> None:
+        """Tell what is left, and the table."""
+        self._take()
+        self._look()
+        self._ring.close()
+        lost = self._probe.read_statistics().lost
+        if self._is_json:
+            told = {"calls": self._summary.document(), "not_shown": self._unshown, "lost": lost}
+            print(json.dumps({"kind": "summary", "ended": self._why, **told}), flush=True)
+            return
+        print("\n" + "\n".join(self._summary.lines()), flush=True)
+        waiting = sum(1 for _ in self._in_flight())
+        _note(
+            f"{self._summary.calls} calls, {waiting} not returned, {lost} lost: {self._why}", is_quiet=False
+        )
+
+    def _follow(self, end_s: float | None) -> None:
+        poll = select.poll()
+        for descriptor in (self._ring.fileno(), self._pidfd):
+            poll.register(descriptor, select.POLLIN)
+        next_look_s = time.monotonic() + _LOOK_MS / 1e3
+        while True:
+            until_s = min(next_look_s, end_s or next_look_s)
+            ready = {fd for fd, _ in poll.poll(max(0.0, (until_s - time.monotonic()) * 1e3))}
+            self._take()
+            now_s = time.monotonic()
+            if now_s >= next_look_s:
+                self._look()
+                next_look_s = now_s + _LOOK_MS / 1e3
+            if self._pidfd in ready:
+                self._why = "the process ended"
+                return
+            if end_s is not None and now_s >= end_s:
+                self._why = "the time is over"
+                return
+
+    def _take(self) -> None:
+        """Show what has come."""
+        while calls := self._ring.read():
+            for traced in calls:
+                call = named(traced, self._majors, short_alloc_status=self._short_alloc_status)
+                self._summary.add(call)
+                if self._lines_left:
+                    self._lines_left -= 1
+                    self._show(call)
+                else:
+                    self._unshown += 1
+            sys.stdout.flush()
+
+    def _look(self) -> None:
+        """Tell what tells nothing by itself: calls that do not return, and what was left out."""
+        for call in self._in_flight():
+            key = (call.thread, call.at_ns)
+            if time.monotonic_ns() - call.at_ns >= WAITING_NS and key not in self._waiting:
+                self._waiting.add(key)
+                self._show(call)
+        lost = self._probe.read_statistics().lost
+        if lost > self._lost_told:
+            self._tell_left_out("lost", lost - self._lost_told, "were lost, the process calls too often")
+        if self._unshown > self._unshown_told:
+            self._tell_left_out("not_shown", self._unshown - self._unshown_told, "are only in the table")
+        self._lost_told, self._unshown_told, self._lines_left = lost, self._unshown, MAX_LINES
+        sys.stdout.flush()
+
+    def _in_flight(self) -> Iterator[DriverCall]:
+        for traced in self._probe.read_traced():
+            yield named(traced, self._majors, short_alloc_status=self._short_alloc_status)
+
+    def _show(self, call: DriverCall) -> None:
+        now_ns = time.monotonic_ns()
+        moment = wall_time_of(call.at_ns, now_ns=now_ns)
+        if self._is_json:
+            print(json_of(call, moment, pid=self._pid))
+        else:
+            print(line_of(call, moment, pid=self._pid, now_ns=now_ns))
+
+    def _tell_left_out(self, kind: str, count: int, why: str) -> None:
+        if self._is_json:
+            print(json.dumps({"kind": kind, "count": count}))
+        else:
+            _note(f"{count} calls {why}", is_quiet=False)

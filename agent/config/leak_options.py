@@ -1,0 +1,157 @@
+"""The options on leaks: when what holds a GPU is a finding, and whether it takes a free GPU out."""
+
+from typing import Final
+
+from agent.config.option import Option, ours
+from agent.config.values import choice, duration, integer, names, size
+from agent.model.policy import MEBIBYTE, SECOND_NS, Policy
+
+_POLICY: Final = Policy().leaks
+_LONGEST: Final = "240h"
+
+
+def _lasting(name: str, default_ns: int, text: str, file_key: str) -> Option:
+    """Describe how long something must last."""
+    return ours(
+        f"leak-{name}",
+        f"{default_ns // SECOND_NS}s",
+        duration("0s", _LONGEST),
+        "TIME",
+        text,
+        file_key=f"agent.leak.{file_key}",
+    )
+
+
+def _count(
+    name: str, default: int, text: str, file_key: str, *, least: int = 1, most: int = 100_000
+) -> Option:
+    """Describe a threshold that is a number."""
+    return ours(
+        f"leak-{name}", f"{default}", integer(least, most), "N", text, file_key=f"agent.leak.{file_key}"
+    )
+
+
+LEAK_OPTIONS: Final = (
+    ours(
+        "leak-policy",
+        _POLICY.effect,
+        choice("warn", "unhealthy-when-free"),
+        "POLICY",
+        "What a certain leak does: warn, or take out a GPU that no pod has (unhealthy-when-free), at most"
+        " one of the node in --soft-flip-every",
+        file_key="agent.leak.policy",
+    ),
+    ours(
+        "leak-allow",
+        ",".join(sorted(_POLICY.allowed)),
+        names,
+        "NAMES",
+        "Processes of which nothing is told; those that are given take the place of the default ones",
+        file_key="agent.leak.allow",
+        is_list=True,
+        empty_means="none but the agent itself",
+    ),
+    ours(
+        "leak-servers",
+        ",".join(sorted(_POLICY.servers)),
+        names,
+        "NAMES",
+        "Processes that use GPUs for others: they may grow and belong to nobody",
+        file_key="agent.leak.servers",
+        is_list=True,
+        empty_means="none",
+    ),
+    _lasting(
+        "orphaned-client",
+        _POLICY.orphaned_client_ns,
+        "How long contexts of a process that ended may be kept by others",
+        "orphanedClient",
+    ),
+    _lasting(
+        "pod-gone", _POLICY.pod_gone_ns, "How long a process may hold a GPU after its pod is gone", "podGone"
+    ),
+    _lasting(
+        "stuck-exit", _POLICY.stuck_exit_ns, "How long a process that exits may hold a GPU", "stuckExit"
+    ),
+    _lasting(
+        "foreign-process",
+        _POLICY.foreign_process_ns,
+        "How long a process may use a GPU that it was not given",
+        "foreignProcess",
+    ),
+    _lasting(
+        "memory-held",
+        _POLICY.memory_held_ns,
+        "How long memory may be used that no process has",
+        "memoryHeld.time",
+    ),
+    ours(
+        "leak-memory-size",
+        f"{_POLICY.memory_held_bytes // MEBIBYTE}MiB",
+        size("1MiB", "1024GiB"),
+        "SIZE",
+        "So much of it is none to speak of",
+        file_key="agent.leak.memoryHeld.size",
+    ),
+    _count(
+        "memory-percent",
+        _POLICY.memory_held_percent,
+        "Nor is this share of the GPU's memory; the larger of both counts",
+        "memoryHeld.percent",
+        least=0,
+        most=100,
+    ),
+    _lasting("idle", _POLICY.idle_ns, "How long a pod may have a device that no process opens", "idle"),
+    _count(
+        "many-contexts",
+        _POLICY.contexts_many,
+        "More contexts on one GPU than that are told of",
+        "manyContexts",
+    ),
+    ours(
+        "leak-growth-window",
+        f"{_POLICY.growth_window_ns // SECOND_NS}s",
+        duration("1s", _LONGEST),
+        "TIME",
+        "The time in which the contexts of a process may grow",
+        file_key="agent.leak.growth.window",
+    ),
+    _lasting(
+        "growth-warm-up",
+        _POLICY.growth_warm_up_ns,
+        "How long a process may set itself up before it is watched for growth",
+        "growth.warmUp",
+    ),
+    _count(
+        "growth-min-live",
+        _POLICY.growth_min_live,
+        "With fewer contexts on a GPU a process does not leak",
+        "growth.minLive",
+    ),
+    _count(
+        "growth-min-new",
+        _POLICY.growth_min_new,
+        "Nor with fewer new ones in the window",
+        "growth.minNew",
+    ),
+    _count(
+        "growth-freed-percent",
+        _POLICY.growth_freed_percent,
+        "Nor if it freed more than this share of what it made in the window",
+        "growth.freedPercent",
+        least=0,
+        most=100,
+    ),
+    _count(
+        "growth-critical-live",
+        _POLICY.growth_critical_live,
+        "With so many contexts growth is critical at once",
+        "growth.criticalLive",
+    ),
+    _count(
+        "growth-fds",
+        _POLICY.growth_fds,
+        "So many new descriptors in the window are growth where contexts are not known",
+        "growth.fds",
+    ),
+)

@@ -1,0 +1,117 @@
+"""Whether a process keeps making contexts and frees hardly any: one window for each process and GPU.
+
+Invariants: numbers alone are no growth, for a server may well have many contexts. What a process makes
+in its first minutes is its set-up. A window holds a bounded number of samples.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Final, NamedTuple
+
+from agent.model.health import LeakKind
+from agent.model.ids import GpuUuid
+from agent.model.policy import LeakPolicy
+from agent.model.usage import GpuHold, ProcessKey, ProcessUse, Usage
+
+PARTS: Final = 20
+"""Samples of a window."""
+
+MAX_WINDOWS: Final = 4_096
+"""Processes and GPUs that are followed; when there are more, those that came first are."""
+
+
+class Sample(NamedTuple):
+    """What a process had when a part of the window began, and the most in that part."""
+
+    at_ns: int
+    live: int
+    allocated: int
+    freed: int
+    fds: int
+    peak_live: int
+    peak_fds: int
+
+
+Window = tuple[Sample, ...]
+"""The oldest first. What was before the first is forgotten, so a window is at most a part too short."""
+
+Name = tuple[ProcessKey, GpuUuid]
+Windows = Mapping[Name, Window]
+
+
+def followed(usage: Usage, windows: Windows, policy: LeakPolicy, now_ns: int) -> Windows:
+    """Return the windows after a look; those of what is not held any more are gone."""
+    found: dict[Name, Window] = {}
+    for process, hold in _of_interest(usage):
+        name = (process.key, hold.gpu)
+        known = windows.get(name)
+        if known is None and (len(found) >= MAX_WINDOWS or now_ns < begins_at(process, policy)):
+            continue
+        found[name] = _after(known or (), hold, policy, now_ns)
+    return windows if found == windows else found
+
+
+def begins_at(process: ProcessUse, policy: LeakPolicy) -> int:
+    """Return when a process is taken to have set itself up."""
+    return process.since_ns + policy.growth_warm_up_ns
+
+
+def warm_at(usage: Usage, policy: LeakPolicy, now_ns: int) -> list[int]:
+    """Return when the next window begins, if time alone begins one."""
+    times = (begins_at(process, policy) for process, _ in _of_interest(usage))
+    return sorted(at_ns for at_ns in times if at_ns > now_ns)[:1]
+
+
+def growth(process: ProcessUse, hold: GpuHold, window: Window, policy: LeakPolicy) -> LeakKind | None:
+    """Return which growth a process shows; None: none."""
+    if not window:
+        return None
+    if hold.contexts is not None and _is_growing(hold, hold.contexts, window, policy):
+        return LeakKind.CTX_GROWTH
+    is_counted = hold.contexts is not None and not process.partial
+    has_most = hold.fds == max(each.peak_fds for each in window)
+    if not is_counted and has_most and hold.fds - window[0].fds >= policy.growth_fds:
+        return LeakKind.FD_GROWTH
+    return None
+
+
+def next_part_at(window: Window, policy: LeakPolicy) -> list[int]:
+    """Return when a window says something else, should nothing happen."""
+    leaves_at = [sample.at_ns + policy.growth_window_ns for sample in window[:1]]
+    return [*(sample.at_ns + _part_ns(policy) for sample in window[-1:]), *leaves_at]
+
+
+def _of_interest(usage: Usage) -> Iterator[tuple[ProcessUse, GpuHold]]:
+    for process in usage.processes:
+        for hold in process.holds:
+            if hold.contexts or hold.contexts is None or process.partial:
+                yield process, hold
+
+
+def _is_growing(hold: GpuHold, live: int, window: Window, policy: LeakPolicy) -> bool:
+    base = window[0]
+    made, freed = hold.allocated - base.allocated, hold.freed - base.freed
+    return (
+        live >= policy.growth_min_live
+        and made >= policy.growth_min_new
+        and 100 * freed <= policy.growth_freed_percent * made
+        and live - base.live >= policy.growth_min_new
+        and live == max(each.peak_live for each in window)
+    )
+
+
+def _after(window: Window, hold: GpuHold, policy: LeakPolicy, now_ns: int) -> Window:
+    live = hold.contexts or 0
+    if not window or now_ns - window[-1].at_ns >= _part_ns(policy):
+        window = (*window, Sample(now_ns, live, hold.allocated, hold.freed, hold.fds, live, hold.fds))
+    else:
+        last = window[-1]
+        peaks = (max(last.peak_live, live), max(last.peak_fds, hold.fds))
+        window = (*window[:-1], last._replace(peak_live=peaks[0], peak_fds=peaks[1]))
+    begin_ns = now_ns - policy.growth_window_ns
+    while len(window) > 1 and window[0].at_ns <= begin_ns:
+        window = window[1:]
+    return window
+
+
+def _part_ns(policy: LeakPolicy) -> int:
+    return max(1, policy.growth_window_ns // PARTS)

@@ -1,0 +1,379 @@
+"""Rules on the use of GPUs, one for each kind of finding: pure functions of what is seen at one moment.
+
+Invariants: a rule that cannot see what it needs says so (None) instead of saying that all is well; where
+that is so of a single process, its suspect is not ``known``. Nothing is said of the agent, nor of who is
+on the allow list. Absolute numbers make no finding of a leak.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, field, replace
+from typing import Final, NamedTuple
+
+from agent.core.growth import Windows, growth
+from agent.core.ownership import (
+    Given,
+    holding,
+    is_given,
+    is_in_use,
+    is_killable,
+    is_service,
+    name_of,
+    places_of,
+    unclaimed_bytes,
+    user_of,
+)
+from agent.model.health import Culprit, LeakKind
+from agent.model.ids import GpuUuid, Placement
+from agent.model.policy import LeakPolicy
+from agent.model.usage import (
+    GpuHold,
+    GpuMemory,
+    MemoryUser,
+    Orphan,
+    Pods,
+    ProcessKey,
+    ProcessLook,
+    ProcessUse,
+    Usage,
+)
+
+
+class SuspectKey(NamedTuple):
+    """What makes two looks see the same thing."""
+
+    kind: LeakKind
+    who: ProcessKey | None
+    where: Placement | None
+    """The whole GPU, or the device that is idle; None: not known which GPU."""
+
+
+@dataclass(frozen=True, slots=True)
+class Suspect:
+    """A finding, or what will be one if it lasts."""
+
+    key: SuspectKey
+    place: Placement | None
+    """Where it counts: a MIG device where the process is known to use only that."""
+    culprits: tuple[Culprit, ...]
+    contexts: int | None
+    used_bytes: int | None
+    since_ns: int
+    for_ns: int
+    """How long it must last."""
+    known: bool = True
+    """False: this time it cannot be told whether it is so, and nothing is concluded."""
+    told: bool = False
+    inherited: bool = False
+    """An earlier process of the agent found it, and what is known now may not be enough to find it again."""
+
+
+Seen = Iterable[Suspect] | None
+"""What a rule sees; None: it cannot see anything now."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scene:
+    """All that is seen at one moment. None is what is not known now."""
+
+    now_ns: int
+    policy: LeakPolicy
+    usage: Usage | None = None
+    gpus: frozenset[GpuUuid] = frozenset()
+    """The GPUs that NVML lists."""
+    memory: Mapping[GpuUuid, GpuMemory] = field(default_factory=dict)
+    given: Given | None = None
+    pods: Pods | None = None
+    has_all_pods: bool = True
+    """A pod that is not among ``pods`` is gone; otherwise it may only have no device."""
+    windows: Windows = field(default_factory=dict)
+
+    def user(self, process: ProcessUse, gpu: GpuUuid) -> MemoryUser | None:
+        """Return what NVML lists of a process on a GPU."""
+        return user_of(self.memory.get(gpu), process.key.pid)
+
+    def is_free(self, process: ProcessUse, names: AbstractSet[str] = frozenset()) -> bool:
+        """Return whether a process is one of which nothing is told."""
+        return is_service(process, self.policy.allowed) or is_service(process, names)
+
+    def lives(self, process: ProcessUse) -> bool | None:
+        """Return whether the pod of a process lives; None: not known. A process in no pod has none."""
+        pod = process.look.pod
+        if pod is None or self.pods is None:
+            return None
+        seen = self.pods.get(pod.uid)
+        if seen is None:
+            return False if self.has_all_pods else None
+        return seen.alive
+
+
+# Of dead owners, dead pods, dying processes
+
+
+def _orphaned(scene: Scene) -> Seen:
+    """Find clients whose owner ended while others hold their file, with contexts in them."""
+    if scene.usage is None:
+        return None
+    by_key = {process.key: process for process in scene.usage.processes}
+    found = []
+    for orphan in scene.usage.orphans:
+        holders = [by_key[key] for key in orphan.holders if key in by_key]
+        if any(not scene.is_free(holder) for holder in holders):
+            found.append(_orphan(orphan, holders, scene))
+    return found
+
+
+def _orphan(orphan: Orphan, holders: list[ProcessUse], scene: Scene) -> Suspect:
+    place = None if orphan.gpu is None else Placement(orphan.gpu)
+    names = tuple(
+        _culprit(holder.look, _hold_of(holder, orphan.gpu), scene, orphan.ended_ns) for holder in holders
+    )
+    owner = replace(
+        _culprit(orphan.owner, None, scene, orphan.ended_ns),
+        role="owner",
+        killable=False,
+        contexts=orphan.contexts,
+    )
+    return Suspect(
+        key=SuspectKey(LeakKind.ORPHANED_CLIENT, orphan.owner.key, place),
+        place=place,
+        culprits=(owner, *names),
+        contexts=orphan.contexts,
+        used_bytes=total(culprit.used_bytes for culprit in names),
+        since_ns=orphan.ended_ns,
+        for_ns=scene.policy.orphaned_client_ns,
+    )
+
+
+def _hold_of(process: ProcessUse, gpu: GpuUuid | None) -> GpuHold | None:
+    return next((hold for hold in process.holds if hold.gpu == gpu), None)
+
+
+def _pod_gone(scene: Scene) -> Seen:
+    """Find processes that hold a GPU and whose pod is none that lives."""
+    if scene.usage is None or scene.pods is None:
+        return None
+    for_ns = scene.policy.pod_gone_ns
+    found = []
+    for process, hold in _watched(scene.usage, scene):
+        lives = scene.lives(process)
+        if process.look.pod is not None and lives is not True:
+            suspect = _suspect(LeakKind.POD_GONE, process, hold, scene, for_ns)
+            found.append(replace(suspect, known=lives is False))
+    return found
+
+
+def _stuck(scene: Scene) -> Seen:
+    """Find processes that began to exit, are not gone, and still have files of the driver."""
+    if scene.usage is None:
+        return None
+    for_ns = scene.policy.stuck_exit_ns
+    found = []
+    for process in scene.usage.processes:
+        if process.exiting_since_ns is None or scene.is_free(process):
+            continue
+        holds: tuple[GpuHold | None, ...] = process.holds or (None,)
+        for hold in holds:
+            suspect = _suspect(LeakKind.STUCK_EXIT, process, hold, scene, for_ns)
+            found.append(replace(suspect, since_ns=process.exiting_since_ns))
+    return found
+
+
+# Of what grows
+
+
+def _context_growth(scene: Scene) -> Seen:
+    """Find processes that make contexts and free hardly any."""
+    return _grown(LeakKind.CTX_GROWTH, scene)
+
+
+def _fd_growth(scene: Scene) -> Seen:
+    """Find processes of unknown contexts that open files of the driver and close none."""
+    return _grown(LeakKind.FD_GROWTH, scene)
+
+
+def _grown(kind: LeakKind, scene: Scene) -> Seen:
+    if scene.usage is None or not scene.usage.complete:
+        return None
+    return [
+        _suspect(kind, process, hold, scene, 0)
+        for process, hold in _watched(scene.usage, scene, scene.policy.servers)
+        if growth(process, hold, scene.windows.get((process.key, hold.gpu), ()), scene.policy) is kind
+    ]
+
+
+# Of who should not be there, and of what nobody has
+
+
+def _foreign(scene: Scene) -> Seen:
+    """Find processes that use a GPU of which their pod was given nothing, or that are in no pod."""
+    if scene.usage is None or scene.given is None:
+        return None
+    for_ns = scene.policy.foreign_process_ns
+    found = []
+    for process, hold in _watched(scene.usage, scene, scene.policy.servers):
+        is_foreign = _is_foreign(process, hold, scene.given, scene)
+        if is_foreign is not False:
+            suspect = _suspect(LeakKind.FOREIGN_PROCESS, process, hold, scene, for_ns)
+            found.append(replace(suspect, known=is_foreign is True))
+    return found
+
+
+def _is_foreign(process: ProcessUse, hold: GpuHold, given: Given, scene: Scene) -> bool | None:
+    """Whether a process is where it should not be; None: not known. Of a dead pod it is another finding."""
+    is_used = is_in_use(process, hold, scene.memory.get(hold.gpu))
+    if is_used is False:
+        return False
+    if process.look.pod is not None:
+        lives = scene.lives(process)
+        if not lives:
+            return None if lives is None else False
+        places = places_of(hold, scene.user(process, hold.gpu))
+        if is_given(given, places, name_of(process.look.pod, scene.pods)):
+            return False
+    return is_used
+
+
+_UNTOLD: Final = GpuMemory(used_bytes=None, total_bytes=None)
+
+
+def _memory_held(scene: Scene) -> Seen:
+    """Find used memory that no process which exists has, on GPUs that nobody holds."""
+    if scene.usage is None or not scene.usage.complete:
+        return None
+    living = {process.key.pid for process in scene.usage.processes}
+    found = []
+    for gpu in sorted(scene.gpus):
+        memory = scene.memory.get(gpu, _UNTOLD)
+        held = unclaimed_bytes(memory, living)
+        share = (memory.total_bytes or 0) * scene.policy.memory_held_percent // 100
+        limit = max(scene.policy.memory_held_bytes, share)
+        if (held is None or held > limit) and not _may_be_held(gpu, scene.usage, scene):
+            suspect = _of_place(LeakKind.MEMORY_HELD, Placement(gpu), scene, scene.policy.memory_held_ns)
+            found.append(replace(suspect, used_bytes=held, known=held is not None))
+    return found
+
+
+def _may_be_held(gpu: GpuUuid, usage: Usage, scene: Scene) -> bool:
+    """Whether the memory of a GPU may be that of a process; a service only has what NVML says."""
+    memory = scene.memory.get(gpu)
+    return any(orphan.gpu in {gpu, None} for orphan in usage.orphans) or any(
+        hold.contexts is None or process.partial or is_in_use(process, hold, memory) is not False
+        for process, hold in holding(usage, gpu)
+        if not scene.is_free(process)
+    )
+
+
+# For information
+
+
+def _idle(scene: Scene) -> Seen:
+    """Find devices that a pod has and no process has open."""
+    if scene.usage is None or not scene.usage.complete or scene.given is None:
+        return None
+    return [
+        _of_place(LeakKind.IDLE, place, scene, scene.policy.idle_ns)
+        for place in scene.given
+        if not _is_open(place, scene.usage, scene)
+    ]
+
+
+def _is_open(place: Placement, usage: Usage, scene: Scene) -> bool:
+    memory = scene.memory.get(place.gpu)
+    users = () if memory is None else memory.users
+    return (
+        any(Placement(place.gpu, user.gi, user.ci).overlaps(place) for user in users)
+        or any(orphan.gpu in {place.gpu, None} for orphan in usage.orphans)
+        or any(
+            each.overlaps(place)
+            for process, hold in holding(usage, place.gpu)
+            if not scene.is_free(process)
+            for each in places_of(hold, scene.user(process, place.gpu))
+        )
+    )
+
+
+def _many_contexts(scene: Scene) -> Seen:
+    """Find GPUs with very many contexts, whoever has them."""
+    if scene.usage is None:
+        return None
+    return [
+        replace(_of_place(LeakKind.MANY_CONTEXTS, Placement(each.gpu), scene, 0), contexts=each.contexts)
+        for each in scene.usage.totals
+        if each.contexts is not None and each.contexts > scene.policy.contexts_many
+    ]
+
+
+RULES: Final[Mapping[LeakKind, Callable[[Scene], Seen]]] = {
+    LeakKind.ORPHANED_CLIENT: _orphaned,
+    LeakKind.POD_GONE: _pod_gone,
+    LeakKind.STUCK_EXIT: _stuck,
+    LeakKind.CTX_GROWTH: _context_growth,
+    LeakKind.FD_GROWTH: _fd_growth,
+    LeakKind.MEMORY_HELD: _memory_held,
+    LeakKind.FOREIGN_PROCESS: _foreign,
+    LeakKind.IDLE: _idle,
+    LeakKind.MANY_CONTEXTS: _many_contexts,
+}
+
+
+# Suspects
+
+
+def _watched(
+    usage: Usage, scene: Scene, names: AbstractSet[str] = frozenset()
+) -> Iterator[tuple[ProcessUse, GpuHold]]:
+    for process in usage.processes:
+        if not scene.is_free(process, names):
+            for hold in process.holds:
+                yield process, hold
+
+
+def _suspect(kind: LeakKind, process: ProcessUse, hold: GpuHold | None, scene: Scene, for_ns: int) -> Suspect:
+    where = None if hold is None else Placement(hold.gpu)
+    culprit = _culprit(process.look, hold, scene, scene.now_ns)
+    places = () if hold is None else places_of(hold, scene.user(process, hold.gpu))
+    return Suspect(
+        key=SuspectKey(kind, process.key, where),
+        place=places[0] if len(places) == 1 else where,
+        culprits=(culprit,),
+        contexts=culprit.contexts,
+        used_bytes=culprit.used_bytes,
+        since_ns=scene.now_ns,
+        for_ns=for_ns,
+    )
+
+
+def _of_place(kind: LeakKind, place: Placement, scene: Scene, for_ns: int) -> Suspect:
+    return Suspect(
+        key=SuspectKey(kind, None, place),
+        place=place,
+        culprits=(),
+        contexts=None,
+        used_bytes=None,
+        since_ns=scene.now_ns,
+        for_ns=for_ns,
+    )
+
+
+def _culprit(look: ProcessLook, hold: GpuHold | None, scene: Scene, since_ns: int) -> Culprit:
+    user = None if hold is None else user_of(scene.memory.get(hold.gpu), look.key.pid)
+    return Culprit(
+        pid=look.key.pid,
+        start_ticks=look.key.start_ticks,
+        comm=look.comm,
+        owner="host" if look.pod is None else "pod",
+        pod=None if look.pod is None else name_of(look.pod, scene.pods),
+        state=look.state,
+        killable=is_killable(look),
+        contexts=None if hold is None else hold.contexts,
+        used_bytes=None if user is None else user.used_bytes,
+        since_ns=since_ns,
+    )
+
+
+def total(figures: Iterable[int | None]) -> int | None:
+    """Return the sum; None if there is no figure, or one is missing."""
+    found = tuple(figures)
+    known = [figure for figure in found if figure is not None]
+    return sum(known) if known and len(known) == len(found) else None

@@ -1,0 +1,257 @@
+"""What is found of the use of GPUs, from one look to the next: suspects age, are told, and end.
+
+Invariants: there is one finding for each kind, process (pid and start) and GPU. It is told when its cause
+has lasted for its time, so time alone brings it, and it ends when the cause does. What is not known now
+neither makes a finding nor ends one. A restart of the agent ends none: what it found before is taken over.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Final
+
+from agent.core.growth import Windows, followed, next_part_at, warm_at
+from agent.core.leak_rules import RULES, Scene, Seen, Suspect, SuspectKey, total
+from agent.model.health import MAX_CULPRITS, Condition, Culprit, Details, LeakKind, Reason
+from agent.model.ids import GpuUuid, Placement
+from agent.model.policy import SECOND_NS, LeakPolicy
+from agent.model.usage import ProcessKey, Usage
+
+MAX_SUSPECTS: Final = 4_096
+"""Findings and what may become one; where more is wrong, further ones are not kept."""
+
+AWAITED_NS: Final = 120 * SECOND_NS
+"""What an earlier process of the agent found is kept for so long if nobody tells who uses the driver."""
+
+LONG: Final = 3
+"""Windows of growth that make it critical."""
+
+REASONS: Final[Mapping[LeakKind, Reason]] = {
+    LeakKind.ORPHANED_CLIENT: Reason.CONTEXT_LEAK,
+    LeakKind.POD_GONE: Reason.CONTEXT_LEAK,
+    LeakKind.STUCK_EXIT: Reason.CONTEXT_LEAK,
+    LeakKind.CTX_GROWTH: Reason.CONTEXT_LEAK,
+    LeakKind.FD_GROWTH: Reason.CONTEXT_LEAK,
+    LeakKind.MEMORY_HELD: Reason.MEMORY_HELD_NO_PROCESS,
+    LeakKind.FOREIGN_PROCESS: Reason.FOREIGN_PROCESS,
+    LeakKind.IDLE: Reason.ALLOCATED_IDLE,
+    LeakKind.MANY_CONTEXTS: Reason.MANY_CONTEXTS,
+}
+
+CERTAIN: Final = frozenset({LeakKind.ORPHANED_CLIENT, LeakKind.POD_GONE, LeakKind.STUCK_EXIT})
+"""They rest on a process or pod that is gone and on no guess, so that they may take a free device out."""
+
+BLOCKING: Final = CERTAIN | {LeakKind.MEMORY_HELD, LeakKind.FOREIGN_PROCESS}
+"""With these a GPU is not what its next user thinks it gets."""
+
+
+@dataclass(frozen=True, slots=True)
+class Leaks:
+    """All that is kept from one look to the next."""
+
+    suspects: Mapping[SuspectKey, Suspect] = field(default_factory=dict)
+    windows: Windows = field(default_factory=dict)
+    due_ns: int | None = None
+    """When time alone brings or ends something."""
+    begun_ns: int = 0
+    """When this process of the agent began."""
+
+    def findings(self) -> Iterator[Suspect]:
+        """Yield the suspects that are told."""
+        return (suspect for suspect in self.suspects.values() if suspect.told)
+
+
+def step(leaks: Leaks, scene: Scene) -> Leaks:
+    """Return what is found now; the same object if nothing changed."""
+    if scene.usage is not None and scene.usage.complete:
+        windows = followed(scene.usage, leaks.windows, scene.policy, scene.now_ns)
+        leaks = leaks if windows is leaks.windows else replace(leaks, windows=windows)
+    scene = replace(scene, windows=leaks.windows)
+    suspects: dict[SuspectKey, Suspect] = {}
+    for kind, rule in RULES.items():
+        before = {key: suspect for key, suspect in leaks.suspects.items() if key.kind is kind}
+        for suspect in _judged(before, rule(scene), scene):
+            if len(suspects) < MAX_SUSPECTS:
+                suspects[suspect.key] = suspect
+    found = replace(leaks, suspects=suspects, due_ns=_due_at(suspects, scene, leaks.begun_ns))
+    return leaks if found == leaks else found
+
+
+def _judged(before: Mapping[SuspectKey, Suspect], seen: Seen, scene: Scene) -> Iterator[Suspect]:
+    if seen is None:
+        yield from (suspect for suspect in before.values() if _is_there(suspect, scene.usage))
+        return
+    named = set()
+    for suspect in seen:
+        named.add(suspect.key)
+        known = before.get(suspect.key)
+        if suspect.known:
+            yield _aged(suspect, known, scene.now_ns)
+        elif known is not None:
+            yield known
+    for key, suspect in before.items():
+        if suspect.inherited and key not in named and _is_there(suspect, scene.usage):
+            yield suspect
+
+
+def _aged(suspect: Suspect, known: Suspect | None, now_ns: int) -> Suspect:
+    """Return a suspect that is seen (again), with the time since when it is one."""
+    since_ns = suspect.since_ns if known is None else min(known.since_ns, suspect.since_ns)
+    culprits = suspect.culprits
+    if known is not None:
+        culprits = tuple(replace(each, since_ns=min(each.since_ns, since_ns)) for each in culprits)
+    told = (known is not None and known.told) or now_ns - since_ns >= suspect.for_ns
+    return replace(suspect, culprits=culprits, since_ns=since_ns, told=told)
+
+
+def _is_there(suspect: Suspect, usage: Usage | None) -> bool:
+    """Whether who was named may still have the GPU open; that it has not ends what nothing else can.
+
+    Who was found to hold what another left behind has the other's files open, perhaps none of the GPU.
+    """
+    _, who, where = suspect.key
+    if who is None or usage is None:
+        return True
+    return any(
+        process.key == who
+        and (suspect.inherited or where is None or any(hold.gpu == where.gpu for hold in process.holds))
+        for process in usage.processes
+    )
+
+
+def _due_at(suspects: Mapping[SuspectKey, Suspect], scene: Scene, begun_ns: int) -> int | None:
+    times = [suspect.since_ns + suspect.for_ns for suspect in suspects.values() if not suspect.told]
+    if scene.usage is not None:
+        times += warm_at(scene.usage, scene.policy, scene.now_ns)
+    elif suspects:
+        times.append(begun_ns + AWAITED_NS)
+    for key, suspect in suspects.items():
+        if key.kind in {LeakKind.CTX_GROWTH, LeakKind.FD_GROWTH} and key.who and key.where:
+            window = scene.windows.get((key.who, key.where.gpu), ())
+            times += next_part_at(window, scene.policy)
+            times.append(_critical_at(suspect, scene.policy))
+    return min((at_ns for at_ns in times if at_ns > scene.now_ns), default=None)
+
+
+def without_news(leaks: Leaks, now_ns: int) -> Leaks:
+    """Return what is kept if nobody ever told who uses the driver: the probe may have been switched off."""
+    if not leaks.suspects or now_ns < leaks.begun_ns + AWAITED_NS:
+        return leaks
+    return replace(leaks, suspects={}, due_ns=None)
+
+
+def without_inherited(leaks: Leaks, gpu: GpuUuid) -> Leaks:
+    """Return what is found without what only an earlier process of the agent could know of a GPU."""
+    left = {
+        key: suspect
+        for key, suspect in leaks.suspects.items()
+        if not (suspect.inherited and suspect.place is not None and suspect.place.gpu == gpu)
+    }
+    return leaks if len(left) == len(leaks.suspects) else replace(leaks, suspects=left)
+
+
+def inherited(conditions: Iterable[Condition], now_ns: int) -> Leaks:
+    """Return what a process of the agent begins with, from the conditions that an earlier one left."""
+    suspects: dict[SuspectKey, Suspect] = {}
+    for condition in conditions:
+        if condition.lasts and condition.details is not None:
+            for suspect in _taken_over(condition, condition.details):
+                suspects[suspect.key] = suspect
+    due_ns = now_ns + AWAITED_NS if suspects else None
+    return Leaks(suspects=suspects, due_ns=due_ns, begun_ns=now_ns)
+
+
+def _taken_over(condition: Condition, details: Details) -> Iterator[Suspect]:
+    """Yield a suspect for each process that was named, or one where none was.
+
+    Of an orphaned client the probe of the new process knows no owner: it is over when the last that was
+    named as its holder is gone.
+    """
+    place = condition.placement
+    culprits: tuple[Culprit | None, ...] = tuple(each for each in details.culprits if each.role == "holder")
+    for culprit in culprits or (None,):
+        who = None if culprit is None else ProcessKey(culprit.pid, culprit.start_ticks)
+        where = place if culprit is None else Placement(place.gpu)
+        yield Suspect(
+            key=SuspectKey(details.kind, who, where),
+            place=place,
+            culprits=() if culprit is None else (culprit,),
+            contexts=details.contexts if culprit is None else culprit.contexts,
+            used_bytes=details.used_bytes if culprit is None else culprit.used_bytes,
+            since_ns=condition.since_ns,
+            for_ns=0,
+            told=True,
+            inherited=details.kind is LeakKind.ORPHANED_CLIENT,
+        )
+
+
+# What is told of one place
+
+
+def grouped(leaks: Leaks) -> Mapping[tuple[LeakKind, Placement], tuple[Suspect, ...]]:
+    """Return the findings by kind and place; those of which the GPU is not known are left out."""
+    found: dict[tuple[LeakKind, Placement], list[Suspect]] = {}
+    for suspect in leaks.findings():
+        if suspect.place is not None:
+            found.setdefault((suspect.key.kind, suspect.place), []).append(suspect)
+    return {name: tuple(suspects) for name, suspects in found.items()}
+
+
+def details_of(
+    kind: LeakKind, findings: Iterable[Suspect], usage: Usage | None, policy: LeakPolicy, now_ns: int
+) -> Details:
+    """Return what findings of one kind at one place rest on, together."""
+    found = tuple(findings)
+    named = {(each.pid, each.start_ticks): each for finding in found for each in finding.culprits}
+    culprits = tuple(named[key] for key in sorted(named))
+    return Details(
+        kind=kind,
+        culprits=culprits[:MAX_CULPRITS],
+        more=len(culprits[MAX_CULPRITS:]),
+        contexts=total(finding.contexts for finding in found),
+        used_bytes=total(finding.used_bytes for finding in found),
+        incomplete=usage is not None and not usage.complete,
+        certainty="verified" if usage is None else usage.certainty,
+        critical=any(_is_critical(finding, policy, now_ns) for finding in found),
+    )
+
+
+def _is_critical(finding: Suspect, policy: LeakPolicy, now_ns: int) -> bool:
+    if finding.key.kind is not LeakKind.CTX_GROWTH:
+        return False
+    is_many = (finding.contexts or 0) >= policy.growth_critical_live
+    return is_many or now_ns >= _critical_at(finding, policy)
+
+
+def _critical_at(finding: Suspect, policy: LeakPolicy) -> int:
+    return finding.since_ns + LONG * policy.growth_window_ns
+
+
+def message_of(details: Details, policy: LeakPolicy) -> str:  # noqa: PLR0911 - a table
+    """Return what is found in one sentence, without pids and names of pods: it is shown to everyone."""
+    count = details.more + sum(each.role == "holder" for each in details.culprits)
+    processes, s = ("1 process", "s") if count == 1 else (f"{count} processes", "")
+    contexts = "Contexts" if details.contexts is None else f"{details.contexts} contexts"
+    memory = "" if details.used_bytes is None else f" and {_mebibytes(details.used_bytes)} of its memory"
+    match details.kind:
+        case LeakKind.ORPHANED_CLIENT:
+            return f"{contexts} of a process that ended are kept by {processes}"
+        case LeakKind.POD_GONE:
+            return f"{processes} of pods that are gone hold{s} the GPU{memory}"
+        case LeakKind.STUCK_EXIT:
+            return f"{processes} cannot exit and hold{s} the GPU{memory}"
+        case LeakKind.CTX_GROWTH:
+            return f"{processes} make{s} contexts and free{s} hardly any: {contexts.lower()} by now"
+        case LeakKind.FD_GROWTH:
+            return f"{processes} open{s} files of the driver and close{s} none"
+        case LeakKind.MEMORY_HELD:
+            return f"{_mebibytes(details.used_bytes or 0)} of memory are used and no process has them"
+        case LeakKind.FOREIGN_PROCESS:
+            return f"{processes} use{s} the GPU{memory} without having been given it"
+        case LeakKind.IDLE:
+            return f"A pod has it and no process opened it for {policy.idle_ns // (60 * SECOND_NS)} min"
+        case LeakKind.MANY_CONTEXTS:
+            return f"{contexts} are on the GPU"
+
+
+def _mebibytes(figure: int) -> str:
+    return f"{figure // 2**20} MiB"

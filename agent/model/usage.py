@@ -1,0 +1,240 @@
+"""Who really uses each GPU: processes, their files and contexts, their memory, and the pods that live.
+
+Invariants: a process is named by its pid and its start, for a pid is used again. What is not known is
+None and never 0. Tuples are ordered, so two pictures of the same thing are equal.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final, Literal, NamedTuple, NewType
+
+from agent.model.ids import ALL, GpuUuid, Placement
+
+PodUid = NewType("PodUid", str)
+"""UID of a pod as the kubelet names its directories: lower case, with dashes; of a static pod a hash."""
+
+Qos = Literal["guaranteed", "burstable", "besteffort"]
+
+UNINTERRUPTIBLE: Final = "D"
+"""State of a process that no signal reaches."""
+
+ENDED: Final = frozenset("ZX")
+"""States of a process that ended and is not gone yet."""
+
+
+class ProcessKey(NamedTuple):
+    """One process, for as long as the machine is up."""
+
+    pid: int
+    start_ticks: int
+    """Start in clock ticks since boot, as in /proc/PID/stat."""
+
+
+@dataclass(frozen=True, slots=True)
+class PodRef:
+    """What the path of a cgroup says of the pod a process runs in."""
+
+    uid: PodUid
+    container_id: str | None
+    """None in the pod's own cgroup, outside of any container."""
+    qos: Qos | None
+    """None where the path is told from inside a cgroup namespace that hides it."""
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessLook:
+    """What /proc says of a process."""
+
+    key: ProcessKey
+    comm: str
+    state: str
+    """One letter as in /proc/PID/stat: R, S, D, Z, …"""
+    cgroup: str
+    """Path of its cgroup, without the mount point; of cgroup v1 that of the controller with the pod in it."""
+    pod: PodRef | None
+    """None: in no pod."""
+    killed: bool = False
+    """SIGKILL waits to be delivered, so it only lives because the kernel cannot end it."""
+
+
+@dataclass(frozen=True, slots=True)
+class GpuHold:
+    """What one process has of one GPU."""
+
+    gpu: GpuUuid
+    fds: int
+    """Descriptors on files of this GPU; where the process holds no other GPU, those on shared files too."""
+    contexts: int | None
+    """Live CUDA contexts; None where only /proc could be read."""
+    allocated: int = 0
+    """Contexts it made since it was first seen; only grows."""
+    freed: int = 0
+    slices: tuple[Placement, ...] = ()
+    """The MIG devices that it has opened; empty: none seen, it may use the GPU as a whole."""
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessUse:
+    """A process that has files of the driver open."""
+
+    look: ProcessLook
+    since_ns: int
+    """When it was first seen with a file of the driver."""
+    holds: tuple[GpuHold, ...]
+    """By GPU; a process may have opened the driver and no GPU."""
+    files: int | None
+    """Different open files; None where only /proc could be read, which does not tell them apart."""
+    fds: int
+    exiting_since_ns: int | None = None
+    """When it was first seen to be ending; such a process that stays is stuck in the kernel."""
+    partial: bool = False
+    """It held files before the probe was attached, so its contexts are a lower bound."""
+    unplaced: int = 0
+    """Contexts on a GPU that could not be found out."""
+    is_agent: bool = False
+
+    @property
+    def key(self) -> ProcessKey:
+        """Which process."""
+        return self.look.key
+
+
+@dataclass(frozen=True, slots=True)
+class Orphan:
+    """What a process that ended left on a GPU, because others still hold the file it was made with."""
+
+    owner: ProcessLook
+    """As it was when it was last looked at."""
+    ended_ns: int
+    """When it was seen to be gone."""
+    gpu: GpuUuid | None
+    """None: could not be found out."""
+    clients: int
+    contexts: int | None
+    """None: made before the probe was attached."""
+    holders: tuple[ProcessKey, ...]
+    """Who keeps it alive, at most MAX_HOLDERS of them."""
+    since_ns: int
+    """When the owner was first seen with a file of the driver."""
+
+
+MAX_HOLDERS: Final = 16
+
+
+@dataclass(frozen=True, slots=True)
+class GpuTotal:
+    """What all processes have of one GPU."""
+
+    gpu: GpuUuid
+    processes: int
+    """How many hold it, the agent and services included."""
+    contexts: int | None
+    """Live contexts, those of orphans included; None where only /proc could be read."""
+
+
+UsageSource = Literal["probe", "proc"]
+Certainty = Literal["verified", "unverified"]
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """One picture of who uses the driver.
+
+    Its maker tells it whenever it changed, and at least every 30 s: an old one is no knowledge.
+    """
+
+    at_ns: int
+    processes: tuple[ProcessUse, ...] = ()
+    """By pid."""
+    orphans: tuple[Orphan, ...] = ()
+    """By pid of the owner, then GPU."""
+    totals: tuple[GpuTotal, ...] = ()
+    """By GPU; only those that somebody holds."""
+    source: UsageSource = "probe"
+    """proc: only /proc could be read, which shows who holds files and nothing of contexts."""
+    complete: bool = True
+    """False: events were lost or processes could not be seen, and nothing was rebuilt since."""
+    incomplete_because: str = ""
+    certainty: Certainty = "verified"
+    """unverified: nobody has compared contexts with what the probe counts, on this driver version."""
+    events_lost: int = 0
+    evicted: int = 0
+    """Entries that were forgotten because a table was full."""
+
+
+class MemoryUser(NamedTuple):
+    """A process that NVML lists on a GPU."""
+
+    pid: int
+    used_bytes: int | None
+    """None: NVML does not say."""
+    gi: int = ALL
+    ci: int = ALL
+
+
+ProcessInfo = Literal["ok", "unreliable", "unsupported"]
+"""Whether NVML's list of processes can be believed. unreliable: it has records that cannot be, so
+the library and the binding differ on the layout; unsupported: the driver has no such call."""
+
+
+@dataclass(frozen=True, slots=True)
+class GpuMemory:
+    """Memory of one GPU and who NVML says uses it."""
+
+    used_bytes: int | None
+    """NVML's memory information v2 ``used``, which leaves out what the driver reserves for itself."""
+    total_bytes: int | None
+    users: tuple[MemoryUser, ...] = ()
+    """By pid; empty where the list cannot be believed."""
+    process_info: ProcessInfo = "ok"
+
+
+@dataclass(frozen=True, slots=True)
+class PodSeen:
+    """A pod of this node."""
+
+    namespace: str
+    name: str
+    alive: bool = True
+    """False: it finished, or it is being deleted past its grace period."""
+
+    @property
+    def full_name(self) -> str:
+        """``namespace/name``, as allocations name it."""
+        return f"{self.namespace}/{self.name}"
+
+
+Pods = Mapping[PodUid, PodSeen]
+
+
+class DeviceCall(NamedTuple):
+    """What the kernel saw of the newest harmless call that the agent made on a GPU's device file."""
+
+    ready: bool
+    """It returned in time."""
+    entered_ns: int
+    took_ns: int | None
+    """None while it has not returned."""
+
+
+ProbeState = Literal["loading", "running", "disabled"]
+
+
+@dataclass(frozen=True, slots=True)
+class ProbeView:
+    """How the probe is."""
+
+    state: ProbeState
+    tier: str = ""
+    """driver or syscalls while it runs, procfs where only /proc is read."""
+    loader: str = ""
+    headers: str = ""
+    """Release of the kernel headers it was compiled with; empty: it was not."""
+    attached: tuple[str, ...] = ()
+    missing: tuple[tuple[str, str], ...] = ()
+    """Programs that are not attached, and why."""
+    code: str = ""
+    """Why it is disabled: ``kernel_headers_missing``, ``missing_capability``, …"""
+    message: str = ""
+    load_ms: float = 0.0
+    attach_ms: float = 0.0

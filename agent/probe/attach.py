@@ -1,0 +1,100 @@
+"""Attaches loaded programs, each on its own: one that cannot be attached is named with its reason.
+
+A program stays attached as long as the descriptor that stands for it is open, in whichever process.
+"""
+
+import errno
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Final, NamedTuple
+
+from agent.probe import syscalls
+from agent.probe.programs import Program
+
+_REASONS: Final = {
+    errno.ENOENT: "the kernel has no {target}",
+    errno.EINVAL: "the kernel refused to trace {target}",
+    errno.EPERM: "not permitted",
+    errno.EACCES: "not permitted",
+}
+
+
+class Attachment(NamedTuple):
+    """What came of attaching."""
+
+    attached: dict[str, int]
+    """Descriptor of each program that is attached."""
+    missing: dict[str, str]
+    """Why the others are not."""
+
+
+class Kprobes(NamedTuple):
+    """How to attach to functions of the kernel."""
+
+    pmu: int
+    return_bit: int
+
+
+def attach(programs: Iterable[Program], loaded: Mapping[str, int], *, sys_root: str) -> Attachment:
+    """Attach the programs that are loaded."""
+    attached: dict[str, int] = {}
+    missing: dict[str, str] = {}
+    for program in programs:
+        descriptor = loaded.get(program.name)
+        if descriptor is None:
+            missing[program.name] = "was not loaded"
+            continue
+        try:
+            attached[program.name] = attach_one(program, descriptor, sys_root=sys_root)
+        except OSError as error:
+            text = _REASONS.get(error.errno or 0, error.strerror or str(error))
+            missing[program.name] = text.format(target=program.target)
+    return Attachment(attached, missing)
+
+
+def attach_one(program: Program, descriptor: int, *, sys_root: str) -> int:
+    """Attach a program and return the descriptor that stands for it; raises OSError."""
+    if program.kind == "tracepoint":
+        return syscalls.tracepoint(_tracepoint_id(program.target, sys_root), descriptor)
+    if program.kind == "raw_tracepoint":
+        return syscalls.raw_tracepoint(program.target, descriptor)
+    if program.kind == "iterator":
+        return syscalls.iterator_link(descriptor)
+    probes = kprobes(sys_root)
+    if probes is None:
+        raise FileNotFoundError(errno.ENOENT, "the kernel has no kprobes")
+    return syscalls.kprobe(
+        probes.pmu,
+        program.target,
+        descriptor,
+        at_return=program.kind == "kretprobe",
+        return_bit=probes.return_bit,
+    )
+
+
+def kprobes(sys_root: str) -> Kprobes | None:
+    """Return how to attach to functions; None on a kernel without kprobes."""
+    folder = Path(sys_root, "bus/event_source/devices/kprobe")
+    try:
+        pmu = int((folder / "type").read_text())
+        bit = int((folder / "format/retprobe").read_text().strip().removeprefix("config:"))
+    except (OSError, ValueError):
+        return None
+    return Kprobes(pmu, bit)
+
+
+def tracefs(sys_root: str) -> str | None:
+    """Return where the trace file system is mounted; None if it is not, or may not be read."""
+    for folder in ("kernel/tracing", "kernel/debug/tracing"):
+        path = os.path.join(sys_root, folder)  # noqa: PTH118 - a string is wanted
+        if os.path.isdir(os.path.join(path, "events")):  # noqa: PTH112, PTH118
+            return path
+    return None
+
+
+def _tracepoint_id(target: str, sys_root: str) -> int:
+    mounted = tracefs(sys_root)
+    if mounted is None:
+        raise FileNotFoundError(errno.ENOENT, "the trace file system is not mounted")
+    return int(Path(mounted, "events", target, "id").read_text())

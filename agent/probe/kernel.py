@@ -1,0 +1,217 @@
+"""What this kernel and this process allow: tiers, capabilities, the driver's device numbers.
+
+Invariants: every root is a parameter, so that a test can show another machine. Nothing here changes anything.
+"""
+
+import platform
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, NamedTuple
+
+from agent.errors import ProbeLoadError
+from agent.probe.attach import kprobes, tracefs
+from agent.probe.programs import PROGRAMS, Tier
+
+OLDEST: Final = (5, 8)
+"""The first kernel with ring buffers, iterators and CAP_BPF."""
+INITIAL_PID_NAMESPACE: Final = 0xEFFFFFFC
+"""Inode of the machine's own pid namespace. Source: linux/proc_ns.h, PROC_PID_INIT_INO."""
+NVIDIA_MAJOR: Final = 195
+"""Of /dev/nvidiactl and /dev/nvidiaN. Source: open-gpu-kernel-modules, nv-chardev-numbers.h."""
+
+_OWN_STATUS: Final = Path("/proc/self/status")
+_OWN_PID_NAMESPACE: Final = Path("/proc/self/ns/pid")
+_CAP_SYS_ADMIN: Final = 21
+_CAPABILITIES: Final = {"CAP_PERFMON": 38, "CAP_BPF": 39}
+_CAP_SYS_RESOURCE: Final = 24
+_DRIVER_SYMBOLS: Final = frozenset(
+    program.target for program in PROGRAMS if program.kind in {"kprobe", "kretprobe"}
+)
+_VITAL_SYMBOLS: Final = frozenset(
+    program.target for program in PROGRAMS if program.kind in {"kprobe", "kretprobe"} and program.vital
+)
+_SHORT_STATUS_MOVED: Final = 535
+"""The driver branch since which the 32-byte RM_ALLOC has its status at 28, not 24."""
+
+
+@dataclass(frozen=True, slots=True)
+class Roots:
+    """Where to look. A simulated node has a /proc of its own, but runs on the kernel of this machine."""
+
+    node_proc: str = "/proc"
+    """What the driver tells: devices and its version."""
+    proc: str = "/proc"
+    """What the kernel tells of itself."""
+    sys: str = "/sys"
+    modules: str = "/lib/modules"
+    sources: str = "/usr/src"
+
+    @property
+    def btf(self) -> str:
+        """The running kernel's BTF."""
+        return f"{self.sys}/kernel/btf/vmlinux"
+
+
+class Majors(NamedTuple):
+    """Device numbers of the driver; 0 is not known."""
+
+    nvidia: int = 0
+    uvm: int = 0
+    caps: int = 0
+
+
+def release(roots: Roots) -> str:
+    """Return the release of the running kernel."""
+    try:
+        return Path(roots.proc, "sys/kernel/osrelease").read_text(encoding="ascii").strip()
+    except (OSError, UnicodeDecodeError):
+        return platform.release()
+
+
+def version_of(kernel_release: str) -> tuple[int, int]:
+    """Return major and minor version of a kernel release; (0, 0) if it has none."""
+    found = re.match(r"(\d+)\.(\d+)", kernel_release)
+    return (int(found[1]), int(found[2])) if found else (0, 0)
+
+
+def majors(roots: Roots) -> Majors:
+    """Return the device numbers that /proc/devices tells now."""
+    found: dict[str, int] = {}
+    for line in _text(Path(roots.node_proc, "devices")).partition("Block devices")[0].splitlines():
+        number, _, name = line.strip().partition(" ")
+        if number.isdigit():
+            found.setdefault(name.strip(), int(number))
+    nvidia = next((found[name] for name in ("nvidia", "nvidia-frontend") if name in found), 0)
+    return Majors(nvidia, found.get("nvidia-uvm", 0), found.get("nvidia-caps", 0))
+
+
+def filesystem_of_doubles(directory: str | None) -> int | None:
+    """Return st_dev of the file system whose files stand for devices; None: there is none."""
+    if directory is None:
+        return None
+    try:
+        device = Path(directory, "nvidiactl").stat().st_dev
+        # A plain file in a directory of files stands for nothing.
+        return None if device == Path(directory).stat().st_dev else device
+    except OSError:
+        return None
+
+
+def short_alloc_status(roots: Roots) -> int:
+    """Return where the loaded driver's 32-byte RM_ALLOC has its status: 24 or 28."""
+    found = re.search(r"\b(\d{3,4})\.\d+(\.\d+)?\b", _text(Path(roots.node_proc, "driver/nvidia/version")))
+    return 24 if found and int(found[1]) < _SHORT_STATUS_MOVED else 28
+
+
+def missing_capabilities(roots: Roots) -> tuple[str, ...]:
+    """Return the capabilities the probe needs and this process does not have."""
+    found = re.search(r"^CapEff:\s*([0-9a-fA-F]+)", _text(_OWN_STATUS), re.MULTILINE)
+    held = int(found[1], 16) if found else 0
+    missing = [name for name, bit in _CAPABILITIES.items() if not held >> bit & 1]
+    if held >> _CAP_SYS_ADMIN & 1:
+        missing = []
+    if version_of(release(roots)) < (5, 11) and not held >> _CAP_SYS_RESOURCE & 1:
+        missing.append("CAP_SYS_RESOURCE")
+    return tuple(missing)
+
+
+def check(roots: Roots) -> None:
+    """Raise ProbeLoadError with the first reason why no program can be loaded at all."""
+    running, machine = release(roots), platform.machine()
+    if machine != "x86_64":
+        raise ProbeLoadError("bpf_unsupported", f"The probe does not run on {machine} yet; it runs on x86_64")
+    if version_of(running) < OLDEST:
+        raise ProbeLoadError(
+            "bpf_unsupported", f"Kernel {running} cannot run the probe; it needs Linux 5.8 or later"
+        )
+    if "[confidentiality]" in _text(Path(roots.sys, "kernel/security/lockdown")):
+        raise ProbeLoadError(
+            "kernel_lockdown",
+            "The kernel is locked down (confidentiality), so nothing may read its memory; "
+            "boot with lockdown=integrity to use the probe",
+        )
+    if missing := missing_capabilities(roots):
+        raise ProbeLoadError(
+            "missing_capability",
+            f"The agent lacks {' and '.join(missing)}, which the probe needs; "
+            "grant them in the unit file or the pod's securityContext",
+        )
+    if _is_nested():
+        raise ProbeLoadError(
+            "pid_namespace",
+            "The agent sees other process ids than the kernel tells; run it with hostPID: true",
+        )
+
+
+def choose_tier(wanted: str, roots: Roots, *, doubles: bool) -> Tier:
+    """Return the tier to use; raises ProbeLoadError if the one that is wanted is not possible.
+
+    The cheap tier needs kprobes and the driver's symbols. A driver that is not loaded yet is waited for.
+    """
+    if wanted == "syscalls":
+        return "syscalls"
+    why = _why_not_driver(roots)
+    if wanted == "driver":
+        if why:
+            raise ProbeLoadError("tier_unavailable", f"Tier driver is not possible: {why}; use tier syscalls")
+        return "driver"
+    if why or doubles:
+        return "syscalls"
+    return "driver"
+
+
+def _why_not_driver(roots: Roots) -> str | None:
+    if kprobes(roots.sys) is None:
+        return "the kernel has no kprobes"
+    if majors(roots).nvidia == 0:
+        return None
+    absent = _VITAL_SYMBOLS - symbols(roots).keys()
+    if absent:
+        return f"the driver has no {', '.join(sorted(absent))}"
+    return None
+
+
+def symbols(roots: Roots) -> dict[str, str]:
+    """Return the module of each of the driver's entry points that the kernel knows; takes 0.1 s."""
+    found: dict[str, str] = {}
+    try:
+        with Path(roots.proc, "kallsyms").open(encoding="ascii", errors="replace") as lines:
+            found.update(_entry_points(lines))
+    except OSError:
+        return {}
+    return found
+
+
+def _entry_points(lines: Iterable[str]) -> Iterable[tuple[str, str]]:
+    for line in lines:
+        # Only modules' symbols have a fourth column.
+        if line.endswith("]\n"):
+            _, _, name, module = line.split(None, 3)
+            if name in _DRIVER_SYMBOLS:
+                yield name, module.strip().strip("[]")
+
+
+def check_tracefs(roots: Roots) -> None:
+    """Raise ProbeLoadError if tracepoints cannot be found."""
+    if tracefs(roots.sys) is None:
+        raise ProbeLoadError(
+            "tracefs_missing",
+            f"The trace file system is not mounted at {roots.sys}/kernel/tracing; "
+            "mount it (mount -t tracefs nodev /sys/kernel/tracing) or give the container the host's",
+        )
+
+
+def _is_nested() -> bool:
+    try:
+        return _OWN_PID_NAMESPACE.stat().st_ino != INITIAL_PID_NAMESPACE
+    except OSError:
+        return False
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""

@@ -1,0 +1,159 @@
+"""The one-shot loader process: loads, attaches, hands descriptors over a socket, ends.
+
+Run by agent/probe/loading.py. What the compiler leaves behind in memory ends with the process; the
+descriptors keep programs, maps and attachments alive in the agent.
+"""
+
+import ctypes
+import os
+import resource
+import signal
+import socket
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Final
+
+from agent.errors import ProbeLoadError
+from agent.probe import bcc_loader, core_loader, kernel, syscalls
+from agent.probe.attach import Attachment, attach, tracefs
+from agent.probe.layout import INDEX, SIZES, ProbeConfig
+from agent.probe.loaded import Loaded, refused, said
+from agent.probe.programs import BY_NAME, Tier, of_tier
+from agent.probe.request import Reply, Request, refusal
+
+_NEXT_LOADER: Final = frozenset(
+    {"bcc_missing", "kernel_headers_missing", "kernel_headers_mismatch", "compile_failed"}
+)
+"""Why a precompiled object may still do."""
+_CLONE_NEWNS: Final = 0x00020000
+_MS_REC_PRIVATE: Final = 0x4000 | 1 << 18
+_PR_SET_PDEATHSIG: Final = 1
+
+
+def main(descriptor: str, request: str) -> None:
+    """Do what is asked and hand over what came of it; does not return."""
+    _be_expendable()
+    channel = socket.socket(fileno=int(descriptor))
+    try:
+        reply, descriptors, _owner = _run(Request.from_json(request))
+        socket.send_fds(channel, [reply.to_bytes()], descriptors)
+    except ProbeLoadError as error:
+        channel.send(refusal(error))
+    except OSError as error:
+        channel.send(refusal(refused(error.errno or 0, said())))
+    # No clean-up: bcc's would detach what was just attached.
+    os._exit(0)
+
+
+def _be_expendable() -> None:
+    """End with the agent, and before it when memory runs out."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    with suppress(OSError):
+        Path("/proc/self/oom_score_adj").write_text("1000")
+    with suppress(OSError, ValueError):  # kernels before 5.11 charge maps to this limit
+        resource.setrlimit(resource.RLIMIT_MEMLOCK, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+
+
+def _run(request: Request) -> tuple[Reply, list[int], Loaded]:
+    roots = request.roots
+    kernel.check(roots)
+    tier = kernel.choose_tier(request.tier, roots, doubles=request.doubles is not None)
+    if tracefs(roots.sys) is None:
+        _mount_tracefs(roots.sys)
+    if tier == "syscalls":
+        kernel.check_tracefs(roots)
+    began = time.monotonic_ns()
+    loaded = _load(request, tier)
+    _check_layout(loaded.maps)
+    syscalls.map_update(loaded.maps["config"], INDEX.pack(0), _config(request).pack())
+    loaded_at = time.monotonic_ns()
+    wanted = of_tier(tier, traces=bool(request.trace_tgid))
+    attachment = attach(wanted, loaded.programs, sys_root=roots.sys)
+    _check_vital(attachment, tier, kernel.majors(roots).nvidia)
+    attached_at = time.monotonic_ns()
+    # Only these are attached again, when the driver was loaded anew; others live by what is attached.
+    again = {
+        name: fd for name, fd in loaded.programs.items() if BY_NAME[name].kind in {"kprobe", "kretprobe"}
+    }
+    reply = Reply(
+        loader=loaded.loader,
+        tier=tier,
+        headers=loaded.headers,
+        maps=tuple(loaded.maps),
+        programs=tuple(again),
+        attached=tuple(attachment.attached),
+        missing={**attachment.missing, **loaded.missing},
+        load_ms=(loaded_at - began) // 1_000_000,
+        attach_ms=(attached_at - loaded_at) // 1_000_000,
+    )
+    descriptors = [*loaded.maps.values(), *again.values(), *attachment.attached.values()]
+    return reply, descriptors, loaded
+
+
+def _mount_tracefs(sys_root: str) -> None:
+    """Mount the trace file system where only this process sees it; without the right to, do without."""
+    libc = ctypes.CDLL(None)
+    target = f"{sys_root}/kernel/tracing".encode()
+    if libc.unshare(_CLONE_NEWNS) == 0 and libc.mount(None, b"/", None, _MS_REC_PRIVATE, None) == 0:
+        libc.mount(b"nodev", target, b"tracefs", 0, None)
+
+
+def _load(request: Request, tier: Tier) -> Loaded:
+    if request.loader == "core":
+        return core_loader.load(request, tier)
+    try:
+        return bcc_loader.load(request, tier)
+    except ProbeLoadError as error:
+        if request.loader == "bcc" or error.code not in _NEXT_LOADER:
+            raise
+        try:
+            return core_loader.load(request, tier)
+        except ProbeLoadError as other:
+            # Nothing precompiled is at hand: what is wrong with bcc is what can be put right.
+            if other.code in {"object_missing", "libbpf_missing"}:
+                raise error from None
+            raise
+
+
+def _check_layout(maps: dict[str, int]) -> None:
+    """Refuse an object built from another version of the header, rather than read it wrongly."""
+    for name, (key_bytes, value_bytes) in SIZES.items():
+        info = syscalls.map_info(maps[name])
+        if (info.key_bytes, info.value_bytes) != (key_bytes, value_bytes):
+            raise ProbeLoadError(
+                "layout_mismatch",
+                f"Map {name} of the precompiled probe has another layout than this version of the agent; "
+                "build it anew with make bpf",
+            )
+
+
+def _config(request: Request) -> ProbeConfig:
+    found = kernel.majors(request.roots)
+    doubles = request.doubles
+    return ProbeConfig(
+        nvidia_major=(doubles and doubles.nvidia_major) or found.nvidia or kernel.NVIDIA_MAJOR,
+        uvm_major=(doubles and doubles.uvm_major) or found.uvm,
+        caps_major=found.caps,
+        context_class=request.context_class,
+        short_alloc_status=kernel.short_alloc_status(request.roots),
+        agent_tgid=request.agent_tgid,
+        test_filesystem=doubles.filesystem if doubles else 0,
+        any_return=int(doubles.any_return) if doubles else 0,
+        answer_within_ns=request.answer_within_ns,
+        trace_tgid=request.trace_tgid,
+    )
+
+
+def _check_vital(attachment: Attachment, tier: Tier, nvidia_major: int) -> None:
+    missing = [name for name in attachment.missing if BY_NAME[name].vital]
+    # The entry points of a driver that is not loaded yet are attached to when it is.
+    if not missing or (tier == "driver" and nvidia_major == 0):
+        return
+    reasons = ", ".join(f"{name}: {attachment.missing[name]}" for name in missing)
+    raise ProbeLoadError("attach_failed", f"The probe could not be attached ({reasons}); use another tier")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,189 @@
+"""Loads the probe: starts the loader process, waits for it within a deadline, takes what it hands over.
+
+Guarantees: nothing is tried twice; whatever goes wrong is one ProbeLoadError with a code, and then no
+process, descriptor or directory is left. Cancelling ends the process.
+"""
+
+import asyncio
+import contextlib
+import fcntl
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Final
+
+import agent
+from agent.errors import ProbeLoadError
+from agent.probe.probe import Probe
+from agent.probe.request import (
+    MAX_DESCRIPTORS,
+    MAX_MESSAGE_BYTES,
+    Request,
+    last_useful_line,
+    read_reply,
+)
+from agent.threads import in_daemon_thread
+
+DEADLINE_S: Final = 120.0
+"""A second on a quiet machine; half a minute where everything is slow."""
+MAX_OUTPUT_BYTES: Final = 4 << 20
+"""What the loader process may write to standard error; a verifier can be long-winded."""
+MAX_DETAIL_BYTES: Final = 8_192
+"""What is kept of it; a line of the log has room for twice as much."""
+_GRACE_S: Final = 5.0
+"""How long the process may take to end once it has answered."""
+_CUT: Final = b"\n...\n"
+_ROOT: Final = str(Path(agent.__file__).parent.parent)
+# Neither site-packages nor the environment: the process imports what is named here, and bcc.
+_PYTHON: Final = (sys.executable, "-ISs", "-W", "ignore", "-c")
+_BOOT: Final = (
+    "import sys; sys.path.append(sys.argv.pop(1)); from agent.probe.loader import main; main(*sys.argv[1:])"
+)
+
+
+async def load(request: Request, *, deadline_s: float = DEADLINE_S, launcher: Sequence[str] = ()) -> Probe:
+    """Load and attach the probe, or raise ProbeLoadError.
+
+    ``launcher`` is put before the loader's command line, as ``setpriv`` with its options would be.
+    """
+    request = replace(request, agent_tgid=request.agent_tgid or os.getpid())
+    run = _Run(request, deadline_s, tuple(launcher))
+    try:
+        return await in_daemon_thread("probe-loader", run.run)
+    except asyncio.CancelledError:
+        run.abandon()
+        raise
+    except RuntimeError as error:
+        raise ProbeLoadError(
+            "loader_failed", f"No thread could be started to load the probe: {error}"
+        ) from error
+
+
+class _Run:
+    """One run of the loader process; on a thread of its own, which may be abandoned."""
+
+    def __init__(self, request: Request, deadline_s: float, launcher: tuple[str, ...]) -> None:
+        self._request = request
+        self._deadline_s = deadline_s
+        self._launcher = launcher
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._is_abandoned = False
+
+    def abandon(self) -> None:
+        """End the process; whatever it still hands over is let go."""
+        with self._lock:
+            self._is_abandoned = True
+            if self._process is not None:
+                self._process.kill()
+
+    def run(self) -> Probe:
+        """Run the process to its end and return what it loaded."""
+        try:
+            with _scratch() as scratch, _output() as output:
+                probe = self._loaded(replace(self._request, scratch=scratch), output)
+        except OSError as error:
+            raise ProbeLoadError(
+                "loader_failed", f"The probe's loader could not be started: {error}"
+            ) from error
+        with self._lock:
+            if self._is_abandoned:
+                probe.close()
+                raise ProbeLoadError("loader_failed", "Loading the probe was given up")
+        return probe
+
+    def _loaded(self, request: Request, output: int) -> Probe:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with ours:
+            with theirs:
+                process = self._start(request, theirs.fileno(), output)
+            message, descriptors = self._received(ours, process)
+        try:
+            if not message:
+                raise _died(process.returncode, _excerpt(output))
+            return Probe(read_reply(message), descriptors, request)
+        except ProbeLoadError as error:
+            for descriptor in descriptors:
+                os.close(descriptor)
+            error.detail = _excerpt(output)
+            raise
+
+    def _start(self, request: Request, channel: int, output: int) -> subprocess.Popen[bytes]:
+        command = [*self._launcher, *_PYTHON, _BOOT, _ROOT, str(channel), request.to_json()]
+        with self._lock:
+            if self._is_abandoned:
+                raise ProbeLoadError("loader_failed", "Loading the probe was given up")
+            self._process = subprocess.Popen(  # noqa: S603 - our own interpreter
+                command, pass_fds=(channel,), stdin=subprocess.DEVNULL, stdout=output, stderr=output, cwd="/"
+            )
+        return self._process
+
+    def _received(self, channel: socket.socket, process: subprocess.Popen[bytes]) -> tuple[bytes, list[int]]:
+        """Return the process's answer, nothing if it ended without one; it has ended then."""
+        message = b""
+        descriptors: list[int] = []
+        grace_s = 0.0
+        try:
+            if not select.select([channel], [], [], self._deadline_s)[0]:
+                raise ProbeLoadError(
+                    "loader_timeout",
+                    f"The probe's loader took over {self._deadline_s:g} s; is the node overloaded?",
+                )
+            grace_s = _GRACE_S
+            message, descriptors, _, _ = socket.recv_fds(
+                channel, MAX_MESSAGE_BYTES, MAX_DESCRIPTORS, socket.MSG_CMSG_CLOEXEC
+            )
+        finally:
+            try:
+                process.wait(grace_s)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+        return message, descriptors
+
+
+def _died(code: int, output: str) -> ProbeLoadError:
+    if code < 0:
+        return ProbeLoadError(
+            "loader_killed",
+            f"The probe's loader was killed ({signal.Signals(-code).name}); it needs about 150 MiB while it "
+            "compiles, --probe-loader core needs less",
+        )
+    return ProbeLoadError(
+        "loader_failed", f"The probe's loader ended with {code}: {last_useful_line(output)}"
+    )
+
+
+@contextlib.contextmanager
+def _scratch() -> Iterator[str]:
+    with tempfile.TemporaryDirectory(prefix="gpu-agent-probe-", ignore_cleanup_errors=True) as path:
+        yield path
+
+
+@contextlib.contextmanager
+def _output() -> Iterator[int]:
+    """Make a file in memory that takes so much and no more: nothing to read along, nothing that fills up."""
+    descriptor = os.memfd_create("gpu-agent-probe", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.ftruncate(descriptor, MAX_OUTPUT_BYTES)
+        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK)
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def _excerpt(output: int) -> str:
+    """Return the beginning and the end of what was written, at most MAX_DETAIL_BYTES."""
+    written = os.pread(output, MAX_OUTPUT_BYTES, 0).strip(b"\0")
+    if len(written) > MAX_DETAIL_BYTES:
+        half = MAX_DETAIL_BYTES // 2 - len(_CUT)
+        written = written[:half] + _CUT + written[-half:]
+    return written.decode(errors="replace")

@@ -1,0 +1,314 @@
+"""The probe as the agent has it: descriptors of maps, programs and attachments, and what is read by them.
+
+Invariants: nothing here compiles or loads. Closing every descriptor takes the probe out of the kernel.
+"""
+
+import os
+import threading
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from typing import Final, NamedTuple
+
+from agent.errors import ProbeLoadError
+from agent.model.rm import HeldFile, ProcessCounters, RmObject
+from agent.probe import kernel, procfs, syscalls
+from agent.probe.attach import attach
+from agent.probe.kernel import NVIDIA_MAJOR, Majors
+from agent.probe.layout import (
+    CHECK,
+    CONFIG,
+    DEVICE,
+    INDEX,
+    OBJECT,
+    OBJECT_KEY,
+    PROCESS,
+    PROCESS_KEY,
+    STATISTICS,
+    TRACED,
+    TRACED_KEY,
+    Check,
+    ProbeConfig,
+    ProbeStatistics,
+    TracedCall,
+    decode_held,
+    decode_objects,
+    decode_processes,
+    decode_statistics,
+    decode_traced,
+    encode_process,
+)
+from agent.probe.procfs import Scan
+from agent.probe.programs import BY_NAME
+from agent.probe.request import Reply, Request
+from agent.probe.ring import EVENTS, TRACED_CALLS, Ring
+
+MAX_SCAN_BYTES: Final = 16 << 20
+"""What is read of one run of the iterator: 350,000 descriptors."""
+DRIVER_MODULES: Final = ("nvidia", "nvidia_uvm")
+REATTACH_TRIES: Final = 3
+"""A module's functions can be traced a moment after it shows."""
+
+_ITERATOR: Final = "bpf_iter__task_file"
+_CHUNK_BYTES: Final = 65_536
+_FIRST: Final = INDEX.pack(0)
+
+
+class Readiness(NamedTuple):
+    """What the kernel saw of the last readiness check of a device."""
+
+    ready: bool
+    check: Check
+
+
+class Probe:
+    """A probe in the kernel; ``agent.probe.loading.load`` makes it."""
+
+    def __init__(self, reply: Reply, descriptors: list[int], request: Request) -> None:
+        """Take the descriptors over; if it raises ProbeLoadError they are still the caller's."""
+        names = (*reply.maps, *reply.programs, *reply.attached)
+        if len(names) != len(descriptors):
+            raise ProbeLoadError(
+                "loader_failed", "The agent has no room for the probe's descriptors; raise LimitNOFILE"
+            )
+        taken = iter(descriptors)
+        self._maps = {name: next(taken) for name in reply.maps}
+        self._programs = {name: next(taken) for name in reply.programs}
+        self._links = {name: next(taken) for name in reply.attached}
+        self._roots: Final = request.roots
+        self._doubles: Final = request.doubles
+        self._removed = 0
+        self._added = 0
+        self._cpus = _possible_cpus()
+        self._tries_left = REATTACH_TRIES
+        self._modules = self._module_identity()
+        self._is_closed = False
+        self.loader: Final = reply.loader
+        self.tier: Final = reply.tier
+        self.headers: Final = reply.headers
+        """Release of the headers that were compiled with; empty for the precompiled object."""
+        self.load_ms: Final = reply.load_ms
+        self.attach_ms: Final = reply.attach_ms
+        self.missing: Final = dict(reply.missing)
+        """Programs that are not attached, and why."""
+        self.evictions = 0
+        """Rows the kernel took out of the table of processes for want of room; as of the last read."""
+        try:
+            self.ring: Final = Ring(self._maps["events"], self._ring_bytes(), EVENTS)
+            self._config = self._read_config()
+        except OSError as error:
+            raise ProbeLoadError("loader_failed", f"The probe's maps cannot be read: {error}") from error
+
+    @property
+    def attached(self) -> tuple[str, ...]:
+        """Names of the programs that are attached."""
+        return tuple(self._links)
+
+    @property
+    def config(self) -> ProbeConfig:
+        """What the programs are told."""
+        return self._config
+
+    # ---- what happened ----
+
+    def read_objects(self) -> list[RmObject]:
+        """Return the live objects; 5 ms for 8,000."""
+        rows = syscalls.map_rows(self._maps["objects"], OBJECT_KEY.size, OBJECT.size)
+        return decode_objects(rows.keys, rows.values)
+
+    def read_processes(self) -> list[ProcessCounters]:
+        """Return what each process did; 4 ms for 8,000."""
+        added = self.read_statistics().processes_added + self._added
+        rows = syscalls.map_rows(self._maps["processes"], PROCESS_KEY.size, PROCESS.size)
+        # Rows put in since make this too low, never too high; the next read tells.
+        self.evictions = max(self.evictions, added - self._removed - rows.total)
+        return decode_processes(rows.keys, rows.values)
+
+    def read_statistics(self) -> ProbeStatistics:
+        """Return what the programs counted, over all CPUs."""
+        size = STATISTICS.size * self._cpus
+        value = syscalls.map_lookup(self._maps["statistics"], _FIRST, size)
+        return decode_statistics(value or bytes(STATISTICS.size))
+
+    def forget_objects(self, gone: Iterable[tuple[int, int, int]]) -> None:
+        """Take objects, by client, handle and when they were made, out of the map: they went with others.
+
+        A newer object under the same handle stays; programs use handles again at once.
+        """
+        objects = self._maps["objects"]
+        for client, handle, at_ns in gone:
+            key = OBJECT_KEY.pack(client, handle)
+            row = syscalls.map_lookup(objects, key, OBJECT.size)
+            if row is not None and OBJECT.unpack(row)[0] <= at_ns:
+                syscalls.map_delete(objects, key)
+
+    def forget_processes(self, tgids: Iterable[int]) -> None:
+        """Take processes out of the map: they ended and their counts were read."""
+        for tgid in tgids:
+            self._removed += syscalls.map_delete(self._maps["processes"], PROCESS_KEY.pack(tgid))
+
+    def watch(self, held: Iterable[HeldFile]) -> None:
+        """Let the kernel tell of closes, forks and end of processes that may never have opened a device."""
+        now = time.monotonic_ns()
+        for process in {one.tgid: one for one in held}.values():
+            row = encode_process(process.cgroup_id, process.start_ticks, now)
+            key = PROCESS_KEY.pack(process.tgid)
+            self._added += syscalls.map_update(self._maps["processes"], key, row, syscalls.NOEXIST)
+
+    def traced_ring(self) -> Ring[TracedCall]:
+        """Return the ring of a probe that traces, to be read instead of ``ring`` and closed by the caller."""
+        return Ring(self._maps["events"], self._ring_bytes(), TRACED_CALLS)
+
+    def _ring_bytes(self) -> int:
+        return syscalls.map_info(self._maps["events"]).max_entries
+
+    def read_traced(self) -> list[TracedCall]:
+        """Return the calls of the traced process that have not returned."""
+        rows = syscalls.map_rows(self._maps["traced"], TRACED_KEY.size, TRACED.size)
+        return [decode_traced(rows.values, at) for at in range(0, len(rows.values), TRACED.size)]
+
+    # ---- who holds what ----
+
+    def scan(self) -> Scan:
+        """Return who holds which open file: 8 ms for ten thousand descriptors, 50 ms without the iterator."""
+        link = self._links.get(_ITERATOR)
+        if link is None:
+            return self._scan_procfs()
+        try:
+            data = _read_all(syscalls.iterator(link))
+        except OSError:
+            return self._scan_procfs()
+        return Scan(decode_held(data), len(data) < MAX_SCAN_BYTES, "kernel")
+
+    def _scan_procfs(self) -> Scan:
+        config = self._config
+        return procfs.scan(
+            majors=Majors(config.nvidia_major, config.uvm_major, config.caps_major),
+            filesystem=config.test_filesystem,
+        )
+
+    # ---- readiness ----
+
+    def read_readiness(self) -> dict[int, Readiness]:
+        """Return what is known of each minor that the agent called; the control device is minor 255."""
+        flags = syscalls.map_rows(self._maps["devices"], INDEX.size, DEVICE.size).values
+        checks = syscalls.map_rows(self._maps["checks"], INDEX.size, CHECK.size).values
+        return {
+            minor: Readiness(bool(flag), check)
+            for minor, ((flag,), check) in enumerate(
+                zip(DEVICE.iter_unpack(flags), map(Check._make, CHECK.iter_unpack(checks)), strict=True)
+            )
+            if check.calls
+        }
+
+    def set_ready(self, minor: int, *, ready: bool) -> None:
+        """Set a device's flag: to not ready when its check did not return in time."""
+        syscalls.map_update(self._maps["devices"], INDEX.pack(minor), DEVICE.pack(ready))
+
+    # ---- the driver comes and goes ----
+
+    def refresh(self) -> bool:
+        """Read device numbers and the driver's version anew; True if they changed. Once a poll."""
+        before = self._config
+        self.set_majors(kernel.majors(self._roots))
+        self._set_config(self._config._replace(short_alloc_status=kernel.short_alloc_status(self._roots)))
+        return self._config != before
+
+    def set_majors(self, majors: Majors) -> None:
+        """Tell the programs the device numbers; those of doubles stay, and so does one that is not known."""
+        doubles = self._doubles
+        self._set_config(
+            self._config._replace(
+                nvidia_major=(doubles and doubles.nvidia_major) or majors.nvidia or NVIDIA_MAJOR,
+                uvm_major=(doubles and doubles.uvm_major) or majors.uvm,
+                caps_major=majors.caps,
+            )
+        )
+
+    def _set_config(self, config: ProbeConfig) -> None:
+        if config != self._config:
+            syscalls.map_update(self._maps["config"], _FIRST, config.pack())
+            self._config = config
+
+    def _read_config(self) -> ProbeConfig:
+        value = syscalls.map_lookup(self._maps["config"], _FIRST, CONFIG.size)
+        return ProbeConfig(*CONFIG.unpack(value or bytes(CONFIG.size)))
+
+    def reattach(self) -> tuple[str, ...]:
+        """Attach to a driver that was loaded since; return the programs that are attached anew. Once a poll.
+
+        Costs two stats while nothing changed. Attachments to a module that is gone are dead.
+        """
+        if self.tier != "driver":
+            return ()
+        modules = self._module_identity()
+        if modules != self._modules:
+            self._modules = modules
+            self._tries_left = REATTACH_TRIES
+            self._let_go_of_driver()
+        waiting = [BY_NAME[name] for name in self._programs if name not in self._links]
+        if not waiting or not any(modules) or not self._tries_left:
+            return ()
+        self._tries_left -= 1
+        outcome = attach(waiting, self._programs, sys_root=self._roots.sys)
+        self._links.update(outcome.attached)
+        for name in outcome.attached:
+            self.missing.pop(name, None)
+        self.missing.update(outcome.missing)
+        return tuple(outcome.attached)
+
+    def _let_go_of_driver(self) -> None:
+        gone = [name for name in self._programs if name in self._links]
+        _close_later([self._links.pop(name) for name in gone])
+        self.missing.update(dict.fromkeys(gone, "the driver was unloaded"))
+
+    def _module_identity(self) -> tuple[int, ...]:
+        """Return what changes when a module is loaded anew; 0 where it is not loaded."""
+        return tuple(_inode(f"{self._roots.sys}/module/{name}") for name in DRIVER_MODULES)
+
+    def close(self) -> None:
+        """Take the probe out of the kernel; it takes the kernel a second, which is not waited for."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self.ring.close()
+        _close_later([*self._links.values(), *self._programs.values(), *self._maps.values()])
+
+
+def _inode(path: str) -> int:
+    try:
+        return os.stat(path).st_ino  # noqa: PTH116 - a poll's
+    except OSError:
+        return 0
+
+
+def _close_later(descriptors: list[int]) -> None:
+    def close() -> None:
+        for descriptor in descriptors:
+            with suppress(OSError):
+                os.close(descriptor)
+
+    try:
+        threading.Thread(target=close, name="probe-close", daemon=True).start()
+    except RuntimeError:  # no thread can be had
+        close()
+
+
+def _read_all(descriptor: int) -> bytes:
+    try:
+        return b"".join(_chunks(descriptor))
+    finally:
+        os.close(descriptor)
+
+
+def _chunks(descriptor: int) -> Iterator[bytes]:
+    room = MAX_SCAN_BYTES
+    while room > 0 and (chunk := os.read(descriptor, min(_CHUNK_BYTES, room))):
+        room -= len(chunk)
+        yield chunk
+
+
+def _possible_cpus() -> int:
+    """Return how many values a per-CPU map has; 0-3,8 is nine, since the kernel counts to the last."""
+    with open("/sys/devices/system/cpu/possible", encoding="ascii") as file:  # noqa: PTH123
+        return int(file.read().strip().rpartition(",")[2].rpartition("-")[2]) + 1

@@ -1,0 +1,133 @@
+"""Finds who holds the driver's files by walking /proc/*/fd, without the probe.
+
+It does not tell open files apart, nor what is done with them.
+Invariants: nothing is opened, and only files that look like the driver's are looked at, so a dead network
+file system is not waited for. Processes that end meanwhile are left out.
+"""
+
+import os
+import re
+from pathlib import Path
+from typing import Final, Literal, NamedTuple
+
+from agent.model.rm import HeldFile
+from agent.probe.kernel import NVIDIA_MAJOR, Majors
+from agent.probe.layout import merge_held
+
+CONTROL_MINOR: Final = 255
+MAX_DESCRIPTORS: Final = 262_144
+"""Descriptors looked at; beyond, the answer is incomplete."""
+
+_NAME: Final = re.compile(
+    r"nvidia(?:ctl|-uvm|-uvm-tools|-modeset|-cap\d+|(?P<index>\d{1,3}))(?: \(deleted\))?"
+)
+_MINORS: Final = {"nvidiactl": CONTROL_MINOR, "nvidia-modeset": 254}
+_UVM_MINORS: Final = {"nvidia-uvm": 0, "nvidia-uvm-tools": 1}
+
+
+class Scan(NamedTuple):
+    """Who holds which open file of the driver."""
+
+    held: list[HeldFile]
+    complete: bool
+    """False if there was more than is looked at."""
+    source: Literal["kernel", "procfs"]
+
+
+def scan(
+    *,
+    proc_root: str = "/proc",
+    cgroup_root: str = "/sys/fs/cgroup",
+    majors: Majors,
+    filesystem: int = 0,
+) -> Scan:
+    """Return the holders that /proc shows; takes 50 ms for ten thousand descriptors.
+
+    ``filesystem`` is as in request.Doubles. What has no device number, as in a fake root, is told by name.
+    """
+    found: list[tuple[tuple[int, int, int, int, int], tuple[int, int]]] = []
+    room = MAX_DESCRIPTORS
+    for pid in _processes(proc_root):
+        held, looked_at = _descriptors(f"{proc_root}/{pid}/fd", majors, filesystem, room)
+        room -= looked_at
+        if held:
+            start = _start_ticks(f"{proc_root}/{pid}/stat")
+            cgroup = _cgroup_id(f"{proc_root}/{pid}/cgroup", cgroup_root)
+            found += [((pid, start, 0, device, cgroup), (0, number)) for number, device in held]
+        if room <= 0:
+            break
+    return Scan(merge_held(found), room > 0, "procfs")
+
+
+def _processes(proc_root: str) -> list[int]:
+    try:
+        return sorted(int(name) for name in os.listdir(proc_root) if name.isdigit())  # noqa: PTH208
+    except OSError:
+        return []
+
+
+def _descriptors(
+    folder: str, majors: Majors, filesystem: int, room: int
+) -> tuple[list[tuple[int, int]], int]:
+    """Return number and device of a process's descriptors that are the driver's, and how many there are."""
+    try:
+        names = os.listdir(folder)[:room]  # noqa: PTH208
+    except OSError:
+        return [], 0
+    held = []
+    for name in names:
+        device = _device(f"{folder}/{name}", majors, filesystem)
+        if device is not None and name.isdigit():
+            held.append((int(name), device))
+    return held, len(names)
+
+
+def _device(link: str, majors: Majors, filesystem: int) -> int | None:
+    try:
+        target = os.readlink(link)  # noqa: PTH115
+    except OSError:
+        return None
+    named = _NAME.fullmatch(target.rpartition("/")[2])
+    if named is None:
+        return None
+    try:
+        status = os.stat(link)  # noqa: PTH116
+    except OSError:
+        return _by_name(target.rpartition("/")[2].removesuffix(" (deleted)"), majors)
+    if status.st_rdev:
+        major, minor = os.major(status.st_rdev), os.minor(status.st_rdev)
+        return major << 20 | minor if major in _known(majors) else None
+    if filesystem and status.st_dev == filesystem:
+        return status.st_ino
+    return _by_name(target.rpartition("/")[2].removesuffix(" (deleted)"), majors)
+
+
+def _known(majors: Majors) -> set[int]:
+    return {majors.nvidia or NVIDIA_MAJOR, majors.uvm, majors.caps} - {0}
+
+
+def _by_name(name: str, majors: Majors) -> int | None:
+    nvidia = majors.nvidia or NVIDIA_MAJOR
+    if name in _UVM_MINORS:
+        return majors.uvm << 20 | _UVM_MINORS[name] if majors.uvm else None
+    if name in _MINORS:
+        return nvidia << 20 | _MINORS[name]
+    index = name.removeprefix("nvidia")
+    return nvidia << 20 | int(index) if index.isdigit() else None
+
+
+def _start_ticks(path: str) -> int:
+    try:
+        fields = Path(path).read_text(errors="replace").rpartition(")")[2].split()
+        return int(fields[19])  # the 22nd of all, counted from the state
+    except (OSError, IndexError, ValueError):
+        return 0
+
+
+def _cgroup_id(path: str, cgroup_root: str) -> int:
+    try:
+        lines = Path(path).read_text(errors="replace").splitlines()
+        unified = next((line[3:] for line in lines if line.startswith("0::")), None)
+        return Path(f"{cgroup_root}{unified}").stat().st_ino if unified else 0
+    except OSError:
+        return 0

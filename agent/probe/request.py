@@ -1,0 +1,142 @@
+"""What is asked of the loader process, and what it hands back: one message each way."""
+
+import json
+from dataclasses import asdict, dataclass, field
+from itertools import pairwise
+from typing import Any, Final, Literal
+
+from agent.errors import ProbeLoadError
+from agent.probe.kernel import Roots
+from agent.probe.layout import CONTEXT_CLASS
+from agent.probe.programs import Tier
+
+LoaderChoice = Literal["auto", "bcc", "core"]
+TierChoice = Literal["auto", "driver", "syscalls"]
+
+MAX_MESSAGE_BYTES: Final = 65_536
+MAX_DESCRIPTORS: Final = 128
+"""Linux passes at most 253 in one message."""
+MAX_SUMMARY_CHARACTERS: Final = 400
+MAX_LINE_CHARACTERS: Final = 200
+
+RING_BYTES: Final = 1 << 20
+PROCESSES: Final = 65_536
+TRACED_CALLS: Final = 1_024
+BCC_PATHS: Final = (
+    "/usr/lib/python3/dist-packages",
+    "/usr/lib/python3.*/site-packages",
+    "/usr/local/lib/python3.*/dist-packages",
+)
+"""Where distributions put the module bcc; it is pure Python over libbcc and runs on any."""
+
+
+@dataclass(frozen=True, slots=True)
+class Doubles:
+    """Device doubles that count as the driver's; for tests and the simulated node."""
+
+    nvidia_major: int = 0
+    """Instead of the one in /proc/devices: 1 takes ``mknod c 1 3`` for a GPU."""
+    uvm_major: int = 0
+    filesystem: int = 0
+    """st_dev of a file system whose files stand for the device that their inode number is the dev_t of."""
+    any_return: bool = False
+    """An ioctl that failed counts as one that worked."""
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """How to load the probe."""
+
+    loader: LoaderChoice = "auto"
+    tier: TierChoice = "auto"
+    roots: Roots = field(default_factory=Roots)
+    doubles: Doubles | None = None
+    context_class: int = CONTEXT_CLASS
+    answer_within_ns: int = 5_000_000_000
+    """A readiness check that takes longer does not say ready."""
+    ring_bytes: int = RING_BYTES
+    """A power of two and a multiple of the page size."""
+    processes: int = PROCESSES
+    """Rows of the table of processes; the least recently used is evicted."""
+    bcc_paths: tuple[str, ...] = BCC_PATHS
+    object_path: str | None = None
+    """Another precompiled object than the one that is shipped."""
+    agent_tgid: int = 0
+    trace_tgid: int = 0
+    """A process whose every call is told; then nothing else is."""
+    scratch: str = ""
+    """A private directory of the loader process, removed after it."""
+
+    @property
+    def traced(self) -> int:
+        """Calls of the traced process that may be under way at once."""
+        return TRACED_CALLS if self.trace_tgid else 1
+
+    def to_json(self) -> str:
+        """Return the request as the loader process reads it."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> "Request":
+        """Return the request that ``to_json`` wrote."""
+        values: dict[str, Any] = json.loads(text)
+        doubles = values.pop("doubles")
+        return cls(
+            roots=Roots(**values.pop("roots")),
+            doubles=None if doubles is None else Doubles(**doubles),
+            bcc_paths=tuple(values.pop("bcc_paths")),
+            **values,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """What was loaded; the descriptors come beside it: maps, programs, attached, in this order."""
+
+    loader: Literal["bcc", "core"]
+    tier: Tier
+    headers: str
+    """Release of the headers that were compiled with; empty for a precompiled object."""
+    maps: tuple[str, ...]
+    programs: tuple[str, ...]
+    attached: tuple[str, ...]
+    missing: dict[str, str]
+    """Programs that are not attached, and why."""
+    load_ms: int
+    attach_ms: int
+
+    def to_bytes(self) -> bytes:
+        """Return the reply as a message."""
+        return json.dumps(asdict(self)).encode()
+
+
+def refusal(error: ProbeLoadError) -> bytes:
+    """Return the message that says why nothing was loaded."""
+    return json.dumps({"code": error.code, "summary": str(error)[:MAX_SUMMARY_CHARACTERS]}).encode()
+
+
+def read_reply(message: bytes) -> Reply:
+    """Return the reply, or raise the ProbeLoadError it tells."""
+    values: dict[str, Any] = json.loads(message)
+    if "code" in values:
+        raise ProbeLoadError(values["code"], values["summary"])
+    for name in ("maps", "programs", "attached"):
+        values[name] = tuple(values[name])
+    return Reply(**values)
+
+
+def last_useful_line(output: str) -> str:
+    """Return the line of a compiler's or verifier's output that says what is wrong."""
+    lines = [line.strip() for line in output.splitlines() if line.strip()]
+    if not lines:
+        return "no reason was given"
+    omitted = f" ({len(lines) - 1} line(s) omitted)" if len(lines) > 1 else ""
+    return _telling(lines)[:MAX_LINE_CHARACTERS] + omitted
+
+
+def _telling(lines: list[str]) -> str:
+    """Return what a compiler says first, or what the verifier says last, before its counters."""
+    for line, following in pairwise(lines):
+        if following.startswith("processed "):
+            return line
+    return next((line for line in lines if "error:" in line), lines[-1])

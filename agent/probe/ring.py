@@ -1,0 +1,136 @@
+"""Reads the ring buffer that the programs write lifecycle events to, by mmap, without libbpf.
+
+Guarantees: a record that makes no sense is skipped and counted, never waited at; whatever the receiver does,
+the consumer's position moves on, so the loop does not spin. At most BATCH events are taken at once; what is
+left keeps the descriptor readable.
+Source: Documentation/bpf/ringbuf.rst. x86-64's loads are ordered, so plain ones suffice.
+"""
+
+import asyncio
+import logging
+import mmap
+from collections.abc import Callable
+from typing import Final, Generic, NamedTuple, TypeVar
+
+from agent.log import fields
+from agent.probe.layout import EVENT, TRACED, decode_event, decode_traced
+
+_log = logging.getLogger(__name__)
+
+_PAGE: Final = mmap.PAGESIZE
+_BUSY: Final = 1 << 31
+_DISCARDED: Final = 1 << 30
+_LENGTH: Final = _DISCARDED - 1
+_HEADER_BYTES: Final = 8
+
+E = TypeVar("E")
+
+
+class Records(NamedTuple, Generic[E]):
+    """What a ring holds: records of one size."""
+
+    size: int
+    decode: Callable[[memoryview, int], E | None]
+    """Returns the record at an offset; None: it makes no sense."""
+
+
+EVENTS: Final = Records(EVENT.size, decode_event)
+TRACED_CALLS: Final = Records(TRACED.size, decode_traced)
+
+
+class Ring(Generic[E]):
+    """The consumer's side; one per map."""
+
+    BATCH: Final = 4096
+    """Events taken at once: about 4 ms."""
+
+    def __init__(self, descriptor: int, size: int, records: Records[E]) -> None:
+        """Map a ring of ``size`` bytes, a power of two; the descriptor stays the caller's."""
+        self._descriptor = descriptor
+        self._records = records
+        self._mask = size - 1
+        self._size = size
+        self._consumer_map = mmap.mmap(descriptor, _PAGE, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
+        # The data follow twice, so that a record never wraps.
+        self._producer_map = mmap.mmap(
+            descriptor, _PAGE + 2 * size, mmap.MAP_SHARED, mmap.PROT_READ, offset=_PAGE
+        )
+        self._consumer = memoryview(self._consumer_map).cast("Q")
+        self._producer = memoryview(self._producer_map)[:_PAGE].cast("Q")
+        self._data = memoryview(self._producer_map)[_PAGE:]
+        self._lengths = self._data.cast("I")
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self.received = 0
+        """Events read so far."""
+        self.unknown = 0
+        """Records skipped because they made no sense."""
+        self.failures = 0
+        """Times the receiver raised."""
+
+    @property
+    def pending_bytes(self) -> int:
+        """What is waiting to be read."""
+        return self._producer[0] - self._consumer[0]
+
+    def fileno(self) -> int:
+        """Return the descriptor; it is readable while there is something to read."""
+        return self._descriptor
+
+    def read(self) -> list[E]:
+        """Return the events that are complete, at most BATCH."""
+        events: list[E] = []
+        position, end = self._consumer[0], self._producer[0]
+        if end - position > self._size:  # not a position: start over at what is newest
+            self.unknown += 1
+            self._consumer[0] = end
+            return events
+        taken = 0
+        while position < end and taken < self.BATCH:
+            offset = position & self._mask
+            header = self._lengths[offset >> 2]
+            if header & _BUSY:
+                break
+            length = header & _LENGTH
+            if not header & _DISCARDED:
+                self._take(offset + _HEADER_BYTES, length, events)
+            position += (length + _HEADER_BYTES + 7) & ~7
+            taken += 1
+        self._consumer[0] = position
+        self.received += len(events)
+        return events
+
+    def _take(self, offset: int, length: int, events: list[E]) -> None:
+        event = self._records.decode(self._data, offset) if length == self._records.size else None
+        if event is None:
+            self.unknown += 1
+        else:
+            events.append(event)
+
+    def subscribe(self, loop: asyncio.AbstractEventLoop, deliver: Callable[[list[E]], None]) -> None:
+        """Give every event to ``deliver`` on the loop, batch by batch, from now on."""
+
+        def readable() -> None:
+            try:
+                if events := self.read():
+                    deliver(events)
+            except Exception as error:  # noqa: BLE001 - the loop would spin if it were not taken
+                self.failures += 1
+                _log.exception("Could not take events of the probe", extra=fields(error=str(error)))
+
+        self.unsubscribe()
+        self._loop = loop
+        loop.add_reader(self._descriptor, readable)
+
+    def unsubscribe(self) -> None:
+        """Give no more events."""
+        if self._loop is not None:
+            self._loop.remove_reader(self._descriptor)
+            self._loop = None
+
+    def close(self) -> None:
+        """Unmap the ring; nothing may be read afterwards."""
+        self.unsubscribe()
+        for view in (self._lengths, self._data, self._producer, self._consumer):
+            view.release()
+        self._producer_map.close()
+        self._consumer_map.close()

@@ -1,0 +1,236 @@
+"""bpf(2) and perf_event_open(2), by ctypes.
+
+Guarantees: every failure is an OSError; the GIL is released meanwhile, so these may be called by a thread.
+Source: linux/bpf.h (union bpf_attr), linux/perf_event.h (struct perf_event_attr).
+"""
+
+import ctypes
+import errno
+import fcntl
+import os
+import platform
+import struct
+from enum import IntEnum
+from typing import Final, NamedTuple
+
+_NUMBERS: Final = {"x86_64": (321, 298), "aarch64": (280, 241)}
+_UNKNOWN: Final = (-1, -1)
+
+ANY: Final = 0
+NOEXIST: Final = 1
+
+BATCH_ROWS: Final = 4096
+"""Rows read or deleted in one call."""
+MAX_ROWS: Final = 1 << 20
+"""No map of ours has more; a read that would not end ends there."""
+
+_TRACE_ITER: Final = 28  # enum bpf_attach_type
+_PERF_TYPE_TRACEPOINT: Final = 2
+_PERF_FLAG_CLOEXEC: Final = 8
+_PERF_ATTR_BYTES: Final = 128
+_SET_BPF: Final = 0x40042408
+_ENABLE: Final = 0x2400
+
+_libc: Final = ctypes.CDLL(None, use_errno=True)
+
+
+class _Command(IntEnum):
+    MAP_LOOKUP = 1
+    MAP_UPDATE = 2
+    MAP_DELETE = 3
+    OBJECT_INFO = 15
+    RAW_TRACEPOINT_OPEN = 17
+    MAP_LOOKUP_BATCH = 24
+    MAP_DELETE_BATCH = 27
+    LINK_CREATE = 28
+    ITERATOR_CREATE = 33
+
+
+def bpf(command: int, attributes: bytes) -> int:
+    """Call the kernel and return what it returns; raises OSError."""
+    return _call(0, command, ctypes.create_string_buffer(attributes, len(attributes)), len(attributes))
+
+
+def _call(which: int, *arguments: object) -> int:
+    number = _NUMBERS.get(platform.machine(), _UNKNOWN)[which]
+    if number < 0:
+        raise OSError(errno.ENOSYS, "system calls of this machine are not known")
+    result: int = _libc.syscall(number, *arguments)
+    if result < 0:
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code))
+    return result
+
+
+class MapInfo(NamedTuple):
+    """What the kernel says of a map."""
+
+    kind: int
+    number: int
+    """The map's own, on the whole machine."""
+    key_bytes: int
+    value_bytes: int
+    max_entries: int
+
+
+def map_info(descriptor: int) -> MapInfo:
+    """Return what the kernel says of a map."""
+    # struct bpf_map_info begins with type, id, key_size, value_size, max_entries.
+    info = ctypes.create_string_buffer(88)
+    bpf(_Command.OBJECT_INFO, struct.pack("=IIQ", descriptor, len(info), ctypes.addressof(info)))
+    return MapInfo._make(struct.unpack_from("=IIIII", info.raw))
+
+
+def map_lookup(descriptor: int, key: bytes, value_bytes: int) -> bytes | None:
+    """Return the value of a key, or None; of a per-CPU map all CPUs' values, so many bytes in all."""
+    keys, values = ctypes.create_string_buffer(key, len(key)), ctypes.create_string_buffer(value_bytes)
+    try:
+        bpf(_Command.MAP_LOOKUP, _element(descriptor, keys, values, 0))
+    except FileNotFoundError:
+        return None
+    return values.raw
+
+
+def map_update(descriptor: int, key: bytes, value: bytes, flags: int = ANY) -> bool:
+    """Set the value of a key; False if ``flags`` is NOEXIST and there is one."""
+    keys, values = ctypes.create_string_buffer(key, len(key)), ctypes.create_string_buffer(value, len(value))
+    try:
+        bpf(_Command.MAP_UPDATE, _element(descriptor, keys, values, flags))
+    except FileExistsError:
+        return False
+    return True
+
+
+def map_delete(descriptor: int, key: bytes) -> bool:
+    """Take a key out; False if it was not there."""
+    keys = ctypes.create_string_buffer(key, len(key))
+    try:
+        bpf(_Command.MAP_DELETE, _element(descriptor, keys, None, 0))
+    except FileNotFoundError:
+        return False
+    return True
+
+
+def _element(
+    descriptor: int, key: ctypes.Array[ctypes.c_char], value: ctypes.Array[ctypes.c_char] | None, flags: int
+) -> bytes:
+    address = 0 if value is None else ctypes.addressof(value)
+    return struct.pack("=IIQQQ", descriptor, 0, ctypes.addressof(key), address, flags)
+
+
+class Rows(NamedTuple):
+    """Rows of a map: keys and values, each side by side."""
+
+    keys: bytes
+    values: bytes
+    total: int
+
+
+def map_rows(descriptor: int, key_bytes: int, value_bytes: int) -> Rows:
+    """Return all rows of a hash map; one that is put in or taken out meanwhile may be missing."""
+    keys, values, total = [], [], 0
+    room = BATCH_ROWS
+    token = ctypes.create_string_buffer(max(8, key_bytes))
+    started = False
+    while total < MAX_ROWS:
+        key_room = ctypes.create_string_buffer(room * key_bytes)
+        value_room = ctypes.create_string_buffer(room * value_bytes)
+        count, ended = _lookup_batch(
+            descriptor, token if started else None, token, key_room, value_room, room
+        )
+        if count is None:  # one bucket alone has more rows
+            room *= 2
+            continue
+        keys.append(key_room.raw[: count * key_bytes])
+        values.append(value_room.raw[: count * value_bytes])
+        total += count
+        started = True
+        if ended:
+            break
+    return Rows(b"".join(keys), b"".join(values), total)
+
+
+def _lookup_batch(
+    descriptor: int,
+    before: ctypes.Array[ctypes.c_char] | None,
+    after: ctypes.Array[ctypes.c_char],
+    keys: ctypes.Array[ctypes.c_char],
+    values: ctypes.Array[ctypes.c_char],
+    room: int,
+) -> tuple[int | None, bool]:
+    """Return how many rows were read, None if there was no room for a bucket, and whether it was the end."""
+    attributes = ctypes.create_string_buffer(
+        struct.pack(
+            "=QQQQIIQQ",
+            0 if before is None else ctypes.addressof(before),
+            ctypes.addressof(after),
+            ctypes.addressof(keys),
+            ctypes.addressof(values),
+            room,
+            descriptor,
+            0,
+            0,
+        ),
+        56,
+    )
+    ended = False
+    try:
+        _call(0, _Command.MAP_LOOKUP_BATCH, attributes, 56)
+    except FileNotFoundError:
+        ended = True
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        return None, False
+    (count,) = struct.unpack_from("=I", attributes.raw, 32)
+    return count, ended
+
+
+def map_delete_keys(descriptor: int, keys: list[bytes]) -> int:
+    """Take keys out and return how many were there."""
+    return sum(map_delete(descriptor, key) for key in keys)
+
+
+def iterator_link(program: int) -> int:
+    """Return the descriptor of a link that ``iterator`` reads through."""
+    return bpf(_Command.LINK_CREATE, struct.pack("=IIII", program, 0, _TRACE_ITER, 0) + bytes(32))
+
+
+def iterator(link: int) -> int:
+    """Return a descriptor; reading it to its end is one run of the iterator."""
+    return bpf(_Command.ITERATOR_CREATE, struct.pack("=II", link, 0))
+
+
+def raw_tracepoint(name: str, program: int) -> int:
+    """Attach to a raw tracepoint; it is detached when the descriptor that is returned is closed."""
+    text = ctypes.create_string_buffer(name.encode())
+    return bpf(_Command.RAW_TRACEPOINT_OPEN, struct.pack("=QII", ctypes.addressof(text), program, 0))
+
+
+def tracepoint(identifier: int, program: int) -> int:
+    """Attach to a tracepoint by its id in tracefs; detached when the descriptor is closed."""
+    return _perf_event(struct.pack("=IIQ", _PERF_TYPE_TRACEPOINT, _PERF_ATTR_BYTES, identifier), program)
+
+
+def kprobe(pmu: int, function: str, program: int, *, at_return: bool, return_bit: int = 0) -> int:
+    """Attach to a function of the kernel; detached when the descriptor is closed.
+
+    ``pmu`` is /sys/bus/event_source/devices/kprobe/type, ``return_bit`` from its format/retprobe.
+    """
+    name = ctypes.create_string_buffer(function.encode())
+    head = struct.pack("=IIQ", pmu, _PERF_ATTR_BYTES, int(at_return) << return_bit)
+    # config1 (kprobe_func) and config2 (probe_offset) are at 56 and 64.
+    return _perf_event(head.ljust(56, b"\0") + struct.pack("=QQ", ctypes.addressof(name), 0), program)
+
+
+def _perf_event(attributes: bytes, program: int) -> int:
+    room = ctypes.create_string_buffer(attributes, _PERF_ATTR_BYTES)
+    # Every process, as seen by CPU 0: a program runs on whichever CPU the event happens.
+    event = _call(1, room, -1, 0, -1, _PERF_FLAG_CLOEXEC)
+    try:
+        fcntl.ioctl(event, _SET_BPF, program)
+        fcntl.ioctl(event, _ENABLE, 0)
+    except OSError:
+        os.close(event)
+        raise
+    return event

@@ -1,0 +1,95 @@
+"""What the agent on a simulated node tells of itself, as far as a scenario waits for it.
+
+Guarantees: an agent that does not answer, because it was killed or has just begun, is asked again. A
+probe that cannot be had ends the wait at once, with the agent's own sentence.
+"""
+
+import asyncio
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+from agent.errors import AgentError
+from agent.simulation.agent_socket import ask
+from agent.simulation.expectation import ConditionExpectation, Expectation
+
+Condition = Mapping[str, Any]
+"""One of /v1/conditions."""
+
+MAX_DESCRIBED: Final = 8
+_ASK_AGAIN_S: Final = 0.05
+
+
+class NoProbeError(AgentError):
+    """The agent says that its probe cannot be loaded."""
+
+
+class AgentWatch:
+    """Asks one agent over its control socket."""
+
+    def __init__(self, control_socket: Path, uuids: tuple[str, ...]) -> None:
+        """``uuids`` are those of the node's GPUs by slot."""
+        self._socket = control_socket
+        self._uuids = uuids
+        self._seen: tuple[Condition, ...] = ()
+
+    async def wait_for(self, expected: Expectation) -> Condition | None:
+        """Wait for ever until the agent tells what is expected; returns the condition, if one is.
+
+        Raises NoProbeError.
+        """
+        while True:
+            found = await self._look(expected)
+            if found is not None:
+                return found.get("condition")
+            await asyncio.sleep(_ASK_AGAIN_S)
+
+    async def _look(self, expected: Expectation) -> Mapping[str, Condition | None] | None:
+        if expected.probe and not await self._has_probe():
+            return None
+        if expected.condition is None:
+            return {}
+        document = await self._get("/v1/conditions")
+        if document is None:
+            return None
+        self._seen = tuple(document["conditions"])
+        condition = next(self._matching(expected.condition), None)
+        return {"condition": condition} if (condition is not None) is expected.condition.active else None
+
+    async def _has_probe(self) -> bool:
+        probe = ((await self._get("/debug/state")) or {}).get("probe") or {}
+        if probe.get("state") == "disabled":
+            raise NoProbeError(f"The agent's probe is off: {probe['message']}")
+        return probe.get("state") == "running"
+
+    async def _get(self, path: str) -> Mapping[str, Any] | None:
+        answer = await ask(self._socket, path)
+        return answer.document if answer is not None and answer.status == 200 else None
+
+    def _matching(self, expected: ConditionExpectation) -> Iterator[Condition]:
+        for condition in self._seen:
+            if (
+                condition["code"] == expected.code
+                and expected.kind in (None, kind_of(condition))
+                and expected.gpu in (None, self.slot_of(condition))
+            ):
+                yield condition
+
+    def slot_of(self, condition: Condition) -> int | None:
+        """Return the slot of a condition's GPU."""
+        uuid = condition["gpu_uuid"]
+        return self._uuids.index(uuid) if uuid in self._uuids else None
+
+    def describe(self) -> str:
+        """Return what the agent told last, for the end of a sentence."""
+        told = [
+            f"{kind_of(each) or each['code']} on GPU {self.slot_of(each)}"
+            for each in self._seen[:MAX_DESCRIBED]
+        ]
+        return f"the agent told of {', '.join(told) or 'no condition'}"
+
+
+def kind_of(condition: Condition) -> str | None:
+    """Return the kind of a finding on the use of a GPU; None for other conditions."""
+    details = condition.get("details")
+    return None if details is None else str(details["kind"])

@@ -1,0 +1,4 @@
+"""Processes that use simulated GPUs: the calls of a CUDA program, on the device files of the driver double.
+
+``SimulatedProcess`` is one that does what it is told, ``NodeProcesses`` are those of a simulated node.
+"""

@@ -1,0 +1,207 @@
+"""A process that uses simulated GPUs, seen from outside: what it can be told, and when it ends.
+
+Guarantees: ``close`` lets the process end, and so does the end of whoever started it, however that comes
+about; nothing is freed by it then, as when a program is killed. Orders are obeyed one after the other.
+"""
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import socket
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Final, Self
+
+from agent.errors import AgentError
+from agent.simulation.children import environment_of_children
+from agent.simulation.driver_double.nodes import Gpu
+
+OBEYS_WITHIN_S: Final = 60.0
+"""An order may be a hundred contexts, on a busy machine."""
+ENDS_WITHIN_S: Final = 5.0
+_MAX_MESSAGE_BYTES: Final = 1 << 16
+_COMMAND: Final = (sys.executable, "-S", "-m", "agent.simulation.gpu_processes")
+
+
+class SimulatedProcess:
+    """A running process; see ``start`` and the guarantees above."""
+
+    def __init__(self, comm: str, pid: int, control: socket.socket) -> None:
+        """Take over a process that runs; raises AgentError where it does not."""
+        self.comm = comm
+        self.pid = pid
+        self.ended = asyncio.Event()
+        """Set when the process has ended, its files included."""
+        self._control = control
+        self._turn = asyncio.Lock()
+        self._where: dict[str, Any] = {}
+        try:
+            self._pidfd = os.pidfd_open(pid)
+        except OSError as error:
+            control.close()
+            raise AgentError(f"Process {comm} ended as soon as it was started") from error
+        asyncio.get_running_loop().add_reader(self._pidfd, self._note_end)
+
+    @classmethod
+    async def start(
+        cls, comm: str, *, folder: Path, version: str, gpus: Sequence[Gpu], cgroup: Path | None = None
+    ) -> Self:
+        """Start a process that is called ``comm`` and finds the driver's nodes in a folder.
+
+        It enters the cgroup before it opens anything. Raises AgentError where it cannot be started.
+        """
+        near, far = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        near.setblocking(False)  # noqa: FBT003 - positional only
+        with far:
+            process = await asyncio.create_subprocess_exec(
+                *_COMMAND,
+                comm,
+                stdin=far.fileno(),
+                stdout=asyncio.subprocess.DEVNULL,
+                env=environment_of_children(os.environ, drop=()),
+                process_group=0,
+            )
+        made = cls(comm, process.pid, near)
+        made._where = {"folder": str(folder), "version": version, "gpus": [gpu._asdict() for gpu in gpus]}
+        try:
+            await made.order("set-up", cgroup=None if cgroup is None else str(cgroup), **made._where)
+        except BaseException:
+            await made.close()
+            raise
+        return made
+
+    # What it can be told
+
+    async def create(self, minor: int, contexts: int = 1) -> None:
+        """Create contexts on a GPU."""
+        await self.order("create", minor=minor, contexts=contexts)
+
+    async def destroy(self, contexts: int | None = 1, *, minor: int | None = None) -> int:
+        """Destroy the newest contexts or (None) every one, of a GPU or of all; returns how many."""
+        return int((await self.order("destroy", contexts=contexts, minor=minor))["destroyed"])
+
+    async def fork(self, comm: str) -> "SimulatedProcess":
+        """Have it fork; the child has all its files, and obeys orders of its own."""
+        near, far = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        near.setblocking(False)  # noqa: FBT003 - positional only
+        with far:
+            answer = await self._order({"do": "fork", "comm": comm}, [far.fileno()])
+        child = SimulatedProcess(comm, answer["pid"], near)
+        child._where = self._where
+        # Its own first message, so it is called as it should be.
+        await child._answer("fork")
+        return child
+
+    async def give(self, to: "SimulatedProcess") -> None:
+        """Have it hand all its files of the driver to another process, and close them."""
+        giving, taking = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with giving, taking:
+            # Both are waited for, lest an answer be taken for the one to a later order.
+            outcomes = await asyncio.gather(self._give(giving), to.take(taking), return_exceptions=True)
+        for outcome in outcomes:
+            if outcome is not None:
+                raise outcome
+
+    async def _give(self, sock: socket.socket) -> None:
+        try:
+            await self._order({"do": "send"}, [sock.fileno()])
+        finally:
+            # The other process takes until the last copy of this end is closed.
+            sock.close()
+
+    async def take(self, sock: socket.socket) -> None:
+        """Have it take files from a socket until its other end is closed."""
+        await self._order({"do": "receive"}, [sock.fileno()])
+
+    async def exec(self) -> None:
+        """Have it become another program: files that close on exec are gone, nvidiactl is not."""
+        await self.order("exec", comm=self.comm)
+        await self.order("set-up", cgroup=None, **self._where)
+
+    async def exit(self) -> None:
+        """Have it end with nothing freed, and wait for that."""
+        await self._last_order("exit")
+
+    async def stop(self) -> None:
+        """Have it destroy everything and end, and wait for that."""
+        await self._last_order("stop")
+
+    async def kill(self) -> None:
+        """Kill it, and wait for its end."""
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, signal.SIGKILL)
+        await self.ended.wait()
+
+    async def order(self, do: str, **parameters: Any) -> dict[str, Any]:
+        """Have an order obeyed; see the program. Raises AgentError where it could not be."""
+        return await self._order({"do": do, **parameters})
+
+    async def close(self) -> None:
+        """Let it end, with nothing freed; one that is held in the kernel is left behind."""
+        with contextlib.suppress(OSError):
+            # Whoever waits for an answer is told, too.
+            self._control.shutdown(socket.SHUT_RDWR)
+        try:
+            async with asyncio.timeout(ENDS_WITHIN_S):
+                await self.ended.wait()
+        except TimeoutError:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGKILL)
+            asyncio.get_running_loop().remove_reader(self._pidfd)
+            os.close(self._pidfd)
+            self._control.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    # Inside
+
+    def _note_end(self) -> None:
+        asyncio.get_running_loop().remove_reader(self._pidfd)
+        os.close(self._pidfd)
+        self.ended.set()
+        self._let_go()
+
+    def _let_go(self) -> None:
+        """Close the socket of a process that has ended, once nobody waits for an answer."""
+        if self.ended.is_set() and not self._turn.locked():
+            self._control.close()
+
+    async def _last_order(self, do: str) -> None:
+        with contextlib.suppress(AgentError):
+            await self.order(do)
+        async with asyncio.timeout(OBEYS_WITHIN_S):
+            await self.ended.wait()
+
+    async def _order(self, message: Mapping[str, Any], descriptors: Sequence[int] = ()) -> dict[str, Any]:
+        try:
+            async with self._turn, asyncio.timeout(OBEYS_WITHIN_S):
+                try:
+                    socket.send_fds(self._control, [json.dumps(message).encode()], descriptors)
+                except OSError as error:
+                    raise AgentError(f"Process {self.comm} ({self.pid}) has ended") from error
+                return await self._answer(str(message["do"]))
+        finally:
+            self._let_go()
+
+    async def _answer(self, do: str) -> dict[str, Any]:
+        loop = asyncio.get_running_loop()
+        try:
+            data = await loop.sock_recv(self._control, _MAX_MESSAGE_BYTES)
+        except OSError:
+            data = b""
+        if not data:
+            raise AgentError(f"Process {self.comm} ({self.pid}) ended before it could {do}")
+        answer: dict[str, Any] = json.loads(data)
+        if "error" in answer:
+            raise AgentError(f"Process {self.comm} ({self.pid}) could not {do}: {answer['error']}")
+        return answer

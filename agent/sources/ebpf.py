@@ -1,0 +1,392 @@
+"""Tells who really uses each GPU: keeps a tracker fed from the probe in the kernel, or from /proc alone.
+
+Guarantees:
+
+1. The probe is loaded once in the life of the process. Where it cannot be, its code is told and /proc is
+   read instead, which finds who holds GPUs and nothing of contexts; nothing else of the agent waits for it.
+2. What events tell is looked into within ``settings.gap_ns``; who holds files is scanned for after every
+   close, fork and exit of a process that has any, and at least every ``settings.scan_ns``. Then all
+   processes are looked at again, for their names and states change.
+3. Events that the kernel could not hand over make the picture incomplete until it is made anew from the
+   kernel's own table, which is done within one poll.
+4. A picture is told when it changed, at most once in ``settings.gap_ns``, and every ``settings.tell_ns``.
+5. Nothing here blocks the loop: what blocks is done by one thread, one thing at a time.
+6. While nothing happens, a poll reads a few numbers and makes no picture. While much happens, the pauses grow
+   with what has to be done, up to a poll: at most one tenth of the time is spent on it.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Final, Literal, NamedTuple
+
+from agent.bus import Inbox, Latest
+from agent.core.tracker import GpuMap, Tracker
+from agent.errors import ProbeLoadError
+from agent.log import fields
+from agent.model.facts import DeviceCallsSeen, Fact, GpuUseSeen, ProbeSeen
+from agent.model.ids import GpuUuid
+from agent.model.policy import MILLISECOND_NS, SECOND_NS
+from agent.model.rm import RmEvent
+from agent.model.snapshot import Snapshot
+from agent.model.usage import DeviceCall, ProbeView, ProcessKey, ProcessLook, Usage, UsageSource
+from agent.probe import kernel, procfs
+from agent.probe.kernel import Majors
+from agent.probe.loading import load
+from agent.probe.probe import Probe, Readiness
+from agent.probe.procfs import Scan
+from agent.probe.request import Request
+from agent.sources.ebpf_reading import judged_calls, map_of, read, view_of
+from agent.sources.process_ends import ProcessEnds
+from agent.sources.processes import look_at
+from agent.threads import DaemonThread
+
+Tier = Literal["auto", "driver", "syscalls", "procfs"]
+
+MAX_LOOKS: Final = 4_096
+"""Processes that are looked at in one round; the others in the next."""
+LOSS_LOGGED_NS: Final = 30 * SECOND_NS
+"""Losses are logged at most once in this time; all of them are in the picture."""
+PAUSE_RATIO: Final = 10
+"""The time from one round to the next is at least so many times that which the round took, up to a poll."""
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class EbpfSettings:
+    """Times of the source, in nanoseconds."""
+
+    poll_ns: int = SECOND_NS
+    """Between two looks at what tells nothing by itself: losses, a driver that was loaded anew."""
+    gap_ns: int = 100 * MILLISECOND_NS
+    """Between two rounds."""
+    scan_ns: int = 30 * SECOND_NS
+    procfs_scan_ns: int = 10 * SECOND_NS
+    """Without the probe, which costs more and is all there is."""
+    tell_ns: int = 10 * SECOND_NS
+    confirm_ns: int = 50 * MILLISECOND_NS
+    """Until a second look for a file that nobody has any more: it may be on its way to another process."""
+    stale_call_ns: int = 60 * SECOND_NS
+    """A device that the agent has not called for so long is not known to answer."""
+
+
+class _Found(NamedTuple):
+    """What a scan found, and the driver's device numbers as it knew them."""
+
+    scan: Scan
+    majors: Majors
+
+
+class EbpfSource:
+    """Loads the probe, follows it, and tells pictures of who uses the driver."""
+
+    def __init__(
+        self,
+        *,
+        inbox: Inbox[Fact],
+        latest: Latest[Snapshot],
+        request: Request,
+        tier: Tier,
+        proc_root: Path,
+        agent_pid: int,
+        clock: Callable[[], int] = time.monotonic_ns,
+        settings: EbpfSettings | None = None,
+    ) -> None:
+        """``proc_root`` is where processes are looked at; ``request`` says how the probe is loaded."""
+        self._inbox = inbox
+        self._latest = latest
+        self._request = request
+        self._tier = tier
+        self._proc_root = proc_root
+        self._agent_pid = agent_pid
+        self._clock = clock
+        self._settings = settings or EbpfSettings()
+        self._thread = DaemonThread("probe-reader")
+        self._was_loaded = False
+        self._probe: Probe | None = None
+        self._view: ProbeView | None = None
+        self._wake = asyncio.Event()
+        self._wants_scan = True
+        self._scanned_ns = 0
+        self._looked_ns = 0
+        self._held: frozenset[int] = frozenset()
+        """The open files that the last scan found."""
+        self._waited_ns = 0
+        """For how long the round that is under way has only waited."""
+        self._lost = 0
+        self._loss_logged_ns: int | None = None
+        self._majors = Majors()
+        self._map = GpuMap({})
+        self._told: Usage | None = None
+        self._is_stale = True
+        """Something happened since the last picture was made."""
+        self._ending: dict[ProcessKey, ProcessLook | None] = {}
+        """The processes that began to end, as they were when they were looked at last."""
+        self._calls: dict[GpuUuid, DeviceCall] = {}
+        self._tracker = Tracker(self._map)
+        self._ends = ProcessEnds(proc_root, self._ended)
+        self.last_sign_ns: int | None = None
+        """When the last round ended."""
+
+    @property
+    def probe(self) -> Probe | None:
+        """The probe while it is in the kernel."""
+        return self._probe
+
+    async def run(self) -> None:
+        """Follow for ever. May be run again after it ended; two at once are not allowed."""
+        # What the thread of an earlier run hangs in does not keep this one.
+        self._thread.end()
+        self._thread = DaemonThread("probe-reader")
+        if not self._was_loaded:
+            await self._load()
+            self._was_loaded = True
+        await self._begin()
+        try:
+            while True:
+                began_ns = self._clock()
+                await self._round()
+                self.last_sign_ns = self._clock()
+                await self._pause(began_ns, self.last_sign_ns - began_ns - self._waited_ns)
+        finally:
+            self._ends.close()
+            if self._probe is not None:
+                self._probe.ring.unsubscribe()
+
+    def close(self) -> None:
+        """Take the probe out of the kernel, when the thread is done with it."""
+        probe, self._probe = self._probe, None
+        if probe is not None:
+            probe.ring.unsubscribe()
+            try:
+                self._thread.post(probe.close)
+            except RuntimeError:  # no thread can be had
+                probe.close()
+        self._thread.end()
+
+    # The probe
+
+    async def _load(self) -> None:
+        if self._tier == "procfs":
+            self._show(ProbeView("disabled", tier="procfs", code="not_wanted", message="Only /proc is read"))
+            return
+        self._show(ProbeView("loading"))
+        try:
+            probe = self._probe = await load(replace(self._request, tier=self._tier))
+        except ProbeLoadError as error:
+            self._show(ProbeView("disabled", tier="procfs", code=error.code, message=str(error)))
+            _log.warning(
+                "The probe is off, holders of GPUs are read off /proc",
+                extra=fields(code=error.code, reason=str(error)),
+            )
+            _log.debug("The probe's loader said", extra=fields(detail=error.detail))
+            return
+        self._show(view_of(probe))
+        _log.info(
+            "The probe is attached",
+            extra=fields(tier=probe.tier, loader=probe.loader, missing=sorted(probe.missing)),
+        )
+
+    def _show(self, view: ProbeView) -> None:
+        if view != self._view:
+            self._view = view
+            self._inbox.put(ProbeSeen(view))
+
+    async def _begin(self) -> None:
+        """Begin a picture anew: what happened while nobody followed is in the kernel's table."""
+        probe = self._probe
+        source: UsageSource = "proc" if probe is None else "probe"
+        self._majors = await self._thread.do(self._read_majors)
+        self._map = map_of(self._latest.value, self._majors)
+        self._tracker = Tracker(self._map, source=source, agent_pid=self._agent_pid)
+        self._wants_scan = self._is_stale = True
+        self._told, self._ending = None, {}
+        self._held = frozenset()
+        if probe is not None:
+            self._lost = probe.read_statistics().lost
+            self._tracker.lost(0)
+            probe.ring.subscribe(asyncio.get_running_loop(), self._take)
+
+    def _take(self, events: list[RmEvent]) -> None:
+        self._wants_scan |= self._tracker.take(events)
+        self._happened()
+
+    def _ended(self, key: ProcessKey) -> None:
+        self._tracker.exited(key, self._clock())
+        self._wants_scan = True
+        self._happened()
+
+    def _happened(self) -> None:
+        self._is_stale = True
+        self._wake.set()
+
+    # Rounds
+
+    async def _round(self) -> None:
+        """Bring the picture up to date and tell it if it is another one."""
+        self._waited_ns = 0
+        if self._probe is not None:
+            await self._follow_kernel(self._probe)
+        self._follow_gpus()
+        period_ns = self._settings.procfs_scan_ns if self._probe is None else self._settings.scan_ns
+        if self._wants_scan or self._clock() - self._scanned_ns >= period_ns:
+            await self._scan()
+        if self._clock() - self._looked_ns >= period_ns:
+            self._looked_ns = self._clock()
+            self._tracker.look_again()
+            self._is_stale = True
+        # What happens from here on is for the next round.
+        is_stale, self._is_stale = self._is_stale, False
+        unlooked = self._tracker.unlooked if is_stale else ()
+        if is_stale:
+            self._follow_ending()
+        if await self._look(unlooked[:MAX_LOOKS]):
+            is_stale = True
+            self._follow_ending()
+        if is_stale:
+            await self._ends.watch(self._tracker.living)
+            await self._forget()
+        self._tell(is_stale=is_stale)
+        if len(unlooked) > MAX_LOOKS:
+            self._happened()
+
+    def _follow_gpus(self) -> None:
+        found = map_of(self._latest.value, self._majors)
+        if found != self._map:
+            self._map = found
+            self._tracker.gpus_are(found)
+            self._is_stale = True
+
+    async def _follow_kernel(self, probe: Probe) -> None:
+        reading = await self._thread.do(lambda: read(probe))
+        self._majors = reading.majors
+        if reading.attached:
+            self._show(view_of(probe))
+        self._tell_device_calls(probe, reading.readiness)
+        if reading.lost > self._lost:
+            self._tracker.lost(reading.lost - self._lost)
+            self._lost = reading.lost
+            self._log_loss()
+        if self._tracker.needs_rebuild:
+            at_ns = self._clock()
+            self._tracker.rebuilt(await self._thread.do(probe.read_objects), at_ns)
+            self._wants_scan = True
+
+    def _log_loss(self) -> None:
+        now_ns = self._clock()
+        if self._loss_logged_ns is None or now_ns - self._loss_logged_ns >= LOSS_LOGGED_NS:
+            self._loss_logged_ns = now_ns
+            _log.warning(
+                "Events of the probe were lost, the picture is made anew", extra=fields(total=self._lost)
+            )
+
+    def _tell_device_calls(self, probe: Probe, readiness: Mapping[int, Readiness]) -> None:
+        calls: dict[GpuUuid, DeviceCall] = {}
+        for judged in judged_calls(
+            readiness,
+            self._map,
+            now_ns=self._clock(),
+            answer_within_ns=self._request.answer_within_ns,
+            stale_ns=self._settings.stale_call_ns,
+        ):
+            calls[judged.gpu] = judged.call
+            if judged.is_flag_wrong:
+                probe.set_ready(judged.minor, ready=False)
+        if calls != self._calls:
+            self._calls = calls
+            self._inbox.put(DeviceCallsSeen(calls))
+
+    async def _scan(self) -> None:
+        self._wants_scan = False
+        at_ns = self._scanned_ns = self._clock()
+        probe = self._probe
+        scan, self._majors = await self._thread.do(lambda: self._scan_now(probe))
+        if self._held - {each.file for each in scan.held}:
+            # What is in a message is in nobody's table, and lives all the same.
+            self._waited_ns = self._settings.confirm_ns
+            await asyncio.sleep(self._waited_ns / 1e9)
+            at_ns = self._scanned_ns = self._clock()
+            scan, self._majors = await self._thread.do(lambda: self._scan_now(probe))
+        self._held = frozenset(each.file for each in scan.held)
+        if probe is not None:
+            # What happened up to the end of the scan is to be told before it.
+            while events := probe.ring.read():
+                self._take(events)
+        self._tracker.blind("" if scan.complete else "there are more descriptors than are looked at")
+        self._tracker.scanned(scan.held, at_ns)
+        self._is_stale = True
+
+    def _scan_now(self, probe: Probe | None) -> _Found:
+        majors = self._read_majors()
+        if probe is not None:
+            scan = probe.scan()
+            probe.watch(scan.held)
+            return _Found(scan, majors)
+        doubles = self._request.doubles
+        scan = procfs.scan(
+            proc_root=str(self._proc_root),
+            majors=majors,
+            filesystem=0 if doubles is None else doubles.filesystem,
+        )
+        return _Found(scan, majors)
+
+    def _read_majors(self) -> Majors:
+        probe = self._probe
+        if probe is None:
+            return kernel.majors(self._request.roots)
+        return Majors(probe.config.nvidia_major, probe.config.uvm_major, probe.config.caps_major)
+
+    def _follow_ending(self) -> None:
+        self._ending = {key: self._ending.get(key) for key in self._tracker.exiting[:MAX_LOOKS]}
+
+    async def _look(self, unlooked: Sequence[ProcessKey]) -> bool:
+        """Look at processes that are new, and again at those that are ending; return whether that is news."""
+        keys = dict.fromkeys((*unlooked, *self._ending))
+        if not keys:
+            return False
+        looks = await self._thread.do(lambda: self._look_at(keys))
+        now_ns = self._clock()
+        known = self._ending.keys() - set(unlooked)
+        news = {key: look for key, look in looks.items() if key not in known or look != self._ending[key]}
+        gone = [key for key, look in looks.items() if look is None]
+        self._ending = {key: looks[key] for key in self._ending}
+        self._tracker.looked([look for look in news.values() if look is not None], now_ns)
+        for key in gone:
+            self._ended(key)
+        return bool(news or gone)
+
+    def _look_at(self, keys: Iterable[ProcessKey]) -> dict[ProcessKey, ProcessLook | None]:
+        return {key: look_at(self._proc_root, key.pid) for key in keys}
+
+    async def _forget(self) -> None:
+        removed = self._tracker.take_removed()
+        probe = self._probe
+        if probe is not None and removed:
+            await self._thread.do(lambda: probe.forget_objects(removed))
+
+    def _tell(self, *, is_stale: bool) -> None:
+        """Tell the picture if it is another one, or if it was not told for long."""
+        now_ns, told = self._clock(), self._told
+        is_due = told is None or now_ns - told.at_ns >= self._settings.tell_ns
+        if not is_stale and not is_due:
+            return
+        usage = self._tracker.picture(now_ns) if told is None or is_stale else replace(told, at_ns=now_ns)
+        if is_due or told is None or replace(usage, at_ns=told.at_ns) != told:
+            self._told = usage
+            self._inbox.put(GpuUseSeen(usage))
+
+    async def _pause(self, began_ns: int, took_ns: int) -> None:
+        """Wait for something to do, at most a poll, and never less than is due between two rounds."""
+        poll_ns = self._settings.poll_ns
+        least_ns = max(self._settings.gap_ns, min(poll_ns, PAUSE_RATIO * took_ns))
+        await asyncio.sleep(max(0, began_ns + least_ns - self._clock()) / 1e9)
+        try:
+            async with asyncio.timeout(max(0, began_ns + poll_ns - self._clock()) / 1e9):
+                await self._wake.wait()
+        except TimeoutError:
+            pass
+        self._wake.clear()

@@ -1,0 +1,96 @@
+"""What the probe's source reads of the kernel in one go, and what it makes of it.
+
+Invariants: what blocks is called by the source's own thread; the rest is made of what was read and of time.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
+
+from agent.core.tracker import GpuMap
+from agent.model.ids import GpuUuid, Placement
+from agent.model.snapshot import Snapshot
+from agent.model.usage import DeviceCall, ProbeView
+from agent.probe.kernel import Majors
+from agent.probe.probe import Probe, Readiness
+
+
+class Reading(NamedTuple):
+    """The small things that tell nothing by themselves."""
+
+    majors: Majors
+    attached: bool
+    """Programs were attached anew, to a driver that was loaded since."""
+    lost: int
+    """Events that found no room so far."""
+    readiness: Mapping[int, Readiness]
+    """Of each minor that the agent called."""
+
+
+def read(probe: Probe) -> Reading:
+    """Read what has to be asked for once a poll. Blocks for less than a millisecond."""
+    probe.refresh()
+    attached = bool(probe.reattach())
+    config = probe.config
+    return Reading(
+        majors=Majors(config.nvidia_major, config.uvm_major, config.caps_major),
+        attached=attached,
+        lost=probe.read_statistics().lost,
+        readiness=probe.read_readiness(),
+    )
+
+
+class JudgedCall(NamedTuple):
+    """Whether the driver answers on a GPU."""
+
+    gpu: GpuUuid
+    minor: int
+    call: DeviceCall
+    is_flag_wrong: bool
+    """The kernel's flag says ready, of a call that hangs or is long ago."""
+
+
+def judged_calls(
+    readiness: Mapping[int, Readiness], gpus: GpuMap, *, now_ns: int, answer_within_ns: int, stale_ns: int
+) -> Iterator[JudgedCall]:
+    """Yield how each GPU that is known answered; one whose call hangs, or is long ago, is not ready.
+
+    A call that is long ago is one that should have followed and did not get that far: opening the file, or
+    what the agent asks before, does not return.
+    """
+    for minor, (is_ready, check) in readiness.items():
+        gpu = gpus.by_minor.get(minor)
+        if gpu is None:
+            continue
+        age_ns = now_ns - check.entered_ns
+        is_late = age_ns > (answer_within_ns if check.in_flight else stale_ns)
+        call = DeviceCall(is_ready and not is_late, check.entered_ns, check.took_ns)
+        yield JudgedCall(gpu, minor, call, is_flag_wrong=is_ready and is_late)
+
+
+def view_of(probe: Probe) -> ProbeView:
+    """Return how a probe that runs is shown."""
+    return ProbeView(
+        "running",
+        tier=probe.tier,
+        loader=probe.loader,
+        headers=probe.headers,
+        attached=probe.attached,
+        missing=tuple(sorted(probe.missing.items())),
+        load_ms=probe.load_ms,
+        attach_ms=probe.attach_ms,
+    )
+
+
+def map_of(snapshot: Snapshot, majors: Majors) -> GpuMap:
+    """Return how the driver numbers the GPUs that NVML lists."""
+    present = [view.gpu for view in snapshot.gpus if view.present]
+    by_capability: dict[int, Placement] = {}
+    for gpu in present:
+        for mig in gpu.mig_devices:
+            if mig.ci_minor is not None:
+                by_capability[mig.ci_minor] = Placement(gpu.uuid, mig.gi, mig.ci)
+    return GpuMap(
+        by_minor={gpu.minor: gpu.uuid for gpu in present if gpu.minor is not None},
+        by_capability=by_capability,
+        capabilities_major=majors.caps or None,
+    )

@@ -1,0 +1,150 @@
+"""Who uses the GPUs, as JSON-ready values: processes, contexts, owners, and how the probe is.
+
+Guarantees: as agent.views.documents. These documents name processes and pods, so only what is served to
+this machine holds them.
+"""
+
+from collections.abc import Iterable
+
+from agent.core.ownership import Holder, Ownership, is_killable, name_of, owners, user_of
+from agent.model.ids import ALL, GpuUuid
+from agent.model.snapshot import Snapshot
+from agent.model.usage import GpuHold, Orphan, ProcessLook, ProcessUse
+from agent.views.documents import API_VERSION, Json, TimeOf, moment, probe
+
+
+def contexts(snapshot: Snapshot, time_of: TimeOf) -> Json:
+    """Return every process that has files of the driver open, with its contexts on each GPU.
+
+    ``complete`` is null while nothing was seen yet.
+    """
+    usage = snapshot.usage
+    told = {"apiVersion": API_VERSION, "probe": probe(snapshot.probe)}
+    if usage is None:
+        return told | {"complete": None, "processes": [], "orphans": [], "gpus": []}
+    return told | {
+        "complete": usage.complete,
+        "incomplete_because": usage.incomplete_because,
+        "certainty": usage.certainty,
+        "seen_by": usage.source,
+        "events_lost": usage.events_lost,
+        "evicted": usage.evicted,
+        **moment("seen", usage.at_ns, time_of),
+        "processes": [_process(process, snapshot, time_of) for process in usage.processes],
+        "orphans": [_orphan(orphan, snapshot, time_of) for orphan in usage.orphans],
+        "gpus": [
+            {
+                "gpu_uuid": total.gpu,
+                "gpu": _index(snapshot, total.gpu),
+                "processes": total.processes,
+                "contexts": total.contexts,
+            }
+            for total in usage.totals
+        ],
+    }
+
+
+def ownership(snapshot: Snapshot, time_of: TimeOf) -> Json:
+    """Return of each GPU or MIG device who was given it, who holds it and who uses memory on it."""
+    return {
+        "apiVersion": API_VERSION,
+        "owners": [_ownership(owned, time_of) for owned in owners(snapshot)],
+    }
+
+
+def _process(process: ProcessUse, snapshot: Snapshot, time_of: TimeOf) -> Json:
+    return {
+        **_look(process.look, snapshot),
+        "files": process.files,
+        "fds": process.fds,
+        "partial": process.partial,
+        "contexts_unplaced": process.unplaced,
+        "is_agent": process.is_agent,
+        "gpus": [_hold(hold, process, snapshot) for hold in process.holds],
+        **moment("since", process.since_ns, time_of),
+        **moment("exiting_since", process.exiting_since_ns or 0, time_of),
+    }
+
+
+def _look(look: ProcessLook, snapshot: Snapshot) -> Json:
+    pod = look.pod
+    return {
+        "pid": look.key.pid,
+        "start_ticks": look.key.start_ticks,
+        "comm": look.comm,
+        "state": look.state,
+        "killable": is_killable(look),
+        "owner": "host" if pod is None else "pod",
+        "pod": None if pod is None else name_of(pod, snapshot.pods_seen),
+        "pod_uid": None if pod is None else pod.uid,
+        "container_id": None if pod is None else pod.container_id,
+        "cgroup": look.cgroup,
+    }
+
+
+def _hold(hold: GpuHold, process: ProcessUse, snapshot: Snapshot) -> Json:
+    user = user_of(snapshot.memory.get(hold.gpu), process.key.pid)
+    return {
+        "gpu_uuid": hold.gpu,
+        "gpu": _index(snapshot, hold.gpu),
+        "fds": hold.fds,
+        "contexts": hold.contexts,
+        "contexts_allocated": hold.allocated,
+        "contexts_freed": hold.freed,
+        "memory_bytes": None if user is None else user.used_bytes,
+        "slices": [{"gi": place.gi, "ci": place.ci} for place in hold.slices],
+    }
+
+
+def _orphan(orphan: Orphan, snapshot: Snapshot, time_of: TimeOf) -> Json:
+    return {
+        "owner": _look(orphan.owner, snapshot),
+        "gpu_uuid": orphan.gpu,
+        "gpu": None if orphan.gpu is None else _index(snapshot, orphan.gpu),
+        "clients": orphan.clients,
+        "contexts": orphan.contexts,
+        "holders": [holder.pid for holder in orphan.holders],
+        **moment("ended", orphan.ended_ns, time_of),
+        **moment("since", orphan.since_ns, time_of),
+    }
+
+
+def _ownership(owned: Ownership, time_of: TimeOf) -> Json:
+    place = owned.placement
+    return {
+        "uuid": owned.uuid,
+        "gpu": owned.index,
+        "gpu_uuid": place.gpu,
+        "gi": None if place.gi == ALL else place.gi,
+        "ci": None if place.ci == ALL else place.ci,
+        "given_to": None
+        if owned.given_to is None
+        else [{"device": device, "pod": pod} for device, pod in owned.given_to],
+        "holders": None if owned.holders is None else list(_holders(owned.holders, time_of)),
+        "memory_used_bytes": owned.used_bytes,
+        "memory_total_bytes": owned.total_bytes,
+        "memory_unclaimed_bytes": owned.unclaimed_bytes,
+        "nvml_process_info": owned.process_info,
+    }
+
+
+def _holders(holders: Iterable[Holder], time_of: TimeOf) -> Iterable[Json]:
+    for holder in holders:
+        yield {
+            "pid": holder.pid,
+            "start_ticks": holder.start_ticks,
+            "comm": holder.comm,
+            "owner": holder.owner,
+            "pod": holder.pod,
+            "state": holder.state,
+            "contexts": holder.contexts,
+            "memory_bytes": holder.used_bytes,
+            "service": holder.service,
+            "partial": holder.partial,
+            "is_agent": holder.is_agent,
+            **moment("since", holder.since_ns or 0, time_of),
+        }
+
+
+def _index(snapshot: Snapshot, gpu: GpuUuid) -> int | None:
+    return next((view.gpu.index for view in snapshot.gpus if view.gpu.uuid == gpu), None)

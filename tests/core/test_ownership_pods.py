@@ -1,0 +1,186 @@
+"""The pod of a cgroup's path, in the forms that nodes have."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from agent.core.pods import pod_of_cgroup
+from agent.model.usage import PodRef, PodUid, Qos
+
+UID = PodUid("0f9a1b2c-3d4e-5f60-7182-93a4b5c6d7e8")
+IN_SLICE = UID.replace("-", "_")
+STATIC = PodUid("5d3b9c0a8e7f41d2b6c5a4f3e2d1c0b9")
+CONTAINER = "7c" * 32
+NODE = "e1" * 32
+"""Container of a kind node."""
+
+BURSTABLE = f"kubepods.slice/kubepods-burstable.slice/kubepods-burstable-pod{IN_SLICE}.slice"
+KIND = "kubelet.slice/kubelet-kubepods.slice/kubelet-kubepods-besteffort.slice"
+
+FORMS: list[tuple[str, str, PodRef | None]] = [
+    (
+        "containerd, systemd",
+        f"/{BURSTABLE}/cri-containerd-{CONTAINER}.scope",
+        PodRef(UID, CONTAINER, "burstable"),
+    ),
+    (
+        "containerd, systemd, guaranteed",
+        f"/kubepods.slice/kubepods-pod{IN_SLICE}.slice/cri-containerd-{CONTAINER}.scope",
+        PodRef(UID, CONTAINER, "guaranteed"),
+    ),
+    ("CRI-O, systemd", f"/{BURSTABLE}/crio-{CONTAINER}.scope", PodRef(UID, CONTAINER, "burstable")),
+    (
+        "CRI-O with crun, which makes a group of its own",
+        f"/{BURSTABLE}/crio-{CONTAINER}.scope/container",
+        PodRef(UID, CONTAINER, "burstable"),
+    ),
+    (
+        "CRI-O's monitor of a container",
+        f"/{BURSTABLE}/crio-conmon-{CONTAINER}.scope",
+        PodRef(UID, CONTAINER, "burstable"),
+    ),
+    ("docker, systemd", f"/{BURSTABLE}/docker-{CONTAINER}.scope", PodRef(UID, CONTAINER, "burstable")),
+    (
+        "systemd in the container",
+        f"/{BURSTABLE}/cri-containerd-{CONTAINER}.scope/system.slice/a.service",
+        PodRef(UID, CONTAINER, "burstable"),
+    ),
+    (
+        "containerd, cgroupfs",
+        f"/kubepods/burstable/pod{UID}/{CONTAINER}",
+        PodRef(UID, CONTAINER, "burstable"),
+    ),
+    (
+        "containerd, cgroupfs, guaranteed",
+        f"/kubepods/pod{UID}/{CONTAINER}",
+        PodRef(UID, CONTAINER, "guaranteed"),
+    ),
+    (
+        "CRI-O, cgroupfs",
+        f"/kubepods/besteffort/pod{UID}/crio-{CONTAINER}",
+        PodRef(UID, CONTAINER, "besteffort"),
+    ),
+    (
+        "the kubelet has systemd's driver, containerd has not",
+        f"/system.slice/containerd.service/kubepods-besteffort-pod{IN_SLICE}.slice:cri-containerd:{CONTAINER}",
+        PodRef(UID, CONTAINER, "besteffort"),
+    ),
+    (
+        "static pod, systemd",
+        f"/kubepods.slice/kubepods-burstable.slice/kubepods-burstable-pod{STATIC}.slice/cri-containerd-{CONTAINER}.scope",
+        PodRef(STATIC, CONTAINER, "burstable"),
+    ),
+    (
+        "static pod, cgroupfs",
+        f"/kubepods/burstable/pod{STATIC}/{CONTAINER}",
+        PodRef(STATIC, CONTAINER, "burstable"),
+    ),
+    (
+        "kind, seen from the machine, systemd",
+        f"/system.slice/docker-{NODE}.scope/{KIND}/kubelet-kubepods-besteffort-pod{IN_SLICE}.slice/cri-containerd-{CONTAINER}.scope",
+        PodRef(UID, CONTAINER, "besteffort"),
+    ),
+    (
+        "kind, seen from its node",
+        f"/{KIND}/kubelet-kubepods-besteffort-pod{IN_SLICE}.slice/cri-containerd-{CONTAINER}.scope",
+        PodRef(UID, CONTAINER, "besteffort"),
+    ),
+    (
+        "kind, cgroupfs",
+        f"/docker/{NODE}/kubelet/kubepods/besteffort/pod{UID}/{CONTAINER}",
+        PodRef(UID, CONTAINER, "besteffort"),
+    ),
+    (
+        "a kubelet under a root of its own",
+        f"/apps.slice/apps-kubepods.slice/apps-kubepods-pod{IN_SLICE}.slice/crio-{CONTAINER}.scope",
+        PodRef(UID, CONTAINER, "guaranteed"),
+    ),
+    (
+        "seen from another pod's cgroup namespace, systemd",
+        f"/../../kubepods-burstable-pod{IN_SLICE}.slice/cri-containerd-{CONTAINER}.scope",
+        PodRef(UID, CONTAINER, "burstable"),
+    ),
+    (
+        "seen from another pod's cgroup namespace, cgroupfs",
+        f"/../../pod{UID}/{CONTAINER}",
+        PodRef(UID, CONTAINER, None),
+    ),
+    (
+        "seen from a namespace, another class",
+        f"/../../../besteffort/pod{UID}/{CONTAINER}",
+        PodRef(UID, CONTAINER, "besteffort"),
+    ),
+    ("the pod's own group", f"/{BURSTABLE}", PodRef(UID, None, "burstable")),
+    ("the pod's own group, cgroupfs", f"/kubepods/pod{UID}", PodRef(UID, None, "guaranteed")),
+    (
+        "a group that was removed under its process",
+        f"/{BURSTABLE}/cri-containerd-{CONTAINER}.scope (deleted)",
+        PodRef(UID, CONTAINER, "burstable"),
+    ),
+    (
+        "a pod's own group that was removed",
+        f"/{BURSTABLE} (deleted)",
+        PodRef(UID, None, "burstable"),
+    ),
+    (
+        "Kata's sandbox",
+        f"/kubepods/burstable/pod{UID}/kata_{CONTAINER}",
+        PodRef(UID, CONTAINER, "burstable"),
+    ),
+    (
+        "a cluster in a pod: the outer pod is this node's",
+        f"/kubepods/burstable/pod{UID}/{CONTAINER}/docker/{NODE}/kubelet/kubepods/pod{STATIC}/{NODE}",
+        PodRef(UID, CONTAINER, "burstable"),
+    ),
+    ("the root", "/", None),
+    ("nothing", "", None),
+    ("a service", "/system.slice/nvidia-persistenced.service", None),
+    ("a login", "/user.slice/user-1000.slice/session-3.scope", None),
+    ("docker without Kubernetes", f"/docker/{CONTAINER}", None),
+    ("podman", f"/machine.slice/libpod-{CONTAINER}.scope", None),
+    ("all pods", "/kubepods.slice/kubepods-burstable.slice", None),
+    ("a service of the kubelet", "/kubepods/burstable/podagent/x", None),
+    ("a user's own name", f"/user.slice/pod{UID}/{CONTAINER}", None),
+    ("a name that only contains one", f"/kubepods/xpod{UID}/{CONTAINER}", None),
+    ("a name that goes on", f"/kubepods/pod{UID}0/{CONTAINER}", None),
+    ("dashes and underscores", f"/kubepods/pod{UID.replace('-', '_', 1)}/{CONTAINER}", None),
+    (
+        "a longer number is no container",
+        f"/kubepods/pod{UID}/{CONTAINER}0",
+        PodRef(UID, None, "guaranteed"),
+    ),
+    (
+        "a service named like a slice, without the kubelet",
+        f"/x.slice/pod{IN_SLICE}.slice/cri-containerd-{CONTAINER}.scope",
+        None,
+    ),
+]
+
+
+@pytest.mark.parametrize(("path", "pod"), [form[1:] for form in FORMS], ids=[form[0] for form in FORMS])
+def test_a_cgroup_tells_the_pod(path: str, pod: PodRef | None) -> None:
+    assert pod_of_cgroup(path) == pod
+
+
+@given(
+    uid=st.uuids().map(str),
+    container=st.text("0123456789abcdef", min_size=64, max_size=64),
+    qos=st.sampled_from(["burstable", "besteffort", "guaranteed"]),
+    above=st.sampled_from(["", "/system.slice/docker-ab.scope", "/docker/ab/kubelet"]),
+    below=st.sampled_from(["", "/init.scope", "/kubepods/x"]),
+)
+def test_both_drivers_of_the_kubelet_tell_the_same(
+    uid: str, container: str, qos: Qos, above: str, below: str
+) -> None:
+    infix = "" if qos == "guaranteed" else f"-{qos}"
+    directory = "" if qos == "guaranteed" else f"/{qos}"
+    in_slice = f"kubepods{infix}-pod{uid.replace('-', '_')}.slice/cri-containerd-{container}.scope"
+    expected = PodRef(PodUid(uid), container, qos)
+    assert pod_of_cgroup(f"{above}/kubepods.slice/{in_slice}{below}") == expected
+    assert pod_of_cgroup(f"{above}/kubepods{directory}/pod{uid}/{container}{below}") == expected
+
+
+@given(st.text())
+def test_no_path_is_too_strange(path: str) -> None:
+    pod = pod_of_cgroup(path)
+    assert pod is None or pod.uid in path.replace("_", "-")

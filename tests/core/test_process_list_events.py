@@ -1,0 +1,36 @@
+"""A list of processes that is not believed is told once, not for each GPU and each poll."""
+
+from agent.model.effects import EventKind
+from tests.core.build import U0, U1, Node
+from tests.core.use import memory, node, user
+
+
+def warnings(of: Node) -> list[str]:
+    return [event.message for event in of.events(EventKind.GPUS) if event.warning]
+
+
+def test_each_state_is_told_once_however_many_gpus_are_in_it() -> None:
+    told = node()
+    for _ in range(3):
+        told.tell(memory(on=U0, info="unreliable"), memory(on=U1, info="unreliable"))
+    told.tell(memory(on=U0, info="unsupported"))
+
+    assert warnings(told) == [
+        "NVML lists processes that cannot be, so none of them is believed",
+        "The driver does not list processes, so only open files tell who holds a GPU",
+    ]
+
+
+def test_a_list_that_is_believed_is_not_told() -> None:
+    well = node()
+    well.tell(memory(user(7, 1)))
+
+    assert warnings(well) == []
+
+
+def test_after_all_lists_were_believed_again_it_is_told_anew() -> None:
+    told = node()
+    for info in ("unreliable", "ok", "unreliable"):
+        told.tell(memory(on=U0, info=info))
+
+    assert len(warnings(told)) == 2

@@ -1,0 +1,205 @@
+"""Fault 11: a fork bomb of processes that use GPUs, and pids that are used again.
+
+Right: every table is bounded and what was forgotten is counted; nobody is said to have left anything behind
+who has not. Here a short burst of real forks, and longer ones on a clock of the test's own.
+"""
+
+import asyncio
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from agent.core import holders
+from agent.core.tracker import CONTROL, Tracker
+from agent.model.facts import GpuUseSeen
+from agent.model.usage import Usage
+from agent.probe.request import PROCESSES
+from agent.sources.process_ends import MAX_WATCHED
+from agent.threads import in_daemon_thread
+from tests.core.build import Node, S, enumerated, gpu, passed, ready
+from tests.core.kernel_world import GPUS, V0, V1, Task, World, gpu_file
+from tests.core.use import allocated, found, pods
+from tests.faults.probed import stand_in, watched
+from tests.probe.caller import CLIENT, ran
+from tests.probe.watcher import Watcher
+from tests.sources.recorder import PATIENCE_S
+
+ROOM = 256
+BURST = 601
+BOMB = """
+for number in range(int(sys.argv[2])):
+    pid = os.fork()
+    if pid == 0:
+        fd = os.open(sys.argv[1], os.O_RDWR)
+        client = CLIENT + number
+        alloc(fd, client, ROOT, parent=0, client=0)
+        alloc(fd, 2, GROUP, parent=client, client=client)
+        alloc(fd, 3, CONTEXT, client=client)
+        os._exit(0)
+    os.waitpid(pid, 0)
+"""
+
+
+# With real forks
+
+
+@pytest.mark.slow
+async def test_a_burst_of_real_forks_leaves_nothing_and_what_found_no_room_is_counted(tmp_path: Path) -> None:
+    double = await in_daemon_thread("test-device", lambda: stand_in(tmp_path))
+    async with watched(processes=ROOM) as watcher:
+        await in_daemon_thread("test-bomb", lambda: ran(BOMB, double, BURST))
+        usage = await watcher.picture()
+        rows = await in_daemon_thread("test-read", watcher.probe.read_processes)
+
+        assert all(not fact.usage.orphans for fact in watcher.seen.of(GpuUseSeen))
+        assert [use for use in usage.processes if use.unplaced] == []
+        assert usage.complete
+        assert len(rows) <= ROOM
+        assert watcher.probe.evictions >= BURST - ROOM
+        async with asyncio.timeout(PATIENCE_S):
+            while await rows_left(watcher):
+                await asyncio.sleep(0.02)
+
+
+async def rows_left(watcher: Watcher) -> bool:
+    """Whether the kernel's table still has objects of the bomb."""
+    objects = await in_daemon_thread("test-read", watcher.probe.read_objects)
+    return any(CLIENT <= each.client < CLIENT + BURST for each in objects)
+
+
+def test_the_tables_have_room_for_what_was_promised() -> None:
+    assert PROCESSES == holders.MAX_PROCESSES == 65_536
+    assert MAX_WATCHED == 1_024
+
+
+# On a clock of the test's own
+
+
+class Bomb:
+    """A machine, the tracker that follows it late, and the core that is told of it once a second."""
+
+    def __init__(self, seed: int, pids: int) -> None:
+        self.world = World()
+        self.tracker = Tracker(GPUS)
+        self.node = Node()
+        self.node.tell(
+            ready(),
+            enumerated(*(replace(gpu(number), uuid=uuid) for number, uuid in enumerate((V0, V1)))),
+            passed(V0),
+            passed(V1),
+        )
+        self.world.now_ns = self.node.now_ns
+        self._chance = random.Random(seed)
+        self._pids = range(100, 100 + pids)
+        self._untold: list[Task] = []
+        self.scan()
+
+    def second(self, spawned: int) -> None:
+        """So many processes come and go, some of it is seen, and a second passes."""
+        for _ in range(spawned):
+            self._one(self._chance.choice(self._pids))
+        self.tracker.take(self.world.drain())
+        for see in (self.scan, self.look, self.tell_ends):
+            if self._chance.random() < 0.4:
+                see()
+        self.tell()
+        self.node.until(self.node.now_ns + S)
+        self.world.now_ns = max(self.world.now_ns, self.node.now_ns)
+
+    def _one(self, pid: int) -> None:
+        if any(task.key.pid == pid for task in self.world.alive):
+            return
+        task = self.world.spawn(pid)
+        control = self.world.open(task, CONTROL)
+        self.world.open(task, gpu_file(self._chance.choice((0, 1))))
+        self.world.context(task, control, self._chance.choice((0, 1)))
+        if self._chance.random() < 0.3:
+            self.world.close(task, control)
+        self.exit(task)
+
+    def exit(self, task: Task) -> None:
+        self.world.exit(task)
+        self._untold.append(task)
+
+    def scan(self) -> None:
+        at_ns = self.world.now_ns = self.world.now_ns + 1
+        held = self.world.scan()
+        self.tracker.take(self.world.drain())
+        self.tracker.scanned(held, at_ns)
+        self.world.delete_rows(self.tracker.take_removed())
+
+    def look(self) -> None:
+        alive = {task.key.pid: task for task in self.world.alive}
+        for key in self.tracker.unlooked:
+            if key.pid in alive:
+                self.tracker.looked([alive[key.pid].look], self.world.now_ns)
+            else:
+                self.tracker.exited(key, self.world.now_ns)
+
+    def tell_ends(self) -> None:
+        for task in self._untold:
+            self.tracker.exited(task.key, self.world.now_ns)
+        self._untold.clear()
+
+    def tell(self) -> Usage:
+        picture = self.tracker.picture(self.node.now_ns)
+        self.node.tell(GpuUseSeen(picture), allocated(), pods())
+        return picture
+
+    def settled(self) -> Usage:
+        for _ in range(2):
+            self.tell_ends()
+            if self.tracker.needs_rebuild:
+                self.tracker.rebuilt(list(self.world.rows.values()), self.world.now_ns)
+            self.scan()
+            self.look()
+        return self.tell()
+
+
+@settings(max_examples=25, deadline=None)
+@given(seed=st.integers(0, 2**32), pids=st.integers(1, 6), spawned=st.integers(1, 8))
+def test_pids_that_are_used_again_and_again_make_no_finding(seed: int, pids: int, spawned: int) -> None:
+    bomb = Bomb(seed, pids)
+    for _ in range(90):
+        bomb.second(spawned)
+        assert found(bomb.node) == []
+
+    picture = bomb.settled()
+    assert (picture.processes, picture.orphans, picture.totals) == ((), (), ())
+    assert bomb.world.rows == {}
+    assert bomb.tracker.living == ()
+
+
+def test_when_there_are_more_processes_than_room_the_others_are_counted_and_accused_of_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(holders, "MAX_PROCESSES", 50)
+    bomb = Bomb(seed=11, pids=1)
+    living = []
+    for pid in range(1_000, 1_200):
+        task = bomb.world.spawn(pid)
+        living.append(task)
+        bomb.world.context(task, bomb.world.open(task, CONTROL))
+        bomb.tracker.take(bomb.world.drain())
+        if pid % 20 == 0:
+            bomb.settled()
+
+    picture = bomb.settled()
+
+    assert len(picture.processes) <= 50
+    assert picture.evicted >= 150
+    assert picture.orphans == ()
+    for _ in range(40):
+        bomb.node.until(bomb.node.now_ns + S)
+        bomb.settled()
+    assert [
+        each for each in found(bomb.node) if each.details and each.details.kind != "foreign_process"
+    ] == []
+    for task in living:
+        bomb.exit(task)
+    picture = bomb.settled()
+    assert (picture.processes, picture.orphans) == ((), ())

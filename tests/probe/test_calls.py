@@ -1,0 +1,400 @@
+"""What the kernel side makes of driver calls, with both loaders: counts, objects, events."""
+
+import struct
+from pathlib import Path
+from uuid import UUID
+
+import pytest
+
+from agent.core.tracker import folded
+from agent.model.ids import GpuUuid
+from agent.model.rm import HeldFile, ProcessCounters, RmEvent, RmEventKind, RmObject
+from agent.probe.kernel import Majors
+from agent.probe.probe import Probe
+from tests.probe.caller import CLIENT, CONTEXT, DEVICE, ROOT, Caller, ran
+from tests.probe.conftest import MEMORY_MAJOR, device_of
+
+PRIME = 10_007
+
+
+def counters(probe: Probe, pid: int) -> ProcessCounters:
+    (row,) = [row for row in probe.read_processes() if row.tgid == pid]
+    return row
+
+
+def objects(probe: Probe, pid: int) -> list[RmObject]:
+    return [one for one in probe.read_objects() if one.tgid == pid]
+
+
+def events(probe: Probe, pid: int) -> list[RmEvent]:
+    found: list[RmEvent] = []
+    while batch := probe.ring.read():
+        found += [event for event in batch if event.tgid == pid]
+    return found
+
+
+def kinds(probe: Probe, pid: int) -> list[RmEventKind]:
+    return [event.kind for event in events(probe, pid)]
+
+
+OPENED = "fd = os.open(sys.argv[1], os.O_RDWR)\n"
+
+
+def test_a_prime_number_of_opens_and_closes_is_counted_exactly(probe: Probe, gpu: Path) -> None:
+    pid = ran("for _ in range(int(sys.argv[2])): os.close(os.open(sys.argv[1], os.O_RDWR))", gpu, PRIME)
+
+    row = counters(probe, pid)
+    assert (row.opens, row.closes) == (PRIME, PRIME)
+
+
+def test_a_prime_number_of_contexts_and_frees_is_counted_exactly(probe: Probe, gpu: Path) -> None:
+    code = (
+        OPENED
+        + """
+for handle in range(int(sys.argv[2])): alloc(fd, handle + 3, CONTEXT)
+wait()
+for handle in range(int(sys.argv[2])): free(fd, handle + 3)
+"""
+    )
+    with Caller(code, gpu, PRIME) as caller:
+        assert len(objects(probe, caller.pid)) == PRIME
+
+        caller.end()
+
+    row = counters(probe, caller.pid)
+    assert (row.allocs, row.contexts_allocated) == (PRIME, PRIME)
+    assert (row.frees, row.contexts_freed) == (PRIME, PRIME)
+    assert row.calls == 2 * PRIME
+    assert objects(probe, caller.pid) == []
+
+
+def test_every_event_is_on_the_ring_or_counted_as_lost(probe: Probe, gpu: Path) -> None:
+    before = probe.read_statistics()
+    pid = ran("for _ in range(int(sys.argv[2])): os.close(os.open(sys.argv[1], os.O_RDWR))", gpu, PRIME)
+
+    after = probe.read_statistics()
+    told = after.events + after.lost - before.events - before.lost
+    # Another process may use the device meanwhile, so at least.
+    assert told >= 2 * PRIME + 1
+    assert after.lost > before.lost
+    assert 0 < len(events(probe, pid)) <= after.events - before.events
+
+
+def test_an_object_has_who_made_it_and_through_which_file(probe: Probe, gpu: Path) -> None:
+    with Caller(OPENED + "alloc(fd, 7, CONTEXT, parent=5)\nwait()\n", gpu) as caller:
+        (one,) = objects(probe, caller.pid)
+        (held,) = [held for held in probe.scan().held if held.file == one.file]
+
+        assert (one.client, one.handle, one.rm_class, one.parent) == (CLIENT, 7, CONTEXT, 5)
+        assert (held.tgid, held.start_ticks) == (caller.pid, one.start_ticks)
+        assert held.device == device_of(gpu)
+        assert one.start_ticks == start_ticks(caller.pid)
+        assert counters(probe, caller.pid).start_ticks == one.start_ticks
+
+
+def start_ticks(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
+
+
+def test_lifecycle_is_told_in_order(probe: Probe, gpu: Path) -> None:
+    pid = ran(OPENED + "alloc(fd, 7, CONTEXT)\nfree(fd, 7)\nos.close(fd)", gpu)
+
+    told = events(probe, pid)
+    assert [event.kind for event in told] == [
+        RmEventKind.OPEN,
+        RmEventKind.ALLOC,
+        RmEventKind.FREE,
+        RmEventKind.CLOSE,
+        RmEventKind.EXIT,
+    ]
+    opened, allocated, freed, closed, _ = told
+    assert opened.file == allocated.file == freed.file == closed.file
+    assert {event.device for event in told[:4]} == {device_of(gpu)}
+    assert (allocated.client, allocated.handle, allocated.rm_class) == (CLIENT, 7, CONTEXT)
+    assert [event.at_ns for event in told] == sorted(event.at_ns for event in told)
+
+
+def test_a_class_that_says_nothing_of_contexts_is_counted_only(probe: Probe, gpu: Path) -> None:
+    pid = ran(OPENED + "alloc(fd, 7, MEMORY)\nfree(fd, 7)\n", gpu)
+
+    row = counters(probe, pid)
+    assert (row.allocs, row.frees, row.contexts_allocated) == (1, 1, 0)
+    assert RmEventKind.ALLOC not in kinds(probe, pid)
+
+
+def test_what_the_driver_refused_made_nothing(probe: Probe, gpu: Path) -> None:
+    with Caller(OPENED + "alloc(fd, 7, CONTEXT, status=0x1F)\nwait()\n", gpu) as caller:
+        assert objects(probe, caller.pid) == []
+        row = counters(probe, caller.pid)
+        assert (row.allocs, row.contexts_allocated, row.errors) == (1, 0, 1)
+
+
+def test_a_free_that_was_refused_leaves_the_object(probe: Probe, gpu: Path) -> None:
+    with Caller(OPENED + "alloc(fd, 7, CONTEXT)\nfree(fd, 7, status=0x1F)\nwait()\n", gpu) as caller:
+        assert len(objects(probe, caller.pid)) == 1
+        assert counters(probe, caller.pid).contexts_freed == 0
+
+
+def test_a_client_is_its_own_root(probe: Probe, gpu: Path) -> None:
+    with Caller(OPENED + "alloc(fd, 0xC1D00009, ROOT, client=0, parent=0)\nwait()\n", gpu) as caller:
+        (client,) = objects(probe, caller.pid)
+        assert (client.client, client.handle, client.rm_class) == (0xC1D00009, 0xC1D00009, ROOT)
+
+
+def test_a_device_has_its_instance(probe: Probe, gpu: Path) -> None:
+    code = (
+        OPENED
+        + """
+params = ctypes.create_string_buffer(struct.pack("=I", 5), 64)
+alloc(fd, 7, DEVICE, params=ctypes.addressof(params))
+wait()
+"""
+    )
+    with Caller(code, gpu) as caller:
+        (device,) = objects(probe, caller.pid)
+        assert (device.rm_class, device.gpu) == (DEVICE, 5)
+
+
+def test_a_copy_lives_on_its_own(probe: Probe, gpu: Path) -> None:
+    code = (
+        OPENED
+        + """
+alloc(fd, 7, CONTEXT)
+dup(fd, 8, 7, client=CLIENT + 1)
+free(fd, 7)
+wait()
+"""
+    )
+    with Caller(code, gpu) as caller:
+        (copy,) = objects(probe, caller.pid)
+        assert (copy.client, copy.handle, copy.rm_class) == (CLIENT + 1, 8, CONTEXT)
+        assert RmEventKind.DUP in kinds(probe, caller.pid)
+
+
+@pytest.mark.parametrize(
+    ("layout", "size"),
+    [
+        ("=IIIIQII", 32),
+        ("=IIIIQQII", 40),
+        ("=IIIIQQIIII", 48),
+    ],
+    ids=["NVOS21", "NVOS64 before 535", "NVOS64"],
+)
+def test_every_form_of_an_allocation_is_read(probe: Probe, gpu: Path, layout: str, size: int) -> None:
+    more = len(layout) - 1 - 4
+    block = struct.pack(layout, CLIENT, 2, 7, CONTEXT, *[0] * more)
+    assert len(block) == size
+    with Caller(OPENED + "call(fd, 0x2B, bytes.fromhex(sys.argv[2]))\nwait()\n", gpu, block.hex()) as caller:
+        (one,) = objects(probe, caller.pid)
+        assert one.handle == 7
+
+
+@pytest.mark.parametrize(
+    ("layout", "values"),
+    [
+        ("=IIIIQII", (0, 0, 9)),  # at 28
+        ("=IIIIQQII", (0, 0, 0, 9)),  # at 36
+        ("=IIIIQQIIII", (0, 0, 0, 0, 9, 0)),  # at 40
+    ],
+    ids=["NVOS21", "NVOS64 before 535", "NVOS64"],
+)
+def test_every_form_of_a_refusal_is_read(
+    probe: Probe, gpu: Path, layout: str, values: tuple[int, ...]
+) -> None:
+    block = struct.pack(layout, CLIENT, 2, 7, CONTEXT, *values)
+    with Caller(OPENED + "call(fd, 0x2B, bytes.fromhex(sys.argv[2]))\nwait()\n", gpu, block.hex()) as caller:
+        assert objects(probe, caller.pid) == []
+        assert counters(probe, caller.pid).errors == 1
+
+
+def test_a_command_wrapped_in_another_is_read(probe: Probe, gpu: Path) -> None:
+    code = (
+        OPENED
+        + """
+inner = ctypes.create_string_buffer(nvos64(7, CONTEXT), 48)
+call(fd, 211, struct.pack("=IIQ", 0x2B, 48, ctypes.addressof(inner)))
+wait()
+"""
+    )
+    with Caller(code, gpu) as caller:
+        (one,) = objects(probe, caller.pid)
+        assert one.handle == 7
+
+
+def test_the_type_of_a_command_does_not_matter_as_it_does_not_to_the_driver(probe: Probe, gpu: Path) -> None:
+    with Caller(OPENED + "call(fd, 0x2B, nvos64(7, CONTEXT), kind=0)\nwait()\n", gpu) as caller:
+        assert [one.handle for one in objects(probe, caller.pid)] == [7]
+
+
+def test_a_block_that_cannot_be_read_is_counted(probe: Probe, gpu: Path) -> None:
+    before = probe.read_statistics().unreadable
+    pid = ran(OPENED + "plain(fd, 3 << 30 | 48 << 16 | 0x462B, 4096)\n", gpu)
+
+    assert probe.read_statistics().unreadable == before + 1
+    assert counters(probe, pid).calls == 1
+
+
+def test_unified_memory_says_whose_gpu_a_client_uses(
+    probe: Probe, gpu: Path, uvm: Path, request: pytest.FixtureRequest
+) -> None:
+    request.addfinalizer(lambda: probe.set_majors(Majors()))
+    probe.set_majors(Majors(uvm=MEMORY_MAJOR))
+    code = """
+fd = os.open(sys.argv[2], os.O_RDWR)
+raw = bytes.fromhex(sys.argv[3])
+plain(fd, 25, bytearray(raw + struct.pack("=IIII", 4, CLIENT, 99, 0)))
+plain(fd, 26, bytearray(raw + struct.pack("=I", 0)))
+"""
+    raw = bytes(each * each for each in range(16))
+    pid = ran(code, gpu, uvm, raw.hex())
+
+    registered, unregistered = [event for event in events(probe, pid) if event.kind is RmEventKind.UVM]
+    assert (registered.rm_class, unregistered.rm_class) == (25, 26)
+    assert (registered.client, registered.handle, registered.device) == (CLIENT, 99, device_of(uvm))
+    assert (registered.parent, registered.detail) == folded(GpuUuid(f"GPU-{UUID(bytes=raw)}"))
+
+
+def test_the_same_numbers_on_a_gpu_are_no_calls_of_unified_memory(probe: Probe, gpu: Path) -> None:
+    pid = ran(OPENED + "plain(fd, 25, bytearray(32))\n", gpu)
+
+    assert counters(probe, pid).calls == 0
+    assert RmEventKind.UVM not in kinds(probe, pid)
+
+
+def test_a_gpu_bound_to_a_control_file_is_told(probe: Probe, gpu: Path) -> None:
+    pid = ran(OPENED + "call(fd, 201, struct.pack('=I', 17))\n", gpu)
+
+    (bound,) = [event for event in events(probe, pid) if event.kind is RmEventKind.REGISTER_FD]
+    assert bound.detail == 17
+
+
+def test_other_devices_cost_no_row(probe: Probe, uvm: Path, tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    for other in (uvm, file):
+        pid = ran(OPENED + "alloc(fd, 7, CONTEXT)\nos.dup2(fd, 9)\nos.close(fd)\n", other)
+
+        assert events(probe, pid) == []
+        assert pid not in {row.tgid for row in probe.read_processes()}
+
+
+def test_a_number_that_becomes_known_counts_from_then_on(
+    probe: Probe, uvm: Path, request: pytest.FixtureRequest
+) -> None:
+    request.addfinalizer(lambda: probe.set_majors(Majors()))
+    with Caller(OPENED + "wait()\n" + OPENED + "wait()\n", uvm) as caller:
+        probe.set_majors(Majors(uvm=MEMORY_MAJOR))
+        caller.resume()
+
+        assert counters(probe, caller.pid).opens == 1
+
+
+def test_a_child_is_told_and_a_thread_is_not(probe: Probe, gpu: Path) -> None:
+    code = (
+        OPENED
+        + """
+import threading
+thread = threading.Thread(target=lambda: None)
+thread.start()
+thread.join()
+if os.fork() == 0:
+    os._exit(0)
+os.wait()
+"""
+    )
+    pid = ran(code, gpu)
+
+    told = [event for event in events(probe, pid) if event.kind is RmEventKind.FORK]
+    assert len(told) == 1
+    assert told[0].detail not in (0, pid)
+
+
+@pytest.mark.parametrize(
+    "code", ["os.dup2(0, fd)", "os.dup2(0, fd, inheritable=False)", "os.closerange(fd, fd + 1)"]
+)
+def test_descriptors_that_may_have_moved_ask_for_a_scan(probe: Probe, gpu: Path, code: str) -> None:
+    pid = ran(OPENED + code, gpu)
+
+    assert RmEventKind.RESCAN in kinds(probe, pid)
+
+
+def test_exec_asks_for_a_scan(probe: Probe, gpu: Path) -> None:
+    pid = ran(OPENED + "os.execv('/bin/true', ['true'])", gpu)
+
+    assert kinds(probe, pid)[-2:] == [RmEventKind.RESCAN, RmEventKind.EXIT]
+
+
+def test_the_end_of_a_process_is_the_end_of_its_last_thread(probe: Probe, gpu: Path) -> None:
+    code = (
+        OPENED
+        + """
+import threading
+def last():
+    wait()
+    os._exit(0)
+thread = threading.Thread(target=last)
+thread.start()
+ctypes.CDLL(None).syscall(60, 0)  # exit(2) of the leader alone
+"""
+    )
+    with Caller(code, gpu) as caller:
+        assert RmEventKind.EXIT not in kinds(probe, caller.pid)
+        assert counters(probe, caller.pid).exited_ns == 0
+
+        caller.end()
+
+    assert kinds(probe, caller.pid) == [RmEventKind.EXIT]
+    assert counters(probe, caller.pid).exited_ns > 0
+
+
+def test_a_process_that_inherited_a_file_is_watched_once_it_was_found(probe: Probe, gpu: Path) -> None:
+    code = (
+        OPENED
+        + """
+if os.fork():
+    os._exit(0)
+print(os.getpid(), flush=True)
+sys.stdin.readline()
+os.close(fd)
+"""
+    )
+    caller = Caller(code, gpu)
+    assert caller._process.stdout is not None
+    child = int(caller._process.stdout.readline())
+    held = [one for one in probe.scan().held if one.tgid == child and one.device == device_of(gpu)]
+    assert events(probe, child) == []
+
+    probe.watch(held)
+    caller.end()
+
+    assert RmEventKind.CLOSE in kinds(probe, child)
+    assert counters(probe, child).opens == 0
+
+
+def test_rows_that_are_forgotten_are_gone(probe: Probe, gpu: Path) -> None:
+    with Caller(OPENED + "alloc(fd, 7, CONTEXT)\nwait()\n", gpu) as caller:
+        (made,) = objects(probe, caller.pid)
+        probe.forget_objects([(CLIENT, 7, made.at_ns)])
+        probe.forget_processes([caller.pid])
+
+        assert objects(probe, caller.pid) == []
+        assert [row for row in probe.read_processes() if row.tgid == caller.pid] == []
+
+
+def test_a_newer_object_under_the_same_handle_is_not_forgotten(probe: Probe, gpu: Path) -> None:
+    code = OPENED + "alloc(fd, 7, CONTEXT)\nwait()\nfree(fd, 7)\nalloc(fd, 7, CONTEXT)\nwait()\n"
+    with Caller(code, gpu) as caller:
+        (first,) = objects(probe, caller.pid)
+        caller.resume()
+        probe.forget_objects([(CLIENT, 7, first.at_ns)])
+
+        (second,) = objects(probe, caller.pid)
+        assert second.at_ns > first.at_ns
+
+
+def test_watching_a_process_that_is_known_keeps_its_counts(probe: Probe, gpu: Path) -> None:
+    with Caller(OPENED + "wait()\n", gpu) as caller:
+        before = counters(probe, caller.pid)
+        probe.watch([HeldFile(caller.pid, 0, 1, device_of(gpu), 1, 1)])
+
+        assert counters(probe, caller.pid) == before

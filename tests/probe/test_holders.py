@@ -1,0 +1,235 @@
+"""Who holds which open file: by the iterator in the kernel, and by /proc."""
+
+import array
+import os
+import socket
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from agent.model.rm import HeldFile
+from agent.probe import procfs
+from agent.probe.kernel import Majors
+from agent.probe.probe import Probe
+from tests.probe.caller import Caller
+from tests.probe.conftest import MISC_MAJOR
+
+OPENED = "fd = os.open(sys.argv[1], os.O_RDWR)\n"
+CONTROL, GPU_4, UVM, CAP = 195 << 20 | 255, 195 << 20 | 4, 509 << 20, 507 << 20 | 21
+
+
+def held_by(probe: Probe, pid: int) -> list[HeldFile]:
+    return [one for one in probe.scan().held if one.tgid == pid]
+
+
+def test_copies_of_a_descriptor_are_one_file(probe: Probe, gpu: Path) -> None:
+    with Caller(OPENED + "os.dup(fd)\nos.dup(fd)\nos.open(sys.argv[1], os.O_RDWR)\nwait()\n", gpu) as caller:
+        assert sorted(one.fds for one in held_by(probe, caller.pid)) == [1, 3]
+
+
+def test_a_child_that_inherits_holds_the_same_file(probe: Probe, gpu: Path) -> None:
+    code = (
+        OPENED
+        + """
+child = os.fork()
+if child == 0:
+    sys.stdin.readline()
+    os._exit(0)
+print(child, flush=True)
+sys.stdin.readline()
+"""
+    )
+    caller = Caller(code, gpu)
+    assert caller._process.stdout is not None
+    child = int(caller._process.stdout.readline())
+    try:
+        (parents,) = held_by(probe, caller.pid)
+        (childs,) = held_by(probe, child)
+        assert parents.file == childs.file
+        assert parents.start_ticks <= childs.start_ticks
+    finally:
+        caller.end()
+
+
+def test_a_file_received_by_message_is_held(probe: Probe, gpu: Path) -> None:
+    ours, theirs = socket.socketpair()
+    code = "s = __import__('socket').socket(fileno=int(sys.argv[1]))\nkept = s.recvmsg(1, 100)\nwait()\n"
+    with theirs, ours:
+        before = {one.file for one in held_by(probe, os.getpid())}
+        descriptor = os.open(gpu, os.O_RDWR)
+        ours.sendmsg([b"x"], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [descriptor]))])
+        (sent,) = [one for one in held_by(probe, os.getpid()) if one.file not in before]
+        os.close(descriptor)
+        with Caller(code, theirs.fileno(), keep=(theirs.fileno(),)) as caller:
+            assert [one.file for one in held_by(probe, caller.pid)] == [sent.file]
+
+
+def test_a_thread_with_a_table_of_its_own_holds_what_is_in_it(probe: Probe, gpu: Path) -> None:
+    code = (
+        OPENED
+        + """
+import threading
+ready = threading.Event()
+def hold():
+    ctypes.CDLL(None).unshare(0x400)  # CLONE_FILES
+    os.dup(fd)
+    ready.set()
+    threading.Event().wait()
+threading.Thread(target=hold, daemon=True).start()
+ready.wait()
+wait()
+os._exit(0)
+"""
+    )
+    with Caller(code, gpu) as caller:
+        (held,) = held_by(probe, caller.pid)
+        assert held.fds == 3
+
+
+def test_ten_thousand_descriptors_are_seen(probe: Probe, gpu: Path) -> None:
+    code = """
+import resource
+resource.setrlimit(resource.RLIMIT_NOFILE, (11000, 11000))
+kept = [os.open(sys.argv[1], os.O_RDWR) for _ in range(10007)]
+wait()
+"""
+    with Caller(code, gpu) as caller:
+        scan = probe.scan()
+
+        assert sum(one.fds for one in scan.held if one.tgid == caller.pid) == 10_007
+        assert scan.complete
+        assert scan.source == "kernel"
+
+
+def test_both_ways_agree_but_for_the_file(probe: Probe, gpu: Path) -> None:
+    with Caller(OPENED + "os.dup(fd)\nwait()\n", gpu) as caller:
+        (by_kernel,) = held_by(probe, caller.pid)
+        scan = procfs.scan(majors=Majors(nvidia=MISC_MAJOR))
+
+        assert [one for one in scan.held if one.tgid == caller.pid] == [
+            by_kernel._replace(file=0, cgroup_id=_cgroup_of(caller.pid) or by_kernel.cgroup_id)
+        ]
+        assert scan.source == "procfs"
+
+
+def _cgroup_of(pid: int) -> int:
+    """Return what /proc can tell: on a machine without cgroup v2 in the usual place, nothing."""
+    return procfs._cgroup_id(f"/proc/{pid}/cgroup", "/sys/fs/cgroup")
+
+
+# ---- /proc alone, of another machine ----
+
+Add = Callable[..., None]
+
+
+@pytest.fixture
+def add(tmp_path: Path) -> Add:
+    """Add a process to a /proc."""
+
+    def add_one(pid: int, targets: list[str], *, start: int = 4242, comm: str = "python") -> None:
+        folder = tmp_path / "proc" / str(pid)
+        (folder / "fd").mkdir(parents=True)
+        for number, target in enumerate(targets):
+            (folder / "fd" / str(number)).symlink_to(target)
+        numbers = " ".join(str(n) for n in range(4, 22))
+        (folder / "stat").write_text(f"{pid} ({comm}) S {numbers} {start} 0 0\n")
+        (folder / "cgroup").write_text("0::/kubepods.slice/pod1\n")
+
+    return add_one
+
+
+def scan(tmp_path: Path, **options: object) -> procfs.Scan:
+    return procfs.scan(
+        proc_root=str(tmp_path / "proc"),
+        cgroup_root=str(tmp_path / "cgroup"),
+        majors=Majors(195, 509, 507),
+        **options,  # type: ignore[arg-type]
+    )
+
+
+def test_a_holder_is_found_by_name_where_there_is_no_device(tmp_path: Path, add: Add) -> None:
+    add(700, ["/dev/null", "/dev/nvidia0"])
+
+    assert scan(tmp_path).held == [HeldFile(700, 4242, 0, 195 << 20, 1, 0)]
+
+
+@pytest.mark.parametrize(
+    ("target", "device"),
+    [
+        ("/dev/nvidiactl", CONTROL),
+        ("/dev/nvidia4", GPU_4),
+        ("/dev/nvidia-uvm", UVM),
+        ("/dev/nvidia-uvm-tools", UVM | 1),
+        ("/dev/nvidia4 (deleted)", GPU_4),
+        ("/run/container/rootfs/dev/nvidia4", GPU_4),
+        ("/dev/nvidia-modeset", 195 << 20 | 254),
+    ],
+)
+def test_each_node_has_its_number(tmp_path: Path, add: Add, target: str, device: int) -> None:
+    add(1, [target])
+
+    assert [one.device for one in scan(tmp_path).held] == [device]
+
+
+@pytest.mark.parametrize(
+    "target",
+    ["/dev/null", "socket:[77]", "/home/nvidia0/file", "/dev/nvidia", "/tmp/nvidia0.log", "/dev/nvidia4567"],
+)
+def test_other_files_are_left_alone(tmp_path: Path, add: Add, target: str) -> None:
+    add(1, [target])
+
+    assert scan(tmp_path).held == []
+
+
+def test_a_name_with_brackets_and_spaces_hides_no_start(tmp_path: Path, add: Add) -> None:
+    add(1, ["/dev/nvidia0"], start=99, comm="a) S 1 2 (b")
+
+    assert scan(tmp_path).held[0].start_ticks == 99
+
+
+def test_the_cgroup_is_told_by_its_inode(tmp_path: Path, add: Add) -> None:
+    add(1, ["/dev/nvidia0"])
+    folder = tmp_path / "cgroup/kubepods.slice/pod1"
+    folder.mkdir(parents=True)
+
+    assert scan(tmp_path).held[0].cgroup_id == folder.stat().st_ino
+
+
+def test_several_descriptors_of_one_device_are_one_record(tmp_path: Path, add: Add) -> None:
+    add(1, ["/dev/nvidia0", "/dev/nvidia0", "/dev/nvidiactl"])
+
+    assert {(one.device, one.fds) for one in scan(tmp_path).held} == {(195 << 20, 2), (CONTROL, 1)}
+
+
+def test_a_process_that_ended_is_left_out(tmp_path: Path, add: Add) -> None:
+    add(1, ["/dev/nvidia0"])
+    (tmp_path / "proc/2").mkdir()
+    (tmp_path / "proc/self").mkdir()
+
+    assert [one.tgid for one in scan(tmp_path).held] == [1]
+
+
+def test_a_proc_that_is_not_there_is_empty(tmp_path: Path) -> None:
+    assert scan(tmp_path).held == []
+
+
+def test_what_is_looked_at_is_bounded(tmp_path: Path, add: Add, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(procfs, "MAX_DESCRIPTORS", 5)
+    for pid in range(1, 5):
+        add(pid, ["/dev/nvidia0", "/dev/nvidiactl"])
+
+    result = scan(tmp_path)
+
+    assert not result.complete
+    assert sum(one.fds for one in result.held) == 5
+
+
+def test_a_double_on_a_file_system_of_its_own_is_told_by_its_inode(tmp_path: Path, add: Add) -> None:
+    double = tmp_path / "nvidia4"
+    double.touch()
+    add(1, [str(double)])
+
+    (held,) = scan(tmp_path, filesystem=double.stat().st_dev).held
+
+    assert held.device == double.stat().st_ino

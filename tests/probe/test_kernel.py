@@ -1,0 +1,149 @@
+"""What a machine allows, told from roots that show it."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from agent.errors import ProbeLoadError
+from agent.probe import kernel
+from agent.probe.kernel import Majors, Roots
+from tests.probe.machines import Machine
+
+ENTRY_POINTS = (
+    "nvidia_unlocked_ioctl",
+    "uvm_unlocked_ioctl_entry",
+    "nvidia_open",
+    "nvidia_close",
+)
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> Machine:
+    return Machine(tmp_path)
+
+
+def refusal(roots: Roots) -> str:
+    with pytest.raises(ProbeLoadError) as caught:
+        kernel.check(roots)
+    return caught.value.code
+
+
+def test_device_numbers_are_read_from_the_character_devices(machine: Machine) -> None:
+    machine.with_driver()
+
+    assert kernel.majors(machine.roots) == Majors(nvidia=195, uvm=509, caps=507)
+
+
+def test_older_drivers_name_their_frontend(machine: Machine) -> None:
+    machine.write("proc/devices", "Character devices:\n195 nvidia-frontend\n")
+
+    assert kernel.majors(machine.roots) == Majors(nvidia=195)
+
+
+def test_without_a_driver_no_number_is_invented(machine: Machine) -> None:
+    assert kernel.majors(machine.roots) == Majors(0, 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("version", "offset"),
+    [("525.147.05", 24), ("530.41", 24), ("535.104.05", 28), ("570.148.08", 28), ("1000.1", 28)],
+)
+def test_an_older_driver_has_its_status_elsewhere(machine: Machine, version: str, offset: int) -> None:
+    machine.with_driver(version=version)
+
+    assert kernel.short_alloc_status(machine.roots) == offset
+
+
+def test_a_driver_that_does_not_say_is_taken_for_a_new_one(machine: Machine) -> None:
+    assert kernel.short_alloc_status(machine.roots) == 28
+
+
+@pytest.mark.parametrize(
+    ("text", "version"),
+    [("6.18.44-fc", (6, 18)), ("5.8.0", (5, 8)), ("5.15.0-139-generic", (5, 15)), ("odd", (0, 0))],
+)
+def test_a_release_has_a_version(text: str, version: tuple[int, int]) -> None:
+    assert kernel.version_of(text) == version
+
+
+def test_a_kernel_that_is_too_old_is_told(tmp_path: Path) -> None:
+    assert refusal(Machine(tmp_path, release="5.4.0-89-generic").roots) == "bpf_unsupported"
+
+
+def test_a_kernel_that_is_locked_down_is_told(machine: Machine) -> None:
+    machine.write("sys/kernel/security/lockdown", "none integrity [confidentiality]\n")
+
+    assert refusal(machine.roots) == "kernel_lockdown"
+
+
+def test_a_lockdown_of_integrity_does_not_forbid_reading(machine: Machine) -> None:
+    machine.write("sys/kernel/security/lockdown", "none [integrity] confidentiality\n")
+    if os.geteuid() != 0:
+        pytest.skip("needs root, else capabilities are missing")
+
+    kernel.check(machine.roots)
+
+
+def test_symbols_are_those_of_modules(machine: Machine) -> None:
+    machine.with_driver(*ENTRY_POINTS, "nvidia_open_deferred")
+    machine.write(
+        "proc/kallsyms",
+        (machine.root / "proc/kallsyms").read_text() + "ffffffff81000010 t nvidia_close\n",
+    )
+
+    assert kernel.symbols(machine.roots) == dict.fromkeys(ENTRY_POINTS, "nvidia")
+
+
+def test_the_cheap_tier_is_chosen_where_it_is_possible(machine: Machine) -> None:
+    machine.with_kprobes()
+    machine.with_driver(*ENTRY_POINTS)
+
+    assert kernel.choose_tier("auto", machine.roots, doubles=False) == "driver"
+
+
+def test_a_driver_that_is_not_loaded_yet_is_waited_for(machine: Machine) -> None:
+    machine.with_kprobes()
+
+    assert kernel.choose_tier("auto", machine.roots, doubles=False) == "driver"
+
+
+def test_without_kprobes_system_calls_are_traced(machine: Machine) -> None:
+    machine.with_driver(*ENTRY_POINTS)
+
+    assert kernel.choose_tier("auto", machine.roots, doubles=False) == "syscalls"
+
+
+def test_a_driver_with_other_entry_points_is_traced_by_system_calls(machine: Machine) -> None:
+    machine.with_kprobes()
+    machine.with_driver("nvidia_open")
+
+    assert kernel.choose_tier("auto", machine.roots, doubles=False) == "syscalls"
+
+
+def test_device_doubles_have_no_entry_points(machine: Machine) -> None:
+    machine.with_kprobes()
+    machine.with_driver(*ENTRY_POINTS)
+
+    assert kernel.choose_tier("auto", machine.roots, doubles=True) == "syscalls"
+
+
+@pytest.mark.parametrize("kprobes", [False, True])
+def test_a_tier_that_is_wanted_and_not_possible_is_refused_with_its_reason(
+    machine: Machine, *, kprobes: bool
+) -> None:
+    if kprobes:
+        machine.with_kprobes()
+    machine.with_driver("nvidia_open")
+
+    with pytest.raises(ProbeLoadError) as caught:
+        kernel.choose_tier("driver", machine.roots, doubles=False)
+
+    assert caught.value.code == "tier_unavailable"
+    assert ("nvidia_unlocked_ioctl" if kprobes else "no kprobes") in str(caught.value)
+
+
+def test_this_kernel_decides_the_tier_by_what_it_has() -> None:
+    has_kprobes = Path("/sys/bus/event_source/devices/kprobe/type").exists()
+
+    assert kernel.choose_tier("auto", Roots(), doubles=False) == ("driver" if has_kprobes else "syscalls")

@@ -1,0 +1,189 @@
+"""The probe, the tracker and the source that drives both, on a double of the driver: what they show."""
+
+import asyncio
+import contextlib
+import os
+import time
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Protocol
+
+from agent.bus import Latest
+from agent.core.state import initial_state
+from agent.core.tracker import GpuMap, Tracker
+from agent.core.view import snapshot_of
+from agent.model.facts import GpuUseSeen, ProbeSeen
+from agent.model.health import Health
+from agent.model.ids import GpuUuid
+from agent.model.policy import MILLISECOND_NS, Policy
+from agent.model.rm import ProcessCounters
+from agent.model.snapshot import DriverView, GpuView, Snapshot
+from agent.model.usage import Usage
+from agent.probe.probe import Probe
+from agent.probe.request import Request
+from agent.simulation.driver_double.double import Books
+from agent.simulation.driver_double.nodes import Gpu
+from agent.sources.ebpf import EbpfSettings, EbpfSource, Tier
+from agent.threads import in_daemon_thread
+from tests.core.build import gpu as built_gpu
+from tests.sources.recorder import PATIENCE_S, Recorder
+
+ROUNDS = 4
+"""After so many rounds nothing that happened before is on its way any more."""
+LOOK_AGAIN_S = 0.005
+SETTINGS = EbpfSettings(poll_ns=20 * MILLISECOND_NS, gap_ns=5 * MILLISECOND_NS, tell_ns=0)
+
+Live = dict[int, dict[str, int]]
+"""Live contexts by UUID, of each process that made them."""
+
+
+def as_books_have_it(books: Books, gpus: tuple[Gpu, ...]) -> Live:
+    uuids = {gpu.minor: gpu.uuid for gpu in gpus}
+    live: Live = {}
+    for context in books.contexts:
+        assert context.minor is not None
+        of_process = live.setdefault(context.pid, {})
+        of_process[uuids[context.minor]] = of_process.get(uuids[context.minor], 0) + 1
+    return live
+
+
+def as_picture_has_it(usage: Usage) -> Live:
+    live: Live = {}
+    for process in usage.processes:
+        assert not process.unplaced
+        for hold in process.holds:
+            if hold.contexts:
+                live.setdefault(process.key.pid, {})[hold.gpu] = hold.contexts
+    for orphan in usage.orphans:
+        if orphan.contexts:
+            live.setdefault(orphan.owner.key.pid, {})[str(orphan.gpu)] = orphan.contexts
+    return live
+
+
+class Double(Protocol):
+    """A double of the driver, with books of its own."""
+
+    @property
+    def folder(self) -> Path:
+        """Where its nodes are."""
+
+    async def books(self) -> Books:
+        """What it knows."""
+
+
+class Watcher:
+    """Follows the double; each question is answered after the picture has settled."""
+
+    def __init__(
+        self,
+        double: Double,
+        gpus: tuple[Gpu, ...],
+        source: EbpfSource,
+        seen: Recorder,
+        running: asyncio.Task[None],
+    ) -> None:
+        self._double = double
+        self._gpus = gpus
+        self._source = source
+        self.seen = seen
+        """Every fact that the source told."""
+        self._running = running
+
+    @property
+    def probe(self) -> Probe:
+        """What is in the kernel."""
+        assert self._source.probe is not None
+        return self._source.probe
+
+    async def picture(self) -> Usage:
+        """The picture after everything that has happened."""
+        signs: set[int | None] = {self._source.last_sign_ns}
+        async with asyncio.timeout(PATIENCE_S):
+            while len(signs) <= ROUNDS or not self.seen.of(GpuUseSeen):
+                if self._running.done():
+                    self._running.result()
+                # Nothing tells of a round that found nothing new.
+                await asyncio.sleep(LOOK_AGAIN_S)
+                signs.add(self._source.last_sign_ns)
+        return self.seen.of(GpuUseSeen)[-1].usage
+
+    async def agrees(self) -> Live:
+        """Assert that the picture is what the driver's books say, and so is one made from the maps alone.
+
+        The maps do not tell of a process that has ended, so of those the second one says nothing.
+        """
+        usage = await self.picture()
+        expected = as_books_have_it(await self._double.books(), self._gpus)
+        assert usage.complete, usage.incomplete_because
+        assert as_picture_has_it(usage) == expected
+        living = {use.key.pid for use in usage.processes}
+        anew = as_picture_has_it(await self._made_anew(usage))
+        assert anew == {pid: contexts for pid, contexts in expected.items() if pid in living}
+        return expected
+
+    async def counters(self, pid: int) -> ProcessCounters:
+        """What the kernel counted of a process."""
+        rows = await in_daemon_thread("test-read", self.probe.read_processes)
+        return next(row for row in rows if row.tgid == pid)
+
+    async def _made_anew(self, usage: Usage) -> Usage:
+        rows = await in_daemon_thread("test-read", self.probe.read_objects)
+        scan = await in_daemon_thread("test-scan", self.probe.scan)
+        tracker = Tracker(
+            GpuMap({gpu.minor: GpuUuid(gpu.uuid) for gpu in self._gpus}, _instances(self._gpus))
+        )
+        now_ns = time.monotonic_ns()
+        tracker.lost(0)
+        tracker.rebuilt(rows, now_ns)
+        tracker.scanned(scan.held, now_ns)
+        tracker.looked([use.look for use in usage.processes], now_ns)
+        return tracker.picture(now_ns)
+
+
+def _instances(gpus: tuple[Gpu, ...]) -> dict[int, GpuUuid]:
+    return {gpu.instance: GpuUuid(gpu.uuid) for gpu in gpus}
+
+
+def serving(gpus: tuple[Gpu, ...]) -> Snapshot:
+    """What the core shows while NVML lists these GPUs."""
+    views = tuple(
+        GpuView(
+            replace(built_gpu(number, minor=gpu.minor), uuid=GpuUuid(gpu.uuid)),
+            Health.HEALTHY,
+            present=True,
+            conditions=(),
+            xids={},
+        )
+        for number, gpu in enumerate(gpus)
+    )
+    empty = snapshot_of(initial_state(Policy(), None, now_ns=0))
+    return replace(empty, driver=DriverView(ready=True), gpus=views)
+
+
+@contextlib.asynccontextmanager
+async def watching(
+    double: Double, gpus: tuple[Gpu, ...], request: Request, *, tier: Tier = "syscalls"
+) -> AsyncIterator[Watcher]:
+    """Load the probe and follow the double."""
+    seen = Recorder()
+    source = EbpfSource(
+        inbox=seen.inbox,
+        latest=Latest(serving(gpus)),
+        request=request,
+        tier=tier,
+        proc_root=Path("/proc"),
+        agent_pid=os.getpid(),
+        settings=SETTINGS,
+    )
+    loop = asyncio.get_running_loop()
+    tasks = [loop.create_task(seen.run()), loop.create_task(source.run())]
+    try:
+        view = (await seen.first(ProbeSeen, lambda fact: fact.probe.state != "loading")).probe
+        assert view.state == "running", view.message
+        yield Watcher(double, gpus, source, seen, tasks[1])
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        source.close()

@@ -1,0 +1,271 @@
+"""What /proc says of processes, whatever these call themselves."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from agent.model.usage import PodUid, ProcessKey
+from agent.sources import processes
+from agent.sources.processes import MAX_BYTES, MAX_COMM, cgroup_of, look_at, open_pidfd, printable
+
+UID = "6a1b0a34-0b6c-4d6f-8f5e-0123456789ab"
+CONTAINER = "c0ffee" + "0" * 58
+POD_V2 = (
+    f"/kubepods.slice/kubepods-burstable.slice/kubepods-burstable-pod{UID.replace('-', '_')}.slice/"
+    f"cri-containerd-{CONTAINER}.scope"
+)
+POD_V1 = f"/kubepods/besteffort/pod{UID}/{CONTAINER}"
+KILLED = "Name:\tx\nSigPnd:\t0000000000000000\nShdPnd:\t0000000000000100\n"
+
+Write = Callable[..., None]
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Write:
+    """Write a process into a /proc."""
+
+    def write_one(
+        pid: int = 4711,
+        *,
+        comm: str | bytes = "python",
+        state: str = "S",
+        start: int = 4242,
+        cgroup: str = "0::/user.slice\n",
+        status: str = "ShdPnd:\t0000000000000000\n",
+    ) -> None:
+        folder = tmp_path / str(pid)
+        folder.mkdir(exist_ok=True)
+        name = comm if isinstance(comm, bytes) else comm.encode()
+        numbers = " ".join(str(number) for number in range(4, 22))
+        (folder / "stat").write_bytes(
+            b"%d (%s) %s %s %d 0 0\n" % (pid, name, state.encode(), numbers.encode(), start)
+        )
+        (folder / "cgroup").write_text(cgroup)
+        (folder / "status").write_text(status)
+
+    return write_one
+
+
+def test_a_process_is_named_by_its_pid_and_start(tmp_path: Path, write: Write) -> None:
+    write(start=99)
+
+    look = look_at(tmp_path, 4711)
+
+    assert look is not None
+    assert look.key == ProcessKey(4711, 99)
+    assert (look.comm, look.state, look.cgroup, look.pod, look.killed) == (
+        "python",
+        "S",
+        "/user.slice",
+        None,
+        False,
+    )
+
+
+@pytest.mark.parametrize(
+    ("comm", "shown"),
+    [
+        ("a) S 1 2 (b", "a) S 1 2 (b"),
+        ("(sd-pam)", "(sd-pam)"),
+        (") R 1 1 1", ") R 1 1 1"),
+        ("two\nlines", "two?lines"),
+        ("\x1b[2J\x07", "?[2J?"),
+        (b"\xff\xfepython", "��python"),
+        ("", ""),
+        ("данные", "данные"),
+        ("a\u202eb", "a?b"),
+    ],
+)
+def test_a_name_may_hold_anything(tmp_path: Path, write: Write, comm: str | bytes, shown: str) -> None:
+    write(comm=comm, start=7)
+
+    look = look_at(tmp_path, 4711)
+
+    assert look is not None
+    assert (look.comm, look.key.start_ticks, look.state) == (shown, 7, "S")
+
+
+def test_a_name_is_bounded() -> None:
+    assert len(printable("x" * 1000)) == MAX_COMM
+
+
+@pytest.mark.parametrize("state", ["R", "S", "D", "Z", "X", "T", "t", "I"])
+def test_the_state_is_one_letter(tmp_path: Path, write: Write, state: str) -> None:
+    write(state=state)
+
+    look = look_at(tmp_path, 4711)
+
+    assert look is not None
+    assert look.state == state
+
+
+@pytest.mark.parametrize(
+    ("text", "path"),
+    [
+        (f"0::{POD_V2}\n", POD_V2),
+        (f"12:devices:{POD_V1}\n1:name=systemd:/\n", POD_V1),
+        (f"1:name=systemd:{POD_V1}\n0::/\n", POD_V1),
+        ("2:cpu:/a\n1:name=systemd:/b\n0::/c\n", "/c"),
+        ("0::/with:a:colon\n", "/with:a:colon"),
+        ("", ""),
+    ],
+)
+def test_of_several_cgroups_that_of_the_pod_is_told(text: str, path: str) -> None:
+    assert cgroup_of(text) == path
+
+
+@pytest.mark.parametrize("cgroup", [f"0::{POD_V2}\n", f"5:pids:{POD_V1}\n0::/\n"])
+def test_the_pod_of_a_process_is_told(tmp_path: Path, write: Write, cgroup: str) -> None:
+    write(cgroup=cgroup)
+
+    look = look_at(tmp_path, 4711)
+
+    assert look is not None
+    assert look.pod is not None
+    assert (look.pod.uid, look.pod.container_id) == (PodUid(UID), CONTAINER)
+
+
+@pytest.mark.parametrize(
+    ("status", "killed"),
+    [
+        (KILLED, True),
+        ("SigPnd:\t0000000000000100\nShdPnd:\t0000000000000000\n", True),
+        ("SigPnd:\t0000000000004000\nShdPnd:\t0000000000004000\n", False),
+        ("Name:\tShdPnd: 100\n", False),
+        ("", False),
+    ],
+)
+def test_a_kill_that_waits_is_told(tmp_path: Path, write: Write, status: str, killed: bool) -> None:
+    write(state="D", status=status)
+
+    look = look_at(tmp_path, 4711)
+
+    assert look is not None
+    assert look.killed is killed
+
+
+def test_a_process_that_is_gone_is_none(tmp_path: Path) -> None:
+    assert look_at(tmp_path, 4711) is None
+
+
+@pytest.mark.parametrize("stat", ["", "4711 (python", "4711 (python) S 1 2 3", "4711 (p) S " + "x " * 30])
+def test_a_file_that_makes_no_sense_is_no_process(tmp_path: Path, write: Write, stat: str) -> None:
+    write()
+    (tmp_path / "4711/stat").write_text(stat)
+
+    assert look_at(tmp_path, 4711) is None
+
+
+def test_a_process_without_the_other_files_is_still_one(tmp_path: Path, write: Write) -> None:
+    write()
+    (tmp_path / "4711/cgroup").unlink()
+    (tmp_path / "4711/status").unlink()
+
+    look = look_at(tmp_path, 4711)
+
+    assert look is not None
+    assert (look.cgroup, look.pod, look.killed) == ("", None, False)
+
+
+def test_what_is_read_of_a_process_is_bounded(tmp_path: Path, write: Write) -> None:
+    write(cgroup="1:a:/x\n" * MAX_BYTES + f"0::{POD_V2}\n")
+
+    look = look_at(tmp_path, 4711)
+
+    assert look is not None
+    assert look.cgroup == "/x"
+
+
+def test_this_process_is_told_as_the_kernel_has_it() -> None:
+    look = look_at(Path("/proc"), os.getpid())
+
+    assert look is not None
+    assert look.comm == printable(Path("/proc/self/comm").read_text().removesuffix("\n"))
+    assert look.state in "RS"
+
+
+# ---- their ends ----
+
+
+@pytest.fixture
+def child() -> Iterator[subprocess.Popen[bytes]]:
+    process = subprocess.Popen(
+        [sys.executable, "-ISc", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE
+    )
+    yield process
+    process.kill()
+    process.communicate()
+
+
+def descriptors() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+def key_of(pid: int) -> ProcessKey:
+    look = look_at(Path("/proc"), pid)
+    assert look is not None
+    return look.key
+
+
+def test_the_very_process_is_watched(child: subprocess.Popen[bytes]) -> None:
+    descriptor = open_pidfd(Path("/proc"), key_of(child.pid))
+
+    assert descriptor is not None
+    signal.pidfd_send_signal(descriptor, signal.SIGKILL)
+    assert os.waitid(os.P_PIDFD, descriptor, os.WEXITED | os.WNOWAIT) is not None
+    os.close(descriptor)
+
+
+def test_a_pid_that_another_process_has_by_now_is_not_watched(child: subprocess.Popen[bytes]) -> None:
+    before = descriptors()
+    earlier = ProcessKey(child.pid, key_of(child.pid).start_ticks - 1)
+
+    assert open_pidfd(Path("/proc"), earlier) is None
+    assert descriptors() == before
+
+
+def test_a_process_that_went_is_not_watched(child: subprocess.Popen[bytes]) -> None:
+    key = key_of(child.pid)
+    child.kill()
+    child.communicate()
+
+    assert open_pidfd(Path("/proc"), key) is None
+
+
+def test_a_process_that_goes_between_the_two_looks_is_not_watched(
+    child: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    key = key_of(child.pid)
+
+    def end_first(proc_root: Path, pid: int) -> None:
+        child.kill()
+        child.communicate()
+        assert look_at(proc_root, pid) is None
+
+    monkeypatch.setattr(processes, "look_at", end_first)
+
+    assert open_pidfd(Path("/proc"), key) is None
+
+
+def test_a_thread_is_no_process() -> None:
+    begun, go = threading.Event(), threading.Event()
+
+    def wait() -> None:
+        begun.set()
+        go.wait()
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    begun.wait()
+    assert thread.native_id is not None
+    # Linux 6.9 calls it by another name.
+    with pytest.raises(OSError, match=r"Invalid argument|No such file"):
+        open_pidfd(Path("/proc"), ProcessKey(thread.native_id, 1))
+    go.set()
+    thread.join()

@@ -1,0 +1,232 @@
+"""Runs in the guest: plays every scenario with each loader, prints a line for each; the exit status judges.
+
+``python -m tests.vm.guest FOLDER [LOADER...]``
+"""
+
+import asyncio
+import os
+import platform
+import sys
+import time
+import traceback
+from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Final, Literal, get_args
+
+from agent.errors import ProbeLoadError
+from agent.probe.loading import load
+from agent.probe.probe import Probe
+from agent.probe.request import Request
+from tests.probe import test_workloads, watcher
+from tests.probe.test_workloads import GPUS, Machine
+from tests.probe.watcher import Watcher, watching
+from tests.sources import recorder
+from tests.vm.module import DriverModule
+from tests.vm.scenarios import (
+    FOLLOWING_THE_DRIVER,
+    OF_DRIVER,
+    READING_MAPS,
+    Scenario,
+    Stage,
+    contexts_are_counted_exactly,
+    every_call_is_traced,
+    without_btf,
+)
+
+Loader = Literal["core", "bcc"]
+Tier = Literal["driver", "syscalls"]
+
+LOAD_S: Final = 300.0
+"""A compiler takes up to a minute where every instruction is emulated."""
+SCENARIO_S: Final = 300.0
+
+Workload = Callable[[Machine], Awaitable[None]]
+
+WORKLOADS: Final[dict[str, Workload]] = {
+    name: function for name, function in vars(test_workloads).items() if name.startswith("test_")
+}
+"""The tests that are run on the double in user space too."""
+
+
+class Report:
+    """What was played, and what came of it."""
+
+    def __init__(self) -> None:
+        self.passed = 0
+        self.failed = 0
+
+    async def play(self, where: str, name: str, scenario: Callable[[], Awaitable[object]]) -> None:
+        """Play one scenario and print a line; why it failed is below it."""
+        began = time.monotonic()
+        why = ""
+        try:
+            async with asyncio.timeout(SCENARIO_S):
+                await scenario()
+        except Exception:  # noqa: BLE001 - it is told, and the others go on
+            why = traceback.format_exc()
+        self.failed += bool(why)
+        self.passed += not why
+        verdict = "FAILED" if why else "ok"
+        _say(f"{verdict:<7}{time.monotonic() - began:6.1f} s  {where:<14} {_words(name)}")
+        for line in why.splitlines():
+            self.tell(line)
+
+    def tell(self, line: str) -> None:
+        """Print something about the scenario before."""
+        _say(f"        {line}")
+
+
+def _say(line: str) -> None:
+    sys.stdout.write(f"{line}\n")
+    sys.stdout.flush()
+
+
+def _words(name: str) -> str:
+    return name.removeprefix("test_").replace("_", " ")
+
+
+@dataclass(frozen=True, slots=True)
+class Guest:
+    """What the host put into a folder, played with one loader."""
+
+    report: Report
+    folder: Path
+    loader: Loader
+
+    async def play(self) -> None:
+        """Play everything."""
+        await self.follow_the_driver()
+        await self.work("driver")
+        await self.work("syscalls")
+        await self.trace()
+        await self.do_without_btf()
+
+    def driver(self, *, counts_uvm: bool = False) -> DriverModule:
+        """Return the driver, not loaded."""
+        module = DriverModule(self.folder / "driver", counts_uvm=counts_uvm)
+        module.unload_if_loaded()
+        return module
+
+    def request(self, *, trace_tgid: int = 0) -> Request:
+        """Return how the probe is loaded."""
+        made = str(self.folder / "gpu_probe.bpf.o")
+        return Request(loader=self.loader, tier="driver", object_path=made, trace_tgid=trace_tgid)
+
+    async def follow_the_driver(self) -> None:
+        """One probe of tier driver, loaded before the driver is."""
+        await self._probe_on("driver", self.driver(), self.request(), FOLLOWING_THE_DRIVER)
+
+    async def trace(self) -> None:
+        """A probe that tells every call of this process."""
+        driver = self.driver()
+        driver.load()
+        await self._probe_on("trace", driver, self.request(trace_tgid=os.getpid()), (every_call_is_traced,))
+
+    async def do_without_btf(self) -> None:
+        """bcc has the kernel's own headers; the precompiled object cannot do without, and says so."""
+        driver = self.driver()
+        driver.load()
+        with without_btf():
+            if self.loader == "bcc":
+                await self._probe_on("no BTF", driver, self.request(), (contexts_are_counted_exactly,))
+            else:
+                await self.report.play("core no BTF", "refusal has its code", self._is_refused)
+
+    async def work(self, tier: Tier) -> None:
+        """Processes as CUDA programs are, followed by the agent's source; the driver's books judge it."""
+        where = f"{self.loader} {tier}"
+        driver = self.driver(counts_uvm=tier == "syscalls")
+        driver.load()
+        async with AsyncExitStack() as stack:
+
+            async def begin() -> None:
+                following = watching(driver, GPUS, self.request(), tier=tier)
+                begun.append(await stack.enter_async_context(following))
+
+            begun: list[Watcher] = []
+            await self.report.play(where, "source loads the probe", begin)
+            for watched in begun:
+                await self._work(where, driver, watched)
+                if tier == "driver":
+                    await self.report.play(
+                        where, "source follows a reload", partial(_reload, driver, watched)
+                    )
+
+    async def _work(self, where: str, driver: DriverModule, watched: Watcher) -> None:
+        for name, workload in WORKLOADS.items():
+            await self.report.play(where, name, partial(_judge, driver, watched, workload))
+        await self._play_all(where, Stage(watched.probe, driver), READING_MAPS)
+
+    async def _probe_on(
+        self, where: str, driver: DriverModule, request: Request, scenarios: tuple[Scenario, ...]
+    ) -> None:
+        where = f"{self.loader} {where}"
+        probes: list[Probe] = []
+
+        async def load_one() -> None:
+            probes.append(await load(request, deadline_s=LOAD_S))
+
+        await self.report.play(where, "load", load_one)
+        for probe in probes:
+            self.report.tell(f"{probe.load_ms} ms to load, {probe.attach_ms} ms to attach")
+            await self._play_all(where, Stage(probe, driver), scenarios)
+            probe.close()
+
+    async def _play_all(self, where: str, stage: Stage, scenarios: tuple[Scenario, ...]) -> None:
+        for scenario in scenarios:
+            await self.report.play(where, scenario.__name__, partial(_played, scenario, stage))
+
+    async def _is_refused(self) -> None:
+        try:
+            probe = await load(self.request(), deadline_s=LOAD_S)
+        except ProbeLoadError as error:
+            code = error.code
+        else:
+            probe.close()
+            code = "none"
+        assert code == "bpf_unsupported", code
+
+
+async def _played(scenario: Scenario, stage: Stage) -> None:
+    scenario(stage)
+
+
+async def _judge(driver: DriverModule, watched: Watcher, workload: Workload) -> None:
+    driver.begin_anew()
+    async with AsyncExitStack() as processes:
+        await workload(Machine(driver, watched, processes))
+
+
+async def _reload(driver: DriverModule, watched: Watcher) -> None:
+    """Load the driver anew under the source, and work on it."""
+    driver.unload()
+    await recorder.until(lambda: set(watched.probe.missing) == OF_DRIVER)
+    driver.load()
+    await recorder.until(lambda: not watched.probe.missing)
+    await _judge(driver, watched, test_workloads.test_an_exit_that_frees_nothing)
+
+
+async def play(folder: Path, loaders: tuple[Loader, ...]) -> int:
+    """Play everything with these loaders; returns the exit status."""
+    report = Report()
+    for loader in loaders:
+        await Guest(report, folder, loader).play()
+    _say(f"{report.passed} passed, {report.failed} failed on Linux {platform.release()}")
+    return 1 if report.failed or not report.passed else 0
+
+
+def main() -> int:
+    """Play what is asked for."""
+    folder, *names = sys.argv[1:]
+    loaders = tuple(name for name in get_args(Loader) if name in names or not names)
+    # Every wait of theirs is for a machine that is not emulated.
+    for module in (recorder, watcher):
+        vars(module)["PATIENCE_S"] = LOAD_S
+    return asyncio.run(play(Path(folder), loaders))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
