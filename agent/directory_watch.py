@@ -1,4 +1,4 @@
-"""Tells when something in a directory changed, by inotify.
+"""Tells when something in directories changed, by inotify.
 
 Invariants: events only say when to look; what counts is what is there then. The kernel's queue of events is
 the only one, and it is bounded. Nothing here blocks.
@@ -30,19 +30,21 @@ _WATCH_LOST: Final = Mask.DELETE_SELF | Mask.MOVE_SELF | Mask.UNMOUNT | Mask.IGN
 
 
 class DirectoryWatch:
-    """One inotify watch on a directory."""
+    """One inotify on a directory, or on several."""
 
-    def __init__(self, directory: Path, *, also: Mask = _NOTHING_ELSE) -> None:
-        """Begin to watch what comes and goes in it, and ``also``.
+    def __init__(self, directory: Path, *others: Path, also: Mask = _NOTHING_ELSE) -> None:
+        """Begin to watch what comes and goes in them, and ``also``.
 
         Raises OSError: ENOSPC or EMFILE at a limit, ENOENT without a directory.
         """
         seen = os.stat(directory)  # noqa: PTH116 - one call of the kernel, no more
         self.directory: Final = (seen.st_dev, seen.st_ino)
+        """What tells the first one from another of the same name."""
         self._inotify = Inotify(sync_timeout=0)
         try:
             os.set_blocking(self._inotify.fd, False)
-            self._inotify.add_watch(directory, _INTERESTING | also)
+            for each in (directory, *others):
+                self._inotify.add_watch(each, _INTERESTING | also)
         except BaseException:
             self._inotify.close()
             raise
@@ -51,20 +53,20 @@ class DirectoryWatch:
         """Stop watching."""
         self._inotify.close()
 
-    async def wait_readable(self, timeout_ns: int) -> None:
-        """Return when there are events, or after the timeout."""
+    async def wait_readable(self, timeout_ns: int) -> bool:
+        """Return whether there are events, after the timeout at the latest."""
         loop = asyncio.get_running_loop()
-        readable: asyncio.Future[None] = loop.create_future()
-        timer = loop.call_later(timeout_ns / 1e9, _finish, readable)
-        loop.add_reader(self._inotify.fd, _finish, readable)
+        readable: asyncio.Future[bool] = loop.create_future()
+        timer = loop.call_later(timeout_ns / 1e9, _finish, readable, False)  # noqa: FBT003 - the result
+        loop.add_reader(self._inotify.fd, _finish, readable, True)  # noqa: FBT003 - the result
         try:
-            await readable
+            return await readable
         finally:
             loop.remove_reader(self._inotify.fd)
             timer.cancel()
 
     def take_events(self) -> bool:
-        """Take what waits; returns whether the directory is still watched."""
+        """Take what waits; returns whether everything is still watched."""
         for _ in range(MAX_EVENTS_AT_ONCE):
             event = self._inotify.sync_get()
             if event is None:
@@ -74,6 +76,6 @@ class DirectoryWatch:
         return True
 
 
-def _finish(future: asyncio.Future[None]) -> None:
+def _finish(future: asyncio.Future[bool], result: bool) -> None:  # noqa: FBT001 - called by the loop
     if not future.done():
-        future.set_result(None)
+        future.set_result(result)

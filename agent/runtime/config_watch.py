@@ -20,9 +20,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Final
 
-from asyncinotify import Inotify, Mask
+from asyncinotify import Mask
 
 from agent.config.yaml_tree import UnreadableError, bytes_of
+from agent.directory_watch import DirectoryWatch
 from agent.log import fields
 from agent.model.policy import MILLISECOND_NS, SECOND_NS
 from agent.threads import in_daemon_thread
@@ -35,19 +36,6 @@ RECHECK_NS: Final = 30 * SECOND_NS
 """How often to look although no event came."""
 MAX_LINKS: Final = 16
 """Links that are followed; the kernel follows 40."""
-MAX_EVENTS_AT_ONCE: Final = 1024
-
-_INTERESTING: Final = (
-    Mask.CLOSE_WRITE
-    | Mask.CREATE
-    | Mask.MOVED_TO
-    | Mask.MOVED_FROM
-    | Mask.DELETE
-    | Mask.DELETE_SELF
-    | Mask.MOVE_SELF
-    | Mask.ONLYDIR
-)
-_WATCH_LOST: Final = Mask.DELETE_SELF | Mask.MOVE_SELF | Mask.UNMOUNT | Mask.IGNORED | Mask.Q_OVERFLOW
 
 _log = logging.getLogger(__name__)
 
@@ -77,7 +65,7 @@ class ConfigWatch:
         self._on_change = on_change
         self._recheck_ns = recheck_ns
         self._watched: frozenset[Path] = frozenset()
-        self._inotify: Inotify | None = None
+        self._watch: DirectoryWatch | None = None
         self._has_warned = False
         self.looks = 0
         """How often the file was looked at."""
@@ -87,8 +75,8 @@ class ConfigWatch:
         try:
             while True:
                 directories = await in_daemon_thread("config-links", self._directories)
-                if directories != self._watched or self._inotify is None:
-                    self._watch(directories)
+                if directories != self._watched or self._watch is None:
+                    self._watch_directories(directories)
                 await self._look()
                 await self._wait_settled()
         finally:
@@ -108,39 +96,35 @@ class ConfigWatch:
 
     async def _wait_settled(self) -> None:
         """Return when something happened and nothing more does, or when it is time to look anyway."""
-        inotify = self._inotify
-        if inotify is None:
+        watch = self._watch
+        if watch is None:
             await asyncio.sleep(self._recheck_ns / 1e9)
             return
         timeout_ns = self._recheck_ns
         for _ in range(MAX_SETTLE_NS // SETTLE_NS):
-            if not await _wait_readable(inotify.fd, timeout_ns):
+            if not await watch.wait_readable(timeout_ns):
                 return
-            if not _take_events(inotify):
+            if not watch.take_events():
                 self._unwatch()
                 return
             timeout_ns = SETTLE_NS
 
-    def _watch(self, directories: frozenset[Path]) -> None:
+    def _watch_directories(self, directories: frozenset[Path]) -> None:
         self._unwatch()
-        inotify: Inotify | None = None
+        if not directories:
+            return
         try:
-            inotify = Inotify(sync_timeout=0)
-            os.set_blocking(inotify.fd, False)
-            for directory in directories:
-                inotify.add_watch(directory, _INTERESTING)
+            self._watch = DirectoryWatch(*directories, also=Mask.CLOSE_WRITE)
         except OSError as error:
-            if inotify is not None:
-                inotify.close()
             self._warn(error)
             return
-        self._inotify, self._watched = inotify, directories
+        self._watched = directories
         self._has_warned = False
 
     def _unwatch(self) -> None:
-        if self._inotify is not None:
-            self._inotify.close()
-        self._inotify, self._watched = None, frozenset()
+        if self._watch is not None:
+            self._watch.close()
+        self._watch, self._watched = None, frozenset()
 
     def _warn(self, error: OSError) -> None:
         if not self._has_warned:
@@ -149,30 +133,6 @@ class ConfigWatch:
                 "Could not watch the configuration file, so it is looked at periodically",
                 extra=fields(path=self._path, detail=str(error), every_s=self._recheck_ns // SECOND_NS),
             )
-
-
-async def _wait_readable(descriptor: int, timeout_ns: int) -> bool:
-    """Return whether there is something to read, after the timeout at the latest."""
-    loop = asyncio.get_running_loop()
-    readable: asyncio.Future[bool] = loop.create_future()
-    timer = loop.call_later(timeout_ns / 1e9, _finish, readable, False)  # noqa: FBT003 - the result
-    loop.add_reader(descriptor, _finish, readable, True)  # noqa: FBT003 - the result
-    try:
-        return await readable
-    finally:
-        loop.remove_reader(descriptor)
-        timer.cancel()
-
-
-def _take_events(inotify: Inotify) -> bool:
-    """Take what waits; returns whether everything is still watched."""
-    for _ in range(MAX_EVENTS_AT_ONCE):
-        event = inotify.sync_get()
-        if event is None:
-            return True
-        if event.mask & _WATCH_LOST:
-            return False
-    return True
 
 
 def directories_of(path: Path) -> Iterator[Path]:
@@ -189,8 +149,3 @@ def directories_of(path: Path) -> Iterator[Path]:
         target = Path(os.path.normpath(link.parent / link.readlink()))
         here = target / here.relative_to(link)
     yield here.parent
-
-
-def _finish(future: asyncio.Future[bool], result: bool) -> None:  # noqa: FBT001 - called by the loop
-    if not future.done():
-        future.set_result(result)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from agent.directory_watch import DirectoryWatch
 from agent.runtime import config_watch
 from agent.runtime.config_watch import ConfigWatch, directories_of
 
@@ -149,10 +150,10 @@ async def test_what_changed_before_the_watch_began_is_read(tmp_path: Path) -> No
 async def test_without_inotify_the_file_is_looked_at_periodically(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def at_its_limit(**_: object) -> None:
+    def at_its_limit(*_: object, **__: object) -> None:
         raise OSError(errno.EMFILE, "Too many open files")
 
-    monkeypatch.setattr(config_watch, "Inotify", at_its_limit)
+    monkeypatch.setattr(config_watch, "DirectoryWatch", at_its_limit)
     path = tmp_path / "config.yaml"
     path.write_text("one")
     async with watching(path, recheck_ns=10_000_000) as reader:
@@ -174,3 +175,10 @@ def test_a_directory_on_the_way_may_be_a_link(tmp_path: Path) -> None:
     (tmp_path / "real" / "config.yaml").write_text("x")
     (tmp_path / "link").symlink_to("real")
     assert set(directories_of(tmp_path / "link" / "config.yaml")) == {tmp_path, tmp_path / "real"}
+
+
+def test_a_directory_that_does_not_exist_leaves_no_watch_on_the_others(tmp_path: Path) -> None:
+    before = len(os.listdir("/proc/self/fd"))  # noqa: PTH208 - names only
+    with pytest.raises(FileNotFoundError):
+        DirectoryWatch(tmp_path, tmp_path / "gone")
+    assert len(os.listdir("/proc/self/fd")) == before  # noqa: PTH208 - names only
