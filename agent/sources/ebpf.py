@@ -30,7 +30,7 @@ from agent.log import fields
 from agent.model.facts import DeviceCallsSeen, Fact, GpuUseSeen, ProbeSeen
 from agent.model.ids import GpuUuid
 from agent.model.policy import MILLISECOND_NS, SECOND_NS
-from agent.model.rm import RmEvent
+from agent.model.rm import RmEvent, RmEventKind
 from agent.model.snapshot import Snapshot
 from agent.model.usage import DeviceCall, ProbeView, ProcessKey, ProcessLook, Usage, UsageSource
 from agent.probe import kernel, procfs
@@ -50,6 +50,8 @@ MAX_LOOKS: Final = 4_096
 """Processes that are looked at in one round; the others in the next."""
 LOSS_LOGGED_NS: Final = 30 * SECOND_NS
 """Losses are logged at most once in this time; all of them are in the picture."""
+MAX_HELD: Final = 65_536
+"""Open files that are kept from scan to scan; with more there is one at once."""
 PAUSE_RATIO: Final = 10
 """The time from one round to the next is at least so many times that which the round took, up to a poll."""
 
@@ -113,8 +115,8 @@ class EbpfSource:
         self._wants_scan = True
         self._scanned_ns = 0
         self._looked_ns = 0
-        self._held: frozenset[int] = frozenset()
-        """The open files that the last scan found."""
+        self._held: set[int] = set()
+        """The open files that the last scan found, and those of which events told since."""
         self._waited_ns = 0
         """For how long the round that is under way has only waited."""
         self._lost = 0
@@ -205,7 +207,7 @@ class EbpfSource:
         self._tracker = Tracker(self._map, source=source, agent_pid=self._agent_pid)
         self._wants_scan = self._is_stale = True
         self._told, self._ending = None, {}
-        self._held = frozenset()
+        self._held = set()
         if probe is not None:
             self._lost = probe.read_statistics().lost
             self._tracker.lost(0)
@@ -213,6 +215,10 @@ class EbpfSource:
 
     def _take(self, events: list[RmEvent]) -> None:
         self._wants_scan |= self._tracker.take(events)
+        self._held.update(event.file for event in events if event.file)
+        self._held.difference_update(event.file for event in events if event.kind is RmEventKind.RELEASE)
+        # A scan begins it anew.
+        self._wants_scan |= len(self._held) > MAX_HELD
         self._happened()
 
     def _ended(self, key: ProcessKey) -> None:
@@ -305,13 +311,13 @@ class EbpfSource:
         at_ns = self._scanned_ns = self._clock()
         probe = self._probe
         scan, self._majors = await self._thread.do(lambda: self._scan_now(probe))
-        if self._held - {each.file for each in scan.held}:
+        if not self._held <= {each.file for each in scan.held}:
             # What is in a message is in nobody's table, and lives all the same.
             self._waited_ns = self._settings.confirm_ns
             await asyncio.sleep(self._waited_ns / 1e9)
             at_ns = self._scanned_ns = self._clock()
             scan, self._majors = await self._thread.do(lambda: self._scan_now(probe))
-        self._held = frozenset(each.file for each in scan.held)
+        self._held = {each.file for each in scan.held}
         if probe is not None:
             # What happened up to the end of the scan is to be told before it.
             while events := probe.ring.read():

@@ -23,6 +23,7 @@ from agent.probe.request import Doubles, Request
 from agent.simulation.driver_double.double import DriverDouble
 from agent.simulation.driver_double.nodes import UVM_MAJOR, Gpu
 from agent.simulation.gpu_processes.process import SimulatedProcess
+from agent.sources import ebpf
 from agent.sources.ebpf import EbpfSettings, EbpfSource
 from agent.threads import in_daemon_thread
 from tests.probe.caller import Caller
@@ -246,6 +247,20 @@ async def test_what_is_on_its_way_between_processes_is_not_taken_to_be_gone(
 def contexts(usage: Usage, pid: int) -> int:
     use = use_of(usage, pid)
     return 0 if use is None else use.unplaced
+
+
+async def test_what_is_kept_from_scan_to_scan_is_bounded(
+    core: dict[str, Any], double: DriverDouble, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ebpf, "MAX_HELD", 3)
+    code = "kept = [os.open(sys.argv[1], os.O_RDWR) for _ in range(5)]\nwait()\n"
+    async with following(double, core) as followed:
+        scanned_ns = followed.source._scanned_ns
+        caller = await in_daemon_thread("test-caller", lambda: Caller(code, double.node("nvidia0")))
+        await in_daemon_thread("test-caller", caller.run)
+        # Opening a file is no reason to scan, and the next scan is an hour away.
+        await until(lambda: followed.source._scanned_ns > scanned_ns)
+        await in_daemon_thread("test-caller", caller.end)
 
 
 async def test_the_picture_can_be_begun_anew_with_the_probe_that_there_is(
