@@ -461,6 +461,7 @@ INLINE int check_entered(struct gpu_call *call, struct gpu_config *cfg)
 
 INLINE void check_returned(struct gpu_call *call, long result, struct gpu_config *cfg)
 {
+	/* Whether the driver answers is asked, not what: it has reasons of its own to refuse. */
 	u32 minor = MINOR(call->device), ready;
 	struct gpu_check *check = check_find(&minor);
 	u64 now = bpf_ktime_get_ns();
@@ -469,7 +470,7 @@ INLINE void check_returned(struct gpu_call *call, long result, struct gpu_config
 		return;
 	check->result = result;
 	check->returned_ns = now;
-	ready = (!result || cfg->any_return) && now - call->entered_ns <= cfg->answer_within_ns;
+	ready = now - call->entered_ns <= cfg->answer_within_ns;
 	device_put(&minor, &ready);
 }
 

@@ -61,14 +61,16 @@ def test_what_the_call_answered_is_told(probe: Probe, gpu: Path) -> None:
     assert probe.read_readiness()[minor(gpu)].check.result < 0
 
 
-def test_an_answer_that_is_an_error_is_not_ready(
+def test_an_answer_that_is_an_error_is_an_answer(
     core: dict[str, Any], load_probe: LoadProbe, gpu: Path
 ) -> None:
     probe = load_probe(doubles=Doubles(nvidia_major=DOUBLES.nvidia_major), **core)
 
     check(gpu)
 
-    assert not probe.read_readiness()[minor(gpu)].ready
+    answer = probe.read_readiness()[minor(gpu)]
+    assert answer.ready
+    assert answer.check.result < 0
 
 
 def test_an_answer_that_came_late_is_not_ready(
