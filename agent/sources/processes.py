@@ -11,12 +11,14 @@ from pathlib import Path
 from typing import Final
 
 from agent.core.pods import pod_of_cgroup
-from agent.model.usage import ProcessKey, ProcessLook
+from agent.model.usage import ENDED, ProcessKey, ProcessLook
 
 MAX_BYTES: Final = 4_096
 """Of one file of a process."""
 MAX_COMM: Final = 64
 """Characters; the kernel keeps 15 of a program's name, more of a thread's of its own."""
+MAX_THREADS: Final = 16
+"""Looked at of a process whose first thread ended; of the others only those that live are there."""
 
 _CONTROLLER: Final = re.compile(r"^(\d+):([^:]*):(.*)$", re.MULTILINE)
 _PENDING: Final = re.compile(r"^(?:SigPnd|ShdPnd):\s*([0-9a-f]+)", re.MULTILINE)
@@ -25,21 +27,41 @@ _KILL: Final = 1 << (signal.SIGKILL - 1)
 
 def look_at(proc_root: Path, pid: int) -> ProcessLook | None:
     """Return what /proc says of a process now; None: there is none of this pid."""
-    stat = _text(proc_root, pid, "stat")
-    # The name is in parentheses and may hold any of them itself.
-    name, _, rest = stat.partition("(")[2].rpartition(")")
-    fields = rest.split()
+    folder = proc_root / str(pid)
+    name, fields = _stat(folder)
     if len(fields) < 20 or not fields[19].isdigit():
         return None
-    cgroup = cgroup_of(_text(proc_root, pid, "cgroup"))
+    state = fields[0][:1]
+    if state in ENDED and fields[17] != "1":
+        folder, state = _living_thread(folder) or (folder, state)
+    cgroup = cgroup_of(_text(folder / "cgroup"))
     return ProcessLook(
         key=ProcessKey(pid, int(fields[19])),
         comm=printable(name),
-        state=fields[0][:1],
+        state=state,
         cgroup=cgroup,
         pod=pod_of_cgroup(cgroup),
-        killed=any(int(mask, 16) & _KILL for mask in _PENDING.findall(_text(proc_root, pid, "status"))),
+        killed=any(int(mask, 16) & _KILL for mask in _PENDING.findall(_text(folder / "status"))),
     )
+
+
+def _stat(folder: Path) -> tuple[str, list[str]]:
+    """Return name and other fields; the name is in parentheses and may hold any of them itself."""
+    name, _, rest = _text(folder / "stat").partition("(")[2].rpartition(")")
+    return name, rest.split()
+
+
+def _living_thread(process: Path) -> tuple[Path, str] | None:
+    """Return a thread that lives, and its state: a process goes on when its first thread has ended."""
+    try:
+        names = os.listdir(process / "task")[:MAX_THREADS]  # noqa: PTH208
+    except OSError:
+        return None
+    for name in names:
+        _, fields = _stat(process / "task" / name)
+        if fields and fields[0][:1] not in ENDED:
+            return process / "task" / name, fields[0][:1]
+    return None
 
 
 def printable(name: str) -> str:
@@ -76,9 +98,9 @@ def open_pidfd(proc_root: Path, key: ProcessKey) -> int | None:
     return None
 
 
-def _text(proc_root: Path, pid: int, name: str) -> str:
+def _text(path: Path) -> str:
     try:
-        with (proc_root / str(pid) / name).open("rb") as file:
+        with path.open("rb") as file:
             return file.read(MAX_BYTES).decode(errors="replace")
     except OSError:
         return ""

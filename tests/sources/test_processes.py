@@ -190,6 +190,51 @@ def test_this_process_is_told_as_the_kernel_has_it() -> None:
     assert look.state in "RS"
 
 
+LEFT_TO_A_THREAD = """
+import ctypes, threading, time, os
+def other():
+    while open(f"/proc/{os.getpid()}/stat").read().rpartition(")")[2].split()[0] != "Z":
+        time.sleep(0.01)
+    print(flush=True)
+    os.read(0, 1)
+    os._exit(0)
+threading.Thread(target=other).start()
+ctypes.CDLL(None).syscall(60, 0)
+"""
+
+
+def test_a_process_whose_first_thread_ended_lives() -> None:
+    with subprocess.Popen(
+        [sys.executable, "-ISc", LEFT_TO_A_THREAD], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+
+        look = look_at(Path("/proc"), process.pid)
+
+        assert look is not None
+        assert look.state in "SR"
+
+
+def test_a_process_of_which_only_a_killed_thread_is_left_is_told_as_that_thread_is(
+    tmp_path: Path, write: Write
+) -> None:
+    write(state="Z")
+    threads = tmp_path / "4711/task"
+    threads.mkdir()
+    for number, state in ((4711, "Z"), (4712, "D")):
+        folder = threads / str(number)
+        folder.mkdir()
+        (folder / "stat").write_text(f"{number} (x) {state} 1 2")
+        (folder / "status").write_text(KILLED)
+        (folder / "cgroup").write_text(f"0::{POD_V2}\n")
+
+    look = look_at(tmp_path, 4711)
+
+    assert look is not None
+    assert (look.state, look.killed, look.cgroup) == ("D", True, POD_V2)
+
+
 # ---- their ends ----
 
 
