@@ -40,6 +40,13 @@ def pytest_runtest_teardown() -> None:
         gc.collect()
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Run tests one after the other that take one device of this machine for a GPU: its books are one."""
+    for item in items:
+        if "gpu" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.xdist_group("device that stands for a gpu"))
+
+
 @pytest.fixture
 def _on_a_terminal(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """What is printed goes to a terminal."""

@@ -254,6 +254,7 @@ async def test_every_source_and_sink_has_a_check_and_a_failing_one_is_named(node
             "source-kernel-log",
             "source-sysfs",
             "source-pods",
+            "source-probe",
             "sink-http",
             "sink-device-plugin",
             "sink-statefile",

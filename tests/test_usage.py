@@ -277,6 +277,7 @@ def long_names() -> dict[str, Any]:
     return read
 
 
+@pytest.mark.usefixtures("_on_a_terminal")
 def test_tables_fit_a_terminal_whatever_pods_are_called() -> None:
     document = long_names()
     lines = [

@@ -30,6 +30,7 @@ WRITES_FOR_PEOPLE = {
     "log.py": "the log",
     "runtime/records.py": "the times that HTTP, evidence and orders show",
     "sinks/eventlog.py": "the event log",
+    "commands/trace.py": "when a call was made",
     "commands/events.py": "what a person asks for by the time of day",
 }
 
