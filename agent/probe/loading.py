@@ -1,7 +1,8 @@
 """Loads the probe: starts the loader process, waits for it within a deadline, takes what it hands over.
 
 Guarantees: nothing is tried twice; whatever goes wrong is one ProbeLoadError with a code, and then no
-process, descriptor or directory is left. Cancelling ends the process.
+process, descriptor or directory is left. Cancelling ends the process. What an agent that was killed while it
+loaded the probe has left is removed by the next.
 """
 
 import asyncio
@@ -9,6 +10,7 @@ import contextlib
 import fcntl
 import os
 import select
+import shutil
 import signal
 import socket
 import subprocess
@@ -30,7 +32,7 @@ from agent.probe.request import (
     last_useful_line,
     read_reply,
 )
-from agent.threads import in_daemon_thread
+from agent.threads import started_in_daemon_thread
 
 DEADLINE_S: Final = 120.0
 """A second on a quiet machine; half a minute where everything is slow."""
@@ -40,6 +42,10 @@ MAX_DETAIL_BYTES: Final = 8_192
 """What is kept of it; a line of the log has room for twice as much."""
 _GRACE_S: Final = 5.0
 """How long the process may take to end once it has answered."""
+_ENDING_S: Final = 1.0
+"""How long who cancels waits for the process to be gone."""
+_PREFIX: Final = "gpu-agent-probe-"
+_DIRECTORY: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _CUT: Final = b"\n...\n"
 _ROOT: Final = str(Path(agent.__file__).parent.parent)
 # Neither site-packages nor the environment: the process imports what is named here, and bcc.
@@ -57,14 +63,25 @@ async def load(request: Request, *, deadline_s: float = DEADLINE_S, launcher: Se
     request = replace(request, agent_tgid=request.agent_tgid or os.getpid())
     run = _Run(request, deadline_s, tuple(launcher))
     try:
-        return await in_daemon_thread("probe-loader", run.run)
-    except asyncio.CancelledError:
-        run.abandon()
-        raise
+        loading = started_in_daemon_thread("probe-loader", run.run)
     except RuntimeError as error:
         raise ProbeLoadError(
             "loader_failed", f"No thread could be started to load the probe: {error}"
         ) from error
+    try:
+        return await asyncio.shield(loading)
+    except asyncio.CancelledError:
+        run.abandon()
+        loading.add_done_callback(_let_go)
+        # So that its directory is gone, too, should the agent end now.
+        await asyncio.wait([loading], timeout=_ENDING_S)
+        raise
+
+
+def _let_go(loading: "asyncio.Future[Probe]") -> None:
+    """Close what nobody waits for any more."""
+    if loading.exception() is None:
+        loading.result().close()
 
 
 class _Run:
@@ -164,8 +181,38 @@ def _died(code: int, output: str) -> ProbeLoadError:
 
 @contextlib.contextmanager
 def _scratch() -> Iterator[str]:
-    with tempfile.TemporaryDirectory(prefix="gpu-agent-probe-", ignore_cleanup_errors=True) as path:
+    """Make a private directory, locked for as long as it is in use, and remove those that nobody uses."""
+    _remove_left_behind()
+    path, lock = _locked_directory()
+    try:
         yield path
+    finally:
+        shutil.rmtree(path, ignore_errors=True)
+        os.close(lock)
+
+
+def _locked_directory() -> tuple[str, int]:
+    while True:
+        path = tempfile.mkdtemp(prefix=_PREFIX)
+        # Another agent may take it for one that was left behind until it is locked.
+        with contextlib.suppress(FileNotFoundError):
+            lock = os.open(path, _DIRECTORY)
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if Path(path).is_dir():
+                return path, lock
+            os.close(lock)
+
+
+def _remove_left_behind() -> None:
+    for path in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
+        with contextlib.suppress(OSError):
+            lock = os.open(path, _DIRECTORY)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if os.fstat(lock).st_uid == os.geteuid():
+                    shutil.rmtree(path, ignore_errors=True)
+            finally:
+                os.close(lock)
 
 
 @contextlib.contextmanager

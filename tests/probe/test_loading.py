@@ -1,6 +1,7 @@
 """Every way in which loading the probe fails has its code, and leaves nothing behind."""
 
 import asyncio
+import fcntl
 import os
 import re
 import shutil
@@ -444,6 +445,35 @@ async def test_cancelling_ends_the_process() -> None:
 
     while await asyncio.get_running_loop().run_in_executor(None, children_sleeping):
         await asyncio.sleep(0.01)
+
+
+async def test_cancelling_leaves_no_directory() -> None:
+    task = asyncio.get_running_loop().create_task(load(Request(), launcher=("sh", "-c", "exec sleep 60")))
+    while not await asyncio.get_running_loop().run_in_executor(None, children_sleeping):
+        await asyncio.sleep(0.01)
+
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+    assert scratch_directories() == set()
+
+
+async def test_what_an_agent_that_was_killed_left_behind_is_removed() -> None:
+    folder = Path(tempfile.gettempdir())
+    (folder / "gpu-agent-probe-left/kheaders").mkdir(parents=True)
+    (folder / "gpu-agent-probe-another").mkdir()
+    (folder / "gpu-agent-probe-link").symlink_to(folder)
+    descriptor = os.open(folder / "gpu-agent-probe-another", os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+
+        with pytest.raises(ProbeLoadError):
+            await load(Request(), launcher=("false",))
+
+        assert scratch_directories() == {"gpu-agent-probe-another", "gpu-agent-probe-link"}
+    finally:
+        os.close(descriptor)
 
 
 def children_sleeping() -> bool:
