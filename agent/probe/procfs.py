@@ -43,7 +43,7 @@ def scan(
 ) -> Scan:
     """Return the holders that /proc shows; takes 50 ms for ten thousand descriptors.
 
-    ``filesystem`` is as in request.Doubles. What has no device number, as in a fake root, is told by name.
+    ``filesystem`` is as in request.Doubles. What is not there, as in a fake root, is told by name.
     """
     found: list[tuple[tuple[int, int, int, int, int], tuple[int, int]]] = []
     room = MAX_DESCRIPTORS
@@ -87,19 +87,19 @@ def _device(link: str, majors: Majors, filesystem: int) -> int | None:
         target = os.readlink(link)  # noqa: PTH115
     except OSError:
         return None
-    named = _NAME.fullmatch(target.rpartition("/")[2])
-    if named is None:
+    if _NAME.fullmatch(target.rpartition("/")[2]) is None:
         return None
     try:
         status = os.stat(link)  # noqa: PTH116
-    except OSError:
+    except FileNotFoundError:
+        # Anyone may give a file of their own such a name, so it only counts where there are no files.
         return _by_name(target.rpartition("/")[2].removesuffix(" (deleted)"), majors)
+    except OSError:
+        return None
     if status.st_rdev:
         major, minor = os.major(status.st_rdev), os.minor(status.st_rdev)
         return major << 20 | minor if major in _known(majors) else None
-    if filesystem and status.st_dev == filesystem:
-        return status.st_ino
-    return _by_name(target.rpartition("/")[2].removesuffix(" (deleted)"), majors)
+    return status.st_ino if filesystem and status.st_dev == filesystem else None
 
 
 def _known(majors: Majors) -> set[int]:

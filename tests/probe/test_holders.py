@@ -225,6 +225,14 @@ def test_what_is_looked_at_is_bounded(tmp_path: Path, add: Add, monkeypatch: pyt
     assert sum(one.fds for one in result.held) == 5
 
 
+def test_a_plain_file_with_a_name_of_the_driver_s_is_none_of_its_devices(tmp_path: Path, add: Add) -> None:
+    plain = tmp_path / "nvidia4"
+    plain.touch()
+    add(1, [str(plain), str(tmp_path / "proc")])
+
+    assert scan(tmp_path).held == []
+
+
 def test_a_double_on_a_file_system_of_its_own_is_told_by_its_inode(tmp_path: Path, add: Add) -> None:
     double = tmp_path / "nvidia4"
     double.touch()
