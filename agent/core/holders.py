@@ -97,6 +97,8 @@ class Holders:
         """By the kernel's address, what was quiet longest first."""
         self._clients = clients
         self._current: dict[int, Process] = {}
+        self._by_key: dict[ProcessKey, Process] = {}
+        """Those whose start is known."""
         self._numbers = 0
         self._scan_ns = 0
 
@@ -141,12 +143,12 @@ class Holders:
         """Return the process that had the pid before and is gone."""
         if now.start == row.start_ticks:
             return now
-        known = (each for each in self.processes.values() if each.key == (row.tgid, row.start_ticks))
-        process = next(known, None)
+        key = ProcessKey(row.tgid, row.start_ticks)
+        process = self._by_key.get(key)
         if process is None:
             self._numbers += 1
             process = Process(self._numbers, row.tgid, row.at_ns, row.start_ticks, ended_ns=now.since_ns)
-            self.processes[process.number] = process
+            self.processes[process.number] = self._by_key[key] = process
         return process
 
     def looked(self, look: ProcessLook, now_ns: int) -> None:
@@ -177,6 +179,8 @@ class Holders:
         process = Process(self._numbers, pid, at_ns, start, event_ns=at_ns, before=before)
         self.processes[process.number] = process
         self._current[pid] = process
+        if start is not None:
+            self._by_key[process.key] = process
         return process
 
     def _named(self, pid: int, start: int, at_ns: int) -> Process | None:
@@ -203,6 +207,7 @@ class Holders:
                 return before
             self._end(before, process.since_ns)
         process.start = start
+        self._by_key[process.key] = process
         # An exit that was told of somebody nobody had looked at may be of another who had the pid.
         process.exiting_ns, process.exit_told = None, False
         return process
@@ -240,6 +245,8 @@ class Holders:
 
     def _forget(self, process: Process) -> None:
         self.processes.pop(process.number, None)
+        if self._by_key.get(process.key) is process:
+            del self._by_key[process.key]
         if self._current.get(process.pid) is process:
             del self._current[process.pid]
             if process.before is not None and process.before.ended_ns is None:

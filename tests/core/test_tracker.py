@@ -9,7 +9,7 @@ from agent.core.holders import UNKNOWN_START
 from agent.core.rm_objects import CHANNEL_GROUPS, CONTEXT_SHARE, DEBUGGER, Marker
 from agent.core.tracker import CONTROL, GpuMap, Tracker, folded
 from agent.model.ids import GpuUuid, Placement
-from agent.model.rm import HeldFile, RmEvent, RmEventKind
+from agent.model.rm import HeldFile, RmEvent, RmEventKind, RmObject
 from agent.model.usage import MAX_HOLDERS, GpuHold, Orphan, ProcessKey, ProcessUse, Usage
 from tests.core.kernel_world import DEVICE, GPUS, GROUP, SHARE, UVM, V0, V1, VASPACE, Task, World, gpu_file
 
@@ -843,3 +843,20 @@ def test_a_prime_number_of_contexts_is_counted_exactly() -> None:
     )
     hold = hold_of(rig.tell(), 100)
     assert (hold.contexts, hold.allocated, hold.freed) == (34, 10_007, 9_973)
+
+
+def test_many_rows_of_earlier_processes_of_pids_in_use_take_no_longer_each() -> None:
+    count = 20_000
+    tracker = Tracker(GPUS)
+    tracker.scanned([HeldFile(pid, 1000, pid, CONTROL, 1, 0) for pid in range(1, count)], 10)
+    rows = [
+        RmObject(
+            client=pid, handle=pid, at_ns=5, cgroup_id=0, file=1, tgid=pid, rm_class=0x41, parent=0, gpu=0,
+            start_ticks=7,
+        )
+        for pid in range(1, count)
+    ]  # fmt: skip
+
+    tracker.rebuilt(rows, 20)
+
+    assert {key.start_ticks for key in tracker.living} == {1000}
