@@ -519,6 +519,16 @@ INLINE int entered(u64 file, u32 device, int fd, u32 command, u64 argument, int 
 	return 0;
 }
 
+/* A client answers to its own open file alone. The driver refuses others, but its answer is in memory of who calls,
+ * who can write there that it did not. Clients older than the probe have no row. */
+INLINE int is_of_another(u32 client, u64 file)
+{
+	struct gpu_object_key key = {.client = client, .handle = client};
+	struct gpu_object *root = object_find(&key);
+
+	return root && root->file != file;
+}
+
 INLINE void allocated(struct gpu_call *call, u32 *block, struct gpu_process *row, struct gpu_config *cfg)
 {
 	struct gpu_object_key key;
@@ -540,6 +550,10 @@ INLINE void allocated(struct gpu_call *call, u32 *block, struct gpu_process *row
 	}
 	if (!is_tracked(rm_class, cfg))
 		return;
+	if (!is_root(rm_class) && is_of_another(block[ALLOC_ROOT], call->file)) {
+		ADD(row, errors);
+		return;
+	}
 	if (rm_class == CLASS_DEVICE) {
 		u64 params = (u64)block[ALLOC_PARAMS + 1] << 32 | block[ALLOC_PARAMS];
 
@@ -583,6 +597,10 @@ INLINE void freed(struct gpu_call *call, u32 *block, struct gpu_process *row, st
 	object = object_find(&key);
 	if (!object)
 		return;
+	if (object->file != call->file) {
+		ADD(row, errors);
+		return;
+	}
 	rm_class = object->rm_class;
 	parent = object->parent;
 	object_remove(&key);
@@ -598,7 +616,7 @@ INLINE void duplicated(struct gpu_call *call, u32 *block, struct gpu_process *ro
 	struct gpu_object *found;
 	struct gpu_object copy;
 
-	if (block[DUP_STATUS]) {
+	if (block[DUP_STATUS] || is_of_another(block[DUP_CLIENT], call->file)) {
 		ADD(row, errors);
 		return;
 	}

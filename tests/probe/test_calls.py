@@ -171,6 +171,28 @@ wait()
         assert RmEventKind.DUP in kinds(probe, caller.pid)
 
 
+def test_nobody_frees_or_makes_anything_in_a_client_of_another_file(probe: Probe, gpu: Path) -> None:
+    code = OPENED + "alloc(fd, CLIENT + 9, ROOT)\nalloc(fd, 7, CONTEXT, client=CLIENT + 9)\nwait()\n"
+    # The answer is in memory of whoever calls, so it may say that the driver did what it refused.
+    forging = (
+        OPENED
+        + """
+free(fd, 7, client=CLIENT + 9)
+free(fd, CLIENT + 9, client=CLIENT + 9)
+alloc(fd, 8, CONTEXT, client=CLIENT + 9)
+alloc(fd, 5, CONTEXT)
+dup(fd, 9, 5, client=CLIENT + 9)
+"""
+    )
+    with Caller(code, gpu) as caller:
+        forger = ran(forging, gpu)
+
+        assert {one.handle for one in objects(probe, caller.pid)} == {7, CLIENT + 9}
+        assert {one.handle for one in objects(probe, forger)} == {5}
+        assert kinds(probe, forger).count(RmEventKind.ALLOC) == 1
+        assert counters(probe, forger).errors == 4
+
+
 @pytest.mark.parametrize(
     ("layout", "size"),
     [
