@@ -154,6 +154,9 @@ async def agent_process(
     directory = node.directory
     asked = {name.replace("_", "-"): value for name, value in flags.items()}
     usual = directory.agent_flags() | {"http-listen": "", "log-format": "json"} | CASE_FLAGS
+    if not node.has_driver:
+        # There is nothing that it could see, and it takes seconds of a processor to load.
+        usual["probe-tier"] = "off"
     given = {name: value for name, value in (usual | asked).items() if value is not None}
     process = await asyncio.create_subprocess_exec(
         *(*launcher, sys.executable, "-m", "agent", "run"),

@@ -6,6 +6,7 @@ What is mounted there is seen by the agent and its loader alone, which run uncha
 import os
 import shlex
 import shutil
+import subprocess
 from pathlib import Path
 
 KERNEL_SIDE = "/sys/kernel"
@@ -35,7 +36,11 @@ def why_no_other_machine() -> str | None:
     if os.geteuid() != 0:
         return "needs root"
     missing = [name for name in ("unshare", "setpriv") if shutil.which(name) is None]
-    return f"{missing[0]} is not installed" if missing else None
+    if missing:
+        return f"{missing[0]} is not installed"
+    command = ["unshare", "--mount", "--propagation", "private", "true"]
+    tried = subprocess.run(command, capture_output=True, text=True, check=False)
+    return tried.stderr.strip() or None
 
 
 class OtherMachine:

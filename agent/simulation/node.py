@@ -84,6 +84,11 @@ class SimulatedNode:
         return self._nvml
 
     @property
+    def has_driver(self) -> bool:
+        """Whether there is a driver double."""
+        return self._driver is not None
+
+    @property
     def driver(self) -> DriverDouble:
         """The driver double; raises UsageError for a node without."""
         if self._driver is None:

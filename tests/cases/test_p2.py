@@ -73,7 +73,7 @@ async def grows_in_polls(node: SimulatedNode, agent: AgentProcess) -> tuple[int,
 @pytest.mark.slow
 async def test_a_thousand_polls_compile_once_and_leave_nothing_behind(machine: OtherMachine) -> None:
     async with simulated_node(ONE_GPU) as node:
-        flags = {"poll": "10ms", "probe_loader": "bcc"}
+        flags = {"poll": "10ms", "probe_tier": "auto", "probe_loader": "bcc"}
         async with agent_process(node, launcher=machine.launcher(), **flags) as agent:
             await wait_allocatable(node.kubelet, 1, capacity=1)
             await agent.wait_answer("/debug/state", lambda _, body: has_probe(body, "disabled"))
@@ -92,7 +92,7 @@ async def test_a_thousand_polls_compile_once_and_leave_nothing_behind(machine: O
 @pytest.mark.slow
 @pytest.mark.usefixtures("_bcc", "_double")
 async def test_with_the_probe_in_the_kernel_the_agent_has_no_compiler_and_does_not_grow() -> None:
-    flags = {"poll": "10ms", "probe_loader": "bcc"}
+    flags = {"poll": "10ms", "probe_tier": "auto", "probe_loader": "bcc"}
     async with simulated_node(ONE_GPU, driver="required") as node, agent_process(node, **flags) as agent:
         await wait_allocatable(node.kubelet, 1, capacity=1)
         await agent.wait_answer("/debug/state", lambda _, body: has_probe(body, "running"))

@@ -79,7 +79,7 @@ async def test_without_the_probe_the_agent_works_and_finds_holders_by_proc(
     code, named = lacks(machine)
     async with simulated_node() as node:
         FakeProcesses(node).add(700, 0)
-        flags = {"probe_loader": "bcc", "poll": "200ms", "log_level": "info"}
+        flags = {"probe_tier": "auto", "probe_loader": "bcc", "poll": "200ms", "log_level": "info"}
         async with agent_process(node, launcher=machine.launcher(), **flags) as agent:
             await wait_allocatable(node.kubelet, 4, capacity=4)
 
@@ -105,7 +105,7 @@ async def test_without_the_probe_the_agent_works_and_finds_holders_by_proc(
 async def test_what_the_compiler_said_is_there_for_those_who_ask(machine: OtherMachine) -> None:
     e_compiler(machine)
     async with simulated_node() as node:
-        flags = {"probe_loader": "bcc", "log_level": "debug"}
+        flags = {"probe_tier": "auto", "probe_loader": "bcc", "log_level": "debug"}
         async with agent_process(node, launcher=machine.launcher(), **flags) as agent:
             line = await agent.wait_logged(lambda line: line["message"] == "The probe's loader said")
 

@@ -21,10 +21,12 @@ from agent.config.options import OPTIONS
 from agent.errors import ConfigError
 from tests.harness import agent_process, nothing_more, simulated_node, wait_allocatable
 
+TAKES_ANY_TEXT = ("cdi-annotation-prefix", "leak-allow", "leak-servers")
+
 KEYS = [
     option.file_key
     for option in (*OPTIONS.values(), *DISCOVERY_OPTIONS)
-    if option.file_key and option.name != "cdi-annotation-prefix"  # which takes any text
+    if option.file_key and option.name not in TAKES_ANY_TEXT
 ]
 
 WRONG_TYPES = st.sampled_from([{"a": 1}, [{"b": 2}], [[1]]])

@@ -1,10 +1,12 @@
 """Probes in the kernel, loaded for real; where that cannot be, each test says why it is skipped."""
 
 import asyncio
+import functools
 import os
 import shutil
 import stat
 import subprocess
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -29,14 +31,39 @@ DOUBLES = Doubles(nvidia_major=MISC_MAJOR, any_return=True)
 LoadProbe = Callable[..., Probe]
 
 
+OF_THE_MACHINE = frozenset(
+    {
+        "bpf_not_permitted",
+        "bpf_unsupported",
+        "kernel_lockdown",
+        "missing_capability",
+        "pid_namespace",
+        "tracefs_missing",
+    }
+)
+"""What a load is refused with where the machine does not allow it; anything else is a fault of ours."""
+
+
+@functools.cache
 def why_no_probe() -> str | None:
+    """Return why no probe can be had on this machine, as one load tells."""
     if os.geteuid() != 0:
         return "needs root"
-    try:
-        kernel.check(Roots())
-    except ProbeLoadError as error:
-        return str(error)
-    return None
+    refusals: list[ProbeLoadError] = []
+
+    def try_once() -> None:
+        try:
+            kernel.check(Roots())
+            asyncio.run(load(Request(tier="syscalls", doubles=DOUBLES))).close()
+        except ProbeLoadError as error:
+            refusals.append(error)
+
+    # On a thread: a loop may run already where this is asked.
+    trying = threading.Thread(target=try_once)
+    trying.start()
+    trying.join()
+    refused = [str(error) for error in refusals if error.code in OF_THE_MACHINE]
+    return refused[0] if refused else None
 
 
 def why_no_bcc(scratch: Path) -> str | None:
