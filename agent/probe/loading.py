@@ -1,13 +1,15 @@
 """Loads the probe: starts the loader process, waits for it within a deadline, takes what it hands over.
 
-Guarantees: nothing is tried twice; whatever goes wrong is one ProbeLoadError with a code, and then no
-process, descriptor or directory is left. Cancelling ends the process. What an agent that was killed while it
-loaded the probe has left is removed by the next.
+Guarantees: no loader is tried twice; whatever goes wrong is one ProbeLoadError with a code, and then no
+process, descriptor or directory is left. Where ``auto`` chose a compiler that did not live to answer, as
+where memory is short, the precompiled object is tried. Cancelling ends the process. What an agent that was
+killed while it loaded the probe has left is removed by the next.
 """
 
 import asyncio
 import contextlib
 import fcntl
+import logging
 import os
 import select
 import shutil
@@ -24,6 +26,7 @@ from typing import Final
 
 import agent
 from agent.errors import ProbeLoadError
+from agent.log import fields
 from agent.probe.probe import Probe
 from agent.probe.request import (
     MAX_DESCRIPTORS,
@@ -42,6 +45,9 @@ MAX_DETAIL_BYTES: Final = 8_192
 """What is kept of it; a line of the log has room for twice as much."""
 _GRACE_S: Final = 5.0
 """How long the process may take to end once it has answered."""
+_log = logging.getLogger(__name__)
+
+_DID_NOT_ANSWER: Final = frozenset({"loader_killed", "loader_timeout"})
 _ENDING_S: Final = 1.0
 """How long who cancels waits for the process to be gone."""
 _PREFIX: Final = "gpu-agent-probe-"
@@ -61,6 +67,20 @@ async def load(request: Request, *, deadline_s: float = DEADLINE_S, launcher: Se
     ``launcher`` is put before the loader's command line, as ``setpriv`` with its options would be.
     """
     request = replace(request, agent_tgid=request.agent_tgid or os.getpid())
+    try:
+        return await _load_once(request, deadline_s, launcher)
+    except ProbeLoadError as error:
+        if request.loader != "auto" or error.code not in _DID_NOT_ANSWER:
+            raise
+        first = error
+    _log.warning("The precompiled probe is tried, for none was compiled", extra=fields(why=str(first)))
+    try:
+        return await _load_once(replace(request, loader="core"), deadline_s, launcher)
+    except ProbeLoadError as error:
+        raise (first if error.code == "object_missing" else error) from None
+
+
+async def _load_once(request: Request, deadline_s: float, launcher: Sequence[str]) -> Probe:
     run = _Run(request, deadline_s, tuple(launcher))
     try:
         loading = started_in_daemon_thread("probe-loader", run.run)

@@ -24,7 +24,7 @@ from agent.probe.loading import MAX_DETAIL_BYTES, load
 from agent.probe.probe import Probe
 from agent.probe.programs import of_tier
 from agent.probe.request import Doubles, Request, last_useful_line
-from tests.probe.conftest import REPOSITORY, LoadProbe, loaded, why_no_probe
+from tests.probe.conftest import DOUBLES, REPOSITORY, LoadProbe, loaded, why_no_probe
 from tests.probe.machines import OTHER_RELEASE, RELEASE, Machine
 
 FAKE_BCC = """
@@ -415,6 +415,27 @@ def test_a_loader_that_is_killed_is_told_with_its_signal() -> None:
 
     assert error.code == "loader_killed"
     assert "SIGKILL" in str(error)
+
+
+DIES_UNLESS_PRECOMPILED = """\
+case "$*" in *'"loader": "core"'*) exec "$@";; *) kill -9 $$;; esac
+"""
+
+
+async def test_where_the_compiler_is_killed_the_precompiled_object_is_tried(core: dict[str, Any]) -> None:
+    request = replace(Request(doubles=DOUBLES, tier="syscalls", **core), loader="auto")
+
+    probe = await load(request, launcher=("sh", "-c", DIES_UNLESS_PRECOMPILED, "sh"))
+
+    assert probe.loader == "core"
+    probe.close()
+
+
+def test_a_loader_that_is_asked_for_by_name_is_the_only_one_tried(core: dict[str, Any]) -> None:
+    request = replace(Request(**core), loader="bcc")
+    error = refused(request, launcher=("sh", "-c", DIES_UNLESS_PRECOMPILED, "sh"))
+
+    assert error.code == "loader_killed"
 
 
 def test_a_loader_that_ends_without_an_answer_is_told_with_its_last_words() -> None:
