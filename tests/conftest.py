@@ -1,7 +1,11 @@
 """What holds for every test: nothing blocks the event loop, and garbage is collected between tests."""
 
+import fcntl
 import gc
+import tempfile
 from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 from _pytest.capture import CaptureIO
@@ -40,11 +44,28 @@ def pytest_runtest_teardown() -> None:
         gc.collect()
 
 
+@contextmanager
+def alone(name: str) -> Iterator[None]:
+    """Wait until no other process of tests on this machine does the same."""
+    with (Path(tempfile.gettempdir()) / f"gpu-agent-tests-{name}.lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+@pytest.fixture
+def _one_demo_at_a_time() -> Iterator[None]:
+    """They would take each other's port."""
+    with alone("demo"):
+        yield
+
+
+@pytest.hookimpl(tryfirst=True)  # before some are chosen by their marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Run tests one after the other that take one device of this machine for a GPU: its books are one."""
+    """Mark tests that take a device of this machine for a GPU: they see what others do with it."""
     for item in items:
-        if "gpu" in getattr(item, "fixturenames", ()):
-            item.add_marker(pytest.mark.xdist_group("device that stands for a gpu"))
+        uses_it = {"gpu", "probe", "load_probe"} & set(getattr(item, "fixturenames", ()))
+        if uses_it or hasattr(getattr(item, "module", None), "stand_in"):
+            item.add_marker("device")
 
 
 @pytest.fixture

@@ -154,7 +154,8 @@ def test_a_thousand_polls_leave_nothing_open_and_no_memory(probe: Probe, gpu: Pa
     for number in range(900):
         poll(number)
 
-    assert abs(open_descriptors() - before[0]) <= 2
+    # Fewer are those of an earlier probe, which is taken out of the kernel on a thread.
+    assert open_descriptors() - before[0] <= 2
     assert resident_bytes() - before[1] < 5 << 20
 
 

@@ -181,4 +181,4 @@ def test_a_directory_that_does_not_exist_leaves_no_watch_on_the_others(tmp_path:
     before = len(os.listdir("/proc/self/fd"))  # noqa: PTH208 - names only
     with pytest.raises(FileNotFoundError):
         DirectoryWatch(tmp_path, tmp_path / "gone")
-    assert len(os.listdir("/proc/self/fd")) == before  # noqa: PTH208 - names only
+    assert len(os.listdir("/proc/self/fd")) <= before  # noqa: PTH208 - names only

@@ -29,8 +29,7 @@ from tests.harness import (
     wait_gone,
 )
 
-# They would take each other's port.
-pytestmark = pytest.mark.xdist_group("demo")
+pytestmark = pytest.mark.usefixtures("_one_demo_at_a_time")
 
 U = [f"GPU-00000000-0000-4000-8000-{slot:012x}" for slot in range(8)]
 
