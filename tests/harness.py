@@ -279,3 +279,12 @@ async def gpu_agent(
     text = out.decode()
     lines = [json.loads(line) for line in text.splitlines()] if text.startswith("{") else []
     return Command(process.returncode or 0, text, err.decode(), lines)
+
+
+async def play_scenario(name: str, node_dir: Path) -> Command:
+    """Play a scenario to its end, which has to be a good one that leaves nothing behind."""
+    result = await gpu_agent("demo", f"--scenario={name}", "--json", f"--node-dir={node_dir}")
+    assert (result.status, result.err) == (0, ""), result.err
+    assert not node_dir.exists()
+    assert not processes_with(str(node_dir))
+    return result

@@ -10,6 +10,7 @@ import pytest
 
 from agent.simulation.nvml import STATE_NAME, NvmlState, NvmlStateError, install_library
 from agent.simulation.presets import NodeSpec, load_preset
+from tests.harness import short_directory
 from tests.simulation.nvml_clients import nvml_in_process
 
 
@@ -50,3 +51,10 @@ def client(nvml: SimulatedNvml) -> Iterator[ModuleType]:
     with nvml_in_process(nvml.library) as pynvml:
         pynvml.nvmlInit()
         yield pynvml
+
+
+@pytest.fixture
+def node_dir() -> Iterator[Path]:
+    """Where a simulated node is to be."""
+    with short_directory() as parent:
+        yield parent / "node"

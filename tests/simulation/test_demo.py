@@ -10,7 +10,7 @@ import socket
 import struct
 import sys
 import termios
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -25,19 +25,12 @@ from tests.harness import (
     Command,
     gpu_agent,
     processes_with,
-    short_directory,
     wait_gone,
 )
 
 pytestmark = pytest.mark.usefixtures("_one_demo_at_a_time")
 
 U = [f"GPU-00000000-0000-4000-8000-{slot:012x}" for slot in range(8)]
-
-
-@pytest.fixture
-def node_dir() -> Iterator[Path]:
-    with short_directory() as parent:
-        yield parent / "node"
 
 
 async def play(name: str, node_dir: Path) -> Command:

@@ -5,32 +5,18 @@ import contextlib
 import json
 import os
 import sys
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.harness import PATIENCE_S, ROOT, Command, gpu_agent, processes_with, short_directory
+from tests.harness import PATIENCE_S, ROOT, Command, play_scenario
 
 U3 = "GPU-00000000-0000-4000-8000-000000000003"
 ALL_WELL, ONE_OUT, NONE_WELL = (8, 8), (8, 7), (8, 0)
 
 pytestmark = pytest.mark.slow
-
-
-@pytest.fixture
-def node_dir() -> Iterator[Path]:
-    with short_directory() as parent:
-        yield parent / "node"
-
-
-async def play(name: str, node_dir: Path) -> Command:
-    result = await gpu_agent("demo", f"--scenario={name}", "--json", f"--node-dir={node_dir}")
-    assert (result.status, result.err) == (0, ""), result.err
-    assert not node_dir.exists()
-    assert not processes_with(str(node_dir))
-    return result
 
 
 def counts(result: Command) -> list[tuple[int, int]]:
@@ -42,7 +28,7 @@ def reasons(line: dict[str, Any]) -> dict[str, str]:
 
 
 async def test_a_gpu_that_was_reset_comes_back_without_any_restart(node_dir: Path) -> None:
-    result = await play("recover", node_dir)
+    result = await play_scenario("recover", node_dir)
 
     assert counts(result) == [ALL_WELL, ONE_OUT, ALL_WELL]
     (device,) = result.lines[1]["unhealthy"]
@@ -50,28 +36,28 @@ async def test_a_gpu_that_was_reset_comes_back_without_any_restart(node_dir: Pat
 
 
 async def test_a_driver_that_hangs_as_a_whole_takes_every_device_out_until_it_answers(node_dir: Path) -> None:
-    result = await play("nvml-hang-driver", node_dir)
+    result = await play_scenario("nvml-hang-driver", node_dir)
 
     assert counts(result) == [ALL_WELL, NONE_WELL, ALL_WELL]
     assert set(reasons(result.lines[1]).values()) == {"driver_hung"}
 
 
 async def test_a_gpu_that_nvml_lists_no_more_stays_known_and_is_lost(node_dir: Path) -> None:
-    result = await play("gpu-lost", node_dir)
+    result = await play_scenario("gpu-lost", node_dir)
 
     assert counts(result) == [ALL_WELL, ONE_OUT]
     assert reasons(result.lines[1]) == {U3: "gpu_lost"}
 
 
 async def test_a_driver_is_loaded_anew_under_a_running_agent(node_dir: Path) -> None:
-    result = await play("driver-reload", node_dir)
+    result = await play_scenario("driver-reload", node_dir)
 
     assert counts(result) == [ALL_WELL, NONE_WELL, ALL_WELL]
     assert set(reasons(result.lines[1]).values()) == {"maintenance"}
 
 
 async def test_a_gpu_that_fails_again_and_again_stays_out_although_it_answers(node_dir: Path) -> None:
-    result = await play("flapping", node_dir)
+    result = await play_scenario("flapping", node_dir)
 
     assert counts(result) == [ALL_WELL, ONE_OUT, ALL_WELL, ONE_OUT, ALL_WELL, ONE_OUT]
     assert [reasons(result.lines[at]) for at in (1, 3, 5)] == [
@@ -82,7 +68,7 @@ async def test_a_gpu_that_fails_again_and_again_stays_out_although_it_answers(no
 
 
 async def test_a_gpu_is_out_for_as_long_as_an_operator_holds_it(node_dir: Path) -> None:
-    result = await play("hold", node_dir)
+    result = await play_scenario("hold", node_dir)
 
     assert counts(result) == [ALL_WELL, ONE_OUT, ALL_WELL]
     (device,) = result.lines[1]["unhealthy"]
@@ -91,7 +77,7 @@ async def test_a_gpu_is_out_for_as_long_as_an_operator_holds_it(node_dir: Path) 
 
 
 async def test_what_was_sick_when_the_agent_was_killed_is_sick_from_the_first_list_on(node_dir: Path) -> None:
-    result = await play("kill-restart", node_dir)
+    result = await play_scenario("kill-restart", node_dir)
 
     assert counts(result) == [ALL_WELL, ONE_OUT, NONE_WELL, ONE_OUT]
     assert reasons(result.lines[1]) == reasons(result.lines[3]) == {U3: "xid"}

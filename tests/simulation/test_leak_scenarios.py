@@ -1,24 +1,17 @@
 """The shipped scenarios of leaks: real eBPF on the driver double, and what a person reads of it."""
 
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.harness import Command, gpu_agent, short_directory, why_no_driver_double
+from tests.harness import Command, gpu_agent, why_no_driver_double
 from tests.probe.conftest import why_no_bcc, why_no_probe
 
 U = [f"GPU-00000000-0000-4000-8000-{slot:012x}" for slot in range(8)]
 
 pytestmark = pytest.mark.slow
-
-
-@pytest.fixture
-def node_dir() -> Iterator[Path]:
-    with short_directory() as parent:
-        yield parent / "node"
 
 
 @pytest.fixture

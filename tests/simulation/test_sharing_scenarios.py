@@ -1,31 +1,16 @@
 """The scenarios about MIG and sharing: each ends by itself, and the kubelet has shown what it should."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.harness import Command, gpu_agent, processes_with, short_directory
+from tests.harness import Command, play_scenario
 
 GPU = "nvidia.com/gpu"
 SHARED = "nvidia.com/gpu.shared"
 
 pytestmark = pytest.mark.slow
-
-
-@pytest.fixture
-def node_dir() -> Iterator[Path]:
-    with short_directory() as parent:
-        yield parent / "node"
-
-
-async def play(name: str, node_dir: Path) -> Command:
-    result = await gpu_agent("demo", f"--scenario={name}", "--json", f"--node-dir={node_dir}")
-    assert (result.status, result.err) == (0, ""), result.err
-    assert not node_dir.exists()
-    assert not processes_with(str(node_dir))
-    return result
 
 
 def counts(result: Command, resource: str) -> list[tuple[int, int]]:
@@ -39,7 +24,7 @@ def reasons(line: dict[str, Any]) -> dict[str, str]:
 async def test_slices_of_several_sizes_have_names_of_their_own_and_faults_of_their_own(
     node_dir: Path,
 ) -> None:
-    result = await play("mig-mixed", node_dir)
+    result = await play_scenario("mig-mixed", node_dir)
 
     assert {line["resource"] for line in result.lines} == {
         GPU,
@@ -52,7 +37,7 @@ async def test_slices_of_several_sizes_have_names_of_their_own_and_faults_of_the
 
 
 async def test_a_node_that_is_sliced_anew_offers_what_there_is_and_no_more(node_dir: Path) -> None:
-    result = await play("mig-reconfigure", node_dir)
+    result = await play_scenario("mig-reconfigure", node_dir)
 
     small, large = "nvidia.com/mig-1g.10gb", "nvidia.com/mig-7g.80gb"
     assert counts(result, GPU)[0] == (8, 8)
@@ -63,7 +48,7 @@ async def test_a_node_that_is_sliced_anew_offers_what_there_is_and_no_more(node_
 
 
 async def test_shared_gpus_are_renamed_under_a_running_agent_and_sick_ones_stay_sick(node_dir: Path) -> None:
-    result = await play("time-slicing", node_dir)
+    result = await play_scenario("time-slicing", node_dir)
 
     assert counts(result, GPU) == [(16, 16), (16, 12), (0, 0)]
     assert counts(result, SHARED) == [(16, 12)]
@@ -73,7 +58,7 @@ async def test_shared_gpus_are_renamed_under_a_running_agent_and_sick_ones_stay_
 
 
 async def test_gpus_shared_by_mps_are_out_while_its_daemon_is_away(node_dir: Path) -> None:
-    result = await play("mps", node_dir)
+    result = await play_scenario("mps", node_dir)
 
     assert counts(result, GPU) == [(16, 0), (16, 16), (16, 0), (16, 16)]
     for line in (result.lines[0], result.lines[2]):
