@@ -167,18 +167,18 @@ def unavailable(state: State, fact: facts.DriverUnavailable, now_ns: int) -> Sta
         state,
         driver=view,
         driver_unloaded=unloaded,
-        conditions=_without_driver(state, fact.source, fact.reason, fact.message, now_ns),
+        conditions=_without_driver(state, state.gpus, fact.source, fact.reason, fact.message, now_ns),
         overdue={},
         driver_overdue=None,
     )
 
 
 def _without_driver(
-    state: State, source: SourceName, reason: Reason, message: str, now_ns: int
+    state: State, gpus: Iterable[GpuUuid], source: SourceName, reason: Reason, message: str, now_ns: int
 ) -> conditions.Conditions:
-    """Return the conditions with one on every GPU because nobody can use it."""
+    """Return the conditions with one on each of the GPUs because nobody can use it."""
     active = state.conditions
-    for gpu in state.gpus:
+    for gpu in gpus:
         active = conditions.raised(
             conditions.after_bad_probe(active, gpu),
             source=source,
@@ -197,17 +197,18 @@ def released(state: State, now_ns: int) -> State:
 
 
 def _with_module_gone(old: State, state: State, now_ns: int) -> State:
-    """Mark every GPU if the module is unloaded during a release, also one that was to stay in use.
+    """Mark the GPUs that were to stay in use if the module is unloaded during a release.
 
-    Otherwise NVML says so; here nobody asks it.
+    Otherwise NVML says so; here nobody asks it. Of those that are released it is no news.
     """
     is_new = not (old.driver_released and old.driver_unloaded)
     if not is_new or not (state.driver_released and state.driver_unloaded):
         return state
     message = "The driver's module was unloaded while the driver was let go of"
+    staying = [gpu for gpu in state.gpus if gpu not in state.released_gpus]
     return replace(
         state,
-        conditions=_without_driver(state, facts.SYSFS, Reason.DRIVER_NOT_LOADED, message, now_ns),
+        conditions=_without_driver(state, staying, facts.SYSFS, Reason.DRIVER_NOT_LOADED, message, now_ns),
     )
 
 

@@ -488,7 +488,15 @@ def test_so_does_one_that_was_unloaded_when_the_agent_was_replaced() -> None:
     again = node.restarted(after_ns=S)
     again.tell(DriverModuleSeen(None), DriverReleased())
     assert again.health() == {U0: Health.UNHEALTHY, U1: Health.UNHEALTHY}
-    assert [item.count for item in again.conditions(Reason.DRIVER_NOT_LOADED)] == [1, 1]
+    assert reasons(again, U1) == {Reason.DRIVER_NOT_LOADED}
+    assert reasons(again, U0) == {Reason.MAINTENANCE}
+
+
+def test_a_driver_unloaded_while_every_gpu_is_released_is_no_news() -> None:
+    node = registered_node(gpu(0), gpu(1))
+    node.tell(DriverModuleSeen(70), released(U0, U1), DriverReleased())
+    node.tell(DriverModuleSeen(None), DriverModuleSeen(71))
+    assert reasons(node, U0) == reasons(node, U1) == {Reason.MAINTENANCE}
 
 
 def test_a_module_first_seen_to_be_gone_during_a_release_was_reset_when_it_is_back() -> None:

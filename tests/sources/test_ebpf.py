@@ -5,7 +5,6 @@ What it does with a probe in the kernel is in tests/probe/test_source.py.
 
 import asyncio
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -42,9 +41,10 @@ GPUS = tuple(
     )
     for minor in range(2)
 )
-HOLD = "import sys\nkept = [open(path) for path in sys.argv[1:]]\nprint(flush=True)\nsys.stdin.readline()"
+OF_A_PROCESS = ("stat", "status", "cgroup", "task")
+"""What of a process is looked at beside its descriptors."""
 
-Hold = Callable[..., subprocess.Popen[str]]
+Hold = Callable[..., subprocess.Popen[bytes]]
 
 
 @pytest.fixture
@@ -56,29 +56,36 @@ def proc(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def hold(tmp_path: Path, proc: Path) -> Iterator[Hold]:
-    """Start a process that has files open which are called as the driver's."""
-    started: list[subprocess.Popen[str]] = []
+def hold(proc: Path) -> Iterator[Hold]:
+    """Start a process that has device files of the driver open, as /proc would show it.
 
-    def start(*names: str) -> subprocess.Popen[str]:
-        for name in names:
-            (tmp_path / name).touch()
-        process = subprocess.Popen(
-            [sys.executable, "-ISc", HOLD, *(str(tmp_path / name) for name in names)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
+    There is no driver here: its descriptors are links to files that are not there. All else is the process's.
+    """
+    started: list[subprocess.Popen[bytes]] = []
+
+    def start(*names: str) -> subprocess.Popen[bytes]:
+        process = subprocess.Popen(["sleep", "infinity"])
         started.append(process)
-        assert process.stdout is not None
-        process.stdout.readline()
-        (proc / str(process.pid)).symlink_to(f"/proc/{process.pid}")
+        folder = proc / str(process.pid)
+        folder.mkdir()
+        for name in OF_A_PROCESS:
+            (folder / name).symlink_to(f"/proc/{process.pid}/{name}")
+        (folder / "fd").mkdir()
+        for number, name in enumerate(names, start=3):
+            (folder / "fd" / str(number)).symlink_to(f"/dev/{name}")
         return process
 
     yield start
     for process in started:
         process.kill()
-        process.communicate()
+        process.wait()
+
+
+def end(process: subprocess.Popen[bytes], proc: Path) -> None:
+    """Kill a process of ``hold`` that nobody waits for: it stays as a zombie, which has no files any more."""
+    process.kill()
+    for link in (proc / str(process.pid) / "fd").iterdir():
+        link.unlink()
 
 
 class Followed:
@@ -241,8 +248,7 @@ async def test_a_process_that_is_ending_is_looked_at_until_it_is_gone(hold: Hold
     process = hold("nvidia0")
     async with following(proc) as followed:
         await followed.usage(holds(process.pid))
-        # Nobody has waited for it, so it stays as a zombie, which has no files any more.
-        process.kill()
+        end(process, proc)
         await followed.usage(lambda usage: use_of(usage, process.pid) is None)
 
 
