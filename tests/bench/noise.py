@@ -276,7 +276,7 @@ class NoisyNode:
         slices = [(ALL, ALL), *((mig.gi, mig.ci) for mig in gpu.mig_devices)]
         gi, ci = self._dice.choice(slices)
         count = self._dice.choice((1, 1, 1, 50))
-        told = XidReported(gpu.uuid, code, gi, ci, count)
+        told = XidReported(gpu.uuid, code, gi, ci, count=count)
         logged = KernelXidSeen(gpu.pci, code, gi=gi, ci=ci, count=count)
         self._told_xids[gpu.pci, code] += count
         orders: tuple[tuple[Fact, ...], ...] = ((told,), (logged,), (told, logged), (logged, told))

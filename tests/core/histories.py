@@ -121,7 +121,7 @@ OTHER: list[st.SearchStrategy[Fact]] = [
     ),
     st.builds(OwnSocketLost, st.just(GPU), GENERATIONS),
     st.builds(TaskReported, st.sampled_from([NVML, DEVICE_PLUGIN]), running=st.booleans()),
-    st.just(FactsLost(KMSG, 3)),
+    st.just(FactsLost(KMSG, count=3)),
     st.just(HealthEventsUnsupported(U0, "no")),
     st.just(WatchedDirectoryDeleted("/x")),
     st.builds(PolicyChanged, st.builds(Policy, recovery_quiet_ns=st.sampled_from([0, QUIET]))),
@@ -173,7 +173,7 @@ ONE_OF_EACH: list[Fact] = [
     ReleaseRequested(frozenset({U0}), 600 * S),
     ResumeRequested(),
     TaskReported(NVML, running=False),
-    FactsLost(DEVICE_PLUGIN, 2),
+    FactsLost(DEVICE_PLUGIN, count=2),
     PolicyChanged(Policy(mig_strategy="mixed")),
     Tick(),
 ]

@@ -417,7 +417,7 @@ class Oracle:
         if not there:
             return
         if not fact.backlog:
-            told = XidReported(there[0], fact.xid, fact.gi, fact.ci, fact.count, fact.source)
+            told = XidReported(there[0], fact.xid, fact.gi, fact.ci, fact.source, count=fact.count)
             self.xid(told, now_ns)
             return
         again = min(self.xids_before[there[0], fact.xid], fact.count)

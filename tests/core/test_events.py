@@ -107,7 +107,7 @@ def history() -> list[str]:
     node.after(S, TaskReported(KUBELET, running=True))
     node.tell(HealthEventsUnsupported(one.uuid, "not supported"))
     node.tell(HealthEventsUnsupported(GpuUuid("GPU-9"), "not supported"))
-    node.tell(FactsLost(SourceName("probe"), 3), FactsLost(SourceName("probe"), 4))
+    node.tell(FactsLost(SourceName("probe"), count=3), FactsLost(SourceName("probe"), count=4))
     node.tell(DriverCallOverdue("nvmlInit_v2", 120 * S), DriverCallAnswered("nvmlInit_v2"))
     node.tell(WatchedDirectoryDeleted("/var/lib/kubelet/device-plugins"))
     return told(node)
@@ -197,7 +197,11 @@ def test_a_task_that_ends_again_and_again_is_told_once_and_counted() -> None:
 
 def test_losses_are_added_up_by_source() -> None:
     node = Node()
-    node.tell(FactsLost(SourceName("a"), 3), FactsLost(SourceName("b"), 1), FactsLost(SourceName("a"), 2))
+    node.tell(
+        FactsLost(SourceName("a"), count=3),
+        FactsLost(SourceName("b"), count=1),
+        FactsLost(SourceName("a"), count=2),
+    )
     assert node.state.facts_lost == {"a": 5, "b": 1}
     assert [fields_of(event)["total"] for event in node.events(EventKind.LOSS)] == [3, 1, 5]
 

@@ -35,7 +35,7 @@ def test_of_two_states_the_newer_one_is_the_truth(fact: Fact) -> None:
 
 def test_counts_are_added_up() -> None:
     assert xid(79, count=2).merged_with(xid(79, count=3)) == xid(79, count=5)
-    assert FactsLost(KMSG, 2).merged_with(FactsLost(KMSG, 3)) == FactsLost(KMSG, 5)
+    assert FactsLost(KMSG, count=2).merged_with(FactsLost(KMSG, count=3)) == FactsLost(KMSG, count=5)
 
 
 @pytest.mark.parametrize("first", [True, False])

@@ -70,7 +70,7 @@ def follow(node: Node, history: History) -> None:
 def rich_state() -> State:
     node = registered_node(C1B, gpu(1), policy=Policy(mig_strategy="mixed", sharing=Sharing.of({GPU: 2})))
     node.tell(xid(48, gi=2, ci=0), xid(79, U1), failed(U1, 15), overdue(U1), DriverCallOverdue("init", S))
-    node.tell(TaskReported(AGENT, running=True), enumerated(C1B), FactsLost(NVML, 1))
+    node.tell(TaskReported(AGENT, running=True), enumerated(C1B), FactsLost(NVML, count=1))
     return node.state
 
 

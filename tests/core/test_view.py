@@ -180,7 +180,7 @@ def test_what_must_outlive_the_process_is_the_gpus_their_conditions_and_counts()
 
 def test_losses_and_policy_are_shown() -> None:
     node = registered_node(gpu(0), policy=Policy(jitter_seed=7))
-    node.tell(FactsLost(SourceName("probe"), 3))
+    node.tell(FactsLost(SourceName("probe"), count=3))
     assert node.snapshot().facts_lost == {"probe": 3}
     assert node.snapshot().policy == Policy(jitter_seed=7)
 

@@ -63,7 +63,7 @@ def test_old_states_are_told_however_old_they_are() -> None:
 
 
 def test_losses_are_not_remembered() -> None:
-    assert recalled(facts.FactsLost(facts.NVML, 3)) == []
+    assert recalled(facts.FactsLost(facts.NVML, count=3)) == []
 
 
 def test_the_room_needed_is_the_number_of_keys() -> None:

@@ -1,0 +1,74 @@
+"""How the agent stands with the kubelet: its socket, ours, registrations and streams."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from agent.model.facts.message import DEVICE_PLUGIN, KUBELET, ResourceState, State
+from agent.model.ids import SocketIdentity, SourceName
+
+
+@dataclass(frozen=True, slots=True)
+class KubeletSocketSeen(State):
+    """The kubelet's socket as it is now; None: there is none."""
+
+    identity: SocketIdentity | None
+    source: SourceName = KUBELET
+
+
+@dataclass(frozen=True, slots=True)
+class WatchedDirectoryDeleted(State):
+    """The device-plugins directory was deleted under its mount; only a new mount shows the new one."""
+
+    path: str
+    source: SourceName = KUBELET
+
+
+@dataclass(frozen=True, slots=True)
+class OwnSocketLost(ResourceState):
+    """The file of a plugin socket that we serve was deleted or replaced."""
+
+    source: SourceName = KUBELET
+
+
+@dataclass(frozen=True, slots=True)
+class Registered(ResourceState):
+    """The kubelet accepted a registration."""
+
+    kubelet: SocketIdentity
+    """The kubelet socket just before the call."""
+    socket: SocketIdentity
+    """Our own socket file, for those who watch it."""
+    source: SourceName = DEVICE_PLUGIN
+
+
+RegistrationFailure = Literal["absent", "unreachable", "rejected", "socket_in_use", "not_served"]
+"""absent: no kubelet.sock; unreachable: it refuses connections or does not answer; rejected: Register
+answered an error; socket_in_use: something that is not ours has our socket's path; not_served: our
+own server could not start (no file descriptors, no room, no rights)."""
+
+
+@dataclass(frozen=True, slots=True)
+class RegistrationFailed(ResourceState):
+    """A registration was not made."""
+
+    failure: RegistrationFailure
+    message: str
+    source: SourceName = DEVICE_PLUGIN
+
+
+@dataclass(frozen=True, slots=True)
+class WatchersChanged(ResourceState):
+    """So many ListAndWatch streams of a resource are open now; told at each start and end."""
+
+    live: int
+    source: SourceName = DEVICE_PLUGIN
+
+
+KubeletFact = (
+    KubeletSocketSeen
+    | WatchedDirectoryDeleted
+    | OwnSocketLost
+    | Registered
+    | RegistrationFailed
+    | WatchersChanged
+)

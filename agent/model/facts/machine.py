@@ -1,0 +1,93 @@
+"""What the machine shows beside NVML: its kernel's log, sysfs, device nodes, uevents, the MPS daemon."""
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+
+from agent.model.facts.message import KERNEL_LOG, MPS, SYSFS, UEVENTS, Counted, State
+from agent.model.ids import ALL, SourceName
+
+
+@dataclass(frozen=True, slots=True)
+class KernelXidSeen(Counted):
+    """The kernel log has an XID of a PCI address."""
+
+    pci: str
+    """Sysfs form."""
+    xid: int
+    detail: str = ""
+    """What the line says after the number, shortened; unit and sub code of NVLink errors."""
+    backlog: bool = False
+    """From before any agent of this boot began to read: counted, but no reason to flip now."""
+    gi: int = ALL
+    ci: int = ALL
+    source: SourceName = KERNEL_LOG
+
+    @property
+    def key(self) -> Hashable:
+        """The same XID at the same place is counted, not queued twice."""
+        return (KernelXidSeen, self.pci, self.gi, self.ci, self.xid, self.backlog)
+
+
+@dataclass(frozen=True, slots=True)
+class KernelLogRead(State):
+    """Every XID of the kernel log up to a record was told; put after them."""
+
+    until: int
+    """Sequence number of the record; the kernel counts anew with each boot."""
+    source: SourceName = KERNEL_LOG
+
+
+@dataclass(frozen=True, slots=True)
+class PciGpusSeen(State):
+    """The PCI addresses of the GPUs that are bound to NVIDIA's driver, as sysfs has them now.
+
+    Functions on vfio-pci or nouveau, and those bound to no driver, are not among them.
+    """
+
+    addresses: tuple[str, ...]
+    source: SourceName = SYSFS
+
+
+@dataclass(frozen=True, slots=True)
+class DriverModuleSeen(State):
+    """Which load of the kernel module this is: the inode of /sys/module/nvidia; None: not loaded."""
+
+    inode: int | None
+    source: SourceName = SYSFS
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceNodesSeen(State):
+    """The device nodes that should exist and do not: ``/dev/nvidia3``, ``/dev/nvidiactl``."""
+
+    missing: tuple[str, ...]
+    source: SourceName = SYSFS
+
+
+@dataclass(frozen=True, slots=True)
+class GpuRebound(State):
+    """A GPU was unbound from its driver, or bound to it: what was wrong with it may be gone."""
+
+    pci: str
+    bound: bool
+    source: SourceName = UEVENTS
+
+    @property
+    def key(self) -> Hashable:
+        """One for each address and direction."""
+        return (GpuRebound, self.pci, self.bound)
+
+
+@dataclass(frozen=True, slots=True)
+class MpsSeen(State):
+    """Whether the MPS control daemon says that it serves."""
+
+    ready: bool
+    message: str = ""
+    """What is missing, if it does not."""
+    source: SourceName = MPS
+
+
+MachineFact = (
+    KernelXidSeen | KernelLogRead | PciGpusSeen | DriverModuleSeen | DeviceNodesSeen | GpuRebound | MpsSeen
+)

@@ -1,0 +1,86 @@
+"""What every fact has: who saw it, and what becomes of it while it waits."""
+
+from collections.abc import Hashable
+from dataclasses import dataclass, field, replace
+from typing import Final, Protocol, Self
+
+from agent.model.ids import GpuUuid, ResourceName, SourceName
+
+NVML: Final = SourceName("nvml")
+KUBELET: Final = SourceName("kubelet")
+DEVICE_PLUGIN: Final = SourceName("device-plugin")
+AGENT: Final = SourceName("agent")
+KERNEL_LOG: Final = SourceName("kernel-log")
+SYSFS: Final = SourceName("sysfs")
+UEVENTS: Final = SourceName("uevents")
+PODS: Final = SourceName("pods")
+PROBE: Final = SourceName("probe")
+MPS: Final = SourceName("mps")
+OPERATOR: Final = SourceName("operator")
+
+
+class Message(Protocol):
+    """What the inbox needs to know of a fact."""
+
+    @property
+    def source(self) -> SourceName:
+        """Who saw it; losses are counted by source."""
+
+    @property
+    def key(self) -> Hashable | None:
+        """Facts of one key are merged; None may be dropped."""
+
+    def merged_with(self, newer: Self) -> Self:
+        """Return one fact that stands for both."""
+
+
+class State:
+    """A fact that tells how things are now: of two, the newer one is the truth."""
+
+    __slots__ = ()
+
+    @property
+    def key(self) -> Hashable | None:
+        """One of its kind."""
+        return (type(self),)
+
+    def merged_with(self, newer: Self) -> Self:
+        """Forget the older one."""
+        return newer
+
+
+@dataclass(frozen=True, slots=True)
+class GpuState(State):
+    """How one GPU is now."""
+
+    gpu: GpuUuid
+
+    @property
+    def key(self) -> Hashable:
+        """One for each GPU."""
+        return (type(self), self.gpu)
+
+
+@dataclass(frozen=True, slots=True)
+class ResourceState(State):
+    """How one resource stands with the kubelet now."""
+
+    resource: ResourceName
+    generation: int
+    """Which registration of the resource it is about."""
+
+    @property
+    def key(self) -> Hashable:
+        """One for each resource."""
+        return (type(self), self.resource)
+
+
+@dataclass(frozen=True, slots=True)
+class Counted:
+    """A fact that can happen again and again: two of one key are one, with both counts."""
+
+    count: int = field(default=1, kw_only=True)
+
+    def merged_with(self, newer: Self) -> Self:
+        """Add the counts."""
+        return replace(newer, count=self.count + newer.count)

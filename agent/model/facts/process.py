@@ -1,0 +1,54 @@
+"""What the agent's own process says of itself: its parts, its settings, losses, time."""
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+
+from agent.model.facts.message import AGENT, Counted, State
+from agent.model.ids import SourceName
+from agent.model.policy import Policy
+
+
+@dataclass(frozen=True, slots=True)
+class TaskReported(State):
+    """How a supervised source or sink is: running, or ended and to be started again."""
+
+    task: SourceName
+    running: bool
+    message: str = ""
+    source: SourceName = AGENT
+
+    @property
+    def key(self) -> Hashable:
+        """One for each task."""
+        return (TaskReported, self.task)
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyChanged(State):
+    """The operator changed the configuration."""
+
+    policy: Policy
+    source: SourceName = AGENT
+
+
+@dataclass(frozen=True, slots=True)
+class FactsLost(Counted):
+    """The inbox was full: so many high-rate facts of a source were dropped."""
+
+    lost_from: SourceName
+    source: SourceName = AGENT
+
+    @property
+    def key(self) -> Hashable:
+        """One for each source."""
+        return (FactsLost, self.lost_from)
+
+
+@dataclass(frozen=True, slots=True)
+class Tick(State):
+    """Time passed."""
+
+    source: SourceName = AGENT
+
+
+ProcessFact = TaskReported | PolicyChanged | FactsLost | Tick
