@@ -178,7 +178,7 @@ class Trace:
         self._ring = probe.traced_ring()
         config = probe.config
         self._majors = Majors(config.nvidia_major, config.uvm_major, config.caps_major)
-        self._short_alloc_status = config.short_alloc_status
+        self._branch = probe.driver_branch()
         self._summary = Summary()
         self._lines_left = MAX_LINES
         self._unshown = 0
@@ -235,7 +235,7 @@ class Trace:
         """Show what has come."""
         while calls := self._ring.read():
             for traced in calls:
-                call = named(traced, self._majors, short_alloc_status=self._short_alloc_status)
+                call = named(traced, self._majors, branch=self._branch)
                 self._summary.add(call)
                 if self._lines_left:
                     self._lines_left -= 1
@@ -261,7 +261,7 @@ class Trace:
 
     def _in_flight(self) -> Iterator[DriverCall]:
         for traced in self._probe.read_traced():
-            yield named(traced, self._majors, short_alloc_status=self._short_alloc_status)
+            yield named(traced, self._majors, branch=self._branch)
 
     def _show(self, call: DriverCall) -> None:
         now_ns = time.monotonic_ns()

@@ -1,8 +1,8 @@
 """The driver's calls by name: what each ioctl on its device files is, what it is about, how it ended.
 
-Invariants: a layout is only named where every driver from 515 to 595 has it, or where its size tells them
-apart; what is not known is None. Sources: NVIDIA/open-gpu-kernel-modules nv_escape.h, nv-ioctl-numbers.h,
-nvos.h, g_allclasses.h, uvm_ioctl.h, uvm_linux_ioctl.h, nvstatuscodes.h.
+Invariants: a layout is only named where every driver from 515 to 595 has it, or where its size or the
+driver's branch tells them apart; what is not known is None. Sources: NVIDIA/open-gpu-kernel-modules
+nv_escape.h, nv-ioctl-numbers.h, nvos.h, g_allclasses.h, uvm_ioctl.h, uvm_linux_ioctl.h, nvstatuscodes.h.
 """
 
 import errno
@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
-from agent.probe.kernel import Majors
+from agent.probe.kernel import Majors, short_alloc_status
 from agent.probe.layout import TracedCall
 
 ANY_SIZE: Final = 0
@@ -93,12 +93,12 @@ _UVM_FORMS: Final[Mapping[int, _Form]] = {
     25: _uvm("REGISTER_GPU_VASPACE", 28, 20, 24),
     26: _uvm("UNREGISTER_GPU_VASPACE", 16),
     27: _uvm("REGISTER_CHANNEL", 48, 20, 24),
-    28: _uvm("UNREGISTER_CHANNEL", 24, 16, 20),
+    28: _uvm("UNREGISTER_CHANNEL"),
     29: _uvm("ENABLE_PEER_ACCESS", 32),
     30: _uvm("DISABLE_PEER_ACCESS", 32),
     31: _uvm("SET_RANGE_GROUP", 24),
     33: _uvm("MAP_EXTERNAL_ALLOCATION"),
-    34: _uvm("FREE", 16),
+    34: _uvm("FREE"),
     37: _uvm("REGISTER_GPU", 36, 28),
     38: _uvm("UNREGISTER_GPU", 16),
     39: _uvm("PAGEABLE_MEM_ACCESS", 4),
@@ -124,6 +124,17 @@ _UVM_FORMS: Final[Mapping[int, _Form]] = {
     75: _uvm("MM_INITIALIZE", 4),
 }
 """Of nvidia-uvm, by the whole command."""
+
+_UVM_BEFORE_590: Final[Mapping[int, _Form]] = {
+    28: _uvm("UNREGISTER_CHANNEL", 24, 16, 20),
+    34: _uvm("FREE", 16),
+}
+_UVM_SINCE_590: Final[Mapping[int, _Form]] = {
+    28: _uvm("UNREGISTER_CHANNEL", 8, 0, 4),
+    34: _uvm("FREE", 8),
+}
+"""Those of which members went: the GPU of a channel, the length of a range."""
+_UVM_MOVED: Final = 590
 
 _CLASSES: Final[Mapping[int, str]] = {
     0x0000: "NV01_ROOT",
@@ -250,10 +261,11 @@ class DriverCall:
         return bool(self.result or self.status)
 
 
-def named(call: TracedCall, majors: Majors, *, short_alloc_status: int) -> DriverCall:
-    """Return a traced call with names; ``short_alloc_status`` as in struct gpu_config."""
+def named(call: TracedCall, majors: Majors, *, branch: int) -> DriverCall:
+    """Return a traced call with names; ``branch`` is the driver's, such as 570; 0: it is not known."""
     is_uvm = bool(majors.uvm) and call.device >> 20 == majors.uvm
-    form = (_UVM_FORMS if is_uvm else _FORMS).get(call.number) or _unknown(call.number, is_uvm=is_uvm)
+    form = _uvm_form(call.number, branch) if is_uvm else _FORMS.get(call.number)
+    form = form or _unknown(call.number, is_uvm=is_uvm)
     rm_class, handle = _word(call, form.rm_class), _word(call, form.object)
     client = handle if call.number == RM_ALLOC and rm_class in _ROOTS else _word(call, form.client)
     return DriverCall(
@@ -266,7 +278,7 @@ def named(call: TracedCall, majors: Majors, *, short_alloc_status: int) -> Drive
         handle=handle,
         took_ns=call.took_ns or None,
         result=call.result,
-        status=_word(call, _status_at(call, form, short_alloc_status)) if call.took_ns else None,
+        status=_word(call, _status_at(call, form, branch)) if call.took_ns else None,
     )
 
 
@@ -300,9 +312,14 @@ def _about(rm_class: int | None, command: int | None) -> str | None:
     return None if command is None else f"{command:#010x}"
 
 
-def _status_at(call: TracedCall, form: _Form, short_alloc_status: int) -> int | None:
+def _uvm_form(number: int, branch: int) -> _Form | None:
+    moved = (_UVM_SINCE_590 if branch >= _UVM_MOVED else _UVM_BEFORE_590) if branch else {}
+    return moved.get(number) or _UVM_FORMS.get(number)
+
+
+def _status_at(call: TracedCall, form: _Form, branch: int) -> int | None:
     if call.number == RM_ALLOC and call.size == _SHORT_ALLOC_BYTES:
-        return short_alloc_status
+        return short_alloc_status(branch)
     return form.status.get(call.size, form.status.get(ANY_SIZE))
 
 

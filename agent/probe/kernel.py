@@ -99,10 +99,15 @@ def filesystem_of_doubles(directory: str | None) -> int | None:
         return None
 
 
-def short_alloc_status(roots: Roots) -> int:
-    """Return where the loaded driver's 32-byte RM_ALLOC has its status: 24 or 28."""
+def driver_branch(roots: Roots) -> int:
+    """Return the branch of the driver that is loaded, such as 570; 0 where that is not known."""
     found = re.search(r"\b(\d{3,4})\.\d+(\.\d+)?\b", _text(Path(roots.node_proc, "driver/nvidia/version")))
-    return 24 if found and int(found[1]) < _SHORT_STATUS_MOVED else 28
+    return int(found[1]) if found else 0
+
+
+def short_alloc_status(branch: int) -> int:
+    """Return where a driver's 32-byte RM_ALLOC has its status: 24 or 28."""
+    return 24 if 0 < branch < _SHORT_STATUS_MOVED else 28
 
 
 def missing_capabilities(roots: Roots) -> tuple[str, ...]:

@@ -211,8 +211,13 @@ class Probe:
         """Read device numbers and the driver's version anew; True if they changed. Once a poll."""
         before = self._config
         self.set_majors(kernel.majors(self._roots))
-        self._set_config(self._config._replace(short_alloc_status=kernel.short_alloc_status(self._roots)))
+        status_at = kernel.short_alloc_status(self.driver_branch())
+        self._set_config(self._config._replace(short_alloc_status=status_at))
         return self._config != before
+
+    def driver_branch(self) -> int:
+        """Return the branch of the driver that is loaded; 0 where that is not known."""
+        return kernel.driver_branch(self._roots)
 
     def set_majors(self, majors: Majors) -> None:
         """Tell the programs the device numbers; those of doubles stay, and so does one that is not known."""

@@ -22,7 +22,7 @@ def call(
     size: int | None = None,
     result: int = 0,
     took_ns: int = 1_000,
-    short_alloc_status: int = 28,
+    branch: int = 570,
 ) -> DriverCall:
     read = block[:64]
     traced = TracedCall(
@@ -39,7 +39,7 @@ def call(
         block_bytes=len(read),
         block=read.ljust(64, b"\0"),
     )
-    return named(traced, MAJORS, short_alloc_status=short_alloc_status)
+    return named(traced, MAJORS, branch=branch)
 
 
 def words(*numbers: int) -> bytes:
@@ -63,16 +63,16 @@ def test_a_client_that_is_allocated_is_its_own_handle() -> None:
 
 
 @pytest.mark.parametrize(
-    ("numbers", "at", "short"),
-    [(12, 10, 28), (10, 9, 28), (8, 7, 28), (8, 6, 24)],
+    ("numbers", "at", "branch"),
+    [(12, 10, 570), (10, 9, 525), (8, 7, 535), (8, 6, 530)],
 )
 def test_the_status_of_an_allocation_is_where_the_size_and_the_driver_have_it(
-    numbers: int, at: int, short: int
+    numbers: int, at: int, branch: int
 ) -> None:
     block = [CLIENT, 2, HANDLE, 0x80, *[0] * (numbers - 4)]
     block[at] = 0x1A
 
-    one = call(0x2B, words(*block), short_alloc_status=short)
+    one = call(0x2B, words(*block), branch=branch)
     assert (one.answer, one.failed) == ("INSUFFICIENT_RESOURCES", True)
 
 
@@ -146,6 +146,25 @@ def test_unified_memory_has_numbers_of_its_own(
     number: int, block: bytes, expected: tuple[str, str | None, int | None, int | None, str | None]
 ) -> None:
     assert told(call(number, block, device=UVM)) == expected
+
+
+@pytest.mark.parametrize(
+    ("branch", "number", "block", "expected"),
+    [
+        (580, 28, bytes(16) + words(CLIENT, HANDLE, 0x21), (CLIENT, HANDLE, "INVALID_CHANNEL")),
+        (590, 28, words(CLIENT, HANDLE, 0x21), (CLIENT, HANDLE, "INVALID_CHANNEL")),
+        (0, 28, words(CLIENT, HANDLE, 0x21), (None, None, "OK")),
+        (515, 34, words(1, 0, 2, 0, 0x1E, 0), (None, None, "INVALID_ADDRESS")),
+        (595, 34, words(1, 0, 0x1E, 0), (None, None, "INVALID_ADDRESS")),
+    ],
+    ids=["channel 580", "channel 590", "channel of an unknown driver", "free 515", "free 595"],
+)
+def test_what_lost_a_member_is_read_as_the_driver_has_it(
+    branch: int, number: int, block: bytes, expected: tuple[int | None, int | None, str]
+) -> None:
+    one = call(number, block, device=UVM, branch=branch)
+
+    assert (one.client, one.handle, one.answer) == expected
 
 
 def test_what_the_kernel_said_comes_before_what_the_block_says() -> None:

@@ -52,11 +52,14 @@ def test_without_a_driver_no_number_is_invented(machine: Machine) -> None:
 def test_an_older_driver_has_its_status_elsewhere(machine: Machine, version: str, offset: int) -> None:
     machine.with_driver(version=version)
 
-    assert kernel.short_alloc_status(machine.roots) == offset
+    branch = kernel.driver_branch(machine.roots)
+    assert branch == int(version.partition(".")[0])
+    assert kernel.short_alloc_status(branch) == offset
 
 
 def test_a_driver_that_does_not_say_is_taken_for_a_new_one(machine: Machine) -> None:
-    assert kernel.short_alloc_status(machine.roots) == 28
+    assert kernel.driver_branch(machine.roots) == 0
+    assert kernel.short_alloc_status(0) == 28
 
 
 @pytest.mark.parametrize(

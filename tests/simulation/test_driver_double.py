@@ -440,6 +440,20 @@ async def test_a_space_is_registered_once_for_each_gpu(double: DriverDouble, pro
     assert (await double.books()).spaces == ()
 
 
+@pytest.mark.parametrize(("version", "status_at"), [("580.142", 24), ("590.44.01", 8)])
+async def test_a_channel_is_unregistered_in_the_layout_of_the_version(version: str, status_at: int) -> None:
+    async with running_double(version) as double:
+        program = Program(double, version)
+        uvm = program.open("nvidia-uvm")
+        program.call.unified(uvm, abi.UVM_INITIALIZE)
+        data = bytearray(b"\xff" * (status_at + 4))
+        fcntl.ioctl(uvm, abi.UVM_UNREGISTER_CHANNEL, data)
+        program.call.unregister_channel(uvm, GPUS[0].raw_uuid, 0xC1D00001, 7)
+        program.close(uvm)
+
+    assert data == b"\xff" * status_at + bytes(4)
+
+
 async def test_a_space_of_no_client_is_refused(program: Program) -> None:
     control, _ = program.client()
     uvm = program.open("nvidia-uvm")

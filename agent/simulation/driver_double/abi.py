@@ -73,6 +73,8 @@ class Layout(NamedTuple):
     nvos64_size: int
     nvos64_status: int
     numa_info_size: int
+    unregister_channel_status: int
+    """Of unified memory; client and channel are before it, and before these, up to driver 580, the GPU."""
 
     @property
     def nvos21_size(self) -> int:
@@ -87,13 +89,17 @@ class Layout(NamedTuple):
             return self.nvos21_status
         raise ValueError(f"no ALLOC struct has {size} bytes")
 
+    def uvm_status(self, command: int) -> int:
+        """Return where the status is in a command of unified memory; raises KeyError for one without."""
+        return self.unregister_channel_status if command == UVM_UNREGISTER_CHANNEL else _UVM_STATUS[command]
+
 
 def layout(driver_version: str) -> Layout:
     """Return the layout of a driver, such as 570.148.08; raises ValueError for a text that is no version."""
     branch = int(driver_version.partition(".")[0])
     if branch >= 535:
-        return Layout(28, 48, 40, 560)
-    return Layout(24, 40, 36 if branch >= 525 else 32, 552)
+        return Layout(28, 48, 40, 560, 8 if branch >= 590 else 24)
+    return Layout(24, 40, 36 if branch >= 525 else 32, 552, 24)
 
 
 # Classes
@@ -160,17 +166,16 @@ UVM_MM_INITIALIZE: Final = 75
 
 VASPACE_STRUCT: Final = struct.Struct("=16siIII")
 """GPU, descriptor of nvidiactl, client, VA space, status."""
-UVM_STATUS: Final = {
+_UVM_STATUS: Final = {
     UVM_INITIALIZE: 8,
     UVM_REGISTER_GPU_VASPACE: 28,
     UVM_UNREGISTER_GPU_VASPACE: 16,
     UVM_REGISTER_CHANNEL: 48,
-    UVM_UNREGISTER_CHANNEL: 8,
     UVM_REGISTER_GPU: 36,
     UVM_UNREGISTER_GPU: 16,
     UVM_MM_INITIALIZE: 4,
 }
-"""Where the status is in the struct of each command that is answered."""
+"""Where the status is in the struct of each command that is answered, in every branch."""
 UVM_UUID_BYTES: Final = 16
 
 

@@ -59,9 +59,9 @@ class Driver:
         answer_later: Callable[[int, IoctlAnswer], None],
     ) -> None:
         self.rm = ResourceManager()
-        self._unified_memory = UnifiedMemory(gpus, self.rm)
         self._version = version
         self._layout = abi.layout(version)
+        self._unified_memory = UnifiedMemory(gpus, self.rm, self._layout)
         self._gpus = tuple(gpus)
         self._answer_later = answer_later
         self._names = {inode: name for name, inode in nodes.inodes(gpus, capabilities).items()}

@@ -27,17 +27,19 @@ class _Registered:
 class UnifiedMemory:
     """State of every open file on which INITIALIZE was called; channels and ranges are not kept."""
 
-    def __init__(self, gpus: Sequence[Gpu], rm: ResourceManager) -> None:
+    def __init__(self, gpus: Sequence[Gpu], rm: ResourceManager, layout: abi.Layout) -> None:
         self._uuids = frozenset(gpu.raw_uuid for gpu in gpus)
         self._rm = rm
+        self._layout = layout
         self._files: dict[int, _Registered] = {}
 
     def ioctl(self, call: Ioctl) -> IoctlAnswer:
         """Answer a command; one that changes nothing here succeeds. Raises OSError."""
-        status_at = abi.UVM_STATUS.get(call.command)
         if call.command == abi.UVM_DEINITIALIZE:
             self.released(call.file)
-        if status_at is None:
+        try:
+            status_at = self._layout.uvm_status(call.command)
+        except KeyError:
             return IoctlAnswer()
         try:
             status = struct.pack("=I", self._status(call))

@@ -98,10 +98,16 @@ class Caller:
 
     def unified(self, descriptor: int, command: int, head: bytes = b"") -> None:
         """Make a call on nvidia-uvm with what its struct begins with."""
-        status_at = abi.UVM_STATUS[command]
+        status_at = self._layout.uvm_status(command)
         data = bytearray(head.ljust(status_at, b"\0") + struct.pack("=I", _UNCHANGED))
         fcntl.ioctl(descriptor, command, data)
         _judge(f"UVM command {command}", data, status_at)
+
+    def unregister_channel(self, descriptor: int, gpu: bytes, client: int, channel: int) -> None:
+        """Take a channel out of unified memory."""
+        words = struct.pack("=II", client, channel)
+        head = gpu[: self._layout.unregister_channel_status - len(words)] + words
+        self.unified(descriptor, abi.UVM_UNREGISTER_CHANNEL, head)
 
 
 def _judge(call: str, data: bytearray, status_at: int) -> None:

@@ -107,9 +107,7 @@ class Cuda:
         context = mine[-1]
         self._contexts.remove(context)
         for channel in context.channels:
-            self._caller.unified(
-                self._uvm, abi.UVM_UNREGISTER_CHANNEL, struct.pack("=II", self._client, channel)
-            )
+            self._caller.unregister_channel(self._uvm, context.device.gpu.raw_uuid, self._client, channel)
         for each in context.objects:
             self._caller.free(self._control, self._client, context.device.handle, each)
         self._free_handles += context.handles

@@ -22,8 +22,8 @@ static int status_at(unsigned int command)
 		return 16;
 	case 27: /* REGISTER_CHANNEL */
 		return 48;
-	case 28: /* UNREGISTER_CHANNEL */
-		return 8;
+	case 28: /* UNREGISTER_CHANNEL, of drivers before 590 */
+		return 24;
 	case 37: /* REGISTER_GPU */
 		return 36;
 	case 75: /* MM_INITIALIZE */
