@@ -74,8 +74,8 @@ def _parts_off(settings: Settings, *, is_in_container: bool) -> Iterator[PartOff
             f"XIDs that NVML does not tell are not seen, because {settings.kernel_log} {why}",
             f"mount the node's {OPTIONS['kernel-log'].default} and give the capability SYSLOG",
         )
-    if settings.pod_resources_socket and not Path(settings.pod_resources_socket).parent.is_dir():
-        directory = Path(settings.pod_resources_socket).parent
+    directory = Path(settings.pod_resources_socket).parent
+    if settings.pod_resources_socket and not os.path.isdir(directory):  # noqa: PTH112 - Path's raises
         yield PartOff(
             "pods",
             f"it is not known which pod holds which GPU, because {directory} is not there",
@@ -121,7 +121,7 @@ def _is_in_user_namespace(proc_root: str) -> bool:
 
 def _can_make(directory: Path) -> bool:
     """Tell whether a directory, or what is missing of it, can be made and written."""
-    nearest = next(each for each in (directory, *directory.parents) if each.exists())
+    nearest = next(each for each in (directory, *directory.parents) if os.path.exists(each))  # noqa: PTH110
     return os.access(nearest, os.W_OK | os.X_OK)
 
 

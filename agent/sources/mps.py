@@ -148,9 +148,17 @@ def _close_new(late: "asyncio.Future[_Look]", watch: DirectoryWatch | None) -> N
 
 def _look(roots: Sequence[Path], watch: DirectoryWatch | None) -> _Look:
     """Look once. The watch comes first: what changes between the two is seen by one of them."""
-    root = next((each for each in roots if each.is_dir()), None)
+    root = next((each for each in roots if _is_directory(each)), None)
     watch = None if root is None else _watch_of(root, watch)
     return _Look(watch, _missing((roots[0] if root is None else root) / READY_FILE))
+
+
+def _is_directory(path: Path) -> bool:
+    try:
+        return path.is_dir()
+    except OSError:
+        # What may not be looked at is none of ours, and the other root may be.
+        return False
 
 
 def _watch_of(root: Path, watch: DirectoryWatch | None) -> DirectoryWatch | None:

@@ -5,6 +5,7 @@ returned even if a later call on it fails: a sick GPU is listed and marked, neve
 invented: what the driver does not tell stays unknown.
 """
 
+import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -292,7 +293,12 @@ def read_numa_node(sys_root: Path, pci: str) -> tuple[int | None, str | None]:
 
 
 def control_nodes(dev_root: Path) -> tuple[str, ...]:
-    """Return the control nodes and IMEX channels that exist, by the names they have in a container."""
+    """Return the control nodes and IMEX channels that exist, by the names they have in a container.
+
+    One that a security module hides is none, as for NVIDIA's plugin.
+    """
     return tuple(
-        node for node in CONTROL_NODES + IMEX_NODES if (dev_root / node.removeprefix("/dev/")).exists()
+        node
+        for node in CONTROL_NODES + IMEX_NODES
+        if os.path.exists(f"{dev_root}/{node.removeprefix('/dev/')}")  # noqa: PTH110 - Path's raises
     )

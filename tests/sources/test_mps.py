@@ -117,6 +117,23 @@ async def test_in_a_container_the_mounted_root_counts(root: Path, start: Start, 
     await told(recorder, True)
 
 
+async def test_a_root_that_cannot_be_looked_at_is_none(recorder: Recorder, tmp_path: Path) -> None:
+    (tmp_path / READY_FILE).touch()
+    # Whoever is root may look everywhere, but not at a name that no file system has.
+    source = MpsSource(
+        inbox=recorder.inbox,
+        mps_root=tmp_path / ("x" * 300),
+        container_root=tmp_path,
+        clock=time.monotonic_ns,
+        settings=EVENTS_ONLY,
+    )
+    running = asyncio.get_running_loop().create_task(source.run(), name="mps")
+    await told(recorder, True)
+    running.cancel()
+    with suppress(asyncio.CancelledError):
+        await running
+
+
 async def test_a_root_of_this_node_counts_before_a_mounted_one(
     root: Path, start: Start, recorder: Recorder
 ) -> None:

@@ -2,6 +2,7 @@
 
 import logging
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -16,7 +17,7 @@ from agent.model.facts import (
 from agent.model.gpu import Gpu, MigDevice
 from agent.model.ids import GpuUuid
 from agent.simulation.presets import MigDeviceSpec
-from agent.sources.nvml_inventory import MAX_MIG_DEVICES, profile_from_attributes
+from agent.sources.nvml_inventory import MAX_MIG_DEVICES, control_nodes, profile_from_attributes
 from agent.sources.nvml_library import MigAttributes
 from tests.sources.conftest import MakeNode, StartSource
 from tests.sources.recorder import Recorder, until
@@ -149,6 +150,11 @@ async def test_the_control_nodes_that_exist_are_told_by_their_names_in_a_contain
     assert first.control_nodes == ("/dev/nvidiactl", "/dev/nvidia-uvm")
     (node.directory / "dev/nvidia-modeset").touch()
     await recorder.first(GpusEnumerated, lambda fact: "/dev/nvidia-modeset" in fact.control_nodes)
+
+
+def test_a_control_node_that_cannot_be_looked_at_is_none() -> None:
+    # Whoever is root may look everywhere, but not at a name that no file system has.
+    assert control_nodes(Path("/" + "x" * 300)) == ()
 
 
 async def test_a_node_without_gpus_is_ready_with_none(
