@@ -276,7 +276,7 @@ async def test_sigpipe_and_a_closed_standard_error_hurt_nobody(node: SimulatedNo
 @pytest.mark.parametrize(
     ("bug", "sentence"),
     [
-        ("agent.app.LAG_PERIOD_S = None", "The task loop lag failed: TypeError"),
+        ("agent.runtime.vitals.LAG_PERIOD_S = None", "The task loop lag failed: TypeError"),
         (
             "import agent.engine; agent.engine.step = None",
             "The task engine failed 5 times within 60 s, last with: TypeError",

@@ -4,19 +4,35 @@ What the kubelet waits for comes first. What is heavy and can wait is not import
 plugin that starts slowly leaves a node without GPUs for longer.
 """
 
-import contextlib
-import os
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+import asyncio
+from typing import TYPE_CHECKING, Final
+
+from agent.bus import Latest
+from agent.model.snapshot import RegistrationPhase, Snapshot
 
 if TYPE_CHECKING:
     from agent.runtime.config_watch import ConfigWatch
-    from agent.runtime.control import Control
-    from agent.runtime.report import SelfReport
     from agent.sinks.eventlog import EventLog
     from agent.sinks.evidence import EvidenceSink
-    from agent.sinks.http import HttpSink
     from agent.sinks.statefile import StateFile
+
+REGISTRATION_WAIT_S: Final = 1.0
+"""How long what is heavy to import lets the registration go first."""
+
+
+async def let_registration_go_first(latest: Latest[Snapshot]) -> None:
+    """Wait until a resource is registered, or so long that it may take a while."""
+    version = latest.version
+    try:
+        async with asyncio.timeout(REGISTRATION_WAIT_S):
+            while not _is_registered(latest.value):
+                version = await latest.wait_newer(version)
+    except TimeoutError:
+        return
+
+
+def _is_registered(snapshot: Snapshot) -> bool:
+    return any(resource.phase is RegistrationPhase.REGISTERED for resource in snapshot.resources)
 
 
 def import_plugin() -> None:
@@ -52,34 +68,3 @@ def import_config_watch() -> "type[ConfigWatch]":
     from agent.runtime.config_watch import ConfigWatch  # noqa: PLC0415
 
     return ConfigWatch
-
-
-def import_http() -> "tuple[type[HttpSink], type[SelfReport], type[Control]]":
-    """Import what answers over HTTP."""
-    from agent.runtime.control import Control  # noqa: PLC0415
-    from agent.runtime.report import SelfReport  # noqa: PLC0415
-
-    with _no_certificates():
-        from agent.sinks.http import HttpSink  # noqa: PLC0415
-
-    return HttpSink, SelfReport, Control
-
-
-@contextlib.contextmanager
-def _no_certificates() -> Iterator[None]:
-    """Hide the machine's certificates, which aiohttp loads for its client when it is imported.
-
-    The agent only serves with it, and they cost 2 MiB and as much CPU as a fifth of the start. Whoever makes
-    a client needs a context of its own. Source: OpenSSL's SSL_CTX_set_default_verify_paths(3).
-    """
-    nowhere = {"SSL_CERT_FILE": os.devnull, "SSL_CERT_DIR": os.devnull}
-    before = {name: os.environ.get(name) for name in nowhere}
-    os.environ.update(nowhere)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value

@@ -8,10 +8,11 @@ in the file, with what became of it.
 Invariants: the room needed is the number of keys, as in the inbox.
 """
 
-from collections.abc import Hashable, Iterable, Iterator
+import asyncio
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from typing import Final
 
-from agent.errors import AgentError
+from agent.bus import Inbox
 from agent.model.facts import (
     DriverCallAnswered,
     DriverCallOverdue,
@@ -26,12 +27,10 @@ from agent.model.facts import (
 )
 from agent.model.policy import SECOND_NS
 
+POLL_S: Final = 1.0
+"""How often what the sources told is looked at."""
 RECENT_NS: Final = 10 * SECOND_NS
 """An XID that is older was written down by the agent that served."""
-
-
-class InitFailedError(AgentError):
-    """NVML could not be initialised at the start, and the operator wants the process to end then."""
 
 
 class Memory:
@@ -69,3 +68,24 @@ def _is_over(fact: Fact, later: Iterable[Fact]) -> bool:
             return any(isinstance(newer, DriverCallAnswered | DriverReady) for newer in later)
         case _:
             return False
+
+
+async def watched_until(
+    freed: asyncio.Future[None],
+    inbox: Inbox[Fact],
+    *,
+    after_look: Callable[[int], None],
+    clock: Callable[[], int],
+) -> Iterator[Fact]:
+    """Take facts while another agent serves; returns what of them is still true when it ended.
+
+    ``after_look`` is told each look's time: it is the sign of life of an agent that stands by.
+    """
+    memory = Memory()
+    while not freed.done():
+        await asyncio.wait({freed}, timeout=POLL_S)
+        now_ns = clock()
+        for item in inbox.take_nowait()[0]:
+            memory.note(item.fact, now_ns)
+        after_look(now_ns)
+    return memory.recall(clock())

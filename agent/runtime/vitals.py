@@ -1,5 +1,6 @@
 """The signs of life of one agent."""
 
+import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, Literal
@@ -19,6 +20,8 @@ EVENT_LOG: Final = SourceName("eventlog")
 CONFIG_WATCH: Final = SourceName("config-watch")
 EVIDENCE: Final = SourceName("evidence")
 CDI: Final = SourceName("cdi")
+
+LAG_PERIOD_S: Final = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,3 +67,11 @@ class Vitals:
         if self.is_stopping:
             return "stopping"
         return "standby" if self.is_standby else "serving"
+
+
+async def measure_lag(vitals: Vitals, *, clock: Callable[[], int]) -> None:
+    """Note for ever how late the event loop is."""
+    while True:
+        before_ns = clock()
+        await asyncio.sleep(LAG_PERIOD_S)
+        vitals.lag_ns = clock() - before_ns - round(LAG_PERIOD_S * 1e9)

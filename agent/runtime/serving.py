@@ -1,0 +1,121 @@
+"""Answers over HTTP and the control socket, from when the registration is over."""
+
+import asyncio
+import contextlib
+import os
+from collections.abc import Awaitable, Callable, Iterator
+from typing import TYPE_CHECKING
+
+from agent import log
+from agent.bus import Inbox, Latest
+from agent.config.settings import Settings
+from agent.model.facts import Fact
+from agent.model.snapshot import Snapshot
+from agent.runtime.vitals import Vitals
+from agent.threads import in_daemon_thread
+
+if TYPE_CHECKING:
+    from agent.runtime.control import Control
+    from agent.runtime.report import SelfReport
+    from agent.sinks.http import HttpSink
+
+
+class Serving:
+    """Makes the HTTP sink, with all that it answers from, and runs it."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        vitals: Vitals,
+        *,
+        inbox: Inbox[Fact],
+        latest: Latest[Snapshot],
+        lines: log.Log,
+        boot_id: str,
+        clock: Callable[[], int],
+        may_serve_control: asyncio.Event,
+        after_registration: Callable[[], Awaitable[None]],
+    ) -> None:
+        """``may_serve_control`` is set once this agent is the agent of the node."""
+        self._settings = settings
+        self._vitals = vitals
+        self._inbox = inbox
+        self._latest = latest
+        self._lines = lines
+        self._boot_id = boot_id
+        self._clock = clock
+        self._may_serve_control = may_serve_control
+        self._after_registration = after_registration
+        self._sink: HttpSink | None = None
+
+    async def run(self) -> None:
+        """Serve for ever. May be run again after it ended; two at once are not allowed."""
+        await self._after_registration()
+        if self._sink is None:
+            self._sink = self._make(*await in_daemon_thread("http-import", _import_http))
+        await self._sink.run()
+
+    def _make(
+        self, http_sink: "type[HttpSink]", self_report: "type[SelfReport]", control: "type[Control]"
+    ) -> "HttpSink":
+        settings, records = self._settings, self._vitals.records
+        report = self_report(
+            self._vitals,
+            boot_id=self._boot_id,
+            latest=self._latest,
+            inbox=self._inbox,
+            lines=self._lines,
+            clock=self._clock,
+            probe_options={
+                "tier": settings.probe_tier,
+                "loader": settings.probe_loader,
+                "doubles": settings.probe_doubles,
+                "proc_root": settings.proc_root,
+            },
+        )
+        orders = control(
+            tell=self._inbox.put,
+            latest=self._latest,
+            make_bundle=records.make_bundle,
+            time_of=records.time_of,
+        )
+        return http_sink(
+            latest=self._latest,
+            events=records.recent,
+            agent=report,
+            http_listen=settings.http_listen,
+            api_listen=settings.api_listen,
+            control_socket=settings.control_socket,
+            may_serve_control=self._may_serve_control,
+            orders=orders,
+        )
+
+
+def _import_http() -> "tuple[type[HttpSink], type[SelfReport], type[Control]]":
+    from agent.runtime.control import Control  # noqa: PLC0415
+    from agent.runtime.report import SelfReport  # noqa: PLC0415
+
+    with _no_certificates():
+        from agent.sinks.http import HttpSink  # noqa: PLC0415
+
+    return HttpSink, SelfReport, Control
+
+
+@contextlib.contextmanager
+def _no_certificates() -> Iterator[None]:
+    """Hide the machine's certificates, which aiohttp loads for its client when it is imported.
+
+    The agent only serves with it, and they cost 2 MiB and as much CPU as a fifth of the start. Whoever makes
+    a client needs a context of its own. Source: OpenSSL's SSL_CTX_set_default_verify_paths(3).
+    """
+    nowhere = {"SSL_CERT_FILE": os.devnull, "SSL_CERT_DIR": os.devnull}
+    before = {name: os.environ.get(name) for name in nowhere}
+    os.environ.update(nowhere)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value

@@ -1,0 +1,114 @@
+"""The tasks of one agent: each has a name and an owner, and a bug in one ends the agent in order.
+
+Guarantees: nothing runs that is not in the group; a source or sink that ends is started again; what the
+kubelet does not wait for is made after the registration.
+"""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any, Final, Literal
+
+from agent import log
+from agent.errors import AgentError
+from agent.model.ids import SourceName
+from agent.runtime.assembly import Source
+from agent.runtime.ending import EndedError, Ending
+from agent.runtime.supervision import Pulse, Run, Supervisor
+from agent.runtime.vitals import Part, Vitals
+from agent.threads import in_daemon_thread
+
+_log = logging.getLogger(__name__)
+
+
+def no_trouble() -> None:
+    """Say that a part is well while its task runs."""
+
+
+class Tasks:
+    """Starts and ends what runs, by name."""
+
+    def __init__(
+        self,
+        *,
+        ending: Ending,
+        supervisor: Supervisor,
+        vitals: Vitals,
+        after_registration: Callable[[], Awaitable[None]],
+    ) -> None:
+        """``after_registration`` returns when what the kubelet does not wait for may be imported."""
+        self.group: Final = asyncio.TaskGroup()
+        """To be entered by the owner of all."""
+        self._ending = ending
+        self._supervisor = supervisor
+        self._vitals = vitals
+        self._after_registration = after_registration
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+
+    def __contains__(self, name: str) -> bool:
+        """Tell whether such a task was started."""
+        return name in self._tasks
+
+    def start(self, name: str, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Start what ends by itself, or with the agent."""
+        task = self.group.create_task(self._ending_with(name, work), name=name)
+        self._tasks[name] = task
+        return task
+
+    def keep(self, name: SourceName, run: Run, pulse: Pulse | None = None) -> None:
+        """Keep something running."""
+        self.start(name, self._supervisor.keep(name, run, pulse))
+
+    def replace(self, name: SourceName, run: Run) -> None:
+        """Keep something running in place of what was kept under the name."""
+        self._tasks[name].cancel()
+        self.keep(name, run)
+
+    def keep_part(
+        self,
+        name: SourceName,
+        kind: Literal["source", "sink"],
+        run: Run,
+        trouble: Callable[[], str | None] = no_trouble,
+        pulse: Pulse | None = None,
+    ) -> None:
+        """Keep a source or sink running, and show in health checks how it is."""
+        self._vitals.parts.append(Part(name, kind, trouble))
+        self.keep(name, run, pulse)
+
+    def keep_source(self, name: SourceName, make: Callable[[], Source], pulse: Pulse | None = None) -> None:
+        """Keep a source running that is made, by a thread, when the registration is over."""
+        made: list[Source] = []
+
+        async def run() -> None:
+            if not made:
+                await self._after_registration()
+                made.append(await in_daemon_thread(f"{name}-import", make))
+            await made[0].run()
+
+        self.keep_part(name, "source", run, pulse=pulse)
+
+    def keep_critical(self, name: SourceName, run: Run) -> None:
+        """Keep something running that the agent cannot do without."""
+        self.start(name, self._supervisor.keep_critical(name, run))
+
+    async def cancel(self, *names: str) -> None:
+        """End these tasks, where they were started."""
+        tasks = [self._tasks[name] for name in names if name in self._tasks]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def cancel_all(self) -> None:
+        """End what still runs."""
+        await self.cancel(*self._tasks)
+
+    async def _ending_with(self, name: str, work: Coroutine[Any, Any, None]) -> None:
+        """Do some work; a bug in it ends the agent in the same order as a signal does."""
+        try:
+            await work
+        except AgentError as error:
+            self._ending.ask(f"{name} failed", error)
+        except Exception as bug:  # noqa: BLE001 - whatever it is, the end is orderly
+            _log.exception("A task of the agent itself failed", extra=log.fields(task=name))
+            self._ending.ask(f"{name} failed", EndedError(f"The task {name} failed: {bug!r}; see the log"))
