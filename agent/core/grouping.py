@@ -7,10 +7,10 @@ Source: NVIDIA/go-gpuallocator:gpuallocator/besteffort_policy.go.
 
 Guarantees: up to EXACT GPUs the total is the highest there is, and among the ways that reach it the
 group is the one with the highest score, then the one that breaks least off the GPUs that stay, then the
-first. With more GPUs greedy divisions, by strength and from SEEDS first GPUs, are improved by exchanges, at
-most MAX_EXCHANGES looked at in all, and a better one is searched for in at most MAX_NODES steps. The outcome
-is never worse than a greedy one, and is the best wherever every GPU can have its best neighbours, as in
-nodes that are built of equal parts.
+first. With more GPUs greedy divisions are improved by exchanges, at most MAX_EXCHANGES looked at in all, and
+a better one is searched for in at most MAX_NODES steps; of GPUs that are connected alike any will do. The
+outcome is never worse than a greedy one, and is the best wherever every GPU can have its best neighbours, as
+in nodes that are built of equal parts.
 A group of one breaks least off. Equal questions have equal answers.
 """
 
@@ -21,11 +21,9 @@ from typing import Final
 
 EXACT: Final = 8
 """GPUs up to which every division is looked at."""
-SEEDS: Final = 2
-"""GPUs that a greedy division is begun with, besides the one with least to lose."""
 MAX_EXCHANGES: Final = 6_000
 """Pairs of GPUs looked at whether they should change places, in all."""
-MAX_NODES: Final = 300
+MAX_NODES: Final = 200
 """Partial groups looked at in the search for a better division."""
 
 Scores = Sequence[Sequence[int]]
@@ -132,9 +130,10 @@ def divide(scores: Scores, size: int, required: Sequence[int] = ()) -> list[Grou
 
 def _starts(scores: Scores, size: int, required: Sequence[int]) -> Iterator[list[list[int]]]:
     yield by_strength(scores, size, required)
-    seeds = [gpu for gpu in range(0, len(scores), -(-len(scores) // SEEDS)) if gpu not in required]
-    for seed in (None, *seeds):
-        for is_rest_first in (False, True) if len(scores) % size else (False,):
+    # Machines have two halves, and a greedy division hardly ever begins in the second one by itself.
+    far = next((gpu for gpu in range(len(scores) // 2, len(scores)) if gpu not in required), None)
+    for is_rest_first in (False, True) if len(scores) % size else (False,):
+        for seed in (None, far):
             yield greedy(scores, size, required, is_rest_first=is_rest_first, seed=seed)
 
 
@@ -208,8 +207,8 @@ def greedy(
         near = [sum(row[member] for member in group) for row in scores]
         while len(group) < length:
             # Who is connected best to the group, and of equals worst to the others that are left.
-            _, _, gpu = max((near[gpu], -to_left[gpu], -gpu) for gpu in left)
-            chosen, seed = -gpu if seed is None else seed, None
+            _, _, last = max([(near[gpu], -to_left[gpu], -gpu) for gpu in left])
+            chosen, seed = -last if seed is None else seed, None
             left.remove(chosen)
             group.append(chosen)
             near = list(map(add, near, scores[chosen]))
@@ -219,22 +218,30 @@ def greedy(
 
 
 def _improve(scores: Scores, groups: list[list[int]], fixed: frozenset[int], exchanges: int) -> int:
-    """Exchange GPUs between groups while that helps; returns how many more pairs may be looked at."""
-    towards = [[sum(row[gpu] for gpu in group) for group in groups] for row in scores]
-    places = [(number, place) for number, group in enumerate(groups) for place in range(len(group))]
+    """Exchange GPUs between groups while that helps; returns how many more pairs may be looked at.
+
+    ``fixed`` are GPUs of the first group, which stay there.
+    """
+    towards = [[sum([row[gpu] for gpu in group]) for group in groups] for row in scores]
     is_better = True
     while is_better:
         is_better = False
-        for (mine, at), (theirs, there) in combinations(places, 2):
-            if mine == theirs:
-                continue
-            exchanges -= 1
-            if exchanges < 0:
-                return 0
-            one, other = groups[mine][at], groups[theirs][there]
-            before = towards[one][mine] + towards[other][theirs]
-            after = towards[one][theirs] + towards[other][mine] - 2 * scores[one][other]
-            if after > before and one not in fixed and other not in fixed:
+        for mine, theirs in combinations(range(len(groups)), 2):
+            for at, one in enumerate(groups[mine]):
+                if one in fixed:
+                    continue
+                exchanges -= len(groups[theirs])
+                if exchanges < 0:
+                    return 0
+                row = scores[one]
+                gains = [
+                    towards[other][mine] - towards[other][theirs] - 2 * row[other] for other in groups[theirs]
+                ]
+                best = max(gains)
+                if best <= towards[one][mine] - towards[one][theirs]:
+                    continue
+                there = gains.index(best)
+                other = groups[theirs][there]
                 groups[mine][at], groups[theirs][there] = other, one
                 for row, sums in zip(scores, towards, strict=True):
                     moved = row[other] - row[one]
@@ -275,16 +282,40 @@ class _Bound:
         return sum(self.most[gpu][-1] for gpu in group) - 2 * total(self._scores, group) - allowed
 
 
+def kinds(scores: Scores) -> list[int]:
+    """Return for each GPU the first one that may take its place: it is connected to all others alike."""
+    first: list[int] = []
+    for gpu, row in enumerate(scores):
+        alike = (kind for kind in dict.fromkeys(first) if _is_alike(scores[kind], row, kind, gpu))
+        first.append(next(alike, gpu))
+    return first
+
+
+def _is_alike(one: Sequence[int], other: Sequence[int], at: int, there: int) -> bool:
+    """Whether two rows are equal but for the two GPUs that they are of, ``at`` before ``there``."""
+    return (
+        one[:at] == other[:at]
+        and one[at + 1 : there] == other[at + 1 : there]
+        and one[there + 1 :] == other[there + 1 :]
+    )
+
+
 class _Search:
-    """Looks for a division with a smaller loss, depth first, for a bounded number of steps."""
+    """Looks for a division with a smaller loss, depth first, for a bounded number of steps.
+
+    GPUs of one kind may change places, so what differs in that alone is looked at once.
+    """
 
     def __init__(self, scores: Scores, size: int, bound: _Bound, loss: int) -> None:
         self._scores = scores
         self._size = size
         self._bound = bound
+        self._kinds = kinds(scores)
         self._least = loss
         self._best: list[Group] | None = None
         self._nodes = MAX_NODES
+        self._seen: dict[tuple[int, ...], int] = {}
+        """The smallest loss with which GPUs of these kinds were left to be divided."""
 
     def better(self, required: Sequence[int]) -> list[Group] | None:
         """Return the best division that was found; None: none is better."""
@@ -297,6 +328,11 @@ class _Search:
         if not left and not begun:
             self._least, self._best = loss, groups
             return
+        if not begun:
+            kinds_left = tuple(sorted([self._kinds[gpu] for gpu in left]))
+            if self._seen.get(kinds_left, loss + 1) <= loss:
+                return
+            self._seen[kinds_left] = loss
         count = len(left) + len(begun)
         lengths = [self._size] if count >= self._size else []
         if count % self._size and not begun:
@@ -307,32 +343,38 @@ class _Search:
         others = sorted((gpu for gpu in left if gpu not in start), key=lambda gpu: -row[gpu])
         twice = 2 * total(self._scores, start)
         for length in lengths:
-            for group, lost in self._groups(start, others, length, loss, twice):
-                rest = tuple(gpu for gpu in left if gpu not in group)
-                self._divide([*groups, group], rest, (), lost)
+            for group, inner in self._groups(start, others, length, loss, twice):
+                rest = tuple([gpu for gpu in left if gpu not in group])
+                self._divide([*groups, group], rest, (), loss + self._lost(group, length) - inner)
 
     def _groups(
         self, group: Group, others: Sequence[int], length: int, loss: int, twice: int
     ) -> Iterator[tuple[Group, int]]:
-        """Yield each group of this length that holds ``group``, with the loss after it.
+        """Yield each group of this length that holds ``group`` and may be part of a better division.
 
-        ``twice`` is the score within the group, counted from both ends of each pair.
+        With it comes the score within the group, counted from both ends of each pair; ``twice`` is that of
+        ``group``, and ``loss`` that of the groups before it.
         """
-        if self._nodes <= 0:
+        if loss + self._lost(group, length) - twice >= self._least:
             return
-        self._nodes -= 1
-        missing = length - len(group)
-        # What the group loses at least, whoever is added to it.
-        most = self._bound.most
-        loss_now = loss + sum([most[gpu][-1] - most[gpu][missing] for gpu in group]) - twice
-        if length < self._size:
-            loss_now -= self._bound.least_cost
-        if loss_now >= self._least:
+        if len(group) == length:
+            yield group, twice
             return
-        if not missing:
-            yield group, loss_now
-            return
-        for place, gpu in enumerate(others[: len(others) - missing + 1], start=1):
-            row = self._scores[gpu]
-            more = 2 * sum([row[member] for member in group])
-            yield from self._groups((*group, gpu), others[place:], length, loss, twice + more)
+        tried: set[int] = set()
+        for place, gpu in enumerate(others[: len(others) - length + len(group) + 1], start=1):
+            if self._kinds[gpu] in tried:
+                continue
+            if self._nodes <= 0:
+                return
+            self._nodes -= 1
+            tried.add(self._kinds[gpu])
+            row, larger = self._scores[gpu], (*group, gpu)
+            inner = twice + 2 * sum([row[member] for member in group])
+            if loss + self._lost(larger, length) - inner < self._least:
+                yield from self._groups(larger, others[place:], length, loss, inner)
+
+    def _lost(self, group: Group, length: int) -> int:
+        """Return the most that a group's members can have, less what the missing ones can bring at most."""
+        most, missing = self._bound.most, length - len(group)
+        lost = sum([most[gpu][-1] - most[gpu][missing] for gpu in group])
+        return lost - self._bound.least_cost if length < self._size else lost

@@ -16,15 +16,11 @@ from typing import Final
 
 from agent.core.allocation import Refusal, container_order, shown
 from agent.core.grouping import best_group
-from agent.core.topology import score
 from agent.model.health import Health
 from agent.model.ids import ALL
 from agent.model.policy import Policy, SharedAllocationPolicy
 from agent.model.snapshot import Device, Resource, Snapshot
 from agent.model.topology import UNKNOWN_LINK, Topology
-
-NUMA_WEIGHT: Final = 4_096
-"""One point of a score outweighs every pair of a node's GPUs that is on one NUMA node."""
 
 
 def prefer(
@@ -84,18 +80,10 @@ def _whole_gpus(
     gpus.sort(key=container_order)
     chosen = {gpu.id for gpu in required}
     places = [place for place, gpu in enumerate(gpus) if gpu.id in chosen]
-    group = best_group(_scores(topology, gpus), size, places)
+    uuids = [gpu.placement.gpu for gpu in gpus]
+    scores = [[row[uuid] for uuid in uuids] for row in map(topology.scores.__getitem__, uuids)]
+    group = best_group(scores, size, places)
     return [gpus[place] for place in group if place not in places]
-
-
-def _scores(topology: Topology, gpus: Sequence[Device]) -> list[list[int]]:
-    """Return the score of each pair; among equal ones those on one NUMA node are better."""
-    scores = [[0] * len(gpus) for _ in gpus]
-    for (row, one), (column, other) in combinations(enumerate(gpus), 2):
-        is_near = one.numa_node is not None and one.numa_node == other.numa_node
-        link = topology.between(one.placement.gpu, other.placement.gpu)
-        scores[row][column] = scores[column][row] = NUMA_WEIGHT * score(link) + is_near
-    return scores
 
 
 def _near_by_numa(required: Sequence[Device], others: Sequence[Device], size: int) -> list[Device]:

@@ -251,7 +251,7 @@ def _settle(old: State, state: State, now_ns: int) -> State:
     ):
         devices = _devices(old, state)
         state = replace(state, devices=devices, observed_flips=_observed_flips(state, devices))
-    if state.surveys is not old.surveys or state.present is not old.present:
+    if state.surveys is not old.surveys or state.present is not old.present or state.gpus is not old.gpus:
         connected = topology.topology_of(state.gpus.values(), state.surveys, state.present)
         state = replace(state, topology=connected)
     standings = _advanced(state, now_ns)

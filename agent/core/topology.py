@@ -4,7 +4,7 @@ Invariants: a GPU that is not there, or whose links could not be read, has unkno
 keep theirs. What the driver says of PCIe goes before what the kernel's device paths say.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import combinations
 from typing import Final
@@ -13,7 +13,10 @@ from agent.core.state import State
 from agent.model import facts
 from agent.model.gpu import Gpu
 from agent.model.ids import GpuUuid
-from agent.model.topology import Link, PcieDistance, Survey, Topology
+from agent.model.topology import UNKNOWN_LINK, Link, PcieDistance, Survey, Topology
+
+NUMA_WEIGHT: Final = 4_096
+"""One point of a score outweighs every pair of a node's GPUs that is on one NUMA node."""
 
 MAX_PATH_PARTS: Final = 64
 """Bridges between a GPU and its host bridge that are looked at; machines have fewer than ten."""
@@ -28,6 +31,8 @@ PCIE_SCORES: Final[Mapping[PcieDistance, int]] = {
     PcieDistance.SAME_BOARD: 60,
 }
 """Source: NVIDIA/go-gpuallocator:gpuallocator/besteffort_policy.go."""
+
+_Links = Mapping[tuple[GpuUuid, GpuUuid], Link]
 
 _BETWEEN_BRIDGES: Final[Mapping[bool | None, PcieDistance]] = {
     True: PcieDistance.SAME_NODE,
@@ -54,8 +59,9 @@ def surveyed(state: State, fact: facts.TopologySeen) -> State:
 def topology_of(
     gpus: Iterable[Gpu], surveys: Mapping[GpuUuid, Survey], present: frozenset[GpuUuid]
 ) -> Topology:
-    """Return the connections of every two GPUs of which something is known."""
-    known = [gpu for gpu in gpus if gpu.uuid in surveys]
+    """Return the connections of every two GPUs of which something is known, and the score of every two."""
+    listed = tuple(gpus)
+    known = [gpu for gpu in listed if gpu.uuid in surveys]
     links: dict[tuple[GpuUuid, GpuUuid], Link] = {}
     for one, other in combinations(known, 2):
         ours, theirs = surveys[one.uuid], surveys[other.uuid]
@@ -65,7 +71,21 @@ def topology_of(
         )
         links[one.uuid, other.uuid] = links[other.uuid, one.uuid] = link
     affinities = {gpu.uuid: surveys[gpu.uuid].cpu_affinity for gpu in known}
-    return Topology(links, {uuid: cpus for uuid, cpus in affinities.items() if cpus is not None})
+    return Topology(
+        links,
+        {uuid: cpus for uuid, cpus in affinities.items() if cpus is not None},
+        _scores(listed, links),
+    )
+
+
+def _scores(gpus: Sequence[Gpu], links: _Links) -> Mapping[GpuUuid, Mapping[GpuUuid, int]]:
+    """Return the score of each pair; among equal ones those on one NUMA node are better."""
+    scores = {gpu.uuid: {gpu.uuid: 0} for gpu in gpus}
+    for one, other in combinations(gpus, 2):
+        is_near = one.numa_node is not None and one.numa_node == other.numa_node
+        value = NUMA_WEIGHT * score(links.get((one.uuid, other.uuid), UNKNOWN_LINK)) + is_near
+        scores[one.uuid][other.uuid] = scores[other.uuid][one.uuid] = value
+    return scores
 
 
 def _nvlinks(one: Gpu, other: Gpu, ours: Survey, theirs: Survey) -> int | None:

@@ -72,6 +72,8 @@ class Topology:
     links: Mapping[tuple[GpuUuid, GpuUuid], Link] = field(default_factory=dict)
     """Each pair in both orders; a pair of which nothing is known is not in it."""
     cpu_affinity: Mapping[GpuUuid, str] = field(default_factory=dict)
+    scores: Mapping[GpuUuid, Mapping[GpuUuid, int]] = field(default_factory=dict)
+    """How well each GPU goes together with each: worked out once, not while a pod waits."""
 
     def between(self, one: GpuUuid, other: GpuUuid) -> Link:
         """Return how two GPUs are connected, as far as it is known."""

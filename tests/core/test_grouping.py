@@ -139,6 +139,16 @@ def test_a_search_without_an_end_finds_the_best_division(question: tuple[Matrix,
     assert again.better(required) is None
 
 
+@given(questions(most=7))
+def test_gpus_of_one_kind_and_no_others_may_change_places(question: tuple[Matrix, int, list[int]]) -> None:
+    scores, _, _ = question
+    found = grouping.kinds(scores)
+    for one, other in combinations(range(len(scores)), 2):
+        order = list(range(len(scores)))
+        order[one], order[other] = other, one
+        assert (of(scores, order) == scores) == (found[one] == found[other])
+
+
 # Machines that are sold
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from agent.core.allocation import Refusal, allocate
 from agent.core.injection import ContainerAnswer
 from agent.core.preference import prefer
-from agent.model.facts import TopologySeen
+from agent.model.facts import GpusEnumerated, TopologySeen
 from agent.model.gpu import Gpu
 from agent.model.ids import ResourceName
 from agent.model.policy import Policy, SharedAllocationPolicy
@@ -140,6 +140,14 @@ def test_among_equally_connected_gpus_those_on_one_numa_node_are_preferred() -> 
     node = well_node(*gpus)
     node.tell(*(TopologySeen(one.uuid, Survey(NvLinks(to_switches=12))) for one in gpus))
     assert preferred(node, FOUR, 2) == [U0, U2]
+
+
+def test_a_numa_node_that_is_told_anew_decides_among_equally_connected_gpus() -> None:
+    node = connected(8)
+    assert preferred(node, [U0, U2, U4, U6], 2) == [U0, U2]
+    nodes = {0: 0, 2: 1, 4: 2, 6: 2}
+    node.tell(GpusEnumerated(tuple(gpu(number, numa=nodes.get(number)) for number in range(8))))
+    assert preferred(node, [U0, U2, U4, U6], 2) == [U4, U6]
 
 
 def test_a_gpu_with_unknown_links_takes_part_by_what_is_known() -> None:
