@@ -54,6 +54,14 @@ struct gpu_process {
 	unsigned long long first_ns, last_ns;
 	unsigned long long exited_ns;  /* 0 while it lives; a later process of the same number begins anew */
 	unsigned long long calls, opens, closes, allocs, frees, contexts_allocated, contexts_freed, errors;
+	unsigned long long refused;    /* objects that were not kept, for it had too many already */
+	long long objects;             /* those kept, less those it freed; less gpu_forgotten there are so many now */
+};
+
+/* Objects of a process that user space took out; keyed by its tgid. Written by user space alone. */
+struct gpu_forgotten {
+	unsigned long long start_ns;   /* of the process, to the clock tick */
+	long long objects;
 };
 
 /* A call between entry and return; keyed by thread. */
@@ -89,8 +97,10 @@ struct gpu_statistics {
 	unsigned long long events, calls;
 	unsigned long long unreadable;      /* parameter blocks that could not be read */
 	unsigned long long objects_full;    /* objects that found no room */
+	unsigned long long refused;         /* objects of processes that had too many already */
+	unsigned long long processes_full;  /* times that a process found no room */
 	unsigned long long processes_added; /* rows put into the table of processes */
-	unsigned long long unreturned;      /* calls that were not seen to return; what they did is not known */
+	unsigned long long unreturned;      /* calls not seen to return, or without room till then */
 	unsigned long long reserve_failed[GPU_PROGRAMS];
 };
 
@@ -118,11 +128,12 @@ struct gpu_traced_call {
 _Static_assert(sizeof(struct gpu_event) == 64, "layout.py: EVENT");
 _Static_assert(sizeof(struct gpu_object_key) == 8, "layout.py: OBJECT_KEY");
 _Static_assert(sizeof(struct gpu_object) == 48, "layout.py: OBJECT");
-_Static_assert(sizeof(struct gpu_process) == 104, "layout.py: PROCESS");
+_Static_assert(sizeof(struct gpu_process) == 120, "layout.py: PROCESS");
+_Static_assert(sizeof(struct gpu_forgotten) == 16, "layout.py: FORGOTTEN");
 _Static_assert(sizeof(struct gpu_call) == 40, "nothing else reads it");
 _Static_assert(sizeof(struct gpu_config) == 48, "layout.py: CONFIG");
 _Static_assert(sizeof(struct gpu_check) == 32, "layout.py: CHECK");
-_Static_assert(sizeof(struct gpu_statistics) == 80, "layout.py: STATISTICS");
+_Static_assert(sizeof(struct gpu_statistics) == 96, "layout.py: STATISTICS");
 _Static_assert(sizeof(struct gpu_held) == 48, "layout.py: HELD");
 _Static_assert(sizeof(struct gpu_traced_call) == 120, "layout.py: TRACED");
 

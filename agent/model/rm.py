@@ -92,6 +92,8 @@ class ProcessCounters(NamedTuple):
     """As in HeldFile; 0 where it is not known."""
     exited_ns: int = 0
     """When its last thread began to exit; 0 while it lives."""
+    refused: int = 0
+    """Objects it made that were not kept, for it had too many: what is told of it is not all."""
 
 
 class HeldFile(NamedTuple):

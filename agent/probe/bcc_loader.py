@@ -7,6 +7,7 @@ import errno
 import glob
 import importlib.util
 import os
+import re
 import sys
 from pathlib import Path
 from typing import Any, Final
@@ -26,6 +27,7 @@ _CONSTANTS: Final[dict[Kind, str]] = {
 }
 """Names of bcc's program types."""
 _PAGE_BYTES: Final = 4096
+_INCLUDED: Final = re.compile(r'^#include "(\w+\.h)"$', re.MULTILINE)
 
 
 def load(request: Request, tier: Tier) -> Loaded:
@@ -38,7 +40,7 @@ def load(request: Request, tier: Tier) -> Loaded:
     flags = [*_flags(request), *_offsets(request.roots.btf)]
     # Read by libbcc: where to find headers that are not those of /lib/modules/RELEASE.
     os.environ["BCC_KERNEL_SOURCE"] = found.directory
-    module = _compile((SOURCE / "gpu_probe.bpf.c").read_text(encoding="utf-8"), flags)
+    module = _compile(_one_text(SOURCE / "gpu_probe.bpf.c"), flags)
     programs, missing = _programs(module, of_tier(tier, traces=bool(request.trace_tgid)))
     maps = {name: int(module[name].map_fd) for name in MAPS}
     return Loaded("bcc", found.release, maps, programs, missing, keep=module)
@@ -52,10 +54,15 @@ def _find_bcc(paths: tuple[str, ...]) -> bool:
     return importlib.util.find_spec("bcc") is not None
 
 
+def _one_text(path: Path) -> str:
+    """Return a source with its headers in it: bcc rewrites calls of maps only in the text it is given."""
+    text = path.read_text(encoding="utf-8")
+    return _INCLUDED.sub(lambda found: (path.parent / found[1]).read_text(encoding="utf-8"), text)
+
+
 def _flags(request: Request) -> list[str]:
     return [
         "-DGPU_PROBE_BCC",
-        f"-I{SOURCE}",
         f"-DRING_PAGES={request.ring_bytes // _PAGE_BYTES}",
         f"-DMAX_PROCESSES={request.processes}",
         f"-DMAX_TRACED={request.traced}",

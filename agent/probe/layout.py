@@ -14,12 +14,13 @@ EVENT: Final = struct.Struct("=QQQIIIiIIIIII")
 OBJECT_KEY: Final = struct.Struct("=II")
 OBJECT: Final = struct.Struct("=QQQQIIII")
 PROCESS_KEY: Final = struct.Struct("=I")
-PROCESS: Final = struct.Struct("=13Q")
+PROCESS: Final = struct.Struct("=14Qq")
+FORGOTTEN: Final = struct.Struct("=Qq")
 CONFIG: Final = struct.Struct("=8IQII")
 INDEX: Final = struct.Struct("=I")
 DEVICE: Final = struct.Struct("=I")
 CHECK: Final = struct.Struct("=QQQq")
-STATISTICS: Final = struct.Struct("=10Q")
+STATISTICS: Final = struct.Struct("=12Q")
 HELD: Final = struct.Struct("=QQQQIIII")
 TRACED_KEY: Final = struct.Struct("=Q")
 TRACED: Final = struct.Struct("=QQQIIIiIIiI64s")
@@ -27,6 +28,7 @@ TRACED: Final = struct.Struct("=QQQIIIiIIiI64s")
 SIZES: Final = {
     "objects": (OBJECT_KEY.size, OBJECT.size),
     "processes": (PROCESS_KEY.size, PROCESS.size),
+    "forgotten": (PROCESS_KEY.size, FORGOTTEN.size),
     "config": (INDEX.size, CONFIG.size),
     "devices": (INDEX.size, DEVICE.size),
     "checks": (INDEX.size, CHECK.size),
@@ -38,6 +40,8 @@ SIZES: Final = {
 
 RESERVE_PROGRAMS: Final = ("ioctl", "open", "close", "process")
 """Names of enum gpu_program."""
+MAX_OBJECTS_EACH: Final = 16_384
+"""Objects of one process that are kept; further ones are refused, and counted for it."""
 MINORS: Final = 256
 """Entries of the arrays that are indexed by minor."""
 
@@ -97,6 +101,10 @@ class ProbeStatistics(NamedTuple):
     unreadable: int
     objects_full: int
     """Objects that found no room in the table."""
+    refused: int
+    """Objects that were not kept because their process has MAX_OBJECTS_EACH already."""
+    processes_full: int
+    """Times that a process found no room in the table."""
     processes_added: int
     unreturned: int
     """Calls that were not seen to return: too many were in the driver at once. What they did is not known."""
@@ -129,8 +137,8 @@ def decode_objects(keys: bytes, values: bytes) -> list[RmObject]:
 def decode_processes(keys: bytes, values: bytes) -> list[ProcessCounters]:
     """Return the rows of the map ``processes``."""
     return [
-        ProcessCounters._make((tgid, cgroup, first, last, *counts, start // NS_PER_TICK, exited))
-        for (tgid,), (cgroup, start, first, last, exited, *counts) in zip(
+        ProcessCounters._make((tgid, cgroup, first, last, *counts, start // NS_PER_TICK, exited, refused))
+        for (tgid,), (cgroup, start, first, last, exited, *counts, refused, _) in zip(
             PROCESS_KEY.iter_unpack(keys), PROCESS.iter_unpack(values), strict=True
         )
     ]
@@ -138,16 +146,14 @@ def decode_processes(keys: bytes, values: bytes) -> list[ProcessCounters]:
 
 def encode_process(cgroup_id: int, start_ticks: int, now_ns: int) -> bytes:
     """Return the row of a process that holds files and has not been seen doing anything."""
-    return PROCESS.pack(cgroup_id, start_ticks * NS_PER_TICK, now_ns, now_ns, *[0] * 9)
+    return PROCESS.pack(cgroup_id, start_ticks * NS_PER_TICK, now_ns, now_ns, *[0] * 11)
 
 
 def decode_statistics(value: bytes) -> ProbeStatistics:
     """Return the sum over the CPUs whose values lie side by side."""
     sums = [sum(column) for column in zip(*STATISTICS.iter_unpack(value), strict=True)]
-    events, calls, unreadable, objects_full, processes_added, unreturned, *failed = sums
-    ioctl, opened, closed, process = failed
-    failures = (ioctl, opened, closed, process)
-    return ProbeStatistics(events, calls, unreadable, objects_full, processes_added, unreturned, failures)
+    *told, ioctl, opened, closed, process = sums
+    return ProbeStatistics._make((*told, (ioctl, opened, closed, process)))
 
 
 class TracedCall(NamedTuple):

@@ -6,6 +6,7 @@ Invariants: nothing here compiles or loads. Closing every descriptor takes the p
 import os
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from typing import Final, NamedTuple
@@ -19,7 +20,9 @@ from agent.probe.layout import (
     CHECK,
     CONFIG,
     DEVICE,
+    FORGOTTEN,
     INDEX,
+    NS_PER_TICK,
     OBJECT,
     OBJECT_KEY,
     PROCESS,
@@ -136,16 +139,33 @@ class Probe:
         A newer object under the same handle stays; programs use handles again at once.
         """
         objects = self._maps["objects"]
-        for client, handle, at_ns in gone:
+        taken_out: Counter[tuple[int, int]] = Counter()
+        for client, handle, until_ns in gone:
             key = OBJECT_KEY.pack(client, handle)
             row = syscalls.map_lookup(objects, key, OBJECT.size)
-            if row is not None and OBJECT.unpack(row)[0] <= at_ns:
-                syscalls.map_delete(objects, key)
+            if row is None:
+                continue
+            at_ns, _, _, start_ns, tgid, *_ = OBJECT.unpack(row)
+            if at_ns <= until_ns and syscalls.map_delete(objects, key):
+                taken_out[tgid, start_ns] += 1
+        for (tgid, start_ns), count in taken_out.items():
+            self._make_room(tgid, start_ns, count)
+
+    def _make_room(self, tgid: int, start_ns: int, count: int) -> None:
+        """Let a process have so many more objects; only the kernel may write what it counts itself."""
+        key = PROCESS_KEY.pack(tgid)
+        value = syscalls.map_lookup(self._maps["forgotten"], key, FORGOTTEN.size)
+        if value is not None:
+            before_ns, before = FORGOTTEN.unpack(value)
+            count += before if before_ns // NS_PER_TICK == start_ns // NS_PER_TICK else 0
+        syscalls.map_update(self._maps["forgotten"], key, FORGOTTEN.pack(start_ns, count))
 
     def forget_processes(self, tgids: Iterable[int]) -> None:
         """Take processes out of the map: they ended and their counts were read."""
         for tgid in tgids:
-            self._removed += syscalls.map_delete(self._maps["processes"], PROCESS_KEY.pack(tgid))
+            key = PROCESS_KEY.pack(tgid)
+            self._removed += syscalls.map_delete(self._maps["processes"], key)
+            syscalls.map_delete(self._maps["forgotten"], key)
 
     def watch(self, held: Iterable[HeldFile]) -> None:
         """Let the kernel tell of closes, forks and end of processes that may never have opened a device."""

@@ -56,7 +56,17 @@ PROGRAMS: Final[tuple[Program, ...]] = (
 )
 BY_NAME: Final = {program.name: program for program in PROGRAMS}
 
-MAPS: Final = ("objects", "processes", "config", "devices", "checks", "statistics", "traced", "events")
+MAPS: Final = (
+    "objects",
+    "processes",
+    "forgotten",
+    "config",
+    "devices",
+    "checks",
+    "statistics",
+    "traced",
+    "events",
+)
 """The maps user space reads or writes."""
 
 

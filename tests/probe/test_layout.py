@@ -17,7 +17,7 @@ from tests.probe.conftest import REPOSITORY
 HEADER = (REPOSITORY / "bpf/gpu_probe.h").read_text()
 PROCESS_MEMBERS = (
     "cgroup_id start_ns first_ns last_ns exited_ns calls opens closes allocs frees "
-    "contexts_allocated contexts_freed errors"
+    "contexts_allocated contexts_freed errors refused objects"
 )
 FORMATS = {
     "gpu_event": (
@@ -27,11 +27,12 @@ FORMATS = {
     "gpu_object_key": (layout.OBJECT_KEY, "client handle"),
     "gpu_object": (layout.OBJECT, "at_ns cgroup_id file start_ns tgid rm_class parent gpu"),
     "gpu_process": (layout.PROCESS, PROCESS_MEMBERS),
+    "gpu_forgotten": (layout.FORGOTTEN, "start_ns objects"),
     "gpu_config": (layout.CONFIG, " ".join(layout.ProbeConfig._fields)),
     "gpu_check": (layout.CHECK, " ".join(layout.Check._fields)),
     "gpu_statistics": (
         layout.STATISTICS,
-        "events calls unreadable objects_full processes_added unreturned reserve_failed",
+        " ".join((*layout.ProbeStatistics._fields[:-1], "reserve_failed")),
     ),
     "gpu_traced_call": (layout.TRACED, " ".join(layout.TracedCall._fields)),
     "gpu_held": (layout.HELD, "file table cgroup_id start_ns tgid fd device reserved"),

@@ -359,7 +359,7 @@ def rebuilt(tmp_path: Path, file: str, old: str, new: str) -> str:
 
 def test_a_program_the_verifier_refuses_is_told_in_one_line(object_path: Path, tmp_path: Path) -> None:
     assert object_path.exists()
-    path = rebuilt(tmp_path, "gpu_probe.bpf.c", "if (call.size > sizeof(block))", "if (call.size > 4096)")
+    path = rebuilt(tmp_path, "calls.h", "if (call.size > sizeof(block))", "if (call.size > 4096)")
 
     error = refused(Request(loader="core", tier="syscalls", object_path=path))
 

@@ -1,0 +1,199 @@
+/* SPDX-License-Identifier: GPL-2.0-only OR BSD-2-Clause */
+/* The live objects of the resource manager: made, freed, copied. */
+
+/* Seen by user space, which knows starts to the clock tick alone. */
+#define TICK(start_ns) ((start_ns) / 10000000)
+
+INLINE int is_full(struct gpu_process *row)
+{
+	struct gpu_forgotten *taken_out;
+	u32 tgid = current_tgid();
+	long long rows;
+
+	if (!row || row->objects < MAX_OBJECTS_EACH)
+		return 0;
+	rows = row->objects;
+	taken_out = forgotten_find(&tgid);
+	if (taken_out && TICK(taken_out->start_ns) == TICK(row->start_ns))
+		rows -= taken_out->objects;
+	return rows >= MAX_OBJECTS_EACH;
+}
+
+INLINE void one_less(u32 tgid, u64 start_ns)
+{
+	struct gpu_process *owner = process_find(&tgid);
+
+	if (owner && TICK(owner->start_ns) == TICK(start_ns))
+		__sync_fetch_and_add(&owner->objects, -1);
+}
+
+/* Puts an object in, unless its process has too many: nobody may take the room of all others. */
+INLINE int kept(struct gpu_object_key *key, struct gpu_object *object, struct gpu_process *row)
+{
+	struct gpu_object *before;
+	u64 start_ns = 0;
+	u32 tgid = 0;
+
+	if (is_full(row)) {
+		ADD(row, refused);
+		COUNT(refused);
+		return 0;
+	}
+	/* What went with its parent stays until user space takes it out; programs use handles again at once. */
+	before = object_find(key);
+	if (before) {
+		start_ns = before->start_ns;
+		tgid = before->tgid;
+	}
+	if (object_put(key, object)) {
+		COUNT(objects_full);
+		return 0;
+	}
+	ADD(row, objects);
+	if (tgid)
+		one_less(tgid, start_ns);
+	return 1;
+}
+
+/* A client answers to its own open file alone. The driver refuses others, but its answer is in memory of who calls,
+ * who can write there that it did not. Clients older than the probe have no row. */
+INLINE int is_of_another(u32 client, u64 file)
+{
+	struct gpu_object_key key = {.client = client, .handle = client};
+	struct gpu_object *root = object_find(&key);
+
+	return root && root->file != file;
+}
+
+/* The driver gives no number to a client that another has. A row whose process has ended only waits to be taken out. */
+INLINE int is_taken(u32 client, u64 file)
+{
+	struct gpu_object_key key = {.client = client, .handle = client};
+	struct gpu_object *root = object_find(&key);
+	struct gpu_process *owner;
+	u32 tgid;
+
+	if (!root || root->file == file)
+		return 0;
+	tgid = root->tgid;
+	owner = process_find(&tgid);
+	return owner && !owner->exited_ns && TICK(owner->start_ns) == TICK(root->start_ns);
+}
+
+INLINE void describe(struct gpu_object *object, struct gpu_call *call)
+{
+	object->at_ns = bpf_ktime_get_ns();
+	object->cgroup_id = bpf_get_current_cgroup_id();
+	object->file = call->file;
+	object->start_ns = start_of(this_task());
+	object->tgid = current_tgid();
+}
+
+/* NV0080_ALLOC_PARAMETERS begins with the device's instance; without it, it is instance 0. */
+INLINE u32 device_instance(u32 *block)
+{
+	u64 params = (u64)block[ALLOC_PARAMS + 1] << 32 | block[ALLOC_PARAMS];
+	u32 instance = 0;
+
+	if (params && bpf_probe_read_user(&instance, sizeof(instance), (void *)params)) {
+		COUNT(unreadable);
+		return NO_GPU;
+	}
+	return instance;
+}
+
+INLINE void allocated(struct gpu_call *call, u32 *block, struct gpu_process *row, struct gpu_config *cfg)
+{
+	struct gpu_object_key key;
+	struct gpu_object object;
+	u32 rm_class = block[ALLOC_CLASS], status;
+
+	if (call->size == 48)
+		status = block[10];
+	else if (call->size == 40) /* drivers up to 530 */
+		status = block[9];
+	else if (call->size == 32)
+		status = cfg->short_alloc_status == 24 ? block[6] : block[7];
+	else
+		return;
+	ADD(row, allocs);
+	if (status) {
+		ADD(row, errors);
+		return;
+	}
+	if (!is_tracked(rm_class, cfg))
+		return;
+	key.client = is_root(rm_class) ? block[ALLOC_NEW] : block[ALLOC_ROOT];
+	key.handle = block[ALLOC_NEW];
+	if (is_root(rm_class) ? is_taken(key.client, call->file) : is_of_another(key.client, call->file)) {
+		ADD(row, errors);
+		return;
+	}
+	if (rm_class == cfg->context_class)
+		ADD(row, contexts_allocated);
+	__builtin_memset(&object, 0, sizeof(object));
+	describe(&object, call);
+	object.rm_class = rm_class;
+	object.parent = block[ALLOC_PARENT];
+	object.gpu = rm_class == CLASS_DEVICE ? device_instance(block) : NO_GPU;
+	if (kept(&key, &object, row))
+		tell_object(GPU_ALLOC, call, &key, rm_class, object.parent, object.gpu);
+}
+
+/* Children and dependants go with what is freed; which those are, user space knows. */
+INLINE void freed(struct gpu_call *call, u32 *block, struct gpu_process *row, struct gpu_config *cfg)
+{
+	struct gpu_object_key key;
+	struct gpu_object *object;
+	u32 rm_class, parent, tgid;
+	u64 start_ns;
+
+	ADD(row, frees);
+	if (block[FREE_STATUS]) {
+		ADD(row, errors);
+		return;
+	}
+	key.client = block[FREE_ROOT];
+	key.handle = block[FREE_OLD];
+	object = object_find(&key);
+	if (!object)
+		return;
+	if (object->file != call->file) {
+		ADD(row, errors);
+		return;
+	}
+	rm_class = object->rm_class;
+	parent = object->parent;
+	start_ns = object->start_ns;
+	tgid = object->tgid;
+	if (!object_remove(&key))
+		one_less(tgid, start_ns);
+	if (rm_class == cfg->context_class)
+		ADD(row, contexts_freed);
+	tell_object(GPU_FREE, call, &key, rm_class, parent, 0);
+}
+
+/* The copy lives on its own. */
+INLINE void duplicated(struct gpu_call *call, u32 *block, struct gpu_process *row)
+{
+	struct gpu_object_key source, key;
+	struct gpu_object *found;
+	struct gpu_object copy;
+
+	if (block[DUP_STATUS] || is_of_another(block[DUP_CLIENT], call->file)) {
+		ADD(row, errors);
+		return;
+	}
+	source.client = block[DUP_SOURCE_CLIENT];
+	source.handle = block[DUP_SOURCE];
+	found = object_find(&source);
+	if (!found)
+		return;
+	copy = *found;
+	describe(&copy, call);
+	copy.parent = block[DUP_PARENT];
+	key.client = block[DUP_CLIENT];
+	key.handle = block[DUP_NEW];
+	if (kept(&key, &copy, row))
+		tell_object(GPU_DUP, call, &key, copy.rm_class, copy.parent, source.client);
+}
