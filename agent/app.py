@@ -8,11 +8,9 @@ are removed. What is heavy to import comes after what the kubelet waits for.
 import asyncio
 import logging
 import os
-import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Final, assert_never
 
 from agent import log
@@ -22,7 +20,7 @@ from agent.core.list_size import lists_too_long
 from agent.core.state import initial_state
 from agent.core.view import snapshot_of
 from agent.engine import MAX_IDLE_NS, Engine
-from agent.errors import AlreadyRunningError, SourceError
+from agent.errors import SourceError
 from agent.model.effects import (
     Effect,
     EndProcess,
@@ -47,20 +45,22 @@ from agent.model.facts import (
     PolicyChanged,
 )
 from agent.model.ids import NO_KUBELET
-from agent.model.snapshot import Durable, Snapshot
+from agent.model.snapshot import Snapshot
 from agent.runtime.assembly import Assembly
-from agent.runtime.driver_watch import is_in_container, watch_library
-from agent.runtime.ending import EndedError, Ending, InitFailedError
+from agent.runtime.beginning import Beginning, begin
+from agent.runtime.driver_watch import watch_library
+from agent.runtime.ending import EndedError, Ending
 from agent.runtime.garbage import collect_for_ever
-from agent.runtime.imports import import_plugin, import_state_file, let_registration_go_first
-from agent.runtime.parts_off import PartOff, parts_off, with_usable_state_dir
+from agent.runtime.imports import import_plugin, let_registration_go_first
+from agent.runtime.kept_state import KeptState
+from agent.runtime.mps_watch import MpsWatch
 from agent.runtime.policy import PolicyInEffect
+from agent.runtime.readiness import judge_start
 from agent.runtime.records import Records
 from agent.runtime.reload import Reload
 from agent.runtime.serving import Serving
 from agent.runtime.signals import Signals
 from agent.runtime.standby import watched_until
-from agent.runtime.startup import NodeLock, boot_id_of, check_paths, check_rights
 from agent.runtime.supervision import Pulse, Supervisor
 from agent.runtime.tasks import Tasks, no_trouble
 from agent.runtime.vitals import (
@@ -82,7 +82,6 @@ from agent.views import checks
 if TYPE_CHECKING:
     from agent.sinks.eventlog import EventLog
     from agent.sinks.evidence import EvidenceSink
-    from agent.sinks.statefile import StateFile
     from agent.sources.nvml import NvmlSource
 
 DRAIN_GRACE_S: Final = 2.0
@@ -103,57 +102,13 @@ def run(settings: Settings, *, reread: Callable[[], Settings], environment: Mapp
     os.umask(0o077)
     lines = log.set_up(settings.log_format, settings.log_level)
     try:
-        for warning in settings.warnings:
-            _log.warning("A setting was ignored", extra=log.fields(detail=warning))
-        check_paths(settings)
-        in_container = is_in_container(environment)
-        settings = with_usable_state_dir(settings, is_in_container=in_container)
-        check_rights(settings)
-        off = parts_off(settings, is_in_container=in_container)
-        if off:
-            _log.warning("Some parts are off", extra=log.fields(parts=[str(part) for part in off]))
-        lock = NodeLock(settings.lock_path)
-        is_first = lock.try_acquire()
-        if not is_first and (settings.if_running or _default_if_running()) == "fail":
-            raise AlreadyRunningError(
-                f"Another agent ({lock.holder()}) runs on this node and holds {settings.lock_path}; "
-                "stop it, or wait for its end with --if-running=standby"
-            )
-        boot_id = boot_id_of(settings.proc_root)
-        restored = _load_state(settings, boot_id) if is_first else None
-        agent = Agent(
-            settings,
-            lock,
-            restored,
-            boot_id=boot_id,
-            lines=lines,
-            reread=reread,
-            environment=environment,
-            off=off,
-        )
+        agent = Agent(begin(settings, environment), lines=lines, reread=reread, environment=environment)
         return asyncio.run(agent.run())
     finally:
         lines.flush(LOG_FLUSH_S)
 
 
-def _default_if_running() -> str:
-    return "fail" if sys.stderr.isatty() else "standby"
-
-
-def _load_state(settings: Settings, boot_id: str) -> Durable | None:
-    """Return what the agent before us left; blocks."""
-    if not Path(settings.state_path).exists():
-        return None
-    from agent.sinks.statefile import load  # noqa: PLC0415 - only where there is a file
-
-    return load(settings.state_path, boot_id=boot_id)
-
-
-def _is_released(restored: Durable | None) -> bool:
-    return restored is not None and restored.released_until_ns is not None
-
-
-def _trouble(sink: "StateFile | EventLog | EvidenceSink | None") -> str | None:
+def _trouble(sink: "EventLog | EvidenceSink | None") -> str | None:
     return None if sink is None else sink.trouble
 
 
@@ -162,29 +117,18 @@ class Agent:
 
     def __init__(
         self,
-        settings: Settings,
-        lock: NodeLock,
-        restored: Durable | None,
+        beginning: Beginning,
         *,
-        boot_id: str,
         lines: log.Log,
         reread: Callable[[], Settings],
         environment: Mapping[str, str],
-        off: tuple[PartOff, ...] = (),
         clock: Callable[[], int] = time.monotonic_ns,
     ) -> None:
-        """``lock`` is the node's: where another agent holds it, this one stands by."""
+        settings, boot_id = beginning.settings, beginning.boot_id
         self._settings = settings
-        self._lock = lock
-        self._restored = restored
-        self._boot_id = boot_id
-        self._lines = lines
-        self._environment = environment
+        self._lock = beginning.lock
         self._clock = clock
         self._policy = PolicyInEffect(settings)
-        self._mps_root: str | None = None
-        """Where the MPS control daemon is watched; None: nowhere."""
-
         self._ending = Ending()
         self._inbox: Inbox[Fact] = Inbox(clock=clock)
         nothing = initial_state(self._policy.now, None, now_ns=clock())
@@ -192,7 +136,7 @@ class Agent:
         after_registration = partial(let_registration_go_first, self._latest)
         self._after_registration = after_registration
         self._assembly = Assembly(
-            settings, self._inbox, self._latest, clock, is_in_container=is_in_container(environment)
+            settings, self._inbox, self._latest, clock, is_in_container=beginning.is_in_container
         )
         self._records = Records(
             settings,
@@ -202,16 +146,22 @@ class Agent:
             clock=clock,
             after_registration=after_registration,
         )
+        self._state = KeptState(settings.state_path, self._latest, boot_id=boot_id)
+        if self._lock.is_held:
+            self._state.read()
         self._notifier = Notifier(environment)
         self._serving = asyncio.Event()
         """Set once this agent is the agent of the node."""
-        self._vitals = Vitals(self._records, began_ns=clock(), stepped_ns=clock(), off=off)
+        self._vitals = Vitals(
+            self._records, self._state, began_ns=clock(), stepped_ns=clock(), off=beginning.off
+        )
         self._tasks = Tasks(
             ending=self._ending,
             supervisor=Supervisor(tell=self._inbox.put, clock=clock),
             vitals=self._vitals,
             after_registration=after_registration,
         )
+        self._mps = MpsWatch(self._assembly, self._tasks)
         self._http = Serving(
             settings,
             self._vitals,
@@ -240,7 +190,7 @@ class Agent:
     async def run(self) -> int:
         """Live until told to end; returns 0, or raises the AgentError that made it end."""
         self._signals.install(asyncio.get_running_loop())
-        nvml = self._assembly.make_nvml(released=_is_released(self._restored))
+        nvml = self._assembly.make_nvml(released=self._state.was_released)
         try:
             async with self._tasks.group:
                 self._start_what_needs_no_lock(nvml)
@@ -260,7 +210,15 @@ class Agent:
         """Start what also an agent that stands by has."""
         start, keep_part = self._tasks.start, self._tasks.keep_part
         keep_part(NVML, "source", nvml.run, lambda: checks.driver(self._latest.value))
-        start("start judge", self._judge_start(nvml))
+        judge = judge_start(
+            nvml,
+            must_work=self._settings.fail_on_init_error,
+            until_serving=self._until_serving,
+            tasks=self._tasks,
+            notifier=self._notifier,
+            ending=self._ending,
+        )
+        start("start judge", judge)
         watch = watch_library(
             nvml, self._ending, is_in_container=self._assembly.is_in_container, clock=self._clock
         )
@@ -278,10 +236,8 @@ class Agent:
         seen: Iterable[Fact] = ()
         if not self._lock.is_held:
             seen = await self._stand_by()
-            self._restored = await in_daemon_thread(
-                "state-reader", lambda: _load_state(self._settings, self._boot_id)
-            )
-            if _is_released(self._restored) and self._assembly.nvml is not None:
+            await in_daemon_thread("state-reader", self._state.read)
+            if self._state.was_released and self._assembly.nvml is not None:
                 self._assembly.nvml.release()
         for fact in seen:
             self._inbox.put(fact)
@@ -297,8 +253,8 @@ class Agent:
         keep_part, records = self._tasks.keep_part, self._records
         keep_part(CDI, "sink", cdi.run, lambda: cdi.trouble)
         self._watch_kubelet()
-        self._watch_mps_if_needed()
-        keep_part(STATE_FILE, "sink", self._write_state, lambda: _trouble(self._vitals.state_file))
+        self._mps.follow(self._policy.now)
+        keep_part(STATE_FILE, "sink", self._state.run, lambda: self._state.trouble)
         if self._settings.event_log_bytes:
             keep_part(EVENT_LOG, "sink", records.run_event_log, lambda: _trouble(records.event_log))
         keep_part(EVIDENCE, "sink", records.run_evidence, lambda: _trouble(records.evidence))
@@ -322,7 +278,7 @@ class Agent:
 
     def _engine(self) -> Engine:
         now_ns = self._clock()
-        state = initial_state(self._policy.now, self._restored, now_ns=now_ns)
+        state = initial_state(self._policy.now, self._state.restored, now_ns=now_ns)
         self._latest.publish(snapshot_of(state))
         watchdog_ns = self._notifier.watchdog_ns
         return Engine(
@@ -341,44 +297,11 @@ class Agent:
             return
         self._tasks.keep_part(KUBELET, "source", self._assembly.make_kubelet().run)
 
-    def _watch_mps_if_needed(self) -> None:
-        """Watch the MPS control daemon from when it is needed on; it costs a look when something changes."""
-        policy = self._policy.now
-        root = policy.injection.mps_root
-        if policy.sharing.strategy != "mps" or root == self._mps_root:
-            return
-        self._mps_root = root
-        source = self._assembly.make_mps(root)
-        if MPS in self._tasks:
-            self._tasks.replace(MPS, source.run)
-        else:
-            self._tasks.keep_part(MPS, "source", source.run)
-
-    async def _write_state(self) -> None:
-        if self._vitals.state_file is None:
-            state_file = await in_daemon_thread("statefile-import", import_state_file)
-            self._vitals.state_file = state_file(
-                self._settings.state_path, self._latest, boot_id=self._boot_id
-            )
-        await self._vitals.state_file.run()
-
     # Its life
 
-    async def _judge_start(self, nvml: "NvmlSource") -> None:
-        """Tell systemd when the agent serves or stands by; end it if NVML must work and does not."""
-        extending = self._tasks.start("start extension", self._notifier.extend_start())
-        try:
-            await nvml.wait_first_outcome()
-        except SourceError as error:
-            if self._settings.fail_on_init_error:
-                why = f"{error}; or wait for the driver with --fail-on-init-error=false"
-                self._ending.ask("NVML could not be initialised", InitFailedError(why))
-                return
-        finally:
-            extending.cancel()
+    async def _until_serving(self) -> None:
         if self._lock.is_held:
             await self._serving.wait()
-        self._notifier.ready()
 
     async def _stand_by(self) -> Iterable[Fact]:
         holder = self._lock.holder()
@@ -407,7 +330,7 @@ class Agent:
         """Put the settings of a reload into effect, as far as that needs no restart."""
         self._inbox.put(PolicyChanged(self._policy.follow(settings)))
         if self._serving.is_set():
-            self._watch_mps_if_needed()
+            self._mps.follow(self._policy.now)
 
     async def _stop(self, nvml: "NvmlSource") -> None:
         """End everything in the order the peers expect."""
@@ -422,7 +345,7 @@ class Agent:
         if self._vitals.device_plugin is not None:
             await self._vitals.device_plugin.drain(DRAIN_GRACE_S)
         await self._tasks.cancel(DEVICE_PLUGIN, ENGINE, CDI, STATE_FILE, EVENT_LOG, EVIDENCE)
-        is_written, _ = await asyncio.gather(self._flush_state(), self._records.flush(FLUSH_S))
+        is_written, _ = await asyncio.gather(self._state.flush(FLUSH_S), self._records.flush(FLUSH_S))
         await self._tasks.cancel(HTTP)
         if is_written and self._lock.is_held:
             # The next agent need not wait for the driver to let go of this one.
@@ -432,9 +355,6 @@ class Agent:
         # Last, because whoever still runs may put a fact into it; a thread that hangs will when it can.
         if has_ended:
             self._inbox.close()
-
-    async def _flush_state(self) -> bool:
-        return self._vitals.state_file is None or await self._vitals.state_file.flush(FLUSH_S)
 
     async def _end_nvml(self, nvml: "NvmlSource") -> bool:
         """Let go of the driver; returns whether no thread is left in it."""

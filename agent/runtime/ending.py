@@ -10,10 +10,6 @@ class EndedError(AgentError):
     """The agent ends itself, so that a new process sees the new world."""
 
 
-class InitFailedError(AgentError):
-    """NVML could not be initialised at the start, and the operator wants the process to end then."""
-
-
 @dataclass(slots=True)
 class Ending:
     """The wish to end, and why; the first one counts."""

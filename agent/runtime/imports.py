@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from agent.runtime.config_watch import ConfigWatch
     from agent.sinks.eventlog import EventLog
     from agent.sinks.evidence import EvidenceSink
-    from agent.sinks.statefile import StateFile
 
 REGISTRATION_WAIT_S: Final = 1.0
 """How long what is heavy to import lets the registration go first."""
@@ -40,13 +39,6 @@ def import_plugin() -> None:
     import agent.sinks.cdi  # noqa: PLC0415
     import agent.sinks.device_plugin  # noqa: PLC0415
     import agent.sources.kubelet  # noqa: F401, PLC0415
-
-
-def import_state_file() -> "type[StateFile]":
-    """Import what keeps the state."""
-    from agent.sinks.statefile import StateFile  # noqa: PLC0415
-
-    return StateFile
 
 
 def import_event_log() -> "type[EventLog]":

@@ -122,7 +122,7 @@ class SelfReport:
             },
             "probe_options": self._probe_options,
             "log_lines": {"written": lines.written, "dropped": lines.dropped},
-            "state_file_failures": vitals.state_file.failures if vitals.state_file else 0,
+            "state_file_failures": vitals.state.failures,
             "event_log": None
             if log_file is None
             else {

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Final, Literal
 from agent.model.ids import SourceName
 
 if TYPE_CHECKING:
+    from agent.runtime.kept_state import KeptState
     from agent.runtime.parts_off import PartOff
     from agent.runtime.records import Records
     from agent.sinks.device_plugin import DevicePlugin
-    from agent.sinks.statefile import StateFile
 
 ENGINE: Final = SourceName("engine")
 HTTP: Final = SourceName("http")
@@ -44,6 +44,7 @@ class Vitals:
     """The signs of life of one agent; the composition root keeps them true."""
 
     records: "Records"
+    state: "KeptState"
     began_ns: int
     stepped_ns: int
     """When the engine completed its last step, or a standing-by agent its last look."""
@@ -59,7 +60,6 @@ class Vitals:
     """Options that were changed and take effect at the next start."""
     parts: list[Part] = field(default_factory=list)
     device_plugin: "DevicePlugin | None" = None
-    state_file: "StateFile | None" = None
 
     @property
     def phase(self) -> str:

@@ -18,6 +18,7 @@ from agent.config.load import load as load_settings
 from agent.config.options import OPTIONS
 from agent.model.facts import Fact, GpuProbePassed, XidReported
 from agent.model.ids import GpuUuid
+from agent.runtime.beginning import Beginning
 from agent.runtime.startup import NodeLock
 
 _PERIOD_S = 0.005
@@ -37,7 +38,10 @@ def main() -> None:
     lock = NodeLock(settings.lock_path)
     assert lock.try_acquire()
     agent = app.Agent(
-        settings, lock, None, boot_id="bench", lines=lines, reread=lambda: settings, environment=os.environ
+        Beginning(settings, lock, boot_id="bench"),
+        lines=lines,
+        reread=lambda: settings,
+        environment=os.environ,
     )
     ended = threading.Event()
     told = threading.Event()

@@ -17,6 +17,7 @@ from agent import app, log
 from agent.config import flags
 from agent.config.load import load as load_settings
 from agent.config.options import OPTIONS
+from agent.runtime.beginning import Beginning
 from agent.runtime.startup import NodeLock
 
 _SLEEP_NS: Final = 1_000_000
@@ -67,7 +68,10 @@ def main() -> None:
     lock = NodeLock(settings.lock_path)
     assert lock.try_acquire()
     agent = app.Agent(
-        settings, lock, None, boot_id="bench", lines=lines, reread=lambda: settings, environment=os.environ
+        Beginning(settings, lock, boot_id="bench"),
+        lines=lines,
+        reread=lambda: settings,
+        environment=os.environ,
     )
     os._exit(asyncio.run(_run(agent, lag)))
 

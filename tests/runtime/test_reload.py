@@ -9,6 +9,7 @@ import pytest
 
 from agent.config.load import load
 from agent.config.settings import Settings
+from agent.runtime.kept_state import KeptState
 from agent.runtime.records import Records
 from agent.runtime.reload import Reload
 from agent.runtime.vitals import Vitals
@@ -25,7 +26,7 @@ class Reloading:
         self.applied: list[Settings] = []
         self.refusals: tuple[str, ...] = ()
         self.notifier = Notifier({})
-        self.vitals = Vitals(cast("Records", None), began_ns=0, stepped_ns=0)
+        self.vitals = Vitals(cast("Records", None), cast("KeptState", None), began_ns=0, stepped_ns=0)
         self.reload = Reload(
             load({}, {}),
             reread=reread,

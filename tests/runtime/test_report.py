@@ -15,6 +15,7 @@ from agent.log_sinks import LineWriter
 from agent.model.facts import PODS, Fact
 from agent.model.ids import SourceName
 from agent.model.snapshot import Snapshot, TaskView
+from agent.runtime.kept_state import KeptState
 from agent.runtime.records import Records
 from agent.runtime.report import SelfReport
 from agent.runtime.vitals import HTTP, Part, Vitals
@@ -38,7 +39,8 @@ class Bench:
             after_registration=self._at_once,
         )
         now_ns = time.monotonic_ns()
-        self.vitals = Vitals(self.records, began_ns=now_ns, stepped_ns=now_ns, is_standby=False)
+        state = KeptState("/nonexistent/state.json", self.latest, boot_id="11111111")
+        self.vitals = Vitals(self.records, state, began_ns=now_ns, stepped_ns=now_ns, is_standby=False)
         self.inbox: Inbox[Fact] = Inbox(clock=time.monotonic_ns)
         self.report = SelfReport(
             self.vitals,

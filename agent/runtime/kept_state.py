@@ -1,0 +1,62 @@
+"""The state that outlives an agent: read before it serves, written while it does."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from agent.bus import Latest
+from agent.model.snapshot import Durable, Snapshot
+from agent.threads import in_daemon_thread
+
+if TYPE_CHECKING:
+    from agent.sinks.statefile import StateFile
+
+
+class KeptState:
+    """What the agent before us left, and the sink that keeps ours; imported where it is needed."""
+
+    def __init__(self, path: str, latest: Latest[Snapshot], *, boot_id: str) -> None:
+        self._path = path
+        self._latest = latest
+        self._boot_id = boot_id
+        self._sink: StateFile | None = None
+        self.restored: Durable | None = None
+        """None: nothing was left, or nothing that can be used."""
+
+    def read(self) -> None:
+        """Read what the agent before us left; blocks."""
+        if Path(self._path).exists():
+            from agent.sinks.statefile import load  # noqa: PLC0415 - only where there is a file
+
+            self.restored = load(self._path, boot_id=self._boot_id)
+
+    @property
+    def was_released(self) -> bool:
+        """Whether an operator had the driver let go of, for longer than the agent before us lived."""
+        return self.restored is not None and self.restored.released_until_ns is not None
+
+    @property
+    def trouble(self) -> str | None:
+        """Why it cannot be written; None: it can, or was not yet."""
+        return None if self._sink is None else self._sink.trouble
+
+    @property
+    def failures(self) -> int:
+        """Writes that failed since the start."""
+        return 0 if self._sink is None else self._sink.failures
+
+    async def run(self) -> None:
+        """Keep the state for ever."""
+        if self._sink is None:
+            state_file = await in_daemon_thread("statefile-import", _import_state_file)
+            self._sink = state_file(self._path, self._latest, boot_id=self._boot_id)
+        await self._sink.run()
+
+    async def flush(self, timeout_s: float) -> bool:
+        """Write the newest state, but wait no longer than the timeout; returns whether it is written."""
+        return self._sink is None or await self._sink.flush(timeout_s)
+
+
+def _import_state_file() -> "type[StateFile]":
+    from agent.sinks.statefile import StateFile  # noqa: PLC0415
+
+    return StateFile
