@@ -1,7 +1,7 @@
 """The programs of NVIDIA's image under their own names, so that a manifest needs no change but the image.
 
-``nvidia-device-plugin`` is ``gpu-agent run``. The other two take what NVIDIA's chart passes them and say in
-one sentence that their work is not there; they never pretend to have done it.
+``nvidia-device-plugin`` is ``gpu-agent run``. The others take what NVIDIA's chart passes them and say in one
+sentence that their work is not there; they never pretend to have done it.
 """
 
 import signal
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 DEVICE_PLUGIN: Final = "nvidia-device-plugin"
 FEATURE_DISCOVERY: Final = "gpu-feature-discovery"
 CONFIG_MANAGER: Final = "config-manager"
+MPS_CONTROL_DAEMON: Final = "mps-control-daemon"
 
 _WIDTH: Final = 78
 
@@ -56,6 +57,10 @@ _OF_CONFIG_MANAGER: Final = (
 )
 _SWITCHES_OF_CONFIG_MANAGER: Final = ("oneshot", "send-signal")
 """Source: NVIDIA/k8s-device-plugin:cmd/config-manager/main.go."""
+
+_OF_MPS_CONTROL_DAEMON: Final = ("config-file", "mig-strategy")
+_MOUNT_SHARED_MEMORY: Final = "mount-shm"
+"""Source: NVIDIA/k8s-device-plugin:cmd/mps-control-daemon/main.go, mount/mount-shm.go."""
 
 
 def device_plugin() -> int:
@@ -110,16 +115,29 @@ def config_manager() -> int:
     )
 
 
-def _refuse(program: str, options: "Iterable[Option]", why: str) -> int:
+def mps_control_daemon() -> int:
+    """Be ``mps-control-daemon``: take its arguments, and say that no daemon is run."""
+    from agent.config.options import OPTIONS  # noqa: PLC0415 - not for the plugin
+
+    return _refuse(
+        MPS_CONTROL_DAEMON,
+        (OPTIONS[name] for name in _OF_MPS_CONTROL_DAEMON),
+        "the MPS control daemon is not part of this image, because its end is the end of all that share GPUs "
+        "through it; keep NVIDIA's image for this DaemonSet, whose daemon the agent waits for",
+        commands=(_MOUNT_SHARED_MEMORY,),
+    )
+
+
+def _refuse(program: str, options: "Iterable[Option]", why: str, *, commands: tuple[str, ...] = ()) -> int:
     """Check the arguments as the program would, and end with why it does nothing."""
     from agent.config.flags import parse  # noqa: PLC0415 - not for the plugin
 
-    arguments = sys.argv[1:]
+    arguments = [word for word in sys.argv[1:] if word not in commands]
     if arguments and arguments[0] in _VERSION_WORDS:
         return _tell_version(program)
     listed = list(options)
     if arguments and arguments[0] in _HELP_WORDS:
-        names = " ".join(f"--{option.name}" for option in listed)
+        names = " ".join((*commands, *(f"--{option.name}" for option in listed)))
         print("\n".join(textwrap.wrap(f"{program} takes {names}; {why}", _WIDTH)))  # noqa: T201 - its result
         return 0
     _, problems = parse(arguments, listed)

@@ -129,7 +129,9 @@ def test_the_name_is_shown_with_the_arguments(tmp_path: Path) -> None:
     assert shown.rstrip(b"\0").split(b"\0") == [b"nvidia-device-plugin", b"--mig-strategy=mixed", b"a b"]
 
 
-@pytest.mark.parametrize("name", ["nvidia-device-plugin", "gpu-feature-discovery", "config-manager"])
+@pytest.mark.parametrize(
+    "name", ["nvidia-device-plugin", "gpu-feature-discovery", "config-manager", "mps-control-daemon"]
+)
 @pytest.mark.parametrize("flag", ["--version", "-v"])
 def test_each_tells_its_version(tmp_path: Path, name: str, flag: str) -> None:
     done = run(tmp_path, name, flag)
@@ -167,6 +169,18 @@ def test_the_plugin_refuses_what_it_cannot_do_as_nvidias_does(tmp_path: Path) ->
                 "a configuration is not chosen by the node's label in this version; keep NVIDIA's image for "
                 "this container, whose choice the agent takes up"
             ),
+        ),
+        *(
+            (
+                "mps-control-daemon",
+                arguments,
+                (
+                    "the MPS control daemon is not part of this image, because its end is the end of all "
+                    "that share GPUs through it; keep NVIDIA's image for this DaemonSet, whose daemon the "
+                    "agent waits for"
+                ),
+            )
+            for arguments in ([], ["mount-shm"], ["--config-file=/config/config.yaml", "--mig-strategy=none"])
         ),
     ],
 )

@@ -20,8 +20,12 @@ _DENIED: Final = frozenset({errno.ENOENT, errno.EACCES, errno.EPERM, errno.ENODE
 _WHOLE_RANGE: Final = ["0", "0", "4294967295"]
 """The map of user ids outside of any user namespace. Source: user_namespaces(7)."""
 
-FALLBACK_STATE_DIRS: Final = ("/run/gpu-agent/state", "/tmp/gpu-agent", "/dev/shm/gpu-agent")  # noqa: S108
-"""Where state is kept in a container whose file system is read-only; only such a container's own."""
+FALLBACK_STATE_DIRS: Final = (
+    *("/run/gpu-agent/state", "/tmp/gpu-agent"),  # noqa: S108 - only such a container's own
+    # NVIDIA's chart mounts at /dev/shm what all that share a GPU by MPS can write, and this beside it.
+    *("/mps/gpu-agent", "/dev/shm/gpu-agent"),  # noqa: S108
+)
+"""Where state is kept in a container whose file system is read-only; nobody else may write there."""
 
 
 class PartOff(NamedTuple):
