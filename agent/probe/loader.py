@@ -7,6 +7,7 @@ descriptors keep programs, maps and attachments alive in the agent.
 import ctypes
 import os
 import resource
+import select
 import signal
 import socket
 import sys
@@ -30,12 +31,19 @@ _NEXT_LOADER: Final = frozenset(
 _CLONE_NEWNS: Final = 0x00020000
 _MS_REC_PRIVATE: Final = 0x4000 | 1 << 18
 _PR_SET_PDEATHSIG: Final = 1
+_PR_SET_NO_NEW_PRIVS: Final = 38
+_LIMITS: Final = {
+    resource.RLIMIT_CORE: 0,
+    resource.RLIMIT_NOFILE: 256,
+    resource.RLIMIT_FSIZE: 512 << 20,  # the kernel's own headers, unpacked, are a tenth of it
+    resource.RLIMIT_MEMLOCK: resource.RLIM_INFINITY,  # kernels before 5.11 charge maps to it
+}
 
 
 def main(descriptor: str, request: str) -> None:
     """Do what is asked and hand over what came of it; does not return."""
-    _be_expendable()
     channel = socket.socket(fileno=int(descriptor))
+    _be_expendable(channel)
     try:
         reply, descriptors, _owner = _run(Request.from_json(request))
         socket.send_fds(channel, [reply.to_bytes()], descriptors)
@@ -47,13 +55,19 @@ def main(descriptor: str, request: str) -> None:
     os._exit(0)
 
 
-def _be_expendable() -> None:
-    """End with the agent, and before it when memory runs out."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+def _be_expendable(channel: socket.socket) -> None:
+    """End with the agent, and before it when memory runs out; have the same limits wherever it runs."""
+    libc = ctypes.CDLL(None)
+    libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
+    # The agent sends nothing, so there is only its end to read: it came before the signal was asked for.
+    if select.select([channel], [], [], 0)[0]:
+        os._exit(1)
     with suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("1000")
-    with suppress(OSError, ValueError):  # kernels before 5.11 charge maps to this limit
-        resource.setrlimit(resource.RLIMIT_MEMLOCK, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    for limit, value in _LIMITS.items():
+        with suppress(OSError, ValueError):  # what may not be raised stays
+            resource.setrlimit(limit, (value, value))
 
 
 def _run(request: Request) -> tuple[Reply, list[int], Loaded]:

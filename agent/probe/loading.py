@@ -1,9 +1,10 @@
 """Loads the probe: starts the loader process, waits for it within a deadline, takes what it hands over.
 
-Guarantees: no loader is tried twice; whatever goes wrong is one ProbeLoadError with a code, and then no
-process, descriptor or directory is left. Where ``auto`` chose a compiler that did not live to answer, as
-where memory is short, the precompiled object is tried. Cancelling ends the process. What an agent that was
-killed while it loaded the probe has left is removed by the next.
+Guarantees: the process gets nothing of the agent's environment, files, limits or signals but what is named
+here. No loader is tried twice; whatever goes wrong is one ProbeLoadError with a code, and then no process,
+nor one that it started, no descriptor and no directory is left. Where ``auto`` chose a compiler that did not
+live to answer, as where memory is short, the precompiled object is tried. Cancelling ends the process. What
+an agent that was killed while it loaded the probe has left is removed by the next.
 """
 
 import asyncio
@@ -19,6 +20,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -56,6 +58,9 @@ _CUT: Final = b"\n...\n"
 _ROOT: Final = str(Path(agent.__file__).parent.parent)
 # Neither site-packages nor the environment: the process imports what is named here, and bcc.
 _PYTHON: Final = (sys.executable, "-ISs", "-W", "ignore", "-c")
+_PATH: Final = "/usr/sbin:/usr/bin:/sbin:/bin"
+_UMASK: Final = 0o077
+_LOOK_AGAIN_S: Final = 0.005
 _BOOT: Final = (
     "import sys; sys.path.append(sys.argv.pop(1)); from agent.probe.loader import main; main(*sys.argv[1:])"
 )
@@ -119,8 +124,8 @@ class _Run:
         """End the process; whatever it still hands over is let go."""
         with self._lock:
             self._is_abandoned = True
-            if self._process is not None:
-                self._process.kill()
+            if self._process is not None and self._process.returncode is None:
+                _kill(self._process)
 
     def run(self) -> Probe:
         """Run the process to its end and return what it loaded."""
@@ -159,7 +164,15 @@ class _Run:
             if self._is_abandoned:
                 raise ProbeLoadError("loader_failed", "Loading the probe was given up")
             self._process = subprocess.Popen(  # noqa: S603 - our own interpreter
-                command, pass_fds=(channel,), stdin=subprocess.DEVNULL, stdout=output, stderr=output, cwd="/"
+                command,
+                pass_fds=(channel,),
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                cwd="/",
+                env=_environment(request.scratch),
+                umask=_UMASK,
+                start_new_session=True,
             )
         return self._process
 
@@ -169,7 +182,7 @@ class _Run:
         descriptors: list[int] = []
         grace_s = 0.0
         try:
-            if not select.select([channel], [], [], self._deadline_s)[0]:
+            if not _is_readable(channel, self._deadline_s):
                 raise ProbeLoadError(
                     "loader_timeout",
                     f"The probe's loader took over {self._deadline_s:g} s; is the node overloaded?",
@@ -179,12 +192,36 @@ class _Run:
                 channel, MAX_MESSAGE_BYTES, MAX_DESCRIPTORS, socket.MSG_CMSG_CLOEXEC
             )
         finally:
-            try:
-                process.wait(grace_s)
-            except subprocess.TimeoutExpired:
-                process.kill()
+            _wait_until_ended(process, grace_s)
+            with self._lock:
+                _kill(process)
                 process.wait()
         return message, descriptors
+
+
+def _environment(scratch: str) -> dict[str, str]:
+    """Return all that the process finds in its environment: nothing that loads or finds other code."""
+    return {"PATH": _PATH, "LC_ALL": "C.UTF-8", "HOME": scratch, "TMPDIR": scratch}
+
+
+def _is_readable(channel: socket.socket, within_s: float) -> bool:
+    poll = select.poll()
+    poll.register(channel, select.POLLIN)
+    return bool(poll.poll(within_s * 1e3))
+
+
+def _wait_until_ended(process: subprocess.Popen[bytes], within_s: float) -> None:
+    """Wait for the process and leave it a zombie, so that nothing else can have its number yet."""
+    until_s = time.monotonic() + within_s
+    flags = os.WEXITED | os.WNOWAIT | os.WNOHANG
+    while os.waitid(os.P_PID, process.pid, flags) is None and time.monotonic() < until_s:
+        time.sleep(_LOOK_AGAIN_S)
+
+
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    """Kill the process, which was not waited for yet, and all of its group."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
 
 
 def _died(code: int, output: str) -> ProbeLoadError:

@@ -117,7 +117,12 @@ def refusal(error: ProbeLoadError) -> bytes:
 
 def read_reply(message: bytes) -> Reply:
     """Return the reply, or raise the ProbeLoadError it tells."""
-    values: dict[str, Any] = json.loads(message)
+    try:
+        values: dict[str, Any] = json.loads(message)
+    except ValueError as error:
+        raise ProbeLoadError(
+            "loader_failed", f"The probe's loader gave no sensible answer: {error}"
+        ) from error
     if "code" in values:
         raise ProbeLoadError(values["code"], values["summary"])
     for name in ("maps", "programs", "attached"):

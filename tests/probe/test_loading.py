@@ -2,9 +2,11 @@
 
 import asyncio
 import fcntl
+import json
 import os
 import re
 import shutil
+import signal
 import struct
 import subprocess
 import sys
@@ -23,7 +25,7 @@ from agent.probe.layout import ProbeConfig
 from agent.probe.loading import MAX_DETAIL_BYTES, load
 from agent.probe.probe import Probe
 from agent.probe.programs import of_tier
-from agent.probe.request import Doubles, Request, last_useful_line
+from agent.probe.request import Doubles, Request, last_useful_line, read_reply
 from tests.probe.conftest import DOUBLES, REPOSITORY, LoadProbe, loaded, why_no_probe
 from tests.probe.machines import OTHER_RELEASE, RELEASE, Machine
 
@@ -500,6 +502,161 @@ async def test_what_an_agent_that_was_killed_left_behind_is_removed() -> None:
 def children_sleeping() -> bool:
     output = subprocess.run(["pgrep", "-P", str(os.getpid()), "sleep"], capture_output=True, check=False)
     return bool(output.stdout)
+
+
+# ---- what the process has, and what is left of it ----
+
+TELLING_BCC = """
+import ctypes, json, os, resource, tempfile
+libc = ctypes.CDLL(None)
+signal = ctypes.c_int()
+libc.prctl(2, ctypes.byref(signal), 0, 0, 0)
+told = {
+    "environment": dict(os.environ),
+    "directory": os.getcwd(),
+    "mask": os.umask(0o077),
+    "files": sorted(int(name) for name in os.listdir("/proc/self/fd")),
+    "limits": [resource.getrlimit(limit)[0] for limit in (resource.RLIMIT_CORE, resource.RLIMIT_NOFILE)],
+    "signal_at_end_of_parent": signal.value,
+    "no_new_privileges": libc.prctl(39, 0, 0, 0, 0),
+    "session": os.getsid(0) == os.getpid() == os.getpgid(0),
+    "temporary": tempfile.gettempdir(),
+    "mode": os.stat(tempfile.gettempdir()).st_mode & 0o777,
+}
+with open(os.path.join(os.path.dirname(__file__), "told"), "w") as file:
+    json.dump(told, file)
+raise ImportError
+"""
+WAITING_BCC = """
+import os, time
+with open(os.path.join(os.path.dirname(__file__), "here"), "w") as file:
+    file.write(str(os.getpid()))
+os.rename(file.name, file.name.replace("here", "waits"))
+while True:
+    time.sleep(60)
+"""
+
+
+def telling_bcc(folder: Path, code: str) -> tuple[str, ...]:
+    (folder / "bcc").mkdir()
+    (folder / "bcc/__init__.py").write_text(code)
+    return (str(folder),)
+
+
+def test_the_process_has_nothing_of_the_agent_but_what_is_named(
+    tmp_path: Path, machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine.with_headers("modules/6.1.0-9-amd64/build")
+    for name in ("LD_LIBRARY_PATH", "LD_PRELOAD", "PYTHONPATH", "PYTHONSTARTUP", "BCC_SYMFS", "TMPDIR"):
+        monkeypatch.setenv(name, "/nonexistent" if name != "LD_PRELOAD" else "")
+    with (tmp_path / "inheritable").open("w") as file:
+        os.set_inheritable(file.fileno(), True)
+        refused(
+            Request(
+                loader="bcc",
+                bcc_paths=telling_bcc(tmp_path, TELLING_BCC),
+                roots=machine.kernel_of_this_machine,
+            )
+        )
+
+    told = json.loads((tmp_path / "bcc/told").read_text())
+    environment = told.pop("environment")
+    # The loader itself tells libbcc where headers are.
+    assert environment.keys() <= {"PATH", "LC_ALL", "LC_CTYPE", "HOME", "TMPDIR", "BCC_KERNEL_SOURCE"}
+    assert told.pop("temporary") == environment["TMPDIR"] == environment["HOME"]
+    assert environment["TMPDIR"].startswith(tempfile.gettempdir() + "/gpu-agent-probe-")
+    # Standard files, the channel, and the directory that is being listed.
+    assert len(told.pop("files")) == 5
+    assert told == {
+        "directory": "/",
+        "mask": 0o077,
+        "limits": [0, 256],
+        "signal_at_end_of_parent": signal.SIGKILL,
+        "no_new_privileges": 1,
+        "session": True,
+        "mode": 0o700,
+    }
+
+
+def test_what_the_process_started_ends_with_it(tmp_path: Path) -> None:
+    script = f"sleep 1000 & echo $! > {tmp_path}/pid; exec sleep 1000"
+
+    error = refused(Request(), launcher=("sh", "-c", script), deadline_s=0.5)
+
+    assert error.code == "loader_timeout"
+    assert has_ended(int((tmp_path / "pid").read_text()))
+
+
+def test_what_a_process_that_answered_left_running_ends_too(core: dict[str, Any], tmp_path: Path) -> None:
+    script = f'sleep 1000 & echo $! > {tmp_path}/pid; exec "$@"'
+    request = Request(doubles=DOUBLES, tier="syscalls", **core)
+
+    loaded(request, launcher=("sh", "-c", script, "sh")).close()
+
+    assert has_ended(int((tmp_path / "pid").read_text()))
+
+
+def test_the_process_ends_when_the_agent_is_killed(tmp_path: Path, machine: Machine) -> None:
+    machine.with_headers("modules/6.1.0-9-amd64/build")
+    paths = telling_bcc(tmp_path, WAITING_BCC)
+    agent = agent_that_loads(Request(loader="bcc", bcc_paths=paths, roots=machine.kernel_of_this_machine))
+    while not (tmp_path / "bcc/waits").exists():
+        time.sleep(0.01)
+
+    agent.kill()
+    agent.wait()
+
+    # Would it live on, this would never end.
+    while not has_ended(int((tmp_path / "bcc/waits").read_text())):
+        time.sleep(0.01)
+
+
+def test_a_process_that_begins_after_the_agent_was_killed_does_nothing(
+    tmp_path: Path, machine: Machine
+) -> None:
+    machine.with_headers("modules/6.1.0-9-amd64/build")
+    paths = telling_bcc(tmp_path, WAITING_BCC)
+    script = (
+        f'echo $$ >{tmp_path}/new; mv {tmp_path}/new {tmp_path}/pid; while kill -0 $0; do :; done; exec "$@"'
+    )
+    agent = agent_that_loads(
+        Request(loader="bcc", bcc_paths=paths, roots=machine.kernel_of_this_machine),
+        launcher=("sh", "-c", script),
+    )
+    while not (tmp_path / "pid").exists():
+        time.sleep(0.01)
+
+    agent.kill()
+    agent.wait()
+
+    while not has_ended(int((tmp_path / "pid").read_text())):
+        time.sleep(0.01)
+    assert not (tmp_path / "bcc/waits").exists()
+
+
+def agent_that_loads(request: Request, launcher: tuple[str, ...] = ()) -> subprocess.Popen[bytes]:
+    """Start a process that loads the probe; its own number is the last word of the launcher."""
+    code = f"""
+import asyncio, os
+from agent.probe.loading import load
+from agent.probe.request import Request
+launcher = {launcher!r} and (*{launcher!r}, str(os.getpid()))
+asyncio.run(load(Request.from_json({request.to_json()!r}), launcher=launcher))
+"""
+    return subprocess.Popen([sys.executable, "-c", code], cwd=REPOSITORY)
+
+
+def has_ended(pid: int) -> bool:
+    """Return whether a process is gone, or a zombie that nobody waits for."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except OSError:
+        return True
+
+
+def test_an_answer_that_makes_no_sense_is_told() -> None:
+    with pytest.raises(ProbeLoadError, match="no sensible answer"):
+        read_reply(b"{")
 
 
 # ---- what stays out of the agent ----
