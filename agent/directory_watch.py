@@ -1,4 +1,4 @@
-"""Tells when something in directories changed, by inotify.
+"""Tells when something in directories changed, by inotify; where that cannot be had, when time is up.
 
 Invariants: events only say when to look; what counts is what is there then. The kernel's queue of events is
 the only one, and it is bounded. Nothing here blocks.
@@ -7,6 +7,7 @@ Source: inotify(7).
 """
 
 import asyncio
+import contextlib
 import os
 from pathlib import Path
 from typing import Final
@@ -74,6 +75,56 @@ class DirectoryWatch:
             if event.mask & _WATCH_LOST:
                 return False
         return True
+
+    def is_on(self, seen: os.stat_result) -> bool:
+        """Return whether the first directory is the one that was seen, not an earlier one of its name."""
+        return self.directory == (seen.st_dev, seen.st_ino)
+
+
+class Lookout:
+    """Says when to look again, by a watch that may come and go as its directory does."""
+
+    def __init__(self, *, gap_ns: int = 0) -> None:
+        """Begin without a watch; events that follow one another within ``gap_ns`` ask for one look."""
+        self._gap_s = gap_ns / 1e9
+        self._begun = asyncio.Event()
+        self.watch: DirectoryWatch | None = None
+        """None: only time says when to look."""
+
+    def go_by(self, watch: DirectoryWatch | None) -> None:
+        """Go by this watch from now on, and close the one before."""
+        if watch is self.watch:
+            return
+        self.close()
+        if watch is not None:
+            self.watch = watch
+            self._begun.set()
+
+    def close(self) -> None:
+        """Go by no watch."""
+        self._begun.clear()
+        if self.watch is not None:
+            self.watch.close()
+            self.watch = None
+
+    async def wait(self, timeout_ns: int) -> bool:
+        """Return when there is a reason to look, after the timeout at the latest: whether something changed.
+
+        A watch that lost its directory is closed. One waits at a time.
+        """
+        watch = self.watch
+        if watch is None:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(timeout_ns / 1e9):
+                    await self._begun.wait()
+            return False
+        loop = asyncio.get_running_loop()
+        may_end_s = loop.time() + self._gap_s
+        has_changed = await watch.wait_readable(timeout_ns)
+        await asyncio.sleep(max(0.0, may_end_s - loop.time()))
+        if watch is self.watch and not watch.take_events():
+            self.close()
+        return has_changed
 
 
 def _finish(future: asyncio.Future[bool], result: bool) -> None:  # noqa: FBT001 - called by the loop

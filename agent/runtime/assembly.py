@@ -173,7 +173,7 @@ class Assembly:
         """Make the source that watches whether the MPS control daemon serves."""
         from agent.sources.mps import MpsSource
 
-        return MpsSource(inbox=self.inbox, mps_root=Path(mps_root), clock=self.clock)
+        return MpsSource(inbox=self.inbox, mps_root=Path(mps_root))
 
     def make_pods(self) -> Source:
         """Make the source that asks which pod holds what."""

@@ -12,7 +12,6 @@ Sources: inotify(7); kubernetes:pkg/volume/util/atomic_writer.go (``..data``);
 NVIDIA/k8s-device-plugin:cmd/config-manager/main.go, updateSymlink.
 """
 
-import asyncio
 import contextlib
 import logging
 import os
@@ -23,7 +22,7 @@ from typing import Final
 from asyncinotify import Mask
 
 from agent.config.yaml_tree import UnreadableError, bytes_of
-from agent.directory_watch import DirectoryWatch
+from agent.directory_watch import DirectoryWatch, Lookout
 from agent.log import fields
 from agent.model.policy import MILLISECOND_NS, SECOND_NS
 from agent.threads import in_daemon_thread
@@ -65,7 +64,7 @@ class ConfigWatch:
         self._on_change = on_change
         self._recheck_ns = recheck_ns
         self._watched: frozenset[Path] = frozenset()
-        self._watch: DirectoryWatch | None = None
+        self._lookout = Lookout()
         self._has_warned = False
         self.looks = 0
         """How often the file was looked at."""
@@ -75,12 +74,12 @@ class ConfigWatch:
         try:
             while True:
                 directories = await in_daemon_thread("config-links", self._directories)
-                if directories != self._watched or self._watch is None:
+                if directories != self._watched or self._lookout.watch is None:
                     self._watch_directories(directories)
                 await self._look()
                 await self._wait_settled()
         finally:
-            self._unwatch()
+            self._lookout.close()
 
     async def _look(self) -> None:
         seen = await in_daemon_thread("config-look", lambda: fingerprint_of(self._path))
@@ -96,35 +95,23 @@ class ConfigWatch:
 
     async def _wait_settled(self) -> None:
         """Return when something happened and nothing more does, or when it is time to look anyway."""
-        watch = self._watch
-        if watch is None:
-            await asyncio.sleep(self._recheck_ns / 1e9)
-            return
         timeout_ns = self._recheck_ns
         for _ in range(MAX_SETTLE_NS // SETTLE_NS):
-            if not await watch.wait_readable(timeout_ns):
-                return
-            if not watch.take_events():
-                self._unwatch()
+            if not await self._lookout.wait(timeout_ns) or self._lookout.watch is None:
                 return
             timeout_ns = SETTLE_NS
 
     def _watch_directories(self, directories: frozenset[Path]) -> None:
-        self._unwatch()
+        self._lookout.close()
         if not directories:
             return
         try:
-            self._watch = DirectoryWatch(*directories, also=Mask.CLOSE_WRITE)
+            self._lookout.go_by(DirectoryWatch(*directories, also=Mask.CLOSE_WRITE))
         except OSError as error:
             self._warn(error)
             return
         self._watched = directories
         self._has_warned = False
-
-    def _unwatch(self) -> None:
-        if self._watch is not None:
-            self._watch.close()
-        self._watch, self._watched = None, frozenset()
 
     def _warn(self, error: OSError) -> None:
         if not self._has_warned:

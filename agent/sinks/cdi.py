@@ -26,7 +26,7 @@ from agent.bus import Latest
 from agent.config.settings import Cdi
 from agent.core.injection import uses_cdi
 from agent.core.reasons import MEANINGS
-from agent.directory_watch import DirectoryWatch
+from agent.directory_watch import DirectoryWatch, Lookout
 from agent.log import fields
 from agent.model.facts import Fact, WatchedDirectoryDeleted
 from agent.model.health import Reason
@@ -56,8 +56,6 @@ SETTLE_S: Final = 2.0
 
 MAX_TOLD: Final = 4
 """Devices that are named to whoever asks what is wrong."""
-
-RECHECK_NS: Final = 30_000_000_000
 
 _CHANGES: Final = Mask.CLOSE_WRITE | Mask.ATTRIB
 """What may make another file of one that stays where it is."""
@@ -96,8 +94,7 @@ class CdiSink:
         """Something else is to be told than what the newest job was for."""
         self._done = asyncio.Event()
         """Of the job that comes next."""
-        self._watched = asyncio.Event()
-        self._watch: DirectoryWatch | None = None
+        self._lookout = Lookout(gap_ns=int(MIN_GAP_S * 1e9))
         self._gap_s = MIN_GAP_S
         self._written_ns = 0
         self.absent: frozenset[str] = frozenset()
@@ -144,7 +141,7 @@ class CdiSink:
                 group.create_task(self._follow_directory(), name="cdi directory")
                 group.create_task(self._keep(), name="cdi files")
         finally:
-            self._unwatch()
+            self._lookout.close()
 
     # When to work
 
@@ -158,17 +155,9 @@ class CdiSink:
 
     async def _follow_directory(self) -> None:
         while True:
-            watch = self._watch
-            if watch is None:
-                self._watched.clear()
-                await self._watched.wait()
-                continue
-            await watch.wait_readable(RECHECK_NS)
-            if not watch.take_events():
-                self._unwatch()
-            # A file of somebody else may name our devices, so every change is a reason to look.
-            self._asked.set()
-            await asyncio.sleep(MIN_GAP_S)
+            if await self._lookout.wait(round(RELOOK_S * 1e9)):
+                # A file of somebody else may name our devices, so every change is a reason to look.
+                self._asked.set()
 
     async def _keep(self) -> None:
         retry_s = RETRY_FIRST_S
@@ -291,22 +280,16 @@ class CdiSink:
     # Inotify
 
     def _ensure_watch(self) -> None:
-        if self._watch is None:
+        if self._lookout.watch is None:
             # Without one the files are looked at every RELOOK_S, and by every Allocate.
             with suppress(OSError):
-                self._watch = DirectoryWatch(Path(self._settings.spec_dir), also=_CHANGES)
-                self._watched.set()
+                self._lookout.go_by(DirectoryWatch(Path(self._settings.spec_dir), also=_CHANGES))
                 # What happened since the files were written was not seen.
                 self._ask_if_lost()
 
     def _ask_if_lost(self) -> None:
         if not all(_is_right(file) for file in self._files.values()):
             self._asked.set()
-
-    def _unwatch(self) -> None:
-        if self._watch is not None:
-            self._watch.close()
-            self._watch = None
 
 
 def _trouble_of(made: SpecFiles) -> str | None:

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Final
 
 from agent.bus import Inbox, Latest
-from agent.directory_watch import DirectoryWatch
+from agent.directory_watch import DirectoryWatch, Lookout
 from agent.log import fields
 from agent.model.facts import Fact, KubeletSocketSeen, OwnSocketLost, WatchedDirectoryDeleted
 from agent.model.ids import ResourceName, SocketIdentity, socket_name
@@ -70,7 +70,7 @@ class KubeletSource:
         self._directory = kubelet_socket.parent
         self._clock = clock
         self._settings = settings if settings is not None else KubeletSettings()
-        self._watch: DirectoryWatch | None = None
+        self._lookout = Lookout(gap_ns=MIN_GAP_NS)
         self._watch_retry_at_ns = 0
         self._seen: KubeletSocketSeen | None = None
         self._lost: dict[ResourceName, int] = {}
@@ -86,27 +86,18 @@ class KubeletSource:
                 group.create_task(self._watch_directory(), name="kubelet directory")
                 group.create_task(self._watch_own_registrations(), name="kubelet own sockets")
         finally:
-            self._unwatch()
+            self._lookout.close()
 
     # When to look
 
     async def _watch_directory(self) -> None:
         while True:
             self._look()
-            began_ns = self._clock()
-            await self._wait_changed()
-            await asyncio.sleep(max(0, began_ns + MIN_GAP_NS - self._clock()) / 1e9)
-            if self._watch is not None and not self._watch.take_events():
-                self._unwatch()
-
-    async def _wait_changed(self) -> None:
-        watch = self._watch
-        calm = watch is not None and self._seen is not None and self._seen.identity is not None
-        timeout_ns = self._settings.recheck_ns if calm else self._settings.poll_ns
-        if watch is None:
-            await asyncio.sleep(timeout_ns / 1e9)
-        else:
-            await watch.wait_readable(timeout_ns)
+            is_calm = self._seen is not None and self._seen.identity is not None
+            has_watch = self._lookout.watch is not None
+            await self._lookout.wait(
+                self._settings.recheck_ns if is_calm and has_watch else self._settings.poll_ns
+            )
 
     async def _watch_own_registrations(self) -> None:
         """Look at once at what was registered just now: its socket may have gone meanwhile."""
@@ -142,12 +133,13 @@ class KubeletSource:
         self._was_there = True
         self._gone_since_ns = None
         self._warned.discard("directory")
-        if self._watch is not None and self._watch.directory != (seen.st_dev, seen.st_ino):
-            self._unwatch()
+        watch = self._lookout.watch
+        if watch is not None and not watch.is_on(seen):
+            self._lookout.close()
         return True
 
     def _directory_missing(self, error: OSError) -> None:
-        self._unwatch()
+        self._lookout.close()
         if not self._was_there:
             self._say_once("directory", logging.INFO, "Waiting for the kubelet's directory", error)
             return
@@ -158,7 +150,7 @@ class KubeletSource:
             self._tell_deleted()
 
     def _tell_deleted(self) -> None:
-        self._unwatch()
+        self._lookout.close()
         if not self._deletion_told:
             self._deletion_told = True
             self._inbox.put(WatchedDirectoryDeleted(path=str(self._directory)))
@@ -203,10 +195,10 @@ class KubeletSource:
     # Inotify
 
     def _ensure_watch(self) -> None:
-        if self._watch is not None or self._clock() < self._watch_retry_at_ns:
+        if self._lookout.watch is not None or self._clock() < self._watch_retry_at_ns:
             return
         try:
-            self._watch = DirectoryWatch(self._directory)
+            self._lookout.go_by(DirectoryWatch(self._directory))
         except OSError as error:
             if error.errno not in _LIMITS:
                 # The directory went away just now; the next look tells.
@@ -223,11 +215,6 @@ class KubeletSource:
         if "inotify" in self._warned:
             self._warned.discard("inotify")
             _log.info("The kubelet's directory is watched again", extra=fields(path=str(self._directory)))
-
-    def _unwatch(self) -> None:
-        if self._watch is not None:
-            self._watch.close()
-            self._watch = None
 
     def _say_once(self, subject: str, level: int, message: str, error: OSError | None = None) -> None:
         """Log until the subject is well again; the subjects are a closed set."""

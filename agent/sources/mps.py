@@ -18,13 +18,13 @@ root, which NVIDIA's manifests mount at /mps in every container).
 
 import asyncio
 import stat
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, NamedTuple
 
 from agent.bus import Inbox
-from agent.directory_watch import DirectoryWatch
+from agent.directory_watch import DirectoryWatch, Lookout
 from agent.errors import SourceError
 from agent.model.facts import Fact, MpsSeen
 from agent.model.policy import MILLISECOND_NS, SECOND_NS
@@ -68,15 +68,13 @@ class MpsSource:
         inbox: Inbox[Fact],
         mps_root: Path,
         container_root: Path = CONTAINER_ROOT,
-        clock: Callable[[], int],
         settings: MpsSettings | None = None,
     ) -> None:
         """Look below ``mps_root`` and, where this process has no such directory, below ``container_root``."""
         self._inbox = inbox
         self._roots = (mps_root, container_root)
-        self._clock = clock
         self._settings = settings if settings is not None else MpsSettings()
-        self._watch: DirectoryWatch | None = None
+        self._lookout = Lookout(gap_ns=MIN_GAP_NS)
         self._told: MpsSeen | None = None
         self._looking: asyncio.Future[_Look] | None = None
 
@@ -88,17 +86,16 @@ class MpsSource:
         try:
             while True:
                 await self._look()
-                began_ns = self._clock()
-                await self._wait_changed()
-                await asyncio.sleep(max(0, began_ns + MIN_GAP_NS - self._clock()) / 1e9)
+                has_watch = self._lookout.watch is not None
+                await self._lookout.wait(self._settings.recheck_ns if has_watch else self._settings.poll_ns)
         finally:
-            self._unwatch()
+            self._lookout.close()
 
     async def _look(self) -> None:
         """Look what is there, in a thread, as the root may be a mount that does not answer."""
         if self._looking is not None:
             await self._finished(self._looking)  # by a run that ended meanwhile
-        watch = self._watch
+        watch = self._lookout.watch
         self._looking = started_in_daemon_thread("mps-look", lambda: _look(self._roots, watch))
         try:
             await self._finished(self._looking)
@@ -106,9 +103,7 @@ class MpsSource:
             self._looking.add_done_callback(lambda late: _close_new(late, watch))
             raise
         seen = self._looking.result()
-        if seen.watch is not watch:
-            self._unwatch()
-            self._watch = seen.watch
+        self._lookout.go_by(seen.watch)
         fact = MpsSeen(ready=seen.missing is None, message=seen.missing or "")
         if fact != self._told:
             self._told = fact
@@ -121,20 +116,6 @@ class MpsSource:
                 f"{self._roots[0]} cannot be read within {self._settings.deadline_ns / SECOND_NS:g} s;"
                 " see the kernel log for blocked tasks"
             )
-
-    async def _wait_changed(self) -> None:
-        watch = self._watch
-        if watch is None:
-            await asyncio.sleep(self._settings.poll_ns / 1e9)
-            return
-        await watch.wait_readable(self._settings.recheck_ns)
-        if not watch.take_events():
-            self._unwatch()
-
-    def _unwatch(self) -> None:
-        if self._watch is not None:
-            self._watch.close()
-            self._watch = None
 
 
 def _close_new(late: "asyncio.Future[_Look]", watch: DirectoryWatch | None) -> None:
@@ -165,8 +146,7 @@ def _watch_of(root: Path, watch: DirectoryWatch | None) -> DirectoryWatch | None
     """Return a watch on the directory, the one that there is if it is that directory's."""
     try:
         seen = root.stat()
-        is_right = watch is not None and watch.directory == (seen.st_dev, seen.st_ino)
-        return watch if is_right else DirectoryWatch(root)
+        return watch if watch is not None and watch.is_on(seen) else DirectoryWatch(root)
     except OSError:
         # It went away just now, or a limit of inotify is reached: the next look comes in poll_ns.
         return None

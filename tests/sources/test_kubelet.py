@@ -16,7 +16,6 @@ import pytest
 from agent.bus import Latest
 from agent.core.state import initial_state
 from agent.core.view import snapshot_of
-from agent.directory_watch import DirectoryWatch
 from agent.model.facts import KubeletSocketSeen, OwnSocketLost, WatchedDirectoryDeleted
 from agent.model.ids import ResourceName, SocketIdentity, socket_name
 from agent.model.policy import Policy
@@ -387,17 +386,6 @@ async def test_inotify_is_used_again_once_its_limits_allow(
 
 
 # Event storms
-
-
-async def test_a_storm_of_events_is_read_in_bounded_parts(directory: Path) -> None:
-    directory_watch = DirectoryWatch(directory)
-    for number in range(1500):
-        (directory / f"{number}").touch()
-    await directory_watch.wait_readable(3_600_000 * MS)
-    assert directory_watch.take_events()
-    # What was not read yet waits in the kernel.
-    await directory_watch.wait_readable(3_600_000 * MS)
-    directory_watch.close()
 
 
 async def test_a_socket_that_comes_amid_a_storm_is_told(watch: Watch) -> None:

@@ -3,7 +3,6 @@
 import asyncio
 import shutil
 import threading
-import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 from pathlib import Path
@@ -38,7 +37,6 @@ async def start(recorder: Recorder, root: Path) -> AsyncIterator[Start]:
             inbox=recorder.inbox,
             mps_root=root,
             container_root=root.parent / "container",
-            clock=time.monotonic_ns,
             settings=settings,
         )
         tasks.append(asyncio.get_running_loop().create_task(source.run(), name="mps"))
@@ -124,7 +122,6 @@ async def test_a_root_that_cannot_be_looked_at_is_none(recorder: Recorder, tmp_p
         inbox=recorder.inbox,
         mps_root=tmp_path / ("x" * 300),
         container_root=tmp_path,
-        clock=time.monotonic_ns,
         settings=EVENTS_ONLY,
     )
     running = asyncio.get_running_loop().create_task(source.run(), name="mps")
@@ -183,7 +180,7 @@ async def test_a_directory_that_does_not_answer_holds_up_the_source_alone(
             return False
 
     settings = MpsSettings(recheck_ns=NEVER_NS, poll_ns=NEVER_NS, deadline_ns=SOON_NS)
-    source = MpsSource(inbox=recorder.inbox, mps_root=Stuck(root), clock=time.monotonic_ns, settings=settings)
+    source = MpsSource(inbox=recorder.inbox, mps_root=Stuck(root), settings=settings)
     try:
         for _ in range(2):
             with pytest.raises(SourceError, match="cannot be read within"):
@@ -202,7 +199,7 @@ async def test_a_directory_that_does_not_answer_holds_up_the_source_alone(
 async def test_a_watch_that_came_too_late_is_closed(recorder: Recorder, root: Path) -> None:
     root.mkdir()
     before = inotify_descriptors()
-    source = MpsSource(inbox=recorder.inbox, mps_root=root, clock=time.monotonic_ns, settings=EVENTS_ONLY)
+    source = MpsSource(inbox=recorder.inbox, mps_root=root, settings=EVENTS_ONLY)
     for _ in range(5):
         task = asyncio.get_running_loop().create_task(source.run())
         await asyncio.sleep(0)

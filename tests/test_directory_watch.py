@@ -1,0 +1,100 @@
+"""Watching directories: what asks for a look, and what becomes of a watch whose directory goes."""
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from agent.directory_watch import MAX_EVENTS_AT_ONCE, DirectoryWatch, Lookout
+
+NEVER_NS = 3_600_000_000_000
+SOON_NS = 20_000_000
+PATIENCE_S = 30.0
+
+
+@pytest.fixture
+def lookout() -> Iterator[Lookout]:
+    made = Lookout()
+    yield made
+    made.close()
+
+
+async def test_a_storm_of_events_is_read_in_bounded_parts(tmp_path: Path) -> None:
+    watch = DirectoryWatch(tmp_path)
+    for number in range(MAX_EVENTS_AT_ONCE + 500):
+        (tmp_path / f"{number}").touch()
+    assert await watch.wait_readable(NEVER_NS)
+    assert watch.take_events()
+    # What was not read yet waits in the kernel.
+    assert await watch.wait_readable(NEVER_NS)
+    watch.close()
+
+
+async def test_a_change_asks_for_a_look_once(tmp_path: Path, lookout: Lookout) -> None:
+    lookout.go_by(DirectoryWatch(tmp_path))
+    (tmp_path / "one").touch()
+    (tmp_path / "two").touch()
+    assert await lookout.wait(NEVER_NS)
+    assert not await lookout.wait(SOON_NS)
+
+
+async def test_a_quiet_directory_is_looked_at_when_time_is_up(tmp_path: Path, lookout: Lookout) -> None:
+    lookout.go_by(DirectoryWatch(tmp_path))
+    assert not await lookout.wait(SOON_NS)
+
+
+async def test_without_a_watch_time_alone_asks_for_a_look(lookout: Lookout) -> None:
+    assert not await lookout.wait(SOON_NS)
+
+
+async def test_a_watch_that_begins_ends_the_wait_without_one(tmp_path: Path, lookout: Lookout) -> None:
+    async with asyncio.timeout(PATIENCE_S), asyncio.TaskGroup() as group:
+        waiting = group.create_task(lookout.wait(NEVER_NS))
+        await asyncio.sleep(0)
+        lookout.go_by(DirectoryWatch(tmp_path))
+        assert not await waiting
+
+
+async def test_a_watch_whose_directory_is_deleted_is_closed(tmp_path: Path, lookout: Lookout) -> None:
+    directory = tmp_path / "here"
+    directory.mkdir()
+    lookout.go_by(DirectoryWatch(directory))
+    directory.rmdir()
+    assert await lookout.wait(NEVER_NS)
+    assert lookout.watch is None
+
+
+async def test_a_new_watch_takes_the_place_of_the_one_before(tmp_path: Path, lookout: Lookout) -> None:
+    before, after = tmp_path / "before", tmp_path / "after"
+    before.mkdir()
+    after.mkdir()
+    lookout.go_by(DirectoryWatch(before))
+    lookout.go_by(DirectoryWatch(after))
+    (before / "unseen").touch()
+    assert not await lookout.wait(SOON_NS)
+    (after / "seen").touch()
+    assert await lookout.wait(NEVER_NS)
+
+
+async def test_events_close_to_one_another_ask_for_one_look(tmp_path: Path) -> None:
+    lookout = Lookout(gap_ns=10 * SOON_NS)
+    lookout.go_by(DirectoryWatch(tmp_path))
+    async with asyncio.timeout(PATIENCE_S), asyncio.TaskGroup() as group:
+        waiting = group.create_task(lookout.wait(NEVER_NS))
+        for number in range(10):
+            (tmp_path / f"{number}").touch()
+            await asyncio.sleep(0)
+        assert await waiting
+    assert not await lookout.wait(SOON_NS)
+    lookout.close()
+
+
+async def test_a_directory_made_anew_under_the_name_is_another(tmp_path: Path) -> None:
+    directory, other = tmp_path / "here", tmp_path / "other"
+    directory.mkdir()
+    other.mkdir()
+    watch = DirectoryWatch(directory)
+    assert watch.is_on(directory.stat())
+    assert not watch.is_on(other.stat())
+    watch.close()
