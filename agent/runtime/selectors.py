@@ -1,7 +1,8 @@
 """Finds the GPU that somebody means: by UUID, serial, PCI address in any form, or NVML index.
 
 Invariants: an index is only a way to say a UUID now, since it moves when a GPU is lost; what is kept is
-the UUID, serial or address. What names no GPU, or several, is an error that says what would.
+the UUID, serial or address. What names no GPU, or several, is an error that says what would; an index that a
+lost GPU had and another has now names both.
 """
 
 import re
@@ -34,6 +35,8 @@ def named(text: str, snapshot: Snapshot) -> tuple[str, Gpu | None]:
         gpu = views[0].gpu
         if text == gpu.serial:
             return text, gpu
+        if len(views) > 1:
+            raise _several(text, views)
         return (gpu.pci if _pci(text) == gpu.pci else gpu.uuid), gpu
     if _UUID.fullmatch(text):
         return f"GPU-{text[4:].lower()}", None
@@ -51,8 +54,7 @@ def one(text: str, snapshot: Snapshot) -> Gpu:
     if not views:
         raise _unknown(text, snapshot)
     if len(views) > 1:
-        uuids = ", ".join(view.gpu.uuid for view in views)
-        raise UsageError(f'"{text}" names {len(views)} GPUs; give one of {uuids}')
+        raise _several(text, views)
     return views[0].gpu
 
 
@@ -67,9 +69,21 @@ def _matching(text: str, snapshot: Snapshot) -> Sequence[GpuView]:
         if text.casefold() == view.gpu.uuid.casefold() or text == view.gpu.serial or address == view.gpu.pci
     ]
     if not found and _INDEX.fullmatch(text):
-        found = [view for view in snapshot.gpus if view.gpu.index == int(text)]
+        return _of_index(int(text), snapshot)
     present = [view for view in found if view.present]
     return present or found
+
+
+def _of_index(index: int, snapshot: Snapshot) -> Sequence[GpuView]:
+    """Return the GPUs of an index, also one that had it until it was lost: whoever read so means that one."""
+    found = [view for view in snapshot.gpus if view.gpu.index == index]
+    taken = {view.gpu.pci for view in found if view.present}
+    return [view for view in found if view.present or view.gpu.pci not in taken]
+
+
+def _several(text: str, views: Sequence[GpuView]) -> UsageError:
+    names = ", ".join(f"{view.gpu.uuid}{'' if view.present else ' (lost)'}" for view in views)
+    return UsageError(f'"{text}" names {len(views)} GPUs; give one of {names}')
 
 
 def _pci(text: str) -> str | None:

@@ -104,6 +104,20 @@ def test_of_two_gpus_at_one_place_the_one_that_is_there_is_meant() -> None:
     assert one(uuid(3), both).uuid == uuid(3)
 
 
+def test_an_index_that_moved_from_a_lost_gpu_to_another_is_refused() -> None:
+    made = listed(lost=3)
+    moved = tuple(
+        replace(view, gpu=replace(view.gpu, index=number - 1)) if number > 3 else view
+        for number, view in enumerate(made.gpus)
+    )
+    both = replace(made, gpus=moved)
+    for ask in (named, one):
+        with pytest.raises(UsageError, match=rf"names 2 GPUs; give one of {uuid(3)} \(lost\), {uuid(4)}$"):
+            ask("3", both)
+        assert ask("2", both) == ask(uuid(2), both)
+        assert ask("4", both) == ask(uuid(5), both)
+
+
 def test_two_gpus_of_one_board_share_its_serial() -> None:
     made = listed()
     twin = replace(made.gpus[4], gpu=replace(made.gpus[4].gpu, serial="1324523000003"))
