@@ -18,6 +18,9 @@ MAX_LISTED: Final = 1024
 MAX_NOTES: Final = 50
 """Problems, and warnings, that are told; a file with more is no configuration at all."""
 
+CONFIGURATION: Final = "configuration file"
+"""What a file is called where no other name is given."""
+
 NOTHING: Final = os.devnull
 """A link to it is how NVIDIA's config-manager says that a node has no configuration."""
 
@@ -42,10 +45,10 @@ class UnreadableError(Exception):
     """The file as a whole cannot be read; says why."""
 
 
-def tree_of(path: str, raw: bytes) -> Node | None:
+def tree_of(path: str, raw: bytes, what: str = CONFIGURATION) -> Node | None:
     """Return the root of a file's tree, None if it holds nothing but comments; or UnreadableError."""
     if len(raw) > MAX_BYTES:
-        raise UnreadableError(f"The configuration file {path} is over {MAX_BYTES // 1024} KiB")
+        raise UnreadableError(f"The {what} {path} is over {MAX_BYTES // 1024} KiB")
     if raw.startswith(_BOM):
         raise UnreadableError(f"{path}:1: begins with a byte order mark; save it as UTF-8 without one")
     try:
@@ -53,26 +56,26 @@ def tree_of(path: str, raw: bytes) -> Node | None:
     except UnicodeDecodeError as error:
         line = raw.count(b"\n", 0, error.start) + 1
         raise UnreadableError(f"{path}:{line}: not UTF-8 text") from None
-    if not text.strip() and os.path.realpath(path) != NOTHING:
+    if what == CONFIGURATION and not text.strip() and os.path.realpath(path) != NOTHING:
         raise UnreadableError(f'{path}:1: is empty; write "version: v1", or name no configuration file')
     return _compose(path, text)
 
 
-def bytes_of(path: str) -> bytes:
+def bytes_of(path: str, what: str = CONFIGURATION) -> bytes:
     """Return what the file holds, or a byte more than is allowed; or UnreadableError."""
     try:
         # Not blocking: a named pipe would otherwise hang the start.
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         try:
             if not stat.S_ISREG(os.fstat(descriptor).st_mode) and os.path.realpath(path) != NOTHING:
-                raise UnreadableError(f"The configuration file {path} is not a regular file")
+                raise UnreadableError(f"The {what} {path} is not a regular file")
             with open(descriptor, "rb", closefd=False) as file:
                 return file.read(MAX_BYTES + 1)
         finally:
             os.close(descriptor)
-    except OSError as error:
-        reason = error.strerror or str(error)
-        raise UnreadableError(f"Could not read the configuration file {path}: {reason}") from None
+    except (OSError, ValueError) as error:  # ValueError: a NUL in the name
+        reason = (isinstance(error, OSError) and error.strerror) or str(error)
+        raise UnreadableError(f"Could not read the {what} {path}: {reason}") from None
 
 
 def _compose(path: str, text: str) -> Node | None:
@@ -101,11 +104,11 @@ class Notes:
         self.problems: list[str] = []
         self.warnings: list[str] = []
 
-    def where(self, node: Node) -> str:
-        """Return file and line."""
-        return f"{self.file}:{node.start_mark.line + 1}"
+    def where(self, node: Node | None) -> str:
+        """Return file and line; None stands for the file as a whole."""
+        return self.file if node is None else f"{self.file}:{node.start_mark.line + 1}"
 
-    def problem(self, node: Node, text: str) -> None:
+    def problem(self, node: Node | None, text: str) -> None:
         """Note what makes the file unusable."""
         _append_bounded(self.problems, f"{self.where(node)}: {text}")
 
@@ -144,16 +147,19 @@ class Notes:
             self.problem(node, f"{path} holds more than {most} entries")
         return list(node.value[:most])
 
-    def scalar(self, path: str, node: Node) -> str | None:
-        """Return a single value as text, None for what is null or no single value."""
+    def text(self, path: str, node: Node) -> str | None:
+        """Return a single value as it is written, None for what is null or no single value."""
         if node.id != "scalar":
             self.problem(node, f"{path} must be a single value")
             return None
-        if is_null(node):
-            return None
-        if node.tag == _BOOL_TAG:
-            return "true" if node.value.lower() in _YAML_TRUE else "false"
-        return str(node.value)
+        return None if is_null(node) else str(node.value)
+
+    def scalar(self, path: str, node: Node) -> str | None:
+        """Return a single value as text, however a truth is written; None as ``text`` does."""
+        text = self.text(path, node)
+        if text is None or node.tag != _BOOL_TAG:
+            return text
+        return "true" if text.lower() in _YAML_TRUE else "false"
 
     def switch(self, path: str, node: Node) -> bool | None:
         """Return true or false, None for what is null or neither."""

@@ -31,13 +31,14 @@ import yaml
 from agent.config.option import Option
 from agent.config.options import OPTIONS
 from agent.config.values import bool_from, duration_from
+from agent.config.yaml_tree import Node
 from agent.errors import ConfigError, UsageError
 from agent.model.health import LeakKind, Reason
 from agent.simulation import actions
 from agent.simulation.action_table import Invocation
 from agent.simulation.agent_actions import is_kill
 from agent.simulation.directory import agent_config, agent_flags
-from agent.simulation.document import Document, Node, read
+from agent.simulation.document import Document, read
 from agent.simulation.expectation import ConditionExpectation, Expectation
 from agent.simulation.presets import NodeSpec, PresetError, load_preset
 from agent.simulation.process_actions import NEED_DRIVER
