@@ -4,7 +4,7 @@ Invariants: equal states give nothing. Each change is one event, so an event is 
 Lists in events are bounded: a node can have 800 devices, a log line cannot.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Final
 
 from agent.core.inventory import remarks
@@ -206,12 +206,9 @@ def _device_events(old: State, new: State) -> Iterator[Event]:
     if new.devices is old.devices:
         return
     for name, devices in new.devices.items():
-        if devices is old.devices.get(name):
-            continue
-        before = {device.id: device.health for device in old.devices.get(name, ())}
         changed: dict[tuple[GpuUuid, Health], list[Device]] = {}
-        for device in devices:
-            if before.get(device.id, Health.UNKNOWN) is not device.health:
+        for before, device in _others(old.devices.get(name, ()), devices):
+            if (Health.UNKNOWN if before is None else before.health) is not device.health:
                 changed.setdefault((device.placement.gpu, device.health), []).append(device)
         for (gpu, health), listed in changed.items():
             yield Event(
@@ -230,6 +227,18 @@ def _device_events(old: State, new: State) -> Iterator[Event]:
             )
 
 
+def _others(old: Sequence[Device], new: Sequence[Device]) -> Iterator[tuple[Device | None, Device]]:
+    """Yield each device that is not the same object as before, with what it was; None: it was not there."""
+    if len(old) == len(new):
+        # Most of a long list is the same; what it was stands at the same place, unless others are offered.
+        pairs = [pair for pair in zip(old, new, strict=True) if pair[0] is not pair[1]]
+        if all(before.id == device.id for before, device in pairs):
+            yield from pairs
+            return
+    known = {device.id: device for device in old}
+    yield from ((known.get(device.id), device) for device in new)
+
+
 def _why(device: Device) -> dict[str, object]:
     if not device.reasons or device.health is Health.HEALTHY:
         return {}
@@ -241,8 +250,7 @@ def _allocatable_events(old: State, new: State) -> Iterator[Event]:
     if new.devices is old.devices:
         return
     for name, devices in new.devices.items():
-        before = old.devices.get(name, ())
-        if devices is before or _wire(devices) == _wire(before):
+        if _is_same_on_the_wire(old.devices.get(name, ()), devices):
             continue
         unhealthy = [device for device in devices if device.health is not Health.HEALTHY]
         yield Event(
@@ -260,8 +268,12 @@ def _allocatable_events(old: State, new: State) -> Iterator[Event]:
         )
 
 
-def _wire(devices: Iterable[Device]) -> list[tuple[str, bool]]:
-    return [(device.id, device.health is Health.HEALTHY) for device in devices]
+def _is_same_on_the_wire(old: Sequence[Device], new: Sequence[Device]) -> bool:
+    return len(old) == len(new) and all(
+        before.id == device.id and (before.health is Health.HEALTHY) == (device.health is Health.HEALTHY)
+        for before, device in zip(old, new, strict=True)
+        if before is not device
+    )
 
 
 def _kubelet_events(old: State, new: State) -> Iterator[Event]:

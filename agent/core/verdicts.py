@@ -40,11 +40,12 @@ def _judged(
         return tuple(judge.device(offer) for offer in listed)
     if not any(offer.placement.gpu in stale for offer in listed):
         return known
-
-    def judged_anew(offer: Offer, device: Device) -> Device:
-        return judge.device(offer) if offer.placement.gpu in stale else device
-
-    return tuple(map(judged_anew, listed, known))
+    return tuple(
+        [
+            judge.device(offer) if offer.placement.gpu in stale else device
+            for offer, device in zip(listed, known, strict=True)
+        ]
+    )
 
 
 def differing(

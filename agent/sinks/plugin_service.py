@@ -165,13 +165,16 @@ class PluginService:
             return False
         if len(resource.devices) != len(shown.devices):
             return False
-        are_some_back = are_some_out = False
-        for old, new in zip(shown.devices, resource.devices, strict=True):
+        # Most of a long list is the same, and was so at the last look.
+        changed = [
+            pair for pair in zip(shown.devices, resource.devices, strict=True) if pair[0] is not pair[1]
+        ]
+        are_some_back = False
+        for old, new in changed:
             if old.id != new.id or (old.health is Health.HEALTHY and new.health is not Health.HEALTHY):
                 return False
             are_some_back |= old.health is Health.UNHEALTHY and new.health is Health.HEALTHY
-            are_some_out |= new.health is Health.UNHEALTHY
-        return are_some_back and are_some_out
+        return are_some_back and any(device.health is Health.UNHEALTHY for device in resource.devices)
 
     def _refresh(self) -> bool:
         """Publish the list if it is another one now; return whether it was."""
