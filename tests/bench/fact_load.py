@@ -13,6 +13,7 @@ import time
 
 from agent import app, log
 from agent.bus import Inbox
+from agent.commands.run import SWITCH_S
 from agent.config import flags
 from agent.config.load import load as load_settings
 from agent.config.options import OPTIONS
@@ -31,6 +32,7 @@ _XID_EVERY = 101
 
 def main() -> None:
     """Be an agent, and put facts into it once told to."""
+    sys.setswitchinterval(SWITCH_S)
     per_s = int(sys.argv[1])
     values, _ = flags.parse(sys.argv[2:], OPTIONS.values())
     settings = load_settings(values, os.environ)

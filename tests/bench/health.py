@@ -24,6 +24,7 @@ from tests.bench.figures import (
 from tests.bench.node import GPU, AgentProcess, BenchNode, bench_node, free_port
 from tests.bench.scrape import Scrapers
 from tests.bench.socket_watcher import SocketWatcher
+from tests.bench.waiting import Bystander, Trial, agent_cpu, undisturbed
 
 APPLICATION_XID: Final = 94
 """Flips a GPU, which comes back by itself when probes pass."""
@@ -48,7 +49,8 @@ async def _xid_to_message(effort: Effort) -> AsyncGenerator[Figure, None]:
     notes when its read of the socket returns. Included: pynvml, the thread's way into the loop, the core, the
     message, and writing it to the kubelet first. ``to_kubelet`` ends when the emulated kubelet's program
     holds the message, so it has its gRPC client in it. ``50_scrapers``: as many clients ask over HTTP, ten
-    times a second each.
+    times a second each. ``undisturbed``: only trials in which all threads of agent and kubelet waited
+    less than 0.1 ms for a CPU. ``cpu``: what the agent ran from the XID until the kubelet had the message.
     """
     trials = effort.of(quick=16, usual=200, full=500)
     address = f"127.0.0.1:{free_port()}"
@@ -56,11 +58,16 @@ async def _xid_to_message(effort: Effort) -> AsyncGenerator[Figure, None]:
         with node.agent(FAST_RECOVERY | {"http-listen": address}) as agent:
             await agent.ready()
             async with SocketWatcher(node.plugin_socket) as watcher:
-                calm = await _trials(node, watcher, trials)
+                calm = await _trials(node, agent, watcher, trials)
                 async with Scrapers(address, 50):
-                    busy = await _trials(node, watcher, trials)
+                    busy = await _trials(node, agent, watcher, trials)
             await agent.end()
-    for figure in median_and_tail("S1.xid_to_socket", [each.socket_ns for each in calm], p50_ms=1, p99_ms=5):
+    name = "S1.xid_to_socket"
+    for figure in median_and_tail(name, [each.socket_ns for each in calm], p50_ms=1, p99_ms=5):
+        yield figure
+    for figure in undisturbed(name, [each.seen for each in calm], p50_ms=1, p99_ms=5):
+        yield figure
+    for figure in agent_cpu(name, [each.seen.ran_ns for each in calm]):
         yield figure
     kubelet_ns = [each.kubelet_ns for each in calm]
     yield Figure("S1.xid_to_kubelet.p99", quantile(kubelet_ns, 0.99) / NS_PER_MS, "ms", 5)
@@ -74,19 +81,22 @@ class _Trial:
 
     socket_ns: int
     kubelet_ns: int
+    seen: Trial
 
 
-async def _trials(node: BenchNode, watcher: SocketWatcher, count: int) -> list[_Trial]:
+async def _trials(node: BenchNode, agent: AgentProcess, watcher: SocketWatcher, count: int) -> list[_Trial]:
     rng = random.Random(1)
+    bystander = Bystander(agent.pid)
     trials: list[_Trial] = []
     for number in range(count):
         await node.wait_allocatable(len(node.uuids))
         await asyncio.sleep(rng.uniform(*BETWEEN_S))
-        trials.append(await _trial(node, watcher, number % len(node.uuids)))
+        bystander.begin()
+        trials.append(await _trial(node, bystander, watcher, number % len(node.uuids)))
     return trials
 
 
-async def _trial(node: BenchNode, watcher: SocketWatcher, slot: int) -> _Trial:
+async def _trial(node: BenchNode, bystander: Bystander, watcher: SocketWatcher, slot: int) -> _Trial:
     """Push an XID and see how long it takes to be heard of."""
     uuid = node.uuids[slot]
     lists = node.kubelet.statistics().lists
@@ -97,8 +107,8 @@ async def _trial(node: BenchNode, watcher: SocketWatcher, slot: int) -> _Trial:
     if heard.unhealthy != (uuid,) or returned_ns is None:
         said = ", ".join(heard.unhealthy) or "nothing"
         raise MeasurementError(f"the message of an XID on {uuid} said {said}")
-    on_socket_ns = await watcher.message_after(returned_ns)
-    return _Trial(on_socket_ns - returned_ns, heard.at_ns - returned_ns)
+    socket_ns = await watcher.message_after(returned_ns) - returned_ns
+    return _Trial(socket_ns, heard.at_ns - returned_ns, bystander.trial(socket_ns))
 
 
 @dataclass(slots=True)

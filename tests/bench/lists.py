@@ -15,6 +15,7 @@ from tests.bench.figures import NS_PER_MS, Effort, Figure, Measurement, Measurem
 from tests.bench.health import APPLICATION_XID, BETWEEN_S, FAST_RECOVERY
 from tests.bench.node import PATIENCE_S, PRESET, AgentProcess, BenchNode, bench_node
 from tests.bench.socket_watcher import SocketWatcher
+from tests.bench.waiting import Bystander, Trial, agent_cpu, undisturbed
 
 _REPLICAS: Final = 100
 _SLICES: Final = 7
@@ -38,7 +39,7 @@ async def _lists(effort: Effort) -> AsyncGenerator[Figure, None]:
 
     ``bytes`` is the longest message, whose target is what the kubelet takes. ``xid_to_socket`` as in S1.
     ``loop_stall`` is the longest time that the agent's event loop stood still in the whole measurement,
-    whatever the reason.
+    whatever the reason; ``loop_stall_with_cpu`` is the longest less what its thread waited for a CPU in it.
     """
     trials = effort.of(quick=16, usual=200, full=500)
     eight = load_preset(PRESET)
@@ -56,14 +57,23 @@ async def _lists(effort: Effort) -> AsyncGenerator[Figure, None]:
                 await node.wait_allocatable(devices)
                 async with SocketWatcher(node.plugin_socket) as watcher:
                     agent.signal(signal.SIGUSR1)
-                    sent = [await _trial(node, watcher, devices, slot % 8) for slot in range(trials)]
-                stall_ns = await _longest_stall(agent, parent / "lag")
+                    bystander = Bystander(agent.pid)
+                    sent = [
+                        await _trial(node, bystander, watcher, devices, slot % 8) for slot in range(trials)
+                    ]
+                stall_ns, with_cpu_ns = await _longest_stalls(agent, parent / "lag")
                 await agent.end()
         longest = max(each.size_bytes for each in node.kubelet.lists)
         yield Figure(f"S6.list_{name}.bytes", longest, "bytes", _KUBELET_TAKES_BYTES)
-        for figure in median_and_tail(f"S6.list_{name}.xid_to_socket", sent, p50_ms=1, p99_ms=5):
+        heard = f"S6.list_{name}.xid_to_socket"
+        for figure in median_and_tail(heard, [trial.took_ns for trial in sent], p50_ms=1, p99_ms=5):
+            yield figure
+        for figure in undisturbed(heard, sent, p50_ms=1, p99_ms=5):
+            yield figure
+        for figure in agent_cpu(heard, [trial.ran_ns for trial in sent]):
             yield figure
         yield Figure(f"S6.list_{name}.loop_stall", stall_ns / NS_PER_MS, "ms", _STALL_MS)
+        yield Figure(f"S6.list_{name}.loop_stall_with_cpu", with_cpu_ns / NS_PER_MS, "ms", _STALL_MS)
 
 
 def _sliced(spec: NodeSpec) -> NodeSpec:
@@ -79,10 +89,13 @@ def _sliced(spec: NodeSpec) -> NodeSpec:
     return msgspec.structs.replace(spec, gpus=gpus)
 
 
-async def _trial(node: BenchNode, watcher: SocketWatcher, devices: int, slot: int) -> int:
-    """Push an XID; returns how long it took until its message was on the socket, in nanoseconds."""
+async def _trial(
+    node: BenchNode, bystander: Bystander, watcher: SocketWatcher, devices: int, slot: int
+) -> Trial:
+    """Push an XID, until its message is on the socket."""
     await node.wait_allocatable(devices)
     await asyncio.sleep(random.uniform(*BETWEEN_S))
+    bystander.begin()
     lists = node.kubelet.statistics().lists
     event = node.simulated.nvml.push_xid(slot, APPLICATION_XID)
     await node.wait(lambda kubelet: kubelet.statistics().lists > lists, "the message of an XID")
@@ -90,15 +103,16 @@ async def _trial(node: BenchNode, watcher: SocketWatcher, devices: int, slot: in
     returned_ns = node.simulated.nvml.event_times(event).returned_ns
     if len(heard.unhealthy) != devices // 8 or returned_ns is None:
         raise MeasurementError(f"the message of an XID named {len(heard.unhealthy)} devices")
-    return await watcher.message_after(returned_ns) - returned_ns
+    return bystander.trial(await watcher.message_after(returned_ns) - returned_ns)
 
 
-async def _longest_stall(agent: AgentProcess, file: Path) -> int:
+async def _longest_stalls(agent: AgentProcess, file: Path) -> tuple[int, int]:
     agent.signal(signal.SIGUSR2)
     deadline_s = time.monotonic() + PATIENCE_S
     while time.monotonic() < deadline_s:
         if file.exists():
-            return int(file.read_text(encoding="ascii"))
+            longest_ns, with_cpu_ns = file.read_text(encoding="ascii").split()
+            return int(longest_ns), int(with_cpu_ns)
         await asyncio.sleep(0.02)
     raise MeasurementError("the agent did not say how long its loop stood still")
 

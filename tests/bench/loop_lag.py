@@ -2,7 +2,8 @@
 
 Run as a program, ``python -m tests.bench.loop_lag FILE FLAGS...``. All else is the agent as it is composed
 for users. A task sleeps a millisecond over and over; what it oversleeps, the loop was busy elsewhere.
-SIGUSR1 begins anew, SIGUSR2 writes the longest time since then into the file, in nanoseconds.
+SIGUSR1 begins anew, SIGUSR2 writes the longest time since then into the file, and the longest less what the
+loop's thread waited for a CPU meanwhile, in nanoseconds.
 """
 
 import asyncio
@@ -14,11 +15,13 @@ from pathlib import Path
 from typing import Final
 
 from agent import app, log
+from agent.commands.run import SWITCH_S
 from agent.config import flags
 from agent.config.load import load as load_settings
 from agent.config.options import OPTIONS
 from agent.runtime.beginning import Beginning
 from agent.runtime.startup import NodeLock
+from tests.bench.waiting import times_of
 
 _SLEEP_NS: Final = 1_000_000
 
@@ -28,23 +31,25 @@ class _Lag:
 
     def __init__(self, file: Path) -> None:
         self._file = file
-        self._longest_ns = 0
+        self._longest_ns = self._with_cpu_ns = 0
 
     async def watch(self) -> None:
         """Measure for ever."""
         while True:
-            due_ns = time.monotonic_ns() + _SLEEP_NS
+            waited_ns, due_ns = times_of().waited_ns, time.monotonic_ns() + _SLEEP_NS
             await asyncio.sleep(_SLEEP_NS / 1e9)
-            self._longest_ns = max(self._longest_ns, time.monotonic_ns() - due_ns)
+            late_ns = time.monotonic_ns() - due_ns
+            self._longest_ns = max(self._longest_ns, late_ns)
+            self._with_cpu_ns = max(self._with_cpu_ns, late_ns - (times_of().waited_ns - waited_ns))
 
     def begin(self) -> None:
         """Forget what was."""
-        self._longest_ns = 0
+        self._longest_ns = self._with_cpu_ns = 0
 
     def write(self) -> None:
         """Write the longest time."""
         draft = self._file.with_suffix(".new")
-        draft.write_text(f"{self._longest_ns}\n", encoding="ascii")
+        draft.write_text(f"{self._longest_ns} {self._with_cpu_ns}\n", encoding="ascii")
         draft.rename(self._file)
 
 
@@ -61,6 +66,7 @@ async def _run(agent: app.Agent, lag: _Lag) -> int:
 
 def main() -> None:
     """Be an agent, and measure."""
+    sys.setswitchinterval(SWITCH_S)
     lag = _Lag(Path(sys.argv[1]))
     values, _ = flags.parse(sys.argv[2:], OPTIONS.values())
     settings = load_settings(values, os.environ)

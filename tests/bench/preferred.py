@@ -14,10 +14,11 @@ from agent.simulation.presets import GpuSpec, NodeSpec, load_preset
 from agent.simulation.presets.spec import NvLinkSpec, PcieSpec
 from agent.simulation.stubs.deviceplugin.v1beta1 import api_pb2 as plugin_pb
 from agent.simulation.stubs.deviceplugin.v1beta1 import api_pb2_grpc as plugin_grpc
-from tests.bench.figures import NS_PER_MS, Effort, Figure, Measurement, MeasurementError, quantile
+from tests.bench.figures import Effort, Figure, Measurement, MeasurementError, median_and_tail
 from tests.bench.node import PATIENCE_S, PRESET, BenchNode, bench_node, sixteen_gpus
+from tests.bench.waiting import Bystander, Trial, agent_cpu, undisturbed
 
-_TARGET_MS: Final = 5
+_TARGET_MS: Final = 5.0
 _WARM_UP: Final = 20
 _ASK_AGAIN_S: Final = 0.05
 _PAIR_LINKS: Final = 4
@@ -29,19 +30,24 @@ async def _preferred(effort: Effort) -> AsyncGenerator[Figure, None]:
     ``dgx``: every GPU has the same NVLinks to every other, through switches. ``pairs``: every two GPUs have
     NVLinks, the rest is PCIe; of ``mixed`` only the first eight have. Asked is for one GPU up to all but one,
     of all GPUs and of random parts of them, so that many questions have no answer that is best in an obvious
-    way. A figure is the whole call: client, socket, HTTP/2, search.
+    way. A figure is the whole call: client, socket, HTTP/2, search. ``undisturbed`` and ``cpu`` are as for
+    Allocate.
     """
     count = effort.of(quick=100, usual=1000, full=5000)
-    for name, spec in _nodes().items():
+    for kind, spec in _nodes().items():
         async with bench_node(spec) as node:
             with node.agent() as agent:
                 await agent.ready()
                 await _surveyed(node)
-                durations_ns = _durations(node, count)
+                trials = _trials(node, Bystander(agent.pid), count)
                 await agent.end()
-        for part, fraction in (("p50", 0.5), ("p99", 0.99)):
-            value = quantile(durations_ns, fraction) / NS_PER_MS
-            yield Figure(f"S6.preferred_{name}.{part}", value, "ms", _TARGET_MS)
+        name, promised = f"S6.preferred_{kind}", {"p50_ms": _TARGET_MS, "p99_ms": _TARGET_MS}
+        for figure in median_and_tail(name, [trial.took_ns for trial in trials], **promised):
+            yield figure
+        for figure in undisturbed(name, trials, **promised):
+            yield figure
+        for figure in agent_cpu(name, [trial.ran_ns for trial in trials]):
+            yield figure
 
 
 def _nodes() -> dict[str, NodeSpec]:
@@ -83,9 +89,9 @@ async def _surveyed(node: BenchNode) -> None:
     raise MeasurementError(f"the connections were not known after {PATIENCE_S:g} s")
 
 
-def _durations(node: BenchNode, count: int) -> list[int]:
+def _trials(node: BenchNode, bystander: Bystander, count: int) -> list[Trial]:
     questions = list(_questions(node.uuids, _WARM_UP + count))
-    durations_ns: list[int] = []
+    trials: list[Trial] = []
     with grpc.insecure_channel(f"unix:{node.plugin_socket}") as channel:
         stub: Any = plugin_grpc.DevicePluginStub(channel)  # type: ignore[no-untyped-call]
         for available, size in questions:
@@ -96,13 +102,14 @@ def _durations(node: BenchNode, count: int) -> list[int]:
                     )
                 ]
             )
+            bystander.begin()
             began_ns = time.monotonic_ns()
             answer = stub.GetPreferredAllocation(request)
-            durations_ns.append(time.monotonic_ns() - began_ns)
+            trials.append(bystander.trial(time.monotonic_ns() - began_ns))
             chosen = set(answer.container_responses[0].deviceIDs)
             if len(chosen) != size or not chosen <= set(available):
                 raise MeasurementError(f"of {len(available)} GPUs {size} were asked for, {len(chosen)} given")
-    return durations_ns[_WARM_UP:]
+    return trials[_WARM_UP:]
 
 
 def _questions(uuids: Sequence[str], count: int) -> Iterator[tuple[list[str], int]]:
