@@ -44,6 +44,10 @@ class Recorder:
         except TimeoutError:
             raise AssertionError(f"still not so, after {self.facts[-20:]}") from None
 
+    async def at_least(self, count: int, kind: type[F]) -> None:
+        """Return once so many facts of a kind came."""
+        await self.until(lambda: len(self.of(kind)) >= count)
+
     async def first(self, kind: type[F], matching: Callable[[F], bool] = lambda _fact: True) -> F:
         """Return the first fact of a kind that matches, once it came."""
         await self.until(lambda: any(matching(fact) for fact in self.of(kind)))

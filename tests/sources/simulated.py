@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from agent.bus import Inbox
-from agent.model.facts import Fact
+from agent.model.facts import Fact, GpuProbePassed
 from agent.model.ids import GpuUuid
 from agent.simulation.nvml import NvmlState, install_library
 from agent.simulation.presets import load_preset
 from agent.sources.nvml import LibraryLocation, NvmlSettings, NvmlSource
-from tests.sources.recorder import PATIENCE_S
+from tests.sources.recorder import PATIENCE_S, Recorder
 
 MS = 1_000_000
 
@@ -64,6 +64,11 @@ class Node:
 
     def uuids(self) -> list[GpuUuid]:
         return [self.uuid(gpu) for gpu in range(self.state.gpus)]
+
+
+async def all_probed(recorder: Recorder, node: Node) -> None:
+    """Return once every GPU of the node passed a probe, and no other did."""
+    await recorder.until(lambda: {fact.gpu for fact in recorder.of(GpuProbePassed)} == set(node.uuids()))
 
 
 @asynccontextmanager

@@ -81,7 +81,7 @@ async def test_a_driver_that_is_not_loaded_is_told_once_and_found_when_it_is(
     assert "modprobe nvidia" in fact.message
     await until(lambda: node.state.calls(INIT) >= 3)
     node.state.load_driver()
-    await recorder.until(lambda: len(recorder.of(GpuProbePassed)) >= 4)
+    await recorder.at_least(4, GpuProbePassed)
     assert len(recorder.of(DriverUnavailable)) == 1
     assert node.state.inits == 1
 
@@ -129,7 +129,7 @@ async def test_a_library_that_was_replaced_asks_for_a_new_process(
 ) -> None:
     node = make_node("4x-t4")
     source = await start_source(node)
-    await recorder.until(lambda: len(recorder.of(GpuProbePassed)) >= 4)
+    await recorder.at_least(4, GpuProbePassed)
     install_library(node.directory)
     node.state.unload_driver(code=18)
     fact = await recorder.first(DriverUnavailable)
@@ -177,7 +177,7 @@ async def test_an_init_that_hangs_is_told_and_goes_on_when_it_answers(
     assert overdue == DriverCallOverdue(call=INIT, deadline_ns=50 * MS)
     node.state.release(function=INIT)
     assert (await recorder.first(DriverCallAnswered)).call == INIT
-    await recorder.until(lambda: len(recorder.of(GpuProbePassed)) >= 4)
+    await recorder.at_least(4, GpuProbePassed)
     assert len(recorder.of(DriverCallOverdue)) == 1
     assert node.state.calls(INIT) == 1
 
@@ -190,12 +190,12 @@ async def test_a_call_for_the_whole_node_that_hangs_is_told_and_so_is_its_answer
     if call == "nvmlEventSetCreate":
         node.state.hang(function=call)
     await start_source(node, replace(QUICK, call_deadline_ns=100 * MS))
-    await recorder.until(lambda: len(recorder.of(GpuProbePassed)) >= 4)
+    await recorder.at_least(4, GpuProbePassed)
     node.state.hang(function=call)
     overdue = await recorder.first(DriverCallOverdue)
     assert overdue.call == call.replace("Count_v2", "Count")
     recorder.forget()
-    await recorder.until(lambda: len(recorder.of(GpuProbePassed)) >= 8)
+    await recorder.at_least(8, GpuProbePassed)
     assert recorder.of(DriverCallOverdue) == []
     node.state.release(function=call)
     await recorder.first(DriverCallAnswered)
@@ -217,7 +217,7 @@ async def test_a_driver_that_answers_for_no_gpu_is_let_go_and_found_again(
 ) -> None:
     node = make_node("8x-a100")
     await start_source(node)
-    await recorder.until(lambda: len(recorder.of(GpuProbePassed)) >= 8)
+    await recorder.at_least(8, GpuProbePassed)
     fact = await answers_nothing(node, recorder, code)
     assert fact.reason is Reason.DRIVER_NOT_LOADED
     assert fact.unloaded == (code == 9)
@@ -226,7 +226,7 @@ async def test_a_driver_that_answers_for_no_gpu_is_let_go_and_found_again(
     assert recorder.of(GpuProbePassed) == [] or recorder.facts.index(fact) > 0
     recorder.forget()
     node.state.load_driver()
-    await recorder.until(lambda: len(recorder.of(GpuProbePassed)) >= 8)
+    await recorder.at_least(8, GpuProbePassed)
     kinds = [type(fact) for fact in recorder.facts]
     assert kinds[:2] == [DriverReady, GpusEnumerated]
     assert recorder.of(GpuCallFailed) == []
@@ -237,7 +237,7 @@ async def test_xids_are_heard_again_after_the_driver_came_back(
 ) -> None:
     node = make_node("4x-t4")
     await start_source(node)
-    await recorder.until(lambda: len(recorder.of(GpuProbePassed)) >= 4)
+    await recorder.at_least(4, GpuProbePassed)
     await answers_nothing(node, recorder, 999)
     await until(lambda: node.state.calls(INIT) >= 3)
     registrations = node.state.calls("nvmlDeviceRegisterEvents")
@@ -253,7 +253,7 @@ async def test_calls_that_fail_for_every_gpu_although_init_works_are_tried_once_
 ) -> None:
     node = make_node("4x-t4")
     await start_source(node, replace(QUICK, poll_ns=200 * MS))
-    await recorder.until(lambda: len(recorder.of(GpuProbePassed)) >= 4)
+    await recorder.at_least(4, GpuProbePassed)
     node.state.set_return("nvmlDeviceGetMemoryInfo", 999)
     await recorder.first(DriverUnavailable)
     recorder.forget()
@@ -263,7 +263,7 @@ async def test_calls_that_fail_for_every_gpu_although_init_works_are_tried_once_
     assert time.monotonic_ns() - began_ns >= 2 * 200 * MS
     assert recorder.facts == []
     node.state.clear_return("nvmlDeviceGetMemoryInfo")
-    await recorder.until(lambda: len(recorder.of(GpuProbePassed)) >= 4)
+    await recorder.at_least(4, GpuProbePassed)
 
 
 async def test_a_shutdown_that_says_that_nvml_was_not_initialised_is_not_tried_again(
@@ -272,7 +272,7 @@ async def test_a_shutdown_that_says_that_nvml_was_not_initialised_is_not_tried_a
     node = make_node("4x-t4")
     node.inits_forgotten = 1
     await start_source(node)
-    await recorder.until(lambda: len(recorder.of(GpuProbePassed)) >= 4)
+    await recorder.at_least(4, GpuProbePassed)
     node.state.set_return("nvmlShutdown", 1)
     await answers_nothing(node, recorder, 999)
     await until(lambda: node.state.calls(INIT) >= 3)
@@ -284,7 +284,7 @@ async def test_nothing_of_the_driver_is_open_while_it_is_gone(
 ) -> None:
     node = make_node("4x-t4")
     await start_source(node)
-    await recorder.until(lambda: len(recorder.of(GpuProbePassed)) >= 4)
+    await recorder.at_least(4, GpuProbePassed)
     await answers_nothing(node, recorder, 9)
     await until(lambda: node.state.calls(INIT) >= 3)
     assert node.state.inits - node.state.shutdowns in (0, 1)
@@ -299,7 +299,7 @@ async def test_nvml_is_let_go_at_the_end(
 ) -> None:
     node = make_node("4x-t4")
     await start_source(node)
-    await recorder.until(lambda: len(recorder.of(GpuProbePassed)) >= 4)
+    await recorder.at_least(4, GpuProbePassed)
     assert (node.state.inits, node.state.shutdowns) == (1, 0)
     # The fixture ends the source, and finds every init undone.
 
@@ -309,14 +309,14 @@ async def test_a_source_that_ended_can_be_run_again(
 ) -> None:
     node = make_node("4x-t4")
     source = await start_source(node)
-    await recorder.until(lambda: len(recorder.of(GpuProbePassed)) >= 4)
+    await recorder.at_least(4, GpuProbePassed)
     (task,) = [task for task in asyncio.all_tasks() if task.get_name() == "nvml"]
     task.cancel()
     await asyncio.wait({task})
     recorder.forget()
     async with asyncio.TaskGroup() as group:
         again = group.create_task(source.run())
-        await recorder.until(lambda: len(recorder.of(GpuProbePassed)) >= 4)
+        await recorder.at_least(4, GpuProbePassed)
         node.state.push_xid(1, 48)
         await recorder.first(XidReported)
         again.cancel()
@@ -329,7 +329,7 @@ async def test_no_descriptor_is_left_when_it_is_closed(
     before = set(Path("/proc/self/fd").iterdir())
     node = make_node("4x-t4")
     source = await start_source(node)
-    await recorder.until(lambda: len(recorder.of(GpuProbePassed)) >= 4)
+    await recorder.at_least(4, GpuProbePassed)
     (task,) = [task for task in asyncio.all_tasks() if task.get_name() == "nvml"]
     task.cancel()
     await asyncio.wait({task})
@@ -347,7 +347,7 @@ async def test_one_that_is_stopped_while_the_driver_goes_ends(
         for moment in range(12):
             recorder.forget()
             async with running_source(node, recorder.inbox):
-                await recorder.until(lambda: len(recorder.of(GpuProbePassed)) >= 4)
+                await recorder.at_least(4, GpuProbePassed)
                 node.state.unload_driver(code=999)
                 await asyncio.sleep(moment * 0.005)
 

@@ -109,7 +109,7 @@ async def test_a_gpu_is_probed_at_once_after_an_xid(
     node = make_node("4x-t4")
     await start_source(node, RARELY)
     await registered(node, 4)
-    await recorder.until(lambda: len(recorder.of(GpuProbePassed)) >= 4)
+    await recorder.at_least(4, GpuProbePassed)
     recorder.forget()
     node.state.push_xid(2, 79)
     assert await recorder.first(GpuProbePassed) == GpuProbePassed(gpu=node.uuid(2))
@@ -122,7 +122,7 @@ async def test_an_xid_storm_makes_no_storm_of_probes(
     node = make_node("4x-t4")
     await start_source(node, RARELY)
     await registered(node, 4)
-    await recorder.until(lambda: len(recorder.of(GpuProbePassed)) >= 4)
+    await recorder.at_least(4, GpuProbePassed)
     began_ns = time.monotonic_ns()
     for _ in range(500):
         node.state.push_xid(2, 13)
@@ -160,7 +160,7 @@ async def test_a_gpu_whose_events_cannot_be_registered_has_not_passed(
     node = make_node("4x-t4")
     node.state.set_return(REGISTER, 999, gpu=1)
     await start_source(node)
-    await recorder.until(lambda: len(recorder.of(GpuCallFailed)) >= 3)
+    await recorder.at_least(3, GpuCallFailed)
     assert {(fact.gpu, fact.code, fact.call) for fact in recorder.of(GpuCallFailed)} == {
         (node.uuid(1), 999, REGISTER)
     }
@@ -252,7 +252,7 @@ async def test_a_set_that_cannot_be_made_is_tried_again(
     node.state.set_return(CREATE, 23)
     await start_source(node)
     await until(lambda: node.state.calls(CREATE) >= 3)
-    await recorder.until(lambda: len(recorder.of(GpuProbePassed)) >= 4)
+    await recorder.at_least(4, GpuProbePassed)
     node.state.clear_return(CREATE)
     await until_heard(node, recorder, 0)
 

@@ -17,7 +17,7 @@ from agent.model.facts import (
 )
 from tests.sources.conftest import MakeNode, StartSource
 from tests.sources.recorder import Recorder
-from tests.sources.simulated import MS, QUICK
+from tests.sources.simulated import MS, QUICK, all_probed
 
 HASTY = replace(QUICK, call_deadline_ns=150 * MS)
 """A call is overdue soon, though not on a machine that is merely busy."""
@@ -28,7 +28,7 @@ async def test_a_gpu_that_hangs_is_told_once_and_the_others_pass_on(
 ) -> None:
     node = make_node("8x-a100")
     await start_source(node, HASTY)
-    await recorder.until(lambda: len({fact.gpu for fact in recorder.of(GpuProbePassed)}) == 8)
+    await all_probed(recorder, node)
     node.state.hang(gpu=3)
     overdue = await recorder.first(GpuCallOverdue)
     assert (overdue.gpu, overdue.deadline_ns) == (node.uuid(3), 150 * MS)
@@ -48,12 +48,12 @@ async def test_a_gpu_that_hangs_costs_no_thread_and_no_call_for_each_poll(
 ) -> None:
     node = make_node("4x-t4")
     await start_source(node, HASTY)
-    await recorder.until(lambda: len({fact.gpu for fact in recorder.of(GpuProbePassed)}) == 4)
+    await all_probed(recorder, node)
     node.state.hang(gpu=1)
     await recorder.first(GpuCallOverdue)
     threads, hangs = threading.active_count(), node.state.hangs_entered
     recorder.forget()
-    await recorder.until(lambda: len(recorder.of(GpuProbePassed)) >= 12)
+    await recorder.at_least(12, GpuProbePassed)
     assert threading.active_count() == threads
     assert node.state.hangs_entered == hangs == 1
 
@@ -63,7 +63,7 @@ async def test_a_late_answer_does_not_count_and_is_asked_for_again(
 ) -> None:
     node = make_node("4x-t4")
     await start_source(node, replace(HASTY, poll_ns=3_600_000 * MS))
-    await recorder.until(lambda: len(recorder.of(GpuProbePassed)) >= 4)
+    await recorder.at_least(4, GpuProbePassed)
     node.state.hang(gpu=1)
     node.state.push_xid(1, 31)
     await recorder.first(GpuCallOverdue)
@@ -80,7 +80,7 @@ async def test_a_gpu_that_hangs_again_is_told_again(
 ) -> None:
     node = make_node("4x-t4")
     await start_source(node, HASTY)
-    await recorder.until(lambda: len(recorder.of(GpuProbePassed)) >= 4)
+    await recorder.at_least(4, GpuProbePassed)
     for _ in range(2):
         recorder.forget()
         node.state.hang(gpu=1)
@@ -114,13 +114,13 @@ async def test_every_gpu_that_hangs_is_told(
 ) -> None:
     node = make_node("4x-t4")
     await start_source(node, HASTY)
-    await recorder.until(lambda: len({fact.gpu for fact in recorder.of(GpuProbePassed)}) == 4)
+    await all_probed(recorder, node)
     node.state.hang()
     await recorder.until(lambda: {fact.gpu for fact in recorder.of(GpuCallOverdue)} == set(node.uuids()))
     await recorder.first(DriverCallOverdue)
     recorder.forget()
     node.state.release()
-    await recorder.until(lambda: {fact.gpu for fact in recorder.of(GpuProbePassed)} == set(node.uuids()))
+    await all_probed(recorder, node)
     await recorder.first(DriverCallAnswered)
 
 
@@ -151,7 +151,7 @@ async def test_the_driver_is_told_to_hang_if_not_one_gpu_can_be_identified(
     assert (await recorder.first(DriverCallOverdue)).call == "nvmlDeviceGetHandleByIndex"
     node.state.release(function="nvmlDeviceGetHandleByIndex")
     await recorder.first(DriverCallAnswered)
-    await recorder.until(lambda: {fact.gpu for fact in recorder.of(GpuProbePassed)} == set(node.uuids()))
+    await all_probed(recorder, node)
 
 
 async def test_a_gpu_that_hangs_while_another_goes_is_the_one_that_stays(
@@ -159,7 +159,7 @@ async def test_a_gpu_that_hangs_while_another_goes_is_the_one_that_stays(
 ) -> None:
     node = make_node("4x-t4")
     await start_source(node, HASTY)
-    await recorder.until(lambda: len({fact.gpu for fact in recorder.of(GpuProbePassed)}) == 4)
+    await all_probed(recorder, node)
     node.state.hang(gpu=1)
     await recorder.first(GpuCallOverdue)
     node.state.hide_gpu(2)
@@ -172,13 +172,13 @@ async def test_the_driver_is_not_gone_while_a_gpu_hangs_and_the_others_answer(
 ) -> None:
     node = make_node("4x-t4")
     await start_source(node, HASTY)
-    await recorder.until(lambda: len({fact.gpu for fact in recorder.of(GpuProbePassed)}) == 4)
+    await all_probed(recorder, node)
     node.state.hang(gpu=1)
     await recorder.first(GpuCallOverdue)
     node.state.set_return(None, 999, gpu=2)
     await recorder.first(GpuCallFailed)
     recorder.forget()
-    await recorder.until(lambda: len(recorder.of(GpuCallFailed)) >= 3)
+    await recorder.at_least(3, GpuCallFailed)
     assert recorder.of(DriverUnavailable) == []
 
 
@@ -187,7 +187,7 @@ async def test_a_source_with_a_stuck_thread_says_at_once_that_it_cannot_be_close
 ) -> None:
     node = make_node("4x-t4")
     source = await start_source(node, HASTY)
-    await recorder.until(lambda: len(recorder.of(GpuProbePassed)) >= 4)
+    await recorder.at_least(4, GpuProbePassed)
     node.state.hang(gpu=1)
     await recorder.first(GpuCallOverdue)
     (task,) = [task for task in asyncio.all_tasks() if task.get_name() == "nvml"]
@@ -202,7 +202,7 @@ async def test_nvml_is_not_let_go_while_a_thread_is_stuck_in_it(
 ) -> None:
     node = make_node("4x-t4")
     await start_source(node, HASTY)
-    await recorder.until(lambda: len(recorder.of(GpuProbePassed)) >= 4)
+    await recorder.at_least(4, GpuProbePassed)
     node.state.hang(gpu=1)
     await recorder.first(GpuCallOverdue)
     others = set(node.uuids()) - {node.uuid(1)}
@@ -210,7 +210,7 @@ async def test_nvml_is_not_let_go_while_a_thread_is_stuck_in_it(
         node.state.set_return(None, 999, gpu=gpu)
     await recorder.until(lambda: {fact.gpu for fact in recorder.of(GpuCallFailed)} == others)
     recorder.forget()
-    await recorder.until(lambda: len(recorder.of(GpuCallFailed)) >= 6)
+    await recorder.at_least(6, GpuCallFailed)
     assert (node.state.inits, node.state.shutdowns) == (1, 0)
     for gpu in (0, 2, 3):
         node.state.clear_return(None, gpu=gpu)
@@ -223,7 +223,7 @@ async def test_nvml_is_let_go_once_the_stuck_thread_is_back(
 ) -> None:
     node = make_node("4x-t4")
     await start_source(node, HASTY)
-    await recorder.until(lambda: len(recorder.of(GpuProbePassed)) >= 4)
+    await recorder.at_least(4, GpuProbePassed)
     node.state.hang(gpu=1)
     await recorder.first(GpuCallOverdue)
     node.state.unload_driver()
@@ -231,4 +231,4 @@ async def test_nvml_is_let_go_once_the_stuck_thread_is_back(
     await recorder.first(DriverUnavailable)
     node.state.load_driver()
     recorder.forget()
-    await recorder.until(lambda: {fact.gpu for fact in recorder.of(GpuProbePassed)} == set(node.uuids()))
+    await all_probed(recorder, node)

@@ -7,7 +7,7 @@ import pytest
 from agent.model.facts import DriverUnavailable, GpuCallFailed, GpuProbePassed, GpusEnumerated
 from tests.sources.conftest import MakeNode, StartSource
 from tests.sources.recorder import Recorder, until
-from tests.sources.simulated import MS, QUICK, hears_every_gpu
+from tests.sources.simulated import MS, QUICK, all_probed, hears_every_gpu
 
 BENIGN = (3, 4, 13)
 FINDINGS = (1, 2, 5, 6, 7, 8, 9, 10, 11, 12, *range(14, 31), 999)
@@ -22,7 +22,7 @@ async def test_an_answer_that_cannot_be_had_is_no_finding(
     node = make_node(TWO_T4)
     node.state.set_return(call, code)
     await start_source(node)
-    await recorder.until(lambda: len(recorder.of(GpuProbePassed)) >= 4)
+    await recorder.at_least(4, GpuProbePassed)
     assert recorder.of(GpuCallFailed) == []
 
 
@@ -32,7 +32,7 @@ async def test_any_other_code_is_told_of_that_gpu_alone(
 ) -> None:
     node = make_node(TWO_T4)
     await start_source(node)
-    await recorder.until(lambda: len(recorder.of(GpuProbePassed)) >= 2)
+    await recorder.at_least(2, GpuProbePassed)
     node.state.set_return("nvmlDeviceGetTemperature", code, gpu=1)
     fact = await recorder.first(GpuCallFailed)
     assert (fact.gpu, fact.code, fact.call) == (node.uuid(1), code, "nvmlDeviceGetTemperature")
@@ -54,12 +54,12 @@ async def test_every_gpu_that_is_lost_does_not_mean_that_the_driver_is(
 ) -> None:
     node = make_node(TWO_T4)
     await start_source(node)
-    await recorder.until(lambda: len(recorder.of(GpuProbePassed)) >= 2)
+    await recorder.at_least(2, GpuProbePassed)
     for gpu in (0, 1):
         node.state.set_return(None, code, gpu=gpu)
     await recorder.until(lambda: {fact.gpu for fact in recorder.of(GpuCallFailed)} == set(node.uuids()))
     recorder.forget()
-    await recorder.until(lambda: len(recorder.of(GpuCallFailed)) >= 4)
+    await recorder.at_least(4, GpuCallFailed)
     assert recorder.of(DriverUnavailable) == []
     assert node.state.inits == 1
 
@@ -83,7 +83,7 @@ async def test_a_driver_that_goes_is_never_told_as_the_fault_of_a_gpu(
     await start_source(node)
     for _ in range(5):
         recorder.forget()
-        await recorder.until(lambda: {fact.gpu for fact in recorder.of(GpuProbePassed)} == set(node.uuids()))
+        await all_probed(recorder, node)
         node.state.unload_driver(code=code)
         await recorder.first(DriverUnavailable)
         assert recorder.of(GpuCallFailed) == []
@@ -96,7 +96,7 @@ async def test_gpus_that_fail_like_a_driver_that_is_gone_are_told_once_another_o
 ) -> None:
     node = make_node("8x-a100")
     source = await start_source(node, replace(QUICK, poll_ns=3_600_000 * MS))
-    await recorder.until(lambda: {fact.gpu for fact in recorder.of(GpuProbePassed)} == set(node.uuids()))
+    await all_probed(recorder, node)
     await until(lambda: hears_every_gpu(source))
     recorder.forget()
     for gpu in (2, 5):

@@ -14,7 +14,7 @@ from agent.model.facts import (
 from agent.sources.nvml_hotplug import MAX_AT_ONCE, pci_of
 from tests.sources.conftest import MakeNode, StartSource
 from tests.sources.recorder import Recorder, until
-from tests.sources.simulated import hears_every_gpu
+from tests.sources.simulated import all_probed, hears_every_gpu
 from tests.sources.test_nvml_sampling import HOUR, TWO_A100
 
 CREATE, REGISTER, WAIT, FREE = (
@@ -30,12 +30,12 @@ async def test_a_driver_without_such_events_is_asked_for_them_once(
 ) -> None:
     node = make_node(TWO_A100)
     await start_source(node)
-    await recorder.until(lambda: len(recorder.of(GpuProbePassed)) >= 4)
+    await recorder.at_least(4, GpuProbePassed)
     node.state.unload_driver()
     await recorder.first(DriverUnavailable)
     node.state.load_driver()
     recorder.forget()
-    await recorder.until(lambda: len(recorder.of(GpuProbePassed)) >= 4)
+    await recorder.at_least(4, GpuProbePassed)
     assert [node.state.calls(call) for call in (CREATE, REGISTER, WAIT, FREE)] == [1, 0, 0, 0]
 
 
@@ -47,11 +47,11 @@ async def test_a_gpu_that_is_bound_or_unbound_is_told_and_everything_is_looked_a
     node.state.offer_system_events()
     await start_source(node, HOUR)
     await until(lambda: node.state.calls(WAIT) > 0)
-    await recorder.until(lambda: len(recorder.of(GpuProbePassed)) >= 2)
+    await recorder.at_least(2, GpuProbePassed)
     recorder.forget()
     node.state.push_rebind(1, bound=bound)
     assert await recorder.first(GpuRebound) == GpuRebound(pci="0000:0f:00.0", bound=bound, source=NVML)
-    await recorder.until(lambda: {fact.gpu for fact in recorder.of(GpuProbePassed)} == set(node.uuids()))
+    await all_probed(recorder, node)
 
 
 async def test_more_events_than_are_taken_at_once_are_all_told(
@@ -78,7 +78,7 @@ async def test_they_are_registered_for_once_in_a_process(
     await recorder.first(DriverUnavailable)
     node.state.load_driver()
     recorder.forget()
-    await recorder.until(lambda: len(recorder.of(GpuProbePassed)) >= 2)
+    await recorder.at_least(2, GpuProbePassed)
     await until(lambda: hears_every_gpu(source))
     waits = node.state.calls(WAIT)
     node.state.push_xid(0, 79)
@@ -97,7 +97,7 @@ async def test_any_error_ends_them_and_is_no_finding(
     node.state.set_return(call, code)
     source = await start_source(node)
     await until(lambda: node.state.calls(call) > 0 and hears_every_gpu(source))
-    await recorder.until(lambda: len(recorder.of(GpuProbePassed)) >= 4)
+    await recorder.at_least(4, GpuProbePassed)
     node.state.push_xid(0, 79)
     await recorder.first(XidReported)
     assert node.state.calls(call) == 1

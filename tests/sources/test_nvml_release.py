@@ -24,7 +24,7 @@ from agent.simulation.presets import load_preset
 from agent.simulation.roots import write_dev
 from tests.sources.conftest import MakeNode, StartSource
 from tests.sources.recorder import Recorder, until
-from tests.sources.simulated import MS, QUICK, Node, hears_every_gpu
+from tests.sources.simulated import MS, QUICK, Node, all_probed, hears_every_gpu
 
 INIT = "nvmlInitWithFlags"
 HASTY = replace(QUICK, call_deadline_ns=150 * MS)
@@ -53,7 +53,7 @@ def calls_of_any_kind(node: Node) -> int:
 
 async def passed(recorder: Recorder, node: Node) -> None:
     recorder.forget()
-    await recorder.until(lambda: {fact.gpu for fact in recorder.of(GpuProbePassed)} == set(node.uuids()))
+    await all_probed(recorder, node)
 
 
 async def test_a_running_source_has_the_drivers_files_open(
@@ -104,7 +104,7 @@ async def test_a_driver_taken_back_is_told_as_at_the_start_and_its_xids_are_hear
     await recorder.first(DriverReleased)
     recorder.forget()
     source.resume()
-    await recorder.until(lambda: {fact.gpu for fact in recorder.of(GpuProbePassed)} == set(node.uuids()))
+    await all_probed(recorder, node)
     assert [type(fact) for fact in recorder.facts[:2]] == [DriverReady, GpusEnumerated]
     await until(lambda: hears_every_gpu(source))
     node.state.push_xid(2, 79)

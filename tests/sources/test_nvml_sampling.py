@@ -18,7 +18,7 @@ from agent.model.sample import GpuSample
 from agent.simulation.nvml import NvmlState
 from tests.sources.conftest import MakeNode, StartSource
 from tests.sources.recorder import Recorder, until
-from tests.sources.simulated import MS, QUICK, Node, hears_every_gpu
+from tests.sources.simulated import MS, QUICK, Node, all_probed, hears_every_gpu
 
 TWO_A100 = {"preset": "8x-a100", "gpus": 2}
 TWO_T4 = {"preset": "4x-t4", "gpus": 2}
@@ -69,7 +69,7 @@ async def test_the_readings_of_a_poll_come_before_its_outcome(
 ) -> None:
     node = make_node(TWO_A100)
     await start_source(node)
-    await recorder.until(lambda: len(recorder.of(GpuProbePassed)) >= 6)
+    await recorder.at_least(6, GpuProbePassed)
     mine = [fact for fact in recorder.facts if getattr(fact, "gpu", None) == node.uuid(0)]
     assert [type(fact) for fact in mine[:6]] == [GpuSampled, GpuMemorySeen, GpuProbePassed] * 2
 
@@ -185,7 +185,7 @@ async def test_what_never_changes_is_read_once(
 ) -> None:
     node = make_node(TWO_A100)
     await start_source(node)
-    await recorder.until(lambda: len(recorder.of(GpuProbePassed)) >= 8)
+    await recorder.at_least(8, GpuProbePassed)
     for call in ("nvmlDeviceGetTemperatureThreshold", "nvmlDeviceGetMaxPcieLinkWidth"):
         assert node.state.calls(call) == 2
 
@@ -196,13 +196,13 @@ async def test_what_is_not_offered_is_asked_for_once_and_again_after_an_init(
     node = make_node(TWO_T4)
     call = "nvmlDeviceGetRemappedRows"
     await start_source(node)
-    await recorder.until(lambda: len(recorder.of(GpuProbePassed)) >= 8)
+    await recorder.at_least(8, GpuProbePassed)
     assert node.state.calls(call) == 2
     node.state.unload_driver()
     await recorder.first(DriverUnavailable)
     node.state.load_driver()
     recorder.forget()
-    await recorder.until(lambda: len(recorder.of(GpuProbePassed)) >= 8)
+    await recorder.at_least(8, GpuProbePassed)
     assert node.state.calls(call) == 4
 
 
@@ -247,7 +247,7 @@ async def test_an_xid_has_everything_read_at_once(
 ) -> None:
     node = make_node(TWO_A100)
     source = await start_source(node, HOUR)
-    await recorder.until(lambda: len(recorder.of(GpuProbePassed)) >= 2)
+    await recorder.at_least(2, GpuProbePassed)
     await until(lambda: hears_every_gpu(source))
     recorder.forget()
     node.state.set_recovery_action(0, 1)
@@ -264,12 +264,12 @@ async def test_a_request_has_everything_read_of_every_gpu(
 ) -> None:
     node = make_node(TWO_A100)
     source = await start_source(node, HOUR)
-    await recorder.until(lambda: len(recorder.of(GpuProbePassed)) >= 2)
+    await recorder.at_least(2, GpuProbePassed)
     recorder.forget()
     node.state.set_nvlink(1, 5, up=False)
     counts = node.state.calls("nvmlDeviceGetCount")
     source.request()
-    await recorder.until(lambda: {fact.gpu for fact in recorder.of(GpuProbePassed)} == set(node.uuids()))
+    await all_probed(recorder, node)
     assert samples(recorder, node, 1)[0].links_down == (5,)
     assert node.state.calls("nvmlDeviceGetCount") == counts + 1
 
@@ -360,7 +360,7 @@ async def test_a_reading_that_fails_is_unknown_and_no_finding(
     await start_source(node, EACH_POLL)
     await recorder.until(lambda: len(samples(recorder, node, 1)) >= 3)
     assert set(samples(recorder, node, 1)) == {GpuSample(temperature_celsius=28)}
-    await recorder.until(lambda: {fact.gpu for fact in recorder.of(GpuProbePassed)} == set(node.uuids()))
+    await all_probed(recorder, node)
     assert (recorder.of(GpuCallFailed), recorder.of(DriverUnavailable)) == ([], [])
     assert len(recorder.of(GpusEnumerated)) == 1
 
@@ -387,7 +387,7 @@ async def test_a_reading_that_fails_is_asked_for_once_a_poll(
     for call in READINGS:
         node.state.set_return(call, code)
     await start_source(node, EACH_POLL)
-    await recorder.until(lambda: len(recorder.of(GpuProbePassed)) >= 5)
+    await recorder.at_least(5, GpuProbePassed)
     polls = node.state.calls("nvmlDeviceGetTemperature")
     for call in READINGS:
         if "NvLink" not in call:
@@ -412,7 +412,7 @@ async def test_a_gpu_that_is_lost_or_to_be_reset_may_say_so_in_any_reading(
     assert (fact.gpu, fact.code) == (node.uuid(1), code)
     assert fact.call.startswith(call)
     recorder.forget()
-    await recorder.until(lambda: len(recorder.of(GpuProbePassed)) >= 2)
+    await recorder.at_least(2, GpuProbePassed)
     assert {fact.gpu for fact in recorder.of(GpuProbePassed)} == {node.uuid(0)}
     assert recorder.of(DriverUnavailable) == []
 
@@ -448,7 +448,7 @@ async def test_a_lost_gpu_is_asked_for_no_reading(
     node = make_node(TWO_A100)
     node.state.set_return("nvmlDeviceGetMemoryInfo", 15, gpu=1)
     await start_source(node)
-    await recorder.until(lambda: len(recorder.of(GpuCallFailed)) >= 2)
+    await recorder.at_least(2, GpuCallFailed)
     assert node.state.calls("nvmlDeviceGetFieldValues", gpu=1) == 0
     assert samples(recorder, node, 1) == []
 
@@ -458,7 +458,7 @@ async def test_a_reading_that_does_not_answer_is_told_like_any_other_call(
 ) -> None:
     node = make_node(TWO_A100)
     await start_source(node, replace(QUICK, call_deadline_ns=150 * MS))
-    await recorder.until(lambda: len(recorder.of(GpuProbePassed)) >= 2)
+    await recorder.at_least(2, GpuProbePassed)
     node.state.hang(function="nvmlDeviceGetRemappedRows", gpu=1)
     overdue = await recorder.first(GpuCallOverdue)
     assert (overdue.gpu, overdue.call) == (node.uuid(1), "nvmlDeviceGetRemappedRows")

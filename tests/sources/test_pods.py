@@ -104,7 +104,7 @@ async def test_the_same_is_told_again_so_that_it_does_not_grow_old(
     kubelet: EmulatedKubelet, start: Start, recorder: Recorder
 ) -> None:
     await start(socket_of(kubelet))
-    await recorder.until(lambda: len(recorder.of(AllocationsListed)) >= 3)
+    await recorder.at_least(3, AllocationsListed)
 
 
 async def test_resources_of_others_are_not_told(
