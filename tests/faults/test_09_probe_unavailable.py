@@ -64,7 +64,7 @@ def a_verifier_that_refuses(machine: OtherMachine, scratch: Path) -> tuple[str, 
         pytest.skip(why)
     changed = scratch / "bpf"
     shutil.copytree(ROOT / "bpf", changed)
-    source = changed / "gpu_probe.bpf.c"
+    source = changed / "calls.h"
     text, bound = source.read_text(), "if (call.size > sizeof(block))"
     assert bound in text
     source.write_text(text.replace(bound, "if (call.size > 4096)"))
