@@ -225,12 +225,14 @@ DEVICE_LIST_STRATEGIES: Final[tuple[DeviceListStrategy, ...]] = (
 CDI_FEATURE_FLAGS: Final = (
     "enable-explicit-driver-libraries",
     "disable-nvsandboxutils",
+    "disable-nvsandbox-utils",
     "enable-coherent-annotations",
     "disable-multiple-csv-devices",
     "no-additional-gids-for-device-nodes",
     "disable-ipc-discoverer",
 )
-"""Source: NVIDIA/nvidia-container-toolkit:pkg/nvcdi."""
+"""What is never done here needs no disabling: nvsandboxutils, whose flag was once spelt otherwise, and CSV,
+which is Tegra's. Source: NVIDIA/nvidia-container-toolkit:pkg/nvcdi/api.go, options.go."""
 
 CDI_HOOKS: Final = (
     "chmod",
@@ -241,7 +243,8 @@ CDI_HOOKS: Final = (
     "update-application-profile",
     "update-ldcache",
 )
-"""Source: NVIDIA/nvidia-container-toolkit:pkg/nvcdi."""
+"""Two are never asked for here: ``chmod``, which NVIDIA's own leaves out too, and ``create-soname-symlinks``.
+Source: NVIDIA/nvidia-container-toolkit:pkg/nvcdi, internal/discover/hooks.go."""
 
 
 def device_list_strategies_from(text: str) -> tuple[DeviceListStrategy, ...]:

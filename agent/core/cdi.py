@@ -37,6 +37,7 @@ VOID: Final = "NVIDIA_VISIBLE_DEVICES=void"
 """Keeps the NVIDIA runtime, where it is the container's, from giving the container all GPUs of the node."""
 
 _CREATE_SYMLINKS: Final = "create-symlinks"
+_COHERENT: Final = "gpu.nvidia.com/coherent"
 
 
 class DeviceNode(NamedTuple):
@@ -129,13 +130,16 @@ def specifications(
     mig_strategy: MigStrategy,
     files: DriverFiles,
     hooks: Hooks,
+    annotate_coherent: bool = False,
 ) -> dict[str, Document]:
     """Return the specification of each class that has a device.
 
     Of two GPUs that go by one index the first counts, so those that NVML lists now come first.
+    ``annotate_coherent``: tell of each whole GPU whether its memory is coherent with the CPU's.
     """
+    of_gpus = _gpu_devices(gpus, injection.ids, mig_strategy, files, hooks)
     devices = {
-        GPU: list(_gpu_devices(gpus, injection.ids, mig_strategy, files, hooks)),
+        GPU: [_annotated(gpu, mig, device) if annotate_coherent else device for gpu, mig, device in of_gpus],
         "gds": _all_of(_matching(files, "/dev/nvidia-fs"), files.storage_mounts) if injection.gds else [],
         "mofed": _all_of(_matching(files, "/dev/infiniband/")) if injection.mofed else [],
         "gdrcopy": _all_of(_matching(files, "/dev/gdrdrv")) if injection.gdrcopy else [],
@@ -167,13 +171,20 @@ def _gpu_devices(
     mig_strategy: MigStrategy,
     files: DriverFiles,
     hooks: Hooks,
-) -> Iterator[Document]:
+) -> Iterator[tuple[Gpu, MigDevice | None, Document]]:
     named: set[str] = set()
     for gpu, mig in _parts(gpus, mig_strategy):
         name = _name(gpu, mig, ids)
         if name not in named and not _missing(gpu, mig, files):
             named.add(name)
-            yield {"name": name, "containerEdits": _device_edits(gpu, mig, files, hooks)}
+            yield gpu, mig, {"name": name, "containerEdits": _device_edits(gpu, mig, files, hooks)}
+
+
+def _annotated(gpu: Gpu, mig: MigDevice | None, device: Document) -> Document:
+    """Return the device with what its reader may select by; nothing is told of MIG devices."""
+    if mig is not None or gpu.coherent is None:
+        return device
+    return {"name": device["name"], "annotations": {_COHERENT: str(gpu.coherent).lower()}, **device}
 
 
 def left_out(gpus: Iterable[Gpu], *, mig_strategy: MigStrategy, files: DriverFiles) -> tuple[str, ...]:

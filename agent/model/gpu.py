@@ -44,6 +44,8 @@ class Gpu:
     """Board part number; with serial, VBIOS and InfoROM it is what an RMA asks for."""
     vbios: str | None = None
     inforom: str | None = None
+    coherent: bool | None = None
+    """Whether GPU and CPU share one address space (ATS), as on Grace; None where the driver does not say."""
     mig_enabled: bool = False
     mig_devices: tuple[MigDevice, ...] = ()
 

@@ -45,6 +45,7 @@ def gpu_of(slot: int, spec: GpuSpec) -> Gpu:
         compute_capability=spec.compute_capability,
         numa_node=spec.numa_node,
         serial=spec.serial,
+        coherent=spec.addressing_mode == "ats",
         mig_enabled=mig is not None,
         mig_devices=tuple(
             _mig_device(spec.minor, mig, index, each) for index, each in enumerate(placed) if mig is not None

@@ -37,10 +37,6 @@ MAX_FOREIGN_BYTES: Final = 1024 * 1024
 FILE_MODE: Final = 0o644
 DIRECTORY_MODE: Final = 0o755
 
-UNSUPPORTED_FLAGS: Final = frozenset(("enable-coherent-annotations",))
-"""Feature flags that change nothing here. Of the others, one is for Tegra and one for a library that
-this agent never uses; the rest are obeyed."""
-
 
 class SpecDirectory:
     """Where the spec files are. The job blocks; two at once wait for one another."""
@@ -74,6 +70,7 @@ class SpecDirectory:
             mig_strategy=wanted.mig_strategy,
             files=found,
             hooks=hooks,
+            annotate_coherent="enable-coherent-annotations" in flags,
         )
         written, conflicts = self._write(documents)
         extra = extra_cdi_names(wanted.injection)
@@ -87,7 +84,7 @@ class SpecDirectory:
                 mig_strategy=wanted.mig_strategy,
                 files=found,
             ),
-            remarks=(*remarks, *sorted(f"{flag} changes nothing" for flag in flags & UNSUPPORTED_FLAGS)),
+            remarks=remarks,
         )
 
     def _places(self) -> Places:

@@ -146,8 +146,22 @@ def _with_details(nvml: Nvml, seen: Sighting) -> Sighting:
         part_number=_if_told(lambda: nvml.part_number(handle)),
         vbios=_if_told(lambda: nvml.vbios(handle)),
         inforom=_if_told(lambda: nvml.inforom(handle)),
+        coherent=_coherent(nvml, handle),
     )
     return replace(seen, gpu=gpu, complete=True)
+
+
+def _coherent(nvml: Nvml, handle: Handle) -> bool | None:
+    """Return whether a GPU is coherent: one that has no addressing modes, or whose driver has none, is not.
+
+    Source: NVIDIA/go-nvlib:pkg/nvlib/device/device.go.
+    """
+    try:
+        return nvml.coherent(handle)
+    except NvmlError as error:
+        if error.code in FINDINGS:
+            raise
+        return False if error.code in (NvmlCode.NOT_SUPPORTED, NvmlCode.FUNCTION_NOT_FOUND) else None
 
 
 def _if_told(call: Callable[[], str]) -> str | None:

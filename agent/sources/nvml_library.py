@@ -209,6 +209,11 @@ class Nvml:
         """Return the version of the InfoROM image."""
         return _text(self.call(pynvml.nvmlDeviceGetInforomImageVersion, handle))
 
+    def coherent(self, handle: Handle) -> bool:
+        """Return whether the GPU shares the CPU's address space, by address translation services."""
+        mode = self.call(pynvml.nvmlDeviceGetAddressingMode, handle)
+        return int(mode) == int(pynvml.NVML_DEVICE_ADDRESSING_MODE_ATS)
+
     def mig_enabled(self, handle: Handle) -> bool:
         """Return whether MIG mode is on now; NOT_SUPPORTED where the GPU has none."""
         current, _pending = self.call(pynvml.nvmlDeviceGetMigMode, handle)

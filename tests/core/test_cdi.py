@@ -21,6 +21,7 @@ from agent.core.cdi import (
 from agent.core.cdi_schema import problems_of
 from agent.core.injection import cdi_name, name_in_container
 from agent.core.inventory import Offer
+from agent.core.nodes import CAPABILITY_NODE
 from agent.model.gpu import Gpu
 from agent.model.health import Health
 from agent.model.ids import DeviceId, GpuUuid, Placement
@@ -121,6 +122,31 @@ def test_mounts_stand_in_the_order_of_their_place_in_containers() -> None:
     files = replace(FILES, mounts=(Mount("/a", "/usr/b"), Mount("/b", "/usr/a")))
     mounts = made(files=files)["gpu"]["containerEdits"]["mounts"]
     assert [mount["containerPath"] for mount in mounts] == ["/usr/a", "/usr/b"]
+
+
+def test_a_whole_gpu_is_annotated_as_coherent_or_not_as_far_as_that_is_known() -> None:
+    sliced = replace(mig_gpu(3, (7, 0, "1g.5gb")), minor=0, coherent=True)
+    [slice_] = sliced.mig_devices
+    sliced = replace(sliced, mig_devices=(replace(slice_, gi_minor=1, ci_minor=2),))
+    gpus = [replace(gpu(0), coherent=True), replace(gpu(1), coherent=False), replace(gpu(2), minor=0), sliced]
+    files = replace(FILES, nodes={**FILES.nodes, **nodes(*(f"{CAPABILITY_NODE}{n}" for n in (1, 2)))})
+    found = specifications(
+        gpus,
+        injection=Injection(),
+        mig_strategy="mixed",
+        files=files,
+        hooks=NO_HOOKS,
+        annotate_coherent=True,
+    )["gpu"]
+    assert problems_of(found) == ()
+    assert found["cdiVersion"] == "0.6.0"
+    assert {device["name"]: device.get("annotations") for device in found["devices"]} == {
+        gpu(0).uuid: {"gpu.nvidia.com/coherent": "true"},
+        gpu(1).uuid: {"gpu.nvidia.com/coherent": "false"},
+        gpu(2).uuid: None,
+        slice_.uuid: None,
+    }
+    assert all("annotations" not in device for device in made(gpus)["gpu"]["devices"])
 
 
 def test_the_group_of_a_closed_node_raises_the_version() -> None:

@@ -565,13 +565,24 @@ async def test_what_is_wanted_beside_gpus_is_absent_or_resolves(node: Node) -> N
         assert sink.absent == {mofed}
 
 
-async def test_a_feature_that_changes_nothing_is_named_once(
+async def test_what_an_operator_may_not_expect_is_told_once(
     node: Node, caplog: pytest.LogCaptureFixture
 ) -> None:
-    node.settings = node.settings._replace(feature_flags=frozenset(("enable-coherent-annotations",)))
+    node.settings = node.settings._replace(hook_path="/nonexistent/nvidia-ctk")
     node.make()
     async with node.running() as sink:
         node.file.unlink()
         await sink.settle()
     told = [record for record in caplog.records if "something to know" in record.getMessage()]
     assert len(told) == 1
+
+
+async def test_gpus_are_annotated_as_coherent_or_not_where_that_is_asked_for(node: Node) -> None:
+    node.latest.publish(state(gpu(0, coherent=True), gpu(1, coherent=False)))
+    node.settings = node.settings._replace(feature_flags=frozenset(("enable-coherent-annotations",)))
+    node.make()
+    async with node.running():
+        assert [device.get("annotations") for device in node.document()["devices"]] == [
+            {"gpu.nvidia.com/coherent": "true"},
+            {"gpu.nvidia.com/coherent": "false"},
+        ]

@@ -60,6 +60,26 @@ async def test_every_gpu_is_listed_once_and_probed(
     assert failed(recorder) == set()
 
 
+@pytest.mark.parametrize(("preset", "coherent"), [("gb200", True), ("dgx-h100", False)])
+async def test_a_gpu_is_coherent_where_it_shares_the_addresses_of_the_cpu(
+    make_node: MakeNode, start_source: StartSource, recorder: Recorder, preset: str, *, coherent: bool
+) -> None:
+    node = make_node(preset)
+    await start_source(node)
+    assert {gpu.coherent for gpu in (await recorder.first(GpusEnumerated)).gpus} == {coherent}
+
+
+async def test_whether_a_gpu_is_coherent_may_stay_unknown(
+    make_node: MakeNode, start_source: StartSource, recorder: Recorder
+) -> None:
+    node = make_node(FOUR_T4)
+    no_permission = 4
+    node.state.set_return("nvmlDeviceGetAddressingMode", no_permission, gpu=1)
+    await start_source(node)
+    seen = (await recorder.first(GpusEnumerated)).gpus
+    assert [gpu.coherent for gpu in seen] == [False, None, False, False]
+
+
 async def test_the_driver_is_told_before_its_gpus_and_they_before_their_probes(
     make_node: MakeNode, start_source: StartSource, recorder: Recorder
 ) -> None:
@@ -102,6 +122,7 @@ async def test_a_gpu_is_told_with_all_that_never_changes(
         part_number="692-2G506-0212-002",
         vbios="92.00.45.00.03",
         inforom="G506.0212.00.02",
+        coherent=False,
     )
 
 

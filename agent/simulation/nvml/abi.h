@@ -122,6 +122,10 @@ typedef struct {
 } abi_temperature_t;
 
 typedef struct {
+    unsigned int version, value;
+} abi_addressing_mode_t;
+
+typedef struct {
     void *device;
     unsigned long long eventType, eventData;
     unsigned int gpuInstanceId, computeInstanceId;

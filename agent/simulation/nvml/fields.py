@@ -18,6 +18,7 @@ FABRIC_HEALTHY_MASK = 0b01_10_10_10_10
 _MIB = 1 << 20
 _BRANDS = {"tesla": 2, "nvidia": 14}
 _ARCHITECTURES = {"volta": 5, "turing": 6, "ampere": 7, "ada": 8, "hopper": 9, "blackwell": 10}
+_ADDRESSING_MODES = {"none": 0, "hmm": 1, "ats": 2}
 _CLOCK_REASON_IDLE = 1
 _PERFORMANCE_P0 = 0
 
@@ -65,6 +66,7 @@ def _identity(gpu: GpuSpec) -> Numbers:
         "pcie_switch": gpu.pcie.switch,
         "host_bridge": gpu.pcie.host_bridge,
         "numa_node": gpu.numa_node,
+        "addressing_mode": None if gpu.addressing_mode is None else _ADDRESSING_MODES[gpu.addressing_mode],
     }
 
 

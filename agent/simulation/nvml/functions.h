@@ -18,6 +18,7 @@
     F(nvmlDeviceGetMemoryInfo) F(nvmlDeviceGetMemoryInfo_v2) F(nvmlDeviceGetBAR1MemoryInfo)                 \
     F(nvmlDeviceGetPciInfo) F(nvmlDeviceGetPciInfo_v2) F(nvmlDeviceGetPciInfo_v3)                           \
     F(nvmlDeviceGetNumaNodeId) F(nvmlDeviceGetCpuAffinity) F(nvmlDeviceGetMemoryAffinity)                   \
+    F(nvmlDeviceGetAddressingMode)                                                                          \
     F(nvmlDeviceGetTemperature) F(nvmlDeviceGetTemperatureV) F(nvmlDeviceGetTemperatureThreshold)           \
     F(nvmlDeviceGetUtilizationRates) F(nvmlDeviceGetPowerUsage) F(nvmlDeviceGetPowerManagementLimit)        \
     F(nvmlDeviceGetEnforcedPowerLimit) F(nvmlDeviceGetTotalEnergyConsumption)                               \
@@ -63,7 +64,7 @@
     F(nvmlDeviceGetAccountingBufferSize) F(nvmlDeviceGetAccountingMode) F(nvmlDeviceGetAccountingPids)      \
     F(nvmlDeviceGetAccountingStats) F(nvmlDeviceGetAccountingStats_v2) F(nvmlDeviceGetActiveVgpus)          \
     F(nvmlDeviceGetAdaptiveClockInfoStatus) F(nvmlDeviceGetAdaptiveTgpModeInfo_v1)                          \
-    F(nvmlDeviceGetAddressingMode) F(nvmlDeviceGetApplicationsClock)                                        \
+    F(nvmlDeviceGetApplicationsClock)                                                                       \
     F(nvmlDeviceGetAutoBoostedClocksEnabled) F(nvmlDeviceGetBBXTimeData_v1)                                 \
     F(nvmlDeviceGetBankRemapperStatus_v1) F(nvmlDeviceGetBoardId) F(nvmlDeviceGetBridgeChipInfo)            \
     F(nvmlDeviceGetBusType) F(nvmlDeviceGetC2cModeInfoV) F(nvmlDeviceGetCapabilities)                       \

@@ -30,7 +30,7 @@ enum {
 };
 
 #define NODE_MAGIC 0x6d6973757067ull /* "gpusim", so `file` and people see what it is */
-#define NODE_LAYOUT 2u
+#define NODE_LAYOUT 3u
 #define NODE_UNSUPPORTED UINT64_MAX  /* a number that makes the call that reads it answer NOT_SUPPORTED */
 #define NODE_NO_GPU (-1)             /* a call or event that belongs to no GPU */
 #define NODE_UNREADABLE_GPU 255      /* an event whose device answers nothing, not even its UUID */
@@ -48,7 +48,7 @@ enum {
     F(brand, 1) F(architecture, 1) F(compute_capability, 2) F(minor, 1)                                      \
     F(memory_total, 1) F(memory_reserved, 1) F(memory_used, 1) F(bar1_total, 1) F(bar1_used, 1)              \
     F(pci_domain, 1) F(pci_bus, 1) F(pci_device, 1) F(pci_device_id, 1) F(pci_subsystem_id, 1)               \
-    F(pcie_switch, 1) F(host_bridge, 1) F(numa_node, 1)                                                      \
+    F(pcie_switch, 1) F(host_bridge, 1) F(numa_node, 1) F(addressing_mode, 1)                                \
     F(pcie_generation, 1) F(pcie_width, 1) F(pcie_max_generation, 1) F(pcie_max_width, 1)                    \
     F(pcie_replays, 1) F(pcie_throughput, 2)                                                                 \
     F(temperature, 1) F(thresholds, ABI_THRESHOLDS) F(utilization, 2)                                        \

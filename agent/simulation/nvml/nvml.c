@@ -80,6 +80,13 @@ API int nvmlDeviceGetTemperatureV(handle_t device, abi_temperature_t *out) {
     return RC_SUCCESS;
 }
 
+API int nvmlDeviceGetAddressingMode(handle_t device, abi_addressing_mode_t *out) {
+    ENTER_DEVICE(nvmlDeviceGetAddressingMode, device);
+    REQUIRE(out);
+    if (out->version != ABI_VERSION(abi_addressing_mode_t, 1)) return RC_ARGUMENT_VERSION_MISMATCH;
+    return answer_number(gpu->addressing_mode, &out->value);
+}
+
 API int nvmlDeviceGetInforomVersion(handle_t device, unsigned int object, char *out, unsigned int length) {
     ENTER_DEVICE(nvmlDeviceGetInforomVersion, device);
     REQUIRE(object < 3);

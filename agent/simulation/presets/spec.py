@@ -22,6 +22,7 @@ Name = Annotated[str, Meta(min_length=1, max_length=79)]
 PciBusId = Annotated[str, Meta(pattern=r"^[0-9a-f]{4,8}:[0-9a-f]{2}:[01][0-9a-f]\.0$")]
 Brand = Literal["tesla", "nvidia"]
 Architecture = Literal["volta", "turing", "ampere", "ada", "hopper", "blackwell"]
+AddressingMode = Literal["none", "hmm", "ats"]
 
 
 class Spec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -148,6 +149,7 @@ class GpuSpec(Spec, frozen=True, kw_only=True):
     pci_subsystem_id: Number
     numa_node: Number | None = None
     cpu_affinity: Annotated[str, Meta(max_length=95, pattern=r"^\d+(-\d+)?(,\d+(-\d+)?)*$")] | None = None
+    addressing_mode: AddressingMode | None = None
     pcie: PcieSpec
     board_part_number: Name | None = None
     vbios_version: Annotated[str, Meta(max_length=31)] | None = None
