@@ -7,7 +7,6 @@ Register only after it has dialled the plugin, which it tries for 10 s.
 from pathlib import Path
 from typing import Final
 
-from grpclib.client import Channel
 from grpclib.encoding.proto import ProtoCodec
 from grpclib.exceptions import GRPCError, StreamTerminatedError
 
@@ -15,23 +14,10 @@ from agent.api.deviceplugin.v1beta1 import DevicePluginStub, RegisterRequest, Re
 from agent.model.ids import ResourceName
 from agent.sinks.plugin_socket import NotRegisteredError
 from agent.sinks.plugin_wire import API_VERSION, options
+from agent.unix_channel import UnixChannel
 
 REGISTER_TIMEOUT_S: Final = 12.0
 """Above the 10 s that the kubelet takes to give up on an endpoint, so that its own error arrives."""
-
-
-class UnixChannel(Channel):
-    """A channel over a unix socket; peers expect the name of a host, and get the kubelet's own choice.
-
-    grpclib would send an address the peer never had; the kubelet sends ``localhost``
-    (kubernetes/kubernetes#112597).
-    """
-
-    def __init__(self, path: Path) -> None:
-        super().__init__(path=str(path), codec=ProtoCodec())
-
-    def _get_authority(self, host: str, port: int) -> str:  # noqa: ARG002 - grpclib's signature
-        return "localhost"
 
 
 async def register(
@@ -55,7 +41,7 @@ async def register(
         options=options(pre_start=pre_start),
     )
     try:
-        async with UnixChannel(kubelet_socket) as channel:
+        async with UnixChannel(kubelet_socket, ProtoCodec()) as channel:
             await RegistrationStub(channel).register(request, timeout=timeout_s)
     except FileNotFoundError:
         raise NotRegisteredError(
@@ -81,6 +67,11 @@ async def register(
         raise NotRegisteredError(
             "unreachable", f"The kubelet ended the connection before it answered Register for {resource}"
         ) from None
+    except BlockingIOError:
+        raise NotRegisteredError(
+            "unreachable",
+            f"The kubelet takes no connection on {kubelet_socket}, where many wait; check whether it hangs",
+        ) from None
     except OSError as error:
         raise NotRegisteredError(
             "unreachable", f"Could not connect to {kubelet_socket}: {error.strerror or error}"
@@ -90,7 +81,7 @@ async def register(
 async def answers(plugin_socket: Path, *, timeout_s: float) -> bool:
     """Tell whether a plugin socket of ours answers, asked the way the kubelet does."""
     try:
-        async with UnixChannel(plugin_socket) as channel:
+        async with UnixChannel(plugin_socket, ProtoCodec()) as channel:
             await DevicePluginStub(channel).get_device_plugin_options(timeout=timeout_s)
     except (GRPCError, StreamTerminatedError, AssertionError, OSError):
         return False

@@ -20,6 +20,7 @@ from grpclib.protocol import H2Protocol
 
 from agent.api.podresources.v1 import ListPodResourcesResponse
 from agent.errors import KubeletError
+from agent.unix_channel import UnixChannel
 
 MAX_ANSWER_BYTES: Final = 16 * 1024 * 1024
 """Of one answer with all its framing: some 100,000 pods."""
@@ -67,14 +68,11 @@ class _BoundedProtocol(H2Protocol):
         super().data_received(data)
 
 
-class _PodResourcesChannel(Channel):
-    """A channel over a unix socket; the kubelet expects the name of a host."""
+class _PodResourcesChannel(UnixChannel):
+    """A channel on which a bounded answer is received."""
 
     def __init__(self, path: Path) -> None:
-        super().__init__(path=str(path), codec=_Bytes())
-
-    def _get_authority(self, host: str, port: int) -> str:  # noqa: ARG002 - grpclib's signature
-        return "localhost"
+        super().__init__(path, _Bytes())
 
     def _protocol_factory(self) -> H2Protocol:
         return _BoundedProtocol(Handler(), self._config, self._h2_config)
@@ -105,6 +103,10 @@ async def list_pods(socket: Path, *, timeout_s: float) -> bytes:
     except (StreamTerminatedError, ProtocolError, NotImplementedError):
         what = f"sent over {MAX_ANSWER_BYTES >> 20} MiB" if channel.is_over else "ended the connection"
         raise KubeletError(f"The kubelet {what} in answer to List on {socket}") from None
+    except BlockingIOError:
+        raise KubeletError(
+            f"The kubelet takes no connection on {socket}, where many wait; check whether it hangs"
+        ) from None
     except OSError as error:
         raise KubeletError(
             f"Could not connect to {socket}: {error.strerror or error}; mount the kubelet's pod-resources"

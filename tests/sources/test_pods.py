@@ -24,6 +24,7 @@ from agent.sources.pods_holders import Holders
 from agent.sources.pods_uids import MAX_PODS, SeenPods, pods_by_uid
 from agent.sources.pods_wire import MAX_ANSWER_BYTES, AbsentError, list_pods, listing_of
 from tests.contract.reference_plugin import ReferencePlugin
+from tests.full_socket import full
 from tests.harness import short_directory
 from tests.simulation.kubelet.plugins import GPU, plugin_for
 from tests.sources.recorder import PATIENCE_S, Recorder, until
@@ -255,6 +256,11 @@ async def test_a_socket_that_is_not_there_or_abandoned_is_an_absent_kubelet(path
         abandoned.bind(str(path))
         with pytest.raises(AbsentError):
             await list_pods(path, timeout_s=PATIENCE_S)
+
+
+async def test_a_kubelet_that_takes_no_more_connections_is_named(path: Path) -> None:
+    with full(path):
+        assert f"takes no connection on {path}" in await failure_of(path)
 
 
 async def test_something_that_is_no_socket_is_named(path: Path) -> None:

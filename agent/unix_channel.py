@@ -1,0 +1,34 @@
+"""A gRPC channel over a unix socket of the kubelet's, or one of our own.
+
+Guarantees: a peer that takes no more connections is an OSError, as one that is not there.
+"""
+
+import errno
+import os
+from pathlib import Path
+
+from grpclib.client import Channel
+from grpclib.encoding.base import CodecBase
+from grpclib.protocol import H2Protocol
+
+
+class UnixChannel(Channel):
+    """Calls the peer by the name of a host, which is the kubelet's own choice.
+
+    grpclib would send an address the peer never had; the kubelet sends ``localhost``
+    (kubernetes/kubernetes#112597).
+    """
+
+    def __init__(self, path: Path, codec: CodecBase) -> None:
+        super().__init__(path=str(path), codec=codec)
+
+    def _get_authority(self, host: str, port: int) -> str:  # noqa: ARG002 - grpclib's signature
+        return "localhost"
+
+    async def _create_connection(self) -> H2Protocol:
+        protocol = await super()._create_connection()
+        # Where the peer's queue is full, connect(2) of a unix socket says EAGAIN, which asyncio takes for a
+        # connection on its way; the first write has found out that there is none.
+        if protocol.processor.connection.is_closing():
+            raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+        return protocol
