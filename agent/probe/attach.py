@@ -6,10 +6,11 @@ A program stays attached as long as the descriptor that stands for it is open, i
 import errno
 import os
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from agent.probe import syscalls
+from agent.probe import returns, syscalls
 from agent.probe.programs import Program
 
 _REASONS: Final = {
@@ -40,6 +41,7 @@ def attach(programs: Iterable[Program], loaded: Mapping[str, int], *, sys_root: 
     """Attach the programs that are loaded."""
     attached: dict[str, int] = {}
     missing: dict[str, str] = {}
+    remove_events(sys_root)
     for program in programs:
         descriptor = loaded.get(program.name)
         if descriptor is None:
@@ -64,6 +66,11 @@ def attach_one(program: Program, descriptor: int, *, sys_root: str) -> int:
     probes = kprobes(sys_root)
     if probes is None:
         raise FileNotFoundError(errno.ENOENT, "the kernel has no kprobes")
+    mounted = tracefs(sys_root)
+    if program.kind == "kretprobe" and mounted is not None:
+        # Where events may not be defined, fewer calls at once are followed.
+        with suppress(OSError):
+            return syscalls.tracepoint(returns.define(program.target, mounted), descriptor)
     return syscalls.kprobe(
         probes.pmu,
         program.target,
@@ -71,6 +78,13 @@ def attach_one(program: Program, descriptor: int, *, sys_root: str) -> int:
         at_return=program.kind == "kretprobe",
         return_bit=probes.return_bit,
     )
+
+
+def remove_events(sys_root: str) -> None:
+    """Remove what attached programs left behind, if it can be."""
+    mounted = tracefs(sys_root)
+    if mounted is not None:
+        returns.remove_left_behind(mounted)
 
 
 def kprobes(sys_root: str) -> Kprobes | None:

@@ -7,14 +7,15 @@ import os
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
+from functools import partial
 from typing import Final, NamedTuple
 
 from agent.errors import ProbeLoadError
 from agent.model.rm import HeldFile, ProcessCounters, RmObject
 from agent.probe import kernel, procfs, syscalls
-from agent.probe.attach import attach
+from agent.probe.attach import attach, remove_events
 from agent.probe.kernel import NVIDIA_MAJOR, Majors
 from agent.probe.layout import (
     CHECK,
@@ -297,7 +298,10 @@ class Probe:
             return
         self._is_closed = True
         self.ring.close()
-        _close_later([*self._links.values(), *self._programs.values(), *self._maps.values()])
+        _close_later(
+            [*self._links.values(), *self._programs.values(), *self._maps.values()],
+            partial(remove_events, self._roots.sys),
+        )
 
 
 def _inode(path: str) -> int:
@@ -307,11 +311,12 @@ def _inode(path: str) -> int:
         return 0
 
 
-def _close_later(descriptors: list[int]) -> None:
+def _close_later(descriptors: list[int], then: Callable[[], object] = bool) -> None:
     def close() -> None:
         for descriptor in descriptors:
             with suppress(OSError):
                 os.close(descriptor)
+        then()
 
     try:
         threading.Thread(target=close, name="probe-close", daemon=True).start()
