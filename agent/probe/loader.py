@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Final
 
 from agent.errors import ProbeLoadError
-from agent.probe import bcc_loader, core_loader, kernel, syscalls
+from agent.probe import kernel, syscalls
 from agent.probe.attach import Attachment, attach, tracefs
 from agent.probe.layout import INDEX, SIZES, ProbeConfig
 from agent.probe.loaded import Loaded, refused, said
@@ -116,19 +116,28 @@ def _mount_tracefs(sys_root: str) -> None:
 
 def _load(request: Request, tier: Tier) -> Loaded:
     if request.loader == "core":
-        return core_loader.load(request, tier)
+        return _load_precompiled(request, tier)
+    # Imported here: who does without them has no memory for them.
+    from agent.probe import bcc_loader  # noqa: PLC0415
+
     try:
         return bcc_loader.load(request, tier)
     except ProbeLoadError as error:
         if request.loader == "bcc" or error.code not in _NEXT_LOADER:
             raise
         try:
-            return core_loader.load(request, tier)
+            return _load_precompiled(request, tier)
         except ProbeLoadError as other:
             # Nothing precompiled is at hand: what is wrong with bcc is what can be put right.
             if other.code in {"object_missing", "libbpf_missing"}:
                 raise error from None
             raise
+
+
+def _load_precompiled(request: Request, tier: Tier) -> Loaded:
+    from agent.probe import core_loader  # noqa: PLC0415 - as above
+
+    return core_loader.load(request, tier)
 
 
 def _check_layout(maps: dict[str, int]) -> None:

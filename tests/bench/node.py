@@ -59,11 +59,16 @@ class BenchNode:
         *,
         environment: Mapping[str, str] | None = None,
         program: Sequence[str] = ("agent", "run"),
+        launcher: Sequence[str] = (),
     ) -> "AgentProcess":
-        """Start an agent, or a module that is one; a context manager that sees to its end."""
+        """Start an agent, or a module that is one; a context manager that sees to its end.
+
+        ``launcher`` is a command that becomes the one that follows it.
+        """
         given = self.simulated.directory.agent_flags() | {"http-listen": "", "log-format": "json"}
         options = [f"--{name}={text}" for name, text in (given | dict(flags or {})).items()]
-        return AgentProcess(self, [*program, *options], self._log, dict(environment or {}))
+        command = [*launcher, sys.executable, "-m", *program, *options]
+        return AgentProcess(self, command, self._log, dict(environment or {}))
 
     async def wait(self, condition: Callable[[EmulatedKubelet], bool], what: str) -> None:
         """Wait for something at the kubelet; MeasurementError names what did not come."""
@@ -123,7 +128,7 @@ class AgentProcess:
     """``gpu-agent run`` as users run it. Leaving the context kills it if it still runs."""
 
     def __init__(
-        self, node: BenchNode, arguments: Sequence[str], log: Path, environment: Mapping[str, str]
+        self, node: BenchNode, command: Sequence[str], log: Path, environment: Mapping[str, str]
     ) -> None:
         """Start it; ``began_ns`` is the moment before the process was made."""
         self._node = node
@@ -131,7 +136,7 @@ class AgentProcess:
         with log.open("ab") as errors:
             self.began_ns = time.monotonic_ns()
             self._process = subprocess.Popen(
-                [sys.executable, "-m", *arguments],
+                command,
                 cwd=ROOT,
                 env=variables,
                 stdin=subprocess.DEVNULL,

@@ -12,6 +12,7 @@ from agent.commands.client import AgentClient
 from agent.errors import AgentError, AgentUnreachableError
 from agent.threads import in_daemon_thread
 from tests.bench.figures import Absent, Effort, Figure, MeasurementError
+from tests.bench.memory_cgroup import memory_cgroup
 from tests.bench.node import (
     SETTLE_S,
     AgentProcess,
@@ -33,17 +34,22 @@ _CPU_PERCENT: Final = 1.0
 _PATIENCE_S: Final = 60.0
 _LOOK_AGAIN_S: Final = 0.05
 _SAMPLE_S: Final = 0.005
+_JOINING: Final = ("sh", "-c", 'echo $$ >"$0" && exec "$@"')
+"""Joins a cgroup, whose file follows, and becomes the command after it."""
 
 
 async def memory(_effort: Effort) -> AsyncGenerator[Figure | Absent, None]:
     """Read VmRSS of an agent with everything on, uevents too, and its probe attached to a driver double.
 
-    ``highest`` is the most that the agent and its loader took together at one moment since the start, read
-    every few milliseconds: the memory of both, and the pages of files of the one that has more of them, since
-    most are the same files' and count once.
+    ``highest`` is the most that the agent and its loader took together at one moment since the start. With
+    ``sampled`` in its name it was read every few milliseconds: the memory of both, and the pages of files of
+    the one that has more of them, since most are the same files' and count once. With ``cgroup`` the kernel
+    counted it in a cgroup of their own, where one can be had, as for a unit's limit: its own memory for the
+    two is in it, most of it the probe's maps, and of files only what nobody had read before.
     """
     with tempfile.TemporaryDirectory(prefix="gpu-bench-") as folder:
-        names = [f"S7.{what}_probe_{loader}" for loader in LOADERS for what in ("rss", "highest")]
+        kinds = ("rss_probe", "highest_sampled_probe", "highest_cgroup_probe")
+        names = [f"S7.{kind}_{loader}" for loader in LOADERS for kind in kinds]
         try:
             tools = Tools(Path(folder))
         except MeasurementError as error:
@@ -56,9 +62,14 @@ async def memory(_effort: Effort) -> AsyncGenerator[Figure | Absent, None]:
                     if name.endswith(loader):
                         yield Absent(name, why)
                 continue
-            rss, highest = await _memory_with(loader)
+            rss, sampled, counted = await _memory_with(loader)
+            target = _HIGHEST_MIB[loader]
             yield Figure(f"S7.rss_probe_{loader}", rss / _MIB, "MiB", _RSS_MIB)
-            yield Figure(f"S7.highest_probe_{loader}", highest / _MIB, "MiB", _HIGHEST_MIB[loader])
+            yield Figure(f"S7.highest_sampled_probe_{loader}", sampled / _MIB, "MiB", target)
+            if counted is None:
+                yield Absent(f"S7.highest_cgroup_probe_{loader}", "no cgroup that counts memory can be had")
+            else:
+                yield Figure(f"S7.highest_cgroup_probe_{loader}", counted / _MIB, "MiB", target)
 
 
 async def cpu(effort: Effort) -> AsyncGenerator[Figure | Absent, None]:
@@ -85,17 +96,20 @@ async def cpu(effort: Effort) -> AsyncGenerator[Figure | Absent, None]:
     yield Figure(name, share, "%", _CPU_PERCENT)
 
 
-async def _memory_with(loader: Loader) -> tuple[int, int]:
-    """Return the agent's memory once the probe is attached, and the most that it took to get there."""
+async def _memory_with(loader: Loader) -> tuple[int, int, int | None]:
+    """Return the agent's memory with the probe attached, and the most that it took, by both methods."""
     flags = _flags(loader)
     async with _node_with_driver() as node:
-        with node.agent(flags) as agent, _highest(agent.pid) as highest:
-            await _attached(node, agent)
-            await scrape(flags["http-listen"], 20)
-            await asyncio.sleep(SETTLE_S)
-            rss = agent.rss_bytes()
-            await agent.end()
-    return rss, max(highest)
+        with memory_cgroup() as own:
+            launcher = () if own is None else (*_JOINING, str(own.processes))
+            with node.agent(flags, launcher=launcher) as agent, _highest(agent.pid) as highest:
+                await _attached(node, agent)
+                await scrape(flags["http-listen"], 20)
+                await asyncio.sleep(SETTLE_S)
+                rss = agent.rss_bytes()
+                await agent.end()
+            counted = own.highest_bytes() if own else None
+    return rss, max(highest), counted
 
 
 def _flags(loader: Loader) -> dict[str, str]:
