@@ -53,6 +53,7 @@ GROUPS: Final = {
         Command("trace", "Show the driver calls of one process, live", "agent.commands.trace"),
         Command("events", "Show what happened", "agent.commands.events"),
         Command("allocate", "Show what a container would get, as a dry run", "agent.commands.allocate"),
+        Command("cdi", "Show the CDI specification, or check one", "agent.commands.cdi"),
     ),
     "To take GPUs out and give them back": (
         Command("hold", "Take a GPU out until it is given back, over reboots", "agent.commands.hold"),

@@ -7,6 +7,7 @@ Source: cncf-tags/container-device-interface:SPEC.md, specs-go/config.go, specs-
 """
 
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from itertools import islice
 from typing import Any, Final
@@ -99,8 +100,9 @@ def _devices(value: object, where: str) -> Problems:
         if not value:
             yield f"{where}: must not be empty"
         names = [device["name"] for device in value if isinstance(device, Mapping) and "name" in device]
-        for name in {str(name) for name in names if names.count(name) > 1}:
-            yield f"{where}: {_shown(name)} is there twice"
+        for name, times in Counter(map(str, names)).items():
+            if times > 1:
+                yield f"{where}: {_shown(name)} is there twice"
 
 
 def _device(value: object, where: str) -> Problems:

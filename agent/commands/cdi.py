@@ -1,0 +1,218 @@
+"""``gpu-agent cdi``: the CDI specifications that the agent writes, or would, and whether a file is one."""
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, Final
+
+from agent.commands.arguments import Parser
+from agent.commands.render import Output, show
+from agent.config.load import load
+from agent.config.option import shown
+from agent.config.options import OPTIONS
+from agent.core.cdi import CLASSES
+from agent.core.cdi_schema import problems_of
+from agent.core.injection import CDI_VENDOR
+from agent.errors import AgentError, ConfigError, UsageError
+
+_DESCRIPTION: Final = """\
+Show the CDI specifications that the agent of this node keeps for container
+runtimes, or with --scenario those that it would keep on a simulated node, for
+which nothing is started; or check a file as strictly as a runtime reads it.
+
+Examples:
+  gpu-agent cdi                        what is in /var/run/cdi
+  gpu-agent cdi show -o yaml
+  gpu-agent cdi --scenario mig-mixed --device-id-strategy index
+  gpu-agent cdi validate /etc/cdi/nvidia.yaml     everything that is wrong
+
+validate ends with 0 for a specification that runtimes load and 2 for any
+other file. show takes every flag of run; what it would not expect is told on
+standard error.
+"""
+
+MAX_BYTES: Final = 4 * 1024 * 1024
+"""Of a specification; those of the agent are smaller."""
+
+
+def configure(parser: Parser) -> None:
+    """Add the flags."""
+    parser.usage = "gpu-agent cdi [show] [flags]\n       gpu-agent cdi validate FILE"
+    parser.description = _DESCRIPTION
+    parser.add_argument("action", choices=("show", "validate"), nargs="?", default="show", help="What to do")
+    parser.add_argument("file", metavar="FILE", nargs="?", help="A specification, JSON or YAML")
+    parser.add_argument("--scenario", metavar="NAME|FILE", help="Look at this scenario's node")
+    parser.add_argument(
+        "-o",
+        "--output",
+        choices=[Output.JSON.value, Output.YAML.value],
+        default=Output.JSON.value,
+        metavar="FORM",
+        help="Form of the output: json or yaml (default: json)",
+    )
+    parser.take_settings(OPTIONS.values())
+
+
+def main(args: argparse.Namespace) -> int:
+    """Do what was asked."""
+    if args.action == "validate":
+        if args.file is None:
+            raise UsageError("cdi validate needs a file; see gpu-agent cdi --help")
+        return _validate(args.file)
+    if args.file is not None:
+        raise UsageError(f'"{shown(args.file)}" is not expected here; see gpu-agent cdi --help')
+    if args.scenario is not None:
+        documents = _of_scenario(args.scenario, args.settings)
+    else:
+        documents = _of_node(load(args.settings, os.environ).cdi.spec_dir)
+    for number, document in enumerate(documents):
+        if number and args.output == Output.YAML.value:
+            print("---")
+        show(document, Output(args.output))
+    return 0
+
+
+# Of a node
+
+
+def _of_node(directory: str) -> list[Any]:
+    """Return what the agent's own files hold; raises AgentError if there is none or one is broken."""
+    paths = [path for path in _own_files(directory) if os.path.exists(path)]  # noqa: PTH110 - Path's raises
+    if not paths:
+        raise AgentError(
+            f"No CDI specification of the agent's is in {directory}; it keeps one with a CDI strategy"
+            " (--device-list-strategy), --cdi-spec-dir names another directory, and --scenario shows one"
+        )
+    documents = []
+    for path in paths:
+        document, problems = _read(path)
+        if problems := problems or _told(path, document):
+            raise AgentError(f"{problems[0]}, so runtimes refuse it; the agent makes it anew within moments")
+        documents.append(document)
+    return documents
+
+
+def _own_files(directory: str) -> Iterator[str]:
+    for kind in CLASSES:
+        yield f"{directory.rstrip('/')}/{CDI_VENDOR}-{kind}.json"
+
+
+def _of_scenario(name: str, given: dict[str, str]) -> list[Any]:
+    """Return what the agent would write on a scenario's node, and tell what it would say of it."""
+    from agent.simulation import roots, scenario  # noqa: PLC0415 - help must be there at once
+    from agent.simulation.still import still  # noqa: PLC0415
+    from agent.sinks.cdi_files import SpecDirectory  # noqa: PLC0415
+    from agent.sinks.cdi_records import CdiError, Wanted  # noqa: PLC0415
+
+    loaded = scenario.load(name)
+    with TemporaryDirectory(prefix="gpu-agent-") as directory:
+        here = Path(directory)
+        flags = dict(loaded.agent)
+        if loaded.config is not None:
+            flags["config-file"] = f"{directory}/config.yaml"
+            Path(flags["config-file"]).write_text(loaded.config, encoding="utf-8")
+        settings = load({**flags, **given}, {})
+        roots.write_roots(loaded.node, here)
+        (here / "dev").rename(here / "driver" / "dev")
+        snapshot = still(loaded.node, settings.policy)
+        wanted = Wanted(
+            gpus=tuple(view.gpu for view in snapshot.gpus),
+            driver_version=loaded.node.driver_version,
+            injection=settings.policy.injection,
+            mig_strategy=settings.policy.mig_strategy,
+            present=frozenset(view.gpu.uuid for view in snapshot.gpus),
+        )
+        cdi = settings.cdi._replace(spec_dir=f"{directory}/cdi", driver_root_ctr_path=f"{directory}/driver")
+        specs = SpecDirectory(cdi, sys_root=f"{directory}/sys", is_in_container=True)
+        try:
+            made = specs.bring(wanted)
+        except CdiError as error:
+            raise AgentError(f"There would be no specification: {error}") from None
+        absent = (f"the node has nothing for {each}" for each in sorted(made.absent))
+        for remark in (*made.remarks, *made.left_out, *absent):
+            print(f"gpu-agent: warning: {remark}", file=sys.stderr)
+        return [json.loads(Path(file.path).read_bytes()) for file in made.files.values()]
+
+
+# Of a file
+
+
+def _validate(path: str) -> int:
+    document, problems = _read(path)
+    if problems := problems or _told(path, document):
+        raise ConfigError(tuple(problems))
+    number = len(document["devices"])
+    devices = f"{number} device{'' if number == 1 else 's'} of {document['kind']}"
+    print(f"{path} is valid: version {document['cdiVersion']}, {devices}")
+    return 0
+
+
+def _told(path: str, document: object) -> list[str]:
+    return [f"{path}: {problem}" for problem in problems_of(document)]
+
+
+def _read(path: str) -> tuple[Any, list[str]]:
+    """Return what a file holds, or what is wrong before its content can be judged."""
+    from agent.config import yaml_tree  # noqa: PLC0415 - only where a file is read
+
+    try:
+        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:  # noqa: PTH123
+            raw = file.read(MAX_BYTES + 1)
+    except OSError as error:
+        raise UsageError(f"Could not read {path}: {error.strerror}") from None
+    if len(raw) > MAX_BYTES:
+        return None, [f"{path}: is over {MAX_BYTES // 2**20} MiB"]
+    if not raw.strip():
+        return None, [f"{path}: is empty"]
+    if raw.lstrip()[:1] == b"{":
+        return _from_json(path, raw)
+    if len(raw) > yaml_tree.MAX_BYTES:
+        return None, [f"{path}: is over {yaml_tree.MAX_BYTES // 1024} KiB of YAML; convert it to JSON"]
+    try:
+        root = yaml_tree.tree_of(path, raw)
+    except yaml_tree.UnreadableError as error:
+        return None, [str(error)]
+    notes = yaml_tree.Notes(path)
+    return (None if root is None else _value(notes, "", root, set())), notes.problems
+
+
+def _from_json(path: str, raw: bytes) -> tuple[Any, list[str]]:
+    twice: list[str] = []
+
+    def noted(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) < len(pairs):
+            names = [name for name, _ in pairs]
+            twice.extend(f"{path}: {shown(name)} is given twice" for name in found if names.count(name) > 1)
+        return found
+
+    try:
+        return json.loads(raw, object_pairs_hook=noted), twice
+    except json.JSONDecodeError as error:
+        return None, [f"{path}:{error.lineno}: {error.msg}"]
+    except UnicodeDecodeError:
+        return None, [f"{path}: not UTF-8 text"]
+    except RecursionError:
+        return None, [f"{path}: nested too deeply"]
+
+
+def _value(notes: Any, name: str, node: Any, seen: set[int]) -> Any:
+    """Return a YAML tree as values, and note what a runtime's strict parser refuses."""
+    import yaml  # noqa: PLC0415 - only for YAML
+
+    if node.id == "scalar":
+        return yaml.SafeLoader("").construct_object(node)
+    if id(node) in seen:
+        # Followed, a few lines of them could stand for more than fits into memory.
+        notes.problem(node, f"{name or 'the document'} is used again by an alias; write it out")
+        return None
+    seen.add(id(node))
+    if node.id == "sequence":
+        return [_value(notes, f"{name}[{number}]", each, seen) for number, each in enumerate(node.value)]
+    return {
+        key: _value(notes, f"{name}.{key}".lstrip("."), each, seen) for key, each in notes.pairs(name, node)
+    }
