@@ -172,6 +172,7 @@ class Agent:
             clock=clock,
             may_serve_control=self._serving,
             after_registration=after_registration,
+            why_not_kept=self._state.why_not_kept,
         )
         self._reload = Reload(
             settings,

@@ -73,11 +73,14 @@ class Control:
         latest: Latest[Snapshot],
         make_bundle: Callable[[GpuUuid], Awaitable[Bundle | None]],
         time_of: TimeOf,
+        why_not_kept: Callable[[], Awaitable[str | None]],
     ) -> None:
+        """``why_not_kept`` writes the newest state, and returns why a restart would not know it."""
         self._tell = tell
         self._latest = latest
         self._make_bundle = make_bundle
         self._time_of = time_of
+        self._why_not_kept = why_not_kept
         self._orders: Mapping[str, Callable[[Order], Awaitable[Json]]] = {
             "hold": self._hold,
             "unhold": self._unhold,
@@ -117,7 +120,12 @@ class Control:
         told = f"{_called(gpu, name)} is held: {why}"
         if gpu is None:
             told = f"{name} is not there now and will be held when it comes: {why}"
-        return {"message": told, "selector": name, "gpu_uuid": None if gpu is None else gpu.uuid, "why": why}
+        return {
+            "message": told + await self._forgotten("ends with the agent"),
+            "selector": name,
+            "gpu_uuid": None if gpu is None else gpu.uuid,
+            "why": why,
+        }
 
     async def _unhold(self, order: Order) -> Json:
         _only(order, "selector")
@@ -129,10 +137,18 @@ class Control:
             raise UsageError(f"{_called(gpu, name)} is not held; gpu-agent status lists what is")
         await self._taken(UnholdRequested(name), lambda now: not names & now.holds.keys())
         return {
-            "message": f"{_called(gpu, name)} is held no more",
+            "message": f"{_called(gpu, name)} is held no more"
+            + await self._forgotten("counts until a restart"),
             "selector": name,
             "gpu_uuid": None if gpu is None else gpu.uuid,
         }
+
+    async def _forgotten(self, fate: str) -> str:
+        """Return what is to be added to an answer: nothing, if a restart knows what was ordered."""
+        why = await self._why_not_kept()
+        return (
+            "" if why is None else f" (this {fate}, since it could not be written to the state file: {why})"
+        )
 
     # Recovery
 

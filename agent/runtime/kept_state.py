@@ -1,7 +1,7 @@
 """The state that outlives an agent: read before it serves, written while it does."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from agent.bus import Latest
 from agent.model.snapshot import Durable, Snapshot
@@ -9,6 +9,9 @@ from agent.threads import in_daemon_thread
 
 if TYPE_CHECKING:
     from agent.sinks.statefile import StateFile
+
+KEPT_WITHIN_S: Final = 2.0
+"""The longest that somebody waits to hear whether the state is in the file."""
 
 
 class KeptState:
@@ -50,6 +53,12 @@ class KeptState:
             state_file = await in_daemon_thread("statefile-import", _import_state_file)
             self._sink = state_file(self._path, self._latest, boot_id=self._boot_id)
         await self._sink.run()
+
+    async def why_not_kept(self) -> str | None:
+        """Write the newest state now, and return why it is not in the file; None: it is."""
+        if not await self.flush(KEPT_WITHIN_S):
+            return f"the disk did not take it within {KEPT_WITHIN_S:g} s"
+        return self.trouble
 
     async def flush(self, timeout_s: float) -> bool:
         """Write the newest state, but wait no longer than the timeout; returns whether it is written."""

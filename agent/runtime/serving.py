@@ -35,8 +35,12 @@ class Serving:
         clock: Callable[[], int],
         may_serve_control: asyncio.Event,
         after_registration: Callable[[], Awaitable[None]],
+        why_not_kept: Callable[[], Awaitable[str | None]],
     ) -> None:
-        """``may_serve_control`` is set once this agent is the agent of the node."""
+        """``may_serve_control`` is set once this agent is the agent of the node.
+
+        ``why_not_kept`` writes the newest state, and returns why a restart would not know it.
+        """
         self._settings = settings
         self._vitals = vitals
         self._inbox = inbox
@@ -46,6 +50,7 @@ class Serving:
         self._clock = clock
         self._may_serve_control = may_serve_control
         self._after_registration = after_registration
+        self._why_not_kept = why_not_kept
         self._sink: HttpSink | None = None
 
     async def run(self) -> None:
@@ -78,6 +83,7 @@ class Serving:
             latest=self._latest,
             make_bundle=records.make_bundle,
             time_of=records.time_of,
+            why_not_kept=self._why_not_kept,
         )
         return http_sink(
             latest=self._latest,

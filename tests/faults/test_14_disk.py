@@ -37,6 +37,13 @@ async def failures(agent: AgentProcess) -> object:
     return document["agent"]["state_file_failures"]  # type: ignore[index]
 
 
+async def hold(agent: AgentProcess, gpu: str) -> str:
+    client = AgentClient(agent.flags["control-socket"])
+    order = {"selector": gpu, "why": "noisy"}
+    answer = await in_daemon_thread("client", lambda: client.order("hold", order))
+    return str(answer["message"])
+
+
 async def test_serving_goes_on_when_the_state_cannot_be_written(node: SimulatedNode) -> None:
     beside(node).mkdir(parents=True)
     async with running(flags_of(node)) as agent:
@@ -46,9 +53,11 @@ async def test_serving_goes_on_when_the_state_cannot_be_written(node: SimulatedN
         node.nvml.push_xid(1, 79)
         await wait_allocatable(node, 3)
         assert await failures(agent)
+        assert "this ends with the agent" in await hold(agent, "2")
         assert agent.messages().count("Could not write the state file") == 1
         beside(node).rmdir()
         await agent.wait_line("Wrote the state file again")
+        assert (await hold(agent, "2")).endswith("is held: noisy")
         assert b'"code":79' in beside(node).with_name("state.json").read_bytes()
         assert await agent.stop() == 0
 

@@ -58,7 +58,12 @@ class Agent:
             latest=self.latest,
             make_bundle=self._make_bundle,
             time_of=lambda at_ns: f"t+{at_ns}",
+            why_not_kept=self._why_not_kept,
         )
+        self.not_kept: str | None = None
+
+    async def _why_not_kept(self) -> str | None:
+        return self.not_kept
 
     def _perform(self, effect: Effect) -> None:
         self.done.append(effect)
@@ -110,6 +115,15 @@ async def test_a_hold_is_answered_when_the_gpu_is_out(agent: Agent) -> None:
         "why": "noisy fan",
     }
     assert agent.unhealthy() == {U3}
+
+
+async def test_a_hold_that_a_restart_would_not_know_says_so(agent: Agent) -> None:
+    agent.not_kept = "No space left on device"
+    why = "since it could not be written to the state file: No space left on device)"
+    answer = await agent.obey("hold", selector="3", why="noisy fan")
+    assert answer["message"] == f"GPU 3 ({U3}) is held: noisy fan (this ends with the agent, {why}"
+    answer = await agent.obey("unhold", selector="3")
+    assert answer["message"] == f"GPU 3 ({U3}) is held no more (this counts until a restart, {why}"
 
 
 async def test_a_hold_by_address_names_the_slot(agent: Agent) -> None:

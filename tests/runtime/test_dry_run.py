@@ -151,7 +151,12 @@ def control(state: Snapshot) -> Control:
     async def no_bundle(_gpu: object) -> None:
         return None
 
-    return Control(tell=lambda _fact: None, latest=Latest(state), make_bundle=no_bundle, time_of=str)
+    async def kept() -> None:
+        return None
+
+    return Control(
+        tell=lambda _fact: None, latest=Latest(state), make_bundle=no_bundle, time_of=str, why_not_kept=kept
+    )
 
 
 async def test_a_running_agent_answers_from_what_it_knows() -> None:
