@@ -34,6 +34,10 @@ DriverWanted = Literal["none", "if-possible", "required"]
 WITHOUT_DRIVER: Final = (
     "The simulated node has no driver double, which needs root and /dev/fuse; run it where it has both"
 )
+UNWANTED_DRIVER: Final = (
+    "This scenario's node has no driver double, which is made where a step starts a process; "
+    "use a demo without a scenario, or give the scenario such a step"
+)
 _PUMP: Final = "simulation-changes"
 
 
@@ -92,15 +96,18 @@ class SimulatedNode:
     def driver(self) -> DriverDouble:
         """The driver double; raises UsageError for a node without."""
         if self._driver is None:
-            raise UsageError(WITHOUT_DRIVER)
+            raise self._without_driver()
         return self._driver
 
     @property
     def processes(self) -> NodeProcesses:
         """The processes that use GPUs; raises UsageError for a node without a driver double."""
         if self._processes is None:
-            raise UsageError(WITHOUT_DRIVER)
+            raise self._without_driver()
         return self._processes
+
+    def _without_driver(self) -> UsageError:
+        return UsageError(UNWANTED_DRIVER if self._driver_wanted == "none" else WITHOUT_DRIVER)
 
     async def __aenter__(self) -> Self:
         async with contextlib.AsyncExitStack() as stack:
@@ -110,6 +117,11 @@ class SimulatedNode:
                 write_roots(self.spec, self.directory.path)
             except LibraryNotBuiltError as error:
                 raise AgentError(f"The simulated node cannot start: {error}") from error
+            except OSError as error:
+                raise AgentError(
+                    f"The simulated node cannot be made in {self.directory.path}: {error.strerror}; "
+                    "choose another directory with --node-dir"
+                ) from error
             self.feed.put(self._description())
             await stack.enter_async_context(self.kernel_log)
             await stack.enter_async_context(self.kubelet)

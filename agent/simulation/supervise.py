@@ -62,6 +62,8 @@ async def demo(wanted: Demo) -> None:
             if await first_of(ready=simulate.first_line(), stop=stop.wait()) == "ready":
                 await _refuse_unless_ready(simulate)
                 await _with_agent(wanted, simulate, environment, stop)
+            else:
+                _refuse_interrupted(wanted)
         finally:
             asked = await simulate.stop(SIMULATE_PATIENCE_S, impatient=stop.second)
             if not asked or wanted.node_dir.exists():
@@ -189,7 +191,6 @@ async def _follow(node_dir: Path, output: Output, end: list[Line]) -> None:
 
 async def _judge(which: str, child: Child, wanted: Demo, end: list[Line]) -> None:
     """Raise AgentError unless the demo ended as it should."""
-    scenario = wanted.plan.scenario
     if which in ("agent", "simulate"):
         name = "agent" if which == "agent" else "simulated node"
         code = await child.ended()
@@ -200,8 +201,14 @@ async def _judge(which: str, child: Child, wanted: Demo, end: list[Line]) -> Non
         )
     if end and not end[0]["ok"]:
         raise UsageError(end[0]["text"]) if end[0]["exit"] == EXIT_USAGE else AgentError(end[0]["text"])
-    if scenario is not None and not end:
-        raise AgentError(f"Scenario {scenario.name} was interrupted")
+    if not end:
+        _refuse_interrupted(wanted)
+
+
+def _refuse_interrupted(wanted: Demo) -> None:
+    """Raise AgentError for a scenario, which was to be played to its end; a demo ends when it is told to."""
+    if wanted.plan.scenario is not None:
+        raise AgentError(f"Scenario {wanted.plan.scenario.name} was interrupted")
 
 
 def _sweep(node_dir: Path) -> None:
