@@ -256,10 +256,14 @@ class Command:
     """Standard output as JSON lines, where it is that."""
 
 
-async def gpu_agent(
+@contextlib.asynccontextmanager
+async def running_command(
     *arguments: str, environment: Mapping[str, str] | None = None, launcher: tuple[str, ...] = ()
-) -> Command:
-    """Run a command to its end; ``launcher`` is put before it."""
+) -> AsyncIterator[asyncio.subprocess.Process]:
+    """Run a command whose output is read; ``launcher`` is put before it.
+
+    It is killed when the context ends.
+    """
     process = await asyncio.create_subprocess_exec(
         *(*launcher, sys.executable, "-m", "agent"),
         *arguments,
@@ -270,12 +274,20 @@ async def gpu_agent(
         stderr=asyncio.subprocess.PIPE,
     )
     try:
-        async with asyncio.timeout(120):
-            out, err = await process.communicate()
+        yield process
     finally:
         if process.returncode is None:
             process.kill()
-            await process.wait()
+        await process.communicate()
+
+
+async def gpu_agent(
+    *arguments: str, environment: Mapping[str, str] | None = None, launcher: tuple[str, ...] = ()
+) -> Command:
+    """Run a command to its end; ``launcher`` is put before it."""
+    started = running_command(*arguments, environment=environment, launcher=launcher)
+    async with started as process, asyncio.timeout(120):
+        out, err = await process.communicate()
     text = out.decode()
     lines = [json.loads(line) for line in text.splitlines()] if text.startswith("{") else []
     return Command(process.returncode or 0, text, err.decode(), lines)

@@ -25,6 +25,7 @@ from tests.harness import (
     Command,
     gpu_agent,
     processes_with,
+    running_command,
     wait_gone,
 )
 
@@ -319,22 +320,8 @@ async def test_a_closed_terminal_ends_everything_without_a_trace(node_dir: Path)
         assert not node_dir.exists()
 
 
-@contextlib.asynccontextmanager
-async def piped(*arguments: str) -> AsyncIterator[asyncio.subprocess.Process]:
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "agent", "demo", "--preset=4x-t4"),
-        *arguments,
-        cwd=ROOT,
-        stdin=asyncio.subprocess.DEVNULL,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
-    )
-    try:
-        yield process
-    finally:
-        if process.returncode is None:
-            process.kill()
-        await process.communicate()
+def piped(*arguments: str) -> contextlib.AbstractAsyncContextManager[asyncio.subprocess.Process]:
+    return running_command("demo", "--preset=4x-t4", *arguments)
 
 
 async def first_json(process: asyncio.subprocess.Process) -> dict[str, object]:

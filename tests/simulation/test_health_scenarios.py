@@ -1,17 +1,14 @@
 """The scenarios about health: each ends by itself, and the kubelet has shown exactly what it should."""
 
 import asyncio
-import contextlib
 import json
 import os
-import sys
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.harness import PATIENCE_S, ROOT, Command, play_scenario
+from tests.harness import PATIENCE_S, Command, play_scenario, running_command
 
 U3 = "GPU-00000000-0000-4000-8000-000000000003"
 ALL_WELL, ONE_OUT, NONE_WELL = (8, 8), (8, 7), (8, 0)
@@ -87,23 +84,6 @@ async def test_what_was_sick_when_the_agent_was_killed_is_sick_from_the_first_li
 # Watched while it plays
 
 
-@contextlib.asynccontextmanager
-async def playing(name: str, node_dir: Path) -> AsyncIterator[asyncio.subprocess.Process]:
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "agent", "demo", f"--scenario={name}", "--json", f"--node-dir={node_dir}"),
-        cwd=ROOT,
-        stdin=asyncio.subprocess.DEVNULL,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
-    )
-    try:
-        yield process
-    finally:
-        if process.returncode is None:
-            process.kill()
-        await process.communicate()
-
-
 async def status_of(node_dir: Path, target: str) -> int | None:
     """Ask the agent; None while it does not serve."""
     try:
@@ -132,7 +112,8 @@ async def test_a_gpu_that_hangs_is_out_until_it_answers_and_the_agent_is_live_th
     lines: list[dict[str, Any]] = []
     while_out: list[int | None] = []
     before: list[int | None] = []
-    async with playing("nvml-hang", node_dir) as process, asyncio.timeout(2 * PATIENCE_S):
+    playing = running_command("demo", "--scenario=nvml-hang", "--json", f"--node-dir={node_dir}")
+    async with playing as process, asyncio.timeout(2 * PATIENCE_S):
         assert process.stdout is not None
         is_out, is_back = asyncio.Event(), asyncio.Event()
         async with asyncio.TaskGroup() as group:

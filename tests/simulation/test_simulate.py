@@ -19,7 +19,15 @@ from agent.simulation.control import MAX_CONNECTIONS, MAX_REQUEST_BYTES, Control
 from agent.simulation.directory import agent_flags
 from agent.simulation.feed import MAX_LINES, MAX_READERS, Feed
 from agent.simulation.node import SimulatedNode
-from tests.harness import ROOT, agent_process, gpu_agent, short_directory, simulated_node, wait_allocatable
+from tests.harness import (
+    ROOT,
+    agent_process,
+    gpu_agent,
+    running_command,
+    short_directory,
+    simulated_node,
+    wait_allocatable,
+)
 
 
 @contextlib.asynccontextmanager
@@ -382,22 +390,8 @@ async def test_the_readers_of_the_feed_are_bounded() -> None:
 # The commands
 
 
-@contextlib.asynccontextmanager
-async def simulate(*arguments: str) -> AsyncIterator[asyncio.subprocess.Process]:
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "agent", "simulate"),
-        *arguments,
-        cwd=ROOT,
-        stdin=asyncio.subprocess.DEVNULL,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
-    )
-    try:
-        yield process
-    finally:
-        if process.returncode is None:
-            process.kill()
-        await process.communicate()
+def simulate(*arguments: str) -> contextlib.AbstractAsyncContextManager[asyncio.subprocess.Process]:
+    return running_command("simulate", *arguments)
 
 
 async def running(process: asyncio.subprocess.Process) -> str:
