@@ -2,6 +2,7 @@
 
 import asyncio
 import signal
+import sys
 
 import pytest
 
@@ -9,7 +10,7 @@ from agent.errors import AgentError, UsageError
 from agent.simulation.directory import NodeDirectory
 from agent.simulation.node import SimulatedNode
 from agent.simulation.presets import load_preset
-from tests.harness import running_command, short_directory, simulated_node
+from tests.harness import ROOT, short_directory, simulated_node
 from tests.sources.recorder import PATIENCE_S, until
 
 
@@ -30,9 +31,11 @@ async def test_a_process_on_a_node_that_was_made_without_is_no_question_of_right
 @pytest.mark.slow
 async def test_a_scenario_that_is_stopped_before_it_begins_was_not_played() -> None:
     with short_directory() as place:
-        directory = f"--node-dir={place / 'node'}"
-        async with running_command("demo", "--scenario=cdi", "--json", directory) as demo:
-            await until((place / "node").exists)
-            demo.send_signal(signal.SIGTERM)
-            _, told = await asyncio.wait_for(demo.communicate(), PATIENCE_S)
+        arguments = ("demo", "--scenario=cdi", "--json", f"--node-dir={place / 'node'}")
+        demo = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "agent", *arguments), cwd=ROOT, stderr=asyncio.subprocess.PIPE
+        )
+        await until((place / "node").exists)
+        demo.send_signal(signal.SIGTERM)
+        _, told = await asyncio.wait_for(demo.communicate(), PATIENCE_S)
         assert (demo.returncode, told) == (1, b"gpu-agent: Scenario cdi was interrupted\n")
