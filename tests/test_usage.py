@@ -369,7 +369,10 @@ def status_of(probe: ProbeView | None) -> list[str]:
         ),
         (
             ProbeView("disabled", tier="procfs", code="kernel_lockdown", message="Locked down"),
-            ["Probe    off (kernel_lockdown): Locked down"],
+            [
+                "Probe    off (kernel_lockdown): Locked down",
+                "         It is loaded when the agent starts: restart it once that is put right",
+            ],
         ),
     ],
 )

@@ -106,8 +106,11 @@ def _probe(probe: dict[str, Any] | None) -> list[str]:
             return []
         case {"state": "loading"}:
             return ["Probe    being loaded"]
+        case {"state": "disabled", "code": "not_wanted"}:
+            return [f"Probe    off (not_wanted): {probe['message']}"]
         case {"state": "disabled"}:
-            return [f"Probe    off ({probe['code']}): {probe['message']}"]
+            line = f"Probe    off ({probe['code']}): {probe['message']}"
+            return [line, "         It is loaded when the agent starts: restart it once that is put right"]
     headers = f", headers={probe['headers']}" if probe["headers"] else ""
     lines = [
         f"Probe    tier {probe['tier']}, loader {probe['loader']}{headers}",

@@ -87,7 +87,10 @@ def _compile(text: str, flags: list[str]) -> Any:
     try:
         from bcc import BPF  # type: ignore[import-not-found]  # noqa: PLC0415 - a Debian package
     except Exception as error:
-        raise ProbeLoadError("bcc_missing", f"The module bcc cannot be imported: {error}") from error
+        raise ProbeLoadError(
+            "bcc_missing",
+            f"The module bcc cannot be imported: {error}; reinstall python3-bpfcc or use --probe-loader core",
+        ) from error
     try:
         return BPF(text=text, cflags=flags)
     except Exception as error:
@@ -95,7 +98,9 @@ def _compile(text: str, flags: list[str]) -> Any:
         if _is_permission(error, told):
             raise refused(errno.EPERM, told) from error
         raise ProbeLoadError(
-            "compile_failed", f"bcc could not compile the probe: {last_useful_line(told or str(error))}"
+            "compile_failed",
+            f"bcc could not compile the probe: {last_useful_line(told or str(error))}; "
+            "use --probe-loader core",
         ) from error
 
 

@@ -46,7 +46,7 @@ def find(roots: Roots, scratch: str) -> Headers:
     raise ProbeLoadError(
         "kernel_headers_missing",
         f"No kernel headers of {running} were found under {roots.modules} and {roots.sources}; "
-        f"install them (linux-headers-{running}) or mount the host's",
+        f"install them (linux-headers-{running}), mount the host's, or use --probe-loader core",
     )
 
 
@@ -116,7 +116,9 @@ def _unpacked(archive: Path, scratch: str) -> str:
             headers.extractall(target, filter="data")
     except (OSError, tarfile.TarError) as error:
         raise ProbeLoadError(
-            "kernel_headers_missing", f"The kernel's own headers could not be unpacked: {error}"
+            "kernel_headers_missing",
+            f"The kernel's own headers ({archive}) could not be unpacked: {error}; "
+            "install the package of headers (linux-headers) or use --probe-loader core",
         ) from error
     return target
 

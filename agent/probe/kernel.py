@@ -126,10 +126,15 @@ def check(roots: Roots) -> None:
     """Raise ProbeLoadError with the first reason why no program can be loaded at all."""
     running, machine = release(roots), platform.machine()
     if machine != "x86_64":
-        raise ProbeLoadError("bpf_unsupported", f"The probe does not run on {machine} yet; it runs on x86_64")
+        raise ProbeLoadError(
+            "bpf_unsupported",
+            f"The probe runs on x86_64 alone, and this is {machine}; use --probe-tier procfs",
+        )
     if version_of(running) < OLDEST:
         raise ProbeLoadError(
-            "bpf_unsupported", f"Kernel {running} cannot run the probe; it needs Linux 5.8 or later"
+            "bpf_unsupported",
+            f"Kernel {running} cannot run the probe, which needs Linux 5.8 or later; "
+            "update it or use --probe-tier procfs",
         )
     if "[confidentiality]" in _text(Path(roots.sys, "kernel/security/lockdown")):
         raise ProbeLoadError(
@@ -141,7 +146,7 @@ def check(roots: Roots) -> None:
         raise ProbeLoadError(
             "missing_capability",
             f"The agent lacks {' and '.join(missing)}, which the probe needs; "
-            "grant them in the unit file or the pod's securityContext",
+            "grant what is missing in the unit file or the pod's securityContext",
         )
     if _is_nested():
         raise ProbeLoadError(

@@ -46,10 +46,16 @@ def refused(code: int, told: str) -> ProbeLoadError:
             "look for a seccomp profile or security module that forbids bpf(2)",
         )
     if code == errno.ENOSYS:
-        return ProbeLoadError("bpf_unsupported", "The kernel was built without bpf(2)")
+        return ProbeLoadError(
+            "bpf_unsupported", "The kernel was built without bpf(2); use --probe-tier procfs"
+        )
     if code == errno.ENOMEM:
-        return ProbeLoadError("bpf_no_memory", "The kernel has no memory for the probe's maps")
+        return ProbeLoadError(
+            "bpf_no_memory",
+            "The kernel has no memory for the probe's maps (24 MiB); raise the agent's memory limit",
+        )
     return ProbeLoadError(
         "verifier_refused",
-        f"The kernel's verifier refused the probe: {last_useful_line(told or os.strerror(code))}",
+        f"The kernel's verifier refused the probe: {last_useful_line(told or os.strerror(code))}; "
+        "use --probe-tier procfs, and report this with the log at --log-level debug",
     )

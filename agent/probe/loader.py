@@ -175,7 +175,10 @@ def _check_vital(attachment: Attachment, tier: Tier, nvidia_major: int) -> None:
     if not missing or (tier == "driver" and nvidia_major == 0):
         return
     reasons = ", ".join(f"{name}: {attachment.missing[name]}" for name in missing)
-    raise ProbeLoadError("attach_failed", f"The probe could not be attached ({reasons}); use another tier")
+    other = "syscalls" if tier == "driver" else "procfs"
+    raise ProbeLoadError(
+        "attach_failed", f"The probe could not be attached ({reasons}); use --probe-tier {other}"
+    )
 
 
 if __name__ == "__main__":

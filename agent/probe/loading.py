@@ -91,7 +91,8 @@ async def _load_once(request: Request, deadline_s: float, launcher: Sequence[str
         loading = started_in_daemon_thread("probe-loader", run.run)
     except RuntimeError as error:
         raise ProbeLoadError(
-            "loader_failed", f"No thread could be started to load the probe: {error}"
+            "loader_failed",
+            f"No thread could be started to load the probe: {error}; raise the agent's limit of tasks",
         ) from error
     try:
         return await asyncio.shield(loading)
@@ -134,7 +135,9 @@ class _Run:
                 probe = self._loaded(replace(self._request, scratch=scratch), output)
         except OSError as error:
             raise ProbeLoadError(
-                "loader_failed", f"The probe's loader could not be started: {error}"
+                "loader_failed",
+                f"The probe's loader could not be started: {error}; let the agent start processes and write "
+                "to its directory for temporary files",
             ) from error
         with self._lock:
             if self._is_abandoned:
@@ -185,7 +188,8 @@ class _Run:
             if not _is_readable(channel, self._deadline_s):
                 raise ProbeLoadError(
                     "loader_timeout",
-                    f"The probe's loader took over {self._deadline_s:g} s; is the node overloaded?",
+                    f"The probe's loader took over {self._deadline_s:g} s; use --probe-loader core, which "
+                    "takes one, or look for what keeps the node busy",
                 )
             grace_s = _GRACE_S
             message, descriptors, _, _ = socket.recv_fds(
@@ -228,11 +232,13 @@ def _died(code: int, output: str) -> ProbeLoadError:
     if code < 0:
         return ProbeLoadError(
             "loader_killed",
-            f"The probe's loader was killed ({signal.Signals(-code).name}); it needs about 150 MiB while it "
-            "compiles, --probe-loader core needs less",
+            f"The probe's loader was killed ({signal.Signals(-code).name}), which takes 150 MiB while it "
+            "compiles; raise the agent's memory limit or use --probe-loader core",
         )
     return ProbeLoadError(
-        "loader_failed", f"The probe's loader ended with {code}: {last_useful_line(output)}"
+        "loader_failed",
+        f"The probe's loader ended with {code}: {last_useful_line(output)}; "
+        "all that it said is in the log at --log-level debug",
     )
 
 

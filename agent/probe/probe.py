@@ -101,7 +101,9 @@ class Probe:
             self.ring: Final = Ring(self._maps["events"], self._ring_bytes(), EVENTS)
             self._config = self._read_config()
         except OSError as error:
-            raise ProbeLoadError("loader_failed", f"The probe's maps cannot be read: {error}") from error
+            raise ProbeLoadError(
+                "loader_failed", f"The probe's maps cannot be read: {error}; use --probe-tier procfs"
+            ) from error
 
     @property
     def attached(self) -> tuple[str, ...]:

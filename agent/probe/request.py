@@ -121,7 +121,7 @@ def read_reply(message: bytes) -> Reply:
         values: dict[str, Any] = json.loads(message)
     except ValueError as error:
         raise ProbeLoadError(
-            "loader_failed", f"The probe's loader gave no sensible answer: {error}"
+            "loader_failed", f"The probe's loader gave no sensible answer: {error}; reinstall the agent"
         ) from error
     if "code" in values:
         raise ProbeLoadError(values["code"], values["summary"])

@@ -29,6 +29,7 @@ from agent.probe.request import Doubles, Request, last_useful_line, read_reply
 from tests.probe.conftest import DOUBLES, REPOSITORY, LoadProbe, loaded, why_no_probe
 from tests.probe.machines import OTHER_RELEASE, RELEASE, Machine
 
+NEXT_STEPS = "use|install|reinstall|update|grant|mount|build|boot|raise|run|look|let|all that"
 FAKE_BCC = """
 import os
 with open(os.path.join(os.path.dirname(__file__), "compilations"), "a") as log:
@@ -80,6 +81,8 @@ def refused(request: Request, **options: Any) -> ProbeLoadError:
     # Probes of other tests may be on their way out.
     assert open_descriptors() <= before[2]
     assert "\n" not in str(caught.value)
+    # What is wrong, and what to do about it.
+    assert re.search(rf"; ({NEXT_STEPS}) ", str(caught.value)), caught.value
     return caught.value
 
 
@@ -257,6 +260,21 @@ def test_without_the_trace_file_system_system_calls_cannot_be_traced(
     error = refused(Request(tier="syscalls", roots=replace(Roots(), sys=machine.roots.sys), **core))
 
     assert error.code == "tracefs_missing"
+
+
+def test_what_cannot_be_attached_to_is_named_with_another_tier(
+    loader: dict[str, Any], machine: Machine
+) -> None:
+    machine.write("sys/kernel/tracing/events/syscalls/sys_exit_ioctl/id", "0\n")
+    Path(machine.roots.sys, "kernel/btf").symlink_to("/sys/kernel/btf")
+
+    error = refused(
+        Request(tier="syscalls", doubles=DOUBLES, roots=replace(Roots(), sys=machine.roots.sys), **loader)
+    )
+
+    assert error.code == "attach_failed"
+    assert "enter_ioctl: the kernel has no syscalls/sys_enter_ioctl" in str(error)
+    assert "--probe-tier procfs" in str(error)
 
 
 def test_a_nested_pid_namespace_is_told(core: dict[str, Any]) -> None:
