@@ -135,6 +135,9 @@ class _Reader:
     def _read_option(self, option: Option, node: Node) -> None:
         is_listed = option.is_list and node.id == "sequence"
         items = self._notes.items(option.file_key, node) if is_listed else [node]
+        if option.is_list and node.id == "mapping":
+            self._notes.problem(node, f"{option.file_key} must be a single value or a list")
+            return
         texts = [self._notes.scalar(option.file_key, item) for item in items]
         words = [text for text in texts if text is not None]
         if not option.splits_in_file and any("," in word for word in words):

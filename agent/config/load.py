@@ -10,7 +10,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, TypedDict, cast
 
 from agent.config.discovery_options import DISCOVERY_OPTIONS
-from agent.config.option import ENVIRONMENT_PREFIX, Option, shown
+from agent.config.option import AND_MORE, ENVIRONMENT_PREFIX, Option, shown
 from agent.config.options import OPTIONS
 from agent.config.our_options import LOOPBACK_API_PORT
 from agent.config.settings import (
@@ -49,6 +49,8 @@ if TYPE_CHECKING:
 MAX_SLOWDOWN_POLLS: Final = 10_000
 """Readings of which the share of slowdowns is made."""
 
+_AFTER_ALL_LINES: Final = 2**31
+
 _OTHER_VARIABLES: Final = frozenset({"GPU_AGENT_NODE_DIR"})
 """Variables with our prefix that are no option of ``run``."""
 
@@ -71,7 +73,7 @@ def load(flags: Mapping[str, str], environment: Mapping[str, str]) -> Settings:
     resolver.judge_mps(values)
     resolver.warn_of_unknown_variables()
     if resolver.problems:
-        raise ConfigError(tuple(resolver.problems))
+        raise ConfigError(tuple(resolver.problems_by_line()))
     return _settings(values, resolver)
 
 
@@ -90,7 +92,7 @@ def check_file(path: str, *, strict: bool) -> "FileContents":
         contents.warnings.append(f"{contents.sharing.where} needs --mps-root, MPS_ROOT or flags.mpsRoot")
         values["mps-root"] = None
     resolver.judge_mps(values)
-    contents.problems = resolver.problems
+    contents.problems = resolver.problems_by_line()
     return contents
 
 
@@ -110,6 +112,20 @@ class _Resolver:
         self._file = contents
         self.problems += contents.problems
         self.warnings += contents.warnings
+
+    def problems_by_line(self) -> list[str]:
+        """Return the problems as a person mends them: those of flags and variables, then down the file."""
+        prefix = f"{self._file.path}:" if self._file is not None else None
+
+        def line_of(problem: str) -> int:
+            if problem == AND_MORE:
+                return _AFTER_ALL_LINES
+            if prefix is None or not problem.startswith(prefix):
+                return 0
+            line = problem.removeprefix(prefix).partition(":")[0]
+            return int(line) if line.isdecimal() else 0
+
+        return sorted(self.problems, key=line_of)
 
     def text_of(self, option: Option) -> tuple[str, Origin]:
         """Return the text that counts and where it came from."""

@@ -8,6 +8,9 @@ from typing import Final, NamedTuple
 
 ENVIRONMENT_PREFIX: Final = "GPU_AGENT_"
 
+AND_MORE: Final = "and more"
+"""Ends a list of problems that is too long to be told."""
+
 
 class Option(NamedTuple):
     """One setting and every name it goes by."""

@@ -172,7 +172,10 @@ class SharingReader:
 
     def _entry(self, path: str, node: Node, further: tuple[str, ...]) -> _Entry | None:
         found = {}
-        for key, value in self._notes.pairs(path, node):
+        pairs = list(self._notes.pairs(path, node))
+        if node.id != "mapping" and not is_null(node):
+            return None
+        for key, value in pairs:
             if key in {"name", "replicas", *further}:
                 found[key] = value
             else:
@@ -233,7 +236,7 @@ class SharingReader:
                 )
             else:
                 words.append(word)
-        if not words:
+        if not words and (is_null(node) or node.id == "sequence"):
             self._notes.problem(node, f"{path} names none; leave it out to mean all")
         return tuple(words)
 

@@ -9,7 +9,7 @@ import stat
 from collections.abc import Iterator
 from typing import Any, Final, Protocol, cast
 
-from agent.config.option import shown
+from agent.config.option import AND_MORE, shown
 
 MAX_BYTES: Final = 128 * 1024
 """A parser in Python reads this in a few seconds; a real file has two kilobytes."""
@@ -25,6 +25,8 @@ NOTHING: Final = os.devnull
 """A link to it is how NVIDIA's config-manager says that a node has no configuration."""
 
 _BOM: Final = b"\xef\xbb\xbf"
+_TAB: Final = repr("\t")
+"""As PyYAML says it."""
 _BOOL_TAG: Final = "tag:yaml.org,2002:bool"
 _MERGE_TAG: Final = "tag:yaml.org,2002:merge"
 _NULL_TAG: Final = "tag:yaml.org,2002:null"
@@ -87,7 +89,10 @@ def _compose(path: str, text: str) -> Node | None:
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         line = mark.line + 1 if mark else 1
-        raise UnreadableError(f"{path}:{line}: {error.problem or error.context}") from None
+        problem = error.problem or error.context or ""
+        if _TAB in problem:
+            problem = "holds a tab where YAML takes none; indent with spaces"
+        raise UnreadableError(f"{path}:{line}: {problem}") from None
     except yaml.reader.ReaderError as error:
         line = text.count("\n", 0, error.position) + 1
         raise UnreadableError(f"{path}:{line}: holds a character that YAML forbids") from None
@@ -184,4 +189,4 @@ def _append_bounded(notes: list[str], note: str) -> None:
     if len(notes) < MAX_NOTES:
         notes.append(note)
     elif len(notes) == MAX_NOTES:
-        notes.append("and more")
+        notes.append(AND_MORE)

@@ -50,12 +50,17 @@ def dry_run(snapshot: Snapshot, words: Sequence[str], *, resource: str | None = 
 
 
 def _unknown(word: str, resource: Resource) -> str:
-    some = ", ".join(device.id for device in resource.devices[:MAX_TOLD]) or "none"
+    some = ", ".join(map(_short_name, resource.devices[:MAX_TOLD])) or "none"
     more = ", ..." if len(resource.devices) > MAX_TOLD else ""
     return (
         f"{shown(word)} is not a device of {resource.name} on this node, which has {some}{more};"
-        " gpu-agent devices lists them"
+        " gpu-agent devices lists their ids"
     )
+
+
+def _short_name(device: Device) -> str:
+    share = "" if device.replica is None else f"::{device.replica}"
+    return name_in_container(device, "index") + share
 
 
 def with_injection(snapshot: Snapshot, changes: Mapping[str, object]) -> Snapshot:
@@ -91,6 +96,8 @@ class _Meant:
         resource, device = next(
             ((of, one) for of, one in found if one.id not in self._taken), found[0] if found else (None, None)
         )
+        if device is not None and device.id in self._taken and len(found) > 1:
+            raise UsageError(f"{shown(word)} has {len(found)} shares, and more were asked for")
         if resource is None or device is None:
             return word
         self._taken.add(device.id)

@@ -73,9 +73,9 @@ def test_validate_tells_every_mistake_with_its_line(capsys: pytest.CaptureFixtur
     code, out, err = run(capsys, "validate", str(file))
     assert (code, out) == (2, "")
     assert [line.removeprefix(f"gpu-agent: {file}:") for line in err.splitlines()] == [
+        '2: flags.migStrategy must be one of none, single, mixed, and is "foo"',
         "4: agent.pol is unknown; did you mean poll?",
         "5: sharing.mps.resources[0].replicas must be at least 2, and is 1",
-        '2: flags.migStrategy must be one of none, single, mixed, and is "foo"',
     ]
 
 

@@ -322,7 +322,7 @@ def test_a_file_that_sets_nothing_changes_nothing(tmp_path: Path, text: str) -> 
             "FILE:2: sharing.timeSlicing.resources names nvidia.com/a twice",
         ),
         ("a: b: c", "FILE:1: mapping values are not allowed here"),
-        ("agent:\n\tpoll: 1s\n", "FILE:2: found character '\\t' that cannot start any token"),
+        ("agent:\n\tpoll: 1s\n", "FILE:2: holds a tab where YAML takes none; indent with spaces"),
         ("a: [1", "FILE:1: expected ',' or ']', but got '<stream end>'"),
         (b"\x00\x01\x02", "FILE:1: holds a character that YAML forbids"),
         (b"agent:\n  x: \xff\xfe\n", "FILE:2: not UTF-8 text"),
@@ -366,6 +366,33 @@ def test_a_named_pipe_does_not_hang_the_start(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(ConfigError, match="is not a regular file"):
         load(config_file=str(tmp_path / "pipe"))
+
+
+def test_a_mistake_is_told_once_and_down_the_file_after_flags_and_variables(tmp_path: Path) -> None:
+    text = """\
+flags:
+  migStrategy: x
+  plugin: {deviceListStrategy: {a: b}}
+sharing:
+  timeSlicing:
+    resources:
+      - nvidia.com/gpu
+agent:
+  sharing: {resources: [{name: nvidia.com/gpu, replicas: 2, gpus: 3}]}
+  poll: y
+"""
+    path = write(tmp_path, text)
+    with pytest.raises(ConfigError) as caught:
+        config.load({"config-file": path, "call-deadline": "z"}, {"DEVICE_ID_STRATEGY": "w"})
+    assert [problem.replace(path, "FILE") for problem in caught.value.problems] == [
+        'DEVICE_ID_STRATEGY must be one of uuid, index, and is "w"',
+        '--call-deadline must be a number with a unit, such as "10s" or "500ms", and is "z"',
+        'FILE:2: flags.migStrategy must be one of none, single, mixed, and is "x"',
+        "FILE:3: flags.plugin.deviceListStrategy must be a single value or a list",
+        "FILE:7: sharing.timeSlicing.resources[0] must hold keys and values",
+        "FILE:9: agent.sharing.resources[0].gpus must be a list",
+        'FILE:10: agent.poll must be a number with a unit, such as "10s" or "500ms", and is "y"',
+    ]
 
 
 def test_the_number_of_problems_told_is_bounded(tmp_path: Path) -> None:

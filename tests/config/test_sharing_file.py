@@ -111,8 +111,8 @@ def test_48_clients_are_the_most_for_mps_and_also_for_our_entries(tmp_path: Path
     ours = "agent: {sharing: {resources: [{name: gpu, replicas: 49, gpus: [1]}]}}\n"
     text = f"sharing: {{mps: {{resources: [{{name: gpu, replicas: 49}}]}}}}\n{ours}"
     assert problems(tmp_path, text, mps_root="/x") == [
-        "2: agent.sharing.resources[0].replicas must be at most 48 with MPS, and is 49",
         "1: sharing.mps.resources[0].replicas must be at most 48 with MPS, and is 49",
+        "2: agent.sharing.resources[0].replicas must be at most 48 with MPS, and is 49",
     ]
     assert loaded(tmp_path, text.replace("49", "48"), mps_root="/x").policy.sharing.shares[0].replicas == 48
 
