@@ -65,19 +65,23 @@ INLINE int is_of_another(u32 client, u64 file)
 	return root && root->file != file;
 }
 
-/* The driver gives no number to a client that another has. A row whose process has ended only waits to be taken out. */
-INLINE int is_taken(u32 client, u64 file)
+/* Nor does the driver give a number twice. A row whose process has ended only waits to be taken out. */
+INLINE int is_taken(struct gpu_object_key *key, u64 file)
 {
-	struct gpu_object_key key = {.client = client, .handle = client};
-	struct gpu_object *root = object_find(&key);
+	struct gpu_object *found = object_find(key);
 	struct gpu_process *owner;
 	u32 tgid;
 
-	if (!root || root->file == file)
+	if (!found || found->file == file)
 		return 0;
-	tgid = root->tgid;
+	tgid = found->tgid;
 	owner = process_find(&tgid);
-	return owner && !owner->exited_ns && TICK(owner->start_ns) == TICK(root->start_ns);
+	return owner && !owner->exited_ns && TICK(owner->start_ns) == TICK(found->start_ns);
+}
+
+INLINE int is_forged(struct gpu_object_key *key, u64 file)
+{
+	return is_taken(key, file) || (key->client != key->handle && is_of_another(key->client, file));
 }
 
 INLINE void describe(struct gpu_object *object, struct gpu_call *call)
@@ -125,7 +129,7 @@ INLINE void allocated(struct gpu_call *call, u32 *block, struct gpu_process *row
 		return;
 	key.client = is_root(rm_class) ? block[ALLOC_NEW] : block[ALLOC_ROOT];
 	key.handle = block[ALLOC_NEW];
-	if (is_root(rm_class) ? is_taken(key.client, call->file) : is_of_another(key.client, call->file)) {
+	if (is_forged(&key, call->file)) {
 		ADD(row, errors);
 		return;
 	}
@@ -180,7 +184,9 @@ INLINE void duplicated(struct gpu_call *call, u32 *block, struct gpu_process *ro
 	struct gpu_object *found;
 	struct gpu_object copy;
 
-	if (block[DUP_STATUS] || is_of_another(block[DUP_CLIENT], call->file)) {
+	key.client = block[DUP_CLIENT];
+	key.handle = block[DUP_NEW];
+	if (block[DUP_STATUS] || is_forged(&key, call->file)) {
 		ADD(row, errors);
 		return;
 	}
@@ -192,8 +198,6 @@ INLINE void duplicated(struct gpu_call *call, u32 *block, struct gpu_process *ro
 	copy = *found;
 	describe(&copy, call);
 	copy.parent = block[DUP_PARENT];
-	key.client = block[DUP_CLIENT];
-	key.handle = block[DUP_NEW];
 	if (kept(&key, &copy, row))
 		tell_object(GPU_DUP, call, &key, copy.rm_class, copy.parent, source.client);
 }

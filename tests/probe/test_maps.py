@@ -156,6 +156,22 @@ def test_nobody_takes_over_the_client_of_a_process_that_lives(probe: Probe, gpu:
         assert RmEventKind.ALLOC not in kinds(probe, forger.pid)
 
 
+@pytest.mark.parametrize(
+    "forging",
+    ["alloc(fd, 7, CONTEXT, client=CLIENT + 24)", "alloc(fd, 5, CONTEXT)\ndup(fd, 7, 5, client=CLIENT + 24)"],
+    ids=["made", "copied"],
+)
+def test_nobody_takes_over_an_object_of_a_client_older_than_the_probe(
+    probe: Probe, gpu: Path, forging: str
+) -> None:
+    with Caller(OPENED + "alloc(fd, 7, CONTEXT, client=CLIENT + 24)\nwait()\n", gpu) as caller:
+        (before,) = objects(probe, caller.pid)
+        forger = ran(OPENED + forging, gpu)
+
+        assert objects(probe, caller.pid) == [before]
+        assert counters(probe, forger).errors == 1
+
+
 def test_the_number_of_a_client_that_ended_may_be_given_again(probe: Probe, gpu: Path) -> None:
     client = CLIENT + 22
     made = OPENED + "alloc(fd, int(sys.argv[2]), ROOT, client=0, parent=0)\nwait()\n"
