@@ -74,6 +74,15 @@ def test_nothing_is_taken_away_that_the_agent_needs() -> None:
     assert "AF_NETLINK" in service["RestrictAddressFamilies"]
 
 
+def test_the_pipes_of_a_hosts_mps_daemon_are_seen_and_nothing_is_written_where_they_are() -> None:
+    service = unit()["Service"]
+    assert "PrivateTmp" not in service
+    assert service["ProtectSystem"] == "strict"
+    assert "/tmp" not in service["ReadWritePaths"]
+    # So the loader's files go elsewhere.
+    assert f"TMPDIR=/var/cache/{service['CacheDirectory']}" in UNIT.read_text(encoding="utf-8")
+
+
 def test_a_kernel_that_kills_a_helper_leaves_the_agent() -> None:
     service = unit()["Service"]
     assert (service["OOMPolicy"], service["Restart"]) == ("continue", "on-failure")
