@@ -14,7 +14,7 @@ import pytest
 
 from agent.files import write
 from agent.model.snapshot import Durable
-from agent.sinks import statefile
+from agent.sinks import statefile, statefile_format
 from tests.sinks.stored_states import BOOT, SICK, U1, gpu
 
 OLD = Durable(gpus=(gpu(U1),))
@@ -48,7 +48,7 @@ class CrashingSystem:
 @pytest.fixture
 def path(tmp_path: Path) -> str:
     path = str(tmp_path / "state.json")
-    write(path, statefile.encoded(OLD, boot_id=BOOT))
+    write(path, statefile_format.encoded(OLD, boot_id=BOOT))
     return path
 
 
@@ -57,7 +57,7 @@ def path(tmp_path: Path) -> str:
 def test_a_crash_at_any_step_leaves_the_old_or_the_new_state(
     path: str, step: int, error: Exception, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    raw = statefile.encoded(SICK, boot_id=BOOT)
+    raw = statefile_format.encoded(SICK, boot_id=BOOT)
     with monkeypatch.context() as patched:
         CrashingSystem(patched, at=step, error=error)
         try:
@@ -70,14 +70,14 @@ def test_a_crash_at_any_step_leaves_the_old_or_the_new_state(
 
 
 def test_a_torn_write_leaves_the_old_state(path: str) -> None:
-    Path(f"{path}.new").write_bytes(statefile.encoded(SICK, boot_id=BOOT)[:100])
+    Path(f"{path}.new").write_bytes(statefile_format.encoded(SICK, boot_id=BOOT)[:100])
     assert statefile.load(path, boot_id=BOOT) == OLD
-    write(path, statefile.encoded(SICK, boot_id=BOOT))
+    write(path, statefile_format.encoded(SICK, boot_id=BOOT))
     assert statefile.load(path, boot_id=BOOT) == SICK
 
 
 def test_no_truncation_is_taken_for_a_state(path: str) -> None:
-    raw = statefile.encoded(SICK, boot_id=BOOT)
+    raw = statefile_format.encoded(SICK, boot_id=BOOT)
     for length in range(0, len(raw) - 1, 7):
         Path(path).write_bytes(raw[:length])
         assert statefile.load(path, boot_id=BOOT) is None
@@ -85,7 +85,7 @@ def test_no_truncation_is_taken_for_a_state(path: str) -> None:
 
 def test_no_flipped_bit_is_taken_for_another_state(path: str) -> None:
     state = replace(SICK, gpus=SICK.gpus[:1], xids=())
-    raw = statefile.encoded(state, boot_id=BOOT)
+    raw = statefile_format.encoded(state, boot_id=BOOT)
     for position in range(0, len(raw) * 8, 13):
         flipped = bytearray(raw)
         flipped[position // 8] ^= 1 << (position % 8)

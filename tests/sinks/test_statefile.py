@@ -31,7 +31,8 @@ from agent.model.health import (
 from agent.model.ids import GpuUuid, Placement
 from agent.model.snapshot import Durable, Snapshot
 from agent.sinks import statefile
-from agent.sinks.statefile import StateFile, encoded, load
+from agent.sinks.statefile import StateFile, load
+from agent.sinks.statefile_format import encoded
 from agent.threads import in_daemon_thread
 from tests.sinks.offers import node
 from tests.sinks.stored_states import BOOT, ORDERS, OTHER_BOOT, SICK, U0, U1, condition, gpu
