@@ -47,6 +47,10 @@ def test_an_xid_is_named_in_any_way(capsys: pytest.CaptureFixture[str], what: st
     assert max(map(len, text.splitlines())) <= 80
 
 
+def test_an_xid_may_be_two_words(capsys: pytest.CaptureFixture[str]) -> None:
+    assert explained(capsys, "xid", "79") == explained(capsys, "79")
+
+
 def test_an_xid_that_is_not_in_the_catalog_is_one_for_support(capsys: pytest.CaptureFixture[str]) -> None:
     assert json.loads(explained(capsys, "999", "-o", "json"))["class"] == "support"
 

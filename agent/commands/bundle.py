@@ -20,7 +20,7 @@ each kind. Without a GPU, of each one.
 
 Examples:
   gpu-agent bundle 3                  prints where it was written
-  gpu-agent bundle 3 -o gpu3.json     writes it there as well
+  gpu-agent bundle 3 -o gpu3.json     writes it there as well, and says both
   gpu-agent bundle -o - | jq .
 """
 
@@ -40,6 +40,8 @@ def main(args: argparse.Namespace) -> int:
     answers = [agent.order("bundle", {"gpu": gpu}) for gpu in _gpus(agent, args.gpu)]
     if args.output:
         _write(args.output, [answer["bundle"] for answer in answers])
+        if args.output != "-":
+            print(args.output)
     is_kept = True
     for answer in answers:
         is_kept = is_kept and answer["path"] is not None

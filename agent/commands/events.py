@@ -18,6 +18,20 @@ from agent.views import event_files
 WAIT_S: Final = 20
 RETRY_S: Final = 0.5
 
+_FIRST: Final = (
+    "gpu",
+    "health",
+    "reason",
+    "code",
+    "detail",
+    "message",
+    "allocatable",
+    "capacity",
+    "unhealthy",
+)
+_SAID_BY_GPU: Final = frozenset({"uuid", "pci", "devices", "count"})
+"""What the wide form has beside the index of a GPU."""
+
 _DESCRIPTION: Final = """\
 Show what happened on this node since the agent was started: the newest 1024
 events. With a time in --since, what is older is read from the event log on
@@ -65,6 +79,8 @@ def main(args: argparse.Namespace) -> int:
     if args.file is not None:
         if args.watch:
             raise UsageError("--watch asks an agent, and --file asks none; give one of them")
+        if not event_files.exist(args.file):
+            raise AgentError(f"There is no event log {args.file}; an agent keeps events.jsonl in --state-dir")
         _print(_of_file(args.file, since), output)
         return 0
     agent = find_agent(args.control_socket)
@@ -179,12 +195,24 @@ def _line(event: dict[str, Any], output: Output) -> str:
         case Output.NAME:
             return str(event["number"])
         case Output.TABLE | Output.WIDE:
-            details = " ".join(f"{name}={_shown(value)}" for name, value in event["fields"].items())
+            fields = event["fields"] if output is Output.WIDE else _in_short(event["fields"])
+            details = " ".join(f"{name}={_shown(value)}" for name, value in fields.items())
             day, clock = str(event["time"])[:10], str(event["time"])[11:19]
             moment = clock if day == rfc3339(wall_clock())[:10] else f"{day} {clock}"
             mark = "!" if event["warning"] else " "
             line = f"{moment} {mark} {event['kind']:12} {event['message']}  {details}".rstrip()
             return fitted(line, is_wide=output is Output.WIDE)
+
+
+def _in_short(fields: dict[str, Any]) -> dict[str, Any]:
+    """Return what says most first, and nothing twice: a line has few columns."""
+    left_out = _SAID_BY_GPU if fields.get("gpu") is not None else frozenset()
+    short = {name: fields[name] for name in _FIRST if name in fields}
+    short |= {name: value for name, value in fields.items() if name not in left_out}
+    if "unhealthy" in short:
+        gpus = dict.fromkeys(str(device["gpu"]) for device in fields["unhealthy"])
+        short["unhealthy"] = ",".join(gpus) or "none"
+    return short
 
 
 def _shown(value: object) -> str:

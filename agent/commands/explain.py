@@ -24,7 +24,7 @@ are Unhealthy by it, what brings them back, and what to do. It needs no agent.
 Examples:
   gpu-agent explain                   every reason code
   gpu-agent explain gpu_lost
-  gpu-agent explain 79                an XID
+  gpu-agent explain xid 79
   gpu-agent explain --xids -o json    every XID of NVIDIA's catalog
 """
 
@@ -33,7 +33,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     """Add the flags."""
     parser.usage = "gpu-agent explain [CODE|XID] [flags]"
     parser.description = _DESCRIPTION
-    parser.add_argument("what", metavar="CODE|XID", nargs="?", help="A reason code or the number of an XID")
+    parser.add_argument("what", metavar="CODE|XID", nargs="*", help="A reason code or the number of an XID")
     parser.add_argument("--xids", action="store_true", help="List XIDs instead of reason codes")
     add_output_flag(parser)
 
@@ -41,8 +41,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     """Print the table, or one row of it."""
     output = Output(args.output)
-    if args.what is not None:
-        _show_one(_row_of(args.what), output)
+    if args.what:
+        _show_one(_row_of(" ".join(args.what)), output)
         return 0
     rows = (
         [xid_row(xid) for xid in sorted(xids.CLASSES)]

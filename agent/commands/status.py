@@ -5,6 +5,7 @@ import time
 from typing import Any, Final
 
 from agent.commands.client import find_agent
+from agent.commands.findings import culprits, places
 from agent.commands.render import NONE, UNKNOWN, Output, add_agent_flag, add_output_flag, age, show, table
 
 _DESCRIPTION: Final = """\
@@ -65,7 +66,8 @@ def status_lines(document: dict[str, Any], *, now_ns: int, is_wide: bool = False
     ]
     for reason in document["reasons"]:
         lines.append(f"  {reason['code']}: {reason['message']}")
-        lines += [f"    on {', '.join(reason['gpus'])}"] if reason["gpus"] else []
+        lines += [f"    {place}" for place in places(reason["gpus"], document["gpus"])]
+        lines += [f"    {line}" for line in culprits(reason["code"], document.get("conditions", ()))]
         lines.append(f"    {reason['advice']}")
     failing = {name: why for name, why in agent.get("parts", {}).items() if why is not None}
     lines += [f"Failing  {name}: {why}" for name, why in failing.items()]

@@ -217,7 +217,8 @@ def unclaimed_bytes(memory: GpuMemory, living: AbstractSet[int]) -> int | None:
 
 def _holders(snapshot: Snapshot, gpu: GpuUuid, place: Placement) -> tuple[Holder, ...] | None:
     memory = snapshot.memory.get(gpu)
-    if snapshot.usage is None and (memory is None or memory.process_info != "ok"):
+    if snapshot.usage is None and (memory is None or memory.process_info != "ok" or not memory.users):
+        # NVML alone has missed processes, such as who keeps the files of one that ended.
         return None
     users = {user.pid: user for user in (() if memory is None else memory.users)}
     usage = snapshot.usage or Usage(at_ns=0)

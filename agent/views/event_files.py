@@ -73,11 +73,21 @@ def _rotate(path: str) -> None:
             Path(older).replace(f"{path}.{number}")
 
 
+def exist(path: str) -> bool:
+    """Tell whether any of the files is there."""
+    return any(Path(each).exists() for each in _paths(path))
+
+
+def _paths(path: str) -> tuple[str, ...]:
+    """Return where the files are, oldest first."""
+    return (*(f"{path}.{number}" for number in range(FILES - 1, 0, -1)), path)
+
+
 def read(path: str) -> Iterator[dict[str, Any]]:
     """Yield the events of the files, oldest first; raises OSError if one that is there cannot be read."""
-    for number in range(FILES - 1, -1, -1):
+    for each in _paths(path):
         with contextlib.suppress(FileNotFoundError):
-            yield from _events_of(f"{path}.{number}" if number else path)
+            yield from _events_of(each)
 
 
 def _events_of(path: str) -> Iterator[dict[str, Any]]:

@@ -1,0 +1,76 @@
+"""What the status says of a reason beside its message: which GPUs, which processes."""
+
+from typing import Any
+
+from agent.commands.findings import MAX_CULPRITS, culprits, places
+
+GPUS = [
+    {"uuid": "GPU-a", "index": 0, "pci": "0000:1b:00.0", "present": True},
+    {"uuid": "GPU-b", "index": 1, "pci": "0000:43:00.0", "present": True},
+    {"uuid": "GPU-c", "index": 1, "pci": "0000:61:00.0", "present": False},
+]
+
+
+def test_a_gpu_is_named_by_all_that_people_call_it() -> None:
+    assert list(places(["GPU-b"], GPUS)) == ["on GPU 1 at 0000:43:00.0 (GPU-b)"]
+
+
+def test_a_lost_gpu_has_no_index() -> None:
+    assert list(places(["GPU-c", "GPU-a"], GPUS)) == [
+        "on 0000:61:00.0 (GPU-c)",
+        "on GPU 0 at 0000:1b:00.0 (GPU-a)",
+    ]
+
+
+def test_a_reason_of_every_gpu_takes_one_line() -> None:
+    assert list(places(["GPU-a", "GPU-b", "GPU-c"], GPUS)) == ["on all 3 GPUs"]
+    assert list(places(["GPU-a"], GPUS[:1])) == ["on GPU 0 at 0000:1b:00.0 (GPU-a)"]
+
+
+def test_a_gpu_that_is_not_listed_keeps_its_uuid() -> None:
+    assert list(places(["GPU-z"], GPUS)) == ["on GPU-z"]
+
+
+def culprit(pid: int, **more: Any) -> dict[str, Any]:
+    return {
+        "pid": pid,
+        "comm": "train",
+        "owner": "host",
+        "pod": None,
+        "state": "S",
+        "killable": True,
+        "contexts": 1,
+        "used_bytes": 2**30,
+        "role": "holder",
+        **more,
+    }
+
+
+def finding(*found: dict[str, Any], lasts: bool = True, more: int = 0) -> dict[str, Any]:
+    return {"code": "context_leak", "lasts": lasts, "details": {"culprits": list(found), "more": more}}
+
+
+def test_processes_are_named_with_what_a_person_needs_to_act() -> None:
+    owner = culprit(
+        7, role="owner", pod="ml/a", owner="pod", state="R", killable=False, contexts=4, used_bytes=None
+    )
+    child = culprit(8, pod="ml/a", owner="pod", contexts=0, used_bytes=None)
+    stuck = culprit(9, state="D", killable=False, contexts=None)
+    assert list(culprits("context_leak", [finding(owner, child), finding(stuck)])) == [
+        "pid 7 (train), ml/a, ended, contexts: 4",
+        "pid 8 (train), ml/a",
+        "pid 9 (train), host, contexts: <unknown>, 1024MiB, cannot be killed now (state D)",
+    ]
+
+
+def test_of_many_processes_some_are_named_and_the_rest_counted() -> None:
+    lines = list(culprits("context_leak", [finding(*map(culprit, range(1, 7)), more=3)]))
+    assert len(lines) == MAX_CULPRITS + 1
+    assert lines[-1] == "and 5 more"
+
+
+def test_a_finding_that_is_over_says_so_instead_of_naming_who_may_be_gone() -> None:
+    assert list(culprits("context_leak", [finding(culprit(7), lasts=False)])) == [
+        "not seen any more; ends after clean probes and a quiet time"
+    ]
+    assert not list(culprits("foreign_process", [finding(culprit(7))]))
