@@ -300,6 +300,7 @@ def _leaks(values: Mapping[str, object]) -> LeakPolicy:
         return cast("int", values[f"leak-{name}"])
 
     return LeakPolicy(
+        is_watched=values["probe-tier"] != "off",
         effect=cast("LeakEffect", values["leak-policy"]),
         allowed=cast("frozenset[str]", values["leak-allow"]),
         servers=cast("frozenset[str]", values["leak-servers"]),

@@ -33,7 +33,7 @@ def with_findings(old: State, state: State, now_ns: int) -> State:
         return state
     found = state.leaks
     if state.usage_ns == 0:
-        found = leaks.without_news(found, now_ns)
+        found = leaks.without_news(found, state.policy.leaks, now_ns)
     found = leaks.step(found, _scene(state, now_ns))
     active = _conditions(state, found, now_ns)
     if found is state.leaks and active is state.conditions:

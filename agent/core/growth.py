@@ -57,8 +57,11 @@ def begins_at(process: ProcessUse, policy: LeakPolicy) -> int:
 
 def warm_at(usage: Usage, policy: LeakPolicy, now_ns: int) -> list[int]:
     """Return when the next window begins, if time alone begins one."""
-    times = (begins_at(process, policy) for process, _ in _of_interest(usage))
-    return sorted(at_ns for at_ns in times if at_ns > now_ns)[:1]
+    # Of who was seen last, most often; the others have long been warm.
+    newest_ns = now_ns - policy.growth_warm_up_ns
+    return sorted({begins_at(each, policy) for each, _ in _of_interest(usage) if each.since_ns > newest_ns})[
+        :1
+    ]
 
 
 def growth(process: ProcessUse, hold: GpuHold, window: Window, policy: LeakPolicy) -> LeakKind | None:

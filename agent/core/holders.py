@@ -3,12 +3,16 @@
 Invariants: a process is its pid and its start, and where the start is not known yet, itself. An ended
 process holds nothing; it is remembered for as long as something that it made lives on. Where it cannot
 be told whether a pid was used again, it is taken not to be: that may miss what was left behind, and never
-takes what a living process has for left behind.
+takes what a living process has for left behind. Who opens more than a share of the room loses of its own.
+
+A scan costs what it changes: of a process of which it shows what the last one did, and of which nothing was
+told since, nothing is done.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Final
+from types import MappingProxyType
+from typing import Final, NamedTuple
 
 from agent.core.rm_objects import Clients
 from agent.model.rm import HeldFile, RmEvent, RmObject
@@ -16,9 +20,47 @@ from agent.model.usage import ENDED, UNINTERRUPTIBLE, ProcessKey, ProcessLook
 
 MAX_PROCESSES: Final = 65_536
 MAX_FILES: Final = 65_536
+MAX_FILES_OF_PROCESS: Final = MAX_FILES // 4
+"""A program with ten contexts on each of eight GPUs has sixteen hundred."""
+STEP: Final = 64
+"""Processes whose files changed, between two pauses of a scan that is taken."""
+STEP_UNCHANGED: Final = 8_192
 
 UNKNOWN_START: Final = 0
 """Start of a process that was gone before anyone looked; the kernel's first process never opens a GPU."""
+
+
+class Descriptors(NamedTuple):
+    """What a process has of one open file."""
+
+    fds: int
+    device: int
+
+
+FilesHeld = Mapping[int, Descriptors]
+"""By file."""
+
+Held = Mapping[ProcessKey, FilesHeld]
+"""What a scan found."""
+
+NOTHING: Final[FilesHeld] = MappingProxyType({})
+
+
+def by_process(held: Iterable[HeldFile]) -> Held:
+    """Return what a scan found by process; pure, so that any thread may do it."""
+    found: dict[ProcessKey, dict[int, Descriptors]] = {}
+    for each in held:
+        key = ProcessKey(each.tgid, each.start_ticks)
+        of_process = found.setdefault(key, {})
+        name = each.file or _stand_in(key, each.device)
+        known = of_process.get(name)
+        of_process[name] = Descriptors(each.fds + (known.fds if known else 0), each.device)
+    return found
+
+
+def _stand_in(key: ProcessKey, device: int) -> int:
+    """Return a name for a file that /proc cannot tell from others: one for each process and device."""
+    return -(((key.start_ticks << 32 | key.pid) << 32) | device) - 1
 
 
 @dataclass(slots=True, eq=False)
@@ -35,6 +77,8 @@ class Process:
     """It called exec, so what was looked at may have changed."""
     files: dict[int, int] = field(default_factory=dict)
     """Descriptors by file."""
+    found: FilesHeld = field(default_factory=lambda: NOTHING)
+    """What the last scan found."""
     closed: set[int] = field(default_factory=set)
     """Files of which it closed a descriptor since the last scan; it may have others."""
     event_ns: int = 0
@@ -45,10 +89,12 @@ class Process:
     partial: bool = False
     before: "Process | None" = None
     """Who had the pid before, and has not been seen to be gone."""
-    made: int = 0
+    made: set[int] = field(default_factory=set)
     """Files older than the probe that it is taken to have made."""
     devices: frozenset[int] = frozenset()
     """The devices that it held when it ended."""
+    opened: set[int] | None = field(default_factory=set)
+    """The devices that it was seen to hold, ever; None: it was not seen itself."""
 
     @property
     def key(self) -> ProcessKey:
@@ -68,7 +114,6 @@ class File:
     device: int
     event_ns: int = 0
     """When an event told of it last; 0: none did, so it may be older than the probe."""
-    scan_ns: int = 0
     holders: set[Process] = field(default_factory=set)
     is_older: bool = False
     """It was there before the probe."""
@@ -78,29 +123,39 @@ class File:
     """Of a control file that is older than the probe: who is taken to have made it."""
 
 
-Files = dict[Process, dict[int, tuple[int, int]]]
-"""Descriptors and device by file, of each process."""
-
-
 class Holders:
     """Processes and files; tells the clients when one of these ends."""
 
     def __init__(self, clients: Clients) -> None:
         self.evicted = 0
+        self.tells_releases = False
+        """Whether the driver's own end of each file is told; then only that ends a file."""
         self.in_doubt = False
         """Events were lost since the last scan: an exit may be among them, and its pid in use again."""
         self.forgot = False
-        """Clients were forgotten for that doubt; the rows of the kernel's map have them still."""
+        """Clients were forgotten for that doubt, or for want of room; the kernel's map has them still."""
+        self.is_crowded = False
+        """Since the last scan began processes or files were forgotten because there are too many."""
         self.processes: dict[int, Process] = {}
         """By number, who was quiet longest first."""
         self.files: dict[int, File] = {}
         """By the kernel's address, what was quiet longest first."""
+        self.changed: dict[Process, None] = {}
+        """Of whom something else is known; whoever makes pictures empties it."""
         self._clients = clients
         self._current: dict[int, Process] = {}
         self._by_key: dict[ProcessKey, Process] = {}
         """Those whose start is known."""
         self._numbers = 0
         self._scan_ns = 0
+        self._stirred: dict[Process, None] = {}
+        """Those whose files are not what the last scan found."""
+        self._bare: dict[int, None] = {}
+        """Files that nobody is seen to hold."""
+        self._idle: dict[Process, None] = {}
+        """Processes that hold no file."""
+        self._doubted: dict[int, None] = {}
+        """Files that were there when events were lost."""
 
     def current(self) -> Iterable[Process]:
         """Return the newest process of each pid."""
@@ -109,9 +164,10 @@ class Holders:
     def doubt(self) -> None:
         """Take that events were lost: an exit or a close may be among them, and the pid or address in use."""
         self.in_doubt = True
-        for file in self.files.values():
+        for name, file in self.files.items():
             if file.before_loss is None:
                 file.before_loss = set(file.holders)
+                self._doubted[name] = None
 
     # Processes
 
@@ -147,8 +203,11 @@ class Holders:
         process = self._by_key.get(key)
         if process is None:
             self._numbers += 1
-            process = Process(self._numbers, row.tgid, row.at_ns, row.start_ticks, ended_ns=now.since_ns)
+            process = Process(
+                self._numbers, row.tgid, row.at_ns, row.start_ticks, ended_ns=now.since_ns, opened=None
+            )
             self.processes[process.number] = self._by_key[key] = process
+            self._idle[process] = None
         return process
 
     def looked(self, look: ProcessLook, now_ns: int) -> None:
@@ -156,12 +215,19 @@ class Holders:
         process = self._named(look.key.pid, look.key.start_ticks, now_ns) if self._knows(look) else None
         if process is None:
             return
+        before = (process.look, process.exiting_ns)
+        was_known = process.is_known
         process.look, process.is_look_old = look, False
         is_ending = look.state in ENDED or (look.killed and look.state == UNINTERRUPTIBLE)
         if is_ending and process.exiting_ns is None:
             process.exiting_ns = now_ns
         elif not is_ending and not process.exit_told:
             process.exiting_ns = None
+        if (process.look, process.exiting_ns) != before:
+            self.changed[process] = None
+        if not was_known:
+            for name in process.files:
+                self._file_changed(name)
 
     def exited(self, key: ProcessKey, now_ns: int) -> None:
         """Take that a process is gone."""
@@ -171,6 +237,18 @@ class Holders:
         if process is not None and process.ended_ns is None:
             self._end(process, now_ns)
 
+    def exits(self, process: Process, at_ns: int) -> None:
+        """Take that the last thread of a process began to exit."""
+        process.exiting_ns, process.exit_told = at_ns, True
+        self.changed[process] = None
+
+    def closes(self, process: Process, names: Iterable[int], device: int | None = None) -> None:
+        """Take that a process closed a descriptor of each of these files, of a device if that is told."""
+        process.closed.update(names)
+        self._stirred[process] = None
+        if device is not None and process.opened is not None:
+            process.opened.add(device)
+
     def _knows(self, look: ProcessLook) -> bool:
         return look.key.pid in self._current
 
@@ -179,6 +257,7 @@ class Holders:
         process = Process(self._numbers, pid, at_ns, start, event_ns=at_ns, before=before)
         self.processes[process.number] = process
         self._current[pid] = process
+        self._idle[process] = None
         if start is not None:
             self._by_key[process.key] = process
         return process
@@ -210,18 +289,21 @@ class Holders:
         self._by_key[process.key] = process
         # An exit that was told of somebody nobody had looked at may be of another who had the pid.
         process.exiting_ns, process.exit_told = None, False
+        self.changed[process] = None
         return process
 
     def _merge(self, process: Process, into: Process) -> None:
-        for name, fds in process.files.items():
-            into.files[name] = into.files.get(name, 0) + fds
-            self.files[name].holders.discard(process)
-            self.files[name].holders.add(into)
+        for name, fds in tuple(process.files.items()):
+            self._let_go(process, name)
+            self._hold(into, name, into.files.get(name, 0) + fds)
+            self._bare.pop(name, None)
+        self._stirred[into] = None
         self._clients.give(process.number, into.number)
         into.exiting_ns, into.exit_told = None, False
         into.event_ns = process.event_ns
         self._current[into.pid] = into
-        del self.processes[process.number]
+        self._drop(process)
+        self.changed[into] = None
 
     def _end(self, process: Process, now_ns: int) -> None:
         if self.in_doubt:
@@ -230,13 +312,15 @@ class Holders:
             return
         process.ended_ns = now_ns
         process.devices = frozenset(self.files[name].device for name in process.files)
-        for name in process.files:
+        for name in tuple(process.files):
+            self._let_go(process, name)
             file = self.files[name]
-            file.holders.discard(process)
             # Others may hold it too, which only a scan tells; nothing depends on one that is empty.
             if not file.holders and file.maker is None and not self._clients.has_file(name):
-                del self.files[name]
-        process.files = {}
+                self._forget_file(name)
+        process.found = NOTHING
+        self._stirred.pop(process, None)
+        self.changed[process] = None
         self._forget_if_done(process)
 
     def _forget_if_done(self, process: Process) -> None:
@@ -244,7 +328,7 @@ class Holders:
             self._forget(process)
 
     def _forget(self, process: Process) -> None:
-        self.processes.pop(process.number, None)
+        self._drop(process)
         if self._by_key.get(process.key) is process:
             del self._by_key[process.key]
         if self._current.get(process.pid) is process:
@@ -253,13 +337,23 @@ class Holders:
                 self._current[process.pid] = process.before
         self._clients.forget_owner(process.number)
 
+    def _drop(self, process: Process) -> None:
+        """Take a process out of the tables by number."""
+        self.processes.pop(process.number, None)
+        self._idle.pop(process, None)
+        self._stirred.pop(process, None)
+        self.changed[process] = None
+
     # Files
 
     def opened(self, event: RmEvent, process: Process) -> None:
         """Take that a process opened a file; what had the same address before is gone."""
         known = self.files.get(event.file)
-        if known is not None and event.at_ns > max(known.event_ns, known.scan_ns):
-            self.end_file(event.file, event.at_ns)
+        if event.at_ns >= self._scan_ns:
+            if known is not None and event.at_ns > known.event_ns:
+                self.end_file(event.file, event.at_ns)
+            elif known is None:
+                self._clients.file_ended(event.file, event.at_ns)
         self.used(event, process)
 
     def used(self, event: RmEvent, process: Process) -> bool:
@@ -270,127 +364,232 @@ class Holders:
         is_late = event.at_ns < self._scan_ns
         file = self.files.pop(event.file, None)
         if file is None:
-            if is_late:
+            if is_late or not self._has_room(process):
                 return False
-            file = File(event.device)
+            file = self._add_file(event.file, event.device)
         self.files[event.file] = file
         file.event_ns = max(file.event_ns, event.at_ns)
-        if not is_late and process.ended_ns is None and event.file not in process.files:
-            process.files[event.file] = 1
-            file.holders.add(process)
+        if (
+            not is_late
+            and process.ended_ns is None
+            and event.file not in process.files
+            and self._has_room(process)
+        ):
+            self._hold(process, event.file, 1)
+            self._stirred[process] = None
         return True
 
     def released(self, event: RmEvent) -> None:
         """Take that the driver let go of a file."""
         known = self.files.get(event.file)
-        if known is not None and event.at_ns >= known.event_ns:
+        if known is None:
+            self._clients.file_ended(event.file, event.at_ns)
+        elif event.at_ns >= known.event_ns:
             self.end_file(event.file, event.at_ns)
 
     def end_file(self, name: int, before_ns: int | None = None) -> None:
         """Forget a file, with the clients that were made with it (before that time)."""
-        file = self.files.pop(name)
-        for holder in file.holders:
-            holder.files.pop(name, None)
-        if file.maker is not None:
-            file.maker.made -= 1
+        self._file_changed(name)
+        self._forget_file(name)
         self._clients.file_ended(name, before_ns)
 
-    def is_older(self, name: int) -> bool:
-        """Return whether a file was there before the probe."""
-        return name in self.files and self.files[name].is_older
+    def _forget_file(self, name: int) -> None:
+        file = self.files.pop(name)
+        for holder in tuple(file.holders):
+            self._let_go(holder, name, file)
+            self._stirred[holder] = None
+        if file.maker is not None:
+            file.maker.made.discard(name)
+            self.changed[file.maker] = None
+        self._bare.pop(name, None)
+        self._doubted.pop(name, None)
+
+    def _add_file(self, name: int, device: int, *, event_ns: int = 0) -> File:
+        file = self.files[name] = File(device, event_ns)
+        self._bare[name] = None
+        self._clients.file_held(name)
+        return file
+
+    def _hold(self, process: Process, name: int, fds: int) -> None:
+        """Let a process have so many descriptors of a file."""
+        if process.files.get(name) == fds:
+            return
+        is_new = name not in process.files
+        process.files[name] = fds
+        self.changed[process] = None
+        if is_new:
+            file = self.files[name]
+            file.holders.add(process)
+            self._bare.pop(name, None)
+            self._idle.pop(process, None)
+            if process.opened is not None:
+                process.opened.add(file.device)
+            self._file_changed(name)
+
+    def _let_go(self, process: Process, name: int, file: File | None = None) -> None:
+        """Take a file from a process; an end of the file itself is told apart."""
+        del process.files[name]
+        file = file or self.files[name]
+        file.holders.discard(process)
+        if not file.holders:
+            self._bare[name] = None
+        if not process.files:
+            self._idle[process] = None
+        self.changed[process] = None
+        self._file_changed(name)
+
+    def _file_changed(self, name: int) -> None:
+        """Take that others hold a file, on which depends what those who ended left behind."""
+        self._clients.holders_changed(name)
+        file = self.files.get(name)
+        if file is not None and file.maker is not None:
+            self.changed[file.maker] = None
+
+    def made_by(self, name: int, process: Process) -> None:
+        """Take who is taken to have made a control file that is older than the probe."""
+        file = self.files[name]
+        if file.maker is not None:
+            file.maker.made.discard(name)
+        file.maker = process
+        process.made.add(name)
+        self.changed[process] = None
+
+    def older(self) -> frozenset[int]:
+        """Return the files that were there before the probe."""
+        return frozenset(name for name, file in self.files.items() if file.is_older)
 
     def expect(self, name: int, at_ns: int) -> None:
         """Take that there is a file, of which only what was made with it tells."""
         if name not in self.files:
-            self.files[name] = File(0, event_ns=at_ns)
+            self._add_file(name, 0, event_ns=at_ns)
 
-    def scanned(self, held: Iterable[HeldFile], at_ns: int) -> Files:
-        """Take every open file there is, as found from ``at_ns`` on; return who has what."""
+    # Scans
+
+    def scanning(self, held: Held, at_ns: int, *, is_whole: bool) -> Iterator[None]:
+        """Take every open file there is, as found from ``at_ns`` on, step by step.
+
+        Nothing else may be told between the steps. Not ``is_whole``: there are more, so that what was not
+        found may be there.
+        """
         self._scan_ns = at_ns
-        found: Files = {}
-        named: dict[tuple[int, int], Process | None] = {}
-        for each in held:
-            key = (each.tgid, each.start_ticks)
-            if key not in named:
-                named[key] = self._named(*key, at_ns)
-            process = named[key]
-            if process is not None:
-                name = each.file or _stand_in(process, each.device)
-                of_process = found.setdefault(process, {})
-                fds, _ = of_process.get(name, (0, 0))
-                of_process[name] = (fds + each.fds, each.device)
-        self._replace(found, at_ns)
-        return found
-
-    def _replace(self, found: Files, at_ns: int) -> None:
-        # Where events were lost, the end of a file may be among them, and the scan alone is to be believed.
-        exiting = {
-            process
-            for process in self.processes.values()
-            if process.exiting_ns is not None and process not in found and not self.in_doubt
-        }
-        kept = {
-            process: self._kept(process, at_ns, is_exiting=process in exiting)
-            for process in self.processes.values()
-        }
-        for file in self.files.values():
-            file.holders = set()
-        for names in found.values():
-            for name, (_, device) in names.items():
-                file = self.files.setdefault(name, File(device))
-                file.device, file.scan_ns = device, at_ns
-        for process, before in kept.items():
-            process.files = {**before, **{name: fds for name, (fds, _) in found.get(process, {}).items()}}
-            for name in process.files:
-                self.files[name].holders.add(process)
-        for name in [name for name, file in self.files.items() if not file.holders and file.event_ns < at_ns]:
-            self.end_file(name)
-        for process in tuple(self.processes.values()):
-            if not process.files and (process.ended_ns is not None or process.event_ns < at_ns):
+        self.is_crowded = False
+        found = {self._named(*key, at_ns): files for key, files in held.items()}
+        found.pop(None, None)
+        done = 0
+        for number, process in enumerate(tuple(self.processes.values()), start=1):
+            files = found.get(process, NOTHING)
+            if process in self._stirred or files != process.found:
+                done += 1
+                self._settle(process, files, at_ns, is_found=process in found, is_whole=is_whole)
+            if number % STEP_UNCHANGED == 0 or done == STEP:
+                done = 0
+                yield
+        if is_whole:
+            self._end_bare(at_ns)
+            self._resolve_doubt()
+        self._clients.bound_aside(at_ns)
+        for process in tuple(self._idle):
+            if process.ended_ns is not None or process.event_ns < at_ns:
                 self._forget_if_done(process)
-        self._resolve_doubt()
+
+    def _settle(
+        self, process: Process, found: FilesHeld, at_ns: int, *, is_found: bool, is_whole: bool
+    ) -> None:
+        """Let a process hold what a scan found, and what it holds all the same."""
+        # Where events were lost, the end of a file may be among them, and the scan alone is to be believed.
+        is_exiting = process.exiting_ns is not None and not is_found and not self.in_doubt
+        closed, process.closed = process.closed, set()
+        kept = False
+        for name in [name for name in process.files if name not in found]:
+            # It came while the scan ran; or the process exits: then its whole table of descriptors is gone
+            # at once, and its files only when the driver has let go of them.
+            if not is_whole or self.files[name].event_ns >= at_ns or (is_exiting and name not in closed):
+                kept = True
+            else:
+                self._let_go(process, name)
+        for name, (fds, device) in found.items():
+            self._find(process, name, fds, device)
+        process.found = found
+        if kept:
+            self._stirred[process] = None
+        else:
+            self._stirred.pop(process, None)
+
+    def _find(self, process: Process, name: int, fds: int, device: int) -> None:
+        if name not in process.files and not self._has_room(process):
+            return
+        file = self.files.get(name) or self._add_file(name, device)
+        if file.device != device:
+            file.device = device
+            for holder in file.holders:
+                self.changed[holder] = None
+        self._hold(process, name, fds)
+
+    def _end_bare(self, at_ns: int) -> None:
+        """End the files that nobody is seen to hold, as far as that tells it."""
+        for name in tuple(self._bare):
+            file = self.files[name]
+            if file.event_ns >= at_ns:
+                continue
+            is_used = file.maker is not None or self._clients.has_file(name)
+            if self.tells_releases and is_used and not self.in_doubt:
+                # In a message, or mapped; its end would have been told.
+                continue
+            if not self.in_doubt:
+                self._file_changed(name)
+                self._clients.file_unheld(name, at_ns)
+            self.end_bare(name)
+
+    def end_bare(self, name: int) -> None:
+        """Forget a file that nobody holds; what was put aside may come back."""
+        if self.in_doubt:
+            self.end_file(name)
+        else:
+            self._forget_file(name)
 
     def _resolve_doubt(self) -> None:
         self.in_doubt = False
-        for name, file in self.files.items():
+        for name in self._doubted:
+            file = self.files[name]
             if file.before_loss is not None and not file.before_loss & file.holders:
                 self._clients.doubt(name)
             file.before_loss = None
-
-    def _kept(self, process: Process, at_ns: int, *, is_exiting: bool) -> Mapping[int, int]:
-        """Return the files that a process still holds although a scan did not show it.
-
-        They came while the scan ran; or the process exits: then its whole table of descriptors is gone at
-        once, and its files only when the driver has let go of them.
-        """
-        closed, process.closed = process.closed, set()
-        return {
-            name: fds
-            for name, fds in process.files.items()
-            if self.files[name].event_ns >= at_ns or (is_exiting and name not in closed)
-        }
+        self._doubted = {}
 
     # Bounds
 
+    def _has_room(self, process: Process) -> bool:
+        """Return whether a process may have another file in the table."""
+        if len(process.files) < MAX_FILES_OF_PROCESS:
+            return True
+        self._clients.fell_short(process.number)
+        return False
+
     def bound(self) -> None:
-        """Forget what was quiet longest where there is too much."""
+        """Forget, where there is too much, files of who has most and processes that were quiet longest."""
         while len(self.files) > MAX_FILES:
-            self.evicted += 1
-            self.end_file(next(iter(self.files)))
+            self._forget_files()
         while len(self.processes) > MAX_PROCESSES:
             self.evicted += 1
+            self.is_crowded = self.forgot = True
             self._disown(next(iter(self.processes.values())))
+
+    def _forget_files(self) -> None:
+        self.is_crowded = self.forgot = True
+        process = max(self.processes.values(), key=lambda process: len(process.files))
+        too_many = len(self.files) - MAX_FILES * 7 // 8
+        for name in (tuple(process.files) or tuple(self.files))[:too_many]:
+            self.evicted += 1
+            for holder in self.files[name].holders:
+                self._clients.fell_short(holder.number, 0)
+            self._clients.file_forgotten(name)
+            self._forget_file(name)
 
     def _disown(self, process: Process) -> None:
         """Forget a process and what it made; nothing is said to be left behind by it."""
-        for name in process.files:
-            self.files[name].holders.discard(process)
-        if process.made:
-            for file in self.files.values():
-                file.maker = None if file.maker is process else file.maker
+        for name in tuple(process.files):
+            self._let_go(process, name)
+        for name in process.made:
+            self.files[name].maker = None
+        process.made = set()
         self._forget(process)
-
-
-def _stand_in(process: Process, device: int) -> int:
-    """Return a name for a file that /proc cannot tell from others: one for each process and device."""
-    return -((process.number << 32) | device) - 1

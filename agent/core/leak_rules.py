@@ -5,12 +5,11 @@ that is so of a single process, its suspect is not ``known``. Nothing is said of
 on the allow list. Absolute numbers make no finding of a leak.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from collections.abc import Set as AbstractSet
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Final, NamedTuple
 
-from agent.core.growth import Windows, growth
+from agent.core.growth import Name, Windows, growth
 from agent.core.ownership import (
     Given,
     holding,
@@ -87,14 +86,22 @@ class Scene:
     has_all_pods: bool = True
     """A pod that is not among ``pods`` is gone; otherwise it may only have no device."""
     windows: Windows = field(default_factory=dict)
+    watched: tuple[ProcessUse, ...] = ()
+    """The processes of which something may be told."""
+    growing: Mapping[Name, LeakKind] = field(default_factory=dict)
+    """The processes and GPUs that show growth, and which."""
 
     def user(self, process: ProcessUse, gpu: GpuUuid) -> MemoryUser | None:
         """Return what NVML lists of a process on a GPU."""
         return user_of(self.memory.get(gpu), process.key.pid)
 
-    def is_free(self, process: ProcessUse, names: AbstractSet[str] = frozenset()) -> bool:
+    def is_free(self, process: ProcessUse) -> bool:
         """Return whether a process is one of which nothing is told."""
-        return is_service(process, self.policy.allowed) or is_service(process, names)
+        return is_service(process, self.policy.allowed)
+
+    def is_server(self, process: ProcessUse) -> bool:
+        """Return whether a process does the work of others, so that what it has is theirs."""
+        return is_service(process, self.policy.servers)
 
     def lives(self, process: ProcessUse) -> bool | None:
         """Return whether the pod of a process lives; None: not known. A process in no pod has none."""
@@ -111,14 +118,17 @@ class Scene:
 
 
 def _orphaned(scene: Scene) -> Seen:
-    """Find clients whose owner ended while others hold their file, with contexts in them."""
+    """Find clients whose owner ended while others hold their file, with contexts in them.
+
+    A file that nobody is seen to hold may be in a message that nobody reads, or only be mapped.
+    """
     if scene.usage is None:
         return None
     by_key = {process.key: process for process in scene.usage.processes}
     found = []
     for orphan in scene.usage.orphans:
         holders = [by_key[key] for key in orphan.holders if key in by_key]
-        if any(not scene.is_free(holder) for holder in holders):
+        if not orphan.holders or any(not scene.is_free(holder) for holder in holders):
             found.append(_orphan(orphan, holders, scene))
     return found
 
@@ -154,13 +164,12 @@ def _pod_gone(scene: Scene) -> Seen:
     if scene.usage is None or scene.pods is None:
         return None
     for_ns = scene.policy.pod_gone_ns
-    found = []
-    for process, hold in _watched(scene.usage, scene):
-        lives = scene.lives(process)
-        if process.look.pod is not None and lives is not True:
-            suspect = _suspect(LeakKind.POD_GONE, process, hold, scene, for_ns)
-            found.append(replace(suspect, known=lives is False))
-    return found
+    return [
+        _suspect(LeakKind.POD_GONE, process, hold, scene, for_ns, known=lives is False)
+        for process in scene.watched
+        if process.look.pod is not None and (lives := scene.lives(process)) is not True
+        for hold in process.holds
+    ]
 
 
 def _stuck(scene: Scene) -> Seen:
@@ -169,8 +178,8 @@ def _stuck(scene: Scene) -> Seen:
         return None
     for_ns = scene.policy.stuck_exit_ns
     found = []
-    for process in scene.usage.processes:
-        if process.exiting_since_ns is None or scene.is_free(process):
+    for process in scene.watched:
+        if process.exiting_since_ns is None:
             continue
         holds: tuple[GpuHold | None, ...] = process.holds or (None,)
         for hold in holds:
@@ -195,10 +204,13 @@ def _fd_growth(scene: Scene) -> Seen:
 def _grown(kind: LeakKind, scene: Scene) -> Seen:
     if scene.usage is None or not scene.usage.complete:
         return None
+    if kind not in scene.growing.values():
+        return []
     return [
         _suspect(kind, process, hold, scene, 0)
-        for process, hold in _watched(scene.usage, scene, scene.policy.servers)
-        if growth(process, hold, scene.windows.get((process.key, hold.gpu), ()), scene.policy) is kind
+        for process in scene.watched
+        for hold in process.holds
+        if scene.growing.get((process.key, hold.gpu)) is kind and not scene.is_server(process)
     ]
 
 
@@ -209,14 +221,14 @@ def _foreign(scene: Scene) -> Seen:
     """Find processes that use a GPU of which their pod was given nothing, or that are in no pod."""
     if scene.usage is None or scene.given is None:
         return None
-    for_ns = scene.policy.foreign_process_ns
-    found = []
-    for process, hold in _watched(scene.usage, scene, scene.policy.servers):
-        is_foreign = _is_foreign(process, hold, scene.given, scene)
-        if is_foreign is not False:
-            suspect = _suspect(LeakKind.FOREIGN_PROCESS, process, hold, scene, for_ns)
-            found.append(replace(suspect, known=is_foreign is True))
-    return found
+    given, for_ns = scene.given, scene.policy.foreign_process_ns
+    return [
+        _suspect(LeakKind.FOREIGN_PROCESS, process, hold, scene, for_ns, known=is_foreign is True)
+        for process in scene.watched
+        if not scene.is_server(process)
+        for hold in process.holds
+        if (is_foreign := _is_foreign(process, hold, given, scene)) is not False
+    ]
 
 
 def _is_foreign(process: ProcessUse, hold: GpuHold, given: Given, scene: Scene) -> bool | None:
@@ -304,6 +316,22 @@ def _many_contexts(scene: Scene) -> Seen:
     ]
 
 
+def prepared(scene: Scene) -> Scene:
+    """Return a scene with what several rules need of every process, found out once."""
+    if scene.usage is None:
+        return scene
+    growing = {}
+    watched = tuple([process for process in scene.usage.processes if not scene.is_free(process)])
+    if scene.windows:
+        for process in watched:
+            for hold in process.holds:
+                window = scene.windows.get((process.key, hold.gpu))
+                kind = growth(process, hold, window, scene.policy) if window else None
+                if kind is not None:
+                    growing[process.key, hold.gpu] = kind
+    return replace(scene, watched=watched, growing=growing)
+
+
 RULES: Final[Mapping[LeakKind, Callable[[Scene], Seen]]] = {
     LeakKind.ORPHANED_CLIENT: _orphaned,
     LeakKind.POD_GONE: _pod_gone,
@@ -320,16 +348,15 @@ RULES: Final[Mapping[LeakKind, Callable[[Scene], Seen]]] = {
 # Suspects
 
 
-def _watched(
-    usage: Usage, scene: Scene, names: AbstractSet[str] = frozenset()
-) -> Iterator[tuple[ProcessUse, GpuHold]]:
-    for process in usage.processes:
-        if not scene.is_free(process, names):
-            for hold in process.holds:
-                yield process, hold
-
-
-def _suspect(kind: LeakKind, process: ProcessUse, hold: GpuHold | None, scene: Scene, for_ns: int) -> Suspect:
+def _suspect(
+    kind: LeakKind,
+    process: ProcessUse,
+    hold: GpuHold | None,
+    scene: Scene,
+    for_ns: int,
+    *,
+    known: bool = True,
+) -> Suspect:
     where = None if hold is None else Placement(hold.gpu)
     culprit = _culprit(process.look, hold, scene, scene.now_ns)
     places = () if hold is None else places_of(hold, scene.user(process, hold.gpu))
@@ -341,6 +368,7 @@ def _suspect(kind: LeakKind, process: ProcessUse, hold: GpuHold | None, scene: S
         used_bytes=culprit.used_bytes,
         since_ns=scene.now_ns,
         for_ns=for_ns,
+        known=known,
     )
 
 

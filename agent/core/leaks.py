@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Final
 
 from agent.core.growth import Windows, followed, next_part_at, warm_at
-from agent.core.leak_rules import RULES, Scene, Seen, Suspect, SuspectKey, total
+from agent.core.leak_rules import RULES, Scene, Seen, Suspect, SuspectKey, prepared, total
 from agent.model.health import MAX_CULPRITS, Condition, Culprit, Details, LeakKind, Reason
 from agent.model.ids import GpuUuid, Placement
 from agent.model.policy import SECOND_NS, LeakPolicy
@@ -65,11 +65,13 @@ def step(leaks: Leaks, scene: Scene) -> Leaks:
     if scene.usage is not None and scene.usage.complete:
         windows = followed(scene.usage, leaks.windows, scene.policy, scene.now_ns)
         leaks = leaks if windows is leaks.windows else replace(leaks, windows=windows)
-    scene = replace(scene, windows=leaks.windows)
+    scene = prepared(replace(scene, windows=leaks.windows))
     suspects: dict[SuspectKey, Suspect] = {}
+    before: dict[LeakKind, dict[SuspectKey, Suspect]] = {kind: {} for kind in RULES}
+    for key, suspect in leaks.suspects.items():
+        before[key.kind][key] = suspect
     for kind, rule in RULES.items():
-        before = {key: suspect for key, suspect in leaks.suspects.items() if key.kind is kind}
-        for suspect in _judged(before, rule(scene), scene):
+        for suspect in _judged(before[kind], rule(scene), scene):
             if len(suspects) < MAX_SUSPECTS:
                 suspects[suspect.key] = suspect
     found = replace(leaks, suspects=suspects, due_ns=_due_at(suspects, scene, leaks.begun_ns))
@@ -95,12 +97,16 @@ def _judged(before: Mapping[SuspectKey, Suspect], seen: Seen, scene: Scene) -> I
 
 def _aged(suspect: Suspect, known: Suspect | None, now_ns: int) -> Suspect:
     """Return a suspect that is seen (again), with the time since when it is one."""
-    since_ns = suspect.since_ns if known is None else min(known.since_ns, suspect.since_ns)
-    culprits = suspect.culprits
-    if known is not None:
-        culprits = tuple(replace(each, since_ns=min(each.since_ns, since_ns)) for each in culprits)
-    told = (known is not None and known.told) or now_ns - since_ns >= suspect.for_ns
+    if known is None:
+        return replace(suspect, told=True) if now_ns - suspect.since_ns >= suspect.for_ns else suspect
+    since_ns = min(known.since_ns, suspect.since_ns)
+    culprits = tuple([_since(each, since_ns) for each in suspect.culprits])
+    told = known.told or now_ns - since_ns >= suspect.for_ns
     return replace(suspect, culprits=culprits, since_ns=since_ns, told=told)
+
+
+def _since(culprit: Culprit, since_ns: int) -> Culprit:
+    return replace(culprit, since_ns=since_ns) if culprit.since_ns > since_ns else culprit
 
 
 def _is_there(suspect: Suspect, usage: Usage | None) -> bool:
@@ -132,9 +138,10 @@ def _due_at(suspects: Mapping[SuspectKey, Suspect], scene: Scene, begun_ns: int)
     return min((at_ns for at_ns in times if at_ns > scene.now_ns), default=None)
 
 
-def without_news(leaks: Leaks, now_ns: int) -> Leaks:
-    """Return what is kept if nobody ever told who uses the driver: the probe may have been switched off."""
-    if not leaks.suspects or now_ns < leaks.begun_ns + AWAITED_NS:
+def without_news(leaks: Leaks, policy: LeakPolicy, now_ns: int) -> Leaks:
+    """Return what is kept if nobody ever told who uses the driver: nobody looks, or not yet."""
+    is_awaited = policy.is_watched and now_ns < leaks.begun_ns + AWAITED_NS
+    if not leaks.suspects or is_awaited:
         return leaks
     return replace(leaks, suspects={}, due_ns=None)
 
@@ -234,7 +241,8 @@ def message_of(details: Details, policy: LeakPolicy) -> str:  # noqa: PLR0911 - 
     memory = "" if details.used_bytes is None else f" and {_mebibytes(details.used_bytes)} of its memory"
     match details.kind:
         case LeakKind.ORPHANED_CLIENT:
-            return f"{contexts} of a process that ended are kept by {processes}"
+            kept = f"kept by {processes}" if count else "in files that no process has open"
+            return f"{contexts} of a process that ended are {kept}"
         case LeakKind.POD_GONE:
             return f"{processes} of pods that are gone hold{s} the GPU{memory}"
         case LeakKind.STUCK_EXIT:

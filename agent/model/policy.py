@@ -26,6 +26,8 @@ MEBIBYTE = 2**20
 class LeakPolicy:
     """When what holds a GPU is a finding. Times are how long it must last before it is told."""
 
+    is_watched: bool = True
+    """False: nobody looks who uses GPUs, so that nothing is found and nothing lasts that was."""
     effect: LeakEffect = "warn"
     """unhealthy-when-free: what certainly blocks a GPU that no pod has takes it out, through the breaker."""
     allowed: frozenset[str] = frozenset(

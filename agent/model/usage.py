@@ -88,7 +88,7 @@ class ProcessUse:
     exiting_since_ns: int | None = None
     """When it was first seen to be ending; such a process that stays is stuck in the kernel."""
     partial: bool = False
-    """It held files before the probe was attached, so its contexts are a lower bound."""
+    """Its contexts are a lower bound: it held files before the probe was attached, or it has too many."""
     unplaced: int = 0
     """Contexts on a GPU that could not be found out."""
     is_agent: bool = False
@@ -101,7 +101,7 @@ class ProcessUse:
 
 @dataclass(frozen=True, slots=True)
 class Orphan:
-    """What a process that ended left on a GPU, because others still hold the file it was made with."""
+    """What a process that ended left on a GPU, because the file it was made with lives on."""
 
     owner: ProcessLook
     """As it was when it was last looked at."""
@@ -113,7 +113,7 @@ class Orphan:
     contexts: int | None
     """None: made before the probe was attached."""
     holders: tuple[ProcessKey, ...]
-    """Who keeps it alive, at most MAX_HOLDERS of them."""
+    """Who keeps it alive, at most MAX_HOLDERS of them; nobody: the file is in a message, or only mapped."""
     since_ns: int
     """When the owner was first seen with a file of the driver."""
 
@@ -127,7 +127,7 @@ class GpuTotal:
 
     gpu: GpuUuid
     processes: int
-    """How many hold it, the agent and services included."""
+    """How many hold it: services too, the agent not, which has every GPU open and uses none."""
     contexts: int | None
     """Live contexts, those of orphans included; None where only /proc could be read."""
 
@@ -149,7 +149,7 @@ class Usage:
     orphans: tuple[Orphan, ...] = ()
     """By pid of the owner, then GPU."""
     totals: tuple[GpuTotal, ...] = ()
-    """By GPU; only those that somebody holds."""
+    """By GPU; only those that somebody but the agent holds."""
     source: UsageSource = "probe"
     """proc: only /proc could be read, which shows who holds files and nothing of contexts."""
     complete: bool = True

@@ -18,13 +18,16 @@ Guarantees:
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final, Literal, NamedTuple
 
 from agent.bus import Inbox, Latest
-from agent.core.tracker import GpuMap, Tracker
+from agent.core.gpu_map import GpuMap
+from agent.core.holders import Held, by_process
+from agent.core.rm_rows import judged
+from agent.core.tracker import Tracker
 from agent.errors import ProbeLoadError
 from agent.log import fields
 from agent.model.facts import DeviceCallsSeen, Fact, GpuUseSeen, ProbeSeen
@@ -39,7 +42,8 @@ from agent.probe.loading import load
 from agent.probe.probe import Probe, Readiness
 from agent.probe.procfs import Scan
 from agent.probe.request import Request
-from agent.sources.ebpf_reading import judged_calls, map_of, read, view_of
+from agent.sources.ebpf_reading import Reading, judged_calls, map_of, read, view_of
+from agent.sources.ebpf_turns import Turns
 from agent.sources.process_ends import ProcessEnds
 from agent.sources.processes import look_at
 from agent.threads import DaemonThread
@@ -50,8 +54,15 @@ MAX_LOOKS: Final = 4_096
 """Processes that are looked at in one round; the others in the next."""
 LOSS_LOGGED_NS: Final = 30 * SECOND_NS
 """Losses are logged at most once in this time; all of them are in the picture."""
+LOOKS_AT_ONCE: Final = 256
+"""Looks that are taken without a pause: about 2 ms."""
+REFRESHED_AT_ONCE: Final = 64
+"""Processes whose records are made without a pause: about 2 ms."""
+MAX_REFRESHES: Final = 1_024
 MAX_HELD: Final = 65_536
 """Open files that are kept from scan to scan; with more there is one at once."""
+MAX_BATCHES: Final = 32
+"""Of events that are taken at the end of a scan: twice what the ring holds."""
 PAUSE_RATIO: Final = 10
 """The time from one round to the next is at least so many times that which the round took, up to a poll."""
 
@@ -79,8 +90,14 @@ class EbpfSettings:
 class _Found(NamedTuple):
     """What a scan found, and the driver's device numbers as it knew them."""
 
-    scan: Scan
+    held: Held
+    files: frozenset[int]
+    is_whole: bool
     majors: Majors
+
+
+def _found(scan: Scan, majors: Majors) -> _Found:
+    return _Found(by_process(scan.held), frozenset(each.file for each in scan.held), scan.complete, majors)
 
 
 class EbpfSource:
@@ -120,6 +137,8 @@ class EbpfSource:
         self._waited_ns = 0
         """For how long the round that is under way has only waited."""
         self._lost = 0
+        self._unkept = self._refused = 0
+        self._tells_releases = False
         self._loss_logged_ns: int | None = None
         self._majors = Majors()
         self._map = GpuMap({})
@@ -130,6 +149,7 @@ class EbpfSource:
         """The processes that began to end, as they were when they were looked at last."""
         self._calls: dict[GpuUuid, DeviceCall] = {}
         self._tracker = Tracker(self._map)
+        self._turns = Turns()
         self._ends = ProcessEnds(proc_root, self._ended)
         self.last_sign_ns: int | None = None
         """When the last round ended."""
@@ -205,15 +225,20 @@ class EbpfSource:
         self._majors = await self._thread.do(self._read_majors)
         self._map = map_of(self._latest.value, self._majors)
         self._tracker = Tracker(self._map, source=source, agent_pid=self._agent_pid)
+        self._turns = Turns()
         self._wants_scan = self._is_stale = True
         self._told, self._ending = None, {}
         self._held = set()
         if probe is not None:
             self._lost = probe.read_statistics().lost
+            self._unkept = self._refused = 0
             self._tracker.lost(0)
             probe.ring.subscribe(asyncio.get_running_loop(), self._take)
 
     def _take(self, events: list[RmEvent]) -> None:
+        self._turns.tell(lambda: self._take_now(events), len(events))
+
+    def _take_now(self, events: list[RmEvent]) -> None:
         self._wants_scan |= self._tracker.take(events)
         self._held.update(event.file for event in events if event.file)
         self._held.difference_update(event.file for event in events if event.kind is RmEventKind.RELEASE)
@@ -222,6 +247,9 @@ class EbpfSource:
         self._happened()
 
     def _ended(self, key: ProcessKey) -> None:
+        self._turns.tell(lambda: self._ended_now(key), 1)
+
+    def _ended_now(self, key: ProcessKey) -> None:
         self._tracker.exited(key, self._clock())
         self._wants_scan = True
         self._happened()
@@ -256,7 +284,7 @@ class EbpfSource:
         if is_stale:
             await self._ends.watch(self._tracker.living)
             await self._forget()
-        self._tell(is_stale=is_stale)
+        await self._tell(is_stale=is_stale)
         if len(unlooked) > MAX_LOOKS:
             self._happened()
 
@@ -270,17 +298,43 @@ class EbpfSource:
     async def _follow_kernel(self, probe: Probe) -> None:
         reading = await self._thread.do(lambda: read(probe))
         self._majors = reading.majors
+        self._tells_releases = reading.tells_releases
+        self._tracker.releases_are(told=reading.tells_releases)
         if reading.attached:
             self._show(view_of(probe))
+            # Files of the driver that was loaded anew may have come and gone before.
+            self._tracker.lost(0)
         self._tell_device_calls(probe, reading.readiness)
         if reading.lost > self._lost:
             self._tracker.lost(reading.lost - self._lost)
             self._lost = reading.lost
             self._log_loss()
         if self._tracker.needs_rebuild:
-            at_ns = self._clock()
-            self._tracker.rebuilt(await self._thread.do(probe.read_objects), at_ns)
-            self._wants_scan = True
+            await self._rebuild(probe)
+        await self._follow_room(probe, reading)
+
+    async def _follow_room(self, probe: Probe, reading: Reading) -> None:
+        """Tell of whom the kernel did not keep everything."""
+        if reading.unkept > self._unkept:
+            self._unkept = reading.unkept
+            self._tracker.table_was_full()
+            self._is_stale = True
+        if reading.refused > self._refused:
+            self._refused = reading.refused
+            rows = await self._thread.do(probe.read_processes)
+            self._tracker.refused(ProcessKey(row.tgid, row.start_ticks) for row in rows if row.refused)
+            self._is_stale = True
+
+    async def _rebuild(self, probe: Probe) -> None:
+        at_ns, older = self._clock(), self._tracker.older
+        rows = await self._thread.do(lambda: judged(probe.read_objects(), {}, older))
+        await self._in_turn(self._tracker.rebuilding(rows, at_ns))
+        self._wants_scan = True
+
+    async def _in_turn(self, steps: Iterator[None]) -> None:
+        """Take something long step by step; what happens meanwhile is told after it."""
+        if unheard := await self._turns.take(steps):
+            self._tracker.lost(unheard)
 
     def _log_loss(self) -> None:
         now_ns = self._clock()
@@ -292,16 +346,16 @@ class EbpfSource:
 
     def _tell_device_calls(self, probe: Probe, readiness: Mapping[int, Readiness]) -> None:
         calls: dict[GpuUuid, DeviceCall] = {}
-        for judged in judged_calls(
+        for call in judged_calls(
             readiness,
             self._map,
             now_ns=self._clock(),
             answer_within_ns=self._request.answer_within_ns,
             stale_ns=self._settings.stale_call_ns,
         ):
-            calls[judged.gpu] = judged.call
-            if judged.is_flag_wrong:
-                probe.set_ready(judged.minor, ready=False)
+            calls[call.gpu] = call.call
+            if call.is_flag_wrong:
+                probe.set_ready(call.minor, ready=False)
         if calls != self._calls:
             self._calls = calls
             self._inbox.put(DeviceCallsSeen(calls))
@@ -310,35 +364,42 @@ class EbpfSource:
         self._wants_scan = False
         at_ns = self._scanned_ns = self._clock()
         probe = self._probe
-        scan, self._majors = await self._thread.do(lambda: self._scan_now(probe))
-        if not self._held <= {each.file for each in scan.held}:
+        found = await self._thread.do(lambda: self._scan_now(probe))
+        if not self._tells_releases and not self._held <= found.files:
             # What is in a message is in nobody's table, and lives all the same.
             self._waited_ns = self._settings.confirm_ns
             await asyncio.sleep(self._waited_ns / 1e9)
             at_ns = self._scanned_ns = self._clock()
-            scan, self._majors = await self._thread.do(lambda: self._scan_now(probe))
-        self._held = {each.file for each in scan.held}
+            found = await self._thread.do(lambda: self._scan_now(probe))
+        self._held, self._majors = set(found.files), found.majors
         if probe is not None:
-            # What happened up to the end of the scan is to be told before it.
-            while events := probe.ring.read():
-                self._take(events)
-        self._tracker.blind("" if scan.complete else "there are more descriptors than are looked at")
-        self._tracker.scanned(scan.held, at_ns)
+            await self._catch_up(probe)
+        self._tracker.blind("" if found.is_whole else "there are more descriptors than are looked at")
+        await self._in_turn(self._tracker.scanning(found.held, at_ns, is_whole=found.is_whole))
         self._is_stale = True
+
+    async def _catch_up(self, probe: Probe) -> None:
+        """Take what happened up to the end of a scan, which is to be told before it."""
+        for _ in range(MAX_BATCHES):
+            events = probe.ring.read()
+            if not events:
+                break
+            self._take(events)
+            await asyncio.sleep(0)
 
     def _scan_now(self, probe: Probe | None) -> _Found:
         majors = self._read_majors()
         if probe is not None:
             scan = probe.scan()
             probe.watch(scan.held)
-            return _Found(scan, majors)
+            return _found(scan, majors)
         doubles = self._request.doubles
         scan = procfs.scan(
             proc_root=str(self._proc_root),
             majors=majors,
             filesystem=0 if doubles is None else doubles.filesystem,
         )
-        return _Found(scan, majors)
+        return _found(scan, majors)
 
     def _read_majors(self) -> Majors:
         probe = self._probe
@@ -360,7 +421,10 @@ class EbpfSource:
         news = {key: look for key, look in looks.items() if key not in known or look != self._ending[key]}
         gone = [key for key, look in looks.items() if look is None]
         self._ending = {key: looks[key] for key in self._ending}
-        self._tracker.looked([look for look in news.values() if look is not None], now_ns)
+        there = [look for look in news.values() if look is not None]
+        for at in range(0, len(there), LOOKS_AT_ONCE):
+            self._tracker.looked(there[at : at + LOOKS_AT_ONCE], now_ns)
+            await asyncio.sleep(0)
         for key in gone:
             self._ended(key)
         return bool(news or gone)
@@ -374,12 +438,16 @@ class EbpfSource:
         if probe is not None and removed:
             await self._thread.do(lambda: probe.forget_objects(removed))
 
-    def _tell(self, *, is_stale: bool) -> None:
+    async def _tell(self, *, is_stale: bool) -> None:
         """Tell the picture if it is another one, or if it was not told for long."""
         now_ns, told = self._clock(), self._told
         is_due = told is None or now_ns - told.at_ns >= self._settings.tell_ns
         if not is_stale and not is_due:
             return
+        for _ in range(MAX_REFRESHES):
+            if not self._tracker.refresh(REFRESHED_AT_ONCE):
+                break
+            await asyncio.sleep(0)
         usage = self._tracker.picture(now_ns) if told is None or is_stale else replace(told, at_ns=now_ns)
         if is_due or told is None or replace(usage, at_ns=told.at_ns) != told:
             self._told = usage

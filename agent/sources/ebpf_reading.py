@@ -4,14 +4,17 @@ Invariants: what blocks is called by the source's own thread; the rest is made o
 """
 
 from collections.abc import Iterator, Mapping
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
-from agent.core.tracker import GpuMap
+from agent.core.gpu_map import GpuMap
 from agent.model.ids import GpuUuid, Placement
 from agent.model.snapshot import Snapshot
 from agent.model.usage import DeviceCall, ProbeView
 from agent.probe.kernel import Majors
 from agent.probe.probe import Probe, Readiness
+
+TELLS_RELEASES: Final = "driver_close"
+"""The program that is run when the driver lets go of an open file, whoever held it last."""
 
 
 class Reading(NamedTuple):
@@ -22,6 +25,12 @@ class Reading(NamedTuple):
     """Programs were attached anew, to a driver that was loaded since."""
     lost: int
     """Events that found no room so far."""
+    unkept: int
+    """Objects that found no room in the kernel's map so far, whoever made them."""
+    refused: int
+    """Objects that the kernel did not keep so far, because who made them has too many."""
+    tells_releases: bool
+    """The end of each open file is told as an event."""
     readiness: Mapping[int, Readiness]
     """Of each minor that the agent called."""
 
@@ -31,10 +40,14 @@ def read(probe: Probe) -> Reading:
     probe.refresh()
     attached = bool(probe.reattach())
     config = probe.config
+    statistics = probe.read_statistics()
     return Reading(
         majors=Majors(config.nvidia_major, config.uvm_major, config.caps_major),
         attached=attached,
-        lost=probe.read_statistics().lost,
+        lost=statistics.lost,
+        unkept=statistics.objects_full,
+        refused=statistics.refused,
+        tells_releases=TELLS_RELEASES in probe.attached,
         readiness=probe.read_readiness(),
     )
 

@@ -6,8 +6,9 @@ It knows the truth at once; the ring, the map's rows and scans are what a probe 
 from collections import Counter
 from dataclasses import dataclass, field
 
-from agent.core.rm_objects import Removed
-from agent.core.tracker import CONTROL, NVIDIA_MAJOR, UVM_REGISTER_GPU_VASPACE, GpuMap, folded
+from agent.core.gpu_map import CONTROL, NVIDIA_MAJOR, GpuMap, folded
+from agent.core.rm_rows import Removed
+from agent.core.tracker import UVM_REGISTER_GPU_VASPACE
 from agent.model.ids import GpuUuid
 from agent.model.rm import HeldFile, RmEvent, RmEventKind, RmObject
 from agent.model.usage import ProcessKey, ProcessLook
@@ -35,6 +36,8 @@ class Task:
     key: ProcessKey
     fds: list[int] = field(default_factory=list)
     """Files by descriptor; a file may be there twice."""
+    opened: set[int] = field(default_factory=set)
+    """Devices that it opened itself."""
     alive: bool = True
     exiting: bool = False
     state: str = "S"
@@ -84,12 +87,16 @@ class World:
         self.tasks: list[Task] = []
         self.files: dict[int, int] = {}
         """Device by address; addresses are used again."""
+        self.messages: list[int] = []
+        """Files in messages that nobody has received yet."""
         self.clients: dict[int, RmClient] = {}
         self.rows: dict[tuple[int, int], RmObject] = {}
         self.ring: list[RmEvent] = []
         self.probed = True
         self._clients_made = 0xC1D00000
         self._handles = 0
+        self.handles = 40
+        """How many a client may use; few, so that they are used again."""
         self._ticks = 1000
 
     # What happens
@@ -114,6 +121,7 @@ class World:
         file = next(at for at in range(0x1000, 0x100000, 16) if at not in self.files)
         self.files[file] = device
         task.fds.append(file)
+        task.opened.add(device)
         if self.probed and self.tells_opens:
             self.opened[file] = self.now_ns
         self._emit(task, RmEventKind.OPEN, file=file, device=device)
@@ -126,6 +134,21 @@ class World:
     def send(self, to: Task, file: int) -> None:
         """A descriptor goes through a socket; its receiver calls the driver with it some time, or never."""
         to.fds.append(file)
+
+    def post(self, task: Task, file: int) -> None:
+        """A process puts a file into a message and closes it; nobody reads the message yet."""
+        self.messages.append(file)
+        self.close(task, file)
+
+    def receive(self, to: Task) -> int:
+        """A process reads the oldest message; returns the file."""
+        file = self.messages.pop(0)
+        to.fds.append(file)
+        return file
+
+    def discard(self, task: Task) -> None:
+        """A process closes the socket that has the oldest message in it."""
+        self._release(self.messages.pop(0), task)
 
     def close(self, task: Task, file: int) -> None:
         """One descriptor is closed."""
@@ -165,9 +188,9 @@ class World:
 
     def alloc(self, task: Task, client: int, parent: int, rm_class: int, instance: int = NONE) -> int:
         """An object is made under another."""
-        self._handles = self._handles % 40 + 1
+        self._handles = self._handles % self.handles + 1
         while self._handles in self.clients[client].objects:
-            self._handles = self._handles % 40 + 1
+            self._handles = self._handles % self.handles + 1
         handle = self._handles
         self.clients[client].objects[handle] = Object(rm_class, parent, instance)
         self._add(task, client, handle, rm_class, parent, instance)
@@ -255,14 +278,18 @@ class World:
             handle = objects[handle].parent
         return objects[handle].instance if handle in objects else NONE
 
-    def contexts(self) -> Counter[tuple[ProcessKey, GpuUuid | None]]:
+    def contexts(self, *, with_unheld: bool = True) -> Counter[tuple[ProcessKey, GpuUuid | None]]:
         """Live contexts by who made them, and GPU."""
         return Counter(
             (client.owner.key, GPUS.by_instance.get(self.instance_of(name, handle)))
             for name, client in self.clients.items()
             for handle, known in client.objects.items()
-            if known.rm_class == SHARE
+            if known.rm_class == SHARE and (with_unheld or self.holders(client.file))
         )
+
+    def gpus_of(self, task: Task) -> list[int]:
+        """The minors that a process has opened itself."""
+        return [minor for minor in GPUS.by_minor if gpu_file(minor) in task.opened]
 
     def holders(self, file: int) -> set[ProcessKey]:
         """Who holds a file."""
@@ -271,7 +298,7 @@ class World:
     # Within
 
     def _release(self, file: int, task: Task) -> None:
-        if any(file in other.fds for other in self.alive):
+        if file in self.messages or any(file in other.fds for other in self.alive):
             return
         if self.tier_driver:
             self._emit(task, RmEventKind.RELEASE, file=file, device=self.files[file])

@@ -82,6 +82,16 @@ def test_the_time_of_an_orphan_counts_from_the_end_of_its_owner() -> None:
     assert len(found(on, LeakKind.ORPHANED_CLIENT)) == 1
 
 
+def test_an_orphan_in_a_file_that_no_process_has_open_is_told_after_its_time() -> None:
+    on = node()
+    left = seen(orphans=[orphan(7, ended_ns=on.now_ns)])
+    lasts_for(on, LeakKind.ORPHANED_CLIENT, 30 * S, left)
+    (condition,) = found(on, LeakKind.ORPHANED_CLIENT)
+    assert condition.message == "4 contexts of a process that ended are in files that no process has open"
+    on.tell(seen())
+    assert kinds(on) == set()
+
+
 def test_an_orphan_ends_with_its_last_holder() -> None:
     on = node()
     on.tell(seen(process(8), orphans=[orphan(7, 8, ended_ns=0)]))

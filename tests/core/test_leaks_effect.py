@@ -302,6 +302,13 @@ def test_what_an_earlier_agent_found_ends_when_nobody_looks_any_more() -> None:
     assert on.unhealthy() == set()
 
 
+def test_what_an_earlier_agent_found_ends_at_once_when_nobody_is_to_look() -> None:
+    on = restarted(flipped(GONE))
+    on.tell(PolicyChanged(replace(FLIP, leaks=replace(FLIP.leaks, is_watched=False))), passed())
+    assert kinds(on) == set()
+    assert on.unhealthy() == set()
+
+
 def test_memory_of_nobody_lasts_over_a_restart() -> None:
     on = told(WARN, seen(), memory(used=9000))
     on.tell(PolicyChanged(replace(WARN, leaks=replace(AT_ONCE, memory_held_ns=300 * S))))

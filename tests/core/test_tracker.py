@@ -5,9 +5,11 @@ from dataclasses import replace
 import pytest
 
 from agent.core import holders, rm_objects
+from agent.core.gpu_map import CONTROL, GpuMap, folded
 from agent.core.holders import UNKNOWN_START
-from agent.core.rm_objects import CHANNEL_GROUPS, CONTEXT_SHARE, DEBUGGER, Marker
-from agent.core.tracker import CONTROL, GpuMap, Tracker, folded
+from agent.core.rm_aside import ASIDE_NS
+from agent.core.rm_trees import CHANNEL_GROUPS, CONTEXT_SHARE, DEBUGGER, Marker
+from agent.core.tracker import Tracker
 from agent.model.ids import GpuUuid, Placement
 from agent.model.rm import HeldFile, RmEvent, RmEventKind, RmObject
 from agent.model.usage import MAX_HOLDERS, GpuHold, Orphan, ProcessKey, ProcessUse, Usage
@@ -32,6 +34,12 @@ class Rig:
         tracker.scanned(world.scan(), world.now_ns)
         self.look()
         return tracker.picture(world.now_ns)
+
+    def tell_after(self, time_ns: int) -> Usage:
+        """Tell a while later, and what nobody was seen to hold before."""
+        self.tell()
+        self.world.now_ns += time_ns
+        return self.tell()
 
     def look(self) -> None:
         for key in (*self.tracker.unlooked, *self.tracker.exiting):
@@ -242,6 +250,7 @@ def test_the_device_instance_tells_the_gpu() -> None:
     """Not the minor that happens to be open: the instance 1 is the GPU of minor 0 here."""
     rig = Rig(replace(GPUS, by_instance={0: V1, 1: V0}))
     task, control = rig.job(contexts=0)
+    rig.world.open(task, gpu_file(1))
     rig.world.context(task, control, 0)
     picture = rig.tell()
     assert hold_of(picture, 100, V1).contexts == 1
@@ -459,6 +468,7 @@ def test_what_was_left_ends_with_its_last_holder() -> None:
     rig.end(child)
     assert left(rig.tell()) == []
     assert len(rig.world.rows) > 0
+    rig.tell_after(ASIDE_NS)
     rig.world.delete_rows(rig.tracker.take_removed())
     assert rig.world.rows == {}
 
@@ -805,7 +815,7 @@ def test_the_client_that_was_quiet_longest_is_forgotten(monkeypatch: pytest.Monk
 
 
 def test_clients_without_objects_are_bounded_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rm_objects, "MAX_CLIENTS", 5)
+    monkeypatch.setattr(rm_objects, "MAX_OF_OWNER", 5)
     rig = Rig()
     task, control = rig.job(contexts=0)
     for _ in range(9):
@@ -825,6 +835,7 @@ def test_a_flood_of_short_processes_leaves_nothing() -> None:
     picture = rig.tell()
     assert (picture.processes, picture.orphans, picture.totals, picture.evicted) == ((), (), (), 0)
     assert rig.tracker.living == ()
+    rig.tell_after(ASIDE_NS)
     rig.world.delete_rows(rig.tracker.take_removed())
     assert rig.world.rows == {}
 

@@ -1,18 +1,22 @@
 """The tracker against a small kernel that knows the truth: any order of calls, scans, ends and losses."""
 
 from collections import Counter
+from typing import TypeVar
 
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from agent.core.gpu_map import CONTROL
 from agent.core.holders import UNKNOWN_START
-from agent.core.tracker import CONTROL, Tracker
+from agent.core.tracker import Tracker
 from agent.model.ids import GpuUuid
+from agent.model.rm import RmEventKind
 from agent.model.usage import ProcessKey, Usage
 from tests.core.kernel_world import CHANNEL, DEVICE, GPUS, GROUP, SHARE, UVM, VASPACE, Task, World, gpu_file
 
 PIDS = (100, 101, 102)
+Name = TypeVar("Name")
 Found = Counter[tuple[ProcessKey, GpuUuid | None]]
 
 
@@ -23,11 +27,14 @@ class AgainstTheKernel(RuleBasedStateMachine):
     def begin(self, *, tier_driver: bool, tells_starts: bool, tells_opens: bool) -> None:
         self.world = World(tier_driver=tier_driver, tells_starts=tells_starts, tells_opens=tells_opens)
         self.tracker = Tracker(GPUS)
+        self.tracker.releases_are(told=tier_driver)
         self.told_gone: set[ProcessKey] = set()
         self.seen: set[ProcessKey] = set()
         self.reused_unseen = False
         """A pid was used again before anyone looked at who had it, or while events were lost."""
         self.was_lost = self.was_ever_lost = False
+        self.was_lost_with_messages = False
+        """A file was in a message while events were lost, so that its end may have been among them."""
         self.scan()
 
     def draw_task(self, data: st.DataObject) -> Task:
@@ -55,8 +62,17 @@ class AgainstTheKernel(RuleBasedStateMachine):
         if not task.exiting:
             self.world.open(task, device)
 
+    @precondition(lambda self: self.world.alive and self.world.messages)
+    @rule(data=st.data(), is_received=st.booleans())
+    def take_message(self, data: st.DataObject, *, is_received: bool) -> None:
+        task = self.draw_task(data)
+        if is_received and not task.exiting:
+            self.world.receive(task)
+        elif not is_received:
+            self.world.discard(task)
+
     @precondition(lambda self: self.world.alive)
-    @rule(data=st.data(), what=st.sampled_from(["dup", "close", "send"]))
+    @rule(data=st.data(), what=st.sampled_from(["dup", "close", "send", "post"]))
     def move(self, data: st.DataObject, what: str) -> None:
         task = self.draw_task(data)
         if not task.fds or task.exiting:
@@ -66,6 +82,8 @@ class AgainstTheKernel(RuleBasedStateMachine):
             self.world.dup(task, file)
         elif what == "close":
             self.world.close(task, file)
+        elif what == "post":
+            self.world.post(task, file)
         else:
             self.world.send(self.draw_task(data), file)
 
@@ -104,10 +122,11 @@ class AgainstTheKernel(RuleBasedStateMachine):
         ]
 
     @precondition(lambda self: self.control_files())
-    @rule(data=st.data(), instance=st.sampled_from([0, 1]))
-    def context(self, data: st.DataObject, instance: int) -> None:
+    @rule(data=st.data())
+    def context(self, data: st.DataObject) -> None:
         task, file = data.draw(st.sampled_from(self.control_files()))
-        self.world.context(task, file, instance)
+        if instances := self.world.gpus_of(task):
+            self.world.context(task, file, data.draw(st.sampled_from(instances)))
 
     @precondition(lambda self: self.usable())
     @rule(data=st.data(), rm_class=st.sampled_from([DEVICE, VASPACE, GROUP, SHARE, CHANNEL]))
@@ -116,8 +135,9 @@ class AgainstTheKernel(RuleBasedStateMachine):
         client = self.world.clients[name]
         parents = [name] if rm_class == DEVICE else list(client.objects) or [name]
         parent = data.draw(st.sampled_from(parents))
-        instance = data.draw(st.sampled_from([0, 1])) if rm_class == DEVICE else 0xFFFFFFFF
-        if len(client.objects) < 30:
+        instances = self.world.gpus_of(client.owner) if rm_class == DEVICE else [0xFFFFFFFF]
+        if len(client.objects) < 30 and instances:
+            instance = data.draw(st.sampled_from(instances))
             self.world.alloc(task, name, parent, rm_class, instance)
 
     @precondition(lambda self: self.usable())
@@ -179,6 +199,9 @@ class AgainstTheKernel(RuleBasedStateMachine):
         lost = self.world.drain()
         if lost:
             self.was_lost = self.was_ever_lost = True
+            self.was_lost_with_messages |= bool(self.world.messages) or any(
+                each.kind is RmEventKind.CLOSE for each in lost
+            )
             alive = {task.key.pid for task in self.world.alive}
             if any(task.key.pid in alive and not task.alive for task in self.world.tasks):
                 self.reused_unseen = True
@@ -214,14 +237,24 @@ class AgainstTheKernel(RuleBasedStateMachine):
         if self.was_ever_lost and not self.world.tells_opens:
             # An address that was used again while events were lost cannot be told from the file before.
             return
-        assert totals_of(picture) == self.true_totals()
+        if self.was_lost_with_messages:
+            return
+        assert totals_of(picture).total() == self.true_totals().total()
         if not self.reused_unseen:
+            assert by_process(contexts_of(picture)) == by_process(self.true_contexts())
+            assert by_process(left_in(picture)) == by_process(self.true_left())
+        if not self.reused_unseen and not self.was_ever_lost:
+            # Which GPUs somebody had open was seen, and only that is believed.
+            assert totals_of(picture) == self.true_totals()
             assert contexts_of(picture) == self.true_contexts()
             assert left_in(picture) == self.true_left()
         self.rebuilt_anew(picture)
 
     def rebuilt_anew(self, picture: Usage) -> None:
         """Another tracker that only has the rows and a scan says the same."""
+        if any(not self.world.holders(client.file) for client in self.world.clients.values()):
+            # What is in a message cannot be told from what is gone.
+            return
         other = Tracker(GPUS)
         other.rebuilt(list(self.world.rows.values()), self.world.now_ns, dict(self.world.opened))
         other.scanned(self.world.scan(), self.world.now_ns)
@@ -234,16 +267,16 @@ class AgainstTheKernel(RuleBasedStateMachine):
         anew = other.picture(self.world.now_ns)
         if not self.world.tells_opens:
             # Then nobody is said to have left what only rows tell of.
-            assert contexts_of(anew) == contexts_of(picture) or self.reused_unseen
+            assert by_process(contexts_of(anew)) == by_process(contexts_of(picture)) or self.reused_unseen
             assert not anew.orphans
             return
-        assert totals_of(anew) == totals_of(picture)
+        assert totals_of(anew).total() == totals_of(picture).total()
         pids = set() if self.world.tells_starts else {task.key.pid for task in self.world.alive}
         if not pids & {
             client.owner.key.pid for client in self.world.clients.values() if not client.owner.alive
         }:
-            assert contexts_of(anew) == contexts_of(picture)
-            assert left_in(anew) == left_in(picture)
+            assert by_process(contexts_of(anew)) == by_process(contexts_of(picture))
+            assert by_process(left_in(anew)) == by_process(left_in(picture))
 
     # What must never be said
 
@@ -267,18 +300,22 @@ class AgainstTheKernel(RuleBasedStateMachine):
 
     def true_totals(self) -> Counter[GpuUuid | None]:
         found: Counter[GpuUuid | None] = Counter()
-        for (_, gpu), count in self.world.contexts().items():
+        for (_, gpu), count in self.true().items():
             found[gpu] += count
         return found
 
+    def true(self) -> Found:
+        """All that can be known: without the end of files, nothing of what is in a message."""
+        return self.world.contexts(with_unheld=self.world.tier_driver)
+
     def true_contexts(self) -> Found:
         alive = {task.key for task in self.world.alive}
-        return Counter({key: count for key, count in self.world.contexts().items() if key[0] in alive})
+        return Counter({key: count for key, count in self.true().items() if key[0] in alive})
 
     def true_left(self) -> Counter[tuple[int, GpuUuid | None]]:
         alive = {task.key for task in self.world.alive}
         found: Counter[tuple[int, GpuUuid | None]] = Counter()
-        for (key, gpu), count in self.world.contexts().items():
+        for (key, gpu), count in self.true().items():
             if key not in alive:
                 found[key.pid, gpu] += count
         return found
@@ -298,6 +335,14 @@ def left_in(picture: Usage) -> Counter[tuple[int, GpuUuid | None]]:
     for orphan in picture.orphans:
         found[orphan.owner.key.pid, orphan.gpu] += orphan.contexts or 0
     return found
+
+
+def by_process(found: Counter[tuple[Name, GpuUuid | None]]) -> Counter[Name]:
+    """What was found, whatever the GPU: a file of it that is closed again tells a later look nothing."""
+    sums: Counter[Name] = Counter()
+    for (name, _), count in found.items():
+        sums[name] += count
+    return sums
 
 
 def totals_of(picture: Usage) -> Counter[GpuUuid | None]:

@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 
-from agent.core.tracker import GpuMap, Tracker
+from agent.core.gpu_map import GpuMap
+from agent.core.tracker import Tracker
 from agent.model.facts import GpuUseSeen
 from agent.model.health import LeakKind
 from agent.model.usage import ProcessUse, Usage

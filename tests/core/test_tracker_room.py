@@ -1,0 +1,226 @@
+"""Where there is no room: who takes too much loses of its own alone, and is named."""
+
+import pytest
+
+from agent.core import holders, rm_objects
+from agent.core.gpu_map import CONTROL
+from agent.core.rm_aside import ASIDE_NS
+from agent.model.usage import ProcessKey, Usage
+from tests.core.kernel_world import DEVICE, GROUP, SHARE, Task, gpu_file
+from tests.core.test_tracker import Rig, hold_of, use_of, wants
+
+
+def hog(rig: Rig, pid: int, objects: int) -> Task:
+    """A process with one client that has so many objects in it."""
+    rig.world.handles = 1_000
+    task = rig.world.spawn(pid)
+    control = rig.world.open(task, CONTROL)
+    rig.world.open(task, gpu_file(0))
+    client = rig.world.client(task, control)
+    device = rig.world.alloc(task, client, client, DEVICE, 0)
+    for _ in range(objects - 1):
+        rig.world.alloc(task, client, device, SHARE)
+    return task
+
+
+def names(picture: Usage, *pids: int) -> bool:
+    """Whether the picture is not complete because of these processes, and of no others."""
+    named = picture.incomplete_because.rpartition(": ")[2]
+    return not picture.complete and named == ", ".join(map(str, pids))
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tables with room for 64 objects, 16 of one owner."""
+    monkeypatch.setattr(rm_objects, "MAX_OBJECTS", 64)
+    monkeypatch.setattr(rm_objects, "MAX_OF_OWNER", 16)
+
+
+@pytest.mark.usefixtures("small")
+def test_who_makes_too_many_objects_loses_of_its_own_alone_and_is_named() -> None:
+    rig = Rig()
+    rig.job(100, contexts=2)
+    rig.tell()
+    hog(rig, 200, objects=100)
+    rig.job(300, contexts=2)
+    picture = rig.tell()
+    assert [hold_of(picture, pid).contexts for pid in (100, 300)] == [2, 2]
+    assert [use_of(picture, pid).partial for pid in (100, 200, 300)] == [False, True, False]
+    assert names(picture, 200)
+    assert hold_of(picture, 200).contexts == 16 - 2
+    assert picture.evicted == 100 - 15
+
+
+@pytest.mark.usefixtures("small")
+def test_rows_of_objects_that_are_not_kept_make_room_in_the_kernel() -> None:
+    rig = Rig()
+    hog(rig, 200, objects=60)
+    rig.tell()
+    rig.world.delete_rows(rig.tracker.take_removed())
+    assert len(rig.world.rows) == 16
+
+
+@pytest.mark.usefixtures("small")
+def test_a_share_is_free_again_when_what_took_it_is_freed() -> None:
+    rig = Rig()
+    task = hog(rig, 200, objects=100)
+    rig.tell()
+    client = next(iter(rig.world.clients))
+    rig.world.free(task, client, client)
+    control = next(file for file in task.fds if rig.world.files[file] == CONTROL)
+    rig.world.context(task, control)
+    picture = rig.tell()
+    assert hold_of(picture, 200).contexts == 1
+    assert use_of(picture, 200).partial
+
+
+@pytest.mark.usefixtures("small")
+def test_the_name_of_who_has_too_much_goes_with_its_end() -> None:
+    rig = Rig()
+    task = hog(rig, 200, objects=100)
+    assert names(rig.tell(), 200)
+    rig.end(task)
+    rig.tell_after(60 * 10**9)
+    assert rig.tell().complete
+
+
+@pytest.mark.usefixtures("small")
+def test_many_who_take_their_share_lose_before_who_takes_little() -> None:
+    rig = Rig()
+    rig.job(100, contexts=1)
+    for number in range(8):
+        hog(rig, 200 + number, objects=15)
+    picture = rig.tell()
+    assert hold_of(picture, 100).contexts == 1
+    assert not use_of(picture, 100).partial
+    assert not picture.complete
+    assert "and" in picture.incomplete_because
+    assert rig.tracker.take_removed() == []
+
+
+@pytest.mark.usefixtures("small")
+def test_who_is_too_much_is_so_after_a_rebuild_too() -> None:
+    rig = Rig()
+    rig.job(100, contexts=2)
+    hog(rig, 200, objects=100)
+    rig.world.drain()
+    rig.tracker.lost(1)
+    rig.tracker.rebuilt(rig.world.rows.values(), rig.world.now_ns)
+    picture = rig.tell()
+    assert hold_of(picture, 100).contexts == 2
+    assert names(picture, 200)
+
+
+def test_who_opens_too_many_files_loses_of_its_own_alone_and_is_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(holders, "MAX_FILES_OF_PROCESS", 10)
+    rig = Rig()
+    rig.job(100)
+    task, _ = rig.job(200)
+    for _ in range(30):
+        rig.world.open(task, gpu_file(0))
+    for _ in range(2):
+        picture = rig.tell()
+        assert [use_of(picture, pid).files for pid in (100, 200)] == [2, 10]
+        assert [hold_of(picture, pid).contexts for pid in (100, 200)] == [1, 1]
+        assert names(picture, 200)
+
+
+def test_where_there_are_too_many_files_who_has_most_loses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(holders, "MAX_FILES", 24)
+    rig = Rig()
+    rig.job(100)
+    task, _ = rig.job(200)
+    for _ in range(30):
+        rig.world.open(task, gpu_file(0))
+    picture = rig.tell()
+    assert (use_of(picture, 100).files, hold_of(picture, 100).contexts) == (2, 1)
+    assert sum(use.files or 0 for use in picture.processes) <= 24
+    assert not picture.complete
+    assert rig.tracker.take_removed() == []
+    for file in task.fds[2:]:
+        rig.world.close(task, file)
+    rig.tell()
+    assert rig.tracker.needs_rebuild
+
+
+def test_who_was_forgotten_for_others_is_known_again_when_there_is_room(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(holders, "MAX_PROCESSES", 3)
+    rig = Rig()
+    rig.job(100, contexts=2)
+    others = [rig.job(200 + number)[0] for number in range(4)]
+    picture = rig.tell()
+    assert not picture.complete
+    assert wants(rig) == (False, False)
+    for other in others:
+        rig.world.exit(other)
+        rig.tracker.take(rig.world.drain())
+        rig.tracker.exited(other.key, rig.world.now_ns)
+    for _ in range(3):
+        picture = rig.tell_after(ASIDE_NS)
+        if rig.tracker.needs_rebuild:
+            rig.tracker.rebuilt(rig.world.rows.values(), rig.world.now_ns)
+        rig.world.delete_rows(rig.tracker.take_removed())
+    picture = rig.tell()
+    assert picture.complete
+    assert hold_of(picture, 100).contexts == 2
+
+
+def test_of_whom_the_kernel_keeps_no_more_is_named() -> None:
+    rig = Rig()
+    task, _ = rig.job(100)
+    rig.job(200)
+    rig.tell()
+    rig.tracker.refused([task.key, ProcessKey(200, 1)])
+    picture = rig.tell()
+    assert [use_of(picture, pid).partial for pid in (100, 200)] == [True, False]
+    assert names(picture, 100)
+
+
+def test_while_the_kernels_table_is_full_anyone_may_have_more() -> None:
+    rig = Rig()
+    rig.job(100)
+    rig.tell()
+    rig.tracker.table_was_full()
+    rig.job(200)
+    picture = rig.tell()
+    assert [use_of(picture, pid).partial for pid in (100, 200)] == [True, False]
+    assert names(picture, 100)
+
+
+def test_at_most_three_are_named() -> None:
+    rig = Rig()
+    for number in range(5):
+        rig.job(100 + number)
+    rig.tell()
+    rig.tracker.table_was_full()
+    assert rig.tell().incomplete_because.endswith(": 100, 101, 102 and 2 more")
+
+
+def test_a_scan_that_saw_not_all_takes_nothing_for_gone() -> None:
+    rig = Rig()
+    rig.job(100, contexts=2)
+    rig.tell()
+    rig.world.now_ns += 1
+    for _ in rig.tracker.scanning({}, rig.world.now_ns, is_whole=False):
+        pass
+    assert hold_of(rig.tracker.picture(0), 100).contexts == 2
+    assert use_of(rig.tracker.picture(0), 100).files == 2
+
+
+def test_a_group_of_objects_above_the_share_is_not_counted_as_freed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(rm_objects, "MAX_OF_OWNER", 3)
+    rig = Rig()
+    task, control = rig.job(contexts=0)
+    client = rig.world.client(task, control)
+    device = rig.world.alloc(task, client, client, DEVICE, 0)
+    rig.world.alloc(task, client, device, SHARE)
+    group = rig.world.alloc(task, client, device, GROUP)
+    rig.world.free(task, client, group)
+    hold = hold_of(rig.tell(), 100)
+    assert (hold.contexts, hold.freed) == (1, 0)
