@@ -13,6 +13,7 @@ from agent.commands.status import status_lines
 from agent.model.facts import GpusEnumerated, ProbeSeen
 from agent.model.ids import Placement
 from agent.model.usage import GpuTotal, PodRef, ProbeView, ProcessUse
+from agent.views import documents
 from agent.views import usage as views
 from agent.views.documents import probe as probe_document
 from tests.core.build import START_NS, U0, U1, Node, S, mig_gpu
@@ -71,7 +72,7 @@ def in_use() -> Node:
 def test_a_process_is_told_with_its_pod_its_contexts_and_its_memory() -> None:
     document = contexts_of(in_use())
 
-    assert document["processes"][2] == {
+    assert document["processes"][1] == {
         "pid": 4711,
         "start_ticks": 4711,
         "comm": "train",
@@ -86,7 +87,6 @@ def test_a_process_is_told_with_its_pod_its_contexts_and_its_memory() -> None:
         "fds": 9,
         "partial": False,
         "contexts_unplaced": 0,
-        "is_agent": False,
         "gpus": [
             {
                 "gpu_uuid": U0,
@@ -208,10 +208,27 @@ def test_a_pod_that_nobody_knows_by_name_is_told_by_its_uid() -> None:
     assert contexts_of(made)["processes"][0]["pod"] == unknown
 
 
+def test_a_finding_has_no_number_as_an_xid_has() -> None:
+    made = node()
+    made.tell(seen(process(8), orphans=[orphan(7, 8, ended_ns=0)]))
+
+    (condition,) = as_json(documents.conditions(made.snapshot(), time_of))["conditions"]
+    assert (condition["code"], condition["number"]) == ("context_leak", None)
+
+
 # ---- tables ----
 
 
-def test_the_table_of_contexts_has_a_row_for_each_gpu_of_a_process_but_the_agents() -> None:
+def test_the_agent_has_every_gpu_open_and_is_in_no_form_of_contexts() -> None:
+    document = contexts_of(in_use())
+
+    assert [process["pid"] for process in document["processes"]] == [80, 4711]
+    for is_wide in (False, True):
+        lines = context_lines(document, now_ns=NOW_NS, is_wide=is_wide)
+        assert not any("gpu-agent" in line for line in lines)
+
+
+def test_the_table_of_contexts_has_a_row_for_each_gpu_of_a_process() -> None:
     assert context_lines(contexts_of(in_use()), now_ns=NOW_NS, is_wide=False) == [
         "PID   COMM           GPU  CONTEXTS  MEMORY     STATE  SINCE  POD",
         "80    dcgm-exporter  1    1+        <unknown>  S      10s    <none>",
@@ -233,12 +250,12 @@ def test_of_many_who_keep_contexts_alive_some_are_named() -> None:
     assert wide[-1].split()[5] == "5,6,7,8"
 
 
-def test_the_wide_table_of_contexts_has_the_agent_and_its_numbers() -> None:
+def test_the_wide_table_of_contexts_has_more_numbers() -> None:
     lines = context_lines(contexts_of(in_use()), now_ns=NOW_NS, is_wide=True)
 
     assert lines[0].split()[-4:] == ["FDS", "ALLOCATED", "FREED", "CGROUP"]
-    assert [line.split()[0] for line in lines[1:5]] == ["1", "1", "80", "4711"]
-    assert lines[3].split()[-4:] == ["9", "4", "3", "/"]
+    assert [line.split()[0] for line in lines[1:3]] == ["80", "4711"]
+    assert lines[1].split()[-4:] == ["9", "4", "3", "/"]
 
 
 def test_the_table_of_owners_has_a_row_for_each_holder_but_the_agent() -> None:
@@ -292,7 +309,7 @@ def test_tables_fit_a_terminal_whatever_pods_are_called() -> None:
 def test_wide_tables_cut_no_name() -> None:
     document = long_names()
 
-    assert LONG_POD in context_lines(document["contexts"], now_ns=NOW_NS, is_wide=True)[4]
+    assert LONG_POD in context_lines(document["contexts"], now_ns=NOW_NS, is_wide=True)[2]
     assert LONG_POD in owner_lines(document["owners"], is_wide=True)[2]
 
 

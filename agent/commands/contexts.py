@@ -20,13 +20,14 @@ from agent.commands.render import (
 )
 
 _DESCRIPTION: Final = """\
-Show every process that has the driver's files open, the CUDA contexts it has
-on each GPU, and the contexts that processes which ended have left behind. "2+"
-is at least 2: the process is older than the probe.
+Show every process but the agent that has the driver's files open, the CUDA
+contexts it has on each GPU, and the contexts that processes which ended have
+left behind. "2+" is at least 2: the process is older than the probe, or has
+more than is kept of one.
 
 Examples:
   gpu-agent contexts
-  gpu-agent contexts -o wide          and the agent, files, counts, cgroups
+  gpu-agent contexts -o wide          and files, counts, cgroups
   gpu-agent contexts -o json
 """
 
@@ -68,8 +69,6 @@ def context_lines(document: dict[str, Any], *, now_ns: int, is_wide: bool) -> li
     rows = [
         row
         for process in document["processes"]
-        # The agent has every GPU open and uses none.
-        if is_wide or not process["is_agent"]
         for row in _rows_of_process(process, now_ns=now_ns, is_wide=is_wide)
     ]
     lines = table(WIDE_TITLES if is_wide else TITLES, rows, is_wide=is_wide)
@@ -126,7 +125,7 @@ def _row_of_orphan(orphan: dict[str, Any], *, now_ns: int, is_wide: bool) -> lis
         _gpu(orphan["gpu"]),
         UNKNOWN if orphan["contexts"] is None else str(orphan["contexts"]),
         _age(orphan["ended_monotonic_ns"], now_ns),
-        ",".join(holders) or UNKNOWN,
+        ",".join(holders) or NONE,
         _pod(owner),
     ]
     return [*row, owner["cgroup"] or UNKNOWN] if is_wide else row

@@ -37,6 +37,8 @@ WAITING_NS: Final = 1_000_000_000
 """A call that has not returned for so long is told before it does."""
 RING_BYTES: Final = 4 << 20
 _LOOK_MS: Final = 1_000
+HINT_AFTER_S: Final = 2.0
+"""A process that calls nothing for so long may be thought to be traced in vain."""
 
 _DESCRIPTION: Final = """\
 Show each call of a process into the NVIDIA driver as it happens: what it is
@@ -187,6 +189,8 @@ class Trace:
         self._waiting: set[tuple[int, int]] = set()
         """Calls of which was told that they have not returned, by thread and begin."""
         self._why = "interrupted"
+        self._hint_at_s: float | None = time.monotonic() + HINT_AFTER_S
+        """When to say that there are no calls; None: it was said, or there were some."""
 
     def show_until(self, end_s: float | None) -> None:
         """Show calls until the process ends, the time is over, or somebody interrupts."""
@@ -244,8 +248,20 @@ class Trace:
                     self._unshown += 1
             sys.stdout.flush()
 
+    def _hint(self) -> None:
+        """Say once that nothing is wrong where a process makes no calls."""
+        if self._hint_at_s is None or time.monotonic() < self._hint_at_s:
+            return
+        self._hint_at_s = None
+        if not self._summary.calls:
+            _note(
+                f"No driver calls of {_name(self._pid)} so far, a GPU at work needs none; each is shown when made",
+                self._is_json,
+            )
+
     def _look(self) -> None:
         """Tell what tells nothing by itself: calls that do not return, and what was left out."""
+        self._hint()
         for call in self._in_flight():
             key = (call.thread, call.at_ns)
             if time.monotonic_ns() - call.at_ns >= WAITING_NS and key not in self._waiting:

@@ -13,7 +13,7 @@ from agent import __version__
 from agent.core.reasons import MEANINGS, advice_of
 from agent.core.topology import short_name
 from agent.model.gpu import Gpu
-from agent.model.health import Condition
+from agent.model.health import Condition, Reason
 from agent.model.ids import ALL, GpuUuid
 from agent.model.sample import GpuSample
 from agent.model.snapshot import Device, DriverView, Finding, GpuView, Resource, Snapshot
@@ -119,7 +119,8 @@ def condition(active: Condition, time_of: TimeOf) -> Json:
     """Return one active active."""
     return {
         "code": active.reason.value,
-        "number": active.key.code or None,
+        # The kinds of a leak tell its findings apart by number, which says nothing to anyone else.
+        "number": None if active.reason is Reason.CONTEXT_LEAK else active.key.code or None,
         "message": active.message,
         "advice": advice_of(active),
         "gpu_uuid": active.placement.gpu,

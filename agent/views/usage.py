@@ -14,8 +14,9 @@ from agent.views.documents import API_VERSION, Json, TimeOf, moment, probe
 
 
 def contexts(snapshot: Snapshot, time_of: TimeOf) -> Json:
-    """Return every process that has files of the driver open, with its contexts on each GPU.
+    """Return every process but the agent that has files of the driver open, with its contexts on each GPU.
 
+    The agent has every GPU open and uses none.
     ``complete`` is null while nothing was seen yet.
     """
     usage = snapshot.usage
@@ -30,7 +31,9 @@ def contexts(snapshot: Snapshot, time_of: TimeOf) -> Json:
         "events_lost": usage.events_lost,
         "evicted": usage.evicted,
         **moment("seen", usage.at_ns, time_of),
-        "processes": [_process(process, snapshot, time_of) for process in usage.processes],
+        "processes": [
+            _process(process, snapshot, time_of) for process in usage.processes if not process.is_agent
+        ],
         "orphans": [_orphan(orphan, snapshot, time_of) for orphan in usage.orphans],
         "gpus": [
             {
@@ -59,7 +62,6 @@ def _process(process: ProcessUse, snapshot: Snapshot, time_of: TimeOf) -> Json:
         "fds": process.fds,
         "partial": process.partial,
         "contexts_unplaced": process.unplaced,
-        "is_agent": process.is_agent,
         "gpus": [_hold(hold, process, snapshot) for hold in process.holds],
         **moment("since", process.since_ns, time_of),
         **moment("exiting_since", process.exiting_since_ns or 0, time_of),

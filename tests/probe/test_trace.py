@@ -283,3 +283,25 @@ def test_the_end_of_the_process_ends_the_trace(
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [line["kind"] for line in lines] == ["call", "summary"]
     assert lines[1]["ended"] == "the process ended"
+
+
+@pytest.mark.parametrize("calls", [0, 1])
+def test_where_no_call_comes_it_is_said_once_that_nothing_is_wrong(
+    core: dict[str, Any],
+    load_probe: LoadProbe,
+    gpu: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    calls: int,
+) -> None:
+    monkeypatch.setattr(trace_command, "HINT_AFTER_S", 0.0)
+    with Caller(OPENED + f"for _ in range({calls}): free(fd, 7)\nwait()\n", gpu) as caller:
+        probe = load_probe(doubles=DOUBLES, trace_tgid=caller.pid, **core)
+        pidfd = os.pidfd_open(caller.pid)
+        shown = Trace(probe, caller.pid, pidfd, is_json=False)
+        caller.resume()
+        shown.show_until(time.monotonic())
+        shown.finish()
+        os.close(pidfd)
+    err = capsys.readouterr().err
+    assert err.count("No driver calls of ") == (0 if calls else 1)
