@@ -36,7 +36,6 @@ from agent.model.ids import DeviceId
 from agent.model.policy import Policy
 from tests.core.build import (
     MS,
-    START_NS,
     U0,
     U1,
     Node,
@@ -50,7 +49,7 @@ from tests.core.build import (
     xid,
 )
 from tests.core.polls import BAD, NOTHING, WELL, poll, sample
-from tests.core.test_properties import holds
+from tests.core.test_properties import holds, step_more_often
 
 QUIET = 60 * S
 
@@ -226,20 +225,9 @@ def test_stepping_more_often_than_asked_changes_nothing(
     history: History, policy: Policy, extra: list[int]
 ) -> None:
     seldom, often = Node(policy), Node(policy)
-    ticks = sorted(START_NS + at_ns for at_ns in extra)
     for node in (seldom, often):
         node.tell(ready(), BOTH)
-    for gap_ns, fact in history:
-        at_ns = seldom.now_ns + min(gap_ns, QUIET + 1)
-        seldom.until(at_ns)
-        for tick_ns in [tick_ns for tick_ns in ticks if often.now_ns < tick_ns < at_ns]:
-            often.until(tick_ns)
-            often.tell(Tick())
-        often.until(at_ns)
-        seldom.tell(fact)
-        often.tell(fact)
-        assert seldom.state == often.state
-    assert seldom.effects == often.effects
+    step_more_often(seldom, often, history, extra)
 
 
 # Liveness

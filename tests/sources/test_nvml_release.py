@@ -22,6 +22,7 @@ from agent.model.facts import (
 )
 from agent.simulation.presets import load_preset
 from agent.simulation.roots import write_dev
+from agent.sources.nvml import NvmlSettings, NvmlSource
 from tests.sources.conftest import MakeNode, StartSource
 from tests.sources.recorder import Recorder, until
 from tests.sources.simulated import MS, QUICK, Node, all_probed, hears_every_gpu
@@ -56,6 +57,22 @@ async def passed(recorder: Recorder, node: Node) -> None:
     await all_probed(recorder, node)
 
 
+async def serving(
+    make_node: MakeNode, start_source: StartSource, recorder: Recorder, settings: NvmlSettings = QUICK
+) -> tuple[Node, NvmlSource]:
+    """A source all of whose GPUs passed a probe."""
+    node = node_with_devices(make_node)
+    source = await start_source(node, settings)
+    await passed(recorder, node)
+    return node, source
+
+
+async def released(source: NvmlSource, recorder: Recorder) -> None:
+    """Have the driver let go of."""
+    source.release()
+    await recorder.first(DriverReleased)
+
+
 async def test_a_running_source_has_the_drivers_files_open(
     make_node: MakeNode, start_source: StartSource, recorder: Recorder
 ) -> None:
@@ -68,11 +85,8 @@ async def test_a_running_source_has_the_drivers_files_open(
 async def test_a_release_is_told_when_nothing_of_the_driver_is_open(
     make_node: MakeNode, start_source: StartSource, recorder: Recorder
 ) -> None:
-    node = node_with_devices(make_node)
-    source = await start_source(node)
-    await passed(recorder, node)
-    source.release()
-    await recorder.first(DriverReleased)
+    node, source = await serving(make_node, start_source, recorder)
+    await released(source, recorder)
     assert open_devices(node) == set()
     assert node.state.inits == node.state.shutdowns == 1
 
@@ -80,11 +94,8 @@ async def test_a_release_is_told_when_nothing_of_the_driver_is_open(
 async def test_nothing_is_called_while_the_driver_is_released(
     make_node: MakeNode, start_source: StartSource, recorder: Recorder
 ) -> None:
-    node = node_with_devices(make_node)
-    source = await start_source(node)
-    await passed(recorder, node)
-    source.release()
-    await recorder.first(DriverReleased)
+    node, source = await serving(make_node, start_source, recorder)
+    await released(source, recorder)
     recorder.forget()
     calls = calls_of_any_kind(node)
     source.release()
@@ -97,11 +108,8 @@ async def test_nothing_is_called_while_the_driver_is_released(
 async def test_a_driver_taken_back_is_told_as_at_the_start_and_its_xids_are_heard(
     make_node: MakeNode, start_source: StartSource, recorder: Recorder
 ) -> None:
-    node = node_with_devices(make_node)
-    source = await start_source(node)
-    await passed(recorder, node)
-    source.release()
-    await recorder.first(DriverReleased)
+    node, source = await serving(make_node, start_source, recorder)
+    await released(source, recorder)
     recorder.forget()
     source.resume()
     await all_probed(recorder, node)
@@ -128,11 +136,8 @@ async def test_it_can_be_released_and_taken_back_again_and_again(
 async def test_what_changed_meanwhile_is_seen(
     make_node: MakeNode, start_source: StartSource, recorder: Recorder
 ) -> None:
-    node = node_with_devices(make_node)
-    source = await start_source(node)
-    await passed(recorder, node)
-    source.release()
-    await recorder.first(DriverReleased)
+    node, source = await serving(make_node, start_source, recorder)
+    await released(source, recorder)
     node.state.hide_gpu(1)
     recorder.forget()
     source.resume()
@@ -149,8 +154,7 @@ async def test_a_driver_that_is_not_there_at_the_resume_is_told_and_waited_for(
     before = await recorder.first(DriverUnavailable)
     node.state.load_driver()
     await passed(recorder, node)
-    source.release()
-    await recorder.first(DriverReleased)
+    await released(source, recorder)
     node.state.unload_driver()
     recorder.forget()
     source.resume()
@@ -169,8 +173,7 @@ async def test_one_that_waits_for_the_driver_can_be_released(
     node.state.unload_driver()
     source = await start_source(node)
     await recorder.first(DriverUnavailable)
-    source.release()
-    await recorder.first(DriverReleased)
+    await released(source, recorder)
     calls = node.state.calls(INIT)
     await asyncio.sleep(5 * QUICK.init_retry_ns / 1e9)
     assert node.state.calls(INIT) == calls
@@ -191,9 +194,7 @@ async def test_one_that_begins_released_loads_and_calls_nothing_and_says_so(
 async def test_one_whose_task_was_started_anew_stays_released(
     make_node: MakeNode, start_source: StartSource, recorder: Recorder
 ) -> None:
-    node = node_with_devices(make_node)
-    source = await start_source(node)
-    await passed(recorder, node)
+    node, source = await serving(make_node, start_source, recorder)
     (task,) = [task for task in asyncio.all_tasks() if task.get_name() == "nvml"]
     task.cancel()
     await asyncio.wait({task})
@@ -219,9 +220,7 @@ async def test_a_gpu_that_hangs_delays_the_release_and_is_told_and_named_in_the_
     recorder: Recorder,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    node = node_with_devices(make_node)
-    source = await start_source(node, HASTY)
-    await passed(recorder, node)
+    node, source = await serving(make_node, start_source, recorder, HASTY)
     node.state.hang(gpu=1)
     await until(lambda: node.state.hangs_entered == 1)
     source.release()
@@ -241,9 +240,7 @@ async def test_a_gpu_that_hangs_delays_the_release_and_is_told_and_named_in_the_
 async def test_an_event_wait_that_hangs_delays_the_release_and_is_told(
     make_node: MakeNode, start_source: StartSource, recorder: Recorder
 ) -> None:
-    node = node_with_devices(make_node)
-    source = await start_source(node, HASTY)
-    await passed(recorder, node)
+    node, source = await serving(make_node, start_source, recorder, HASTY)
     node.state.hang(function="nvmlEventSetWait_v2")
     await until(lambda: node.state.hangs_entered == 1)
     source.release()
@@ -272,9 +269,9 @@ async def test_an_init_that_hangs_is_undone_when_it_comes_back(
 async def test_a_driver_that_could_not_be_let_go_is_used_on_when_it_is_wanted_again(
     make_node: MakeNode, start_source: StartSource, recorder: Recorder
 ) -> None:
-    node = node_with_devices(make_node)
-    source = await start_source(node, replace(HASTY, first_look_wait_ns=100 * MS))
-    await passed(recorder, node)
+    node, source = await serving(
+        make_node, start_source, recorder, replace(HASTY, first_look_wait_ns=100 * MS)
+    )
     node.state.hang(gpu=1)
     await until(lambda: node.state.hangs_entered == 1)
     source.release()
@@ -292,9 +289,7 @@ async def test_a_driver_that_could_not_be_let_go_is_used_on_when_it_is_wanted_ag
 async def test_a_shutdown_that_fails_is_tried_again_until_it_works(
     make_node: MakeNode, start_source: StartSource, recorder: Recorder
 ) -> None:
-    node = node_with_devices(make_node)
-    source = await start_source(node)
-    await passed(recorder, node)
+    node, source = await serving(make_node, start_source, recorder)
     node.state.set_return("nvmlShutdown", 999)
     source.release()
     await until(lambda: node.state.calls("nvmlShutdown") >= 3)
@@ -309,9 +304,7 @@ async def test_a_file_that_the_library_leaves_open_is_named_and_the_release_is_n
     recorder: Recorder,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    node = node_with_devices(make_node)
-    source = await start_source(node)
-    await passed(recorder, node)
+    node, source = await serving(make_node, start_source, recorder)
     path = node.directory / "dev" / "nvidia2"
     descriptor = await source._threads.first.call(lambda: os.open(path, os.O_RDONLY))
     source.release()
