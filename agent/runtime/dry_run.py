@@ -42,7 +42,7 @@ def dry_run(snapshot: Snapshot, words: Sequence[str], *, resource: str | None = 
     known = {device.id for device in of.devices}
     unknown = next((word for word, device_id in zip(words, ids, strict=True) if device_id not in known), None)
     if unknown is not None:
-        raise AgentError(_unknown(unknown, of))
+        raise AgentError(meant.divided(unknown) or _unknown(unknown, of))
     answer = allocate(snapshot, of, ids, annotation_id=ANNOTATION_ID)
     if isinstance(answer, Refusal):
         raise AgentError(answer.message)
@@ -103,6 +103,14 @@ class _Meant:
         self._taken.add(device.id)
         self.resource = self.resource or resource
         return device.id
+
+    def divided(self, word: str) -> str | None:
+        """Return what to say of a GPU that is offered in parts; None: this is none."""
+        parts = [name for name in self._devices if name.startswith(f"{word}:") and "::" not in name]
+        if not parts:
+            return None
+        some = ", ".join(parts[:MAX_TOLD]) + (", ..." if len(parts) > MAX_TOLD else "")
+        return f"GPU {word} is divided into MIG devices, of which one is meant: {some}"
 
 
 def _names(device: Device) -> Iterator[str]:

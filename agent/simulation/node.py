@@ -117,6 +117,11 @@ class SimulatedNode:
                 write_roots(self.spec, self.directory.path)
             except LibraryNotBuiltError as error:
                 raise AgentError(f"The simulated node cannot start: {error}") from error
+            except NvmlStateError as error:
+                raise AgentError(
+                    f"The simulated node cannot start: {error}; where its library is of another version, "
+                    "make setup builds it anew"
+                ) from error
             except OSError as error:
                 raise AgentError(
                     f"The simulated node cannot be made in {self.directory.path}: {error.strerror}; "

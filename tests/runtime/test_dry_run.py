@@ -85,6 +85,13 @@ def test_a_device_of_another_resource_is_unknown_to_the_first_ones() -> None:
         dry_run(state, ["0", "2:0"])
 
 
+def test_a_gpu_that_is_divided_is_told_with_its_parts() -> None:
+    with pytest.raises(
+        AgentError, match=r"^GPU 2 is divided into MIG devices, of which one is meant: 2:0, 2:1, 2:2$"
+    ):
+        dry_run(snapshot(gpu(0), numbered(SLICED)), ["2"])
+
+
 def test_the_resource_can_be_named() -> None:
     state = snapshot(gpu(0), numbered(SLICED))
     assert visible(state, "2:2", resource="nvidia.com/mig-3g.40gb") == mig_uuid(22)
