@@ -207,7 +207,7 @@ def _line(event: dict[str, Any], output: Output) -> str:
 def _in_short(fields: dict[str, Any]) -> dict[str, Any]:
     """Return what says most first, and nothing twice: a line has few columns."""
     left_out = _SAID_BY_GPU if fields.get("gpu") is not None else frozenset()
-    short = {name: fields[name] for name in _FIRST if name in fields}
+    short: dict[str, Any] = {name: fields[name] for name in _FIRST if name in fields}
     short |= {name: value for name, value in fields.items() if name not in left_out}
     if "unhealthy" in short:
         gpus = dict.fromkeys(str(device["gpu"]) for device in fields["unhealthy"])
