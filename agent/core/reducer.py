@@ -33,10 +33,14 @@ IDLE_NS: Final = 5 * SECOND_NS
 def step(state: State, fact: facts.Fact, now_ns: int) -> tuple[State, tuple[Effect, ...], int]:
     """Return the new state, what is to be done, and when to step again at the latest.
 
-    If nothing changed, the state is the same object and nothing is to be done.
+    If nothing changed, the state is the same object and nothing is to be done. A fact that changes nothing
+    leaves what time brings to the next Tick: most facts are of that kind, and each batch ends with one.
     """
     applied, notices = _apply(state, fact, now_ns)
-    settled = _settle(state, state if applied == state else applied, now_ns)
+    is_same = applied is state or applied == state
+    if is_same and not notices and not isinstance(fact, facts.Tick):
+        return state, (), _wake_at(state, now_ns)
+    settled = _settle(state, state if is_same else applied, now_ns)
     if settled is state and not notices:
         return state, (), _wake_at(state, now_ns)
     if settled is not state:

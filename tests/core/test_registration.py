@@ -115,6 +115,7 @@ def test_listing_the_same_gpus_again_does_not_prolong_the_wait_for_first_probes(
         before = node.state
         assert node.after(50 * MS, enumerated(gpu(0))) == () or node.now_ns >= deadline_ns
         assert node.state is before or node.now_ns >= deadline_ns
+    node.tell(Tick())
     assert node.registrations() == [deadline_ns]
 
 
