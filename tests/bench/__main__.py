@@ -1,8 +1,9 @@
 """``make bench``: the figures we promise, beside their targets.
 
-Each figure is one line on standard output, ``name value unit target ok|short``, or with ``--json`` one JSON
-object. Progress and what could not be measured go to standard error. A figure that is short is a result, so
-the exit code is 0; it is 1 if something could not be measured, and 2 for a wrong call.
+Before the figures of each measurement stands how it is made. Each figure is one line on standard output,
+``name value unit target kept|missed``, or with ``--json`` one JSON object. At the end it is told which missed
+their targets. Progress and what could not be measured go to standard error. A figure that missed is a result,
+so the exit code is 0; it is 1 if something could not be measured, and 2 for a wrong call.
 
 Figures are for a machine with two cores and nothing else to do.
 """
@@ -13,6 +14,7 @@ import compileall
 import contextlib
 import signal
 import sys
+import textwrap
 import time
 from collections.abc import Sequence
 from functools import partial
@@ -31,7 +33,15 @@ from tests.bench import (
     rules,
     throughput,
 )
-from tests.bench.figures import Absent, Effort, Measurement, MeasurementError, as_json, as_text
+from tests.bench.figures import (
+    Absent,
+    Effort,
+    Figure,
+    Measurement,
+    MeasurementError,
+    as_json,
+    as_text,
+)
 from tests.bench.node import ROOT
 
 MEASUREMENTS: Final[tuple[Measurement, ...]] = (
@@ -102,8 +112,11 @@ async def _measure(chosen: Sequence[Measurement], effort: Effort, *, is_json: bo
     """Make one measurement after another; returns 1 if one of them could not be made."""
     _end_in_order_when_terminated()
     missing = 0
+    judged: list[Figure] = []
     for measurement in chosen:
         began_s = time.monotonic()
+        if not is_json:
+            sys.stdout.write(_method_of(measurement))
         try:
             async with contextlib.aclosing(measurement.measure(effort)) as figures:
                 async for figure in figures:
@@ -111,14 +124,22 @@ async def _measure(chosen: Sequence[Measurement], effort: Effort, *, is_json: bo
                         missing += 1
                         _tell(f"{figure.name} could not be measured: {figure.why}")
                         continue
-                    sys.stdout.write(f"{as_json(figure) if is_json else as_text(figure)}\n")
+                    judged += [figure] if figure.target is not None else []
+                    sys.stdout.write(f"{as_json(figure, measurement) if is_json else as_text(figure)}\n")
                     sys.stdout.flush()
         except Exception as error:  # noqa: BLE001 - it is named, and the others go on
             missing += 1
             _tell(f"{measurement.name} could not be measured: {_reason(error)}")
         else:
             _tell(f"{measurement.name} took {time.monotonic() - began_s:.0f} s")
+    missed = [figure.name for figure in judged if figure.verdict == "missed"]
+    _tell(f"{len(missed)} of {len(judged)} targets were missed: {', '.join(missed) or 'none'}")
     return 1 if missing else 0
+
+
+def _method_of(measurement: Measurement) -> str:
+    text = f"{measurement.name}, {measurement.about}: {measurement.method}"
+    return textwrap.fill(text, 110, initial_indent="# ", subsequent_indent="# ") + "\n"
 
 
 def _reason(error: BaseException) -> str:

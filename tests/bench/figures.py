@@ -42,11 +42,11 @@ class Figure:
 
     @property
     def verdict(self) -> str:
-        """``ok`` or ``short``; ``-`` for a figure without a target."""
+        """``kept`` or ``missed``; ``-`` for a figure without a target."""
         if self.target is None:
             return "-"
         kept = self.value >= self.target if self.at_least else self.value <= self.target
-        return "ok" if kept else "short"
+        return "kept" if kept else "missed"
 
 
 class Effort(Enum):
@@ -76,6 +76,11 @@ class Measurement:
     about: str
     measure: Callable[[Effort], AsyncGenerator[Figure | Absent, None]]
 
+    @property
+    def method(self) -> str:
+        """How it is measured: the docstring of what measures it, in one paragraph."""
+        return " ".join((self.measure.__doc__ or "").split())
+
 
 def quantile(values: Sequence[float], fraction: float) -> float:
     """Return the smallest value that at least this fraction of the values is not above (nearest rank)."""
@@ -95,13 +100,13 @@ def median_and_tail(
     )
 
 
-_NAME_WIDTH: Final = 38
+_NAME_WIDTH: Final = 48
 _NUMBER_WIDTH: Final = 10
 _UNIT_WIDTH: Final = 7
 
 
 def as_text(figure: Figure) -> str:
-    """Return ``name value unit target ok|short`` in columns."""
+    """Return ``name value unit target kept|missed`` in columns."""
     target = "-" if figure.target is None else _number(figure.target)
     return (
         f"{figure.name:<{_NAME_WIDTH}}{_number(figure.value):>{_NUMBER_WIDTH}} {figure.unit:<{_UNIT_WIDTH}}"
@@ -109,8 +114,8 @@ def as_text(figure: Figure) -> str:
     )
 
 
-def as_json(figure: Figure) -> str:
-    """Return one JSON line."""
+def as_json(figure: Figure, measurement: Measurement) -> str:
+    """Return one JSON line; it says how the figure was measured."""
     return json.dumps(
         {
             "name": figure.name,
@@ -118,6 +123,7 @@ def as_json(figure: Figure) -> str:
             "unit": figure.unit,
             "target": figure.target,
             "verdict": figure.verdict,
+            "method": measurement.method,
         }
     )
 

@@ -5,12 +5,13 @@ import json
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import AsyncGenerator
 from typing import Final
 
 from tests.bench import probe_footprint
 from tests.bench.figures import Absent, Effort, Figure, Measurement, MeasurementError
-from tests.bench.node import GPU, ROOT, BenchNode, bench_node, free_port, share_of_core
+from tests.bench.node import GPU, ROOT, SETTLE_S, BenchNode, bench_node, free_port, share_of_core
 from tests.bench.scrape import scrape
 
 _MIB: Final = 1024 * 1024
@@ -40,7 +41,8 @@ async def _memory(effort: Effort) -> AsyncGenerator[Figure | Absent, None]:
 
     Growth is from a state in which every bounded buffer is full (some of the load was given before) to
     the state after the load: XIDs through NVML's event wait, answers over HTTP, kubelet restarts. The load is
-    a tenth of the promised one unless ``--full`` is given, and then has ``tenth`` in its name.
+    a tenth of the promised one unless ``--full`` is given, and then has ``tenth`` in its name. The growth of
+    open files and threads is between the same two states.
     """
     for share, kib in _import_shares().items():
         yield Figure(f"S7.share.{share}", kib / 1024, "MiB", _SHARES_MIB[share])
@@ -54,13 +56,19 @@ async def _memory(effort: Effort) -> AsyncGenerator[Figure | Absent, None]:
             await scrape(address, 20)
             warm = agent.rss_bytes()
             await _load(node, address, facts=max(facts // 5, 10_000), scrapes=facts // 100, restarts=60)
-            full = agent.rss_bytes()
+            full, open_before, threads_before = agent.rss_bytes(), agent.descriptors(), agent.threads()
             await _load(node, address, facts=facts, scrapes=facts // 100, restarts=facts // 1000)
             after = agent.rss_bytes()
+            # What a kubelet of the last restart or a client left is closed a moment later.
+            await asyncio.sleep(SETTLE_S)
+            opened, begun = agent.descriptors() - open_before, agent.threads() - threads_before
             await agent.end()
     yield Figure("S7.rss_8_gpus", warm / _MIB, "MiB", 52)
     yield Figure("S7.rss_8_gpus_after_load", after / _MIB, "MiB", 52)
     yield Figure(f"S7.growth{'' if is_full else '_tenth'}", (after - full) / _MIB, "MiB", 1)
+    yield Figure("S7.growth_open_files", opened, "files", 0)
+    yield Figure("S7.growth_threads", begun, "threads", 0)
+    yield Figure("S7.threads", threads_before, "threads", None)
     async for figure in probe_footprint.memory(effort):
         yield figure
 
@@ -110,7 +118,8 @@ async def _push_xids(node: BenchNode, count: int) -> None:
 async def _cpu(effort: Effort) -> AsyncGenerator[Figure | Absent, None]:
     """Read the CPU time of all threads of an agent with 8 GPUs, in percent of one core.
 
-    ``idle``: registered, HTTP on, nothing happens but the agent's own polls. ``10000_facts_per_s``: a thread
+    ``idle``: registered, HTTP on, nothing happens but the agent's own polls; ``wakeups`` are those of all
+    threads meanwhile. ``10000_facts_per_s``: a thread
     in the agent puts so many facts into the inbox: probes that passed, one in a hundred an XID that flips
     nothing but is recorded. What that thread itself takes is in it, and the idle share.
     """
@@ -119,7 +128,12 @@ async def _cpu(effort: Effort) -> AsyncGenerator[Figure | Absent, None]:
     flags = {"http-listen": f"127.0.0.1:{free_port()}"}
     async with bench_node() as node:
         with node.agent(flags) as agent:
+            await agent.ready()
+            await asyncio.sleep(SETTLE_S)
+            wakeups, began_s = agent.wakeups(), time.monotonic()
             yield Figure("S8.cpu_idle", await share_of_core(agent, idle_s), "%", 0.5)
+            woken = (agent.wakeups() - wakeups) / (time.monotonic() - began_s)
+            yield Figure("S8.wakeups_idle", woken, "1/s", None)
             await agent.end()
         with node.agent(flags, program=("tests.bench.fact_load", str(_FACTS_PER_S))) as agent:
             await agent.ready()

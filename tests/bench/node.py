@@ -220,6 +220,23 @@ class AgentProcess:
         """Return the resident memory, VmRSS of proc(5)."""
         return rss_bytes(self.pid)
 
+    def threads(self) -> int:
+        """Return how many threads it has."""
+        return len(list(Path(f"/proc/{self.pid}/task").iterdir()))
+
+    def descriptors(self) -> int:
+        """Return how many files it has open; those of the threads that call the driver are not among them."""
+        return len(list(Path(f"/proc/{self.pid}/fd").iterdir()))
+
+    def wakeups(self) -> int:
+        """Return how often its threads gave the CPU up by themselves, so had to be woken again."""
+        total = 0
+        for thread in Path(f"/proc/{self.pid}/task").iterdir():
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+                text = (thread / "status").read_text(encoding="ascii", errors="replace")
+                total += int(text.partition("\nvoluntary_ctxt_switches:")[2].split()[0])
+        return total
+
     def cpu_s(self) -> float:
         """Return the CPU time of all threads so far. Source: proc(5), fields 14 and 15 of stat."""
         text = Path(f"/proc/{self.pid}/stat").read_text(encoding="ascii", errors="replace")
