@@ -28,6 +28,8 @@ Examples:
 
 TITLES: Final = ("GPU", "GIVEN-TO", "HELD-BY", "PID", "CONTEXTS", "MEMORY")
 WIDE_TITLES: Final = (*TITLES, "COMM", "STATE", "UUID", "USED", "UNCLAIMED")
+MAX_PODS: Final = 4
+"""Who share a device, in the wide table; JSON has all."""
 POD_WIDTH: Final = 18
 """Of a pod in the table that fits a terminal."""
 
@@ -71,10 +73,11 @@ def _shown(holders: list[dict[str, Any]] | None, *, is_wide: bool) -> list[dict[
 
 def _row(owned: dict[str, Any], holder: dict[str, Any] | None, *, is_wide: bool) -> list[str]:
     nobody = UNKNOWN if owned["holders"] is None else NONE
-    pods = _given_to(owned), nobody if holder is None else _owner(holder)
+    holds = nobody if holder is None else _owner(holder)
     row = [
         _gpu(owned),
-        *(pods if is_wide else (cut(pod, POD_WIDTH) for pod in pods)),
+        _given_to(owned, is_wide=is_wide),
+        holds if is_wide else cut(holds, POD_WIDTH),
         nobody if holder is None else str(holder["pid"]),
         nobody if holder is None else _contexts(holder),
         nobody if holder is None else size(holder["memory_bytes"]),
@@ -95,11 +98,15 @@ def _gpu(owned: dict[str, Any]) -> str:
     return str(owned["gpu"]) if is_whole else f"{owned['gpu']}/gi{owned['gi']}/ci{owned['ci']}"
 
 
-def _given_to(owned: dict[str, Any]) -> str:
+def _given_to(owned: dict[str, Any], *, is_wide: bool) -> str:
     given = owned["given_to"]
     if given is None:
         return UNKNOWN
-    return ",".join(dict.fromkeys(each["pod"] for each in given)) or NONE
+    pods = list(dict.fromkeys(each["pod"] for each in given)) or [NONE]
+    told = pods[: MAX_PODS if is_wide else 1]
+    more = f",+{len(pods) - len(told)}" if len(pods) > len(told) else ""
+    names = ",".join(told)
+    return (names if is_wide else cut(names, POD_WIDTH - len(more))) + more
 
 
 def _owner(holder: dict[str, Any]) -> str:
