@@ -173,6 +173,7 @@ OF_THE_NODE = {
     "device_node_missing",
     "fabric_not_ready",
     "mps_not_ready",
+    "imex_channel_missing",
 }
 """What takes a GPU out and is not its own fault."""
 
@@ -250,6 +251,8 @@ class Oracle:
         self.fault_times: dict[str, list[int]] = {}
         self.mps: bool | None = None
         self.mps_served = False
+        self.nodes_there: tuple[str, ...] | None = None
+        self.channels_seen = False
         self.pods: set[str] | None = None
         self.pods_ns = 0
         self.kubelet: SocketIdentity | None = None
@@ -268,6 +271,7 @@ class Oracle:
         self.names = [name for name, _ in self.offered()]
         self.now_ns = now_ns
         self.mps_causes()
+        self.imex_causes()
 
     # Facts
 
@@ -465,15 +469,57 @@ class Oracle:
     def causes(self) -> None:
         """Mark what is wrong now and lasts; end what is not wrong any more."""
         self.mps_causes()
+        self.imex_causes()
         for uuid, gpu in self.gpus.items():
             self.cause(uuid, "nvml", "driver_hung", is_there=self.hung)
             self.cause(uuid, "operator", "maintenance", is_there=uuid in self.released)
             self.cause(uuid, "operator", "held", is_there=bool(names_of(gpu) & self.holds.keys()))
             if self.missing is not None:
-                numbered = {path for path in self.missing if path.removeprefix("/dev/nvidia").isdigit()}
-                own = {f"/dev/nvidia{gpu.minor}"} & numbered
-                is_there = bool(own) or bool(set(self.missing) - numbered)
-                self.cause(uuid, "sysfs", "device_node_missing", is_there=is_there)
+                places = set(self.without_node(gpu, self.missing))
+                for fault in self.of_gpu(uuid):
+                    if (
+                        fault.reason == "device_node_missing"
+                        and fault.lasts
+                        and (fault.gi, fault.ci) not in places
+                    ):
+                        fault.ended()
+                for gi, ci in places:
+                    fault = self.fault("sysfs", "device_node_missing", uuid, "self_clearing", gi=gi, ci=ci)
+                    fault.seen(1, lasts=True)
+
+    def without_node(self, gpu: Gpu, missing: tuple[str, ...]) -> Iterator[tuple[int, int]]:
+        """What of a GPU cannot be used because a node of its is not there, or because nobody can name it."""
+        numbered = {path for path in missing if path.removeprefix("/dev/nvidia").isdigit()}
+        of_mig = {path for path in missing if "nvidia-caps/" in path}
+        uses_cdi = bool({"cdi-cri", "cdi-annotations"} & set(self.policy.injection.strategies))
+        if f"/dev/nvidia{gpu.minor}" in numbered or set(missing) - numbered - of_mig:
+            yield ALL, ALL
+        if uses_cdi and gpu.minor is None:
+            yield ALL, ALL
+        for mig in gpu.mig_devices:
+            minors = (mig.gi_minor, mig.ci_minor)
+            if any(f"/dev/nvidia-caps/nvidia-cap{minor}" in of_mig for minor in minors):
+                yield mig.gi, mig.ci
+            is_given = uses_cdi and self.policy.mig_strategy != "none"
+            if is_given and gpu.minor is not None and None in minors:
+                yield mig.gi, mig.ci
+
+    def imex_causes(self) -> None:
+        """Every GPU needs a channel that is required; that it is there for the first time counts at once."""
+        injection = self.policy.injection
+        if not injection.imex_required:
+            self.channels_seen = False
+            self.faults = [fault for fault in self.faults if fault.reason != "imex_channel_missing"]
+            return
+        if self.nodes_there is None:
+            return
+        wanted = {f"/dev/nvidia-caps-imex-channels/channel{channel}" for channel in injection.imex_channels}
+        is_missing = not wanted <= set(self.nodes_there)
+        if not is_missing and not self.channels_seen:
+            self.channels_seen = True
+            self.faults = [fault for fault in self.faults if fault.reason != "imex_channel_missing"]
+        for gpu in self.gpus:
+            self.cause(gpu, "nvml", "imex_channel_missing", is_there=is_missing)
 
     def mps_causes(self) -> None:
         """What MPS shares cannot be used while its daemon does not serve; nothing else needs it."""
@@ -584,6 +630,7 @@ class Oracle:
     def enumerated(self, fact: GpusEnumerated, now_ns: int) -> None:
         before = set(self.listed)
         self.listed = {gpu.uuid for gpu in fact.gpus}
+        self.nodes_there = fact.control_nodes
         self.silent &= self.listed
         for gpu in fact.gpus:
             if gpu.uuid in self.gpus:

@@ -21,6 +21,7 @@ from agent.model.facts import (
     Fact,
     GpuRebound,
     GpuSampled,
+    GpusEnumerated,
     HoldRequested,
     KernelXidSeen,
     PolicyChanged,
@@ -33,7 +34,7 @@ from agent.model.facts import (
 from agent.model.gpu import Gpu
 from agent.model.health import Reason
 from agent.model.ids import ALL, DeviceId, GpuUuid
-from agent.model.policy import Policy
+from agent.model.policy import Injection, Policy
 from agent.model.sample import GpuSample
 from tests.core.build import (
     MS,
@@ -58,8 +59,16 @@ from tests.core.polls import BAD, NOTHING, WELL, sample
 QUIET = 60 * S
 
 ONE = replace(gpu(0), serial="1650921000123")
-SLICED = mig_gpu(2, (1, 0, "1g.10gb"), (2, 0, "1g.10gb"))
+NAMELESS = mig_gpu(2, (1, 0, "1g.10gb"), (2, 0, "1g.10gb"))
+SLICED = replace(
+    NAMELESS,
+    mig_devices=tuple(
+        replace(mig, gi_minor=10 * mig.gi, ci_minor=10 * mig.gi + 1) for mig in NAMELESS.mig_devices
+    ),
+)
+"""With the nodes that open its MIG devices; of the other the driver does not say which they are."""
 ALL_GPUS = (ONE, gpu(1), SLICED)
+CHANNEL = "/dev/nvidia-caps-imex-channels/channel0"
 
 UUIDS = st.sampled_from([U0, U1, U2])
 DELAYS = st.sampled_from(
@@ -81,13 +90,30 @@ READINGS = st.sampled_from(
         sample(temperature_celsius=None, pcie_width=None, rows_pending=None, ecc_uncorrected=None),
     ]
 )
-MISSING = st.sampled_from([(), (), ("/dev/nvidia0",), ("/dev/nvidiactl",), ("/dev/nvidia1", "/dev/nvidia9")])
+MISSING = st.sampled_from(
+    [
+        *((), (), ("/dev/nvidia0",), ("/dev/nvidiactl",), ("/dev/nvidia1", "/dev/nvidia9")),
+        ("/dev/nvidia-caps/nvidia-cap21", "/dev/nvidia-caps/nvidia-cap99"),
+    ]
+)
+INJECTIONS = st.sampled_from(
+    [
+        Injection(),
+        Injection(strategies=("cdi-cri",)),
+        Injection(strategies=("envvar", "cdi-annotations"), imex_channels=(0,), imex_required=True),
+        Injection(pass_device_specs=True, imex_channels=(0,), imex_required=True),
+        Injection(imex_channels=(0,)),
+    ]
+)
 PODS = st.sampled_from([[], [], [U0], [mig_uuid(21)], [U1, "other"]])
 SOFT = st.sampled_from(
     [frozenset[Reason](), frozenset({Reason.THERMAL}), frozenset({Reason.NVLINK_DOWN, Reason.THERMAL})]
 )
 LISTS: st.SearchStrategy[tuple[Gpu, ...]] = st.sampled_from(
-    [ALL_GPUS, ALL_GPUS, (ONE, gpu(1)), (replace(gpu(1), index=0), SLICED), ()]
+    [
+        *(ALL_GPUS, ALL_GPUS, (ONE, gpu(1)), (replace(gpu(1), index=0), SLICED), ()),
+        (ONE, replace(gpu(1), minor=None), NAMELESS),
+    ]
 )
 
 
@@ -263,9 +289,13 @@ class CausesAgainstOracle(RuleBasedStateMachine):
 
     # The machine
 
-    @rule(listed=LISTS)
-    def others_are_listed(self, listed: tuple[Gpu, ...]) -> None:
-        self.tell(enumerated(*listed))
+    @rule(listed=LISTS, nodes=st.sampled_from([(), (CHANNEL,), (CHANNEL, "/dev/nvidiactl")]))
+    def others_are_listed(self, listed: tuple[Gpu, ...], nodes: tuple[str, ...]) -> None:
+        self.tell(GpusEnumerated(listed, control_nodes=nodes))
+
+    @rule(injection=INJECTIONS)
+    def containers_are_given_devices_otherwise(self, injection: Injection) -> None:
+        self.tell(PolicyChanged(replace(self.state.policy, injection=injection)))
 
     @rule(inode=st.sampled_from([None, 70, 71]))
     def module_is_seen(self, inode: int | None) -> None:
@@ -342,7 +372,7 @@ class CausesAgainstOracle(RuleBasedStateMachine):
         self.tell(DriverCallAnswered("wait"), ResumeRequested(), DeviceNodesSeen(()))
         self.tell(*(UnholdRequested(name) for name in list(self.state.holds)))
         self.tell(DriverUnavailable(Reason.DRIVER_NOT_LOADED, "reload", unloaded=True), ready())
-        self.tell(enumerated(*ALL_GPUS))
+        self.tell(GpusEnumerated(ALL_GPUS, control_nodes=(CHANNEL,)))
         for _ in range(self.state.policy.recovery_clean_probes):
             self.every_poll_passes(NOTHING)
         self.until(self.now_ns + self.state.policy.recovery_quiet_ns)
