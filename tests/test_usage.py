@@ -12,9 +12,10 @@ from agent.commands.render import WIDTH
 from agent.commands.status import status_lines
 from agent.model.facts import GpusEnumerated, ProbeSeen
 from agent.model.ids import Placement
-from agent.model.usage import GpuTotal, PodRef, ProbeView, ProcessUse
+from agent.model.usage import GpuTotal, PodRef, ProbeView, ProcessUse, Usage
 from agent.views import documents
 from agent.views import usage as views
+from agent.views.documents import picture as picture_document
 from agent.views.documents import probe as probe_document
 from tests.core.build import START_NS, U0, U1, Node, S, mig_gpu
 from tests.core.use import POD_A, POD_B, allocated, hold, memory, node, orphan, process, seen, user
@@ -348,7 +349,7 @@ def unplaced(pid: int) -> ProcessUse:
 # ---- status ----
 
 
-def status_of(probe: ProbeView | None) -> list[str]:
+def status_of(probe: ProbeView | None, usage: Usage | None = None) -> list[str]:
     lines = status_lines(
         {
             "agent": {"version": "1", "phase": "serving", "uptime_s": 5, "pid": 7},
@@ -358,10 +359,21 @@ def status_of(probe: ProbeView | None) -> list[str]:
             "ready": True,
             "reasons": [],
             "resources": [],
+            "usage": picture_document(usage),
         },
         now_ns=0,
     )
     return lines[2 : lines.index("GPUs     <none>")]
+
+
+def test_the_status_shows_what_is_missing_of_the_picture() -> None:
+    assert status_of(None, None) == status_of(None, Usage(at_ns=0)) == []
+    partly = Usage(at_ns=0, complete=False, incomplete_because="too much: 7", events_lost=3, evicted=40)
+    assert status_of(None, partly) == [
+        "         not complete: too much: 7",
+        "         so far 3 lost events and 40 objects or files not kept",
+    ]
+    assert status_of(None, Usage(at_ns=0, evicted=1)) == ["         so far 1 objects or files not kept"]
 
 
 @pytest.mark.parametrize(

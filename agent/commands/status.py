@@ -60,6 +60,7 @@ def status_lines(document: dict[str, Any], *, now_ns: int, is_wide: bool = False
         f"Driver   {_driver(document['driver'])}",
         *_released(document, now_ns=now_ns),
         *_probe(document.get("probe")),
+        *_usage(document.get("usage")),
         f"GPUs     {_gpus(document['gpus'])}{_kept_out(document)}",
         *(f"Held     {selector}: {why}" for selector, why in document.get("holds", {}).items()),
         f"Ready    {'yes' if document['ready'] else 'no'}",
@@ -119,6 +120,22 @@ def _probe(probe: dict[str, Any] | None) -> list[str]:
         f"         {PRICES[probe['tier']]}",
     ]
     return [*lines, *(f"         {name} is not attached: {why}" for name, why in probe["missing"].items())]
+
+
+def _usage(usage: dict[str, Any] | None) -> list[str]:
+    """Return what is missing of who uses GPUs."""
+    if usage is None:
+        return []
+    lines = [] if usage["complete"] else [f"         not complete: {usage['incomplete_because']}"]
+    kept = [
+        f"{count} {what}"
+        for what, count in (
+            ("lost events", usage["events_lost"]),
+            ("objects or files not kept", usage["evicted"]),
+        )
+        if count
+    ]
+    return [*lines, *([f"         so far {' and '.join(kept)}"] if kept else [])]
 
 
 def _released(document: dict[str, Any], *, now_ns: int) -> list[str]:

@@ -255,7 +255,7 @@ class Trace:
         self._hint_at_s = None
         if not self._summary.calls:
             _note(
-                f"No driver calls of {_name(self._pid)} so far, a GPU at work needs none; each is shown when made",
+                f"No calls of {_name(self._pid)} so far; a GPU at work needs none. Those to come are shown",
                 self._is_json,
             )
 

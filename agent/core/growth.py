@@ -71,10 +71,9 @@ def growth(process: ProcessUse, hold: GpuHold, window: Window, policy: LeakPolic
     if hold.contexts is not None and _is_growing(hold, hold.contexts, window, policy):
         return LeakKind.CTX_GROWTH
     is_counted = hold.contexts is not None and not process.partial
-    has_most = hold.fds == max(each.peak_fds for each in window)
-    if not is_counted and has_most and hold.fds - window[0].fds >= policy.growth_fds:
-        return LeakKind.FD_GROWTH
-    return None
+    if is_counted or hold.fds - window[0].fds < policy.growth_fds:
+        return None
+    return LeakKind.FD_GROWTH if hold.fds == max(each.peak_fds for each in window) else None
 
 
 def next_part_at(window: Window, policy: LeakPolicy) -> list[int]:
@@ -108,8 +107,9 @@ def _after(window: Window, hold: GpuHold, policy: LeakPolicy, now_ns: int) -> Wi
         window = (*window, Sample(now_ns, live, hold.allocated, hold.freed, hold.fds, live, hold.fds))
     else:
         last = window[-1]
-        peaks = (max(last.peak_live, live), max(last.peak_fds, hold.fds))
-        window = (*window[:-1], last._replace(peak_live=peaks[0], peak_fds=peaks[1]))
+        if live > last.peak_live or hold.fds > last.peak_fds:
+            peaks = (max(last.peak_live, live), max(last.peak_fds, hold.fds))
+            window = (*window[:-1], last._replace(peak_live=peaks[0], peak_fds=peaks[1]))
     begin_ns = now_ns - policy.growth_window_ns
     while len(window) > 1 and window[0].at_ns <= begin_ns:
         window = window[1:]

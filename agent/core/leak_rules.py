@@ -12,6 +12,7 @@ from typing import Final, NamedTuple
 from agent.core.growth import Name, Windows, growth
 from agent.core.ownership import (
     Given,
+    comms_of,
     holding,
     is_given,
     is_in_use,
@@ -88,6 +89,8 @@ class Scene:
     windows: Windows = field(default_factory=dict)
     watched: tuple[ProcessUse, ...] = ()
     """The processes of which something may be told."""
+    workers: tuple[ProcessUse, ...] = ()
+    """Those of them that do no work of others: what a server has is not its own."""
     growing: Mapping[Name, LeakKind] = field(default_factory=dict)
     """The processes and GPUs that show growth, and which."""
 
@@ -98,10 +101,6 @@ class Scene:
     def is_free(self, process: ProcessUse) -> bool:
         """Return whether a process is one of which nothing is told."""
         return is_service(process, self.policy.allowed)
-
-    def is_server(self, process: ProcessUse) -> bool:
-        """Return whether a process does the work of others, so that what it has is theirs."""
-        return is_service(process, self.policy.servers)
 
     def lives(self, process: ProcessUse) -> bool | None:
         """Return whether the pod of a process lives; None: not known. A process in no pod has none."""
@@ -208,9 +207,9 @@ def _grown(kind: LeakKind, scene: Scene) -> Seen:
         return []
     return [
         _suspect(kind, process, hold, scene, 0)
-        for process in scene.watched
+        for process in scene.workers
         for hold in process.holds
-        if scene.growing.get((process.key, hold.gpu)) is kind and not scene.is_server(process)
+        if scene.growing.get((process.key, hold.gpu)) is kind
     ]
 
 
@@ -224,8 +223,7 @@ def _foreign(scene: Scene) -> Seen:
     given, for_ns = scene.given, scene.policy.foreign_process_ns
     return [
         _suspect(LeakKind.FOREIGN_PROCESS, process, hold, scene, for_ns, known=is_foreign is True)
-        for process in scene.watched
-        if not scene.is_server(process)
+        for process in scene.workers
         for hold in process.holds
         if (is_foreign := _is_foreign(process, hold, given, scene)) is not False
     ]
@@ -233,14 +231,15 @@ def _foreign(scene: Scene) -> Seen:
 
 def _is_foreign(process: ProcessUse, hold: GpuHold, given: Given, scene: Scene) -> bool | None:
     """Whether a process is where it should not be; None: not known. Of a dead pod it is another finding."""
-    is_used = is_in_use(process, hold, scene.memory.get(hold.gpu))
+    memory = scene.memory.get(hold.gpu)
+    is_used = is_in_use(process, hold, memory)
     if is_used is False:
         return False
     if process.look.pod is not None:
         lives = scene.lives(process)
         if not lives:
             return None if lives is None else False
-        places = places_of(hold, scene.user(process, hold.gpu))
+        places = places_of(hold, user_of(memory, process.key.pid))
         if is_given(given, places, name_of(process.look.pod, scene.pods)):
             return False
     return is_used
@@ -321,15 +320,19 @@ def prepared(scene: Scene) -> Scene:
     if scene.usage is None:
         return scene
     growing = {}
-    watched = tuple([process for process in scene.usage.processes if not scene.is_free(process)])
+    allowed, servers = comms_of(scene.policy.allowed), comms_of(scene.policy.servers)
+    watched = tuple(
+        [each for each in scene.usage.processes if not each.is_agent and each.look.comm not in allowed]
+    )
+    workers = tuple([each for each in watched if each.look.comm not in servers])
     if scene.windows:
-        for process in watched:
+        for process in workers:
             for hold in process.holds:
                 window = scene.windows.get((process.key, hold.gpu))
                 kind = growth(process, hold, window, scene.policy) if window else None
                 if kind is not None:
                     growing[process.key, hold.gpu] = kind
-    return replace(scene, watched=watched, growing=growing)
+    return replace(scene, watched=watched, workers=workers, growing=growing)
 
 
 RULES: Final[Mapping[LeakKind, Callable[[Scene], Seen]]] = {

@@ -47,21 +47,21 @@ def given(places: Iterable[tuple[DeviceId, Placement]], pods: Mapping[DeviceId, 
 
 def is_given(given_to: Given, places: Iterable[Placement], pod: str) -> bool:
     """Return whether a pod may have been given a device at one of the places."""
-    return any(
-        pod in names and place.overlaps(other)
-        for place in places
-        for other, devices in given_to.items()
-        for _, names in devices
-    )
+    for place in places:
+        for other, devices in given_to.items():
+            if other.gpu == place.gpu and place.overlaps(other) and any(pod in names for _, names in devices):
+                return True
+    return False
 
 
 def is_service(process: ProcessUse, allowed: AbstractSet[str]) -> bool:
     """Return whether a process is the agent or on a list of names, which may be longer than a comm."""
-    return process.is_agent or process.look.comm in _comms(frozenset(allowed))
+    return process.is_agent or process.look.comm in comms_of(frozenset(allowed))
 
 
 @lru_cache(maxsize=8)
-def _comms(names: frozenset[str]) -> frozenset[str]:
+def comms_of(names: frozenset[str]) -> frozenset[str]:
+    """Return names of programs as the kernel keeps them."""
     return frozenset(name[:COMM_LENGTH] for name in names)
 
 

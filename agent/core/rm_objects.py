@@ -28,8 +28,8 @@ MAX_OF_OWNER: Final = MAX_OBJECTS // 4
 MAX_INSTANCES: Final = 32
 """Device instances that the driver has. Source: open-gpu-kernel-modules:src/common/sdk/nvidia/inc/nvlimits.h
 NV_MAX_DEVICES."""
-STEP: Final = 512
-"""Rows or clients between two pauses of what takes long."""
+STEP: Final = 128
+"""Rows or clients between two pauses of what takes long: about 2 ms."""
 
 
 class Owners(Protocol):
@@ -228,6 +228,7 @@ class Clients:
                 found[client.owner, gpu] = found.get((client.owner, gpu), 0) + count
             if number % STEP == STEP - 1:
                 yield
+        yield
 
     # What is known
 

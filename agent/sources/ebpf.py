@@ -61,7 +61,7 @@ REFRESHED_AT_ONCE: Final = 64
 MAX_REFRESHES: Final = 1_024
 MAX_HELD: Final = 65_536
 """Open files that are kept from scan to scan; with more there is one at once."""
-MAX_BATCHES: Final = 32
+MAX_BATCHES: Final = 64
 """Of events that are taken at the end of a scan: twice what the ring holds."""
 PAUSE_RATIO: Final = 10
 """The time from one round to the next is at least so many times that which the round took, up to a poll."""

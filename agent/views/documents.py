@@ -17,7 +17,7 @@ from agent.model.health import Condition, Reason
 from agent.model.ids import ALL, GpuUuid
 from agent.model.sample import GpuSample
 from agent.model.snapshot import Device, DriverView, Finding, GpuView, Resource, Snapshot
-from agent.model.usage import DeviceCall, ProbeView
+from agent.model.usage import DeviceCall, ProbeView, Usage
 from agent.views.events import Entry
 
 API_VERSION: Final = "gpu-agent/v1"
@@ -217,6 +217,7 @@ def state(snapshot: Snapshot, time_of: TimeOf) -> Json:
         "released_until_monotonic_ns": snapshot.released_until_ns,
         "driver_released": snapshot.driver_released,
         "probe": probe(snapshot.probe),
+        "usage": picture(snapshot.usage),
         "observe": snapshot.policy.observe,
         "observed_flips": snapshot.observed_flips,
         "tasks": {
@@ -232,6 +233,20 @@ def state(snapshot: Snapshot, time_of: TimeOf) -> Json:
 def probe(view: ProbeView | None) -> Json | None:
     """Return how the probe is; null: it is off, or was not begun yet."""
     return None if view is None else asdict(view) | {"missing": dict(view.missing)}
+
+
+def picture(usage: Usage | None) -> Json | None:
+    """Return how good the picture of who uses GPUs is, without what is in it; null: there is none."""
+    if usage is None:
+        return None
+    return {
+        "complete": usage.complete,
+        "incomplete_because": usage.incomplete_because,
+        "seen_by": usage.source,
+        "processes": len(usage.processes),
+        "events_lost": usage.events_lost,
+        "evicted": usage.evicted,
+    }
 
 
 def _driver(driver: DriverView) -> Json:

@@ -32,6 +32,7 @@ from tests.bench import (
     reload,
     rules,
     throughput,
+    use_stretches,
 )
 from tests.bench.figures import (
     Absent,
@@ -63,6 +64,7 @@ MEASUREMENTS: Final[tuple[Measurement, ...]] = (
     rules.OTHER_SOURCES,
     rules.STORM,
     probe_price.PRICE,
+    use_stretches.STRETCHES,
 )
 
 

@@ -304,4 +304,4 @@ def test_where_no_call_comes_it_is_said_once_that_nothing_is_wrong(
         shown.finish()
         os.close(pidfd)
     err = capsys.readouterr().err
-    assert err.count("No driver calls of ") == (0 if calls else 1)
+    assert err.count("No calls of ") == (0 if calls else 1)
