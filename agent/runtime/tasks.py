@@ -52,6 +52,8 @@ class Tasks:
     def start(self, name: str, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Start what ends by itself, or with the agent."""
         task = self.group.create_task(self._ending_with(name, work), name=name)
+        # One that is cancelled before its first turn never comes to its work.
+        task.add_done_callback(lambda _: work.close())
         self._tasks[name] = task
         return task
 
