@@ -54,6 +54,7 @@ from agent.model.ids import ALL, DeviceId, GpuUuid, ResourceName, SocketIdentity
 from agent.model.policy import SECOND_NS, Policy
 from agent.model.sample import GpuSample
 from agent.model.snapshot import Device
+from tests.core.polls import WELL
 
 GPUS: Final = 16
 LIFE_HOURS: Final = 2_000
@@ -70,23 +71,6 @@ CATALOG_XIDS: Final = tuple(
     if kind in {XidClass.APPLICATION, XidClass.INFORMATION, XidClass.FOLLOW_UP}
 )
 """What NVIDIA's catalog calls the application's business or mere information."""
-
-WELL: Final = GpuSample(
-    recovery_action=0,
-    ecc_uncorrected=0,
-    rows_pending=False,
-    rows_failed=False,
-    pages_pending=False,
-    hw_slowed=False,
-    temperature_celsius=60,
-    temperature_limit_celsius=90,
-    links_total=18,
-    pcie_width=16,
-    pcie_width_max=16,
-    pcie_replays=0,
-    fabric_state=3,
-    fabric_status=0,
-)
 
 
 @dataclass(frozen=True, slots=True)

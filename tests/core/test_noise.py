@@ -8,8 +8,8 @@ import pytest
 from agent.model.facts import GpuSampled, XidReported
 from agent.model.ids import GpuUuid
 from agent.model.policy import Policy
-from tests.bench.noise import GPUS, WELL, NoisyNode, false_flips
-from tests.core.polls import sample
+from tests.bench.noise import GPUS, NoisyNode, false_flips
+from tests.core.polls import WELL, sample
 
 
 def test_healthy_nodes_flip_no_device_for_thousands_of_gpu_hours() -> None:
