@@ -19,6 +19,7 @@ from agent.model.policy import MILLISECOND_NS, SECOND_NS
 from agent.model.snapshot import Snapshot
 from agent.model.usage import DeviceCall, ProcessUse, Usage
 from agent.probe import syscalls
+from agent.probe.layout import MAX_OBJECTS_EACH
 from agent.probe.request import Doubles, Request
 from agent.simulation.driver_double.double import DriverDouble
 from agent.simulation.driver_double.nodes import UVM_MAJOR, Gpu
@@ -242,6 +243,41 @@ async def test_what_is_on_its_way_between_processes_is_not_taken_to_be_gone(
         assert use is not None
         assert (use.unplaced, use.fds) == (1, 1)
         await in_daemon_thread("test-caller", caller.end)
+
+
+async def test_what_was_on_its_way_for_long_is_as_it_was_when_it_is_received(
+    core: dict[str, Any], double: DriverDouble
+) -> None:
+    settings = replace(QUIET, confirm_ns=MILLISECOND_NS)
+    async with following(double, core, settings) as followed:
+        caller = await in_daemon_thread("test-caller", lambda: Caller(HAND_OVER, double.node("nvidiactl")))
+        await in_daemon_thread("test-caller", caller.run)
+        await followed.usage(lambda usage: contexts(usage, caller.pid) == 1)
+        await in_daemon_thread("test-caller", caller.resume)
+        await followed.usage(lambda usage: usage.complete and contexts(usage, caller.pid) == 0)
+        await in_daemon_thread("test-caller", caller.resume)
+        # Nothing tells that a message was read; the next scan shows it.
+        followed.source._wants_scan = True
+        await followed.usage(lambda usage: contexts(usage, caller.pid) == 1)
+        await in_daemon_thread("test-caller", caller.end)
+
+
+async def test_of_whom_the_kernel_keeps_no_more_is_partial_and_named(
+    core: dict[str, Any], double: DriverDouble
+) -> None:
+    async with following(double, core | {"ring_bytes": 4 << 20}) as followed:
+        caller = await in_daemon_thread(
+            "test-caller", lambda: Caller(ALLOCATE, double.node("nvidiactl"), MAX_OBJECTS_EACH + 10)
+        )
+        await in_daemon_thread("test-caller", caller.run)
+        await followed.usage(lambda usage: usage.complete)
+        await in_daemon_thread("test-caller", caller.resume)
+        usage = await followed.usage(lambda usage: usage.incomplete_because.endswith(f": {caller.pid}"))
+        use = use_of(usage, caller.pid)
+        await in_daemon_thread("test-caller", caller.end)
+
+    assert use is not None
+    assert use.partial
 
 
 def contexts(usage: Usage, pid: int) -> int:
