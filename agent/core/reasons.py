@@ -158,6 +158,13 @@ MEANINGS: Final[Mapping[Reason, Meaning]] = {
         "A resource has more devices than the kubelet takes in one message",
         "configure fewer replicas",
     ),
+    Reason.CDI_UNRESOLVABLE: Meaning(
+        _WARNING,
+        _HARD,
+        _CLEARS,
+        "No CDI specification file resolves a device that is offered",
+        "let the agent write --cdi-spec-dir, or remove the file that names its devices too",
+    ),
     Reason.NOT_PROBED: Meaning(
         _WARNING, _SOFT, _CLEARS, "The GPU was not looked at yet", "wait for the first health poll"
     ),

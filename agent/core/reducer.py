@@ -110,6 +110,7 @@ _Quiet = (
     | facts.WatchersChanged
     | facts.MpsSeen
     | facts.TaskReported
+    | facts.CdiReported
     | facts.PolicyChanged
 )
 """Facts of which nothing is told but what they change."""
@@ -175,6 +176,8 @@ def _known(state: State, fact: _Quiet, now_ns: int) -> State:  # noqa: C901, PLR
             return driver.mps_seen(state, fact, now_ns)
         case facts.TaskReported():
             return _task_reported(state, fact)
+        case facts.CdiReported():
+            return replace(state, cdi_trouble=fact.trouble)
         case facts.PolicyChanged():
             offered = driver.with_offers(stability.with_policy(state, fact.policy), now_ns)
             return driver.with_nodes(offered, now_ns)

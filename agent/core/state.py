@@ -133,6 +133,8 @@ class State:
     kubelet: SocketIdentity | None = None
     registrations: Mapping[ResourceName, Registration] = field(default_factory=_nothing)
     tasks: Mapping[SourceName, TaskView] = field(default_factory=_nothing)
+    cdi_trouble: str | None = None
+    """Why a device that is offered is resolved by no CDI file; None: each is, or none is wanted."""
     facts_lost: Mapping[SourceName, int] = field(default_factory=_nothing)
 
     @property

@@ -130,6 +130,8 @@ def _findings(state: State, gpus: tuple[GpuView, ...]) -> Iterator[Finding]:
     for resource, devices in state.devices.items():
         if is_too_long(devices):
             yield Finding(Reason.LIST_TOO_LONG, too_long_message(resource, devices))
+    if state.cdi_trouble is not None:
+        yield Finding(Reason.CDI_UNRESOLVABLE, f"A container would not start: {state.cdi_trouble}")
     yield from _bus_findings(state)
     yield from _gpu_findings(gpus, without=driver.reason if driver else None)
     yield from _use_findings(state)

@@ -78,6 +78,7 @@ class Reason(StrEnum):
     MPS_NOT_READY = "mps_not_ready"
     MPS_REPLICAS_OVER_LIMIT = "mps_replicas_over_limit"
     LIST_TOO_LONG = "list_too_long"
+    CDI_UNRESOLVABLE = "cdi_unresolvable"
     NOT_PROBED = "not_probed"
     NOT_ENOUGH_GPUS = "not_enough_gpus"
     CONTEXT_LEAK = "context_leak"

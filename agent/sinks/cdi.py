@@ -28,7 +28,7 @@ from agent.core.injection import uses_cdi
 from agent.core.reasons import MEANINGS
 from agent.directory_watch import DirectoryWatch, Lookout
 from agent.log import fields
-from agent.model.facts import Fact, WatchedDirectoryDeleted
+from agent.model.facts import CdiReported, Fact, WatchedDirectoryDeleted
 from agent.model.health import Reason
 from agent.model.snapshot import Snapshot
 from agent.sinks.cdi_records import CdiError, FileIdentity, SpecFile, SpecFiles, Wanted
@@ -105,6 +105,8 @@ class CdiSink:
         """The newest job did."""
         self.trouble: str | None = None
         """Why names do not resolve that should; None: they do, or none is wanted."""
+        self._reported: str | None = None
+        """Why an offered device is resolved by no file, as the core was told last."""
 
     def missing(self, names: Sequence[str]) -> str | None:
         """Return the first of these CDI names that no spec file resolves now; None: all are resolved."""
@@ -167,6 +169,7 @@ class CdiSink:
             wanted = self._wanted_now() if self._is_wanted(self._latest.value) else None
             if wanted is None:
                 self.trouble = None
+                self._report(None)
                 await self._asked.wait()
                 continue
             self._wanted = wanted
@@ -248,6 +251,8 @@ class CdiSink:
         if self.trouble is not None and trouble is None:
             _log.info("The CDI specification is well again", extra=fields(path=self._settings.spec_dir))
         self.trouble = trouble
+        # A device that is left out has no node, and is Unhealthy for that.
+        self._report(trouble if made.conflicts else None)
 
     def _set_gap(self, *, is_lost: bool) -> None:
         """Do not fight at full speed with whoever takes our files away."""
@@ -270,6 +275,13 @@ class CdiSink:
         if self.trouble != detail:
             _log.error("Could not write the CDI specification", extra=fields(detail=detail))
         self.trouble = detail
+        # Where the files there are say what is to be said, nothing is missed.
+        self._report(None if self._is_settled() else detail)
+
+    def _report(self, trouble: str | None) -> None:
+        if trouble != self._reported:
+            self._reported = trouble
+            self._tell(CdiReported(trouble))
 
     def _look_for_dead_mount(self) -> None:
         """Tell if the node deleted the directory, which a mount keeps alive for us alone."""

@@ -9,6 +9,7 @@ from agent.model.facts import (
     DEVICE_PLUGIN,
     KUBELET,
     NVML,
+    CdiReported,
     DriverUnavailable,
     FactsLost,
     KubeletSocketSeen,
@@ -137,6 +138,19 @@ def test_a_needed_task_that_does_not_run_makes_the_node_not_ready(task: SourceNa
     assert node.snapshot().ready
     assert node.snapshot().tasks == {task: TaskView(running=True, failures=1, message="")}
     assert task in NEEDED_TASKS
+
+
+def test_a_device_that_no_cdi_file_resolves_makes_the_node_not_ready() -> None:
+    node = registered_node(gpu(0))
+    node.tell(CdiReported("/run/cdi/a.json: Read-only file system"))
+    assert findings(node) == [
+        Finding(
+            Reason.CDI_UNRESOLVABLE, "A container would not start: /run/cdi/a.json: Read-only file system"
+        )
+    ]
+    assert node.snapshot().gpus[0].health is Health.HEALTHY
+    node.tell(CdiReported(None))
+    assert node.snapshot().ready
 
 
 def test_a_task_that_is_not_needed_keeps_no_node_from_being_ready() -> None:

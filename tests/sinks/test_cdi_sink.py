@@ -18,7 +18,7 @@ import pytest
 from agent.bus import Latest
 from agent.config.settings import Cdi
 from agent.core.cdi_schema import problems_of
-from agent.model.facts import Fact, WatchedDirectoryDeleted
+from agent.model.facts import CdiReported, Fact, WatchedDirectoryDeleted
 from agent.model.gpu import Gpu, MigDevice
 from agent.model.health import Health
 from agent.model.ids import GpuUuid
@@ -377,6 +377,7 @@ async def test_a_file_of_another_that_names_our_devices_makes_them_ambiguous(nod
         other.unlink()
         await until(lambda: sink.trouble is None)
         assert node.resolves(U0, U1)
+    assert [fact.trouble is None for fact in node.facts if isinstance(fact, CdiReported)] == [False, True]
 
 
 # Trouble
@@ -405,6 +406,7 @@ async def test_a_disk_that_refuses_is_told_and_tried_again(node: Node) -> None:
         node.directory.unlink()
         await sink.settle()
         assert node.resolves(U0)
+    assert node.facts == [CdiReported(f"{node.directory}: File exists"), CdiReported(None)]
 
 
 async def test_a_device_that_is_left_out_is_told_with_why_until_it_is_there(

@@ -65,7 +65,7 @@ from agent.model.facts.orders import (
     ResumeRequested,
     UnholdRequested,
 )
-from agent.model.facts.process import FactsLost, PolicyChanged, ProcessFact, TaskReported, Tick
+from agent.model.facts.process import CdiReported, FactsLost, PolicyChanged, ProcessFact, TaskReported, Tick
 from agent.model.facts.usage import (
     AllocationsListed,
     DeviceCallsSeen,
@@ -90,6 +90,7 @@ __all__ = [
     "SYSFS",
     "UEVENTS",
     "AllocationsListed",
+    "CdiReported",
     "DeviceCallsSeen",
     "DeviceNodesSeen",
     "DriverCallAnswered",

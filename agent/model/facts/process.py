@@ -24,6 +24,14 @@ class TaskReported(State):
 
 
 @dataclass(frozen=True, slots=True)
+class CdiReported(State):
+    """Whether every device that is offered is resolved by a CDI file, or why not."""
+
+    trouble: str | None
+    source: SourceName = AGENT
+
+
+@dataclass(frozen=True, slots=True)
 class PolicyChanged(State):
     """The operator changed the configuration."""
 
@@ -51,4 +59,4 @@ class Tick(State):
     source: SourceName = AGENT
 
 
-ProcessFact = TaskReported | PolicyChanged | FactsLost | Tick
+ProcessFact = TaskReported | CdiReported | PolicyChanged | FactsLost | Tick
