@@ -5,13 +5,14 @@ be told, but for an unknown device: no pod was given that one, somebody mistyped
 names are told as they would be, and not looked up in spec files.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Final
 
 from agent.core.allocation import Refusal, allocate, shown
 from agent.core.injection import name_in_container
 from agent.errors import AgentError, UsageError
+from agent.model.ids import GpuUuid
 from agent.model.policy import Injection
 from agent.model.snapshot import Device, Resource, Snapshot
 from agent.views.answers import Json, allocate_response
@@ -36,31 +37,26 @@ def dry_run(snapshot: Snapshot, words: Sequence[str], *, resource: str | None = 
     if not offered:
         names = ", ".join(each.name for each in snapshot.resources) or "none"
         raise AgentError(f"This node does not offer {resource or 'any device'}; offered: {names}")
-    meant = _Meant(offered)
+    meant = _Meant(offered, {view.gpu.uuid for view in snapshot.gpus if view.present})
     ids = [meant.id_of(word) for word in words]
     of = meant.resource or offered[0]
     known = {device.id for device in of.devices}
     unknown = next((word for word, device_id in zip(words, ids, strict=True) if device_id not in known), None)
     if unknown is not None:
-        raise AgentError(meant.divided(unknown) or _unknown(unknown, of))
+        raise AgentError(meant.divided(unknown) or _unknown(unknown, meant.short_names(of), of))
     answer = allocate(snapshot, of, ids, annotation_id=ANNOTATION_ID)
     if isinstance(answer, Refusal):
         raise AgentError(answer.message)
     return allocate_response(answer)
 
 
-def _unknown(word: str, resource: Resource) -> str:
-    some = ", ".join(map(_short_name, resource.devices[:MAX_TOLD])) or "none"
-    more = ", ..." if len(resource.devices) > MAX_TOLD else ""
+def _unknown(word: str, names: Sequence[str], resource: Resource) -> str:
+    some = ", ".join(names[:MAX_TOLD]) or "none"
+    more = ", ..." if len(names) > MAX_TOLD else ""
     return (
         f"{shown(word)} is not a device of {resource.name} on this node, which has {some}{more};"
         " gpu-agent devices lists their ids"
     )
-
-
-def _short_name(device: Device) -> str:
-    share = "" if device.replica is None else f"::{device.replica}"
-    return name_in_container(device, "index") + share
 
 
 def with_injection(snapshot: Snapshot, changes: Mapping[str, object]) -> Snapshot:
@@ -80,14 +76,16 @@ def with_injection(snapshot: Snapshot, changes: Mapping[str, object]) -> Snapsho
 class _Meant:
     """Finds the devices that words mean, each share once."""
 
-    def __init__(self, offered: Iterable[Resource]) -> None:
+    def __init__(self, offered: Iterable[Resource], present: Collection[GpuUuid]) -> None:
+        self._present = present
+        """GPUs that NVML lists: another one may have the index now that a lost one had."""
         self.resource: Resource | None = None
         """Of the first device that is known."""
         self._taken: set[str] = set()
         self._devices: dict[str, list[tuple[Resource, Device]]] = {}
         for resource in offered:
             for device in resource.devices:
-                for name in _names(device):
+                for name in self._names(device):
                     self._devices.setdefault(name, []).append((resource, device))
 
     def id_of(self, word: str) -> str:
@@ -112,10 +110,16 @@ class _Meant:
         some = ", ".join(parts[:MAX_TOLD]) + (", ..." if len(parts) > MAX_TOLD else "")
         return f"GPU {word} is divided into MIG devices, of which one is meant: {some}"
 
+    def short_names(self, resource: Resource) -> list[str]:
+        """Return what the devices of a resource are called for short."""
+        return [list(self._names(device))[-1] for device in resource.devices]
 
-def _names(device: Device) -> Iterator[str]:
-    """Yield what a device is called: its id, and by UUID and by index with or without the share."""
-    for name in (device.uuid, name_in_container(device, "index")):
-        yield name
-        if device.replica is not None:
-            yield f"{name}::{device.replica}"
+    def _names(self, device: Device) -> Iterator[str]:
+        """Yield what a device is called: by UUID and by index, without the share and with it."""
+        names = [str(device.uuid)]
+        if device.placement.gpu in self._present:
+            names.append(name_in_container(device, "index"))
+        for name in names:
+            yield name
+            if device.replica is not None:
+                yield f"{name}::{device.replica}"

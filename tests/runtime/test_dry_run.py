@@ -13,7 +13,7 @@ from agent.model.sharing import Share, Sharing
 from agent.model.snapshot import Snapshot
 from agent.runtime.control import Control
 from agent.runtime.dry_run import MAX_IDS, MAX_TOLD, dry_run, with_injection
-from tests.core.build import GPU, U0, U1, gpu, mig_gpu, mig_uuid, well_node, xid
+from tests.core.build import GPU, U0, U1, enumerated, gpu, mig_gpu, mig_uuid, well_node, xid
 
 SLICED = mig_gpu(2, (1, 0, "1g.10gb"), (2, 0, "1g.10gb"), (3, 0, "3g.40gb"))
 
@@ -38,6 +38,16 @@ def visible(state: Snapshot, *words: str, resource: str | None = None) -> str:
 @pytest.mark.parametrize(("word", "uuid"), [("0", U0), ("1", U1), (U1, U1)])
 def test_a_gpu_is_meant_by_its_index_or_uuid(word: str, uuid: str) -> None:
     assert visible(snapshot(gpu(0), gpu(1)), word) == uuid
+
+
+def test_an_index_means_the_gpu_that_has_it_now() -> None:
+    node = well_node(gpu(0), gpu(1))
+    node.tell(enumerated(gpu(1, index=0)))
+    assert visible(node.snapshot(), "0") == U1
+    with pytest.raises(AgentError, match=f"^1 is not a device .* which has {U0}, 0;"):
+        dry_run(node.snapshot(), ["1"])
+    with pytest.raises(AgentError, match=f"^{U0} .* is unhealthy: gpu_lost"):
+        dry_run(node.snapshot(), [U0])
 
 
 @pytest.mark.parametrize("word", ["2:1", mig_uuid(21)])
