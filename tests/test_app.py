@@ -174,9 +174,11 @@ async def test_sick_stays_sick_over_a_restart(node: SimulatedNode) -> None:
         agent.signal(signal.SIGKILL)
         await agent.ended()
     before = len(node.kubelet.lists)
-    async with running(flags_of(node)):
+    async with running(flags_of(node)) as agent:
         await node.kubelet.wait_for(lambda kubelet: len(kubelet.lists) > before, timeout_s=60)
         assert node.kubelet.lists[before].unhealthy == (uuid,)
+        [told] = (await agent.wait_line("Devices are out as the agent before knew them"))["conditions"]
+        assert told.startswith(f"{uuid}: xid: ")
 
 
 # Signals

@@ -1,14 +1,22 @@
 """The state that outlives an agent: read before it serves, written while it does."""
 
+import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from agent.bus import Latest
+from agent.log import fields
+from agent.model.ids import ALL, Placement
 from agent.model.snapshot import Durable, Snapshot
 from agent.threads import in_daemon_thread
 
 if TYPE_CHECKING:
     from agent.sinks.statefile import StateFile
+
+_log = logging.getLogger(__name__)
+
+MAX_TOLD: Final = 8
+"""Conditions that are named in the log."""
 
 KEPT_WITHIN_S: Final = 2.0
 """The longest that somebody waits to hear whether the state is in the file."""
@@ -31,6 +39,18 @@ class KeptState:
             from agent.sinks.statefile import load  # noqa: PLC0415 - only where there is a file
 
             self.restored = load(self._path, boot_id=self._boot_id)
+            self._tell_of_conditions()
+
+    def _tell_of_conditions(self) -> None:
+        """Say why devices are out from the first moment on: nothing happens to them that would be told."""
+        kept = self.restored.conditions if self.restored is not None else ()
+        told = [f"{_place(each.placement)}: {each.reason}: {each.message}" for each in kept if each.flips]
+        if told:
+            more = len(told) - MAX_TOLD
+            _log.warning(
+                "Devices are out as the agent before knew them",
+                extra=fields(conditions=[*told[:MAX_TOLD], *([f"{more} more"] if more > 0 else [])]),
+            )
 
     @property
     def was_released(self) -> bool:
@@ -63,6 +83,11 @@ class KeptState:
     async def flush(self, timeout_s: float) -> bool:
         """Write the newest state, but wait no longer than the timeout; returns whether it is written."""
         return self._sink is None or await self._sink.flush(timeout_s)
+
+
+def _place(placement: Placement) -> str:
+    instances = (("GI", placement.gi), ("CI", placement.ci))
+    return " ".join((placement.gpu, *(f"{name} {number}" for name, number in instances if number != ALL)))
 
 
 def _import_state_file() -> "type[StateFile]":
