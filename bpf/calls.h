@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: GPL-2.0-only OR BSD-2-Clause */
 /* A call of the driver from its entry to its return; both tiers end up here. */
 
-/* Of a thread. Kretprobes follow twice as many calls at once as there may be CPUs, at least ten: when more wait in
- * the driver, the return of one is not seen, and its row is found by the thread's next call, or its end. */
+/* Of a thread. Kretprobes follow so many calls at once (agent/probe/returns.py): when more wait in the driver, the
+ * return of one is not seen, and its row is found by the thread's next call, or its end. */
 INLINE void begin_call(struct gpu_call *call)
 {
 	u64 thread = bpf_get_current_pid_tgid();
