@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from agent.config.values import CDI_HOOKS
 from agent.core.cdi import (
     SOCKET,
     DeviceNode,
@@ -32,6 +33,7 @@ from tests.core.build import U0, U1, gpu, mig_gpu, mig_uuid
 LIB = "/usr/lib/x86_64-linux-gnu"
 CTK = "/usr/bin/nvidia-ctk"
 NO_HOOKS = Hooks(None)
+USED_HOOKS = set(CDI_HOOKS) - {"chmod", "create-soname-symlinks"}
 READ_ONLY = ["ro", "nosuid", "nodev", "rbind", "rprivate"]
 
 
@@ -321,6 +323,15 @@ def test_the_other_program_is_made_of_hooks() -> None:
         ["nvidia-cdi-hook", "update-ldcache"],
         ["nvidia-cdi-hook", "disable-device-node-modification"],
         ["nvidia-cdi-hook", "update-application-profile"],
+    ]
+
+
+@pytest.mark.parametrize("name", [name for name in CDI_HOOKS if name in USED_HOOKS])
+def test_each_hook_that_is_used_can_be_disabled_alone(name: str) -> None:
+    every = hook_args(made(hooks=Hooks(CTK)))
+    assert {words[2] for words in every} == USED_HOOKS
+    assert hook_args(made(hooks=Hooks(CTK, frozenset({name})))) == [
+        words for words in every if words[2] != name
     ]
 
 
