@@ -77,6 +77,17 @@ def test_flags_of_run_change_it_and_what_is_not_there_is_told(capsys: pytest.Cap
     assert all(path.startswith("/run/nvidia/driver/") for path in mounts)
 
 
+def test_a_scenario_that_shares_by_mps_has_its_root_where_the_chart_has_it(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    status, out, err = run(capsys, "--scenario=mps", "--cdi-feature-flags=newer")
+    assert (status, json.loads(out)["kind"]) == (0, "k8s.device-plugin.nvidia.com/gpu")
+    assert err == (
+        'gpu-agent: warning: --cdi-feature-flags: "newer" is no feature of a CDI specification and was'
+        " skipped\n"
+    )
+
+
 def test_what_is_shown_is_what_validate_takes(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     for form in ("json", "yaml"):
         path = tmp_path / f"spec.{form}"

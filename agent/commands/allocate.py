@@ -3,8 +3,6 @@
 import argparse
 from collections.abc import Mapping
 from dataclasses import asdict
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any, Final
 
 from agent.commands.client import find_agent
@@ -35,10 +33,6 @@ Examples:
   gpu-agent allocate --scenario my.yaml --config-file config.yaml 0::2 1
   gpu-agent allocate --strategy cdi-annotations --id-strategy index 0:1
 """
-
-
-USUAL_MPS_ROOT: Final = "/run/nvidia/mps"
-"""Where NVIDIA's chart has the files of the MPS daemon; a scenario's node has no path of its own here."""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -104,15 +98,10 @@ def _settings(flags: Mapping[str, str]) -> Settings:
 def _simulated(args: argparse.Namespace, given: Mapping[str, str]) -> object:
     from agent.runtime.dry_run import dry_run  # noqa: PLC0415 - help must be there at once
     from agent.simulation import scenario  # noqa: PLC0415
-    from agent.simulation.still import still  # noqa: PLC0415
+    from agent.simulation.still import settings_of, still  # noqa: PLC0415
 
     loaded = scenario.load(args.scenario)
-    with TemporaryDirectory(prefix="gpu-agent-") as directory:
-        flags = {"mps-root": USUAL_MPS_ROOT, **loaded.agent}
-        if loaded.config is not None:
-            flags["config-file"] = f"{directory}/config.yaml"
-            Path(flags["config-file"]).write_text(loaded.config, encoding="utf-8")
-        settings = _settings({**flags, **given})
+    settings = settings_of(loaded, given)
     return dry_run(still(loaded.node, settings.policy), args.ids, resource=args.resource)
 
 

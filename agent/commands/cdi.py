@@ -104,18 +104,14 @@ def _own_files(directory: str) -> Iterator[str]:
 def _of_scenario(name: str, given: dict[str, str]) -> list[Any]:
     """Return what the agent would write on a scenario's node, and tell what it would say of it."""
     from agent.simulation import roots, scenario  # noqa: PLC0415 - help must be there at once
-    from agent.simulation.still import still  # noqa: PLC0415
+    from agent.simulation.still import settings_of, still  # noqa: PLC0415
     from agent.sinks.cdi_files import SpecDirectory  # noqa: PLC0415
     from agent.sinks.cdi_records import CdiError, Wanted  # noqa: PLC0415
 
     loaded = scenario.load(name)
+    settings = settings_of(loaded, given)
     with TemporaryDirectory(prefix="gpu-agent-") as directory:
         here = Path(directory)
-        flags = dict(loaded.agent)
-        if loaded.config is not None:
-            flags["config-file"] = f"{directory}/config.yaml"
-            Path(flags["config-file"]).write_text(loaded.config, encoding="utf-8")
-        settings = load({**flags, **given}, {})
         roots.write_roots(loaded.node, here)
         (here / "dev").rename(here / "driver" / "dev")
         snapshot = still(loaded.node, settings.policy)
@@ -133,7 +129,7 @@ def _of_scenario(name: str, given: dict[str, str]) -> list[Any]:
         except CdiError as error:
             raise AgentError(f"There would be no specification: {error}") from None
         absent = (f"the node has nothing for {each}" for each in sorted(made.absent))
-        for remark in (*made.remarks, *made.left_out, *absent):
+        for remark in (*settings.warnings, *made.remarks, *made.left_out, *absent):
             print(f"gpu-agent: warning: {remark}", file=sys.stderr)
         return [json.loads(Path(file.path).read_bytes()) for file in made.files.values()]
 

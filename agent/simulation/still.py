@@ -1,8 +1,15 @@
-"""A simulated node at one moment, from its specification alone: nothing is started, nothing written.
+"""A simulated node at one moment, from its specification alone: nothing is started, nothing left behind.
 
 Guarantee: the core is told what the agent finds on such a node, so its snapshot is the agent's own.
 """
 
+from collections.abc import Mapping
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Final
+
+from agent.config.load import load
+from agent.config.settings import Settings
 from agent.core.reducer import step
 from agent.core.state import initial_state
 from agent.core.view import snapshot_of
@@ -13,6 +20,25 @@ from agent.model.policy import Policy
 from agent.model.snapshot import Snapshot
 from agent.simulation.presets import GpuSpec, MigSpec, NodeSpec, PlacedMigDevice, place_mig_devices
 from agent.simulation.roots import DEVICE_FILES, capability_minors
+
+if TYPE_CHECKING:
+    from agent.simulation.scenario import Scenario
+
+USUAL_MPS_ROOT: Final = "/run/nvidia/mps"
+"""Where NVIDIA's chart has the files of the MPS daemon; a scenario's node has no path of its own here."""
+
+
+def settings_of(scenario: "Scenario", given: Mapping[str, str]) -> Settings:
+    """Return what an agent would run with on a scenario's node, where ``given`` are its flags too.
+
+    Raises ConfigError.
+    """
+    flags = {"mps-root": USUAL_MPS_ROOT, **scenario.agent}
+    with TemporaryDirectory(prefix="gpu-agent-") as directory:
+        if scenario.config is not None:
+            flags["config-file"] = f"{directory}/config.yaml"
+            Path(flags["config-file"]).write_text(scenario.config, encoding="utf-8")
+        return load({**flags, **given}, {})
 
 
 def still(spec: NodeSpec, policy: Policy) -> Snapshot:
