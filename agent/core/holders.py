@@ -140,7 +140,7 @@ class Holders:
         """By number, who was quiet longest first."""
         self.files: dict[int, File] = {}
         """By the kernel's address, what was quiet longest first."""
-        self.changed: dict[Process, None] = {}
+        self.changed: set[Process] = set()
         """Of whom something else is known; whoever makes pictures empties it."""
         self._clients = clients
         self._current: dict[int, Process] = {}
@@ -148,13 +148,13 @@ class Holders:
         """Those whose start is known."""
         self._numbers = 0
         self._scan_ns = 0
-        self._stirred: dict[Process, None] = {}
+        self._stirred: set[Process] = set()
         """Those whose files are not what the last scan found."""
-        self._bare: dict[int, None] = {}
+        self._bare: set[int] = set()
         """Files that nobody is seen to hold."""
-        self._idle: dict[Process, None] = {}
+        self._idle: set[Process] = set()
         """Processes that hold no file."""
-        self._doubted: dict[int, None] = {}
+        self._doubted: set[int] = set()
         """Files that were there when events were lost."""
 
     def current(self) -> Iterable[Process]:
@@ -167,7 +167,7 @@ class Holders:
         for name, file in self.files.items():
             if file.before_loss is None:
                 file.before_loss = set(file.holders)
-                self._doubted[name] = None
+                self._doubted.add(name)
 
     # Processes
 
@@ -207,7 +207,7 @@ class Holders:
                 self._numbers, row.tgid, row.at_ns, row.start_ticks, ended_ns=now.since_ns, opened=None
             )
             self.processes[process.number] = self._by_key[key] = process
-            self._idle[process] = None
+            self._idle.add(process)
         return process
 
     def looked(self, look: ProcessLook, now_ns: int) -> None:
@@ -224,7 +224,7 @@ class Holders:
         elif not is_ending and not process.exit_told:
             process.exiting_ns = None
         if (process.look, process.exiting_ns) != before:
-            self.changed[process] = None
+            self.changed.add(process)
         if not was_known:
             for name in process.files:
                 self._file_changed(name)
@@ -240,12 +240,12 @@ class Holders:
     def exits(self, process: Process, at_ns: int) -> None:
         """Take that the last thread of a process began to exit."""
         process.exiting_ns, process.exit_told = at_ns, True
-        self.changed[process] = None
+        self.changed.add(process)
 
     def closes(self, process: Process, names: Iterable[int], device: int | None = None) -> None:
         """Take that a process closed a descriptor of each of these files, of a device if that is told."""
         process.closed.update(names)
-        self._stirred[process] = None
+        self._stirred.add(process)
         if device is not None and process.opened is not None:
             process.opened.add(device)
 
@@ -257,7 +257,7 @@ class Holders:
         process = Process(self._numbers, pid, at_ns, start, event_ns=at_ns, before=before)
         self.processes[process.number] = process
         self._current[pid] = process
-        self._idle[process] = None
+        self._idle.add(process)
         if start is not None:
             self._by_key[process.key] = process
         return process
@@ -289,21 +289,21 @@ class Holders:
         self._by_key[process.key] = process
         # An exit that was told of somebody nobody had looked at may be of another who had the pid.
         process.exiting_ns, process.exit_told = None, False
-        self.changed[process] = None
+        self.changed.add(process)
         return process
 
     def _merge(self, process: Process, into: Process) -> None:
         for name, fds in tuple(process.files.items()):
             self._let_go(process, name)
-            self._hold(into, name, into.files.get(name, 0) + fds)
-            self._bare.pop(name, None)
-        self._stirred[into] = None
+            self._hold(into, name, into.files.get(name, fds))
+            self._bare.discard(name)
+        self._stirred.add(into)
         self._clients.give(process.number, into.number)
         into.exiting_ns, into.exit_told = None, False
         into.event_ns = process.event_ns
         self._current[into.pid] = into
         self._drop(process)
-        self.changed[into] = None
+        self.changed.add(into)
 
     def _end(self, process: Process, now_ns: int) -> None:
         if self.in_doubt:
@@ -319,8 +319,8 @@ class Holders:
             if not file.holders and file.maker is None and not self._clients.has_file(name):
                 self._forget_file(name)
         process.found = NOTHING
-        self._stirred.pop(process, None)
-        self.changed[process] = None
+        self._stirred.discard(process)
+        self.changed.add(process)
         self._forget_if_done(process)
 
     def _forget_if_done(self, process: Process) -> None:
@@ -340,9 +340,9 @@ class Holders:
     def _drop(self, process: Process) -> None:
         """Take a process out of the tables by number."""
         self.processes.pop(process.number, None)
-        self._idle.pop(process, None)
-        self._stirred.pop(process, None)
-        self.changed[process] = None
+        self._idle.discard(process)
+        self._stirred.discard(process)
+        self.changed.add(process)
 
     # Files
 
@@ -376,7 +376,7 @@ class Holders:
             and self._has_room(process)
         ):
             self._hold(process, event.file, 1)
-            self._stirred[process] = None
+            self._stirred.add(process)
         return True
 
     def released(self, event: RmEvent) -> None:
@@ -397,16 +397,16 @@ class Holders:
         file = self.files.pop(name)
         for holder in tuple(file.holders):
             self._let_go(holder, name, file)
-            self._stirred[holder] = None
+            self._stirred.add(holder)
         if file.maker is not None:
             file.maker.made.discard(name)
-            self.changed[file.maker] = None
-        self._bare.pop(name, None)
-        self._doubted.pop(name, None)
+            self.changed.add(file.maker)
+        self._bare.discard(name)
+        self._doubted.discard(name)
 
     def _add_file(self, name: int, device: int, *, event_ns: int = 0) -> File:
         file = self.files[name] = File(device, event_ns)
-        self._bare[name] = None
+        self._bare.add(name)
         self._clients.file_held(name)
         return file
 
@@ -416,12 +416,12 @@ class Holders:
             return
         is_new = name not in process.files
         process.files[name] = fds
-        self.changed[process] = None
+        self.changed.add(process)
         if is_new:
             file = self.files[name]
             file.holders.add(process)
-            self._bare.pop(name, None)
-            self._idle.pop(process, None)
+            self._bare.discard(name)
+            self._idle.discard(process)
             if process.opened is not None:
                 process.opened.add(file.device)
             self._file_changed(name)
@@ -432,10 +432,10 @@ class Holders:
         file = file or self.files[name]
         file.holders.discard(process)
         if not file.holders:
-            self._bare[name] = None
+            self._bare.add(name)
         if not process.files:
-            self._idle[process] = None
-        self.changed[process] = None
+            self._idle.add(process)
+        self.changed.add(process)
         self._file_changed(name)
 
     def _file_changed(self, name: int) -> None:
@@ -443,7 +443,7 @@ class Holders:
         self._clients.holders_changed(name)
         file = self.files.get(name)
         if file is not None and file.maker is not None:
-            self.changed[file.maker] = None
+            self.changed.add(file.maker)
 
     def made_by(self, name: int, process: Process) -> None:
         """Take who is taken to have made a control file that is older than the probe."""
@@ -452,7 +452,7 @@ class Holders:
             file.maker.made.discard(name)
         file.maker = process
         process.made.add(name)
-        self.changed[process] = None
+        self.changed.add(process)
 
     def older(self) -> frozenset[int]:
         """Return the files that were there before the probe."""
@@ -511,9 +511,9 @@ class Holders:
             self._find(process, name, fds, device)
         process.found = found
         if kept:
-            self._stirred[process] = None
+            self._stirred.add(process)
         else:
-            self._stirred.pop(process, None)
+            self._stirred.discard(process)
 
     def _find(self, process: Process, name: int, fds: int, device: int) -> None:
         if name not in process.files and not self._has_room(process):
@@ -522,7 +522,7 @@ class Holders:
         if file.device != device:
             file.device = device
             for holder in file.holders:
-                self.changed[holder] = None
+                self.changed.add(holder)
         self._hold(process, name, fds)
 
     def _end_bare(self, at_ns: int) -> None:
@@ -554,7 +554,7 @@ class Holders:
             if file.before_loss is not None and not file.before_loss & file.holders:
                 self._clients.doubt(name)
             file.before_loss = None
-        self._doubted = {}
+        self._doubted.clear()
 
     # Bounds
 

@@ -43,7 +43,7 @@ class UseRecords:
         self._is_probe: Final = source == "probe"
         self._agent_pid: Final = agent_pid
         self._gpus = GpuMap({})
-        self._todo: dict[Process, None] = {}
+        self._todo: set[Process] = set()
         self._uses: dict[Process, ProcessUse] = {}
         self._left: dict[Process, tuple[Orphan, ...]] = {}
         self._sums: dict[GpuUuid, _Sum] = {}
@@ -55,7 +55,7 @@ class UseRecords:
     def gpus_are(self, gpus: GpuMap) -> None:
         """Take how the driver numbers the GPUs, on which everything depends."""
         self._gpus = gpus
-        self._todo.update(dict.fromkeys(self._holders.processes.values()))
+        self._todo.update(self._holders.processes.values())
 
     # Of an owner, for its clients
 
@@ -79,14 +79,13 @@ class UseRecords:
         for number in self._clients.changed:
             process = self._holders.processes.get(number)
             if process is not None:
-                self._todo[process] = None
+                self._todo.add(process)
         self._clients.changed.clear()
         self._todo.update(self._holders.changed)
         self._holders.changed.clear()
         count = len(self._todo) if at_most is None else min(at_most, len(self._todo))
         for _ in range(count):
-            process, _ = self._todo.popitem()
-            self._remake(process)
+            self._remake(self._todo.pop())
         return bool(self._todo)
 
     def processes(self) -> tuple[ProcessUse, ...]:
