@@ -156,7 +156,9 @@ def environment_of_children(variables: Mapping[str, str], drop: Sequence[str]) -
     # An agent that believes systemd or the journal are at its other end would talk to them.
     for name in ("NOTIFY_SOCKET", "JOURNAL_STREAM", "WATCHDOG_USEC", "WATCHDOG_PID", "INVOCATION_ID"):
         kept.pop(name, None)
-    # The children import this very package, wherever it was imported from.
+    # The children import this very package, wherever it was imported from, and nothing that lies where
+    # somebody happens to stand: as root in /tmp that would be anybody's program.
+    kept["PYTHONSAFEPATH"] = "1"
     package = str(Path(__file__).resolve().parents[2])
     kept["PYTHONPATH"] = os.pathsep.join([package, *filter(None, [kept.get("PYTHONPATH")])])
     return kept

@@ -257,7 +257,7 @@ async def test_a_node_without_a_driver_double_says_what_it_needs() -> None:
             ("process", {"order": "start", "name": "python", "gpu": "0"}),
             ("hold-node", {"name": "nvidia0"}),
         ]:
-            with pytest.raises(UsageError, match="needs root and /dev/fuse"):
+            with pytest.raises(UsageError, match="made where a step starts a process"):
                 await plain.do(name, given)
 
 

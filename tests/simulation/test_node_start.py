@@ -1,16 +1,20 @@
 """What is said where a simulated node cannot be made, is stopped before, or has less than is asked for."""
 
 import asyncio
+import os
 import signal
+import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
-from agent.errors import AgentError, UsageError
+from agent.errors import AgentError
+from agent.simulation.children import environment_of_children
 from agent.simulation.directory import NodeDirectory
 from agent.simulation.node import SimulatedNode
 from agent.simulation.presets import load_preset
-from tests.harness import ROOT, short_directory, simulated_node
+from tests.harness import ROOT, short_directory
 from tests.sources.recorder import PATIENCE_S, until
 
 
@@ -22,10 +26,12 @@ async def test_a_directory_that_takes_no_files_is_named_in_one_sentence() -> Non
             await SimulatedNode(directory, load_preset("4x-t4")).__aenter__()
 
 
-async def test_a_process_on_a_node_that_was_made_without_is_no_question_of_rights() -> None:
-    async with simulated_node() as node:
-        with pytest.raises(UsageError, match="made where a step starts a process"):
-            await node.do("process", {"order": "start", "name": "train", "gpu": "0"})
+def test_no_program_that_lies_in_the_working_directory_is_run(tmp_path: Path) -> None:
+    (tmp_path / "argparse.py").write_text("raise SystemExit('run by mistake')", encoding="utf-8")
+    command = [sys.executable, "-m", "agent", "version"]
+    environment = environment_of_children(os.environ, ())
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 @pytest.mark.slow

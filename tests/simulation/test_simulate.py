@@ -566,7 +566,7 @@ def test_children_are_not_taken_for_services_and_find_this_package() -> None:
 
     environment = environment_of_children(given, ["GPU_AGENT_POLL"])
 
-    assert environment.keys() == {"PATH", "PYTHONPATH"}
+    assert environment.keys() == {"PATH", "PYTHONPATH", "PYTHONSAFEPATH"}
     assert environment["PYTHONPATH"].split(os.pathsep)[0] == str(ROOT)
 
 
