@@ -30,7 +30,7 @@ async def test_a_second_create_event_for_the_same_socket_is_no_kubelet_restart()
 
         assert node.directory.kubelet_socket.stat().st_ino == before
         await nothing_more(
-            node.kubelet, lambda kubelet: len(kubelet.registrations) > 1 or bool(kubelet.stream_ends), 5
+            node.kubelet, lambda kubelet: len(kubelet.registrations) > 1 or bool(kubelet.stream_ends), 1.5
         )
         assert (node.kubelet.capacity(GPU), node.kubelet.allocatable(GPU)) == (4, 4)
 

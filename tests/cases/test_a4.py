@@ -8,6 +8,8 @@ import time
 
 from tests.harness import (
     GPU,
+    POLL_NS,
+    SLACK_NS,
     accepted,
     agent_process,
     codes,
@@ -16,10 +18,6 @@ from tests.harness import (
     wait_allocatable,
     wait_polls,
 )
-
-POLL_NS = 1_000_000_000
-SLACK_NS = 3_000_000_000
-"""For a machine that is busy with other things."""
 
 
 async def test_gpus_that_come_late_are_offered_within_two_polls_and_without_a_new_registration() -> None:

@@ -15,7 +15,6 @@ from tests.harness import (
     GPU,
     AgentProcess,
     agent_process,
-    nothing_more,
     simulated_node,
     uuids,
     wait_allocatable,
@@ -129,7 +128,9 @@ async def test_a_gpu_that_fell_off_the_bus_stays_out_and_is_out_in_the_first_lis
             node.nvml.set_return(None, NvmlCode.GPU_IS_LOST, gpu=0)
             await wait_allocatable(node.kubelet, 0)
 
-            await nothing_more(node.kubelet, lambda kubelet: kubelet.allocatable(GPU) > 0, 60)
+            sick_ns = time.monotonic_ns()
+            await wait_polls(node, 60)
+            assert allocatable_since(node, sick_ns) == {0}
             assert {"xid", "gpu_lost"} <= await reasons(agent)
             await agent.stop(signal.SIGKILL)
 

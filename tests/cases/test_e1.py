@@ -11,7 +11,15 @@ import pytest
 
 from agent.simulation.kubelet import EmulatedKubelet
 from agent.simulation.node import SimulatedNode
-from tests.harness import GPU, PATIENCE_S, agent_process, simulated_node, wait_polls
+from tests.harness import (
+    GPU,
+    PATIENCE_S,
+    SLACK_NS,
+    agent_process,
+    simulated_node,
+    wait_polls,
+)
+from tests.sources.recorder import until
 
 SMALL = "nvidia.com/mig-1g.5gb"
 WHOLE = "nvidia.com/mig-7g.40gb"
@@ -52,8 +60,6 @@ EIGHT_A100_40GB = {
 }
 
 BOUND_NS = 2_000_000_000
-SLACK_NS = 3_000_000_000
-"""For a machine that is busy with other things."""
 
 
 def healthy(kubelet: EmulatedKubelet) -> dict[str, int]:
@@ -79,6 +85,11 @@ def agent_sockets(node: SimulatedNode) -> set[str]:
     return {path.name for path in node.directory.device_plugins.glob("nvidia-*.sock")}
 
 
+def is_layout_written(node: SimulatedNode, now: str, before: str) -> bool:
+    state = (node.directory.agent / "state.json").read_text()
+    return now in state and before not in state
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("end", [signal.SIGTERM, signal.SIGKILL])
 async def test_each_layout_is_offered_and_nothing_of_the_one_before(end: signal.Signals) -> None:
@@ -88,6 +99,8 @@ async def test_each_layout_is_offered_and_nothing_of_the_one_before(end: signal.
             await reconfigured(node, "7x1g.5gb", {SMALL: 56})
             await reconfigured(node, "7g.40gb", {WHOLE: 8})
             assert (await agent.get("/preflight"))[0] == 200
+            # Killed before that, the next one would begin with the layout that this one had written last.
+            await until(lambda: is_layout_written(node, "7g.40gb", "1g.5gb"))
             await agent.stop(end)
 
         async with agent_process(node, mig_strategy="mixed"):

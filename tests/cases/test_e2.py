@@ -12,6 +12,8 @@ from agent.simulation.kubelet import EmulatedKubelet
 from tests.harness import (
     GPU,
     PATIENCE_S,
+    POLL_NS,
+    SLACK_NS,
     agent_process,
     codes,
     simulated_node,
@@ -20,10 +22,6 @@ from tests.harness import (
 
 UNLIKE = {"enabled": True, "devices": [{"profile": "2g.12gb"}, {"profile": "1g.6gb"}, {"profile": "1g.6gb"}]}
 ONE_A30: Mapping[str, object] = {"preset": "4x-a30", "gpus": [{"mig": UNLIKE}]}
-
-POLL_NS = 1_000_000_000
-SLACK_NS = 3_000_000_000
-"""For a machine that is busy with other things."""
 
 
 def has_empty_list(kubelet: EmulatedKubelet) -> bool:

@@ -7,14 +7,20 @@ from typing import Any
 import pytest
 
 from agent.simulation.node import SimulatedNode
-from tests.harness import GPU, agent_process, simulated_node, uuids, wait_allocatable, wait_polls
+from tests.harness import (
+    GPU,
+    POLL_NS,
+    SLACK_NS,
+    agent_process,
+    simulated_node,
+    uuids,
+    wait_allocatable,
+    wait_polls,
+)
 
 EIGHT_WITHOUT_NVLINK = {"preset": "8x-a100", "gpu": {"nvlink": None}}
 LOST = 3
 PCI = "0000:4e:00.0"
-POLL_NS = 1_000_000_000
-SLACK_NS = 3_000_000_000
-"""For a machine that is busy with other things."""
 
 
 def falls_off_with_an_xid(node: SimulatedNode) -> None:

@@ -17,6 +17,7 @@ from agent.simulation.nvml import GpuProcess
 from tests.cases.fake_proc import BY_PROC, FakeProcesses
 from tests.harness import (
     GPU,
+    SLACK_NS,
     AgentProcess,
     agent_process,
     simulated_node,
@@ -29,8 +30,6 @@ pytestmark = pytest.mark.slow
 MIB = 2**20
 ONE_GPU = {"preset": "4x-t4", "gpus": 1}
 GRACE_NS = 3_000_000_000
-SLACK_NS = 5_000_000_000
-"""For a machine that is busy with other things; the pod list and the readings are some 200 ms old."""
 GRACE = {"leak_pod_gone": "3s", "leak_foreign_process": "3s", "poll": "200ms", **BY_PROC}
 USERS = {501: 4000, 502: 3000, 503: 2500, 504: 2000, 505: 100}
 """What NVML lists, in MiB."""

@@ -12,6 +12,8 @@ from pathlib import Path
 from agent.simulation.node import SimulatedNode
 from tests.harness import (
     PATIENCE_S,
+    POLL_NS,
+    SLACK_NS,
     AgentProcess,
     accepted,
     agent_process,
@@ -23,9 +25,6 @@ from tests.harness import (
 )
 from tests.sources.recorder import until
 
-POLL_NS = 1_000_000_000
-SLACK_NS = 3_000_000_000
-"""For a machine that is busy with other things."""
 INIT = "nvmlInitWithFlags"
 TICKS = os.sysconf("SC_CLK_TCK")
 

@@ -9,6 +9,7 @@ from agent.simulation.node import SimulatedNode
 from tests.harness import (
     GPU,
     PATIENCE_S,
+    SLACK_NS,
     AgentProcess,
     accepted,
     agent_process,
@@ -21,8 +22,6 @@ from tests.harness import (
 )
 
 RESTARTS = 100
-SLACK_NS = 3_000_000_000
-"""For a machine that is busy with other things."""
 
 
 def lines_about(agent: AgentProcess, word: str) -> list[str]:

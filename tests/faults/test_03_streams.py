@@ -9,6 +9,7 @@ from agent.simulation.node import SimulatedNode
 from tests.harness import (
     GPU,
     PATIENCE_S,
+    SLACK_NS,
     AgentProcess,
     accepted,
     agent_process,
@@ -20,8 +21,6 @@ from tests.harness import (
 
 AGAIN_WITHIN_NS = 2_000_000_000
 """S3: registered again after a stream that ended while the kubelet lives."""
-SLACK_NS = 3_000_000_000
-"""For a machine that is busy with other things."""
 REPLICAS = 800
 """With four GPUs a message of over 150 KiB, more than a reader that has stopped takes."""
 FLIPS = 40

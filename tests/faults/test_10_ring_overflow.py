@@ -23,14 +23,13 @@ from agent.threads import in_daemon_thread
 from tests.core.build import START_NS, U0, S
 from tests.core.use import POD_A, allocated, found, keep_telling, node, pods, process, seen
 from tests.faults.probed import stand_in, watched
+from tests.harness import SLACK_NS
 from tests.probe.caller import Caller
 from tests.probe.watcher import SETTINGS
 from tests.sources.recorder import Recorder
 
 PRIME = 10_007
 TINY_RING = 4_096
-SLACK_NS = 5_000_000_000
-"""For a machine that is busy with other things."""
 
 CONTEXTS = """
 fd = os.open(sys.argv[1], os.O_RDWR)
