@@ -252,11 +252,14 @@ done
 for each in "$devices"/nvidia*; do
   [ -d "$each" ] || cp -a /dev/null "$root/dev/${each##*/}"
 done
+IFS="
+"
 for each in $volumes; do
   mkdir -p "$root/${each#*:}"
   mount --rbind "${each%%:*}" "$root/${each#*:}"
 done
 mount -o remount,ro "$root"
+unset IFS
 [ "$rights" = all ] && exec chroot "$root" "$@"
 drop="--bounding-set=$rights --inh-caps=$rights --ambient-caps=-all"
 [ "$rights" = -all ] && drop="$drop --no-new-privs"
@@ -304,7 +307,8 @@ async def container(
     program.chmod(0o755)
     root.mkdir()
     host = node.directory.path
-    mounted = [f"{host}:{host}", f"{tmp_path}:{tmp_path}"]
+    # The image has the program, wherever on this machine it is.
+    mounted = [f"{each}:{each}" for each in (ROOT, sys.prefix, sys.base_prefix, host, tmp_path)]
     mounted += [f"{host / HOST_PATHS[each]}:{each}" for each in volumes]
     if config is not None:
         (tmp_path / "config").mkdir()
@@ -323,7 +327,7 @@ async def container(
     }
     process = await asyncio.create_subprocess_exec(
         *("unshare", "--mount", "sh", "-c", CONTAINER, "sh"),
-        *(str(root), f"{host}/dev", " ".join(mounted), rights, str(program)),
+        *(str(root), f"{host}/dev", "\n".join(mounted), rights, str(program)),
         stdin=asyncio.subprocess.DEVNULL,
         stderr=asyncio.subprocess.PIPE,
         env=clean_environment() | simulated | dict(environment),
