@@ -138,8 +138,8 @@ def clean_environment() -> dict[str, str]:
 
 @asynccontextmanager
 async def node_directory() -> AsyncIterator[Path]:
-    """A directory with a short path: sockets in it have paths of at most 107 bytes."""
-    directory = Path(tempfile.mkdtemp(prefix="gpu-agent-", dir="/tmp"))
+    """A directory whose path leaves room for the names of sockets."""
+    directory = Path(tempfile.mkdtemp(prefix="gpu-"))
     try:
         yield directory
     finally:

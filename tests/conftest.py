@@ -1,20 +1,42 @@
-"""What holds for every test: nothing blocks the event loop, and garbage is collected between tests."""
+"""What holds for every test: nothing blocks the event loop, and garbage is collected between tests.
+
+How thoroughly hypothesis looks: always at the same examples by default, so that a run can be repeated.
+``HYPOTHESIS_PROFILE=deep`` searches anew, ``mutation`` is for thousands of runs of the suite.
+"""
 
 import fcntl
 import gc
+import os
+import shutil
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import pytest
 from _pytest.capture import CaptureIO
+from _pytest.nodeid import coerce_node_id
 from blockbuster import blockbuster_ctx
-from hypothesis import settings
+from hypothesis import HealthCheck, Phase, settings
 
 # A loaded machine is no bug: examples have no time limit, speed is measured in tests/bench.
-settings.register_profile("repository", deadline=None)
-settings.load_profile("repository")
+settings.register_profile(
+    "default",
+    deadline=None,
+    derandomize=True,
+    database=None,
+    max_examples=40,
+    stateful_step_count=30,
+    suppress_health_check=[HealthCheck.too_slow],
+)
+settings.register_profile("deep", settings.get_profile("default"), derandomize=False, max_examples=1_000)
+settings.register_profile(
+    "mutation",
+    settings.get_profile("default"),
+    max_examples=20,
+    phases=[Phase.explicit, Phase.generate],
+)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 
 # Calls on the node's own small directories (tmpfs or local disk) that take microseconds. Everything
 # else that could wait for a disk, a peer or a driver has to leave the loop's thread.
@@ -28,6 +50,10 @@ ALLOWED = (
     "os.listdir",
 )
 
+
+# A socket's path has 107 bytes at most; the names of tests' directories and sockets take over eighty of them.
+if len(tempfile.gettempdir()) > 20:
+    os.environ["TMPDIR"] = tempfile.tempdir = "/tmp"
 
 GARBAGE_AT = 50_000
 """Objects made since the last collection; between two of them a few tests run."""
@@ -44,28 +70,89 @@ def pytest_runtest_teardown() -> None:
         gc.collect()
 
 
+SEES_ALL_CALLS = frozenset({"gpu", "probe", "load_probe"})
+"""Fixtures of tests that take a device of this machine for a GPU: they see what others do with it."""
+
+PROBE_IN_COMMON = frozenset({"loader", "shared"})
+"""Fixtures that take seconds of a processor in each process that has them."""
+
+PORT_IN_COMMON = frozenset({"_the_port_of_a_demo"})
+
+
+IN_ONE_PROCESS = "@in-one-process-"
+
+
+class NamesAsGiven:
+    """In the process that shows results: leave off of the names what tests were divided by."""
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        report.nodeid = report.nodeid.partition(IN_ONE_PROCESS)[0]
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_configure(config: pytest.Config) -> None:
+    """Have tests side by side divided as they can be, and their directories in one with a short path."""
+    if config.option.basetemp is None:
+        config.option.basetemp = Path(tempfile.mkdtemp(prefix="gpu-t-"))
+        config.add_cleanup(lambda: shutil.rmtree(config.option.basetemp, ignore_errors=True))
+    if config.getoption("dist", "no") == "load":
+        config.option.dist = "loadgroup"
+    if not hasattr(config, "workerinput"):
+        config.pluginmanager.register(NamesAsGiven())
+
+
+def group_of(item: pytest.Item) -> str | None:
+    """Return what a test has in common with others, beside which it must not run."""
+    fixtures = set(getattr(item, "fixturenames", ()))
+    if SEES_ALL_CALLS & fixtures or hasattr(getattr(item, "module", None), "stand_in"):
+        return "device"
+    if PROBE_IN_COMMON & fixtures:
+        return "probe"
+    return "port" if PORT_IN_COMMON & fixtures else None
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Have tests that disturb each other run in one process, and begin with what takes long."""
+    ranks: dict[pytest.Item, int] = {}
+    for item in items:
+        group = group_of(item)
+        if group is not None and hasattr(config, "workerinput"):
+            # pytest-xdist 3.8 divides by what follows an @, but cannot write it into the names of pytest 9.2.
+            item._id = coerce_node_id(f"{item.nodeid}{IN_ONE_PROCESS}{group}")
+        ranks[item] = 0 if group is not None else 1 if item.get_closest_marker("slow") is not None else 2
+    items.sort(key=lambda item: ranks[item])
+
+
+NETWORK, KERNEL = Path("/proc/self/ns/net"), Path("/sys/kernel/btf/vmlinux")
+
+
 @contextmanager
-def alone(name: str) -> Iterator[None]:
-    """Wait until no other process of tests on this machine does the same."""
-    with (Path(tempfile.gettempdir()) / f"gpu-agent-tests-{name}.lock").open("w") as file:
+def alone_on(shared: Path) -> Iterator[None]:
+    """Wait until no other run of tests on this machine uses what all that see this file share."""
+    try:
+        file = shared.open("rb")
+    except OSError:
+        # Nobody else sees it either.
+        yield
+        return
+    with file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
 
 @pytest.fixture
-def _one_demo_at_a_time() -> Iterator[None]:
-    """They would take each other's port."""
-    with alone("demo"):
+def _the_port_of_a_demo() -> Iterator[None]:
+    """Demos that are played without a scenario begin with the same port."""
+    with alone_on(NETWORK):
         yield
 
 
-@pytest.hookimpl(tryfirst=True)  # before some are chosen by their marks
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark tests that take a device of this machine for a GPU: they see what others do with it."""
-    for item in items:
-        uses_it = {"gpu", "probe", "load_probe"} & set(getattr(item, "fixturenames", ()))
-        if uses_it or hasattr(getattr(item, "module", None), "stand_in"):
-            item.add_marker("device")
+@pytest.fixture(autouse=True)
+def _no_calls_but_its_own(request: pytest.FixtureRequest) -> Iterator[None]:
+    """A test that takes a device of this machine for a GPU sees the calls of other runs, too."""
+    with alone_on(KERNEL) if group_of(request.node) == "device" else nullcontext():
+        yield
 
 
 @pytest.fixture

@@ -26,12 +26,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    # What a real kubelet cannot be asked is skipped; say why without being asked for it.
-    if _option(config, "--kubelet-dir") is not None and "s" not in config.option.reportchars:
-        config.option.reportchars += "s"
-
-
 def _option(config: pytest.Config, name: str) -> str | None:
     """Return an option, also in a run of the whole suite, where this file's options are not known."""
     value: str | None = config.getoption(name, default=None)

@@ -9,7 +9,15 @@ import pytest
 
 from agent.probe.loaded import OBJECT
 from agent.probe.request import Request
-from tests.probe.conftest import DOUBLES, MISC_MAJOR, QUIET_MINORS, make_node, why_no_bcc, why_no_probe
+from tests.probe.conftest import (
+    DOUBLES,
+    MISC_MAJOR,
+    QUIET_MINORS,
+    make_node,
+    quicker_loader,
+    why_no_bcc,
+    why_no_probe,
+)
 from tests.probe.watcher import Watcher, watching
 
 
@@ -37,5 +45,7 @@ class _NoBooks:
 @asynccontextmanager
 async def watched(**settings: Any) -> AsyncIterator[Watcher]:
     """Follow the probe, which is loaded with these settings of a request."""
-    async with watching(_NoBooks(), (), Request(doubles=DOUBLES, **settings)) as watcher:
+    async with watching(
+        _NoBooks(), (), Request(loader=quicker_loader(), doubles=DOUBLES, **settings)
+    ) as watcher:
         yield watcher

@@ -29,7 +29,7 @@ from tests.harness import (
     wait_gone,
 )
 
-pytestmark = pytest.mark.usefixtures("_one_demo_at_a_time")
+with_its_port = pytest.mark.usefixtures("_the_port_of_a_demo")
 
 U = [f"GPU-00000000-0000-4000-8000-{slot:012x}" for slot in range(8)]
 
@@ -249,6 +249,7 @@ os.execv(sys.argv[1], sys.argv[1:])
 
 
 @pytest.mark.slow
+@with_its_port
 async def test_the_live_table_shows_a_fault_injected_from_a_second_terminal(node_dir: Path) -> None:
     async with on_terminal(f"--node-dir={node_dir}") as terminal:
         shown = await terminal.wait_for(r"capacity 8, allocatable 8 .*Ctrl-C ends the demo")
@@ -266,6 +267,7 @@ async def test_the_live_table_shows_a_fault_injected_from_a_second_terminal(node
 
 
 @pytest.mark.slow
+@with_its_port
 async def test_the_table_is_drawn_anew_when_the_terminal_changes_its_size(node_dir: Path) -> None:
     async with on_terminal("--preset=4x-t4", f"--node-dir={node_dir}") as terminal:
         await terminal.wait_for(r"allocatable 4 .*preflight.*Ctrl-C ends the demo")
@@ -275,6 +277,7 @@ async def test_the_table_is_drawn_anew_when_the_terminal_changes_its_size(node_d
 
 
 @pytest.mark.slow
+@with_its_port
 async def test_a_demo_beside_another_agent_takes_another_port(node_dir: Path) -> None:
     with socket.socket() as other:
         other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -289,6 +292,7 @@ async def test_a_demo_beside_another_agent_takes_another_port(node_dir: Path) ->
 
 
 @pytest.mark.slow
+@with_its_port
 async def test_no_color_is_respected(node_dir: Path) -> None:
     arguments = ("--preset=4x-t4", f"--node-dir={node_dir}")
     async with on_terminal(*arguments, environment={"NO_COLOR": "1"}) as terminal:
@@ -298,6 +302,7 @@ async def test_no_color_is_respected(node_dir: Path) -> None:
 
 
 @pytest.mark.slow
+@with_its_port
 async def test_ctrl_c_ends_everything_without_a_trace(node_dir: Path) -> None:
     async with on_terminal("--preset=4x-t4", f"--node-dir={node_dir}") as terminal:
         await terminal.wait_for(r"allocatable 4 ")
@@ -310,6 +315,7 @@ async def test_ctrl_c_ends_everything_without_a_trace(node_dir: Path) -> None:
 
 
 @pytest.mark.slow
+@with_its_port
 async def test_a_closed_terminal_ends_everything_without_a_trace(node_dir: Path) -> None:
     async with on_terminal("--preset=4x-t4", f"--node-dir={node_dir}") as terminal:
         await terminal.wait_for(r"allocatable 4 ")
@@ -331,6 +337,7 @@ async def first_json(process: asyncio.subprocess.Process) -> dict[str, object]:
 
 
 @pytest.mark.slow
+@with_its_port
 async def test_without_a_scenario_json_lines_come_until_a_signal_and_none_after_it(node_dir: Path) -> None:
     async with piped("--json", f"--node-dir={node_dir}") as process:
         assert (await first_json(process))["allocatable"] == 4
@@ -343,6 +350,7 @@ async def test_without_a_scenario_json_lines_come_until_a_signal_and_none_after_
 
 
 @pytest.mark.slow
+@with_its_port
 async def test_without_a_terminal_whole_tables_are_printed_on_each_change(node_dir: Path) -> None:
     async with piped(f"--node-dir={node_dir}") as process:
         assert process.stdout is not None
@@ -356,6 +364,7 @@ async def test_without_a_terminal_whole_tables_are_printed_on_each_change(node_d
 
 
 @pytest.mark.slow
+@with_its_port
 async def test_a_demo_whose_reader_leaves_ends(node_dir: Path) -> None:
     async with piped("--json", f"--node-dir={node_dir}") as process:
         await first_json(process)
@@ -372,6 +381,7 @@ async def test_a_demo_whose_reader_leaves_ends(node_dir: Path) -> None:
 
 
 @pytest.mark.slow
+@with_its_port
 async def test_a_killed_demo_leaves_no_process_and_no_directory(node_dir: Path) -> None:
     async with piped("--json", f"--node-dir={node_dir}") as process:
         await first_json(process)
@@ -383,6 +393,7 @@ async def test_a_killed_demo_leaves_no_process_and_no_directory(node_dir: Path) 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("child", "name"), [("run", "agent"), ("simulate", "simulated node")])
+@with_its_port
 async def test_the_death_of_a_child_ends_the_demo_with_a_sentence(
     child: str, name: str, node_dir: Path
 ) -> None:
