@@ -10,7 +10,7 @@ from agent.directory_watch import MAX_EVENTS_AT_ONCE, DirectoryWatch, Lookout
 
 NEVER_NS = 3_600_000_000_000
 SOON_NS = 20_000_000
-PATIENCE_S = 30.0
+PATIENCE_S = 60.0
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from agent.directory_watch import DirectoryWatch
 from agent.runtime import config_watch
 from agent.runtime.config_watch import ConfigWatch, directories_of
 
-PATIENCE_S = 30.0
+PATIENCE_S = 60.0
 
 
 class Reader:

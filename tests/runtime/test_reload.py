@@ -16,7 +16,7 @@ from agent.runtime.vitals import Vitals
 from agent.sinks.notify import Notifier
 from agent.threads import in_daemon_thread
 
-PATIENCE_S = 30.0
+PATIENCE_S = 60.0
 
 
 class Reloading:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pynvml
 
-PATIENCE_S = 30.0
+PATIENCE_S = 60.0
 """How long a test waits for what must happen; only a broken library makes it wait that long."""
 
 _WORKER = """

@@ -28,7 +28,7 @@ from agent.threads import in_daemon_thread
 from tests.harness import ROOT
 from tests.simulation.driver_double_rig import GPUS, VERSION, WITHOUT_FUSE, running_double
 
-PATIENCE_S = 30.0
+PATIENCE_S = 60.0
 DEVICE, SPACE, GROUP, SHARE = 0x5C000001, 0x5C000002, 0x5C000003, 0x5C000004
 
 

@@ -19,7 +19,7 @@ from agent.threads import in_daemon_thread
 from tests.harness import ROOT
 from tests.simulation.driver_double_rig import GPUS, VERSION, running_double, start_process
 
-PATIENCE_S = 30.0
+PATIENCE_S = 60.0
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from agent.errors import SourceError
 from agent.simulation.driver_double.fuse import MAX_HELD, _Request
 from agent.simulation.hanging_nodes import HangingNodes
 
-PATIENCE_S = 30.0
+PATIENCE_S = 60.0
 NAMES = ("nvidiactl", "nvidia0")
 
 

@@ -18,7 +18,7 @@ from agent.simulation.kubelet.records import ContainerOutcome, DeviceSpecView, M
 from tests.sinks.offers import GPU, devices, resource, snapshot
 from tests.sinks.serving import Sink, sink
 
-PATIENCE_S = 30.0
+PATIENCE_S = 60.0
 ANNOTATION = re.compile(
     r"cdi\.k8s\.io/nvidia-device-plugin_[0-9a-f]{8}-[0-9a-f]{4}-4[0-9a-f]{3}-[89ab][0-9a-f]{3}-[0-9a-f]{12}"
 )

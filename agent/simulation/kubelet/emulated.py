@@ -146,7 +146,7 @@ class EmulatedKubelet:
         """Follow every change from now on; with ``current`` each resource's present state comes first."""
         return self._node.follow(current=current)
 
-    async def wait_for(self, predicate: Callable[["EmulatedKubelet"], bool], timeout_s: float = 10.0) -> None:
+    async def wait_for(self, predicate: Callable[["EmulatedKubelet"], bool], timeout_s: float = 60.0) -> None:
         """Wait until the predicate holds; it is asked at every event. TimeoutError tells what there was."""
         if self._failure is not None:
             raise self._failure
