@@ -23,7 +23,8 @@ from types import MappingProxyType
 from typing import Final
 
 from agent.core.gpu_map import CONTROL, GpuMap
-from agent.core.holders import Held, Holders, Process, by_process
+from agent.core.held import Held, Process, by_process
+from agent.core.holders import Holders
 from agent.core.rm_objects import Clients
 from agent.core.rm_rows import Removed, Rows, judged
 from agent.core.rm_trees import CONTEXT_SHARE, NO_INSTANCE, Marker

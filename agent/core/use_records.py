@@ -8,7 +8,8 @@ from collections.abc import Iterator, Mapping
 from typing import Final
 
 from agent.core.gpu_map import GpuMap
-from agent.core.holders import Holders, Process
+from agent.core.held import Process
+from agent.core.holders import Holders
 from agent.core.rm_objects import Clients
 from agent.model.ids import GpuUuid, Placement
 from agent.model.usage import (

@@ -25,7 +25,7 @@ from typing import Final, Literal, NamedTuple
 
 from agent.bus import Inbox, Latest
 from agent.core.gpu_map import GpuMap
-from agent.core.holders import Held, by_process
+from agent.core.held import Held, by_process
 from agent.core.rm_rows import judged
 from agent.core.tracker import Tracker
 from agent.errors import ProbeLoadError

@@ -12,7 +12,7 @@ from typing import Final, TypeVar
 
 from agent.core import leaks
 from agent.core.gpu_map import CONTROL, NVIDIA_MAJOR, GpuMap
-from agent.core.holders import by_process
+from agent.core.held import by_process
 from agent.core.leak_rules import Scene
 from agent.core.rm_rows import judged
 from agent.core.rm_trees import CONTEXT_SHARE, DEVICE, NO_INSTANCE

@@ -6,7 +6,7 @@ import pytest
 
 from agent.core import holders, rm_objects
 from agent.core.gpu_map import CONTROL, GpuMap, folded
-from agent.core.holders import UNKNOWN_START
+from agent.core.held import UNKNOWN_START
 from agent.core.rm_aside import ASIDE_NS
 from agent.core.rm_trees import CHANNEL_GROUPS, CONTEXT_SHARE, DEBUGGER, Marker
 from agent.core.tracker import Tracker

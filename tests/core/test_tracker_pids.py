@@ -6,7 +6,7 @@ import pytest
 
 from agent.core import rm_objects
 from agent.core.gpu_map import CONTROL
-from agent.core.holders import by_process
+from agent.core.held import by_process
 from agent.core.rm_aside import ASIDE_NS
 from agent.core.tracker import Tracker
 from agent.model.rm import HeldFile, RmEventKind

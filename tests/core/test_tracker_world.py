@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from agent.core.gpu_map import CONTROL
-from agent.core.holders import UNKNOWN_START
+from agent.core.held import UNKNOWN_START
 from agent.core.tracker import Tracker
 from agent.model.ids import GpuUuid
 from agent.model.rm import RmEventKind

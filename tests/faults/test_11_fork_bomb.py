@@ -13,12 +13,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agent.core import holders, rm_aside
+from agent.core import holders, rm_aside, rm_objects
 from agent.core.gpu_map import CONTROL
 from agent.core.rm_aside import ASIDE_NS
 from agent.core.tracker import Tracker
 from agent.model.facts import GpuUseSeen
 from agent.model.usage import Usage
+from agent.probe.layout import MAX_OBJECTS_EACH
 from agent.probe.request import PROCESSES
 from agent.sources.process_ends import MAX_WATCHED
 from agent.threads import in_daemon_thread
@@ -80,6 +81,7 @@ async def rows_left(watcher: Watcher) -> bool:
 def test_the_tables_have_room_for_what_was_promised() -> None:
     assert PROCESSES == holders.MAX_PROCESSES == 65_536
     assert MAX_WATCHED == 1_024
+    assert rm_objects.MAX_OF_OWNER == MAX_OBJECTS_EACH == 16_384
 
 
 # On a clock of the test's own
