@@ -383,6 +383,10 @@ def condition_of(code: str, gpu: str = "GPU-0") -> dict[str, Any]:
         ),
         ({"holds": {"GPU-0": "noisy fan"}}, "Held     GPU-0: noisy fan"),
         (
+            {"unoffered": [{"gpu_uuid": "GPU-0", "message": "Not offered", "detail": "1c.2g.10gb"}]},
+            "         Not offered (1c.2g.10gb)",
+        ),
+        (
             {
                 "conditions": [
                     condition_of("held"),

@@ -2,6 +2,7 @@
 
 import argparse
 import time
+from collections.abc import Iterator
 from typing import Any, Final
 
 from agent.commands.client import find_agent
@@ -62,6 +63,7 @@ def status_lines(document: dict[str, Any], *, now_ns: int, is_wide: bool = False
         *_probe(document.get("probe")),
         *_usage(document.get("usage")),
         f"GPUs     {_gpus(document['gpus'])}{_kept_out(document)}",
+        *_unoffered(document),
         *(f"Held     {selector}: {why}" for selector, why in document.get("holds", {}).items()),
         f"Ready    {'yes' if document['ready'] else 'no'}",
     ]
@@ -145,6 +147,17 @@ def _released(document: dict[str, Any], *, now_ns: int) -> list[str]:
     is_let_go = document["driver_released"]
     told = "let go of on request" if is_let_go else "being let go of on request"
     return [f"         {told}, for {age(until_ns - now_ns)} more; gpu-agent resume ends it"]
+
+
+def _unoffered(document: dict[str, Any]) -> Iterator[str]:
+    """Yield what is not offered as it is there, though nothing is wrong with it."""
+    gpus_of: dict[str, list[str]] = {}
+    for each in document.get("unoffered", ()):
+        detail = f" ({each['detail']})" if each["detail"] else ""
+        gpus_of.setdefault(f"{each['message']}{detail}", []).append(each["gpu_uuid"])
+    for message, uuids in gpus_of.items():
+        yield f"         {message}"
+        yield from (f"           {place}" for place in places(list(dict.fromkeys(uuids)), document["gpus"]))
 
 
 def _kept_out(document: dict[str, Any]) -> str:

@@ -10,6 +10,7 @@ from dataclasses import asdict, fields
 from typing import Final
 
 from agent import __version__
+from agent.core.inventory import remarks
 from agent.core.reasons import MEANINGS, advice_of
 from agent.core.topology import short_name
 from agent.model.gpu import Gpu
@@ -211,6 +212,10 @@ def state(snapshot: Snapshot, time_of: TimeOf) -> Json:
         "kubelet_socket": None if snapshot.kubelet is None else {"inode": snapshot.kubelet.inode},
         "gpus": [_gpu(view, snapshot.device_calls.get(view.gpu.uuid)) for view in snapshot.gpus],
         "resources": [_resource(resource, time_of) for resource in snapshot.resources],
+        "unoffered": [
+            {"gpu_uuid": each.gpu, "message": each.why.value, "detail": each.detail}
+            for each in remarks((view.gpu for view in snapshot.gpus if view.present), snapshot.policy)
+        ],
         "conditions": conditions(snapshot, time_of)["conditions"],
         "holds": dict(snapshot.holds),
         "released_until": None if snapshot.released_until_ns is None else time_of(snapshot.released_until_ns),
