@@ -20,6 +20,7 @@ from agent.errors import ProbeLoadError
 from agent.probe.loading import load
 from agent.probe.probe import Probe
 from agent.probe.request import Request
+from agent.simulation.gpu_processes import process
 from tests.probe import test_workloads, watcher
 from tests.probe.test_workloads import GPUS, Machine
 from tests.probe.watcher import Watcher, watching
@@ -225,6 +226,7 @@ def main() -> int:
     # Every wait of theirs is for a machine that is not emulated.
     for module in (recorder, watcher):
         vars(module)["PATIENCE_S"] = LOAD_S
+    vars(process)["OBEYS_WITHIN_S"] = LOAD_S
     return asyncio.run(play(Path(folder), loaders))
 
 
