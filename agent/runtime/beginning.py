@@ -9,7 +9,12 @@ from agent import log
 from agent.config.settings import Settings
 from agent.errors import AlreadyRunningError
 from agent.runtime.driver_watch import is_in_container
-from agent.runtime.parts_off import PartOff, parts_off, with_usable_state_dir
+from agent.runtime.parts_off import (
+    PartOff,
+    parts_off,
+    with_usable_state_dir,
+    without_unreadable_log,
+)
 from agent.runtime.startup import NodeLock, boot_id_of, check_paths, check_rights
 
 _log = logging.getLogger(__name__)
@@ -46,6 +51,8 @@ def begin(settings: Settings, environment: Mapping[str, str]) -> Beginning:
             f"Another agent ({lock.holder()}) runs on this node and holds {settings.lock_path}; "
             "stop it, or wait for its end with --if-running=standby"
         )
+    # A part that is off is told as that; it is no source that fails for ever.
+    settings = without_unreadable_log(settings)
     return Beginning(settings, lock, boot_id_of(settings.proc_root), in_container, off)
 
 

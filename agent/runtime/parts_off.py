@@ -66,6 +66,13 @@ def _can_use(directory: str) -> bool:
     return True
 
 
+def without_unreadable_log(settings: Settings) -> Settings:
+    """Return the settings without a kernel log that may not be read, unless somebody asked for this one."""
+    if settings.origins.get("kernel-log", DEFAULT) == DEFAULT and _unreadable(settings.kernel_log):
+        return settings._replace(kernel_log="")
+    return settings
+
+
 def parts_off(settings: Settings, *, is_in_container: bool) -> tuple[PartOff, ...]:
     """Return what is off; blocks for as long as a few looks at files take."""
     return tuple(_parts_off(settings, is_in_container=is_in_container))

@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 
 from agent.config.load import load
-from agent.config.settings import Settings
+from agent.config.settings import DEFAULT, Settings
 from agent.errors import MissingRightsError
-from agent.runtime.parts_off import parts_off, with_usable_state_dir
+from agent.runtime.parts_off import parts_off, with_usable_state_dir, without_unreadable_log
 
 
 def settings(tmp_path: Path, **flags: str) -> Settings:
@@ -55,6 +55,17 @@ def test_each_part_that_is_off_is_named_with_what_switches_it_on(
     (part,) = parts_off(settings(tmp_path, **flags), is_in_container=True)
     assert part.name == name
     assert str(part) == f"{name}: {part.why}; {part.remedy}"
+
+
+def test_a_kernel_log_that_may_not_be_read_is_not_read_unless_it_was_asked_for(tmp_path: Path) -> None:
+    given = settings(tmp_path, kernel_log="/nonexistent/kmsg")
+    assert without_unreadable_log(given) == given
+    nobody_asked = given._replace(
+        given={**given.given, "kernel-log": given.given["kernel-log"]._replace(origin=DEFAULT)}
+    )
+    assert without_unreadable_log(nobody_asked).kernel_log == ""
+    readable = nobody_asked._replace(kernel_log=str(tmp_path / "kmsg"))
+    assert without_unreadable_log(readable) == readable
 
 
 def test_what_an_operator_switched_off_is_not_told(tmp_path: Path) -> None:
