@@ -199,7 +199,6 @@ class Holders:
         for name, fds in tuple(process.files.items()):
             self._let_go(process, name)
             self._hold(into, name, into.files.get(name, fds))
-            self._bare.discard(name)
         self._stirred.add(into)
         self._clients.give(process.number, into.number)
         into.exiting_ns, into.exit_told = None, False

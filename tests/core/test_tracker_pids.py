@@ -122,7 +122,65 @@ def test_what_it_had_too_much_of_since_is_its_own(monkeypatch: pytest.MonkeyPatc
     assert picture.incomplete_because.endswith(": 100")
 
 
+def test_it_has_as_many_descriptors_as_before() -> None:
+    rig = Rig()
+    task, control = seemingly_ended(rig)
+    rig.world.dup(task, control)
+    rig.tell()
+    rig.world.begin_exit(task)
+    task.exiting = False
+    rig.world.context(task, control)
+    rig.tracker.take(rig.world.drain())
+    rig.tracker.looked([task.look], rig.world.now_ns)
+    assert use_of(rig.tracker.picture(0), 100).fds == 4
+
+
+def test_what_it_does_then_is_its_own_at_once() -> None:
+    rig = Rig()
+    task, control = seemingly_ended(rig)
+    rig.world.context(task, control)
+    rig.tracker.take(rig.world.drain())
+    rig.tracker.looked([task.look], rig.world.now_ns)
+    rig.world.context(task, control)
+    rig.tracker.take(rig.world.drain())
+    assert rig.tracker.unlooked == ()
+    assert hold_of(rig.tracker.picture(0), 100).contexts == 3
+
+
+def test_what_it_opened_since_may_be_closed_again_without_a_word() -> None:
+    rig = Rig()
+    task, _ = seemingly_ended(rig)
+    file = rig.world.open(task, CONTROL)
+    rig.tracker.take(rig.world.drain())
+    rig.tracker.looked([task.look], rig.world.now_ns)
+    assert use_of(rig.tracker.picture(0), 100).files == 4
+    task.fds.remove(file)
+    assert use_of(rig.tell(), 100).files == 3
+
+
 # Who had a pid before
+
+
+def test_rows_of_several_who_had_a_pid_before_are_each_ones_own() -> None:
+    rig = Rig()
+    earlier = []
+    for number in range(3):
+        task, _ = rig.job(100, contexts=number + 1)
+        rig.world.fork(task, 200 + number)
+        rig.world.exit(task)
+        earlier.append(task)
+    rig.job(100, contexts=1)
+    tracker = Tracker(GPUS)
+    looks = [task.look for task in rig.world.alive]
+    tracker.scanned(rig.world.scan(), rig.world.now_ns)
+    tracker.looked(looks, rig.world.now_ns)
+    tracker.rebuilt(rig.world.rows.values(), rig.world.now_ns, dict(rig.world.opened))
+    tracker.scanned(rig.world.scan(), rig.world.now_ns)
+    picture = tracker.picture(0)
+    assert [(left.owner.key, left.contexts, left.holders[0].pid) for left in picture.orphans] == [
+        (task.key, number + 1, 200 + number) for number, task in enumerate(earlier)
+    ]
+    assert hold_of(picture, 100).contexts == 1
 
 
 def test_rows_of_who_had_a_pid_before_are_left_by_that_process() -> None:

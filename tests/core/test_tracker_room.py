@@ -284,6 +284,20 @@ def test_files_that_are_forgotten_are_counted_with_what_was_made_with_them(
     assert control in rig.world.files
 
 
+def test_who_loses_files_is_partial_though_nothing_was_made_with_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rig = Rig()
+    task = rig.world.spawn(200)
+    for _ in range(20):
+        rig.world.open(task, gpu_file(0))
+    rig.tell()
+    monkeypatch.setattr(holders, "MAX_FILES", 16)
+    rig.tracker.take([])
+    (use,) = rig.tracker.picture(0).processes
+    assert use.partial
+
+
 def test_files_that_nobody_holds_make_room_too(monkeypatch: pytest.MonkeyPatch) -> None:
     rig = Rig()
     rig.tracker.releases_are(told=True)
