@@ -31,6 +31,9 @@ def test_a_gpu_that_is_not_listed_keeps_its_uuid() -> None:
     assert list(places(["GPU-z"], GPUS)) == ["on GPU-z"]
 
 
+LEAK = {"code": "context_leak", "message": "Kept; and more"}
+
+
 def culprit(pid: int, **more: Any) -> dict[str, Any]:
     return {
         "pid": pid,
@@ -47,7 +50,8 @@ def culprit(pid: int, **more: Any) -> dict[str, Any]:
 
 
 def finding(*found: dict[str, Any], lasts: bool = True, more: int = 0) -> dict[str, Any]:
-    return {"code": "context_leak", "lasts": lasts, "details": {"culprits": list(found), "more": more}}
+    details = {"culprits": list(found), "more": more}
+    return {"code": "context_leak", "message": "Kept", "lasts": lasts, "details": details}
 
 
 def test_processes_are_named_with_what_a_person_needs_to_act() -> None:
@@ -56,7 +60,7 @@ def test_processes_are_named_with_what_a_person_needs_to_act() -> None:
     )
     child = culprit(8, pod="ml/a", owner="pod", contexts=0, used_bytes=None)
     stuck = culprit(9, state="D", killable=False, contexts=None)
-    assert list(culprits("context_leak", [finding(owner, child), finding(stuck)])) == [
+    assert list(culprits(LEAK, [finding(owner, child), finding(stuck)])) == [
         "pid 7 (train), ml/a, ended, contexts: 4",
         "pid 8 (train), ml/a",
         "pid 9 (train), host, contexts: <unknown>, 1024MiB, cannot be killed now (state D)",
@@ -64,13 +68,14 @@ def test_processes_are_named_with_what_a_person_needs_to_act() -> None:
 
 
 def test_of_many_processes_some_are_named_and_the_rest_counted() -> None:
-    lines = list(culprits("context_leak", [finding(*map(culprit, range(1, 7)), more=3)]))
+    lines = list(culprits(LEAK, [finding(*map(culprit, range(1, 7)), more=3)]))
     assert len(lines) == MAX_CULPRITS + 1
     assert lines[-1] == "and 5 more"
 
 
 def test_a_finding_that_is_over_says_so_instead_of_naming_who_may_be_gone() -> None:
-    assert list(culprits("context_leak", [finding(culprit(7), lasts=False)])) == [
+    assert list(culprits(LEAK, [finding(culprit(7), lasts=False)])) == [
         "not seen any more; ends after clean probes and a quiet time"
     ]
-    assert not list(culprits("foreign_process", [finding(culprit(7))]))
+    assert not list(culprits(LEAK | {"message": "Of another GPU"}, [finding(culprit(7))]))
+    assert not list(culprits(LEAK | {"code": "foreign_process"}, [finding(culprit(7))]))

@@ -33,9 +33,13 @@ def _place(uuid: str, gpu: Json | None) -> str:
     return f"{name} ({uuid})"
 
 
-def culprits(code: str, conditions: Iterable[Json]) -> Iterator[str]:
+def culprits(reason: Json, conditions: Iterable[Json]) -> Iterator[str]:
     """Yield a line for each process that a finding of the use of GPUs is of, and whether it is over."""
-    found = [each for each in conditions if each["code"] == code and each.get("details")]
+    found = [
+        each
+        for each in conditions
+        if each["code"] == reason["code"] and each.get("details") and each["message"] in reason["message"]
+    ]
     if found and not any(each["lasts"] for each in found):
         yield "not seen any more; ends after clean probes and a quiet time"
         return

@@ -70,7 +70,7 @@ def status_lines(document: dict[str, Any], *, now_ns: int, is_wide: bool = False
     for reason in document["reasons"]:
         lines.append(f"  {reason['code']}: {reason['message']}")
         lines += [f"    {place}" for place in places(reason["gpus"], document["gpus"])]
-        lines += [f"    {line}" for line in culprits(reason["code"], document.get("conditions", ()))]
+        lines += [f"    {line}" for line in culprits(reason, document.get("conditions", ()))]
         lines.append(f"    {reason['advice']}")
     failing = {name: why for name, why in agent.get("parts", {}).items() if why is not None}
     lines += [f"Failing  {name}: {why}" for name, why in failing.items()]

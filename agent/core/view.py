@@ -1,6 +1,6 @@
 """The picture of a state that sinks see."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Final
 
 from agent.core.inventory import Unoffered, mixed_profiles, remarks
@@ -27,6 +27,9 @@ _FAILURE_REASONS: Final[Mapping[str | None, Reason]] = {
     "rejected": Reason.REGISTRATION_REFUSED,
     "socket_in_use": Reason.SOCKET_IN_USE,
 }
+
+MAX_MESSAGES: Final = 4
+"""What is said of one reason; a node with 56 MIG devices may have as much to say."""
 
 NEEDED_TASKS: Final = (NVML, KUBELET, DEVICE_PLUGIN)
 """Without these no statement about the node's GPUs can be trusted."""
@@ -116,7 +119,7 @@ def _durable(state: State) -> Durable:
 
 
 def _findings(state: State, gpus: tuple[GpuView, ...]) -> Iterator[Finding]:
-    """Yield why the node is not ready, the root cause first, each reason once."""
+    """Yield why the node is not ready, the root cause first, what is said of several GPUs once."""
     driver = _driver_finding(state.driver)
     if driver is not None:
         yield driver
@@ -173,16 +176,29 @@ def _bus_findings(state: State) -> Iterator[Finding]:
 
 
 def _gpu_findings(gpus: tuple[GpuView, ...], *, without: Reason | None) -> Iterator[Finding]:
-    told: dict[Reason, tuple[str, list[GpuUuid]]] = {}
+    told: dict[Reason, dict[str, dict[GpuUuid, None]]] = {}
     for view in gpus:
-        flipping = [condition for condition in view.conditions if condition.flips]
-        for reason, message in {condition.reason: condition.message for condition in flipping}.items():
-            told.setdefault(reason, (message, []))[1].append(view.gpu.uuid)
+        said = [(each.reason, each.message) for each in view.conditions if each.flips]
         if view.health is Health.UNKNOWN:
-            told.setdefault(Reason.NOT_PROBED, ("Not probed yet", []))[1].append(view.gpu.uuid)
-    for reason, (message, uuids) in told.items():
+            said.append((Reason.NOT_PROBED, "Not probed yet"))
+        for reason, _ in said:
+            told.setdefault(reason, {})
+        # Of very many messages the newest are told.
+        for reason, message in reversed(said):
+            told[reason].setdefault(message, {})[view.gpu.uuid] = None
+    for reason, messages in told.items():
         if reason is not without:
-            yield Finding(reason, message, tuple(uuids))
+            yield from _bounded(reason, messages)
+
+
+def _bounded(reason: Reason, messages: Mapping[str, Mapping[GpuUuid, None]]) -> Iterator[Finding]:
+    """Yield a finding for each message, the last of very many for all that are left."""
+    for message in list(messages)[:MAX_MESSAGES]:
+        yield Finding(reason, message, tuple(messages[message]))
+    rest = list(messages)[MAX_MESSAGES:]
+    if rest:
+        uuids = dict.fromkeys(uuid for message in rest for uuid in messages[message])
+        yield Finding(reason, f"{len(rest)} more, such as: {rest[0]}", tuple(uuids))
 
 
 def _use_findings(state: State) -> Iterator[Finding]:
@@ -194,13 +210,19 @@ def _use_findings(state: State) -> Iterator[Finding]:
     for reason, told in found.items():
         figures = (each.details.used_bytes for each in told if each.details is not None)
         gpus = dict.fromkeys(each.placement.gpu for each in told)
-        yield Finding(reason, told[0].message, tuple(gpus), used_bytes=total(figures))
+        yield Finding(reason, _joined(told), tuple(gpus), used_bytes=total(figures))
     unplaced = [each for each in state.leaks.findings() if each.place is None and each.key.kind in BLOCKING]
     if unplaced:
         details = details_of(
             unplaced[0].key.kind, unplaced[:1], state.usage, state.policy.leaks, state.changed_ns
         )
         yield Finding(REASONS[details.kind], message_of(details, state.policy.leaks))
+
+
+def _joined(told: Sequence[Condition]) -> str:
+    messages = list(dict.fromkeys(each.message for each in told))
+    more = f"; and {len(messages) - MAX_MESSAGES} more" if len(messages) > MAX_MESSAGES else ""
+    return "; ".join(messages[:MAX_MESSAGES]) + more
 
 
 def _kubelet_findings(state: State) -> Iterator[Finding]:

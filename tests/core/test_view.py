@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from agent.core.view import NEEDED_TASKS
+from agent.core.view import MAX_MESSAGES, NEEDED_TASKS
 from agent.model.facts import (
     DEVICE_PLUGIN,
     KUBELET,
@@ -101,7 +101,8 @@ def test_gpus_are_found_together_by_reason() -> None:
     node = registered_node(gpu(0), gpu(1), gpu(2))
     node.tell(xid(48, U2), xid(79, U0), enumerated(gpu(0), gpu(2)))
     assert findings(node) == [
-        Finding(Reason.XID, "XID 79: GPU has fallen off the bus", (U0, U2)),
+        Finding(Reason.XID, "XID 79: GPU has fallen off the bus", (U0,)),
+        Finding(Reason.XID, "XID 48: double-bit ECC error", (U2,)),
         Finding(Reason.GPU_LOST, "NVML does not list the GPU any more", (U1,)),
     ]
 
@@ -138,6 +139,26 @@ def test_a_needed_task_that_does_not_run_makes_the_node_not_ready(task: SourceNa
     assert node.snapshot().ready
     assert node.snapshot().tasks == {task: TaskView(running=True, failures=1, message="")}
     assert task in NEEDED_TASKS
+
+
+def test_what_differs_between_gpus_is_told_of_each_and_what_does_not_once() -> None:
+    node = registered_node(gpu(0), gpu(1), gpu(2))
+    node.tell(xid(79, U0), xid(48, U1), xid(79, U2))
+    assert [(each.message[:7], each.gpus) for each in findings(node)] == [
+        ("XID 79:", (U0, U2)),
+        ("XID 48:", (U1,)),
+    ]
+
+
+def test_of_very_many_messages_some_are_told_and_every_gpu_is() -> None:
+    node = registered_node(*map(gpu, range(8)))
+    node.tell(
+        *(xid(number, gpu(place).uuid) for place, number in enumerate((48, 79, 119, 120, 62, 64, 74, 95)))
+    )
+    found = findings(node)
+    assert len(found) == MAX_MESSAGES + 1
+    assert found[-1].message.startswith("4 more, such as: XID 62")
+    assert {uuid for each in found for uuid in each.gpus} == {gpu(number).uuid for number in range(8)}
 
 
 def test_a_device_that_no_cdi_file_resolves_makes_the_node_not_ready() -> None:
