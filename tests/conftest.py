@@ -9,6 +9,7 @@ import gc
 import os
 import shutil
 import tempfile
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -100,6 +101,14 @@ def pytest_configure(config: pytest.Config) -> None:
         config.option.dist = "loadgroup"
     if not hasattr(config, "workerinput"):
         config.pluginmanager.register(NamesAsGiven())
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Tell what was skipped and why, by reasons: there is one for hundreds of tests."""
+    skipped = terminalreporter.stats.get("skipped", [])
+    reasons = Counter(str(report.longrepr[2]) for report in skipped if isinstance(report.longrepr, tuple))
+    for reason, count in reasons.most_common():
+        terminalreporter.write_line(f"{count} skipped: {reason.removeprefix('Skipped: ')}")
 
 
 def group_of(item: pytest.Item) -> str | None:

@@ -214,7 +214,7 @@ async def test_sigint_is_as_sigterm(node: SimulatedNode) -> None:
 
 
 async def test_an_agent_ends_in_time_although_a_call_hangs_in_the_driver(node: SimulatedNode) -> None:
-    async with running(flags_of(node, call_deadline="200ms", poll="50ms")) as agent:
+    async with running(flags_of(node, call_deadline="1s", poll="50ms")) as agent:
         await agent.wait_registered()
         node.nvml.hang(gpu=1)
         await wait_allocatable(node, 3)

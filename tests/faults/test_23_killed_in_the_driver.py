@@ -134,7 +134,7 @@ async def test_what_a_killed_agent_served_on_is_free_although_it_is_held_in_the_
     node: SimulatedNode, devices: HangingNodes, name: str, left: int
 ) -> None:
     port = free_port()
-    flags = flags_of(node, poll="50ms", call_deadline="200ms", http_listen=f"127.0.0.1:{port}")
+    flags = flags_of(node, poll="50ms", call_deadline="1s", http_listen=f"127.0.0.1:{port}")
     async with running(flags) as agent:
         with let_go_at_the_end(devices):
             await wait_allocatable(node, 4)
@@ -160,7 +160,7 @@ async def test_what_a_killed_agent_served_on_is_free_although_it_is_held_in_the_
 async def test_the_successor_registers_without_waiting_for_the_driver_and_offers_nothing_sick(
     node: SimulatedNode, devices: HangingNodes, name: str, left: int
 ) -> None:
-    flags = flags_of(node, poll="50ms", call_deadline="200ms", recovery_quiet="0s", **DRIVER_DEADLINES)
+    flags = flags_of(node, poll="50ms", call_deadline="1s", recovery_quiet="0s", **DRIVER_DEADLINES)
     state = Path(flags["state-dir"], "state.json")
     sick = {node.nvml.uuid(2)} if left else {node.nvml.uuid(gpu) for gpu in range(4)}
     async with running(flags) as first:

@@ -103,7 +103,7 @@ async def test_one_who_stands_by_learns_that_the_driver_is_missing(node: Simulat
 
 
 async def test_the_successor_of_an_agent_killed_in_the_driver_registers(node: SimulatedNode) -> None:
-    async with running(flags_of(node, poll="50ms", call_deadline="100ms")) as first:
+    async with running(flags_of(node, poll="50ms", call_deadline="1s")) as first:
         await wait_allocatable(node, 4)
         node.nvml.hang(gpu=1)
         await wait_allocatable(node, 3)

@@ -102,7 +102,7 @@ async def test_a_blocked_loop_gives_no_sign_of_life(node: SimulatedNode, manager
 async def test_a_driver_that_hangs_does_not_keep_the_signs_of_life_back(
     node: SimulatedNode, manager: Manager
 ) -> None:
-    flags = flags_of(node, poll="50ms", call_deadline="100ms")
+    flags = flags_of(node, poll="50ms", call_deadline="1s")
     async with running(flags, environment=manager.environment()) as agent:
         await wait_allocatable(node, 4)
         node.nvml.hang()

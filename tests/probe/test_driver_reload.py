@@ -21,7 +21,7 @@ from agent.probe.probe import REATTACH_TRIES, Probe
 from agent.probe.programs import BY_NAME, MAPS
 from agent.probe.request import Reply, Request
 from tests.probe.caller import Caller
-from tests.probe.conftest import LoadProbe
+from tests.probe.conftest import LoadProbe, why_no_probe
 from tests.probe.machines import DEVICES, Machine
 
 STAND_IN = "process_fork"
@@ -34,6 +34,8 @@ MakeProbe = Callable[..., Probe]
 @pytest.fixture(scope="module")
 def in_kernel(object_path: Path) -> Loaded:
     """Programs that are not attached yet."""
+    if why := why_no_probe():
+        pytest.skip(why)
     return core_loader.load(Request(loader="core", object_path=str(object_path)), "driver")
 
 
