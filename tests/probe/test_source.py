@@ -430,6 +430,8 @@ async def test_a_device_on_which_a_call_hangs_is_not_ready_and_so_says_the_kerne
         assert probe is not None
         await in_daemon_thread("test-caller", caller.resume)
         await followed.call(lambda call: call.ready)
+        # It was not ready either while the call was on its way.
+        followed.seen.forget()
         await double.hold("nvidia0")
         hanging = asyncio.get_running_loop().create_task(in_daemon_thread("test-caller", caller.resume))
         call = await followed.call(lambda call: not call.ready)
