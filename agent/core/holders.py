@@ -291,7 +291,6 @@ class Holders:
 
     def end_file(self, name: int, before_ns: int | None = None) -> None:
         """Forget a file, with the clients that were made with it (before that time)."""
-        self._file_changed(name)
         self._forget_file(name)
         self._clients.file_ended(name, before_ns)
 

@@ -75,6 +75,21 @@ def test_a_share_is_free_again_when_what_took_it_is_freed() -> None:
 
 
 @pytest.mark.usefixtures("small")
+def test_what_is_made_and_freed_again_and_again_takes_no_more_room() -> None:
+    rig = Rig()
+    task, control = rig.job(100, contexts=0)
+    client = rig.world.client(task, control)
+    for _ in range(30):
+        device = rig.world.alloc(task, client, client, DEVICE, 0)
+        rig.world.alloc(task, client, device, SHARE)
+        rig.world.free(task, client, device)
+    picture = rig.tell()
+    assert picture.complete
+    assert (hold_of(picture, 100).allocated, hold_of(picture, 100).freed) == (30, 30)
+    assert [len(rig.tracker._clients), rig.tracker._clients._sizes] == [1, {1: 1}]
+
+
+@pytest.mark.usefixtures("small")
 def test_the_name_of_who_has_too_much_goes_with_its_end() -> None:
     rig = Rig()
     task = hog(rig, 200, objects=100)
