@@ -226,11 +226,13 @@ def handed_on_while_events_were_lost() -> tuple[Rig, Task]:
     rig.tell()
     holder, last = rig.world.spawn(101), rig.world.spawn(102)
     rig.world.send(holder, control)
+    gpu = rig.world.open(holder, gpu_file(1))
     rig.tell()
     rig.end(owner)
     assert [orphan.holders for orphan in rig.tell().orphans] == [(holder.key,)]
-    rig.world.send(last, control)
-    rig.world.close(holder, control)
+    for file in (control, gpu):
+        rig.world.send(last, file)
+        rig.world.close(holder, file)
     rig.world.drain()
     rig.tracker.lost(1)
     rig.world.now_ns += 1
