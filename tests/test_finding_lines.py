@@ -4,10 +4,10 @@ from typing import Any
 
 from agent.commands.findings import MAX_CULPRITS, culprits, places
 
-GPUS = [
+GPUS: list[dict[str, Any]] = [
     {"uuid": "GPU-a", "index": 0, "pci": "0000:1b:00.0", "present": True},
     {"uuid": "GPU-b", "index": 1, "pci": "0000:43:00.0", "present": True},
-    {"uuid": "GPU-c", "index": 1, "pci": "0000:61:00.0", "present": False},
+    {"uuid": "GPU-c", "index": None, "pci": "0000:61:00.0", "present": False},
 ]
 
 

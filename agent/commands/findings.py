@@ -28,8 +28,7 @@ def places(uuids: Sequence[str], gpus: Sequence[Json]) -> Iterator[str]:
 def _place(uuid: str, gpu: Json | None) -> str:
     if gpu is None:
         return uuid
-    # NVML counts anew without a GPU that is lost, so its old index may be another one's.
-    name = f"GPU {gpu['index']} at {gpu['pci']}" if gpu.get("present", True) else gpu["pci"]
+    name = gpu["pci"] if gpu["index"] is None else f"GPU {gpu['index']} at {gpu['pci']}"
     return f"{name} ({uuid})"
 
 

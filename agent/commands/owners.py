@@ -94,8 +94,8 @@ def _row(owned: dict[str, Any], holder: dict[str, Any] | None, *, is_wide: bool)
 
 
 def _gpu(owned: dict[str, Any]) -> str:
-    is_whole = owned["gi"] is None
-    return str(owned["gpu"]) if is_whole else f"{owned['gpu']}/gi{owned['gi']}/ci{owned['ci']}"
+    index = UNKNOWN if owned["gpu"] is None else owned["gpu"]
+    return str(index) if owned["gi"] is None else f"{index}/gi{owned['gi']}/ci{owned['ci']}"
 
 
 def _given_to(owned: dict[str, Any], *, is_wide: bool) -> str:

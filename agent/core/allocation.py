@@ -6,14 +6,16 @@ read by the pod's owner, so it names the device and the next step.
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Final, Literal
 
 from agent.core.imex import missing_channels
 from agent.core.injection import ContainerAnswer, container_answer
 from agent.core.reasons import MEANINGS, advice_of
 from agent.model.health import Evidence, Health, Reason
-from agent.model.sharing import Sharing
 from agent.model.snapshot import Device, Resource, Snapshot
+
+MAX_NAMED: Final = 4
+"""Devices that a refusal names; a request may hold thousands of ids, and a message is read by a person."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,13 +43,13 @@ def allocate(
     if isinstance(devices, Refusal):
         return devices
     devices.sort(key=container_order)
-    refusal = _too_many(resource, devices, snapshot.policy.sharing) or _sick(devices) or _no_channel(snapshot)
+    refusal = _too_many(snapshot, resource, devices) or _sick(snapshot, devices) or _no_channel(snapshot)
     if refusal is not None:
         return refusal
     return container_answer(snapshot, resource, devices, annotation_id=annotation_id, absent=absent)
 
 
-def refuse_start(resource: Resource, ids: Sequence[str]) -> Refusal | None:
+def refuse_start(snapshot: Snapshot, resource: Resource, ids: Sequence[str]) -> Refusal | None:
     """Return why a container must not start on devices that it was allocated; None: nothing is against it.
 
     Only what a device says of itself counts. What is inferred, and a device that is not known (any
@@ -61,7 +63,7 @@ def refuse_start(resource: Resource, ids: Sequence[str]) -> Refusal | None:
             if condition.flips and condition.evidence is Evidence.HARD:
                 return Refusal(
                     "unhealthy",
-                    f"{device.id} (GPU {device.index}) failed after it was allocated: {condition.reason}:"
+                    f"{_named(snapshot, device)} failed after it was allocated: {condition.reason}:"
                     f" {condition.message}; {advice_of(condition)}, or delete the pod so that it is"
                     " allocated another device",
                 )
@@ -73,10 +75,12 @@ def find_devices(resource: Resource, ids: Sequence[str]) -> list[Device] | Refus
     known: dict[str, Device] = {device.id: device for device in resource.devices}
     unknown = [wanted for wanted in dict.fromkeys(ids) if wanted not in known]
     if unknown:
+        several = len(unknown) > 1
         return Refusal(
             "unknown",
-            f"invalid request: unknown device: {', '.join(shown(name) for name in unknown[:4])} is not a"
-            f" device of {resource.name} on this node; delete the pod so that it is allocated anew",
+            f"invalid request: unknown device{'s' if several else ''}: {_listed(unknown)}"
+            f" {'are not devices' if several else 'is not a device'} of {resource.name} on this node;"
+            " delete the pod so that it is allocated anew",
         )
     return [known[wanted] for wanted in dict.fromkeys(ids)]
 
@@ -87,8 +91,18 @@ def shown(name: str) -> str:
     return text if len(text) <= 64 else text[:61] + "..."
 
 
-def _too_many(resource: Resource, devices: Sequence[Device], sharing: Sharing) -> Refusal | None:
+def _named(snapshot: Snapshot, device: Device, name: str = "") -> str:
+    """Return a device with its GPU as people find it: by index, or where it was until it was lost."""
+    view = snapshot.view_of(device.placement.gpu)
+    if view is None:
+        return name or device.id
+    place = f"at {view.gpu.pci}" if view.index is None else view.index
+    return f"{name or device.id} (GPU {place})"
+
+
+def _too_many(snapshot: Snapshot, resource: Resource, devices: Sequence[Device]) -> Refusal | None:
     """Return what the operator's limits on shared devices say against a request."""
+    sharing = snapshot.policy.sharing
     shares = [device for device in devices if device.replica is not None]
     if sharing.fail_requests_greater_than_one and shares and len(devices) > 1:
         return Refusal(
@@ -99,7 +113,8 @@ def _too_many(resource: Resource, devices: Sequence[Device], sharing: Sharing) -
     if sharing.distinct_cards and (twice := _twice(shares)):
         return Refusal(
             "unsatisfiable",
-            f"{twice[0].uuid} (GPU {twice[0].index}) was allocated more than once ({_listed(twice)}), and"
+            f"{_named(snapshot, twice[0], twice[0].uuid)} was allocated more than once"
+            f" ({_listed([share.id for share in twice])}), and"
             " this node gives a container each card once; delete the pod so that it is allocated anew, or"
             f" ask for fewer {resource.name}",
         )
@@ -114,14 +129,18 @@ def _twice(shares: Sequence[Device]) -> list[Device] | None:
     return next((listed for listed in of_device.values() if len(listed) > 1), None)
 
 
-def _listed(devices: Iterable[Device]) -> str:
-    ids = [device.id for device in devices]
-    return ", ".join(ids[:4]) + (", ..." if len(ids) > 4 else "")
+def _listed(ids: Sequence[str]) -> str:
+    """Return some of many ids, and how many more there are."""
+    named = [shown(each) for each in ids[:MAX_NAMED]]
+    more = len(ids) - len(named)
+    if more:
+        return f"{', '.join(named)} and {more} more"
+    return " and ".join([", ".join(named[:-1]), named[-1]] if len(named) > 1 else named)
 
 
-def _sick(devices: Iterable[Device]) -> Refusal | None:
+def _sick(snapshot: Snapshot, devices: Iterable[Device]) -> Refusal | None:
     sick = next((device for device in devices if device.health is not Health.HEALTHY), None)
-    return None if sick is None else Refusal("unhealthy", _unhealthy_message(sick))
+    return None if sick is None else Refusal("unhealthy", _unhealthy_message(snapshot, sick))
 
 
 def _no_channel(snapshot: Snapshot) -> Refusal | None:
@@ -140,12 +159,12 @@ def _no_channel(snapshot: Snapshot) -> Refusal | None:
     )
 
 
-def _unhealthy_message(device: Device) -> str:
+def _unhealthy_message(snapshot: Snapshot, device: Device) -> str:
     if not device.reasons:
         return f"{device.id} has not been probed yet, so it is not known to work; try again in a moment"
     condition = device.reasons[0]
     return (
-        f"{device.id} (GPU {device.index}) is unhealthy: {condition.reason}: {condition.message};"
+        f"{_named(snapshot, device)} is unhealthy: {condition.reason}: {condition.message};"
         f" {advice_of(condition)}, or delete the pod so that it is allocated anew"
     )
 

@@ -13,7 +13,7 @@ from typing import Final, Literal
 
 from agent.model.gpu import Gpu
 from agent.model.ids import ALL, DeviceId, GpuUuid, Placement
-from agent.model.snapshot import Snapshot
+from agent.model.snapshot import GpuView, Snapshot
 from agent.model.usage import (
     UNINTERRUPTIBLE,
     GpuHold,
@@ -149,7 +149,8 @@ class Ownership:
 
     placement: Placement
     uuid: str
-    index: int
+    index: int | None
+    """None: NVML does not list its GPU."""
     given_to: tuple[tuple[DeviceId, str], ...] | None
     """Devices that pods were given, with the pod; None: not known now."""
     holders: tuple[Holder, ...] | None
@@ -165,20 +166,19 @@ class Ownership:
 def owners(snapshot: Snapshot) -> tuple[Ownership, ...]:
     """Return who owns each GPU, or each MIG device of it, in the order of the GPUs."""
     return tuple(
-        _ownership(snapshot, gpu, uuid, place)
-        for view in snapshot.gpus
-        for gpu, uuid, place in _parts(view.gpu)
+        _ownership(snapshot, view, uuid, place) for view in snapshot.gpus for uuid, place in _parts(view.gpu)
     )
 
 
-def _parts(gpu: Gpu) -> Iterator[tuple[Gpu, str, Placement]]:
+def _parts(gpu: Gpu) -> Iterator[tuple[str, Placement]]:
     if not gpu.mig_devices:
-        yield gpu, gpu.uuid, gpu.placement
+        yield gpu.uuid, gpu.placement
     for mig in gpu.mig_devices:
-        yield gpu, mig.uuid, Placement(gpu.uuid, mig.gi, mig.ci)
+        yield mig.uuid, Placement(gpu.uuid, mig.gi, mig.ci)
 
 
-def _ownership(snapshot: Snapshot, gpu: Gpu, uuid: str, place: Placement) -> Ownership:
+def _ownership(snapshot: Snapshot, view: GpuView, uuid: str, place: Placement) -> Ownership:
+    gpu = view.gpu
     pods = snapshot.pods
     offered = [device for resource in snapshot.resources for device in resource.devices]
     memory = snapshot.memory.get(gpu.uuid)
@@ -186,7 +186,7 @@ def _ownership(snapshot: Snapshot, gpu: Gpu, uuid: str, place: Placement) -> Own
     return Ownership(
         placement=place,
         uuid=uuid,
-        index=gpu.index,
+        index=view.index,
         given_to=None
         if pods is None
         else tuple(

@@ -23,7 +23,7 @@ class Device:
     """NVML UUID of the GPU or MIG device, without the replica."""
     placement: Placement
     index: int
-    """NVML index of its GPU, for people and for order."""
+    """NVML index that its GPU has, or had until it was lost, for order; people read ``GpuView.index``."""
     replica: int | None
     numa_node: int | None
     health: Health
@@ -85,6 +85,11 @@ class GpuView:
     """XIDs seen and how often, since the agent's state began."""
     sample: GpuSample | None = None
     """The newest readings."""
+
+    @property
+    def index(self) -> int | None:
+        """NVML's index, while it lists the GPU; an index from before may be another GPU's."""
+        return self.gpu.index if self.present else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,3 +185,7 @@ class Snapshot:
     def ready(self) -> bool:
         """Whether a GPU job can be sent here now."""
         return not self.findings
+
+    def view_of(self, gpu: GpuUuid) -> GpuView | None:
+        """Return a GPU with its verdict; None: it is not known."""
+        return next((view for view in self.gpus if view.gpu.uuid == gpu), None)

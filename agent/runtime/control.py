@@ -117,7 +117,7 @@ class Control:
         if name not in snapshot.holds and len(snapshot.holds) >= MAX_HOLDS:
             raise AgentError(f"{MAX_HOLDS} holds are kept and no more; end one with gpu-agent unhold")
         await self._taken(HoldRequested(name, why), lambda now: now.holds.get(name) == why)
-        told = f"{_called(gpu, name)} is held: {why}"
+        told = f"{_called(self._latest.value, gpu, name)} is held: {why}"
         if gpu is None:
             told = f"{name} is not there now and will be held when it comes: {why}"
         return {
@@ -134,10 +134,10 @@ class Control:
         name, gpu = (text, None) if text in snapshot.holds else selectors.named(text, snapshot)
         names = {name} if gpu is None else {name, *selectors_of(gpu)}
         if not names & snapshot.holds.keys():
-            raise UsageError(f"{_called(gpu, name)} is not held; gpu-agent status lists what is")
+            raise UsageError(f"{_called(snapshot, gpu, name)} is not held; gpu-agent status lists what is")
         await self._taken(UnholdRequested(name), lambda now: not names & now.holds.keys())
         return {
-            "message": f"{_called(gpu, name)} is held no more"
+            "message": f"{_called(self._latest.value, gpu, name)} is held no more"
             + await self._forgotten("counts until a restart"),
             "selector": name,
             "gpu_uuid": None if gpu is None else gpu.uuid,
@@ -164,7 +164,7 @@ class Control:
         cleared = [each for key, each in before.items() if key not in {stays.key for stays in staying}]
         is_well = not any(each.flips for each in staying)
         return {
-            "message": f"{_called(gpu)} is {'well' if is_well else 'still Unhealthy'}: "
+            "message": f"{_called(self._latest.value, gpu)} is {'well' if is_well else 'still Unhealthy'}: "
             f"conditions ended: {len(cleared)}, staying: {len(staying)}",
             "gpu_uuid": gpu.uuid,
             "well": is_well,
@@ -212,7 +212,7 @@ class Control:
         gpu = selectors.one(_text(order, "gpu"), self._latest.value)
         made = await self._make_bundle(gpu.uuid)
         if made is None:
-            raise UsageError(f"{_called(gpu)} is not known any more")
+            raise UsageError(f"{_called(self._latest.value, gpu)} is not known any more")
         return {
             "message": made.path or f"The bundle could not be kept: {made.trouble}",
             "gpu_uuid": gpu.uuid,
@@ -256,7 +256,8 @@ class Control:
 
 
 def _conditions(snapshot: Snapshot, gpu: Gpu) -> tuple[Condition, ...]:
-    return next((view.conditions for view in snapshot.gpus if view.gpu.uuid == gpu.uuid), ())
+    view = snapshot.view_of(gpu.uuid)
+    return () if view is None else view.conditions
 
 
 def _why_it_stays(condition: Condition) -> str:
@@ -269,8 +270,11 @@ def _why_it_stays(condition: Condition) -> str:
     return "it was reported again"
 
 
-def _called(gpu: Gpu | None, name: str = "") -> str:
-    return name if gpu is None else f"GPU {gpu.index} ({gpu.uuid})"
+def _called(snapshot: Snapshot, gpu: Gpu | None, name: str = "") -> str:
+    if gpu is None:
+        return name
+    view = snapshot.view_of(gpu.uuid)
+    return gpu.uuid if view is None or view.index is None else f"GPU {view.index} ({gpu.uuid})"
 
 
 # What an order holds

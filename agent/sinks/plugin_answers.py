@@ -140,8 +140,9 @@ class Answers:
         """Let a container start, unless that is checked and a device says that it is broken."""
         ids = self._read(read_pre_start_request, request)
         resource = self.offered()
-        if resource is not None and self._latest.value.policy.pre_start_check:
-            refusal = refuse_start(resource, ids)
+        snapshot = self._latest.value
+        if resource is not None and snapshot.policy.pre_start_check:
+            refusal = refuse_start(snapshot, resource, ids)
             if refusal is not None:
                 raise self._refusal(refusal)
         return b""

@@ -2,7 +2,8 @@
 
 Guarantees: names are stable and in snake_case, as ``gpu-agent/v1`` (what else is added comes
 beside them); what is not known is null, never an invented value; every moment is given twice, as
-the time of day for people and as monotonic nanoseconds for programs.
+the time of day for people and as monotonic nanoseconds for programs; the index of a GPU that NVML does
+not list is null.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -84,7 +85,7 @@ def _device(device: Device, resource: Resource, gpus: Mapping[GpuUuid, GpuView],
         "health": device.health.value,
         "reasons": [condition(reason, time_of) for reason in device.reasons],
         "uuid": device.uuid,
-        "gpu": device.index,
+        "gpu": view.index if view else None,
         "gpu_uuid": device.placement.gpu,
         "gi": _id_or_none(device.placement.gi),
         "ci": _id_or_none(device.placement.ci),
@@ -165,11 +166,10 @@ def topology(snapshot: Snapshot, _time_of: TimeOf) -> Json:
 
 
 def _place(view: GpuView, snapshot: Snapshot) -> Json:
-    """``gpu`` is null for a GPU that is not listed: its index may be another's now."""
     gpu = view.gpu
     links = ((other.gpu, snapshot.topology.between(gpu.uuid, other.gpu.uuid)) for other in snapshot.gpus)
     return {
-        "gpu": gpu.index if view.present else None,
+        "gpu": view.index,
         "uuid": gpu.uuid,
         "pci": gpu.pci,
         "numa_node": gpu.numa_node,
@@ -269,7 +269,7 @@ def _gpu(view: GpuView, call: DeviceCall | None) -> Json:
     gpu = view.gpu
     return {
         "uuid": gpu.uuid,
-        "index": gpu.index,
+        "index": view.index,
         "model": gpu.name,
         "pci": gpu.pci,
         "memory_bytes": gpu.memory_bytes,

@@ -149,4 +149,5 @@ def _holders(holders: Iterable[Holder], time_of: TimeOf) -> Iterable[Json]:
 
 
 def _index(snapshot: Snapshot, gpu: GpuUuid) -> int | None:
-    return next((view.gpu.index for view in snapshot.gpus if view.gpu.uuid == gpu), None)
+    view = snapshot.view_of(gpu)
+    return None if view is None else view.index

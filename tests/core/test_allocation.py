@@ -138,8 +138,8 @@ def test_an_unknown_device_is_refused_by_name() -> None:
     node = well_node(gpu(0))
     assert allocated(node, U0, "GPU-nonsense", "GPU-nonsense", "b") == Refusal(
         "unknown",
-        "invalid request: unknown device: GPU-nonsense, b is not a device of nvidia.com/gpu on this node;"
-        " delete the pod so that it is allocated anew",
+        "invalid request: unknown devices: GPU-nonsense and b are not devices of nvidia.com/gpu on this"
+        " node; delete the pod so that it is allocated anew",
     )
 
 
@@ -162,7 +162,7 @@ def test_a_name_from_outside_is_shown_short_and_printable(name: str, shown: str)
 def test_many_unknown_devices_are_named_by_the_first_four() -> None:
     refusal = allocated(well_node(gpu(0)), *[f"d{number}" for number in range(10_000)])
     assert isinstance(refusal, Refusal)
-    assert "unknown device: d0, d1, d2, d3 is not" in refusal.message
+    assert "unknown devices: d0, d1, d2, d3 and 9996 more are not devices of" in refusal.message
 
 
 @given(st.lists(st.one_of(st.text(max_size=80), st.sampled_from([U0, U1, U3])), max_size=20))

@@ -75,8 +75,8 @@ def test_two_shares_of_one_card_are_refused_by_the_name_of_the_card() -> None:
     refusal = allocated(sharing_node(DISTINCT), f"{U0}::3", f"{U0}::2", f"{U1}::0")
     assert refusal == Refusal(
         "unsatisfiable",
-        f"{U0} (GPU 0) was allocated more than once ({U0}::2, {U0}::3), and this node gives a container each"
-        " card once; delete the pod so that it is allocated anew, or ask for fewer nvidia.com/gpu",
+        f"{U0} (GPU 0) was allocated more than once ({U0}::2 and {U0}::3), and this node gives a container"
+        " each card once; delete the pod so that it is allocated anew, or ask for fewer nvidia.com/gpu",
     )
 
 
@@ -85,19 +85,19 @@ def test_shares_of_different_cards_are_given() -> None:
     assert isinstance(allocated(node, f"{U0}::3", f"{U1}::3"), ContainerAnswer)
 
 
-@pytest.mark.parametrize(("count", "rest"), [(4, ""), (5, ", ...")])
+@pytest.mark.parametrize(("count", "rest"), [(4, " and {}"), (5, ", {} and 1 more")])
 def test_of_many_shares_the_first_four_are_named(count: int, rest: str) -> None:
     node = sharing_node(replace(DISTINCT, shares=(Share(GPU, 6),)))
     refusal = allocated(node, *(f"{U1}::{number}" for number in range(count)))
     assert isinstance(refusal, Refusal)
-    assert f"({U1}::0, {U1}::1, {U1}::2, {U1}::3{rest})" in refusal.message
+    assert f"({U1}::0, {U1}::1, {U1}::2{rest.format(f'{U1}::3')})" in refusal.message
 
 
 # Before a container starts
 
 
 def started(node: Node, *ids: str) -> Refusal | None:
-    return refuse_start(resource_of(node), ids)
+    return refuse_start(node.snapshot(), resource_of(node), ids)
 
 
 def test_a_device_that_broke_after_it_was_allocated_keeps_the_container_from_starting() -> None:
@@ -162,7 +162,8 @@ def with_condition(evidence: Evidence, *, flips: bool) -> Resource:
 def test_only_hard_evidence_that_takes_a_device_out_counts(
     evidence: Evidence, *, flips: bool, is_refused: bool
 ) -> None:
-    assert (refuse_start(with_condition(evidence, flips=flips), [U0]) is not None) is is_refused
+    refusal = refuse_start(Node().snapshot(), with_condition(evidence, flips=flips), [U0])
+    assert (refusal is not None) is is_refused
 
 
 def test_a_device_that_is_not_known_keeps_nothing_from_starting() -> None:

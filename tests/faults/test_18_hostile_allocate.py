@@ -143,7 +143,7 @@ def test_bytes_that_are_no_request_are_refused_at_once(channel: Any, method: str
 @pytest.mark.parametrize(
     ("containers", "code", "words"),
     [
-        ([[f"GPU-{number}" for number in range(10_000)]], INVALID, "unknown device"),
+        ([[f"GPU-{number}" for number in range(10_000)]], INVALID, "and 9996 more are not devices"),
         ([["x"] * (MAX_IDS + 1)], INVALID, f"more than {MAX_IDS} devices"),
         ([["x" * (MAX_ID_BYTES + 1)]], INVALID, f"longer than {MAX_ID_BYTES} bytes"),
         ([[HEALTHY[0]]] * (MAX_CONTAINERS + 1), INVALID, f"more than {MAX_CONTAINERS} containers"),

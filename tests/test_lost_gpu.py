@@ -1,0 +1,57 @@
+"""A GPU that NVML lists no more has no index wherever it is told: its old one may be another's now."""
+
+import json
+from typing import Any, cast
+
+import pytest
+
+from agent.commands.devices import device_lines
+from agent.commands.owners import owner_lines
+from agent.core.allocation import Refusal, allocate, refuse_start
+from agent.model.snapshot import Snapshot
+from agent.views import documents, usage
+from tests.core.build import U0, U1, Node, enumerated, gpu, well_node
+
+
+@pytest.fixture
+def node() -> Node:
+    """Of two GPUs the first is lost, and the second has its index."""
+    node = well_node(gpu(0), gpu(1))
+    node.tell(enumerated(gpu(1, index=0)))
+    return node
+
+
+@pytest.fixture
+def snapshot(node: Node) -> Snapshot:
+    return node.snapshot()
+
+
+def as_read(document: object) -> Any:
+    return cast("Any", json.loads(json.dumps(document)))
+
+
+def test_the_devices_of_a_lost_gpu_have_no_index(snapshot: Snapshot) -> None:
+    devices = as_read(documents.devices(snapshot, str))["devices"]
+    assert {device["gpu_uuid"]: device["gpu"] for device in devices} == {U0: None, U1: 0}
+    lost = next(line for line in device_lines(devices, is_wide=True) if U0 in line)
+    assert lost.split("gpu_lost")[1].split()[2] == "<unknown>"
+
+
+def test_the_owners_of_a_lost_gpu_have_no_index(snapshot: Snapshot) -> None:
+    document = as_read(usage.ownership(snapshot, str))
+    assert {owned["uuid"]: owned["gpu"] for owned in document["owners"]} == {U0: None, U1: 0}
+    lines = owner_lines(document, is_wide=True)
+    assert [line.split()[0] for line in lines if U0 in line] == ["<unknown>"]
+
+
+def test_the_status_of_a_lost_gpu_has_no_index(snapshot: Snapshot) -> None:
+    gpus = as_read(documents.state(snapshot, str))["gpus"]
+    assert {each["uuid"]: each["index"] for each in gpus} == {U0: None, U1: 0}
+
+
+def test_a_refusal_names_a_lost_gpu_by_its_place(snapshot: Snapshot) -> None:
+    [resource] = snapshot.resources
+    refusals = [allocate(snapshot, resource, [U0]), refuse_start(snapshot, resource, [U0])]
+    for refusal in refusals:
+        assert isinstance(refusal, Refusal)
+        assert refusal.message.startswith(f"{U0} (GPU at 0000:10:00.0) ")
