@@ -139,7 +139,13 @@ def test_what_a_process_left_behind_is_told_with_who_keeps_it() -> None:
         "holders": [4711],
         "ended": "at 90 s",
     }
-    assert (left["owner"]["pid"], left["owner"]["comm"], left["owner"]["pod"]) == (4000, "train", "ns1/job-a")
+    assert {name: left["owner"][name] for name in ("pid", "comm", "pod", "state", "killable")} == {
+        "pid": 4000,
+        "comm": "train",
+        "pod": "ns1/job-a",
+        "state": "gone",
+        "killable": False,
+    }
 
 
 def test_what_is_not_known_is_null() -> None:

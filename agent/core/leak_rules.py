@@ -140,7 +140,6 @@ def _orphan(orphan: Orphan, holders: list[ProcessUse], scene: Scene) -> Suspect:
     owner = replace(
         _culprit(orphan.owner, None, scene, orphan.ended_ns),
         role="owner",
-        killable=False,
         contexts=orphan.contexts,
     )
     return Suspect(

@@ -15,6 +15,8 @@ from agent.model.gpu import Gpu
 from agent.model.ids import ALL, DeviceId, GpuUuid, Placement
 from agent.model.snapshot import GpuView, Snapshot
 from agent.model.usage import (
+    ENDED,
+    GONE,
     UNINTERRUPTIBLE,
     GpuHold,
     GpuMemory,
@@ -114,7 +116,7 @@ def name_of(pod: PodRef, pods: Pods | None) -> str:
 
 def is_killable(look: ProcessLook) -> bool:
     """Return whether a signal could end a process; nothing is ever killed by the agent itself."""
-    return look.state not in {UNINTERRUPTIBLE, "Z", "X"}
+    return look.state not in {UNINTERRUPTIBLE, GONE, *ENDED}
 
 
 # For people

@@ -5,6 +5,7 @@ identity. Sums by GPU follow by what was taken away and what was put in.
 """
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Final
 
 from agent.core.gpu_map import GpuMap
@@ -13,6 +14,7 @@ from agent.core.holders import Holders
 from agent.core.rm_objects import Clients
 from agent.model.ids import GpuUuid, Placement
 from agent.model.usage import (
+    GONE,
     MAX_HOLDERS,
     GpuHold,
     GpuTotal,
@@ -240,7 +242,7 @@ class UseRecords:
         for gpu, names in files.items():
             holders = {key for name in names for key in self._holders_of(name)}
             yield Orphan(
-                owner=process.look or ProcessLook(process.key, "", "", "", None),
+                owner=replace(process.look or ProcessLook(process.key, "", "", "", None), state=GONE),
                 ended_ns=ended_ns,
                 gpu=gpu,
                 clients=len(names),

@@ -21,6 +21,9 @@ UNINTERRUPTIBLE: Final = "D"
 ENDED: Final = frozenset("ZX")
 """States of a process that ended and is not gone yet."""
 
+GONE: Final = "gone"
+"""In place of the state of a process that is no more."""
+
 
 class ProcessKey(NamedTuple):
     """One process, for as long as the machine is up."""
@@ -48,7 +51,7 @@ class ProcessLook:
     key: ProcessKey
     comm: str
     state: str
-    """One letter as in /proc/PID/stat: R, S, D, Z, …"""
+    """One letter as in /proc/PID/stat: R, S, D, Z, …, or GONE."""
     cgroup: str
     """Path of its cgroup, without the mount point; of cgroup v1 that of the controller with the pod in it."""
     pod: PodRef | None
@@ -104,7 +107,7 @@ class Orphan:
     """What a process that ended left on a GPU, because the file it was made with lives on."""
 
     owner: ProcessLook
-    """As it was when it was last looked at."""
+    """As it was when it was last looked at, but for its state."""
     ended_ns: int
     """When it was seen to be gone."""
     gpu: GpuUuid | None

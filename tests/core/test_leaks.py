@@ -10,7 +10,7 @@ from agent.model.facts import GpuMemorySeen, PodsSeen, RecoverRequested
 from agent.model.health import MAX_CULPRITS, Condition, Details, LeakKind, Reason
 from agent.model.ids import Placement
 from agent.model.policy import Policy
-from agent.model.usage import GpuTotal, PodUid
+from agent.model.usage import GONE, GpuTotal, PodUid
 from tests.core.build import C1B, DEFAULT, U0, U1, Node, S, enumerated, gpu, mig_uuid, passed, well_node
 from tests.core.use import (
     BOTH,
@@ -67,9 +67,11 @@ def test_contexts_of_a_dead_owner_are_found_after_their_time() -> None:
     lasts_for(on, LeakKind.ORPHANED_CLIENT, 30 * S, left, pods())
     told = only(on, LeakKind.ORPHANED_CLIENT)
     assert told.contexts == 4
-    assert [(each.pid, each.comm, each.role, each.killable, each.contexts) for each in told.culprits] == [
-        (7, "train", "owner", False, 4),
-        (8, "python3", "holder", True, 1),
+    assert [
+        (each.pid, each.comm, each.role, each.state, each.killable, each.contexts) for each in told.culprits
+    ] == [
+        (7, "train", "owner", GONE, False, 4),
+        (8, "python3", "holder", "S", True, 1),
     ]
     assert [each.pod for each in told.culprits] == ["ns1/job-a", "ns1/job-b"]
 

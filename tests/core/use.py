@@ -8,6 +8,7 @@ from agent.model.health import Condition, LeakKind
 from agent.model.ids import ALL, DeviceId, GpuUuid, Placement
 from agent.model.policy import LeakPolicy, Policy
 from agent.model.usage import (
+    GONE,
     GpuHold,
     GpuMemory,
     GpuTotal,
@@ -97,7 +98,7 @@ def orphan(
 ) -> Orphan:
     """What a process that ended left with others."""
     return Orphan(
-        owner=look(owner, pod=POD_A, comm="train"),
+        owner=replace(look(owner, pod=POD_A, comm="train"), state=GONE),
         ended_ns=ended_ns,
         gpu=on,
         clients=1,
