@@ -60,6 +60,12 @@ class Holders:
         self._doubted: set[int] = set()
         """Files that were there when events were lost."""
 
+    def releases_are(self, *, told: bool) -> None:
+        """Take whether the driver's own end of each file is told; what is left behind depends on it."""
+        if told != self.tells_releases:
+            self.tells_releases = told
+            self.changed.update(self.processes.values())
+
     def current(self) -> Iterable[Process]:
         """Return the newest process of each pid."""
         return self._current.values()
@@ -136,7 +142,7 @@ class Holders:
         """Take that a process is gone."""
         process = self._current.get(key.pid)
         while process is not None and process.key != key:
-            process = process.before
+            process = self._before(process)
         if process is not None and process.ended_ns is None:
             self._end(process, now_ns)
 
@@ -149,8 +155,14 @@ class Holders:
         """Take that a process closed a descriptor of each of these files, of a device if that is told."""
         process.closed.update(names)
         self._stirred.add(process)
-        if device is not None and process.opened is not None:
+        if device is not None:
+            self._saw_open(process, device)
+
+    def _saw_open(self, process: Process, device: int) -> None:
+        """Take that a process has, or had, a device open: then what it says of that GPU is believed."""
+        if process.opened is not None and device not in process.opened:
             process.opened.add(device)
+            self.changed.add(process)
 
     def _knows(self, look: ProcessLook) -> bool:
         return look.key.pid in self._current
@@ -182,7 +194,7 @@ class Holders:
 
     def _with_start(self, process: Process, start: int) -> Process:
         """Return the process after its start was seen; it may be the one that only seemed to have ended."""
-        before, process.before = process.before, None
+        before, process.before = self._before(process), None
         if before is not None and before.ended_ns is None:
             if before.start == start:
                 self._merge(process, before)
@@ -199,6 +211,8 @@ class Holders:
         for name, fds in tuple(process.files.items()):
             self._let_go(process, name)
             self._hold(into, name, into.files.get(name, fds))
+        for device in process.opened or ():
+            self._saw_open(into, device)
         self._stirred.add(into)
         self._clients.give(process.number, into.number)
         into.exiting_ns, into.exit_told = None, False
@@ -235,9 +249,15 @@ class Holders:
             del self._by_key[process.key]
         if self._current.get(process.pid) is process:
             del self._current[process.pid]
-            if process.before is not None and process.before.ended_ns is None:
-                self._current[process.pid] = process.before
+            before = self._before(process)
+            if before is not None and before.ended_ns is None:
+                self._current[process.pid] = before
         self._clients.forget_owner(process.number)
+
+    def _before(self, process: Process) -> Process | None:
+        """Return who had a pid before, unless that one was forgotten."""
+        before = process.before
+        return before if before is None or before.number in self.processes else self._before(before)
 
     def _drop(self, process: Process) -> None:
         """Take a process out of the tables by number."""
@@ -323,8 +343,7 @@ class Holders:
             file.holders.add(process)
             self._bare.discard(name)
             self._idle.discard(process)
-            if process.opened is not None:
-                process.opened.add(file.device)
+            self._saw_open(process, file.device)
             self._file_changed(name)
 
     def _let_go(self, process: Process, name: int, file: File | None = None) -> None:
@@ -423,6 +442,7 @@ class Holders:
         if file.device != device:
             file.device = device
             for holder in file.holders:
+                self._saw_open(holder, device)
                 self.changed.add(holder)
         self._hold(process, name, fds)
 

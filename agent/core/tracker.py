@@ -93,7 +93,7 @@ class Tracker:
 
     def releases_are(self, *, told: bool) -> None:
         """Take whether the driver's own end of each open file is told as an event."""
-        self._holders.tells_releases = told
+        self._holders.releases_are(told=told)
 
     def take(self, events: Iterable[RmEvent]) -> bool:
         """Take events in the order of the ring; return whether a scan is due."""
