@@ -173,7 +173,7 @@ def test_what_is_expected_of_the_agent_wrongly_is_told(tmp_path: Path) -> None:
         "s.yaml:6: steps[3].expect needs condition for kind, gpu, active",
     ]
     assert found[0].endswith('must be one of running, not "runs"')
-    assert found[1].endswith('not "context_leek"; did you mean context_leak?')
+    assert found[1].endswith('not "context_leek" (did you mean context_leak?)')
 
 
 def test_a_node_may_change_a_preset(tmp_path: Path) -> None:
@@ -205,19 +205,19 @@ def test_every_problem_is_told_at_once_with_its_line(tmp_path: Path) -> None:
     assert len(found) >= 12
     text = "\n".join(found)
     for expected in (
-        "s.yaml:1: nodes is unknown; did you mean node?",
+        "s.yaml:1: nodes is unknown (did you mean node?)",
         "s.yaml:2: node: preset: there is no 'dgx-h1000'",
-        "s.yaml:3: agent.pol is no option of run; did you mean poll?",
+        "s.yaml:3: agent.pol is no option of run (did you mean poll?)",
         's.yaml:3: agent.poll must be a number with a unit, such as "10s" or "500ms", not "soon"',
         "s.yaml:3: agent.kubelet-socket is set by the simulated node itself",
         's.yaml:5: steps[0].at must be a number with a unit, such as "10s" or "500ms", not "later"',
-        "s.yaml:5: steps[0].do: xidd is no action; did you mean xid?; known: xid, ",
-        's.yaml:6: steps[1].do: xid of xid must be a whole number between 1 and 65535, not "many"',
+        "s.yaml:5: steps[0].do: xidd is no action (did you mean xid?); known: xid, ",
+        's.yaml:6: steps[1].do: xid must be a whole number between 1 and 65535, not "many"',
         "s.yaml:7: steps[2].do: hang needs either gpu or the scope driver",
         "s.yaml:7: steps[2].at is before the step above it",
         "s.yaml:8: steps[3] needs do or expect",
         "s.yaml:9: steps[4].do: one action at a time, not xid and release; write a list",
-        "s.yaml:10: until.alocatable is unknown; did you mean allocatable?",
+        "s.yaml:10: until.alocatable is unknown (did you mean allocatable?)",
         "s.yaml:10: until needs capacity, allocatable, registrations, condition or probe",
         "s.yaml:11: timeout must be a number with a unit",
     ):
@@ -228,7 +228,7 @@ def test_every_problem_is_told_at_once_with_its_line(tmp_path: Path) -> None:
     ("content", "sentence"),
     [
         (b"\xff\xfe\x00binary", ":1: not UTF-8 text"),
-        (b"node:\n\tgpus: 3\n", ":2: found character"),
+        (b"node:\n\tgpus: 3\n", ":2: holds a tab where YAML takes none; indent with spaces"),
         (b"node: a\x00b\n", ":1: holds a character that YAML forbids"),
         (b"node: " + b"[" * 1_000, "nested too deeply"),
         (b"#" * 200_000, "over 128 KiB"),
@@ -302,5 +302,5 @@ def test_an_unknown_name_suggests_the_right_one_and_lists_them_all() -> None:
     with pytest.raises(UsageError) as caught:
         scenario.load("xid79")
 
-    assert "There is no scenario xid79; did you mean xid-79?" in str(caught.value)
+    assert "There is no scenario xid79 (did you mean xid-79?)" in str(caught.value)
     assert ", ".join(scenario.shipped_names()) in str(caught.value)

@@ -339,12 +339,13 @@ async def test_a_device_that_comes_does_not_wait_until_a_fight_is_over(
     node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sink_module, "MAX_GAP_S", 3_600.0)
-    monkeypatch.setattr(sink_module, "SETTLE_S", 30.0)
     async with node.running() as sink:
         # The file was taken away only just now, and many times before that.
         sink._gap_s, sink._written_ns = 3_600.0, time.monotonic_ns()
         node.file.unlink()
+        monkeypatch.setattr(sink_module, "SETTLE_S", 0.2)
         await sink.settle()
+        monkeypatch.setattr(sink_module, "SETTLE_S", 30.0)
         node.add_nodes("nvidia2")
         await node.publish(state(gpu(0), gpu(1), gpu(2)))
         assert node.resolves(f"{KIND}={uuid(2)}")

@@ -314,9 +314,12 @@ async def test_a_source_that_ended_can_be_run_again(
     task.cancel()
     await asyncio.wait({task})
     recorder.forget()
+    waits = node.state.calls("nvmlEventSetWait")
     async with asyncio.TaskGroup() as group:
         again = group.create_task(source.run())
         await recorder.at_least(4, GpuProbePassed)
+        # Of what happens before that, nobody is told.
+        await until(lambda: node.state.calls("nvmlEventSetWait") > waits)
         node.state.push_xid(1, 48)
         await recorder.first(XidReported)
         again.cancel()
