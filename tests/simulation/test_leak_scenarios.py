@@ -92,7 +92,7 @@ async def test_a_process_whose_pod_is_gone_is_told_with_the_pod(node_dir: Path) 
 async def test_processes_on_gpus_that_they_were_not_given_are_told(node_dir: Path) -> None:
     result = await play("foreign-process", node_dir)
 
-    of_pod, of_host, over = told(result)
+    of_pod, of_host, *over = told(result)
     assert (of_pod["gpu"], culprits(of_pod, "comm", "owner", "pod", "contexts")) == (
         5,
         [("train", "pod", "ml/train", 1)],
@@ -101,7 +101,10 @@ async def test_processes_on_gpus_that_they_were_not_given_are_told(node_dir: Pat
         6,
         [("miner", "host", None, 1)],
     )
-    assert (over["reason"], over["active"]) == ("foreign_process", False)
+    assert [(each["reason"], each["gpu"], each["active"]) for each in over] == [
+        ("foreign_process", 5, False),
+        ("foreign_process", 6, False),
+    ]
 
 
 async def test_where_nothing_can_stand_for_the_driver_the_demo_says_so_in_one_sentence(
