@@ -132,7 +132,7 @@ async def test_no_gpu_at_all_is_waited_for(node: SimulatedNode) -> None:
         ("kubelet-socket", "/etc/passwd", "--kubelet-socket /etc/passwd is not a socket"),
         ("config-file", "/nonexistent.yaml", "Could not read the configuration file /nonexistent.yaml"),
         ("mig-strategy", "both", "--mig-strategy must be one of none, single, mixed"),
-        ("pol", "5s", '"--pol" is no flag; did you mean poll?'),
+        ("pol", "5s", '"--pol" is no flag (did you mean poll?)'),
     ],
 )
 async def test_what_an_operator_got_wrong_is_one_sentence_and_exit_code_2(

@@ -79,13 +79,13 @@ def test_without_a_command_help_is_shown_and_the_exit_code_is_2(invoke: Invoke) 
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["statis"], 'gpu-agent: "statis" is no command; did you mean status?; see gpu-agent --help'),
+        (["statis"], 'gpu-agent: "statis" is no command (did you mean status?); see gpu-agent --help'),
         (["zzz"], 'gpu-agent: "zzz" is no command; see gpu-agent --help'),
-        (["devices", "--outptu", "json"], 'gpu-agent: "--outptu" is no flag; did you mean --output?'),
+        (["devices", "--outptu", "json"], 'gpu-agent: "--outptu" is no flag (did you mean --output?)'),
         (["devices", "extra"], 'gpu-agent: "extra" is not expected here; see gpu-agent devices --help'),
         (["devices", "-o", "xml"], "gpu-agent: Argument -o/--output: invalid choice: 'xml'"),
         (["events", "--since", "soon"], "gpu-agent: --since must be the number of an event, a time"),
-        (["run", "--mig-strateg=none"], 'gpu-agent: "--mig-strateg" is no flag; did you mean mig-strategy?'),
+        (["run", "--mig-strateg=none"], 'gpu-agent: "--mig-strateg" is no flag (did you mean mig-strategy?)'),
         (["run", "--poll"], "gpu-agent: --poll needs a value"),
         (["run", "now"], 'gpu-agent: "now" is not expected here; run takes flags only'),
     ],

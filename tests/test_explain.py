@@ -63,5 +63,5 @@ def test_names_alone_are_for_scripts(capsys: pytest.CaptureFixture[str]) -> None
 def test_a_misspelt_code_is_told_with_the_right_one(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(("explain", "gpulost")) == 2
     assert capsys.readouterr().err == (
-        'gpu-agent: "gpulost" is no reason code; did you mean gpu_lost?; see gpu-agent explain\n'
+        'gpu-agent: "gpulost" is no reason code (did you mean gpu_lost?); see gpu-agent explain\n'
     )

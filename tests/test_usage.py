@@ -379,7 +379,7 @@ def test_the_status_shows_what_is_missing_of_the_picture() -> None:
         "         not complete: too much: 7",
         "         so far 3 lost events and 40 objects or files not kept",
     ]
-    assert status_of(None, Usage(at_ns=0, evicted=1)) == ["         so far 1 objects or files not kept"]
+    assert status_of(None, Usage(at_ns=0, evicted=1)) == ["         so far 1 object or file not kept"]
 
 
 @pytest.mark.parametrize(

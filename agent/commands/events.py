@@ -11,6 +11,7 @@ from typing import Any, Final, NamedTuple, cast
 from agent.commands.client import TIMEOUT_S, AgentClient, find_agent
 from agent.commands.render import Output, add_agent_flag, add_output_flag, fitted, show
 from agent.config.values import duration_from
+from agent.core.wording import counted
 from agent.errors import AgentError, AgentUnreachableError, UsageError
 from agent.log import rfc3339, wall_clock
 from agent.views import event_files
@@ -174,7 +175,9 @@ def _stream(agent: AgentClient, since: _Since) -> Iterator[dict[str, Any]]:
 
 def _note_missed(document: dict[str, object], *, is_on_disk: bool = False) -> None:
     if document.get("missed") and not is_on_disk:
-        print(f"gpu-agent: {document['missed']} older events are kept no more", file=sys.stderr)
+        number = cast("int", document["missed"])
+        kept = "is" if number == 1 else "are"
+        print(f"gpu-agent: {counted(number, 'older event')} {kept} kept no more", file=sys.stderr)
 
 
 def _wait_for(agent: AgentClient) -> None:

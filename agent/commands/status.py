@@ -8,6 +8,7 @@ from typing import Any, Final
 from agent.commands.client import find_agent
 from agent.commands.findings import culprits, places
 from agent.commands.render import NONE, UNKNOWN, Output, add_agent_flag, add_output_flag, age, show, table
+from agent.core.wording import counted
 
 _DESCRIPTION: Final = """\
 Show the running agent, what it offers, and why the node is not ready for GPU
@@ -130,10 +131,10 @@ def _usage(usage: dict[str, Any] | None) -> list[str]:
         return []
     lines = [] if usage["complete"] else [f"         not complete: {usage['incomplete_because']}"]
     kept = [
-        f"{count} {what}"
-        for what, count in (
-            ("lost events", usage["events_lost"]),
-            ("objects or files not kept", usage["evicted"]),
+        counted(count, *nouns)
+        for nouns, count in (
+            (("lost event",), usage["events_lost"]),
+            (("object or file not kept", "objects or files not kept"), usage["evicted"]),
         )
         if count
     ]

@@ -21,6 +21,7 @@ from agent.commands.call_lines import TITLES, Summary, json_of, line_of
 from agent.commands.client import find_agent
 from agent.commands.render import add_agent_flag
 from agent.config.values import duration_from
+from agent.core.wording import counted
 from agent.errors import AgentError, AgentUnreachableError, ProbeLoadError, UsageError
 from agent.log import wall_time_of
 from agent.probe import kernel
@@ -212,7 +213,8 @@ class Trace:
         print("\n" + "\n".join(self._summary.lines()), flush=True)
         waiting = sum(1 for _ in self._in_flight())
         _note(
-            f"{self._summary.calls} calls, {waiting} not returned, {lost} lost: {self._why}", is_quiet=False
+            f"{counted(self._summary.calls, 'call')}, {waiting} not returned, {lost} lost: {self._why}",
+            is_quiet=False,
         )
 
     def _follow(self, end_s: float | None) -> None:
@@ -291,4 +293,4 @@ class Trace:
         if self._is_json:
             print(json.dumps({"kind": kind, "count": count}))
         else:
-            _note(f"{count} calls {why}", is_quiet=False)
+            _note(f"{counted(count, 'call')} {why}", is_quiet=False)

@@ -11,6 +11,7 @@ from typing import Final, Literal
 from agent.core.imex import missing_channels
 from agent.core.injection import ContainerAnswer, container_answer
 from agent.core.reasons import MEANINGS, advice_of
+from agent.core.wording import listed
 from agent.model.health import Evidence, Health, Reason
 from agent.model.snapshot import Device, Resource, Snapshot
 
@@ -133,9 +134,7 @@ def _listed(ids: Sequence[str]) -> str:
     """Return some of many ids, and how many more there are."""
     named = [shown(each) for each in ids[:MAX_NAMED]]
     more = len(ids) - len(named)
-    if more:
-        return f"{', '.join(named)} and {more} more"
-    return " and ".join([", ".join(named[:-1]), named[-1]] if len(named) > 1 else named)
+    return listed([*named, f"{more} more"] if more else named, "and")
 
 
 def _sick(snapshot: Snapshot, devices: Iterable[Device]) -> Refusal | None:

@@ -11,6 +11,7 @@ from typing import Final
 
 from agent.core.growth import Windows, followed, next_part_at, warm_at
 from agent.core.leak_rules import RULES, Scene, Seen, Suspect, SuspectKey, prepared, total
+from agent.core.wording import counted
 from agent.model.health import MAX_CULPRITS, Condition, Culprit, Details, LeakKind, Reason
 from agent.model.ids import GpuUuid, Placement
 from agent.model.policy import SECOND_NS, LeakPolicy
@@ -236,13 +237,14 @@ def _critical_at(finding: Suspect, policy: LeakPolicy) -> int:
 def message_of(details: Details, policy: LeakPolicy) -> str:  # noqa: PLR0911 - a table
     """Return what is found in one sentence, without pids and names of pods: it is shown to everyone."""
     count = details.more + sum(each.role == "holder" for each in details.culprits)
-    processes, s = ("1 process", "s") if count == 1 else (f"{count} processes", "")
-    contexts = "Contexts" if details.contexts is None else f"{details.contexts} contexts"
+    processes, s = counted(count, "process", "processes"), "s" if count == 1 else ""
+    contexts = "Contexts" if details.contexts is None else counted(details.contexts, "context")
+    be = "is" if details.contexts == 1 else "are"
     memory = "" if details.used_bytes is None else f" and {_mebibytes(details.used_bytes)} of its memory"
     match details.kind:
         case LeakKind.ORPHANED_CLIENT:
             kept = f"kept by {processes}" if count else "in files that no process has open"
-            return f"{contexts} of a process that ended are {kept}"
+            return f"{contexts} of a process that ended {be} {kept}"
         case LeakKind.POD_GONE:
             return f"{processes} of pods that are gone hold{s} the GPU{memory}"
         case LeakKind.STUCK_EXIT:
@@ -258,7 +260,7 @@ def message_of(details: Details, policy: LeakPolicy) -> str:  # noqa: PLR0911 - 
         case LeakKind.IDLE:
             return f"A pod has it and no process opened it for {policy.idle_ns // (60 * SECOND_NS)} min"
         case LeakKind.MANY_CONTEXTS:
-            return f"{contexts} are on the GPU"
+            return f"{contexts} {be} on the GPU"
 
 
 def _mebibytes(figure: int) -> str:

@@ -10,6 +10,7 @@ from agent.core.list_size import is_too_long, too_long_message
 from agent.core.registration import NO_SOCKET, Registration
 from agent.core.state import State
 from agent.core.verdicts import health_of
+from agent.core.wording import counted
 from agent.model.facts import DEVICE_PLUGIN, KUBELET, NVML
 from agent.model.health import Condition, Health, Reason
 from agent.model.ids import GpuUuid, ResourceName
@@ -170,7 +171,7 @@ def _bus_findings(state: State) -> Iterator[Finding]:
     if missing:
         yield Finding(
             Reason.GPU_COUNT_MISMATCH,
-            f"The bus has {len(state.bus)} GPUs for the driver, NVML lists {len(listed)}: not"
+            f"The bus has {counted(len(state.bus), 'GPU')} for the driver, NVML lists {len(listed)}: not"
             f" {', '.join(missing)}",
         )
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
+from agent.core.wording import listed
 from agent.errors import ConfigError
 from agent.spelling import suggestion
 
@@ -64,15 +65,23 @@ class Action:
             try:
                 values[name] = known[name].parse(text[:MAX_TEXT])
             except ValueError as error:
-                problems.append(f'{name} of {self.name} {error}, not "{text[:80]}"')
-        missing = [each.name for each in self.parameters if each.is_required and each.name not in given]
-        problems += [f"{self.name} needs {name}" for name in missing]
+                problems.append(f'{self._called(name)} {error}, not "{text[:80]}"')
+        missing = [each for each in self.parameters if each.is_required and each.name not in given]
+        problems += [self._missing(each) for each in missing]
         if problems:
             raise ConfigError(tuple(problems))
         try:
             return self.make(values)
         except ValueError as error:
             raise ConfigError((f"{self.name} {error}",)) from None
+
+    def _called(self, name: str) -> str:
+        """Return what a person calls a parameter: the subject is what stands after the action's name."""
+        return self.name if name == self.subject else f"{name} of {self.name}"
+
+    def _missing(self, parameter: Parameter) -> str:
+        wanted = "a value" if parameter.name == self.subject else parameter.name
+        return f"{self.name} needs {wanted}" + (f": {parameter.help}" if parameter.help else "")
 
     @property
     def usage(self) -> str:
@@ -143,7 +152,7 @@ def choice(*choices: str) -> Callable[[str], str]:
 
     def parse(text: str) -> str:
         if text not in choices:
-            raise ValueError(f"must be {' or '.join(choices)}")
+            raise ValueError(f"must be {listed(choices, 'or')}")
         return text
 
     return parse
@@ -152,5 +161,5 @@ def choice(*choices: str) -> Callable[[str], str]:
 def name_text(text: str) -> str:
     """Parse a name: not empty, printable, without white space."""
     if not text or not text.isprintable() or any(char.isspace() for char in text):
-        raise ValueError("must be a name")
+        raise ValueError("must be a name without spaces")
     return text

@@ -10,6 +10,7 @@ from dataclasses import MISSING, dataclass, fields
 from itertools import chain
 from typing import TYPE_CHECKING, Any, Final, get_args, get_type_hints
 
+from agent.core.wording import counted
 from agent.errors import ConfigError, NvmlCode, UsageError
 from agent.simulation.action_table import (
     Action,
@@ -193,13 +194,15 @@ class Reveal:
     async def apply(self, node: "SimulatedNode") -> str:
         """Show and hide."""
         if self.gpus > node.nvml.gpus:
-            raise UsageError(f"The simulated node has {node.nvml.gpus} GPUs, so it cannot reveal {self.gpus}")
+            raise UsageError(
+                f"The simulated node has {counted(node.nvml.gpus, 'GPU')}, so it cannot reveal {self.gpus}"
+            )
         for slot in range(node.nvml.gpus):
             if slot < self.gpus:
                 node.nvml.reveal_gpu(slot)
             else:
                 node.nvml.hide_gpu(slot)
-        return f"NVML lists {self.gpus} of {node.nvml.gpus} GPUs"
+        return f"NVML lists {self.gpus} of {counted(node.nvml.gpus, 'GPU')}"
 
 
 @dataclass(frozen=True, slots=True)

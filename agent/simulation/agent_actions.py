@@ -67,13 +67,15 @@ class AgentOrder:
 
     def __post_init__(self) -> None:
         if self.gpu is None and self.order in _OF_ONE_GPU:
-            raise ValueError(f"needs gpu to {self.order}")
+            raise ValueError(f"needs gpu for {self.order}")
         if self.gpu is not None and self.order not in {*_OF_ONE_GPU, "release"}:
-            raise ValueError(f"takes no gpu to {self.order}")
-        if (self.why is not None) != (self.order == "hold"):
-            raise ValueError("needs why to hold, and for nothing else")
+            raise ValueError(f"takes no gpu for {self.order}")
+        if self.why is None and self.order == "hold":
+            raise ValueError("needs why for hold")
+        if self.why is not None and self.order != "hold":
+            raise ValueError(f"takes no why for {self.order}")
         if self.time is not None and self.order != "release":
-            raise ValueError("takes time to release, and for nothing else")
+            raise ValueError(f"takes no time for {self.order}")
 
     async def apply(self, node: "SimulatedNode") -> str:
         """Give it, and wait until the agent took it."""

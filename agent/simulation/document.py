@@ -4,9 +4,7 @@ Guarantees: a scalar is the text that stands in the file, so ``on`` is a word an
 what a value means is decided where it is used. The work is bounded by the size of the file.
 """
 
-from typing import Any, Final, cast
-
-import yaml
+from typing import Final
 
 from agent.config.yaml_tree import Node, Notes, UnreadableError, bytes_of, join, tree_of
 from agent.errors import UsageError
@@ -42,7 +40,7 @@ class Document(Notes):
             }
         if node.id == "sequence":
             return [self._plain(path, value, depth + 1) for value in self.items(path, node)]
-        return yaml.SafeLoader("").construct_object(cast("Any", node))
+        return self.value(path, node)
 
 
 def read(path: str, what: str) -> Document:

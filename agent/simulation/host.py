@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
+from agent.core.wording import counted
 from agent.errors import AgentError
 from agent.simulation.control import ControlServer
 from agent.simulation.directory import NodeDirectory, agent_flags
@@ -156,9 +157,10 @@ def describe_condition(line: Mapping[str, Any]) -> str:
 
 def _introduction(plan: Plan, path: Path) -> str:
     models = sorted({gpu.name for gpu in plan.spec.gpus})
+    gpus = counted(len(plan.spec.gpus), "GPU")
     return "\n".join(
         [
-            f"Simulated node {plan.label} in {path}: {len(plan.spec.gpus)} GPUs ({', '.join(models)})",
+            f"Simulated node {plan.label} in {path}: {gpus} ({', '.join(models)})",
             "Run the agent on it:",
             f"  gpu-agent run {_flags(plan, path)}",
             "Make something happen:",

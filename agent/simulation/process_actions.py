@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from agent.config.values import duration_from
+from agent.core.wording import counted
 from agent.errors import UsageError
 from agent.simulation.action_table import action, choice, name_text, parameter, whole_number
 from agent.simulation.driver_double.double import DriverDouble
@@ -94,11 +95,11 @@ class ProcessOrder:
     def __post_init__(self) -> None:
         for name, orders in _ONLY.items():
             if getattr(self, name) is not None and self.order not in orders:
-                raise ValueError(f"takes no {name} to {self.order}")
+                raise ValueError(f"takes no {name} for {self.order}")
         if self.to is None and self.order in _ONLY["to"]:
-            raise ValueError(f"needs to for {self.order}")
+            raise ValueError(f"needs the parameter to for {self.order}")
         if self.gpu is None and self.order == "start":
-            raise ValueError("needs gpu to start")
+            raise ValueError("needs gpu for start")
         if (self.gi is None) != (self.ci is None):
             raise ValueError("needs both gi and ci, or neither")
 
@@ -159,15 +160,16 @@ class ProcessOrder:
             freed = await owner.process.destroy(
                 None if self.contexts is None else self.contexts, minor=node.spec.gpus[slot].minor
             )
-            return f"{owner.title} destroyed {freed} contexts on {where}"
+            return f"{owner.title} destroyed {counted(freed, 'context')} on {where}"
         if self.order == "leak":
             every_s = 1.0 if self.every is None else self.every
             await node.processes.leak(owner, slot, number, every_s)
             return (
-                f"{owner.title} creates {number} contexts on {where}, one every {every_s:g} s, and frees none"
+                f"{owner.title} creates {counted(number, 'context')} on {where}, one every {every_s:g} s,"
+                " and frees none"
             )
         await node.processes.create(owner, slot, number)
-        return f"{owner.title} created {number} contexts on {where}"
+        return f"{owner.title} created {counted(number, 'context')} on {where}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, cast, get_args
 
+from agent.core.wording import counted
 from agent.simulation.action_table import action, choice, name_text, parameter, whole_number
 from agent.simulation.nvml.state import EccCounter, EccLocation, EccType, FabricState
 
@@ -113,7 +114,7 @@ class Ecc:
             location=cast("EccLocation", self.location),
         )
         return (
-            f"{node.gpu_name(slot)} counts {self.count} {self.kind} ECC errors "
+            f"{node.gpu_name(slot)} counts {counted(self.count, f'{self.kind} ECC error')} "
             f"({self.counter}, {self.location})"
         )
 
@@ -182,7 +183,7 @@ class NvLink:
         links = range(node.nvml.number(slot, "links")) if self.link is None else (self.link,)
         for link in links:
             node.nvml.set_nvlink(slot, link, up=self.state == "up")
-        which = f"{len(links)} NVLinks" if self.link is None else f"NVLink {self.link}"
+        which = counted(len(links), "NVLink") if self.link is None else f"NVLink {self.link}"
         return f"{which} of {node.gpu_name(slot)}: {self.state}"
 
 

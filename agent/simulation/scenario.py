@@ -32,6 +32,7 @@ from agent.config.option import Option
 from agent.config.options import OPTIONS
 from agent.config.values import bool_from, duration_from
 from agent.config.yaml_tree import Node
+from agent.core.wording import listed
 from agent.errors import ConfigError, UsageError
 from agent.model.health import LeakKind, Reason
 from agent.simulation import actions
@@ -295,7 +296,9 @@ class _Reader:
     def _condition(self, path: str, node: Node, found: Mapping[str, Node]) -> ConditionExpectation | None:
         code = self._word(f"{path}.condition", found.get("condition"), tuple(Reason))
         if "condition" not in found and found.keys() & set(_CONDITION_KEYS):
-            self._doc.problem(node, f"{path} needs condition for {', '.join(_CONDITION_KEYS)}")
+            self._doc.problem(
+                node, f"{path} says {listed(_CONDITION_KEYS, 'or')} of no condition; write condition too"
+            )
         kind = self._word(f"{path}.kind", found.get("kind"), tuple(LeakKind))
         gpu = self._count(f"{path}.gpu", found.get("gpu"))
         active = self._bool(f"{path}.active", found.get("active"))
@@ -308,7 +311,7 @@ class _Reader:
         if node is None or text in known:
             return text
         meant = suggestion(text or "", known)
-        self._doc.problem(node, f'{path} must be one of {", ".join(known)}, not "{(text or "")[:40]}"{meant}')
+        self._doc.problem(node, f'{path} must be {listed(known, "or")}, not "{(text or "")[:40]}"{meant}')
         return None
 
     def _bool(self, path: str, node: Node | None) -> bool:
@@ -326,7 +329,9 @@ class _Reader:
         if text is None:
             return None
         if not (text.isascii() and text.isdigit() and len(text) < 9 and least <= int(text) <= _MAX_COUNT):
-            self._doc.problem(node, f'{path} must be a whole number of at least {least}, not "{text[:40]}"')
+            self._doc.problem(
+                node, f'{path} must be a whole number between {least} and {_MAX_COUNT}, not "{text[:40]}"'
+            )
             return None
         return int(text)
 

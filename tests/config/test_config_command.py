@@ -74,7 +74,7 @@ def test_validate_tells_every_mistake_with_its_line(capsys: pytest.CaptureFixtur
     assert (code, out) == (2, "")
     assert [line.removeprefix(f"gpu-agent: {file}:") for line in err.splitlines()] == [
         '2: flags.migStrategy must be one of none, single, mixed, and is "foo"',
-        "4: agent.pol is unknown; did you mean poll?",
+        "4: agent.pol is unknown (did you mean poll?)",
         "5: sharing.mps.resources[0].replicas must be at least 2, and is 1",
     ]
 
@@ -126,8 +126,8 @@ def test_each_flag_that_is_wrong_is_told(capsys: pytest.CaptureFixture[str]) -> 
     assert code == 2
     assert err.splitlines() == [
         "gpu-agent: --poll needs a value",
-        'gpu-agent: "-pol" is no flag; did you mean --poll?; see gpu-agent config --help',
-        'gpu-agent: "--migstrategy" is no flag; did you mean --mig-strategy?; see gpu-agent config --help',
+        'gpu-agent: "-pol" is no flag (did you mean --poll?); see gpu-agent config --help',
+        'gpu-agent: "--migstrategy" is no flag (did you mean --mig-strategy?); see gpu-agent config --help',
     ]
 
 
@@ -202,5 +202,5 @@ def test_explain_suggests_the_right_name(capsys: pytest.CaptureFixture[str]) -> 
     code, _, err = run(capsys, "explain", "agent.pol")
     assert (code, err) == (
         2,
-        'gpu-agent: "agent.pol" is no setting; did you mean agent.poll?; see gpu-agent config explain\n',
+        'gpu-agent: "agent.pol" is no setting (did you mean agent.poll?); see gpu-agent config explain\n',
     )

@@ -225,7 +225,7 @@ def test_all_problems_are_told_at_once(tmp_path: Path) -> None:
 
 def test_a_misspelt_variable_is_a_warning_with_the_right_one() -> None:
     assert config.load({}, {"GPU_AGENT_HTTP_LISTN": "x"}).warnings == (
-        "GPU_AGENT_HTTP_LISTN is no setting; did you mean GPU_AGENT_HTTP_LISTEN?",
+        "GPU_AGENT_HTTP_LISTN is no setting (did you mean GPU_AGENT_HTTP_LISTEN?)",
     )
 
 
@@ -283,8 +283,8 @@ def test_a_file_that_sets_nothing_changes_nothing(tmp_path: Path, text: str) -> 
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
-        ("agent:\n  pol: 1s\n", "FILE:2: agent.pol is unknown; did you mean poll?"),
-        ("agent: {http_listen: x}", "FILE:1: agent.http_listen is unknown; did you mean httpListen?"),
+        ("agent:\n  pol: 1s\n", "FILE:2: agent.pol is unknown (did you mean poll?)"),
+        ("agent: {http_listen: x}", "FILE:1: agent.http_listen is unknown (did you mean httpListen?)"),
         ("agent: {zzz: 1}", "FILE:1: agent.zzz is unknown"),
         ("migStrategy: none", "FILE:1: migStrategy is in the wrong place; write flags.migStrategy"),
         ("flags: {poll: 1s}", "FILE:1: flags.poll is in the wrong place; write agent.poll"),
@@ -343,7 +343,7 @@ def test_a_mistake_in_the_file_is_told_with_its_line_and_path(
     [
         (
             "flags: {migStrateg: none}",
-            "FILE:1: flags.migStrateg is unknown and ignored; did you mean migStrategy?",
+            "FILE:1: flags.migStrateg is unknown and ignored (did you mean migStrategy?)",
         ),
         ("something: {else: 1}", "FILE:1: something is unknown and ignored"),
     ],
@@ -567,9 +567,9 @@ def test_the_slowdown_window_is_a_time_whatever_the_poll(tmp_path: Path) -> None
 
 def test_a_misspelt_key_inside_is_told_with_the_right_one(tmp_path: Path) -> None:
     assert problems(tmp_path, "agent: {flapping: {fault: 5}, flaping: {}, xid: {}}\n") == (
-        "FILE:1: agent.flapping.fault is unknown; did you mean faults?",
-        "FILE:1: agent.flaping is unknown; did you mean flapping?",
-        "FILE:1: agent.xid is unknown; did you mean xids?",
+        "FILE:1: agent.flapping.fault is unknown (did you mean faults?)",
+        "FILE:1: agent.flaping is unknown (did you mean flapping?)",
+        "FILE:1: agent.xid is unknown (did you mean xids?)",
     )
 
 

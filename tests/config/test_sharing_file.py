@@ -165,7 +165,7 @@ def test_our_entries_may_stand_alone(tmp_path: Path) -> None:
         ("{name: gpu, replicas: 2, gpus: [x]}", '[0].gpus must hold indexes or UUIDs of GPUs, and not "x"'),
         ("{name: gpu, replicas: 2, gpus: 0}", "[0].gpus must be a list"),
         ("{name: gpu, replicas: 2, models: ['']}", "[0].models must hold words of at most 128 characters"),
-        ("{name: gpu, replicas: 2, model: [a]}", "[0].model is unknown; did you mean models?"),
+        ("{name: gpu, replicas: 2, model: [a]}", "[0].model is unknown (did you mean models?)"),
         ("{name: a, replicas: 2}, {name: a, replicas: 3}", " names nvidia.com/a twice"),
     ],
 )

@@ -63,7 +63,7 @@ def test_a_share_is_meant_by_its_number_or_is_the_next_one(word: str) -> None:
 def test_a_card_that_is_named_twice_is_two_shares_of_it() -> None:
     state = snapshot(gpu(0), gpu(1), shares=2)
     limited = replace(state, policy=replace(state.policy, sharing=Sharing(distinct_cards=True)))
-    with pytest.raises(AgentError, match=f"{U0}::0, {U0}::1"):
+    with pytest.raises(AgentError, match=f"{U0}::0 and {U0}::1"):
         dry_run(limited, ["0", "0"])
 
 

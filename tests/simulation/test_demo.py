@@ -134,7 +134,7 @@ async def test_an_agent_that_cannot_start_is_shown_with_its_last_words(
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["--scenario=xid79"], "There is no scenario xid79; did you mean xid-79?"),
+        (["--scenario=xid79"], "There is no scenario xid79 (did you mean xid-79?)"),
         (
             ["--scenario=/nowhere.yaml"],
             "Could not read the scenario /nowhere.yaml: No such file or directory",

@@ -264,15 +264,15 @@ async def test_a_node_without_a_driver_double_says_what_it_needs() -> None:
 @pytest.mark.parametrize(
     ("given", "problem"),
     [
-        ({"order": "start", "name": "a"}, "needs gpu to start"),
-        ({"order": "fork", "name": "a"}, "needs to for fork"),
-        ({"order": "stop", "name": "a", "gpu": "1"}, "takes no gpu to stop"),
-        ({"order": "exit", "name": "a", "contexts": "1"}, "takes no contexts to exit"),
-        ({"order": "start", "name": "a", "gpu": "1", "every": "1s"}, "takes no every to start"),
+        ({"order": "start", "name": "a"}, "needs gpu for start"),
+        ({"order": "fork", "name": "a"}, "needs the parameter to for fork"),
+        ({"order": "stop", "name": "a", "gpu": "1"}, "takes no gpu for stop"),
+        ({"order": "exit", "name": "a", "contexts": "1"}, "takes no contexts for exit"),
+        ({"order": "start", "name": "a", "gpu": "1", "every": "1s"}, "takes no every for start"),
         ({"order": "start", "name": "a", "gpu": "1", "gi": "1"}, "needs both gi and ci"),
         ({"order": "start", "name": "a", "gpu": "1", "pod": "job"}, "must be a namespace and a name"),
         ({"order": "start", "name": "a", "gpu": "1", "comm": "x" * 16}, "must have 1 to 15 bytes"),
-        ({"order": "dance", "name": "a"}, "must be start or create"),
+        ({"order": "dance", "name": "a"}, "must be start, create, "),
     ],
 )
 def test_orders_that_make_no_sense_are_told(given: dict[str, str], problem: str) -> None:

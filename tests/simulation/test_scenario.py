@@ -165,14 +165,15 @@ def test_what_is_expected_of_the_agent_wrongly_is_told(tmp_path: Path) -> None:
         "until: {allocatable: 4}\n",
     )
 
-    assert [line.partition("must be one of")[0] for line in found] == [
-        "s.yaml:3: steps[0].expect.probe ",
-        "s.yaml:4: steps[1].expect.condition ",
-        "s.yaml:5: steps[2].expect.kind ",
-        's.yaml:5: steps[2].expect.active must be true or false, not "perhaps"',
-        "s.yaml:6: steps[3].expect needs condition for kind, gpu, active",
+    assert [line.partition(" must be ")[0] for line in found] == [
+        "s.yaml:3: steps[0].expect.probe",
+        "s.yaml:4: steps[1].expect.condition",
+        "s.yaml:5: steps[2].expect.kind",
+        "s.yaml:5: steps[2].expect.active",
+        "s.yaml:6: steps[3].expect says kind, gpu or active of no condition; write condition too",
     ]
-    assert found[0].endswith('must be one of running, not "runs"')
+    assert found[0].endswith('must be running, not "runs"')
+    assert found[3].endswith('must be true or false, not "perhaps"')
     assert found[1].endswith('not "context_leek" (did you mean context_leak?)')
 
 

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final, NoReturn
 
+from agent.core.wording import counted
 from agent.simulation.driver_double.nodes import Gpu
 from agent.simulation.gpu_processes.calls import Caller, CallRefused
 from agent.simulation.gpu_processes.cuda import Cuda
@@ -96,7 +97,7 @@ class Program:
         minor, number = message["minor"], message["contexts"]
         live = self._program.contexts_on(minor)
         if number is not None and number > live:
-            raise LookupError(f"it has {live} contexts")
+            raise LookupError(f"it has {counted(live, 'context')}")
         for _number in range(live if number is None else number):
             self._program.destroy(minor)
         return {"destroyed": live if number is None else number}

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields
 from typing import Final, Literal, NewType, TypeAlias, get_args, get_type_hints
 
+from agent.core.wording import listed
 from agent.errors import UsageError
 
 Seconds = NewType("Seconds", float)
@@ -151,28 +152,36 @@ def parse_fault(name: str, params: Mapping[str, object]) -> Fault:
     """Return the fault; raises UsageError that names what is known where something is not."""
     known = name.replace("-", "_")
     if known not in FAULTS:
-        raise UsageError(f"There is no kubelet fault {name!r}; known faults: {', '.join(FAULTS)}")
-    fault = FAULTS[known]
+        raise UsageError(
+            f'There is no kubelet fault "{name[:80]}"; known faults: {", ".join(map(_written, FAULTS))}'
+        )
+    fault, called = FAULTS[known], f"kubelet {_written(known)}"
     hints = get_type_hints(fault)
     unknown = sorted(set(params) - set(hints))
     if unknown:
         raise UsageError(
-            f"Kubelet fault {known} has no parameter {unknown[0]!r}; it takes: {', '.join(hints) or 'none'}"
+            f'{called} has no parameter "{unknown[0][:80]}"; it takes: {", ".join(hints) or "none"}'
         )
     missing = [each.name for each in fields(fault) if each.default is MISSING and each.name not in params]
     if missing:
-        raise UsageError(f"Kubelet fault {known} needs the parameter {missing[0]!r}")
-    values = {key: _value(f"{known}: {key}", hints[key], value) for key, value in params.items()}
+        raise UsageError(f"{called} needs {missing[0]}")
+    values = {key: _value(f"{key} of {called}", hints[key], value) for key, value in params.items()}
     parsed: Fault = fault(**values)  # type: ignore[arg-type]  # checked by name and type just above
     if isinstance(parsed, Clear) and parsed.fault is not None:
         return Clear(_lasting(parsed.fault))
     return parsed
 
 
+def _written(name: str) -> str:
+    """Return a fault's name as it is written on the command line and in scenarios."""
+    return name.replace("_", "-")
+
+
 def _lasting(name: str) -> str:
     known = name.replace("-", "_")
     if known not in LASTING:
-        raise UsageError(f"Kubelet fault {name!r} cannot be cleared; those that last: {', '.join(LASTING)}")
+        lasting = ", ".join(map(_written, LASTING))
+        raise UsageError(f'Kubelet fault "{name[:80]}" cannot be cleared; those that last: {lasting}')
     return known
 
 
@@ -189,18 +198,18 @@ def _value(where: str, hint: object, value: object) -> object:
         return _count(where, value)
     if hint is str:
         if not isinstance(value, str) or not value:
-            raise UsageError(f"Kubelet fault {where} must be a text, not {value!r}")
+            raise UsageError(f'{where} must be a text, not "{value}"')
         return value
     choices = get_args(hint)
     if value not in choices:
-        raise UsageError(f"Kubelet fault {where} must be one of {', '.join(choices)}, not {value!r}")
+        raise UsageError(f'{where} must be {listed(choices, "or")}, not "{value}"')
     return value
 
 
 def _count(where: str, value: object) -> int:
     number = int(value) if isinstance(value, str) and value.isdecimal() else value
     if isinstance(number, bool) or not isinstance(number, int) or not 1 <= number <= _MAX_COUNT:
-        raise UsageError(f"Kubelet fault {where} must be a whole number of at least 1, not {value!r}")
+        raise UsageError(f'{where} must be a whole number between 1 and {_MAX_COUNT}, not "{value}"')
     return number
 
 
@@ -212,5 +221,5 @@ def _seconds(where: str, value: object) -> Seconds:
     elif isinstance(value, (int, float)) and not isinstance(value, bool):
         seconds = float(value)
     if seconds is None or not 0 <= seconds <= _MAX_SECONDS:
-        raise UsageError(f"Kubelet fault {where} must be a duration like 2s or 500ms, not {value!r}")
+        raise UsageError(f'{where} must be a duration like 2s or 500ms, not "{value}"')
     return Seconds(seconds)
