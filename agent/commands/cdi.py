@@ -192,16 +192,16 @@ def _from_json(path: str, raw: bytes) -> tuple[Any, list[str]]:
         return None, [f"{path}:{error.lineno}: {error.msg}"]
     except UnicodeDecodeError:
         return None, [f"{path}: not UTF-8 text"]
+    except ValueError:
+        return None, [f"{path}: holds a number of more digits than anybody reads"]
     except RecursionError:
         return None, [f"{path}: nested too deeply"]
 
 
 def _value(notes: Any, name: str, node: Any, seen: set[int]) -> Any:
     """Return a YAML tree as values, and note what a runtime's strict parser refuses."""
-    import yaml  # noqa: PLC0415 - only for YAML
-
     if node.id == "scalar":
-        return yaml.SafeLoader("").construct_object(node)
+        return notes.value(name or "the document", node)
     if id(node) in seen:
         # Followed, a few lines of them could stand for more than fits into memory.
         notes.problem(node, f"{name or 'the document'} is used again by an alias; write it out")

@@ -174,6 +174,17 @@ class Notes:
             return None
         return None if text is None else text == "true"
 
+    def value(self, path: str, node: Node) -> object:
+        """Return a single value as YAML itself makes it, None for what is null or only looks like one."""
+        import yaml  # noqa: PLC0415 - as above
+
+        try:
+            return yaml.SafeLoader("").construct_object(cast("Any", node))
+        except (ValueError, LookupError, AttributeError, yaml.YAMLError):
+            # A date in month 99, a number of 5,000 digits, !!int abc, the tag of another program.
+            self.problem(node, f'{path} is "{shown(str(node.value))}", which is no value of its type')
+            return None
+
 
 def is_null(node: Node) -> bool:
     """Whether nothing was given."""
