@@ -13,6 +13,9 @@ from typing import Any, Final, TypeVar
 
 T = TypeVar("T")
 
+_Jobs = queue.SimpleQueue[Callable[[], None] | None]
+"""None: there are no more."""
+
 
 async def in_daemon_thread(name: str, function: Callable[[], T]) -> T:
     """Return what a function returns, or raise what it raises; if cancelled, it is left to itself.
@@ -40,28 +43,39 @@ def started_in_daemon_thread(name: str, function: Callable[[], T]) -> asyncio.Fu
 class DaemonThread:
     """One daemon thread that does one thing after the other, for who has many: it costs nothing meanwhile.
 
-    It is started by the first thing that it is to do.
+    It is started by the first thing that it is to do, and ends when nobody can ask for another.
     """
 
     def __init__(self, name: str) -> None:
         self._name: Final = name
-        self._jobs: Final[queue.SimpleQueue[Callable[[], None] | None]] = queue.SimpleQueue()
+        self._jobs: Final[_Jobs] = queue.SimpleQueue()
         self._is_started = False
+
+    def __del__(self) -> None:
+        """Have the thread end with its owner."""
+        self.end()
 
     async def do(self, function: Callable[[], T]) -> T:
         """Return what a function returns, or raise what it raises; if cancelled, it is left to itself.
 
         Raises RuntimeError if no thread can be had.
         """
+        return await self.begin(function)
+
+    def begin(self, function: Callable[[], T]) -> asyncio.Future[T]:
+        """Have a function done and return the future of its outcome, for who may stop to wait and come back.
+
+        Raises RuntimeError if no thread can be had.
+        """
         loop = asyncio.get_running_loop()
         done: asyncio.Future[T] = loop.create_future()
         self.post(lambda: _run(function, loop, done))
-        return await done
+        return done
 
     def post(self, function: Callable[[], None]) -> None:
         """Do something for which nobody waits, and which raises nothing. Raises RuntimeError as ``do``."""
         if not self._is_started:
-            threading.Thread(target=self._work, name=self._name, daemon=True).start()
+            threading.Thread(target=_work, args=(self._jobs,), name=self._name, daemon=True).start()
             self._is_started = True
         self._jobs.put(function)
 
@@ -69,9 +83,10 @@ class DaemonThread:
         """Let the thread end after what it has to do; nothing more may be asked of it."""
         self._jobs.put(None)
 
-    def _work(self) -> None:
-        while (function := self._jobs.get()) is not None:
-            function()
+
+def _work(jobs: _Jobs) -> None:
+    while (function := jobs.get()) is not None:
+        function()
 
 
 def _run(function: Callable[[], T], loop: asyncio.AbstractEventLoop, done: asyncio.Future[T]) -> None:

@@ -52,6 +52,22 @@ async def test_it_ends_after_what_it_has_to_do() -> None:
     assert found[0].daemon
 
 
+async def test_it_ends_with_its_owner() -> None:
+    thread = DaemonThread("test-worker")
+    worker = await thread.do(threading.current_thread)
+    del thread
+    while worker.is_alive():
+        await asyncio.sleep(0.001)
+
+
+async def test_who_stopped_waiting_finds_what_came_of_it() -> None:
+    thread = DaemonThread("test-worker")
+    done = thread.begin(lambda: 7)
+    await asyncio.wait({done})
+
+    assert done.result() == 7
+
+
 def test_none_is_started_for_nothing() -> None:
     before = threading.active_count()
     DaemonThread("test-worker").end()

@@ -2,9 +2,9 @@
 
 Guarantees:
 
-1. Recording an event never blocks: it is queued and written by a thread. When the disk does not keep up,
-   or refuses, events wait; those for which there is no room are dropped, counted, and told by an event of
-   their own once there is room again.
+1. Recording an event never blocks: it is queued and written by a thread of the log's own. When the disk
+   does not keep up, or refuses, events wait; those for which there is no room are dropped, counted, and
+   told by an event of their own once there is room again.
 2. The room on disk is bounded, see agent.views.event_files.
 3. What was recorded is on the disk soon: it is synced with each write, of which there is one in
    MIN_INTERVAL_S at most.
@@ -19,7 +19,7 @@ from typing import Final, NamedTuple
 
 from agent.log import fields, rfc3339, wall_time_of
 from agent.model.effects import EventKind
-from agent.threads import started_in_daemon_thread
+from agent.threads import DaemonThread
 from agent.views import event_files
 from agent.views.events import Entry
 
@@ -59,6 +59,7 @@ class EventLog:
         self._clock = clock
         self._queue: deque[_Queued] = deque()
         self._has_work = asyncio.Event()
+        self._thread = DaemonThread("eventlog-writer")
         self._writing: _Writing | None = None
         self._untold = 0
         self.written = 0
@@ -134,7 +135,7 @@ class EventLog:
             lines = [_line(queued, boot_id) for queued in batch]
             return event_files.append(path, loss + lines, max_bytes=max_bytes)
 
-        return _Writing(started_in_daemon_thread("eventlog-writer", write), lost)
+        return _Writing(self._thread.begin(write), lost)
 
     def _note_failure(self, error: OSError | RuntimeError) -> None:
         detail = (error.strerror if isinstance(error, OSError) else None) or str(error)

@@ -4,8 +4,8 @@ Guarantees:
 
 1. The file is always an old or a new state, never a mix: it is written beside its place, synced and
    renamed, and the directory is synced. A checksum over the exact bytes finds what the disk did.
-2. Nothing is written or synced in the loop's thread; a slow disk delays only newer states of the
-   file, of which the newest wins.
+2. Everything is written and synced by one thread, which is not the loop's; a slow disk delays only
+   newer states of the file, of which the newest wins.
 3. Times are of CLOCK_MONOTONIC and so belong to one boot, whose id is in the file. Under another
    boot id every ``since`` is zero, what a reboot cures is gone, and so are the GPUs, because hardware
    may have been changed; holds and what only a person clears are kept and wait for their GPU.
@@ -16,17 +16,16 @@ Guarantees:
 import asyncio
 import contextlib
 import logging
-import threading
-from functools import partial
+import os
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 from agent.bus import Latest
 from agent.files import write
 from agent.log import fields
 from agent.model.snapshot import Durable, Snapshot
 from agent.sinks.statefile_format import UnusableError, decoded, encoded
-from agent.threads import in_daemon_thread
+from agent.threads import DaemonThread
 
 MAX_BYTES: Final = 4 * 1024 * 1024
 """A state of 16 GPUs with 7 MIG devices each and every condition there is has some 200 KiB."""
@@ -70,6 +69,13 @@ def _put_aside(path: str) -> None:
         Path(path).replace(f"{path}.unusable")
 
 
+class _Writing(NamedTuple):
+    """The write that is under way; there is one at a time, however long the disk takes."""
+
+    done: "asyncio.Future[os.stat_result]"
+    durable: Durable
+
+
 class StateFile:
     """Writes the durable part of the newest snapshot whenever it changed."""
 
@@ -78,10 +84,8 @@ class StateFile:
         self._latest = latest
         self._boot_id = boot_id
         self._written: Durable | None = None
-        self._writing = threading.Lock()
-        """Held by the thread that writes: one whose task was cancelled is still at the file beside."""
-        self._begun = self._newest = 0
-        """Number of the newest write begun, and of the newest one a thread has taken up."""
+        self._thread = DaemonThread("statefile-writer")
+        self._writing: _Writing | None = None
         self.failures = 0
         """Writes that failed since the start."""
         self.trouble: str | None = None
@@ -132,24 +136,44 @@ class StateFile:
         return True
 
     async def _write_newest(self) -> bool:
-        durable = self._latest.value.durable
+        """Write the newest state, after an older one that is being written; return whether it is written."""
+        if self._writing is not None:
+            await self._outcome_of(self._writing)
+            if self._latest.value.durable == self._written:
+                return True
         try:
-            self._begun += 1
-            await in_daemon_thread("statefile-writer", partial(self._write, durable, self._begun))
-        except (OSError, RuntimeError) as error:
+            writing = self._writing or self._begin()
+        except RuntimeError as error:
             self._note_failure(error)
             return False
+        return await self._outcome_of(writing)
+
+    def _begin(self) -> _Writing:
+        durable = self._latest.value.durable
+        done = self._thread.begin(lambda: write(self._path, encoded(durable, boot_id=self._boot_id)))
+        self._writing = _Writing(done, durable)
+        return self._writing
+
+    async def _outcome_of(self, writing: _Writing) -> bool:
+        # Not cancelled with whoever waits here: the next one takes the outcome.
+        await asyncio.wait({writing.done})
+        is_first = self._writing is writing
+        if is_first:
+            self._writing = None
+        try:
+            writing.done.result()
+        except OSError as error:
+            if is_first:
+                self._note_failure(error)
+            return False
+        if is_first:
+            self._note_success(writing.durable)
+        return True
+
+    def _note_success(self, durable: Durable) -> None:
         if self.trouble is not None:
             _log.info("Wrote the state file again", extra=fields(path=self._path))
         self._written, self.trouble = durable, None
-        return True
-
-    def _write(self, durable: Durable, number: int) -> None:
-        with self._writing:
-            if number < self._newest:
-                return  # overtaken by a newer state while this thread was starting
-            self._newest = number
-            write(self._path, encoded(durable, boot_id=self._boot_id))
 
     def _note_failure(self, error: OSError | RuntimeError) -> None:
         detail = (error.strerror if isinstance(error, OSError) else None) or str(error)

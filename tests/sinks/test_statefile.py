@@ -7,6 +7,7 @@ import logging
 import os
 import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -410,6 +411,43 @@ async def test_the_last_write_waits_for_one_that_was_under_way_when_its_task_was
     assert await in_daemon_thread("reader", lambda: load(path, boot_id=BOOT)) == newest
 
 
+async def test_all_states_are_written_by_one_thread(
+    path: str, latest: Latest[Snapshot], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads, sync = set(), os.fsync
+
+    def noted_sync(descriptor: int) -> None:
+        threads.add(threading.get_ident())
+        sync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", noted_sync)
+    state_file = StateFile(path, latest, boot_id=BOOT)
+    for number in range(5):
+        latest.publish(replace(node(), durable=Durable(xids=((U1, 13, number),))))
+        assert await state_file.flush(30)
+
+    assert len(threads) == 1
+    assert threading.get_ident() not in threads
+
+
+async def test_however_often_it_is_asked_one_write_at_a_time_hangs(
+    latest: Latest[Snapshot], hanging_path: str, tmp_path: Path
+) -> None:
+    state_file = StateFile(hanging_path, latest, boot_id=BOOT)
+    before = threading.active_count()
+    for number in range(20):
+        latest.publish(replace(node(), durable=Durable(xids=((U1, 13, number),))))
+        assert not await state_file.flush(0.01)
+    assert threading.active_count() <= before + 1
+    # Whoever asks next, when the disk answers again, has the newest state written.
+    pipe = os.open(tmp_path / "state.json.new", os.O_RDONLY | os.O_NONBLOCK)
+    (tmp_path / "state.json.new").unlink()
+    assert await state_file.flush(30)
+    os.close(pipe)
+    newest = latest.value.durable
+    assert await in_daemon_thread("reader", lambda: load(hanging_path, boot_id=BOOT)) == newest
+
+
 async def test_a_disk_that_hangs_does_not_hold_up_the_end(
     tmp_path: Path, latest: Latest[Snapshot], hanging_path: str
 ) -> None:
@@ -425,4 +463,5 @@ def hanging_path(tmp_path: Path) -> Iterator[str]:
     os.mkfifo(pipe)
     yield str(tmp_path / "state.json")
     # Let the thread go.
-    os.close(os.open(pipe, os.O_RDONLY | os.O_NONBLOCK))
+    with suppress(FileNotFoundError):
+        os.close(os.open(pipe, os.O_RDONLY | os.O_NONBLOCK))
