@@ -86,8 +86,8 @@ _X_DIRS: Final = ("/usr/lib/xorg", "/usr/lib64/xorg", "/usr/X11R6/lib", "/usr/X1
 _SOCKETS: Final = (
     ("/run/nvidia-persistenced/socket", "/var/run/nvidia-persistenced/socket"),
     ("/run/nvidia-fabricmanager/socket", "/var/run/nvidia-fabricmanager/socket"),
-    ("/tmp/nvidia-mps",),  # noqa: S108 - where NVIDIA's daemon has its pipes
 )
+_MPS_PIPES: Final = ("/tmp", "nvidia-mps")  # noqa: S108 - where NVIDIA's daemon has them
 
 
 class NotFoundError(Exception):
@@ -212,6 +212,18 @@ class _Search:
                 if resolved is not None and self._tree.is_socket_or_directory(resolved):
                     self._mount(resolved, path, SOCKET)
                     break
+        self._take_mps_pipes()
+
+    def _take_mps_pipes(self) -> None:
+        """Take the pipes of root's MPS daemon.
+
+        Anybody may make something of that name: a link to what no container should see, or pipes to a daemon
+        of their own.
+        """
+        folder, name = _MPS_PIPES
+        resolved = self._tree.resolve(folder)
+        if resolved is not None and self._tree.is_trusted_directory(f"{resolved}/{name}"):
+            self._mount(f"{resolved}/{name}", f"{folder}/{name}", SOCKET)
 
     def storage_mounts(self) -> Iterator[Mount]:
         """Yield what GPUDirect Storage reads."""

@@ -80,6 +80,14 @@ class FileTree:
         mode = self._mode(path)
         return stat.S_ISSOCK(mode) or stat.S_ISDIR(mode)
 
+    def is_trusted_directory(self, path: str) -> bool:
+        """Tell whether a path is itself a directory, and root's or ours, so that nobody else made it."""
+        self._look()
+        with suppress(OSError):
+            seen = os.lstat(self._root + path)
+            return stat.S_ISDIR(seen.st_mode) and seen.st_uid in {0, os.geteuid()}
+        return False
+
     def link_target(self, path: str) -> str | None:
         """Return what a symbolic link says; None where it is none."""
         try:

@@ -208,6 +208,19 @@ def test_a_socket_that_is_there_is_mounted_as_one(driver: Path) -> None:
     assert sockets == {"/run/nvidia-persistenced/socket", "/tmp/nvidia-mps"}
 
 
+def test_what_anybody_may_have_put_where_mps_has_its_pipes_is_not_mounted(driver: Path) -> None:
+    (driver / "root/secrets").mkdir(parents=True)
+    (driver / "tmp").mkdir()
+    place = driver / "tmp/nvidia-mps"
+    place.symlink_to("/root/secrets")
+    assert "/tmp/nvidia-mps" not in mounts(found(driver))
+    place.unlink()
+    place.mkdir()
+    if os.geteuid() == 0:
+        os.chown(place, 1000, 1000)
+        assert "/tmp/nvidia-mps" not in mounts(found(driver))
+
+
 def test_sockets_are_left_out_on_demand(driver: Path) -> None:
     assert not [each for each in found(driver, "disable-ipc-discoverer").mounts if each.options == SOCKET]
 
