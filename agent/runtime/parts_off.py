@@ -6,6 +6,7 @@ GPUs and watches them by NVML, and what needs more is off and said so. Nothing h
 
 import errno
 import os
+import stat
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Final, NamedTuple
@@ -59,11 +60,14 @@ def with_usable_state_dir(
 
 
 def _can_use(directory: str) -> bool:
+    """Return whether state may be kept there: what others put there would be believed as ours."""
     try:
         check_state_dir(directory)
-    except MissingRightsError:
+        seen = os.lstat(directory)
+    except (MissingRightsError, OSError):
         return False
-    return True
+    is_private = seen.st_uid == os.geteuid() and not seen.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+    return stat.S_ISDIR(seen.st_mode) and is_private
 
 
 def without_unreadable_log(settings: Settings) -> Settings:

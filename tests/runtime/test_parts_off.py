@@ -90,6 +90,17 @@ def test_state_in_a_containers_own_files_is_told_and_on_a_node_it_is_not(tmp_pat
         with_usable_state_dir(unusable, is_in_container=False)
 
 
+def test_state_is_kept_nowhere_that_others_may_write(tmp_path: Path) -> None:
+    unusable = load({"proc-root": "/nonexistent"}, {})._replace(state_dir="/proc/self/none")
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to("real")
+    (tmp_path / "open").mkdir()
+    (tmp_path / "open").chmod(0o777)
+    fallbacks = tuple(str(tmp_path / name) for name in ("link", "open", "own"))
+    taken = with_usable_state_dir(unusable, is_in_container=True, fallbacks=fallbacks)
+    assert taken.state_dir == str(tmp_path / "own")
+
+
 def test_a_state_directory_that_was_asked_for_is_not_replaced() -> None:
     asked = load({"state-dir": "/proc/self/none"}, {})
     with pytest.raises(MissingRightsError, match="/proc/self/none"):
