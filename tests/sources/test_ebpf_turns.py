@@ -58,3 +58,21 @@ async def test_what_waits_is_bounded_and_what_has_no_room_is_counted(
     assert told == ["first", "second", "a", "b"]
     assert await turns.take(steps(told, turns, "d", "e", size=5)) == 0
     assert told[-2:] == ["d", "e"]
+
+
+async def test_what_comes_in_every_turn_of_the_loop_keeps_nothing_for_ever() -> None:
+    turns = Turns()
+    loop = asyncio.get_running_loop()
+    told: list[int] = []
+    storm = iter(range(1_000))
+
+    def come() -> None:
+        if (number := next(storm, None)) is not None:
+            turns.tell(lambda: told.append(number), 1)
+            loop.call_soon(come)
+
+    loop.call_soon(come)
+    await turns.take(iter([None] * 20))
+    assert told == list(range(len(told)))
+    assert len(told) < 100
+    assert next(storm, None) is not None
