@@ -54,7 +54,7 @@ struct gpu_process {
 	unsigned long long first_ns, last_ns;
 	unsigned long long exited_ns;  /* 0 while it lives; a later process of the same number begins anew */
 	unsigned long long calls, opens, closes, allocs, frees, contexts_allocated, contexts_freed, errors;
-	unsigned long long refused;    /* objects that were not kept, for it had too many already */
+	unsigned long long refused;    /* objects that were not kept: too many, or those of another */
 	long long objects;             /* those kept, less those it freed; less gpu_forgotten there are so many now */
 };
 
@@ -97,7 +97,7 @@ struct gpu_statistics {
 	unsigned long long events, calls;
 	unsigned long long unreadable;      /* parameter blocks that could not be read */
 	unsigned long long objects_full;    /* objects that found no room */
-	unsigned long long refused;         /* objects of processes that had too many already */
+	unsigned long long refused;         /* objects that were not kept: too many, or those of another */
 	unsigned long long processes_full;  /* times that a process found no room */
 	unsigned long long processes_added; /* rows put into the table of processes */
 	unsigned long long unreturned;      /* calls not seen to return, or without room till then */

@@ -79,9 +79,16 @@ INLINE int is_taken(struct gpu_object_key *key, u64 file)
 	return owner && !owner->exited_ns && TICK(owner->start_ns) == TICK(found->start_ns);
 }
 
-INLINE int is_forged(struct gpu_object_key *key, u64 file)
+/* Which of two that claim the same lies cannot be told. Who comes first is believed, and of the other it is told that
+ * not all is known: an honest one must not vanish because a liar guessed its number. */
+INLINE int is_forged(struct gpu_object_key *key, u64 file, struct gpu_process *row)
 {
-	return is_taken(key, file) || (key->client != key->handle && is_of_another(key->client, file));
+	if (!is_taken(key, file) && (key->client == key->handle || !is_of_another(key->client, file)))
+		return 0;
+	ADD(row, errors);
+	ADD(row, refused);
+	COUNT(refused);
+	return 1;
 }
 
 INLINE void describe(struct gpu_object *object, struct gpu_call *call)
@@ -129,10 +136,8 @@ INLINE void allocated(struct gpu_call *call, u32 *block, struct gpu_process *row
 		return;
 	key.client = is_root(rm_class) ? block[ALLOC_NEW] : block[ALLOC_ROOT];
 	key.handle = block[ALLOC_NEW];
-	if (is_forged(&key, call->file)) {
-		ADD(row, errors);
+	if (is_forged(&key, call->file, row))
 		return;
-	}
 	if (rm_class == cfg->context_class)
 		ADD(row, contexts_allocated);
 	__builtin_memset(&object, 0, sizeof(object));
@@ -186,10 +191,12 @@ INLINE void duplicated(struct gpu_call *call, u32 *block, struct gpu_process *ro
 
 	key.client = block[DUP_CLIENT];
 	key.handle = block[DUP_NEW];
-	if (block[DUP_STATUS] || is_forged(&key, call->file)) {
+	if (block[DUP_STATUS]) {
 		ADD(row, errors);
 		return;
 	}
+	if (is_forged(&key, call->file, row))
+		return;
 	source.client = block[DUP_SOURCE_CLIENT];
 	source.handle = block[DUP_SOURCE];
 	found = object_find(&source);

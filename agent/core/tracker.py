@@ -117,7 +117,7 @@ class Tracker:
             self._clients.fell_short(process.number, 0)
 
     def refused(self, keys: Iterable[ProcessKey]) -> None:
-        """Take whose further objects the kernel does not keep, because they have too many."""
+        """Take whose further objects the kernel does not keep: they have too many, or others have them."""
         wanted = set(keys)
         for process in self._holders.current():
             if process.key in wanted:
@@ -320,7 +320,7 @@ class Tracker:
             return ""
         named = ", ".join(str(key.pid) for key in short[:MAX_NAMED])
         others = f" and {len(short) - MAX_NAMED} more" if len(short) > MAX_NAMED else ""
-        return f"not all that these processes have is kept, there is too much of it: {named}{others}"
+        return f"not all that these processes have is kept, for it is too much or another's: {named}{others}"
 
 
 def _row(event: RmEvent) -> RmObject:

@@ -28,7 +28,7 @@ class Reading(NamedTuple):
     unkept: int
     """Objects that found no room in the kernel's map so far, whoever made them."""
     refused: int
-    """Objects that the kernel did not keep so far, because who made them has too many."""
+    """Objects that the kernel did not keep so far: who made them has too many, or another has them."""
     tells_releases: bool
     """The end of each open file is told as an event."""
     readiness: Mapping[int, Readiness]
