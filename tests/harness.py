@@ -8,7 +8,7 @@ import signal
 import sys
 import tempfile
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from agent.simulation.directory import NodeDirectory
 from agent.simulation.kubelet import EmulatedKubelet
 from agent.simulation.node import DriverWanted, SimulatedNode
 from agent.simulation.presets import load_preset
+from tests.agent_process import clean_environment
 
 GPU = "nvidia.com/gpu"
 ROOT = Path(__file__).resolve().parents[1]
@@ -259,8 +260,11 @@ class Command:
     status: int
     out: str
     err: str
-    lines: list[dict[str, Any]] = field(default_factory=list)
-    """Standard output as JSON lines, where it is that."""
+
+    @property
+    def lines(self) -> list[dict[str, Any]]:
+        """Standard output as JSON lines."""
+        return [json.loads(line) for line in self.out.splitlines()]
 
 
 @contextlib.asynccontextmanager
@@ -275,7 +279,7 @@ async def running_command(
         *(*launcher, sys.executable, "-m", "agent"),
         *arguments,
         cwd=ROOT,
-        env={**os.environ, **(environment or {})},
+        env={**clean_environment(), **(environment or {})},
         stdin=asyncio.subprocess.DEVNULL,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
@@ -295,9 +299,7 @@ async def gpu_agent(
     started = running_command(*arguments, environment=environment, launcher=launcher)
     async with started as process, asyncio.timeout(120):
         out, err = await process.communicate()
-    text = out.decode()
-    lines = [json.loads(line) for line in text.splitlines()] if text.startswith("{") else []
-    return Command(process.returncode or 0, text, err.decode(), lines)
+    return Command(process.returncode or 0, out.decode(), err.decode())
 
 
 async def play_scenario(name: str, node_dir: Path) -> Command:

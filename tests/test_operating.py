@@ -1,27 +1,24 @@
 """What operators do with a running agent: hold, recover, release, observe, and look back."""
 
-import asyncio
 import json
 import signal
-import sys
 from collections.abc import AsyncIterator
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 
 from agent.simulation.node import SimulatedNode
 from tests.agent_process import (
-    PATIENCE_S,
     AgentProcess,
-    clean_environment,
     eventually,
     flags_of,
     running,
     simulated_node,
     wait_allocatable,
 )
+from tests.harness import Command, gpu_agent
 
 pytestmark = pytest.mark.slow
 
@@ -34,29 +31,7 @@ async def node() -> AsyncIterator[SimulatedNode]:
         yield made
 
 
-class Done(NamedTuple):
-    """What a command came to."""
-
-    status: int
-    out: str
-    err: str
-
-
-async def gpu_agent(*arguments: str) -> Done:
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "agent"),
-        *arguments,
-        env=clean_environment(),
-        stdin=asyncio.subprocess.DEVNULL,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
-    )
-    async with asyncio.timeout(PATIENCE_S):
-        out, err = await process.communicate()
-    return Done(process.returncode or 0, out.decode(), err.decode())
-
-
-async def command(agent: AgentProcess, *arguments: str) -> Done:
+async def command(agent: AgentProcess, *arguments: str) -> Command:
     await agent.wait_line("Listening", listener="control")
     return await gpu_agent(*arguments, "--control-socket", agent.flags["control-socket"])
 
