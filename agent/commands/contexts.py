@@ -1,20 +1,14 @@
 """``gpu-agent contexts``: show which process has which contexts on which GPU."""
 
 import argparse
-import sys
-import time
 from collections.abc import Iterator
 from typing import Any, Final
 
-from agent.commands.client import find_agent
+from agent.commands.question import Question, add_question_flags, ask
 from agent.commands.render import (
     NONE,
     UNKNOWN,
-    Output,
-    add_agent_flag,
-    add_output_flag,
     age,
-    show,
     size,
     table,
 )
@@ -28,6 +22,7 @@ more than is kept of one.
 Examples:
   gpu-agent contexts
   gpu-agent contexts -o wide          and files, counts, cgroups
+  gpu-agent contexts -w               and again whenever something changed
   gpu-agent contexts -o json
 """
 
@@ -42,26 +37,12 @@ MAX_HOLDERS: Final = 2
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the flags."""
     parser.description = _DESCRIPTION
-    add_output_flag(parser)
-    add_agent_flag(parser)
+    add_question_flags(parser)
 
 
 def main(args: argparse.Namespace) -> int:
     """Ask the agent and print the answer."""
-    document: dict[str, Any] = find_agent(args.control_socket).get("/v1/contexts")
-    output = Output(args.output)
-    match output:
-        case Output.JSON | Output.YAML:
-            show(document, output)
-        case Output.NAME:
-            for process in document["processes"]:
-                print(process["pid"])
-        case Output.TABLE | Output.WIDE:
-            is_wide = output is Output.WIDE
-            print("\n".join(context_lines(document, now_ns=time.monotonic_ns(), is_wide=is_wide)))
-            for note in notes(document):
-                print(note, file=sys.stderr)
-    return 0
+    return ask(args, _QUESTION)
 
 
 def context_lines(document: dict[str, Any], *, now_ns: int, is_wide: bool) -> list[str]:
@@ -141,3 +122,11 @@ def _pod(process: dict[str, Any]) -> str:
 
 def _age(moment_ns: int, now_ns: int) -> str:
     return age(now_ns - moment_ns) if moment_ns else UNKNOWN
+
+
+_QUESTION: Final = Question(
+    "/v1/contexts",
+    names=lambda document: (str(process["pid"]) for process in document["processes"]),
+    lines=lambda document, now_ns, is_wide: context_lines(document, now_ns=now_ns, is_wide=is_wide),
+    notes=notes,
+)

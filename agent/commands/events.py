@@ -3,12 +3,12 @@
 import argparse
 import json
 import sys
-import time
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from typing import Any, Final, NamedTuple, cast
 
 from agent.commands.client import TIMEOUT_S, AgentClient, find_agent
+from agent.commands.question import wait_for
 from agent.commands.render import Output, add_agent_flag, add_output_flag, fitted, show
 from agent.config.values import duration_from
 from agent.core.wording import counted
@@ -17,7 +17,6 @@ from agent.log import rfc3339, wall_clock
 from agent.views import event_files
 
 WAIT_S: Final = 20
-RETRY_S: Final = 0.5
 
 _FIRST: Final = (
     "gpu",
@@ -167,7 +166,7 @@ def _stream(agent: AgentClient, since: _Since) -> Iterator[dict[str, Any]]:
             target = f"/v1/events?since={document['last']}&wait={WAIT_S}"
             document = agent.get(target, timeout_s=TIMEOUT_S + WAIT_S)
         except AgentUnreachableError:
-            _wait_for(agent)
+            wait_for(agent)
         else:
             _note_missed(document)
             yield from _events(document)
@@ -178,13 +177,6 @@ def _note_missed(document: dict[str, object], *, is_on_disk: bool = False) -> No
         number = cast("int", document["missed"])
         kept = "is" if number == 1 else "are"
         print(f"gpu-agent: {counted(number, 'older event')} {kept} kept no more", file=sys.stderr)
-
-
-def _wait_for(agent: AgentClient) -> None:
-    """Wait until an agent answers: it may be restarted while it is watched."""
-    print("gpu-agent: The agent is away; waiting for its return", file=sys.stderr)
-    while not agent.accepts():
-        time.sleep(RETRY_S)
 
 
 def _events(document: dict[str, object]) -> list[dict[str, Any]]:

@@ -3,15 +3,11 @@
 import argparse
 from typing import Any, Final
 
-from agent.commands.client import find_agent
+from agent.commands.question import Question, add_question_flags, ask
 from agent.commands.render import (
     NONE,
     UNKNOWN,
-    Output,
-    add_agent_flag,
-    add_output_flag,
     cut,
-    show,
     size,
     table,
 )
@@ -23,6 +19,7 @@ hold it, and how much of its memory each uses. "host" is a process in no pod.
 Examples:
   gpu-agent owners
   gpu-agent owners -o wide            and the agent, UUIDs, unclaimed memory
+  gpu-agent owners -w                 and again whenever something changed
   gpu-agent owners -o json
 """
 
@@ -37,23 +34,12 @@ POD_WIDTH: Final = 18
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the flags."""
     parser.description = _DESCRIPTION
-    add_output_flag(parser)
-    add_agent_flag(parser)
+    add_question_flags(parser)
 
 
 def main(args: argparse.Namespace) -> int:
     """Ask the agent and print the answer."""
-    document: dict[str, Any] = find_agent(args.control_socket).get("/v1/owners")
-    output = Output(args.output)
-    match output:
-        case Output.JSON | Output.YAML:
-            show(document, output)
-        case Output.NAME:
-            for owned in document["owners"]:
-                print(owned["uuid"])
-        case Output.TABLE | Output.WIDE:
-            print("\n".join(owner_lines(document, is_wide=output is Output.WIDE)))
-    return 0
+    return ask(args, _QUESTION)
 
 
 def owner_lines(document: dict[str, Any], *, is_wide: bool) -> list[str]:
@@ -118,3 +104,10 @@ def _contexts(holder: dict[str, Any]) -> str:
     if holder["contexts"] is None:
         return UNKNOWN
     return f"{holder['contexts']}{'+' if holder['partial'] else ''}"
+
+
+_QUESTION: Final = Question(
+    "/v1/owners",
+    names=lambda document: (owned["uuid"] for owned in document["owners"]),
+    lines=lambda document, _, is_wide: owner_lines(document, is_wide=is_wide),
+)

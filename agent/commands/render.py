@@ -189,7 +189,12 @@ def colour_health(line: str, health: str, *, is_coloured: bool) -> str:
 
 def uses_colour(stream: TextIO = sys.stdout) -> bool:
     """Tell whether colour is wanted: on a terminal, unless NO_COLOR is set."""
-    return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+    return is_terminal(stream) and not os.environ.get("NO_COLOR")
+
+
+def is_terminal(stream: TextIO) -> bool:
+    """Tell whether a stream is a terminal that can do more than show one line after the other."""
+    return stream.isatty() and os.environ.get("TERM") != "dumb"
 
 
 def _model(name: object, *, is_wide: bool) -> str:

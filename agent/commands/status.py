@@ -1,13 +1,12 @@
 """``gpu-agent status``: show the running agent and why the node is not ready."""
 
 import argparse
-import time
 from collections.abc import Iterator
 from typing import Any, Final
 
-from agent.commands.client import find_agent
 from agent.commands.findings import culprits, places
-from agent.commands.render import NONE, UNKNOWN, Output, add_agent_flag, add_output_flag, age, show, table
+from agent.commands.question import Question, add_question_flags, ask
+from agent.commands.render import NONE, UNKNOWN, age, table
 from agent.core.wording import counted
 
 _DESCRIPTION: Final = """\
@@ -17,6 +16,7 @@ jobs. The exit code says whether the agent answered, not what it said.
 Examples:
   gpu-agent status
   gpu-agent status -o wide            and each GPU with its names
+  gpu-agent status -w                 and again whenever something changed
   gpu-agent status -o json
 """
 
@@ -32,24 +32,12 @@ higher prices are those of a CPU that guards every return (AMD Zen 4)."""
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the flags."""
     parser.description = _DESCRIPTION
-    add_output_flag(parser)
-    add_agent_flag(parser)
+    add_question_flags(parser)
 
 
 def main(args: argparse.Namespace) -> int:
     """Ask the agent and print the answer."""
-    document: dict[str, Any] = find_agent(args.control_socket).get("/debug/state")
-    output = Output(args.output)
-    match output:
-        case Output.JSON | Output.YAML:
-            show(document, output)
-        case Output.NAME:
-            for resource in document["resources"]:
-                print(resource["resource"])
-        case Output.TABLE | Output.WIDE:
-            lines = status_lines(document, now_ns=time.monotonic_ns(), is_wide=output is Output.WIDE)
-            print("\n".join(lines))
-    return 0
+    return ask(args, _QUESTION)
 
 
 def status_lines(document: dict[str, Any], *, now_ns: int, is_wide: bool = False) -> list[str]:
@@ -190,3 +178,10 @@ def _gpu_table(gpus: list[dict[str, Any]]) -> list[str]:
     names = ("index", "uuid", "pci", "serial", "health", "model")
     rows = [[UNKNOWN if gpu[name] is None else str(gpu[name]) for name in names] for gpu in gpus]
     return table(("GPU", "UUID", "PCI", "SERIAL", "HEALTH", "MODEL"), rows, is_wide=True)
+
+
+_QUESTION: Final = Question(
+    "/debug/state",
+    names=lambda document: (resource["resource"] for resource in document["resources"]),
+    lines=lambda document, now_ns, is_wide: status_lines(document, now_ns=now_ns, is_wide=is_wide),
+)

@@ -1,0 +1,185 @@
+"""What a command asks a running agent: shown once, or with ``-w`` again whenever it changed.
+
+Guarantees: a terminal shows one picture, drawn anew in its place, with ages that go on. Elsewhere what only
+time changed is not told again: ``json`` is one document on a line, ``yaml`` one behind ``---``, a table
+stands behind an empty line. An agent that is restarted meanwhile is waited for.
+"""
+
+import argparse
+import json
+import re
+import shutil
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from agent.commands.client import AgentClient, find_agent
+from agent.commands.render import Output, add_agent_flag, add_output_flag, is_terminal, show
+from agent.errors import AgentUnreachableError
+
+PERIOD_S: Final = 1.0
+"""Between two looks of ``-w``: not every change is an event that could be waited for."""
+RETRY_S: Final = 0.5
+
+_MOMENT: Final = "_monotonic_ns"
+_PASSING: Final = frozenset(
+    {"changed", "event_log", "facts", "log_lines", "sample", "seen", "took_ns", "uptime_s"}
+)
+"""What changes in a document though nothing happens: figures, and when somebody looked last."""
+_BUSY_OR_NOT: Final = ("R", "S")
+"""States that a process that works has in turn."""
+_HOME: Final = "\x1b[H\x1b[J"
+_PAINT: Final = re.compile("\x1b\\[[0-9;]*m")
+
+Document = dict[str, Any]
+
+
+def _nothing(_document: Document) -> Iterable[str]:
+    return ()
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """A document and the ways to show it."""
+
+    path: str
+    names: Callable[[Document], Iterable[str]]
+    lines: Callable[[Document, int, bool], list[str]]
+    """The table of a document at a monotonic moment; whether it is the wide one."""
+    notes: Callable[[Document], Iterable[str]] = _nothing
+    """What a reader has to know of the table."""
+
+
+def add_question_flags(parser: argparse.ArgumentParser) -> None:
+    """Add ``-w``, ``-o`` and ``--control-socket``."""
+    parser.add_argument(
+        "-w", "--watch", action="store_true", help="Show it again whenever it changed, until interrupted"
+    )
+    add_output_flag(parser)
+    add_agent_flag(parser)
+
+
+def ask(args: argparse.Namespace, question: Question) -> int:
+    """Ask the agent and print the answer, or every answer from now on."""
+    agent, output = find_agent(args.control_socket), Output(args.output)
+    if not args.watch:
+        _show(question, agent.get(question.path), output)
+        return 0
+    try:
+        _watch(question, documents(agent, question.path), output)
+    except KeyboardInterrupt:
+        # Asking for an end is the way out of an endless command.
+        return 0
+    return 0
+
+
+def documents(agent: AgentClient, path: str, *, period_s: float = PERIOD_S) -> Iterator[Document]:
+    """Yield a document now and in every period, for ever."""
+    yield agent.get(path)
+    while True:
+        time.sleep(period_s)
+        try:
+            yield agent.get(path)
+        except AgentUnreachableError:
+            wait_for(agent)
+
+
+def wait_for(agent: AgentClient) -> None:
+    """Wait until an agent answers: it may be restarted while it is watched."""
+    print("gpu-agent: The agent is away; waiting for its return", file=sys.stderr)
+    while not agent.accepts():
+        time.sleep(RETRY_S)
+
+
+def _watch(question: Question, seen: Iterable[Document], output: Output) -> None:
+    if output in (Output.TABLE, Output.WIDE) and is_terminal(sys.stdout):
+        for picture in _pictures(question, seen, is_wide=output is Output.WIDE):
+            print(_HOME + "\n".join(picture), flush=True)
+        return
+    for number, document in enumerate(changed(question, seen, output)):
+        match output:
+            case Output.JSON:
+                print(json.dumps(document, ensure_ascii=False, separators=(",", ":")))
+            case Output.YAML:
+                print("---")
+                _show(question, document, output)
+            case _:
+                if number:
+                    print()
+                _show(question, document, output)
+        sys.stdout.flush()
+
+
+def _show(question: Question, document: Document, output: Output) -> None:
+    match output:
+        case Output.JSON | Output.YAML:
+            show(document, output)
+        case Output.NAME:
+            for name in question.names(document):
+                print(name)
+        case Output.TABLE | Output.WIDE:
+            print("\n".join(question.lines(document, time.monotonic_ns(), output is Output.WIDE)))
+            for note in question.notes(document):
+                print(note, file=sys.stderr)
+
+
+def changed(question: Question, seen: Iterable[Document], output: Output) -> Iterator[Document]:
+    """Yield the documents in which there is something else to be shown than in the one before."""
+    before: object = None
+    for document in seen:
+        now = _what_is_told(question, _stilled(document), output)
+        if now != before:
+            before = now
+            yield document
+
+
+def _what_is_told(question: Question, document: Document, output: Output) -> object:
+    match output:
+        case Output.JSON | Output.YAML:
+            return document
+        case Output.NAME:
+            return list(question.names(document))
+        case Output.TABLE | Output.WIDE:
+            lines = question.lines(document, 0, output is Output.WIDE)
+            return [*lines, *question.notes(document)]
+
+
+def _stilled(value: Any) -> Any:
+    """Return a document in which nothing changes by time alone."""
+    if isinstance(value, list):
+        return [_stilled(each) for each in value]
+    if not isinstance(value, dict):
+        return value
+    return {key: 0 if _is_passing(key, value) else _stilled(each) for key, each in value.items()}
+
+
+def _is_passing(key: str, document: Mapping[str, object]) -> bool:
+    if key == "state" and document[key] in _BUSY_OR_NOT:
+        return True
+    # A moment is told twice, and what clocks say of it differs by a little each time.
+    return key.removesuffix(_MOMENT) in _PASSING or f"{key}{_MOMENT}" in document
+
+
+def _pictures(question: Question, seen: Iterable[Document], *, is_wide: bool) -> Iterator[list[str]]:
+    before: list[str] = []
+    for document in seen:
+        lines = [*question.lines(document, time.monotonic_ns(), is_wide), *question.notes(document)]
+        columns, rows = shutil.get_terminal_size()
+        picture = fitting(lines, columns=columns, rows=rows)
+        if picture != before:
+            before = picture
+            yield picture
+
+
+def fitting(lines: list[str], *, columns: int, rows: int) -> list[str]:
+    """Return as many lines as a screen has room for, long ones being broken, above the one of the cursor."""
+    room, shown = max(1, rows - 1), 0
+    for line in lines:
+        room -= max(1, -(-len(_PAINT.sub("", line)) // max(1, columns)))
+        if room < (shown < len(lines) - 1):
+            break
+        shown += 1
+    hidden = len(lines) - shown
+    return [*lines[:shown], f"… and {hidden} more"] if hidden else lines
