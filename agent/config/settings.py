@@ -166,5 +166,5 @@ def default_node_dir(environment: Mapping[str, str] | None = None) -> str:
         return variables["GPU_AGENT_NODE_DIR"]
     if os.geteuid() == 0:
         return "/run/gpu-agent-demo"
-    runtime = variables.get("XDG_RUNTIME_DIR") or f"/tmp/gpu-agent-{os.geteuid()}"  # noqa: S108 - none is set
-    return f"{runtime}/gpu-agent-demo"
+    runtime = variables.get("XDG_RUNTIME_DIR")
+    return f"{runtime}/gpu-agent-demo" if runtime else f"/tmp/gpu-agent-demo-{os.geteuid()}"

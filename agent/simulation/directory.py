@@ -5,7 +5,8 @@ Guarantees:
 1. One process holds it at a time; the kernel lets go of a killed one's lock.
 2. What a killed run left behind is removed at the next start, and only where it is recognisably ours: a
    directory that is not empty and has no lock file of ours is never touched.
-3. ``release`` removes the directory with all it holds. Symbolic links are removed, never followed.
+3. ``release`` removes the directory with all it holds, and what ``hold`` made above it. Symbolic links are
+   removed, never followed.
 """
 
 import contextlib
@@ -13,6 +14,7 @@ import fcntl
 import os
 import shutil
 import stat
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Final, Self
 
@@ -30,9 +32,11 @@ MAX_PATH_BYTES: Final = 60
 class NodeDirectory:
     """A simulated node's directory, held since ``hold``; see the guarantees above."""
 
-    def __init__(self, path: Path, lock: int) -> None:
+    def __init__(self, path: Path, lock: int, made: Sequence[Path] = ()) -> None:
         self.path = path
         self._lock = lock
+        self._made = made
+        """Directories above it that were not there before, the innermost first."""
 
     @classmethod
     def hold(cls, path: str | Path) -> Self:
@@ -43,12 +47,13 @@ class NodeDirectory:
         place = Path(path).absolute()
         _judge_length(place)
         try:
+            made = [each for each in place.parents if not each.exists()]
             place.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             _judge_parent(place.parent)
             with contextlib.suppress(FileExistsError):
                 place.mkdir(mode=0o700)
             _judge(place)
-            held = cls(place, _lock(place))
+            held = cls(place, _lock(place), made)
             held._create()
         except OSError as error:
             raise UsageError(
@@ -75,6 +80,8 @@ class NodeDirectory:
         with contextlib.suppress(OSError):
             (self.path / LOCK_NAME).unlink()
             self.path.rmdir()
+            for each in self._made:
+                each.rmdir()
         os.close(self._lock)
         self._lock = -1
 

@@ -156,6 +156,14 @@ def test_the_simulated_node_is_below_run_for_root_and_below_the_runtime_director
     assert default_node_dir({"XDG_RUNTIME_DIR": "/run/user/7"}).endswith("gpu-agent-demo")
 
 
+def test_without_a_directory_of_its_user_the_simulated_node_is_right_below_tmp(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    assert default_node_dir({}) == "/tmp/gpu-agent-demo-1000"
+    assert default_node_dir({"XDG_RUNTIME_DIR": "/run/user/7"}) == "/run/user/7/gpu-agent-demo"
+
+
 # Values
 
 
