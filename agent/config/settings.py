@@ -167,4 +167,6 @@ def default_node_dir(environment: Mapping[str, str] | None = None) -> str:
     if os.geteuid() == 0:
         return "/run/gpu-agent-demo"
     runtime = variables.get("XDG_RUNTIME_DIR")
-    return f"{runtime}/gpu-agent-demo" if runtime else f"/tmp/gpu-agent-demo-{os.geteuid()}"
+    if runtime:
+        return f"{runtime}/gpu-agent-demo"
+    return f"/tmp/gpu-agent-demo-{os.geteuid()}"  # noqa: S108 - its owner is looked at before it is used
