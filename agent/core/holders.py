@@ -10,6 +10,7 @@ told since, nothing is done.
 """
 
 from collections.abc import Iterable, Iterator
+from itertools import islice
 from typing import Final
 
 from agent.core.held import NOTHING, File, FilesHeld, Held, Process
@@ -488,7 +489,7 @@ class Holders:
 
     def bound(self) -> None:
         """Forget, where there is too much, files of who has most and processes that were quiet longest."""
-        while len(self.files) > MAX_FILES:
+        if len(self.files) > MAX_FILES:
             self._forget_files()
         while len(self.processes) > MAX_PROCESSES:
             self.evicted += 1
@@ -496,15 +497,23 @@ class Holders:
             self._disown(next(iter(self.processes.values())))
 
     def _forget_files(self) -> None:
+        """Make room: whoever has most loses first, then what nobody is seen to hold."""
         self.is_crowded = self.forgot = True
-        process = max(self.processes.values(), key=lambda process: len(process.files))
-        too_many = len(self.files) - MAX_FILES * 7 // 8
-        for name in (tuple(process.files) or tuple(self.files))[:too_many]:
-            self.evicted += 1
-            for holder in self.files[name].holders:
-                self._clients.fell_short(holder.number, 0)
-            self._clients.file_forgotten(name)
-            self._forget_file(name)
+        by_files = sorted(self.processes.values(), key=_files_of, reverse=True)
+        candidates: Iterable[Iterable[int]] = (*(process.files for process in by_files), self.files)
+        for files in candidates:
+            too_many = len(self.files) - MAX_FILES * 7 // 8
+            if too_many <= 0:
+                return
+            for name in tuple(islice(files, too_many)):
+                self._forget_for_room(name)
+
+    def _forget_for_room(self, name: int) -> None:
+        self.evicted += 1
+        for holder in self.files[name].holders:
+            self._clients.fell_short(holder.number, 0)
+        self._clients.file_forgotten(name)
+        self._forget_file(name)
 
     def _disown(self, process: Process) -> None:
         """Forget a process and what it made; nothing is said to be left behind by it."""
@@ -514,3 +523,7 @@ class Holders:
             self.files[name].maker = None
         process.made = set()
         self._forget(process)
+
+
+def _files_of(process: Process) -> int:
+    return len(process.files)

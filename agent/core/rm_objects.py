@@ -13,6 +13,7 @@ Owners are numbers that the tracker gives to processes, never pids.
 """
 
 from collections.abc import Callable, Iterator, Mapping
+from heapq import heapify, heapreplace
 from typing import Final, Protocol
 
 from agent.core.rm_aside import Aside, PutAside
@@ -341,12 +342,15 @@ class Clients:
         return True
 
     def _make_room(self) -> None:
-        """Forget the quietest clients of whoever takes most."""
+        """Forget the quietest clients of whoever takes most, one after the other."""
+        most = [(-size, owner) for owner, size in self._sizes.items()]
+        heapify(most)
         while self._size > MAX_OBJECTS * 7 // 8:
-            owner = max(self._sizes, key=self._sizes.__getitem__)
+            owner = most[0][1]
             oldest = next(iter(self._by_owner[owner]))
             self.fell_short(owner, self._clients[oldest].size)
             self.drop(oldest, is_gone=False)
+            heapreplace(most, (-self._sizes.get(owner, 0), owner))
 
     def _grow(self, owner: int, by: int) -> None:
         self._size += by

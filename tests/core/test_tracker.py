@@ -795,7 +795,7 @@ def test_who_is_forgotten_left_nothing_behind(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_the_file_that_was_quiet_longest_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(holders, "MAX_FILES", 2)
+    monkeypatch.setattr(holders, "MAX_FILES", 3)
     rig = Rig()
     rig.job(100)
     rig.job(101)

@@ -180,6 +180,17 @@ def test_where_there_are_too_many_files_who_has_most_loses(monkeypatch: pytest.M
     assert rig.tracker.needs_rebuild
 
 
+def test_where_many_have_a_file_each_room_is_made_for_many_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(holders, "MAX_FILES", 80)
+    rig = Rig()
+    for pid in range(81):
+        rig.world.open(rig.world.spawn(1000 + pid), CONTROL)
+    rig.tracker.take(rig.world.drain())
+    rig.look()
+    picture = rig.tracker.picture(rig.world.now_ns)
+    assert (len(picture.processes), picture.evicted) == (70, 11)
+
+
 def test_who_was_forgotten_for_others_is_known_again_when_there_is_room(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
