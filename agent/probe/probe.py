@@ -155,13 +155,27 @@ class Probe:
             self._make_room(tgid, start_ns, count)
 
     def _make_room(self, tgid: int, start_ns: int, count: int) -> None:
-        """Let a process have so many more objects; only the kernel may write what it counts itself."""
+        """Let a process have so many more objects; only the kernel may write what it counts itself.
+
+        One that is gone makes none: its row would take the room of those that live.
+        """
         key = PROCESS_KEY.pack(tgid)
         value = syscalls.map_lookup(self._maps["forgotten"], key, FORGOTTEN.size)
-        if value is not None:
-            before_ns, before = FORGOTTEN.unpack(value)
-            count += before if before_ns // NS_PER_TICK == start_ns // NS_PER_TICK else 0
-        syscalls.map_update(self._maps["forgotten"], key, FORGOTTEN.pack(start_ns, count))
+        before_ns, before = (0, 0) if value is None else FORGOTTEN.unpack(value)
+        is_same = before_ns // NS_PER_TICK == start_ns // NS_PER_TICK
+        if self._lives(key, start_ns):
+            count += before if is_same else 0
+            syscalls.map_update(self._maps["forgotten"], key, FORGOTTEN.pack(start_ns, count))
+        elif is_same:
+            syscalls.map_delete(self._maps["forgotten"], key)
+
+    def _lives(self, key: bytes, start_ns: int) -> bool:
+        """Return whether the kernel counts objects of a process."""
+        row = syscalls.map_lookup(self._maps["processes"], key, PROCESS.size)
+        if row is None:
+            return False
+        _, began_ns, _, _, exited_ns, *_ = PROCESS.unpack(row)
+        return not exited_ns and began_ns // NS_PER_TICK == start_ns // NS_PER_TICK
 
     def forget_processes(self, tgids: Iterable[int]) -> None:
         """Take processes out of the map: they ended and their counts were read."""

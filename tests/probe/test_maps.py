@@ -132,6 +132,18 @@ def test_processes_that_are_forgotten_leave_no_row(own: Probe, gpu: Path) -> Non
         assert syscalls.map_rows(own._maps["forgotten"], PROCESS_KEY.size, 16).total == 0
 
 
+def test_what_is_taken_out_for_who_is_gone_leaves_no_row(own: Probe, gpu: Path) -> None:
+    with Caller(OPENED + "alloc(fd, 7, CONTEXT)\nalloc(fd, 8, CONTEXT)\nwait()\n", gpu) as caller:
+        first, second = objects(own, caller.pid)
+        own.forget_objects([(first.client, first.handle, first.at_ns)])
+    assert counters(own, caller.pid).exited_ns
+
+    own.forget_objects([(second.client, second.handle, second.at_ns)])
+
+    assert objects(own, caller.pid) == []
+    assert syscalls.map_rows(own._maps["forgotten"], PROCESS_KEY.size, 16).total == 0
+
+
 def test_an_object_that_finds_no_room_is_told_to_nobody(own: Probe, gpu: Path) -> None:
     room = syscalls.map_info(own._maps["objects"]).max_entries
     for handle in range(room):
