@@ -1,6 +1,7 @@
 """What is to be done and told, read off the difference between two states.
 
-Invariants: equal states give nothing. Each change is one event, so an event is never a poll.
+Invariants: equal states give nothing. Each change is one event, so an event is never a poll. Devices are told
+of from the first probes on, then what they are by then: not how one GPU after the other came to be well.
 Lists in events are bounded: a node can have 800 devices, a log line cannot.
 """
 
@@ -12,6 +13,7 @@ from agent.core.reasons import advice_of
 from agent.core.registration import Registration
 from agent.core.stability import NO_FAULTS, soft_candidates
 from agent.core.state import State
+from agent.core.verdicts import Devices
 from agent.model.effects import (
     Effect,
     Event,
@@ -202,12 +204,20 @@ def _details_fields(details: Details) -> dict[str, object]:
     }
 
 
+def _told_devices(state: State) -> Devices | None:
+    """Return the devices that are told of; None: none yet, for one GPU is probed after the other."""
+    return state.devices if state.first_probes_in else None
+
+
 def _device_events(old: State, new: State) -> Iterator[Event]:
-    if new.devices is old.devices:
+    was, now = _told_devices(old), _told_devices(new)
+    if now is None or now is was:
         return
-    for name, devices in new.devices.items():
+    for name, devices in now.items():
         changed: dict[tuple[GpuUuid, Health], list[Device]] = {}
-        for before, device in _others(old.devices.get(name, ()), devices):
+        for before, device in _others((was or {}).get(name, ()), devices):
+            if was is None and device.health is Health.HEALTHY:
+                continue  # what all are that are not told of, as the line on the resource says
             if (Health.UNKNOWN if before is None else before.health) is not device.health:
                 changed.setdefault((device.placement.gpu, device.health), []).append(device)
         for (gpu, health), listed in changed.items():
@@ -247,10 +257,11 @@ def _why(device: Device) -> dict[str, object]:
 
 
 def _allocatable_events(old: State, new: State) -> Iterator[Event]:
-    if new.devices is old.devices:
+    was, now = _told_devices(old), _told_devices(new)
+    if now is None or now is was:
         return
-    for name, devices in new.devices.items():
-        if _is_same_on_the_wire(old.devices.get(name, ()), devices):
+    for name, devices in now.items():
+        if _is_same_on_the_wire((was or {}).get(name, ()), devices):
             continue
         unhealthy = [device for device in devices if device.health is not Health.HEALTHY]
         yield Event(

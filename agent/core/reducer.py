@@ -261,6 +261,8 @@ def _settle(old: State, state: State, now_ns: int) -> State:
     if state.surveys is not old.surveys or state.present is not old.present or state.gpus is not old.gpus:
         connected = topology.topology_of(state.gpus.values(), state.surveys, state.present)
         state = replace(state, topology=connected)
+    if not state.first_probes_in and _probes_ready(state, now_ns):
+        state = replace(state, first_probes_in=True)
     standings = _advanced(state, now_ns)
     return state if standings == state.registrations else replace(state, registrations=standings)
 
@@ -328,6 +330,8 @@ def _wake_at(state: State, now_ns: int) -> int:
     )
     times += [at_ns for at_ns in others if at_ns is not None]
     times += findings.due_at(state)
+    if not state.first_probes_in and state.first_probes_by_ns is not None:
+        times.append(state.first_probes_by_ns)
     for standing in () if state.policy.observe else state.registrations.values():
         at_ns = registration.due_at(standing, state.policy)
         if at_ns is not None:

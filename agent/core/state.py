@@ -74,6 +74,8 @@ class State:
     """GPUs with a call that has not answered, and the call."""
     first_probes_by_ns: int | None = None
     """Registration waits for the first probes until then."""
+    first_probes_in: bool = False
+    """The first probes are in, or were waited for: from here on each change of a device is told."""
 
     conditions: Mapping[ConditionKey, Condition] = field(default_factory=_nothing)
     awaited: tuple[Condition, ...] = ()

@@ -258,6 +258,7 @@ class Oracle:
         self.kubelet: SocketIdentity | None = None
         self.links: dict[str, Link] = {}
         self.probes_until_ns: int | None = None
+        self.devices_told = False
 
     def restart(self, now_ns: int) -> None:
         """Another process begins with what was kept."""
@@ -715,6 +716,7 @@ class Oracle:
             if name not in was_offered:
                 was_offered.append(name)
         self.names = was_offered
+        self.devices_told = self.devices_told or self.probes_are_in(now_ns)
         for link in self.links.values():
             self.advance(link, now_ns)
 
@@ -753,6 +755,8 @@ class Oracle:
                 times.append(link.registered_ns + self.policy.watch_timeout_ns)
             if link.phase == "waiting" and self.kubelet is not None and self.probes_until_ns is not None:
                 times.append(self.probes_until_ns)
+        if not self.devices_told and self.probes_until_ns is not None:
+            times.append(self.probes_until_ns)
         return min(times, default=NEVER)
 
     # What is to be seen

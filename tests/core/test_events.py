@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import cast
 
 from agent.core.changes import MAX_LISTED, changes
 from agent.core.faults import MAX_UNLISTED_XIDS, OTHER_XID
@@ -31,6 +32,7 @@ from agent.model.policy import Policy
 from agent.model.sharing import Sharing
 from tests.core.build import (
     C1B,
+    DEFAULT,
     GPU,
     K1,
     K2,
@@ -116,6 +118,45 @@ def history() -> list[str]:
 
 def test_a_long_history_is_told_in_these_words() -> None:
     assert history() == Path(__file__).with_name("history.txt").read_text("utf-8").splitlines()
+
+
+def test_what_is_registered_first_is_told_in_one_line() -> None:
+    node = Node()
+    cards = [gpu(number) for number in range(8)]
+    node.tell(KubeletSocketSeen(K1), ready(), enumerated(*cards), *(passed(each.uuid) for each in cards))
+    assert node.registrations(GPU) == [START_NS]
+    (line,) = [*node.events(EventKind.ALLOCATABLE), *node.events(EventKind.DEVICE)]
+    assert (fields_of(line)["capacity"], fields_of(line)["allocatable"]) == (8, 8)
+
+
+def test_a_fault_that_is_there_at_the_start_is_told_with_what_is_registered() -> None:
+    node = Node()
+    node.tell(KubeletSocketSeen(K1), ready(), enumerated(gpu(0), gpu(1)), xid(79, U1), passed(U0), passed(U1))
+    (sick,) = node.events(EventKind.DEVICE)
+    assert (fields_of(sick)["uuid"], fields_of(sick)["reason"], sick.warning) == (U1, "xid", True)
+    (line,) = node.events(EventKind.ALLOCATABLE)
+    assert (fields_of(line)["capacity"], fields_of(line)["allocatable"]) == (2, 1)
+    assert [each["reason"] for each in cast("list[dict[str, str]]", fields_of(line)["unhealthy"])] == ["xid"]
+
+
+def test_a_fault_that_was_kept_over_a_restart_is_told_though_nothing_answers() -> None:
+    node = well_node(gpu(0), gpu(1))
+    node.tell(xid(79, U1))
+    again = node.restarted()
+    again.after(DEFAULT.first_probe_wait_ns)
+    (sick,) = again.events(EventKind.DEVICE)
+    assert (fields_of(sick)["uuid"], fields_of(sick)["reason"]) == (U1, "xid")
+    (line,) = again.events(EventKind.ALLOCATABLE)
+    assert (fields_of(line)["capacity"], fields_of(line)["allocatable"]) == (2, 0)
+
+
+def test_an_agent_that_only_observes_tells_of_its_devices_in_time() -> None:
+    node = Node(policy=replace(DEFAULT, observe=True))
+    node.tell(ready(), enumerated(gpu(0)))
+    assert node.wake_at_ns == START_NS + DEFAULT.first_probe_wait_ns
+    assert node.events(EventKind.ALLOCATABLE) == []
+    node.after(DEFAULT.first_probe_wait_ns)
+    assert len(node.events(EventKind.ALLOCATABLE)) == 1
 
 
 def test_every_event_says_when_and_only_changes_are_told() -> None:
