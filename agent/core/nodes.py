@@ -74,6 +74,11 @@ def unknown_message(parts: Iterable[str]) -> str:
     return f"the driver does not say which device node is that of its {' and '.join(parts)}"
 
 
+def is_capability(path: str) -> bool:
+    """Return whether a node is that of a GPU instance or compute instance."""
+    return path.startswith(CAPABILITY_NODE)
+
+
 def is_of_driver(path: str) -> bool:
     """Return whether a node is needed for every GPU, and not that of some GPU or MIG device."""
-    return not path.startswith(CAPABILITY_NODE) and not path.removeprefix(GPU_NODE).isdigit()
+    return not is_capability(path) and not path.removeprefix(GPU_NODE).isdigit()

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Final, Protocol
 from agent.bus import Inbox, Latest
 from agent.config.settings import Settings
 from agent.model.facts import Fact
+from agent.model.ids import GpuUuid
 from agent.model.snapshot import Snapshot
 
 if TYPE_CHECKING:
@@ -155,6 +156,7 @@ class Assembly:
             sees_new_nodes=not self.is_in_container or self._dev != _OWN_DEV,
             clock=self.clock,
             period_ns=self.settings.poll_ns,
+            look_at_layout=self._look_at_layout,
         )
         return self.sysfs
 
@@ -239,6 +241,10 @@ class Assembly:
     def pods_sign_ns(self) -> int | None:
         """Return when the kubelet was asked for pods last."""
         return None if self.pods is None else self.pods.last_sign_ns
+
+    def _look_at_layout(self, gpu: GpuUuid) -> None:
+        if self.nvml is not None:
+            self.nvml.request_gpu(gpu)
 
     def _look_at_changes(self) -> None:
         """Look after GPUs or modules came or went, of which uevents told what was bound."""

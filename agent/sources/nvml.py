@@ -24,6 +24,7 @@ from agent.errors import NvmlCode, NvmlError, NvmlOverdueError, SourceError
 from agent.log import fields
 from agent.model import facts
 from agent.model.health import Reason
+from agent.model.ids import GpuUuid
 from agent.sources.nvml_files import open_files_below
 from agent.sources.nvml_hotplug import BindEvents
 from agent.sources.nvml_library import (
@@ -125,6 +126,11 @@ class NvmlSource:
         """Look at the whole node again now. Does not wait; without a driver, the next init looks anyway."""
         if self._session is not None:
             self._session.request()
+
+    def request_gpu(self, uuid: GpuUuid) -> None:
+        """Look at one GPU, with its MIG devices, again now. Does not wait; nothing without a driver."""
+        if self._session is not None:
+            self._session.request_gpu(uuid)
 
     def release(self) -> None:
         """Let the driver go and stay away until ``resume``. Does not wait: DriverReleased tells the end."""

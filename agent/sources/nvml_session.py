@@ -131,6 +131,12 @@ class Session:
             slot.urgent = True
         self._unsettle()
 
+    def request_gpu(self, uuid: GpuUuid) -> None:
+        """Look at one GPU now."""
+        for slot in self._slots:
+            if slot.uuid == uuid:
+                slot.request()
+
     # The node: which GPUs there are
 
     async def _watch_node(self, group: asyncio.TaskGroup) -> None:

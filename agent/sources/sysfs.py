@@ -7,8 +7,11 @@ Guarantees:
    within ``deadline_ns`` ends the source with an error, and no second one is started until it does.
 3. Device nodes are judged only of GPUs that the driver serves now: while it is away, so are they.
    Those of MIG devices only where no container could be given them without.
+4. The nodes of a MIG device go with it, and NVML is asked only now and then what there is. So the one who
+   asks is to look at that GPU first, and such a node is missed only if it is still needed ``confirm_ns``
+   (3 s, at most a period) later.
 
-4. A GPU that was bound anew between two looks is found by the inodes of its directory and link, so
+5. A GPU that was bound anew between two looks is found by the inodes of its directory and link, so
    resets are seen where no uevents come, up to a period late. Where they do come they tell of it at
    once, and a ``follow_up`` does not tell it again: a fault since then must not pass for one before.
 
@@ -18,13 +21,13 @@ thread on a large node. A look has ``deadline_ns`` (5 s).
 """
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Final
 
 from agent.bus import Inbox, Latest
 from agent.core.injection import gives_capabilities
-from agent.core.nodes import wanted_nodes
+from agent.core.nodes import is_capability, owners, wanted_nodes
 from agent.errors import SourceError
 from agent.model.facts import (
     SYSFS,
@@ -34,6 +37,7 @@ from agent.model.facts import (
     GpuRebound,
     PciGpusSeen,
 )
+from agent.model.ids import GpuUuid
 from agent.model.policy import MILLISECOND_NS, SECOND_NS
 from agent.model.snapshot import Snapshot
 from agent.sources.sysfs_look import Binding, Exclusions, Look, Roots, look
@@ -43,6 +47,8 @@ PERIOD_NS: Final = 10 * SECOND_NS
 MISSING_PERIOD_NS: Final = SECOND_NS
 """The same while a node is missing: those of a new MIG layout come a moment after it."""
 DEADLINE_NS: Final = 5 * SECOND_NS
+CONFIRM_NS: Final = 3 * SECOND_NS
+"""How long NVML may take until another MIG layout is known."""
 MIN_GAP_NS: Final = 50 * MILLISECOND_NS
 """Between the beginnings of two looks that were asked for."""
 
@@ -61,12 +67,15 @@ class SysfsSource:
         clock: Callable[[], int],
         period_ns: int = PERIOD_NS,
         deadline_ns: int = DEADLINE_NS,
+        confirm_ns: int = CONFIRM_NS,
+        look_at_layout: Callable[[GpuUuid], None] = lambda _: None,
         strict_nodes: bool | None = None,
         sees_new_nodes: bool = True,
     ) -> None:
         """Take what stands for /sys, /proc and /dev.
 
         ``strict_nodes``: device nodes have to be character devices; by default below /dev itself.
+        ``look_at_layout``: is asked to look which MIG devices a GPU has.
         ``sees_new_nodes``: False for a container's own /dev, which lacks what the node got after its start.
         """
         strict = dev_root == Path("/dev") if strict_nodes is None else strict_nodes
@@ -78,6 +87,10 @@ class SysfsSource:
         self._period_ns = period_ns
         self._missing_period_ns = min(period_ns, MISSING_PERIOD_NS)
         self._deadline_ns = deadline_ns
+        self._confirm_ns = min(period_ns, confirm_ns)
+        self._look_at_layout = look_at_layout
+        self._suspected: dict[str, int] = {}
+        """Since when a capability node is missing."""
         self._asked = asyncio.Event()
         self._bindings_told = False
         self._looking: asyncio.Future[Look] | None = None
@@ -173,7 +186,21 @@ class SysfsSource:
         if seen.module_visible:
             self._tell_changed(DriverModuleSeen(inode=seen.module))
         if seen.missing is not None and (seen.module is not None or not seen.module_visible):
-            self._tell_changed(DeviceNodesSeen(missing=seen.missing))
+            self._tell_changed(DeviceNodesSeen(missing=self._confirmed(seen.missing)))
+
+    def _confirmed(self, missing: tuple[str, ...]) -> tuple[str, ...]:
+        """Return what is missing though its GPU had time to be looked at since it is."""
+        now_ns, before = self._clock(), self._suspected
+        self._suspected = {path: before.get(path, now_ns) for path in missing if is_capability(path)}
+        for gpu in self._gpus_of(self._suspected.keys() - before.keys()):
+            self._look_at_layout(gpu)
+        return tuple(path for path in missing if now_ns - self._suspected.get(path, 0) >= self._confirm_ns)
+
+    def _gpus_of(self, paths: Collection[str]) -> set[GpuUuid]:
+        if not paths:
+            return set()
+        of_device = owners(view.gpu for view in self._latest.value.gpus if view.present)
+        return {place.gpu for path in paths for place in of_device.get(path, ())}
 
     def _tell_bindings(self, seen: Look) -> None:
         for pci in sorted(self._bound - seen.bindings.keys()):

@@ -23,7 +23,9 @@ from agent.model.health import Health
 from agent.model.ids import ALL, ResourceName
 from agent.model.policy import MigStrategy, Policy
 from agent.model.sharing import Sharing
+from agent.simulation import actions
 from agent.simulation.presets import MigDeviceSpec
+from tests.agent_process import flags_of, running, simulated_node, wait_allocatable
 from tests.core.build import GPU, Node, enumerated, gpu, passed, ready, uuid, xid
 from tests.faults.watched_node import QUICK_RECOVERY, watched_node
 
@@ -229,3 +231,25 @@ async def test_layouts_that_change_in_nvml_are_followed_with_their_faults(tmp_pa
                 await watched.until(lambda sick=sick: sick not in offered())  # type: ignore[misc]
                 there[slot] = {}
                 await watched.until(lambda: unhealthy() == set())
+
+
+# With the nodes that containers are given
+
+
+@pytest.mark.slow
+async def test_nodes_that_go_with_their_instances_are_not_missed_and_others_are() -> None:
+    layouts = {"7x1g.10gb": ("nvidia.com/mig-1g.10gb", 14), "3g.40gb": ("nvidia.com/mig-3g.40gb", 2)}
+    flags = {"mig-strategy": "mixed", "pass-device-specs": "true", "poll": "2s"}
+    hardware = {"preset": "8x-a100", "gpus": 2}
+    async with simulated_node(hardware) as node, running(flags_of(node, **flags)) as agent:
+        for profiles, (name, number) in [*layouts.items()] * 2:
+            await actions.parse("mig", {"gpu": "all", "devices": profiles}).action.apply(node)
+            await wait_allocatable(node, number, resource=name)
+        assert not [line for line in agent.lines if line.get("reason") == "device_node_missing"]
+        nodes = (node.directory.dev / "nvidia-caps").iterdir()
+        # Those of instances have the highest numbers.
+        lost = max(nodes, key=lambda each: int(each.name.removeprefix("nvidia-cap")))
+        lost.unlink()
+        await wait_allocatable(node, 1, resource="nvidia.com/mig-3g.40gb")
+        told = await agent.wait_line("A condition was raised", reason="device_node_missing")
+        assert lost.name in str(told)

@@ -5,7 +5,7 @@ import os
 import threading
 import time
 from collections.abc import AsyncIterator
-from contextlib import suppress
+from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from agent.core.view import snapshot_of
 from agent.errors import SourceError
 from agent.model.facts import SYSFS, DeviceNodesSeen, DriverModuleSeen, GpuRebound, PciGpusSeen
 from agent.model.health import Health
+from agent.model.ids import GpuUuid
 from agent.model.policy import Injection, Policy
 from agent.model.snapshot import DriverView, GpuView, Snapshot
 from agent.simulation.presets import NodeSpec, load_preset
@@ -34,7 +35,7 @@ from agent.simulation.roots import (
 from agent.sources.sysfs import SysfsSource
 from agent.sources.sysfs_look import MAX_GPUS, Exclusions, Roots, driver_of, look
 from tests.core.build import gpu, mig_gpu
-from tests.sources.recorder import Recorder
+from tests.sources.recorder import Recorder, until
 
 NEVER_NS = 3_600_000_000_000
 """Looks are asked for; the period plays no part."""
@@ -62,11 +63,13 @@ class Node:
         self.recorder = recorder
         self.spec: NodeSpec = load_preset("4x-t4")
         self.latest = Latest(empty_snapshot())
+        self.doubted: list[GpuUuid] = []
+        """GPUs whose MIG layout is to be looked at."""
         write_roots(self.spec, directory)
         self.source = self.make_source(NEVER_NS)
 
     def make_source(
-        self, period_ns: int, deadline_ns: int = NEVER_NS, *, sees_new_nodes: bool = True
+        self, period_ns: int, deadline_ns: int = NEVER_NS, *, sees_new_nodes: bool = True, confirm_ns: int = 0
     ) -> SysfsSource:
         return SysfsSource(
             inbox=self.recorder.inbox,
@@ -78,6 +81,8 @@ class Node:
             period_ns=period_ns,
             deadline_ns=deadline_ns,
             sees_new_nodes=sees_new_nodes,
+            confirm_ns=confirm_ns,
+            look_at_layout=self.doubted.append,
         )
 
     @property
@@ -348,6 +353,44 @@ async def test_a_containers_own_dev_tells_only_what_a_specification_made_of_it_l
     task.cancel()
     with suppress(asyncio.CancelledError):
         await task
+
+
+@asynccontextmanager
+async def doubting(node: Node, confirm_ns: int) -> AsyncIterator[None]:
+    """A MIG device has one of its nodes no more, and NVML was not asked since."""
+    policy: dict[str, Any] = {"mig_strategy": "mixed", "injection": Injection(strategies=("cdi-cri",))}
+    node.source = node.make_source(NEVER_NS, confirm_ns=confirm_ns)
+    node.latest.publish(serving_a_mig_device(**policy))
+    write_device_node("nvidia-caps/nvidia-cap12", node.dev)
+    task = asyncio.get_running_loop().create_task(node.source.run(), name="sysfs")
+    yield
+    task.cancel()
+    with suppress(asyncio.CancelledError):
+        await task
+
+
+async def test_a_node_that_went_with_its_mig_device_is_not_missed(tmp_path: Path, recorder: Recorder) -> None:
+    node = Node(tmp_path, recorder)
+    async with doubting(node, NEVER_NS):
+        await until(lambda: bool(node.doubted))
+        [view] = node.latest.value.gpus
+        assert node.doubted == [view.gpu.uuid]
+        bare = replace(view, gpu=replace(view.gpu, mig_devices=()))
+        node.latest.publish(replace(node.latest.value, gpus=(bare,)))
+        signs = node.source.last_sign_ns
+        await until(lambda: node.source.last_sign_ns != signs)
+        assert {fact.missing for fact in recorder.of(DeviceNodesSeen)} == {()}
+
+
+async def test_a_node_is_missed_if_its_mig_device_is_still_there_some_time_later(
+    tmp_path: Path, recorder: Recorder
+) -> None:
+    node = Node(tmp_path, recorder)
+    async with doubting(node, SOON_NS):
+        await node.nodes_missing("/dev/nvidia-caps/nvidia-cap13")
+        first, *later = [fact.missing for fact in recorder.of(DeviceNodesSeen)]
+        assert (first, later) == ((), [("/dev/nvidia-caps/nvidia-cap13",)])
+        assert len(node.doubted) == 1
 
 
 async def test_while_a_node_is_missing_it_is_looked_for_every_second(
