@@ -1,8 +1,9 @@
 """Finds who holds the driver's files by walking /proc/*/fd, without the probe.
 
 It does not tell open files apart, nor what is done with them.
-Invariants: nothing is opened, and only files that look like the driver's are looked at, so a dead network
-file system is not waited for. Processes that end meanwhile are left out.
+Invariants: nothing is opened, only files that look like the driver's are looked at, and of those what the
+kernel knows already: anyone may name a file so on a file system that is served by a process of theirs, which
+never answers. Processes that end meanwhile are left out.
 """
 
 import os
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Final, Literal, NamedTuple
 
 from agent.model.rm import HeldFile
+from agent.probe import syscalls
 from agent.probe.kernel import NVIDIA_MAJOR, Majors
 from agent.probe.layout import merge_held
 
@@ -90,16 +92,16 @@ def _device(link: str, majors: Majors, filesystem: int) -> int | None:
     if _NAME.fullmatch(target.rpartition("/")[2]) is None:
         return None
     try:
-        status = os.stat(link)  # noqa: PTH116
+        numbers = syscalls.file_numbers(link)
     except FileNotFoundError:
         # Anyone may give a file of their own such a name, so it only counts where there are no files.
         return _by_name(target.rpartition("/")[2].removesuffix(" (deleted)"), majors)
     except OSError:
         return None
-    if status.st_rdev:
-        major, minor = os.major(status.st_rdev), os.minor(status.st_rdev)
+    if numbers.device:
+        major, minor = os.major(numbers.device), os.minor(numbers.device)
         return major << 20 | minor if major in _known(majors) else None
-    return status.st_ino if filesystem and status.st_dev == filesystem else None
+    return numbers.inode if filesystem and numbers.file_system == filesystem else None
 
 
 def _known(majors: Majors) -> set[int]:

@@ -1,7 +1,8 @@
-"""bpf(2) and perf_event_open(2), by ctypes.
+"""bpf(2), perf_event_open(2) and statx(2), by ctypes.
 
 Guarantees: every failure is an OSError; the GIL is released meanwhile, so these may be called by a thread.
-Source: linux/bpf.h (union bpf_attr), linux/perf_event.h (struct perf_event_attr).
+Source: linux/bpf.h (union bpf_attr), linux/perf_event.h (struct perf_event_attr), linux/stat.h (struct
+statx).
 """
 
 import ctypes
@@ -13,8 +14,8 @@ import struct
 from enum import IntEnum
 from typing import Final, NamedTuple
 
-_NUMBERS: Final = {"x86_64": (321, 298), "aarch64": (280, 241)}
-_UNKNOWN: Final = (-1, -1)
+_NUMBERS: Final = {"x86_64": (321, 298, 332), "aarch64": (280, 241, 291)}
+_UNKNOWN: Final = (-1, -1, -1)
 
 ANY: Final = 0
 NOEXIST: Final = 1
@@ -30,6 +31,12 @@ _PERF_FLAG_CLOEXEC: Final = 8
 _PERF_ATTR_BYTES: Final = 128
 _SET_BPF: Final = 0x40042408
 _ENABLE: Final = 0x2400
+_AT_FDCWD: Final = -100
+_AT_NO_AUTOMOUNT: Final = 0x800
+_AT_STATX_DONT_SYNC: Final = 0x4000
+_STATX_TYPE_AND_INO: Final = 0x101
+_STATX: Final = struct.Struct("=32xQ88xIIII")
+_STATX_BYTES: Final = 256
 
 _libc: Final = ctypes.CDLL(None, use_errno=True)
 
@@ -60,6 +67,27 @@ def _call(which: int, *arguments: object) -> int:
         code = ctypes.get_errno()
         raise OSError(code, os.strerror(code))
     return result
+
+
+class FileNumbers(NamedTuple):
+    """Which file it is, in the numbers of ``os.stat``."""
+
+    inode: int
+    file_system: int
+    device: int
+    """Of a device file: which device; 0 of any other."""
+
+
+def file_numbers(path: str) -> FileNumbers:
+    """Return which file it is without asking who serves its file system, who may never answer.
+
+    Raises OSError. What the kernel knows already is enough: a file that is open has been looked at.
+    """
+    room = ctypes.create_string_buffer(_STATX_BYTES)
+    flags = _AT_NO_AUTOMOUNT | _AT_STATX_DONT_SYNC
+    _call(2, _AT_FDCWD, os.fsencode(path), flags, _STATX_TYPE_AND_INO, room)
+    inode, major, minor, of_major, of_minor = _STATX.unpack_from(room)
+    return FileNumbers(inode, os.makedev(of_major, of_minor), os.makedev(major, minor))
 
 
 class MapInfo(NamedTuple):

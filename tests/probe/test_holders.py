@@ -2,16 +2,22 @@
 
 import array
 import os
+import select
 import socket
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
+from agent.errors import SourceError
 from agent.model.rm import HeldFile
-from agent.probe import procfs
+from agent.probe import procfs, syscalls
 from agent.probe.kernel import Majors
 from agent.probe.probe import Probe
+from agent.simulation.driver_double import fuse
+from agent.simulation.driver_double.fuse import FuseFolder, Ioctl, IoctlAnswer
 from tests.probe.caller import Caller
 from tests.probe.conftest import MISC_MAJOR
 
@@ -241,3 +247,89 @@ def test_a_double_on_a_file_system_of_its_own_is_told_by_its_inode(tmp_path: Pat
     (held,) = scan(tmp_path, filesystem=double.stat().st_dev).held
 
     assert held.device == double.stat().st_ino
+
+
+# ---- a file system whose server does not answer ----
+
+UNANSWERED_S = 10.0
+
+
+class NoFiles:
+    """Files that do nothing."""
+
+    def opened(self, inode: int, thread: int) -> int:
+        del thread
+        return inode
+
+    def ioctl(self, call: Ioctl) -> IoctlAnswer:
+        del call
+        return IoctlAnswer()
+
+    def sought(self, file: int, thread: int) -> None:
+        """Nobody asks."""
+
+    def released(self, file: int) -> None:
+        """Nothing is kept."""
+
+
+@contextmanager
+def answering(folder: FuseFolder) -> Iterator[None]:
+    """Answer whatever is asked of a folder, and then nothing any more."""
+    over, ended = os.pipe()
+
+    def serve() -> None:
+        while over not in select.select([folder.device, over], [], [])[0] and folder.serve():
+            pass
+
+    thread = threading.Thread(target=serve, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        os.write(ended, b".")
+        thread.join()
+        os.close(over)
+        os.close(ended)
+
+
+@pytest.fixture
+def folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[FuseFolder]:
+    """A folder with a file of a driver's name, of which the kernel has to ask anew each time."""
+    monkeypatch.setattr(fuse, "_VALID_S", 0)
+    try:
+        made = FuseFolder({"nvidia4": GPU_4}, NoFiles())
+    except SourceError as error:
+        pytest.skip(str(error))
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize("is_double", [False, True])
+def test_who_serves_a_file_is_not_asked_whose_it_is(folder: FuseFolder, *, is_double: bool) -> None:
+    with answering(folder):
+        caller = Caller(OPENED + "wait()\n", folder.path("nvidia4"))
+        caller.run()
+    found: list[HeldFile] = []
+
+    def look() -> None:
+        filesystem = folder.file_system if is_double else 0
+        found.extend(procfs.scan(majors=Majors(195, 509, 507), filesystem=filesystem).held)
+
+    looking = threading.Thread(target=look, daemon=True)
+    looking.start()
+    looking.join(UNANSWERED_S)
+    is_done = not looking.is_alive()
+    # Whoever is asking is let go of before anything is said of it.
+    with answering(folder):
+        caller.end()
+        looking.join()
+
+    assert is_done
+    assert [one.device for one in found if one.tgid == caller.pid] == [GPU_4] * is_double
+
+
+@pytest.mark.parametrize("path", ["/dev/null", "/proc/self/exe", __file__, "/"])
+def test_a_file_has_the_numbers_that_stat_tells(path: str) -> None:
+    status = os.stat(path)  # noqa: PTH116 - what it is compared with
+
+    assert syscalls.file_numbers(path) == (status.st_ino, status.st_dev, status.st_rdev)
