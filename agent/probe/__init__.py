@@ -14,7 +14,7 @@ Use it so::
 microseconds to a few milliseconds; ``scan`` and a read of full maps belong in a daemon thread
 (``agent.threads.in_daemon_thread``). ``Probe.watch(held)`` tells the kernel side of processes that hold files
 without ever having opened one (inherited or received), so that their closes and exits are told too;
-``forget_processes(tgids)`` and ``forget_objects(gone)`` take rows out of the maps. Without a probe
+``forget_processes(ended)`` and ``forget_objects(gone)`` take rows out of the maps. Without a probe
 ``agent.probe.procfs.scan`` finds holders.
 
 Test doubles: ``Request(doubles=Doubles(nvidia_major=1, any_return=True))`` takes ``mknod nvidia0 c 1 3``

@@ -15,6 +15,8 @@ OBJECT_KEY: Final = struct.Struct("=II")
 OBJECT: Final = struct.Struct("=QQQQIIII")
 PROCESS_KEY: Final = struct.Struct("=I")
 PROCESS: Final = struct.Struct("=14Qq")
+PROCESS_LIFE: Final = struct.Struct("=8xQ16xQ80x")
+"""Of the same row, when the process began and when it ended."""
 FORGOTTEN: Final = struct.Struct("=Qq")
 CONFIG: Final = struct.Struct("=8IQII")
 INDEX: Final = struct.Struct("=I")
@@ -144,9 +146,20 @@ def decode_processes(keys: bytes, values: bytes) -> list[ProcessCounters]:
     ]
 
 
-def encode_process(cgroup_id: int, start_ticks: int, now_ns: int) -> bytes:
-    """Return the row of a process that holds files and has not been seen doing anything."""
-    return PROCESS.pack(cgroup_id, start_ticks * NS_PER_TICK, now_ns, now_ns, *[0] * 11)
+def decode_ended(keys: bytes, values: bytes, before_ns: int) -> list[tuple[int, int]]:
+    """Return pid and start, in clock ticks, of the rows of ``processes`` that ended before a time."""
+    return [
+        (tgid, start_ns // NS_PER_TICK)
+        for (tgid,), (start_ns, exited_ns) in zip(
+            PROCESS_KEY.iter_unpack(keys), PROCESS_LIFE.iter_unpack(values), strict=True
+        )
+        if 0 < exited_ns < before_ns
+    ]
+
+
+def encode_process(cgroup_id: int, start_ticks: int, now_ns: int, *, objects: int = 0) -> bytes:
+    """Return the row of a process that holds files and is not known to have done anything."""
+    return PROCESS.pack(cgroup_id, start_ticks * NS_PER_TICK, now_ns, now_ns, *[0] * 10, objects)
 
 
 def decode_statistics(value: bytes) -> ProbeStatistics:

@@ -13,6 +13,7 @@ Guarantees:
 5. Nothing here blocks the loop: what blocks is done by one thread, one thing at a time.
 6. While nothing happens, a poll reads a few numbers and makes no picture. While much happens, the pauses grow
    with what has to be done, up to a poll: at most one tenth of the time is spent on it.
+7. Who ended is taken out of the kernel's table once that was told, so that it is full of the living alone.
 """
 
 import asyncio
@@ -42,7 +43,7 @@ from agent.probe.loading import load
 from agent.probe.probe import Probe, Readiness
 from agent.probe.procfs import Scan
 from agent.probe.request import Request
-from agent.sources.ebpf_reading import Reading, judged_calls, map_of, read, view_of
+from agent.sources.ebpf_reading import MAX_ENDED, Over, Reading, forget, judged_calls, map_of, read, view_of
 from agent.sources.ebpf_turns import Turns
 from agent.sources.process_ends import ProcessEnds
 from agent.sources.processes import look_at
@@ -147,6 +148,10 @@ class EbpfSource:
         """Something happened since the last picture was made."""
         self._ending: dict[ProcessKey, ProcessLook | None] = {}
         """The processes that began to end, as they were when they were looked at last."""
+        self._ended_since: set[ProcessKey] = set()
+        """The processes whose end was told since the last round began."""
+        self._may_have_ended = True
+        """There may be more processes that ended in the kernel's table."""
         self._calls: dict[GpuUuid, DeviceCall] = {}
         self._tracker = Tracker(self._map)
         self._turns = Turns()
@@ -228,7 +233,7 @@ class EbpfSource:
         self._turns = Turns()
         self._wants_scan = self._is_stale = True
         self._told, self._ending = None, {}
-        self._held = set()
+        self._held, self._ended_since = set(), set()
         if probe is not None:
             self._lost = probe.read_statistics().lost
             self._unkept = self._refused = 0
@@ -251,6 +256,8 @@ class EbpfSource:
 
     def _ended_now(self, key: ProcessKey) -> None:
         self._tracker.exited(key, self._clock())
+        if len(self._ended_since) < MAX_ENDED:
+            self._ended_since.add(key)
         self._wants_scan = True
         self._happened()
 
@@ -263,6 +270,8 @@ class EbpfSource:
     async def _round(self) -> None:
         """Bring the picture up to date and tell it if it is another one."""
         self._waited_ns = 0
+        began_ns, ended = self._clock(), frozenset(self._ended_since)
+        self._ended_since.clear()
         if self._probe is not None:
             await self._follow_kernel(self._probe)
         self._follow_gpus()
@@ -283,7 +292,7 @@ class EbpfSource:
             self._follow_ending()
         if is_stale:
             await self._ends.watch(self._tracker.living)
-            await self._forget()
+            await self._forget(began_ns, ended)
         await self._tell(is_stale=is_stale)
         if len(unlooked) > MAX_LOOKS:
             self._happened()
@@ -372,6 +381,7 @@ class EbpfSource:
             at_ns = self._scanned_ns = self._clock()
             found = await self._thread.do(lambda: self._scan_now(probe))
         self._held, self._majors = set(found.files), found.majors
+        self._may_have_ended = True
         if probe is not None:
             await self._catch_up(probe)
         self._tracker.blind("" if found.is_whole else "there are more descriptors than are looked at")
@@ -432,11 +442,14 @@ class EbpfSource:
     def _look_at(self, keys: Iterable[ProcessKey]) -> dict[ProcessKey, ProcessLook | None]:
         return {key: look_at(self._proc_root, key.pid) for key in keys}
 
-    async def _forget(self) -> None:
-        removed = self._tracker.take_removed()
+    async def _forget(self, began_ns: int, ended: frozenset[ProcessKey]) -> None:
+        """Take out of the kernel's tables what is over; of whom this round has read what they counted."""
+        over = Over(self._tracker.take_removed(), ended, began_ns if self._may_have_ended else 0)
         probe = self._probe
-        if probe is not None and removed:
-            await self._thread.do(lambda: probe.forget_objects(removed))
+        if probe is not None and any(over):
+            self._may_have_ended = await self._thread.do(lambda: forget(probe, over))
+            if self._may_have_ended:
+                self._happened()
 
     async def _tell(self, *, is_stale: bool) -> None:
         """Tell the picture if it is another one, or if it was not told for long."""

@@ -3,18 +3,23 @@
 Invariants: what blocks is called by the source's own thread; the rest is made of what was read and of time.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Final, NamedTuple
 
 from agent.core.gpu_map import GpuMap
+from agent.core.rm_rows import Removed
 from agent.model.ids import GpuUuid, Placement
 from agent.model.snapshot import Snapshot
-from agent.model.usage import DeviceCall, ProbeView
+from agent.model.usage import DeviceCall, ProbeView, ProcessKey
 from agent.probe.kernel import Majors
 from agent.probe.probe import Probe, Readiness
 
 TELLS_RELEASES: Final = "driver_close"
 """The program that is run when the driver lets go of an open file, whoever held it last."""
+
+
+MAX_ENDED: Final = 4_096
+"""Ended processes that are taken out of the kernel's table in one round, 40 ms; the others in the next."""
 
 
 class Reading(NamedTuple):
@@ -50,6 +55,29 @@ def read(probe: Probe) -> Reading:
         tells_releases=TELLS_RELEASES in probe.attached,
         readiness=probe.read_readiness(),
     )
+
+
+class Over(NamedTuple):
+    """What may be taken out of the kernel's tables."""
+
+    objects: Collection[Removed]
+    processes: Collection[ProcessKey]
+    """Those that are known to be gone."""
+    ended_before_ns: int
+    """Who is seen there to have ended before that time; 0: nobody is looked for."""
+
+
+def forget(probe: Probe, over: Over) -> bool:
+    """Take out what is over; return whether there is more. Blocks for 70 ms at most, in a table that is full.
+
+    Of a process that ended before the kernel saw anything of it nothing in its row says so.
+    """
+    probe.forget_objects(over.objects)
+    ended: list[tuple[int, int]] = [*over.processes]
+    if over.ended_before_ns:
+        ended += probe.read_ended(over.ended_before_ns)
+    probe.forget_processes(ended[:MAX_ENDED])
+    return len(ended) > MAX_ENDED
 
 
 class JudgedCall(NamedTuple):

@@ -2,13 +2,14 @@
 
 import os
 import struct
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from agent.probe import syscalls
-from agent.probe.layout import OBJECT, OBJECT_KEY, PROCESS_KEY, encode_process
+from agent.probe.layout import MAX_OBJECTS_EACH, OBJECT, OBJECT_KEY, PROCESS_KEY, encode_process
 from agent.probe.probe import Probe
 from agent.probe.request import PROCESSES, Request
 from tests.probe.caller import Caller, ran
@@ -88,10 +89,63 @@ def test_rows_taken_out_by_the_agent_are_no_evictions(
     probe = load_probe(**core)
     pids = [ran("os.open(sys.argv[1], os.O_RDWR)", gpu) for _ in range(3)]
 
-    probe.forget_processes(pids)
-    probe.read_processes()
+    of_them = [(row.tgid, row.start_ticks) for row in probe.read_processes() if row.tgid in pids]
+    assert len(of_them) == 3
+    probe.forget_processes(of_them)
 
+    assert {row.tgid for row in probe.read_processes()}.isdisjoint(pids)
     assert probe.evictions == 0
+
+
+def test_another_process_of_a_number_that_is_forgotten_stays(
+    core: dict[str, Any], load_probe: LoadProbe, gpu: Path
+) -> None:
+    probe = load_probe(**core)
+    with Caller("os.open(sys.argv[1], os.O_RDWR)\nwait()", gpu) as caller:
+        (row,) = [row for row in probe.read_processes() if row.tgid == caller.pid]
+
+        probe.forget_processes([(caller.pid, row.start_ticks - 1)])
+
+        assert row in probe.read_processes()
+
+
+def test_who_ended_is_told_from_who_lives(core: dict[str, Any], load_probe: LoadProbe, gpu: Path) -> None:
+    probe = load_probe(**core)
+    began_ns = time.monotonic_ns()
+    with Caller("os.open(sys.argv[1], os.O_RDWR)\nwait()", gpu) as caller:
+        pid = ran("os.open(sys.argv[1], os.O_RDWR)", gpu)
+        ended = [one for one, _ in probe.read_ended(time.monotonic_ns())]
+
+        assert pid in ended
+        assert caller.pid not in ended
+        assert pid not in [one for one, _ in probe.read_ended(began_ns)]
+
+
+GREEDY = """
+fd = os.open(sys.argv[1], os.O_RDWR)
+for handle in range(int(sys.argv[2])): alloc(fd, handle + 3, CONTEXT)
+wait()
+for handle in range(2): alloc(fd, (1 << 20) + handle, CONTEXT)
+wait()
+"""
+
+
+def test_a_process_whose_row_was_evicted_has_no_second_share(
+    core: dict[str, Any], load_probe: LoadProbe, gpu: Path
+) -> None:
+    probe = load_probe(**core)
+    with Caller(GREEDY, gpu, MAX_OBJECTS_EACH) as caller:
+        made = [one for one in probe.read_objects() if one.tgid == caller.pid]
+        probe.forget_objects([(made[0].client, made[0].handle, made[0].at_ns)])
+        assert syscalls.map_delete(probe._maps["processes"], PROCESS_KEY.pack(caller.pid))
+
+        probe.watch(one for one in probe.scan().held if one.tgid == caller.pid)
+        caller.resume()
+
+        # One was taken out, so that of two more one has room.
+        (row,) = [row for row in probe.read_processes() if row.tgid == caller.pid]
+        assert row.refused == 1
+        assert len([one for one in probe.read_objects() if one.tgid == caller.pid]) == MAX_OBJECTS_EACH
 
 
 def test_a_pid_that_is_used_again_begins_anew(core: dict[str, Any], load_probe: LoadProbe, gpu: Path) -> None:

@@ -397,7 +397,7 @@ def test_rows_that_are_forgotten_are_gone(probe: Probe, gpu: Path) -> None:
     with Caller(OPENED + "alloc(fd, 7, CONTEXT)\nwait()\n", gpu) as caller:
         (made,) = objects(probe, caller.pid)
         probe.forget_objects([(CLIENT, 7, made.at_ns)])
-        probe.forget_processes([caller.pid])
+        probe.forget_processes([(caller.pid, made.start_ticks)])
 
         assert objects(probe, caller.pid) == []
         assert [row for row in probe.read_processes() if row.tgid == caller.pid] == []

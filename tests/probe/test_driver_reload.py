@@ -93,7 +93,7 @@ def sees_forks(probe: Probe) -> bool:
         probe.watch([HeldFile(caller.pid, 1, 1, 1, 1, 1)])
         caller.resume()
         told = [event for event in probe.ring.read() if event.tgid == caller.pid]
-        probe.forget_processes([caller.pid])
+        probe.forget_processes([(caller.pid, 1)])
     return RmEventKind.FORK in {event.kind for event in told}
 
 

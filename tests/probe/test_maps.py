@@ -127,7 +127,7 @@ def test_processes_that_are_forgotten_leave_no_row(own: Probe, gpu: Path) -> Non
         own.forget_objects([(made.client, made.handle, made.at_ns)])
         assert syscalls.map_rows(own._maps["forgotten"], PROCESS_KEY.size, 16).total == 1
 
-        own.forget_processes([caller.pid])
+        own.forget_processes([(caller.pid, made.start_ticks)])
 
         assert syscalls.map_rows(own._maps["forgotten"], PROCESS_KEY.size, 16).total == 0
 

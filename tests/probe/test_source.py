@@ -3,9 +3,10 @@
 import asyncio
 import os
 import struct
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Collection, Iterable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,20 +17,21 @@ from agent.errors import SourceError
 from agent.model.facts import DeviceCallsSeen, GpuUseSeen, ProbeSeen
 from agent.model.ids import GpuUuid
 from agent.model.policy import MILLISECOND_NS, SECOND_NS
+from agent.model.rm import ProcessCounters
 from agent.model.snapshot import Snapshot
 from agent.model.usage import DeviceCall, ProcessUse, Usage
 from agent.probe import syscalls
-from agent.probe.layout import MAX_OBJECTS_EACH
+from agent.probe.layout import MAX_OBJECTS_EACH, PROCESS_KEY, encode_process
 from agent.probe.request import Doubles, Request
 from agent.simulation.driver_double.double import DriverDouble
 from agent.simulation.driver_double.nodes import UVM_MAJOR, Gpu
 from agent.simulation.gpu_processes.process import SimulatedProcess
-from agent.sources import ebpf
+from agent.sources import ebpf, ebpf_reading
 from agent.sources.ebpf import EbpfSettings, EbpfSource
 from agent.threads import in_daemon_thread
-from tests.probe.caller import Caller
+from tests.probe.caller import Caller, ran
 from tests.probe.watcher import serving
-from tests.sources.recorder import Recorder, until
+from tests.sources.recorder import PATIENCE_S, Recorder, until
 
 VERSION = "570.148.08"
 GPUS = tuple(
@@ -278,6 +280,69 @@ async def test_of_whom_the_kernel_keeps_no_more_is_partial_and_named(
 
     assert use is not None
     assert use.partial
+
+
+@pytest.mark.parametrize("is_followed", [True, False])
+async def test_who_ended_leaves_no_row_in_the_kernel(
+    core: dict[str, Any], double: DriverDouble, *, is_followed: bool
+) -> None:
+    async with following(double, core) as followed:
+        if not is_followed:
+            await followed.stop()
+        code = "os.open(sys.argv[1], os.O_RDWR)"
+        pids = {
+            await in_daemon_thread("test-caller", lambda: ran(code, double.node("nvidia0"))) for _ in "123"
+        }
+        if not is_followed:
+            assert await rows_of(followed, pids)
+            followed.run()
+        async with asyncio.timeout(PATIENCE_S):
+            while await rows_of(followed, pids):
+                await asyncio.sleep(0.02)
+
+
+async def rows_of(followed: Followed, pids: Collection[int]) -> list[ProcessCounters]:
+    """What the kernel has of these processes."""
+    probe = followed.source.probe
+    assert probe is not None
+    rows = await in_daemon_thread("test-read", probe.read_processes)
+    return [row for row in rows if row.tgid in pids]
+
+
+ROOM = 4_096
+NO_PIDS = 1 << 23
+"""Linux gives no number as high as that to a process."""
+
+
+async def test_those_who_ended_take_no_room_of_who_lives(
+    core: dict[str, Any], double: DriverDouble, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ebpf_reading, "MAX_ENDED", ROOM // 8)
+    async with following(double, core | {"processes": ROOM}) as followed:
+        quiet = await in_daemon_thread("test-caller", lambda: Caller(ALLOCATE, double.node("nvidiactl"), 5))
+        await in_daemon_thread("test-caller", quiet.run)
+        await in_daemon_thread("test-caller", quiet.resume)
+        await followed.usage(lambda usage: contexts(usage, quiet.pid) == 5)
+        for first in range(NO_PIDS, NO_PIDS + 4 * ROOM, ROOM // 4):
+            ended = range(first, first + ROOM // 4)
+            await in_daemon_thread("test-caller", partial(put_ended, followed, ended))
+            followed.source._wants_scan = True
+            async with asyncio.timeout(PATIENCE_S):
+                while await rows_of(followed, ended):
+                    await asyncio.sleep(0.02)
+        (row,) = await rows_of(followed, {quiet.pid})
+        await in_daemon_thread("test-caller", quiet.end)
+
+    assert row.contexts_allocated == 5
+
+
+def put_ended(followed: Followed, pids: Iterable[int]) -> None:
+    """Let the kernel have rows of processes that ended."""
+    assert followed.source.probe is not None
+    row = bytearray(encode_process(1, 7, 8))
+    struct.pack_into("=Q", row, 32, 9)
+    for pid in pids:
+        syscalls.map_update(followed.source.probe._maps["processes"], PROCESS_KEY.pack(pid), bytes(row))
 
 
 def contexts(usage: Usage, pid: int) -> int:
