@@ -3,7 +3,8 @@
 It does not tell open files apart, nor what is done with them.
 Invariants: nothing is opened, only files that look like the driver's are looked at, and of those what the
 kernel knows already: anyone may name a file so on a file system that is served by a process of theirs, which
-never answers. Processes that end meanwhile are left out.
+never answers. Where the kernel asks all the same, over the network, no file is looked at; a process that has
+left its mounts behind cannot be told to have such files. Processes that end meanwhile are left out.
 """
 
 import os
@@ -25,6 +26,9 @@ _NAME: Final = re.compile(
 )
 _MINORS: Final = {"nvidiactl": CONTROL_MINOR, "nvidia-modeset": 254}
 _UVM_MINORS: Final = {"nvidia-uvm": 0, "nvidia-uvm-tools": 1}
+_ASKED: Final = frozenset({"nfs", "nfs4", "9p", "cifs", "smb3", "afs", "lustre", "beegfs", "gpfs"})
+"""File systems of which another machine may be asked when a descriptor is followed. Source: Linux fs/namei.c,
+complete_walk (d_weak_revalidate), and their getattr."""
 
 
 class Scan(NamedTuple):
@@ -50,7 +54,7 @@ def scan(
     found: list[tuple[tuple[int, int, int, int, int], tuple[int, int]]] = []
     room = MAX_DESCRIPTORS
     for pid in _processes(proc_root):
-        held, looked_at = _descriptors(f"{proc_root}/{pid}/fd", majors, filesystem, room)
+        held, looked_at = _descriptors(f"{proc_root}/{pid}", majors, filesystem, room)
         room -= looked_at
         if held:
             start = _start_ticks(f"{proc_root}/{pid}/stat")
@@ -69,33 +73,70 @@ def _processes(proc_root: str) -> list[int]:
 
 
 def _descriptors(
-    folder: str, majors: Majors, filesystem: int, room: int
+    process: str, majors: Majors, filesystem: int, room: int
 ) -> tuple[list[tuple[int, int]], int]:
     """Return number and device of a process's descriptors that are the driver's, and how many there are."""
     try:
-        names = os.listdir(folder)[:room]  # noqa: PTH208
+        names = os.listdir(f"{process}/fd")[:room]  # noqa: PTH208
     except OSError:
         return [], 0
     held = []
-    for name in names:
-        device = _device(f"{folder}/{name}", majors, filesystem)
-        if device is not None and name.isdigit():
-            held.append((int(name), device))
+    asked: set[bytes] | None = None
+    for number in filter(str.isdigit, names):
+        link = f"{process}/fd/{number}"
+        name = _name(link)
+        if name is None:
+            continue
+        if asked is None:
+            asked = _asked_mounts(process)
+        if asked and _mount_of(process, number) in asked:
+            continue
+        device = _device(link, name, majors, filesystem)
+        if device is not None:
+            held.append((int(number), device))
     return held, len(names)
 
 
-def _device(link: str, majors: Majors, filesystem: int) -> int | None:
+def _name(link: str) -> str | None:
+    """Return the name of a descriptor's file, if it is one of the driver's."""
     try:
         target = os.readlink(link)  # noqa: PTH115
     except OSError:
         return None
-    if _NAME.fullmatch(target.rpartition("/")[2]) is None:
+    if "nvidia" not in target:
         return None
+    name = target.rpartition("/")[2]
+    return name if _NAME.fullmatch(name) else None
+
+
+def _asked_mounts(process: str) -> set[bytes]:
+    """Return the numbers of a process's mounts whose files are not looked at.
+
+    Source: proc_pid_mountinfo(5).
+    """
+    try:
+        lines = Path(process, "mountinfo").read_bytes().splitlines()
+    except OSError:
+        return set()
+    kinds = ((line.partition(b" ")[0], line.partition(b" - ")[2].partition(b" ")[0]) for line in lines)
+    return {number for number, kind in kinds if kind.decode(errors="replace") in _ASKED}
+
+
+def _mount_of(process: str, number: str) -> bytes:
+    """Return the number of the mount that a descriptor's file was opened on; empty: not known."""
+    try:
+        about = Path(process, "fdinfo", number).read_bytes()
+    except OSError:
+        return b""
+    return about.partition(b"mnt_id:")[2].strip().partition(b"\n")[0]
+
+
+def _device(link: str, name: str, majors: Majors, filesystem: int) -> int | None:
     try:
         numbers = syscalls.file_numbers(link)
     except FileNotFoundError:
         # Anyone may give a file of their own such a name, so it only counts where there are no files.
-        return _by_name(target.rpartition("/")[2].removesuffix(" (deleted)"), majors)
+        return _by_name(name.removesuffix(" (deleted)"), majors)
     except OSError:
         return None
     if numbers.device:

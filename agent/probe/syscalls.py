@@ -16,6 +16,7 @@ from typing import Final, NamedTuple
 
 _NUMBERS: Final = {"x86_64": (321, 298, 332), "aarch64": (280, 241, 291)}
 _UNKNOWN: Final = (-1, -1, -1)
+_OF_THIS_MACHINE: Final = _NUMBERS.get(platform.machine(), _UNKNOWN)
 
 ANY: Final = 0
 NOEXIST: Final = 1
@@ -59,7 +60,7 @@ def bpf(command: int, attributes: bytes) -> int:
 
 
 def _call(which: int, *arguments: object) -> int:
-    number = _NUMBERS.get(platform.machine(), _UNKNOWN)[which]
+    number = _OF_THIS_MACHINE[which]
     if number < 0:
         raise OSError(errno.ENOSYS, "system calls of this machine are not known")
     result: int = _libc.syscall(number, *arguments)

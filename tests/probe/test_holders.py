@@ -328,6 +328,22 @@ def test_who_serves_a_file_is_not_asked_whose_it_is(folder: FuseFolder, *, is_do
     assert [one.device for one in found if one.tgid == caller.pid] == [GPU_4] * is_double
 
 
+@pytest.mark.parametrize(("kind", "is_looked_at"), [("nfs4", False), ("devtmpfs", True), ("fuse.nfs", True)])
+def test_files_that_another_machine_serves_are_not_looked_at(
+    tmp_path: Path, add: Add, kind: str, *, is_looked_at: bool
+) -> None:
+    add(1, ["/dev/nvidia0", "/dev/nvidiactl"])
+    process = tmp_path / "proc/1"
+    (process / "mountinfo").write_text(
+        f"31 1 0:5 / / rw - ext4 /dev/sda rw\n312 31 0:6 / /dev rw shared:7 - {kind} server:/ rw\n"
+    )
+    (process / "fdinfo").mkdir()
+    (process / "fdinfo/0").write_text("pos:\t0\nflags:\t02\nmnt_id:\t312\nino:\t9\n")
+    (process / "fdinfo/1").write_text("pos:\t0\nflags:\t02\nmnt_id:\t31\n")
+
+    assert {one.device for one in scan(tmp_path).held} == {CONTROL, *[195 << 20] * is_looked_at}
+
+
 @pytest.mark.parametrize("path", ["/dev/null", "/proc/self/exe", __file__, "/"])
 def test_a_file_has_the_numbers_that_stat_tells(path: str) -> None:
     status = os.stat(path)  # noqa: PTH116 - what it is compared with
