@@ -39,10 +39,17 @@ Windows = Mapping[Name, Window]
 
 
 def followed(usage: Usage, windows: Windows, policy: LeakPolicy, now_ns: int) -> Windows:
-    """Return the windows after a look; those of what is not held any more are gone."""
+    """Return the windows after a look; those of what is not held any more are gone.
+
+    Where something may be missing they stay as they are.
+    """
     found: dict[Name, Window] = {}
+    if not usage.complete:
+        found.update({name: window for name, window in windows.items() if not usage.is_whole(name[1])})
     for process, hold in _of_interest(usage):
         name = (process.key, hold.gpu)
+        if not usage.is_whole(hold.gpu):
+            continue
         known = windows.get(name)
         if known is None and (len(found) >= MAX_WINDOWS or now_ns < begins_at(process, policy)):
             continue

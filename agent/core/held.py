@@ -77,6 +77,8 @@ class Process:
     """The devices that it held when it ended."""
     opened: set[int] | None = field(default_factory=set)
     """The devices that it was seen to hold, ever; None: it was not seen itself."""
+    lacks_files: bool = False
+    """There was no room for a file of it, so that it may have opened others."""
 
     @property
     def key(self) -> ProcessKey:

@@ -484,6 +484,7 @@ class Holders:
         """Return whether a process may have another file in the table."""
         if len(process.files) < MAX_FILES_OF_PROCESS:
             return True
+        process.lacks_files = True
         self._clients.fell_short(process.number)
         return False
 

@@ -200,15 +200,16 @@ def _fd_growth(scene: Scene) -> Seen:
 
 
 def _grown(kind: LeakKind, scene: Scene) -> Seen:
-    if scene.usage is None or not scene.usage.complete:
+    usage = scene.usage
+    if usage is None or usage.is_blind:
         return None
-    if kind not in scene.growing.values():
+    if usage.complete and kind not in scene.growing.values():
         return []
     return [
-        _suspect(kind, process, hold, scene, 0)
+        _suspect(kind, process, hold, scene, 0, known=usage.is_whole(hold.gpu))
         for process in scene.workers
         for hold in process.holds
-        if scene.growing.get((process.key, hold.gpu)) is kind
+        if scene.growing.get((process.key, hold.gpu)) is kind or not usage.is_whole(hold.gpu)
     ]
 
 
@@ -249,7 +250,7 @@ _UNTOLD: Final = GpuMemory(used_bytes=None, total_bytes=None)
 
 def _memory_held(scene: Scene) -> Seen:
     """Find used memory that no process which exists has, on GPUs that nobody holds."""
-    if scene.usage is None or not scene.usage.complete:
+    if scene.usage is None or scene.usage.is_blind:
         return None
     living = {process.key.pid for process in scene.usage.processes}
     found = []
@@ -258,9 +259,10 @@ def _memory_held(scene: Scene) -> Seen:
         held = unclaimed_bytes(memory, living)
         share = (memory.total_bytes or 0) * scene.policy.memory_held_percent // 100
         limit = max(scene.policy.memory_held_bytes, share)
-        if (held is None or held > limit) and not _may_be_held(gpu, scene.usage, scene):
+        is_whole = scene.usage.is_whole(gpu)
+        if not is_whole or ((held is None or held > limit) and not _may_be_held(gpu, scene.usage, scene)):
             suspect = _of_place(LeakKind.MEMORY_HELD, Placement(gpu), scene, scene.policy.memory_held_ns)
-            found.append(replace(suspect, used_bytes=held, known=held is not None))
+            found.append(replace(suspect, used_bytes=held, known=is_whole and held is not None))
     return found
 
 
@@ -279,12 +281,13 @@ def _may_be_held(gpu: GpuUuid, usage: Usage, scene: Scene) -> bool:
 
 def _idle(scene: Scene) -> Seen:
     """Find devices that a pod has and no process has open."""
-    if scene.usage is None or not scene.usage.complete or scene.given is None:
+    usage = scene.usage
+    if usage is None or usage.is_blind or scene.given is None:
         return None
     return [
-        _of_place(LeakKind.IDLE, place, scene, scene.policy.idle_ns)
+        replace(_of_place(LeakKind.IDLE, place, scene, scene.policy.idle_ns), known=usage.is_whole(place.gpu))
         for place in scene.given
-        if not _is_open(place, scene.usage, scene)
+        if not usage.is_whole(place.gpu) or not _is_open(place, usage, scene)
     ]
 
 

@@ -63,7 +63,7 @@ class Leaks:
 
 def step(leaks: Leaks, scene: Scene) -> Leaks:
     """Return what is found now; the same object if nothing changed."""
-    if scene.usage is not None and scene.usage.complete:
+    if scene.usage is not None and not scene.usage.is_blind:
         windows = followed(scene.usage, leaks.windows, scene.policy, scene.now_ns)
         leaks = leaks if windows is leaks.windows else replace(leaks, windows=windows)
     scene = prepared(replace(scene, windows=leaks.windows))

@@ -290,28 +290,31 @@ class Tracker:
     def picture(self, now_ns: int) -> Usage:
         """Return what is known now; processes that nobody has looked at yet are left out."""
         self._records.refresh()
-        why = self._why_incomplete()
+        why = self._why_blind()
+        short = "" if why else self._who_is_short()
         return Usage(
             at_ns=now_ns,
             processes=self._records.processes(),
             orphans=self._records.orphans(),
             totals=tuple(self._records.totals()),
             source=self._source,
-            complete=not why,
-            incomplete_because=why,
+            complete=not (why or short),
+            incomplete_because=why or short,
+            doubted=self._records.doubted() if short else frozenset(),
             certainty=self._certainty,
             events_lost=self._lost,
             evicted=self._holders.evicted + self._clients.evicted,
         )
 
-    def _why_incomplete(self) -> str:
+    def _why_blind(self) -> str:
+        """Return why something may be missing anywhere."""
         if self._blind:
             return self._blind
         if self._unscanned and not (self._source == "proc" and self._was_scanned):
             return self._unscanned
         if self._holders.is_crowded or self._holders.forgot:
             return "there are more processes or files of the driver than are kept"
-        return self._who_is_short()
+        return ""
 
     def _who_is_short(self) -> str:
         found = (self._holders.processes.get(number) for number in self._clients.short)

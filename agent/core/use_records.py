@@ -75,6 +75,18 @@ class UseRecords:
             return True
         return any(self._gpus.gpu_of(device) == gpu for device in process.opened)
 
+    def doubted(self) -> frozenset[GpuUuid]:
+        """Return the GPUs that those may use of whom not everything is kept; none: it may be any."""
+        found: set[GpuUuid | None] = set()
+        for number in self._clients.short:
+            process = self._holders.processes.get(number)
+            if process is None:
+                continue
+            if process.opened is None or process.lacks_files:
+                return frozenset()
+            found.update(self._gpus.gpu_of(device) for device in process.opened)
+        return frozenset(gpu for gpu in found if gpu is not None)
+
     # Records
 
     def refresh(self, at_most: int | None = None) -> bool:

@@ -158,11 +158,22 @@ class Usage:
     complete: bool = True
     """False: events were lost or processes could not be seen, and nothing was rebuilt since."""
     incomplete_because: str = ""
+    doubted: frozenset[GpuUuid] = frozenset()
+    """Where it is not complete, the only GPUs of which something may be missing; none: any."""
     certainty: Certainty = "verified"
     """unverified: nobody has compared contexts with what the probe counts, on this driver version."""
     events_lost: int = 0
     evicted: int = 0
     """Entries that were forgotten because a table was full."""
+
+    def is_whole(self, gpu: GpuUuid) -> bool:
+        """Return whether nothing of a GPU is missing."""
+        return self.complete or (bool(self.doubted) and gpu not in self.doubted)
+
+    @property
+    def is_blind(self) -> bool:
+        """Whether something may be missing of every GPU."""
+        return not self.complete and not self.doubted
 
 
 class MemoryUser(NamedTuple):

@@ -436,6 +436,20 @@ def test_what_is_not_known_of_memory_makes_no_finding_and_ends_none() -> None:
     assert kinds(on) == set()
 
 
+def test_a_gpu_in_doubt_keeps_no_other_from_being_judged() -> None:
+    on = held_node(idle_ns=0)
+    on.tell(memory(used=4000), memory(on=U1, used=4000), allocated((U0, "ns1/a"), (U1, "ns1/b")), pods())
+    on.tell(seen(doubted=[U0]))
+    assert kinds(on) == {("memory_held_no_process", U1), ("allocated_idle", U1)}
+    on.tell(seen(doubted=[U1]))
+    assert kinds(on) == {
+        (kind, gpu) for kind in ("memory_held_no_process", "allocated_idle") for gpu in (U0, U1)
+    }
+    on.tell(seen(process(8, hold(on=U0), hold(on=U1)), doubted=[U0]))
+    assert kinds(on) & {("memory_held_no_process", U0), ("allocated_idle", U0)}
+    assert not kinds(on) & {("memory_held_no_process", U1), ("allocated_idle", U1)}
+
+
 def test_memory_of_a_gpu_that_is_gone_is_not_judged() -> None:
     on = held_node()
     on.tell(memory(used=4000, on=U1), seen())

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from agent.core import growth
 from agent.core.growth import PARTS, Sample, followed
 from agent.model.health import Details, LeakKind
+from agent.model.ids import GpuUuid
 from agent.model.policy import LeakPolicy
 from agent.model.usage import GpuHold, ProcessKey, Usage
 from tests.core.build import DEFAULT, U0, U1, Node, S
@@ -199,6 +200,19 @@ def test_an_incomplete_picture_shows_no_growth_and_ends_none() -> None:
         seen(process(7, GpuHold(U0, 9, 1, allocated=9, freed=8), since_ns=job.since_ns), complete=False)
     )
     assert len(grown(job.on)) == 1
+
+
+@pytest.mark.parametrize(("doubted", "is_told"), [(U0, False), (U1, True)])
+def test_growth_is_seen_but_on_gpus_in_doubt(doubted: GpuUuid, *, is_told: bool) -> None:
+    job = Job(live=4).waits(S)
+    more = process(7, GpuHold(U0, 9, 9, allocated=9, freed=0), since_ns=job.since_ns)
+    fewer = process(7, GpuHold(U0, 9, 1, allocated=9, freed=8), since_ns=job.since_ns)
+    job.on.tell(seen(more, doubted=[doubted]))
+    assert len(grown(job.on)) == is_told
+    job.on.tell(seen(more))
+    assert len(grown(job.on)) == 1
+    job.on.tell(seen(fewer, doubted=[doubted]))
+    assert len(grown(job.on)) == (not is_told)
 
 
 def test_a_process_with_the_pid_of_one_that_grew_begins_anew() -> None:

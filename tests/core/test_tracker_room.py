@@ -6,7 +6,7 @@ from agent.core import holders, rm_objects
 from agent.core.gpu_map import CONTROL
 from agent.core.rm_aside import ASIDE_NS
 from agent.model.usage import ProcessKey, Usage
-from tests.core.kernel_world import DEVICE, GROUP, SHARE, Task, gpu_file
+from tests.core.kernel_world import DEVICE, GROUP, SHARE, V0, V1, Task, gpu_file
 from tests.core.test_tracker import Rig, hold_of, use_of, wants
 
 
@@ -224,6 +224,47 @@ def test_of_whom_the_kernel_keeps_no_more_is_named() -> None:
     picture = rig.tell()
     assert [use_of(picture, pid).partial for pid in (100, 200)] == [True, False]
     assert names(picture, 100)
+
+
+def test_of_whom_not_all_is_kept_the_gpus_alone_are_in_doubt() -> None:
+    rig = Rig()
+    task, _ = rig.job(100, minor=0)
+    rig.job(200, minor=1)
+    assert rig.tell().doubted == frozenset()
+    rig.tracker.refused([task.key])
+    picture = rig.tell()
+    assert picture.doubted == {V0}
+    assert [picture.is_whole(gpu) for gpu in (V0, V1)] == [False, True]
+    rig.tracker.lost(1)
+    assert rig.tracker.picture(0).is_blind
+
+
+def test_a_gpu_that_was_closed_stays_in_doubt() -> None:
+    rig = Rig()
+    task, _ = rig.job(100, minor=0)
+    other = rig.world.open(task, gpu_file(1))
+    rig.tell()
+    rig.world.close(task, other)
+    rig.tracker.refused([task.key])
+    assert rig.tell().doubted == {V0, V1}
+
+
+def test_who_has_no_room_for_a_file_may_have_any_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(holders, "MAX_FILES_OF_PROCESS", 3)
+    rig = Rig()
+    task, _ = rig.job(100)
+    for minor in (0, 1):
+        rig.world.open(task, gpu_file(minor))
+    assert rig.tell().is_blind
+
+
+def test_who_opened_no_gpu_that_is_known_may_have_any() -> None:
+    rig = Rig()
+    task = rig.world.spawn(100)
+    rig.world.open(task, CONTROL)
+    rig.tell()
+    rig.tracker.refused([task.key])
+    assert rig.tell().is_blind
 
 
 def test_while_the_kernels_table_is_full_anyone_may_have_more() -> None:

@@ -115,10 +115,19 @@ def seen(
     source: UsageSource = "probe",
     totals: tuple[GpuTotal, ...] = (),
     at_ns: int = 0,
+    doubted: Iterable[GpuUuid] = (),
 ) -> GpuUseSeen:
-    """A picture."""
+    """A picture; of ``doubted`` GPUs something may be missing."""
     return GpuUseSeen(
-        Usage(at_ns, tuple(processes), tuple(orphans), totals, source=source, complete=complete)
+        Usage(
+            at_ns,
+            tuple(processes),
+            tuple(orphans),
+            totals,
+            source=source,
+            complete=complete and not doubted,
+            doubted=frozenset(doubted),
+        )
     )
 
 
