@@ -230,7 +230,7 @@ class NodeProcesses:
         task.add_done_callback(self._tasks.discard)
 
     async def _follow(self, started: NodeProcess) -> None:
-        await started.process.ended.wait()
+        await started.process.ended()
         self._living.pop(started.name, None)
         if not self._is_closing:
             self._tell(f"{started.title} has ended")

@@ -30,12 +30,18 @@ _COMMAND: Final = (sys.executable, "-S", "-m", "agent.simulation.gpu_processes")
 class SimulatedProcess:
     """A running process; see ``start`` and the guarantees above."""
 
-    def __init__(self, comm: str, pid: int, control: socket.socket) -> None:
-        """Take over a process that runs; raises AgentError where it does not."""
+    def __init__(
+        self, comm: str, pid: int, control: socket.socket, child: asyncio.subprocess.Process | None = None
+    ) -> None:
+        """Take over a process that runs; raises AgentError where it does not.
+
+        ``child``: it is this process's own, which has to collect its status; a fork of another is not.
+        """
         self.comm = comm
         self.pid = pid
-        self.ended = asyncio.Event()
+        self.has_ended = asyncio.Event()
         """Set when the process has ended, its files included."""
+        self._child = child
         self._control = control
         self._turn = asyncio.Lock()
         self._where: dict[str, Any] = {}
@@ -65,7 +71,7 @@ class SimulatedProcess:
                 env=environment_of_children(os.environ, drop=()),
                 process_group=0,
             )
-        made = cls(comm, process.pid, near)
+        made = cls(comm, process.pid, near, process)
         made._where = {"folder": str(folder), "version": version, "gpus": [gpu._asdict() for gpu in gpus]}
         try:
             await made.order("set-up", cgroup=None if cgroup is None else str(cgroup), **made._where)
@@ -134,7 +140,13 @@ class SimulatedProcess:
         """Kill it, and wait for its end."""
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.pid, signal.SIGKILL)
-        await self.ended.wait()
+        await self.ended()
+
+    async def ended(self) -> None:
+        """Wait until it has ended, and collect its status if it is a child."""
+        await self.has_ended.wait()
+        if self._child is not None:
+            await self._child.wait()
 
     async def order(self, do: str, **parameters: Any) -> dict[str, Any]:
         """Have an order obeyed; see the program. Raises AgentError where it could not be."""
@@ -147,8 +159,10 @@ class SimulatedProcess:
             self._control.shutdown(socket.SHUT_RDWR)
         try:
             async with asyncio.timeout(ENDS_WITHIN_S):
-                await self.ended.wait()
+                await self.ended()
         except TimeoutError:
+            if self.has_ended.is_set():
+                return
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, signal.SIGKILL)
             asyncio.get_running_loop().remove_reader(self._pidfd)
@@ -168,19 +182,19 @@ class SimulatedProcess:
     def _note_end(self) -> None:
         asyncio.get_running_loop().remove_reader(self._pidfd)
         os.close(self._pidfd)
-        self.ended.set()
+        self.has_ended.set()
         self._let_go()
 
     def _let_go(self) -> None:
         """Close the socket of a process that has ended, once nobody waits for an answer."""
-        if self.ended.is_set() and not self._turn.locked():
+        if self.has_ended.is_set() and not self._turn.locked():
             self._control.close()
 
     async def _last_order(self, do: str) -> None:
         with contextlib.suppress(AgentError):
             await self.order(do)
         async with asyncio.timeout(OBEYS_WITHIN_S):
-            await self.ended.wait()
+            await self.ended()
 
     async def _order(self, message: Mapping[str, Any], descriptors: Sequence[int] = ()) -> dict[str, Any]:
         try:
