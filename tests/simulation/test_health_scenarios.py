@@ -20,6 +20,13 @@ def counts(result: Command) -> list[tuple[int, int]]:
     return [(line["capacity"], line["allocatable"]) for line in result.lines]
 
 
+def assert_out_and_back(seen: list[tuple[int, int]]) -> None:
+    """Assert that all went out at once and came back: together, or where that takes long those that can."""
+    assert seen[:2] == [ALL_WELL, NONE_WELL]
+    assert seen[-1] == ALL_WELL
+    assert sorted(set(seen[1:])) == seen[1:]
+
+
 def reasons(line: dict[str, Any]) -> dict[str, str]:
     return {device["id"]: device["reason"] for device in line["unhealthy"]}
 
@@ -35,7 +42,7 @@ async def test_a_gpu_that_was_reset_comes_back_without_any_restart(node_dir: Pat
 async def test_a_driver_that_hangs_as_a_whole_takes_every_device_out_until_it_answers(node_dir: Path) -> None:
     result = await play_scenario("nvml-hang-driver", node_dir)
 
-    assert counts(result) == [ALL_WELL, NONE_WELL, ALL_WELL]
+    assert_out_and_back(counts(result))
     assert set(reasons(result.lines[1]).values()) == {"driver_hung"}
 
 
@@ -49,7 +56,7 @@ async def test_a_gpu_that_nvml_lists_no_more_stays_known_and_is_lost(node_dir: P
 async def test_a_driver_is_loaded_anew_under_a_running_agent(node_dir: Path) -> None:
     result = await play_scenario("driver-reload", node_dir)
 
-    assert counts(result) == [ALL_WELL, NONE_WELL, ALL_WELL]
+    assert_out_and_back(counts(result))
     assert set(reasons(result.lines[1]).values()) == {"maintenance"}
 
 
