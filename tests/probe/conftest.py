@@ -20,6 +20,7 @@ from agent.probe.loaded import OBJECT
 from agent.probe.loading import load
 from agent.probe.probe import Probe
 from agent.probe.request import BCC_PATHS, Doubles, LoaderChoice, Request
+from tests.probe.readings import events
 
 REPOSITORY = Path(__file__).parents[2]
 MISC_MAJOR = 10
@@ -146,8 +147,7 @@ def shared(loader: dict[str, Any]) -> Iterator[Probe]:
 @pytest.fixture
 def probe(shared: Probe) -> Probe:
     """The shared probe, with nothing left on its ring."""
-    while shared.ring.read():
-        pass
+    events(shared, pid=0)
     return shared
 
 

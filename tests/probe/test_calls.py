@@ -8,33 +8,14 @@ import pytest
 
 from agent.core.gpu_map import folded
 from agent.model.ids import GpuUuid
-from agent.model.rm import HeldFile, ProcessCounters, RmEvent, RmEventKind, RmObject
+from agent.model.rm import HeldFile, RmEventKind
 from agent.probe.kernel import Majors
 from agent.probe.probe import Probe
 from tests.probe.caller import CLIENT, CONTEXT, DEVICE, ROOT, Caller, ran
 from tests.probe.conftest import MEMORY_MAJOR, device_of
+from tests.probe.readings import counters, events, kinds, objects
 
 PRIME = 10_007
-
-
-def counters(probe: Probe, pid: int) -> ProcessCounters:
-    (row,) = [row for row in probe.read_processes() if row.tgid == pid]
-    return row
-
-
-def objects(probe: Probe, pid: int) -> list[RmObject]:
-    return [one for one in probe.read_objects() if one.tgid == pid]
-
-
-def events(probe: Probe, pid: int) -> list[RmEvent]:
-    found: list[RmEvent] = []
-    while batch := probe.ring.read():
-        found += [event for event in batch if event.tgid == pid]
-    return found
-
-
-def kinds(probe: Probe, pid: int) -> list[RmEventKind]:
-    return [event.kind for event in events(probe, pid)]
 
 
 OPENED = "fd = os.open(sys.argv[1], os.O_RDWR)\n"

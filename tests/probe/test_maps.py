@@ -5,13 +5,14 @@ from typing import Any
 
 import pytest
 
-from agent.model.rm import ProcessCounters, RmEventKind, RmObject
+from agent.model.rm import RmEventKind
 from agent.probe import syscalls
 from agent.probe.kernel import Majors
 from agent.probe.layout import MAX_OBJECTS_EACH, OBJECT, OBJECT_KEY, PROCESS, PROCESS_KEY
 from agent.probe.probe import Probe
 from tests.probe.caller import CLIENT, Caller, ran
 from tests.probe.conftest import MEMORY_MAJOR, LoadProbe
+from tests.probe.readings import counters, kinds, objects
 
 BEYOND = 13
 OPENED = "fd = os.open(sys.argv[1], os.O_RDWR)\n"
@@ -24,19 +25,6 @@ alloc(fd, 1 << 20, CONTEXT)
 wait()
 """
 )
-
-
-def counters(probe: Probe, pid: int) -> ProcessCounters:
-    (row,) = [row for row in probe.read_processes() if row.tgid == pid]
-    return row
-
-
-def objects(probe: Probe, pid: int) -> list[RmObject]:
-    return [one for one in probe.read_objects() if one.tgid == pid]
-
-
-def kinds(probe: Probe, pid: int) -> list[RmEventKind]:
-    return [event.kind for event in probe.ring.read() if event.tgid == pid]
 
 
 @pytest.fixture
