@@ -6,7 +6,7 @@ from dataclasses import asdict
 from typing import Any, Final
 
 from agent.commands.client import find_agent
-from agent.commands.render import Output, add_agent_flag, show
+from agent.commands.render import Output, add_agent_flag, add_output_flag, show
 from agent.config.settings import Settings
 from agent.model.policy import Injection
 
@@ -59,14 +59,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="Inject as this file says; how devices are shared counts with --scenario",
     )
     parser.add_argument("--resource", metavar="NAME", help="Such as nvidia.com/mig-1g.10gb")
-    parser.add_argument(
-        "-o",
-        "--output",
-        choices=[Output.JSON.value, Output.YAML.value],
-        default=Output.JSON.value,
-        metavar="FORM",
-        help="Form of the output: json or yaml (default: json)",
-    )
+    add_output_flag(parser, Output.JSON, Output.YAML)
     add_agent_flag(parser)
 
 

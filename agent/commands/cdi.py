@@ -10,7 +10,7 @@ from tempfile import TemporaryDirectory
 from typing import Any, Final
 
 from agent.commands.arguments import Parser
-from agent.commands.render import Output, show
+from agent.commands.render import Output, add_output_flag, show
 from agent.config.load import load
 from agent.config.option import shown
 from agent.config.options import OPTIONS
@@ -46,14 +46,7 @@ def configure(parser: Parser) -> None:
     parser.add_argument("action", choices=("show", "validate"), nargs="?", default="show", help="What to do")
     parser.add_argument("file", metavar="FILE", nargs="?", help="A specification, JSON or YAML")
     parser.add_argument("--scenario", metavar="NAME|FILE", help="Look at this scenario's node")
-    parser.add_argument(
-        "-o",
-        "--output",
-        choices=[Output.JSON.value, Output.YAML.value],
-        default=Output.JSON.value,
-        metavar="FORM",
-        help="Form of the output: json or yaml (default: json)",
-    )
+    add_output_flag(parser, Output.JSON, Output.YAML)
     parser.take_settings(OPTIONS.values())
 
 

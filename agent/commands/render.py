@@ -33,15 +33,16 @@ class Output(StrEnum):
     NAME = "name"
 
 
-def add_output_flag(parser: argparse.ArgumentParser) -> None:
-    """Add ``-o``."""
+def add_output_flag(parser: argparse.ArgumentParser, *forms: Output) -> None:
+    """Add ``-o`` with these forms, or all; the first is the default."""
+    names = [form.value for form in forms or Output]
     parser.add_argument(
         "-o",
         "--output",
-        choices=[output.value for output in Output],
-        default=Output.TABLE.value,
+        choices=names,
+        default=names[0],
         metavar="FORM",
-        help="Form of the output: table, wide, json, yaml or name (default: table)",
+        help=f"Form of the output: {', '.join(names[:-1])} or {names[-1]} (default: {names[0]})",
     )
 
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any, Final, cast
 
 from agent.commands.client import find_agent
-from agent.commands.render import UNKNOWN, Output, add_agent_flag, show, table
+from agent.commands.render import UNKNOWN, Output, add_agent_flag, add_output_flag, show, table
 
 _DESCRIPTION: Final = """\
 Show how the GPUs of this node are connected with each other, and which CPUs
@@ -27,20 +27,11 @@ NODE  PCIe and the way between the host bridges of one NUMA node
 SYS   PCIe and the way between NUMA nodes
 ?     not known: not read yet, not told by the driver, or the GPU is lost"""
 
-_FORMS: Final = (Output.TABLE, Output.JSON, Output.YAML)
-
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the flags."""
     parser.description = _DESCRIPTION
-    parser.add_argument(
-        "-o",
-        "--output",
-        choices=[form.value for form in _FORMS],
-        default=Output.TABLE.value,
-        metavar="FORM",
-        help="Form of the output: table, json or yaml (default: table)",
-    )
+    add_output_flag(parser, Output.TABLE, Output.JSON, Output.YAML)
     add_agent_flag(parser)
 
 
