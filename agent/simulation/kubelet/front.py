@@ -110,7 +110,11 @@ def _header_block(payload: bytes, flags: int) -> bytes:
 
 
 class _Leg(asyncio.Protocol):
-    """One of the two sockets of a carried connection; it reads nothing before it is joined."""
+    """One of the two sockets of a carried connection; before it is joined it reads once at most.
+
+    It pauses at the first bytes and not in ``connection_made``: up to Python 3.11.2 asyncio starts to
+    read after that call, paused or not.
+    """
 
     def __init__(self, made: Callable[["_Leg"], None], tap: AuthorityTap | None = None) -> None:
         self.transport: asyncio.Transport | None = None
@@ -118,17 +122,22 @@ class _Leg(asyncio.Protocol):
         self._made = made
         self._other: asyncio.Transport | None = None
         self._tap = tap
+        self._early = b""
 
     def join(self, other: "_Leg") -> None:
-        """Carry what arrives here to the other leg."""
+        """Name the leg to which ``flow`` will carry."""
         self._other = other.transport
-        if self.transport is not None:
+
+    def flow(self) -> None:
+        """Carry to the other leg what arrived here and what will; both are joined by now."""
+        if self.transport is not None and self._other is not None:
             self.transport.resume_reading()
+            # Last, because it may pause the reading.
+            self._other.write(self._early)
 
     @override
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast("asyncio.Transport", transport)
-        self.transport.pause_reading()
         self._made(self)
 
     @override
@@ -137,6 +146,9 @@ class _Leg(asyncio.Protocol):
             self._tap.feed(data)
         if self._other is not None:
             self._other.write(data)
+        elif self.transport is not None:
+            self._early += data
+            self.transport.pause_reading()
 
     @override
     def pause_writing(self) -> None:
@@ -265,6 +277,8 @@ class SocketFront:
             await self._connect(far, name)
             near.join(far)
             far.join(near)
+            near.flow()
+            far.flow()
             await asyncio.wait((near.lost, far.lost))
         except OSError:
             pass  # the server behind is gone, so the connection ends as it would with the kubelet's process

@@ -1,4 +1,10 @@
-"""The tap that reads ``:authority`` along the way, over every shape a header block may have."""
+"""What the front carries, and the tap that reads ``:authority`` along, over every shape of header block."""
+
+import asyncio
+import os
+import random
+import socket
+from pathlib import Path
 
 import h2.config
 import h2.connection
@@ -7,7 +13,7 @@ from hpack import Encoder
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agent.simulation.kubelet.front import AuthorityTap
+from agent.simulation.kubelet.front import AuthorityTap, SocketFront
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 HEADERS = [(":method", "POST"), (":scheme", "http"), (":path", "/x")]
@@ -72,3 +78,27 @@ def test_a_header_block_without_end_is_not_kept() -> None:
 def test_garbage_never_raises(data: bytes) -> None:
     AuthorityTap().feed(data)
     AuthorityTap().feed(PREFACE + data)
+
+
+async def test_what_a_client_sends_before_the_server_behind_is_reached_arrives_whole(tmp_path: Path) -> None:
+    """Whether asyncio reads before the connection behind exists differs between versions of Python."""
+    received: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+
+    async def read_all(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        received.set_result(await reader.readexactly(len(sent)))
+        writer.close()
+
+    sent = random.Random(0).randbytes(2_000_000)
+    name = f"gpu-agent-test-front-{os.getpid()}"
+    front = SocketFront(tmp_path / "front.sock", name)
+    async with await asyncio.start_unix_server(read_all, path=f"\0{name}"):
+        front.bind()
+        await front.listen()
+        with socket.socket(socket.AF_UNIX) as client:
+            client.setblocking(False)
+            client.connect(os.fspath(tmp_path / "front.sock"))
+            async with asyncio.timeout(10):
+                await asyncio.get_running_loop().sock_sendall(client, sent)
+                assert await received == sent
+        front.close()
+        await front.drained()
