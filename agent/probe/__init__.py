@@ -5,7 +5,7 @@ Use it so::
     probe = await load(Request(loader="auto", tier="auto"))   # agent.probe.loading, agent.probe.request
     probe.ring.subscribe(loop, deliver)      # deliver(list[RmEvent]), at most Ring.BATCH at a time
     probe.read_objects()                     # list[RmObject]; also read_processes(), read_statistics()
-    probe.scan()                             # Scan(held, complete, source): who holds which open file
+    probe.scan()                             # Scan(held, unseen, source): who holds which open file
     probe.refresh()                          # device numbers and the driver's version, if they changed
     probe.reattach()                         # after the driver was loaded anew; once a poll
     probe.close()

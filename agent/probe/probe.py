@@ -255,7 +255,8 @@ class Probe:
             data = _read_all(syscalls.iterator(link))
         except OSError:
             return self._scan_procfs()
-        return Scan(decode_held(data), len(data) < MAX_SCAN_BYTES, "kernel")
+        unseen = "" if len(data) < MAX_SCAN_BYTES else "there are more descriptors than are read"
+        return Scan(decode_held(data), unseen, "kernel")
 
     def _scan_procfs(self) -> Scan:
         config = self._config

@@ -1,42 +1,81 @@
-"""Finds who holds the driver's files by walking /proc/*/fd, without the probe.
+"""Finds the processes that hold the driver's files by reading /proc, without the probe.
 
 It does not tell open files apart, nor what is done with them.
-Invariants: nothing is opened, only files that look like the driver's are looked at, and of those what the
-kernel knows already: anyone may name a file so on a file system that is served by a process of theirs, which
-never answers. Where the kernel asks all the same, over the network, no file is looked at; a process that has
-left its mounts behind cannot be told to have such files. Processes that end meanwhile are left out.
+
+Guarantees:
+
+1. What could not be read is not absent: ``Scan.unseen`` gives the reason, and names processes. A process that
+   ended meanwhile is absent.
+2. Nothing is opened, only files with a name of the driver's are examined, and of those what the kernel has in
+   memory: anyone may give such a name to a file on a file system that a process of theirs serves and never
+   answers. A file that another machine serves is not examined.
+3. What a scan reads is bounded, and so is the share of each process, because users choose how many
+   descriptors, threads and mounts a process has.
 """
 
+import ctypes
+import errno
 import os
+import platform
 import re
+from collections.abc import Iterator
+from contextlib import suppress
+from itertools import islice
 from pathlib import Path
 from typing import Final, Literal, NamedTuple
 
 from agent.model.rm import HeldFile
 from agent.probe import syscalls
-from agent.probe.kernel import NVIDIA_MAJOR, Majors
+from agent.probe.kernel import INITIAL_PID_NAMESPACE, NVIDIA_MAJOR, Majors
 from agent.probe.layout import merge_held
 
 CONTROL_MINOR: Final = 255
-MAX_DESCRIPTORS: Final = 262_144
-"""Descriptors looked at; beyond, the answer is incomplete."""
+MAX_SMALL_BYTES: Final = 65_536
+"""Of a file of /proc that is small unless a user makes it large."""
+MAX_LINE_BYTES: Final = 65_536
+"""Of a line of mountinfo, which may hold two paths of 16 KiB each."""
+MAX_NAMED: Final = 3
+"""Processes that a reason names."""
 
 _NAME: Final = re.compile(
     r"nvidia(?:ctl|-uvm|-uvm-tools|-modeset|-cap\d+|(?P<index>\d{1,3}))(?: \(deleted\))?"
 )
 _MINORS: Final = {"nvidiactl": CONTROL_MINOR, "nvidia-modeset": 254}
 _UVM_MINORS: Final = {"nvidia-uvm": 0, "nvidia-uvm-tools": 1}
-_ASKED: Final = frozenset({"nfs", "nfs4", "9p", "cifs", "smb3", "afs", "lustre", "beegfs", "gpfs"})
+_REMOTE: Final = frozenset({b"nfs", b"nfs4", b"9p", b"cifs", b"smb3", b"afs", b"lustre", b"beegfs", b"gpfs"})
 """File systems of which another machine may be asked when a descriptor is followed. Source: Linux fs/namei.c,
 complete_walk (d_weak_revalidate), and their getattr."""
+_KERNEL_THREAD: Final = 0x00200000
+"""PF_KTHREAD in the flags of /proc/PID/stat. Source: linux/sched.h."""
+_CAP_SYS_PTRACE: Final = 19
+_SYS_KCMP: Final = {"x86_64": 312, "aarch64": 272}.get(platform.machine(), -1)
+_KCMP_FILES: Final = 2
+_TABLES_COMPARED: Final = 4
+
+_libc: Final = ctypes.CDLL(None, use_errno=True)
+
+
+class Bounds(NamedTuple):
+    """What one scan reads at most; beyond, it is incomplete."""
+
+    processes: int = 65_536
+    descriptors: int = 262_144
+    of_process: int = 65_536
+    """Descriptors of one process."""
+    threads: int = 65_536
+    """Threads whose table of descriptors is compared with that of their process."""
+    mount_bytes: int = 32 << 20
+    """Of all mountinfo files; a mount namespace may have 100,000 mounts."""
+    mount_bytes_each: int = 4 << 20
+    """Of one mount namespace."""
 
 
 class Scan(NamedTuple):
-    """Who holds which open file of the driver."""
+    """The holders of each open file of the driver."""
 
     held: list[HeldFile]
-    complete: bool
-    """False if there was more than is looked at."""
+    unseen: str
+    """Why something may be missing, in a sentence without its full stop; empty: nothing is."""
     source: Literal["kernel", "procfs"]
 
 
@@ -46,89 +85,241 @@ def scan(
     cgroup_root: str = "/sys/fs/cgroup",
     majors: Majors,
     filesystem: int = 0,
+    bounds: Bounds | None = None,
 ) -> Scan:
     """Return the holders that /proc shows; takes 50 ms for ten thousand descriptors.
 
-    ``filesystem`` is as in request.Doubles. What is not there, as in a fake root, is told by name.
+    ``filesystem`` is as in request.Doubles. A device that does not exist, as in a root of a test, is known by
+    its name.
     """
-    found: list[tuple[tuple[int, int, int, int, int], tuple[int, int]]] = []
-    room = MAX_DESCRIPTORS
-    for pid in _processes(proc_root):
-        held, looked_at = _descriptors(f"{proc_root}/{pid}", majors, filesystem, room)
-        room -= looked_at
-        if held:
-            start = _start_ticks(f"{proc_root}/{pid}/stat")
-            cgroup = _cgroup_id(f"{proc_root}/{pid}/cgroup", cgroup_root)
-            found += [((pid, start, 0, device, cgroup), (0, number)) for number, device in held]
-        if room <= 0:
-            break
-    return Scan(merge_held(found), room > 0, "procfs")
+    scanner = _Scanner(proc_root, cgroup_root, majors, filesystem, bounds or Bounds())
+    return Scan(merge_held(scanner.found()), scanner.unseen(), "procfs")
 
 
-def _processes(proc_root: str) -> list[int]:
-    try:
-        return sorted(int(name) for name in os.listdir(proc_root) if name.isdigit())  # noqa: PTH208
-    except OSError:
-        return []
+_Found = tuple[tuple[int, int, int, int, int], tuple[int, int]]
+"""As merge_held wants it: process, start, 0, device, cgroup; table of descriptors and number."""
 
 
-def _descriptors(
-    process: str, majors: Majors, filesystem: int, room: int
-) -> tuple[list[tuple[int, int]], int]:
-    """Return number and device of a process's descriptors that are the driver's, and how many there are."""
-    try:
-        names = os.listdir(f"{process}/fd")[:room]  # noqa: PTH208
-    except OSError:
-        return [], 0
-    held = []
-    asked: set[bytes] | None = None
-    for number in filter(str.isdigit, names):
-        link = f"{process}/fd/{number}"
-        name = _name(link)
-        if name is None:
-            continue
-        if asked is None:
-            asked = _asked_mounts(process)
-        if asked and _mount_of(process, number) in asked:
-            continue
-        device = _device(link, name, majors, filesystem)
-        if device is not None:
-            held.append((int(number), device))
-    return held, len(names)
+class _Scanner:
+    """One scan: what is left of its bounds, and what it could not read."""
+
+    def __init__(
+        self, proc_root: str, cgroup_root: str, majors: Majors, filesystem: int, bounds: Bounds
+    ) -> None:
+        self._proc: Final = proc_root
+        self._cgroup_root: Final = cgroup_root
+        self._majors: Final = majors
+        self._filesystem: Final = filesystem
+        self._bounds: Final = bounds
+        self._descriptors = bounds.descriptors
+        self._room = bounds.of_process
+        self._threads = bounds.threads
+        self._mount_bytes = bounds.mount_bytes
+        self._is_remote: dict[object, dict[bytes, bool]] = {}
+        """Mounts by namespace: whether another machine serves them."""
+        self._problem = ""
+        """Why not even all processes could be listed."""
+        self._unread: dict[int, str] = {}
+        """Processes whose descriptors could not be read, and why."""
+        self._cut: dict[int, None] = {}
+        """Processes with more than is read of one."""
+        self._unplaced: dict[int, None] = {}
+        """Processes with a descriptor whose mount was not found within the bounds."""
+        # kcmp(2) takes process ids as this process has them.
+        self._is_own_proc: Final = _link(f"{proc_root}/self") == str(os.getpid())
+
+    def found(self) -> Iterator[_Found]:
+        """Yield every descriptor of the driver."""
+        self._problem = _why_hidden(self._proc)
+        try:
+            with os.scandir(self._proc) as entries:
+                names = [entry.name for entry in islice(entries, self._bounds.processes)]
+                if next(entries, None) is not None:
+                    self._problem = self._problem or "there are more processes than are read"
+        except OSError as error:
+            self._problem = f"{self._proc} could not be listed: {error.strerror}"
+            return
+        for pid in sorted(int(name) for name in names if name.isdigit()):
+            yield from self._of_process(pid)
+            if self._descriptors <= 0:
+                break
+
+    def _of_process(self, pid: int) -> Iterator[_Found]:
+        folder = f"{self._proc}/{pid}"
+        held: list[tuple[int, tuple[int, int]]] = []
+        self._room = self._bounds.of_process
+        try:
+            for table, shown_by in self._tables(pid):
+                held.extend(self._of_table(pid, table, shown_by))
+        except OSError as error:
+            # Some machines protect init from every right; it is root's, and starts others instead.
+            is_init = pid == 1 and not self._problem
+            if not is_init and not _has_no_files(folder):
+                self._unread[pid] = error.strerror or str(error)
+        start = _start_ticks(f"{folder}/stat") if held else None
+        if start is None:
+            return
+        cgroup = _cgroup_id(f"{folder}/cgroup", self._cgroup_root)
+        for device, descriptor in held:
+            yield (pid, start, 0, device, cgroup), descriptor
+
+    def _tables(self, pid: int) -> Iterator[tuple[int, str]]:
+        """Yield each table of descriptors of a process and the folder that shows it.
+
+        A thread may have one of its own, and they go on when the first thread, whose table the process's own
+        folder shows, has ended.
+        """
+        folder = f"{self._proc}/{pid}"
+        yield 0, folder
+        known = [pid]
+        for thread in self._threads_of(pid):
+            is_known = self._is_own_proc and any(_share_files(each, thread) for each in known)
+            if is_known:
+                continue
+            if len(known) < _TABLES_COMPARED:
+                known.append(thread)
+            # Without kcmp(2) a number that several tables have counts once.
+            yield (thread if self._is_own_proc else 0), f"{folder}/task/{thread}"
+
+    def _threads_of(self, pid: int) -> Iterator[int]:
+        """Yield the threads of a process but the first."""
+        folder = f"{self._proc}/{pid}/task"
+        with suppress(FileNotFoundError, ProcessLookupError), os.scandir(folder) as entries:
+            for entry in entries:
+                if not entry.name.isdigit() or int(entry.name) == pid:
+                    continue
+                if self._threads <= 0:
+                    self._cut[pid] = None
+                    return
+                self._threads -= 1
+                yield int(entry.name)
+
+    def _of_table(self, pid: int, table: int, folder: str) -> Iterator[tuple[int, tuple[int, int]]]:
+        """Yield the device and the descriptor of each of the driver's in one table."""
+        # Its process, or its thread, may end meanwhile.
+        with suppress(FileNotFoundError, ProcessLookupError), os.scandir(f"{folder}/fd") as entries:
+            for entry in entries:
+                if self._room <= 0 or self._descriptors <= 0:
+                    self._cut[pid] = None
+                    return
+                self._room -= 1
+                self._descriptors -= 1
+                if entry.name.isdigit() and (device := self._device_of(pid, folder, entry.name)) is not None:
+                    yield device, (table, int(entry.name))
+
+    def _device_of(self, pid: int, folder: str, number: str) -> int | None:
+        """Return the device that a descriptor is of; None: none of the driver's, or closed meanwhile."""
+        link = f"{folder}/fd/{number}"
+        try:
+            target = os.readlink(link)  # noqa: PTH115
+        except FileNotFoundError:
+            return None
+        name = target.rpartition("/")[2]
+        if not name.startswith("nvidia") or _NAME.fullmatch(name) is None:
+            return None
+        is_remote = self._is_on_remote_mount(folder, number)
+        if is_remote is None:
+            self._unplaced[pid] = None
+        return None if is_remote is not False else _device(link, name, self._majors, self._filesystem)
+
+    # Mounts
+
+    def _is_on_remote_mount(self, folder: str, number: str) -> bool | None:
+        """Return whether another machine serves a descriptor's file; None: not found within the bounds.
+
+        Source: proc_pid_fdinfo(5), proc_pid_mountinfo(5).
+        """
+        mount = _read(f"{folder}/fdinfo/{number}").partition(b"mnt_id:")[2].strip().partition(b"\n")[0]
+        if not mount:
+            # Closed meanwhile, or a test's.
+            return None if os.path.lexists(f"{folder}/fdinfo/{number}") else False
+        try:
+            namespace: object = os.stat(f"{folder}/ns/mnt").st_ino  # noqa: PTH116
+        except OSError:
+            namespace = folder
+        known = self._is_remote.setdefault(namespace, {})
+        if mount not in known:
+            return self._find_mount(f"{folder}/mountinfo", mount, known)
+        return known[mount]
+
+    def _find_mount(self, path: str, wanted: bytes, known: dict[bytes, bool]) -> bool | None:
+        """Read a mountinfo line by line up to a mount; those on the way are kept."""
+        room = min(self._bounds.mount_bytes_each, self._mount_bytes)
+        try:
+            with open(path, "rb") as file:  # noqa: PTH123
+                is_begun = False
+                while room > 0 and (line := file.readline(MAX_LINE_BYTES)):
+                    room -= len(line)
+                    self._mount_bytes -= len(line)
+                    is_rest, is_begun = is_begun, not line.endswith(b"\n")
+                    if is_rest:
+                        continue
+                    number, kind = line.partition(b" ")[0], line.partition(b" - ")[2].partition(b" ")[0]
+                    known[number] = kind in _REMOTE
+                    if number == wanted:
+                        return None if is_begun else known[number]
+        except OSError as error:
+            # EINVAL: the process has left its mounts and is about to end.
+            return False if error.errno in {errno.ENOENT, errno.EINVAL} else None
+        # One that is not there was unmounted, or came with a descriptor from another namespace.
+        return None if room <= 0 else False
+
+    # What could not be read
+
+    def unseen(self) -> str:
+        """Return why something may be missing; empty: nothing is."""
+        reasons = [self._problem] if self._problem else []
+        if self._unread:
+            why = "CAP_SYS_PTRACE is missing" if _lacks_ptrace() else next(iter(self._unread.values()))
+            reasons.append(f"the open files of {_named(self._unread)} could not be read: {why}")
+        if self._cut:
+            reasons.append(f"more descriptors or threads than are read: {_named(self._cut)}")
+        if self._unplaced:
+            reasons.append(f"more mounts than are read: {_named(self._unplaced)}")
+        return "; ".join(reasons)
 
 
-def _name(link: str) -> str | None:
-    """Return the name of a descriptor's file, if it is one of the driver's."""
-    try:
-        target = os.readlink(link)  # noqa: PTH115
-    except OSError:
-        return None
-    if "nvidia" not in target:
-        return None
-    name = target.rpartition("/")[2]
-    return name if _NAME.fullmatch(name) else None
+def _named(pids: dict[int, str] | dict[int, None]) -> str:
+    names = ", ".join(str(pid) for pid in islice(pids, MAX_NAMED))
+    more = f" and {len(pids) - MAX_NAMED} more" if len(pids) > MAX_NAMED else ""
+    return f"{'process' if len(pids) == 1 else 'processes'} {names}{more}"
 
 
-def _asked_mounts(process: str) -> set[bytes]:
-    """Return the numbers of a process's mounts whose files are not looked at.
+def _why_hidden(proc_root: str) -> str:
+    """Return why /proc does not show every process of the machine; empty: it does, or it is a test's.
 
-    Source: proc_pid_mountinfo(5).
+    The kernel's own second process is in the machine's PID namespace alone, and no user can imitate it.
     """
+    if not _link(f"{proc_root}/self"):
+        return ""
+    fields = _read(f"{proc_root}/2/stat").rpartition(b")")[2].split()
+    if len(fields) > 6 and fields[6].isdigit() and int(fields[6]) & _KERNEL_THREAD:
+        return ""
     try:
-        lines = Path(process, "mountinfo").read_bytes().splitlines()
+        is_nested = os.stat("/proc/self/ns/pid").st_ino != INITIAL_PID_NAMESPACE  # noqa: PTH116
     except OSError:
-        return set()
-    kinds = ((line.partition(b" ")[0], line.partition(b" - ")[2].partition(b" ")[0]) for line in lines)
-    return {number for number, kind in kinds if kind.decode(errors="replace") in _ASKED}
+        is_nested = False
+    if is_nested:
+        return "the agent is in a PID namespace of its own, where other processes do not show (hostPID: true)"
+    return f"{proc_root} does not show the processes of others (hidepid, or another PID namespace)"
 
 
-def _mount_of(process: str, number: str) -> bytes:
-    """Return the number of the mount that a descriptor's file was opened on; empty: not known."""
-    try:
-        about = Path(process, "fdinfo", number).read_bytes()
-    except OSError:
-        return b""
-    return about.partition(b"mnt_id:")[2].strip().partition(b"\n")[0]
+def _lacks_ptrace() -> bool:
+    found = re.search(rb"^CapEff:\s*([0-9a-f]+)", _read("/proc/self/status"), re.MULTILINE)
+    return found is not None and not int(found[1], 16) >> _CAP_SYS_PTRACE & 1
+
+
+def _has_no_files(folder: str) -> bool:
+    """Return whether a process whose descriptors may not be read has none: the kernel's, or an ended one."""
+    fields = _read(f"{folder}/stat").rpartition(b")")[2].split()
+    if len(fields) < 18:
+        return not os.path.exists(folder)  # noqa: PTH110
+    return bool(int(fields[6]) & _KERNEL_THREAD) or (fields[0] in {b"Z", b"X"} and fields[17] == b"1")
+
+
+def _share_files(one: int, other: int) -> bool:
+    """Return whether two threads have the same table of descriptors; what cannot be compared has not."""
+    return bool(_libc.syscall(_SYS_KCMP, one, other, _KCMP_FILES, 0, 0) == 0)
 
 
 def _device(link: str, name: str, majors: Majors, filesystem: int) -> int | None:
@@ -136,9 +327,7 @@ def _device(link: str, name: str, majors: Majors, filesystem: int) -> int | None
         numbers = syscalls.file_numbers(link)
     except FileNotFoundError:
         # Anyone may give a file of their own such a name, so it only counts where there are no files.
-        return _by_name(name.removesuffix(" (deleted)"), majors)
-    except OSError:
-        return None
+        return _by_name(name.removesuffix(" (deleted)"), majors) if os.path.lexists(link) else None
     if numbers.device:
         major, minor = os.major(numbers.device), os.minor(numbers.device)
         return major << 20 | minor if major in _known(majors) else None
@@ -159,18 +348,38 @@ def _by_name(name: str, majors: Majors) -> int | None:
     return nvidia << 20 | int(index) if index.isdigit() else None
 
 
-def _start_ticks(path: str) -> int:
-    try:
-        fields = Path(path).read_text(errors="replace").rpartition(")")[2].split()
-        return int(fields[19])  # the 22nd of all, counted from the state
-    except (OSError, IndexError, ValueError):
-        return 0
+def _start_ticks(path: str) -> int | None:
+    """Return the start of a process; None: it has ended."""
+    fields = _read(path).rpartition(b")")[2].split()
+    # The 22nd of all, counted from the state.
+    return int(fields[19]) if len(fields) > 19 else None
 
 
 def _cgroup_id(path: str, cgroup_root: str) -> int:
+    lines = _read(path).decode(errors="replace").splitlines()
+    unified = next((line[3:] for line in lines if line.startswith("0::")), None)
     try:
-        lines = Path(path).read_text(errors="replace").splitlines()
-        unified = next((line[3:] for line in lines if line.startswith("0::")), None)
         return Path(f"{cgroup_root}{unified}").stat().st_ino if unified else 0
     except OSError:
         return 0
+
+
+def _link(path: str) -> str:
+    try:
+        return os.readlink(path)  # noqa: PTH115
+    except OSError:
+        return ""
+
+
+def _read(path: str) -> bytes:
+    """Return the beginning of a file; nothing of one that cannot be read."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return b""
+    try:
+        return os.read(descriptor, MAX_SMALL_BYTES)
+    except OSError:
+        return b""
+    finally:
+        os.close(descriptor)

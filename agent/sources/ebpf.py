@@ -93,12 +93,12 @@ class _Found(NamedTuple):
 
     held: Held
     files: frozenset[int]
-    is_whole: bool
+    unseen: str
     majors: Majors
 
 
 def _found(scan: Scan, majors: Majors) -> _Found:
-    return _Found(by_process(scan.held), frozenset(each.file for each in scan.held), scan.complete, majors)
+    return _Found(by_process(scan.held), frozenset(each.file for each in scan.held), scan.unseen, majors)
 
 
 class EbpfSource:
@@ -384,8 +384,8 @@ class EbpfSource:
         self._may_have_ended = True
         if probe is not None:
             await self._catch_up(probe)
-        self._tracker.blind("" if found.is_whole else "there are more descriptors than are looked at")
-        await self._in_turn(self._tracker.scanning(found.held, at_ns, is_whole=found.is_whole))
+        self._tracker.blind(found.unseen)
+        await self._in_turn(self._tracker.scanning(found.held, at_ns, is_whole=not found.unseen))
         self._is_stale = True
 
     async def _catch_up(self, probe: Probe) -> None:

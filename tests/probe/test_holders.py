@@ -4,6 +4,8 @@ import array
 import os
 import select
 import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,6 +20,7 @@ from agent.probe.kernel import Majors
 from agent.probe.probe import Probe
 from agent.simulation.driver_double import fuse
 from agent.simulation.driver_double.fuse import FuseFolder, Ioctl, IoctlAnswer
+from tests.harness import ROOT
 from tests.probe.caller import Caller
 from tests.probe.conftest import MISC_MAJOR
 
@@ -26,7 +29,11 @@ CONTROL, GPU_4, UVM, CAP = 195 << 20 | 255, 195 << 20 | 4, 509 << 20, 507 << 20 
 
 
 def held_by(probe: Probe, pid: int) -> list[HeldFile]:
-    return [one for one in probe.scan().held if one.tgid == pid]
+    return of_process(probe.scan(), pid)
+
+
+def of_process(scan: procfs.Scan, pid: int) -> list[HeldFile]:
+    return [one for one in scan.held if one.tgid == pid]
 
 
 def test_copies_of_a_descriptor_are_one_file(probe: Probe, gpu: Path) -> None:
@@ -90,7 +97,31 @@ os._exit(0)
     )
     with Caller(code, gpu) as caller:
         (held,) = held_by(probe, caller.pid)
-        assert held.fds == 3
+        (in_proc,) = of_process(procfs.scan(majors=Majors(nvidia=MISC_MAJOR)), caller.pid)
+        assert (held.fds, in_proc.fds) == (3, 3)
+
+
+def test_a_process_whose_first_thread_ended_holds_what_it_held(probe: Probe, gpu: Path) -> None:
+    code = (
+        OPENED
+        + """
+import threading, time
+def last():
+    while open(f"/proc/{os.getpid()}/stat").read().rpartition(")")[2].split()[0] != "Z":
+        time.sleep(0.001)
+    wait()
+    os._exit(0)
+threading.Thread(target=last).start()
+ctypes.CDLL(None).syscall(60, 0)  # exit, of this thread alone
+"""
+    )
+    with Caller(code, gpu) as caller:
+        (held,) = held_by(probe, caller.pid)
+        scan = procfs.scan(majors=Majors(nvidia=MISC_MAJOR))
+        assert [
+            each._replace(file=held.file, cgroup_id=held.cgroup_id) for each in of_process(scan, caller.pid)
+        ] == [held]
+        assert scan.unseen == ""
 
 
 def test_ten_thousand_descriptors_are_seen(probe: Probe, gpu: Path) -> None:
@@ -104,7 +135,7 @@ wait()
         scan = probe.scan()
 
         assert sum(one.fds for one in scan.held if one.tgid == caller.pid) == 10_007
-        assert scan.complete
+        assert scan.unseen == ""
         assert scan.source == "kernel"
 
 
@@ -216,19 +247,75 @@ def test_a_process_that_ended_is_left_out(tmp_path: Path, add: Add) -> None:
     assert [one.tgid for one in scan(tmp_path).held] == [1]
 
 
-def test_a_proc_that_is_not_there_is_empty(tmp_path: Path) -> None:
-    assert scan(tmp_path).held == []
+def test_a_proc_that_is_not_there_says_so(tmp_path: Path) -> None:
+    assert scan(tmp_path) == ([], f"{tmp_path}/proc could not be listed: No such file or directory", "procfs")
 
 
-def test_what_is_looked_at_is_bounded(tmp_path: Path, add: Add, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(procfs, "MAX_DESCRIPTORS", 5)
+@pytest.mark.parametrize(
+    ("bounds", "read", "unseen"),
+    [
+        (procfs.Bounds(), 10, ""),
+        (procfs.Bounds(descriptors=5), 5, "more descriptors or threads than are read: process 3"),
+        (procfs.Bounds(of_process=3), 9, "more descriptors or threads than are read: process 4"),
+        (procfs.Bounds(threads=0), 10, "more descriptors or threads than are read: process 1"),
+        # A neighbour's mounts are found all the same.
+        (procfs.Bounds(mount_bytes_each=300), 9, "more mounts than are read: process 2"),
+        (procfs.Bounds(mount_bytes=300), 9, "more mounts than are read: process 2"),
+    ],
+)
+def test_a_scan_says_what_it_did_not_read(
+    tmp_path: Path, add: Add, bounds: procfs.Bounds, read: int, unseen: str
+) -> None:
     for pid in range(1, 5):
-        add(pid, ["/dev/nvidia0", "/dev/nvidiactl"])
+        add(pid, ["/dev/nvidia0", "/dev/nvidiactl"] + ["/dev/nvidia0"] * 2 * (pid == 4))
+    (tmp_path / "proc/1/task/77").mkdir(parents=True)
+    process = tmp_path / "proc/2"
+    (process / "fdinfo").mkdir()
+    (process / "fdinfo/0").write_text("pos:\t0\nmnt_id:\t312\n")
+    line = "31 1 0:5 / /a/directory/of/its/own rw - tmpfs none rw\n"
+    (process / "mountinfo").write_text(line * 10 + "312 31 0:6 / /dev rw - devtmpfs none rw\n")
 
-    result = scan(tmp_path)
+    found = scan(tmp_path, bounds=bounds)
 
-    assert not result.complete
-    assert sum(one.fds for one in result.held) == 5
+    assert (sum(one.fds for one in found.held), found.unseen) == (read, unseen)
+
+
+def test_more_processes_than_are_read_are_said(tmp_path: Path, add: Add) -> None:
+    for pid in range(1, 5):
+        add(pid, ["/dev/nvidia0"])
+
+    found = scan(tmp_path, bounds=procfs.Bounds(processes=3))
+
+    assert (len(found.held), found.unseen) == (3, "there are more processes than are read")
+
+
+HIDDEN = 'mount -t proc -o hidepid=2 none /proc; exec setpriv --reuid=65534 --regid=65534 --clear-groups "$@"'
+RIGHTS = """
+from agent.probe import procfs
+from agent.probe.kernel import Majors
+print(procfs.scan(majors=Majors(nvidia=10)).unseen)
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
+@pytest.mark.parametrize(
+    ("launcher", "unseen"),
+    [
+        (["setpriv", "--bounding-set=-sys_ptrace", "--inh-caps=-sys_ptrace"], "CAP_SYS_PTRACE is missing"),
+        (["unshare", "--pid", "--fork", "--mount-proc"], "(hostPID: true)"),
+        (
+            ["unshare", "--mount", "sh", "-c", HIDDEN, "sh"],
+            "does not show the processes of others (hidepid, or another PID namespace)",
+        ),
+    ],
+    ids=["no ptrace", "PID namespace", "hidepid"],
+)
+def test_processes_that_may_not_be_read_are_not_absent(gpu: Path, launcher: list[str], unseen: str) -> None:
+    with Caller(OPENED + "wait()\n", gpu):
+        found = subprocess.run(
+            [*launcher, sys.executable, "-c", RIGHTS], capture_output=True, text=True, check=True, cwd=ROOT
+        )
+    assert found.stdout.strip().endswith(unseen)
 
 
 def test_a_plain_file_with_a_name_of_the_driver_s_is_none_of_its_devices(tmp_path: Path, add: Add) -> None:
