@@ -1,6 +1,7 @@
 """A gRPC channel over a unix socket of the kubelet's, or one of our own.
 
-Guarantees: a peer that takes no more connections is an OSError, as one that is not there.
+Guarantees: a peer that takes no more connections is an OSError, as one that is not there. A channel is one
+connection: a call after its end is an OSError too, and reaches no other process at the same path.
 """
 
 import errno
@@ -26,6 +27,8 @@ class UnixChannel(Channel):
         return "localhost"
 
     async def _create_connection(self) -> H2Protocol:
+        if self._protocol is not None:
+            raise ConnectionResetError(errno.ECONNRESET, os.strerror(errno.ECONNRESET))
         protocol = await super()._create_connection()
         # Where the peer's queue is full, connect(2) of a unix socket says EAGAIN, which asyncio takes for a
         # connection on its way; the first write has found out that there is none.

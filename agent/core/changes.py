@@ -87,7 +87,7 @@ def _registrations(old: State, new: State) -> Iterator[Effect]:
     for name, standing in new.registrations.items():
         before = old.registrations.get(name)
         if standing.generation != (0 if before is None else before.generation):
-            yield RegisterResource(name, standing.generation)
+            yield RegisterResource(name, standing.generation, standing.kubelet)
 
 
 def _driver_events(old: State, new: State) -> Iterator[Event]:

@@ -105,6 +105,7 @@ _Quiet = (
     | facts.PodsSeen
     | facts.KubeletSocketSeen
     | facts.OwnSocketLost
+    | facts.RegisterSent
     | facts.Registered
     | facts.RegistrationFailed
     | facts.WatchersChanged
@@ -169,7 +170,11 @@ def _known(state: State, fact: _Quiet, now_ns: int) -> State:  # noqa: C901, PLR
         case facts.KubeletSocketSeen():
             return replace(state, kubelet=fact.identity)
         case (
-            facts.Registered() | facts.RegistrationFailed() | facts.WatchersChanged() | facts.OwnSocketLost()
+            facts.RegisterSent()
+            | facts.Registered()
+            | facts.RegistrationFailed()
+            | facts.WatchersChanged()
+            | facts.OwnSocketLost()
         ):
             return _registration_told(state, fact, now_ns)
         case facts.MpsSeen():

@@ -3,9 +3,11 @@
 Invariants: a new generation begins only in _begin. Answers of older generations, and of one that was
 given up, change nothing. The old stream and server are ended before each registration
 (by the owner of RegisterResource), because the kubelet drops the new one when the old one ends
-later. The two clocks: a refused connection is tried again every 50 ms for 10 s, then every second;
-an answered error and a lost stream are tried again after 0.1 s, doubling to 10 s. Which of two
-kubelet sockets is the newer one follows from the order of the facts, never from their file times.
+later. A registration under way hears the same signs as one that was made: a kubelet may take ten seconds
+to answer, and one that was replaced meanwhile has nothing to say. The two clocks: a refused connection
+is tried again every 50 ms for 10 s, then every second; an answered error and a lost stream are tried
+again after 0.1 s, doubling to 10 s. Which of two kubelet sockets is the newer one follows from the order
+of the facts, never from their file times.
 """
 
 from dataclasses import dataclass, replace
@@ -15,6 +17,7 @@ from agent.core.backoff import delay_ns
 from agent.model.facts import (
     OwnSocketLost,
     Registered,
+    RegisterSent,
     RegistrationFailed,
     RegistrationFailure,
     WatchersChanged,
@@ -55,6 +58,7 @@ class Registration:
     pre_start: bool = False
     """Whether the kubelet was told to ask before each container starts; it takes that at a registration."""
     socket: SocketIdentity | None = None
+    """Our socket file, from the moment Register was sent."""
     streams: int | None = None
     """ListAndWatch streams of this generation that are open; None: there was none yet."""
     message: str = NO_SOCKET
@@ -71,15 +75,19 @@ class Registration:
         return self.phase is RegistrationPhase.WAITING and self.message == WAIT_FOR_PROBES
 
 
-Told = Registered | RegistrationFailed | WatchersChanged | OwnSocketLost
+Told = RegisterSent | Registered | RegistrationFailed | WatchersChanged | OwnSocketLost
 
 
-def told(standing: Registration, fact: Told, *, policy: Policy, now_ns: int) -> Registration:
+def told(  # noqa: PLR0911 (a table)
+    standing: Registration, fact: Told, *, policy: Policy, now_ns: int
+) -> Registration:
     """Return the standing after the owner of the plugin socket, or who watches it, told something."""
     is_given_up = standing.phase in {RegistrationPhase.WAITING, RegistrationPhase.BACKING_OFF}
     if standing.generation != fact.generation or is_given_up:
         return standing
     match fact:
+        case RegisterSent():
+            return replace(standing, kubelet=fact.kubelet, socket=fact.socket)
         case Registered():
             return _accepted(standing, fact, policy, now_ns)
         case RegistrationFailed() if standing.registered:
@@ -89,7 +97,7 @@ def told(standing: Registration, fact: Told, *, policy: Policy, now_ns: int) -> 
         case WatchersChanged():
             return _streams_changed(standing, fact.live, policy, now_ns)
         case OwnSocketLost():
-            return _lost(standing, SOCKET_LOST, policy, now_ns) if standing.registered else standing
+            return _lost(standing, SOCKET_LOST, policy, now_ns)
         case _:
             assert_never(fact)
 
@@ -102,10 +110,11 @@ def advance(
     is_due = due_ns is not None and now_ns >= due_ns
     match standing.phase:
         case RegistrationPhase.REGISTERING:
-            return standing
+            is_replaced = kubelet is not None and kubelet != standing.kubelet
+            return _begin(standing, kubelet, policy) if is_replaced else standing
         case RegistrationPhase.REGISTERED:
             if kubelet is not None and not _is_up_to_date(standing, kubelet, policy):
-                return _begin(replace(standing, since_ns=now_ns, socket=None), kubelet, policy)
+                return _begin(replace(standing, since_ns=now_ns), kubelet, policy)
             return _lost(standing, NO_STREAM, policy, now_ns) if is_due else standing
         case _ if kubelet is None:
             return _waiting(standing, NO_SOCKET)
@@ -142,6 +151,7 @@ def _begin(standing: Registration, kubelet: SocketIdentity | None, policy: Polic
         retry_at_ns=None,
         kubelet=kubelet,
         pre_start=policy.pre_start_check,
+        socket=None,
         streams=None,
         # While it is tried again, the last answer says why it is not registered.
         message=standing.message if standing.phase is RegistrationPhase.BACKING_OFF else "",
@@ -164,7 +174,7 @@ def _accepted(standing: Registration, fact: Registered, policy: Policy, now_ns: 
 
 
 def _failed(standing: Registration, fact: RegistrationFailed, policy: Policy, now_ns: int) -> Registration:
-    failed = replace(standing, failure=fact.failure)
+    failed = replace(standing, failure=fact.failure, socket=None)
     if fact.failure not in {"absent", "unreachable"}:
         return _back_off(replace(failed, unreachable_since_ns=None), fact.message, policy, now_ns)
     since_ns = now_ns if standing.unreachable_since_ns is None else standing.unreachable_since_ns
@@ -185,13 +195,18 @@ def _streams_changed(standing: Registration, live: int, policy: Policy, now_ns: 
 
 
 def _lost(standing: Registration, message: str, policy: Policy, now_ns: int) -> Registration:
-    """Return the standing after a registration that was accepted came to an end.
+    """Return the standing after a registration that was accepted, or asked for, came to an end.
 
     The wait before the next try also lets the other signs of a kubelet restart arrive, so that
     one restart is one registration.
     """
-    settled = now_ns - standing.since_ns >= SETTLED_NS
-    ended = replace(standing, since_ns=now_ns, socket=None, attempts=0 if settled else standing.attempts)
+    settled = standing.registered and now_ns - standing.since_ns >= SETTLED_NS
+    ended = replace(
+        standing,
+        since_ns=now_ns if standing.registered else standing.since_ns,
+        socket=None,
+        attempts=0 if settled else standing.attempts,
+    )
     return _back_off(ended, message, policy, now_ns)
 
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from agent.model.health import Condition
-from agent.model.ids import GpuUuid, ResourceName
+from agent.model.ids import GpuUuid, ResourceName, SocketIdentity
 
 
 class EventKind(StrEnum):
@@ -53,6 +53,8 @@ class RegisterResource:
 
     resource: ResourceName
     generation: int
+    kubelet: SocketIdentity | None
+    """The kubelet socket that is to be registered with; a call to it that is under way is this one."""
 
 
 @dataclass(frozen=True, slots=True)

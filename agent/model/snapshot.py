@@ -57,7 +57,7 @@ class Resource:
     since_ns: int
     """When the phase began (registering and backing off are one spell)."""
     socket: SocketIdentity | None
-    """Our socket file while registered."""
+    """Our socket file, from the moment Register was sent."""
     sharing: SharingStrategy | None = None
     """How its devices are shared; None: they are not."""
 

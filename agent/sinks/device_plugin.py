@@ -10,9 +10,13 @@ Guarantees:
    RegistrationFailed of its generation.
 3. What goes wrong with one resource touches no other.
 4. ``register`` never blocks; everything else happens in tasks owned by ``run``.
+5. Register is sent to a kubelet that was connected to while our socket was there: a kubelet deletes every
+   socket before it listens, so it finds ours.
+6. A Register call that a newer order overtook is not waited for and not cut off either, because a kubelet
+   whose caller is gone forgets the resource by its name; each resource has ``overtaken_calls`` at most.
 
 Tasks: one for each resource that obeys the newest order, one for the order it carries out, one for
-the endpoint it serves.
+its Register call, one for the endpoint it serves.
 """
 
 import asyncio
@@ -25,8 +29,8 @@ from typing import Final
 from agent.bus import Inbox, Latest
 from agent.log import fields
 from agent.model.effects import RegisterResource
-from agent.model.facts import Fact, Registered, RegistrationFailed, RegistrationFailure
-from agent.model.ids import NO_KUBELET, ResourceName
+from agent.model.facts import Fact, Registered, RegisterSent, RegistrationFailed, RegistrationFailure
+from agent.model.ids import NO_KUBELET, ResourceName, SocketIdentity
 from agent.model.snapshot import Snapshot
 from agent.sinks.grpc_bounds import Bounds
 from agent.sinks.grpc_server import ServerStatistics
@@ -34,11 +38,15 @@ from agent.sinks.plugin_answers import CdiSpecs
 from agent.sinks.plugin_endpoint import Endpoint
 from agent.sinks.plugin_service import ListSent, PluginService, ServiceStatistics
 from agent.sinks.plugin_socket import NotRegisteredError, clear_leftovers, identity_of, socket_path
-from agent.sinks.registration_client import REGISTER_TIMEOUT_S, answers, register
+from agent.sinks.registration_client import REGISTER_TIMEOUT_S, answers, connect, register
 from agent.threads import in_daemon_thread
+from agent.unix_channel import UnixChannel
 
 HANDOVER_GRACE_S: Final = 0.5
 """How long calls of the old server may take to end when a resource is registered anew."""
+
+MAX_OVERTAKEN_CALLS: Final = 8
+"""Of one resource; each ends within REGISTER_TIMEOUT_S, and the oldest is cut off when there are more."""
 
 log = logging.getLogger(__name__)
 
@@ -60,6 +68,10 @@ class _Slot:
     is_fresh: asyncio.Event = field(default_factory=asyncio.Event)
     worker: asyncio.Task[None] | None = None
     attempt: asyncio.Task[None] | None = None
+    asked: SocketIdentity | None = None
+    """The kubelet that the attempt has sent Register to."""
+    call: asyncio.Task[NotRegisteredError | None] | None = None
+    overtaken: list[asyncio.Task[NotRegisteredError | None]] = field(default_factory=list)
     endpoint: Endpoint | None = None
 
 
@@ -78,6 +90,7 @@ class DevicePlugin:
         cdi: CdiSpecs | None = None,
         on_sent: Callable[[ListSent], None] | None = None,
         register_timeout_s: float = REGISTER_TIMEOUT_S,
+        overtaken_calls: int = MAX_OVERTAKEN_CALLS,
     ) -> None:
         """Serve beside ``kubelet_socket``. ``on_sent`` is told of each ListAndWatch message written.
 
@@ -93,6 +106,7 @@ class DevicePlugin:
         self._cdi = cdi
         self._on_sent = on_sent
         self._register_timeout_s = register_timeout_s
+        self._overtaken_calls = overtaken_calls
         self._slots: dict[ResourceName, _Slot] = {}
         self._tasks: asyncio.TaskGroup | None = None
         self._is_draining = False
@@ -107,11 +121,42 @@ class DevicePlugin:
             return
         slot = self._slots.setdefault(effect.resource, _Slot(effect.resource, effect))
         slot.order = effect
+        if self._is_being_asked(slot):
+            # The core learned of the kubelet after this sink did: what it wants is under way.
+            self._announce(slot)
+            return
         slot.is_fresh.set()
         if slot.attempt is not None:
             slot.attempt.cancel()
+            self._overtake(slot)
+            slot.asked = None
         if slot.worker is None and self._tasks is not None:
             self._start(self._tasks, slot)
+
+    def _overtake(self, slot: _Slot) -> None:
+        """Wait no longer for the slot's Register call, see guarantee 6."""
+        if slot.call is None:
+            return
+        slot.overtaken = [call for call in (*slot.overtaken, slot.call) if not call.done()]
+        slot.call = None
+        for call in slot.overtaken[: -self._overtaken_calls]:
+            call.cancel()
+
+    @staticmethod
+    def _is_being_asked(slot: _Slot) -> bool:
+        """Tell whether the kubelet of the order is being asked, and can reach what is served."""
+        endpoint = slot.endpoint
+        is_asked = slot.asked is not None and slot.asked == slot.order.kubelet
+        return is_asked and endpoint is not None and endpoint.is_intact()
+
+    def _announce(self, slot: _Slot) -> None:
+        """Report which kubelet is asked for the newest generation, and with which socket."""
+        endpoint, kubelet, order = slot.endpoint, slot.asked, slot.order
+        if endpoint is not None and endpoint.identity is not None and kubelet is not None:
+            self._inbox.put(
+                RegisterSent(order.resource, order.generation, kubelet=kubelet, socket=endpoint.identity)
+            )
+            endpoint.service.belong_to(order.generation)
 
     def _start(self, tasks: asyncio.TaskGroup, slot: _Slot) -> None:
         slot.worker = tasks.create_task(self._obey(tasks, slot), name=f"device-plugin {slot.resource}")
@@ -132,7 +177,7 @@ class DevicePlugin:
             for slot in self._slots.values():
                 if slot.endpoint is not None:
                     slot.endpoint.close_now()
-                slot.worker = slot.attempt = slot.endpoint = None
+                slot.worker = slot.attempt = slot.endpoint = slot.asked = None
 
     async def _clear_leftovers(self) -> None:
         """Remove what an agent that was killed served and this one may never serve."""
@@ -149,7 +194,9 @@ class DevicePlugin:
         """End every stream and server; running calls have ``grace_s``. ``run`` returns after that."""
         self._is_draining = True
         slots = list(self._slots.values())
-        for task in [task for slot in slots for task in (slot.worker, slot.attempt)]:
+        for task in [
+            task for slot in slots for task in (slot.worker, slot.attempt, slot.call, *slot.overtaken)
+        ]:
             if task is not None:
                 task.cancel()
         try:
@@ -165,51 +212,88 @@ class DevicePlugin:
         while True:
             await slot.is_fresh.wait()
             slot.is_fresh.clear()
-            slot.attempt = tasks.create_task(
-                self._attempt(tasks, slot, slot.order), name=f"register {slot.resource}"
-            )
+            slot.attempt = tasks.create_task(self._attempt(tasks, slot), name=f"register {slot.resource}")
             await asyncio.wait({slot.attempt})
             slot.attempt = None
 
-    async def _attempt(self, tasks: asyncio.TaskGroup, slot: _Slot, order: RegisterResource) -> None:
+    async def _attempt(self, tasks: asyncio.TaskGroup, slot: _Slot) -> None:
         try:
-            fact = await self._serve_and_register(tasks, slot, order)
+            fact = await self._serve_and_register(tasks, slot)
         except NotRegisteredError as error:
-            self._fail(order.resource, order.generation, error.failure, str(error))
+            self._fail(slot.resource, slot.order.generation, error.failure, str(error))
         except Exception as error:
-            log.exception("Could not register a resource", extra=fields(resource=order.resource))
-            self._fail(order.resource, order.generation, "not_served", f"A bug in the agent: {error!r}")
+            log.exception("Could not register a resource", extra=fields(resource=slot.resource))
+            message = f"A bug in the agent: {error!r}"
+            self._fail(slot.resource, slot.order.generation, "not_served", message)
         else:
             self._inbox.put(fact)
+        finally:
+            slot.asked = None
 
-    async def _serve_and_register(
-        self, tasks: asyncio.TaskGroup, slot: _Slot, order: RegisterResource
-    ) -> Registered:
-        path = socket_path(self._kubelet_socket.parent, order.resource)
-        endpoint = slot.endpoint
-        # A try after a refused connection keeps the server: nobody watches it, everybody can reach it.
-        if endpoint is None or endpoint.service.watchers or not endpoint.is_intact():
-            await self._end(slot)
-            endpoint = self._open(tasks, slot, path, order.generation)
-        endpoint.service.generation = order.generation
-        own = endpoint.identity
-        if own is None:
-            raise NotRegisteredError("not_served", f"{path} was removed as soon as it was made")
+    async def _serve_and_register(self, tasks: asyncio.TaskGroup, slot: _Slot) -> Registered:
+        endpoint, own = await self._serve(tasks, slot)
         if not self._registers:
-            return Registered(order.resource, order.generation, kubelet=NO_KUBELET, socket=own)
+            return Registered(slot.resource, slot.order.generation, kubelet=NO_KUBELET, socket=own)
+        kubelet, channel = await self._connect()
+        try:
+            # The kubelet has deleted by now whatever it deletes.
+            endpoint, own = await self._serve(tasks, slot)
+        except BaseException:
+            channel.close()
+            raise
+        slot.asked = kubelet
+        self._announce(slot)
+        name = f"call Register {slot.resource}"
+        slot.call = tasks.create_task(self._call(channel, slot.resource, endpoint.path.name), name=name)
+        error = await asyncio.shield(slot.call)
+        if error is not None:
+            raise error
+        return Registered(slot.resource, slot.order.generation, kubelet=kubelet, socket=own)
+
+    async def _connect(self) -> tuple[SocketIdentity, UnixChannel]:
+        """Return which kubelet there is, and a connection to that one."""
         kubelet = identity_of(self._kubelet_socket)
         if kubelet is None:
             raise NotRegisteredError(
                 "absent", f"{self._kubelet_socket} does not exist; it appears when the kubelet starts"
             )
-        await register(
-            self._kubelet_socket,
-            endpoint=path.name,
-            resource=order.resource,
-            pre_start=self._latest.value.policy.pre_start_check,
-            timeout_s=self._register_timeout_s,
+        channel = await connect(self._kubelet_socket)
+        if identity_of(self._kubelet_socket) == kubelet:
+            return kubelet, channel
+        channel.close()
+        raise NotRegisteredError(
+            "unreachable", f"{self._kubelet_socket} was replaced while it was connected to"
         )
-        return Registered(order.resource, order.generation, kubelet=kubelet, socket=own)
+
+    async def _call(
+        self, kubelet: UnixChannel, resource: ResourceName, endpoint: str
+    ) -> NotRegisteredError | None:
+        """Call Register and return why it failed; the one who began it need not wait."""
+        try:
+            await register(
+                kubelet,
+                endpoint=endpoint,
+                resource=resource,
+                pre_start=self._latest.value.policy.pre_start_check,
+                timeout_s=self._register_timeout_s,
+            )
+        except NotRegisteredError as error:
+            return error
+        finally:
+            kubelet.close()
+        return None
+
+    async def _serve(self, tasks: asyncio.TaskGroup, slot: _Slot) -> tuple[Endpoint, SocketIdentity]:
+        """Serve for the order; a server that nobody watches and everybody can reach is kept."""
+        path = socket_path(self._kubelet_socket.parent, slot.resource)
+        endpoint = slot.endpoint
+        if endpoint is None or endpoint.service.watchers or not endpoint.is_intact():
+            await self._end(slot)
+            endpoint = self._open(tasks, slot, path, slot.order.generation)
+        endpoint.service.begin(slot.order.generation)
+        if endpoint.identity is None:
+            raise NotRegisteredError("not_served", f"{path} was removed as soon as it was made")
+        return endpoint, endpoint.identity
 
     def _open(self, tasks: asyncio.TaskGroup, slot: _Slot, path: Path, generation: int) -> Endpoint:
         service = PluginService(

@@ -91,8 +91,9 @@ class PluginService:
         on_sent: Callable[[ListSent], None] | None = None,
     ) -> None:
         self.resource: Final = resource
-        self.generation = generation
-        """Which registration watchers belong to; follows a retry that keeps this service."""
+        self._generation = generation
+        self._told_watchers: int | None = None
+        """As reported for this generation; None: nothing was."""
         self._inbox = inbox
         self._latest = latest
         self._clock = clock
@@ -116,6 +117,21 @@ class PluginService:
             f"{SERVICE}/Allocate": Method(self._allocate, unary, bytes, bytes),
             f"{SERVICE}/PreStartContainer": Method(self._pre_start, unary, bytes, bytes),
         }
+
+    @property
+    def generation(self) -> int:
+        """Which registration watchers belong to."""
+        return self._generation
+
+    def begin(self, generation: int) -> None:
+        """Serve for a registration that begins now."""
+        self._generation, self._told_watchers = generation, None
+
+    def belong_to(self, generation: int) -> None:
+        """Let what was reported for the present registration hold for one that takes its place."""
+        self._generation = generation
+        if self._told_watchers is not None:
+            self._report_watchers()
 
     @property
     def watchers(self) -> int:
@@ -205,7 +221,11 @@ class PluginService:
         self._watchers += change
         # Streams we end ourselves are nothing the core should act on.
         if self._lists.value is not None:
-            self._inbox.put(WatchersChanged(self.resource, self.generation, self._watchers))
+            self._report_watchers()
+
+    def _report_watchers(self) -> None:
+        self._told_watchers = self._watchers
+        self._inbox.put(WatchersChanged(self.resource, self._generation, self._watchers))
 
     async def _send_lists(self, stream: Stream[bytes, bytes]) -> None:
         self._refresh()

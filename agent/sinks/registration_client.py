@@ -1,5 +1,8 @@
 """The call the agent makes to the kubelet: Register, and the call it makes to itself.
 
+Connecting and calling are two steps: the kubelet deletes every plugin's socket before it listens, so only
+after the first can the caller know that its own is there to stay.
+
 Source: kubernetes pkg/kubelet/cm/devicemanager/plugin/v1beta1/server.go: the kubelet answers
 Register only after it has dialled the plugin, which it tries for 10 s.
 """
@@ -20,8 +23,34 @@ REGISTER_TIMEOUT_S: Final = 12.0
 """Above the 10 s that the kubelet takes to give up on an endpoint, so that its own error arrives."""
 
 
+async def connect(kubelet_socket: Path) -> UnixChannel:
+    """Connect to the kubelet, without a call yet; NotRegisteredError: absent or unreachable."""
+    channel = UnixChannel(kubelet_socket, ProtoCodec())
+    try:
+        await channel.__connect__()
+    except FileNotFoundError:
+        raise NotRegisteredError(
+            "absent",
+            f"The kubelet's socket {kubelet_socket} does not exist; it appears when the kubelet starts",
+        ) from None
+    except ConnectionRefusedError:
+        raise NotRegisteredError(
+            "unreachable", f"Nobody listens on {kubelet_socket}; check that the kubelet is running"
+        ) from None
+    except BlockingIOError:
+        raise NotRegisteredError(
+            "unreachable",
+            f"The kubelet takes no connection on {kubelet_socket}, where many wait; check whether it hangs",
+        ) from None
+    except OSError as error:
+        raise NotRegisteredError(
+            "unreachable", f"Could not connect to {kubelet_socket}: {error.strerror or error}"
+        ) from None
+    return channel
+
+
 async def register(
-    kubelet_socket: Path,
+    kubelet: UnixChannel,
     *,
     endpoint: str,
     resource: ResourceName,
@@ -32,7 +61,7 @@ async def register(
 
     With ``pre_start`` the kubelet calls PreStartContainer before each container.
 
-    NotRegisteredError: absent, unreachable or rejected, with what to do next.
+    NotRegisteredError: unreachable or rejected, with what to do next.
     """
     request = RegisterRequest(
         version=API_VERSION,
@@ -41,17 +70,7 @@ async def register(
         options=options(pre_start=pre_start),
     )
     try:
-        async with UnixChannel(kubelet_socket, ProtoCodec()) as channel:
-            await RegistrationStub(channel).register(request, timeout=timeout_s)
-    except FileNotFoundError:
-        raise NotRegisteredError(
-            "absent",
-            f"The kubelet's socket {kubelet_socket} does not exist; it appears when the kubelet starts",
-        ) from None
-    except ConnectionRefusedError:
-        raise NotRegisteredError(
-            "unreachable", f"Nobody listens on {kubelet_socket}; check that the kubelet is running"
-        ) from None
+        await RegistrationStub(kubelet).register(request, timeout=timeout_s)
     except TimeoutError:
         raise NotRegisteredError(
             "unreachable",
@@ -62,19 +81,10 @@ async def register(
             "rejected",
             f"The kubelet refused {resource}: {error.status.name}: {error.message or 'no message'}",
         ) from None
-    except (StreamTerminatedError, AssertionError):
+    except (StreamTerminatedError, OSError, AssertionError):
         # The generated client asserts that a call without an error has an answer.
         raise NotRegisteredError(
             "unreachable", f"The kubelet ended the connection before it answered Register for {resource}"
-        ) from None
-    except BlockingIOError:
-        raise NotRegisteredError(
-            "unreachable",
-            f"The kubelet takes no connection on {kubelet_socket}, where many wait; check whether it hangs",
-        ) from None
-    except OSError as error:
-        raise NotRegisteredError(
-            "unreachable", f"Could not connect to {kubelet_socket}: {error.strerror or error}"
         ) from None
 
 

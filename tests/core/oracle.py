@@ -34,6 +34,7 @@ from agent.model.facts import (
     PolicyChanged,
     RecoverRequested,
     Registered,
+    RegisterSent,
     RegistrationFailed,
     ReleaseRequested,
     ResumeRequested,
@@ -368,7 +369,7 @@ class Oracle:
                     self.faults = [fault for fault in self.faults if fault.reason != "mps_not_ready"]
             case KubeletSocketSeen():
                 self.kubelet = fact.identity
-            case Registered() | RegistrationFailed() | WatchersChanged() | OwnSocketLost():
+            case RegisterSent() | Registered() | RegistrationFailed() | WatchersChanged() | OwnSocketLost():
                 self.told_of_link(fact, now_ns)
             case _:
                 pass
@@ -668,7 +669,9 @@ class Oracle:
                     self.faults.append(fault)
 
     def told_of_link(
-        self, fact: Registered | RegistrationFailed | WatchersChanged | OwnSocketLost, now_ns: int
+        self,
+        fact: RegisterSent | Registered | RegistrationFailed | WatchersChanged | OwnSocketLost,
+        now_ns: int,
     ) -> None:
         link = self.links.get(fact.resource)
         if link is None or link.generation != fact.generation:
@@ -676,6 +679,10 @@ class Oracle:
         if link.phase not in {"registering", "registered"}:
             return
         match fact:
+            case RegisterSent():
+                if fact.kubelet != link.tried:
+                    self.kubelet = fact.kubelet
+                link.tried = fact.kubelet
             case Registered():
                 if fact.kubelet != link.tried:
                     self.kubelet = fact.kubelet
@@ -703,8 +710,8 @@ class Oracle:
                     link.end(now_ns)
             case OwnSocketLost() if link.phase == "registered":
                 link.end(now_ns)
-            case _:
-                pass
+            case OwnSocketLost():
+                link.back_off(now_ns)
 
     # What follows
 
@@ -722,6 +729,8 @@ class Oracle:
 
     def advance(self, link: Link, now_ns: int) -> None:
         if link.phase == "registering":
+            if self.kubelet is not None and self.kubelet != link.tried:
+                link.begin(self.kubelet)
             return
         if link.phase == "registered":
             if self.kubelet is not None and self.kubelet != link.tried:

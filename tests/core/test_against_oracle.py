@@ -21,6 +21,7 @@ from agent.model.facts import (
     OwnSocketLost,
     PolicyChanged,
     Registered,
+    RegisterSent,
     RegistrationFailed,
     RegistrationFailure,
     Tick,
@@ -415,6 +416,12 @@ class AgainstOracle(RuleBasedStateMachine):
             opened = WatchersChanged(name, standing.generation, live)
             first, second = (opened, accepted) if opens_first else (accepted, opened)
             self.tell(first, second)
+
+    @precondition(lambda self: self.state.registrations)
+    @rule(identity=IDENTITIES, choose=st.integers(0, 2))
+    def register_is_sent(self, identity: SocketIdentity | None, choose: int) -> None:
+        name, standing = list(self.state.registrations.items())[choose % len(self.state.registrations)]
+        self.tell(RegisterSent(name, standing.generation, identity or standing.kubelet or K1, PLUGIN))
 
     @precondition(lambda self: self.state.registrations)
     @rule(failure=FAILURES, behind=st.integers(0, 1), choose=st.integers(0, 2))

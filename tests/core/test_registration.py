@@ -22,6 +22,7 @@ from agent.model.facts import (
     OwnSocketLost,
     PolicyChanged,
     Registered,
+    RegisterSent,
     RegistrationFailed,
     RegistrationFailure,
     Tick,
@@ -71,7 +72,7 @@ def test_nothing_is_registered_before_the_kubelets_socket_exists() -> None:
 def test_a_new_kubelet_socket_is_answered_at_once() -> None:
     node = well_node(gpu(0))
     effects = node.after(S, KubeletSocketSeen(K1))
-    assert RegisterResource(GPU, 1) in effects
+    assert RegisterResource(GPU, 1, K1) in effects
     assert node.registrations() == [node.now_ns]
     assert node.standing().phase is RegistrationPhase.REGISTERING
     assert node.standing().message == ""
@@ -372,11 +373,17 @@ def test_a_deleted_plugin_socket_is_registered_anew() -> None:
     assert 100 * MS <= again_ns - lost_ns <= 120 * MS
 
 
-def test_a_deleted_plugin_socket_of_an_unfinished_registration_changes_nothing() -> None:
+def test_a_plugin_socket_deleted_while_the_kubelet_is_asked_does_not_wait_for_its_answer() -> None:
     node = registering_node()
-    before = node.state
-    assert node.tell(OwnSocketLost(GPU, node.standing().generation)) == ()
-    assert node.state is before
+    node.tell(RegisterSent(GPU, 1, K1, PLUGIN))
+    assert node.standing().socket == PLUGIN
+    node.tell(OwnSocketLost(GPU, 1))
+    assert node.standing().socket is None
+    assert node.standing().message == SOCKET_LOST
+    lost_ns = node.now_ns
+    node.after(S)
+    again_ns = node.registrations()[-1]
+    assert 100 * MS <= again_ns - lost_ns <= 120 * MS
 
 
 @pytest.mark.parametrize("timeout_ns", [2 * S, 10 * S])
@@ -514,16 +521,26 @@ def test_a_wall_clock_set_back_does_not_make_a_new_kubelet_an_old_one() -> None:
     assert len(node.registrations()) == 1
 
 
-def test_a_kubelet_replaced_while_registering_is_registered_with_next() -> None:
+@pytest.mark.parametrize("sent", [False, True])
+def test_a_kubelet_replaced_while_it_is_asked_is_not_waited_for(*, sent: bool) -> None:
     node = registering_node()
-    node.tell(KubeletSocketSeen(K2))
-    assert node.registrations() == [node.now_ns]
-    node.accept(kubelet=K1)
+    if sent:
+        node.tell(RegisterSent(GPU, 1, K1, PLUGIN))
+    effects = node.after(S, KubeletSocketSeen(K2))
+    assert RegisterResource(GPU, 2, K2) in effects
+    node.tell(Registered(GPU, 1, K1, PLUGIN))
     assert node.standing().phase is RegistrationPhase.REGISTERING
     node.accept(kubelet=K2)
     node.after(60 * S)
     assert len(node.registrations()) == 2
     assert node.standing().registered
+
+
+def test_a_new_kubelet_that_is_asked_before_it_is_seen_is_asked_once() -> None:
+    node = registering_node()
+    node.tell(RegisterSent(GPU, 1, K2, PLUGIN), KubeletSocketSeen(K2))
+    assert len(node.registrations()) == 1
+    assert node.standing().kubelet == node.state.kubelet == K2
 
 
 def test_a_kubelet_that_goes_away_while_registering_stays_away() -> None:

@@ -124,7 +124,7 @@ async def serve(directory: Path, *, injection: Injection) -> None:
     loop.add_signal_handler(signal.SIGUSR2, _give_back, exhausted)
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(plugin.run())
-        plugin.register(RegisterResource(GPU, 1))
+        plugin.register(RegisterResource(GPU, 1, None))
         while not (directory / "nvidia-gpu.sock").exists():
             await asyncio.sleep(0.001)
         gc.freeze()

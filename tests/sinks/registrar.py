@@ -27,13 +27,19 @@ class Registrar(rpc.RegistrationServicer):
         """Returns the text of a refusal, or None to accept."""
         self.release: asyncio.Event | None = None
         """If set, Register is not answered before this event."""
+        self.abandoned = asyncio.Event()
+        """Set once a caller went away before it was answered."""
         self._server: Any = None
 
     async def Register(self, request: Any, context: Any) -> Any:  # noqa: N802 - the name in the protocol
         self.requests.append(request)
         self.arrived.set()
         if self.release is not None:
-            await self.release.wait()
+            try:
+                await self.release.wait()
+            except asyncio.CancelledError:
+                self.abandoned.set()
+                raise
         refusal = self.answer(request)
         if refusal is not None:
             await context.abort(grpc.StatusCode.UNKNOWN, refusal)

@@ -16,12 +16,12 @@ from agent.model.effects import RegisterResource
 from agent.model.facts import Fact
 from agent.model.ids import ResourceName
 from agent.model.snapshot import Snapshot
-from agent.sinks.device_plugin import DevicePlugin
+from agent.sinks.device_plugin import MAX_OVERTAKEN_CALLS, DevicePlugin
 from agent.sinks.grpc_bounds import Bounds
 from agent.sinks.grpc_server import BoundedServer, receive_request
 from agent.sinks.plugin_answers import CdiSpecs
 from agent.sinks.plugin_service import ListSent
-from agent.sinks.plugin_socket import listen
+from agent.sinks.plugin_socket import identity_of, listen
 from tests.sinks.offers import GPU, node
 from tests.sinks.raw_http2 import PATIENCE_S
 
@@ -107,7 +107,8 @@ class Sink:
     running: asyncio.Task[None]
 
     def register(self, generation: int = 1, resource: ResourceName = GPU) -> None:
-        self.plugin.register(RegisterResource(resource, generation))
+        kubelet = identity_of(self.directory / "kubelet.sock")
+        self.plugin.register(RegisterResource(resource, generation, kubelet))
 
     @property
     def socket(self) -> Path:
@@ -133,6 +134,7 @@ async def sink(
     state: Snapshot | None = None,
     bounds: Bounds | None = None,
     register_timeout_s: float = 12.0,
+    overtaken_calls: int = MAX_OVERTAKEN_CALLS,
     cdi: CdiSpecs | None = None,
 ) -> AsyncIterator[Sink]:
     """A running sink, drained at the end."""
@@ -148,6 +150,7 @@ async def sink(
         cdi=cdi,
         on_sent=sent.append,
         register_timeout_s=register_timeout_s,
+        overtaken_calls=overtaken_calls,
     )
     try:
         async with asyncio.TaskGroup() as tasks:

@@ -15,7 +15,7 @@ import grpc.aio
 import pytest
 from h2.settings import SettingCodes
 
-from agent.model.facts import Registered, RegistrationFailed, WatchersChanged
+from agent.model.facts import Registered, RegisterSent, RegistrationFailed, WatchersChanged
 from agent.model.health import Condition, ConditionKey, Evidence, Health, Reason, Recovery
 from agent.model.ids import DeviceId, ResourceName, SourceName
 from agent.model.snapshot import Device, Snapshot
@@ -23,6 +23,8 @@ from agent.simulation.stubs.deviceplugin.v1beta1 import api_pb2 as pb
 from agent.sinks.plugin_answers import MAX_REFUSAL_CHARS
 from agent.sinks.plugin_service import WINDOW_S
 from agent.sinks.plugin_socket import identity_of
+from agent.sinks.registration_client import connect
+from agent.unix_channel import UnixChannel
 from tests.sinks.offers import GPU, device, devices, node, resource, snapshot, uuid
 from tests.sinks.raw_http2 import PATIENCE_S, raw_client
 from tests.sinks.registrar import plugin, registrar
@@ -144,18 +146,65 @@ async def test_a_refusal_is_told_in_the_kubelets_words(tmp_path: Path) -> None:
         assert "requested API version is not supported by kubelet: ünï" in fact.message
 
 
-async def test_a_newer_generation_overtakes_an_older_one(tmp_path: Path) -> None:
+async def test_an_order_for_the_kubelet_that_is_being_asked_is_the_call_under_way(tmp_path: Path) -> None:
     async with registrar(tmp_path) as kubelet, sink(tmp_path) as served:
         kubelet.release = asyncio.Event()
         served.register(generation=1)
         async with asyncio.timeout(PATIENCE_S):
             await kubelet.arrived.wait()
-        kubelet.release = None
-        served.register(generation=2)
-        served.register(generation=1)
+        async with plugin(served.socket) as stub:
+            stream = stub.ListAndWatch(pb.Empty())
+            await read(stream)
+            served.register(generation=3)
+            served.register(generation=2)
+            assert await served.wait_fact(WatchersChanged) == WatchersChanged(GPU, 3, 1)
+            kubelet.release.set()
+            fact = await served.wait_fact(Registered, RegistrationFailed)
+            assert isinstance(fact, Registered)
+            assert fact.generation == 3
+            assert len(kubelet.requests) == 1
+
+
+async def test_a_replaced_kubelet_is_neither_waited_for_nor_cut_off_but_for_the_oldest_of_many(
+    tmp_path: Path,
+) -> None:
+    async with contextlib.AsyncExitStack() as kubelets, sink(tmp_path, overtaken_calls=1) as served:
+        hanging = []
+        for generation in (1, 2, 3):
+            kubelet = await kubelets.enter_async_context(registrar(tmp_path))
+            kubelet.release = asyncio.Event()
+            served.register(generation=generation)
+            async with asyncio.timeout(PATIENCE_S):
+                await kubelet.arrived.wait()
+            hanging.append(kubelet)
+            (tmp_path / "kubelet.sock").unlink()
+        await kubelets.enter_async_context(registrar(tmp_path))
+        served.register(generation=4)
         fact = await served.wait_fact(Registered, RegistrationFailed)
         assert isinstance(fact, Registered)
-        assert fact.generation == 2
+        assert fact.generation == 4
+        async with asyncio.timeout(PATIENCE_S):
+            await hanging[0].abandoned.wait()
+            await hanging[1].abandoned.wait()
+        assert not hanging[2].abandoned.is_set()
+
+
+async def test_a_socket_deleted_by_the_kubelet_that_was_just_reached_is_there_when_it_is_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A kubelet deletes every socket before it listens: the agent reaches it, and its socket is gone."""
+
+    async def connect_to_a_new_kubelet(path: Path) -> UnixChannel:
+        channel = await connect(path)
+        served.socket.unlink()
+        return channel
+
+    monkeypatch.setattr("agent.sinks.device_plugin.connect", connect_to_a_new_kubelet)
+    async with registrar(tmp_path), sink(tmp_path) as served:
+        served.register()
+        fact = await served.wait_fact(Registered, RegistrationFailed)
+        assert isinstance(fact, Registered)
+        assert fact.socket == identity_of(served.socket)
 
 
 async def test_the_old_stream_ends_before_the_new_registration(tmp_path: Path) -> None:
@@ -651,4 +700,4 @@ async def test_a_drain_does_not_wait_for_a_registration(tmp_path: Path) -> None:
             await asyncio.wait({served.running})
         kubelet.release.set()
         assert not served.socket.exists()
-        assert served.inbox.take_nowait() == ([], [])
+        assert [type(item.fact) for item in served.inbox.take_nowait()[0]] == [RegisterSent]

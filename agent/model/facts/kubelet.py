@@ -31,11 +31,22 @@ class OwnSocketLost(ResourceState):
 
 
 @dataclass(frozen=True, slots=True)
+class RegisterSent(ResourceState):
+    """Register was sent to a kubelet, which may take as long as it likes to answer."""
+
+    kubelet: SocketIdentity
+    """The kubelet socket that was connected to."""
+    socket: SocketIdentity
+    """Our own socket file, for those who watch it."""
+    source: SourceName = DEVICE_PLUGIN
+
+
+@dataclass(frozen=True, slots=True)
 class Registered(ResourceState):
     """The kubelet accepted a registration."""
 
     kubelet: SocketIdentity
-    """The kubelet socket just before the call."""
+    """The kubelet socket that was connected to."""
     socket: SocketIdentity
     """Our own socket file, for those who watch it."""
     source: SourceName = DEVICE_PLUGIN
@@ -68,6 +79,7 @@ KubeletFact = (
     KubeletSocketSeen
     | WatchedDirectoryDeleted
     | OwnSocketLost
+    | RegisterSent
     | Registered
     | RegistrationFailed
     | WatchersChanged
