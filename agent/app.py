@@ -215,6 +215,7 @@ class Agent:
             nvml,
             must_work=self._settings.fail_on_init_error,
             until_serving=self._until_serving,
+            until_answering=self._http.until_answering,
             tasks=self._tasks,
             notifier=self._notifier,
             ending=self._ending,

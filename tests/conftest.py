@@ -43,6 +43,7 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 # else that could wait for a disk, a peer or a driver has to leave the loop's thread.
 ALLOWED = (
     "os.stat",
+    "os.statvfs",
     "os.unlink",
     "os.mkdir",
     "os.path.islink",

@@ -238,7 +238,7 @@ def _unsupported(state: State, fact: facts.HealthEventsUnsupported, now_ns: int)
 def _directory_deleted(fact: facts.WatchedDirectoryDeleted) -> EndProcess:
     return EndProcess(
         exit_code=1,
-        message=f"{fact.path} was deleted under its mount; a new process has to mount it anew",
+        message=f"{fact.path} was deleted; only a new process can write the one that takes its place",
     )
 
 

@@ -21,13 +21,15 @@ async def judge_start(
     *,
     must_work: bool,
     until_serving: Callable[[], Awaitable[object]],
+    until_answering: Callable[[], Awaitable[object]],
     tasks: Tasks,
     notifier: Notifier,
     ending: Ending,
 ) -> None:
-    """Tell systemd when the agent serves or stands by; end it if NVML must work and does not.
+    """Send READY=1 when the agent serves or stands by; end it if NVML must work and does not.
 
-    ``until_serving`` returns when the agent serves, in one that stands by at once.
+    ``until_serving`` returns when the agent serves, in one that stands by at once; ``until_answering`` when
+    commands and health checks are answered, or cannot be. So a command right after a start is answered.
     """
     extending = tasks.start("start extension", notifier.extend_start())
     try:
@@ -40,4 +42,5 @@ async def judge_start(
     finally:
         extending.cancel()
     await until_serving()
+    await until_answering()
     notifier.ready()

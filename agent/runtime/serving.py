@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import os
 from collections.abc import Awaitable, Callable, Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from agent import log
 from agent.bus import Inbox, Latest
@@ -18,6 +18,10 @@ if TYPE_CHECKING:
     from agent.runtime.control import Control
     from agent.runtime.report import SelfReport
     from agent.sinks.http import HttpSink
+
+
+ANSWER_WAIT_S: Final = 15.0
+"""How long readiness waits for HTTP; the import takes 0.2 s, on a machine with other work some seconds."""
 
 
 class Serving:
@@ -52,13 +56,26 @@ class Serving:
         self._after_registration = after_registration
         self._why_not_kept = why_not_kept
         self._sink: HttpSink | None = None
+        self._is_made = asyncio.Event()
 
     async def run(self) -> None:
         """Serve for ever. May be run again after it ended; two at once are not allowed."""
         await self._after_registration()
         if self._sink is None:
             self._sink = self._make(*await in_daemon_thread("http-import", _import_http))
+            self._is_made.set()
         await self._sink.run()
+
+    async def until_answering(self, timeout_s: float = ANSWER_WAIT_S) -> None:
+        """Wait until each listener answers or was refused its address, at most ``timeout_s``.
+
+        A listener that cannot be opened never keeps the devices from the kubelet, so neither does this wait.
+        """
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self._is_made.wait()
+                if self._sink is not None:
+                    await self._sink.until_tried()
 
     def _make(
         self, http_sink: "type[HttpSink]", self_report: "type[SelfReport]", control: "type[Control]"

@@ -13,6 +13,7 @@ Files of others are left alone, and ours stay when the agent ends, as pods that 
 """
 
 import asyncio
+import errno
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -271,7 +272,7 @@ class CdiSink:
         detail = str(error)
         if isinstance(error, OSError):
             detail = f"{error.filename or self._settings.spec_dir}: {error.strerror}"
-            self._look_for_dead_mount()
+            self._look_for_dead_mount(error)
         if self.trouble != detail:
             _log.error("Could not write the CDI specification", extra=fields(detail=detail))
         self.trouble = detail
@@ -283,8 +284,11 @@ class CdiSink:
             self._reported = trouble
             self._tell(CdiReported(trouble))
 
-    def _look_for_dead_mount(self) -> None:
-        """Tell if the node deleted the directory, which a mount keeps alive for us alone."""
+    def _look_for_dead_mount(self, error: OSError) -> None:
+        """Emit that the node deleted the directory: a mount keeps it, or a new one is read-only here."""
+        if error.errno == errno.EROFS and self._files:
+            self._tell(WatchedDirectoryDeleted(path=self._settings.spec_dir))
+            return
         with suppress(OSError):
             if os.stat(self._settings.spec_dir).st_nlink == 0:  # noqa: PTH116 - one call of the kernel, no more
                 self._tell(WatchedDirectoryDeleted(path=self._settings.spec_dir))

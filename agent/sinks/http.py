@@ -8,6 +8,7 @@ changes state: orders are taken on the control socket, and each one is logged wi
 import asyncio
 import ipaddress
 import logging
+from collections import defaultdict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from typing import Final, Protocol
@@ -102,6 +103,7 @@ class HttpSink:
         self._orders = orders
         self.addresses: dict[str, str] = {}
         """Where each listener is, by its name: ``http``, ``api``, ``control``."""
+        self._tried: dict[str, asyncio.Event] = defaultdict(asyncio.Event)
         self._public: dict[str, Answerer] = {
             "livez": self._livez,
             "healthz": self._livez,
@@ -124,13 +126,22 @@ class HttpSink:
         try:
             async with asyncio.TaskGroup() as group:
                 for name, address, handler in self._tcp_listeners():
-                    serving = listen_forever(name, partial(tcp_socket, address), handler, self._noter(name))
+                    opener, tried = partial(tcp_socket, address), self._tried[name].set
+                    serving = listen_forever(name, opener, handler, self._noter(name), tried)
                     group.create_task(serving, name=f"http-{name}")
                 if self._control_socket is not None:
                     group.create_task(self._serve_control(self._control_socket), name="http-control")
         finally:
             if self._control_socket is not None:
                 self._control_socket.remove()
+
+    async def until_tried(self) -> None:
+        """Wait until each listener answers, or could not be opened once (TCP alone in a standby)."""
+        names = [name for name, _, _ in self._tcp_listeners()]
+        if self._control_socket is not None and self._may_serve_control.is_set():
+            names.append("control")
+        for name in names:
+            await self._tried[name].wait()
 
     def _tcp_listeners(self) -> list[tuple[str, Address, Handler]]:
         everything = self._public | self._private
@@ -161,7 +172,8 @@ class HttpSink:
                 return await self._obey(request)
             return await answer(request)
 
-        await listen_forever("control", control.open, refuse_strangers, self._noter("control"))
+        tried = self._tried["control"].set
+        await listen_forever("control", control.open, refuse_strangers, self._noter("control"), tried)
 
     def _router(self, routes: Mapping[str, Answerer], *, is_local: bool) -> Handler:
         async def answer(request: web.BaseRequest) -> web.Response:

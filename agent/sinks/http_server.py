@@ -107,11 +107,16 @@ Opener = Callable[[], socket.socket]
 
 
 async def listen_forever(
-    name: str, opener: Opener, handler: Handler, bound: Callable[[str], None] | None = None
+    name: str,
+    opener: Opener,
+    handler: Handler,
+    bound: Callable[[str], None] | None = None,
+    tried: Callable[[], None] = lambda: None,
 ) -> None:
     """Serve on a socket until cancelled; while it cannot be opened, try again.
 
-    ``bound`` is told the address, which the kernel chose if the port was 0.
+    ``bound`` is told the address, which the kernel chose if the port was 0. ``tried`` is called when the
+    socket answers, and each time it could not be opened.
     """
     is_told = False
     while True:
@@ -124,6 +129,7 @@ async def listen_forever(
                     extra=fields(listener=name, detail=error.strerror or str(error)),
                 )
                 is_told = True
+            tried()
             await asyncio.sleep(RETRY_S)
             continue
         async with _serving(listening, handler):
@@ -131,6 +137,7 @@ async def listen_forever(
             _log.info("Listening", extra=fields(listener=name, address=address))
             if bound is not None:
                 bound(address)
+            tried()
             await asyncio.Event().wait()
 
 

@@ -126,15 +126,17 @@ class KubeletSource:
         except OSError as error:
             self._directory_missing(error)
             return False
-        if seen.st_nlink == 0:
-            # The mount keeps a directory alive that the node no longer has.
+        watch = self._lookout.watch
+        is_new = watch is None or not watch.is_on(seen)
+        if seen.st_nlink == 0 or (self._was_there and is_new and _is_read_only(self._directory)):
+            # The mount keeps a directory alive that the node no longer has, or was made for the one before
+            # the directory that is there now, which only a new process may write.
             self._tell_deleted()
             return False
         self._was_there = True
         self._gone_since_ns = None
         self._warned.discard("directory")
-        watch = self._lookout.watch
-        if watch is not None and not watch.is_on(seen):
+        if is_new:
             self._lookout.close()
         return True
 
@@ -222,6 +224,14 @@ class KubeletSource:
             self._warned.add(subject)
             detail = {} if error is None else {"detail": str(error)}
             _log.log(level, "%s", message, extra=fields(path=str(self._socket), **detail))
+
+
+def _is_read_only(directory: Path) -> bool:
+    """Return whether the mount that a directory is on is read-only for this process."""
+    try:
+        return bool(os.statvfs(directory).f_flag & os.ST_RDONLY)
+    except OSError:
+        return False
 
 
 def identity_of(seen: os.stat_result) -> SocketIdentity:

@@ -316,7 +316,7 @@ def test_a_notice_without_a_change_keeps_the_state() -> None:
     assert isinstance(effect, RecordEvent)
     assert node.state is before
     assert node.tell(WatchedDirectoryDeleted("/x")) == (
-        EndProcess(1, "/x was deleted under its mount; a new process has to mount it anew"),
+        EndProcess(1, "/x was deleted; only a new process can write the one that takes its place"),
     )
     assert node.state is before
 

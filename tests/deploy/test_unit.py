@@ -54,7 +54,7 @@ def test_the_directories_of_the_unit_are_the_agents_defaults() -> None:
     settings = load({}, {})
     assert f"/var/lib/{service['StateDirectory']}" == settings.state_dir
     assert f"/run/{service['RuntimeDirectory']}/control.sock" == settings.control_socket
-    assert str(Path(settings.kubelet_socket).parent) in service["ReadWritePaths"]
+    assert f"-{Path(settings.kubelet_socket).parent}" in service["ReadWritePaths"].split()
 
 
 def test_the_watchdog_and_the_limits_leave_room_for_what_the_agent_promises() -> None:

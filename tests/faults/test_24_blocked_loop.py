@@ -123,3 +123,30 @@ async def test_systemd_is_told_of_each_turn_of_the_agents_life(node: SimulatedNo
         assert await agent.stop() == 0
         await manager.wait("STOPPING=1")
         assert manager.moments("EXTEND_TIMEOUT_USEC=")
+
+
+async def test_a_command_that_follows_the_start_is_answered(node: SimulatedNode, manager: Manager) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        address = free.getsockname()
+    flags = flags_of(node, http_listen=f"127.0.0.1:{address[1]}")
+    async with running(flags, environment=manager.environment()) as agent:
+        await manager.wait("READY=1")
+        with socket.socket(socket.AF_UNIX) as control, socket.create_connection(address) as public:
+            control.connect(flags["control-socket"])
+            public.sendall(b"GET /livez HTTP/1.0\r\n\r\n")
+            public.settimeout(PATIENCE_S)
+            assert b" 200 " in public.recv(64)
+        assert await agent.stop() == 0
+
+
+async def test_a_port_that_is_taken_keeps_no_node_from_being_ready(
+    node: SimulatedNode, manager: Manager
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        flags = flags_of(node, http_listen=f"127.0.0.1:{taken.getsockname()[1]}")
+        async with running(flags, environment=manager.environment()) as agent:
+            await manager.wait("READY=1")
+            with socket.socket(socket.AF_UNIX) as control:
+                control.connect(flags["control-socket"])
+            await wait_allocatable(node, 4)
+            assert await agent.stop() == 0

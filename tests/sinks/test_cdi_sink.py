@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import stat
+import subprocess
 import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
@@ -482,6 +483,23 @@ async def test_a_directory_that_only_a_mount_keeps_alive_is_told(node: Node) -> 
     finally:
         os.close(descriptor)
     assert node.facts[:1] == [WatchedDirectoryDeleted(path=f"/proc/self/fd/{descriptor}")]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root mounts")
+async def test_a_directory_that_is_made_anew_where_the_agent_may_not_write_is_told(node: Node) -> None:
+    # As in the unit's namespace, where only the directory of the start is writable.
+    node.directory.mkdir(parents=True)
+    async with node.running():
+        assert node.resolves(U0)
+        node.directory.rename(node.root / "old")
+        node.directory.mkdir()
+        subprocess.run(["mount", "-t", "tmpfs", "-o", "ro", "none", node.directory], check=True)
+        try:
+            assert not node.resolves(U0)
+            await node.sink.settle()
+        finally:
+            subprocess.run(["umount", "-l", node.directory], check=True)
+    assert WatchedDirectoryDeleted(path=str(node.directory)) in node.facts
 
 
 # Containers

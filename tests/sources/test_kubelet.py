@@ -5,6 +5,7 @@ import logging
 import os
 import resource
 import socket
+import subprocess
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import suppress
@@ -289,6 +290,25 @@ async def test_a_directory_that_is_made_anew_is_watched_again(watch: Watch) -> N
     watched.directory.mkdir()
     await watched.seen(make_socket(watched.socket))
     assert watched.recorder.of(WatchedDirectoryDeleted) == []
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root mounts")
+async def test_a_directory_that_is_made_anew_where_this_process_may_not_write_is_told(
+    watch: Watch, directory: Path
+) -> None:
+    # As in the unit's namespace, where only the directory of the start is writable.
+    fresh, link = directory.with_name("fresh"), directory.with_name("link")
+    fresh.mkdir()
+    link.symlink_to(fresh)
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "ro", "none", fresh], check=True)
+    try:
+        watched = await watch(BY_POLLING)
+        await watched.seen(make_socket(watched.socket))
+        directory.rename(directory.with_name("old"))
+        link.rename(directory)
+        assert (await watched.recorder.first(WatchedDirectoryDeleted)).path == str(directory)
+    finally:
+        subprocess.run(["umount", "-l", fresh], check=True)
 
 
 async def test_a_directory_that_another_takes_the_place_of_is_watched(watch: Watch) -> None:

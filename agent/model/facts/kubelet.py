@@ -17,7 +17,7 @@ class KubeletSocketSeen(State):
 
 @dataclass(frozen=True, slots=True)
 class WatchedDirectoryDeleted(State):
-    """The device-plugins directory was deleted under its mount; only a new mount shows the new one."""
+    """The device-plugins directory was deleted; only a new process can write the one in its place."""
 
     path: str
     source: SourceName = KUBELET
