@@ -276,11 +276,12 @@ def _gpu_instance_profile_name(nvml: Nvml, handle: Handle, gi: int) -> str | Non
 def profile_from_attributes(attributes: MigAttributes, gpu_memory_bytes: int) -> str:
     """Return the profile name that NVIDIA's tools would compute: memory in eighths of the GPU's.
 
+    Half a gibibyte is rounded up.
     Source: NVIDIA/go-nvlib:pkg/nvlib/device/mig_profile.go.
     """
     total_gb = -(-gpu_memory_bytes // GIB)
     eighths = -(-attributes.memory_bytes * 8 // gpu_memory_bytes) if gpu_memory_bytes else 0
-    memory_gb = round(eighths * total_gb / 8)
+    memory_gb = (eighths * total_gb + 4) // 8
     slices = f"{attributes.gpu_slices}g.{memory_gb}gb"
     if attributes.compute_slices == attributes.gpu_slices:
         return slices

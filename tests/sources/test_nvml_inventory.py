@@ -16,7 +16,7 @@ from agent.model.facts import (
 )
 from agent.model.gpu import Gpu, MigDevice
 from agent.model.ids import GpuUuid
-from agent.simulation.presets import MigDeviceSpec
+from agent.simulation.presets import MigDeviceSpec, load_preset, preset_names
 from agent.sources.nvml_inventory import MAX_MIG_DEVICES, control_nodes, profile_from_attributes
 from agent.sources.nvml_library import MigAttributes
 from tests.sources.conftest import MakeNode, StartSource
@@ -409,6 +409,10 @@ async def test_a_mig_reconfiguration_is_seen(
         ((3, 1), 40192, 81920, "1c.3g.40gb"),
         ((1, 1), 9728, 81559, "1g.10gb"),
         ((4, 4), 23680, 24576, "4g.24gb"),
+        # Halves are rounded up: 1.5 of 12 GiB in eighths, and 22.5 of 180.
+        ((1, 1), 1000, 12 * 1024, "1g.2gb"),
+        ((1, 1), 22 * 1024, 180 * 1024, "1g.23gb"),
+        ((3, 3), 60 * 1024, 180 * 1024, "3g.68gb"),
     ],
 )
 def test_the_profile_follows_from_the_size_where_nothing_names_it(
@@ -417,3 +421,16 @@ def test_the_profile_follows_from_the_size_where_nothing_names_it(
     gpu_slices, compute_slices = slices
     attributes = MigAttributes(gpu_slices, compute_slices, memory_mib << 20)
     assert profile_from_attributes(attributes, total_mib << 20) == name
+
+
+def test_the_names_that_are_computed_are_those_that_the_driver_gives_on_every_preset() -> None:
+    computed, given = {}, {}
+    for preset in preset_names():
+        for card in load_preset(preset).gpus:
+            for profile in card.mig.profiles if card.mig else ():
+                attributes = MigAttributes(profile.slices, profile.slices, profile.memory_mib << 20)
+                name = profile.name.partition("+")[0]
+                given[preset, profile.name] = name
+                computed[preset, profile.name] = profile_from_attributes(attributes, card.memory_mib << 20)
+    assert computed == given
+    assert len(given) > 25
