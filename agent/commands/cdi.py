@@ -37,6 +37,8 @@ standard error.
 
 MAX_BYTES: Final = 4 * 1024 * 1024
 """Of a specification; those of the agent are smaller."""
+MAX_VALUES: Final = 100_000
+"""Of a YAML file, each as often as an alias stands for it."""
 
 
 def configure(parser: Parser) -> None:
@@ -166,7 +168,7 @@ def _read(path: str) -> tuple[Any, list[str]]:
     except yaml_tree.UnreadableError as error:
         return None, [str(error)]
     notes = yaml_tree.Notes(path)
-    return (None if root is None else _value(notes, "", root, set())), notes.problems
+    return (None if root is None else _Values(notes).of("", root, frozenset())), notes.problems
 
 
 def _from_json(path: str, raw: bytes) -> tuple[Any, list[str]]:
@@ -191,17 +193,25 @@ def _from_json(path: str, raw: bytes) -> tuple[Any, list[str]]:
         return None, [f"{path}: nested too deeply"]
 
 
-def _value(notes: Any, name: str, node: Any, seen: set[int]) -> Any:
-    """Return a YAML tree as values, and note what a runtime's strict parser refuses."""
-    if node.id == "scalar":
-        return notes.value(name or "the document", node)
-    if id(node) in seen:
-        # Followed, a few lines of them could stand for more than fits into memory.
-        notes.problem(node, f"{name or 'the document'} is used again by an alias; write it out")
-        return None
-    seen.add(id(node))
-    if node.id == "sequence":
-        return [_value(notes, f"{name}[{number}]", each, seen) for number, each in enumerate(node.value)]
-    return {
-        key: _value(notes, f"{name}.{key}".lstrip("."), each, seen) for key, each in notes.pairs(name, node)
-    }
+class _Values:
+    """Reads a YAML tree as values, and notes what a runtime's strict parser refuses."""
+
+    def __init__(self, notes: Any) -> None:
+        self._notes = notes
+        self._left = MAX_VALUES
+
+    def of(self, name: str, node: Any, inside: frozenset[int]) -> Any:
+        """Return what a node stands for; ``inside`` are the nodes around it."""
+        self._left -= 1
+        if id(node) in inside or self._left < 0:
+            # Followed for ever, a few lines of aliases could stand for more than fits into memory.
+            if self._left >= -1:
+                self._notes.problem(node, f"its aliases stand for over {MAX_VALUES} values")
+            return None
+        if node.id == "scalar":
+            return self._notes.value(name or "the document", node)
+        inside |= {id(node)}
+        if node.id == "sequence":
+            return [self.of(f"{name}[{number}]", each, inside) for number, each in enumerate(node.value)]
+        pairs = self._notes.pairs(name, node)
+        return {key: self.of(f"{name}.{key}".lstrip("."), each, inside) for key, each in pairs}

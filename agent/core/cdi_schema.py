@@ -1,9 +1,11 @@
 """Whether a CDI specification is one that container runtimes load, and the oldest version it fits.
 
 Runtimes read a specification strictly: one unknown field, or one that is newer than the version it states,
-and none of its devices can be resolved. So every specification is checked before it is written.
+and none of its devices can be resolved. So every specification is checked before it is written. Anything that
+the format has is known here, whether or not this agent writes it; null stands for a field that is absent.
 
-Source: cncf-tags/container-device-interface:SPEC.md, specs-go/config.go, specs-go/version.go, pkg/parser.
+Source: cncf-tags/container-device-interface:SPEC.md, specs-go/config.go, specs-go/version.go, pkg/parser,
+pkg/cdi/container-edits.go.
 """
 
 import re
@@ -29,9 +31,15 @@ _KIND: Final = re.compile(
     r"/[A-Za-z](?:[A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?"
 )
 _NAME: Final = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9_.:-]*[A-Za-z0-9])?")
-_PERMISSIONS: Final = re.compile(r"(?!.*(.).*\1)[rwm]{1,3}|none")
-_PATH: Final = re.compile(r"/(?:[^/\x00-\x1f\x7f]+(?:/[^/\x00-\x1f\x7f]+)*)?")
+_PERMISSIONS: Final = re.compile(r"[rwm]*|none")
+_PATH: Final = re.compile(r"/[^\x00-\x1f\x7f]*")
+_PLACE: Final = re.compile(r"[^\x00-\x1f\x7f]+")
+"""What is mounted: a path of the host, or a word such as ``tmpfs`` where the type of the mount says so."""
 _ENVIRONMENT: Final = re.compile(r"[^=\x00]+=[^\x00]*")
+_CLASS_OF_SERVICE: Final = re.compile(r"/|(?!\.\.?$)[^/\n\x00]{0,4095}")
+
+_DROPPED: Final = {"enableCMT": "1.1.0", "enableMBM": "1.1.0"}
+"""Fields of ``intelRdt`` by the version that has them no more."""
 
 Problems = Iterator[str]
 Check = Callable[[Any, str], Problems]
@@ -43,11 +51,23 @@ def problems_of(document: object) -> tuple[str, ...]:
     if found or not isinstance(document, Mapping):
         return found
     stated = document["cdiVersion"]
-    return tuple(
+    place = VERSIONS.index(_plain_version(stated))
+    newer = tuple(
         f"cdiVersion: {stated} has no {what}, which came with {version}"
         for version, what in dict.fromkeys(_newer_features(document))
-        if VERSIONS.index(version) > VERSIONS.index(stated)
+        if VERSIONS.index(version) > place
     )
+    older = tuple(
+        f"cdiVersion: {stated} has no {field} any more, which went with {_DROPPED[field]}"
+        for field in dict.fromkeys(_dropped_fields(document))
+        if VERSIONS.index(_DROPPED[field]) <= place
+    )
+    return newer + older
+
+
+def name_problem(name: str) -> str | None:
+    """Return why a device cannot go by a name; None: it can."""
+    return next(_matching(_NAME, "a device name")(name, "its CDI name"), None)
 
 
 def oldest_version(document: Json) -> str:
@@ -62,22 +82,42 @@ def _newer_features(document: Json) -> Iterator[tuple[str, str]]:
         yield "0.6.0", "a dot in the class"
     if document.get("annotations"):
         yield "0.6.0", "annotations"
-    yield from _newer_edits(document.get("containerEdits", {}))
-    for device in document.get("devices", ()):
+    for device in document["devices"]:
         if device["name"][:1].isdigit():
             yield "0.5.0", "a device name that begins with a digit"
         if device.get("annotations"):
             yield "0.6.0", "annotations"
-        yield from _newer_edits(device["containerEdits"])
+    for edits in _all_edits(document):
+        yield from _newer_edits(edits)
+
+
+def _all_edits(document: Json) -> Iterator[Json]:
+    yield document.get("containerEdits") or {}
+    yield from (device["containerEdits"] for device in document["devices"])
 
 
 def _newer_edits(edits: Json) -> Iterator[tuple[str, str]]:
-    if any("type" in mount for mount in edits.get("mounts", ())):
+    if any(mount.get("type") for mount in edits.get("mounts") or ()):
         yield "0.4.0", "type of a mount"
-    if any("hostPath" in node for node in edits.get("deviceNodes", ())):
+    if any(node.get("hostPath") for node in edits.get("deviceNodes") or ()):
         yield "0.5.0", "hostPath of a device node"
     if edits.get("additionalGids"):
         yield "0.7.0", "additionalGids"
+    intel = edits.get("intelRdt")
+    if intel is not None:
+        yield "0.7.0", "intelRdt"
+        if intel.get("schemata") is not None:
+            yield "1.1.0", "schemata of intelRdt"
+        if intel.get("enableMonitoring"):
+            yield "1.1.0", "enableMonitoring of intelRdt"
+    if edits.get("netDevices"):
+        yield "1.1.0", "netDevices"
+
+
+def _dropped_fields(document: Json) -> Iterator[str]:
+    for edits in _all_edits(document):
+        intel: Json = edits.get("intelRdt") or {}
+        yield from (field for field in _DROPPED if field in intel)
 
 
 def _specification(document: object, where: str) -> Problems:
@@ -89,8 +129,13 @@ def _specification(document: object, where: str) -> Problems:
     )
 
 
+def _plain_version(text: str) -> str:
+    # Runtimes take it with a v, too.
+    return text.removeprefix("v")
+
+
 def _version(value: object, where: str) -> Problems:
-    if value not in VERSIONS:
+    if not isinstance(value, str) or _plain_version(value) not in VERSIONS:
         yield f"{where}: must be a released version, not {_shown(value)}"
 
 
@@ -109,14 +154,18 @@ def _device(value: object, where: str) -> Problems:
     yield from _record(
         value,
         where,
-        required={"name": _matching(_NAME, "a device name"), "containerEdits": _edits},
+        required={"name": _matching(_NAME, "a device name"), "containerEdits": _some_edits},
         optional={"annotations": _annotations},
     )
 
 
-def _edits(value: object, where: str) -> Problems:
-    if isinstance(value, Mapping) and not any(value.values()):
+def _some_edits(value: object, where: str) -> Problems:
+    if isinstance(value, Mapping) and all(each in (None, [], "") for each in value.values()):
         yield f"{where}: must not be empty"
+    yield from _edits(value, where)
+
+
+def _edits(value: object, where: str) -> Problems:
     yield from _record(
         value,
         where,
@@ -126,7 +175,9 @@ def _edits(value: object, where: str) -> Problems:
             "deviceNodes": _list_of(_node),
             "mounts": _list_of(_mount),
             "hooks": _list_of(_hook),
-            "additionalGids": _list_of(_number(1, 2**32 - 1)),
+            "additionalGids": _list_of(_UINT32),
+            "intelRdt": _intel_rdt,
+            "netDevices": _net_devices,
         },
     )
 
@@ -134,8 +185,13 @@ def _edits(value: object, where: str) -> Problems:
 def _node(value: object, where: str) -> Problems:
     optional = {
         "hostPath": _path,
-        "type": _one_of(frozenset("bcup")),
+        "type": _one_of(frozenset(("", *"bcup"))),
         "permissions": _matching(_PERMISSIONS, "permissions"),
+        "major": _INT64,
+        "minor": _INT64,
+        "fileMode": _UINT32,
+        "uid": _UINT32,
+        "gid": _UINT32,
     }
     yield from _record(value, where, required={"path": _path}, optional=optional)
 
@@ -144,7 +200,7 @@ def _mount(value: object, where: str) -> Problems:
     yield from _record(
         value,
         where,
-        required={"hostPath": _path, "containerPath": _path},
+        required={"hostPath": _matching(_PLACE, "a path"), "containerPath": _path},
         optional={"options": _list_of(_text), "type": _text},
     )
 
@@ -160,6 +216,38 @@ def _hook(value: object, where: str) -> Problems:
             "timeout": _number(1, 2**31 - 1),
         },
     )
+
+
+def _intel_rdt(value: object, where: str) -> Problems:
+    optional = {
+        "closID": _matching(_CLASS_OF_SERVICE, "the name of a class of service"),
+        "l3CacheSchema": _text,
+        "memBwSchema": _text,
+        "schemata": _list_of(_text),
+        "enableMonitoring": _truth,
+        **dict.fromkeys(_DROPPED, _truth),
+    }
+    yield from _record(value, where, required={}, optional=optional)
+
+
+def _net_devices(value: object, where: str) -> Problems:
+    yield from _list_of(_net_device)(value, where)
+    devices = value if isinstance(value, list) else []
+    for field in ("hostInterfaceName", "name"):
+        given = [each[field] for each in devices if isinstance(each, Mapping) and field in each]
+        for name, times in Counter(map(str, given)).items():
+            if times > 1:
+                yield f"{where}: {field} {_shown(name)} is there twice"
+
+
+def _net_device(value: object, where: str) -> Problems:
+    word = _matching(_PLACE, "the name of an interface")
+    yield from _record(value, where, required={"hostInterfaceName": word, "name": word}, optional={})
+
+
+def _truth(value: object, where: str) -> Problems:
+    if not isinstance(value, bool):
+        yield f"{where}: must be true or false, not {_shown(value)}"
 
 
 def _annotations(value: object, where: str) -> Problems:
@@ -182,7 +270,7 @@ def _record(
         if key not in known:
             yield f"{prefix}{key}: is no field of a specification, so runtimes refuse all of it"
     for key, check in known.items():
-        if key in value:
+        if value.get(key) is not None:
             yield from check(value[key], f"{prefix}{key}")
         elif key in required:
             yield f"{prefix}{key}: is missing"
@@ -210,7 +298,7 @@ def _matching(pattern: re.Pattern[str], what: str) -> Check:
 def _one_of(known: frozenset[str]) -> Check:
     def judge(value: object, where: str) -> Problems:
         if not isinstance(value, str) or value not in known:
-            yield f"{where}: must be one of {', '.join(sorted(known))}, not {_shown(value)}"
+            yield f"{where}: must be one of {', '.join(sorted(known - {''}))}, not {_shown(value)}"
 
     return judge
 
@@ -228,10 +316,9 @@ def _text(value: object, where: str) -> Problems:
         yield f"{where}: must be text, not {_shown(value)}"
 
 
-def _path(value: object, where: str) -> Problems:
-    is_path = isinstance(value, str) and _PATH.fullmatch(value) is not None
-    if not is_path or {".", ".."} & set(str(value).split("/")):
-        yield f"{where}: must be an absolute path without detours, not {_shown(value)}"
+_UINT32: Final = _number(0, 2**32 - 1)
+_INT64: Final = _number(-(2**63), 2**63 - 1)
+_path: Final = _matching(_PATH, "an absolute path")
 
 
 def _shown(value: object) -> str:
