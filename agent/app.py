@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Final, assert_never
 from agent import log
 from agent.bus import Inbox, Latest
 from agent.config.settings import Settings
-from agent.core.list_size import lists_too_long
+from agent.core.inventory import oversized
 from agent.core.state import initial_state
 from agent.core.view import snapshot_of
 from agent.engine import MAX_IDLE_NS, Engine
@@ -326,7 +326,8 @@ class Agent:
 
     def _judge(self, settings: Settings) -> tuple[str, ...]:
         """Return what of other settings cannot be on this node; for a thread, since it may take a while."""
-        return lists_too_long([view.gpu for view in self._latest.value.gpus], settings.policy)
+        gpus = [view.gpu for view in self._latest.value.gpus]
+        return tuple(each.message for each in oversized(gpus, settings.policy))
 
     def _apply(self, settings: Settings) -> None:
         """Put the settings of a reload into effect, as far as that needs no restart."""

@@ -7,7 +7,7 @@ from agent.config.leak_options import LEAK_OPTIONS
 from agent.config.nvidia_options import NVIDIA_OPTIONS
 from agent.config.option import Option
 from agent.config.our_options import OUR_OPTIONS, if_running_from
-from agent.config.sharing_file import MAX_MPS_REPLICAS, MAX_REPLICAS, MIN_REPLICAS, OURS
+from agent.config.sharing_file import MAX_MPS_REPLICAS, MIN_REPLICAS, OURS
 from agent.config.values import (
     DEVICE_LIST_STRATEGIES,
     Parser,
@@ -99,7 +99,7 @@ def _in_file(key: str, text: str, takes: str, default: str) -> Entry:
     )
 
 
-_REPLICAS: Final = f"{MIN_REPLICAS} to {MAX_REPLICAS} replicas"
+_REPLICAS: Final = f"{MIN_REPLICAS} replicas or more, as long as the kubelet takes the list (4 MiB)"
 
 _FILE_KEYS: Final = (
     _in_file("version", "Version of the file's format", "v1", "v1"),

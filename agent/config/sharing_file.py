@@ -14,12 +14,11 @@ from typing import Final, Literal, NamedTuple
 
 from agent.config.option import shown
 from agent.config.yaml_tree import Node, Notes, is_null, join
+from agent.core.list_size import MAX_LIST_BYTES, least_list_bytes
 from agent.model.ids import ResourceName
 from agent.model.sharing import SHARED_SUFFIX, Share, SharingStrategy
 
 MIN_REPLICAS: Final = 2
-MAX_REPLICAS: Final = 1024
-"""A device with so many replicas fits into a list that the kubelet takes many times."""
 MAX_MPS_REPLICAS: Final = 48
 """Clients of one MPS server; 16 on GPUs before Volta, which is judged where GPUs are known."""
 MAX_SHARED_RESOURCES: Final = 256
@@ -157,18 +156,25 @@ class SharingReader:
 
     def _entries(self, path: str, node: Node, further: tuple[str, ...]) -> list[_Entry]:
         listed = self._notes.items(path, node, MAX_SHARED_RESOURCES)
-        entries: list[_Entry] = []
-        seen: set[tuple[object, ...]] = set()
+        entries: dict[tuple[object, ...], _Entry] = {}
         for position, item in enumerate(listed):
             entry = self._entry(f"{path}[{position}]", item, further)
             if entry is None:
                 continue
             share = entry.share
-            if (share.resource, share.models, share.gpus) in seen:
+            first = entries.setdefault((share.resource, share.models, share.gpus), entry)
+            if first is entry:
+                continue
+            if path == OURS:
                 self._notes.problem(item, f"{path} names {share.resource} twice")
-            seen.add((share.resource, share.models, share.gpus))
-            entries.append(entry)
-        return entries
+                continue
+            # NVIDIA's plugin makes the replicas of both, which have the same ids as far as they go.
+            most = max(first, entry, key=lambda each: each.share.replicas)
+            entries[share.resource, share.models, share.gpus] = most
+            self._notes.warning(
+                item, f"{path} names {share.resource} twice; the larger number counts, {most.share.replicas}"
+            )
+        return list(entries.values())
 
     def _entry(self, path: str, node: Node, further: tuple[str, ...]) -> _Entry | None:
         found = {}
@@ -212,8 +218,13 @@ class SharingReader:
             self._notes.problem(where, f'{path}.replicas must be a whole number, and is "{shown(text)}"')
         elif int(text) < MIN_REPLICAS:
             self._notes.problem(where, f"{path}.replicas must be at least {MIN_REPLICAS}, and is {text}")
-        elif int(text) > MAX_REPLICAS:
-            self._notes.problem(where, f"{path}.replicas must be at most {MAX_REPLICAS}, and is {text}")
+        elif (list_bytes := least_list_bytes(int(text))) > MAX_LIST_BYTES:
+            # How many fit on this node depends on its GPUs; so many fit on none.
+            self._notes.problem(
+                where,
+                f"{path}.replicas is {text}: the list of one GPU's takes {list_bytes} bytes, and the kubelet"
+                f" takes {MAX_LIST_BYTES}",
+            )
         else:
             return int(text)
         return None

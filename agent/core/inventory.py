@@ -2,7 +2,8 @@
 
 Invariants: ids are stable over restarts (NVML UUIDs). The order is stable also when a GPU is lost
 and the others' indexes move: by PCI address, GPU instance, compute instance, replica. A resource
-that was offered once stays, with an empty list, so that the kubelet forgets its devices at once.
+that was offered once stays, with an empty list, so that the kubelet forgets its devices at once. So does one
+whose list the kubelet would not take: it is never made, however many replicas are configured.
 A device is offered under one name. What is there and is not offered as one might expect is remarked.
 """
 
@@ -12,6 +13,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final, NamedTuple
 
+from agent.core.list_size import MAX_LIST_BYTES, device_bytes, replicas_bytes
 from agent.core.sharing import mps_clients, share_of, shared_name
 from agent.model.gpu import Gpu, MigDevice
 from agent.model.ids import DeviceId, GpuUuid, Placement, ResourceName, replica_id
@@ -20,6 +22,9 @@ from agent.model.sharing import Share
 
 PREFIX = "nvidia.com/"
 GPU_RESOURCE = ResourceName(PREFIX + "gpu")
+
+_MAX_DEVICE_BYTES: Final = 320
+"""More than any device takes in a list, whose id has at most 256 bytes."""
 
 _SMALLER_THAN_ITS_INSTANCE: Final = re.compile(r"\d+c\.")
 """How the profile of a compute instance begins that has not all the slices of its GPU instance."""
@@ -66,26 +71,90 @@ class _Part(NamedTuple):
     name: ResourceName
 
 
+class _Planned(NamedTuple):
+    """Devices that a part makes; ``replicas`` None: it is not shared, so itself."""
+
+    part: _Part
+    replicas: int | None
+
+    @property
+    def uuid(self) -> str:
+        return self.part.gpu.uuid if self.part.mig is None else self.part.mig.uuid
+
+    @property
+    def list_bytes(self) -> int:
+        numa_node = self.part.gpu.numa_node
+        if self.replicas is None:
+            return device_bytes(len(self.uuid), numa_node)
+        return replicas_bytes(len(self.uuid), numa_node, self.replicas)
+
+
+class Oversized(NamedTuple):
+    """A resource whose list the kubelet would not take."""
+
+    resource: ResourceName
+    devices: int
+    list_bytes: int
+
+    @property
+    def message(self) -> str:
+        """The sentence on it."""
+        return (
+            f"{self.resource} would have {self.devices} devices, whose list takes up to {self.list_bytes}"
+            f" bytes, and the kubelet takes {MAX_LIST_BYTES}; configure fewer replicas"
+        )
+
+
 Offers = Mapping[ResourceName, tuple[Offer, ...]]
 
 
 def offers(gpus: Iterable[Gpu], policy: Policy, before: Offers) -> Offers:
     """Return the devices of each resource, in wire order; what did not change is the same object."""
     known = tuple(gpus)
-    listed: dict[ResourceName, list[Offer]] = {name: [] for name in before}
-    for name in sorted(unfit(known, policy)):
-        listed.setdefault(name, [])
-    for part in _parts(known, policy):
+    planned = _plan(known, policy)
+    for each in _oversized(planned):
+        planned[each.resource] = []
+    listed: dict[ResourceName, list[Offer]] = {name: [] for name in (*before, *sorted(unfit(known, policy)))}
+    for name, parts in planned.items():
+        listed[name] = [offer for each in parts for offer in _offers_of(each)]
+    return {name: _same_if_equal(before.get(name), tuple(devices)) for name, devices in listed.items()}
+
+
+def oversized(gpus: Iterable[Gpu], policy: Policy) -> tuple[Oversized, ...]:
+    """Return the resources of a policy whose list the kubelet would not take."""
+    most = max((share.replicas for share in policy.sharing.shares), default=1)
+    known = tuple(gpus)
+    parts = sum(max(1, len(gpu.mig_devices)) for gpu in known)
+    if parts * most * _MAX_DEVICE_BYTES <= MAX_LIST_BYTES:
+        # A snapshot is made at each change, and hardly any is near.
+        return ()
+    return tuple(_oversized(_plan(known, policy)))
+
+
+def _oversized(planned: Mapping[ResourceName, Iterable[_Planned]]) -> list[Oversized]:
+    found = []
+    for name, parts in planned.items():
+        list_bytes = sum(each.list_bytes for each in parts)
+        if list_bytes > MAX_LIST_BYTES:
+            devices = sum(1 if each.replicas is None else each.replicas for each in parts)
+            found.append(Oversized(name, devices, list_bytes))
+    return found
+
+
+def _plan(gpus: Iterable[Gpu], policy: Policy) -> dict[ResourceName, list[_Planned]]:
+    """Return what each resource is made of, in wire order."""
+    planned: dict[ResourceName, list[_Planned]] = {}
+    for part in _parts(gpus, policy):
         share = share_of(policy.sharing, part.name, part.gpu, part.place)
         obstacle = None if share is None else _obstacle(part, share, policy)
         if obstacle is Unoffered.TOO_MANY_REPLICAS:
             continue
         if share is None or obstacle is Unoffered.MIG_UNDER_MPS:
-            listed.setdefault(part.name, []).extend(_offers_of(part, (None,)))
+            planned.setdefault(part.name, []).append(_Planned(part, None))
         else:
             name = shared_name(policy.sharing, part.name)
-            listed.setdefault(name, []).extend(_offers_of(part, range(share.replicas)))
-    return {name: _same_if_equal(before.get(name), tuple(devices)) for name, devices in listed.items()}
+            planned.setdefault(name, []).append(_Planned(part, share.replicas))
+    return planned
 
 
 def _same_if_equal(before: tuple[Offer, ...] | None, now: tuple[Offer, ...]) -> tuple[Offer, ...]:
@@ -123,14 +192,13 @@ def _obstacle(part: _Part, share: Share, policy: Policy) -> Unoffered | None:
     return Unoffered.TOO_MANY_REPLICAS if share.replicas > mps_clients(part.gpu) else None
 
 
-def _offers_of(part: _Part, replicas: Iterable[int | None]) -> Iterator[Offer]:
-    gpu, mig = part.gpu, part.mig
-    uuid = gpu.uuid if mig is None else mig.uuid
+def _offers_of(planned: _Planned) -> Iterator[Offer]:
+    gpu, mig = planned.part.gpu, planned.part.mig
     placement = gpu.placement if mig is None else Placement(gpu.uuid, mig.gi, mig.ci)
-    for replica in replicas:
+    for replica in (None,) if planned.replicas is None else range(planned.replicas):
         yield Offer(
-            id=replica_id(uuid, replica),
-            uuid=uuid,
+            id=replica_id(planned.uuid, replica),
+            uuid=planned.uuid,
             placement=placement,
             index=gpu.index,
             replica=replica,

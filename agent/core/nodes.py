@@ -10,6 +10,9 @@ from agent.model.gpu import Gpu, MigDevice
 from agent.model.ids import Placement
 
 GPU_NODE: Final = "/dev/nvidia"
+UVM_NODE: Final = "/dev/nvidia-uvm"
+"""No CUDA program can start without it, yet it marks no device: NVIDIA's container runtime makes it when the
+first container starts, which a node without a Healthy device never has."""
 CAPABILITY_NODE: Final = "/dev/nvidia-caps/nvidia-cap"
 
 
@@ -80,5 +83,5 @@ def is_capability(path: str) -> bool:
 
 
 def is_of_driver(path: str) -> bool:
-    """Return whether a node is needed for every GPU, and not that of some GPU or MIG device."""
-    return not is_capability(path) and not path.removeprefix(GPU_NODE).isdigit()
+    """Return whether no GPU can be used without a node, and it is not that of some GPU or MIG device."""
+    return path != UVM_NODE and not is_capability(path) and not path.removeprefix(GPU_NODE).isdigit()

@@ -3,10 +3,10 @@
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Final
 
-from agent.core.inventory import Unoffered, mixed_profiles, remarks
+from agent.core.inventory import Unoffered, mixed_profiles, oversized, remarks
 from agent.core.leak_rules import total
 from agent.core.leaks import BLOCKING, REASONS, details_of, message_of
-from agent.core.list_size import is_too_long, too_long_message
+from agent.core.nodes import UVM_NODE
 from agent.core.registration import NO_SOCKET, Registration
 from agent.core.state import State
 from agent.core.verdicts import health_of
@@ -131,11 +131,12 @@ def _findings(state: State, gpus: tuple[GpuView, ...]) -> Iterator[Finding]:
         profiles = ", ".join(unlike)
         yield Finding(Reason.MIG_SINGLE_NOT_UNIFORM, f"Strategy single needs one profile, found [{profiles}]")
     yield from _sharing_findings(state)
-    for resource, devices in state.devices.items():
-        if is_too_long(devices):
-            yield Finding(Reason.LIST_TOO_LONG, too_long_message(resource, devices))
+    for each in oversized(state.gpus.values(), state.policy):
+        yield Finding(Reason.LIST_TOO_LONG, each.message)
     if state.cdi_trouble is not None:
         yield Finding(Reason.CDI_UNRESOLVABLE, f"A container would not start: {state.cdi_trouble}")
+    if state.driver.ready and UVM_NODE in (state.missing_nodes or ()):
+        yield Finding(Reason.DEVICE_NODE_MISSING, f"{UVM_NODE} does not exist, so no CUDA program can start")
     yield from _bus_findings(state)
     yield from _gpu_findings(gpus, without=driver.reason if driver else None)
     yield from _use_findings(state)

@@ -56,9 +56,12 @@ NO_KUBELET: Final = SocketIdentity(0, 0, 0)
 """Stands for a kubelet where the operator wants devices served and not registered."""
 
 
+REPLICA_SEPARATOR: Final = "::"
+
+
 def replica_id(device: str, replica: int | None) -> DeviceId:
     """Return the id the kubelet sees for the n-th share of a device (facts: ``<uuid>::<n>``)."""
-    return DeviceId(device if replica is None else f"{device}::{replica}")
+    return DeviceId(device if replica is None else f"{device}{REPLICA_SEPARATOR}{replica}")
 
 
 def pci_sysfs_name(bus_id: str) -> str:

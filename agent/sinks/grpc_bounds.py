@@ -35,9 +35,9 @@ class Bounds:
     """Calls at a time on all connections; over that a connection keeps only its share."""
     calls_share: int = 4
     """Calls a connection may always have, however many the others have."""
-    request_bytes: int = MIB
-    """What all unanswered requests of one connection may hold."""
-    requests_bytes: int = 2 * MIB
+    request_bytes: int = 4 * MIB
+    """What all unanswered requests of one connection may hold: the ids of a list that the kubelet takes."""
+    requests_bytes: int = 6 * MIB
     """What all unanswered requests of all connections may hold."""
     frame_cost_bytes: int = 256
     """What a DATA frame counts for beside its bytes, since an empty one has a price too."""

@@ -34,11 +34,12 @@ UNHEALTHY: Final = "Unhealthy"
 
 MAX_CONTAINERS: Final = 64
 """Containers in one request; the kubelet asks for one at a time."""
-MAX_IDS: Final = 16_384
-"""Device ids in one request; the kubelet names each free share of a node at most once."""
+MAX_IDS: Final = 131_072
+"""Device ids in one request; the kubelet names each free share of a node at most once, and a list that it
+takes has fewer."""
 MAX_ID_BYTES: Final = 256
 """Length of a device id; ours have at most 50."""
-MAX_FIELDS: Final = 20_000
+MAX_FIELDS: Final = 150_000
 """Fields in one request, unknown ones too."""
 MAX_CACHED_PIECES: Final = 4_096
 """Encoded pieces of lists kept, of each kind."""

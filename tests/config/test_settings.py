@@ -325,10 +325,6 @@ def test_a_file_that_sets_nothing_changes_nothing(tmp_path: Path, text: str) -> 
             "sharing: {timeSlicing: {resources: [{name: gpu, replicas: 1}]}}",
             "FILE:1: sharing.timeSlicing.resources[0].replicas must be at least 2, and is 1",
         ),
-        (
-            "sharing:\n timeSlicing: {resources: [{name: a, replicas: 2},{name: nvidia.com/a, replicas: 2}]}",
-            "FILE:2: sharing.timeSlicing.resources names nvidia.com/a twice",
-        ),
         ("a: b: c", "FILE:1: mapping values are not allowed here"),
         ("agent:\n\tpoll: 1s\n", "FILE:2: holds a tab where YAML takes none; indent with spaces"),
         ("a: [1", "FILE:1: expected ',' or ']', but got '<stream end>'"),

@@ -69,7 +69,10 @@ def test_mps_needs_its_root_and_does_not_go_with_mixed_mig(tmp_path: Path) -> No
     [
         ("{name: gpu, replicas: 1}", "[0].replicas must be at least 2, and is 1"),
         ("{name: gpu, replicas: -3}", "[0].replicas must be at least 2, and is -3"),
-        ("{name: gpu, replicas: 1025}", "[0].replicas must be at most 1024, and is 1025"),
+        (
+            "{name: gpu, replicas: 70000}",
+            "[0].replicas is 70000: the list of one GPU's takes 4328890 bytes, and the kubelet takes 4194304",
+        ),
         ("{name: gpu, replicas: four}", '[0].replicas must be a whole number, and is "four"'),
         ("{name: gpu, replicas: 2.5}", '[0].replicas must be a whole number, and is "2.5"'),
         ("{name: gpu}", "[0] needs a number of replicas"),
@@ -115,6 +118,15 @@ def test_48_clients_are_the_most_for_mps_and_also_for_our_entries(tmp_path: Path
         "2: agent.sharing.resources[0].replicas must be at most 48 with MPS, and is 49",
     ]
     assert loaded(tmp_path, text.replace("49", "48"), mps_root="/x").policy.sharing.shares[0].replicas == 48
+
+
+def test_a_resource_that_is_there_twice_has_the_larger_number_as_with_nvidias_plugin(tmp_path: Path) -> None:
+    entries = "{name: gpu, replicas: 4}, {name: b, replicas: 3}, {name: nvidia.com/gpu, replicas: 1500}"
+    settings = loaded(tmp_path, f"sharing: {{timeSlicing: {{resources: [{entries}]}}}}\n")
+    assert settings.policy.sharing.shares == (Share(GPU, 1500), Share(ResourceName("nvidia.com/b"), 3))
+    assert [warning.partition("config.yaml:")[2] for warning in settings.warnings] == [
+        "1: sharing.timeSlicing.resources names nvidia.com/gpu twice; the larger number counts, 1500"
+    ]
 
 
 def test_what_nvidias_plugin_ignores_is_told_where_it_would_change_something(tmp_path: Path) -> None:

@@ -1,13 +1,12 @@
 """The longest message that lists a resource's devices, against the encoder that writes it."""
 
-from dataclasses import dataclass, replace
-
+import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from agent.config.sharing_file import MAX_REPLICAS
-from agent.core.list_size import MAX_LIST_BYTES, is_too_long, list_bytes, lists_too_long
-from agent.model.gpu import Gpu
+from agent.core.inventory import oversized
+from agent.core.list_size import MAX_LIST_BYTES, device_bytes, replicas_bytes
+from agent.model.facts import PolicyChanged
 from agent.model.health import Health, Reason
 from agent.model.ids import DeviceId, GpuUuid, Placement, replica_id
 from agent.model.policy import Policy
@@ -17,12 +16,6 @@ from agent.sinks.plugin_wire import encode_list
 from tests.core.build import GPU, gpu, registered_node
 
 MIG_ID = "MIG-GPU-b1028956-cfa2-0990-bf4a-5da9abb51763/13/7"
-
-
-@dataclass(frozen=True)
-class Listed:
-    id: str
-    numa_node: int | None
 
 
 def device(device_id: str, numa_node: int | None) -> Device:
@@ -48,40 +41,34 @@ def device(device_id: str, numa_node: int | None) -> Device:
 )
 @example([("x" * 100, 0), ("x" * 118, None), ("x" * 127, 127), ("x" * 128, 128)])
 def test_it_is_as_long_as_the_encoder_writes_it(listed: list[tuple[str, int | None]]) -> None:
-    devices = [device(*each) for each in listed]
-    assert list_bytes(devices) == len(encode_list(devices))
+    total = sum(device_bytes(len(device_id), numa_node) for device_id, numa_node in listed)
+    assert total == len(encode_list([device(*each) for each in listed]))
 
 
-def test_the_limit_is_met_exactly() -> None:
-    one = Listed("x" * 200, 0)
-    size = list_bytes([one])
-    most = MAX_LIST_BYTES // size
-    assert not is_too_long((one,) * most)
-    assert is_too_long((one,) * (most + 1))
+@pytest.mark.parametrize("replicas", [0, 1, 2, 9, 10, 11, 99, 100, 101, 1_234])
+def test_replicas_are_counted_without_being_made(replicas: int) -> None:
+    made = [device(replica_id(MIG_ID, number), 7) for number in range(replicas)]
+    assert replicas_bytes(len(MIG_ID), 7, replicas) == len(encode_list(made))
 
 
-def test_one_device_with_as_many_replicas_as_can_be_configured_always_fits() -> None:
-    shares = tuple(Listed(replica_id(MIG_ID, number), 7) for number in range(MAX_REPLICAS))
-    assert list_bytes(shares) < MAX_LIST_BYTES // 50
+def test_as_many_replicas_as_the_kubelet_takes_are_offered_and_not_one_more() -> None:
+    card = gpu(0, numa=1)
+    most = next(n for n in range(70_000, 0, -1) if replicas_bytes(len(card.uuid), 1, n) <= MAX_LIST_BYTES)
+    fits, over = (Policy(sharing=Sharing.of({GPU: count})) for count in (most, most + 1))
+    node = registered_node(card, policy=fits)
+    (resource,) = node.snapshot().resources
+    assert len(resource.devices) == most
+    sick = [device(each.id, each.numa_node) for each in resource.devices]
+    assert MAX_LIST_BYTES - 100 < len(encode_list(sick)) <= MAX_LIST_BYTES
+    assert oversized([card], fits) == ()
 
-
-BIG = Policy(sharing=Sharing.of({GPU: MAX_REPLICAS}))
-
-
-def with_long_ids(number: int) -> tuple[Gpu, ...]:
-    """GPUs of whose shares the kubelet could not take the list."""
-    return tuple(
-        replace(gpu(0), uuid=GpuUuid(f"GPU-{'x' * 200}-{index}"), pci=f"{index:04x}")
-        for index in range(number)
-    )
-
-
-def test_a_list_that_the_kubelet_would_not_take_is_a_finding_and_not_silent() -> None:
-    few, many = with_long_ids(8), with_long_ids(24)
-    assert lists_too_long(few, BIG) == ()
-    node = registered_node(*many, policy=BIG)
+    node.tell(PolicyChanged(over))
+    (resource,) = node.snapshot().resources
+    assert resource.devices == ()
     (finding,) = [each for each in node.snapshot().findings if each.reason is Reason.LIST_TOO_LONG]
-    (sentence,) = lists_too_long(many, BIG)
-    assert finding.message == sentence
-    assert sentence.startswith("nvidia.com/gpu has 24576 devices, whose list can take ")
-    assert sentence.endswith(" bytes, and the kubelet takes 4194304; configure fewer replicas")
+    size = replicas_bytes(len(card.uuid), 1, most + 1)
+    assert finding.message == (
+        f"nvidia.com/gpu would have {most + 1} devices, whose list takes up to {size} bytes,"
+        " and the kubelet takes 4194304; configure fewer replicas"
+    )
+    assert [each.message for each in oversized([card], over)] == [finding.message]
