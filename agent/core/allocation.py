@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from typing import Final, Literal
 
 from agent.core.imex import missing_channels
-from agent.core.injection import ContainerAnswer, container_answer
+from agent.core.injection import ContainerAnswer, container_answer, names_nodes
+from agent.core.nodes import unknown_message, unknown_nodes
 from agent.core.reasons import MEANINGS, advice_of
 from agent.core.wording import listed
 from agent.model.health import Evidence, Health, Reason
@@ -44,7 +45,12 @@ def allocate(
     if isinstance(devices, Refusal):
         return devices
     devices.sort(key=container_order)
-    refusal = _too_many(snapshot, resource, devices) or _sick(snapshot, devices) or _no_channel(snapshot)
+    refusal = (
+        _too_many(snapshot, resource, devices)
+        or _sick(snapshot, devices)
+        or _no_channel(snapshot)
+        or _no_node(snapshot, devices)
+    )
     if refusal is not None:
         return refusal
     return container_answer(snapshot, resource, devices, annotation_id=annotation_id, absent=absent)
@@ -156,6 +162,24 @@ def _no_channel(snapshot: Snapshot) -> Refusal | None:
         f"{missing[0]} is required for every container and does not exist on this node;"
         f" {MEANINGS[Reason.IMEX_CHANNEL_MISSING].advice}",
     )
+
+
+def _no_node(snapshot: Snapshot, devices: Iterable[Device]) -> Refusal | None:
+    """Return which device has a node that cannot be named, where containers are given nodes by path."""
+    if not names_nodes(snapshot.policy.injection):
+        return None
+    for device in devices:
+        view = snapshot.view_of(device.placement.gpu)
+        migs = view.gpu.mig_devices if view is not None else ()
+        mig = next((each for each in migs if each.uuid == device.uuid), None)
+        if view is not None and (unknown := unknown_nodes(view.gpu, mig)):
+            return Refusal(
+                "missing",
+                f"{_named(snapshot, device)} cannot be given to a container: {unknown_message(unknown)};"
+                f" {MEANINGS[Reason.DEVICE_NODE_MISSING].advice}, or delete the pod so that it is allocated"
+                " anew",
+            )
+    return None
 
 
 def _unhealthy_message(snapshot: Snapshot, device: Device) -> str:

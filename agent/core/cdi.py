@@ -2,8 +2,8 @@
 
 Guarantees:
 
-1. A device is in a specification only if everything without which it could not be used was found: a
-   name that is written can be resolved.
+1. A device is in a specification only if everything without which it could not be used was found and it can
+   be named: a name that is written can be resolved, and one bad device takes no other out with it.
 2. The result depends on nothing but the arguments, down to the order in every list, so what did not
    change is not written anew.
 3. The version is the oldest one that has what is used.
@@ -16,10 +16,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
-from agent.core.cdi_schema import oldest_version
+from agent.core.cdi_schema import name_problem, oldest_version
 from agent.core.injection import CDI_VENDOR, IMEX_NODE
 from agent.core.nodes import capability_nodes, node_of, unknown_message, unknown_nodes
 from agent.model.gpu import Gpu, MigDevice
+from agent.model.ids import Placement
 from agent.model.policy import DeviceIdStrategy, Injection, MigStrategy
 
 Document = dict[str, Any]
@@ -175,7 +176,7 @@ def _gpu_devices(
     named: set[str] = set()
     for gpu, mig in _parts(gpus, mig_strategy):
         name = _name(gpu, mig, ids)
-        if name not in named and not _missing(gpu, mig, files):
+        if name not in named and not _obstacle(gpu, mig, ids, files):
             named.add(name)
             yield gpu, mig, {"name": name, "containerEdits": _device_edits(gpu, mig, files, hooks)}
 
@@ -187,14 +188,28 @@ def _annotated(gpu: Gpu, mig: MigDevice | None, device: Document) -> Document:
     return {"name": device["name"], "annotations": {_COHERENT: str(gpu.coherent).lower()}, **device}
 
 
-def left_out(gpus: Iterable[Gpu], *, mig_strategy: MigStrategy, files: DriverFiles) -> tuple[str, ...]:
+def left_out(
+    gpus: Iterable[Gpu], *, ids: DeviceIdStrategy, mig_strategy: MigStrategy, files: DriverFiles
+) -> tuple[str, ...]:
     """Return for a person each device of these GPUs that is in no specification, with why."""
-    lacking = (
-        (gpu, mig, _missing(gpu, mig, files))
-        for gpu, mig in _parts(gpus, mig_strategy)
-        if mig is None or mig_strategy != "none"  # which nobody is given
-    )
+    lacking = ((gpu, mig, _obstacle(gpu, mig, ids, files)) for gpu, mig in _given(gpus, mig_strategy))
     return tuple(f"{(mig or gpu).uuid}: {why}" for gpu, mig, why in lacking if why)
+
+
+def unnameable(
+    gpus: Iterable[Gpu], *, ids: DeviceIdStrategy, mig_strategy: MigStrategy
+) -> dict[Placement, str]:
+    """Return the devices that CDI has no name for, each with why and the next step."""
+    return {
+        gpu.placement if mig is None else Placement(gpu.uuid, mig.gi, mig.ci): problem
+        for gpu, mig in _given(gpus, mig_strategy)
+        if (problem := _name_problem(gpu, mig, ids))
+    }
+
+
+def _name_problem(gpu: Gpu, mig: MigDevice | None, ids: DeviceIdStrategy) -> str:
+    problem = name_problem(_name(gpu, mig, ids))
+    return f"{problem}; name devices by index (--device-id-strategy)" if problem else ""
 
 
 def _parts(gpus: Iterable[Gpu], mig_strategy: MigStrategy) -> Iterator[tuple[Gpu, MigDevice | None]]:
@@ -204,6 +219,11 @@ def _parts(gpus: Iterable[Gpu], mig_strategy: MigStrategy) -> Iterator[tuple[Gpu
             yield gpu, None
         for mig in gpu.mig_devices:
             yield gpu, mig
+
+
+def _given(gpus: Iterable[Gpu], mig_strategy: MigStrategy) -> Iterator[tuple[Gpu, MigDevice | None]]:
+    """Yield the same without what no container is given."""
+    return ((gpu, mig) for gpu, mig in _parts(gpus, mig_strategy) if mig is None or mig_strategy != "none")
 
 
 def _name(gpu: Gpu, mig: MigDevice | None, ids: DeviceIdStrategy) -> str:
@@ -220,8 +240,10 @@ def _device_edits(gpu: Gpu, mig: MigDevice | None, files: DriverFiles, hooks: Ho
     )
 
 
-def _missing(gpu: Gpu, mig: MigDevice | None, files: DriverFiles) -> str:
-    """Return what is missing without which a device cannot be used; empty: nothing."""
+def _obstacle(gpu: Gpu, mig: MigDevice | None, ids: DeviceIdStrategy, files: DriverFiles) -> str:
+    """Return why a device cannot be in a specification; empty: it can."""
+    if problem := _name_problem(gpu, mig, ids):
+        return problem
     if unknown := unknown_nodes(gpu, mig):
         return unknown_message(unknown)
     wanted = (*_paths(gpu, mig), *_drm(gpu, mig, files).nodes)

@@ -4,12 +4,13 @@ Invariants: a GPU that was known stays known until the node is rebooted. Reset e
 of the machine: a GPU that was gone and is back, bound to its driver anew, a kernel module loaded anew.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from agent.core import conditions
+from agent.core.cdi import unnameable
 from agent.core.imex import missing_channels, with_channels
-from agent.core.injection import gives_capabilities, uses_cdi
+from agent.core.injection import gives_capabilities, names_nodes, uses_cdi
 from agent.core.inventory import offers
 from agent.core.mps import with_daemon
 from agent.core.needs import without_need
@@ -247,7 +248,7 @@ def nodes_seen(state: State, fact: facts.DeviceNodesSeen, now_ns: int) -> State:
 def with_nodes(state: State, now_ns: int) -> State:
     """Mark the devices whose node is missing; a control node is every GPU's. Nothing until it was looked.
 
-    A CDI specification has to name the nodes, so with one a node without a known path is missing too.
+    Device specs and a CDI specification name the nodes, so with them one without a known path is missing too.
     """
     if state.missing_nodes is None:
         return state
@@ -258,23 +259,35 @@ def with_nodes(state: State, now_ns: int) -> State:
         for place in of_device.get(path, every if is_of_driver(path) else ()):
             missing.setdefault(place, []).append(path)
     told = {place: f"{', '.join(paths)} does not exist" for place, paths in missing.items()}
-    if uses_cdi(state.policy.injection):
-        is_split = gives_capabilities(state.policy, sees_new_nodes=False)
+    injection = state.policy.injection
+    if names_nodes(injection):
+        is_split = gives_capabilities(state.policy, sees_new_nodes=True)
         told = without_path(state.gpus.values(), with_capabilities=is_split) | told
-    active = state.conditions
+    unnamed: dict[Placement, str] = {}
+    if uses_cdi(injection):
+        unnamed = unnameable(state.gpus.values(), ids=injection.ids, mig_strategy=state.policy.mig_strategy)
+    active = _marked(state, state.conditions, Reason.DEVICE_NODE_MISSING, told, now_ns)
+    active = _marked(state, active, Reason.CDI_UNRESOLVABLE, unnamed, now_ns)
+    return state if active is state.conditions else replace(state, conditions=active)
+
+
+def _marked(
+    state: State, active: conditions.Conditions, reason: Reason, told: Mapping[Placement, str], now_ns: int
+) -> conditions.Conditions:
+    """Return the conditions with a reason on exactly these devices, each for as long as it is told."""
     for gpu in state.gpus:
-        active = conditions.eased(active, Reason.DEVICE_NODE_MISSING, gpu, but=told)
+        active = conditions.eased(active, reason, gpu, but=told)
     for place, message in sorted(told.items()):
         active = conditions.raised(
             active,
             source=facts.SYSFS,
-            reason=Reason.DEVICE_NODE_MISSING,
+            reason=reason,
             placement=place,
             message=message,
             lasts=True,
             now_ns=now_ns,
         )
-    return state if active is state.conditions else replace(state, conditions=active)
+    return active
 
 
 def hang_conditions(state: State, now_ns: int) -> conditions.Conditions:

@@ -76,6 +76,11 @@ def gives_capabilities(policy: Policy, *, sees_new_nodes: bool) -> bool:
     return is_given and policy.mig_strategy != "none"
 
 
+def names_nodes(injection: Injection) -> bool:
+    """Return whether containers are given device nodes by path: one without a known path cannot be given."""
+    return uses_cdi(injection) or injection.pass_device_specs
+
+
 def is_cdi_only(injection: Injection) -> bool:
     """Return whether nothing but CDI tells the container's runtime of the devices."""
     return _CDI_STRATEGIES.issuperset(injection.strategies)

@@ -159,7 +159,7 @@ MEANINGS: Final[Mapping[Reason, Meaning]] = {
         "configure fewer replicas",
     ),
     Reason.CDI_UNRESOLVABLE: Meaning(
-        _WARNING,
+        _CRITICAL,
         _HARD,
         _CLEARS,
         "No CDI specification file resolves a device that is offered",

@@ -29,6 +29,7 @@ NO_FAULTS: Final = frozenset(
         Reason.DRIVER_NOT_LOADED,
         Reason.NVML_VERSION_MISMATCH,
         Reason.DEVICE_NODE_MISSING,
+        Reason.CDI_UNRESOLVABLE,
         Reason.FABRIC_NOT_READY,
         Reason.IMEX_CHANNEL_MISSING,
         Reason.MPS_NOT_READY,

@@ -81,6 +81,7 @@ class SpecDirectory:
             conflicts=conflicts,
             left_out=left_out(
                 (gpu for gpu in wanted.gpus if gpu.uuid in wanted.present),
+                ids=wanted.injection.ids,
                 mig_strategy=wanted.mig_strategy,
                 files=found,
             ),

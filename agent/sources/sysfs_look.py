@@ -17,12 +17,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
+from agent.core.nodes import UVM_NODE
+
 MAX_GPUS: Final = 1_024
 """NVIDIA functions that are looked at, in the order of their addresses."""
 
 DRIVER: Final = "nvidia"
 CONTROL_NODE: Final = "/dev/nvidiactl"
-UVM_NODE: Final = "/dev/nvidia-uvm"
 
 _VENDOR: Final = "0x10de"
 _CLASSES: Final = ("0x0300", "0x0302")

@@ -493,16 +493,20 @@ class Oracle:
         """What of a GPU cannot be used because a node of its is not there, or because nobody can name it."""
         numbered = {path for path in missing if path.removeprefix("/dev/nvidia").isdigit()}
         of_mig = {path for path in missing if "nvidia-caps/" in path}
-        uses_cdi = bool({"cdi-cri", "cdi-annotations"} & set(self.policy.injection.strategies))
+        injection = self.policy.injection
+        by_path = injection.pass_device_specs or bool(
+            {"cdi-cri", "cdi-annotations"} & set(injection.strategies)
+        )
+        missing = tuple(path for path in missing if path != "/dev/nvidia-uvm")
         if f"/dev/nvidia{gpu.minor}" in numbered or set(missing) - numbered - of_mig:
             yield ALL, ALL
-        if uses_cdi and gpu.minor is None:
+        if by_path and gpu.minor is None:
             yield ALL, ALL
         for mig in gpu.mig_devices:
             minors = (mig.gi_minor, mig.ci_minor)
             if any(f"/dev/nvidia-caps/nvidia-cap{minor}" in of_mig for minor in minors):
                 yield mig.gi, mig.ci
-            is_given = uses_cdi and self.policy.mig_strategy != "none"
+            is_given = by_path and self.policy.mig_strategy != "none"
             if is_given and gpu.minor is not None and None in minors:
                 yield mig.gi, mig.ci
 

@@ -509,11 +509,11 @@ def test_the_nodes_of_two_compute_instances_of_one_gpu_instance_are_given_once()
     ]
 
 
-def test_capabilities_that_are_not_known_are_left_out() -> None:
+def test_a_slice_whose_capabilities_have_no_known_path_is_refused() -> None:
     blank = replace(mig("11", 1, 0, 30, 31), gi_minor=None, ci_minor=None)
     node = Node(Policy(mig_strategy="mixed", injection=Injection(pass_device_specs=True)))
     node.tell(ready(), enumerated(with_slices(0, blank)), passed(with_slices(0).uuid))
     snapshot = node.snapshot()
-    answer = allocate(snapshot, snapshot.resources[-1], [blank.uuid])
-    assert not isinstance(answer, Refusal)
-    assert [each.host_path for each in answer.device_nodes] == ["/dev/nvidia4"]
+    refusal = allocate(snapshot, snapshot.resources[-1], [blank.uuid])
+    assert isinstance(refusal, Refusal)
+    assert "which device node is that of its GPU instance and compute instance" in refusal.message

@@ -8,11 +8,13 @@ from hypothesis import strategies as st
 
 from agent.core.allocation import Refusal, allocate
 from agent.core.injection import ContainerAnswer, DeviceNode
+from agent.model.facts import DeviceNodesSeen
 from agent.model.gpu import Gpu
+from agent.model.health import Reason
 from agent.model.ids import ResourceName
 from agent.model.policy import Injection, Policy
 from agent.model.sharing import Sharing
-from agent.model.snapshot import Resource
+from agent.model.snapshot import Finding, Resource
 from tests.core.build import (
     C1B,
     GPU,
@@ -110,10 +112,34 @@ def test_device_nodes_of_two_shares_are_given_once_and_at_the_root_as_they_are()
     assert answer.device_nodes == (DeviceNode("/dev/nvidia0", "/dev/nvidia0"),)
 
 
-def test_a_gpu_without_a_minor_number_has_no_device_node() -> None:
+def test_a_gpu_whose_node_has_no_known_path_is_refused_where_nodes_are_given_by_path() -> None:
     blank = replace(gpu(0), minor=None)
-    node = well_node(blank, policy=Policy(injection=Injection(pass_device_specs=True)))
-    assert allocated(node, U0) == ContainerAnswer(envs={"NVIDIA_VISIBLE_DEVICES": U0})
+    node = well_node(blank, gpu(1), policy=Policy(injection=Injection(pass_device_specs=True)))
+    assert allocated(node, U0) == Refusal(
+        "missing",
+        f"{U0} (GPU 0) cannot be given to a container: the driver does not say which device node is that of"
+        " its GPU; run nvidia-modprobe -u -c 0 (or reboot), or delete the pod so that it is allocated anew",
+    )
+    node.tell(DeviceNodesSeen(()))
+    assert node.unhealthy() == {U0}
+    assert [each.reason for each in node.conditions()] == [Reason.DEVICE_NODE_MISSING]
+    assert allocated(well_node(blank), U0) == ContainerAnswer(envs={"NVIDIA_VISIBLE_DEVICES": U0})
+
+
+def test_without_nvidia_uvm_a_container_gets_what_there_is_and_the_node_is_not_ready() -> None:
+    node = well_node(gpu(0), policy=Policy(injection=Injection(pass_device_specs=True)))
+    node.tell(replace(enumerated(gpu(0)), control_nodes=("/dev/nvidiactl",)))
+    node.tell(DeviceNodesSeen(("/dev/nvidia-uvm",)))
+    assert node.unhealthy() == set()
+    answer = allocated(node, U0)
+    assert isinstance(answer, ContainerAnswer)
+    assert [each.container_path for each in answer.device_nodes] == ["/dev/nvidiactl", "/dev/nvidia0"]
+    missing = Finding(
+        Reason.DEVICE_NODE_MISSING, "/dev/nvidia-uvm does not exist, so no CUDA program can start"
+    )
+    assert missing in node.snapshot().findings
+    node.tell(DeviceNodesSeen(()))
+    assert missing not in node.snapshot().findings
 
 
 def test_an_unhealthy_device_is_refused_with_its_reason_and_the_next_step() -> None:

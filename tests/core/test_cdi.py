@@ -23,12 +23,13 @@ from agent.core.cdi_schema import problems_of
 from agent.core.injection import cdi_name, name_in_container
 from agent.core.inventory import Offer
 from agent.core.nodes import CAPABILITY_NODE
-from agent.model.gpu import Gpu
-from agent.model.health import Health
-from agent.model.ids import DeviceId, GpuUuid, Placement
-from agent.model.policy import Injection, MigStrategy
+from agent.model.facts import DeviceNodesSeen, PolicyChanged
+from agent.model.gpu import Gpu, MigDevice
+from agent.model.health import Health, Reason
+from agent.model.ids import DeviceId, GpuUuid, Placement, ResourceName
+from agent.model.policy import Injection, MigStrategy, Policy
 from agent.model.snapshot import Device
-from tests.core.build import U0, U1, gpu, mig_gpu, mig_uuid
+from tests.core.build import U0, U1, gpu, mig_gpu, mig_uuid, well_node
 
 LIB = "/usr/lib/x86_64-linux-gnu"
 CTK = "/usr/bin/nvidia-ctk"
@@ -65,6 +66,50 @@ def made(
     for document in documents.values():
         assert problems_of(document) == ()
     return documents
+
+
+OLD_UUID = f"MIG-{U1}/1/0"
+SLASHED = replace(
+    mig_gpu(1),
+    mig_devices=(
+        MigDevice(OLD_UUID, gi=1, ci=0, profile="1g.10gb", memory_bytes=0, gi_minor=31, ci_minor=41),
+        MigDevice(
+            mig_uuid(1), gi=2, ci=0, profile="1g.10gb", memory_bytes=0, index=1, gi_minor=32, ci_minor=42
+        ),
+    ),
+)
+"""A GPU of whose MIG devices one has a UUID as drivers before 470 gave them, which CDI takes for no name."""
+
+
+def test_one_device_that_cdi_has_no_name_for_is_unhealthy_and_takes_no_other_out() -> None:
+    files = replace(
+        FILES,
+        nodes=nodes(
+            "/dev/nvidia0", "/dev/nvidia1", *(f"/dev/nvidia-caps/nvidia-cap{n}" for n in (31, 32, 41, 42))
+        ),
+    )
+    assert names(made((gpu(0), SLASHED), files=files, mig_strategy="mixed")) == [U0, mig_uuid(1)]
+    problem = (
+        f"its CDI name: must be a device name, not '{OLD_UUID}'; name devices by index (--device-id-strategy)"
+    )
+    said = left_out((gpu(0), SLASHED), ids="uuid", mig_strategy="mixed", files=files)
+    assert said == (f"{OLD_UUID}: {problem}",)
+
+    by_uuid, by_index = (
+        Policy(mig_strategy="mixed", injection=Injection(strategies=("cdi-cri",), ids=ids))
+        for ids in ("uuid", "index")
+    )
+    node = well_node(gpu(0), SLASHED, policy=by_uuid)
+    node.tell(DeviceNodesSeen(()))
+    assert [(each.reason, each.placement, each.message) for each in node.conditions()] == [
+        (Reason.CDI_UNRESOLVABLE, Placement(U1, 1, 0), problem)
+    ]
+    assert node.unhealthy(ResourceName("nvidia.com/mig-1g.10gb")) == {OLD_UUID}
+    assert node.unhealthy() == set()
+    node.tell(PolicyChanged(by_index))
+    assert [each.lasts for each in node.conditions()] == [False]
+    every = names(made((gpu(0), SLASHED), files=files, mig_strategy="mixed", ids="index"))
+    assert len(every) == 3
 
 
 def names(documents: dict[str, dict[str, Any]], kind: str = "gpu") -> list[str]:
@@ -276,12 +321,12 @@ def test_a_mig_device_that_could_not_be_opened_is_left_out(changes: dict[str, An
 )
 def test_what_is_left_out_is_named_with_why(changes: dict[str, Any], why: str) -> None:
     gpus = [gpu(0), sliced(**changes)]
-    assert left_out(gpus, mig_strategy="mixed", files=WITH_MIG) == (f"{mig_uuid(10)}: {why}",)
-    assert left_out(gpus, mig_strategy="none", files=WITH_MIG) == ()
+    assert left_out(gpus, ids="uuid", mig_strategy="mixed", files=WITH_MIG) == (f"{mig_uuid(10)}: {why}",)
+    assert left_out(gpus, ids="uuid", mig_strategy="none", files=WITH_MIG) == ()
 
 
 def test_nothing_is_left_out_where_everything_is_there() -> None:
-    assert left_out([gpu(0), sliced()], mig_strategy="mixed", files=WITH_MIG) == ()
+    assert left_out([gpu(0), sliced()], ids="uuid", mig_strategy="mixed", files=WITH_MIG) == ()
 
 
 @pytest.mark.parametrize(("profile", "has_graphics"), [("1g.10gb", False), ("1g.24gb+gfx", True)])

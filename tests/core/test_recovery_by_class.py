@@ -302,9 +302,10 @@ OF_THE_POLICY = {
     Reason.MPS_REPLICAS_OVER_LIMIT,
     Reason.MPS_NOT_READY,
     Reason.IMEX_CHANNEL_MISSING,
+    Reason.CDI_UNRESOLVABLE,
 }
 """Those that come of what is asked for: findings, the daemon that only MPS needs (test_mps), a
-channel (test_imex)."""
+channel (test_imex), a name for CDI (test_cdi)."""
 
 BY_HAND: dict[Reason, list[Fact]] = {
     Reason.ROW_REMAP_FAILED: [read(rows_failed=True)],

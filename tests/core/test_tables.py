@@ -106,8 +106,9 @@ OF_THE_POLICY = {
     Reason.MPS_REPLICAS_OVER_LIMIT,
     Reason.MPS_NOT_READY,
     Reason.IMEX_CHANNEL_MISSING,
+    Reason.CDI_UNRESOLVABLE,
 }
-"""Findings, and what only a policy that wants MPS or an IMEX channel knows."""
+"""Findings, and what only a policy that wants MPS, an IMEX channel or CDI knows."""
 
 
 def everything_at_once() -> list[Condition]:
