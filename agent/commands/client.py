@@ -88,6 +88,11 @@ class AgentClient:
         try:
             return response.status, cast("Json", json.loads(raw))
         except ValueError:
+            if response.status == http.client.SERVICE_UNAVAILABLE:
+                raise AgentError(
+                    f"The agent at {self.path} has no place for another reader of"
+                    f" {target.partition('?')[0]}; close some, or retry"
+                ) from None
             raise AgentError(
                 f"The agent at {self.path} answered {response.status} to {target}, which is no document; "
                 "is it of another version?"

@@ -100,7 +100,7 @@ class Shares(Generic[C, K, V]):
         self._put += weight
         entry = Entry(client, key, value, weight)
         if weight > self.share or (self._rejects and self.held_by(client) + weight > self.share):
-            self._count_loss(entry)
+            self._count_loss(client, weight)
             return (entry,)
         self._entries[key] = entry
         self._of_client.setdefault(client, OrderedDict())[key] = None
@@ -111,6 +111,10 @@ class Shares(Generic[C, K, V]):
         while self._held > self.total:
             lost.append(self._evict(self._greediest(client)))
         return tuple(lost)
+
+    def evict(self) -> Entry[C, K, V] | None:
+        """Remove and return what the largest client loses, or None: for when room elsewhere is short."""
+        return self._evict(next(iter(self._by_size[self._largest]))) if self._entries else None
 
     def touch(self, key: K) -> None:
         """Make an entry the newest one of the table and of its client."""
@@ -168,7 +172,7 @@ class Shares(Generic[C, K, V]):
         keys = self._of_client[client]
         entry = self._entries[next(reversed(keys) if self._rejects else iter(keys))]
         self._remove(entry)
-        self._count_loss(entry)
+        self._count_loss(client, entry.weight)
         return entry
 
     def _remove(self, entry: Entry[C, K, V]) -> None:
@@ -197,9 +201,9 @@ class Shares(Generic[C, K, V]):
         while self._largest and self._largest not in self._by_size:
             self._largest -= 1
 
-    def _count_loss(self, entry: Entry[C, K, V]) -> None:
-        self._lost += entry.weight
-        self._losses[entry.client] = self._losses.get(entry.client, 0) + entry.weight
+    def _count_loss(self, client: C, weight: int) -> None:
+        self._lost += weight
+        self._losses[client] = self._losses.get(client, 0) + weight
         if len(self._losses) > 2 * self._named:
             kept = dict(nlargest(self._named, self._losses.items(), key=lambda each: each[1]))
             self._unnamed += sum(self._losses.values()) - sum(kept.values())

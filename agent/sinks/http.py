@@ -21,6 +21,7 @@ from agent.config.values import Address
 from agent.errors import AgentError, UsageError
 from agent.log import fields
 from agent.model.snapshot import Snapshot
+from agent.sinks.http_places import Bounds
 from agent.sinks.http_server import (
     BodyError,
     ControlSocket,
@@ -92,7 +93,10 @@ class HttpSink:
         control_socket: str,
         may_serve_control: asyncio.Event,
         orders: Orders,
+        bounds: Bounds | None = None,
     ) -> None:
+        self._bounds = bounds
+        self._making = asyncio.Lock()
         self._latest = latest
         self._events = events
         self._agent = agent
@@ -118,7 +122,7 @@ class HttpSink:
             "v1/contexts": self._view(usage.contexts),
             "v1/owners": self._view(usage.ownership),
             "v1/events": self._recent_events,
-            "debug/state": self._state,
+            "debug/state": self._view(self._state),
         }
 
     async def run(self) -> None:
@@ -127,7 +131,7 @@ class HttpSink:
             async with asyncio.TaskGroup() as group:
                 for name, address, handler in self._tcp_listeners():
                     opener, tried = partial(tcp_socket, address), self._tried[name].set
-                    serving = listen_forever(name, opener, handler, self._noter(name), tried)
+                    serving = listen_forever(name, opener, handler, self._noter(name), tried, self._bounds)
                     group.create_task(serving, name=f"http-{name}")
                 if self._control_socket is not None:
                     group.create_task(self._serve_control(self._control_socket), name="http-control")
@@ -172,8 +176,8 @@ class HttpSink:
                 return await self._obey(request)
             return await answer(request)
 
-        tried = self._tried["control"].set
-        await listen_forever("control", control.open, refuse_strangers, self._noter("control"), tried)
+        noter, tried = self._noter("control"), self._tried["control"].set
+        await listen_forever("control", control.open, refuse_strangers, noter, tried, self._bounds)
 
     def _router(self, routes: Mapping[str, Answerer], *, is_local: bool) -> Handler:
         async def answer(request: web.BaseRequest) -> web.Response:
@@ -247,7 +251,10 @@ class HttpSink:
 
     def _view(self, make: Callable[[Snapshot, documents.TimeOf], documents.Json]) -> Answerer:
         async def answer(_request: web.BaseRequest) -> web.Response:
-            return _json(make(self._latest.value, self._agent.time_of))
+            # One document in a turn of the loop: with many shares each takes milliseconds.
+            async with self._making:
+                await asyncio.sleep(0)
+                return _json(make(self._latest.value, self._agent.time_of))
 
         return answer
 
@@ -274,9 +281,9 @@ class HttpSink:
         )
         return _json(document)
 
-    async def _state(self, _request: web.BaseRequest) -> web.Response:
-        document = documents.state(self._latest.value, self._agent.time_of)
-        return _json(document | {"agent": self._agent.describe() | {"listeners": self.addresses}})
+    def _state(self, snapshot: Snapshot, time_of: documents.TimeOf) -> documents.Json:
+        agent = self._agent.describe() | {"listeners": self.addresses}
+        return documents.state(snapshot, time_of) | {"agent": agent}
 
 
 def _number(request: web.BaseRequest, name: str) -> int | None:

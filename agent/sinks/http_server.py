@@ -1,10 +1,9 @@
-"""A bounded HTTP server on aiohttp's low-level one.
+"""An HTTP server on aiohttp's low-level one, behind places for connections.
 
-Guarantees: at most MAX_CONNECTIONS connections on one listener: when there are more, the one that
-has been idle longest is closed, so idle clients cannot keep a health probe out. A connection that
-does nothing is closed after IDLE_S, a request that takes over BUSY_S too (its reader has stopped).
-Bodies are read only by who asks for one, with ``body_of``, and up to MAX_BODY_BYTES. A port in use is
-told once and tried again every RETRY_S.
+Guarantees: each connection carries one request and takes one of the places of http_places. A request is
+answered only if aiohttp reads the same kind of it as that for which it got its place. Bodies are read only
+by who asks for one, with ``body_of``, and up to MAX_BODY_BYTES. A port in use is told once and tried again
+every RETRY_S.
 """
 
 import asyncio
@@ -13,9 +12,8 @@ import logging
 import os
 import socket
 import stat
-import struct
-from collections.abc import AsyncIterator, Awaitable, Callable
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
@@ -24,17 +22,13 @@ from aiohttp import web
 from agent.config.values import Address
 from agent.errors import AgentError, SourceError
 from agent.log import fields
+from agent.sinks.http_places import UCRED, Bounds, Kind, Places, kind_of
 
-MAX_CONNECTIONS: Final = 64
 MAX_LINE_BYTES: Final = 4096
 MAX_HEADER_BYTES: Final = 4096
 MAX_HEADERS: Final = 64
 READ_BUFFER_BYTES: Final = 16 * 1024
-IDLE_S: Final = 15.0
-BUSY_S: Final = 60.0
-SWEEP_S: Final = 5.0
 RETRY_S: Final = 5.0
-BACKLOG: Final = 64
 MAX_BODY_BYTES: Final = 8 * 1024
 BODY_S: Final = 5.0
 
@@ -45,21 +39,22 @@ _library_log = logging.getLogger("aiohttp.server")
 
 
 @dataclass(slots=True)
-class _Connection:
-    transport: asyncio.Transport
-    since_s: float
-    is_busy: bool = False
+class _Session:
+    """One request: what was read of it before aiohttp had the connection, and for what it has its place."""
+
+    read: bytes
+    kind: Kind
+    closed: asyncio.Event = field(default_factory=asyncio.Event)
 
 
-class BoundedServer(web.Server):
-    """aiohttp's server with a bound on connections and on their idleness."""
+class OneRequestServer(web.Server):
+    """aiohttp's server, of which each connection carries one request."""
 
     def __init__(self, handler: Handler) -> None:
         super().__init__(
             self._answer,
             access_log=None,
             logger=_library_log,
-            keepalive_timeout=IDLE_S,
             max_line_size=MAX_LINE_BYTES,
             max_field_size=MAX_HEADER_BYTES,
             max_headers=MAX_HEADERS,
@@ -67,40 +62,42 @@ class BoundedServer(web.Server):
             lingering_time=0.0,
         )
         self._handler = handler
-        self._clock = asyncio.get_running_loop().time
-        self._live: dict[object, _Connection] = {}
+        self._loop = asyncio.get_running_loop()
+        self._sessions: dict[object, _Session] = {}
+
+    async def serve(self, connection: socket.socket, read: bytes, kind: Kind) -> None:
+        """Answer the request on a connection, and return once that is closed; see http_places.Serve."""
+        session = _Session(read, kind)
+
+        def protocol() -> asyncio.Protocol:
+            made = self()
+            self._sessions[made] = session
+            return made
+
+        transport, _ = await self._loop.connect_accepted_socket(protocol, connection)
+        try:
+            await session.closed.wait()
+        finally:
+            transport.abort()
 
     def connection_made(self, handler: web.RequestHandler, transport: asyncio.Transport) -> None:
-        """Account for a connection; the longest idle one makes room."""
+        """Hand aiohttp what was read before, ahead of everything that is read from now on."""
         super().connection_made(handler, transport)
-        self._live[handler] = _Connection(transport, self._clock())
-        if len(self._live) > MAX_CONNECTIONS:
-            idle = min(self._live.values(), key=lambda live: (live.is_busy, live.since_s))
-            idle.transport.abort()
+        self._loop.call_soon(handler.data_received, self._sessions[handler].read)
 
     def connection_lost(self, handler: web.RequestHandler, exc: BaseException | None = None) -> None:
-        """Forget a connection."""
-        self._live.pop(handler, None)
+        """Let the session end."""
         super().connection_lost(handler, exc)
+        self._sessions.pop(handler).closed.set()
 
     async def _answer(self, request: web.BaseRequest) -> web.Response:
-        live = self._live.get(request.protocol)
-        if live is not None:
-            live.is_busy, live.since_s = True, self._clock()
-        try:
-            return await self._handler(request)
-        finally:
-            if live is not None:
-                live.is_busy, live.since_s = False, self._clock()
-
-    async def sweep(self) -> None:
-        """Close what has been idle or busy for too long, for ever."""
-        while True:
-            await asyncio.sleep(SWEEP_S)
-            now_s = self._clock()
-            for live in list(self._live.values()):
-                if now_s - live.since_s > (BUSY_S if live.is_busy else IDLE_S):
-                    live.transport.abort()
+        session = self._sessions.get(request.protocol)
+        if session is None or kind_of(request.path) is not session.kind:
+            response = web.Response(status=400, text="The path of a request must be written plainly\n")
+        else:
+            response = await self._handler(request)
+        response.force_close()
+        return response
 
 
 Opener = Callable[[], socket.socket]
@@ -112,6 +109,7 @@ async def listen_forever(
     handler: Handler,
     bound: Callable[[str], None] | None = None,
     tried: Callable[[], None] = lambda: None,
+    bounds: Bounds | None = None,
 ) -> None:
     """Serve on a socket until cancelled; while it cannot be opened, try again.
 
@@ -132,34 +130,15 @@ async def listen_forever(
             tried()
             await asyncio.sleep(RETRY_S)
             continue
-        async with _serving(listening, handler):
+        with listening:
+            server = OneRequestServer(handler)
+            places = Places(name, listening, server.serve, bounds or Bounds())
             address = _name_of(listening)
             _log.info("Listening", extra=fields(listener=name, address=address))
             if bound is not None:
                 bound(address)
             tried()
-            await asyncio.Event().wait()
-
-
-@contextlib.asynccontextmanager
-async def _serving(listening: socket.socket, handler: Handler) -> AsyncIterator[None]:
-    loop = asyncio.get_running_loop()
-    bounded = BoundedServer(handler)
-    if listening.family == socket.AF_UNIX:
-        server: asyncio.Server = await loop.create_unix_server(bounded, sock=listening, backlog=BACKLOG)
-    else:
-        server = await loop.create_server(bounded, sock=listening, backlog=BACKLOG)
-    try:
-        async with asyncio.TaskGroup() as group:
-            sweeper = group.create_task(bounded.sweep(), name="http-sweeper")
-            try:
-                yield
-            finally:
-                sweeper.cancel()
-    finally:
-        server.close()
-        # Not server.wait_closed(): from Python 3.12 on it waits for the clients.
-        await bounded.shutdown(timeout=0.5)
+            await places.run()
 
 
 def tcp_socket(address: Address) -> socket.socket:
@@ -245,8 +224,8 @@ def peer_of(request: web.BaseRequest) -> tuple[int, int]:
     connection = transport.get_extra_info("socket") if transport is not None else None
     if connection is None:
         raise SourceError("The client is gone")
-    raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-    pid, uid, _ = struct.unpack("3i", raw)
+    raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, UCRED.size)
+    pid, uid, _ = UCRED.unpack(raw)
     return int(pid), int(uid)
 
 

@@ -3,12 +3,18 @@
 import asyncio
 import os
 import resource
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from aiohttp import web
+
+from agent.config.values import Address
 from agent.model.facts import Registered, RegistrationFailed
 from agent.simulation.stubs.deviceplugin.v1beta1 import api_pb2 as pb
+from agent.sinks.http_places import Bounds, Places
+from agent.sinks.http_server import OneRequestServer, tcp_socket
 from tests.sinks.plugin_process import PluginProcess, plugin_process
 from tests.sinks.raw_http2 import PATIENCE_S, raw_client
 from tests.sinks.registrar import plugin, registrar
@@ -91,3 +97,29 @@ async def test_a_resource_that_cannot_have_a_socket_is_not_served_and_is_when_th
         assert "limit of open files" in fact.message
         served.register(generation=2)
         assert isinstance(await served.wait_fact(Registered, RegistrationFailed), Registered)
+
+
+async def test_a_probe_over_http_gets_the_descriptor_of_a_connection_that_asks_nothing() -> None:
+    listening = tcp_socket(Address("127.0.0.1", 0))
+    server = OneRequestServer(answer_ok)
+    async with asyncio.TaskGroup() as tasks:
+        places = Places("http", listening, server.serve, Bounds(rest_s=0.01))
+        serving = tasks.create_task(places.run(), name="http")
+        idle = [await asyncio.open_connection(*listening.getsockname()) for _ in range(3)]
+        with socket.socket() as probe:
+            probe.setblocking(False)
+            while len(places._heads) < len(idle):
+                await asyncio.sleep(0.01)
+            with no_descriptors():
+                async with asyncio.timeout(PATIENCE_S):
+                    await (loop := asyncio.get_running_loop()).sock_connect(probe, listening.getsockname())
+                    await loop.sock_sendall(probe, b"GET /livez HTTP/1.1\r\nHost: localhost\r\n\r\n")
+                    assert (await loop.sock_recv(probe, 64)).startswith(b"HTTP/1.1 200 ")
+        serving.cancel()
+        for _, writer in idle:
+            writer.close()
+    listening.close()
+
+
+async def answer_ok(_request: web.BaseRequest) -> web.Response:
+    return web.Response(text="ok")

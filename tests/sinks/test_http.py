@@ -25,6 +25,7 @@ from agent.model.sample import GpuSample
 from agent.model.snapshot import DriverView, Finding, RegistrationPhase, Snapshot, TaskView
 from agent.sinks import http_server
 from agent.sinks.http import HttpSink
+from agent.sinks.http_places import Bounds, Kind, Room
 from agent.views import checks, documents
 from agent.views.checks import Check, at_once
 from agent.views.events import MAX_EVENTS, EventRing
@@ -81,6 +82,9 @@ class Answer:
         return json.loads(self.body)
 
 
+Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+
+
 @dataclass
 class Served:
     sink: HttpSink
@@ -97,14 +101,15 @@ class Served:
     async def get(self, target: str, *, listener: str = "http", **named: str) -> Answer:
         return await ask(await self.connect(listener), target, **named)
 
-    async def connect(self, listener: str = "http") -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    async def connect(self, listener: str = "http", *, source: str | None = None) -> Connection:
         if listener == "control":
             return await asyncio.open_unix_connection(str(self.control))
-        return await asyncio.open_connection(*self.address(listener))
+        own = None if source is None else (source, 0)
+        return await asyncio.open_connection(*self.address(listener), local_addr=own)
 
 
 async def ask(
-    connection: tuple[asyncio.StreamReader, asyncio.StreamWriter],
+    connection: Connection,
     target: str,
     *,
     method: str = "GET",
@@ -137,6 +142,7 @@ def serve(tmp_path: Path) -> Serve:
         http: Address | None = LOCAL,
         api: Address | None = LOCAL,
         is_active: bool = True,
+        bounds: Bounds | None = None,
     ) -> AsyncIterator[Served]:
         latest = Latest(state or node())
         active = asyncio.Event()
@@ -151,6 +157,7 @@ def serve(tmp_path: Path) -> Serve:
                 control_socket=str(control),
                 may_serve_control=active,
                 orders=(orders := Obedient()),
+                bounds=bounds,
             ),
             latest,
             events,
@@ -557,42 +564,103 @@ async def _serve_for_a_while(serve: Serve, address: Address, taken: socket.socke
         return answer.status
 
 
-async def test_idle_clients_cannot_keep_a_probe_out(serve: Serve) -> None:
-    async with serve() as served:
-        idle = [await served.connect() for _ in range(http_server.MAX_CONNECTIONS + 20)]
-        assert (await served.get("/livez")).status == 200
-        async with asyncio.timeout(30):
-            with pytest.raises((ConnectionResetError, asyncio.IncompleteReadError)):
-                await idle[0][0].readexactly(1)
-        for _, writer in idle:
+async def ended(connection: Connection) -> bytes:
+    """Return what came on a connection until the agent closed it."""
+    reader, writer = connection
+    async with asyncio.timeout(30):
+        try:
+            return await reader.read()
+        except ConnectionResetError:
+            return b""
+        finally:
             writer.close()
 
 
-async def test_an_idle_connection_is_closed_after_a_while(
-    serve: Serve, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(http_server, "IDLE_S", 0.0)
-    monkeypatch.setattr(http_server, "SWEEP_S", 0.01)
+async def test_connections_without_a_request_keep_no_probe_out(serve: Serve) -> None:
+    async with serve(bounds=Bounds(heads=3)) as served:
+        first = await served.connect()
+        others = [await served.connect() for _ in range(2)]
+        first[1].write(b"GET /livez HTTP/1.1\r\nHost: ")
+        neighbour = await served.connect(source="127.0.0.2")
+        assert await ended(first) == b""
+        # What comes of the greedy address costs that alone.
+        others += [await served.connect() for _ in range(5)]
+        assert (await served.get("/livez")).status == 200
+        assert (await ask(neighbour, "/livez")).status == 200
+        for _, writer in others:
+            writer.close()
+
+
+async def test_a_request_that_does_not_come_is_not_waited_for(serve: Serve) -> None:
+    async with serve(bounds=Bounds(head_s=0.0, sweep_s=0.01)) as served:
+        assert await ended(await served.connect()) == b""
+
+
+async def test_a_request_may_come_in_pieces(serve: Serve) -> None:
     async with serve() as served:
         reader, writer = await served.connect()
+        for piece in (b"GET /li", b"vez HTTP/1.1\r\nHost: localhost\r\n", b"\r\n"):
+            writer.write(piece)
+            await asyncio.sleep(0.005)
         async with asyncio.timeout(30):
-            with pytest.raises((ConnectionResetError, asyncio.IncompleteReadError)):
-                await reader.readexactly(1)
+            assert (await reader.read()).endswith(b"ok")
         writer.close()
 
 
+def waiting(places: int, within_s: float = 45.0) -> Bounds:
+    usual = Bounds()
+    return replace(usual, rooms={**usual.rooms, Kind.EVENTS: Room(places, within_s)})
+
+
+async def wait_for_an_event(served: Served, source: str | None = None) -> Connection:
+    connection = await served.connect(source=source)
+    connection[1].write(
+        f"GET /v1/events?wait=30&since={served.events.last} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode()
+    )
+    return connection
+
+
+async def test_readers_that_wait_take_their_own_places_and_the_greediest_gives_way(serve: Serve) -> None:
+    async with serve(http=LOCAL, api=LOCAL, bounds=waiting(2)) as served:
+        greedy = [await wait_for_an_event(served) for _ in range(2)]
+        refused = await ended(await wait_for_an_event(served))
+        assert refused.startswith(b"HTTP/1.1 503 ")
+        assert b"Retry-After: 1\r\n" in refused
+        for target in ("/livez", "/preflight", "/v1/devices"):
+            assert (await served.get(target)).status in (200, 503)
+        neighbour = await wait_for_an_event(served, source="127.0.0.2")
+        assert await ended(greedy[1]) == b""
+        happened(served.events, "new")
+        for connection in (greedy[0], neighbour):
+            assert (await ended(connection)).startswith(b"HTTP/1.1 200 ")
+
+
+async def test_a_request_has_its_place_for_the_time_of_its_kind(serve: Serve) -> None:
+    async with serve(bounds=waiting(1, within_s=0.05)) as served:
+        assert await ended(await wait_for_an_event(served)) == b""
+        assert not (await ended(await wait_for_an_event(served))).startswith(b"HTTP/1.1 503 ")
+
+
 @pytest.mark.parametrize(
-    ("target", "head"),
+    "path", ["/livez/../v1/events", "//v1/events", "/livez/%2e%2e/v1/events", "/./livez"]
+)
+async def test_no_request_gets_the_place_of_another_kind(serve: Serve, path: str) -> None:
+    async with serve() as served:
+        assert (await served.get(path)).status == 400
+
+
+@pytest.mark.parametrize(
+    ("target", "head", "status"),
     [
-        ("/livez?" + "x" * 10_000, ""),
-        ("/livez", f"X: {'y' * 10_000}\r\n"),
-        ("/livez", "".join(f"X{number}: y\r\n" for number in range(500))),
+        ("/livez?" + "x" * 10_000, "", 431),
+        ("/livez", f"X: {'y' * 10_000}\r\n", 431),
+        ("/livez", "".join(f"X{number}: y\r\n" for number in range(500)), 400),
     ],
 )
-async def test_giant_requests_are_refused(serve: Serve, target: str, head: str) -> None:
+async def test_giant_requests_are_refused(serve: Serve, target: str, head: str, status: int) -> None:
     async with serve() as served:
         answer = await served.get(target, head=head)
-        assert answer.status == 400
+        assert answer.status == status
         assert (await served.get("/livez")).status == 200
 
 
