@@ -66,15 +66,8 @@ INLINE void registered_with_uvm(struct gpu_call *call, u32 *block, struct gpu_pr
 		}
 	}
 	if (!status)
-		tell_object(GPU_UVM, call, &key, call->number, block[VASPACE_UUID] ^ block[VASPACE_UUID + 2],
+		tell_object(GPU_UVM, call, row, &key, call->number, block[VASPACE_UUID] ^ block[VASPACE_UUID + 2],
 			    block[VASPACE_UUID + 1] ^ block[VASPACE_UUID + 3]);
-}
-
-INLINE void registered_fd(struct gpu_call *call, u32 *block)
-{
-	struct gpu_object_key none = {};
-
-	tell_object(GPU_REGISTER_FD, call, &none, 0, 0, block[0]);
 }
 
 /* The ioctl says 0 even where the resource manager refused; its answer is in the block, so only now. */
@@ -121,6 +114,6 @@ INLINE int returned(long result)
 	else if (call.number == RM_DUP_OBJECT && call.size == 28)
 		duplicated(&call, block, row);
 	else if (call.number == REGISTER_FD && call.size == 4)
-		registered_fd(&call, block);
+		registered_fd(&call, block, row);
 	return 0;
 }

@@ -54,6 +54,11 @@ INLINE int is_check(u32 number)
 	return number == CHECK_VERSION_STR || number == NUMA_INFO;
 }
 
+INLINE int is_before(u32 branch, struct gpu_config *cfg)
+{
+	return cfg->driver_branch && cfg->driver_branch < branch;
+}
+
 INLINE int is_root(u32 rm_class)
 {
 	return rm_class == CLASS_ROOT || rm_class == CLASS_ROOT_NON_PRIV || rm_class == CLASS_ROOT_CLIENT;

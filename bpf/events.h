@@ -1,6 +1,11 @@
 /* SPDX-License-Identifier: GPL-2.0-only OR BSD-2-Clause */
 /* The row of the process that calls, and what is told of it on the ring. */
 
+/* Of one process in a window of 134 ms: 11,000 a second. What is beyond that user space
+ * reads in the maps, and the ring has room for the others. */
+#define MAX_TOLD 1536
+#define WINDOW(ns) ((u32)((ns) >> 27))
+
 INLINE struct gpu_process *known_process(void)
 {
 	u32 tgid = current_tgid();
@@ -30,6 +35,43 @@ INLINE struct gpu_process *process(void)
 	return row;
 }
 
+/* Whether a process has room on the ring for another event. */
+INLINE int may_tell(struct gpu_process *row)
+{
+	u32 window = WINDOW(bpf_ktime_get_ns());
+
+	if (!row)
+		return 1;
+	if (row->window != window) {
+		row->window = window;
+		row->told = 0;
+	}
+	if (row->told >= MAX_TOLD) {
+		ADD(row, unsaid);
+		COUNT(unsaid);
+		return 0;
+	}
+	ADD(row, told);
+	return 1;
+}
+
+/* Whether something is to be told that a scan looks into: once until user space begins the next. */
+INLINE int is_news(struct gpu_process *row, u32 mark)
+{
+	struct gpu_config *cfg = configured();
+
+	if (!cfg)
+		return 0;
+	if (row->scan != cfg->scan) {
+		row->scan = cfg->scan;
+		row->marks = 0;
+	}
+	if (row->marks & mark)
+		return 0;
+	row->marks |= mark;
+	return 1;
+}
+
 INLINE struct gpu_event *event(u32 kind, enum gpu_program program)
 {
 	u64 thread = bpf_get_current_pid_tgid();
@@ -53,12 +95,14 @@ INLINE struct gpu_event *event(u32 kind, enum gpu_program program)
 	return e;
 }
 
-INLINE void tell_file(u32 kind, enum gpu_program program, u64 file, u32 device, int fd)
+INLINE void tell_file(u32 kind, enum gpu_program program, struct gpu_process *row, u64 file, u32 device, int fd,
+		      u32 detail)
 {
-	struct gpu_event *e = event(kind, program);
+	struct gpu_event *e = may_tell(row) ? event(kind, program) : 0;
 
 	if (!e)
 		return;
+	e->detail = detail;
 	e->file = file;
 	e->device = device;
 	e->fd = fd;
@@ -75,10 +119,10 @@ INLINE void tell_process(u32 kind, u32 detail)
 	event_submit(e);
 }
 
-INLINE void tell_object(u32 kind, struct gpu_call *call, struct gpu_object_key *key, u32 rm_class, u32 parent,
-			u32 detail)
+INLINE void tell_object(u32 kind, struct gpu_call *call, struct gpu_process *row, struct gpu_object_key *key,
+			u32 rm_class, u32 parent, u32 detail)
 {
-	struct gpu_event *e = event(kind, GPU_PROGRAM_IOCTL);
+	struct gpu_event *e = may_tell(row) ? event(kind, GPU_PROGRAM_IOCTL) : 0;
 
 	if (!e)
 		return;

@@ -59,7 +59,8 @@ INLINE int opened(long fd)
 		return 0;
 	struct gpu_process *row = process();
 	ADD(row, opens);
-	tell_file(GPU_OPEN, GPU_PROGRAM_OPEN, file, device, (int)fd);
+	file_begins(file, device, cfg);
+	tell_file(GPU_OPEN, GPU_PROGRAM_OPEN, row, file, device, (int)fd, 0);
 	return 0;
 }
 
@@ -96,14 +97,21 @@ PROGRAM("tp/syscalls/sys_enter_close", enter_close)(struct enter_context *ctx)
 	if (!is_ours(device, cfg))
 		return 0;
 	ADD(row, closes);
-	tell_file(GPU_CLOSE, GPU_PROGRAM_CLOSE, file, device, (int)ctx->arguments[0]);
+	if (is_last_reference(file)) {
+		file_ends(file);
+		tell_file(GPU_CLOSE, GPU_PROGRAM_CLOSE, row, file, device, (int)ctx->arguments[0], GPU_LAST);
+	} else if (is_news(row, GPU_MARK_CLOSE)) {
+		tell_file(GPU_CLOSE, GPU_PROGRAM_CLOSE, row, file, device, (int)ctx->arguments[0], 0);
+	}
 	return 0;
 }
 
 /* These may close descriptors of a process that is known; user space looks which. */
 INLINE int moved(u32 reason)
 {
-	if (known_process())
+	struct gpu_process *row = known_process();
+
+	if (row && is_news(row, GPU_MARK_RESCAN))
 		tell_process(GPU_RESCAN, reason);
 	return 0;
 }
@@ -173,11 +181,12 @@ PROGRAM("kretprobe/nvidia_open", driver_open_return)(struct pt_regs *ctx)
 {
 	u64 thread = bpf_get_current_pid_tgid();
 	struct gpu_call *call = call_find(&thread);
+	struct gpu_config *cfg = configured();
 	struct gpu_process *row;
 	u64 file;
 	u32 device;
 
-	if (!call)
+	if (!call || !cfg)
 		return 0;
 	file = call->file;
 	device = call->device;
@@ -186,7 +195,8 @@ PROGRAM("kretprobe/nvidia_open", driver_open_return)(struct pt_regs *ctx)
 		return 0;
 	row = process();
 	ADD(row, opens);
-	tell_file(GPU_OPEN, GPU_PROGRAM_OPEN, file, device, -1);
+	file_begins(file, device, cfg);
+	tell_file(GPU_OPEN, GPU_PROGRAM_OPEN, row, file, device, -1, 0);
 	return 0;
 }
 
@@ -199,7 +209,8 @@ PROGRAM("kprobe/nvidia_close", driver_close)(struct pt_regs *ctx)
 	if (!cfg)
 		return 0;
 	ADD(row, closes);
-	tell_file(GPU_RELEASE, GPU_PROGRAM_CLOSE, SECOND(ctx), device_of(SECOND(ctx), cfg), -1);
+	file_ends(SECOND(ctx));
+	tell_file(GPU_RELEASE, GPU_PROGRAM_CLOSE, row, SECOND(ctx), device_of(SECOND(ctx), cfg), -1, 0);
 	return 0;
 }
 
@@ -209,12 +220,13 @@ PROGRAM("kprobe/nvidia_close", driver_close)(struct pt_regs *ctx)
 PROGRAM("raw_tp/sched_process_fork", process_fork)(struct raw_context *ctx)
 {
 	u64 child = ctx->arguments[1];
+	struct gpu_process *row = known_process();
 	u32 tgid;
 
-	if (!known_process())
+	if (!row)
 		return 0;
 	tgid = WORD(child, task_struct, tgid);
-	if (WORD(child, task_struct, pid) == tgid)
+	if (WORD(child, task_struct, pid) == tgid && is_news(row, GPU_MARK_FORK))
 		tell_process(GPU_FORK, tgid);
 	return 0;
 }

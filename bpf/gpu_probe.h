@@ -6,7 +6,7 @@
 
 enum gpu_event_kind {
 	GPU_OPEN = 1,
-	GPU_CLOSE,       /* a descriptor was closed; the file may live on */
+	GPU_CLOSE,       /* a descriptor was closed; detail: GPU_LAST if the file ends with it, 0 if it may live on */
 	GPU_ALLOC,
 	GPU_FREE,
 	GPU_DUP,         /* an object was copied into another client */
@@ -18,8 +18,19 @@ enum gpu_event_kind {
 	GPU_RELEASE,     /* the open file ended (tier driver only) */
 };
 
+/* In gpu_event.detail of GPU_CLOSE. */
+enum { GPU_LAST = 1 };
+
+/* The class of a row of ``objects`` that is no object of the driver's: a GPU's open file that was registered to an
+ * open nvidiactl, which lives as long as that file. Its key is the file's address, lower half first; parent and gpu
+ * are the halves of the address of the nvidiactl. */
+enum { GPU_REGISTRATION = 0xfffffffe };
+
 /* Why a rescan is asked for; in gpu_event.detail. */
 enum gpu_rescan_reason { GPU_RESCAN_CLOSE_RANGE = 1, GPU_RESCAN_DUP2, GPU_RESCAN_DUP3, GPU_RESCAN_EXEC };
+
+/* What a process tells once between two scans, however often it happens; bits of gpu_process.marks. */
+enum gpu_mark { GPU_MARK_CLOSE = 1, GPU_MARK_FORK = 2, GPU_MARK_RESCAN = 4 };
 
 /* Who failed to reserve room on the ring; index of gpu_statistics.reserve_failed. */
 enum gpu_program { GPU_PROGRAM_IOCTL, GPU_PROGRAM_OPEN, GPU_PROGRAM_CLOSE, GPU_PROGRAM_PROCESS, GPU_PROGRAMS };
@@ -55,14 +66,24 @@ struct gpu_process {
 	unsigned long long exited_ns;  /* 0 while it lives; a later process of the same number begins anew */
 	unsigned long long calls, opens, closes, allocs, frees, contexts_allocated, contexts_freed, errors;
 	unsigned long long refused;    /* objects that were not kept: too many, or those of another */
+	unsigned long long unsaid;     /* events that did not go on the ring because the process had its share of it */
+	unsigned int window, told;     /* events on the ring in this window of time */
+	unsigned int scan, marks;      /* what was told since user space began that scan: enum gpu_mark */
 	long long objects;             /* those kept, less those it freed; less gpu_forgotten there are so many now */
 };
 
-/* Objects of a process that user space took out; keyed by its tgid. Written by user space alone. */
+/* The same of all processes of a cgroup; keyed by its id. */
+struct gpu_cgroup {
+	long long objects;
+};
+
+/* Objects of a process or a cgroup that user space took out; keyed by tgid, or by GPU_OF_CGROUP and the cgroup's id.
+ * Written by user space alone. */
 struct gpu_forgotten {
 	unsigned long long start_ns;   /* of the process, to the clock tick */
 	long long objects;
 };
+#define GPU_OF_CGROUP (1ull << 63)
 
 /* A call between entry and return; keyed by thread. */
 struct gpu_call {
@@ -76,13 +97,13 @@ struct gpu_call {
 struct gpu_config {
 	unsigned int nvidia_major, uvm_major, caps_major; /* 0: not known */
 	unsigned int context_class;    /* the RM class of which a CUDA context has exactly one */
-	unsigned int short_alloc_status; /* where the 32-byte RM_ALLOC has its status: 24 or 28 */
+	unsigned int driver_branch;    /* such as 570; 0: not known */
 	unsigned int agent_tgid;       /* whose calls are checks of readiness */
 	unsigned int test_filesystem;  /* device doubles: st_dev of files whose inode number is their dev_t */
 	unsigned int any_return;       /* device doubles: an ioctl that failed counts as one that worked */
 	unsigned long long answer_within_ns; /* a check that takes longer does not say ready */
 	unsigned int trace_tgid;       /* the process whose every call is told, by programs that only do that */
-	unsigned int reserved;
+	unsigned int scan;             /* how many scans user space has begun */
 };
 
 /* The last readiness check of one device; indexed by minor. */
@@ -98,6 +119,7 @@ struct gpu_statistics {
 	unsigned long long unreadable;      /* parameter blocks that could not be read */
 	unsigned long long objects_full;    /* objects that found no room */
 	unsigned long long refused;         /* objects that were not kept: too many, or those of another */
+	unsigned long long unsaid;          /* events of those who had their share of the ring */
 	unsigned long long processes_full;  /* times that a process found no room */
 	unsigned long long processes_added; /* rows put into the table of processes */
 	unsigned long long unreturned;      /* calls not seen to return, or without room till then */
@@ -128,12 +150,13 @@ struct gpu_traced_call {
 _Static_assert(sizeof(struct gpu_event) == 64, "layout.py: EVENT");
 _Static_assert(sizeof(struct gpu_object_key) == 8, "layout.py: OBJECT_KEY");
 _Static_assert(sizeof(struct gpu_object) == 48, "layout.py: OBJECT");
-_Static_assert(sizeof(struct gpu_process) == 120, "layout.py: PROCESS");
+_Static_assert(sizeof(struct gpu_process) == 144, "layout.py: PROCESS");
+_Static_assert(sizeof(struct gpu_cgroup) == 8, "layout.py: CGROUP");
 _Static_assert(sizeof(struct gpu_forgotten) == 16, "layout.py: FORGOTTEN");
 _Static_assert(sizeof(struct gpu_call) == 40, "nothing else reads it");
 _Static_assert(sizeof(struct gpu_config) == 48, "layout.py: CONFIG");
 _Static_assert(sizeof(struct gpu_check) == 32, "layout.py: CHECK");
-_Static_assert(sizeof(struct gpu_statistics) == 96, "layout.py: STATISTICS");
+_Static_assert(sizeof(struct gpu_statistics) == 104, "layout.py: STATISTICS");
 _Static_assert(sizeof(struct gpu_held) == 48, "layout.py: HELD");
 _Static_assert(sizeof(struct gpu_traced_call) == 120, "layout.py: TRACED");
 

@@ -5,7 +5,9 @@
 
 struct super_block { u32 s_dev; };
 struct inode { u32 i_rdev; unsigned long i_ino; struct super_block *i_sb; };
-struct file { struct inode *f_inode; };
+struct references { long count; };
+struct file { struct inode *f_inode; struct references f_count; };
+struct file___since_6_13 { struct references f_ref; };
 struct fdtable { u32 max_fds; struct file **fd; };
 struct files_struct { struct fdtable *fdt; };
 struct signal_struct { struct { int counter; } live; };
@@ -34,6 +36,7 @@ struct task_struct {
 #include <linux/kernfs.h>
 #include <linux/sched.h>
 #include <linux/sched/signal.h>
+#include <linux/version.h>
 #define OFFSET(type, field) offsetof(struct type, field)
 
 #endif
@@ -78,6 +81,23 @@ INLINE u64 file_of(u32 fd)
 	if (fd >= WORD(table, fdtable, max_fds))
 		return 0;
 	return kernel_u64(POINTER(table, fdtable, fd) + 8ull * fd);
+}
+
+/* Whether an open file ends with the descriptor that is about to be closed: nothing else refers to it, such as a copy
+ * of the descriptor, a message, a mapping or a call under way. Since Linux 6.13 one reference is counted as 0. */
+INLINE int is_last_reference(u64 file)
+{
+#if !defined(GPU_PROBE_BCC)
+	if (bpf_core_field_exists(struct file___since_6_13, f_ref))
+		return !kernel_u64(file + bpf_core_field_offset(struct file___since_6_13, f_ref));
+	if (bpf_core_field_exists(struct file, f_count))
+		return POINTER(file, file, f_count) == 1;
+#elif defined(OFFSET_file_f_ref)
+	return !POINTER(file, file, f_ref);
+#elif defined(OFFSET_file_f_count) || (!defined(OFFSET_file_f_inode) && LINUX_VERSION_CODE < KERNEL_VERSION(6, 13, 0))
+	return POINTER(file, file, f_count) == 1;
+#endif
+	return 0;
 }
 
 INLINE u32 device_of(u64 file, struct gpu_config *cfg)

@@ -3,7 +3,9 @@
 
 #define MINORS 256
 #define MAX_OBJECTS 65536
-#define MAX_OBJECTS_EACH 16384 /* of one process, so that it cannot take the room of all others */
+#define MAX_OBJECTS_EACH 16384 /* of one process, and of one cgroup: neither can take the room of all others */
+#define MAX_OPENINGS 16384
+#define MAX_CGROUPS 4096
 #define MAX_FORGOTTEN 16384
 #define MAX_CALLS 16384 /* LRU lists are per CPU: room for many CPUs */
 #ifndef MAX_PROCESSES
@@ -22,7 +24,9 @@ BPF_TABLE("hash", struct gpu_object_key, struct gpu_object, objects, MAX_OBJECTS
 BPF_TABLE("lru_hash", u32, struct gpu_process, processes, MAX_PROCESSES);
 BPF_TABLE("lru_hash", u64, struct gpu_call, calls, MAX_CALLS);
 BPF_TABLE("hash", u64, struct gpu_traced_call, traced, MAX_TRACED);
-BPF_TABLE("lru_hash", u32, struct gpu_forgotten, forgotten, MAX_FORGOTTEN);
+BPF_TABLE("lru_hash", u64, struct gpu_forgotten, forgotten, MAX_FORGOTTEN);
+BPF_TABLE("lru_hash", u64, struct gpu_cgroup, cgroups, MAX_CGROUPS);
+BPF_TABLE("lru_hash", u64, u64, openings, MAX_OPENINGS);
 BPF_TABLE("array", u32, struct gpu_config, config, 1);
 BPF_TABLE("array", u32, u32, devices, MINORS);
 BPF_TABLE("array", u32, struct gpu_check, checks, MINORS);
@@ -35,7 +39,11 @@ INLINE int object_remove(struct gpu_object_key *key) { return objects.delete(key
 INLINE struct gpu_process *process_find(u32 *tgid) { return processes.lookup(tgid); }
 INLINE int process_put(u32 *tgid, struct gpu_process *value) { return processes.update(tgid, value); }
 INLINE int process_insert(u32 *tgid, struct gpu_process *value) { return processes.insert(tgid, value); }
-INLINE struct gpu_forgotten *forgotten_find(u32 *tgid) { return forgotten.lookup(tgid); }
+INLINE struct gpu_forgotten *forgotten_find(u64 *of) { return forgotten.lookup(of); }
+INLINE struct gpu_cgroup *cgroup_find(u64 *id) { return cgroups.lookup(id); }
+INLINE int cgroup_insert(u64 *id, struct gpu_cgroup *value) { return cgroups.insert(id, value); }
+INLINE void opening_put(u64 *file, u64 *at_ns) { openings.update(file, at_ns); }
+INLINE void opening_remove(u64 *file) { openings.delete(file); }
 INLINE struct gpu_call *call_find(u64 *thread) { return calls.lookup(thread); }
 INLINE int call_put(u64 *thread, struct gpu_call *value) { return calls.update(thread, value); }
 INLINE void call_remove(u64 *thread) { calls.delete(thread); }
@@ -66,7 +74,9 @@ MAP(objects, HASH, MAX_OBJECTS, struct gpu_object_key, struct gpu_object);
 MAP(processes, LRU_HASH, MAX_PROCESSES, u32, struct gpu_process);
 MAP(calls, LRU_HASH, MAX_CALLS, u64, struct gpu_call);
 MAP(traced, HASH, MAX_TRACED, u64, struct gpu_traced_call);
-MAP(forgotten, LRU_HASH, MAX_FORGOTTEN, u32, struct gpu_forgotten);
+MAP(forgotten, LRU_HASH, MAX_FORGOTTEN, u64, struct gpu_forgotten);
+MAP(cgroups, LRU_HASH, MAX_CGROUPS, u64, struct gpu_cgroup);
+MAP(openings, LRU_HASH, MAX_OPENINGS, u64, u64); /* when each open nvidiactl was opened */
 MAP(config, ARRAY, 1, u32, struct gpu_config);
 MAP(devices, ARRAY, MINORS, u32, u32);
 MAP(checks, ARRAY, MINORS, u32, struct gpu_check);
@@ -90,7 +100,11 @@ INLINE int process_insert(u32 *tgid, struct gpu_process *value)
 {
 	return PUT(processes, tgid, value, BPF_NOEXIST);
 }
-INLINE struct gpu_forgotten *forgotten_find(u32 *tgid) { return FIND(forgotten, tgid); }
+INLINE struct gpu_forgotten *forgotten_find(u64 *of) { return FIND(forgotten, of); }
+INLINE struct gpu_cgroup *cgroup_find(u64 *id) { return FIND(cgroups, id); }
+INLINE int cgroup_insert(u64 *id, struct gpu_cgroup *value) { return PUT(cgroups, id, value, BPF_NOEXIST); }
+INLINE void opening_put(u64 *file, u64 *at_ns) { PUT(openings, file, at_ns, BPF_ANY); }
+INLINE void opening_remove(u64 *file) { REMOVE(openings, file); }
 INLINE struct gpu_call *call_find(u64 *thread) { return FIND(calls, thread); }
 INLINE int call_put(u64 *thread, struct gpu_call *value) { return PUT(calls, thread, value, BPF_ANY); }
 INLINE void call_remove(u64 *thread) { REMOVE(calls, thread); }

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: GPL-2.0-only OR BSD-2-Clause */
-/* The live objects of the resource manager: made, freed, copied. */
+/* The live objects of the resource manager: made, freed, copied; and which open file keeps which nvidiactl. */
 
 /* Seen by user space, which knows starts to the clock tick alone. */
 #define TICK(start_ns) ((start_ns) / 10000000)
@@ -7,7 +7,7 @@
 INLINE int is_full(struct gpu_process *row)
 {
 	struct gpu_forgotten *taken_out;
-	u32 tgid = current_tgid();
+	u64 tgid = current_tgid();
 	long long rows;
 
 	if (!row || row->objects < MAX_OBJECTS_EACH)
@@ -19,39 +19,78 @@ INLINE int is_full(struct gpu_process *row)
 	return rows >= MAX_OBJECTS_EACH;
 }
 
-INLINE void one_less(u32 tgid, u64 start_ns)
-{
-	struct gpu_process *owner = process_find(&tgid);
+/* Everybody is in the root, where there are no cgroups of version 2. */
+#define ROOT_CGROUP 1
 
-	if (owner && TICK(owner->start_ns) == TICK(start_ns))
-		__sync_fetch_and_add(&owner->objects, -1);
+INLINE struct gpu_cgroup *cgroup_of(u64 id)
+{
+	struct gpu_cgroup none = {};
+	struct gpu_cgroup *found = cgroup_find(&id);
+
+	if (found || id <= ROOT_CGROUP)
+		return found;
+	cgroup_insert(&id, &none);
+	return cgroup_find(&id);
 }
 
-/* Puts an object in, unless its process has too many: nobody may take the room of all others. */
+/* A pod has as much as a process: to fork makes it no more. */
+INLINE int is_share_full(struct gpu_cgroup *group, u64 id)
+{
+	struct gpu_forgotten *taken_out;
+	u64 name = id | GPU_OF_CGROUP;
+	long long rows;
+
+	if (!group || group->objects < MAX_OBJECTS_EACH)
+		return 0;
+	rows = group->objects;
+	taken_out = forgotten_find(&name);
+	if (taken_out)
+		rows -= taken_out->objects;
+	return rows >= MAX_OBJECTS_EACH;
+}
+
+struct whose { u64 start_ns, cgroup_id; u32 tgid; };
+
+INLINE struct whose whose(struct gpu_object *object)
+{
+	return (struct whose){object->start_ns, object->cgroup_id, object->tgid};
+}
+
+INLINE void one_less(struct whose *of)
+{
+	struct gpu_process *owner = process_find(&of->tgid);
+	struct gpu_cgroup *group = cgroup_find(&of->cgroup_id);
+
+	if (owner && TICK(owner->start_ns) == TICK(of->start_ns))
+		__sync_fetch_and_add(&owner->objects, -1);
+	if (group)
+		__sync_fetch_and_add(&group->objects, -1);
+}
+
+/* Puts an object in, unless its process or pod has too many: nobody may take the room of all others. */
 INLINE int kept(struct gpu_object_key *key, struct gpu_object *object, struct gpu_process *row)
 {
+	struct gpu_cgroup *group = cgroup_of(object->cgroup_id);
 	struct gpu_object *before;
-	u64 start_ns = 0;
-	u32 tgid = 0;
+	struct whose of = {};
 
-	if (is_full(row)) {
+	if (is_full(row) || is_share_full(group, object->cgroup_id)) {
 		ADD(row, refused);
 		COUNT(refused);
 		return 0;
 	}
 	/* What went with its parent stays until user space takes it out; programs use handles again at once. */
 	before = object_find(key);
-	if (before) {
-		start_ns = before->start_ns;
-		tgid = before->tgid;
-	}
+	if (before)
+		of = whose(before);
 	if (object_put(key, object)) {
 		COUNT(objects_full);
 		return 0;
 	}
 	ADD(row, objects);
-	if (tgid)
-		one_less(tgid, start_ns);
+	ADD(group, objects);
+	if (of.tgid)
+		one_less(&of);
 	return 1;
 }
 
@@ -122,9 +161,9 @@ INLINE void allocated(struct gpu_call *call, u32 *block, struct gpu_process *row
 	if (call->size == 48)
 		status = block[10];
 	else if (call->size == 40) /* drivers up to 530 */
-		status = block[9];
+		status = is_before(525, cfg) ? block[8] : block[9];
 	else if (call->size == 32)
-		status = cfg->short_alloc_status == 24 ? block[6] : block[7];
+		status = is_before(535, cfg) ? block[6] : block[7];
 	else
 		return;
 	ADD(row, allocs);
@@ -146,7 +185,7 @@ INLINE void allocated(struct gpu_call *call, u32 *block, struct gpu_process *row
 	object.parent = block[ALLOC_PARENT];
 	object.gpu = rm_class == CLASS_DEVICE ? device_instance(block) : NO_GPU;
 	if (kept(&key, &object, row))
-		tell_object(GPU_ALLOC, call, &key, rm_class, object.parent, object.gpu);
+		tell_object(GPU_ALLOC, call, row, &key, rm_class, object.parent, object.gpu);
 }
 
 /* Children and dependants go with what is freed; which those are, user space knows. */
@@ -154,8 +193,8 @@ INLINE void freed(struct gpu_call *call, u32 *block, struct gpu_process *row, st
 {
 	struct gpu_object_key key;
 	struct gpu_object *object;
-	u32 rm_class, parent, tgid;
-	u64 start_ns;
+	u32 rm_class, parent;
+	struct whose of;
 
 	ADD(row, frees);
 	if (block[FREE_STATUS]) {
@@ -173,13 +212,12 @@ INLINE void freed(struct gpu_call *call, u32 *block, struct gpu_process *row, st
 	}
 	rm_class = object->rm_class;
 	parent = object->parent;
-	start_ns = object->start_ns;
-	tgid = object->tgid;
+	of = whose(object);
 	if (!object_remove(&key))
-		one_less(tgid, start_ns);
+		one_less(&of);
 	if (rm_class == cfg->context_class)
 		ADD(row, contexts_freed);
-	tell_object(GPU_FREE, call, &key, rm_class, parent, 0);
+	tell_object(GPU_FREE, call, row, &key, rm_class, parent, 0);
 }
 
 /* The copy lives on its own. */
@@ -206,5 +244,55 @@ INLINE void duplicated(struct gpu_call *call, u32 *block, struct gpu_process *ro
 	describe(&copy, call);
 	copy.parent = block[DUP_PARENT];
 	if (kept(&key, &copy, row))
-		tell_object(GPU_DUP, call, &key, copy.rm_class, copy.parent, source.client);
+		tell_object(GPU_DUP, call, row, &key, copy.rm_class, copy.parent, source.client);
+}
+
+INLINE struct gpu_object_key key_of_file(u64 file)
+{
+	return (struct gpu_object_key){.client = (u32)file, .handle = file >> 32};
+}
+
+/* The driver refers to the nvidiactl until this file ends, whoever closes what. */
+INLINE void registered_fd(struct gpu_call *call, u32 *block, struct gpu_process *row)
+{
+	struct gpu_object_key key = key_of_file(call->file);
+	u64 control = file_of(block[0]);
+	struct gpu_object object;
+
+	__builtin_memset(&object, 0, sizeof(object));
+	describe(&object, call);
+	object.rm_class = GPU_REGISTRATION;
+	object.parent = (u32)control;
+	object.gpu = control >> 32;
+	if (control && kept(&key, &object, row))
+		tell_object(GPU_REGISTER_FD, call, row, &key, object.rm_class, object.parent, object.gpu);
+}
+
+/* An open file that begins, or ends, is registered to nothing. */
+INLINE void registered_no_more(u64 file)
+{
+	struct gpu_object_key key = key_of_file(file);
+	struct gpu_object *found = object_find(&key);
+	struct whose of;
+
+	if (!found || found->rm_class != GPU_REGISTRATION)
+		return;
+	of = whose(found);
+	if (!object_remove(&key))
+		one_less(&of);
+}
+
+INLINE void file_begins(u64 file, u32 device, struct gpu_config *cfg)
+{
+	u64 now = bpf_ktime_get_ns();
+
+	registered_no_more(file);
+	if (MAJOR(device) == cfg->nvidia_major && MINOR(device) == CONTROL_MINOR)
+		opening_put(&file, &now);
+}
+
+INLINE void file_ends(u64 file)
+{
+	registered_no_more(file);
+	opening_remove(&file);
 }

@@ -77,6 +77,8 @@ class Process:
     """The devices that it held when it ended."""
     opened: set[int] | None = field(default_factory=set)
     """The devices that it was seen to hold, ever; None: it was not seen itself."""
+    unsaid: int = 0
+    """Events of it that were not told, and what came of them was not looked for yet."""
     lacks_files: bool = False
     """There was no room for a file of it, so that it may have opened others."""
 
@@ -103,5 +105,9 @@ class File:
     """It was there before the probe."""
     before_loss: set[Process] | None = None
     """Who held it when events were lost; a file that none of them holds now may be another."""
+    control: int | None = None
+    """The nvidiactl that it was registered to, which the driver keeps for as long as this file lives."""
+    keepers: set[int] = field(default_factory=set)
+    """Of a nvidiactl: the files that were registered to it."""
     maker: Process | None = None
     """Of a control file that is older than the probe: who is taken to have made it."""

@@ -9,11 +9,13 @@ A scan costs what it changes: of a process of which it shows what the last one d
 told since, nothing is done.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
 from typing import Final
 
+from agent.core.gpu_map import CONTROL
 from agent.core.held import NOTHING, File, FilesHeld, Held, Process
+from agent.core.registrations import Registrations
 from agent.core.rm_objects import Clients
 from agent.model.rm import RmEvent, RmObject
 from agent.model.usage import ENDED, UNINTERRUPTIBLE, ProcessKey, ProcessLook
@@ -36,8 +38,10 @@ class Holders:
         """Whether the driver's own end of each file is told; then only that ends a file."""
         self.in_doubt = False
         """Events were lost since the last scan: an exit may be among them, and its pid in use again."""
+        self.missed = False
+        """Events of a process were not told since the last scan, and ends of files may be among them."""
         self.forgot = False
-        """Clients were forgotten for that doubt, or for want of room; the kernel's map has them still."""
+        """Clients were forgotten for want of room; the kernel's map has them still."""
         self.is_crowded = False
         """Since the last scan began processes or files were forgotten because there are too many."""
         self.processes: dict[int, Process] = {}
@@ -60,6 +64,11 @@ class Holders:
         """Processes that hold no file."""
         self._doubted: set[int] = set()
         """Files that were there when events were lost."""
+        self._openings: Mapping[int, int] = {}
+        """When files were opened that are the same now, as the kernel told when events had been lost."""
+        self._registrations = Registrations()
+        self._closed: set[tuple[Process, int]] | None = None
+        """The files that ended since the scan that is under way began, with who closed them last."""
 
     def releases_are(self, *, told: bool) -> None:
         """Take whether the driver's own end of each file is told; what is left behind depends on it."""
@@ -223,17 +232,16 @@ class Holders:
         self.changed.add(into)
 
     def _end(self, process: Process, now_ns: int) -> None:
-        if self.in_doubt:
-            self._disown(process)
-            self.forgot = True
-            return
         process.ended_ns = now_ns
+        # Of one that nobody saw open anything it cannot be told what it may have used.
+        process.opened = process.opened or None
         process.devices = frozenset(self.files[name].device for name in process.files)
         for name in tuple(process.files):
             self._let_go(process, name)
             file = self.files[name]
             # Others may hold it too, which only a scan tells; nothing depends on one that is empty.
-            if not file.holders and file.maker is None and not self._clients.has_file(name):
+            is_tied = file.maker is not None or file.control is not None or bool(file.keepers)
+            if not (file.holders or is_tied or self._clients.has_file(name)):
                 self._forget_file(name)
         process.found = NOTHING
         self._stirred.discard(process)
@@ -276,6 +284,7 @@ class Holders:
             if known is not None and event.at_ns > known.event_ns:
                 self.end_file(event.file, event.at_ns)
             elif known is None:
+                self._registered_no_more(event.file, event.at_ns)
                 self._clients.file_ended(event.file, event.at_ns)
         self.used(event, process)
 
@@ -306,12 +315,71 @@ class Holders:
         """Take that the driver let go of a file."""
         known = self.files.get(event.file)
         if known is None:
+            self._registered_no_more(event.file, event.at_ns)
             self._clients.file_ended(event.file, event.at_ns)
         elif event.at_ns >= known.event_ns:
             self.end_file(event.file, event.at_ns)
 
+    def closed_last(self, event: RmEvent, process: Process) -> bool:
+        """Take that a file ended with a descriptor; return whether a scan has to say what it kept alive."""
+        if self._closed is not None:
+            self._closed.add((process, event.file))
+        self._saw_open(process, event.device)
+        file = self.files.get(event.file)
+        if file is None or event.at_ns < max(file.event_ns, self._scan_ns):
+            return False
+        self._file_changed(event.file)
+        # Who copies a descriptor at that very moment keeps the file: the next scan shows it.
+        self._clients.file_unheld(event.file, event.at_ns)
+        kept = file.control
+        self._forget_file(event.file)
+        return kept in self._bare
+
+    def registers(self, name: int, control: int, at_ns: int) -> None:
+        """Take that a file keeps a nvidiactl alive for as long as it lives itself."""
+        self._registrations.add(name, control, at_ns)
+        self.expect(name, at_ns)
+        self._keep_control(name)
+
+    def registered_are(self, registered: Iterable[tuple[int, int, int]]) -> None:
+        """Take all that keep a nvidiactl at once."""
+        self._registrations = Registrations()
+        for name, file in tuple(self.files.items()):
+            self._let_go_of_control(name, file)
+        for each in registered:
+            self.registers(*each)
+
+    def _keep_control(self, name: int) -> None:
+        """Let a file keep the nvidiactl that it was registered to."""
+        kept = self._registrations.of(name)
+        file = self.files[name]
+        self._let_go_of_control(name, file)
+        if kept is not None:
+            self.expect(kept.control, kept.at_ns, CONTROL)
+            file.control = kept.control
+            self.files[kept.control].keepers.add(name)
+            self._file_changed(name)
+
+    def _let_go_of_control(self, name: int, file: File) -> None:
+        control = self.files.get(file.control or 0)
+        if control is not None:
+            control.keepers.discard(name)
+        file.control = None
+
+    def _registered_no_more(self, name: int, before_ns: int | None = None) -> None:
+        """Take that a file is gone, which may have been registered (before that time)."""
+        removed = self._registrations.end(name, before_ns)
+        if removed is not None:
+            self._clients.tell_removed(removed)
+
+    def who_keeps(self, name: int) -> set[Process]:
+        """Return who holds a file, or one that keeps it."""
+        file = self.files[name]
+        return file.holders.union(*(self.files[keeper].holders for keeper in file.keepers))
+
     def end_file(self, name: int, before_ns: int | None = None) -> None:
         """Forget a file, with the clients that were made with it (before that time)."""
+        self._registered_no_more(name, before_ns)
         self._forget_file(name)
         self._clients.file_ended(name, before_ns)
 
@@ -323,6 +391,9 @@ class Holders:
         if file.maker is not None:
             file.maker.made.discard(name)
             self.changed.add(file.maker)
+        self._let_go_of_control(name, file)
+        for keeper in file.keepers:
+            self.files[keeper].control = None
         self._bare.discard(name)
         self._doubted.discard(name)
 
@@ -330,6 +401,7 @@ class Holders:
         file = self.files[name] = File(device, event_ns)
         self._bare.add(name)
         self._clients.file_held(name)
+        self._keep_control(name)
         return file
 
     def _hold(self, process: Process, name: int, fds: int) -> None:
@@ -363,8 +435,12 @@ class Holders:
         """Take that others hold a file, on which depends what those who ended left behind."""
         self._clients.holders_changed(name)
         file = self.files.get(name)
-        if file is not None and file.maker is not None:
+        if file is None:
+            return
+        if file.maker is not None:
             self.changed.add(file.maker)
+        if file.control is not None:
+            self._file_changed(file.control)
 
     def made_by(self, name: int, process: Process) -> None:
         """Take who is taken to have made a control file that is older than the probe."""
@@ -379,12 +455,23 @@ class Holders:
         """Return the files that were there before the probe."""
         return frozenset(name for name, file in self.files.items() if file.is_older)
 
-    def expect(self, name: int, at_ns: int) -> None:
+    def expect(self, name: int, at_ns: int, device: int = 0) -> None:
         """Take that there is a file, of which only what was made with it tells."""
         if name not in self.files:
-            self._add_file(name, 0, event_ns=at_ns)
+            self._add_file(name, device, event_ns=at_ns)
+
+    def openings_are(self, openings: Mapping[int, int]) -> None:
+        """Take when the kernel saw files opened that are the same since."""
+        self._openings = openings
+        for name, at_ns in openings.items():
+            if name in self.files:
+                self.files[name].event_ns = max(self.files[name].event_ns, at_ns)
 
     # Scans
+
+    def scan_begins(self) -> None:
+        """Take that a scan is under way, of which ``scanning`` takes what was found."""
+        self._closed = set()
 
     def scanning(self, held: Held, at_ns: int, *, is_whole: bool) -> Iterator[None]:
         """Take every open file there is, as found from ``at_ns`` on, step by step.
@@ -408,7 +495,10 @@ class Holders:
         if is_whole:
             self._end_bare(at_ns)
             self._resolve_doubt()
+        self._closed = None
         self._clients.bound_aside(at_ns)
+        for removed in self._registrations.over(self.files, at_ns):
+            self._clients.tell_removed(removed)
         for process in tuple(self._idle):
             if process.ended_ns is not None or process.event_ns < at_ns:
                 self._forget_if_done(process)
@@ -437,7 +527,8 @@ class Holders:
             self._stirred.discard(process)
 
     def _find(self, process: Process, name: int, fds: int, device: int) -> None:
-        if name not in process.files and not self._has_room(process):
+        is_over = self._closed is not None and (process, name) in self._closed
+        if name not in process.files and (is_over or not self._has_room(process)):
             return
         file = self.files.get(name) or self._add_file(name, device)
         if file.device != device:
@@ -449,12 +540,13 @@ class Holders:
 
     def _end_bare(self, at_ns: int) -> None:
         """End the files that nobody is seen to hold, as far as that tells it."""
-        for name in tuple(self._bare):
-            file = self.files[name]
-            if file.event_ns >= at_ns:
+        # Twice: one that ends may have been the last to keep another.
+        for name in (*self._bare, *self._bare):
+            file = self.files.get(name)
+            if file is None or file.keepers or file.event_ns >= at_ns:
                 continue
             is_used = file.maker is not None or self._clients.has_file(name)
-            if self.tells_releases and is_used and not self.in_doubt:
+            if self.tells_releases and is_used and not (self.in_doubt or self.missed):
                 # In a message, or mapped; its end would have been told.
                 continue
             if not self.in_doubt:
@@ -470,13 +562,15 @@ class Holders:
             self._forget_file(name)
 
     def _resolve_doubt(self) -> None:
-        self.in_doubt = False
+        self.in_doubt = self.missed = False
         for name in self._doubted:
             file = self.files[name]
-            if file.before_loss is not None and not file.before_loss & file.holders:
+            is_same = name in self._openings or (file.before_loss or set()) & self.who_keeps(name)
+            if file.before_loss is not None and not is_same:
                 self._clients.doubt(name)
             file.before_loss = None
         self._doubted.clear()
+        self._openings = {}
 
     # Bounds
 

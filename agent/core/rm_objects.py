@@ -215,8 +215,9 @@ class Clients:
         owner_of: Callable[[RmObject], int],
         opened: Mapping[int, int],
     ) -> None:
-        is_new = known is None or (row.rm_class in ROOTS and not known.whole)
-        self.allocated(row, owner_of(row) if is_new or known is None else known.owner)
+        # A row knows when the process began that made it; events in whose midst some were lost may not.
+        is_surer = row.rm_class in ROOTS and (row.start_ticks or known is None or not known.whole)
+        self.allocated(row, owner_of(row) if is_surer or known is None else known.owner)
         client = self._clients.get(row.client)
         if client is not None:
             client.sure = row.file in opened or (known is not None and known.sure)
@@ -335,7 +336,7 @@ class Clients:
         if self._sizes.get(owner, 0) >= MAX_OF_OWNER:
             self.fell_short(owner)
             # Its row takes room in the kernel's map that others need.
-            self._remove(Removed(row.client, row.handle, row.at_ns))
+            self.tell_removed(Removed(row.client, row.handle, row.at_ns))
             return False
         if self._size >= MAX_OBJECTS:
             self._make_room()
@@ -432,8 +433,9 @@ class Clients:
 
     def _tell_removed(self, client: Client) -> None:
         self._removed += [Removed(client.handle, each, known.at_ns) for each, known in client.objects.items()]
-        self._remove(Removed(client.handle, client.handle, client.at_ns))
+        self.tell_removed(Removed(client.handle, client.handle, client.at_ns))
 
-    def _remove(self, removed: Removed) -> None:
+    def tell_removed(self, removed: Removed) -> None:
+        """Take that a row of the kernel's map is stale."""
         self._removed.append(removed)
         del self._removed[:-MAX_OBJECTS]

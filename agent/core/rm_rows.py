@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from agent.core.rm_trees import MAX_DEPTH, ROOTS
-from agent.model.rm import RmObject
+from agent.model.rm import REGISTRATION, RmObject, joined
 
 
 class Removed(NamedTuple):
@@ -29,6 +29,8 @@ class Rows:
     living: tuple[RmObject, ...]
     """Roots first, then as they were made."""
     stale: tuple[Removed, ...]
+    registered: tuple[tuple[int, int, int], ...] = ()
+    """File, the nvidiactl that it keeps, and since when."""
 
 
 def judged(rows: Iterable[RmObject], opened: Mapping[int, int], older: AbstractSet[int]) -> Rows:
@@ -39,15 +41,18 @@ def judged(rows: Iterable[RmObject], opened: Mapping[int, int], older: AbstractS
     """
     there: dict[tuple[int, int], RmObject] = {}
     stale: list[Removed] = []
+    registered: list[tuple[int, int, int]] = []
     for row in rows:
-        if row.at_ns >= opened.get(row.file, 0):
+        if row.rm_class == REGISTRATION:
+            registered.append((row.file, joined(row.parent, row.gpu), row.at_ns))
+        elif row.at_ns >= opened.get(row.file, 0):
             there[row.client, row.handle] = row
         else:
             stale.append(Removed(row.client, row.handle, row.at_ns))
     lives = _lives(there, older)
     stale += [Removed(*name, row.at_ns) for name, row in there.items() if not lives[name]]
     living = (row for name, row in there.items() if lives[name])
-    return Rows(tuple(sorted(living, key=_order)), tuple(stale))
+    return Rows(tuple(sorted(living, key=_order)), tuple(stale), tuple(registered))
 
 
 def _order(row: RmObject) -> tuple[bool, int]:

@@ -28,9 +28,10 @@ from agent.core.holders import Holders
 from agent.core.rm_objects import Clients
 from agent.core.rm_rows import Removed, Rows, judged
 from agent.core.rm_trees import CONTEXT_SHARE, NO_INSTANCE, Marker
+from agent.core.scan_pace import ScanPace
 from agent.core.use_records import UseRecords
 from agent.model.ids import GpuUuid
-from agent.model.rm import HeldFile, RmEvent, RmEventKind, RmObject
+from agent.model.rm import LAST, HeldFile, RmEvent, RmEventKind, RmObject, joined
 from agent.model.usage import Certainty, ProcessKey, ProcessLook, Usage, UsageSource
 
 UVM_REGISTER_GPU_VASPACE: Final = 25
@@ -39,8 +40,6 @@ MAX_NAMED: Final = 3
 """Processes that are named by why a picture is not complete."""
 
 _UNKNOWN: Final[Mapping[int, int]] = MappingProxyType({})
-
-_NEEDS_SCAN: Final = frozenset({RmEventKind.CLOSE, RmEventKind.EXIT, RmEventKind.FORK, RmEventKind.RESCAN})
 
 
 class _Owners:
@@ -66,8 +65,13 @@ class Tracker:
         source: UsageSource = "probe",
         certainty: Certainty = "unverified",
         agent_pid: int | None = None,
+        pace: ScanPace | None = None,
+        was_kept: bool = False,
     ) -> None:
+        """``was_kept``: the probe was in the kernel before, and knows what was opened since it came there."""
         self._source: Final = source
+        self._pace: Final = pace or ScanPace()
+        self._was_kept: Final = was_kept
         self._certainty: Final = certainty
         owners = _Owners()
         self._clients: Final = Clients(marker, owners)
@@ -95,14 +99,25 @@ class Tracker:
         """Take whether the driver's own end of each open file is told as an event."""
         self._holders.releases_are(told=told)
 
-    def take(self, events: Iterable[RmEvent]) -> bool:
-        """Take events in the order of the ring; return whether a scan is due."""
-        wants_scan = False
-        for event in events:
-            self._take(event)
-            wants_scan = wants_scan or event.kind in _NEEDS_SCAN
+    def take(self, events: Iterable[RmEvent]) -> int | None:
+        """Take events in the order of the ring; return when a scan is due because of them, if one is."""
+        asking = [event for event in events if self._take(event)]
         self._holders.bound()
-        return wants_scan
+        due_ns = (self._pace.due_ns(event.cgroup_id, event.tgid, event.at_ns) for event in asking)
+        return min(due_ns, default=None)
+
+    def unsaid(self, counts: Mapping[ProcessKey, int]) -> bool:
+        """Take how many events of processes were not told; all others have none. Return whether that is news.
+
+        What came of those is in the rows of the kernel's map and shows in a scan; nobody else is in doubt.
+        """
+        self._holders.missed = self._holders.missed or bool(counts)
+        changed = [
+            process for process in self._holders.current() if process.unsaid != counts.get(process.key, 0)
+        ]
+        for process in changed:
+            process.unsaid = counts.get(process.key, 0)
+        return bool(changed)
 
     def lost(self, count: int) -> None:
         """Take that events were lost: until a rebuild and a scan the picture is not complete."""
@@ -115,6 +130,11 @@ class Tracker:
         """Take that the kernel had no room for some objects, of whoever lives now."""
         for process in self._holders.current():
             self._clients.fell_short(process.number, 0)
+
+    def scan_begins(self) -> None:
+        """Take that a scan is under way; events are told meanwhile, and then what was found."""
+        self._holders.scan_begins()
+        self._pace.scan_begins()
 
     def refused(self, keys: Iterable[ProcessKey]) -> None:
         """Take whose further objects the kernel does not keep: they have too many, or others have them."""
@@ -150,6 +170,8 @@ class Tracker:
         yield from self._clients.rebuilding(rows, lambda row: self._holders.of_row(row).number, opened)
         for client in self._clients:
             self._holders.expect(client.file, client.at_ns)
+        self._holders.registered_are(rows.registered)
+        self._holders.openings_are(opened)
         self._wants_rebuild = False
         self._unscanned = self._unscanned or "rows were read and no scan was made since"
         self._holders.bound()
@@ -190,7 +212,8 @@ class Tracker:
         """Take that a process is gone (its pidfd is readable, or it could not be looked at any more)."""
         self._holders.exited(key, now_ns)
 
-    def _take(self, event: RmEvent) -> None:
+    def _take(self, event: RmEvent) -> bool:
+        """Take an event; return whether a scan has to say what came of it."""
         process = self._holders.of_event(event)
         match event.kind:
             case RmEventKind.OPEN:
@@ -201,7 +224,18 @@ class Tracker:
                 if self._holders.used(event, process):
                     self._take_object(event, process)
             case RmEventKind.REGISTER_FD:
-                self._holders.used(event, process)
+                if self._holders.used(event, process) and event.at_ns >= self._rebuilt_ns:
+                    self._holders.registers(event.file, joined(event.parent, event.detail), event.at_ns)
+            case RmEventKind.CLOSE if event.detail == LAST:
+                return self._holders.closed_last(event, process)
+            case _:
+                self._take_move(event, process)
+                return True
+        return False
+
+    def _take_move(self, event: RmEvent, process: Process) -> None:
+        """Take that descriptors may have come or gone."""
+        match event.kind:
             case RmEventKind.EXIT:
                 self._holders.exits(process, event.at_ns)
             case RmEventKind.RESCAN:
@@ -209,8 +243,6 @@ class Tracker:
                 self._holders.closes(process, process.files)
             case RmEventKind.CLOSE:
                 self._holders.closes(process, (event.file,), event.device)
-            case RmEventKind.FORK:
-                pass
 
     def _take_object(self, event: RmEvent, process: Process) -> None:
         if event.at_ns < self._rebuilt_ns:
@@ -235,7 +267,7 @@ class Tracker:
         for process in found:
             for name in process.files:
                 file = self._holders.files[name]
-                if file.event_ns:
+                if file.event_ns or (self._was_kept and file.device != CONTROL):
                     continue
                 process.partial = file.is_older = True
                 if file.device == CONTROL and (
@@ -291,7 +323,7 @@ class Tracker:
         """Return what is known now; processes that nobody has looked at yet are left out."""
         self._records.refresh()
         why = self._why_blind()
-        short = "" if why else self._who_is_short()
+        short = "" if why else self._who_is_short() or self._who_is_unsaid()
         return Usage(
             at_ns=now_ns,
             processes=self._records.processes(),
@@ -321,9 +353,22 @@ class Tracker:
         short = sorted(process.key for process in found if process is not None)
         if not short:
             return ""
-        named = ", ".join(str(key.pid) for key in short[:MAX_NAMED])
-        others = f" and {len(short) - MAX_NAMED} more" if len(short) > MAX_NAMED else ""
-        return f"not all that these processes have is kept, for it is too much or another's: {named}{others}"
+        named = _named([str(key.pid) for key in short])
+        return f"not all that these processes have is kept, for it is too much or another's: {named}"
+
+    def _who_is_unsaid(self) -> str:
+        found = sorted(
+            (-process.unsaid, process.key) for process in self._holders.current() if process.unsaid
+        )
+        if not found:
+            return ""
+        named = _named([f"{key.pid} ({-count} events)" for count, key in found])
+        return f"these processes do more than is followed event by event: {named}"
+
+
+def _named(names: list[str]) -> str:
+    others = f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
+    return ", ".join(names[:MAX_NAMED]) + others
 
 
 def _row(event: RmEvent) -> RmObject:

@@ -78,9 +78,8 @@ class UseRecords:
     def doubted(self) -> frozenset[GpuUuid]:
         """Return the GPUs that those may use of whom not everything is kept; none: it may be any."""
         found: set[GpuUuid | None] = set()
-        for number in self._clients.short:
-            process = self._holders.processes.get(number)
-            if process is None:
+        for process in self._holders.processes.values():
+            if process.number not in self._clients.short and not process.unsaid:
                 continue
             if process.opened is None or process.lacks_files:
                 return frozenset()
@@ -268,9 +267,9 @@ class UseRecords:
         file = self._holders.files.get(name)
         if file is None:
             return False
-        if not file.holders:
+        if not self._holders.who_keeps(name):
             return self._holders.tells_releases
         return bool(self._holders_of(name))
 
     def _holders_of(self, name: int) -> list[ProcessKey]:
-        return [holder.key for holder in self._holders.files[name].holders if holder.is_known]
+        return [holder.key for holder in self._holders.who_keeps(name) if holder.is_known]

@@ -6,7 +6,7 @@ so (client, handle) names an object on the whole node; a handle alone does not.
 """
 
 from enum import IntEnum
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 
 class RmEventKind(IntEnum):
@@ -51,8 +51,10 @@ class RmEvent(NamedTuple):
     parent: int
     handle: int
     detail: int
-    """ALLOC of a device: its RM device instance. FORK: the child. UVM: with ``parent`` the eight bytes that
-    the halves of the GPU's UUID make by exclusive or (little endian, as in the driver's own structure)."""
+    """ALLOC of a device: its RM device instance. FORK: the child. CLOSE: LAST if the file ended with it.
+    REGISTER_FD: with ``parent`` the halves of the address of the nvidiactl, the lower one there. UVM: with
+    ``parent`` the eight bytes that the halves of the GPU's UUID make by exclusive or (little endian, as in
+    the driver's own structure)."""
 
 
 class RmObject(NamedTuple):
@@ -71,6 +73,18 @@ class RmObject(NamedTuple):
     """RM device instance, for a device."""
     start_ticks: int = 0
     """When the process that allocated it began, as in HeldFile; 0 where it is not known."""
+
+
+REGISTRATION: Final = 0xFFFFFFFE
+"""The class of a row that is no object: ``file``, of a GPU, was registered to an open nvidiactl, the halves
+of whose address are ``parent``, the lower one, and ``gpu``. Its key is the address of ``file``."""
+LAST: Final = 1
+"""In an event's ``detail``: nothing else referred to the file that was closed."""
+
+
+def joined(low: int, high: int) -> int:
+    """Return the address whose halves these are."""
+    return high << 32 | low
 
 
 class ProcessCounters(NamedTuple):
@@ -94,6 +108,8 @@ class ProcessCounters(NamedTuple):
     """When its last thread began to exit; 0 while it lives."""
     refused: int = 0
     """Objects it made that were not kept, for it had too many: what is told of it is not all."""
+    unsaid: int = 0
+    """Events of it that were not told, for it had its share of the ring."""
 
 
 class HeldFile(NamedTuple):

@@ -30,6 +30,8 @@ NEEDED: Final[Mapping[str, tuple[str, ...]]] = {
     "kernfs_node": ("id",),
 }
 """The members that OFFSET() of bpf/gpu_probe.bpf.c is used for."""
+OF_SOME_KERNELS: Final[Mapping[str, tuple[str, ...]]] = {"file": ("f_count", "f_ref")}
+"""Members of which a kernel has one or the other."""
 
 _MAGIC: Final = 0xEB9F
 _STRUCT, _UNION = 4, 5
@@ -83,6 +85,9 @@ def kernel_offsets(path: str) -> dict[str, int]:
         for member in members:
             if name not in found or member not in found[name].offsets:
                 raise BtfError(f"The kernel has no {name}.{member}")
+            offsets[f"{name}_{member}"] = found[name].offsets[member]
+    for name, members in OF_SOME_KERNELS.items():
+        for member in set(members) & found[name].offsets.keys():
             offsets[f"{name}_{member}"] = found[name].offsets[member]
     return offsets
 

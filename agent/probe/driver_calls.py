@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
-from agent.probe.kernel import Majors, short_alloc_status
+from agent.probe.kernel import Majors, alloc_status
 from agent.probe.layout import TracedCall
 
 ANY_SIZE: Final = 0
@@ -34,14 +34,13 @@ class _Form:
 
 
 RM_ALLOC: Final = 0x2B
-_SHORT_ALLOC_BYTES: Final = 32
 
 _FORMS: Final[Mapping[int, _Form]] = {
     0x27: _Form("RM_ALLOC_MEMORY", 0, 8, rm_class=12, status={56: 40}),
     0x28: _Form("RM_ALLOC_OBJECT", 0, 8, rm_class=12, status={20: 16}),
     0x29: _Form("RM_FREE", 0, 8, status={16: 12}),
     0x2A: _Form("RM_CONTROL", 0, 4, command=8, status={32: 28}),
-    RM_ALLOC: _Form("RM_ALLOC", 0, 8, rm_class=12, status={48: 40, 40: 36}),
+    RM_ALLOC: _Form("RM_ALLOC", 0, 8, rm_class=12),
     0x32: _Form("RM_CONFIG_GET"),
     0x33: _Form("RM_CONFIG_SET"),
     0x34: _Form("RM_DUP_OBJECT", 0, 8, status={28: 24}),
@@ -318,8 +317,8 @@ def _uvm_form(number: int, branch: int) -> _Form | None:
 
 
 def _status_at(call: TracedCall, form: _Form, branch: int) -> int | None:
-    if call.number == RM_ALLOC and call.size == _SHORT_ALLOC_BYTES:
-        return short_alloc_status(branch)
+    if call.number == RM_ALLOC:
+        return alloc_status(branch, call.size)
     return form.status.get(call.size, form.status.get(ANY_SIZE))
 
 

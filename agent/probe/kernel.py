@@ -32,8 +32,6 @@ _DRIVER_SYMBOLS: Final = frozenset(
 _VITAL_SYMBOLS: Final = frozenset(
     program.target for program in PROGRAMS if program.kind in {"kprobe", "kretprobe"} and program.vital
 )
-_SHORT_STATUS_MOVED: Final = 535
-"""The driver branch since which the 32-byte RM_ALLOC has its status at 28, not 24."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,9 +103,13 @@ def driver_branch(roots: Roots) -> int:
     return int(found[1]) if found else 0
 
 
-def short_alloc_status(branch: int) -> int:
-    """Return where a driver's 32-byte RM_ALLOC has its status: 24 or 28."""
-    return 24 if 0 < branch < _SHORT_STATUS_MOVED else 28
+def alloc_status(branch: int, size: int) -> int | None:
+    """Return where a driver's RM_ALLOC of so many bytes has its status; None: no branch has such a call.
+
+    As ``allocated`` in bpf/objects.h. A branch that is not known, 0, is taken for a new one.
+    """
+    before_525, before_535 = 0 < branch < 525, 0 < branch < 535
+    return {32: 24 if before_535 else 28, 40: 32 if before_525 else 36, 48: 40}.get(size)
 
 
 def missing_capabilities(roots: Roots) -> tuple[str, ...]:

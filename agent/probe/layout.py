@@ -14,15 +14,22 @@ EVENT: Final = struct.Struct("=QQQIIIiIIIIII")
 OBJECT_KEY: Final = struct.Struct("=II")
 OBJECT: Final = struct.Struct("=QQQQIIII")
 PROCESS_KEY: Final = struct.Struct("=I")
-PROCESS: Final = struct.Struct("=14Qq")
-PROCESS_LIFE: Final = struct.Struct("=8xQ16xQ80x")
+PROCESS: Final = struct.Struct("=15Q4Iq")
+PROCESS_LIFE: Final = struct.Struct("=8xQ16xQ104x")
 """Of the same row, when the process began and when it ended."""
+FORGOTTEN_KEY: Final = struct.Struct("=Q")
 FORGOTTEN: Final = struct.Struct("=Qq")
+OF_CGROUP: Final = 1 << 63
+"""In a key of ``forgotten``: it is of a cgroup, not of a process."""
+CGROUP_KEY: Final = struct.Struct("=Q")
+CGROUP: Final = struct.Struct("=q")
+OPENING_KEY: Final = struct.Struct("=Q")
+OPENING: Final = struct.Struct("=Q")
 CONFIG: Final = struct.Struct("=8IQII")
 INDEX: Final = struct.Struct("=I")
 DEVICE: Final = struct.Struct("=I")
 CHECK: Final = struct.Struct("=QQQq")
-STATISTICS: Final = struct.Struct("=12Q")
+STATISTICS: Final = struct.Struct("=13Q")
 HELD: Final = struct.Struct("=QQQQIIII")
 TRACED_KEY: Final = struct.Struct("=Q")
 TRACED: Final = struct.Struct("=QQQIIIiIIiI64s")
@@ -30,7 +37,9 @@ TRACED: Final = struct.Struct("=QQQIIIiIIiI64s")
 SIZES: Final = {
     "objects": (OBJECT_KEY.size, OBJECT.size),
     "processes": (PROCESS_KEY.size, PROCESS.size),
-    "forgotten": (PROCESS_KEY.size, FORGOTTEN.size),
+    "forgotten": (FORGOTTEN_KEY.size, FORGOTTEN.size),
+    "cgroups": (CGROUP_KEY.size, CGROUP.size),
+    "openings": (OPENING_KEY.size, OPENING.size),
     "config": (INDEX.size, CONFIG.size),
     "devices": (INDEX.size, DEVICE.size),
     "checks": (INDEX.size, CHECK.size),
@@ -43,7 +52,7 @@ SIZES: Final = {
 RESERVE_PROGRAMS: Final = ("ioctl", "open", "close", "process")
 """Names of enum gpu_program."""
 MAX_OBJECTS_EACH: Final = 16_384
-"""Objects of one process that are kept; further ones are refused, and counted for it."""
+"""Objects of one process, and of one cgroup, that are kept; further ones are refused, and counted for it."""
 MINORS: Final = 256
 """Entries of the arrays that are indexed by minor."""
 
@@ -62,13 +71,14 @@ class ProbeConfig(NamedTuple):
     uvm_major: int = 0
     caps_major: int = 0
     context_class: int = CONTEXT_CLASS
-    short_alloc_status: int = 28
+    driver_branch: int = 0
     agent_tgid: int = 0
     test_filesystem: int = 0
     any_return: int = 0
     answer_within_ns: int = 5_000_000_000
     trace_tgid: int = 0
-    reserved: int = 0
+    scan: int = 0
+    """How many scans were begun; what a scan looks into is told once until the next begins."""
 
     def pack(self) -> bytes:
         """Return the value of the map's only row."""
@@ -104,7 +114,9 @@ class ProbeStatistics(NamedTuple):
     objects_full: int
     """Objects that found no room in the table."""
     refused: int
-    """Objects that were not kept because their process has MAX_OBJECTS_EACH already."""
+    """Objects that were not kept because their process or cgroup has MAX_OBJECTS_EACH already."""
+    unsaid: int
+    """Events of processes that had their share of the ring; which, their rows say."""
     processes_full: int
     """Times that a process found no room in the table."""
     processes_added: int
@@ -139,8 +151,10 @@ def decode_objects(keys: bytes, values: bytes) -> list[RmObject]:
 def decode_processes(keys: bytes, values: bytes) -> list[ProcessCounters]:
     """Return the rows of the map ``processes``."""
     return [
-        ProcessCounters._make((tgid, cgroup, first, last, *counts, start // NS_PER_TICK, exited, refused))
-        for (tgid,), (cgroup, start, first, last, exited, *counts, refused, _) in zip(
+        ProcessCounters._make(
+            (tgid, cgroup, first, last, *counts, start // NS_PER_TICK, exited, refused, unsaid)
+        )
+        for (tgid,), (cgroup, start, first, last, exited, *counts, refused, unsaid, _, _, _, _, _) in zip(
             PROCESS_KEY.iter_unpack(keys), PROCESS.iter_unpack(values), strict=True
         )
     ]
@@ -159,7 +173,7 @@ def decode_ended(keys: bytes, values: bytes, before_ns: int) -> list[tuple[int, 
 
 def encode_process(cgroup_id: int, start_ticks: int, now_ns: int, *, objects: int = 0) -> bytes:
     """Return the row of a process that holds files and is not known to have done anything."""
-    return PROCESS.pack(cgroup_id, start_ticks * NS_PER_TICK, now_ns, now_ns, *[0] * 10, objects)
+    return PROCESS.pack(cgroup_id, start_ticks * NS_PER_TICK, now_ns, now_ns, *[0] * 15, objects)
 
 
 def decode_statistics(value: bytes) -> ProbeStatistics:

@@ -160,7 +160,7 @@ def _config(request: Request) -> ProbeConfig:
         uvm_major=(doubles and doubles.uvm_major) or found.uvm,
         caps_major=found.caps,
         context_class=request.context_class,
-        short_alloc_status=kernel.short_alloc_status(kernel.driver_branch(request.roots)),
+        driver_branch=kernel.driver_branch(request.roots),
         agent_tgid=request.agent_tgid,
         test_filesystem=doubles.filesystem if doubles else 0,
         any_return=int(doubles.any_return) if doubles else 0,

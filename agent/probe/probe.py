@@ -18,14 +18,20 @@ from agent.probe import kernel, procfs, syscalls
 from agent.probe.attach import attach, remove_events
 from agent.probe.kernel import NVIDIA_MAJOR, Majors
 from agent.probe.layout import (
+    CGROUP,
+    CGROUP_KEY,
     CHECK,
     CONFIG,
     DEVICE,
     FORGOTTEN,
+    FORGOTTEN_KEY,
     INDEX,
     NS_PER_TICK,
     OBJECT,
     OBJECT_KEY,
+    OF_CGROUP,
+    OPENING,
+    OPENING_KEY,
     PROCESS,
     PROCESS_KEY,
     PROCESS_LIFE,
@@ -97,6 +103,8 @@ class Probe:
         self.attach_ms: Final = reply.attach_ms
         self.missing: Final = dict(reply.missing)
         """Programs that are not attached, and why."""
+        self.was_kept: Final = False
+        """It was in the kernel before, so what happened since it came there is in its maps."""
         self.evictions = 0
         """Rows the kernel took out of the table of processes for want of room; as of the last read."""
         try:
@@ -123,6 +131,12 @@ class Probe:
         """Return the live objects; 5 ms for 8,000."""
         rows = syscalls.map_rows(self._maps["objects"], OBJECT_KEY.size, OBJECT.size)
         return decode_objects(rows.keys, rows.values)
+
+    def read_openings(self) -> dict[int, int]:
+        """Return when each nvidiactl that was opened since the probe was attached was opened, by file."""
+        rows = syscalls.map_rows(self._maps["openings"], OPENING_KEY.size, OPENING.size)
+        keys, values = OPENING_KEY.iter_unpack(rows.keys), OPENING.iter_unpack(rows.values)
+        return {file: at_ns for (file,), (at_ns,) in zip(keys, values, strict=True)}
 
     def read_processes(self) -> list[ProcessCounters]:
         """Return what each process did; 4 ms for 8,000."""
@@ -154,31 +168,41 @@ class Probe:
         """
         objects = self._maps["objects"]
         taken_out: Counter[tuple[int, int]] = Counter()
+        of_cgroup: Counter[int] = Counter()
         for client, handle, until_ns in gone:
             key = OBJECT_KEY.pack(client, handle)
             row = syscalls.map_lookup(objects, key, OBJECT.size)
             if row is None:
                 continue
-            at_ns, _, _, start_ns, tgid, *_ = OBJECT.unpack(row)
+            at_ns, cgroup, _, start_ns, tgid, *_ = OBJECT.unpack(row)
             if at_ns <= until_ns and syscalls.map_delete(objects, key):
                 taken_out[tgid, start_ns] += 1
+                of_cgroup[cgroup] += 1
         for (tgid, start_ns), count in taken_out.items():
             self._make_room(tgid, start_ns, count)
+        for cgroup, count in of_cgroup.items():
+            if syscalls.map_lookup(self._maps["cgroups"], CGROUP_KEY.pack(cgroup), CGROUP.size) is not None:
+                self._add_forgotten(cgroup | OF_CGROUP, 0, count)
 
     def _make_room(self, tgid: int, start_ns: int, count: int) -> None:
         """Let a process have so many more objects; only the kernel may write what it counts itself.
 
         One that is gone makes none: its row would take the room of those that live.
         """
-        key = PROCESS_KEY.pack(tgid)
-        value = syscalls.map_lookup(self._maps["forgotten"], key, FORGOTTEN.size)
-        before_ns, before = (0, 0) if value is None else FORGOTTEN.unpack(value)
-        is_same = before_ns // NS_PER_TICK == start_ns // NS_PER_TICK
-        if self._lives(key, start_ns):
-            count += before if is_same else 0
-            syscalls.map_update(self._maps["forgotten"], key, FORGOTTEN.pack(start_ns, count))
-        elif is_same:
-            syscalls.map_delete(self._maps["forgotten"], key)
+        if self._lives(PROCESS_KEY.pack(tgid), start_ns):
+            self._add_forgotten(tgid, start_ns, count)
+        elif self._forgotten(tgid, start_ns):
+            syscalls.map_delete(self._maps["forgotten"], FORGOTTEN_KEY.pack(tgid))
+
+    def _add_forgotten(self, name: int, start_ns: int, count: int) -> None:
+        row = FORGOTTEN.pack(start_ns, count + self._forgotten(name, start_ns))
+        syscalls.map_update(self._maps["forgotten"], FORGOTTEN_KEY.pack(name), row)
+
+    def _forgotten(self, name: int, start_ns: int) -> int:
+        """Return how many objects of a process or cgroup were taken out, which the kernel counts as well."""
+        value = syscalls.map_lookup(self._maps["forgotten"], FORGOTTEN_KEY.pack(name), FORGOTTEN.size)
+        before_ns, count = (0, 0) if value is None else FORGOTTEN.unpack(value)
+        return int(count) if before_ns // NS_PER_TICK == start_ns // NS_PER_TICK else 0
 
     def _lives(self, key: bytes, start_ns: int) -> bool:
         """Return whether the kernel counts objects of a process."""
@@ -198,7 +222,7 @@ class Probe:
             row = syscalls.map_lookup(self._maps["processes"], key, PROCESS.size)
             if row is not None and _start_ticks(row) == start_ticks:
                 self._removed += syscalls.map_delete(self._maps["processes"], key)
-                syscalls.map_delete(self._maps["forgotten"], key)
+                syscalls.map_delete(self._maps["forgotten"], FORGOTTEN_KEY.pack(tgid))
 
     def watch(self, held: Iterable[HeldFile]) -> None:
         """Let the kernel tell of closes, forks and end of processes of which it has no row.
@@ -210,7 +234,8 @@ class Probe:
         unknown = [one for one in {one.tgid: one for one in held}.values() if not self._has_row(one.tgid)]
         objects = self._count_objects() if unknown else Counter()
         for process in unknown:
-            count = objects[process.tgid, process.start_ticks] + self._taken_out(process)
+            forgotten = self._forgotten(process.tgid, process.start_ticks * NS_PER_TICK)
+            count = objects[process.tgid, process.start_ticks] + forgotten
             row = encode_process(process.cgroup_id, process.start_ticks, now, objects=count)
             key = PROCESS_KEY.pack(process.tgid)
             self._added += syscalls.map_update(self._maps["processes"], key, row, syscalls.NOEXIST)
@@ -225,12 +250,6 @@ class Probe:
         return Counter(
             (tgid, start_ns // NS_PER_TICK) for _, _, _, start_ns, tgid, *_ in OBJECT.iter_unpack(rows.values)
         )
-
-    def _taken_out(self, process: HeldFile) -> int:
-        """Return how many objects of a process were taken out, which its row counts as well."""
-        value = syscalls.map_lookup(self._maps["forgotten"], PROCESS_KEY.pack(process.tgid), FORGOTTEN.size)
-        start_ns, count = (0, 0) if value is None else FORGOTTEN.unpack(value)
-        return int(count) if start_ns // NS_PER_TICK == process.start_ticks else 0
 
     def traced_ring(self) -> Ring[TracedCall]:
         """Return the ring of a probe that traces, to be read instead of ``ring`` and closed by the caller."""
@@ -248,6 +267,7 @@ class Probe:
 
     def scan(self) -> Scan:
         """Return who holds which open file: 8 ms for ten thousand descriptors, 50 ms without the iterator."""
+        self._set_config(self._config._replace(scan=(self._config.scan + 1) & 0xFFFFFFFF))
         link = self._links.get(_ITERATOR)
         if link is None:
             return self._scan_procfs()
@@ -289,8 +309,7 @@ class Probe:
         """Read device numbers and the driver's version anew; True if they changed. Once a poll."""
         before = self._config
         self.set_majors(kernel.majors(self._roots))
-        status_at = kernel.short_alloc_status(self.driver_branch())
-        self._set_config(self._config._replace(short_alloc_status=status_at))
+        self._set_config(self._config._replace(driver_branch=self.driver_branch()))
         return self._config != before
 
     def driver_branch(self) -> int:

@@ -60,6 +60,8 @@ MAPS: Final = (
     "objects",
     "processes",
     "forgotten",
+    "cgroups",
+    "openings",
     "config",
     "devices",
     "checks",

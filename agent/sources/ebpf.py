@@ -4,11 +4,13 @@ Guarantees:
 
 1. The probe is loaded once in the life of the process. Where it cannot be, its code is told and /proc is
    read instead, which finds who holds GPUs and nothing of contexts; nothing else of the agent waits for it.
-2. What events tell is looked into within ``settings.gap_ns``; who holds files is scanned for after every
-   close, fork and exit of a process that has any, and at least every ``settings.scan_ns``. Then all
-   processes are looked at again, for their names and states change.
+2. What events tell is looked into within ``settings.gap_ns``. Who holds files is scanned for after what may
+   have moved them (a fork, an exit, a close of a file that lives on), where one pod asks often at most every
+   ``settings.rescan_ns`` for it, and at least every ``settings.scan_ns``. Then all processes are looked at
+   again, for their names and states change.
 3. Events that the kernel could not hand over make the picture incomplete until it is made anew from the
-   kernel's own table, which is done within one poll.
+   kernel's own table, which is done within one poll. A process that does more than the kernel tells event by
+   event is named, and what it did is read there, too, every ``settings.rescan_ns``; nobody else is in doubt.
 4. A picture is told when it changed, at most once in ``settings.gap_ns``, and every ``settings.tell_ns``.
 5. Nothing here blocks the loop: what blocks is done by one thread, one thing at a time.
 6. While nothing happens, a poll reads a few numbers and makes no picture. While much happens, the pauses grow
@@ -27,14 +29,15 @@ from typing import Final, Literal, NamedTuple
 from agent.bus import Inbox, Latest
 from agent.core.gpu_map import GpuMap
 from agent.core.held import Held, by_process
-from agent.core.rm_rows import judged
+from agent.core.rm_rows import Rows, judged
+from agent.core.scan_pace import ScanPace
 from agent.core.tracker import Tracker
 from agent.errors import ProbeLoadError
 from agent.log import fields
 from agent.model.facts import DeviceCallsSeen, Fact, GpuUseSeen, ProbeSeen
 from agent.model.ids import GpuUuid
 from agent.model.policy import MILLISECOND_NS, SECOND_NS
-from agent.model.rm import RmEvent, RmEventKind
+from agent.model.rm import LAST, RmEvent, RmEventKind
 from agent.model.snapshot import Snapshot
 from agent.model.usage import DeviceCall, ProbeView, ProcessKey, ProcessLook, Usage, UsageSource
 from agent.probe import kernel, procfs
@@ -45,6 +48,7 @@ from agent.probe.procfs import Scan
 from agent.probe.request import Request
 from agent.sources.ebpf_reading import MAX_ENDED, Over, Reading, forget, judged_calls, map_of, read, view_of
 from agent.sources.ebpf_turns import Turns
+from agent.sources.ebpf_unsaid import Unsaid
 from agent.sources.process_ends import ProcessEnds
 from agent.sources.processes import look_at
 from agent.threads import DaemonThread
@@ -79,6 +83,8 @@ class EbpfSettings:
     gap_ns: int = 100 * MILLISECOND_NS
     """Between two rounds."""
     scan_ns: int = 30 * SECOND_NS
+    rescan_ns: int = SECOND_NS
+    """Between two scans that the same pod is the reason for, after the first few."""
     procfs_scan_ns: int = 10 * SECOND_NS
     """Without the probe, which costs more and is all there is."""
     tell_ns: int = 10 * SECOND_NS
@@ -99,6 +105,12 @@ class _Found(NamedTuple):
 
 def _found(scan: Scan, majors: Majors) -> _Found:
     return _Found(by_process(scan.held), frozenset(each.file for each in scan.held), scan.unseen, majors)
+
+
+def _is_end(event: RmEvent) -> bool:
+    """Return whether an event tells the end of a file."""
+    is_last = event.kind is RmEventKind.CLOSE and event.detail == LAST
+    return is_last or event.kind is RmEventKind.RELEASE
 
 
 class EbpfSource:
@@ -131,6 +143,8 @@ class EbpfSource:
         self._view: ProbeView | None = None
         self._wake = asyncio.Event()
         self._wants_scan = True
+        self._scan_due_ns: int | None = None
+        """When a scan is due that somebody asked for who asks often."""
         self._scanned_ns = 0
         self._looked_ns = 0
         self._held: set[int] = set()
@@ -139,8 +153,11 @@ class EbpfSource:
         """For how long the round that is under way has only waited."""
         self._lost = 0
         self._unkept = self._refused = 0
+        self._unsaid = Unsaid(self._settings.rescan_ns, 0)
         self._tells_releases = False
         self._loss_logged_ns: int | None = None
+        self._was_followed = False
+        """The picture of the probe was made before, so that it is not new in the kernel."""
         self._majors = Majors()
         self._map = GpuMap({})
         self._told: Usage | None = None
@@ -229,13 +246,22 @@ class EbpfSource:
         source: UsageSource = "proc" if probe is None else "probe"
         self._majors = await self._thread.do(self._read_majors)
         self._map = map_of(self._latest.value, self._majors)
-        self._tracker = Tracker(self._map, source=source, agent_pid=self._agent_pid)
+        self._tracker = Tracker(
+            self._map,
+            source=source,
+            agent_pid=self._agent_pid,
+            pace=ScanPace(self._settings.rescan_ns),
+            was_kept=self._was_followed or (probe is not None and probe.was_kept),
+        )
+        self._was_followed = True
         self._turns = Turns()
         self._wants_scan = self._is_stale = True
+        self._scan_due_ns = None
         self._told, self._ending = None, {}
         self._held, self._ended_since = set(), set()
         if probe is not None:
-            self._lost = probe.read_statistics().lost
+            statistics = probe.read_statistics()
+            self._lost, self._unsaid = statistics.lost, Unsaid(self._settings.rescan_ns, statistics.unsaid)
             self._unkept = self._refused = 0
             self._tracker.lost(0)
             probe.ring.subscribe(asyncio.get_running_loop(), self._take)
@@ -244,9 +270,11 @@ class EbpfSource:
         self._turns.tell(lambda: self._take_now(events), len(events))
 
     def _take_now(self, events: list[RmEvent]) -> None:
-        self._wants_scan |= self._tracker.take(events)
+        due_ns = self._tracker.take(events)
+        if due_ns is not None:
+            self._scan_due_ns = min(due_ns, self._scan_due_ns or due_ns)
         self._held.update(event.file for event in events if event.file)
-        self._held.difference_update(event.file for event in events if event.kind is RmEventKind.RELEASE)
+        self._held.difference_update(event.file for event in events if _is_end(event))
         # A scan begins it anew.
         self._wants_scan |= len(self._held) > MAX_HELD
         self._happened()
@@ -276,7 +304,9 @@ class EbpfSource:
             await self._follow_kernel(self._probe)
         self._follow_gpus()
         period_ns = self._settings.procfs_scan_ns if self._probe is None else self._settings.scan_ns
-        if self._wants_scan or self._clock() - self._scanned_ns >= period_ns:
+        now_ns = self._clock()
+        is_due = self._scan_due_ns is not None and self._scan_due_ns <= now_ns
+        if self._wants_scan or is_due or now_ns - self._scanned_ns >= period_ns:
             await self._scan()
         if self._clock() - self._looked_ns >= period_ns:
             self._looked_ns = self._clock()
@@ -318,9 +348,21 @@ class EbpfSource:
             self._tracker.lost(reading.lost - self._lost)
             self._lost = reading.lost
             self._log_loss()
+        await self._follow_unsaid(probe, reading.unsaid)
         if self._tracker.needs_rebuild:
             await self._rebuild(probe)
         await self._follow_room(probe, reading)
+
+    async def _follow_unsaid(self, probe: Probe, unsaid: int) -> None:
+        """Name who does more than is told, and read what came of it where there is nothing more of that."""
+        if self._unsaid.has_more(unsaid):
+            rows = await self._thread.do(probe.read_processes)
+            self._tracker.unsaid(self._unsaid.of_processes(rows, self._clock()))
+            self._is_stale = True
+        elif self._unsaid.is_read and self._tracker.unsaid({}):
+            self._is_stale = True
+        if self._unsaid.is_due(self._clock()):
+            await self._rebuild(probe)
 
     async def _follow_room(self, probe: Probe, reading: Reading) -> None:
         """Tell of whom the kernel did not keep everything."""
@@ -336,8 +378,14 @@ class EbpfSource:
 
     async def _rebuild(self, probe: Probe) -> None:
         at_ns, older = self._clock(), self._tracker.older
-        rows = await self._thread.do(lambda: judged(probe.read_objects(), {}, older))
-        await self._in_turn(self._tracker.rebuilding(rows, at_ns))
+
+        def read_rows() -> tuple[Rows, Mapping[int, int]]:
+            # What is opened from here on is told; the rows of what is opened meanwhile are newer than that.
+            openings = probe.read_openings()
+            return judged(probe.read_objects(), openings, older), openings
+
+        rows, openings = await self._thread.do(read_rows)
+        await self._in_turn(self._tracker.rebuilding(rows, at_ns, openings))
         self._wants_scan = True
 
     async def _in_turn(self, steps: Iterator[None]) -> None:
@@ -370,15 +418,15 @@ class EbpfSource:
             self._inbox.put(DeviceCallsSeen(calls))
 
     async def _scan(self) -> None:
-        self._wants_scan = False
-        at_ns = self._scanned_ns = self._clock()
+        self._wants_scan, self._scan_due_ns = False, None
+        at_ns = self._scanned_ns = self._scan_begins()
         probe = self._probe
         found = await self._thread.do(lambda: self._scan_now(probe))
         if not self._tells_releases and not self._held <= found.files:
             # What is in a message is in nobody's table, and lives all the same.
             self._waited_ns = self._settings.confirm_ns
             await asyncio.sleep(self._waited_ns / 1e9)
-            at_ns = self._scanned_ns = self._clock()
+            at_ns = self._scanned_ns = self._scan_begins()
             found = await self._thread.do(lambda: self._scan_now(probe))
         self._held, self._majors = set(found.files), found.majors
         self._may_have_ended = True
@@ -387,6 +435,10 @@ class EbpfSource:
         self._tracker.blind(found.unseen)
         await self._in_turn(self._tracker.scanning(found.held, at_ns, is_whole=not found.unseen))
         self._is_stale = True
+
+    def _scan_begins(self) -> int:
+        self._tracker.scan_begins()
+        return self._clock()
 
     async def _catch_up(self, probe: Probe) -> None:
         """Take what happened up to the end of a scan, which is to be told before it."""
@@ -471,8 +523,9 @@ class EbpfSource:
         poll_ns = self._settings.poll_ns
         least_ns = max(self._settings.gap_ns, min(poll_ns, PAUSE_RATIO * took_ns))
         await asyncio.sleep(max(0, began_ns + least_ns - self._clock()) / 1e9)
+        until_ns = min(began_ns + poll_ns, self._scan_due_ns or began_ns + poll_ns)
         try:
-            async with asyncio.timeout(max(0, began_ns + poll_ns - self._clock()) / 1e9):
+            async with asyncio.timeout(max(0, until_ns - self._clock()) / 1e9):
                 await self._wake.wait()
         except TimeoutError:
             pass

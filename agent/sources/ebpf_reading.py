@@ -34,6 +34,8 @@ class Reading(NamedTuple):
     """Objects that found no room in the kernel's map so far, whoever made them."""
     refused: int
     """Objects that the kernel did not keep so far: who made them has too many, or another has them."""
+    unsaid: int
+    """Events so far of processes that had their share of the ring."""
     tells_releases: bool
     """The end of each open file is told as an event."""
     readiness: Mapping[int, Readiness]
@@ -52,6 +54,7 @@ def read(probe: Probe) -> Reading:
         lost=statistics.lost,
         unkept=statistics.objects_full,
         refused=statistics.refused,
+        unsaid=statistics.unsaid,
         tells_releases=TELLS_RELEASES in probe.attached,
         readiness=probe.read_readiness(),
     )

@@ -10,7 +10,7 @@ from agent.core.gpu_map import CONTROL, NVIDIA_MAJOR, GpuMap, folded
 from agent.core.rm_rows import Removed
 from agent.core.tracker import UVM_REGISTER_GPU_VASPACE
 from agent.model.ids import GpuUuid
-from agent.model.rm import HeldFile, RmEvent, RmEventKind, RmObject
+from agent.model.rm import LAST, REGISTRATION, HeldFile, RmEvent, RmEventKind, RmObject
 from agent.model.usage import ProcessKey, ProcessLook
 
 ROOT, DEVICE, SUBDEVICE, VASPACE, SHARE, GROUP, CHANNEL = 0x41, 0x80, 0x2080, 0x90F1, 0x9067, 0xA06C, 0xC86F
@@ -22,6 +22,11 @@ V1 = GpuUuid("GPU-89abcdef-0123-4000-8000-000000000001")
 """Unlike those of the acceptance cases these differ in the half that the driver's structures are read for."""
 
 GPUS = GpuMap(by_minor={0: V0, 1: V1}, by_instance={0: V0, 1: V1})
+
+
+def _registered(file: int) -> tuple[int, int]:
+    """The key of the row that says what a file was registered to."""
+    return file & 0xFFFFFFFF, file >> 32
 
 
 def gpu_file(minor: int) -> int:
@@ -87,6 +92,8 @@ class World:
         self.tasks: list[Task] = []
         self.files: dict[int, int] = {}
         """Device by address; addresses are used again."""
+        self.keeps: dict[int, int] = {}
+        """The nvidiactl that each file of a GPU was registered to."""
         self.messages: list[int] = []
         """Files in messages that nobody has received yet."""
         self.clients: dict[int, RmClient] = {}
@@ -120,6 +127,7 @@ class World:
         """A process opens a device; returns the file."""
         file = next(at for at in range(0x1000, 0x100000, 16) if at not in self.files)
         self.files[file] = device
+        self.rows.pop(_registered(file), None)
         task.fds.append(file)
         task.opened.add(device)
         if self.probed and self.tells_opens:
@@ -153,7 +161,11 @@ class World:
     def close(self, task: Task, file: int) -> None:
         """One descriptor is closed."""
         task.fds.remove(file)
-        self._emit(task, RmEventKind.CLOSE, file=file, device=self.files[file])
+        is_last = not self.tier_driver and not self._is_referred_to(file)
+        if is_last:
+            self.rows.pop(_registered(file), None)
+            self.opened.pop(file, None)
+        self._emit(task, RmEventKind.CLOSE, file=file, device=self.files[file], detail=LAST if is_last else 0)
         self._release(file, task)
 
     def exec(self, task: Task, comm: str) -> None:
@@ -177,6 +189,18 @@ class World:
         held, task.fds = task.fds, []
         for file in dict.fromkeys(held):
             self._release(file, task)
+
+    def register_fd(self, task: Task, file: int, control: int) -> None:
+        """A file of a GPU is registered to a control file, which the driver keeps for as long."""
+        self.keeps[file] = control
+        self.now_ns += 1
+        ticks = task.key.start_ticks if self.tells_starts else 0
+        row = RmObject(
+            *_registered(file), self.now_ns, 7, file, task.key.pid, REGISTRATION, control, 0, ticks
+        )
+        if self.probed:
+            self.rows[_registered(file)] = row
+        self._emit(task, RmEventKind.REGISTER_FD, file=file, device=self.files[file], parent=control)
 
     def client(self, task: Task, file: int) -> int:
         """A client is made with a control file."""
@@ -284,7 +308,7 @@ class World:
             (client.owner.key, GPUS.by_instance.get(self.instance_of(name, handle)))
             for name, client in self.clients.items()
             for handle, known in client.objects.items()
-            if known.rm_class == SHARE and (with_unheld or self.holders(client.file))
+            if known.rm_class == SHARE and (with_unheld or self.keepers(client.file))
         )
 
     def gpus_of(self, task: Task) -> list[int]:
@@ -295,16 +319,30 @@ class World:
         """Who holds a file."""
         return {task.key for task in self.alive if file in task.fds}
 
+    def keepers(self, file: int) -> set[ProcessKey]:
+        """Who holds a file, or one that keeps it."""
+        nodes = [node for node, control in self.keeps.items() if control == file]
+        return self.holders(file).union(*map(self.holders, nodes))
+
     # Within
 
     def _release(self, file: int, task: Task) -> None:
-        if file in self.messages or any(file in other.fds for other in self.alive):
+        if self._is_referred_to(file):
             return
         if self.tier_driver:
             self._emit(task, RmEventKind.RELEASE, file=file, device=self.files[file])
         del self.files[file]
         for handle in [handle for handle, client in self.clients.items() if client.file == file]:
             del self.clients[handle]
+        if self.tier_driver:
+            self.rows.pop(_registered(file), None)
+        kept = self.keeps.pop(file, None)
+        if kept is not None:
+            self._release(kept, task)
+
+    def _is_referred_to(self, file: int) -> bool:
+        is_held = any(file in task.fds for task in self.alive)
+        return is_held or file in self.messages or file in self.keeps.values()
 
     def _add(
         self, task: Task, client: int, handle: int, rm_class: int, parent: int, instance: int = NONE

@@ -128,6 +128,18 @@ class AgainstTheKernel(RuleBasedStateMachine):
         if instances := self.world.gpus_of(task):
             self.world.context(task, file, data.draw(st.sampled_from(instances)))
 
+    @precondition(lambda self: self.control_files())
+    @rule(data=st.data())
+    def register_fd(self, data: st.DataObject) -> None:
+        task, control = data.draw(st.sampled_from(self.control_files()))
+        nodes = [
+            file
+            for file in task.fds
+            if self.world.files[file] in {gpu_file(0), gpu_file(1)} and file not in self.world.keeps
+        ]
+        if nodes:
+            self.world.register_fd(task, data.draw(st.sampled_from(nodes)), control)
+
     @precondition(lambda self: self.usable())
     @rule(data=st.data(), rm_class=st.sampled_from([DEVICE, VASPACE, GROUP, SHARE, CHANNEL]))
     def alloc(self, data: st.DataObject, rm_class: int) -> None:
@@ -252,7 +264,7 @@ class AgainstTheKernel(RuleBasedStateMachine):
 
     def rebuilt_anew(self, picture: Usage) -> None:
         """Another tracker that only has the rows and a scan says the same."""
-        if any(not self.world.holders(client.file) for client in self.world.clients.values()):
+        if any(not self.world.keepers(client.file) for client in self.world.clients.values()):
             # What is in a message cannot be told from what is gone.
             return
         other = Tracker(GPUS)

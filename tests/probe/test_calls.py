@@ -8,9 +8,10 @@ import pytest
 
 from agent.core.gpu_map import folded
 from agent.model.ids import GpuUuid
-from agent.model.rm import HeldFile, RmEventKind
+from agent.model.rm import LAST, REGISTRATION, HeldFile, RmEventKind, joined
 from agent.probe.kernel import Majors
 from agent.probe.probe import Probe
+from agent.simulation.driver_double import abi
 from tests.probe.caller import CLIENT, CONTEXT, DEVICE, ROOT, Caller, ran
 from tests.probe.conftest import MEMORY_MAJOR, device_of
 from tests.probe.readings import counters, events, kinds, objects
@@ -54,10 +55,12 @@ def test_every_event_is_on_the_ring_or_counted_as_lost(probe: Probe, gpu: Path) 
     pid = ran("for _ in range(int(sys.argv[2])): os.close(os.open(sys.argv[1], os.O_RDWR))", gpu, PRIME)
 
     after = probe.read_statistics()
-    told = after.events + after.lost - before.events - before.lost
+    told = sum((after.events, after.lost, after.unsaid)) - sum((before.events, before.lost, before.unsaid))
     # Another process may use the device meanwhile, so at least.
     assert told >= 2 * PRIME + 1
-    assert after.lost > before.lost
+    # It takes longer than the window of time in which it has its share of the ring once.
+    assert after.unsaid > before.unsaid
+    assert counters(probe, pid).unsaid == after.unsaid - before.unsaid
     assert 0 < len(events(probe, pid)) <= after.events - before.events
 
 
@@ -108,6 +111,36 @@ def test_what_the_driver_refused_made_nothing(probe: Probe, gpu: Path) -> None:
         assert objects(probe, caller.pid) == []
         row = counters(probe, caller.pid)
         assert (row.allocs, row.contexts_allocated, row.errors) == (1, 0, 1)
+
+
+@pytest.mark.parametrize(
+    "version", ["515.43.04", "520.56.06", "525.147.05", "530.41.03", "535.104.05", "570.148.08"]
+)
+def test_an_answer_is_read_where_the_branch_of_the_driver_has_it(
+    probe: Probe, gpu: Path, version: str
+) -> None:
+    """All that follows the head is other than zero but for the status, and then the status alone is."""
+    known = abi.layout(version)
+    before = probe.config
+    code = (
+        OPENED
+        + """
+size, at = map(int, sys.argv[2:])
+for handle, (fill, status) in enumerate(((1, 0), (0, 0x1F)), start=7):
+    block = bytearray(struct.pack("=IIIIQ", CLIENT, 2, handle, CONTEXT, 0).ljust(size, bytes([fill])))
+    struct.pack_into("=I", block, at, status)
+    call(fd, 0x2B, block)
+wait()
+"""
+    )
+    try:
+        probe._set_config(before._replace(driver_branch=int(version.partition(".")[0])))
+        for size in (known.nvos21_size, known.nvos64_size):
+            with Caller(code, gpu, size, known.alloc_status(size)) as caller:
+                assert [each.handle for each in objects(probe, caller.pid)] == [7]
+                assert counters(probe, caller.pid).errors == 1
+    finally:
+        probe._set_config(before)
 
 
 def test_a_free_that_was_refused_leaves_the_object(probe: Probe, gpu: Path) -> None:
@@ -265,10 +298,54 @@ def test_the_same_numbers_on_a_gpu_are_no_calls_of_unified_memory(probe: Probe, 
 
 
 def test_a_gpu_bound_to_a_control_file_is_told(probe: Probe, gpu: Path) -> None:
-    pid = ran(OPENED + "call(fd, 201, struct.pack('=I', 17))\n", gpu)
+    code = """
+control, node = os.open(sys.argv[1], os.O_RDWR), os.open(sys.argv[1], os.O_RDWR)
+call(node, 201, struct.pack("=I", control))
+wait()
+os.close(node)
+wait()
+"""
+    with Caller(code, gpu) as caller:
+        told = events(probe, caller.pid)
+        control, node = [event.file for event in told if event.kind is RmEventKind.OPEN]
+        (bound,) = [event for event in told if event.kind is RmEventKind.REGISTER_FD]
+        (row,) = objects(probe, caller.pid)
 
-    (bound,) = [event for event in events(probe, pid) if event.kind is RmEventKind.REGISTER_FD]
-    assert bound.detail == 17
+        assert (bound.file, joined(bound.parent, bound.detail)) == (node, control)
+        assert (row.file, row.rm_class, joined(row.parent, row.gpu)) == (node, REGISTRATION, control)
+        assert joined(row.client, row.handle) == node
+
+        caller.resume()
+        assert objects(probe, caller.pid) == []
+
+
+@pytest.mark.parametrize(("copy", "is_last"), [("", True), ("os.dup(fd)", False)])
+def test_the_close_that_ends_a_file_is_told_as_such(
+    probe: Probe, gpu: Path, copy: str, *, is_last: bool
+) -> None:
+    pid = ran(OPENED + f"{copy}\nos.close(fd)\n", gpu)
+
+    (closed,) = [event for event in events(probe, pid) if event.kind is RmEventKind.CLOSE]
+    assert (closed.detail == LAST) == is_last
+
+
+MOVES = """
+for _ in range(int(sys.argv[2])):
+    os.dup2(fd, 100)
+    os.close(os.dup(fd))
+"""
+
+
+def test_what_a_scan_looks_into_is_told_once_until_it_began(probe: Probe, gpu: Path) -> None:
+    with Caller(f"{OPENED}wait()\n{MOVES}wait()\n{MOVES}wait()\n", gpu, PRIME) as caller:
+        probe.scan()
+        events(probe, caller.pid)
+        for _ in range(2):
+            caller.resume()
+            told = [event.kind for event in events(probe, caller.pid)]
+            assert sorted(told) == [RmEventKind.CLOSE, RmEventKind.RESCAN]
+            assert counters(probe, caller.pid).unsaid == 0
+            probe.scan()
 
 
 def test_other_devices_cost_no_row(probe: Probe, uvm: Path, tmp_path: Path) -> None:

@@ -212,6 +212,6 @@ def test_the_version_of_a_driver_says_where_its_answers_are(make_probe: MakeProb
     machine.with_driver(version="525.60.13")
 
     assert probe.refresh()
-    assert probe.config.short_alloc_status == 24
+    assert probe.config.driver_branch == 525
     probe.set_majors(Majors())
-    assert probe.config.short_alloc_status == 24
+    assert probe.config.driver_branch == 525

@@ -8,6 +8,7 @@ import pytest
 from agent.errors import ProbeLoadError
 from agent.probe import kernel
 from agent.probe.kernel import Majors, Roots
+from agent.simulation.driver_double import abi
 from tests.probe.machines import Machine
 
 ENTRY_POINTS = (
@@ -46,20 +47,22 @@ def test_without_a_driver_no_number_is_invented(machine: Machine) -> None:
 
 
 @pytest.mark.parametrize(
-    ("version", "offset"),
-    [("525.147.05", 24), ("530.41", 24), ("535.104.05", 28), ("570.148.08", 28), ("1000.1", 28)],
+    "version", ["515.43.04", "520.56", "525.147.05", "530.41", "535.104.05", "570.148.08", "1000.1"]
 )
-def test_an_older_driver_has_its_status_elsewhere(machine: Machine, version: str, offset: int) -> None:
+def test_an_older_driver_has_its_status_elsewhere(machine: Machine, version: str) -> None:
     machine.with_driver(version=version)
 
     branch = kernel.driver_branch(machine.roots)
     assert branch == int(version.partition(".")[0])
-    assert kernel.short_alloc_status(branch) == offset
+    known = abi.layout(version)
+    for size in (known.nvos21_size, known.nvos64_size):
+        assert kernel.alloc_status(branch, size) == known.alloc_status(size)
+    assert kernel.alloc_status(branch, 47) is None
 
 
 def test_a_driver_that_does_not_say_is_taken_for_a_new_one(machine: Machine) -> None:
     assert kernel.driver_branch(machine.roots) == 0
-    assert kernel.short_alloc_status(0) == 28
+    assert (kernel.alloc_status(0, 32), kernel.alloc_status(0, 40)) == (28, 36)
 
 
 @pytest.mark.parametrize(

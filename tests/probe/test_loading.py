@@ -178,7 +178,7 @@ def test_the_programs_know_the_devices(load_probe: LoadProbe, core: dict[str, An
     probe = load_probe(roots=replace(Roots(), node_proc=machine.roots.node_proc), doubles=None, **core)
 
     assert probe.config == ProbeConfig(
-        nvidia_major=195, uvm_major=509, caps_major=507, short_alloc_status=24, agent_tgid=os.getpid()
+        nvidia_major=195, uvm_major=509, caps_major=507, driver_branch=525, agent_tgid=os.getpid()
     )
 
 

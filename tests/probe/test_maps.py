@@ -8,7 +8,7 @@ import pytest
 from agent.model.rm import RmEventKind
 from agent.probe import syscalls
 from agent.probe.kernel import Majors
-from agent.probe.layout import MAX_OBJECTS_EACH, OBJECT, OBJECT_KEY, PROCESS, PROCESS_KEY
+from agent.probe.layout import FORGOTTEN_KEY, MAX_OBJECTS_EACH, OBJECT, OBJECT_KEY, PROCESS, PROCESS_KEY
 from agent.probe.probe import Probe
 from tests.probe.caller import CLIENT, Caller, ran
 from tests.probe.conftest import MEMORY_MAJOR, LoadProbe
@@ -100,7 +100,7 @@ def test_a_pid_that_is_used_again_has_all_of_its_share(own: Probe, gpu: Path) ->
     with Caller(OPENED + "wait()\nalloc(fd, 7, CONTEXT)\nwait()\n", gpu) as caller:
         # An earlier process of this number, and what was taken out for it.
         key = PROCESS_KEY.pack(caller.pid)
-        earlier = PROCESS.pack(1, 7, 8, 8, 9, *[0] * 9, MAX_OBJECTS_EACH)
+        earlier = PROCESS.pack(1, 7, 8, 8, 9, *[0] * 14, MAX_OBJECTS_EACH)
         syscalls.map_update(own._maps["processes"], key, earlier)
 
         caller.resume()
@@ -113,11 +113,11 @@ def test_processes_that_are_forgotten_leave_no_row(own: Probe, gpu: Path) -> Non
     with Caller(OPENED + "alloc(fd, 7, CONTEXT)\nwait()\n", gpu) as caller:
         (made,) = objects(own, caller.pid)
         own.forget_objects([(made.client, made.handle, made.at_ns)])
-        assert syscalls.map_rows(own._maps["forgotten"], PROCESS_KEY.size, 16).total == 1
+        assert syscalls.map_rows(own._maps["forgotten"], FORGOTTEN_KEY.size, 16).total == 1
 
         own.forget_processes([(caller.pid, made.start_ticks)])
 
-        assert syscalls.map_rows(own._maps["forgotten"], PROCESS_KEY.size, 16).total == 0
+        assert syscalls.map_rows(own._maps["forgotten"], FORGOTTEN_KEY.size, 16).total == 0
 
 
 def test_what_is_taken_out_for_who_is_gone_leaves_no_row(own: Probe, gpu: Path) -> None:
@@ -129,7 +129,7 @@ def test_what_is_taken_out_for_who_is_gone_leaves_no_row(own: Probe, gpu: Path) 
     own.forget_objects([(second.client, second.handle, second.at_ns)])
 
     assert objects(own, caller.pid) == []
-    assert syscalls.map_rows(own._maps["forgotten"], PROCESS_KEY.size, 16).total == 0
+    assert syscalls.map_rows(own._maps["forgotten"], FORGOTTEN_KEY.size, 16).total == 0
 
 
 def test_an_object_that_finds_no_room_is_told_to_nobody(own: Probe, gpu: Path) -> None:

@@ -1,0 +1,71 @@
+"""Who does more than the kernel tells event by event, and when what came of it is to be read.
+
+Invariants: what such a process did is read once it stopped, and while it goes on once in a period; until no
+event of it is missing any more it is named.
+"""
+
+import logging
+from collections.abc import Iterable, Mapping
+from typing import Final
+
+from agent.log import fields
+from agent.model.policy import SECOND_NS
+from agent.model.rm import ProcessCounters
+from agent.model.usage import ProcessKey
+
+LOGGED_NS: Final = 30 * SECOND_NS
+"""A process is logged at most once in this time, by the most events; all are in the picture."""
+
+_log = logging.getLogger(__name__)
+
+
+class Unsaid:
+    """Counts of events that the kernel did not send, since their process had its share of the ring."""
+
+    def __init__(self, period_ns: int, total: int) -> None:
+        """``total``: how many there were before."""
+        self._period_ns = period_ns
+        self._total = total
+        self._counts: dict[ProcessKey, int] = {}
+        self._read_ns = 0
+        self._due_ns: int | None = None
+        self._logged_ns: int | None = None
+
+    def has_more(self, total: int) -> bool:
+        """Take how many there are in all; return whether that is more than before."""
+        before, self._total = self._total, total
+        return total > before
+
+    def of_processes(self, rows: Iterable[ProcessCounters], now_ns: int) -> Mapping[ProcessKey, int]:
+        """Return how many there are of each process that has more than when this was last asked."""
+        before = self._counts
+        self._counts = {ProcessKey(row.tgid, row.start_ticks): row.unsaid for row in rows if row.unsaid}
+        more = {key: count for key, count in self._counts.items() if count > before.get(key, 0)}
+        if self._due_ns is None:
+            self._due_ns = self._read_ns + self._period_ns
+        if more:
+            self._log(more, now_ns)
+        return more
+
+    @property
+    def is_read(self) -> bool:
+        """Whether nothing has to be read any more."""
+        return self._due_ns is None
+
+    def is_due(self, now_ns: int) -> bool:
+        """Return whether it is time to read, which is then taken to be done."""
+        if self._due_ns is None or now_ns < self._due_ns:
+            return False
+        self._read_ns, self._due_ns = now_ns, None
+        return True
+
+    def _log(self, more: Mapping[ProcessKey, int], now_ns: int) -> None:
+        if self._logged_ns is not None and now_ns - self._logged_ns < LOGGED_NS:
+            return
+        self._logged_ns = now_ns
+        key = max(more, key=lambda each: more[each])
+        _log.warning(
+            f"Process {key.pid} does more than the kernel sends events for: {more[key]} were not sent; "
+            "what came of them is read from the kernel's tables",
+            extra=fields(pid=key.pid, events=more[key], processes=len(more)),
+        )
