@@ -16,11 +16,13 @@ from typing import TYPE_CHECKING, Final, assert_never
 from agent import log
 from agent.bus import Inbox, Latest
 from agent.config.settings import Settings
+from agent.core.freshness import Terms
 from agent.core.inventory import oversized
 from agent.core.state import initial_state
 from agent.core.view import snapshot_of
 from agent.engine import MAX_IDLE_NS, Engine
 from agent.errors import SourceError
+from agent.guard import handle_escaped
 from agent.model.effects import (
     Effect,
     EndProcess,
@@ -28,6 +30,7 @@ from agent.model.effects import (
     RecordEvent,
     RegisterResource,
     ReleaseDriver,
+    RestartPart,
     ResumeDriver,
 )
 from agent.model.facts import (
@@ -44,8 +47,19 @@ from agent.model.facts import (
     KubeletSocketSeen,
     PolicyChanged,
 )
-from agent.model.ids import NO_KUBELET
+from agent.model.ids import NO_KUBELET, GpuUuid, Part
+from agent.model.parts import (
+    CDI,
+    CONFIG_WATCH,
+    ENGINE,
+    EVENT_LOG,
+    EVIDENCE,
+    GPU_PROBER,
+    HTTP,
+    STATE_FILE,
+)
 from agent.model.snapshot import Snapshot
+from agent.proofs import Proofs
 from agent.runtime.assembly import Assembly
 from agent.runtime.beginning import Beginning, begin
 from agent.runtime.driver_watch import watch_library
@@ -61,20 +75,9 @@ from agent.runtime.reload import Reload
 from agent.runtime.serving import Serving
 from agent.runtime.signals import Signals
 from agent.runtime.standby import watched_until
-from agent.runtime.supervision import Pulse, Supervisor
+from agent.runtime.supervision import Supervisor
 from agent.runtime.tasks import Tasks, no_trouble
-from agent.runtime.vitals import (
-    CDI,
-    CONFIG_WATCH,
-    ENGINE,
-    EVENT_LOG,
-    EVIDENCE,
-    HTTP,
-    STATE_FILE,
-    Part,
-    Vitals,
-    measure_lag,
-)
+from agent.runtime.vitals import Component, Vitals, measure_lag
 from agent.sinks.notify import Notifier
 from agent.threads import in_daemon_thread
 from agent.views import checks
@@ -87,8 +90,10 @@ if TYPE_CHECKING:
 DRAIN_GRACE_S: Final = 2.0
 FLUSH_S: Final = 1.0
 LOG_FLUSH_S: Final = 0.3
-PROBE_SIGN_NS: Final = 60_000_000_000
-"""A compiler may take a minute on a busy node."""
+PROBE_LOAD_NS: Final = 180_000_000_000
+"""How long a compiler may take on a busy node."""
+START_WAIT_NS: Final = 15_000_000_000
+"""How long a source may take to be made: registration comes first, imports take seconds on a busy node."""
 
 _log = logging.getLogger(__name__)
 
@@ -131,12 +136,18 @@ class Agent:
         self._policy = PolicyInEffect(settings)
         self._ending = Ending()
         self._inbox: Inbox[Fact] = Inbox(clock=clock)
+        self._proofs = Proofs(clock=clock)
         nothing = initial_state(self._policy.now, None, now_ns=clock())
         self._latest: Latest[Snapshot] = Latest(snapshot_of(nothing))
         after_registration = partial(let_registration_go_first, self._latest)
         self._after_registration = after_registration
         self._assembly = Assembly(
-            settings, self._inbox, self._latest, clock, is_in_container=beginning.is_in_container
+            settings,
+            self._inbox,
+            self._latest,
+            clock,
+            proofs=self._proofs,
+            is_in_container=beginning.is_in_container,
         )
         self._records = Records(
             settings,
@@ -153,13 +164,19 @@ class Agent:
         self._serving = asyncio.Event()
         """Set once this agent is the agent of the node."""
         self._vitals = Vitals(
-            self._records, self._state, began_ns=clock(), stepped_ns=clock(), off=beginning.off
+            self._records,
+            self._state,
+            began_ns=clock(),
+            stepped_ns=clock(),
+            off=beginning.off,
+            expected=self._proofs.expected,
         )
         self._tasks = Tasks(
             ending=self._ending,
             supervisor=Supervisor(tell=self._inbox.put, clock=clock),
             vitals=self._vitals,
             after_registration=after_registration,
+            proofs=self._proofs,
         )
         self._mps = MpsWatch(self._assembly, self._tasks)
         self._http = Serving(
@@ -190,7 +207,9 @@ class Agent:
 
     async def run(self) -> int:
         """Live until told to end; returns 0, or raises the AgentError that made it end."""
-        self._signals.install(asyncio.get_running_loop())
+        loop = asyncio.get_running_loop()
+        loop.set_exception_handler(handle_escaped)
+        self._signals.install(loop)
         nvml = self._assembly.make_nvml(released=self._state.was_released)
         try:
             async with self._tasks.group:
@@ -249,7 +268,7 @@ class Agent:
         """Start what only the agent of the node has."""
         engine, cdi = self._engine(), self._assembly.make_cdi()
         device_plugin = self._vitals.device_plugin = self._assembly.make_device_plugin()
-        self._vitals.parts.append(Part(DEVICE_PLUGIN, "sink", no_trouble))
+        self._vitals.components.append(Component(DEVICE_PLUGIN, "sink", no_trouble))
         self._tasks.keep_critical(DEVICE_PLUGIN, device_plugin.run)
         self._tasks.keep_critical(ENGINE, engine.run)
         keep_part, records = self._tasks.keep_part, self._records
@@ -270,13 +289,13 @@ class Agent:
         settings, assembly, keep_source = self._settings, self._assembly, self._tasks.keep_source
         if settings.kernel_log:
             keep_source(KERNEL_LOG, assembly.make_kernel_log)
-        keep_source(SYSFS, assembly.make_sysfs, Pulse(assembly.sysfs_sign_ns, settings.poll_ns))
+        keep_source(SYSFS, assembly.make_sysfs, self._terms(settings.poll_ns))
         if settings.uevents:
             keep_source(UEVENTS, assembly.make_uevents)
         if settings.pod_resources_socket:
-            keep_source(PODS, assembly.make_pods, Pulse(assembly.pods_sign_ns, settings.pods_poll_ns))
+            keep_source(PODS, assembly.make_pods, self._terms(settings.pods_poll_ns))
         if settings.probe_tier != "off":
-            keep_source(PROBE, assembly.make_ebpf, Pulse(assembly.ebpf_sign_ns, PROBE_SIGN_NS))
+            keep_source(PROBE, assembly.make_ebpf, Terms(settings.poll_ns, PROBE_LOAD_NS))
 
     def _engine(self) -> Engine:
         now_ns = self._clock()
@@ -290,8 +309,14 @@ class Agent:
             perform=self._perform,
             after_step=self._after_step,
             clock=self._clock,
+            proofs=self._proofs,
+            probe_terms=Terms(self._settings.poll_ns, self._settings.call_deadline_ns),
             max_idle_ns=min(MAX_IDLE_NS, watchdog_ns // 4) if watchdog_ns else MAX_IDLE_NS,
         )
+
+    def _terms(self, period_ns: int) -> Terms:
+        """Return the terms of a source that works every period and is made after the registration."""
+        return Terms(period_ns, START_WAIT_NS)
 
     def _watch_kubelet(self) -> None:
         if not self._settings.registers:
@@ -369,13 +394,15 @@ class Agent:
 
     # Who owns what
 
-    def _perform(self, effect: Effect) -> None:
+    def _perform(self, effect: Effect) -> None:  # noqa: C901 - a table
         """Hand an effect to its owner."""
         match effect:
             case RecordEvent():
                 self._records.record(effect)
             case KeepEvidence():
                 self._records.keep(effect)
+            case RestartPart():
+                self._restart(effect.part)
             case RegisterResource():
                 if self._vitals.device_plugin is not None and not self._vitals.is_stopping:
                     self._vitals.device_plugin.register(effect)
@@ -391,6 +418,12 @@ class Agent:
                 self._ending.ask(effect.message, error)
             case _:
                 assert_never(effect)
+
+    def _restart(self, part: Part) -> None:
+        if part.name == GPU_PROBER and self._assembly.nvml is not None:
+            self._assembly.nvml.restart_gpu(GpuUuid(part.of))
+        else:
+            self._tasks.restart(part)
 
     def _after_step(self, now_ns: int) -> None:
         self._vitals.stepped_ns = now_ns

@@ -7,16 +7,20 @@ here, after a completed step, so that a stuck core misses it and a stuck driver 
 
 import asyncio
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Final
 
 from agent.bus import Inbox, Latest
+from agent.core.freshness import Freshness, Terms, looked, proven_by
 from agent.core.reducer import step
 from agent.core.state import State
 from agent.core.view import snapshot_of
-from agent.model.effects import Effect
-from agent.model.facts import Fact, Tick
+from agent.model.effects import Effect, RestartPart
+from agent.model.facts import Fact, PartsStale, Tick
+from agent.model.ids import GpuUuid, Part
+from agent.model.parts import ENGINE, GPU_PROBER
 from agent.model.snapshot import Snapshot
+from agent.proofs import Proofs
 
 MAX_IDLE_NS: Final = 5_000_000_000
 
@@ -40,12 +44,15 @@ class Engine:
         perform: Callable[[Effect], None],
         after_step: Callable[[int], None],
         clock: Callable[[], int],
+        proofs: Proofs,
+        probe_terms: Terms,
         max_idle_ns: int = MAX_IDLE_NS,
     ) -> None:
         """Take the state over.
 
         ``perform`` hands one effect to its owner and must not block; ``after_step`` is told the
         time after each completed round and feeds the watchdog, so ``max_idle_ns`` is below its time.
+        ``probe_terms`` are those of each GPU's prober.
         """
         self._inbox = inbox
         self._state = state
@@ -54,6 +61,10 @@ class Engine:
         self._after_step = after_step
         self._clock = clock
         self._max_idle_ns = max_idle_ns
+        self._proofs = proofs
+        self._probe_terms = probe_terms
+        self._freshness = Freshness()
+        self._due_gpus: frozenset[GpuUuid] = frozenset()
         self._wake_at_ns = clock()
         self._pending: deque[Fact] = deque()
 
@@ -61,7 +72,8 @@ class Engine:
         """Step for ever."""
         while True:
             now_ns = self._clock()
-            await self._inbox.wait_nonempty(min(self._wake_at_ns, now_ns + self._max_idle_ns))
+            due_ns = self._freshness.due_ns or self._wake_at_ns
+            await self._inbox.wait_nonempty(min(self._wake_at_ns, due_ns, now_ns + self._max_idle_ns))
             self.step_once()
             for _ in range(TURNS_FOR_PEERS):
                 await asyncio.sleep(0)
@@ -75,9 +87,9 @@ class Engine:
         batch, losses = self._inbox.take_nowait()
         self._pending.extend(losses)
         self._pending.extend(item.fact for item in batch)
+        effects = self._look_for_stale_parts(item.fact for item in batch)
         self._pending.append(Tick())
         before = self._state
-        effects: list[Effect] = []
         try:
             while self._pending:
                 fact = self._pending.popleft()
@@ -89,4 +101,19 @@ class Engine:
                 self._latest.publish(snapshot_of(self._state))
             for effect in effects:
                 self._perform(effect)
+        if self._state.due_gpus != self._due_gpus:
+            self._due_gpus = self._state.due_gpus
+            self._proofs.follow(GPU_PROBER, self._due_gpus, self._probe_terms)
+        self._proofs.prove(Part(ENGINE))
         self._after_step(self._clock())
+
+    def _look_for_stale_parts(self, arrived: Iterable[Fact]) -> list[Effect]:
+        """Note which parts are stale and return the restarts that this asks for."""
+        for fact in arrived:
+            part = proven_by(fact)
+            if part is not None:
+                self._proofs.prove(part)
+        self._freshness = looked(self._freshness, self._proofs.expected(), self._clock())
+        if self._freshness.stale != self._state.stale:
+            self._pending.append(PartsStale(self._freshness.stale))
+        return [RestartPart(part) for part in self._freshness.restart]

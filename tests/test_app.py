@@ -257,7 +257,7 @@ async def test_sigusr2_writes_the_stacks_of_tasks_and_threads(node: SimulatedNod
     async with running(flags_of(node)) as agent:
         await agent.wait_registered()
         agent.signal(signal.SIGUSR2)
-        task = await agent.wait_line("Stack of a task", task="engine")
+        task = await agent.wait_line("Stack of a task", task="engine run")
         thread = await agent.wait_line("Stack of a thread", thread="MainThread")
         # A task that runs at that moment waits for nothing: then its thread shows where it is.
         assert "engine.py" in task["stack"] + thread["stack"]

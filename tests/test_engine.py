@@ -9,11 +9,12 @@ from typing import Any, cast
 import pytest
 
 from agent.bus import Inbox, Latest
+from agent.core.freshness import Terms
 from agent.core.reducer import IDLE_NS
 from agent.core.state import initial_state
 from agent.core.view import snapshot_of
 from agent.engine import Engine
-from agent.model.effects import Effect, EventKind, RecordEvent, RegisterResource
+from agent.model.effects import Effect, EventKind, RecordEvent, RegisterResource, RestartPart
 from agent.model.facts import (
     DriverReady,
     Fact,
@@ -24,9 +25,12 @@ from agent.model.facts import (
     XidReported,
 )
 from agent.model.gpu import Gpu
-from agent.model.ids import GpuUuid, SocketIdentity, SourceName
+from agent.model.health import Health
+from agent.model.ids import GpuUuid, Part, SocketIdentity, SourceName
+from agent.model.parts import GPU_PROBER
 from agent.model.policy import MILLISECOND_NS, SECOND_NS, Policy
 from agent.model.snapshot import Snapshot
+from agent.proofs import Proofs
 
 U0 = GpuUuid("GPU-0")
 GPU = Gpu(
@@ -43,6 +47,8 @@ READY = DriverReady("570", "12.570", (12, 8))
 FOUND = GpusEnumerated((GPU,))
 KUBELET = KubeletSocketSeen(SocketIdentity(1, 2, 3))
 
+TERMS = Terms(period_ns=5 * SECOND_NS, deadline_ns=2 * SECOND_NS)
+
 
 class Bench:
     """An engine with its inbox, and what came out of it."""
@@ -54,22 +60,29 @@ class Bench:
         max_idle_ns: int = 3600 * SECOND_NS,
         capacity: int = 100,
         again: Callable[[int], Fact] | None = None,
+        frozen: bool = False,
     ) -> None:
+        """With ``frozen`` time passes when the test says so."""
         self.again = again
-        state = initial_state(policy or Policy(), None, now_ns=time.monotonic_ns())
-        self.inbox: Inbox[Fact] = Inbox(clock=time.monotonic_ns, capacity=capacity)
+        self.now_ns = time.monotonic_ns()
+        clock: Callable[[], int] = (lambda: self.now_ns) if frozen else time.monotonic_ns
+        state = initial_state(policy or Policy(), None, now_ns=clock())
+        self.inbox: Inbox[Fact] = Inbox(clock=clock, capacity=capacity)
         self.latest: Latest[Snapshot] = Latest(snapshot_of(state))
         self.performed: list[tuple[int, Effect]] = []
         """Each effect, with the version that was published when it was handed out."""
         self.fed: list[int] = []
         self.registering = asyncio.Event()
+        self.proofs = Proofs(clock=clock)
         self.engine = Engine(
             inbox=self.inbox,
             state=state,
             latest=self.latest,
             perform=self.perform,
             after_step=self.fed.append,
-            clock=time.monotonic_ns,
+            clock=clock,
+            proofs=self.proofs,
+            probe_terms=TERMS,
             max_idle_ns=max_idle_ns,
         )
 
@@ -84,6 +97,11 @@ class Bench:
         for fact in facts:
             self.inbox.put(fact)
 
+    def health(self) -> Health:
+        """Return the health of the only GPU."""
+        (view,) = self.latest.value.gpus
+        return view.health
+
     def messages(self) -> list[str]:
         return [effect.event.message for _, effect in self.performed if isinstance(effect, RecordEvent)]
 
@@ -93,6 +111,13 @@ class Bench:
             running = group.create_task(self.engine.run(), name="engine")
             await reached.wait()
             running.cancel()
+
+
+@pytest.fixture
+def frozen() -> Iterator[Bench]:
+    made = Bench(frozen=True)
+    yield made
+    made.inbox.close()
 
 
 class Keyless:
@@ -213,3 +238,31 @@ async def test_an_engine_that_is_never_idle_lets_the_others_run(bench_of: Callab
             turns += 1
         running.cancel()
     assert turns >= 50
+
+
+def test_a_gpu_whose_probes_stop_is_unknown_until_the_next_and_its_prober_is_restarted(
+    frozen: Bench,
+) -> None:
+    frozen.put(READY, FOUND, GpuProbePassed(U0))
+    frozen.engine.step_once()
+    health = [frozen.health()]
+    for _ in range(25):
+        frozen.now_ns += SECOND_NS
+        frozen.engine.step_once()
+        health.append(frozen.health())
+    assert health.index(Health.UNKNOWN) == TERMS.limit_ns // SECOND_NS
+    restarted = [effect.part for _, effect in frozen.performed if isinstance(effect, RestartPart)]
+    assert restarted == [Part(GPU_PROBER, U0)]
+
+    frozen.put(GpuProbePassed(U0))
+    frozen.engine.step_once()
+    assert frozen.health() is Health.HEALTHY
+
+
+def test_polls_that_go_on_keep_a_gpu_known(frozen: Bench) -> None:
+    frozen.put(READY, FOUND)
+    for _ in range(100):
+        frozen.put(GpuProbePassed(U0))
+        frozen.now_ns += TERMS.period_ns
+        frozen.engine.step_once()
+        assert frozen.health() is Health.HEALTHY

@@ -184,7 +184,10 @@ def _no_node(snapshot: Snapshot, devices: Iterable[Device]) -> Refusal | None:
 
 def _unhealthy_message(snapshot: Snapshot, device: Device) -> str:
     if not device.reasons:
-        return f"{device.id} has not been probed yet, so it is not known to work; try again in a moment"
+        return (
+            f"{device.id} has not been probed yet, or not for too long, so it is not known to work;"
+            " try again in a moment"
+        )
     condition = device.reasons[0]
     return (
         f"{_named(snapshot, device)} is unhealthy: {condition.reason}: {condition.message};"

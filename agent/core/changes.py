@@ -8,6 +8,7 @@ Lists in events are bounded: a node can have 800 devices, a log line cannot.
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Final
 
+from agent.core.freshness import stale_message
 from agent.core.inventory import remarks
 from agent.core.reasons import advice_of
 from agent.core.registration import Registration
@@ -45,6 +46,7 @@ def changes(old: State, new: State, now_ns: int) -> tuple[Effect, ...]:
         *_kubelet_events(old, new),
         *_registration_events(old, new),
         *_task_events(old, new),
+        *_stale_events(old, new),
         *_breaker_events(old, new),
         *_process_list_events(old, new),
     )
@@ -337,6 +339,14 @@ def _task_events(old: State, new: State) -> Iterator[Event]:
                 warning=True,
                 fields={"task": name, "failures": task.failures, "detail": task.message},
             )
+
+
+def _stale_events(old: State, new: State) -> Iterator[Event]:
+    for part in sorted(new.stale - old.stale):
+        fields = {"part": str(part)}
+        yield Event(EventKind.TASK, f"{stale_message(part)}; it is restarted", warning=True, fields=fields)
+    for part in sorted(old.stale - new.stale):
+        yield Event(EventKind.TASK, f"{part} gives proofs again", fields={"part": str(part)})
 
 
 def _breaker_events(old: State, new: State) -> Iterator[Event]:

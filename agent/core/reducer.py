@@ -15,6 +15,7 @@ from typing import Final, assert_never
 
 from agent.core import conditions, driver, faults, findings, orders, registration, stability, topology
 from agent.core.changes import changes
+from agent.core.freshness import unknown_gpus
 from agent.core.inventory import unfit
 from agent.core.registration import Registration
 from agent.core.state import State
@@ -113,6 +114,7 @@ _Quiet = (
     | facts.TaskReported
     | facts.CdiReported
     | facts.PolicyChanged
+    | facts.PartsStale
 )
 """Facts of which nothing is told but what they change."""
 
@@ -183,6 +185,10 @@ def _known(state: State, fact: _Quiet, now_ns: int) -> State:  # noqa: C901, PLR
             return _task_reported(state, fact)
         case facts.CdiReported():
             return replace(state, cdi_trouble=fact.trouble)
+        case facts.PartsStale():
+            # A GPU whose prober was stale is known again by its next probe alone.
+            unknown = unknown_gpus((part for part in fact.stale if part.of), state.probed)
+            return replace(state, stale=fact.stale, probed=state.probed - unknown)
         case facts.PolicyChanged():
             offered = driver.with_offers(stability.with_policy(state, fact.policy), now_ns)
             return driver.with_nodes(offered, now_ns)
@@ -260,6 +266,7 @@ def _settle(old: State, state: State, now_ns: int) -> State:
         state.conditions is not old.conditions
         or state.offers is not old.offers
         or state.probed is not old.probed
+        or state.stale is not old.stale
     ):
         devices = _devices(old, state)
         state = replace(state, devices=devices, observed_flips=_observed_flips(state, devices))
@@ -276,9 +283,9 @@ def _devices(old: State, state: State) -> Devices:
     return verdicts(
         state.offers,
         state.conditions,
-        state.probed,
+        state.known_gpus,
         known={name: old.devices[name] for name, each in old.offers.items() if state.offers[name] is each},
-        stale=differing(old.conditions, state.conditions, old.probed, state.probed),
+        stale=differing(old.conditions, state.conditions, old.known_gpus, state.known_gpus),
     )
 
 

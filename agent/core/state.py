@@ -6,6 +6,7 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from agent.core.conditions import after_restart
+from agent.core.freshness import unknown_gpus
 from agent.core.imex import with_channels
 from agent.core.inventory import Offer, offers
 from agent.core.leaks import Leaks, inherited
@@ -16,7 +17,7 @@ from agent.core.samples import Window
 from agent.core.verdicts import verdicts
 from agent.model.gpu import Gpu
 from agent.model.health import Condition, ConditionKey, Evidence
-from agent.model.ids import DeviceId, GpuUuid, Placement, ResourceName, SocketIdentity, SourceName
+from agent.model.ids import DeviceId, GpuUuid, Part, Placement, ResourceName, SocketIdentity, SourceName
 from agent.model.policy import Policy
 from agent.model.sample import GpuSample
 from agent.model.snapshot import Device, DriverView, Durable, TaskView
@@ -70,6 +71,8 @@ class State:
     """The node had each IMEX channel since one is required: as with ``mps_was_ready``."""
     probed: frozenset[GpuUuid] = frozenset()
     """GPUs that had a verdict (a probe passed, failed or overdue) since the process began."""
+    stale: frozenset[Part] = frozenset()
+    """Parts that gave no proof for too long; what rests on them is unknown."""
     overdue: Mapping[GpuUuid, str] = field(default_factory=_nothing)
     """GPUs with a call that has not answered, and the call."""
     first_probes_by_ns: int | None = None
@@ -138,6 +141,22 @@ class State:
     cdi_trouble: str | None = None
     """Why a device that is offered is resolved by no CDI file; None: each is, or none is wanted."""
     facts_lost: Mapping[SourceName, int] = field(default_factory=_nothing)
+
+    @property
+    def known_gpus(self) -> frozenset[GpuUuid]:
+        """GPUs with a verdict that is fresh."""
+        return self.probed - unknown_gpus(self.stale, self.probed) if self.stale else self.probed
+
+    @property
+    def due_gpus(self) -> frozenset[GpuUuid]:
+        """GPUs whose prober has to give proofs.
+
+        Not those that NVML does not list, or that do not answer: conditions of their own say so. Nor while
+        the driver is away or released, when nothing may probe.
+        """
+        if not self.driver.ready or self.driver_released or self.released_until_ns is not None:
+            return frozenset()
+        return self.present - self.overdue.keys()
 
     @property
     def hung(self) -> bool:

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Final
 
+from agent.core.freshness import VOUCHERS, Rests, stale_message, unknown_gpus
 from agent.core.inventory import Unoffered, mixed_profiles, oversized, remarks
 from agent.core.leak_rules import total
 from agent.core.leaks import BLOCKING, REASONS, details_of, message_of
@@ -29,6 +30,8 @@ _FAILURE_REASONS: Final[Mapping[str | None, Reason]] = {
     "socket_in_use": Reason.SOCKET_IN_USE,
 }
 
+STALE_PROBE: Final = "Not probed for too long"
+
 MAX_MESSAGES: Final = 4
 """What is said of one reason; a node with 56 MIG devices may have as much to say."""
 
@@ -38,7 +41,7 @@ NEEDED_TASKS: Final = (NVML, KUBELET, DEVICE_PLUGIN)
 
 def snapshot_of(state: State) -> Snapshot:
     """Return the snapshot of a state."""
-    gpus = _gpu_views(state)
+    gpus = _gpu_views(state, state.known_gpus)
     return Snapshot(
         at_ns=state.changed_ns,
         policy=state.policy,
@@ -48,6 +51,7 @@ def snapshot_of(state: State) -> Snapshot:
         resources=tuple(_resource(state, name) for name in state.devices),
         control_nodes=state.control_nodes or (),
         tasks=state.tasks,
+        stale=state.stale,
         facts_lost=state.facts_lost,
         findings=tuple(_findings(state, gpus)),
         durable=_durable(state),
@@ -65,14 +69,14 @@ def snapshot_of(state: State) -> Snapshot:
     )
 
 
-def _gpu_views(state: State) -> tuple[GpuView, ...]:
+def _gpu_views(state: State, known: frozenset[GpuUuid]) -> tuple[GpuView, ...]:
     by_gpu: dict[GpuUuid, list[Condition]] = {}
     for condition in state.conditions.values():
         by_gpu.setdefault(condition.placement.gpu, []).append(condition)
     return tuple(
         GpuView(
             gpu=gpu,
-            health=health_of(by_gpu.get(gpu.uuid, ()), probed=gpu.uuid in state.probed),
+            health=health_of(by_gpu.get(gpu.uuid, ()), probed=gpu.uuid in known),
             present=gpu.uuid in state.present,
             conditions=tuple(by_gpu.get(gpu.uuid, ())),
             xids=state.xids.get(gpu.uuid, {}),
@@ -138,13 +142,22 @@ def _findings(state: State, gpus: tuple[GpuView, ...]) -> Iterator[Finding]:
     if state.driver.ready and UVM_NODE in (state.missing_nodes or ()):
         yield Finding(Reason.DEVICE_NODE_MISSING, f"{UVM_NODE} does not exist, so no CUDA program can start")
     yield from _bus_findings(state)
-    yield from _gpu_findings(gpus, without=driver.reason if driver else None)
+    yield from _gpu_findings(
+        gpus, unknown_gpus(state.stale, state.gpus), without=driver.reason if driver else None
+    )
     yield from _use_findings(state)
     yield from _kubelet_findings(state)
+    yield from _task_findings(state)
+
+
+def _task_findings(state: State) -> Iterator[Finding]:
     for name in NEEDED_TASKS:
         task = state.tasks.get(name)
         if task is not None and not task.running:
             yield Finding(Reason.SOURCE_FAILED, f"{name} does not run: {task.message}")
+    for part in sorted(state.stale):
+        if VOUCHERS[part.name].rests not in (Rests.ITS_GPU, Rests.AGENT):
+            yield Finding(Reason.SOURCE_FAILED, stale_message(part))
 
 
 def _driver_finding(driver: DriverView) -> Finding | None:
@@ -177,12 +190,15 @@ def _bus_findings(state: State) -> Iterator[Finding]:
         )
 
 
-def _gpu_findings(gpus: tuple[GpuView, ...], *, without: Reason | None) -> Iterator[Finding]:
+def _gpu_findings(
+    gpus: tuple[GpuView, ...], stale: frozenset[GpuUuid], *, without: Reason | None
+) -> Iterator[Finding]:
     told: dict[Reason, dict[str, dict[GpuUuid, None]]] = {}
     for view in gpus:
         said = [(each.reason, each.message) for each in view.conditions if each.flips]
         if view.health is Health.UNKNOWN:
-            said.append((Reason.NOT_PROBED, "Not probed yet"))
+            is_stale = view.gpu.uuid in stale
+            said.append((Reason.NOT_PROBED, STALE_PROBE if is_stale else "Not probed yet"))
         for reason, _ in said:
             told.setdefault(reason, {})
         # Of very many messages the newest are told.

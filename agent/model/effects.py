@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from agent.model.health import Condition
-from agent.model.ids import GpuUuid, ResourceName, SocketIdentity
+from agent.model.ids import GpuUuid, Part, ResourceName, SocketIdentity
 
 
 class EventKind(StrEnum):
@@ -83,4 +83,13 @@ class EndProcess:
     message: str
 
 
-Effect = RecordEvent | RegisterResource | ReleaseDriver | ResumeDriver | KeepEvidence | EndProcess
+@dataclass(frozen=True, slots=True)
+class RestartPart:
+    """Start a part anew that gave no proof for too long."""
+
+    part: Part
+
+
+Effect = (
+    RestartPart | RecordEvent | RegisterResource | ReleaseDriver | ResumeDriver | KeepEvidence | EndProcess
+)

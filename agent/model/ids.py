@@ -1,7 +1,7 @@
 """Names of things: a GPU is its UUID, never its index."""
 
 from dataclasses import dataclass
-from typing import Final, NewType
+from typing import Final, NamedTuple, NewType
 
 GpuUuid = NewType("GpuUuid", str)
 """NVML UUID of a physical GPU: ``GPU-…``."""
@@ -80,3 +80,15 @@ def socket_name(resource: ResourceName) -> str:
     Source: NVIDIA/k8s-device-plugin:internal/plugin/server.go.
     """
     return f"nvidia-{resource.rpartition('/')[2]}.sock"
+
+
+class Part(NamedTuple):
+    """One part that vouches for something: ``nvml-gpu`` of a GPU, ``list-and-watch`` of a resource."""
+
+    name: SourceName
+    of: str = ""
+    """The GPU's UUID or the resource's name; empty where there is one such part."""
+
+    def __str__(self) -> str:
+        """Return the name as log lines and health checks show it."""
+        return f"{self.name} {self.of}" if self.of else self.name

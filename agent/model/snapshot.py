@@ -6,7 +6,7 @@ from enum import StrEnum
 
 from agent.model.gpu import Gpu
 from agent.model.health import Condition, Health, Reason
-from agent.model.ids import DeviceId, GpuUuid, Placement, ResourceName, SocketIdentity, SourceName
+from agent.model.ids import DeviceId, GpuUuid, Part, Placement, ResourceName, SocketIdentity, SourceName
 from agent.model.policy import Policy
 from agent.model.sample import GpuSample
 from agent.model.sharing import SharingStrategy
@@ -159,6 +159,8 @@ class Snapshot:
     facts_lost: Mapping[SourceName, int]
     findings: tuple[Finding, ...]
     durable: Durable
+    stale: frozenset[Part] = frozenset()
+    """Parts of the agent that gave no proof for too long."""
     topology: Topology = field(default_factory=Topology)
     pods: Mapping[DeviceId, str] | None = None
     """Who holds which device, as the kubelet says; None: not known, or not known recently."""

@@ -2,14 +2,16 @@
 
 import os
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Protocol
 
 from agent.bus import Inbox, Latest
 from agent.config.settings import Settings
-from agent.model.facts import Fact
-from agent.model.ids import GpuUuid
+from agent.model.facts import PODS, PROBE, SYSFS, Fact
+from agent.model.ids import GpuUuid, Part, SourceName
 from agent.model.snapshot import Snapshot
+from agent.proofs import Proofs
 
 if TYPE_CHECKING:
     from agent.sinks.cdi import CdiSink
@@ -51,6 +53,7 @@ class Assembly:
         latest: Latest[Snapshot],
         clock: Callable[[], int],
         *,
+        proofs: Proofs,
         is_in_container: bool,
     ) -> None:
         self.settings = settings
@@ -58,6 +61,7 @@ class Assembly:
         self.inbox = inbox
         self.latest = latest
         self.clock = clock
+        self._proofs = proofs
         self.nvml: NvmlSource | None = None
         self.kernel_log: KernelLogSource | None = None
         self.sysfs: SysfsSource | None = None
@@ -157,6 +161,7 @@ class Assembly:
             clock=self.clock,
             period_ns=self.settings.poll_ns,
             look_at_layout=self._look_at_layout,
+            prove=self._prover(SYSFS),
         )
         return self.sysfs
 
@@ -188,6 +193,7 @@ class Assembly:
             checkpoint=Path(self.settings.kubelet_socket_or_default).parent / CHECKPOINT,
             clock=self.clock,
             period_ns=self.settings.pods_poll_ns,
+            prove=self._prover(PODS),
         )
         return self.pods
 
@@ -214,12 +220,17 @@ class Assembly:
             proc_root=Path("/proc" if doubles else settings.proc_root),
             agent_pid=os.getpid(),
             clock=self.clock,
+            prove=self._prover(PROBE),
             settings=EbpfSettings(
                 procfs_scan_ns=settings.poll_ns,
                 stale_call_ns=MISSED_POLLS * settings.poll_ns + settings.call_deadline_ns,
             ),
         )
         return self.ebpf
+
+    def _prover(self, name: SourceName) -> Callable[[], None]:
+        """Return what a part calls with each proof."""
+        return partial(self._proofs.prove, Part(name))
 
     def close_ebpf(self) -> None:
         """Take the probe out of the kernel."""
@@ -229,18 +240,6 @@ class Assembly:
     def recent_kernel_log(self) -> tuple[str, ...]:
         """Return the driver's newest lines in the kernel log."""
         return () if self.kernel_log is None else self.kernel_log.recent()
-
-    def sysfs_sign_ns(self) -> int | None:
-        """Return when the bus was looked at last."""
-        return None if self.sysfs is None else self.sysfs.last_sign_ns
-
-    def ebpf_sign_ns(self) -> int | None:
-        """Return when the last picture of who uses GPUs was made."""
-        return None if self.ebpf is None else self.ebpf.last_sign_ns
-
-    def pods_sign_ns(self) -> int | None:
-        """Return when the kubelet was asked for pods last."""
-        return None if self.pods is None else self.pods.last_sign_ns
 
     def _look_at_layout(self, gpu: GpuUuid) -> None:
         if self.nvml is not None:

@@ -12,9 +12,11 @@ from typing import Final
 
 from agent import __version__, log
 from agent.bus import Inbox, Latest
+from agent.core.freshness import stale_message
 from agent.model.facts import Fact
+from agent.model.ids import SourceName
 from agent.model.snapshot import Snapshot
-from agent.runtime.vitals import Part, Vitals
+from agent.runtime.vitals import Component, Vitals
 from agent.views import checks
 from agent.views.checks import Check, at_once
 from agent.views.documents import Json
@@ -82,11 +84,30 @@ class SelfReport:
     def _sources_and_sinks(self) -> Iterator[Check]:
         if self._vitals.is_standby:
             return
-        for part in self._vitals.parts:
-            yield Check(part.check, at_once(partial(self._judge_part, part)))
+        for component in self._vitals.components:
+            yield Check(component.check, at_once(partial(self._judge_component, component)))
+        for name in self._other_parts():
+            yield Check(f"part-{name}", at_once(partial(self._judge_part, name)))
 
-    def _judge_part(self, part: Part) -> str | None:
-        return checks.task(self._latest.value, part.name) or part.trouble()
+    def _other_parts(self) -> Sequence[SourceName]:
+        """Return the parts that have to give proofs and are no component of their own."""
+        expected = {part.name for part in self._vitals.expected()}
+        return sorted(expected - {component.name for component in self._vitals.components})
+
+    def _judge_component(self, component: Component) -> str | None:
+        return (
+            checks.task(self._latest.value, component.name)
+            or component.trouble()
+            or self._judge_part(component.name)
+        )
+
+    def _judge_part(self, name: SourceName) -> str | None:
+        stale = sorted(part for part in self._latest.value.stale if part.name == name)
+        return "; ".join(stale_message(part) for part in stale) or None
+
+    def _judged(self) -> dict[str, str | None]:
+        judged = {each.check: self._judge_component(each) for each in self._vitals.components}
+        return judged | {f"part-{name}": self._judge_part(name) for name in self._other_parts()}
 
     def _judge_loop(self) -> str | None:
         return checks.event_loop(
@@ -113,7 +134,7 @@ class SelfReport:
             "boot": self._boot_id,
             "phase": vitals.phase,
             "uptime_s": (self._clock() - vitals.began_ns) // 1_000_000_000,
-            "parts": {part.check: self._judge_part(part) for part in vitals.parts},
+            "parts": self._judged(),
             "facts": {"put": inbox.put, "merged": inbox.merged, "lost": inbox.lost, "waiting": inbox.waiting},
             "off": [part._asdict() for part in vitals.off],
             "config": {

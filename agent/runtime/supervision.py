@@ -4,8 +4,8 @@ Guarantees: every end is told as a fact and logged once with its reason. A criti
 engine, the device plugin) is started again at once; MAX_FAILURES failures within WINDOW_NS end the
 process, because a supervisor outside can do more. Any other task is tried again for ever, with
 pauses up to PAUSE_CAP_S, and never takes the node's GPUs away. An AgentError is something expected,
-so it is no failure in that count. A task that gives no sign of life for STALLED_PERIODS of its periods
-is ended, which is told as any other end, and started again.
+so it is no failure in that count. A task whose part is stale (core.freshness), or one of whose callbacks or
+threads failed, is ended, which is told as any other end, and started again.
 """
 
 import asyncio
@@ -13,9 +13,10 @@ import logging
 from collections import deque
 from collections.abc import Awaitable, Callable
 from functools import partial
-from typing import Final, NamedTuple
+from typing import Final
 
 from agent.errors import AgentError
+from agent.guard import NO_OWNER, Owner, Seam, as_exception, own
 from agent.log import fields
 from agent.model.facts import TaskReported
 from agent.model.ids import SourceName
@@ -31,9 +32,8 @@ CRITICAL_PAUSE_S: Final = 0.1
 SETTLED_NS: Final = 60 * SECOND_NS
 """A task that ran for so long ended for a new reason; its pauses begin anew."""
 
-STALLED_PERIODS: Final = 3
-LEAST_SILENCE_NS: Final = 10 * SECOND_NS
-"""However short the period is: a loaded machine is no stall."""
+CANCEL_AGAIN_S: Final = 0.1
+"""A task group whose task fails while it is cancelled swallows the cancellation."""
 
 Run = Callable[[], Awaitable[None]]
 
@@ -44,17 +44,8 @@ class CriticalTaskError(AgentError):
     """A task the agent cannot do without fails again and again."""
 
 
-class Pulse(NamedTuple):
-    """How it is seen that a task lives."""
-
-    last_sign_ns: Callable[[], int | None]
-    """When it did something last; None: nothing yet."""
-    period_ns: int
-    """How often it does something."""
-
-
-class StalledError(AgentError):
-    """A task gives no sign of life."""
+class StaleError(AgentError):
+    """A part gave no proof for too long."""
 
 
 class Supervisor:
@@ -66,22 +57,34 @@ class Supervisor:
         tell: Callable[[TaskReported], None],
         clock: Callable[[], int],
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+        seam: Seam = NO_OWNER.seam,
     ) -> None:
-        """``tell`` is handed each fact; ``sleep`` is the pause between two runs."""
+        """``tell`` is handed each fact; ``sleep`` is the pause between two runs.
+
+        ``seam`` replaces what is run; for tests that inject faults.
+        """
         self._tell = tell
         self._clock = clock
         self._sleep = sleep
+        self._seam = seam
+        self._failing: dict[SourceName, asyncio.Future[Exception]] = {}
 
-    async def keep(self, name: SourceName, run: Run, pulse: Pulse | None = None) -> None:
+    async def keep(self, name: SourceName, run: Run) -> None:
         """Run a task for ever."""
         pause_s = PAUSE_FIRST_S
         while True:
             began_ns = self._clock()
-            await self._run_once(name, run if pulse is None else partial(self._run_watched, run, pulse))
+            await self._run_once(name, run)
             if self._clock() - began_ns >= SETTLED_NS:
                 pause_s = PAUSE_FIRST_S
             await self._sleep(pause_s)
             pause_s = min(2 * pause_s, PAUSE_CAP_S)
+
+    def fail(self, name: SourceName, error: Exception) -> None:
+        """Fail the run of a task, which is started again; nothing between two runs."""
+        failing = self._failing.get(name)
+        if failing is not None and not failing.done():
+            failing.set_result(error)
 
     async def keep_critical(self, name: SourceName, run: Run) -> None:
         """Run a task for ever; raises CriticalTaskError if it fails too often."""
@@ -99,34 +102,12 @@ class Supervisor:
                 )
             await self._sleep(CRITICAL_PAUSE_S)
 
-    async def _run_watched(self, run: Run, pulse: Pulse) -> None:
-        """Run a task until it ends or stalls."""
-        try:
-            async with asyncio.TaskGroup() as group:
-                watching = group.create_task(self._watch(pulse), name="pulse")
-                await run()
-                watching.cancel()
-        except BaseExceptionGroup as ended:
-            raise ended.exceptions[0] from None
-
-    async def _watch(self, pulse: Pulse) -> None:
-        # Looks are counted, not time: after a machine slept, everybody gets the time to go on.
-        gap_ns = max(pulse.period_ns, LEAST_SILENCE_NS // STALLED_PERIODS)
-        last_ns, silent = pulse.last_sign_ns(), 0
-        while True:
-            await asyncio.sleep(gap_ns / 1e9)
-            newest_ns = pulse.last_sign_ns()
-            silent = silent + 1 if newest_ns == last_ns else 0
-            last_ns = newest_ns
-            if silent == STALLED_PERIODS:
-                raise StalledError(f"stalled: no sign of life for {silent * gap_ns / 1e9:.0f} s")
-
     async def _run_once(self, name: SourceName, run: Run) -> Exception | None:
         """Run a task to its end and return why it ended; None if it just returned."""
         self._tell(TaskReported(name, running=True))
         error: Exception | None = None
         try:
-            await run()
+            await self._run_until_failed(name, run)
         except AgentError as expected:
             error = expected
             _log.warning("A task could not go on", extra=fields(task=name, detail=str(expected)))
@@ -137,6 +118,35 @@ class Supervisor:
             _log.warning("A task has finished unexpectedly", extra=fields(task=name))
         self._tell(TaskReported(name, running=False, message=_sentence(error)))
         return error
+
+    async def _run_until_failed(self, name: SourceName, run: Run) -> None:
+        """Run a task until it ends, or until something that belongs to it failed."""
+        failing = self._failing[name] = asyncio.get_running_loop().create_future()
+        owner = Owner(name, partial(self.fail, name), self._seam)
+        running = asyncio.get_running_loop().create_task(
+            _contained(owner, owner.seam("task", name, run)), name=f"{name} run"
+        )
+        try:
+            await asyncio.wait({running, failing}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            del self._failing[name]
+            while not running.done():
+                running.cancel()
+                await asyncio.wait({running}, timeout=CANCEL_AGAIN_S)
+        if failing.done():
+            raise failing.result()
+        running.result()
+
+
+async def _contained(owner: Owner, run: Run) -> None:
+    """Run a task as an owner; whatever it raises, the loop goes on."""
+    own(owner)
+    try:
+        await run()
+    except asyncio.CancelledError:
+        raise
+    except BaseException as error:
+        raise as_exception(error) from error
 
 
 def _sentence(error: Exception | None) -> str:

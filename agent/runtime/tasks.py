@@ -10,12 +10,14 @@ from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, Final, Literal
 
 from agent import log
+from agent.core.freshness import VOUCHERS, Terms, stale_message
 from agent.errors import AgentError
-from agent.model.ids import SourceName
+from agent.model.ids import Part, SourceName
+from agent.proofs import Proofs
 from agent.runtime.assembly import Source
 from agent.runtime.ending import EndedError, Ending
-from agent.runtime.supervision import Pulse, Run, Supervisor
-from agent.runtime.vitals import Part, Vitals
+from agent.runtime.supervision import Run, StaleError, Supervisor
+from agent.runtime.vitals import Component, Vitals
 from agent.threads import in_daemon_thread
 
 _log = logging.getLogger(__name__)
@@ -35,6 +37,7 @@ class Tasks:
         supervisor: Supervisor,
         vitals: Vitals,
         after_registration: Callable[[], Awaitable[None]],
+        proofs: Proofs,
     ) -> None:
         """``after_registration`` returns when what the kubelet does not wait for may be imported."""
         self.group: Final = asyncio.TaskGroup()
@@ -43,6 +46,7 @@ class Tasks:
         self._supervisor = supervisor
         self._vitals = vitals
         self._after_registration = after_registration
+        self.proofs: Final = proofs
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
     def __contains__(self, name: str) -> bool:
@@ -57,9 +61,15 @@ class Tasks:
         self._tasks[name] = task
         return task
 
-    def keep(self, name: SourceName, run: Run, pulse: Pulse | None = None) -> None:
-        """Keep something running."""
-        self.start(name, self._supervisor.keep(name, run, pulse))
+    def keep(self, name: SourceName, run: Run, terms: Terms | None = None) -> None:
+        """Keep something running; with ``terms`` it has to give proofs."""
+        if terms is not None:
+            self.proofs.expect(Part(name), terms)
+        self.start(name, self._supervisor.keep(name, run))
+
+    def restart(self, part: Part) -> None:
+        """Restart the task of a part that is stale."""
+        self._supervisor.fail(VOUCHERS[part.name].task, StaleError(stale_message(part)))
 
     def replace(self, name: SourceName, run: Run) -> None:
         """Keep something running in place of what was kept under the name."""
@@ -72,13 +82,13 @@ class Tasks:
         kind: Literal["source", "sink"],
         run: Run,
         trouble: Callable[[], str | None] = no_trouble,
-        pulse: Pulse | None = None,
+        terms: Terms | None = None,
     ) -> None:
         """Keep a source or sink running, and show in health checks how it is."""
-        self._vitals.parts.append(Part(name, kind, trouble))
-        self.keep(name, run, pulse)
+        self._vitals.components.append(Component(name, kind, trouble))
+        self.keep(name, run, terms)
 
-    def keep_source(self, name: SourceName, make: Callable[[], Source], pulse: Pulse | None = None) -> None:
+    def keep_source(self, name: SourceName, make: Callable[[], Source], terms: Terms | None = None) -> None:
         """Keep a source running that is made, by a thread, when the registration is over."""
         made: list[Source] = []
 
@@ -88,7 +98,7 @@ class Tasks:
                 made.append(await in_daemon_thread(f"{name}-import", make))
             await made[0].run()
 
-        self.keep_part(name, "source", run, pulse=pulse)
+        self.keep_part(name, "source", run, terms=terms)
 
     def keep_critical(self, name: SourceName, run: Run) -> None:
         """Keep something running that the agent cannot do without."""

@@ -1,11 +1,11 @@
 """The signs of life of one agent."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, Literal
 
-from agent.model.ids import SourceName
+from agent.model.ids import Part, SourceName
 
 if TYPE_CHECKING:
     from agent.runtime.kept_state import KeptState
@@ -13,19 +13,11 @@ if TYPE_CHECKING:
     from agent.runtime.records import Records
     from agent.sinks.device_plugin import DevicePlugin
 
-ENGINE: Final = SourceName("engine")
-HTTP: Final = SourceName("http")
-STATE_FILE: Final = SourceName("statefile")
-EVENT_LOG: Final = SourceName("eventlog")
-CONFIG_WATCH: Final = SourceName("config-watch")
-EVIDENCE: Final = SourceName("evidence")
-CDI: Final = SourceName("cdi")
-
 LAG_PERIOD_S: Final = 0.5
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class Component:
     """A source or sink that is to run, as health checks show it."""
 
     name: SourceName
@@ -58,7 +50,9 @@ class Vitals:
     """Why the last reload was refused."""
     awaiting_restart: tuple[str, ...] = ()
     """Options that were changed and take effect at the next start."""
-    parts: list[Part] = field(default_factory=list)
+    components: list[Component] = field(default_factory=list)
+    expected: Callable[[], Iterable[Part]] = tuple
+    """The parts that have to give proofs now."""
     device_plugin: "DevicePlugin | None" = None
 
     @property

@@ -127,6 +127,7 @@ class EbpfSource:
         agent_pid: int,
         clock: Callable[[], int] = time.monotonic_ns,
         settings: EbpfSettings | None = None,
+        prove: Callable[[], object] = lambda: None,
     ) -> None:
         """``proc_root`` is where processes are looked at; ``request`` says how the probe is loaded."""
         self._inbox = inbox
@@ -136,6 +137,7 @@ class EbpfSource:
         self._proc_root = proc_root
         self._agent_pid = agent_pid
         self._clock = clock
+        self._prove = prove
         self._settings = settings or EbpfSettings()
         self._thread = DaemonThread("probe-reader")
         self._was_loaded = False
@@ -195,6 +197,7 @@ class EbpfSource:
                 began_ns = self._clock()
                 await self._round()
                 self.last_sign_ns = self._clock()
+                self._prove()
                 await self._pause(began_ns, self.last_sign_ns - began_ns - self._waited_ns)
         finally:
             self._ends.close()

@@ -132,6 +132,11 @@ class NvmlSource:
         if self._session is not None:
             self._session.request_gpu(uuid)
 
+    def restart_gpu(self, uuid: GpuUuid) -> None:
+        """Restart the prober of a GPU, which is stale. Does not wait; nothing without a driver."""
+        if self._session is not None:
+            self._session.restart_gpu(uuid)
+
     def release(self) -> None:
         """Let the driver go and stay away until ``resume``. Does not wait: DriverReleased tells the end."""
         self._wanted.clear()

@@ -34,13 +34,15 @@ from agent.sources.nvml_inventory import (
 from agent.sources.nvml_library import Nvml, Versions
 from agent.sources.nvml_sampling import Sampler
 from agent.sources.nvml_settings import NvmlSettings
-from agent.sources.nvml_slot import DriverGoneError, Slot, driver_failure, wait_served, wait_set
+from agent.sources.nvml_slot import DriverGoneError, Slot, driver_failure, ended, wait_served, wait_set
 from agent.sources.nvml_surveys import Surveys
 from agent.sources.nvml_telling import Telling
 from agent.sources.nvml_threads import Call, Lane, ThreadGroup
 
 MIN_GAP_NS: Final = SECOND_NS
 """Between two looks at a GPU that XIDs ask for."""
+
+RESTART_PAUSE_S: Final = 0.5
 
 XID_LOOK_DELAY_NS: Final = 10_000_000
 """From an XID to the look at its GPU."""
@@ -137,6 +139,12 @@ class Session:
             if slot.uuid == uuid:
                 slot.request()
 
+    def restart_gpu(self, uuid: GpuUuid) -> None:
+        """Restart the prober of a GPU, on another thread where its own is busy with anything but a call."""
+        for slot in self._slots:
+            if slot.uuid == uuid and slot.probing is not None:
+                slot.probing.cancel()
+
     # The node: which GPUs there are
 
     async def _watch_node(self, group: asyncio.TaskGroup) -> None:
@@ -214,7 +222,7 @@ class Session:
         slot = Slot(lane, nvml, Sampler(nvml, slow_ns=slow_ns, clock=self._clock), index)
         lane.on_overdue = partial(self._overdue, slot)
         lane.on_answered = partial(self._answered, slot)
-        slot.task = group.create_task(self._watch_slot(slot), name=f"nvml gpu {index}")
+        slot.task = group.create_task(self._keep_slot(slot), name=f"nvml gpu {index}")
         self._slots.append(slot)
         return slot
 
@@ -237,6 +245,27 @@ class Session:
         await wait_served(numbers, self._settings.call_deadline_ns)
 
     # One GPU
+
+    async def _keep_slot(self, slot: Slot) -> None:
+        """Probe a GPU for ever; a failure of its prober is no failure of the others'."""
+        while True:
+            slot.probing = asyncio.get_running_loop().create_task(
+                self._watch_slot(slot), name=f"nvml gpu {slot.index} prober"
+            )
+            try:
+                await asyncio.wait({slot.probing})
+            finally:
+                await ended(slot.probing)
+            error = None if slot.probing.cancelled() else slot.probing.exception()
+            if isinstance(error, DriverGoneError):
+                raise error
+            _log.error(
+                "The prober of GPU %s ended (%s); it is restarted",
+                slot.index if slot.uuid is None else slot.uuid,
+                "stale" if error is None else repr(error),
+                exc_info=error,
+            )
+            await asyncio.sleep(RESTART_PAUSE_S)
 
     async def _watch_slot(self, slot: Slot) -> None:
         stagger_ns = min(self._settings.poll_ns // 4, SECOND_NS // 4) * (slot.index % 8) // 8

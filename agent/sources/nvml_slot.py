@@ -58,6 +58,8 @@ class Slot:
     wake: asyncio.Event = field(default_factory=asyncio.Event)
     looked: asyncio.Event = field(default_factory=asyncio.Event)
     task: asyncio.Task[None] | None = None
+    probing: asyncio.Task[None] | None = None
+    """What runs in it now; ended when the prober is stale."""
 
     @property
     def uuid(self) -> GpuUuid | None:

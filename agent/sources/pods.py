@@ -53,34 +53,36 @@ class PodsSource:
         deadline_ns: int = DEADLINE_NS,
         retry_ns: int = RETRY_NS,
         resource_prefix: str = RESOURCE_PREFIX,
+        prove: Callable[[], object] = lambda: None,
     ) -> None:
         """``socket`` is the kubelet's for pod-resources, ``pod_logs`` where it keeps the logs of pods.
 
-        Only devices of resources with the prefix are told of.
+        Only devices of resources with the prefix are told of. ``prove`` is called when the kubelet was asked,
+        whatever came of it.
         """
         self._inbox = inbox
         self._socket = socket
         self._pod_logs = pod_logs
         self._checkpoint = checkpoint
         self._clock = clock
+        self._prove = prove
         self._period_ns = period_ns
         self._deadline_ns = deadline_ns
         self._retry_ns = retry_ns
         self._prefix = resource_prefix
         self._holders = Holders()
         self._trouble: str | None = None
-        self.last_sign_ns: int | None = None
-        """When the kubelet was asked last, whatever came of it."""
 
     async def run(self) -> None:
         """Ask for ever. May be run again after it ended; two at once are not allowed."""
         while True:
-            began_ns = self.last_sign_ns = self._clock()
+            began_ns = self._clock()
             if not await self._ask() and self._retry_ns < self._period_ns:
                 await asyncio.sleep(self._retry_ns / 1e9)
                 if not await self._ask():
                     # Pods may come and go meanwhile, so the next list cannot be compared with the last.
                     self._holders.forget()
+            self._prove()
             await asyncio.sleep(max(0, began_ns + self._period_ns - self._clock()) / 1e9)
 
     async def _ask(self) -> bool:

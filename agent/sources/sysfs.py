@@ -71,6 +71,7 @@ class SysfsSource:
         look_at_layout: Callable[[GpuUuid], None] = lambda _: None,
         strict_nodes: bool | None = None,
         sees_new_nodes: bool = True,
+        prove: Callable[[], object] = lambda: None,
     ) -> None:
         """Take what stands for /sys, /proc and /dev.
 
@@ -84,6 +85,7 @@ class SysfsSource:
         self._roots = Roots(sys_root, proc_root, dev_root, strict)
         self._sees_new_nodes = sees_new_nodes
         self._clock = clock
+        self._prove = prove
         self._period_ns = period_ns
         self._missing_period_ns = min(period_ns, MISSING_PERIOD_NS)
         self._deadline_ns = deadline_ns
@@ -127,6 +129,7 @@ class SysfsSource:
             seen = await self._looked()
             self._tell(seen, bindings_told=bindings_told)
             self.last_sign_ns = self._clock()
+            self._prove()
             await self._wait_asked(began_ns + (self._missing_period_ns if seen.missing else self._period_ns))
             await asyncio.sleep(max(0, began_ns + MIN_GAP_NS - self._clock()) / 1e9)
 

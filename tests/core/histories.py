@@ -5,6 +5,7 @@ from hypothesis import strategies as st
 from agent.model.facts import (
     DEVICE_PLUGIN,
     NVML,
+    SYSFS,
     AllocationsListed,
     CdiReported,
     DeviceCallsSeen,
@@ -27,6 +28,7 @@ from agent.model.facts import (
     KubeletSocketSeen,
     MpsSeen,
     OwnSocketLost,
+    PartsStale,
     PciGpusSeen,
     PodsSeen,
     PolicyChanged,
@@ -45,7 +47,8 @@ from agent.model.facts import (
     WatchersChanged,
 )
 from agent.model.health import Reason
-from agent.model.ids import ALL, DeviceId
+from agent.model.ids import ALL, DeviceId, Part
+from agent.model.parts import GPU_PROBER, NVML_EVENTS, NVML_NODE
 from agent.model.policy import Policy
 from agent.model.sample import GpuSample
 from agent.model.topology import NvLinks, Survey
@@ -112,6 +115,8 @@ BAD: list[st.SearchStrategy[Fact]] = [
     st.sampled_from([enumerated(), enumerated(gpu(1, index=0)), enumerated(gpu(0))]),
 ]
 
+PARTS = (Part(GPU_PROBER, U0), Part(NVML_EVENTS), Part(SYSFS))
+
 OTHER: list[st.SearchStrategy[Fact]] = [
     st.sampled_from([KubeletSocketSeen(None), KubeletSocketSeen(K2)]),
     st.builds(
@@ -127,6 +132,7 @@ OTHER: list[st.SearchStrategy[Fact]] = [
     st.just(FactsLost(KMSG, count=3)),
     st.just(HealthEventsUnsupported(U0, "no")),
     st.just(WatchedDirectoryDeleted("/x")),
+    st.builds(PartsStale, st.frozensets(st.sampled_from(PARTS))),
     st.builds(PolicyChanged, st.builds(Policy, recovery_quiet_ns=st.sampled_from([0, QUIET]))),
 ]
 
@@ -180,5 +186,6 @@ ONE_OF_EACH: list[Fact] = [
     CdiReported("read-only"),
     FactsLost(DEVICE_PLUGIN, count=2),
     PolicyChanged(Policy(mig_strategy="mixed")),
+    PartsStale(frozenset({Part(GPU_PROBER, U0), Part(NVML_NODE)})),
     Tick(),
 ]

@@ -156,7 +156,9 @@ def test_a_device_that_was_not_probed_is_refused() -> None:
     node = Node()
     node.tell(ready(), enumerated(gpu(0)))
     assert allocated(node, U0) == Refusal(
-        "unhealthy", f"{U0} has not been probed yet, so it is not known to work; try again in a moment"
+        "unhealthy",
+        f"{U0} has not been probed yet, or not for too long, so it is not known to work;"
+        " try again in a moment",
     )
 
 

@@ -7,14 +7,16 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 from agent.bus import Inbox, Latest
+from agent.core.freshness import Terms
 from agent.core.state import initial_state
 from agent.core.view import snapshot_of
 from agent.engine import Engine
 from agent.model.facts import Fact
 from agent.model.health import Health, Reason
 from agent.model.ids import GpuUuid
-from agent.model.policy import Policy
+from agent.model.policy import SECOND_NS, Policy
 from agent.model.snapshot import Device, Snapshot
+from agent.proofs import Proofs
 from agent.sources.nvml import NvmlSettings
 from tests.sources.recorder import PATIENCE_S
 from tests.sources.simulated import QUICK, Node, running_source
@@ -91,6 +93,8 @@ async def watched_node(
         perform=lambda _effect: None,
         after_step=lambda _now_ns: watched.note(),
         clock=time.monotonic_ns,
+        proofs=Proofs(clock=time.monotonic_ns),
+        probe_terms=Terms(10 * SECOND_NS, 5 * SECOND_NS),
     )
     try:
         async with running_source(node, inbox, settings), asyncio.TaskGroup() as group:

@@ -9,6 +9,7 @@ from agent.config.load import load
 from agent.core.state import initial_state
 from agent.core.view import snapshot_of
 from agent.model.policy import Policy
+from agent.proofs import Proofs
 from agent.runtime.assembly import Assembly
 
 
@@ -17,7 +18,12 @@ def assembly(tmp_path: Path, *, is_in_container: bool, **flags: str) -> Assembly
     given |= {name.replace("_", "-"): value for name, value in flags.items()}
     latest = Latest(snapshot_of(initial_state(Policy(), None, now_ns=0)))
     return Assembly(
-        load(given, {}), Inbox(clock=lambda: 0), latest, lambda: 0, is_in_container=is_in_container
+        load(given, {}),
+        Inbox(clock=lambda: 0),
+        latest,
+        lambda: 0,
+        proofs=Proofs(clock=lambda: 0),
+        is_in_container=is_in_container,
     )
 
 

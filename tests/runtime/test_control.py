@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agent.bus import Inbox, Latest
+from agent.core.freshness import Terms
 from agent.core.orders import MAX_HOLDS
 from agent.core.view import snapshot_of
 from agent.engine import Engine
@@ -19,7 +20,9 @@ from agent.model.effects import Effect, ReleaseDriver, ResumeDriver
 from agent.model.facts import OPERATOR, DriverReleased, Fact, HoldRequested
 from agent.model.health import Health
 from agent.model.ids import GpuUuid
+from agent.model.policy import SECOND_NS
 from agent.model.snapshot import Snapshot
+from agent.proofs import Proofs
 from agent.runtime import control
 from agent.runtime.control import Control, NotTakenError
 from tests.core.build import U0, U1, U2, U3, gpu, registered_node, uuid, xid
@@ -52,6 +55,8 @@ class Agent:
             perform=self._perform,
             after_step=lambda _: None,
             clock=time.monotonic_ns,
+            proofs=Proofs(clock=time.monotonic_ns),
+            probe_terms=Terms(10 * SECOND_NS, 5 * SECOND_NS),
         )
         self.control = Control(
             tell=self.inbox.put,

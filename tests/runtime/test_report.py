@@ -14,11 +14,12 @@ from agent.log import Log, RateLimit
 from agent.log_sinks import LineWriter
 from agent.model.facts import PODS, Fact
 from agent.model.ids import SourceName
+from agent.model.parts import HTTP
 from agent.model.snapshot import Snapshot, TaskView
 from agent.runtime.kept_state import KeptState
 from agent.runtime.records import Records
 from agent.runtime.report import SelfReport
-from agent.runtime.vitals import HTTP, Part, Vitals
+from agent.runtime.vitals import Component, Vitals
 from agent.views import checks
 from tests.sinks.offers import node
 
@@ -101,7 +102,7 @@ def test_a_log_that_nobody_reads_is_not_ready_after_a_while(
 
 def test_a_source_is_judged_by_its_task_and_by_itself(bench: Bench) -> None:
     trouble: list[str] = []
-    bench.vitals.parts.append(Part(PODS, "source", lambda: trouble[0] if trouble else None))
+    bench.vitals.components.append(Component(PODS, "source", lambda: trouble[0] if trouble else None))
     assert bench.answer("source-pods") is None
     trouble.append("the disk is full")
     assert bench.answer("source-pods") == "the disk is full"
@@ -112,7 +113,7 @@ def test_a_source_is_judged_by_its_task_and_by_itself(bench: Bench) -> None:
 
 
 def test_a_sink_is_named_as_one(bench: Bench) -> None:
-    bench.vitals.parts.append(Part(HTTP, "sink", lambda: None))
+    bench.vitals.components.append(Component(HTTP, "sink", lambda: None))
     assert "sink-http" in bench.names()
 
 
@@ -121,7 +122,7 @@ def test_what_is_turned_off_has_no_check(bench: Bench) -> None:
 
 
 def test_one_who_stands_by_is_judged_by_itself_alone(bench: Bench) -> None:
-    bench.vitals.parts.append(Part(SourceName("pods"), "source", lambda: "not yet"))
+    bench.vitals.components.append(Component(SourceName("pods"), "source", lambda: "not yet"))
     bench.vitals.is_standby = True
     assert bench.names() == {"ping", "event-loop", "log", "config", "standby"}
 

@@ -2,22 +2,20 @@
 
 import asyncio
 import logging
-import time
 from collections.abc import Awaitable, Callable
 
 import pytest
 
 from agent.errors import SourceError
+from agent.guard import guarded, handle_escaped
 from agent.model.facts import TaskReported
 from agent.model.ids import SourceName
-from agent.model.policy import MILLISECOND_NS, SECOND_NS
-from agent.runtime import supervision
+from agent.model.policy import SECOND_NS
 from agent.runtime.supervision import (
     MAX_FAILURES,
     PAUSE_CAP_S,
     WINDOW_NS,
     CriticalTaskError,
-    Pulse,
     Supervisor,
 )
 
@@ -33,12 +31,16 @@ class Bench:
 
     def __init__(self) -> None:
         self.now_ns = 0
+        self.is_over = False
+        """Whether the task has done what the test needs; the next pause ends the test."""
         self.pauses: list[float] = []
         self.told: list[TaskReported] = []
         self.supervisor = Supervisor(tell=self.told.append, clock=lambda: self.now_ns, sleep=self.sleep)
 
     async def sleep(self, seconds: float) -> None:
         self.pauses.append(seconds)
+        if self.is_over:
+            raise EnoughError
         self.now_ns += round(seconds * SECOND_NS)
 
     def failing(
@@ -49,9 +51,8 @@ class Bench:
 
         async def run() -> None:
             nonlocal left
-            if left == 0:
-                raise EnoughError
             left -= 1
+            self.is_over = left == 0
             self.now_ns += lasting_ns
             if error is not None:
                 raise error
@@ -84,12 +85,11 @@ async def test_a_task_that_ran_well_for_a_while_starts_with_a_short_pause_again(
 
 
 async def test_each_start_and_each_end_is_told(bench: Bench) -> None:
-    await bench.keep(bench.failing(1, OSError("no")))
+    await bench.keep(bench.failing(2, OSError("no")))
     assert [(fact.task, fact.running, fact.message) for fact in bench.told] == [
         (NAME, True, ""),
         (NAME, False, "OSError: no"),
-        (NAME, True, ""),
-    ]
+    ] * 2
 
 
 async def test_a_task_that_just_returns_is_told_too(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
@@ -151,61 +151,58 @@ async def test_cancelling_ends_a_task_and_is_no_end_that_is_told(bench: Bench) -
     assert [fact.running for fact in bench.told] == [True]
 
 
-# A pulse
+# Failures found from outside
 
 
-class Watched:
-    """A supervisor by the real clock, of a task that gives signs of life for a while and then none."""
+def fails(error: BaseException) -> None:
+    raise error
 
-    def __init__(self, *, signs: int) -> None:
-        self.told: list[TaskReported] = []
-        self.supervisor = Supervisor(tell=self.told.append, clock=time.monotonic_ns, sleep=self._sleep)
-        self.pulse = Pulse(lambda: self._signed_ns, 5 * MILLISECOND_NS)
-        self.runs = 0
-        self._signs = signs
-        self._signed_ns: int | None = None
 
-    async def _sleep(self, _seconds: float) -> None:
-        if self.runs == 2:
-            raise EnoughError
+async def test_a_run_that_is_failed_from_outside_is_ended_and_started_again(bench: Bench) -> None:
+    """A stale part, a callback or a thread fails the task it belongs to, which itself only waits."""
+    ended = 0
 
-    async def run(self) -> None:
-        self.runs += 1
-        for _ in range(self._signs):
-            self._signed_ns = time.monotonic_ns()
-            await asyncio.sleep(0.005)
+    async def run() -> None:
+        nonlocal ended
+        bench.is_over = ended == 1
+        asyncio.get_running_loop().call_soon(guarded("odd", fails), KeyError("x"))
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended += 1
+
+    await bench.keep(run)
+    messages = [told.message for told in bench.told if not told.running]
+    assert messages == ["KeyError: 'x'"] * 2
+    assert ended == 2
+
+
+async def test_what_would_end_the_loop_is_a_failure_of_the_task_alone(bench: Bench) -> None:
+    """asyncio lets SystemExit and KeyboardInterrupt out of a task and of a callback, and ends with them."""
+
+    async def run() -> None:
+        if not bench.pauses:
+            raise SystemExit(3)
+        bench.is_over = True
+        asyncio.get_running_loop().call_soon(guarded("odd", fails), KeyboardInterrupt())
         await asyncio.Event().wait()
 
-    async def keep(self) -> None:
-        with pytest.raises(EnoughError):
-            await self.supervisor.keep(NAME, self.run, self.pulse)
+    await bench.keep(run)
+    messages = [told.message for told in bench.told if not told.running]
+    assert messages == ["EscapedError: SystemExit: 3", "EscapedError: KeyboardInterrupt: "]
 
 
-@pytest.mark.parametrize("signs", [0, 10])
-async def test_a_task_without_a_sign_of_life_is_ended_and_started_again(
-    signs: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(supervision, "LEAST_SILENCE_NS", 20 * MILLISECOND_NS)
-    watched = Watched(signs=signs)
-    async with asyncio.timeout(30):
-        await watched.keep()
-    assert watched.runs == 2
-    ended = [told.message for told in watched.told if not told.running]
-    assert ended == ["stalled: no sign of life for 0 s"] * 2
+async def test_a_callback_past_the_guard_is_attributed_by_the_loop(bench: Bench) -> None:
+    loop = asyncio.get_running_loop()
+    loop.set_exception_handler(handle_escaped)
 
+    async def unnamed() -> None:
+        loop.call_later(0, fails, ValueError("y"))
+        await asyncio.Event().wait()
 
-async def test_a_task_that_shows_life_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(supervision, "LEAST_SILENCE_NS", 60 * SECOND_NS)
-    watched = Watched(signs=3)
-    keeping = asyncio.timeout(0.1)
-    with pytest.raises(TimeoutError):
-        async with keeping:
-            await watched.keep()
-    assert (watched.runs, [told.running for told in watched.told]) == (1, [True])
+    async def run() -> None:
+        bench.is_over = True
+        await asyncio.gather(unnamed())
 
-
-async def test_how_a_watched_task_ends_is_told_as_of_any_other(bench: Bench) -> None:
-    pulse = Pulse(lambda: None, 3600 * SECOND_NS)
-    with pytest.raises(EnoughError):
-        await bench.supervisor.keep(NAME, bench.failing(1, SourceError("The bus is gone")), pulse)
-    assert [told.message for told in bench.told if not told.running] == ["The bus is gone"]
+    await bench.keep(run)
+    assert next(told.message for told in bench.told if not told.running) == "ValueError: y"

@@ -9,6 +9,7 @@ import pytest
 
 from agent.errors import AgentError
 from agent.model.facts import SYSFS, Fact
+from agent.proofs import Proofs
 from agent.runtime.ending import Ending
 from agent.runtime.kept_state import KeptState
 from agent.runtime.records import Records
@@ -32,6 +33,7 @@ class Bench:
             supervisor=Supervisor(tell=self.told.append, clock=time.monotonic_ns, sleep=self._no_pause),
             vitals=self.vitals,
             after_registration=self._after_registration,
+            proofs=Proofs(clock=time.monotonic_ns),
         )
 
     async def _after_registration(self) -> None:
@@ -115,7 +117,7 @@ async def test_a_source_is_made_once_when_the_registration_is_over(bench: Bench)
 
 async def test_a_part_is_shown_in_health_checks(bench: Bench) -> None:
     bench.tasks.keep_part(SYSFS, "source", for_ever, lambda: "no bus")
-    (part,) = bench.vitals.parts
+    (part,) = bench.vitals.components
     assert (part.check, part.trouble()) == ("source-sysfs", "no bus")
 
 
@@ -139,4 +141,4 @@ async def test_what_is_kept_in_place_of_another_ends_the_other(bench: Bench) -> 
     bench.tasks.replace(SYSFS, instead)
     await ended.wait()
     await after.wait()
-    assert len(bench.vitals.parts) == 1
+    assert len(bench.vitals.components) == 1

@@ -66,7 +66,15 @@ from agent.model.facts.orders import (
     ResumeRequested,
     UnholdRequested,
 )
-from agent.model.facts.process import CdiReported, FactsLost, PolicyChanged, ProcessFact, TaskReported, Tick
+from agent.model.facts.process import (
+    CdiReported,
+    FactsLost,
+    PartsStale,
+    PolicyChanged,
+    ProcessFact,
+    TaskReported,
+    Tick,
+)
 from agent.model.facts.usage import (
     AllocationsListed,
     DeviceCallsSeen,
@@ -119,6 +127,7 @@ __all__ = [
     "Message",
     "MpsSeen",
     "OwnSocketLost",
+    "PartsStale",
     "PciGpusSeen",
     "PodsSeen",
     "PolicyChanged",

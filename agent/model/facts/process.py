@@ -4,7 +4,7 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 
 from agent.model.facts.message import AGENT, Counted, State
-from agent.model.ids import SourceName
+from agent.model.ids import Part, SourceName
 from agent.model.policy import Policy
 
 
@@ -40,6 +40,14 @@ class PolicyChanged(State):
 
 
 @dataclass(frozen=True, slots=True)
+class PartsStale(State):
+    """Which parts gave no proof for too long."""
+
+    stale: frozenset[Part]
+    source: SourceName = AGENT
+
+
+@dataclass(frozen=True, slots=True)
 class FactsLost(Counted):
     """The inbox was full: so many high-rate facts of a source were dropped."""
 
@@ -59,4 +67,4 @@ class Tick(State):
     source: SourceName = AGENT
 
 
-ProcessFact = TaskReported | CdiReported | PolicyChanged | FactsLost | Tick
+ProcessFact = TaskReported | CdiReported | PolicyChanged | PartsStale | FactsLost | Tick

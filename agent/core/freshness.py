@@ -1,0 +1,209 @@
+"""Which parts vouch for what, and which of them gave no proof for too long.
+
+"The task has not ended" proves nothing. Each part gives proofs that a dead one could not: a completed probe,
+a wait that returned, a write that is on the disk. A part whose newest proof is older than three periods plus
+its deadline is stale: what rests on it is unknown, and the part is restarted.
+
+Invariants: a restart is no proof. Nothing becomes stale by time alone: three looks, a period apart, have to
+find no newer proof, and a look that is a period late does not count. So however long the process or its loop
+stood still, each part has a period of a loop that turns before it is stale: an agent that was stopped for an
+hour offers what it offered before.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from types import MappingProxyType
+from typing import Final, NamedTuple
+
+from agent.model import facts, parts
+from agent.model.ids import GpuUuid, Part, SourceName
+from agent.model.policy import SECOND_NS
+
+STALE_PERIODS: Final = 3
+LEAST_PERIOD_NS: Final = SECOND_NS
+"""However often a part gives proofs: a loaded machine is no stall."""
+
+
+class Rests(Enum):
+    """What becomes unknown with a part."""
+
+    ITS_GPU = auto()
+    """The health of the GPU that the part is named after."""
+    EVERY_GPU = auto()
+    NODE = auto()
+    """No device, but what the agent says of the node: /preflight names the part too."""
+    AGENT = auto()
+    """Nothing about GPUs: /readyz alone names the part."""
+
+
+@dataclass(frozen=True, slots=True)
+class Voucher:
+    """One row of the table."""
+
+    vouches_for: str
+    proof: str
+    """What counts as a proof."""
+    rests: Rests
+    task: SourceName
+    """The supervised task that is restarted when the part is stale."""
+
+
+VOUCHERS: Final[Mapping[SourceName, Voucher]] = {
+    parts.GPU_PROBER: Voucher("the health of its GPU", "a completed probe", Rests.ITS_GPU, facts.NVML),
+    parts.NVML_EVENTS: Voucher(
+        "the XIDs that NVML reports", "an event wait that returned", Rests.EVERY_GPU, facts.NVML
+    ),
+    parts.NVML_NODE: Voucher(
+        "which GPUs there are", "a count that NVML answered, or an init that ended", Rests.NODE, facts.NVML
+    ),
+    parts.LIST_AND_WATCH: Voucher(
+        "that the kubelet was sent the newest list",
+        "a comparison of the newest list with the one sent",
+        Rests.NODE,
+        facts.DEVICE_PLUGIN,
+    ),
+    parts.KUBELET_COUNT: Voucher(
+        "that the kubelet has the devices it was sent", "an answer of the kubelet", Rests.NODE, facts.KUBELET
+    ),
+    facts.KUBELET: Voucher("the kubelet's socket", "a completed look", Rests.NODE, facts.KUBELET),
+    facts.KERNEL_LOG: Voucher(
+        "the XIDs in the kernel log", "a completed read", Rests.AGENT, facts.KERNEL_LOG
+    ),
+    facts.SYSFS: Voucher(
+        "the bus, the driver's module, device nodes", "a completed look", Rests.AGENT, facts.SYSFS
+    ),
+    facts.UEVENTS: Voucher(
+        "GPUs bound and unbound at once", "a socket that was read", Rests.AGENT, facts.UEVENTS
+    ),
+    facts.PODS: Voucher("which pod holds which device", "a request that ended", Rests.AGENT, facts.PODS),
+    facts.PROBE: Voucher("who uses which GPU", "a completed round", Rests.AGENT, facts.PROBE),
+    facts.MPS: Voucher("that the MPS daemon serves", "a completed look", Rests.AGENT, facts.MPS),
+    parts.STATE_FILE: Voucher(
+        "that sick stays sick over a restart", "a state that is on the disk", Rests.AGENT, parts.STATE_FILE
+    ),
+    parts.EVENT_LOG: Voucher("the event log", "events that are on the disk", Rests.AGENT, parts.EVENT_LOG),
+    parts.EVIDENCE: Voucher(
+        "evidence of faults", "a bundle that is on the disk", Rests.AGENT, parts.EVIDENCE
+    ),
+    parts.CDI: Voucher("the CDI specification", "a completed look", Rests.AGENT, parts.CDI),
+    parts.CONFIG_WATCH: Voucher(
+        "that a changed configuration is seen", "a completed look", Rests.AGENT, parts.CONFIG_WATCH
+    ),
+    parts.ENGINE: Voucher("every answer", "a completed step", Rests.EVERY_GPU, parts.ENGINE),
+}
+"""Who vouches for what."""
+
+
+class Terms(NamedTuple):
+    """How often a part gives proofs, and how long the work for one may take."""
+
+    period_ns: int
+    deadline_ns: int
+
+    @property
+    def least_period_ns(self) -> int:
+        """The time between two looks."""
+        return max(self.period_ns, LEAST_PERIOD_NS)
+
+    @property
+    def limit_ns(self) -> int:
+        """The age at which the newest proof is stale."""
+        return STALE_PERIODS * self.least_period_ns + self.deadline_ns
+
+
+class Expected(NamedTuple):
+    """A part that has to give proofs now."""
+
+    terms: Terms
+    proven_ns: int
+    """When it gave the newest one; before the first, since when one is expected."""
+
+
+@dataclass(frozen=True, slots=True)
+class Watch:
+    """One part as it was looked at."""
+
+    proven_ns: int
+    misses: int = 0
+    """Looks in a row that found no newer proof though one was due."""
+    looked_ns: int = 0
+
+    def due_ns(self, terms: Terms) -> int:
+        """Return when to look again."""
+        return max(self.looked_ns, self.proven_ns + terms.deadline_ns) + terms.least_period_ns
+
+    def looked(self, expected: Expected, now_ns: int) -> "Watch":
+        """Return the watch after a look; the same object if nothing was due."""
+        if expected.proven_ns != self.proven_ns:
+            return Watch(expected.proven_ns)
+        late_ns = now_ns - self.due_ns(expected.terms)
+        if late_ns < 0:
+            return self
+        # The loop itself stood still, and nothing could be proven meanwhile.
+        counts = late_ns < expected.terms.least_period_ns
+        return Watch(self.proven_ns, self.misses + counts, now_ns)
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether what rests on the part is unknown."""
+        return self.misses >= STALE_PERIODS
+
+    @property
+    def wants_restart(self) -> bool:
+        """Whether the newest look asks for a restart: at three misses, then at twice as many each time."""
+        runs, rest = divmod(self.misses, STALE_PERIODS)
+        return rest == 0 and runs > 0 and runs & (runs - 1) == 0
+
+
+@dataclass(frozen=True, slots=True)
+class Freshness:
+    """The watches over all parts."""
+
+    watches: Mapping[Part, Watch] = field(default_factory=lambda: MappingProxyType({}))
+    stale: frozenset[Part] = frozenset()
+    restart: frozenset[Part] = frozenset()
+    """The parts that the newest look asks to restart."""
+    due_ns: int | None = None
+    """When to look again; None: nothing is expected."""
+
+
+def looked(before: Freshness, expected: Mapping[Part, Expected], now_ns: int) -> Freshness:
+    """Look at every part that has to give proofs; a part that no longer has to is not stale."""
+    watches: dict[Part, Watch] = {}
+    restart: set[Part] = set()
+    due_ns: int | None = None
+    for part, each in expected.items():
+        old = before.watches.get(part, Watch(each.proven_ns))
+        watch = watches[part] = old.looked(each, now_ns)
+        if watch is not old and watch.wants_restart:
+            restart.add(part)
+        part_due_ns = watch.due_ns(each.terms)
+        due_ns = part_due_ns if due_ns is None else min(due_ns, part_due_ns)
+    stale = frozenset(part for part, watch in watches.items() if watch.is_stale)
+    return Freshness(watches, stale, frozenset(restart), due_ns)
+
+
+def proven_by(fact: facts.Fact) -> Part | None:
+    """Return the part of which a fact is the proof: a GPU's prober proves itself by how a probe ended."""
+    match fact:
+        case (
+            facts.GpuProbePassed() | facts.GpuCallFailed() | facts.GpuCallOverdue() | facts.GpuCallAnswered()
+        ):
+            return Part(parts.GPU_PROBER, fact.gpu)
+        case _:
+            return None
+
+
+def unknown_gpus(stale: Iterable[Part], gpus: Iterable[GpuUuid]) -> frozenset[GpuUuid]:
+    """Return those of the GPUs that rest on a stale part."""
+    names = {part.of for part in stale if VOUCHERS[part.name].rests is Rests.ITS_GPU}
+    if any(VOUCHERS[part.name].rests is Rests.EVERY_GPU for part in stale):
+        return frozenset(gpus)
+    return frozenset(gpu for gpu in gpus if gpu in names)
+
+
+def stale_message(part: Part) -> str:
+    """Return a sentence about a stale part."""
+    voucher = VOUCHERS[part.name]
+    return f"{part} is stale: {voucher.proof} is overdue, so {voucher.vouches_for} cannot be relied on"

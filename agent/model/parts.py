@@ -1,0 +1,53 @@
+"""The parts of the agent that vouch for something, by name."""
+
+from typing import Final
+
+from agent.model.facts.message import (
+    DEVICE_PLUGIN,
+    KERNEL_LOG,
+    KUBELET,
+    MPS,
+    NVML,
+    PODS,
+    PROBE,
+    SYSFS,
+    UEVENTS,
+)
+from agent.model.ids import SourceName
+
+GPU_PROBER: Final = SourceName("nvml-gpu")
+NVML_EVENTS: Final = SourceName("nvml-events")
+NVML_NODE: Final = SourceName("nvml-node")
+LIST_AND_WATCH: Final = SourceName("list-and-watch")
+KUBELET_COUNT: Final = SourceName("kubelet-count")
+ENGINE: Final = SourceName("engine")
+HTTP: Final = SourceName("http")
+STATE_FILE: Final = SourceName("statefile")
+EVENT_LOG: Final = SourceName("eventlog")
+EVIDENCE: Final = SourceName("evidence")
+CDI: Final = SourceName("cdi")
+CONFIG_WATCH: Final = SourceName("config-watch")
+
+__all__ = [
+    "CDI",
+    "CONFIG_WATCH",
+    "DEVICE_PLUGIN",
+    "ENGINE",
+    "EVENT_LOG",
+    "EVIDENCE",
+    "GPU_PROBER",
+    "HTTP",
+    "KERNEL_LOG",
+    "KUBELET",
+    "KUBELET_COUNT",
+    "LIST_AND_WATCH",
+    "MPS",
+    "NVML",
+    "NVML_EVENTS",
+    "NVML_NODE",
+    "PODS",
+    "PROBE",
+    "STATE_FILE",
+    "SYSFS",
+    "UEVENTS",
+]

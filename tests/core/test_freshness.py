@@ -1,0 +1,151 @@
+"""What gave no proof for too long is unknown: never early, and never because the loop stood still."""
+
+from collections.abc import Iterator, Mapping
+from itertools import accumulate, count
+
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from agent.core.freshness import (
+    VOUCHERS,
+    Expected,
+    Freshness,
+    Rests,
+    Terms,
+    looked,
+)
+from agent.model import facts
+from agent.model.facts import PartsStale
+from agent.model.health import Health, Reason
+from agent.model.ids import GpuUuid, Part
+from agent.model.parts import GPU_PROBER, KUBELET_COUNT, NVML_EVENTS, NVML_NODE
+from agent.model.policy import SECOND_NS
+from tests.core.build import U0, U1, Node, gpu, registered_node
+
+Look = tuple[int, bool]
+"""When, and whether the part was stale."""
+
+PART = Part(facts.SYSFS)
+terms = st.builds(Terms, st.integers(0, 20 * SECOND_NS), st.integers(0, 10 * SECOND_NS))
+
+
+def looks(
+    each: Terms, proofs: list[int], until_ns: int, stalls: Mapping[int, int]
+) -> Iterator[tuple[int, bool]]:
+    """Look as the engine does, whose looks of some numbers are late."""
+    freshness, now_ns = Freshness(), proofs[0]
+    for number in count():
+        proven_ns = max(at_ns for at_ns in proofs if at_ns <= now_ns)
+        freshness = looked(freshness, {PART: Expected(each, proven_ns)}, now_ns)
+        yield now_ns, bool(freshness.stale)
+        assert freshness.due_ns is not None
+        now_ns = freshness.due_ns + stalls.get(number, 0)
+        if now_ns > until_ns:
+            return
+
+
+@given(terms, st.integers(0, 10**12))
+def test_without_a_proof_it_is_stale_at_three_periods_and_its_deadline(each: Terms, begin_ns: int) -> None:
+    stale_ns = [at_ns for at_ns, stale in looks(each, [begin_ns], begin_ns + 9 * each.limit_ns, {}) if stale]
+    assert stale_ns[0] == begin_ns + each.limit_ns
+
+
+@given(terms, st.lists(st.booleans(), min_size=3, max_size=20))
+def test_a_part_that_proves_itself_in_time_is_never_stale(each: Terms, slow: list[bool]) -> None:
+    """Even if proofs take their whole deadline after two periods."""
+    gaps = [2 * each.period_ns + is_slow * each.deadline_ns for is_slow in slow]
+    proofs = list(accumulate(gaps, initial=0))
+    assert not any(stale for _, stale in looks(each, proofs, proofs[-1], {}))
+
+
+@given(
+    terms,
+    st.dictionaries(st.integers(0, 6), st.integers(1, 3600 * SECOND_NS), max_size=4),
+)
+@example(Terms(SECOND_NS, 0), {0: 3600 * SECOND_NS})
+@example(Terms(SECOND_NS, 0), {2: 3600 * SECOND_NS})
+def test_a_loop_that_stood_still_leaves_each_part_a_period(each: Terms, stalls: dict[int, int]) -> None:
+    """Nothing can be proven meanwhile: a suspended machine, or a stopped process, makes nothing stale."""
+    stood_ns = 0
+    for number, (at_ns, stale) in enumerate(looks(each, [0], 10**15, stalls)):
+        if stale:
+            assert at_ns - stood_ns >= each.least_period_ns
+            return
+        if stalls.get(number - 1, 0) >= each.least_period_ns:
+            stood_ns = at_ns
+    raise AssertionError("it was never stale")
+
+
+def test_a_restart_is_asked_for_at_once_and_then_ever_more_rarely() -> None:
+    freshness, now_ns, restarts = Freshness(), 0, []
+    each = Expected(Terms(10 * SECOND_NS, 0), 0)
+    for _ in range(200):
+        freshness = looked(freshness, {PART: each}, now_ns)
+        if freshness.restart:
+            restarts.append(now_ns // SECOND_NS)
+        assert freshness.due_ns is not None
+        now_ns = freshness.due_ns
+    assert restarts == [30, 60, 120, 240, 480, 960, 1920]
+
+
+def test_a_proof_ends_it_and_so_does_that_none_is_expected_any_more() -> None:
+    stale = Freshness()
+    for at_ns in (1, 2, 3):
+        stale = looked(stale, {PART: Expected(Terms(1, 0), 0)}, at_ns * SECOND_NS)
+    assert stale.stale == {PART}
+    assert looked(stale, {PART: Expected(Terms(1, 0), 5)}, 4 * SECOND_NS).stale == frozenset()
+    assert looked(stale, {}, 4 * SECOND_NS).stale == frozenset()
+
+
+def test_each_row_says_what_rests_on_it_and_which_task_is_restarted() -> None:
+    assert {each.rests for each in VOUCHERS.values()} == set(Rests)
+    assert all(each.vouches_for and each.proof and each.task for each in VOUCHERS.values())
+
+
+# What rests on it
+
+
+def health(node: Node) -> dict[GpuUuid, Health]:
+    return {view.gpu.uuid: view.health for view in node.snapshot().gpus}
+
+
+def test_a_gpu_with_a_stale_prober_is_unknown_until_its_next_probe() -> None:
+    node = registered_node(gpu(0), gpu(1))
+    part = Part(GPU_PROBER, U0)
+    node.tell(PartsStale(frozenset({part})))
+    assert (health(node)[U0], health(node)[U1]) == (Health.UNKNOWN, Health.HEALTHY)
+    assert [each.gpus for each in node.snapshot().findings if each.reason is Reason.NOT_PROBED] == [(U0,)]
+
+    # That nothing is expected of it any more is no proof.
+    node.tell(PartsStale(frozenset()))
+    assert health(node)[U0] is Health.UNKNOWN
+    node.tell(facts.GpuProbePassed(U0))
+    assert health(node)[U0] is Health.HEALTHY
+
+
+def test_without_ears_for_xids_every_gpu_is_unknown_whatever_its_probes_say() -> None:
+    node = registered_node(gpu(0), gpu(1))
+    node.tell(PartsStale(frozenset({Part(NVML_EVENTS)})), facts.GpuProbePassed(U0))
+    assert set(health(node).values()) == {Health.UNKNOWN}
+    assert not node.snapshot().ready
+    node.tell(PartsStale(frozenset()))
+    assert set(health(node).values()) == {Health.HEALTHY}
+
+
+def test_what_no_device_rests_on_is_named_and_takes_none_away() -> None:
+    node = registered_node(gpu(0), gpu(1))
+    node.tell(PartsStale(frozenset({Part(NVML_NODE), Part(KUBELET_COUNT), Part(facts.KERNEL_LOG)})))
+    assert set(health(node).values()) == {Health.HEALTHY}
+    named = [
+        each.message.split()[0] for each in node.snapshot().findings if each.reason is Reason.SOURCE_FAILED
+    ]
+    assert named == [str(KUBELET_COUNT), str(NVML_NODE)]
+
+
+def test_an_overdue_gpu_and_a_released_driver_have_nothing_to_prove() -> None:
+    node = registered_node(gpu(0), gpu(1))
+    assert U0 in node.state.due_gpus
+    node.tell(facts.GpuCallOverdue(U0, "nvmlDeviceGetUUID", SECOND_NS))
+    assert U0 not in node.state.due_gpus
+    node.tell(facts.DriverReleased())
+    assert node.state.due_gpus == frozenset()
