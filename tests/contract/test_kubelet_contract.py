@@ -253,7 +253,9 @@ async def test_the_kubelet_half_closes_the_watch_and_stays(kubelet: KubeletUnder
         assert spy.connections == 1
 
 
-async def test_the_kubelet_calls_itself_localhost_and_sets_no_deadline(kubelet: KubeletUnderTest) -> None:
+async def test_the_kubelet_calls_itself_localhost_and_hands_on_the_deadline_of_register_alone(
+    kubelet: KubeletUnderTest,
+) -> None:
     resource = unique_resource()
     path = kubelet.directory / _endpoint(resource)
     async with SpyPlugin(path, {OPTIONS: b"", LIST_AND_WATCH: b""}) as spy:
@@ -264,7 +266,8 @@ async def test_the_kubelet_calls_itself_localhost_and_sets_no_deadline(kubelet: 
             assert headers[":authority"] == "localhost"
             assert headers["te"] == "trailers"
             assert headers["content-type"] == "application/grpc"
-            assert "grpc-timeout" not in headers
+        assert "grpc-timeout" in spy.headers[OPTIONS]
+        assert "grpc-timeout" not in spy.headers[LIST_AND_WATCH]
 
 
 async def test_a_list_up_to_the_message_limit_is_taken(kubelet: KubeletUnderTest) -> None:
@@ -355,7 +358,7 @@ async def test_an_allocate_error_fails_the_pod_with_its_text(kubelet: KubeletUnd
         pod = await kubelet.run_pod(plugin.resource, 1)
         assert (pod.phase, pod.reason) == ("Failed", "UnexpectedAdmissionError")
         assert pod.message == (
-            "Allocate failed due to rpc error: code = FailedPrecondition "
+            "Pod was rejected: Allocate failed due to rpc error: code = FailedPrecondition "
             "desc = device a is out: drain the node, which is unexpected"
         )
 
@@ -371,9 +374,7 @@ async def test_devices_of_an_active_pod_are_not_given_out_again(kubelet: Kubelet
         kubelet.finish_pod(first)
         third = await kubelet.run_pod(plugin.resource, 3)
         assert third.running
-        pods = await listed(kubelet)
-        assert pods[f"{first.namespace}/{first.name}"] <= {"a", "b", "c"}
-        assert f"{first.namespace}/{first.name}" in pods
+        assert (await listed(kubelet))[f"{third.namespace}/{third.name}"] == {"a", "b", "c"}
 
 
 async def test_an_allocate_that_hangs_stops_every_other_pod(kubelet: KubeletUnderTest) -> None:

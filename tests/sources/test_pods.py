@@ -121,16 +121,23 @@ async def test_resources_of_others_are_not_told(
 
 
 async def test_a_finished_pod_whose_devices_were_handed_out_again_is_no_holder(
-    kubelet: EmulatedKubelet, plugin: ReferencePlugin, start: Start, recorder: Recorder
+    start: Start, recorder: Recorder
 ) -> None:
-    await kubelet.run_pod("old", "default", {"main": {GPU: 4}})
-    await start(socket_of(kubelet))
-    await told(recorder, dict.fromkeys("abcd", "default/old"))
-    kubelet.finish_pod("old", "default")
-    outcome = await kubelet.run_pod("new", "default", {"main": {GPU: 1}})
-    (taken,) = outcome.containers["main"].devices[GPU]
-    # Its other devices are not held any more either.
-    await told(recorder, {taken: "default/new"})
+    with short_directory() as directory:
+        async with (
+            EmulatedKubelet(directory / "dp", directory / "pr", version=(1, 33)) as kubelet,
+            plugin_for(kubelet) as plugin,
+        ):
+            await plugin.register()
+            await kubelet.wait_for(lambda seen: seen.allocatable(GPU) == 4)
+            await kubelet.run_pod("old", "default", {"main": {GPU: 4}})
+            await start(socket_of(kubelet))
+            await told(recorder, dict.fromkeys("abcd", "default/old"))
+            kubelet.finish_pod("old", "default")
+            outcome = await kubelet.run_pod("new", "default", {"main": {GPU: 1}})
+            (taken,) = outcome.containers["main"].devices[GPU]
+            # Its other devices are not held any more either.
+            await told(recorder, {taken: "default/new"})
 
 
 async def test_a_kubelet_that_comes_later_is_waited_for_quietly(

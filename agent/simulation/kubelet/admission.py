@@ -1,16 +1,19 @@
 """Admitting pods: picking devices and asking the plugin, one pod at a time.
 
-Guarantees (facts: kubelet items 2, 9, 10, 15):
+Guarantees (facts: kubelet items 2, 9, 10, 15, 20, 21):
 
 1. Pods are admitted strictly one after another, so an Allocate that hangs stops them all.
 2. A resource nobody registered is not checked: the pod runs without a device.
 3. Ids go out in random order, decided by the seed alone.
+4. The plugin is asked for a preference as the kubelet asks it: among the devices on the NUMA nodes of the
+   pod where those are more than enough; else those are taken, and it is asked among all with them as
+   ``must_include`` (facts: kubelet item 21).
 """
 
 import random
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol
 
 from agent.simulation.kubelet.devices import DeviceTable
@@ -38,12 +41,20 @@ class Admission:
     """Decides which devices a pod gets; the caller sees to it that one pod is admitted at a time."""
 
     def __init__(
-        self, devices: DeviceTable, pods: PodTable, endpoints: Endpoints, rng: random.Random
+        self,
+        devices: DeviceTable,
+        pods: PodTable,
+        endpoints: Endpoints,
+        rng: random.Random,
+        *,
+        numa_affinity: frozenset[int] | None,
     ) -> None:
+        """``numa_affinity`` is what the topology manager decides for each container; None: nothing."""
         self._devices = devices
         self._pods = pods
         self._endpoints = endpoints
         self._rng = rng
+        self._numa_affinity = numa_affinity
         self.allocations: deque[Allocation] = deque(maxlen=MAX_ALLOCATIONS)
         self.allocation_count = 0
 
@@ -54,7 +65,7 @@ class Admission:
                 await self._allocate(pod, container, wanted)
         except (AdmissionRefusedError, PluginCallError) as error:
             pod.phase, pod.reason = "Failed", UNEXPECTED
-            pod.message = f"Allocate failed due to {error}, which is unexpected"
+            pod.message = f"Pod was rejected: Allocate failed due to {error}, which is unexpected"
             return
         try:
             await self._pre_start(pod)
@@ -89,14 +100,23 @@ class Admission:
                 f"Requested: {amount}, Available: {len(available)}"
             )
         self._rng.shuffle(available)
-        preferred: list[str] = []
-        if client is not None and client.options.get_preferred_allocation_available:
-            answered = set(await client.preferred(available, amount))
-            preferred = [id_ for id_ in available if id_ in answered]
-        rest = [id_ for id_ in available if id_ not in set(preferred)]
-        picked = (preferred + rest)[:amount]
+        aligned = self._aligned(resource, available)
+        if amount < len(aligned):
+            picked = _first(amount, await _preferred(client, aligned, (), amount), aligned)
+        else:
+            picked = aligned
+            if amount > len(aligned):
+                preferred = await _preferred(client, available, aligned, amount)
+                picked = _first(amount, aligned, preferred, available)
         self._rng.shuffle(picked)
         return picked
+
+    def _aligned(self, resource: str, available: Sequence[str]) -> list[str]:
+        """Return the devices on the NUMA nodes of the pod; none where nothing was decided on those."""
+        affinity, devices = self._numa_affinity, self._devices.devices(resource)
+        if affinity is None or not any(devices[id_].numa_nodes for id_ in available):
+            return []
+        return [id_ for id_ in available if affinity.intersection(devices[id_].numa_nodes)]
 
     async def _ask(
         self, pod: Pod, client: PluginClient | None, resource: str, ids: list[str]
@@ -123,3 +143,18 @@ class Admission:
                     ids = list(grant.ids)
                     self._rng.shuffle(ids)
                     await client.pre_start(ids)
+
+
+async def _preferred(
+    client: PluginClient | None, available: Sequence[str], must_include: Sequence[str], amount: int
+) -> list[str]:
+    """Return what the plugin prefers of the available devices; nothing where it has no preference."""
+    if client is None or not client.options.get_preferred_allocation_available:
+        return []
+    answered = set(await client.preferred(available, must_include, amount))
+    return [id_ for id_ in available if id_ in answered]
+
+
+def _first(amount: int, *lists: Iterable[str]) -> list[str]:
+    """Return the first ids of the lists together, each once."""
+    return list(dict.fromkeys(id_ for listed in lists for id_ in listed))[:amount]

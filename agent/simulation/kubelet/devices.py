@@ -77,6 +77,13 @@ class DeviceTable:
         """Return the devices of a resource by id; none for an unknown one."""
         return self._devices.get(resource, {})
 
+    def health(self, resource: str, id_: str) -> str:
+        """Return a device's health as a pod's allocatedResourcesStatus names it (facts: kubelet item 22)."""
+        device = self.devices(resource).get(id_)
+        if device is None:
+            return "Unknown"
+        return "Healthy" if device.healthy else "Unhealthy"
+
     def healthy(self, resource: str) -> list[str]:
         """Return the ids a pod could be given, sorted so that a seed alone decides the order."""
         return sorted(id_ for id_, device in self.devices(resource).items() if device.healthy)

@@ -1,6 +1,6 @@
 """A kubelet without a node: the peer of device plugins, with the behaviour and the failures of a real one.
 
-The facts it follows are those of kubelet 1.32 to 1.36 (facts: kubelet items 1 to 17). Where a real one
+The facts it follows are those of kubelet 1.32 to 1.36 (facts: kubelet items 1 to 22). Where a real one
 looks every so often, this one acts at the event, so a reader sees a change when it happens.
 
 Guarantees:
@@ -47,6 +47,10 @@ from agent.simulation.kubelet.wire import sever
 
 DIAL_TIMEOUT_S: Final = 10.0
 """How long Register waits for the plugin's connection."""
+ACTIVE_PODS_ONLY: Final = (1, 34)
+"""From this release on PodResources lists no finished pods (gate KubeletPodResourcesListUseActivePods)."""
+HAS_ALLOCATABLE: Final = (1, 21)
+"""From this release on there is GetAllocatableResources."""
 ENDPOINT_STOP_GRACE_S: Final = 300.0
 """How long a resource keeps its capacity after its stream ended. Source: devicemanager/types.go."""
 
@@ -57,6 +61,8 @@ class EmulatedKubelet:
     ``device_plugins`` and ``pod_resources`` are the two folders, created where missing; in ``pod_logs``
     each pod has a directory. ``present``
     False leaves it down until ``start`` or the fault ``clear``. ``seed`` decides every random choice.
+    ``version`` is the Kubernetes release whose behaviour it has where releases differ. ``numa_affinity`` are
+    the NUMA nodes that a topology manager would choose for every container.
     """
 
     def __init__(
@@ -71,7 +77,10 @@ class EmulatedKubelet:
         remove_sockets: bool = True,
         checkpoint: bool = True,
         pod_logs: Path | None = None,
+        version: tuple[int, int] = (1, 36),
+        numa_affinity: frozenset[int] | None = None,
     ) -> None:
+        self._version = version
         self.device_plugins = device_plugins
         self.pod_resources = pod_resources
         self._present = present
@@ -91,7 +100,9 @@ class EmulatedKubelet:
             device_plugins, node=self._node, dial_timeout_s=dial_timeout_s, spawn=self._spawn
         )
         rng = random.Random(seed)  # noqa: S311 (a seed makes a run repeatable)
-        self._admission = Admission(self._node.devices, self._node.pods, self._registry, rng)
+        self._admission = Admission(
+            self._node.devices, self._node.pods, self._registry, rng, numa_affinity=numa_affinity
+        )
         self._faults = FaultActions(self, self._registry, device_plugins, self._spawn)
 
     async def __aenter__(self) -> Self:
@@ -109,7 +120,9 @@ class EmulatedKubelet:
     ) -> None:
         self._ending.set()
         async with self._life:
-            await self._die(kill=False, unlink=self._remove_sockets)
+            if self._process is not None and self._remove_sockets:
+                self._process.unlink()
+            await self._die(kill=False)
         tasks = tuple(self._tasks)
         for task in tasks:
             task.cancel()
@@ -221,14 +234,14 @@ class EmulatedKubelet:
             await self._live(refusing_s=0.0)
 
     async def stop(self, *, kill: bool = False) -> None:
-        """Stop, unless it is down; killed, it leaves kubelet.sock refusing connections."""
+        """Stop, unless it is down; kubelet.sock stays and refuses connections (facts: kubelet item 19)."""
         async with self._life:
-            await self._die(kill=kill, unlink=not kill)
+            await self._die(kill=kill)
 
     async def restart(self, *, downtime_s: float = 0.0, kill: bool = False, refusing_s: float = 0.0) -> None:
         """Stop and start again; returns when the new kubelet.sock accepts connections."""
         async with self._life:
-            await self._die(kill=kill, unlink=not kill)
+            await self._die(kill=kill)
             await self._pause(downtime_s)
             await self._live(refusing_s=refusing_s)
 
@@ -238,7 +251,15 @@ class EmulatedKubelet:
         process = KubeletProcess(self.device_plugins, self.pod_resources)
         services = (
             (REGISTRATION, registration_methods(self._registry, process.peer)),
-            (POD_RESOURCES, pod_resources_methods(self._node.devices, self._node.pods)),
+            (
+                POD_RESOURCES,
+                pod_resources_methods(
+                    self._node.devices,
+                    self._node.pods,
+                    lists_finished=self._version < ACTIVE_PODS_ONLY,
+                    has_allocatable=self._version >= HAS_ALLOCATABLE,
+                ),
+            ),
         )
         self._node.kubelet_started(first=self._starts == 0)
         try:
@@ -255,13 +276,11 @@ class EmulatedKubelet:
         self._up.set()
         self._node.watchers.look()
 
-    async def _die(self, *, kill: bool, unlink: bool) -> None:
+    async def _die(self, *, kill: bool) -> None:
         process = self._process
         if process is None:
             return
         self._up.clear()
-        if unlink:
-            process.unlink()
         process.close(kill=kill)
         if kill:
             for client in self._registry.live():
@@ -310,19 +329,19 @@ class EmulatedKubelet:
             self._node.pods.remove(name, namespace)
             return None
         self._node.pods_changed()
-        return pod.outcome()
+        return pod.outcome(self._node.devices)
 
     def pod(self, name: str, namespace: str) -> PodOutcome:
         """Return a pod as it is now; raises UsageError where there is none."""
-        return self._node.pods.get(name, namespace).outcome()
+        return self._node.pods.get(name, namespace).outcome(self._node.devices)
 
     @property
     def pods(self) -> tuple[PodOutcome, ...]:
         """Every pod of the node, finished ones included, oldest first."""
-        return tuple(pod.outcome() for pod in self._node.pods.all())
+        return tuple(pod.outcome(self._node.devices) for pod in self._node.pods.all())
 
     def finish_pod(self, name: str, namespace: str, *, failed: bool = False) -> None:
-        """End a pod; it stays listed with its devices, which can be given out again."""
+        """End a pod; its devices can be given out again."""
         self._node.pods.get(name, namespace).phase = "Failed" if failed else "Succeeded"
         self._node.pods_changed()
 

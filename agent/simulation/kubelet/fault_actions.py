@@ -60,6 +60,9 @@ class FaultActions:
                 await self._life.restart(downtime_s=downtime, kill=how == "kill", refusing_s=refusing)
             case f.Race():
                 await self._race(fault)
+            case f.Forget():
+                for client in self._live(fault.resource):
+                    self._registry.forget_endpoint(client)
             case f.MessageLimit(limit=limit):
                 self._limit_messages(limit)
             case f.OtherVersion(version=version):

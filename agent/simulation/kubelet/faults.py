@@ -14,7 +14,7 @@ from agent.errors import UsageError
 
 Seconds = NewType("Seconds", float)
 Down = Literal["graceful", "kill"]
-"""Whether a kubelet that goes takes kubelet.sock along, or leaves it refusing connections."""
+"""Whether a kubelet that goes ends its calls or loses its connections; kubelet.sock stays either way."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +82,13 @@ class Race:
 
 
 @dataclass(frozen=True, slots=True)
+class Forget:
+    """Forget the plugin of one or all resources, and leave its ListAndWatch stream open."""
+
+    resource: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class MessageLimit:
     """Lower the limit on a ListAndWatch message to ``limit`` bytes; over it the stream ends."""
 
@@ -118,6 +125,7 @@ Fault: TypeAlias = (
     | DeleteSockets
     | Restart
     | Race
+    | Forget
     | MessageLimit
     | OtherVersion
     | Absent
@@ -132,6 +140,7 @@ FAULTS: Final[Mapping[str, type[Fault]]] = {
     "delete_sockets": DeleteSockets,
     "restart": Restart,
     "race": Race,
+    "forget": Forget,
     "message_limit": MessageLimit,
     "other_version": OtherVersion,
     "absent": Absent,

@@ -2,7 +2,8 @@
 
 Guarantees (facts: kubelet items 1, 6 to 9):
 
-1. The dial blocks until the plugin's HTTP/2 settings arrived, or its time is over.
+1. The dial blocks until the plugin's HTTP/2 settings arrived, or its time is over. Dial and options end at
+   the deadline of the Register call, where it has one (facts: kubelet item 18).
 2. ListAndWatch is one call that is never retried; each message replaces the list.
 3. Allocate and GetPreferredAllocation have no deadline, PreStartContainer has 30 s.
 """
@@ -36,6 +37,8 @@ class PluginClient:
         self.generation = generation
         self.options = plugin_pb.DevicePluginOptions()
         self.stopped = False
+        self.forgotten = False
+        """Its stream is open, and the kubelet no longer takes anything from it."""
         self._channel = open_channel(path)
         self.stub = PluginStub(self._channel)
         self._stream: Any = None
@@ -48,15 +51,20 @@ class PluginClient:
         """The socket's base name, as it was registered."""
         return self.path.name
 
-    async def connect(self, timeout_s: float) -> None:
-        """Dial, then ask for the options; raises PluginCallError with the kubelet's text."""
+    async def connect(self, timeout_s: float, *, within_s: float | None = None) -> None:
+        """Dial for ``timeout_s``, then ask for the options, both ``within_s``.
+
+        Raises PluginCallError with the kubelet's text.
+        """
+        began = time.monotonic()
         try:
-            async with asyncio.timeout(timeout_s):
+            async with asyncio.timeout(timeout_s if within_s is None else min(timeout_s, within_s)):
                 await self._channel.channel_ready()
         except TimeoutError:
             raise PluginCallError("failed to dial device plugin: context deadline exceeded") from None
+        left_s = None if within_s is None else max(0.0, within_s - (time.monotonic() - began))
         try:
-            self.options = await self.stub.GetDevicePluginOptions(plugin_pb.Empty())
+            self.options = await self.stub.GetDevicePluginOptions(plugin_pb.Empty(), timeout=left_s)
         except grpc.aio.AioRpcError as error:
             raise PluginCallError(f"failed to get device plugin options: {go_error(error)}") from None
 
@@ -110,12 +118,14 @@ class PluginClient:
         response: plugin_pb.ContainerAllocateResponse = answer.container_responses[0]
         return response
 
-    async def preferred(self, available: Sequence[str], size: int) -> list[str]:
+    async def preferred(self, available: Sequence[str], must_include: Sequence[str], size: int) -> list[str]:
         """Call GetPreferredAllocation for one container, without a deadline; raises PluginCallError."""
         request = plugin_pb.PreferredAllocationRequest(
             container_requests=[
                 plugin_pb.ContainerPreferredAllocationRequest(
-                    available_deviceIDs=available, allocation_size=size
+                    available_deviceIDs=available,
+                    must_include_deviceIDs=must_include,
+                    allocation_size=size,
                 )
             ]
         )

@@ -3,7 +3,7 @@
 Invariants (facts: kubelet items 6, 14, 16, 17):
 
 1. An active (pending or running) pod keeps its devices, whatever becomes of their health.
-2. A finished pod stays listed with its devices until it is deleted, though they may be given out again.
+2. A finished pod keeps the names of its devices until it is deleted, though they may be given out again.
 """
 
 from collections.abc import Iterable, Mapping
@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 
 from agent.errors import AgentError, UsageError
+from agent.simulation.kubelet.devices import DeviceTable
 from agent.simulation.kubelet.records import (
     MAX_PODS,
     ContainerOutcome,
@@ -57,9 +58,9 @@ class Pod:
         """Whether its devices are taken."""
         return self.phase in ("Pending", "Running")
 
-    def outcome(self) -> PodOutcome:
+    def outcome(self, devices: DeviceTable) -> PodOutcome:
         """Return the pod as its status and its containers show it."""
-        containers = {name: _container(self.grants.get(name, {})) for name in self.requests}
+        containers = {name: _container(self.grants.get(name, {}), devices) for name in self.requests}
         return PodOutcome(
             self.name, self.namespace, self.phase, self.reason, self.message, MappingProxyType(containers)
         )
@@ -116,7 +117,7 @@ class PodTable:
         }
 
 
-def _container(grants: Mapping[str, Grant]) -> ContainerOutcome:
+def _container(grants: Mapping[str, Grant], known: DeviceTable) -> ContainerOutcome:
     answers = [grant.answer for grant in grants.values()]
     envs: dict[str, str] = {}
     annotations: dict[str, str] = {}
@@ -125,6 +126,12 @@ def _container(grants: Mapping[str, Grant]) -> ContainerOutcome:
         annotations.update(answer.annotations)
     return ContainerOutcome(
         devices=MappingProxyType({resource: grant.ids for resource, grant in grants.items()}),
+        health=MappingProxyType(
+            {
+                resource: {id_: known.health(resource, id_) for id_ in grant.ids}
+                for resource, grant in grants.items()
+            }
+        ),
         envs=MappingProxyType(envs),
         annotations=MappingProxyType(annotations),
         mounts=tuple(

@@ -137,9 +137,13 @@ class DeviceSpecView:
 
 @dataclass(frozen=True, slots=True)
 class ContainerOutcome:
-    """What a container got: device ids by resource, and the Allocate answers put together."""
+    """What a container got: device ids by resource, and the Allocate answers put together.
+
+    ``health`` is each device's health now, by resource and id, as allocatedResourcesStatus shows it.
+    """
 
     devices: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    health: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     envs: Mapping[str, str] = field(default_factory=dict)
     annotations: Mapping[str, str] = field(default_factory=dict)
     mounts: tuple[MountView, ...] = ()

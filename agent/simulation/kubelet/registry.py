@@ -1,9 +1,10 @@
 """Who is registered: the kubelet's Register call, its clients by resource name, and their streams.
 
-Guarantees (facts: kubelet items 1 to 3; kubernetes pkg/kubelet/cm/devicemanager/plugin/v1beta1):
+Guarantees (facts: kubelet items 1 to 3 and 18; kubernetes pkg/kubelet/cm/devicemanager/plugin/v1beta1):
 
-1. Register answers only after the plugin was dialled and gave its options; a caller that stops waiting
-   does not stop the kubelet.
+1. Register answers only after the plugin was dialled and gave its options, all within the caller's
+   deadline. A Register that fails, or whose caller goes away meanwhile, makes the kubelet forget the
+   client of that name, also an earlier one, whose end it then no longer notices.
 2. Clients are kept by resource name alone. When a stream ends, the client registered under its name at
    that moment is disconnected, even if it is a newer one: this is the re-registration race.
 3. A stream that ended is never tried again.
@@ -117,17 +118,25 @@ class Registry:
         """Return the clients with a stream, of one resource or all."""
         return [client for name, client in self._clients.items() if resource in (None, name)]
 
-    async def register(self, request: Any, authority: str | None, pid: int | None) -> str | None:
-        """Serve one Register call; return the error's text, or None."""
+    async def register(
+        self, request: Any, authority: str | None, pid: int | None, *, within_s: float | None = None
+    ) -> str | None:
+        """Serve one Register call; return the error's text, or None. ``within_s`` is its deadline."""
         task = self._spawn(
-            self._register(request, authority, pid), f"kubelet-register-{request.resource_name}"
+            self._register(request, authority, pid, within_s), f"kubelet-register-{request.resource_name}"
         )
         self._registering.add(task)
-        task.add_done_callback(self._registering.discard)
-        error: str | None = await asyncio.shield(task)
+        task.add_done_callback(self._has_answered)
+        error: str | None = await task
         return error
 
-    async def _register(self, request: Any, authority: str | None, pid: int | None) -> str | None:
+    def _has_answered(self, task: asyncio.Task[Any]) -> None:
+        self._registering.discard(task)
+        self._node.watchers.look()
+
+    async def _register(
+        self, request: Any, authority: str | None, pid: int | None, within_s: float | None
+    ) -> str | None:
         received_at_ns = time.monotonic_ns()
         error: str | None = None
         generation: int | None = None
@@ -135,7 +144,8 @@ class Registry:
             delay = self.faults.next_delay()
             await asyncio.sleep(delay.register)
             self._check(request)
-            generation = (await self._connect(request.resource_name, request.endpoint, delay.dial)).generation
+            client = await self._connect(request.resource_name, request.endpoint, delay.dial, within_s)
+            generation = client.generation
         except (RegistrationRefusedError, PluginCallError) as refusal:
             error = str(refusal)
         self.registration_count += 1
@@ -170,17 +180,18 @@ class Registry:
         if refusal is not None:
             raise RegistrationRefusedError(refusal)
 
-    async def _connect(self, resource: str, endpoint: str, delay_s: float) -> PluginClient:
+    async def _connect(
+        self, resource: str, endpoint: str, delay_s: float, within_s: float | None = None
+    ) -> PluginClient:
         self._generation += 1
         client = PluginClient(resource, self._socket_path(endpoint), self._generation)
         self._open[client] = None
         self._clients[resource] = client
         try:
             await asyncio.sleep(delay_s)
-            await client.connect(self._dial_timeout_s)
+            await client.connect(self._dial_timeout_s, within_s=within_s)
         except BaseException:
-            # By name, as the kubelet does: it forgets the earlier client of this resource too, whose
-            # end it then no longer notices.
+            # By name, as the kubelet does: it forgets the earlier client of this resource too.
             self._clients.pop(resource, None)
             await self._close(client)
             raise
@@ -210,6 +221,8 @@ class Registry:
         await self._close(current)
 
     def _take(self, client: PluginClient, data: bytes, at_ns: int) -> str | None:
+        if client.forgotten:
+            return None
         limit = self.faults.message_limit_bytes
         if len(data) > limit:
             return (
@@ -245,6 +258,13 @@ class Registry:
         """
         await self._connect(client.resource, client.endpoint, 0.0)
         client.cancel_stream("overtaken by a second registration (simulated)")
+
+    def forget_endpoint(self, client: PluginClient) -> None:
+        """Have nothing of a plugin any more, and leave its stream open."""
+        client.forgotten = True
+        self._clients.pop(client.resource, None)
+        self._endpoints.pop(client.resource, None)
+        self._node.disconnected(client.resource)
 
     def hold_end(self, resource: str) -> None:
         """Notice the end of this resource's stream only after its next registration."""

@@ -1,5 +1,6 @@
 """What the kubelet serves: Registration on kubelet.sock, PodResourcesLister on the pod-resources socket."""
 
+import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final
 
@@ -15,6 +16,9 @@ from agent.simulation.stubs.podresources.v1 import api_pb2 as pods_pb
 
 REGISTRATION: Final = "v1beta1.Registration"
 POD_RESOURCES: Final = "v1.PodResourcesLister"
+PODS_PER_SECOND: Final = 100
+PODS_BURST: Final = 10
+"""Calls to PodResources that are answered; further ones are refused."""
 
 
 def registration_methods(registry: Registry, peer: Callable[[str], Peer | None]) -> Mapping[str, Any]:
@@ -23,7 +27,7 @@ def registration_methods(registry: Registry, peer: Callable[[str], Peer | None])
     async def register(request: Any, context: Any) -> Any:
         caller = peer(context.peer())
         authority, pid = (caller.tap.authority, caller.pid) if caller is not None else (None, None)
-        error = await registry.register(request, authority, pid)
+        error = await registry.register(request, authority, pid, within_s=context.time_remaining())
         if error is not None:
             await context.abort(grpc.StatusCode.UNKNOWN, error)
         return plugin_pb.Empty()
@@ -31,13 +35,35 @@ def registration_methods(registry: Registry, peer: Callable[[str], Peer | None])
     return {"Register": unary_method(register, plugin_pb.RegisterRequest, plugin_pb.Empty)}
 
 
-def pod_resources_methods(devices: DeviceTable, pods: PodTable) -> Mapping[str, Any]:
+class _RateLimit:
+    """A token bucket. Source: kubernetes pkg/kubelet/apis/podresources/constants.go, grpc/ratelimit.go."""
+
+    def __init__(self) -> None:
+        self._tokens, self._at = float(PODS_BURST), time.monotonic()
+
+    async def __call__(self, context: Any) -> None:
+        """Answer with an error where the bucket is empty."""
+        now = time.monotonic()
+        self._tokens = min(PODS_BURST, self._tokens + (now - self._at) * PODS_PER_SECOND)
+        self._at = now
+        if self._tokens < 1:
+            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "rejected by rate limit")
+        self._tokens -= 1
+
+
+def pod_resources_methods(
+    devices: DeviceTable, pods: PodTable, *, lists_finished: bool, has_allocatable: bool
+) -> Mapping[str, Any]:
     """Return the PodResourcesLister service (facts: kubelet items 14 and 17)."""
+    limit = _RateLimit()
 
     async def list_pods(request: Any, context: Any) -> Any:  # noqa: ARG001 (gRPC's signature)
-        return pods_pb.ListPodResourcesResponse(pod_resources=[_pod(pod) for pod in pods.all()])
+        await limit(context)
+        listed = [_pod(pod) for pod in pods.all() if pod.active or lists_finished]
+        return pods_pb.ListPodResourcesResponse(pod_resources=listed)
 
     async def get_allocatable(request: Any, context: Any) -> Any:  # noqa: ARG001
+        await limit(context)
         entries = [
             entry
             for resource in devices.resources
@@ -47,6 +73,7 @@ def pod_resources_methods(devices: DeviceTable, pods: PodTable) -> Mapping[str, 
         return pods_pb.AllocatableResourcesResponse(devices=entries)
 
     async def get(request: Any, context: Any) -> Any:
+        await limit(context)
         pod = pods.find(request.pod_name, request.pod_namespace)
         if pod is None:
             text = f"pod {request.pod_name} in namespace {request.pod_namespace} not found"
@@ -54,13 +81,15 @@ def pod_resources_methods(devices: DeviceTable, pods: PodTable) -> Mapping[str, 
             raise AssertionError("abort raises")
         return pods_pb.GetPodResourcesResponse(pod_resources=_pod(pod))
 
-    return {
+    methods = {
         "List": unary_method(list_pods, pods_pb.ListPodResourcesRequest, pods_pb.ListPodResourcesResponse),
-        "GetAllocatableResources": unary_method(
-            get_allocatable, pods_pb.AllocatableResourcesRequest, pods_pb.AllocatableResourcesResponse
-        ),
         "Get": unary_method(get, pods_pb.GetPodResourcesRequest, pods_pb.GetPodResourcesResponse),
     }
+    if has_allocatable:
+        methods["GetAllocatableResources"] = unary_method(
+            get_allocatable, pods_pb.AllocatableResourcesRequest, pods_pb.AllocatableResourcesResponse
+        )
+    return methods
 
 
 def _pod(pod: Pod) -> pods_pb.PodResources:

@@ -68,7 +68,7 @@ def test_resources_are_bounded() -> None:
 async def test_what_is_remembered_is_bounded(kubelet: EmulatedKubelet) -> None:
     request = pb.RegisterRequest(version="v0", endpoint="x.sock", resource_name=GPU)
     for _ in range(MAX_REGISTRATIONS + 5):
-        await kubelet._registry._register(request, None, None)
+        await kubelet._registry._register(request, None, None, None)
     assert len(kubelet.registrations) == MAX_REGISTRATIONS
     assert kubelet.statistics().registrations == MAX_REGISTRATIONS + 5
     assert kubelet._registry.lists.maxlen == kubelet._registry.stream_ends.maxlen == MAX_LISTS

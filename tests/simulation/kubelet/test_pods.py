@@ -111,18 +111,84 @@ async def test_a_pod_gets_what_the_plugin_answered_for_each_container(
     assert [spec.container_path for spec in two.device_specs] == ["/dev/null"]
 
 
-async def test_a_finished_pod_is_listed_until_it_is_deleted(
+@pytest.mark.parametrize(("version", "lists_finished"), [((1, 33), True), ((1, 34), False)])
+async def test_a_finished_pod_is_listed_by_older_kubelets_alone_until_it_is_deleted(
+    tmp_path: Path, version: tuple[int, int], *, lists_finished: bool
+) -> None:
+    async with (
+        EmulatedKubelet(tmp_path / "dp", tmp_path / "pr", version=version) as kubelet,
+        plugin_for(kubelet) as plugin,
+    ):
+        await plugin.register()
+        await kubelet.wait_for(lambda seen: seen.allocatable(GPU) == 4)
+        sockets = PodResources(kubelet.pod_resources)
+        await kubelet.run_pod("old", "default", {"main": {GPU: 4}})
+        kubelet.finish_pod("old", "default")
+        assert (await kubelet.run_pod("new", "default", {"main": {GPU: 4}})).running
+        assert set(await sockets.listed()) == {"default/new"} | ({"default/old"} if lists_finished else set())
+        assert {each.pod for each in kubelet.devices(GPU).values()} == {"default/new"}
+        kubelet.delete_pod("old", "default")
+        assert set(await sockets.listed()) == {"default/new"}
+
+
+async def test_more_calls_than_the_rate_limit_are_refused_until_it_is_over(kubelet: EmulatedKubelet) -> None:
+    sockets = PodResources(kubelet.pod_resources)
+    answers = await asyncio.gather(*(sockets.listed() for _ in range(60)), return_exceptions=True)
+    refused = [each for each in answers if isinstance(each, grpc.aio.AioRpcError)]
+    assert {(each.code(), each.details()) for each in refused} == {
+        (grpc.StatusCode.RESOURCE_EXHAUSTED, "rejected by rate limit")
+    }
+    while True:
+        try:
+            assert await sockets.listed() == {}
+        except grpc.aio.AioRpcError:
+            continue
+        break
+
+
+@pytest.mark.parametrize(
+    ("affinity", "amount", "asked"),
+    [
+        (None, 2, [({"a", "b", "c", "d"}, set(), 2)]),
+        ({0}, 1, [({"a", "b"}, set(), 1)]),
+        ({0}, 2, []),
+        ({0}, 3, [({"a", "b", "c", "d"}, {"a", "b"}, 3)]),
+        ({0, 1}, 3, [({"a", "b", "c", "d"}, set(), 3)]),
+        ({7}, 1, [({"a", "b", "c", "d"}, set(), 1)]),
+    ],
+)
+async def test_a_preference_is_asked_for_among_the_devices_on_the_nodes_of_the_pod(
+    tmp_path: Path, affinity: set[int] | None, amount: int, asked: list[tuple[set[str], set[str], int]]
+) -> None:
+    nodes = None if affinity is None else frozenset(affinity)
+    async with (
+        EmulatedKubelet(tmp_path / "dp", tmp_path / "pr", numa_affinity=nodes) as kubelet,
+        plugin_for(kubelet, preferred=True) as plugin,
+    ):
+        await plugin.register()
+        await kubelet.wait_for(lambda seen: seen.allocatable(GPU) == 4)
+        pod = await kubelet.run_pod("job", "default", {"main": {GPU: amount}})
+    requests = [
+        request.container_requests[0] for name, request in plugin.calls if name == "GetPreferredAllocation"
+    ]
+    assert [
+        (set(each.available_deviceIDs), set(each.must_include_deviceIDs), each.allocation_size)
+        for each in requests
+    ] == asked
+    given = set(pod.containers["main"].devices[GPU])
+    assert len(given) == amount
+    if affinity == {0}:
+        assert given <= {"a", "b"} or given >= {"a", "b"}
+
+
+async def test_a_running_pod_shows_what_became_of_its_devices(
     kubelet: EmulatedKubelet, plugin: ReferencePlugin
 ) -> None:
-    sockets = PodResources(kubelet.pod_resources)
-    await kubelet.run_pod("old", "default", {"main": {GPU: 4}})
-    kubelet.finish_pod("old", "default")
-    assert (await kubelet.run_pod("new", "default", {"main": {GPU: 4}})).running
-    everything = {"a", "b", "c", "d"}
-    assert await sockets.listed() == {"default/old": everything, "default/new": everything}
-    assert {each.pod for each in kubelet.devices(GPU).values()} == {"default/new"}
-    kubelet.delete_pod("old", "default")
-    assert set(await sockets.listed()) == {"default/new"}
+    await kubelet.run_pod("job", "default", {"main": {GPU: 4}})
+    await plugin.send(four("a")[:3])
+    await kubelet.wait_for(lambda seen: seen.capacity(GPU) == 3)
+    shown = {"a": "Unhealthy", "b": "Healthy", "c": "Healthy", "d": "Unknown"}
+    assert kubelet.pod("job", "default").containers["main"].health == {GPU: shown}
 
 
 async def test_pod_resources_list_each_device_by_itself_with_its_numa_node(
