@@ -60,7 +60,14 @@ def in_use() -> Node:
         memory(user(80, None), on=U1, used=0),
         seen(
             process(1, hold(U0, 0), hold(U1, 0), comm="gpu-agent", is_agent=True, partial=True),
-            process(80, hold(U1, 1, freed=3), comm="dcgm-exporter", partial=True, since_ns=80 * S),
+            process(
+                80,
+                hold(U1, 1, freed=3),
+                comm="dcgm-exporter",
+                service="dcgm-exporter",
+                partial=True,
+                since_ns=80 * S,
+            ),
             process(4711, hold(U0, 2), pod=POD_A, comm="train", since_ns=60 * S),
             orphans=[orphan(4000, 4711)],
             totals=(GpuTotal(U0, 2, 6), GpuTotal(U1, 2, 1)),

@@ -117,7 +117,7 @@ def _gpu(index: int | None) -> str:
 
 
 def _pod(process: dict[str, Any]) -> str:
-    return str(process["pod"]) if process["owner"] == "pod" else NONE
+    return str(process["pod"] or {"host": NONE}.get(process["owner"], UNKNOWN))
 
 
 def _age(moment_ns: int, now_ns: int) -> str:

@@ -24,6 +24,7 @@ from agent.config.values import duration_from
 from agent.core.wording import counted
 from agent.errors import AgentError, AgentUnreachableError, ProbeLoadError, UsageError
 from agent.log import wall_time_of
+from agent.model.usage import ProcessLook
 from agent.probe import kernel
 from agent.probe.driver_calls import DriverCall, named
 from agent.probe.kernel import Majors, Roots
@@ -123,7 +124,7 @@ def _watched(pid: int) -> int:
 
 def _name(pid: int) -> str:
     look = look_at(Path("/proc"), pid)
-    return f"process {pid}" if look is None else f"{look.comm} ({pid})"
+    return f"{look.comm} ({pid})" if isinstance(look, ProcessLook) else f"process {pid}"
 
 
 def _interrupt(_number: int, _frame: object) -> NoReturn:

@@ -63,6 +63,14 @@ OUR_OPTIONS: Final = (
         needs_restart=True,
     ),
     ours(
+        "kubelet-cgroup-root",
+        "/",
+        path_from,
+        "DIR",
+        "The kubelet's --cgroup-root: only processes in cgroups below its kubepods are taken for a pod's",
+        needs_restart=True,
+    ),
+    ours(
         "probe-tier",
         "auto",
         choice("auto", "driver", "syscalls", "procfs", "off"),

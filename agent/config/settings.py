@@ -75,6 +75,7 @@ class Settings(NamedTuple):
     kubelet_socket: str
     """Empty: serve but do not register."""
     pod_resources_socket: str
+    kubelet_cgroup_root: str
     pod_logs_dir: str
     probe_tier: ProbeTier
     probe_loader: ProbeLoader

@@ -17,7 +17,7 @@ from agent.model import facts
 from agent.model.health import ConditionKey, LeakKind, Reason
 from agent.model.ids import Placement, SourceName
 from agent.model.policy import SECOND_NS
-from agent.model.usage import ProcessUse
+from agent.model.usage import PodRef, ProcessUse
 
 USAGE_KNOWN_FOR_NS: Final = 90 * SECOND_NS
 """An older picture is no knowledge; its source tells one every 30 s at least."""
@@ -43,7 +43,7 @@ def with_findings(old: State, state: State, now_ns: int) -> State:
 
 def pods_seen(state: State, fact: facts.PodsSeen, now_ns: int) -> State:
     """Take the pods that live. One that is gone keeps its name for as long as a process of it is there."""
-    used = {process.look.pod.uid for process in _processes(state) if process.look.pod is not None}
+    used = {process.look.pod.uid for process in _processes(state) if isinstance(process.look.pod, PodRef)}
     gone = {
         uid: replace(pod, alive=False)
         for uid, pod in (state.pods_seen or {}).items()

@@ -12,7 +12,6 @@ from typing import Final, NamedTuple
 from agent.core.growth import Name, Windows, growth
 from agent.core.ownership import (
     Given,
-    comms_of,
     holding,
     is_given,
     is_in_use,
@@ -20,6 +19,7 @@ from agent.core.ownership import (
     is_service,
     name_of,
     places_of,
+    pod_name,
     unclaimed_bytes,
     user_of,
 )
@@ -30,7 +30,9 @@ from agent.model.usage import (
     GpuHold,
     GpuMemory,
     MemoryUser,
+    NoPod,
     Orphan,
+    PodRef,
     Pods,
     ProcessKey,
     ProcessLook,
@@ -100,12 +102,12 @@ class Scene:
 
     def is_free(self, process: ProcessUse) -> bool:
         """Return whether a process is one of which nothing is told."""
-        return is_service(process, self.policy.allowed)
+        return is_service(process, self.policy.allowed, self.policy.namespaces, self.pods)
 
     def lives(self, process: ProcessUse) -> bool | None:
         """Return whether the pod of a process lives; None: not known. A process in no pod has none."""
         pod = process.look.pod
-        if pod is None or self.pods is None:
+        if not isinstance(pod, PodRef) or self.pods is None:
             return None
         seen = self.pods.get(pod.uid)
         if seen is None:
@@ -165,7 +167,7 @@ def _pod_gone(scene: Scene) -> Seen:
     return [
         _suspect(LeakKind.POD_GONE, process, hold, scene, for_ns, known=lives is False)
         for process in scene.watched
-        if process.look.pod is not None and (lives := scene.lives(process)) is not True
+        if isinstance(process.look.pod, PodRef) and (lives := scene.lives(process)) is not True
         for hold in process.holds
     ]
 
@@ -235,14 +237,14 @@ def _is_foreign(process: ProcessUse, hold: GpuHold, given: Given, scene: Scene) 
     is_used = is_in_use(process, hold, memory)
     if is_used is False:
         return False
-    if process.look.pod is not None:
+    if isinstance(process.look.pod, PodRef):
         lives = scene.lives(process)
         if not lives:
             return None if lives is None else False
         places = places_of(hold, user_of(memory, process.key.pid))
         if is_given(given, places, name_of(process.look.pod, scene.pods)):
             return False
-    return is_used
+    return is_used if process.look.pod is not NoPod.UNKNOWN else None
 
 
 _UNTOLD: Final = GpuMemory(used_bytes=None, total_bytes=None)
@@ -322,11 +324,11 @@ def prepared(scene: Scene) -> Scene:
     if scene.usage is None:
         return scene
     growing = {}
-    allowed, servers = comms_of(scene.policy.allowed), comms_of(scene.policy.servers)
-    watched = tuple(
-        [each for each in scene.usage.processes if not each.is_agent and each.look.comm not in allowed]
+    policy = scene.policy
+    watched = tuple([each for each in scene.usage.processes if not scene.is_free(each)])
+    workers = tuple(
+        [each for each in watched if not is_service(each, policy.servers, policy.namespaces, scene.pods)]
     )
-    workers = tuple([each for each in watched if each.look.comm not in servers])
     if scene.windows:
         for process in workers:
             for hold in process.holds:
@@ -395,8 +397,8 @@ def _culprit(look: ProcessLook, hold: GpuHold | None, scene: Scene, since_ns: in
         pid=look.key.pid,
         start_ticks=look.key.start_ticks,
         comm=look.comm,
-        owner="host" if look.pod is None else "pod",
-        pod=None if look.pod is None else name_of(look.pod, scene.pods),
+        owner=look.owner,
+        pod=pod_name(look, scene.pods),
         state=look.state,
         killable=is_killable(look),
         contexts=None if hold is None else hold.contexts,

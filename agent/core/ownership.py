@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Final, Literal
+from typing import Final
 
 from agent.model.gpu import Gpu
 from agent.model.ids import ALL, DeviceId, GpuUuid, Placement
@@ -21,6 +21,7 @@ from agent.model.usage import (
     GpuHold,
     GpuMemory,
     MemoryUser,
+    Owner,
     PodRef,
     Pods,
     ProcessInfo,
@@ -56,9 +57,22 @@ def is_given(given_to: Given, places: Iterable[Placement], pod: str) -> bool:
     return False
 
 
-def is_service(process: ProcessUse, allowed: AbstractSet[str]) -> bool:
-    """Return whether a process is the agent or on a list of names, which may be longer than a comm."""
-    return process.is_agent or process.look.comm in comms_of(frozenset(allowed))
+def is_service(
+    process: ProcessUse, names: frozenset[str], namespaces: AbstractSet[str], pods: Pods | None
+) -> bool:
+    """Return whether a process is the agent, or one that root or a cluster's administrator started by a name.
+
+    What a process calls itself counts in a pod of one of these namespaces alone, and where the rest could not
+    be read.
+    """
+    look = process.look
+    if process.is_agent:
+        return True
+    is_named = look.comm in comms_of(names)
+    if isinstance(look.pod, PodRef):
+        seen = None if pods is None else pods.get(look.pod.uid)
+        return is_named and (pods is None or (seen is not None and seen.namespace in namespaces))
+    return is_named if look.started_as is None else not names.isdisjoint(look.started_as)
 
 
 @lru_cache(maxsize=8)
@@ -108,6 +122,11 @@ def user_of(memory: GpuMemory | None, pid: int) -> MemoryUser | None:
     return memory.users[at] if at < len(memory.users) and memory.users[at].pid == pid else None
 
 
+def pod_name(look: ProcessLook, pods: Pods | None) -> str | None:
+    """Return the name of a process's pod; None: it has none, or that is not known."""
+    return name_of(look.pod, pods) if isinstance(look.pod, PodRef) else None
+
+
 def name_of(pod: PodRef, pods: Pods | None) -> str:
     """Return ``namespace/name`` of a pod, or its UID where the name is not known."""
     seen = None if pods is None else pods.get(pod.uid)
@@ -120,8 +139,6 @@ def is_killable(look: ProcessLook) -> bool:
 
 
 # For people
-
-Owner = Literal["pod", "host", "unknown"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,18 +251,18 @@ def _holders(snapshot: Snapshot, gpu: GpuUuid, place: Placement) -> tuple[Holder
 
 
 def _holder(snapshot: Snapshot, process: ProcessUse, hold: GpuHold, user: MemoryUser | None) -> Holder:
-    look = process.look
+    look, policy = process.look, snapshot.policy.leaks
     return Holder(
         pid=look.key.pid,
         start_ticks=look.key.start_ticks,
         comm=look.comm,
-        owner="host" if look.pod is None else "pod",
-        pod=None if look.pod is None else name_of(look.pod, snapshot.pods_seen),
+        owner=look.owner,
+        pod=pod_name(look, snapshot.pods_seen),
         state=look.state,
         contexts=hold.contexts,
         used_bytes=None if user is None else user.used_bytes,
         since_ns=process.since_ns,
-        service=is_service(process, snapshot.policy.leaks.allowed),
+        service=is_service(process, policy.allowed, policy.namespaces, snapshot.pods_seen),
         partial=process.partial,
         is_agent=process.is_agent,
     )

@@ -18,6 +18,7 @@ from agent.model.usage import (
     MAX_HOLDERS,
     GpuHold,
     GpuTotal,
+    NoPod,
     Orphan,
     ProcessKey,
     ProcessLook,
@@ -252,8 +253,9 @@ class UseRecords:
                     counts[gpu] = None
         for gpu, names in files.items():
             holders = {key for name in names for key in self._holders_of(name)}
+            look = process.look or ProcessLook(process.key, "", "", "", NoPod.UNKNOWN)
             yield Orphan(
-                owner=replace(process.look or ProcessLook(process.key, "", "", "", None), state=GONE),
+                owner=replace(look, state=GONE),
                 ended_ns=ended_ns,
                 gpu=gpu,
                 clients=len(names),

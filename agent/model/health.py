@@ -5,7 +5,7 @@ from enum import StrEnum
 from typing import Literal, NamedTuple
 
 from agent.model.ids import Placement, SourceName
-from agent.model.usage import Certainty
+from agent.model.usage import Certainty, Owner
 
 
 class Health(StrEnum):
@@ -109,7 +109,7 @@ class Culprit:
     pid: int
     start_ticks: int
     comm: str
-    owner: Literal["pod", "host"]
+    owner: Owner
     pod: str | None
     """``namespace/name``, or the UID where the name is not known."""
     state: str

@@ -34,6 +34,8 @@ class LeakPolicy:
         {
             "nvidia-persistenced",
             "nv-hostengine",
+            "nvidia-dcgm",
+            "dcgm",
             "nv-fabricmanager",
             "nvidia-fabricmanager",
             "dcgm-exporter",
@@ -42,9 +44,14 @@ class LeakPolicy:
             "nvidia-cuda-mps-control",
         }
     )
-    """Names of processes of which nothing is ever told; the kernel keeps 15 bytes of a name."""
+    """System services and executables of root's of which nothing is ever reported, and what processes of
+    ``namespaces`` call themselves; the kernel keeps 15 bytes of that."""
     servers: frozenset[str] = frozenset({"nvidia-cuda-mps-server"})
-    """Names of processes whose business it is to use GPUs for others: they may grow and belong to nobody."""
+    """The same of those that use GPUs for others: they may grow and belong to nobody."""
+    namespaces: frozenset[str] = frozenset(
+        {"kube-system", "gpu-operator", "nvidia-gpu-operator", "nvidia-device-plugin", "gpu-agent"}
+    )
+    """Namespaces in which only a cluster's administrators start pods."""
     orphaned_client_ns: int = 30 * SECOND_NS
     pod_gone_ns: int = 60 * SECOND_NS
     stuck_exit_ns: int = 60 * SECOND_NS

@@ -6,6 +6,7 @@ None and never 0. Tuples are ordered, so two pictures of the same thing are equa
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from enum import Enum
 from typing import Final, Literal, NamedTuple, NewType
 
 from agent.model.ids import ALL, GpuUuid, Placement
@@ -44,6 +45,20 @@ class PodRef:
     """None where the path is told from inside a cgroup namespace that hides it."""
 
 
+class NoPod(Enum):
+    """Instead of the pod of a process."""
+
+    HOST = "host"
+    """It runs outside of every pod."""
+    UNKNOWN = "unknown"
+    """Its cgroup could not be read, or lies outside of the agent's cgroup namespace."""
+
+
+PodOf = PodRef | NoPod
+
+Owner = Literal["pod", "host", "unknown"]
+
+
 @dataclass(frozen=True, slots=True)
 class ProcessLook:
     """What /proc says of a process."""
@@ -54,10 +69,17 @@ class ProcessLook:
     """One letter as in /proc/PID/stat: R, S, D, Z, …, or GONE."""
     cgroup: str
     """Path of its cgroup, without the mount point; of cgroup v1 that of the controller with the pod in it."""
-    pod: PodRef | None
-    """None: in no pod."""
+    pod: PodOf
     killed: bool = False
     """SIGKILL waits to be delivered, so it only lives because the kernel cannot end it."""
+    started_as: tuple[str, ...] | None = ()
+    """What root started it as: the system service and, where it runs with root's rights outside of pods, the
+    executable; None: could not be read. The name that a process gives itself is ``comm``."""
+
+    @property
+    def owner(self) -> Owner:
+        """What it belongs to."""
+        return "pod" if isinstance(self.pod, PodRef) else self.pod.value
 
 
 @dataclass(frozen=True, slots=True)

@@ -202,6 +202,7 @@ class Assembly:
         from agent.probe.kernel import Roots, filesystem_of_doubles
         from agent.probe.request import Doubles, Request
         from agent.sources.ebpf import EbpfSettings, EbpfSource
+        from agent.sources.processes import hierarchy
 
         settings = self.settings
         doubles = filesystem_of_doubles(settings.probe_doubles)
@@ -219,6 +220,7 @@ class Assembly:
             # A simulated node has device files of its own, but its processes are the machine's.
             proc_root=Path("/proc" if doubles else settings.proc_root),
             agent_pid=os.getpid(),
+            where=hierarchy(settings.kubelet_cgroup_root),
             clock=self.clock,
             prove=self._prover(PROBE),
             settings=EbpfSettings(

@@ -14,6 +14,7 @@ import fcntl
 import os
 import shutil
 import stat
+import zlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Final, Self
@@ -24,6 +25,9 @@ LOCK_NAME: Final = "lock"
 _SIGN: Final = "gpu-agent simulated node, held by process "
 """How the lock file begins: a directory with such a file is ours."""
 _MAX_LOCK_BYTES: Final = 200
+
+CGROUP_NAME: Final = "gpu-agent-simulation-"
+"""How the cgroup begins below which the processes of a simulated node are."""
 
 MAX_PATH_BYTES: Final = 60
 """Leaves room for the longest socket name below it in the 107 bytes of a unix socket's path."""
@@ -197,12 +201,18 @@ def agent_config(node_dir: Path) -> Path:
     return node_dir / "agent.yaml"
 
 
+def cgroup_root(node_dir: Path) -> str:
+    """Return where the simulated kubelet of the node in a directory has its cgroups."""
+    return f"/{CGROUP_NAME}{zlib.crc32(os.fsencode(node_dir.absolute())):08x}"
+
+
 def agent_flags(node_dir: Path) -> dict[str, str]:
     """Return the options that make ``gpu-agent run`` the agent of the node in a directory, by name."""
     return {
         "kubelet-socket": f"{node_dir}/device-plugins/kubelet.sock",
         "pod-resources-socket": f"{node_dir}/pod-resources/kubelet.sock",
         "pod-logs-dir": f"{node_dir}/pod-logs",
+        "kubelet-cgroup-root": cgroup_root(node_dir),
         "probe-doubles": f"{node_dir}/dev",
         "nvml-library": f"{node_dir}/lib/libnvidia-ml.so.1",
         "driver-root": f"{node_dir}/driver",

@@ -63,7 +63,7 @@ class _StoredCulprit(msgspec.Struct, omit_defaults=True):
     pid: int
     start_ticks: int
     comm: str
-    owner: Literal["pod", "host"]
+    owner: Literal["pod", "host", "unknown"]
     state: str
     killable: bool
     since_ns: int

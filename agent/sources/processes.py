@@ -1,20 +1,24 @@
-"""Looks at processes in /proc: name, state, cgroup, and whether they are still the ones that were meant.
+"""Reads processes in /proc: name, state, cgroup, and whether they are still the ones that were meant.
 
-Invariants: everything here blocks for microseconds on a /proc that answers. A process that went meanwhile is
-None. Nothing that a process says of itself is longer than its bound.
+Invariants: everything here blocks for microseconds on a /proc that answers. A process that ended is GONE, and
+one that may not be read is UNREADABLE, which says nothing of whether it lives. Nothing that a process says of
+itself is longer than its bound.
 """
 
+import errno
 import os
 import re
 import signal
+from enum import Enum, auto
+from itertools import islice
 from pathlib import Path
 from typing import Final
 
-from agent.core.pods import pod_of_cgroup
-from agent.model.usage import ENDED, ProcessKey, ProcessLook
+from agent.core.pods import MACHINE, Hierarchy, pod_of_cgroup, unit_of_cgroup
+from agent.model.usage import ENDED, NoPod, PodOf, PodRef, ProcessKey, ProcessLook
 
-MAX_BYTES: Final = 4_096
-"""Of one file of a process."""
+MAX_BYTES: Final = 65_536
+"""Of one file of a process: a dozen cgroups of the longest path."""
 MAX_COMM: Final = 64
 """Characters; the kernel keeps 15 of a program's name, more of a thread's of its own."""
 MAX_THREADS: Final = 16
@@ -22,27 +26,89 @@ MAX_THREADS: Final = 16
 
 _CONTROLLER: Final = re.compile(r"^(\d+):([^:]*):(.*)$", re.MULTILINE)
 _PENDING: Final = re.compile(r"^(?:SigPnd|ShdPnd):\s*([0-9a-f]+)", re.MULTILINE)
+_ROOTS_IDS: Final = re.compile(r"^Uid:(?:\s+0){4}$", re.MULTILINE)
 _KILL: Final = 1 << (signal.SIGKILL - 1)
+_KERNEL_THREAD: Final = 2
+"""Pid of the kernel's own second process, which stays in the mount namespace that the machine began with."""
+_CGROUP_NAMESPACE: Final = 0xEFFFFFFB
+"""Inode of the machine's own cgroup namespace. Source: linux/nsfs.h, CGROUP_NS_INIT_INO."""
 
 
-def look_at(proc_root: Path, pid: int) -> ProcessLook | None:
-    """Return what /proc says of a process now; None: there is none of this pid."""
+class NoLook(Enum):
+    """Instead of what /proc says of a process."""
+
+    GONE = auto()
+    """There is no process of this pid."""
+    UNREADABLE = auto()
+    """Whether there is one, and what it does, could not be read."""
+
+
+def hierarchy(kubelet_root: str) -> Hierarchy:
+    """Return where the kubelet's cgroups are for this process."""
+    try:
+        is_private = os.stat("/proc/self/ns/cgroup").st_ino != _CGROUP_NAMESPACE  # noqa: PTH116
+    except OSError:
+        is_private = False
+    return Hierarchy(kubelet_root, is_private)
+
+
+def look_at(proc_root: Path, pid: int, where: Hierarchy = MACHINE) -> ProcessLook | NoLook:
+    """Return what /proc says of a process now."""
     folder = proc_root / str(pid)
     name, fields = _stat(folder)
     if len(fields) < 20 or not fields[19].isdigit():
-        return None
+        return _why_none(proc_root, pid)
     state = fields[0][:1]
     if state in ENDED and fields[17] != "1":
         folder, state = _living_thread(folder) or (folder, state)
-    cgroup = cgroup_of(_text(folder / "cgroup"))
+    cgroup, pod = pod_of_cgroups(_text(folder / "cgroup"), where)
+    status = _text(folder / "status")
     return ProcessLook(
         key=ProcessKey(pid, int(fields[19])),
         comm=printable(name),
         state=state,
         cgroup=cgroup,
-        pod=pod_of_cgroup(cgroup),
-        killed=any(int(mask, 16) & _KILL for mask in _PENDING.findall(_text(folder / "status"))),
+        pod=pod,
+        killed=any(int(mask, 16) & _KILL for mask in _PENDING.findall(status)),
+        started_as=_started_as(proc_root, folder, cgroup, pod, status),
     )
+
+
+def _why_none(proc_root: Path, pid: int) -> NoLook:
+    """Return whether a process that /proc does not show has ended, or is hidden."""
+    if _link(proc_root / "self") != str(os.getpid()):
+        # Of another machine, where no one else can be asked.
+        return NoLook.GONE
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return NoLook.GONE
+    except PermissionError:
+        pass
+    # It may also have got its pid this very moment.
+    return NoLook.GONE if _stat(proc_root / str(pid))[1] else NoLook.UNREADABLE
+
+
+def _started_as(
+    proc_root: Path, folder: Path, cgroup: str, pod: PodOf, status: str
+) -> tuple[str, ...] | None:
+    """Return what root started a process as, outside of pods; None: could not be read."""
+    if pod is not NoPod.HOST:
+        return () if isinstance(pod, PodRef) else None
+    unit = unit_of_cgroup(cgroup)
+    names = (unit,) if unit else ()
+    if not _ROOTS_IDS.search(status):
+        return names
+    try:
+        if os.readlink(folder / "ns/mnt") != os.readlink(proc_root / f"{_KERNEL_THREAD}/ns/mnt"):  # noqa: PTH115
+            # The path of its executable means something else there.
+            return names
+        executable = os.readlink(folder / "exe")  # noqa: PTH115
+    except (FileNotFoundError, ProcessLookupError):
+        return names
+    except OSError:
+        return names or None
+    return (*names, executable.removesuffix(" (deleted)").rpartition("/")[2])
 
 
 def _stat(folder: Path) -> tuple[str, list[str]]:
@@ -54,7 +120,8 @@ def _stat(folder: Path) -> tuple[str, list[str]]:
 def _living_thread(process: Path) -> tuple[Path, str] | None:
     """Return a thread that lives, and its state: a process goes on when its first thread has ended."""
     try:
-        names = os.listdir(process / "task")[:MAX_THREADS]  # noqa: PTH208
+        with os.scandir(process / "task") as entries:
+            names = [entry.name for entry in islice(entries, MAX_THREADS)]
     except OSError:
         return None
     for name in names:
@@ -69,13 +136,20 @@ def printable(name: str) -> str:
     return "".join(letter if letter.isprintable() else "?" for letter in name[:MAX_COMM])
 
 
-def cgroup_of(text: str) -> str:
-    """Return the path that says most: of cgroup v1, where each controller has one, a pod's if any is."""
-    paths: list[str] = [path for _number, _controllers, path in _CONTROLLER.findall(text)]
-    for path in paths:
-        if pod_of_cgroup(path) is not None:
-            return path
-    return paths[-1] if paths else ""
+def pod_of_cgroups(text: str, where: Hierarchy) -> tuple[str, PodOf]:
+    """Return the path that says most, and the pod: of cgroup v1, where each controller has one, any that is.
+
+    Where one path cannot be told, or there are more than are read, so is the pod.
+    """
+    found: list[tuple[str, PodOf]] = []
+    for _number, _controllers, path in _CONTROLLER.findall(text):
+        found.append((path, pod_of_cgroup(path, where)))
+        if isinstance(found[-1][1], PodRef):
+            return found[-1]
+    path, pod = next(
+        (each for each in found if each[1] is NoPod.UNKNOWN), found[-1] if found else ("", NoPod.UNKNOWN)
+    )
+    return path, NoPod.UNKNOWN if len(text) >= MAX_BYTES else pod
 
 
 def open_pidfd(proc_root: Path, key: ProcessKey) -> int | None:
@@ -86,16 +160,32 @@ def open_pidfd(proc_root: Path, key: ProcessKey) -> int | None:
     try:
         descriptor = os.pidfd_open(key.pid)
     except ProcessLookupError:
-        look = look_at(proc_root, key.pid)
-        if look is not None and look.key == key:
+        if _is_there(proc_root, key):
             raise
         return None
     # Only now is it certain that the pid is not handed on between the look and the watch.
+    is_there = False
+    try:
+        is_there = _is_there(proc_root, key)
+    finally:
+        if not is_there:
+            os.close(descriptor)
+    return descriptor if is_there else None
+
+
+def _is_there(proc_root: Path, key: ProcessKey) -> bool:
+    """Return whether a pid is still that process's; raises PermissionError where that cannot be read."""
     look = look_at(proc_root, key.pid)
-    if look is not None and look.key == key:
-        return descriptor
-    os.close(descriptor)
-    return None
+    if look is NoLook.UNREADABLE:
+        raise PermissionError(errno.EACCES, f"Process {key.pid} may not be read")
+    return isinstance(look, ProcessLook) and look.key == key
+
+
+def _link(path: Path) -> str:
+    try:
+        return os.readlink(path)  # noqa: PTH115
+    except OSError:
+        return ""
 
 
 def _text(path: Path) -> str:

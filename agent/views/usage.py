@@ -6,10 +6,10 @@ this machine holds them.
 
 from collections.abc import Iterable
 
-from agent.core.ownership import Holder, Ownership, is_killable, name_of, owners, user_of
+from agent.core.ownership import Holder, Ownership, is_killable, owners, pod_name, user_of
 from agent.model.ids import ALL, GpuUuid
 from agent.model.snapshot import Snapshot
-from agent.model.usage import GpuHold, Orphan, ProcessLook, ProcessUse
+from agent.model.usage import GpuHold, Orphan, PodRef, ProcessLook, ProcessUse
 from agent.views.documents import API_VERSION, Json, TimeOf, moment, probe
 
 
@@ -69,15 +69,15 @@ def _process(process: ProcessUse, snapshot: Snapshot, time_of: TimeOf) -> Json:
 
 
 def _look(look: ProcessLook, snapshot: Snapshot) -> Json:
-    pod = look.pod
+    pod = look.pod if isinstance(look.pod, PodRef) else None
     return {
         "pid": look.key.pid,
         "start_ticks": look.key.start_ticks,
         "comm": look.comm,
         "state": look.state,
         "killable": is_killable(look),
-        "owner": "host" if pod is None else "pod",
-        "pod": None if pod is None else name_of(pod, snapshot.pods_seen),
+        "owner": look.owner,
+        "pod": pod_name(look, snapshot.pods_seen),
         "pod_uid": None if pod is None else pod.uid,
         "container_id": None if pod is None else pod.container_id,
         "cgroup": look.cgroup,

@@ -17,6 +17,7 @@ class FakeProcesses:
     def __init__(self, node: SimulatedNode) -> None:
         self._proc = node.directory.proc
         self._pod_logs = node.directory.pod_logs
+        self._cgroup_root = node.directory.agent_flags()["kubelet-cgroup-root"]
 
     def add(
         self,
@@ -52,8 +53,7 @@ class FakeProcesses:
             for path in self._pod_logs.iterdir()
             if path.name.startswith(beginning)
         )
-        part = f"kubepods-burstable-pod{uid.replace('-', '_')}.slice"
-        return f"/kubepods.slice/kubepods-burstable.slice/{part}/cri-containerd-{CONTAINER}.scope"
+        return f"{self._cgroup_root}/kubepods/burstable/pod{uid}/{CONTAINER}"
 
 
 def _targets(gpus: Sequence[int]) -> list[Path]:

@@ -11,7 +11,7 @@ from agent.core.rm_rows import Removed
 from agent.core.tracker import UVM_REGISTER_GPU_VASPACE
 from agent.model.ids import GpuUuid
 from agent.model.rm import LAST, REGISTRATION, HeldFile, RmEvent, RmEventKind, RmObject
-from agent.model.usage import ProcessKey, ProcessLook
+from agent.model.usage import NoPod, ProcessKey, ProcessLook
 
 ROOT, DEVICE, SUBDEVICE, VASPACE, SHARE, GROUP, CHANNEL = 0x41, 0x80, 0x2080, 0x90F1, 0x9067, 0xA06C, 0xC86F
 NONE = 0xFFFFFFFF
@@ -52,7 +52,7 @@ class Task:
     @property
     def look(self) -> ProcessLook:
         """What /proc says."""
-        return ProcessLook(self.key, self.comm, self.state, "/", None, self.killed)
+        return ProcessLook(self.key, self.comm, self.state, "/", NoPod.HOST, self.killed)
 
 
 @dataclass(eq=False)

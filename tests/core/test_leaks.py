@@ -102,10 +102,10 @@ def test_an_orphan_ends_with_its_last_holder() -> None:
     assert kinds(on) == set()
 
 
-@pytest.mark.parametrize("names", [("dcgm-exporter",), ("nv-hostengine", "nvidia-persiste")])
+@pytest.mark.parametrize("names", [("dcgm-exporter",), ("nv-hostengine", "nvidia-persistenced")])
 def test_what_only_services_hold_is_not_found(names: tuple[str, ...]) -> None:
     on = node()
-    services = [process(8 + place, comm=name) for place, name in enumerate(names)]
+    services = [process(8 + place, service=name) for place, name in enumerate(names)]
     left = orphan(7, *(each.key.pid for each in services), ended_ns=0)
     on.tell(seen(*services, orphans=[left]))
     assert kinds(on) == set()
@@ -196,14 +196,13 @@ def test_where_only_pods_with_devices_are_known_another_may_live() -> None:
     assert kinds(on) == {("pod_gone", U0)}
 
 
-@pytest.mark.parametrize("comm", ["nvidia-persiste", "nv-hostengine", "dcgm-exporter", "nvidia-device-p"])
-def test_nothing_is_found_of_services(comm: str) -> None:
-    policy = with_leaks(pod_gone_ns=0, foreign_process_ns=0, stuck_exit_ns=0)
-    on = node(policy)
-    service = process(7, pod=POD_A, comm=comm, exiting_since_ns=1)
-    on.tell(pods(a=False), seen(service, process(9, comm=comm)))
+def test_nothing_is_found_of_services_but_of_who_has_their_name() -> None:
+    on = node(with_leaks(pod_gone_ns=0, foreign_process_ns=0, stuck_exit_ns=0))
+    on.tell(pods(a=False), seen(process(9, service="nv-hostengine", exiting_since_ns=1)))
     assert kinds(on) == set()
-    on.tell(seen(replace(service, look=replace(service.look, comm="x"))))
+    on.tell(seen(process(9, comm="nv-hostengine", exiting_since_ns=1)))
+    assert kinds(on) == {("foreign_process", U0), ("stuck_exit", U0)}
+    on.tell(seen(process(7, pod=POD_A, comm="nv-hostengine", exiting_since_ns=1)))
     assert kinds(on) == {("pod_gone", U0), ("stuck_exit", U0)}
 
 
@@ -215,7 +214,9 @@ def test_nothing_is_found_of_the_agent_itself() -> None:
 
 def test_a_name_of_ones_own_can_be_allowed() -> None:
     on = node(with_leaks(foreign_process_ns=0, allowed=frozenset({"my-very-long-monitor-name"})))
-    on.tell(seen(process(7, comm="my-very-long-mo"), process(8, hold(U1), comm="nv-hostengine")))
+    on.tell(
+        seen(process(7, service="my-very-long-monitor-name"), process(8, hold(U1), service="nv-hostengine"))
+    )
     assert kinds(on) == {("foreign_process", U1)}
 
 
@@ -326,7 +327,7 @@ def test_of_a_pod_that_is_gone_it_is_another_finding() -> None:
 
 def test_a_server_for_others_is_not_foreign() -> None:
     on = node(foreign_at_once())
-    on.tell(seen(process(7, comm="nvidia-cuda-mps")))
+    on.tell(seen(process(7, service="nvidia-cuda-mps-server")))
     assert kinds(on) == set()
 
 
@@ -385,7 +386,7 @@ def test_a_little_memory_is_the_drivers_own(total: int, at_most: int) -> None:
 
 def test_memory_that_processes_have_is_not_counted() -> None:
     on = held_node(foreign_process_ns=3600 * S)
-    service = process(7, hold(contexts=0), comm="nv-hostengine")
+    service = process(7, hold(contexts=0), service="nv-hostengine")
     on.tell(seen(service), memory(user(7, 4000), used=4000 + LIMIT, total=1024))
     assert kinds(on) == set()
     on.tell(memory(user(7, 4000), used=4001 + LIMIT, total=1024))
@@ -481,7 +482,7 @@ def test_what_shows_that_a_device_is_not_idle() -> None:
     assert kinds(on) == set()
     on.tell(memory(), seen(process(8, hold(U1, 0)), orphans=[orphan(7, 8)]))
     assert kinds(on) == set()
-    on.tell(seen(process(9, hold(), comm="nv-hostengine")))
+    on.tell(seen(process(9, hold(), service="nv-hostengine")))
     assert kinds(on) == {("allocated_idle", U0)}
     on.tell(allocated())
     assert kinds(on) == set()

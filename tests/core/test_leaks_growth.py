@@ -27,11 +27,11 @@ class Job:
     """A process that makes and frees contexts on U0 while a node looks."""
 
     def __init__(
-        self, *, live: int = 1, comm: str = "python3", age_ns: int = WARM_NS, partial: bool = False
+        self, *, live: int = 1, service: str = "", age_ns: int = WARM_NS, partial: bool = False
     ) -> None:
         self.on = node(replace(DEFAULT, leaks=replace(DEFAULT.leaks, foreign_process_ns=10**18)))
         self.live, self.freed, self.fds = live, 0, 10
-        self.comm, self.partial = comm, partial
+        self.service, self.partial = service, partial
         self.since_ns = self.on.now_ns - age_ns
         self.contexts_known = True
         self.tell()
@@ -41,7 +41,7 @@ class Job:
         use = process(
             7,
             GpuHold(U0, self.fds, contexts, allocated=self.live + self.freed, freed=self.freed),
-            comm=self.comm,
+            service=self.service,
             since_ns=self.since_ns,
             partial=self.partial,
         )
@@ -185,8 +185,8 @@ def test_growth_that_went_far_is_critical(live: int, *, critical: bool) -> None:
 
 
 def test_a_server_for_others_may_grow() -> None:
-    assert grown(Job(live=4, comm="nvidia-cuda-mps").waits(S).makes(9).on) == []
-    assert grown(Job(live=4, comm="nv-hostengine").waits(S).makes(9).on) == []
+    assert grown(Job(live=4, service="nvidia-cuda-mps-server").waits(S).makes(9).on) == []
+    assert grown(Job(live=4, service="nv-hostengine").waits(S).makes(9).on) == []
 
 
 def test_an_incomplete_picture_shows_no_growth_and_ends_none() -> None:

@@ -11,7 +11,7 @@ from agent.core.stability import PODS_KNOWN_FOR_NS
 from agent.model.facts import GpuUseSeen, PodsSeen
 from agent.model.health import LeakKind
 from agent.model.ids import GpuUuid
-from agent.model.usage import PodUid, ProcessKey, ProcessUse
+from agent.model.usage import PodRef, PodUid, ProcessKey, ProcessUse
 from tests.core.build import DEFAULT, START_NS, U0, U1, Node, S, gpu, passed, well_node
 from tests.core.use import POD_A, POD_B, A, B, allocated, hold, key, pods, process, seen
 
@@ -71,7 +71,7 @@ class Naive:
                 (each.key, held.gpu)
                 for each in self.usage
                 for held in each.holds
-                if each.look.pod is not None and not self.pods.get(each.look.pod.uid, False)
+                if isinstance(each.look.pod, PodRef) and not self.pods.get(each.look.pod.uid, False)
             }
             self.began = {name: self.began.get(name, now_ns) for name in gone}
             self.told |= {name for name in gone if now_ns - self.began[name] >= GRACE_NS}

@@ -19,7 +19,7 @@ from agent.core.ownership import (
 )
 from agent.model.ids import DeviceId, Placement
 from agent.model.policy import LeakPolicy
-from agent.model.usage import GpuMemory, PodRef
+from agent.model.usage import GpuMemory, PodRef, Pods, PodSeen, ProcessUse
 from tests.core.build import C1B, DEFAULT, U0, U1, Node, S, gpu, mig_uuid, well_node
 from tests.core.use import (
     BOTH,
@@ -187,19 +187,41 @@ def test_who_holds_the_whole_gpu_holds_each_of_its_mig_devices() -> None:
 
 def test_services_are_marked() -> None:
     on = node()
-    on.tell(seen(process(7, comm="nv-hostengine"), process(8, is_agent=True), process(9)))
+    on.tell(seen(process(7, service="nv-hostengine"), process(8, is_agent=True), process(9)))
     assert [each.service for each in owned(on)[0].holders or ()] == [True, True, False]
 
 
 # The parts
 
 
-def test_a_name_on_the_list_may_be_longer_than_the_kernel_keeps() -> None:
-    allowed = LeakPolicy().allowed
-    for name in ("nvidia-persistenced", "nv-fabricmanager", "dcgm-exporter", "nvidia-device-plugin"):
-        assert is_service(process(7, comm=name[:15]), allowed)
-    assert not is_service(process(7, comm="nvidia-persist"), allowed)
-    assert not is_service(process(7, comm="python3"), allowed)
+OF_OPERATORS = {POD_A: PodSeen("gpu-operator", "dcgm-exporter-x")}
+OF_TENANTS = {POD_A: PodSeen("ns1", "dcgm-exporter-x")}
+LONG = "nvidia-device-plugin"
+
+
+@pytest.mark.parametrize(
+    ("use", "pods", "expected"),
+    [
+        (process(7, comm="x", service=LONG), None, True),
+        (process(7, comm=LONG[:15], service="x"), None, False),
+        (process(7, comm=LONG[:15]), None, False),
+        # What root started it as could not be read.
+        (process(7, comm=LONG[:15], service=None), None, True),
+        (process(7, comm="x", service=None), None, False),
+        (process(7, comm=LONG[:15], pod=POD_A), OF_OPERATORS, True),
+        (process(7, comm="x", pod=POD_A), OF_OPERATORS, False),
+        (process(7, comm=LONG[:15], pod=POD_A), OF_TENANTS, False),
+        (process(7, comm=LONG[:15], pod=POD_A), {}, False),
+        # Nor could whose pod it is.
+        (process(7, comm=LONG[:15], pod=POD_A), None, True),
+        (process(7, comm="x", is_agent=True), None, True),
+    ],
+)
+def test_a_service_is_what_root_or_an_administrator_started_by_its_name(
+    use: ProcessUse, pods: Pods | None, *, expected: bool
+) -> None:
+    policy = LeakPolicy()
+    assert is_service(use, policy.allowed, policy.namespaces, pods) is expected
 
 
 def test_a_process_is_on_the_mig_devices_it_is_known_to_use() -> None:

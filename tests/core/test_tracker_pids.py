@@ -10,7 +10,7 @@ from agent.core.held import by_process
 from agent.core.rm_aside import ASIDE_NS
 from agent.core.tracker import Tracker
 from agent.model.rm import HeldFile, RmEventKind
-from agent.model.usage import GONE, Orphan, ProcessKey, ProcessLook
+from agent.model.usage import GONE, NoPod, Orphan, ProcessKey, ProcessLook
 from tests.core.kernel_world import DEVICE, GPUS, SHARE, UVM, V0, V1, VASPACE, Task, gpu_file
 from tests.core.test_tracker import Rig, hold_of, use_of
 
@@ -302,7 +302,7 @@ def test_what_is_left_by_who_was_never_looked_at_has_its_pid_alone() -> None:
     tracker.rebuilt(rig.world.rows.values(), 6, dict(rig.world.opened))
     tracker.scanned(rig.world.scan(), 7)
     assert tracker.picture(8).orphans == (
-        Orphan(ProcessLook(first.key, "", GONE, "", None), 5, V0, 2, 2, (child.key,), made_ns),
+        Orphan(ProcessLook(first.key, "", GONE, "", NoPod.UNKNOWN), 5, V0, 2, 2, (child.key,), made_ns),
     )
 
 

@@ -13,6 +13,7 @@ from agent.model.usage import (
     GpuMemory,
     GpuTotal,
     MemoryUser,
+    NoPod,
     Orphan,
     PodRef,
     PodSeen,
@@ -50,10 +51,12 @@ def look(
     comm: str = "python3",
     state: str = "S",
     start: int | None = None,
+    service: str | None = "",
 ) -> ProcessLook:
-    """What /proc says."""
-    ref = None if pod is None else PodRef(pod, None, "burstable")
-    return ProcessLook(key(pid, start), comm, state, "/", ref)
+    """What /proc says; ``service`` is what root started it as, None where that could not be read."""
+    ref = NoPod.HOST if pod is None else PodRef(pod, None, "burstable")
+    started_as = None if service is None else (service,)
+    return ProcessLook(key(pid, start), comm, state, "/", ref, started_as=started_as)
 
 
 def hold(
@@ -79,10 +82,11 @@ def process(
     exiting_since_ns: int | None = None,
     partial: bool = False,
     is_agent: bool = False,
+    service: str | None = "",
 ) -> ProcessUse:
     """A process with files of the driver; by default with one context on U0."""
     return ProcessUse(
-        look=look(pid, pod=pod, comm=comm, state=state, start=start),
+        look=look(pid, pod=pod, comm=comm, state=state, start=start, service=service),
         since_ns=since_ns,
         holds=holds or (hold(),),
         files=3,

@@ -21,7 +21,7 @@ from agent.config.options import OPTIONS
 from agent.errors import ConfigError
 from tests.harness import agent_process, nothing_more, simulated_node, wait_allocatable
 
-TAKES_ANY_TEXT = ("cdi-annotation-prefix", "leak-allow", "leak-servers")
+TAKES_ANY_TEXT = ("cdi-annotation-prefix", "leak-allow", "leak-namespaces", "leak-servers")
 
 KEYS = [
     option.file_key

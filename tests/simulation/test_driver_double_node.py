@@ -96,8 +96,8 @@ async def test_a_process_of_a_pod_is_in_its_cgroup(node: SimulatedNode) -> None:
     (logs,) = node.directory.pod_logs.iterdir()
     uid = logs.name.rpartition("_")[2]
     cgroup = Path(f"/proc/{pid}/cgroup").read_text(encoding="ascii")
-    pod = f"/kubepods.slice/kubepods-burstable.slice/kubepods-burstable-pod{uid.replace('-', '_')}.slice"
-    assert f"{pod}/cri-containerd-{container_id(uid, 'main')}.scope\n" in cgroup
+    root = node.directory.agent_flags()["kubelet-cgroup-root"]
+    assert f"{root}/kubepods/burstable/pod{uid}/{container_id(uid, 'main')}\n" in cgroup
     assert Path(f"/proc/{pid}/comm").read_text(encoding="ascii") == "train\n"
     # The kubelet may know no more of it.
     node.kubelet.delete_pod("job-a", "ns1")
@@ -123,14 +123,14 @@ async def test_the_cgroups_go_with_the_node() -> None:
 def test_the_cgroups_of_a_process_that_is_gone_are_removed_by_the_next() -> None:
     code = (
         "import sys; from agent.simulation.gpu_processes.places import ProcessPlaces\n"
-        "print(ProcessPlaces().of_pod('uid', 'main'))"
+        "print(ProcessPlaces('/gpu-agent-simulation-test').of_pod('uid', 'main'))"
     )
     ended = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     left = ended.stdout.strip()
     if left == "None":
         pytest.skip("no hierarchy of cgroups can be written")
     assert Path(left).is_dir()
-    places = ProcessPlaces()
+    places = ProcessPlaces("/gpu-agent-simulation-another")
     own = places.of_pod("uid", "main")
     assert own is not None
     assert own.is_dir()

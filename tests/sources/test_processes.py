@@ -10,9 +10,19 @@ from pathlib import Path
 
 import pytest
 
-from agent.model.usage import PodUid, ProcessKey
+from agent.core.pods import Hierarchy
+from agent.model.usage import NoPod, PodRef, PodUid, ProcessKey, ProcessLook
 from agent.sources import processes
-from agent.sources.processes import MAX_BYTES, MAX_COMM, cgroup_of, look_at, open_pidfd, printable
+from agent.sources.processes import (
+    MAX_BYTES,
+    MAX_COMM,
+    NoLook,
+    look_at,
+    open_pidfd,
+    pod_of_cgroups,
+    printable,
+)
+from tests.harness import ROOT
 
 UID = "6a1b0a34-0b6c-4d6f-8f5e-0123456789ab"
 CONTAINER = "c0ffee" + "0" * 58
@@ -57,13 +67,13 @@ def test_a_process_is_named_by_its_pid_and_start(tmp_path: Path, write: Write) -
 
     look = look_at(tmp_path, 4711)
 
-    assert look is not None
+    assert isinstance(look, ProcessLook)
     assert look.key == ProcessKey(4711, 99)
     assert (look.comm, look.state, look.cgroup, look.pod, look.killed) == (
         "python",
         "S",
         "/user.slice",
-        None,
+        NoPod.HOST,
         False,
     )
 
@@ -87,7 +97,7 @@ def test_a_name_may_hold_anything(tmp_path: Path, write: Write, comm: str | byte
 
     look = look_at(tmp_path, 4711)
 
-    assert look is not None
+    assert isinstance(look, ProcessLook)
     assert (look.comm, look.key.start_ticks, look.state) == (shown, 7, "S")
 
 
@@ -101,23 +111,25 @@ def test_the_state_is_one_letter(tmp_path: Path, write: Write, state: str) -> No
 
     look = look_at(tmp_path, 4711)
 
-    assert look is not None
+    assert isinstance(look, ProcessLook)
     assert look.state == state
 
 
 @pytest.mark.parametrize(
-    ("text", "path"),
+    ("text", "path", "owner"),
     [
-        (f"0::{POD_V2}\n", POD_V2),
-        (f"12:devices:{POD_V1}\n1:name=systemd:/\n", POD_V1),
-        (f"1:name=systemd:{POD_V1}\n0::/\n", POD_V1),
-        ("2:cpu:/a\n1:name=systemd:/b\n0::/c\n", "/c"),
-        ("0::/with:a:colon\n", "/with:a:colon"),
-        ("", ""),
+        (f"0::{POD_V2}\n", POD_V2, "pod"),
+        (f"12:devices:{POD_V1}\n1:name=systemd:/\n", POD_V1, "pod"),
+        (f"1:name=systemd:{POD_V1}\n0::/\n", POD_V1, "pod"),
+        ("2:cpu:/a\n1:name=systemd:/b\n0::/c\n", "/c", "host"),
+        ("1:name=systemd:/../..\n0::/\n", "/../..", "unknown"),
+        ("0::/with:a:colon\n", "/with:a:colon", "host"),
+        ("", "", "unknown"),
     ],
 )
-def test_of_several_cgroups_that_of_the_pod_is_told(text: str, path: str) -> None:
-    assert cgroup_of(text) == path
+def test_of_several_cgroups_that_of_the_pod_is_told(text: str, path: str, owner: str) -> None:
+    found, pod = pod_of_cgroups(text, Hierarchy())
+    assert (found, ProcessLook(ProcessKey(1, 1), "", "S", found, pod).owner) == (path, owner)
 
 
 @pytest.mark.parametrize("cgroup", [f"0::{POD_V2}\n", f"5:pids:{POD_V1}\n0::/\n"])
@@ -126,8 +138,8 @@ def test_the_pod_of_a_process_is_told(tmp_path: Path, write: Write, cgroup: str)
 
     look = look_at(tmp_path, 4711)
 
-    assert look is not None
-    assert look.pod is not None
+    assert isinstance(look, ProcessLook)
+    assert isinstance(look.pod, PodRef)
     assert (look.pod.uid, look.pod.container_id) == (PodUid(UID), CONTAINER)
 
 
@@ -146,12 +158,12 @@ def test_a_kill_that_waits_is_told(tmp_path: Path, write: Write, status: str, ki
 
     look = look_at(tmp_path, 4711)
 
-    assert look is not None
+    assert isinstance(look, ProcessLook)
     assert look.killed is killed
 
 
 def test_a_process_that_is_gone_is_none(tmp_path: Path) -> None:
-    assert look_at(tmp_path, 4711) is None
+    assert look_at(tmp_path, 4711) is NoLook.GONE
 
 
 @pytest.mark.parametrize("stat", ["", "4711 (python", "4711 (python) S 1 2 3", "4711 (p) S " + "x " * 30])
@@ -159,7 +171,7 @@ def test_a_file_that_makes_no_sense_is_no_process(tmp_path: Path, write: Write, 
     write()
     (tmp_path / "4711/stat").write_text(stat)
 
-    assert look_at(tmp_path, 4711) is None
+    assert look_at(tmp_path, 4711) is NoLook.GONE
 
 
 def test_a_process_without_the_other_files_is_still_one(tmp_path: Path, write: Write) -> None:
@@ -169,8 +181,8 @@ def test_a_process_without_the_other_files_is_still_one(tmp_path: Path, write: W
 
     look = look_at(tmp_path, 4711)
 
-    assert look is not None
-    assert (look.cgroup, look.pod, look.killed) == ("", None, False)
+    assert isinstance(look, ProcessLook)
+    assert (look.cgroup, look.pod, look.killed) == ("", NoPod.UNKNOWN, False)
 
 
 def test_what_is_read_of_a_process_is_bounded(tmp_path: Path, write: Write) -> None:
@@ -178,14 +190,79 @@ def test_what_is_read_of_a_process_is_bounded(tmp_path: Path, write: Write) -> N
 
     look = look_at(tmp_path, 4711)
 
-    assert look is not None
-    assert look.cgroup == "/x"
+    assert isinstance(look, ProcessLook)
+    assert (look.cgroup, look.pod) == ("/x", NoPod.UNKNOWN)
+
+
+ROOT_ALL, ROOT_SETUID = "Uid:\t0\t0\t0\t0\n", "Uid:\t1000\t0\t0\t0\n"
+OTHER_ALL = "Uid:\t988\t988\t988\t988\n"
+SERVICE = "/system.slice/nvidia-persistenced.service"
+LOGIN = "/user.slice/user-0.slice/session-1.scope"
+
+
+@pytest.mark.parametrize(
+    ("cgroup", "status", "mounts", "started_as"),
+    [
+        (SERVICE, OTHER_ALL, "mnt:[2]", ("nvidia-persistenced",)),
+        (f"{SERVICE}/below", ROOT_ALL, "mnt:[2]", ("nvidia-persistenced",)),
+        (LOGIN, ROOT_ALL, "mnt:[1]", ("nv-hostengine",)),
+        (LOGIN, ROOT_ALL, "mnt:[2]", ()),
+        (LOGIN, ROOT_SETUID, "mnt:[1]", ()),
+        (
+            f"/user.slice/user-1000.slice/user@1000.service{SERVICE}",
+            "Uid:\t1000\t1000\t1000\t1000\n",
+            "mnt:[1]",
+            (),
+        ),
+        (POD_V2, ROOT_ALL, "mnt:[1]", ()),
+        ("/../..", ROOT_ALL, "mnt:[1]", None),
+        (f"/../../..{SERVICE}", OTHER_ALL, "mnt:[2]", ("nvidia-persistenced",)),
+    ],
+)
+def test_what_root_started_a_process_as_is_no_name_of_its_own(
+    tmp_path: Path, write: Write, cgroup: str, status: str, mounts: str, started_as: tuple[str, ...] | None
+) -> None:
+    write(comm="dcgm-exporter", cgroup=f"0::{cgroup}\n", status=status)
+    for pid, namespace in (("2", "mnt:[1]"), ("4711", mounts)):
+        (tmp_path / pid / "ns").mkdir(parents=True)
+        (tmp_path / pid / "ns/mnt").symlink_to(namespace)
+    (tmp_path / "4711/exe").symlink_to("/usr/bin/nv-hostengine (deleted)")
+
+    look = look_at(tmp_path, 4711)
+
+    assert isinstance(look, ProcessLook)
+    assert look.started_as == started_as
+
+
+HIDDEN = 'mount -t proc -o hidepid=2 none /proc; exec setpriv --reuid=65534 --regid=65534 --clear-groups "$@"'
+READ_TWO = """
+import os
+from pathlib import Path
+from agent.sources.processes import look_at
+gone = os.fork()
+if not gone:
+    os._exit(0)
+os.waitpid(gone, 0)
+print(look_at(Path("/proc"), os.getppid()).name, look_at(Path("/proc"), gone).name)
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
+def test_a_process_that_is_hidden_is_not_gone() -> None:
+    found = subprocess.run(
+        ["unshare", "--mount", "sh", "-c", HIDDEN, "sh", sys.executable, "-c", READ_TWO],
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=ROOT,
+    )
+    assert found.stdout.split() == ["UNREADABLE", "GONE"]
 
 
 def test_this_process_is_told_as_the_kernel_has_it() -> None:
     look = look_at(Path("/proc"), os.getpid())
 
-    assert look is not None
+    assert isinstance(look, ProcessLook)
     assert look.comm == printable(Path("/proc/self/comm").read_text().removesuffix("\n"))
     assert look.state in "RS"
 
@@ -212,7 +289,7 @@ def test_a_process_whose_first_thread_ended_lives() -> None:
 
         look = look_at(Path("/proc"), process.pid)
 
-        assert look is not None
+        assert isinstance(look, ProcessLook)
         assert look.state in "SR"
 
 
@@ -231,7 +308,7 @@ def test_a_process_of_which_only_a_killed_thread_is_left_is_told_as_that_thread_
 
     look = look_at(tmp_path, 4711)
 
-    assert look is not None
+    assert isinstance(look, ProcessLook)
     assert (look.state, look.killed, look.cgroup) == ("D", True, POD_V2)
 
 
@@ -254,7 +331,7 @@ def descriptors() -> int:
 
 def key_of(pid: int) -> ProcessKey:
     look = look_at(Path("/proc"), pid)
-    assert look is not None
+    assert isinstance(look, ProcessLook)
     return look.key
 
 
@@ -291,7 +368,7 @@ def test_a_process_that_goes_between_the_two_looks_is_not_watched(
     def end_first(proc_root: Path, pid: int) -> None:
         child.kill()
         child.communicate()
-        assert look_at(proc_root, pid) is None
+        assert look_at(proc_root, pid) is NoLook.GONE
 
     monkeypatch.setattr(processes, "look_at", end_first)
 

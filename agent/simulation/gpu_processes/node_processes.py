@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from agent.errors import AgentError, UsageError
-from agent.simulation.directory import NodeDirectory
+from agent.simulation.directory import NodeDirectory, cgroup_root
 from agent.simulation.driver_double.double import Books, DriverDouble
 from agent.simulation.driver_double.nodes import Gpu, capability_node
 from agent.simulation.gpu_processes.places import ProcessPlaces
@@ -76,7 +76,7 @@ class NodeProcesses:
         self._nvml = nvml
         self._tell = tell
         self._gpus = gpus_of(spec)
-        self._places = ProcessPlaces()
+        self._places = ProcessPlaces(cgroup_root(directory.path))
         self._living: dict[str, NodeProcess] = {}
         self._memory_mib: dict[int, int] = {}
         """Of each context of a process, by its id; kept while the driver has contexts of it."""

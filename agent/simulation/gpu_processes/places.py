@@ -11,18 +11,19 @@ Sources: cgroups(7); kubernetes pkg/kubelet/cm/cgroup_manager_linux.go; containe
 import asyncio
 import contextlib
 import hashlib
-import itertools
 import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
+from agent.simulation.directory import CGROUP_NAME
+
 _MOUNTS: Final = Path("/proc/self/mounts")
 _CONTROLLERS_OF_V1: Final = frozenset({"pids", "name=systemd"})
 """Those in which a new cgroup needs no settings before a process may enter it."""
-_NAME: Final = "gpu-agent-simulation-"
-_numbers: Final = itertools.count(1)
+_HELD: Final = "held-by-"
+"""How the cgroup begins that has the id of a node's process, for others to know whether it lives."""
 EMPTY_WITHIN_S: Final = 2.0
 _LOOK_AGAIN_S: Final = 0.01
 
@@ -30,17 +31,17 @@ _LOOK_AGAIN_S: Final = 0.01
 class ProcessPlaces:
     """The cgroups of one node, made when the first is asked for."""
 
-    def __init__(self) -> None:
+    def __init__(self, cgroup_root: str) -> None:
+        """``cgroup_root`` is where the simulated kubelet has its cgroups in the hierarchy."""
+        self._root = cgroup_root
         self._own: Path | None = None
 
     def of_pod(self, uid: str, container: str) -> Path | None:
         """Return the cgroup of a container of a pod; None where none can be made."""
-        self._own = self._own or _own_directory()
+        self._own = self._own or _own_directory(self._root)
         if self._own is None:
             return None
-        pod = f"kubepods-burstable-pod{uid.replace('-', '_')}.slice"
-        scope = f"cri-containerd-{container_id(uid, container)}.scope"
-        directory = self._own / "kubepods.slice" / "kubepods-burstable.slice" / pod / scope
+        directory = self._own / "kubepods" / "burstable" / f"pod{uid}" / container_id(uid, container)
         directory.mkdir(parents=True, exist_ok=True)
         return directory
 
@@ -57,23 +58,24 @@ def container_id(uid: str, container: str) -> str:
     return hashlib.sha256(f"{uid}/{container}".encode()).hexdigest()
 
 
-def _own_directory() -> Path | None:
+def _own_directory(cgroup_root: str) -> Path | None:
     """Return a new directory of cgroups; None where there can be none."""
-    name = f"{_NAME}{os.getpid()}-{next(_numbers)}"
     for _, mount in sorted(_hierarchies()):
         _remove_stale(Path(mount))
-        own = Path(mount, name)
+        own = Path(mount, cgroup_root.removeprefix("/"))
         with contextlib.suppress(OSError):
             own.mkdir(exist_ok=True)
+            (own / f"{_HELD}{os.getpid()}").mkdir(exist_ok=True)
             return own
     return None
 
 
 def _remove_stale(mount: Path) -> None:
     """Remove what processes left that are gone; they are named."""
-    for path in mount.glob(f"{_NAME}*"):
-        pid = path.name.removeprefix(_NAME).partition("-")[0]
-        if not Path("/proc", pid).exists():
+    for path in mount.glob(f"{CGROUP_NAME}*"):
+        held = [each.name.removeprefix(_HELD) for each in path.glob(f"{_HELD}*")]
+        # One that nobody holds is just being made.
+        if held and not any(Path("/proc", pid).exists() for pid in held):
             _remove(path)
 
 
