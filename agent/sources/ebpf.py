@@ -32,7 +32,7 @@ from agent.core.held import Held, by_process
 from agent.core.pods import MACHINE, Hierarchy
 from agent.core.rm_rows import Rows, judged
 from agent.core.scan_pace import ScanPace
-from agent.core.tracker import MAX_NAMED, Tracker
+from agent.core.tracker import Tracker
 from agent.errors import ProbeLoadError
 from agent.log import fields
 from agent.model.facts import DeviceCallsSeen, Fact, GpuUseSeen, ProbeSeen
@@ -40,7 +40,7 @@ from agent.model.ids import GpuUuid
 from agent.model.policy import MILLISECOND_NS, SECOND_NS
 from agent.model.rm import LAST, RmEvent, RmEventKind
 from agent.model.snapshot import Snapshot
-from agent.model.usage import ENDED, DeviceCall, ProbeView, ProcessKey, ProcessLook, Usage, UsageSource
+from agent.model.usage import DeviceCall, ProbeView, ProcessKey, ProcessLook, Usage, UsageSource
 from agent.probe import kernel, procfs
 from agent.probe.kernel import Majors
 from agent.probe.loading import load
@@ -50,6 +50,7 @@ from agent.probe.request import Request
 from agent.sources.ebpf_reading import MAX_ENDED, Over, Reading, forget, judged_calls, map_of, read, view_of
 from agent.sources.ebpf_turns import Turns
 from agent.sources.ebpf_unsaid import Unsaid
+from agent.sources.ebpf_unseen import Unseen, has_ended
 from agent.sources.process_ends import ProcessEnds
 from agent.sources.processes import NoLook, look_at
 from agent.threads import DaemonThread
@@ -114,11 +115,6 @@ def _is_end(event: RmEvent) -> bool:
     return is_last or event.kind is RmEventKind.RELEASE
 
 
-def _has_ended(look: ProcessLook | NoLook) -> bool:
-    """Return whether a process is gone, or a zombie: the kernel closes its files before it is one."""
-    return look is NoLook.GONE or (isinstance(look, ProcessLook) and look.state in ENDED)
-
-
 class EbpfSource:
     """Loads the probe, follows it, and tells pictures of who uses the driver."""
 
@@ -173,10 +169,7 @@ class EbpfSource:
         self._told: Usage | None = None
         self._is_stale = True
         """Something happened since the last picture was made."""
-        self._unseen = ""
-        """Why the last scan may have missed something."""
-        self._unreadable: set[ProcessKey] = set()
-        """Processes that hold files and may not be read, so that the picture is without them."""
+        self._unseen = Unseen()
         self._ending: dict[ProcessKey, ProcessLook | NoLook | None] = {}
         """The processes that began to end, as they were when they were looked at last."""
         self._ended_since: set[ProcessKey] = set()
@@ -272,7 +265,7 @@ class EbpfSource:
         self._turns = Turns()
         self._wants_scan = self._is_stale = True
         self._scan_due_ns = None
-        self._told, self._ending, self._unreadable = None, {}, set()
+        self._told, self._ending, self._unseen = None, {}, Unseen()
         self._held, self._ended_since = set(), set()
         if probe is not None:
             statistics = probe.read_statistics()
@@ -447,8 +440,8 @@ class EbpfSource:
         self._may_have_ended = True
         if probe is not None:
             await self._catch_up(probe)
-        self._unseen = found.unseen
-        self._tracker.blind(self._why_blind())
+        self._unseen.of_scan = found.unseen
+        self._tracker.blind(self._unseen.why(self._tracker.unlooked))
         await self._in_turn(self._tracker.scanning(found.held, at_ns, is_whole=not found.unseen))
         self._is_stale = True
 
@@ -497,11 +490,10 @@ class EbpfSource:
         now_ns = self._clock()
         known = self._ending.keys() - set(unlooked)
         news = {key: look for key, look in looks.items() if key not in known or look != self._ending[key]}
-        gone = [key for key, look in looks.items() if _has_ended(look)]
+        gone = [key for key, look in looks.items() if has_ended(look)]
         self._ending = {key: looks[key] for key in self._ending}
-        self._unreadable.difference_update(looks)
-        self._unreadable.update(key for key, look in looks.items() if look is NoLook.UNREADABLE)
-        self._tracker.blind(self._why_blind())
+        self._unseen.looked(looks)
+        self._tracker.blind(self._unseen.why(self._tracker.unlooked))
         there = [look for look in news.values() if isinstance(look, ProcessLook)]
         for at in range(0, len(there), LOOKS_AT_ONCE):
             self._tracker.looked(there[at : at + LOOKS_AT_ONCE], now_ns)
@@ -512,15 +504,6 @@ class EbpfSource:
 
     def _look_at(self, keys: Iterable[ProcessKey]) -> dict[ProcessKey, ProcessLook | NoLook]:
         return {key: look_at(self._proc_root, key.pid, self._where) for key in keys}
-
-    def _why_blind(self) -> str:
-        """Return why not everything can be seen; empty: it can."""
-        self._unreadable.intersection_update(self._tracker.unlooked)
-        if not self._unreadable:
-            return self._unseen
-        pids = ", ".join(str(key.pid) for key in sorted(self._unreadable)[:MAX_NAMED])
-        hidden = f"{len(self._unreadable)} of the processes with open files may not be read, such as {pids}"
-        return f"{self._unseen}; {hidden}" if self._unseen else hidden
 
     async def _forget(self, began_ns: int, ended: frozenset[ProcessKey]) -> None:
         """Take out of the kernel's tables what is over; of whom this round has read what they counted."""
