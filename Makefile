@@ -6,29 +6,37 @@ ARGS ?=
 JOBS ?= $(shell echo $$((3 * $$(nproc))))
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.setup-done
+DEMO_STAMP := $(VENV)/.demo-done
+SOURCES := pyproject.toml requirements.txt .ci/setup $(wildcard agent/simulation/nvml/*.[ch] bpf/*.[ch])
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-vm check bench mutants bpf gen lock clean
+.PHONY: help setup demo test test-vm test-system check bench mutants bpf wheel gen lock clean
 
 help:
 	@echo 'make setup    system packages (as root), virtual environment in $(VENV), $(BIN)/gpu-agent'
-	@echo 'make demo     a live table of a simulated 8-GPU node (ARGS="--scenario xid-79 --json")'
+	@echo 'make demo     a live table of a simulated 8-GPU node (ARGS="--scenario xid-79 --json"); needs less than setup'
 	@echo 'make test     all tests (ARGS="tests/core -k xid")'
 	@echo 'make test-vm  the probe in a virtual machine with Debian'\''s kernel, minutes (ARGS="--loader core")'
+	@echo 'make test-system  a booted Debian 12 and 13, as root, minutes: unit, install, demo, container runtimes'
 	@echo 'make check    linters, types, architecture, generated code'
 	@echo 'make bench    the figures we promise, beside their targets (ARGS=--json)'
 	@echo 'make mutants  mutation score of agent/core (minutes)'
 	@echo 'make bpf      the precompiled eBPF probe (needs clang and libbpf-dev)'
+	@echo 'make wheel    dist/*.whl for nodes, with the precompiled probe in it'
 	@echo 'make gen      generate code from proto/'
 	@echo 'make lock     resolve the locked dependencies anew'
 
 setup: $(STAMP)
 
-$(STAMP): pyproject.toml requirements-dev.txt .ci/setup $(wildcard agent/simulation/nvml/*.[ch] bpf/*.[ch])
+$(STAMP): $(SOURCES) requirements-dev.txt
 	@PYTHON='$(PYTHON)' VENV='$(VENV)' .ci/setup
+	@touch $@ $(DEMO_STAMP)
+
+$(DEMO_STAMP): $(SOURCES)
+	@PYTHON='$(PYTHON)' VENV='$(VENV)' .ci/setup demo
 	@touch $@
 
-demo: $(STAMP)
+demo: $(DEMO_STAMP)
 	@$(BIN)/gpu-agent demo $(ARGS)
 
 test: $(STAMP)
@@ -36,6 +44,9 @@ test: $(STAMP)
 
 test-vm: $(STAMP)
 	@$(BIN)/python -m tests.vm $(ARGS)
+
+test-system: $(STAMP)
+	@$(BIN)/python -m tests.system $(ARGS)
 
 check: $(STAMP)
 	$(BIN)/ruff check .
@@ -58,6 +69,12 @@ lock: $(STAMP)
 
 bpf:
 	.ci/bpf
+
+# Nothing that an earlier build left gets in.
+wheel: $(STAMP)
+	@rm -rf build/lib* build/bdist* build/temp* dist
+	@$(BIN)/python -m pip wheel -q --no-deps --no-build-isolation -w dist .
+	@ls dist/*.whl
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache mutants

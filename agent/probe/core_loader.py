@@ -35,7 +35,9 @@ def load(request: Request, tier: Tier) -> Loaded:
     path = Path(request.object_path) if request.object_path else OBJECT
     if not path.exists():
         raise ProbeLoadError(
-            "object_missing", f"There is no precompiled probe at {path}; build it with make bpf (needs clang)"
+            "object_missing",
+            f"There is no precompiled probe at {path}: no clang was there when the package was built; "
+            "install a wheel that make wheel built, or python3-bpfcc for --probe-loader bcc",
         )
     if not Path(request.roots.btf).exists():
         raise ProbeLoadError(

@@ -128,9 +128,9 @@ def _load(request: Request, tier: Tier) -> Loaded:
         try:
             return _load_precompiled(request, tier)
         except ProbeLoadError as other:
-            # Nothing precompiled is at hand: what is wrong with bcc is what can be put right.
             if other.code in {"object_missing", "libbpf_missing"}:
-                raise error from None
+                why = f"{error}. The precompiled probe cannot be used either: {other}"
+                raise ProbeLoadError(error.code, why) from None
             raise
 
 

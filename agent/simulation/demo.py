@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Final
 
 from agent.config import settings as config
+from agent.simulation.command_name import this_command
 from agent.simulation.simulate import DEFAULT_PRESET, add_node_options, shipped
 
 EXAMPLES: Final = """\
@@ -56,4 +57,4 @@ def _hints(node_dir: Path, *, is_scripted: bool) -> tuple[str, ...]:
         return ()
     elsewhere = str(node_dir) != str(Path(config.default_node_dir()).absolute())
     where = f" --node-dir {shlex.quote(str(node_dir))}" if elsewhere else ""
-    return (f"In a second terminal: gpu-agent inject xid 79 --gpu 3{where}", "Ctrl-C ends the demo")
+    return (f"In a second terminal: {this_command()} inject xid 79 --gpu 3{where}", "Ctrl-C ends the demo")

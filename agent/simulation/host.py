@@ -17,6 +17,7 @@ from typing import Any, Final
 
 from agent.core.wording import counted
 from agent.errors import AgentError
+from agent.simulation.command_name import this_command
 from agent.simulation.control import ControlServer
 from agent.simulation.directory import NodeDirectory, agent_flags
 from agent.simulation.ending import StopSignals, first_of
@@ -162,9 +163,9 @@ def _introduction(plan: Plan, path: Path) -> str:
         [
             f"Simulated node {plan.label} in {path}: {gpus} ({', '.join(models)})",
             "Run the agent on it:",
-            f"  gpu-agent run {_flags(plan, path)}",
+            f"  {this_command()} run {_flags(plan, path)}",
             "Make something happen:",
-            f"  gpu-agent inject xid 79 --gpu 3 --node-dir {shlex.quote(str(path))}",
+            f"  {this_command()} inject xid 79 --gpu 3 --node-dir {shlex.quote(str(path))}",
             "",
         ]
     )

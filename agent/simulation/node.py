@@ -120,7 +120,7 @@ class SimulatedNode:
             except NvmlStateError as error:
                 raise AgentError(
                     f"The simulated node cannot start: {error}; where its library is of another version, "
-                    "make setup builds it anew"
+                    "make demo in a checkout builds it anew"
                 ) from error
             except OSError as error:
                 raise AgentError(

@@ -61,7 +61,8 @@ def library_path() -> Path:
         if path.exists():
             return path
     raise LibraryNotBuiltError(
-        f"the simulated NVML library is not in {_DIRECTORY}: install a C compiler and run `make setup`"
+        f"the simulated NVML library is not in {_DIRECTORY}, for there was no C compiler when the package was"
+        " built; run make demo in a checkout, or install gcc and libc6-dev and then the package once more"
     )
 
 
