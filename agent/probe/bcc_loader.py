@@ -33,9 +33,7 @@ _INCLUDED: Final = re.compile(r'^#include "(\w+\.h)"$', re.MULTILINE)
 def load(request: Request, tier: Tier) -> Loaded:
     """Compile and load the programs of a tier, or raise ProbeLoadError."""
     if not _find_bcc(request.bcc_paths):
-        raise ProbeLoadError(
-            "bcc_missing", "The module bcc was not found; install python3-bpfcc"
-        )
+        raise ProbeLoadError("bcc_missing", "The module bcc was not found; install python3-bpfcc")
     found = headers.find(request.roots, request.scratch)
     flags = [*_flags(request), *_offsets(request.roots.btf)]
     # Read by libbcc: where to find headers that are not those of /lib/modules/RELEASE.
@@ -89,7 +87,7 @@ def _compile(text: str, flags: list[str]) -> Any:
     except Exception as error:
         raise ProbeLoadError(
             "bcc_missing",
-            f"The module bcc cannot be imported: {error}; reinstall python3-bpfcc, or use --probe-loader core",
+            f"The module bcc cannot be imported: {error}; reinstall python3-bpfcc or use --probe-loader core",
         ) from error
     try:
         return BPF(text=text, cflags=flags)
