@@ -121,7 +121,8 @@ class Scene:
 def _orphaned(scene: Scene) -> Seen:
     """Find clients whose owner ended while others hold their file, with contexts in them.
 
-    A file that nobody is seen to hold may be in a message that nobody reads, or only be mapped.
+    A file without a visible holder may be in a message that is never read, or only be mapped. What was made
+    before the probe was attached may be no context at all: a monitor makes clients and no context.
     """
     if scene.usage is None:
         return None
@@ -130,7 +131,7 @@ def _orphaned(scene: Scene) -> Seen:
     for orphan in scene.usage.orphans:
         holders = [by_key[key] for key in orphan.holders if key in by_key]
         if not orphan.holders or any(not scene.is_free(holder) for holder in holders):
-            found.append(_orphan(orphan, holders, scene))
+            found.append(replace(_orphan(orphan, holders, scene), known=orphan.contexts is not None))
     return found
 
 
@@ -251,14 +252,13 @@ _UNTOLD: Final = GpuMemory(used_bytes=None, total_bytes=None)
 
 
 def _memory_held(scene: Scene) -> Seen:
-    """Find used memory that no process which exists has, on GPUs that nobody holds."""
+    """Find used memory that no process has which NVML lists, on GPUs that no process holds."""
     if scene.usage is None or scene.usage.is_blind:
         return None
-    living = {process.key.pid for process in scene.usage.processes}
     found = []
     for gpu in sorted(scene.gpus):
         memory = scene.memory.get(gpu, _UNTOLD)
-        held = unclaimed_bytes(memory, living)
+        held = unclaimed_bytes(memory)
         share = (memory.total_bytes or 0) * scene.policy.memory_held_percent // 100
         limit = max(scene.policy.memory_held_bytes, share)
         is_whole = scene.usage.is_whole(gpu)

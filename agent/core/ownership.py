@@ -216,22 +216,20 @@ def _ownership(snapshot: Snapshot, view: GpuView, uuid: str, place: Placement) -
         holders=_holders(snapshot, gpu.uuid, place),
         used_bytes=None if whole is None else whole.used_bytes,
         total_bytes=None if whole is None else whole.total_bytes,
-        unclaimed_bytes=None if whole is None else unclaimed_bytes(whole, {user.pid for user in whole.users}),
+        unclaimed_bytes=None if whole is None else unclaimed_bytes(whole),
         process_info=None if memory is None else memory.process_info,
     )
 
 
-def unclaimed_bytes(memory: GpuMemory, living: AbstractSet[int]) -> int | None:
-    """Return how much used memory belongs to no living process; None: that cannot be told."""
+def unclaimed_bytes(memory: GpuMemory) -> int | None:
+    """Return how much used memory belongs to no process that NVML lists; None: that is unknown.
+
+    NVML lists processes of other PID namespaces and of virtual machines too, which /proc does not show.
+    """
     if memory.used_bytes is None or memory.process_info != "ok":
         return None
-    claimed = 0
-    for user in memory.users:
-        if user.pid in living:
-            if user.used_bytes is None:
-                return None
-            claimed += user.used_bytes
-    return max(0, memory.used_bytes - claimed)
+    claimed = [user.used_bytes for user in memory.users if user.used_bytes is not None]
+    return max(0, memory.used_bytes - sum(claimed)) if len(claimed) == len(memory.users) else None
 
 
 def _holders(snapshot: Snapshot, gpu: GpuUuid, place: Placement) -> tuple[Holder, ...] | None:

@@ -188,7 +188,7 @@ class UseRecords:
             files=len(process.files) if self._is_probe else None,
             fds=sum(process.files.values()),
             exiting_since_ns=process.exiting_ns,
-            partial=process.partial or process.number in self._clients.short,
+            partial=process.partial or process.number in self._clients.short or bool(contexts.get(None)),
             unplaced=contexts.get(None, 0),
             is_agent=process.pid == self._agent_pid,
         )

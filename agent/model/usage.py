@@ -113,7 +113,8 @@ class ProcessUse:
     exiting_since_ns: int | None = None
     """When it was first seen to be ending; such a process that stays is stuck in the kernel."""
     partial: bool = False
-    """Its contexts are a lower bound: it held files before the probe was attached, or it has too many."""
+    """Its contexts are a lower bound: it held files before the probe was attached, it has too many, or the
+    GPU of some is not known."""
     unplaced: int = 0
     """Contexts on a GPU that could not be found out."""
     is_agent: bool = False
@@ -209,8 +210,9 @@ class MemoryUser(NamedTuple):
 
 
 ProcessInfo = Literal["ok", "unreliable", "unsupported"]
-"""Whether NVML's list of processes can be believed. unreliable: it has records that cannot be, so
-the library and the binding differ on the layout; unsupported: the driver has no such call."""
+"""Whether NVML's list of processes can be believed. unreliable: it has more records than are read, or some
+that cannot be, so the library and the binding differ on the layout; unsupported: the driver has no such
+call."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,14 +19,15 @@ PID_MAX: Final = 4_194_304
 """No kernel counts further. Source: linux include/linux/threads.h (PID_MAX_LIMIT)."""
 
 MAX_USERS: Final = 4_096
-"""Processes on one GPU that are told."""
+"""Processes on one GPU; a list with more is not used, because who is cut off would be absent."""
 
 
 class MemoryReader:
     """What is remembered of one GPU from poll to poll."""
 
-    def __init__(self, readings: Readings, ask: Asker) -> None:
+    def __init__(self, readings: Readings, ask: Asker, *, max_users: int = MAX_USERS) -> None:
         self._readings = readings
+        self._max_users = max_users
         self._ask = ask
 
     def read(self, handle: Handle, *, total_bytes: int | None) -> GpuMemory | None:
@@ -36,13 +37,21 @@ class MemoryReader:
         """
         readings, ask = self._readings, self._ask
         used_bytes = ask(handle, readings.memory_used)
-        listed = ask(handle, readings.compute_processes, readings.compute_processes_old)
-        if listed is None:
-            if ask.may_answer(readings.compute_processes, readings.compute_processes_old):
+        users: list[MemoryUser] = []
+        for calls in (
+            (readings.compute_processes, readings.compute_processes_old),
+            (readings.graphics_processes, readings.graphics_processes_old),
+            (readings.mps_processes, readings.mps_processes_old),
+        ):
+            listed = ask(handle, *calls)
+            if listed is not None:
+                users += listed
+            elif ask.may_answer(*calls):
+                # Processes that could not be listed this time are not absent.
                 return None
-            return GpuMemory(used_bytes, total_bytes, process_info="unsupported")
-        graphics = ask(handle, readings.graphics_processes, readings.graphics_processes_old) or ()
-        clients = ask(handle, readings.mps_processes, readings.mps_processes_old) or ()
-        users: list[MemoryUser] = [*listed, *graphics, *clients]
-        found, info = believed(users[:MAX_USERS], total_bytes=total_bytes, pid_max=PID_MAX)
+            elif calls[0] == readings.compute_processes:
+                return GpuMemory(used_bytes, total_bytes, process_info="unsupported")
+        if len(users) > self._max_users:
+            return GpuMemory(used_bytes, total_bytes, process_info="unreliable")
+        found, info = believed(users, total_bytes=total_bytes, pid_max=PID_MAX)
         return GpuMemory(used_bytes, total_bytes, found, info)

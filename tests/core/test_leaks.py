@@ -126,10 +126,13 @@ def test_what_two_owners_left_is_found_of_both_with_the_memory_of_who_keeps_it()
     assert (told.contexts, told.used_bytes) == (4, 70 * MIB)
 
 
-def test_an_orphan_of_unknown_contexts_is_found_too() -> None:
+def test_an_orphan_of_unknown_contexts_makes_no_finding_and_ends_none() -> None:
     on = node()
-    on.tell(seen(process(8), orphans=[orphan(7, 8, contexts=None, ended_ns=0)]))
-    assert only(on, LeakKind.ORPHANED_CLIENT).contexts is None
+    unknown = seen(process(8), orphans=[orphan(7, 8, contexts=None, ended_ns=0)])
+    on.tell(unknown)
+    assert kinds(on) == set()
+    on.tell(seen(process(8), orphans=[orphan(7, 8, ended_ns=0)]), unknown)
+    assert kinds(on) == {("orphaned_client", U0)}
 
 
 def test_an_orphan_on_no_known_gpu_is_told_of_the_node() -> None:
@@ -393,10 +396,11 @@ def test_memory_that_processes_have_is_not_counted() -> None:
     assert only(on, LeakKind.MEMORY_HELD).used_bytes == (LIMIT + 1) * MIB
 
 
-def test_memory_of_a_pid_that_does_not_exist_is_nobodys() -> None:
+@pytest.mark.parametrize("used", [4000, None])
+def test_memory_of_a_process_that_only_nvml_lists_is_its_own(used: int | None) -> None:
     on = held_node()
-    on.tell(seen(), memory(user(505, 4000)))
-    assert only(on, LeakKind.MEMORY_HELD).used_bytes == 4000 * MIB
+    on.tell(seen(), memory(user(505, used), used=4000))
+    assert kinds(on) == set()
 
 
 @pytest.mark.parametrize(

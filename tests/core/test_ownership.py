@@ -255,17 +255,14 @@ def test_to_have_a_gpu_open_is_not_to_use_it(
         assert is_in_use(process(7, partial=partial), hold(contexts=contexts), None) is is_used
 
 
-def test_memory_of_nobody_is_what_no_living_process_has() -> None:
+def test_memory_of_nobody_is_what_no_process_has_that_nvml_lists() -> None:
     told = memory(user(1, 100), user(2, 50), used=400).memory
-    assert unclaimed_bytes(told, {1, 2}) == 250 * MIB
-    assert unclaimed_bytes(told, {1}) == 300 * MIB
-    assert unclaimed_bytes(told, set()) == 400 * MIB
-    assert unclaimed_bytes(memory(user(1, 100), used=50).memory, {1}) == 0
-    unknown = memory(user(1, None), user(2, 50), used=400).memory
-    assert unclaimed_bytes(unknown, {1, 2}) is None
-    assert unclaimed_bytes(unknown, {2}) == 350 * MIB
-    assert unclaimed_bytes(replace(told, used_bytes=None), {1}) is None
-    assert unclaimed_bytes(replace(told, process_info="unsupported"), {1}) is None
+    assert unclaimed_bytes(told) == 250 * MIB
+    assert unclaimed_bytes(memory(used=400).memory) == 400 * MIB
+    assert unclaimed_bytes(memory(user(1, 100), used=50).memory) == 0
+    assert unclaimed_bytes(memory(user(1, None), user(2, 50), used=400).memory) is None
+    assert unclaimed_bytes(replace(told, used_bytes=None)) is None
+    assert unclaimed_bytes(replace(told, process_info="unsupported")) is None
 
 
 def test_a_pod_is_given_what_it_may_have_been_given() -> None:

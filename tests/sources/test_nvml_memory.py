@@ -6,6 +6,10 @@ from agent.model.facts import GpuCallFailed, GpuMemorySeen, GpuProbePassed
 from agent.model.usage import GpuMemory, MemoryUser
 from agent.simulation.nvml.state import GpuProcess
 from agent.simulation.presets import MigDeviceSpec
+from agent.sources.nvml_asking import Asker
+from agent.sources.nvml_library import Handle
+from agent.sources.nvml_memory import MemoryReader
+from agent.sources.nvml_readings import Readings
 from tests.sources.conftest import MakeNode, StartSource
 from tests.sources.recorder import Recorder
 from tests.sources.simulated import Node
@@ -105,17 +109,18 @@ async def test_a_driver_with_the_older_call_alone_is_asked_by_that(
     assert (await next_memory(recorder, node)).users == (MemoryUser(900, 300 * MIB),)
 
 
+@pytest.mark.parametrize("kind", ["Compute", "Graphics", "MPSCompute"])
 async def test_a_list_that_fails_this_time_is_not_told_and_marks_nothing(
-    make_node: MakeNode, start_source: StartSource, recorder: Recorder
+    make_node: MakeNode, start_source: StartSource, recorder: Recorder, kind: str
 ) -> None:
     node = make_node(TWO_T4)
-    node.state.set_return("nvmlDeviceGetComputeRunningProcesses", 999, gpu=0)
+    node.state.set_return(f"nvmlDeviceGet{kind}RunningProcesses", 999, gpu=0)
     await start_source(node)
     await next_memory(recorder, node, gpu=1)
     assert [fact for fact in recorder.of(GpuMemorySeen) if fact.gpu == node.uuid(0)] == []
     assert [fact for fact in recorder.of(GpuProbePassed) if fact.gpu == node.uuid(0)] != []
     assert recorder.of(GpuCallFailed) == []
-    node.state.set_return("nvmlDeviceGetComputeRunningProcesses", 0, gpu=0)
+    node.state.set_return(f"nvmlDeviceGet{kind}RunningProcesses", 0, gpu=0)
     await next_memory(recorder, node)
 
 
@@ -128,3 +133,21 @@ async def test_a_gpu_that_is_lost_in_this_call_is_lost(
     node.state.set_return("nvmlDeviceGetComputeRunningProcesses", 15, gpu=0)
     failed = await recorder.first(GpuCallFailed)
     assert (failed.gpu, failed.code) == (node.uuid(0), 15)
+
+
+@pytest.mark.parametrize(("count", "info"), [(3, "ok"), (4, "unreliable")])
+def test_a_list_that_is_cut_claims_nothing(count: int, info: str) -> None:
+    class Lists(Readings):
+        def __init__(self) -> None:
+            pass
+
+        def memory_used(self, handle: object) -> int:
+            return 9
+
+        def _users(self, function: object, handle: object) -> tuple[MemoryUser, ...]:
+            is_compute = "Compute" in getattr(function, "__name__", "") and "MPS" not in repr(function)
+            return tuple(MemoryUser(pid, 1) for pid in range(1, count + 1)) if is_compute else ()
+
+    memory = MemoryReader(Lists(), Asker(), max_users=3).read(Handle(0), total_bytes=99)
+    assert memory is not None
+    assert (len(memory.users), memory.process_info) == (count if info == "ok" else 0, info)
