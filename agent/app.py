@@ -37,6 +37,7 @@ from agent.model.facts import (
     DEVICE_PLUGIN,
     KERNEL_LOG,
     KUBELET,
+    KUBELET_COUNT,
     MPS,
     NVML,
     PODS,
@@ -47,7 +48,7 @@ from agent.model.facts import (
     KubeletSocketSeen,
     PolicyChanged,
 )
-from agent.model.ids import NO_KUBELET, GpuUuid, Part
+from agent.model.ids import NO_KUBELET, GpuUuid, Part, ResourceName
 from agent.model.parts import (
     CDI,
     CONFIG_WATCH,
@@ -56,6 +57,7 @@ from agent.model.parts import (
     EVIDENCE,
     GPU_PROBER,
     HTTP,
+    LIST_AND_WATCH,
     STATE_FILE,
 )
 from agent.model.snapshot import Snapshot
@@ -294,6 +296,9 @@ class Agent:
             keep_source(UEVENTS, assembly.make_uevents)
         if settings.pod_resources_socket:
             keep_source(PODS, assembly.make_pods, self._terms(settings.pods_poll_ns))
+            if settings.registers:
+                trouble = partial(self._seen, checks.kubelet_counted)
+                keep_source(KUBELET_COUNT, assembly.make_kubelet_count, trouble=trouble)
         if settings.probe_tier != "off":
             keep_source(PROBE, assembly.make_ebpf, Terms(settings.poll_ns, PROBE_LOAD_NS))
 
@@ -367,7 +372,7 @@ class Agent:
         self._notifier.stopping()
         _log.info("Stopping", extra=log.fields(why=self._ending.why))
         await self._tasks.cancel(KUBELET, "life", "start judge", "driver watch", CONFIG_WATCH, "reload")
-        await self._tasks.cancel(KERNEL_LOG, SYSFS, UEVENTS, PODS, MPS, PROBE)
+        await self._tasks.cancel(KERNEL_LOG, SYSFS, UEVENTS, PODS, KUBELET_COUNT, MPS, PROBE)
         self._assembly.close_ebpf()
         letting_go = self._tasks.group.create_task(self._end_nvml(nvml), name="nvml end")
         if self._vitals.device_plugin is not None:
@@ -422,8 +427,17 @@ class Agent:
     def _restart(self, part: Part) -> None:
         if part.name == GPU_PROBER and self._assembly.nvml is not None:
             self._assembly.nvml.restart_gpu(GpuUuid(part.of))
+        elif part.name == LIST_AND_WATCH and self._registers_anew(ResourceName(part.of)):
+            return
         else:
             self._tasks.restart(part)
+
+    def _registers_anew(self, resource: ResourceName) -> bool:
+        """Tell whether what the core orders for a resource is obeyed, so that its new order is a restart."""
+        return self._vitals.device_plugin is not None and self._vitals.device_plugin.is_obeyed(resource)
+
+    def _seen(self, judge: Callable[[Snapshot], str | None]) -> str | None:
+        return judge(self._latest.value)
 
     def _after_step(self, now_ns: int) -> None:
         self._vitals.stepped_ns = now_ns

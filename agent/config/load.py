@@ -251,6 +251,7 @@ def _settings(values: Mapping[str, object], resolver: _Resolver) -> Settings:
         kernel_log=cast("str", values["kernel-log"]),
         uevents=cast("bool", values["uevents"]),
         pods_poll_ns=cast("int", values["pods-poll"]),
+        kubelet_count_poll_ns=cast("int", values["kubelet-count-poll"]),
         event_log_bytes=cast("int", values["event-log-size"]),
         poll_ns=cast("int", values["poll"]),
         init_deadline_ns=cast("int", values["init-deadline"]),

@@ -108,6 +108,14 @@ OUR_OPTIONS: Final = (
         needs_restart=True,
     ),
     ours(
+        "kubelet-count-poll",
+        "60s",
+        duration("1s", "3600s"),
+        "TIME",
+        "Time between two comparisons of what the kubelet has with what it was sent",
+        needs_restart=True,
+    ),
+    ours(
         "kernel-log",
         "/dev/kmsg",
         path_from,

@@ -91,6 +91,7 @@ class Settings(NamedTuple):
     """Empty: it is not read."""
     uevents: bool
     pods_poll_ns: int
+    kubelet_count_poll_ns: int
     event_log_bytes: int
     """0: none is kept on disk."""
     poll_ns: int

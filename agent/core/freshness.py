@@ -64,7 +64,10 @@ VOUCHERS: Final[Mapping[SourceName, Voucher]] = {
         facts.DEVICE_PLUGIN,
     ),
     parts.KUBELET_COUNT: Voucher(
-        "that the kubelet has the devices it was sent", "an answer of the kubelet", Rests.NODE, facts.KUBELET
+        "that the kubelet has the devices it was sent",
+        "an answer of the kubelet",
+        Rests.AGENT,
+        facts.KUBELET_COUNT,
     ),
     facts.KUBELET: Voucher("the kubelet's socket", "a completed look", Rests.NODE, facts.KUBELET),
     facts.KERNEL_LOG: Voucher(

@@ -113,6 +113,13 @@ MEANINGS: Final[Mapping[Reason, Meaning]] = {
     Reason.REGISTRATION_REFUSED: Meaning(
         _WARNING, _HARD, _CLEARS, "The kubelet refuses the registration", "read the kubelet's answer"
     ),
+    Reason.KUBELET_COUNT_MISMATCH: Meaning(
+        _WARNING,
+        _HARD,
+        _CLEARS,
+        "The kubelet does not have the devices that it was sent",
+        "read the kubelet's log; restart the kubelet if it lasts",
+    ),
     Reason.SOCKET_IN_USE: Meaning(
         _WARNING,
         _HARD,

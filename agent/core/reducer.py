@@ -9,7 +9,7 @@ What a fact means stands in core.faults (devices), core.driver (driver and machi
 from time alone.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Final, assert_never
 
@@ -23,7 +23,8 @@ from agent.core.verdicts import Devices, differing, verdicts
 from agent.model import facts
 from agent.model.effects import Effect, EndProcess, Event, EventKind, RecordEvent
 from agent.model.health import Health
-from agent.model.ids import DeviceId, ResourceName
+from agent.model.ids import DeviceId, Part, ResourceName
+from agent.model.parts import LIST_AND_WATCH
 from agent.model.policy import SECOND_NS
 from agent.model.snapshot import TaskView
 
@@ -110,6 +111,8 @@ _Quiet = (
     | facts.Registered
     | facts.RegistrationFailed
     | facts.WatchersChanged
+    | facts.ListWritten
+    | facts.KubeletCounted
     | facts.MpsSeen
     | facts.TaskReported
     | facts.CdiReported
@@ -176,9 +179,12 @@ def _known(state: State, fact: _Quiet, now_ns: int) -> State:  # noqa: C901, PLR
             | facts.Registered()
             | facts.RegistrationFailed()
             | facts.WatchersChanged()
+            | facts.ListWritten()
             | facts.OwnSocketLost()
         ):
             return _registration_told(state, fact, now_ns)
+        case facts.KubeletCounted():
+            return _kubelet_counted(state, fact, now_ns)
         case facts.MpsSeen():
             return driver.mps_seen(state, fact, now_ns)
         case facts.TaskReported():
@@ -188,6 +194,7 @@ def _known(state: State, fact: _Quiet, now_ns: int) -> State:  # noqa: C901, PLR
         case facts.PartsStale():
             # A GPU whose prober was stale is known again by its next probe alone.
             unknown = unknown_gpus((part for part in fact.stale if part.of), state.probed)
+            state = _lists_overdue(state, fact.stale - state.stale, now_ns)
             return replace(state, stale=fact.stale, probed=state.probed - unknown)
         case facts.PolicyChanged():
             offered = driver.with_offers(stability.with_policy(state, fact.policy), now_ns)
@@ -209,6 +216,30 @@ def _registration_told(state: State, fact: registration.Told, now_ns: int) -> St
     # Who registered looked at the socket itself, perhaps before who watches the directory did.
     kubelet = state.kubelet if told.kubelet == standing.kubelet else told.kubelet
     return replace(state, kubelet=kubelet, registrations={**state.registrations, fact.resource: told})
+
+
+def _kubelet_counted(state: State, fact: facts.KubeletCounted, now_ns: int) -> State:
+    standings = {
+        name: registration.counted(
+            standing,
+            fact.healthy.get(name, frozenset()),
+            asked_ns=fact.asked_ns,
+            policy=state.policy,
+            now_ns=now_ns,
+        )
+        for name, standing in state.registrations.items()
+    }
+    return state if standings == state.registrations else replace(state, registrations=standings)
+
+
+def _lists_overdue(state: State, stale: Iterable[Part], now_ns: int) -> State:
+    overdue = {
+        name: registration.list_overdue(standing, policy=state.policy, now_ns=now_ns)
+        for part in stale
+        for name, standing in state.registrations.items()
+        if part == Part(LIST_AND_WATCH, name)
+    }
+    return replace(state, registrations={**state.registrations, **overdue}) if overdue else state
 
 
 def _task_reported(state: State, fact: facts.TaskReported) -> State:

@@ -15,6 +15,7 @@ from typing import Final, assert_never
 
 from agent.core.backoff import delay_ns
 from agent.model.facts import (
+    ListWritten,
     OwnSocketLost,
     Registered,
     RegisterSent,
@@ -22,7 +23,7 @@ from agent.model.facts import (
     RegistrationFailure,
     WatchersChanged,
 )
-from agent.model.ids import SocketIdentity
+from agent.model.ids import DeviceId, SocketIdentity
 from agent.model.policy import MILLISECOND_NS, SECOND_NS, Policy
 from agent.model.snapshot import RegistrationPhase
 
@@ -34,10 +35,17 @@ REJECTED_CAP_NS: Final = 10 * SECOND_NS
 SETTLED_NS: Final = 10 * SECOND_NS
 """A registration that lived so long ended for a new reason; its failures no longer add up."""
 
+COUNT_SETTLE_NS: Final = SECOND_NS
+"""How long the kubelet may take to have what it was sent."""
+MISCOUNTS: Final = 2
+"""So many answers in a row, all after the newest list, are a lasting difference."""
+
 NO_SOCKET: Final = "The kubelet's socket does not exist yet"
 WAIT_FOR_PROBES: Final = "The first health probes are still running"
 STREAM_ENDED: Final = "The kubelet ended the ListAndWatch stream"
 NO_STREAM: Final = "The kubelet accepted the registration but opened no ListAndWatch stream"
+LIST_OVERDUE: Final = "The newest device list was not sent"
+MISCOUNTED: Final = "The kubelet does not have the devices that it was sent"
 SOCKET_LOST: Final = "The plugin's socket file was deleted or replaced"
 
 
@@ -61,6 +69,15 @@ class Registration:
     """Our socket file, from the moment Register was sent."""
     streams: int | None = None
     """ListAndWatch streams of this generation that are open; None: there was none yet."""
+    sent: frozenset[DeviceId] | None = None
+    """The healthy devices of the newest list that was written; None: there was none yet."""
+    sent_ns: int = 0
+    counted: bool | None = None
+    """Whether the kubelet had those at its newest count since; None: it was not asked since."""
+    miscounts: int = 0
+    """Counts in a row at which it had others."""
+    miscount: str = ""
+    """What it had instead, from the time that lasted until a count agrees."""
     message: str = NO_SOCKET
     failure: RegistrationFailure | None = None
 
@@ -75,7 +92,7 @@ class Registration:
         return self.phase is RegistrationPhase.WAITING and self.message == WAIT_FOR_PROBES
 
 
-Told = RegisterSent | Registered | RegistrationFailed | WatchersChanged | OwnSocketLost
+Told = RegisterSent | Registered | RegistrationFailed | WatchersChanged | OwnSocketLost | ListWritten
 
 
 def told(  # noqa: PLR0911 (a table)
@@ -96,10 +113,37 @@ def told(  # noqa: PLR0911 (a table)
             return _failed(standing, fact, policy, now_ns)
         case WatchersChanged():
             return _streams_changed(standing, fact.live, policy, now_ns)
+        case ListWritten():
+            return replace(standing, sent=fact.healthy, sent_ns=now_ns, counted=None, miscounts=0)
         case OwnSocketLost():
             return _lost(standing, SOCKET_LOST, policy, now_ns)
         case _:
             assert_never(fact)
+
+
+def list_overdue(standing: Registration, *, policy: Policy, now_ns: int) -> Registration:
+    """Return the standing after the newest list was not sent for too long."""
+    return _lost(standing, LIST_OVERDUE, policy, now_ns) if standing.registered else standing
+
+
+def counted(
+    standing: Registration, has: frozenset[DeviceId], *, asked_ns: int, policy: Policy, now_ns: int
+) -> Registration:
+    """Return the standing after the kubelet was asked which healthy devices it has.
+
+    An older kubelet that forgot the endpoint leaves the stream open, and so does one that lost a list.
+    """
+    sent = standing.sent
+    if not standing.registered or sent is None or asked_ns < standing.sent_ns + COUNT_SETTLE_NS:
+        return standing
+    if has == sent:
+        return replace(standing, counted=True, miscounts=0, miscount="")
+    miscounts = standing.miscounts + 1
+    if miscounts < MISCOUNTS:
+        return replace(standing, counted=False, miscounts=miscounts)
+    others = f" and {len(has - sent)} others" if has - sent else ""
+    miscount = f"the kubelet has {len(has & sent)} of the {len(sent)} healthy devices it was sent{others}"
+    return replace(_lost(standing, MISCOUNTED, policy, now_ns), miscount=miscount)
 
 
 def advance(
@@ -153,6 +197,10 @@ def _begin(standing: Registration, kubelet: SocketIdentity | None, policy: Polic
         pre_start=policy.pre_start_check,
         socket=None,
         streams=None,
+        sent=None,
+        counted=None,
+        miscounts=0,
+        miscount=standing.miscount if same_kubelet else "",
         # While it is tried again, the last answer says why it is not registered.
         message=standing.message if standing.phase is RegistrationPhase.BACKING_OFF else "",
     )

@@ -98,6 +98,8 @@ def _resource(state: State, name: ResourceName) -> Resource:
         since_ns=standing.since_ns,
         socket=standing.socket,
         sharing=_sharing_of(state, name),
+        counted=standing.counted,
+        miscount=standing.miscount,
     )
 
 
@@ -251,3 +253,6 @@ def _kubelet_findings(state: State) -> Iterator[Finding]:
         if not standing.registered:
             reason = _FAILURE_REASONS.get(standing.failure, Reason.KUBELET_UNAVAILABLE)
             yield Finding(reason, f"{name} is not registered: {standing.message or 'registering'}")
+        if standing.miscount:
+            message = f"{name}: {standing.miscount}; it was registered anew"
+            yield Finding(Reason.KUBELET_COUNT_MISMATCH, message)

@@ -71,6 +71,7 @@ class Reason(StrEnum):
     HELD = "held"
     KUBELET_UNAVAILABLE = "kubelet_unavailable"
     REGISTRATION_REFUSED = "registration_refused"
+    KUBELET_COUNT_MISMATCH = "kubelet_count_mismatch"
     SOCKET_IN_USE = "socket_in_use"
     SOURCE_FAILED = "source_failed"
     MIG_SINGLE_NOT_UNIFORM = "mig_single_not_uniform"

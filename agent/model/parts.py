@@ -6,6 +6,7 @@ from agent.model.facts.message import (
     DEVICE_PLUGIN,
     KERNEL_LOG,
     KUBELET,
+    KUBELET_COUNT,
     MPS,
     NVML,
     PODS,
@@ -19,7 +20,6 @@ GPU_PROBER: Final = SourceName("nvml-gpu")
 NVML_EVENTS: Final = SourceName("nvml-events")
 NVML_NODE: Final = SourceName("nvml-node")
 LIST_AND_WATCH: Final = SourceName("list-and-watch")
-KUBELET_COUNT: Final = SourceName("kubelet-count")
 ENGINE: Final = SourceName("engine")
 HTTP: Final = SourceName("http")
 STATE_FILE: Final = SourceName("statefile")

@@ -60,6 +60,10 @@ class Resource:
     """Our socket file, from the moment Register was sent."""
     sharing: SharingStrategy | None = None
     """How its devices are shared; None: they are not."""
+    counted: bool | None = None
+    """Whether the kubelet had the healthy devices it was sent at its newest count; None: not asked since."""
+    miscount: str = ""
+    """What it had instead, where that lasted; empty once it has them again."""
 
     @property
     def capacity(self) -> int:

@@ -121,6 +121,7 @@ class Assembly:
             clock=self.clock,
             registers=self.settings.registers,
             cdi=self.cdi,
+            proofs=self._proofs,
         )
 
     def make_kubelet(self) -> "KubeletSource":
@@ -196,6 +197,19 @@ class Assembly:
             prove=self._prover(PODS),
         )
         return self.pods
+
+    def make_kubelet_count(self) -> Source:
+        """Make the source that asks the kubelet which devices it has."""
+        from agent.sources.kubelet_count import KubeletCountSource
+
+        return KubeletCountSource(
+            inbox=self.inbox,
+            latest=self.latest,
+            socket=Path(self.settings.pod_resources_socket),
+            clock=self.clock,
+            proofs=self._proofs,
+            period_ns=self.settings.kubelet_count_poll_ns,
+        )
 
     def make_ebpf(self) -> Source:
         """Make the source that sees in the kernel who uses which GPU."""

@@ -88,7 +88,13 @@ class Tasks:
         self._vitals.components.append(Component(name, kind, trouble))
         self.keep(name, run, terms)
 
-    def keep_source(self, name: SourceName, make: Callable[[], Source], terms: Terms | None = None) -> None:
+    def keep_source(
+        self,
+        name: SourceName,
+        make: Callable[[], Source],
+        terms: Terms | None = None,
+        trouble: Callable[[], str | None] = no_trouble,
+    ) -> None:
         """Keep a source running that is made, by a thread, when the registration is over."""
         made: list[Source] = []
 
@@ -98,7 +104,7 @@ class Tasks:
                 made.append(await in_daemon_thread(f"{name}-import", make))
             await made[0].run()
 
-        self.keep_part(name, "source", run, terms=terms)
+        self.keep_part(name, "source", run, trouble, terms)
 
     def keep_critical(self, name: SourceName, run: Run) -> None:
         """Keep something running that the agent cannot do without."""

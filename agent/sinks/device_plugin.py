@@ -15,6 +15,9 @@ Guarantees:
 6. A Register call that a newer order overtook is not waited for and not cut off either, because a kubelet
    whose caller is gone forgets the resource by its name; each resource has ``overtaken_calls`` at most.
 
+7. A part of the agent proves each second that every watcher was written the newest list, whatever became
+   of the task that brings it there.
+
 Tasks: one for each resource that obeys the newest order, one for the order it carries out, one for
 its Register call, one for the endpoint it serves.
 """
@@ -27,11 +30,15 @@ from pathlib import Path
 from typing import Final
 
 from agent.bus import Inbox, Latest
+from agent.core.freshness import Terms
 from agent.log import fields
 from agent.model.effects import RegisterResource
 from agent.model.facts import Fact, Registered, RegisterSent, RegistrationFailed, RegistrationFailure
-from agent.model.ids import NO_KUBELET, ResourceName, SocketIdentity
+from agent.model.ids import NO_KUBELET, Part, ResourceName, SocketIdentity
+from agent.model.parts import LIST_AND_WATCH
+from agent.model.policy import SECOND_NS
 from agent.model.snapshot import Snapshot
+from agent.proofs import Proofs
 from agent.sinks.grpc_bounds import Bounds
 from agent.sinks.grpc_server import ServerStatistics
 from agent.sinks.plugin_answers import CdiSpecs
@@ -45,6 +52,8 @@ from agent.unix_channel import UnixChannel
 HANDOVER_GRACE_S: Final = 0.5
 """How long calls of the old server may take to end when a resource is registered anew."""
 
+LIST_TERMS: Final = Terms(SECOND_NS, 5 * SECOND_NS)
+"""The newest list may wait for devices that come back, and for a kubelet that is slow to read."""
 MAX_OVERTAKEN_CALLS: Final = 8
 """Of one resource; each ends within REGISTER_TIMEOUT_S, and the oldest is cut off when there are more."""
 
@@ -91,6 +100,7 @@ class DevicePlugin:
         on_sent: Callable[[ListSent], None] | None = None,
         register_timeout_s: float = REGISTER_TIMEOUT_S,
         overtaken_calls: int = MAX_OVERTAKEN_CALLS,
+        proofs: Proofs | None = None,
     ) -> None:
         """Serve beside ``kubelet_socket``. ``on_sent`` is told of each ListAndWatch message written.
 
@@ -107,6 +117,7 @@ class DevicePlugin:
         self._on_sent = on_sent
         self._register_timeout_s = register_timeout_s
         self._overtaken_calls = overtaken_calls
+        self._proofs = proofs or Proofs(clock=clock)
         self._slots: dict[ResourceName, _Slot] = {}
         self._tasks: asyncio.TaskGroup | None = None
         self._is_draining = False
@@ -121,6 +132,7 @@ class DevicePlugin:
             return
         slot = self._slots.setdefault(effect.resource, _Slot(effect.resource, effect))
         slot.order = effect
+        self._proofs.expect(Part(LIST_AND_WATCH, effect.resource), LIST_TERMS)
         if self._is_being_asked(slot):
             # The core learned of the kubelet after this sink did: what it wants is under way.
             self._announce(slot)
@@ -171,13 +183,30 @@ class DevicePlugin:
                 for slot in self._slots.values():
                     slot.is_fresh.set()
                     self._start(tasks, slot)
+                comparing = tasks.create_task(self._compare_lists(), name="compare device lists")
                 await self._drained.wait()
+                comparing.cancel()
         finally:
             self._tasks = None
             for slot in self._slots.values():
                 if slot.endpoint is not None:
                     slot.endpoint.close_now()
                 slot.worker = slot.attempt = slot.endpoint = slot.asked = None
+
+    async def _compare_lists(self) -> None:
+        """Prove for each resource that the kubelet was written its newest list, for ever."""
+        while True:
+            for slot in self._slots.values():
+                if slot.endpoint is None or slot.endpoint.service.is_up_to_date():
+                    self._proofs.prove(Part(LIST_AND_WATCH, slot.resource))
+            await asyncio.sleep(LIST_TERMS.period_ns / 1e9)
+
+    def is_obeyed(self, resource: ResourceName) -> bool:
+        """Tell whether the newest order for a resource was begun."""
+        slot = self._slots.get(resource)
+        if slot is None:
+            return True
+        return slot.endpoint is not None and slot.endpoint.service.generation == slot.order.generation
 
     async def _clear_leftovers(self) -> None:
         """Remove what an agent that was killed served and this one may never serve."""
@@ -193,6 +222,7 @@ class DevicePlugin:
     async def drain(self, grace_s: float) -> None:
         """End every stream and server; running calls have ``grace_s``. ``run`` returns after that."""
         self._is_draining = True
+        self._proofs.follow(LIST_AND_WATCH, (), LIST_TERMS)
         slots = list(self._slots.values())
         for task in [
             task for slot in slots for task in (slot.worker, slot.attempt, slot.call, *slot.overtaken)

@@ -22,7 +22,7 @@ from grpclib.server import Stream
 from agent.bus import Inbox, Latest
 from agent.core.list_size import MAX_LIST_BYTES
 from agent.log import fields
-from agent.model.facts import Fact, WatchersChanged
+from agent.model.facts import Fact, ListWritten, WatchersChanged
 from agent.model.health import Health
 from agent.model.ids import ResourceName
 from agent.model.snapshot import Device, Snapshot
@@ -61,6 +61,8 @@ class ServiceStatistics:
 
     watchers: int
     """ListAndWatch streams open now."""
+    is_up_to_date: bool
+    """Whether each of them was written the newest list."""
     lists_sent: int
     allocations: int
     preferences: int
@@ -99,11 +101,13 @@ class PluginService:
         self._clock = clock
         self._on_sent = on_sent
         self._answers = Answers(resource=resource, latest=latest, cdi=cdi or NoCdiSpecs())
-        self._watchers = 0
+        self._watchers = self._watched = 0
         self._lists_sent = self._allocations = self._preferences = self._pre_starts = 0
         self._asking = 0
         self._answered_ns: int | None = None
         # None ends the watchers.
+        self._written: dict[int, _List | None] = {}
+        """The list that each watcher was written last, by a number of the stream."""
         self._lists: Latest[_List | None] = Latest(_List(b"", (), latest.value.at_ns))
         self._refresh()
 
@@ -146,6 +150,24 @@ class PluginService:
             if self._refresh():
                 await asyncio.sleep(WINDOW_S)
             await self._latest.wait_newer_first(version)
+
+    def is_up_to_date(self) -> bool:
+        """Tell whether each watcher was written the newest list; that goes by what is offered now.
+
+        Whoever brings the lists to the watchers has no part in the answer.
+        """
+        resource = self._answers.offered()
+        if resource is None or not self._written:
+            return True
+        newest: bytes | None = None
+        for written in self._written.values():
+            if written is None:
+                return False
+            if written.devices is not resource.devices:
+                newest = newest or encode_list(resource.devices)
+                if written.data != newest:
+                    return False
+        return True
 
     async def wait_between_pods(self, within_s: float) -> None:
         """Return when no pod is being admitted, but wait no longer than this.
@@ -211,10 +233,14 @@ class PluginService:
 
     async def _list_and_watch(self, stream: Stream[bytes, bytes]) -> None:
         await receive_request(stream)
+        self._watched += 1
+        watcher = self._watched
+        self._written[watcher] = None
         self._count_watcher(1)
         try:
-            await self._send_lists(stream)
+            await self._send_lists(stream, watcher)
         finally:
+            del self._written[watcher]
             self._count_watcher(-1)
 
     def _count_watcher(self, change: int) -> None:
@@ -227,7 +253,7 @@ class PluginService:
         self._told_watchers = self._watchers
         self._inbox.put(WatchersChanged(self.resource, self._generation, self._watchers))
 
-    async def _send_lists(self, stream: Stream[bytes, bytes]) -> None:
+    async def _send_lists(self, stream: Stream[bytes, bytes], watcher: int) -> None:
         self._refresh()
         sent: bytes | None = None
         while (shown := self._lists.value) is not None:
@@ -237,6 +263,7 @@ class PluginService:
                     raise self._too_large(shown)
                 await stream.send_message(shown.data)
                 sent = shown.data
+                self._written[watcher] = shown
                 self._told(shown)
             await self._lists.wait_newer_first(version)
 
@@ -253,6 +280,8 @@ class PluginService:
 
     def _told(self, shown: _List) -> None:
         self._lists_sent += 1
+        healthy = frozenset(device.id for device in shown.devices if device.health is Health.HEALTHY)
+        self._inbox.put(ListWritten(self.resource, self._generation, healthy))
         if self._on_sent is not None:
             self._on_sent(
                 ListSent(
@@ -295,6 +324,7 @@ class PluginService:
         """Return the counts at this moment."""
         return ServiceStatistics(
             watchers=self._watchers,
+            is_up_to_date=self.is_up_to_date(),
             lists_sent=self._lists_sent,
             allocations=self._allocations,
             preferences=self._preferences,

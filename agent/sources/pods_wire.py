@@ -1,4 +1,4 @@
-"""One call to the kubelet's pod-resources socket, within bounds: List, as bytes and as claims.
+"""One call to the kubelet's pod-resources socket, within bounds, as bytes and as what they mean.
 
 Invariants: each call has a connection of its own, because the kubelet makes its socket anew whenever it
 starts. No more than MAX_ANSWER_BYTES are taken, however long the kubelet goes on; grpclib itself has no
@@ -18,14 +18,17 @@ from grpclib.encoding.base import CodecBase
 from grpclib.exceptions import GRPCError, ProtocolError, StreamTerminatedError
 from grpclib.protocol import H2Protocol
 
-from agent.api.podresources.v1 import ListPodResourcesResponse
+from agent.api.podresources.v1 import AllocatableResourcesResponse, ListPodResourcesResponse
 from agent.errors import KubeletError
+from agent.model.ids import DeviceId, ResourceName
 from agent.unix_channel import UnixChannel
 
 MAX_ANSWER_BYTES: Final = 16 * 1024 * 1024
 """Of one answer with all its framing: some 100,000 pods."""
 
-LIST: Final = "/v1.PodResourcesLister/List"
+_SERVICE: Final = "/v1.PodResourcesLister"
+_LIST: Final = "List"
+_COUNT: Final = "GetAllocatableResources"
 
 Claims = Mapping[str, frozenset[str]]
 """Device ids by ``namespace/name`` of the pod that the kubelet lists with them."""
@@ -41,6 +44,10 @@ class Listing(NamedTuple):
 
 class AbsentError(KubeletError):
     """The kubelet has no pod-resources socket, or nobody listens on it."""
+
+
+class UnsupportedError(KubeletError):
+    """The kubelet does not answer this call, whenever it is asked."""
 
 
 class _Bytes(CodecBase):
@@ -85,24 +92,33 @@ class _PodResourcesChannel(UnixChannel):
 
 
 async def list_pods(socket: Path, *, timeout_s: float) -> bytes:
-    """Return the answer to List; raises AbsentError, KubeletError."""
+    """Return the answer to List; raises AbsentError, UnsupportedError, KubeletError."""
+    return await _answer(socket, _LIST, timeout_s)
+
+
+async def count_devices(socket: Path, *, timeout_s: float) -> bytes:
+    """Return the answer to GetAllocatableResources; raises AbsentError, UnsupportedError, KubeletError."""
+    return await _answer(socket, _COUNT, timeout_s)
+
+
+async def _answer(socket: Path, method: str, timeout_s: float) -> bytes:
     channel = _PodResourcesChannel(socket)
     try:
         async with asyncio.timeout(timeout_s):
-            return await _list(channel, timeout_s)
+            return await _call(channel, method, timeout_s)
     except (FileNotFoundError, ConnectionRefusedError) as error:
         raise AbsentError(
             f"The kubelet's pod-resources socket {socket} is not there: {error.strerror}"
         ) from None
     except TimeoutError:
         raise KubeletError(
-            f"The kubelet did not answer List on {socket} within {timeout_s:g} s; check its log"
+            f"The kubelet did not answer {method} on {socket} within {timeout_s:g} s; check its log"
         ) from None
     except GRPCError as error:
-        raise KubeletError(_refusal(error)) from None
+        raise _refusal(method, error) from None
     except (StreamTerminatedError, ProtocolError, NotImplementedError):
         what = f"sent over {MAX_ANSWER_BYTES >> 20} MiB" if channel.is_over else "ended the connection"
-        raise KubeletError(f"The kubelet {what} in answer to List on {socket}") from None
+        raise KubeletError(f"The kubelet {what} in answer to {method} on {socket}") from None
     except BlockingIOError:
         raise KubeletError(
             f"The kubelet takes no connection on {socket}, where many wait; check whether it hangs"
@@ -115,8 +131,9 @@ async def list_pods(socket: Path, *, timeout_s: float) -> bytes:
         channel.close()
 
 
-async def _list(channel: Channel, timeout_s: float) -> bytes:
-    async with channel.request(LIST, Cardinality.UNARY_UNARY, bytes, bytes, timeout=timeout_s) as stream:
+async def _call(channel: Channel, method: str, timeout_s: float) -> bytes:
+    path = f"{_SERVICE}/{method}"
+    async with channel.request(path, Cardinality.UNARY_UNARY, bytes, bytes, timeout=timeout_s) as stream:
         await stream.send_message(b"", end=True)
         answer: bytes | None = await stream.recv_message()
     if answer is None:
@@ -124,10 +141,30 @@ async def _list(channel: Channel, timeout_s: float) -> bytes:
     return answer
 
 
-def _refusal(error: GRPCError) -> str:
+def _refusal(method: str, error: GRPCError) -> KubeletError:
     if error.status is Status.UNIMPLEMENTED:
-        return "The kubelet does not serve pod-resources v1; it is older than 1.20"
-    return f"The kubelet refused List: {error.status.name}: {error.message or 'no message'}"
+        return UnsupportedError(f"The kubelet does not serve {method} of pod-resources v1; it is too old")
+    message = f"The kubelet refused {method}: {error.status.name}: {error.message or 'no message'}"
+    # Source: kubernetes pkg/kubelet/apis/podresources/server_v1.go, up to 1.27.
+    is_off = error.status is Status.UNKNOWN and (error.message or "").endswith("disabled")
+    return UnsupportedError(message) if is_off else KubeletError(message)
+
+
+def counts_of(answer: bytes, *, prefix: str) -> Mapping[ResourceName, frozenset[DeviceId]]:
+    """Return the healthy devices by resource, of those whose names begin with ``prefix``.
+
+    Raises KubeletError if the answer is none to GetAllocatableResources. To be called in a thread.
+    """
+    try:
+        listed = AllocatableResourcesResponse.parse(answer)
+    except Exception as error:  # noqa: BLE001 - whatever its reader trips over is the answer's fault
+        raise KubeletError(f"The kubelet's answer to {_COUNT} is no list of devices: {error}") from None
+    found: dict[ResourceName, set[DeviceId]] = {}
+    for entry in listed.devices:
+        if entry.resource_name.startswith(prefix):
+            ids = found.setdefault(ResourceName(entry.resource_name), set())
+            ids.update(DeviceId(device) for device in entry.device_ids)
+    return {name: frozenset(ids) for name, ids in found.items()}
 
 
 def listing_of(answer: bytes, *, prefix: str) -> Listing:

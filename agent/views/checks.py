@@ -103,6 +103,14 @@ def kubelet_registered(snapshot: Snapshot, now_ns: int) -> str | None:
     return None
 
 
+def kubelet_counted(snapshot: Snapshot) -> str | None:
+    """Judge whether the kubelet has the devices that it was sent."""
+    for resource in snapshot.resources:
+        if resource.miscount:
+            return f"{resource.name}: {resource.miscount}"
+    return None
+
+
 def driver(snapshot: Snapshot) -> str | None:
     """Judge NVML; a driver that was let go of on request is where it should be."""
     if snapshot.released_until_ns is not None:

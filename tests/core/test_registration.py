@@ -8,6 +8,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from agent.core.registration import (
+    LIST_OVERDUE,
+    MISCOUNTED,
     NO_SOCKET,
     NO_STREAM,
     SOCKET_LOST,
@@ -18,8 +20,11 @@ from agent.core.registration import (
 from agent.model.effects import RegisterResource
 from agent.model.facts import (
     Fact,
+    KubeletCounted,
     KubeletSocketSeen,
+    ListWritten,
     OwnSocketLost,
+    PartsStale,
     PolicyChanged,
     Registered,
     RegisterSent,
@@ -29,7 +34,8 @@ from agent.model.facts import (
     WatchersChanged,
 )
 from agent.model.health import Reason
-from agent.model.ids import ResourceName, SocketIdentity
+from agent.model.ids import DeviceId, Part, ResourceName, SocketIdentity
+from agent.model.parts import ENGINE, LIST_AND_WATCH
 from agent.model.policy import Policy
 from agent.model.snapshot import RegistrationPhase
 from tests.core.build import (
@@ -560,6 +566,93 @@ def test_a_deleted_kubelet_socket_alone_does_not_end_a_registration() -> None:
     node.after(60 * S)
     assert node.standing().registered
     assert node.registrations() == []
+
+
+# What the kubelet has of what it was sent
+
+
+HAS = frozenset({DeviceId("a"), DeviceId("b")})
+FEWER, OTHERS, NONE = (
+    frozenset({DeviceId("a")}),
+    frozenset({DeviceId("a"), DeviceId("z")}),
+    frozenset[DeviceId](),
+)
+
+
+def counted_node() -> Node:
+    node = registered_node(gpu(0))
+    node.tell(ListWritten(GPU, node.standing().generation, HAS))
+    return node
+
+
+def count(node: Node, has: frozenset[DeviceId], *, asked_ago_ns: int = 0) -> None:
+    node.tell(KubeletCounted({GPU: has} if has else {}, node.now_ns - asked_ago_ns))
+
+
+@pytest.mark.parametrize(
+    ("has", "said"),
+    [
+        (NONE, "the kubelet has 0 of the 2 healthy devices it was sent"),
+        (FEWER, "the kubelet has 1 of the 2 healthy devices it was sent"),
+        (OTHERS, "the kubelet has 1 of the 2 healthy devices it was sent and 1 others"),
+        (HAS | {DeviceId("z")}, "the kubelet has 2 of the 2 healthy devices it was sent and 1 others"),
+    ],
+)
+def test_a_kubelet_that_lastingly_has_others_is_registered_with_anew_and_named_until_it_agrees(
+    has: frozenset[DeviceId], said: str
+) -> None:
+    node = counted_node()
+    node.after(2 * S)
+    count(node, has)
+    assert node.standing().registered
+    node.after(S)
+    count(node, has)
+    assert (node.standing().phase, node.standing().message) == (RegistrationPhase.BACKING_OFF, MISCOUNTED)
+    node.after(S)
+    assert len(node.registrations()) == 1
+    node.accept()
+    (finding,) = node.snapshot().findings
+    assert finding.reason is Reason.KUBELET_COUNT_MISMATCH
+    assert finding.message == f"{GPU}: {said}; it was registered anew"
+    node.tell(ListWritten(GPU, node.standing().generation, HAS))
+    node.after(2 * S)
+    count(node, HAS)
+    assert node.snapshot().findings == ()
+    assert node.snapshot().resources[0].counted
+
+
+def test_no_count_says_anything_of_a_list_that_is_newer_than_the_question() -> None:
+    node = counted_node()
+    for _ in range(10):
+        node.after(S - 1)
+        count(node, NONE)
+        node.tell(ListWritten(GPU, node.standing().generation, HAS))
+    node.after(60 * S)
+    for _ in range(3):
+        count(node, NONE, asked_ago_ns=60 * S)
+    assert node.standing().registered
+    assert node.standing().counted is None
+
+
+def test_a_difference_that_did_not_last_is_forgotten() -> None:
+    node = counted_node()
+    for has in (NONE, HAS, FEWER, HAS, NONE):
+        node.after(2 * S)
+        count(node, has)
+    assert node.standing().registered
+    assert node.registrations() == []
+
+
+def test_a_list_that_is_not_sent_is_registered_anew_once() -> None:
+    node = counted_node()
+    stale = frozenset({Part(LIST_AND_WATCH, GPU)})
+    node.tell(PartsStale(stale))
+    assert node.standing().message == LIST_OVERDUE
+    node.after(S)
+    node.accept()
+    node.tell(PartsStale(stale | {Part(ENGINE)}))
+    assert node.standing().registered
+    assert len(node.registrations()) == 1
 
 
 # One restart is one registration

@@ -16,6 +16,7 @@ from agent.model.effects import RegisterResource
 from agent.model.facts import Fact
 from agent.model.ids import ResourceName
 from agent.model.snapshot import Snapshot
+from agent.proofs import Proofs
 from agent.sinks.device_plugin import MAX_OVERTAKEN_CALLS, DevicePlugin
 from agent.sinks.grpc_bounds import Bounds
 from agent.sinks.grpc_server import BoundedServer, receive_request
@@ -136,6 +137,7 @@ async def sink(
     register_timeout_s: float = 12.0,
     overtaken_calls: int = MAX_OVERTAKEN_CALLS,
     cdi: CdiSpecs | None = None,
+    proofs: Proofs | None = None,
 ) -> AsyncIterator[Sink]:
     """A running sink, drained at the end."""
     inbox: Inbox[Fact] = Inbox(clock=time.monotonic_ns)
@@ -151,6 +153,7 @@ async def sink(
         on_sent=sent.append,
         register_timeout_s=register_timeout_s,
         overtaken_calls=overtaken_calls,
+        proofs=proofs,
     )
     try:
         async with asyncio.TaskGroup() as tasks:

@@ -15,13 +15,15 @@ import grpc.aio
 import pytest
 from h2.settings import SettingCodes
 
-from agent.model.facts import Registered, RegisterSent, RegistrationFailed, WatchersChanged
+from agent.model.facts import ListWritten, Registered, RegisterSent, RegistrationFailed, WatchersChanged
 from agent.model.health import Condition, ConditionKey, Evidence, Health, Reason, Recovery
-from agent.model.ids import DeviceId, ResourceName, SourceName
+from agent.model.ids import DeviceId, Part, ResourceName, SourceName
+from agent.model.parts import LIST_AND_WATCH
 from agent.model.snapshot import Device, Snapshot
+from agent.proofs import Proofs
 from agent.simulation.stubs.deviceplugin.v1beta1 import api_pb2 as pb
 from agent.sinks.plugin_answers import MAX_REFUSAL_CHARS
-from agent.sinks.plugin_service import WINDOW_S
+from agent.sinks.plugin_service import WINDOW_S, PluginService
 from agent.sinks.plugin_socket import identity_of
 from agent.sinks.registration_client import connect
 from agent.unix_channel import UnixChannel
@@ -335,6 +337,36 @@ async def test_a_watcher_gets_the_newest_state_and_then_each_change(tmp_path: Pa
             assert shown(await read(stream)) == expected(devices(8, sick=[3, 7]))
             served.latest.publish(node())
             assert shown(await read(stream)) == expected(devices(8))
+
+
+async def test_a_list_that_nobody_brings_to_the_watcher_is_noticed_and_brought_by_a_new_registration(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def hang(_service: PluginService) -> None:
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(PluginService, "follow", hang)
+    async with watched(tmp_path) as (served, stream):
+        assert served.plugin.statistics()[GPU].service.is_up_to_date
+        served.latest.publish(node(sick=[3]))
+        assert not served.plugin.statistics()[GPU].service.is_up_to_date
+        served.register(generation=2)
+        await served.wait_fact(RegistrationFailed)
+        assert await read(stream) is grpc.aio.EOF
+        async with plugin(served.socket) as stub:
+            assert shown(await read(stub.ListAndWatch(pb.Empty()))) == expected(devices(8, sick=[3]))
+            assert served.plugin.statistics()[GPU].service.is_up_to_date
+
+
+async def test_an_up_to_date_list_is_proven_again_and_again(tmp_path: Path) -> None:
+    proofs, part = Proofs(clock=time.monotonic_ns), Part(LIST_AND_WATCH, GPU)
+    async with sink(tmp_path, proofs=proofs) as served:
+        await wait_served(served)
+        before_ns = proofs.expected()[part].proven_ns
+        async with asyncio.timeout(PATIENCE_S):
+            while proofs.expected()[part].proven_ns == before_ns:
+                await asyncio.sleep(0.05)
+    assert not proofs.expected()
 
 
 async def test_a_device_never_probed_is_unhealthy_on_the_wire(tmp_path: Path) -> None:
@@ -678,7 +710,7 @@ async def test_a_drain_ends_streams_cleanly_says_nothing_about_devices_and_remov
             await asyncio.wait({served.running})
         assert served.running.exception() is None
         assert len(served.sent) == 1
-        assert served.inbox.take_nowait() == ([], [])
+        assert [type(item.fact) for item in served.inbox.take_nowait()[0]] == [ListWritten]
 
 
 async def test_nothing_is_registered_once_a_drain_began(tmp_path: Path) -> None:

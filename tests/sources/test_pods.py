@@ -237,7 +237,7 @@ async def test_a_kubelet_that_does_not_answer_is_given_up_on(path: Path) -> None
 async def test_an_old_kubelet_is_named(path: Path) -> None:
     async with serving(path) as peer:
         peer.code = grpc.StatusCode.UNIMPLEMENTED
-        assert "does not serve pod-resources v1" in await failure_of(path)
+        assert "does not serve List of pod-resources v1" in await failure_of(path)
 
 
 async def test_a_refusal_is_told_in_the_kubelets_words(path: Path) -> None:

@@ -1,10 +1,11 @@
 """How the agent stands with the kubelet: its socket, ours, registrations and streams."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from agent.model.facts.message import DEVICE_PLUGIN, KUBELET, ResourceState, State
-from agent.model.ids import SocketIdentity, SourceName
+from agent.model.facts.message import DEVICE_PLUGIN, KUBELET, KUBELET_COUNT, ResourceState, State
+from agent.model.ids import DeviceId, ResourceName, SocketIdentity, SourceName
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +76,24 @@ class WatchersChanged(ResourceState):
     source: SourceName = DEVICE_PLUGIN
 
 
+@dataclass(frozen=True, slots=True)
+class ListWritten(ResourceState):
+    """A list of devices was written to a ListAndWatch stream."""
+
+    healthy: frozenset[DeviceId]
+    source: SourceName = DEVICE_PLUGIN
+
+
+@dataclass(frozen=True, slots=True)
+class KubeletCounted(State):
+    """The healthy devices that the kubelet has by its own account, of every resource."""
+
+    healthy: Mapping[ResourceName, frozenset[DeviceId]]
+    asked_ns: int
+    """When it was asked; what it was sent since may be in here or not."""
+    source: SourceName = KUBELET_COUNT
+
+
 KubeletFact = (
     KubeletSocketSeen
     | WatchedDirectoryDeleted
@@ -83,4 +102,6 @@ KubeletFact = (
     | Registered
     | RegistrationFailed
     | WatchersChanged
+    | ListWritten
+    | KubeletCounted
 )

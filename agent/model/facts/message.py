@@ -15,6 +15,7 @@ SYSFS: Final = SourceName("sysfs")
 UEVENTS: Final = SourceName("uevents")
 PODS: Final = SourceName("pods")
 PROBE: Final = SourceName("probe")
+KUBELET_COUNT: Final = SourceName("kubelet-count")
 MPS: Final = SourceName("mps")
 OPERATOR: Final = SourceName("operator")
 
