@@ -124,5 +124,5 @@ async def test_a_reader_that_stops_costs_no_memory_and_gets_the_newest_state_whe
 
             await node.do("kubelet clear", {"fault": "stop-reading"})
             newest = {f"{uuids(node)[3]}::{replica}" for replica in range(REPLICAS)}
+            # Meanwhile the agent may have registered anew, since the newest list was not sent for too long.
             await node.kubelet.wait_for(lambda kubelet: set(kubelet.unhealthy(GPU)) == newest, PATIENCE_S)
-            assert accepted(node.kubelet) == 1

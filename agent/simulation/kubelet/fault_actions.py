@@ -97,6 +97,7 @@ class FaultActions:
         clients = self._live(fault.resource)
         self._forget_end("stop_reading")
         for client in clients:
+            self._registry.faults.unread.add(client.resource)
             client.set_reading(reading=False)
         if fault.duration is not None:
             self._end_after("stop_reading", fault.duration)
@@ -154,6 +155,7 @@ class FaultActions:
             case "delay":
                 self._registry.faults.set_delay(None)
             case "stop_reading":
+                self._registry.faults.unread.clear()
                 for client in self._registry.live():
                     client.set_reading(reading=True)
             case "race":

@@ -56,6 +56,8 @@ class RegistrationFaults:
         self.delay: Delay | None = None
         self.version = API_VERSION
         self.message_limit_bytes = DEFAULT_MESSAGE_LIMIT_BYTES
+        self.unread: set[str] = set()
+        """Resources whose ListAndWatch is not read, nor that of a later registration."""
         self._refused = 0
         self._delayed = 0
 
@@ -195,6 +197,7 @@ class Registry:
             self._clients.pop(resource, None)
             await self._close(client)
             raise
+        client.set_reading(reading=resource not in self.faults.unread)
         self._endpoints[resource] = client
         self._node.connected(resource)
         self._open[client] = self._spawn(self._run(client), f"kubelet-stream-{resource}-{client.generation}")
