@@ -1,0 +1,90 @@
+"""Where the agent may not see processes: it says so, and concludes nothing from what is absent.
+
+As NVIDIA's manifests start a device plugin: without rights, in a PID namespace of its own.
+"""
+
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+
+from agent.simulation.node import SimulatedNode
+from tests.harness import (
+    GPU,
+    agent_process,
+    simulated_node,
+    uuids,
+    wait_allocatable,
+    wait_polls,
+    why_no_driver_double,
+)
+
+WITHOUT_RIGHTS: Final = ("setpriv", "--bounding-set=-all", "--inh-caps=-all", "--no-new-privs")
+WITHOUT_PTRACE: Final = ("setpriv", "--bounding-set=-sys_ptrace", "--inh-caps=-sys_ptrace")
+NESTED: Final = ("unshare", "--pid", "--fork", "--kill-child", "--mount-proc", "--cgroup")
+AT_ONCE: Final = {
+    f"leak_{name}": "0s"
+    for name in ("memory_held", "foreign_process", "idle", "orphaned_client", "pod_gone", "stuck_exit")
+}
+OPENED: Final = ("sh", "-c", 'exec 9<"$0"; exec "$@"')
+"""Opens the driver's files for the agent, as they are in a container's /dev, and starts it."""
+PROBE_OFF: Final = {"probe_tier": "procfs"}
+
+
+def shown_devices(node: SimulatedNode, root: Path) -> tuple[tuple[str, ...], dict[str, str]]:
+    """Return launcher and flags of an agent that reaches device files without their server's /proc."""
+    (root / "dev").mkdir()
+    for each in node.directory.dev.iterdir():
+        is_driver = each.is_symlink() and "/fd/" in str(each.readlink())
+        (root / "dev" / each.name).symlink_to(Path("/proc/self/fd/9", each.name) if is_driver else each)
+    served = (node.directory.dev / "nvidiactl").readlink().parent
+    return (*OPENED, str(served)), {"dev_root": str(root), "probe_doubles": f"{root}/dev"}
+
+
+@pytest.mark.skipif(why_no_driver_double() is not None, reason=f"{why_no_driver_double()}")
+@pytest.mark.parametrize(
+    ("launcher", "flags", "because"),
+    [
+        ((*NESTED, *WITHOUT_RIGHTS), {}, "PID namespace of its own"),
+        (NESTED, {}, "PID namespace of its own"),
+        (WITHOUT_RIGHTS, {}, "CAP_SYS_PTRACE is missing"),
+        (WITHOUT_PTRACE, PROBE_OFF, "CAP_SYS_PTRACE is missing"),
+        ((), PROBE_OFF, ""),
+    ],
+    ids=["static manifest", "own PID namespace", "no rights", "no ptrace", "all rights"],
+)
+async def test_a_node_whose_processes_are_not_visible_is_ready_and_says_so(
+    tmp_path: Path, launcher: tuple[str, ...], flags: dict[str, str], because: str
+) -> None:
+    async with simulated_node("4x-t4", driver="required") as node:
+        opened, devices = shown_devices(node, tmp_path)
+        async with agent_process(node, launcher=(*opened, *launcher), **AT_ONCE, **flags, **devices) as agent:
+            await wait_allocatable(node.kubelet, 4, capacity=4)
+            job = await node.kubelet.run_pod("job-a", "ns1", {"main": {GPU: 1}})
+            slot = uuids(node).index(job.containers["main"].envs["NVIDIA_VISIBLE_DEVICES"])
+            await node.processes.start("train", [slot], contexts=2, pod="ns1/job-a", memory_mib=4096)
+            # NVML lists the process and its memory.
+            await agent.wait_answer("/v1/owners", lambda _, body: holders(body, slot) != [])
+            first = await agent.wait_answer("/v1/contexts", lambda _, body: body["complete"] is not None)
+            await wait_polls(node, 3)
+            document = await agent.wait_answer(
+                "/v1/contexts",
+                lambda _, body: body["seen_monotonic_ns"] > first["seen_monotonic_ns"],
+            )
+
+            assert document["complete"] is (because == "")
+            assert because in document["incomplete_because"]
+            assert (await agent.get("/v1/conditions"))[1]["conditions"] == []
+            assert (await agent.get("/preflight"))[0] == 200
+            pid = node.processes.get("train").process.pid
+            owner = "unknown" if because else "pod"
+            listed = await agent.wait_answer(
+                "/v1/owners", lambda _, body: holders(body, slot) == [(pid, owner)]
+            )
+            assert listed["owners"][slot]["memory_unclaimed_bytes"] == 0
+
+
+def holders(body: Any, slot: int) -> list[tuple[int, str]]:
+    return [
+        (each["pid"], each["owner"]) for each in body["owners"][slot]["holders"] or () if not each["is_agent"]
+    ]
