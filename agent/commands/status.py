@@ -110,6 +110,10 @@ def _probe(probe: dict[str, Any] | None) -> list[str]:
         f"Probe    tier {probe['tier']}, loader {probe['loader']}{headers}",
         f"         {PRICES[probe['tier']]}",
     ]
+    if probe.get("entry_points"):
+        lines.append(f"         traces {', '.join(probe['entry_points'])}")
+    if probe.get("why_not_driver"):
+        lines.append(f"         not tier driver, which costs less: {probe['why_not_driver']}")
     return [*lines, *(f"         {name} is not attached: {why}" for name, why in probe["missing"].items())]
 
 

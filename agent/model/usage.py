@@ -276,3 +276,7 @@ class ProbeView:
     message: str = ""
     load_ms: float = 0.0
     attach_ms: float = 0.0
+    entry_points: tuple[str, ...] = ()
+    """Functions of the driver that are traced (tier driver)."""
+    why_not_driver: str = ""
+    """Why tier driver, which costs less, was not taken."""

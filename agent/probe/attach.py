@@ -8,6 +8,7 @@ import os
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
+from types import MappingProxyType
 from typing import Final, NamedTuple
 
 from agent.probe import returns, syscalls
@@ -21,6 +22,10 @@ _REASONS: Final = {
 }
 
 
+_OF_FUNCTIONS: Final = frozenset({"kprobe", "kretprobe"})
+_AS_NAMED: Final[Mapping[str, str]] = MappingProxyType({})
+
+
 class Attachment(NamedTuple):
     """What came of attaching."""
 
@@ -28,6 +33,8 @@ class Attachment(NamedTuple):
     """Descriptor of each program that is attached."""
     missing: dict[str, str]
     """Why the others are not."""
+    entry_points: dict[str, str]
+    """The driver's function that each is attached to, of those that are."""
 
 
 class Kprobes(NamedTuple):
@@ -37,22 +44,35 @@ class Kprobes(NamedTuple):
     return_bit: int
 
 
-def attach(programs: Iterable[Program], loaded: Mapping[str, int], *, sys_root: str) -> Attachment:
-    """Attach the programs that are loaded."""
+def attach(
+    programs: Iterable[Program],
+    loaded: Mapping[str, int],
+    *,
+    sys_root: str,
+    functions: Mapping[str, str] = _AS_NAMED,
+) -> Attachment:
+    """Attach the programs that are loaded; ``functions`` says what to trace for the targets of some."""
     attached: dict[str, int] = {}
     missing: dict[str, str] = {}
+    entry_points: dict[str, str] = {}
     remove_events(sys_root)
     for program in programs:
         descriptor = loaded.get(program.name)
         if descriptor is None:
             missing[program.name] = "was not loaded"
             continue
+        target = functions.get(program.target, program.target)
         try:
-            attached[program.name] = attach_one(program, descriptor, sys_root=sys_root)
+            attached[program.name] = attach_one(
+                program._replace(target=target), descriptor, sys_root=sys_root
+            )
         except OSError as error:
             text = _REASONS.get(error.errno or 0, error.strerror or str(error))
-            missing[program.name] = text.format(target=program.target)
-    return Attachment(attached, missing)
+            missing[program.name] = text.format(target=target)
+        else:
+            if program.kind in _OF_FUNCTIONS:
+                entry_points[program.name] = target
+    return Attachment(attached, missing, entry_points)
 
 
 def attach_one(program: Program, descriptor: int, *, sys_root: str) -> int:

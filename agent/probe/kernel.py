@@ -26,12 +26,17 @@ _OWN_PID_NAMESPACE: Final = Path("/proc/self/ns/pid")
 _CAP_SYS_ADMIN: Final = 21
 _CAPABILITIES: Final = {"CAP_PERFMON": 38, "CAP_BPF": 39}
 _CAP_SYS_RESOURCE: Final = 24
-_DRIVER_SYMBOLS: Final = frozenset(
-    program.target for program in PROGRAMS if program.kind in {"kprobe", "kretprobe"}
-)
-_VITAL_SYMBOLS: Final = frozenset(
+_OF_DRIVER: Final = {
+    program.target: (program.target, *program.others)
+    for program in PROGRAMS
+    if program.kind in {"kprobe", "kretprobe"}
+}
+_VITAL: Final = frozenset(
     program.target for program in PROGRAMS if program.kind in {"kprobe", "kretprobe"} and program.vital
 )
+_MODULES: Final = frozenset({"nvidia", "nvidia_uvm"})
+_RENAMED: Final = re.compile(r"\.(?:isra|constprop)\.\d+")
+"""What a compiler adds to the name of a function that it made a copy of."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +169,7 @@ def choose_tier(wanted: str, roots: Roots, *, doubles: bool) -> Tier:
     """
     if wanted == "syscalls":
         return "syscalls"
-    why = _why_not_driver(roots)
+    why = why_not_driver(roots)
     if wanted == "driver":
         if why:
             raise ProbeLoadError("tier_unavailable", f"Tier driver is not possible: {why}; use tier syscalls")
@@ -174,35 +179,48 @@ def choose_tier(wanted: str, roots: Roots, *, doubles: bool) -> Tier:
     return "driver"
 
 
-def _why_not_driver(roots: Roots) -> str | None:
+def why_not_driver(roots: Roots) -> str | None:
+    """Return why tier driver is not possible; None: it is, or there is no driver yet."""
     if kprobes(roots.sys) is None:
         return "the kernel has no kprobes"
     if majors(roots).nvidia == 0:
         return None
-    absent = _VITAL_SYMBOLS - symbols(roots).keys()
+    absent = _VITAL - entry_points(roots).keys()
     if absent:
-        return f"the driver has no {', '.join(sorted(absent))}"
+        names = sorted(" or ".join(_OF_DRIVER[name]) for name in absent)
+        return f"the driver has no {', '.join(names)}"
     return None
 
 
-def symbols(roots: Roots) -> dict[str, str]:
-    """Return the module of each of the driver's entry points that the kernel knows; takes 0.1 s."""
+def entry_points(roots: Roots) -> dict[str, str]:
+    """Return the function to trace for each target of a program that the driver has one for; takes 0.1 s.
+
+    It is the target, another that the program takes as well, or one of those as a compiler has renamed it.
+    """
+    wanted = {name for names in _OF_DRIVER.values() for name in names}
     found: dict[str, str] = {}
     try:
         with Path(roots.proc, "kallsyms").open(encoding="ascii", errors="replace") as lines:
-            found.update(_entry_points(lines))
+            for symbol in _of_modules(lines):
+                name = _RENAMED.sub("", symbol)
+                if name in wanted and found.get(name) != name:
+                    found[name] = symbol
     except OSError:
         return {}
-    return found
+    known = (
+        (target, [found[name] for name in names if name in found]) for target, names in _OF_DRIVER.items()
+    )
+    return {target: symbols[0] for target, symbols in known if symbols}
 
 
-def _entry_points(lines: Iterable[str]) -> Iterable[tuple[str, str]]:
+def _of_modules(lines: Iterable[str]) -> Iterable[str]:
+    """Yield the symbols of the driver's modules."""
     for line in lines:
         # Only modules' symbols have a fourth column.
         if line.endswith("]\n"):
             _, _, name, module = line.split(None, 3)
-            if name in _DRIVER_SYMBOLS:
-                yield name, module.strip().strip("[]")
+            if module.strip().strip("[]") in _MODULES:
+                yield name
 
 
 def check_tracefs(roots: Roots) -> None:

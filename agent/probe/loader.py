@@ -13,6 +13,7 @@ import socket
 import sys
 import time
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
@@ -76,6 +77,21 @@ def _run(request: Request) -> tuple[Reply, list[int], Loaded]:
     tier = kernel.choose_tier(request.tier, roots, doubles=request.doubles is not None)
     if tracefs(roots.sys) is None:
         _mount_tracefs(roots.sys)
+    try:
+        return _run_tier(request, tier)
+    except ProbeLoadError as error:
+        if tier != "driver" or request.tier != "auto":
+            raise
+        first = error
+    try:
+        reply, descriptors, owner = _run_tier(request, "syscalls")
+    except ProbeLoadError:
+        raise first from None
+    return replace(reply, why_not_driver=str(first)), descriptors, owner
+
+
+def _run_tier(request: Request, tier: Tier) -> tuple[Reply, list[int], Loaded]:
+    roots = request.roots
     if tier == "syscalls":
         kernel.check_tracefs(roots)
     began = time.monotonic_ns()
@@ -84,7 +100,8 @@ def _run(request: Request) -> tuple[Reply, list[int], Loaded]:
     syscalls.map_update(loaded.maps["config"], INDEX.pack(0), _config(request).pack())
     loaded_at = time.monotonic_ns()
     wanted = of_tier(tier, traces=bool(request.trace_tgid))
-    attachment = attach(wanted, loaded.programs, sys_root=roots.sys)
+    functions = kernel.entry_points(roots) if tier == "driver" else {}
+    attachment = attach(wanted, loaded.programs, sys_root=roots.sys, functions=functions)
     _check_vital(attachment, tier, kernel.majors(roots).nvidia)
     attached_at = time.monotonic_ns()
     # Only these are attached again, when the driver was loaded anew; others live by what is attached.
@@ -101,6 +118,8 @@ def _run(request: Request) -> tuple[Reply, list[int], Loaded]:
         missing={**attachment.missing, **loaded.missing},
         load_ms=(loaded_at - began) // 1_000_000,
         attach_ms=(attached_at - loaded_at) // 1_000_000,
+        entry_points=attachment.entry_points,
+        why_not_driver="" if tier == "driver" else kernel.why_not_driver(roots) or "",
     )
     descriptors = [*loaded.maps.values(), *again.values(), *attachment.attached.values()]
     return reply, descriptors, loaded

@@ -95,6 +95,9 @@ class Probe:
         self._tries_left = REATTACH_TRIES
         self._modules = self._module_identity()
         self._is_closed = False
+        self._follows_driver: Final = request.tier == "auto" and request.doubles is None
+        self._considered: tuple[int, ...] = self._modules if reply.tier == "syscalls" else ()
+        """The driver for which the tier was considered."""
         self.loader: Final = reply.loader
         self.tier: Final = reply.tier
         self.headers: Final = reply.headers
@@ -103,6 +106,9 @@ class Probe:
         self.attach_ms: Final = reply.attach_ms
         self.missing: Final = dict(reply.missing)
         """Programs that are not attached, and why."""
+        self.entry_points: Final = dict(reply.entry_points)
+        """The driver's function that each program of those is attached to."""
+        self.why_not_driver: Final = reply.why_not_driver
         self.was_kept: Final = False
         """It was in the kernel before, so what happened since it came there is in its maps."""
         self.evictions = 0
@@ -352,15 +358,31 @@ class Probe:
         if not waiting or not any(modules) or not self._tries_left:
             return ()
         self._tries_left -= 1
-        outcome = attach(waiting, self._programs, sys_root=self._roots.sys)
+        functions = kernel.entry_points(self._roots)
+        outcome = attach(waiting, self._programs, sys_root=self._roots.sys, functions=functions)
         self._links.update(outcome.attached)
+        self.entry_points.update(outcome.entry_points)
         for name in outcome.attached:
             self.missing.pop(name, None)
         self.missing.update(outcome.missing)
         return tuple(outcome.attached)
 
+    def is_outdated(self) -> bool:
+        """Return whether the driver that is loaded now wants another tier, once for each; once a poll."""
+        modules = self._module_identity()
+        if not self._follows_driver or not any(modules) or modules == self._considered:
+            return False
+        is_vital_missing = any(BY_NAME[name].vital for name in self.missing)
+        if not kernel.majors(self._roots).nvidia or (is_vital_missing and self._tries_left):
+            return False  # it is being loaded
+        self._considered = modules
+        if self.tier == "driver":
+            return is_vital_missing
+        return kernel.choose_tier("auto", self._roots, doubles=False) == "driver"
+
     def _let_go_of_driver(self) -> None:
         gone = [name for name in self._programs if name in self._links]
+        self.entry_points.clear()
         _close_later([self._links.pop(name) for name in gone])
         self.missing.update(dict.fromkeys(gone, "the driver was unloaded"))
 

@@ -18,20 +18,27 @@ class Program(NamedTuple):
     """Whether the tier is worthless without it."""
     traces: bool = False
     """It tells every call of one process, and is loaded only for that, without the others."""
+    others: tuple[str, ...] = ()
+    """Functions to trace where there is no ``target``, the first that there is, with the same arguments."""
 
 
 _DRIVER: Final = ("driver",)
 _SYSCALLS: Final = ("syscalls",)
 _BOTH: Final = ("driver", "syscalls")
 
+_FRONTEND_IOCTL: Final = ("nvidia_frontend_unlocked_ioctl",)
+"""Of drivers 515 to 535, whose files are nv-frontend's. Source: open-gpu-kernel-modules, nv-frontend.c."""
+_FRONTEND_OPEN: Final = ("nvidia_frontend_open",)
+_FRONTEND_CLOSE: Final = ("nvidia_frontend_close",)
+
 PROGRAMS: Final[tuple[Program, ...]] = (
-    Program("driver_ioctl", "kprobe", "nvidia_unlocked_ioctl", _DRIVER),
-    Program("driver_ioctl_return", "kretprobe", "nvidia_unlocked_ioctl", _DRIVER),
+    Program("driver_ioctl", "kprobe", "nvidia_unlocked_ioctl", _DRIVER, others=_FRONTEND_IOCTL),
+    Program("driver_ioctl_return", "kretprobe", "nvidia_unlocked_ioctl", _DRIVER, others=_FRONTEND_IOCTL),
     Program("uvm_ioctl", "kprobe", "uvm_unlocked_ioctl_entry", _DRIVER, vital=False),
     Program("uvm_ioctl_return", "kretprobe", "uvm_unlocked_ioctl_entry", _DRIVER, vital=False),
-    Program("driver_open", "kprobe", "nvidia_open", _DRIVER, vital=False),
-    Program("driver_open_return", "kretprobe", "nvidia_open", _DRIVER, vital=False),
-    Program("driver_close", "kprobe", "nvidia_close", _DRIVER, vital=False),
+    Program("driver_open", "kprobe", "nvidia_open", _DRIVER, vital=False, others=_FRONTEND_OPEN),
+    Program("driver_open_return", "kretprobe", "nvidia_open", _DRIVER, vital=False, others=_FRONTEND_OPEN),
+    Program("driver_close", "kprobe", "nvidia_close", _DRIVER, vital=False, others=_FRONTEND_CLOSE),
     Program("enter_ioctl", "tracepoint", "syscalls/sys_enter_ioctl", _SYSCALLS),
     Program("exit_ioctl", "tracepoint", "syscalls/sys_exit_ioctl", _SYSCALLS),
     Program("exit_open", "tracepoint", "syscalls/sys_exit_open", _SYSCALLS, vital=False),
@@ -45,8 +52,17 @@ PROGRAMS: Final[tuple[Program, ...]] = (
     Program("process_exec", "raw_tracepoint", "sched_process_exec", _BOTH, vital=False),
     Program("process_exit", "raw_tracepoint", "sched_process_exit", _BOTH, vital=False),
     Program("bpf_iter__task_file", "iterator", "task_file", _BOTH, vital=False),
-    Program("trace_driver_ioctl", "kprobe", "nvidia_unlocked_ioctl", _DRIVER, traces=True),
-    Program("trace_driver_ioctl_return", "kretprobe", "nvidia_unlocked_ioctl", _DRIVER, traces=True),
+    Program(
+        "trace_driver_ioctl", "kprobe", "nvidia_unlocked_ioctl", _DRIVER, traces=True, others=_FRONTEND_IOCTL
+    ),
+    Program(
+        "trace_driver_ioctl_return",
+        "kretprobe",
+        "nvidia_unlocked_ioctl",
+        _DRIVER,
+        traces=True,
+        others=_FRONTEND_IOCTL,
+    ),
     Program("trace_uvm_ioctl", "kprobe", "uvm_unlocked_ioctl_entry", _DRIVER, vital=False, traces=True),
     Program(
         "trace_uvm_ioctl_return", "kretprobe", "uvm_unlocked_ioctl_entry", _DRIVER, vital=False, traces=True

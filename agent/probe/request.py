@@ -104,6 +104,10 @@ class Reply:
     """Programs that are not attached, and why."""
     load_ms: int
     attach_ms: int
+    entry_points: dict[str, str] = field(default_factory=dict)
+    """The driver's function that each program of those is attached to."""
+    why_not_driver: str = ""
+    """Why tier driver, which costs less, was not taken."""
 
     def to_bytes(self) -> bytes:
         """Return the reply as a message."""

@@ -26,7 +26,7 @@ _numbers = itertools.count()
 
 def define(function: str, tracefs: str) -> int:
     """Define an event for each return of a function and return its id; raises OSError."""
-    name = f"{function}_{os.getpid()}_{next(_numbers)}"
+    name = f"{function.replace('.', '_')}_{os.getpid()}_{next(_numbers)}"
     followed = max(MAX_ACTIVE, 2 * (os.cpu_count() or 1))
     _write(tracefs, f"r{followed}:{GROUP}/{name} {function}\n")
     return int(Path(tracefs, "events", GROUP, name, "id").read_text())

@@ -243,6 +243,26 @@ class EbpfSource:
             extra=fields(tier=probe.tier, loader=probe.loader, missing=sorted(probe.missing)),
         )
 
+    async def _load_anew(self, old: Probe) -> None:
+        """Load a probe of the tier that suits the driver that is there now, in the place of another."""
+        try:
+            probe = await load(replace(self._request, tier="auto"))
+        except ProbeLoadError as error:
+            _log.warning(
+                f"The probe stays at tier {old.tier} although the driver wants another: {error}",
+                extra=fields(code=error.code, reason=str(error)),
+            )
+            return
+        old.ring.unsubscribe()
+        self._probe = probe
+        self._show(view_of(probe))
+        _log.info(
+            f"The probe was loaded anew for the driver that is there now: tier {probe.tier}",
+            extra=fields(tier=probe.tier, loader=probe.loader, missing=sorted(probe.missing)),
+        )
+        self._thread.post(old.close)
+        await self._begin()
+
     def _show(self, view: ProbeView) -> None:
         if view != self._view:
             self._view = view
@@ -347,8 +367,11 @@ class EbpfSource:
         self._majors = reading.majors
         self._tells_releases = reading.tells_releases
         self._tracker.releases_are(told=reading.tells_releases)
+        self._show(view_of(probe))
+        if reading.is_outdated:
+            await self._load_anew(probe)
+            return
         if reading.attached:
-            self._show(view_of(probe))
             # Files of the driver that was loaded anew may have come and gone before.
             self._tracker.lost(0)
         self._tell_device_calls(probe, reading.readiness)

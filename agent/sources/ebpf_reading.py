@@ -40,6 +40,8 @@ class Reading(NamedTuple):
     """The end of each open file is told as an event."""
     readiness: Mapping[int, Readiness]
     """Of each minor that the agent called."""
+    is_outdated: bool
+    """The driver that is loaded now wants another tier."""
 
 
 def read(probe: Probe) -> Reading:
@@ -57,6 +59,7 @@ def read(probe: Probe) -> Reading:
         unsaid=statistics.unsaid,
         tells_releases=TELLS_RELEASES in probe.attached,
         readiness=probe.read_readiness(),
+        is_outdated=probe.is_outdated(),
     )
 
 
@@ -122,6 +125,8 @@ def view_of(probe: Probe) -> ProbeView:
         missing=tuple(sorted(probe.missing.items())),
         load_ms=probe.load_ms,
         attach_ms=probe.attach_ms,
+        entry_points=tuple(sorted(set(probe.entry_points.values()))),
+        why_not_driver=probe.why_not_driver,
     )
 
 

@@ -91,14 +91,39 @@ def test_a_lockdown_of_integrity_does_not_forbid_reading(machine: Machine) -> No
     kernel.check(machine.roots)
 
 
-def test_symbols_are_those_of_modules(machine: Machine) -> None:
+def test_entry_points_are_those_of_the_drivers_modules(machine: Machine) -> None:
     machine.with_driver(*ENTRY_POINTS, "nvidia_open_deferred")
     machine.write(
         "proc/kallsyms",
-        (machine.root / "proc/kallsyms").read_text() + "ffffffff81000010 t nvidia_close\n",
+        (machine.root / "proc/kallsyms").read_text()
+        + "ffffffff81000010 t nvidia_close\nffffffffc0de0000 t nvidia_close.isra.0\t[other]\n",
     )
 
-    assert kernel.symbols(machine.roots) == dict.fromkeys(ENTRY_POINTS, "nvidia")
+    assert kernel.entry_points(machine.roots) == {name: name for name in ENTRY_POINTS}
+
+
+@pytest.mark.parametrize(
+    ("has", "traced"),
+    [
+        (["nvidia_unlocked_ioctl.isra.0"], "nvidia_unlocked_ioctl.isra.0"),
+        (["nvidia_unlocked_ioctl.constprop.12"], "nvidia_unlocked_ioctl.constprop.12"),
+        (["nvidia_unlocked_ioctl", "nvidia_unlocked_ioctl.isra.0"], "nvidia_unlocked_ioctl"),
+        (["nvidia_frontend_unlocked_ioctl", "nvidia_ioctl"], "nvidia_frontend_unlocked_ioctl"),
+        (["nvidia_frontend_unlocked_ioctl.isra.0"], "nvidia_frontend_unlocked_ioctl.isra.0"),
+        (["nvidia_frontend_unlocked_ioctl", "nvidia_unlocked_ioctl"], "nvidia_unlocked_ioctl"),
+        # Parts of a function, and what is none of its names.
+        (["nvidia_unlocked_ioctl.cold", "nvidia_unlocked_ioctl.part.0", "nvidia_ioctl"], None),
+    ],
+)
+def test_the_entry_point_is_what_the_branch_and_the_compiler_call_it(
+    machine: Machine, has: list[str], traced: str | None
+) -> None:
+    machine.with_kprobes()
+    machine.with_driver(*has, "nvidia_open", version="535.104.05")
+
+    assert kernel.entry_points(machine.roots).get("nvidia_unlocked_ioctl") == traced
+    tier = kernel.choose_tier("auto", machine.roots, doubles=False)
+    assert tier == ("syscalls" if traced is None else "driver")
 
 
 def test_the_cheap_tier_is_chosen_where_it_is_possible(machine: Machine) -> None:

@@ -34,14 +34,17 @@ PRIME = 10_007
 class Machine:
     """The double, who watches it, and the processes on it."""
 
-    def __init__(self, double: Double, watcher: Watcher, stack: AsyncExitStack) -> None:
+    def __init__(
+        self, double: Double, watcher: Watcher, stack: AsyncExitStack, version: str = "570.148.08"
+    ) -> None:
         self.double = double
         self.watcher = watcher
         self._stack = stack
+        self._version = version
 
     async def process(self, comm: str = "python") -> SimulatedProcess:
         started = await SimulatedProcess.start(
-            comm, folder=self.double.folder, version="570.148.08", gpus=GPUS
+            comm, folder=self.double.folder, version=self._version, gpus=GPUS
         )
         return await self._stack.enter_async_context(started)
 

@@ -26,6 +26,7 @@ from typing import Final
 
 ROOT: Final = Path(__file__).resolve().parents[2]
 LOADERS: Final = ("core", "bcc")
+PARTS: Final = ("driver", "branches", "work", "trace", "no-btf")
 DEADLINE_S: Final = 1800.0
 """A few minutes on a quiet machine."""
 MEMORY_MIB: Final = 2048
@@ -52,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         compileall.compile_dir(ROOT / "tests", quiet=2)
         _tell(f"booting Linux {prepared.stdout.strip()}, every instruction emulated")
         try:
-            return _run(folder, given.loader, given.deadline_s)
+            return _run(folder, (*(given.loader or LOADERS), *(given.only or PARTS)), given.deadline_s)
         except TooLate:
             _tell(f"the machine was ended after {given.deadline_s:g} s; --deadline-s gives it longer")
         except KeyboardInterrupt:
@@ -67,14 +68,15 @@ def _parser() -> argparse.ArgumentParser:
         description="Run the probe's scenarios in a virtual machine with Debian's own kernel.",
     )
     parser.add_argument("--loader", choices=LOADERS, action="append", help="only this loader")
+    parser.add_argument("--only", choices=PARTS, action="append", help="only this part of what is played")
     parser.add_argument("--deadline-s", type=float, default=DEADLINE_S, help="seconds until it is ended")
     return parser
 
 
-def _run(folder: Path, loaders: Sequence[str] | None, deadline_s: float) -> int:
+def _run(folder: Path, played: Sequence[str], deadline_s: float) -> int:
     began = time.monotonic()
     status: int | None = None
-    with _machine(folder, loaders or LOADERS) as machine:
+    with _machine(folder, played) as machine:
         for line in _lines(machine, began + deadline_s):
             if line.startswith(_EXIT):
                 status = int(line.removeprefix(_EXIT))
@@ -89,10 +91,10 @@ def _run(folder: Path, loaders: Sequence[str] | None, deadline_s: float) -> int:
 
 
 @contextmanager
-def _machine(folder: Path, loaders: Sequence[str]) -> Iterator[subprocess.Popen[bytes]]:
+def _machine(folder: Path, played: Sequence[str]) -> Iterator[subprocess.Popen[bytes]]:
     """Boot it, and end it on the way out."""
     machine = subprocess.Popen(
-        _command(folder, loaders), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, process_group=0
+        _command(folder, played), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, process_group=0
     )
     try:
         yield machine
@@ -102,12 +104,12 @@ def _machine(folder: Path, loaders: Sequence[str]) -> Iterator[subprocess.Popen[
         machine.wait()
 
 
-def _command(folder: Path, loaders: Sequence[str]) -> list[str]:
+def _command(folder: Path, played: Sequence[str]) -> list[str]:
     variables = {
         "VM_REPOSITORY": str(ROOT),
         "VM_PYTHON": sys.executable,
         "VM_FOLDER": str(folder),
-        "VM_LOADERS": " ".join(loaders),
+        "VM_PLAYED": " ".join(played),
     }
     line = ["console=ttyS0", "panic=-1", *(f'{name}="{text}"' for name, text in variables.items())]
     return [

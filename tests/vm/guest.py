@@ -1,6 +1,6 @@
 """Runs in the guest: plays every scenario with each loader, prints a line for each; the exit status judges.
 
-``python -m tests.vm.guest FOLDER [LOADER...]``
+``python -m tests.vm.guest FOLDER [LOADER or PART...]``
 """
 
 import asyncio
@@ -9,9 +9,9 @@ import platform
 import sys
 import time
 import traceback
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Final, Literal, get_args
@@ -25,7 +25,7 @@ from tests.probe import test_workloads, watcher
 from tests.probe.test_workloads import GPUS, Machine
 from tests.probe.watcher import Watcher, watching
 from tests.sources import recorder
-from tests.vm.module import DriverModule
+from tests.vm.module import OLDER_VERSION, VERSION, DriverModule
 from tests.vm.scenarios import (
     FOLLOWING_THE_DRIVER,
     OF_DRIVER,
@@ -97,17 +97,22 @@ class Guest:
     folder: Path
     loader: Loader
 
-    async def play(self) -> None:
-        """Play everything."""
-        await self.follow_the_driver()
-        await self.work("driver")
-        await self.work("syscalls")
-        await self.trace()
-        await self.do_without_btf()
+    async def play(self, parts: Collection[str]) -> None:
+        """Play these parts, or everything."""
+        of_part = {
+            "driver": self.follow_the_driver,
+            "branches": self.follow_other_branches,
+            "work": self.work_in_each_tier,
+            "trace": self.trace,
+            "no-btf": self.do_without_btf,
+        }
+        for name, play in of_part.items():
+            if name in parts or not parts:
+                await play()
 
-    def driver(self, *, counts_uvm: bool = False) -> DriverModule:
-        """Return the driver, not loaded."""
-        module = DriverModule(self.folder / "driver", counts_uvm=counts_uvm)
+    def driver(self, *, counts_uvm: bool = False, variant: str = "", version: str = VERSION) -> DriverModule:
+        """Return the driver, not loaded, or one that differs."""
+        module = DriverModule(self.folder / f"driver{variant}", counts_uvm=counts_uvm, version=version)
         module.unload_if_loaded()
         return module
 
@@ -119,6 +124,32 @@ class Guest:
     async def follow_the_driver(self) -> None:
         """One probe of tier driver, loaded before the driver is."""
         await self._probe_on("driver", self.driver(), self.request(), FOLLOWING_THE_DRIVER)
+
+    async def follow_other_branches(self) -> None:
+        """One source, there before any driver: whatever is loaded, it takes the best tier there can be."""
+        where = f"{self.loader} branches"
+        older = self.driver(variant="-frontend", version=OLDER_VERSION)
+        steps = {
+            "an older branch has its own entry points": (older, "driver", "nvidia_frontend_unlocked_ioctl"),
+            "one that is not known is traced by system calls": (
+                self.driver(variant="-unknown"),
+                "syscalls",
+                "",
+            ),
+            "a driver of today is traced again": (self.driver(), "driver", "nvidia_unlocked_ioctl"),
+            "one that may not be traced is by system calls": (
+                self.driver(variant="-refuses"),
+                "syscalls",
+                "",
+            ),
+        }
+        async with AsyncExitStack() as stack:
+            watched = await stack.enter_async_context(
+                watching(older, GPUS, replace(self.request(), tier="auto"), tier="auto")
+            )
+            for name, (driver, tier, entry_point) in steps.items():
+                step = partial(_comes, driver, watched, tier, entry_point)
+                await self.report.play(where, name, step)
 
     async def trace(self) -> None:
         """A probe that tells every call of this process."""
@@ -135,6 +166,11 @@ class Guest:
                 await self._probe_on("no BTF", driver, self.request(), (contexts_are_counted_exactly,))
             else:
                 await self.report.play("core no BTF", "refusal has its code", self._is_refused)
+
+    async def work_in_each_tier(self) -> None:
+        """Work in both."""
+        for tier in get_args(Tier):
+            await self.work(tier)
 
     async def work(self, tier: Tier) -> None:
         """Processes as CUDA programs are, followed by the agent's source; the driver's books judge it."""
@@ -198,7 +234,24 @@ async def _played(scenario: Scenario, stage: Stage) -> None:
 async def _judge(driver: DriverModule, watched: Watcher, workload: Workload) -> None:
     driver.begin_anew()
     async with AsyncExitStack() as processes:
-        await workload(Machine(driver, watched, processes))
+        await workload(Machine(driver, watched, processes, driver.version))
+
+
+async def _comes(driver: DriverModule, watched: Watcher, tier: str, entry_point: str) -> None:
+    """Load a driver under the source, and work on it."""
+    driver.load()
+    await recorder.until(lambda: _is_followed(watched.probe, tier, entry_point))
+    assert bool(watched.probe.why_not_driver) == (tier != "driver"), watched.probe.why_not_driver
+    for workload in (
+        test_workloads.test_contexts_that_are_created_and_destroyed,
+        test_workloads.test_a_child_that_keeps_the_files,
+    ):
+        await _judge(driver, watched, workload)
+
+
+def _is_followed(probe: Probe, tier: str, entry_point: str) -> bool:
+    traced = set(probe.entry_points.values())
+    return probe.tier == tier and not probe.missing and (entry_point in traced if entry_point else not traced)
 
 
 async def _reload(driver: DriverModule, watched: Watcher) -> None:
@@ -210,11 +263,11 @@ async def _reload(driver: DriverModule, watched: Watcher) -> None:
     await _judge(driver, watched, test_workloads.test_an_exit_that_frees_nothing)
 
 
-async def play(folder: Path, loaders: tuple[Loader, ...]) -> int:
-    """Play everything with these loaders; returns the exit status."""
+async def play(folder: Path, loaders: tuple[Loader, ...], parts: Collection[str]) -> int:
+    """Play these parts with these loaders; returns the exit status."""
     report = Report()
     for loader in loaders:
-        await Guest(report, folder, loader).play()
+        await Guest(report, folder, loader).play(parts)
     _say(f"{report.passed} passed, {report.failed} failed on Linux {platform.release()}")
     return 1 if report.failed or not report.passed else 0
 
@@ -223,11 +276,12 @@ def main() -> int:
     """Play what is asked for."""
     folder, *names = sys.argv[1:]
     loaders = tuple(name for name in get_args(Loader) if name in names or not names)
+    parts = [name for name in names if name not in loaders]
     # Every wait of theirs is for a machine that is not emulated.
     for module in (recorder, watcher):
         vars(module)["PATIENCE_S"] = LOAD_S
     vars(process)["OBEYS_WITHIN_S"] = LOAD_S
-    return asyncio.run(play(Path(folder), loaders))
+    return asyncio.run(play(Path(folder), loaders, parts))
 
 
 if __name__ == "__main__":

@@ -12,6 +12,6 @@ mknod /dev/nvidiactl c 195 255
 stty -F /dev/ttyS1 raw -echo
 cd "$VM_REPOSITORY" || exit
 # shellcheck disable=SC2086 - several words
-"$VM_PYTHON" -m tests.vm.guest "$VM_FOLDER" $VM_LOADERS >/dev/ttyS1 2>&1
+"$VM_PYTHON" -m tests.vm.guest "$VM_FOLDER" $VM_PLAYED >/dev/ttyS1 2>&1
 echo "exit $?" >/dev/ttyS1
 busybox poweroff -f

@@ -16,6 +16,8 @@ from tests.probe.test_workloads import GPUS
 
 VERSION: Final = "570.148.08"
 """As the modules say."""
+OLDER_VERSION: Final = "520.56.06"
+"""As those of an older branch say."""
 
 _BOOKS: Final = Path("/proc/driver/nvidia/books")
 _DEV: Final = Path("/dev")
@@ -27,9 +29,10 @@ class DriverModule:
     folder: Final = _DEV
     """Where its nodes are."""
 
-    def __init__(self, folder: Path, *, counts_uvm: bool) -> None:
+    def __init__(self, folder: Path, *, counts_uvm: bool, version: str = VERSION) -> None:
         """``counts_uvm``: opens of nvidia-uvm count in the books, as for who sees every open."""
         self._folder = folder
+        self.version = version
         self._counts_uvm = counts_uvm
 
     def load(self) -> None:

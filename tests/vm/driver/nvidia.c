@@ -12,6 +12,7 @@
 #include <linux/cdev.h>
 #include <linux/file.h>
 #include <linux/fs.h>
+#include <linux/kprobes.h>
 #include <linux/list.h>
 #include <linux/module.h>
 #include <linux/mutex.h>
@@ -24,7 +25,20 @@
 #include <linux/wait.h>
 #include "driver.h"
 
+/* An older branch: its files are nv-frontend's, and answers are elsewhere. */
+#ifdef DRIVER_FRONTEND
+#define DRIVER_VERSION "520.56.06"
+#define NAME "nvidia-frontend"
+enum { LONG_ALLOC = 40, LONG_STATUS = 8, SHORT_STATUS = 6 };
+#else
 #define DRIVER_VERSION "570.148.08"
+#define NAME "nvidia"
+enum { LONG_ALLOC = 48, LONG_STATUS = 10, SHORT_STATUS = 7 };
+#endif
+/* A branch to come, whose entry point nobody knows. */
+#ifdef DRIVER_UNKNOWN
+#define nvidia_unlocked_ioctl nvidia_ioctl_of_the_future
+#endif
 
 enum { MAJOR_NUMBER = 195, CONTROL_MINOR = 255, MINORS = 256, GPUS = 3 };
 enum {
@@ -305,10 +319,10 @@ static long command(struct nvidia_file *mine, u32 number, u32 size, u32 *block)
 
 	if (number == REGISTER_FD && size == 4)
 		return register_fd(mine, block);
-	if (number == RM_ALLOC && size == 48)
-		block[10] = allocate(owner, block);
+	if (number == RM_ALLOC && size == LONG_ALLOC)
+		block[LONG_STATUS] = allocate(owner, block);
 	else if (number == RM_ALLOC && size == 32)
-		block[7] = allocate(owner, block);
+		block[SHORT_STATUS] = allocate(owner, block);
 	else if (number == RM_FREE && size == 16)
 		block[3] = free_object(owner, block);
 	else if (number == RM_DUP_OBJECT && size == 28)
@@ -323,7 +337,11 @@ static long command(struct nvidia_file *mine, u32 number, u32 size, u32 *block)
 	return 0;
 }
 
+#ifdef DRIVER_FRONTEND
+static noinline long nvidia_ioctl(struct inode *inode, struct file *file, unsigned int word, unsigned long argument)
+#else
 static noinline long nvidia_unlocked_ioctl(struct file *file, unsigned int word, unsigned long argument)
+#endif
 {
 	u32 size = _IOC_SIZE(word), *block;
 	long result = -EFAULT;
@@ -378,11 +396,38 @@ static noinline int nvidia_close(struct inode *inode, struct file *file)
 	return 0;
 }
 
+#ifdef DRIVER_REFUSES
+NOKPROBE_SYMBOL(nvidia_unlocked_ioctl);
+#endif
+
+#ifdef DRIVER_FRONTEND
+static noinline long nvidia_frontend_unlocked_ioctl(struct file *file, unsigned int word, unsigned long argument)
+{
+	return nvidia_ioctl(file_inode(file), file, word, argument);
+}
+
+static noinline int nvidia_frontend_open(struct inode *inode, struct file *file)
+{
+	return nvidia_open(inode, file);
+}
+
+static noinline int nvidia_frontend_close(struct inode *inode, struct file *file)
+{
+	return nvidia_close(inode, file);
+}
+#endif
+
 static const struct file_operations operations = {
 	.owner = THIS_MODULE,
+#ifdef DRIVER_FRONTEND
+	.open = nvidia_frontend_open,
+	.release = nvidia_frontend_close,
+	.unlocked_ioctl = nvidia_frontend_unlocked_ioctl,
+#else
 	.open = nvidia_open,
 	.release = nvidia_close,
 	.unlocked_ioctl = nvidia_unlocked_ioctl,
+#endif
 };
 
 /* ---- /proc/driver/nvidia ---- */
@@ -465,7 +510,7 @@ static struct cdev device;
 static int __init begin(void)
 {
 	struct proc_dir_entry *folder;
-	int error = register_chrdev_region(MKDEV(MAJOR_NUMBER, 0), MINORS, "nvidia");
+	int error = register_chrdev_region(MKDEV(MAJOR_NUMBER, 0), MINORS, NAME);
 
 	if (error)
 		return error;
