@@ -54,7 +54,8 @@ INLINE int entered(u64 file, u32 device, int fd, u32 command, u64 argument, int 
 INLINE void registered_with_uvm(struct gpu_call *call, u32 *block, struct gpu_process *row)
 {
 	struct gpu_object_key key = {};
-	u32 status = block[UNREGISTER_STATUS];
+	struct gpu_object *space;
+	u32 status = block[UNREGISTER_STATUS], low, high;
 
 	if (call->number == UVM_REGISTER_GPU_VASPACE) {
 		status = block[VASPACE_STATUS];
@@ -65,9 +66,15 @@ INLINE void registered_with_uvm(struct gpu_call *call, u32 *block, struct gpu_pr
 			return;
 		}
 	}
-	if (!status)
-		tell_object(GPU_UVM, call, row, &key, call->number, block[VASPACE_UUID] ^ block[VASPACE_UUID + 2],
-			    block[VASPACE_UUID + 1] ^ block[VASPACE_UUID + 3]);
+	if (status)
+		return;
+	low = block[VASPACE_UUID] ^ block[VASPACE_UUID + 2];
+	high = block[VASPACE_UUID + 1] ^ block[VASPACE_UUID + 3];
+	space = object_find(&key);
+	/* Whose it is, nobody else may say. */
+	if (space && space->tgid == current_tgid())
+		space->uvm = (u64)high << 32 | low;
+	tell_object(GPU_UVM, call, row, &key, call->number, low, high);
 }
 
 /* The ioctl says 0 even where the resource manager refused; its answer is in the block, so only now. */

@@ -36,7 +36,7 @@ INLINE struct gpu_process *process(void)
 }
 
 /* Whether a process has room on the ring for another event. */
-INLINE int may_tell(struct gpu_process *row)
+INLINE int may_send(struct gpu_process *row)
 {
 	u32 window = WINDOW(bpf_ktime_get_ns());
 
@@ -47,8 +47,8 @@ INLINE int may_tell(struct gpu_process *row)
 		row->told = 0;
 	}
 	if (row->told >= MAX_TOLD) {
-		ADD(row, unsaid);
-		COUNT(unsaid);
+		ADD(row, unsent);
+		COUNT(unsent);
 		return 0;
 	}
 	ADD(row, told);
@@ -98,7 +98,7 @@ INLINE struct gpu_event *event(u32 kind, enum gpu_program program)
 INLINE void tell_file(u32 kind, enum gpu_program program, struct gpu_process *row, u64 file, u32 device, int fd,
 		      u32 detail)
 {
-	struct gpu_event *e = may_tell(row) ? event(kind, program) : 0;
+	struct gpu_event *e = may_send(row) ? event(kind, program) : 0;
 
 	if (!e)
 		return;
@@ -122,7 +122,7 @@ INLINE void tell_process(u32 kind, u32 detail)
 INLINE void tell_object(u32 kind, struct gpu_call *call, struct gpu_process *row, struct gpu_object_key *key,
 			u32 rm_class, u32 parent, u32 detail)
 {
-	struct gpu_event *e = may_tell(row) ? event(kind, GPU_PROGRAM_IOCTL) : 0;
+	struct gpu_event *e = may_send(row) ? event(kind, GPU_PROGRAM_IOCTL) : 0;
 
 	if (!e)
 		return;

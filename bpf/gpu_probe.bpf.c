@@ -59,7 +59,7 @@ INLINE int opened(long fd)
 		return 0;
 	struct gpu_process *row = process();
 	ADD(row, opens);
-	file_begins(file, device, cfg);
+	file_begins(file, device, row, cfg);
 	tell_file(GPU_OPEN, GPU_PROGRAM_OPEN, row, file, device, (int)fd, 0);
 	return 0;
 }
@@ -195,7 +195,7 @@ PROGRAM("kretprobe/nvidia_open", driver_open_return)(struct pt_regs *ctx)
 		return 0;
 	row = process();
 	ADD(row, opens);
-	file_begins(file, device, cfg);
+	file_begins(file, device, row, cfg);
 	tell_file(GPU_OPEN, GPU_PROGRAM_OPEN, row, file, device, -1, 0);
 	return 0;
 }

@@ -56,6 +56,7 @@ struct gpu_object_key {
 struct gpu_object {
 	unsigned long long at_ns, cgroup_id, file;
 	unsigned long long start_ns;   /* when the process that allocated it began, CLOCK_BOOTTIME */
+	unsigned long long uvm;        /* of an address space: the GPU it was registered for, as in GPU_UVM; 0: none */
 	unsigned int tgid, rm_class, parent, gpu;
 };
 
@@ -66,7 +67,8 @@ struct gpu_process {
 	unsigned long long exited_ns;  /* 0 while it lives; a later process of the same number begins anew */
 	unsigned long long calls, opens, closes, allocs, frees, contexts_allocated, contexts_freed, errors;
 	unsigned long long refused;    /* objects that were not kept: too many, or those of another */
-	unsigned long long unsaid;     /* events that did not go on the ring because the process had its share of it */
+	unsigned long long minors;     /* the GPUs that it opened, a bit for each; those from 64 on are left out */
+	unsigned long long unsent;     /* events that did not go on the ring because the process had its share of it */
 	unsigned int window, told;     /* events on the ring in this window of time */
 	unsigned int scan, marks;      /* what was told since user space began that scan: enum gpu_mark */
 	long long objects;             /* those kept, less those it freed; less gpu_forgotten there are so many now */
@@ -119,7 +121,7 @@ struct gpu_statistics {
 	unsigned long long unreadable;      /* parameter blocks that could not be read */
 	unsigned long long objects_full;    /* objects that found no room */
 	unsigned long long refused;         /* objects that were not kept: too many, or those of another */
-	unsigned long long unsaid;          /* events of those who had their share of the ring */
+	unsigned long long unsent;          /* events of those who had their share of the ring */
 	unsigned long long processes_full;  /* times that a process found no room */
 	unsigned long long processes_added; /* rows put into the table of processes */
 	unsigned long long unreturned;      /* calls not seen to return, or without room till then */
@@ -149,8 +151,8 @@ struct gpu_traced_call {
 
 _Static_assert(sizeof(struct gpu_event) == 64, "layout.py: EVENT");
 _Static_assert(sizeof(struct gpu_object_key) == 8, "layout.py: OBJECT_KEY");
-_Static_assert(sizeof(struct gpu_object) == 48, "layout.py: OBJECT");
-_Static_assert(sizeof(struct gpu_process) == 144, "layout.py: PROCESS");
+_Static_assert(sizeof(struct gpu_object) == 56, "layout.py: OBJECT");
+_Static_assert(sizeof(struct gpu_process) == 152, "layout.py: PROCESS");
 _Static_assert(sizeof(struct gpu_cgroup) == 8, "layout.py: CGROUP");
 _Static_assert(sizeof(struct gpu_forgotten) == 16, "layout.py: FORGOTTEN");
 _Static_assert(sizeof(struct gpu_call) == 40, "nothing else reads it");

@@ -282,13 +282,18 @@ INLINE void registered_no_more(u64 file)
 		one_less(&of);
 }
 
-INLINE void file_begins(u64 file, u32 device, struct gpu_config *cfg)
+INLINE void file_begins(u64 file, u32 device, struct gpu_process *row, struct gpu_config *cfg)
 {
 	u64 now = bpf_ktime_get_ns();
+	u32 minor = MINOR(device);
 
 	registered_no_more(file);
-	if (MAJOR(device) == cfg->nvidia_major && MINOR(device) == CONTROL_MINOR)
+	if (MAJOR(device) != cfg->nvidia_major)
+		return;
+	if (minor == CONTROL_MINOR)
 		opening_put(&file, &now);
+	else if (row && minor < 64)
+		row->minors |= 1ull << minor;
 }
 
 INLINE void file_ends(u64 file)

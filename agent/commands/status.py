@@ -112,6 +112,10 @@ def _probe(probe: dict[str, Any] | None) -> list[str]:
     ]
     if probe.get("entry_points"):
         lines.append(f"         traces {', '.join(probe['entry_points'])}")
+    if probe.get("pinned"):
+        lines.append(f"         kept in {probe['pinned']} over restarts of the agent")
+    if probe.get("not_pinned"):
+        lines.append(f"         not kept over restarts of the agent: {probe['not_pinned']}")
     if probe.get("why_not_driver"):
         lines.append(f"         not tier driver, which costs less: {probe['why_not_driver']}")
     return [*lines, *(f"         {name} is not attached: {why}" for name, why in probe["missing"].items())]

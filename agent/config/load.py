@@ -241,6 +241,7 @@ def _settings(values: Mapping[str, object], resolver: _Resolver) -> Settings:
         kubelet_cgroup_root=cast("str", values["kubelet-cgroup-root"]),
         probe_tier=cast("ProbeTier", values["probe-tier"]),
         probe_loader=cast("ProbeLoader", values["probe-loader"]),
+        probe_pins=cast("str", values["probe-pins"]),
         probe_doubles=cast("str", values["probe-doubles"]) or None,
         nvml_library=cast("str", values["nvml-library"]) or None,
         http_listen=http_listen,

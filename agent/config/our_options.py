@@ -90,6 +90,17 @@ OUR_OPTIONS: Final = (
         needs_restart=True,
     ),
     ours(
+        "probe-pins",
+        "/sys/fs/bpf/gpu-agent",
+        path_from,
+        "DIR",
+        "A directory of the BPF file system in which the probe is kept in the kernel for the next agent, so"
+        " that a restart loses no context; it may not exist yet",
+        file_key="agent.probe.pins",
+        empty_means="the probe ends with the agent, and what one kept in the usual directory is removed",
+        needs_restart=True,
+    ),
+    ours(
         "probe-doubles",
         "",
         path_from,

@@ -79,6 +79,7 @@ class Settings(NamedTuple):
     pod_logs_dir: str
     probe_tier: ProbeTier
     probe_loader: ProbeLoader
+    probe_pins: str
     probe_doubles: str | None
     nvml_library: str | None
     http_listen: Address | None

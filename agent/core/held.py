@@ -77,7 +77,7 @@ class Process:
     """The devices that it held when it ended."""
     opened: set[int] | None = field(default_factory=set)
     """The devices that it was seen to hold, ever; None: it was not seen itself."""
-    unsaid: int = 0
+    unsent: int = 0
     """Events of it that were not told, and what came of them was not looked for yet."""
     lacks_files: bool = False
     """There was no room for a file of it, so that it may have opened others."""

@@ -174,6 +174,13 @@ class Holders:
             process.opened.add(device)
             self.changed.add(process)
 
+    def opened_are(self, key: ProcessKey, devices: Iterable[int]) -> None:
+        """Take which devices a process has opened itself."""
+        process = self._by_key.get(key)
+        if process is not None:
+            for device in devices:
+                self._saw_open(process, device)
+
     def _knows(self, look: ProcessLook) -> bool:
         return look.key.pid in self._current
 
@@ -530,7 +537,7 @@ class Holders:
         is_over = self._closed is not None and (process, name) in self._closed
         if name not in process.files and (is_over or not self._has_room(process)):
             return
-        file = self.files.get(name) or self._add_file(name, device)
+        file = self.files.get(name) or self._add_file(name, device, event_ns=self._openings.get(name, 0))
         if file.device != device:
             file.device = device
             for holder in file.holders:

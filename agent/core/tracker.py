@@ -22,9 +22,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Final
 
-from agent.core.gpu_map import CONTROL, GpuMap
+from agent.core.gpu_map import CONTROL, MINOR_BITS, NVIDIA_MAJOR, GpuMap
 from agent.core.held import Held, Process, by_process
 from agent.core.holders import Holders
+from agent.core.registrations import HALF
 from agent.core.rm_objects import Clients
 from agent.core.rm_rows import Removed, Rows, judged
 from agent.core.rm_trees import CONTEXT_SHARE, NO_INSTANCE, Marker
@@ -92,6 +93,8 @@ class Tracker:
     def gpus_are(self, gpus: GpuMap) -> None:
         """Take how the driver numbers the GPUs; to be told anew when the driver was loaded anew."""
         self._by_folded = gpus.by_folded()
+        # What processes registered with unified memory is learned again, from the rows.
+        self._wants_rebuild = self._wants_rebuild or len(self._clients) > 0
         self._clients.instances_are(gpus.by_instance)
         self._records.gpus_are(gpus)
 
@@ -106,17 +109,29 @@ class Tracker:
         due_ns = (self._pace.due_ns(event.cgroup_id, event.tgid, event.at_ns) for event in asking)
         return min(due_ns, default=None)
 
-    def unsaid(self, counts: Mapping[ProcessKey, int]) -> bool:
+    def opened_are(self, minors: Mapping[ProcessKey, int]) -> None:
+        """Take which GPUs processes have opened themselves, as the kernel noted it, a bit for each minor."""
+        for key, bits in minors.items():
+            self._holders.opened_are(
+                key,
+                (
+                    NVIDIA_MAJOR << MINOR_BITS | minor
+                    for minor in range(bits.bit_length())
+                    if bits >> minor & 1
+                ),
+            )
+
+    def unsent(self, counts: Mapping[ProcessKey, int]) -> bool:
         """Take how many events of processes were not told; all others have none. Return whether that is news.
 
         What came of those is in the rows of the kernel's map and shows in a scan; nobody else is in doubt.
         """
         self._holders.missed = self._holders.missed or bool(counts)
         changed = [
-            process for process in self._holders.current() if process.unsaid != counts.get(process.key, 0)
+            process for process in self._holders.current() if process.unsent != counts.get(process.key, 0)
         ]
         for process in changed:
-            process.unsaid = counts.get(process.key, 0)
+            process.unsent = counts.get(process.key, 0)
         return bool(changed)
 
     def lost(self, count: int) -> None:
@@ -170,6 +185,10 @@ class Tracker:
         yield from self._clients.rebuilding(rows, lambda row: self._holders.of_row(row).number, opened)
         for client in self._clients:
             self._holders.expect(client.file, client.at_ns)
+        for row in rows.living:
+            gpu = self._by_folded.get((row.uvm & HALF, row.uvm >> 32)) if row.uvm else None
+            if gpu is not None:
+                self._clients.registered(row.client, row.handle, gpu, self._holders.of_row(row).number)
         self._holders.registered_are(rows.registered)
         self._holders.openings_are(opened)
         self._wants_rebuild = False
@@ -323,7 +342,7 @@ class Tracker:
         """Return what is known now; processes that nobody has looked at yet are left out."""
         self._records.refresh()
         why = self._why_blind()
-        short = "" if why else self._who_is_short() or self._who_is_unsaid()
+        short = "" if why else self._who_is_short() or self._who_is_unsent()
         return Usage(
             at_ns=now_ns,
             processes=self._records.processes(),
@@ -356,9 +375,9 @@ class Tracker:
         named = _named([str(key.pid) for key in short])
         return f"not all that these processes have is kept, for it is too much or another's: {named}"
 
-    def _who_is_unsaid(self) -> str:
+    def _who_is_unsent(self) -> str:
         found = sorted(
-            (-process.unsaid, process.key) for process in self._holders.current() if process.unsaid
+            (-process.unsent, process.key) for process in self._holders.current() if process.unsent
         )
         if not found:
             return ""

@@ -80,7 +80,7 @@ class UseRecords:
         """Return the GPUs that those may use of whom not everything is kept; none: it may be any."""
         found: set[GpuUuid | None] = set()
         for process in self._holders.processes.values():
-            if process.number not in self._clients.short and not process.unsaid:
+            if process.number not in self._clients.short and not process.unsent:
                 continue
             if process.opened is None or process.lacks_files:
                 return frozenset()

@@ -73,6 +73,8 @@ class RmObject(NamedTuple):
     """RM device instance, for a device."""
     start_ticks: int = 0
     """When the process that allocated it began, as in HeldFile; 0 where it is not known."""
+    uvm: int = 0
+    """The GPU an address space was registered for with unified memory: the event's numbers ``joined``."""
 
 
 REGISTRATION: Final = 0xFFFFFFFE
@@ -108,7 +110,9 @@ class ProcessCounters(NamedTuple):
     """When its last thread began to exit; 0 while it lives."""
     refused: int = 0
     """Objects it made that were not kept, for it had too many: what is told of it is not all."""
-    unsaid: int = 0
+    minors: int = 0
+    """The GPUs that it opened itself, by minor, a bit for each; those from 64 on are left out."""
+    unsent: int = 0
     """Events of it that were not told, for it had its share of the ring."""
 
 

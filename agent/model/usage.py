@@ -280,3 +280,7 @@ class ProbeView:
     """Functions of the driver that are traced (tier driver)."""
     why_not_driver: str = ""
     """Why tier driver, which costs less, was not taken."""
+    pinned: str = ""
+    """Where the probe is kept for the next agent; empty: it ends with this one."""
+    not_pinned: str = ""
+    """Why it ends with this one although it was to be kept."""

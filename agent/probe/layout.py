@@ -12,10 +12,10 @@ from agent.model.rm import HeldFile, ProcessCounters, RmEvent, RmEventKind, RmOb
 
 EVENT: Final = struct.Struct("=QQQIIIiIIIIII")
 OBJECT_KEY: Final = struct.Struct("=II")
-OBJECT: Final = struct.Struct("=QQQQIIII")
+OBJECT: Final = struct.Struct("=5Q4I")
 PROCESS_KEY: Final = struct.Struct("=I")
-PROCESS: Final = struct.Struct("=15Q4Iq")
-PROCESS_LIFE: Final = struct.Struct("=8xQ16xQ104x")
+PROCESS: Final = struct.Struct("=16Q4Iq")
+PROCESS_LIFE: Final = struct.Struct("=8xQ16xQ112x")
 """Of the same row, when the process began and when it ended."""
 FORGOTTEN_KEY: Final = struct.Struct("=Q")
 FORGOTTEN: Final = struct.Struct("=Qq")
@@ -115,7 +115,7 @@ class ProbeStatistics(NamedTuple):
     """Objects that found no room in the table."""
     refused: int
     """Objects that were not kept because their process or cgroup has MAX_OBJECTS_EACH already."""
-    unsaid: int
+    unsent: int
     """Events of processes that had their share of the ring; which, their rows say."""
     processes_full: int
     """Times that a process found no room in the table."""
@@ -141,8 +141,8 @@ def decode_event(data: "bytes | memoryview", offset: int = 0) -> RmEvent | None:
 def decode_objects(keys: bytes, values: bytes) -> list[RmObject]:
     """Return the rows of the map ``objects``."""
     return [
-        RmObject(client, handle, at, cgroup, file, tgid, rm_class, parent, gpu, start // NS_PER_TICK)
-        for (client, handle), (at, cgroup, file, start, tgid, rm_class, parent, gpu) in zip(
+        RmObject(client, handle, at, cgroup, file, tgid, rm_class, parent, gpu, start // NS_PER_TICK, uvm)
+        for (client, handle), (at, cgroup, file, start, uvm, tgid, rm_class, parent, gpu) in zip(
             OBJECT_KEY.iter_unpack(keys), OBJECT.iter_unpack(values), strict=True
         )
     ]
@@ -152,11 +152,24 @@ def decode_processes(keys: bytes, values: bytes) -> list[ProcessCounters]:
     """Return the rows of the map ``processes``."""
     return [
         ProcessCounters._make(
-            (tgid, cgroup, first, last, *counts, start // NS_PER_TICK, exited, refused, unsaid)
+            (tgid, cgroup, first, last, *counts, start // NS_PER_TICK, exited, refused, minors, unsent)
         )
-        for (tgid,), (cgroup, start, first, last, exited, *counts, refused, unsaid, _, _, _, _, _) in zip(
-            PROCESS_KEY.iter_unpack(keys), PROCESS.iter_unpack(values), strict=True
-        )
+        for (tgid,), (
+            cgroup,
+            start,
+            first,
+            last,
+            exited,
+            *counts,
+            refused,
+            minors,
+            unsent,
+            _,
+            _,
+            _,
+            _,
+            _,
+        ) in zip(PROCESS_KEY.iter_unpack(keys), PROCESS.iter_unpack(values), strict=True)
     ]
 
 
@@ -173,7 +186,7 @@ def decode_ended(keys: bytes, values: bytes, before_ns: int) -> list[tuple[int, 
 
 def encode_process(cgroup_id: int, start_ticks: int, now_ns: int, *, objects: int = 0) -> bytes:
     """Return the row of a process that holds files and is not known to have done anything."""
-    return PROCESS.pack(cgroup_id, start_ticks * NS_PER_TICK, now_ns, now_ns, *[0] * 15, objects)
+    return PROCESS.pack(cgroup_id, start_ticks * NS_PER_TICK, now_ns, now_ns, *[0] * 16, objects)
 
 
 def decode_statistics(value: bytes) -> ProbeStatistics:

@@ -20,7 +20,7 @@ from typing import Final
 from agent.errors import ProbeLoadError
 from agent.probe import kernel, syscalls
 from agent.probe.attach import Attachment, attach, tracefs
-from agent.probe.layout import INDEX, SIZES, ProbeConfig
+from agent.probe.layout import INDEX, SIZES
 from agent.probe.loaded import Loaded, refused, said
 from agent.probe.programs import BY_NAME, Tier, of_tier
 from agent.probe.request import Reply, Request, refusal
@@ -97,7 +97,7 @@ def _run_tier(request: Request, tier: Tier) -> tuple[Reply, list[int], Loaded]:
     began = time.monotonic_ns()
     loaded = _load(request, tier)
     _check_layout(loaded.maps)
-    syscalls.map_update(loaded.maps["config"], INDEX.pack(0), _config(request).pack())
+    syscalls.map_update(loaded.maps["config"], INDEX.pack(0), request.config().pack())
     loaded_at = time.monotonic_ns()
     wanted = of_tier(tier, traces=bool(request.trace_tgid))
     functions = kernel.entry_points(roots) if tier == "driver" else {}
@@ -169,23 +169,6 @@ def _check_layout(maps: dict[str, int]) -> None:
                 f"Map {name} of the precompiled probe has another layout than this version of the agent; "
                 "build it anew with make bpf",
             )
-
-
-def _config(request: Request) -> ProbeConfig:
-    found = kernel.majors(request.roots)
-    doubles = request.doubles
-    return ProbeConfig(
-        nvidia_major=(doubles and doubles.nvidia_major) or found.nvidia or kernel.NVIDIA_MAJOR,
-        uvm_major=(doubles and doubles.uvm_major) or found.uvm,
-        caps_major=found.caps,
-        context_class=request.context_class,
-        driver_branch=kernel.driver_branch(request.roots),
-        agent_tgid=request.agent_tgid,
-        test_filesystem=doubles.filesystem if doubles else 0,
-        any_return=int(doubles.any_return) if doubles else 0,
-        answer_within_ns=request.answer_within_ns,
-        trace_tgid=request.trace_tgid,
-    )
 
 
 def _check_vital(attachment: Attachment, tier: Tier, nvidia_major: int) -> None:

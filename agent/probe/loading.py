@@ -29,6 +29,7 @@ from typing import Final
 import agent
 from agent.errors import ProbeLoadError
 from agent.log import fields
+from agent.probe.adoption import adopt
 from agent.probe.probe import Probe
 from agent.probe.request import (
     MAX_DESCRIPTORS,
@@ -37,7 +38,7 @@ from agent.probe.request import (
     last_useful_line,
     read_reply,
 )
-from agent.threads import started_in_daemon_thread
+from agent.threads import in_daemon_thread, started_in_daemon_thread
 
 DEADLINE_S: Final = 120.0
 """A second on a quiet machine; half a minute where everything is slow."""
@@ -66,12 +67,33 @@ _BOOT: Final = (
 )
 
 
-async def load(request: Request, *, deadline_s: float = DEADLINE_S, launcher: Sequence[str] = ()) -> Probe:
+async def load(
+    request: Request,
+    *,
+    deadline_s: float = DEADLINE_S,
+    launcher: Sequence[str] = (),
+    instead_of: Probe | None = None,
+) -> Probe:
     """Load and attach the probe, or raise ProbeLoadError.
 
-    ``launcher`` is put before the loader's command line, as ``setpriv`` with its options would be.
+    A probe that an earlier agent kept is used if it suits. ``instead_of`` is another whose rows the new one
+    gets, and which stays the caller's. ``launcher`` is put before the loader's command line, as ``setpriv``
+    with its options would be.
     """
     request = replace(request, agent_tgid=request.agent_tgid or os.getpid())
+    if not request.pins and instead_of is None:
+        return await _load_new(request, deadline_s, launcher)
+    adopted = await in_daemon_thread("probe-pins", lambda: adopt(request, instead_of))
+    try:
+        probe = adopted.probe or await _load_new(request, deadline_s, launcher)
+    except BaseException:
+        adopted.close()
+        raise
+    await in_daemon_thread("probe-pins", lambda: adopted.keep(probe, request))
+    return probe
+
+
+async def _load_new(request: Request, deadline_s: float, launcher: Sequence[str]) -> Probe:
     try:
         return await _load_once(request, deadline_s, launcher)
     except ProbeLoadError as error:

@@ -7,8 +7,9 @@ import os
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Final, NamedTuple
 
@@ -35,6 +36,7 @@ from agent.probe.layout import (
     PROCESS,
     PROCESS_KEY,
     PROCESS_LIFE,
+    SIZES,
     STATISTICS,
     TRACED,
     TRACED_KEY,
@@ -50,6 +52,7 @@ from agent.probe.layout import (
     decode_traced,
     encode_process,
 )
+from agent.probe.pins import About, Pins, PinsUnusableError
 from agent.probe.procfs import Scan
 from agent.probe.programs import BY_NAME
 from agent.probe.request import Reply, Request
@@ -63,6 +66,7 @@ REATTACH_TRIES: Final = 3
 
 _ITERATOR: Final = "bpf_iter__task_file"
 _CHUNK_BYTES: Final = 65_536
+_COPIED: Final = ("openings", "cgroups", "forgotten", "processes", "objects")
 _FIRST: Final = INDEX.pack(0)
 
 
@@ -76,8 +80,18 @@ class Readiness(NamedTuple):
 class Probe:
     """A probe in the kernel; ``agent.probe.loading.load`` makes it."""
 
-    def __init__(self, reply: Reply, descriptors: list[int], request: Request) -> None:
-        """Take the descriptors over; if it raises ProbeLoadError they are still the caller's."""
+    def __init__(
+        self,
+        reply: Reply,
+        descriptors: list[int],
+        request: Request,
+        *,
+        modules: tuple[int, ...] | None = None,
+    ) -> None:
+        """Take the descriptors over; if it raises ProbeLoadError they are still the caller's.
+
+        ``modules``: the probe was in the kernel before, attached to that driver.
+        """
         names = (*reply.maps, *reply.programs, *reply.attached)
         if len(names) != len(descriptors):
             raise ProbeLoadError(
@@ -93,7 +107,12 @@ class Probe:
         self._added = 0
         self._cpus = _possible_cpus()
         self._tries_left = REATTACH_TRIES
-        self._modules = self._module_identity()
+        self._modules = self._module_identity() if modules is None else modules
+        self._reply: Final = reply
+        self._request: Final = request
+        self._pins: Pins | None = None
+        self.not_pinned = ""
+        """Why the probe ends with the agent although it was to be kept."""
         self._is_closed = False
         self._follows_driver: Final = request.tier == "auto" and request.doubles is None
         self._considered: tuple[int, ...] = self._modules if reply.tier == "syscalls" else ()
@@ -109,13 +128,17 @@ class Probe:
         self.entry_points: Final = dict(reply.entry_points)
         """The driver's function that each program of those is attached to."""
         self.why_not_driver: Final = reply.why_not_driver
-        self.was_kept: Final = False
+        self._was_adopted: Final = modules is not None
+        self.was_kept = self._was_adopted
         """It was in the kernel before, so what happened since it came there is in its maps."""
         self.evictions = 0
         """Rows the kernel took out of the table of processes for want of room; as of the last read."""
         try:
             self.ring: Final = Ring(self._maps["events"], self._ring_bytes(), EVENTS)
             self._config = self._read_config()
+            if modules is not None:
+                self.ring.skip()
+                self._set_config(request.config()._replace(scan=self._config.scan))
         except OSError as error:
             raise ProbeLoadError(
                 "loader_failed", f"The probe's maps cannot be read: {error}; use --probe-tier procfs"
@@ -130,6 +153,71 @@ class Probe:
     def config(self) -> ProbeConfig:
         """What the programs are told."""
         return self._config
+
+    # ---- kept for the next agent ----
+
+    @property
+    def pinned(self) -> str:
+        """Where the probe is kept for the next agent; empty: it ends with this one."""
+        return "" if self._pins is None else self._request.pins
+
+    def keep(self, pins: Pins) -> None:
+        """Keep the probe in the kernel for the next agent; why that cannot be is in ``not_pinned``."""
+        try:
+            if not self._was_adopted:
+                pins.put(self._kept(), self._kept_about())
+            self._pins = pins
+        except PinsUnusableError as error:
+            self.not_pinned = str(error)
+
+    def _kept(self) -> dict[str, int]:
+        groups = {"map": self._maps, "program": self._programs, "link": self._links}
+        return {f"{kind}_{name}": fd for kind, group in groups.items() for name, fd in group.items()}
+
+    def _kept_about(self) -> About:
+        reply = replace(
+            self._reply,
+            attached=self.attached,
+            programs=tuple(self._programs),
+            missing=dict(self.missing),
+            entry_points=dict(self.entry_points),
+        )
+        sizes = (self._request.ring_bytes, self._request.processes)
+        return About(asdict(reply), self._modules, sizes)
+
+    def _keep_links(self) -> None:
+        """Keep what is attached now instead of what was before."""
+        if self._pins is None:
+            return
+        try:
+            self._pins.put(self._kept(), self._kept_about())
+        except PinsUnusableError as error:
+            self._pins, self.not_pinned = None, str(error)
+
+    def copy_rows_of(self, older: Mapping[str, int]) -> None:
+        """Take the rows of the maps of another probe, which is still attached; its own are newer.
+
+        Takes 0.5 s for full maps. What is freed meanwhile is taken out again.
+        """
+        for name in _COPIED:
+            key_bytes, value_bytes = SIZES[name]
+            rows = syscalls.map_rows(older[name], key_bytes, value_bytes)
+            pairs = zip(_cut(rows.keys, key_bytes), _cut(rows.values, value_bytes), strict=True)
+            put = [key for key, value in pairs if self._put_row(name, key, value)]
+            there = set(_cut(syscalls.map_rows(older[name], key_bytes, value_bytes).keys, key_bytes))
+            syscalls.map_delete_keys(self._maps[name], [key for key in put if key not in there])
+        self.was_kept = True
+
+    def _put_row(self, name: str, key: bytes, value: bytes) -> bool:
+        try:
+            return syscalls.map_update(self._maps[name], key, value, syscalls.NOEXIST)
+        except OSError:  # it is full
+            return False
+
+    @property
+    def maps(self) -> Mapping[str, int]:
+        """Descriptors of the maps, by name."""
+        return self._maps
 
     # ---- what happened ----
 
@@ -180,7 +268,7 @@ class Probe:
             row = syscalls.map_lookup(objects, key, OBJECT.size)
             if row is None:
                 continue
-            at_ns, cgroup, _, start_ns, tgid, *_ = OBJECT.unpack(row)
+            at_ns, cgroup, _, start_ns, _, tgid, *_ = OBJECT.unpack(row)
             if at_ns <= until_ns and syscalls.map_delete(objects, key):
                 taken_out[tgid, start_ns] += 1
                 of_cgroup[cgroup] += 1
@@ -254,7 +342,8 @@ class Probe:
         """Return how many live objects each process has, by pid and start in clock ticks."""
         rows = syscalls.map_rows(self._maps["objects"], OBJECT_KEY.size, OBJECT.size)
         return Counter(
-            (tgid, start_ns // NS_PER_TICK) for _, _, _, start_ns, tgid, *_ in OBJECT.iter_unpack(rows.values)
+            (tgid, start_ns // NS_PER_TICK)
+            for _, _, _, start_ns, _, tgid, *_ in OBJECT.iter_unpack(rows.values)
         )
 
     def traced_ring(self) -> Ring[TracedCall]:
@@ -365,6 +454,8 @@ class Probe:
         for name in outcome.attached:
             self.missing.pop(name, None)
         self.missing.update(outcome.missing)
+        if outcome.attached:
+            self._keep_links()
         return tuple(outcome.attached)
 
     def is_outdated(self) -> bool:
@@ -391,7 +482,7 @@ class Probe:
         return tuple(_inode(f"{self._roots.sys}/module/{name}") for name in DRIVER_MODULES)
 
     def close(self) -> None:
-        """Take the probe out of the kernel; it takes the kernel a second, which is not waited for."""
+        """Take the probe out of the kernel unless it is kept; the kernel takes a second, not waited for."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -400,6 +491,10 @@ class Probe:
             [*self._links.values(), *self._programs.values(), *self._maps.values()],
             partial(remove_events, self._roots.sys),
         )
+
+
+def _cut(data: bytes, size: int) -> list[bytes]:
+    return [data[at : at + size] for at in range(0, len(data), size)]
 
 
 def _start_ticks(row: bytes) -> int:

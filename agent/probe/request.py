@@ -6,8 +6,9 @@ from itertools import pairwise
 from typing import Any, Final, Literal
 
 from agent.errors import ProbeLoadError
+from agent.probe import kernel
 from agent.probe.kernel import Roots
-from agent.probe.layout import CONTEXT_CLASS
+from agent.probe.layout import CONTEXT_CLASS, ProbeConfig
 from agent.probe.programs import Tier
 
 LoaderChoice = Literal["auto", "bcc", "core"]
@@ -64,6 +65,8 @@ class Request:
     agent_tgid: int = 0
     trace_tgid: int = 0
     """A process whose every call is told; then nothing else is."""
+    pins: str = ""
+    """A directory of bpffs in which the probe is kept for the next agent; empty: it ends with this one."""
     scratch: str = ""
     """A private directory of the loader process, removed after it."""
 
@@ -71,6 +74,22 @@ class Request:
     def traced(self) -> int:
         """Calls of the traced process that may be under way at once."""
         return TRACED_CALLS if self.trace_tgid else 1
+
+    def config(self) -> ProbeConfig:
+        """Return what the programs are told on the node as it is now."""
+        found, doubles = kernel.majors(self.roots), self.doubles
+        return ProbeConfig(
+            nvidia_major=(doubles and doubles.nvidia_major) or found.nvidia or kernel.NVIDIA_MAJOR,
+            uvm_major=(doubles and doubles.uvm_major) or found.uvm,
+            caps_major=found.caps,
+            context_class=self.context_class,
+            driver_branch=kernel.driver_branch(self.roots),
+            agent_tgid=self.agent_tgid,
+            test_filesystem=doubles.filesystem if doubles else 0,
+            any_return=int(doubles.any_return) if doubles else 0,
+            answer_within_ns=self.answer_within_ns,
+            trace_tgid=self.trace_tgid,
+        )
 
     def to_json(self) -> str:
         """Return the request as the loader process reads it."""

@@ -72,6 +72,10 @@ class Ring(Generic[E]):
         """What is waiting to be read."""
         return self._producer[0] - self._consumer[0]
 
+    def skip(self) -> None:
+        """Read nothing of what is waiting."""
+        self._consumer[0] = self._producer[0]
+
     def fileno(self) -> int:
         """Return the descriptor; it is readable while there is something to read."""
         return self._descriptor

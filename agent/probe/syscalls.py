@@ -27,6 +27,11 @@ MAX_ROWS: Final = 1 << 20
 """No map of ours has more; a read that would not end ends there."""
 
 _TRACE_ITER: Final = 28  # enum bpf_attach_type
+_PERF_EVENT: Final = 41
+_ARRAY: Final = 2  # enum bpf_map_type
+BPF_FS_MAGIC: Final = 0xCAFE4A11
+"""Source: linux/magic.h."""
+_STATFS_BYTES: Final = 512
 _PERF_TYPE_TRACEPOINT: Final = 2
 _PERF_FLAG_CLOEXEC: Final = 8
 _PERF_ATTR_BYTES: Final = 128
@@ -43,9 +48,12 @@ _libc: Final = ctypes.CDLL(None, use_errno=True)
 
 
 class _Command(IntEnum):
+    MAP_CREATE = 0
     MAP_LOOKUP = 1
     MAP_UPDATE = 2
     MAP_DELETE = 3
+    OBJECT_PIN = 6
+    OBJECT_GET = 7
     OBJECT_INFO = 15
     RAW_TRACEPOINT_OPEN = 17
     MAP_LOOKUP_BATCH = 24
@@ -257,9 +265,42 @@ def _perf_event(attributes: bytes, program: int) -> int:
     # Every process, as seen by CPU 0: a program runs on whichever CPU the event happens.
     event = _call(1, room, -1, 0, -1, _PERF_FLAG_CLOEXEC)
     try:
-        fcntl.ioctl(event, _SET_BPF, program)
+        try:
+            link = bpf(_Command.LINK_CREATE, struct.pack("=IIII", program, event, _PERF_EVENT, 0) + bytes(32))
+        except OSError:  # before Linux 5.15; such an attachment cannot be pinned
+            fcntl.ioctl(event, _SET_BPF, program)
+            link = event
         fcntl.ioctl(event, _ENABLE, 0)
     except OSError:
         os.close(event)
         raise
-    return event
+    if link != event:
+        os.close(event)
+    return link
+
+
+def pin(descriptor: int, path: str) -> None:
+    """Give a map, program or link a name in bpffs, which keeps it; raises OSError."""
+    name = ctypes.create_string_buffer(os.fsencode(path))
+    bpf(_Command.OBJECT_PIN, struct.pack("=QII", ctypes.addressof(name), descriptor, 0))
+
+
+def pinned(path: str) -> int:
+    """Return a descriptor of what has a name in bpffs; raises OSError."""
+    name = ctypes.create_string_buffer(os.fsencode(path))
+    return bpf(_Command.OBJECT_GET, struct.pack("=QII", ctypes.addressof(name), 0, 0))
+
+
+def array(value_bytes: int) -> int:
+    """Return a new map of one row; raises OSError."""
+    return bpf(_Command.MAP_CREATE, struct.pack("=IIIII", _ARRAY, 4, value_bytes, 1, 0) + bytes(52))
+
+
+def is_bpf_file_system(path: str) -> bool:
+    """Return whether a directory is in bpffs; raises OSError."""
+    room = ctypes.create_string_buffer(_STATFS_BYTES)
+    if _libc.statfs(os.fsencode(path), room) < 0:
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code))
+    (kind,) = struct.unpack_from("=q", room.raw)
+    return bool(kind == BPF_FS_MAGIC)

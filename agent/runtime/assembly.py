@@ -36,6 +36,17 @@ _OWN_DEV: Final = Path("/dev")
 """What a container has, and lacks what came to the node after it was made."""
 
 
+def _pins(directory: str, *, is_simulated: bool) -> str:
+    """Return where the probe is kept; what was kept earlier and is not wanted any more is removed."""
+    from agent.probe.pins import DIRECTORY, Pins
+
+    if is_simulated:
+        return "" if directory == DIRECTORY else directory
+    if not directory:
+        Pins(DIRECTORY).remove_all()
+    return directory
+
+
 class Source(Protocol):
     """What is run."""
 
@@ -221,6 +232,7 @@ class Assembly:
         settings = self.settings
         doubles = filesystem_of_doubles(settings.probe_doubles)
         tier = settings.probe_tier
+        is_simulated = doubles is not None or settings.proc_root != "/proc"
         self.ebpf = EbpfSource(
             inbox=self.inbox,
             latest=self.latest,
@@ -229,6 +241,7 @@ class Assembly:
                 roots=Roots(node_proc=settings.proc_root),
                 doubles=Doubles(filesystem=doubles) if doubles else None,
                 answer_within_ns=settings.call_deadline_ns,
+                pins=_pins(settings.probe_pins, is_simulated=is_simulated),
             ),
             tier="auto" if tier == "off" else tier,
             # A simulated node has device files of its own, but its processes are the machine's.

@@ -49,8 +49,8 @@ from agent.probe.procfs import Scan
 from agent.probe.request import Request
 from agent.sources.ebpf_reading import MAX_ENDED, Over, Reading, forget, judged_calls, map_of, read, view_of
 from agent.sources.ebpf_turns import Turns
-from agent.sources.ebpf_unsaid import Unsaid
 from agent.sources.ebpf_unseen import Unseen, has_ended
+from agent.sources.ebpf_unsent import Unsent
 from agent.sources.process_ends import ProcessEnds
 from agent.sources.processes import NoLook, look_at
 from agent.threads import DaemonThread
@@ -159,7 +159,7 @@ class EbpfSource:
         """For how long the round that is under way has only waited."""
         self._lost = 0
         self._unkept = self._refused = 0
-        self._unsaid = Unsaid(self._settings.rescan_ns, 0)
+        self._unsent = Unsent(self._settings.rescan_ns, 0)
         self._tells_releases = False
         self._loss_logged_ns: int | None = None
         self._was_followed = False
@@ -246,7 +246,7 @@ class EbpfSource:
     async def _load_anew(self, old: Probe) -> None:
         """Load a probe of the tier that suits the driver that is there now, in the place of another."""
         try:
-            probe = await load(replace(self._request, tier="auto"))
+            probe = await load(replace(self._request, tier="auto"), instead_of=old)
         except ProbeLoadError as error:
             _log.warning(
                 f"The probe stays at tier {old.tier} although the driver wants another: {error}",
@@ -289,7 +289,7 @@ class EbpfSource:
         self._held, self._ended_since = set(), set()
         if probe is not None:
             statistics = probe.read_statistics()
-            self._lost, self._unsaid = statistics.lost, Unsaid(self._settings.rescan_ns, statistics.unsaid)
+            self._lost, self._unsent = statistics.lost, Unsent(self._settings.rescan_ns, statistics.unsent)
             self._unkept = self._refused = 0
             self._tracker.lost(0)
             probe.ring.subscribe(asyncio.get_running_loop(), self._take)
@@ -379,20 +379,20 @@ class EbpfSource:
             self._tracker.lost(reading.lost - self._lost)
             self._lost = reading.lost
             self._log_loss()
-        await self._follow_unsaid(probe, reading.unsaid)
+        await self._follow_unsent(probe, reading.unsent)
         if self._tracker.needs_rebuild:
             await self._rebuild(probe)
         await self._follow_room(probe, reading)
 
-    async def _follow_unsaid(self, probe: Probe, unsaid: int) -> None:
+    async def _follow_unsent(self, probe: Probe, unsent: int) -> None:
         """Name who does more than is told, and read what came of it where there is nothing more of that."""
-        if self._unsaid.has_more(unsaid):
+        if self._unsent.has_more(unsent):
             rows = await self._thread.do(probe.read_processes)
-            self._tracker.unsaid(self._unsaid.of_processes(rows, self._clock()))
+            self._tracker.unsent(self._unsent.of_processes(rows, self._clock()))
             self._is_stale = True
-        elif self._unsaid.is_read and self._tracker.unsaid({}):
+        elif self._unsent.is_read and self._tracker.unsent({}):
             self._is_stale = True
-        if self._unsaid.is_due(self._clock()):
+        if self._unsent.is_due(self._clock()):
             await self._rebuild(probe)
 
     async def _follow_room(self, probe: Probe, reading: Reading) -> None:
@@ -410,13 +410,15 @@ class EbpfSource:
     async def _rebuild(self, probe: Probe) -> None:
         at_ns, older = self._clock(), self._tracker.older
 
-        def read_rows() -> tuple[Rows, Mapping[int, int]]:
+        def read_rows() -> tuple[Rows, Mapping[int, int], Mapping[ProcessKey, int]]:
             # What is opened from here on is told; the rows of what is opened meanwhile are newer than that.
             openings = probe.read_openings()
-            return judged(probe.read_objects(), openings, older), openings
+            minors = {ProcessKey(row.tgid, row.start_ticks): row.minors for row in probe.read_processes()}
+            return judged(probe.read_objects(), openings, older), openings, minors
 
-        rows, openings = await self._thread.do(read_rows)
+        rows, openings, minors = await self._thread.do(read_rows)
         await self._in_turn(self._tracker.rebuilding(rows, at_ns, openings))
+        self._tracker.opened_are(minors)
         self._wants_scan = True
 
     async def _in_turn(self, steps: Iterator[None]) -> None:

@@ -34,7 +34,7 @@ class Reading(NamedTuple):
     """Objects that found no room in the kernel's map so far, whoever made them."""
     refused: int
     """Objects that the kernel did not keep so far: who made them has too many, or another has them."""
-    unsaid: int
+    unsent: int
     """Events so far of processes that had their share of the ring."""
     tells_releases: bool
     """The end of each open file is told as an event."""
@@ -56,7 +56,7 @@ def read(probe: Probe) -> Reading:
         lost=statistics.lost,
         unkept=statistics.objects_full,
         refused=statistics.refused,
-        unsaid=statistics.unsaid,
+        unsent=statistics.unsent,
         tells_releases=TELLS_RELEASES in probe.attached,
         readiness=probe.read_readiness(),
         is_outdated=probe.is_outdated(),
@@ -127,6 +127,8 @@ def view_of(probe: Probe) -> ProbeView:
         attach_ms=probe.attach_ms,
         entry_points=tuple(sorted(set(probe.entry_points.values()))),
         why_not_driver=probe.why_not_driver,
+        pinned=probe.pinned,
+        not_pinned=probe.not_pinned,
     )
 
 

@@ -36,7 +36,7 @@ def test_a_ring_that_overflows_loses_events_and_counts_each(
         of_caller = [one for one in probe.read_objects() if one.tgid == caller.pid]
 
         assert statistics.events <= TINY_RING // RECORD
-        assert statistics.events + statistics.lost + statistics.unsaid >= PRIME + 1
+        assert statistics.events + statistics.lost + statistics.unsent >= PRIME + 1
         assert statistics.reserve_failures[0] > 0
         # What is in the maps is whole.
         assert len({one.handle for one in of_caller}) == PRIME

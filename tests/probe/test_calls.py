@@ -55,12 +55,12 @@ def test_every_event_is_on_the_ring_or_counted_as_lost(probe: Probe, gpu: Path) 
     pid = ran("for _ in range(int(sys.argv[2])): os.close(os.open(sys.argv[1], os.O_RDWR))", gpu, PRIME)
 
     after = probe.read_statistics()
-    told = sum((after.events, after.lost, after.unsaid)) - sum((before.events, before.lost, before.unsaid))
+    told = sum((after.events, after.lost, after.unsent)) - sum((before.events, before.lost, before.unsent))
     # Another process may use the device meanwhile, so at least.
     assert told >= 2 * PRIME + 1
     # It takes longer than the window of time in which it has its share of the ring once.
-    assert after.unsaid > before.unsaid
-    assert counters(probe, pid).unsaid == after.unsaid - before.unsaid
+    assert after.unsent > before.unsent
+    assert counters(probe, pid).unsent == after.unsent - before.unsent
     assert 0 < len(events(probe, pid)) <= after.events - before.events
 
 
@@ -344,7 +344,7 @@ def test_what_a_scan_looks_into_is_told_once_until_it_began(probe: Probe, gpu: P
             caller.resume()
             told = [event.kind for event in events(probe, caller.pid)]
             assert sorted(told) == [RmEventKind.CLOSE, RmEventKind.RESCAN]
-            assert counters(probe, caller.pid).unsaid == 0
+            assert counters(probe, caller.pid).unsent == 0
             probe.scan()
 
 

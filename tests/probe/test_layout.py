@@ -17,7 +17,7 @@ from tests.probe.conftest import REPOSITORY
 HEADER = (REPOSITORY / "bpf/gpu_probe.h").read_text()
 PROCESS_MEMBERS = (
     "cgroup_id start_ns first_ns last_ns exited_ns calls opens closes allocs frees "
-    "contexts_allocated contexts_freed errors refused unsaid window told scan marks objects"
+    "contexts_allocated contexts_freed errors refused minors unsent window told scan marks objects"
 )
 FORMATS = {
     "gpu_event": (
@@ -25,7 +25,7 @@ FORMATS = {
         "at_ns cgroup_id file tgid pid device fd kind rm_class client parent handle detail",
     ),
     "gpu_object_key": (layout.OBJECT_KEY, "client handle"),
-    "gpu_object": (layout.OBJECT, "at_ns cgroup_id file start_ns tgid rm_class parent gpu"),
+    "gpu_object": (layout.OBJECT, "at_ns cgroup_id file start_ns uvm tgid rm_class parent gpu"),
     "gpu_process": (layout.PROCESS, PROCESS_MEMBERS),
     "gpu_forgotten": (layout.FORGOTTEN, "start_ns objects"),
     "gpu_cgroup": (layout.CGROUP, "objects"),

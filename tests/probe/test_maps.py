@@ -100,7 +100,7 @@ def test_a_pid_that_is_used_again_has_all_of_its_share(own: Probe, gpu: Path) ->
     with Caller(OPENED + "wait()\nalloc(fd, 7, CONTEXT)\nwait()\n", gpu) as caller:
         # An earlier process of this number, and what was taken out for it.
         key = PROCESS_KEY.pack(caller.pid)
-        earlier = PROCESS.pack(1, 7, 8, 8, 9, *[0] * 14, MAX_OBJECTS_EACH)
+        earlier = PROCESS.pack(1, 7, 8, 8, 9, *[0] * 15, MAX_OBJECTS_EACH)
         syscalls.map_update(own._maps["processes"], key, earlier)
 
         caller.resume()

@@ -19,7 +19,7 @@ LOGGED_NS: Final = 30 * SECOND_NS
 _log = logging.getLogger(__name__)
 
 
-class Unsaid:
+class Unsent:
     """Counts of events that the kernel did not send, since their process had its share of the ring."""
 
     def __init__(self, period_ns: int, total: int) -> None:
@@ -39,7 +39,7 @@ class Unsaid:
     def of_processes(self, rows: Iterable[ProcessCounters], now_ns: int) -> Mapping[ProcessKey, int]:
         """Return how many there are of each process that has more than when this was last asked."""
         before = self._counts
-        self._counts = {ProcessKey(row.tgid, row.start_ticks): row.unsaid for row in rows if row.unsaid}
+        self._counts = {ProcessKey(row.tgid, row.start_ticks): row.unsent for row in rows if row.unsent}
         more = {key: count for key, count in self._counts.items() if count > before.get(key, 0)}
         if self._due_ns is None:
             self._due_ns = self._read_ns + self._period_ns
