@@ -58,6 +58,7 @@ from agent.model.parts import (
     GPU_PROBER,
     HTTP,
     LIST_AND_WATCH,
+    NVML_NODE,
     STATE_FILE,
 )
 from agent.model.snapshot import Snapshot
@@ -231,6 +232,7 @@ class Agent:
     def _start_what_needs_no_lock(self, nvml: "NvmlSource") -> None:
         """Start what also an agent that stands by has."""
         start, keep_part = self._tasks.start, self._tasks.keep_part
+        self._proofs.expect(Part(NVML_NODE), nvml.start_terms)
         keep_part(NVML, "source", nvml.run, lambda: checks.driver(self._latest.value))
         judge = judge_start(
             nvml,

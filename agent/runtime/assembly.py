@@ -104,6 +104,7 @@ class Assembly:
             ),
             released=released,
             calls_devices=self._probe_runs,
+            proofs=self._proofs,
         )
         return self.nvml
 

@@ -20,11 +20,14 @@ from functools import partial
 from pathlib import Path
 
 from agent.bus import Inbox
+from agent.core.freshness import Terms
 from agent.errors import NvmlCode, NvmlError, NvmlOverdueError, SourceError
 from agent.log import fields
 from agent.model import facts
 from agent.model.health import Reason
-from agent.model.ids import GpuUuid
+from agent.model.ids import GpuUuid, Part
+from agent.model.parts import NVML_EVENTS, NVML_NODE
+from agent.proofs import Proofs
 from agent.sources.nvml_files import open_files_below
 from agent.sources.nvml_hotplug import BindEvents
 from agent.sources.nvml_library import (
@@ -37,8 +40,9 @@ from agent.sources.nvml_library import (
 )
 from agent.sources.nvml_session import Session, Surroundings
 from agent.sources.nvml_settings import MAX_THREADS, NvmlSettings
-from agent.sources.nvml_slot import DriverGoneError, ended, wait_set
+from agent.sources.nvml_slot import DriverGoneError, ended
 from agent.sources.nvml_threads import Call, Lane, ThreadGroup
+from agent.sources.waiting import wait_set
 
 __all__ = ["MAX_THREADS", "LibraryLocation", "NvmlSettings", "NvmlSource"]
 
@@ -60,16 +64,19 @@ class NvmlSource:
         settings: NvmlSettings | None = None,
         released: bool = False,
         calls_devices: Callable[[], bool] = lambda: False,
+        proofs: Proofs | None = None,
     ) -> None:
         """``dev_root``, ``sys_root`` and ``proc_root`` are what stands for /dev, /sys and /proc.
 
         ``calls_devices``: whether each look also calls the driver on the GPU's own device file.
-        ``released`` begins as after ``release``.
+        ``released`` begins as after ``release``. ``proofs`` are those of the event thread and of the node;
+        each GPU's prober proves itself by its facts.
         """
         self._settings = settings if settings is not None else NvmlSettings()
         self._inbox = inbox
         self._location = library
         self._clock = clock
+        self._proofs = proofs if proofs is not None else Proofs(clock=clock)
         self._threads = ThreadGroup(
             keep=(inbox.wake_fd,),
             deadline_ns=self._settings.deadline_ns,
@@ -89,6 +96,7 @@ class NvmlSource:
             on_node_overdue=self._node_overdue,
             on_node_answered=self._node_answered,
             bind_events=self._bind_events,
+            proofs=self._proofs,
             calls_devices=calls_devices,
         )
         self._device_paths = ("/dev/nvidia", f"{dev_root}/nvidia")
@@ -112,6 +120,7 @@ class NvmlSource:
 
     async def run(self) -> None:
         """Watch for ever. May be run again after it ended; two at once are not allowed."""
+        self._threads.abandon_hung()
         events_lane = await self._start_threads()
         if self._session is not None:
             # The last run ended in the middle of it.
@@ -146,6 +155,11 @@ class NvmlSource:
         """Take the driver back after ``release``, at once and as at the start. Does not wait."""
         self._unwanted.clear()
         self._wanted.set()
+
+    @property
+    def start_terms(self) -> Terms:
+        """When NVML has to give its first proof, and each while it is not up."""
+        return Terms(self._settings.poll_ns, self._settings.init_deadline_ns)
 
     async def wait_first_outcome(self) -> None:
         """Return once NVML was initialised for the first time.
@@ -221,13 +235,16 @@ class NvmlSource:
         """Let the driver go, tell it, and return when it is wanted again."""
         self._first_outcome.set()
         self.library_missing_since_ns = None
+        self._proofs.waive(Part(NVML_EVENTS))
         warned: set[str] = set()
         while not self._wanted.is_set():
             hindrance = await self._what_is_not_let_go()
             if hindrance is None:
                 self._inbox.put(facts.DriverReleased())
+                self._proofs.waive(Part(NVML_NODE))
                 await self._wanted.wait()
                 break
+            self._proofs.prove(Part(NVML_NODE))
             what, detail = hindrance
             if what not in warned:
                 warned.add(what)
@@ -247,6 +264,7 @@ class NvmlSource:
         return ("open files", paths) if paths else None
 
     async def _bring_up(self) -> Versions:
+        self._proofs.expect(Part(NVML_NODE), self.start_terms)
         while True:
             await asyncio.sleep(max(0, self._next_init_ns - self._clock()) / 1e9)
             self._next_init_ns = self._clock() + self._settings.init_retry_ns
@@ -259,6 +277,8 @@ class NvmlSource:
                 self.library_replaced = False
                 self._first_outcome.set()
                 return versions
+            finally:
+                self._proofs.prove(Part(NVML_NODE))
 
     def _initialise(self) -> Versions:
         if self._library is None:
@@ -304,6 +324,8 @@ class NvmlSource:
     async def _tell_failed(
         self, error: LibraryMissingError | NvmlError, *, was_announced: bool = False
     ) -> None:
+        # Without a driver nothing can be heard, which the conditions of every GPU say.
+        self._proofs.waive(Part(NVML_EVENTS))
         if isinstance(error, LibraryMissingError):
             self.library_missing_since_ns = self.library_missing_since_ns or self._clock()
         else:

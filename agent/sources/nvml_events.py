@@ -22,6 +22,10 @@ from agent.model.policy import MILLISECOND_NS
 from agent.sources.nvml_hotplug import BindEvents
 from agent.sources.nvml_library import HEALTH_EVENTS, XID_EVENT, EventSet, Handle, Nvml, NvmlEvent
 from agent.sources.nvml_threads import Completions, Lane
+from agent.sources.waiting import wait_set
+
+MAX_DRAINED: Final = 1_024
+"""Events taken out of a set that is given up."""
 
 _log = logging.getLogger(__name__)
 
@@ -96,10 +100,12 @@ class Listener:
         on_xid: Callable[[GpuUuid], None],
         bind_events: BindEvents,
         on_rebound: Callable[[], None],
+        prove: Callable[[], None],
     ) -> None:
         """``on_renewed``: there is a set to register with; ``on_failed``: look at every GPU at once.
 
-        ``on_rebound``: NVML told that a GPU came or went, which is looked for between two waits.
+        ``on_rebound``: NVML told that a GPU came or went, which is looked for between two waits. ``prove`` is
+        called, by whatever thread, with each wait that returned.
         """
         self._lane = lane
         self._nvml = nvml
@@ -113,6 +119,7 @@ class Listener:
         self._on_xid = on_xid
         self._bind_events = bind_events
         self._on_rebound = on_rebound
+        self._prove = prove
         self._registered = asyncio.Event()
         self._stopping = False
         self._last_problem: str | None = None
@@ -126,16 +133,26 @@ class Listener:
         while True:
             began_ns = self._clock()
             try:
-                self.events = SharedEventSet(await self._lane.call(self._create))
-                self._registered.clear()
-                self._on_renewed()
-                await self._registered.wait()
+                if self.events is None:
+                    self.events = SharedEventSet(await self._lane.call(self._create))
+                    self._registered.clear()
+                    self._on_renewed()
+                await self._wait_registered()
                 await self._lane.call(partial(self._listen, self.events))
             except NvmlError as error:
                 self._report(error)
-            await self.free()
-            self._on_failed()
+                await self.free(is_broken=True)
+                self._on_failed()
+            except Exception as error:  # noqa: BLE001 - whatever it is, it costs no XID
+                # The set is whole, and has every XID that comes meanwhile.
+                _log.exception("The wait for GPU events failed (%r) and is begun again", error)
             await asyncio.sleep(max(0, began_ns + self._retry_ns - self._clock()) / 1e9)
+
+    async def _wait_registered(self) -> None:
+        """Wait until some GPU sends its events to the set; where none can, there is nothing to hear."""
+        while not self._registered.is_set():
+            self._prove()
+            await wait_set(self._registered, self._slice_ms * MILLISECOND_NS)
 
     def _create(self) -> EventSet:
         self._bind_events.open(self._nvml)
@@ -147,11 +164,22 @@ class Listener:
             self._last_problem = problem
             _log.warning("Could not hear GPU events", extra=fields(detail=str(error)))
 
-    async def free(self) -> None:
-        """Give the set up; waits until the thread does not wait on it."""
+    async def free(self, *, is_broken: bool = False) -> None:
+        """Give the set up; waits until the thread does not wait on it.
+
+        What waits in it is put first, unless the set ``is_broken``.
+        """
         events, self.events = self.events, None
         if events is not None:
+            if not is_broken:
+                await self._lane.call(partial(self._drain, events))
             await self._lane.call(partial(events.retire, self._nvml))
+
+    def _drain(self, shared: SharedEventSet) -> None:
+        """Put the XIDs that wait in a set; the thread that waited on it may have hung."""
+        with suppress(NvmlError, RetiredError), shared.in_use(self._nvml) as events:
+            for _ in range(MAX_DRAINED):
+                self._put(self._nvml.wait_event(events, 0))
 
     def stop(self) -> None:
         """Let the thread end its wait within one slice."""
@@ -170,15 +198,15 @@ class Listener:
                     rebinds_due_ns = self._clock() + slice_ns
                     self._put_rebinds()
                 try:
-                    event = self._nvml.wait_event(events, self._slice_ms)
+                    self._put(self._nvml.wait_event(events, self._slice_ms))
                 except NvmlError as error:
-                    if error.code == NvmlCode.TIMEOUT:
-                        continue
-                    raise
-                if event.type & XID_EVENT:
-                    self._put_xid(event)
+                    if error.code != NvmlCode.TIMEOUT:
+                        raise
+                self._prove()
 
-    def _put_xid(self, event: NvmlEvent) -> None:
+    def _put(self, event: NvmlEvent) -> None:
+        if not event.type & XID_EVENT:
+            return
         gpu = self._gpu_of(event)
         self._inbox.put(XidReported(gpu=gpu, xid=event.data, gi=event.gi, ci=event.ci))
         if gpu is not None:

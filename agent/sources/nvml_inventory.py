@@ -76,10 +76,16 @@ class Look:
     memory: GpuMemory | None = None
 
 
+_UUID: Final = re.compile(r"GPU-[0-9A-Za-z-]{1,75}")
+"""Source: nvml.h, NVML_DEVICE_UUID_V2_BUFFER_SIZE (96 bytes with the end)."""
+
+
 def look_at_index(nvml: Nvml, index: int, sys_root: Path) -> Look:
-    """Identify the GPU that NVML has at an index. Raises NvmlError if it cannot be identified."""
+    """Identify the GPU that NVML has at an index; raises NvmlError or GpuGoneError if that cannot be."""
     handle = nvml.handle_by_index(index)
     uuid = nvml.uuid(handle)
+    if not _UUID.fullmatch(uuid):
+        raise GpuGoneError(f"The GPU at index {index} has no UUID but {uuid[:100]!r}")
     bus_id = nvml.pci_bus_id(handle)
     pci = pci_sysfs_name(bus_id)
     numa_node, numa_problem = read_numa_node(sys_root, pci)

@@ -15,11 +15,14 @@ from pathlib import Path
 from typing import Final
 
 from agent.bus import Inbox
+from agent.core.freshness import Terms
 from agent.errors import NvmlError, SourceError
 from agent.log import fields
 from agent.model import facts
-from agent.model.ids import GpuUuid
+from agent.model.ids import GpuUuid, Part
+from agent.model.parts import NVML_EVENTS, NVML_NODE
 from agent.model.policy import SECOND_NS
+from agent.proofs import Proofs
 from agent.sources.mig_minors import with_minors
 from agent.sources.nvml_device_call import call_device
 from agent.sources.nvml_events import Listener, RetiredError, register
@@ -31,13 +34,14 @@ from agent.sources.nvml_inventory import (
     look_again,
     look_at_index,
 )
-from agent.sources.nvml_library import Nvml, Versions
+from agent.sources.nvml_library import EVENT_WAIT, Nvml, Versions
 from agent.sources.nvml_sampling import Sampler
 from agent.sources.nvml_settings import NvmlSettings
-from agent.sources.nvml_slot import DriverGoneError, Slot, driver_failure, ended, wait_served, wait_set
+from agent.sources.nvml_slot import DriverGoneError, Slot, driver_failure, ended, wait_served
 from agent.sources.nvml_surveys import Surveys
 from agent.sources.nvml_telling import Telling
 from agent.sources.nvml_threads import Call, Lane, ThreadGroup
+from agent.sources.waiting import wait_set
 
 MIN_GAP_NS: Final = SECOND_NS
 """Between two looks at a GPU that XIDs ask for."""
@@ -64,6 +68,7 @@ class Surroundings:
     on_node_overdue: Callable[[Lane, Call], None]
     on_node_answered: Callable[[Lane, Call], None]
     bind_events: BindEvents
+    proofs: Proofs
     calls_devices: Callable[[], bool]
     """Whether each look also calls the driver on the GPU's own device file."""
 
@@ -100,6 +105,7 @@ class Session:
             on_xid=self._xid_came,
             bind_events=around.bind_events,
             on_rebound=self.request,
+            prove=partial(around.proofs.prove, Part(NVML_EVENTS)),
         )
 
     @property
@@ -110,6 +116,9 @@ class Session:
     async def run(self) -> None:
         """Watch until the driver is gone; raises DriverGoneError then."""
         gone: DriverGoneError | None = None
+        expect, settings = self._around.proofs.expect, self._settings
+        expect(Part(NVML_EVENTS), Terms(settings.poll_ns, settings.deadline_ns(EVENT_WAIT)))
+        expect(Part(NVML_NODE), Terms(settings.poll_ns, settings.node_deadline_ns))
         try:
             async with asyncio.TaskGroup() as group:
                 group.create_task(self._watch_node(group), name="nvml node")
@@ -153,6 +162,7 @@ class Session:
             count = await self._count()
             if count is not None:
                 await self._settle(count, group)
+            self._around.proofs.prove(Part(NVML_NODE))
             await wait_set(self._node_due, self._settings.poll_ns)
             self._node_due.clear()
             gap_ns = min(MIN_GAP_NS, self._settings.poll_ns)
@@ -265,6 +275,8 @@ class Session:
                 "stale" if error is None else repr(error),
                 exc_info=error,
             )
+            slot.lane.abandon()
+            slot.request()
             await asyncio.sleep(RESTART_PAUSE_S)
 
     async def _watch_slot(self, slot: Slot) -> None:

@@ -40,6 +40,11 @@ class NvmlSettings:
     max_gpus: int = MAX_GPUS
 
     @property
+    def node_deadline_ns(self) -> int:
+        """How long one count of the GPUs may take, with a look at each and at those that are new."""
+        return 3 * self.call_deadline_ns + self.first_look_wait_ns
+
+    @property
     def max_threads(self) -> int:
         """The bound of this many GPUs, as MAX_THREADS."""
         return 2 * self.max_gpus + 2

@@ -128,15 +128,6 @@ def driver_failure(slots: Sequence[Slot]) -> NvmlError | None:
     return failures[0] if all(failure.code in DRIVER_CODES for failure in failures) else None
 
 
-async def wait_set(event: asyncio.Event, timeout_ns: int) -> None:
-    """Return when the event is set, or after the timeout."""
-    try:
-        async with asyncio.timeout(timeout_ns / 1e9):
-            await event.wait()
-    except TimeoutError:
-        return
-
-
 async def wait_served(numbers: Mapping[Slot, int], timeout_ns: int) -> None:
     """Return when each GPU that answers has finished the look of its number, or after the timeout."""
     try:

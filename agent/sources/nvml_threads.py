@@ -6,18 +6,22 @@ it: after a SIGKILL everything the agent serves on is free, even if the driver n
 
 Invariants: a lane has one job in flight, and no other is queued behind it. Each call of a job is noted
 before it is made. The loop looks at a lane's call when its deadline is due, not before. Threads never
-log and never touch the loop: an outcome waits in Completions, at most one for each key.
+log and never touch the loop: an outcome waits in Completions, at most one for each key. A thread that ended
+is replaced at the lane's next job; one that hangs in no call of the driver is abandoned on request, and can
+make no call any more.
 """
 
 import asyncio
+import logging
 import os
 import queue
 import signal
 import threading
-from collections.abc import Callable, Hashable
+from collections.abc import Awaitable, Callable, Hashable
 from dataclasses import dataclass
 from typing import Final, Generic, TypeVar
 
+from agent import guard
 from agent.errors import SourceError
 from agent.sources.nvml_files import take_own_files
 
@@ -27,6 +31,11 @@ _OF_THE_THREAD: Final = frozenset(
 """Signals that a fault of the thread itself raises; blocking them would hide it."""
 
 T = TypeVar("T")
+
+NO_THREAD: Final = 0
+"""No thread has this identity."""
+
+_log = logging.getLogger(__name__)
 
 
 class Completions:
@@ -51,7 +60,7 @@ class Completions:
         """Run callbacks on this loop from now on."""
         if self._loop is not loop:
             self._loop = loop
-            loop.add_reader(self.wake_fd, self._run_waiting, loop)
+            guard.add_reader("nvml-completions", self.wake_fd, self._run_waiting, loop)
 
     def close(self) -> None:
         """Release the descriptor, once no thread is left.
@@ -70,7 +79,7 @@ class Completions:
         with self._lock:
             waiting, self._waiting = self._waiting, {}
         for callback in waiting.values():
-            loop.call_soon(callback)
+            loop.call_soon(guard.guarded("nvml-completion", callback))
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,12 +96,16 @@ class CallLog:
     def __init__(self, clock: Callable[[], int], came_back: Callable[[], None]) -> None:
         self._clock = clock
         self._came_back = came_back
+        self.thread: int | None = None
+        """The thread that may make calls; another one that comes back was abandoned."""
         self.current: Call | None = None
         self.awaited: Call | None = None
         """An overdue call whose return the loop wants to be told."""
 
     def began(self, call: str) -> None:
-        """Note a call."""
+        """Note a call; raises AbandonedError on a thread that was abandoned."""
+        if self.thread not in (None, threading.get_ident()):
+            raise AbandonedError
         self.current = Call(call, self._clock())
 
     def ended(self) -> None:
@@ -101,6 +114,14 @@ class CallLog:
         # Written in the opposite order by the loop, so that one of the two sees the other's write.
         if call is not None and self.awaited is call:
             self._came_back()
+
+
+class AbandonedError(BaseException):
+    """The thread was given up, since it hung; it must not touch the driver beside its successor."""
+
+
+class ThreadEndedError(SourceError):
+    """The thread that did a job ended or was given up before the job was done."""
 
 
 class _Job(Generic[T]):
@@ -114,8 +135,13 @@ class _Job(Generic[T]):
         """Do the work; on the thread."""
         try:
             self._outcome = (self._work(),)
-        except Exception as error:  # noqa: BLE001 - it is raised again, on the loop
-            self._error = error
+        except BaseException as error:  # noqa: BLE001 - it is raised again, on the loop
+            self._error = guard.as_exception(error)
+
+    def fail(self, error: Exception) -> None:
+        """Let who waits know that the work will not be done; on the loop."""
+        self._error = error
+        self.deliver()
 
     def deliver(self) -> None:
         """Hand the outcome over; on the loop."""
@@ -141,7 +167,9 @@ class Lane:
         completions: Completions,
         deadline_ns: Callable[[str], int],
         clock: Callable[[], int],
+        start: Callable[["Lane"], Awaitable[None]],
     ) -> None:
+        """``start`` starts the lane's thread, from where it shares the right files."""
         self.name: Final = name
         self.log: Final = CallLog(clock, self._came_back)
         self.on_overdue: Callable[[Call], None] = _ignore
@@ -151,27 +179,62 @@ class Lane:
         self._completions = completions
         self._deadline_ns = deadline_ns
         self._clock = clock
-        self._jobs: queue.SimpleQueue[_Job[object] | None] = queue.SimpleQueue()
+        self._start = start
+        self._jobs = _Jobs()
+        self._job: _Job[object] | None = None
+        """The one in flight."""
         self._turn = asyncio.Lock()
         self._idle = asyncio.Event()
         self._idle.set()
         self._timer: asyncio.TimerHandle | None = None
         self._ended: asyncio.Future[None] | None = None
-        self._thread = threading.Thread(target=self._work, name=name, daemon=True)
+        self._thread: threading.Thread | None = None
+        self._step = _step
 
     def start(self) -> None:
-        """Start the thread; its descriptor table is the calling thread's."""
+        """Start a thread; its descriptor table is the calling thread's."""
+        jobs = self._jobs = _Jobs()
+        thread = threading.Thread(target=self._work, args=(jobs,), name=self.name, daemon=True)
         try:
-            self._thread.start()
+            thread.start()
         except RuntimeError as error:
             raise SourceError(
                 f"Could not start thread {self.name}: {error}; raise the limit on tasks"
             ) from error
+        self._thread = thread
+
+    @property
+    def alive(self) -> bool:
+        """Whether there is a thread that does jobs."""
+        return self._thread is not None and self._thread.is_alive()
+
+    def abandon(self) -> None:
+        """Give the thread up if it hangs in anything but a call of the driver; the next job has another.
+
+        One that is in a call is left to the call's deadline: the kernel may keep it for ever.
+        """
+        if not self.busy or self.log.current is not None:
+            return
+        _log.error("Thread %s hangs outside of the driver and is replaced", self.name)
+        self._give_up("it hung")
+
+    def _give_up(self, why: str) -> None:
+        """Fail the job in flight; whatever the old thread still does goes nowhere."""
+        job, self._job = self._job, None
+        self._jobs.put(None)
+        self._thread, self.log.thread, self.log.current = None, NO_THREAD, None
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        self._answered()
+        self._idle.set()
+        if job is not None:
+            job.fail(ThreadEndedError(f"Thread {self.name} was replaced: {why}"))
 
     @property
     def thread_id(self) -> int | None:
         """The kernel's id of the thread."""
-        return self._thread.native_id
+        return None if self._thread is None else self._thread.native_id
 
     @property
     def busy(self) -> bool:
@@ -191,12 +254,21 @@ class Lane:
         """
         async with self._turn:
             await self._idle.wait()
-            self._idle.clear()
-            self.late = False
-            future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
-            self._jobs.put(_Job(work, future))  # type: ignore[arg-type]  # the queue does not look into it
-            self._arm()
-            return await future
+            if not self.alive:
+                self._step = guard.owner().seam("thread", self.name, _step)
+                await self._start(self)
+            return await self.do(work)
+
+    async def do(self, work: Callable[[], T]) -> T:
+        """Do a job on the thread of an idle lane, which must be alive."""
+        self._idle.clear()
+        self.late = False
+        future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+        job = _Job(work, future)
+        self._job = job  # type: ignore[assignment]  # nothing looks into it
+        self._jobs.put(job)  # type: ignore[arg-type]
+        self._arm()
+        return await future
 
     def ignore_calls(self) -> None:
         """Tell nobody any more when a call is overdue or answered after all."""
@@ -208,23 +280,39 @@ class Lane:
 
     async def end(self) -> None:
         """End the thread of an idle lane."""
+        if not self.alive:
+            return
         self._ended = asyncio.get_running_loop().create_future()
         self._jobs.put(None)
         await self._ended
 
-    def _work(self) -> None:
+    def _work(self, jobs: "_Jobs") -> None:
+        self.log.thread = threading.get_ident()
         # A signal is told to the loop through a descriptor that this thread may not have.
         signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals() - _OF_THE_THREAD)
-        while (job := self._jobs.get()) is not None:
-            job.run()
-            self._completions.post(self, lambda job=job: self._finish(job))  # type: ignore[misc]  # bound now
-        self._completions.post(self, self._finish_thread)
+        why: BaseException | None = None
+        try:
+            while (job := self._step(jobs)) is not None:
+                self._completions.post(self, lambda job=job: self._finish(job))  # type: ignore[misc]  # bound now
+        except BaseException as error:  # noqa: BLE001 - the loop logs it, and replaces the thread
+            why = error
+        self._completions.post((self, "ended"), lambda: self._finish_thread(jobs, why))
 
-    def _finish_thread(self) -> None:
-        if self._ended is not None and not self._ended.done():
-            self._ended.set_result(None)
+    def _finish_thread(self, jobs: "_Jobs", why: BaseException | None) -> None:
+        if self._ended is not None:
+            if not self._ended.done():
+                self._ended.set_result(None)
+            return
+        if why is not None or jobs is self._jobs:
+            _log.error("Thread %s ended (%r); it is replaced", self.name, why, exc_info=why)
+        if jobs is self._jobs:
+            self._give_up("it ended")
 
     def _finish(self, job: _Job[object]) -> None:
+        if job is not self._job:
+            # Of a thread that was given up.
+            return
+        self._job = None
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -268,6 +356,17 @@ class Lane:
         return True
 
 
+_Jobs = queue.SimpleQueue[_Job[object] | None]
+
+
+def _step(jobs: _Jobs) -> _Job[object] | None:
+    """Do the next job and return it; None: there are no more. On the thread."""
+    job = jobs.get()
+    if job is not None:
+        job.run()
+    return job
+
+
 def _ignore(_call: Call) -> None:
     return
 
@@ -293,30 +392,41 @@ class ThreadGroup:
         self.lanes: Final[list[Lane]] = [self.first]
         self.shared_files: str | None = None
         """Why the threads share the agent's descriptor table; None if they do not."""
-        self._started = False
-        self._has_own_files = False
 
     def _make(self, name: str) -> Lane:
-        return Lane(name, completions=self.completions, deadline_ns=self._deadline_ns, clock=self._clock)
+        return Lane(
+            name,
+            completions=self.completions,
+            deadline_ns=self._deadline_ns,
+            clock=self._clock,
+            start=self._start_thread,
+        )
+
+    async def _start_thread(self, lane: Lane) -> None:
+        if lane is not self.first:
+            await self.first.call(lane.start)
+            return
+        lane.start()
+        self.shared_files = await lane.do(lambda: take_own_files(self._keep))
 
     async def start(self) -> None:
         """Start the first thread and let it take a table of its own."""
         self.completions.attach(asyncio.get_running_loop())
-        if not self._started:
-            self.first.start()
-            self._started = True
-        if not self._has_own_files:
-            self.shared_files = await self.first.call(lambda: take_own_files(self._keep))
-            self._has_own_files = True
+        await self.first.call(lambda: None)
 
     async def start_lane(self, name: str) -> Lane:
         """Start a lane; raises SourceError if there is no room for a thread."""
         if len(self.lanes) >= self._maximum:
             raise SourceError(f"Could not start thread {name}: there are {self._maximum} already")
         lane = self._make(name)
-        await self.first.call(lane.start)
+        await lane.call(lambda: None)
         self.lanes.append(lane)
         return lane
+
+    def abandon_hung(self) -> None:
+        """Give up every thread that hangs in anything but a call of the driver."""
+        for lane in self.lanes:
+            lane.abandon()
 
     @property
     def stuck(self) -> bool:
@@ -335,7 +445,6 @@ class ThreadGroup:
 
     async def end(self) -> None:
         """End every thread, the first one last. All must be idle."""
-        if self._started:
-            for lane in reversed(self.lanes):
-                await lane.end()
+        for lane in reversed(self.lanes):
+            await lane.end()
         self.completions.close()

@@ -10,14 +10,19 @@ import sys
 import textwrap
 import threading
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
+from typing import ParamSpec, TypeVar
 
 import pytest
 
+from agent import guard
 from agent.errors import SourceError
 from agent.sources.nvml_files import DECOY_DESCRIPTORS
-from agent.sources.nvml_threads import Call, Completions, Lane, ThreadGroup
+from agent.sources.nvml_threads import AbandonedError, Call, Completions, Lane, ThreadEndedError, ThreadGroup
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 MS = 1_000_000
 
@@ -290,3 +295,92 @@ async def test_a_stuck_thread_does_not_keep_the_process(tmp_path: Path) -> None:
     async with asyncio.timeout(20):
         out, _ = await ended.communicate()
     assert (out.decode().strip(), ended.returncode) == ("False", 0)
+
+
+# Threads that end
+
+
+async def test_what_is_no_exception_fails_the_job_and_leaves_the_thread(threads: ThreadGroup) -> None:
+    def leave() -> None:
+        raise SystemExit(3)
+
+    with pytest.raises(guard.EscapedError, match="SystemExit: 3"):
+        await threads.first.call(leave)
+    assert await threads.first.call(lambda: 7) == 7
+
+
+@pytest.mark.parametrize("ending", [SystemExit(), None], ids=["raises", "returns"])
+async def test_a_thread_that_ends_while_it_is_idle_is_replaced_with_the_same_files(
+    ending: BaseException | None,
+) -> None:
+    ends = threading.Event()
+
+    def seam(_kind: guard.Kind, name: str, function: Callable[P, T], /) -> Callable[P, T]:
+        def step(*args: P.args, **kwargs: P.kwargs) -> T:
+            done = function(*args, **kwargs)
+            if ends.is_set() and name != "nvml":
+                ends.clear()
+                if ending is not None:
+                    raise ending
+                return None  # type: ignore[return-value]  # as if there were no more jobs
+            return done
+
+        return step
+
+    guard.own(guard.Owner("nvml", lambda _: None, seam))
+    group = ThreadGroup(keep=(), deadline_ns=lambda _call: 50 * MS, clock=time.monotonic_ns, maximum=4)
+    await group.start()
+    lane = await group.start_lane("other")
+    first_thread = lane.thread_id
+    ends.set()
+    await asyncio.gather(lane.call(lambda: None), return_exceptions=True)
+    while lane.alive and lane.thread_id == first_thread:
+        await asyncio.sleep(0.001)
+
+    assert await lane.call(lambda: 7) == 7
+    assert lane.thread_id != first_thread
+    assert set(files_of(lane).values()) == {os.devnull, "anon_inode:[eventfd]"}
+    await group.end()
+
+
+async def test_a_thread_that_hangs_in_no_call_is_given_up_and_can_make_none_later(
+    threads: ThreadGroup,
+) -> None:
+    lane = await threads.start_lane("other")
+    goes_on, refused = threading.Event(), threading.Event()
+
+    def hang() -> None:
+        goes_on.wait()
+        try:
+            lane.log.began("nvmlDeviceGetUUID")
+        except AbandonedError:
+            refused.set()
+
+    hanging = asyncio.get_running_loop().create_task(lane.call(hang))
+    while not lane.busy:
+        await asyncio.sleep(0)
+    threads.abandon_hung()
+    with pytest.raises(ThreadEndedError, match="Thread other was replaced: it hung"):
+        await hanging
+    assert await lane.call(lambda: 7) == 7
+    goes_on.set()
+    while not refused.is_set():
+        await asyncio.sleep(0.001)
+
+
+async def test_a_thread_in_a_call_of_the_driver_is_not_given_up(threads: ThreadGroup) -> None:
+    lane = await threads.start_lane("other")
+    goes_on = threading.Event()
+
+    def call() -> int:
+        lane.log.began("nvmlDeviceGetUUID")
+        goes_on.wait()
+        lane.log.ended()
+        return 7
+
+    calling = asyncio.get_running_loop().create_task(lane.call(call))
+    while lane.log.current is None:
+        await asyncio.sleep(0.001)
+    threads.abandon_hung()
+    goes_on.set()
+    assert await calling == 7
