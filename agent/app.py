@@ -27,6 +27,7 @@ from agent.model.effects import (
     Effect,
     EndProcess,
     KeepEvidence,
+    ProbeGpus,
     RecordEvent,
     RegisterResource,
     ReleaseDriver,
@@ -58,6 +59,7 @@ from agent.model.parts import (
     GPU_PROBER,
     HTTP,
     LIST_AND_WATCH,
+    LOOP,
     NVML_NODE,
     STATE_FILE,
 )
@@ -95,8 +97,14 @@ FLUSH_S: Final = 1.0
 LOG_FLUSH_S: Final = 0.3
 PROBE_LOAD_NS: Final = 180_000_000_000
 """How long a compiler may take on a busy node."""
-START_WAIT_NS: Final = 15_000_000_000
-"""How long a source may take to be made: registration comes first, imports take seconds on a busy node."""
+PROBE_ROUND_NS: Final = 60_000_000_000
+"""How long a scan of a node with very many processes may take."""
+LOOP_TERMS: Final = Terms(MAX_IDLE_NS, MAX_IDLE_NS)
+"""The engine steps once in MAX_IDLE_NS at least."""
+WRITE_DEADLINE_NS: Final = 10_000_000_000
+"""How long the disk may take for a write."""
+LOOK_NS: Final = 30_000_000_000
+"""How often those look that go by events: at the kubelet's socket, the configuration, CDI files, MPS."""
 
 _log = logging.getLogger(__name__)
 
@@ -159,8 +167,15 @@ class Agent:
             boot_id=boot_id,
             clock=clock,
             after_registration=after_registration,
+            proofs=self._proofs,
         )
-        self._state = KeptState(settings.state_path, self._latest, boot_id=boot_id)
+        self._state = KeptState(
+            settings.state_path,
+            self._latest,
+            boot_id=boot_id,
+            period_ns=settings.poll_ns,
+            prove=partial(self._proofs.prove, Part(STATE_FILE)),
+        )
         if self._lock.is_held:
             self._state.read()
         self._notifier = Notifier(environment)
@@ -199,6 +214,7 @@ class Agent:
             reread=reread,
             judge=self._judge,
             apply=self._apply,
+            prove_watch=partial(self._proofs.prove, Part(CONFIG_WATCH)),
             vitals=self._vitals,
             notifier=self._notifier,
         )
@@ -231,7 +247,7 @@ class Agent:
 
     def _start_what_needs_no_lock(self, nvml: "NvmlSource") -> None:
         """Start what also an agent that stands by has."""
-        start, keep_part = self._tasks.start, self._tasks.keep_part
+        start_for_ever, keep_part = self._tasks.start_for_ever, self._tasks.keep_part
         self._proofs.expect(Part(NVML_NODE), nvml.start_terms)
         keep_part(NVML, "source", nvml.run, lambda: checks.driver(self._latest.value))
         judge = judge_start(
@@ -243,16 +259,19 @@ class Agent:
             notifier=self._notifier,
             ending=self._ending,
         )
-        start("start judge", judge)
+        self._tasks.start("start judge", judge)
         watch = watch_library(
             nvml, self._ending, is_in_container=self._assembly.is_in_container, clock=self._clock
         )
-        start("driver watch", watch)
-        start("reload", self._reload.run())
+        start_for_ever("driver watch", watch)
+        start_for_ever("reload", self._reload.run())
         if self._settings.config_file is not None:
-            self._tasks.keep(CONFIG_WATCH, partial(self._watch_config, self._settings.config_file))
-        start("loop lag", measure_lag(self._vitals, clock=self._clock))
-        start("garbage", self._collect_garbage())
+            watch_config = partial(self._watch_config, self._settings.config_file)
+            self._tasks.keep(CONFIG_WATCH, watch_config, Terms(LOOK_NS, WRITE_DEADLINE_NS))
+        self._proofs.expect(Part(LOOP), LOOP_TERMS)
+        lag = measure_lag(self._vitals, self._proofs, self._tasks.restart, clock=self._clock)
+        start_for_ever("loop lag", lag)
+        start_for_ever("garbage", self._collect_garbage())
         keep_part(HTTP, "sink", self._http.run)
 
     async def _live(self) -> None:
@@ -274,17 +293,21 @@ class Agent:
         device_plugin = self._vitals.device_plugin = self._assembly.make_device_plugin()
         self._vitals.components.append(Component(DEVICE_PLUGIN, "sink", no_trouble))
         self._tasks.keep_critical(DEVICE_PLUGIN, device_plugin.run)
+        self._proofs.expect(Part(ENGINE), LOOP_TERMS)
         self._tasks.keep_critical(ENGINE, engine.run)
         keep_part, records = self._tasks.keep_part, self._records
-        keep_part(CDI, "sink", cdi.run, lambda: cdi.trouble)
+        write_terms = Terms(self._settings.poll_ns, WRITE_DEADLINE_NS)
+        keep_part(CDI, "sink", cdi.run, lambda: cdi.trouble, Terms(LOOK_NS, WRITE_DEADLINE_NS))
         self._watch_kubelet()
         self._mps.follow(self._policy.now)
-        keep_part(STATE_FILE, "sink", self._state.run, lambda: self._state.trouble)
+        keep_part(STATE_FILE, "sink", self._state.run, lambda: self._state.trouble, write_terms)
         if self._settings.event_log_bytes:
-            keep_part(EVENT_LOG, "sink", records.run_event_log, lambda: _trouble(records.event_log))
-        keep_part(EVIDENCE, "sink", records.run_evidence, lambda: _trouble(records.evidence))
+            keep_part(
+                EVENT_LOG, "sink", records.run_event_log, lambda: _trouble(records.event_log), write_terms
+            )
+        keep_part(EVIDENCE, "sink", records.run_evidence, lambda: _trouble(records.evidence), write_terms)
         self._start_other_sources()
-        self._tasks.start("status line", self._notifier.run(self._latest))
+        self._tasks.start_for_ever("status line", self._notifier.run(self._latest))
         self._vitals.is_standby = False
         self._serving.set()
 
@@ -292,17 +315,21 @@ class Agent:
         """Start what the kubelet does not wait for; each is imported and made after the registration."""
         settings, assembly, keep_source = self._settings, self._assembly, self._tasks.keep_source
         if settings.kernel_log:
-            keep_source(KERNEL_LOG, assembly.make_kernel_log)
-        keep_source(SYSFS, assembly.make_sysfs, self._terms(settings.poll_ns))
+            keep_source(
+                KERNEL_LOG, assembly.make_kernel_log, Terms(settings.poll_ns, settings.call_deadline_ns)
+            )
+        keep_source(SYSFS, assembly.make_sysfs, Terms(settings.poll_ns, settings.call_deadline_ns))
         if settings.uevents:
             keep_source(UEVENTS, assembly.make_uevents)
         if settings.pod_resources_socket:
-            keep_source(PODS, assembly.make_pods, self._terms(settings.pods_poll_ns))
+            keep_source(PODS, assembly.make_pods, Terms(settings.pods_poll_ns, 2 * settings.call_deadline_ns))
             if settings.registers:
                 trouble = partial(self._seen, checks.kubelet_counted)
                 keep_source(KUBELET_COUNT, assembly.make_kubelet_count, trouble=trouble)
         if settings.probe_tier != "off":
-            keep_source(PROBE, assembly.make_ebpf, Terms(settings.poll_ns, PROBE_LOAD_NS))
+            keep_source(
+                PROBE, assembly.make_ebpf, Terms(settings.poll_ns, PROBE_ROUND_NS), start_ns=PROBE_LOAD_NS
+            )
 
     def _engine(self) -> Engine:
         now_ns = self._clock()
@@ -321,15 +348,12 @@ class Agent:
             max_idle_ns=min(MAX_IDLE_NS, watchdog_ns // 4) if watchdog_ns else MAX_IDLE_NS,
         )
 
-    def _terms(self, period_ns: int) -> Terms:
-        """Return the terms of a source that works every period and is made after the registration."""
-        return Terms(period_ns, START_WAIT_NS)
-
     def _watch_kubelet(self) -> None:
         if not self._settings.registers:
             self._inbox.put(KubeletSocketSeen(NO_KUBELET))
             return
-        self._tasks.keep_part(KUBELET, "source", self._assembly.make_kubelet().run)
+        run = self._assembly.make_kubelet().run
+        self._tasks.keep_part(KUBELET, "source", run, terms=Terms(LOOK_NS, self._settings.call_deadline_ns))
 
     # Its life
 
@@ -401,13 +425,16 @@ class Agent:
 
     # Who owns what
 
-    def _perform(self, effect: Effect) -> None:  # noqa: C901 - a table
+    def _perform(self, effect: Effect) -> None:  # noqa: C901, PLR0912 - a table
         """Hand an effect to its owner."""
         match effect:
             case RecordEvent():
                 self._records.record(effect)
             case KeepEvidence():
                 self._records.keep(effect)
+            case ProbeGpus():
+                if self._assembly.nvml is not None:
+                    self._assembly.nvml.request()
             case RestartPart():
                 self._restart(effect.part)
             case RegisterResource():

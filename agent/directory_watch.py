@@ -14,6 +14,8 @@ from typing import Final
 
 from asyncinotify import Inotify, Mask
 
+from agent import guard
+
 MAX_EVENTS_AT_ONCE: Final = 1024
 """Events read before the next look; more wait in the kernel's queue."""
 
@@ -59,7 +61,7 @@ class DirectoryWatch:
         loop = asyncio.get_running_loop()
         readable: asyncio.Future[bool] = loop.create_future()
         timer = loop.call_later(timeout_ns / 1e9, _finish, readable, False)  # noqa: FBT003 - the result
-        loop.add_reader(self._inotify.fd, _finish, readable, True)  # noqa: FBT003 - the result
+        guard.add_reader("inotify", self._inotify.fd, _finish, readable, True)  # noqa: FBT003 - the result
         try:
             return await readable
         finally:

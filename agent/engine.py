@@ -6,13 +6,14 @@ here, after a completed step, so that a stuck core misses it and a stuck driver 
 """
 
 import asyncio
+import logging
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Final
 
 from agent.bus import Inbox, Latest
 from agent.core.freshness import Freshness, Terms, looked, proven_by
-from agent.core.reducer import step
+from agent.core.reducer import refusal, step
 from agent.core.state import State
 from agent.core.view import snapshot_of
 from agent.model.effects import Effect, RestartPart
@@ -21,6 +22,8 @@ from agent.model.ids import GpuUuid, Part
 from agent.model.parts import ENGINE, GPU_PROBER
 from agent.model.snapshot import Snapshot
 from agent.proofs import Proofs
+
+_log = logging.getLogger(__name__)
 
 MAX_IDLE_NS: Final = 5_000_000_000
 
@@ -67,6 +70,8 @@ class Engine:
         self._due_gpus: frozenset[GpuUuid] = frozenset()
         self._wake_at_ns = clock()
         self._pending: deque[Fact] = deque()
+        self._failed: Fact | None = None
+        """The fact on which the core failed last."""
 
     async def run(self) -> None:
         """Step for ever."""
@@ -82,19 +87,19 @@ class Engine:
     def step_once(self) -> None:
         """Take what waits and step through it; a Tick stands at the end, for what time brings.
 
-        A fact that makes the core fail is gone when that is raised; the others wait for the next run.
+        A fact that makes the core fail is tried again by the next run, before all others. If it fails again,
+        the GPU that it is about (or each, if it is about none) is unknown until a new process begins.
         """
         batch, losses = self._inbox.take_nowait()
         self._pending.extend(losses)
         self._pending.extend(item.fact for item in batch)
-        effects = self._look_for_stale_parts(item.fact for item in batch)
-        self._pending.append(Tick())
         before = self._state
+        effects: list[Effect] = []
         try:
-            while self._pending:
-                fact = self._pending.popleft()
-                self._state, new_effects, self._wake_at_ns = step(self._state, fact, self._clock())
-                effects += new_effects
+            self._step_pending(effects)
+            effects += self._look_for_stale_parts()
+            self._pending.append(Tick())
+            self._step_pending(effects)
         finally:
             if self._state is not before:
                 # Published before the effects are handed out: who acts on one reads the new state.
@@ -107,12 +112,29 @@ class Engine:
         self._proofs.prove(Part(ENGINE))
         self._after_step(self._clock())
 
-    def _look_for_stale_parts(self, arrived: Iterable[Fact]) -> list[Effect]:
-        """Note which parts are stale and return the restarts that this asks for."""
-        for fact in arrived:
+    def _step_pending(self, effects: list[Effect]) -> None:
+        while self._pending:
+            fact = self._pending[0]
+            try:
+                stepped = step(self._state, fact, self._clock())
+            except Exception as error:
+                if isinstance(fact, Tick):
+                    self._pending.popleft()
+                    raise
+                if fact is not self._failed:
+                    self._failed = fact
+                    raise
+                _log.exception("A fact could not be applied twice, and is given up: %s", fact)
+                stepped = step(self._state, refusal(self._state, fact, error), self._clock())
+            self._pending.popleft()
+            self._state, new_effects, self._wake_at_ns = stepped
+            effects += new_effects
             part = proven_by(fact)
             if part is not None:
                 self._proofs.prove(part)
+
+    def _look_for_stale_parts(self) -> list[Effect]:
+        """Note which parts are stale and return the restarts that this asks for."""
         self._freshness = looked(self._freshness, self._proofs.expected(), self._clock())
         if self._freshness.stale != self._state.stale:
             self._pending.append(PartsStale(self._freshness.stale))

@@ -34,6 +34,13 @@ def _no_seam(_kind: Kind, _name: str, function: Callable[P, T], /) -> Callable[P
     return function
 
 
+class HasFileno(Protocol):
+    """What has a descriptor."""
+
+    def fileno(self) -> int:
+        """Return it."""
+
+
 class EscapedError(Exception):
     """What is no Exception was raised where nothing handles it: SystemExit, KeyboardInterrupt, ..."""
 
@@ -95,7 +102,9 @@ def guarded(name: str, callback: Callable[P, object]) -> Callable[P, None]:
     return run
 
 
-def add_reader(name: str, descriptor: int, callback: Callable[..., object], *args: object) -> None:
+def add_reader(
+    name: str, descriptor: "int | HasFileno", callback: Callable[..., object], *args: object
+) -> None:
     """Have a callback run on the loop whenever a descriptor is readable; remove it with ``remove_reader``."""
     asyncio.get_running_loop().add_reader(descriptor, guarded(name, callback), *args)
 

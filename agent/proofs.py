@@ -15,8 +15,10 @@ class Proofs:
         self._lock = threading.Lock()
         self._expected: dict[Part, Expected] = {}
 
-    def expect(self, part: Part, terms: Terms) -> None:
+    def expect(self, part: Part, terms: Terms, *, start_ns: int = 0) -> None:
         """Expect proofs of a part from now on; of one that is expected already the terms change.
+
+        It has ``start_ns`` more for its first proof.
 
         To be called by who starts the part, not by the part itself: one that never begins is stale, too.
         Raises KeyError for a part that is not in the table.
@@ -24,7 +26,9 @@ class Proofs:
         VOUCHERS[part.name]
         with self._lock:
             known = self._expected.get(part)
-            self._expected[part] = Expected(terms, self._clock() if known is None else known.proven_ns)
+            self._expected[part] = Expected(
+                terms, self._clock() + start_ns if known is None else known.proven_ns
+            )
 
     def prove(self, part: Part) -> None:
         """Note a proof now; nothing if none is expected."""

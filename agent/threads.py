@@ -5,11 +5,17 @@ concurrent.futures joins them at exit, so that one call stuck in the kernel keep
 """
 
 import asyncio
+import logging
 import queue
 import threading
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from typing import Any, Final, TypeVar
+
+from agent import guard
+
+_log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -32,24 +38,46 @@ def started_in_daemon_thread(name: str, function: Callable[[], T]) -> asyncio.Fu
     """
     loop = asyncio.get_running_loop()
     done: asyncio.Future[T] = loop.create_future()
-
-    def run() -> None:
-        _run(function, loop, done)
-
+    run = guard.owner().seam(kind_of(name), name, partial(_run, function, loop, done))
     threading.Thread(target=run, name=name, daemon=True).start()
     return done
+
+
+def kind_of(name: str) -> guard.Kind:
+    """Return what the work of a thread of this name is: those that write files are called so."""
+    return "write" if name.endswith("-writer") else "thread"
+
+
+class ThreadEndedError(RuntimeError):
+    """The thread that was to do something ended before it was done."""
+
+
+class _Work:
+    """What a thread shares with its owner; not the owner itself, at whose end it ends."""
+
+    def __init__(self, name: str) -> None:
+        self.name: Final = name
+        self.jobs: Final[_Jobs] = queue.SimpleQueue()
+        self.waiting: Final[set[asyncio.Future[Any]]] = set()
+        """On the loop's thread."""
+
+    def fail_waiting(self, error: BaseException | None) -> None:
+        """Let everybody who waits know that the thread ended; on the loop's thread."""
+        _log.error("Thread %s ended (%r); the next one is started with its next job", self.name, error)
+        for done in tuple(self.waiting):
+            _finish(done, None, ThreadEndedError(f"Thread {self.name} ended: {error!r}"))
 
 
 class DaemonThread:
     """One daemon thread that does one thing after the other, for who has many: it costs nothing meanwhile.
 
-    It is started by the first thing that it is to do, and ends when nobody can ask for another.
+    It is started by the first thing that it is to do, again if it ended, and ends when nobody can ask for
+    another.
     """
 
     def __init__(self, name: str) -> None:
-        self._name: Final = name
-        self._jobs: Final[_Jobs] = queue.SimpleQueue()
-        self._is_started = False
+        self._work = _Work(name)
+        self._thread: threading.Thread | None = None
 
     def __del__(self) -> None:
         """Have the thread end with its owner."""
@@ -58,35 +86,59 @@ class DaemonThread:
     async def do(self, function: Callable[[], T]) -> T:
         """Return what a function returns, or raise what it raises; if cancelled, it is left to itself.
 
-        Raises RuntimeError if no thread can be had.
+        Raises RuntimeError if no thread can be had, or if it ended.
         """
         return await self.begin(function)
 
     def begin(self, function: Callable[[], T]) -> asyncio.Future[T]:
         """Have a function done and return the future of its outcome, for who may stop to wait and come back.
 
-        Raises RuntimeError if no thread can be had.
+        Raises RuntimeError if no thread can be had; the future does, if it ended.
         """
         loop = asyncio.get_running_loop()
         done: asyncio.Future[T] = loop.create_future()
         self.post(lambda: _run(function, loop, done))
+        self._work.waiting.add(done)
+        done.add_done_callback(self._work.waiting.discard)
         return done
 
     def post(self, function: Callable[[], None]) -> None:
         """Do something for which nobody waits, and which raises nothing. Raises RuntimeError as ``do``."""
-        if not self._is_started:
-            threading.Thread(target=_work, args=(self._jobs,), name=self._name, daemon=True).start()
-            self._is_started = True
-        self._jobs.put(function)
+        if self._thread is None or not self._thread.is_alive():
+            self._thread = self._started()
+        self._work.jobs.put(function)
+
+    def _started(self) -> threading.Thread:
+        work = self._work
+        step = guard.owner().seam(kind_of(work.name), work.name, partial(_step, work.jobs))
+        arguments = (work, step, asyncio.get_running_loop())
+        thread = threading.Thread(target=_do_all, args=arguments, name=work.name, daemon=True)
+        thread.start()
+        return thread
 
     def end(self) -> None:
         """Let the thread end after what it has to do; nothing more may be asked of it."""
-        self._jobs.put(None)
+        self._work.jobs.put(None)
 
 
-def _work(jobs: _Jobs) -> None:
-    while (function := jobs.get()) is not None:
+def _step(jobs: _Jobs) -> bool:
+    """Do the next thing; False: there are no more."""
+    function = jobs.get()
+    if function is not None:
         function()
+    return function is not None
+
+
+def _do_all(work: _Work, step: Callable[[], bool], loop: asyncio.AbstractEventLoop) -> None:
+    error: BaseException | None = None
+    try:
+        while step():
+            pass
+    except BaseException as raised:  # noqa: BLE001 - the loop logs it
+        error = raised
+    if error is not None or not work.jobs.empty() or work.waiting:
+        with suppress(RuntimeError):  # the loop is closed: nobody waits any more
+            loop.call_soon_threadsafe(work.fail_waiting, error)
 
 
 def _run(function: Callable[[], T], loop: asyncio.AbstractEventLoop, done: asyncio.Future[T]) -> None:

@@ -8,13 +8,14 @@ from typing import Any, cast
 
 import pytest
 
+from agent import engine
 from agent.bus import Inbox, Latest
 from agent.core.freshness import Terms
-from agent.core.reducer import IDLE_NS
-from agent.core.state import initial_state
+from agent.core.reducer import IDLE_NS, step
+from agent.core.state import State, initial_state
 from agent.core.view import snapshot_of
 from agent.engine import Engine
-from agent.model.effects import Effect, EventKind, RecordEvent, RegisterResource, RestartPart
+from agent.model.effects import Effect, EventKind, ProbeGpus, RecordEvent, RegisterResource, RestartPart
 from agent.model.facts import (
     DriverReady,
     Fact,
@@ -195,7 +196,41 @@ def test_a_fact_that_the_core_cannot_take_ends_the_round_and_the_others_wait_for
     bench.engine.step_once()
     assert bench.latest.version == 2
     assert bench.latest.value.resources[0].allocatable == 1
+    assert bench.latest.value.facts_lost == {"test": 1}
     assert len(bench.fed) == 1
+
+
+@pytest.mark.parametrize("failures", [1, 9])
+def test_a_hard_fact_on_which_the_core_fails_is_tried_again_and_then_its_gpu_is_out(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, failures: int
+) -> None:
+    left = failures
+
+    def failing(state: State, fact: Fact, now_ns: int) -> tuple[State, tuple[Effect, ...], int]:
+        nonlocal left
+        if isinstance(fact, XidReported) and left:
+            left -= 1
+            raise KeyError(79)
+        return step(state, fact, now_ns)
+
+    monkeypatch.setattr(engine, "step", failing)
+    bench.put(READY, FOUND, GpuProbePassed(U0))
+    bench.engine.step_once()
+    bench.put(XidReported(gpu=U0, xid=79))
+    with pytest.raises(KeyError):
+        bench.engine.step_once()
+    bench.engine.step_once()
+    bench.put(GpuProbePassed(U0))
+    bench.engine.step_once()
+
+    snapshot = bench.latest.value
+    if failures == 1:
+        assert (bench.health(), snapshot.refused) == (Health.UNHEALTHY, ())
+        return
+    assert bench.health() is Health.UNKNOWN
+    assert not snapshot.ready
+    assert "XidReported" in snapshot.refused[0]
+    assert [effect for _, effect in bench.performed if isinstance(effect, ProbeGpus)] == [ProbeGpus()]
 
 
 async def test_facts_are_taken_when_they_are_put(bench: Bench) -> None:

@@ -20,6 +20,7 @@ from agent.model.effects import (
     Event,
     EventKind,
     KeepEvidence,
+    ProbeGpus,
     RecordEvent,
     RegisterResource,
     ReleaseDriver,
@@ -47,6 +48,7 @@ def changes(old: State, new: State, now_ns: int) -> tuple[Effect, ...]:
         *_registration_events(old, new),
         *_task_events(old, new),
         *_stale_events(old, new),
+        *_refused_events(old, new),
         *_breaker_events(old, new),
         *_process_list_events(old, new),
     )
@@ -54,6 +56,7 @@ def changes(old: State, new: State, now_ns: int) -> tuple[Effect, ...]:
         *(RecordEvent(event, now_ns) for event in events),
         *_evidence(old, new),
         *_release(old, new),
+        *(() if new.refused.keys() == old.refused.keys() else (ProbeGpus(),)),
         *_registrations(old, new),
     )
 
@@ -347,6 +350,13 @@ def _stale_events(old: State, new: State) -> Iterator[Event]:
         yield Event(EventKind.TASK, f"{stale_message(part)}; it is restarted", warning=True, fields=fields)
     for part in sorted(old.stale - new.stale):
         yield Event(EventKind.TASK, f"{part} gives proofs again", fields={"part": str(part)})
+
+
+def _refused_events(old: State, new: State) -> Iterator[Event]:
+    for gpu in new.refused.keys() - old.refused.keys():
+        fields = {"uuid": gpu, "detail": new.refused[gpu]}
+        message = f"A fact about {gpu or 'the node'} could not be applied, so every GPU is probed again"
+        yield Event(EventKind.LOSS, message, warning=True, fields=fields)
 
 
 def _breaker_events(old: State, new: State) -> Iterator[Event]:

@@ -76,9 +76,6 @@ VOUCHERS: Final[Mapping[SourceName, Voucher]] = {
     facts.SYSFS: Voucher(
         "the bus, the driver's module, device nodes", "a completed look", Rests.AGENT, facts.SYSFS
     ),
-    facts.UEVENTS: Voucher(
-        "GPUs bound and unbound at once", "a socket that was read", Rests.AGENT, facts.UEVENTS
-    ),
     facts.PODS: Voucher("which pod holds which device", "a request that ended", Rests.AGENT, facts.PODS),
     facts.PROBE: Voucher("who uses which GPU", "a completed round", Rests.AGENT, facts.PROBE),
     facts.MPS: Voucher("that the MPS daemon serves", "a completed look", Rests.AGENT, facts.MPS),
@@ -93,9 +90,12 @@ VOUCHERS: Final[Mapping[SourceName, Voucher]] = {
     parts.CONFIG_WATCH: Voucher(
         "that a changed configuration is seen", "a completed look", Rests.AGENT, parts.CONFIG_WATCH
     ),
+    parts.LOOP: Voucher(
+        "that a stuck engine is restarted", "a completed measurement of the loop", Rests.AGENT, parts.LOOP
+    ),
     parts.ENGINE: Voucher("every answer", "a completed step", Rests.EVERY_GPU, parts.ENGINE),
 }
-"""Who vouches for what."""
+"""Who vouches for what. Not uevents: they only say when to look, and sysfs is looked at anyway."""
 
 
 class Terms(NamedTuple):

@@ -23,7 +23,7 @@ from agent.core.verdicts import Devices, differing, verdicts
 from agent.model import facts
 from agent.model.effects import Effect, EndProcess, Event, EventKind, RecordEvent
 from agent.model.health import Health
-from agent.model.ids import DeviceId, Part, ResourceName
+from agent.model.ids import DeviceId, GpuUuid, Part, ResourceName
 from agent.model.parts import LIST_AND_WATCH
 from agent.model.policy import SECOND_NS
 from agent.model.snapshot import TaskView
@@ -49,6 +49,35 @@ def step(state: State, fact: facts.Fact, now_ns: int) -> tuple[State, tuple[Effe
         settled = replace(settled, changed_ns=now_ns)
     effects = (*notices, *changes(state, settled, now_ns))
     return settled, effects, _wake_at(settled, now_ns)
+
+
+_HARD: Final = (
+    facts.XidReported
+    | facts.KernelXidSeen
+    | facts.GpuCallFailed
+    | facts.GpuCallOverdue
+    | facts.GpuProbePassed
+    | facts.DriverUnavailable
+    | facts.DriverCallOverdue
+    | facts.GpusEnumerated
+    | facts.HoldRequested
+)
+"""Facts without which a sick GPU may pass for a well one."""
+
+
+def refusal(state: State, fact: facts.Fact, error: Exception) -> facts.FactRefused | facts.FactsLost:
+    """Return what to step through in place of a fact on which the core fails again and again."""
+    if not isinstance(fact, _HARD):
+        return facts.FactsLost(lost_from=fact.source, source=fact.source)
+    gpu: GpuUuid | None = None
+    if isinstance(fact, facts.KernelXidSeen):
+        there = driver.gpu_at(state, fact.pci)
+        gpu = None if there is None else there.uuid
+    elif not isinstance(
+        fact, facts.DriverUnavailable | facts.DriverCallOverdue | facts.GpusEnumerated | facts.HoldRequested
+    ):
+        gpu = fact.gpu
+    return facts.FactRefused(gpu, f"{fact}: {error!r}")
 
 
 _Applied = tuple[State, tuple[Effect, ...]]
@@ -118,6 +147,7 @@ _Quiet = (
     | facts.CdiReported
     | facts.PolicyChanged
     | facts.PartsStale
+    | facts.FactRefused
 )
 """Facts of which nothing is told but what they change."""
 
@@ -196,6 +226,8 @@ def _known(state: State, fact: _Quiet, now_ns: int) -> State:  # noqa: C901, PLR
             unknown = unknown_gpus((part for part in fact.stale if part.of), state.probed)
             state = _lists_overdue(state, fact.stale - state.stale, now_ns)
             return replace(state, stale=fact.stale, probed=state.probed - unknown)
+        case facts.FactRefused():
+            return replace(state, refused={**state.refused, fact.gpu: fact.message})
         case facts.PolicyChanged():
             offered = driver.with_offers(stability.with_policy(state, fact.policy), now_ns)
             return driver.with_nodes(offered, now_ns)
@@ -253,7 +285,9 @@ def _facts_lost(state: State, fact: facts.FactsLost, now_ns: int) -> _Applied:
     total = state.facts_lost.get(fact.lost_from, 0) + fact.count
     event = Event(
         EventKind.LOSS,
-        "Facts were lost because the inbox was full",
+        "Facts were lost because the inbox was full"
+        if fact.source == facts.AGENT
+        else f"Facts of {fact.lost_from} were lost before they could be read",
         warning=True,
         fields={"source": fact.lost_from, "count": fact.count, "total": total},
     )
@@ -298,6 +332,7 @@ def _settle(old: State, state: State, now_ns: int) -> State:
         or state.offers is not old.offers
         or state.probed is not old.probed
         or state.stale is not old.stale
+        or state.refused is not old.refused
     ):
         devices = _devices(old, state)
         state = replace(state, devices=devices, observed_flips=_observed_flips(state, devices))

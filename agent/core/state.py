@@ -73,6 +73,8 @@ class State:
     """GPUs that had a verdict (a probe passed, failed or overdue) since the process began."""
     stale: frozenset[Part] = frozenset()
     """Parts that gave no proof for too long; what rests on them is unknown."""
+    refused: Mapping[GpuUuid | None, str] = field(default_factory=_nothing)
+    """Facts on which the core failed, by the GPU they are about; kept until the process ends."""
     overdue: Mapping[GpuUuid, str] = field(default_factory=_nothing)
     """GPUs with a call that has not answered, and the call."""
     first_probes_by_ns: int | None = None
@@ -144,8 +146,12 @@ class State:
 
     @property
     def known_gpus(self) -> frozenset[GpuUuid]:
-        """GPUs with a verdict that is fresh."""
-        return self.probed - unknown_gpus(self.stale, self.probed) if self.stale else self.probed
+        """GPUs with a verdict that is fresh, about which everything is known that was reported."""
+        if not self.stale and not self.refused:
+            return self.probed
+        if None in self.refused:
+            return frozenset()
+        return self.probed - self.refused.keys() - unknown_gpus(self.stale, self.probed)
 
     @property
     def due_gpus(self) -> frozenset[GpuUuid]:

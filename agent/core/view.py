@@ -52,6 +52,7 @@ def snapshot_of(state: State) -> Snapshot:
         control_nodes=state.control_nodes or (),
         tasks=state.tasks,
         stale=state.stale,
+        refused=tuple(state.refused.values()),
         facts_lost=state.facts_lost,
         findings=tuple(_findings(state, gpus)),
         durable=_durable(state),
@@ -153,6 +154,9 @@ def _findings(state: State, gpus: tuple[GpuView, ...]) -> Iterator[Finding]:
 
 
 def _task_findings(state: State) -> Iterator[Finding]:
+    for gpu, message in state.refused.items():
+        gpus = () if gpu is None else (gpu,)
+        yield Finding(Reason.SOURCE_FAILED, f"A bug in the agent: it could not apply {message[:200]}", gpus)
     for name in NEEDED_TASKS:
         task = state.tasks.get(name)
         if task is not None and not task.running:

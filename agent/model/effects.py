@@ -90,6 +90,18 @@ class RestartPart:
     part: Part
 
 
+@dataclass(frozen=True, slots=True)
+class ProbeGpus:
+    """Probe every GPU now: something about them could not be applied."""
+
+
 Effect = (
-    RestartPart | RecordEvent | RegisterResource | ReleaseDriver | ResumeDriver | KeepEvidence | EndProcess
+    ProbeGpus
+    | RestartPart
+    | RecordEvent
+    | RegisterResource
+    | ReleaseDriver
+    | ResumeDriver
+    | KeepEvidence
+    | EndProcess
 )

@@ -26,6 +26,7 @@ STATE_FILE: Final = SourceName("statefile")
 EVENT_LOG: Final = SourceName("eventlog")
 EVIDENCE: Final = SourceName("evidence")
 CDI: Final = SourceName("cdi")
+LOOP: Final = SourceName("loop")
 CONFIG_WATCH: Final = SourceName("config-watch")
 
 __all__ = [
@@ -41,6 +42,7 @@ __all__ = [
     "KUBELET",
     "KUBELET_COUNT",
     "LIST_AND_WATCH",
+    "LOOP",
     "MPS",
     "NVML",
     "NVML_EVENTS",

@@ -165,6 +165,8 @@ class Snapshot:
     durable: Durable
     stale: frozenset[Part] = frozenset()
     """Parts of the agent that gave no proof for too long."""
+    refused: tuple[str, ...] = ()
+    """Facts on which the core failed."""
     topology: Topology = field(default_factory=Topology)
     pods: Mapping[DeviceId, str] | None = None
     """Who holds which device, as the kubelet says; None: not known, or not known recently."""

@@ -12,6 +12,7 @@ import mmap
 from collections.abc import Callable
 from typing import Final, Generic, NamedTuple, TypeVar
 
+from agent import guard
 from agent.log import fields
 from agent.probe.layout import EVENT, TRACED, decode_event, decode_traced
 
@@ -123,7 +124,7 @@ class Ring(Generic[E]):
 
         self.unsubscribe()
         self._loop = loop
-        loop.add_reader(self._descriptor, readable)
+        guard.add_reader("probe-ring", self._descriptor, readable)
 
     def unsubscribe(self) -> None:
         """Give no more events."""

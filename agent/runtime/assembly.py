@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Final, Protocol
 
 from agent.bus import Inbox, Latest
 from agent.config.settings import Settings
-from agent.model.facts import PODS, PROBE, SYSFS, Fact
+from agent.model.facts import KERNEL_LOG, KUBELET, MPS, PODS, PROBE, SYSFS, Fact
 from agent.model.ids import GpuUuid, Part, SourceName
+from agent.model.parts import CDI
 from agent.model.snapshot import Snapshot
 from agent.proofs import Proofs
 
@@ -119,6 +120,7 @@ class Assembly:
             sys_root=self.settings.sys_root,
             is_in_container=self.is_in_container,
             clock=self.clock,
+            prove=self._prover(CDI),
         )
         return self.cdi
 
@@ -145,6 +147,7 @@ class Assembly:
             latest=self.latest,
             kubelet_socket=Path(self.settings.kubelet_socket),
             clock=self.clock,
+            prove=self._prover(KUBELET),
         )
 
     def make_kernel_log(self) -> Source:
@@ -157,6 +160,8 @@ class Assembly:
             path=path,
             clock=self.clock,
             read_until=self.latest.value.durable.kernel_log_read,
+            period_ns=self.settings.poll_ns,
+            prove=self._prover(KERNEL_LOG),
         )
         return self.kernel_log
 
@@ -193,7 +198,7 @@ class Assembly:
         """Make the source that watches whether the MPS control daemon serves."""
         from agent.sources.mps import MpsSource
 
-        return MpsSource(inbox=self.inbox, mps_root=Path(mps_root))
+        return MpsSource(inbox=self.inbox, mps_root=Path(mps_root), prove=self._prover(MPS))
 
     def make_pods(self) -> Source:
         """Make the source that asks which pod holds what."""

@@ -57,12 +57,14 @@ class ConfigWatch:
         known: Callable[[], int | None],
         on_change: Callable[[], None],
         recheck_ns: int = RECHECK_NS,
+        prove: Callable[[], object] = lambda: None,
     ) -> None:
         """``known`` returns the fingerprint of what was read last."""
         self._path = path
         self._known = known
         self._on_change = on_change
         self._recheck_ns = recheck_ns
+        self._prove = prove
         self._watched: frozenset[Path] = frozenset()
         self._lookout = Lookout()
         self._has_warned = False
@@ -77,6 +79,7 @@ class ConfigWatch:
                 if directories != self._watched or self._lookout.watch is None:
                     self._watch_directories(directories)
                 await self._look()
+                self._prove()
                 await self._wait_settled()
         finally:
             self._lookout.close()

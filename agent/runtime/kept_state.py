@@ -1,6 +1,7 @@
 """The state that outlives an agent: read before it serves, written while it does."""
 
 import logging
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -25,10 +26,20 @@ KEPT_WITHIN_S: Final = 2.0
 class KeptState:
     """What the agent before us left, and the sink that keeps ours; imported where it is needed."""
 
-    def __init__(self, path: str, latest: Latest[Snapshot], *, boot_id: str) -> None:
+    def __init__(
+        self,
+        path: str,
+        latest: Latest[Snapshot],
+        *,
+        boot_id: str,
+        period_ns: int,
+        prove: Callable[[], object],
+    ) -> None:
         self._path = path
         self._latest = latest
         self._boot_id = boot_id
+        self._period_ns = period_ns
+        self._prove = prove
         self._sink: StateFile | None = None
         self.restored: Durable | None = None
         """None: nothing was left, or nothing that can be used."""
@@ -71,7 +82,9 @@ class KeptState:
         """Keep the state for ever."""
         if self._sink is None:
             state_file = await in_daemon_thread("statefile-import", _import_state_file)
-            self._sink = state_file(self._path, self._latest, boot_id=self._boot_id)
+            self._sink = state_file(
+                self._path, self._latest, boot_id=self._boot_id, period_ns=self._period_ns, prove=self._prove
+            )
         await self._sink.run()
 
     async def why_not_kept(self) -> str | None:

@@ -1,9 +1,15 @@
 """Has the MPS control daemon watched from when the policy needs it on, and not before."""
 
+from typing import Final
+
+from agent.core.freshness import Terms
 from agent.model.facts import MPS
-from agent.model.policy import Policy
+from agent.model.policy import SECOND_NS, Policy
 from agent.runtime.assembly import Assembly
 from agent.runtime.tasks import Tasks
+
+TERMS: Final = Terms(30 * SECOND_NS, 5 * SECOND_NS)
+"""Those of the source's own settings."""
 
 
 class MpsWatch:
@@ -22,7 +28,7 @@ class MpsWatch:
             return
         source = self._assembly.make_mps(root)
         if self._root is None:
-            self._tasks.keep_part(MPS, "source", source.run)
+            self._tasks.keep_part(MPS, "source", source.run, terms=TERMS)
         else:
             self._tasks.replace(MPS, source.run)
         self._root = root

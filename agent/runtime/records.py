@@ -7,14 +7,17 @@ imported after the registration; what happens before waits for them, bounded by 
 import asyncio
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
-from agent import log
+from agent import guard, log
 from agent.bus import Latest
 from agent.config.settings import Settings
 from agent.model.effects import KeepEvidence, RecordEvent
-from agent.model.ids import GpuUuid
+from agent.model.ids import GpuUuid, Part
+from agent.model.parts import EVENT_LOG, EVIDENCE
 from agent.model.snapshot import Snapshot
+from agent.proofs import Proofs
 from agent.runtime.imports import import_event_log, import_evidence
 from agent.sinks.journal import JournalSink
 from agent.threads import in_daemon_thread
@@ -40,6 +43,7 @@ class Records:
         boot_id: str,
         clock: Callable[[], int],
         after_registration: Callable[[], Awaitable[None]],
+        proofs: Proofs,
     ) -> None:
         """``after_registration`` returns when what the kubelet does not wait for may be imported."""
         self._settings = settings
@@ -48,6 +52,7 @@ class Records:
         self._boot_id = boot_id
         self._clock = clock
         self._after_registration = after_registration
+        self._proofs = proofs
         self._journal = JournalSink()
         self._early_events: deque[Entry] = deque(maxlen=MAX_EARLY)
         self._early_faults: deque[KeepEvidence] = deque(maxlen=MAX_EARLY)
@@ -62,7 +67,7 @@ class Records:
         """
         entry = self.recent.record(effect)
         loop = asyncio.get_running_loop()
-        loop.call_soon(loop.call_soon, self._write, effect, entry)
+        loop.call_soon(loop.call_soon, guard.guarded("journal", self._write), effect, entry)
 
     def _write(self, effect: RecordEvent, entry: Entry) -> None:
         self._journal.record(effect)
@@ -88,6 +93,8 @@ class Records:
                 boot_id=self._boot_id,
                 max_bytes=self._settings.event_log_bytes,
                 clock=self._clock,
+                period_ns=self._settings.poll_ns,
+                prove=partial(self._proofs.prove, Part(EVENT_LOG)),
             )
             while self._early_events:
                 self.event_log.record(self._early_events.popleft())
@@ -115,6 +122,8 @@ class Records:
                 kernel_log=self._kernel_log,
                 boot_id=self._boot_id,
                 time_of=self.time_of,
+                period_ns=self._settings.poll_ns,
+                prove=partial(self._proofs.prove, Part(EVIDENCE)),
             )
             while self._early_faults:
                 self.evidence.keep(self._early_faults.popleft())

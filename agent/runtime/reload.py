@@ -32,6 +32,7 @@ class Reload:
         apply: Callable[[Settings], None],
         vitals: Vitals,
         notifier: Notifier,
+        prove_watch: Callable[[], object],
     ) -> None:
         """Begin with the settings of the start.
 
@@ -43,6 +44,7 @@ class Reload:
         self._reread = reread
         self._judge = judge
         self._apply = apply
+        self._prove_watch = prove_watch
         self._vitals = vitals
         self._notifier = notifier
         self._asked = asyncio.Event()
@@ -64,7 +66,7 @@ class Reload:
     async def watch(self, path: str) -> None:
         """Ask for a reload when the file changes, for ever."""
         watch = await in_daemon_thread("config-watch-import", import_config_watch)
-        await watch(path, known=lambda: self._fingerprint, on_change=self.ask).run()
+        await watch(path, known=lambda: self._fingerprint, on_change=self.ask, prove=self._prove_watch).run()
 
     async def _reload(self) -> None:
         try:

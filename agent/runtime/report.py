@@ -15,6 +15,7 @@ from agent.bus import Inbox, Latest
 from agent.core.freshness import stale_message
 from agent.model.facts import Fact
 from agent.model.ids import SourceName
+from agent.model.parts import ENGINE
 from agent.model.snapshot import Snapshot
 from agent.runtime.vitals import Component, Vitals
 from agent.views import checks
@@ -76,6 +77,7 @@ class SelfReport:
         elif self._vitals.is_standby:
             yield Check("standby", at_once(lambda: None))
         else:
+            yield Check("engine", at_once(self._judge_engine))
             yield Check(
                 "kubelet-registered",
                 at_once(lambda: checks.kubelet_registered(self._latest.value, self._clock())),
@@ -113,6 +115,11 @@ class SelfReport:
         return checks.event_loop(
             lag_ns=self._vitals.lag_ns, step_age_ns=self._clock() - self._vitals.stepped_ns
         )
+
+    def _judge_engine(self) -> str | None:
+        snapshot = self._latest.value
+        task = checks.task(snapshot, ENGINE)
+        return task or (f"a fact could not be applied: {snapshot.refused[0]}" if snapshot.refused else None)
 
     def _judge_log(self) -> str | None:
         blocked_s = self._lines.statistics().blocked_s

@@ -20,6 +20,9 @@ from agent.runtime.supervision import Run, StaleError, Supervisor
 from agent.runtime.vitals import Component, Vitals
 from agent.threads import in_daemon_thread
 
+START_WAIT_NS: Final = 15_000_000_000
+"""How long a part may take to be made: registration comes first, imports take seconds on a busy node."""
+
 _log = logging.getLogger(__name__)
 
 
@@ -61,10 +64,22 @@ class Tasks:
         self._tasks[name] = task
         return task
 
-    def keep(self, name: SourceName, run: Run, terms: Terms | None = None) -> None:
-        """Keep something running; with ``terms`` it has to give proofs."""
+    def start_for_ever(self, name: str, work: Coroutine[Any, Any, None]) -> None:
+        """Start what ends with the agent alone: its end is a bug."""
+
+        async def run() -> None:
+            await work
+            raise AssertionError("it ended")
+
+        task = self.start(name, run())
+        task.add_done_callback(lambda _: work.close())
+
+    def keep(
+        self, name: SourceName, run: Run, terms: Terms | None = None, start_ns: int = START_WAIT_NS
+    ) -> None:
+        """Keep something running; with ``terms`` it has to give proofs, the first after ``start_ns`` more."""
         if terms is not None:
-            self.proofs.expect(Part(name), terms)
+            self.proofs.expect(Part(name), terms, start_ns=start_ns)
         self.start(name, self._supervisor.keep(name, run))
 
     def restart(self, part: Part) -> None:
@@ -83,10 +98,11 @@ class Tasks:
         run: Run,
         trouble: Callable[[], str | None] = no_trouble,
         terms: Terms | None = None,
+        start_ns: int = START_WAIT_NS,
     ) -> None:
         """Keep a source or sink running, and show in health checks how it is."""
         self._vitals.components.append(Component(name, kind, trouble))
-        self.keep(name, run, terms)
+        self.keep(name, run, terms, start_ns)
 
     def keep_source(
         self,
@@ -94,6 +110,7 @@ class Tasks:
         make: Callable[[], Source],
         terms: Terms | None = None,
         trouble: Callable[[], str | None] = no_trouble,
+        start_ns: int = START_WAIT_NS,
     ) -> None:
         """Keep a source running that is made, by a thread, when the registration is over."""
         made: list[Source] = []
@@ -104,7 +121,7 @@ class Tasks:
                 made.append(await in_daemon_thread(f"{name}-import", make))
             await made[0].run()
 
-        self.keep_part(name, "source", run, trouble, terms)
+        self.keep_part(name, "source", run, trouble, terms, start_ns)
 
     def keep_critical(self, name: SourceName, run: Run) -> None:
         """Keep something running that the agent cannot do without."""

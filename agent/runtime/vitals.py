@@ -5,7 +5,10 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, Literal
 
+from agent.core.freshness import Watch
 from agent.model.ids import Part, SourceName
+from agent.model.parts import ENGINE, LOOP
+from agent.proofs import Proofs
 
 if TYPE_CHECKING:
     from agent.runtime.kept_state import KeptState
@@ -63,9 +66,25 @@ class Vitals:
         return "standby" if self.is_standby else "serving"
 
 
-async def measure_lag(vitals: Vitals, *, clock: Callable[[], int]) -> None:
-    """Note for ever how late the event loop is."""
+async def measure_lag(
+    vitals: Vitals, proofs: Proofs, restart: Callable[[Part], None], *, clock: Callable[[], int]
+) -> None:
+    """Note for ever how late the event loop is, and restart the engine if it is stale.
+
+    The engine looks after every part but itself; this is one that it looks after.
+    """
+    engine = Part(ENGINE)
+    watch: Watch | None = None
     while True:
         before_ns = clock()
         await asyncio.sleep(LAG_PERIOD_S)
-        vitals.lag_ns = clock() - before_ns - round(LAG_PERIOD_S * 1e9)
+        now_ns = clock()
+        vitals.lag_ns = now_ns - before_ns - round(LAG_PERIOD_S * 1e9)
+        proofs.prove(Part(LOOP))
+        expected = proofs.expected().get(engine)
+        if expected is None:
+            continue
+        before = watch or Watch(expected.proven_ns)
+        watch = before.looked(expected, now_ns)
+        if watch is not before and watch.wants_restart:
+            restart(engine)

@@ -34,6 +34,7 @@ from agent.model.health import Reason
 from agent.model.snapshot import Snapshot
 from agent.sinks.cdi_records import CdiError, FileIdentity, SpecFile, SpecFiles, Wanted
 from agent.threads import in_daemon_thread
+from agent.waiting import wait_set
 
 if TYPE_CHECKING:
     from agent.sinks.cdi_files import SpecDirectory
@@ -76,6 +77,7 @@ class CdiSink:
         sys_root: str,
         is_in_container: bool,
         clock: Callable[[], int],
+        prove: Callable[[], object] = lambda: None,
     ) -> None:
         self._tell = tell
         self._latest = latest
@@ -83,6 +85,7 @@ class CdiSink:
         self._sys_root = sys_root
         self._is_in_container = is_in_container
         self._clock = clock
+        self._prove = prove
         self._directory: SpecDirectory | None = None
         self._wanted: Wanted | None = None
         """What the newest job is for."""
@@ -165,13 +168,14 @@ class CdiSink:
     async def _keep(self) -> None:
         retry_s = RETRY_FIRST_S
         while True:
+            self._prove()
             self._asked.clear()
             self._changed.clear()
             wanted = self._wanted_now() if self._is_wanted(self._latest.value) else None
             if wanted is None:
                 self.trouble = None
                 self._report(None)
-                await self._asked.wait()
+                await wait_set(self._asked, round(RELOOK_S * 1e9))
                 continue
             self._wanted = wanted
             is_done = await self._work(wanted)

@@ -22,6 +22,7 @@ from agent.model.effects import EventKind
 from agent.threads import DaemonThread
 from agent.views import event_files
 from agent.views.events import Entry
+from agent.waiting import PERIOD_NS, sleep_proving, wait_set
 
 MAX_QUEUED: Final = 4096
 """Events that wait for the disk; some 300 bytes each."""
@@ -51,12 +52,26 @@ class _Writing(NamedTuple):
 class EventLog:
     """Writes each event once, in order."""
 
-    def __init__(self, path: str, *, boot_id: str, max_bytes: int, clock: Callable[[], int]) -> None:
-        """``max_bytes`` is the room of all files together."""
+    def __init__(
+        self,
+        path: str,
+        *,
+        boot_id: str,
+        max_bytes: int,
+        clock: Callable[[], int],
+        period_ns: int = PERIOD_NS,
+        prove: Callable[[], object] = lambda: None,
+    ) -> None:
+        """``max_bytes`` is the room of all files together.
+
+        ``prove`` is called while everything is written or the disk answers, every ``period_ns``.
+        """
         self.path = path
         self._boot_id = boot_id
         self._max_file_bytes = max_bytes // event_files.FILES
         self._clock = clock
+        self._period_ns = period_ns
+        self._prove = prove
         self._queue: deque[_Queued] = deque()
         self._has_work = asyncio.Event()
         self._thread = DaemonThread("eventlog-writer")
@@ -85,12 +100,15 @@ class EventLog:
         """Write for ever; when the disk refuses, try again with growing pauses."""
         pause_s = RETRY_FIRST_S
         while True:
-            await self._has_work.wait()
+            await wait_set(self._has_work, self._period_ns)
+            self._prove()
+            if not self._has_work.is_set():
+                continue
             if await self._write_waiting():
                 pause_s = RETRY_FIRST_S
                 await asyncio.sleep(MIN_INTERVAL_S)
             else:
-                await asyncio.sleep(pause_s)
+                await sleep_proving(pause_s, self._period_ns, self._prove)
                 pause_s = min(2 * pause_s, RETRY_CAP_S)
 
     async def flush(self, timeout_s: float) -> None:

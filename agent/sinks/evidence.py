@@ -34,6 +34,7 @@ from agent.threads import in_daemon_thread
 from agent.views import documents
 from agent.views.documents import Json, TimeOf
 from agent.views.events import EventRing
+from agent.waiting import PERIOD_NS, wait_set
 
 MAX_FILES: Final = 16
 MAX_BYTES: Final = 1024 * 1024
@@ -71,6 +72,8 @@ class EvidenceSink:
         kernel_log: Callable[[], Iterable[str]],
         boot_id: str,
         time_of: TimeOf,
+        period_ns: int = PERIOD_NS,
+        prove: Callable[[], object] = lambda: None,
     ) -> None:
         """``kernel_log`` returns the driver's newest lines in the kernel log."""
         self.path = directory
@@ -80,6 +83,8 @@ class EvidenceSink:
         self._kernel_log = kernel_log
         self._boot = _file_word(boot_id)[:8] or "unknown"
         self._time_of = time_of
+        self._period_ns = period_ns
+        self._prove = prove
         self._waiting: deque[KeepEvidence] = deque()
         self._asked = asyncio.Event()
         self.lost = 0
@@ -100,7 +105,10 @@ class EvidenceSink:
     async def run(self) -> None:
         """Write what was asked for, for ever."""
         while True:
-            await self._asked.wait()
+            await wait_set(self._asked, self._period_ns)
+            self._prove()
+            if not self._asked.is_set():
+                continue
             written = await self._write_waiting()
             await asyncio.sleep(SETTLE_S)
             for effect, path in written:

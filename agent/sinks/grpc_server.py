@@ -32,6 +32,7 @@ from grpclib.events import _DispatchServerEvents
 from grpclib.exceptions import GRPCError
 from grpclib.server import Stream
 
+from agent import guard
 from agent.log import fields
 from agent.sinks.grpc_bounds import PEER_LINES, REQUEST_S, Bounds, Tally, limit_peer_lines
 from agent.sinks.grpc_connection import BoundedConnection, Calls
@@ -140,7 +141,7 @@ class BoundedServer:
         try:
             while not self._is_closing:
                 self._acceptable.clear()
-                loop.add_reader(self._listener, self._acceptable.set)
+                guard.add_reader("grpc-accept", self._listener, self._acceptable.set)
                 await self._acceptable.wait()
                 if not self._is_closing:
                     loop.remove_reader(self._listener)

@@ -25,6 +25,7 @@ from enum import StrEnum
 from http import HTTPStatus
 from typing import Any, Final
 
+from agent import guard
 from agent.core.shares import Entry, Shares
 from agent.log import fields
 
@@ -153,7 +154,7 @@ class Places:
         """Accept until cancelled, then close everything."""
         try:
             async with asyncio.TaskGroup() as self._group:
-                self._loop.add_reader(self._poll, self._read_some)
+                guard.add_reader(f"http-read-{self._name}", self._poll, self._read_some)
                 self._group.create_task(self._read_again(), name=f"http-read-{self._name}")
                 self._group.create_task(self._sweep(), name=f"http-sweep-{self._name}")
                 self._group.create_task(self._report(), name=f"http-report-{self._name}")
@@ -169,7 +170,7 @@ class Places:
     async def _accept(self) -> None:
         while True:
             self._acceptable.clear()
-            self._loop.add_reader(self._listening, self._acceptable.set)
+            guard.add_reader(f"http-accept-{self._name}", self._listening, self._acceptable.set)
             try:
                 await self._acceptable.wait()
             finally:

@@ -17,6 +17,7 @@ import asyncio
 import contextlib
 import logging
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -26,6 +27,7 @@ from agent.log import fields
 from agent.model.snapshot import Durable, Snapshot
 from agent.sinks.statefile_format import UnusableError, decoded, encoded
 from agent.threads import DaemonThread
+from agent.waiting import PERIOD_NS, sleep_proving
 
 MAX_BYTES: Final = 4 * 1024 * 1024
 """A state of 16 GPUs with 7 MIG devices each and every condition there is has some 200 KiB."""
@@ -79,10 +81,21 @@ class _Writing(NamedTuple):
 class StateFile:
     """Writes the durable part of the newest snapshot whenever it changed."""
 
-    def __init__(self, path: str, latest: Latest[Snapshot], *, boot_id: str) -> None:
+    def __init__(
+        self,
+        path: str,
+        latest: Latest[Snapshot],
+        *,
+        boot_id: str,
+        period_ns: int = PERIOD_NS,
+        prove: Callable[[], object] = lambda: None,
+    ) -> None:
+        """``prove`` is called every ``period_ns`` while the state is in the file or the disk answers."""
         self._path = path
         self._latest = latest
         self._boot_id = boot_id
+        self._period_ns = period_ns
+        self._prove = prove
         self._written: Durable | None = None
         self._thread = DaemonThread("statefile-writer")
         self._writing: _Writing | None = None
@@ -96,15 +109,24 @@ class StateFile:
         pause_s = RETRY_FIRST_S
         version = self._latest.version
         while True:
+            self._prove()
             if self._latest.value.durable == self._written:
-                version = await self._latest.wait_newer(version)
+                version = await self._newer(version)
                 continue
             if await self._write_newest():
                 pause_s = RETRY_FIRST_S
                 await self._rest()
             else:
-                await asyncio.sleep(pause_s)
+                await sleep_proving(pause_s, self._period_ns, self._prove)
                 pause_s = min(2 * pause_s, RETRY_CAP_S)
+
+    async def _newer(self, version: int) -> int:
+        """Wait for a newer state, at most a period; returns the version that was seen last."""
+        try:
+            async with asyncio.timeout(self._period_ns / 1e9):
+                return await self._latest.wait_newer(version)
+        except TimeoutError:
+            return version
 
     async def _rest(self) -> None:
         """Wait until the next write is due."""
@@ -162,7 +184,7 @@ class StateFile:
             self._writing = None
         try:
             writing.done.result()
-        except OSError as error:
+        except (OSError, RuntimeError) as error:
             if is_first:
                 self._note_failure(error)
             return False

@@ -31,15 +31,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from agent import guard
 from agent.bus import Inbox
 from agent.errors import SourceError
 from agent.log import fields
 from agent.model.facts import KERNEL_LOG, Fact, FactsLost, KernelLogRead, KernelXidSeen
+from agent.model.policy import SECOND_NS
 from agent.sources.kmsg_records import Record, XidLine, XidReader, lines_of, record_of
 from agent.threads import in_daemon_thread
 
 KERNEL_LOG_PATH: Final = Path("/dev/kmsg")
 
+PERIOD_NS: Final = 10 * SECOND_NS
+"""Between two reads although nothing came."""
 RECENT_LINES: Final = 200
 """Lines of the driver that are kept for who looks into a fault."""
 MAX_RECORDS_PER_TURN: Final = 64
@@ -89,9 +93,12 @@ class KernelLogSource:
         path: Path = KERNEL_LOG_PATH,
         clock: Callable[[], int],
         read_until: int | None = None,
+        period_ns: int = PERIOD_NS,
+        prove: Callable[[], object] = lambda: None,
     ) -> None:
         """``clock`` is the monotonic one; it is compared with the times of a log that is no device.
 
+        ``prove`` is called with each read that was completed, one in ``period_ns`` at least.
         ``read_until`` is the record up to which an earlier agent of this boot read; None: there was none.
         """
         self._inbox = inbox
@@ -107,6 +114,11 @@ class KernelLogSource:
         self._backlog_until_us = -1
         self._unended = b""
         self._read_until = read_until
+        self._period_ns = period_ns
+        self._prove = prove
+        self._lines: deque[bytes] = deque()
+        """Lines that were read and not handled yet."""
+        self._failed_line: bytes | None = None
         self._has_news = True
         """Whether it is to be told how far was read: at the start, and with each XID."""
 
@@ -132,14 +144,19 @@ class KernelLogSource:
                 # What the other reader saw last may wait here: it would not be backlog.
                 self._read(descriptor, ended)
                 self._take_backlog(backlog)
-            raise await ended
+            while not ended.done():
+                # A quiet log and a reader that is not called any more look the same: read anyway.
+                self._read(descriptor, ended)
+                self._prove()
+                await asyncio.wait((ended,), timeout=self._period_ns / 1e9)
+            raise ended.result()
         finally:
             loop.remove_reader(descriptor)
             os.close(descriptor)
 
     def _watch(self, descriptor: int, ended: "asyncio.Future[SourceError]") -> None:
         try:
-            asyncio.get_running_loop().add_reader(descriptor, self._read, descriptor, ended)
+            guard.add_reader("kernel-log", descriptor, self._read, descriptor, ended)
         except PermissionError:
             raise SourceError(
                 f"The kernel log {self._path} is no log that can be waited for; "
@@ -148,6 +165,9 @@ class KernelLogSource:
 
     def _begin(self, descriptor: int, *, is_device: bool) -> None:
         self._unended = b""
+        if is_device:
+            # They are read again.
+            self._lines.clear()
         if not is_device:
             self._next_sequence = None
             self._backlog_until_us = self._clock() // 1_000
@@ -162,6 +182,7 @@ class KernelLogSource:
         self._tell_read()
 
     def _read_turn(self, descriptor: int, ended: "asyncio.Future[SourceError]") -> None:
+        self._handle_lines()
         turn_ends_at = self._records + MAX_RECORDS_PER_TURN
         for _ in range(MAX_RECORDS_PER_TURN):
             if ended.done() or self._records >= turn_ends_at:
@@ -197,12 +218,32 @@ class KernelLogSource:
             # Its rest is no record either.
             self._unended = b""
             self._malformed += 1
-        for line in lines:
-            record = record_of(line)
-            if record is not None:
-                self._take_record(record)
-            elif not line.startswith(b" "):
+        self._lines.extend(lines)
+        self._handle_lines()
+
+    def _handle_lines(self) -> None:
+        """Handle the lines that were read; the next run tries one again on which that failed."""
+        while self._lines:
+            line, sequence = self._lines[0], self._next_sequence
+            try:
+                self._handle_line(line)
+            except Exception:
+                self._next_sequence = sequence
+                if line != self._failed_line:
+                    self._failed_line = line
+                    raise
+                _log.exception(
+                    "A line of the kernel log could not be handled twice, and is skipped: %r", line[:500]
+                )
                 self._malformed += 1
+            self._lines.popleft()
+
+    def _handle_line(self, line: bytes) -> None:
+        record = record_of(line)
+        if record is not None:
+            self._take_record(record)
+        elif not line.startswith(b" "):
+            self._malformed += 1
 
     def _take_record(self, record: Record) -> None:
         self._records += 1

@@ -63,12 +63,14 @@ class KubeletSource:
         kubelet_socket: Path,
         clock: Callable[[], int],
         settings: KubeletSettings | None = None,
+        prove: Callable[[], object] = lambda: None,
     ) -> None:
         self._inbox = inbox
         self._latest = latest
         self._socket = kubelet_socket
         self._directory = kubelet_socket.parent
         self._clock = clock
+        self._prove = prove
         self._settings = settings if settings is not None else KubeletSettings()
         self._lookout = Lookout(gap_ns=MIN_GAP_NS)
         self._watch_retry_at_ns = 0
@@ -93,6 +95,7 @@ class KubeletSource:
     async def _watch_directory(self) -> None:
         while True:
             self._look()
+            self._prove()
             is_calm = self._seen is not None and self._seen.identity is not None
             has_watch = self._lookout.watch is not None
             await self._lookout.wait(

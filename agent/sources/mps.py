@@ -18,7 +18,7 @@ root, which NVIDIA's manifests mount at /mps in every container).
 
 import asyncio
 import stat
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, NamedTuple
@@ -69,11 +69,13 @@ class MpsSource:
         mps_root: Path,
         container_root: Path = CONTAINER_ROOT,
         settings: MpsSettings | None = None,
+        prove: Callable[[], object] = lambda: None,
     ) -> None:
         """Look below ``mps_root`` and, where this process has no such directory, below ``container_root``."""
         self._inbox = inbox
         self._roots = (mps_root, container_root)
         self._settings = settings if settings is not None else MpsSettings()
+        self._prove = prove
         self._lookout = Lookout(gap_ns=MIN_GAP_NS)
         self._told: MpsSeen | None = None
         self._looking: asyncio.Future[_Look] | None = None
@@ -86,6 +88,7 @@ class MpsSource:
         try:
             while True:
                 await self._look()
+                self._prove()
                 has_watch = self._lookout.watch is not None
                 await self._lookout.wait(self._settings.recheck_ns if has_watch else self._settings.poll_ns)
         finally:

@@ -42,7 +42,7 @@ from agent.sources.nvml_session import Session, Surroundings
 from agent.sources.nvml_settings import MAX_THREADS, NvmlSettings
 from agent.sources.nvml_slot import DriverGoneError, ended
 from agent.sources.nvml_threads import Call, Lane, ThreadGroup
-from agent.sources.waiting import wait_set
+from agent.waiting import wait_set
 
 __all__ = ["MAX_THREADS", "LibraryLocation", "NvmlSettings", "NvmlSource"]
 

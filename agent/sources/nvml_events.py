@@ -22,7 +22,7 @@ from agent.model.policy import MILLISECOND_NS
 from agent.sources.nvml_hotplug import BindEvents
 from agent.sources.nvml_library import HEALTH_EVENTS, XID_EVENT, EventSet, Handle, Nvml, NvmlEvent
 from agent.sources.nvml_threads import Completions, Lane
-from agent.sources.waiting import wait_set
+from agent.waiting import wait_set
 
 MAX_DRAINED: Final = 1_024
 """Events taken out of a set that is given up."""

@@ -41,7 +41,7 @@ from agent.sources.nvml_slot import DriverGoneError, Slot, driver_failure, ended
 from agent.sources.nvml_surveys import Surveys
 from agent.sources.nvml_telling import Telling
 from agent.sources.nvml_threads import Call, Lane, ThreadGroup
-from agent.sources.waiting import wait_set
+from agent.waiting import wait_set
 
 MIN_GAP_NS: Final = SECOND_NS
 """Between two looks at a GPU that XIDs ask for."""

@@ -326,7 +326,7 @@ class Lane:
         name, began_ns = ("", self._clock()) if call is None else (call.name, call.began_ns)
         due_ns = began_ns + self._deadline_ns(name)
         delay = max(0, due_ns - self._clock()) / 1e9
-        self._timer = asyncio.get_running_loop().call_later(delay, self._check)
+        self._timer = guard.call_later("nvml-deadline", delay, self._check)
 
     def _check(self) -> None:
         call = self.log.current

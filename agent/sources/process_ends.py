@@ -11,6 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
+from agent import guard
 from agent.model.usage import ProcessKey
 from agent.sources.processes import open_pidfd
 from agent.threads import started_in_daemon_thread
@@ -47,7 +48,7 @@ class ProcessEnds:
                 asyncio.get_running_loop().call_soon(self._ended, key)
             else:
                 self._descriptors[key] = descriptor
-                asyncio.get_running_loop().add_reader(descriptor, self._readable, key)
+                guard.add_reader("process-end", descriptor, self._readable, key)
 
     async def _opened(self, keys: list[ProcessKey]) -> dict[ProcessKey, int | None]:
         opening = started_in_daemon_thread("process-ends", lambda: _open_all(self._proc_root, keys))

@@ -26,6 +26,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Final, Protocol, Self
 
+from agent import guard
 from agent.bus import Inbox
 from agent.errors import SourceError
 from agent.log import fields
@@ -164,8 +165,7 @@ class UeventSource:
 
     def _note_change(self) -> None:
         if self._pending is None:
-            loop = asyncio.get_running_loop()
-            self._pending = loop.call_later(COALESCE_NS / 1e9, self._tell_change)
+            self._pending = guard.call_later("uevents", COALESCE_NS / 1e9, self._tell_change)
 
     def _tell_change(self) -> None:
         self._pending = None

@@ -16,6 +16,7 @@ from agent.model.facts import (
     DriverReleased,
     DriverUnavailable,
     Fact,
+    FactRefused,
     FactsLost,
     GpuMemorySeen,
     GpuRebound,
@@ -190,6 +191,7 @@ ONE_OF_EACH: list[Fact] = [
     CdiReported("read-only"),
     FactsLost(DEVICE_PLUGIN, count=2),
     PolicyChanged(Policy(mig_strategy="mixed")),
+    FactRefused(U0, "XidReported(79): KeyError()"),
     PartsStale(frozenset({Part(GPU_PROBER, U0), Part(NVML_NODE)})),
     Tick(),
 ]

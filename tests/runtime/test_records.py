@@ -13,6 +13,7 @@ from agent.config.load import load
 from agent.model.effects import Event, EventKind, KeepEvidence, RecordEvent
 from agent.model.ids import GpuUuid
 from agent.model.snapshot import Snapshot
+from agent.proofs import Proofs
 from agent.runtime import records
 from agent.runtime.records import Records
 from agent.threads import in_daemon_thread
@@ -37,6 +38,7 @@ class Bench:
             boot_id="1",
             clock=time.monotonic_ns,
             after_registration=self._registered,
+            proofs=Proofs(clock=lambda: 0),
         )
 
     async def _registered(self) -> None:

@@ -31,6 +31,7 @@ class Reloading:
             load({}, {}),
             reread=reread,
             judge=lambda _: self.refusals,
+            prove_watch=lambda: None,
             apply=self.applied.append,
             vitals=self.vitals,
             notifier=self.notifier,

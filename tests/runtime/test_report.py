@@ -16,6 +16,7 @@ from agent.model.facts import PODS, Fact
 from agent.model.ids import SourceName
 from agent.model.parts import HTTP
 from agent.model.snapshot import Snapshot, TaskView
+from agent.proofs import Proofs
 from agent.runtime.kept_state import KeptState
 from agent.runtime.records import Records
 from agent.runtime.report import SelfReport
@@ -38,9 +39,12 @@ class Bench:
             boot_id="11111111",
             clock=time.monotonic_ns,
             after_registration=self._at_once,
+            proofs=Proofs(clock=lambda: 0),
         )
         now_ns = time.monotonic_ns()
-        state = KeptState("/nonexistent/state.json", self.latest, boot_id="11111111")
+        state = KeptState(
+            "/nonexistent/state.json", self.latest, boot_id="11111111", period_ns=1, prove=lambda: None
+        )
         self.vitals = Vitals(self.records, state, began_ns=now_ns, stepped_ns=now_ns, is_standby=False)
         self.inbox: Inbox[Fact] = Inbox(clock=time.monotonic_ns)
         self.report = SelfReport(

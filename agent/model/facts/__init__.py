@@ -71,6 +71,7 @@ from agent.model.facts.orders import (
 )
 from agent.model.facts.process import (
     CdiReported,
+    FactRefused,
     FactsLost,
     PartsStale,
     PolicyChanged,
@@ -113,6 +114,7 @@ __all__ = [
     "DriverReleased",
     "DriverUnavailable",
     "Fact",
+    "FactRefused",
     "FactsLost",
     "GpuCallAnswered",
     "GpuCallFailed",

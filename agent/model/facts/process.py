@@ -4,7 +4,7 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 
 from agent.model.facts.message import AGENT, Counted, State
-from agent.model.ids import Part, SourceName
+from agent.model.ids import GpuUuid, Part, SourceName
 from agent.model.policy import Policy
 
 
@@ -48,6 +48,21 @@ class PartsStale(State):
 
 
 @dataclass(frozen=True, slots=True)
+class FactRefused(State):
+    """The core failed on a fact, twice: what it says is not in the state."""
+
+    gpu: GpuUuid | None
+    """The GPU that it is about; None: any."""
+    message: str
+    source: SourceName = AGENT
+
+    @property
+    def key(self) -> Hashable:
+        """One for each GPU."""
+        return (FactRefused, self.gpu)
+
+
+@dataclass(frozen=True, slots=True)
 class FactsLost(Counted):
     """The inbox was full: so many high-rate facts of a source were dropped."""
 
@@ -67,4 +82,4 @@ class Tick(State):
     source: SourceName = AGENT
 
 
-ProcessFact = TaskReported | CdiReported | PolicyChanged | PartsStale | FactsLost | Tick
+ProcessFact = TaskReported | CdiReported | PolicyChanged | PartsStale | FactRefused | FactsLost | Tick
