@@ -175,6 +175,7 @@ class Agent:
             boot_id=boot_id,
             period_ns=settings.poll_ns,
             prove=partial(self._proofs.prove, Part(STATE_FILE)),
+            tell=self._inbox.put,
         )
         if self._lock.is_held:
             self._state.read()

@@ -114,6 +114,14 @@ def _driver_events(old: State, new: State) -> Iterator[Event]:
 
 
 def _gpu_events(old: State, new: State) -> Iterator[Event]:
+    forgotten = [] if new.gpus is old.gpus else [gpu for gpu in old.gpus if gpu not in new.gpus]
+    if forgotten:
+        yield Event(
+            EventKind.GPUS,
+            "GPUs that NVML has not listed for longest were forgotten, since too many are known",
+            warning=True,
+            fields={"count": len(forgotten), "gone": _uuids(old, forgotten)},
+        )
     if new.present == old.present:
         return
     added, gone = new.present - old.present, old.present - new.present
@@ -124,7 +132,7 @@ def _gpu_events(old: State, new: State) -> Iterator[Event]:
         fields={
             "count": len(new.present),
             "added": _uuids(new, added),
-            "gone": _uuids(new, gone),
+            "gone": _uuids(old, gone),
         },
     )
 
@@ -162,7 +170,7 @@ def _condition_events(old: State, new: State) -> Iterator[Event]:
                 },
             )
     for key, condition in old.conditions.items():
-        if key not in new.conditions:
+        if key not in new.conditions and key.placement.gpu in new.gpus:
             yield Event(
                 EventKind.CONDITION, "A condition was cleared", fields=_condition_fields(new, condition)
             )

@@ -1,11 +1,13 @@
 """The driver and the machine: which GPUs there are, and whether the driver serves them.
 
-Invariants: a GPU that was known stays known until the node is rebooted. Reset evidence is what is seen
-of the machine: a GPU that was gone and is back, bound to its driver anew, a kernel module loaded anew.
+Invariants: a GPU that was known stays known until the node is rebooted, or there are too many. Reset
+evidence is what is seen of the machine: a GPU that was gone and is back, bound to its driver anew, a kernel
+module loaded anew.
 """
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from typing import Final, TypeVar
 
 from agent.core import conditions
 from agent.core.cdi import unnameable
@@ -16,22 +18,27 @@ from agent.core.mps import with_daemon
 from agent.core.needs import without_need
 from agent.core.nodes import is_of_driver, owners, without_path
 from agent.core.orders import with_holds, with_maintenance
-from agent.core.state import State
+from agent.core.state import MAX_AWAITED, State
 from agent.model import facts
 from agent.model.gpu import Gpu
-from agent.model.health import ConditionKey, Reason
+from agent.model.health import Condition, ConditionKey, Reason, Recovery
 from agent.model.ids import GpuUuid, Placement, SourceName
 from agent.model.snapshot import DriverView
 
+T = TypeVar("T")
 
-def enumerated(state: State, fact: facts.GpusEnumerated, now_ns: int) -> State:
+MAX_GPUS: Final = 64
+"""GPUs known, listed or not; a node has 16. Those listed are never left out."""
+
+
+def enumerated(state: State, fact: facts.GpusEnumerated, now_ns: int, *, max_gpus: int = MAX_GPUS) -> State:
     """Take the list of GPUs that NVML has now."""
     present = frozenset(gpu.uuid for gpu in fact.gpus)
     known = {**state.gpus, **{gpu.uuid: gpu for gpu in fact.gpus}}
     first_probes_by_ns = state.first_probes_by_ns
     if present - state.present - state.probed:
         first_probes_by_ns = now_ns + state.policy.first_probe_wait_ns
-    state = _with_awaited(state, present)
+    state = with_awaited(state, present)
     listed = replace(
         state,
         gpus=known,
@@ -42,10 +49,46 @@ def enumerated(state: State, fact: facts.GpusEnumerated, now_ns: int) -> State:
         conditions=_with_missing_gpus(_after_new_layouts(state, fact.gpus), known, present, now_ns),
         first_probes_by_ns=first_probes_by_ns,
     )
+    listed = _without_ghosts(listed, max_gpus)
     return with_nodes(with_maintenance(with_holds(with_offers(listed, now_ns), now_ns), now_ns), now_ns)
 
 
-def _with_awaited(state: State, present: frozenset[GpuUuid]) -> State:
+def _without_ghosts(state: State, max_gpus: int) -> State:
+    """Return the state without the GPUs of which there is no room: not listed, and known for longest.
+
+    Those of which a person has to end something come last, and that waits for them.
+    """
+    by_hand: dict[GpuUuid, list[Condition]] = {}
+    for condition in state.conditions.values():
+        if condition.recovery is Recovery.BY_HAND and condition.reason is not Reason.HELD:
+            by_hand.setdefault(condition.placement.gpu, []).append(condition)
+    ghosts = sorted((gpu for gpu in state.gpus if gpu not in state.present), key=by_hand.__contains__)
+    doomed = frozenset(ghosts[: max(0, len(state.gpus) - max_gpus)])
+    if not doomed:
+        return state
+    awaited = (*state.awaited, *(each for gpu in ghosts if gpu in doomed for each in by_hand.get(gpu, ())))
+
+    def left(table: Mapping[GpuUuid, T]) -> Mapping[GpuUuid, T]:
+        return {gpu: value for gpu, value in table.items() if gpu not in doomed}
+
+    return replace(
+        state,
+        gpus=left(state.gpus),
+        probed=state.probed - doomed,
+        conditions={key: each for key, each in state.conditions.items() if key.placement.gpu not in doomed},
+        awaited=awaited[-MAX_AWAITED:],
+        xids=left(state.xids),
+        samples=left(state.samples),
+        slowdowns=left(state.slowdowns),
+        surveys=left(state.surveys),
+        fault_times=left(state.fault_times),
+        memory=left(state.memory),
+        device_calls=left(state.device_calls),
+        released_gpus=state.released_gpus - doomed,
+    )
+
+
+def with_awaited(state: State, present: frozenset[GpuUuid]) -> State:
     """Return the state in which what was kept over a reboot counts for the GPUs that are listed."""
     arrived = {each.key: each for each in state.awaited if each.placement.gpu in present}
     if not arrived:

@@ -96,6 +96,13 @@ def recovered(state: State, fact: facts.RecoverRequested, now_ns: int) -> tuple[
     return replace(state, conditions=ended, fault_times=faults, awaited=awaited, leaks=found), (told,)
 
 
+def loss_acknowledged(state: State, now_ns: int) -> tuple[State, tuple[Effect, ...]]:
+    """Stop reporting that what was kept before the start is lost."""
+    if not state.lost:
+        return state, ()
+    return replace(state, lost=""), (_told("An operator acknowledged that the state is lost", now_ns),)
+
+
 def _is_still_seen(state: State, condition: Condition) -> bool:
     """Whether the cause of a condition is there now, as far as anyone still looks at it.
 

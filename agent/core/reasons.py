@@ -172,6 +172,13 @@ MEANINGS: Final[Mapping[Reason, Meaning]] = {
         "No CDI specification file resolves a device that is offered",
         "let the agent write --cdi-spec-dir, or remove the file that names its devices too",
     ),
+    Reason.STATE_LOST: Meaning(
+        _WARNING,
+        _HARD,
+        Recovery.BY_HAND,
+        "What was known of the node's GPUs before the start cannot be read",
+        "check the GPUs that were out before, hold those that must stay out, then gpu-agent recover --state",
+    ),
     Reason.NOT_PROBED: Meaning(
         _WARNING, _SOFT, _CLEARS, "The GPU was not looked at yet", "wait for the first health poll"
     ),

@@ -18,7 +18,7 @@ from agent.core.changes import changes
 from agent.core.freshness import unknown_gpus
 from agent.core.inventory import unfit
 from agent.core.registration import Registration
-from agent.core.state import State
+from agent.core.state import State, initial_state
 from agent.core.verdicts import Devices, differing, verdicts
 from agent.model import facts
 from agent.model.effects import Effect, EndProcess, Event, EventKind, RecordEvent
@@ -26,7 +26,7 @@ from agent.model.health import Health
 from agent.model.ids import DeviceId, GpuUuid, Part, ResourceName
 from agent.model.parts import LIST_AND_WATCH
 from agent.model.policy import SECOND_NS
-from agent.model.snapshot import TaskView
+from agent.model.snapshot import Durable, TaskView
 
 IDLE_NS: Final = 5 * SECOND_NS
 """The engine steps at least this often."""
@@ -97,6 +97,8 @@ def _apply(state: State, fact: facts.Fact, now_ns: int) -> _Applied:  # noqa: C9
             return orders.unheld(state, fact, now_ns)
         case facts.RecoverRequested():
             return orders.recovered(state, fact, now_ns)
+        case facts.StateLossAcknowledged():
+            return orders.loss_acknowledged(state, now_ns)
         case facts.ReleaseRequested():
             return orders.release_asked(state, fact, now_ns)
         case facts.ResumeRequested():
@@ -146,6 +148,8 @@ _Quiet = (
     | facts.TaskReported
     | facts.CdiReported
     | facts.PolicyChanged
+    | facts.StateUnread
+    | facts.StateRestored
     | facts.PartsStale
     | facts.FactRefused
 )
@@ -228,11 +232,35 @@ def _known(state: State, fact: _Quiet, now_ns: int) -> State:  # noqa: C901, PLR
             return replace(state, stale=fact.stale, probed=state.probed - unknown)
         case facts.FactRefused():
             return replace(state, refused={**state.refused, fact.gpu: fact.message})
+        case facts.StateUnread():
+            return replace(state, unread=fact.why)
+        case facts.StateRestored():
+            return _restored(replace(state, unread=""), fact.durable, now_ns)
         case facts.PolicyChanged():
             offered = driver.with_offers(stability.with_policy(state, fact.policy), now_ns)
             return driver.with_nodes(offered, now_ns)
         case _:
             assert_never(fact)
+
+
+def _restored(state: State, durable: Durable | None, now_ns: int) -> State:
+    """Return the state with what an earlier process kept and what was not known when this one began."""
+    if durable is None:
+        return state
+    kept = initial_state(state.policy, durable, now_ns=now_ns)
+    known = replace(
+        state,
+        gpus={**kept.gpus, **state.gpus},
+        conditions={**kept.conditions, **state.conditions},
+        awaited=kept.awaited,
+        xids={**kept.xids, **state.xids},
+        lost=kept.lost,
+        holds={**kept.holds, **state.holds},
+        released_gpus=state.released_gpus or kept.released_gpus,
+        released_until_ns=state.released_until_ns or kept.released_until_ns,
+    )
+    known = driver.with_awaited(known, state.present)
+    return orders.with_maintenance(orders.with_holds(driver.with_offers(known, now_ns), now_ns), now_ns)
 
 
 # Kubelet and tasks

@@ -101,6 +101,10 @@ class State:
     soft_flip_ns: int | None = None
     """When soft evidence flipped a device last."""
 
+    lost: str = ""
+    """Why what an earlier process kept is lost; an operator acknowledges it."""
+    unread: str = ""
+    """Why what an earlier process kept cannot be read now."""
     holds: Mapping[str, str] = field(default_factory=_nothing)
     """Why, by selector."""
     released_gpus: frozenset[GpuUuid] = frozenset()
@@ -186,6 +190,7 @@ def initial_state(policy: Policy, restored: Durable | None, *, now_ns: int) -> S
         state,
         module_inode=restored.module_inode,
         kernel_log_read=restored.kernel_log_read,
+        lost=restored.lost,
         holds=dict(restored.holds),
         released_gpus=frozenset(restored.released_gpus),
         released_until_ns=restored.released_until_ns,

@@ -56,6 +56,7 @@ def snapshot_of(state: State) -> Snapshot:
         facts_lost=state.facts_lost,
         findings=tuple(_findings(state, gpus)),
         durable=_durable(state),
+        unread=state.unread,
         topology=state.topology,
         pods=state.pods,
         pods_seen=state.pods_seen,
@@ -123,6 +124,7 @@ def _durable(state: State) -> Durable:
         released_until_ns=state.released_until_ns,
         module_inode=state.module_inode,
         kernel_log_read=state.kernel_log_read,
+        lost=state.lost,
     )
 
 
@@ -133,6 +135,9 @@ def _findings(state: State, gpus: tuple[GpuView, ...]) -> Iterator[Finding]:
         yield driver
     elif not state.gpus:
         yield Finding(Reason.NOT_ENOUGH_GPUS, "NVML lists no GPU")
+    if state.lost or state.unread:
+        what = f"is lost: {state.lost}" if state.lost else f"cannot be read and is retried: {state.unread}"
+        yield Finding(Reason.STATE_LOST, f"What was known of the GPUs before the start {what}")
     unlike = mixed_profiles(state.gpus.values(), state.policy)
     if unlike:
         profiles = ", ".join(unlike)

@@ -76,6 +76,7 @@ class Reason(StrEnum):
     SOURCE_FAILED = "source_failed"
     MIG_SINGLE_NOT_UNIFORM = "mig_single_not_uniform"
     IMEX_CHANNEL_MISSING = "imex_channel_missing"
+    STATE_LOST = "state_lost"
     MPS_NOT_READY = "mps_not_ready"
     MPS_REPLICAS_OVER_LIMIT = "mps_replicas_over_limit"
     LIST_TOO_LONG = "list_too_long"

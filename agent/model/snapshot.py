@@ -145,6 +145,8 @@ class Durable:
     """Which load of the kernel module the conditions were seen under."""
     kernel_log_read: int | None = None
     """Up to which record the XIDs of the kernel log are in here."""
+    lost: str = ""
+    """Why what an earlier process kept is lost; empty: it is not, or an operator acknowledged it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,6 +165,8 @@ class Snapshot:
     facts_lost: Mapping[SourceName, int]
     findings: tuple[Finding, ...]
     durable: Durable
+    unread: str = ""
+    """Why what an earlier process kept cannot be read now; reading is retried."""
     stale: frozenset[Part] = frozenset()
     """Parts of the agent that gave no proof for too long."""
     refused: tuple[str, ...] = ()

@@ -19,6 +19,7 @@ from agent.model.facts import (
     RecoverRequested,
     ReleaseRequested,
     ResumeRequested,
+    StateLossAcknowledged,
     UnholdRequested,
 )
 from agent.model.gpu import Gpu
@@ -153,7 +154,9 @@ class Control:
     # Recovery
 
     async def _recover(self, order: Order) -> Json:
-        _only(order, "gpu")
+        _only(order, "gpu", "state")
+        if _flag(order, "state"):
+            return await self._acknowledge_loss(order)
         gpu = selectors.one(_text(order, "gpu"), self._latest.value)
         before = {each.key: each for each in _conditions(self._latest.value, gpu)}
         version = self._latest.version
@@ -173,6 +176,19 @@ class Control:
                 {**documents.condition(each, self._time_of), "stays_because": _why_it_stays(each)}
                 for each in staying
             ],
+        }
+
+    async def _acknowledge_loss(self, order: Order) -> Json:
+        _only(order, "state")
+        lost = self._latest.value.durable.lost
+        if not lost:
+            raise UsageError("The state is not lost, so there is nothing to acknowledge")
+        await self._taken(StateLossAcknowledged(), lambda now: not now.durable.lost)
+        told = f"The loss of the state ({lost}) is acknowledged; only conditions seen since the start count"
+        return {
+            "message": told + await self._forgotten("counts until a restart"),
+            "well": True,
+            "staying": [],
         }
 
     # The driver

@@ -1,15 +1,18 @@
 """The state that outlives an agent: read before it serves, written while it does."""
 
 import logging
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from agent.bus import Latest
 from agent.log import fields
+from agent.model.facts import Fact, StateRestored, StateUnread
 from agent.model.ids import ALL, Placement
 from agent.model.snapshot import Durable, Snapshot
 from agent.threads import in_daemon_thread
+from agent.waiting import sleep_proving
 
 if TYPE_CHECKING:
     from agent.sinks.statefile import StateFile
@@ -21,6 +24,11 @@ MAX_TOLD: Final = 8
 
 KEPT_WITHIN_S: Final = 2.0
 """The longest that somebody waits to hear whether the state is in the file."""
+
+READ_WITHIN_S: Final = 2.0
+"""For so long what cannot be read is retried before the agent serves without it."""
+RETRY_FIRST_S: Final = 0.1
+RETRY_CAP_S: Final = 60.0
 
 
 class KeptState:
@@ -34,8 +42,14 @@ class KeptState:
         boot_id: str,
         period_ns: int,
         prove: Callable[[], object],
+        tell: Callable[[Fact], None],
+        read_within_s: float = READ_WITHIN_S,
     ) -> None:
         self._path = path
+        self._tell = tell
+        self._read_within_s = read_within_s
+        self._unread = ""
+        """Why the file cannot be read; while it cannot, nothing is written."""
         self._latest = latest
         self._boot_id = boot_id
         self._period_ns = period_ns
@@ -45,12 +59,26 @@ class KeptState:
         """None: nothing was left, or nothing that can be used."""
 
     def read(self) -> None:
-        """Read what the agent before us left; blocks."""
-        if Path(self._path).exists():
-            from agent.sinks.statefile import load  # noqa: PLC0415 - only where there is a file
+        """Read what the agent before us left; blocks, for the longer where it cannot be read."""
+        until_s = time.monotonic() + self._read_within_s
+        while not self._try_to_read() and time.monotonic() < until_s:
+            time.sleep(RETRY_FIRST_S)
 
+    def _try_to_read(self) -> bool:
+        if not self._unread and _is_missing(self._path) and _is_missing(f"{self._path}.copy"):
+            return True
+        from agent.sinks.statefile import UnreadError, load  # noqa: PLC0415 - only where there is a file
+
+        try:
             self.restored = load(self._path, boot_id=self._boot_id)
-            self._tell_of_conditions()
+        except UnreadError as error:
+            if not self._unread:
+                _log.error(f"The state file cannot be read and is retried: {error}")
+            self._unread = str(error)
+            return False
+        self._unread = ""
+        self._tell_of_conditions()
+        return True
 
     def _tell_of_conditions(self) -> None:
         """Say why devices are out from the first moment on: nothing happens to them that would be told."""
@@ -70,7 +98,14 @@ class KeptState:
 
     @property
     def trouble(self) -> str | None:
-        """Why it cannot be written; None: it can, or was not yet."""
+        """Why what is known now, or was before the start, is not in the file; None: it is."""
+        lost = self._latest.value.durable.lost
+        return self._write_trouble or (f"lost until gpu-agent recover --state: {lost}" if lost else None)
+
+    @property
+    def _write_trouble(self) -> str | None:
+        if self._unread:
+            return f"it cannot be read, so nothing is written over it: {self._unread}"
         return None if self._sink is None else self._sink.trouble
 
     @property
@@ -79,7 +114,9 @@ class KeptState:
         return 0 if self._sink is None else self._sink.failures
 
     async def run(self) -> None:
-        """Keep the state for ever."""
+        """Keep the state for ever; what could not be read at the start is read first."""
+        if self._unread:
+            await self._read_late()
         if self._sink is None:
             state_file = await in_daemon_thread("statefile-import", _import_state_file)
             self._sink = state_file(
@@ -87,15 +124,43 @@ class KeptState:
             )
         await self._sink.run()
 
+    async def _read_late(self) -> None:
+        pause_s = RETRY_FIRST_S
+        while True:
+            self._tell(StateUnread(self._unread))
+            await self._until(lambda now: bool(now.unread))
+            if await in_daemon_thread("state-reader", self._try_to_read):
+                break
+            await sleep_proving(pause_s, self._period_ns, self._prove)
+            pause_s = min(2 * pause_s, RETRY_CAP_S)
+        _log.info(f"Read the state file {self._path}")
+        self._tell(StateRestored(self.restored))
+        # What was kept has to be in the state that is written over it.
+        await self._until(lambda now: not now.unread)
+
+    async def _until(self, is_so: Callable[[Snapshot], bool]) -> None:
+        while not is_so(self._latest.value):
+            await self._latest.wait_newer(self._latest.version)
+
     async def why_not_kept(self) -> str | None:
         """Write the newest state now, and return why it is not in the file; None: it is."""
         if not await self.flush(KEPT_WITHIN_S):
             return f"the disk did not take it within {KEPT_WITHIN_S:g} s"
-        return self.trouble
+        return self._write_trouble
 
     async def flush(self, timeout_s: float) -> bool:
         """Write the newest state, but wait no longer than the timeout; returns whether it is written."""
         return self._sink is None or await self._sink.flush(timeout_s)
+
+
+def _is_missing(path: str) -> bool:
+    try:
+        Path(path).lstat()
+    except FileNotFoundError:
+        return True
+    except OSError:
+        return False
+    return False
 
 
 def _place(placement: Placement) -> str:

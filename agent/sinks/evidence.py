@@ -4,7 +4,7 @@ Guarantees:
 
 1. A bundle is written at once and again after SETTLE_S, when the driver has said in the kernel log and in
    the next health poll what else it knows.
-2. Keeping never blocks, and a disk that hangs or refuses costs nothing but the bundle.
+2. Keeping never blocks. What the disk refuses waits and is retried with growing pauses.
 3. The room is bounded: MAX_FILES bundles of MAX_BYTES, of each kind: those that somebody asked for never
    push out those that were kept for a fault.
 
@@ -44,6 +44,7 @@ MAX_WAITING: Final = 64
 """Faults that wait to be written; each GPU has one until it is well again."""
 
 SETTLE_S: Final = 2.0
+RETRY_CAP_S: Final = 60.0
 
 _ASKED: Final = "asked-"
 _NAME: Final = re.compile(r"(asked-)?[A-Za-z0-9_-]{1,120}-([0-9]{1,9})\.json")
@@ -92,7 +93,7 @@ class EvidenceSink:
         self.failures = 0
         """Writes that failed since the start."""
         self.trouble: str | None = None
-        """Why the newest bundle is not on disk; None if it is."""
+        """Why the bundle of a fault is not on disk; None while none waits."""
 
     def keep(self, effect: KeepEvidence) -> None:
         """Have a bundle kept for a fault; never blocks."""
@@ -104,15 +105,18 @@ class EvidenceSink:
 
     async def run(self) -> None:
         """Write what was asked for, for ever."""
+        pause_s = SETTLE_S
         while True:
             await wait_set(self._asked, self._period_ns)
             self._prove()
             if not self._asked.is_set():
                 continue
             written = await self._write_waiting()
-            await asyncio.sleep(SETTLE_S)
+            await asyncio.sleep(pause_s)
             for effect, path in written:
-                await self._write_for(effect, path)
+                if not await self._rewrite(effect, path):
+                    self.keep(effect)
+            pause_s = SETTLE_S if self.trouble is None else min(2 * pause_s, RETRY_CAP_S)
 
     async def flush(self, timeout_s: float) -> None:
         """Write what waits, but wait no longer than the timeout."""
@@ -125,20 +129,39 @@ class EvidenceSink:
         document = self._document(gpu, None)
         if document is None:
             return None
-        path = await self._write(_ASKED + self._stem(gpu), document)
-        return Bundle(document, path, self.trouble if path is None else None)
+        try:
+            return Bundle(document, await self._write(_ASKED + self._stem(gpu), document), None)
+        except (OSError, RuntimeError) as error:
+            return Bundle(document, None, _detail_of(error))
 
-    async def _write_waiting(self) -> list[tuple[KeepEvidence, str | None]]:
-        self._asked.clear()
+    async def _write_waiting(self) -> list[tuple[KeepEvidence, str]]:
+        """Write what waits, up to what the disk refuses; return what was written and where."""
         written = []
         while self._waiting:
-            effect = self._waiting.popleft()
-            written.append((effect, await self._write_for(effect, None)))
+            effect = self._waiting[0]
+            document = self._document(effect.gpu, effect.condition)
+            try:
+                if document is not None:
+                    written.append((effect, await self._write(self._stem(effect.gpu), document)))
+            except (OSError, RuntimeError) as error:
+                self._note_failure(error)
+                return written
+            self._waiting.popleft()
+        self._asked.clear()
+        if self.trouble is not None:
+            _log.info(f"Kept evidence again in {self.path}")
+            self.trouble = None
         return written
 
-    async def _write_for(self, effect: KeepEvidence, path: str | None) -> str | None:
+    async def _rewrite(self, effect: KeepEvidence, path: str) -> bool:
         document = self._document(effect.gpu, effect.condition)
-        return None if document is None else await self._write(self._stem(effect.gpu), document, path)
+        try:
+            if document is not None:
+                await self._write(self._stem(effect.gpu), document, path)
+        except (OSError, RuntimeError) as error:
+            self._note_failure(error)
+            return False
+        return True
 
     def _stem(self, gpu: GpuUuid) -> str:
         return f"{_file_word(gpu)}-{self._boot}"
@@ -160,26 +183,25 @@ class EvidenceSink:
             time_of=self._time_of,
         )
 
-    async def _write(self, stem: str, document: Json, path: str | None = None) -> str | None:
+    async def _write(self, stem: str, document: Json, path: str | None = None) -> str:
         directory = self.path
-        try:
-            written = await in_daemon_thread(
-                "evidence-writer", lambda: _write_bundle(directory, stem, document, path)
-            )
-        except (OSError, RuntimeError) as error:
-            self._note_failure(error)
-            return None
+        written = await in_daemon_thread(
+            "evidence-writer", lambda: _write_bundle(directory, stem, document, path)
+        )
         if path is None:
             _log.info("Kept evidence of a GPU", extra=fields(path=written))
-        self.trouble = None
         return written
 
     def _note_failure(self, error: OSError | RuntimeError) -> None:
-        detail = (error.strerror if isinstance(error, OSError) else None) or str(error)
+        detail = _detail_of(error)
         self.failures += 1
         if self.trouble != detail:
             _log.error("Could not keep evidence", extra=fields(path=self.path, detail=detail))
         self.trouble = detail
+
+
+def _detail_of(error: OSError | RuntimeError) -> str:
+    return (error.strerror if isinstance(error, OSError) else None) or str(error)
 
 
 def _file_word(text: str) -> str:

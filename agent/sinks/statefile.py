@@ -9,12 +9,16 @@ Guarantees:
 3. Times are of CLOCK_MONOTONIC and so belong to one boot, whose id is in the file. Under another
    boot id every ``since`` is zero, what a reboot cures is gone, and so are the GPUs, because hardware
    may have been changed; holds and what only a person clears are kept and wait for their GPU.
-4. A file that is damaged, or of another version, is put aside with one line in the log; what was
-   in it is derived anew, and until then the GPUs are unknown and so offered as Unhealthy.
+4. There is a copy, written after the file. Where the file is damaged, missing or cannot be read, the copy
+   counts. Where both are damaged, or of another version, they are moved aside and the state says that it is
+   lost until an operator acknowledges it.
+5. What could not be read is neither moved nor written over.
+6. No more is written than is read.
 """
 
 import asyncio
 import contextlib
+import errno
 import logging
 import os
 from collections.abc import Callable
@@ -29,6 +33,9 @@ from agent.sinks.statefile_format import UnusableError, decoded, encoded
 from agent.threads import DaemonThread
 from agent.waiting import PERIOD_NS, sleep_proving
 
+COPY: Final = ".copy"
+"""What the name of the copy has more than that of the file."""
+
 MAX_BYTES: Final = 4 * 1024 * 1024
 """A state of 16 GPUs with 7 MIG devices each and every condition there is has some 200 KiB."""
 
@@ -42,15 +49,41 @@ RETRY_CAP_S: Final = 60.0
 _log = logging.getLogger(__name__)
 
 
+class UnreadError(Exception):
+    """There is a state file, and the system cannot read it now; says why."""
+
+
 def load(path: str, *, boot_id: str) -> Durable | None:
-    """Return what was kept, or None where there is nothing that can be used."""
-    try:
-        raw = _read(path)
-        return None if raw is None else decoded(raw, boot_id=boot_id)
-    except UnusableError as error:
-        _log.error("Put an unusable state file aside", extra=fields(path=path, detail=str(error)))
-        _put_aside(path)
-        return None
+    """Return what was kept in the file or its copy; None: nothing was.
+
+    If both are damaged the result says that the state is lost. Raises UnreadError where one may tell what
+    the other does not, and cannot be read now.
+    """
+    damaged: dict[str, str] = {}
+    unread: list[str] = []
+    found: Durable | None = None
+    for each in (path, f"{path}{COPY}"):
+        try:
+            raw = _read(each)
+            found = None if raw is None else decoded(raw, boot_id=boot_id)
+        except UnusableError as error:
+            damaged[each] = str(error)
+        except OSError as error:
+            unread.append(f"{each}: {error.strerror or error}")
+        if found is not None:
+            break
+    if found is None and unread:
+        raise UnreadError("; ".join(unread))
+    for each, why in damaged.items():
+        _log.error(
+            f"Moved the unusable state file {each} aside: it {why}", extra=fields(path=each, detail=why)
+        )
+        _move_aside(each)
+    if found is None and damaged:
+        return Durable(lost="; ".join(f"{each} {why}" for each, why in damaged.items()))
+    if unread:
+        _log.warning("Read the copy of the state file", extra=fields(path=path, detail=unread[0]))
+    return found
 
 
 def _read(path: str) -> bytes | None:
@@ -59,22 +92,28 @@ def _read(path: str) -> bytes | None:
             raw = file.read(MAX_BYTES + 1)
     except FileNotFoundError:
         return None
-    except OSError as error:
-        raise UnusableError(f"could not be read: {error.strerror}") from None
     if len(raw) > MAX_BYTES:
         raise UnusableError(f"is over {MAX_BYTES} bytes")
     return raw
 
 
-def _put_aside(path: str) -> None:
+def _move_aside(path: str) -> None:
     with contextlib.suppress(OSError):
         Path(path).replace(f"{path}.unusable")
+
+
+def save(path: str, raw: bytes) -> None:
+    """Write the file and then its copy; OSError if either could not be, or is too long to be read again."""
+    if len(raw) > MAX_BYTES:
+        raise OSError(errno.EFBIG, f"The state takes {len(raw)} bytes, over the {MAX_BYTES} that are read")
+    write(path, raw)
+    write(f"{path}{COPY}", raw)
 
 
 class _Writing(NamedTuple):
     """The write that is under way; there is one at a time, however long the disk takes."""
 
-    done: "asyncio.Future[os.stat_result]"
+    done: "asyncio.Future[None]"
     durable: Durable
 
 
@@ -172,7 +211,7 @@ class StateFile:
 
     def _begin(self) -> _Writing:
         durable = self._latest.value.durable
-        done = self._thread.begin(lambda: write(self._path, encoded(durable, boot_id=self._boot_id)))
+        done = self._thread.begin(lambda: save(self._path, encoded(durable, boot_id=self._boot_id)))
         self._writing = _Writing(done, durable)
         return self._writing
 

@@ -115,6 +115,7 @@ class _StoredState(msgspec.Struct, omit_defaults=True):
     released_until_ns: int | None = None
     module_inode: int | None = None
     kernel_log_read: int | None = None
+    lost: str = ""
 
 
 class _Envelope(msgspec.Struct):
@@ -155,6 +156,7 @@ def _restored(stored: _StoredState, *, is_same_boot: bool) -> Durable:
         return Durable(
             conditions=tuple(_as_of_another_boot(each) for each in kept if each.reason is not Reason.HELD),
             holds=holds,
+            lost=stored.lost,
         )
     return Durable(
         gpus=tuple(_gpu_of(gpu) for gpu in stored.gpus),
@@ -165,6 +167,7 @@ def _restored(stored: _StoredState, *, is_same_boot: bool) -> Durable:
         released_until_ns=stored.released_until_ns,
         module_inode=stored.module_inode,
         kernel_log_read=stored.kernel_log_read,
+        lost=stored.lost,
     )
 
 
@@ -253,6 +256,7 @@ def encoded(durable: Durable, *, boot_id: str) -> bytes:
             released_until_ns=durable.released_until_ns,
             module_inode=durable.module_inode,
             kernel_log_read=durable.kernel_log_read,
+            lost=durable.lost,
         )
     )
     checksum = hashlib.sha256(body).hexdigest()

@@ -42,6 +42,9 @@ from agent.model.facts import (
     RegistrationFailed,
     ReleaseRequested,
     ResumeRequested,
+    StateLossAcknowledged,
+    StateRestored,
+    StateUnread,
     TaskReported,
     Tick,
     TopologySeen,
@@ -54,6 +57,7 @@ from agent.model.ids import ALL, DeviceId, Part
 from agent.model.parts import GPU_PROBER, NVML_EVENTS, NVML_NODE
 from agent.model.policy import Policy
 from agent.model.sample import GpuSample
+from agent.model.snapshot import Durable
 from agent.model.topology import NvLinks, Survey
 from agent.model.usage import DeviceCall, GpuMemory, PodSeen, PodUid, ProbeView, Usage
 from tests.core.build import (
@@ -73,6 +77,7 @@ from tests.core.build import (
     overdue,
     passed,
     ready,
+    uuid,
     xid,
 )
 
@@ -136,6 +141,7 @@ OTHER: list[st.SearchStrategy[Fact]] = [
     st.just(HealthEventsUnsupported(U0, "no")),
     st.just(WatchedDirectoryDeleted("/x")),
     st.builds(PartsStale, st.frozensets(st.sampled_from(PARTS))),
+    st.sampled_from([StateUnread("EIO"), StateLossAcknowledged(), StateRestored(None)]),
     st.builds(PolicyChanged, st.builds(Policy, recovery_quiet_ns=st.sampled_from([0, QUIET]))),
 ]
 
@@ -193,5 +199,8 @@ ONE_OF_EACH: list[Fact] = [
     PolicyChanged(Policy(mig_strategy="mixed")),
     FactRefused(U0, "XidReported(79): KeyError()"),
     PartsStale(frozenset({Part(GPU_PROBER, U0), Part(NVML_NODE)})),
+    StateUnread("Input/output error"),
+    StateRestored(Durable(gpus=(gpu(2),), holds=((uuid(2), "fan"),), lost="is damaged")),
+    StateLossAcknowledged(),
     Tick(),
 ]

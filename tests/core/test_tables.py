@@ -149,6 +149,7 @@ def test_what_the_agent_infers_from_the_driver_clears_itself() -> None:
         Reason.ROW_REMAP_FAILED,
         Reason.FLAPPING,
         Reason.HELD,
+        Reason.STATE_LOST,
     }
 
 

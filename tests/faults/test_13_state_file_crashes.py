@@ -14,7 +14,9 @@ import pytest
 
 from agent.files import write
 from agent.model.snapshot import Durable
+from agent.simulation.node import SimulatedNode
 from agent.sinks import statefile, statefile_format
+from tests.harness import agent_process, codes, gpu_agent, simulated_node, wait_allocatable
 from tests.sinks.stored_states import BOOT, SICK, U1, gpu
 
 OLD = Durable(gpus=(gpu(U1),))
@@ -80,7 +82,9 @@ def test_no_truncation_is_taken_for_a_state(path: str) -> None:
     raw = statefile_format.encoded(SICK, boot_id=BOOT)
     for length in range(0, len(raw) - 1, 7):
         Path(path).write_bytes(raw[:length])
-        assert statefile.load(path, boot_id=BOOT) is None
+        loaded = statefile.load(path, boot_id=BOOT)
+        assert loaded is not None
+        assert loaded == Durable(lost=loaded.lost) != Durable()
 
 
 def test_no_flipped_bit_is_taken_for_another_state(path: str) -> None:
@@ -90,4 +94,76 @@ def test_no_flipped_bit_is_taken_for_another_state(path: str) -> None:
         flipped = bytearray(raw)
         flipped[position // 8] ^= 1 << (position % 8)
         Path(path).write_bytes(flipped)
-        assert statefile.load(path, boot_id=BOOT) in (None, state)
+        loaded = statefile.load(path, boot_id=BOOT)
+        assert loaded is not None
+        assert loaded == state or loaded == Durable(lost=loaded.lost) != Durable()
+
+
+# A running agent
+
+
+def flip(path: Path) -> None:
+    raw = bytearray(path.read_bytes())
+    raw[len(raw) // 2] ^= 4
+    path.write_bytes(raw)
+
+
+async def held(node: SimulatedNode) -> tuple[Path, Path]:
+    """Run an agent that holds a GPU to its end; return the file and its copy."""
+    async with agent_process(node) as agent:
+        await wait_allocatable(node.kubelet, 4)
+        await agent.wait_answer("/readyz", lambda code, _: code == 200)
+        socket = node.directory.agent_flags()["control-socket"]
+        done = await gpu_agent("hold", "2", "--why", "fan", "--control-socket", socket)
+        assert done.status == 0, done.err
+        assert await agent.stop() == 0
+    file = Path(node.directory.agent_flags()["state-dir"], "state.json")
+    return file, file.with_name("state.json.copy")
+
+
+@pytest.mark.slow
+async def test_a_state_that_is_damaged_twice_is_lost_aloud_until_it_is_acknowledged() -> None:
+    async with simulated_node() as node:
+        file, copy = await held(node)
+        flip(file)
+        async with agent_process(node) as agent:
+            await wait_allocatable(node.kubelet, 3, capacity=4)
+            assert await agent.stop() == 0
+        flip(file)
+        flip(copy)
+        async with agent_process(node) as agent:
+            await wait_allocatable(node.kubelet, 4)
+            preflight = await agent.wait_answer("/preflight", lambda _, body: "state_lost" in codes(body))
+            (reason,) = [each for each in preflight["reasons"] if each["code"] == "state_lost"]
+            assert "is damaged" in reason["message"]
+            await agent.wait_answer("/readyz?verbose", lambda code, body: code == 500 and "state" in body)
+            socket = node.directory.agent_flags()["control-socket"]
+            shown = await gpu_agent("status", "--control-socket", socket)
+            assert "state_lost" in shown.out
+            assert (await gpu_agent("recover", "--state", "--control-socket", socket)).status == 0
+            await agent.wait_answer("/preflight", lambda code, _: code == 200)
+            await agent.wait_answer("/readyz", lambda code, _: code == 200)
+            refused = await gpu_agent("recover", "--state", "--control-socket", socket)
+            assert (refused.status, "nothing to acknowledge" in refused.err) == (2, True)
+
+
+@pytest.mark.slow
+async def test_a_state_that_cannot_be_read_is_retried_and_never_written_over() -> None:
+    async with simulated_node() as node:
+        file, copy = await held(node)
+        kept = file.read_bytes()
+        for each in (file, copy):
+            each.unlink()
+            each.mkdir()
+        async with agent_process(node) as agent:
+            await wait_allocatable(node.kubelet, 4)
+            await agent.wait_answer("/preflight", lambda _, body: "state_lost" in codes(body))
+            await agent.wait_answer("/readyz", lambda code, _: code == 500)
+            assert (file.is_dir(), copy.is_dir()) == (True, True)
+            for each in (file, copy):
+                each.rmdir()
+            file.write_bytes(kept)
+            await wait_allocatable(node.kubelet, 3, capacity=4)
+            await agent.wait_answer("/readyz", lambda code, _: code == 200)
+            assert await agent.stop() == 0
+        assert (b'"fan"' in file.read_bytes(), b'"fan"' in copy.read_bytes()) == (True, True)

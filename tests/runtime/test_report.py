@@ -43,7 +43,12 @@ class Bench:
         )
         now_ns = time.monotonic_ns()
         state = KeptState(
-            "/nonexistent/state.json", self.latest, boot_id="11111111", period_ns=1, prove=lambda: None
+            "/nonexistent/state.json",
+            self.latest,
+            boot_id="11111111",
+            period_ns=1,
+            prove=lambda: None,
+            tell=lambda _: None,
         )
         self.vitals = Vitals(self.records, state, began_ns=now_ns, stepped_ns=now_ns, is_standby=False)
         self.inbox: Inbox[Fact] = Inbox(clock=time.monotonic_ns)

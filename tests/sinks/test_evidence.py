@@ -183,17 +183,36 @@ async def test_a_name_from_the_driver_leads_nowhere_else(kept: Kept, tmp_path: P
     assert kept.names() == ["asked-______etc_x_-11111111-1.json"]
 
 
-async def test_a_disk_that_refuses_is_told_once_and_what_was_asked_for_is_answered(
-    kept: Kept, caplog: pytest.LogCaptureFixture
+def troubled(kept: Kept) -> bool:
+    return kept.sink.trouble is not None
+
+
+async def test_a_bundle_that_was_asked_for_and_refused_is_answered_and_troubles_nobody_else(
+    kept: Kept,
 ) -> None:
     kept.directory.write_text("in the way")
+    made = await kept.sink.make(SICK)
+    assert made is not None
+    assert (made.path, made.trouble, kept.sink.trouble) == (None, "File exists", None)
+
+
+async def test_what_the_disk_refuses_is_written_once_there_is_room(
+    kept: Kept, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(evidence, "SETTLE_S", 0.01)
+    kept.directory.write_text("in the way")
     with caplog.at_level(logging.INFO):
-        for _ in range(2):
-            made = await kept.sink.make(SICK)
-            assert made is not None
-            assert (made.path, made.trouble) == (None, "File exists")
-    assert [record.message for record in caplog.records] == ["Could not keep evidence"]
-    assert kept.sink.failures == 2
-    kept.directory.unlink()
-    assert await kept.sink.make(SICK) is not None
-    assert kept.sink.trouble is None
+        async with running(kept):
+            kept.sink.keep(KeepEvidence(SICK, FAULT))
+            kept.sink.keep(KeepEvidence(GpuUuid("GPU-9"), FAULT))
+            async with asyncio.timeout(30):
+                while kept.sink.failures < 2:
+                    await asyncio.sleep(0.01)
+                assert kept.sink.trouble == "File exists"
+                kept.directory.unlink()
+                while troubled(kept):
+                    await asyncio.sleep(0.01)
+    assert kept.names() == [FIRST]
+    messages = [record.message for record in caplog.records]
+    assert messages.count("Could not keep evidence") == 1
+    assert f"Kept evidence again in {kept.directory}" in messages

@@ -1,6 +1,7 @@
 """The state file: sick stays sick over a restart, and nothing that is in the file can hurt."""
 
 import asyncio
+import errno
 import hashlib
 import json
 import logging
@@ -32,7 +33,7 @@ from agent.model.health import (
 from agent.model.ids import GpuUuid, Placement
 from agent.model.snapshot import Durable, Snapshot
 from agent.sinks import statefile
-from agent.sinks.statefile import StateFile, load
+from agent.sinks.statefile import COPY, StateFile, UnreadError, load, save
 from agent.sinks.statefile_format import encoded
 from agent.threads import in_daemon_thread
 from tests.sinks.offers import node
@@ -222,11 +223,12 @@ def test_the_file_is_for_root_only(path: str) -> None:
 
 
 def unusable(path: str, caplog: pytest.LogCaptureFixture) -> str:
-    """Load, expect nothing, and return why."""
+    """Load, expect that the state is lost, and return why."""
     with caplog.at_level(logging.ERROR):
-        assert load(path, boot_id=BOOT) is None
+        lost = load(path, boot_id=BOOT)
     (record,) = caplog.records
-    assert record.message == "Put an unusable state file aside"
+    assert lost == Durable(lost=f"{path} {record.fields['detail']}")  # type: ignore[attr-defined]
+    assert record.message.startswith(f"Moved the unusable state file {path} aside: it ")
     assert not Path(path).exists()
     assert Path(f"{path}.unusable").exists()
     return str(record.fields["detail"])  # type: ignore[attr-defined]
@@ -251,6 +253,59 @@ def test_a_file_of_a_newer_version_is_put_aside(path: str, caplog: pytest.LogCap
 def test_a_file_that_is_too_long_is_put_aside(path: str, caplog: pytest.LogCaptureFixture) -> None:
     Path(path).write_bytes(b" " * (statefile.MAX_BYTES + 1))
     assert "is over" in unusable(path, caplog)
+
+
+@given(number=st.integers(0, 2**32), of_copy=st.booleans())
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_one_flipped_bit_anywhere_forgets_nothing(path: str, number: int, *, of_copy: bool) -> None:
+    save(path, encoded(SICK, boot_id=BOOT))
+    hit = Path(f"{path}{COPY}" if of_copy else path)
+    raw = bytearray(hit.read_bytes())
+    raw[number // 8 % len(raw)] ^= 1 << number % 8
+    hit.write_bytes(raw)
+    assert load(path, boot_id=BOOT) == SICK
+
+
+def test_a_file_that_vanished_is_made_up_for_by_its_copy(path: str) -> None:
+    save(path, encoded(SICK, boot_id=BOOT))
+    Path(path).unlink()
+    assert load(path, boot_id=BOOT) == SICK
+
+
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.EIO, errno.EACCES, errno.ENOMEM])
+@pytest.mark.parametrize("copy", ["unread", "damaged", "absent", "good"])
+def test_what_could_not_be_read_is_left_where_it_is(
+    path: str, number: int, copy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(path, encoded(SICK, boot_id=BOOT))
+    other = f"{path}{COPY}"
+    if copy == "absent":
+        Path(other).unlink()
+    if copy == "damaged":
+        Path(other).write_bytes(b"{")
+    read = statefile._read
+
+    def fail(each: str) -> bytes | None:
+        if each == path or copy == "unread":
+            raise OSError(number, os.strerror(number))
+        return read(each)
+
+    before = sorted(each.name for each in Path(path).parent.iterdir())
+    monkeypatch.setattr(statefile, "_read", fail)
+    if copy == "good":
+        assert load(path, boot_id=BOOT) == SICK
+    else:
+        with pytest.raises(UnreadError, match=os.strerror(number)):
+            load(path, boot_id=BOOT)
+    assert sorted(each.name for each in Path(path).parent.iterdir()) == before
+
+
+def test_no_more_is_written_than_is_read(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    raw = encoded(SICK, boot_id=BOOT)
+    monkeypatch.setattr(statefile, "MAX_BYTES", len(raw) - 1)
+    with pytest.raises(OSError, match="over the"):
+        save(path, raw)
+    assert not Path(path).exists()
 
 
 def test_a_file_of_a_later_minor_version_is_read_as_far_as_it_is_known(path: str) -> None:

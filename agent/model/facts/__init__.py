@@ -67,6 +67,7 @@ from agent.model.facts.orders import (
     RecoverRequested,
     ReleaseRequested,
     ResumeRequested,
+    StateLossAcknowledged,
     UnholdRequested,
 )
 from agent.model.facts.process import (
@@ -76,6 +77,8 @@ from agent.model.facts.process import (
     PartsStale,
     PolicyChanged,
     ProcessFact,
+    StateRestored,
+    StateUnread,
     TaskReported,
     Tick,
 )
@@ -147,6 +150,9 @@ __all__ = [
     "RegistrationFailure",
     "ReleaseRequested",
     "ResumeRequested",
+    "StateLossAcknowledged",
+    "StateRestored",
+    "StateUnread",
     "TaskReported",
     "Tick",
     "TopologySeen",

@@ -43,6 +43,13 @@ class RecoverRequested(GpuState):
 
 
 @dataclass(frozen=True, slots=True)
+class StateLossAcknowledged(State):
+    """An operator knows that what was kept before the start is lost."""
+
+    source: SourceName = OPERATOR
+
+
+@dataclass(frozen=True, slots=True)
 class ReleaseRequested(State):
     """An operator wants the driver let go of, for a reset, a MIG change or an unload."""
 
@@ -64,4 +71,11 @@ class ResumeRequested(State):
     source: SourceName = OPERATOR
 
 
-OrderFact = HoldRequested | UnholdRequested | RecoverRequested | ReleaseRequested | ResumeRequested
+OrderFact = (
+    HoldRequested
+    | UnholdRequested
+    | RecoverRequested
+    | StateLossAcknowledged
+    | ReleaseRequested
+    | ResumeRequested
+)

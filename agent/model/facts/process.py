@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from agent.model.facts.message import AGENT, Counted, State
 from agent.model.ids import GpuUuid, Part, SourceName
 from agent.model.policy import Policy
+from agent.model.snapshot import Durable
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +64,23 @@ class FactRefused(State):
 
 
 @dataclass(frozen=True, slots=True)
+class StateUnread(State):
+    """What an earlier process kept is there and cannot be read now; reading is retried."""
+
+    why: str
+    source: SourceName = AGENT
+
+
+@dataclass(frozen=True, slots=True)
+class StateRestored(State):
+    """What an earlier process kept was read, after the start."""
+
+    durable: Durable | None
+    """None: nothing was kept."""
+    source: SourceName = AGENT
+
+
+@dataclass(frozen=True, slots=True)
 class FactsLost(Counted):
     """The inbox was full: so many high-rate facts of a source were dropped."""
 
@@ -82,4 +100,14 @@ class Tick(State):
     source: SourceName = AGENT
 
 
-ProcessFact = TaskReported | CdiReported | PolicyChanged | PartsStale | FactRefused | FactsLost | Tick
+ProcessFact = (
+    TaskReported
+    | CdiReported
+    | PolicyChanged
+    | PartsStale
+    | FactRefused
+    | StateUnread
+    | StateRestored
+    | FactsLost
+    | Tick
+)
