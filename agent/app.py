@@ -303,9 +303,7 @@ class Agent:
         self._mps.follow(self._policy.now)
         keep_part(STATE_FILE, "sink", self._state.run, lambda: self._state.trouble, write_terms)
         if self._settings.event_log_bytes:
-            keep_part(
-                EVENT_LOG, "sink", records.run_event_log, lambda: _trouble(records.event_log), write_terms
-            )
+            keep_part(EVENT_LOG, "sink", records.run_event_log, records.event_log_trouble, write_terms)
         keep_part(EVIDENCE, "sink", records.run_evidence, lambda: _trouble(records.evidence), write_terms)
         self._start_other_sources()
         self._tasks.start_for_ever("status line", self._notifier.run(self._latest))

@@ -75,6 +75,9 @@ class Shares(Generic[C, K, V]):
     def __iter__(self) -> Iterator[Entry[C, K, V]]:
         return iter(self._entries.values())
 
+    def __reversed__(self) -> Iterator[Entry[C, K, V]]:
+        return reversed(self._entries.values())
+
     def get(self, key: K) -> Entry[C, K, V] | None:
         """Return the entry of a key, or None."""
         return self._entries.get(key)

@@ -134,7 +134,8 @@ class SelfReport:
     def describe(self) -> Json:
         """Return the agent's own figures."""
         inbox, lines, vitals = self._inbox.statistics(), self._lines.statistics(), self._vitals
-        log_file, evidence = vitals.records.event_log, vitals.records.evidence
+        evidence = vitals.records.evidence
+        logs = [each for each in (vitals.records.event_log, vitals.records.other_events) if each is not None]
         return {
             "version": __version__,
             "pid": os.getpid(),
@@ -152,12 +153,12 @@ class SelfReport:
             "log_lines": {"written": lines.written, "dropped": lines.dropped},
             "state_file_failures": vitals.state.failures,
             "event_log": None
-            if log_file is None
+            if not logs
             else {
-                "path": log_file.path,
-                "written": log_file.written,
-                "lost": log_file.lost,
-                "failures": log_file.failures,
+                "path": logs[0].path,
+                "written": sum(each.written for each in logs),
+                "lost": sum(each.lost for each in logs),
+                "failures": sum(each.failures for each in logs),
             },
             "evidence": None
             if evidence is None

@@ -34,7 +34,7 @@ from agent.threads import in_daemon_thread
 from agent.views import documents
 from agent.views.documents import Json, TimeOf
 from agent.views.events import EventRing
-from agent.waiting import PERIOD_NS, wait_set
+from agent.waiting import PERIOD_NS, sleep_proving, wait_set
 
 MAX_FILES: Final = 16
 MAX_BYTES: Final = 1024 * 1024
@@ -112,7 +112,7 @@ class EvidenceSink:
             if not self._asked.is_set():
                 continue
             written = await self._write_waiting()
-            await asyncio.sleep(pause_s)
+            await sleep_proving(pause_s, self._period_ns, self._prove)
             for effect, path in written:
                 if not await self._rewrite(effect, path):
                     self.keep(effect)

@@ -272,11 +272,10 @@ class HttpSink:
             except TimeoutError:
                 pass
         entries = self._events.since(since)
-        oldest = entries[0].number if entries else self._events.last + 1
         document = documents.events(
             entries,
             last=self._events.last,
-            missed=max(0, oldest - since - 1),
+            missed=self._events.last - since - len(entries),
             time_of=self._agent.time_of,
         )
         return _json(document)

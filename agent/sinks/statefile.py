@@ -20,8 +20,8 @@ import asyncio
 import contextlib
 import errno
 import logging
-import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -42,6 +42,9 @@ MAX_BYTES: Final = 4 * 1024 * 1024
 MIN_INTERVAL_S: Final = 0.5
 """Between two writes; the first change is written at once, and so is a condition that is not in the file:
 a process that dies with the device it watches must not forget it."""
+
+COUNTS_INTERVAL_S: Final = 10.0
+"""Between two writes where nothing but counts changed: a program can change those at will."""
 
 RETRY_FIRST_S: Final = 1.0
 RETRY_CAP_S: Final = 60.0
@@ -154,7 +157,8 @@ class StateFile:
                 continue
             if await self._write_newest():
                 pause_s = RETRY_FIRST_S
-                await self._rest()
+                await self._rest(MIN_INTERVAL_S, self._knows_more_than_the_file)
+                await self._rest_of_counts()
             else:
                 await sleep_proving(pause_s, self._period_ns, self._prove)
                 pause_s = min(2 * pause_s, RETRY_CAP_S)
@@ -167,14 +171,28 @@ class StateFile:
         except TimeoutError:
             return version
 
-    async def _rest(self) -> None:
-        """Wait until the next write is due."""
+    async def _rest_of_counts(self) -> None:
+        """Wait until more than counts is to be written, at most for the pause that counts have."""
+        left_s = COUNTS_INTERVAL_S - MIN_INTERVAL_S
+        while left_s > 0 and not self._knows_more_than_counts():
+            self._prove()
+            await self._rest(min(left_s, self._period_ns / 1e9), self._knows_more_than_counts)
+            left_s -= self._period_ns / 1e9
+
+    async def _rest(self, seconds: float, is_due: Callable[[], bool]) -> None:
+        """Wait until a write is due, or the time is over."""
         try:
-            async with asyncio.timeout(MIN_INTERVAL_S):
-                while not self._knows_more_than_the_file():
+            async with asyncio.timeout(seconds):
+                while not is_due():
                     await self._latest.wait_newer(self._latest.version)
         except TimeoutError:
             return
+
+    def _knows_more_than_counts(self) -> bool:
+        newest = self._latest.value.durable
+        return self._written is None or newest != replace(
+            self._written, xids=newest.xids, kernel_log_read=newest.kernel_log_read
+        )
 
     def _knows_more_than_the_file(self) -> bool:
         written = self._written.conditions if self._written is not None else ()

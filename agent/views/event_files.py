@@ -1,11 +1,13 @@
 """The event log on disk: lines of JSON in a few files, of which the oldest is dropped.
 
-Guarantees: the newest file is the path itself, older ones are ``path.1`` and up. A line that a crash cut
-off is skipped by the reader and ended by the next writer, so it costs one event. What is read is bounded
-by MAX_LINE_BYTES for each line, whatever the files hold.
+Guarantees: the newest file is the path itself, older ones are ``path.1`` and up. What programs can cause at
+will is in files of its own, which take no room of the others; a reader gets all in one order. A line that a
+crash cut off is skipped by the reader and ended by the next writer, so it costs one event. What is read is
+bounded by MAX_LINE_BYTES for each line, whatever the files hold.
 """
 
 import contextlib
+import heapq
 import json
 import os
 from collections.abc import Iterator, Sequence
@@ -19,6 +21,12 @@ FILES: Final = 4
 
 MAX_LINE_BYTES: Final = 16 * 1024
 """An event names at most 16 devices and has some 300 bytes."""
+
+
+def path_of_others(path: str) -> str:
+    """Return where the events are that programs can cause at will."""
+    file = Path(path)
+    return str(file.with_name(f"{file.stem}-other{file.suffix}"))
 
 
 def append(path: str, lines: Sequence[bytes], *, max_bytes: int) -> int:
@@ -74,8 +82,8 @@ def _rotate(path: str) -> None:
 
 
 def exist(path: str) -> bool:
-    """Tell whether any of the files is there."""
-    return any(Path(each).exists() for each in _paths(path))
+    """Return whether any of the files is there."""
+    return any(Path(each).exists() for base in (path, path_of_others(path)) for each in _paths(base))
 
 
 def _paths(path: str) -> tuple[str, ...]:
@@ -85,6 +93,15 @@ def _paths(path: str) -> tuple[str, ...]:
 
 def read(path: str) -> Iterator[dict[str, Any]]:
     """Yield the events of the files, oldest first; raises OSError if one that is there cannot be read."""
+    yield from heapq.merge(_read(path), _read(path_of_others(path)), key=_moment)
+
+
+def _moment(event: dict[str, Any]) -> tuple[str, int]:
+    number = event["number"]
+    return event["time"], number if isinstance(number, int) else 0
+
+
+def _read(path: str) -> Iterator[dict[str, Any]]:
     for each in _paths(path):
         with contextlib.suppress(FileNotFoundError):
             yield from _events_of(each)

@@ -1,16 +1,18 @@
 """The recent entries of the event log, numbered, for those who ask what happened.
 
-Invariants: holds the newest MAX_EVENTS entries; numbers go up by one for ever, so a reader who
-was away too long can tell that it missed some. To be used on the loop's thread only.
+Invariants: holds MAX_EVENTS entries, with a share for each GPU and what happens on it, so that what a program
+repeats evicts no fault and no command; numbers go up by one for ever, so a reader who was away too long can
+tell that it missed some. To be used on the loop's thread only.
 """
 
 import asyncio
-from collections import deque
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 from typing import Final
 
-from agent.model.effects import Event, RecordEvent
+from agent.core.shares import Shares
+from agent.model.effects import Event, EventKind, RecordEvent
+from agent.model.health import Evidence
 
 MAX_EVENTS: Final = 1024
 """Entries kept; some 300 bytes each."""
@@ -25,11 +27,23 @@ class Entry:
     event: Event
 
 
+def is_of_node(event: Event) -> bool:
+    """Return whether an event is of the node: a fault, a command; False: a program can cause it at will."""
+    if event.kind in {EventKind.XID, EventKind.LOSS}:
+        return False
+    return (event.fields or {}).get("evidence") != Evidence.SOFT
+
+
+def _client_of(event: Event) -> Hashable:
+    fields = event.fields or {}
+    return (event.kind, fields.get("uuid"), fields.get("xid", fields.get("reason")))
+
+
 class EventRing:
-    """The newest entries."""
+    """The newest entries, the oldest first."""
 
     def __init__(self, capacity: int = MAX_EVENTS) -> None:
-        self._entries: deque[Entry] = deque(maxlen=capacity)
+        self._entries: Shares[Hashable, int, Entry] = Shares(capacity)
         self._last = 0
         self._appended = asyncio.Event()
 
@@ -39,21 +53,21 @@ class EventRing:
         return self._last
 
     def record(self, effect: RecordEvent) -> Entry:
-        """Append and return an entry; the oldest one goes when there is no room."""
+        """Append and return an entry; where there is no room, one goes of what happened most often."""
         self._last += 1
         entry = Entry(self._last, effect.at_ns, effect.event)
-        self._entries.append(entry)
+        self._entries.put(_client_of(effect.event), entry.number, entry)
         self._appended.set()
         self._appended = asyncio.Event()
         return entry
 
     def since(self, number: int) -> tuple[Entry, ...]:
-        """Return the entries after a number, oldest first; the first one tells if some were missed."""
-        return tuple(entry for entry in self._entries if entry.number > number)
+        """Return the entries after a number, oldest first."""
+        return tuple(each.value for each in self._entries if each.key > number)
 
     def newest_first(self) -> Iterator[Entry]:
         """Return the entries, the newest one first."""
-        return reversed(self._entries)
+        return (each.value for each in reversed(self._entries))
 
     async def wait_newer(self, number: int) -> None:
         """Return once there is an entry after a number."""
