@@ -13,6 +13,8 @@ from agent.config.option import AND_MORE, shown
 
 MAX_BYTES: Final = 128 * 1024
 """A parser in Python reads this in a few seconds; a real file has two kilobytes."""
+MAX_DEPTH: Final = 64
+"""Levels of lists and mappings in one another; a real file has six."""
 MAX_LISTED: Final = 1024
 """Items of a list that are read."""
 MAX_NOTES: Final = 50
@@ -47,7 +49,7 @@ class UnreadableError(Exception):
     """The file as a whole cannot be read; says why."""
 
 
-def tree_of(path: str, raw: bytes, what: str = CONFIGURATION) -> Node | None:
+def tree_of(path: str, raw: bytes, what: str = CONFIGURATION, *, max_depth: int = MAX_DEPTH) -> Node | None:
     """Return the root of a file's tree, None if it holds nothing but comments; or UnreadableError."""
     if len(raw) > MAX_BYTES:
         raise UnreadableError(f"The {what} {path} is over {MAX_BYTES // 1024} KiB")
@@ -60,7 +62,7 @@ def tree_of(path: str, raw: bytes, what: str = CONFIGURATION) -> Node | None:
         raise UnreadableError(f"{path}:{line}: not UTF-8 text") from None
     if what == CONFIGURATION and not text.strip() and os.path.realpath(path) != NOTHING:
         raise UnreadableError(f'{path}:1: is empty; write "version: v1", or name no configuration file')
-    return _compose(path, text)
+    return _compose(path, text, max_depth)
 
 
 def bytes_of(path: str, what: str = CONFIGURATION) -> bytes:
@@ -80,12 +82,27 @@ def bytes_of(path: str, what: str = CONFIGURATION) -> bytes:
         raise UnreadableError(f"Could not read the {what} {path}: {reason}") from None
 
 
-def _compose(path: str, text: str) -> Node | None:
+def _compose(path: str, text: str, max_depth: int) -> Node | None:
     import yaml  # noqa: PLC0415 - 16 ms that a node without a file need not spend
+
+    class Loader(yaml.SafeLoader):
+        """Counts the levels that are open, since each makes every further token more expensive."""
+
+        def fetch_flow_collection_start(self, token: Any) -> None:
+            self._check_depth()
+            super().fetch_flow_collection_start(token)
+
+        def add_indent(self, column: int) -> bool:
+            self._check_depth()
+            return bool(super().add_indent(column))
+
+        def _check_depth(self) -> None:
+            if self.flow_level + len(self.indents) > max_depth:
+                raise yaml.MarkedYAMLError(problem="nested too deeply", problem_mark=self.get_mark())
 
     try:
         # The parser in Python: libyaml's binding overflows the stack on deep nesting.
-        node = yaml.compose(text, Loader=yaml.SafeLoader)
+        node = yaml.compose(text, Loader=Loader)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         line = mark.line + 1 if mark else 1
