@@ -35,7 +35,8 @@ class Gpu:
     name: str
     pci: str
     """PCI address in sysfs form."""
-    memory_bytes: int
+    memory_bytes: int | None
+    """None where the driver does not say."""
     compute_capability: tuple[int, int] | None
     numa_node: int | None
     """None where the kernel knows no node (sysfs says -1, nothing, or nonsense)."""

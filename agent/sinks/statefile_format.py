@@ -47,7 +47,7 @@ class _StoredGpu(msgspec.Struct, omit_defaults=True):
     index: int
     name: str
     pci: str
-    memory_bytes: int
+    memory_bytes: int | None
     minor: int | None = None
     compute_capability: tuple[int, int] | None = None
     numa_node: int | None = None
@@ -178,7 +178,8 @@ def _gpu_of(stored: _StoredGpu) -> Gpu:
         minor=stored.minor,
         name=stored.name,
         pci=stored.pci,
-        memory_bytes=stored.memory_bytes,
+        # Agents before wrote zero where it was unknown.
+        memory_bytes=stored.memory_bytes or None,
         compute_capability=stored.compute_capability,
         numa_node=stored.numa_node,
         serial=stored.serial,

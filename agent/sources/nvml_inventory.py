@@ -95,7 +95,7 @@ def look_at_index(nvml: Nvml, index: int, sys_root: Path) -> Look:
         minor=None,
         name="",
         pci=pci,
-        memory_bytes=0,
+        memory_bytes=None,
         compute_capability=None,
         numa_node=numa_node,
     )
@@ -141,11 +141,12 @@ def _with_details(nvml: Nvml, seen: Sighting) -> Sighting:
         return seen
     handle = seen.handle
     minor: int | None = _unless_unsupported(lambda: nvml.minor(handle), None)
+    memory_bytes: int | None = _unless_unsupported(lambda: nvml.memory_bytes(handle), None)
     capability: tuple[int, int] | None = _unless_unsupported(lambda: nvml.compute_capability(handle), None)
     gpu = replace(
         seen.gpu,
         name=_unless_unsupported(lambda: nvml.name(handle), ""),
-        memory_bytes=_unless_unsupported(lambda: nvml.memory_bytes(handle), 0),
+        memory_bytes=memory_bytes,
         minor=minor,
         compute_capability=capability,
         serial=_if_told(lambda: nvml.serial(handle)),
@@ -279,15 +280,16 @@ def _gpu_instance_profile_name(nvml: Nvml, handle: Handle, gi: int) -> str | Non
     return None
 
 
-def profile_from_attributes(attributes: MigAttributes, gpu_memory_bytes: int) -> str:
+def profile_from_attributes(attributes: MigAttributes, gpu_memory_bytes: int | None) -> str:
     """Return the profile name that NVIDIA's tools would compute: memory in eighths of the GPU's.
 
-    Half a gibibyte is rounded up.
+    Half a gibibyte is rounded up. Where the GPU's memory is unknown it is the slice's own, rounded up.
     Source: NVIDIA/go-nvlib:pkg/nvlib/device/mig_profile.go.
     """
-    total_gb = -(-gpu_memory_bytes // GIB)
-    eighths = -(-attributes.memory_bytes * 8 // gpu_memory_bytes) if gpu_memory_bytes else 0
-    memory_gb = (eighths * total_gb + 4) // 8
+    memory_gb = -(-attributes.memory_bytes // GIB)
+    if gpu_memory_bytes:
+        eighths = -(-attributes.memory_bytes * 8 // gpu_memory_bytes)
+        memory_gb = (eighths * -(-gpu_memory_bytes // GIB) + 4) // 8
     slices = f"{attributes.gpu_slices}g.{memory_gb}gb"
     if attributes.compute_slices == attributes.gpu_slices:
         return slices

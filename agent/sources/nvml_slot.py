@@ -83,7 +83,7 @@ class Slot:
             return self._with_verdict(look, look.failure)
         urgent, self.urgent = self.urgent, False
         sampled = self.sampler.sample(
-            seen.handle, celsius=seen.celsius, total_bytes=seen.gpu.memory_bytes or None, urgent=urgent
+            seen.handle, celsius=seen.celsius, total_bytes=seen.gpu.memory_bytes, urgent=urgent
         )
         return Look(seen, sampled.failure, sampled.sample, sampled.memory)
 

@@ -104,7 +104,7 @@ def _holder(device: Device, snapshot: Snapshot) -> Json:
     return {"allocated": pod is not None, "pod": pod}
 
 
-def _memory_of(device: Device, gpu: Gpu) -> int:
+def _memory_of(device: Device, gpu: Gpu) -> int | None:
     slices = (mig.memory_bytes for mig in gpu.mig_devices if mig.uuid == device.uuid)
     return next(slices, gpu.memory_bytes)
 

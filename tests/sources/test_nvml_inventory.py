@@ -130,11 +130,11 @@ async def test_what_the_driver_does_not_tell_stays_unknown(
     make_node: MakeNode, start_source: StartSource, recorder: Recorder
 ) -> None:
     node = make_node({"preset": FOUR_T4, "gpus": 1})
-    for function in ("nvmlDeviceGetMinorNumber", "nvmlDeviceGetSerial", "nvmlDeviceGetCudaComputeCapability"):
-        node.state.set_return(function, 3)
+    for function in ("MinorNumber", "Serial", "CudaComputeCapability", "MemoryInfo"):
+        node.state.set_return(f"nvmlDeviceGet{function}", 3)
     await start_source(node)
     (gpu,) = await listed(recorder, 1)
-    assert (gpu.minor, gpu.serial, gpu.compute_capability) == (None, None, None)
+    assert (gpu.minor, gpu.serial, gpu.compute_capability, gpu.memory_bytes) == (None, None, None, None)
     await probed(recorder, gpu.uuid)
 
 
@@ -413,14 +413,15 @@ async def test_a_mig_reconfiguration_is_seen(
         ((1, 1), 1000, 12 * 1024, "1g.2gb"),
         ((1, 1), 22 * 1024, 180 * 1024, "1g.23gb"),
         ((3, 3), 60 * 1024, 180 * 1024, "3g.68gb"),
+        ((1, 1), 4864, None, "1g.5gb"),
     ],
 )
 def test_the_profile_follows_from_the_size_where_nothing_names_it(
-    slices: tuple[int, int], memory_mib: int, total_mib: int, name: str
+    slices: tuple[int, int], memory_mib: int, total_mib: int | None, name: str
 ) -> None:
     gpu_slices, compute_slices = slices
     attributes = MigAttributes(gpu_slices, compute_slices, memory_mib << 20)
-    assert profile_from_attributes(attributes, total_mib << 20) == name
+    assert profile_from_attributes(attributes, total_mib and total_mib << 20) == name
 
 
 def test_the_names_that_are_computed_are_those_that_the_driver_gives_on_every_preset() -> None:
