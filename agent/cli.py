@@ -48,7 +48,7 @@ GROUPS: Final = {
         Command("status", "Show the running agent and why the node is not ready", "agent.commands.status"),
         Command("devices", "Show each device, its health and the reason", "agent.commands.devices"),
         Command("topology", "Show how the GPUs are connected", "agent.commands.topology"),
-        Command("contexts", "Show each process on a GPU and its CUDA contexts", "agent.commands.contexts"),
+        Command("contexts", "Show each process on a GPU and its contexts", "agent.commands.contexts"),
         Command("owners", "Show who was given each GPU, and who really uses it", "agent.commands.owners"),
         Command("trace", "Show the driver calls of one process, live", "agent.commands.trace"),
         Command("events", "Show what happened", "agent.commands.events"),

@@ -101,6 +101,7 @@ def test_a_process_is_told_with_its_pod_its_contexts_and_its_memory() -> None:
                 "gpu": 0,
                 "fds": 5,
                 "contexts": 2,
+                "contexts_compute": None,
                 "contexts_allocated": 2,
                 "contexts_freed": 0,
                 "memory_bytes": 512 * MIB,
@@ -338,7 +339,7 @@ def test_who_reads_the_table_is_told_what_it_is_worth() -> None:
     document = contexts_of(in_use())
     assert list(notes(document)) == []
     assert list(notes(document | {"certainty": "unverified"})) == [
-        "Contexts are inferred: nobody has compared them with CUDA on this driver version"
+        "Contexts are inferred, of compute or graphics: not compared with CUDA on this driver version"
     ]
     assert list(notes(document | {"complete": False, "incomplete_because": "events were lost"})) == [
         "Not complete: events were lost"

@@ -70,7 +70,7 @@ def notes(document: dict[str, Any]) -> Iterator[str]:
         why = f": {probe['message']}" if probe.get("message") else ""
         yield f"Contexts are not known, only who has files open{why}"
     elif document["certainty"] == "unverified":
-        yield "Contexts are inferred: nobody has compared them with CUDA on this driver version"
+        yield "Contexts are inferred, of compute or graphics: not compared with CUDA on this driver version"
     if not document["complete"]:
         yield f"Not complete: {document['incomplete_because']}"
 

@@ -113,7 +113,7 @@ def _conditions(state: State, found: leaks.Leaks, now_ns: int) -> conditions.Con
             continue
         key = _key(kind, place)
         lasting.add(key)
-        details = leaks.details_of(kind, suspects, state.usage, state.policy.leaks, now_ns)
+        details = leaks.details_of(kind, suspects, state.usage, state.policy.leaks)
         active = conditions.raised(
             active,
             source=key.source,

@@ -1,10 +1,12 @@
 """Whether a process keeps making contexts and frees hardly any: one window for each process and GPU.
 
-Invariants: numbers alone are no growth, for a server may well have many contexts. What a process makes
-in its first minutes is its set-up. A window holds a bounded number of samples.
+Invariants: numbers alone are no growth, for a server may well have many contexts, nor is a single step to
+more of them. What a process makes in its first minutes is its set-up. A window holds a bounded number of
+samples. What grew is over once half of the most it had is freed, not when it stops growing.
 """
 
 from collections.abc import Iterator, Mapping
+from itertools import chain, pairwise
 from typing import Final, NamedTuple
 
 from agent.model.health import LeakKind
@@ -14,6 +16,9 @@ from agent.model.usage import GpuHold, ProcessKey, ProcessUse, Usage
 
 PARTS: Final = 20
 """Samples of a window."""
+
+MIN_STEPS: Final = 2
+"""Parts of a window in which what grows has to rise."""
 
 MAX_WINDOWS: Final = 4_096
 """Processes and GPUs that are followed; when there are more, those that came first are."""
@@ -80,7 +85,26 @@ def growth(process: ProcessUse, hold: GpuHold, window: Window, policy: LeakPolic
     is_counted = hold.contexts is not None and not process.partial
     if is_counted or hold.fds - window[0].fds < policy.growth_fds:
         return None
-    return LeakKind.FD_GROWTH if hold.fds == max(each.peak_fds for each in window) else None
+    if hold.fds != max(each.peak_fds for each in window):
+        return None
+    return (
+        LeakKind.FD_GROWTH
+        if _steps(*((each.fds, each.peak_fds) for each in window), (hold.fds,)) >= MIN_STEPS
+        else None
+    )
+
+
+def is_over(kind: LeakKind, hold: GpuHold, worst: int, policy: LeakPolicy) -> bool:
+    """Return whether a process has freed half of the most that it had when it grew."""
+    if kind is LeakKind.FD_GROWTH:
+        return hold.fds <= worst // 2
+    live = hold.contexts or 0
+    return live <= worst // 2 or live < policy.growth_min_live
+
+
+def _steps(*parts: tuple[int, ...]) -> int:
+    """Return how often a figure rose, from the beginning of a part to its peak and to the next part."""
+    return sum(later > earlier for earlier, later in pairwise(chain.from_iterable(parts)))
 
 
 def next_part_at(window: Window, policy: LeakPolicy) -> list[int]:
@@ -104,6 +128,7 @@ def _is_growing(hold: GpuHold, live: int, window: Window, policy: LeakPolicy) ->
         and made >= policy.growth_min_new
         and 100 * freed <= policy.growth_freed_percent * made
         and live - base.live >= policy.growth_min_new
+        and _steps(*((each.live, each.peak_live) for each in window), (live,)) >= MIN_STEPS
         and live == max(each.peak_live for each in window)
     )
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Final, NamedTuple
 
-from agent.core.growth import Name, Windows, growth
+from agent.core.growth import Name, Windows, growth, is_over
 from agent.core.ownership import (
     Given,
     holding,
@@ -41,6 +41,20 @@ from agent.model.usage import (
 )
 
 
+class Growth(NamedTuple):
+    """That a process makes contexts or opens files and frees hardly any."""
+
+    kind: LeakKind
+    worst: int | None
+    """The most that it had; None: unknown."""
+    at_ns: int
+    """When it was last seen to grow."""
+    known: bool = True
+
+
+GROWING: Final = (LeakKind.CTX_GROWTH, LeakKind.FD_GROWTH)
+
+
 class SuspectKey(NamedTuple):
     """What makes two looks see the same thing."""
 
@@ -68,6 +82,10 @@ class Suspect:
     told: bool = False
     inherited: bool = False
     """An earlier process of the agent found it, and what is known now may not be enough to find it again."""
+    worst: int | None = None
+    """Of what grows, the most that there was; None: only an earlier process of the agent counted it."""
+    grown_ns: int = 0
+    """When it was last seen to grow."""
 
 
 Seen = Iterable[Suspect] | None
@@ -93,8 +111,10 @@ class Scene:
     """The processes of which something may be told."""
     workers: tuple[ProcessUse, ...] = ()
     """Those of them that do no work of others: what a server has is not its own."""
-    growing: Mapping[Name, LeakKind] = field(default_factory=dict)
-    """The processes and GPUs that show growth, and which."""
+    before: Mapping[SuspectKey, Suspect] = field(default_factory=dict)
+    """What was found at the moment before."""
+    growing: Mapping[Name, Growth] = field(default_factory=dict)
+    """The processes and GPUs that show growth, or have not freed what they grew by."""
 
     def user(self, process: ProcessUse, gpu: GpuUuid) -> MemoryUser | None:
         """Return what NVML lists of a process on a GPU."""
@@ -206,14 +226,21 @@ def _grown(kind: LeakKind, scene: Scene) -> Seen:
     usage = scene.usage
     if usage is None or usage.is_blind:
         return None
-    if usage.complete and kind not in scene.growing.values():
+    if usage.complete and not scene.growing:
         return []
-    return [
-        _suspect(kind, process, hold, scene, 0, known=usage.is_whole(hold.gpu))
-        for process in scene.workers
-        for hold in process.holds
-        if scene.growing.get((process.key, hold.gpu)) is kind or not usage.is_whole(hold.gpu)
-    ]
+    found = []
+    for process in scene.workers:
+        for hold in process.holds:
+            shown = scene.growing.get((process.key, hold.gpu))
+            is_whole = usage.is_whole(hold.gpu)
+            if is_whole and (shown is None or shown.kind is not kind):
+                continue
+            known = is_whole and shown is not None and shown.known
+            suspect = _suspect(kind, process, hold, scene, 0, known=known)
+            if shown is not None:
+                suspect = replace(suspect, worst=shown.worst, grown_ns=shown.at_ns)
+            found.append(suspect)
+    return found
 
 
 # Of who should not be there, and of what nobody has
@@ -323,20 +350,41 @@ def prepared(scene: Scene) -> Scene:
     """Return a scene with what several rules need of every process, found out once."""
     if scene.usage is None:
         return scene
-    growing = {}
+    growing: dict[Name, Growth] = {}
     policy = scene.policy
     watched = tuple([each for each in scene.usage.processes if not scene.is_free(each)])
     workers = tuple(
         [each for each in watched if not is_service(each, policy.servers, policy.namespaces, scene.pods)]
     )
-    if scene.windows:
+    if scene.windows or scene.before:
         for process in workers:
             for hold in process.holds:
-                window = scene.windows.get((process.key, hold.gpu))
-                kind = growth(process, hold, window, scene.policy) if window else None
-                if kind is not None:
-                    growing[process.key, hold.gpu] = kind
+                shown = _growth_of(process, hold, scene)
+                if shown is not None:
+                    growing[process.key, hold.gpu] = shown
     return replace(scene, watched=watched, workers=workers, growing=growing)
+
+
+def _growth_of(process: ProcessUse, hold: GpuHold, scene: Scene) -> Growth | None:
+    """Return the growth that a process shows, or showed and has not freed."""
+    window = scene.windows.get((process.key, hold.gpu))
+    now = growth(process, hold, window, scene.policy) if window else None
+    for kind in GROWING if now is None else (now,):
+        key = SuspectKey(kind, process.key, Placement(hold.gpu))
+        before = scene.before.get(key)
+        amount = (hold.contexts or 0) if kind is LeakKind.CTX_GROWTH else hold.fds
+        if now is not None:
+            worst = (before and before.worst) or 0
+            return Growth(kind, max(amount, worst), scene.now_ns)
+        if before is None or not before.told:
+            continue
+        if before.worst is None and process.partial:
+            # What an earlier process of the agent counted cannot be counted any more.
+            return Growth(kind, None, before.grown_ns, known=False)
+        worst = before.worst if before.worst is not None else (before.contexts or 0)
+        if not is_over(kind, hold, worst, scene.policy):
+            return Growth(kind, worst, before.grown_ns)
+    return None
 
 
 RULES: Final[Mapping[LeakKind, Callable[[Scene], Seen]]] = {

@@ -66,7 +66,7 @@ def step(leaks: Leaks, scene: Scene) -> Leaks:
     if scene.usage is not None and not scene.usage.is_blind:
         windows = followed(scene.usage, leaks.windows, scene.policy, scene.now_ns)
         leaks = leaks if windows is leaks.windows else replace(leaks, windows=windows)
-    scene = prepared(replace(scene, windows=leaks.windows))
+    scene = prepared(replace(scene, windows=leaks.windows, before=leaks.suspects))
     suspects: dict[SuspectKey, Suspect] = {}
     before: dict[LeakKind, dict[SuspectKey, Suspect]] = {kind: {} for kind in RULES}
     for key, suspect in leaks.suspects.items():
@@ -131,11 +131,10 @@ def _due_at(suspects: Mapping[SuspectKey, Suspect], scene: Scene, begun_ns: int)
         times += warm_at(scene.usage, scene.policy, scene.now_ns)
     elif suspects:
         times.append(begun_ns + AWAITED_NS)
-    for key, suspect in suspects.items():
+    for key in suspects:
         if key.kind in {LeakKind.CTX_GROWTH, LeakKind.FD_GROWTH} and key.who and key.where:
             window = scene.windows.get((key.who, key.where.gpu), ())
             times += next_part_at(window, scene.policy)
-            times.append(_critical_at(suspect, scene.policy))
     return min((at_ns for at_ns in times if at_ns > scene.now_ns), default=None)
 
 
@@ -205,7 +204,7 @@ def grouped(leaks: Leaks) -> Mapping[tuple[LeakKind, Placement], tuple[Suspect, 
 
 
 def details_of(
-    kind: LeakKind, findings: Iterable[Suspect], usage: Usage | None, policy: LeakPolicy, now_ns: int
+    kind: LeakKind, findings: Iterable[Suspect], usage: Usage | None, policy: LeakPolicy
 ) -> Details:
     """Return what findings of one kind at one place rest on, together."""
     found = tuple(findings)
@@ -219,26 +218,24 @@ def details_of(
         used_bytes=total(finding.used_bytes for finding in found),
         incomplete=usage is not None and not usage.complete,
         certainty="verified" if usage is None else usage.certainty,
-        critical=any(_is_critical(finding, policy, now_ns) for finding in found),
+        critical=any(_is_critical(finding, policy) for finding in found),
     )
 
 
-def _is_critical(finding: Suspect, policy: LeakPolicy, now_ns: int) -> bool:
+def _is_critical(finding: Suspect, policy: LeakPolicy) -> bool:
     if finding.key.kind is not LeakKind.CTX_GROWTH:
         return False
     is_many = (finding.contexts or 0) >= policy.growth_critical_live
-    return is_many or now_ns >= _critical_at(finding, policy)
-
-
-def _critical_at(finding: Suspect, policy: LeakPolicy) -> int:
-    return finding.since_ns + LONG * policy.growth_window_ns
+    return is_many or finding.grown_ns - finding.since_ns >= LONG * policy.growth_window_ns
 
 
 def message_of(details: Details, policy: LeakPolicy) -> str:  # noqa: PLR0911 - a table
     """Return what is found in one sentence, without pids and names of pods: it is shown to everyone."""
     count = details.more + sum(each.role == "holder" for each in details.culprits)
     processes, s = counted(count, "process", "processes"), "s" if count == 1 else ""
-    contexts = "Contexts" if details.contexts is None else counted(details.contexts, "context")
+    # Graphics make the same object, and on this driver version nobody has told them apart yet.
+    kind = "context" if details.certainty == "verified" else "compute or graphics context"
+    contexts = "Contexts" if details.contexts is None else counted(details.contexts, kind)
     be = "is" if details.contexts == 1 else "are"
     memory = "" if details.used_bytes is None else f" and {_mebibytes(details.used_bytes)} of its memory"
     match details.kind:

@@ -189,7 +189,7 @@ MEANINGS: Final[Mapping[Reason, Meaning]] = {
         _WARNING,
         _SOFT,
         _CLEARS,
-        "CUDA contexts are held by processes that should have let go of them",
+        "Contexts are held by processes that should have let go of them",
         "gpu-agent owners names the processes; end them, or fix what they leak",
     ),
     Reason.MEMORY_HELD_NO_PROCESS: Meaning(
@@ -217,7 +217,7 @@ MEANINGS: Final[Mapping[Reason, Meaning]] = {
         _INFO,
         _SOFT,
         _CLEARS,
-        "Very many CUDA contexts are on one GPU",
+        "Very many contexts are on one GPU",
         "gpu-agent contexts names who has them; each takes memory",
     ),
 }

@@ -21,7 +21,7 @@ NO_INSTANCE: Final = 0xFFFFFFFF
 
 
 class Marker(NamedTuple):
-    """Which object stands for a CUDA context.
+    """Which object stands for a context: of CUDA, or of graphics, which make it too.
 
     Each context has one FERMI_CONTEXT_SHARE_A. Other marks, should a driver differ: the debugger object
     (0x83de), or the channel groups (0xa06c), of which a context makes several at once: those of one

@@ -4,7 +4,8 @@ Invariants: what did not change is the same object as before, so whoever compare
 identity. Sums by GPU follow by what was taken away and what was put in.
 """
 
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Final
 
@@ -178,13 +179,13 @@ class UseRecords:
         """Return what is told of a process; None: nobody has looked at it, or it has nothing."""
         if process.look is None or not process.is_known:
             return None
-        contexts = self._contexts_of(process)
+        contexts, compute = self._contexts_of(process)
         if not process.files and not contexts:
             return None
         return ProcessUse(
             look=process.look,
             since_ns=process.since_ns,
-            holds=self._holds_of(process, contexts),
+            holds=self._holds_of(process, contexts, compute),
             files=len(process.files) if self._is_probe else None,
             fds=sum(process.files.values()),
             exiting_since_ns=process.exiting_ns,
@@ -193,7 +194,9 @@ class UseRecords:
             is_agent=process.pid == self._agent_pid,
         )
 
-    def _holds_of(self, process: Process, contexts: Mapping[GpuUuid | None, int]) -> tuple[GpuHold, ...]:
+    def _holds_of(
+        self, process: Process, contexts: Counter[GpuUuid | None], compute: Counter[GpuUuid | None]
+    ) -> tuple[GpuHold, ...]:
         fds = self._fds_of(process)
         freed = self._clients.freed.get(process.number, {})
         gpus = sorted({gpu for gpu in (*fds, *contexts) if gpu is not None})
@@ -206,17 +209,22 @@ class UseRecords:
                 contexts=contexts.get(gpu, 0) if self._is_probe else None,
                 allocated=contexts.get(gpu, 0) + freed.get(gpu, 0),
                 freed=freed.get(gpu, 0),
+                compute=compute[gpu] if self._is_probe else None,
                 slices=tuple(place for place in slices if place.gpu == gpu),
             )
             for gpu in gpus
         )
 
-    def _contexts_of(self, process: Process) -> dict[GpuUuid | None, int]:
-        found: dict[GpuUuid | None, int] = {}
+    def _contexts_of(self, process: Process) -> tuple[Counter[GpuUuid | None], Counter[GpuUuid | None]]:
+        """Return all contexts by GPU, and those of clients that use unified memory."""
+        found: Counter[GpuUuid | None] = Counter()
+        compute: Counter[GpuUuid | None] = Counter()
         for client in self._clients.of_owner(process.number):
-            for gpu, count in self._clients.contexts(client).items():
-                found[gpu] = found.get(gpu, 0) + count
-        return found
+            contexts = self._clients.contexts(client)
+            found.update(contexts)
+            if client.gpus:
+                compute.update(contexts)
+        return found, compute
 
     def _fds_of(self, process: Process) -> dict[GpuUuid | None, int]:
         """Return descriptors by GPU; None is what all GPUs share."""

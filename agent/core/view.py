@@ -242,9 +242,7 @@ def _use_findings(state: State) -> Iterator[Finding]:
         yield Finding(reason, _joined(told), tuple(gpus), used_bytes=total(figures))
     unplaced = [each for each in state.leaks.findings() if each.place is None and each.key.kind in BLOCKING]
     if unplaced:
-        details = details_of(
-            unplaced[0].key.kind, unplaced[:1], state.usage, state.policy.leaks, state.changed_ns
-        )
+        details = details_of(unplaced[0].key.kind, unplaced[:1], state.usage, state.policy.leaks)
         yield Finding(REASONS[details.kind], message_of(details, state.policy.leaks))
 
 

@@ -90,10 +90,13 @@ class GpuHold:
     fds: int
     """Descriptors on files of this GPU; where the process holds no other GPU, those on shared files too."""
     contexts: int | None
-    """Live CUDA contexts; None where only /proc could be read."""
+    """Live contexts, of compute or graphics; None where only /proc could be read."""
     allocated: int = 0
     """Contexts it made since it was first seen; only grows."""
     freed: int = 0
+    compute: int | None = None
+    """At least so many of the contexts are of compute: their clients use unified memory, as CUDA does and
+    graphics do not; None where only /proc could be read."""
     slices: tuple[Placement, ...] = ()
     """The MIG devices that it has opened; empty: none seen, it may use the GPU as a whole."""
 

@@ -91,6 +91,7 @@ def _hold(hold: GpuHold, process: ProcessUse, snapshot: Snapshot) -> Json:
         "gpu": _index(snapshot, hold.gpu),
         "fds": hold.fds,
         "contexts": hold.contexts,
+        "contexts_compute": hold.compute,
         "contexts_allocated": hold.allocated,
         "contexts_freed": hold.freed,
         "memory_bytes": None if user is None else user.used_bytes,

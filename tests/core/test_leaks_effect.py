@@ -108,14 +108,17 @@ def test_the_device_comes_back_when_the_leak_is_over(leak: GpuUseSeen) -> None:
 
 
 def growing() -> list[GpuUseSeen]:
-    return [seen(process(7, hold(contexts=count), pod=POD_B)) for count in (4, 7)]
+    return [seen(process(7, hold(contexts=count), pod=POD_B)) for count in (4, 6, 7)]
 
 
 @pytest.mark.parametrize(
     ("facts", "kind"),
     [
         ([allocated((U1, "ns1/job-b")), *growing()], LeakKind.CTX_GROWTH),
-        ([seen(process(7, hold(contexts=None, fds=fds), pod=POD_B)) for fds in (4, 94)], LeakKind.FD_GROWTH),
+        (
+            [seen(process(7, hold(contexts=None, fds=fds), pod=POD_B)) for fds in (4, 50, 94)],
+            LeakKind.FD_GROWTH,
+        ),
         ([seen(process(7))], LeakKind.FOREIGN_PROCESS),
         ([seen(), memory(used=9000)], LeakKind.MEMORY_HELD),
     ],
@@ -123,7 +126,9 @@ def growing() -> list[GpuUseSeen]:
 def test_what_is_less_than_certain_never_takes_a_device_out(facts: list[object], kind: LeakKind) -> None:
     everything = frozenset(Reason)
     on = node(replace(FLIP, soft_flips=everything))
-    on.tell(*facts)  # type: ignore[arg-type]
+    for fact in facts:
+        on.tell(fact)  # type: ignore[arg-type]
+        on.until(on.now_ns + 31 * S)
     assert found(on, kind)
     assert on.unhealthy() == set()
 

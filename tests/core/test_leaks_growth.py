@@ -52,6 +52,10 @@ class Job:
         self.tell()
         return self
 
+    def leaks(self, count: int) -> "Job":
+        """Make so many in two steps."""
+        return self.makes(count - 1).waits(W // PARTS).makes()
+
     def frees(self, count: int = 1) -> "Job":
         self.live -= count
         self.freed += count
@@ -86,8 +90,8 @@ def test_a_process_that_makes_contexts_and_frees_none_grows() -> None:
 
 
 def test_three_new_ones_are_growth_only_from_four_on() -> None:
-    assert grown(Job(live=0).waits(S).makes(3).on) == []
-    assert len(grown(Job(live=1).waits(S).makes(3).on)) == 1
+    assert grown(Job(live=0).waits(S).leaks(3).on) == []
+    assert len(grown(Job(live=1).waits(S).leaks(3).on)) == 1
     assert grown(Job(live=9).waits(S).makes(2).on) == []
 
 
@@ -100,33 +104,37 @@ def test_to_have_many_is_no_growth() -> None:
 def test_what_a_process_makes_while_it_sets_itself_up_is_no_growth() -> None:
     job = Job(live=0, age_ns=0).makes(3).waits(60 * S).makes(3).waits(59 * S).makes(2).waits(2 * S)
     assert grown(job.on) == []
-    job.makes(2)
+    job.makes(2).waits(W // PARTS)
     assert grown(job.on) == []
     job.makes(1)
     assert len(grown(job.on)) == 1
+
+
+def test_a_single_step_to_more_is_no_growth() -> None:
+    assert grown(Job(live=4).waits(S).makes(9).waits(W + S).on) == []
 
 
 def test_the_set_up_ends_at_its_time_although_nothing_is_told_then() -> None:
     job = Job(live=4, age_ns=WARM_NS - 5 * S)
     job.on.until(job.on.now_ns + 5 * S)
     job.on.after(0)
-    job.makes(3)
+    job.leaks(3)
     assert len(grown(job.on)) == 1
     early = Job(live=4, age_ns=WARM_NS - 5 * S)
     early.on.until(early.on.now_ns + 5 * S - 1)
-    early.makes(3).waits(W)
+    early.leaks(3).waits(W)
     assert grown(early.on) == []
 
 
 @pytest.mark.parametrize(("freed", "grows"), [(0, True), (1, True), (2, True), (3, False), (5, False)])
 def test_who_frees_more_than_a_fifth_of_what_it_makes_does_not_leak(freed: int, *, grows: bool) -> None:
     """Ten are made, twice the freed ones before."""
-    job = Job(live=4).waits(S).makes(freed).frees(freed).makes(10 - freed)
+    job = Job(live=4).waits(S).makes(freed).frees(freed).leaks(10 - freed)
     assert (len(grown(job.on)) == 1) is grows
 
 
 def test_what_was_freed_before_the_window_excuses_nothing() -> None:
-    job = Job(live=4, age_ns=0).makes(50).frees(50).waits(WARM_NS + S).makes(3)
+    job = Job(live=4, age_ns=0).makes(50).frees(50).waits(WARM_NS + S).leaks(3)
     assert len(grown(job.on)) == 1
 
 
@@ -134,22 +142,27 @@ def test_who_had_more_in_the_window_does_not_grow() -> None:
     job = Job(live=4).waits(S).makes(20).waits(60 * S).frees(1)
     assert grown(job.on) == []
     job.makes(1)
-    assert len(grown(job.on)) == 1
-
-
-def test_growth_is_over_when_the_window_has_passed() -> None:
-    job = Job(live=4).waits(S).makes(3)
-    last_ns = job.on.now_ns
-    assert len(grown(job.on)) == 1
-    job.on.until(last_ns + W - 2 * S)
-    job.tell()
-    assert len(grown(job.on)) == 1
-    job.on.until(last_ns + W)
     assert grown(job.on) == []
+    job.makes(1)
+    assert len(grown(job.on)) == 1
+
+
+@pytest.mark.parametrize(("freed", "is_over"), [(0, False), (3, False), (4, True)])
+def test_growth_is_over_when_half_of_the_most_is_freed(freed: int, *, is_over: bool) -> None:
+    """It stays while a plateau holds what was made; three of seven are not half."""
+    job = Job(live=4).waits(S).leaks(3).waits(2 * W)
+    assert [told.critical for told in grown(job.on)] == [False]
+    job.frees(freed)
+    assert (grown(job.on) == []) is is_over
+    assert (grown(job.makes(1).on) == []) is is_over
+
+
+def test_a_plateau_alone_never_becomes_critical() -> None:
+    assert [told.critical for told in grown(Job(live=4).waits(S).leaks(3).waits(5 * W).on)] == [False]
 
 
 def test_growth_ends_although_nothing_is_told() -> None:
-    job = Job(live=4).waits(S).makes(3)
+    job = Job(live=4).waits(S).leaks(3)
     job.on.until(job.on.now_ns + 80 * S)
     assert len(grown(job.on)) == 1
 
@@ -171,26 +184,23 @@ def test_growth_that_goes_on_becomes_critical() -> None:
         job.waits(180 * S).makes()
         assert [told.critical for told in grown(job.on)] == [False]
     assert job.live < DEFAULT.leaks.growth_critical_live
-    job.on.until(begun_ns + 3 * W - 1)
-    job.on.after(0)
-    assert [told.critical for told in grown(job.on)] == [False]
-    job.on.after(1)
+    job.waits(180 * S).makes()
     assert [told.critical for told in grown(job.on)] == [True]
 
 
 @pytest.mark.parametrize(("live", "critical"), [(15, False), (16, True)])
 def test_growth_that_went_far_is_critical(live: int, *, critical: bool) -> None:
-    job = Job(live=live - 3).waits(S).makes(3)
+    job = Job(live=live - 3).waits(S).leaks(3)
     assert [told.critical for told in grown(job.on)] == [critical]
 
 
 def test_a_server_for_others_may_grow() -> None:
-    assert grown(Job(live=4, service="nvidia-cuda-mps-server").waits(S).makes(9).on) == []
-    assert grown(Job(live=4, service="nv-hostengine").waits(S).makes(9).on) == []
+    assert grown(Job(live=4, service="nvidia-cuda-mps-server").waits(S).leaks(9).on) == []
+    assert grown(Job(live=4, service="nv-hostengine").waits(S).leaks(9).on) == []
 
 
 def test_an_incomplete_picture_shows_no_growth_and_ends_none() -> None:
-    job = Job(live=4).waits(S)
+    job = Job(live=4).waits(S).makes(3).waits(W // PARTS)
     more = process(7, GpuHold(U0, 9, 9, allocated=9, freed=0), since_ns=job.since_ns)
     job.on.tell(seen(more, complete=False))
     assert grown(job.on) == []
@@ -204,7 +214,7 @@ def test_an_incomplete_picture_shows_no_growth_and_ends_none() -> None:
 
 @pytest.mark.parametrize(("doubted", "is_told"), [(U0, False), (U1, True)])
 def test_growth_is_seen_but_on_gpus_in_doubt(doubted: GpuUuid, *, is_told: bool) -> None:
-    job = Job(live=4).waits(S)
+    job = Job(live=4).waits(S).makes(3).waits(W // PARTS)
     more = process(7, GpuHold(U0, 9, 9, allocated=9, freed=0), since_ns=job.since_ns)
     fewer = process(7, GpuHold(U0, 9, 1, allocated=9, freed=8), since_ns=job.since_ns)
     job.on.tell(seen(more, doubted=[doubted]))
@@ -216,15 +226,16 @@ def test_growth_is_seen_but_on_gpus_in_doubt(doubted: GpuUuid, *, is_told: bool)
 
 
 def test_a_process_with_the_pid_of_one_that_grew_begins_anew() -> None:
-    job = Job(live=4).waits(S).makes(3)
+    job = Job(live=4).waits(S).leaks(3)
     job.on.tell(seen(process(7, hold(contexts=9), start=9000, since_ns=0)))
     assert grown(job.on) == []
 
 
 def test_growth_on_one_gpu_says_nothing_of_another() -> None:
     on = node(with_leaks(foreign_process_ns=10**18, growth_warm_up_ns=0))
-    on.tell(seen(process(7, hold(U0, 4), hold(U1, 4))))
-    on.tell(seen(process(7, hold(U0, 7), hold(U1, 4))))
+    for live in (4, 6, 7):
+        on.tell(seen(process(7, hold(U0, live), hold(U1, 4))))
+        on.until(on.now_ns + W // PARTS)
     assert [each.placement.gpu for each in found(on, LeakKind.CTX_GROWTH)] == [U0]
 
 
@@ -240,9 +251,11 @@ def test_descriptors_tell_of_growth_where_contexts_are_not_known(*, partial: boo
     job = Job(live=0, partial=partial)
     job.contexts_known = partial
     job.tell()
-    job.waits(S).opens(89)
+    job.waits(S).opens(89).waits(W // PARTS)
     assert fds_grown(job.on) == 0
     job.opens(1)
+    assert fds_grown(job.on) == 1
+    job.opens(-49)
     assert fds_grown(job.on) == 1
     job.opens(-1)
     assert fds_grown(job.on) == 0
@@ -252,16 +265,16 @@ def test_descriptors_that_fell_once_are_no_growth() -> None:
     job = Job(live=0)
     job.contexts_known = False
     job.tell()
-    job.waits(S).opens(200).opens(-5).opens(4)
+    job.waits(S).opens(200).waits(W // PARTS).opens(-5).opens(4)
     assert fds_grown(job.on) == 0
 
 
 def test_where_contexts_are_known_descriptors_say_nothing() -> None:
-    assert fds_grown(Job(live=1).waits(S).opens(500).on) == 0
+    assert fds_grown(Job(live=1).waits(S).opens(400).waits(W // PARTS).opens(100).on) == 0
 
 
 def test_growth_of_contexts_is_not_told_as_growth_of_descriptors_too() -> None:
-    job = Job(live=4, partial=True).waits(S).opens(200).makes(3)
+    job = Job(live=4, partial=True).waits(S).opens(200).leaks(3).opens(1)
     assert (len(grown(job.on)), fds_grown(job.on)) == (1, 0)
 
 
