@@ -142,6 +142,7 @@ _Quiet = (
     | facts.Registered
     | facts.RegistrationFailed
     | facts.WatchersChanged
+    | facts.SocketFreed
     | facts.ListWritten
     | facts.KubeletCounted
     | facts.MpsSeen
@@ -214,6 +215,7 @@ def _known(state: State, fact: _Quiet, now_ns: int) -> State:  # noqa: C901, PLR
             | facts.RegistrationFailed()
             | facts.WatchersChanged()
             | facts.ListWritten()
+            | facts.SocketFreed()
             | facts.OwnSocketLost()
         ):
             return _registration_told(state, fact, now_ns)

@@ -21,6 +21,7 @@ from agent.model.facts import (
     RegisterSent,
     RegistrationFailed,
     RegistrationFailure,
+    SocketFreed,
     WatchersChanged,
 )
 from agent.model.ids import DeviceId, SocketIdentity
@@ -92,13 +93,23 @@ class Registration:
         return self.phase is RegistrationPhase.WAITING and self.message == WAIT_FOR_PROBES
 
 
-Told = RegisterSent | Registered | RegistrationFailed | WatchersChanged | OwnSocketLost | ListWritten
+Told = (
+    RegisterSent
+    | Registered
+    | RegistrationFailed
+    | WatchersChanged
+    | OwnSocketLost
+    | SocketFreed
+    | ListWritten
+)
 
 
 def told(  # noqa: PLR0911 (a table)
     standing: Registration, fact: Told, *, policy: Policy, now_ns: int
 ) -> Registration:
     """Return the standing after the owner of the plugin socket, or who watches it, told something."""
+    if isinstance(fact, SocketFreed):
+        return _freed(standing, fact, now_ns)
     is_given_up = standing.phase in {RegistrationPhase.WAITING, RegistrationPhase.BACKING_OFF}
     if standing.generation != fact.generation or is_given_up:
         return standing
@@ -234,6 +245,16 @@ def _failed(standing: Registration, fact: RegistrationFailed, policy: Policy, no
         retry_at_ns=now_ns + (UNREACHABLE_NS if fast else UNREACHABLE_SLOW_NS),
         message=fact.message,
     )
+
+
+def _freed(standing: Registration, fact: SocketFreed, now_ns: int) -> Registration:
+    """Return the standing after another process has left our socket's path.
+
+    The kubelet needs a moment to miss that process, whose end would take the new registration along.
+    """
+    if standing.generation != fact.generation or standing.retry_at_ns is None:
+        return standing
+    return replace(standing, retry_at_ns=min(standing.retry_at_ns, now_ns + REJECTED_FIRST_NS))
 
 
 def _streams_changed(standing: Registration, live: int, policy: Policy, now_ns: int) -> Registration:

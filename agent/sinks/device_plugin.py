@@ -33,7 +33,14 @@ from agent.bus import Inbox, Latest
 from agent.core.freshness import Terms
 from agent.log import fields
 from agent.model.effects import RegisterResource
-from agent.model.facts import Fact, Registered, RegisterSent, RegistrationFailed, RegistrationFailure
+from agent.model.facts import (
+    Fact,
+    Registered,
+    RegisterSent,
+    RegistrationFailed,
+    RegistrationFailure,
+    SocketFreed,
+)
 from agent.model.ids import NO_KUBELET, Part, ResourceName, SocketIdentity
 from agent.model.parts import LIST_AND_WATCH
 from agent.model.policy import SECOND_NS
@@ -45,7 +52,7 @@ from agent.sinks.plugin_answers import CdiSpecs
 from agent.sinks.plugin_endpoint import Endpoint
 from agent.sinks.plugin_service import ListSent, PluginService, ServiceStatistics
 from agent.sinks.plugin_socket import NotRegisteredError, clear_leftovers, identity_of, socket_path
-from agent.sinks.registration_client import REGISTER_TIMEOUT_S, answers, connect, register
+from agent.sinks.registration_client import REGISTER_TIMEOUT_S, answers, connect, register, wait_unserved
 from agent.threads import in_daemon_thread
 from agent.unix_channel import UnixChannel
 
@@ -80,6 +87,8 @@ class _Slot:
     asked: SocketIdentity | None = None
     """The kubelet that the attempt has sent Register to."""
     call: asyncio.Task[NotRegisteredError | None] | None = None
+    other: asyncio.Task[None] | None = None
+    """Waits for the end of another process that has our socket's path."""
     overtaken: list[asyncio.Task[NotRegisteredError | None]] = field(default_factory=list)
     endpoint: Endpoint | None = None
 
@@ -138,6 +147,8 @@ class DevicePlugin:
             self._announce(slot)
             return
         slot.is_fresh.set()
+        if slot.other is not None:
+            slot.other.cancel()
         if slot.attempt is not None:
             slot.attempt.cancel()
             self._overtake(slot)
@@ -225,7 +236,9 @@ class DevicePlugin:
         self._proofs.follow(LIST_AND_WATCH, (), LIST_TERMS)
         slots = list(self._slots.values())
         for task in [
-            task for slot in slots for task in (slot.worker, slot.attempt, slot.call, *slot.overtaken)
+            task
+            for slot in slots
+            for task in (slot.worker, slot.attempt, slot.call, slot.other, *slot.overtaken)
         ]:
             if task is not None:
                 task.cancel()
@@ -251,6 +264,9 @@ class DevicePlugin:
             fact = await self._serve_and_register(tasks, slot)
         except NotRegisteredError as error:
             self._fail(slot.resource, slot.order.generation, error.failure, str(error))
+            if error.failure == "socket_in_use":
+                name = f"wait for {slot.resource}"
+                slot.other = tasks.create_task(self._wait_for_other(slot), name=name)
         except Exception as error:
             log.exception("Could not register a resource", extra=fields(resource=slot.resource))
             message = f"A bug in the agent: {error!r}"
@@ -259,6 +275,12 @@ class DevicePlugin:
             self._inbox.put(fact)
         finally:
             slot.asked = None
+
+    async def _wait_for_other(self, slot: _Slot) -> None:
+        """Report when another process, which has our socket's path, has left it."""
+        generation = slot.order.generation
+        await wait_unserved(socket_path(self._kubelet_socket.parent, slot.resource))
+        self._inbox.put(SocketFreed(slot.resource, generation))
 
     async def _serve_and_register(self, tasks: asyncio.TaskGroup, slot: _Slot) -> Registered:
         endpoint, own = await self._serve(tasks, slot)

@@ -1,4 +1,4 @@
-"""The call the agent makes to the kubelet: Register, and the call it makes to itself.
+"""The calls the agent makes to the kubelet and to plugin sockets, its own and another process's.
 
 Connecting and calling are two steps: the kubelet deletes every plugin's socket before it listens, so only
 after the first can the caller know that its own is there to stay.
@@ -7,11 +7,16 @@ Source: kubernetes pkg/kubelet/cm/devicemanager/plugin/v1beta1/server.go: the ku
 Register only after it has dialled the plugin, which it tries for 10 s.
 """
 
+import asyncio
 from pathlib import Path
 from typing import Final
 
+from grpclib.client import Handler
+from grpclib.config import Configuration
 from grpclib.encoding.proto import ProtoCodec
 from grpclib.exceptions import GRPCError, StreamTerminatedError
+from grpclib.protocol import H2Protocol
+from h2.config import H2Configuration
 
 from agent.api.deviceplugin.v1beta1 import DevicePluginStub, RegisterRequest, RegistrationStub
 from agent.model.ids import ResourceName
@@ -19,6 +24,7 @@ from agent.sinks.plugin_socket import NotRegisteredError
 from agent.sinks.plugin_wire import API_VERSION, options
 from agent.unix_channel import UnixChannel
 
+HELD_GAP_S: Final = 1.0
 REGISTER_TIMEOUT_S: Final = 12.0
 """Above the 10 s that the kubelet takes to give up on an endpoint, so that its own error arrives."""
 
@@ -86,6 +92,46 @@ async def register(
         raise NotRegisteredError(
             "unreachable", f"The kubelet ended the connection before it answered Register for {resource}"
         ) from None
+
+
+class _HeldProtocol(H2Protocol):
+    """grpclib's protocol, whose end can be waited for."""
+
+    def __init__(self, handler: Handler, config: Configuration, h2_config: H2Configuration) -> None:
+        super().__init__(handler, config, h2_config)
+        self.ended = asyncio.Event()
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        super().connection_lost(exc)
+        self.ended.set()
+
+
+class _HeldChannel(UnixChannel):
+    def _protocol_factory(self) -> H2Protocol:
+        return _HeldProtocol(Handler(), self._config, self._h2_config)
+
+
+async def wait_unserved(plugin_socket: Path, *, gap_s: float = HELD_GAP_S) -> None:
+    """Return when no process serves a plugin socket any more.
+
+    A connection is held, since its end is the first sign of the process's. A server may also close one
+    that is idle: it is then connected to anew, once in ``gap_s`` at most.
+    """
+    loop = asyncio.get_running_loop()
+    while True:
+        may_connect_s = loop.time() + gap_s
+        channel = _HeldChannel(plugin_socket, ProtoCodec())
+        try:
+            protocol = await channel.__connect__()
+            if isinstance(protocol, _HeldProtocol):
+                await protocol.ended.wait()
+        except (FileNotFoundError, ConnectionRefusedError):
+            return
+        except OSError:
+            pass  # whether anybody serves it cannot be told now
+        finally:
+            channel.close()
+        await asyncio.sleep(may_connect_s - loop.time())
 
 
 async def answers(plugin_socket: Path, *, timeout_s: float) -> bool:

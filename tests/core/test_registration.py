@@ -30,6 +30,7 @@ from agent.model.facts import (
     RegisterSent,
     RegistrationFailed,
     RegistrationFailure,
+    SocketFreed,
     Tick,
     WatchersChanged,
 )
@@ -566,6 +567,24 @@ def test_a_deleted_kubelet_socket_alone_does_not_end_a_registration() -> None:
     node.after(60 * S)
     assert node.standing().registered
     assert node.registrations() == []
+
+
+@pytest.mark.parametrize(("late", "behind"), [(False, 0), (True, 0), (False, 1)])
+def test_a_socket_that_another_process_left_is_taken_a_tenth_of_a_second_later(
+    late: bool, behind: int
+) -> None:
+    node = registering_node()
+    for _ in range(8):
+        node.refuse("socket_in_use", "in use")
+        node.after(13 * S)
+    node.refuse("socket_in_use", "in use")
+    due_ns = node.standing().retry_at_ns
+    assert due_ns is not None
+    if late:
+        node.until(due_ns - 50 * MS)
+    node.tell(SocketFreed(GPU, node.standing().generation - behind))
+    freed_ns = node.now_ns + 100 * MS
+    assert node.standing().retry_at_ns == (due_ns if late or behind else freed_ns)
 
 
 # What the kubelet has of what it was sent

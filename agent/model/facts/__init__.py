@@ -33,6 +33,7 @@ from agent.model.facts.kubelet import (
     RegisterSent,
     RegistrationFailed,
     RegistrationFailure,
+    SocketFreed,
     WatchedDirectoryDeleted,
     WatchersChanged,
 )
@@ -150,6 +151,7 @@ __all__ = [
     "RegistrationFailure",
     "ReleaseRequested",
     "ResumeRequested",
+    "SocketFreed",
     "StateLossAcknowledged",
     "StateRestored",
     "StateUnread",

@@ -77,6 +77,13 @@ class WatchersChanged(ResourceState):
 
 
 @dataclass(frozen=True, slots=True)
+class SocketFreed(ResourceState):
+    """The other process that served our socket's path does so no more."""
+
+    source: SourceName = DEVICE_PLUGIN
+
+
+@dataclass(frozen=True, slots=True)
 class ListWritten(ResourceState):
     """A list of devices was written to a ListAndWatch stream."""
 
@@ -102,6 +109,7 @@ KubeletFact = (
     | Registered
     | RegistrationFailed
     | WatchersChanged
+    | SocketFreed
     | ListWritten
     | KubeletCounted
 )
