@@ -67,11 +67,18 @@ class NvmlCode(IntEnum):
     UNKNOWN = 999
 
 
+MISSING_RIGHT: Final = (
+    "give the agent access to /dev/nvidiactl and /dev/nvidia*: run it as root, in a container as privileged"
+)
+"""The next step where NVML answers NO_PERMISSION."""
+
+
 class NvmlError(SourceError):
     """An NVML call returned an error code."""
 
     def __init__(self, call: str, code: int, text: str) -> None:
-        super().__init__(f"NVML call {call} failed: {text} (code {code})")
+        right = f"; {MISSING_RIGHT}" if code == NvmlCode.NO_PERMISSION else ""
+        super().__init__(f"NVML call {call} failed: {text} (code {code}){right}")
         self.call = call
         self.code = code
         self.text = text

@@ -20,7 +20,15 @@ from agent.model.facts import Fact, XidReported
 from agent.model.ids import GpuUuid
 from agent.model.policy import MILLISECOND_NS
 from agent.sources.nvml_hotplug import BindEvents
-from agent.sources.nvml_library import HEALTH_EVENTS, XID_EVENT, EventSet, Handle, Nvml, NvmlEvent
+from agent.sources.nvml_library import (
+    HEALTH_EVENTS,
+    XID_EVENT,
+    EventSet,
+    Handle,
+    Nvml,
+    NvmlEvent,
+    not_supported,
+)
 from agent.sources.nvml_threads import Completions, Lane
 from agent.waiting import wait_set
 
@@ -243,7 +251,8 @@ def register(nvml: Nvml, handle: Handle, shared: SharedEventSet) -> str | None:
         with shared.in_use(nvml) as events:
             nvml.register_events(handle, types, events)
     except NvmlError as error:
-        if error.code == NvmlCode.NOT_SUPPORTED:
+        # Whether its events can be heard says nothing of the GPU.
+        if not_supported(error):
             return str(error)
         raise
     return None

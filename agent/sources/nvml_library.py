@@ -118,10 +118,16 @@ class Nvml:
             return function(*arguments, **named)
         except pynvml.NVMLError as error:
             raise NvmlError(name, int(error.value), str(error)) from None
-        except UnicodeDecodeError:
-            raise NvmlError(name, NvmlCode.UNKNOWN, "The answer is no text") from None
+        except (ValueError, OverflowError, MemoryError) as error:
+            # The binding believes what the driver says of sizes and texts.
+            raise NvmlError(name, NvmlCode.UNKNOWN, f"The answer cannot be: {type(error).__name__}") from None
         finally:
             self._observer.ended()
+
+    def text(self, function: Callable[..., Any], *arguments: object) -> str:
+        """Make a call of pynvml's whose answer is a text, of whatever bytes; see ``printable``."""
+        # The binding decodes strictly what its own function returns as bytes.
+        return printable(self.call(getattr(function, "__wrapped__", function), *arguments))
 
     def observed(self, name: str, work: Callable[[], None]) -> None:
         """Do what is no call of NVML's and may block as one."""
@@ -143,8 +149,8 @@ class Nvml:
         """Return the versions of driver, NVML and CUDA."""
         cuda = int(self.call(pynvml.nvmlSystemGetCudaDriverVersion))
         return Versions(
-            driver=_text(self.call(pynvml.nvmlSystemGetDriverVersion)),
-            nvml=_text(self.call(pynvml.nvmlSystemGetNVMLVersion)),
+            driver=self.text(pynvml.nvmlSystemGetDriverVersion),
+            nvml=self.text(pynvml.nvmlSystemGetNVMLVersion),
             cuda=(cuda // 1000, cuda % 1000 // 10),
         )
 
@@ -162,7 +168,7 @@ class Nvml:
 
     def uuid(self, handle: Handle) -> str:
         """Return the UUID of a GPU or MIG device."""
-        return _text(self.call(pynvml.nvmlDeviceGetUUID, handle))
+        return self.text(pynvml.nvmlDeviceGetUUID, handle)
 
     def index(self, handle: Handle) -> int:
         """Return the index NVML has for a GPU now."""
@@ -174,11 +180,11 @@ class Nvml:
 
     def name(self, handle: Handle) -> str:
         """Return the product name; a MIG device's ends with its profile."""
-        return _text(self.call(pynvml.nvmlDeviceGetName, handle))
+        return self.text(pynvml.nvmlDeviceGetName, handle)
 
     def pci_bus_id(self, handle: Handle) -> str:
         """Return the PCI address as NVML writes it: ``00000000:3B:00.0``."""
-        return _text(self.call(pynvml.nvmlDeviceGetPciInfo_v3, handle).busId)
+        return printable(_bytes_in(self.call(pynvml.nvmlDeviceGetPciInfo_v3, handle), "busId"))
 
     def memory_bytes(self, handle: Handle) -> int:
         """Return the total memory."""
@@ -195,19 +201,19 @@ class Nvml:
 
     def serial(self, handle: Handle) -> str:
         """Return the board's serial number."""
-        return _text(self.call(pynvml.nvmlDeviceGetSerial, handle))
+        return self.text(pynvml.nvmlDeviceGetSerial, handle)
 
     def part_number(self, handle: Handle) -> str:
         """Return the board's part number."""
-        return _text(self.call(pynvml.nvmlDeviceGetBoardPartNumber, handle))
+        return self.text(pynvml.nvmlDeviceGetBoardPartNumber, handle)
 
     def vbios(self, handle: Handle) -> str:
         """Return the version of the VBIOS."""
-        return _text(self.call(pynvml.nvmlDeviceGetVbiosVersion, handle))
+        return self.text(pynvml.nvmlDeviceGetVbiosVersion, handle)
 
     def inforom(self, handle: Handle) -> str:
         """Return the version of the InfoROM image."""
-        return _text(self.call(pynvml.nvmlDeviceGetInforomImageVersion, handle))
+        return self.text(pynvml.nvmlDeviceGetInforomImageVersion, handle)
 
     def coherent(self, handle: Handle) -> bool:
         """Return whether the GPU shares the CPU's address space, by address translation services."""
@@ -258,7 +264,7 @@ class Nvml:
     def profile_name(self, handle: Handle, number: int) -> tuple[int, str]:
         """Return id and name (``MIG 1g.10gb+me``) of a GPU's n-th instance profile."""
         info = self.call(pynvml.nvmlDeviceGetGpuInstanceProfileInfo, handle, number)
-        return int(info.id), _text(info.name)
+        return int(info.id), printable(_bytes_in(info, "name"))
 
     def supported_events(self, handle: Handle) -> int:
         """Return the mask of event types a GPU can send."""
@@ -297,8 +303,20 @@ class Nvml:
         return self.uuid(Handle(handle))
 
 
-def _text(value: object) -> str:
-    return value.decode(errors="replace") if isinstance(value, bytes) else str(value)
+def printable(value: object) -> str:
+    """Return a text of the driver with what is no UTF-8, and what a terminal would obey, escaped.
+
+    Terminals, logs, labels and files get it as it is, so it is made harmless where it comes in.
+    """
+    text = value.decode(errors="backslashreplace") if isinstance(value, bytes) else str(value)
+    if text.isprintable():
+        return text
+    return "".join(char if char.isprintable() else f"\\x{ord(char):02x}" for char in text)
+
+
+def _bytes_in(record: ctypes.Structure, name: str) -> object:
+    """Return a field as the driver filled it; the binding's own way decodes it strictly."""
+    return ctypes.Structure.__getattribute__(record, name)
 
 
 def _address(handle: Any) -> int | None:

@@ -23,6 +23,11 @@ HW_SLOWDOWN_REASONS: Final = int(
 )
 """Why hardware, not the driver or a user, holds clocks down."""
 
+MAX_PROCESSES: Final = 65_536
+"""More on one GPU are not believed, nor is room made for them."""
+IMPOSSIBLE: Final = MemoryUser(pid=0, used_bytes=None, gi=0, ci=0)
+"""No process: stands for a list that cannot be, see core.process_info."""
+
 MAX_LINKS: Final = int(pynvml.NVML_NVLINK_MAX_LINKS)
 
 LINK_TO_GPU: Final = int(pynvml.NVML_NVLINK_DEVICE_TYPE_GPU)
@@ -102,38 +107,37 @@ class Readings:
 
     def compute_processes(self, handle: Handle) -> tuple[MemoryUser, ...]:
         """Return the processes that have a CUDA context on the GPU."""
-        return self._users(pynvml.nvmlDeviceGetComputeRunningProcesses_v3, handle)
+        return self._users("nvmlDeviceGetComputeRunningProcesses_v3", handle)
 
     def compute_processes_old(self, handle: Handle) -> tuple[MemoryUser, ...]:
         """Return the same from the call that was there before."""
-        return self._users(pynvml.nvmlDeviceGetComputeRunningProcesses_v2, handle)
+        return self._users("nvmlDeviceGetComputeRunningProcesses_v2", handle)
 
     def graphics_processes(self, handle: Handle) -> tuple[MemoryUser, ...]:
         """Return the processes that draw with the GPU."""
-        return self._users(pynvml.nvmlDeviceGetGraphicsRunningProcesses_v3, handle)
+        return self._users("nvmlDeviceGetGraphicsRunningProcesses_v3", handle)
 
     def graphics_processes_old(self, handle: Handle) -> tuple[MemoryUser, ...]:
         """Return the same from the call that was there before."""
-        return self._users(pynvml.nvmlDeviceGetGraphicsRunningProcesses_v2, handle)
+        return self._users("nvmlDeviceGetGraphicsRunningProcesses_v2", handle)
 
     def mps_processes(self, handle: Handle) -> tuple[MemoryUser, ...]:
         """Return the processes that use the GPU through an MPS server."""
-        return self._users(pynvml.nvmlDeviceGetMPSComputeRunningProcesses_v3, handle)
+        return self._users("nvmlDeviceGetMPSComputeRunningProcesses_v3", handle)
 
     def mps_processes_old(self, handle: Handle) -> tuple[MemoryUser, ...]:
         """Return the same from the call that was there before."""
-        return self._users(pynvml.nvmlDeviceGetMPSComputeRunningProcesses_v2, handle)
+        return self._users("nvmlDeviceGetMPSComputeRunningProcesses_v2", handle)
 
-    def _users(self, function: Callable[..., Any], handle: Handle) -> tuple[MemoryUser, ...]:
-        return tuple(
-            MemoryUser(
-                int(process.pid),
-                None if process.usedGpuMemory is None else int(process.usedGpuMemory),
-                int(process.gpuInstanceId),
-                int(process.computeInstanceId),
-            )
-            for process in self._call(function, handle)
-        )
+    def _users(self, name: str, handle: Handle) -> tuple[MemoryUser, ...]:
+        """Return a list of processes; not by the binding, which makes room for as many as the driver says."""
+
+        def listed(handle: Handle) -> tuple[MemoryUser, ...]:
+            return _listed(name, handle)
+
+        listed.__name__ = name
+        users: tuple[MemoryUser, ...] = self._call(listed, handle)
+        return users
 
     def link_is_up(self, handle: Handle, link: int) -> bool:
         """Return whether an NVLink is active; INVALID_ARGUMENT past the GPU's last one."""
@@ -180,3 +184,30 @@ class Readings:
         self._call(function, handle, ctypes.byref(info))
         # One byte in nvml.h, wider in the binding.
         return int(info.state) & 0xFF, int(info.status)
+
+
+def _listed(name: str, handle: Handle) -> tuple[MemoryUser, ...]:
+    function = pynvml._nvmlGetFunctionPointer(name)  # noqa: SLF001 - no public way
+    count = ctypes.c_uint(0)
+    code = function(handle, ctypes.byref(count), None)
+    if code == pynvml.NVML_SUCCESS:
+        return ()
+    if code != pynvml.NVML_ERROR_INSUFFICIENT_SIZE:
+        raise pynvml.NVMLError(code)
+    if count.value > MAX_PROCESSES:
+        return (IMPOSSIBLE,)
+    # More may come until the next call.
+    count.value = 2 * count.value + 5
+    records = (pynvml.c_nvmlProcessInfo_v2_t * count.value)()
+    code = function(handle, ctypes.byref(count), records)
+    if code != pynvml.NVML_SUCCESS:
+        raise pynvml.NVMLError(code)
+    return tuple(
+        MemoryUser(
+            int(record.pid),
+            int(record.usedGpuMemory),
+            int(record.gpuInstanceId),
+            int(record.computeInstanceId),
+        )
+        for record in records[: count.value]
+    )

@@ -4,7 +4,8 @@ Guarantees:
 
 1. Events say when to look; what counts is what sysfs shows. A bind is told only of a GPU that sysfs
    shows bound to NVIDIA's driver, and events that a process asked the kernel for (``udevadm trigger``)
-   are no binding at all.
+   are no binding at all. What any other sender than the kernel wrote is dropped: whoever has CAP_NET_ADMIN
+   in this network namespace may write to the kernel's group.
 2. ``on_change`` is called once for all events within COALESCE_NS, and after the last of them. At the
    start and where events were lost it is ``on_loss`` instead, so a loss costs a look and no knowledge.
 3. Nothing piles up here: the kernel's buffer of the socket is the only queue.
@@ -16,7 +17,8 @@ network namespace of its own is no obstacle. No capability is needed.
 *Cost:* nothing while the hardware rests; no period, no deadline. Importing pyroute2 takes 10 MiB of
 memory and 0.15 s of processor time, which is why it is done here, late and in a thread.
 
-Sources: kernel lib/kobject_uevent.c, drivers/base/dd.c, drivers/pci/pci-driver.c (pci_uevent).
+Sources: kernel lib/kobject_uevent.c, drivers/base/dd.c, drivers/pci/pci-driver.c (pci_uevent),
+net/netlink/af_netlink.c.
 """
 
 import asyncio
@@ -41,6 +43,9 @@ REOPEN_PAUSE_NS: Final = SECOND_NS
 
 KERNEL_GROUP: Final = 1
 """The multicast group of the kernel's own events; udev's have another."""
+
+KERNEL_PORT: Final = 0
+"""The netlink port of the kernel, which no process can have."""
 
 _VENDOR: Final = "10DE:"
 _CLASS: Final = re.compile(r"30[02][0-9A-Fa-f]{2}")
@@ -192,5 +197,11 @@ async def netlink_socket() -> UeventSocket:
 def _socket_class() -> Callable[[], UeventSocket]:
     from pyroute2.netlink.uevent import AsyncUeventSocket  # noqa: PLC0415 - see the cost above
 
-    made: Callable[[], UeventSocket] = AsyncUeventSocket
+    class KernelUeventSocket(AsyncUeventSocket):  # type: ignore[misc]  # pyroute2 has no types here
+        """Takes messages of the kernel alone, which are those from port 0; an error has no sender."""
+
+        def enqueue(self, data: bytes, addr: tuple[int, int] | None) -> object:
+            return None if addr is not None and addr[0] != KERNEL_PORT else super().enqueue(data, addr)
+
+    made: Callable[[], UeventSocket] = KernelUeventSocket
     return made

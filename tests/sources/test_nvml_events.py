@@ -132,11 +132,12 @@ async def test_an_xid_storm_makes_no_storm_of_probes(
 
 
 @pytest.mark.parametrize("call", [REGISTER, "nvmlDeviceGetSupportedEventTypes"])
+@pytest.mark.parametrize("code", [3, 4, 13])
 async def test_a_gpu_without_events_is_told_once_and_probed_all_the_same(
-    make_node: MakeNode, start_source: StartSource, recorder: Recorder, call: str
+    make_node: MakeNode, start_source: StartSource, recorder: Recorder, call: str, code: int
 ) -> None:
     node = make_node("4x-t4")
-    node.state.set_return(call, 3, gpu=1)
+    node.state.set_return(call, code, gpu=1)
     await start_source(node)
     await recorder.until(lambda: sum(fact.gpu == node.uuid(1) for fact in recorder.of(GpuProbePassed)) >= 3)
     assert [fact.gpu for fact in recorder.of(HealthEventsUnsupported)] == [node.uuid(1)]

@@ -34,6 +34,7 @@ BIND = {
 }
 UNBIND = {**{name: text for name, text in BIND.items() if name != "DRIVER"}, "ACTION": "unbind"}
 MODULE = {"ACTION": "remove", "DEVPATH": "/module/nvidia", "SUBSYSTEM": "module", "SEQNUM": "4712"}
+NETLINK_KOBJECT_UEVENT = 15
 LOST: Mapping[str, object] = {}
 """What pyroute2 yields for an error of the socket."""
 
@@ -248,6 +249,28 @@ async def test_the_kernels_own_events_arrive(tmp_path: Path, recorder: Recorder)
     trigger()
     await until(lambda: source.seen >= 1)
     assert source.losses == 0
+    task.cancel()
+    with suppress(asyncio.CancelledError):
+        await task
+
+
+async def test_what_another_sender_writes_to_the_kernels_group_is_dropped(
+    tmp_path: Path, recorder: Recorder
+) -> None:
+    needs_uevents()
+    write_roots(load_preset("4x-t4"), tmp_path)
+    listens = asyncio.Event()
+    source = UeventSource(
+        inbox=recorder.inbox, sys_root=tmp_path / "sys", on_change=lambda: None, on_loss=listens.set
+    )
+    task = asyncio.get_running_loop().create_task(source.run(), name="uevents")
+    await listens.wait()
+    words = [f"bind@{BIND['DEVPATH']}", *(f"{name}={text}" for name, text in BIND.items())]
+    with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, NETLINK_KOBJECT_UEVENT) as forger:
+        forger.sendto("\0".join(words).encode() + b"\0", (0, KERNEL_GROUP))
+    trigger()
+    await until(lambda: source.seen >= 1)
+    assert recorder.of(GpuRebound) == []
     task.cancel()
     with suppress(asyncio.CancelledError):
         await task
