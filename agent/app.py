@@ -27,7 +27,9 @@ from agent.model.effects import (
     Effect,
     EndProcess,
     KeepEvidence,
+    ProbeGpu,
     ProbeGpus,
+    ProbeUvm,
     RecordEvent,
     RegisterResource,
     ReleaseDriver,
@@ -424,27 +426,20 @@ class Agent:
 
     # Who owns what
 
-    def _perform(self, effect: Effect) -> None:  # noqa: C901, PLR0912 - a table
+    def _perform(self, effect: Effect) -> None:
         """Hand an effect to its owner."""
         match effect:
             case RecordEvent():
                 self._records.record(effect)
             case KeepEvidence():
                 self._records.keep(effect)
-            case ProbeGpus():
-                if self._assembly.nvml is not None:
-                    self._assembly.nvml.request()
             case RestartPart():
                 self._restart(effect.part)
             case RegisterResource():
                 if self._vitals.device_plugin is not None and not self._vitals.is_stopping:
                     self._vitals.device_plugin.register(effect)
-            case ReleaseDriver():
-                if self._assembly.nvml is not None:
-                    self._assembly.nvml.release()
-            case ResumeDriver():
-                if self._assembly.nvml is not None:
-                    self._assembly.nvml.resume()
+            case ProbeGpu() | ProbeGpus() | ProbeUvm() | ReleaseDriver() | ResumeDriver():
+                self._assembly.perform(effect)
             case EndProcess():
                 error = EndedError(effect.message)
                 error.exit_code = effect.exit_code

@@ -4,18 +4,19 @@ Invariants: a fault marks exactly the place it names, or nothing if that place d
 XID told by two sources within two seconds is one fault.
 """
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import replace
 from typing import Final
 
 from agent.core import conditions, xids
-from agent.core.driver import gpu_at, hang_conditions
+from agent.core.driver import hang_conditions
 from agent.core.samples import UNKNOWN, Window, judged
-from agent.core.state import State
+from agent.core.state import State, Suspects
+from agent.core.witnesses import Suspect, offers_action
 from agent.model import facts
 from agent.model.effects import Effect, Event, EventKind, RecordEvent
 from agent.model.gpu import Gpu
-from agent.model.health import Reason
+from agent.model.health import ConditionKey, Reason, Recovery
 from agent.model.ids import ALL, GpuUuid, Placement, SourceName
 from agent.model.policy import SECOND_NS
 
@@ -25,6 +26,8 @@ MAX_UNLISTED_XIDS: Final = 64
 OTHER_XID: Final = -1
 
 UNKNOWN_DEVICE: Final = "An XID of an unknown device marks no device"
+UNKNOWN_INSTANCE: Final = "An XID of an unknown MIG device marks no device"
+IGNORED: Final = "An XID was ignored by policy"
 
 SAME_FAULT_NS: Final = 2 * SECOND_NS
 """Two sources that report the same XID of a GPU within this time saw one fault."""
@@ -38,24 +41,28 @@ Applied = tuple[State, tuple[Effect, ...]]
 # XIDs
 
 
-def xid_reported(state: State, fact: facts.XidReported, now_ns: int, detail: str = "") -> Applied:
-    """Count an XID and mark the place it names, if the policy says so."""
+def xid_reported(state: State, fact: facts.XidReported, now_ns: int) -> Applied:
+    """Count an XID of NVML and mark the place it names, if the policy says so.
+
+    What the kernel log said of it just before is confirmed by it, with all that the line says.
+    """
     if fact.gpu is None or fact.gpu not in state.gpus:
-        return state, (_xid_notice(UNKNOWN_DEVICE, fact, None, now_ns),)
+        return state, (xid_notice(UNKNOWN_DEVICE, fact, None, now_ns),)
     gpu = state.gpus[fact.gpu]
-    code = _code(fact.xid, state.xids.get(gpu.uuid, {}))
-    place = _place(gpu, fact)
-    if place is not None and _is_told_by_another(state, place, code, fact.source, now_ns):
-        return state, ()
-    counts = _with_count(state.xids, gpu.uuid, code, fact.count)
+    code = listed_code(fact.xid, state.xids.get(gpu.uuid, {}))
+    place = place_of(gpu, fact)
+    if place is not None and is_told_by_another(state, place, code, fact.source, now_ns):
+        return confirmed_xid(state, place, code), ()
+    counts = with_count(state.xids, gpu.uuid, code, fact.count)
     recent = state.recent_xids
     if place is not None:
-        recent = _with_teller(recent, place, code, fact.source, now_ns)
-    if not xids.flips(fact.xid, state.policy):
-        notice = _xid_notice("An XID was ignored by policy", fact, gpu, now_ns, warning=False)
+        recent = with_teller(recent, place, code, fact.source, now_ns)
+    branch = xids.branch_of(state.driver.driver_version)
+    if not xids.flips(fact.xid, state.policy, branch=branch):
+        notice = xid_notice(IGNORED, fact, gpu, now_ns, warning=False)
         return replace(state, xids=counts, recent_xids=recent), (notice,)
     if place is None:
-        notice = _xid_notice("An XID of an unknown MIG device marks no device", fact, gpu, now_ns)
+        notice = xid_notice(UNKNOWN_INSTANCE, fact, gpu, now_ns)
         return replace(state, xids=counts), (notice,)
     flipped = conditions.raised(
         state.conditions,
@@ -64,54 +71,49 @@ def xid_reported(state: State, fact: facts.XidReported, now_ns: int, detail: str
         placement=place,
         code=code,
         count=fact.count,
-        message=xids.text_of(fact.xid, detail),
-        recovery=xids.recovery_of(code),
-        evidence=xids.evidence_of(code),
+        message=xids.text_of(fact.xid, branch=branch),
+        recovery=xids.recovery_of(code, branch=branch),
+        evidence=xids.evidence_of(code, branch=branch),
         now_ns=now_ns,
     )
     return replace(state, xids=counts, recent_xids=recent, conditions=flipped), ()
 
 
-def kernel_xid_seen(state: State, fact: facts.KernelXidSeen, now_ns: int) -> Applied:
-    """Take an XID of the kernel log; one from before the agent began to read is only counted.
-
-    An earlier process may have counted it already.
-    """
-    gpu = gpu_at(state, fact.pci)
-    told = facts.XidReported(
-        gpu=None if gpu is None else gpu.uuid,
-        xid=fact.xid,
-        gi=fact.gi,
-        ci=fact.ci,
-        count=fact.count,
-        source=fact.source,
-    )
-    if gpu is None:
-        # A device of another driver, or one that NVML never listed.
-        notice = _xid_notice(UNKNOWN_DEVICE, told, None, now_ns, pci=fact.pci)
-        return state, () if fact.backlog else (notice,)
-    if not fact.backlog:
-        return xid_reported(state, told, now_ns, fact.detail)
-    code = _code(fact.xid, state.xids.get(gpu.uuid, {}))
-    known = state.xids_before.get((gpu.uuid, code), 0)
-    repeated = min(known, fact.count)
-    if repeated:
-        state = replace(state, xids_before={**state.xids_before, (gpu.uuid, code): known - repeated})
-    if repeated == fact.count:
-        return state, ()
-    notice = _xid_notice("An XID from before the start is only counted", told, gpu, now_ns, warning=False)
-    counts = _with_count(state.xids, gpu.uuid, code, fact.count - repeated)
-    return replace(state, xids=counts), (notice,)
+def confirmed_xid(state: State, place: Placement, code: int) -> State:
+    """Return the state after NVML reported what the kernel log had said: it is no rumour any more."""
+    confirmed = {
+        key: suspect
+        for key, suspect in state.suspects.items()
+        if key.reason is Reason.XID and key.code == code and key.placement.overlaps(place)
+    }
+    return with_raised(state, confirmed) if confirmed else state
 
 
-def _code(xid: int, counts: Mapping[int, int]) -> int:
+def with_raised(state: State, confirmed: Mapping[ConditionKey, Suspect]) -> State:
+    """Return the state with suspects confirmed: what the lines say is raised."""
+    shown = {suspect.shown_as for suspect in confirmed.values()}
+    active = {key: each for key, each in state.conditions.items() if key not in shown}
+    for key, suspect in confirmed.items():
+        known = active.get(key)
+        count = suspect.condition.count + (0 if known is None else known.count)
+        since_ns = suspect.condition.since_ns if known is None else known.since_ns
+        active[key] = replace(suspect.condition, count=count, since_ns=since_ns)
+    return replace(state, conditions=active, suspects=without(state.suspects, confirmed))
+
+
+def without(suspects: Suspects, gone: Container[ConditionKey]) -> Suspects:
+    """Return the suspects without some."""
+    return {key: suspect for key, suspect in suspects.items() if key not in gone}
+
+
+def listed_code(xid: int, counts: Mapping[int, int]) -> int:
     """Return the XID, or what stands for it where the driver invents ever new ones."""
     if xid in xids.CLASSES or xid in counts:
         return xid
     return xid if len(counts.keys() - xids.CLASSES.keys()) < MAX_UNLISTED_XIDS else OTHER_XID
 
 
-def _place(gpu: Gpu, fact: facts.XidReported) -> Placement | None:
+def place_of(gpu: Gpu, fact: facts.XidReported) -> Placement | None:
     """Return where the fault is; None: at a MIG device that the GPU does not have."""
     if not gpu.mig_devices:
         return gpu.placement
@@ -120,8 +122,8 @@ def _place(gpu: Gpu, fact: facts.XidReported) -> Placement | None:
     return place if any(place.overlaps(device) for device in there) else None
 
 
-def _is_told_by_another(state: State, place: Placement, code: int, source: SourceName, now_ns: int) -> bool:
-    """Whether another source just told of the same XID at the same place, or at a part or whole of it."""
+def is_told_by_another(state: State, place: Placement, code: int, source: SourceName, now_ns: int) -> bool:
+    """Return whether another source just reported the same XID at an overlapping place."""
     return any(
         told_code == code and teller != source and now_ns - at_ns <= SAME_FAULT_NS and told.overlaps(place)
         for (told, told_code), (teller, at_ns) in state.recent_xids.items()
@@ -131,7 +133,8 @@ def _is_told_by_another(state: State, place: Placement, code: int, source: Sourc
 Tellers = Mapping[tuple[Placement, int], tuple[SourceName, int]]
 
 
-def _with_teller(tellers: Tellers, place: Placement, code: int, source: SourceName, now_ns: int) -> Tellers:
+def with_teller(tellers: Tellers, place: Placement, code: int, source: SourceName, now_ns: int) -> Tellers:
+    """Return who reported which XID lately, with one more."""
     recent = {key: seen for key, seen in tellers.items() if now_ns - seen[1] <= SAME_FAULT_NS}
     return {**recent, (place, code): (source, now_ns)}
 
@@ -139,12 +142,13 @@ def _with_teller(tellers: Tellers, place: Placement, code: int, source: SourceNa
 Counts = Mapping[GpuUuid, Mapping[int, int]]
 
 
-def _with_count(counts: Counts, gpu: GpuUuid, code: int, count: int) -> Counts:
+def with_count(counts: Counts, gpu: GpuUuid, code: int, count: int) -> Counts:
+    """Return the counts of XIDs with some more."""
     of_gpu = counts.get(gpu, {})
     return {**counts, gpu: {**of_gpu, code: of_gpu.get(code, 0) + count}}
 
 
-def _xid_notice(
+def xid_notice(
     message: str,
     fact: facts.XidReported,
     gpu: Gpu | None,
@@ -153,6 +157,7 @@ def _xid_notice(
     warning: bool = True,
     pci: str | None = None,
 ) -> RecordEvent:
+    """Return the event of an XID that changes nothing."""
     fields: dict[str, object] = {"xid": fact.xid, "count": fact.count, "source": fact.source}
     if pci is not None:
         fields["pci"] = pci
@@ -178,7 +183,7 @@ def sampled(state: State, fact: facts.GpuSampled, now_ns: int) -> State:
         if verdict is UNKNOWN:
             continue
         if verdict is None:
-            active = _eased(active, reason, fact.gpu)
+            active = eased(active, reason, fact.gpu)
         else:
             if reason is Reason.NVLINK_DOWN:
                 active = conditions.after_links_down(active, fact.gpu)
@@ -191,6 +196,9 @@ def sampled(state: State, fact: facts.GpuSampled, now_ns: int) -> State:
                 lasts=True,
                 now_ns=now_ns,
             )
+    if offers_action(fact.sample) and fact.sample.recovery_action:
+        # The kernel log told of the same reading; what the driver answers now counts instead.
+        active = without_announced(active, fact.gpu)
     samples = {**state.samples, fact.gpu: fact.sample}
     slowdowns = {**state.slowdowns, fact.gpu: window}
     # A poll that reads what the last one did is what happens most.
@@ -199,15 +207,31 @@ def sampled(state: State, fact: facts.GpuSampled, now_ns: int) -> State:
     return replace(state, conditions=active, samples=samples, slowdowns=slowdowns)
 
 
-def _eased(active: conditions.Conditions, reason: Reason, gpu: GpuUuid) -> conditions.Conditions:
+def eased(active: conditions.Conditions, reason: Reason, gpu: GpuUuid) -> conditions.Conditions:
     """Return the conditions after a reading went back to well.
 
     That the driver asks for no recovery any more is the evidence that the GPU was reset.
     """
     over = conditions.eased(active, reason, gpu, is_reset=reason is Reason.ECC_UNCORRECTED)
-    if over is not active and reason is Reason.RECOVERY_ACTION:
-        return conditions.after_reset(over, (gpu,))
-    return over
+    if reason is not Reason.RECOVERY_ACTION:
+        return over
+    key = announced_action(gpu)
+    announced = over.get(key)
+    if announced is not None and announced.recovery is Recovery.REBOOT:
+        # It asked for a reboot, and the driver takes that back.
+        over = {**over, key: replace(announced, recovery=Recovery.RESET, lasts=False)}
+    return over if over is active else conditions.after_reset(over, (gpu,))
+
+
+def announced_action(gpu: GpuUuid) -> ConditionKey:
+    """Return the key of the recovery action that the kernel log told of."""
+    return ConditionKey(facts.KERNEL_LOG, Reason.RECOVERY_ACTION, Placement(gpu), 0)
+
+
+def without_announced(active: conditions.Conditions, gpu: GpuUuid) -> conditions.Conditions:
+    """Return the conditions without the recovery action that the kernel log told of."""
+    key = announced_action(gpu)
+    return {each: active[each] for each in active if each != key} if key in active else active
 
 
 # Calls

@@ -26,6 +26,9 @@ class Meaning:
         return self.severity is Severity.CRITICAL and self.evidence is Evidence.HARD
 
 
+NO_PERMISSION: Final = 4
+"""NVML's return code for a missing right. Source: nvml.h."""
+
 _HARD, _SOFT = Evidence.HARD, Evidence.SOFT
 _CLEARS, _RESET = Recovery.SELF_CLEARING, Recovery.RESET
 _CRITICAL, _WARNING, _INFO = Severity.CRITICAL, Severity.WARNING, Severity.INFO
@@ -36,6 +39,13 @@ MEANINGS: Final[Mapping[Reason, Meaning]] = {
     Reason.XID: Meaning(
         _CRITICAL, _HARD, _RESET, "The driver reported an error of the GPU", _DRAIN_AND_RESET
     ),
+    Reason.UNCONFIRMED: Meaning(
+        _WARNING,
+        _SOFT,
+        _CLEARS,
+        "The kernel log reports an error that nothing else confirms",
+        "see whether it repeats; run a diagnosis of the GPU (dcgmi diag -r 3) when it is free",
+    ),
     Reason.GPU_LOST: Meaning(
         _CRITICAL, _HARD, _RESET, "The GPU does not answer on the bus", "reset the GPU or reboot the node"
     ),
@@ -44,6 +54,13 @@ MEANINGS: Final[Mapping[Reason, Meaning]] = {
     ),
     Reason.RECOVERY_ACTION: Meaning(
         _CRITICAL, _HARD, _RESET, "The driver names the step that brings the GPU back", "take that step"
+    ),
+    Reason.IMEX_DOMAIN_DOWN: Meaning(
+        _WARNING,
+        _HARD,
+        _CLEARS,
+        "The driver asks to recover the IMEX domain, which is not about this GPU",
+        "check nvidia-imex on every node of the domain",
     ),
     Reason.ECC_UNCORRECTED: Meaning(
         _WARNING, _HARD, _RESET, "Memory errors that ECC could not correct", "reset the GPU when it is free"
@@ -77,6 +94,13 @@ MEANINGS: Final[Mapping[Reason, Meaning]] = {
     Reason.NVML_TIMEOUT: Meaning(_CRITICAL, _HARD, _CLEARS, "A driver call does not answer", _READ_LOG),
     Reason.DRIVER_HUNG: Meaning(
         _CRITICAL, _HARD, _CLEARS, "The driver as a whole does not answer", "drain the node and reboot it"
+    ),
+    Reason.UVM_FAILED: Meaning(
+        _CRITICAL,
+        _HARD,
+        _CLEARS,
+        "The unified memory driver refuses its work, so no CUDA program starts",
+        "drain the node and reboot it",
     ),
     Reason.DRIVER_NOT_LOADED: Meaning(
         _CRITICAL, _HARD, _CLEARS, "NVML cannot be initialised", "install or load the NVIDIA driver"
@@ -227,4 +251,6 @@ def advice_of(condition: Condition) -> str:
     """Return the next step for a person who reads a condition."""
     if condition.reason is Reason.XID:
         return advice_of_xid(condition.key.code)
+    if condition.reason is Reason.NVML_ERROR and condition.key.code == NO_PERMISSION:
+        return "give the agent access to /dev/nvidiactl and /dev/nvidia* (root, or a privileged container)"
     return MEANINGS[condition.reason].advice

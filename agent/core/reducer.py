@@ -4,16 +4,26 @@ Invariants: step is pure and total: every fact in any state gives a state. What 
 read off the difference of the two states (core.changes), so nothing can change without being told,
 and nothing is told twice. All effects of one fact come out of one step.
 
-What a fact means stands in core.faults (devices), core.driver (driver and machine), core.orders
-(operators) and core.registration (kubelet); here is the table, and what follows from the state and
-from time alone.
+What a fact means stands in core.faults (devices), core.kernel_log, core.driver (driver and machine),
+core.orders (operators) and core.registration (kubelet); here is the table, and what follows from the
+state and from time alone.
 """
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Final, assert_never
 
-from agent.core import conditions, driver, faults, findings, orders, registration, stability, topology
+from agent.core import (
+    conditions,
+    driver,
+    faults,
+    findings,
+    kernel_log,
+    orders,
+    registration,
+    stability,
+    topology,
+)
 from agent.core.changes import changes
 from agent.core.freshness import unknown_gpus
 from agent.core.inventory import unfit
@@ -83,12 +93,18 @@ def refusal(state: State, fact: facts.Fact, error: Exception) -> facts.FactRefus
 _Applied = tuple[State, tuple[Effect, ...]]
 
 
-def _apply(state: State, fact: facts.Fact, now_ns: int) -> _Applied:  # noqa: C901, PLR0911 - a table
+def _apply(state: State, fact: facts.Fact, now_ns: int) -> _Applied:  # noqa: C901, PLR0911, PLR0912 - a table
     match fact:
         case facts.XidReported():
             return faults.xid_reported(state, fact, now_ns)
         case facts.KernelXidSeen():
-            return faults.kernel_xid_seen(state, fact, now_ns)
+            return kernel_log.xid_seen(state, fact, now_ns)
+        case facts.SwitchErrorSeen():
+            return kernel_log.switch_error_seen(state, fact, now_ns)
+        case facts.UvmErrorSeen():
+            return kernel_log.uvm_error_seen(state, fact, now_ns)
+        case facts.GpusEnumerated():
+            return kernel_log.early_xids_seen(driver.enumerated(state, fact, now_ns), now_ns)
         case facts.FactsLost():
             return _facts_lost(state, fact, now_ns)
         case facts.HoldRequested():
@@ -119,13 +135,14 @@ _Quiet = (
     | facts.GpuCallAnswered
     | facts.GpuSampled
     | facts.TopologySeen
-    | facts.GpusEnumerated
     | facts.DriverReady
     | facts.DriverUnavailable
     | facts.DriverCallOverdue
     | facts.DriverCallAnswered
     | facts.DriverReleased
     | facts.KernelLogRead
+    | facts.UvmProbed
+    | facts.PciConfigRead
     | facts.PciGpusSeen
     | facts.DriverModuleSeen
     | facts.DeviceNodesSeen
@@ -173,8 +190,6 @@ def _known(state: State, fact: _Quiet, now_ns: int) -> State:  # noqa: C901, PLR
             return faults.sampled(state, fact, now_ns)
         case facts.TopologySeen():
             return topology.surveyed(state, fact)
-        case facts.GpusEnumerated():
-            return driver.enumerated(state, fact, now_ns)
         case facts.DriverReady():
             return driver.ready(state, fact)
         case facts.DriverUnavailable():
@@ -187,6 +202,10 @@ def _known(state: State, fact: _Quiet, now_ns: int) -> State:  # noqa: C901, PLR
             return driver.released(state, now_ns)
         case facts.KernelLogRead():
             return replace(state, kernel_log_read=fact.until)
+        case facts.UvmProbed():
+            return kernel_log.uvm_probed(state, fact, now_ns)
+        case facts.PciConfigRead():
+            return kernel_log.pci_config_read(state, fact, now_ns)
         case facts.PciGpusSeen():
             return replace(state, bus=fact.addresses)
         case facts.DriverModuleSeen():
@@ -355,6 +374,7 @@ def _settle(old: State, state: State, now_ns: int) -> State:
     active = conditions.without_recovered(active, policy=state.policy, now_ns=now_ns)
     if active is not state.conditions:
         state = replace(state, conditions=active)
+    state = kernel_log.with_witnesses(state)
     state = stability.with_flapping(old, state, now_ns)
     state = stability.with_breaker(state, now_ns)
     if (

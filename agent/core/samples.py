@@ -14,12 +14,16 @@ from agent.model.health import Reason
 from agent.model.policy import Policy
 from agent.model.sample import GpuSample
 
+RECOVER_IMEX_DOMAIN: Final = 5
+"""The one recovery action that says nothing of the GPU itself."""
+REBOOT_ACTIONS: Final = frozenset({2, 7})
+
 RECOVERY_ACTIONS: Final[Mapping[int, str]] = {
     1: "reset the GPU",
     2: "reboot the node",
     3: "drain P2P traffic",
     4: "drain the GPU and reset it",
-    5: "recover the IMEX domain",
+    RECOVER_IMEX_DOMAIN: "recover the IMEX domain",
     6: "reset the bus",
     7: "reboot the system",
 }
@@ -58,11 +62,18 @@ Rule = Callable[[GpuSample, Window, Policy], Verdict]
 
 def _recovery_action(sample: GpuSample, _window: Window, _policy: Policy) -> Verdict:
     action = sample.recovery_action
-    if action is None:
+    if action is None or action == RECOVER_IMEX_DOMAIN:
         return UNKNOWN
     if action == 0:
         return None
     return f"The driver asks to {RECOVERY_ACTIONS.get(action, f'take recovery action {action}')}"
+
+
+def _imex_domain_down(sample: GpuSample, _window: Window, _policy: Policy) -> Verdict:
+    action = sample.recovery_action
+    if action is None:
+        return UNKNOWN
+    return f"The driver asks to {RECOVERY_ACTIONS[action]}" if action == RECOVER_IMEX_DOMAIN else None
 
 
 def _ecc_uncorrected(sample: GpuSample, _window: Window, _policy: Policy) -> Verdict:
@@ -134,6 +145,7 @@ def _fabric_failed(sample: GpuSample, _window: Window, _policy: Policy) -> Verdi
 
 RULES: Final[Mapping[Reason, Rule]] = {
     Reason.RECOVERY_ACTION: _recovery_action,
+    Reason.IMEX_DOMAIN_DOWN: _imex_domain_down,
     Reason.ROW_REMAP_FAILED: _rows_failed,
     Reason.FABRIC_FAILED: _fabric_failed,
     Reason.FABRIC_NOT_READY: _fabric_not_ready,

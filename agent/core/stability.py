@@ -26,6 +26,7 @@ NO_FAULTS: Final = frozenset(
         Reason.MAINTENANCE,
         Reason.HELD,
         Reason.DRIVER_HUNG,
+        Reason.UVM_FAILED,
         Reason.DRIVER_NOT_LOADED,
         Reason.NVML_VERSION_MISMATCH,
         Reason.DEVICE_NODE_MISSING,
@@ -80,13 +81,18 @@ def _without_hanging(state: State) -> Mapping[GpuUuid, tuple[int, ...]]:
 
 
 def _flappers(state: State) -> frozenset[GpuUuid]:
-    """Return the GPUs that are out by a fault of their own from which they come back by themselves."""
+    """Return the GPUs that are out by a fault of their own from which they come back by themselves.
+
+    An XID that clears itself is none: an application makes it, or the catalog says that nothing is to be
+    done. A pod must not be able to take its GPU from the next one.
+    """
     return frozenset(
         condition.placement.gpu
         for condition in state.conditions.values()
         if condition.flips
         and condition.recovery is Recovery.SELF_CLEARING
         and condition.reason not in NO_FAULTS
+        and condition.reason is not Reason.XID
     )
 
 

@@ -15,6 +15,8 @@ from agent.core.reasons import MEANINGS
 from agent.core.registration import Registration
 from agent.core.samples import Window
 from agent.core.verdicts import verdicts
+from agent.core.witnesses import Suspect
+from agent.model.facts import KernelXidSeen
 from agent.model.gpu import Gpu
 from agent.model.health import Condition, ConditionKey, Evidence
 from agent.model.ids import DeviceId, GpuUuid, Part, Placement, ResourceName, SocketIdentity, SourceName
@@ -26,6 +28,8 @@ from agent.model.usage import DeviceCall, GpuMemory, Pods, ProbeView, Usage
 
 MAX_AWAITED: Final = 256
 """Conditions kept of GPUs that did not come back after a reboot; the oldest go when there are more."""
+
+Suspects = Mapping[ConditionKey, Suspect]
 
 _EMPTY: Mapping[Any, Any] = MappingProxyType({})
 
@@ -91,6 +95,12 @@ class State:
     """XIDs that an earlier process counted and that the kernel log's backlog may tell of again."""
     recent_xids: Mapping[tuple[Placement, int], tuple[SourceName, int]] = field(default_factory=_nothing)
     """Who reported an XID of a place last, and when: two sources within two seconds tell of one fault."""
+    suspects: Suspects = field(default_factory=_nothing)
+    """What only the kernel log says, by the key that it has once something else confirms it."""
+    early_xids: tuple[KernelXidSeen, ...] = ()
+    """XIDs of the kernel log from before NVML listed the first GPU."""
+    uvm_status: str | None = None
+    """Why the unified memory driver refuses its work, as the kernel log says; None: it does not say so."""
     samples: Mapping[GpuUuid, GpuSample] = field(default_factory=_nothing)
     slowdowns: Mapping[GpuUuid, Window] = field(default_factory=_nothing)
     surveys: Mapping[GpuUuid, Survey] = field(default_factory=_nothing)

@@ -68,6 +68,20 @@ class ResumeDriver:
 
 
 @dataclass(frozen=True, slots=True)
+class ProbeGpu:
+    """Probe a GPU soon: NVML, and its PCI configuration space."""
+
+    gpu: GpuUuid
+    pci: str
+    """Sysfs form."""
+
+
+@dataclass(frozen=True, slots=True)
+class ProbeUvm:
+    """Open /dev/nvidia-uvm; the owner answers with UvmProbed."""
+
+
+@dataclass(frozen=True, slots=True)
 class KeepEvidence:
     """Keep what an RMA needs of a GPU on disk, before anyone resets it."""
 
@@ -102,6 +116,8 @@ Effect = (
     | RegisterResource
     | ReleaseDriver
     | ResumeDriver
+    | ProbeGpu
+    | ProbeUvm
     | KeepEvidence
     | EndProcess
 )

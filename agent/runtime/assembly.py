@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Final, Protocol
 
 from agent.bus import Inbox, Latest
 from agent.config.settings import Settings
+from agent.model.effects import ProbeGpu, ProbeGpus, ProbeUvm, ReleaseDriver, ResumeDriver
 from agent.model.facts import KERNEL_LOG, KUBELET, MPS, PODS, PROBE, SYSFS, Fact
 from agent.model.ids import GpuUuid, Part, SourceName
 from agent.model.parts import CDI
@@ -275,6 +276,25 @@ class Assembly:
     def recent_kernel_log(self) -> tuple[str, ...]:
         """Return the driver's newest lines in the kernel log."""
         return () if self.kernel_log is None else self.kernel_log.recent()
+
+    def perform(self, effect: ProbeGpu | ProbeGpus | ProbeUvm | ReleaseDriver | ResumeDriver) -> None:
+        """Do what is asked of the sources that look at GPUs, as far as they were made."""
+        if self.sysfs is not None:
+            match effect:
+                case ProbeGpu():
+                    self.sysfs.read_config(effect.pci)
+                case ProbeUvm():
+                    self.sysfs.probe_uvm()
+        if self.nvml is not None:
+            match effect:
+                case ProbeGpu():
+                    self.nvml.probe_soon(effect.gpu)
+                case ProbeGpus():
+                    self.nvml.request()
+                case ReleaseDriver():
+                    self.nvml.release()
+                case ResumeDriver():
+                    self.nvml.resume()
 
     def _look_at_layout(self, gpu: GpuUuid) -> None:
         if self.nvml is not None:

@@ -6,7 +6,8 @@ Guarantees:
    the order of the records where the kernel keeps the log (its clock for the log is no other clock), by
    their time where something else does. A source that is started again goes on where it ended.
    Where an earlier agent of this boot read up to some record, what it told is not told again, and what
-   came since is no backlog: nobody watched in between.
+   came since is no backlog, but not live either: nobody listened to NVML in between. Of both it is told
+   whether a later record says that the GPU was initialised anew.
 2. What the kernel dropped before it was read is counted by the gap in the sequence numbers, and told.
 3. The loop is never held up: reads do not block, a turn takes MAX_RECORDS_PER_TURN records, and the
    backlog is read in a thread of its own.
@@ -26,7 +27,7 @@ import os
 import socket
 import stat
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -35,9 +36,28 @@ from agent import guard
 from agent.bus import Inbox
 from agent.errors import SourceError
 from agent.log import fields
-from agent.model.facts import KERNEL_LOG, Fact, FactsLost, KernelLogRead, KernelXidSeen
+from agent.model.facts import (
+    KERNEL_LOG,
+    Fact,
+    FactsLost,
+    KernelLogRead,
+    KernelXidSeen,
+    SwitchErrorSeen,
+    UvmErrorSeen,
+)
 from agent.model.policy import SECOND_NS
-from agent.sources.kmsg_records import Record, XidLine, XidReader, lines_of, record_of
+from agent.sources.kmsg_records import (
+    MAX_ADDRESSES,
+    Line,
+    LogReader,
+    Record,
+    RepairLine,
+    SwitchLine,
+    UvmLine,
+    XidLine,
+    lines_of,
+    record_of,
+)
 from agent.threads import in_daemon_thread
 
 KERNEL_LOG_PATH: Final = Path("/dev/kmsg")
@@ -74,10 +94,61 @@ class KernelLogStatistics:
     """Dropped by the kernel before they were read."""
 
 
+class EarlierLines:
+    """What records say that were written before anybody read, and what was repaired since, within bounds."""
+
+    def __init__(self, *, most_lines: int = MAX_BACKLOG_XIDS, most_addresses: int = MAX_ADDRESSES) -> None:
+        """``most_lines`` are kept, the newest ones, and of ``most_addresses`` when they were repaired."""
+        self._found: deque[tuple[int, Line]] = deque(maxlen=most_lines)
+        self._most_addresses = most_addresses
+        self._repaired: dict[str, int] = {}
+        self._all_repaired = -1
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing was noted that is a fact."""
+        return not self._found
+
+    def add(self, sequence: int, line: Line) -> None:
+        """Note what the record of a sequence number says."""
+        if isinstance(line, RepairLine):
+            self._note_repair(line.pci, sequence)
+            return
+        if isinstance(line, XidLine) and line.words.action == 0:
+            self._note_repair(line.pci, sequence)
+        self._found.append((sequence, line))
+
+    def _note_repair(self, pci: str | None, sequence: int) -> None:
+        if pci is None:
+            self._all_repaired = sequence
+            return
+        self._repaired.pop(pci, None)
+        self._repaired[pci] = sequence
+        if len(self._repaired) > self._most_addresses:
+            del self._repaired[next(iter(self._repaired))]
+
+    def facts(self, *, after: int | None, before: int | None, backlog: bool) -> Iterator[Fact]:
+        """Yield a fact for each record between two sequence numbers, those of one key as one."""
+        merged: dict[object, KernelXidSeen] = {}
+        for sequence, line in self._found:
+            if (after is not None and sequence <= after) or (before is not None and sequence >= before):
+                continue
+            fact = _fact(line, backlog=backlog, live=False, repaired=self._is_repaired(sequence, line))
+            if isinstance(fact, KernelXidSeen):
+                known = merged.pop(fact.key, None)
+                merged[fact.key] = fact if known is None else known.merged_with(fact)
+            elif fact is not None and sequence > self._all_repaired:
+                yield fact
+        yield from merged.values()
+
+    def _is_repaired(self, sequence: int, line: Line) -> bool:
+        of_gpu = self._repaired.get(line.pci, -1) if isinstance(line, XidLine) else -1
+        return sequence < max(of_gpu, self._all_repaired)
+
+
 @dataclass(frozen=True, slots=True)
 class _Backlog:
-    xids: tuple[tuple[int, XidLine], ...]
-    """With the sequence number of the record."""
+    earlier: EarlierLines
     lines: tuple[str, ...]
     newest: int | None
     """Sequence number of the last record."""
@@ -106,7 +177,8 @@ class KernelLogSource:
         self._clock = clock
         self._recent: deque[str] = deque(maxlen=RECENT_LINES)
         self._records = self._of_processes = self._malformed = self._lost = 0
-        self._xids = XidReader()
+        self._reader = LogReader()
+        self._earlier = EarlierLines()
         self._has_backlog = False
         self._backlog_read = False
         self._next_sequence: int | None = None
@@ -179,6 +251,7 @@ class KernelLogSource:
     def _read(self, descriptor: int, ended: "asyncio.Future[SourceError]") -> None:
         """Take what the log has, for one turn of the loop, and tell how far that is if it matters."""
         self._read_turn(descriptor, ended)
+        self._tell_stream_backlog()
         self._tell_read()
 
     def _read_turn(self, descriptor: int, ended: "asyncio.Future[SourceError]") -> None:
@@ -248,15 +321,27 @@ class KernelLogSource:
     def _take_record(self, record: Record) -> None:
         self._records += 1
         self._of_processes += not record.is_kernel
-        if not self._is_next(record.sequence) or not record.is_of_driver:
+        if not self._is_next(record.sequence) or not record.may_matter:
             return
         lines = lines_of(record)
-        self._recent.extend(_shown(lines, record))
-        found = self._xids.read(lines, record.time_us)
-        if found is not None and not self._was_told(record.sequence):
-            is_backlog = self._read_until is None and record.time_us <= self._backlog_until_us
-            self._inbox.put(_fact(found, backlog=is_backlog))
+        if record.is_of_driver:
+            self._recent.extend(_shown(lines, record))
+        found = self._reader.read(lines, record.time_us)
+        if record.time_us <= self._backlog_until_us:
+            if found is not None:
+                self._earlier.add(record.sequence, found)
+            return
+        self._tell_stream_backlog()
+        fact = None if found is None else _fact(found, backlog=False, live=True)
+        if fact is not None and not self._was_told(record.sequence):
+            self._inbox.put(fact)
             self._has_news = True
+
+    def _tell_stream_backlog(self) -> None:
+        """Tell what a log that is no device had before; later lines of it may have told of a repair."""
+        if not self._earlier.is_empty:
+            earlier, self._earlier = self._earlier, EarlierLines()
+            self._tell_earlier(earlier, before=None)
 
     def _was_told(self, sequence: int) -> bool:
         return self._read_until is not None and sequence <= self._read_until
@@ -278,13 +363,7 @@ class KernelLogSource:
         if backlog.newest is not None and self._was_told(backlog.newest + 1):
             # That was another log: this one is not so long.
             self._read_until = None
-        merged: dict[object, KernelXidSeen] = {}
-        for sequence, found in backlog.xids:
-            if (first is None or sequence < first) and not self._was_told(sequence):
-                fact = _fact(found, backlog=self._read_until is None)
-                merged[fact.key] = merged[fact.key].merged_with(fact) if fact.key in merged else fact
-        for fact in merged.values():
-            self._inbox.put(fact)
+        self._tell_earlier(backlog.earlier, before=first)
         self._recent = deque((*backlog.lines, *self._recent), maxlen=RECENT_LINES)
         if self._next_sequence is None and backlog.newest is not None:
             self._next_sequence = backlog.newest + 1
@@ -299,6 +378,12 @@ class KernelLogSource:
             self._has_news = False
             self._inbox.put(KernelLogRead(until=self._next_sequence - 1))
 
+    def _tell_earlier(self, earlier: EarlierLines, *, before: int | None) -> None:
+        is_backlog = self._read_until is None
+        for fact in earlier.facts(after=self._read_until, before=before, backlog=is_backlog):
+            self._inbox.put(fact)
+            self._has_news = True
+
     def _tell_lost(self, count: int) -> None:
         self._lost += count
         _log.warning(
@@ -307,10 +392,29 @@ class KernelLogSource:
         self._inbox.put(FactsLost(lost_from=KERNEL_LOG, count=count, source=KERNEL_LOG))
 
 
-def _fact(found: XidLine, *, backlog: bool) -> KernelXidSeen:
-    return KernelXidSeen(
-        pci=found.pci, xid=found.xid, detail=found.detail, backlog=backlog, gi=found.gi, ci=found.ci
-    )
+def _fact(found: Line, *, backlog: bool, live: bool, repaired: bool = False) -> Fact | None:
+    match found:
+        case XidLine():
+            return KernelXidSeen(
+                pci=found.pci,
+                xid=found.xid,
+                detail=found.detail,
+                words=found.words,
+                in_words=found.in_words,
+                backlog=backlog,
+                live=live,
+                repaired=repaired,
+                gi=found.gi,
+                ci=found.ci,
+            )
+        case SwitchLine():
+            # What a switch said before shows in the links and the fabric by now.
+            return SwitchErrorSeen(found.pci, found.sxid, found.fatal, found.detail) if live else None
+        case UvmLine():
+            return UvmErrorSeen(found.status)
+        case RepairLine():
+            # While an agent reads, sysfs and uevents tell it at first hand.
+            return None
 
 
 def _shown(lines: Iterable[str], record: Record) -> Iterable[str]:
@@ -352,8 +456,8 @@ def _connected(path: Path) -> int:
 
 def _read_backlog(path: Path) -> _Backlog:
     """Read what the kernel's device has until now; blocks for milliseconds, never for more lines."""
-    reader = XidReader()
-    xids: deque[tuple[int, XidLine]] = deque(maxlen=MAX_BACKLOG_XIDS)
+    reader = LogReader()
+    earlier = EarlierLines()
     kept: deque[str] = deque(maxlen=RECENT_LINES)
     newest: int | None = None
     descriptor, _ = _open(path)
@@ -370,12 +474,14 @@ def _read_backlog(path: Path) -> _Backlog:
             if record is None:
                 continue
             newest = record.sequence
+            if not record.may_matter:
+                continue
+            lines = lines_of(record)
             if record.is_of_driver:
-                lines = lines_of(record)
                 kept.extend(_shown(lines, record))
-                found = reader.read(lines, record.time_us)
-                if found is not None:
-                    xids.append((record.sequence, found))
+            found = reader.read(lines, record.time_us)
+            if found is not None:
+                earlier.add(record.sequence, found)
     finally:
         os.close(descriptor)
-    return _Backlog(tuple(xids), tuple(kept), newest)
+    return _Backlog(earlier, tuple(kept), newest)

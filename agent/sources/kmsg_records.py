@@ -1,19 +1,25 @@
 """What the kernel log says of GPUs: its records taken apart, and NVIDIA's lines among them read.
 
-Invariants: pure, and linear in the length of a record. Only the kernel's own records count: what a
-process wrote into /dev/kmsg has another facility. An address is looked for where the driver writes it,
-at the beginning of a line, so the name of a process later in the line cannot pretend to be one. Text
+Invariants: pure, and linear in the length of a record. Only the kernel's own records count: what a process
+wrote into /dev/kmsg has another facility. The kernel's records may begin with the name of a process, 15
+bytes that its user chooses (``NVRM: GPU 1b:00[7]: segfault at …``), so a line counts only where all of it
+is as the driver writes it, and every form begins with more than 15 bytes that no user chooses. Words in the
+middle of a line, where a name stands too, are looked for in forms longer than a name, or at the end. Text
 that leaves this module is printable ASCII and bounded.
 
-Sources: kernel Documentation/ABI/testing/dev-kmsg; NVIDIA/open-gpu-kernel-modules:kernel_rc.c, osinit.c
-and nv.c (the forms of the lines); leptonai/gpud:components/accelerator/nvidia/xid/kmsg.go (sub codes).
+Sources: kernel Documentation/ABI/testing/dev-kmsg; NVIDIA/open-gpu-kernel-modules, tags 515 to 595:
+kernel_rc.c, osinit.c, osapi.c, gpu.c, kern_gpu_error_cont_ga100.c, nv_gpu_ops.c, common_nvswitch.h,
+uvm_global.c and nv.c (the forms of the lines); leptonai/gpud:components/accelerator/nvidia/xid/kmsg.go
+(sub codes); kernel drivers/pci/probe.c (a device that was added).
 """
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
 from agent.model.ids import ALL, pci_sysfs_name
+from agent.model.xid import NO_WORDS, NvlinkSeverity, XidWords
 
 MAX_DETAIL: Final = 120
 """Characters of what a line says after the number of its XID."""
@@ -35,24 +41,46 @@ NVLINK_XIDS: Final = range(144, 151)
 """NVLink 5 errors, whose first number holds the sub code in bits 20 to 25."""
 
 _KERNEL_FACILITY: Final = 0
-_PREFIX: Final = b"NVRM:"
+_DRIVER_PREFIXES: Final = (b"NVRM:", b"nvidia-nvswitch", b"nvidia-uvm:")
+_PREFIXES: Final = (*_DRIVER_PREFIXES, b"pci ")
 
-_ADDRESS: Final = r"(?:PCI:)?((?:[0-9a-fA-F]{4,8}:)?[0-9a-fA-F]{2}:[0-9a-fA-F]{2})(\.[0-7])?"
+_DEVICE: Final = r"([0-9a-f]{4,8}:[0-9a-f]{2}:[0-9a-f]{2})"
 _HEADER: Final = re.compile(rb"([0-9]{1,10}),([0-9]{1,20}),([0-9]{1,20}),[^;]{0,256};")
 _ESCAPED_LINE_END: Final = re.compile(r"\\x0[ad]")
 _XID: Final = re.compile(
-    rf"NVRM: {{1,8}}Xid \((?:GPU at )?{_ADDRESS}([^()]{{0,80}})\): ?([0-9]{{1,5}})(?![0-9])(?:, ?(.*))?"
+    rf"NVRM: Xid \(PCI:{_DEVICE}(?: GPU-I:([0-9]{{2,3}})(?: GPU-CI:([0-9]{{2,3}}))?)?\): ([0-9]{{1,5}}),(.*)"
 )
-_GPU_INSTANCE: Final = re.compile(r"GPU-I:([0-9]{1,3})(?![0-9])")
-_COMPUTE_INSTANCE: Final = re.compile(r"GPU-CI:([0-9]{1,3})(?![0-9])")
-_FALLEN: Final = re.compile(
-    rf"NVRM: {{1,8}}(?:The NVIDIA )?GPU (?:at )?{_ADDRESS}(?![0-9a-fA-F.])(.*)", re.DOTALL
+_FALLEN: Final = re.compile(rf"NVRM: GPU {_DEVICE}(\.[0-7]): GPU has fallen off the bus\.\Z")
+_UNANSWERED: Final = re.compile(
+    rf"NVRM: The NVIDIA GPU {_DEVICE}(\.[0-7]) (?:NVRM: )?\(PCI ID: [0-9a-f]{{4}}:[0-9a-f]{{4}}\)"
+    r" installed in this system has (?:NVRM: )?fallen off the bus and is not responding to commands\.\Z"
 )
 _FALLEN_WORDS: Final = "fallen off the bus"
 _PROCESS: Final = re.compile(r"pid=[^,]{0,32}, (?:name=[^,]{0,64}, )?")
 _NVLINK: Final = re.compile(
-    r"([A-Z][A-Z_/]{0,31}) {1,8}(Nonfatal|Fatal) {1,8}XC[01] {1,8}i[0-9]{1,3} {1,8}"
+    r"(?:^|, )([A-Z][A-Z_/]{0,31}) {1,8}(Nonfatal|Fatal) {1,8}XC[01] {1,8}i[0-9]{1,3} {1,8}"
     r"Link {1,8}(-?[0-9]{1,3}) {1,8}\((0x[0-9a-fA-F]{1,8})(?![0-9a-fA-F])"
+)
+_ACTION: Final = re.compile(
+    r"GPU recovery action changed from 0x[0-9a-f]{1,8} \([^()]{0,40}\)"
+    r" to 0x([0-9a-f]{1,8}) \([^()]{0,40}\)\.?\Z"
+)
+_CONTAINMENT: Final = re.compile(r"RST: (Yes|No), D-RST: (?:Yes|No)\.?\Z")
+_SWITCH: Final = re.compile(
+    rf"nvidia-nvswitch[0-9]{{1,3}}: SXid \(PCI:{_DEVICE}(\.[0-9a-f])\): ([0-9]{{1,7}}), "
+    r"(?:(Fatal|Non-fatal), )?(.*)"
+)
+_UVM: Final = re.compile(
+    r"nvidia-uvm: uvm_global\.c:[0-9]{1,6} uvm_global_set_fatal_error_impl\[pid:[0-9]{1,10}\]"
+    r" Encountered a global fatal error: (.{1,120})\Z"
+)
+_UVM_OF_RM: Final = re.compile(
+    r"NVRM: (?:GPU[0-9]{1,3} )?nvGpuOpsReportFatalError: uvm encountered global fatal error"
+    r" (0x[0-9a-f]{1,8}), requiring os reboot to recover\.\Z"
+)
+_LOADING: Final = re.compile(r"NVRM: loading NVIDIA UNIX .{1,200}\Z")
+_ADDED: Final = re.compile(
+    rf"pci {_DEVICE}(\.[0-7]): \[10de:[0-9a-f]{{4}}\] type [0-9a-f]{{2}} class 0x0[0-9a-f]{{5}}"
 )
 
 
@@ -70,8 +98,13 @@ class Record:
 
     @property
     def is_of_driver(self) -> bool:
-        """Whether NVIDIA's driver wrote it."""
-        return self.is_kernel and self.text.startswith(_PREFIX)
+        """Whether one of NVIDIA's modules wrote it, as far as its first bytes tell."""
+        return self.is_kernel and self.text.startswith(_DRIVER_PREFIXES)
+
+    @property
+    def may_matter(self) -> bool:
+        """Whether it may be of a form that this module reads."""
+        return self.is_kernel and self.text.startswith(_PREFIXES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,8 +117,37 @@ class XidLine:
     detail: str = ""
     gi: int = ALL
     ci: int = ALL
+    words: XidWords = NO_WORDS
     in_words: bool = False
     """The line has no number: it only says that the GPU has fallen off the bus."""
+
+
+@dataclass(frozen=True, slots=True)
+class SwitchLine:
+    """An error (SXid) of an NVSwitch."""
+
+    pci: str
+    sxid: int
+    fatal: bool
+    detail: str
+
+
+@dataclass(frozen=True, slots=True)
+class UvmLine:
+    """The unified memory driver refuses its work from here on."""
+
+    status: str
+
+
+@dataclass(frozen=True, slots=True)
+class RepairLine:
+    """The driver was loaded anew, or a GPU was added to the bus: it was initialised anew."""
+
+    pci: str | None
+    """None: every GPU."""
+
+
+Line = XidLine | SwitchLine | UvmLine | RepairLine
 
 
 def record_of(line: bytes) -> Record | None:
@@ -107,59 +169,89 @@ def lines_of(record: Record) -> tuple[str, ...]:
     return tuple(_printable(line)[:MAX_LINE] for line in lines if line)
 
 
-def xid_of(lines: tuple[str, ...]) -> XidLine | None:
-    """Return the XID that the lines of one record of the driver tell of; None: of none.
+def line_of(lines: tuple[str, ...]) -> Line | None:
+    """Return what the lines of one record say; None: nothing that is read here.
 
     The driver writes each XID as a record of its own, so one in a later line is not the driver's.
     """
     if not lines:
         return None
-    found = _XID.match(lines[0])
-    if found is not None:
-        return _xid_line(found, int(found[4])) if int(found[4]) else None
-    # These words are written in three lines at once: the address is in the first, the end in the third.
-    fallen = _FALLEN.match("\n".join(lines))
-    if fallen is not None and _FALLEN_WORDS in fallen[3]:
-        return XidLine(_address(fallen), FALLEN_OFF, in_words=True)
+    # A name with a line end in it splits a line, and one form is written as three lines at once.
+    whole = " ".join(lines)
+    for pattern, made in _FORMS:
+        if (found := pattern.match(whole)) is not None:
+            return made(found)
     return None
 
 
-def _xid_line(found: "re.Match[str]", xid: int) -> XidLine:
-    rest = found[5] or ""
+def _function_of(found: "re.Match[str]") -> str:
+    return pci_sysfs_name(found[1] + found[2])
+
+
+def _fallen_line(found: "re.Match[str]") -> Line:
+    return XidLine(_function_of(found), FALLEN_OFF, in_words=True)
+
+
+def _switch_line(found: "re.Match[str]") -> Line:
+    is_fatal, said = found[4] == "Fatal", found[5].strip()
+    return SwitchLine(_function_of(found), int(found[3]), is_fatal, said[:MAX_DETAIL])
+
+
+def _xid_line(found: "re.Match[str]") -> Line | None:
+    xid = int(found[4])
+    if not xid:
+        return None
+    rest = found[5].strip()
     process = _PROCESS.match(rest)
-    said = rest[process.end() :] if process else rest
+    said = rest[process.end() :].strip() if process else rest
+    nvlink = _NVLINK.search(said) if xid in NVLINK_XIDS else None
     return XidLine(
-        pci=_address(found),
+        pci=pci_sysfs_name(f"{found[1]}.0"),
         xid=xid,
-        detail=_detail(xid, said.strip()),
-        gi=_instance(_GPU_INSTANCE, found[3]),
-        ci=_instance(_COMPUTE_INSTANCE, found[3]),
+        detail=_detail(xid, said, nvlink),
+        gi=ALL if found[2] is None else int(found[2]),
+        ci=ALL if found[3] is None else int(found[3]),
+        words=_words(said, nvlink),
     )
 
 
-def _address(found: "re.Match[str]") -> str:
-    """Return the address in sysfs form: domain 0 and function 0 where the line leaves them out."""
-    address = found[1] if found[1].count(":") == 2 else f"0000:{found[1]}"
-    return pci_sysfs_name(address + (found[2] or ".0"))
+def _words(said: str, nvlink: "re.Match[str] | None") -> XidWords:
+    if nvlink is not None:
+        severity: NvlinkSeverity = "fatal" if nvlink[2] == "Fatal" else "nonfatal"
+        return XidWords(severity=severity, unit=nvlink[1], sub_code=_sub_code(nvlink))
+    if (action := _ACTION.search(said)) is not None:
+        return XidWords(action=int(action[1], 16))
+    if (containment := _CONTAINMENT.search(said)) is not None:
+        return XidWords(reset=containment[1] == "Yes")
+    return NO_WORDS
 
 
-def _instance(pattern: "re.Pattern[str]", attributes: str) -> int:
-    found = pattern.search(attributes)
-    return ALL if found is None else int(found[1])
+def _sub_code(nvlink: "re.Match[str]") -> int:
+    return (int(nvlink[4], 16) >> 20) & 0x3F
 
 
-def _detail(xid: int, said: str) -> str:
+def _detail(xid: int, said: str, nvlink: "re.Match[str] | None") -> str:
     """Return what a line says, without the process; of an NVLink error its unit and sub code.
 
     Nothing where it only says in words what the number means.
     """
     if xid == FALLEN_OFF and _FALLEN_WORDS in said:
         return ""
-    nvlink = _NVLINK.match(said) if xid in NVLINK_XIDS else None
     if nvlink is None:
         return said[:MAX_DETAIL]
-    sub_code = (int(nvlink[4], 16) >> 20) & 0x3F
-    return f"{nvlink[1]} sub code {sub_code}, {nvlink[2].lower()}, link {int(nvlink[3])}"
+    return f"{nvlink[1]} sub code {_sub_code(nvlink)}, {nvlink[2].lower()}, link {int(nvlink[3])}"
+
+
+_FORMS: Final[tuple[tuple["re.Pattern[str]", Callable[["re.Match[str]"], Line | None]], ...]] = (
+    (_XID, _xid_line),
+    (_FALLEN, _fallen_line),
+    (_UNANSWERED, _fallen_line),
+    (_SWITCH, _switch_line),
+    (_UVM, lambda found: UvmLine(found[1])),
+    (_UVM_OF_RM, lambda found: UvmLine(found[1])),
+    (_LOADING, lambda _: RepairLine(None)),
+    (_ADDED, lambda found: RepairLine(_function_of(found))),
+)
 
 
 def _printable(text: str) -> str:
@@ -169,16 +261,16 @@ def _printable(text: str) -> str:
     return "".join(char if " " <= char <= "~" else f"\\x{ord(char):02x}" for char in text)
 
 
-class XidReader:
-    """Reads the XIDs of one reading of the log: a fault that is told in two lines is one XID."""
+class LogReader:
+    """Reads one reading of the log: a fault that is told in two lines is one XID."""
 
     def __init__(self) -> None:
         self._fallen: dict[str, tuple[int, bool]] = {}
 
-    def read(self, lines: tuple[str, ...], time_us: int) -> XidLine | None:
-        """Return the XID of a record of the driver; None if there is none, or it was told just now."""
-        line = xid_of(lines)
-        if line is None or line.xid != FALLEN_OFF:
+    def read(self, lines: tuple[str, ...], time_us: int) -> Line | None:
+        """Return what a record says; None if that is nothing, or an XID that was told just now."""
+        line = line_of(lines)
+        if not isinstance(line, XidLine) or line.xid != FALLEN_OFF:
             return line
         before = self._fallen.pop(line.pci, None)
         self._fallen[line.pci] = (time_us, line.in_words)

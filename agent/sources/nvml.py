@@ -146,6 +146,11 @@ class NvmlSource:
         if self._session is not None:
             self._session.restart_gpu(uuid)
 
+    def probe_soon(self, uuid: GpuUuid) -> None:
+        """Probe one GPU with every reading, at most once a second. Does not wait."""
+        if self._session is not None:
+            self._session.probe_soon(uuid)
+
     def release(self) -> None:
         """Let the driver go and stay away until ``resume``. Does not wait: DriverReleased tells the end."""
         self._wanted.clear()
@@ -353,6 +358,10 @@ class NvmlSource:
                 message="The NVIDIA kernel driver is not loaded: load it with 'modprobe nvidia', "
                 "or see in the kernel log why it did not load",
                 unloaded=True,
+            )
+        if error.code == NvmlCode.NO_PERMISSION:
+            return facts.DriverUnavailable(
+                reason=Reason.DRIVER_NOT_LOADED, message=f"The NVIDIA driver may not be used: {error}"
             )
         return facts.DriverUnavailable(
             reason=Reason.DRIVER_NOT_LOADED,

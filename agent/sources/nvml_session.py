@@ -102,7 +102,7 @@ class Session:
             clock=self._clock,
             on_renewed=self._wake_all,
             on_failed=self._request_all,
-            on_xid=self._xid_came,
+            on_xid=self.probe_soon,
             bind_events=around.bind_events,
             on_rebound=self.request,
             prove=partial(around.proofs.prove, Part(NVML_EVENTS)),
@@ -153,6 +153,16 @@ class Session:
         for slot in self._slots:
             if slot.uuid == uuid and slot.probing is not None:
                 slot.probing.cancel()
+
+    def probe_soon(self, uuid: GpuUuid) -> None:
+        """Look at one GPU with every reading, at most once in MIN_GAP_NS: an XID was reported."""
+        for slot in self._slots:
+            if slot.uuid == uuid:
+                slot.wanted_soon = slot.urgent = True
+                # Not at once: the kubelet is to hear of the XID before anything else is done about it.
+                soon_ns = max(slot.began_ns + MIN_GAP_NS, self._clock() + XID_LOOK_DELAY_NS)
+                slot.due_ns = min(slot.due_ns, soon_ns)
+                slot.wake.set()
 
     # The node: which GPUs there are
 
@@ -398,15 +408,6 @@ class Session:
         finally:
             self._doubted.discard(slot)
         self._raise_if_driver_gone()
-
-    def _xid_came(self, uuid: GpuUuid) -> None:
-        for slot in self._slots:
-            if slot.uuid == uuid:
-                slot.wanted_soon = slot.urgent = True
-                # Not at once: the kubelet is to hear of the XID before anything else is done about it.
-                soon_ns = max(slot.began_ns + MIN_GAP_NS, self._clock() + XID_LOOK_DELAY_NS)
-                slot.due_ns = min(slot.due_ns, soon_ns)
-                slot.wake.set()
 
     def _wake_all(self) -> None:
         for slot in self._slots:

@@ -10,8 +10,10 @@ Guarantees:
 4. The nodes of a MIG device go with it, and NVML is asked only now and then what there is. So the one who
    asks is to look at that GPU first, and such a node is missed only if it is still needed ``confirm_ns``
    (3 s, at most a period) later.
-
-5. A GPU that was bound anew between two looks is found by the inodes of its directory and link, so
+5. What the kernel log says is checked where it can be: ``read_config`` reads the PCI configuration space
+   of a GPU in the next look, ``probe_uvm`` opens /dev/nvidia-uvm in each look until that succeeds, while
+   the driver is not released.
+6. A GPU that was bound anew between two looks is found by the inodes of its directory and link, so
    resets are seen where no uevents come, up to a period late. Where they do come they tell of it at
    once, and a ``follow_up`` does not tell it again: a fault since then must not pass for one before.
 
@@ -35,8 +37,11 @@ from agent.model.facts import (
     DriverModuleSeen,
     Fact,
     GpuRebound,
+    PciConfigRead,
     PciGpusSeen,
+    UvmProbed,
 )
+from agent.model.health import Reason
 from agent.model.ids import GpuUuid
 from agent.model.policy import MILLISECOND_NS, SECOND_NS
 from agent.model.snapshot import Snapshot
@@ -95,6 +100,9 @@ class SysfsSource:
         """Since when a capability node is missing."""
         self._asked = asyncio.Event()
         self._bindings_told = False
+        self._configs_asked: set[str] = set()
+        """Addresses; those of known GPUs, so there are few."""
+        self._uvm_asked = False
         self._looking: asyncio.Future[Look] | None = None
         self._exclusions = Exclusions()
         self._told: dict[type[Fact], Fact] = {}
@@ -110,6 +118,16 @@ class SysfsSource:
     def follow_up(self) -> None:
         """Look soon at what changed; whoever asks has told which GPUs were bound and unbound."""
         self._bindings_told = True
+        self._asked.set()
+
+    def read_config(self, pci: str) -> None:
+        """Read the configuration space of a GPU in the next look, which is soon; on the loop's thread."""
+        self._configs_asked.add(pci)
+        self._asked.set()
+
+    def probe_uvm(self) -> None:
+        """Open /dev/nvidia-uvm in the next looks, of which one is soon; on the loop's thread."""
+        self._uvm_asked = True
         self._asked.set()
 
     async def run(self) -> None:
@@ -164,7 +182,11 @@ class SysfsSource:
     async def _looked(self) -> Look:
         if self._looking is None:
             roots, nodes, known = self._roots, self._wanted_nodes(), self._exclusions
-            self._looking = started_in_daemon_thread("sysfs-look", lambda: look(roots, nodes, known))
+            configs, self._configs_asked = self._configs_asked, set()
+            uvm = nodes is not None and (self._uvm_asked or self._uvm_failed())
+            self._looking = started_in_daemon_thread(
+                "sysfs-look", lambda: look(roots, nodes, known, configs=configs, uvm=uvm)
+            )
         looking = self._looking
         await asyncio.wait((looking,), timeout=self._deadline_ns / 1e9)
         if not looking.done():
@@ -179,6 +201,7 @@ class SysfsSource:
 
     def _tell(self, seen: Look, *, bindings_told: bool) -> None:
         self._exclusions = seen.exclusions
+        self._tell_answers(seen)
         if seen.gpus is not None:
             if not bindings_told:
                 self._tell_bindings(seen)
@@ -204,6 +227,21 @@ class SysfsSource:
             return set()
         of_device = owners(view.gpu for view in self._latest.value.gpus if view.present)
         return {place.gpu for path in paths for place in of_device.get(path, ())}
+
+    def _tell_answers(self, seen: Look) -> None:
+        for pci, answers in seen.configs.items():
+            self._inbox.put(PciConfigRead(pci=pci, answers=answers))
+        if seen.uvm is not None:
+            self._uvm_asked = bool(seen.uvm)
+            self._inbox.put(UvmProbed(error=seen.uvm or None))
+
+    def _uvm_failed(self) -> bool:
+        """Whether the driver refused before, as an earlier process may have found."""
+        return any(
+            condition.reason is Reason.UVM_FAILED and condition.lasts
+            for view in self._latest.value.gpus
+            for condition in view.conditions
+        )
 
     def _tell_bindings(self, seen: Look) -> None:
         for pci in sorted(self._bound - seen.bindings.keys()):

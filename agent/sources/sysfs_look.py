@@ -6,9 +6,10 @@ read, with one exception: where the driver excludes GPUs, its own file on a GPU 
 time that GPU is bound, because only there its UUID is found; that file may wait for the driver's lock.
 
 Sources: kernel Documentation/ABI/testing/sysfs-bus-pci; NVIDIA/open-gpu-kernel-modules:nv-procfs.c and
-nv.c (ExcludedGpus, GpuBlacklist).
+nv.c (ExcludedGpus, GpuBlacklist), nvidia-uvm/uvm.c (uvm_open).
 """
 
+import errno
 import os
 import re
 import stat
@@ -28,6 +29,21 @@ CONTROL_NODE: Final = "/dev/nvidiactl"
 _VENDOR: Final = "0x10de"
 _CLASSES: Final = ("0x0300", "0x0302")
 """VGA and 3D controllers; an NVSwitch or an audio function is neither."""
+_NO_ANSWER: Final = b"\xff\xff"
+"""What the bus reads where nothing answers."""
+_NO_REFUSAL: Final = frozenset(
+    {
+        errno.ENOENT,
+        errno.EACCES,
+        errno.EPERM,
+        errno.EAGAIN,
+        errno.EINTR,
+        errno.EMFILE,
+        errno.ENFILE,
+        errno.ENOMEM,
+    }
+)
+"""Errors that are not the driver's, or not for good: 515 answers EAGAIN while the machine is suspended."""
 _MAX_BYTES: Final = 16_384
 _EXCLUDED_PARAMETER: Final = re.compile(r'^(?:ExcludedGpus|GpuBlacklist): *"([^"\n]{1,4096})"', re.MULTILINE)
 _EXCLUDED_UUID: Final = re.compile(r"^GPU UUID:\s*(GPU-[0-9a-fA-F-]{1,64})", re.MULTILINE)
@@ -62,6 +78,10 @@ class Look:
     """Inode of the module's directory; None: not loaded, if ``module_visible``."""
     missing: tuple[str, ...] | None
     exclusions: "Exclusions"
+    configs: Mapping[str, bool] = field(default_factory=dict)
+    """Of the functions asked for: whether their configuration space answers; without those not known."""
+    uvm: str | None = None
+    """Why /dev/nvidia-uvm refuses to be opened, empty if it does not; None: not asked, or not known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,8 +93,19 @@ class Exclusions:
     """None: its file could not be read yet."""
 
 
-def look(roots: Roots, wanted_nodes: Iterable[str] | None, known: Exclusions) -> Look:
-    """Look once; ``wanted_nodes`` are those that should exist beside the driver's, None: not asked."""
+def look(
+    roots: Roots,
+    wanted_nodes: Iterable[str] | None,
+    known: Exclusions,
+    *,
+    configs: Iterable[str] = (),
+    uvm: bool = False,
+) -> Look:
+    """Look once; ``wanted_nodes`` are those that should exist beside the driver's, None: not asked.
+
+    ``configs`` are the functions whose configuration space is read, which may wake a device up; ``uvm``:
+    whether /dev/nvidia-uvm is opened.
+    """
     bound = _bound_gpus(roots.sys)
     exclusions = _exclusions(roots.proc, bound or {}, known)
     gpus = None
@@ -89,7 +120,32 @@ def look(roots: Roots, wanted_nodes: Iterable[str] | None, known: Exclusions) ->
         module=module,
         missing=None if wanted_nodes is None else _missing_nodes(roots, wanted_nodes),
         exclusions=exclusions,
+        configs={pci: answers for pci in configs if (answers := _config_answers(roots.sys, pci)) is not None},
+        uvm=_uvm_refusal(roots) if uvm else None,
     )
+
+
+def _config_answers(sys_root: Path, pci: str) -> bool | None:
+    """Return whether the vendor id of a function reads as one; None: that could not be read."""
+    device = sys_root / "bus/pci/devices" / pci
+    try:
+        with (device / "config").open("rb", buffering=0) as config:
+            vendor = config.read(2)
+    except FileNotFoundError:
+        return None if device.exists() or not device.parent.is_dir() else False
+    except OSError:
+        return None
+    return None if len(vendor) < len(_NO_ANSWER) else vendor != _NO_ANSWER
+
+
+def _uvm_refusal(roots: Roots) -> str | None:
+    """Open the unified memory driver, which refuses each open after a fatal error, and close it again."""
+    try:
+        descriptor = os.open(roots.dev / UVM_NODE.removeprefix("/dev/"), os.O_RDWR | os.O_CLOEXEC)
+    except OSError as error:
+        return None if error.errno in _NO_REFUSAL else (error.strerror or str(error))
+    os.close(descriptor)
+    return ""
 
 
 def driver_of(sys_root: Path, pci: str) -> str | None:

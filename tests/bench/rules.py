@@ -29,7 +29,7 @@ async def _false_flips(effort: Effort) -> AsyncGenerator[Figure, None]:
 async def _other_sources(effort: Effort) -> AsyncGenerator[Figure, None]:
     """Break GPUs in ways of which NVML sends no event, until the kubelet was told.
 
-    The kernel log alone has an XID; and a reading changes, which is polled every second here.
+    The kernel log has an XID of a GPU that the driver wants reset; and a reading changes, which is polled.
     """
     trials = effort.of(quick=2, usual=4)
     heard: dict[str, list[int]] = {"kernel_log": [], "polled": []}
@@ -39,6 +39,7 @@ async def _other_sources(effort: Effort) -> AsyncGenerator[Figure, None]:
                 await agent.ready()
                 # The log is read from a moment after the registration on; what is older is only counted.
                 await asyncio.sleep(_POLL_S)
+                node.simulated.nvml.set_recovery_action(3, 1)
                 heard["kernel_log"].append(await _until_heard(node, 3, "kernel-xid", xid="119"))
                 heard["polled"].append(await _until_heard(node, 5, "recovery-action", action="1"))
                 await agent.end()

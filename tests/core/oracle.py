@@ -107,6 +107,24 @@ class ToldXid(NamedTuple):
 
 
 @dataclass
+class Rumour:
+    """What the kernel log says and nothing else so far."""
+
+    gpu: str
+    gi: int
+    ci: int
+    xid: int
+    count: int
+    live: bool
+    since_ns: int
+
+
+TELLING_READINGS = {"reset": {"ecc_uncorrected", "nvlink_down"}, "link": {"nvlink_down", "fabric_failed"}}
+TELLING_READINGS["rma"] = {"row_remap_failed"}
+TELLING_ANSWERS = {"gpu_lost", "reset_required", "recovery_action", "nvml_error", "nvml_timeout"}
+
+
+@dataclass
 class Link:
     """How one resource stands with the kubelet."""
 
@@ -155,6 +173,7 @@ class Kind(NamedTuple):
 
 READINGS = {
     "recovery_action": Kind("reset", flips=True, hard=True),
+    "imex_domain_down": Kind("self_clearing", flips=False, hard=True),
     "row_remap_failed": Kind("by_hand", flips=True, hard=True),
     "fabric_failed": Kind("self_clearing", flips=True, hard=True),
     "fabric_not_ready": Kind("self_clearing", flips=True, hard=True),
@@ -185,7 +204,9 @@ def is_bad(reason: str, sample: GpuSample, slow: list[bool], policy: Policy) -> 
     """Whether a reading says that something is wrong; None: it says nothing."""
     match reason:
         case "recovery_action":
-            return None if sample.recovery_action is None else sample.recovery_action != 0
+            return None if sample.recovery_action in {None, 5} else sample.recovery_action != 0
+        case "imex_domain_down":
+            return None if sample.recovery_action is None else sample.recovery_action == 5
         case "row_remap_failed":
             return sample.rows_failed
         case "row_remap_pending":
@@ -245,6 +266,8 @@ class Oracle:
         self.driver_unloaded = False
         self.is_let_go = False
         self.told_xids: list[ToldXid] = []
+        self.rumours: list[Rumour] = []
+        self.early: list[KernelXidSeen] = []
         self.xids_before = Counter(self.xids)
         self.missing: tuple[str, ...] | None = None
         self.samples: dict[str, GpuSample] = {}
@@ -331,6 +354,9 @@ class Oracle:
                         self.fault("nvml", fact.reason, gpu, "self_clearing").seen(1)
             case GpusEnumerated():
                 self.enumerated(fact, now_ns)
+                early, self.early = self.early, []
+                for each in early:
+                    self.kernel_xid(each, now_ns)
             case DriverReleased():
                 self.silent.clear()
                 self.driver_silent = False
@@ -375,7 +401,7 @@ class Oracle:
                 pass
         is_gone = self.is_let_go and self.driver_unloaded
         if isinstance(fact, DriverModuleSeen | DriverReleased) and is_gone and not was_gone:
-            for gpu in self.gpus:
+            for gpu in self.gpus.keys() - self.released:
                 self.trouble(gpu)
                 self.fault("sysfs", "driver_not_loaded", gpu, "self_clearing").seen(1)
         if now_ns >= self.released_until_ns:
@@ -383,6 +409,7 @@ class Oracle:
             self.released_until_ns = NEVER
         self.causes()
         self.faults = [fault for fault in self.faults if fault.over_at(self.policy) > now_ns]
+        self.hear_witnesses()
         self.flapping(were_out, was_hung=was_hung)
         self.breaker()
         self.time(now_ns)
@@ -421,15 +448,102 @@ class Oracle:
     def kernel_xid(self, fact: KernelXidSeen, now_ns: int) -> None:
         there = [gpu.uuid for gpu in self.gpus.values() if gpu.pci == fact.pci]
         if not there:
+            self.early = [*self.early, fact][-256:] if not self.gpus else []
             return
-        if not fact.backlog:
-            told = XidReported(there[0], fact.xid, fact.gi, fact.ci, fact.source, count=fact.count)
-            self.xid(told, now_ns)
+        gpu, row = there[0], row_of(fact.xid)
+        again = min(self.xids_before[gpu, fact.xid], fact.count) if fact.backlog else 0
+        self.xids_before[gpu, fact.xid] -= again
+        told = XidReported(gpu, fact.xid, fact.gi, fact.ci, fact.source, count=fact.count - again)
+        place = self.place(told)
+        if (fact.live and place is not None and self.was_told(told, place, now_ns)) or again == fact.count:
             return
-        again = min(self.xids_before[there[0], fact.xid], fact.count)
-        self.xids_before[there[0], fact.xid] -= again
-        if fact.count > again:
-            self.xids[there[0], fact.xid] += fact.count - again
+        self.xids[gpu, fact.xid] += told.count
+        if place is None:
+            return
+        if fact.live:
+            self.note_told(told, place, now_ns)
+        if not self.flips(fact.xid) or (not fact.live and row.recovery == "self_clearing"):
+            return
+        gi, ci = place
+        is_deniable = row.xid_class == "lost" or self.says_what_to_do(gpu)
+        shown = self.fault(
+            "kernel-log",
+            "unconfirmed",
+            gpu,
+            "self_clearing" if is_deniable else row.recovery,
+            code=fact.xid,
+            gi=gi,
+            ci=ci,
+            flips=False,
+            hard=False,
+        )
+        shown.seen(told.count)
+        known = [
+            each for each in self.rumours if (each.gpu, each.gi, each.ci, each.xid) == (gpu, gi, ci, fact.xid)
+        ]
+        for each in known:
+            self.rumours.remove(each)
+        count = told.count + sum(each.count for each in known)
+        since_ns = known[0].since_ns if known else now_ns
+        self.rumours.append(Rumour(gpu, gi, ci, fact.xid, count, fact.live, since_ns))
+
+    def says_what_to_do(self, gpu: str) -> bool:
+        return gpu in self.samples and self.samples[gpu].recovery_action not in {None, 5}
+
+    def hear_witnesses(self) -> None:
+        """Believe what the kernel log says if something else says so too, and forget what is denied."""
+        for rumour in list(self.rumours):
+            row = row_of(rumour.xid)
+            if not self.shown(rumour):
+                self.rumours.remove(rumour)
+            elif any(self.is_witness(rumour, fault) for fault in self.of_gpu(rumour.gpu)):
+                self.believe(rumour)
+            elif not rumour.live and (rumour.gpu in self.verdict or rumour.gpu in self.samples):
+                if row.recovery == "by_hand" or not self.says_what_to_do(rumour.gpu):
+                    self.believe(rumour)
+                else:
+                    self.rumours.remove(rumour)
+                    self.faults.remove(self.shown(rumour)[0])
+
+    def shown(self, rumour: Rumour) -> list[Fault]:
+        place = (rumour.gi, rumour.ci, rumour.xid)
+        return [
+            fault
+            for fault in self.of_gpu(rumour.gpu)
+            if (fault.gi, fault.ci, fault.code) == place and fault.reason == "unconfirmed"
+        ]
+
+    def is_witness(self, rumour: Rumour, fault: Fault) -> bool:
+        if fault.source == "kernel-log":
+            return False
+        if fault.reason == "xid":
+            gi_fits = fault.gi == rumour.gi or ALL in {fault.gi, rumour.gi}
+            ci_fits = fault.ci == rumour.ci or ALL in {fault.ci, rumour.ci}
+            return fault.flips and fault.code == rumour.xid and gi_fits and ci_fits
+        row = row_of(rumour.xid)
+        if row.recovery == "self_clearing":
+            return False
+        readings = TELLING_READINGS.get(row.xid_class, set())
+        return (fault.flips and fault.reason in TELLING_ANSWERS) or (fault.lasts and fault.reason in readings)
+
+    def believe(self, rumour: Rumour) -> None:
+        row = row_of(rumour.xid)
+        self.rumours.remove(rumour)
+        for fault in self.shown(rumour):
+            self.faults.remove(fault)
+        fault = self.fault(
+            "kernel-log",
+            "xid",
+            rumour.gpu,
+            row.recovery,
+            code=rumour.xid,
+            gi=rumour.gi,
+            ci=rumour.ci,
+            hard=row.evidence == "hard",
+        )
+        if not fault.count:
+            fault.since_ns = rumour.since_ns
+        fault.seen(rumour.count)
 
     def module_seen(self, inode: int | None) -> None:
         if inode is None:
@@ -553,7 +667,7 @@ class Oracle:
         return {
             fault.gpu
             for fault in self.faults
-            if fault.flips and fault.recovery == "self_clearing" and fault.reason not in OF_THE_NODE
+            if fault.flips and fault.recovery == "self_clearing" and fault.reason not in {*OF_THE_NODE, "xid"}
         }
 
     def flapping(self, were_out: set[str], *, was_hung: bool) -> None:
@@ -596,24 +710,19 @@ class Oracle:
     def xid(self, fact: XidReported, now_ns: int) -> None:
         if fact.gpu not in self.gpus:
             return
-        gi, ci = fact.gi, fact.ci
-        devices = self.gpus[fact.gpu].mig_devices
-        if not devices:
-            gi = ci = ALL
-        is_place = not devices or any(gi in {ALL, mig.gi} and ci in {ALL, mig.ci} for mig in devices)
-        for told in self.told_xids if is_place else ():
-            same_place = (told.gi == gi or ALL in {told.gi, gi}) and (told.ci == ci or ALL in {told.ci, ci})
-            same = (told.gpu, told.xid) == (fact.gpu, fact.xid) and same_place
-            if same and told.source != fact.source and now_ns - told.at_ns <= 2 * S:
-                return
-        self.xids[fact.gpu, fact.xid] += fact.count
-        if not is_place:
+        place = self.place(fact)
+        if place is not None and self.was_told(fact, place, now_ns):
+            for rumour in [each for each in self.rumours if (each.gpu, each.xid) == (fact.gpu, fact.xid)]:
+                if ALL in {rumour.gi, place[0]} or rumour.gi == place[0]:
+                    self.believe(rumour)
             return
-        again = [t for t in self.told_xids if (t.gpu, t.gi, t.ci, t.xid) == (fact.gpu, gi, ci, fact.xid)]
-        self.told_xids = [told for told in self.told_xids if told not in again]
-        self.told_xids.append(ToldXid(fact.gpu, gi, ci, fact.xid, fact.source, now_ns))
+        self.xids[fact.gpu, fact.xid] += fact.count
+        if place is None:
+            return
+        self.note_told(fact, place, now_ns)
         if not self.flips(fact.xid):
             return
+        gi, ci = place
         fault = self.fault(
             fact.source,
             "xid",
@@ -625,6 +734,27 @@ class Oracle:
             hard=row_of(fact.xid).evidence == "hard",
         )
         fault.seen(fact.count)
+
+    def place(self, fact: XidReported) -> tuple[int, int] | None:
+        """Where it is: the whole GPU where it has no instances, nowhere if it has not this one."""
+        devices = self.gpus[str(fact.gpu)].mig_devices
+        if not devices:
+            return ALL, ALL
+        is_there = any(fact.gi in {ALL, mig.gi} and fact.ci in {ALL, mig.ci} for mig in devices)
+        return (fact.gi, fact.ci) if is_there else None
+
+    def was_told(self, fact: XidReported, place: tuple[int, int], now_ns: int) -> bool:
+        gi, ci = place
+        for told in self.told_xids:
+            same_place = (told.gi == gi or ALL in {told.gi, gi}) and (told.ci == ci or ALL in {told.ci, ci})
+            same = (told.gpu, told.xid) == (fact.gpu, fact.xid) and same_place
+            if same and told.source != fact.source and now_ns - told.at_ns <= 2 * S:
+                return True
+        return False
+
+    def note_told(self, fact: XidReported, place: tuple[int, int], now_ns: int) -> None:
+        told = ToldXid(str(fact.gpu), *place, fact.xid, fact.source, now_ns)
+        self.told_xids = [*(each for each in self.told_xids if each[:4] != told[:4]), told]
 
     def flips(self, xid: int) -> bool:
         if xid in self.policy.xid_overrides:

@@ -34,6 +34,7 @@ NOTHING: Final = GpuSample()
 
 BAD: Final[Mapping[Reason, Mapping[str, Any]]] = {
     Reason.RECOVERY_ACTION: {"recovery_action": 1},
+    Reason.IMEX_DOMAIN_DOWN: {"recovery_action": 5},
     Reason.ROW_REMAP_FAILED: {"rows_failed": True},
     Reason.ROW_REMAP_PENDING: {"rows_pending": True},
     Reason.ECC_UNCORRECTED: {"ecc_uncorrected": 2},

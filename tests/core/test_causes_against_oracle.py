@@ -71,6 +71,7 @@ ALL_GPUS = (ONE, gpu(1), SLICED)
 CHANNEL = "/dev/nvidia-caps-imex-channels/channel0"
 
 UUIDS = st.sampled_from([U0, U1, U2])
+OLD_XIDS = st.sampled_from([13, 79, 119, 64, 54])
 DELAYS = st.sampled_from(
     [0, 1, MS, S, 2 * S, 2 * S + 1, 29 * S, 30 * S, QUIET - 1, QUIET, QUIET + 1, 599 * S, 600 * S, 3600 * S]
 )
@@ -270,22 +271,22 @@ class CausesAgainstOracle(RuleBasedStateMachine):
         uuid=UUIDS,
         code=st.sampled_from([13, 94, 94, 48, 79, 74, 145, 54, 64, 200]),
         gi=st.sampled_from([ALL, 1, 2, 9]),
-        first=st.integers(0, 2),
+        first=st.integers(0, 3),
         delay_ns=st.sampled_from([0, S, 2 * S, 2 * S + 1]),
     )
     def xid_is_told(self, uuid: GpuUuid, code: int, gi: int, first: int, delay_ns: int) -> None:
         pci = self.state.gpus[uuid].pci if uuid in self.state.gpus else "0000:ff:00.0"
         logged = KernelXidSeen(pci, code, gi=gi, ci=ALL if gi == ALL else 0)
         told = xid(code, uuid, gi=gi, ci=ALL if gi == ALL else 0, source=NVML)
-        orders: list[list[Fact]] = [[told], [told, logged], [logged, told]]
+        orders: list[list[Fact]] = [[told], [told, logged], [logged, told], [logged]]
         for fact in orders[first]:
             self.tell(fact)
             self.until(self.now_ns + delay_ns)
 
-    @rule(uuid=UUIDS, code=st.sampled_from([13, 79]), count=st.integers(1, 3))
-    def old_xid_is_told(self, uuid: GpuUuid, code: int, count: int) -> None:
+    @rule(uuid=UUIDS, code=OLD_XIDS, count=st.integers(1, 3), backlog=st.booleans())
+    def old_xid_is_told(self, uuid: GpuUuid, code: int, count: int, *, backlog: bool) -> None:
         pci = self.state.gpus[uuid].pci if uuid in self.state.gpus else "0000:ff:00.0"
-        self.tell(KernelXidSeen(pci, code, backlog=True, count=count))
+        self.tell(KernelXidSeen(pci, code, backlog=backlog, live=False, count=count))
 
     # The machine
 

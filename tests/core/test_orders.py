@@ -221,7 +221,7 @@ def test_holds_are_bounded_and_one_too_many_is_refused_aloud() -> None:
 def flapping_node() -> Node:
     node = well_node(gpu(0), gpu(1), policy=Policy(recovery_clean_probes=1, recovery_quiet_ns=0))
     for _ in range(3):
-        node.tell(xid(94), passed())
+        node.tell(failed(), passed())
     return node
 
 
@@ -241,15 +241,15 @@ def test_recover_ends_flapping_and_counts_from_nothing() -> None:
     assert reasons(node) == {Reason.FLAPPING}
     node.tell(RecoverRequested(U0))
     assert node.unhealthy() == set()
-    node.tell(xid(94), passed(), xid(94), passed())
+    node.tell(failed(), passed(), failed(), passed())
     assert node.unhealthy() == set()
-    node.tell(xid(94))
+    node.tell(failed())
     assert Reason.FLAPPING in reasons(node)
 
 
 def test_recover_forgets_no_fault_of_another_gpu() -> None:
     node = flapping_node()
-    node.tell(xid(94, U1), passed(U1), xid(94, U1), passed(U1), RecoverRequested(U0), xid(94, U1))
+    node.tell(failed(U1), passed(U1), failed(U1), passed(U1), RecoverRequested(U0), failed(U1))
     assert Reason.FLAPPING in reasons(node, U1)
 
 

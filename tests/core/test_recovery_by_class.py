@@ -26,6 +26,7 @@ from agent.model.facts import (
     ResumeRequested,
     Tick,
     UnholdRequested,
+    UvmProbed,
 )
 from agent.model.health import Health, Reason, Recovery
 from agent.model.policy import Policy
@@ -150,7 +151,7 @@ def test_c2_b_when_the_handle_answers_again_a_reset_is_still_needed() -> None:
 def test_c2_c_three_faults_within_the_minute_are_sticky_although_probes_are_clean() -> None:
     node = well_node(gpu(0), policy=C2)
     for _ in range(3):
-        node.after(S, xid(94))
+        node.after(S, failed())
         for _ in range(10):
             node.after(S, *poll())
     assert node.unhealthy() == {U0}
@@ -289,6 +290,7 @@ CAUSES: dict[Reason, tuple[list[Fact], list[Fact]]] = {
     Reason.DRIVER_HUNG: ([DriverCallOverdue("wait", S)], [DriverCallAnswered("wait")]),
     Reason.DRIVER_NOT_LOADED: ([UNLOADED], [ready()]),
     Reason.NVML_VERSION_MISMATCH: ([DriverUnavailable(Reason.NVML_VERSION_MISMATCH, "x")], [ready()]),
+    Reason.UVM_FAILED: ([UvmProbed("Input/output error")], [UvmProbed(None)]),
     Reason.DEVICE_NODE_MISSING: ([DeviceNodesSeen(("/dev/nvidia0",))], [DeviceNodesSeen(())]),
     Reason.MAINTENANCE: (
         [ReleaseRequested(frozenset({U0}), 3600 * S), DriverReleased()],
@@ -390,7 +392,7 @@ def test_over_a_restart_no_cause_is_forgotten_and_none_lasts_for_ever(reason: Re
     elif ended == "after":
         again.tell(*end)
     if ended == "while away":
-        again.tell(ResumeRequested(), DeviceNodesSeen(()))
+        again.tell(ResumeRequested(), DeviceNodesSeen(()), UvmProbed(None))
     comes_back_by_rule(again)
     assert reasons(again) == set()
 
@@ -401,7 +403,7 @@ def test_after_a_restart_a_gpu_is_out_until_its_rule_is_met(reason: Reason) -> N
     if reason is Reason.FLAPPING:
         node = well_node(gpu(0), gpu(1), policy=Policy(recovery_clean_probes=1, recovery_quiet_ns=0))
         for _ in range(3):
-            node.tell(xid(94), passed())
+            node.tell(failed(), passed())
     else:
         node.tell(*(BY_HAND.get(reason) or CAUSES[reason][0]))
     again = node.restarted(after_ns=3600 * S)

@@ -6,7 +6,15 @@ from typing import Any
 
 import pytest
 
-from agent.core.samples import RECOVERY_ACTIONS, RULES, UNKNOWN, Verdict, Window, judged
+from agent.core.samples import (
+    RECOVER_IMEX_DOMAIN,
+    RECOVERY_ACTIONS,
+    RULES,
+    UNKNOWN,
+    Verdict,
+    Window,
+    judged,
+)
 from agent.model.facts import NVML, DriverUnavailable, GpuSampled
 from agent.model.health import Condition, ConditionKey, Evidence, Reason, Recovery
 from agent.model.ids import GpuUuid
@@ -62,7 +70,8 @@ def test_a_bad_reading_says_its_reason_and_no_other(reason: Reason) -> None:
     ],
 )
 def test_the_recovery_action_is_told_in_words(action: int, message: str) -> None:
-    assert verdict(Reason.RECOVERY_ACTION, recovery_action=action) == message
+    reason = Reason.IMEX_DOMAIN_DOWN if action == RECOVER_IMEX_DOMAIN else Reason.RECOVERY_ACTION
+    assert verdict(reason, recovery_action=action) == message
     assert (action in RECOVERY_ACTIONS) == (action < 8)
 
 

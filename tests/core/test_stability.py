@@ -59,7 +59,7 @@ AT_ONCE = Policy(recovery_clean_probes=1, recovery_quiet_ns=0)
 
 
 def fault_and_back(node: Node, *facts: Fact, on: GpuUuid = U0) -> None:
-    node.tell(*facts or (xid(94, on),))
+    node.tell(*facts or (failed(on),))
     node.tell(passed(on))
 
 
@@ -71,8 +71,8 @@ def test_a_gpu_that_fails_and_comes_back_for_the_third_time_flaps() -> None:
     fault_and_back(node)
     fault_and_back(node)
     assert node.unhealthy() == set()
-    node.tell(xid(94))
-    assert reasons(node) == {Reason.XID, Reason.FLAPPING}
+    node.tell(failed())
+    assert reasons(node) == {Reason.NVML_ERROR, Reason.FLAPPING}
     node.tell(passed())
     assert node.conditions() == [
         Condition(
@@ -158,8 +158,8 @@ def test_conditions_that_overlap_are_one_fault() -> None:
 def test_a_fault_that_is_reported_again_while_it_lasts_is_one_fault() -> None:
     node = well_node(gpu(0))
     for _ in range(10):
-        node.after(S, xid(94), passed())
-    assert reasons(node) == {Reason.XID}
+        node.after(S, failed(), passed())
+    assert reasons(node) == {Reason.NVML_ERROR}
 
 
 def test_faults_of_two_gpus_do_not_add_up() -> None:
@@ -172,7 +172,7 @@ def test_faults_of_two_gpus_do_not_add_up() -> None:
 
 def test_faults_of_different_kinds_add_up() -> None:
     node = well_node(gpu(0), policy=AT_ONCE)
-    fault_and_back(node, xid(94))
+    fault_and_back(node, failed(code=1))
     fault_and_back(node, failed())
     fault_and_back(node, overdue())
     assert reasons(node) == {Reason.FLAPPING}
@@ -184,6 +184,15 @@ def test_what_a_gpu_does_not_come_back_from_by_itself_is_not_flapping(code: int)
     for _ in range(5):
         fault_and_back(node, xid(code))
     assert Reason.FLAPPING not in reasons(node)
+
+
+@pytest.mark.parametrize("code", [13, 69, 137])
+def test_an_application_that_faults_a_thousand_times_takes_no_gpu_from_the_next(code: int) -> None:
+    node = well_node(gpu(0), policy=AT_ONCE)
+    for _ in range(1_000):
+        node.after(S // 10, xid(code), passed())
+    assert node.unhealthy() == set()
+    assert node.conditions() == []
 
 
 def test_what_flips_nothing_is_not_flapping() -> None:
@@ -244,7 +253,7 @@ def test_a_hang_that_begins_with_one_gpu_is_not_its_fault() -> None:
 
 def test_what_ailed_a_gpu_before_its_call_hung_stays_its_own_fault() -> None:
     node = well_node(gpu(0), gpu(1), policy=AT_ONCE)
-    node.after(S, xid(94))
+    node.after(S, failed())
     node.after(S, overdue(U0))
     node.after(S, overdue(U1))
     node.after(S, passed(U0), passed(U1), passed(U0))
@@ -261,7 +270,7 @@ def test_a_hang_of_the_driver_forgets_no_earlier_fault_of_a_gpu() -> None:
     fault_and_back(node)
     node.after(S, overdue(U1), overdue(U0), passed(U0), passed(U1), passed(U0))
     assert node.unhealthy() == set()
-    node.after(S, xid(94))
+    node.after(S, failed())
     assert Reason.FLAPPING in reasons(node)
 
 

@@ -6,7 +6,17 @@ import pytest
 
 from agent.core.backoff import delay_ns
 from agent.core.reasons import MEANINGS
-from agent.core.xids import CLASSES, _codes, class_of, evidence_of, flips, recovery_of, text_of
+from agent.core.xids import (
+    CLASSES,
+    RECOVERY_ACTION_CHANGED,
+    _codes,
+    branch_of,
+    class_of,
+    evidence_of,
+    flips,
+    recovery_of,
+    text_of,
+)
 from agent.model.facts import (
     DeviceNodesSeen,
     DriverCallOverdue,
@@ -14,10 +24,12 @@ from agent.model.facts import (
     GpuSampled,
     HoldRequested,
     ReleaseRequested,
+    UvmProbed,
 )
 from agent.model.health import Condition, Health, Reason, Recovery, Severity
 from agent.model.policy import Policy, XidPolicy
 from agent.model.sample import GpuSample
+from agent.model.xid import NO_WORDS, XidWords
 from tests.core.build import MS, U0, S, failed, gpu, overdue, passed, well_node, xid
 from tests.core.xid_table import ACTIONS, IGNORED_BY_NVIDIAS_PLUGIN, row_of
 
@@ -32,7 +44,7 @@ def test_every_xid_is_classed_as_the_catalog_says() -> None:
 
 def test_under_compat_every_xid_flips_that_nvidias_plugin_flips() -> None:
     flipped = {code: condition for code in XIDS if (condition := condition_of(code)) is not None}
-    assert flipped.keys() == set(XIDS) - set(IGNORED_BY_NVIDIAS_PLUGIN)
+    assert flipped.keys() == set(XIDS) - set(IGNORED_BY_NVIDIAS_PLUGIN) - {RECOVERY_ACTION_CHANGED}
     for code, condition in flipped.items():
         assert (condition.recovery.value, condition.evidence.value) == row_of(code)[1:]
         assert (condition.key.code, condition.message) == (code, text_of(code))
@@ -62,6 +74,37 @@ def test_under_catalog_an_xid_flips_if_more_than_the_application_has_to_act(code
     assert flips(code, Policy(xid_policy="catalog")) == (row_of(code)[1] != "self_clearing")
 
 
+@pytest.mark.parametrize(
+    ("code", "words", "driver", "xid_class"),
+    [
+        (145, XidWords(severity="nonfatal", unit="RLW_REMAP"), "570.86.15", "information"),
+        (145, XidWords(severity="fatal", unit="RLW_REMAP"), "570.86.15", "link"),
+        (145, NO_WORDS, "570.86.15", "link"),
+        (74, XidWords(severity="nonfatal"), "570.86.15", "link"),
+        (94, XidWords(reset=True), "535.43.02", "reset"),
+        (94, XidWords(reset=False), "535.43.02", "application"),
+        (95, XidWords(reset=False), "535.43.02", "reset"),
+        (144, NO_WORDS, "550.40.07", "reboot"),
+        (144, NO_WORDS, "560.28.03", "link"),
+        (144, NO_WORDS, None, "link"),
+        (139, NO_WORDS, "535.183.01", "information"),
+        (139, NO_WORDS, "590.48.01", "application"),
+        (154, XidWords(action=2), "590.48.01", "announcement"),
+    ],
+)
+def test_the_class_rests_on_what_the_line_says_and_on_the_branch(
+    code: int, words: XidWords, driver: str | None, xid_class: str
+) -> None:
+    assert class_of(code, words, branch_of(driver)).value == xid_class
+    is_flipping = xid_class not in {"information", "application", "announcement"}
+    assert flips(code, Policy(xid_policy="catalog"), words, branch_of(driver)) is is_flipping
+
+
+@pytest.mark.parametrize("version", [None, "", "x.1", "\u0665", "12345.1"])
+def test_a_version_without_a_branch_has_none(version: str | None) -> None:
+    assert branch_of(version) is None
+
+
 @pytest.mark.parametrize("policy", ["compat", "catalog"])
 def test_the_override_of_a_single_xid_is_the_last_word(policy: XidPolicy) -> None:
     overridden = Policy(xid_policy=policy, xid_overrides={94: "ignore", 13: "flip"})
@@ -81,7 +124,7 @@ def test_the_override_of_a_single_xid_is_the_last_word(policy: XidPolicy) -> Non
 
 def test_all_xids_or_none_can_be_made_to_flip() -> None:
     assert not any(flips(code, Policy(xids_off=True)) for code in XIDS)
-    assert all(flips(code, Policy(xids_all=True)) for code in XIDS)
+    assert {code for code in XIDS if not flips(code, Policy(xids_all=True))} == {RECOVERY_ACTION_CHANGED}
 
 
 @pytest.mark.parametrize("reason", Reason)
@@ -123,6 +166,7 @@ def everything_at_once() -> list[Condition]:
         GpuSampled(U0, GpuSample(recovery_action=1, rows_failed=True, fabric_state=2)),
         GpuSampled(U0, GpuSample(fabric_state=3, fabric_status=999)),
         DeviceNodesSeen(("/dev/nvidiactl",)),
+        UvmProbed("Input/output error"),
         HoldRequested(U0, "x"),
         ReleaseRequested(frozenset({U0}), S),
     )
@@ -134,7 +178,7 @@ def everything_at_once() -> list[Condition]:
 def flapping() -> list[Condition]:
     node = well_node(gpu(0), policy=Policy(recovery_clean_probes=1, recovery_quiet_ns=0))
     for _ in range(3):
-        node.tell(xid(94), passed())
+        node.tell(failed(), passed())
     return node.conditions()
 
 

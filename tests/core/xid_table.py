@@ -34,7 +34,7 @@ class Row(NamedTuple):
 RULES: dict[Action, Row] = {
     "RESTART_APP": Row("application", "self_clearing", "soft"),
     "IGNORE": Row("information", "self_clearing", "soft"),
-    "XID_154": Row("information", "self_clearing", "soft"),
+    "XID_154": Row("announcement", "self_clearing", "soft"),
     "WORKFLOW_XID_45": Row("follow_up", "self_clearing", "soft"),
     "RESET_GPU": Row("reset", "reset", "hard"),
     "WORKFLOW_XID_48": Row("reset", "reset", "hard"),

@@ -145,6 +145,7 @@ async def test_an_xid_that_came_while_no_agent_was_there_is_judged_by_the_next_o
     node.kernel_log.write(f"NVRM: Xid (PCI:{address}): 48, pid=7, name=x, before any agent of this boot")
     await restarted(node, wanted=set(), read=0)
     sick = {node.nvml.uuid(2)}
+    node.nvml.set_recovery_action(2, 1)
     node.kernel_log.write(f"NVRM: Xid (PCI:{address}): 48, pid=7, name=x, while no agent was there")
     first = await restarted(node, wanted=sick, read=1)
     again = await restarted(node, wanted=sick, read=1)

@@ -11,7 +11,7 @@ from agent.errors import ConfigError, UsageError
 from agent.simulation.actions import parse
 from agent.simulation.kernel_log import MAX_READERS, MAX_RECORDS, MAX_TEXT, KernelLog
 from agent.simulation.node import SimulatedNode
-from agent.sources.kmsg_records import lines_of, record_of, xid_of
+from agent.sources.kmsg_records import XidLine, line_of, lines_of, record_of
 from agent.sources.sysfs_look import Exclusions, Look, Roots, look
 from agent.threads import in_daemon_thread
 from tests.harness import PATIENCE_S, short_directory, simulated_node
@@ -62,8 +62,8 @@ async def test_an_xid_in_the_log_is_one_that_the_source_reads(node: SimulatedNod
         await node.do("kernel-xid", {"xid": "94", "gpu": "1", "gi": "5", "ci": "0", "text": "Contained"})
         record = record_of((await log.line()).rstrip(b"\n"))
     assert record is not None
-    found = xid_of(lines_of(record))
-    assert found is not None
+    found = line_of(lines_of(record))
+    assert isinstance(found, XidLine)
     assert (found.pci, found.xid, found.gi, found.ci) == (pci(node)[1], 94, 5, 0)
     assert found.detail == "Contained"
 

@@ -12,15 +12,24 @@ from pathlib import Path
 import pytest
 
 from agent.errors import SourceError
-from agent.model.facts import KERNEL_LOG, FactsLost, KernelLogRead, KernelXidSeen
+from agent.model.facts import (
+    KERNEL_LOG,
+    FactsLost,
+    KernelLogRead,
+    KernelXidSeen,
+    SwitchErrorSeen,
+    UvmErrorSeen,
+)
 from agent.simulation.kernel_log import MAX_RECORDS, KernelLog
 from agent.sources.kmsg import (
     KERNEL_LOG_PATH,
     MAX_RECORD_BYTES,
     MAX_RECORDS_PER_TURN,
     RECENT_LINES,
+    EarlierLines,
     KernelLogSource,
 )
+from agent.sources.kmsg_records import RepairLine, XidLine
 from tests.harness import short_directory
 from tests.sources.recorder import Recorder, until
 
@@ -135,9 +144,58 @@ async def test_what_came_while_no_agent_read_is_no_backlog(
     await start(pipe.path, read_until=2)
     pipe.write(line(1, LOST, time_us=1) + line(2, LOST, time_us=2) + line(3, DBE, time_us=3))
     seen = await recorder.first(KernelXidSeen)
-    assert (seen.pci, seen.xid, seen.backlog) == ("0000:5e:00.0", 48, False)
+    assert (seen.pci, seen.xid, seen.backlog, seen.live) == ("0000:5e:00.0", 48, False, False)
     assert (await recorder.first(KernelLogRead)).until == 3
     assert len(recorder.of(KernelXidSeen)) == 1
+
+
+LOADED = "NVRM: loading NVIDIA UNIX x86_64 Kernel Module  535.129.03"
+ADDED = "pci 0000:5e:00.0: [10de:2330] type 00 class 0x030200"
+ALL_CLEAR = (
+    "NVRM: Xid (PCI:0000:5e:00): 154, GPU recovery action changed from 0x1 (GPU Reset Required) to 0x0 (None)"
+)
+
+
+@pytest.mark.parametrize(
+    ("later", "repaired"), [(LOADED, True), (ADDED, True), (ALL_CLEAR, True), (FALLEN, False)]
+)
+async def test_a_later_record_tells_whether_what_was_before_is_repaired(
+    pipe: Pipe, start: StartSource, recorder: Recorder, later: str, *, repaired: bool
+) -> None:
+    pipe.write(line(1, DBE, time_us=1) + line(2, later, time_us=2) + line(3, LOST, time_us=3))
+    await start(pipe.path)
+    seen = await recorder.first(KernelXidSeen, lambda fact: fact.xid == 48)
+    assert (seen.backlog, seen.live, seen.repaired) == (True, False, repaired)
+    other = await recorder.first(KernelXidSeen, lambda fact: fact.xid == 79)
+    assert not other.repaired
+
+
+def test_what_was_before_is_kept_within_bounds() -> None:
+    earlier = EarlierLines(most_lines=3, most_addresses=2)
+    for bus in range(5):
+        earlier.add(bus, XidLine(f"0000:0{bus}:00.0", 48))
+    for bus in range(5):
+        earlier.add(10 + bus, RepairLine(f"0000:0{bus}:00.0"))
+    told = [
+        fact
+        for fact in earlier.facts(after=None, before=None, backlog=True)
+        if isinstance(fact, KernelXidSeen)
+    ]
+    assert [(fact.pci[5:7], fact.repaired) for fact in told] == [("02", False), ("03", True), ("04", True)]
+
+
+async def test_errors_of_switches_and_of_unified_memory_are_told_and_kept(
+    pipe: Pipe, start: StartSource, recorder: Recorder
+) -> None:
+    source = await start(pipe.path)
+    pipe.write(line(1, "nvidia-nvswitch0: SXid (PCI:0000:c3:00.0): 24007, Fatal, Link 30 sourcetrack"))
+    uvm = "nvGpuOpsReportFatalError: uvm encountered global fatal error 0x60, requiring os reboot to recover."
+    pipe.write(line(2, f"NVRM: {uvm}"))
+    assert await recorder.first(SwitchErrorSeen) == SwitchErrorSeen(
+        "0000:c3:00.0", 24007, fatal=True, detail="Link 30 sourcetrack"
+    )
+    assert await recorder.first(UvmErrorSeen) == UvmErrorSeen("0x60")
+    assert len(source.recent()) == 2
 
 
 async def test_how_far_was_read_is_told_at_the_start_and_after_each_xid(

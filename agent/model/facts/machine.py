@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from agent.model.facts.message import KERNEL_LOG, MPS, SYSFS, UEVENTS, Counted, State
 from agent.model.ids import ALL, SourceName
+from agent.model.xid import NO_WORDS, XidWords
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,16 +17,73 @@ class KernelXidSeen(Counted):
     xid: int
     detail: str = ""
     """What the line says after the number, shortened; unit and sub code of NVLink errors."""
+    words: XidWords = NO_WORDS
+    """What of that a verdict rests on."""
+    in_words: bool = False
+    """The line has no number: it only says that the GPU has fallen off the bus."""
     backlog: bool = False
-    """From before any agent of this boot began to read: counted, but no reason to flip now."""
+    """From before any agent of this boot began to read: an earlier process may have counted it."""
+    live: bool = True
+    """False: written while no agent listened, so that NVML's event of it was heard by nobody."""
+    repaired: bool = False
+    """A later record says that the GPU was initialised anew, or that the driver asks for nothing any more."""
     gi: int = ALL
     ci: int = ALL
     source: SourceName = KERNEL_LOG
 
     @property
     def key(self) -> Hashable:
-        """The same XID at the same place is counted, not queued twice."""
-        return (KernelXidSeen, self.pci, self.gi, self.ci, self.xid, self.backlog)
+        """The same XID at the same place is counted, not queued twice; a graver one stays one of its own."""
+        told = (self.backlog, self.live, self.repaired, self.in_words, self.words.severity, self.words.reset)
+        return (KernelXidSeen, self.pci, self.gi, self.ci, self.xid, *told)
+
+
+@dataclass(frozen=True, slots=True)
+class SwitchErrorSeen(Counted):
+    """The kernel log has an error (SXid) of an NVSwitch."""
+
+    pci: str
+    sxid: int
+    fatal: bool
+    detail: str = ""
+    source: SourceName = KERNEL_LOG
+
+    @property
+    def key(self) -> Hashable:
+        """The same error of the same switch is counted, not queued twice."""
+        return (SwitchErrorSeen, self.pci, self.sxid, self.fatal)
+
+
+@dataclass(frozen=True, slots=True)
+class UvmErrorSeen(State):
+    """The kernel log says that the unified memory driver (nvidia-uvm) refuses its work from here on."""
+
+    status: str
+    source: SourceName = KERNEL_LOG
+
+
+@dataclass(frozen=True, slots=True)
+class UvmProbed(State):
+    """/dev/nvidia-uvm was opened after the kernel log had spoken of it."""
+
+    error: str | None
+    """Why the driver refused; None: it did not."""
+    source: SourceName = SYSFS
+
+
+@dataclass(frozen=True, slots=True)
+class PciConfigRead(State):
+    """The PCI configuration space of a GPU was read after the kernel log had spoken of it."""
+
+    pci: str
+    answers: bool
+    """False: it reads all ones, or the device is gone."""
+    source: SourceName = SYSFS
+
+    @property
+    def key(self) -> Hashable:
+        """One for each address."""
+        return (PciConfigRead, self.pci)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,5 +147,15 @@ class MpsSeen(State):
 
 
 MachineFact = (
-    KernelXidSeen | KernelLogRead | PciGpusSeen | DriverModuleSeen | DeviceNodesSeen | GpuRebound | MpsSeen
+    KernelXidSeen
+    | SwitchErrorSeen
+    | UvmErrorSeen
+    | UvmProbed
+    | PciConfigRead
+    | KernelLogRead
+    | PciGpusSeen
+    | DriverModuleSeen
+    | DeviceNodesSeen
+    | GpuRebound
+    | MpsSeen
 )
