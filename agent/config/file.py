@@ -8,12 +8,12 @@ The work is bounded: by the size of the file, and because only known keys are de
 Source of the format: NVIDIA/k8s-device-plugin:api/config/v1/config.go, flags.go, sharing.go.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
 from agent.config.discovery_options import DISCOVERY_OPTIONS
-from agent.config.option import Option
+from agent.config.option import Option, shown
 from agent.config.options import OPTIONS
 from agent.config.settings import Given, Origin
 from agent.config.sharing_file import OURS, FileSharing, SharingReader, told
@@ -22,6 +22,8 @@ from agent.model.policy import XidOverride
 from agent.spelling import suggestion
 
 MAX_XIDS: Final = 1024
+MAX_NAMED: Final = 8
+"""Keys of a strange file that are named."""
 
 _OFTEN_MISPLACED: Final = {
     "renameByDefault": "sharing.timeSlicing.renameByDefault",
@@ -33,6 +35,16 @@ _OFTEN_MISPLACED: Final = {
     "xids": "agent.xids",
 }
 """Keys that stand in one place only and are no options, by their last word."""
+
+
+_OTHER_TOOLS: Final = {
+    "mig-configs": "NVIDIA's MIG manager",
+    "nvidia-container-cli": "the NVIDIA container toolkit",
+    "cdiVersion": "a container runtime (gpu-agent cdi validate checks it)",
+    "sources": "node feature discovery",
+    "scrape_configs": "Prometheus",
+}
+"""Whose file one is that has such a key; they are found in the same ConfigMaps and directories."""
 
 
 class FileValue(NamedTuple):
@@ -80,7 +92,7 @@ def read(path: str, *, strict: bool = False) -> FileContents:
     except UnreadableError as error:
         return FileContents(path, problems=[str(error)])
     reader = _Reader(path, strict=strict)
-    if root is not None:
+    if root is not None and not reader.refuses(root):
         reader.read("", root)
     return reader.contents(hash(raw))
 
@@ -113,6 +125,26 @@ class _Reader:
         return FileContents(
             notes.file, fingerprint, self._values, sharing, self._xids, notes.problems, notes.warnings
         )
+
+    def refuses(self, root: Node) -> bool:
+        """Note a file that is no configuration at all: read as one, it would set nothing and say nothing."""
+        if root.id != "mapping":
+            return False
+        keys = {key.value: value for key, value in root.value if key.id == "scalar"}
+        if "apiVersion" in keys and "kind" in keys:
+            self._notes.problem(root, _of_kubernetes(keys))
+            return True
+        tool = next((_OTHER_TOOLS[key] for key in keys if key in _OTHER_TOOLS), "")
+        known = self._known_keys("")
+        if not keys or (not tool and any(self._is_ours(key, known) for key in keys)):
+            return False
+        whose = f"one for {tool}" if tool else f"none of the agent's; its keys are {_some(keys)}"
+        self._notes.problem(root, f"the file is {whose}; a configuration has {', '.join(known)}")
+        return True
+
+    def _is_ours(self, key: str, known: tuple[str, ...]) -> bool:
+        """Whether a top-level key, perhaps misspelt or misplaced, was meant for this agent."""
+        return key in known or bool(self._right_place(key) or suggestion(key, known))
 
     def read(self, path: str, node: Node) -> None:
         """Read a mapping in which options and further parts stand, at any depth."""
@@ -188,3 +220,21 @@ class _Reader:
         """Return where a key belongs that is known, but not where it stands."""
         places = (other for other in self._options if other.rpartition(".")[2] == key)
         return _OFTEN_MISPLACED.get(key) or next(places, "")
+
+
+def _of_kubernetes(keys: Mapping[str, Node]) -> str:
+    """Return the sentence on an object of Kubernetes, with the way to what it holds."""
+    kind = shown(str(keys["kind"].value))
+    data = keys.get("data")
+    if kind != "ConfigMap" or data is None or data.id != "mapping":
+        return f"the file is a Kubernetes {kind}, not a configuration; name the file that a ConfigMap holds"
+    names = [key.value for key, _ in data.value if key.id == "scalar"]
+    return (
+        f"the file is a whole ConfigMap; write the text under data ({_some(names)}) to a file of its own, or"
+        " mount the ConfigMap and name the file in the mount"
+    )
+
+
+def _some(names: Iterable[str]) -> str:
+    listed = [shown(name) for name in names]
+    return ", ".join((*listed[:MAX_NAMED], *(["..."] if len(listed) > MAX_NAMED else [])))

@@ -351,11 +351,56 @@ def test_a_mistake_in_the_file_is_told_with_its_line_and_path(
             "flags: {migStrateg: none}",
             "FILE:1: flags.migStrateg is unknown and ignored (did you mean migStrategy?)",
         ),
-        ("something: {else: 1}", "FILE:1: something is unknown and ignored"),
+        ("version: v1\nsomething: {else: 1}", "FILE:2: something is unknown and ignored"),
     ],
 )
 def test_an_unknown_key_outside_of_ours_is_a_warning(tmp_path: Path, text: str, sentence: str) -> None:
     assert warnings(tmp_path, text) == (sentence,)
+
+
+CONFIG_MAP = """\
+apiVersion: v1
+kind: ConfigMap
+metadata: {name: nvidia-plugin-configs}
+data:
+  any: |-
+    version: v1
+"""
+KEYS = "a configuration has flags, imex, agent, version, resources, sharing"
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        (
+            CONFIG_MAP,
+            "the file is a whole ConfigMap; write the text under data (any) to a file of its own, or mount",
+        ),
+        (
+            "kind: DaemonSet\napiVersion: apps/v1\nspec: {}\n",
+            "FILE:1: the file is a Kubernetes DaemonSet, not a configuration; name the file that a",
+        ),
+        (
+            "version: v1\nmig-configs: {all-disabled: []}\n",
+            f"FILE:1: the file is one for NVIDIA's MIG manager; {KEYS}",
+        ),
+        (
+            '{"cdiVersion": "0.5.0", "kind": "nvidia.com/gpu", "devices": []}',
+            f"FILE:1: the file is one for a container runtime (gpu-agent cdi validate checks it); {KEYS}",
+        ),
+        (
+            "image: {}\nnodeSelector: {}\n",
+            f"FILE:1: the file is none of the agent's; its keys are image, nodeSelector; {KEYS}",
+        ),
+        ("".join(f"k{n}: 1\n" for n in range(9)), "its keys are k0, k1, k2, k3, k4, k5, k6, k7, ...; a"),
+        ("disabled_plugins = []\nversion = 2\n", "FILE:1: the file must hold keys and values"),
+    ],
+)
+def test_a_file_that_is_no_configuration_is_refused_with_what_it_is(
+    tmp_path: Path, text: str, sentence: str
+) -> None:
+    (problem,) = problems(tmp_path, text)
+    assert sentence in problem
 
 
 def test_a_file_that_is_not_there_is_told(tmp_path: Path) -> None:
@@ -415,7 +460,7 @@ def test_the_number_of_shared_resources_is_bounded(tmp_path: Path) -> None:
 
 
 def test_aliases_cannot_make_a_small_file_large_work(tmp_path: Path) -> None:
-    lines = ["a0: &a0 {x: 1}"]
+    lines = ["version: v1", "a0: &a0 {x: 1}"]
     lines += [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, 40)]
     assert len(warnings(tmp_path, "\n".join(lines) + "\n")) == 40
 
