@@ -364,13 +364,13 @@ class Agent:
 
     async def _stand_by(self) -> Iterable[Fact]:
         holder = self._lock.holder()
-        _log.info("Standing by while another agent serves this node", extra=log.fields(holder=holder))
+        _log.info("Standing by while another agent serves this node: %(holder)s", log.about(holder=holder))
         self._notifier.status(f"standby, {holder} serves this node")
         freed = self._tasks.start("lock wait", in_daemon_thread("lock-waiter", self._lock.acquire))
         seen = await watched_until(freed, self._inbox, after_look=self._after_step, clock=self._clock)
         if not self._lock.is_held:
             raise SourceError("The lock of the node could not be waited for")
-        _log.info("Took over this node", extra=log.fields(before=holder))
+        _log.info("Took over this node from %(before)s", log.about(before=holder))
         return seen
 
     async def _watch_config(self, path: str) -> None:
@@ -397,7 +397,7 @@ class Agent:
         self._vitals.is_stopping = True
         self._signals.limit_stopping()
         self._notifier.stopping()
-        _log.info("Stopping", extra=log.fields(why=self._ending.why))
+        _log.info("Stopping: %(why)s", log.about(why=self._ending.why))
         await self._tasks.cancel(KUBELET, "life", "start judge", "driver watch", CONFIG_WATCH, "reload")
         await self._tasks.cancel(KERNEL_LOG, SYSFS, UEVENTS, PODS, KUBELET_COUNT, MPS, PROBE)
         self._assembly.close_ebpf()

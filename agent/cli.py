@@ -144,8 +144,12 @@ def _suggestion(name: str) -> str:
 
 
 def _complain(*sentences: str) -> None:
+    from agent.core.wording import printable  # noqa: PLC0415 - only where something is wrong
+
     for sentence in sentences:
-        print(f"gpu-agent: {sentence}", file=sys.stderr)
+        # What is wrong may quote what others chose; a sentence may quote the last lines of a child.
+        for line in sentence.splitlines() or [""]:
+            print(f"gpu-agent: {printable(line)}" if line is sentence else printable(line), file=sys.stderr)
 
 
 def _help() -> str:

@@ -2,8 +2,10 @@
 
 Guarantees: writing a line never blocks the caller. Lines for standard error are written by a
 thread of their own from a bounded queue, lines for the journal are datagrams that are not waited
-for; what finds no room is dropped and counted. A message that repeats is limited. The message is a
-constant sentence, what varies is in the fields: ``log.warning("…", extra=fields(gpu=uuid))``.
+for; what finds no room is dropped and counted. A message that repeats is limited. A message names its
+object and the reason, since ``journalctl`` shows no fields; the fields repeat them for programs:
+``log.warning("GPU %(gpu)s is gone", about(gpu=index))``. What others chose is escaped and cut, so a line
+is one line and no terminal obeys it.
 
 Sources: systemd's JOURNAL_NATIVE_PROTOCOL.md; systemd.exec(5) for $JOURNAL_STREAM.
 """
@@ -19,6 +21,7 @@ from collections.abc import Mapping
 from datetime import UTC, datetime, timedelta
 from typing import Final, Literal
 
+from agent.core.wording import printable
 from agent.log_sinks import MAX_LINE_BYTES, Journal, LineWriter, LogStatistics
 
 Format = Literal["journal", "json", "text"]
@@ -35,6 +38,11 @@ IDENTIFIER: Final = "gpu-agent"
 
 _PRIORITIES: Final = {logging.DEBUG: 7, logging.INFO: 6, logging.WARNING: 4, logging.ERROR: 3}
 _RESERVED: Final = frozenset({"time", "level", "logger", "message", "exception", "suppressed"})
+_JOURNAL_RESERVED: Final = frozenset(
+    {"MESSAGE", "PRIORITY", "SYSLOG_IDENTIFIER", "LOGGER", "CODE_FILE", "CODE_LINE", "CODE_FUNC"}
+)
+MAX_VALUE_CHARS: Final = 300
+"""Of a value within a message; the field has all of it."""
 
 
 def wall_clock() -> datetime:
@@ -55,6 +63,25 @@ def rfc3339(moment: datetime) -> str:
 def fields(**values: object) -> Mapping[str, object]:
     """Return what varies in a log line, for logging's ``extra``."""
     return {"fields": values}
+
+
+class About(dict[str, object]):
+    """What a log line is about, by field name; as ``%(name)s`` of the message each is escaped and cut."""
+
+    def __getitem__(self, name: str) -> object:
+        """Return a value as it stands in a message."""
+        value = super().__getitem__(name)
+        if isinstance(value, int | float):
+            return value
+        if isinstance(value, list | tuple | set | frozenset):
+            value = ", ".join(map(str, value))
+        text = printable(str(value))
+        return text if len(text) <= MAX_VALUE_CHARS else text[: MAX_VALUE_CHARS - 1] + "…"
+
+
+def about(**values: object) -> About:
+    """Return what varies in a log line, to be the only argument behind its message."""
+    return About(values)
 
 
 class Log:
@@ -145,19 +172,24 @@ def json_line(record: logging.LogRecord) -> bytes:
     }
     for name, value in _fields_of(record).items():
         entry[f"field_{name}" if name in _RESERVED else name] = value
-    return _cut(
-        json.dumps(entry, default=str, ensure_ascii=False, separators=(",", ":")).encode(
-            "utf-8", "backslashreplace"
-        )
-    )
+    return _cut(printable_json(entry).encode())
+
+
+def printable_json(value: object, *, indent: int | None = None) -> str:
+    """Return a value as JSON in which letters of every language stand, and nothing that a terminal obeys."""
+    separators = (",", ":") if indent is None else None
+    text = json.dumps(value, default=str, ensure_ascii=False, separators=separators, indent=indent)
+    if text.isprintable():
+        return text
+    return "".join(char if char.isprintable() or char == "\n" else json.dumps(char)[1:-1] for char in text)
 
 
 def text_line(record: logging.LogRecord) -> bytes:
     """Render a record for a person: one line, whatever the values hold."""
     moment = datetime.fromtimestamp(record.created).astimezone()
     pairs = "".join(f" {name}={_shown(value)}" for name, value in _fields_of(record).items())
-    time_of_day = f"{moment:%H:%M:%S}.{moment.microsecond // 1000:03d}"
-    line = f"{time_of_day} {record.levelname:7} {_one_line(record.getMessage())}{pairs}"
+    time_of_day = f"{moment:%H:%M:%S}.{moment.microsecond // 1000:03d}{moment:%z}"
+    line = f"{time_of_day} {record.levelname:7} {printable(record.getMessage())}{pairs}"
     return _cut(line.encode("utf-8", "backslashreplace"))
 
 
@@ -165,7 +197,7 @@ def journal_entry(record: logging.LogRecord) -> bytes:
     """Render a record in journald's native protocol, each field length-prefixed where it must be."""
     level = max((known for known in _PRIORITIES if known <= record.levelno), default=logging.DEBUG)
     entry: dict[str, object] = {
-        "MESSAGE": record.getMessage(),
+        "MESSAGE": printable(record.getMessage()),
         "PRIORITY": _PRIORITIES[level],
         "SYSLOG_IDENTIFIER": IDENTIFIER,
         "LOGGER": record.name,
@@ -181,7 +213,8 @@ def journal_entry(record: logging.LogRecord) -> bytes:
 def _journal_name(name: str) -> str:
     """Return a field name journald accepts: upper case, no leading underscore, at most 64 characters."""
     cleaned = "".join(char if char.isascii() and char.isalnum() else "_" for char in name).upper()
-    return cleaned.lstrip("_0123456789")[:64] or "FIELD"
+    name = cleaned.lstrip("_0123456789")[:58] or "FIELD"
+    return f"FIELD_{name}" if name in _JOURNAL_RESERVED else name
 
 
 def _journal_field(name: str, value: object) -> bytes:
@@ -193,7 +226,8 @@ def _journal_field(name: str, value: object) -> bytes:
 
 
 def _fields_of(record: logging.LogRecord) -> dict[str, object]:
-    values: dict[str, object] = dict(getattr(record, "fields", None) or {})
+    told = record.args if isinstance(record.args, About) else getattr(record, "fields", None)
+    values: dict[str, object] = dict(told.items()) if told else {}
     if record.exc_info and record.exc_info[0] is not None:
         values["traceback"] = logging.Formatter().formatException(record.exc_info)
     suppressed = getattr(record, "suppressed", 0)
@@ -207,10 +241,6 @@ def _shown(value: object) -> str:
     if text and all(char.isprintable() and char not in ' "=' for char in text):
         return text
     return json.dumps(text)
-
-
-def _one_line(text: str) -> str:
-    return text if text.isprintable() else json.dumps(text)[1:-1]
 
 
 def _cut(line: bytes) -> bytes:
@@ -236,7 +266,8 @@ class RateLimit(logging.Filter):
             (OWN_LINES_PER_PERIOD, OWN_PERIOD_S) if is_ours else (FOREIGN_LINES_PER_PERIOD, FOREIGN_PERIOD_S)
         )
         # A library may format values into its message: its logger is the key then.
-        key = (record.name, str(record.msg)[:200] if is_ours else "")
+        message = getattr(record, "limited_as", record.msg)
+        key = (record.name, str(message)[:200] if is_ours else "")
         now_s = time.monotonic()
         with self._lock:
             rate = self._seen.get(key)

@@ -59,13 +59,13 @@ class AgentProcess:
         self.more = asyncio.Event()
 
     async def wait_line(self, message: str, *, count: int = 1, **fields: object) -> Line:
-        """Return the n-th log line with a message and fields, once it is there."""
+        """Return the n-th log line of an event, or whose message begins so, with fields, once it is there."""
 
         def found() -> list[Line]:
             return [
                 line
                 for line in self.lines
-                if line["message"] == message and all(line.get(name) == fields[name] for name in fields)
+                if is_about(line, message) and all(line.get(name) == fields[name] for name in fields)
             ]
 
         async with asyncio.timeout(PATIENCE_S):
@@ -79,7 +79,7 @@ class AgentProcess:
         await self.wait_line("Registered with the kubelet", count=count)
 
     def messages(self) -> list[str]:
-        return [line["message"] for line in self.lines]
+        return [line.get("event", line["message"]) for line in self.lines]
 
     def signal(self, number: signal.Signals) -> None:
         self.process.send_signal(number)
@@ -92,6 +92,11 @@ class AgentProcess:
         """Ask it to end and return its exit code."""
         self.signal(signal.SIGTERM)
         return await self.ended()
+
+
+def is_about(line: Line, message: str) -> bool:
+    """Whether a log line is of an event, or its message begins so."""
+    return bool(line.get("event") == message or line["message"].startswith(message))
 
 
 @asynccontextmanager

@@ -1,10 +1,13 @@
 """Events as lines for people."""
 
 import json
+import os
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from agent.cli import main
 
@@ -19,30 +22,41 @@ def line_of(tmp_path: Path, capsys: pytest.CaptureFixture[str], fields: dict[str
     return capsys.readouterr().out.rstrip("\n")
 
 
-def test_what_says_most_comes_first_and_nothing_twice(
+def test_a_line_is_a_sentence_in_local_time_and_the_wide_one_has_all_fields(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fields = {"gpu": 3, "pci": "0000:3b:00.0", "resource": "r", "detail": "a\x1b[2Jb\rc\x9b1m"}
+    monkeypatch.setenv("TZ", "America/New_York")
+    time.tzset()
+    try:
+        line = line_of(tmp_path, capsys, fields)
+        wide = line_of(tmp_path, capsys, fields, "-o", "wide")
+    finally:
+        monkeypatch.undo()
+        time.tzset()
+    assert line == (
+        "2026-01-01 22:04:05-0500 ! device       GPU 3 (0000:3b:00.0): Happened: a\\x1b[2Jb\\rc\\x9b1m"
+    )
+    assert wide == f"{line}  gpu=3 pci=0000:3b:00.0 resource=r detail=a\\x1b[2Jb\\rc\\x9b1m"
+
+
+def test_the_lines_of_programs_have_nothing_that_a_terminal_obeys(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    fields = {
-        "resource": "nvidia.com/gpu",
-        "gpu": 3,
-        "uuid": UUID,
-        "health": "unhealthy",
-        "reason": "xid",
-        "code": 79,
-    }
-    assert line_of(tmp_path, capsys, fields) == (
-        "2026-01-02 03:04:05 ! device       Happened  "
-        "gpu=3 health=unhealthy reason=xid code=79 resource=nvidia.com/gpu"
-    )
-    assert f"gpu=3 uuid={UUID} health" in line_of(tmp_path, capsys, fields, "-o", "wide")
+    detail = "\x1b]0;x\x07\x9b31m\u202e"
+    for form in ("json", "yaml"):
+        text = line_of(tmp_path, capsys, {"detail": detail}, "-o", form)
+        assert text.replace("\n", "").isprintable()
+        assert yaml.safe_load(text)["events"][0]["fields"]["detail"] == detail
 
 
-def test_unhealthy_devices_are_told_by_their_gpus(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    sick = [{"id": f"{UUID}::{number}", "gpu": 3, "reason": "xid"} for number in range(2)]
-    told = line_of(tmp_path, capsys, {"resource": "r", "capacity": 8, "allocatable": 6, "unhealthy": sick})
-    assert told.endswith("allocatable=6 capacity=8 unhealthy=3 resource=r")
-    told = line_of(tmp_path, capsys, {"resource": "r", "capacity": 8, "allocatable": 8, "unhealthy": []})
-    assert told.endswith("unhealthy=none resource=r")
+def test_a_file_without_any_event_is_no_event_log(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "events.jsonl"
+    path.write_bytes(os.urandom(4096) + b"\n{}\n")
+    assert main(["events", "--file", str(path)]) == 2
+    assert f"{path} holds no event, so it is no event log" in capsys.readouterr().err
+    path.write_bytes(b"")
+    assert main(["events", "--file", str(path)]) == 0
 
 
 def test_a_log_that_is_not_there_is_no_log_without_events(

@@ -4,6 +4,7 @@ import array
 import json
 import logging
 import os
+import re
 import socket
 import struct
 import time
@@ -15,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agent import log
-from agent.log import RateLimit, fields
+from agent.log import MAX_VALUE_CHARS, RateLimit, about, fields
 from agent.log_sinks import MAX_LINE_BYTES, Journal, LineWriter
 
 
@@ -54,6 +55,42 @@ def test_whatever_a_record_holds_it_is_one_line(message: str, value: object) -> 
         assert line.count(b"\n") == 1
         assert b"\r" not in line
         assert b"\x1b" not in line
+
+
+HOSTILE = "a\x1b]0;x\x07\r\nb\x9b31m\u202ec"
+ESCAPED = r"a\x1b]0;x\x07\r\nb\x9b31m\u202ec"
+
+
+def test_what_others_chose_is_escaped_and_cut_in_the_message_and_whole_in_the_field() -> None:
+    made = record("Pod %(pod)s has %(count)d files")
+    made.args = about(pod=HOSTILE * 100, count=3)
+    made.fields = None
+    assert made.getMessage().startswith(f"Pod {ESCAPED}")
+    assert len(made.getMessage()) < MAX_VALUE_CHARS + 30
+    assert json.loads(log.json_line(made))["pod"] == HOSTILE * 100
+    for line in (log.json_line(made), log.text_line(made)):
+        assert line.decode()[:-1].isprintable()
+
+
+def test_a_field_of_the_journal_never_replaces_what_the_journal_shows() -> None:
+    entry = log.journal_entry(
+        record("Pod\x1b[2J", message="other", priority=0, code_file="x", gpu="y")
+    ).decode()
+    assert "MESSAGE=Pod\\x1b[2J\n" in entry
+    assert {"PRIORITY=6", "CODE_FILE=/src/x.py", "FIELD_MESSAGE=other", "FIELD_PRIORITY=0", "GPU=y"} <= set(
+        entry.splitlines()
+    )
+    assert entry.count("\nMESSAGE=") + entry.startswith("MESSAGE=") == 1
+
+
+def test_a_line_for_a_person_has_the_zone_of_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TZ", "Asia/Kolkata")
+    time.tzset()
+    try:
+        assert re.match(r"\d\d:\d\d:\d\d\.\d{3}\+0530 INFO ", log.text_line(record()).decode())
+    finally:
+        monkeypatch.undo()
+        time.tzset()
 
 
 def test_a_long_line_is_cut() -> None:

@@ -1,7 +1,6 @@
 """``gpu-agent bundle``: keep what is known of a GPU, for an RMA."""
 
 import argparse
-import json
 import sys
 from pathlib import Path
 from typing import Any, Final
@@ -9,7 +8,9 @@ from typing import Any, Final
 from agent.commands.client import AgentClient, find_agent
 from agent.commands.ordering import GPU_HELP
 from agent.commands.render import add_agent_flag
+from agent.core.wording import printable
 from agent.errors import EXIT_FAILED, AgentError
+from agent.log import printable_json
 
 _DESCRIPTION: Final = """\
 Keep what is known of a GPU: serial, part number, VBIOS and InfoROM, driver,
@@ -46,7 +47,7 @@ def main(args: argparse.Namespace) -> int:
     for answer in answers:
         is_kept = is_kept and answer["path"] is not None
         stream = sys.stdout if answer["path"] and args.output != "-" else sys.stderr
-        print(answer["message"], file=stream)
+        print(printable(str(answer["message"])), file=stream)
     return 0 if is_kept or args.output else EXIT_FAILED
 
 
@@ -62,7 +63,7 @@ def _gpus(agent: AgentClient, wanted: str | None) -> list[str]:
 
 def _write(path: str, bundles: list[object]) -> None:
     document = bundles[0] if len(bundles) == 1 else {"apiVersion": "gpu-agent/v1", "bundles": bundles}
-    text = json.dumps(document, indent=1, ensure_ascii=False) + "\n"
+    text = printable_json(document, indent=1) + "\n"
     if path == "-":
         print(text, end="")
         return

@@ -11,26 +11,13 @@ from agent.commands.client import TIMEOUT_S, AgentClient, find_agent
 from agent.commands.question import wait_for
 from agent.commands.render import Output, add_agent_flag, add_output_flag, fitted, show
 from agent.config.values import duration_from
-from agent.core.wording import counted
+from agent.core.wording import counted, printable
 from agent.errors import AgentError, AgentUnreachableError, UsageError
-from agent.log import rfc3339, wall_clock
+from agent.log import printable_json, rfc3339, wall_clock
 from agent.views import event_files
+from agent.views.sentences import sentence_of
 
 WAIT_S: Final = 20
-
-_FIRST: Final = (
-    "gpu",
-    "health",
-    "reason",
-    "code",
-    "detail",
-    "message",
-    "allocatable",
-    "capacity",
-    "unhealthy",
-)
-_SAID_BY_GPU: Final = frozenset({"uuid", "pci", "devices", "count"})
-"""What the wide form has beside the index of a GPU."""
 
 _DESCRIPTION: Final = """\
 Show what happened on this node since the agent was started: the newest 1024
@@ -150,6 +137,10 @@ def _of_file(path: str, since: _Since) -> list[dict[str, Any]]:
         return [event for event in event_files.read(path) if since.is_shown(event)]
     except OSError as error:
         raise AgentError(f"Could not read the event log {path}: {error.strerror}") from None
+    except event_files.NoEventsError:
+        raise UsageError(
+            f"{path} holds no event, so it is no event log; an agent keeps events.jsonl in --state-dir"
+        ) from None
 
 
 def _shown_of(document: dict[str, object], since: _Since) -> list[dict[str, Any]]:
@@ -186,28 +177,27 @@ def _events(document: dict[str, object]) -> list[dict[str, Any]]:
 def _line(event: dict[str, Any], output: Output) -> str:
     match output:
         case Output.JSON | Output.YAML:
-            return json.dumps(event, ensure_ascii=False, separators=(",", ":"))
+            return printable_json(event)
         case Output.NAME:
             return str(event["number"])
         case Output.TABLE | Output.WIDE:
-            fields = event["fields"] if output is Output.WIDE else _in_short(event["fields"])
-            details = " ".join(f"{name}={_shown(value)}" for name, value in fields.items())
-            day, clock = str(event["time"])[:10], str(event["time"])[11:19]
-            moment = clock if day == rfc3339(wall_clock())[:10] else f"{day} {clock}"
+            is_wide = output is Output.WIDE
             mark = "!" if event["warning"] else " "
-            line = f"{moment} {mark} {event['kind']:12} {event['message']}  {details}".rstrip()
-            return fitted(line, is_wide=output is Output.WIDE)
+            sentence = sentence_of(event["message"], event["fields"])
+            pairs = [f"{name}={_shown(value)}" for name, value in event["fields"].items()]
+            text = "  ".join((sentence, " ".join(pairs))) if is_wide and pairs else sentence
+            line = printable(f"{_moment(event)} {mark} {event['kind']:12} {text}")
+            return fitted(line, is_wide=is_wide)
 
 
-def _in_short(fields: dict[str, Any]) -> dict[str, Any]:
-    """Return what says most first, and nothing twice: a line has few columns."""
-    left_out = _SAID_BY_GPU if fields.get("gpu") is not None else frozenset()
-    short: dict[str, Any] = {name: fields[name] for name in _FIRST if name in fields}
-    short |= {name: value for name, value in fields.items() if name not in left_out}
-    if "unhealthy" in short:
-        gpus = dict.fromkeys(str(device["gpu"]) for device in fields["unhealthy"])
-        short["unhealthy"] = ",".join(gpus) or "none"
-    return short
+def _moment(event: dict[str, Any]) -> str:
+    """Return when an event was, by this machine's clock and zone; the day only where it is not today."""
+    try:
+        moment = datetime.fromisoformat(event["time"]).astimezone()
+    except (ValueError, OverflowError, OSError):
+        return str(event["time"])
+    is_today = moment.date() == wall_clock().astimezone().date()
+    return moment.strftime("%H:%M:%S%z" if is_today else "%Y-%m-%d %H:%M:%S%z")
 
 
 def _shown(value: object) -> str:

@@ -6,6 +6,7 @@ from typing import Any, Final
 
 from agent.commands.client import ORDER_TIMEOUT_S, find_agent
 from agent.commands.render import Output, add_agent_flag, show
+from agent.core.wording import printable
 
 GPU_HELP: Final = "UUID, serial, PCI address or index"
 
@@ -32,7 +33,7 @@ def obeyed(
     answer: dict[str, Any] = find_agent(args.control_socket).order(name, order, timeout_s=timeout_s)
     output = Output(args.output)
     if output is Output.TABLE:
-        print(answer["message"])
+        print(printable(answer["message"]))
     else:
         show(answer, output)
     return answer

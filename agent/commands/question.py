@@ -6,7 +6,6 @@ stands behind an empty line. An agent that is restarted meanwhile is waited for.
 """
 
 import argparse
-import json
 import re
 import shutil
 import sys
@@ -16,8 +15,9 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from agent.commands.client import AgentClient, find_agent
-from agent.commands.render import Output, add_agent_flag, add_output_flag, is_terminal, show
+from agent.commands.render import Output, add_agent_flag, add_output_flag, for_people, is_terminal, show
 from agent.errors import AgentUnreachableError
+from agent.log import printable_json
 
 PERIOD_S: Final = 1.0
 """Between two looks of ``-w``: not every change is an event that could be waited for."""
@@ -64,15 +64,21 @@ def add_question_flags(parser: argparse.ArgumentParser) -> None:
 def ask(args: argparse.Namespace, question: Question) -> int:
     """Ask the agent and print the answer, or every answer from now on."""
     agent, output = find_agent(args.control_socket), Output(args.output)
+    shown = for_programs if output in (Output.JSON, Output.YAML) else for_people
     if not args.watch:
-        _show(question, agent.get(question.path), output)
+        _show(question, shown(agent.get(question.path)), output)
         return 0
     try:
-        _watch(question, documents(agent, question.path), output)
+        _watch(question, map(shown, documents(agent, question.path)), output)
     except KeyboardInterrupt:
         # Asking for an end is the way out of an endless command.
         return 0
     return 0
+
+
+def for_programs(document: Document) -> Document:
+    """Return the document as it is: what writes JSON and YAML escapes what has to be."""
+    return document
 
 
 def documents(agent: AgentClient, path: str, *, period_s: float = PERIOD_S) -> Iterator[Document]:
@@ -101,7 +107,7 @@ def _watch(question: Question, seen: Iterable[Document], output: Output) -> None
     for number, document in enumerate(changed(question, seen, output)):
         match output:
             case Output.JSON:
-                print(json.dumps(document, ensure_ascii=False, separators=(",", ":")))
+                print(printable_json(document))
             case Output.YAML:
                 print("---")
                 _show(question, document, output)

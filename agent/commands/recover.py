@@ -5,6 +5,7 @@ from typing import Final
 
 from agent.commands.ordering import GPU_HELP, configure_order, obeyed
 from agent.commands.render import Output
+from agent.core.wording import printable
 from agent.errors import EXIT_FAILED
 
 _DESCRIPTION: Final = """\
@@ -35,5 +36,5 @@ def main(args: argparse.Namespace) -> int:
     answer = obeyed(args, "recover", {"state": True} if args.state else {"gpu": args.gpu})
     if Output(args.output) is Output.TABLE:
         for condition in answer["staying"]:
-            print(f"  {condition['code']}: {condition['message']}; {condition['stays_because']}")
+            print(printable(f"  {condition['code']}: {condition['message']}; {condition['stays_because']}"))
     return 0 if answer["well"] else EXIT_FAILED

@@ -6,12 +6,14 @@ there ``<none>``.
 """
 
 import argparse
-import json
 import os
 import sys
 from collections.abc import Mapping, Sequence
 from enum import StrEnum
-from typing import Final, TextIO
+from typing import Any, Final, TextIO
+
+from agent.core.wording import printable
+from agent.log import printable_json
 
 WIDTH: Final = 80
 NONE: Final = "<none>"
@@ -56,14 +58,28 @@ def add_agent_flag(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def for_people(document: Any) -> Any:
+    """Return a document whose texts no terminal obeys, whatever the driver, pods and processes chose."""
+    if isinstance(document, str):
+        return printable(document)
+    if isinstance(document, list):
+        return [for_people(each) for each in document]
+    if isinstance(document, dict):
+        return {key: for_people(value) for key, value in document.items()}
+    return document
+
+
 def show(document: object, output: Output) -> None:
     """Print a document as JSON or YAML."""
     if output is Output.YAML:
         import yaml  # noqa: PLC0415 - only where it is asked for
 
-        print(yaml.safe_dump(document, sort_keys=False, allow_unicode=True), end="")
+        text = yaml.safe_dump(document, sort_keys=False, allow_unicode=True)
+        if not text.replace("\n", "").isprintable():
+            text = yaml.safe_dump(document, sort_keys=False)
+        print(text, end="")
     else:
-        print(json.dumps(document, indent=2, ensure_ascii=False))
+        print(printable_json(document, indent=2))
 
 
 def table(titles: Sequence[str], rows: Sequence[Sequence[str]], *, is_wide: bool = False) -> list[str]:

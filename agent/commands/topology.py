@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any, Final, cast
 
 from agent.commands.client import find_agent
-from agent.commands.render import UNKNOWN, Output, add_agent_flag, add_output_flag, show, table
+from agent.commands.render import UNKNOWN, Output, add_agent_flag, add_output_flag, for_people, show, table
 
 _DESCRIPTION: Final = """\
 Show how the GPUs of this node are connected with each other, and which CPUs
@@ -40,7 +40,7 @@ def main(args: argparse.Namespace) -> int:
     document = find_agent(args.control_socket).get("/v1/topology")
     output = Output(args.output)
     if output is Output.TABLE:
-        print("\n".join(topology_lines(cast("list[dict[str, Any]]", document["gpus"]))))
+        print("\n".join(topology_lines(cast("list[dict[str, Any]]", for_people(document["gpus"])))))
     else:
         show(document, output)
     return 0

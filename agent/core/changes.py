@@ -143,7 +143,11 @@ def _unoffered_events(old: State, new: State) -> Iterator[Event]:
     told = frozenset(remarks(old.gpus.values(), old.policy))
     for remark in remarks(new.gpus.values(), new.policy):
         if remark not in told:
-            fields: dict[str, object] = {"gpu": new.gpus[remark.gpu].index, "uuid": remark.gpu}
+            fields: dict[str, object] = {
+                "gpu": new.gpus[remark.gpu].index,
+                "uuid": remark.gpu,
+                "pci": new.gpus[remark.gpu].pci,
+            }
             if remark.detail:
                 fields["detail"] = remark.detail
             yield Event(EventKind.GPUS, str(remark.why), warning=True, fields=fields)
@@ -242,6 +246,7 @@ def _device_events(old: State, new: State) -> Iterator[Event]:
                     "resource": name,
                     "gpu": new.gpus[gpu].index,
                     "uuid": gpu,
+                    "pci": new.gpus[gpu].pci,
                     "health": health,
                     "count": len(listed),
                     "devices": [str(device.id) for device in listed[:MAX_LISTED]],

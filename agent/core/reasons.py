@@ -247,8 +247,25 @@ MEANINGS: Final[Mapping[Reason, Meaning]] = {
 }
 
 
+_LAST: Final = frozenset(
+    {
+        Reason.MAINTENANCE,
+        Reason.DEVICE_NODE_MISSING,
+        Reason.CDI_UNRESOLVABLE,
+        Reason.IMEX_CHANNEL_MISSING,
+        Reason.MPS_NOT_READY,
+        Reason.DRIVER_HUNG,
+    }
+)
+"""Reasons whose conditions last as long as their cause, and then wait to be cured."""
+
+WAIT: Final = "nothing: its cause is over, and clean probes end it"
+
+
 def advice_of(condition: Condition) -> str:
     """Return the next step for a person who reads a condition."""
+    if condition.reason in _LAST and not condition.lasts:
+        return WAIT
     if condition.reason is Reason.XID:
         return advice_of_xid(condition.key.code)
     if condition.reason is Reason.NVML_ERROR and condition.key.code == NO_PERMISSION:

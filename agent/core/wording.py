@@ -1,4 +1,4 @@
-"""Words of sentences for people that depend on a number."""
+"""Words of sentences for people: numbers, lists, and names that others chose."""
 
 from collections.abc import Sequence
 
@@ -11,3 +11,10 @@ def counted(number: int, one: str, many: str = "") -> str:
 def listed(words: Sequence[str], last: str) -> str:
     """Return words as a sentence lists them, with ``and`` or ``or`` before the last one."""
     return f" {last} ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
+
+
+def printable(text: str) -> str:
+    """Return a text as one line that no terminal obeys: what cannot be printed is escaped as in Python."""
+    if text.isprintable():
+        return text
+    return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in text)

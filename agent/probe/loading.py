@@ -28,7 +28,7 @@ from typing import Final
 
 import agent
 from agent.errors import ProbeLoadError
-from agent.log import fields
+from agent.log import about
 from agent.probe.adoption import adopt
 from agent.probe.probe import Probe
 from agent.probe.request import (
@@ -100,7 +100,7 @@ async def _load_new(request: Request, deadline_s: float, launcher: Sequence[str]
         if request.loader != "auto" or error.code not in _DID_NOT_ANSWER:
             raise
         first = error
-    _log.warning("The precompiled probe is tried, for none was compiled", extra=fields(why=str(first)))
+    _log.warning("The precompiled probe is loaded, because none was compiled: %(why)s", about(why=str(first)))
     try:
         return await _load_once(replace(request, loader="core"), deadline_s, launcher)
     except ProbeLoadError as error:

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Final, Generic, NamedTuple, TypeVar
 
 from agent import guard
-from agent.log import fields
+from agent.log import about
 from agent.probe.layout import EVENT, TRACED, decode_event, decode_traced
 
 _log = logging.getLogger(__name__)
@@ -120,7 +120,7 @@ class Ring(Generic[E]):
                     deliver(events)
             except Exception as error:  # noqa: BLE001 - the loop would spin if it were not taken
                 self.failures += 1
-                _log.exception("Could not take events of the probe", extra=fields(error=str(error)))
+                _log.exception("Could not read events of the probe: %(error)s", about(error=str(error)))
 
         self.unsubscribe()
         self._loop = loop

@@ -37,14 +37,14 @@ def begin(settings: Settings, environment: Mapping[str, str]) -> Beginning:
     Raises AgentError, one sentence, where the agent cannot start.
     """
     for warning in settings.warnings:
-        _log.warning("A setting was ignored", extra=log.fields(detail=warning))
+        _log.warning("A setting was ignored: %(detail)s", log.about(detail=warning))
     check_paths(settings)
     in_container = is_in_container(environment)
     settings = with_usable_state_dir(settings, is_in_container=in_container)
     check_rights(settings)
     off = parts_off(settings, is_in_container=in_container)
     if off:
-        _log.warning("Some parts are off", extra=log.fields(parts=[str(part) for part in off]))
+        _log.warning("Some parts are off: %(parts)s", log.about(parts=[str(part) for part in off]))
     lock = NodeLock(settings.lock_path)
     if not lock.try_acquire() and (settings.if_running or _default_if_running()) == "fail":
         raise AlreadyRunningError(

@@ -23,7 +23,7 @@ from asyncinotify import Mask
 
 from agent.config.yaml_tree import UnreadableError, bytes_of
 from agent.directory_watch import DirectoryWatch, Lookout
-from agent.log import fields
+from agent.log import about
 from agent.model.policy import MILLISECOND_NS, SECOND_NS
 from agent.threads import in_daemon_thread
 
@@ -120,8 +120,8 @@ class ConfigWatch:
         if not self._has_warned:
             self._has_warned = True
             _log.warning(
-                "Could not watch the configuration file, so it is looked at periodically",
-                extra=fields(path=self._path, detail=str(error), every_s=self._recheck_ns // SECOND_NS),
+                "Could not watch the configuration file %(path)s (%(detail)s); reading every %(every_s)s s",
+                about(path=self._path, detail=str(error), every_s=self._recheck_ns // SECOND_NS),
             )
 
 

@@ -36,14 +36,15 @@ def dry_run(snapshot: Snapshot, words: Sequence[str], *, resource: str | None = 
     offered = [each for each in snapshot.resources if resource in {None, each.name}]
     if not offered:
         names = ", ".join(each.name for each in snapshot.resources) or "none"
-        raise AgentError(f"This node does not offer {resource or 'any device'}; offered: {names}")
+        error = AgentError if resource is None else UsageError
+        raise error(f"This node does not offer {resource or 'any device'}; offered: {names}")
     meant = _Meant(offered, {view.gpu.uuid for view in snapshot.gpus if view.present})
     ids = [meant.id_of(word) for word in words]
     of = meant.resource or offered[0]
     known = {device.id for device in of.devices}
     unknown = next((word for word, device_id in zip(words, ids, strict=True) if device_id not in known), None)
     if unknown is not None:
-        raise AgentError(meant.divided(unknown) or _unknown(unknown, meant.short_names(of), of))
+        raise UsageError(meant.divided(unknown) or _unknown(unknown, meant.short_names(of), of))
     answer = allocate(snapshot, of, ids, annotation_id=ANNOTATION_ID)
     if isinstance(answer, Refusal):
         raise AgentError(answer.message)

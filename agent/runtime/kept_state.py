@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from agent.bus import Latest
-from agent.log import fields
+from agent.log import about
 from agent.model.facts import Fact, StateRestored, StateUnread
 from agent.model.ids import ALL, Placement
 from agent.model.snapshot import Durable, Snapshot
@@ -87,8 +87,8 @@ class KeptState:
         if told:
             more = len(told) - MAX_TOLD
             _log.warning(
-                "Devices are out as the agent before knew them",
-                extra=fields(conditions=[*told[:MAX_TOLD], *([f"{more} more"] if more > 0 else [])]),
+                "Devices are Unhealthy as the agent before knew them: %(conditions)s",
+                about(conditions=[*told[:MAX_TOLD], *([f"{more} more"] if more > 0 else [])]),
             )
 
     @property

@@ -94,16 +94,18 @@ class Reload:
         self._vitals.reload_trouble = None
         for warning in settings.warnings:
             if warning not in self._warnings:
-                _log.warning("A setting was ignored", extra=log.fields(detail=warning))
+                _log.warning("A setting was ignored: %(detail)s", log.about(detail=warning))
         self._warnings = settings.warnings
         waiting = tuple(changes_that_need_a_restart(self._started, settings))
         for name in waiting:
-            _log.warning("A changed setting takes effect at the next start", extra=log.fields(setting=name))
+            _log.warning(
+                "A changed setting takes effect at the next start: %(setting)s", log.about(setting=name)
+            )
         self._vitals.awaiting_restart = waiting
         log.set_level(settings.log_level)
         self._apply(settings)
-        _log.info("Read the configuration again")
+        _log.info("Read the configuration again: %(path)s", log.about(path=self._started.config_file))
 
     def _refuse(self, problems: tuple[str, ...]) -> None:
         self._vitals.reload_trouble = "; ".join(problems)
-        _log.error("Kept the old configuration", extra=log.fields(problems=list(problems)))
+        _log.error("Kept the old configuration: %(problems)s", log.about(problems=list(problems)))

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any, Final
 
-from agent.log import fields
+from agent.log import about
 
 STOP_WITHIN_S: Final = 4.7
 """A process asked to stop is gone within five seconds, whatever hangs."""
@@ -92,7 +92,7 @@ class Signals:
             self._loop.call_soon_threadsafe(callback)
 
     def _end_hard(self) -> None:
-        _log.error("Could not stop in time and was ended", extra=fields(within_s=STOP_WITHIN_S))
+        _log.error("The agent did not stop within %(within_s)s s and is ended", about(within_s=STOP_WITHIN_S))
         dump_stacks(self._loop)
         self._before_exit()
         os._exit(1)
@@ -103,11 +103,11 @@ def dump_stacks(loop: asyncio.AbstractEventLoop | None) -> None:
     tasks = sorted(asyncio.all_tasks(loop), key=lambda task: task.get_name()) if loop is not None else []
     for task in tasks[:MAX_DUMPED]:
         stack = "".join(_stack_of(task))
-        _log.info("Stack of a task", extra=fields(task=task.get_name(), stack=stack))
+        _log.info("Stack of the task %(task)s", about(task=task.get_name(), stack=stack))
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     for ident, frame in list(sys._current_frames().items())[:MAX_DUMPED]:  # noqa: SLF001 - the only way
         stack = "".join(traceback.format_stack(frame))
-        _log.info("Stack of a thread", extra=fields(thread=names.get(ident, str(ident)), stack=stack))
+        _log.info("Stack of the thread %(thread)s", about(thread=names.get(ident, str(ident)), stack=stack))
 
 
 def _stack_of(task: asyncio.Task[Any]) -> Iterator[str]:

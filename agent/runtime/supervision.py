@@ -17,7 +17,7 @@ from typing import Final
 
 from agent.errors import AgentError
 from agent.guard import NO_OWNER, Owner, Seam, as_exception, own
-from agent.log import fields
+from agent.log import about
 from agent.model.facts import TaskReported
 from agent.model.ids import SourceName
 from agent.model.policy import SECOND_NS
@@ -110,12 +110,16 @@ class Supervisor:
             await self._run_until_failed(name, run)
         except AgentError as expected:
             error = expected
-            _log.warning("A task could not go on", extra=fields(task=name, detail=str(expected)))
+            _log.warning(
+                "The task %(task)s could not go on: %(detail)s", about(task=name, detail=str(expected))
+            )
         except Exception as bug:  # noqa: BLE001 - whatever it is, the task is started again
             error = bug
-            _log.error("A task failed", exc_info=bug, extra=fields(task=name))
+            _log.error(
+                "The task %(task)s failed: %(detail)s", about(task=name, detail=repr(bug)), exc_info=bug
+            )
         else:
-            _log.warning("A task has finished unexpectedly", extra=fields(task=name))
+            _log.warning("The task %(task)s has finished unexpectedly", about(task=name))
         self._tell(TaskReported(name, running=False, message=_sentence(error)))
         return error
 

@@ -145,5 +145,8 @@ class Tasks:
         except AgentError as error:
             self._ending.ask(f"{name} failed", error)
         except Exception as bug:  # noqa: BLE001 - whatever it is, the end is orderly
-            _log.exception("A task of the agent itself failed", extra=log.fields(task=name))
+            _log.exception(
+                "The task %(task)s of the agent itself failed: %(detail)s",
+                log.about(task=name, detail=repr(bug)),
+            )
             self._ending.ask(f"{name} failed", EndedError(f"The task {name} failed: {bug!r}; see the log"))

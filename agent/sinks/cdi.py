@@ -16,7 +16,7 @@ import asyncio
 import errno
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -28,7 +28,7 @@ from agent.config.settings import Cdi
 from agent.core.injection import uses_cdi
 from agent.core.reasons import MEANINGS
 from agent.directory_watch import DirectoryWatch, Lookout
-from agent.log import fields
+from agent.log import About, about
 from agent.model.facts import CdiReported, Fact, WatchedDirectoryDeleted
 from agent.model.health import Reason
 from agent.model.snapshot import Snapshot
@@ -243,18 +243,23 @@ class CdiSink:
             had = self._files.get(kind)
             if file.is_new and had is not None and had.content == file.content:
                 is_lost = True
-                _log.warning("Wrote a CDI specification again that was gone or changed", extra=_fields(file))
+                _log.warning(
+                    "Wrote the CDI specification %(path)s again, which was gone or changed", _about(file)
+                )
             elif file.is_new:
-                _log.info("Wrote a CDI specification", extra=_fields(file))
+                _log.info("Wrote the CDI specification %(path)s: %(devices)s devices", _about(file))
         self._set_gap(is_lost=is_lost)
         self._files, self.absent = made.files, made.absent
         said = frozenset((*made.remarks, *made.conflicts, *made.left_out))
         for remark in sorted(said - self._said):
-            _log.warning("Found something to know of the CDI specification", extra=fields(detail=remark))
+            _log.warning("The CDI specification: %(detail)s", about(detail=remark))
         self._said = said
         trouble = _trouble_of(made)
         if self.trouble is not None and trouble is None:
-            _log.info("The CDI specification is well again", extra=fields(path=self._settings.spec_dir))
+            _log.info(
+                "The CDI specification in %(path)s resolves every device again",
+                about(path=self._settings.spec_dir),
+            )
         self.trouble = trouble
         # A device that is left out has no node, and is Unhealthy for that.
         self._report(trouble if made.conflicts else None)
@@ -278,7 +283,7 @@ class CdiSink:
             detail = f"{error.filename or self._settings.spec_dir}: {error.strerror}"
             self._look_for_dead_mount(error)
         if self.trouble != detail:
-            _log.error("Could not write the CDI specification", extra=fields(detail=detail))
+            _log.error("Could not write the CDI specification: %(detail)s", about(detail=detail))
         self.trouble = detail
         # Where the files there are say what is to be said, nothing is missed.
         self._report(None if self._is_settled() else detail)
@@ -333,5 +338,5 @@ def _is_right(file: SpecFile) -> bool:
     return FileIdentity.of(seen) == file.identity
 
 
-def _fields(file: SpecFile) -> Mapping[str, object]:
-    return fields(path=file.path, devices=len(file.names))
+def _about(file: SpecFile) -> About:
+    return about(path=file.path, devices=len(file.names))

@@ -31,7 +31,7 @@ from typing import Final
 
 from agent.bus import Inbox, Latest
 from agent.core.freshness import Terms
-from agent.log import fields
+from agent.log import about
 from agent.model.effects import RegisterResource
 from agent.model.facts import (
     Fact,
@@ -228,7 +228,7 @@ class DevicePlugin:
             # No thread could be had; they disturb nobody, and the next start tries again.
             return
         if names:
-            log.info("Removed sockets that nobody serves any more", extra=fields(names=list(names)))
+            log.info("Removed sockets that nobody serves any more: %(names)s", about(names=list(names)))
 
     async def drain(self, grace_s: float) -> None:
         """End every stream and server; running calls have ``grace_s``. ``run`` returns after that."""
@@ -268,7 +268,7 @@ class DevicePlugin:
                 name = f"wait for {slot.resource}"
                 slot.other = tasks.create_task(self._wait_for_other(slot), name=name)
         except Exception as error:
-            log.exception("Could not register a resource", extra=fields(resource=slot.resource))
+            log.exception("Could not register %(resource)s", about(resource=slot.resource))
             message = f"A bug in the agent: {error!r}"
             self._fail(slot.resource, slot.order.generation, "not_served", message)
         else:
@@ -366,7 +366,7 @@ class DevicePlugin:
             await endpoint.run()
         except* Exception as errors:
             resource = endpoint.service.resource
-            log.exception("Stopped serving a resource", extra=fields(resource=resource))
+            log.exception("Stopped serving %(resource)s", about(resource=resource))
             message = f"The server of {resource} failed: {errors.exceptions[0]}"
             self._fail(resource, endpoint.service.generation, "not_served", message)
 

@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Final, NamedTuple
 
-from agent.log import fields, rfc3339, wall_time_of
+from agent.log import about, rfc3339, wall_time_of
 from agent.model.effects import EventKind
 from agent.threads import DaemonThread
 from agent.views import event_files
@@ -118,7 +118,7 @@ class EventLog:
                 while self._has_work.is_set() and await self._write_waiting():
                     pass
         except TimeoutError:
-            _log.warning("Left without the newest events on disk", extra=fields(path=self.path))
+            _log.warning("Stopped without the newest events in %(path)s", about(path=self.path))
 
     async def _write_waiting(self) -> bool:
         try:
@@ -140,7 +140,7 @@ class EventLog:
         if not self._queue:
             self._has_work.clear()
         if self.trouble is not None:
-            _log.info("Wrote the event log again", extra=fields(path=self.path))
+            _log.info("Wrote the event log again: %(path)s", about(path=self.path))
             self.trouble = None
         return True
 
@@ -159,7 +159,9 @@ class EventLog:
         detail = (error.strerror if isinstance(error, OSError) else None) or str(error)
         self.failures += 1
         if self.trouble != detail:
-            _log.error("Could not write the event log", extra=fields(path=self.path, detail=detail))
+            _log.error(
+                "Could not write the event log %(path)s: %(detail)s", about(path=self.path, detail=detail)
+            )
         self.trouble = detail
 
 

@@ -25,7 +25,7 @@ from typing import Final, NamedTuple
 
 from agent import files
 from agent.bus import Latest
-from agent.log import fields
+from agent.log import about
 from agent.model.effects import KeepEvidence
 from agent.model.health import Condition
 from agent.model.ids import GpuUuid
@@ -189,14 +189,16 @@ class EvidenceSink:
             "evidence-writer", lambda: _write_bundle(directory, stem, document, path)
         )
         if path is None:
-            _log.info("Kept evidence of a GPU", extra=fields(path=written))
+            _log.info("Kept evidence of a GPU in %(path)s", about(path=written))
         return written
 
     def _note_failure(self, error: OSError | RuntimeError) -> None:
         detail = _detail_of(error)
         self.failures += 1
         if self.trouble != detail:
-            _log.error("Could not keep evidence", extra=fields(path=self.path, detail=detail))
+            _log.error(
+                "Could not keep evidence in %(path)s: %(detail)s", about(path=self.path, detail=detail)
+            )
         self.trouble = detail
 
 

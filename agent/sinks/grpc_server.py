@@ -33,7 +33,7 @@ from grpclib.exceptions import GRPCError
 from grpclib.server import Stream
 
 from agent import guard
-from agent.log import fields
+from agent.log import about
 from agent.sinks.grpc_bounds import PEER_LINES, REQUEST_S, Bounds, Tally, limit_peer_lines
 from agent.sinks.grpc_connection import BoundedConnection, Calls
 
@@ -177,7 +177,7 @@ class BoundedServer:
         self._tally.accept_failures += 1
         if not self._is_resting:
             self._is_resting = True
-            log.warning("Could not accept a connection of the kubelet", extra=fields(error=str(error)))
+            log.warning("Could not accept a connection of the kubelet: %(error)s", about(error=str(error)))
         await asyncio.sleep(self._bounds.accept_retry_s)
 
     async def _admit(self, peer: socket.socket) -> None:
@@ -198,12 +198,16 @@ class BoundedServer:
         _, uid, _ = UCRED.unpack(peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, UCRED.size))
         if uid not in self._uids:
             self._tally.refused_peer += 1
-            peer_log.warning("Refused a connection of another user", extra=fields(uid=uid))
+            peer_log.warning(
+                "Refused a connection of the user %(uid)s, who is neither root nor the agent's own",
+                about(uid=uid),
+            )
             return False
         if len(self._live) >= self._bounds.connections:
             self._tally.refused_full += 1
             peer_log.warning(
-                "Refused a connection, too many are open", extra=fields(connections=len(self._live))
+                "Refused a connection to the plugin's socket: %(connections)s are open",
+                about(connections=len(self._live)),
             )
             return False
         return True

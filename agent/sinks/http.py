@@ -19,7 +19,7 @@ from aiohttp import web
 from agent.bus import Latest
 from agent.config.values import Address
 from agent.errors import AgentError, UsageError
-from agent.log import fields
+from agent.log import about
 from agent.model.snapshot import Snapshot
 from agent.sinks.http_places import Bounds
 from agent.sinks.http_server import (
@@ -182,7 +182,7 @@ class HttpSink:
     def _router(self, routes: Mapping[str, Answerer], *, is_local: bool) -> Handler:
         async def answer(request: web.BaseRequest) -> web.Response:
             if request.method not in ("GET", "HEAD"):
-                return _text(405, "Only GET is answered here\n")
+                return _text(405, "Only GET is answered here\n", Allow="GET, HEAD")
             if is_local and not _names_this_machine(request):
                 return _text(403, "Ask for this address by localhost or its number\n")
             answerer = routes.get(request.path.strip("/"))
@@ -217,7 +217,10 @@ class HttpSink:
                 exclude=frozenset(query.getall("exclude", [])[:64]),
             )
         for failed, why in answer.failures:
-            _log.warning("A health check failed", extra=fields(check=failed, endpoint=endpoint, detail=why))
+            _log.warning(
+                "The check %(check)s of %(endpoint)s failed: %(detail)s",
+                about(check=failed, endpoint=endpoint, detail=why),
+            )
         return _text(200 if answer.ok else 500, answer.body)
 
     async def _preflight(self, _request: web.BaseRequest) -> web.Response:
@@ -244,7 +247,10 @@ class HttpSink:
         except AgentError as error:
             return _error(409, str(error))
         told = {key: value for key, value in order.items() if isinstance(value, str | bool)}
-        _log.info("Obeyed an order", extra=fields(order=name, by_process=pid, by_user=uid, **told))
+        _log.info(
+            "Executed %(order)s for process %(by_process)s of user %(by_user)s",
+            about(order=name, by_process=pid, by_user=uid, **told),
+        )
         return _json(document)
 
     # What the agent knows
@@ -303,8 +309,10 @@ def _names_this_machine(request: web.BaseRequest) -> bool:
         return False
 
 
-def _text(status: int, body: str) -> web.Response:
-    return web.Response(status=status, text=body, content_type="text/plain", charset="utf-8", headers=HEADERS)
+def _text(status: int, body: str, **headers: str) -> web.Response:
+    return web.Response(
+        status=status, text=body, content_type="text/plain", charset="utf-8", headers=HEADERS | headers
+    )
 
 
 def _json(document: documents.Json, *, status: int = 200) -> web.Response:

@@ -27,7 +27,7 @@ from typing import Any, Final
 
 from agent import guard
 from agent.core.shares import Entry, Shares
-from agent.log import fields
+from agent.log import about, fields
 
 MAX_HEAD_BYTES: Final = 8 * 1024
 ACCEPTS_PER_TURN: Final = 64
@@ -283,8 +283,8 @@ class Places:
                 await self._serve(connection.socket, bytes(connection.read), kind)
         except (TimeoutError, OSError) as error:
             _log.debug(
-                "A connection was closed before its answer was read",
-                extra=fields(listener=self._name, client=connection.client, detail=str(error) or "timeout"),
+                "A connection of %(client)s to %(listener)s was closed before it read its answer: %(detail)s",
+                about(listener=self._name, client=connection.client, detail=str(error) or "timeout"),
             )
 
     def _leave(self, connection: _Connection, kind: Kind) -> None:

@@ -21,7 +21,7 @@ from aiohttp import web
 
 from agent.config.values import Address
 from agent.errors import AgentError, SourceError
-from agent.log import fields
+from agent.log import about
 from agent.sinks.http_places import UCRED, Bounds, Kind, Places, kind_of
 
 MAX_LINE_BYTES: Final = 4096
@@ -123,8 +123,13 @@ async def listen_forever(
         except OSError as error:
             if not is_told:
                 _log.warning(
-                    "Could not listen; the port or socket is tried again every few seconds",
-                    extra=fields(listener=name, detail=error.strerror or str(error)),
+                    "Could not listen on %(address)s: %(detail)s; trying again every %(every_s)s s",
+                    about(
+                        listener=name,
+                        address=error.filename or name,
+                        detail=error.strerror or str(error),
+                        every_s=RETRY_S,
+                    ),
                 )
                 is_told = True
             tried()
@@ -134,7 +139,7 @@ async def listen_forever(
             server = OneRequestServer(handler)
             places = Places(name, listening, server.serve, bounds or Bounds())
             address = _name_of(listening)
-            _log.info("Listening", extra=fields(listener=name, address=address))
+            _log.info("Listening on %(address)s", about(listener=name, address=address))
             if bound is not None:
                 bound(address)
             tried()
@@ -142,14 +147,15 @@ async def listen_forever(
 
 
 def tcp_socket(address: Address) -> socket.socket:
-    """Return a socket bound to an address, or raise OSError."""
+    """Return a socket bound to an address, or raise OSError with it."""
     family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
     bound = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
     try:
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         bound.bind((address.host, address.port))
-    except OSError:
+    except OSError as error:
         bound.close()
+        error.filename = str(address)
         raise
     return bound
 
@@ -171,8 +177,9 @@ class ControlSocket:
             bound.bind(str(self._path))
             self._path.chmod(0o600)
             status = self._path.lstat()
-        except OSError:
+        except OSError as error:
             bound.close()
+            error.filename = str(self._path)
             raise
         self._identity = (status.st_dev, status.st_ino)
         return bound

@@ -10,6 +10,7 @@ from typing import Final
 
 from agent.log import fields
 from agent.model.effects import EventKind, RecordEvent
+from agent.views.sentences import sentence_of
 
 MESSAGE_IDS: Final[Mapping[EventKind, str]] = {
     EventKind.ALLOCATABLE: "66010144bf724b0995cd6cc8a86f77ed",
@@ -40,8 +41,12 @@ class JournalSink:
         told = {_JOURNAL_NAMES.get(name, name): value for name, value in (event.fields or {}).items()}
         _log.log(
             logging.WARNING if event.warning else logging.INFO,
-            # Not as an argument of "%s": lines are limited by message, and a storm of one event must not
-            # silence the others.
-            event.message,
-            extra=fields(**told, kind=str(event.kind), message_id=MESSAGE_IDS[event.kind]),
+            sentence_of(event.message, event.fields),
+            extra={
+                **fields(
+                    **told, kind=str(event.kind), event=event.message, message_id=MESSAGE_IDS[event.kind]
+                ),
+                # A storm of one event must not silence the others, however its sentences differ.
+                "limited_as": event.message,
+            },
         )

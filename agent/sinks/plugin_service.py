@@ -21,7 +21,7 @@ from grpclib.server import Stream
 
 from agent.bus import Inbox, Latest
 from agent.core.list_size import MAX_LIST_BYTES
-from agent.log import fields
+from agent.log import about
 from agent.model.facts import Fact, ListWritten, WatchersChanged
 from agent.model.health import Health
 from agent.model.ids import ResourceName
@@ -269,8 +269,8 @@ class PluginService:
 
     def _too_large(self, shown: _List) -> GRPCError:
         log.error(
-            "Could not send the device list, the kubelet takes none that long",
-            extra=fields(resource=self.resource, devices=len(shown.devices), bytes=len(shown.data)),
+            "Could not send the list of %(resource)s: the kubelet takes no %(bytes)s bytes",
+            about(resource=self.resource, devices=len(shown.devices), bytes=len(shown.data)),
         )
         return GRPCError(
             Status.RESOURCE_EXHAUSTED,

@@ -27,7 +27,7 @@ from typing import Final, NamedTuple
 
 from agent.bus import Latest
 from agent.files import write
-from agent.log import fields
+from agent.log import about
 from agent.model.snapshot import Durable, Snapshot
 from agent.sinks.statefile_format import UnusableError, decoded, encoded
 from agent.threads import DaemonThread
@@ -79,13 +79,15 @@ def load(path: str, *, boot_id: str) -> Durable | None:
         raise UnreadError("; ".join(unread))
     for each, why in damaged.items():
         _log.error(
-            f"Moved the unusable state file {each} aside: it {why}", extra=fields(path=each, detail=why)
+            "Moved the unusable state file %(path)s aside: it %(detail)s", about(path=each, detail=why)
         )
         _move_aside(each)
     if found is None and damaged:
         return Durable(lost="; ".join(f"{each} {why}" for each, why in damaged.items()))
     if unread:
-        _log.warning("Read the copy of the state file", extra=fields(path=path, detail=unread[0]))
+        _log.warning(
+            "Read the copy of the state file %(path)s: %(detail)s", about(path=path, detail=unread[0])
+        )
     return found
 
 
@@ -210,7 +212,7 @@ class StateFile:
             async with asyncio.timeout(timeout_s):
                 await self._write_newest()
         except TimeoutError:
-            _log.warning("Left without the newest state in the file", extra=fields(path=self._path))
+            _log.warning("Stopped without the newest state in %(path)s", about(path=self._path))
             return False
         return True
 
@@ -251,12 +253,14 @@ class StateFile:
 
     def _note_success(self, durable: Durable) -> None:
         if self.trouble is not None:
-            _log.info("Wrote the state file again", extra=fields(path=self._path))
+            _log.info("Wrote the state file again: %(path)s", about(path=self._path))
         self._written, self.trouble = durable, None
 
     def _note_failure(self, error: OSError | RuntimeError) -> None:
         detail = (error.strerror if isinstance(error, OSError) else None) or str(error)
         self.failures += 1
         if self.trouble != detail:
-            _log.error("Could not write the state file", extra=fields(path=self._path, detail=detail))
+            _log.error(
+                "Could not write the state file %(path)s: %(detail)s", about(path=self._path, detail=detail)
+            )
         self.trouble = detail

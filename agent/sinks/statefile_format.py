@@ -13,7 +13,7 @@ from typing import Final, Literal
 
 import msgspec
 
-from agent.log import fields
+from agent.log import about
 from agent.model.gpu import Gpu, MigDevice
 from agent.model.health import (
     Condition,
@@ -200,8 +200,8 @@ def _conditions_of(stored: list[_StoredCondition]) -> Iterator[Condition]:
         except ValueError:
             # Written by a newer agent. The GPU is unknown, so not offered, until it was probed.
             _log.warning(
-                "Left out a stored condition of a kind this agent does not know",
-                extra=fields(gpu_uuid=item.gpu, reason=item.reason),
+                "Left out the stored condition %(reason)s of %(gpu_uuid)s, which this agent does not know",
+                about(gpu_uuid=item.gpu, reason=item.reason),
             )
 
 

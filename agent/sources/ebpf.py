@@ -34,7 +34,7 @@ from agent.core.rm_rows import Rows, judged
 from agent.core.scan_pace import ScanPace
 from agent.core.tracker import Tracker
 from agent.errors import ProbeLoadError
-from agent.log import fields
+from agent.log import about
 from agent.model.facts import DeviceCallsSeen, Fact, GpuUseSeen, ProbeSeen
 from agent.model.ids import GpuUuid
 from agent.model.policy import MILLISECOND_NS, SECOND_NS
@@ -232,15 +232,15 @@ class EbpfSource:
         except ProbeLoadError as error:
             self._show(ProbeView("disabled", tier="procfs", code=error.code, message=str(error)))
             _log.warning(
-                "The probe is off, holders of GPUs are read off /proc",
-                extra=fields(code=error.code, reason=str(error)),
+                "The probe is off (%(code)s), so holders of GPUs are read from /proc: %(reason)s",
+                about(code=error.code, reason=str(error)),
             )
-            _log.debug("The probe's loader said", extra=fields(detail=error.detail))
+            _log.debug("The probe's loader said: %(detail)s", about(detail=error.detail))
             return
         self._show(view_of(probe))
         _log.info(
-            "The probe is attached",
-            extra=fields(tier=probe.tier, loader=probe.loader, missing=sorted(probe.missing)),
+            "The probe is attached: tier %(tier)s, loader %(loader)s",
+            about(tier=probe.tier, loader=probe.loader, missing=sorted(probe.missing)),
         )
 
     async def _load_anew(self, old: Probe) -> None:
@@ -249,16 +249,16 @@ class EbpfSource:
             probe = await load(replace(self._request, tier="auto"), instead_of=old)
         except ProbeLoadError as error:
             _log.warning(
-                f"The probe stays at tier {old.tier} although the driver wants another: {error}",
-                extra=fields(code=error.code, reason=str(error)),
+                "The probe stays at tier %(tier)s although the driver wants another: %(reason)s",
+                about(tier=old.tier, code=error.code, reason=str(error)),
             )
             return
         old.ring.unsubscribe()
         self._probe = probe
         self._show(view_of(probe))
         _log.info(
-            f"The probe was loaded anew for the driver that is there now: tier {probe.tier}",
-            extra=fields(tier=probe.tier, loader=probe.loader, missing=sorted(probe.missing)),
+            "The probe was loaded anew for the driver that is there now: tier %(tier)s",
+            about(tier=probe.tier, loader=probe.loader, missing=sorted(probe.missing)),
         )
         self._thread.post(old.close)
         await self._begin()
@@ -431,7 +431,8 @@ class EbpfSource:
         if self._loss_logged_ns is None or now_ns - self._loss_logged_ns >= LOSS_LOGGED_NS:
             self._loss_logged_ns = now_ns
             _log.warning(
-                "Events of the probe were lost, the picture is made anew", extra=fields(total=self._lost)
+                "Events of the probe were lost, %(total)s so far; the usage is read anew",
+                about(total=self._lost),
             )
 
     def _tell_device_calls(self, probe: Probe, readiness: Mapping[int, Readiness]) -> None:

@@ -35,7 +35,7 @@ from typing import Final
 from agent import guard
 from agent.bus import Inbox
 from agent.errors import SourceError
-from agent.log import fields
+from agent.log import about
 from agent.model.facts import (
     KERNEL_LOG,
     Fact,
@@ -387,7 +387,7 @@ class KernelLogSource:
     def _tell_lost(self, count: int) -> None:
         self._lost += count
         _log.warning(
-            "Records of the kernel log were lost before they could be read", extra=fields(count=count)
+            "%(count)s records of the kernel log were lost before they could be read", about(count=count)
         )
         self._inbox.put(FactsLost(lost_from=KERNEL_LOG, count=count, source=KERNEL_LOG))
 

@@ -24,7 +24,7 @@ from typing import Final
 
 from agent.bus import Inbox, Latest
 from agent.directory_watch import DirectoryWatch, Lookout
-from agent.log import fields
+from agent.log import about
 from agent.model.facts import Fact, KubeletSocketSeen, OwnSocketLost, WatchedDirectoryDeleted
 from agent.model.ids import ResourceName, SocketIdentity, socket_name
 from agent.model.policy import MILLISECOND_NS, SECOND_NS
@@ -219,14 +219,15 @@ class KubeletSource:
             return
         if "inotify" in self._warned:
             self._warned.discard("inotify")
-            _log.info("The kubelet's directory is watched again", extra=fields(path=str(self._directory)))
+            _log.info("The kubelet's directory %(path)s is watched again", about(path=str(self._directory)))
 
     def _say_once(self, subject: str, level: int, message: str, error: OSError | None = None) -> None:
         """Log until the subject is well again; the subjects are a closed set."""
         if subject not in self._warned:
             self._warned.add(subject)
-            detail = {} if error is None else {"detail": str(error)}
-            _log.log(level, "%s", message, extra=fields(path=str(self._socket), **detail))
+            detail = str(self._socket) if error is None else str(error)
+            path = str(self._socket)
+            _log.log(level, "%(what)s: %(detail)s", about(what=message, path=path, detail=detail))
 
 
 def _is_read_only(directory: Path) -> bool:

@@ -22,7 +22,7 @@ from pathlib import Path
 from agent.bus import Inbox
 from agent.core.freshness import Terms
 from agent.errors import NvmlCode, NvmlError, NvmlOverdueError, SourceError
-from agent.log import fields
+from agent.log import about
 from agent.model import facts
 from agent.model.health import Reason
 from agent.model.ids import GpuUuid, Part
@@ -196,8 +196,9 @@ class NvmlSource:
         if self._events_lane is None:
             if self._threads.shared_files is not None:
                 _log.warning(
-                    "Threads that call the driver share the agent's files: one that hangs keeps them open",
-                    extra=fields(detail=self._threads.shared_files),
+                    "Threads that call the driver share the agent's files (%(detail)s): one that hangs keeps"
+                    " them open",
+                    about(detail=self._threads.shared_files),
                 )
             self._events_lane = await self._threads.start_lane("nvml-events")
             for lane in (self._threads.first, self._events_lane):
@@ -253,7 +254,9 @@ class NvmlSource:
             what, detail = hindrance
             if what not in warned:
                 warned.add(what)
-                _log.warning("Could not let go of the driver yet", extra=fields(what=what, detail=detail))
+                _log.warning(
+                    "Could not release the driver yet: %(what)s, %(detail)s", about(what=what, detail=detail)
+                )
             await wait_set(self._wanted, self._settings.init_retry_ns)
         self._unavailable = None
         self._next_init_ns = self._clock()

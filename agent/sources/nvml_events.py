@@ -15,7 +15,7 @@ from typing import Final
 
 from agent.bus import Inbox
 from agent.errors import NvmlCode, NvmlError
-from agent.log import fields
+from agent.log import about
 from agent.model.facts import Fact, XidReported
 from agent.model.ids import GpuUuid
 from agent.model.policy import MILLISECOND_NS
@@ -170,7 +170,7 @@ class Listener:
         problem = f"{error.call} {error.code}"
         if problem != self._last_problem:
             self._last_problem = problem
-            _log.warning("Could not hear GPU events", extra=fields(detail=str(error)))
+            _log.warning("Could not wait for events of the GPUs: %(detail)s", about(detail=str(error)))
 
     async def free(self, *, is_broken: bool = False) -> None:
         """Give the set up; waits until the thread does not wait on it.

@@ -17,7 +17,7 @@ from typing import Final
 from agent.bus import Inbox
 from agent.core.freshness import Terms
 from agent.errors import NvmlError, SourceError
-from agent.log import fields
+from agent.log import about
 from agent.model import facts
 from agent.model.ids import GpuUuid, Part
 from agent.model.parts import NVML_EVENTS, NVML_NODE
@@ -185,12 +185,17 @@ class Session:
             if not self._slots:
                 raise DriverGoneError(error) from None
             # If the GPUs answer no better, their own tasks find the driver gone.
-            self._telling.warn("count", "Could not count GPUs", detail=str(error))
+            self._telling.warn("count", "Could not count the GPUs: %(detail)s", detail=str(error))
             self._request_all()
             return None
         most = self._settings.max_gpus
         if count > most:
-            self._telling.warn("many", "NVML lists more GPUs than are watched", count=count, watched=most)
+            self._telling.warn(
+                "many",
+                "NVML lists %(count)s GPUs, of which %(watched)s are watched",
+                count=count,
+                watched=most,
+            )
         return min(count, most)
 
     def _ask_node(self) -> tuple[int, tuple[str, ...]]:
@@ -227,7 +232,9 @@ class Session:
             try:
                 added.append(await self._open(index, group))
             except SourceError as error:
-                self._telling.warn("lane", "Could not watch a GPU", index=index, detail=str(error))
+                self._telling.warn(
+                    "lane", "Could not watch GPU %(index)s: %(detail)s", index=index, detail=str(error)
+                )
                 break
         await wait_served({slot: slot.requested for slot in added}, self._settings.first_look_wait_ns)
 
@@ -426,8 +433,8 @@ class Session:
             self._telling.overdue(uuid, call)
             return
         _log.warning(
-            "A GPU that was not identified yet did not answer in time",
-            extra=fields(index=slot.index, call=call.name),
+            "GPU %(index)s, which is not identified yet, did not answer %(call)s in time",
+            about(index=slot.index, call=call.name),
         )
         if all(other.uuid is None for other in self._slots):
             self._around.on_node_overdue(slot.lane, call)

@@ -11,7 +11,7 @@ from typing import Final
 
 from agent.bus import Inbox
 from agent.errors import NvmlError
-from agent.log import fields
+from agent.log import about
 from agent.model import facts
 from agent.model.gpu import Gpu
 from agent.model.ids import GpuUuid
@@ -111,11 +111,16 @@ class Telling:
     def warn(self, key: str, message: str, **told: object) -> None:
         """Log a warning once; keys are few, and those of a GPU go with it."""
         if self._is_new(key):
-            _log.warning("%s", message, extra=fields(**told))
+            _log.warning(message, about(**told))
 
     def bad_numa_node(self, gpu: Gpu, found: str) -> None:
         """Log, once for each GPU, that sysfs has no number where its NUMA node should be."""
-        self.warn(f"numa {gpu.pci}", "Could not read the NUMA node of a GPU", pci=gpu.pci, found=found)
+        self.warn(
+            f"numa {gpu.pci}",
+            "The NUMA node of the GPU at %(pci)s is not a number: %(found)s",
+            pci=gpu.pci,
+            found=found,
+        )
 
     def forget(self, gpu: Gpu) -> None:
         """Forget what was told once of a GPU that is gone."""

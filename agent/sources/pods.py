@@ -20,7 +20,7 @@ from typing import Final
 
 from agent.bus import Inbox
 from agent.errors import KubeletError
-from agent.log import fields
+from agent.log import about
 from agent.model.facts import AllocationsListed, Fact, PodsSeen
 from agent.model.policy import SECOND_NS
 from agent.sources.pods_holders import Holders
@@ -99,7 +99,7 @@ class PodsSource:
             return False
         if self._trouble is not None:
             self._trouble = None
-            _log.info("The kubelet tells which pods hold devices", extra=fields(path=str(self._socket)))
+            _log.info("The kubelet lists which pods hold devices at %(path)s", about(path=str(self._socket)))
         self._inbox.put(AllocationsListed(pods=self._holders.after(listing.claims)))
         if pods is not None:
             self._inbox.put(PodsSeen(pods.pods, complete=pods.complete))
@@ -116,4 +116,5 @@ class PodsSource:
         """Log a trouble when it begins or changes, not each time it is met."""
         if self._trouble != message:
             self._trouble = message
-            _log.log(level, "%s", message, extra=fields(path=str(self._socket), detail=str(error)))
+            path = str(self._socket)
+            _log.log(level, "%(what)s: %(detail)s", about(what=message, path=path, detail=str(error)))

@@ -31,7 +31,7 @@ from typing import Final, Protocol, Self
 from agent import guard
 from agent.bus import Inbox
 from agent.errors import SourceError
-from agent.log import fields
+from agent.log import about
 from agent.model.facts import Fact, GpuRebound
 from agent.model.policy import MILLISECOND_NS, SECOND_NS
 from agent.sources.sysfs_look import DRIVER, driver_of
@@ -120,7 +120,8 @@ class UeventSource:
                 await self._listen()
                 self._losses += 1
                 _log.warning(
-                    "Uevents were lost, so the bus is looked at anew", extra=fields(times=self._losses)
+                    "Uevents were lost for the %(times)s. time, so the bus is read anew",
+                    about(times=self._losses),
                 )
                 await asyncio.sleep(self._reopen_pause_ns / 1e9)
         except OSError as error:

@@ -91,9 +91,22 @@ def _paths(path: str) -> tuple[str, ...]:
     return (*(f"{path}.{number}" for number in range(FILES - 1, 0, -1)), path)
 
 
+class NoEventsError(Exception):
+    """Files hold something, and none of it is an event."""
+
+
 def read(path: str) -> Iterator[dict[str, Any]]:
-    """Yield the events of the files, oldest first; raises OSError if one that is there cannot be read."""
-    yield from heapq.merge(_read(path), _read(path_of_others(path)), key=_moment)
+    """Yield the events of the files, oldest first.
+
+    Raises OSError if one that is there cannot be read, NoEventsError if none of their lines is an event.
+    """
+    damaged: list[str] = []
+    found = False
+    for event in heapq.merge(_read(path, damaged), _read(path_of_others(path), damaged), key=_moment):
+        found = True
+        yield event
+    if damaged and not found:
+        raise NoEventsError
 
 
 def _moment(event: dict[str, Any]) -> tuple[str, int]:
@@ -101,20 +114,25 @@ def _moment(event: dict[str, Any]) -> tuple[str, int]:
     return event["time"], number if isinstance(number, int) else 0
 
 
-def _read(path: str) -> Iterator[dict[str, Any]]:
+def _read(path: str, damaged: list[str]) -> Iterator[dict[str, Any]]:
+    """Yield the events of one set of files, and add those that hold other lines."""
     for each in _paths(path):
         with contextlib.suppress(FileNotFoundError):
-            yield from _events_of(each)
+            for event in _events_of(each):
+                if event is not None:
+                    yield event
+                elif each not in damaged:
+                    damaged.append(each)
 
 
-def _events_of(path: str) -> Iterator[dict[str, Any]]:
+def _events_of(path: str) -> Iterator[dict[str, Any] | None]:
+    """Yield the event of each line; None: a damaged line, or a piece of one that is too long."""
     with Path(path).open("rb") as file:
         while line := file.readline(MAX_LINE_BYTES):
-            # A damaged line, or a piece of one that is too long.
+            event = None
             with contextlib.suppress(ValueError, RecursionError):
                 event = json.loads(line)
-                if isinstance(event, dict) and _is_event(event):
-                    yield event
+            yield event if isinstance(event, dict) and _is_event(event) else None
 
 
 def _is_event(event: dict[str, Any]) -> bool:

@@ -34,7 +34,7 @@ def numa_warnings(agent: AgentProcess) -> list[tuple[object, object]]:
     return [
         (line["pci"], line["found"])
         for line in agent.log
-        if line["message"] == "Could not read the NUMA node of a GPU"
+        if line["message"].startswith("The NUMA node of the GPU at ")
     ]
 
 

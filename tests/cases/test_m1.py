@@ -96,7 +96,9 @@ async def test_5_a_live_reload_of_the_mistake_changes_nothing_and_is_told_everyw
             config.write_text(MISPLACED)
             agent.process.send_signal(signal.SIGHUP)
 
-            line = await agent.wait_logged(lambda line: line["message"] == "Kept the old configuration")
+            line = await agent.wait_logged(
+                lambda line: line["message"].startswith("Kept the old configuration: ")
+            )
             expected = [each.format(config) for each in SENTENCES]
             assert line["problems"] == expected
             status, body = await agent.get("/readyz")
@@ -109,7 +111,7 @@ async def test_5_a_live_reload_of_the_mistake_changes_nothing_and_is_told_everyw
             assert len(node.kubelet.lists) == lists
 
             config.write_text(RIGHT)
-            await agent.wait_logged(lambda line: line["message"] == "Read the configuration again")
+            await agent.wait_logged(lambda line: line["message"].startswith("Read the configuration again: "))
             await agent.wait_answer("/readyz", lambda status, _: status == 200)
             assert len(node.kubelet.lists) == lists
 

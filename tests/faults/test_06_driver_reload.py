@@ -155,7 +155,7 @@ async def test_a_driver_that_is_released_can_be_reloaded_and_only_maintenance_is
         await order(agent, "resume")
 
         await wait_allocatable(node.kubelet, 4, capacity=4)
-        raised = {line["reason"] for line in agent.log if line["message"] == "A condition was raised"}
+        raised = {line["reason"] for line in agent.log if line.get("event") == "A condition was raised"}
         assert raised == {"maintenance"}
         assert node.nvml.inits == 2
         assert accepted(node.kubelet) == 1

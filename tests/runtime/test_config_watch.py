@@ -159,9 +159,8 @@ async def test_without_inotify_the_file_is_looked_at_periodically(
     async with watching(path, recheck_ns=10_000_000) as reader:
         path.write_text("two")
         await reader.wait_read("two")
-    assert [record.message for record in caplog.records] == [
-        "Could not watch the configuration file, so it is looked at periodically"
-    ]
+    (line,) = caplog.messages
+    assert line.startswith("Could not watch the configuration file ")
 
 
 def test_links_that_lead_to_each_other_are_followed_so_far_and_no_further(tmp_path: Path) -> None:

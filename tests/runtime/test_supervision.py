@@ -95,7 +95,7 @@ async def test_each_start_and_each_end_is_told(bench: Bench) -> None:
 async def test_a_task_that_just_returns_is_told_too(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
     await bench.keep(bench.failing(1, None))
     assert bench.told[1].message == "finished unexpectedly"
-    assert [record.message for record in caplog.records] == ["A task has finished unexpectedly"]
+    assert [record.msg for record in caplog.records] == ["The task %(task)s has finished unexpectedly"]
 
 
 async def test_what_is_expected_is_told_in_its_own_words_without_a_traceback(

@@ -266,7 +266,7 @@ async def test_a_gap_in_the_log_is_counted_and_told(
     assert (lost.lost_from, lost.count) == (KERNEL_LOG, 3)
     await recorder.first(KernelXidSeen)
     assert source.statistics().lost == 3
-    assert caplog.messages == ["Records of the kernel log were lost before they could be read"]
+    assert caplog.messages == ["3 records of the kernel log were lost before they could be read"]
 
 
 async def test_an_overrun_is_survived(

@@ -146,15 +146,13 @@ async def test_a_kubelet_that_comes_later_is_waited_for_quietly(
     with short_directory() as directory, caplog.at_level(logging.INFO):
         async with EmulatedKubelet(directory / "dp", directory / "pr", present=False) as kubelet:
             await start(socket_of(kubelet))
-            await until(lambda: "Waiting for the kubelet's pod-resources socket" in caplog.messages)
+            await until(lambda: "Waiting for the kubelet's pod-resources socket" in caplog.text)
             await asyncio.sleep(0.05)
             await kubelet.start()
             await told(recorder, {})
     ours = [record.getMessage() for record in caplog.records if record.name == "agent.sources.pods"]
-    assert ours[:2] == [
-        "Waiting for the kubelet's pod-resources socket",
-        "The kubelet tells which pods hold devices",
-    ]
+    assert ours[0].startswith("Waiting for the kubelet's pod-resources socket: ")
+    assert ours[1].startswith("The kubelet lists which pods hold devices at ")
 
 
 async def test_a_kubelet_that_restarts_is_found_again(
@@ -287,7 +285,8 @@ async def test_a_failure_is_tried_once_more_in_a_period(
         assert peer.calls == 2
     assert recorder.of(AllocationsListed) == []
     said = [record for record in caplog.records if record.name == "agent.sources.pods"]
-    assert [record.getMessage() for record in said] == ["Could not ask the kubelet which pods hold devices"]
+    (line,) = [record.getMessage() for record in said]
+    assert line.startswith("Could not ask the kubelet which pods hold devices: ")
 
 
 async def test_garbage_is_no_list(path: Path, start: Start, recorder: Recorder) -> None:
