@@ -42,14 +42,22 @@ class SeenPods(NamedTuple):
 
 
 def pods_by_uid(
-    listed: Collection[str], claims: Claims, *, pod_logs: Path, checkpoint: Path
+    listed: Collection[str],
+    claims: Claims,
+    *,
+    pod_logs: Path,
+    checkpoint: Path,
+    max_pods: int = MAX_PODS,
 ) -> SeenPods | None:
-    """Return the pods of the node by UID; None where neither file can be read. Blocks.
+    """Return the pods of the node by UID; None where neither file can be read, or there are more. Blocks.
 
     ``listed`` are the ``namespace/name`` of every pod that the kubelet has now.
     """
-    directories = _pod_directories(pod_logs)
+    directories = _pod_directories(pod_logs, max_pods)
     if directories is not None:
+        if len(directories) > max_pods:
+            # Those that were not read are not gone.
+            return None
         return SeenPods(dict(_of_directories(directories, listed)), complete=True)
     devices = _devices_by_uid(checkpoint)
     return None if devices is None else SeenPods(dict(_of_devices(devices, claims)), complete=False)
@@ -68,12 +76,13 @@ def _of_directories(
         yield found.uid, PodSeen(found.namespace, found.name, alive=is_newest and is_listed)
 
 
-def _pod_directories(pod_logs: Path) -> tuple[_Directory, ...] | None:
+def _pod_directories(pod_logs: Path, max_pods: int) -> tuple[_Directory, ...] | None:
+    """Return the directories of pods, one more than there may be at most; None where they cannot be read."""
     found: list[_Directory] = []
     try:
         with os.scandir(pod_logs) as entries:
             for entry in entries:
-                if len(found) == MAX_PODS:
+                if len(found) > max_pods:
                     break
                 # A Kubernetes name holds no underscore.
                 parts = entry.name.split("_")

@@ -14,6 +14,7 @@ import os
 import re
 import stat
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
@@ -44,6 +45,8 @@ _NO_REFUSAL: Final = frozenset(
     }
 )
 """Errors that are not the driver's, or not for good: 515 answers EAGAIN while the machine is suspended."""
+_OURS: Final = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EACCES, errno.EPERM})
+"""Errors that say nothing of the device."""
 _MAX_BYTES: Final = 16_384
 _EXCLUDED_PARAMETER: Final = re.compile(r'^(?:ExcludedGpus|GpuBlacklist): *"([^"\n]{1,4096})"', re.MULTILINE)
 _EXCLUDED_UUID: Final = re.compile(r"^GPU UUID:\s*(GPU-[0-9a-fA-F-]{1,64})", re.MULTILINE)
@@ -106,9 +109,11 @@ def look(
     ``configs`` are the functions whose configuration space is read, which may wake a device up; ``uvm``:
     whether /dev/nvidia-uvm is opened.
     """
-    bound = _bound_gpus(roots.sys)
-    exclusions = _exclusions(roots.proc, bound or {}, known)
-    gpus = None
+    bound, exclusions, gpus = None, known, None
+    with suppress(OSError):
+        found = _bound_gpus(roots.sys)
+        exclusions = _exclusions(roots.proc, found, known)
+        bound = found
     if bound is not None:
         gpus = tuple(pci for pci, binding in bound.items() if not exclusions.verdicts.get((pci, binding)))
     modules = roots.sys / "module"
@@ -156,13 +161,13 @@ def driver_of(sys_root: Path, pci: str) -> str | None:
         return None
 
 
-def _bound_gpus(sys_root: Path) -> dict[str, Binding] | None:
-    """Return the GPUs that are bound to NVIDIA's driver, in the order of their addresses."""
+def _bound_gpus(sys_root: Path) -> dict[str, Binding]:
+    """Return the GPUs that are bound to NVIDIA's driver, in the order of their addresses.
+
+    Raises OSError where one of them could not be read: that one is not absent.
+    """
     devices = sys_root / "bus/pci/devices"
-    try:
-        names = sorted(os.listdir(devices))  # noqa: PTH208 - names are all that is needed
-    except OSError:
-        return None
+    names = sorted(os.listdir(devices))  # noqa: PTH208 - names are all that is needed
     bound: dict[str, Binding] = {}
     for name in names:
         device = devices / name
@@ -231,10 +236,15 @@ def _inode(path: Path, *, follow: bool = True) -> int | None:
 
 
 def _read(path: Path) -> str:
-    """Return a small file's text; nothing where it cannot be read, as when the device just went."""
+    """Return a small file's text; nothing where there is none, as when the device just went.
+
+    Raises OSError where the agent lacks rights, descriptors or memory.
+    """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    except OSError:
+    except OSError as error:
+        if error.errno in _OURS:
+            raise
         return ""
     try:
         return os.read(descriptor, _MAX_BYTES).decode("ascii", "replace")

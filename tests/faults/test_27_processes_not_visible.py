@@ -18,6 +18,7 @@ from tests.harness import (
     wait_polls,
     why_no_driver_double,
 )
+from tests.probe.conftest import why_no_probe
 
 WITHOUT_RIGHTS: Final = ("setpriv", "--bounding-set=-all", "--inh-caps=-all", "--no-new-privs")
 WITHOUT_PTRACE: Final = ("setpriv", "--bounding-set=-sys_ptrace", "--inh-caps=-sys_ptrace")
@@ -82,6 +83,30 @@ async def test_a_node_whose_processes_are_not_visible_is_ready_and_says_so(
                 "/v1/owners", lambda _, body: holders(body, slot) == [(pid, owner)]
             )
             assert listed["owners"][slot]["memory_unclaimed_bytes"] == 0
+
+
+@pytest.mark.skipif(why_no_probe() is not None, reason=f"{why_no_probe()}")
+@pytest.mark.skipif(why_no_driver_double() is not None, reason=f"{why_no_driver_double()}")
+async def test_a_monitor_older_than_the_agent_that_forks_and_ends_leaves_no_contexts() -> None:
+    """It has files and clients of the driver, of which the agent cannot know that they hold no context."""
+    async with simulated_node("4x-t4", driver="required") as node:
+        monitor = (await node.processes.start("monitor", [0, 1, 2, 3], contexts=1)).process
+        # It lets go of its contexts and keeps its files.
+        await monitor.destroy(None)
+        async with agent_process(node, **AT_ONCE) as agent:
+            await agent.wait_answer(
+                "/v1/contexts", lambda _, body: monitor.pid in [each["pid"] for each in body["processes"]]
+            )
+            child = await monitor.fork("monitor-2")
+            try:
+                await monitor.exit()
+                left = await agent.wait_answer("/v1/contexts", lambda _, body: body["orphans"] != [])
+                assert {each["contexts"] for each in left["orphans"]} == {None}
+                await wait_polls(node, 3)
+                conditions = (await agent.get("/v1/conditions"))[1]["conditions"]
+                assert [each["code"] for each in conditions] == []
+            finally:
+                await child.close()
 
 
 def holders(body: Any, slot: int) -> list[tuple[int, str]]:

@@ -22,7 +22,7 @@ from agent.model.snapshot import Snapshot
 from agent.model.usage import GpuHold, ProcessUse, Usage
 from agent.probe.request import Request
 from agent.simulation.driver_double.nodes import Gpu
-from agent.sources import ebpf
+from agent.sources import ebpf, process_ends
 from agent.sources.ebpf import EbpfSettings, EbpfSource, Tier
 from tests.probe.machines import Machine
 from tests.probe.watcher import serving
@@ -174,6 +174,18 @@ async def test_the_end_of_a_holder_is_told(hold: Hold, proc: Path) -> None:
         process.kill()
         process.wait()
         await followed.usage(lambda usage: use_of(usage, process.pid) is None)
+
+
+async def test_a_zombie_that_there_is_no_room_to_watch_holds_nothing(
+    hold: Hold, proc: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(process_ends, "MAX_WATCHED", 0)
+    process = hold("nvidia0")
+    async with following(proc) as followed:
+        await followed.usage(holds(process.pid))
+        process.kill()
+        gone = await followed.usage(lambda usage: use_of(usage, process.pid) is None)
+    assert gone.complete
 
 
 async def test_a_new_holder_is_found_by_the_next_scan(hold: Hold, proc: Path) -> None:

@@ -7,6 +7,7 @@ import socket
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from agent.simulation.kubelet import EmulatedKubelet
 from agent.simulation.stubs.podresources.v1 import api_pb2 as pods_pb
 from agent.sources.pods import PodsSource
 from agent.sources.pods_holders import Holders
-from agent.sources.pods_uids import MAX_PODS, SeenPods, pods_by_uid
+from agent.sources.pods_uids import SeenPods, pods_by_uid
 from agent.sources.pods_wire import MAX_ANSWER_BYTES, AbsentError, list_pods, listing_of
 from tests.contract.reference_plugin import ReferencePlugin
 from tests.full_socket import full
@@ -445,9 +446,14 @@ def test_what_is_no_directory_of_a_pod_is_skipped(tmp_path: Path) -> None:
 
 
 def test_no_more_pods_are_read_than_the_bound(tmp_path: Path) -> None:
-    for number in range(MAX_PODS + 3):
+    for number in range(3):
         (tmp_path / f"ns_p{number}_u{number}").mkdir()
-    assert len(uids_of(tmp_path)) == MAX_PODS
+    read = partial(pods_by_uid, (), {}, pod_logs=tmp_path, checkpoint=LOGS)
+    seen = read(max_pods=3)
+    assert seen is not None
+    assert len(seen.pods) == 3
+    # Those that are not read are not gone.
+    assert read(max_pods=2) is None
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """The sysfs source over the doubles of /sys, /proc and /dev of a simulated node, and over the real ones."""
 
 import asyncio
+import errno
 import os
 import threading
 import time
@@ -247,6 +248,26 @@ def test_the_drivers_file_on_a_gpu_is_read_once_for_each_time_it_is_bound(tmp_pa
 
     bind_pci_device(spec.gpus[0], tmp_path / "sys", "nvidia")
     assert look(roots_of(tmp_path), None, first.exclusions).gpus == tuple(g.pci_bus_id for g in spec.gpus)
+
+
+@pytest.mark.parametrize("name", ["vendor", "class", "params"])
+def test_gpus_that_the_agent_may_not_read_have_not_left_the_bus(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    spec = load_preset("4x-t4")
+    write_roots(spec, tmp_path)
+    (tmp_path / "proc/driver/nvidia/params").touch()
+    known = Exclusions("GPU-1")
+
+    def refuse(path: Path, flags: int) -> int:
+        if path.name == name:
+            raise OSError(errno.ENFILE, "Too many open files in system")
+        return os_open(path, flags)
+
+    os_open = os.open
+    monkeypatch.setattr("agent.sources.sysfs_look.os.open", refuse)
+    seen = look(roots_of(tmp_path), None, known)
+    assert (seen.gpus, dict(seen.bindings), seen.exclusions) == (None, {}, known)
 
 
 def test_so_many_gpus_are_looked_at(tmp_path: Path) -> None:
