@@ -102,7 +102,9 @@ def _row_of_orphan(orphan: dict[str, Any], *, now_ns: int, is_wide: bool) -> lis
         holders = [*holders[:MAX_HOLDERS], f"+{len(holders) - MAX_HOLDERS}"]
     row = [
         f"{owner['pid']}",
-        owner["comm"] or UNKNOWN,
+        f"{owner['comm'] or UNKNOWN} and {orphan['more']:,} more"
+        if orphan.get("more")
+        else owner["comm"] or UNKNOWN,
         _gpu(orphan["gpu"]),
         UNKNOWN if orphan["contexts"] is None else str(orphan["contexts"]),
         _age(orphan["ended_monotonic_ns"], now_ns),

@@ -113,7 +113,9 @@ def _conditions(state: State, found: leaks.Leaks, now_ns: int) -> conditions.Con
             continue
         key = _key(kind, place)
         lasting.add(key)
-        details = leaks.details_of(kind, suspects, state.usage, state.policy.leaks)
+        details = leaks.details_of(
+            kind, suspects, state.usage, state.policy.leaks, beyond=found.beyond.get((kind, place), 0)
+        )
         active = conditions.raised(
             active,
             source=key.source,

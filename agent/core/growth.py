@@ -5,14 +5,15 @@ more of them. What a process makes in its first minutes is its set-up. A window 
 samples. What grew is over once half of the most it had is freed, not when it stops growing.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from itertools import chain, pairwise
 from typing import Final, NamedTuple
 
+from agent.core.shares import Shares
 from agent.model.health import LeakKind
 from agent.model.ids import GpuUuid
 from agent.model.policy import LeakPolicy
-from agent.model.usage import GpuHold, ProcessKey, ProcessUse, Usage
+from agent.model.usage import GpuHold, PodRef, ProcessKey, ProcessUse, Usage
 
 PARTS: Final = 20
 """Samples of a window."""
@@ -21,7 +22,9 @@ MIN_STEPS: Final = 2
 """Parts of a window in which what grows has to rise."""
 
 MAX_WINDOWS: Final = 4_096
-"""Processes and GPUs that are followed; when there are more, those that came first are."""
+"""Processes and GPUs that are followed; where there are more, the pod with most loses its newest."""
+MAX_OF_HOLDER: Final = MAX_WINDOWS // 4
+"""Of one pod, or one cgroup of the host."""
 
 
 class Sample(NamedTuple):
@@ -48,17 +51,23 @@ def followed(usage: Usage, windows: Windows, policy: LeakPolicy, now_ns: int) ->
 
     Where something may be missing they stay as they are.
     """
-    found: dict[Name, Window] = {}
+    table: Shares[Hashable, Name, Window] = Shares(MAX_WINDOWS, MAX_OF_HOLDER, rejects=True)
     if not usage.complete:
-        found.update({name: window for name, window in windows.items() if not usage.is_whole(name[1])})
-    for process, hold in _of_interest(usage):
+        for name, window in windows.items():
+            if not usage.is_whole(name[1]):
+                table.put(None, name, window)
+    # Those that are followed already keep their places.
+    for process, hold in sorted(
+        _of_interest(usage), key=lambda each: (each[0].key, each[1].gpu) not in windows
+    ):
         name = (process.key, hold.gpu)
-        if not usage.is_whole(hold.gpu):
-            continue
         known = windows.get(name)
-        if known is None and (len(found) >= MAX_WINDOWS or now_ns < begins_at(process, policy)):
+        if not usage.is_whole(hold.gpu) or (known is None and now_ns < begins_at(process, policy)):
             continue
-        found[name] = _after(known or (), hold, policy, now_ns)
+        pod = process.look.pod
+        holder = pod.uid if isinstance(pod, PodRef) else process.look.cgroup
+        table.put(holder, name, _after(known or (), hold, policy, now_ns))
+    found = {entry.key: entry.value for entry in table}
     return windows if found == windows else found
 
 

@@ -80,6 +80,11 @@ class Holders:
         """Return the newest process of each pid."""
         return self._current.values()
 
+    def process_of(self, key: ProcessKey) -> Process | None:
+        """Return a living process."""
+        process = self._current.get(key.pid)
+        return process if process is not None and process.key == key else None
+
     def doubt(self) -> None:
         """Take that events were lost: an exit or a close may be among them, and the pid or address in use."""
         self.in_doubt = True

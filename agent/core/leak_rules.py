@@ -80,6 +80,8 @@ class Suspect:
     known: bool = True
     """False: this time it cannot be told whether it is so, and nothing is concluded."""
     told: bool = False
+    more: int = 0
+    """Further processes that ended, of which the same holder keeps something."""
     inherited: bool = False
     """An earlier process of the agent found it, and what is known now may not be enough to find it again."""
     worst: int | None = None
@@ -173,6 +175,7 @@ def _orphan(orphan: Orphan, holders: list[ProcessUse], scene: Scene) -> Suspect:
         used_bytes=total(culprit.used_bytes for culprit in names),
         since_ns=orphan.ended_ns,
         for_ns=scene.policy.orphaned_client_ns,
+        more=orphan.more,
     )
 
 

@@ -5,20 +5,24 @@ has lasted for its time, so time alone brings it, and it ends when the cause doe
 neither makes a finding nor ends one. A restart of the agent ends none: what it found before is taken over.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Final
 
 from agent.core.growth import Windows, followed, next_part_at, warm_at
 from agent.core.leak_rules import RULES, Scene, Seen, Suspect, SuspectKey, prepared, total
+from agent.core.shares import Shares
 from agent.core.wording import counted
 from agent.model.health import MAX_CULPRITS, Condition, Culprit, Details, LeakKind, Reason
 from agent.model.ids import GpuUuid, Placement
 from agent.model.policy import SECOND_NS, LeakPolicy
-from agent.model.usage import ProcessKey, Usage
+from agent.model.usage import ProcessKey, ProcessUse, Usage
 
 MAX_SUSPECTS: Final = 4_096
-"""Findings and what may become one; where more is wrong, further ones are not kept."""
+"""Findings and what may become one; where there are more, the pod with most of one kind loses its newest."""
+MAX_OF_HOLDER: Final = 256
+"""Of one kind and pod, or of all processes of the host; those beyond are counted."""
 
 AWAITED_NS: Final = 120 * SECOND_NS
 """What an earlier process of the agent found is kept for so long if nobody tells who uses the driver."""
@@ -55,6 +59,8 @@ class Leaks:
     """When time alone brings or ends something."""
     begun_ns: int = 0
     """When this process of the agent began."""
+    beyond: Mapping[tuple[LeakKind, Placement | None], int] = field(default_factory=dict)
+    """Suspects for which there is no room, by kind and place."""
 
     def findings(self) -> Iterator[Suspect]:
         """Yield the suspects that are told."""
@@ -67,32 +73,53 @@ def step(leaks: Leaks, scene: Scene) -> Leaks:
         windows = followed(scene.usage, leaks.windows, scene.policy, scene.now_ns)
         leaks = leaks if windows is leaks.windows else replace(leaks, windows=windows)
     scene = prepared(replace(scene, windows=leaks.windows, before=leaks.suspects))
-    suspects: dict[SuspectKey, Suspect] = {}
     before: dict[LeakKind, dict[SuspectKey, Suspect]] = {kind: {} for kind in RULES}
     for key, suspect in leaks.suspects.items():
         before[key.kind][key] = suspect
+    living = None if scene.usage is None else {process.key: process for process in scene.usage.processes}
+    kept: Shares[Hashable, SuspectKey, Suspect] = Shares(MAX_SUSPECTS, MAX_OF_HOLDER, rejects=True)
+    beyond: Counter[tuple[LeakKind, Placement | None]] = Counter()
     for kind, rule in RULES.items():
-        for suspect in _judged(before[kind], rule(scene), scene):
-            if len(suspects) < MAX_SUSPECTS:
-                suspects[suspect.key] = suspect
-    found = replace(leaks, suspects=suspects, due_ns=_due_at(suspects, scene, leaks.begun_ns))
+        judged = list(_judged(before[kind], rule(scene), living, scene.now_ns))
+        # Those that are known keep their places, so that none ages anew because of others.
+        for suspect in sorted(judged, key=lambda each: each.key not in leaks.suspects):
+            for lost in kept.put(_holder_of(suspect), suspect.key, suspect):
+                beyond[lost.key.kind, lost.value.place] += 1 + lost.value.more
+    suspects = {entry.key: entry.value for entry in kept}
+    found = replace(
+        leaks, suspects=suspects, beyond=dict(beyond), due_ns=_due_at(suspects, scene, leaks.begun_ns)
+    )
     return leaks if found == leaks else found
 
 
-def _judged(before: Mapping[SuspectKey, Suspect], seen: Seen, scene: Scene) -> Iterator[Suspect]:
+def _holder_of(suspect: Suspect) -> Hashable:
+    """Return whose share a suspect takes: a pod's, the host's, or that of a place where nobody is named."""
+    kind, _, where = suspect.key
+    if not suspect.culprits:
+        return (kind, where)
+    # Of an orphan the holders follow the owner.
+    return (kind, suspect.culprits[-1].pod or suspect.culprits[-1].owner)
+
+
+Living = Mapping[ProcessKey, ProcessUse] | None
+
+
+def _judged(
+    before: Mapping[SuspectKey, Suspect], seen: Seen, living: Living, now_ns: int
+) -> Iterator[Suspect]:
     if seen is None:
-        yield from (suspect for suspect in before.values() if _is_there(suspect, scene.usage))
+        yield from (suspect for suspect in before.values() if _is_there(suspect, living))
         return
     named = set()
     for suspect in seen:
         named.add(suspect.key)
         known = before.get(suspect.key)
         if suspect.known:
-            yield _aged(suspect, known, scene.now_ns)
+            yield _aged(suspect, known, now_ns)
         elif known is not None:
             yield known
     for key, suspect in before.items():
-        if suspect.inherited and key not in named and _is_there(suspect, scene.usage):
+        if suspect.inherited and key not in named and _is_there(suspect, living):
             yield suspect
 
 
@@ -110,18 +137,17 @@ def _since(culprit: Culprit, since_ns: int) -> Culprit:
     return replace(culprit, since_ns=since_ns) if culprit.since_ns > since_ns else culprit
 
 
-def _is_there(suspect: Suspect, usage: Usage | None) -> bool:
+def _is_there(suspect: Suspect, living: Living) -> bool:
     """Whether who was named may still have the GPU open; that it has not ends what nothing else can.
 
     Who was found to hold what another left behind has the other's files open, perhaps none of the GPU.
     """
     _, who, where = suspect.key
-    if who is None or usage is None:
+    if who is None or living is None:
         return True
-    return any(
-        process.key == who
-        and (suspect.inherited or where is None or any(hold.gpu == where.gpu for hold in process.holds))
-        for process in usage.processes
+    process = living.get(who)
+    return process is not None and (
+        suspect.inherited or where is None or any(hold.gpu == where.gpu for hold in process.holds)
     )
 
 
@@ -204,16 +230,17 @@ def grouped(leaks: Leaks) -> Mapping[tuple[LeakKind, Placement], tuple[Suspect, 
 
 
 def details_of(
-    kind: LeakKind, findings: Iterable[Suspect], usage: Usage | None, policy: LeakPolicy
+    kind: LeakKind, findings: Iterable[Suspect], usage: Usage | None, policy: LeakPolicy, *, beyond: int = 0
 ) -> Details:
-    """Return what findings of one kind at one place rest on, together."""
+    """Return what findings of one kind at one place rest on, together; ``beyond``: further ones."""
     found = tuple(findings)
     named = {(each.pid, each.start_ticks): each for finding in found for each in finding.culprits}
-    culprits = tuple(named[key] for key in sorted(named))
+    # Holders rather than owners: they can be ended.
+    listed = sorted(named, key=lambda key: (named[key].role == "owner", key))[:MAX_CULPRITS]
     return Details(
         kind=kind,
-        culprits=culprits[:MAX_CULPRITS],
-        more=len(culprits[MAX_CULPRITS:]),
+        culprits=tuple(named[key] for key in sorted(listed)),
+        more=len(named) - len(listed) + sum(finding.more for finding in found) + beyond,
         contexts=total(finding.contexts for finding in found),
         used_bytes=total(finding.used_bytes for finding in found),
         incomplete=usage is not None and not usage.complete,
@@ -231,7 +258,9 @@ def _is_critical(finding: Suspect, policy: LeakPolicy) -> bool:
 
 def message_of(details: Details, policy: LeakPolicy) -> str:  # noqa: PLR0911 - a table
     """Return what is found in one sentence, without pids and names of pods: it is shown to everyone."""
-    count = details.more + sum(each.role == "holder" for each in details.culprits)
+    holders = sum(each.role == "holder" for each in details.culprits)
+    is_orphan = details.kind is LeakKind.ORPHANED_CLIENT
+    count = holders if is_orphan else details.more + holders
     processes, s = counted(count, "process", "processes"), "s" if count == 1 else ""
     # Graphics make the same object, and on this driver version nobody has told them apart yet.
     kind = "context" if details.certainty == "verified" else "compute or graphics context"
@@ -241,7 +270,9 @@ def message_of(details: Details, policy: LeakPolicy) -> str:  # noqa: PLR0911 - 
     match details.kind:
         case LeakKind.ORPHANED_CLIENT:
             kept = f"kept by {processes}" if count else "in files that no process has open"
-            return f"{contexts} of a process that ended {be} {kept}"
+            ended = details.more + len(details.culprits) - holders
+            whose = "a process" if ended <= 1 else counted(ended, "process", "processes")
+            return f"{contexts} of {whose} that ended {be} {kept}"
         case LeakKind.POD_GONE:
             return f"{processes} of pods that are gone hold{s} the GPU{memory}"
         case LeakKind.STUCK_EXIT:

@@ -155,7 +155,8 @@ class Clients:
             put = [PutAside(client, self.contexts(client)) for client in clients]
             for client in clients:
                 self.drop(client.handle, is_gone=False)
-            self._aside.put(file, put, now_ns)
+            for client, _ in self._aside.put(file, put, now_ns):
+                self._tell_removed(client)
 
     def file_held(self, file: int) -> None:
         """Take that somebody holds a file after all, with what was made with it."""

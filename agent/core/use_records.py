@@ -5,13 +5,14 @@ identity. Sums by GPU follow by what was taken away and what was put in.
 """
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from dataclasses import replace
 from typing import Final
 
 from agent.core.gpu_map import GpuMap
 from agent.core.held import Process
 from agent.core.holders import Holders
+from agent.core.orphan_groups import OrphanGroups
 from agent.core.rm_objects import Clients
 from agent.model.ids import GpuUuid, Placement
 from agent.model.usage import (
@@ -21,6 +22,7 @@ from agent.model.usage import (
     GpuTotal,
     NoPod,
     Orphan,
+    PodRef,
     ProcessKey,
     ProcessLook,
     ProcessUse,
@@ -51,11 +53,11 @@ class UseRecords:
         self._todo: set[Process] = set()
         self._uses: dict[Process, ProcessUse] = {}
         self._left: dict[Process, tuple[Orphan, ...]] = {}
+        self._orphans: Final = OrphanGroups()
         self._sums: dict[GpuUuid, _Sum] = {}
         self._processes: tuple[ProcessUse, ...] | None = ()
         self._order: list[Process] | None = []
         """Who is told of, in order; None: to be sorted anew."""
-        self._orphans: tuple[Orphan, ...] | None = ()
 
     def gpus_are(self, gpus: GpuMap) -> None:
         """Take how the driver numbers the GPUs, on which everything depends."""
@@ -113,11 +115,8 @@ class UseRecords:
         return self._processes
 
     def orphans(self) -> tuple[Orphan, ...]:
-        """Return what processes that ended left behind, by pid, then GPU."""
-        if self._orphans is None:
-            found = [orphan for of_process in self._left.values() for orphan in of_process]
-            self._orphans = tuple(sorted(found, key=lambda left: (left.owner.key, left.gpu or "")))
-        return self._orphans
+        """Return what processes that ended left behind, by pid, then GPU; of one holder a bounded number."""
+        return self._orphans.records()
 
     def totals(self) -> Iterator[GpuTotal]:
         """Yield what all have of each GPU, in order."""
@@ -155,9 +154,18 @@ class UseRecords:
         if before != left:
             for orphan in before:
                 self._add(orphan.gpu, -1, 0, -(orphan.contexts or 0))
+                self._orphans.remove(orphan)
             for orphan in left:
                 self._add(orphan.gpu, 1, 0, orphan.contexts or 0)
-            self._orphans = None
+                self._orphans.add(orphan, self._holder_of(orphan))
+
+    def _holder_of(self, orphan: Orphan) -> Hashable:
+        """Return the pod, or the cgroup of the host, that keeps an orphan alive."""
+        look = orphan.owner
+        if orphan.holders:
+            holder = self._holders.process_of(orphan.holders[0])
+            look = look if holder is None or holder.look is None else holder.look
+        return look.pod.uid if isinstance(look.pod, PodRef) else look.cgroup
 
     def _sum_up(self, use: ProcessUse, sign: int) -> None:
         for hold in () if use.is_agent else use.holds:

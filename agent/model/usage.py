@@ -145,6 +145,8 @@ class Orphan:
     """Who keeps it alive, at most MAX_HOLDERS of them; nobody: the file is in a message, or only mapped."""
     since_ns: int
     """When the owner was first seen with a file of the driver."""
+    more: int = 0
+    """Further owners of which the same holder keeps something, whose clients and contexts are in these."""
 
 
 MAX_HOLDERS: Final = 16

@@ -107,6 +107,7 @@ def _orphan(orphan: Orphan, snapshot: Snapshot, time_of: TimeOf) -> Json:
         "clients": orphan.clients,
         "contexts": orphan.contexts,
         "holders": [holder.pid for holder in orphan.holders],
+        "more": orphan.more,
         **moment("ended", orphan.ended_ns, time_of),
         **moment("since", orphan.since_ns, time_of),
     }
