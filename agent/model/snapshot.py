@@ -33,6 +33,23 @@ class Device:
     """NVML's index of the MIG device on its GPU; None: a whole GPU."""
 
 
+@dataclass(frozen=True, slots=True)
+class ListSent:
+    """One ListAndWatch message that was written to one watcher."""
+
+    resource: ResourceName
+    generation: int
+    devices: int
+    unhealthy: tuple[Device, ...]
+    """Those that are Unhealthy in it, with the conditions that made them so."""
+    bytes: int
+    changed_at_ns: int
+    """When the state it shows was made (Snapshot.at_ns)."""
+    began_ns: int
+    """No watcher had it before."""
+    sent_at_ns: int
+
+
 class RegistrationPhase(StrEnum):
     """Where a resource stands with the kubelet."""
 

@@ -6,7 +6,7 @@ probes costs one call.
 
 import asyncio
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Final
 
@@ -16,7 +16,7 @@ from agent.core.freshness import stale_message
 from agent.model.facts import Fact
 from agent.model.ids import SourceName
 from agent.model.parts import ENGINE
-from agent.model.snapshot import Snapshot
+from agent.model.snapshot import ListSent, Snapshot
 from agent.runtime.vitals import Component, Vitals
 from agent.views import checks
 from agent.views.checks import Check, at_once
@@ -54,6 +54,11 @@ class SelfReport:
     def is_standby(self) -> bool:
         """Whether another agent serves this node."""
         return self._vitals.is_standby
+
+    def sent_before(self, at_ns: int) -> Iterable[ListSent]:
+        """Return of each resource the newest list that the kubelet can have had at a monotonic moment."""
+        plugin = self._vitals.device_plugin
+        return () if plugin is None else plugin.sent_before(at_ns)
 
     def time_of(self, at_ns: int) -> str:
         """Return the time of day of a monotonic moment."""

@@ -65,6 +65,10 @@ async def host(plan: Plan, node_dir: Path, *, is_json: bool) -> None:
         raise AgentError(f"Scenario {plan.scenario.name} was interrupted")
 
 
+NOT_SHOWN: Final = frozenset({"connected", "at_ns"})
+"""Of a change of the kubelet's view: what the demo needs to ask the agent why."""
+
+
 class ScenarioEndedError(AgentError):
     """A scenario ended otherwise than it should."""
 
@@ -122,7 +126,7 @@ def json_of(line: Line) -> str:
     """Return the JSON of a change of the kubelet's view and of a condition, nothing for other lines."""
     if line["kind"] not in SHOWN_AS_JSON:
         return ""
-    shown = {name: value for name, value in line.items() if name != "connected"}
+    shown = {name: value for name, value in line.items() if name not in NOT_SHOWN}
     return json.dumps(shown, ensure_ascii=False, separators=(",", ":"))
 
 

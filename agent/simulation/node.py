@@ -272,6 +272,7 @@ class SimulatedNode:
         return {
             "kind": "allocatable",
             "at_ms": self.at_ms(change.at_ns),
+            "at_ns": change.at_ns,
             "resource": change.resource,
             "capacity": change.capacity,
             "allocatable": change.allocatable,

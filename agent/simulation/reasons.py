@@ -12,7 +12,7 @@ from agent.simulation.agent_socket import ask, wait_for_answer
 FIRST_ANSWER_WITHIN_S: Final = 10.0
 """How long it may take until it answers at all: it serves the kubelet before it serves HTTP."""
 AGREES_WITHIN_S: Final = 5.0
-"""How long the agent may say something else than the kubelet, or take to say it on a busy machine."""
+"""How long the agent may take to say which list it sent, on a busy machine."""
 _ASK_AGAIN_S: Final = 0.05
 
 UNKNOWN: Final = "unknown"
@@ -47,12 +47,13 @@ class AgentClient:
         self._is_waited_for = False
 
     async def reasons(
-        self, resource: str, unhealthy: Sequence[str], *, connected: bool
+        self, resource: str, unhealthy: Sequence[str], *, at_ns: int, connected: bool
     ) -> Mapping[str, Reason]:
-        """Return a reason for each of the ids that the kubelet shows as unhealthy.
+        """Return a reason for each of the ids that the kubelet shows as unhealthy since ``at_ns``.
 
-        Waits a moment until the agent says the same as the kubelet; where it does not answer, or holds a
-        device for healthy, the reason is unknown. ``connected`` is whether the kubelet has it from a list.
+        It is the one that the device had in the list that the kubelet was sent, not one of some moments
+        later. Where the agent does not answer, or keeps that list no more, the reason is unknown.
+        ``connected`` is whether the kubelet has it from a list.
         """
         found: dict[str, Reason] = {}
         if not connected:
@@ -63,10 +64,10 @@ class AgentClient:
             await self._wait_for_first_answer()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(AGREES_WITHIN_S):
-                    found = await self._unhealthy(resource)
+                    found = await self._unhealthy(resource, at_ns)
                     while set(found) != set(unhealthy):
                         await asyncio.sleep(_ASK_AGAIN_S)
-                        found = await self._unhealthy(resource)
+                        found = await self._unhealthy(resource, at_ns)
         return {id_: found.get(id_, Reason()) for id_ in unhealthy}
 
     async def _wait_for_first_answer(self) -> None:
@@ -81,13 +82,14 @@ class AgentClient:
         listeners = document.get("agent", {}).get("listeners", {})
         return listeners.get("http") or None
 
-    async def _unhealthy(self, resource: str) -> dict[str, Reason]:
-        document = await self._get("/v1/devices")
-        devices = document.get("devices", []) if document is not None else []
+    async def _unhealthy(self, resource: str, at_ns: int) -> dict[str, Reason]:
+        document = await self._get(f"/v1/lists?at={at_ns}")
+        lists = document.get("lists", []) if document is not None else []
         return {
             str(device["id"]): _reason(device)
-            for device in devices
-            if device.get("resource") == resource and device.get("health") != "healthy"
+            for each in lists
+            if each.get("resource") == resource
+            for device in each.get("unhealthy", [])
         }
 
     async def _get(self, path: str) -> Mapping[str, Any] | None:

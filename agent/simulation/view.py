@@ -45,10 +45,15 @@ class JsonLines:
         if line["kind"] != "allocatable":
             text = json_of(line)
             return write(f"{text}\n") if text else True
-        ids = [device["id"] for device in line["unhealthy"]]
-        reasons = await self._agent.reasons(line["resource"], ids, connected=line["connected"])
+        reasons = await reasons_of(self._agent, line)
         unhealthy = [device | _spelled(reasons[device["id"]]) for device in line["unhealthy"]]
         return write(json_of({**line, "unhealthy": unhealthy}) + "\n")
+
+
+async def reasons_of(agent: AgentClient, line: Line) -> Mapping[str, Reason]:
+    """Return why devices are unhealthy in a change of the kubelet's view."""
+    ids = [device["id"] for device in line["unhealthy"]]
+    return await agent.reasons(line["resource"], ids, at_ns=line["at_ns"], connected=line["connected"])
 
 
 def _spelled(reason: Reason) -> dict[str, Any]:
@@ -178,8 +183,7 @@ class Tables:
     async def take(self, line: Line) -> bool:
         """Show a line of the feed; devices come after each change of what is allocatable."""
         if line["kind"] == "allocatable":
-            ids = [device["id"] for device in line["unhealthy"]]
-            reasons = await self._agent.reasons(line["resource"], ids, connected=line["connected"])
+            reasons = await reasons_of(self._agent, line)
             self._view.reasons[line["resource"]] = reasons
         self._view.take(line)
         if line["kind"] != "allocatable":

@@ -24,6 +24,7 @@ its Register call, one for the endpoint it serves.
 
 import asyncio
 import logging
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -44,13 +45,13 @@ from agent.model.facts import (
 from agent.model.ids import NO_KUBELET, Part, ResourceName, SocketIdentity
 from agent.model.parts import LIST_AND_WATCH
 from agent.model.policy import SECOND_NS
-from agent.model.snapshot import Snapshot
+from agent.model.snapshot import ListSent, Snapshot
 from agent.proofs import Proofs
 from agent.sinks.grpc_bounds import Bounds
 from agent.sinks.grpc_server import ServerStatistics
 from agent.sinks.plugin_answers import CdiSpecs
 from agent.sinks.plugin_endpoint import Endpoint
-from agent.sinks.plugin_service import ListSent, PluginService, ServiceStatistics
+from agent.sinks.plugin_service import PluginService, ServiceStatistics
 from agent.sinks.plugin_socket import NotRegisteredError, clear_leftovers, identity_of, socket_path
 from agent.sinks.registration_client import REGISTER_TIMEOUT_S, answers, connect, register, wait_unserved
 from agent.threads import in_daemon_thread
@@ -61,6 +62,8 @@ HANDOVER_GRACE_S: Final = 0.5
 
 LIST_TERMS: Final = Terms(SECOND_NS, 5 * SECOND_NS)
 """The newest list may wait for devices that come back, and for a kubelet that is slow to read."""
+KEPT_LISTS: Final = 32
+"""Lists sent of which each resource keeps why devices were Unhealthy in them."""
 MAX_OVERTAKEN_CALLS: Final = 8
 """Of one resource; each ends within REGISTER_TIMEOUT_S, and the oldest is cut off when there are more."""
 
@@ -109,6 +112,7 @@ class DevicePlugin:
         on_sent: Callable[[ListSent], None] | None = None,
         register_timeout_s: float = REGISTER_TIMEOUT_S,
         overtaken_calls: int = MAX_OVERTAKEN_CALLS,
+        kept_lists: int = KEPT_LISTS,
         proofs: Proofs | None = None,
     ) -> None:
         """Serve beside ``kubelet_socket``. ``on_sent`` is told of each ListAndWatch message written.
@@ -126,6 +130,8 @@ class DevicePlugin:
         self._on_sent = on_sent
         self._register_timeout_s = register_timeout_s
         self._overtaken_calls = overtaken_calls
+        self._kept_lists = kept_lists
+        self._sent: dict[ResourceName, deque[ListSent]] = {}
         self._proofs = proofs or Proofs(clock=clock)
         self._slots: dict[ResourceName, _Slot] = {}
         self._tasks: asyncio.TaskGroup | None = None
@@ -355,7 +361,7 @@ class DevicePlugin:
             latest=self._latest,
             clock=self._clock,
             cdi=self._cdi,
-            on_sent=self._on_sent,
+            on_sent=self._note_sent,
         )
         slot.endpoint = Endpoint(path, service, bounds=self._bounds)
         tasks.create_task(self._run_endpoint(slot.endpoint), name=f"serve {slot.resource}")
@@ -389,6 +395,22 @@ class DevicePlugin:
                 for resource, path in served.items()
             }
         return tuple(resource for resource, answer in asked.items() if not answer.result())
+
+    def _note_sent(self, sent: ListSent) -> None:
+        self._sent.setdefault(sent.resource, deque(maxlen=self._kept_lists)).append(sent)
+        if self._on_sent is not None:
+            self._on_sent(sent)
+
+    def sent_before(self, at_ns: int) -> tuple[ListSent, ...]:
+        """Return of each resource the newest list that a watcher can have had at a moment.
+
+        A resource is missing where that is none of its ``kept_lists`` newest ones.
+        """
+        newest = (
+            next((each for each in reversed(lists) if each.began_ns <= at_ns), None)
+            for lists in self._sent.values()
+        )
+        return tuple(sent for sent in newest if sent is not None)
 
     def statistics(self) -> Mapping[ResourceName, ResourceStatistics]:
         """Return the counts of each resource that is served now."""

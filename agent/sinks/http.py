@@ -9,7 +9,7 @@ import asyncio
 import ipaddress
 import logging
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Final, Protocol
 
@@ -20,7 +20,7 @@ from agent.bus import Latest
 from agent.config.values import Address
 from agent.errors import AgentError, UsageError
 from agent.log import about
-from agent.model.snapshot import Snapshot
+from agent.model.snapshot import ListSent, Snapshot
 from agent.sinks.http_places import Bounds
 from agent.sinks.http_server import (
     BodyError,
@@ -36,6 +36,7 @@ from agent.views import checks, documents, usage
 from agent.views.events import EventRing
 
 MAX_WAIT_S: Final = 30.0
+MAX_NS: Final = 2**63 - 1
 """The longest a reader of events may wait for the next one."""
 CHECKS_TIMEOUT_S: Final = 4.0
 HEADERS: Final = {
@@ -63,6 +64,9 @@ class Self(Protocol):
 
     def describe(self) -> documents.Json:
         """Return the agent's own figures."""
+
+    def sent_before(self, at_ns: int) -> Iterable[ListSent]:
+        """Return of each resource the newest list that the kubelet can have had at a monotonic moment."""
 
     def time_of(self, at_ns: int) -> str:
         """Return the time of day of a monotonic moment."""
@@ -118,6 +122,7 @@ class HttpSink:
             "v1/devices": self._view(documents.devices),
             "v1/conditions": self._view(documents.conditions),
             "v1/allocatable": self._view(documents.allocatable),
+            "v1/lists": self._lists,
             "v1/topology": self._view(documents.topology),
             "v1/contexts": self._view(usage.contexts),
             "v1/owners": self._view(usage.ownership),
@@ -285,6 +290,13 @@ class HttpSink:
             time_of=self._agent.time_of,
         )
         return _json(document)
+
+    async def _lists(self, request: web.BaseRequest) -> web.Response:
+        at_ns = _number(request, "at")
+        if at_ns is None:
+            return _text(400, "at must be a whole number of nanoseconds of CLOCK_MONOTONIC\n")
+        sent = self._agent.sent_before(at_ns or MAX_NS)
+        return _json(documents.lists(sent, self._agent.time_of))
 
     def _state(self, snapshot: Snapshot, time_of: documents.TimeOf) -> documents.Json:
         agent = self._agent.describe() | {"listeners": self.addresses}

@@ -25,7 +25,7 @@ from agent.log import about
 from agent.model.facts import Fact, ListWritten, WatchersChanged
 from agent.model.health import Health
 from agent.model.ids import ResourceName
-from agent.model.snapshot import Device, Snapshot
+from agent.model.snapshot import Device, ListSent, Snapshot
 from agent.sinks.grpc_server import receive_request
 from agent.sinks.plugin_answers import Answers, CdiSpecs, NoCdiSpecs
 from agent.sinks.plugin_wire import encode_list
@@ -40,19 +40,6 @@ BETWEEN_CALLS_NS: Final = 20_000_000
 SERVICE: Final = "/v1beta1.DevicePlugin"
 
 log = logging.getLogger("agent.sinks.device_plugin")
-
-
-@dataclass(frozen=True, slots=True)
-class ListSent:
-    """One ListAndWatch message written to one watcher."""
-
-    resource: ResourceName
-    generation: int
-    devices: int
-    bytes: int
-    changed_at_ns: int
-    """When the state it shows was made (Snapshot.at_ns)."""
-    sent_at_ns: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,10 +248,11 @@ class PluginService:
             if shown.data != sent:
                 if len(shown.data) > MAX_LIST_BYTES:
                     raise self._too_large(shown)
+                began_ns = self._clock()
                 await stream.send_message(shown.data)
                 sent = shown.data
                 self._written[watcher] = shown
-                self._told(shown)
+                self._told(shown, began_ns)
             await self._lists.wait_newer_first(version)
 
     def _too_large(self, shown: _List) -> GRPCError:
@@ -278,7 +266,7 @@ class PluginService:
             f" {MAX_LIST_BYTES}; configure fewer replicas",
         )
 
-    def _told(self, shown: _List) -> None:
+    def _told(self, shown: _List, began_ns: int) -> None:
         self._lists_sent += 1
         healthy = frozenset(device.id for device in shown.devices if device.health is Health.HEALTHY)
         self._inbox.put(ListWritten(self.resource, self._generation, healthy))
@@ -286,11 +274,13 @@ class PluginService:
             self._on_sent(
                 ListSent(
                     self.resource,
-                    self.generation,
-                    len(shown.devices),
-                    len(shown.data),
-                    shown.changed_at_ns,
-                    self._clock(),
+                    self._generation,
+                    devices=len(shown.devices),
+                    unhealthy=tuple(each for each in shown.devices if each.health is not Health.HEALTHY),
+                    bytes=len(shown.data),
+                    changed_at_ns=shown.changed_at_ns,
+                    began_ns=began_ns,
+                    sent_at_ns=self._clock(),
                 )
             )
 

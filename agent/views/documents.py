@@ -18,7 +18,7 @@ from agent.model.gpu import Gpu
 from agent.model.health import Condition, Reason
 from agent.model.ids import ALL, GpuUuid
 from agent.model.sample import GpuSample
-from agent.model.snapshot import Device, DriverView, Finding, GpuView, Resource, Snapshot
+from agent.model.snapshot import Device, DriverView, Finding, GpuView, ListSent, Resource, Snapshot
 from agent.model.usage import DeviceCall, ProbeView, Usage
 from agent.views.events import Entry
 
@@ -146,6 +146,30 @@ def allocatable(snapshot: Snapshot, time_of: TimeOf) -> Json:
     return {
         "apiVersion": API_VERSION,
         "resources": [_resource(resource, time_of) for resource in snapshot.resources],
+    }
+
+
+def lists(sent: Iterable[ListSent], time_of: TimeOf) -> Json:
+    """Return lists that the kubelet was sent, with why devices were Unhealthy when each was made."""
+    return {
+        "apiVersion": API_VERSION,
+        "lists": [
+            {
+                "resource": each.resource,
+                "generation": each.generation,
+                "capacity": each.devices,
+                "unhealthy": [
+                    {
+                        "id": device.id,
+                        "health": device.health.value,
+                        "reasons": [condition(reason, time_of) for reason in device.reasons],
+                    }
+                    for device in each.unhealthy
+                ],
+                **moment("sent", each.began_ns, time_of),
+            }
+            for each in sent
+        ],
     }
 
 

@@ -104,13 +104,13 @@ async def test_devices_of_a_stream_that_ended_have_no_invented_reason(node_dir: 
 async def test_a_scenario_that_fails_says_what_was_last_seen(node_dir: Path, tmp_path: Path) -> None:
     path = tmp_path / "wrong.yaml"
     path.write_text(
-        "node: 4x-t4\nsteps:\n  - expect: {allocatable: 4}\nuntil: {allocatable: 3}\ntimeout: 4s\n"
+        "node: 4x-t4\nsteps:\n  - expect: {allocatable: 4}\nuntil: {allocatable: 3}\ntimeout: 12s\n"
     )
     result = await play(str(path), node_dir)
 
     assert result.status == 1
     assert result.err == (
-        "gpu-agent: Scenario wrong did not end within 4 s; it waited for nvidia.com/gpu capacity any, "
+        "gpu-agent: Scenario wrong did not end within 12 s; it waited for nvidia.com/gpu capacity any, "
         "allocatable 3, and last seen was nvidia.com/gpu capacity 4, allocatable 4\n"
     )
     assert not node_dir.exists()
@@ -481,7 +481,7 @@ def test_a_view_keeps_since_when_a_device_is_as_it_is() -> None:
 async def test_reasons_are_unknown_where_the_agent_does_not_answer(tmp_path: Path) -> None:
     client = AgentClient(tmp_path / "none.sock", first_answer_within_s=0.1)
 
-    reasons = await client.reasons("nvidia.com/gpu", [U[0]], connected=True)
+    reasons = await client.reasons("nvidia.com/gpu", [U[0]], at_ns=0, connected=True)
 
     assert reasons[U[0]].code == "unknown"
 

@@ -15,13 +15,12 @@ from agent.bus import Inbox, Latest
 from agent.model.effects import RegisterResource
 from agent.model.facts import Fact
 from agent.model.ids import ResourceName
-from agent.model.snapshot import Snapshot
+from agent.model.snapshot import ListSent, Snapshot
 from agent.proofs import Proofs
-from agent.sinks.device_plugin import MAX_OVERTAKEN_CALLS, DevicePlugin
+from agent.sinks.device_plugin import KEPT_LISTS, MAX_OVERTAKEN_CALLS, DevicePlugin
 from agent.sinks.grpc_bounds import Bounds
 from agent.sinks.grpc_server import BoundedServer, receive_request
 from agent.sinks.plugin_answers import CdiSpecs
-from agent.sinks.plugin_service import ListSent
 from agent.sinks.plugin_socket import identity_of, listen
 from tests.sinks.offers import GPU, node
 from tests.sinks.raw_http2 import PATIENCE_S
@@ -137,6 +136,7 @@ async def sink(
     register_timeout_s: float = 12.0,
     overtaken_calls: int = MAX_OVERTAKEN_CALLS,
     cdi: CdiSpecs | None = None,
+    kept_lists: int = KEPT_LISTS,
     proofs: Proofs | None = None,
 ) -> AsyncIterator[Sink]:
     """A running sink, drained at the end."""
@@ -153,6 +153,7 @@ async def sink(
         on_sent=sent.append,
         register_timeout_s=register_timeout_s,
         overtaken_calls=overtaken_calls,
+        kept_lists=kept_lists,
         proofs=proofs,
     )
     try:

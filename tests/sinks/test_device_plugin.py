@@ -450,6 +450,23 @@ async def test_each_message_is_told_with_the_age_of_its_state(tmp_path: Path) ->
         assert sent.changed_at_ns == changed_at_ns <= sent.sent_at_ns
 
 
+async def test_what_was_sent_is_known_by_the_moment_at_which_the_kubelet_had_it(tmp_path: Path) -> None:
+    async with sink(tmp_path, kept_lists=2) as served:
+        await wait_served(served)
+        async with plugin(served.socket) as stub:
+            stream, moments = stub.ListAndWatch(pb.Empty()), []
+            for sick in ([], [1], [2]):
+                served.latest.publish(node(sick=sick))
+                await read(stream)
+                moments.append(time.monotonic_ns())
+
+    def unhealthy(at_ns: int) -> list[list[str]]:
+        return [[each.id for each in sent.unhealthy] for sent in served.plugin.sent_before(at_ns)]
+
+    # The first of three is no longer kept.
+    assert [unhealthy(at_ns) for at_ns in moments] == [[], [[uuid(1)]], [[uuid(2)]]]
+
+
 async def test_a_watcher_that_stopped_reading_gets_the_newest_state_and_nothing_between(
     tmp_path: Path,
 ) -> None:

@@ -22,14 +22,14 @@ from agent.model.facts import NVML
 from agent.model.health import Condition, ConditionKey, Evidence, Health, Reason, Recovery
 from agent.model.ids import DeviceId, GpuUuid, Placement, SocketIdentity
 from agent.model.sample import GpuSample
-from agent.model.snapshot import DriverView, Finding, RegistrationPhase, Snapshot, TaskView
+from agent.model.snapshot import DriverView, Finding, ListSent, RegistrationPhase, Snapshot, TaskView
 from agent.sinks import http_server
 from agent.sinks.http import HttpSink
 from agent.sinks.http_places import Bounds, Kind, Room
 from agent.views import checks, documents
 from agent.views.checks import Check, at_once
 from agent.views.events import MAX_EVENTS, EventRing
-from tests.sinks.offers import device, node, resource, snapshot, uuid
+from tests.sinks.offers import GPU, device, node, resource, snapshot, uuid
 
 LOCAL = Address("127.0.0.1", 0)
 
@@ -42,6 +42,7 @@ class Myself:
     """What the sink asks the agent about itself."""
 
     is_standby: bool = False
+    sent: list[ListSent] = field(default_factory=list)
     made: list[Check] = field(
         default_factory=lambda: [Check("ping", at_once(lambda: None), is_liveness=True)]
     )
@@ -51,6 +52,9 @@ class Myself:
 
     def describe(self) -> documents.Json:
         return {"version": "9"}
+
+    def sent_before(self, at_ns: int) -> Sequence[ListSent]:
+        return [each for each in self.sent if each.began_ns <= at_ns][-1:]
 
     def time_of(self, at_ns: int) -> str:
         return f"t+{at_ns}"
@@ -416,6 +420,19 @@ async def test_allocatable_counts_as_the_kubelet_does(serve: Serve) -> None:
     async with serve(state=node(8, sick=[3])) as served:
         (counted,) = (await served.get("/v1/allocatable")).json["resources"]
         assert (counted["resource"], counted["capacity"], counted["allocatable"]) == ("nvidia.com/gpu", 8, 7)
+
+
+async def test_the_list_that_the_kubelet_had_at_a_moment_is_shown_with_its_own_reasons(serve: Serve) -> None:
+    ill = sick().resources[0].devices[1]
+    async with serve() as served:
+        for began_ns, reasons in ((5, ill.reasons), (9, ())):
+            unhealthy = (replace(ill, reasons=reasons),)
+            served.myself.sent.append(ListSent(GPU, 1, 8, unhealthy, 100, 1, began_ns, began_ns))
+        for at_ns, codes in ((4, None), (5, ["xid"]), (8, ["xid"]), (9, []), (0, [])):
+            lists = (await served.get(f"/v1/lists?at={at_ns}")).json["lists"]
+            shown = [[each["code"] for each in listed["unhealthy"][0]["reasons"]] for listed in lists]
+            assert shown == ([] if codes is None else [codes])
+        assert (await served.get("/v1/lists?at=soon")).status == 400
 
 
 async def test_the_whole_state_is_shown_with_the_agents_own_figures(serve: Serve) -> None:
