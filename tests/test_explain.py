@@ -27,6 +27,11 @@ def test_every_xid_of_the_catalog_is_explained(capsys: pytest.CaptureFixture[str
     assert [row["xid"] for row in rows] == sorted(CLASSES)
     by_xid = {row["xid"]: row for row in rows}
     assert (by_xid[94]["compat"], by_xid[94]["catalog"]) == ("flips", "ignored")
+    (unless,) = by_xid[145]["unless"]
+    assert unless.startswith("information if the line says nonfatal (")
+    assert by_xid[144]["unless"][0].startswith("reboot if the driver is older than 555")
+    assert {"gpu_lost", "nvlink_down"} <= set(by_xid[74]["witnesses"])
+    assert by_xid[13]["witnesses"] == by_xid[13]["unless"] == []
     assert (by_xid[79]["compat"], by_xid[79]["catalog"]) == ("flips", "flips")
 
 

@@ -8,8 +8,9 @@ from typing import Any, Final
 from agent.commands.render import Output, add_output_flag, show, table
 from agent.core import xids
 from agent.core.reasons import MEANINGS
+from agent.core.witnesses import CONFIRMING
 from agent.errors import UsageError
-from agent.model.health import Reason
+from agent.model.health import Reason, Recovery
 from agent.model.policy import Policy
 
 _WIDTH: Final = 78
@@ -81,8 +82,20 @@ def xid_row(xid: int) -> dict[str, Any]:
         "compat": "flips" if xids.flips(xid, Policy(xid_policy="compat")) else "ignored",
         "catalog": "flips" if xids.flips(xid, Policy(xid_policy="catalog")) else "ignored",
         "recovery": xids.recovery_of(xid).value,
+        "unless": [
+            f"{each.xid_class} if {each.when} ({each.says})" for each in xids.REFINEMENTS if xid in each.codes
+        ],
+        "witnesses": _witnesses_of(xid),
         "advice": xids.advice_of(xid),
     }
+
+
+def _witnesses_of(xid: int) -> list[str]:
+    """Return what confirms an XID that the kernel log tells of, beside NVML's event of it."""
+    if xids.recovery_of(xid) is Recovery.SELF_CLEARING:
+        return []
+    readings = xids.WITNESSES.get(xids.class_of(xid), frozenset())
+    return sorted(reason.value for reason in CONFIRMING | readings)
 
 
 def _row_of(text: str) -> dict[str, Any]:
@@ -119,4 +132,6 @@ def _table(rows: Iterable[dict[str, Any]], *, is_wide: bool) -> list[str]:
 def _text(value: object) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
+    if isinstance(value, list):
+        return "; ".join(map(str, value)) or "<none>"
     return str(value) if value != "" else "<none>"

@@ -52,7 +52,7 @@ class Verdict(Enum):
     OPEN = auto()
 
 
-_CONFIRMING: Final = frozenset(
+CONFIRMING: Final = frozenset(
     {
         Reason.GPU_LOST,
         Reason.RESET_REQUIRED,
@@ -61,6 +61,7 @@ _CONFIRMING: Final = frozenset(
         Reason.NVML_TIMEOUT,
     }
 )
+"""What confirms a line of any XID that more than the application has to act on."""
 
 
 def verdict_on(
@@ -96,6 +97,6 @@ def _is_witness(suspect: Suspect, condition: Condition) -> bool:
         return is_same and condition.flips and said.reason is Reason.XID
     if said.recovery is Recovery.SELF_CLEARING:
         return False
-    return (condition.flips and condition.reason in _CONFIRMING) or (
+    return (condition.flips and condition.reason in CONFIRMING) or (
         condition.lasts and condition.reason in suspect.readings
     )

@@ -140,6 +140,16 @@ class Refinement:
             and (self.before_branch is None or (branch is not None and branch < self.before_branch))
         )
 
+    @property
+    def when(self) -> str:
+        """What has to be so, for people."""
+        told = [] if self.severity is None else [f"the line says {self.severity}"]
+        if self.reset is not None:
+            told.append(f"the line says RST: {'Yes' if self.reset else 'No'}")
+        if self.before_branch is not None:
+            told.append(f"the driver is older than {self.before_branch}")
+        return " and ".join(told)
+
 
 NVLINK_5: Final = range(144, 151)
 

@@ -17,7 +17,15 @@ from agent.bus import Latest
 from agent.core.state import initial_state
 from agent.core.view import snapshot_of
 from agent.errors import SourceError
-from agent.model.facts import SYSFS, DeviceNodesSeen, DriverModuleSeen, GpuRebound, PciGpusSeen
+from agent.model.facts import (
+    SYSFS,
+    DeviceNodesSeen,
+    DriverModuleSeen,
+    GpuRebound,
+    PciConfigRead,
+    PciGpusSeen,
+    UvmProbed,
+)
 from agent.model.health import Health
 from agent.model.ids import GpuUuid
 from agent.model.policy import Injection, Policy
@@ -509,6 +517,70 @@ async def test_a_kernel_that_does_not_answer_ends_the_source_and_blocks_one_thre
     task.cancel()
     with suppress(asyncio.CancelledError):
         await task
+
+
+@pytest.mark.parametrize(
+    ("config", "told"),
+    [(b"\xde\x10\x30\x23", [True]), (b"\xff" * 64, [False]), (b"\xde", []), (None, [])],
+    ids=["answers", "all ones", "cut", "no file"],
+)
+async def test_the_configuration_space_is_read_when_it_is_asked_for(
+    node: Node, config: bytes | None, told: list[bool]
+) -> None:
+    pci = node.pci[1]
+    if config is not None:
+        (node.sys / "bus/pci/devices" / pci / "config").write_bytes(config)
+    assert node.recorder.of(PciConfigRead) == []
+    node.source.read_config(pci)
+    await read_of_no_gpu(node)
+    assert [fact.answers for fact in node.recorder.of(PciConfigRead) if fact.pci == pci] == told
+
+
+async def test_unified_memory_is_opened_until_it_does_not_refuse_and_never_while_the_driver_is_released(
+    node: Node,
+) -> None:
+    uvm = node.dev / "nvidia-uvm"
+    uvm.unlink(missing_ok=True)
+    uvm.mkdir()  # cannot be opened as a device, which is no matter of rights
+    node.source.probe_uvm()
+    await read_of_no_gpu(node)
+    assert node.recorder.of(UvmProbed) == []
+    node.latest.publish(serving(0))
+    await node.recorder.until(lambda: len(node.recorder.of(UvmProbed)) == 1)
+    assert node.recorder.of(UvmProbed)[-1].error is not None
+    uvm.rmdir()
+    uvm.touch()
+    node.source.request()
+    await node.recorder.until(lambda: node.recorder.of(UvmProbed)[-1].error is None)
+    seen = len(node.recorder.of(UvmProbed))
+    node.recorder.forget()
+    await read_of_no_gpu(node)
+    assert seen >= 2
+    assert node.recorder.of(UvmProbed) == []
+
+
+async def read_of_no_gpu(node: Node) -> None:
+    """Wait for a look: a device that is gone does not answer."""
+    node.source.read_config("0000:ff:00.0")
+    gone = PciConfigRead("0000:ff:00.0", answers=False)
+    await node.recorder.until(lambda: gone in node.recorder.of(PciConfigRead))
+
+
+@pytest.mark.parametrize("error", [FileNotFoundError, PermissionError])
+def test_unified_memory_that_cannot_be_asked_says_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: type[OSError]
+) -> None:
+    write_roots(load_preset("4x-t4"), tmp_path)
+    roots = Roots(tmp_path / "sys", tmp_path / "proc", tmp_path / "dev", strict_nodes=False)
+    opened = os.open
+
+    def refuse(path: str, *arguments: int) -> int:
+        if "nvidia-uvm" in str(path):
+            raise error(errno.ENOENT if error is FileNotFoundError else errno.EACCES, "no")
+        return opened(path, *arguments)
+
+    monkeypatch.setattr(os, "open", refuse)
+    assert look(roots, (), Exclusions(), uvm=True).uvm is None
 
 
 def test_the_driver_of_a_function_is_known(tmp_path: Path) -> None:
