@@ -4,7 +4,7 @@
 #define MINORS 256
 #define MAX_OBJECTS 65536
 #define MAX_OBJECTS_EACH 16384 /* of one process, and of one cgroup: neither can take the room of all others */
-#define MAX_OPENINGS 16384
+#define MAX_OPENINGS 32768
 #define MAX_CGROUPS 4096
 #define MAX_FORGOTTEN 16384
 #define MAX_CALLS 16384 /* LRU lists are per CPU: room for many CPUs */
@@ -76,7 +76,7 @@ MAP(calls, LRU_HASH, MAX_CALLS, u64, struct gpu_call);
 MAP(traced, HASH, MAX_TRACED, u64, struct gpu_traced_call);
 MAP(forgotten, LRU_HASH, MAX_FORGOTTEN, u64, struct gpu_forgotten);
 MAP(cgroups, LRU_HASH, MAX_CGROUPS, u64, struct gpu_cgroup);
-MAP(openings, LRU_HASH, MAX_OPENINGS, u64, u64); /* when each open nvidiactl was opened */
+MAP(openings, LRU_HASH, MAX_OPENINGS, u64, u64); /* when each open file was opened */
 MAP(config, ARRAY, 1, u32, struct gpu_config);
 MAP(devices, ARRAY, MINORS, u32, u32);
 MAP(checks, ARRAY, MINORS, u32, struct gpu_check);

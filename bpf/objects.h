@@ -288,11 +288,8 @@ INLINE void file_begins(u64 file, u32 device, struct gpu_process *row, struct gp
 	u32 minor = MINOR(device);
 
 	registered_no_more(file);
-	if (MAJOR(device) != cfg->nvidia_major)
-		return;
-	if (minor == CONTROL_MINOR)
-		opening_put(&file, &now);
-	else if (row && minor < 64)
+	opening_put(&file, &now);
+	if (row && MAJOR(device) == cfg->nvidia_major && minor < 64)
 		row->minors |= 1ull << minor;
 }
 

@@ -227,7 +227,7 @@ class Probe:
         return decode_objects(rows.keys, rows.values)
 
     def read_openings(self) -> dict[int, int]:
-        """Return when each nvidiactl that was opened since the probe was attached was opened, by file."""
+        """Return when each file that was opened since the probe was attached was opened, by address."""
         rows = syscalls.map_rows(self._maps["openings"], OPENING_KEY.size, OPENING.size)
         keys, values = OPENING_KEY.iter_unpack(rows.keys), OPENING.iter_unpack(rows.values)
         return {file: at_ns for (file,), (at_ns,) in zip(keys, values, strict=True)}

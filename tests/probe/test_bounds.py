@@ -3,6 +3,7 @@
 import os
 import struct
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -239,3 +240,52 @@ def open_descriptors() -> int:
 
 def resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")
+
+
+POD = """
+import pathlib
+pathlib.Path(sys.argv[2], "cgroup.procs").write_text(str(os.getpid()))
+fd = os.open(sys.argv[1], os.O_RDWR)
+for number in range(5):
+    if os.fork() == 0:
+        for handle in range(int(sys.argv[3])): alloc(fd, handle + 3, CONTEXT, client=CLIENT + 1 + number)
+        os._exit(0)
+    os.wait()
+wait()
+"""
+
+
+@pytest.fixture
+def pod() -> Iterator[Path]:
+    """A cgroup of version 2."""
+    mounts = (line.split() for line in Path("/proc/mounts").read_text().splitlines())
+    found = [Path(words[1]) for words in mounts if words[2] == "cgroup2"]
+    if not found:
+        pytest.skip("cgroup v2 is not mounted")
+    made = found[0] / f"gpu-agent-test-{os.getpid()}"
+    try:
+        made.mkdir()
+    except OSError:
+        pytest.skip("no cgroup can be made here")
+    yield made
+    made.rmdir()
+
+
+def test_a_pod_that_forks_has_the_share_of_one_process(
+    core: dict[str, Any], load_probe: LoadProbe, gpu: Path, pod: Path
+) -> None:
+    probe = load_probe(**core)
+    each = MAX_OBJECTS_EACH // 3
+    with Caller(POD, gpu, pod, each) as caller:
+        cgroup = pod.stat().st_ino
+        of_pod = [one for one in probe.read_objects() if one.cgroup_id == cgroup]
+        assert len(of_pod) == MAX_OBJECTS_EACH
+        assert probe.read_statistics().refused == 5 * each - MAX_OBJECTS_EACH
+        assert probe.read_statistics().objects_full == 0
+
+        # What ended makes room again, for the pod as well.
+        probe.forget_objects([(one.client, one.handle, one.at_ns) for one in of_pod])
+        with Caller(POD, gpu, pod, 10) as again:
+            assert len([one for one in probe.read_objects() if one.cgroup_id == cgroup]) == 50
+            again.end()
+        caller.end()

@@ -135,7 +135,7 @@ def test_what_is_taken_out_for_who_is_gone_leaves_no_row(own: Probe, gpu: Path) 
 def test_an_object_that_finds_no_room_is_told_to_nobody(own: Probe, gpu: Path) -> None:
     room = syscalls.map_info(own._maps["objects"]).max_entries
     for handle in range(room):
-        syscalls.map_update(own._maps["objects"], OBJECT_KEY.pack(1, handle), OBJECT.pack(*[0] * 8))
+        syscalls.map_update(own._maps["objects"], OBJECT_KEY.pack(1, handle), OBJECT.pack(*[0] * 9))
 
     pid = ran(OPENED + "alloc(fd, 7, CONTEXT)", gpu)
 

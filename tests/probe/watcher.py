@@ -128,11 +128,12 @@ class Watcher:
         usage = await self.picture()
         expected = as_books_have_it(await self._double.books(), self._gpus)
         assert usage.complete, usage.incomplete_because
-        assert as_picture_has_it(usage) == expected
+        shown = as_picture_has_it(usage)
+        assert shown == expected, f"the picture has {shown}, the books have {expected}"
         living = {use.key.pid for use in usage.processes}
-        assert by_process(await self._made_anew(usage)) == {
-            pid: sum(contexts.values()) for pid, contexts in expected.items() if pid in living
-        }
+        of_living = {pid: sum(contexts.values()) for pid, contexts in expected.items() if pid in living}
+        anew = by_process(await self._made_anew(usage))
+        assert anew == of_living, f"made anew it has {anew}, the books have {of_living}"
         return expected
 
     async def counters(self, pid: int) -> ProcessCounters:
@@ -141,6 +142,7 @@ class Watcher:
         return next(row for row in rows if row.tgid == pid)
 
     async def _made_anew(self, usage: Usage) -> Usage:
+        openings = await in_daemon_thread("test-read", self.probe.read_openings)
         rows = await in_daemon_thread("test-read", self.probe.read_objects)
         scan = await in_daemon_thread("test-scan", self.probe.scan)
         tracker = Tracker(
@@ -148,7 +150,7 @@ class Watcher:
         )
         now_ns = time.monotonic_ns()
         tracker.lost(0)
-        tracker.rebuilt(rows, now_ns)
+        tracker.rebuilt(rows, now_ns, openings)
         tracker.scanned(scan.held, now_ns)
         tracker.looked([use.look for use in usage.processes], now_ns)
         return tracker.picture(now_ns)
