@@ -135,7 +135,8 @@ def check(roots: Roots) -> None:
     if machine != "x86_64":
         raise ProbeLoadError(
             "bpf_unsupported",
-            f"The probe runs on x86_64 alone, and this is {machine}; use --probe-tier procfs",
+            f"The probe runs on x86_64 alone, and this is {machine}, so contexts are not known; "
+            "use --probe-tier procfs to read holders off /proc without this message",
         )
     if version_of(running) < OLDEST:
         raise ProbeLoadError(

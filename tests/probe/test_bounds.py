@@ -172,7 +172,7 @@ def test_objects_beyond_the_room_are_counted(core: dict[str, Any], load_probe: L
     room = syscalls.map_info(probe._maps["objects"]).max_entries
     assert room == 65_536
     for handle in range(room):
-        syscalls.map_update(probe._maps["objects"], OBJECT_KEY.pack(1, handle), OBJECT.pack(*[0] * 8))
+        syscalls.map_update(probe._maps["objects"], OBJECT_KEY.pack(1, handle), OBJECT.pack(*[0] * 9))
 
     with Caller(CONTEXTS, gpu, 11) as caller:
         assert probe.read_statistics().objects_full == 11
@@ -185,7 +185,7 @@ def test_a_large_map_is_read_whole(core: dict[str, Any], load_probe: LoadProbe) 
     probe = load_probe(**core)
     keys = {(client, handle) for client in range(100) for handle in range(100)}
     for key in keys:
-        syscalls.map_update(probe._maps["objects"], OBJECT_KEY.pack(*key), OBJECT.pack(*[0] * 8))
+        syscalls.map_update(probe._maps["objects"], OBJECT_KEY.pack(*key), OBJECT.pack(*[0] * 9))
 
     assert sorted((one.client, one.handle) for one in probe.read_objects()) == sorted(keys)
 

@@ -1,6 +1,7 @@
 """What a machine allows, told from roots that show it."""
 
 import os
+import platform
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,10 @@ from agent.errors import ProbeLoadError
 from agent.probe import kernel
 from agent.probe.kernel import Majors, Roots
 from agent.simulation.driver_double import abi
+from tests.probe.conftest import REPOSITORY
 from tests.probe.machines import Machine
+
+SAYING_SO = ("README.md", "bpf/README.md", "agent/simulation/presets/gb200.yaml")
 
 ENTRY_POINTS = (
     "nvidia_unlocked_ioctl",
@@ -75,6 +79,19 @@ def test_a_release_has_a_version(text: str, version: tuple[int, int]) -> None:
 
 def test_a_kernel_that_is_too_old_is_told(tmp_path: Path) -> None:
     assert refusal(Machine(tmp_path, release="5.4.0-89-generic").roots) == "bpf_unsupported"
+
+
+def test_another_machine_than_x86_is_refused_with_its_name(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(platform, "machine", lambda: "aarch64")
+
+    with pytest.raises(ProbeLoadError, match="x86_64 alone, and this is aarch64") as caught:
+        kernel.check(machine.roots)
+
+    assert caught.value.code == "bpf_unsupported"
+    said = [(REPOSITORY / name).read_text() for name in SAYING_SO]
+    assert all("arm64" in text for text in said), "wherever one may look for it"
 
 
 def test_a_kernel_that_is_locked_down_is_told(machine: Machine) -> None:
