@@ -47,6 +47,7 @@ GROUPS: Final = {
         Command("run", "Offer this node's GPUs to the kubelet and watch them", "agent.commands.run"),
         Command("status", "Show the running agent and why the node is not ready", "agent.commands.status"),
         Command("devices", "Show each device, its health and the reason", "agent.commands.devices"),
+        Command("describe", "Show everything that is known of one GPU", "agent.commands.describe"),
         Command("topology", "Show how the GPUs are connected", "agent.commands.topology"),
         Command("contexts", "Show each process on a GPU and its contexts", "agent.commands.contexts"),
         Command("owners", "Show who was given each GPU, and who really uses it", "agent.commands.owners"),
@@ -71,6 +72,7 @@ GROUPS: Final = {
     "Other": (
         Command("explain", "Explain reason codes and XIDs", "agent.commands.explain"),
         Command("config", "Show, check and explain the configuration", "agent.commands.config"),
+        Command("completion", "Print the completion of a shell", "agent.commands.completion"),
         Command("version", "Show the version", "agent.commands.version"),
     ),
 }
@@ -148,8 +150,8 @@ def _complain(*sentences: str) -> None:
 
     for sentence in sentences:
         # What is wrong may quote what others chose; a sentence may quote the last lines of a child.
-        for line in sentence.splitlines() or [""]:
-            print(f"gpu-agent: {printable(line)}" if line is sentence else printable(line), file=sys.stderr)
+        first, *further = sentence.splitlines() or [""]
+        print(f"gpu-agent: {printable(first)}", *map(printable, further), sep="\n", file=sys.stderr)
 
 
 def _help() -> str:

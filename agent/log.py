@@ -41,6 +41,8 @@ _RESERVED: Final = frozenset({"time", "level", "logger", "message", "exception",
 _JOURNAL_RESERVED: Final = frozenset(
     {"MESSAGE", "PRIORITY", "SYSLOG_IDENTIFIER", "LOGGER", "CODE_FILE", "CODE_LINE", "CODE_FUNC"}
 )
+_FOR_PROGRAMS: Final = frozenset({"event", "message_id"})
+"""Fields that say nothing to a person."""
 MAX_VALUE_CHARS: Final = 300
 """Of a value within a message; the field has all of it."""
 
@@ -187,7 +189,8 @@ def printable_json(value: object, *, indent: int | None = None) -> str:
 def text_line(record: logging.LogRecord) -> bytes:
     """Render a record for a person: one line, whatever the values hold."""
     moment = datetime.fromtimestamp(record.created).astimezone()
-    pairs = "".join(f" {name}={_shown(value)}" for name, value in _fields_of(record).items())
+    values = {name: value for name, value in _fields_of(record).items() if name not in _FOR_PROGRAMS}
+    pairs = "".join(f" {name}={_shown(value)}" for name, value in values.items())
     time_of_day = f"{moment:%H:%M:%S}.{moment.microsecond // 1000:03d}{moment:%z}"
     line = f"{time_of_day} {record.levelname:7} {printable(record.getMessage())}{pairs}"
     return _cut(line.encode("utf-8", "backslashreplace"))

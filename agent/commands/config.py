@@ -7,7 +7,7 @@ import textwrap
 from typing import Final
 
 from agent.commands.arguments import Parser
-from agent.commands.render import NONE, Output, add_output_flag, fitted, show, table
+from agent.commands.render import NONE, Output, add_output_flag, fitted, share, show, table
 from agent.config.load import check_file, load
 from agent.config.options import OPTIONS
 from agent.config.reference import Entry, entries
@@ -80,7 +80,7 @@ def _show(settings: Settings, what: str | None, output: Output) -> int:
 
 
 def _show_row(name: str, given: Given, *, is_wide: bool) -> list[str]:
-    value, origin = fitted(given.text or NONE, _VALUE_WIDTH, is_wide=is_wide), str(given.origin)
+    value, origin = fitted(given.text or NONE, share(_VALUE_WIDTH), is_wide=is_wide), str(given.origin)
     if not is_wide and sys.stdout.isatty():
         # The file's name and line say it; its directory and the key need a wide table.
         where, _, key = origin.partition(": ")

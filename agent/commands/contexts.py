@@ -30,6 +30,8 @@ TITLES: Final = ("PID", "COMM", "GPU", "CONTEXTS", "MEMORY", "STATE", "SINCE", "
 WIDE_TITLES: Final = (*TITLES, "FDS", "ALLOCATED", "FREED", "CGROUP")
 ORPHAN_TITLES: Final = ("ENDED-PID", "COMM", "GPU", "CONTEXTS", "ENDED", "HELD-BY", "POD")
 WIDE_ORPHAN_TITLES: Final = (*ORPHAN_TITLES, "CGROUP")
+LEAST: Final = ("SINCE", "STATE", "MEMORY", "POD")
+"""What a narrow terminal goes without first."""
 MAX_HOLDERS: Final = 2
 """Who keep contexts alive, in the table that fits a terminal."""
 
@@ -52,7 +54,7 @@ def context_lines(document: dict[str, Any], *, now_ns: int, is_wide: bool) -> li
         for process in document["processes"]
         for row in _rows_of_process(process, now_ns=now_ns, is_wide=is_wide)
     ]
-    lines = table(WIDE_TITLES if is_wide else TITLES, rows, is_wide=is_wide)
+    lines = table(WIDE_TITLES if is_wide else TITLES, rows, is_wide=is_wide, least=LEAST)
     left = [_row_of_orphan(orphan, now_ns=now_ns, is_wide=is_wide) for orphan in document["orphans"]]
     if left:
         titles = WIDE_ORPHAN_TITLES if is_wide else ORPHAN_TITLES

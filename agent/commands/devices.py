@@ -8,6 +8,7 @@ from typing import Any, Final
 from agent.commands.question import Question, add_question_flags, ask
 from agent.commands.render import (
     DEVICE_TITLES,
+    LEAST_OF_DEVICES,
     WIDE_DEVICE_TITLES,
     colour_health,
     device_rows,
@@ -43,10 +44,13 @@ def device_lines(
     """Return the table of devices, coloured where a terminal shows it; ``now_ns`` is monotonic."""
     now_ns = time.monotonic_ns() if now_ns is None else now_ns
     rows = device_rows(devices, now_ns=now_ns, is_wide=is_wide)
-    titles, *lines = table(WIDE_DEVICE_TITLES if is_wide else DEVICE_TITLES, rows, is_wide=is_wide)
+    all_titles = WIDE_DEVICE_TITLES if is_wide else DEVICE_TITLES
+    titles, *lines = table(all_titles, rows, is_wide=is_wide, least=LEAST_OF_DEVICES)
     is_coloured = uses_colour()
+    place = DEVICE_TITLES.index("HEALTH")
     coloured = [
-        colour_health(line, row[2], is_coloured=is_coloured) for line, row in zip(lines, rows, strict=True)
+        colour_health(line, row[place], is_coloured=is_coloured)
+        for line, row in zip(lines, rows, strict=True)
     ]
     return [titles, *coloured]
 

@@ -9,7 +9,7 @@ from typing import Any, Final, NamedTuple, cast
 
 from agent.commands.client import TIMEOUT_S, AgentClient, find_agent
 from agent.commands.question import wait_for
-from agent.commands.render import Output, add_agent_flag, add_output_flag, fitted, show
+from agent.commands.render import Output, add_agent_flag, add_output_flag, fitted, local_time, show
 from agent.config.values import duration_from
 from agent.core.wording import counted, printable
 from agent.errors import AgentError, AgentUnreachableError, UsageError
@@ -182,22 +182,16 @@ def _line(event: dict[str, Any], output: Output) -> str:
             return str(event["number"])
         case Output.TABLE | Output.WIDE:
             is_wide = output is Output.WIDE
-            mark = "!" if event["warning"] else " "
-            sentence = sentence_of(event["message"], event["fields"])
-            pairs = [f"{name}={_shown(value)}" for name, value in event["fields"].items()]
-            text = "  ".join((sentence, " ".join(pairs))) if is_wide and pairs else sentence
-            line = printable(f"{_moment(event)} {mark} {event['kind']:12} {text}")
-            return fitted(line, is_wide=is_wide)
+            return fitted(event_line(event, is_wide=is_wide), is_wide=is_wide)
 
 
-def _moment(event: dict[str, Any]) -> str:
-    """Return when an event was, by this machine's clock and zone; the day only where it is not today."""
-    try:
-        moment = datetime.fromisoformat(event["time"]).astimezone()
-    except (ValueError, OverflowError, OSError):
-        return str(event["time"])
-    is_today = moment.date() == wall_clock().astimezone().date()
-    return moment.strftime("%H:%M:%S%z" if is_today else "%Y-%m-%d %H:%M:%S%z")
+def event_line(event: dict[str, Any], *, is_wide: bool = False) -> str:
+    """Return an event as a sentence for people, the wide one with its fields."""
+    mark = "!" if event["warning"] else " "
+    sentence = sentence_of(event["message"], event["fields"])
+    pairs = [f"{name}={_shown(value)}" for name, value in event["fields"].items()]
+    text = "  ".join((sentence, " ".join(pairs))) if is_wide and pairs else sentence
+    return printable(f"{local_time(event['time'])} {mark} {event['kind']:12} {text}")
 
 
 def _shown(value: object) -> str:

@@ -8,6 +8,7 @@ from agent.commands.render import (
     NONE,
     UNKNOWN,
     cut,
+    share,
     size,
     table,
 )
@@ -25,10 +26,12 @@ Examples:
 
 TITLES: Final = ("GPU", "GIVEN-TO", "HELD-BY", "PID", "CONTEXTS", "MEMORY")
 WIDE_TITLES: Final = (*TITLES, "COMM", "STATE", "UUID", "USED", "UNCLAIMED")
+LEAST: Final = ("MEMORY", "CONTEXTS", "GIVEN-TO")
+"""What a narrow terminal goes without first."""
 MAX_PODS: Final = 4
 """Who share a device, in the wide table; JSON has all."""
 POD_WIDTH: Final = 18
-"""Of a pod in the table that fits a terminal."""
+"""Of a pod in a table of 80 columns."""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -49,7 +52,7 @@ def owner_lines(document: dict[str, Any], *, is_wide: bool) -> list[str]:
         for owned in document["owners"]
         for holder in _shown(owned["holders"], is_wide=is_wide) or (None,)
     ]
-    return table(WIDE_TITLES if is_wide else TITLES, rows, is_wide=is_wide)
+    return table(WIDE_TITLES if is_wide else TITLES, rows, is_wide=is_wide, least=LEAST)
 
 
 def _shown(holders: list[dict[str, Any]] | None, *, is_wide: bool) -> list[dict[str, Any]]:
@@ -63,7 +66,7 @@ def _row(owned: dict[str, Any], holder: dict[str, Any] | None, *, is_wide: bool)
     row = [
         _gpu(owned),
         _given_to(owned, is_wide=is_wide),
-        holds if is_wide else cut(holds, POD_WIDTH),
+        holds if is_wide else cut(holds, share(POD_WIDTH)),
         nobody if holder is None else str(holder["pid"]),
         nobody if holder is None else _contexts(holder),
         nobody if holder is None else size(holder["memory_bytes"]),
@@ -92,7 +95,7 @@ def _given_to(owned: dict[str, Any], *, is_wide: bool) -> str:
     told = pods[: MAX_PODS if is_wide else 1]
     more = f",+{len(pods) - len(told)}" if len(pods) > len(told) else ""
     names = ",".join(told)
-    return (names if is_wide else cut(names, POD_WIDTH - len(more))) + more
+    return (names if is_wide else cut(names, share(POD_WIDTH) - len(more))) + more
 
 
 def _owner(holder: dict[str, Any]) -> str:

@@ -1,21 +1,22 @@
 """Writes documents for people and programs: tables, JSON, YAML, names.
 
-Invariants: a table has no spaces in its titles and on a terminal is at most WIDTH columns wide, unless
-it is the wide one; elsewhere nothing is cut; what is not known is ``<unknown>``, what is not
-there ``<none>``.
+Invariants: a table has no spaces in its titles and on a terminal is no wider than that, unless it is the
+wide one: columns that say least are left out first, then lines are cut. Elsewhere nothing is cut; what is not
+known is ``<unknown>``, what is not there ``<none>``.
 """
 
 import argparse
 import os
+import shutil
 import sys
 from collections.abc import Mapping, Sequence
+from datetime import datetime
 from enum import StrEnum
 from typing import Any, Final, TextIO
 
 from agent.core.wording import printable
-from agent.log import printable_json
+from agent.log import printable_json, wall_clock
 
-WIDTH: Final = 80
 NONE: Final = "<none>"
 UNKNOWN: Final = "<unknown>"
 
@@ -82,50 +83,87 @@ def show(document: object, output: Output) -> None:
         print(printable_json(document, indent=2))
 
 
-def table(titles: Sequence[str], rows: Sequence[Sequence[str]], *, is_wide: bool = False) -> list[str]:
-    """Return the lines of a table; for a terminal, lines that are too long are cut."""
+def width() -> int:
+    """Return how many columns standard output has; without an end where it is no terminal."""
+    return shutil.get_terminal_size().columns if sys.stdout.isatty() else sys.maxsize
+
+
+def table(
+    titles: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    *,
+    is_wide: bool = False,
+    least: Sequence[str] = (),
+) -> list[str]:
+    """Return the lines of a table; on a terminal without those of the ``least`` columns that do not fit."""
     columns = list(zip(titles, *rows, strict=True))
     widths = [max(len(cell) for cell in column) for column in columns]
+    room = sys.maxsize if is_wide else width()
+    for title in least:
+        if sum(widths) + len(_GAP) * (len(widths) - 1) > room:
+            place = [column[0] for column in columns].index(title)
+            del columns[place], widths[place]
     lines = []
-    for row in (titles, *rows):
+    for row in zip(*columns, strict=True):
         cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
         lines.append(fitted(_GAP.join(cells).rstrip(), is_wide=is_wide))
     return lines
 
 
-def cut(text: str, width: int) -> str:
+def cut(text: str, columns: int) -> str:
     """Return a text that is too long without its middle: names of pods differ at their ends."""
-    if len(text) <= width:
+    if len(text) <= columns:
         return text
-    end = width // 3
-    return f"{text[: width - end - 1]}…{text[-end:]}"
+    end = columns // 3
+    return f"{text[: columns - end - 1]}…{text[-end:]}"
 
 
-def fitted(text: str, width: int = WIDTH, *, is_wide: bool = False) -> str:
+def fitted(text: str, columns: int | None = None, *, is_wide: bool = False) -> str:
     """Return a text as long as a terminal has room for; who reads it elsewhere, or asks for all, gets all."""
-    if is_wide or len(text) <= width or not sys.stdout.isatty():
+    room = width() if columns is None else columns
+    if is_wide or len(text) <= room or not sys.stdout.isatty():
         return text
-    return text[: width - 1] + "…"
+    return text[: room - 1] + "…"
+
+
+def share(columns: int) -> int:
+    """Return how many columns a cell gets here that has so many of the 80 of a usual terminal."""
+    return columns * max(width(), 80) // 80 if sys.stdout.isatty() else columns
+
+
+def local_time(text: str) -> str:
+    """Return a moment of a document by this machine's clock and zone, with the day where it is not today."""
+    try:
+        moment = datetime.fromisoformat(text).astimezone()
+    except (ValueError, OverflowError, OSError):
+        return text
+    is_today = moment.date() == wall_clock().astimezone().date()
+    return moment.strftime("%H:%M:%S%z" if is_today else "%Y-%m-%d %H:%M:%S%z")
 
 
 def device_rows(devices: Sequence[Json], *, now_ns: int, is_wide: bool) -> list[list[str]]:
     """Return the rows of the table of devices; ``now_ns`` is monotonic, as the document's moments."""
     ids = [str(device["id"]) for device in devices]
-    shown = ids if is_wide else short_ids(ids)
+    shown = ids if is_wide or ROOM_FOR_IDS <= width() < sys.maxsize else short_ids(ids)
     return [
         _device_row(device, name, now_ns, is_wide=is_wide)
         for device, name in zip(devices, shown, strict=True)
     ]
 
 
-DEVICE_TITLES: Final = ("ID", "MODEL", "HEALTH", "REASON", "SINCE", "POD")
-WIDE_DEVICE_TITLES: Final = (*DEVICE_TITLES, "GPU", "NUMA", "RESOURCE", "PCI", "MESSAGE")
+DEVICE_TITLES: Final = ("GPU", "ID", "MODEL", "HEALTH", "REASON", "SINCE", "POD")
+WIDE_DEVICE_TITLES: Final = (*DEVICE_TITLES, "NUMA", "RESOURCE", "PCI", "MESSAGE")
+LEAST_OF_DEVICES: Final = ("MODEL", "SINCE", "POD", "ID")
+"""What a narrow terminal goes without first; commands take the index."""
+ROOM_FOR_IDS: Final = 120
+"""Columns from which ids are shown whole."""
 
 
 def _device_row(device: Json, name: str, now_ns: int, *, is_wide: bool) -> list[str]:
     reasons = device.get("reasons")
     first = reasons[0] if isinstance(reasons, list) and reasons else None
     row = [
+        _index(device),
         name,
         _model(device.get("model"), is_wide=is_wide),
         str(device["health"]),
@@ -134,9 +172,15 @@ def _device_row(device: Json, name: str, now_ns: int, *, is_wide: bool) -> list[
         pod_of(device),
     ]
     if is_wide:
-        row += [_text(device.get(name)) for name in ("gpu", "numa_node", "resource", "pci")]
+        row += [_text(device.get(name)) for name in ("numa_node", "resource", "pci")]
         row.append(_text(first.get("message")) if isinstance(first, dict) else NONE)
     return row
+
+
+def _index(device: Json) -> str:
+    """Return NVML's index, as commands take it, with the instances of a MIG device."""
+    index = _text(device.get("gpu"))
+    return index if device.get("gi") is None else f"{index}/gi{device['gi']}/ci{device['ci']}"
 
 
 def short_ids(ids: Sequence[str]) -> list[str]:
@@ -217,7 +261,7 @@ def is_terminal(stream: TextIO) -> bool:
 def _model(name: object, *, is_wide: bool) -> str:
     if not name:
         return UNKNOWN
-    return fitted(str(name).removeprefix("NVIDIA "), 18, is_wide=is_wide)
+    return fitted(str(name).removeprefix("NVIDIA "), share(18), is_wide=is_wide)
 
 
 def _text(value: object) -> str:

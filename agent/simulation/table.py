@@ -11,6 +11,8 @@ from typing import Final
 COLUMNS: Final = ("ID", "MODEL", "HEALTH", "REASON", "SINCE", "POD")
 _LEAST: Final = {"ID": 8, "MODEL": 6, "HEALTH": 9, "REASON": 6, "SINCE": 8, "POD": 6}
 """How narrow a column may become; HEALTH and SINCE are always whole."""
+_SAY_LEAST: Final = ("MODEL", "POD", "SINCE")
+"""Columns that a narrow screen goes without, in this order."""
 _GAP: Final = 2
 NONE: Final = "<none>"
 
@@ -58,47 +60,74 @@ def draw(picture: Picture, *, width: int, height: int, colour: bool) -> list[str
             hint, max(width, 1), break_on_hyphens=False, subsequent_indent="  "[: width - 1]
         )
     ]
-    if wrapped:
-        foot += ["", *(_painted(line, _DIM, colour=colour) for line in wrapped)]
+    hints = ["", *(_painted(line, _DIM, colour=colour) for line in wrapped)] if wrapped else []
     table = _table(picture.rows, width, colour=colour)
-    room = height - len(head) - len(foot) - 2
-    if len(table) > room:
-        hidden = len(table) - max(room - 1, 0)
-        table = [*table[: max(room - 1, 0)], _cut(f"… and {hidden} more", width)]
-    return [*head, "", *table, "", *foot][: max(height, 1)]
+    # The table is what the screen is for: hints give way to it, then what happened, then all but the title.
+    room = height - len(table) - 2
+    if len(head) + len(foot) + len(hints) > room:
+        hints = []
+    foot = foot[max(0, len(head) + len(foot) - max(room, len(head))) :]
+    if len(head) > room:
+        head, foot = head[:1], []
+    lines = [*head, "", *table, "", *foot, *hints] if foot or hints else [*head, *table]
+    if len(lines) <= height:
+        return lines
+    return [*_with_the_sick_first(picture, head, width, height, colour=colour)][: max(height, 1)]
+
+
+def _with_the_sick_first(
+    picture: Picture, head: Sequence[str], width: int, height: int, *, colour: bool
+) -> list[str]:
+    """Return a screen that has no room for all devices: those that are Unhealthy come first."""
+    rows = sorted(picture.rows, key=lambda row: row.healthy)
+    room = max(height - len(head) - 2, 0)
+    table = _table(rows[:room], width, colour=colour)
+    return [*head, *table, _cut(f"… and {len(rows) - room} more", width)]
 
 
 def _table(rows: Sequence[Row], width: int, *, colour: bool) -> list[str]:
-    cells = [
-        (
-            row.id,
-            row.model,
-            "Healthy" if row.healthy else "Unhealthy",
-            row.reason or NONE,
-            row.since,
-            row.pod or NONE,
-        )
-        for row in rows
-    ]
-    widths = _widths(cells, width)
-    lines = [_cut(_line(COLUMNS, widths), width)]
+    columns = _columns(width)
+    cells = [[_cells(row)[name] for name in columns] for row in rows]
+    widths = _widths(columns, cells, width)
+    lines = [_cut(_line(columns, widths), width)]
     for row, values in zip(rows, cells, strict=True):
         line = _cut(_line(values, widths), width)
-        start = widths[0] + widths[1] + 2 * _GAP
-        end = start + widths[2]
+        place = columns.index("HEALTH")
+        start = sum(widths[:place]) + place * _GAP
+        end = start + widths[place]
         paint = _GREEN if row.healthy else _RED
         lines.append(line[:start] + _painted(line[start:end], paint, colour=colour) + line[end:])
     return lines
 
 
-def _widths(cells: Sequence[Sequence[str]], width: int) -> list[int]:
+def _columns(width: int) -> list[str]:
+    """Return the columns that a screen has room for at their narrowest."""
+    columns = list(COLUMNS)
+    for name in _SAY_LEAST:
+        if sum(_LEAST[each] for each in columns) + _GAP * (len(columns) - 1) > width:
+            columns.remove(name)
+    return columns
+
+
+def _cells(row: Row) -> dict[str, str]:
+    return {
+        "ID": row.id,
+        "MODEL": row.model,
+        "HEALTH": "Healthy" if row.healthy else "Unhealthy",
+        "REASON": row.reason or NONE,
+        "SINCE": row.since,
+        "POD": row.pod or NONE,
+    }
+
+
+def _widths(columns: Sequence[str], cells: Sequence[Sequence[str]], width: int) -> list[int]:
     """Return the columns' widths: as wide as their content, the widest ones narrowed until all fit."""
-    widths = [max(len(values[at]) for values in (COLUMNS, *cells)) for at in range(len(COLUMNS))]
-    while sum(widths) + _GAP * (len(COLUMNS) - 1) > width:
-        spare = [max(widths[at] - _LEAST[name], 0) for at, name in enumerate(COLUMNS)]
+    widths = [max(len(values[at]) for values in (columns, *cells)) for at in range(len(columns))]
+    while sum(widths) + _GAP * (len(columns) - 1) > width:
+        spare = [max(widths[at] - _LEAST[name], 0) for at, name in enumerate(columns)]
         if not any(spare):
             break
-        widest = max(range(len(COLUMNS)), key=lambda at: (widths[at] if spare[at] else 0, -at))
+        widest = max(range(len(columns)), key=lambda at: (widths[at] if spare[at] else 0, -at))
         widths[widest] -= 1
     return widths
 

@@ -11,6 +11,9 @@ from agent.core.wording import counted
 
 Fields = Mapping[str, Any]
 
+MAX_NAMED: Final = 2
+"""GPUs that a sentence names; of more it says how many."""
+
 
 def sentence_of(message: str, fields: Fields | None) -> str:
     """Return the sentence on an event with this message and these fields."""
@@ -59,12 +62,15 @@ def _listed(words: Iterable[object]) -> str:
     return ", ".join(map(str, words))
 
 
+def _cause(fields: Fields, text: object) -> str:
+    """Return a reason with what was seen; the text on an XID says its number itself."""
+    return str(text) if str(text).startswith("XID") else f"{reason_name(fields)}, {text}"
+
+
 def _health(fields: Fields, verb: str) -> str:
     name = f"{gpu_name(fields)} {verb} {str(fields['health']).lower()}"
     if fields.get("detail"):
-        # The message of an XID says its number.
-        is_said = str(fields["detail"]).startswith("XID")
-        name = f"{name}: {fields['detail']}" if is_said else f"{name}: {fields['reason']}, {fields['detail']}"
+        name = f"{name}: {_cause(fields, fields['detail'])}"
     return f"{name} ({counted(fields['count'], 'device')} of {fields['resource']})"
 
 
@@ -72,7 +78,8 @@ def _gpus(fields: Fields) -> str:
     text = f"NVML lists {counted(fields['count'], 'GPU')} now"
     for word in ("added", "gone"):
         if fields.get(word):
-            text = f"{text}; {word}: {_listed(fields[word])}"
+            named = fields[word] if len(fields[word]) <= MAX_NAMED else [str(len(fields[word]))]
+            text = f"{text}; {word}: {_listed(named)}"
     return text
 
 
@@ -92,7 +99,7 @@ _SENTENCES: Final[Mapping[str, Callable[[Fields], str]]] = {
     "NVML is not available": lambda fields: f"NVML is not available: {fields['reason']}, {fields['detail']}",
     "NVML lists other GPUs": _gpus,
     "A condition was raised": lambda fields: (
-        f"{gpu_name(fields)} has the condition {reason_name(fields)}: {fields['message']}; {fields['advice']}"
+        f"{gpu_name(fields)} has the condition {_cause(fields, fields['message'])}; {fields['advice']}"
     ),
     "A condition was cleared": lambda fields: f"{gpu_name(fields)} has {reason_name(fields)} no more",
     "Health changed": lambda fields: _health(fields, "is"),

@@ -113,7 +113,7 @@ FALLEN = "XID 79: GPU has fallen off the bus"
                 "message": "XID 94: x",
                 "advice": "reset it",
             },
-            "GPU 3 (0000:3b:00.0) GI 1 CI 0 has the condition xid 94: XID 94: x; reset it",
+            "GPU 3 (0000:3b:00.0) GI 1 CI 0 has the condition XID 94: x; reset it",
         ),
         (
             "A condition was cleared",

@@ -1,0 +1,97 @@
+"""The command line as data: every command with its flags and words, as its own parser has them.
+
+Completions and the manual are made of it, so they cannot say anything else than ``--help`` does.
+"""
+
+import argparse
+import importlib
+import re
+from collections.abc import Iterator
+from typing import Final, Literal, NamedTuple, cast
+
+from agent.cli import GROUPS, Command, CommandModule
+from agent.commands.arguments import Parser
+
+Kind = Literal["none", "path", "text"]
+
+_PATHS: Final = re.compile(r"\b(?:FILE|PATH|DIR|DIRECTORY)\b")
+
+
+class Argument(NamedTuple):
+    """A flag, or a word where ``names`` is empty."""
+
+    names: tuple[str, ...]
+    metavar: str
+    """What stands for the value; empty: it takes none."""
+    kind: Kind
+    """What the value is: none, a path of a file, or other text."""
+    choices: tuple[str, ...]
+    help: str
+
+
+class Described(NamedTuple):
+    """One command."""
+
+    command: Command
+    usage: str
+    description: str
+    arguments: tuple[Argument, ...]
+
+    @property
+    def flags(self) -> tuple[Argument, ...]:
+        """The arguments that have a name."""
+        return tuple(each for each in self.arguments if each.names)
+
+    @property
+    def words(self) -> tuple[str, ...]:
+        """What may stand without a flag, as far as that is a closed set."""
+        return tuple(choice for each in self.arguments if not each.names for choice in each.choices)
+
+    @property
+    def takes_path(self) -> bool:
+        """Whether a path may stand without a flag."""
+        return any(each.kind == "path" for each in self.arguments if not each.names)
+
+
+def described() -> Iterator[tuple[str, Described]]:
+    """Yield each command that is installed, with the title of its group."""
+    for title, commands in GROUPS.items():
+        for command in commands:
+            try:
+                module = cast("CommandModule", importlib.import_module(command.module))
+            except ModuleNotFoundError:
+                # A node has no simulation.
+                continue
+            yield title, _described(command, module)
+
+
+def _described(command: Command, module: CommandModule) -> Described:
+    parser = Parser(command.name)
+    module.configure(parser)
+    listed = [_argument(action) for action in parser._actions]  # noqa: SLF001 - argparse has no other way
+    listed += [
+        Argument(
+            tuple(f"--{name}" for name in (option.name, *option.aliases)),
+            "" if option.is_switch else option.metavar,
+            "none" if option.is_switch else _kind(option.metavar),
+            (),
+            option.help,
+        )
+        for option in parser.settings_taken
+    ]
+    usage = parser.format_usage().removeprefix("usage: ").strip()
+    return Described(command, usage, parser.description or "", tuple(listed))
+
+
+def _argument(action: argparse.Action) -> Argument:
+    takes_none = action.nargs == 0
+    metavar = "" if takes_none else str(action.metavar or action.dest.upper())
+    choices = tuple(map(str, action.choices or ()))
+    text = (action.help or "").replace("%%", "%")
+    return Argument(
+        tuple(action.option_strings), metavar, "none" if takes_none else _kind(metavar), choices, text
+    )
+
+
+def _kind(metavar: str) -> Kind:
+    return "path" if _PATHS.search(metavar) else "text"
