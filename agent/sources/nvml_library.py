@@ -380,13 +380,20 @@ def load(location: LibraryLocation) -> LoadedLibrary:
         try:
             library = ctypes.CDLL(name)
         except OSError as error:
-            problem = problem or ("" if "No such file" in str(error) else f" ({error})")
+            # A file that is missing is named first; a library that it needs is named by its own name.
+            is_missing = str(error).startswith(f"{name}: ") and "No such file" in str(error)
+            problem = problem or ("" if is_missing else str(error))
             continue
         _use(library)
         path = _path_of(library, name)
         return LoadedLibrary(name=path, identity=_identity_of(path))
+    if problem:
+        raise LibraryMissingError(
+            f"The NVIDIA driver library cannot be loaded: {problem}; install the driver anew, or name another"
+            " libnvidia-ml.so.1 with --nvml-library"
+        )
     raise LibraryMissingError(
-        f"No NVIDIA driver library was found {location.describe()}{problem}: install the NVIDIA driver, "
+        f"No NVIDIA driver library was found {location.describe()}: install the NVIDIA driver, "
         "or name its libnvidia-ml.so.1 with --nvml-library"
     )
 

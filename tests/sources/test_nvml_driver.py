@@ -2,6 +2,8 @@
 
 import asyncio
 import logging
+import re
+import subprocess
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +23,7 @@ from agent.model.facts import (
 )
 from agent.model.health import Reason
 from agent.simulation.nvml import install_library
+from agent.sources.nvml_library import LibraryLocation, LibraryMissingError, load
 from agent.sources.nvml_slot import ended
 from tests.sources.conftest import MakeNode, StartSource
 from tests.sources.recorder import PATIENCE_S, Recorder, until
@@ -378,3 +381,22 @@ async def test_a_task_that_loses_its_cancellation_ends_all_the_same() -> None:
     async with asyncio.timeout(PATIENCE_S):
         await ended(task)
     assert (lost, task.cancelled()) == (1, True)
+
+
+def test_a_library_that_is_there_and_cannot_be_loaded_is_named_with_what_the_loader_says(
+    tmp_path: Path,
+) -> None:
+    broken = tmp_path / "libnvidia-ml.so.1"
+    broken.write_text("no library")
+    needed = tmp_path / "libneeded.so"
+    for path, linked in ((needed, ()), (tmp_path / "needing.so", (needed,))):
+        command = ["cc", "-shared", "-nostdlib", "-x", "c", "/dev/null", "-x", "none", "-o", path, *linked]
+        subprocess.run([*command, f"-Wl,-soname,{path.name}"], check=True)
+    needed.unlink()
+    for path, said in (
+        (broken, f"cannot be loaded: {broken}: "),
+        (tmp_path / "needing.so", "cannot be loaded: libneeded.so: cannot open shared object file"),
+        (tmp_path / "none.so", f"No NVIDIA driver library was found at {tmp_path}/none.so: install"),
+    ):
+        with pytest.raises(LibraryMissingError, match=re.escape(said)):
+            load(LibraryLocation(path))
