@@ -28,6 +28,7 @@ OTHER_XID: Final = -1
 UNKNOWN_DEVICE: Final = "An XID of an unknown device marks no device"
 UNKNOWN_INSTANCE: Final = "An XID of an unknown MIG device marks no device"
 IGNORED: Final = "An XID was ignored by policy"
+ANNOUNCED: Final = "The driver announced another recovery action"
 
 SAME_FAULT_NS: Final = 2 * SECOND_NS
 """Two sources that report the same XID of a GPU within this time saw one fault."""
@@ -59,7 +60,8 @@ def xid_reported(state: State, fact: facts.XidReported, now_ns: int) -> Applied:
         recent = with_teller(recent, place, code, fact.source, now_ns)
     branch = xids.branch_of(state.driver.driver_version)
     if not xids.flips(fact.xid, state.policy, branch=branch):
-        notice = xid_notice(IGNORED, fact, gpu, now_ns, warning=False)
+        is_announced = fact.xid == xids.RECOVERY_ACTION_CHANGED and fact.xid not in state.policy.xid_overrides
+        notice = xid_notice(ANNOUNCED if is_announced else IGNORED, fact, gpu, now_ns, warning=False)
         return replace(state, xids=counts, recent_xids=recent), (notice,)
     if place is None:
         notice = xid_notice(UNKNOWN_INSTANCE, fact, gpu, now_ns)

@@ -11,6 +11,7 @@ from typing import Final
 from agent.core import conditions, xids
 from agent.core.driver import gpu_at
 from agent.core.faults import (
+    ANNOUNCED,
     IGNORED,
     UNKNOWN_DEVICE,
     UNKNOWN_INSTANCE,
@@ -44,7 +45,6 @@ MAX_SWITCH_ERRORS: Final = 16
 """Different SXids shown on one GPU; further ones are OTHER_SXID."""
 OTHER_SXID: Final = -2
 
-ANNOUNCED: Final = "The driver announced another recovery action"
 BEFORE_START: Final = "An XID from before the start is only counted"
 
 

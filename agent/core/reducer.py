@@ -201,7 +201,8 @@ def _known(state: State, fact: _Quiet, now_ns: int) -> State:  # noqa: C901, PLR
         case facts.DriverReleased():
             return driver.released(state, now_ns)
         case facts.KernelLogRead():
-            return replace(state, kernel_log_read=fact.until)
+            # What waits for the first GPU is in no state that is kept: the next process has to read it again.
+            return state if state.early_xids else replace(state, kernel_log_read=fact.until)
         case facts.UvmProbed():
             return kernel_log.uvm_probed(state, fact, now_ns)
         case facts.PciConfigRead():

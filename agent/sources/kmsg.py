@@ -426,6 +426,8 @@ def _open(path: Path) -> tuple[int, bool]:
     """Return a descriptor that does not block, and whether it is the kernel's own device."""
     try:
         kind = path.stat()
+        if stat.S_ISSOCK(kind.st_mode) or stat.S_ISFIFO(kind.st_mode):
+            _check_writers(path, kind)
         if stat.S_ISSOCK(kind.st_mode):
             return _connected(path), False
         if not (stat.S_ISCHR(kind.st_mode) or stat.S_ISFIFO(kind.st_mode)):
@@ -446,6 +448,16 @@ def _open(path: Path) -> tuple[int, bool]:
             f"The kernel log {path} could not be opened: {error.strerror}; name another one with --kernel-log"
         ) from None
     return descriptor, stat.S_ISCHR(kind.st_mode) and kind.st_rdev == _DEVICE
+
+
+def _check_writers(path: Path, kind: os.stat_result) -> None:
+    """Raise SourceError if others may write what passes for the kernel's words."""
+    is_open_to_others = stat.S_ISFIFO(kind.st_mode) and kind.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+    if kind.st_uid not in {0, os.geteuid()} or is_open_to_others:
+        raise SourceError(
+            f"The kernel log {path} may be written by others (mode {stat.filemode(kind.st_mode)}, user"
+            f" {kind.st_uid}); let root alone write it, or name another one with --kernel-log"
+        )
 
 
 def _connected(path: Path) -> int:

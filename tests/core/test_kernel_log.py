@@ -15,6 +15,7 @@ from agent.model.facts import (
     Fact,
     GpuRebound,
     GpuSampled,
+    KernelLogRead,
     KernelXidSeen,
     PciConfigRead,
     SwitchErrorSeen,
@@ -321,8 +322,9 @@ def test_words_from_before_the_start_only_count() -> None:
 
 def test_an_old_line_waits_for_the_first_probe() -> None:
     node = Node()
-    node.tell(of_backlog(119))
+    node.tell(of_backlog(119), KernelLogRead(7))
     assert node.state.early_xids
+    assert node.state.kernel_log_read is None
     node.tell(ready(), enumerated(gpu(0)))
     assert not node.state.early_xids
     assert reasons(node) == {Reason.UNCONFIRMED}

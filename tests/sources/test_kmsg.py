@@ -443,3 +443,20 @@ async def test_a_source_of_the_real_log_goes_on_where_it_ended(recorder: Recorde
             await task
         kernel_line(f"line {number} while it does not")
     assert source.statistics().lost == 0
+
+
+@pytest.mark.parametrize("others", ["write to it", "own it"])
+async def test_a_log_that_others_may_write_is_not_read(
+    tmp_path: Path, recorder: Recorder, others: str
+) -> None:
+    path = tmp_path / "kmsg"
+    os.mkfifo(path)
+    if others == "write to it":
+        path.chmod(0o622)
+    elif os.geteuid() == 0:
+        os.chown(path, 65_534, -1)
+    else:
+        pytest.skip("needs root to give a file away")
+    source = KernelLogSource(inbox=recorder.inbox, path=path, clock=time.monotonic_ns)
+    with pytest.raises(SourceError, match="may be written by others"):
+        await source.run()
