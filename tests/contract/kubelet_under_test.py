@@ -1,22 +1,24 @@
-"""What the contract suite may ask of a kubelet, emulated or real.
-
-A real kubelet is asked over its two sockets only; what needs an API server or would disturb the node
-skips the test and says so.
-"""
+"""What the contract suite asks of a kubelet, emulated or real, without an API server."""
 
 import asyncio
+import base64
 import itertools
+import json
 import os
+import urllib.request
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn, Protocol
+from typing import Any, Self
 from urllib.parse import quote
 
 import grpc
 import grpc.aio
 import pytest
 
-from agent.simulation.kubelet import EmulatedKubelet, PodOutcome
+from agent.simulation.stubs.deviceplugin.v1beta1 import api_pb2 as plugin_pb
 from agent.simulation.stubs.podresources.v1 import api_pb2 as pods_pb
+from agent.threads import in_daemon_thread
 
 TIMEOUT_S = 20.0
 
@@ -26,30 +28,6 @@ _numbers = itertools.count(1)
 def unique_resource() -> str:
     """Return a resource name no other test uses: a kubelet remembers one for five minutes."""
     return f"contract.example.com/device-{os.getpid()}-{next(_numbers)}"
-
-
-class KubeletUnderTest(Protocol):
-    """A kubelet and its device-plugins directory."""
-
-    directory: Path
-
-    async def healthy(self, resource: str) -> set[str]:
-        """Return the ids of a resource that GetAllocatableResources lists."""
-
-    async def wait_healthy(self, resource: str, ids: set[str]) -> None:
-        """Wait until exactly these ids of a resource are allocatable."""
-
-    async def wait_capacity(self, resource: str, capacity: int) -> None:
-        """Wait until the node has this capacity of a resource."""
-
-    async def restart(self, *, kill: bool = False) -> None:
-        """Restart it."""
-
-    async def run_pod(self, resource: str, amount: int) -> PodOutcome:
-        """Run a pod of one container that asks for an amount of a resource."""
-
-    def finish_pod(self, pod: PodOutcome) -> None:
-        """End a pod."""
 
 
 class PodResources:
@@ -96,67 +74,183 @@ class PodResources:
             return await call(request, timeout=TIMEOUT_S)
 
 
-class EmulatedUnderTest:
-    """The emulated kubelet: everything can be asked, and waits end with the event."""
+@dataclass(frozen=True)
+class StaticPod:
+    """A pod of one container ``main``, as the kubelet without an API server shows it."""
 
-    def __init__(self, emulated: EmulatedKubelet) -> None:
-        self.emulated = emulated
-        self.directory = emulated.device_plugins
-        self.pod_resources = PodResources(emulated.pod_resources)
+    file: Path
+    name: str
+    """``namespace/name``, as PodResources lists it."""
+    phase: str
+    reason: str
+    message: str
+    devices: set[str]
+    envs: dict[str, str]
 
-    async def healthy(self, resource: str) -> set[str]:
-        return (await self.pod_resources.allocatable()).get(resource, set())
-
-    async def wait_healthy(self, resource: str, ids: set[str]) -> None:
-        def met(kubelet: EmulatedKubelet) -> bool:
-            return {id_ for id_, each in kubelet.devices(resource).items() if each.healthy} == ids
-
-        await self.emulated.wait_for(met, TIMEOUT_S)
-        assert await self.healthy(resource) == ids
-
-    async def wait_capacity(self, resource: str, capacity: int) -> None:
-        await self.emulated.wait_for(lambda kubelet: kubelet.capacity(resource) == capacity, TIMEOUT_S)
-
-    async def restart(self, *, kill: bool = False) -> None:
-        await self.emulated.restart(kill=kill)
-
-    async def run_pod(self, resource: str, amount: int) -> PodOutcome:
-        name = f"pod-{next(_numbers)}"
-        return await self.emulated.run_pod(name, "contract", {"main": {resource: amount}})
-
-    def finish_pod(self, pod: PodOutcome) -> None:
-        self.emulated.finish_pod(pod.name, pod.namespace)
+    @property
+    def running(self) -> bool:
+        return self.phase == "Running"
 
 
-class RealUnderTest:
-    """A real kubelet: seen through GetAllocatableResources, and left alone."""
+class KubeletUnderTest:
+    """A kubelet, emulated or real, asked in one way; what cannot be done with it skips the test."""
 
     _POLL_S = 0.02
 
-    def __init__(self, directory: Path, pod_resources: Path) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        pod_resources: Path,
+        *,
+        manifests: Path | None,
+        pods_url: str,
+        image: str,
+        restart: str | None,
+        capacity: Callable[[str], int] | None = None,
+    ) -> None:
+        """``capacity`` is what the node shows, where there is one: a real node needs an API server for it."""
         self.directory = directory
         self.pod_resources = PodResources(pod_resources)
+        self._manifests = manifests
+        self._pods_url = pods_url
+        self._image = image
+        self._restart = restart
+        self._capacity = capacity
+        self._files: list[Path] = []
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        for file in self._files:
+            file.unlink(missing_ok=True)
 
     async def healthy(self, resource: str) -> set[str]:
+        """Return the ids of a resource that GetAllocatableResources lists."""
         return (await self.pod_resources.allocatable()).get(resource, set())
 
     async def wait_healthy(self, resource: str, ids: set[str]) -> None:
+        """Wait until exactly these ids of a resource are allocatable."""
         found: set[str] = set()
-        try:
-            async with asyncio.timeout(TIMEOUT_S):
-                while (found := await self.healthy(resource)) != ids:
-                    await asyncio.sleep(self._POLL_S)  # a real kubelet tells nobody when its view changes
-        except TimeoutError:
-            pytest.fail(f"the kubelet has {sorted(found)} of {resource}, not {sorted(ids)}")
+
+        async def met() -> bool:
+            nonlocal found
+            found = await self.healthy(resource)
+            return found == ids
+
+        await self._until(met, lambda: f"the kubelet has {sorted(found)} of {resource}, not {sorted(ids)}")
 
     async def wait_capacity(self, resource: str, capacity: int) -> None:
-        """Do nothing: capacity is in the node's status, which needs an API server."""
+        """Wait until the node has this capacity of a resource, where that can be seen."""
+        shown = self._capacity
+        if shown is None:
+            return
 
-    async def restart(self, *, kill: bool = False) -> NoReturn:
-        pytest.skip("a real kubelet is not restarted by a test")
+        async def met() -> bool:
+            return shown(resource) == capacity
 
-    async def run_pod(self, resource: str, amount: int) -> NoReturn:
-        pytest.skip("running a pod on a real kubelet needs an API server")
+        await self._until(met, lambda: f"the node has {shown(resource)} of {resource}, not {capacity}")
 
-    def finish_pod(self, pod: PodOutcome) -> NoReturn:
-        pytest.skip("ending a pod on a real kubelet needs an API server")
+    async def restart(self, *, kill: bool = False) -> None:
+        """Restart it, by SIGTERM or SIGKILL; returns when the new one answers."""
+        if self._restart is None:
+            pytest.skip("a real kubelet is restarted by --kubelet-restart CMD alone")
+        socket = self.directory / "kubelet.sock"
+        before = identity(socket)
+        environment = os.environ | {"KUBELET_SIGNAL": "KILL" if kill else "TERM"}
+        shell = await asyncio.create_subprocess_shell(self._restart, env=environment)
+        assert await shell.wait() == 0
+
+        async def met() -> bool:
+            if not socket.exists() or identity(socket) == before:
+                return False
+            await self.pod_resources.allocatable()
+            return True
+
+        await self._until(met, lambda: f"there is no new {socket}")
+
+    async def run_pod(self, resource: str, amount: int) -> StaticPod:
+        """Run a pod of one container that asks for an amount of a resource; returns when it was admitted."""
+        if self._manifests is None:
+            pytest.skip("a pod on a real kubelet needs --kubelet-manifests DIR")
+        name = f"contract-{os.getpid()}-{next(_numbers)}"
+        limits = {resource: str(amount)}
+        container = {"name": "main", "image": self._image, "resources": {"limits": limits}}
+        manifest = {
+            "apiVersion": "v1",
+            "kind": "Pod",
+            "metadata": {"name": name, "namespace": "default"},
+            "spec": {"restartPolicy": "Never", "containers": [container]},
+        }
+        file = self._manifests / f"{name}.json"
+        hidden = file.with_name(f".{file.name}")
+        hidden.write_text(json.dumps(manifest))
+        hidden.rename(file)
+        self._files.append(file)
+        shown: dict[str, Any] = {}
+
+        async def met() -> bool:
+            shown.update(await in_daemon_thread("pods-page", lambda: self._pod(name)))
+            waiting = [each.get("state", {}) for each in shown.get("status", {}).get("containerStatuses", ())]
+            is_stuck = any("CreateContainer" in each.get("waiting", {}).get("reason", "") for each in waiting)
+            return is_stuck or shown.get("status", {}).get("phase") in ("Running", "Failed")
+
+        await self._until(met, lambda: f"pod {name} is {shown.get('status')}")
+        status, full_name = shown["status"], f"default/{shown['metadata']['name']}"
+        devices = (await self.pod_resources.listed()).get(full_name, set())
+        return StaticPod(
+            file,
+            full_name,
+            status["phase"],
+            status.get("reason", ""),
+            status.get("message", ""),
+            devices,
+            self._envs(devices),
+        )
+
+    async def end_pod(self, pod: StaticPod) -> None:
+        """End a pod and remove it; returns when its devices can be given out again."""
+        pod.file.unlink()
+
+        async def met() -> bool:
+            return pod.name not in await self.pod_resources.listed()
+
+        await self._until(met, lambda: f"pod {pod.name} is still listed")
+
+    def _pod(self, name: str) -> dict[str, Any]:
+        with urllib.request.urlopen(self._pods_url, timeout=TIMEOUT_S) as answer:
+            items: list[dict[str, Any]] = json.load(answer)["items"]
+        return next((each for each in items if each["metadata"]["name"].startswith(f"{name}-")), {})
+
+    def _envs(self, devices: set[str]) -> dict[str, str]:
+        """Return the environment that the plugin answered, which the kubelet keeps in its checkpoint."""
+        document = json.loads((self.directory / "kubelet_internal_checkpoint").read_bytes())
+        for entry in document["Data"]["PodDeviceEntries"] or ():
+            if devices and {id_ for ids in entry["DeviceIDs"].values() for id_ in ids} == devices:
+                answer = plugin_pb.ContainerAllocateResponse.FromString(base64.b64decode(entry["AllocResp"]))
+                return dict(answer.envs)
+        return {}
+
+    async def _until(self, met: Callable[[], Awaitable[bool]], why_not: Callable[[], str]) -> None:
+        """Ask again and again: a kubelet tells nobody when its view changes, and limits how often."""
+        try:
+            async with asyncio.timeout(TIMEOUT_S):
+                while True:
+                    try:
+                        if await met():
+                            return
+                    except grpc.aio.AioRpcError as error:
+                        if error.code() not in (
+                            grpc.StatusCode.RESOURCE_EXHAUSTED,
+                            grpc.StatusCode.UNAVAILABLE,
+                        ):
+                            raise
+                    await asyncio.sleep(self._POLL_S)
+        except TimeoutError:
+            pytest.fail(why_not())
+
+
+def identity(path: Path) -> tuple[int, int]:
+    """Return what tells a file from its successor; a file system may hand out the inode again."""
+    status = os.lstat(path)
+    return status.st_ino, status.st_mtime_ns

@@ -5,16 +5,14 @@ emulation trustworthy.
 """
 
 import asyncio
-import os
 import socket
-from pathlib import Path
 
 import grpc
 import grpc.aio
 import pytest
 
 from agent.simulation.stubs.deviceplugin.v1beta1 import api_pb2 as pb
-from tests.contract.kubelet_under_test import EmulatedUnderTest, KubeletUnderTest, unique_resource
+from tests.contract.kubelet_under_test import KubeletUnderTest, identity, unique_resource
 from tests.contract.reference_plugin import ReferencePlugin, device, register
 from tests.contract.spy_plugin import LIST_AND_WATCH, OPTIONS, SpyPlugin
 
@@ -128,7 +126,8 @@ async def test_preferred_allocation_and_pre_start_are_called_when_the_options_as
         await plugin.register()
         await kubelet.wait_healthy(plugin.resource, {"a", "b", "c"})
         pod = await kubelet.run_pod(plugin.resource, 2)
-        assert pod.containers["main"].devices == {plugin.resource: ("b", "c")}
+        assert pod.devices == {"b", "c"}
+        assert pod.envs == {"REFERENCE_DEVICES": "b,c"}
         names = [name for name, _ in plugin.calls]
         assert names[-3:] == ["GetPreferredAllocation", "Allocate", "PreStartContainer"]
 
@@ -217,12 +216,6 @@ async def test_after_a_restart_a_resource_has_nothing_until_its_plugin_registers
         await plugin.register()
         await kubelet.wait_healthy(plugin.resource, {"a", "b", "c"})
         await kubelet.wait_capacity(plugin.resource, 3)
-
-
-def identity(path: Path) -> tuple[int, int]:
-    """Return what tells a file from its successor; a file system may hand out the inode again."""
-    status = os.stat(path)  # noqa: PTH116
-    return status.st_ino, status.st_mtime_ns
 
 
 # Streams: items 6 to 8, and what they carry: 9, 11, 13
@@ -321,7 +314,7 @@ async def test_a_running_pod_keeps_a_device_that_turned_unhealthy(kubelet: Kubel
         pod = await kubelet.run_pod(plugin.resource, 3)
         await plugin.send([device("a", healthy=False), device("b"), device("c")])
         await kubelet.wait_healthy(plugin.resource, {"b", "c"})
-        assert (await listed(kubelet))[f"{pod.namespace}/{pod.name}"] == {"a", "b", "c"}
+        assert (await kubelet.pod_resources.listed())[pod.name] == {"a", "b", "c"}
 
 
 # Pods: items 9, 10, 15, 17
@@ -332,8 +325,8 @@ async def test_a_pod_that_asks_for_an_unknown_resource_runs_without_a_device(
 ) -> None:
     pod = await kubelet.run_pod(unique_resource(), 1)
     assert pod.running
-    assert pod.containers["main"].devices == {}
-    assert pod.containers["main"].envs == {}
+    assert pod.devices == set()
+    assert pod.envs == {}
 
 
 async def test_a_pod_that_asks_for_a_resource_without_a_healthy_device_fails(
@@ -371,10 +364,10 @@ async def test_devices_of_an_active_pod_are_not_given_out_again(kubelet: Kubelet
         second = await kubelet.run_pod(plugin.resource, 2)
         assert first.running
         assert "Requested: 2, Available: 1" in second.message
-        kubelet.finish_pod(first)
+        await kubelet.end_pod(first)
         third = await kubelet.run_pod(plugin.resource, 3)
         assert third.running
-        assert (await listed(kubelet))[f"{third.namespace}/{third.name}"] == {"a", "b", "c"}
+        assert third.devices == {"a", "b", "c"}
 
 
 async def test_an_allocate_that_hangs_stops_every_other_pod(kubelet: KubeletUnderTest) -> None:
@@ -382,19 +375,14 @@ async def test_an_allocate_that_hangs_stops_every_other_pod(kubelet: KubeletUnde
         await plugin.register()
         await kubelet.wait_healthy(plugin.resource, {"a", "b", "c"})
         plugin.allocate_gate.clear()
+        before = (await kubelet.pod_resources.listed()).keys()
         async with asyncio.TaskGroup() as group:
             hung = group.create_task(kubelet.run_pod(plugin.resource, 1))
             await plugin.wait_for(lambda: plugin.count("Allocate") == 1)
             other = group.create_task(kubelet.run_pod(unique_resource(), 1))
-            assert len(await listed(kubelet)) == 1
+            assert len((await kubelet.pod_resources.listed()).keys() - before) <= 1
             assert not hung.done()
             assert not other.done()
             plugin.allocate_gate.set()
         assert hung.result().running
         assert other.result().running
-
-
-async def listed(kubelet: KubeletUnderTest) -> dict[str, set[str]]:
-    """Return what PodResources List shows; only an emulated kubelet has pods of ours."""
-    assert isinstance(kubelet, EmulatedUnderTest)
-    return await kubelet.pod_resources.listed()

@@ -42,6 +42,7 @@ from agent.simulation.kubelet.services import (
     pod_resources_methods,
     registration_methods,
 )
+from agent.simulation.kubelet.static_pods import StaticPods
 from agent.simulation.kubelet.watch import ChangeStream
 from agent.simulation.kubelet.wire import sever
 
@@ -62,7 +63,8 @@ class EmulatedKubelet:
     each pod has a directory. ``present``
     False leaves it down until ``start`` or the fault ``clear``. ``seed`` decides every random choice.
     ``version`` is the Kubernetes release whose behaviour it has where releases differ. ``numa_affinity`` are
-    the NUMA nodes that a topology manager would choose for every container.
+    the NUMA nodes that a topology manager would choose for every container. ``manifests`` is a folder whose
+    pods run here.
     """
 
     def __init__(
@@ -77,10 +79,12 @@ class EmulatedKubelet:
         remove_sockets: bool = True,
         checkpoint: bool = True,
         pod_logs: Path | None = None,
+        manifests: Path | None = None,
         version: tuple[int, int] = (1, 36),
         numa_affinity: frozenset[int] | None = None,
     ) -> None:
         self._version = version
+        self._manifests = manifests
         self.device_plugins = device_plugins
         self.pod_resources = pod_resources
         self._present = present
@@ -113,6 +117,8 @@ class EmulatedKubelet:
             raise AgentError(f"The simulated kubelet cannot make its directories: {error}") from error
         if self._present:
             await self.start()
+        if self._manifests is not None:
+            self._spawn(StaticPods(self._manifests, self, self._spawn).run(), "kubelet-static-pods")
         return self
 
     async def __aexit__(

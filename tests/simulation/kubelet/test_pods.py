@@ -254,12 +254,40 @@ async def test_the_checkpoint_has_the_kubelets_shape(
 
 @pytest.mark.slow
 async def test_the_contract_suite_can_be_pointed_at_a_running_kubelet(kubelet: EmulatedKubelet) -> None:
+    """It says what it would need for the tests that it skips."""
     command = ["-m", "pytest", "tests/contract", "--kubelet-dir", str(kubelet.device_plugins)]
-    directories = ["--pod-resources-dir", str(kubelet.pod_resources), "-p", "no:cacheprovider"]
+    directories = ["--pod-resources-dir", str(kubelet.pod_resources), "-p", "no:cacheprovider", "-rs"]
     child = await asyncio.create_subprocess_exec(
-        sys.executable, *command, *directories, "-k", "offers or restart", stdout=asyncio.subprocess.PIPE
+        sys.executable,
+        *command,
+        *directories,
+        "-k",
+        "offers or starts_deletes or active_pod",
+        stdout=asyncio.subprocess.PIPE,
     )
     output, _ = await child.communicate()
     assert child.returncode == 0, output.decode()
-    assert b"a real kubelet is not restarted by a test" in output
+    assert b"a real kubelet is restarted by --kubelet-restart CMD alone" in output
+    assert b"a pod on a real kubelet needs --kubelet-manifests DIR" in output
     assert {each.peer_pid for each in kubelet.registrations} == {child.pid}
+
+
+async def test_pods_follow_a_folder_of_manifests(tmp_path: Path) -> None:
+    manifests = tmp_path / "manifests"
+    manifests.mkdir()
+    (manifests / "broken.yaml").write_text("kind: Pod\nmetadata: [")
+    (manifests / ".hidden.yaml").write_text(MANIFEST)
+    async with EmulatedKubelet(tmp_path / "dp", tmp_path / "pr", manifests=manifests) as kubelet:
+        (manifests / "job.yaml").write_text(MANIFEST)
+        await kubelet.wait_for(lambda seen: len(seen.pods) == 1)
+        pod = kubelet.pod("job-emulated", "team")
+        assert (pod.running, list(pod.containers)) == (True, ["main"])
+        (manifests / "job.yaml").rename(manifests / ".job.yaml")
+        await kubelet.wait_for(lambda seen: not seen.pods)
+
+
+MANIFEST = """
+kind: Pod
+metadata: {name: job, namespace: team}
+spec: {containers: [{name: main, resources: {limits: {cpu: 500m, example.com/unknown: 1}}}]}
+"""
