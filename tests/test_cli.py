@@ -155,6 +155,35 @@ def test_help_needs_nothing_heavy() -> None:
     assert not {"asyncio", "aiohttp", "grpclib", "pynvml", "yaml", "argparse"} & set(names.split())
 
 
+INTERRUPTED_WHILE_IMPORTING = """
+import os, signal, sys
+
+class Interrupt:
+    def find_spec(self, name, path, target=None):
+        if name == "agent.cli":
+            os.kill(os.getpid(), signal.SIGINT)
+
+signal.signal(signal.SIGINT, signal.{handler})
+sys.meta_path.insert(0, Interrupt())
+sys.argv = ["gpu-agent", "version"]
+from agent.start import main
+main()
+"""
+
+
+def test_an_interrupt_while_it_begins_ends_it_without_a_word() -> None:
+    code = INTERRUPTED_WHILE_IMPORTING.format(handler="default_int_handler")
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, "", "")
+
+
+def test_an_interrupt_that_is_ignored_stays_so() -> None:
+    code = INTERRUPTED_WHILE_IMPORTING.format(handler="SIG_IGN")
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("gpu-agent ")
+
+
 # Version
 
 

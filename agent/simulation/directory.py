@@ -76,18 +76,29 @@ class NodeDirectory:
             raise
 
     def release(self) -> None:
-        """Remove the directory and let go of it; a second call does nothing."""
+        """Remove the directory and let go of it; a second call does nothing.
+
+        What cannot be removed, as a process that is not gone yet may still write, is left to the next start.
+        """
         if self._lock < 0:
             return
         with contextlib.suppress(OSError):
             self._empty()
-        with contextlib.suppress(OSError):
             (self.path / LOCK_NAME).unlink()
-            self.path.rmdir()
-            for each in self._made:
-                each.rmdir()
+            self._remove()
         os.close(self._lock)
         self._lock = -1
+
+    def _remove(self) -> None:
+        try:
+            self.path.rmdir()
+        except OSError:
+            # Something was written after all; without a lock file the directory would be nobody's.
+            with contextlib.suppress(OSError), (self.path / LOCK_NAME).open("x", encoding="ascii") as file:
+                file.write(_sign())
+            raise
+        for each in self._made:
+            each.rmdir()
 
     def _empty(self) -> None:
         """Remove everything but the lock file; it goes last, so that what is left stays ours."""
@@ -307,10 +318,15 @@ def _lock(place: Path) -> int:
             raise
         # The one before us may have removed the file between our open and our lock.
         if _is_still_there(path, descriptor):
-            os.ftruncate(descriptor, 0)
-            os.pwrite(descriptor, f"{_SIGN}{os.getpid()}\n".encode(), 0)
+            # At no moment without a sign: a process that is killed here leaves a directory that is ours.
+            os.pwrite(descriptor, _sign().encode(), 0)
+            os.ftruncate(descriptor, len(_sign()))
             return descriptor
         os.close(descriptor)
+
+
+def _sign() -> str:
+    return f"{_SIGN}{os.getpid()}\n"
 
 
 def _is_still_there(path: Path, descriptor: int) -> bool:
