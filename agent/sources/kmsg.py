@@ -11,7 +11,7 @@ Guarantees:
 2. What the kernel dropped before it was read is counted by the gap in the sequence numbers, and told.
 3. The loop is never held up: reads do not block, a turn takes MAX_RECORDS_PER_TURN records, and the
    backlog is read in a thread of its own.
-4. What is kept is bounded: RECENT_LINES lines, MAX_RECORD_BYTES of a record that has not ended.
+4. What is kept is bounded: kmsg_recent.RECENT_LINES lines, MAX_RECORD_BYTES of a record that has not ended.
 
 *Cost:* nothing while the log is quiet. A record takes about 10 microseconds, at the start once also for
 each record of the log (some ten thousand). There is no period; a line is told within a turn of the loop.
@@ -46,6 +46,7 @@ from agent.model.facts import (
     UvmErrorSeen,
 )
 from agent.model.policy import SECOND_NS
+from agent.sources.kmsg_recent import RecentLines
 from agent.sources.kmsg_records import (
     MAX_ADDRESSES,
     Line,
@@ -64,8 +65,6 @@ KERNEL_LOG_PATH: Final = Path("/dev/kmsg")
 
 PERIOD_NS: Final = 10 * SECOND_NS
 """Between two reads although nothing came."""
-RECENT_LINES: Final = 200
-"""Lines of the driver that are kept for who looks into a fault."""
 MAX_RECORDS_PER_TURN: Final = 64
 """Records after which the loop gets its turn."""
 MAX_RECORD_BYTES: Final = 16_384
@@ -175,7 +174,7 @@ class KernelLogSource:
         self._inbox = inbox
         self._path = path
         self._clock = clock
-        self._recent: deque[str] = deque(maxlen=RECENT_LINES)
+        self._recent = RecentLines()
         self._records = self._of_processes = self._malformed = self._lost = 0
         self._reader = LogReader()
         self._earlier = EarlierLines()
@@ -196,7 +195,7 @@ class KernelLogSource:
 
     def recent(self) -> tuple[str, ...]:
         """Return the newest lines of the driver, the oldest first, each with its seconds since the boot."""
-        return tuple(self._recent)
+        return self._recent.all()
 
     def statistics(self) -> KernelLogStatistics:
         """Return the counts at this moment."""
@@ -325,7 +324,7 @@ class KernelLogSource:
             return
         lines = lines_of(record)
         if record.is_of_driver:
-            self._recent.extend(_shown(lines, record))
+            self._recent.add(_shown(lines, record))
         found = self._reader.read(lines, record.time_us)
         if record.time_us <= self._backlog_until_us:
             if found is not None:
@@ -364,7 +363,7 @@ class KernelLogSource:
             # That was another log: this one is not so long.
             self._read_until = None
         self._tell_earlier(backlog.earlier, before=first)
-        self._recent = deque((*backlog.lines, *self._recent), maxlen=RECENT_LINES)
+        self._recent.add_before(backlog.lines)
         if self._next_sequence is None and backlog.newest is not None:
             self._next_sequence = backlog.newest + 1
         self._backlog_read = True
@@ -470,7 +469,7 @@ def _read_backlog(path: Path) -> _Backlog:
     """Read what the kernel's device has until now; blocks for milliseconds, never for more lines."""
     reader = LogReader()
     earlier = EarlierLines()
-    kept: deque[str] = deque(maxlen=RECENT_LINES)
+    kept = RecentLines()
     newest: int | None = None
     descriptor, _ = _open(path)
     try:
@@ -490,10 +489,10 @@ def _read_backlog(path: Path) -> _Backlog:
                 continue
             lines = lines_of(record)
             if record.is_of_driver:
-                kept.extend(_shown(lines, record))
+                kept.add(_shown(lines, record))
             found = reader.read(lines, record.time_us)
             if found is not None:
                 earlier.add(record.sequence, found)
     finally:
         os.close(descriptor)
-    return _Backlog(earlier, tuple(kept), newest)
+    return _Backlog(earlier, kept.all(), newest)

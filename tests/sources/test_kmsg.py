@@ -25,10 +25,10 @@ from agent.sources.kmsg import (
     KERNEL_LOG_PATH,
     MAX_RECORD_BYTES,
     MAX_RECORDS_PER_TURN,
-    RECENT_LINES,
     EarlierLines,
     KernelLogSource,
 )
+from agent.sources.kmsg_recent import RECENT_LINES
 from agent.sources.kmsg_records import RepairLine, XidLine
 from tests.harness import short_directory
 from tests.sources.recorder import Recorder, until
@@ -243,6 +243,17 @@ async def test_the_newest_lines_of_the_driver_are_kept_for_who_asks(pipe: Pipe, 
         "[   12.000002] NVRM: second",
         "[    0.000003] NVRM: third",
     )
+
+
+async def test_an_xid_that_repeats_evicts_no_other_line(pipe: Pipe, start: StartSource) -> None:
+    source = await start(pipe.path)
+    pipe.write(line(0, "NVRM: Xid (PCI:0000:3b:00): 79, GPU has fallen off the bus."))
+    for number in range(1, RECENT_LINES + 50):
+        pipe.write(line(number, "NVRM: Xid (PCI:0000:3b:00): 31, pid=7, name=job"))
+    await until(lambda: source.statistics().records == RECENT_LINES + 50)
+    recent = source.recent()
+    assert len(recent) == RECENT_LINES
+    assert "fallen off the bus" in recent[0]
 
 
 async def test_so_many_lines_are_kept(pipe: Pipe, start: StartSource) -> None:
