@@ -68,7 +68,11 @@ def _xid_of(state: State, fact: facts.KernelXidSeen, gpu: Gpu, now_ns: int) -> A
     told = _report_of(fact, gpu)
     code = listed_code(fact.xid, state.xids.get(gpu.uuid, {}))
     place = place_of(gpu, told)
+    is_action = fact.xid == xids.RECOVERY_ACTION_CHANGED and fact.xid not in state.policy.xid_overrides
     if fact.live and place is not None and is_told_by_another(state, place, code, fact.source, now_ns):
+        # NVML has told of the number; which action it is only the line says.
+        if is_action:
+            return _action_announced(state, fact, gpu, now_ns)
         return _refined(state, fact, place, code, now_ns), ()
     state, count = _counted(state, fact, gpu.uuid, code)
     if not count:
@@ -76,7 +80,7 @@ def _xid_of(state: State, fact: facts.KernelXidSeen, gpu: Gpu, now_ns: int) -> A
     if fact.live and place is not None:
         recent = with_teller(state.recent_xids, place, code, fact.source, now_ns)
         state = replace(state, recent_xids=recent)
-    if fact.xid == xids.RECOVERY_ACTION_CHANGED and fact.xid not in state.policy.xid_overrides:
+    if is_action:
         return _action_announced(state, fact, gpu, now_ns)
     why = _why_only_counted(state, fact)
     if why is not None or place is None:
@@ -152,15 +156,24 @@ def _said(
 def _refined(state: State, fact: facts.KernelXidSeen, place: Placement, code: int, now_ns: int) -> State:
     """Return the state after the line of an XID that NVML reported just now: the line says more."""
     said = _said(state, fact, place, code, fact.count, now_ns)
+    known = {
+        key: condition
+        for key, condition in state.conditions.items()
+        if key.reason is Reason.XID and key.code == code and key.placement.overlaps(place)
+    }
+    if not known and _flips(state, fact) and not xids.flips(fact.xid, state.policy, branch=_branch(state)):
+        # The number alone flipped nothing; NVML has confirmed what the line says.
+        return with_raised(state, {said.key: Suspect(said, frozenset(), is_live=True)})
     active = dict(state.conditions)
-    for key, known in state.conditions.items():
-        is_same = key.reason is Reason.XID and key.code == code and key.placement.overlaps(place)
-        if not is_same or key.source == fact.source:
+    for key, condition in known.items():
+        if key.source == fact.source or condition.count > fact.count:
             continue
-        if not _flips(state, fact) and known.count <= fact.count:
+        if _flips(state, fact):
+            active[key] = replace(
+                condition, message=said.message, recovery=said.recovery, evidence=said.evidence
+            )
+        else:
             del active[key]
-        elif known.count <= fact.count:
-            active[key] = replace(known, message=said.message, recovery=said.recovery, evidence=said.evidence)
     return state if active == state.conditions else replace(state, conditions=active)
 
 

@@ -218,10 +218,6 @@ def test_the_verdict_rests_on_the_words_whoever_told_first(
     told = [xid(code), logged(code, words=words)]
     node.tell(told[first], told[1 - first])
     expected = [] if recovery is None else [recovery]
-    if (first, code, recovery) == (0, 94, Recovery.RESET):
-        # Under catalog NVML's number alone flips nothing, so the line has no witness yet.
-        assert reasons(node) <= {Reason.UNCONFIRMED}
-        return
     assert [item.recovery for item in node.conditions()] == expected
 
 
@@ -385,10 +381,20 @@ def test_the_all_clear_and_what_is_not_about_the_gpu_flip_nothing(fact: Fact, xi
     assert node.conditions() == []
 
 
-@pytest.mark.parametrize("fact", [announced(2), of_backlog(154, words=XidWords(action=2))])
-def test_a_reboot_that_the_driver_wants_lasts_where_nothing_else_reads_it(fact: Fact) -> None:
+@pytest.mark.parametrize(
+    "told",
+    [
+        (announced(2),),
+        (xid(154), announced(2)),
+        (announced(2), xid(154)),
+        (of_backlog(154, words=XidWords(action=2)),),
+    ],
+    ids=["the line alone", "NVML first", "line first", "before the start"],
+)
+def test_a_reboot_that_the_driver_wants_lasts_where_nothing_else_reads_it(told: tuple[Fact, ...]) -> None:
     node = well_node(gpu(0))
-    node.tell(*blind_poll(), fact)
+    node.tell(*blind_poll(), *told)
+    assert node.state.xids == {U0: {154: 1}}
     for _ in range(10):
         node.after(60 * S, *blind_poll())
     node.tell(GpuRebound(gpu(0).pci, bound=True), *blind_poll(), *blind_poll(), *blind_poll())
