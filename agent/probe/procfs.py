@@ -18,6 +18,7 @@ import errno
 import os
 import platform
 import re
+from array import array
 from collections.abc import Iterator
 from contextlib import suppress
 from itertools import islice
@@ -64,6 +65,7 @@ class Bounds(NamedTuple):
     """Descriptors of one process."""
     threads: int = 65_536
     """Threads whose table of descriptors is compared with that of their process."""
+    threads_each: int = 16_384
     mount_bytes: int = 32 << 20
     """Of all mountinfo files; a mount namespace may have 100,000 mounts."""
     mount_bytes_each: int = 4 << 20
@@ -100,6 +102,15 @@ _Found = tuple[tuple[int, int, int, int, int], tuple[int, int]]
 """As merge_held wants it: process, start, 0, device, cgroup; table of descriptors and number."""
 
 
+class _Mounts(NamedTuple):
+    """The mounts of a namespace."""
+
+    remote: frozenset[bytes]
+    """Those that another machine serves."""
+    some: "array[int] | None"
+    """Those that were read, where there are more; None: all were."""
+
+
 class _Scanner:
     """One scan: what is left of its bounds, and what it could not read."""
 
@@ -115,8 +126,8 @@ class _Scanner:
         self._room = bounds.of_process
         self._threads = bounds.threads
         self._mount_bytes = bounds.mount_bytes
-        self._is_remote: dict[object, dict[bytes, bool]] = {}
-        """Mounts by namespace: whether another machine serves them."""
+        self._mounts: dict[object, _Mounts | None] = {}
+        """By namespace."""
         self._problem = ""
         """Why not even all processes could be listed."""
         self._unread: dict[int, str] = {}
@@ -158,6 +169,8 @@ class _Scanner:
                 self._unread[pid] = error.strerror or str(error)
         start = _start_ticks(f"{folder}/stat") if held else None
         if start is None:
+            if held and os.path.exists(folder):  # noqa: PTH110
+                self._unread[pid] = "its start is unknown"
             return
         cgroup = _cgroup_id(f"{folder}/cgroup", self._cgroup_root)
         for device, descriptor in held:
@@ -184,13 +197,15 @@ class _Scanner:
     def _threads_of(self, pid: int) -> Iterator[int]:
         """Yield the threads of a process but the first."""
         folder = f"{self._proc}/{pid}/task"
+        room = min(self._threads, self._bounds.threads_each)
         with suppress(FileNotFoundError, ProcessLookupError), os.scandir(folder) as entries:
             for entry in entries:
                 if not entry.name.isdigit() or int(entry.name) == pid:
                     continue
-                if self._threads <= 0:
+                if room <= 0:
                     self._cut[pid] = None
                     return
+                room -= 1
                 self._threads -= 1
                 yield int(entry.name)
 
@@ -230,39 +245,44 @@ class _Scanner:
         Source: proc_pid_fdinfo(5), proc_pid_mountinfo(5).
         """
         mount = _read(f"{folder}/fdinfo/{number}").partition(b"mnt_id:")[2].strip().partition(b"\n")[0]
-        if not mount:
+        if not mount.isdigit():
             # Closed meanwhile, or a test's.
             return None if os.path.lexists(f"{folder}/fdinfo/{number}") else False
         try:
             namespace: object = os.stat(f"{folder}/ns/mnt").st_ino  # noqa: PTH116
         except OSError:
             namespace = folder
-        known = self._is_remote.setdefault(namespace, {})
-        if mount not in known:
-            return self._find_mount(f"{folder}/mountinfo", mount, known)
-        return known[mount]
+        if namespace not in self._mounts:
+            self._mounts[namespace] = self._read_mounts(f"{folder}/mountinfo")
+        mounts = self._mounts[namespace]
+        if mounts is None or mount in mounts.remote:
+            return None if mounts is None else True
+        # One that is not there was unmounted, or came with a descriptor from another namespace.
+        return False if mounts.some is None or int(mount) in mounts.some else None
 
-    def _find_mount(self, path: str, wanted: bytes, known: dict[bytes, bool]) -> bool | None:
-        """Read a mountinfo line by line up to a mount; those on the way are kept."""
+    def _read_mounts(self, path: str) -> _Mounts | None:
+        """Read a mountinfo line by line, as far as there is room; None where it cannot be read."""
         room = min(self._bounds.mount_bytes_each, self._mount_bytes)
+        self._mount_bytes -= room
+        remote, some = set[bytes](), array("I")
+        is_begun = False
         try:
             with open(path, "rb") as file:  # noqa: PTH123
-                is_begun = False
                 while room > 0 and (line := file.readline(MAX_LINE_BYTES)):
                     room -= len(line)
-                    self._mount_bytes -= len(line)
                     is_rest, is_begun = is_begun, not line.endswith(b"\n")
-                    if is_rest:
+                    number = line.partition(b" ")[0]
+                    if is_rest or is_begun or not number.isdigit():
                         continue
-                    number, kind = line.partition(b" ")[0], line.partition(b" - ")[2].partition(b" ")[0]
-                    known[number] = kind in _REMOTE
-                    if number == wanted:
-                        return None if is_begun else known[number]
+                    some.append(int(number) & 0xFFFFFFFF)
+                    if line.partition(b" - ")[2].partition(b" ")[0] in _REMOTE:
+                        remote.add(number)
         except OSError as error:
             # EINVAL: the process has left its mounts and is about to end.
-            return False if error.errno in {errno.ENOENT, errno.EINVAL} else None
-        # One that is not there was unmounted, or came with a descriptor from another namespace.
-        return None if room <= 0 else False
+            return _Mounts(frozenset(), None) if error.errno in {errno.ENOENT, errno.EINVAL} else None
+        finally:
+            self._mount_bytes += max(0, room)
+        return _Mounts(frozenset(remote), some if room <= 0 else None)
 
     # What could not be read
 

@@ -258,6 +258,7 @@ def test_a_proc_that_is_not_there_says_so(tmp_path: Path) -> None:
         (procfs.Bounds(descriptors=5), 5, "more descriptors or threads than are read: process 3"),
         (procfs.Bounds(of_process=3), 9, "more descriptors or threads than are read: process 4"),
         (procfs.Bounds(threads=0), 10, "more descriptors or threads than are read: process 1"),
+        (procfs.Bounds(threads_each=0), 10, "more descriptors or threads than are read: process 1"),
         # A neighbour's mounts are found all the same.
         (procfs.Bounds(mount_bytes_each=300), 9, "more mounts than are read: process 2"),
         (procfs.Bounds(mount_bytes=300), 9, "more mounts than are read: process 2"),
