@@ -204,6 +204,7 @@ class Assembly:
     def make_pods(self) -> Source:
         """Make the source that asks which pod holds what."""
         from agent.sources.pods import PodsSource
+        from agent.sources.pods_ended import EndedPods
 
         self.pods = PodsSource(
             inbox=self.inbox,
@@ -212,6 +213,9 @@ class Assembly:
             checkpoint=Path(self.settings.kubelet_socket_or_default).parent / CHECKPOINT,
             clock=self.clock,
             period_ns=self.settings.pods_poll_ns,
+            ended=EndedPods(
+                Path(self.settings.sys_root, "fs/cgroup"), kubelet_root=self.settings.kubelet_cgroup_root
+            ),
             prove=self._prover(PODS),
         )
         return self.pods

@@ -22,7 +22,7 @@ from typing import Final
 from agent.bus import Inbox, Latest
 from agent.core.freshness import Terms
 from agent.errors import KubeletError
-from agent.log import fields
+from agent.log import about
 from agent.model.facts import Fact, KubeletCounted
 from agent.model.ids import Part
 from agent.model.parts import KUBELET_COUNT
@@ -115,8 +115,8 @@ class KubeletCountSource:
         """Log a trouble when it begins or changes, not each time it is met."""
         if self._trouble != str(error):
             self._trouble = str(error)
-            message = "Asking the kubelet which devices it has failed: %s"
-            _log.log(level, message, error, extra=fields(path=str(self._socket)))
+            message = "Asking the kubelet which devices it has failed: %(detail)s"
+            _log.log(level, message, about(detail=str(error), path=str(self._socket)))
 
 
 def _is_registered(snapshot: Snapshot) -> bool:

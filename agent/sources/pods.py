@@ -14,7 +14,7 @@ Guarantees:
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Final
 
@@ -23,6 +23,7 @@ from agent.errors import KubeletError
 from agent.log import about
 from agent.model.facts import AllocationsListed, Fact, PodsSeen
 from agent.model.policy import SECOND_NS
+from agent.sources.pods_ended import EndedPods
 from agent.sources.pods_holders import Holders
 from agent.sources.pods_uids import SeenPods, pods_by_uid
 from agent.sources.pods_wire import AbsentError, Listing, list_pods, listing_of
@@ -53,12 +54,13 @@ class PodsSource:
         deadline_ns: int = DEADLINE_NS,
         retry_ns: int = RETRY_NS,
         resource_prefix: str = RESOURCE_PREFIX,
+        ended: EndedPods | None = None,
         prove: Callable[[], object] = lambda: None,
     ) -> None:
         """``socket`` is the kubelet's for pod-resources, ``pod_logs`` where it keeps the logs of pods.
 
-        Only devices of resources with the prefix are told of. ``prove`` is called when the kubelet was asked,
-        whatever came of it.
+        Only devices of resources with the prefix are told of. ``ended`` knows finished pods. ``prove`` is
+        called when the kubelet was asked, whatever came of it.
         """
         self._inbox = inbox
         self._socket = socket
@@ -71,6 +73,7 @@ class PodsSource:
         self._retry_ns = retry_ns
         self._prefix = resource_prefix
         self._holders = Holders()
+        self._ended = ended
         self._trouble: str | None = None
 
     async def run(self) -> None:
@@ -81,7 +84,7 @@ class PodsSource:
                 await asyncio.sleep(self._retry_ns / 1e9)
                 if not await self._ask():
                     # Pods may come and go meanwhile, so the next list cannot be compared with the last.
-                    self._holders.forget()
+                    self._forget()
             self._prove()
             await asyncio.sleep(max(0, began_ns + self._period_ns - self._clock()) / 1e9)
 
@@ -89,10 +92,10 @@ class PodsSource:
         """Ask once; returns whether there was an answer, or there is nobody to ask again soon."""
         try:
             answer = await list_pods(self._socket, timeout_s=self._deadline_ns / 1e9)
-            listing, pods = await in_daemon_thread("pods-list", lambda: self._read(answer))
+            listing, pods, ended = await in_daemon_thread("pods-list", lambda: self._read(answer))
         except AbsentError as error:
             self._note_trouble(logging.INFO, "Waiting for the kubelet's pod-resources socket", error)
-            self._holders.forget()
+            self._forget()
             return True
         except KubeletError as error:
             self._note_trouble(logging.WARNING, "Could not ask the kubelet which pods hold devices", error)
@@ -100,17 +103,24 @@ class PodsSource:
         if self._trouble is not None:
             self._trouble = None
             _log.info("The kubelet lists which pods hold devices at %(path)s", about(path=str(self._socket)))
-        self._inbox.put(AllocationsListed(pods=self._holders.after(listing.claims)))
+        self._inbox.put(AllocationsListed(pods=self._holders.after(listing.claims, ended)))
         if pods is not None:
             self._inbox.put(PodsSeen(pods.pods, complete=pods.complete))
         return True
 
-    def _read(self, answer: bytes) -> tuple[Listing, SeenPods | None]:
+    def _read(self, answer: bytes) -> tuple[Listing, SeenPods | None, Collection[str]]:
         listing = listing_of(answer, prefix=self._prefix)
         pods = pods_by_uid(
             listing.names, listing.claims, pod_logs=self._pod_logs, checkpoint=self._checkpoint
         )
-        return listing, pods
+        if pods is None or self._ended is None:
+            return listing, pods, ()
+        return listing, pods, self._ended.after(listing.claims, pods.pods)
+
+    def _forget(self) -> None:
+        self._holders.forget()
+        if self._ended is not None:
+            self._ended.forget()
 
     def _note_trouble(self, level: int, message: str, error: KubeletError) -> None:
         """Log a trouble when it begins or changes, not each time it is met."""

@@ -8,13 +8,14 @@ are finished. What can be known from the list alone:
   included, until they are listed with another device than then (a new pod of the same name).
 - Where several are listed with a device and none of them came later, one holds it and it is not known
   which. All are named then, with `` or `` between them.
-- A finished pod that is alone with its device counts as its holder: the device may still be taken.
+- A finished pod that is alone with its device counts as its holder, unless it is known to have ended
+  (pods_ended): the device may still be taken.
 
 Source: kubernetes pkg/kubelet/cm/devicemanager/manager.go (UpdateAllocatedDevices),
 pkg/kubelet/apis/podresources/server_v1.go.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from agent.model.ids import DeviceId
 from agent.sources.pods_wire import Claims
@@ -34,8 +35,11 @@ class Holders:
         self._before = None
         self._finished = set()
 
-    def after(self, claims: Claims) -> Mapping[DeviceId, str]:
-        """Return the holder of each device, by what is listed now and what was listed before."""
+    def after(self, claims: Claims, ended: Collection[str] = ()) -> Mapping[DeviceId, str]:
+        """Return the holder of each device, by what is listed now and what was listed before.
+
+        ``ended`` are pods that are known to have finished.
+        """
         claimants: dict[str, list[str]] = {}
         for pod, devices in claims.items():
             for device in devices:
@@ -44,7 +48,7 @@ class Holders:
         self._before = claims
         holders: dict[DeviceId, str] = {}
         for device, pods in sorted(claimants.items()):
-            left = sorted(pod for pod in pods if pod not in self._finished)
+            left = sorted(pod for pod in pods if pod not in self._finished and pod not in ended)
             if left:
                 holders[DeviceId(device)] = SEVERAL.join(left)
         return holders

@@ -17,10 +17,11 @@ import pytest
 
 from agent.errors import KubeletError
 from agent.model.facts import AllocationsListed, PodsSeen
-from agent.model.usage import PodSeen
+from agent.model.usage import PodSeen, PodUid
 from agent.simulation.kubelet import EmulatedKubelet
 from agent.simulation.stubs.podresources.v1 import api_pb2 as pods_pb
 from agent.sources.pods import PodsSource
+from agent.sources.pods_ended import EndedPods
 from agent.sources.pods_holders import Holders
 from agent.sources.pods_uids import SeenPods, pods_by_uid
 from agent.sources.pods_wire import MAX_ANSWER_BYTES, AbsentError, list_pods, listing_of
@@ -139,6 +140,56 @@ async def test_a_finished_pod_whose_devices_were_handed_out_again_is_no_holder(
             (taken,) = outcome.containers["main"].devices[GPU]
             # Its other devices are not held any more either.
             await told(recorder, {taken: "default/new"})
+
+
+@pytest.mark.parametrize(
+    "cgroup",
+    [
+        "kubepods.slice/kubepods-pod{dashed}.slice",
+        "kubepods.slice/kubepods-burstable.slice/kubepods-burstable-pod{dashed}.slice",
+        "kubepods/besteffort/pod{uid}",
+        "pids/kubepods/pod{uid}",
+        "kubelet.slice/kubelet-kubepods.slice/kubelet-kubepods-pod{dashed}.slice",
+    ],
+)
+async def test_a_finished_pod_that_is_alone_with_its_devices_holds_none_once_its_cgroup_is_gone(
+    start: Start, recorder: Recorder, cgroup: str
+) -> None:
+    root = "/kubelet.slice" if cgroup.startswith("kubelet") else "/"
+    with short_directory() as directory:
+        async with (
+            EmulatedKubelet(
+                directory / "dp", directory / "pr", version=(1, 33), pod_logs=directory / "logs"
+            ) as kubelet,
+            plugin_for(kubelet) as plugin,
+        ):
+            await plugin.register()
+            await kubelet.wait_for(lambda seen: seen.allocatable(GPU) == 4)
+            await kubelet.run_pod("job", "default", {"main": {GPU: 4}})
+            uid = next((directory / "logs").iterdir()).name.rpartition("_")[2]
+            path = directory / "cgroup" / cgroup.format(uid=uid, dashed=uid.replace("-", "_"))
+            path.mkdir(parents=True)
+            ended = EndedPods(directory / "cgroup", kubelet_root=root)
+            await start(socket_of(kubelet), pod_logs=directory / "logs", ended=ended)
+            await recorder.at_least(4, AllocationsListed)
+            holders = dict.fromkeys("abcd", "default/job")
+            assert all(dict(fact.pods) == holders for fact in recorder.of(AllocationsListed))
+            kubelet.finish_pod("job", "default")
+            path.rmdir()
+            await told(recorder, {})
+
+
+async def test_a_pod_without_a_cgroup_holds_its_devices_at_its_first_list_or_where_no_cgroup_is_seen(
+    tmp_path: Path,
+) -> None:
+    pods = {PodUid("u-1"): PodSeen("default", "job"), PodUid("u-2"): PodSeen("default", "old", alive=False)}
+    listed = ("default/job", "default/old", "default/unknown")
+    ended = EndedPods(tmp_path)
+    assert [ended.after(listed, pods) for _ in range(3)] == [frozenset()] * 3
+    (tmp_path / "kubepods").mkdir()
+    assert [ended.after(listed, pods) for _ in range(2)] == [frozenset(), {"default/job"}]
+    ended.forget()
+    assert ended.after(listed, pods) == frozenset()
 
 
 async def test_a_kubelet_that_comes_later_is_waited_for_quietly(
