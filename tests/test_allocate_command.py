@@ -130,7 +130,7 @@ def test_mps_is_taken_to_serve(capsys: pytest.CaptureFixture[str], tmp_path: Pat
 
 def test_an_unknown_device_is_told_with_those_that_there_are(capsys: pytest.CaptureFixture[str]) -> None:
     status, sentence = refused(capsys, "--scenario=xid-79", "0", "GPU-gone")
-    assert status == 1
+    assert status == 2
     assert sentence.startswith(
         "gpu-agent: GPU-gone is not a device of nvidia.com/gpu on this node, which has 0, 1, 2, 3, ...;"
     )
@@ -178,5 +178,5 @@ async def test_a_running_agent_says_what_its_kubelet_would_get(tmp_path: Path) -
     assert yaml.safe_load(of_file.out) == {
         "containerResponses": [{"cdiDevices": [{"name": "k8s.device-plugin.nvidia.com/gpu=1"}]}]
     }
-    assert unknown.status == 1
+    assert unknown.status == 2
     assert "9 is not a device of nvidia.com/gpu on this node" in unknown.err

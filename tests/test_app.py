@@ -155,9 +155,7 @@ async def test_a_port_in_use_never_stops_the_plugin(node: SimulatedNode) -> None
         address = f"127.0.0.1:{taken.getsockname()[1]}"
         async with running(flags_of(node, http_listen=address)) as agent:
             await wait_allocatable(node, 4)
-            line = await agent.wait_line(
-                "Could not listen; the port or socket is tried again every few seconds"
-            )
+            line = await agent.wait_line(f"Could not listen on {address}: ")
             assert line["detail"] == "Address already in use"
             assert await agent.stop() == 0
 

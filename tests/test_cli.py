@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 
 import agent
 from agent import cli
+from agent.commands import events as events_command
 from agent.commands import render
 from agent.commands.client import AgentClient, candidates, find_agent
 from agent.commands.devices import device_lines
@@ -263,9 +264,9 @@ SICK = {
 @pytest.mark.usefixtures("_on_a_terminal")
 def test_the_table_has_the_columns_people_expect() -> None:
     lines = device_lines([device(0), device(1, **SICK)])
-    assert lines[0].split() == ["ID", "MODEL", "HEALTH", "REASON", "SINCE", "POD"]
-    assert lines[1].split()[4:] == ["healthy", "<none>", "<none>", "<unknown>"]
-    assert lines[2].split()[:6] == ["GPU-00000001", "H100", "80GB", "HBM3", "unhealthy", "xid"]
+    assert lines[0].split() == ["GPU", "ID", "MODEL", "HEALTH", "REASON", "SINCE", "POD"]
+    assert lines[1].split()[5:] == ["healthy", "<none>", "<none>", "<unknown>"]
+    assert lines[2].split()[:7] == ["1", "GPU-00000001", "H100", "80GB", "HBM3", "unhealthy", "xid"]
     assert max(map(len, lines)) <= 80
 
 
@@ -278,6 +279,38 @@ def test_who_holds_a_device_is_shown_where_it_is_known(
 ) -> None:
     lines = device_lines([device(0, allocated=allocated, pod=pod)])
     assert lines[1].split()[-1] == shown
+
+
+@pytest.mark.parametrize(
+    ("columns", "titles"),
+    [
+        (160, ["GPU", "ID", "MODEL", "HEALTH", "REASON", "SINCE", "POD"]),
+        (80, ["GPU", "ID", "HEALTH", "REASON", "SINCE", "POD"]),
+        (40, ["GPU", "ID", "HEALTH", "REASON"]),
+        (24, ["GPU", "HEALTH", "REASON"]),
+    ],
+)
+def test_a_table_is_as_wide_as_the_terminal_and_leaves_out_what_says_least(
+    columns: int, titles: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stdout", Terminal())
+    monkeypatch.setenv("COLUMNS", str(columns))
+    monkeypatch.setenv("NO_COLOR", "1")
+    model, pod = "RTX PRO 6000 Blackwell Server Edition", "a-namespace/a-pod-with-a-name"
+    whole = "GPU-00000000-0000-4000-8000-000000000001"
+    lines = device_lines([device(0, id=whole, model=model, allocated=True, pod=pod), device(1, **SICK)])
+    assert lines[0].split() == titles
+    assert max(map(len, lines)) <= columns
+    if columns == 160:
+        assert (whole in lines[1], model in lines[1], pod in lines[1]) == (True, True, True)
+    event = {"time": "2026-01-02T03:04:05.000Z", "kind": "driver", "message": "x" * 300, "warning": False}
+    line = events_command._line({**event, "fields": {}}, render.Output.TABLE)
+    assert len(line) == columns
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
 
 
 def test_a_table_that_a_program_reads_is_not_cut() -> None:
@@ -298,13 +331,13 @@ def test_ids_are_cut_only_as_far_as_they_stay_apart() -> None:
     unlike = [device(0), device(1)]
     alike = [device(0, id=f"GPU-00000000-0000-4000-8000-00000000000{number}") for number in range(3)]
     shared = [device(0, id=f"GPU-00000000-0000-4000-8000-000000000001::{number}") for number in range(3)]
-    assert first_column(unlike) == ["GPU-00000000", "GPU-00000001"]
-    assert first_column(alike) == ["GPU-…00000000", "GPU-…00000001", "GPU-…00000002"]
-    assert first_column(shared) == ["GPU-00000000::0", "GPU-00000000::1", "GPU-00000000::2"]
+    assert ids_of(unlike) == ["GPU-00000000", "GPU-00000001"]
+    assert ids_of(alike) == ["GPU-…00000000", "GPU-…00000001", "GPU-…00000002"]
+    assert ids_of(shared) == ["GPU-00000000::0", "GPU-00000000::1", "GPU-00000000::2"]
 
 
-def first_column(devices: list[dict[str, Any]]) -> list[str]:
-    return [line.split()[0] for line in device_lines(devices)[1:]]
+def ids_of(devices: list[dict[str, Any]]) -> list[str]:
+    return [line.split()[1] for line in device_lines(devices)[1:]]
 
 
 @pytest.mark.parametrize(
@@ -500,7 +533,7 @@ async def test_a_running_agent_answers_every_question(live: AgentProcess, node: 
     assert f"serving for 0s, process {live.pid}" in re.sub(r"for \w+,", "for 0s,", status)
     assert "Ready    yes" in status
     events = (await asked(live, "events", "-o", "wide")).stdout
-    assert "Registered with the kubelet" in events
+    assert "is registered with the kubelet" in events
     assert (await asked(live, "events", "--since", "1h", "-o", "json")).returncode == 0
 
 
@@ -523,13 +556,13 @@ async def test_events_can_be_watched_over_a_restart_of_the_agent(
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.DEVNULL,
     )
-    await next_event(watching, "Registered with the kubelet")
+    await next_event(watching, "is registered with the kubelet")
     node.nvml.push_xid(0, 79)
     event = await next_event(watching, "A condition was raised")
     assert event["fields"]["code"] == 79
     assert await live.stop() == 0
     async with running(live.flags):
-        await next_event(watching, "Registered with the kubelet")
+        await next_event(watching, "is registered with the kubelet")
         watching.send_signal(signal.SIGINT)
         assert await watching.wait() == 0
 

@@ -203,7 +203,7 @@ async def test_events_from_before_the_agent_was_started_are_on_disk(node: Simula
             assert numbers == sorted(set(numbers))
         log_file = str(Path(agent.flags["state-dir"], "events.jsonl"))
         read = await gpu_agent("events", "--file", log_file)
-        assert "A condition was raised" in read.out
+        assert " has the condition XID 79: " in read.out
         assert (await gpu_agent("events", "--file", log_file, "-w")).status == 2
 
 

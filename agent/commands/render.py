@@ -144,7 +144,7 @@ def local_time(text: str) -> str:
 def device_rows(devices: Sequence[Json], *, now_ns: int, is_wide: bool) -> list[list[str]]:
     """Return the rows of the table of devices; ``now_ns`` is monotonic, as the document's moments."""
     ids = [str(device["id"]) for device in devices]
-    shown = ids if is_wide or ROOM_FOR_IDS <= width() < sys.maxsize else short_ids(ids)
+    shown = ids if is_wide or ROOM <= width() < sys.maxsize else short_ids(ids)
     return [
         _device_row(device, name, now_ns, is_wide=is_wide)
         for device, name in zip(devices, shown, strict=True)
@@ -155,8 +155,8 @@ DEVICE_TITLES: Final = ("GPU", "ID", "MODEL", "HEALTH", "REASON", "SINCE", "POD"
 WIDE_DEVICE_TITLES: Final = (*DEVICE_TITLES, "NUMA", "RESOURCE", "PCI", "MESSAGE")
 LEAST_OF_DEVICES: Final = ("MODEL", "SINCE", "POD", "ID")
 """What a narrow terminal goes without first; commands take the index."""
-ROOM_FOR_IDS: Final = 120
-"""Columns from which ids are shown whole."""
+ROOM: Final = 120
+"""Columns from which ids and models are shown whole."""
 
 
 def _device_row(device: Json, name: str, now_ns: int, *, is_wide: bool) -> list[str]:
@@ -261,7 +261,7 @@ def is_terminal(stream: TextIO) -> bool:
 def _model(name: object, *, is_wide: bool) -> str:
     if not name:
         return UNKNOWN
-    return fitted(str(name).removeprefix("NVIDIA "), share(18), is_wide=is_wide)
+    return fitted(str(name).removeprefix("NVIDIA "), 18 if width() < ROOM else width(), is_wide=is_wide)
 
 
 def _text(value: object) -> str:

@@ -390,7 +390,20 @@ def test_a_library_that_is_there_and_cannot_be_loaded_is_named_with_what_the_loa
     broken.write_text("no library")
     needed = tmp_path / "libneeded.so"
     for path, linked in ((needed, ()), (tmp_path / "needing.so", (needed,))):
-        command = ["cc", "-shared", "-nostdlib", "-x", "c", "/dev/null", "-x", "none", "-o", path, *linked]
+        command = [
+            "cc",
+            "-Wl,--no-as-needed",
+            "-shared",
+            "-nostdlib",
+            "-x",
+            "c",
+            "/dev/null",
+            "-x",
+            "none",
+            "-o",
+            path,
+            *linked,
+        ]
         subprocess.run([*command, f"-Wl,-soname,{path.name}"], check=True)
     needed.unlink()
     for path, said in (
