@@ -228,7 +228,10 @@ class HttpSink:
             )
         return _text(200 if answer.ok else 500, answer.body)
 
-    async def _preflight(self, _request: web.BaseRequest) -> web.Response:
+    async def _preflight(self, request: web.BaseRequest) -> web.Response:
+        if request.query_string:
+            # Who asks for something must not think that it was looked at.
+            return _error(400, "/preflight takes no parameters; its answer has every reason already")
         if self._agent.is_standby:
             return _json(documents.preflight_of_standby(), status=503)
         snapshot = self._latest.value

@@ -454,6 +454,14 @@ def test_at_80_columns_every_device_can_be_told_from_the_next() -> None:
     assert [("xid 79" in line, "Unhealthy" in line) for line in rows].count((True, True)) == 1
 
 
+def test_a_small_screen_shows_the_table_before_all_else_and_the_sick_first() -> None:
+    whole = draw(picture(), width=40, height=10, colour=False)
+    assert whole[1].split() == ["ID", "HEALTH", "REASON", "SINCE"]
+    assert sum("ealthy" in line for line in whole) == 8
+    smaller = draw(picture(), width=40, height=6, colour=False)
+    assert [line.split()[1:3] for line in smaller[2:4]] == [["Unhealthy", "xid"], ["Healthy", "<none>"]]
+
+
 def test_what_has_no_room_is_counted() -> None:
     lines = draw(picture(100), width=80, height=24, colour=False)
 

@@ -310,6 +310,19 @@ async def test_preflight_says_that_a_job_can_be_sent(serve: Serve) -> None:
         )
 
 
+@pytest.mark.parametrize("query", ["verbose", "gpus=2", "=", "x"])
+async def test_preflight_refuses_to_be_asked_for_what_it_does_not_look_at(serve: Serve, query: str) -> None:
+    async with serve() as served:
+        answer = await served.get(f"/preflight?{query}")
+        assert (answer.status, list(answer.json)) == (400, ["apiVersion", "error"])
+
+
+async def test_what_is_no_get_is_told_what_is_allowed(serve: Serve) -> None:
+    async with serve() as served:
+        answer = await served.get("/livez", method="POST")
+        assert (answer.status, answer.headers["Allow"]) == (405, "GET, HEAD")
+
+
 async def test_preflight_says_why_not(serve: Serve) -> None:
     async with serve(state=replace(node(), findings=(FOUND,))) as served:
         answer = await served.get("/preflight")
