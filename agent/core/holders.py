@@ -9,7 +9,7 @@ A scan costs what it changes: of a process of which it shows what the last one d
 told since, nothing is done.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from itertools import islice
 from typing import Final
 
@@ -18,7 +18,7 @@ from agent.core.held import NOTHING, File, FilesHeld, Held, Process
 from agent.core.registrations import Registrations
 from agent.core.rm_objects import Clients
 from agent.model.rm import RmEvent, RmObject
-from agent.model.usage import ENDED, UNINTERRUPTIBLE, ProcessKey, ProcessLook
+from agent.model.usage import ENDED, UNINTERRUPTIBLE, PodRef, ProcessKey, ProcessLook
 
 MAX_PROCESSES: Final = 65_536
 MAX_FILES: Final = 65_536
@@ -80,10 +80,14 @@ class Holders:
         """Return the newest process of each pid."""
         return self._current.values()
 
-    def process_of(self, key: ProcessKey) -> Process | None:
-        """Return a living process."""
+    def holder_of(self, key: ProcessKey, otherwise: ProcessLook | None = None) -> Hashable:
+        """Return the pod of a living process, or its cgroup; of an unknown one those of ``otherwise``."""
         process = self._current.get(key.pid)
-        return process if process is not None and process.key == key else None
+        look = process.look if process is not None and process.key == key else None
+        look = look or otherwise
+        if look is None:
+            return None
+        return look.pod.uid if isinstance(look.pod, PodRef) else look.cgroup
 
     def doubt(self) -> None:
         """Take that events were lost: an exit or a close may be among them, and the pid or address in use."""

@@ -18,7 +18,7 @@ A tracker is changed in place and owned by one source; what leaves it is frozen.
 fed with scans of /proc alone and says nothing of contexts.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Final
 
@@ -318,6 +318,10 @@ class Tracker:
             for process in self._holders.processes.values()
             if process.ended_ns is None and process.start is not None
         )
+
+    def holder_of(self, key: ProcessKey) -> Hashable:
+        """Return whose share of what is bounded a living process takes: its pod's, or its cgroup's."""
+        return self._holders.holder_of(key)
 
     @property
     def exiting(self) -> tuple[ProcessKey, ...]:

@@ -22,7 +22,6 @@ from agent.model.usage import (
     GpuTotal,
     NoPod,
     Orphan,
-    PodRef,
     ProcessKey,
     ProcessLook,
     ProcessUse,
@@ -161,11 +160,7 @@ class UseRecords:
 
     def _holder_of(self, orphan: Orphan) -> Hashable:
         """Return the pod, or the cgroup of the host, that keeps an orphan alive."""
-        look = orphan.owner
-        if orphan.holders:
-            holder = self._holders.process_of(orphan.holders[0])
-            look = look if holder is None or holder.look is None else holder.look
-        return look.pod.uid if isinstance(look.pod, PodRef) else look.cgroup
+        return self._holders.holder_of((*orphan.holders, orphan.owner.key)[0], orphan.owner)
 
     def _sum_up(self, use: ProcessUse, sign: int) -> None:
         for hold in () if use.is_agent else use.holds:

@@ -46,7 +46,8 @@ class JournalSink:
                 **fields(
                     **told, kind=str(event.kind), event=event.message, message_id=MESSAGE_IDS[event.kind]
                 ),
-                # A storm of one event must not silence the others, however its sentences differ.
-                "limited_as": event.message,
+                # A storm of one event must not silence the others, however its sentences differ; nor what a
+                # program can cause the same event of a fault.
+                "limited_as": f"{event.message} {(event.fields or {}).get('reason', '')}",
             },
         )

@@ -349,7 +349,7 @@ class EbpfSource:
             is_stale = True
             self._follow_ending()
         if is_stale:
-            await self._ends.watch(self._tracker.living)
+            await self._ends.watch(self._tracker.living, self._tracker.holder_of)
             await self._forget(began_ns, ended)
         await self._tell(is_stale=is_stale)
         if len(unlooked) > MAX_LOOKS:

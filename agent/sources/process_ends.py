@@ -1,17 +1,19 @@
 """Hears of the end of processes through pidfds, on the loop.
 
-Invariants: one descriptor for each process, at most MAX_WATCHED; the end of one that is not watched shows in
-the next scan. The kernel says that a pidfd is readable only once the process has let go of its files.
+Invariants: one descriptor for each process, at most MAX_WATCHED, with a share for each holder (a pod, or a
+cgroup of the host), so that one that forks takes no other's. The end of a process that is not watched shows
+in the next scan. The kernel says that a pidfd is readable only once the process has let go of its files.
 """
 
 import asyncio
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
 from agent import guard
+from agent.core.shares import Shares
 from agent.model.usage import ProcessKey
 from agent.sources.processes import open_pidfd
 from agent.threads import started_in_daemon_thread
@@ -20,35 +22,71 @@ MAX_WATCHED: Final = 1_024
 """Of the 4,096 descriptors that the unit allows the agent."""
 
 
+class _Watch:
+    """A process that is watched; without a descriptor until that is open."""
+
+    __slots__ = ("descriptor",)
+
+    def __init__(self) -> None:
+        self.descriptor = -1
+
+
 class ProcessEnds:
     """The pidfds of the processes that matter now."""
 
-    def __init__(self, proc_root: Path, ended: Callable[[ProcessKey], None]) -> None:
+    def __init__(
+        self, proc_root: Path, ended: Callable[[ProcessKey], None], max_watched: int | None = None
+    ) -> None:
         """Call ``ended`` on the loop, once for each process that was watched."""
         self._proc_root = proc_root
         self._ended = ended
-        self._descriptors: dict[ProcessKey, int] = {}
+        self._watched: Shares[Hashable, ProcessKey, _Watch] = Shares(
+            MAX_WATCHED if max_watched is None else max_watched, rejects=True
+        )
         self.unwatched = 0
         """Processes that there was no room for, as of the last ``watch``."""
 
-    async def watch(self, keys: Iterable[ProcessKey]) -> None:
-        """Watch these processes and no others."""
+    async def watch(
+        self, keys: Iterable[ProcessKey], holder_of: Callable[[ProcessKey], Hashable] = lambda _: None
+    ) -> None:
+        """Watch these processes and no others; ``holder_of`` returns whose share one takes."""
         wanted = dict.fromkeys(keys)
-        for key in tuple(self._descriptors):
-            if key not in wanted:
-                self._forget(key)
-        new = [key for key in wanted if key not in self._descriptors]
-        room = MAX_WATCHED - len(self._descriptors)
-        opened = await self._opened(new[:room]) if new[:room] else {}
+        for entry in tuple(self._watched):
+            if entry.key not in wanted:
+                self._forget(entry.key)
+        unwatched = 0
+        new: dict[ProcessKey, _Watch] = {}
+        for key in wanted:
+            if key in self._watched:
+                continue
+            new[key] = _Watch()
+            for lost in self._watched.put(holder_of(key), key, new[key]):
+                unwatched += 1
+                new.pop(lost.key, None)
+                _close(lost.value)
+        unwatched += await self._begin(new) if new else 0
         # Those without room, and those that no descriptor could be had for: scans tell, later.
-        self.unwatched = len(new) - len(opened)
-        for key, descriptor in opened.items():
+        self.unwatched = unwatched
+
+    async def _begin(self, new: dict[ProcessKey, _Watch]) -> int:
+        """Open what is to be watched from now on; return of how many no descriptor could be had."""
+        try:
+            opened = await self._opened(list(new))
+        except BaseException:
+            for key in new:
+                self._watched.pop(key)
+            raise
+        for key, watch in new.items():
+            descriptor = opened.get(key)
             if descriptor is None:
+                self._watched.pop(key)
+            if key in opened and descriptor is None:
                 # Not from here: who asked is in the middle of something.
                 asyncio.get_running_loop().call_soon(self._ended, key)
-            else:
-                self._descriptors[key] = descriptor
+            if descriptor is not None:
+                watch.descriptor = descriptor
                 guard.add_reader("process-end", descriptor, self._readable, key)
+        return len(new) - len(opened)
 
     async def _opened(self, keys: list[ProcessKey]) -> dict[ProcessKey, int | None]:
         opening = started_in_daemon_thread("process-ends", lambda: _open_all(self._proc_root, keys))
@@ -60,17 +98,23 @@ class ProcessEnds:
 
     def close(self) -> None:
         """Watch nothing any more."""
-        for key in tuple(self._descriptors):
-            self._forget(key)
+        for entry in tuple(self._watched):
+            self._forget(entry.key)
 
     def _readable(self, key: ProcessKey) -> None:
         self._forget(key)
         self._ended(key)
 
     def _forget(self, key: ProcessKey) -> None:
-        descriptor = self._descriptors.pop(key)
-        asyncio.get_running_loop().remove_reader(descriptor)
-        os.close(descriptor)
+        entry = self._watched.pop(key)
+        if entry is not None:
+            _close(entry.value)
+
+
+def _close(watch: _Watch) -> None:
+    if watch.descriptor >= 0:
+        asyncio.get_running_loop().remove_reader(watch.descriptor)
+        os.close(watch.descriptor)
 
 
 def _open_all(proc_root: Path, keys: list[ProcessKey]) -> dict[ProcessKey, int | None]:

@@ -55,6 +55,18 @@ def test_a_storm_of_one_event_does_not_silence_another(caplog: pytest.LogCapture
     assert caplog.messages[-1] == "The kubelet made a new socket"
 
 
+def test_conditions_that_a_program_causes_do_not_silence_those_of_a_fault(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    raised = Event(EventKind.CONDITION, "A condition was raised", fields={"reason": "foreign_process"})
+    with caplog.at_level(logging.INFO), caplog.filtering(log.RateLimit()):
+        for _ in range(2 * log.OWN_LINES_PER_PERIOD):
+            JournalSink().record(RecordEvent(raised, at_ns=0))
+        before = len(caplog.messages)
+        JournalSink().record(RecordEvent(replace(raised, fields={"reason": "xid", "code": 79}), at_ns=0))
+    assert (before, len(caplog.messages)) == (log.OWN_LINES_PER_PERIOD, log.OWN_LINES_PER_PERIOD + 1)
+
+
 def test_what_is_unexpected_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     JournalSink().record(RecordEvent(Event(EventKind.KUBELET, "Gone", warning=True), at_ns=0))
     assert [record.levelname for record in caplog.records] == ["WARNING"]

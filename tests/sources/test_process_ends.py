@@ -121,10 +121,8 @@ async def test_after_the_close_nothing_is_heard(heard: Heard, spawn: Spawn) -> N
     assert heard.ends == []
 
 
-async def test_so_many_are_watched_and_no_more(
-    heard: Heard, spawn: Spawn, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(process_ends, "MAX_WATCHED", 2)
+async def test_so_many_are_watched_and_no_more(heard: Heard, spawn: Spawn) -> None:
+    heard.watcher = ProcessEnds(PROC, heard.ends.append, max_watched=2)
     started = [spawn() for _ in range(4)]
     keys = [key for _, key in started]
     before = descriptors()
@@ -136,6 +134,19 @@ async def test_so_many_are_watched_and_no_more(
     await until(lambda: heard.ends == keys[:1])
     await heard.watcher.watch(keys[1:])
     assert heard.watcher.unwatched == 1
+
+
+async def test_a_holder_that_forks_takes_no_others_place(heard: Heard, spawn: Spawn) -> None:
+    heard.watcher = ProcessEnds(PROC, heard.ends.append, max_watched=3)
+    greedy = [spawn()[1] for _ in range(4)]
+    neighbour, key = spawn()
+    before = descriptors()
+    await heard.watcher.watch(greedy, lambda _: "pod-a")
+    assert descriptors() == before + 3
+    await heard.watcher.watch([*greedy, key], lambda each: "pod-b" if each == key else "pod-a")
+    assert descriptors() == before + 3
+    neighbour.kill()
+    await until(lambda: heard.ends == [key])
 
 
 async def test_without_descriptors_nothing_is_said_to_have_ended(heard: Heard, spawn: Spawn) -> None:
