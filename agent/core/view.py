@@ -8,7 +8,7 @@ from agent.core.inventory import Unoffered, mixed_profiles, oversized, remarks
 from agent.core.leak_rules import total
 from agent.core.leaks import BLOCKING, REASONS, details_of, message_of
 from agent.core.nodes import UVM_NODE
-from agent.core.registration import NO_SOCKET, Registration
+from agent.core.registration import LIST_OVERDUE, MISCOUNTED, NO_SOCKET, Registration
 from agent.core.state import State
 from agent.core.verdicts import health_of
 from agent.core.wording import counted
@@ -257,8 +257,10 @@ def _kubelet_findings(state: State) -> Iterator[Finding]:
         yield Finding(Reason.KUBELET_UNAVAILABLE, "The kubelet's socket does not exist")
         return
     for name, standing in state.registrations.items():
-        if not standing.registered:
+        if not standing.registered and standing.message != MISCOUNTED:
             reason = _FAILURE_REASONS.get(standing.failure, Reason.KUBELET_UNAVAILABLE)
+            if standing.message == LIST_OVERDUE:
+                reason = Reason.SOURCE_FAILED
             yield Finding(reason, f"{name} is not registered: {standing.message or 'registering'}")
         if standing.miscount:
             message = f"{name}: {standing.miscount}; it was registered anew"

@@ -627,6 +627,7 @@ def test_a_kubelet_that_lastingly_has_others_is_registered_with_anew_and_named_u
     node.after(S)
     count(node, has)
     assert (node.standing().phase, node.standing().message) == (RegistrationPhase.BACKING_OFF, MISCOUNTED)
+    assert [each.reason for each in node.snapshot().findings] == [Reason.KUBELET_COUNT_MISMATCH]
     node.after(S)
     assert len(node.registrations()) == 1
     node.accept()
@@ -667,6 +668,7 @@ def test_a_list_that_is_not_sent_is_registered_anew_once() -> None:
     stale = frozenset({Part(LIST_AND_WATCH, GPU)})
     node.tell(PartsStale(stale))
     assert node.standing().message == LIST_OVERDUE
+    assert {each.reason for each in node.snapshot().findings} == {Reason.SOURCE_FAILED}
     node.after(S)
     node.accept()
     node.tell(PartsStale(stale | {Part(ENGINE)}))
