@@ -144,8 +144,8 @@ def test_a_list_that_is_cut_claims_nothing(count: int, info: str) -> None:
         def memory_used(self, handle: object) -> int:
             return 9
 
-        def _users(self, function: object, handle: object) -> tuple[MemoryUser, ...]:
-            is_compute = "Compute" in getattr(function, "__name__", "") and "MPS" not in repr(function)
+        def _users(self, name: str, handle: object) -> tuple[MemoryUser, ...]:
+            is_compute = "Compute" in name and "MPS" not in name
             return tuple(MemoryUser(pid, 1) for pid in range(1, count + 1)) if is_compute else ()
 
     memory = MemoryReader(Lists(), Asker(), max_users=3).read(Handle(0), total_bytes=99)
