@@ -415,7 +415,7 @@ def test_an_object_of_another_version_is_not_read_wrongly(object_path: Path, tmp
         .replace(
             "unsigned int tgid, rm_class, parent, gpu;", "unsigned int tgid, rm_class, parent, gpu, x, y;"
         )
-        .replace("sizeof(struct gpu_object) == 48", "sizeof(struct gpu_object) == 56")
+        .replace("sizeof(struct gpu_object) == 56", "sizeof(struct gpu_object) == 64")
     )
     built = tmp_path / "old.o"
     source = tmp_path / "bpf/gpu_probe.bpf.c"
