@@ -83,7 +83,7 @@ async def test_who_uses_a_gpu_is_shown_with_pod_and_contexts() -> None:
     (row,) = [line.split() for line in table.out.splitlines()[1:]]
     assert row[:4] == [str(pid), "train", "0", "2"]
     assert row[-1] in {"ns1/job-a", "<none>"}
-    assert "nobody has compared them with CUDA" in table.err
+    assert "not compared with CUDA" in table.err
     assert [line.split()[:2] for line in owners.out.splitlines()[1:]][1:] == [
         [str(gpu), "<none>"] for gpu in (1, 2, 3)
     ]
