@@ -234,9 +234,6 @@ def unclaimed_bytes(memory: GpuMemory) -> int | None:
 
 def _holders(snapshot: Snapshot, gpu: GpuUuid, place: Placement) -> tuple[Holder, ...] | None:
     memory = snapshot.memory.get(gpu)
-    if snapshot.usage is None and (memory is None or memory.process_info != "ok" or not memory.users):
-        # NVML alone has missed processes, such as who keeps the files of one that ended.
-        return None
     users = {user.pid: user for user in (() if memory is None else memory.users)}
     usage = snapshot.usage or Usage(at_ns=0)
     found = []
@@ -244,8 +241,14 @@ def _holders(snapshot: Snapshot, gpu: GpuUuid, place: Placement) -> tuple[Holder
         user = users.pop(process.key.pid, None)
         if any(place.overlaps(each) for each in places_of(hold, user)):
             found.append(_holder(snapshot, process, hold, user))
-    listed = (user for user in users.values() if Placement(gpu, user.gi, user.ci).overlaps(place))
-    return tuple(sorted((*found, *map(_only_listed, listed)), key=lambda holder: holder.pid))
+    found += [
+        _only_listed(user) for user in users.values() if Placement(gpu, user.gi, user.ci).overlaps(place)
+    ]
+    is_whole = snapshot.usage is not None and snapshot.usage.is_whole(gpu)
+    if not is_whole and all(holder.is_agent for holder in found):
+        # NVML alone misses processes, such as one that keeps the files of another that ended.
+        return None
+    return tuple(sorted(found, key=lambda holder: holder.pid))
 
 
 def _holder(snapshot: Snapshot, process: ProcessUse, hold: GpuHold, user: MemoryUser | None) -> Holder:

@@ -17,6 +17,7 @@ from agent.core.ownership import (
     places_of,
     unclaimed_bytes,
 )
+from agent.model.facts import GpuUseSeen
 from agent.model.ids import DeviceId, Placement
 from agent.model.policy import LeakPolicy
 from agent.model.usage import GpuMemory, PodRef, Pods, PodSeen, ProcessUse
@@ -183,6 +184,26 @@ def test_who_holds_the_whole_gpu_holds_each_of_its_mig_devices() -> None:
     on = well_node(C1B, policy=replace(DEFAULT, mig_strategy="mixed"))
     on.tell(seen(process(7)))
     assert [[holder.pid for holder in each.holders or ()] for each in owned(on)] == [[7], [7], [7]]
+
+
+@pytest.mark.parametrize(
+    ("told", "pids"),
+    [
+        (seen(), []),
+        (seen(complete=False), None),
+        (seen(process(8, is_agent=True), complete=False), None),
+        (seen(doubted=[U1]), []),
+        (seen(doubted=[U0]), None),
+        (seen(process(7), complete=False), [7]),
+    ],
+)
+def test_without_a_visible_holder_a_gpu_that_is_not_seen_whole_has_unknown_ones(
+    told: GpuUseSeen, pids: list[int] | None
+) -> None:
+    on = node()
+    on.tell(told)
+    found = owned(on)[0].holders
+    assert (None if found is None else [each.pid for each in found]) == pids
 
 
 def test_services_are_marked() -> None:
