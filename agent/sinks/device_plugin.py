@@ -14,7 +14,6 @@ Guarantees:
    socket before it listens, so it finds ours.
 6. A Register call that a newer order overtook is not waited for and not cut off either, because a kubelet
    whose caller is gone forgets the resource by its name; each resource has ``overtaken_calls`` at most.
-
 7. A part of the agent proves each second that every watcher was written the newest list, whatever became
    of the task that brings it there.
 
@@ -168,7 +167,7 @@ class DevicePlugin:
             return
         slot.overtaken = [call for call in (*slot.overtaken, slot.call) if not call.done()]
         slot.call = None
-        for call in slot.overtaken[: -self._overtaken_calls]:
+        for call in slot.overtaken[: max(0, len(slot.overtaken) - self._overtaken_calls)]:
             call.cancel()
 
     @staticmethod
