@@ -103,7 +103,7 @@ async def test_with_time_slicing_a_process_whose_pod_has_a_share_is_where_it_bel
 
             held = await agent.wait_answer(
                 "/v1/owners",
-                lambda _, body: [each["pid"] for each in body["owners"][u1]["holders"]] == [4242],
+                lambda _, body: [each["pid"] for each in body["owners"][u1]["holders"] or ()] == [4242],
             )
             only = ("memory_held_no_process", [uuids(node)[u0]], 369098752)
             await preflight(agent, only)
