@@ -164,7 +164,7 @@ def test_everything_that_is_wrong_is_told_at_once(capsys: pytest.CaptureFixture[
         ("a:\n\t- b\n", "FILE:2: holds a tab where YAML takes none; indent with spaces"),
         (b"\xff\xfe\x00", "FILE:1: not UTF-8 text"),
         (b'{"kind": "\xff"}', "FILE: not UTF-8 text"),
-        ("[" * 5000, "FILE: nested too deeply"),
+        ("[" * 5000, "FILE:1: nested too deeply"),
         ('{"a":' * 100_000, "FILE: nested too deeply"),
         ('{"kind": ' + "1" * 5000 + "}", "FILE: holds a number of more digits than anybody reads"),
         ("\nkind: 2024-99-99\n", 'FILE:2: kind is "2024-99-99", which is no value of its type'),

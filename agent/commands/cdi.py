@@ -17,6 +17,7 @@ from agent.config.options import OPTIONS
 from agent.core.cdi import CLASSES
 from agent.core.cdi_schema import problems_of
 from agent.core.injection import CDI_VENDOR
+from agent.core.wording import printable
 from agent.errors import AgentError, ConfigError, UsageError
 
 _DESCRIPTION: Final = """\
@@ -125,7 +126,7 @@ def _of_scenario(name: str, given: dict[str, str]) -> list[Any]:
             raise AgentError(f"There would be no specification: {error}") from None
         absent = (f"the node has nothing for {each}" for each in sorted(made.absent))
         for remark in (*settings.warnings, *made.remarks, *made.left_out, *absent):
-            print(f"gpu-agent: warning: {remark}", file=sys.stderr)
+            print(f"gpu-agent: warning: {printable(remark)}", file=sys.stderr)
         return [json.loads(Path(file.path).read_bytes()) for file in made.files.values()]
 
 

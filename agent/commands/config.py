@@ -12,6 +12,7 @@ from agent.config.load import check_file, load
 from agent.config.options import OPTIONS
 from agent.config.reference import Entry, entries
 from agent.config.settings import Given, Settings
+from agent.core.wording import printable
 from agent.errors import EXIT_USAGE, ConfigError, UsageError
 from agent.spelling import suggestion
 
@@ -64,7 +65,7 @@ def main(args: argparse.Namespace) -> int:
 
 def _show(settings: Settings, what: str | None, output: Output) -> int:
     for warning in settings.warnings:
-        print(f"gpu-agent: warning: {warning}", file=sys.stderr)
+        print(f"gpu-agent: warning: {printable(warning)}", file=sys.stderr)
     wanted = None if what is None else {what, *(entry.name for entry in _found(what))}
     rows = {name: each for name, each in settings.shown.items() if wanted is None or name in wanted}
     if output in (Output.JSON, Output.YAML):
@@ -101,7 +102,7 @@ def _validate(path: str, output: Output, *, strict: bool) -> int:
         show(document, output)
         return EXIT_USAGE if contents.problems else 0
     for warning in contents.warnings:
-        print(f"gpu-agent: warning: {warning}", file=sys.stderr)
+        print(f"gpu-agent: warning: {printable(warning)}", file=sys.stderr)
     if contents.problems:
         raise ConfigError(tuple(contents.problems))
     print(f"{path} is valid")

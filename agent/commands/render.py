@@ -96,7 +96,7 @@ def table(
     least: Sequence[str] = (),
 ) -> list[str]:
     """Return the lines of a table; on a terminal without those of the ``least`` columns that do not fit."""
-    columns = list(zip(titles, *rows, strict=True))
+    columns = [tuple(map(printable, column)) for column in zip(titles, *rows, strict=True)]
     widths = [max(len(cell) for cell in column) for column in columns]
     room = sys.maxsize if is_wide else width()
     for title in least:

@@ -21,7 +21,7 @@ from agent.commands.call_lines import TITLES, Summary, json_of, line_of
 from agent.commands.client import find_agent
 from agent.commands.render import add_agent_flag
 from agent.config.values import duration_from
-from agent.core.wording import counted
+from agent.core.wording import counted, printable
 from agent.errors import AgentError, AgentUnreachableError, ProbeLoadError, UsageError
 from agent.log import wall_time_of
 from agent.model.usage import ProcessLook
@@ -124,7 +124,7 @@ def _watched(pid: int) -> int:
 
 def _name(pid: int) -> str:
     look = look_at(Path("/proc"), pid)
-    return f"{look.comm} ({pid})" if isinstance(look, ProcessLook) else f"process {pid}"
+    return f"{printable(look.comm)} ({pid})" if isinstance(look, ProcessLook) else f"process {pid}"
 
 
 def _interrupt(_number: int, _frame: object) -> NoReturn:

@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from agent.core.wording import printable
+
 COLUMNS: Final = ("ID", "MODEL", "HEALTH", "REASON", "SINCE", "POD")
 _LEAST: Final = {"ID": 8, "MODEL": 6, "HEALTH": 9, "REASON": 6, "SINCE": 8, "POD": 6}
 """How narrow a column may become; HEALTH and SINCE are always whole."""
@@ -141,6 +143,7 @@ def _line(values: Sequence[str], widths: Sequence[int]) -> str:
 
 
 def _cut(text: str, width: int) -> str:
+    text = printable(text)
     return text if len(text) <= width else text[: max(width - 1, 0)] + "…"
 
 

@@ -42,6 +42,16 @@ def test_show_tells_each_value_with_its_origin(
     assert set(OPTIONS) <= set(rows)
 
 
+def test_what_a_file_holds_reaches_the_terminal_escaped(
+    capsys: pytest.CaptureFixture[str], file: Path
+) -> None:
+    file.write_text('version: v1\n"a\\e[2J": 1\nagent: {leak: {allow: ["x\\e[2J\\r"]}}\n')
+    for action in (("validate", str(file)), ("show", "--config-file", str(file))):
+        _, out, err = run(capsys, *action)
+        assert "\\x1b[2J" in err
+        assert (out + err).replace("\n", "").isprintable()
+
+
 @pytest.mark.usefixtures("_on_a_terminal")
 def test_show_fits_a_terminal_and_tells_one_setting_or_all_below_a_key(
     capsys: pytest.CaptureFixture[str], file: Path
