@@ -22,7 +22,7 @@ from agent.core.state import initial_state
 from agent.core.view import snapshot_of
 from agent.engine import MAX_IDLE_NS, Engine
 from agent.errors import SourceError
-from agent.guard import handle_escaped
+from agent.guard import NO_SEAM, Seam, handle_escaped
 from agent.model.effects import (
     Effect,
     EndProcess,
@@ -97,21 +97,25 @@ if TYPE_CHECKING:
 DRAIN_GRACE_S: Final = 2.0
 FLUSH_S: Final = 1.0
 LOG_FLUSH_S: Final = 0.3
-PROBE_LOAD_NS: Final = 180_000_000_000
-"""How long a compiler may take on a busy node."""
-PROBE_ROUND_NS: Final = 60_000_000_000
-"""How long a scan of a node with very many processes may take."""
+PROBE_LOAD: Final = 36
+"""Deadlines of a call that a compiler may take on a busy node: three minutes by default."""
+PROBE_ROUND: Final = 12
+"""The same of a scan of a node with very many processes: a minute by default."""
 LOOP_TERMS: Final = Terms(MAX_IDLE_NS, MAX_IDLE_NS)
 """The engine steps once in MAX_IDLE_NS at least."""
 WRITE_DEADLINE_NS: Final = 10_000_000_000
 """How long the disk may take for a write."""
-LOOK_NS: Final = 30_000_000_000
-"""How often those look that go by events: at the kubelet's socket, the configuration, CDI files, MPS."""
 
 _log = logging.getLogger(__name__)
 
 
-def run(settings: Settings, *, reread: Callable[[], Settings], environment: Mapping[str, str]) -> int:
+def run(
+    settings: Settings,
+    *,
+    reread: Callable[[], Settings],
+    environment: Mapping[str, str],
+    seam: Seam | None = None,
+) -> int:
     """Be the agent of this node until told to stop; returns the exit code.
 
     ``reread`` returns the settings as they are now, for a reload. Raises AgentError, one sentence,
@@ -120,7 +124,13 @@ def run(settings: Settings, *, reread: Callable[[], Settings], environment: Mapp
     os.umask(0o077)
     lines = log.set_up(settings.log_format, settings.log_level)
     try:
-        agent = Agent(begin(settings, environment), lines=lines, reread=reread, environment=environment)
+        agent = Agent(
+            begin(settings, environment),
+            lines=lines,
+            reread=reread,
+            environment=environment,
+            seam=seam or NO_SEAM,
+        )
         return asyncio.run(agent.run())
     finally:
         lines.flush(LOG_FLUSH_S)
@@ -141,6 +151,7 @@ class Agent:
         reread: Callable[[], Settings],
         environment: Mapping[str, str],
         clock: Callable[[], int] = time.monotonic_ns,
+        seam: Seam = NO_SEAM,
     ) -> None:
         settings, boot_id = beginning.settings, beginning.boot_id
         self._settings = settings
@@ -194,7 +205,7 @@ class Agent:
         )
         self._tasks = Tasks(
             ending=self._ending,
-            supervisor=Supervisor(tell=self._inbox.put, clock=clock),
+            supervisor=Supervisor(tell=self._inbox.put, clock=clock, seam=seam),
             vitals=self._vitals,
             after_registration=after_registration,
             proofs=self._proofs,
@@ -211,6 +222,8 @@ class Agent:
             may_serve_control=self._serving,
             after_registration=after_registration,
             why_not_kept=self._state.why_not_kept,
+            period_ns=self._assembly.look_ns,
+            prove=partial(self._proofs.prove, Part(HTTP)),
         )
         self._reload = Reload(
             settings,
@@ -218,6 +231,7 @@ class Agent:
             judge=self._judge,
             apply=self._apply,
             prove_watch=partial(self._proofs.prove, Part(CONFIG_WATCH)),
+            recheck_ns=self._assembly.look_ns,
             vitals=self._vitals,
             notifier=self._notifier,
         )
@@ -270,12 +284,13 @@ class Agent:
         start_for_ever("reload", self._reload.run())
         if self._settings.config_file is not None:
             watch_config = partial(self._watch_config, self._settings.config_file)
-            self._tasks.keep(CONFIG_WATCH, watch_config, Terms(LOOK_NS, WRITE_DEADLINE_NS))
+            self._tasks.keep(CONFIG_WATCH, watch_config, Terms(self._assembly.look_ns, WRITE_DEADLINE_NS))
         self._proofs.expect(Part(LOOP), LOOP_TERMS)
         lag = measure_lag(self._vitals, self._proofs, self._tasks.restart, clock=self._clock)
         start_for_ever("loop lag", lag)
         start_for_ever("garbage", self._collect_garbage())
-        keep_part(HTTP, "sink", self._http.run)
+        http_terms = Terms(self._assembly.look_ns, WRITE_DEADLINE_NS)
+        keep_part(HTTP, "sink", self._http.run, terms=http_terms)
 
     async def _live(self) -> None:
         """Become the agent of the node, at once or when the one before has ended, and serve."""
@@ -300,7 +315,7 @@ class Agent:
         self._tasks.keep_critical(ENGINE, engine.run)
         keep_part, records = self._tasks.keep_part, self._records
         write_terms = Terms(self._settings.poll_ns, WRITE_DEADLINE_NS)
-        keep_part(CDI, "sink", cdi.run, lambda: cdi.trouble, Terms(LOOK_NS, WRITE_DEADLINE_NS))
+        keep_part(CDI, "sink", cdi.run, lambda: cdi.trouble, Terms(self._assembly.look_ns, WRITE_DEADLINE_NS))
         self._watch_kubelet()
         self._mps.follow(self._policy.now)
         keep_part(STATE_FILE, "sink", self._state.run, lambda: self._state.trouble, write_terms)
@@ -326,11 +341,12 @@ class Agent:
             keep_source(PODS, assembly.make_pods, Terms(settings.pods_poll_ns, 2 * settings.call_deadline_ns))
             if settings.registers:
                 trouble = partial(self._seen, checks.kubelet_counted)
-                keep_source(KUBELET_COUNT, assembly.make_kubelet_count, trouble=trouble)
+                terms = Terms(settings.kubelet_count_poll_ns, settings.call_deadline_ns)
+                keep_source(KUBELET_COUNT, assembly.make_kubelet_count, terms, trouble)
         if settings.probe_tier != "off":
-            keep_source(
-                PROBE, assembly.make_ebpf, Terms(settings.poll_ns, PROBE_ROUND_NS), start_ns=PROBE_LOAD_NS
-            )
+            deadline_ns = settings.call_deadline_ns
+            terms = Terms(settings.poll_ns, PROBE_ROUND * deadline_ns)
+            keep_source(PROBE, assembly.make_ebpf, terms, start_ns=PROBE_LOAD * deadline_ns)
 
     def _engine(self) -> Engine:
         now_ns = self._clock()
@@ -354,7 +370,9 @@ class Agent:
             self._inbox.put(KubeletSocketSeen(NO_KUBELET))
             return
         run = self._assembly.make_kubelet().run
-        self._tasks.keep_part(KUBELET, "source", run, terms=Terms(LOOK_NS, self._settings.call_deadline_ns))
+        self._tasks.keep_part(
+            KUBELET, "source", run, terms=Terms(self._assembly.look_ns, self._settings.call_deadline_ns)
+        )
 
     # Its life
 

@@ -10,7 +10,7 @@ what another library registers is attributed by the loop's exception handler. No
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, Final, Literal, ParamSpec, Protocol, TypeVar
@@ -61,8 +61,22 @@ def _log_failure(error: Exception) -> None:
 
 _log = logging.getLogger(__name__)
 
+NO_SEAM: Final[Seam] = _no_seam
 NO_OWNER: Final = Owner("agent", _log_failure)
 _owner: ContextVar[Owner] = ContextVar("owner", default=NO_OWNER)
+
+
+class EndedError(Exception):
+    """A task returned that never does."""
+
+
+async def for_ever(name: str, run: Callable[[], Awaitable[None]]) -> None:
+    """Run a task within the one of the owner that runs now.
+
+    Raises EndedError if it returns, so that the other tasks of its group do not go on without it.
+    """
+    await owner().seam("task", name, run)()
+    raise EndedError(f"{name} finished unexpectedly")
 
 
 def owner() -> Owner:
@@ -80,8 +94,10 @@ def as_exception(error: BaseException) -> Exception:
     return error if isinstance(error, Exception) else EscapedError(f"{type(error).__name__}: {error}")
 
 
-def guarded(name: str, callback: Callable[P, object]) -> Callable[P, None]:
-    """Return a callback whose failure is that of the owner that runs now."""
+def guarded(
+    name: str, callback: Callable[P, object], *, on_failure: Callable[[], object] = lambda: None
+) -> Callable[P, None]:
+    """Return a callback whose failure is that of the owner that runs now; ``on_failure`` is called first."""
     by = owner()
     wrapped = by.seam("callback", name, callback)
 
@@ -97,6 +113,7 @@ def guarded(name: str, callback: Callable[P, object]) -> Callable[P, None]:
                 exc_info=error,
                 extra=fields(task=by.name),
             )
+            on_failure()
             by.fail(as_exception(error))
 
     return run
@@ -105,8 +122,16 @@ def guarded(name: str, callback: Callable[P, object]) -> Callable[P, None]:
 def add_reader(
     name: str, descriptor: "int | HasFileno", callback: Callable[..., object], *args: object
 ) -> None:
-    """Have a callback run on the loop whenever a descriptor is readable; remove it with ``remove_reader``."""
-    asyncio.get_running_loop().add_reader(descriptor, guarded(name, callback), *args)
+    """Have a callback run on the loop whenever a descriptor is readable; remove it with ``remove_reader``.
+
+    One that failed is removed: what it did not read would call it again at once, and its owner begins anew.
+    """
+    loop = asyncio.get_running_loop()
+
+    def remove() -> None:
+        loop.remove_reader(descriptor)
+
+    loop.add_reader(descriptor, guarded(name, callback, on_failure=remove), *args)
 
 
 def call_later(name: str, delay_s: float, callback: Callable[..., object], *args: Any) -> asyncio.TimerHandle:

@@ -38,14 +38,27 @@ def started_in_daemon_thread(name: str, function: Callable[[], T]) -> asyncio.Fu
     """
     loop = asyncio.get_running_loop()
     done: asyncio.Future[T] = loop.create_future()
-    run = guard.owner().seam(kind_of(name), name, partial(_run, function, loop, done))
-    threading.Thread(target=run, name=name, daemon=True).start()
+    run = guard.owner().seam("thread", name, partial(_run, _written(name, function), loop, done))
+    threading.Thread(target=_run_whole, args=(name, run, loop, done), name=name, daemon=True).start()
     return done
 
 
-def kind_of(name: str) -> guard.Kind:
-    """Return what the work of a thread of this name is: those that write files are called so."""
-    return "write" if name.endswith("-writer") else "thread"
+def _run_whole(
+    name: str, run: Callable[[], None], loop: asyncio.AbstractEventLoop, done: asyncio.Future[Any]
+) -> None:
+    """Run what a thread does; whoever waits hears of its end, also if that is all there is to hear."""
+    error: BaseException | None = None
+    try:
+        run()
+    except BaseException as raised:  # noqa: BLE001 - it belongs to whoever waits
+        error = raised
+    with suppress(RuntimeError):  # the loop is closed: nobody waits any more
+        loop.call_soon_threadsafe(_finish, done, None, ThreadEndedError(f"Thread {name} ended: {error!r}"))
+
+
+def _written(name: str, function: Callable[[], T]) -> Callable[[], T]:
+    """Return a function of a thread; those that write files are called so."""
+    return guard.owner().seam("write", name, function) if name.endswith("-writer") else function
 
 
 class ThreadEndedError(RuntimeError):
@@ -58,6 +71,8 @@ class _Work:
     def __init__(self, name: str) -> None:
         self.name: Final = name
         self.jobs: Final[_Jobs] = queue.SimpleQueue()
+        self.is_over = False
+        """Whether the thread may end."""
         self.waiting: Final[set[asyncio.Future[Any]]] = set()
         """On the loop's thread."""
 
@@ -97,7 +112,8 @@ class DaemonThread:
         """
         loop = asyncio.get_running_loop()
         done: asyncio.Future[T] = loop.create_future()
-        self.post(lambda: _run(function, loop, done))
+        work = _written(self._work.name, function)
+        self.post(lambda: _run(work, loop, done))
         self._work.waiting.add(done)
         done.add_done_callback(self._work.waiting.discard)
         return done
@@ -110,7 +126,7 @@ class DaemonThread:
 
     def _started(self) -> threading.Thread:
         work = self._work
-        step = guard.owner().seam(kind_of(work.name), work.name, partial(_step, work.jobs))
+        step = guard.owner().seam("thread", work.name, partial(_step, work.jobs))
         arguments = (work, step, asyncio.get_running_loop())
         thread = threading.Thread(target=_do_all, args=arguments, name=work.name, daemon=True)
         thread.start()
@@ -118,6 +134,7 @@ class DaemonThread:
 
     def end(self) -> None:
         """Let the thread end after what it has to do; nothing more may be asked of it."""
+        self._work.is_over = True
         self._work.jobs.put(None)
 
 
@@ -136,7 +153,7 @@ def _do_all(work: _Work, step: Callable[[], bool], loop: asyncio.AbstractEventLo
             pass
     except BaseException as raised:  # noqa: BLE001 - the loop logs it
         error = raised
-    if error is not None or not work.jobs.empty() or work.waiting:
+    if error is not None or not work.is_over:
         with suppress(RuntimeError):  # the loop is closed: nobody waits any more
             loop.call_soon_threadsafe(work.fail_waiting, error)
 

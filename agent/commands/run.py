@@ -18,6 +18,8 @@ from agent.errors import ConfigError
 if TYPE_CHECKING:
     import argparse
 
+    from agent.guard import Seam
+
 _DESCRIPTION: Final = """\
 Offer this node's GPUs to the kubelet, watch them, and tell what is known.
 
@@ -38,8 +40,8 @@ SWITCH_S: Final = 0.0005
 Python's own 5 ms are all that the kubelet may wait for a sick GPU."""
 
 
-def run(arguments: Sequence[str]) -> int:
-    """Run the agent with these flags; the process ends in here."""
+def run(arguments: Sequence[str], *, seam: "Seam | None" = None) -> int:
+    """Run the agent with these flags; the process ends in here. ``seam`` is for tests that break it."""
     sys.setswitchinterval(SWITCH_S)
     # Collecting garbage while modules are imported finds none and costs a tenth of the start; once it
     # serves, the agent does it itself (runtime.garbage).
@@ -54,7 +56,7 @@ def run(arguments: Sequence[str]) -> int:
         raise ConfigError(tuple(problems))
     from agent import app  # noqa: PLC0415 - a wrong setting is told without it
 
-    _leave(app.run(settings, reread=lambda: load(values, environment), environment=environment))
+    _leave(app.run(settings, reread=lambda: load(values, environment), environment=environment, seam=seam))
 
 
 def configure(parser: "argparse.ArgumentParser") -> None:

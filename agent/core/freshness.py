@@ -87,6 +87,7 @@ VOUCHERS: Final[Mapping[SourceName, Voucher]] = {
         "evidence of faults", "a bundle that is on the disk", Rests.AGENT, parts.EVIDENCE
     ),
     parts.CDI: Voucher("the CDI specification", "a completed look", Rests.AGENT, parts.CDI),
+    parts.HTTP: Voucher("every answer over HTTP", "an answer to itself", Rests.AGENT, parts.HTTP),
     parts.CONFIG_WATCH: Voucher(
         "that a changed configuration is seen", "a completed look", Rests.AGENT, parts.CONFIG_WATCH
     ),

@@ -12,6 +12,7 @@ from agent.model.effects import ProbeGpu, ProbeGpus, ProbeUvm, ReleaseDriver, Re
 from agent.model.facts import KERNEL_LOG, KUBELET, MPS, PODS, PROBE, SYSFS, Fact
 from agent.model.ids import GpuUuid, Part, SourceName
 from agent.model.parts import CDI
+from agent.model.policy import SECOND_NS
 from agent.model.snapshot import Snapshot
 from agent.proofs import Proofs
 
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 
 CHECKPOINT: Final = "kubelet_internal_checkpoint"
 """In the directory of the kubelet's socket. Source: kubernetes pkg/kubelet/cm/devicemanager/manager.go."""
+MAX_LOOK_NS: Final = 30 * SECOND_NS
 MISSED_POLLS: Final = 3
 """After so many a GPU's device file was not called on, it is not known to answer."""
 
@@ -82,6 +84,11 @@ class Assembly:
         self.ebpf: EbpfSource | None = None
         self.cdi: CdiSink | None = None
 
+    @property
+    def look_ns(self) -> int:
+        """How often those look that go by events: at the kubelet's socket, the configuration, CDI files."""
+        return min(MAX_LOOK_NS, MISSED_POLLS * self.settings.poll_ns)
+
     def make_nvml(self, *, released: bool) -> "NvmlSource":
         """Make the source that owns the driver; ``released`` as an operator ordered it before."""
         from agent.sources.nvml import LibraryLocation, NvmlSettings, NvmlSource
@@ -121,6 +128,7 @@ class Assembly:
             sys_root=self.settings.sys_root,
             is_in_container=self.is_in_container,
             clock=self.clock,
+            relook_ns=self.look_ns,
             prove=self._prover(CDI),
         )
         return self.cdi
@@ -141,13 +149,14 @@ class Assembly:
 
     def make_kubelet(self) -> "KubeletSource":
         """Make the source that watches the kubelet's socket."""
-        from agent.sources.kubelet import KubeletSource
+        from agent.sources.kubelet import KubeletSettings, KubeletSource
 
         return KubeletSource(
             inbox=self.inbox,
             latest=self.latest,
             kubelet_socket=Path(self.settings.kubelet_socket),
             clock=self.clock,
+            settings=KubeletSettings(recheck_ns=self.look_ns),
             prove=self._prover(KUBELET),
         )
 

@@ -33,6 +33,7 @@ class Reload:
         vitals: Vitals,
         notifier: Notifier,
         prove_watch: Callable[[], object],
+        recheck_ns: int,
     ) -> None:
         """Begin with the settings of the start.
 
@@ -45,6 +46,7 @@ class Reload:
         self._judge = judge
         self._apply = apply
         self._prove_watch = prove_watch
+        self._recheck_ns = recheck_ns
         self._vitals = vitals
         self._notifier = notifier
         self._asked = asyncio.Event()
@@ -66,7 +68,13 @@ class Reload:
     async def watch(self, path: str) -> None:
         """Ask for a reload when the file changes, for ever."""
         watch = await in_daemon_thread("config-watch-import", import_config_watch)
-        await watch(path, known=lambda: self._fingerprint, on_change=self.ask, prove=self._prove_watch).run()
+        await watch(
+            path,
+            known=lambda: self._fingerprint,
+            on_change=self.ask,
+            recheck_ns=self._recheck_ns,
+            prove=self._prove_watch,
+        ).run()
 
     async def _reload(self) -> None:
         try:

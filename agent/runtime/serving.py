@@ -6,9 +6,10 @@ import os
 from collections.abc import Awaitable, Callable, Iterator
 from typing import TYPE_CHECKING, Final
 
-from agent import log
+from agent import guard, log
 from agent.bus import Inbox, Latest
 from agent.config.settings import Settings
+from agent.errors import SourceError
 from agent.model.facts import Fact
 from agent.model.snapshot import Snapshot
 from agent.runtime.vitals import Vitals
@@ -40,10 +41,13 @@ class Serving:
         may_serve_control: asyncio.Event,
         after_registration: Callable[[], Awaitable[None]],
         why_not_kept: Callable[[], Awaitable[str | None]],
+        period_ns: int,
+        prove: Callable[[], object],
     ) -> None:
         """``may_serve_control`` is set once this agent is the agent of the node.
 
-        ``why_not_kept`` writes the newest state, and returns why a restart would not know it.
+        ``why_not_kept`` writes the newest state, and returns why a restart would not know it. ``prove`` is
+        called every ``period_ns`` in which each listener answered.
         """
         self._settings = settings
         self._vitals = vitals
@@ -55,6 +59,8 @@ class Serving:
         self._may_serve_control = may_serve_control
         self._after_registration = after_registration
         self._why_not_kept = why_not_kept
+        self._period_ns = period_ns
+        self._prove = prove
         self._sink: HttpSink | None = None
         self._is_made = asyncio.Event()
 
@@ -64,7 +70,17 @@ class Serving:
         if self._sink is None:
             self._sink = self._make(*await in_daemon_thread("http-import", _import_http))
             self._is_made.set()
-        await self._sink.run()
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._ask_itself(self._sink), name="http asks itself")
+            await guard.for_ever("http listeners", self._sink.run)
+
+    async def _ask_itself(self, sink: "HttpSink") -> None:
+        """Ask each listener as a probe does; one that does not answer gives no proof."""
+        while True:
+            for address in tuple(sink.addresses.values()):
+                await _answered(address)
+            self._prove()
+            await asyncio.sleep(self._period_ns / 1e9)
 
     async def until_answering(self, timeout_s: float = ANSWER_WAIT_S) -> None:
         """Wait until each listener answers or was refused its address, at most ``timeout_s``.
@@ -112,6 +128,23 @@ class Serving:
             may_serve_control=self._may_serve_control,
             orders=orders,
         )
+
+
+async def _answered(address: str) -> None:
+    """Return when a listener answered; raises SourceError where nothing listens."""
+    try:
+        if address.startswith("/"):
+            reader, writer = await asyncio.open_unix_connection(address)
+        else:
+            host, _, port = address.rpartition(":")
+            reader, writer = await asyncio.open_connection(host.strip("[]"), int(port))
+    except OSError as error:
+        raise SourceError(f"The agent's own listener at {address} cannot be reached: {error}") from None
+    try:
+        writer.write(b"GET /livez HTTP/1.0\r\nHost: localhost\r\n\r\n")
+        await reader.read()
+    finally:
+        writer.close()
 
 
 def _import_http() -> "tuple[type[HttpSink], type[SelfReport], type[Control]]":

@@ -16,7 +16,7 @@ from functools import partial
 from typing import Final
 
 from agent.errors import AgentError
-from agent.guard import NO_OWNER, Owner, Seam, as_exception, own
+from agent.guard import NO_SEAM, Owner, Seam, as_exception, own
 from agent.log import about
 from agent.model.facts import TaskReported
 from agent.model.ids import SourceName
@@ -57,7 +57,7 @@ class Supervisor:
         tell: Callable[[TaskReported], None],
         clock: Callable[[], int],
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
-        seam: Seam = NO_OWNER.seam,
+        seam: Seam = NO_SEAM,
     ) -> None:
         """``tell`` is handed each fact; ``sleep`` is the pause between two runs.
 

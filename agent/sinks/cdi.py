@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Final
 
 from asyncinotify import Mask
 
+from agent import guard
 from agent.bus import Latest
 from agent.config.settings import Cdi
 from agent.core.injection import uses_cdi
@@ -39,7 +40,7 @@ from agent.waiting import wait_set
 if TYPE_CHECKING:
     from agent.sinks.cdi_files import SpecDirectory
 
-RELOOK_S: Final = 30.0
+RELOOK_NS: Final = 30_000_000_000
 """How often the driver's files are looked at although nothing changed: a daemon's socket may have gone, and
 a container with a mount that is not there does not start."""
 
@@ -77,6 +78,7 @@ class CdiSink:
         sys_root: str,
         is_in_container: bool,
         clock: Callable[[], int],
+        relook_ns: int = RELOOK_NS,
         prove: Callable[[], object] = lambda: None,
     ) -> None:
         self._tell = tell
@@ -86,6 +88,7 @@ class CdiSink:
         self._is_in_container = is_in_container
         self._clock = clock
         self._prove = prove
+        self._relook_ns = relook_ns
         self._directory: SpecDirectory | None = None
         self._wanted: Wanted | None = None
         """What the newest job is for."""
@@ -143,9 +146,13 @@ class CdiSink:
         """Keep the files for ever."""
         try:
             async with asyncio.TaskGroup() as group:
-                group.create_task(self._follow_snapshots(), name="cdi snapshots")
-                group.create_task(self._follow_directory(), name="cdi directory")
-                group.create_task(self._keep(), name="cdi files")
+                group.create_task(
+                    guard.for_ever("cdi snapshots", self._follow_snapshots), name="cdi snapshots"
+                )
+                group.create_task(
+                    guard.for_ever("cdi directory", self._follow_directory), name="cdi directory"
+                )
+                group.create_task(guard.for_ever("cdi files", self._keep), name="cdi files")
         finally:
             self._lookout.close()
 
@@ -161,7 +168,7 @@ class CdiSink:
 
     async def _follow_directory(self) -> None:
         while True:
-            if await self._lookout.wait(round(RELOOK_S * 1e9)):
+            if await self._lookout.wait(self._relook_ns):
                 # A file of somebody else may name our devices, so every change is a reason to look.
                 self._asked.set()
 
@@ -175,7 +182,7 @@ class CdiSink:
             if wanted is None:
                 self.trouble = None
                 self._report(None)
-                await wait_set(self._asked, round(RELOOK_S * 1e9))
+                await wait_set(self._asked, self._relook_ns)
                 continue
             self._wanted = wanted
             is_done = await self._work(wanted)
@@ -187,7 +194,7 @@ class CdiSink:
                 async with asyncio.timeout(self._gap_s - MIN_GAP_S):
                     await self._changed.wait()
             with suppress(TimeoutError):
-                async with asyncio.timeout(RELOOK_S if is_done else retry_s):
+                async with asyncio.timeout(self._relook_ns / 1e9 if is_done else retry_s):
                     await self._asked.wait()
             retry_s = RETRY_FIRST_S if is_done else min(2 * retry_s, RETRY_CAP_S)
 
@@ -306,7 +313,7 @@ class CdiSink:
 
     def _ensure_watch(self) -> None:
         if self._lookout.watch is None:
-            # Without one the files are looked at every RELOOK_S, and by every Allocate.
+            # Without one the files are looked at every RELOOK_NS, and by every Allocate.
             with suppress(OSError):
                 self._lookout.go_by(DirectoryWatch(Path(self._settings.spec_dir), also=_CHANGES))
                 # What happened since the files were written was not seen.

@@ -29,6 +29,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
+from agent import guard
 from agent.bus import Inbox, Latest
 from agent.core.freshness import Terms
 from agent.log import about
@@ -199,7 +200,9 @@ class DevicePlugin:
                 for slot in self._slots.values():
                     slot.is_fresh.set()
                     self._start(tasks, slot)
-                comparing = tasks.create_task(self._compare_lists(), name="compare device lists")
+                comparing = tasks.create_task(
+                    guard.for_ever("device lists", self._compare_lists), name="compare device lists"
+                )
                 await self._drained.wait()
                 comparing.cancel()
         finally:

@@ -4,6 +4,8 @@ import asyncio
 from pathlib import Path
 from typing import Final
 
+from agent import guard
+from agent.model.parts import LIST_AND_WATCH
 from agent.sinks.grpc_bounds import Bounds
 from agent.sinks.grpc_server import BoundedServer
 from agent.sinks.plugin_service import PluginService
@@ -27,7 +29,10 @@ class Endpoint:
         """Serve until ``end`` was called."""
         try:
             async with asyncio.TaskGroup() as tasks:
-                follower = tasks.create_task(self.service.follow(), name=f"follow {self.service.resource}")
+                follower = tasks.create_task(
+                    guard.for_ever(LIST_AND_WATCH, self.service.follow),
+                    name=f"follow {self.service.resource}",
+                )
                 await self.server.run()
                 follower.cancel()
         finally:

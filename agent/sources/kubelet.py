@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from agent import guard
 from agent.bus import Inbox, Latest
 from agent.directory_watch import DirectoryWatch, Lookout
 from agent.log import about
@@ -85,8 +86,13 @@ class KubeletSource:
         """Watch for ever. May be run again after it ended; two at once are not allowed."""
         try:
             async with asyncio.TaskGroup() as group:
-                group.create_task(self._watch_directory(), name="kubelet directory")
-                group.create_task(self._watch_own_registrations(), name="kubelet own sockets")
+                group.create_task(
+                    guard.for_ever("kubelet directory", self._watch_directory), name="kubelet directory"
+                )
+                group.create_task(
+                    guard.for_ever("kubelet own sockets", self._watch_own_registrations),
+                    name="kubelet own sockets",
+                )
         finally:
             self._lookout.close()
 

@@ -13,6 +13,7 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Final
 
+from agent import guard
 from agent.bus import Inbox
 from agent.errors import NvmlCode, NvmlError
 from agent.log import about
@@ -128,6 +129,7 @@ class Listener:
         self._bind_events = bind_events
         self._on_rebound = on_rebound
         self._prove = prove
+        self._wait = nvml.wait_event
         self._registered = asyncio.Event()
         self._stopping = False
         self._last_problem: str | None = None
@@ -146,6 +148,8 @@ class Listener:
                     self._registered.clear()
                     self._on_renewed()
                 await self._wait_registered()
+                # Bound here: what is run within it belongs to the task that runs now.
+                self._wait = guard.owner().seam("thread", "nvml-event-wait", self._nvml.wait_event)
                 await self._lane.call(partial(self._listen, self.events))
             except NvmlError as error:
                 self._report(error)
@@ -206,7 +210,7 @@ class Listener:
                     rebinds_due_ns = self._clock() + slice_ns
                     self._put_rebinds()
                 try:
-                    self._put(self._nvml.wait_event(events, self._slice_ms))
+                    self._put(self._wait(events, self._slice_ms))
                 except NvmlError as error:
                     if error.code != NvmlCode.TIMEOUT:
                         raise

@@ -14,13 +14,14 @@ from functools import partial
 from pathlib import Path
 from typing import Final
 
+from agent import guard
 from agent.bus import Inbox
 from agent.core.freshness import Terms
 from agent.errors import NvmlError, SourceError
 from agent.log import about
 from agent.model import facts
 from agent.model.ids import GpuUuid, Part
-from agent.model.parts import NVML_EVENTS, NVML_NODE
+from agent.model.parts import GPU_PROBER, NVML_EVENTS, NVML_NODE
 from agent.model.policy import SECOND_NS
 from agent.proofs import Proofs
 from agent.sources.mig_minors import with_minors
@@ -121,8 +122,10 @@ class Session:
         expect(Part(NVML_NODE), Terms(settings.poll_ns, settings.node_deadline_ns))
         try:
             async with asyncio.TaskGroup() as group:
-                group.create_task(self._watch_node(group), name="nvml node")
-                group.create_task(self.listener.run(), name="nvml events")
+                group.create_task(
+                    guard.for_ever(NVML_NODE, partial(self._watch_node, group)), name="nvml node"
+                )
+                group.create_task(guard.for_ever(NVML_EVENTS, self.listener.run), name="nvml events")
         except* DriverGoneError as errors:
             first = errors.exceptions[0]
             gone = first if isinstance(first, DriverGoneError) else None
@@ -277,7 +280,8 @@ class Session:
         """Probe a GPU for ever; a failure of its prober is no failure of the others'."""
         while True:
             slot.probing = asyncio.get_running_loop().create_task(
-                self._watch_slot(slot), name=f"nvml gpu {slot.index} prober"
+                guard.for_ever(GPU_PROBER, partial(self._watch_slot, slot)),
+                name=f"nvml gpu {slot.index} prober",
             )
             try:
                 await asyncio.wait({slot.probing})

@@ -57,10 +57,9 @@ class Completions:
             os.eventfd_write(self.wake_fd, 1)
 
     def attach(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Run callbacks on this loop from now on."""
-        if self._loop is not loop:
-            self._loop = loop
-            guard.add_reader("nvml-completions", self.wake_fd, self._run_waiting, loop)
+        """Run callbacks on this loop from now on, also after one failed."""
+        self._loop = loop
+        guard.add_reader("nvml-completions", self.wake_fd, self._run_waiting, loop)
 
     def close(self) -> None:
         """Release the descriptor, once no thread is left.
@@ -255,6 +254,8 @@ class Lane:
         async with self._turn:
             await self._idle.wait()
             if not self.alive:
+                if self._thread is not None:
+                    _log.error("Thread %s ended; it is replaced", self.name)
                 self._step = guard.owner().seam("thread", self.name, _step)
                 await self._start(self)
             return await self.do(work)
@@ -303,9 +304,8 @@ class Lane:
             if not self._ended.done():
                 self._ended.set_result(None)
             return
-        if why is not None or jobs is self._jobs:
-            _log.error("Thread %s ended (%r); it is replaced", self.name, why, exc_info=why)
         if jobs is self._jobs:
+            _log.error("Thread %s ended (%r); it is replaced", self.name, why, exc_info=why)
             self._give_up("it ended")
 
     def _finish(self, job: _Job[object]) -> None:

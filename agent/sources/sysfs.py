@@ -27,6 +27,7 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Final
 
+from agent import guard
 from agent.bus import Inbox, Latest
 from agent.core.injection import gives_capabilities
 from agent.core.nodes import is_capability, owners, wanted_nodes
@@ -134,8 +135,10 @@ class SysfsSource:
         """Look for ever; raises SourceError if the kernel does not answer. Two at once are not allowed."""
         try:
             async with asyncio.TaskGroup() as group:
-                group.create_task(self._look_for_ever(), name="sysfs looks")
-                group.create_task(self._ask_for_new_nodes(), name="sysfs new nodes")
+                group.create_task(guard.for_ever("sysfs looks", self._look_for_ever), name="sysfs looks")
+                group.create_task(
+                    guard.for_ever("sysfs new nodes", self._ask_for_new_nodes), name="sysfs new nodes"
+                )
         except ExceptionGroup as failures:
             raise failures.exceptions[0] from None
 

@@ -32,6 +32,7 @@ class Reloading:
             reread=reread,
             judge=lambda _: self.refusals,
             prove_watch=lambda: None,
+            recheck_ns=30_000_000_000,
             apply=self.applied.append,
             vitals=self.vitals,
             notifier=self.notifier,

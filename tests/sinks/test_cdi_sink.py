@@ -81,6 +81,7 @@ class Node:
             dev_root=str(root),
         )
         self.is_in_container = False
+        self.relook_ns = sink_module.RELOOK_NS
         self.sink = self.make()
 
     def make(self) -> CdiSink:
@@ -91,6 +92,7 @@ class Node:
             sys_root=str(self.root / "sys"),
             is_in_container=self.is_in_container,
             clock=time.monotonic_ns,
+            relook_ns=self.relook_ns,
         )
         return self.sink
 
@@ -262,11 +264,10 @@ async def test_another_driver_version_means_other_libraries(node: Node) -> None:
     assert f"/usr/lib/x86_64-linux-gnu/libcuda.so.{VERSION}" not in paths
 
 
-async def test_the_driver_is_looked_at_again_although_nothing_changed(
-    node: Node, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_the_driver_is_looked_at_again_although_nothing_changed(node: Node) -> None:
     """A daemon's socket that is gone would keep every container from starting."""
-    monkeypatch.setattr(sink_module, "RELOOK_S", 0.01)
+    node.relook_ns = 10_000_000
+    node.make()
     socket = node.driver / "run/nvidia-persistenced/socket"
     async with node.running():
         assert str(socket) in node.file.read_text()

@@ -1,0 +1,117 @@
+"""Fault 26: each part of the agent that can end, raise or hang does so, and then a GPU breaks."""
+
+import asyncio
+import contextlib
+import sys
+import tempfile
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from agent.simulation.node import SimulatedNode
+from tests.faults.injected import CASES, Row, rows
+from tests.harness import (
+    GPU,
+    PATIENCE_S,
+    AgentProcess,
+    agent_process,
+    simulated_node,
+    uuids,
+    wait_allocatable,
+)
+
+SICK = 1
+
+FLAGS = {"call-deadline": "1s", "probe-tier": "procfs", "pods-poll": "200ms", "kubelet-count-poll": "1s"}
+
+
+@contextlib.asynccontextmanager
+async def broken_agent(node: SimulatedNode, row: Row) -> AsyncIterator[tuple[AgentProcess, Path]]:
+    """Run the agent with its seam; yields the directory of the injection too."""
+    with tempfile.TemporaryDirectory(prefix="gpu-") as name:
+        config = Path(name, "config.yaml")
+        config.write_text("version: v1\n")
+        launcher = (sys.executable, "-m", "tests.faults.injected_agent", name)
+        flags = {"config-file": str(config), **FLAGS}
+        if row.part.startswith("start"):
+            Path(name, "fault").write_text(f"{key_of(row.part)}|{row.how}")
+        async with agent_process(node, launcher=launcher, **flags) as agent:
+            yield agent, Path(name)
+
+
+def is_out(node: SimulatedNode) -> bool:
+    """Whether the kubelet gives the sick GPU to no pod."""
+    healthy = node.kubelet.devices(GPU).keys() - set(node.kubelet.unhealthy(GPU))
+    return uuids(node)[SICK] not in healthy
+
+
+async def break_gpu(node: SimulatedNode, row: Row) -> None:
+    match row.case.fault:
+        case "gpu lost":
+            node.nvml.set_return(None, 15, gpu=SICK)
+        case "xid":
+            node.nvml.push_xid(SICK, 79)
+        case "kernel xid":
+            await node.do("kernel-xid", {"xid": "79", "gpu": str(SICK)})
+            node.nvml.set_return(None, 15, gpu=SICK)
+
+
+def key_of(part: str) -> str:
+    """Return the part as the seam names it."""
+    return part.replace("start|", "thread|")
+
+
+async def play(row: Row) -> None:
+    """Break a part of the agent and then a GPU, and look at what is said of it."""
+    try:
+        await _play(row)
+    except BaseException as error:
+        error.add_note(f"row: {row}")
+        raise
+
+
+async def _play(row: Row) -> None:
+    async with simulated_node("4x-t4") as node, broken_agent(node, row) as (agent, injection):
+        fault = injection / "fault"
+        if row.part.startswith("start"):
+            await wait_allocatable(node.kubelet, 4)
+        else:
+            await wait_allocatable(node.kubelet, 4)
+            await agent.wait_answer("/readyz", lambda status, _: status == 200)
+            fault.write_text(f"{key_of(row.part)}|{row.how}")
+        if row.part == "thread|nvml-events":
+            # It does one job for as long as all is well.
+            node.nvml.set_return("nvmlEventSetWait_v2", 999)
+            await node.kubelet.wait_for(lambda _: node.nvml.calls("nvmlEventSetFree") > 0, PATIENCE_S)
+            node.nvml.clear_return("nvmlEventSetWait_v2")
+        if row.part.startswith("task"):
+            async with asyncio.timeout(PATIENCE_S):
+                while not (injection / "injected").exists():
+                    await asyncio.sleep(0.02)
+        await break_gpu(node, row)
+        await node.kubelet.wait_for(lambda _: is_out(node), PATIENCE_S)
+        if row.outcome == "process ends":
+            assert await agent.ended() != 0
+            return
+        await wait_allocatable(node.kubelet, 3 if row.outcome == "sick one out" else 0)
+        async with asyncio.timeout(PATIENCE_S):
+            while not is_named(agent, row):
+                # Something to hear and to write, for what only has to do then.
+                node.nvml.push_xid(0, 43)
+                await asyncio.sleep(0.2)
+
+
+def is_named(agent: AgentProcess, row: Row) -> bool:
+    """Whether the agent says which part is broken."""
+    return row.how in row.case.unnamed or any(
+        row.owner in str(line) and line["level"] in {"warning", "error"} for line in agent.log
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", CASES)
+async def test_a_broken_part_hides_no_sick_gpu_and_is_named(part: str) -> None:
+    async with asyncio.TaskGroup() as group:
+        for row in rows(part):
+            group.create_task(play(row), name=str(row))
