@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from agent.core.freshness import VOUCHERS
 from agent.simulation.node import SimulatedNode
-from tests.faults.injected import CASES, Row, rows
+from tests.faults.injected import CASES, PENDING, Row, rows, table
 from tests.harness import (
     GPU,
     PATIENCE_S,
@@ -74,10 +75,8 @@ async def play(row: Row) -> None:
 async def _play(row: Row) -> None:
     async with simulated_node("4x-t4") as node, broken_agent(node, row) as (agent, injection):
         fault = injection / "fault"
-        if row.part.startswith("start"):
-            await wait_allocatable(node.kubelet, 4)
-        else:
-            await wait_allocatable(node.kubelet, 4)
+        await wait_allocatable(node.kubelet, 4)
+        if not row.part.startswith("start"):
             await agent.wait_answer("/readyz", lambda status, _: status == 200)
             fault.write_text(f"{key_of(row.part)}|{row.how}")
         if row.part == "thread|nvml-events":
@@ -115,3 +114,24 @@ async def test_a_broken_part_hides_no_sick_gpu_and_is_named(part: str) -> None:
     async with asyncio.TaskGroup() as group:
         for row in rows(part):
             group.create_task(play(row), name=str(row))
+
+
+def test_the_table_in_the_documentation_is_that_of_the_suite() -> None:
+    assert (Path(__file__).parent / "INJECTED.md").read_text() == table()
+
+
+@pytest.mark.slow
+async def test_each_part_that_the_agent_has_is_in_the_table() -> None:
+    """A new task, thread, callback or write without a case fails here; the names are the agent's own."""
+    row = next(rows("task|nvml"))._replace(part="none")
+    async with simulated_node("4x-t4") as node, broken_agent(node, row) as (agent, injection):
+        await wait_allocatable(node.kubelet, 4)
+        await agent.wait_answer("/readyz", lambda status, _: status == 200)
+        node.nvml.push_xid(SICK, 79)
+        await wait_allocatable(node.kubelet, 3)
+        await agent.wait_answer("/preflight", lambda status, _: status == 503)
+        known = {key_of(part) for part in (*CASES, *PENDING)}
+        assert set((injection / "parts").read_text().split("\n")) - known == {""}
+    tasks = {part.partition("|")[2] for part in known if part.startswith("task")}
+    # The loop's own measurement ends the process when it fails; MPS is there with its sharing alone.
+    assert {str(each.task) for each in VOUCHERS.values()} - tasks == {"loop", "mps"}
