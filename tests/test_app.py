@@ -386,5 +386,5 @@ async def test_without_any_driver_or_kubelet_the_agent_waits_quietly() -> None:
             document = await ask(agent, "/preflight")
             assert document["reasons"][0]["code"] == "driver_not_loaded"
             assert await agent.stop() == 0
-            assert [line for line in agent.messages() if "NVML" in line] == ["NVML is not available"]
+            assert [line for line in agent.messages() if line.startswith("NVML")] == ["NVML is not available"]
             assert json.dumps(agent.plain) == "[]"

@@ -556,13 +556,13 @@ async def test_events_can_be_watched_over_a_restart_of_the_agent(
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.DEVNULL,
     )
-    await next_event(watching, "is registered with the kubelet")
+    await next_event(watching, "Registered with the kubelet")
     node.nvml.push_xid(0, 79)
     event = await next_event(watching, "A condition was raised")
     assert event["fields"]["code"] == 79
     assert await live.stop() == 0
     async with running(live.flags):
-        await next_event(watching, "is registered with the kubelet")
+        await next_event(watching, "Registered with the kubelet")
         watching.send_signal(signal.SIGINT)
         assert await watching.wait() == 0
 

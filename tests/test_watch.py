@@ -162,7 +162,8 @@ async def test_each_change_is_a_document_on_a_line_also_after_the_agent_was_rest
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("command", "title"), [("status", "Agent "), ("owners", "GPU "), ("contexts", "PID "), ("devices", "ID ")]
+    ("command", "title"),
+    [("status", "Agent "), ("owners", "GPU "), ("contexts", "PID "), ("devices", "GPU ")],
 )
 async def test_a_table_is_printed_and_an_interrupt_ends_it_quietly(
     node: SimulatedNode, command: str, title: str

@@ -4,13 +4,13 @@ from dataclasses import replace
 
 import pytest
 
-from agent.model.facts import DriverUnavailable, Fact, FactsLost, KernelXidSeen, XidReported
+from agent.model.facts import DriverUnavailable, Fact, FactsLost, KernelXidSeen, SwitchErrorSeen, XidReported
 from agent.model.health import Reason
 from agent.model.ids import ALL, Placement, ResourceName, pci_sysfs_name, replica_id, socket_name
 from tests.core.build import GPU, KMSG, U0, U1, place, xid
 from tests.core.histories import ONE_OF_EACH
 
-COUNTED = (KernelXidSeen, XidReported, FactsLost)
+COUNTED = (KernelXidSeen, SwitchErrorSeen, XidReported, FactsLost)
 
 
 @pytest.mark.parametrize("fact", ONE_OF_EACH, ids=lambda fact: type(fact).__name__)

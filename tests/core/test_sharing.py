@@ -230,7 +230,7 @@ def test_a_gpu_in_mig_mode_without_slices_is_a_warning_that_ends_with_them() -> 
     for _ in range(2):
         node.tell(enumerated(C1B, mig_gpu(1)), enumerated(C1B, mig_gpu(1, (1, 0, "1g.10gb"))))
     told = [event for event in node.events(EventKind.GPUS) if event.message == Unoffered.NO_MIG_DEVICE]
-    assert [fields_of(event) for event in told] == [{"gpu": 1, "uuid": U1}] * 2
+    assert [fields_of(event) for event in told] == [{"gpu": 1, "uuid": U1, "pci": gpu(1).pci}] * 2
     assert len(node.devices(SMALL)) == 4
     assert remarks([mig_gpu(1)], Policy(mig_strategy="single")) == ()
     assert remarks([mig_gpu(1)], Policy()) == ()

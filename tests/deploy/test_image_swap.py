@@ -376,7 +376,8 @@ async def test_the_static_manifest(tmp_path: Path) -> None:
         assert given.device_specs == ()
         told = {line["message"] for line in agent.lines if line["level"] in {"warning", "error"}}
         # What it was not given is off, and no part of it fails for want of it.
-        assert told == {"Some parts are off"}, told
+        [only] = told
+        assert only.startswith("Some parts are off: "), told
         assert await agent.stop() == 0
         assert not (node.directory.device_plugins / "nvidia-gpu.sock").exists()
 

@@ -31,6 +31,7 @@ WRITES_FOR_PEOPLE = {
     "runtime/records.py": "the times that HTTP, evidence and orders show",
     "sinks/eventlog.py": "the event log",
     "commands/trace.py": "when a call was made",
+    "commands/render.py": "times in the zone of the one who reads them",
     "commands/events.py": "what a person asks for by the time of day",
 }
 

@@ -541,7 +541,7 @@ sys.exit(main(sys.argv[1:]))
         ("simulate", WITHOUT_GRPC, "pip install 'gpu-agent[simulation]'"),
         ("demo", WITHOUT_GRPC, "pip install 'gpu-agent[simulation]'"),
         ("inject", WITHOUT_GRPC, "pip install 'gpu-agent[simulation]'"),
-        ("simulate", WITHOUT_LIBRARY, "install a C compiler and run `make setup`"),
+        ("simulate", WITHOUT_LIBRARY, "install gcc and libc6-dev and then the package once more"),
     ],
 )
 async def test_a_missing_piece_is_named_with_the_way_to_get_it(

@@ -140,6 +140,7 @@ async def test_a_container_gets_its_devices_by_the_strategies_of_the_operator(
         mounts=mounts,
         device_specs=specs,
         cdi_devices=cdi,
+        health=got.health,
     )
     assert masked(got.annotations) == annotations
 
