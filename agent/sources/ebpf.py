@@ -370,7 +370,10 @@ class EbpfSource:
         self._show(view_of(probe))
         if reading.is_outdated:
             await self._load_anew(probe)
-            return
+            if self._probe is not None and self._probe is not probe:
+                # The rows that were copied are read before a scan ends the doubt about them.
+                await self._rebuild(self._probe)
+                return
         if reading.attached:
             # Files of the driver that was loaded anew may have come and gone before.
             self._tracker.lost(0)
