@@ -45,8 +45,9 @@ test: $(STAMP)
 test-vm: $(STAMP)
 	@$(BIN)/python -m tests.vm $(ARGS)
 
-test-system: $(STAMP)
-	@$(BIN)/python -m tests.system $(ARGS)
+test-system: wheel
+	@.ci/system
+	$(BIN)/python -m pytest -n 2 --dist loadgroup -rs --capture=no -o faulthandler_timeout=1200 --durations=10 tests/system $(ARGS)
 
 check: $(STAMP)
 	$(BIN)/ruff check .

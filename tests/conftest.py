@@ -115,6 +115,9 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 def group_of(item: pytest.Item) -> str | None:
     """Return what a test has in common with others, beside which it must not run."""
     fixtures = set(getattr(item, "fixturenames", ()))
+    marked = item.get_closest_marker("xdist_group")
+    if marked is not None:
+        return str(marked.args[0])
     if SEES_ALL_CALLS & fixtures or hasattr(getattr(item, "module", None), "stand_in"):
         return "device"
     if PROBE_IN_COMMON & fixtures:
