@@ -70,6 +70,8 @@ class Serving:
         if self._sink is None:
             self._sink = self._make(*await in_daemon_thread("http-import", _import_http))
             self._is_made.set()
+        # Nothing listens any more where the run before did.
+        self._sink.addresses.clear()
         async with asyncio.TaskGroup() as group:
             group.create_task(self._ask_itself(self._sink), name="http asks itself")
             await guard.for_ever("http listeners", self._sink.run)

@@ -25,6 +25,7 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Callable, Mapping
+from contextvars import Context, copy_context
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
@@ -135,6 +136,8 @@ class DevicePlugin:
         self._proofs = proofs or Proofs(clock=clock)
         self._slots: dict[ResourceName, _Slot] = {}
         self._tasks: asyncio.TaskGroup | None = None
+        self._context: Context | None = None
+        """The one of ``run``."""
         self._is_draining = False
         self._drained = asyncio.Event()
 
@@ -188,7 +191,9 @@ class DevicePlugin:
             endpoint.service.belong_to(order.generation)
 
     def _start(self, tasks: asyncio.TaskGroup, slot: _Slot) -> None:
-        slot.worker = tasks.create_task(self._obey(tasks, slot), name=f"device-plugin {slot.resource}")
+        # Who orders it does not own it: what fails in there is this sink's to begin anew.
+        name = f"device-plugin {slot.resource}"
+        slot.worker = tasks.create_task(self._obey(tasks, slot), name=name, context=self._context)
 
     async def run(self) -> None:
         """Carry out orders until drained; orders given while this did not run are made up for."""
@@ -196,7 +201,7 @@ class DevicePlugin:
         await self._clear_leftovers()
         try:
             async with asyncio.TaskGroup() as tasks:
-                self._tasks = tasks
+                self._tasks, self._context = tasks, copy_context()
                 for slot in self._slots.values():
                     slot.is_fresh.set()
                     self._start(tasks, slot)
@@ -232,8 +237,12 @@ class DevicePlugin:
         directory = self._kubelet_socket.parent
         try:
             names = await in_daemon_thread("leftover-sweeper", lambda: clear_leftovers(directory))
-        except RuntimeError:
-            # No thread could be had; they disturb nobody, and the next start tries again.
+        except RuntimeError as error:
+            # They disturb nobody, and the next start tries again.
+            log.warning(
+                "The device-plugin left sockets that nobody serves where they are: %(detail)s",
+                about(detail=str(error)),
+            )
             return
         if names:
             log.info("Removed sockets that nobody serves any more: %(names)s", about(names=list(names)))

@@ -69,18 +69,21 @@ class KubeletCountSource:
 
     async def run(self) -> None:
         """Ask for ever. May be run again after it ended; two at once are not allowed."""
-        try:
-            while True:
+        while True:
+            if not _is_registered(self._latest.value):
+                self._proofs.waive(Part(KUBELET_COUNT))
                 await self._wait_until(_is_registered)
-                await asyncio.sleep(self._soon_ns / 1e9)
-                is_counted = await self._ask(self._clock())
-                within_ns = self._period_ns - self._soon_ns
-                if is_counted:
-                    await self._wait_until(_is_uncounted, within_ns=within_ns)
-                else:
-                    await asyncio.sleep(within_ns / 1e9)
-        finally:
-            self._proofs.waive(Part(KUBELET_COUNT))
+                self._expect()
+            await asyncio.sleep(self._soon_ns / 1e9)
+            is_counted = await self._ask(self._clock())
+            within_ns = self._period_ns - self._soon_ns
+            if is_counted:
+                await self._wait_until(_is_uncounted, within_ns=within_ns)
+            else:
+                await asyncio.sleep(within_ns / 1e9)
+
+    def _expect(self) -> None:
+        self._proofs.expect(Part(KUBELET_COUNT), Terms(self._period_ns, self._deadline_ns))
 
     async def _wait_until(self, holds: Callable[[Snapshot], bool], *, within_ns: int | None = None) -> None:
         version = self._latest.version
@@ -102,10 +105,10 @@ class KubeletCountSource:
             self._note_trouble(logging.INFO, error)
             return False
         except KubeletError as error:
-            self._proofs.expect(part, Terms(self._period_ns, self._deadline_ns))
+            self._expect()
             self._note_trouble(logging.WARNING, error)
             return False
-        self._proofs.expect(part, Terms(self._period_ns, self._deadline_ns))
+        self._expect()
         self._proofs.prove(part)
         self._trouble = None
         self._inbox.put(KubeletCounted(healthy, asked_ns))

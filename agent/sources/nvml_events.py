@@ -157,7 +157,7 @@ class Listener:
                 self._on_failed()
             except Exception as error:  # noqa: BLE001 - whatever it is, it costs no XID
                 # The set is whole, and has every XID that comes meanwhile.
-                _log.exception("The wait for GPU events failed (%r) and is begun again", error)
+                _log.exception("The wait of nvml-events for XIDs failed (%r) and is begun again", error)
             await asyncio.sleep(max(0, began_ns + self._retry_ns - self._clock()) / 1e9)
 
     async def _wait_registered(self) -> None:
