@@ -15,7 +15,6 @@ from agent.simulation.node import SimulatedNode
 from tests.faults.injected import CASES, Row, rows, table
 from tests.harness import (
     GPU,
-    PATIENCE_S,
     AgentProcess,
     agent_process,
     simulated_node,
@@ -24,6 +23,10 @@ from tests.harness import (
 )
 
 SICK = 1
+ROW_S = 180.0
+"""Longer than any step of a row takes on a loaded machine: a source is loaded anew after a minute."""
+SIDE_BY_SIDE = 2
+"""Workers of the tests that play rows: each plays four agents at once."""
 
 FLAGS = {"call-deadline": "1s", "probe-tier": "procfs", "pods-poll": "200ms", "kubelet-count-poll": "1s"}
 
@@ -86,7 +89,7 @@ async def _play(row: Row) -> None:
             node.nvml.set_return("nvmlEventSetWait_v2", 999)
             await injected(injection)
             node.nvml.clear_return("nvmlEventSetWait_v2")
-            async with asyncio.timeout(PATIENCE_S):
+            async with asyncio.timeout(ROW_S):
                 while node.nvml.calls("nvmlDeviceRegisterEvents") < asked:
                     await asyncio.sleep(0.02)
         if row.case.kubelet_restarts:
@@ -94,13 +97,13 @@ async def _play(row: Row) -> None:
         if row.part.startswith("task"):
             await injected(injection)
         await break_gpu(node, row)
-        await node.kubelet.wait_for(lambda _: is_out(node), PATIENCE_S)
+        await node.kubelet.wait_for(lambda _: is_out(node), ROW_S)
         if row.outcome == "process ends":
             assert await agent.ended() != 0
             return
         await wait_allocatable(node.kubelet, 3 if row.outcome == "sick one out" else 0)
         xids = itertools.cycle((43, 13, 31, 45))
-        async with asyncio.timeout(PATIENCE_S):
+        async with asyncio.timeout(ROW_S):
             while not is_named(agent, row):
                 # Something to hear, to write and to read, for what only has to do then. An XID that repeats
                 # is an event once a minute, and what programs cause has a writer of its own.
@@ -122,7 +125,7 @@ async def ask_slowly(node: SimulatedNode) -> None:
 
 async def injected(injection: Path) -> None:
     """Return once the part broke."""
-    async with asyncio.timeout(PATIENCE_S):
+    async with asyncio.timeout(ROW_S):
         while not (injection / "injected").exists():
             await asyncio.sleep(0.02)
 
@@ -135,7 +138,13 @@ def is_named(agent: AgentProcess, row: Row) -> bool:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("part", CASES)
+@pytest.mark.parametrize(
+    "part",
+    [
+        pytest.param(part, marks=pytest.mark.xdist_group(f"injected-{number % SIDE_BY_SIDE}"))
+        for number, part in enumerate(CASES)
+    ],
+)
 async def test_a_broken_part_hides_no_sick_gpu_and_is_named(part: str) -> None:
     async with asyncio.TaskGroup() as group:
         for row in rows(part):
