@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from agent.simulation.children import send_signal
 from agent.simulation.directory import NodeDirectory
 from agent.simulation.node import SimulatedNode
 from agent.simulation.presets import load_preset
@@ -82,7 +83,7 @@ class AgentProcess:
         return [line.get("event", line["message"]) for line in self.lines]
 
     def signal(self, number: signal.Signals) -> None:
-        self.process.send_signal(number)
+        send_signal(self.process, number)
 
     async def ended(self) -> int:
         async with asyncio.timeout(PATIENCE_S):
@@ -119,7 +120,7 @@ async def running(
             yield agent
         finally:
             with suppress(ProcessLookupError):
-                process.kill()
+                send_signal(process, signal.SIGKILL)
             await process.wait()
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from agent.probe.loaded import OBJECT
-from agent.simulation.children import environment_of_children
+from agent.simulation.children import environment_of_children, send_signal
 from agent.simulation.directory import NodeDirectory
 from agent.simulation.kubelet import EmulatedKubelet
 from agent.simulation.node import DriverWanted, SimulatedNode
@@ -105,7 +105,7 @@ class AgentProcess:
     async def stop(self, number: int = signal.SIGTERM) -> int:
         """Send a signal and wait for the end; returns the exit status."""
         if self.process.returncode is None:
-            self.process.send_signal(number)
+            send_signal(self.process, number)
         return await self.ended()
 
     async def ended(self) -> int:
@@ -186,7 +186,7 @@ async def agent_process(
         raise
     finally:
         if process.returncode is None:
-            process.kill()
+            send_signal(process, signal.SIGKILL)
         await agent.ended()
 
 
@@ -288,7 +288,7 @@ async def running_command(
         yield process
     finally:
         if process.returncode is None:
-            process.kill()
+            send_signal(process, signal.SIGKILL)
         await process.communicate()
 
 

@@ -34,6 +34,17 @@ os.execv(sys.argv[2], sys.argv[2:])
 """Runs between fork and the program: the setting survives execve, and needs no code in a forked process."""
 
 
+def send_signal(process: asyncio.subprocess.Process, number: int) -> None:
+    """Send a signal to a child that has not exited.
+
+    The method of the same name polls first: on a child that has just exited it takes the exit status away
+    from asyncio, which then reports 255 (cpython: Lib/subprocess.py, Popen.send_signal).
+    """
+    if process.returncode is None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process.pid, number)
+
+
 class BoundedLog:
     """A log file of at most twice MAX_LOG_BYTES."""
 
@@ -131,8 +142,7 @@ class Child:
         return asked
 
     def _signal(self, number: int) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            self._process.send_signal(number)
+        send_signal(self._process, number)
 
     async def _read_output(self) -> None:
         output = self._process.stdout

@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import json
 import os
+import signal
 import socket
 import sys
 from collections.abc import Mapping, Sequence
@@ -17,7 +18,7 @@ from types import TracebackType
 from typing import Any, Final, Self
 
 from agent.errors import AgentError, SourceError
-from agent.simulation.children import environment_of_children
+from agent.simulation.children import environment_of_children, send_signal
 from agent.simulation.driver_double.nodes import Gpu, inodes
 
 MAX_ANSWER_BYTES: Final = 256 * 1024 * 1024
@@ -176,7 +177,7 @@ class DriverDouble:
             async with asyncio.timeout(ENDS_WITHIN_S):
                 await self._process.wait()
         except TimeoutError:
-            self._process.kill()
+            send_signal(self._process, signal.SIGKILL)
             await self._process.wait()
 
     async def __aenter__(self) -> Self:
