@@ -13,6 +13,7 @@ from typing import Final
 
 from grpclib.client import Handler
 from grpclib.config import Configuration
+from grpclib.const import Status
 from grpclib.encoding.proto import ProtoCodec
 from grpclib.exceptions import GRPCError, StreamTerminatedError
 from grpclib.protocol import H2Protocol
@@ -75,14 +76,15 @@ async def register(
         resource_name=resource,
         options=options(pre_start=pre_start),
     )
+    unanswered = f"The kubelet did not answer Register for {resource} within {timeout_s:g} s; check its log"
     try:
         await RegistrationStub(kubelet).register(request, timeout=timeout_s)
     except TimeoutError:
-        raise NotRegisteredError(
-            "unreachable",
-            f"The kubelet did not answer Register for {resource} within {timeout_s:g} s; check its log",
-        ) from None
+        raise NotRegisteredError("unreachable", unanswered) from None
     except GRPCError as error:
+        if error.status is Status.DEADLINE_EXCEEDED:
+            # The call carries its deadline, so the kubelet's own clock may be the first to notice.
+            raise NotRegisteredError("unreachable", unanswered) from None
         raise NotRegisteredError(
             "rejected",
             f"The kubelet refused {resource}: {error.status.name}: {error.message or 'no message'}",

@@ -103,6 +103,7 @@ async def count_devices(socket: Path, *, timeout_s: float) -> bytes:
 
 async def _answer(socket: Path, method: str, timeout_s: float) -> bytes:
     channel = _PodResourcesChannel(socket)
+    unanswered = f"The kubelet did not answer {method} on {socket} within {timeout_s:g} s; check its log"
     try:
         async with asyncio.timeout(timeout_s):
             return await _call(channel, method, timeout_s)
@@ -111,11 +112,11 @@ async def _answer(socket: Path, method: str, timeout_s: float) -> bytes:
             f"The kubelet's pod-resources socket {socket} is not there: {error.strerror}"
         ) from None
     except TimeoutError:
-        raise KubeletError(
-            f"The kubelet did not answer {method} on {socket} within {timeout_s:g} s; check its log"
-        ) from None
+        raise KubeletError(unanswered) from None
     except GRPCError as error:
-        raise _refusal(method, error) from None
+        # The call carries its deadline, so the kubelet's own clock may be the first to notice.
+        late = error.status is Status.DEADLINE_EXCEEDED
+        raise (KubeletError(unanswered) if late else _refusal(method, error)) from None
     except (StreamTerminatedError, ProtocolError, NotImplementedError):
         what = f"sent over {MAX_ANSWER_BYTES >> 20} MiB" if channel.is_over else "ended the connection"
         raise KubeletError(f"The kubelet {what} in answer to {method} on {socket}") from None

@@ -25,6 +25,8 @@ class Registrar(rpc.RegistrationServicer):
         self.arrived = asyncio.Event()
         self.answer: Callable[[Any], str | None] = lambda _request: None
         """Returns the text of a refusal, or None to accept."""
+        self.status = grpc.StatusCode.UNKNOWN
+        """The status of a refusal; the kubelet's own errors have no other."""
         self.release: asyncio.Event | None = None
         """If set, Register is not answered before this event."""
         self.abandoned = asyncio.Event()
@@ -42,7 +44,7 @@ class Registrar(rpc.RegistrationServicer):
                 raise
         refusal = self.answer(request)
         if refusal is not None:
-            await context.abort(grpc.StatusCode.UNKNOWN, refusal)
+            await context.abort(self.status, refusal)
         # As the kubelet: the endpoint has to answer inside Register.
         async with plugin(self.directory / request.endpoint) as stub:
             self.options.append(await stub.GetDevicePluginOptions(pb.Empty(), timeout=10))

@@ -127,6 +127,17 @@ async def test_a_kubelet_that_does_not_answer_is_unreachable_after_the_timeout(t
         kubelet.release.set()
 
 
+async def test_a_kubelet_whose_own_clock_ends_the_call_is_unreachable(tmp_path: Path) -> None:
+    """The deadline travels with the call: grpc's server may notice it before the caller."""
+    async with registrar(tmp_path) as kubelet, sink(tmp_path) as served:
+        kubelet.status, kubelet.answer = grpc.StatusCode.DEADLINE_EXCEEDED, lambda _request: "too late"
+        served.register()
+        fact = await served.wait_fact(Registered, RegistrationFailed)
+        assert isinstance(fact, RegistrationFailed)
+        assert fact.failure == "unreachable"
+        assert "did not answer Register" in fact.message
+
+
 async def test_a_kubelet_that_hangs_up_is_unreachable(tmp_path: Path) -> None:
     async def hang_up(_reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.close()
