@@ -55,6 +55,7 @@ check: $(STAMP)
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	.ci/gen --check
+	.ci/words
 
 bench: $(STAMP)
 	@$(BIN)/python -m tests.bench $(ARGS)
