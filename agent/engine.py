@@ -136,6 +136,7 @@ class Engine:
     def _look_for_stale_parts(self) -> list[Effect]:
         """Note which parts are stale and return the restarts that this asks for."""
         self._freshness = looked(self._freshness, self._proofs.expected(), self._clock())
-        if self._freshness.stale != self._state.stale:
-            self._pending.append(PartsStale(self._freshness.stale))
+        stale, covered = self._freshness.stale, self._freshness.covered
+        if (stale, covered) != (self._state.stale, self._state.covered):
+            self._pending.append(PartsStale(stale, covered))
         return [RestartPart(part) for part in self._freshness.restart]

@@ -7,7 +7,8 @@ its deadline is stale: what rests on it is unknown, and the part is restarted.
 Invariants: a restart is no proof. Nothing becomes stale by time alone: three looks, a period apart, have to
 find no newer proof, and a look that is a period late does not count. So however long the process or its loop
 stood still, each part has a period of a loop that turns before it is stale: an agent that was stopped for an
-hour offers what it offered before.
+hour offers what it offered before. A part that another one can stand in for takes no device away while
+that other one is fresh: a GPU is unknown only when nothing that would notice its fault is left.
 """
 
 from collections.abc import Iterable, Mapping
@@ -47,12 +48,18 @@ class Voucher:
     rests: Rests
     task: SourceName
     """The supervised task that is restarted when the part is stale."""
+    alternative: SourceName | None = None
+    """The part that covers this one: while it is expected and fresh, nothing becomes unknown."""
 
 
 VOUCHERS: Final[Mapping[SourceName, Voucher]] = {
     parts.GPU_PROBER: Voucher("the health of its GPU", "a completed probe", Rests.ITS_GPU, facts.NVML),
     parts.NVML_EVENTS: Voucher(
-        "the XIDs that NVML reports", "an event wait that returned", Rests.EVERY_GPU, facts.NVML
+        "the XIDs that NVML reports",
+        "an event wait that returned",
+        Rests.EVERY_GPU,
+        facts.NVML,
+        alternative=facts.KERNEL_LOG,
     ),
     parts.NVML_NODE: Voucher(
         "which GPUs there are", "a count that NVML answered, or an init that ended", Rests.NODE, facts.NVML
@@ -166,6 +173,8 @@ class Freshness:
 
     watches: Mapping[Part, Watch] = field(default_factory=lambda: MappingProxyType({}))
     stale: frozenset[Part] = frozenset()
+    covered: Mapping[Part, int] = field(default_factory=lambda: MappingProxyType({}))
+    """Those of the stale parts whose alternative is fresh, and when each gave its newest proof."""
     restart: frozenset[Part] = frozenset()
     """The parts that the newest look asks to restart."""
     due_ns: int | None = None
@@ -185,7 +194,9 @@ def looked(before: Freshness, expected: Mapping[Part, Expected], now_ns: int) ->
         part_due_ns = watch.due_ns(each.terms)
         due_ns = part_due_ns if due_ns is None else min(due_ns, part_due_ns)
     stale = frozenset(part for part, watch in watches.items() if watch.is_stale)
-    return Freshness(watches, stale, frozenset(restart), due_ns)
+    fresh = {part.name for part in watches.keys() - stale}
+    covered = {part: expected[part].proven_ns for part in stale if VOUCHERS[part.name].alternative in fresh}
+    return Freshness(watches, stale, covered, frozenset(restart), due_ns)
 
 
 def proven_by(fact: facts.Fact) -> Part | None:

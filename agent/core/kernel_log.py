@@ -35,7 +35,8 @@ from agent.model import facts
 from agent.model.effects import Effect, Event, EventKind, ProbeGpu, ProbeUvm, RecordEvent
 from agent.model.gpu import Gpu
 from agent.model.health import Condition, ConditionKey, Reason, Recovery
-from agent.model.ids import GpuUuid, Placement
+from agent.model.ids import GpuUuid, Part, Placement
+from agent.model.parts import NVML_EVENTS
 from agent.model.sample import GpuSample
 
 MAX_EARLY_XIDS: Final = 256
@@ -185,7 +186,7 @@ def _suspected(state: State, fact: facts.KernelXidSeen, said: Condition, now_ns:
     known = state.suspects.get(said.key)
     if known is not None:
         said = replace(said, since_ns=known.condition.since_ns, count=known.condition.count + said.count)
-    suspect = Suspect(said, readings, is_live=fact.live)
+    suspect = Suspect(said, readings, is_live=fact.live, in_words=fact.in_words)
     is_deniable = (
         said.recovery is Recovery.SELF_CLEARING
         or xids.class_of(fact.xid) is xids.XidClass.LOST
@@ -209,12 +210,19 @@ def with_witnesses(state: State) -> State:
     """Return the state with each suspect confirmed or denied by what else is known of its GPU now."""
     if not state.suspects:
         return state
+    deaf_since_ns = state.covered.get(Part(NVML_EVENTS))
     confirmed: dict[ConditionKey, Suspect] = {}
     denied: dict[ConditionKey, Suspect] = {}
     for key, suspect in state.suspects.items():
         gpu = key.placement.gpu
         sample = state.samples.get(gpu)
-        verdict = verdict_on(suspect, state.conditions, sample, is_probed=gpu in state.probed)
+        verdict = verdict_on(
+            suspect,
+            state.conditions,
+            sample,
+            is_probed=gpu in state.probed,
+            deaf_since_ns=deaf_since_ns,
+        )
         if suspect.shown_as not in state.conditions or verdict is Verdict.DENIED:
             # Clean probes have cleared what was shown, or the driver itself says that nothing is wrong.
             denied[key] = suspect

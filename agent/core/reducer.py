@@ -251,7 +251,7 @@ def _known(state: State, fact: _Quiet, now_ns: int) -> State:  # noqa: C901, PLR
             # A GPU whose prober was stale is known again by its next probe alone.
             unknown = unknown_gpus((part for part in fact.stale if part.of), state.probed)
             state = _lists_overdue(state, fact.stale - state.stale, now_ns)
-            return replace(state, stale=fact.stale, probed=state.probed - unknown)
+            return replace(state, stale=fact.stale, covered=fact.covered, probed=state.probed - unknown)
         case facts.FactRefused():
             return replace(state, refused={**state.refused, fact.gpu: fact.message})
         case facts.StateUnread():
@@ -383,6 +383,7 @@ def _settle(old: State, state: State, now_ns: int) -> State:
         or state.offers is not old.offers
         or state.probed is not old.probed
         or state.stale is not old.stale
+        or state.covered is not old.covered
         or state.refused is not old.refused
     ):
         devices = _devices(old, state)

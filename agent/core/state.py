@@ -77,6 +77,8 @@ class State:
     """GPUs that had a verdict (a probe passed, failed or overdue) since the process began."""
     stale: frozenset[Part] = frozenset()
     """Parts that gave no proof for too long; what rests on them is unknown."""
+    covered: Mapping[Part, int] = field(default_factory=_nothing)
+    """Those for which a fresh part stands in, and when each gave its newest proof."""
     refused: Mapping[GpuUuid | None, str] = field(default_factory=_nothing)
     """Facts on which the core failed, by the GPU they are about; kept until the process ends."""
     overdue: Mapping[GpuUuid, str] = field(default_factory=_nothing)
@@ -159,13 +161,18 @@ class State:
     facts_lost: Mapping[SourceName, int] = field(default_factory=_nothing)
 
     @property
+    def uncovered(self) -> frozenset[Part]:
+        """The stale parts for which nothing stands in."""
+        return self.stale - self.covered.keys()
+
+    @property
     def known_gpus(self) -> frozenset[GpuUuid]:
         """GPUs with a verdict that is fresh, about which everything is known that was reported."""
         if not self.stale and not self.refused:
             return self.probed
         if None in self.refused:
             return frozenset()
-        return self.probed - self.refused.keys() - unknown_gpus(self.stale, self.probed)
+        return self.probed - self.refused.keys() - unknown_gpus(self.uncovered, self.probed)
 
     @property
     def due_gpus(self) -> frozenset[GpuUuid]:

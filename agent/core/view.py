@@ -151,7 +151,7 @@ def _findings(state: State, gpus: tuple[GpuView, ...]) -> Iterator[Finding]:
         yield Finding(Reason.DEVICE_NODE_MISSING, f"{UVM_NODE} does not exist, so no CUDA program can start")
     yield from _bus_findings(state)
     yield from _gpu_findings(
-        gpus, unknown_gpus(state.stale, state.gpus), without=driver.reason if driver else None
+        gpus, unknown_gpus(state.uncovered, state.gpus), without=driver.reason if driver else None
     )
     yield from _use_findings(state)
     yield from _kubelet_findings(state)
@@ -166,7 +166,7 @@ def _task_findings(state: State) -> Iterator[Finding]:
         task = state.tasks.get(name)
         if task is not None and not task.running:
             yield Finding(Reason.SOURCE_FAILED, f"{name} does not run: {task.message}")
-    for part in sorted(state.stale):
+    for part in sorted(state.uncovered):
         if VOUCHERS[part.name].rests not in (Rests.ITS_GPU, Rests.AGENT):
             yield Finding(Reason.SOURCE_FAILED, stale_message(part))
 

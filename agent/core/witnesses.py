@@ -5,7 +5,8 @@ same XID, a failing or overdue call, the recovery action, a reading of what the 
 configuration space confirm. Clean probes deny, where the driver offers the recovery action or the fault is
 one with which no GPU answers; otherwise the line stays shown until the GPU was reset. A line from before the
 agent listened is not contradicted by NVML's silence, and no user can write the driver's numbered form: it
-stands unless the recovery action says that nothing is to be done.
+stands unless the recovery action says that nothing is to be done. So does one in that form from while NVML's
+events were not heard (core.freshness).
 """
 
 from collections.abc import Mapping
@@ -29,7 +30,9 @@ class Suspect:
     readings: frozenset[Reason]
     """Readings that confirm it, beside what confirms any."""
     is_live: bool
-    """The agent listened to NVML when the line was written."""
+    """The agent listened to NVML when the line was written, as far as was known then."""
+    in_words: bool = False
+    """It is not in the driver's numbered form."""
 
     @property
     def shown_as(self) -> ConditionKey:
@@ -70,13 +73,18 @@ def verdict_on(
     sample: GpuSample | None,
     *,
     is_probed: bool,
+    deaf_since_ns: int | None = None,
 ) -> Verdict:
-    """Return what the conditions and readings of its GPU make of a suspect."""
+    """Return what the conditions and readings of its GPU make of a suspect.
+
+    ``deaf_since_ns`` is since when NVML's events are not heard, while they are not.
+    """
     if any(_is_witness(suspect, condition) for condition in conditions.values()):
         return Verdict.CONFIRMED
     said = suspect.condition
     is_reading = said.reason is Reason.RECOVERY_ACTION
-    if (suspect.is_live and not is_reading) or not (is_probed or sample is not None):
+    is_unheard = deaf_since_ns is not None and not suspect.in_words and said.last_ns >= deaf_since_ns
+    if (suspect.is_live and not is_unheard and not is_reading) or not (is_probed or sample is not None):
         return Verdict.OPEN
     if said.recovery is Recovery.BY_HAND or not offers_action(sample):
         return Verdict.CONFIRMED

@@ -145,7 +145,11 @@ OTHER: list[st.SearchStrategy[Fact]] = [
     st.just(FactsLost(KMSG, count=3)),
     st.just(HealthEventsUnsupported(U0, "no")),
     st.just(WatchedDirectoryDeleted("/x")),
-    st.builds(PartsStale, st.frozensets(st.sampled_from(PARTS))),
+    st.builds(
+        PartsStale,
+        st.frozensets(st.sampled_from(PARTS)),
+        st.dictionaries(st.sampled_from(PARTS), st.integers(0, 10**9), max_size=2),
+    ),
     st.sampled_from([StateUnread("EIO"), StateLossAcknowledged(), StateRestored(None)]),
     st.builds(PolicyChanged, st.builds(Policy, recovery_quiet_ns=st.sampled_from([0, QUIET]))),
 ]

@@ -15,12 +15,12 @@ from agent.core.freshness import (
     looked,
 )
 from agent.model import facts
-from agent.model.facts import PartsStale
+from agent.model.facts import KernelXidSeen, PartsStale
 from agent.model.health import Health, Reason
 from agent.model.ids import GpuUuid, Part
 from agent.model.parts import GPU_PROBER, KUBELET_COUNT, NVML_EVENTS, NVML_NODE
 from agent.model.policy import SECOND_NS
-from tests.core.build import U0, U1, Node, gpu, registered_node
+from tests.core.build import U0, U1, Node, gpu, registered_node, uuid
 
 Look = tuple[int, bool]
 """When, and whether the part was stale."""
@@ -97,6 +97,20 @@ def test_a_proof_ends_it_and_so_does_that_none_is_expected_any_more() -> None:
     assert looked(stale, {}, 4 * SECOND_NS).stale == frozenset()
 
 
+def test_a_stale_part_is_covered_while_its_alternative_is_expected_and_fresh() -> None:
+    events, log = Part(NVML_EVENTS), Part(facts.KERNEL_LOG)
+    each = Expected(Terms(SECOND_NS, 0), 5)
+    covered = []
+    for proven_ns in (None, 0, 3 * SECOND_NS):
+        freshness = Freshness()
+        for at_ns in range(SECOND_NS, 5 * SECOND_NS, SECOND_NS):
+            other = {} if proven_ns is None else {log: Expected(Terms(SECOND_NS, 0), proven_ns)}
+            freshness = looked(freshness, {events: each, **other}, at_ns)
+        assert events in freshness.stale
+        covered.append(dict(freshness.covered))
+    assert covered == [{}, {}, {events: 5}]
+
+
 def test_each_row_says_what_rests_on_it_and_which_task_is_restarted() -> None:
     assert {each.rests for each in VOUCHERS.values()} == set(Rests)
     assert all(each.vouches_for and each.proof and each.task for each in VOUCHERS.values())
@@ -130,6 +144,28 @@ def test_without_ears_for_xids_every_gpu_is_unknown_whatever_its_probes_say() ->
     assert not node.snapshot().ready
     node.tell(PartsStale(frozenset()))
     assert set(health(node).values()) == {Health.HEALTHY}
+
+
+def test_with_the_kernel_log_for_ears_a_gpu_is_out_by_what_that_says() -> None:
+    node = registered_node(gpu(0), gpu(1), gpu(2))
+    node.tell(KernelXidSeen(gpu(2).pci, 95))
+    node.after(SECOND_NS, facts.GpuProbePassed(U0))
+    deaf_ns = node.now_ns
+    node.after(SECOND_NS, KernelXidSeen(gpu(0).pci, 95), KernelXidSeen(gpu(1).pci, 95, in_words=True))
+    assert set(health(node).values()) == {Health.HEALTHY}
+
+    events = Part(NVML_EVENTS)
+    node.tell(PartsStale(frozenset({events}), {events: deaf_ns}))
+    # The silence of NVML on later lines proves nothing; words that a user can write never count alone.
+    assert list(health(node).values()) == [Health.UNHEALTHY, Health.HEALTHY, Health.HEALTHY]
+    assert {each.reason for each in node.snapshot().findings} == {Reason.XID}
+    node.tell(KernelXidSeen(gpu(1).pci, 119))
+    assert health(node)[U1] is Health.UNHEALTHY
+
+    node.tell(PartsStale(frozenset({events, Part(facts.KERNEL_LOG)})))
+    assert health(node)[uuid(2)] is Health.UNKNOWN
+    node.tell(PartsStale(frozenset()))
+    assert list(health(node).values()) == [Health.UNHEALTHY, Health.UNHEALTHY, Health.HEALTHY]
 
 
 def test_what_no_device_rests_on_is_named_and_takes_none_away() -> None:

@@ -1,7 +1,8 @@
 """What the agent's own process says of itself: its parts, its settings, losses, time."""
 
-from collections.abc import Hashable
-from dataclasses import dataclass
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
 
 from agent.model.facts.message import AGENT, Counted, State
 from agent.model.ids import GpuUuid, Part, SourceName
@@ -45,6 +46,8 @@ class PartsStale(State):
     """Which parts gave no proof for too long."""
 
     stale: frozenset[Part]
+    covered: Mapping[Part, int] = field(default_factory=lambda: MappingProxyType({}))
+    """Those for which a fresh part stands in, and when each gave its newest proof."""
     source: SourceName = AGENT
 
 
