@@ -33,6 +33,8 @@ enum {
 #define NODE_LAYOUT 3u
 #define NODE_UNSUPPORTED UINT64_MAX  /* a number that makes the call that reads it answer NOT_SUPPORTED */
 #define NODE_NO_GPU (-1)             /* a call or event that belongs to no GPU */
+#define NODE_UUID_EMPTY 1u           /* uuid_damage: the call succeeds with an empty UUID */
+#define NODE_UUID_UNTERMINATED 2u    /* the same with one that fills its buffer and does not end */
 #define NODE_UNREADABLE_GPU 255      /* an event whose device answers nothing, not even its UUID */
 
 /* Every field of the configuration: its name, for texts its size in bytes, and how many there are. */
@@ -44,7 +46,7 @@ enum {
     F(inforom_image, 16, 1) F(inforom, 16, 3) F(cpu_affinity, 96, 1) F(profile_name, 32, NODE_PROFILES)      \
     F(mig_uuid, 80, NODE_MIGS)
 #define GPU_NUMBER_FIELDS(F)                                                                                 \
-    F(visible, 1) F(gone_code, 1) F(hang, 1)                                                                 \
+    F(visible, 1) F(gone_code, 1) F(hang, 1) F(uuid_damage, 1)                                               \
     F(brand, 1) F(architecture, 1) F(compute_capability, 2) F(minor, 1)                                      \
     F(memory_total, 1) F(memory_reserved, 1) F(memory_used, 1) F(bar1_total, 1) F(bar1_used, 1)              \
     F(pci_domain, 1) F(pci_bus, 1) F(pci_device, 1) F(pci_device_id, 1) F(pci_subsystem_id, 1)               \

@@ -247,7 +247,12 @@ API int nvmlDeviceGetUUID(handle_t device, char *out, unsigned int length) {
     ENTER(nvmlDeviceGetUUID, device);
     if (at.kind == MIG_DEVICE) return mig_text(&at, true, out, length);
     int refused = whole_device(&at);
-    return refused ? refused : answer_text(gpu_config(at.gpu)->uuid[0], out, length);
+    if (refused) return refused;
+    uint64_t damage = number(gpu_config(at.gpu)->uuid_damage);
+    if (!damage) return answer_text(gpu_config(at.gpu)->uuid[0], out, length);
+    REQUIRE(out);
+    memset(out, damage == NODE_UUID_EMPTY ? 0 : 'G', length);
+    return RC_SUCCESS;
 }
 
 API int nvmlDeviceGetName(handle_t device, char *out, unsigned int length) {

@@ -59,6 +59,7 @@ _ECC_LOCATIONS = {
     "cbu": 6,
     "sram": 7,
 }
+_UUID_DAMAGE = {"empty": 1, "unterminated": 2}
 _PROCESS_KINDS = {"compute": 1, "graphics": 2, "mps": 4}
 
 EccType = Literal["corrected", "uncorrected"]
@@ -160,6 +161,15 @@ class NvmlState:
     def uuid(self, gpu: int) -> str:
         """Name the GPU of a slot."""
         return self.text(gpu, "uuid")
+
+    def set_uuid(self, gpu: int, uuid: str) -> None:
+        """Let a GPU answer another UUID, which another GPU may have too."""
+        with self._node.change(self._slot(gpu)):
+            self._node.write_texts({"uuid": uuid})
+
+    def damage_uuid(self, gpu: int, damage: Literal["empty", "unterminated"] | None) -> None:
+        """Let the call for a GPU's UUID succeed without one; None: it answers as usual."""
+        self._set(gpu, {"uuid_damage": 0 if damage is None else _UUID_DAMAGE[damage]})
 
     def hide_gpu(self, gpu: int, *, code: int = GPU_IS_LOST) -> None:
         """Take a GPU away: the count shrinks, later ones move up, its old handles answer `code`."""
