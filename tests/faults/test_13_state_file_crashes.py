@@ -16,7 +16,7 @@ from agent.files import write
 from agent.model.snapshot import Durable
 from agent.simulation.node import SimulatedNode
 from agent.sinks import statefile, statefile_format
-from tests.harness import agent_process, codes, gpu_agent, simulated_node, wait_allocatable
+from tests.harness import GPU, agent_process, codes, gpu_agent, simulated_node, uuids, wait_allocatable
 from tests.sinks.stored_states import BOOT, SICK, U1, gpu
 
 OLD = Durable(gpus=(gpu(U1),))
@@ -167,3 +167,40 @@ async def test_a_state_that_cannot_be_read_is_retried_and_never_written_over() -
             await agent.wait_answer("/readyz", lambda code, _: code == 200)
             assert await agent.stop() == 0
         assert (b'"fan"' in file.read_bytes(), b'"fan"' in copy.read_bytes()) == (True, True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_damaged", [True, False], ids=["damaged", "unreadable"])
+async def test_without_its_state_an_agent_finds_the_hard_faults_of_this_boot_again(
+    *, is_damaged: bool
+) -> None:
+    """One that is lost is not even listed; one that NVML answers for is out by what the kernel log kept."""
+    lost, faulty = 1, 3
+    async with simulated_node() as node:
+        files = await held(node)
+        await node.do("kernel-xid", {"xid": "79", "gpu": str(lost)})
+        node.nvml.set_return(None, 15, gpu=lost)
+        await node.do("kernel-xid", {"xid": "95", "gpu": str(faulty)})
+        for each in files:
+            if is_damaged:
+                flip(each)
+            else:
+                each.unlink()
+                each.mkdir()
+        async with agent_process(node) as agent:
+            await wait_allocatable(node.kubelet, 2)
+            healthy = node.kubelet.devices(GPU).keys() - set(node.kubelet.unhealthy(GPU))
+            assert healthy == set(uuids(node)) - {uuids(node)[lost], uuids(node)[faulty]}
+            await agent.wait_answer("/preflight", lambda _, body: codes(body) >= {"state_lost", "xid"})
+            await agent.wait_answer("/readyz", lambda code, body: code == 500 and "[-]sink-statefile" in body)
+            if is_damaged:
+                socket = node.directory.agent_flags()["control-socket"]
+                done = await gpu_agent("recover", "--state", "--control-socket", socket)
+                assert done.status == 0, done.err
+            else:
+                for each in files:
+                    each.rmdir()
+            await agent.wait_answer("/readyz", lambda code, _: code == 200)
+            preflight = await agent.wait_answer("/preflight", lambda _, body: "state_lost" not in codes(body))
+            assert "xid" in codes(preflight)
+            assert node.kubelet.allocatable(GPU) == 2
