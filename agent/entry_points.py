@@ -67,7 +67,7 @@ def device_plugin() -> int:
     """Be ``nvidia-device-plugin``: the agent, as NVIDIA's plugin is started and found."""
     arguments = sys.argv[1:]
     if arguments and arguments[0] in _VERSION_WORDS:
-        return _tell_version(DEVICE_PLUGIN)
+        return _print_version(DEVICE_PLUGIN)
     if arguments and arguments[0] in _HELP_WORDS:
         return gpu_agent(["run", "--help"])
     from agent.runtime.process_name import appear_as  # noqa: PLC0415 - only where it is needed
@@ -76,7 +76,7 @@ def device_plugin() -> int:
     # signals. None is missed: the file is read after this, and then compared with what was read.
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     if not appear_as(DEVICE_PLUGIN, arguments):
-        _say(
+        _print_error(
             DEVICE_PLUGIN,
             "this process cannot show its name, so NVIDIA's config-manager will not find it; "
             "the configuration file is watched all the same",
@@ -94,7 +94,7 @@ def feature_discovery() -> int:
         *(OPTIONS[name] for name in _OF_DISCOVERY_AND_PLUGIN),
         *map(_named, _OF_KUBERNETES),
     )
-    return _refuse(
+    return _explain_absence(
         FEATURE_DISCOVERY,
         options,
         "GPU labels are not made by this version; keep NVIDIA's image for this container",
@@ -107,7 +107,7 @@ def config_manager() -> int:
         *map(_named, _OF_CONFIG_MANAGER),
         *(_named(name)._replace(is_switch=True) for name in _SWITCHES_OF_CONFIG_MANAGER),
     )
-    return _refuse(
+    return _explain_absence(
         CONFIG_MANAGER,
         options,
         "a configuration is not chosen by the node's label in this version; keep NVIDIA's image for this "
@@ -119,7 +119,7 @@ def mps_control_daemon() -> int:
     """Be ``mps-control-daemon``: take its arguments, and say that no daemon is run."""
     from agent.config.options import OPTIONS  # noqa: PLC0415 - not for the plugin
 
-    return _refuse(
+    return _explain_absence(
         MPS_CONTROL_DAEMON,
         (OPTIONS[name] for name in _OF_MPS_CONTROL_DAEMON),
         "the MPS control daemon is not part of this image, because its end is the end of all that share GPUs "
@@ -128,13 +128,15 @@ def mps_control_daemon() -> int:
     )
 
 
-def _refuse(program: str, options: "Iterable[Option]", why: str, *, commands: tuple[str, ...] = ()) -> int:
+def _explain_absence(
+    program: str, options: "Iterable[Option]", why: str, *, commands: tuple[str, ...] = ()
+) -> int:
     """Check the arguments as the program would, and end with why it does nothing."""
     from agent.config.flags import parse  # noqa: PLC0415 - not for the plugin
 
     arguments = [word for word in sys.argv[1:] if word not in commands]
     if arguments and arguments[0] in _VERSION_WORDS:
-        return _tell_version(program)
+        return _print_version(program)
     listed = list(options)
     if arguments and arguments[0] in _HELP_WORDS:
         names = " ".join((*commands, *(f"--{option.name}" for option in listed)))
@@ -142,7 +144,7 @@ def _refuse(program: str, options: "Iterable[Option]", why: str, *, commands: tu
         return 0
     _, problems = parse(arguments, listed)
     for sentence in (*problems, why):
-        _say(program, sentence)
+        _print_error(program, sentence)
     return EXIT_USAGE
 
 
@@ -153,10 +155,10 @@ def _named(name: str) -> "Option":
     return Option(name, "", str, "TEXT", "", name.upper().replace("-", "_"), "", empty_means="unset")
 
 
-def _tell_version(program: str) -> int:
+def _print_version(program: str) -> int:
     print(f"{program} of gpu-agent {__version__}")  # noqa: T201 - its result
     return 0
 
 
-def _say(program: str, sentence: str) -> None:
+def _print_error(program: str, sentence: str) -> None:
     print(f"{program}: {sentence}", file=sys.stderr)  # noqa: T201 - a sentence for people

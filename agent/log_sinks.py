@@ -69,7 +69,7 @@ class LineWriter:
                 self._changed.notify_all()
                 while not self._lines:
                     self._changed.wait()
-                batch = self._take_batch()
+                batch = self._pop_batch()
                 self._busy_since_s = time.monotonic()
             is_written = self._write_all(b"".join(batch))
             with self._changed:
@@ -78,7 +78,7 @@ class LineWriter:
                 else:
                     self._dropped += len(batch)
 
-    def _take_batch(self) -> list[bytes]:
+    def _pop_batch(self) -> list[bytes]:
         batch = [self._lines.popleft()]
         room = MAX_LINE_BYTES - len(batch[0])
         while self._lines and len(self._lines[0]) <= room:

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from agent.commands.findings import MAX_CULPRITS, culprits, places
+from agent.commands.findings import MAX_PROCESSES, involved_processes, places
 
 GPUS: list[dict[str, Any]] = [
     {"uuid": "GPU-a", "index": 0, "pci": "0000:1b:00.0", "present": True},
@@ -60,7 +60,7 @@ def test_processes_are_named_with_what_a_person_needs_to_act() -> None:
     )
     child = culprit(8, pod="ml/a", owner="pod", contexts=0, used_bytes=None)
     stuck = culprit(9, state="D", killable=False, contexts=None)
-    assert list(culprits(LEAK, [finding(owner, child), finding(stuck)])) == [
+    assert list(involved_processes(LEAK, [finding(owner, child), finding(stuck)])) == [
         "pid 7 (train), ml/a, ended, contexts: 4",
         "pid 8 (train), ml/a",
         "pid 9 (train), host, contexts: <unknown>, 1024MiB, cannot be killed now (state D)",
@@ -68,14 +68,14 @@ def test_processes_are_named_with_what_a_person_needs_to_act() -> None:
 
 
 def test_of_many_processes_some_are_named_and_the_rest_counted() -> None:
-    lines = list(culprits(LEAK, [finding(*map(culprit, range(1, 7)), more=3)]))
-    assert len(lines) == MAX_CULPRITS + 1
+    lines = list(involved_processes(LEAK, [finding(*map(culprit, range(1, 7)), more=3)]))
+    assert len(lines) == MAX_PROCESSES + 1
     assert lines[-1] == "and 5 more"
 
 
 def test_a_finding_that_is_over_says_so_instead_of_naming_who_may_be_gone() -> None:
-    assert list(culprits(LEAK, [finding(culprit(7), lasts=False)])) == [
+    assert list(involved_processes(LEAK, [finding(culprit(7), lasts=False)])) == [
         "not seen any more; ends after clean probes and a quiet time"
     ]
-    assert not list(culprits(LEAK | {"message": "Of another GPU"}, [finding(culprit(7))]))
-    assert not list(culprits(LEAK | {"code": "foreign_process"}, [finding(culprit(7))]))
+    assert not list(involved_processes(LEAK | {"message": "Of another GPU"}, [finding(culprit(7))]))
+    assert not list(involved_processes(LEAK | {"code": "foreign_process"}, [finding(culprit(7))]))

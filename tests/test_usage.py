@@ -14,8 +14,8 @@ from agent.model.ids import Placement
 from agent.model.usage import GpuTotal, PodRef, ProbeView, ProcessUse, Usage
 from agent.views import documents
 from agent.views import usage as views
-from agent.views.documents import picture as picture_document
 from agent.views.documents import probe as probe_document
+from agent.views.documents import usage_summary as picture_document
 from tests.core.build import START_NS, U0, U1, Node, S, mig_gpu
 from tests.core.use import POD_A, POD_B, allocated, hold, memory, node, orphan, process, seen, user
 

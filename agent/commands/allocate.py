@@ -99,10 +99,10 @@ def _simulated(args: argparse.Namespace, given: Mapping[str, str]) -> object:
 
 
 def _asked(args: argparse.Namespace, given: Mapping[str, str]) -> object:
-    order: dict[str, Any] = {"ids": args.ids, "injection": _changes(given)}
+    body: dict[str, Any] = {"ids": args.ids, "injection": _changes(given)}
     if args.resource is not None:
-        order["resource"] = args.resource
-    return find_agent(args.control_socket).order("allocate", order)["response"]
+        body["resource"] = args.resource
+    return find_agent(args.control_socket).send_command("allocate", body)["response"]
 
 
 def _changes(given: Mapping[str, str]) -> dict[str, object]:

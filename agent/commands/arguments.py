@@ -21,12 +21,12 @@ class Parser(argparse.ArgumentParser):
             formatter_class=HelpFormatter,
             allow_abbrev=False,
         )
-        self.settings_taken: tuple[Option, ...] = ()
+        self.accepted_options: tuple[Option, ...] = ()
         """The settings whose flags this command takes, too."""
 
-    def take_settings(self, options: Iterable[Option]) -> None:
+    def accept_options(self, options: Iterable[Option]) -> None:
         """Take the flags of these options as ``gpu-agent run`` does; ``settings`` has what was given."""
-        self.settings_taken = tuple(options)
+        self.accepted_options = tuple(options)
 
     def error(self, message: str) -> NoReturn:
         """Raise the error instead of printing usage; the sentence says where help is."""
@@ -34,7 +34,7 @@ class Parser(argparse.ArgumentParser):
 
     def parse(self, arguments: Sequence[str]) -> argparse.Namespace:
         """Return the arguments, or raise ConfigError with each one that is unknown."""
-        values, problems, others = flags.split(arguments, self.settings_taken)
+        values, problems, others = flags.split(arguments, self.accepted_options)
         parsed, unknown = self.parse_known_args(others)
         problems += (self._complaint(word) for word in unknown)
         if problems:
@@ -49,7 +49,7 @@ class Parser(argparse.ArgumentParser):
             return f'"{word[:80]}" is not expected here; see {self.prog} --help'
         name = word.partition("=")[0]
         known = [flag for action in self._actions for flag in action.option_strings if flag[:2] == "--"]
-        known += (f"--{name}" for option in self.settings_taken for name in (option.name, *option.aliases))
+        known += (f"--{name}" for option in self.accepted_options for name in (option.name, *option.aliases))
         return f'"{name[:80]}" is no flag{suggestion(name, known)}; see {self.prog} --help'
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from agent.commands.client import AgentClient, find_agent
-from agent.commands.ordering import GPU_HELP
+from agent.commands.control import GPU_HELP
 from agent.commands.render import add_agent_flag
 from agent.core.wording import printable
 from agent.errors import EXIT_FAILED, AgentError
@@ -38,7 +38,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     """Give the order and show where the bundles are."""
     agent = find_agent(args.control_socket)
-    answers = [agent.order("bundle", {"gpu": gpu}) for gpu in _gpus(agent, args.gpu)]
+    answers = [agent.send_command("bundle", {"gpu": gpu}) for gpu in _gpus(agent, args.gpu)]
     if args.output:
         _write(args.output, [answer["bundle"] for answer in answers])
         if args.output != "-":

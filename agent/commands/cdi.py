@@ -50,7 +50,7 @@ def configure(parser: Parser) -> None:
     parser.add_argument("file", metavar="FILE", nargs="?", help="A specification, JSON or YAML")
     parser.add_argument("--scenario", metavar="NAME|FILE", help="Look at this scenario's node")
     add_output_flag(parser, Output.JSON, Output.YAML)
-    parser.take_settings(OPTIONS.values())
+    parser.accept_options(OPTIONS.values())
 
 
 def main(args: argparse.Namespace) -> int:
@@ -86,7 +86,7 @@ def _of_node(directory: str) -> list[Any]:
     documents = []
     for path in paths:
         document, problems = _read(path)
-        if problems := problems or _told(path, document):
+        if problems := problems or _problems_in(path, document):
             raise AgentError(f"{problems[0]}, so runtimes refuse it; the agent makes it anew within moments")
         documents.append(document)
     return documents
@@ -125,8 +125,8 @@ def _of_scenario(name: str, given: dict[str, str]) -> list[Any]:
         except CdiError as error:
             raise AgentError(f"There would be no specification: {error}") from None
         absent = (f"the node has nothing for {each}" for each in sorted(made.absent))
-        for remark in (*settings.warnings, *made.remarks, *made.left_out, *absent):
-            print(f"gpu-agent: warning: {printable(remark)}", file=sys.stderr)
+        for note in (*settings.warnings, *made.remarks, *made.left_out, *absent):
+            print(f"gpu-agent: warning: {printable(note)}", file=sys.stderr)
         return [json.loads(Path(file.path).read_bytes()) for file in made.files.values()]
 
 
@@ -135,7 +135,7 @@ def _of_scenario(name: str, given: dict[str, str]) -> list[Any]:
 
 def _validate(path: str) -> int:
     document, problems = _read(path)
-    if problems := problems or _told(path, document):
+    if problems := problems or _problems_in(path, document):
         raise ConfigError(tuple(problems))
     number = len(document["devices"])
     devices = f"{number} device{'' if number == 1 else 's'} of {document['kind']}"
@@ -143,7 +143,7 @@ def _validate(path: str) -> int:
     return 0
 
 
-def _told(path: str, document: object) -> list[str]:
+def _problems_in(path: str, document: object) -> list[str]:
     return [f"{path}: {problem}" for problem in problems_of(document)]
 
 

@@ -17,8 +17,8 @@ from agent.errors import AgentError, AgentUnreachableError, UsageError
 
 MAX_ANSWER_BYTES: Final = 16 * 1024 * 1024
 TIMEOUT_S: Final = 5.0
-ORDER_TIMEOUT_S: Final = 10.0
-"""An order is answered when the core took it, or after two seconds."""
+COMMAND_TIMEOUT_S: Final = 10.0
+"""A command is answered when the core took it, or after two seconds."""
 CONTROL_SOCKET: Final = OPTIONS["control-socket"]
 
 Json = dict[str, object]
@@ -56,12 +56,14 @@ class AgentClient:
         """Return the document at a path such as ``/v1/devices``."""
         return self._ask("GET", target, None, timeout_s)[1]
 
-    def order(self, name: str, order: Mapping[str, object], *, timeout_s: float = ORDER_TIMEOUT_S) -> Json:
-        """Give an order and return what came of it.
+    def send_command(
+        self, name: str, body: Mapping[str, object], *, timeout_s: float = COMMAND_TIMEOUT_S
+    ) -> Json:
+        """Send a command and return what came of it.
 
-        Raises UsageError if the order is wrong, AgentError if it cannot be carried out now.
+        Raises UsageError if the command is wrong, AgentError if it cannot be carried out now.
         """
-        status, document = self._ask("POST", f"/control/v1/{name}", json.dumps(order), timeout_s)
+        status, document = self._ask("POST", f"/control/v1/{name}", json.dumps(body), timeout_s)
         if status == http.client.OK:
             return document
         sentence = str(document.get("error", f"The agent at {self.path} answered {status}"))

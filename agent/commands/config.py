@@ -11,7 +11,7 @@ from agent.commands.render import NONE, Output, add_output_flag, fitted, share, 
 from agent.config.load import check_file, load
 from agent.config.options import OPTIONS
 from agent.config.reference import Entry, entries
-from agent.config.settings import Given, Settings
+from agent.config.settings import ParsedOption, Settings
 from agent.core.wording import printable
 from agent.errors import EXIT_USAGE, ConfigError, UsageError
 from agent.spelling import suggestion
@@ -44,7 +44,7 @@ def configure(parser: Parser) -> None:
     parser.description = _DESCRIPTION
     parser.add_argument("action", choices=("show", "validate", "explain"), help="What to do")
     parser.add_argument("what", metavar="KEY|FILE", nargs="?", help="A flag, variable or key; or a file")
-    parser.take_settings(OPTIONS.values())
+    parser.accept_options(OPTIONS.values())
     add_output_flag(parser)
 
 
@@ -80,7 +80,7 @@ def _show(settings: Settings, what: str | None, output: Output) -> int:
     return 0
 
 
-def _show_row(name: str, given: Given, *, is_wide: bool) -> list[str]:
+def _show_row(name: str, given: ParsedOption, *, is_wide: bool) -> list[str]:
     value, origin = fitted(given.text or NONE, share(_VALUE_WIDTH), is_wide=is_wide), str(given.origin)
     if not is_wide and sys.stdout.isatty():
         # The file's name and line say it; its directory and the key need a wide table.
@@ -156,7 +156,7 @@ def _document(entry: Entry) -> dict[str, object]:
     return {
         "name": entry.name,
         "help": entry.help,
-        "takes": entry.takes,
+        "takes": entry.accepts,
         "default": entry.default,
         "flags": list(entry.flags),
         "variables": list(entry.variables),
@@ -169,7 +169,7 @@ def _document(entry: Entry) -> dict[str, object]:
 def _paragraph(entry: Entry) -> list[str]:
     effect = "at the next start" if entry.needs_restart else "at once, when the file changes"
     rows = {
-        "Takes": entry.takes,
+        "Takes": entry.accepts,
         "Default": entry.default or NONE,
         "Flag": ", ".join(entry.flags) or NONE,
         "Variable": ", ".join(entry.variables) or NONE,

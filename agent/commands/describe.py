@@ -6,8 +6,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Final
 
 from agent.commands.client import AgentClient, find_agent
+from agent.commands.control import GPU_HELP
 from agent.commands.events import event_line
-from agent.commands.ordering import GPU_HELP
 from agent.commands.owners import owner_lines
 from agent.commands.render import (
     NONE,

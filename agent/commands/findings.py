@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from agent.commands.render import UNKNOWN, size
 
-MAX_CULPRITS: Final = 4
+MAX_PROCESSES: Final = 4
 """Processes named with one reason; ``gpu-agent owners`` has all."""
 
 Json = Mapping[str, Any]
@@ -32,7 +32,7 @@ def _place(uuid: str, gpu: Json | None) -> str:
     return f"{name} ({uuid})"
 
 
-def culprits(reason: Json, conditions: Iterable[Json]) -> Iterator[str]:
+def involved_processes(reason: Json, conditions: Iterable[Json]) -> Iterator[str]:
     """Yield a line for each process that a finding of the use of GPUs is of, and whether it is over."""
     found = [
         each
@@ -42,14 +42,14 @@ def culprits(reason: Json, conditions: Iterable[Json]) -> Iterator[str]:
     if found and not any(each["lasts"] for each in found):
         yield "not seen any more; ends after clean probes and a quiet time"
         return
-    told = [_culprit(each) for one in found if one["lasts"] for each in one["details"]["culprits"]]
-    yield from told[:MAX_CULPRITS]
-    more = len(told[MAX_CULPRITS:]) + sum(one["details"]["more"] for one in found)
+    told = [_process(each) for one in found if one["lasts"] for each in one["details"]["culprits"]]
+    yield from told[:MAX_PROCESSES]
+    more = len(told[MAX_PROCESSES:]) + sum(one["details"]["more"] for one in found)
     if more:
         yield f"and {more} more"
 
 
-def _culprit(each: Json) -> str:
+def _process(each: Json) -> str:
     parts = [f"pid {each['pid']} ({each['comm'] or UNKNOWN})", str(each["pod"] or each["owner"])]
     if each["role"] == "owner":
         parts.append("ended")

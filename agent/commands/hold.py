@@ -3,7 +3,7 @@
 import argparse
 from typing import Final
 
-from agent.commands.ordering import GPU_HELP, configure_order, obeyed
+from agent.commands.control import GPU_HELP, configure_control, send_and_show
 
 _DESCRIPTION: Final = """\
 Take a GPU out until 'gpu-agent unhold' gives it back: its devices are
@@ -19,14 +19,14 @@ Examples:
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the flags."""
-    configure_order(parser, usage="hold GPU --why TEXT [flags]", description=_DESCRIPTION)
+    configure_control(parser, usage="hold GPU --why TEXT [flags]", description=_DESCRIPTION)
     parser.add_argument("gpu", metavar="GPU", help=GPU_HELP)
     parser.add_argument("--why", metavar="TEXT", required=True, help="The reason, shown wherever the GPU is")
     parser.add_argument("--even-if-absent", action="store_true", help="Also hold what is not there now")
 
 
 def main(args: argparse.Namespace) -> int:
-    """Give the order and show what came of it."""
-    order: dict[str, object] = {"selector": args.gpu, "why": args.why}
-    obeyed(args, "hold", order | ({"even_if_absent": True} if args.even_if_absent else {}))
+    """Send the command and show what came of it."""
+    body: dict[str, object] = {"selector": args.gpu, "why": args.why}
+    send_and_show(args, "hold", body | ({"even_if_absent": True} if args.even_if_absent else {}))
     return 0

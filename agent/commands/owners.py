@@ -46,7 +46,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def owner_lines(document: dict[str, Any], *, is_wide: bool) -> list[str]:
-    """Return the table: a line for each holder, one for what nobody holds."""
+    """Return the table: a line for each holder, one for a device without holders."""
     rows = [
         _row(owned, holder, is_wide=is_wide)
         for owned in document["owners"]
@@ -61,20 +61,20 @@ def _shown(holders: list[dict[str, Any]] | None, *, is_wide: bool) -> list[dict[
 
 
 def _row(owned: dict[str, Any], holder: dict[str, Any] | None, *, is_wide: bool) -> list[str]:
-    nobody = UNKNOWN if owned["holders"] is None else NONE
-    holds = nobody if holder is None else _owner(holder)
+    absent = UNKNOWN if owned["holders"] is None else NONE
+    holds = absent if holder is None else _owner(holder)
     row = [
         _gpu(owned),
         _given_to(owned, is_wide=is_wide),
         holds if is_wide else cut(holds, share(POD_WIDTH)),
-        nobody if holder is None else str(holder["pid"]),
-        nobody if holder is None else _contexts(holder),
-        nobody if holder is None else size(holder["memory_bytes"]),
+        absent if holder is None else str(holder["pid"]),
+        absent if holder is None else _contexts(holder),
+        absent if holder is None else size(holder["memory_bytes"]),
     ]
     if is_wide:
         row += [
-            nobody if holder is None else holder["comm"] or UNKNOWN,
-            nobody if holder is None else holder["state"] or UNKNOWN,
+            absent if holder is None else holder["comm"] or UNKNOWN,
+            absent if holder is None else holder["state"] or UNKNOWN,
             owned["uuid"],
             size(owned["memory_used_bytes"]),
             size(owned["memory_unclaimed_bytes"]),
@@ -92,9 +92,9 @@ def _given_to(owned: dict[str, Any], *, is_wide: bool) -> str:
     if given is None:
         return UNKNOWN
     pods = list(dict.fromkeys(each["pod"] for each in given)) or [NONE]
-    told = pods[: MAX_PODS if is_wide else 1]
-    more = f",+{len(pods) - len(told)}" if len(pods) > len(told) else ""
-    names = ",".join(told)
+    shown = pods[: MAX_PODS if is_wide else 1]
+    more = f",+{len(pods) - len(shown)}" if len(pods) > len(shown) else ""
+    names = ",".join(shown)
     return (names if is_wide else cut(names, share(POD_WIDTH) - len(more))) + more
 
 

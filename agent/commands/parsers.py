@@ -77,7 +77,7 @@ def _described(command: Command, module: CommandModule) -> Described:
             (),
             option.help,
         )
-        for option in parser.settings_taken
+        for option in parser.accepted_options
     ]
     usage = parser.format_usage().removeprefix("usage: ").strip()
     return Described(command, usage, parser.description or "", tuple(listed))

@@ -1,6 +1,6 @@
 """What a command asks a running agent: shown once, or with ``-w`` again whenever it changed.
 
-Guarantees: a terminal shows one picture, drawn anew in its place, with ages that go on. Elsewhere what only
+Guarantees: a terminal shows one screen, drawn anew in its place, with ages that go on. Elsewhere what only
 time changed is not told again: ``json`` is one document on a line, ``yaml`` one behind ``---``, a table
 stands behind an empty line. An agent that is restarted meanwhile is waited for.
 """
@@ -24,7 +24,7 @@ PERIOD_S: Final = 1.0
 RETRY_S: Final = 0.5
 
 _MOMENT: Final = "_monotonic_ns"
-_PASSING: Final = frozenset(
+_VOLATILE: Final = frozenset(
     {"changed", "event_log", "facts", "log_lines", "sample", "seen", "took_ns", "uptime_s"}
 )
 """What changes in a document though nothing happens: figures, and when somebody looked last."""
@@ -101,8 +101,8 @@ def wait_for(agent: AgentClient) -> None:
 
 def _watch(question: Question, seen: Iterable[Document], output: Output) -> None:
     if output in (Output.TABLE, Output.WIDE) and is_terminal(sys.stdout):
-        for picture in _pictures(question, seen, is_wide=output is Output.WIDE):
-            print(_HOME + "\n".join(picture), flush=True)
+        for screen in _screens(question, seen, is_wide=output is Output.WIDE):
+            print(_HOME + "\n".join(screen), flush=True)
         return
     for number, document in enumerate(changed(question, seen, output)):
         match output:
@@ -135,13 +135,13 @@ def changed(question: Question, seen: Iterable[Document], output: Output) -> Ite
     """Yield the documents in which there is something else to be shown than in the one before."""
     before: object = None
     for document in seen:
-        now = _what_is_told(question, _stilled(document), output)
+        now = _shown_content(question, _without_volatile(document), output)
         if now != before:
             before = now
             yield document
 
 
-def _what_is_told(question: Question, document: Document, output: Output) -> object:
+def _shown_content(question: Question, document: Document, output: Output) -> object:
     match output:
         case Output.JSON | Output.YAML:
             return document
@@ -152,31 +152,31 @@ def _what_is_told(question: Question, document: Document, output: Output) -> obj
             return [*lines, *question.notes(document)]
 
 
-def _stilled(value: Any) -> Any:
+def _without_volatile(value: Any) -> Any:
     """Return a document in which nothing changes by time alone."""
     if isinstance(value, list):
-        return [_stilled(each) for each in value]
+        return [_without_volatile(each) for each in value]
     if not isinstance(value, dict):
         return value
-    return {key: 0 if _is_passing(key, value) else _stilled(each) for key, each in value.items()}
+    return {key: 0 if _is_volatile(key, value) else _without_volatile(each) for key, each in value.items()}
 
 
-def _is_passing(key: str, document: Mapping[str, object]) -> bool:
+def _is_volatile(key: str, document: Mapping[str, object]) -> bool:
     if key == "state" and document[key] in _BUSY_OR_NOT:
         return True
     # A moment is told twice, and what clocks say of it differs by a little each time.
-    return key.removesuffix(_MOMENT) in _PASSING or f"{key}{_MOMENT}" in document
+    return key.removesuffix(_MOMENT) in _VOLATILE or f"{key}{_MOMENT}" in document
 
 
-def _pictures(question: Question, seen: Iterable[Document], *, is_wide: bool) -> Iterator[list[str]]:
+def _screens(question: Question, seen: Iterable[Document], *, is_wide: bool) -> Iterator[list[str]]:
     before: list[str] = []
     for document in seen:
         lines = [*question.lines(document, time.monotonic_ns(), is_wide), *question.notes(document)]
         columns, rows = shutil.get_terminal_size()
-        picture = fitting(lines, columns=columns, rows=rows)
-        if picture != before:
-            before = picture
-            yield picture
+        screen = fitting(lines, columns=columns, rows=rows)
+        if screen != before:
+            before = screen
+            yield screen
 
 
 def fitting(lines: list[str], *, columns: int, rows: int) -> list[str]:

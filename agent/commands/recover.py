@@ -3,7 +3,7 @@
 import argparse
 from typing import Final
 
-from agent.commands.ordering import GPU_HELP, configure_order, obeyed
+from agent.commands.control import GPU_HELP, configure_control, send_and_show
 from agent.commands.render import Output
 from agent.core.wording import printable
 from agent.errors import EXIT_FAILED
@@ -25,7 +25,7 @@ Examples:
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the flags."""
-    configure_order(parser, usage="recover (GPU | --state) [flags]", description=_DESCRIPTION)
+    configure_control(parser, usage="recover (GPU | --state) [flags]", description=_DESCRIPTION)
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("gpu", metavar="GPU", nargs="?", help=GPU_HELP)
     what.add_argument("--state", action="store_true", help="Acknowledge that the state file is lost")
@@ -33,7 +33,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Give the order and show what came of it."""
-    answer = obeyed(args, "recover", {"state": True} if args.state else {"gpu": args.gpu})
+    answer = send_and_show(args, "recover", {"state": True} if args.state else {"gpu": args.gpu})
     if Output(args.output) is Output.TABLE:
         for condition in answer["staying"]:
             print(printable(f"  {condition['code']}: {condition['message']}; {condition['stays_because']}"))

@@ -3,8 +3,8 @@
 import argparse
 from typing import Final
 
-from agent.commands.client import ORDER_TIMEOUT_S
-from agent.commands.ordering import GPU_HELP, configure_order, obeyed
+from agent.commands.client import COMMAND_TIMEOUT_S
+from agent.commands.control import GPU_HELP, configure_control, send_and_show
 from agent.errors import EXIT_FAILED, UsageError
 
 WAIT_S: Final = 30
@@ -24,16 +24,16 @@ Examples:
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the flags."""
-    configure_order(parser, usage="release GPU...|--all [--for TIME] [flags]", description=_DESCRIPTION)
+    configure_control(parser, usage="release GPU...|--all [--for TIME] [flags]", description=_DESCRIPTION)
     parser.add_argument("gpus", metavar="GPU", nargs="*", help=GPU_HELP)
     parser.add_argument("--all", action="store_true", help="Every GPU of the node")
     parser.add_argument("--for", dest="time", metavar="TIME", default="10m", help="1s to 24h (default: 10m)")
 
 
 def main(args: argparse.Namespace) -> int:
-    """Give the order and show what came of it."""
+    """Send the command and show what came of it."""
     if args.all == bool(args.gpus):
         raise UsageError("Name the GPUs to release, or --all; see gpu-agent release --help")
-    order = {"gpus": "all" if args.all else args.gpus, "for": args.time, "wait_s": WAIT_S}
-    answer = obeyed(args, "release", order, timeout_s=ORDER_TIMEOUT_S + WAIT_S)
+    body = {"gpus": "all" if args.all else args.gpus, "for": args.time, "wait_s": WAIT_S}
+    answer = send_and_show(args, "release", body, timeout_s=COMMAND_TIMEOUT_S + WAIT_S)
     return 0 if answer["driver_released"] else EXIT_FAILED

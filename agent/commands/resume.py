@@ -3,7 +3,7 @@
 import argparse
 from typing import Final
 
-from agent.commands.ordering import configure_order, obeyed
+from agent.commands.control import configure_control, send_and_show
 
 _DESCRIPTION: Final = """\
 Take the driver back that 'gpu-agent release' let go of, before its time is
@@ -16,10 +16,10 @@ Examples:
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the flags."""
-    configure_order(parser, usage="resume [flags]", description=_DESCRIPTION)
+    configure_control(parser, usage="resume [flags]", description=_DESCRIPTION)
 
 
 def main(args: argparse.Namespace) -> int:
     """Give the order and show what came of it."""
-    obeyed(args, "resume", {})
+    send_and_show(args, "resume", {})
     return 0

@@ -56,7 +56,7 @@ def run(arguments: Sequence[str], *, seam: "Seam | None" = None) -> int:
         raise ConfigError(tuple(problems))
     from agent import app  # noqa: PLC0415 - a wrong setting is told without it
 
-    _leave(app.run(settings, reread=lambda: load(values, environment), environment=environment, seam=seam))
+    _exit_now(app.run(settings, reread=lambda: load(values, environment), environment=environment, seam=seam))
 
 
 def configure(parser: "argparse.ArgumentParser") -> None:
@@ -87,7 +87,7 @@ def main(args: "argparse.Namespace") -> int:
     raise AssertionError(args)
 
 
-def _leave(code: int) -> NoReturn:
+def _exit_now(code: int) -> NoReturn:
     """End the process although a thread may be stuck in the driver, which a normal exit waits for."""
     sys.stdout.flush()
     sys.stderr.flush()

@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Iterator
 from typing import Any, Final
 
-from agent.commands.findings import culprits, places
+from agent.commands.findings import involved_processes, places
 from agent.commands.question import Question, add_question_flags, ask
 from agent.commands.render import NONE, UNKNOWN, age, table
 from agent.core.wording import counted
@@ -21,7 +21,7 @@ Examples:
 """
 
 
-PRICES: Final = {
+TIER_COSTS: Final = {
     "driver": "only calls of the driver pay",
     "syscalls": "each system call pays 10 to 55 ns, each ioctl 90 to 270, by CPU",
 }
@@ -51,15 +51,15 @@ def status_lines(document: dict[str, Any], *, now_ns: int, is_wide: bool = False
         *_released(document, now_ns=now_ns),
         *_probe(document.get("probe")),
         *_usage(document.get("usage")),
-        f"GPUs     {_gpus(document['gpus'])}{_kept_out(document)}",
-        *_unoffered(document),
+        f"GPUs     {_gpus(document['gpus'])}{_out_of_service(document)}",
+        *_unadvertised(document),
         *(f"Held     {selector}: {why}" for selector, why in document.get("holds", {}).items()),
         f"Ready    {'yes' if document['ready'] else 'no'}",
     ]
     for reason in document["reasons"]:
         lines.append(f"  {reason['code']}: {reason['message']}")
         lines += [f"    {place}" for place in places(reason["gpus"], document["gpus"])]
-        lines += [f"    {line}" for line in culprits(reason, document.get("conditions", ()))]
+        lines += [f"    {line}" for line in involved_processes(reason, document.get("conditions", ()))]
         lines.append(f"    {reason['advice']}")
     failing = {name: why for name, why in agent.get("parts", {}).items() if why is not None}
     lines += [f"Failing  {name}: {why}" for name, why in failing.items()]
@@ -108,7 +108,7 @@ def _probe(probe: dict[str, Any] | None) -> list[str]:
     headers = f", headers={probe['headers']}" if probe["headers"] else ""
     lines = [
         f"Probe    tier {probe['tier']}, loader {probe['loader']}{headers}",
-        f"         {PRICES[probe['tier']]}",
+        f"         {TIER_COSTS[probe['tier']]}",
     ]
     if probe.get("entry_points"):
         lines.append(f"         traces {', '.join(probe['entry_points'])}")
@@ -141,12 +141,12 @@ def _released(document: dict[str, Any], *, now_ns: int) -> list[str]:
     until_ns = document.get("released_until_monotonic_ns")
     if until_ns is None:
         return []
-    is_let_go = document["driver_released"]
-    told = "let go of on request" if is_let_go else "being let go of on request"
+    is_released = document["driver_released"]
+    told = "let go of on request" if is_released else "being let go of on request"
     return [f"         {told}, for {age(until_ns - now_ns)} more; gpu-agent resume ends it"]
 
 
-def _unoffered(document: dict[str, Any]) -> Iterator[str]:
+def _unadvertised(document: dict[str, Any]) -> Iterator[str]:
     """Yield what is not offered as it is there, though nothing is wrong with it."""
     gpus_of: dict[str, list[str]] = {}
     for each in document.get("unoffered", ()):
@@ -157,7 +157,7 @@ def _unoffered(document: dict[str, Any]) -> Iterator[str]:
         yield from (f"           {place}" for place in places(list(dict.fromkeys(uuids)), document["gpus"]))
 
 
-def _kept_out(document: dict[str, Any]) -> str:
+def _out_of_service(document: dict[str, Any]) -> str:
     """Return what keeps GPUs out that no reset cures: an operator, or their own flapping."""
     told = []
     for code in ("held", "maintenance", "flapping"):

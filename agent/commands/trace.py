@@ -35,10 +35,10 @@ from agent.sources.processes import look_at
 
 MAX_LINES: Final = 1_000
 """Calls that are printed in one second; more are counted."""
-WAITING_NS: Final = 1_000_000_000
+STALLED_NS: Final = 1_000_000_000
 """A call that has not returned for so long is told before it does."""
 RING_BYTES: Final = 4 << 20
-_LOOK_MS: Final = 1_000
+_SCAN_PERIOD_MS: Final = 1_000
 HINT_AFTER_S: Final = 2.0
 """A process that calls nothing for so long may be thought to be traced in vain."""
 
@@ -78,7 +78,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     """Trace until it is over, and print the table."""
     pid, seconds = _pid(args.pid), _seconds(args.seconds)
-    pidfd = _watched(pid)
+    pidfd = _open_pidfd(pid)
     signal.signal(signal.SIGTERM, _interrupt)
     probe = _load(_request(args, pid))
     try:
@@ -110,7 +110,7 @@ def _seconds(text: str | None) -> float | None:
     return seconds
 
 
-def _watched(pid: int) -> int:
+def _open_pidfd(pid: int) -> int:
     """Return a descriptor that tells the end of the process."""
     try:
         return os.pidfd_open(pid)
@@ -186,9 +186,9 @@ class Trace:
         self._summary = Summary()
         self._lines_left = MAX_LINES
         self._unshown = 0
-        self._unshown_told = 0
-        self._lost_told = 0
-        self._waiting: set[tuple[int, int]] = set()
+        self._unshown_reported = 0
+        self._lost_reported = 0
+        self._reported_stalled: set[tuple[int, int]] = set()
         """Calls of which was told that they have not returned, by thread and begin."""
         self._why = "interrupted"
         self._hint_at_s: float | None = time.monotonic() + HINT_AFTER_S
@@ -203,8 +203,8 @@ class Trace:
 
     def finish(self) -> None:
         """Tell what is left, and the table."""
-        self._take()
-        self._look()
+        self._show_finished_calls()
+        self._show_stalled_calls()
         self._ring.close()
         lost = self._probe.read_statistics().lost
         if self._is_json:
@@ -222,15 +222,15 @@ class Trace:
         poll = select.poll()
         for descriptor in (self._ring.fileno(), self._pidfd):
             poll.register(descriptor, select.POLLIN)
-        next_look_s = time.monotonic() + _LOOK_MS / 1e3
+        next_scan_s = time.monotonic() + _SCAN_PERIOD_MS / 1e3
         while True:
-            until_s = min(next_look_s, end_s or next_look_s)
+            until_s = min(next_scan_s, end_s or next_scan_s)
             ready = {fd for fd, _ in poll.poll(max(0.0, (until_s - time.monotonic()) * 1e3))}
-            self._take()
+            self._show_finished_calls()
             now_s = time.monotonic()
-            if now_s >= next_look_s:
-                self._look()
-                next_look_s = now_s + _LOOK_MS / 1e3
+            if now_s >= next_scan_s:
+                self._show_stalled_calls()
+                next_scan_s = now_s + _SCAN_PERIOD_MS / 1e3
             if self._pidfd in ready:
                 self._why = "the process ended"
                 return
@@ -238,7 +238,7 @@ class Trace:
                 self._why = "the time is over"
                 return
 
-    def _take(self) -> None:
+    def _show_finished_calls(self) -> None:
         """Show what has come."""
         while calls := self._ring.read():
             for traced in calls:
@@ -262,20 +262,20 @@ class Trace:
                 self._is_json,
             )
 
-    def _look(self) -> None:
+    def _show_stalled_calls(self) -> None:
         """Tell what tells nothing by itself: calls that do not return, and what was left out."""
         self._hint()
         for call in self._in_flight():
             key = (call.thread, call.at_ns)
-            if time.monotonic_ns() - call.at_ns >= WAITING_NS and key not in self._waiting:
-                self._waiting.add(key)
+            if time.monotonic_ns() - call.at_ns >= STALLED_NS and key not in self._reported_stalled:
+                self._reported_stalled.add(key)
                 self._show(call)
         lost = self._probe.read_statistics().lost
-        if lost > self._lost_told:
-            self._tell_left_out("lost", lost - self._lost_told, "were lost, the process calls too often")
-        if self._unshown > self._unshown_told:
-            self._tell_left_out("not_shown", self._unshown - self._unshown_told, "are only in the table")
-        self._lost_told, self._unshown_told, self._lines_left = lost, self._unshown, MAX_LINES
+        if lost > self._lost_reported:
+            self._report_omitted("lost", lost - self._lost_reported, "were lost, the process calls too often")
+        if self._unshown > self._unshown_reported:
+            self._report_omitted("not_shown", self._unshown - self._unshown_reported, "are only in the table")
+        self._lost_reported, self._unshown_reported, self._lines_left = lost, self._unshown, MAX_LINES
         sys.stdout.flush()
 
     def _in_flight(self) -> Iterator[DriverCall]:
@@ -290,7 +290,7 @@ class Trace:
         else:
             print(line_of(call, moment, pid=self._pid, now_ns=now_ns))
 
-    def _tell_left_out(self, kind: str, count: int, why: str) -> None:
+    def _report_omitted(self, kind: str, count: int, why: str) -> None:
         if self._is_json:
             print(json.dumps({"kind": kind, "count": count}))
         else:

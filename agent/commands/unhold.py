@@ -3,7 +3,7 @@
 import argparse
 from typing import Final
 
-from agent.commands.ordering import GPU_HELP, configure_order, obeyed
+from agent.commands.control import GPU_HELP, configure_control, send_and_show
 
 _DESCRIPTION: Final = """\
 Give a GPU back that 'gpu-agent hold' took out. By whatever name it was held,
@@ -17,11 +17,11 @@ Examples:
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the flags."""
-    configure_order(parser, usage="unhold GPU [flags]", description=_DESCRIPTION)
+    configure_control(parser, usage="unhold GPU [flags]", description=_DESCRIPTION)
     parser.add_argument("gpu", metavar="GPU", help=GPU_HELP)
 
 
 def main(args: argparse.Namespace) -> int:
     """Give the order and show what came of it."""
-    obeyed(args, "unhold", {"selector": args.gpu})
+    send_and_show(args, "unhold", {"selector": args.gpu})
     return 0

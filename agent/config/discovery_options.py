@@ -8,12 +8,12 @@ from typing import Final
 from agent.config.option import Option
 from agent.config.values import bool_from, duration, path_from
 
-_FOR_EVER: Final = "infinite"
+_INFINITE: Final = "infinite"
 
 
 def sleep_interval_from(text: str) -> int | None:
     """Parse the time between two sets of labels, in nanoseconds; None: labels are made once."""
-    if text == _FOR_EVER:
+    if text == _INFINITE:
         return None
     # A bare number is one of nanoseconds, as Go marshals durations.
     return duration("1s", "240h")(f"{text}ns" if text.isascii() and text.isdigit() else text)

@@ -15,8 +15,8 @@ from typing import Final, NamedTuple
 from agent.config.discovery_options import DISCOVERY_OPTIONS
 from agent.config.option import Option, shown
 from agent.config.options import OPTIONS
-from agent.config.settings import Given, Origin
-from agent.config.sharing_file import OURS, FileSharing, SharingReader, told
+from agent.config.settings import Origin, ParsedOption
+from agent.config.sharing_file import OURS, FileSharing, SharingReader, share_text
 from agent.config.yaml_tree import Node, Notes, UnreadableError, bytes_of, join, tree_of
 from agent.model.policy import XidOverride
 from agent.spelling import suggestion
@@ -68,16 +68,16 @@ class FileContents:
     problems: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
 
-    def parts(self) -> dict[str, Given]:
+    def parts(self) -> dict[str, ParsedOption]:
         """Return what is no option, by key, as a text for people and where it stands."""
-        found: dict[str, Given] = {}
+        found: dict[str, ParsedOption] = {}
         if self.sharing.shares:
-            shares = ", ".join(told(share) for share in self.sharing.shares)
+            shares = ", ".join(share_text(share) for share in self.sharing.shares)
             origin = Origin(self.sharing.where or f"{self.path}: {OURS}")
-            found["sharing"] = Given(f"{self.sharing.strategy}: {shares}", origin, self.sharing)
+            found["sharing"] = ParsedOption(f"{self.sharing.strategy}: {shares}", origin, self.sharing)
         if self.xids:
             rules = ", ".join(f"{xid}: {word}" for xid, word in self.xids.items())
-            found["agent.xids"] = Given(rules, Origin(f"{self.path}: agent.xids"), self.xids)
+            found["agent.xids"] = ParsedOption(rules, Origin(f"{self.path}: agent.xids"), self.xids)
         return found
 
 
@@ -92,7 +92,7 @@ def read(path: str, *, strict: bool = False) -> FileContents:
     except UnreadableError as error:
         return FileContents(path, problems=[str(error)])
     reader = _Reader(path, strict=strict)
-    if root is not None and not reader.refuses(root):
+    if root is not None and not reader.rejects(root):
         reader.read("", root)
     return reader.contents(hash(raw))
 
@@ -126,7 +126,7 @@ class _Reader:
             notes.file, fingerprint, self._values, sharing, self._xids, notes.problems, notes.warnings
         )
 
-    def refuses(self, root: Node) -> bool:
+    def rejects(self, root: Node) -> bool:
         """Note a file that is no configuration at all: read as one, it would set nothing and say nothing."""
         if root.id != "mapping":
             return False

@@ -30,7 +30,7 @@ def parse(arguments: Sequence[str], options: Iterable[Option]) -> tuple[dict[str
             if not has_value and words and not words[-1].startswith("-"):
                 words.pop()  # the value of what was misspelt
         else:
-            problems += _take(values, option, value if has_value else None, words)
+            problems += _read_value(values, option, value if has_value else None, words)
     return values, problems
 
 
@@ -53,11 +53,11 @@ def split(arguments: Sequence[str], options: Iterable[Option]) -> tuple[dict[str
         if option is None:
             others.append(word)
         else:
-            problems += _take(values, option, value if has_value else None, words)
+            problems += _read_value(values, option, value if has_value else None, words)
     return values, problems, others
 
 
-def _take(values: dict[str, str], option: Option, value: str | None, words: list[str]) -> list[str]:
+def _read_value(values: dict[str, str], option: Option, value: str | None, words: list[str]) -> list[str]:
     """Take a flag's value, the next of ``words`` where none stands beside it; returns what is wrong."""
     if value is not None:
         _add(values, option, value)

@@ -17,10 +17,10 @@ from agent.config.settings import (
     DEFAULT,
     Cdi,
     FeatureDiscovery,
-    Given,
     IfRunning,
     LogFormat,
     Origin,
+    ParsedOption,
     ProbeLoader,
     ProbeTier,
     Settings,
@@ -70,7 +70,7 @@ def load(flags: Mapping[str, str], environment: Mapping[str, str]) -> Settings:
         resolver.use_file(read(path, strict=resolver.value_of(OPTIONS["strict-config"]) is True))
     options = (*OPTIONS.values(), *DISCOVERY_OPTIONS)
     values = {option.name: resolver.value_of(option) for option in options}
-    resolver.judge_mps(values)
+    resolver.check_mps(values)
     resolver.warn_of_unknown_variables()
     if resolver.problems:
         raise ConfigError(tuple(resolver.problems_by_line()))
@@ -91,7 +91,7 @@ def check_file(path: str, *, strict: bool) -> "FileContents":
     if values["mps-root"] == "" and contents.sharing.strategy == "mps":
         contents.warnings.append(f"{contents.sharing.where} needs --mps-root, MPS_ROOT or flags.mpsRoot")
         values["mps-root"] = None
-    resolver.judge_mps(values)
+    resolver.check_mps(values)
     contents.problems = resolver.problems_by_line()
     return contents
 
@@ -103,7 +103,7 @@ class _Resolver:
         self._flags = flags
         self._environment = environment
         self._file: FileContents | None = None
-        self.given: dict[str, Given] = {}
+        self.given: dict[str, ParsedOption] = {}
         self.problems: list[str] = []
         self.warnings: list[str] = []
 
@@ -160,7 +160,7 @@ class _Resolver:
                 value = option.parse(text)
             except ValueError as error:
                 self.problems.append(f'{origin} {error}, and is "{shown(text)}"')
-        self.given[option.name] = Given(text, origin, value)
+        self.given[option.name] = ParsedOption(text, origin, value)
         return value
 
     @property
@@ -169,7 +169,7 @@ class _Resolver:
         return self._file.sharing if self._file is not None and self._file.sharing.shares else None
 
     @property
-    def file_parts(self) -> dict[str, Given]:
+    def file_parts(self) -> dict[str, ParsedOption]:
         """Return what only the file can say, by key."""
         return self._file.parts() if self._file is not None else {}
 
@@ -188,7 +188,7 @@ class _Resolver:
         for word in listed.skipped:
             self.warnings.append(f'{self.given[option].origin}: "{word}" is no {what} and was skipped')
 
-    def judge_mps(self, values: Mapping[str, object]) -> None:
+    def check_mps(self, values: Mapping[str, object]) -> None:
         """Note what MPS does not go with, as NVIDIA's plugin does."""
         sharing = self.sharing
         if sharing is None or sharing.strategy != "mps":

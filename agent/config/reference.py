@@ -30,7 +30,7 @@ class Entry(NamedTuple):
     name: str
     """Of the flag without dashes, or the key of the file where there is no flag."""
     help: str
-    takes: str
+    accepts: str
     default: str
     flags: tuple[str, ...]
     variables: tuple[str, ...]
@@ -46,7 +46,7 @@ class Entry(NamedTuple):
         return tuple(dict.fromkeys((self.name, *flags, *self.variables, self.file_key)))
 
 
-_TAKES: Final[dict[Callable[[str], object], str]] = {
+_ACCEPTED: Final[dict[Callable[[str], object], str]] = {
     address_from: "an IP address and a port, such as 127.0.0.1:9470",
     any_path_from: "a path",
     bool_from: "true or false",
@@ -75,7 +75,7 @@ def _entry(option: Option, *, is_nvidias: bool) -> Entry:
     return Entry(
         name=option.name,
         help=option.help,
-        takes=parse.takes if isinstance(parse, Parser) else _TAKES[parse],
+        accepts=parse.accepts if isinstance(parse, Parser) else _ACCEPTED[parse],
         default=option.default or option.empty_means,
         flags=tuple(f"--{name}" for name in (option.name, *option.aliases)),
         variables=option.variables,
@@ -85,11 +85,11 @@ def _entry(option: Option, *, is_nvidias: bool) -> Entry:
     )
 
 
-def _in_file(key: str, text: str, takes: str, default: str) -> Entry:
+def _in_file(key: str, text: str, accepts: str, default: str) -> Entry:
     return Entry(
         name=key,
         help=text,
-        takes=takes,
+        accepts=accepts,
         default=default,
         flags=(),
         variables=(),

@@ -22,7 +22,7 @@ DEFAULT: Final = Origin("default")
 _NOTHING: Final[Mapping[Any, Any]] = MappingProxyType({})
 
 
-class Given(NamedTuple):
+class ParsedOption(NamedTuple):
     """What was said of one option."""
 
     text: str
@@ -103,9 +103,9 @@ class Settings(NamedTuple):
     log_format: LogFormat
     log_level: str
     config_file: str | None
-    given: Mapping[str, Given] = _NOTHING
+    given: Mapping[str, ParsedOption] = _NOTHING
     """By option name, defaults too."""
-    file_parts: Mapping[str, Given] = _NOTHING
+    file_parts: Mapping[str, ParsedOption] = _NOTHING
     """By key, what only the file can say."""
     warnings: tuple[str, ...] = ()
     file_fingerprint: int | None = None
@@ -117,7 +117,7 @@ class Settings(NamedTuple):
         return {name: each.origin for name, each in self.given.items()}
 
     @property
-    def shown(self) -> Mapping[str, Given]:
+    def shown(self) -> Mapping[str, ParsedOption]:
         """Everything that counts and where it came from, by name."""
         return {**{name: self.given[name] for name in OPTIONS}, **self.file_parts}
 

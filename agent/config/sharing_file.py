@@ -106,7 +106,7 @@ class SharingReader:
         if group is None:
             return FileSharing(shares=tuple(entry.share for entry in entries))
         for entry in entries:
-            self._judge(group, entry)
+            self._check_with_group(group, entry)
         is_strict = group.fail_requests_greater_than_one
         return FileSharing(
             strategy=_STRATEGIES[group.way],
@@ -116,7 +116,7 @@ class SharingReader:
             where=f"{self._notes.where(group.node)}: sharing.{group.way}",
         )
 
-    def _judge(self, group: _Group, entry: _Entry) -> None:
+    def _check_with_group(self, group: _Group, entry: _Entry) -> None:
         """Note what is wrong only with this way of sharing."""
         share = entry.share
         if group.way == "mps" and share.replicas > MAX_MPS_REPLICAS:
@@ -259,7 +259,7 @@ class SharingReader:
                 self._notes.warning(node, f"{path}.{key} is ignored, as NVIDIA's plugin does")
 
 
-def told(share: Share) -> str:
+def share_text(share: Share) -> str:
     """Return an entry for people."""
     only = ", ".join((*share.models, *(f"GPU {gpu}" for gpu in share.gpus)))
     return f"{share.resource} x {share.replicas}{f' on {only}' if only else ''}"

@@ -17,7 +17,7 @@ MAX_XIDS: Final = 1024
 MAX_NAMES: Final = 256
 MAX_NAME: Final = 256
 """Characters of a program's name, as of a file's."""
-MAX_TOLD: Final = 8
+MAX_SKIPPED_NAMED: Final = 8
 """Words that are told to be skipped."""
 
 _UNITS_NS: Final = {
@@ -90,7 +90,7 @@ T = TypeVar("T")
 class Parser(Generic[T]):
     """A parser that can say what it takes."""
 
-    takes: str
+    accepts: str
     parse: Callable[[str], T]
 
     def __call__(self, text: str) -> T:
@@ -211,7 +211,8 @@ def xid_list_from(text: str) -> XidList:
     numbers = {word for word in given if re.fullmatch("[0-9]{1,9}", word)}
     skipped = [word[:40] for word in given if word not in numbers]
     return XidList(
-        xids=frozenset(sorted(map(int, numbers))[:MAX_XIDS]), skipped=tuple(dict.fromkeys(skipped))[:MAX_TOLD]
+        xids=frozenset(sorted(map(int, numbers))[:MAX_XIDS]),
+        skipped=tuple(dict.fromkeys(skipped))[:MAX_SKIPPED_NAMED],
     )
 
 
@@ -291,7 +292,7 @@ def known_words(*known: str) -> Parser[WordList]:
         skipped = [word[:80] for word in given if word not in known]
         return WordList(
             words=frozenset(word for word in given if word in known),
-            skipped=tuple(dict.fromkeys(skipped))[:MAX_TOLD],
+            skipped=tuple(dict.fromkeys(skipped))[:MAX_SKIPPED_NAMED],
         )
 
     return Parser(f"some of {', '.join(known)}", parse)

@@ -42,11 +42,11 @@ class Answer:
     """(check, why), for the log."""
 
 
-def at_once(judge: Callable[[], str | None]) -> Run:
+def at_once(check: Callable[[], str | None]) -> Run:
     """Return a check of what is known without waiting."""
 
     async def run() -> str | None:
-        return judge()
+        return check()
 
     return run
 

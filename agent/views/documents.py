@@ -246,7 +246,7 @@ def state(snapshot: Snapshot, time_of: TimeOf) -> Json:
         "released_until_monotonic_ns": snapshot.released_until_ns,
         "driver_released": snapshot.driver_released,
         "probe": probe(snapshot.probe),
-        "usage": picture(snapshot.usage),
+        "usage": usage_summary(snapshot.usage),
         "observe": snapshot.policy.observe,
         "observed_flips": snapshot.observed_flips,
         "tasks": {
@@ -264,7 +264,7 @@ def probe(view: ProbeView | None) -> Json | None:
     return None if view is None else asdict(view) | {"missing": dict(view.missing)}
 
 
-def picture(usage: Usage | None) -> Json | None:
+def usage_summary(usage: Usage | None) -> Json | None:
     """Return how good the picture of who uses GPUs is, without what is in it; null: there is none."""
     if usage is None:
         return None

@@ -20,10 +20,10 @@ def contexts(snapshot: Snapshot, time_of: TimeOf) -> Json:
     ``complete`` is null while nothing was seen yet.
     """
     usage = snapshot.usage
-    told = {"apiVersion": API_VERSION, "probe": probe(snapshot.probe)}
+    document = {"apiVersion": API_VERSION, "probe": probe(snapshot.probe)}
     if usage is None:
-        return told | {"complete": None, "processes": [], "orphans": [], "gpus": []}
-    return told | {
+        return document | {"complete": None, "processes": [], "orphans": [], "gpus": []}
+    return document | {
         "complete": usage.complete,
         "incomplete_because": usage.incomplete_because,
         "certainty": usage.certainty,
@@ -57,7 +57,7 @@ def ownership(snapshot: Snapshot, time_of: TimeOf) -> Json:
 
 def _process(process: ProcessUse, snapshot: Snapshot, time_of: TimeOf) -> Json:
     return {
-        **_look(process.look, snapshot),
+        **_identity(process.look, snapshot),
         "files": process.files,
         "fds": process.fds,
         "partial": process.partial,
@@ -68,7 +68,7 @@ def _process(process: ProcessUse, snapshot: Snapshot, time_of: TimeOf) -> Json:
     }
 
 
-def _look(look: ProcessLook, snapshot: Snapshot) -> Json:
+def _identity(look: ProcessLook, snapshot: Snapshot) -> Json:
     pod = look.pod if isinstance(look.pod, PodRef) else None
     return {
         "pid": look.key.pid,
@@ -101,7 +101,7 @@ def _hold(hold: GpuHold, process: ProcessUse, snapshot: Snapshot) -> Json:
 
 def _orphan(orphan: Orphan, snapshot: Snapshot, time_of: TimeOf) -> Json:
     return {
-        "owner": _look(orphan.owner, snapshot),
+        "owner": _identity(orphan.owner, snapshot),
         "gpu_uuid": orphan.gpu,
         "gpu": None if orphan.gpu is None else _index(snapshot, orphan.gpu),
         "clients": orphan.clients,

@@ -15,7 +15,7 @@ from agent.config import yaml_tree
 from agent.config.options import OPTIONS
 from agent.config.our_options import LOOPBACK_API_PORT
 from agent.config.settings import Settings, changes_that_need_a_restart, default_node_dir
-from agent.config.values import MAX_TOLD, MAX_XIDS, Address, duration_from, xid_list_from
+from agent.config.values import MAX_SKIPPED_NAMED, MAX_XIDS, Address, duration_from, xid_list_from
 from agent.core import xids
 from agent.errors import ConfigError
 from agent.model.health import Reason
@@ -555,7 +555,7 @@ def test_what_makes_no_sense_in_them_is_told_and_skipped() -> None:
 
 def test_a_list_of_xids_is_bounded_and_so_is_what_is_told_of_it() -> None:
     listed = xid_list_from(",".join([*(str(number) for number in range(9_000)), *("abcdefghijkl")]))
-    assert (len(listed.xids), len(listed.skipped)) == (MAX_XIDS, MAX_TOLD)
+    assert (len(listed.xids), len(listed.skipped)) == (MAX_XIDS, MAX_SKIPPED_NAMED)
 
 
 def test_the_file_can_list_them_too(tmp_path: Path) -> None:

@@ -64,7 +64,7 @@ async def told_as(node: SimulatedNode, lists: int, sick: set[str]) -> None:
 async def recover(agent: AgentProcess, uuid: str) -> None:
     client = AgentClient(agent.flags["control-socket"])
     try:
-        await in_daemon_thread("client", lambda: client.order("recover", {"gpu": uuid}))
+        await in_daemon_thread("client", lambda: client.send_command("recover", {"gpu": uuid}))
     except AgentError:
         return  # it was killed meanwhile
 

@@ -40,7 +40,7 @@ async def failures(agent: AgentProcess) -> object:
 async def hold(agent: AgentProcess, gpu: str) -> str:
     client = AgentClient(agent.flags["control-socket"])
     order = {"selector": gpu, "why": "noisy"}
-    answer = await in_daemon_thread("client", lambda: client.order("hold", order))
+    answer = await in_daemon_thread("client", lambda: client.send_command("hold", order))
     return str(answer["message"])
 
 

@@ -51,7 +51,7 @@ async def all_reasons(agent: AgentProcess) -> dict[str, set[str]]:
 async def kept_lines(node: SimulatedNode) -> str:
     """Return the lines of the kernel log that the agent keeps for who looks into a fault."""
     client = AgentClient(node.directory.agent_flags()["control-socket"])
-    answer: Any = await in_daemon_thread("client", lambda: client.order("bundle", {"gpu": "0"}))
+    answer: Any = await in_daemon_thread("client", lambda: client.send_command("bundle", {"gpu": "0"}))
     return "\n".join(answer["bundle"]["kernel_log"])
 
 

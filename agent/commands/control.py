@@ -4,15 +4,15 @@ import argparse
 from collections.abc import Mapping
 from typing import Any, Final
 
-from agent.commands.client import ORDER_TIMEOUT_S, find_agent
+from agent.commands.client import COMMAND_TIMEOUT_S, find_agent
 from agent.commands.render import Output, add_agent_flag, show
 from agent.core.wording import printable
 
 GPU_HELP: Final = "UUID, serial, PCI address or index"
 
 
-def configure_order(parser: argparse.ArgumentParser, *, usage: str, description: str) -> None:
-    """Add what every order has."""
+def configure_control(parser: argparse.ArgumentParser, *, usage: str, description: str) -> None:
+    """Add the flags of every command."""
     parser.usage = f"gpu-agent {usage}"
     parser.description = description
     parser.add_argument(
@@ -26,11 +26,11 @@ def configure_order(parser: argparse.ArgumentParser, *, usage: str, description:
     add_agent_flag(parser)
 
 
-def obeyed(
-    args: argparse.Namespace, name: str, order: Mapping[str, object], *, timeout_s: float = ORDER_TIMEOUT_S
+def send_and_show(
+    args: argparse.Namespace, name: str, body: Mapping[str, object], *, timeout_s: float = COMMAND_TIMEOUT_S
 ) -> dict[str, Any]:
-    """Give an order and show what came of it; returns the answer."""
-    answer: dict[str, Any] = find_agent(args.control_socket).order(name, order, timeout_s=timeout_s)
+    """Send a command and show what came of it; returns the answer."""
+    answer: dict[str, Any] = find_agent(args.control_socket).send_command(name, body, timeout_s=timeout_s)
     output = Output(args.output)
     if output is Output.TABLE:
         print(printable(answer["message"]))
