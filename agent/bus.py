@@ -15,8 +15,9 @@ import asyncio
 import os
 import threading
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass
 from typing import Final, Generic, TypeVar
+
+import msgspec
 
 from agent.model.facts import FactsLost, Message
 from agent.model.ids import SourceName
@@ -31,16 +32,14 @@ M = TypeVar("M", bound=Message)
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, slots=True)
-class Stamped(Generic[M]):
+class Stamped(msgspec.Struct, Generic[M], frozen=True):
     """A fact and when it (or the first one merged into it) was put, monotonic nanoseconds."""
 
     fact: M
     at_ns: int
 
 
-@dataclass(frozen=True, slots=True)
-class InboxStatistics:
+class InboxStatistics(msgspec.Struct, frozen=True):
     """Counts since the start; ``put == taken + merged + lost + waiting``."""
 
     put: int

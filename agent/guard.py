@@ -12,8 +12,9 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 from contextvars import ContextVar
-from dataclasses import dataclass
 from typing import Any, Final, Literal, ParamSpec, Protocol, TypeVar
+
+import msgspec
 
 from agent.log import fields
 
@@ -45,8 +46,7 @@ class EscapedError(Exception):
     """What is no Exception was raised where nothing handles it: SystemExit, KeyboardInterrupt, ..."""
 
 
-@dataclass(frozen=True, slots=True)
-class Owner:
+class Owner(msgspec.Struct, frozen=True):
     """A supervised task, as what belongs to it sees it."""
 
     name: str

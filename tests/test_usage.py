@@ -1,7 +1,6 @@
 """Who uses the GPUs, as documents and as the tables of contexts, owners and status."""
 
 import json
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,6 +10,7 @@ from agent.commands.owners import owner_lines
 from agent.commands.status import status_lines
 from agent.model.facts import GpusEnumerated, ProbeSeen
 from agent.model.ids import Placement
+from agent.model.structs import replace
 from agent.model.usage import GpuTotal, PodRef, ProbeView, ProcessUse, Usage
 from agent.views import documents
 from agent.views import usage as views

@@ -2,8 +2,9 @@
 
 import argparse
 from collections.abc import Mapping
-from dataclasses import asdict
 from typing import Any, Final
+
+from msgspec.structs import asdict
 
 from agent.commands.client import find_agent
 from agent.commands.render import Output, add_agent_flag, add_output_flag, show

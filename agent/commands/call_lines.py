@@ -2,9 +2,10 @@
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Final
+
+import msgspec
 
 from agent.commands.render import table
 from agent.log import rfc3339
@@ -68,19 +69,17 @@ def span(duration_ns: int) -> str:
     return f"{duration_ns}ns"
 
 
-@dataclass(slots=True)
-class _Row:
+class _Row(msgspec.Struct):
     calls: int = 0
     failed: int = 0
     total_ns: int = 0
     longest_ns: int = 0
 
 
-@dataclass(slots=True)
-class Summary:
+class Summary(msgspec.Struct):
     """What was called how often, and how long that took."""
 
-    rows: dict[str, _Row] = field(default_factory=dict)
+    rows: dict[str, _Row] = msgspec.field(default_factory=dict)
 
     def add(self, call: DriverCall) -> None:
         """Count a call that returned."""

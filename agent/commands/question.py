@@ -11,8 +11,9 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any, Final
+
+import msgspec
 
 from agent.commands.client import AgentClient, find_agent
 from agent.commands.render import Output, add_agent_flag, add_output_flag, for_people, is_terminal, show
@@ -40,8 +41,7 @@ def _nothing(_document: Document) -> Iterable[str]:
     return ()
 
 
-@dataclass(frozen=True, slots=True)
-class Question:
+class Question(msgspec.Struct, frozen=True):
     """A document and the ways to show it."""
 
     path: str

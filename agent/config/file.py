@@ -9,8 +9,9 @@ Source of the format: NVIDIA/k8s-device-plugin:api/config/v1/config.go, flags.go
 """
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
 from typing import Final, NamedTuple
+
+import msgspec
 
 from agent.config.discovery_options import DISCOVERY_OPTIONS
 from agent.config.option import Option, shown
@@ -54,19 +55,18 @@ class FileValue(NamedTuple):
     where: str
 
 
-@dataclass(slots=True)
-class FileContents:
+class FileContents(msgspec.Struct):
     """What a file says."""
 
     path: str
     fingerprint: int = 0
     """What tells one content of the file from another, within this process."""
-    values: dict[str, FileValue] = field(default_factory=dict)
+    values: dict[str, FileValue] = msgspec.field(default_factory=dict)
     """By option name."""
-    sharing: FileSharing = field(default_factory=FileSharing)
-    xids: dict[int, XidOverride] = field(default_factory=dict)
-    problems: list[str] = field(default_factory=list)
-    warnings: list[str] = field(default_factory=list)
+    sharing: FileSharing = msgspec.field(default_factory=FileSharing)
+    xids: dict[int, XidOverride] = msgspec.field(default_factory=dict)
+    problems: list[str] = msgspec.field(default_factory=list)
+    warnings: list[str] = msgspec.field(default_factory=list)
 
     def parts(self) -> dict[str, ParsedOption]:
         """Return what is no option, by key, as a text for people and where it stands."""

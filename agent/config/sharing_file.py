@@ -9,8 +9,9 @@ cmd/mps-control-daemon/mps/daemon.go (48 clients of one MPS server).
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Final, Literal, NamedTuple
+
+import msgspec
 
 from agent.config.option import shown
 from agent.config.yaml_tree import Node, Notes, is_null, join
@@ -47,13 +48,12 @@ class _Entry(NamedTuple):
     node: Node
 
 
-@dataclass(slots=True)
-class _Group:
+class _Group(msgspec.Struct):
     """One of NVIDIA's two ways of sharing."""
 
     way: Way
     node: Node
-    entries: list[_Entry] = field(default_factory=list)
+    entries: list[_Entry] = msgspec.field(default_factory=list)
     rename_by_default: bool = False
     fail_requests_greater_than_one: bool | None = None
 

@@ -7,8 +7,9 @@ nothing else. Work is bounded by the length of the text.
 import re
 import socket
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Final, Generic, NamedTuple, TypeVar
+
+import msgspec
 
 from agent.model.policy import DeviceListStrategy
 
@@ -86,8 +87,7 @@ def address_from(text: str) -> Address | None:
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, slots=True)
-class Parser(Generic[T]):
+class Parser(msgspec.Struct, Generic[T], frozen=True):
     """A parser that can say what it takes."""
 
     accepts: str

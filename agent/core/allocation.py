@@ -5,8 +5,9 @@ read by the pod's owner, so it names the device and the next step.
 """
 
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
 from typing import Final, Literal
+
+import msgspec
 
 from agent.core.imex import missing_channels
 from agent.core.injection import ContainerAnswer, container_answer, names_nodes
@@ -20,8 +21,7 @@ MAX_NAMED: Final = 4
 """Devices that a refusal names; a request may hold thousands of ids, and a message is read by a person."""
 
 
-@dataclass(frozen=True, slots=True)
-class Refusal:
+class Refusal(msgspec.Struct, frozen=True):
     """Why a request cannot be met."""
 
     kind: Literal["unknown", "unhealthy", "unsatisfiable", "missing"]

@@ -13,8 +13,9 @@ internal/discover, internal/edits; cncf-tags/container-device-interface:SPEC.md.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
+
+import msgspec
 
 from agent.core.cdi_schema import name_problem, oldest_version
 from agent.core.injection import CDI_VENDOR, IMEX_NODE
@@ -75,8 +76,7 @@ class Drm(NamedTuple):
     """By which programs find them by PCI address."""
 
 
-@dataclass(frozen=True, slots=True)
-class DriverFiles:
+class DriverFiles(msgspec.Struct, frozen=True):
     """What was found of the driver on this node, with the paths of the host and of containers."""
 
     version: str
@@ -90,7 +90,7 @@ class DriverFiles:
     """Directories of all libraries among the mounts, for the dynamic linker's cache."""
     storage_mounts: tuple[Mount, ...] = ()
     """What GPUDirect Storage needs beside its nodes."""
-    drm: Mapping[str, Drm] = field(default_factory=dict)
+    drm: Mapping[str, Drm] = msgspec.field(default_factory=dict)
     """By PCI address."""
 
 

@@ -6,7 +6,6 @@ trouble that lasts is reported once, when it begins, and how long it lasted only
 """
 
 from collections.abc import Container, Iterable, Mapping
-from dataclasses import replace
 
 from agent.core.reasons import MEANINGS
 from agent.core.samples import RULES
@@ -14,6 +13,7 @@ from agent.core.xids import XidClass, class_of
 from agent.model.health import Condition, ConditionKey, Details, Evidence, Reason, Recovery
 from agent.model.ids import ALL, GpuUuid, Placement, SourceName
 from agent.model.policy import Policy
+from agent.model.structs import replace
 
 Conditions = Mapping[ConditionKey, Condition]
 

@@ -6,7 +6,6 @@ module loaded anew.
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
 from typing import Final, TypeVar
 
 from agent.core import conditions
@@ -24,6 +23,7 @@ from agent.model.gpu import Gpu
 from agent.model.health import Condition, ConditionKey, Reason, Recovery
 from agent.model.ids import GpuUuid, Placement, SourceName
 from agent.model.snapshot import DriverView
+from agent.model.structs import replace
 
 T = TypeVar("T")
 

@@ -5,7 +5,6 @@ XID told by two sources within two seconds is one fault.
 """
 
 from collections.abc import Container, Mapping
-from dataclasses import replace
 from typing import Final
 
 from agent.core import conditions, xids
@@ -19,6 +18,7 @@ from agent.model.gpu import Gpu
 from agent.model.health import ConditionKey, Reason, Recovery
 from agent.model.ids import ALL, GpuUuid, Placement, SourceName
 from agent.model.policy import SECOND_NS
+from agent.model.structs import replace
 
 MAX_UNLISTED_XIDS: Final = 64
 """Different XIDs that are not in the table kept apart on one GPU; further ones are OTHER_XID."""

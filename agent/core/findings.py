@@ -5,7 +5,6 @@ that is too old is none. A finding whose GPU is not known is only told, it marks
 """
 
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Final
 
 from agent.core import conditions, leaks
@@ -17,6 +16,7 @@ from agent.model import facts
 from agent.model.health import ConditionKey, LeakKind, Reason
 from agent.model.ids import Placement, SourceName
 from agent.model.policy import SECOND_NS
+from agent.model.structs import replace
 from agent.model.usage import PodRef, ProcessUse
 
 USAGE_KNOWN_FOR_NS: Final = 90 * SECOND_NS

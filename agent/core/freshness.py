@@ -12,10 +12,11 @@ that other one is fresh: a GPU is unknown only when nothing that would notice it
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
 from enum import Enum, auto
 from types import MappingProxyType
 from typing import Final, NamedTuple
+
+import msgspec
 
 from agent.model import facts, parts
 from agent.model.ids import GpuUuid, Part, SourceName
@@ -38,8 +39,7 @@ class Rests(Enum):
     """Nothing about GPUs: /readyz alone names the part."""
 
 
-@dataclass(frozen=True, slots=True)
-class Voucher:
+class Voucher(msgspec.Struct, frozen=True):
     """One row of the table."""
 
     vouches_for: str
@@ -131,8 +131,7 @@ class Expected(NamedTuple):
     """When it gave the newest one; before the first, since when one is expected."""
 
 
-@dataclass(frozen=True, slots=True)
-class Watch:
+class Watch(msgspec.Struct, frozen=True):
     """One part as it was looked at."""
 
     proven_ns: int
@@ -167,13 +166,12 @@ class Watch:
         return rest == 0 and runs > 0 and runs & (runs - 1) == 0
 
 
-@dataclass(frozen=True, slots=True)
-class Freshness:
+class Freshness(msgspec.Struct, frozen=True):
     """The watches over all parts."""
 
-    watches: Mapping[Part, Watch] = field(default_factory=lambda: MappingProxyType({}))
+    watches: Mapping[Part, Watch] = msgspec.field(default_factory=lambda: MappingProxyType({}))
     stale: frozenset[Part] = frozenset()
-    covered: Mapping[Part, int] = field(default_factory=lambda: MappingProxyType({}))
+    covered: Mapping[Part, int] = msgspec.field(default_factory=lambda: MappingProxyType({}))
     """Those of the stale parts whose alternative is fresh, and when each gave its newest proof."""
     restart: frozenset[Part] = frozenset()
     """The parts that the newest look asks to restart."""

@@ -1,8 +1,9 @@
 """How the driver numbers the GPUs of the node: minors, device instances, capabilities."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Final
+
+import msgspec
 
 from agent.model.ids import GpuUuid, Placement
 
@@ -17,14 +18,13 @@ MINOR_MASK: Final = (1 << MINOR_BITS) - 1
 CONTROL: Final = NVIDIA_MAJOR << MINOR_BITS | CONTROL_MINOR
 
 
-@dataclass(frozen=True, slots=True)
-class GpuMap:
+class GpuMap(msgspec.Struct, frozen=True):
     """How the driver numbers the GPUs of the node."""
 
     by_minor: Mapping[int, GpuUuid]
-    by_instance: Mapping[int, GpuUuid] = field(default_factory=dict)
+    by_instance: Mapping[int, GpuUuid] = msgspec.field(default_factory=dict)
     """RM device instance, where the driver told it; what unified memory tells is believed more."""
-    by_capability: Mapping[int, Placement] = field(default_factory=dict)
+    by_capability: Mapping[int, Placement] = msgspec.field(default_factory=dict)
     """The MIG device that each minor of /dev/nvidia-caps gives access to."""
     capabilities_major: int | None = None
 

@@ -1,9 +1,10 @@
 """A process, an open file of the driver, and what a scan finds of both."""
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Final, NamedTuple
+
+import msgspec
 
 from agent.model.rm import HeldFile
 from agent.model.usage import ProcessKey, ProcessLook
@@ -45,8 +46,7 @@ def _stand_in(key: ProcessKey, device: int) -> int:
     return -(((key.start_ticks << 32 | key.pid) << 32) | device) - 1
 
 
-@dataclass(slots=True, eq=False)
-class Process:
+class Process(msgspec.Struct, eq=False):
     """A process; eq=False: it is itself, whatever its pid is."""
 
     number: int
@@ -57,11 +57,11 @@ class Process:
     look: ProcessLook | None = None
     is_look_old: bool = False
     """It called exec, so what was looked at may have changed."""
-    files: dict[int, int] = field(default_factory=dict)
+    files: dict[int, int] = msgspec.field(default_factory=dict)
     """Descriptors by file."""
-    found: FilesHeld = field(default_factory=lambda: NOTHING)
+    found: FilesHeld = msgspec.field(default_factory=lambda: NOTHING)
     """What the last scan found."""
-    closed: set[int] = field(default_factory=set)
+    closed: set[int] = msgspec.field(default_factory=set)
     """Files of which it closed a descriptor since the last scan; it may have others."""
     event_ns: int = 0
     exiting_ns: int | None = None
@@ -71,11 +71,11 @@ class Process:
     partial: bool = False
     before: "Process | None" = None
     """Who had the pid before, and has not been seen to be gone."""
-    made: set[int] = field(default_factory=set)
+    made: set[int] = msgspec.field(default_factory=set)
     """Files older than the probe that it is taken to have made."""
     devices: frozenset[int] = frozenset()
     """The devices that it held when it ended."""
-    opened: set[int] | None = field(default_factory=set)
+    opened: set[int] | None = msgspec.field(default_factory=set)
     """The devices that it was seen to hold, ever; None: it was not seen itself."""
     unsent: int = 0
     """Events of it that were not told, and what came of them was not looked for yet."""
@@ -93,21 +93,20 @@ class Process:
         return self.ended_ns is None and self.start is not None and self.look is not None
 
 
-@dataclass(slots=True)
-class File:
+class File(msgspec.Struct):
     """An open file of the driver."""
 
     device: int
     event_ns: int = 0
     """When an event told of it last; 0: none did, so it may be older than the probe."""
-    holders: set[Process] = field(default_factory=set)
+    holders: set[Process] = msgspec.field(default_factory=set)
     is_older: bool = False
     """It was there before the probe."""
     before_loss: set[Process] | None = None
     """Who held it when events were lost; a file that none of them holds now may be another."""
     control: int | None = None
     """The nvidiactl that it was registered to, which the driver keeps for as long as this file lives."""
-    keepers: set[int] = field(default_factory=set)
+    keepers: set[int] = msgspec.field(default_factory=set)
     """Of a nvidiactl: the files that were registered to it."""
     maker: Process | None = None
     """Of a control file that is older than the probe: who is taken to have made it."""

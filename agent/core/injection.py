@@ -8,8 +8,9 @@ Source: NVIDIA/k8s-device-plugin:internal/plugin/server.go, mps.go; internal/cdi
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Final
+
+import msgspec
 
 from agent.core.nodes import capability_nodes, node_of
 from agent.model.gpu import Gpu
@@ -30,8 +31,7 @@ IMEX_NODE: Final = "/dev/nvidia-caps-imex-channels/channel"
 _CDI_STRATEGIES: Final[frozenset[DeviceListStrategy]] = frozenset({"cdi-annotations", "cdi-cri"})
 
 
-@dataclass(frozen=True, slots=True)
-class DeviceNode:
+class DeviceNode(msgspec.Struct, frozen=True):
     """A device node to be put into the container."""
 
     container_path: str
@@ -39,8 +39,7 @@ class DeviceNode:
     permissions: str = "rw"
 
 
-@dataclass(frozen=True, slots=True)
-class Mount:
+class Mount(msgspec.Struct, frozen=True):
     """A file or directory of the host to be mounted into the container."""
 
     container_path: str
@@ -48,14 +47,13 @@ class Mount:
     read_only: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class ContainerAnswer:
+class ContainerAnswer(msgspec.Struct, frozen=True):
     """What one container gets."""
 
-    envs: Mapping[str, str] = field(default_factory=dict)
+    envs: Mapping[str, str] = msgspec.field(default_factory=dict)
     mounts: tuple[Mount, ...] = ()
     device_nodes: tuple[DeviceNode, ...] = ()
-    annotations: Mapping[str, str] = field(default_factory=dict)
+    annotations: Mapping[str, str] = msgspec.field(default_factory=dict)
     cdi_devices: tuple[str, ...] = ()
     """CDI names for the container runtime."""
 

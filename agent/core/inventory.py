@@ -9,9 +9,10 @@ A device is offered under one name. What is there and is not offered as one migh
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final, NamedTuple
+
+import msgspec
 
 from agent.core.list_size import MAX_LIST_BYTES, device_bytes, replicas_bytes
 from agent.core.sharing import mps_clients, share_of, shared_name
@@ -30,8 +31,7 @@ _SMALLER_THAN_ITS_INSTANCE: Final = re.compile(r"\d+c\.")
 """How the profile of a compute instance begins that has not all the slices of its GPU instance."""
 
 
-@dataclass(frozen=True, slots=True)
-class Offer:
+class Offer(msgspec.Struct, frozen=True):
     """A device before its health is known."""
 
     id: DeviceId

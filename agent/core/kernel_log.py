@@ -5,7 +5,6 @@ that NVML reads are one reading of two sources, and the driver's answer counts w
 written before the agent listened counts by its class and by the signs of repair that followed.
 """
 
-from dataclasses import replace
 from typing import Final
 
 from agent.core import conditions, xids
@@ -38,6 +37,7 @@ from agent.model.health import Condition, ConditionKey, Reason, Recovery
 from agent.model.ids import GpuUuid, Part, Placement
 from agent.model.parts import NVML_EVENTS
 from agent.model.sample import GpuSample
+from agent.model.structs import replace
 
 MAX_EARLY_XIDS: Final = 256
 """XIDs kept until NVML lists the first GPU; the oldest go when there are more."""

@@ -6,8 +6,9 @@ on the allow list. Absolute numbers make no finding of a leak.
 """
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
 from typing import Final, NamedTuple
+
+import msgspec
 
 from agent.core.growth import Name, Windows, growth, is_over
 from agent.core.ownership import (
@@ -26,6 +27,7 @@ from agent.core.ownership import (
 from agent.model.health import Culprit, LeakKind
 from agent.model.ids import GpuUuid, Placement
 from agent.model.policy import LeakPolicy
+from agent.model.structs import replace
 from agent.model.usage import (
     GpuHold,
     GpuMemory,
@@ -64,8 +66,7 @@ class SuspectKey(NamedTuple):
     """The whole GPU, or the device that is idle; None: not known which GPU."""
 
 
-@dataclass(frozen=True, slots=True)
-class Suspect:
+class Suspect(msgspec.Struct, frozen=True):
     """A finding, or what will be one if it lasts."""
 
     key: SuspectKey
@@ -94,8 +95,7 @@ Seen = Iterable[Suspect] | None
 """What a rule sees; None: it cannot see anything now."""
 
 
-@dataclass(frozen=True, slots=True)
-class Scene:
+class Scene(msgspec.Struct, frozen=True):
     """All that is seen at one moment. None is what is not known now."""
 
     now_ns: int
@@ -103,19 +103,19 @@ class Scene:
     usage: Usage | None = None
     gpus: frozenset[GpuUuid] = frozenset()
     """The GPUs that NVML lists."""
-    memory: Mapping[GpuUuid, GpuMemory] = field(default_factory=dict)
+    memory: Mapping[GpuUuid, GpuMemory] = msgspec.field(default_factory=dict)
     given: Given | None = None
     pods: Pods | None = None
     has_all_pods: bool = True
     """A pod that is not among ``pods`` is gone; otherwise it may only have no device."""
-    windows: Windows = field(default_factory=dict)
+    windows: Windows = msgspec.field(default_factory=dict)
     watched: tuple[ProcessUse, ...] = ()
     """The processes of which something may be told."""
     workers: tuple[ProcessUse, ...] = ()
     """Those of them that do no work of others: what a server has is not its own."""
-    before: Mapping[SuspectKey, Suspect] = field(default_factory=dict)
+    before: Mapping[SuspectKey, Suspect] = msgspec.field(default_factory=dict)
     """What was found at the moment before."""
-    growing: Mapping[Name, Growth] = field(default_factory=dict)
+    growing: Mapping[Name, Growth] = msgspec.field(default_factory=dict)
     """The processes and GPUs that show growth, or have not freed what they grew by."""
 
     def user(self, process: ProcessUse, gpu: GpuUuid) -> MemoryUser | None:

@@ -7,8 +7,9 @@ neither makes a finding nor ends one. A restart of the agent ends none: what it 
 
 from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
 from typing import Final
+
+import msgspec
 
 from agent.core.growth import Windows, followed, next_part_at, warm_at
 from agent.core.leak_rules import RULES, Scene, Seen, Suspect, SuspectKey, prepared, total
@@ -17,6 +18,7 @@ from agent.core.wording import counted
 from agent.model.health import MAX_CULPRITS, Condition, Culprit, Details, LeakKind, Reason
 from agent.model.ids import GpuUuid, Placement
 from agent.model.policy import SECOND_NS, LeakPolicy
+from agent.model.structs import replace
 from agent.model.usage import ProcessKey, ProcessUse, Usage
 
 MAX_SUSPECTS: Final = 4_096
@@ -49,17 +51,16 @@ BLOCKING: Final = CERTAIN | {LeakKind.MEMORY_HELD, LeakKind.FOREIGN_PROCESS}
 """With these a GPU is not what its next user thinks it gets."""
 
 
-@dataclass(frozen=True, slots=True)
-class Leaks:
+class Leaks(msgspec.Struct, frozen=True):
     """All that is kept from one look to the next."""
 
-    suspects: Mapping[SuspectKey, Suspect] = field(default_factory=dict)
-    windows: Windows = field(default_factory=dict)
+    suspects: Mapping[SuspectKey, Suspect] = msgspec.field(default_factory=dict)
+    windows: Windows = msgspec.field(default_factory=dict)
     due_ns: int | None = None
     """When time alone brings or ends something."""
     begun_ns: int = 0
     """When this process of the agent began."""
-    beyond: Mapping[tuple[LeakKind, Placement | None], int] = field(default_factory=dict)
+    beyond: Mapping[tuple[LeakKind, Placement | None], int] = msgspec.field(default_factory=dict)
     """Suspects for which there is no room, by kind and place."""
 
     def findings(self) -> Iterator[Suspect]:

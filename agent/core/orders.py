@@ -6,7 +6,6 @@ running pod; it only changes what is offered.
 """
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Final
 
 from agent.core import conditions
@@ -18,6 +17,7 @@ from agent.model.effects import Effect, Event, EventKind, RecordEvent
 from agent.model.gpu import Gpu
 from agent.model.health import Condition, Reason
 from agent.model.ids import GpuUuid, Placement
+from agent.model.structs import replace
 
 MAX_HOLDS: Final = 256
 """Holds kept; a node has 16 GPUs, so more is a script gone wild."""

@@ -7,11 +7,11 @@ adding or removing an orphan costs the same however many there are.
 
 from collections import OrderedDict
 from collections.abc import Hashable, Iterator
-from dataclasses import replace
 from itertools import islice
 from typing import Final, NamedTuple
 
 from agent.model.ids import GpuUuid
+from agent.model.structs import replace
 from agent.model.usage import Orphan, ProcessKey
 
 MAX_APART: Final = 8

@@ -7,9 +7,10 @@ source does not say stays unknown: a holder without a figure of memory has none,
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Final
+
+import msgspec
 
 from agent.model.gpu import Gpu
 from agent.model.ids import ALL, DeviceId, GpuUuid, Placement
@@ -141,8 +142,7 @@ def is_killable(look: ProcessLook) -> bool:
 # For people
 
 
-@dataclass(frozen=True, slots=True)
-class Holder:
+class Holder(msgspec.Struct, frozen=True):
     """A process on a GPU or MIG device."""
 
     pid: int
@@ -162,8 +162,7 @@ class Holder:
     is_agent: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Ownership:
+class Ownership(msgspec.Struct, frozen=True):
     """One GPU, or one MIG device where the GPU is cut into such."""
 
     placement: Placement

@@ -1,15 +1,15 @@
 """What each reason code means: one table as data, from which the documentation is made."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Final
+
+import msgspec
 
 from agent.core.xids import advice_of as advice_of_xid
 from agent.model.health import Condition, Evidence, Reason, Recovery, Severity
 
 
-@dataclass(frozen=True, slots=True)
-class Meaning:
+class Meaning(msgspec.Struct, frozen=True):
     """A row of the table."""
 
     severity: Severity

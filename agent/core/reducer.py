@@ -10,7 +10,6 @@ state and from time alone.
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
 from typing import Final, assert_never
 
 from agent.core import (
@@ -37,6 +36,7 @@ from agent.model.ids import DeviceId, GpuUuid, Part, ResourceName
 from agent.model.parts import LIST_AND_WATCH
 from agent.model.policy import SECOND_NS
 from agent.model.snapshot import Durable, TaskView
+from agent.model.structs import replace
 
 IDLE_NS: Final = 5 * SECOND_NS
 """The engine steps at least this often."""

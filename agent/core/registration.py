@@ -10,8 +10,9 @@ again after 0.1 s, doubling to 10 s. Which of two kubelet sockets is the newer o
 of the facts, never from their file times.
 """
 
-from dataclasses import dataclass, replace
 from typing import Final, assert_never
+
+import msgspec
 
 from agent.core.backoff import delay_ns
 from agent.model.facts import (
@@ -27,6 +28,7 @@ from agent.model.facts import (
 from agent.model.ids import DeviceId, SocketIdentity
 from agent.model.policy import MILLISECOND_NS, SECOND_NS, Policy
 from agent.model.snapshot import RegistrationPhase
+from agent.model.structs import replace
 
 UNREACHABLE_NS: Final = 50 * MILLISECOND_NS
 UNREACHABLE_SLOW_NS: Final = SECOND_NS
@@ -50,8 +52,7 @@ MISCOUNTED: Final = "The kubelet does not have the devices that it was sent"
 SOCKET_LOST: Final = "The plugin's socket file was deleted or replaced"
 
 
-@dataclass(frozen=True, slots=True)
-class Registration:
+class Registration(msgspec.Struct, frozen=True):
     """One resource's standing."""
 
     since_ns: int

@@ -6,8 +6,9 @@ Pure and without state, so that any thread may ask.
 
 from collections.abc import Iterable, Mapping
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass
 from typing import NamedTuple
+
+import msgspec
 
 from agent.core.rm_trees import MAX_DEPTH, ROOTS
 from agent.model.rm import REGISTRATION, RmObject, joined
@@ -22,8 +23,7 @@ class Removed(NamedTuple):
     """When it was made; a row that is newer is of another object."""
 
 
-@dataclass(frozen=True, slots=True)
-class Rows:
+class Rows(msgspec.Struct, frozen=True):
     """The rows of the kernel's map, judged."""
 
     living: tuple[RmObject, ...]

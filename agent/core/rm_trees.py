@@ -5,8 +5,9 @@ counts. What is told wrong may make a ring of a tree; nothing here runs for ever
 Sources: facts of the driver are those of open-gpu-kernel-modules (rs_server.c, escape.c, nvos.h).
 """
 
-from dataclasses import dataclass, field
 from typing import Final, NamedTuple
+
+import msgspec
 
 from agent.model.ids import GpuUuid
 
@@ -37,8 +38,7 @@ CHANNEL_GROUPS: Final = Marker(0xA06C, 250_000_000)
 DEBUGGER: Final = Marker(0x83DE)
 
 
-@dataclass(slots=True)
-class Object:
+class Object(msgspec.Struct):
     """An object in a client."""
 
     rm_class: int
@@ -49,8 +49,7 @@ class Object:
     """Which context it is a part of: the handle of that context's first marker."""
 
 
-@dataclass(slots=True)
-class Client:
+class Client(msgspec.Struct):
     """A client and what it has."""
 
     handle: int
@@ -61,13 +60,13 @@ class Client:
     """It was seen from its beginning, so every parent in it is known."""
     sure: bool = True
     """False: it may have gone with its file, and another file have got the address since."""
-    objects: dict[int, Object] = field(default_factory=dict)
-    children: dict[int, set[int]] = field(default_factory=dict)
-    markers: dict[int, int] = field(default_factory=dict)
+    objects: dict[int, Object] = msgspec.field(default_factory=dict)
+    children: dict[int, set[int]] = msgspec.field(default_factory=dict)
+    markers: dict[int, int] = msgspec.field(default_factory=dict)
     """Live markers of each live context, by the handle of the first."""
-    newest: dict[int, tuple[int, int]] = field(default_factory=dict)
+    newest: dict[int, tuple[int, int]] = msgspec.field(default_factory=dict)
     """When the newest marker under a parent was made, and its context."""
-    gpus: set[GpuUuid] = field(default_factory=set)
+    gpus: set[GpuUuid] = msgspec.field(default_factory=set)
     """Those that it was registered for with unified memory."""
 
     @property

@@ -6,9 +6,10 @@ UNKNOWN when there is no reading.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from enum import Enum
 from typing import Final, Literal
+
+import msgspec
 
 from agent.model.health import Reason
 from agent.model.policy import Policy
@@ -41,8 +42,7 @@ UNKNOWN: Final = _Unknown.UNKNOWN
 Verdict = str | None | Literal[_Unknown.UNKNOWN]
 
 
-@dataclass(frozen=True, slots=True)
-class Window:
+class Window(msgspec.Struct, frozen=True):
     """Whether hardware held the clocks down, poll by poll; the oldest first."""
 
     slowed: tuple[bool, ...] = ()

@@ -10,9 +10,10 @@ holds. Nothing is kept of a client without entries but its losses.
 
 from collections import OrderedDict
 from collections.abc import Hashable, Iterator, Mapping
-from dataclasses import dataclass
 from heapq import nlargest
 from typing import Final, Generic, TypeVar
+
+import msgspec
 
 C = TypeVar("C", bound=Hashable)
 K = TypeVar("K", bound=Hashable)
@@ -22,8 +23,7 @@ NAMED: Final = 64
 """Clients of which the losses are counted apart."""
 
 
-@dataclass(frozen=True, slots=True)
-class Entry(Generic[C, K, V]):
+class Entry(msgspec.Struct, Generic[C, K, V], frozen=True):
     """A value with its key, the client that fills the place, and how much room it takes."""
 
     client: C
@@ -32,8 +32,7 @@ class Entry(Generic[C, K, V]):
     weight: int
 
 
-@dataclass(frozen=True, slots=True)
-class SharesStatistics:
+class SharesStatistics(msgspec.Struct, frozen=True):
     """Weights since the start; ``put == held + popped + lost``."""
 
     put: int

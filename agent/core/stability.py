@@ -6,7 +6,6 @@ at most one GPU of the node in a time, and none while several have it at once.
 """
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Final
 
 from agent.core import conditions
@@ -17,6 +16,7 @@ from agent.model import facts
 from agent.model.health import Condition, Evidence, Reason, Recovery
 from agent.model.ids import GpuUuid, Placement
 from agent.model.policy import SECOND_NS, Policy
+from agent.model.structs import replace
 
 PODS_KNOWN_FOR_NS: Final = 30 * SECOND_NS
 """An older list of allocations is no knowledge."""

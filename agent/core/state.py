@@ -1,9 +1,10 @@
 """Everything the agent knows, as one immutable value."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any, Final
+
+import msgspec
 
 from agent.core.conditions import after_restart
 from agent.core.freshness import unknown_gpus
@@ -23,6 +24,7 @@ from agent.model.ids import DeviceId, GpuUuid, Part, Placement, ResourceName, So
 from agent.model.policy import Policy
 from agent.model.sample import GpuSample
 from agent.model.snapshot import Device, DriverView, Durable, TaskView
+from agent.model.structs import replace
 from agent.model.topology import Survey, Topology
 from agent.model.usage import DeviceCall, GpuMemory, Pods, ProbeView, Usage
 
@@ -38,8 +40,7 @@ def _nothing() -> Mapping[Any, Any]:
     return _EMPTY
 
 
-@dataclass(frozen=True, slots=True)
-class State:
+class State(msgspec.Struct, frozen=True):
     """The state; the reducer is its only writer.
 
     Mappings are never changed in place: a new state shares with the old one what did not change,
@@ -50,7 +51,7 @@ class State:
     changed_ns: int = 0
     """When the newest change was made."""
 
-    driver: DriverView = field(default_factory=DriverView)
+    driver: DriverView = msgspec.field(default_factory=DriverView)
     driver_unloaded: bool = False
     """The kernel module was seen to be gone; when it is back, every GPU was re-initialised."""
     driver_overdue: str | None = None
@@ -66,7 +67,7 @@ class State:
     missing_nodes: tuple[str, ...] | None = None
     """Device nodes that should exist and do not; None: not looked yet."""
 
-    gpus: Mapping[GpuUuid, Gpu] = field(default_factory=_nothing)
+    gpus: Mapping[GpuUuid, Gpu] = msgspec.field(default_factory=_nothing)
     """Every GPU known, also those that NVML does not list now."""
     present: frozenset[GpuUuid] = frozenset()
     control_nodes: tuple[str, ...] | None = None
@@ -77,38 +78,40 @@ class State:
     """GPUs that had a verdict (a probe passed, failed or overdue) since the process began."""
     stale: frozenset[Part] = frozenset()
     """Parts that gave no proof for too long; what rests on them is unknown."""
-    covered: Mapping[Part, int] = field(default_factory=_nothing)
+    covered: Mapping[Part, int] = msgspec.field(default_factory=_nothing)
     """Those for which a fresh part stands in, and when each gave its newest proof."""
-    refused: Mapping[GpuUuid | None, str] = field(default_factory=_nothing)
+    refused: Mapping[GpuUuid | None, str] = msgspec.field(default_factory=_nothing)
     """Facts on which the core failed, by the GPU they are about; kept until the process ends."""
-    overdue: Mapping[GpuUuid, str] = field(default_factory=_nothing)
+    overdue: Mapping[GpuUuid, str] = msgspec.field(default_factory=_nothing)
     """GPUs with a call that has not answered, and the call."""
     first_probes_by_ns: int | None = None
     """Registration waits for the first probes until then."""
     first_probes_in: bool = False
     """The first probes are in, or were waited for: from here on each change of a device is told."""
 
-    conditions: Mapping[ConditionKey, Condition] = field(default_factory=_nothing)
+    conditions: Mapping[ConditionKey, Condition] = msgspec.field(default_factory=_nothing)
     awaited: tuple[Condition, ...] = ()
     """What only a person ends, on GPUs that were not seen since the reboot: hardware may have been changed,
     so nothing is offered for them; they count as soon as their GPU is listed."""
-    xids: Mapping[GpuUuid, Mapping[int, int]] = field(default_factory=_nothing)
-    xids_before: Mapping[tuple[GpuUuid, int], int] = field(default_factory=_nothing)
+    xids: Mapping[GpuUuid, Mapping[int, int]] = msgspec.field(default_factory=_nothing)
+    xids_before: Mapping[tuple[GpuUuid, int], int] = msgspec.field(default_factory=_nothing)
     """XIDs that an earlier process counted and that the kernel log's backlog may tell of again."""
-    recent_xids: Mapping[tuple[Placement, int], tuple[SourceName, int]] = field(default_factory=_nothing)
+    recent_xids: Mapping[tuple[Placement, int], tuple[SourceName, int]] = msgspec.field(
+        default_factory=_nothing
+    )
     """Who reported an XID of a place last, and when: two sources within two seconds tell of one fault."""
-    suspects: Suspects = field(default_factory=_nothing)
+    suspects: Suspects = msgspec.field(default_factory=_nothing)
     """What only the kernel log says, by the key that it has once something else confirms it."""
     early_xids: tuple[KernelXidSeen, ...] = ()
     """XIDs of the kernel log from before NVML listed the first GPU."""
     uvm_status: str | None = None
     """Why the unified memory driver refuses its work, as the kernel log says; None: it does not say so."""
-    samples: Mapping[GpuUuid, GpuSample] = field(default_factory=_nothing)
-    slowdowns: Mapping[GpuUuid, Window] = field(default_factory=_nothing)
-    surveys: Mapping[GpuUuid, Survey] = field(default_factory=_nothing)
-    topology: Topology = field(default_factory=Topology)
+    samples: Mapping[GpuUuid, GpuSample] = msgspec.field(default_factory=_nothing)
+    slowdowns: Mapping[GpuUuid, Window] = msgspec.field(default_factory=_nothing)
+    surveys: Mapping[GpuUuid, Survey] = msgspec.field(default_factory=_nothing)
+    topology: Topology = msgspec.field(default_factory=Topology)
     """How the GPUs are connected, as the surveys tell."""
-    fault_times: Mapping[GpuUuid, tuple[int, ...]] = field(default_factory=_nothing)
+    fault_times: Mapping[GpuUuid, tuple[int, ...]] = msgspec.field(default_factory=_nothing)
     """When the newest self-clearing faults of a GPU began; what flapping is judged by."""
     soft_flip_ns: int | None = None
     """When soft evidence flipped a device last."""
@@ -117,7 +120,7 @@ class State:
     """Why what an earlier process kept is lost; an operator acknowledges it."""
     unread: str = ""
     """Why what an earlier process kept cannot be read now."""
-    holds: Mapping[str, str] = field(default_factory=_nothing)
+    holds: Mapping[str, str] = msgspec.field(default_factory=_nothing)
     """Why, by selector."""
     released_gpus: frozenset[GpuUuid] = frozenset()
     released_until_ns: int | None = None
@@ -131,13 +134,13 @@ class State:
     """All of them are among those, not only those with devices."""
     probe: ProbeView | None = None
     """None: there is none, or it was not begun yet."""
-    device_calls: Mapping[GpuUuid, DeviceCall] = field(default_factory=_nothing)
+    device_calls: Mapping[GpuUuid, DeviceCall] = msgspec.field(default_factory=_nothing)
     usage: Usage | None = None
     usage_ns: int = 0
     """Who uses the driver, and when that was told."""
-    memory: Mapping[GpuUuid, GpuMemory] = field(default_factory=_nothing)
+    memory: Mapping[GpuUuid, GpuMemory] = msgspec.field(default_factory=_nothing)
     """Of GPUs of which it was told; the newest readings."""
-    leaks: Leaks = field(default_factory=Leaks)
+    leaks: Leaks = msgspec.field(default_factory=Leaks)
     """What is found of the use of GPUs, and what may be."""
     observed_flips: int = 0
     """Devices that would have turned Unhealthy, had the agent not only observed."""
@@ -149,16 +152,16 @@ class State:
     mps_was_ready: bool = False
     """It served since it is needed: from here on that it is away is trouble, not a start."""
 
-    offers: Mapping[ResourceName, tuple[Offer, ...]] = field(default_factory=_nothing)
-    devices: Mapping[ResourceName, tuple[Device, ...]] = field(default_factory=_nothing)
+    offers: Mapping[ResourceName, tuple[Offer, ...]] = msgspec.field(default_factory=_nothing)
+    devices: Mapping[ResourceName, tuple[Device, ...]] = msgspec.field(default_factory=_nothing)
     """The offers with their verdicts."""
 
     kubelet: SocketIdentity | None = None
-    registrations: Mapping[ResourceName, Registration] = field(default_factory=_nothing)
-    tasks: Mapping[SourceName, TaskView] = field(default_factory=_nothing)
+    registrations: Mapping[ResourceName, Registration] = msgspec.field(default_factory=_nothing)
+    tasks: Mapping[SourceName, TaskView] = msgspec.field(default_factory=_nothing)
     cdi_trouble: str | None = None
     """Why a device that is offered is resolved by no CDI file; None: each is, or none is wanted."""
-    facts_lost: Mapping[SourceName, int] = field(default_factory=_nothing)
+    facts_lost: Mapping[SourceName, int] = msgspec.field(default_factory=_nothing)
 
     @property
     def uncovered(self) -> frozenset[Part]:

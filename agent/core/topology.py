@@ -5,7 +5,6 @@ keep theirs. What the driver says of PCIe goes before what the kernel's device p
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 from itertools import combinations
 from typing import Final
 
@@ -13,6 +12,7 @@ from agent.core.state import State
 from agent.model import facts
 from agent.model.gpu import Gpu
 from agent.model.ids import GpuUuid
+from agent.model.structs import replace
 from agent.model.topology import UNKNOWN_LINK, Link, PcieDistance, Survey, Topology
 
 NUMA_WEIGHT: Final = 4_096

@@ -6,7 +6,6 @@ identity. Sums by GPU follow by what was taken away and what was put in.
 
 from collections import Counter
 from collections.abc import Hashable, Iterator
-from dataclasses import replace
 from typing import Final
 
 from agent.core.gpu_map import GpuMap
@@ -15,6 +14,7 @@ from agent.core.holders import Holders
 from agent.core.orphan_groups import OrphanGroups
 from agent.core.rm_objects import Clients
 from agent.model.ids import GpuUuid, Placement
+from agent.model.structs import replace
 from agent.model.usage import (
     GONE,
     MAX_HOLDERS,

@@ -10,9 +10,10 @@ events were not heard (core.freshness).
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Final
+
+import msgspec
 
 from agent.core.samples import RECOVER_IMEX_DOMAIN
 from agent.core.xids import RECOVERY_ACTION_CHANGED
@@ -21,8 +22,7 @@ from agent.model.health import Condition, ConditionKey, Reason, Recovery
 from agent.model.sample import GpuSample
 
 
-@dataclass(frozen=True, slots=True)
-class Suspect:
+class Suspect(msgspec.Struct, frozen=True):
     """What a line says, until something else confirms or denies it."""
 
     condition: Condition

@@ -10,9 +10,10 @@ NVIDIA/open-gpu-kernel-modules:nverror.h, tags 515 to 595, for the branches, and
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final
+
+import msgspec
 
 from agent.model.health import Evidence, Reason, Recovery
 from agent.model.policy import Policy
@@ -118,8 +119,7 @@ CLASSES: Final[Mapping[int, XidClass]] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Refinement:
+class Refinement(msgspec.Struct, frozen=True):
     """What a line must say, or which driver must write it, for its XID to be of another class."""
 
     codes: range

@@ -1,8 +1,9 @@
 """What the core wants done, in the imperative. Each effect has an owner; app.py says which."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from enum import StrEnum
+
+import msgspec
 
 from agent.model.health import Condition
 from agent.model.ids import GpuUuid, Part, ResourceName, SocketIdentity
@@ -24,8 +25,7 @@ class EventKind(StrEnum):
     LOSS = "loss"
 
 
-@dataclass(frozen=True, slots=True)
-class Event:
+class Event(msgspec.Struct, frozen=True):
     """One entry of the event log: a change, told once."""
 
     kind: EventKind
@@ -36,16 +36,14 @@ class Event:
     """JSON-ready values by field name."""
 
 
-@dataclass(frozen=True, slots=True)
-class RecordEvent:
+class RecordEvent(msgspec.Struct, frozen=True):
     """Write an entry to the event log, as of ``at_ns``."""
 
     event: Event
     at_ns: int
 
 
-@dataclass(frozen=True, slots=True)
-class RegisterResource:
+class RegisterResource(msgspec.Struct, frozen=True):
     """End what is served for a resource, serve it anew and register it with the kubelet.
 
     The owner answers with Registered or RegistrationFailed of the same generation.
@@ -57,18 +55,15 @@ class RegisterResource:
     """The kubelet socket that is to be registered with; a call to it that is under way is this one."""
 
 
-@dataclass(frozen=True, slots=True)
-class ReleaseDriver:
+class ReleaseDriver(msgspec.Struct, frozen=True):
     """Let go of every driver handle; the owner answers with DriverReleased."""
 
 
-@dataclass(frozen=True, slots=True)
-class ResumeDriver:
+class ResumeDriver(msgspec.Struct, frozen=True):
     """Initialise NVML again after a release."""
 
 
-@dataclass(frozen=True, slots=True)
-class ProbeGpu:
+class ProbeGpu(msgspec.Struct, frozen=True):
     """Probe a GPU soon: NVML, and its PCI configuration space."""
 
     gpu: GpuUuid
@@ -76,36 +71,31 @@ class ProbeGpu:
     """Sysfs form."""
 
 
-@dataclass(frozen=True, slots=True)
-class ProbeUvm:
+class ProbeUvm(msgspec.Struct, frozen=True):
     """Open /dev/nvidia-uvm; the owner answers with UvmProbed."""
 
 
-@dataclass(frozen=True, slots=True)
-class KeepEvidence:
+class KeepEvidence(msgspec.Struct, frozen=True):
     """Keep what an RMA needs of a GPU on disk, before anyone resets it."""
 
     gpu: GpuUuid
     condition: Condition
 
 
-@dataclass(frozen=True, slots=True)
-class EndProcess:
+class EndProcess(msgspec.Struct, frozen=True):
     """Leave with an exit code; the supervisor starts a process that sees the new world."""
 
     exit_code: int
     message: str
 
 
-@dataclass(frozen=True, slots=True)
-class RestartPart:
+class RestartPart(msgspec.Struct, frozen=True):
     """Start a part anew that gave no proof for too long."""
 
     part: Part
 
 
-@dataclass(frozen=True, slots=True)
-class ProbeGpus:
+class ProbeGpus(msgspec.Struct, frozen=True):
     """Probe every GPU now: something about them could not be applied."""
 
 

@@ -1,12 +1,11 @@
 """A GPU and its MIG devices as NVML tells them once; nothing here changes with health."""
 
-from dataclasses import dataclass
+import msgspec
 
 from agent.model.ids import ALL, GpuUuid, Placement
 
 
-@dataclass(frozen=True, slots=True)
-class MigDevice:
+class MigDevice(msgspec.Struct, frozen=True):
     """One compute instance that NVML lists as a MIG device."""
 
     uuid: str
@@ -23,8 +22,7 @@ class MigDevice:
     """The same of its compute instance."""
 
 
-@dataclass(frozen=True, slots=True)
-class Gpu:
+class Gpu(msgspec.Struct, frozen=True):
     """A physical GPU."""
 
     uuid: GpuUuid

@@ -1,8 +1,9 @@
 """Why a device is not well: reasons, and the conditions that carry them."""
 
-from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Literal, NamedTuple
+
+import msgspec
 
 from agent.model.ids import Placement, SourceName
 from agent.model.usage import Certainty, Owner
@@ -107,8 +108,7 @@ class LeakKind(StrEnum):
     MANY_CONTEXTS = "many_contexts"
 
 
-@dataclass(frozen=True, slots=True)
-class Culprit:
+class Culprit(msgspec.Struct, frozen=True):
     """A process that a finding names."""
 
     pid: int
@@ -129,8 +129,7 @@ class Culprit:
     """owner: it made what is left and is gone."""
 
 
-@dataclass(frozen=True, slots=True)
-class Details:
+class Details(msgspec.Struct, frozen=True):
     """What a finding on the use of a GPU rests on."""
 
     kind: LeakKind
@@ -161,8 +160,7 @@ class ConditionKey(NamedTuple):
     """XID, NVML return code or place among the kinds of leak; 0 where the reason has none."""
 
 
-@dataclass(frozen=True, slots=True)
-class Condition:
+class Condition(msgspec.Struct, frozen=True):
     """One active reason on one place, with its own recovery."""
 
     key: ConditionKey
@@ -182,8 +180,8 @@ class Condition:
     reset_seen: bool = False
     lasts: bool = False
     """The cause is still seen (a reading, a node missing, a hang, a hold), so probes cure nothing yet."""
-    details: Details | None = field(default=None, repr=False)
-    """Of a finding on the use of a GPU: who and how much. It names pods, so not in every log."""
+    details: Details | None = None
+    """Of a finding on the use of a GPU: the processes and amounts. It names pods, so no log line shows it."""
 
     @property
     def reason(self) -> Reason:

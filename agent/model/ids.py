@@ -1,7 +1,8 @@
 """Names of things: a GPU is its UUID, never its index."""
 
-from dataclasses import dataclass
 from typing import Final, NamedTuple, NewType
+
+import msgspec
 
 GpuUuid = NewType("GpuUuid", str)
 """NVML UUID of a physical GPU: ``GPU-…``."""
@@ -19,8 +20,7 @@ ALL: Final = 0xFFFFFFFF
 """NVML's "not a MIG event" value for a GPU instance or compute instance id."""
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class Placement:
+class Placement(msgspec.Struct, frozen=True, order=True):
     """Where on a GPU something is: the whole GPU, a GPU instance (gi) or a compute instance (ci)."""
 
     gpu: GpuUuid
@@ -39,8 +39,7 @@ class Placement:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class SocketIdentity:
+class SocketIdentity(msgspec.Struct, frozen=True):
     """A socket file as it was seen; another file at the same path has another identity.
 
     The modification time is part of it because file systems hand the inode number of a deleted

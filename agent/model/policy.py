@@ -1,9 +1,10 @@
 """What the operator decided: the part of the configuration that the core obeys."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Literal
+
+import msgspec
 
 from agent.model.health import Reason
 from agent.model.sharing import Sharing
@@ -22,8 +23,7 @@ MILLISECOND_NS = 1_000_000
 MEBIBYTE = 2**20
 
 
-@dataclass(frozen=True, slots=True)
-class LeakPolicy:
+class LeakPolicy(msgspec.Struct, frozen=True):
     """When what holds a GPU is a finding. Times are how long it must last before it is told."""
 
     is_watched: bool = True
@@ -76,8 +76,7 @@ class LeakPolicy:
     """Descriptors, where contexts are not known; about three or four contexts."""
 
 
-@dataclass(frozen=True, slots=True)
-class Injection:
+class Injection(msgspec.Struct, frozen=True):
     """How devices are put into containers; names and meanings are those of NVIDIA's plugin."""
 
     strategies: tuple[DeviceListStrategy, ...] = ("envvar",)
@@ -96,13 +95,12 @@ class Injection:
     """On the host; empty where MPS is not used."""
 
 
-@dataclass(frozen=True, slots=True)
-class Policy:
+class Policy(msgspec.Struct, frozen=True):
     """Settings of the core. Defaults are the product's; scenarios and tests set shorter times."""
 
     mig_strategy: MigStrategy = "none"
-    sharing: Sharing = field(default_factory=Sharing)
-    injection: Injection = field(default_factory=Injection)
+    sharing: Sharing = msgspec.field(default_factory=Sharing)
+    injection: Injection = msgspec.field(default_factory=Injection)
     shared_allocation: SharedAllocationPolicy = "distributed"
     """Which replicas to prefer: of the GPU with the fewest allocated, or with the most, or of one after
     another."""
@@ -111,7 +109,7 @@ class Policy:
     xid_policy: XidPolicy = "compat"
     """compat: what NVIDIA's plugin flips on; catalog: what NVIDIA's catalog calls more than the
     application's business."""
-    xid_overrides: Mapping[int, XidOverride] = field(default_factory=lambda: MappingProxyType({}))
+    xid_overrides: Mapping[int, XidOverride] = msgspec.field(default_factory=lambda: MappingProxyType({}))
     """The last word on single XIDs."""
     xids_off: bool = False
     """No XID flips but those of ``xid_overrides`` (DP_DISABLE_HEALTHCHECKS=all)."""
@@ -123,7 +121,7 @@ class Policy:
     """Reasons with soft evidence that may flip a free device, through the breaker."""
     soft_flip_every_ns: int = 3600 * SECOND_NS
     """The breaker: at most one device of the node in this time."""
-    leaks: LeakPolicy = field(default_factory=LeakPolicy)
+    leaks: LeakPolicy = msgspec.field(default_factory=LeakPolicy)
     recovery_clean_probes: int = 3
     recovery_quiet_ns: int = 60 * SECOND_NS
     sticky_after: int = 3

@@ -1,10 +1,9 @@
 """What a GPU says of itself in one health poll, before anything is made of it."""
 
-from dataclasses import dataclass
+import msgspec
 
 
-@dataclass(frozen=True, slots=True)
-class GpuSample:
+class GpuSample(msgspec.Struct, frozen=True):
     """Raw readings. None: the GPU or driver does not offer it, or it could not be read this time."""
 
     recovery_action: int | None = None

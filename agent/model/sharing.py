@@ -1,8 +1,9 @@
 """How devices are shared: several replicas of one device, by time-slicing or by MPS."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Literal
+
+import msgspec
 
 from agent.model.ids import ResourceName
 
@@ -12,8 +13,7 @@ SHARED_SUFFIX = ".shared"
 """What a resource's name ends with where its replicas are renamed."""
 
 
-@dataclass(frozen=True, slots=True)
-class Share:
+class Share(msgspec.Struct, frozen=True):
     """How many replicas the devices of one resource have."""
 
     resource: ResourceName
@@ -25,8 +25,7 @@ class Share:
     """Only on these GPUs, by NVML index or UUID; empty: on all. Ours, not NVIDIA's."""
 
 
-@dataclass(frozen=True, slots=True)
-class Sharing:
+class Sharing(msgspec.Struct, frozen=True):
     """What the operator decided on sharing; the first share that fits a device is its."""
 
     strategy: SharingStrategy = "time-slicing"

@@ -1,8 +1,9 @@
 """What sinks see: one immutable picture of the node, made by the core after each change."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from enum import StrEnum
+
+import msgspec
 
 from agent.model.gpu import Gpu
 from agent.model.health import Condition, Health, Reason
@@ -14,8 +15,7 @@ from agent.model.topology import Topology
 from agent.model.usage import DeviceCall, GpuMemory, Pods, ProbeView, Usage
 
 
-@dataclass(frozen=True, slots=True)
-class Device:
+class Device(msgspec.Struct, frozen=True):
     """One device as it is offered to the kubelet."""
 
     id: DeviceId
@@ -33,8 +33,7 @@ class Device:
     """NVML's index of the MIG device on its GPU; None: a whole GPU."""
 
 
-@dataclass(frozen=True, slots=True)
-class ListSent:
+class ListSent(msgspec.Struct, frozen=True):
     """One ListAndWatch message that was written to one watcher."""
 
     resource: ResourceName
@@ -60,8 +59,7 @@ class RegistrationPhase(StrEnum):
     BACKING_OFF = "backing_off"
 
 
-@dataclass(frozen=True, slots=True)
-class Resource:
+class Resource(msgspec.Struct, frozen=True):
     """One extended resource: what is offered, and how registration stands."""
 
     name: ResourceName
@@ -93,8 +91,7 @@ class Resource:
         return sum(device.health is Health.HEALTHY for device in self.devices)
 
 
-@dataclass(frozen=True, slots=True)
-class GpuView:
+class GpuView(msgspec.Struct, frozen=True):
     """A GPU with its verdict."""
 
     gpu: Gpu
@@ -113,8 +110,7 @@ class GpuView:
         return self.gpu.index if self.present else None
 
 
-@dataclass(frozen=True, slots=True)
-class DriverView:
+class DriverView(msgspec.Struct, frozen=True):
     """How NVML is: versions when ready, else why not. All None: not known yet."""
 
     ready: bool | None = None
@@ -125,8 +121,7 @@ class DriverView:
     message: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class TaskView:
+class TaskView(msgspec.Struct, frozen=True):
     """A supervised source or sink."""
 
     running: bool
@@ -134,8 +129,7 @@ class TaskView:
     message: str
 
 
-@dataclass(frozen=True, slots=True)
-class Finding:
+class Finding(msgspec.Struct, frozen=True):
     """Why the node is not ready for GPU work: the answer of /preflight, without pids or pod names."""
 
     reason: Reason
@@ -145,8 +139,7 @@ class Finding:
     """Of findings on memory: how much."""
 
 
-@dataclass(frozen=True, slots=True)
-class Durable:
+class Durable(msgspec.Struct, frozen=True):
     """What must outlive the process: the GPUs known, their conditions and XID counts."""
 
     gpus: tuple[Gpu, ...] = ()
@@ -166,8 +159,7 @@ class Durable:
     """Why what an earlier process kept is lost; empty: it is not, or an operator acknowledged it."""
 
 
-@dataclass(frozen=True, slots=True)
-class Snapshot:
+class Snapshot(msgspec.Struct, frozen=True):
     """The node at one moment."""
 
     at_ns: int
@@ -188,24 +180,24 @@ class Snapshot:
     """Parts of the agent that gave no proof for too long."""
     refused: tuple[str, ...] = ()
     """Facts on which the core failed."""
-    topology: Topology = field(default_factory=Topology)
+    topology: Topology = msgspec.field(default_factory=Topology)
     pods: Mapping[DeviceId, str] | None = None
     """Who holds which device, as the kubelet says; None: not known, or not known recently."""
     pods_seen: Pods | None = None
     """The pods that live on this node; None: not known, or not known recently."""
     probe: ProbeView | None = None
     """None: it is off, or not begun yet."""
-    device_calls: Mapping[GpuUuid, DeviceCall] = field(default_factory=dict)
+    device_calls: Mapping[GpuUuid, DeviceCall] = msgspec.field(default_factory=dict)
     """Whether the driver answers on each GPU, as seen in the kernel; a GPU that was not called is missing."""
     usage: Usage | None = None
     """Who uses the driver; None: not known, or not known recently."""
-    memory: Mapping[GpuUuid, GpuMemory] = field(default_factory=dict)
+    memory: Mapping[GpuUuid, GpuMemory] = msgspec.field(default_factory=dict)
     """Used memory and the processes that NVML lists; core.ownership joins it with the rest."""
     released_until_ns: int | None = None
     """The driver is to be let go of until then."""
     driver_released: bool = False
     """It is: no file of the driver is open."""
-    holds: Mapping[str, str] = field(default_factory=dict)
+    holds: Mapping[str, str] = msgspec.field(default_factory=dict)
     """Why, by selector; also of GPUs that are not there."""
     observed_flips: int = 0
     """Devices that would have turned Unhealthy, had the agent not only observed."""

@@ -4,8 +4,9 @@ Invariants: what was not told is None, never "not connected".
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from enum import StrEnum
+
+import msgspec
 
 from agent.model.ids import GpuUuid
 
@@ -29,23 +30,21 @@ class PcieDistance(StrEnum):
     """The way between NUMA nodes."""
 
 
-@dataclass(frozen=True, slots=True)
-class NvLinks:
+class NvLinks(msgspec.Struct, frozen=True):
     """The NVLinks of one GPU that are up, by what is at their other ends."""
 
-    to_gpus: Mapping[str, int] = field(default_factory=dict)
+    to_gpus: Mapping[str, int] = msgspec.field(default_factory=dict)
     """How many lead to the GPU at a PCI address in sysfs form."""
     to_switches: int = 0
     """How many lead to NVSwitches."""
 
 
-@dataclass(frozen=True, slots=True)
-class Survey:
+class Survey(msgspec.Struct, frozen=True):
     """What was found out of one GPU's place in the node."""
 
     nvlinks: NvLinks | None = None
     """None: the driver did not tell."""
-    distances: Mapping[str, PcieDistance] = field(default_factory=dict)
+    distances: Mapping[str, PcieDistance] = msgspec.field(default_factory=dict)
     """To the GPU at a PCI address in sysfs form, as far as the driver told."""
     path: str | None = None
     """Where the kernel has it among its devices: ``pci0000:00/0000:00:01.0/0000:01:00.0``."""
@@ -53,8 +52,7 @@ class Survey:
     """The CPUs near it, as the kernel writes lists: ``0-15,32-47``."""
 
 
-@dataclass(frozen=True, slots=True)
-class Link:
+class Link(msgspec.Struct, frozen=True):
     """How two GPUs are connected."""
 
     nvlinks: int | None = None
@@ -65,14 +63,13 @@ class Link:
 UNKNOWN_LINK = Link()
 
 
-@dataclass(frozen=True, slots=True)
-class Topology:
+class Topology(msgspec.Struct, frozen=True):
     """The connections of every two GPUs."""
 
-    links: Mapping[tuple[GpuUuid, GpuUuid], Link] = field(default_factory=dict)
+    links: Mapping[tuple[GpuUuid, GpuUuid], Link] = msgspec.field(default_factory=dict)
     """Each pair in both orders; a pair of which nothing is known is not in it."""
-    cpu_affinity: Mapping[GpuUuid, str] = field(default_factory=dict)
-    scores: Mapping[GpuUuid, Mapping[GpuUuid, int]] = field(default_factory=dict)
+    cpu_affinity: Mapping[GpuUuid, str] = msgspec.field(default_factory=dict)
+    scores: Mapping[GpuUuid, Mapping[GpuUuid, int]] = msgspec.field(default_factory=dict)
     """How well each GPU goes together with each: worked out once, not while a pod waits."""
 
     def between(self, one: GpuUuid, other: GpuUuid) -> Link:

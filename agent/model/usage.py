@@ -5,9 +5,10 @@ None and never 0. Tuples are ordered, so two pictures of the same thing are equa
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from enum import Enum
 from typing import Final, Literal, NamedTuple, NewType
+
+import msgspec
 
 from agent.model.ids import ALL, GpuUuid, Placement
 
@@ -34,8 +35,7 @@ class ProcessKey(NamedTuple):
     """Start in clock ticks since boot, as in /proc/PID/stat."""
 
 
-@dataclass(frozen=True, slots=True)
-class PodRef:
+class PodRef(msgspec.Struct, frozen=True):
     """What the path of a cgroup says of the pod a process runs in."""
 
     uid: PodUid
@@ -59,8 +59,7 @@ PodOf = PodRef | NoPod
 Owner = Literal["pod", "host", "unknown"]
 
 
-@dataclass(frozen=True, slots=True)
-class ProcessLook:
+class ProcessLook(msgspec.Struct, frozen=True):
     """What /proc says of a process."""
 
     key: ProcessKey
@@ -82,8 +81,7 @@ class ProcessLook:
         return "pod" if isinstance(self.pod, PodRef) else self.pod.value
 
 
-@dataclass(frozen=True, slots=True)
-class GpuHold:
+class GpuHold(msgspec.Struct, frozen=True):
     """What one process has of one GPU."""
 
     gpu: GpuUuid
@@ -101,8 +99,7 @@ class GpuHold:
     """The MIG devices that it has opened; empty: none seen, it may use the GPU as a whole."""
 
 
-@dataclass(frozen=True, slots=True)
-class ProcessUse:
+class ProcessUse(msgspec.Struct, frozen=True):
     """A process that has files of the driver open."""
 
     look: ProcessLook
@@ -128,8 +125,7 @@ class ProcessUse:
         return self.look.key
 
 
-@dataclass(frozen=True, slots=True)
-class Orphan:
+class Orphan(msgspec.Struct, frozen=True):
     """What a process that ended left on a GPU, because the file it was made with lives on."""
 
     owner: ProcessLook
@@ -152,8 +148,7 @@ class Orphan:
 MAX_HOLDERS: Final = 16
 
 
-@dataclass(frozen=True, slots=True)
-class GpuTotal:
+class GpuTotal(msgspec.Struct, frozen=True):
     """What all processes have of one GPU."""
 
     gpu: GpuUuid
@@ -167,8 +162,7 @@ UsageSource = Literal["probe", "proc"]
 Certainty = Literal["verified", "unverified"]
 
 
-@dataclass(frozen=True, slots=True)
-class Usage:
+class Usage(msgspec.Struct, frozen=True):
     """One picture of who uses the driver.
 
     Its maker tells it whenever it changed, and at least every 30 s: an old one is no knowledge.
@@ -220,8 +214,7 @@ that cannot be, so the library and the binding differ on the layout; unsupported
 call."""
 
 
-@dataclass(frozen=True, slots=True)
-class GpuMemory:
+class GpuMemory(msgspec.Struct, frozen=True):
     """Memory of one GPU and who NVML says uses it."""
 
     used_bytes: int | None
@@ -232,8 +225,7 @@ class GpuMemory:
     process_info: ProcessInfo = "ok"
 
 
-@dataclass(frozen=True, slots=True)
-class PodSeen:
+class PodSeen(msgspec.Struct, frozen=True):
     """A pod of this node."""
 
     namespace: str
@@ -263,8 +255,7 @@ class DeviceCall(NamedTuple):
 ProbeState = Literal["loading", "running", "disabled"]
 
 
-@dataclass(frozen=True, slots=True)
-class ProbeView:
+class ProbeView(msgspec.Struct, frozen=True):
     """How the probe is."""
 
     state: ProbeState

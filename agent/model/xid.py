@@ -1,13 +1,13 @@
 """What the driver says of an XID beside its number."""
 
-from dataclasses import dataclass
 from typing import Final, Literal
+
+import msgspec
 
 NvlinkSeverity = Literal["fatal", "nonfatal"]
 
 
-@dataclass(frozen=True, slots=True)
-class XidWords:
+class XidWords(msgspec.Struct, frozen=True):
     """What the text of an XID adds to its number, as far as a verdict rests on it."""
 
     severity: NvlinkSeverity | None = None

@@ -6,8 +6,9 @@ names are told as they would be, and not looked up in spec files.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, replace
 from typing import Final
+
+import msgspec
 
 from agent.core.allocation import Refusal, allocate, shown
 from agent.core.injection import name_in_container
@@ -15,6 +16,7 @@ from agent.errors import AgentError, UsageError
 from agent.model.ids import GpuUuid
 from agent.model.policy import Injection
 from agent.model.snapshot import Device, Resource, Snapshot
+from agent.model.structs import replace
 from agent.views.answers import Json, allocate_response
 
 MAX_IDS: Final = 1_024
@@ -62,13 +64,13 @@ def _unknown(word: str, names: Sequence[str], resource: Resource) -> str:
 
 def with_injection(snapshot: Snapshot, changes: Mapping[str, object]) -> Snapshot:
     """Return the snapshot with some of the policy's ``Injection`` changed; raises UsageError."""
-    import msgspec  # noqa: PLC0415 - only where somebody asks
-
-    unknown = sorted(changes.keys() - Injection.__slots__)
+    unknown = sorted(changes.keys() - Injection.__struct_fields__)
     if unknown:
         raise UsageError(f"Unknown in an injection: {', '.join(str(name)[:40] for name in unknown[:8])}")
     try:
-        injection = msgspec.convert(asdict(snapshot.policy.injection) | dict(changes), Injection)
+        injection = msgspec.convert(
+            msgspec.structs.asdict(snapshot.policy.injection) | dict(changes), Injection
+        )
     except msgspec.ValidationError as error:
         raise UsageError(f"The injection is wrong: {error}") from None
     return replace(snapshot, policy=replace(snapshot.policy, injection=injection))

@@ -1,7 +1,8 @@
 """How an agent comes to its end, and why."""
 
 import asyncio
-from dataclasses import dataclass, field
+
+import msgspec
 
 from agent.errors import AgentError
 
@@ -10,11 +11,10 @@ class EndedError(AgentError):
     """The agent ends itself, so that a new process sees the new world."""
 
 
-@dataclass(slots=True)
-class Ending:
+class Ending(msgspec.Struct):
     """The wish to end, and why; the first one counts."""
 
-    asked: asyncio.Event = field(default_factory=asyncio.Event)
+    asked: asyncio.Event = msgspec.field(default_factory=asyncio.Event)
     error: AgentError | None = None
     why: str = ""
 

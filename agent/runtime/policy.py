@@ -1,11 +1,11 @@
 """The policy in effect: the operator's, with what the core needs and an operator has no say in."""
 
 import os
-from dataclasses import replace
 from typing import Final
 
 from agent.config.settings import Settings
 from agent.model.policy import Policy
+from agent.model.structs import replace
 
 NEVER_NS: Final = 10**18
 """Thirty years: nobody opens ListAndWatch where nothing was registered."""

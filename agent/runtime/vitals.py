@@ -2,8 +2,9 @@
 
 import asyncio
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, Literal
+
+import msgspec
 
 from agent.core.freshness import Watch
 from agent.model.ids import Part, SourceName
@@ -19,8 +20,7 @@ if TYPE_CHECKING:
 LAG_PERIOD_S: Final = 0.5
 
 
-@dataclass(frozen=True, slots=True)
-class Component:
+class Component(msgspec.Struct, frozen=True):
     """A source or sink that is to run, as health checks show it."""
 
     name: SourceName
@@ -34,8 +34,7 @@ class Component:
         return f"{self.kind}-{self.name}"
 
 
-@dataclass(slots=True)
-class Vitals:
+class Vitals(msgspec.Struct):
     """The signs of life of one agent; the composition root keeps them true."""
 
     records: "Records"
@@ -53,7 +52,7 @@ class Vitals:
     """Why the last reload was refused."""
     awaiting_restart: tuple[str, ...] = ()
     """Options that were changed and take effect at the next start."""
-    components: list[Component] = field(default_factory=list)
+    components: list[Component] = msgspec.field(default_factory=list)
     expected: Callable[[], Iterable[Part]] = tuple
     """The parts that have to give proofs now."""
     device_plugin: "DevicePlugin | None" = None

@@ -11,8 +11,9 @@ import re
 import stat
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Final
+
+import msgspec
 
 from agent.core.cdi import DeviceNode, Drm, Link
 from agent.sinks.file_tree import TooMuchError
@@ -31,8 +32,7 @@ _PCI: Final = re.compile(r"[0-9a-f]{4,8}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]")
 _DRM_NODE: Final = re.compile(r"(?:card|renderD)[0-9]+")
 
 
-@dataclass(frozen=True, slots=True)
-class Places:
+class Places(msgspec.Struct, frozen=True):
     """Where to look, and what the host calls it."""
 
     root: str

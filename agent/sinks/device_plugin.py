@@ -26,9 +26,10 @@ import logging
 from collections import deque
 from collections.abc import Callable, Mapping
 from contextvars import Context, copy_context
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
+
+import msgspec
 
 from agent import guard
 from agent.bus import Inbox, Latest
@@ -71,21 +72,19 @@ MAX_OVERTAKEN_CALLS: Final = 8
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class ResourceStatistics:
+class ResourceStatistics(msgspec.Struct, frozen=True):
     """Counts of what serves one resource now; they begin anew with each server."""
 
     service: ServiceStatistics
     server: ServerStatistics
 
 
-@dataclass(slots=True, eq=False)
-class _Slot:
+class _Slot(msgspec.Struct, eq=False):
     """One resource: what is wanted, and what there is."""
 
     resource: ResourceName
     order: RegisterResource
-    is_fresh: asyncio.Event = field(default_factory=asyncio.Event)
+    is_fresh: asyncio.Event = msgspec.field(default_factory=asyncio.Event)
     worker: asyncio.Task[None] | None = None
     attempt: asyncio.Task[None] | None = None
     asked: SocketIdentity | None = None
@@ -93,7 +92,7 @@ class _Slot:
     call: asyncio.Task[NotRegisteredError | None] | None = None
     other: asyncio.Task[None] | None = None
     """Waits for the end of another process that has our socket's path."""
-    overtaken: list[asyncio.Task[NotRegisteredError | None]] = field(default_factory=list)
+    overtaken: list[asyncio.Task[NotRegisteredError | None]] = msgspec.field(default_factory=list)
     endpoint: Endpoint | None = None
 
 

@@ -8,8 +8,9 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Final
+
+import msgspec
 
 MIB: Final = 2**20
 
@@ -23,8 +24,7 @@ LINE_PERIOD_S: Final = 1.0
 """A peer can make the server write one log line in this time, whatever it sends."""
 
 
-@dataclass(frozen=True, slots=True)
-class Bounds:
+class Bounds(msgspec.Struct, frozen=True):
     """Limits of one server; the defaults are the product's, tests set smaller ones."""
 
     connections: int = 16
@@ -71,8 +71,7 @@ class Bounds:
     """How long accepting rests when the process is out of file descriptors."""
 
 
-@dataclass(slots=True)
-class Allowance:
+class Allowance(msgspec.Struct):
     """So many in a row, refilled at a steady rate."""
 
     burst: float
@@ -87,8 +86,7 @@ class Allowance:
         return max(0.0, -self.left / self.per_s)
 
 
-@dataclass(slots=True)
-class Tally:
+class Tally(msgspec.Struct):
     """What happened on all connections of one server."""
 
     accepted: int = 0
@@ -101,7 +99,7 @@ class Tally:
     calls: int = 0
     calls_refused: int = 0
     buffered_bytes: int = 0
-    cuts: Counter[str] = field(default_factory=Counter)
+    cuts: Counter[str] = msgspec.field(default_factory=Counter)
 
 
 class LineLimit(logging.Filter):

@@ -22,9 +22,9 @@ import os
 import socket
 import struct
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Final
 
+import msgspec
 from grpclib.const import Handler as Method
 from grpclib.const import Status
 from grpclib.encoding.base import CodecBase
@@ -81,8 +81,7 @@ async def receive_request(stream: Stream[bytes, bytes], *, within_s: float = REQ
     return request
 
 
-@dataclass(frozen=True, slots=True)
-class ServerStatistics:
+class ServerStatistics(msgspec.Struct, frozen=True):
     """Counts since the start of one server."""
 
     connections: int

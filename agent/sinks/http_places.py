@@ -20,10 +20,11 @@ import socket
 import struct
 from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping
-from dataclasses import dataclass, field
 from enum import StrEnum
 from http import HTTPStatus
 from typing import Any, Final
+
+import msgspec
 
 from agent import guard
 from agent.core.shares import Entry, Shares
@@ -78,21 +79,19 @@ def kind_of(path: str) -> Kind:
     return _KINDS.get(whole) or _KINDS.get(whole.partition("/")[0], Kind.DOCUMENT)
 
 
-@dataclass(frozen=True, slots=True)
-class Room:
+class Room(msgspec.Struct, frozen=True):
     """Places of one kind, and for how long a request may take one."""
 
     places: int
     within_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class Bounds:
+class Bounds(msgspec.Struct, frozen=True):
     """Limits of one listener; the defaults are the product's, tests set smaller ones."""
 
     heads: int = 512
     head_s: float = 5.0
-    rooms: Mapping[Kind, Room] = field(
+    rooms: Mapping[Kind, Room] = msgspec.field(
         default_factory=lambda: {
             Kind.PROBE: Room(32, 10.0),
             Kind.PREFLIGHT: Room(16, 10.0),
@@ -116,15 +115,14 @@ It returns once the connection is closed; if cancelled, it closes that at once.
 """
 
 
-@dataclass(slots=True, eq=False)
-class _Connection:
+class _Connection(msgspec.Struct, eq=False):
     """An open connection and its client."""
 
     socket: socket.socket
     client: str
     until_s: float
     """When the head of its request is overdue."""
-    read: bytearray = field(default_factory=bytearray)
+    read: bytearray = msgspec.field(default_factory=bytearray)
     session: asyncio.Task[None] | None = None
 
 

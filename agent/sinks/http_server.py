@@ -13,10 +13,10 @@ import os
 import socket
 import stat
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
+import msgspec
 from aiohttp import web
 
 from agent.config.values import Address
@@ -38,13 +38,12 @@ _log = logging.getLogger(__name__)
 _library_log = logging.getLogger("aiohttp.server")
 
 
-@dataclass(slots=True)
-class _Session:
+class _Session(msgspec.Struct):
     """One request: what was read of it before aiohttp had the connection, and for what it has its place."""
 
     read: bytes
     kind: Kind
-    closed: asyncio.Event = field(default_factory=asyncio.Event)
+    closed: asyncio.Event = msgspec.field(default_factory=asyncio.Event)
 
 
 class OneRequestServer(web.Server):

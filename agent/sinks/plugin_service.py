@@ -11,9 +11,9 @@ import asyncio
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Final
 
+import msgspec
 from grpclib.const import Cardinality, Status
 from grpclib.const import Handler as Method
 from grpclib.exceptions import GRPCError
@@ -42,8 +42,7 @@ SERVICE: Final = "/v1beta1.DevicePlugin"
 log = logging.getLogger("agent.sinks.device_plugin")
 
 
-@dataclass(frozen=True, slots=True)
-class ServiceStatistics:
+class ServiceStatistics(msgspec.Struct, frozen=True):
     """Counts since the service began."""
 
     watchers: int
@@ -58,8 +57,7 @@ class ServiceStatistics:
     """Refused calls by kind: unknown, unhealthy, unsatisfiable, missing, malformed, withdrawn."""
 
 
-@dataclass(frozen=True, slots=True)
-class _List:
+class _List(msgspec.Struct, frozen=True):
     data: bytes
     devices: Sequence[Device]
     changed_at_ns: int

@@ -9,9 +9,10 @@ message with the fields of both (protobuf's encoding guide, "Last One Wins"), so
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Final
+
+import msgspec
 
 from agent.api.deviceplugin.v1beta1 import (
     CdiDevice,
@@ -58,8 +59,7 @@ class RequestError(Exception):
     """A request is no protobuf message, or over a bound; the message says which."""
 
 
-@dataclass(frozen=True, slots=True)
-class PreferredRequest:
+class PreferredRequest(msgspec.Struct, frozen=True):
     """What the kubelet asks for one container."""
 
     available: tuple[str, ...]

@@ -21,7 +21,6 @@ import contextlib
 import errno
 import logging
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -29,6 +28,7 @@ from agent.bus import Latest
 from agent.files import write
 from agent.log import about
 from agent.model.snapshot import Durable, Snapshot
+from agent.model.structs import replace
 from agent.sinks.statefile_format import UnusableError, decoded, encoded
 from agent.threads import DaemonThread
 from agent.waiting import PERIOD_NS, sleep_proving

@@ -8,7 +8,6 @@ disk did.
 import hashlib
 import logging
 from collections.abc import Iterator
-from dataclasses import asdict
 from typing import Final, Literal
 
 import msgspec
@@ -306,5 +305,5 @@ def _stored_condition(condition: Condition) -> _StoredCondition:
         lasts=condition.lasts,
         details=None
         if condition.details is None
-        else msgspec.convert(asdict(condition.details), _StoredDetails),
+        else msgspec.convert(condition.details, _StoredDetails, from_attributes=True),
     )

@@ -19,12 +19,14 @@ Guarantees:
 """
 
 import asyncio
+import dataclasses
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final, Literal, NamedTuple
+
+import msgspec
 
 from agent.bus import Inbox, Latest
 from agent.core.gpu_map import GpuMap
@@ -40,6 +42,7 @@ from agent.model.ids import GpuUuid
 from agent.model.policy import MILLISECOND_NS, SECOND_NS
 from agent.model.rm import LAST, RmEvent, RmEventKind
 from agent.model.snapshot import Snapshot
+from agent.model.structs import replace
 from agent.model.usage import DeviceCall, ProbeView, ProcessKey, ProcessLook, Usage, UsageSource
 from agent.probe import kernel, procfs
 from agent.probe.kernel import Majors
@@ -76,8 +79,7 @@ PAUSE_RATIO: Final = 10
 _log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class EbpfSettings:
+class EbpfSettings(msgspec.Struct, frozen=True):
     """Times of the source, in nanoseconds."""
 
     poll_ns: int = SECOND_NS
@@ -228,7 +230,7 @@ class EbpfSource:
             return
         self._show(ProbeView("loading"))
         try:
-            probe = self._probe = await load(replace(self._request, tier=self._tier))
+            probe = self._probe = await load(dataclasses.replace(self._request, tier=self._tier))
         except ProbeLoadError as error:
             self._show(ProbeView("disabled", tier="procfs", code=error.code, message=str(error)))
             _log.warning(
@@ -246,7 +248,7 @@ class EbpfSource:
     async def _load_anew(self, old: Probe) -> None:
         """Load a probe of the tier that suits the driver that is there now, in the place of another."""
         try:
-            probe = await load(replace(self._request, tier="auto"), instead_of=old)
+            probe = await load(dataclasses.replace(self._request, tier="auto"), instead_of=old)
         except ProbeLoadError as error:
             _log.warning(
                 "The probe stays at tier %(tier)s although the driver wants another: %(reason)s",

@@ -28,9 +28,10 @@ import socket
 import stat
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
+
+import msgspec
 
 from agent import guard
 from agent.bus import Inbox
@@ -79,8 +80,7 @@ _DEVICE: Final = os.makedev(1, 11)
 _log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class KernelLogStatistics:
+class KernelLogStatistics(msgspec.Struct, frozen=True):
     """Counts since the source was made."""
 
     records: int
@@ -145,8 +145,7 @@ class EarlierLines:
         return sequence < max(of_gpu, self._all_repaired)
 
 
-@dataclass(frozen=True, slots=True)
-class _Backlog:
+class _Backlog(msgspec.Struct, frozen=True):
     earlier: EarlierLines
     lines: tuple[str, ...]
     newest: int | None

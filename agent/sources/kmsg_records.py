@@ -15,8 +15,9 @@ uvm_global.c and nv.c (the forms of the lines); leptonai/gpud:components/acceler
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Final
+
+import msgspec
 
 from agent.model.ids import ALL, pci_sysfs_name
 from agent.model.xid import NO_WORDS, NvlinkSeverity, XidWords
@@ -84,8 +85,7 @@ _ADDED: Final = re.compile(
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Record:
+class Record(msgspec.Struct, frozen=True):
     """One record of the kernel log."""
 
     sequence: int
@@ -107,8 +107,7 @@ class Record:
         return self.is_kernel and self.text.startswith(_PREFIXES)
 
 
-@dataclass(frozen=True, slots=True)
-class XidLine:
+class XidLine(msgspec.Struct, frozen=True):
     """An XID that the log tells of."""
 
     pci: str
@@ -122,8 +121,7 @@ class XidLine:
     """The line has no number: it only says that the GPU has fallen off the bus."""
 
 
-@dataclass(frozen=True, slots=True)
-class SwitchLine:
+class SwitchLine(msgspec.Struct, frozen=True):
     """An error (SXid) of an NVSwitch."""
 
     pci: str
@@ -132,15 +130,13 @@ class SwitchLine:
     detail: str
 
 
-@dataclass(frozen=True, slots=True)
-class UvmLine:
+class UvmLine(msgspec.Struct, frozen=True):
     """The unified memory driver refuses its work from here on."""
 
     status: str
 
 
-@dataclass(frozen=True, slots=True)
-class RepairLine:
+class RepairLine(msgspec.Struct, frozen=True):
     """The driver was loaded anew, or a GPU was added to the bus: it was initialised anew."""
 
     pci: str | None

@@ -18,9 +18,10 @@ import logging
 import os
 import stat
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
+
+import msgspec
 
 from agent import guard
 from agent.bus import Inbox, Latest
@@ -39,8 +40,7 @@ _LIMITS: Final = frozenset({errno.ENOSPC, errno.EMFILE, errno.ENFILE, errno.ENOM
 _log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class KubeletSettings:
+class KubeletSettings(msgspec.Struct, frozen=True):
     """Defaults are the product's; tests set shorter times."""
 
     recheck_ns: int = 30 * SECOND_NS

@@ -6,11 +6,11 @@ instance that there could be in /proc/driver/nvidia-caps/mig-minors.
 
 import re
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
 from agent.model.gpu import MigDevice
+from agent.model.structs import replace
 from agent.sources.nvml_inventory import Look
 
 MAX_TABLE_BYTES: Final = 1_048_576

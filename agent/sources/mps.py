@@ -19,9 +19,10 @@ root, which NVIDIA's manifests mount at /mps in every container).
 import asyncio
 import stat
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, NamedTuple
+
+import msgspec
 
 from agent.bus import Inbox
 from agent.directory_watch import DirectoryWatch, Lookout
@@ -38,8 +39,7 @@ MIN_GAP_NS: Final = 5 * MILLISECOND_NS
 """Between two looks that events ask for."""
 
 
-@dataclass(frozen=True, slots=True)
-class MpsSettings:
+class MpsSettings(msgspec.Struct, frozen=True):
     """Defaults are the product's; tests set shorter times."""
 
     recheck_ns: int = 30 * SECOND_NS

@@ -8,14 +8,16 @@ invented: what the driver does not tell stays unknown.
 import os
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final, TypeVar
+
+import msgspec
 
 from agent.errors import NvmlCode, NvmlError
 from agent.model.gpu import Gpu, MigDevice
 from agent.model.ids import GpuUuid, pci_sysfs_name
 from agent.model.sample import GpuSample
+from agent.model.structs import replace
 from agent.model.usage import GpuMemory
 from agent.sources.nvml_library import (
     FINDINGS,
@@ -46,8 +48,7 @@ class GpuGoneError(Exception):
     """There is no GPU at this PCI address any more, or another one."""
 
 
-@dataclass(frozen=True, slots=True)
-class Sighting:
+class Sighting(msgspec.Struct, frozen=True):
     """A GPU as it was last seen."""
 
     gpu: Gpu
@@ -56,7 +57,7 @@ class Sighting:
     """The PCI address as NVML writes it."""
     has_mig: bool = True
     """False once the GPU said that it has no MIG."""
-    mig: Mapping[str, MigAttributes] = field(default_factory=dict)
+    mig: Mapping[str, MigAttributes] = msgspec.field(default_factory=dict)
     """How large its MIG devices are, by UUID: an instance made anew may have the UUID of an old one."""
     complete: bool = False
     """Whether what never changes was read in full."""
@@ -66,8 +67,7 @@ class Sighting:
     """The temperature at that moment; None where the GPU does not tell it."""
 
 
-@dataclass(frozen=True, slots=True)
-class Look:
+class Look(msgspec.Struct, frozen=True):
     """What one look at a GPU told: the GPU, the first call that failed with a finding, its readings."""
 
     sighting: Sighting

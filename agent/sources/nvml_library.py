@@ -9,10 +9,10 @@ here, in nvml_readings and in nvml_hotplug alone; whatever they call goes throug
 import ctypes
 import os
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, NewType, Protocol, TypeVar
 
+import msgspec
 import pynvml
 
 from agent.errors import NvmlCode, NvmlError, SourceError
@@ -71,8 +71,7 @@ class CallObserver(Protocol):
         """Note that the last one came back."""
 
 
-@dataclass(frozen=True, slots=True)
-class Versions:
+class Versions(msgspec.Struct, frozen=True):
     """What NVML says of itself and of the driver."""
 
     driver: str
@@ -80,8 +79,7 @@ class Versions:
     cuda: tuple[int, int]
 
 
-@dataclass(frozen=True, slots=True)
-class NvmlEvent:
+class NvmlEvent(msgspec.Struct, frozen=True):
     """One event of an event set."""
 
     device: int | None
@@ -93,8 +91,7 @@ class NvmlEvent:
     ci: int
 
 
-@dataclass(frozen=True, slots=True)
-class MigAttributes:
+class MigAttributes(msgspec.Struct, frozen=True):
     """How large a MIG device is."""
 
     gpu_slices: int
@@ -329,8 +326,7 @@ def not_supported(error: NvmlError) -> bool:
     return error.code in (NvmlCode.NOT_SUPPORTED, NvmlCode.NO_PERMISSION, NvmlCode.FUNCTION_NOT_FOUND)
 
 
-@dataclass(frozen=True, slots=True)
-class LibraryLocation:
+class LibraryLocation(msgspec.Struct, frozen=True):
     """Where to look for libnvidia-ml.so.1."""
 
     path: Path | None = None
@@ -357,8 +353,7 @@ class LibraryLocation:
         return f"in the library path (as {SONAME}) or under {self.driver_root}"
 
 
-@dataclass(frozen=True, slots=True)
-class LoadedLibrary:
+class LoadedLibrary(msgspec.Struct, frozen=True):
     """The library in use, and its file when it was loaded."""
 
     name: str

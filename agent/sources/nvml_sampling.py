@@ -15,11 +15,13 @@ and fabric: 57 us). A real driver takes longer for each call, which costs the lo
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
 from typing import Final
+
+import msgspec
 
 from agent.errors import NvmlCode, NvmlError
 from agent.model.sample import GpuSample
+from agent.model.structs import replace
 from agent.model.usage import GpuMemory
 from agent.sources.nvml_asking import NOT_OFFERED, Asker
 from agent.sources.nvml_library import FINDINGS, Handle, Nvml
@@ -30,8 +32,7 @@ FABRIC_NOT_SUPPORTED: Final = 0
 FABRIC_COMPLETED: Final = 3
 
 
-@dataclass(frozen=True, slots=True)
-class Sampled:
+class Sampled(msgspec.Struct, frozen=True):
     """The readings of one poll, and the call that says that the GPU is lost or to be reset."""
 
     sample: GpuSample

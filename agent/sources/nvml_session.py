@@ -9,10 +9,11 @@ names it.
 import asyncio
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Final
+
+import msgspec
 
 from agent import guard
 from agent.bus import Inbox
@@ -55,8 +56,7 @@ XID_LOOK_DELAY_NS: Final = 10_000_000
 _log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class Surroundings:
+class Surroundings(msgspec.Struct, frozen=True):
     """What a session works with."""
 
     inbox: Inbox[facts.Fact]

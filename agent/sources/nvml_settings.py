@@ -1,7 +1,8 @@
 """The deadlines and periods of the NVML source."""
 
-from dataclasses import dataclass
 from typing import Final
+
+import msgspec
 
 from agent.model.policy import SECOND_NS
 from agent.sources.nvml_library import EVENT_WAIT, FIRST_HANDLE, INIT
@@ -14,8 +15,7 @@ MAX_THREADS: Final = 2 * MAX_GPUS + 2
 """One for each GPU, as many again that may be stuck in GPUs that are gone, and two for the node."""
 
 
-@dataclass(frozen=True, slots=True)
-class NvmlSettings:
+class NvmlSettings(msgspec.Struct, frozen=True):
     """Defaults are the product's; tests and scenarios set shorter times."""
 
     init_deadline_ns: int = 120 * SECOND_NS

@@ -2,12 +2,14 @@
 
 import asyncio
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from typing import Any, Final
+
+import msgspec
 
 from agent.errors import NvmlCode, NvmlError, SourceError
 from agent.model.ids import GpuUuid
 from agent.model.sample import GpuSample
+from agent.model.structs import replace
 from agent.model.usage import GpuMemory
 from agent.sources.nvml_events import DRIVER_CODES, SharedEventSet
 from agent.sources.nvml_inventory import Look, Sighting
@@ -18,8 +20,7 @@ from agent.sources.nvml_threads import Lane
 CANCEL_AGAIN_S: Final = 0.1
 
 
-@dataclass(slots=True, eq=False)
-class Slot:
+class Slot(msgspec.Struct, eq=False):
     """A GPU, or an index whose GPU was not identified yet, with its thread."""
 
     lane: Lane
@@ -55,8 +56,8 @@ class Slot:
     """What the newest survey was made of; when that is another now, it is made anew."""
     survey_due_ns: int | None = None
     """Before then none is made; None: the GPU was not told of yet."""
-    wake: asyncio.Event = field(default_factory=asyncio.Event)
-    looked: asyncio.Event = field(default_factory=asyncio.Event)
+    wake: asyncio.Event = msgspec.field(default_factory=asyncio.Event)
+    looked: asyncio.Event = msgspec.field(default_factory=asyncio.Event)
     task: asyncio.Task[None] | None = None
     probing: asyncio.Task[None] | None = None
     """What runs in it now; ended when the prober is stale."""

@@ -18,8 +18,9 @@ import queue
 import signal
 import threading
 from collections.abc import Awaitable, Callable, Hashable
-from dataclasses import dataclass
 from typing import Final, Generic, TypeVar
+
+import msgspec
 
 from agent import guard
 from agent.errors import SourceError
@@ -81,8 +82,7 @@ class Completions:
             loop.call_soon(guard.guarded("nvml-completion", callback))
 
 
-@dataclass(frozen=True, slots=True)
-class Call:
+class Call(msgspec.Struct, frozen=True):
     """A call under way."""
 
     name: str

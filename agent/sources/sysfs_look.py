@@ -15,9 +15,10 @@ import re
 import stat
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
+
+import msgspec
 
 from agent.core.nodes import UVM_NODE
 
@@ -56,8 +57,7 @@ Binding = tuple[int, int]
 """Inodes of a device and of its link to the driver: the kernel gives new ones whenever it makes them."""
 
 
-@dataclass(frozen=True, slots=True)
-class Roots:
+class Roots(msgspec.Struct, frozen=True):
     """Where to look."""
 
     sys: Path
@@ -68,8 +68,7 @@ class Roots:
     """Whether a node has to be a character device; on a simulated node it is a file."""
 
 
-@dataclass(frozen=True, slots=True)
-class Look:
+class Look(msgspec.Struct, frozen=True):
     """What was seen; None: could not be seen."""
 
     gpus: tuple[str, ...] | None
@@ -81,18 +80,17 @@ class Look:
     """Inode of the module's directory; None: not loaded, if ``module_visible``."""
     missing: tuple[str, ...] | None
     exclusions: "Exclusions"
-    configs: Mapping[str, bool] = field(default_factory=dict)
+    configs: Mapping[str, bool] = msgspec.field(default_factory=dict)
     """Of the functions asked for: whether their configuration space answers; without those not known."""
     uvm: str | None = None
     """Why /dev/nvidia-uvm refuses to be opened, empty if it does not; None: not asked, or not known."""
 
 
-@dataclass(frozen=True, slots=True)
-class Exclusions:
+class Exclusions(msgspec.Struct, frozen=True):
     """Which GPUs the driver leaves alone, as far as its files were read already."""
 
     parameter: str = ""
-    verdicts: Mapping[tuple[str, Binding], bool | None] = field(default_factory=dict)
+    verdicts: Mapping[tuple[str, Binding], bool | None] = msgspec.field(default_factory=dict)
     """None: its file could not be read yet."""
 
 

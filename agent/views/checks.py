@@ -7,8 +7,9 @@ Source of the form: kubernetes/kubernetes:staging/src/k8s.io/apiserver/pkg/serve
 """
 
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
 from typing import Final
+
+import msgspec
 
 from agent.model.health import Reason
 from agent.model.snapshot import RegistrationPhase, Snapshot
@@ -22,8 +23,7 @@ Run = Callable[[], Awaitable[str | None]]
 """Returns None where all is well, else why not."""
 
 
-@dataclass(frozen=True, slots=True)
-class Check:
+class Check(msgspec.Struct, frozen=True):
     """One named check."""
 
     name: str
@@ -32,8 +32,7 @@ class Check:
     """Whether it counts for /livez too, not for /readyz alone."""
 
 
-@dataclass(frozen=True, slots=True)
-class Answer:
+class Answer(msgspec.Struct, frozen=True):
     """What is sent to whoever asked."""
 
     ok: bool

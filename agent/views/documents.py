@@ -7,8 +7,9 @@ not list is null.
 """
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, fields
 from typing import Final
+
+import msgspec
 
 from agent import __version__
 from agent.core.inventory import remarks
@@ -135,7 +136,7 @@ def condition(active: Condition, time_of: TimeOf) -> Json:
         "lasts": active.lasts,
         "count": active.count,
         "clean_probes": active.clean_probes,
-        "details": None if active.details is None else asdict(active.details),
+        "details": None if active.details is None else msgspec.to_builtins(active.details),
         **moment("since", active.since_ns, time_of),
         **moment("last", active.last_ns, time_of),
     }
@@ -261,7 +262,7 @@ def state(snapshot: Snapshot, time_of: TimeOf) -> Json:
 
 def probe(view: ProbeView | None) -> Json | None:
     """Return how the probe is; null: it is off, or was not begun yet."""
-    return None if view is None else asdict(view) | {"missing": dict(view.missing)}
+    return None if view is None else msgspec.structs.asdict(view) | {"missing": dict(view.missing)}
 
 
 def usage_summary(usage: Usage | None) -> Json | None:
@@ -314,7 +315,7 @@ def _gpu(view: GpuView, call: DeviceCall | None) -> Json:
 
 def _sample(sample: GpuSample) -> Json:
     """Return the newest readings; what the GPU does not offer, or could not be read, is null."""
-    return {field.name: getattr(sample, field.name) for field in fields(sample)}
+    return msgspec.structs.asdict(sample)
 
 
 def bundle(

@@ -7,8 +7,9 @@ tell that it missed some. To be used on the loop's thread only.
 
 import asyncio
 from collections.abc import Hashable, Iterator
-from dataclasses import dataclass
 from typing import Final
+
+import msgspec
 
 from agent.core.shares import Shares
 from agent.model.effects import Event, EventKind, RecordEvent
@@ -18,8 +19,7 @@ MAX_EVENTS: Final = 1024
 """Entries kept; some 300 bytes each."""
 
 
-@dataclass(frozen=True, slots=True)
-class Entry:
+class Entry(msgspec.Struct, frozen=True):
     """One event with its number and its moment."""
 
     number: int

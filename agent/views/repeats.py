@@ -6,11 +6,13 @@ for each GPU; the one for which there is no room is recorded at once.
 """
 
 from collections.abc import Hashable
-from dataclasses import dataclass, replace
 from typing import Final
+
+import msgspec
 
 from agent.core.shares import Shares
 from agent.model.effects import EventKind, RecordEvent
+from agent.model.structs import replace
 
 PERIOD_NS: Final = 60_000_000_000
 MAX_KINDS: Final = 1024
@@ -22,8 +24,7 @@ _REPEATING: Final = frozenset({EventKind.XID, EventKind.LOSS})
 _VARYING: Final = frozenset({"count", "total"})
 
 
-@dataclass(slots=True)
-class _Minute:
+class _Minute(msgspec.Struct):
     """What came of one kind since it was recorded last."""
 
     since_ns: int

@@ -14,7 +14,7 @@ nothing. The clock of the wall, which may jump, does not reach the core: that is
 import random
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Final
 
 from agent.core.conditions import recovered_at
@@ -54,6 +54,7 @@ from agent.model.ids import ALL, DeviceId, GpuUuid, ResourceName, SocketIdentity
 from agent.model.policy import SECOND_NS, Policy
 from agent.model.sample import GpuSample
 from agent.model.snapshot import Device
+from agent.model.structs import replace
 from tests.core.polls import WELL
 
 GPUS: Final = 16
@@ -299,7 +300,7 @@ class NoisyNode:
     def readings_are_refused(self) -> None:
         """A call of another one is in the way, or the driver does not answer it this time."""
         gpu = self._any_gpu()
-        names = [name for name in GpuSample.__slots__ if name != "links_down"]
+        names = [name for name in GpuSample.__struct_fields__ if name != "links_down"]
         refused = self._dice.sample(names, self._dice.randrange(1, len(names)))
         self.tell(*self._polled(gpu, **dict.fromkeys(refused)), *self._polled(gpu))
 

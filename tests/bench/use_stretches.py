@@ -7,7 +7,6 @@ longest of its kind in a run, and of some runs the shortest, so that other work 
 import gc
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator
-from dataclasses import replace
 from typing import Final, TypeVar
 
 from agent.core import leaks
@@ -20,6 +19,7 @@ from agent.core.tracker import Tracker
 from agent.model.ids import GpuUuid, Placement
 from agent.model.policy import LeakPolicy
 from agent.model.rm import HeldFile, RmEvent, RmEventKind, RmObject
+from agent.model.structs import replace
 from agent.model.usage import PodRef, Pods, PodSeen, PodUid, ProcessKey, ProcessLook, Usage
 from agent.probe.ring import Ring
 from agent.sources.ebpf import LOOKS_AT_ONCE, REFRESHED_AT_ONCE

@@ -7,9 +7,9 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Hashable, Iterator
-from dataclasses import dataclass, replace
 from typing import Self
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -17,14 +17,14 @@ from hypothesis import strategies as st
 from agent.bus import CAPACITY, MAX_LOST_SOURCES, Inbox
 from agent.model.facts import Fact, XidReported
 from agent.model.ids import GpuUuid, SourceName
+from agent.model.structs import replace
 
 SOURCE = SourceName("test")
 FAR_NS = 2**62
 CLONE_FILES = 0x400
 
 
-@dataclass(frozen=True, slots=True)
-class Note:
+class Note(msgspec.Struct, frozen=True):
     """A fact with whatever key a test gives it."""
 
     key: Hashable | None

@@ -1,7 +1,6 @@
 """Records for tests of the core, and a node whose core is stepped by hand."""
 
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
 
 from agent.core.reducer import step
 from agent.core.registration import Registration
@@ -30,6 +29,7 @@ from agent.model.health import Condition, Health, Reason
 from agent.model.ids import ALL, GpuUuid, Placement, ResourceName, SocketIdentity, SourceName
 from agent.model.policy import MILLISECOND_NS, SECOND_NS, Policy
 from agent.model.snapshot import Device, Durable, Snapshot
+from agent.model.structs import replace
 
 MS = MILLISECOND_NS
 S = SECOND_NS

@@ -1,13 +1,13 @@
 """Health polls with their readings, as facts."""
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any, Final
 
 from agent.model.facts import Fact, GpuSampled
 from agent.model.health import Reason
 from agent.model.ids import GpuUuid
 from agent.model.sample import GpuSample
+from agent.model.structs import replace
 from tests.core.build import U0, Node, passed
 
 WELL: Final = GpuSample(

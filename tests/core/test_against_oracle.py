@@ -1,7 +1,6 @@
 """The whole reducer against a naive oracle: any history, compared after every step."""
 
 from collections import Counter
-from dataclasses import replace
 
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
@@ -32,6 +31,7 @@ from agent.model.health import Reason
 from agent.model.ids import ALL, GpuUuid, ResourceName, SocketIdentity, SourceName
 from agent.model.policy import MigStrategy, Policy, XidOverride
 from agent.model.sharing import Share, Sharing
+from agent.model.structs import replace
 from tests.core.build import (
     GPU,
     K1,

@@ -6,9 +6,10 @@ where it can.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import pytest
 from google.protobuf.json_format import MessageToDict  # type: ignore[import-untyped]
 
@@ -19,6 +20,7 @@ from agent.model.gpu import Gpu, MigDevice
 from agent.model.ids import ResourceName
 from agent.model.policy import DeviceIdStrategy, DeviceListStrategy, Injection, Policy
 from agent.model.sharing import Share, Sharing, SharingStrategy
+from agent.model.structs import replace
 from agent.simulation.stubs.deviceplugin.v1beta1 import api_pb2 as pb
 from agent.sinks.plugin_wire import encode_allocate_response
 from agent.views.answers import allocate_response
@@ -85,8 +87,7 @@ class Parts:
     cdi: Sequence[str]
 
 
-@dataclass(frozen=True)
-class Kind:
+class Kind(msgspec.Struct, frozen=True):
     """A kind of device, how it is asked for, and the answers."""
 
     resource: ResourceName

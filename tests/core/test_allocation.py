@@ -1,7 +1,5 @@
 """What a container gets, and how a refusal reads."""
 
-from dataclasses import replace
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -15,6 +13,7 @@ from agent.model.ids import ResourceName
 from agent.model.policy import Injection, Policy
 from agent.model.sharing import Sharing
 from agent.model.snapshot import Finding, Resource
+from agent.model.structs import replace
 from tests.core.build import (
     C1B,
     GPU,

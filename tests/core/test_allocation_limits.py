@@ -1,7 +1,5 @@
 """What an operator's limits on shared devices refuse, and what keeps a container from starting."""
 
-from dataclasses import replace
-
 import pytest
 
 from agent.core.allocation import Refusal, allocate, refuse_start
@@ -12,6 +10,7 @@ from agent.model.ids import Placement, SourceName
 from agent.model.policy import Policy
 from agent.model.sharing import Share, Sharing
 from agent.model.snapshot import Resource
+from agent.model.structs import replace
 from tests.core.build import C1B, GPU, U0, U1, Node, enumerated, gpu, mig_uuid, ready, well_node, xid
 
 FOUR = (Share(GPU, 4),)

@@ -3,7 +3,6 @@
 Source of what it has to be: NVIDIA/k8s-device-plugin:internal/plugin/server.go, mps.go; internal/cdi/cdi.go.
 """
 
-from dataclasses import replace
 from typing import Any
 
 from hypothesis import assume, given
@@ -18,6 +17,7 @@ from agent.model.gpu import Gpu
 from agent.model.policy import DeviceListStrategy, Injection, MigStrategy, Policy
 from agent.model.sharing import Sharing
 from agent.model.snapshot import Device
+from agent.model.structs import replace
 from tests.core.build import GPU, Node, gpu, mig_gpu, passed, ready
 
 ORDER: tuple[DeviceListStrategy, ...] = ("envvar", "volume-mounts", "cdi-annotations", "cdi-cri")

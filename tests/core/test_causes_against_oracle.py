@@ -1,7 +1,5 @@
 """Readings, orders, the machine and what follows from them against the naive oracle, in any order."""
 
-from dataclasses import replace
-
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
@@ -36,6 +34,7 @@ from agent.model.health import Reason
 from agent.model.ids import ALL, DeviceId, GpuUuid
 from agent.model.policy import Injection, Policy
 from agent.model.sample import GpuSample
+from agent.model.structs import replace
 from tests.core.build import (
     MS,
     START_NS,

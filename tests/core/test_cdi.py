@@ -1,7 +1,6 @@
 """What a CDI specification says of the devices of a node, against documents written by hand."""
 
 from collections.abc import Iterable
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -29,6 +28,7 @@ from agent.model.health import Health, Reason
 from agent.model.ids import DeviceId, GpuUuid, Placement, ResourceName
 from agent.model.policy import Injection, MigStrategy, Policy
 from agent.model.snapshot import Device
+from agent.model.structs import replace
 from tests.core.build import U0, U1, gpu, mig_gpu, mig_uuid, well_node
 
 LIB = "/usr/lib/x86_64-linux-gnu"

@@ -1,7 +1,6 @@
 """The words people read: every event of a long history, as it is told (history.txt)."""
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
@@ -30,6 +29,7 @@ from agent.model.health import Reason
 from agent.model.ids import GpuUuid, ResourceName, SourceName
 from agent.model.policy import Policy
 from agent.model.sharing import Sharing
+from agent.model.structs import replace
 from tests.core.build import (
     C1B,
     DEFAULT,

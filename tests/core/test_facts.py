@@ -1,12 +1,11 @@
 """How facts stand for one another while they wait, and how things are named."""
 
-from dataclasses import replace
-
 import pytest
 
 from agent.model.facts import DriverUnavailable, Fact, FactsLost, KernelXidSeen, SwitchErrorSeen, XidReported
 from agent.model.health import Reason
 from agent.model.ids import ALL, Placement, ResourceName, pci_sysfs_name, replica_id, socket_name
+from agent.model.structs import replace
 from tests.core.build import GPU, KMSG, U0, U1, place, xid
 from tests.core.histories import ONE_OF_EACH
 

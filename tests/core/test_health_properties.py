@@ -1,7 +1,6 @@
 """What holds in every history of readings, orders, kernel log and machine, over restarts too."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -34,6 +33,7 @@ from agent.model.facts import (
 from agent.model.health import Health, Reason, Recovery
 from agent.model.ids import DeviceId
 from agent.model.policy import Policy
+from agent.model.structs import replace
 from tests.core.build import (
     MS,
     U0,

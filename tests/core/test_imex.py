@@ -1,10 +1,9 @@
 """An IMEX channel that is required: while the node has none, no device of it is offered Healthy."""
 
-from dataclasses import replace
-
 from agent.model.facts import GpusEnumerated, PolicyChanged, RecoverRequested
 from agent.model.health import Reason
 from agent.model.policy import Injection, Policy
+from agent.model.structs import replace
 from tests.core.build import U0, U1, Node, S, enumerated, gpu, passed, ready, registered_node, xid
 
 CHANNEL = "/dev/nvidia-caps-imex-channels/channel0"

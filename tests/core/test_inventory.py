@@ -1,10 +1,9 @@
 """Which devices are offered under which name, and in which order."""
 
-from dataclasses import asdict, replace
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import asdict
 
 from agent.core.inventory import mig_resource, mixed_profiles, offers
 from agent.model.effects import RegisterResource
@@ -14,6 +13,7 @@ from agent.model.health import Health, Reason
 from agent.model.ids import ALL, Placement, ResourceName
 from agent.model.policy import Policy
 from agent.model.sharing import Sharing
+from agent.model.structs import replace
 from tests.core.build import (
     C1B,
     GPU,

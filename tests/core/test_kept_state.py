@@ -1,7 +1,5 @@
 """What an earlier process kept: of many GPUs, lost, and read late."""
 
-from dataclasses import replace
-
 import pytest
 
 from agent.core.driver import MAX_GPUS
@@ -9,6 +7,7 @@ from agent.model import facts
 from agent.model.effects import EventKind
 from agent.model.health import Health, Reason
 from agent.model.snapshot import Durable
+from agent.model.structs import replace
 from agent.sinks.statefile import MAX_BYTES
 from agent.sinks.statefile_format import encoded
 from tests.core.build import MS, U0, U1, Node, enumerated, gpu, passed, ready, well_node, xid

@@ -1,7 +1,6 @@
 """XIDs of the kernel log: two witnesses for what words say, and one fault told by two is one fault."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import cast
 
 import pytest
@@ -25,6 +24,7 @@ from agent.model.facts import (
 from agent.model.health import Health, Reason, Recovery
 from agent.model.ids import ALL, GpuUuid
 from agent.model.policy import Policy, XidPolicy
+from agent.model.structs import replace
 from agent.model.xid import NO_WORDS, XidWords
 from tests.core.build import (
     C1B,

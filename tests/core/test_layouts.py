@@ -1,7 +1,5 @@
 """MIG layouts that change while running: what ends with an instance, and what stays with the card."""
 
-from dataclasses import replace
-
 import pytest
 
 from agent.model.facts import PolicyChanged, RecoverRequested
@@ -9,6 +7,7 @@ from agent.model.health import Health, Reason
 from agent.model.ids import ALL, ResourceName
 from agent.model.policy import Policy
 from agent.model.sharing import Sharing
+from agent.model.structs import replace
 from tests.core.build import (
     C1B,
     GPU,

@@ -1,7 +1,5 @@
 """Each kind of finding: when it begins, when it ends, and what keeps it from being found."""
 
-from dataclasses import replace
-
 import pytest
 
 from agent.core import leaks
@@ -10,6 +8,7 @@ from agent.model.facts import GpuMemorySeen, PodsSeen, RecoverRequested
 from agent.model.health import MAX_CULPRITS, Condition, Details, LeakKind, Reason
 from agent.model.ids import Placement
 from agent.model.policy import Policy
+from agent.model.structs import replace
 from agent.model.usage import GONE, GpuTotal, PodUid
 from tests.core.build import C1B, DEFAULT, U0, U1, Node, S, enumerated, gpu, mig_uuid, passed, well_node
 from tests.core.use import (

@@ -1,12 +1,11 @@
 """Acceptance cases J1 and J2, as far as the core decides them."""
 
-from dataclasses import replace
-
 from agent.core.ownership import owners
 from agent.model.facts import GpuMemorySeen, PodsSeen
 from agent.model.health import Health, LeakKind, Reason
 from agent.model.policy import Policy
 from agent.model.sharing import Sharing
+from agent.model.structs import replace
 from agent.model.usage import ProcessUse
 from tests.core.build import DEFAULT, GPU, U0, U1, U2, U3, Node, S, fields_of, gpu, passed, well_node
 from tests.core.use import (

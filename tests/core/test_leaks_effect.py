@@ -1,7 +1,5 @@
 """What a finding does: it warns, and where the operator says so a certain one takes out what no pod has."""
 
-from dataclasses import replace
-
 import pytest
 
 from agent.core.leaks import AWAITED_NS
@@ -10,6 +8,7 @@ from agent.model.facts import GpuUseSeen, PolicyChanged, RecoverRequested
 from agent.model.health import Condition, LeakKind, Reason
 from agent.model.ids import Placement
 from agent.model.policy import Policy
+from agent.model.structs import replace
 from tests.core.build import (
     C1B,
     DEFAULT,

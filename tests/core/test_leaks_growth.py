@@ -1,7 +1,5 @@
 """Growth: who makes contexts and frees hardly any, and who only has many."""
 
-from dataclasses import replace
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -11,6 +9,7 @@ from agent.core.growth import PARTS, Sample, followed
 from agent.model.health import Details, LeakKind
 from agent.model.ids import GpuUuid
 from agent.model.policy import LeakPolicy
+from agent.model.structs import replace
 from agent.model.usage import GpuHold, ProcessKey, Usage
 from tests.core.build import DEFAULT, U0, U1, Node, S
 from tests.core.use import found, hold, key, node, process, seen, with_leaks

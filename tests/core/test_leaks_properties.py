@@ -1,7 +1,7 @@
 """Findings on any history: none without its cause, none kept back, none for who is new under an old name."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -11,6 +11,7 @@ from agent.core.stability import PODS_KNOWN_FOR_NS
 from agent.model.facts import GpuUseSeen, PodsSeen
 from agent.model.health import LeakKind
 from agent.model.ids import GpuUuid
+from agent.model.structs import replace
 from agent.model.usage import PodRef, PodUid, ProcessKey, ProcessUse
 from tests.core.build import DEFAULT, START_NS, U0, U1, Node, S, gpu, passed, well_node
 from tests.core.use import POD_A, POD_B, A, B, allocated, hold, key, pods, process, seen

@@ -1,7 +1,5 @@
 """The machine under the driver: the bus, device nodes, the kernel module, and what is bound anew."""
 
-from dataclasses import replace
-
 import pytest
 
 from agent.model.facts import (
@@ -22,6 +20,7 @@ from agent.model.health import Condition, ConditionKey, Evidence, Health, Reason
 from agent.model.ids import Placement, SourceName
 from agent.model.policy import DeviceListStrategy, Injection, Policy
 from agent.model.snapshot import Finding
+from agent.model.structs import replace
 from tests.core.build import (
     U0,
     U1,

@@ -1,12 +1,11 @@
 """The MPS control daemon: what is shared by it is out while it is not ready, and nothing else is."""
 
-from dataclasses import replace
-
 from agent.model.effects import KeepEvidence
 from agent.model.facts import AllocationsListed, MpsSeen, PolicyChanged, RecoverRequested
 from agent.model.health import Health, Reason
 from agent.model.policy import Policy
 from agent.model.sharing import Share, Sharing
+from agent.model.structs import replace
 from tests.core.build import (
     GPU,
     U0,

@@ -1,7 +1,5 @@
 """What operators ask for: hold, unhold, recover, release, resume."""
 
-from dataclasses import replace
-
 import pytest
 
 from agent.core.orders import MAX_HOLDS, selectors_of
@@ -35,6 +33,7 @@ from agent.model.health import Condition, ConditionKey, Evidence, Health, Reason
 from agent.model.ids import GpuUuid
 from agent.model.policy import Policy
 from agent.model.snapshot import Finding
+from agent.model.structs import replace
 from tests.core.build import (
     C1B,
     GPU,

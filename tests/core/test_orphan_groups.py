@@ -2,7 +2,6 @@
 
 import time
 from collections import Counter
-from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -13,6 +12,7 @@ from agent.core.leaks import MAX_OF_HOLDER
 from agent.core.orphan_groups import MAX_APART, OrphanGroups
 from agent.model.facts import AllocationsListed
 from agent.model.health import MAX_CULPRITS, LeakKind, Reason
+from agent.model.structs import replace
 from agent.model.usage import Orphan
 from tests.core.build import DEFAULT, U0, U1, S, gpu, well_node
 from tests.core.test_tracker import Rig

@@ -1,7 +1,5 @@
 """Who was given a GPU or MIG device, who holds it, and who uses memory on it."""
 
-from dataclasses import replace
-
 import pytest
 
 from agent.core.ownership import (
@@ -20,6 +18,7 @@ from agent.core.ownership import (
 from agent.model.facts import GpuUseSeen
 from agent.model.ids import DeviceId, Placement
 from agent.model.policy import LeakPolicy
+from agent.model.structs import replace
 from agent.model.usage import GpuMemory, PodRef, Pods, PodSeen, ProcessUse
 from tests.core.build import C1B, DEFAULT, U0, U1, Node, S, gpu, mig_uuid, well_node
 from tests.core.use import (

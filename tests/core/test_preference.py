@@ -2,7 +2,6 @@
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -17,6 +16,7 @@ from agent.model.ids import ResourceName
 from agent.model.policy import Policy, SharedAllocationPolicy
 from agent.model.sharing import Sharing
 from agent.model.snapshot import Resource
+from agent.model.structs import replace
 from agent.model.topology import NvLinks, PcieDistance, Survey
 from tests.core.build import (
     GPU,

@@ -1,7 +1,6 @@
 """What holds in every history: safety after every step, and that what is well comes back."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import get_args
 
 import pytest
@@ -25,6 +24,7 @@ from agent.model.facts import (
 from agent.model.health import Health, Recovery
 from agent.model.policy import Policy
 from agent.model.sharing import Sharing
+from agent.model.structs import replace
 from tests.core.build import (
     C1B,
     GPU,

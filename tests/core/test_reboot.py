@@ -1,7 +1,5 @@
 """After a reboot: hardware may be another, and what only a person ends waits for its GPU."""
 
-from dataclasses import replace
-
 from agent.core.state import MAX_AWAITED, initial_state
 from agent.model.effects import KeepEvidence
 from agent.model.facts import HoldRequested, KernelLogRead, RecoverRequested, UnholdRequested
@@ -9,6 +7,7 @@ from agent.model.health import Condition, Health, Reason, Recovery
 from agent.model.ids import GpuUuid, Placement
 from agent.model.policy import Policy
 from agent.model.snapshot import Durable
+from agent.model.structs import replace
 from tests.core.build import U0, U1, U2, Node, enumerated, gpu, passed, ready, well_node, xid
 
 

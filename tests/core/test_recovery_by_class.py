@@ -1,7 +1,5 @@
 """Real reports as cases (C2, G1, O1), and for every reason: what brings a GPU back, also over a restart."""
 
-from dataclasses import replace
-
 import pytest
 
 from agent.core.allocation import allocate
@@ -31,6 +29,7 @@ from agent.model.facts import (
 from agent.model.health import Health, Reason, Recovery
 from agent.model.policy import Policy
 from agent.model.snapshot import Durable
+from agent.model.structs import replace
 from tests.core.build import (
     U0,
     U1,

@@ -1,6 +1,5 @@
 """How a resource stands with the kubelet: both clocks, restarts in every order, races."""
 
-from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -39,6 +38,7 @@ from agent.model.ids import DeviceId, Part, ResourceName, SocketIdentity
 from agent.model.parts import ENGINE, LIST_AND_WATCH
 from agent.model.policy import Policy
 from agent.model.snapshot import RegistrationPhase
+from agent.model.structs import replace
 from tests.core.build import (
     GPU,
     K1,

@@ -1,7 +1,6 @@
 """What readings say: each rule by its values, and what they raise, ease and bring back."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -19,6 +18,7 @@ from agent.model.facts import NVML, DriverUnavailable, GpuSampled
 from agent.model.health import Condition, ConditionKey, Evidence, Reason, Recovery
 from agent.model.ids import GpuUuid
 from agent.model.policy import Policy
+from agent.model.structs import replace
 from tests.core.build import U0, U1, Node, S, enumerated, failed, gpu, passed, place, ready, well_node
 from tests.core.polls import BAD, NOTHING, WELL, bad, blind_poll, poll, read, reasons, sample
 

@@ -1,7 +1,5 @@
 """How devices are shared: which share is whose, under which name, and what cannot be shared."""
 
-from dataclasses import replace
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -14,6 +12,7 @@ from agent.model.health import Health, Reason
 from agent.model.ids import ResourceName
 from agent.model.policy import MigStrategy, Policy
 from agent.model.sharing import Share, Sharing
+from agent.model.structs import replace
 from tests.core.build import (
     C1B,
     GPU,

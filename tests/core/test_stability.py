@@ -1,7 +1,5 @@
 """Flapping, the breaker for soft evidence, observing without acting, and policies that change."""
 
-from dataclasses import replace
-
 import pytest
 
 from agent.core.reducer import IDLE_NS
@@ -27,6 +25,7 @@ from agent.model.ids import DeviceId, GpuUuid
 from agent.model.policy import Policy
 from agent.model.sharing import Sharing
 from agent.model.snapshot import RegistrationPhase
+from agent.model.structs import replace
 from tests.core.build import (
     C1B,
     GPU,

@@ -1,7 +1,5 @@
 """The tables as data: every XID, every reason, every delay."""
 
-from dataclasses import replace
-
 import pytest
 
 from agent.core.backoff import delay_ns
@@ -29,6 +27,7 @@ from agent.model.facts import (
 from agent.model.health import Condition, Health, Reason, Recovery, Severity
 from agent.model.policy import Policy, XidPolicy
 from agent.model.sample import GpuSample
+from agent.model.structs import replace
 from agent.model.xid import NO_WORDS, XidWords
 from tests.core.build import MS, U0, S, failed, gpu, overdue, passed, well_node, xid
 from tests.core.xid_table import ACTIONS, IGNORED_BY_NVIDIAS_PLUGIN, row_of

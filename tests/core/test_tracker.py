@@ -1,7 +1,5 @@
 """What the tracker makes of single things it is told; any order of them is in test_tracker_world."""
 
-from dataclasses import replace
-
 import pytest
 
 from agent.core import holders, rm_objects
@@ -12,6 +10,7 @@ from agent.core.rm_trees import CHANNEL_GROUPS, CONTEXT_SHARE, DEBUGGER, Marker
 from agent.core.tracker import Tracker
 from agent.model.ids import GpuUuid, Placement
 from agent.model.rm import HeldFile, RmEvent, RmEventKind, RmObject
+from agent.model.structs import replace
 from agent.model.usage import MAX_HOLDERS, GpuHold, Orphan, ProcessKey, ProcessUse, Usage
 from tests.core.kernel_world import DEVICE, GPUS, GROUP, SHARE, UVM, V0, V1, VASPACE, Task, World, gpu_file
 

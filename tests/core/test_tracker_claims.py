@@ -1,8 +1,7 @@
 """What a process says of GPUs in its calls' parameters, which it can change at any time: who is believed."""
 
-from dataclasses import replace
-
 from agent.core.gpu_map import CONTROL
+from agent.model.structs import replace
 from tests.core.kernel_world import DEVICE, GPUS, SHARE, UVM, V0, V1, VASPACE, gpu_file
 from tests.core.test_tracker import Rig, hold_of, use_of
 

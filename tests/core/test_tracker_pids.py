@@ -1,7 +1,5 @@
 """Pids that are used again, and processes that only seem to have ended: who made what, and who holds it."""
 
-from dataclasses import replace
-
 import pytest
 
 from agent.core import rm_objects
@@ -10,6 +8,7 @@ from agent.core.held import by_process
 from agent.core.rm_aside import ASIDE_NS
 from agent.core.tracker import Tracker
 from agent.model.rm import HeldFile, RmEventKind
+from agent.model.structs import replace
 from agent.model.usage import GONE, NoPod, Orphan, ProcessKey, ProcessLook
 from tests.core.kernel_world import DEVICE, GPUS, SHARE, UVM, V0, V1, VASPACE, Task, gpu_file
 from tests.core.test_tracker import Rig, hold_of, use_of

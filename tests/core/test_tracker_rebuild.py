@@ -1,7 +1,5 @@
 """What the rows of the kernel's map make of a picture that missed something."""
 
-from dataclasses import replace
-
 import pytest
 
 from agent.core import holders, rm_objects
@@ -9,6 +7,7 @@ from agent.core.gpu_map import CONTROL
 from agent.core.held import NOTHING, Held, by_process
 from agent.core.rm_aside import ASIDE_NS
 from agent.core.rm_rows import judged
+from agent.model.structs import replace
 from agent.model.usage import Usage
 from tests.core.kernel_world import GPUS, UVM, V0, V1, VASPACE, gpu_file
 from tests.core.test_tracker import Rig, hold_of, use_of

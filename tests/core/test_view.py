@@ -1,7 +1,5 @@
 """What sinks see, and what makes a node not ready."""
 
-from dataclasses import replace
-
 import pytest
 
 from agent.core.view import MAX_MESSAGES, NEEDED_TASKS
@@ -19,6 +17,7 @@ from agent.model.health import Health, Reason
 from agent.model.ids import SourceName
 from agent.model.policy import Policy
 from agent.model.snapshot import DriverView, Finding, GpuView, RegistrationPhase, TaskView
+from agent.model.structs import replace
 from tests.core.build import (
     GPU,
     K1,

@@ -1,12 +1,12 @@
 """Who uses GPUs, for tests: processes, pictures, memory, pods."""
 
 from collections.abc import Iterable
-from dataclasses import replace
 
 from agent.model.facts import AllocationsListed, GpuMemorySeen, GpuUseSeen, PodsSeen
 from agent.model.health import Condition, LeakKind
 from agent.model.ids import ALL, DeviceId, GpuUuid, Placement
 from agent.model.policy import LeakPolicy, Policy
+from agent.model.structs import replace
 from agent.model.usage import (
     GONE,
     GpuHold,

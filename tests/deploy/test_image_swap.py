@@ -9,7 +9,7 @@ import contextlib
 import json
 import sys
 from collections.abc import AsyncIterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
@@ -19,6 +19,7 @@ from agent.config.load import load
 from agent.config.settings import Settings
 from agent.model.policy import Injection, Policy
 from agent.model.sharing import Share, Sharing
+from agent.model.structs import replace
 from agent.simulation.kubelet import PodOutcome
 from agent.simulation.node import SimulatedNode
 from tests.agent_process import GPU, AgentProcess, clean_environment, simulated_node, wait_allocatable

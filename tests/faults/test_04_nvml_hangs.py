@@ -1,10 +1,10 @@
 """Fault 4: an NVML call hangs for ever. Its GPU is marked, nobody else, and it costs one thread."""
 
 import threading
-from dataclasses import replace
 from pathlib import Path
 
 from agent.model.health import Reason
+from agent.model.structs import replace
 from tests.faults.watched_node import watched_node
 from tests.sources.recorder import until
 from tests.sources.simulated import MS, QUICK

@@ -8,13 +8,13 @@ import asyncio
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from agent.model.facts import DriverUnavailable, GpuCallFailed, GpuProbePassed, GpusEnumerated
 from agent.model.ids import GpuUuid
+from agent.model.structs import replace
 from tests.sources.recorder import Recorder, until
 from tests.sources.simulated import MS, QUICK, Node, running_source
 

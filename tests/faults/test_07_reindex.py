@@ -5,7 +5,6 @@ means another card, and Allocate of one that is not there is refused.
 """
 
 import random
-from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
@@ -18,6 +17,7 @@ from agent.core.injection import VISIBLE_DEVICES, ContainerAnswer
 from agent.model.health import Health, Reason
 from agent.model.ids import GpuUuid
 from agent.model.policy import Policy
+from agent.model.structs import replace
 from tests.core.build import GPU, Node, enumerated, gpu, passed, ready, uuid, well_node, xid
 from tests.faults.watched_node import watched_node
 from tests.sources.recorder import until

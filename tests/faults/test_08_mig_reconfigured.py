@@ -7,7 +7,7 @@ GPU; and Allocate gives what the id says.
 
 import random
 from collections import Counter
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
@@ -23,6 +23,7 @@ from agent.model.health import Health
 from agent.model.ids import ALL, ResourceName
 from agent.model.policy import MigStrategy, Policy
 from agent.model.sharing import Sharing
+from agent.model.structs import replace
 from agent.simulation import actions
 from agent.simulation.presets import MigDeviceSpec
 from tests.agent_process import flags_of, running, simulated_node, wait_allocatable

@@ -6,7 +6,6 @@ who has not. Here a short burst of real forks, and longer ones on a clock of the
 
 import asyncio
 import random
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,6 +17,7 @@ from agent.core.gpu_map import CONTROL
 from agent.core.rm_aside import ASIDE_NS
 from agent.core.tracker import Tracker
 from agent.model.facts import GpuUseSeen
+from agent.model.structs import replace
 from agent.model.usage import Usage
 from agent.probe.layout import MAX_OBJECTS_EACH
 from agent.probe.request import PROCESSES

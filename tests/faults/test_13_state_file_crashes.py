@@ -6,7 +6,6 @@ Right: an old or the new state, never a mix; what is damaged is ignored with one
 import errno
 import os
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ import pytest
 
 from agent.files import write
 from agent.model.snapshot import Durable
+from agent.model.structs import replace
 from agent.simulation.node import SimulatedNode
 from agent.sinks import statefile, statefile_format
 from tests.harness import GPU, agent_process, codes, gpu_agent, simulated_node, uuids, wait_allocatable

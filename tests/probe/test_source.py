@@ -5,7 +5,6 @@ import os
 import struct
 from collections.abc import AsyncIterator, Callable, Collection, Iterable
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from agent.model.ids import GpuUuid
 from agent.model.policy import MILLISECOND_NS, SECOND_NS
 from agent.model.rm import ProcessCounters
 from agent.model.snapshot import Snapshot
+from agent.model.structs import replace
 from agent.model.usage import DeviceCall, ProcessUse, Usage
 from agent.probe import syscalls
 from agent.probe.layout import MAX_OBJECTS_EACH, PROCESS_KEY, encode_process

@@ -5,7 +5,6 @@ import contextlib
 import os
 import time
 from collections.abc import AsyncIterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
@@ -20,6 +19,7 @@ from agent.model.ids import GpuUuid
 from agent.model.policy import MILLISECOND_NS, Policy
 from agent.model.rm import ProcessCounters
 from agent.model.snapshot import DriverView, GpuView, Snapshot
+from agent.model.structs import replace
 from agent.model.usage import Usage
 from agent.probe.probe import Probe
 from agent.probe.request import Request

@@ -1,6 +1,5 @@
 """What Allocate would answer, for devices named the way people name them."""
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,6 +10,7 @@ from agent.model.gpu import Gpu
 from agent.model.policy import Policy
 from agent.model.sharing import Share, Sharing
 from agent.model.snapshot import Snapshot
+from agent.model.structs import replace
 from agent.runtime.control import Control
 from agent.runtime.dry_run import MAX_IDS, MAX_TOLD, dry_run, with_injection
 from tests.core.build import GPU, U0, U1, enumerated, gpu, mig_gpu, mig_uuid, well_node, xid

@@ -4,7 +4,6 @@ import asyncio
 import os
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 
 import pytest
 
@@ -16,6 +15,7 @@ from agent.model.facts import PODS, Fact
 from agent.model.ids import SourceName
 from agent.model.parts import HTTP
 from agent.model.snapshot import Snapshot, TaskView
+from agent.model.structs import replace
 from agent.proofs import Proofs
 from agent.runtime.kept_state import KeptState
 from agent.runtime.records import Records

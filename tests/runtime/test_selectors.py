@@ -1,7 +1,6 @@
 """The names of a GPU: UUID, serial, PCI address in any form, index."""
 
 import contextlib
-from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -11,6 +10,7 @@ from agent.errors import UsageError
 from agent.model.gpu import MigDevice
 from agent.model.ids import GpuUuid
 from agent.model.snapshot import Snapshot
+from agent.model.structs import replace
 from agent.runtime.selectors import named, one
 from tests.sinks.offers import node, uuid
 

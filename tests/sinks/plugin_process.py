@@ -15,7 +15,6 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import replace
 from pathlib import Path
 
 from agent import log
@@ -23,6 +22,7 @@ from agent.bus import Inbox, Latest
 from agent.model.effects import RegisterResource
 from agent.model.facts import Fact
 from agent.model.policy import Injection, Policy
+from agent.model.structs import replace
 from agent.sinks.device_plugin import DevicePlugin
 from tests.sinks.offers import GPU, devices, snapshot
 from tests.sinks.offers import resource as offered

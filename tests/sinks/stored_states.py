@@ -1,12 +1,11 @@
 """States as they are kept in the file."""
 
-from dataclasses import replace
-
 from agent.model.facts import NVML
 from agent.model.gpu import Gpu, MigDevice
 from agent.model.health import Condition, ConditionKey, Evidence, Reason, Recovery
 from agent.model.ids import GpuUuid, Placement
 from agent.model.snapshot import Durable
+from agent.model.structs import replace
 
 BOOT, OTHER_BOOT = "11111111-1111", "22222222-2222"
 U0, U1 = GpuUuid("GPU-0"), GpuUuid("GPU-1")

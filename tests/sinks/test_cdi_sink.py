@@ -9,7 +9,6 @@ import stat
 import subprocess
 import time
 from collections.abc import AsyncIterator, Callable
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,6 +24,7 @@ from agent.model.health import Health
 from agent.model.ids import GpuUuid
 from agent.model.policy import Injection, Policy
 from agent.model.snapshot import DriverView, GpuView, Snapshot
+from agent.model.structs import replace
 from agent.simulation.driver_tree import write_driver_tree
 from agent.sinks import cdi as sink_module
 from agent.sinks.cdi import CdiSink

@@ -6,7 +6,6 @@ import socket
 import stat
 import time
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from agent.model.health import Condition, ConditionKey, Evidence, Health, Reason
 from agent.model.ids import DeviceId, Part, ResourceName, SourceName
 from agent.model.parts import LIST_AND_WATCH
 from agent.model.snapshot import Device, Snapshot
+from agent.model.structs import replace
 from agent.proofs import Proofs
 from agent.simulation.stubs.deviceplugin.v1beta1 import api_pb2 as pb
 from agent.sinks.plugin_answers import MAX_REFUSAL_CHARS

@@ -2,7 +2,6 @@
 
 import asyncio
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import grpc.aio
@@ -10,6 +9,7 @@ import pytest
 
 from agent.model.facts import Registered, WatchersChanged
 from agent.model.policy import Injection, Policy
+from agent.model.structs import replace
 from agent.simulation.stubs.deviceplugin.v1beta1 import api_pb2 as pb
 from agent.sinks import plugin_service
 from tests.sinks.offers import node, uuid

@@ -5,7 +5,7 @@ import json
 import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from agent.model.health import Condition
 from agent.model.ids import GpuUuid
 from agent.model.sample import GpuSample
 from agent.model.snapshot import Snapshot
+from agent.model.structs import replace
 from agent.sinks import evidence
 from agent.sinks.evidence import EvidenceSink
 from agent.views.events import EventRing

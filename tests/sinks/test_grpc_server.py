@@ -10,7 +10,6 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +28,7 @@ from grpclib.server import Stream
 from h2.errors import ErrorCodes
 from h2.settings import SettingCodes
 
+from agent.model.structs import replace
 from agent.sinks.grpc_bounds import PEER_LINES, Allowance, Bounds, LineLimit
 from agent.sinks.grpc_connection import BoundedConnection
 from agent.sinks.grpc_server import BoundedServer, receive_request

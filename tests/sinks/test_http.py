@@ -8,7 +8,7 @@ import socket
 import stat
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from agent.model.health import Condition, ConditionKey, Evidence, Health, Reason
 from agent.model.ids import DeviceId, GpuUuid, Placement, SocketIdentity
 from agent.model.sample import GpuSample
 from agent.model.snapshot import DriverView, Finding, ListSent, RegistrationPhase, Snapshot, TaskView
+from agent.model.structs import replace
 from agent.sinks import http_server
 from agent.sinks.http import HttpSink
 from agent.sinks.http_places import Bounds, Kind, Room

@@ -2,12 +2,12 @@
 
 import logging
 import re
-from dataclasses import replace
 
 import pytest
 
 from agent import log
 from agent.model.effects import Event, EventKind, RecordEvent
+from agent.model.structs import replace
 from agent.sinks.journal import MESSAGE_IDS, JournalSink
 from agent.views.sentences import sentence_of
 from tests.core.build import U3, enumerated, failed, gpu, registered_node, xid

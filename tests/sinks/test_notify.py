@@ -4,7 +4,6 @@ import asyncio
 import os
 import socket
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,6 +12,7 @@ from agent.bus import Latest
 from agent.model.health import Health
 from agent.model.policy import SECOND_NS
 from agent.model.snapshot import DriverView, RegistrationPhase, Snapshot
+from agent.model.structs import replace
 from agent.sinks import notify
 from agent.sinks.notify import Notifier, status_line
 from tests.sinks.offers import devices, node, resource, snapshot

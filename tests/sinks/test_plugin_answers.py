@@ -3,7 +3,7 @@
 import re
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from agent.model.health import Condition, ConditionKey, Evidence, Health, Reason
 from agent.model.ids import ResourceName, SourceName
 from agent.model.policy import DeviceListStrategy, Injection, Policy
 from agent.model.snapshot import Device, Snapshot
+from agent.model.structs import replace
 from agent.simulation.kubelet import EmulatedKubelet
 from agent.simulation.kubelet.records import ContainerOutcome, DeviceSpecView, MountView, PodOutcome
 from tests.sinks.offers import GPU, devices, resource, snapshot

@@ -9,7 +9,6 @@ import os
 import threading
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -33,6 +32,7 @@ from agent.model.health import (
 )
 from agent.model.ids import GpuUuid, Placement
 from agent.model.snapshot import Durable, Snapshot
+from agent.model.structs import replace
 from agent.sinks import statefile
 from agent.sinks.statefile import COPY, StateFile, UnreadError, load, save
 from agent.sinks.statefile_format import encoded

@@ -9,7 +9,6 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,6 +18,7 @@ from agent.model.facts import GpuUseSeen, ProbeSeen
 from agent.model.ids import GpuUuid
 from agent.model.policy import MILLISECOND_NS, SECOND_NS
 from agent.model.snapshot import Snapshot
+from agent.model.structs import replace
 from agent.model.usage import GpuHold, ProcessUse, Usage
 from agent.probe.request import Request
 from agent.simulation.driver_double.nodes import Gpu

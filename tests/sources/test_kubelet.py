@@ -9,7 +9,6 @@ import subprocess
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -21,6 +20,7 @@ from agent.model.facts import KubeletSocketSeen, OwnSocketLost, WatchedDirectory
 from agent.model.ids import ResourceName, SocketIdentity, socket_name
 from agent.model.policy import Policy
 from agent.model.snapshot import RegistrationPhase, Resource, Snapshot
+from agent.model.structs import replace
 from agent.sources.kubelet import KubeletSettings, KubeletSource, identity_of
 from tests.sources.recorder import Recorder, until
 

@@ -5,7 +5,6 @@ import logging
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,6 +14,7 @@ from agent.model.facts import KubeletCounted
 from agent.model.ids import DeviceId, Part, ResourceName
 from agent.model.parts import KUBELET_COUNT
 from agent.model.snapshot import RegistrationPhase, Snapshot
+from agent.model.structs import replace
 from agent.proofs import Proofs
 from agent.simulation.kubelet import EmulatedKubelet
 from agent.sources.kubelet_count import KubeletCountSource

@@ -5,7 +5,6 @@ import logging
 import re
 import subprocess
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -22,6 +21,7 @@ from agent.model.facts import (
     XidReported,
 )
 from agent.model.health import Reason
+from agent.model.structs import replace
 from agent.simulation.nvml import install_library
 from agent.sources.nvml_library import LibraryLocation, LibraryMissingError, load
 from agent.sources.nvml_slot import ended

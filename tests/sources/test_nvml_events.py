@@ -2,7 +2,6 @@
 
 import asyncio
 import time
-from dataclasses import replace
 
 import pytest
 
@@ -14,6 +13,7 @@ from agent.model.facts import (
     HealthEventsUnsupported,
     XidReported,
 )
+from agent.model.structs import replace
 from agent.simulation.presets import MigDeviceSpec
 from agent.sources.nvml_events import RetiredError, SharedEventSet
 from agent.sources.nvml_library import EventSet, Nvml

@@ -2,7 +2,6 @@
 
 import asyncio
 import threading
-from dataclasses import replace
 
 import pytest
 
@@ -15,6 +14,7 @@ from agent.model.facts import (
     GpuProbePassed,
     GpusEnumerated,
 )
+from agent.model.structs import replace
 from tests.sources.conftest import MakeNode, StartSource
 from tests.sources.recorder import Recorder
 from tests.sources.simulated import MS, QUICK, all_probed

@@ -1,10 +1,9 @@
 """What the return codes of a GPU's calls tell."""
 
-from dataclasses import replace
-
 import pytest
 
 from agent.model.facts import DriverUnavailable, GpuCallFailed, GpuProbePassed, GpusEnumerated
+from agent.model.structs import replace
 from tests.sources.conftest import MakeNode, StartSource
 from tests.sources.recorder import Recorder, until
 from tests.sources.simulated import MS, QUICK, all_probed, hears_every_gpu

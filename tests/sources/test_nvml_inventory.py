@@ -2,7 +2,6 @@
 
 import logging
 import re
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,6 +16,7 @@ from agent.model.facts import (
 )
 from agent.model.gpu import Gpu, MigDevice
 from agent.model.ids import GpuUuid
+from agent.model.structs import replace
 from agent.simulation.presets import MigDeviceSpec, load_preset, preset_names
 from agent.sources.nvml_inventory import MAX_MIG_DEVICES, control_nodes, profile_from_attributes
 from agent.sources.nvml_library import MigAttributes

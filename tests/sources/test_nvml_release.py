@@ -3,7 +3,6 @@
 import asyncio
 import os
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -20,6 +19,7 @@ from agent.model.facts import (
     GpusEnumerated,
     XidReported,
 )
+from agent.model.structs import replace
 from agent.simulation.presets import load_preset
 from agent.simulation.roots import write_dev
 from agent.sources.nvml import NvmlSettings, NvmlSource

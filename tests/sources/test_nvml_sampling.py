@@ -1,7 +1,6 @@
 """What a GPU reads in a health poll, and what a reading that fails means."""
 
 from collections.abc import Callable
-from dataclasses import replace
 
 import pytest
 
@@ -15,6 +14,7 @@ from agent.model.facts import (
     GpusEnumerated,
 )
 from agent.model.sample import GpuSample
+from agent.model.structs import replace
 from agent.simulation.nvml import NvmlState
 from tests.sources.conftest import MakeNode, StartSource
 from tests.sources.recorder import Recorder, until

@@ -1,6 +1,5 @@
 """Where each GPU stands among the others, as the driver tells it, and when it is asked."""
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,6 +8,7 @@ from agent.core.topology import short_name, topology_of
 from agent.errors import NvmlError
 from agent.model.facts import GpuCallFailed, GpuCallOverdue, GpuProbePassed, GpusEnumerated, TopologySeen
 from agent.model.ids import GpuUuid
+from agent.model.structs import replace
 from agent.model.topology import NvLinks, PcieDistance, Survey, Topology
 from agent.sources.nvml_inventory import Sighting
 from agent.sources.nvml_library import Handle

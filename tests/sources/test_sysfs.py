@@ -7,7 +7,6 @@ import threading
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +29,7 @@ from agent.model.health import Health
 from agent.model.ids import GpuUuid
 from agent.model.policy import Injection, Policy
 from agent.model.snapshot import DriverView, GpuView, Snapshot
+from agent.model.structs import replace
 from agent.simulation.presets import NodeSpec, load_preset
 from agent.simulation.roots import (
     bind_pci_device,

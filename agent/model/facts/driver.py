@@ -1,7 +1,6 @@
 """What NVML said of the driver and of each GPU."""
 
 from collections.abc import Hashable
-from dataclasses import dataclass, replace
 from typing import Self
 
 from agent.model.facts.message import NVML, Counted, GpuState, State
@@ -9,12 +8,12 @@ from agent.model.gpu import Gpu
 from agent.model.health import Reason
 from agent.model.ids import ALL, GpuUuid, SourceName
 from agent.model.sample import GpuSample
+from agent.model.structs import replace
 from agent.model.topology import Survey
 from agent.model.usage import GpuMemory
 
 
-@dataclass(frozen=True, slots=True)
-class DriverReady(State):
+class DriverReady(State, frozen=True):
     """NVML was initialised (again)."""
 
     driver_version: str
@@ -28,8 +27,7 @@ class DriverReady(State):
         return ("driver", True)
 
 
-@dataclass(frozen=True, slots=True)
-class DriverUnavailable(State):
+class DriverUnavailable(State, frozen=True):
     """NVML could not be initialised, or stopped answering for the whole node."""
 
     reason: Reason
@@ -48,15 +46,13 @@ class DriverUnavailable(State):
         return replace(newer, unloaded=self.unloaded or newer.unloaded)
 
 
-@dataclass(frozen=True, slots=True)
-class DriverReleased(State):
+class DriverReleased(State, frozen=True):
     """NVML was shut down on request: no file of the driver is open any more."""
 
     source: SourceName = NVML
 
 
-@dataclass(frozen=True, slots=True)
-class DriverCallOverdue(State):
+class DriverCallOverdue(State, frozen=True):
     """A call on no single GPU (init, enumeration, event wait) did not answer within its deadline."""
 
     call: str
@@ -64,16 +60,14 @@ class DriverCallOverdue(State):
     source: SourceName = NVML
 
 
-@dataclass(frozen=True, slots=True)
-class DriverCallAnswered(State):
+class DriverCallAnswered(State, frozen=True):
     """The overdue node-wide call answered after all."""
 
     call: str
     source: SourceName = NVML
 
 
-@dataclass(frozen=True, slots=True)
-class GpusEnumerated(State):
+class GpusEnumerated(State, frozen=True):
     """The complete list of GPUs that NVML has now, in index order."""
 
     gpus: tuple[Gpu, ...]
@@ -82,8 +76,7 @@ class GpusEnumerated(State):
     source: SourceName = NVML
 
 
-@dataclass(frozen=True, slots=True)
-class XidReported(Counted):
+class XidReported(Counted, frozen=True):
     """An XID was reported for a GPU, a GPU instance or a compute instance."""
 
     gpu: GpuUuid | None
@@ -99,23 +92,20 @@ class XidReported(Counted):
         return (XidReported, self.source, self.gpu, self.gi, self.ci, self.xid)
 
 
-@dataclass(frozen=True, slots=True)
-class HealthEventsUnsupported(GpuState):
+class HealthEventsUnsupported(GpuState, frozen=True):
     """The driver offers no XID events for a GPU; it is probed all the same."""
 
     message: str
     source: SourceName = NVML
 
 
-@dataclass(frozen=True, slots=True)
-class GpuProbePassed(GpuState):
+class GpuProbePassed(GpuState, frozen=True):
     """Every call of one health poll of a GPU answered well."""
 
     source: SourceName = NVML
 
 
-@dataclass(frozen=True, slots=True)
-class GpuCallFailed(State):
+class GpuCallFailed(State, frozen=True):
     """An NVML call on a GPU returned an error that is a finding (not NOT_SUPPORTED)."""
 
     gpu: GpuUuid
@@ -131,8 +121,7 @@ class GpuCallFailed(State):
         return (GpuCallFailed, self.gpu, self.code)
 
 
-@dataclass(frozen=True, slots=True)
-class GpuCallOverdue(GpuState):
+class GpuCallOverdue(GpuState, frozen=True):
     """An NVML call on a GPU did not answer within its deadline."""
 
     call: str
@@ -140,31 +129,27 @@ class GpuCallOverdue(GpuState):
     source: SourceName = NVML
 
 
-@dataclass(frozen=True, slots=True)
-class GpuCallAnswered(GpuState):
+class GpuCallAnswered(GpuState, frozen=True):
     """The overdue call on a GPU answered after all; whether the GPU is well only a probe can say."""
 
     source: SourceName = NVML
 
 
-@dataclass(frozen=True, slots=True)
-class GpuSampled(GpuState):
+class GpuSampled(GpuState, frozen=True):
     """The readings of one health poll of a GPU; put before the GpuProbePassed of the same poll."""
 
     sample: GpuSample
     source: SourceName = NVML
 
 
-@dataclass(frozen=True, slots=True)
-class GpuMemorySeen(GpuState):
+class GpuMemorySeen(GpuState, frozen=True):
     """How much memory of a GPU is used, and by whom; one health poll."""
 
     memory: GpuMemory
     source: SourceName = NVML
 
 
-@dataclass(frozen=True, slots=True)
-class TopologySeen(GpuState):
+class TopologySeen(GpuState, frozen=True):
     """Where a GPU stands among the others: what a survey of it found."""
 
     survey: Survey

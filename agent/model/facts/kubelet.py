@@ -1,38 +1,33 @@
 """How the agent stands with the kubelet: its socket, ours, registrations and streams."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Literal
 
 from agent.model.facts.message import DEVICE_PLUGIN, KUBELET, KUBELET_COUNT, ResourceState, State
 from agent.model.ids import DeviceId, ResourceName, SocketIdentity, SourceName
 
 
-@dataclass(frozen=True, slots=True)
-class KubeletSocketSeen(State):
+class KubeletSocketSeen(State, frozen=True):
     """The kubelet's socket as it is now; None: there is none."""
 
     identity: SocketIdentity | None
     source: SourceName = KUBELET
 
 
-@dataclass(frozen=True, slots=True)
-class WatchedDirectoryDeleted(State):
+class WatchedDirectoryDeleted(State, frozen=True):
     """The device-plugins directory was deleted; only a new process can write the one in its place."""
 
     path: str
     source: SourceName = KUBELET
 
 
-@dataclass(frozen=True, slots=True)
-class OwnSocketLost(ResourceState):
+class OwnSocketLost(ResourceState, frozen=True):
     """The file of a plugin socket that we serve was deleted or replaced."""
 
     source: SourceName = KUBELET
 
 
-@dataclass(frozen=True, slots=True)
-class RegisterSent(ResourceState):
+class RegisterSent(ResourceState, frozen=True):
     """Register was sent to a kubelet, which may take as long as it likes to answer."""
 
     kubelet: SocketIdentity
@@ -42,8 +37,7 @@ class RegisterSent(ResourceState):
     source: SourceName = DEVICE_PLUGIN
 
 
-@dataclass(frozen=True, slots=True)
-class Registered(ResourceState):
+class Registered(ResourceState, frozen=True):
     """The kubelet accepted a registration."""
 
     kubelet: SocketIdentity
@@ -59,8 +53,7 @@ answered an error; socket_in_use: something that is not ours has our socket's pa
 own server could not start (no file descriptors, no room, no rights)."""
 
 
-@dataclass(frozen=True, slots=True)
-class RegistrationFailed(ResourceState):
+class RegistrationFailed(ResourceState, frozen=True):
     """A registration was not made."""
 
     failure: RegistrationFailure
@@ -68,31 +61,27 @@ class RegistrationFailed(ResourceState):
     source: SourceName = DEVICE_PLUGIN
 
 
-@dataclass(frozen=True, slots=True)
-class WatchersChanged(ResourceState):
+class WatchersChanged(ResourceState, frozen=True):
     """So many ListAndWatch streams of a resource are open now; told at each start and end."""
 
     live: int
     source: SourceName = DEVICE_PLUGIN
 
 
-@dataclass(frozen=True, slots=True)
-class SocketFreed(ResourceState):
+class SocketFreed(ResourceState, frozen=True):
     """The other process that served our socket's path does so no more."""
 
     source: SourceName = DEVICE_PLUGIN
 
 
-@dataclass(frozen=True, slots=True)
-class ListWritten(ResourceState):
+class ListWritten(ResourceState, frozen=True):
     """A list of devices was written to a ListAndWatch stream."""
 
     healthy: frozenset[DeviceId]
     source: SourceName = DEVICE_PLUGIN
 
 
-@dataclass(frozen=True, slots=True)
-class KubeletCounted(State):
+class KubeletCounted(State, frozen=True):
     """The healthy devices that the kubelet has by its own account, of every resource."""
 
     healthy: Mapping[ResourceName, frozenset[DeviceId]]

@@ -1,15 +1,13 @@
 """What the machine shows beside NVML: its kernel's log, sysfs, device nodes, uevents, the MPS daemon."""
 
 from collections.abc import Hashable
-from dataclasses import dataclass
 
 from agent.model.facts.message import KERNEL_LOG, MPS, SYSFS, UEVENTS, Counted, State
 from agent.model.ids import ALL, SourceName
 from agent.model.xid import NO_WORDS, XidWords
 
 
-@dataclass(frozen=True, slots=True)
-class KernelXidSeen(Counted):
+class KernelXidSeen(Counted, frozen=True):
     """The kernel log has an XID of a PCI address."""
 
     pci: str
@@ -38,8 +36,7 @@ class KernelXidSeen(Counted):
         return (KernelXidSeen, self.pci, self.gi, self.ci, self.xid, *told)
 
 
-@dataclass(frozen=True, slots=True)
-class SwitchErrorSeen(Counted):
+class SwitchErrorSeen(Counted, frozen=True):
     """The kernel log has an error (SXid) of an NVSwitch."""
 
     pci: str
@@ -54,16 +51,14 @@ class SwitchErrorSeen(Counted):
         return (SwitchErrorSeen, self.pci, self.sxid, self.fatal)
 
 
-@dataclass(frozen=True, slots=True)
-class UvmErrorSeen(State):
+class UvmErrorSeen(State, frozen=True):
     """The kernel log says that the unified memory driver (nvidia-uvm) refuses its work from here on."""
 
     status: str
     source: SourceName = KERNEL_LOG
 
 
-@dataclass(frozen=True, slots=True)
-class UvmProbed(State):
+class UvmProbed(State, frozen=True):
     """/dev/nvidia-uvm was opened after the kernel log had spoken of it."""
 
     error: str | None
@@ -71,8 +66,7 @@ class UvmProbed(State):
     source: SourceName = SYSFS
 
 
-@dataclass(frozen=True, slots=True)
-class PciConfigRead(State):
+class PciConfigRead(State, frozen=True):
     """The PCI configuration space of a GPU was read after the kernel log had spoken of it."""
 
     pci: str
@@ -86,8 +80,7 @@ class PciConfigRead(State):
         return (PciConfigRead, self.pci)
 
 
-@dataclass(frozen=True, slots=True)
-class KernelLogRead(State):
+class KernelLogRead(State, frozen=True):
     """Every XID of the kernel log up to a record was told; put after them."""
 
     until: int
@@ -95,8 +88,7 @@ class KernelLogRead(State):
     source: SourceName = KERNEL_LOG
 
 
-@dataclass(frozen=True, slots=True)
-class PciGpusSeen(State):
+class PciGpusSeen(State, frozen=True):
     """The PCI addresses of the GPUs that are bound to NVIDIA's driver, as sysfs has them now.
 
     Functions on vfio-pci or nouveau, and those bound to no driver, are not among them.
@@ -106,24 +98,21 @@ class PciGpusSeen(State):
     source: SourceName = SYSFS
 
 
-@dataclass(frozen=True, slots=True)
-class DriverModuleSeen(State):
+class DriverModuleSeen(State, frozen=True):
     """Which load of the kernel module this is: the inode of /sys/module/nvidia; None: not loaded."""
 
     inode: int | None
     source: SourceName = SYSFS
 
 
-@dataclass(frozen=True, slots=True)
-class DeviceNodesSeen(State):
+class DeviceNodesSeen(State, frozen=True):
     """The device nodes that should exist and do not: ``/dev/nvidia3``, ``/dev/nvidiactl``."""
 
     missing: tuple[str, ...]
     source: SourceName = SYSFS
 
 
-@dataclass(frozen=True, slots=True)
-class GpuRebound(State):
+class GpuRebound(State, frozen=True):
     """A GPU was unbound from its driver, or bound to it: what was wrong with it may be gone."""
 
     pci: str
@@ -136,8 +125,7 @@ class GpuRebound(State):
         return (GpuRebound, self.pci, self.bound)
 
 
-@dataclass(frozen=True, slots=True)
-class MpsSeen(State):
+class MpsSeen(State, frozen=True):
     """Whether the MPS control daemon says that it serves."""
 
     ready: bool

@@ -1,10 +1,12 @@
 """What every fact has: who saw it, and what becomes of it while it waits."""
 
 from collections.abc import Hashable
-from dataclasses import dataclass, field, replace
 from typing import Final, Protocol, Self
 
+import msgspec
+
 from agent.model.ids import GpuUuid, ResourceName, SourceName
+from agent.model.structs import replace
 
 NVML: Final = SourceName("nvml")
 KUBELET: Final = SourceName("kubelet")
@@ -35,10 +37,8 @@ class Message(Protocol):
         """Return one fact that stands for both."""
 
 
-class State:
+class State(msgspec.Struct, frozen=True):
     """A fact that tells how things are now: of two, the newer one is the truth."""
-
-    __slots__ = ()
 
     @property
     def key(self) -> Hashable | None:
@@ -50,8 +50,7 @@ class State:
         return newer
 
 
-@dataclass(frozen=True, slots=True)
-class GpuState(State):
+class GpuState(State, frozen=True):
     """How one GPU is now."""
 
     gpu: GpuUuid
@@ -62,8 +61,7 @@ class GpuState(State):
         return (type(self), self.gpu)
 
 
-@dataclass(frozen=True, slots=True)
-class ResourceState(State):
+class ResourceState(State, frozen=True):
     """How one resource stands with the kubelet now."""
 
     resource: ResourceName
@@ -76,11 +74,10 @@ class ResourceState(State):
         return (type(self), self.resource)
 
 
-@dataclass(frozen=True, slots=True)
-class Counted:
+class Counted(msgspec.Struct, frozen=True, kw_only=True):
     """A fact that can happen again and again: two of one key are one, with both counts."""
 
-    count: int = field(default=1, kw_only=True)
+    count: int = 1
 
     def merged_with(self, newer: Self) -> Self:
         """Add the counts."""

@@ -1,14 +1,12 @@
 """What operators ask for through the control socket."""
 
 from collections.abc import Hashable
-from dataclasses import dataclass
 
 from agent.model.facts.message import OPERATOR, GpuState, State
 from agent.model.ids import GpuUuid, SourceName
 
 
-@dataclass(frozen=True, slots=True)
-class HoldRequested(State):
+class HoldRequested(State, frozen=True):
     """An operator takes a GPU out until it is given back, over restarts and reboots."""
 
     selector: str
@@ -22,8 +20,7 @@ class HoldRequested(State):
         return (HoldRequested, self.selector)
 
 
-@dataclass(frozen=True, slots=True)
-class UnholdRequested(State):
+class UnholdRequested(State, frozen=True):
     """An operator gives a held GPU back."""
 
     selector: str
@@ -35,22 +32,19 @@ class UnholdRequested(State):
         return (UnholdRequested, self.selector)
 
 
-@dataclass(frozen=True, slots=True)
-class RecoverRequested(GpuState):
+class RecoverRequested(GpuState, frozen=True):
     """An operator declares a GPU well: every condition of it but a hold ends now."""
 
     source: SourceName = OPERATOR
 
 
-@dataclass(frozen=True, slots=True)
-class StateLossAcknowledged(State):
+class StateLossAcknowledged(State, frozen=True):
     """An operator knows that what was kept before the start is lost."""
 
     source: SourceName = OPERATOR
 
 
-@dataclass(frozen=True, slots=True)
-class ReleaseRequested(State):
+class ReleaseRequested(State, frozen=True):
     """An operator wants the driver let go of, for a reset, a MIG change or an unload."""
 
     gpus: frozenset[GpuUuid]
@@ -64,8 +58,7 @@ class ReleaseRequested(State):
         return (ReleaseRequested, self.gpus)
 
 
-@dataclass(frozen=True, slots=True)
-class ResumeRequested(State):
+class ResumeRequested(State, frozen=True):
     """An operator gives the driver back before the time is over."""
 
     source: SourceName = OPERATOR

@@ -1,8 +1,9 @@
 """What the agent's own process says of itself: its parts, its settings, losses, time."""
 
 from collections.abc import Hashable, Mapping
-from dataclasses import dataclass, field
 from types import MappingProxyType
+
+import msgspec
 
 from agent.model.facts.message import AGENT, Counted, State
 from agent.model.ids import GpuUuid, Part, SourceName
@@ -10,8 +11,7 @@ from agent.model.policy import Policy
 from agent.model.snapshot import Durable
 
 
-@dataclass(frozen=True, slots=True)
-class TaskReported(State):
+class TaskReported(State, frozen=True):
     """How a supervised source or sink is: running, or ended and to be started again."""
 
     task: SourceName
@@ -25,34 +25,30 @@ class TaskReported(State):
         return (TaskReported, self.task)
 
 
-@dataclass(frozen=True, slots=True)
-class CdiReported(State):
+class CdiReported(State, frozen=True):
     """Whether every device that is offered is resolved by a CDI file, or why not."""
 
     trouble: str | None
     source: SourceName = AGENT
 
 
-@dataclass(frozen=True, slots=True)
-class PolicyChanged(State):
+class PolicyChanged(State, frozen=True):
     """The operator changed the configuration."""
 
     policy: Policy
     source: SourceName = AGENT
 
 
-@dataclass(frozen=True, slots=True)
-class PartsStale(State):
+class PartsStale(State, frozen=True):
     """Which parts gave no proof for too long."""
 
     stale: frozenset[Part]
-    covered: Mapping[Part, int] = field(default_factory=lambda: MappingProxyType({}))
+    covered: Mapping[Part, int] = msgspec.field(default_factory=lambda: MappingProxyType({}))
     """Those for which a fresh part stands in, and when each gave its newest proof."""
     source: SourceName = AGENT
 
 
-@dataclass(frozen=True, slots=True)
-class FactRefused(State):
+class FactRefused(State, frozen=True):
     """The core failed on a fact, twice: what it says is not in the state."""
 
     gpu: GpuUuid | None
@@ -66,16 +62,14 @@ class FactRefused(State):
         return (FactRefused, self.gpu)
 
 
-@dataclass(frozen=True, slots=True)
-class StateUnread(State):
+class StateUnread(State, frozen=True):
     """What an earlier process kept is there and cannot be read now; reading is retried."""
 
     why: str
     source: SourceName = AGENT
 
 
-@dataclass(frozen=True, slots=True)
-class StateRestored(State):
+class StateRestored(State, frozen=True):
     """What an earlier process kept was read, after the start."""
 
     durable: Durable | None
@@ -83,8 +77,7 @@ class StateRestored(State):
     source: SourceName = AGENT
 
 
-@dataclass(frozen=True, slots=True)
-class FactsLost(Counted):
+class FactsLost(Counted, frozen=True):
     """The inbox was full: so many high-rate facts of a source were dropped."""
 
     lost_from: SourceName
@@ -96,8 +89,7 @@ class FactsLost(Counted):
         return (FactsLost, self.lost_from)
 
 
-@dataclass(frozen=True, slots=True)
-class Tick(State):
+class Tick(State, frozen=True):
     """Time passed."""
 
     source: SourceName = AGENT

@@ -1,15 +1,13 @@
 """Who was given which GPU, and who uses it."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 from agent.model.facts.message import PODS, PROBE, State
 from agent.model.ids import DeviceId, GpuUuid, SourceName
 from agent.model.usage import DeviceCall, Pods, ProbeView, Usage
 
 
-@dataclass(frozen=True, slots=True)
-class AllocationsListed(State):
+class AllocationsListed(State, frozen=True):
     """Which pods hold which of our devices, without finished pods; kubelet's PodResources List."""
 
     pods: Mapping[DeviceId, str]
@@ -17,8 +15,7 @@ class AllocationsListed(State):
     source: SourceName = PODS
 
 
-@dataclass(frozen=True, slots=True)
-class PodsSeen(State):
+class PodsSeen(State, frozen=True):
     """The pods that this node's kubelet knows, by UID; what is not among them is gone."""
 
     pods: Pods
@@ -27,24 +24,21 @@ class PodsSeen(State):
     source: SourceName = PODS
 
 
-@dataclass(frozen=True, slots=True)
-class GpuUseSeen(State):
+class GpuUseSeen(State, frozen=True):
     """Who uses the driver now; told when it changed and at least every 30 s."""
 
     usage: Usage
     source: SourceName = PROBE
 
 
-@dataclass(frozen=True, slots=True)
-class ProbeSeen(State):
+class ProbeSeen(State, frozen=True):
     """How the probe is: loaded, or why not."""
 
     probe: ProbeView
     source: SourceName = PROBE
 
 
-@dataclass(frozen=True, slots=True)
-class DeviceCallsSeen(State):
+class DeviceCallsSeen(State, frozen=True):
     """What the kernel saw of the calls that show whether devices answer; those that were made so far."""
 
     calls: Mapping[GpuUuid, DeviceCall]
