@@ -7,7 +7,7 @@ JOBS ?= $(shell echo $$((3 * $$(nproc))))
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.setup-done
 DEMO_STAMP := $(VENV)/.demo-done
-SOURCES := pyproject.toml requirements.txt .ci/setup $(wildcard agent/simulation/nvml/*.[ch] bpf/*.[ch])
+SOURCES := pyproject.toml requirements.txt .ci/setup $(wildcard agent/simulation/*.t* agent/simulation/nvml/*.[ch] bpf/*.[ch])
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test test-vm test-system check bench mutants bpf wheel gen lock clean
@@ -22,7 +22,7 @@ help:
 	@echo 'make bench    the figures we promise, beside their targets (ARGS=--json)'
 	@echo 'make mutants  mutation score of agent/core (minutes)'
 	@echo 'make bpf      the precompiled eBPF probe (needs clang and libbpf-dev)'
-	@echo 'make wheel    dist/*.whl for nodes, with the precompiled probe in it'
+	@echo 'make wheel    dist/*.whl: for nodes, with the precompiled probe in it, and the simulated node'
 	@echo 'make gen      generate code from proto/'
 	@echo 'make lock     resolve the locked dependencies anew'
 
@@ -74,8 +74,8 @@ bpf:
 
 # Nothing that an earlier build left gets in.
 wheel: $(STAMP)
-	@rm -rf build/lib* build/bdist* build/temp* dist
-	@$(BIN)/python -m pip wheel -q --no-deps --no-build-isolation -w dist .
+	@rm -rf build/lib* build/bdist* build/temp* build/simulation dist
+	@$(BIN)/python -m pip wheel -q --no-deps --no-build-isolation -w dist . ./agent/simulation
 	@ls dist/*.whl
 
 clean:

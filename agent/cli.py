@@ -42,50 +42,77 @@ class Command(NamedTuple):
     module: str
 
 
-GROUPS: Final = {
-    "On a GPU node": (
-        Command("run", "Offer this node's GPUs to the kubelet and watch them", "agent.commands.run"),
-        Command("status", "Show the running agent and why the node is not ready", "agent.commands.status"),
-        Command("devices", "Show each device, its health and the reason", "agent.commands.devices"),
-        Command("describe", "Show everything that is known of one GPU", "agent.commands.describe"),
-        Command("topology", "Show how the GPUs are connected", "agent.commands.topology"),
-        Command("contexts", "Show each process on a GPU and its contexts", "agent.commands.contexts"),
-        Command("owners", "Show who was given each GPU, and who really uses it", "agent.commands.owners"),
-        Command("trace", "Show the driver calls of one process, live", "agent.commands.trace"),
-        Command("events", "Show what happened", "agent.commands.events"),
-        Command("allocate", "Show what a container would get, as a dry run", "agent.commands.allocate"),
-        Command("cdi", "Show the CDI specification, or check one", "agent.commands.cdi"),
-    ),
-    "To take GPUs out and give them back": (
-        Command("hold", "Take a GPU out until it is given back, over reboots", "agent.commands.hold"),
-        Command("unhold", "Give a held GPU back", "agent.commands.unhold"),
-        Command("recover", "Declare a GPU well", "agent.commands.recover"),
-        Command("release", "Let go of the driver, for a reset or an unload", "agent.commands.release"),
-        Command("resume", "Take the driver back", "agent.commands.resume"),
-        Command("bundle", "Keep what is known of a GPU, for an RMA", "agent.commands.bundle"),
-    ),
-    "Without a GPU": (
-        Command("demo", "Show a whole simulated node in this terminal", "agent.simulation.demo"),
-        Command("simulate", "Run the simulated parts alone", "agent.simulation.simulate"),
-        Command("inject", "Put a fault into the simulated node", "agent.simulation.inject"),
-    ),
-    "Other": (
-        Command("explain", "Explain reason codes and XIDs", "agent.commands.explain"),
-        Command("config", "Show, check and explain the configuration", "agent.commands.config"),
-        Command("completion", "Print the completion of a shell", "agent.commands.completion"),
-        Command("version", "Show the version", "agent.commands.version"),
-    ),
-}
+class CommandGroup(NamedTuple):
+    """Commands under one title of the help."""
 
-COMMANDS: Final = {command.name: command for group in GROUPS.values() for command in group}
+    title: str
+    commands: tuple[Command, ...]
+    examples: str = ""
+    """Lines among the examples of the help."""
+    extra: str = ""
+    """The extra that they are installed with; empty: always there."""
+
+
+GROUPS: Final = (
+    CommandGroup(
+        "On a GPU node",
+        (
+            Command("run", "Offer this node's GPUs to the kubelet and watch them", "agent.commands.run"),
+            Command(
+                "status", "Show the running agent and why the node is not ready", "agent.commands.status"
+            ),
+            Command("devices", "Show each device, its health and the reason", "agent.commands.devices"),
+            Command("describe", "Show everything that is known of one GPU", "agent.commands.describe"),
+            Command("topology", "Show how the GPUs are connected", "agent.commands.topology"),
+            Command("contexts", "Show each process on a GPU and its contexts", "agent.commands.contexts"),
+            Command("owners", "Show who was given each GPU, and who really uses it", "agent.commands.owners"),
+            Command("trace", "Show the driver calls of one process, live", "agent.commands.trace"),
+            Command("events", "Show what happened", "agent.commands.events"),
+            Command("allocate", "Show what a container would get, as a dry run", "agent.commands.allocate"),
+            Command("cdi", "Show the CDI specification, or check one", "agent.commands.cdi"),
+        ),
+    ),
+    CommandGroup(
+        "To take GPUs out and give them back",
+        (
+            Command("hold", "Take a GPU out until it is given back, over reboots", "agent.commands.hold"),
+            Command("unhold", "Give a held GPU back", "agent.commands.unhold"),
+            Command("recover", "Declare a GPU well", "agent.commands.recover"),
+            Command("release", "Let go of the driver, for a reset or an unload", "agent.commands.release"),
+            Command("resume", "Take the driver back", "agent.commands.resume"),
+            Command("bundle", "Keep what is known of a GPU, for an RMA", "agent.commands.bundle"),
+        ),
+    ),
+    CommandGroup(
+        "Other",
+        (
+            Command("explain", "Explain reason codes and XIDs", "agent.commands.explain"),
+            Command("config", "Show, check and explain the configuration", "agent.commands.config"),
+            Command("completion", "Print the completion of a shell", "agent.commands.completion"),
+            Command("version", "Show the version", "agent.commands.version"),
+        ),
+    ),
+)
+
+_COMMANDS: Final = {command.name: command for group in GROUPS for command in group.commands}
 
 _EXAMPLES: Final = """\
-Examples:
-  gpu-agent demo                      a simulated node with 8 GPUs, live
-  gpu-agent inject xid 79 --gpu 3     a fault, from a second terminal
   gpu-agent run                       the agent of this node
   gpu-agent devices                   what the running agent offers
 """
+
+
+def all_groups() -> tuple[CommandGroup, ...]:
+    """Return the groups with those of the extras that are installed; raises AgentError."""
+    from agent.extras import command_groups  # noqa: PLC0415 - not for run, which must start fast
+
+    *own, other = GROUPS
+    return (*own, *command_groups(), other)
+
+
+def all_commands() -> dict[str, Command]:
+    """Return every command that is installed by its name; raises AgentError."""
+    return {command.name: command for group in all_groups() for command in group.commands}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -124,10 +151,19 @@ def _dispatch(arguments: list[str]) -> int:
         from agent.commands.run import run  # noqa: PLC0415 - only what is needed
 
         return run(rest)
-    command = COMMANDS.get(name)
-    if command is None:
-        raise UsageError(f'"{name[:80]}" is no command{_suggestion(name)}; see gpu-agent --help')
-    return _with_argparse(command, rest)
+    return _with_argparse(_COMMANDS.get(name) or _command_of_an_extra(name), rest)
+
+
+def _command_of_an_extra(name: str) -> Command:
+    from agent.extras import SIMULATION_COMMANDS, not_installed  # noqa: PLC0415 - as above
+    from agent.spelling import suggestion  # noqa: PLC0415 - only where something is wrong
+
+    installed = all_commands()
+    if name in installed:
+        return installed[name]
+    if name in SIMULATION_COMMANDS:
+        raise not_installed(f"gpu-agent {name}")
+    raise UsageError(f'"{name[:80]}" is no command{suggestion(name, tuple(installed))}; see gpu-agent --help')
 
 
 def _with_argparse(command: Command, arguments: list[str]) -> int:
@@ -137,12 +173,6 @@ def _with_argparse(command: Command, arguments: list[str]) -> int:
     parser = Parser(command.name)
     module.configure(parser)
     return module.main(parser.parse(arguments))
-
-
-def _suggestion(name: str) -> str:
-    from agent.spelling import suggestion  # noqa: PLC0415 - only where something is wrong
-
-    return suggestion(name, tuple(COMMANDS))
 
 
 def _complain(*sentences: str) -> None:
@@ -155,10 +185,12 @@ def _complain(*sentences: str) -> None:
 
 
 def _help() -> str:
-    lines = ["The GPU node agent: device plugin, health and preflight.", "", _EXAMPLES]
-    for title, commands in GROUPS.items():
-        lines.append(f"{title}:")
-        lines += [f"  {command.name:10} {command.summary}" for command in commands]
+    groups = all_groups()
+    examples = "".join(group.examples for group in groups) + _EXAMPLES
+    lines = ["The GPU node agent: device plugin, health and preflight.", "", f"Examples:\n{examples}"]
+    for group in groups:
+        lines.append(f"{group.title}:")
+        lines += [f"  {command.name:10} {command.summary}" for command in group.commands]
         lines.append("")
     lines += [
         "Exit codes: 0 success, 1 failed or not ready, 2 usage, bad configuration or",

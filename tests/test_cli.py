@@ -32,7 +32,7 @@ from agent.simulation.node import SimulatedNode
 from agent.threads import in_daemon_thread
 from tests.agent_process import AgentProcess, clean_environment, flags_of, running, simulated_node
 
-ALL_COMMANDS = tuple(cli.COMMANDS)
+ALL_COMMANDS = tuple(cli.all_commands())
 
 
 def gpu_agent(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:

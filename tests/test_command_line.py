@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from agent.cli import COMMANDS
+from agent.cli import all_commands
 from agent.cli import main as cli
 from agent.commands import manual
 from agent.commands.describe import page as page_of
@@ -43,7 +43,7 @@ def test_every_command_and_flag_is_in_the_completion_of_each_shell(
 ) -> None:
     text = script_of(shell, tmp_path / "script", capsys)
     listed = [each for _, each in described()]
-    assert {each.command.name for each in listed} == COMMANDS.keys()
+    assert {each.command.name for each in listed} == all_commands().keys()
     for each in listed:
         assert each.command.name in text
         for flag in each.flags:
@@ -91,7 +91,7 @@ def test_the_manual_is_the_committed_one_and_its_readers_have_nothing_to_say() -
     text = "\n".join(manual.page()) + "\n"
     page = Path(manual.__file__).parents[1] / "man" / "gpu-agent.1"
     assert text == page.read_text()
-    for each in COMMANDS.values():
+    for each in all_commands().values():
         assert f'\n.SS "{each.name}"\n'.replace("-", "\\-") in text
     for command in (["groff", "-man", "-ww", "-z", "-Tutf8"], ["mandoc", "-T", "lint", "-W", "warning"]):
         if shutil.which(command[0]):

@@ -90,13 +90,10 @@ def _settings(flags: Mapping[str, str]) -> Settings:
 
 
 def _simulated(args: argparse.Namespace, given: Mapping[str, str]) -> object:
-    from agent.runtime.dry_run import dry_run  # noqa: PLC0415 - help must be there at once
-    from agent.simulation import scenario  # noqa: PLC0415
-    from agent.simulation.still import settings_of, still  # noqa: PLC0415
+    from agent.extras import scenario_node  # noqa: PLC0415 - help must be there at once
+    from agent.runtime.dry_run import dry_run  # noqa: PLC0415
 
-    loaded = scenario.load(args.scenario)
-    settings = settings_of(loaded, given)
-    return dry_run(still(loaded.node, settings.policy), args.ids, resource=args.resource)
+    return dry_run(scenario_node(args.scenario, given).snapshot, args.ids, resource=args.resource)
 
 
 def _asked(args: argparse.Namespace, given: Mapping[str, str]) -> object:

@@ -98,22 +98,18 @@ def _own_files(directory: str) -> Iterator[str]:
 
 
 def _of_scenario(name: str, given: dict[str, str]) -> list[Any]:
-    """Return what the agent would write on a scenario's node, and tell what it would say of it."""
-    from agent.simulation import roots, scenario  # noqa: PLC0415 - help must be there at once
-    from agent.simulation.still import settings_of, still  # noqa: PLC0415
+    """Return what the agent would write on a scenario's node, and show what it would warn of."""
+    from agent.extras import scenario_node  # noqa: PLC0415 - help must be there at once
     from agent.sinks.cdi_files import SpecDirectory  # noqa: PLC0415
     from agent.sinks.cdi_records import CdiError, Wanted  # noqa: PLC0415
 
-    loaded = scenario.load(name)
-    settings = settings_of(loaded, given)
+    node = scenario_node(name, given)
+    settings, snapshot = node.settings, node.snapshot
     with TemporaryDirectory(prefix="gpu-agent-") as directory:
-        here = Path(directory)
-        roots.write_roots(loaded.node, here)
-        (here / "dev").rename(here / "driver" / "dev")
-        snapshot = still(loaded.node, settings.policy)
+        node.write_roots(Path(directory))
         wanted = Wanted(
             gpus=tuple(view.gpu for view in snapshot.gpus),
-            driver_version=loaded.node.driver_version,
+            driver_version=node.driver_version,
             injection=settings.policy.injection,
             mig_strategy=settings.policy.mig_strategy,
             present=frozenset(view.gpu.uuid for view in snapshot.gpus),

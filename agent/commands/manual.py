@@ -3,9 +3,12 @@
 Source: man(7) and groff_man(7) of groff.
 """
 
+import sys
 from collections.abc import Iterator
 
+from agent.cli import all_groups
 from agent.commands.parsers import Argument, Described, described
+from agent.extras import not_installed
 
 _FILES = {
     "/var/lib/gpu-agent/state.json": "Conditions, holds and counts, kept over restarts and reboots.",
@@ -34,9 +37,13 @@ def page() -> Iterator[str]:
     yield "with examples."
     title = ""
     for group, each in described():
-        if group != title:
-            title = group
-            yield f".SH {_escaped(group).upper()}"
+        if group.title != title:
+            title = group.title
+            yield f".SH {_escaped(title).upper()}"
+            if group.extra:
+                yield "These commands come with the extra"
+                yield f".BR {_escaped(group.extra)} ,"
+                yield "which nodes do not need."
         yield from _command(each)
     yield ".SH EXIT STATUS"
     yield ".TP\n.B 0\nSuccess."
@@ -83,4 +90,6 @@ def _escaped(text: str) -> str:
 
 
 if __name__ == "__main__":
+    if not any(group.extra for group in all_groups()):
+        sys.exit(str(not_installed("The manual page")))
     print("\n".join(page()))

@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator
 from typing import Final, Literal, NamedTuple, cast
 
-from agent.cli import GROUPS, Command, CommandModule
+from agent.cli import Command, CommandGroup, CommandModule, all_groups
 from agent.commands.arguments import Parser
 
 Kind = Literal["none", "path", "text"]
@@ -53,16 +53,12 @@ class Described(NamedTuple):
         return any(each.kind == "path" for each in self.arguments if not each.names)
 
 
-def described() -> Iterator[tuple[str, Described]]:
-    """Yield each command that is installed, with the title of its group."""
-    for title, commands in GROUPS.items():
-        for command in commands:
-            try:
-                module = cast("CommandModule", importlib.import_module(command.module))
-            except ModuleNotFoundError:
-                # A node has no simulation.
-                continue
-            yield title, _described(command, module)
+def described() -> Iterator[tuple[CommandGroup, Described]]:
+    """Yield each command that is installed, with its group."""
+    for group in all_groups():
+        for command in group.commands:
+            module = cast("CommandModule", importlib.import_module(command.module))
+            yield group, _described(command, module)
 
 
 def _described(command: Command, module: CommandModule) -> Described:

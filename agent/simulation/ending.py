@@ -1,13 +1,10 @@
 """How the simulation's processes begin and end: what is needed is checked, the first signal asks to stop."""
 
 import asyncio
-import importlib.util
 import signal
 from collections.abc import Coroutine
 from types import TracebackType
 from typing import Any, Final, Self
-
-from agent.errors import AgentError
 
 STOP_SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 """SIGHUP is a closed terminal."""
@@ -67,17 +64,3 @@ async def first_of(**works: Coroutine[Any, Any, object]) -> str:
     first = next(task for task in tasks if task in done)
     first.result()
     return tasks[first]
-
-
-def require_grpc() -> None:
-    """Raise AgentError where the emulated kubelet's libraries are not installed."""
-    for module in ("grpc", "google.protobuf"):
-        try:
-            found = importlib.util.find_spec(module)
-        except (ModuleNotFoundError, ValueError):
-            found = None
-        if found is None:
-            raise AgentError(
-                "The simulated node needs grpcio and protobuf, which are not installed; "
-                "install them with: pip install 'gpu-agent[simulation]'"
-            )

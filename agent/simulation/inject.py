@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from agent.config import settings as config
-from agent.errors import AgentError, UsageError
+from agent.errors import UsageError
 
 EXAMPLES: Final = """\
 Examples:
@@ -24,7 +24,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     sentence = "Make something happen to the simulated node of gpu-agent demo or simulate."
     parser.description = f"{sentence}\n\n{EXAMPLES}"
     parser.usage = "gpu-agent inject ACTION [VALUE] [--PARAMETER VALUE]... [--node-dir DIR]"
-    parser.epilog = f"{_listing_if_known()}\n\n{EXIT_CODES}"
+    parser.epilog = f"{_listing()}\n\n{EXIT_CODES}"
     parser.add_argument(
         "--node-dir",
         metavar="DIR",
@@ -37,10 +37,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Run the command; raises AgentError with what is wrong in one sentence."""
-    from agent.simulation.ending import require_grpc  # noqa: PLC0415 - YAML and gRPC are for this command only
-
-    require_grpc()
-    from agent.simulation import actions, control  # noqa: PLC0415
+    from agent.simulation import actions, control  # noqa: PLC0415 - a completion of all commands needs neither
 
     if args.action is None:
         print(_listing())  # noqa: T201 - the result of the command
@@ -90,17 +87,6 @@ def _read(words: list[str], node_dir: str) -> tuple[str, dict[str, str], str]:
         else:
             given[key.replace("-", "_")] = value
     return name, given, node_dir
-
-
-def _listing_if_known() -> str:
-    """Return the help on all actions, or why there is none: their table needs the emulated kubelet."""
-    from agent.simulation.ending import require_grpc  # noqa: PLC0415 - as in main
-
-    try:
-        require_grpc()
-    except AgentError as error:
-        return str(error)
-    return _listing()
 
 
 def _listing(only: str = "") -> str:

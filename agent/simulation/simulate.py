@@ -56,10 +56,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Run the command; raises AgentError with what is wrong in one sentence."""
-    from agent.simulation.ending import require_grpc  # noqa: PLC0415 - gRPC and YAML are for this command only
-
-    require_grpc()
-    from agent.simulation.host import host  # noqa: PLC0415 - needs what require_grpc looks for
+    from agent.simulation.host import host  # noqa: PLC0415 - help must be there at once
     from agent.simulation.plan import plan_of  # noqa: PLC0415
 
     plan = plan_of(args.scenario, args.preset or DEFAULT_PRESET)

@@ -92,7 +92,7 @@ def release(request: pytest.FixtureRequest) -> Release:
 
 @pytest.fixture(scope="session")
 def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """This checkout as a clone has it, with the wheel that make wheel built."""
+    """This checkout as a clone has it, with the wheels that make wheel built."""
     place = tmp_path_factory.mktemp("checkout")
     listed = subprocess.run(
         ["git", "-C", ROOT, "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
@@ -140,6 +140,13 @@ runroot = "/run/containers/storage"
 graphroot = "/var/lib/containers/storage"
 """
 INSTALL: Final = "On each node, in the checkout"
+SIMULATION: Final = "/opt/simulation/bin"
+"""The simulated node has an environment of its own: that of the agent stays as README installs it."""
+INSTALL_SIMULATION: Final = (
+    "python3 -m venv /opt/simulation",
+    f"{SIMULATION}/pip install --require-hashes -r requirements.txt -r agent/simulation/requirements.txt",
+    f"{SIMULATION}/pip install --no-deps dist/*.whl",
+)
 
 
 @pytest.fixture(scope="session")
@@ -149,7 +156,7 @@ def installed(release: Release, checkout: Path) -> Iterator[Directories]:
         *commands, last = readme_commands(INSTALL)
         assert last.startswith("systemctl enable")
         # A node knows which packages there are; a root that was made just now does not.
-        script = "\n".join(("apt-get update -qq", *commands))
+        script = "\n".join(("apt-get update -qq", *commands, *INSTALL_SIMULATION))
         run_in(directories, script, *options(checkout), cwd=CHECKOUT)
         # An overlay above an overlay is refused.
         storage = directories.written / "etc/containers/storage.conf"

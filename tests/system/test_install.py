@@ -62,8 +62,10 @@ def test_its_probe_loads_without_bcc(installed: Directories) -> None:
     assert (done.stdout, done.returncode) == ("core\n", 0), done.stderr
 
 
-def test_the_demo_of_a_node_install_says_what_to_do(installed: Directories) -> None:
-    # As where the wheel was built without a compiler.
-    hidden = "cd /opt/gpu-agent/lib/python3*/site-packages/agent/simulation/nvml; mv libnvidia_ml*.so /root;"
-    shown = run_in(installed, f"{hidden} gpu-agent demo 2>&1 || true; mv /root/libnvidia_ml*.so .")
-    assert "run make demo in a checkout" in shown
+def test_a_node_has_nothing_of_the_simulated_node(installed: Directories) -> None:
+    shown = run_in(
+        installed, "gpu-agent demo 2>&1 || echo $?; find /opt/gpu-agent -path '*simulation*' -o -name grpc"
+    )
+    sentence, code = shown.splitlines()
+    assert "pip install 'gpu-agent[simulation]'" in sentence
+    assert code == "2"

@@ -9,7 +9,7 @@ from typing import Final
 
 import pytest
 
-from tests.system.conftest import INSTALL, readme_commands
+from tests.system.conftest import INSTALL, SIMULATION, readme_commands
 from tests.system.machine import Machine, loads
 
 CONFIG: Final = "/etc/gpu-agent/config.yaml"
@@ -18,8 +18,8 @@ SHOWN: Final = "/run/kubelet.json"
 NODE: Final = "/run/node"
 
 UNITS: Final = {
-    "kubelet": f"/opt/gpu-agent/bin/python /in_root/kubelet.py {SHOWN}",
-    "gpu-node": f"/opt/gpu-agent/bin/gpu-agent simulate --preset dgx-h100 --node-dir {NODE} --json",
+    "kubelet": f"{SIMULATION}/python /in_root/kubelet.py {SHOWN}",
+    "gpu-node": f"{SIMULATION}/gpu-agent simulate --preset dgx-h100 --node-dir {NODE} --json",
 }
 
 WITH_GPUS: Final = f"""\
@@ -156,7 +156,7 @@ def test_cdi_files_come_back_where_their_directory_was_removed(node: Node) -> No
 def test_one_that_is_killed_comes_back_and_forgets_no_fault(node: Node) -> None:
     node.with_gpus().machine.run("systemctl start kubelet gpu-agent")
     node.offers(8, 8)
-    node.machine.run(f"gpu-agent inject xid 79 --gpu 3 --node-dir {NODE}")
+    node.machine.run(f"{SIMULATION}/gpu-agent inject xid 79 --gpu 3 --node-dir {NODE}")
     node.offers(8, 7)
     node.machine.run("systemctl kill --kill-whom=main --signal=KILL gpu-agent")
     node.wait_active(restarts=1)
@@ -208,7 +208,7 @@ def test_a_reload_takes_effect_and_one_with_a_mistake_changes_nothing(node: Node
 def test_the_journal_names_the_gpu_and_why_it_is_out(node: Node) -> None:
     node.with_gpus().machine.run("systemctl start kubelet gpu-agent")
     node.offers(8, 8)
-    node.machine.run(f"gpu-agent inject xid 79 --gpu 3 --node-dir {NODE}")
+    node.machine.run(f"{SIMULATION}/gpu-agent inject xid 79 --gpu 3 --node-dir {NODE}")
     node.offers(8, 7)
     assert "GPU 3 (0000:61:00.0) is unhealthy: XID 79" in node.machine.wait_line("is unhealthy")
 

@@ -51,18 +51,18 @@ _PROCEDURES: dict[str, list[type]] = {
 
 
 class LibraryNotBuiltError(RuntimeError):
-    """The package was installed without its C library."""
+    """The C library was not built."""
 
 
 def library_path() -> Path:
-    """Find the library beside this module. Raises LibraryNotBuiltError where the build left it out."""
+    """Find the library beside this module. Raises LibraryNotBuiltError where it was not built."""
     for suffix in EXTENSION_SUFFIXES:
         path = _DIRECTORY / f"libnvidia_ml{suffix}"
         if path.exists():
             return path
     raise LibraryNotBuiltError(
-        f"the simulated NVML library is not in {_DIRECTORY}, for there was no C compiler when the package was"
-        " built; run make demo in a checkout, or install gcc and libc6-dev and then the package once more"
+        f"the simulated NVML library is not in {_DIRECTORY}; "
+        "it is built with the package gpu-agent-simulation, in a checkout by make setup"
     )
 
 

@@ -1,6 +1,6 @@
 """The emulated kubelet at the real one's place; its view of the node is kept in the file that is named.
 
-Run by the unit kubelet.service of a booted root, with the Python that the agent was installed into.
+Run by the unit kubelet.service of a booted root, with the Python that the simulated node was installed into.
 """
 
 import asyncio

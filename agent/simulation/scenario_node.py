@@ -1,14 +1,15 @@
-"""A simulated node at one moment, from its specification alone: nothing is started, nothing left behind.
+"""The node of a scenario before its first step, from its specification alone: nothing is started.
 
-Guarantee: the core is told what the agent finds on such a node, so its snapshot is the agent's own.
+Guarantee: the core gets the facts that the agent emits on such a node, so its snapshot is the agent's own.
 """
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
-from agent.config.load import load
+from agent.config.load import load as load_settings
 from agent.config.settings import Settings
 from agent.core.reducer import step
 from agent.core.state import initial_state
@@ -18,47 +19,65 @@ from agent.model.gpu import Gpu, MigDevice
 from agent.model.ids import GpuUuid, pci_sysfs_name
 from agent.model.policy import Policy
 from agent.model.snapshot import Snapshot
+from agent.simulation import roots, scenario
 from agent.simulation.presets import GpuSpec, MigSpec, NodeSpec, PlacedMigDevice, place_mig_devices
-from agent.simulation.roots import DEVICE_FILES, capability_minors
-
-if TYPE_CHECKING:
-    from agent.simulation.scenario import Scenario
 
 USUAL_MPS_ROOT: Final = "/run/nvidia/mps"
 """Where NVIDIA's chart has the files of the MPS daemon; a scenario's node has no path of its own here."""
 
 
-def settings_of(scenario: "Scenario", given: Mapping[str, str]) -> Settings:
-    """Return what an agent would run with on a scenario's node, where ``given`` are its flags too.
+@dataclass(frozen=True, slots=True)
+class ScenarioNode:
+    """What commands show of a scenario's node; an agent.extras.ScenarioNode."""
 
-    Raises ConfigError.
-    """
-    flags = {"mps-root": USUAL_MPS_ROOT, **scenario.agent}
+    spec: NodeSpec
+    settings: Settings
+
+    @property
+    def snapshot(self) -> Snapshot:
+        """The agent's snapshot of it, with every GPU healthy."""
+        return healthy_snapshot(self.spec, self.settings.policy)
+
+    @property
+    def driver_version(self) -> str:
+        """The version of its driver."""
+        return self.spec.driver_version
+
+    def write_roots(self, directory: Path) -> None:
+        """Write the driver's files under ``directory``/driver, and those of the kernel under sys and proc."""
+        roots.write_roots(self.spec, directory)
+        (directory / "dev").rename(directory / "driver" / "dev")
+
+
+def load(name: str, flags: Mapping[str, str]) -> ScenarioNode:
+    """Return a scenario's node for an agent with these flags; raises ConfigError and UsageError."""
+    loaded = scenario.load(name)
+    defaults = {"mps-root": USUAL_MPS_ROOT, **loaded.agent}
     with TemporaryDirectory(prefix="gpu-agent-") as directory:
-        if scenario.config is not None:
-            flags["config-file"] = f"{directory}/config.yaml"
-            Path(flags["config-file"]).write_text(scenario.config, encoding="utf-8")
-        return load({**flags, **given}, {})
+        if loaded.config is not None:
+            defaults["config-file"] = f"{directory}/config.yaml"
+            Path(defaults["config-file"]).write_text(loaded.config, encoding="utf-8")
+        return ScenarioNode(loaded.node, load_settings({**defaults, **flags}, {}))
 
 
-def still(spec: NodeSpec, policy: Policy) -> Snapshot:
-    """Return the snapshot of a node whose GPUs were all found, probed, and are well."""
+def healthy_snapshot(spec: NodeSpec, policy: Policy) -> Snapshot:
+    """Return the snapshot of a node whose GPUs were all found and probed, and are healthy."""
     cuda = spec.cuda_version
     gpus = tuple(gpu_of(slot, gpu) for slot, gpu in enumerate(spec.gpus))
-    seen: tuple[facts.Fact, ...] = (
+    emitted: tuple[facts.Fact, ...] = (
         facts.DriverReady(spec.driver_version, spec.nvml_version, (cuda // 1000, cuda % 1000 // 10)),
-        facts.GpusEnumerated(gpus, control_nodes=tuple(f"/dev/{name}" for name in DEVICE_FILES)),
+        facts.GpusEnumerated(gpus, control_nodes=tuple(f"/dev/{name}" for name in roots.DEVICE_FILES)),
         facts.MpsSeen(ready=True),
         *(facts.GpuProbePassed(gpu.uuid) for gpu in gpus),
     )
     state = initial_state(policy, None, now_ns=0)
-    for fact in seen:
+    for fact in emitted:
         state, _, _ = step(state, fact, 0)
     return snapshot_of(state)
 
 
 def gpu_of(slot: int, spec: GpuSpec) -> Gpu:
-    """Return the GPU of a slot as NVML tells of it at the start, when its index is its slot."""
+    """Return the GPU of a slot as NVML reports it at the start, when its index is its slot."""
     mig = spec.mig if spec.mig is not None and spec.mig.enabled else None
     placed = place_mig_devices(slot, mig.profiles, mig.devices) if mig is not None else ()
     return Gpu(
@@ -81,7 +100,7 @@ def gpu_of(slot: int, spec: GpuSpec) -> Gpu:
 
 def _mig_device(minor: int, mig: MigSpec, index: int, placed: PlacedMigDevice) -> MigDevice:
     profile = mig.profiles[placed.profile]
-    gi_minor, ci_minor = capability_minors(minor, placed.gi, placed.ci)
+    gi_minor, ci_minor = roots.capability_minors(minor, placed.gi, placed.ci)
     is_whole = placed.slices == profile.slices
     return MigDevice(
         uuid=placed.uuid,
