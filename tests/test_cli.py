@@ -433,15 +433,15 @@ def condition_of(code: str, gpu: str = "GPU-0") -> dict[str, Any]:
     [
         (
             {"observe": True, "observed_flips": 3},
-            "Mode     observing: nothing is registered; devices it would have turned Unhealthy: 3",
+            "Mode     observing: nothing is registered; devices it would have set Unhealthy: 3",
         ),
         (
             {"released_until_monotonic_ns": 90 * 10**9, "driver_released": True},
-            "         let go of on request, for 1m30s more; gpu-agent resume ends it",
+            "         released on request, for 1m30s more; gpu-agent resume ends it",
         ),
         (
             {"released_until_monotonic_ns": 90 * 10**9},
-            "         being let go of on request, for 1m30s more; gpu-agent resume ends it",
+            "         being released on request, for 1m30s more; gpu-agent resume ends it",
         ),
         ({"holds": {"GPU-0": "noisy fan"}}, "Held     GPU-0: noisy fan"),
         (

@@ -129,7 +129,7 @@ async def test_a_page_on_one_gpu_has_all_that_is_known_of_it() -> None:
         for known in (
             "GPU 3: NVIDIA H100 80GB HBM3",
             gpu["serial"],
-            "to do: reset the GPU or reboot the node",
+            "next step: reset the GPU or reboot the node",
             f"nvidia.com/gpu  {gpu['uuid']}  unhealthy",
             "XID 79  1",
             f"GPU 3 ({gpu['pci']}) is unhealthy: XID 79: GPU has fallen off the bus",
@@ -138,7 +138,7 @@ async def test_a_page_on_one_gpu_has_all_that_is_known_of_it() -> None:
             assert known in text
         refused = await ask("99")
         assert (refused.returncode, refused.stdout) == (2, "")
-        assert '"99" is no GPU of this node, which has 0, 1, 2, 3, 4, 5, 6, 7' in refused.stderr
+        assert '"99" is no GPU of this node; it has 0, 1, 2, 3, 4, 5, 6, 7' in refused.stderr
 
 
 def test_nothing_that_others_chose_reaches_the_terminal_of_a_page_raw() -> None:

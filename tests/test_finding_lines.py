@@ -61,7 +61,7 @@ def test_processes_are_named_with_what_a_person_needs_to_act() -> None:
     child = culprit(8, pod="ml/a", owner="pod", contexts=0, used_bytes=None)
     stuck = culprit(9, state="D", killable=False, contexts=None)
     assert list(involved_processes(LEAK, [finding(owner, child), finding(stuck)])) == [
-        "pid 7 (train), ml/a, ended, contexts: 4",
+        "pid 7 (train), ml/a, exited, contexts: 4",
         "pid 8 (train), ml/a",
         "pid 9 (train), host, contexts: <unknown>, 1024MiB, cannot be killed now (state D)",
     ]
@@ -75,7 +75,7 @@ def test_of_many_processes_some_are_named_and_the_rest_counted() -> None:
 
 def test_a_finding_that_is_over_says_so_instead_of_naming_who_may_be_gone() -> None:
     assert list(involved_processes(LEAK, [finding(culprit(7), lasts=False)])) == [
-        "not seen any more; ends after clean probes and a quiet time"
+        "no longer observed; clears after clean probes and a quiet time"
     ]
     assert not list(involved_processes(LEAK | {"message": "Of another GPU"}, [finding(culprit(7))]))
     assert not list(involved_processes(LEAK | {"code": "foreign_process"}, [finding(culprit(7))]))

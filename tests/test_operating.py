@@ -106,7 +106,7 @@ async def test_a_release_lets_go_of_the_driver_and_resume_takes_it_back(node: Si
         assert (done.status, done.out) == (0, "The driver is let go of: no file of it is open\n")
         await wait_allocatable(node, 0)
         status = await command(agent, "status")
-        assert "let go of on request" in status.out
+        assert "released on request" in status.out
         assert "(4 maintenance)" in status.out
         assert (await command(agent, "resume")).status == 0
         await wait_allocatable(node, 4)

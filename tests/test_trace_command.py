@@ -144,9 +144,9 @@ def gone() -> int:
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        (["abc"], 'PID must be the number of a process, and is "abc"'),
-        (["0"], 'PID must be the number of a process, and is "0"'),
-        (["-5"], 'PID must be the number of a process, and is "-5"'),
+        (["abc"], 'PID must be a process id, and is "abc"'),
+        (["0"], 'PID must be a process id, and is "0"'),
+        (["-5"], 'PID must be a process id, and is "-5"'),
         ([], "The following arguments are required: PID"),
         (["1", "--seconds", "soon"], '--seconds must be a time, such as 10 or "2m", and is "soon"'),
         (["1", "--seconds", "0"], '--seconds must be a time, such as 10 or "2m", and is "0"'),

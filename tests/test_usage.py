@@ -248,7 +248,7 @@ def test_the_table_of_contexts_has_a_row_for_each_gpu_of_a_process() -> None:
         "80    dcgm-exporter  1    1+        <unknown>  S      10s    <none>",
         "4711  train          0    2         512MiB     S      30s    ns1/job-a",
         "",
-        "Left behind by processes that ended:",
+        "Left by processes that exited:",
         "ENDED-PID  COMM   GPU  CONTEXTS  ENDED  HELD-BY  POD",
         "4000       train  0    4         0s     4711     ns1/job-a",
     ]
@@ -329,19 +329,19 @@ def test_wide_tables_cut_no_name() -> None:
 
 def test_who_reads_the_table_is_told_what_it_is_worth() -> None:
     made = node()
-    assert list(notes(contexts_of(made))) == ["Nothing was looked at yet, or the probe is off (--probe-tier)"]
+    assert list(notes(contexts_of(made))) == ["Nothing was read yet, or the probe is off (--probe-tier)"]
 
     made.tell(ProbeSeen(ProbeView("disabled", tier="procfs", code="kernel_lockdown", message="Locked down")))
     made.tell(seen(process(5, hold(U0, None)), source="proc"))
-    assert list(notes(contexts_of(made))) == ["Contexts are not known, only who has files open: Locked down"]
+    assert list(notes(contexts_of(made))) == ["Contexts are unknown, only open files are known: Locked down"]
 
     document = contexts_of(in_use())
     assert list(notes(document)) == []
     assert list(notes(document | {"certainty": "unverified"})) == [
-        "Contexts are inferred, of compute or graphics: not compared with CUDA on this driver version"
+        "Contexts are inferred, of compute or graphics: not verified with CUDA on this driver version"
     ]
     assert list(notes(document | {"complete": False, "incomplete_because": "events were lost"})) == [
-        "Not complete: events were lost"
+        "Incomplete: events were lost"
     ]
 
 
@@ -383,10 +383,10 @@ def test_the_status_shows_what_is_missing_of_the_picture() -> None:
     assert status_of(None, None) == status_of(None, Usage(at_ns=0)) == []
     partly = Usage(at_ns=0, complete=False, incomplete_because="too much: 7", events_lost=3, evicted=40)
     assert status_of(None, partly) == [
-        "         not complete: too much: 7",
-        "         so far 3 lost events and 40 objects or files not kept",
+        "         incomplete: too much: 7",
+        "         so far 3 lost events and 40 evicted objects or files",
     ]
-    assert status_of(None, Usage(at_ns=0, evicted=1)) == ["         so far 1 object or file not kept"]
+    assert status_of(None, Usage(at_ns=0, evicted=1)) == ["         so far 1 evicted object or file"]
 
 
 @pytest.mark.parametrize(
@@ -398,7 +398,7 @@ def test_the_status_shows_what_is_missing_of_the_picture() -> None:
             RUNNING,
             [
                 "Probe    tier syscalls, loader core",
-                "         each system call pays 10 to 55 ns, each ioctl 90 to 270, by CPU",
+                "         each system call costs 10 to 55 ns more, each ioctl 90 to 270, by CPU",
                 "         exit_open is not attached: the kernel has no syscalls/sys_exit_open",
             ],
         ),
@@ -406,14 +406,14 @@ def test_the_status_shows_what_is_missing_of_the_picture() -> None:
             ProbeView("running", tier="driver", loader="bcc", headers="6.1.0-50-amd64"),
             [
                 "Probe    tier driver, loader bcc, headers=6.1.0-50-amd64",
-                "         only calls of the driver pay",
+                "         only driver calls cost more",
             ],
         ),
         (
             ProbeView("disabled", tier="procfs", code="kernel_lockdown", message="Locked down"),
             [
                 "Probe    off (kernel_lockdown): Locked down",
-                "         It is loaded when the agent starts: restart it once that is put right",
+                "         The agent loads it at its start: restart it once that is fixed",
             ],
         ),
     ],

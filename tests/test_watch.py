@@ -149,7 +149,7 @@ async def test_each_change_is_a_document_on_a_line_also_after_the_agent_was_rest
         await agent.ended()
         assert process.stderr is not None
         away = await asyncio.wait_for(process.stderr.readline(), PATIENCE_S)
-        assert away == b"gpu-agent: The agent is away; waiting for its return\n"
+        assert away == b"gpu-agent: The agent does not answer; waiting for it\n"
         async with running(flags_of(node)):
             await wait_allocatable(node, 3)
             node.nvml.push_xid(2, 79)

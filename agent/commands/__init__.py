@@ -1,5 +1,5 @@
 """The commands that are not about the simulated node, one module each.
 
-Each offers ``configure(parser)`` and ``main(args) -> exit code``; cli.py names them and imports only
-the one that is asked for.
+Each has ``configure(parser)`` and ``main(args) -> exit code``; cli.py names them and imports only
+the requested one.
 """

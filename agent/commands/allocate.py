@@ -19,14 +19,14 @@ _FIELD_OF_FLAG: Final = {
 
 _DESCRIPTION: Final = """\
 Show what a container would get for these devices: the exact AllocateResponse
-as JSON. Nothing is allocated and no kubelet is asked. The running agent is
-asked (which takes root), or with --scenario a simulated node is looked at,
-which anybody may do and where nothing is started.
+as JSON. Nothing is allocated and the kubelet is not asked. The command asks
+the running agent, which needs root; with --scenario it reads a simulated node
+instead, which starts nothing and needs no rights.
 
 A device is its id, or shorter: its UUID, the GPU's index, index:j for a MIG
-device; of a shared device the next share is meant, unless ::n says which.
-CDI names are not looked up in spec files, and the key of a CDI annotation
-ends in zeros where the real one has a random UUID.
+device; a shared device stands for its next free share, unless ::n names one.
+CDI names are not resolved in spec files, and the key of a CDI annotation ends
+in zeros where the real one has a random UUID.
 
 Examples:
   gpu-agent allocate 0 3
@@ -41,7 +41,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.usage = "gpu-agent allocate [flags] ID..."
     parser.description = _DESCRIPTION
     parser.add_argument("ids", metavar="ID", nargs="+", help="A device: id, UUID, index or index:j, and ::n")
-    parser.add_argument("--scenario", metavar="NAME|FILE", help="Look at this scenario's node")
+    parser.add_argument("--scenario", metavar="NAME|FILE", help="Use this scenario's node")
     parser.add_argument(
         "--strategy",
         "--device-list-strategy",
@@ -51,13 +51,16 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="envvar, volume-mounts, cdi-annotations, cdi-cri; several with commas",
     )
     parser.add_argument(
-        "--id-strategy", "--device-id-strategy", metavar="HOW", help="What a container is told: uuid or index"
+        "--id-strategy",
+        "--device-id-strategy",
+        metavar="HOW",
+        help="How a container names its devices: uuid or index",
     )
     parser.add_argument("--pass-device-specs", action="store_true", help="Give device nodes too")
     parser.add_argument(
         "--config-file",
         metavar="FILE",
-        help="Inject as this file says; how devices are shared counts with --scenario",
+        help="Inject as this file configures; its sharing applies with --scenario only",
     )
     parser.add_argument("--resource", metavar="NAME", help="Such as nvidia.com/mig-1g.10gb")
     add_output_flag(parser, Output.JSON, Output.YAML)
@@ -65,7 +68,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Print the answer; a refusal is the error."""
+    """Print the answer; a rejected request is the error."""
     given = _flags(args)
     response = _simulated(args, given) if args.scenario is not None else _asked(args, given)
     show(response, Output(args.output))
@@ -73,7 +76,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _flags(args: argparse.Namespace) -> dict[str, str]:
-    """Return what was given of the agent's own options."""
+    """Return the given ones of the agent's own options."""
     values = {
         "device-list-strategy": ",".join(args.strategies) if args.strategies else None,
         "device-id-strategy": args.id_strategy,
@@ -84,13 +87,13 @@ def _flags(args: argparse.Namespace) -> dict[str, str]:
 
 
 def _settings(flags: Mapping[str, str]) -> Settings:
-    from agent.config.load import load  # noqa: PLC0415 - only where something differs from the agent's
+    from agent.config.load import load  # noqa: PLC0415 - only for settings that differ from the agent's
 
     return load(flags, {})
 
 
 def _simulated(args: argparse.Namespace, given: Mapping[str, str]) -> object:
-    from agent.extras import scenario_node  # noqa: PLC0415 - help must be there at once
+    from agent.extras import scenario_node  # noqa: PLC0415 - help must appear at once
     from agent.runtime.dry_run import dry_run  # noqa: PLC0415
 
     return dry_run(scenario_node(args.scenario, given).snapshot, args.ids, resource=args.resource)
@@ -104,7 +107,7 @@ def _asked(args: argparse.Namespace, given: Mapping[str, str]) -> object:
 
 
 def _changes(given: Mapping[str, str]) -> dict[str, object]:
-    """Return what of the agent's injection is to be another for this answer."""
+    """Return the fields of the agent's injection that this request changes."""
     if not given:
         return {}
     injection: Injection = _settings(given).policy.injection

@@ -1,4 +1,4 @@
-"""argparse as the commands use it: errors are UsageErrors, help fits a terminal."""
+"""argparse for the commands: errors are UsageErrors, help fits a terminal."""
 
 import argparse
 from collections.abc import Iterable, Sequence
@@ -22,18 +22,18 @@ class Parser(argparse.ArgumentParser):
             allow_abbrev=False,
         )
         self.accepted_options: tuple[Option, ...] = ()
-        """The settings whose flags this command takes, too."""
+        """Options of ``gpu-agent run`` whose flags this command accepts too."""
 
     def accept_options(self, options: Iterable[Option]) -> None:
-        """Take the flags of these options as ``gpu-agent run`` does; ``settings`` has what was given."""
+        """Accept the flags of these options as ``gpu-agent run`` does; ``settings`` holds the given ones."""
         self.accepted_options = tuple(options)
 
     def error(self, message: str) -> NoReturn:
-        """Raise the error instead of printing usage; the sentence says where help is."""
+        """Raise the error instead of printing usage; the sentence names the help."""
         raise UsageError(f"{message[:1].upper()}{message[1:]}; see {self.prog} --help")
 
     def parse(self, arguments: Sequence[str]) -> argparse.Namespace:
-        """Return the arguments, or raise ConfigError with each one that is unknown."""
+        """Return the arguments, or raise ConfigError with every unknown one."""
         values, problems, others = flags.split(arguments, self.accepted_options)
         parsed, unknown = self.parse_known_args(others)
         problems += (self._complaint(word) for word in unknown)

@@ -1,4 +1,4 @@
-"""``gpu-agent bundle``: keep what is known of a GPU, for an RMA."""
+"""``gpu-agent bundle``: save the evidence of a GPU, for an RMA."""
 
 import argparse
 import sys
@@ -13,15 +13,15 @@ from agent.errors import EXIT_FAILED, AgentError
 from agent.log import printable_json
 
 _DESCRIPTION: Final = """\
-Keep what is known of a GPU: serial, part number, VBIOS and InfoROM, driver,
+Save the evidence of a GPU: serial, part number, VBIOS and InfoROM, driver,
 conditions, readings, XID counts, its events and the driver's lines in the
-kernel log. At the first hard fault of a GPU the agent does so by itself; the
-bundles are in the folder evidence of its state directory, the newest 16 of
-each kind. Without a GPU, of each one.
+kernel log. The agent does so by itself at the first hard fault of a GPU; it
+keeps the newest 16 bundles of each kind in the folder evidence of its state
+directory. Without a GPU the command saves one bundle for each.
 
 Examples:
-  gpu-agent bundle 3                  prints where it was written
-  gpu-agent bundle 3 -o gpu3.json     writes it there as well, and says both
+  gpu-agent bundle 3                  prints the path of the bundle
+  gpu-agent bundle 3 -o gpu3.json     writes it there too, prints both paths
   gpu-agent bundle -o - | jq .
 """
 
@@ -36,7 +36,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Give the order and show where the bundles are."""
+    """Send the command and show where the bundles are."""
     agent = find_agent(args.control_socket)
     answers = [agent.send_command("bundle", {"gpu": gpu}) for gpu in _gpus(agent, args.gpu)]
     if args.output:
@@ -57,7 +57,7 @@ def _gpus(agent: AgentClient, wanted: str | None) -> list[str]:
     state: dict[str, Any] = agent.get("/debug/state")
     gpus = [str(gpu["uuid"]) for gpu in state["gpus"]]
     if not gpus:
-        raise AgentError("No GPU is known yet, so there is nothing to keep")
+        raise AgentError("The agent knows no GPU yet, so there is nothing to save")
     return gpus
 
 

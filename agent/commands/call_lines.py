@@ -1,4 +1,4 @@
-"""Calls of the driver as lines: for people as strace shows system calls, for programs as JSON."""
+"""Driver calls as lines: for people as strace shows system calls, for programs as JSON."""
 
 import json
 from collections.abc import Iterator
@@ -12,14 +12,14 @@ from agent.log import rfc3339
 from agent.probe.driver_calls import DriverCall
 
 MAX_ROWS: Final = 1_000
-"""Different calls that are counted apart; further ones are counted by their name alone."""
+"""Different calls with a row of their own; further ones are counted by name alone."""
 
 TITLES: Final = f"{'TIME':12}  {'TOOK':>6}  {'DEVICE':10}  CALL"
 SUMMARY_TITLES: Final = ("CALLS", "FAILED", "TOTAL", "LONGEST", "CALL")
 
 
 def line_of(call: DriverCall, moment: datetime, *, pid: int, now_ns: int) -> str:
-    """Return a call for people; one that has not returned tells so, one that failed tells how."""
+    """Return a call for people; the line shows whether it has not returned, or how it failed."""
     took = span(now_ns - call.at_ns if call.took_ns is None else call.took_ns)
     what = [title_of(call)]
     if call.client is not None and call.handle is not None:
@@ -56,7 +56,7 @@ def json_of(call: DriverCall, moment: datetime, *, pid: int) -> str:
 
 
 def title_of(call: DriverCall) -> str:
-    """Return a call's name and what it is about."""
+    """Return a call's name and subject."""
     return call.name if call.about is None else f"{call.name} {call.about}"
 
 
@@ -77,7 +77,7 @@ class _Row(msgspec.Struct):
 
 
 class Summary(msgspec.Struct):
-    """What was called how often, and how long that took."""
+    """Number, failures and duration of calls, by call."""
 
     rows: dict[str, _Row] = msgspec.field(default_factory=dict)
 
@@ -95,11 +95,11 @@ class Summary(msgspec.Struct):
 
     @property
     def calls(self) -> int:
-        """How many calls there were."""
+        """Number of calls."""
         return sum(row.calls for row in self.rows.values())
 
     def lines(self) -> list[str]:
-        """Return the table, what took longest first."""
+        """Return the table, the largest total first."""
         rows = [
             [str(row.calls), str(row.failed), span(row.total_ns), span(row.longest_ns), title]
             for title, row in self._sorted()

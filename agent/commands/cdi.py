@@ -1,4 +1,4 @@
-"""``gpu-agent cdi``: the CDI specifications that the agent writes, or would, and whether a file is one."""
+"""``gpu-agent cdi``: show the CDI specifications that the agent writes, or would write; validate a file."""
 
 import argparse
 import json
@@ -21,25 +21,24 @@ from agent.core.wording import printable
 from agent.errors import AgentError, ConfigError, UsageError
 
 _DESCRIPTION: Final = """\
-Show the CDI specifications that the agent of this node keeps for container
-runtimes, or with --scenario those that it would keep on a simulated node, for
-which nothing is started; or check a file as strictly as a runtime reads it.
+Show the CDI specifications that the agent of this node writes for container
+runtimes, or with --scenario those that it would write on a simulated node,
+which starts nothing; or check a file as strictly as a runtime does.
 
 Examples:
-  gpu-agent cdi                        what is in /var/run/cdi
+  gpu-agent cdi                        the agent's files in /var/run/cdi
   gpu-agent cdi show -o yaml
   gpu-agent cdi --scenario mig-mixed --device-id-strategy index
-  gpu-agent cdi validate /etc/cdi/nvidia.yaml     everything that is wrong
+  gpu-agent cdi validate /etc/cdi/nvidia.yaml     every problem
 
-validate ends with 0 for a specification that runtimes load and 2 for any
-other file. show takes every flag of run; what it would not expect is told on
-standard error.
+validate exits with 0 for a specification that runtimes load and with 2 for
+any other file. show accepts every flag of run; warnings go to standard error.
 """
 
 MAX_BYTES: Final = 4 * 1024 * 1024
-"""Of a specification; those of the agent are smaller."""
+"""Maximum size of a specification; those of the agent are smaller."""
 MAX_VALUES: Final = 100_000
-"""Of a YAML file, each as often as an alias stands for it."""
+"""Values of a YAML file, each counted as often as an alias repeats it."""
 
 
 def configure(parser: Parser) -> None:
@@ -48,13 +47,13 @@ def configure(parser: Parser) -> None:
     parser.description = _DESCRIPTION
     parser.add_argument("action", choices=("show", "validate"), nargs="?", default="show", help="What to do")
     parser.add_argument("file", metavar="FILE", nargs="?", help="A specification, JSON or YAML")
-    parser.add_argument("--scenario", metavar="NAME|FILE", help="Look at this scenario's node")
+    parser.add_argument("--scenario", metavar="NAME|FILE", help="Use this scenario's node")
     add_output_flag(parser, Output.JSON, Output.YAML)
     parser.accept_options(OPTIONS.values())
 
 
 def main(args: argparse.Namespace) -> int:
-    """Do what was asked."""
+    """Show or validate."""
     if args.action == "validate":
         if args.file is None:
             raise UsageError("cdi validate needs a file; see gpu-agent cdi --help")
@@ -76,18 +75,18 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _of_node(directory: str) -> list[Any]:
-    """Return what the agent's own files hold; raises AgentError if there is none or one is broken."""
+    """Return the content of the agent's own files; raises AgentError if there is none or one is invalid."""
     paths = [path for path in _own_files(directory) if os.path.exists(path)]  # noqa: PTH110 - Path's raises
     if not paths:
         raise AgentError(
-            f"No CDI specification of the agent's is in {directory}; it keeps one with a CDI strategy"
-            " (--device-list-strategy), --cdi-spec-dir names another directory, and --scenario shows one"
+            f"{directory} has no CDI specification of the agent; it writes one with a CDI strategy"
+            " (--device-list-strategy). --cdi-spec-dir names another directory, --scenario shows an example"
         )
     documents = []
     for path in paths:
         document, problems = _read(path)
         if problems := problems or _problems_in(path, document):
-            raise AgentError(f"{problems[0]}, so runtimes refuse it; the agent makes it anew within moments")
+            raise AgentError(f"{problems[0]}, so runtimes reject it; the agent rewrites it within moments")
         documents.append(document)
     return documents
 
@@ -98,8 +97,8 @@ def _own_files(directory: str) -> Iterator[str]:
 
 
 def _of_scenario(name: str, given: dict[str, str]) -> list[Any]:
-    """Return what the agent would write on a scenario's node, and show what it would warn of."""
-    from agent.extras import scenario_node  # noqa: PLC0415 - help must be there at once
+    """Return what the agent would write on a scenario's node, and print its warnings."""
+    from agent.extras import scenario_node  # noqa: PLC0415 - help must appear at once
     from agent.sinks.cdi_files import SpecDirectory  # noqa: PLC0415
     from agent.sinks.cdi_records import CdiError, Wanted  # noqa: PLC0415
 
@@ -119,7 +118,7 @@ def _of_scenario(name: str, given: dict[str, str]) -> list[Any]:
         try:
             made = specs.bring(wanted)
         except CdiError as error:
-            raise AgentError(f"There would be no specification: {error}") from None
+            raise AgentError(f"The agent would write no specification: {error}") from None
         absent = (f"the node has nothing for {each}" for each in sorted(made.absent))
         for note in (*settings.warnings, *made.remarks, *made.left_out, *absent):
             print(f"gpu-agent: warning: {printable(note)}", file=sys.stderr)
@@ -144,7 +143,7 @@ def _problems_in(path: str, document: object) -> list[str]:
 
 
 def _read(path: str) -> tuple[Any, list[str]]:
-    """Return what a file holds, or what is wrong before its content can be judged."""
+    """Return the parsed content of a file, or the problems that prevent parsing it."""
     from agent.config import yaml_tree  # noqa: PLC0415 - only where a file is read
 
     try:
@@ -185,23 +184,23 @@ def _from_json(path: str, raw: bytes) -> tuple[Any, list[str]]:
     except UnicodeDecodeError:
         return None, [f"{path}: not UTF-8 text"]
     except ValueError:
-        return None, [f"{path}: holds a number of more digits than anybody reads"]
+        return None, [f"{path}: holds a number with too many digits"]
     except RecursionError:
         return None, [f"{path}: nested too deeply"]
 
 
 class _Values:
-    """Reads a YAML tree as values, and notes what a runtime's strict parser refuses."""
+    """Converts a YAML tree into values, and notes what a runtime's strict parser rejects."""
 
     def __init__(self, notes: Any) -> None:
         self._notes = notes
         self._left = MAX_VALUES
 
     def of(self, name: str, node: Any, inside: frozenset[int]) -> Any:
-        """Return what a node stands for; ``inside`` are the nodes around it."""
+        """Return the value of a node; ``inside`` are the nodes around it."""
         self._left -= 1
         if id(node) in inside or self._left < 0:
-            # Followed for ever, a few lines of aliases could stand for more than fits into memory.
+            # Without this limit a few lines of aliases could expand to more than fits into memory.
             if self._left >= -1:
                 self._notes.problem(node, f"its aliases stand for over {MAX_VALUES} values")
             return None

@@ -1,7 +1,7 @@
-"""Asks a running agent over its control socket.
+"""Client of a running agent, over its control socket.
 
-Guarantees: answers are bounded in size and time. When nobody answers, the error says where was
-looked and what to start.
+Guarantees: answers are bounded in size and time. When no agent answers, the error names the sockets tried
+and what to start.
 """
 
 import http.client
@@ -18,17 +18,17 @@ from agent.errors import AgentError, AgentUnreachableError, UsageError
 MAX_ANSWER_BYTES: Final = 16 * 1024 * 1024
 TIMEOUT_S: Final = 5.0
 COMMAND_TIMEOUT_S: Final = 10.0
-"""A command is answered when the core took it, or after two seconds."""
+"""The agent answers a command once the core has handled it, or after two seconds."""
 CONTROL_SOCKET: Final = OPTIONS["control-socket"]
 
 Json = dict[str, object]
 
 
 def candidates(flag: str | None, environment: Mapping[str, str]) -> tuple[str, ...]:
-    """Return where an agent may be asked: where one was told to, else the node's, else the simulated one."""
-    told = flag or environment.get(CONTROL_SOCKET.environment)
-    if told:
-        return (told,)
+    """Return the sockets to try: the configured one, else the node's and then the simulated node's."""
+    configured = flag or environment.get(CONTROL_SOCKET.environment)
+    if configured:
+        return (configured,)
     return (CONTROL_SOCKET.default, f"{default_node_dir(environment)}/agent/control.sock")
 
 
@@ -39,7 +39,7 @@ class AgentClient:
         self.path = path
 
     def accepts(self) -> bool:
-        """Tell whether an agent listens there; raises AgentUnreachableError if only others may ask it."""
+        """Return whether an agent listens there; raises AgentUnreachableError if the caller lacks rights."""
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
             probe.settimeout(TIMEOUT_S)
             try:
@@ -59,9 +59,9 @@ class AgentClient:
     def send_command(
         self, name: str, body: Mapping[str, object], *, timeout_s: float = COMMAND_TIMEOUT_S
     ) -> Json:
-        """Send a command and return what came of it.
+        """Send a command and return its result.
 
-        Raises UsageError if the command is wrong, AgentError if it cannot be carried out now.
+        Raises UsageError if the command is invalid, AgentError if the agent cannot execute it now.
         """
         status, document = self._ask("POST", f"/control/v1/{name}", json.dumps(body), timeout_s)
         if status == http.client.OK:
@@ -80,7 +80,7 @@ class AgentClient:
                 f"The agent at {self.path} did not answer within {timeout_s:g} s; read its log"
             ) from None
         except (OSError, http.client.HTTPException) as error:
-            raise AgentUnreachableError(f"The agent at {self.path} could not be asked: {error}") from None
+            raise AgentUnreachableError(f"The request to the agent at {self.path} failed: {error}") from None
         finally:
             connection.close()
         if response.status == http.client.FORBIDDEN:
@@ -92,7 +92,7 @@ class AgentClient:
         except ValueError:
             if response.status == http.client.SERVICE_UNAVAILABLE:
                 raise AgentError(
-                    f"The agent at {self.path} has no place for another reader of"
+                    f"The agent at {self.path} serves its maximum of readers of"
                     f" {target.partition('?')[0]}; close some, or retry"
                 ) from None
             raise AgentError(
@@ -103,13 +103,13 @@ class AgentClient:
 
 def find_agent(flag: str | None, environment: Mapping[str, str] | None = None) -> AgentClient:
     """Return a client of the agent that runs here, or raise AgentUnreachableError."""
-    looked = candidates(flag, os.environ if environment is None else environment)
-    for path in looked:
+    paths = candidates(flag, os.environ if environment is None else environment)
+    for path in paths:
         agent = AgentClient(path)
         if agent.accepts():
             return agent
     raise AgentUnreachableError(
-        f"No agent answers at {' or '.join(looked)}; start one with 'gpu-agent run', "
+        f"No agent answers at {' or '.join(paths)}; start one with 'gpu-agent run', "
         "or a simulated node with 'gpu-agent demo'"
     )
 

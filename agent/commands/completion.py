@@ -1,4 +1,4 @@
-"""``gpu-agent completion``: completes commands, flags and their values in a shell."""
+"""``gpu-agent completion``: complete commands, flags and their values in a shell."""
 
 import argparse
 import shlex
@@ -8,8 +8,8 @@ from typing import Final
 from agent.commands.parsers import Argument, Described, described
 
 _DESCRIPTION: Final = """\
-Print the completion for a shell: commands, their flags, and values that are of
-a closed set or a path.
+Print the completion for a shell: commands, their flags, and values that are
+paths or of a closed set.
 
 Examples:
   source <(gpu-agent completion bash)

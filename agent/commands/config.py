@@ -1,4 +1,4 @@
-"""``gpu-agent config``: show what counts, check a file, explain what can be set."""
+"""``gpu-agent config``: show the effective settings, check a file, explain every option."""
 
 import argparse
 import os
@@ -20,9 +20,9 @@ _WIDTH: Final = 78
 _VALUE_WIDTH: Final = 26
 
 _DESCRIPTION: Final = """\
-Show each setting and where it came from, check a configuration file, or
-explain what can be set. It needs no agent: show tells what run would use with
-the same flags and variables.
+Show each setting and its origin, check a configuration file, or explain the
+options. It needs no agent: show prints what run would use with the same flags
+and variables.
 
 Examples:
   gpu-agent config show --config-file /etc/gpu-agent/config.yaml
@@ -31,8 +31,8 @@ Examples:
   gpu-agent config explain                    everything that can be set
   gpu-agent config explain agent.flapping     a key, a flag or a variable
 
-validate ends with 0 for a file that would be taken and 2 for any other; what
-is passed over is told on standard error. show takes every flag of run.
+validate exits with 0 for a valid file and with 2 for any other; warnings go
+to standard error. show accepts every flag of run.
 """
 
 
@@ -49,7 +49,7 @@ def configure(parser: Parser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Do what was asked."""
+    """Show, validate or explain."""
     flags: dict[str, str] = args.settings
     output = Output(args.output)
     match args.action:
@@ -83,7 +83,7 @@ def _show(settings: Settings, what: str | None, output: Output) -> int:
 def _show_row(name: str, given: ParsedOption, *, is_wide: bool) -> list[str]:
     value, origin = fitted(given.text or NONE, share(_VALUE_WIDTH), is_wide=is_wide), str(given.origin)
     if not is_wide and sys.stdout.isatty():
-        # The file's name and line say it; its directory and the key need a wide table.
+        # Only the file's name and line; its directory and the key need a wide table.
         where, _, key = origin.partition(": ")
         origin = os.path.basename(where) if key else origin  # noqa: PTH119 - a text, no path
     return [name, value, origin]
@@ -139,7 +139,7 @@ def _explain_table(found: list[Entry], *, is_wide: bool) -> list[str]:
 
 
 def _found(what: str) -> list[Entry]:
-    """Return what goes by a name, or stands below a key of the file."""
+    """Return the entries of a name, or those below a key of the file."""
     name = what.lstrip("-")
     everything = list(entries())
     found = [entry for entry in everything if name in entry.names]

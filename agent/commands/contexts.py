@@ -1,4 +1,4 @@
-"""``gpu-agent contexts``: show which process has which contexts on which GPU."""
+"""``gpu-agent contexts``: show the CUDA contexts of each process on each GPU."""
 
 import argparse
 from collections.abc import Iterator
@@ -14,15 +14,15 @@ from agent.commands.render import (
 )
 
 _DESCRIPTION: Final = """\
-Show every process but the agent that has the driver's files open, the CUDA
-contexts it has on each GPU, and the contexts that processes which ended have
-left behind. "2+" is at least 2: the process is older than the probe, or has
-more than is kept of one.
+Show every process but the agent that has the driver's files open, its CUDA
+contexts on each GPU, and the contexts that outlive the process that created
+them. "2+" means at least 2: the process is older than the probe, or has more
+than the agent keeps for one process.
 
 Examples:
   gpu-agent contexts
-  gpu-agent contexts -o wide          and files, counts, cgroups
-  gpu-agent contexts -w               and again whenever something changed
+  gpu-agent contexts -o wide          with files, counts, cgroups
+  gpu-agent contexts -w               again after every change
   gpu-agent contexts -o json
 """
 
@@ -31,9 +31,9 @@ WIDE_TITLES: Final = (*TITLES, "FDS", "ALLOCATED", "FREED", "CGROUP")
 ORPHAN_TITLES: Final = ("ENDED-PID", "COMM", "GPU", "CONTEXTS", "ENDED", "HELD-BY", "POD")
 WIDE_ORPHAN_TITLES: Final = (*ORPHAN_TITLES, "CGROUP")
 LEAST: Final = ("SINCE", "STATE", "MEMORY", "POD")
-"""What a narrow terminal goes without first."""
+"""Columns that a narrow terminal omits, the first one first."""
 MAX_HOLDERS: Final = 2
-"""Who keep contexts alive, in the table that fits a terminal."""
+"""Holders of orphaned contexts named in the table that fits a terminal."""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -58,35 +58,35 @@ def context_lines(document: dict[str, Any], *, now_ns: int, is_wide: bool) -> li
     left = [_row_of_orphan(orphan, now_ns=now_ns, is_wide=is_wide) for orphan in document["orphans"]]
     if left:
         titles = WIDE_ORPHAN_TITLES if is_wide else ORPHAN_TITLES
-        lines += ["", "Left behind by processes that ended:", *table(titles, left, is_wide=is_wide)]
+        lines += ["", "Left by processes that exited:", *table(titles, left, is_wide=is_wide)]
     return lines
 
 
 def notes(document: dict[str, Any]) -> Iterator[str]:
-    """Yield what a reader has to know of the table."""
+    """Yield the limits of what the table shows."""
     if document["complete"] is None:
-        yield "Nothing was looked at yet, or the probe is off (--probe-tier)"
+        yield "Nothing was read yet, or the probe is off (--probe-tier)"
         return
     if document["seen_by"] == "proc":
         probe = document["probe"] or {}
         why = f": {probe['message']}" if probe.get("message") else ""
-        yield f"Contexts are not known, only who has files open{why}"
+        yield f"Contexts are unknown, only open files are known{why}"
     elif document["certainty"] == "unverified":
-        yield "Contexts are inferred, of compute or graphics: not compared with CUDA on this driver version"
+        yield "Contexts are inferred, of compute or graphics: not verified with CUDA on this driver version"
     if not document["complete"]:
-        yield f"Not complete: {document['incomplete_because']}"
+        yield f"Incomplete: {document['incomplete_because']}"
 
 
 def _rows_of_process(process: dict[str, Any], *, now_ns: int, is_wide: bool) -> Iterator[list[str]]:
     holds: list[dict[str, Any]] = process["gpus"] or [{}]
     for hold in holds:
         contexts = hold.get("contexts")
-        told = UNKNOWN if contexts is None and hold else f"{contexts}{'+' if process['partial'] else ''}"
+        count = UNKNOWN if contexts is None and hold else f"{contexts}{'+' if process['partial'] else ''}"
         row = [
             str(process["pid"]),
             process["comm"] or UNKNOWN,
             _gpu(hold.get("gpu")) if hold else NONE,
-            told if hold else NONE,
+            count if hold else NONE,
             size(hold.get("memory_bytes")) if hold else NONE,
             process["state"] or UNKNOWN,
             _age(process["since_monotonic_ns"], now_ns),

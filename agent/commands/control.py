@@ -1,4 +1,4 @@
-"""What commands that give orders have in common: their flags, and how an answer is shown."""
+"""Common parts of the commands that change the agent's state: their flags, and how an answer is shown."""
 
 import argparse
 from collections.abc import Mapping
@@ -12,7 +12,7 @@ GPU_HELP: Final = "UUID, serial, PCI address or index"
 
 
 def configure_control(parser: argparse.ArgumentParser, *, usage: str, description: str) -> None:
-    """Add the flags of every command."""
+    """Add the common flags."""
     parser.usage = f"gpu-agent {usage}"
     parser.description = description
     parser.add_argument(
@@ -29,7 +29,7 @@ def configure_control(parser: argparse.ArgumentParser, *, usage: str, descriptio
 def send_and_show(
     args: argparse.Namespace, name: str, body: Mapping[str, object], *, timeout_s: float = COMMAND_TIMEOUT_S
 ) -> dict[str, Any]:
-    """Send a command and show what came of it; returns the answer."""
+    """Send a command, show its result and return the answer."""
     answer: dict[str, Any] = find_agent(args.control_socket).send_command(name, body, timeout_s=timeout_s)
     output = Output(args.output)
     if output is Output.TABLE:

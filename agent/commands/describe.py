@@ -1,4 +1,4 @@
-"""``gpu-agent describe``: everything that is known of one GPU, on one page."""
+"""``gpu-agent describe``: everything the agent knows of one GPU, on one page."""
 
 import argparse
 import time
@@ -28,12 +28,12 @@ from agent.errors import UsageError
 from agent.model.ids import pci_sysfs_name
 
 MAX_EVENTS: Final = 20
-"""The newest events of the GPU that the page has; JSON has all."""
+"""Newest events of the GPU on the page; JSON has all."""
 
 _DESCRIPTION: Final = """\
-Show everything that is known of one GPU: what it is, its health and how that
-came, the conditions with the next step of each, who has it and who uses it,
-its newest readings, and what was counted.
+Show everything the agent knows of one GPU: identity, health and its history,
+conditions with the next step of each, allocation and use, newest readings and
+counters.
 
 Examples:
   gpu-agent describe 3
@@ -76,7 +76,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def described(agent: AgentClient, name: str) -> Json:
-    """Return what the agent knows of the GPU of a name; raises UsageError if it is not exactly one."""
+    """Return what the agent knows of a GPU; raises UsageError unless exactly one has the name."""
     state: Json = agent.get("/debug/state")
     gpu = _meant(name, state["gpus"])
     uuid = gpu["uuid"]
@@ -102,9 +102,9 @@ def _meant(name: str, gpus: Iterable[Json]) -> Json:
         return found[0]
     if found:
         places = listed([f"{gpu['uuid']} at {gpu['pci']}" for gpu in found], "and")
-        raise UsageError(f'"{name[:80]}" means several GPUs, {places}; name one by its UUID')
+        raise UsageError(f'"{name[:80]}" names several GPUs, {places}; use the UUID of one')
     there = ", ".join(str(gpu["index"]) for gpu in known if gpu["index"] is not None) or "none"
-    raise UsageError(f'"{name[:80]}" is no GPU of this node, which has {there}; gpu-agent devices lists them')
+    raise UsageError(f'"{name[:80]}" is no GPU of this node; it has {there}; gpu-agent devices lists them')
 
 
 def _names(gpu: Json) -> Iterator[str]:
@@ -177,12 +177,12 @@ def _conditions(conditions: list[Json], now_ns: int) -> list[str]:
             f"{local_time(each['since'])}, {age(now_ns - since_ns)} ago" if since_ns else "before the boot"
         )
         instance = "" if each["gi"] is None else f" on GI {each['gi']} CI {each['ci']}"
-        effect = "Unhealthy by it" if each["flips"] else "no device is Unhealthy by it"
+        effect = "makes devices Unhealthy" if each["flips"] else "makes no device Unhealthy"
         lines += [
             f"{reason_of(each)}{instance}: {each['message']}",
             f"  since {since}; {each['evidence']} evidence of {each['source']}, {effect}",
-            f"  ends by: {each['recovery']}",
-            f"  to do: {each['advice']}",
+            f"  recovery: {each['recovery']}",
+            f"  next step: {each['advice']}",
         ]
     return lines
 

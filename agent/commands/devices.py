@@ -17,12 +17,12 @@ from agent.commands.render import (
 )
 
 _DESCRIPTION: Final = """\
-Show each device that the running agent offers, its health and the reason.
+Show each device that the running agent advertises, its health and the reason.
 
 Examples:
   gpu-agent devices
   gpu-agent devices -o wide
-  gpu-agent devices -w                and again whenever something changed
+  gpu-agent devices -w                again after every change
   gpu-agent devices -o json
 """
 

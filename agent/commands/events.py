@@ -1,4 +1,4 @@
-"""``gpu-agent events``: show what happened."""
+"""``gpu-agent events``: show the events of this node."""
 
 import argparse
 import json
@@ -20,13 +20,13 @@ from agent.views.sentences import sentence_of
 WAIT_S: Final = 20
 
 _DESCRIPTION: Final = """\
-Show what happened on this node since the agent was started: the newest 1024
-events. With a time in --since, what is older is read from the event log on
-disk, also from before the agent was started.
+Show the newest 1024 events since the agent was started. With a time in
+--since the command reads older ones from the event log on disk, which also
+has those from before the agent was started.
 
 Examples:
   gpu-agent events
-  gpu-agent events -w                 and what happens from now on
+  gpu-agent events -w                 with those from now on
   gpu-agent events --since 1h
   gpu-agent events --since 2026-11-30T04:00:00Z -o json
   gpu-agent events --file /var/lib/gpu-agent/events.jsonl
@@ -34,38 +34,38 @@ Examples:
 
 
 class _Since(NamedTuple):
-    """After what events are shown; the number and the moments are of the agent that runs."""
+    """The lower bound of the events shown: a number of the running agent, or a moment."""
 
     number: int = 0
     moment: datetime | None = None
 
     def is_shown(self, event: dict[str, Any]) -> bool:
-        """Tell whether an event is recent enough."""
+        """Return whether an event is recent enough."""
         return self.moment is None or str(event["time"]) >= rfc3339(self.moment)
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the flags."""
     parser.description = _DESCRIPTION
-    parser.add_argument("-w", "--watch", action="store_true", help="Go on until interrupted")
+    parser.add_argument("-w", "--watch", action="store_true", help="Continue until interrupted")
     parser.add_argument(
         "--since",
         metavar="WHEN",
         default="0",
         help='Only events after a number, a moment, or within a time as "5m"',
     )
-    parser.add_argument("--file", metavar="PATH", help="Read this event log, and ask no agent")
+    parser.add_argument("--file", metavar="PATH", help="Read this event log instead of asking an agent")
     add_output_flag(parser)
     add_agent_flag(parser)
 
 
 def main(args: argparse.Namespace) -> int:
-    """Ask the agent, and the disk, and print the events."""
+    """Read the events from the agent and from disk, and print them."""
     since = _since(args.since)
     output = Output(args.output)
     if args.file is not None:
         if args.watch:
-            raise UsageError("--watch asks an agent, and --file asks none; give one of them")
+            raise UsageError("--watch asks an agent, --file reads a file; give one of them")
         if not event_files.exist(args.file):
             raise AgentError(f"There is no event log {args.file}; an agent keeps events.jsonl in --state-dir")
         _print(_of_file(args.file, since), output)
@@ -79,7 +79,7 @@ def main(args: argparse.Namespace) -> int:
         for event in _stream(agent, since):
             print(_line(event, output), flush=True)
     except KeyboardInterrupt:
-        # Asking for an end is the way out of an endless command.
+        # Ctrl-C is how an endless command is stopped.
         return 0
     return 0
 
@@ -112,7 +112,7 @@ def _print(events: list[dict[str, Any]], output: Output, document: dict[str, obj
 
 
 def _older(agent: AgentClient, document: dict[str, object], since: _Since) -> list[dict[str, Any]]:
-    """Return the events on disk that are recent enough and that the agent has no more, or never had."""
+    """Return the recent enough events on disk that the agent has evicted, or never had."""
     oldest = next(iter(_events(document)), None)
     if since.moment is None or (oldest is not None and not since.is_shown(oldest)):
         return []
@@ -166,8 +166,8 @@ def _stream(agent: AgentClient, since: _Since) -> Iterator[dict[str, Any]]:
 def _note_missed(document: dict[str, object], *, is_on_disk: bool = False) -> None:
     if document.get("missed") and not is_on_disk:
         number = cast("int", document["missed"])
-        kept = "is" if number == 1 else "are"
-        print(f"gpu-agent: {counted(number, 'older event')} {kept} kept no more", file=sys.stderr)
+        verb = "was" if number == 1 else "were"
+        print(f"gpu-agent: {counted(number, 'older event')} {verb} evicted", file=sys.stderr)
 
 
 def _events(document: dict[str, object]) -> list[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""``gpu-agent explain``: what reason codes and XIDs mean, from the tables that the agent itself obeys."""
+"""``gpu-agent explain``: explain reason codes and XIDs, from the tables that the agent itself uses."""
 
 import argparse
 import textwrap
@@ -16,11 +16,12 @@ from agent.model.policy import Policy
 _WIDTH: Final = 78
 
 _NARROW: Final = frozenset({"code", "xid", "name", "flips", "compat", "catalog", "recovery", "says"})
-"""What a table of 80 columns has room for."""
+"""Columns of the table of 80 characters."""
 
 _DESCRIPTION: Final = """\
-Explain reason codes and XIDs: what was seen, how sure it is, whether devices
-are Unhealthy by it, what brings them back, and what to do. It needs no agent.
+Explain reason codes and XIDs: what was detected, how certain it is, whether
+it makes devices Unhealthy, how they recover, and the next step. It needs no
+agent.
 
 Examples:
   gpu-agent explain                   every reason code
@@ -60,7 +61,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def reason_row(reason: Reason) -> dict[str, Any]:
-    """Return what a reason code means."""
+    """Return the table's row of a reason code."""
     meaning = MEANINGS[reason]
     return {
         "code": reason.value,
@@ -74,7 +75,7 @@ def reason_row(reason: Reason) -> dict[str, Any]:
 
 
 def xid_row(xid: int) -> dict[str, Any]:
-    """Return what an XID means under both policies."""
+    """Return the table's row of an XID, with its effect under both policies."""
     return {
         "xid": xid,
         "name": xids.NAMES.get(xid, ""),
@@ -91,7 +92,7 @@ def xid_row(xid: int) -> dict[str, Any]:
 
 
 def _witnesses_of(xid: int) -> list[str]:
-    """Return what confirms an XID that the kernel log tells of, beside NVML's event of it."""
+    """Return the reasons that confirm an XID from the kernel log, beside NVML's own event."""
     if xids.recovery_of(xid) is Recovery.SELF_CLEARING:
         return []
     readings = xids.WITNESSES.get(xids.class_of(xid), frozenset())

@@ -1,7 +1,7 @@
-"""Says for people where a reason is found, and which processes it is of.
+"""Shows people the GPUs and the processes of a reason.
 
-Guarantees: names of processes are only told here, to who may ask the agent over its root-only socket or on
-loopback; the reasons themselves have none.
+Guarantees: only these lines name processes, and only callers of the root-only socket or of loopback get
+them; the reasons themselves name none.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -33,18 +33,18 @@ def _place(uuid: str, gpu: Json | None) -> str:
 
 
 def involved_processes(reason: Json, conditions: Iterable[Json]) -> Iterator[str]:
-    """Yield a line for each process that a finding of the use of GPUs is of, and whether it is over."""
+    """Yield a line for each process of a usage finding, or one that the finding is clearing."""
     found = [
         each
         for each in conditions
         if each["code"] == reason["code"] and each.get("details") and each["message"] in reason["message"]
     ]
     if found and not any(each["lasts"] for each in found):
-        yield "not seen any more; ends after clean probes and a quiet time"
+        yield "no longer observed; clears after clean probes and a quiet time"
         return
-    told = [_process(each) for one in found if one["lasts"] for each in one["details"]["culprits"]]
-    yield from told[:MAX_PROCESSES]
-    more = len(told[MAX_PROCESSES:]) + sum(one["details"]["more"] for one in found)
+    lines = [_process(each) for one in found if one["lasts"] for each in one["details"]["culprits"]]
+    yield from lines[:MAX_PROCESSES]
+    more = len(lines[MAX_PROCESSES:]) + sum(one["details"]["more"] for one in found)
     if more:
         yield f"and {more} more"
 
@@ -52,7 +52,7 @@ def involved_processes(reason: Json, conditions: Iterable[Json]) -> Iterator[str
 def _process(each: Json) -> str:
     parts = [f"pid {each['pid']} ({each['comm'] or UNKNOWN})", str(each["pod"] or each["owner"])]
     if each["role"] == "owner":
-        parts.append("ended")
+        parts.append("exited")
     if each["contexts"] != 0 or each["role"] == "owner":
         number = each["contexts"]
         parts.append(f"contexts: {UNKNOWN if number is None else number}")

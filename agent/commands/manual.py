@@ -12,8 +12,8 @@ from agent.extras import not_installed
 
 _FILES = {
     "/var/lib/gpu-agent/state.json": "Conditions, holds and counts, kept over restarts and reboots.",
-    "/var/lib/gpu-agent/events.jsonl": "What happened.",
-    "/run/gpu-agent/control.sock": "Where commands ask the agent; for root alone.",
+    "/var/lib/gpu-agent/events.jsonl": "The event log.",
+    "/run/gpu-agent/control.sock": "The agent's socket for commands, open to root only.",
     "/var/lib/kubelet/device-plugins/": "The kubelet's socket, and the agent's beside it.",
     "/var/run/cdi/": "CDI specifications, with a CDI strategy.",
 }
@@ -26,7 +26,7 @@ def page() -> Iterator[str]:
     # Adjusted to both sides, lines with long flags are full of holes.
     yield ".ad l"
     yield ".SH NAME"
-    yield "gpu-agent \\- offer a node's GPUs to the kubelet, watch them, and say who uses them"
+    yield "gpu-agent \\- advertise a node's GPUs to the kubelet, watch their health and show their use"
     yield ".SH SYNOPSIS"
     yield ".B gpu-agent"
     yield ".I COMMAND"
@@ -48,7 +48,7 @@ def page() -> Iterator[str]:
     yield ".SH EXIT STATUS"
     yield ".TP\n.B 0\nSuccess."
     yield ".TP\n.B 1\nFailed, or not ready."
-    yield ".TP\n.B 2\nUsage, bad configuration, or could not tell."
+    yield ".TP\n.B 2\nUsage, bad configuration, or the answer is unknown."
     yield ".SH FILES"
     for path, text in _FILES.items():
         yield f".TP\n.I {_escaped(path)}\n{text}"

@@ -1,4 +1,4 @@
-"""``gpu-agent owners``: show who was given each GPU, who holds it and who uses memory on it."""
+"""``gpu-agent owners``: show the pods each GPU is allocated to, its holders and the memory they use."""
 
 import argparse
 from typing import Any, Final
@@ -14,24 +14,25 @@ from agent.commands.render import (
 )
 
 _DESCRIPTION: Final = """\
-Show of each GPU or MIG device who was given it by the kubelet, which processes
-hold it, and how much of its memory each uses. "host" is a process in no pod.
+Show for each GPU or MIG device the pod that the kubelet gave it to, the
+processes that hold it, and how much of its memory each uses. "host" is a
+process in no pod.
 
 Examples:
   gpu-agent owners
-  gpu-agent owners -o wide            and the agent, UUIDs, unclaimed memory
-  gpu-agent owners -w                 and again whenever something changed
+  gpu-agent owners -o wide            with the agent, UUIDs, unclaimed memory
+  gpu-agent owners -w                 again after every change
   gpu-agent owners -o json
 """
 
 TITLES: Final = ("GPU", "GIVEN-TO", "HELD-BY", "PID", "CONTEXTS", "MEMORY")
 WIDE_TITLES: Final = (*TITLES, "COMM", "STATE", "UUID", "USED", "UNCLAIMED")
 LEAST: Final = ("MEMORY", "CONTEXTS", "GIVEN-TO")
-"""What a narrow terminal goes without first."""
+"""Columns that a narrow terminal omits, the first one first."""
 MAX_PODS: Final = 4
-"""Who share a device, in the wide table; JSON has all."""
+"""Pods of a shared device in the wide table; JSON has all."""
 POD_WIDTH: Final = 18
-"""Of a pod in a table of 80 columns."""
+"""Columns of a pod's name in a table of 80."""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:

@@ -1,6 +1,6 @@
 """The command line as data: every command with its flags and words, as its own parser has them.
 
-Completions and the manual are made of it, so they cannot say anything else than ``--help`` does.
+Completions and the manual are generated from it, so they agree with ``--help``.
 """
 
 import argparse
@@ -22,7 +22,7 @@ class Argument(NamedTuple):
 
     names: tuple[str, ...]
     metavar: str
-    """What stands for the value; empty: it takes none."""
+    """Placeholder of the value; empty: the flag has none."""
     kind: Kind
     """What the value is: none, a path of a file, or other text."""
     choices: tuple[str, ...]
@@ -44,12 +44,12 @@ class Described(NamedTuple):
 
     @property
     def words(self) -> tuple[str, ...]:
-        """What may stand without a flag, as far as that is a closed set."""
+        """Positional words, as far as they are a closed set."""
         return tuple(choice for each in self.arguments if not each.names for choice in each.choices)
 
     @property
     def takes_path(self) -> bool:
-        """Whether a path may stand without a flag."""
+        """Whether a positional word may be a path."""
         return any(each.kind == "path" for each in self.arguments if not each.names)
 
 

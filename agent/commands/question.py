@@ -1,8 +1,8 @@
-"""What a command asks a running agent: shown once, or with ``-w`` again whenever it changed.
+"""What a command reads from a running agent: shown once, or with ``-w`` again after every change.
 
-Guarantees: a terminal shows one screen, drawn anew in its place, with ages that go on. Elsewhere what only
-time changed is not told again: ``json`` is one document on a line, ``yaml`` one behind ``---``, a table
-stands behind an empty line. An agent that is restarted meanwhile is waited for.
+Guarantees: a terminal shows one screen, redrawn in place, with ages that go on. Elsewhere a change of time
+alone prints nothing: ``json`` is one document on a line, ``yaml`` one behind ``---``, a table stands behind
+an empty line. The command waits for an agent that restarts meanwhile.
 """
 
 import argparse
@@ -21,16 +21,16 @@ from agent.errors import AgentUnreachableError
 from agent.log import printable_json
 
 PERIOD_S: Final = 1.0
-"""Between two looks of ``-w``: not every change is an event that could be waited for."""
+"""Poll period of ``-w``: not every change is an event that the agent could wait for."""
 RETRY_S: Final = 0.5
 
 _MOMENT: Final = "_monotonic_ns"
 _VOLATILE: Final = frozenset(
     {"changed", "event_log", "facts", "log_lines", "sample", "seen", "took_ns", "uptime_s"}
 )
-"""What changes in a document though nothing happens: figures, and when somebody looked last."""
+"""Keys whose values change in a document without an event: figures, and the time of the last reading."""
 _BUSY_OR_NOT: Final = ("R", "S")
-"""States that a process that works has in turn."""
+"""States between which a working process alternates."""
 _HOME: Final = "\x1b[H\x1b[J"
 _PAINT: Final = re.compile("\x1b\\[[0-9;]*m")
 
@@ -49,13 +49,13 @@ class Question(msgspec.Struct, frozen=True):
     lines: Callable[[Document, int, bool], list[str]]
     """The table of a document at a monotonic moment; whether it is the wide one."""
     notes: Callable[[Document], Iterable[str]] = _nothing
-    """What a reader has to know of the table."""
+    """The limits of what the table shows."""
 
 
 def add_question_flags(parser: argparse.ArgumentParser) -> None:
     """Add ``-w``, ``-o`` and ``--control-socket``."""
     parser.add_argument(
-        "-w", "--watch", action="store_true", help="Show it again whenever it changed, until interrupted"
+        "-w", "--watch", action="store_true", help="Show it again after every change, until interrupted"
     )
     add_output_flag(parser)
     add_agent_flag(parser)
@@ -71,18 +71,18 @@ def ask(args: argparse.Namespace, question: Question) -> int:
     try:
         _watch(question, map(shown, documents(agent, question.path)), output)
     except KeyboardInterrupt:
-        # Asking for an end is the way out of an endless command.
+        # Ctrl-C is how an endless command is stopped.
         return 0
     return 0
 
 
 def for_programs(document: Document) -> Document:
-    """Return the document as it is: what writes JSON and YAML escapes what has to be."""
+    """Return the document as it is: the JSON and YAML writers escape it."""
     return document
 
 
 def documents(agent: AgentClient, path: str, *, period_s: float = PERIOD_S) -> Iterator[Document]:
-    """Yield a document now and in every period, for ever."""
+    """Yield a document now and in every period, without end."""
     yield agent.get(path)
     while True:
         time.sleep(period_s)
@@ -93,8 +93,8 @@ def documents(agent: AgentClient, path: str, *, period_s: float = PERIOD_S) -> I
 
 
 def wait_for(agent: AgentClient) -> None:
-    """Wait until an agent answers: it may be restarted while it is watched."""
-    print("gpu-agent: The agent is away; waiting for its return", file=sys.stderr)
+    """Wait until an agent answers: it may restart while a command watches it."""
+    print("gpu-agent: The agent does not answer; waiting for it", file=sys.stderr)
     while not agent.accepts():
         time.sleep(RETRY_S)
 
@@ -132,7 +132,7 @@ def _show(question: Question, document: Document, output: Output) -> None:
 
 
 def changed(question: Question, seen: Iterable[Document], output: Output) -> Iterator[Document]:
-    """Yield the documents in which there is something else to be shown than in the one before."""
+    """Yield the documents whose shown content differs from the one before."""
     before: object = None
     for document in seen:
         now = _shown_content(question, _without_volatile(document), output)
@@ -153,7 +153,7 @@ def _shown_content(question: Question, document: Document, output: Output) -> ob
 
 
 def _without_volatile(value: Any) -> Any:
-    """Return a document in which nothing changes by time alone."""
+    """Return a document without the values that change by time alone."""
     if isinstance(value, list):
         return [_without_volatile(each) for each in value]
     if not isinstance(value, dict):
@@ -164,7 +164,7 @@ def _without_volatile(value: Any) -> Any:
 def _is_volatile(key: str, document: Mapping[str, object]) -> bool:
     if key == "state" and document[key] in _BUSY_OR_NOT:
         return True
-    # A moment is told twice, and what clocks say of it differs by a little each time.
+    # A moment is given twice, and its wall-clock time differs by a little in each document.
     return key.removesuffix(_MOMENT) in _VOLATILE or f"{key}{_MOMENT}" in document
 
 
@@ -180,7 +180,7 @@ def _screens(question: Question, seen: Iterable[Document], *, is_wide: bool) -> 
 
 
 def fitting(lines: list[str], *, columns: int, rows: int) -> list[str]:
-    """Return as many lines as a screen has room for, long ones being broken, above the one of the cursor."""
+    """Return the lines that fit on a screen above the cursor's line, counting how long ones wrap."""
     room, shown = max(1, rows - 1), 0
     for line in lines:
         room -= max(1, -(-len(_PAINT.sub("", line)) // max(1, columns)))

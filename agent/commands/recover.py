@@ -1,4 +1,4 @@
-"""``gpu-agent recover``: declare a GPU well."""
+"""``gpu-agent recover``: declare a GPU healthy."""
 
 import argparse
 from typing import Final
@@ -9,12 +9,14 @@ from agent.core.wording import printable
 from agent.errors import EXIT_FAILED
 
 _DESCRIPTION: Final = """\
-Declare a GPU well: what was reported of it and waits for a reset, a reboot or
-a person ends now. What is still seen stays, and so does a hold; the answer
-says which and why. The exit code is 1 if the GPU is still Unhealthy.
+Declare a GPU healthy: conditions that wait for a reset, a reboot or a person
+are cleared now. Conditions that are still observed stay, and so does a hold;
+the answer names them with the cause. The exit code is 1 if the GPU is still
+Unhealthy.
 
 With --state, acknowledge instead that the state file is lost (state_lost):
-check the GPUs that were out before, and hold those that must stay out, first.
+first check the GPUs that were Unhealthy before, and hold those that must stay
+so.
 
 Examples:
   gpu-agent recover 3
@@ -32,7 +34,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Give the order and show what came of it."""
+    """Send the command and show its result."""
     answer = send_and_show(args, "recover", {"state": True} if args.state else {"gpu": args.gpu})
     if Output(args.output) is Output.TABLE:
         for condition in answer["staying"]:

@@ -1,4 +1,4 @@
-"""``gpu-agent release``: let go of the driver for a time."""
+"""``gpu-agent release``: release the driver for a time."""
 
 import argparse
 from typing import Final
@@ -10,11 +10,11 @@ from agent.errors import EXIT_FAILED, UsageError
 WAIT_S: Final = 30
 
 _DESCRIPTION: Final = """\
-Let go of the driver, so that a GPU can be reset, MIG can be changed or the
-driver unloaded under a running agent. The GPUs that are named are Unhealthy
-meanwhile; the driver is let go of as a whole. It is taken back by itself after
-the time, or with 'gpu-agent resume'. The command returns when no file of the
-driver is open any more; the exit code is 1 if that took over 30 s.
+Release the driver, so that a GPU can be reset, MIG changed or the driver
+unloaded while the agent runs. The named GPUs are Unhealthy meanwhile; the
+driver is released as a whole. The agent opens it again after the time, or with
+'gpu-agent resume'. The command returns when the agent has closed every file of
+the driver; the exit code is 1 if that takes over 30 s.
 
 Examples:
   gpu-agent release 3 --for 2m && nvidia-smi --gpu-reset -i 3
@@ -31,7 +31,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Send the command and show what came of it."""
+    """Send the command and show its result."""
     if args.all == bool(args.gpus):
         raise UsageError("Name the GPUs to release, or --all; see gpu-agent release --help")
     body = {"gpus": "all" if args.all else args.gpus, "for": args.time, "wait_s": WAIT_S}

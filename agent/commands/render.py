@@ -1,8 +1,8 @@
 """Writes documents for people and programs: tables, JSON, YAML, names.
 
-Invariants: a table has no spaces in its titles and on a terminal is no wider than that, unless it is the
-wide one: columns that say least are left out first, then lines are cut. Elsewhere nothing is cut; what is not
-known is ``<unknown>``, what is not there ``<none>``.
+Invariants: a table has no spaces in its titles. On a terminal it is no wider than that, unless it is the wide
+one: the least important columns are omitted first, then lines are cut. Elsewhere nothing is cut.
+``<unknown>`` is a value that was not read, ``<none>`` one that does not exist.
 """
 
 import argparse
@@ -54,13 +54,13 @@ def add_agent_flag(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--control-socket",
         metavar="PATH",
-        help="Where the agent is asked (default: /run/gpu-agent/control.sock, else that of the "
-        "simulated node; GPU_AGENT_CONTROL_SOCKET)",
+        help="Socket of the agent (default: /run/gpu-agent/control.sock, else that of the simulated "
+        "node; GPU_AGENT_CONTROL_SOCKET)",
     )
 
 
 def for_people(document: Any) -> Any:
-    """Return a document whose texts no terminal obeys, whatever the driver, pods and processes chose."""
+    """Return a document whose texts hold no terminal control sequence of a driver, pod or process."""
     if isinstance(document, str):
         return printable(document)
     if isinstance(document, list):
@@ -73,7 +73,7 @@ def for_people(document: Any) -> Any:
 def show(document: object, output: Output) -> None:
     """Print a document as JSON or YAML."""
     if output is Output.YAML:
-        import yaml  # noqa: PLC0415 - only where it is asked for
+        import yaml  # noqa: PLC0415 - only for -o yaml
 
         text = yaml.safe_dump(document, sort_keys=False, allow_unicode=True)
         if not text.replace("\n", "").isprintable():
@@ -84,7 +84,7 @@ def show(document: object, output: Output) -> None:
 
 
 def width() -> int:
-    """Return how many columns standard output has; without an end where it is no terminal."""
+    """Return the columns of standard output; unlimited where it is no terminal."""
     return shutil.get_terminal_size().columns if sys.stdout.isatty() else sys.maxsize
 
 
@@ -95,7 +95,7 @@ def table(
     is_wide: bool = False,
     least: Sequence[str] = (),
 ) -> list[str]:
-    """Return the lines of a table; on a terminal without those of the ``least`` columns that do not fit."""
+    """Return the lines of a table; on a terminal without the ``least`` columns that do not fit."""
     columns = [tuple(map(printable, column)) for column in zip(titles, *rows, strict=True)]
     widths = [max(len(cell) for cell in column) for column in columns]
     room = sys.maxsize if is_wide else width()
@@ -111,7 +111,7 @@ def table(
 
 
 def cut(text: str, columns: int) -> str:
-    """Return a text that is too long without its middle: names of pods differ at their ends."""
+    """Return a text without its middle if it is too long: names of pods differ at their ends."""
     if len(text) <= columns:
         return text
     end = columns // 3
@@ -119,7 +119,7 @@ def cut(text: str, columns: int) -> str:
 
 
 def fitted(text: str, columns: int | None = None, *, is_wide: bool = False) -> str:
-    """Return a text as long as a terminal has room for; who reads it elsewhere, or asks for all, gets all."""
+    """Return a text cut to the terminal's width; whole elsewhere and in wide output."""
     room = width() if columns is None else columns
     if is_wide or len(text) <= room or not sys.stdout.isatty():
         return text
@@ -127,12 +127,12 @@ def fitted(text: str, columns: int | None = None, *, is_wide: bool = False) -> s
 
 
 def share(columns: int) -> int:
-    """Return how many columns a cell gets here that has so many of the 80 of a usual terminal."""
+    """Return the width of a cell, in proportion to its share of a terminal of 80 columns."""
     return columns * max(width(), 80) // 80 if sys.stdout.isatty() else columns
 
 
 def local_time(text: str) -> str:
-    """Return a moment of a document by this machine's clock and zone, with the day where it is not today."""
+    """Return a moment of a document in this machine's zone, with the day where it is not today."""
     try:
         moment = datetime.fromisoformat(text).astimezone()
     except (ValueError, OverflowError, OSError):
@@ -154,9 +154,9 @@ def device_rows(devices: Sequence[Json], *, now_ns: int, is_wide: bool) -> list[
 DEVICE_TITLES: Final = ("GPU", "ID", "MODEL", "HEALTH", "REASON", "SINCE", "POD")
 WIDE_DEVICE_TITLES: Final = (*DEVICE_TITLES, "NUMA", "RESOURCE", "PCI", "MESSAGE")
 LEAST_OF_DEVICES: Final = ("MODEL", "SINCE", "POD", "ID")
-"""What a narrow terminal goes without first; commands take the index."""
+"""Columns that a narrow terminal omits, the first one first; commands accept the index."""
 ROOM: Final = 120
-"""Columns from which ids and models are shown whole."""
+"""Width from which ids and models are shown whole."""
 
 
 def _device_row(device: Json, name: str, now_ns: int, *, is_wide: bool) -> list[str]:
@@ -178,25 +178,25 @@ def _device_row(device: Json, name: str, now_ns: int, *, is_wide: bool) -> list[
 
 
 def _index(device: Json) -> str:
-    """Return NVML's index, as commands take it, with the instances of a MIG device."""
+    """Return NVML's index, as commands accept it, with the instances of a MIG device."""
     index = _text(device.get("gpu"))
     return index if device.get("gi") is None else f"{index}/gi{device['gi']}/ci{device['ci']}"
 
 
 def short_ids(ids: Sequence[str]) -> list[str]:
-    """Return ids cut as far as they stay apart: ``GPU-8f6d3c2e::1``, else ``GPU-…00ab12cd``, else whole."""
-    for cut in (_beginning, _end):
+    """Return ids cut as far as they stay unique: ``GPU-8f6d3c2e::1``, else ``GPU-…00ab12cd``, else whole."""
+    for cut in (_head, _tail):
         shown = [cut(*device_id.partition("::")) for device_id in ids]
         if len(set(shown)) == len(set(ids)):
             return shown
     return list(ids)
 
 
-def _beginning(uuid: str, separator: str, replica: str) -> str:
+def _head(uuid: str, separator: str, replica: str) -> str:
     return uuid[:12] + separator + replica
 
 
-def _end(uuid: str, separator: str, replica: str) -> str:
+def _tail(uuid: str, separator: str, replica: str) -> str:
     return f"{uuid[:4]}…{uuid[-8:]}{separator}{replica}"
 
 
@@ -211,7 +211,7 @@ def reason_of(condition: object) -> str:
 
 
 def pod_of(device: Json) -> str:
-    """Return who holds a device, as ``namespace/name``."""
+    """Return the pod that holds a device, as ``namespace/name``."""
     if device.get("allocated") is None:
         return UNKNOWN
     return _text(device.get("pod")) if device["allocated"] else NONE
@@ -249,12 +249,12 @@ def colour_health(line: str, health: str, *, is_coloured: bool) -> str:
 
 
 def uses_colour(stream: TextIO = sys.stdout) -> bool:
-    """Tell whether colour is wanted: on a terminal, unless NO_COLOR is set."""
+    """Return whether to colour: on a terminal, unless NO_COLOR is set."""
     return is_terminal(stream) and not os.environ.get("NO_COLOR")
 
 
 def is_terminal(stream: TextIO) -> bool:
-    """Tell whether a stream is a terminal that can do more than show one line after the other."""
+    """Return whether a stream is a terminal that supports control sequences."""
     return stream.isatty() and os.environ.get("TERM") != "dumb"
 
 

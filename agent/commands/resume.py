@@ -1,4 +1,4 @@
-"""``gpu-agent resume``: take the driver back after a release."""
+"""``gpu-agent resume``: open the driver again after a release."""
 
 import argparse
 from typing import Final
@@ -6,8 +6,8 @@ from typing import Final
 from agent.commands.control import configure_control, send_and_show
 
 _DESCRIPTION: Final = """\
-Take the driver back that 'gpu-agent release' let go of, before its time is
-over. Devices are Healthy again after clean probes.
+Open the driver again before the time of 'gpu-agent release' is over. Devices
+are Healthy again after clean probes.
 
 Examples:
   gpu-agent resume
@@ -20,6 +20,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Give the order and show what came of it."""
+    """Send the command and show its result."""
     send_and_show(args, "resume", {})
     return 0

@@ -1,4 +1,4 @@
-"""``gpu-agent run``: be the agent of this node."""
+"""``gpu-agent run``: run the agent of this node."""
 
 import gc
 import os
@@ -21,7 +21,8 @@ if TYPE_CHECKING:
     from agent.guard import Seam
 
 _DESCRIPTION: Final = """\
-Offer this node's GPUs to the kubelet, watch them, and tell what is known.
+Advertise this node's GPUs to the kubelet, watch their health and use, and
+serve what is known.
 
 Examples:
   gpu-agent run
@@ -29,22 +30,22 @@ Examples:
   gpu-agent run --config-file /etc/gpu-agent/config.yaml
 
 Each flag is also a variable and, unless noted, a key of the file; a flag
-counts before a variable, a variable before the file. Times are written as
-500ms, 10s or 1m30s. SIGHUP reads the file again, SIGUSR2 writes stacks to
-the log, a second SIGTERM ends at once.
+overrides a variable, a variable the file. Times are written as 500ms, 10s or
+1m30s. SIGHUP reloads the file, SIGUSR2 writes stacks to the log, a second
+SIGTERM exits at once.
 """
 
 
 SWITCH_S: Final = 0.0005
-"""How long a thread that imports or writes may keep the event loop from the interpreter each time it wakes;
-Python's own 5 ms are all that the kubelet may wait for a sick GPU."""
+"""How long a thread that imports or writes may block the event loop each time it wakes. Python's default of
+5 ms is the whole time in which the kubelet must learn of an unhealthy GPU."""
 
 
 def run(arguments: Sequence[str], *, seam: "Seam | None" = None) -> int:
-    """Run the agent with these flags; the process ends in here. ``seam`` is for tests that break it."""
+    """Run the agent with these flags; the process exits in here. ``seam`` is for tests that inject faults."""
     sys.setswitchinterval(SWITCH_S)
-    # Collecting garbage while modules are imported finds none and costs a tenth of the start; once it
-    # serves, the agent does it itself (runtime.garbage).
+    # Collecting garbage during the imports finds none and costs a tenth of the start; once it serves, the
+    # agent collects it itself (runtime.garbage).
     gc.disable()
     environment = dict(os.environ)
     values, problems = flags.parse(arguments, OPTIONS.values())
@@ -54,7 +55,7 @@ def run(arguments: Sequence[str], *, seam: "Seam | None" = None) -> int:
         raise ConfigError((*problems, *error.problems)) from None
     if problems:
         raise ConfigError(tuple(problems))
-    from agent import app  # noqa: PLC0415 - a wrong setting is told without it
+    from agent import app  # noqa: PLC0415 - a wrong setting is reported without it
 
     _exit_now(app.run(settings, reread=lambda: load(values, environment), environment=environment, seam=seam))
 
@@ -83,12 +84,12 @@ def _help_of(option: Option) -> str:
 
 
 def main(args: "argparse.Namespace") -> int:
-    """Run the agent; argparse only comes here after help was asked for, and ends by itself."""
+    """Do nothing: argparse prints the help and exits before it would call this."""
     raise AssertionError(args)
 
 
 def _exit_now(code: int) -> NoReturn:
-    """End the process although a thread may be stuck in the driver, which a normal exit waits for."""
+    """Exit although a thread may be blocked in the driver, which a normal exit would wait for."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

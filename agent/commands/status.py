@@ -10,23 +10,23 @@ from agent.commands.render import NONE, UNKNOWN, age, table
 from agent.core.wording import counted
 
 _DESCRIPTION: Final = """\
-Show the running agent, what it offers, and why the node is not ready for GPU
-jobs. The exit code says whether the agent answered, not what it said.
+Show the running agent, what it advertises, and why the node is not ready for
+GPU jobs. The exit code is 0 whenever the agent answered, ready or not.
 
 Examples:
   gpu-agent status
-  gpu-agent status -o wide            and each GPU with its names
-  gpu-agent status -w                 and again whenever something changed
+  gpu-agent status -o wide            with the names of each GPU
+  gpu-agent status -w                 again after every change
   gpu-agent status -o json
 """
 
 
 TIER_COSTS: Final = {
-    "driver": "only calls of the driver pay",
-    "syscalls": "each system call pays 10 to 55 ns, each ioctl 90 to 270, by CPU",
+    "driver": "only driver calls cost more",
+    "syscalls": "each system call costs 10 to 55 ns more, each ioctl 90 to 270, by CPU",
 }
-"""What a tier of the probe costs the machine. Source: make bench ARGS="--only PROBE" on Linux 6.18; the
-higher prices are those of a CPU that guards every return (AMD Zen 4)."""
+"""Overhead of a probe tier. Source: make bench ARGS="--only PROBE"; the higher figures are those of a CPU
+with return mitigations."""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -74,7 +74,7 @@ def status_lines(document: dict[str, Any], *, now_ns: int, is_wide: bool = False
 def _config(config: dict[str, Any]) -> list[str]:
     lines = []
     if config.get("trouble"):
-        lines.append(f"Config   the old one counts, the new one is refused: {config['trouble']}")
+        lines.append(f"Config   unchanged, the new file is rejected: {config['trouble']}")
     if config.get("awaiting_restart"):
         lines.append(f"Config   takes effect at the next start: {', '.join(config['awaiting_restart'])}")
     return lines
@@ -84,7 +84,7 @@ def _observing(document: dict[str, Any]) -> list[str]:
     if not document.get("observe"):
         return []
     flips = document["observed_flips"]
-    return [f"Mode     observing: nothing is registered; devices it would have turned Unhealthy: {flips}"]
+    return [f"Mode     observing: nothing is registered; devices it would have set Unhealthy: {flips}"]
 
 
 def _driver(driver: dict[str, Any]) -> str:
@@ -104,7 +104,7 @@ def _probe(probe: dict[str, Any] | None) -> list[str]:
             return [f"Probe    off (not_wanted): {probe['message']}"]
         case {"state": "disabled"}:
             line = f"Probe    off ({probe['code']}): {probe['message']}"
-            return [line, "         It is loaded when the agent starts: restart it once that is put right"]
+            return [line, "         The agent loads it at its start: restart it once that is fixed"]
     headers = f", headers={probe['headers']}" if probe["headers"] else ""
     lines = [
         f"Probe    tier {probe['tier']}, loader {probe['loader']}{headers}",
@@ -122,15 +122,15 @@ def _probe(probe: dict[str, Any] | None) -> list[str]:
 
 
 def _usage(usage: dict[str, Any] | None) -> list[str]:
-    """Return what is missing of who uses GPUs."""
+    """Return the lines on what the usage data lacks."""
     if usage is None:
         return []
-    lines = [] if usage["complete"] else [f"         not complete: {usage['incomplete_because']}"]
+    lines = [] if usage["complete"] else [f"         incomplete: {usage['incomplete_because']}"]
     kept = [
         counted(count, *nouns)
         for nouns, count in (
             (("lost event",), usage["events_lost"]),
-            (("object or file not kept", "objects or files not kept"), usage["evicted"]),
+            (("evicted object or file", "evicted objects or files"), usage["evicted"]),
         )
         if count
     ]
@@ -142,12 +142,12 @@ def _released(document: dict[str, Any], *, now_ns: int) -> list[str]:
     if until_ns is None:
         return []
     is_released = document["driver_released"]
-    told = "let go of on request" if is_released else "being let go of on request"
-    return [f"         {told}, for {age(until_ns - now_ns)} more; gpu-agent resume ends it"]
+    state = "released on request" if is_released else "being released on request"
+    return [f"         {state}, for {age(until_ns - now_ns)} more; gpu-agent resume ends it"]
 
 
 def _unadvertised(document: dict[str, Any]) -> Iterator[str]:
-    """Yield what is not offered as it is there, though nothing is wrong with it."""
+    """Yield what is not advertised although it is healthy."""
     gpus_of: dict[str, list[str]] = {}
     for each in document.get("unoffered", ()):
         detail = f" ({each['detail']})" if each["detail"] else ""
@@ -158,20 +158,20 @@ def _unadvertised(document: dict[str, Any]) -> Iterator[str]:
 
 
 def _out_of_service(document: dict[str, Any]) -> str:
-    """Return what keeps GPUs out that no reset cures: an operator, or their own flapping."""
-    told = []
+    """Return the numbers of GPUs that an operator, or flapping, keeps Unhealthy over a reset."""
+    shown = []
     for code in ("held", "maintenance", "flapping"):
         number = len({each["gpu_uuid"] for each in document.get("conditions", ()) if each["code"] == code})
-        told += [f"{number} {code}"] if number else []
-    return f" ({', '.join(told)})" if told else ""
+        shown += [f"{number} {code}"] if number else []
+    return f" ({', '.join(shown)})" if shown else ""
 
 
 def _gpus(gpus: list[dict[str, Any]]) -> str:
     counts = {
         health: sum(gpu["health"] == health for gpu in gpus) for health in ("healthy", "unhealthy", "unknown")
     }
-    told = [f"{number} {health}" for health, number in counts.items() if number]
-    return ", ".join(told) if told else NONE
+    shown = [f"{number} {health}" for health, number in counts.items() if number]
+    return ", ".join(shown) if shown else NONE
 
 
 def _resources(resources: list[dict[str, Any]], *, is_wide: bool) -> list[str]:

@@ -8,9 +8,9 @@ from agent.commands.client import find_agent
 from agent.commands.render import UNKNOWN, Output, add_agent_flag, add_output_flag, for_people, show, table
 
 _DESCRIPTION: Final = """\
-Show how the GPUs of this node are connected with each other, and which CPUs
-and NUMA nodes they are near, as nvidia-smi topo -m shows it. The agent prefers
-GPUs for a container by these connections.
+Show how the GPUs of this node are connected, and their CPU and NUMA affinity,
+as nvidia-smi topo -m does. The agent prefers GPUs for a container by these
+connections.
 
 Examples:
   gpu-agent topology
@@ -25,7 +25,7 @@ PXB   several PCIe switches, without a PCIe host bridge
 PHB   a PCIe host bridge, which is usually the CPU
 NODE  PCIe and the way between the host bridges of one NUMA node
 SYS   PCIe and the way between NUMA nodes
-?     not known: not read yet, not told by the driver, or the GPU is lost"""
+?     unknown: not read yet, not reported by the driver, or the GPU is lost"""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -47,7 +47,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def topology_lines(gpus: Sequence[dict[str, Any]]) -> list[str]:
-    """Return the matrix of connections for people, with what its names mean."""
+    """Return the matrix of connections for people, with its legend."""
     names = [_name(gpu) for gpu in gpus]
     rows = []
     for name, gpu in zip(names, gpus, strict=True):
@@ -59,7 +59,7 @@ def topology_lines(gpus: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def _name(gpu: dict[str, Any]) -> str:
-    """Return the name of a GPU; one that is not listed has no index, but its place in the machine."""
+    """Return the name of a GPU: its index, or its PCI address if NVML does not list it."""
     return f"GPU{gpu['gpu']}" if gpu["gpu"] is not None else str(gpu["pci"])
 
 

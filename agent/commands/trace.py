@@ -1,7 +1,7 @@
 """``gpu-agent trace``: show the driver calls of one process as they happen.
 
-Guarantees: the process is not stopped, as it would be by ptrace. What could not be handed over is counted and
-told; so is what was too much to print. Whatever ends the trace takes its probe out of the kernel.
+Guarantees: the process is not stopped, unlike with ptrace. Calls that the ring lost, and those too many to
+print, are counted and reported. However the trace stops, its probe is removed from the kernel.
 """
 
 import argparse
@@ -34,24 +34,24 @@ from agent.probe.request import Doubles, LoaderChoice, Request, TierChoice
 from agent.sources.processes import look_at
 
 MAX_LINES: Final = 1_000
-"""Calls that are printed in one second; more are counted."""
+"""Calls printed in one second; more are counted."""
 STALLED_NS: Final = 1_000_000_000
-"""A call that has not returned for so long is told before it does."""
+"""A call that blocks for longer is reported before it returns."""
 RING_BYTES: Final = 4 << 20
 _SCAN_PERIOD_MS: Final = 1_000
 HINT_AFTER_S: Final = 2.0
-"""A process that calls nothing for so long may be thought to be traced in vain."""
+"""After this time without a call a hint explains that none is needed."""
 
 _DESCRIPTION: Final = """\
-Show each call of a process into the NVIDIA driver as it happens: what it is
-about, how long it took, how the driver answered, and which calls do not
-return. Needs root. Unlike strace it does not stop the process.
+Show each call of a process into the NVIDIA driver as it happens: its subject,
+its duration, the driver's answer, and calls that do not return. Needs root.
+Unlike strace it does not stop the process.
 
-At the end, on Ctrl-C, or when the process ends: a table of all calls.
+After the time, on Ctrl-C, or when the process exits: a table of all calls.
 
 Examples:
   gpu-agent trace 4711
-  gpu-agent trace 4711 --seconds 10   and then the table
+  gpu-agent trace 4711 --seconds 10   then the table
   gpu-agent trace 4711 --json | jq 'select(.answer != "OK")'
 """
 
@@ -60,8 +60,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     """Add the flags."""
     parser.usage = "gpu-agent trace PID [flags]"
     parser.description = _DESCRIPTION
-    parser.add_argument("pid", metavar="PID", help="The process, by its number on this machine")
-    parser.add_argument("--seconds", metavar="N", help="End after this time (default: never)")
+    parser.add_argument("pid", metavar="PID", help="The process, by its pid on this machine")
+    parser.add_argument("--seconds", metavar="N", help="Stop after this time (default: never)")
     parser.add_argument("--json", action="store_true", help="Print JSON lines")
     parser.add_argument(
         "--probe-loader", metavar="LOADER", choices=("auto", "bcc", "core"), help="auto, bcc or core"
@@ -76,14 +76,14 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Trace until it is over, and print the table."""
+    """Trace until stopped, and print the table."""
     pid, seconds = _pid(args.pid), _seconds(args.seconds)
     pidfd = _open_pidfd(pid)
     signal.signal(signal.SIGTERM, _interrupt)
     probe = _load(_request(args, pid))
     try:
         trace = Trace(probe, pid, pidfd, is_json=args.json)
-        _note(f"Tracing {_name(pid)}, tier {probe.tier}, loader {probe.loader}; Ctrl-C ends it", args.json)
+        _note(f"Tracing {_name(pid)}, tier {probe.tier}, loader {probe.loader}; Ctrl-C stops it", args.json)
         trace.show_until(None if seconds is None else time.monotonic() + seconds)
         trace.finish()
     finally:
@@ -94,7 +94,7 @@ def main(args: argparse.Namespace) -> int:
 
 def _pid(text: str) -> int:
     if not text.isascii() or not text.isdigit() or not 0 < int(text) < 1 << 22:
-        raise UsageError(f'PID must be the number of a process, and is "{text[:80]}"')
+        raise UsageError(f'PID must be a process id, and is "{text[:80]}"')
     return int(text)
 
 
@@ -111,7 +111,7 @@ def _seconds(text: str | None) -> float | None:
 
 
 def _open_pidfd(pid: int) -> int:
-    """Return a descriptor that tells the end of the process."""
+    """Return a pidfd, which becomes readable when the process exits."""
     try:
         return os.pidfd_open(pid)
     except ProcessLookupError:
@@ -132,7 +132,7 @@ def _interrupt(_number: int, _frame: object) -> NoReturn:
 
 
 def _request(args: argparse.Namespace, pid: int) -> Request:
-    """Return how to load: as the agent that runs here did, which is known to work."""
+    """Return how to load the probe: as the running agent did, which works on this node."""
     state = _state(args.control_socket)
     options: dict[str, Any] = state.get("agent", {}).get("probe_options", {})
     running: dict[str, Any] = state.get("probe") or {}
@@ -166,13 +166,13 @@ def _load(request: Request) -> Probe:
         raise AgentError(f"The calls cannot be traced ({error.code}): {error}") from None
 
 
-def _note(sentence: str, is_quiet: bool) -> None:  # noqa: FBT001 - where it goes is for programs
+def _note(sentence: str, is_quiet: bool) -> None:  # noqa: FBT001 - no notes for programs
     if not is_quiet:
         print(sentence, file=sys.stderr, flush=True)
 
 
 class Trace:
-    """What is shown of one process."""
+    """The output of one traced process."""
 
     def __init__(self, probe: Probe, pid: int, pidfd: int, *, is_json: bool) -> None:
         self._probe = probe
@@ -189,27 +189,27 @@ class Trace:
         self._unshown_reported = 0
         self._lost_reported = 0
         self._reported_stalled: set[tuple[int, int]] = set()
-        """Calls of which was told that they have not returned, by thread and begin."""
+        """Calls already reported as not returned, by thread and start."""
         self._why = "interrupted"
         self._hint_at_s: float | None = time.monotonic() + HINT_AFTER_S
-        """When to say that there are no calls; None: it was said, or there were some."""
+        """When to print the hint that there are no calls; None: it was printed, or there were some."""
 
     def show_until(self, end_s: float | None) -> None:
-        """Show calls until the process ends, the time is over, or somebody interrupts."""
+        """Show calls until the process exits, the time is over, or an interrupt."""
         if not self._is_json:
             print(TITLES, flush=True)
         with contextlib.suppress(KeyboardInterrupt):
             self._follow(end_s)
 
     def finish(self) -> None:
-        """Tell what is left, and the table."""
+        """Show the remaining calls, and the table."""
         self._show_finished_calls()
         self._show_stalled_calls()
         self._ring.close()
         lost = self._probe.read_statistics().lost
         if self._is_json:
-            told = {"calls": self._summary.document(), "not_shown": self._unshown, "lost": lost}
-            print(json.dumps({"kind": "summary", "ended": self._why, **told}), flush=True)
+            counts = {"calls": self._summary.document(), "not_shown": self._unshown, "lost": lost}
+            print(json.dumps({"kind": "summary", "ended": self._why, **counts}), flush=True)
             return
         print("\n" + "\n".join(self._summary.lines()), flush=True)
         waiting = sum(1 for _ in self._in_flight())
@@ -232,14 +232,14 @@ class Trace:
                 self._show_stalled_calls()
                 next_scan_s = now_s + _SCAN_PERIOD_MS / 1e3
             if self._pidfd in ready:
-                self._why = "the process ended"
+                self._why = "the process exited"
                 return
             if end_s is not None and now_s >= end_s:
                 self._why = "the time is over"
                 return
 
     def _show_finished_calls(self) -> None:
-        """Show what has come."""
+        """Show the calls that have returned since the last time."""
         while calls := self._ring.read():
             for traced in calls:
                 call = named(traced, self._majors, branch=self._branch)
@@ -252,7 +252,7 @@ class Trace:
             sys.stdout.flush()
 
     def _hint(self) -> None:
-        """Say once that nothing is wrong where a process makes no calls."""
+        """Print once that a process without calls may be healthy."""
         if self._hint_at_s is None or time.monotonic() < self._hint_at_s:
             return
         self._hint_at_s = None
@@ -263,7 +263,7 @@ class Trace:
             )
 
     def _show_stalled_calls(self) -> None:
-        """Tell what tells nothing by itself: calls that do not return, and what was left out."""
+        """Show the calls that have not returned, and the numbers of lost and unprinted ones."""
         self._hint()
         for call in self._in_flight():
             key = (call.thread, call.at_ns)
@@ -272,7 +272,7 @@ class Trace:
                 self._show(call)
         lost = self._probe.read_statistics().lost
         if lost > self._lost_reported:
-            self._report_omitted("lost", lost - self._lost_reported, "were lost, the process calls too often")
+            self._report_omitted("lost", lost - self._lost_reported, "were lost: too many at once")
         if self._unshown > self._unshown_reported:
             self._report_omitted("not_shown", self._unshown - self._unshown_reported, "are only in the table")
         self._lost_reported, self._unshown_reported, self._lines_left = lost, self._unshown, MAX_LINES

@@ -1,4 +1,4 @@
-"""``gpu-agent unhold``: give a held GPU back."""
+"""``gpu-agent unhold``: return a held GPU to service."""
 
 import argparse
 from typing import Final
@@ -6,8 +6,8 @@ from typing import Final
 from agent.commands.control import GPU_HELP, configure_control, send_and_show
 
 _DESCRIPTION: Final = """\
-Give a GPU back that 'gpu-agent hold' took out. By whatever name it was held,
-any of its names will do.
+Return a GPU to service that 'gpu-agent hold' keeps Unhealthy. Any of its names
+will do, whichever it was held by.
 
 Examples:
   gpu-agent unhold 3
@@ -22,6 +22,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Give the order and show what came of it."""
+    """Send the command and show its result."""
     send_and_show(args, "unhold", {"selector": args.gpu})
     return 0

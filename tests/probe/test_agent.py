@@ -83,7 +83,7 @@ async def test_who_uses_a_gpu_is_shown_with_pod_and_contexts() -> None:
     (row,) = [line.split() for line in table.out.splitlines()[1:]]
     assert row[:4] == [str(pid), "train", "0", "2"]
     assert row[-1] in {"ns1/job-a", "<none>"}
-    assert "not compared with CUDA" in table.err
+    assert "not verified with CUDA" in table.err
     assert [line.split()[:2] for line in owners.out.splitlines()[1:]][1:] == [
         [str(gpu), "<none>"] for gpu in (1, 2, 3)
     ]
@@ -153,7 +153,7 @@ async def test_the_calls_of_a_process_are_traced_until_it_ends() -> None:
     }
     assert {each["device"] for each in calls} >= {"nvidiactl", "nvidia0", "nvidia-uvm"}
     (summary,) = [line for line in lines if line["kind"] == "summary"]
-    assert summary["ended"] == "the process ended"
+    assert summary["ended"] == "the process exited"
     assert sum(row["calls"] for row in summary["calls"]) == len(calls) + summary["not_shown"]
     counted = {row["call"]: row["calls"] for row in summary["calls"]}
     assert counted["RM_ALLOC FERMI_CONTEXT_SHARE_A"] >= len(made)

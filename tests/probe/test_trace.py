@@ -282,7 +282,7 @@ def test_the_end_of_the_process_ends_the_trace(
 
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [line["kind"] for line in lines] == ["call", "summary"]
-    assert lines[1]["ended"] == "the process ended"
+    assert lines[1]["ended"] == "the process exited"
 
 
 @pytest.mark.parametrize("calls", [0, 1])
