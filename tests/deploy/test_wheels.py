@@ -160,6 +160,16 @@ def test_the_demo_runs_where_both_are_installed(desk: Installation) -> None:
     assert "simulate" in desk.run("completion", "bash").stdout
 
 
+def test_a_checkout_without_the_built_library_says_how_to_build_it(desk: Installation) -> None:
+    [library] = desk.site.glob("agent/simulation/nvml/libnvidia_ml*.so")
+    hidden = library.rename(library.with_suffix(".hidden"))
+    with short_directory() as directory:
+        done = desk.run("demo", "--json", "--node-dir", f"{directory}/node")
+    hidden.rename(library)
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (1, "", 1)
+    assert "it is built with the package gpu-agent-simulation, in a checkout by make setup" in done.stderr
+
+
 def test_the_start_of_the_agent_reads_no_entry_points(desk: Installation) -> None:
     done = desk.run("run", "--poll=never", PYTHONVERBOSE="1")
     assert (done.returncode, "--poll" in done.stderr) == (2, True)

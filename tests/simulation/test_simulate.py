@@ -5,7 +5,6 @@ import json
 import os
 import signal
 import socket
-import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -518,48 +517,6 @@ async def test_wrong_arguments_are_a_sentence(arguments: list[str], sentence: st
     assert result.status == 2
     assert sentence in result.err
     assert "Traceback" not in result.err
-
-
-WITHOUT_GRPC = """\
-import sys
-sys.modules["grpc"] = None
-from agent.cli import main
-sys.exit(main(sys.argv[1:]))
-"""
-WITHOUT_LIBRARY = """\
-import pathlib, sys
-from agent.simulation.nvml import library
-library._DIRECTORY = pathlib.Path("/nowhere")
-from agent.cli import main
-sys.exit(main(sys.argv[1:]))
-"""
-
-
-@pytest.mark.parametrize(
-    ("command", "program", "sentence"),
-    [
-        ("simulate", WITHOUT_GRPC, "pip install 'gpu-agent[simulation]'"),
-        ("demo", WITHOUT_GRPC, "pip install 'gpu-agent[simulation]'"),
-        ("inject", WITHOUT_GRPC, "pip install 'gpu-agent[simulation]'"),
-        ("simulate", WITHOUT_LIBRARY, "install gcc and libc6-dev and then the package once more"),
-    ],
-)
-async def test_a_missing_piece_is_named_with_the_way_to_get_it(
-    command: str, program: str, sentence: str
-) -> None:
-    with short_directory() as parent:
-        process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-c", program, command, f"--node-dir={parent}/node"),
-            cwd=ROOT,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.PIPE,
-        )
-        out, err = await asyncio.wait_for(process.communicate(), 60)
-        assert not (parent / "node").exists()
-
-    assert (process.returncode, out) == (1, b"")
-    assert sentence in err.decode()
-    assert err.count(b"\n") == 1
 
 
 def test_children_are_not_taken_for_services_and_find_this_package() -> None:
