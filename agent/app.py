@@ -17,9 +17,9 @@ from agent import log
 from agent.bus import Inbox, Latest
 from agent.config.settings import Settings
 from agent.core.freshness import Terms
-from agent.core.inventory import oversized
-from agent.core.state import initial_state
-from agent.core.view import snapshot_of
+from agent.core.health.inventory import oversized
+from agent.core.health.snapshot import snapshot_of
+from agent.core.health.state import initial_state
 from agent.engine import MAX_IDLE_NS, Engine
 from agent.errors import SourceError
 from agent.guard import NO_SEAM, Seam, handle_escaped
@@ -92,7 +92,7 @@ from agent.views import checks
 if TYPE_CHECKING:
     from agent.sinks.eventlog import EventLog
     from agent.sinks.evidence import EvidenceSink
-    from agent.sources.nvml import NvmlSource
+    from agent.sources.nvml.source import NvmlSource
 
 DRAIN_GRACE_S: Final = 2.0
 FLUSH_S: Final = 1.0

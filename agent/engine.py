@@ -13,9 +13,9 @@ from typing import Final
 
 from agent.bus import Inbox, Latest
 from agent.core.freshness import Freshness, Terms, looked, proven_by
-from agent.core.reducer import refusal, step
-from agent.core.state import State
-from agent.core.view import snapshot_of
+from agent.core.health.reducer import refusal, step
+from agent.core.health.snapshot import snapshot_of
+from agent.core.health.state import State
 from agent.model.effects import Effect, RestartPart
 from agent.model.facts import Fact, PartsStale, Tick
 from agent.model.ids import GpuUuid, Part

@@ -243,7 +243,7 @@ async def test_an_end_that_hangs_is_cut_off(node: SimulatedNode) -> None:
 
 NEVER_DRAINS = """
 import asyncio
-import agent.sinks.device_plugin as plugin
+import agent.sinks.plugin.sink as plugin
 async def drain(self, grace_s): await asyncio.Event().wait()
 plugin.DevicePlugin.drain = drain
 """
@@ -284,7 +284,7 @@ async def test_sigpipe_and_a_closed_standard_error_hurt_nobody(node: SimulatedNo
             "The task engine failed 5 times within 60 s, last with: TypeError",
         ),
         (
-            "import agent.sinks.device_plugin as plugin; plugin.DevicePlugin.run = None",
+            "import agent.sinks.plugin.sink as plugin; plugin.DevicePlugin.run = None",
             "The task device-plugin failed 5 times within 60 s, last with: TypeError",
         ),
     ],
@@ -302,7 +302,7 @@ async def test_a_bug_ends_the_agent_in_order_with_one_sentence(
 
 
 async def test_a_bug_in_a_sink_that_is_not_critical_takes_no_gpu_away(node: SimulatedNode) -> None:
-    bug = "import agent.sinks.http as http\nhttp.HttpSink.run = None\n"
+    bug = "import agent.sinks.http.sink as http\nhttp.HttpSink.run = None\n"
     async with running(flags_of(node), prelude=bug) as agent:
         await agent.wait_line("The task http failed", task="http", count=2)
         await wait_allocatable(node, 4)

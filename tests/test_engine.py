@@ -11,9 +11,9 @@ import pytest
 from agent import engine
 from agent.bus import Inbox, Latest
 from agent.core.freshness import Terms
-from agent.core.reducer import IDLE_NS, step
-from agent.core.state import State, initial_state
-from agent.core.view import snapshot_of
+from agent.core.health.reducer import IDLE_NS, step
+from agent.core.health.snapshot import snapshot_of
+from agent.core.health.state import State, initial_state
 from agent.engine import Engine
 from agent.model.effects import Effect, EventKind, ProbeGpus, RecordEvent, RegisterResource, RestartPart
 from agent.model.facts import (

@@ -7,7 +7,7 @@ import pytest
 
 from agent.commands.devices import device_lines
 from agent.commands.owners import owner_lines
-from agent.core.allocation import Refusal, allocate, refuse_start
+from agent.core.allocation.requests import Refusal, allocate, refuse_start
 from agent.model.snapshot import Snapshot
 from agent.views import documents, usage
 from tests.core.build import U0, U1, Node, enumerated, gpu, well_node

@@ -14,9 +14,9 @@ from agent.commands.render import Output, add_output_flag, show
 from agent.config.load import load
 from agent.config.option import shown
 from agent.config.options import OPTIONS
-from agent.core.cdi import CLASSES
-from agent.core.cdi_schema import problems_of
-from agent.core.injection import CDI_VENDOR
+from agent.core.allocation.cdi import CLASSES
+from agent.core.allocation.cdi_schema import problems_of
+from agent.core.allocation.injection import CDI_VENDOR
 from agent.core.wording import printable
 from agent.errors import AgentError, ConfigError, UsageError
 
@@ -99,8 +99,8 @@ def _own_files(directory: str) -> Iterator[str]:
 def _of_scenario(name: str, given: dict[str, str]) -> list[Any]:
     """Return what the agent would write on a scenario's node, and print its warnings."""
     from agent.extras import scenario_node  # noqa: PLC0415 - help must appear at once
-    from agent.sinks.cdi_files import SpecDirectory  # noqa: PLC0415
-    from agent.sinks.cdi_records import CdiError, Wanted  # noqa: PLC0415
+    from agent.sinks.cdi.files import SpecDirectory  # noqa: PLC0415
+    from agent.sinks.cdi.records import CdiError, Wanted  # noqa: PLC0415
 
     node = scenario_node(name, given)
     settings, snapshot = node.settings, node.snapshot

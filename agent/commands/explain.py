@@ -7,8 +7,8 @@ from typing import Any, Final
 
 from agent.commands.render import Output, add_output_flag, show, table
 from agent.core import xids
+from agent.core.health.witnesses import CONFIRMING
 from agent.core.reasons import MEANINGS
-from agent.core.witnesses import CONFIRMING
 from agent.errors import UsageError
 from agent.model.health import Reason, Recovery
 from agent.model.policy import Policy

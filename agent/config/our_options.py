@@ -14,8 +14,8 @@ from agent.config.values import (
     size,
     words,
 )
+from agent.core.health.samples import RULES
 from agent.core.reasons import MEANINGS
-from agent.core.samples import RULES
 from agent.model.health import Evidence
 from agent.model.policy import MILLISECOND_NS, SECOND_NS, Policy
 

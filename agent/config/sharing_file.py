@@ -15,7 +15,7 @@ import msgspec
 
 from agent.config.option import shown
 from agent.config.yaml_tree import Node, Notes, is_null, join
-from agent.core.list_size import MAX_LIST_BYTES, least_list_bytes
+from agent.core.allocation.list_size import MAX_LIST_BYTES, least_list_bytes
 from agent.model.ids import ResourceName
 from agent.model.sharing import SHARED_SUFFIX, Share, SharingStrategy
 

@@ -17,13 +17,13 @@ from agent.model.snapshot import Snapshot
 from agent.proofs import Proofs
 
 if TYPE_CHECKING:
-    from agent.sinks.cdi import CdiSink
-    from agent.sinks.device_plugin import DevicePlugin
-    from agent.sources.ebpf import EbpfSource
+    from agent.sinks.cdi.sink import CdiSink
+    from agent.sinks.plugin.sink import DevicePlugin
+    from agent.sources.ebpf.source import EbpfSource
     from agent.sources.kmsg import KernelLogSource
     from agent.sources.kubelet import KubeletSource
-    from agent.sources.nvml import NvmlSource
-    from agent.sources.pods import PodsSource
+    from agent.sources.nvml.source import NvmlSource
+    from agent.sources.pods.source import PodsSource
     from agent.sources.sysfs import SysfsSource
 
 CHECKPOINT: Final = "kubelet_internal_checkpoint"
@@ -91,7 +91,7 @@ class Assembly:
 
     def make_nvml(self, *, released: bool) -> "NvmlSource":
         """Make the source that owns the driver; ``released`` as an operator ordered it before."""
-        from agent.sources.nvml import LibraryLocation, NvmlSettings, NvmlSource
+        from agent.sources.nvml.source import LibraryLocation, NvmlSettings, NvmlSource
 
         settings = self.settings
         self.nvml = NvmlSource(
@@ -119,7 +119,7 @@ class Assembly:
 
     def make_cdi(self) -> "CdiSink":
         """Make the sink that writes CDI specifications, where the policy asks for any."""
-        from agent.sinks.cdi import CdiSink
+        from agent.sinks.cdi.sink import CdiSink
 
         self.cdi = CdiSink(
             tell=self.inbox.put,
@@ -135,7 +135,7 @@ class Assembly:
 
     def make_device_plugin(self) -> "DevicePlugin":
         """Make the sink that offers devices to the kubelet."""
-        from agent.sinks.device_plugin import DevicePlugin
+        from agent.sinks.plugin.sink import DevicePlugin
 
         return DevicePlugin(
             inbox=self.inbox,
@@ -212,8 +212,8 @@ class Assembly:
 
     def make_pods(self) -> Source:
         """Make the source that asks which pod holds what."""
-        from agent.sources.pods import PodsSource
-        from agent.sources.pods_ended import EndedPods
+        from agent.sources.pods.ended import EndedPods
+        from agent.sources.pods.source import PodsSource
 
         self.pods = PodsSource(
             inbox=self.inbox,
@@ -246,7 +246,7 @@ class Assembly:
         """Make the source that sees in the kernel who uses which GPU."""
         from agent.probe.kernel import Roots, filesystem_of_doubles
         from agent.probe.request import Doubles, Request
-        from agent.sources.ebpf import EbpfSettings, EbpfSource
+        from agent.sources.ebpf.source import EbpfSettings, EbpfSource
         from agent.sources.processes import hierarchy
 
         settings = self.settings

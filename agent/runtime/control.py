@@ -11,7 +11,7 @@ from typing import Any, Final, Protocol
 
 from agent.bus import Latest
 from agent.config.values import duration_from
-from agent.core.orders import MAX_HOLDS, selectors_of
+from agent.core.health.commands import MAX_HOLDS, selectors_of
 from agent.errors import AgentError, UsageError
 from agent.model.facts import (
     Fact,

@@ -10,8 +10,8 @@ from typing import Final
 
 import msgspec
 
-from agent.core.allocation import Refusal, allocate, shown
-from agent.core.injection import name_in_container
+from agent.core.allocation.injection import name_in_container
+from agent.core.allocation.requests import Refusal, allocate, shown
 from agent.errors import AgentError, UsageError
 from agent.model.ids import GpuUuid
 from agent.model.policy import Injection

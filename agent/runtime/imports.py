@@ -36,8 +36,8 @@ def _is_registered(snapshot: Snapshot) -> bool:
 
 def import_plugin() -> None:
     """Import what offers devices to the kubelet."""
-    import agent.sinks.cdi  # noqa: PLC0415
-    import agent.sinks.device_plugin  # noqa: PLC0415
+    import agent.sinks.cdi.sink  # noqa: PLC0415
+    import agent.sinks.plugin.sink  # noqa: PLC0415
     import agent.sources.kubelet  # noqa: F401, PLC0415
 
 

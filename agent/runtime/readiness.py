@@ -9,7 +9,7 @@ from agent.runtime.tasks import Tasks
 from agent.sinks.notify import Notifier
 
 if TYPE_CHECKING:
-    from agent.sources.nvml import NvmlSource
+    from agent.sources.nvml.source import NvmlSource
 
 
 class InitFailedError(AgentError):

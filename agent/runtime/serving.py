@@ -18,7 +18,7 @@ from agent.threads import in_daemon_thread
 if TYPE_CHECKING:
     from agent.runtime.control import Control
     from agent.runtime.report import SelfReport
-    from agent.sinks.http import HttpSink
+    from agent.sinks.http.sink import HttpSink
 
 
 ANSWER_WAIT_S: Final = 15.0
@@ -154,7 +154,7 @@ def _import_http() -> "tuple[type[HttpSink], type[SelfReport], type[Control]]":
     from agent.runtime.report import SelfReport  # noqa: PLC0415
 
     with _no_certificates():
-        from agent.sinks.http import HttpSink  # noqa: PLC0415
+        from agent.sinks.http.sink import HttpSink  # noqa: PLC0415
 
     return HttpSink, SelfReport, Control
 

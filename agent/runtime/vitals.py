@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from agent.runtime.kept_state import KeptState
     from agent.runtime.parts_off import PartOff
     from agent.runtime.records import Records
-    from agent.sinks.device_plugin import DevicePlugin
+    from agent.sinks.plugin.sink import DevicePlugin
 
 LAG_PERIOD_S: Final = 0.5
 

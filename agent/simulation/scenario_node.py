@@ -11,9 +11,9 @@ from typing import Final
 
 from agent.config.load import load as load_settings
 from agent.config.settings import Settings
-from agent.core.reducer import step
-from agent.core.state import initial_state
-from agent.core.view import snapshot_of
+from agent.core.health.reducer import step
+from agent.core.health.snapshot import snapshot_of
+from agent.core.health.state import initial_state
 from agent.model import facts
 from agent.model.gpu import Gpu, MigDevice
 from agent.model.ids import GpuUuid, pci_sysfs_name

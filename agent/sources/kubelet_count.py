@@ -29,8 +29,8 @@ from agent.model.parts import KUBELET_COUNT
 from agent.model.policy import SECOND_NS
 from agent.model.snapshot import RegistrationPhase, Snapshot
 from agent.proofs import Proofs
-from agent.sources.pods import DEADLINE_NS, RESOURCE_PREFIX
-from agent.sources.pods_wire import AbsentError, UnsupportedError, count_devices, counts_of
+from agent.sources.pods.source import DEADLINE_NS, RESOURCE_PREFIX
+from agent.sources.pods.wire import AbsentError, UnsupportedError, count_devices, counts_of
 from agent.threads import in_daemon_thread
 
 PERIOD_NS: Final = 60 * SECOND_NS

@@ -14,7 +14,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Final
 
-from agent.core.pods import MACHINE, Hierarchy, pod_of_cgroup, unit_of_cgroup
+from agent.core.usage.pods import MACHINE, Hierarchy, pod_of_cgroup, unit_of_cgroup
 from agent.model.usage import ENDED, NoPod, PodOf, PodRef, ProcessKey, ProcessLook
 
 MAX_BYTES: Final = 65_536

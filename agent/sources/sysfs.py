@@ -29,8 +29,8 @@ from typing import Final
 
 from agent import guard
 from agent.bus import Inbox, Latest
-from agent.core.injection import gives_capabilities
-from agent.core.nodes import is_capability, owners, wanted_nodes
+from agent.core.allocation.injection import gives_capabilities
+from agent.core.allocation.nodes import is_capability, owners, wanted_nodes
 from agent.errors import SourceError
 from agent.model.facts import (
     SYSFS,
@@ -46,7 +46,7 @@ from agent.model.health import Reason
 from agent.model.ids import GpuUuid
 from agent.model.policy import MILLISECOND_NS, SECOND_NS
 from agent.model.snapshot import Snapshot
-from agent.sources.sysfs_look import Binding, Exclusions, Look, Roots, look
+from agent.sources.sysfs_scan import Binding, Exclusions, Look, Roots, look
 from agent.threads import started_in_daemon_thread
 
 PERIOD_NS: Final = 10 * SECOND_NS

@@ -34,7 +34,7 @@ from agent.errors import SourceError
 from agent.log import about
 from agent.model.facts import Fact, GpuRebound
 from agent.model.policy import MILLISECOND_NS, SECOND_NS
-from agent.sources.sysfs_look import DRIVER, driver_of
+from agent.sources.sysfs_scan import DRIVER, driver_of
 from agent.threads import in_daemon_thread
 
 COALESCE_NS: Final = 100 * MILLISECOND_NS

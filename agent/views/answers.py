@@ -6,7 +6,7 @@ those of proto/deviceplugin/v1beta1.
 
 from typing import Any
 
-from agent.core.injection import ContainerAnswer, DeviceNode, Mount
+from agent.core.allocation.injection import ContainerAnswer, DeviceNode, Mount
 
 Json = dict[str, Any]
 

@@ -12,9 +12,9 @@ from typing import Final
 import msgspec
 
 from agent import __version__
-from agent.core.inventory import remarks
+from agent.core.allocation.topology import short_name
+from agent.core.health.inventory import remarks
 from agent.core.reasons import MEANINGS, advice_of
-from agent.core.topology import short_name
 from agent.model.gpu import Gpu
 from agent.model.health import Condition, Reason
 from agent.model.ids import ALL, GpuUuid

@@ -6,7 +6,7 @@ this machine holds them.
 
 from collections.abc import Iterable
 
-from agent.core.ownership import Holder, Ownership, is_killable, owners, pod_name, user_of
+from agent.core.usage.ownership import Holder, Ownership, is_killable, owners, pod_name, user_of
 from agent.model.ids import ALL, GpuUuid
 from agent.model.snapshot import Snapshot
 from agent.model.usage import GpuHold, Orphan, PodRef, ProcessLook, ProcessUse

@@ -18,11 +18,11 @@ STEPS = {
     "agent": (
         "agent.commands.run",
         "agent.app",
-        "agent.sources.nvml",
+        "agent.sources.nvml.source",
         "agent.sources.kubelet",
-        "agent.sinks.device_plugin",
+        "agent.sinks.plugin.sink",
         "agent.sinks.statefile",
-        "agent.sinks.http",
+        "agent.sinks.http.sink",
     ),
 }
 """Share to modules. The interpreter itself is the share ``python``."""

@@ -17,11 +17,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from agent.core.conditions import recovered_at
-from agent.core.reducer import step
-from agent.core.stability import breaker_at, pods_known_until
-from agent.core.state import State, initial_state
-from agent.core.view import snapshot_of
+from agent.core.health.conditions import recovered_at
+from agent.core.health.reducer import step
+from agent.core.health.snapshot import snapshot_of
+from agent.core.health.stability import breaker_at, pods_known_until
+from agent.core.health.state import State, initial_state
 from agent.core.xids import CLASSES, XidClass
 from agent.model.facts import (
     NVML,

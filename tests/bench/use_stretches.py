@@ -9,20 +9,20 @@ import time
 from collections.abc import AsyncGenerator, Callable, Iterator
 from typing import Final, TypeVar
 
-from agent.core import leaks
-from agent.core.gpu_map import CONTROL, NVIDIA_MAJOR, GpuMap
-from agent.core.held import by_process
-from agent.core.leak_rules import Scene
-from agent.core.rm_rows import judged
-from agent.core.rm_trees import CONTEXT_SHARE, DEVICE, NO_INSTANCE
-from agent.core.tracker import Tracker
+from agent.core.leaks import findings as leaks
+from agent.core.leaks.rules import Scene
+from agent.core.usage.client_tree import CONTEXT_SHARE, DEVICE, NO_INSTANCE
+from agent.core.usage.gpu_map import CONTROL, NVIDIA_MAJOR, GpuMap
+from agent.core.usage.processes import by_process
+from agent.core.usage.rows import judged
+from agent.core.usage.tracker import Tracker
 from agent.model.ids import GpuUuid, Placement
 from agent.model.policy import LeakPolicy
 from agent.model.rm import HeldFile, RmEvent, RmEventKind, RmObject
 from agent.model.structs import replace
 from agent.model.usage import PodRef, Pods, PodSeen, PodUid, ProcessKey, ProcessLook, Usage
 from agent.probe.ring import Ring
-from agent.sources.ebpf import LOOKS_AT_ONCE, REFRESHED_AT_ONCE
+from agent.sources.ebpf.source import LOOKS_AT_ONCE, REFRESHED_AT_ONCE
 from tests.bench.figures import Effort, Figure, Measurement
 
 _PROCESSES: Final = 1_000

@@ -2,10 +2,10 @@
 
 from collections.abc import Iterable, Mapping
 
-from agent.core.reducer import step
-from agent.core.registration import Registration
-from agent.core.state import State, initial_state
-from agent.core.view import snapshot_of
+from agent.core.health.reducer import step
+from agent.core.health.registration import Registration
+from agent.core.health.snapshot import snapshot_of
+from agent.core.health.state import State, initial_state
 from agent.model.effects import Effect, Event, EventKind, RecordEvent, RegisterResource
 from agent.model.facts import (
     NVML,

@@ -6,9 +6,9 @@ It knows the truth at once; the ring, the map's rows and scans are what a probe 
 from collections import Counter
 from dataclasses import dataclass, field
 
-from agent.core.gpu_map import CONTROL, NVIDIA_MAJOR, GpuMap, folded
-from agent.core.rm_rows import Removed
-from agent.core.tracker import UVM_REGISTER_GPU_VASPACE
+from agent.core.usage.gpu_map import CONTROL, NVIDIA_MAJOR, GpuMap, folded
+from agent.core.usage.rows import Removed
+from agent.core.usage.tracker import UVM_REGISTER_GPU_VASPACE
 from agent.model.ids import GpuUuid
 from agent.model.rm import LAST, REGISTRATION, HeldFile, RmEvent, RmEventKind, RmObject
 from agent.model.usage import NoPod, ProcessKey, ProcessLook

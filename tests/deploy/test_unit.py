@@ -14,7 +14,7 @@ from agent.config.load import load
 from agent.config.options import OPTIONS
 from agent.config.settings import changes_that_need_a_restart
 from agent.sinks.notify import EXTEND_BY_S, EXTEND_EVERY_S
-from agent.sources.nvml import MAX_THREADS
+from agent.sources.nvml.source import MAX_THREADS
 
 ROOT = Path(__file__).parents[2]
 UNIT = ROOT / "systemd" / "gpu-agent.service"

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from agent.model.facts import Registered, RegistrationFailed
-from agent.sinks.plugin_socket import identity_of, listen
+from agent.sinks.plugin.socket_file import identity_of, listen
 from tests.sinks.raw_http2 import PATIENCE_S
 from tests.sinks.registrar import registrar
 from tests.sinks.serving import Sink, sink

@@ -1,7 +1,7 @@
 """Fault 5 as a table: every call the agent makes, every code that NVML has.
 
 Right, whatever a call answers: the agent goes on, calls no more often than it polls, and speaks of no GPU but
-the one whose call it was. The readings have a table of their own (tests/sources/test_nvml_sampling.py).
+the one whose call it was. The readings have a table of their own (tests/sources/nvml/test_sampling.py).
 """
 
 import asyncio

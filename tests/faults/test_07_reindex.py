@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agent.core.allocation import Refusal, allocate
-from agent.core.injection import VISIBLE_DEVICES, ContainerAnswer
+from agent.core.allocation.injection import VISIBLE_DEVICES, ContainerAnswer
+from agent.core.allocation.requests import Refusal, allocate
 from agent.model.health import Health, Reason
 from agent.model.ids import GpuUuid
 from agent.model.policy import Policy

@@ -15,8 +15,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agent.core.allocation import allocate
-from agent.core.injection import VISIBLE_DEVICES, ContainerAnswer
+from agent.core.allocation.injection import VISIBLE_DEVICES, ContainerAnswer
+from agent.core.allocation.requests import allocate
 from agent.model.facts import PolicyChanged
 from agent.model.gpu import Gpu, MigDevice
 from agent.model.health import Health

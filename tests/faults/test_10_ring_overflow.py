@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from agent.core.gpu_map import GpuMap
-from agent.core.tracker import Tracker
+from agent.core.usage.gpu_map import GpuMap
+from agent.core.usage.tracker import Tracker
 from agent.model.facts import GpuUseSeen
 from agent.model.health import LeakKind
 from agent.model.usage import ProcessUse, Usage
@@ -96,7 +96,7 @@ async def wait_contexts(seen: Recorder, pid: int, count: int) -> Usage:
 async def test_after_an_overflow_every_context_is_counted_exactly(
     call: Callable[..., Any], caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level(logging.WARNING, "agent.sources.ebpf")
+    caplog.set_level(logging.WARNING, "agent.sources.ebpf.source")
     async with watched(ring_bytes=TINY_RING) as watcher:
         caller = await call(CONTEXTS, PRIME)
 

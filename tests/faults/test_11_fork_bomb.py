@@ -12,16 +12,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agent.core import holders, rm_aside, rm_objects
-from agent.core.gpu_map import CONTROL
-from agent.core.rm_aside import ASIDE_NS
-from agent.core.tracker import Tracker
+from agent.core.usage import clients as rm_objects
+from agent.core.usage import files as holders
+from agent.core.usage import quarantine as rm_aside
+from agent.core.usage.gpu_map import CONTROL
+from agent.core.usage.quarantine import ASIDE_NS
+from agent.core.usage.tracker import Tracker
 from agent.model.facts import GpuUseSeen
 from agent.model.structs import replace
 from agent.model.usage import Usage
 from agent.probe.layout import MAX_OBJECTS_EACH
 from agent.probe.request import PROCESSES
-from agent.sources.process_ends import MAX_WATCHED
+from agent.sources.ebpf.process_exits import MAX_WATCHED
 from agent.threads import in_daemon_thread
 from tests.core.build import Node, S, enumerated, gpu, passed, ready
 from tests.core.kernel_world import GPUS, V0, V1, Task, World, gpu_file

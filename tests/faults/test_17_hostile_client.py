@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from agent.simulation.stubs.deviceplugin.v1beta1 import api_pb2 as pb
-from agent.sinks.grpc_bounds import LINE_PERIOD_S, MIB, Bounds
+from agent.sinks.plugin.grpc_bounds import LINE_PERIOD_S, MIB, Bounds
 from tests.sinks.offers import uuid
 from tests.sinks.plugin_process import REPOSITORY, PluginProcess, plugin_process
 from tests.sinks.raw_http2 import PATIENCE_S

@@ -10,9 +10,9 @@ from hypothesis import strategies as some
 
 from agent.simulation.stubs.deviceplugin.v1beta1 import api_pb2 as pb
 from agent.simulation.stubs.deviceplugin.v1beta1 import api_pb2_grpc as rpc
-from agent.sinks.plugin_answers import MAX_REFUSAL_CHARS
-from agent.sinks.plugin_service import SERVICE
-from agent.sinks.plugin_wire import MAX_CONTAINERS, MAX_ID_BYTES, MAX_IDS
+from agent.sinks.plugin.answers import MAX_REFUSAL_CHARS
+from agent.sinks.plugin.service import SERVICE
+from agent.sinks.plugin.wire import MAX_CONTAINERS, MAX_ID_BYTES, MAX_IDS
 from tests.sinks.offers import uuid
 from tests.sinks.plugin_process import PluginProcess, plugin_process
 from tests.sinks.raw_http2 import PATIENCE_S

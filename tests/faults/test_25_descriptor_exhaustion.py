@@ -13,8 +13,8 @@ from aiohttp import web
 from agent.config.values import Address
 from agent.model.facts import Registered, RegistrationFailed
 from agent.simulation.stubs.deviceplugin.v1beta1 import api_pb2 as pb
-from agent.sinks.http_places import Bounds, Places
-from agent.sinks.http_server import OneRequestServer, tcp_socket
+from agent.sinks.http.places import Bounds, Places
+from agent.sinks.http.server import OneRequestServer, tcp_socket
 from tests.sinks.plugin_process import PluginProcess, plugin_process
 from tests.sinks.raw_http2 import PATIENCE_S, raw_client
 from tests.sinks.registrar import plugin, registrar

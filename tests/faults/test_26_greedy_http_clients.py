@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from agent.simulation.stubs.deviceplugin.v1beta1 import api_pb2 as pb
-from agent.sinks.http_places import Bounds
+from agent.sinks.http.places import Bounds
 from tests.harness import (
     PATIENCE_S,
     ROOT,

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from agent.bus import Inbox, Latest
 from agent.core.freshness import Terms
-from agent.core.state import initial_state
-from agent.core.view import snapshot_of
+from agent.core.health.snapshot import snapshot_of
+from agent.core.health.state import initial_state
 from agent.engine import Engine
 from agent.model.facts import Fact
 from agent.model.health import Health, Reason
@@ -17,7 +17,7 @@ from agent.model.ids import GpuUuid
 from agent.model.policy import SECOND_NS, Policy
 from agent.model.snapshot import Device, Snapshot
 from agent.proofs import Proofs
-from agent.sources.nvml import NvmlSettings
+from agent.sources.nvml.source import NvmlSettings
 from tests.sources.recorder import PATIENCE_S
 from tests.sources.simulated import QUICK, Node, running_source
 

@@ -6,7 +6,7 @@ from uuid import UUID
 
 import pytest
 
-from agent.core.gpu_map import folded
+from agent.core.usage.gpu_map import folded
 from agent.model.ids import GpuUuid
 from agent.model.rm import LAST, REGISTRATION, HeldFile, RmEventKind, joined
 from agent.probe.kernel import Majors

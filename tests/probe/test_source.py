@@ -26,8 +26,9 @@ from agent.probe.request import Doubles, Request
 from agent.simulation.driver_double.double import DriverDouble
 from agent.simulation.driver_double.nodes import UVM_MAJOR, Gpu
 from agent.simulation.gpu_processes.process import SimulatedProcess
-from agent.sources import ebpf, ebpf_reading
-from agent.sources.ebpf import EbpfSettings, EbpfSource
+from agent.sources.ebpf import reading as ebpf_reading
+from agent.sources.ebpf import source as ebpf
+from agent.sources.ebpf.source import EbpfSettings, EbpfSource
 from agent.threads import in_daemon_thread
 from tests.probe.caller import Caller, ran
 from tests.probe.watcher import serving

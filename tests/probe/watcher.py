@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Protocol
 
 from agent.bus import Latest
-from agent.core.gpu_map import GpuMap
-from agent.core.state import initial_state
-from agent.core.tracker import Tracker
-from agent.core.view import snapshot_of
+from agent.core.health.snapshot import snapshot_of
+from agent.core.health.state import initial_state
+from agent.core.usage.gpu_map import GpuMap
+from agent.core.usage.tracker import Tracker
 from agent.model.facts import GpuUseSeen, ProbeSeen
 from agent.model.health import Health
 from agent.model.ids import GpuUuid
@@ -25,7 +25,7 @@ from agent.probe.probe import Probe
 from agent.probe.request import Request
 from agent.simulation.driver_double.double import Books
 from agent.simulation.driver_double.nodes import Gpu
-from agent.sources.ebpf import EbpfSettings, EbpfSource, Tier
+from agent.sources.ebpf.source import EbpfSettings, EbpfSource, Tier
 from agent.threads import in_daemon_thread
 from tests.core.build import gpu as built_gpu
 from tests.sources.recorder import PATIENCE_S, Recorder

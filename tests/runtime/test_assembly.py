@@ -6,8 +6,8 @@ import pytest
 
 from agent.bus import Inbox, Latest
 from agent.config.load import load
-from agent.core.state import initial_state
-from agent.core.view import snapshot_of
+from agent.core.health.snapshot import snapshot_of
+from agent.core.health.state import initial_state
 from agent.model.policy import Policy
 from agent.proofs import Proofs
 from agent.runtime.assembly import Assembly

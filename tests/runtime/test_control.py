@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from agent.bus import Inbox, Latest
 from agent.core.freshness import Terms
-from agent.core.orders import MAX_HOLDS
-from agent.core.view import snapshot_of
+from agent.core.health.commands import MAX_HOLDS
+from agent.core.health.snapshot import snapshot_of
 from agent.engine import Engine
 from agent.errors import AgentError, UsageError
 from agent.model.effects import Effect, ReleaseDriver, ResumeDriver

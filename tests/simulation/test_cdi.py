@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from agent.core.cdi_schema import problems_of
+from agent.core.allocation.cdi_schema import problems_of
 from agent.simulation.kubelet import ContainerOutcome
 from agent.simulation.node import SimulatedNode
 from agent.simulation.roots import remove_device_node, write_device_node

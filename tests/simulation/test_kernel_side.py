@@ -12,7 +12,7 @@ from agent.simulation.actions import parse
 from agent.simulation.kernel_log import MAX_READERS, MAX_RECORDS, MAX_TEXT, KernelLog
 from agent.simulation.node import SimulatedNode
 from agent.sources.kmsg_records import XidLine, line_of, lines_of, record_of
-from agent.sources.sysfs_look import Exclusions, Look, Roots, look
+from agent.sources.sysfs_scan import Exclusions, Look, Roots, look
 from agent.threads import in_daemon_thread
 from tests.harness import PATIENCE_S, short_directory, simulated_node
 

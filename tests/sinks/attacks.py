@@ -11,7 +11,7 @@ from pathlib import Path
 import h2.exceptions
 from h2.settings import SettingCodes
 
-from agent.sinks.grpc_bounds import Bounds
+from agent.sinks.plugin.grpc_bounds import Bounds
 from tests.sinks.raw_http2 import RawClient, framed, headers
 
 HUGE = b"\x00\xff\xff\xff\xff"

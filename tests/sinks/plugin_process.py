@@ -23,7 +23,7 @@ from agent.model.effects import RegisterResource
 from agent.model.facts import Fact
 from agent.model.policy import Injection, Policy
 from agent.model.structs import replace
-from agent.sinks.device_plugin import DevicePlugin
+from agent.sinks.plugin.sink import DevicePlugin
 from tests.sinks.offers import GPU, devices, snapshot
 from tests.sinks.offers import resource as offered
 

@@ -17,11 +17,11 @@ from agent.model.facts import Fact
 from agent.model.ids import ResourceName
 from agent.model.snapshot import ListSent, Snapshot
 from agent.proofs import Proofs
-from agent.sinks.device_plugin import KEPT_LISTS, MAX_OVERTAKEN_CALLS, DevicePlugin
-from agent.sinks.grpc_bounds import Bounds
-from agent.sinks.grpc_server import BoundedServer, receive_request
-from agent.sinks.plugin_answers import CdiSpecs
-from agent.sinks.plugin_socket import identity_of, listen
+from agent.sinks.plugin.answers import CdiSpecs
+from agent.sinks.plugin.grpc_bounds import Bounds
+from agent.sinks.plugin.grpc_server import BoundedServer, receive_request
+from agent.sinks.plugin.sink import KEPT_LISTS, MAX_OVERTAKEN_CALLS, DevicePlugin
+from agent.sinks.plugin.socket_file import identity_of, listen
 from tests.sinks.offers import GPU, node
 from tests.sinks.raw_http2 import PATIENCE_S
 

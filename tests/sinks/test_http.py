@@ -24,9 +24,9 @@ from agent.model.ids import DeviceId, GpuUuid, Placement, SocketIdentity
 from agent.model.sample import GpuSample
 from agent.model.snapshot import DriverView, Finding, ListSent, RegistrationPhase, Snapshot, TaskView
 from agent.model.structs import replace
-from agent.sinks import http_server
-from agent.sinks.http import HttpSink
-from agent.sinks.http_places import Bounds, Kind, Room
+from agent.sinks.http import server as http_server
+from agent.sinks.http.places import Bounds, Kind, Room
+from agent.sinks.http.sink import HttpSink
 from agent.views import checks, documents
 from agent.views.checks import Check, at_once
 from agent.views.events import MAX_EVENTS, EventRing

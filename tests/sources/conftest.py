@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from agent.sources.nvml import NvmlSettings, NvmlSource
+from agent.sources.nvml.source import NvmlSettings, NvmlSource
 from tests.sources.recorder import Recorder
 from tests.sources.simulated import QUICK, Node, running_source
 

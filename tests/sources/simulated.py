@@ -12,7 +12,7 @@ from agent.model.facts import Fact, GpuProbePassed
 from agent.model.ids import GpuUuid
 from agent.simulation.nvml import NvmlState, install_library
 from agent.simulation.presets import load_preset
-from agent.sources.nvml import LibraryLocation, NvmlSettings, NvmlSource
+from agent.sources.nvml.source import LibraryLocation, NvmlSettings, NvmlSource
 from tests.sources.recorder import PATIENCE_S, Recorder
 
 MS = 1_000_000

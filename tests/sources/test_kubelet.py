@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from agent.bus import Latest
-from agent.core.state import initial_state
-from agent.core.view import snapshot_of
+from agent.core.health.snapshot import snapshot_of
+from agent.core.health.state import initial_state
 from agent.model.facts import KubeletSocketSeen, OwnSocketLost, WatchedDirectoryDeleted
 from agent.model.ids import ResourceName, SocketIdentity, socket_name
 from agent.model.policy import Policy

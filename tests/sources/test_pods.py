@@ -20,11 +20,11 @@ from agent.model.facts import AllocationsListed, PodsSeen
 from agent.model.usage import PodSeen, PodUid
 from agent.simulation.kubelet import EmulatedKubelet
 from agent.simulation.stubs.podresources.v1 import api_pb2 as pods_pb
-from agent.sources.pods import PodsSource
-from agent.sources.pods_ended import EndedPods
-from agent.sources.pods_holders import Holders
-from agent.sources.pods_uids import SeenPods, pods_by_uid
-from agent.sources.pods_wire import MAX_ANSWER_BYTES, AbsentError, list_pods, listing_of
+from agent.sources.pods.ended import EndedPods
+from agent.sources.pods.holders import Holders
+from agent.sources.pods.source import PodsSource
+from agent.sources.pods.uids import SeenPods, pods_by_uid
+from agent.sources.pods.wire import MAX_ANSWER_BYTES, AbsentError, list_pods, listing_of
 from tests.contract.reference_plugin import ReferencePlugin
 from tests.full_socket import full
 from tests.harness import short_directory
@@ -202,7 +202,7 @@ async def test_a_kubelet_that_comes_later_is_waited_for_quietly(
             await asyncio.sleep(0.05)
             await kubelet.start()
             await told(recorder, {})
-    ours = [record.getMessage() for record in caplog.records if record.name == "agent.sources.pods"]
+    ours = [record.getMessage() for record in caplog.records if record.name == "agent.sources.pods.source"]
     assert ours[0].startswith("Waiting for the kubelet's pod-resources socket: ")
     assert ours[1].startswith("The kubelet lists which pods hold devices at ")
 
@@ -336,7 +336,7 @@ async def test_a_failure_is_tried_once_more_in_a_period(
         await asyncio.sleep(0.05)
         assert peer.calls == 2
     assert recorder.of(AllocationsListed) == []
-    said = [record for record in caplog.records if record.name == "agent.sources.pods"]
+    said = [record for record in caplog.records if record.name == "agent.sources.pods.source"]
     (line,) = [record.getMessage() for record in said]
     assert line.startswith("Could not ask the kubelet which pods hold devices: ")
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from agent.core.pods import Hierarchy
+from agent.core.usage.pods import Hierarchy
 from agent.model.usage import NoPod, PodRef, PodUid, ProcessKey, ProcessLook
 from agent.sources import processes
 from agent.sources.processes import (

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from agent.bus import Latest
-from agent.core.state import initial_state
-from agent.core.view import snapshot_of
+from agent.core.health.snapshot import snapshot_of
+from agent.core.health.state import initial_state
 from agent.errors import SourceError
 from agent.model.facts import (
     SYSFS,
@@ -42,7 +42,7 @@ from agent.simulation.roots import (
     write_roots,
 )
 from agent.sources.sysfs import SysfsSource
-from agent.sources.sysfs_look import MAX_GPUS, Exclusions, Roots, driver_of, look
+from agent.sources.sysfs_scan import MAX_GPUS, Exclusions, Roots, driver_of, look
 from tests.core.build import gpu, mig_gpu
 from tests.sources.recorder import Recorder, until
 
@@ -273,7 +273,7 @@ def test_gpus_that_the_agent_may_not_read_have_not_left_the_bus(
         return os_open(path, flags)
 
     os_open = os.open
-    monkeypatch.setattr("agent.sources.sysfs_look.os.open", refuse)
+    monkeypatch.setattr("agent.sources.sysfs_scan.os.open", refuse)
     seen = look(roots_of(tmp_path), None, known)
     assert (seen.gpus, dict(seen.bindings), seen.exclusions) == (None, {}, known)
 

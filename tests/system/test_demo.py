@@ -14,7 +14,7 @@ from tests.system.roots import mib, report
 COPY: Final = "/root/gpu-agent"
 """A checkout of the release's own, since what is built in it is."""
 CAN_DIFFER: Final = (
-    "tests/simulation/kubelet tests/contract tests/sinks/test_grpc_server.py tests/sinks/test_http.py "
+    "tests/simulation/kubelet tests/contract tests/sinks/plugin/test_grpc_server.py tests/sinks/test_http.py "
     "tests/test_threads.py tests/test_app.py tests/bus tests/runtime"
 )
 """What rests on how a version of Python does sockets, threads, garbage and signals."""

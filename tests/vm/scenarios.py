@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from agent.core.gpu_map import folded
+from agent.core.usage.gpu_map import folded
 from agent.model.ids import GpuUuid
 from agent.model.rm import RmEvent, RmEventKind
 from agent.probe import kernel

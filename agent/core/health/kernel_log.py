@@ -1,0 +1,396 @@
+"""What the kernel log says of GPUs, and what becomes of it: see core.witnesses.
+
+Invariants: a line takes no GPU out before a second witness was looked for. XID 154 and the recovery action
+that NVML reads are one reading of two sources, and the driver's answer counts where it gives one. What was
+written before the agent listened counts by its class and by the signs of repair that followed.
+"""
+
+from typing import Final
+
+from agent.core import xids
+from agent.core.health import conditions
+from agent.core.health.driver import gpu_at
+from agent.core.health.faults import (
+    ANNOUNCED,
+    IGNORED,
+    UNKNOWN_DEVICE,
+    UNKNOWN_INSTANCE,
+    Applied,
+    announced_action,
+    eased,
+    is_told_by_another,
+    listed_code,
+    place_of,
+    with_count,
+    with_raised,
+    with_teller,
+    without,
+    xid_notice,
+)
+from agent.core.health.samples import REBOOT_ACTIONS, RULES, UNKNOWN, Window
+from agent.core.health.state import State
+from agent.core.health.witnesses import Suspect, Verdict, offers_action, shown_key, verdict_on
+from agent.core.reasons import MEANINGS
+from agent.model import facts
+from agent.model.effects import Effect, Event, EventKind, ProbeGpu, ProbeUvm, RecordEvent
+from agent.model.gpu import Gpu
+from agent.model.health import Condition, ConditionKey, Reason, Recovery
+from agent.model.ids import GpuUuid, Part, Placement
+from agent.model.parts import NVML_EVENTS
+from agent.model.sample import GpuSample
+from agent.model.structs import replace
+
+MAX_EARLY_XIDS: Final = 256
+"""XIDs kept until NVML lists the first GPU; the oldest go when there are more."""
+
+MAX_SWITCH_ERRORS: Final = 16
+"""Different SXids shown on one GPU; further ones are OTHER_SXID."""
+OTHER_SXID: Final = -2
+
+BEFORE_START: Final = "An XID from before the start is only counted"
+
+
+# XIDs
+
+
+def xid_seen(state: State, fact: facts.KernelXidSeen, now_ns: int) -> Applied:
+    """Take an XID of the kernel log."""
+    gpu = gpu_at(state, fact.pci)
+    if gpu is not None:
+        state, notices = _xid_of(state, fact, gpu, now_ns)
+        return state, (*notices, *((ProbeGpu(gpu.uuid, gpu.pci),) if _asks_for_probe(state, fact) else ()))
+    if not state.gpus:
+        return replace(state, early_xids=(*state.early_xids, fact)[-MAX_EARLY_XIDS:]), ()
+    # A device of another driver, or one that NVML never listed.
+    notice = xid_notice(UNKNOWN_DEVICE, _report_of(fact, None), None, now_ns, pci=fact.pci)
+    return state, (notice,) if fact.live else ()
+
+
+def _xid_of(state: State, fact: facts.KernelXidSeen, gpu: Gpu, now_ns: int) -> Applied:
+    told = _report_of(fact, gpu)
+    code = listed_code(fact.xid, state.xids.get(gpu.uuid, {}))
+    place = place_of(gpu, told)
+    is_action = fact.xid == xids.RECOVERY_ACTION_CHANGED and fact.xid not in state.policy.xid_overrides
+    if fact.live and place is not None and is_told_by_another(state, place, code, fact.source, now_ns):
+        # NVML has told of the number; which action it is only the line says.
+        if is_action:
+            return _action_announced(state, fact, gpu, now_ns)
+        return _refined(state, fact, place, code, now_ns), ()
+    state, count = _counted(state, fact, gpu.uuid, code)
+    if not count:
+        return state, ()
+    if fact.live and place is not None:
+        recent = with_teller(state.recent_xids, place, code, fact.source, now_ns)
+        state = replace(state, recent_xids=recent)
+    if is_action:
+        return _action_announced(state, fact, gpu, now_ns)
+    why = _why_only_counted(state, fact)
+    if why is not None or place is None:
+        notice = xid_notice(why or UNKNOWN_INSTANCE, told, gpu, now_ns, warning=why is None)
+        return state, (notice,)
+    return _suspected(state, fact, _said(state, fact, place, code, count, now_ns), now_ns), ()
+
+
+def _why_only_counted(state: State, fact: facts.KernelXidSeen) -> str | None:
+    if not fact.live and (fact.repaired or fact.in_words or _recovery(state, fact) is Recovery.SELF_CLEARING):
+        return BEFORE_START
+    return None if _flips(state, fact) else IGNORED
+
+
+def _report_of(fact: facts.KernelXidSeen, gpu: Gpu | None) -> facts.XidReported:
+    return facts.XidReported(
+        gpu=None if gpu is None else gpu.uuid,
+        xid=fact.xid,
+        gi=fact.gi,
+        ci=fact.ci,
+        count=fact.count,
+        source=fact.source,
+    )
+
+
+def _branch(state: State) -> int | None:
+    return xids.branch_of(state.driver.driver_version)
+
+
+def _flips(state: State, fact: facts.KernelXidSeen) -> bool:
+    return xids.flips(fact.xid, state.policy, fact.words, _branch(state))
+
+
+def _recovery(state: State, fact: facts.KernelXidSeen) -> Recovery:
+    return xids.recovery_of(fact.xid, fact.words, _branch(state))
+
+
+def _asks_for_probe(state: State, fact: facts.KernelXidSeen) -> bool:
+    """Whether a probe may tell more: of an application's fault it tells nothing."""
+    is_announced = fact.xid == xids.RECOVERY_ACTION_CHANGED
+    return fact.live and (is_announced or _recovery(state, fact) is not Recovery.SELF_CLEARING)
+
+
+def _counted(state: State, fact: facts.KernelXidSeen, gpu: GpuUuid, code: int) -> tuple[State, int]:
+    """Return the state with an XID counted, and how many of them no earlier process had counted."""
+    known = state.xids_before.get((gpu, code), 0) if fact.backlog else 0
+    repeated = min(known, fact.count)
+    if repeated:
+        state = replace(state, xids_before={**state.xids_before, (gpu, code): known - repeated})
+    if repeated == fact.count:
+        return state, 0
+    count = fact.count - repeated
+    return replace(state, xids=with_count(state.xids, gpu, code, count)), count
+
+
+def _said(
+    state: State, fact: facts.KernelXidSeen, place: Placement, code: int, count: int, now_ns: int
+) -> Condition:
+    """Return the condition that a line makes once it is confirmed."""
+    branch = _branch(state)
+    return Condition(
+        key=ConditionKey(fact.source, Reason.XID, place, code),
+        evidence=xids.evidence_of(fact.xid, fact.words, branch),
+        recovery=_recovery(state, fact),
+        flips=True,
+        message=xids.text_of(fact.xid, fact.detail, branch),
+        since_ns=now_ns,
+        last_ns=now_ns,
+        count=count,
+    )
+
+
+def _refined(state: State, fact: facts.KernelXidSeen, place: Placement, code: int, now_ns: int) -> State:
+    """Return the state after the line of an XID that NVML reported just now: the line says more."""
+    said = _said(state, fact, place, code, fact.count, now_ns)
+    known = {
+        key: condition
+        for key, condition in state.conditions.items()
+        if key.reason is Reason.XID and key.code == code and key.placement.overlaps(place)
+    }
+    if not known and _flips(state, fact) and not xids.flips(fact.xid, state.policy, branch=_branch(state)):
+        # The number alone flipped nothing; NVML has confirmed what the line says.
+        return with_raised(state, {said.key: Suspect(said, frozenset(), is_live=True)})
+    active = dict(state.conditions)
+    for key, condition in known.items():
+        if key.source == fact.source or condition.count > fact.count:
+            continue
+        if _flips(state, fact):
+            active[key] = replace(
+                condition, message=said.message, recovery=said.recovery, evidence=said.evidence
+            )
+        else:
+            del active[key]
+    return state if active == state.conditions else replace(state, conditions=active)
+
+
+# Witnesses
+
+
+def _suspected(state: State, fact: facts.KernelXidSeen, said: Condition, now_ns: int) -> State:
+    readings = xids.WITNESSES.get(xids.class_of(fact.xid, fact.words, _branch(state)), frozenset())
+    known = state.suspects.get(said.key)
+    if known is not None:
+        said = replace(said, since_ns=known.condition.since_ns, count=known.condition.count + said.count)
+    suspect = Suspect(said, readings, is_live=fact.live, in_words=fact.in_words)
+    is_deniable = (
+        said.recovery is Recovery.SELF_CLEARING
+        or xids.class_of(fact.xid) is xids.XidClass.LOST
+        or offers_action(state.samples.get(said.placement.gpu))
+    )
+    shown = conditions.raised(
+        state.conditions,
+        source=fact.source,
+        reason=Reason.UNCONFIRMED,
+        placement=said.placement,
+        code=said.key.code,
+        count=fact.count,
+        message=f"{said.message}: the kernel log alone says so",
+        recovery=Recovery.SELF_CLEARING if is_deniable else said.recovery,
+        now_ns=now_ns,
+    )
+    return replace(state, suspects={**state.suspects, said.key: suspect}, conditions=shown)
+
+
+def with_witnesses(state: State) -> State:
+    """Return the state with each suspect confirmed or denied by what else is known of its GPU now."""
+    if not state.suspects:
+        return state
+    deaf_since_ns = state.covered.get(Part(NVML_EVENTS))
+    confirmed: dict[ConditionKey, Suspect] = {}
+    denied: dict[ConditionKey, Suspect] = {}
+    for key, suspect in state.suspects.items():
+        gpu = key.placement.gpu
+        sample = state.samples.get(gpu)
+        verdict = verdict_on(
+            suspect,
+            state.conditions,
+            sample,
+            is_probed=gpu in state.probed,
+            deaf_since_ns=deaf_since_ns,
+        )
+        if suspect.shown_as not in state.conditions or verdict is Verdict.DENIED:
+            # Clean probes have cleared what was shown, or the driver itself says that nothing is wrong.
+            denied[key] = suspect
+        elif verdict is Verdict.CONFIRMED:
+            confirmed[key] = suspect
+    if denied:
+        over = {suspect.shown_as for suspect in denied.values()}
+        active = {key: each for key, each in state.conditions.items() if key not in over}
+        state = replace(state, conditions=active, suspects=without(state.suspects, denied))
+    return with_raised(state, confirmed) if confirmed else state
+
+
+# The recovery action
+
+
+def _action_announced(state: State, fact: facts.KernelXidSeen, gpu: Gpu, now_ns: int) -> Applied:
+    """Take that the recovery action is another: the same reading as NVML's, whose answer counts."""
+    action = fact.words.action
+    fields = {
+        "gpu": gpu.index,
+        "uuid": gpu.uuid,
+        "action": action,
+        "count": fact.count,
+        "detail": fact.detail,
+    }
+    notice = RecordEvent(Event(EventKind.XID, ANNOUNCED, fields=fields), now_ns)
+    if action is None or fact.repaired or offers_action(state.samples.get(gpu.uuid)):
+        return state, (notice,)
+    reason = Reason.RECOVERY_ACTION
+    key = announced_action(gpu.uuid)
+    state = replace(state, suspects=without(state.suspects, (key,)))
+    message = RULES[reason](GpuSample(recovery_action=action), Window(), state.policy)
+    if message is UNKNOWN:
+        return state, (notice,)
+    if message is None:
+        shown = {each: state.conditions[each] for each in state.conditions if each != shown_key(key)}
+        return replace(state, conditions=eased(shown, reason, gpu.uuid)), (notice,)
+    said = Condition(
+        key=key,
+        evidence=MEANINGS[reason].evidence,
+        recovery=Recovery.REBOOT if action in REBOOT_ACTIONS else MEANINGS[reason].recovery,
+        flips=True,
+        message=message,
+        since_ns=now_ns,
+        last_ns=now_ns,
+        lasts=True,
+    )
+    suspect = Suspect(said, frozenset(), is_live=fact.live)
+    active = conditions.raised(
+        state.conditions,
+        source=fact.source,
+        reason=Reason.UNCONFIRMED,
+        placement=said.placement,
+        code=shown_key(key).code,
+        message=f"{message}: the kernel log alone says so",
+        now_ns=now_ns,
+    )
+    announced = replace(state, suspects={**state.suspects, key: suspect}, conditions=active)
+    return announced, (notice,)
+
+
+# What is of no single GPU
+
+
+def early_xids_seen(state: State, now_ns: int) -> Applied:
+    """Take the XIDs that were read before NVML listed the first GPU."""
+    if not state.early_xids or not state.gpus:
+        return state, ()
+    early, state = state.early_xids, replace(state, early_xids=())
+    effects: list[Effect] = []
+    for fact in early:
+        state, more = xid_seen(state, fact, now_ns)
+        effects += more
+    return state, tuple(effects)
+
+
+def switch_error_seen(state: State, fact: facts.SwitchErrorSeen, now_ns: int) -> Applied:
+    """Show a fatal error of an NVSwitch on the GPUs that have links, and have their links read now.
+
+    It is the links and the fabric that say whether a GPU is the worse for it.
+    """
+    fields = {
+        "pci": fact.pci,
+        "sxid": fact.sxid,
+        "fatal": fact.fatal,
+        "count": fact.count,
+        "detail": fact.detail,
+    }
+    notice = RecordEvent(
+        Event(EventKind.XID, "An NVSwitch reported an error", warning=fact.fatal, fields=fields), now_ns
+    )
+    if not fact.fatal:
+        return state, (notice,)
+    linked = [state.gpus[gpu] for gpu in sorted(state.present) if _has_links(state.samples.get(gpu))]
+    active = state.conditions
+    for gpu in linked:
+        active = conditions.raised(
+            active,
+            source=fact.source,
+            reason=Reason.UNCONFIRMED,
+            placement=Placement(gpu.uuid),
+            code=_switch_code(active, gpu.uuid, fact.sxid),
+            count=fact.count,
+            message=f"NVSwitch {fact.pci} reports fatal SXid {fact.sxid}: the kernel log alone says so",
+            now_ns=now_ns,
+        )
+    probes = (ProbeGpu(gpu.uuid, gpu.pci) for gpu in linked)
+    return (state if active is state.conditions else replace(state, conditions=active)), (notice, *probes)
+
+
+def _has_links(sample: GpuSample | None) -> bool:
+    return sample is not None and bool(sample.links_total or sample.fabric_state)
+
+
+def _switch_code(active: conditions.Conditions, gpu: GpuUuid, sxid: int) -> int:
+    shown = {
+        key.code for key in active if key.reason is Reason.UNCONFIRMED and key.placement == Placement(gpu)
+    }
+    return sxid if sxid in shown or len(shown) < MAX_SWITCH_ERRORS else OTHER_SXID
+
+
+def uvm_error_seen(state: State, fact: facts.UvmErrorSeen, now_ns: int) -> Applied:
+    """Take that the unified memory driver may refuse its work, and have it asked."""
+    active = state.conditions
+    for gpu in state.gpus:
+        active = conditions.raised(
+            active,
+            source=fact.source,
+            reason=Reason.UNCONFIRMED,
+            placement=Placement(gpu),
+            message=f"nvidia-uvm met a fatal error ({fact.status}): the kernel log alone says so",
+            now_ns=now_ns,
+        )
+    return replace(state, uvm_status=fact.status, conditions=active), (ProbeUvm(),)
+
+
+def uvm_probed(state: State, fact: facts.UvmProbed, now_ns: int) -> State:
+    """Mark every GPU while the unified memory driver refuses what it is asked."""
+    over = {ConditionKey(facts.KERNEL_LOG, Reason.UNCONFIRMED, Placement(gpu), 0) for gpu in state.gpus}
+    active: conditions.Conditions = {key: each for key, each in state.conditions.items() if key not in over}
+    for gpu in state.gpus:
+        if fact.error is None:
+            active = conditions.eased(active, Reason.UVM_FAILED, gpu)
+            continue
+        active = conditions.raised(
+            active,
+            source=fact.source,
+            reason=Reason.UVM_FAILED,
+            placement=Placement(gpu),
+            message=f"nvidia-uvm refuses its work ({fact.error}) after a fatal error: {state.uvm_status}",
+            lasts=True,
+            now_ns=now_ns,
+        )
+    return replace(state, conditions=active, uvm_status=None if fact.error is None else state.uvm_status)
+
+
+def pci_config_read(state: State, fact: facts.PciConfigRead, now_ns: int) -> State:
+    """Mark a GPU that does not answer on the bus."""
+    gpu = gpu_at(state, fact.pci)
+    if gpu is None or fact.answers:
+        return state
+    active = conditions.raised(
+        conditions.after_bad_probe(state.conditions, gpu.uuid),
+        source=fact.source,
+        reason=Reason.GPU_LOST,
+        placement=Placement(gpu.uuid),
+        message="The PCI configuration space of the GPU does not answer",
+        now_ns=now_ns,
+    )
+    return replace(state, conditions=active)

@@ -1,0 +1,146 @@
+"""What is found of the use of GPUs as conditions of GPUs and MIG devices.
+
+Invariants: a condition lasts while its findings do, and is then cleared by its own recovery rule. Knowledge
+that is too old is none. A finding whose GPU is not known is only told, it marks nothing.
+"""
+
+from collections.abc import Iterator
+from typing import Final
+
+from agent.core.health import conditions
+from agent.core.health.stability import PODS_KNOWN_FOR_NS
+from agent.core.health.state import State
+from agent.core.leaks import findings as leaks
+from agent.core.leaks.rules import Scene
+from agent.core.usage.ownership import given
+from agent.model import facts
+from agent.model.health import ConditionKey, LeakKind, Reason
+from agent.model.ids import Placement, SourceName
+from agent.model.policy import SECOND_NS
+from agent.model.structs import replace
+from agent.model.usage import PodRef, ProcessUse
+
+USAGE_KNOWN_FOR_NS: Final = 90 * SECOND_NS
+"""An older picture is no knowledge; its source tells one every 30 s at least."""
+
+_KINDS: Final = tuple(LeakKind)
+_REASONS: Final = frozenset(leaks.REASONS.values())
+
+
+def with_findings(old: State, state: State, now_ns: int) -> State:
+    """Return the state with what is found of the use of its GPUs now."""
+    state = _with_known(state, now_ns)
+    if not _is_due(old, state, now_ns):
+        return state
+    found = state.leaks
+    if state.usage_ns == 0:
+        found = leaks.without_news(found, state.policy.leaks, now_ns)
+    found = leaks.step(found, _scene(state, now_ns))
+    active = _conditions(state, found, now_ns)
+    if found is state.leaks and active is state.conditions:
+        return state
+    return replace(state, leaks=found, conditions=active)
+
+
+def pods_seen(state: State, fact: facts.PodsSeen, now_ns: int) -> State:
+    """Take the pods that live. One that is gone keeps its name for as long as a process of it is there."""
+    used = {process.look.pod.uid for process in _processes(state) if isinstance(process.look.pod, PodRef)}
+    gone = {
+        uid: replace(pod, alive=False)
+        for uid, pod in (state.pods_seen or {}).items()
+        if uid in used and uid not in fact.pods and (fact.complete or not state.pods_seen_all)
+    }
+    return replace(state, pods_seen={**fact.pods, **gone}, pods_seen_ns=now_ns, pods_seen_all=fact.complete)
+
+
+def _processes(state: State) -> tuple[ProcessUse, ...]:
+    return () if state.usage is None else state.usage.processes
+
+
+def due_at(state: State) -> Iterator[int]:
+    """Yield when time alone may change what is found."""
+    if state.usage is not None:
+        yield state.usage_ns + USAGE_KNOWN_FOR_NS
+    if state.pods_seen is not None:
+        yield state.pods_seen_ns + PODS_KNOWN_FOR_NS
+    if state.leaks.due_ns is not None:
+        yield state.leaks.due_ns
+
+
+def _with_known(state: State, now_ns: int) -> State:
+    if state.usage is not None and now_ns >= state.usage_ns + USAGE_KNOWN_FOR_NS:
+        state = replace(state, usage=None)
+    if state.pods_seen is not None and now_ns >= state.pods_seen_ns + PODS_KNOWN_FOR_NS:
+        state = replace(state, pods_seen=None)
+    return state
+
+
+def _is_due(old: State, state: State, now_ns: int) -> bool:
+    if state.leaks.due_ns is not None and now_ns >= state.leaks.due_ns:
+        return True
+    return not (
+        state.usage is old.usage
+        and state.memory is old.memory
+        and state.pods is old.pods
+        and state.pods_seen is old.pods_seen
+        and state.offers is old.offers
+        and state.present is old.present
+        and state.policy is old.policy
+        and state.conditions is old.conditions
+    )
+
+
+def _scene(state: State, now_ns: int) -> Scene:
+    offered = (offer for offers in state.offers.values() for offer in offers)
+    return Scene(
+        now_ns=now_ns,
+        policy=state.policy.leaks,
+        usage=state.usage,
+        gpus=state.present,
+        memory=state.memory,
+        given=None
+        if state.pods is None
+        else given(((offer.id, offer.placement) for offer in offered), state.pods),
+        pods=state.pods_seen,
+        has_all_pods=state.pods_seen_all,
+    )
+
+
+def _conditions(state: State, found: leaks.Leaks, now_ns: int) -> conditions.Conditions:
+    active = state.conditions
+    lasting: set[ConditionKey] = set()
+    for (kind, place), suspects in leaks.grouped(found).items():
+        if place.gpu not in state.gpus:
+            continue
+        key = _key(kind, place)
+        lasting.add(key)
+        details = leaks.details_of(
+            kind, suspects, state.usage, state.policy.leaks, beyond=found.beyond.get((kind, place), 0)
+        )
+        active = conditions.raised(
+            active,
+            source=key.source,
+            reason=key.reason,
+            placement=place,
+            code=key.code,
+            message=leaks.message_of(details, state.policy.leaks),
+            details=details,
+            lasts=True,
+            now_ns=now_ns,
+        )
+    over = [
+        key
+        for key, condition in active.items()
+        if key.reason in _REASONS and condition.lasts and key not in lasting
+    ]
+    return {**active, **{key: replace(active[key], lasts=False) for key in over}} if over else active
+
+
+def _key(kind: LeakKind, place: Placement) -> ConditionKey:
+    reason = leaks.REASONS[kind]
+    code = _KINDS.index(kind) + 1 if reason is Reason.CONTEXT_LEAK else 0
+    return ConditionKey(_source(kind), reason, place, code)
+
+
+def _source(kind: LeakKind) -> SourceName:
+    return facts.NVML if kind is LeakKind.MEMORY_HELD else facts.PROBE

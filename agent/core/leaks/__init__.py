@@ -1,0 +1,1 @@
+"""Leaks: rules on the use of GPUs, and the findings they make."""

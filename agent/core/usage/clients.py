@@ -1,0 +1,442 @@
+"""The live objects of the driver's resource manager (RM): clients, their trees, the contexts in them.
+
+Invariants: a client belongs to one open file, so (client, handle) names an object on the whole node. What is
+told twice changes nothing. Both ways to learn of an object, its event and its row in the kernel's map, give
+the same picture. Nothing grows without a bound, and who makes more than a share of the room loses of its own
+alone: what has no room is not kept, and its owner is ``short`` of it.
+
+A process can change its calls' parameters while the driver reads them. So what it says of GPUs is believed of
+its own clients alone, and of no GPU that the kernel did not see it open. What is left: a process may place
+its own contexts on the wrong one of the GPUs that it has open.
+
+Owners are numbers that the tracker gives to processes, never pids.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from heapq import heapify, heapreplace
+from typing import Final, Protocol
+
+from agent.core.usage.client_tree import DEVICE, NO_INSTANCE, ROOTS, Client, Marker, Object
+from agent.core.usage.quarantine import Aside, PutAside
+from agent.core.usage.rows import Removed, Rows
+from agent.model.ids import GpuUuid
+from agent.model.rm import RmObject
+
+MAX_OBJECTS: Final = 65_536
+"""Clients and what is in them, of all owners; the table of the kernel has as much room."""
+MAX_OF_OWNER: Final = MAX_OBJECTS // 4
+"""Of one owner. A program with ten contexts on each of eight GPUs has a thousand."""
+MAX_INSTANCES: Final = 32
+"""Device instances that the driver has. Source: open-gpu-kernel-modules:src/common/sdk/nvidia/inc/nvlimits.h
+NV_MAX_DEVICES."""
+STEP: Final = 128
+"""Rows or clients between two pauses of what takes long: about 2 ms."""
+
+
+class Owners(Protocol):
+    """What has to be known of who made clients."""
+
+    def only_gpu(self, owner: int) -> GpuUuid | None:
+        """Return the only GPU that a process has open, or had when it ended."""
+
+    def may_use(self, owner: int, gpu: GpuUuid) -> bool:
+        """Return whether a process was seen to have a GPU open, or was not seen itself."""
+
+
+class Clients:
+    """All clients of the node."""
+
+    def __init__(self, marker: Marker, owners: Owners) -> None:
+        self.marker = marker
+        self.evicted = 0
+        self.short: set[int] = set()
+        """Owners of whom something was not kept, so that what is known of them is a lower bound."""
+        self.changed: set[int] = set()
+        """Owners of whom something else is known; whoever makes pictures empties it."""
+        self.freed: dict[int, dict[GpuUuid | None, int]] = {}
+        """Contexts that ended, by owner and GPU; the tracker forgets an owner's when it forgets the owner."""
+        self._owners = owners
+        self._instances: Mapping[int, GpuUuid] = {}
+        self._claims: dict[int, dict[int, GpuUuid]] = {}
+        """Which GPU has which device instance, as each owner's own calls tell."""
+        self._clients: dict[int, Client] = {}
+        self._by_file: dict[int, set[int]] = {}
+        self._by_owner: dict[int, dict[int, None]] = {}
+        """Clients of each owner, what was quiet longest first."""
+        self._sizes: dict[int, int] = {}
+        """Room that each owner takes."""
+        self._size = 0
+        self._aside = Aside()
+        self._removed: list[Removed] = []
+
+    def __iter__(self) -> Iterator[Client]:
+        return iter(self._clients.values())
+
+    def __len__(self) -> int:
+        return self._size
+
+    def take_removed(self) -> list[Removed]:
+        """Return what died since the last call without an event of its own, and forget it."""
+        taken, self._removed = self._removed, []
+        return taken
+
+    # What is told
+
+    def instances_are(self, instances: Mapping[int, GpuUuid]) -> None:
+        """Take which GPU has which device instance; what was learned of an earlier driver is forgotten."""
+        self._instances = instances
+        self._claims = {}
+
+    def allocated(self, row: RmObject, owner: int) -> None:
+        """Take a new object."""
+        is_root = row.rm_class in ROOTS
+        client = self._client(row, owner, whole=is_root)
+        if client is None or (is_root and row.handle == row.client):
+            return
+        known = client.objects.get(row.handle)
+        if known is not None:
+            if (known.rm_class, known.parent) == (row.rm_class, row.parent):
+                return
+            self._drop(client, row.handle)
+        # To make room may take this very client.
+        if self._has_room(client.owner, row) and self._clients.get(row.client) is client:
+            self._add(client, row)
+
+    def freed_by(self, client_handle: int, handle: int, at_ns: int) -> None:
+        """Take that an object, or a whole client, was freed."""
+        client = self._clients.get(client_handle)
+        if client is None:
+            return
+        if handle == client_handle:
+            if client.at_ns <= at_ns:
+                self.drop(client_handle)
+            return
+        known = client.objects.get(handle)
+        if known is not None and known.at_ns <= at_ns:
+            self._drop(client, handle)
+
+    def registered(self, client_handle: int, vaspace: int, gpu: GpuUuid, owner: int) -> None:
+        """Take that a client's address space was registered with unified memory for a GPU, by a process.
+
+        This names the GPU itself, and so tells whose the device instance above that space is: for what this
+        process made. Of a client that another made it says nothing.
+        """
+        client = self._clients.get(client_handle)
+        if client is None or client.owner != owner:
+            return
+        client.gpus.add(gpu)
+        self.changed.add(owner)
+        instance = client.instance_of(vaspace)
+        claims = self._claims.setdefault(owner, {})
+        if instance != NO_INSTANCE and (instance in claims or len(claims) < MAX_INSTANCES):
+            claims[instance] = gpu
+
+    def file_ended(self, file: int, before_ns: int | None = None) -> None:
+        """Take that an open file is gone, and its clients with it.
+
+        Of an address that is in use again already, those made before that.
+        """
+        for handle in tuple(self._by_file.get(file, ())):
+            if before_ns is None or self._clients[handle].at_ns < before_ns:
+                self.drop(handle)
+        self._forget_aside(file)
+
+    def file_forgotten(self, file: int) -> None:
+        """Take that there is no room for an open file, and forget what was made with it."""
+        for handle in tuple(self._by_file.get(file, ())):
+            client = self._clients[handle]
+            self.fell_short(client.owner, client.size)
+            self.drop(handle, is_gone=False)
+
+    def file_unheld(self, file: int, now_ns: int) -> None:
+        """Take that nobody is seen to hold a file any more: it is gone, or in a message."""
+        clients = [self._clients[handle] for handle in self._by_file.get(file, ())]
+        if clients:
+            put = [PutAside(client, self.contexts(client)) for client in clients]
+            for client in clients:
+                self.drop(client.handle, is_gone=False)
+            for client, _ in self._aside.put(file, put, now_ns):
+                self._tell_removed(client)
+
+    def file_held(self, file: int) -> None:
+        """Take that somebody holds a file after all, with what was made with it."""
+        for client, counted in self._aside.take(file):
+            if client.handle not in self._clients:
+                self._put(client)
+                for gpu, count in counted.items():
+                    self._add_freed(client.owner, gpu, -count)
+
+    def bound_aside(self, now_ns: int) -> None:
+        """Take for gone what nobody was seen to hold for long."""
+        for file in self._aside.over(now_ns):
+            self._forget_aside(file)
+
+    def drop(self, handle: int, *, is_gone: bool = True) -> None:
+        """Forget a client and all that it has; of what is gone the rows are told as removed."""
+        if handle not in self._clients:
+            return
+        client = self._clients[handle]
+        for gpu, count in self.contexts(client).items():
+            self._add_freed(client.owner, gpu, count)
+        self._take(handle)
+        if is_gone:
+            self._tell_removed(client)
+
+    def rebuilding(
+        self, rows: Rows, owner_of: Callable[[RmObject], int], opened: Mapping[int, int]
+    ) -> Iterator[None]:
+        """Take the rows of the kernel's map instead of everything that was told before, step by step.
+
+        Nothing else may be told between the steps. ``opened`` is as in rm_rows.judged.
+        """
+        for file in self._aside.files():
+            self.file_held(file)
+        live_before: dict[tuple[int, GpuUuid | None], int] = {}
+        yield from self._count(live_before)
+        before = self._clients
+        self.changed.update(self._by_owner)
+        self._clients, self._by_file, self._by_owner, self._sizes, self._size = {}, {}, {}, {}, 0
+        self._removed += rows.stale
+        for number, row in enumerate(rows.living):
+            self._restore(row, before.get(row.client), owner_of, opened)
+            if number % STEP == STEP - 1:
+                yield
+        live: dict[tuple[int, GpuUuid | None], int] = {}
+        yield from self._count(live)
+        for (owner, gpu), count in live_before.items():
+            ended = count - live.get((owner, gpu), 0)
+            if ended > 0:
+                self._add_freed(owner, gpu, ended)
+        del self._removed[:-MAX_OBJECTS]
+
+    def _restore(
+        self,
+        row: RmObject,
+        known: Client | None,
+        owner_of: Callable[[RmObject], int],
+        opened: Mapping[int, int],
+    ) -> None:
+        # A row knows when the process began that made it; events in whose midst some were lost may not.
+        is_surer = row.rm_class in ROOTS and (row.start_ticks or known is None or not known.whole)
+        self.allocated(row, owner_of(row) if is_surer or known is None else known.owner)
+        client = self._clients.get(row.client)
+        if client is not None:
+            client.sure = row.file in opened or (known is not None and known.sure)
+            client.gpus = set() if known is None else known.gpus
+
+    def _count(self, found: dict[tuple[int, GpuUuid | None], int]) -> Iterator[None]:
+        """Count the live contexts by owner and GPU."""
+        for number, client in enumerate(self):
+            for gpu, count in self.contexts(client).items():
+                found[client.owner, gpu] = found.get((client.owner, gpu), 0) + count
+            if number % STEP == STEP - 1:
+                yield
+        yield
+
+    # What is known
+
+    def contexts(self, client: Client) -> dict[GpuUuid | None, int]:
+        """Return the live contexts of a client by GPU; None is the GPU that could not be found out."""
+        found: dict[GpuUuid | None, int] = {}
+        counts: dict[int, int] = {}
+        for context in client.markers:
+            instance = client.instance_of(context)
+            counts[instance] = counts.get(instance, 0) + 1
+        for instance, count in counts.items():
+            gpu = self._gpu_of_instance(client, instance)
+            found[gpu] = found.get(gpu, 0) + count
+        return found
+
+    def gpu_of(self, client: Client, handle: int) -> GpuUuid | None:
+        """Return the GPU of an object; None: it could not be found out."""
+        return self._gpu_of_instance(client, client.instance_of(handle))
+
+    def _gpu_of_instance(self, client: Client, instance: int) -> GpuUuid | None:
+        """Return the GPU of a device instance in a client, by the surest that is known.
+
+        What its owner told unified memory of the device instance, what the driver's own list says, the only
+        GPU that the client was registered for, the only one that its owner has open.
+        """
+        owner = client.owner
+        told = (
+            self._claims.get(owner, {}).get(instance),
+            self._instances.get(instance),
+            next(iter(client.gpus)) if len(client.gpus) == 1 else None,
+        )
+        for gpu in told:
+            if gpu is not None and self._owners.may_use(owner, gpu):
+                return gpu
+        return self._owners.only_gpu(owner)
+
+    def confirm(self, handle: int) -> None:
+        """Take that an event told of a client after all."""
+        if handle in self._clients:
+            self._clients[handle].sure = True
+            self.changed.add(self._clients[handle].owner)
+
+    def doubt(self, file: int) -> None:
+        """Take that a file may be another than that with which its clients were made."""
+        for handle in self._by_file.get(file, ()):
+            self._clients[handle].sure = False
+            self.changed.add(self._clients[handle].owner)
+
+    def of_owner(self, owner: int) -> Iterator[Client]:
+        """Yield the clients that a process made."""
+        return (self._clients[handle] for handle in self._by_owner.get(owner, ()))
+
+    def holders_changed(self, file: int) -> None:
+        """Take that others hold a file, on which depends what those who ended left behind."""
+        for handle in self._by_file.get(file, ()):
+            self.changed.add(self._clients[handle].owner)
+
+    def has_file(self, file: int) -> bool:
+        """Return whether any client was made with an open file."""
+        return file in self._by_file
+
+    def has_owner(self, owner: int) -> bool:
+        """Return whether a process made a client that lives, or that may come back."""
+        return owner in self._by_owner or self._aside.has_owner(owner)
+
+    def give(self, owner: int, to: int) -> None:
+        """Take that what one owner made is another's after all."""
+        for handle in tuple(self._by_owner.get(owner, ())):
+            client = self._take(handle)
+            client.owner = to
+            self._put(client)
+        self._aside.give(owner, to)
+        for gpu, count in self.freed.pop(owner, {}).items():
+            self._add_freed(to, gpu, count)
+        if owner in self._claims:
+            self._claims[to] = {**self._claims.get(to, {}), **self._claims.pop(owner)}
+        if owner in self.short:
+            self.short.remove(owner)
+            self.short.add(to)
+        self.changed |= {owner, to}
+
+    def forget_owner(self, owner: int) -> None:
+        """Forget a process with all that it made, which may live on in the kernel's map."""
+        for handle in tuple(self._by_owner.get(owner, ())):
+            self.drop(handle, is_gone=False)
+        for file in self._aside.files_of(owner):
+            self._aside.take(file)
+        self.freed.pop(owner, None)
+        self._claims.pop(owner, None)
+        self.short.discard(owner)
+        self.changed.add(owner)
+
+    # Room
+
+    def fell_short(self, owner: int, count: int = 1) -> None:
+        """Take that there was no room for something that an owner has."""
+        self.evicted += count
+        self.short.add(owner)
+        self.changed.add(owner)
+
+    def _has_room(self, owner: int, row: RmObject) -> bool:
+        """Make room for one more thing of an owner; of one that takes more than a share there is none."""
+        if self._sizes.get(owner, 0) >= MAX_OF_OWNER:
+            self.fell_short(owner)
+            # Its row takes room in the kernel's map that others need.
+            self.tell_removed(Removed(row.client, row.handle, row.at_ns))
+            return False
+        if self._size >= MAX_OBJECTS:
+            self._make_room()
+        return True
+
+    def _make_room(self) -> None:
+        """Forget the quietest clients of whoever takes most, one after the other."""
+        most = [(-size, owner) for owner, size in self._sizes.items()]
+        heapify(most)
+        while self._size > MAX_OBJECTS * 7 // 8:
+            owner = most[0][1]
+            oldest = next(iter(self._by_owner[owner]))
+            self.fell_short(owner, self._clients[oldest].size)
+            self.drop(oldest, is_gone=False)
+            heapreplace(most, (-self._sizes.get(owner, 0), owner))
+
+    def _grow(self, owner: int, by: int) -> None:
+        self._size += by
+        left = self._sizes.get(owner, 0) + by
+        if left:
+            self._sizes[owner] = left
+        else:
+            del self._sizes[owner]
+
+    # Within
+
+    def _client(self, row: RmObject, owner: int, *, whole: bool) -> Client | None:
+        """Return the client that an object is in; None: there is no room for it."""
+        client = self._clients.get(row.client)
+        if client is not None and whole and (client.file, client.owner) != (row.file, owner):
+            # The number was used again: the end of the client that had it was missed.
+            self.drop(row.client)
+            client = None
+        if client is None:
+            if not self._has_room(owner, row):
+                return None
+            client = Client(row.client, row.file, owner, row.at_ns, whole)
+            self._put(client)
+        of_owner = self._by_owner[client.owner]
+        of_owner[row.client] = of_owner.pop(row.client)
+        client.sure = True
+        self.changed.add(client.owner)
+        return client
+
+    def _put(self, client: Client) -> None:
+        self._clients[client.handle] = client
+        self._by_file.setdefault(client.file, set()).add(client.handle)
+        self._by_owner.setdefault(client.owner, {})[client.handle] = None
+        self._grow(client.owner, client.size)
+        self.changed.add(client.owner)
+
+    def _take(self, handle: int) -> Client:
+        """Take a client out of the tables."""
+        client = self._clients.pop(handle)
+        self._grow(client.owner, -client.size)
+        of_file, of_owner = self._by_file[client.file], self._by_owner[client.owner]
+        of_file.remove(handle)
+        if not of_file:
+            del self._by_file[client.file]
+        del of_owner[handle]
+        if not of_owner:
+            del self._by_owner[client.owner]
+        self.changed.add(client.owner)
+        return client
+
+    def _add(self, client: Client, row: RmObject) -> None:
+        instance = row.gpu if row.rm_class == DEVICE else NO_INSTANCE
+        client.add(row.handle, Object(row.rm_class, row.parent, instance, row.at_ns))
+        self._grow(client.owner, 1)
+        if row.rm_class == self.marker.rm_class:
+            client.mark(row.handle, self.marker)
+
+    def _drop(self, client: Client, handle: int) -> None:
+        """Forget an object and everything below it."""
+        doomed = client.with_descendants(handle)
+        # The GPU of a context is told by its ancestors, so the tree is left as it is until all are counted.
+        for each in doomed:
+            if client.unmark(each):
+                self._add_freed(client.owner, self.gpu_of(client, each), 1)
+        self._removed += [Removed(client.handle, each, client.objects[each].at_ns) for each in doomed]
+        del self._removed[:-MAX_OBJECTS]
+        client.remove(doomed)
+        self._grow(client.owner, -len(doomed))
+        self.changed.add(client.owner)
+
+    def _add_freed(self, owner: int, gpu: GpuUuid | None, count: int) -> None:
+        of_owner = self.freed.setdefault(owner, {})
+        of_owner[gpu] = of_owner.get(gpu, 0) + count
+        self.changed.add(owner)
+
+    def _forget_aside(self, file: int) -> None:
+        for client, _ in self._aside.take(file):
+            self._tell_removed(client)
+
+    def _tell_removed(self, client: Client) -> None:
+        self._removed += [Removed(client.handle, each, known.at_ns) for each, known in client.objects.items()]
+        self.tell_removed(Removed(client.handle, client.handle, client.at_ns))
+
+    def tell_removed(self, removed: Removed) -> None:
+        """Take that a row of the kernel's map is stale."""
+        self._removed.append(removed)
+        del self._removed[:-MAX_OBJECTS]

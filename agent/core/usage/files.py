@@ -1,0 +1,640 @@
+"""Which processes there are, which files of the driver they hold, and which of them ended.
+
+Invariants: a process is its pid and its start, and where the start is not known yet, itself. An ended
+process holds nothing; it is remembered for as long as something that it made lives on. Where it cannot
+be told whether a pid was used again, it is taken not to be: that may miss what was left behind, and never
+takes what a living process has for left behind. Who opens more than a share of the room loses of its own.
+
+A scan costs what it changes: of a process of which it shows what the last one did, and of which nothing was
+told since, nothing is done.
+"""
+
+from collections.abc import Hashable, Iterable, Iterator, Mapping
+from itertools import islice
+from typing import Final
+
+from agent.core.usage.clients import Clients
+from agent.core.usage.file_links import Registrations
+from agent.core.usage.gpu_map import CONTROL
+from agent.core.usage.processes import NOTHING, File, FilesHeld, Held, Process
+from agent.model.rm import RmEvent, RmObject
+from agent.model.usage import ENDED, UNINTERRUPTIBLE, PodRef, ProcessKey, ProcessLook
+
+MAX_PROCESSES: Final = 65_536
+MAX_FILES: Final = 65_536
+MAX_FILES_OF_PROCESS: Final = MAX_FILES // 4
+"""A program with ten contexts on each of eight GPUs has sixteen hundred."""
+STEP: Final = 64
+"""Processes whose files changed, between two pauses of a scan that is taken."""
+STEP_UNCHANGED: Final = 8_192
+
+
+class Holders:
+    """Processes and files; tells the clients when one of these ends."""
+
+    def __init__(self, clients: Clients) -> None:
+        self.evicted = 0
+        self.tells_releases = False
+        """Whether the driver's own end of each file is told; then only that ends a file."""
+        self.in_doubt = False
+        """Events were lost since the last scan: an exit may be among them, and its pid in use again."""
+        self.missed = False
+        """Events of a process were not told since the last scan, and ends of files may be among them."""
+        self.forgot = False
+        """Clients were forgotten for want of room; the kernel's map has them still."""
+        self.is_crowded = False
+        """Since the last scan began processes or files were forgotten because there are too many."""
+        self.processes: dict[int, Process] = {}
+        """By number, who was quiet longest first."""
+        self.files: dict[int, File] = {}
+        """By the kernel's address, what was quiet longest first."""
+        self.changed: set[Process] = set()
+        """Of whom something else is known; whoever makes pictures empties it."""
+        self._clients = clients
+        self._current: dict[int, Process] = {}
+        self._by_key: dict[ProcessKey, Process] = {}
+        """Those whose start is known."""
+        self._numbers = 0
+        self._scan_ns = 0
+        self._stirred: set[Process] = set()
+        """Those whose files are not what the last scan found."""
+        self._bare: set[int] = set()
+        """Files that nobody is seen to hold."""
+        self._idle: set[Process] = set()
+        """Processes that hold no file."""
+        self._doubted: set[int] = set()
+        """Files that were there when events were lost."""
+        self._openings: Mapping[int, int] = {}
+        """When files were opened that are the same now, as the kernel told when events had been lost."""
+        self._registrations = Registrations()
+        self._closed: set[tuple[Process, int]] | None = None
+        """The files that ended since the scan that is under way began, with who closed them last."""
+
+    def releases_are(self, *, told: bool) -> None:
+        """Take whether the driver's own end of each file is told; what is left behind depends on it."""
+        if told != self.tells_releases:
+            self.tells_releases = told
+            self.changed.update(self.processes.values())
+
+    def current(self) -> Iterable[Process]:
+        """Return the newest process of each pid."""
+        return self._current.values()
+
+    def holder_of(self, key: ProcessKey, otherwise: ProcessLook | None = None) -> Hashable:
+        """Return the pod of a living process, or its cgroup; of an unknown one those of ``otherwise``."""
+        process = self._current.get(key.pid)
+        look = process.look if process is not None and process.key == key else None
+        look = look or otherwise
+        if look is None:
+            return None
+        return look.pod.uid if isinstance(look.pod, PodRef) else look.cgroup
+
+    def doubt(self) -> None:
+        """Take that events were lost: an exit or a close may be among them, and the pid or address in use."""
+        self.in_doubt = True
+        for name, file in self.files.items():
+            if file.before_loss is None:
+                file.before_loss = set(file.holders)
+                self._doubted.add(name)
+
+    # Processes
+
+    def of_event(self, event: RmEvent) -> Process:
+        """Return the process that an event is of; after its exit was told its pid is another's."""
+        now = self._current.get(event.tgid)
+        if now is None:
+            return self._new(event.tgid, event.at_ns, None)
+        if now.ended_ns is not None:
+            return now if event.at_ns <= now.ended_ns else self._new(event.tgid, event.at_ns, None)
+        if now.exit_told and event.at_ns > (now.exiting_ns or 0):
+            if now.start is not None:
+                return self._new(event.tgid, event.at_ns, None, before=now)
+            now.exiting_ns, now.exit_told = None, False
+        self.processes[now.number] = self.processes.pop(now.number)
+        now.event_ns = max(now.event_ns, event.at_ns)
+        return now
+
+    def of_row(self, row: RmObject) -> Process:
+        """Return the process that made an object of which no event told."""
+        now = self._current.get(row.tgid)
+        if now is not None and now.start is not None and row.start_ticks:
+            return self._named(row.tgid, row.start_ticks, row.at_ns) or self._gone(row, now)
+        if now is None or (now.ended_ns is not None and now.ended_ns < row.at_ns):
+            return self._new(row.tgid, row.at_ns, row.start_ticks or None)
+        return now
+
+    def _gone(self, row: RmObject, now: Process) -> Process:
+        """Return the process that had the pid before and is gone."""
+        if now.start == row.start_ticks:
+            return now
+        key = ProcessKey(row.tgid, row.start_ticks)
+        process = self._by_key.get(key)
+        if process is None:
+            self._numbers += 1
+            process = Process(
+                self._numbers, row.tgid, row.at_ns, row.start_ticks, ended_ns=now.since_ns, opened=None
+            )
+            self.processes[process.number] = self._by_key[key] = process
+            self._idle.add(process)
+        return process
+
+    def looked(self, look: ProcessLook, now_ns: int) -> None:
+        """Take what /proc says of a process now."""
+        process = self._named(look.key.pid, look.key.start_ticks, now_ns) if self._knows(look) else None
+        if process is None:
+            return
+        before = (process.look, process.exiting_ns)
+        was_known = process.is_known
+        process.look, process.is_look_old = look, False
+        is_ending = look.state in ENDED or (look.killed and look.state == UNINTERRUPTIBLE)
+        if is_ending and process.exiting_ns is None:
+            process.exiting_ns = now_ns
+        elif not is_ending and not process.exit_told:
+            process.exiting_ns = None
+        if (process.look, process.exiting_ns) != before:
+            self.changed.add(process)
+        if not was_known:
+            for name in process.files:
+                self._file_changed(name)
+
+    def exited(self, key: ProcessKey, now_ns: int) -> None:
+        """Take that a process is gone."""
+        process = self._current.get(key.pid)
+        while process is not None and process.key != key:
+            process = self._before(process)
+        if process is not None and process.ended_ns is None:
+            self._end(process, now_ns)
+
+    def exits(self, process: Process, at_ns: int) -> None:
+        """Take that the last thread of a process began to exit."""
+        process.exiting_ns, process.exit_told = at_ns, True
+        self.changed.add(process)
+
+    def closes(self, process: Process, names: Iterable[int], device: int | None = None) -> None:
+        """Take that a process closed a descriptor of each of these files, of a device if that is told."""
+        process.closed.update(names)
+        self._stirred.add(process)
+        if device is not None:
+            self._saw_open(process, device)
+
+    def _saw_open(self, process: Process, device: int) -> None:
+        """Take that a process has, or had, a device open: then what it says of that GPU is believed."""
+        if process.opened is not None and device not in process.opened:
+            process.opened.add(device)
+            self.changed.add(process)
+
+    def opened_are(self, key: ProcessKey, devices: Iterable[int]) -> None:
+        """Take which devices a process has opened itself."""
+        process = self._by_key.get(key)
+        if process is not None:
+            for device in devices:
+                self._saw_open(process, device)
+
+    def _knows(self, look: ProcessLook) -> bool:
+        return look.key.pid in self._current
+
+    def _new(self, pid: int, at_ns: int, start: int | None, before: Process | None = None) -> Process:
+        self._numbers += 1
+        process = Process(self._numbers, pid, at_ns, start, event_ns=at_ns, before=before)
+        self.processes[process.number] = process
+        self._current[pid] = process
+        self._idle.add(process)
+        if start is not None:
+            self._by_key[process.key] = process
+        return process
+
+    def _named(self, pid: int, start: int, at_ns: int) -> Process | None:
+        """Return the process of a pid and a start; None: what was told is old, and it is gone."""
+        now = self._current.get(pid)
+        if now is None:
+            return self._new(pid, at_ns, start)
+        if now.start is None:
+            return self._new(pid, at_ns, start) if now.ended_ns is not None else self._with_start(now, start)
+        if now.start == start:
+            return now if now.ended_ns is None else None
+        if start < now.start:
+            return None
+        if now.ended_ns is None:
+            self._end(now, at_ns)
+        return self._new(pid, at_ns, start)
+
+    def _with_start(self, process: Process, start: int) -> Process:
+        """Return the process after its start was seen; it may be the one that only seemed to have ended."""
+        before, process.before = self._before(process), None
+        if before is not None and before.ended_ns is None:
+            if before.start == start:
+                self._merge(process, before)
+                return before
+            self._end(before, process.since_ns)
+        process.start = start
+        self._by_key[process.key] = process
+        # An exit that was told of somebody nobody had looked at may be of another who had the pid.
+        process.exiting_ns, process.exit_told = None, False
+        self.changed.add(process)
+        return process
+
+    def _merge(self, process: Process, into: Process) -> None:
+        for name, fds in tuple(process.files.items()):
+            self._let_go(process, name)
+            self._hold(into, name, into.files.get(name, fds))
+        for device in process.opened or ():
+            self._saw_open(into, device)
+        self._stirred.add(into)
+        self._clients.give(process.number, into.number)
+        into.exiting_ns, into.exit_told = None, False
+        into.event_ns = process.event_ns
+        self._current[into.pid] = into
+        self._drop(process)
+        self.changed.add(into)
+
+    def _end(self, process: Process, now_ns: int) -> None:
+        process.ended_ns = now_ns
+        # Of one that nobody saw open anything it cannot be told what it may have used.
+        process.opened = process.opened or None
+        process.devices = frozenset(self.files[name].device for name in process.files)
+        for name in tuple(process.files):
+            self._let_go(process, name)
+            file = self.files[name]
+            # Others may hold it too, which only a scan tells; nothing depends on one that is empty.
+            is_tied = file.maker is not None or file.control is not None or bool(file.keepers)
+            if not (file.holders or is_tied or self._clients.has_file(name)):
+                self._forget_file(name)
+        process.found = NOTHING
+        self._stirred.discard(process)
+        self.changed.add(process)
+        self._forget_if_done(process)
+
+    def _forget_if_done(self, process: Process) -> None:
+        if not process.made and not self._clients.has_owner(process.number):
+            self._forget(process)
+
+    def _forget(self, process: Process) -> None:
+        self._drop(process)
+        if self._by_key.get(process.key) is process:
+            del self._by_key[process.key]
+        if self._current.get(process.pid) is process:
+            del self._current[process.pid]
+            before = self._before(process)
+            if before is not None and before.ended_ns is None:
+                self._current[process.pid] = before
+        self._clients.forget_owner(process.number)
+
+    def _before(self, process: Process) -> Process | None:
+        """Return who had a pid before, unless that one was forgotten."""
+        before = process.before
+        return before if before is None or before.number in self.processes else self._before(before)
+
+    def _drop(self, process: Process) -> None:
+        """Take a process out of the tables by number."""
+        self.processes.pop(process.number, None)
+        self._idle.discard(process)
+        self._stirred.discard(process)
+        self.changed.add(process)
+
+    # Files
+
+    def opened(self, event: RmEvent, process: Process) -> None:
+        """Take that a process opened a file; what had the same address before is gone."""
+        known = self.files.get(event.file)
+        if event.at_ns >= self._scan_ns:
+            if known is not None and event.at_ns > known.event_ns:
+                self.end_file(event.file, event.at_ns)
+            elif known is None:
+                self._registered_no_more(event.file, event.at_ns)
+                self._clients.file_ended(event.file, event.at_ns)
+        self.used(event, process)
+
+    def used(self, event: RmEvent, process: Process) -> bool:
+        """Take that a process did something with a file, and so holds it; return whether there is that file.
+
+        What is told only after a later scan says nothing of who holds what: the scan knew better.
+        """
+        is_late = event.at_ns < self._scan_ns
+        file = self.files.pop(event.file, None)
+        if file is None:
+            if is_late or not self._has_room(process):
+                return False
+            file = self._add_file(event.file, event.device)
+        self.files[event.file] = file
+        file.event_ns = max(file.event_ns, event.at_ns)
+        if (
+            not is_late
+            and process.ended_ns is None
+            and event.file not in process.files
+            and self._has_room(process)
+        ):
+            self._hold(process, event.file, 1)
+            self._stirred.add(process)
+        return True
+
+    def released(self, event: RmEvent) -> None:
+        """Take that the driver let go of a file."""
+        known = self.files.get(event.file)
+        if known is None:
+            self._registered_no_more(event.file, event.at_ns)
+            self._clients.file_ended(event.file, event.at_ns)
+        elif event.at_ns >= known.event_ns:
+            self.end_file(event.file, event.at_ns)
+
+    def closed_last(self, event: RmEvent, process: Process) -> bool:
+        """Take that a file ended with a descriptor; return whether a scan has to say what it kept alive."""
+        if self._closed is not None:
+            self._closed.add((process, event.file))
+        self._saw_open(process, event.device)
+        file = self.files.get(event.file)
+        if file is None or event.at_ns < max(file.event_ns, self._scan_ns):
+            return False
+        self._file_changed(event.file)
+        # Who copies a descriptor at that very moment keeps the file: the next scan shows it.
+        self._clients.file_unheld(event.file, event.at_ns)
+        kept = file.control
+        self._forget_file(event.file)
+        return kept in self._bare
+
+    def registers(self, name: int, control: int, at_ns: int) -> None:
+        """Take that a file keeps a nvidiactl alive for as long as it lives itself."""
+        self._registrations.add(name, control, at_ns)
+        self.expect(name, at_ns)
+        self._keep_control(name)
+
+    def registered_are(self, registered: Iterable[tuple[int, int, int]]) -> None:
+        """Take all that keep a nvidiactl at once."""
+        self._registrations = Registrations()
+        for name, file in tuple(self.files.items()):
+            self._let_go_of_control(name, file)
+        for each in registered:
+            self.registers(*each)
+
+    def _keep_control(self, name: int) -> None:
+        """Let a file keep the nvidiactl that it was registered to."""
+        kept = self._registrations.of(name)
+        file = self.files[name]
+        self._let_go_of_control(name, file)
+        if kept is not None:
+            self.expect(kept.control, kept.at_ns, CONTROL)
+            file.control = kept.control
+            self.files[kept.control].keepers.add(name)
+            self._file_changed(name)
+
+    def _let_go_of_control(self, name: int, file: File) -> None:
+        control = self.files.get(file.control or 0)
+        if control is not None:
+            control.keepers.discard(name)
+        file.control = None
+
+    def _registered_no_more(self, name: int, before_ns: int | None = None) -> None:
+        """Take that a file is gone, which may have been registered (before that time)."""
+        removed = self._registrations.end(name, before_ns)
+        if removed is not None:
+            self._clients.tell_removed(removed)
+
+    def who_keeps(self, name: int) -> set[Process]:
+        """Return who holds a file, or one that keeps it."""
+        file = self.files[name]
+        return file.holders.union(*(self.files[keeper].holders for keeper in file.keepers))
+
+    def end_file(self, name: int, before_ns: int | None = None) -> None:
+        """Forget a file, with the clients that were made with it (before that time)."""
+        self._registered_no_more(name, before_ns)
+        self._forget_file(name)
+        self._clients.file_ended(name, before_ns)
+
+    def _forget_file(self, name: int) -> None:
+        file = self.files.pop(name)
+        for holder in tuple(file.holders):
+            self._let_go(holder, name, file)
+            self._stirred.add(holder)
+        if file.maker is not None:
+            file.maker.made.discard(name)
+            self.changed.add(file.maker)
+        self._let_go_of_control(name, file)
+        for keeper in file.keepers:
+            self.files[keeper].control = None
+        self._bare.discard(name)
+        self._doubted.discard(name)
+
+    def _add_file(self, name: int, device: int, *, event_ns: int = 0) -> File:
+        file = self.files[name] = File(device, event_ns)
+        self._bare.add(name)
+        self._clients.file_held(name)
+        self._keep_control(name)
+        return file
+
+    def _hold(self, process: Process, name: int, fds: int) -> None:
+        """Let a process have so many descriptors of a file."""
+        if process.files.get(name) == fds:
+            return
+        is_new = name not in process.files
+        process.files[name] = fds
+        self.changed.add(process)
+        if is_new:
+            file = self.files[name]
+            file.holders.add(process)
+            self._bare.discard(name)
+            self._idle.discard(process)
+            self._saw_open(process, file.device)
+            self._file_changed(name)
+
+    def _let_go(self, process: Process, name: int, file: File | None = None) -> None:
+        """Take a file from a process; an end of the file itself is told apart."""
+        del process.files[name]
+        file = file or self.files[name]
+        file.holders.discard(process)
+        if not file.holders:
+            self._bare.add(name)
+        if not process.files:
+            self._idle.add(process)
+        self.changed.add(process)
+        self._file_changed(name)
+
+    def _file_changed(self, name: int) -> None:
+        """Take that others hold a file, on which depends what those who ended left behind."""
+        self._clients.holders_changed(name)
+        file = self.files.get(name)
+        if file is None:
+            return
+        if file.maker is not None:
+            self.changed.add(file.maker)
+        if file.control is not None:
+            self._file_changed(file.control)
+
+    def made_by(self, name: int, process: Process) -> None:
+        """Take who is taken to have made a control file that is older than the probe."""
+        file = self.files[name]
+        if file.maker is not None:
+            file.maker.made.discard(name)
+        file.maker = process
+        process.made.add(name)
+        self.changed.add(process)
+
+    def older(self) -> frozenset[int]:
+        """Return the files that were there before the probe."""
+        return frozenset(name for name, file in self.files.items() if file.is_older)
+
+    def expect(self, name: int, at_ns: int, device: int = 0) -> None:
+        """Take that there is a file, of which only what was made with it tells."""
+        if name not in self.files:
+            self._add_file(name, device, event_ns=at_ns)
+
+    def openings_are(self, openings: Mapping[int, int]) -> None:
+        """Take when the kernel saw files opened that are the same since."""
+        self._openings = openings
+        for name, at_ns in openings.items():
+            if name in self.files:
+                self.files[name].event_ns = max(self.files[name].event_ns, at_ns)
+
+    # Scans
+
+    def scan_begins(self) -> None:
+        """Take that a scan is under way, of which ``scanning`` takes what was found."""
+        self._closed = set()
+
+    def scanning(self, held: Held, at_ns: int, *, is_whole: bool) -> Iterator[None]:
+        """Take every open file there is, as found from ``at_ns`` on, step by step.
+
+        Nothing else may be told between the steps. Not ``is_whole``: there are more, so that what was not
+        found may be there.
+        """
+        self._scan_ns = at_ns
+        self.is_crowded = False
+        found = {self._named(*key, at_ns): files for key, files in held.items()}
+        found.pop(None, None)
+        done = 0
+        for number, process in enumerate(tuple(self.processes.values()), start=1):
+            files = found.get(process, NOTHING)
+            if process in self._stirred or files != process.found:
+                done += 1
+                self._settle(process, files, at_ns, is_found=process in found, is_whole=is_whole)
+            if number % STEP_UNCHANGED == 0 or done == STEP:
+                done = 0
+                yield
+        if is_whole:
+            self._end_bare(at_ns)
+            self._resolve_doubt()
+        self._closed = None
+        self._clients.bound_aside(at_ns)
+        for removed in self._registrations.over(self.files, at_ns):
+            self._clients.tell_removed(removed)
+        for process in tuple(self._idle):
+            if process.ended_ns is not None or process.event_ns < at_ns:
+                self._forget_if_done(process)
+
+    def _settle(
+        self, process: Process, found: FilesHeld, at_ns: int, *, is_found: bool, is_whole: bool
+    ) -> None:
+        """Let a process hold what a scan found, and what it holds all the same."""
+        # Where events were lost, the end of a file may be among them, and the scan alone is to be believed.
+        is_exiting = process.exiting_ns is not None and not is_found and not self.in_doubt
+        closed, process.closed = process.closed, set()
+        kept = False
+        for name in [name for name in process.files if name not in found]:
+            # It came while the scan ran; or the process exits: then its whole table of descriptors is gone
+            # at once, and its files only when the driver has let go of them.
+            if not is_whole or self.files[name].event_ns >= at_ns or (is_exiting and name not in closed):
+                kept = True
+            else:
+                self._let_go(process, name)
+        for name, (fds, device) in found.items():
+            self._find(process, name, fds, device)
+        process.found = found
+        if kept:
+            self._stirred.add(process)
+        else:
+            self._stirred.discard(process)
+
+    def _find(self, process: Process, name: int, fds: int, device: int) -> None:
+        is_over = self._closed is not None and (process, name) in self._closed
+        if name not in process.files and (is_over or not self._has_room(process)):
+            return
+        file = self.files.get(name) or self._add_file(name, device, event_ns=self._openings.get(name, 0))
+        if file.device != device:
+            file.device = device
+            for holder in file.holders:
+                self._saw_open(holder, device)
+                self.changed.add(holder)
+        self._hold(process, name, fds)
+
+    def _end_bare(self, at_ns: int) -> None:
+        """End the files that nobody is seen to hold, as far as that tells it."""
+        # Twice: one that ends may have been the last to keep another.
+        for name in (*self._bare, *self._bare):
+            file = self.files.get(name)
+            if file is None or file.keepers or file.event_ns >= at_ns:
+                continue
+            is_used = file.maker is not None or self._clients.has_file(name)
+            if self.tells_releases and is_used and not (self.in_doubt or self.missed):
+                # In a message, or mapped; its end would have been told.
+                continue
+            if not self.in_doubt:
+                self._file_changed(name)
+                self._clients.file_unheld(name, at_ns)
+            self.end_bare(name)
+
+    def end_bare(self, name: int) -> None:
+        """Forget a file that nobody holds; what was put aside may come back."""
+        if self.in_doubt:
+            self.end_file(name)
+        else:
+            self._forget_file(name)
+
+    def _resolve_doubt(self) -> None:
+        self.in_doubt = self.missed = False
+        for name in self._doubted:
+            file = self.files[name]
+            is_same = name in self._openings or (file.before_loss or set()) & self.who_keeps(name)
+            if file.before_loss is not None and not is_same:
+                self._clients.doubt(name)
+            file.before_loss = None
+        self._doubted.clear()
+        self._openings = {}
+
+    # Bounds
+
+    def _has_room(self, process: Process) -> bool:
+        """Return whether a process may have another file in the table."""
+        if len(process.files) < MAX_FILES_OF_PROCESS:
+            return True
+        process.lacks_files = True
+        self._clients.fell_short(process.number)
+        return False
+
+    def bound(self) -> None:
+        """Forget, where there is too much, files of who has most and processes that were quiet longest."""
+        if len(self.files) > MAX_FILES:
+            self._forget_files()
+        while len(self.processes) > MAX_PROCESSES:
+            self.evicted += 1
+            self.is_crowded = self.forgot = True
+            self._disown(next(iter(self.processes.values())))
+
+    def _forget_files(self) -> None:
+        """Make room: whoever has most loses first, then what nobody is seen to hold."""
+        self.is_crowded = self.forgot = True
+        by_files = sorted(self.processes.values(), key=_files_of, reverse=True)
+        candidates: Iterable[Iterable[int]] = (*(process.files for process in by_files), self.files)
+        for files in candidates:
+            too_many = len(self.files) - MAX_FILES * 7 // 8
+            if too_many <= 0:
+                return
+            for name in tuple(islice(files, too_many)):
+                self._forget_for_room(name)
+
+    def _forget_for_room(self, name: int) -> None:
+        self.evicted += 1
+        for holder in self.files[name].holders:
+            self._clients.fell_short(holder.number, 0)
+        self._clients.file_forgotten(name)
+        self._forget_file(name)
+
+    def _disown(self, process: Process) -> None:
+        """Forget a process and what it made; nothing is said to be left behind by it."""
+        for name in tuple(process.files):
+            self._let_go(process, name)
+        for name in process.made:
+            self.files[name].maker = None
+        process.made = set()
+        self._forget(process)
+
+
+def _files_of(process: Process) -> int:
+    return len(process.files)

@@ -1,0 +1,284 @@
+"""Who was given each GPU or MIG device, who holds it, and who uses memory on it.
+
+Invariants: a process belongs to the pod that its cgroup names, and to the host if it names none. What a
+source does not say stays unknown: a holder without a figure of memory has none, not zero.
+"""
+
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Set as AbstractSet
+from functools import lru_cache
+from typing import Final
+
+import msgspec
+
+from agent.model.gpu import Gpu
+from agent.model.ids import ALL, DeviceId, GpuUuid, Placement
+from agent.model.snapshot import GpuView, Snapshot
+from agent.model.usage import (
+    ENDED,
+    GONE,
+    UNINTERRUPTIBLE,
+    GpuHold,
+    GpuMemory,
+    MemoryUser,
+    Owner,
+    PodRef,
+    Pods,
+    ProcessInfo,
+    ProcessLook,
+    ProcessUse,
+    Usage,
+)
+
+# From a process to what it was given
+
+Given = Mapping[Placement, tuple[tuple[DeviceId, tuple[str, ...]], ...]]
+"""The devices of each place that pods were given, each with the pod, or the pods of which one has it."""
+
+_SEVERAL: Final = " or "
+"""Between the names where it is not known which pod has a device (agent/sources/pods/holders.py)."""
+
+
+def given(places: Iterable[tuple[DeviceId, Placement]], pods: Mapping[DeviceId, str]) -> Given:
+    """Return what pods were given, by place; the places are those of all devices that are offered."""
+    found: dict[Placement, tuple[tuple[DeviceId, tuple[str, ...]], ...]] = {}
+    for device, place in places:
+        if device in pods:
+            found[place] = (*found.get(place, ()), (device, tuple(pods[device].split(_SEVERAL))))
+    return found
+
+
+def is_given(given_to: Given, places: Iterable[Placement], pod: str) -> bool:
+    """Return whether a pod may have been given a device at one of the places."""
+    for place in places:
+        for other, devices in given_to.items():
+            if other.gpu == place.gpu and place.overlaps(other) and any(pod in names for _, names in devices):
+                return True
+    return False
+
+
+def is_service(
+    process: ProcessUse, names: frozenset[str], namespaces: AbstractSet[str], pods: Pods | None
+) -> bool:
+    """Return whether a process is the agent, or one that root or a cluster's administrator started by a name.
+
+    What a process calls itself counts in a pod of one of these namespaces alone, and where the rest could not
+    be read.
+    """
+    look = process.look
+    if process.is_agent:
+        return True
+    is_named = look.comm in comms_of(names)
+    if isinstance(look.pod, PodRef):
+        seen = None if pods is None else pods.get(look.pod.uid)
+        return is_named and (pods is None or (seen is not None and seen.namespace in namespaces))
+    return is_named if look.started_as is None else not names.isdisjoint(look.started_as)
+
+
+@lru_cache(maxsize=8)
+def comms_of(names: frozenset[str]) -> frozenset[str]:
+    """Return names of programs as the kernel keeps them."""
+    return frozenset(name[:COMM_LENGTH] for name in names)
+
+
+COMM_LENGTH: Final = 15
+"""Bytes of a process's name that the kernel keeps (TASK_COMM_LEN - 1)."""
+
+
+def places_of(hold: GpuHold, user: MemoryUser | None) -> tuple[Placement, ...]:
+    """Return where on a GPU a process is: the slices it is known to use, else the whole GPU."""
+    if hold.slices:
+        return hold.slices
+    if user is not None and user.gi != ALL:
+        return (Placement(hold.gpu, user.gi, user.ci),)
+    return (Placement(hold.gpu),)
+
+
+def holding(usage: Usage, gpu: GpuUuid) -> Iterator[tuple[ProcessUse, GpuHold]]:
+    """Yield each process that holds a GPU, and what it has of it."""
+    for process in usage.processes:
+        for hold in process.holds:
+            if hold.gpu == gpu:
+                yield process, hold
+
+
+def is_in_use(process: ProcessUse, hold: GpuHold, memory: GpuMemory | None) -> bool | None:
+    """Return whether a process uses a GPU and not only has it open; None: not known.
+
+    A monitor opens every GPU and uses none. NVML lists those that have a context.
+    """
+    if hold.contexts or user_of(memory, process.key.pid) is not None:
+        return True
+    is_counted = hold.contexts is not None and not process.partial
+    is_listed = memory is not None and memory.process_info == "ok"
+    return False if is_counted or is_listed else None
+
+
+def user_of(memory: GpuMemory | None, pid: int) -> MemoryUser | None:
+    """Return the entry of a pid in NVML's list of a GPU, which is in the order of pids."""
+    if memory is None:
+        return None
+    at = bisect_left(memory.users, (pid,))
+    return memory.users[at] if at < len(memory.users) and memory.users[at].pid == pid else None
+
+
+def pod_name(look: ProcessLook, pods: Pods | None) -> str | None:
+    """Return the name of a process's pod; None: it has none, or that is not known."""
+    return name_of(look.pod, pods) if isinstance(look.pod, PodRef) else None
+
+
+def name_of(pod: PodRef, pods: Pods | None) -> str:
+    """Return ``namespace/name`` of a pod, or its UID where the name is not known."""
+    seen = None if pods is None else pods.get(pod.uid)
+    return pod.uid if seen is None else seen.full_name
+
+
+def is_killable(look: ProcessLook) -> bool:
+    """Return whether a signal could end a process; nothing is ever killed by the agent itself."""
+    return look.state not in {UNINTERRUPTIBLE, GONE, *ENDED}
+
+
+# For people
+
+
+class Holder(msgspec.Struct, frozen=True):
+    """A process on a GPU or MIG device."""
+
+    pid: int
+    start_ticks: int | None
+    """None of a process that only NVML tells of."""
+    comm: str
+    owner: Owner
+    pod: str | None
+    """``namespace/name``, or the UID where the name is not known."""
+    state: str
+    contexts: int | None
+    used_bytes: int | None
+    since_ns: int | None
+    service: bool
+    """The agent itself, or what is allowed everywhere."""
+    partial: bool = False
+    is_agent: bool = False
+
+
+class Ownership(msgspec.Struct, frozen=True):
+    """One GPU, or one MIG device where the GPU is cut into such."""
+
+    placement: Placement
+    uuid: str
+    index: int | None
+    """None: NVML does not list its GPU."""
+    given_to: tuple[tuple[DeviceId, str], ...] | None
+    """Devices that pods were given, with the pod; None: not known now."""
+    holders: tuple[Holder, ...] | None
+    """By pid; None: not known now."""
+    used_bytes: int | None
+    total_bytes: int | None
+    unclaimed_bytes: int | None
+    """Used by no process that NVML lists; None where a figure is missing, and of MIG devices."""
+    process_info: ProcessInfo | None
+    """None: NVML has not told yet."""
+
+
+def owners(snapshot: Snapshot) -> tuple[Ownership, ...]:
+    """Return who owns each GPU, or each MIG device of it, in the order of the GPUs."""
+    return tuple(
+        _ownership(snapshot, view, uuid, place) for view in snapshot.gpus for uuid, place in _parts(view.gpu)
+    )
+
+
+def _parts(gpu: Gpu) -> Iterator[tuple[str, Placement]]:
+    if not gpu.mig_devices:
+        yield gpu.uuid, gpu.placement
+    for mig in gpu.mig_devices:
+        yield mig.uuid, Placement(gpu.uuid, mig.gi, mig.ci)
+
+
+def _ownership(snapshot: Snapshot, view: GpuView, uuid: str, place: Placement) -> Ownership:
+    gpu = view.gpu
+    pods = snapshot.pods
+    offered = [device for resource in snapshot.resources for device in resource.devices]
+    memory = snapshot.memory.get(gpu.uuid)
+    whole = memory if place == gpu.placement else None
+    return Ownership(
+        placement=place,
+        uuid=uuid,
+        index=view.index,
+        given_to=None
+        if pods is None
+        else tuple(
+            (device.id, pods[device.id])
+            for device in offered
+            if device.id in pods and device.placement.overlaps(place)
+        ),
+        holders=_holders(snapshot, gpu.uuid, place),
+        used_bytes=None if whole is None else whole.used_bytes,
+        total_bytes=None if whole is None else whole.total_bytes,
+        unclaimed_bytes=None if whole is None else unclaimed_bytes(whole),
+        process_info=None if memory is None else memory.process_info,
+    )
+
+
+def unclaimed_bytes(memory: GpuMemory) -> int | None:
+    """Return how much used memory belongs to no process that NVML lists; None: that is unknown.
+
+    NVML lists processes of other PID namespaces and of virtual machines too, which /proc does not show.
+    """
+    if memory.used_bytes is None or memory.process_info != "ok":
+        return None
+    claimed = [user.used_bytes for user in memory.users if user.used_bytes is not None]
+    return max(0, memory.used_bytes - sum(claimed)) if len(claimed) == len(memory.users) else None
+
+
+def _holders(snapshot: Snapshot, gpu: GpuUuid, place: Placement) -> tuple[Holder, ...] | None:
+    memory = snapshot.memory.get(gpu)
+    users = {user.pid: user for user in (() if memory is None else memory.users)}
+    usage = snapshot.usage or Usage(at_ns=0)
+    found = []
+    for process, hold in holding(usage, gpu):
+        user = users.pop(process.key.pid, None)
+        if any(place.overlaps(each) for each in places_of(hold, user)):
+            found.append(_holder(snapshot, process, hold, user))
+    found += [
+        _only_listed(user) for user in users.values() if Placement(gpu, user.gi, user.ci).overlaps(place)
+    ]
+    is_whole = snapshot.usage is not None and snapshot.usage.is_whole(gpu)
+    if not is_whole and all(holder.is_agent for holder in found):
+        # NVML alone misses processes, such as one that keeps the files of another that ended.
+        return None
+    return tuple(sorted(found, key=lambda holder: holder.pid))
+
+
+def _holder(snapshot: Snapshot, process: ProcessUse, hold: GpuHold, user: MemoryUser | None) -> Holder:
+    look, policy = process.look, snapshot.policy.leaks
+    return Holder(
+        pid=look.key.pid,
+        start_ticks=look.key.start_ticks,
+        comm=look.comm,
+        owner=look.owner,
+        pod=pod_name(look, snapshot.pods_seen),
+        state=look.state,
+        contexts=hold.contexts,
+        used_bytes=None if user is None else user.used_bytes,
+        since_ns=process.since_ns,
+        service=is_service(process, policy.allowed, policy.namespaces, snapshot.pods_seen),
+        partial=process.partial,
+        is_agent=process.is_agent,
+    )
+
+
+def _only_listed(user: MemoryUser) -> Holder:
+    """Return a process of which only NVML tells; it may be in another PID namespace, or gone already."""
+    return Holder(
+        pid=user.pid,
+        start_ticks=None,
+        comm="",
+        owner="unknown",
+        pod=None,
+        state="",
+        contexts=None,
+        used_bytes=user.used_bytes,
+        since_ns=None,
+        service=False,
+    )

@@ -1,0 +1,93 @@
+"""Which rows of the kernel's map are of objects that live.
+
+A row outlives its object where that died with its parent, and where its file's address is in use again.
+Pure and without state, so that any thread may ask.
+"""
+
+from collections.abc import Iterable, Mapping
+from collections.abc import Set as AbstractSet
+from typing import NamedTuple
+
+import msgspec
+
+from agent.core.usage.client_tree import MAX_DEPTH, ROOTS
+from agent.model.rm import REGISTRATION, RmObject, joined
+
+
+class Removed(NamedTuple):
+    """An object that died without an event of its own: its row is still in the kernel's map."""
+
+    client: int
+    handle: int
+    at_ns: int
+    """When it was made; a row that is newer is of another object."""
+
+
+class Rows(msgspec.Struct, frozen=True):
+    """The rows of the kernel's map, judged."""
+
+    living: tuple[RmObject, ...]
+    """Roots first, then as they were made."""
+    stale: tuple[Removed, ...]
+    registered: tuple[tuple[int, int, int], ...] = ()
+    """File, the nvidiactl that it keeps, and since when."""
+
+
+def judged(rows: Iterable[RmObject], opened: Mapping[int, int], older: AbstractSet[int]) -> Rows:
+    """Return which rows are of live objects.
+
+    ``opened`` says when each file was opened, where that is known: what is older went with an earlier file
+    of that address. Of files that are ``older`` than the probe the parents may have no row.
+    """
+    there: dict[tuple[int, int], RmObject] = {}
+    stale: list[Removed] = []
+    registered: list[tuple[int, int, int]] = []
+    for row in rows:
+        if row.rm_class == REGISTRATION:
+            registered.append((row.file, joined(row.parent, row.gpu), row.at_ns))
+        elif row.at_ns >= opened.get(row.file, 0):
+            there[row.client, row.handle] = row
+        else:
+            stale.append(Removed(row.client, row.handle, row.at_ns))
+    lives = _lives(there, older)
+    stale += [Removed(*name, row.at_ns) for name, row in there.items() if not lives[name]]
+    living = (row for name, row in there.items() if lives[name])
+    return Rows(tuple(sorted(living, key=_order)), tuple(stale), tuple(registered))
+
+
+def _order(row: RmObject) -> tuple[bool, int]:
+    return row.rm_class not in ROOTS, row.at_ns
+
+
+def _lives(rows: Mapping[tuple[int, int], RmObject], older: AbstractSet[int]) -> dict[tuple[int, int], bool]:
+    """Return of each row whether its ancestors live and it fits below them."""
+    lives: dict[tuple[int, int], bool] = {}
+    for name in rows:
+        path: list[tuple[int, int]] = []
+        at: tuple[int, int] | None = name
+        while at is not None and at not in lives and len(path) < MAX_DEPTH:
+            path.append(at)
+            at = _above(rows, rows[at])
+        above = True if at is None else lives.get(at, False)
+        for each in reversed(path):
+            above = lives[each] = above and _fits(rows, rows[each], older)
+    return lives
+
+
+def _above(rows: Mapping[tuple[int, int], RmObject], row: RmObject) -> tuple[int, int] | None:
+    """Return the name of the row that this one hangs on; None: on nothing that has a row."""
+    if row.rm_class in ROOTS:
+        return None
+    name = (row.client, row.parent)
+    return name if name in rows else None
+
+
+def _fits(rows: Mapping[tuple[int, int], RmObject], row: RmObject, older: AbstractSet[int]) -> bool:
+    """Whether a row can be of a live object, if its parent is."""
+    if row.rm_class in ROOTS:
+        return True
+    parent = rows.get((row.client, row.parent))
+    if parent is not None:
+        # A parent that is younger is another object, which got the handle later.
+        return parent.at_ns <= row.at_ns
+    return (row.client, row.client) not in rows and row.file in older

@@ -1,0 +1,1 @@
+"""The CDI sink: specifications of this node's devices for container runtimes."""

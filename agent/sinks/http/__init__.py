@@ -1,0 +1,1 @@
+"""The HTTP sink: health, preflight, metrics, and the API."""

@@ -1,0 +1,1 @@
+"""The device plugin: serves each resource to the kubelet over gRPC."""

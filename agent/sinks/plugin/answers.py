@@ -1,0 +1,186 @@
+"""What one resource answers the kubelet, from request bytes to response bytes.
+
+Guarantees: no answer waits for a driver, another call or anything but one stat of our own CDI spec
+files; only ``settle``, before it, may wait for a file that is being written. Nothing of a request gets
+into an answer. An answer never names a CDI device that no spec file resolves: the container runtime
+would refuse such a pod in words that nobody understands.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Final, Protocol, TypeVar
+
+from grpclib.const import Status
+from grpclib.exceptions import GRPCError
+
+from agent.bus import Latest
+from agent.core.allocation.injection import ContainerAnswer, cdi_names, uses_cdi
+from agent.core.allocation.preference import prefer
+from agent.core.allocation.requests import Refusal, allocate, refuse_start
+from agent.model.ids import ResourceName
+from agent.model.policy import Injection
+from agent.model.snapshot import Resource, Snapshot
+from agent.sinks.plugin.wire import (
+    RequestError,
+    encode_allocate_response,
+    encode_preferred_response,
+    options,
+    read_allocate_request,
+    read_pre_start_request,
+    read_preferred_request,
+)
+
+MAX_REFUSAL_CHARS: Final = 1_024
+"""Of an error text; it travels in a header."""
+
+_Request = TypeVar("_Request")
+
+_STATUSES: Final = {
+    "unknown": Status.INVALID_ARGUMENT,
+    "unhealthy": Status.FAILED_PRECONDITION,
+    "unsatisfiable": Status.INVALID_ARGUMENT,
+    "missing": Status.FAILED_PRECONDITION,
+    "malformed": Status.INVALID_ARGUMENT,
+    "withdrawn": Status.FAILED_PRECONDITION,
+}
+
+
+class CdiSpecs(Protocol):
+    """The CDI spec files that the container runtime reads."""
+
+    @property
+    def absent(self) -> frozenset[str]:
+        """The CDI names that are wanted and that this node has nothing for: GDS without its module."""
+
+    async def settle(self) -> None:
+        """Wait a moment for files that are being written, if any are; longer than a pod can wait, never."""
+
+    def missing(self, names: Sequence[str]) -> str | None:
+        """Return the first of these CDI names that no spec file resolves now; None: all are resolved."""
+
+
+class NoCdiSpecs:
+    """Nothing writes spec files, so no name is resolved."""
+
+    absent: frozenset[str] = frozenset()
+
+    async def settle(self) -> None:
+        """Return at once."""
+
+    def missing(self, names: Sequence[str]) -> str | None:
+        """Return the first name."""
+        return next(iter(names), None)
+
+
+def random_uuid() -> str:
+    """Return a random UUID."""
+    from uuid import uuid4  # noqa: PLC0415 - most nodes never need one, and it costs the start 4 ms
+
+    return str(uuid4())
+
+
+class Answers:
+    """The answers of one resource; each is the response's bytes, or raises GRPCError."""
+
+    def __init__(
+        self,
+        *,
+        resource: ResourceName,
+        latest: Latest[Snapshot],
+        cdi: CdiSpecs,
+        annotation_id: Callable[[], str] = random_uuid,
+    ) -> None:
+        self.resource: Final = resource
+        self.refusals: Final[Counter[str]] = Counter()
+        """Refused calls by kind: those of Refusal, malformed, withdrawn."""
+        self._latest = latest
+        self._cdi = cdi
+        self._annotation_id = annotation_id
+
+    def offered(self) -> Resource | None:
+        """Return the resource as it is offered now; None: not any more."""
+        listed = self._latest.value.resources
+        return next((offered for offered in listed if offered.name == self.resource), None)
+
+    def options(self) -> bytes:
+        """Return what the kubelet may ask of this plugin."""
+        return bytes(options(pre_start=self._latest.value.policy.pre_start_check))
+
+    async def settle(self) -> None:
+        """Wait a moment where an answer would be refused only because a CDI spec file is being written."""
+        if uses_cdi(self._latest.value.policy.injection):
+            await self._cdi.settle()
+
+    def allocated(self, request: bytes) -> bytes:
+        """Return what each container gets."""
+        snapshot, resource = self._latest.value, self._offered()
+        absent = self._absent(snapshot.policy.injection)
+        answers: list[ContainerAnswer] = []
+        for ids in self._read(read_allocate_request, request):
+            key = self._annotation_id() if uses_cdi(snapshot.policy.injection) else ""
+            answer = allocate(snapshot, resource, ids, annotation_id=key, absent=absent)
+            if isinstance(answer, Refusal):
+                raise self._refusal(answer)
+            answers.append(answer)
+        self._check_resolved(answers)
+        return encode_allocate_response(answers)
+
+    def preferred(self, request: bytes) -> bytes:
+        """Return which of the free devices each container should get."""
+        resource = self._offered()
+        choices: list[tuple[str, ...]] = []
+        for wanted in self._read(read_preferred_request, request):
+            choice = prefer(self._latest.value, resource, wanted.available, wanted.must_include, wanted.size)
+            if isinstance(choice, Refusal):
+                raise self._refusal(choice)
+            choices.append(choice)
+        return encode_preferred_response(choices)
+
+    def started(self, request: bytes) -> bytes:
+        """Let a container start, unless that is checked and a device says that it is broken."""
+        ids = self._read(read_pre_start_request, request)
+        resource = self.offered()
+        snapshot = self._latest.value
+        if resource is not None and snapshot.policy.pre_start_check:
+            refusal = refuse_start(snapshot, resource, ids)
+            if refusal is not None:
+                raise self._refusal(refusal)
+        return b""
+
+    def _read(self, read: Callable[[bytes], _Request], request: bytes) -> _Request:
+        try:
+            return read(request)
+        except RequestError as error:
+            raise self._refused("malformed", f"invalid request: {error}") from None
+
+    def _offered(self) -> Resource:
+        resource = self.offered()
+        if resource is None:
+            raise self._refused(
+                "withdrawn",
+                f"{self.resource} is not offered by this node any more; delete the pod so that it is"
+                " scheduled anew",
+            )
+        return resource
+
+    def _absent(self, injection: Injection) -> frozenset[str]:
+        """Return the extra CDI names that resolve to nothing here, such as GDS on a node without it."""
+        return self._cdi.absent if uses_cdi(injection) else frozenset()
+
+    def _check_resolved(self, answers: Sequence[ContainerAnswer]) -> None:
+        names = [name for answer in answers for name in cdi_names(answer)]
+        missing = self._cdi.missing(names) if names else None
+        if missing is not None:
+            raise self._refused(
+                "missing",
+                f"no CDI spec file on this node resolves {missing}, so the container could not be started;"
+                " delete the pod so that it is allocated again, and if that does not help, have somebody"
+                " look at the node with gpu-agent status",
+            )
+
+    def _refusal(self, refusal: Refusal) -> GRPCError:
+        return self._refused(refusal.kind, refusal.message)
+
+    def _refused(self, kind: str, message: str) -> GRPCError:
+        self.refusals[kind] += 1
+        return GRPCError(_STATUSES[kind], message[:MAX_REFUSAL_CHARS])

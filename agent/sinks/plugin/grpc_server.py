@@ -1,0 +1,305 @@
+"""A gRPC server for one unix socket whose only expected client is the kubelet.
+
+grpclib's own Server cannot be drained: closing it leaves connections open and, from Python 3.12 on,
+waiting for it never ends while a client stays connected; its accept loop has no bound and no pause
+when file descriptors run out. So only grpclib's protocol and call handling are used, below a short
+accept loop of our own, and the connections belong to this server.
+
+Guarantees:
+
+1. Peers are root or the agent's own user (SO_PEERCRED), and at most Bounds.connections of them.
+2. Running out of file descriptors hurts no open connection; accepting goes on when there are some.
+3. ``drain`` ends within its grace plus 2 x FLUSH_S, whatever the peers do: calls that are running
+   are answered, then every connection gets GOAWAY and is closed.
+
+Sources: grpclib#21, grpclib#107, cpython#104344.
+"""
+
+import asyncio
+import errno
+import logging
+import os
+import socket
+import struct
+from collections.abc import Mapping
+from typing import Final
+
+import msgspec
+from grpclib.const import Handler as Method
+from grpclib.const import Status
+from grpclib.encoding.base import CodecBase
+from grpclib.events import _DispatchServerEvents
+from grpclib.exceptions import GRPCError
+from grpclib.server import Stream
+
+from agent import guard
+from agent.log import about
+from agent.sinks.plugin.grpc_bounds import PEER_LINES, REQUEST_S, Bounds, Tally, limit_peer_lines
+from agent.sinks.plugin.grpc_connection import BoundedConnection, Calls
+
+FLUSH_S: Final = 0.2
+"""How long a peer has to take what is already written to it when the server ends."""
+SETTLE_TURNS: Final = 3
+"""Turns of the loop after which a request that had arrived when draining began is a running call."""
+
+NO_DESCRIPTORS: Final = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
+UCRED: Final = struct.Struct("3i")
+"""pid, uid, gid. Source: unix(7), struct ucred."""
+
+log = logging.getLogger(__name__)
+peer_log = logging.getLogger(f"{__name__}.peers")
+
+
+class PassThroughCodec(CodecBase):
+    """Messages are bytes: the service encodes once and sends the same bytes to everyone."""
+
+    __content_subtype__ = "proto"
+
+    def encode(self, message: bytes, message_type: object) -> bytes:  # noqa: ARG002 - grpclib's signature
+        """Return the message."""
+        return message
+
+    def decode(self, data: bytes, message_type: object) -> bytes:  # noqa: ARG002 - grpclib's signature
+        """Return the message."""
+        return data
+
+
+async def receive_request(stream: Stream[bytes, bytes], *, within_s: float = REQUEST_S) -> bytes:
+    """Return the one message of a request; GRPCError if there is none, or not in time."""
+    try:
+        async with asyncio.timeout(within_s):
+            request = await stream.recv_message()
+    except TimeoutError:
+        raise GRPCError(
+            Status.DEADLINE_EXCEEDED, f"The request did not arrive within {within_s:g} s"
+        ) from None
+    except (AssertionError, NotImplementedError):
+        # grpclib's way to say that the stream ended early, or that the message is compressed.
+        raise GRPCError(Status.INVALID_ARGUMENT, "The request is cut short or compressed") from None
+    if request is None:
+        raise GRPCError(Status.INVALID_ARGUMENT, "The request holds no message")
+    return request
+
+
+class ServerStatistics(msgspec.Struct, frozen=True):
+    """Counts since the start of one server."""
+
+    connections: int
+    """Open now."""
+    calls: int
+    """Running now."""
+    accepted: int
+    refused_full: int
+    refused_peer: int
+    accept_failures: int
+    requests: int
+    resets: int
+    malformed: int
+    """Requests without a method or a path."""
+    calls_refused: int
+    """Because too many were running."""
+    buffered_bytes: int
+    """What unanswered requests hold now."""
+    cuts: Mapping[str, int]
+    """Connections ended by a bound, by its name."""
+
+
+class BoundedServer:
+    """Serves gRPC methods on a listening socket, which it owns from now on."""
+
+    def __init__(
+        self,
+        methods: Mapping[str, Method],
+        listener: socket.socket,
+        *,
+        bounds: Bounds | None = None,
+        uids: frozenset[int] | None = None,
+    ) -> None:
+        """Take over a bound, listening socket. ``uids``: who may connect; root and ourselves if None."""
+        listener.setblocking(False)  # noqa: FBT003 - positional only
+        self._methods = dict(methods)
+        self._listener = listener
+        self._bounds = bounds or Bounds()
+        self._uids = frozenset({0, os.geteuid()}) if uids is None else uids
+        self._tally = Tally()
+        self._live: dict[BoundedConnection, None] = {}
+        self._empty = asyncio.Event()
+        self._empty.set()
+        self._acceptable = asyncio.Event()
+        self._drained = asyncio.Event()
+        self._is_closing = False
+        self._is_resting = False
+        self._codec = PassThroughCodec()
+        self._dispatch = _DispatchServerEvents()
+        limit_peer_lines()
+        peer_log.addFilter(PEER_LINES)
+
+    async def run(self) -> None:
+        """Accept connections; return once drained."""
+        loop = asyncio.get_running_loop()
+        try:
+            while not self._is_closing:
+                self._acceptable.clear()
+                guard.add_reader("grpc-accept", self._listener, self._acceptable.set)
+                await self._acceptable.wait()
+                if not self._is_closing:
+                    loop.remove_reader(self._listener)
+                    await self._accept_waiting()
+            await self._drained.wait()
+        finally:
+            self.close_now()
+
+    async def _accept_waiting(self) -> None:
+        while not self._is_closing:
+            try:
+                peer, _ = self._listener.accept()
+            except BlockingIOError:
+                # Without descriptors it would have failed even though nobody waits.
+                self._recovered()
+                return
+            except OSError as error:
+                if error.errno in NO_DESCRIPTORS:
+                    await self._rest(error)
+                    continue
+                if error.errno in {errno.ECONNABORTED, errno.EINTR, errno.EPROTO}:
+                    continue
+                raise
+            self._recovered()
+            await self._admit(peer)
+
+    def _recovered(self) -> None:
+        if self._is_resting:
+            self._is_resting = False
+            log.info("Accepted connections again")
+
+    async def _rest(self, error: OSError) -> None:
+        self._tally.accept_failures += 1
+        if not self._is_resting:
+            self._is_resting = True
+            log.warning("Could not accept a connection of the kubelet: %(error)s", about(error=str(error)))
+        await asyncio.sleep(self._bounds.accept_retry_s)
+
+    async def _admit(self, peer: socket.socket) -> None:
+        if not self._may_enter(peer):
+            peer.close()
+            # Somebody who connects in a loop must not keep the agent's loop here.
+            await asyncio.sleep(0)
+            return
+        self._tally.accepted += 1
+        peer.setblocking(False)  # noqa: FBT003 - positional only
+        try:
+            await asyncio.get_running_loop().connect_accepted_socket(self._new_connection, peer)
+        except OSError as error:
+            peer.close()
+            await self._rest(error)
+
+    def _may_enter(self, peer: socket.socket) -> bool:
+        _, uid, _ = UCRED.unpack(peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, UCRED.size))
+        if uid not in self._uids:
+            self._tally.refused_peer += 1
+            peer_log.warning(
+                "Refused a connection of the user %(uid)s, who is neither root nor the agent's own",
+                about(uid=uid),
+            )
+            return False
+        if len(self._live) >= self._bounds.connections:
+            self._tally.refused_full += 1
+            peer_log.warning(
+                "Refused a connection to the plugin's socket: %(connections)s are open",
+                about(connections=len(self._live)),
+            )
+            return False
+        return True
+
+    def _new_connection(self) -> BoundedConnection:
+        return BoundedConnection(
+            Calls(self._methods, self._codec, self._dispatch, bounds=self._bounds, tally=self._tally),
+            bounds=self._bounds,
+            tally=self._tally,
+            on_made=self._remember,
+            on_lost=self._forget,
+        )
+
+    def _remember(self, connection: BoundedConnection) -> None:
+        self._live[connection] = None
+        self._empty.clear()
+        if self._is_closing:
+            connection.close()
+            connection.abort()
+
+    def _forget(self, connection: BoundedConnection) -> None:
+        self._live.pop(connection, None)
+        if not self._live:
+            self._empty.set()
+
+    async def drain(self, grace_s: float) -> None:
+        """Stop accepting, let running calls end within ``grace_s``, then close every connection.
+
+        Streams that go on for ever are to be ended by their service before this is called. If it
+        is cancelled, everything is closed at once.
+        """
+        self._stop_accepting()
+        calls = self._running()
+        try:
+            await self._wait_calls(grace_s)
+            calls |= self._running()
+            self._end_connections()
+            async with asyncio.timeout(FLUSH_S):
+                await self._empty.wait()
+        except TimeoutError:
+            pass
+        finally:
+            self.close_now()
+            self._drained.set()
+        if calls:
+            await asyncio.wait(calls, timeout=FLUSH_S)
+
+    async def _wait_calls(self, grace_s: float) -> None:
+        loop = asyncio.get_running_loop()
+        end_s = loop.time() + grace_s
+        for _ in range(SETTLE_TURNS):
+            await asyncio.sleep(0)
+        while (calls := self._running()) and (left_s := end_s - loop.time()) > 0:
+            await asyncio.wait(calls, timeout=left_s)
+
+    def _running(self) -> set[asyncio.Task[None]]:
+        return {task for connection in self._live for task in connection.handler.running()}
+
+    def _stop_accepting(self) -> None:
+        self._is_closing = True
+        self._acceptable.set()
+        if self._listener.fileno() >= 0:
+            asyncio.get_running_loop().remove_reader(self._listener)
+            self._listener.close()
+
+    def close_now(self) -> None:
+        """Close everything without waiting for anybody."""
+        self._stop_accepting()
+        self._end_connections()
+        self._abort_connections()
+
+    def _end_connections(self) -> None:
+        for connection in list(self._live):
+            connection.close()
+
+    def _abort_connections(self) -> None:
+        for connection in list(self._live):
+            connection.abort()
+
+    def statistics(self) -> ServerStatistics:
+        """Return the counts at this moment."""
+        tally = self._tally
+        return ServerStatistics(
+            connections=len(self._live),
+            calls=tally.calls,
+            accepted=tally.accepted,
+            refused_full=tally.refused_full,
+            refused_peer=tally.refused_peer,
+            accept_failures=tally.accept_failures,
+            requests=tally.requests,
+            resets=tally.resets,
+            malformed=tally.malformed,
+            calls_refused=tally.calls_refused,
+            buffered_bytes=tally.buffered_bytes,
+            cuts=dict(tally.cuts),
+        )

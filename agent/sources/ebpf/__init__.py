@@ -1,0 +1,1 @@
+"""The eBPF source: which processes use each GPU."""

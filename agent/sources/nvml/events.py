@@ -1,0 +1,273 @@
+"""Hears XIDs: one event set, one thread that waits on it in slices, and its repair when it breaks.
+
+Invariants: an XID goes from the waiting thread straight into the inbox. A wait that fails marks no
+GPU and never spins: the set is built anew, at most once in ``retry_ns``, from the GPUs that answer
+their next probe, so a lost one does not silence the others.
+"""
+
+import asyncio
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
+from typing import Final
+
+from agent import guard
+from agent.bus import Inbox
+from agent.errors import NvmlCode, NvmlError
+from agent.log import about
+from agent.model.facts import Fact, XidReported
+from agent.model.ids import GpuUuid
+from agent.model.policy import MILLISECOND_NS
+from agent.sources.nvml.hotplug import BindEvents
+from agent.sources.nvml.library import (
+    HEALTH_EVENTS,
+    XID_EVENT,
+    EventSet,
+    Handle,
+    Nvml,
+    NvmlEvent,
+    not_supported,
+)
+from agent.sources.nvml.threads import Completions, Lane
+from agent.waiting import wait_set
+
+MAX_DRAINED: Final = 1_024
+"""Events taken out of a set that is given up."""
+
+_log = logging.getLogger(__name__)
+
+
+class SharedEventSet:
+    """An event set that threads use at the same time; freed by the last one, once it is retired.
+
+    NVML does not survive a set that is freed while another thread registers a GPU with it.
+    """
+
+    def __init__(self, events: EventSet) -> None:
+        self._events = events
+        self._lock = threading.Lock()
+        self._users = 0
+        self._retired = False
+
+    @contextmanager
+    def in_use(self, nvml: Nvml) -> Iterator[EventSet]:
+        """Keep the set from being freed; raises RetiredError if it is too late."""
+        self._enter()
+        try:
+            yield self._events
+        finally:
+            if self._leave():
+                self._free(nvml)
+
+    def retire(self, nvml: Nvml) -> None:
+        """Let nobody use the set any more, and free it once nobody does."""
+        with self._lock:
+            is_last = not self._retired and self._users == 0
+            self._retired = True
+        if is_last:
+            self._free(nvml)
+
+    def _enter(self) -> None:
+        with self._lock:
+            if self._retired:
+                raise RetiredError
+            self._users += 1
+
+    def _leave(self) -> bool:
+        """Return whether the set is to be freed now."""
+        with self._lock:
+            self._users -= 1
+            return self._retired and self._users == 0
+
+    def _free(self, nvml: Nvml) -> None:
+        # A driver that is gone cannot free anything, and has nothing left to free.
+        with suppress(NvmlError):
+            nvml.free_event_set(self._events)
+
+
+class RetiredError(Exception):
+    """The event set is not the one to use any more."""
+
+
+class Listener:
+    """Owns the event set of one session; GPUs register themselves with ``register``."""
+
+    def __init__(
+        self,
+        *,
+        lane: Lane,
+        nvml: Nvml,
+        inbox: Inbox[Fact],
+        completions: Completions,
+        slice_ms: int,
+        retry_ns: int,
+        clock: Callable[[], int],
+        on_renewed: Callable[[], None],
+        on_failed: Callable[[], None],
+        on_xid: Callable[[GpuUuid], None],
+        bind_events: BindEvents,
+        on_rebound: Callable[[], None],
+        prove: Callable[[], None],
+    ) -> None:
+        """``on_renewed``: there is a set to register with; ``on_failed``: look at every GPU at once.
+
+        ``on_rebound``: NVML told that a GPU came or went, which is looked for between two waits. ``prove`` is
+        called, by whatever thread, with each wait that returned.
+        """
+        self._lane = lane
+        self._nvml = nvml
+        self._inbox = inbox
+        self._completions = completions
+        self._slice_ms = slice_ms
+        self._retry_ns = retry_ns
+        self._clock = clock
+        self._on_renewed = on_renewed
+        self._on_failed = on_failed
+        self._on_xid = on_xid
+        self._bind_events = bind_events
+        self._on_rebound = on_rebound
+        self._prove = prove
+        self._wait = nvml.wait_event
+        self._registered = asyncio.Event()
+        self._stopping = False
+        self._last_problem: str | None = None
+        self.events: SharedEventSet | None = None
+        """The set GPUs are to register with now."""
+        self.devices: dict[int, GpuUuid] = {}
+        """Whose handle is at an address. Replaced, never changed: another thread reads it."""
+
+    async def run(self) -> None:
+        """Listen for ever."""
+        while True:
+            began_ns = self._clock()
+            try:
+                if self.events is None:
+                    self.events = SharedEventSet(await self._lane.call(self._create))
+                    self._registered.clear()
+                    self._on_renewed()
+                await self._wait_registered()
+                # Bound here: what is run within it belongs to the task that runs now.
+                self._wait = guard.owner().seam("thread", "nvml-event-wait", self._nvml.wait_event)
+                await self._lane.call(partial(self._listen, self.events))
+            except NvmlError as error:
+                self._report(error)
+                await self.free(is_broken=True)
+                self._on_failed()
+            except Exception as error:  # noqa: BLE001 - whatever it is, it costs no XID
+                # The set is whole, and has every XID that comes meanwhile.
+                _log.exception("The wait of nvml-events for XIDs failed (%r) and is begun again", error)
+            await asyncio.sleep(max(0, began_ns + self._retry_ns - self._clock()) / 1e9)
+
+    async def _wait_registered(self) -> None:
+        """Wait until some GPU sends its events to the set; where none can, there is nothing to hear."""
+        while not self._registered.is_set():
+            self._prove()
+            await wait_set(self._registered, self._slice_ms * MILLISECOND_NS)
+
+    def _create(self) -> EventSet:
+        self._bind_events.open(self._nvml)
+        return self._nvml.create_event_set()
+
+    def _report(self, error: NvmlError) -> None:
+        problem = f"{error.call} {error.code}"
+        if problem != self._last_problem:
+            self._last_problem = problem
+            _log.warning("Could not wait for events of the GPUs: %(detail)s", about(detail=str(error)))
+
+    async def free(self, *, is_broken: bool = False) -> None:
+        """Give the set up; waits until the thread does not wait on it.
+
+        What waits in it is put first, unless the set ``is_broken``.
+        """
+        events, self.events = self.events, None
+        if events is not None:
+            if not is_broken:
+                await self._lane.call(partial(self._drain, events))
+            await self._lane.call(partial(events.retire, self._nvml))
+
+    def _drain(self, shared: SharedEventSet) -> None:
+        """Put the XIDs that wait in a set; the thread that waited on it may have hung."""
+        with suppress(NvmlError, RetiredError), shared.in_use(self._nvml) as events:
+            for _ in range(MAX_DRAINED):
+                self._put(self._nvml.wait_event(events, 0))
+
+    def stop(self) -> None:
+        """Let the thread end its wait within one slice."""
+        self._stopping = True
+
+    def was_registered(self) -> None:
+        """Begin to wait, now that at least one GPU sends its events to the set."""
+        self._registered.set()
+
+    def _listen(self, shared: SharedEventSet) -> None:
+        slice_ns = self._slice_ms * MILLISECOND_NS
+        rebinds_due_ns = self._clock()
+        with shared.in_use(self._nvml) as events:
+            while not self._stopping:
+                if self._clock() >= rebinds_due_ns:
+                    rebinds_due_ns = self._clock() + slice_ns
+                    self._put_rebinds()
+                try:
+                    self._put(self._wait(events, self._slice_ms))
+                except NvmlError as error:
+                    if error.code != NvmlCode.TIMEOUT:
+                        raise
+                self._prove()
+
+    def _put(self, event: NvmlEvent) -> None:
+        if not event.type & XID_EVENT:
+            return
+        gpu = self._gpu_of(event)
+        self._inbox.put(XidReported(gpu=gpu, xid=event.data, gi=event.gi, ci=event.ci))
+        if gpu is not None:
+            self._completions.post(("xid", gpu), partial(self._on_xid, gpu))
+
+    def _put_rebinds(self) -> None:
+        rebinds = self._bind_events.take(self._nvml)
+        for rebind in rebinds:
+            self._inbox.put(rebind)
+        if rebinds:
+            self._completions.post("rebound", self._on_rebound)
+
+    def _gpu_of(self, event: NvmlEvent) -> GpuUuid | None:
+        if event.device is None:
+            return None
+        gpu = self.devices.get(event.device)
+        if gpu is not None:
+            return gpu
+        try:
+            return GpuUuid(self._nvml.uuid_at(event.device))
+        except NvmlError:
+            return None
+
+
+def register(nvml: Nvml, handle: Handle, shared: SharedEventSet) -> str | None:
+    """Let a GPU's events come to a set; returns why it has none to send.
+
+    Blocks. Raises NvmlError, or RetiredError if there is a newer set to register with.
+    """
+    try:
+        types = nvml.supported_events(handle) & HEALTH_EVENTS
+        if not types & XID_EVENT:
+            return "The GPU sends no XID events"
+        with shared.in_use(nvml) as events:
+            nvml.register_events(handle, types, events)
+    except NvmlError as error:
+        # Whether its events can be heard says nothing of the GPU.
+        if not_supported(error):
+            return str(error)
+        raise
+    return None
+
+
+DRIVER_CODES: Final = frozenset(
+    {
+        NvmlCode.UNINITIALIZED,
+        NvmlCode.DRIVER_NOT_LOADED,
+        NvmlCode.LIB_RM_VERSION_MISMATCH,
+        NvmlCode.UNKNOWN,
+    }
+)
+"""If every GPU answers one of these, it is the driver that is gone, not the GPUs."""

@@ -1,0 +1,152 @@
+"""What a session knows of one GPU, or of an index whose GPU was not identified yet."""
+
+import asyncio
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any, Final
+
+import msgspec
+
+from agent.errors import NvmlCode, NvmlError, SourceError
+from agent.model.ids import GpuUuid
+from agent.model.sample import GpuSample
+from agent.model.structs import replace
+from agent.model.usage import GpuMemory
+from agent.sources.nvml.events import DRIVER_CODES, SharedEventSet
+from agent.sources.nvml.inventory import Look, Sighting
+from agent.sources.nvml.library import Nvml
+from agent.sources.nvml.sampling import Sampler
+from agent.sources.nvml.threads import Lane
+
+CANCEL_AGAIN_S: Final = 0.1
+
+
+class Slot(msgspec.Struct, eq=False):
+    """A GPU, or an index whose GPU was not identified yet, with its thread."""
+
+    lane: Lane
+    nvml: Nvml
+    sampler: Sampler
+    index: int
+    sighting: Sighting | None = None
+    failure: NvmlError | None = None
+    sample: GpuSample | None = None
+    """The readings of the newest look."""
+    memory: GpuMemory | None = None
+    """Who used its memory then."""
+    gone: bool = False
+    registered: SharedEventSet | None = None
+    requested: int = 1
+    """Number of the newest look that was asked for."""
+    begun: int = 0
+    """Number of the newest one that was begun."""
+    served: int = 0
+    """Number of the newest one that was finished."""
+    late: bool = False
+    """Whether a call of the newest look was overdue."""
+    blamed: bool = False
+    """Whether the GPU was told to be the one that fails, though it might have been the driver."""
+    untold: bool = False
+    """Whether the outcome of the newest look is still to be told."""
+    began_ns: int = 0
+    due_ns: int = 0
+    wanted_soon: bool = False
+    urgent: bool = False
+    """Whether the next look is to take the slow readings, too."""
+    surveyed: Hashable = None
+    """What the newest survey was made of; when that is another now, it is made anew."""
+    survey_due_ns: int | None = None
+    """Before then none is made; None: the GPU was not told of yet."""
+    wake: asyncio.Event = msgspec.field(default_factory=asyncio.Event)
+    looked: asyncio.Event = msgspec.field(default_factory=asyncio.Event)
+    task: asyncio.Task[None] | None = None
+    probing: asyncio.Task[None] | None = None
+    """What runs in it now; ended when the prober is stale."""
+
+    @property
+    def uuid(self) -> GpuUuid | None:
+        """Whose slot it is, once that is known."""
+        return self.sighting.gpu.uuid if self.sighting is not None else None
+
+    @property
+    def answers(self) -> bool:
+        """Whether the newest look found the GPU in its place."""
+        return self.sighting is not None and self.failure is None and not self.gone and not self.lane.overdue
+
+    @property
+    def is_doubtful(self) -> bool:
+        """Whether the newest look failed as all do when the driver is gone, and that is news."""
+        return self.failure is not None and self.failure.code in DRIVER_CODES and not self.blamed
+
+    def sampled(self, look: Look) -> Look:
+        """Return a look with the GPU's readings. Blocks, on the GPU's own thread."""
+        seen = look.sighting
+        if look.failure is not None:
+            return self._with_verdict(look, look.failure)
+        urgent, self.urgent = self.urgent, False
+        sampled = self.sampler.sample(
+            seen.handle, celsius=seen.celsius, total_bytes=seen.gpu.memory_bytes, urgent=urgent
+        )
+        return Look(seen, sampled.failure, sampled.sample, sampled.memory)
+
+    def _with_verdict(self, look: Look, failure: NvmlError) -> Look:
+        if failure.code == NvmlCode.GPU_IS_LOST:
+            return look
+        try:
+            return replace(look, sample=self.sampler.verdict(look.sighting.handle))
+        except NvmlError as error:
+            return replace(look, failure=error)
+
+    def request(self) -> int:
+        """Ask for a look now; returns its number."""
+        self.requested += 1
+        self.wake.set()
+        return self.requested
+
+    async def wait_served(self, number: int) -> None:
+        """Return when the look of this number is finished, or the GPU does not answer in time."""
+        while self.served < number and not self.lane.overdue:
+            await self.looked.wait()
+
+    def notify(self) -> None:
+        """Wake those who wait for a look."""
+        self.looked.set()
+        self.looked = asyncio.Event()
+
+
+class DriverGoneError(SourceError):
+    """NVML answers nothing useful for the whole node; it has to be initialised anew."""
+
+    def __init__(self, error: NvmlError) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
+def driver_failure(slots: Sequence[Slot]) -> NvmlError | None:
+    """Return why the driver is gone: not one GPU gives an answer that tells of the GPU itself."""
+    failures = [slot.failure for slot in slots if slot.failure is not None]
+    if not failures or len(failures) < len(slots):
+        return None
+    return failures[0] if all(failure.code in DRIVER_CODES for failure in failures) else None
+
+
+async def wait_served(numbers: Mapping[Slot, int], timeout_ns: int) -> None:
+    """Return when each GPU that answers has finished the look of its number, or after the timeout."""
+    try:
+        async with asyncio.timeout(timeout_ns / 1e9):
+            for slot, number in numbers.items():
+                await slot.wait_served(number)
+    except TimeoutError:
+        return
+
+
+async def ended(*tasks: asyncio.Task[Any]) -> None:
+    """Cancel tasks and return when they have ended.
+
+    More than once where needed: a task group whose task fails while the group is cancelled raises the
+    failure alone, and who waits for the group goes on.
+    """
+    pending = set(tasks)
+    while pending:
+        for task in pending:
+            task.cancel()
+        _done, pending = await asyncio.wait(pending, timeout=CANCEL_AGAIN_S)

@@ -1,0 +1,397 @@
+"""The NVML source: brings NVML up, watches its GPUs, and lets it go when the driver is gone.
+
+Guarantees:
+
+1. The loop never waits for the driver: every call is made by a daemon thread (nvml_threads) and has
+   a deadline. One call is in flight for each GPU, so a stuck GPU costs one thread, however often it
+   is polled.
+2. NVML is initialised once and stays so. Only when not one GPU gives an answer any more it is let go
+   and initialised anew, at most once in ``init_retry_ns``, for ever: a library or driver that appears
+   later is found, and while there is none the agent holds none of its files.
+3. One fact for a change, not for a retry.
+4. ``release`` ends with no file of the driver open: DriverReleased is told when that was seen, not
+   when it was asked for. A call that hangs delays it, and is told as ever.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+from agent.bus import Inbox
+from agent.core.freshness import Terms
+from agent.errors import NvmlCode, NvmlError, NvmlOverdueError, SourceError
+from agent.log import about
+from agent.model import facts
+from agent.model.health import Reason
+from agent.model.ids import GpuUuid, Part
+from agent.model.parts import NVML_EVENTS, NVML_NODE
+from agent.proofs import Proofs
+from agent.sources.nvml.fd_table import open_files_below
+from agent.sources.nvml.gpu_watcher import DriverGoneError, ended
+from agent.sources.nvml.hotplug import BindEvents
+from agent.sources.nvml.library import (
+    LibraryLocation,
+    LibraryMissingError,
+    LoadedLibrary,
+    Nvml,
+    Versions,
+    load,
+)
+from agent.sources.nvml.session import Session, Surroundings
+from agent.sources.nvml.settings import MAX_THREADS, NvmlSettings
+from agent.sources.nvml.threads import Call, Lane, ThreadGroup
+from agent.waiting import wait_set
+
+__all__ = ["MAX_THREADS", "LibraryLocation", "NvmlSettings", "NvmlSource"]
+
+_log = logging.getLogger(__name__)
+
+
+class NvmlSource:
+    """Owns NVML and every thread that may call it."""
+
+    def __init__(
+        self,
+        *,
+        inbox: Inbox[facts.Fact],
+        library: LibraryLocation,
+        dev_root: Path,
+        sys_root: Path,
+        proc_root: Path,
+        clock: Callable[[], int],
+        settings: NvmlSettings | None = None,
+        released: bool = False,
+        calls_devices: Callable[[], bool] = lambda: False,
+        proofs: Proofs | None = None,
+    ) -> None:
+        """``dev_root``, ``sys_root`` and ``proc_root`` are what stands for /dev, /sys and /proc.
+
+        ``calls_devices``: whether each look also calls the driver on the GPU's own device file.
+        ``released`` begins as after ``release``. ``proofs`` are those of the event thread and of the node;
+        each GPU's prober proves itself by its facts.
+        """
+        self._settings = settings if settings is not None else NvmlSettings()
+        self._inbox = inbox
+        self._location = library
+        self._clock = clock
+        self._proofs = proofs if proofs is not None else Proofs(clock=clock)
+        self._threads = ThreadGroup(
+            keep=(inbox.wake_fd,),
+            deadline_ns=self._settings.deadline_ns,
+            clock=clock,
+            maximum=self._settings.max_threads,
+        )
+        self._first_nvml = Nvml(self._threads.first.log)
+        self._bind_events = BindEvents()
+        self._around = Surroundings(
+            inbox=inbox,
+            threads=self._threads,
+            settings=self._settings,
+            dev_root=dev_root,
+            sys_root=sys_root,
+            proc_root=proc_root,
+            clock=clock,
+            on_node_overdue=self._node_overdue,
+            on_node_answered=self._node_answered,
+            bind_events=self._bind_events,
+            proofs=self._proofs,
+            calls_devices=calls_devices,
+        )
+        self._device_paths = ("/dev/nvidia", f"{dev_root}/nvidia")
+        self._wanted, self._unwanted = asyncio.Event(), asyncio.Event()
+        (self._unwanted if released else self._wanted).set()
+        self._session: Session | None = None
+        self._library: LoadedLibrary | None = None
+        self._open_inits = 0
+        self._closed = False
+        self._next_init_ns = clock()
+        self._events_lane: Lane | None = None
+        self._overdue: dict[Lane, Call] = {}
+        self._unavailable: facts.DriverUnavailable | None = None
+        self._first_outcome = asyncio.Event()
+        self._first_failure: SourceError | None = None
+        self.library_missing_since_ns: int | None = None
+        """Since when no driver library was found; None while one is loaded."""
+        self.library_replaced = False
+        """Whether the library on disk is another than the loaded one, and the loaded one does not fit
+        the driver: only a new process can load it."""
+
+    async def run(self) -> None:
+        """Watch for ever. May be run again after it ended; two at once are not allowed."""
+        self._threads.abandon_hung()
+        events_lane = await self._start_threads()
+        if self._session is not None:
+            # The last run ended in the middle of it.
+            self._session.forsake()
+            await self._let_go(self._settings.call_deadline_ns)
+        while True:
+            if self._unwanted.is_set():
+                await self._stay_away()
+            await self._watch_while_wanted(events_lane)
+
+    def request(self) -> None:
+        """Look at the whole node again now. Does not wait; without a driver, the next init looks anyway."""
+        if self._session is not None:
+            self._session.request()
+
+    def request_gpu(self, uuid: GpuUuid) -> None:
+        """Look at one GPU, with its MIG devices, again now. Does not wait; nothing without a driver."""
+        if self._session is not None:
+            self._session.request_gpu(uuid)
+
+    def restart_gpu(self, uuid: GpuUuid) -> None:
+        """Restart the prober of a GPU, which is stale. Does not wait; nothing without a driver."""
+        if self._session is not None:
+            self._session.restart_gpu(uuid)
+
+    def probe_soon(self, uuid: GpuUuid) -> None:
+        """Probe one GPU with every reading, at most once a second. Does not wait."""
+        if self._session is not None:
+            self._session.probe_soon(uuid)
+
+    def release(self) -> None:
+        """Let the driver go and stay away until ``resume``. Does not wait: DriverReleased tells the end."""
+        self._wanted.clear()
+        self._unwanted.set()
+
+    def resume(self) -> None:
+        """Take the driver back after ``release``, at once and as at the start. Does not wait."""
+        self._unwanted.clear()
+        self._wanted.set()
+
+    @property
+    def start_terms(self) -> Terms:
+        """When NVML has to give its first proof, and each while it is not up."""
+        return Terms(self._settings.poll_ns, self._settings.init_deadline_ns)
+
+    async def wait_first_outcome(self) -> None:
+        """Return once NVML was initialised for the first time.
+
+        Raises SourceError, a sentence, if the first attempt failed or is past its deadline.
+        """
+        await self._first_outcome.wait()
+        if self._first_failure is not None:
+            raise self._first_failure
+
+    async def close(self) -> bool:
+        """Let NVML go and end the threads, after ``run`` has ended.
+
+        Returns False if a thread is stuck in the driver: then NVML cannot be shut down, the threads
+        still use the inbox's descriptor, and only ``os._exit`` ends the process.
+        """
+        if self._closed:
+            return True
+        if self._session is not None:
+            self._session.forsake()
+        if not await self._let_go(self._settings.close_wait_ns):
+            return False
+        await self._threads.end()
+        self._closed = True
+        return True
+
+    async def _start_threads(self) -> Lane:
+        await self._threads.start()
+        if self._events_lane is None:
+            if self._threads.shared_files is not None:
+                _log.warning(
+                    "Threads that call the driver share the agent's files (%(detail)s): one that hangs keeps"
+                    " them open",
+                    about(detail=self._threads.shared_files),
+                )
+            self._events_lane = await self._threads.start_lane("nvml-events")
+            for lane in (self._threads.first, self._events_lane):
+                self._watch_node_lane(lane)
+        return self._events_lane
+
+    def _watch_node_lane(self, lane: Lane) -> None:
+        lane.on_overdue = lambda call: self._node_overdue(lane, call)
+        lane.on_answered = lambda call: self._node_answered(lane, call)
+
+    # Up and down
+
+    async def _watch_while_wanted(self, events_lane: Lane) -> None:
+        loop = asyncio.get_running_loop()
+        watching = loop.create_task(self._watch(events_lane), name="nvml watch")
+        leaving = loop.create_task(self._unwanted.wait(), name="nvml release")
+        try:
+            await asyncio.wait({watching, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            await ended(watching, leaving)
+        if not watching.cancelled():
+            watching.result()
+
+    async def _watch(self, events_lane: Lane) -> None:
+        while True:
+            versions = await self._bring_up()
+            session = self._session = Session(self._around, versions=versions, events_lane=events_lane)
+            try:
+                await session.run()
+            except DriverGoneError as gone:
+                session.forsake()
+                await self._tell_failed(gone.error, was_announced=session.announced)
+                if not session.announced:
+                    # Init succeeds and yet no GPU answers: not worth an init a second.
+                    poll_ns = max(self._settings.poll_ns, self._settings.init_retry_ns)
+                    self._next_init_ns = self._clock() + poll_ns
+            await self._let_go(self._settings.call_deadline_ns)
+
+    async def _stay_away(self) -> None:
+        """Let the driver go, tell it, and return when it is wanted again."""
+        self._first_outcome.set()
+        self.library_missing_since_ns = None
+        self._proofs.waive(Part(NVML_EVENTS))
+        warned: set[str] = set()
+        while not self._wanted.is_set():
+            hindrance = await self._what_is_not_let_go()
+            if hindrance is None:
+                self._inbox.put(facts.DriverReleased())
+                self._proofs.waive(Part(NVML_NODE))
+                await self._wanted.wait()
+                break
+            self._proofs.prove(Part(NVML_NODE))
+            what, detail = hindrance
+            if what not in warned:
+                warned.add(what)
+                _log.warning(
+                    "Could not release the driver yet: %(what)s, %(detail)s", about(what=what, detail=detail)
+                )
+            await wait_set(self._wanted, self._settings.init_retry_ns)
+        self._unavailable = None
+        self._next_init_ns = self._clock()
+
+    async def _what_is_not_let_go(self) -> tuple[str, list[str]] | None:
+        """Let go what can be; returns what is still open, and which; None if nothing is."""
+        if not await self._let_go(self._settings.init_retry_ns):
+            calls = (lane.log.current for lane in self._threads.lanes)
+            return "calls under way", [call.name for call in calls if call is not None]
+        if self._open_inits:
+            return "NVML, which cannot be shut down", []
+        paths = await self._threads.first.call(partial(open_files_below, self._device_paths))
+        return ("open files", paths) if paths else None
+
+    async def _bring_up(self) -> Versions:
+        self._proofs.expect(Part(NVML_NODE), self.start_terms)
+        while True:
+            await asyncio.sleep(max(0, self._next_init_ns - self._clock()) / 1e9)
+            self._next_init_ns = self._clock() + self._settings.init_retry_ns
+            try:
+                versions = await self._threads.first.call(self._initialise)
+            except (LibraryMissingError, NvmlError) as error:
+                await self._tell_failed(error)
+            else:
+                self.library_missing_since_ns = None
+                self.library_replaced = False
+                self._first_outcome.set()
+                return versions
+            finally:
+                self._proofs.prove(Part(NVML_NODE))
+
+    def _initialise(self) -> Versions:
+        if self._library is None:
+            self._library = load(self._location)
+        # While a thread is stuck in NVML it cannot be shut down, and another init would only count;
+        # the driver may answer the other threads all the same.
+        if not (self._open_inits and self._threads.stuck):
+            self._shut_down()
+            self._first_nvml.init()
+            self._open_inits += 1
+        return self._first_nvml.versions()
+
+    async def _let_go(self, timeout_ns: int) -> bool:
+        """Shut NVML down if no thread is in it; returns whether none is."""
+        session = self._session
+        if session is not None:
+            session.listener.stop()
+        if self._threads.stuck or not await self._threads.wait_idle(timeout_ns):
+            return False
+        if self._open_inits:
+            if session is not None:
+                await session.listener.free()
+            await self._threads.first.call(self._shut_down)
+        if session is not None:
+            session.forsake()
+        self._session = None
+        return True
+
+    def _shut_down(self) -> None:
+        if self._open_inits:
+            self._bind_events.close(self._first_nvml)
+        try:
+            while self._open_inits:
+                self._first_nvml.shutdown()
+                self._open_inits -= 1
+        except NvmlError as error:
+            # A driver that is gone may not even say goodbye; it is tried again before the next init.
+            if error.code == NvmlCode.UNINITIALIZED:
+                self._open_inits = 0
+
+    # What is told
+
+    async def _tell_failed(
+        self, error: LibraryMissingError | NvmlError, *, was_announced: bool = False
+    ) -> None:
+        # Without a driver nothing can be heard, which the conditions of every GPU say.
+        self._proofs.waive(Part(NVML_EVENTS))
+        if isinstance(error, LibraryMissingError):
+            self.library_missing_since_ns = self.library_missing_since_ns or self._clock()
+        else:
+            self.library_missing_since_ns = None
+        fact = await self._unavailable_fact(error)
+        if not self._first_outcome.is_set():
+            self._first_failure = SourceError(fact.message)
+            self._first_outcome.set()
+        if fact == self._unavailable and not was_announced:
+            return
+        self._unavailable = fact
+        self._inbox.put(fact)
+        # The state that follows from it knows no overdue calls; those there are still are.
+        for lane, call in self._overdue.items():
+            self._node_overdue(lane, call)
+
+    async def _unavailable_fact(self, error: LibraryMissingError | NvmlError) -> facts.DriverUnavailable:
+        if isinstance(error, LibraryMissingError):
+            return facts.DriverUnavailable(reason=Reason.DRIVER_NOT_LOADED, message=str(error))
+        if error.code == NvmlCode.LIB_RM_VERSION_MISMATCH and self._library is not None:
+            return await self._mismatch_fact(self._library)
+        if error.code == NvmlCode.DRIVER_NOT_LOADED:
+            return facts.DriverUnavailable(
+                reason=Reason.DRIVER_NOT_LOADED,
+                message="The NVIDIA kernel driver is not loaded: load it with 'modprobe nvidia', "
+                "or see in the kernel log why it did not load",
+                unloaded=True,
+            )
+        if error.code == NvmlCode.NO_PERMISSION:
+            return facts.DriverUnavailable(
+                reason=Reason.DRIVER_NOT_LOADED, message=f"The NVIDIA driver may not be used: {error}"
+            )
+        return facts.DriverUnavailable(
+            reason=Reason.DRIVER_NOT_LOADED,
+            message=f"The NVIDIA driver does not work: {error}; see the kernel log, and load the driver anew",
+        )
+
+    async def _mismatch_fact(self, library: LoadedLibrary) -> facts.DriverUnavailable:
+        self.library_replaced = await self._threads.first.call(library.was_replaced)
+        next_step = (
+            "the library on disk is a newer one, so restart the agent"
+            if self.library_replaced
+            else "reboot the node, or load the kernel driver of the library's version"
+        )
+        return facts.DriverUnavailable(
+            reason=Reason.NVML_VERSION_MISMATCH,
+            message=f"NVML library {library.name} and the NVIDIA kernel driver are of different versions: "
+            f"{next_step}",
+        )
+
+    def _node_overdue(self, lane: Lane, call: Call) -> None:
+        self._overdue[lane] = call
+        deadline_ns = self._settings.deadline_ns(call.name)
+        if not self._first_outcome.is_set():
+            self._first_failure = NvmlOverdueError(call.name, deadline_ns)
+            self._first_outcome.set()
+        self._inbox.put(facts.DriverCallOverdue(call=call.name, deadline_ns=deadline_ns))
+
+    def _node_answered(self, lane: Lane, call: Call) -> None:
+        if self._overdue.pop(lane, None) is not None and not self._overdue:
+            self._inbox.put(facts.DriverCallAnswered(call=call.name))

@@ -1,0 +1,1 @@
+"""The pods source: which pods there are, and which devices they hold."""

@@ -1,0 +1,413 @@
+"""Which devices are preferred among those that are free."""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from agent.core.allocation.injection import ContainerAnswer
+from agent.core.allocation.preference import prefer
+from agent.core.allocation.requests import Refusal, allocate
+from agent.model.facts import GpusEnumerated, TopologySeen
+from agent.model.gpu import Gpu
+from agent.model.ids import ResourceName
+from agent.model.policy import Policy, SharedAllocationPolicy
+from agent.model.sharing import Sharing
+from agent.model.snapshot import Resource
+from agent.model.structs import replace
+from agent.model.topology import NvLinks, PcieDistance, Survey
+from tests.core.build import (
+    GPU,
+    U0,
+    U1,
+    U2,
+    U3,
+    U4,
+    U5,
+    U6,
+    U7,
+    Node,
+    failed,
+    gpu,
+    mig_gpu,
+    mig_uuid,
+    uuid,
+    well_node,
+    xid,
+)
+
+FOUR = [U0, U1, U2, U3]
+EIGHT = [*FOUR, U4, U5, U6, U7]
+
+
+def resource_of(node: Node, name: ResourceName = GPU) -> Resource:
+    return next(item for item in node.snapshot().resources if item.name == name)
+
+
+def answer(
+    node: Node, available: Sequence[str], size: int, must: Sequence[str] = (), name: ResourceName = GPU
+) -> tuple[str, ...] | Refusal:
+    return prefer(node.snapshot(), resource_of(node, name), available, must, size)
+
+
+def preferred(
+    node: Node, available: Sequence[str], size: int, must: Sequence[str] = (), name: ResourceName = GPU
+) -> list[str]:
+    chosen = answer(node, available, size, must, name)
+    assert not isinstance(chosen, Refusal), chosen
+    return [str(device) for device in chosen]
+
+
+def refused(node: Node, available: Sequence[str], must: Sequence[str], size: int) -> Refusal:
+    chosen = answer(node, available, size, must)
+    assert isinstance(chosen, Refusal)
+    return chosen
+
+
+# Whole GPUs, connected in a known way
+
+
+def pcie_between(one: int, other: int) -> PcieDistance:
+    """As in a machine of two sockets, where two GPUs share a switch and four a host bridge."""
+    if one // 2 == other // 2:
+        return PcieDistance.SINGLE_SWITCH
+    return PcieDistance.HOST_BRIDGE if one // 4 == other // 4 else PcieDistance.CROSS_NODE
+
+
+def connected(count: int, nvlinks: Mapping[tuple[int, int], int] | None = None, switched: int = 0) -> Node:
+    """A node with so many GPUs that are well and surveyed."""
+    gpus = [gpu(number) for number in range(count)]
+    node = well_node(*gpus)
+    node.tell(*(TopologySeen(one.uuid, survey(one, gpus, nvlinks or {}, switched)) for one in gpus))
+    return node
+
+
+def survey(one: Gpu, gpus: Sequence[Gpu], nvlinks: Mapping[tuple[int, int], int], switched: int) -> Survey:
+    pairs = {tuple(sorted(pair)): links for pair, links in nvlinks.items()}
+    others = [other for other in gpus if other is not one]
+    links = {other.pci: pairs.get(tuple(sorted((one.index, other.index))), 0) for other in others}
+    return Survey(
+        nvlinks=NvLinks({pci: number for pci, number in links.items() if number}, switched),
+        distances={other.pci: pcie_between(one.index, other.index) for other in others},
+    )
+
+
+PAIRS = {(0, 2): 4, (1, 3): 4, (4, 6): 4, (5, 7): 4}
+
+
+def test_two_gpus_are_a_pair_with_nvlinks() -> None:
+    assert preferred(connected(8, PAIRS), EIGHT, 2) == [U0, U2]
+    assert preferred(connected(8, PAIRS), [U0, U1, U5, U7], 2) == [U5, U7]
+
+
+def test_without_nvlinks_two_gpus_are_on_one_switch() -> None:
+    assert preferred(connected(8), [U0, U2, U4, U6, U7], 2) == [U6, U7]
+
+
+def test_four_gpus_are_two_pairs_near_each_other() -> None:
+    assert preferred(connected(8, PAIRS), EIGHT, 4) == [U0, U1, U2, U3]
+    assert preferred(connected(8, PAIRS), [U0, U2, U3, U4, U5, U6, U7], 4) == [U4, U5, U6, U7]
+
+
+def test_a_single_gpu_is_one_whose_partner_is_taken() -> None:
+    assert preferred(connected(8, PAIRS), [U0, U2, U3, U4, U6], 1) == [U3]
+
+
+def test_three_gpus_are_a_pair_and_one_whose_partner_is_taken() -> None:
+    assert preferred(connected(8, PAIRS), [U0, U1, U2, U3, U4, U6, U7], 3) == [U4, U6, U7]
+
+
+def test_a_pair_is_not_broken_for_what_would_score_higher_now() -> None:
+    """A chain 0-1-2-3 with most links in the middle: taking 1 and 2 would leave 0 and 3 with none."""
+    chain = connected(4, {(0, 1): 3, (1, 2): 4, (2, 3): 3})
+    assert preferred(chain, FOUR, 2) == [U0, U1]
+
+
+def test_what_must_be_included_brings_its_partner() -> None:
+    assert preferred(connected(8, PAIRS), EIGHT, 2, must=[U7]) == [U7, U5]
+    assert preferred(connected(8, PAIRS), EIGHT, 4, must=[U6, U0]) == [U6, U0, U2, U4]
+
+
+def test_behind_nvswitches_the_pcie_switch_decides() -> None:
+    assert preferred(connected(8, switched=18), [U0, U2, U3, U6], 2) == [U2, U3]
+    assert preferred(connected(8, switched=18), [U1, U2, U3, U4, U5, U6, U7], 4) == [U4, U5, U6, U7]
+
+
+def test_among_equally_connected_gpus_those_on_one_numa_node_are_preferred() -> None:
+    gpus = [gpu(number, numa=number % 2) for number in range(4)]
+    node = well_node(*gpus)
+    node.tell(*(TopologySeen(one.uuid, Survey(NvLinks(to_switches=12))) for one in gpus))
+    assert preferred(node, FOUR, 2) == [U0, U2]
+
+
+def test_a_numa_node_that_is_told_anew_decides_among_equally_connected_gpus() -> None:
+    node = connected(8)
+    assert preferred(node, [U0, U2, U4, U6], 2) == [U0, U2]
+    nodes = {0: 0, 2: 1, 4: 2, 6: 2}
+    node.tell(GpusEnumerated(tuple(gpu(number, numa=nodes.get(number)) for number in range(8))))
+    assert preferred(node, [U0, U2, U4, U6], 2) == [U4, U6]
+
+
+def test_a_gpu_with_unknown_links_takes_part_by_what_is_known() -> None:
+    node = connected(4, {(0, 1): 2, (2, 3): 2})
+    node.tell(TopologySeen(U0, Survey()))
+    assert preferred(node, FOUR, 2) == [U2, U3]
+    assert preferred(node, [U0, U1], 2) == [U0, U1]
+
+
+@pytest.mark.parametrize("size", [1, 2, 7])
+def test_a_lost_gpu_does_not_stand_in_the_way_of_the_others(size: int) -> None:
+    """Case G1."""
+    node = connected(8, PAIRS)
+    node.tell(xid(79, U3), failed(U3, 15), TopologySeen(U3, Survey()))
+    chosen = preferred(node, [item for item in EIGHT if item != U3], size)
+    assert len(chosen) == size
+    assert isinstance(allocate(node.snapshot(), resource_of(node), chosen), ContainerAnswer)
+
+
+def test_a_gpu_that_is_not_well_is_preferred_only_where_it_has_to_be() -> None:
+    node = connected(4, {(0, 1): 4})
+    node.tell(failed(U1, 15))
+    assert preferred(node, FOUR, 2) == [U2, U3]
+    assert preferred(node, FOUR, 3) == [U0, U2, U3]
+    assert preferred(node, FOUR, 4) == FOUR
+    assert preferred(node, FOUR, 2, must=[U1]) == [U1, U0]
+
+
+@given(st.permutations(EIGHT), st.integers(1, 8))
+def test_the_choice_does_not_depend_on_the_order_of_the_request(order: list[str], size: int) -> None:
+    assert preferred(NODE, order, size) == preferred(NODE, EIGHT, size)
+
+
+NODE = connected(8, PAIRS)
+
+
+# Whole GPUs, while their connections are not known
+
+
+def test_devices_of_one_numa_node_are_preferred() -> None:
+    node = well_node(*[gpu(number, numa=number % 2) for number in range(6)])
+    everything = [gpu(number).uuid for number in range(6)]
+    assert preferred(node, everything, 3) == [U0, U2, U4]
+    assert preferred(node, everything, 2, must=[U1]) == [U1, U3]
+
+
+def test_the_first_device_is_from_the_node_with_most_neighbours_left() -> None:
+    node = well_node(gpu(0, numa=0), gpu(1, numa=1), gpu(2, numa=1), gpu(3, numa=1))
+    assert preferred(node, FOUR, 2) == [U1, U2]
+    assert preferred(node, FOUR, 1) == [U1]
+
+
+def test_without_anything_known_the_stable_order_decides() -> None:
+    node = well_node(*[gpu(number) for number in range(4)])
+    assert preferred(node, [U2, U0, U3, U1], 2) == [U0, U1]
+
+
+# Shares
+
+
+def shares(
+    count: int, *gpus: Gpu, policy: SharedAllocationPolicy = "distributed", distinct: bool = False
+) -> Node:
+    sharing = replace(Sharing.of({GPU: count}), distinct_cards=distinct)
+    return well_node(*gpus, policy=Policy(sharing=sharing, shared_allocation=policy))
+
+
+def share(on: str, replica: int) -> str:
+    return f"{on}::{replica}"
+
+
+def cards(chosen: Sequence[str], *on: str) -> list[int]:
+    return [sum(device.startswith(card) for device in chosen) for card in on]
+
+
+ALL_FREE = [(0, n) for n in range(4)] + [(1, n) for n in range(4)]
+
+
+@pytest.mark.parametrize(
+    ("free", "size", "taken"),
+    [
+        (ALL_FREE, 2, [1, 1]),
+        ([(0, 2), (0, 3), (1, 3)], 2, [1, 1]),
+        ([(0, 2), (0, 3)], 2, [2, 0]),
+        (ALL_FREE, 4, [2, 2]),
+        ([(0, n) for n in range(4)] + [(1, 0)], 4, [3, 1]),
+        ([(0, n) for n in range(4)] + [(1, 0)], 2, [2, 0]),
+    ],
+)
+def test_shares_are_taken_where_fewest_are_in_use(
+    free: list[tuple[int, int]], size: int, taken: list[int]
+) -> None:
+    """Case F1."""
+    node = shares(4, gpu(0), gpu(1))
+    chosen = preferred(node, [share(gpu(card).uuid, replica) for card, replica in free], size)
+    assert cards(chosen, U0, U1) == taken
+
+
+@pytest.mark.parametrize(
+    ("free", "size", "taken"),
+    [
+        (ALL_FREE, 2, [2, 0]),
+        ([(0, 2), (0, 3), (1, 3)], 1, [0, 1]),
+        ([(0, 2), (0, 3), (1, 3)], 2, [1, 1]),
+        ([(0, n) for n in range(4)] + [(1, 0), (1, 1)], 3, [1, 2]),
+    ],
+)
+def test_packed_shares_are_taken_where_most_are_in_use(
+    free: list[tuple[int, int]], size: int, taken: list[int]
+) -> None:
+    node = shares(4, gpu(0), gpu(1), policy="packed")
+    chosen = preferred(node, [share(gpu(card).uuid, replica) for card, replica in free], size)
+    assert cards(chosen, U0, U1) == taken
+
+
+def test_spread_shares_are_of_as_many_cards_as_there_are_and_of_those_less_in_use_first() -> None:
+    node = shares(4, gpu(0), gpu(1), gpu(2), policy="spread")
+    free = [*(share(U0, n) for n in range(4)), share(U1, 3), share(U2, 2), share(U2, 3)]
+    assert cards(preferred(node, free, 2), U0, U1, U2) == [1, 0, 1]
+    assert cards(preferred(node, free, 4), U0, U1, U2) == [2, 1, 1]
+
+
+def test_where_each_card_is_given_once_shares_are_of_as_many_cards_as_there_are() -> None:
+    node = shares(4, gpu(0), gpu(1), distinct=True)
+    chosen = preferred(node, [*(share(U0, n) for n in range(4)), share(U1, 3)], 2)
+    assert cards(chosen, U0, U1) == [1, 1]
+    assert isinstance(allocate(node.snapshot(), resource_of(node), chosen), ContainerAnswer)
+
+
+def test_a_share_that_must_be_included_counts_as_taken_from_its_card() -> None:
+    node = shares(2, gpu(0), gpu(1))
+    free = [share(U0, 0), share(U0, 1), share(U1, 0), share(U1, 1)]
+    assert preferred(node, free, 2, must=[share(U0, 1)]) == [share(U0, 1), share(U1, 0)]
+
+
+def test_another_card_goes_before_the_same_numa_node() -> None:
+    node = shares(2, gpu(0, numa=0), gpu(1, numa=1))
+    assert preferred(node, [share(U0, 0), share(U0, 1), share(U1, 0)], 2) == [share(U0, 0), share(U1, 0)]
+
+
+def test_of_cards_that_are_in_use_alike_those_on_one_numa_node_are_preferred() -> None:
+    node = shares(2, gpu(0, numa=0), gpu(1, numa=1), gpu(2, numa=0))
+    chosen = preferred(node, [share(U0, 0), share(U1, 0), share(U2, 0)], 2)
+    assert chosen == [share(U0, 0), share(U2, 0)]
+
+
+@given(st.permutations(range(4)))
+def test_shares_of_one_card_are_taken_in_their_order(order: list[int]) -> None:
+    node = shares(4, gpu(0))
+    assert preferred(node, [share(U0, replica) for replica in order], 2) == [share(U0, 0), share(U0, 1)]
+
+
+# MIG devices
+
+MIG = ResourceName("nvidia.com/mig-1g.10gb")
+
+
+def sliced(policy: SharedAllocationPolicy = "distributed") -> tuple[Node, list[str]]:
+    """Two GPUs with three slices of one profile each, and one slice of another."""
+    slices = [(gi, 0, "1g.10gb") for gi in (1, 2, 3)]
+    gpus = mig_gpu(0, *slices), mig_gpu(1, *slices, (4, 0, "2g.20gb"))
+    node = well_node(*gpus, policy=Policy(mig_strategy="mixed", shared_allocation=policy))
+    return node, [device.id for device in node.devices(MIG)]
+
+
+def test_slices_are_spread_over_the_gpus() -> None:
+    node, free = sliced()
+    assert preferred(node, free, 2, name=MIG) == [mig_uuid(0), mig_uuid(10)]
+    assert preferred(node, free[1:], 2, name=MIG) == [mig_uuid(1), mig_uuid(10)]
+
+
+def test_packed_slices_are_of_the_gpu_that_is_in_use() -> None:
+    node, free = sliced("packed")
+    assert preferred(node, free[:-1], 2, name=MIG) == [mig_uuid(10), mig_uuid(11)]
+
+
+# What cannot be, and what is not known
+
+
+def test_what_must_be_included_comes_first_and_once() -> None:
+    node = well_node(*[gpu(number) for number in range(4)])
+    assert preferred(node, FOUR, 3, must=[U3, U3]) == [U3, U0, U1]
+
+
+def test_asking_for_nothing_gives_nothing() -> None:
+    assert preferred(well_node(gpu(0)), [U0], 0) == []
+
+
+def test_a_device_that_is_gone_does_not_stand_in_the_way_of_the_others() -> None:
+    assert preferred(well_node(gpu(0), gpu(1)), [U1, "MIG-gone", U0], 2) == [U0, U1]
+
+
+def test_what_must_be_included_has_to_be_available() -> None:
+    node = well_node(gpu(0), gpu(1))
+    assert refused(node, [U0], [U1, "x"], 2) == Refusal(
+        "unknown", f"{U1} must be included but is not among the available devices"
+    )
+    assert refused(node, [U0, "a\nb"], ["a\nb"], 2) == Refusal(
+        "unknown", r"'a\nb' must be included but is not among the available devices"
+    )
+
+
+@pytest.mark.parametrize(
+    ("available", "must", "size", "numbers"),
+    [
+        ([U0, U1], [], 3, "3 of nvidia.com/gpu were asked for, 2 are available and 0 must be included"),
+        ([U0, "x"], [], 2, "2 of nvidia.com/gpu were asked for, 1 are available and 0 must be included"),
+        ([U0, U1], [U0, U1], 1, "1 of nvidia.com/gpu were asked for, 2 are available and 2 must be included"),
+        ([U0, U1], [U0], 3, "3 of nvidia.com/gpu were asked for, 2 are available and 1 must be included"),
+    ],
+)
+def test_a_number_that_cannot_be_met_is_refused(
+    available: list[str], must: list[str], size: int, numbers: str
+) -> None:
+    node = well_node(gpu(0), gpu(1))
+    assert refused(node, available, must, size) == Refusal(
+        "unsatisfiable", f"not enough available devices to satisfy allocation: {numbers}"
+    )
+
+
+def test_the_largest_request_for_shares_is_answered() -> None:
+    node = shares(100, *[gpu(number) for number in range(8)])
+    everything = [str(device.id) for device in node.devices()]
+    chosen = preferred(node, everything, 799)
+    assert len(set(chosen)) == 799
+    assert sorted(cards(chosen, *EIGHT)) == [99, *[100] * 7]
+
+
+@st.composite
+def requests(draw: st.DrawFn) -> tuple[Node, list[str], list[str], int]:
+    replicas = draw(st.sampled_from([1, 2, 4]))
+    node = shares(replicas, *[gpu(n, numa=draw(st.sampled_from([None, 0, 1]))) for n in range(4)])
+    sick = draw(st.sets(st.integers(0, 3), max_size=2))
+    node.tell(*(failed(uuid(number), 15) for number in sick))
+    everything = [str(device.id) for device in node.devices()]
+    available = draw(st.lists(st.sampled_from(everything), min_size=1, unique=True))
+    must = draw(st.lists(st.sampled_from(available), max_size=3, unique=True))
+    return node, available, must, draw(st.integers(len(must), len(available)))
+
+
+@given(requests())
+def test_a_preferred_allocation_is_from_what_is_free_and_as_even_as_it_can_be(
+    request: tuple[Node, list[str], list[str], int],
+) -> None:
+    node, available, must, size = request
+    chosen = preferred(node, available, size, must=must)
+    assert len(set(chosen)) == len(chosen) == size
+    assert chosen[: len(must)] == must
+    assert set(chosen) <= set(available)
+    in_use = Counter(card_of(str(device.id)) for device in node.devices())
+    in_use.subtract(card_of(device) for device in set(available) - set(chosen))
+    picked = {card_of(device) for device in chosen if device not in must}
+    well = {str(device.id) for device in node.devices() if str(device.id) not in node.unhealthy()}
+    spare = well & (set(available) - set(chosen))
+    fewest = min((in_use[card_of(device)] for device in spare), default=len(in_use) * 4)
+    if set(chosen) - set(must) <= well:
+        assert all(in_use[card] <= fewest + 1 for card in picked)
+    else:
+        assert not spare
+
+
+def card_of(device: str) -> str:
+    return device.partition("::")[0]

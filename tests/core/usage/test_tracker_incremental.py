@@ -1,0 +1,176 @@
+"""Pictures made by what changed, against those that are made anew: after each step they are the same."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import initialize, invariant, precondition, rule
+
+from agent.core.usage import clients as rm_objects
+from agent.core.usage import files as holders
+from agent.core.usage import quarantine as rm_aside
+from agent.core.usage.gpu_map import CONTROL, GpuMap
+from agent.core.usage.processes import by_process
+from agent.model.ids import Placement
+from agent.model.rm import RmEventKind
+from tests.core.kernel_world import GPUS, V0, V1, gpu_file
+from tests.core.usage.test_tracker import Rig, hold_of, use_of
+from tests.core.usage.test_tracker_world import AgainstTheKernel
+
+CAPABILITIES = 511
+NUMBERINGS = (
+    GPUS,
+    GpuMap(by_minor={0: V0, 1: V1}, by_instance={0: V1, 1: V0}),
+    GpuMap(by_minor={0: V0}, by_instance={0: V0}),
+    GpuMap(by_minor={}),
+    GpuMap(by_minor={0: V1, 1: V0}),
+    GpuMap(
+        by_minor={0: V0, 1: V1},
+        by_instance={0: V0, 1: V1},
+        by_capability={1: Placement(V0, 1, 0), 2: Placement(V0, 2, 0)},
+        capabilities_major=CAPABILITIES,
+    ),
+)
+"""A driver that was loaded anew, GPUs that are lost or numbered otherwise, one that was cut into parts."""
+SMALL = {
+    "MAX_FILES": holders,
+    "MAX_FILES_OF_PROCESS": holders,
+    "MAX_PROCESSES": holders,
+    "MAX_OBJECTS": rm_objects,
+    "MAX_OF_OWNER": rm_objects,
+    "MAX_ASIDE": rm_aside,
+}
+ROOM = {"MAX_FILES": 12, "MAX_FILES_OF_PROCESS": 6, "MAX_PROCESSES": 3, "MAX_OBJECTS": 60, "MAX_OF_OWNER": 25}
+
+
+@contextmanager
+def little_room() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        for name, module in SMALL.items():
+            patch.setattr(module, name, ROOM.get(name, 10))
+        yield
+
+
+class ByWhatChanged(AgainstTheKernel):
+    """All that may be told, in any order, true or not."""
+
+    @initialize(tier_driver=st.booleans(), tells_starts=st.booleans(), tells_opens=st.booleans())
+    def begin(self, *, tier_driver: bool, tells_starts: bool, tells_opens: bool) -> None:
+        self.numbering = GPUS
+        super().begin(tier_driver=tier_driver, tells_starts=tells_starts, tells_opens=tells_opens)
+
+    @rule(numbering=st.sampled_from(NUMBERINGS))
+    def number(self, numbering: GpuMap) -> None:
+        self.numbering = numbering
+        self.tracker.gpus_are(numbering)
+
+    @rule(told=st.booleans())
+    def tell_releases(self, *, told: bool) -> None:
+        self.tracker.releases_are(told=told)
+
+    @precondition(lambda self: self.world.alive)
+    @rule(data=st.data(), minor=st.sampled_from([1, 2]))
+    def open_part(self, data: st.DataObject, minor: int) -> None:
+        task = self.draw_task(data)
+        if not task.exiting:
+            self.world.open(task, CAPABILITIES << 20 | minor)
+
+    @precondition(lambda self: self.world.alive)
+    @rule(data=st.data(), state=st.sampled_from("SDZ"), killed=st.booleans())
+    def see_state(self, data: st.DataObject, state: str, *, killed: bool) -> None:
+        task = self.draw_task(data)
+        task.state, task.killed = state, killed
+        self.tracker.looked([task.look], self.world.now_ns)
+
+    @rule()
+    def find_no_room(self) -> None:
+        self.tracker.table_was_full()
+
+    @rule(data=st.data(), is_whole=st.booleans())
+    def scan_before_events(self, data: st.DataObject, *, is_whole: bool) -> None:
+        at_ns = self.world.now_ns = self.world.now_ns + 1
+        held = self.world.scan()
+        if not is_whole and held:
+            held = data.draw(st.lists(st.sampled_from(held), unique=True))
+        for _ in self.tracker.scanning(by_process(held), at_ns, is_whole=is_whole):
+            pass
+
+    def settle(self) -> None:
+        """What is true is another test's."""
+
+    @invariant()
+    def what_changed_is_all_that_is_different(self) -> None:
+        if hasattr(self, "tracker"):
+            picture = self.tracker.picture(self.world.now_ns)
+            self.tracker.gpus_are(self.numbering)
+            assert picture == self.tracker.picture(self.world.now_ns)
+
+
+class WithLittleRoom(ByWhatChanged):
+    """Every bound is reached all the time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.room = little_room()
+        self.room.__enter__()
+
+    def teardown(self) -> None:
+        self.room.__exit__(None, None, None)
+
+
+TestByWhatChanged = ByWhatChanged.TestCase
+TestByWhatChanged.settings = settings(stateful_step_count=50)
+TestWithLittleRoom = WithLittleRoom.TestCase
+TestWithLittleRoom.settings = settings(stateful_step_count=50)
+
+
+# One by one
+
+
+def test_where_the_end_of_files_is_told_from_now_on_what_is_in_a_message_is_left_behind() -> None:
+    rig = Rig()
+    task, control = rig.job()
+    rig.tell()
+    rig.world.post(task, control)
+    rig.end(task)
+    assert rig.tracker.picture(0).orphans == ()
+    rig.tracker.releases_are(told=True)
+    assert [orphan.contexts for orphan in rig.tracker.picture(0).orphans] == [1]
+
+
+def test_a_gpu_that_is_only_seen_to_be_closed_was_open() -> None:
+    rig = Rig()
+    task = rig.world.spawn(100)
+    control = rig.world.open(task, CONTROL)
+    gpu = rig.world.open(task, gpu_file(1))
+    rig.world.context(task, control, 1)
+    events = [
+        each for each in rig.world.drain() if each.kind is not RmEventKind.OPEN or each.device != gpu_file(1)
+    ]
+    rig.tracker.take(events)
+    rig.tracker.looked([task.look], rig.world.now_ns)
+    assert use_of(rig.tracker.picture(0), 100).unplaced == 1
+    rig.world.close(task, gpu)
+    rig.tracker.take(rig.world.drain())
+    assert hold_of(rig.tracker.picture(0), 100, V1).contexts == 1
+
+
+def test_who_had_a_pid_and_was_forgotten_is_not_taken_for_who_has_it() -> None:
+    rig = Rig()
+    task, _ = rig.job(100)
+    rig.tell()
+    rig.world.begin_exit(task)
+    task.exiting = False
+    rig.world.open(task, CONTROL)
+    rig.tracker.take(rig.world.drain())
+    first = task.key
+    rig.tracker.lost(1)
+    rig.tracker.exited(first, rig.world.now_ns)
+    rig.tracker.exited(next(key for key in rig.tracker.unlooked if key.pid == 100), rig.world.now_ns)
+    rig.tracker.table_was_full()
+    rig.world.open(task, CONTROL)
+    rig.tracker.take(rig.world.drain())
+    rig.tracker.looked([task.look], rig.world.now_ns)
+    assert use_of(rig.tracker.picture(0), 100).files == 1

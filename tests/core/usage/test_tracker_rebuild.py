@@ -1,0 +1,188 @@
+"""What the rows of the kernel's map make of a picture that missed something."""
+
+import pytest
+
+from agent.core.usage import clients as rm_objects
+from agent.core.usage import files as holders
+from agent.core.usage.gpu_map import CONTROL
+from agent.core.usage.processes import NOTHING, Held, by_process
+from agent.core.usage.quarantine import ASIDE_NS
+from agent.core.usage.rows import judged
+from agent.model.structs import replace
+from agent.model.usage import Usage
+from tests.core.kernel_world import GPUS, UVM, V0, V1, VASPACE, gpu_file
+from tests.core.usage.test_tracker import Rig, hold_of, use_of
+
+UNKNOWN_INSTANCES = replace(GPUS, by_instance={})
+
+
+def lose(rig: Rig) -> None:
+    """What was not told yet is lost."""
+    rig.world.drain()
+    rig.tracker.lost(1)
+
+
+def rebuild(rig: Rig, *, opened: bool = False, ticks: int | None = None) -> Usage:
+    """Make good what was lost."""
+    rig.world.now_ns += 1
+    rows = [row if ticks is None else row._replace(start_ticks=ticks) for row in rig.world.rows.values()]
+    rig.tracker.rebuilt(rows, rig.world.now_ns, dict(rig.world.opened) if opened else {})
+    return rig.tell()
+
+
+def test_what_ended_unseen_is_counted_as_freed_where_it_was() -> None:
+    rig = Rig()
+    task, control = rig.job(100, contexts=1)
+    rig.world.open(task, gpu_file(1))
+    ended = [rig.world.context(task, control, 1)[0] for _ in range(3)]
+    other, _ = rig.job(101, contexts=2)
+    rig.tell()
+    for client in ended[:2]:
+        rig.world.free(task, client, client)
+    lose(rig)
+    picture = rebuild(rig)
+    assert [(hold.gpu, hold.contexts, hold.allocated, hold.freed) for hold in use_of(picture, 100).holds] == [
+        (V0, 1, 1, 0),
+        (V1, 1, 3, 2),
+    ]
+    assert (hold_of(picture, 101).contexts, hold_of(picture, 101).freed) == (2, 0)
+    rig.world.free(task, ended[2], ended[2])
+    lose(rig)
+    assert hold_of(rebuild(rig), 100, V1).freed == 3
+    assert other.fds
+
+
+def test_what_a_dead_process_made_stays_its_own_though_rows_do_not_tell_whose_pid_it_is() -> None:
+    rig = Rig()
+    parent, _ = rig.job(100, contexts=2)
+    child = rig.world.fork(parent, 101)
+    rig.tell()
+    rig.end(parent)
+    rig.tell()
+    rig.job(100, contexts=1)
+    rig.tell()
+    lose(rig)
+    picture = rebuild(rig, ticks=0)
+    assert hold_of(picture, 100).contexts == 1
+    assert [(left.owner.key, left.contexts, left.holders) for left in picture.orphans] == [
+        (parent.key, 2, (child.key,))
+    ]
+
+
+@pytest.mark.parametrize(("opened", "contexts"), [(True, [2]), (False, [])])
+def test_what_only_rows_tell_of_is_blamed_on_someone_if_its_file_is_known(
+    *, opened: bool, contexts: list[int]
+) -> None:
+    rig = Rig()
+    parent, _ = rig.job(100, contexts=2)
+    rig.world.fork(parent, 101)
+    lose(rig)
+    rebuild(rig, opened=opened)
+    rig.end(parent)
+    assert [left.contexts for left in rig.tell().orphans] == contexts
+    assert rig.tell().complete
+
+
+def test_what_was_known_of_a_client_stays_known() -> None:
+    rig = Rig(UNKNOWN_INSTANCES)
+    task, control = rig.job(100, contexts=0)
+    rig.world.open(task, gpu_file(1))
+    client, _ = rig.world.context(task, control)
+    rig.world.register(task, rig.world.open(task, UVM), client, 9999, V1)
+    assert hold_of(rig.tell(), 100, V1).contexts == 1
+    lose(rig)
+    assert hold_of(rebuild(rig), 100, V1).contexts == 1
+
+
+def test_a_client_of_which_only_the_middle_was_seen_is_of_whom_its_row_names() -> None:
+    rig = Rig()
+    parent, control = rig.job(100, contexts=0)
+    child = rig.world.fork(parent, 101)
+    rig.tell()
+    client = rig.world.client(parent, control)
+    rig.world.drain()
+    rig.world.context(child, control, client=client)
+    assert hold_of(rig.tell(), 101).contexts == 1
+    lose(rig)
+    picture = rebuild(rig)
+    assert [(use.key.pid, hold.contexts) for use in picture.processes for hold in use.holds] == [
+        (100, 1),
+        (101, 0),
+    ]
+
+
+def test_what_was_put_aside_is_counted_once_as_freed() -> None:
+    rig = Rig()
+    task, control = rig.job(100, contexts=2)
+    rig.tell()
+    rig.world.post(task, control)
+    rig.tell()
+    lose(rig)
+    hold = hold_of(rebuild(rig), 100)
+    assert (hold.contexts, hold.allocated, hold.freed) == (0, 2, 2)
+
+
+def test_after_rows_were_read_a_scan_is_wanted() -> None:
+    rig = Rig()
+    rig.job(100)
+    assert rig.tell().complete
+    rig.tracker.rebuilt(rig.world.rows.values(), rig.world.now_ns)
+    assert rig.tracker.picture(0).incomplete_because == "rows were read and no scan was made since"
+    assert rig.tell().complete
+    rig.tracker.lost(1)
+    assert rig.tracker.picture(0).incomplete_because == "events were lost"
+
+
+def test_rows_are_taken_in_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rm_objects, "STEP", 4)
+    rig = Rig()
+    rig.job(100, contexts=5)
+    rig.tell()
+    rows = judged(rig.world.rows.values(), {}, rig.tracker.older)
+    # Thirty rows; and before and after them five clients that are counted.
+    assert len(list(rig.tracker.rebuilding(rows, rig.world.now_ns))) == 30 // 4 + 2 * (5 // 4 + 1)
+    assert hold_of(rig.tell(), 100).contexts == 5
+
+
+def test_a_scan_is_taken_in_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(holders, "STEP", 2)
+    monkeypatch.setattr(holders, "STEP_UNCHANGED", 4)
+    rig = Rig()
+    for number in range(9):
+        rig.job(100 + number)
+    rig.tracker.take(rig.world.drain())
+    held: Held = {task.key: NOTHING for task in rig.world.alive}
+    rig.tell()
+    rig.world.now_ns += 1
+    # Of nine processes each loses its files; then nothing changes.
+    steps = len(list(rig.tracker.scanning(held, rig.world.now_ns)))
+    assert steps == 4
+    rig.tell()
+    scan = by_process(rig.world.scan())
+    assert len(list(rig.tracker.scanning(scan, rig.world.now_ns + 1))) == 2
+
+
+def test_nothing_is_kept_of_who_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rm_objects, "MAX_OF_OWNER", 16)
+    rig = Rig(UNKNOWN_INSTANCES)
+    task, control = rig.job(100, contexts=3)
+    uvm = rig.world.open(task, UVM)
+    client = next(name for name, each in rig.world.clients.items() if each.file == control)
+    vaspace = next(
+        name for name, each in rig.world.clients[client].objects.items() if each.rm_class == VASPACE
+    )
+    rig.world.register(task, uvm, client, vaspace, V0)
+    rig.world.free(task, client, client)
+    assert use_of(rig.tell(), 100).partial
+    rig.world.begin_exit(task)
+    rig.tell()
+    rig.end(task)
+    rig.tell_after(ASIDE_NS)
+    rig.tell()
+    clients, kept = rig.tracker._clients, rig.tracker._holders
+    assert [len(clients), clients.short, clients.freed, clients._claims, clients._sizes] == [
+        0, set(), {}, {}, {},
+    ]  # fmt: skip
+    assert [kept.processes, kept.files, kept._current, kept._by_key] == [{}, {}, {}, {}]
+    assert [kept._idle, kept._stirred, kept._bare, kept._doubted] == [set()] * 4
+    assert rig.world.files == {} or CONTROL not in rig.world.files.values()

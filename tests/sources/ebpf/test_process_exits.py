@@ -1,0 +1,194 @@
+"""The end of processes is heard once, of the process that was meant."""
+
+import asyncio
+import os
+import resource
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from agent.model.usage import ProcessKey
+from agent.sources.ebpf import process_exits as process_ends
+from agent.sources.ebpf.process_exits import ProcessEnds
+from tests.sources.recorder import until
+
+PROC = Path("/proc")
+
+Spawn = Callable[[], tuple[subprocess.Popen[bytes], ProcessKey]]
+
+
+@pytest.fixture
+def spawn() -> Iterator[Spawn]:
+    started: list[subprocess.Popen[bytes]] = []
+
+    def start() -> tuple[subprocess.Popen[bytes], ProcessKey]:
+        process = subprocess.Popen(
+            [sys.executable, "-ISc", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE
+        )
+        started.append(process)
+        numbers = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()
+        return process, ProcessKey(process.pid, int(numbers[19]))
+
+    yield start
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+class Heard:
+    def __init__(self) -> None:
+        self.ends: list[ProcessKey] = []
+        self.watcher = ProcessEnds(PROC, self.ends.append)
+
+
+@pytest.fixture
+async def heard() -> AsyncIterator[Heard]:
+    before = descriptors()
+    one = Heard()
+    yield one
+    one.watcher.close()
+    assert descriptors() == before
+
+
+def descriptors() -> int:
+    """How many pidfds this process has."""
+    links = [os.path.realpath(path) for path in Path("/proc/self/fd").iterdir()]
+    return sum(link.endswith("anon_inode:[pidfd]") for link in links)
+
+
+async def test_the_end_of_a_process_is_heard_once(heard: Heard, spawn: Spawn) -> None:
+    process, key = spawn()
+    await heard.watcher.watch([key])
+    process.kill()
+    await until(lambda: bool(heard.ends))
+    await heard.watcher.watch([])
+
+    assert heard.ends == [key]
+
+
+async def test_a_process_that_had_ended_before_is_heard_of(heard: Heard, spawn: Spawn) -> None:
+    process, key = spawn()
+    process.kill()
+    process.communicate()
+    await heard.watcher.watch([key])
+    assert heard.ends == []
+    await until(lambda: bool(heard.ends))
+
+    assert heard.ends == [key]
+
+
+async def test_who_has_the_pid_now_is_not_taken_for_who_had_it(heard: Heard, spawn: Spawn) -> None:
+    _process, key = spawn()
+    earlier = ProcessKey(key.pid, key.start_ticks - 1)
+    await heard.watcher.watch([earlier, key])
+    await until(lambda: bool(heard.ends))
+
+    assert heard.ends == [earlier]
+
+
+async def test_a_process_that_is_watched_already_is_not_opened_again(heard: Heard, spawn: Spawn) -> None:
+    _process, key = spawn()
+    before = descriptors()
+    for _ in range(3):
+        await heard.watcher.watch([key])
+
+    assert descriptors() == before + 1
+
+
+async def test_what_is_no_longer_wanted_is_not_heard(heard: Heard, spawn: Spawn) -> None:
+    (first, first_key), (second, second_key) = spawn(), spawn()
+    await heard.watcher.watch([first_key, second_key])
+    await heard.watcher.watch([second_key])
+    first.kill()
+    first.communicate()
+    second.kill()
+    await until(lambda: bool(heard.ends))
+
+    assert heard.ends == [second_key]
+
+
+async def test_after_the_close_nothing_is_heard(heard: Heard, spawn: Spawn) -> None:
+    process, key = spawn()
+    await heard.watcher.watch([key])
+    heard.watcher.close()
+    process.kill()
+    process.communicate()
+    await asyncio.sleep(0)
+
+    assert heard.ends == []
+
+
+async def test_so_many_are_watched_and_no_more(heard: Heard, spawn: Spawn) -> None:
+    heard.watcher = ProcessEnds(PROC, heard.ends.append, max_watched=2)
+    started = [spawn() for _ in range(4)]
+    keys = [key for _, key in started]
+    before = descriptors()
+    await heard.watcher.watch(keys)
+    assert descriptors() == before + 2
+    assert heard.watcher.unwatched == 2
+
+    started[0][0].kill()
+    await until(lambda: heard.ends == keys[:1])
+    await heard.watcher.watch(keys[1:])
+    assert heard.watcher.unwatched == 1
+
+
+async def test_a_holder_that_forks_takes_no_others_place(heard: Heard, spawn: Spawn) -> None:
+    heard.watcher = ProcessEnds(PROC, heard.ends.append, max_watched=3)
+    greedy = [spawn()[1] for _ in range(4)]
+    neighbour, key = spawn()
+    before = descriptors()
+    await heard.watcher.watch(greedy, lambda _: "pod-a")
+    assert descriptors() == before + 3
+    await heard.watcher.watch([*greedy, key], lambda each: "pod-b" if each == key else "pod-a")
+    assert descriptors() == before + 3
+    neighbour.kill()
+    await until(lambda: heard.ends == [key])
+
+
+async def test_without_descriptors_nothing_is_said_to_have_ended(heard: Heard, spawn: Spawn) -> None:
+    _process, key = spawn()
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    taken = [os.open("/dev/null", os.O_RDONLY)]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (taken[0] + 1, hard))
+    try:
+        while True:
+            taken.append(os.dup(taken[0]))
+    except OSError:
+        pass
+    try:
+        await heard.watcher.watch([key])
+    finally:
+        for descriptor in taken:
+            os.close(descriptor)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert (heard.watcher.unwatched, heard.ends) == (1, [])
+
+    await heard.watcher.watch([key])
+    assert heard.watcher.unwatched == 0
+
+
+async def test_a_watch_that_is_cancelled_leaves_no_descriptor(
+    heard: Heard, spawn: Spawn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _process, key = spawn()
+    before = descriptors()
+    opened, go = asyncio.Event(), process_ends._open_all
+    loop = asyncio.get_running_loop()
+
+    def open_and_tell(proc_root: Path, keys: list[ProcessKey]) -> dict[ProcessKey, int | None]:
+        found = go(proc_root, keys)
+        loop.call_soon_threadsafe(opened.set)
+        return found
+
+    monkeypatch.setattr(process_ends, "_open_all", open_and_tell)
+    watching = loop.create_task(heard.watcher.watch([key]))
+    await asyncio.sleep(0)
+    watching.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await watching
+    await opened.wait()
+    await until(lambda: descriptors() == before)
