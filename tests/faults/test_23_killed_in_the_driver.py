@@ -18,7 +18,6 @@ from pathlib import Path
 import pytest
 
 from agent.errors import SourceError
-from agent.simulation.hanging_nodes import HangingNodes
 from agent.simulation.node import SimulatedNode
 from tests.agent_process import (
     PATIENCE_S,
@@ -29,6 +28,7 @@ from tests.agent_process import (
     simulated_node,
     wait_allocatable,
 )
+from tests.hanging_nodes import HangingNodes
 
 pytestmark = pytest.mark.slow
 

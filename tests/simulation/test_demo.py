@@ -16,9 +16,7 @@ from pathlib import Path
 import pytest
 
 from agent.simulation.children import MAX_LOG_BYTES, BoundedLog
-from agent.simulation.reasons import AgentClient
 from agent.simulation.table import COLUMNS, Picture, Row, draw
-from agent.simulation.view import View
 from tests.harness import (
     PATIENCE_S,
     ROOT,
@@ -468,30 +466,6 @@ def test_what_has_no_room_is_counted() -> None:
     (more,) = (line for line in lines if line.startswith("… and "))
     shown = len([line for line in lines if "ealthy" in line])
     assert more == f"… and {100 - shown} more"
-
-
-def test_a_view_keeps_since_when_a_device_is_as_it_is() -> None:
-    view = View(node_dir="/x")
-    device = {"id": U[0], "gpu": 0, "healthy": True, "pod": None}
-    view.take({"kind": "node", "label": "x", "gpus": [{"gpu": 0, "model": "NVIDIA H100"}]})
-    view.take({"kind": "devices", "resource": "r", "devices": [device]})
-    since = view.seen[U[0]]
-    view.take({"kind": "devices", "resource": "r", "devices": [device | {"pod": "default/a"}]})
-
-    assert view.seen[U[0]] is since
-    (row,) = view.picture().rows
-    assert (row.model, row.pod) == ("H100", "default/a")
-
-    view.take({"kind": "devices", "resource": "r", "devices": []})
-    assert view.seen == {}
-
-
-async def test_reasons_are_unknown_where_the_agent_does_not_answer(tmp_path: Path) -> None:
-    client = AgentClient(tmp_path / "none.sock", first_answer_within_s=0.1)
-
-    reasons = await client.reasons("nvidia.com/gpu", [U[0]], at_ns=0, connected=True)
-
-    assert reasons[U[0]].code == "unknown"
 
 
 def test_the_log_of_the_agent_is_bounded(tmp_path: Path) -> None:

@@ -10,23 +10,20 @@ import stat
 import struct
 import subprocess
 import sys
-import time
 from array import array
 from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
 
-from agent.errors import AgentError, SourceError
+from agent.errors import AgentError
 from agent.simulation.driver_double import abi
 from agent.simulation.driver_double.double import DriverDouble
-from agent.simulation.driver_double.driver import MAX_FILES, MAX_PROCESSES, Driver
 from agent.simulation.driver_double.nodes import UVM_MAJOR, inodes
-from agent.simulation.driver_double.resources import MAX_CLIENTS, MAX_OBJECTS, Refused, ResourceManager
-from agent.simulation.gpu_processes.calls import Caller, CallRefused
+from agent.simulation.gpu_processes.calls import Caller
 from agent.threads import in_daemon_thread
 from tests.harness import ROOT
-from tests.simulation.driver_double_rig import GPUS, VERSION, WITHOUT_FUSE, running_double
+from tests.simulation.driver_double_rig import GPUS, VERSION, running_double
 
 PATIENCE_S = 60.0
 DEVICE, SPACE, GROUP, SHARE = 0x5C000001, 0x5C000002, 0x5C000003, 0x5C000004
@@ -74,10 +71,6 @@ async def program(double: DriverDouble) -> AsyncIterator[Program]:
     made.end()
 
 
-def refused(call: pytest.ExceptionInfo[CallRefused]) -> int:
-    return call.value.status
-
-
 # The files
 
 
@@ -92,10 +85,6 @@ async def test_the_nodes_have_the_numbers_of_the_devices_they_stand_for(double: 
         assert seen.st_ino == number
         assert os.major(seen.st_dev) << 20 | os.minor(seen.st_dev) == double.file_system
         assert stat.S_ISREG(seen.st_mode)
-
-
-async def test_nothing_is_mounted_in_any_directory(double: DriverDouble) -> None:
-    assert "gpu-agent-nodes" not in Path(f"/proc/{double.pid}/mounts").read_text(encoding="utf-8")
 
 
 async def test_a_killed_double_fails_every_call_and_leaves_nothing(
@@ -129,122 +118,6 @@ asyncio.run(main())
     async with asyncio.timeout(PATIENCE_S):
         while Path(f"/proc/{pid}/stat").exists() and " Z " not in Path(f"/proc/{pid}/stat").read_text():
             await asyncio.sleep(0.01)
-
-
-async def test_a_machine_without_the_device_is_told_in_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("agent.simulation.driver_double.double.COMMAND", WITHOUT_FUSE)
-    with pytest.raises(SourceError, match="Could not open /nonexistent/fuse: No such file"):
-        await DriverDouble.start(GPUS, version=VERSION)
-
-
-# Clients and objects
-
-
-async def test_a_context_is_in_the_books_with_its_process_and_gpu(
-    double: DriverDouble, program: Program
-) -> None:
-    control, client = program.client()
-    program.call.allocate(control, client, GROUP, SHARE, abi.CONTEXT_SHARE)
-    books = await double.books()
-    (context,) = books.contexts
-    assert (context.client, context.handle, context.pid, context.minor) == (client, SHARE, os.getpid(), 1)
-    assert books.live(os.getpid()) == 1
-    assert books.processes[os.getpid()]["contexts_allocated"] == 1
-
-
-async def test_a_freed_group_takes_its_context_with_it(double: DriverDouble, program: Program) -> None:
-    control, client = program.client()
-    program.call.allocate(control, client, GROUP, SHARE, abi.CONTEXT_SHARE)
-    program.call.free(control, client, DEVICE, GROUP)
-    books = await double.books()
-    assert books.contexts == ()
-    assert (books.counts["contexts_freed"], books.counts["frees"]) == (1, 1)
-    # Its handle may be used again.
-    program.call.allocate(control, client, DEVICE, GROUP, abi.CHANNEL_GROUP)
-
-
-async def test_a_freed_client_takes_everything_with_it(double: DriverDouble, program: Program) -> None:
-    control, client = program.client()
-    program.call.allocate(control, client, GROUP, SHARE, abi.CONTEXT_SHARE)
-    program.call.free(control, client, client, client)
-    books = await double.books()
-    assert (books.contexts, books.clients) == ((), ())
-    assert books.counts["allocated"] == books.counts["freed"] == 5
-
-
-async def test_the_end_of_the_file_frees_its_clients(double: DriverDouble, program: Program) -> None:
-    control, client = program.client()
-    program.call.allocate(control, client, GROUP, SHARE, abi.CONTEXT_SHARE)
-    program.close(control)
-    books = await double.books()
-    assert (books.contexts, books.clients) == ((), ())
-    assert books.released == {"nvidiactl": 1}
-
-
-async def test_a_copy_of_the_descriptor_keeps_the_clients(double: DriverDouble, program: Program) -> None:
-    control, client = program.client()
-    copy = os.dup(control)
-    program.close(control)
-    assert len((await double.books()).clients) == 1
-    program.call.free(copy, client, client, client)
-    os.close(copy)
-
-
-async def test_a_client_of_another_file_is_refused(program: Program) -> None:
-    _, client = program.client()
-    other = program.open("nvidiactl")
-    with pytest.raises(CallRefused) as call:
-        program.call.allocate(other, client, GROUP, SHARE, abi.CONTEXT_SHARE)
-    assert refused(call) == abi.INVALID_CLIENT
-    with pytest.raises(CallRefused) as call:
-        program.call.free(other, client, client, client)
-    assert refused(call) == abi.INVALID_CLIENT
-
-
-async def test_what_the_driver_refuses_changes_nothing(double: DriverDouble, program: Program) -> None:
-    control, client = program.client()
-    before = (await double.books()).counts
-    for parent, handle, status in [
-        (0x77, SHARE, abi.INVALID_OBJECT_PARENT),
-        (DEVICE, GROUP, abi.INSERT_DUPLICATE_NAME),
-    ]:
-        with pytest.raises(CallRefused) as call:
-            program.call.allocate(control, client, parent, handle, abi.CHANNEL_GROUP)
-        assert refused(call) == status
-    with pytest.raises(CallRefused) as call:
-        program.call.allocate_device(control, client, 0x99, 7)
-    assert refused(call) == abi.INVALID_DEVICE
-    with pytest.raises(CallRefused) as call:
-        program.call.allocate(control, client, client, 0x99, abi.DEVICE, parameters=8)
-    assert refused(call) == abi.INVALID_ADDRESS
-    assert (await double.books()).counts == {**before, "refused": before["refused"] + 4}
-
-
-async def test_to_free_what_is_not_there_is_no_error(double: DriverDouble, program: Program) -> None:
-    control, client = program.client()
-    program.call.free(control, client, DEVICE, 0x77)
-    assert (await double.books()).counts["frees"] == 0
-
-
-async def test_the_driver_chooses_a_handle_where_none_is_given(program: Program) -> None:
-    control, client = program.client()
-    first = program.call.allocate(control, client, DEVICE, 0, abi.CHANNEL_GROUP)
-    second = program.call.allocate(control, client, DEVICE, 0, abi.CHANNEL_GROUP)
-    assert (first, second) == (abi.FIRST_OBJECT, abi.FIRST_OBJECT + 1)
-    assert client == abi.FIRST_CLIENT
-
-
-async def test_a_copy_in_another_client_lives_on_its_own(double: DriverDouble, program: Program) -> None:
-    control, client = program.client()
-    program.call.allocate(control, client, GROUP, SHARE, abi.CONTEXT_SHARE)
-    other, other_client = program.client()
-    program.call.duplicate(other, other_client, DEVICE, 0x55, client, SHARE)
-    program.close(control)
-    (context,) = (await double.books()).contexts
-    assert (context.client, context.handle) == (other_client, 0x55)
-    with pytest.raises(CallRefused) as call:
-        program.call.duplicate(other, other_client, DEVICE, 0x56, client, SHARE)
-    assert refused(call) == abi.INVALID_CLIENT
 
 
 # Commands and their forms
@@ -307,55 +180,6 @@ async def test_a_command_on_the_wrong_node_or_of_the_wrong_size_is_invalid(
     assert caught.value.errno == errno.EINVAL
 
 
-async def test_events_are_allocated_through_the_node_of_a_gpu(double: DriverDouble, program: Program) -> None:
-    control, client = program.client()
-    gpu = program.open("nvidia1")
-    with pytest.raises(CallRefused) as call:
-        program.call.allocate(gpu, client, DEVICE, 0x66, abi.OS_EVENT)
-    # Not before it is registered: the client is another file's.
-    assert refused(call) == abi.INVALID_CLIENT
-    program.call.register(gpu, control)
-    program.call.allocate(gpu, client, DEVICE, 0x66, abi.OS_EVENT)
-    program.call.allocate_memory(gpu, client, DEVICE, 0x67)
-    assert (await double.books()).clients[0].objects == 5
-
-
-async def test_the_version_is_told_and_checked(program: Program) -> None:
-    control = program.open("nvidiactl")
-
-    def ask(kind: int, version: bytes) -> tuple[int, bytes]:
-        data = bytearray(abi.VERSION_STRUCT.pack(kind, 0, version))
-        fcntl.ioctl(control, abi.command(abi.CHECK_VERSION_STR, len(data)), data)
-        _, reply, told = abi.VERSION_STRUCT.unpack(data)
-        return reply, told.rstrip(b"\0")
-
-    assert ask(abi.VERSION_QUERY, b"") == (abi.VERSION_RECOGNIZED, VERSION.encode())
-    assert ask(0, VERSION.encode()) == (abi.VERSION_RECOGNIZED, VERSION.encode())
-    assert ask(abi.VERSION_RELAXED, b"570.1") == (abi.VERSION_RECOGNIZED, b"570.1")
-    with pytest.raises(OSError, match="Invalid argument"):
-        ask(0, b"570.148.09")
-    with pytest.raises(OSError, match="Invalid argument"):
-        ask(abi.VERSION_RELAXED, b"535.148.08")
-
-
-async def test_the_driver_tells_how_it_numbers_the_gpus(program: Program) -> None:
-    control, client = program.client()
-    cards = bytearray(abi.CARD_STRUCT.size * 32)
-    fcntl.ioctl(control, abi.command(abi.CARD_INFO, len(cards)), cards)
-    rows = [row for row in abi.CARD_STRUCT.iter_unpack(cards) if row[0]]
-    assert [(row[7], row[13]) for row in rows] == [(gpu.gpu_id, gpu.minor) for gpu in GPUS]
-    assert rows[1][2] == 0x11
-
-    for command in (abi.GET_ID_INFO, abi.GET_ID_INFO_V2):
-        parameters = array("I", [GPUS[1].gpu_id, *[0] * 11])
-        data = bytearray(
-            abi.CONTROL_STRUCT.pack(client, client, command, 0, parameters.buffer_info()[0], 48, 0xFFFF)
-        )
-        fcntl.ioctl(control, abi.command(abi.CONTROL, 32), data)
-        assert struct.unpack_from("=I", data, 28) == (0,)
-        assert parameters[2] == GPUS[1].instance == 0
-
-
 async def test_a_command_wrapped_in_another_is_done(double: DriverDouble, program: Program) -> None:
     control = program.open("nvidiactl")
     inner = array("B", abi.ALLOC_HEAD.pack(0, 0, 0, abi.ROOT_CLIENT, 0).ljust(48, b"\0"))
@@ -412,60 +236,6 @@ async def test_only_an_open_control_file_can_be_registered_to_and_once(
     two.close()
 
 
-# Unified memory
-
-
-async def test_a_space_is_registered_once_for_each_gpu(double: DriverDouble, program: Program) -> None:
-    control, client = program.client()
-    uvm = program.open("nvidia-uvm")
-    gpu = GPUS[1].raw_uuid
-    space = abi.VASPACE_STRUCT.pack(gpu, control, client, SPACE, 0)[:-4]
-    for command, head, status in [
-        (abi.UVM_REGISTER_GPU, gpu, abi.ILLEGAL_ACTION),
-        (abi.UVM_INITIALIZE, b"", abi.OK),
-        (abi.UVM_REGISTER_GPU_VASPACE, space, abi.INVALID_DEVICE),
-        (abi.UVM_REGISTER_GPU, bytes(16), abi.INVALID_DEVICE),
-        (abi.UVM_REGISTER_GPU, gpu, abi.OK),
-        (abi.UVM_REGISTER_GPU_VASPACE, space, abi.OK),
-        (abi.UVM_REGISTER_GPU_VASPACE, space, abi.INVALID_DEVICE),
-    ]:
-        if status == abi.OK:
-            program.call.unified(uvm, command, head)
-            continue
-        with pytest.raises(CallRefused) as call:
-            program.call.unified(uvm, command, head)
-        assert refused(call) == status
-    assert (await double.books()).spaces == ((gpu.hex(), client, SPACE),)
-    program.call.unified(uvm, abi.UVM_UNREGISTER_GPU_VASPACE, gpu)
-    assert (await double.books()).spaces == ()
-
-
-@pytest.mark.parametrize(("version", "status_at"), [("580.142", 24), ("590.44.01", 8)])
-async def test_a_channel_is_unregistered_in_the_layout_of_the_version(version: str, status_at: int) -> None:
-    async with running_double(version) as double:
-        program = Program(double, version)
-        uvm = program.open("nvidia-uvm")
-        program.call.unified(uvm, abi.UVM_INITIALIZE)
-        data = bytearray(b"\xff" * (status_at + 4))
-        fcntl.ioctl(uvm, abi.UVM_UNREGISTER_CHANNEL, data)
-        program.call.unregister_channel(uvm, GPUS[0].raw_uuid, 0xC1D00001, 7)
-        program.close(uvm)
-
-    assert data == b"\xff" * status_at + bytes(4)
-
-
-async def test_a_space_of_no_client_is_refused(program: Program) -> None:
-    control, _ = program.client()
-    uvm = program.open("nvidia-uvm")
-    gpu = GPUS[0].raw_uuid
-    program.call.unified(uvm, abi.UVM_INITIALIZE)
-    program.call.unified(uvm, abi.UVM_REGISTER_GPU, gpu)
-    head = abi.VASPACE_STRUCT.pack(gpu, control, 0xC1D0FFFF, SPACE, 0)[:-4]
-    with pytest.raises(CallRefused) as call:
-        program.call.unified(uvm, abi.UVM_REGISTER_GPU_VASPACE, head)
-    assert refused(call) == abi.INVALID_CLIENT
-
-
 # Nodes that do not answer, or late
 
 
@@ -486,59 +256,3 @@ async def test_an_ioctl_is_held_until_its_node_is_released(double: DriverDouble,
     await double.release("nvidia0")
     async with asyncio.timeout(PATIENCE_S):
         assert await held is not None
-
-
-async def test_a_node_can_answer_late(double: DriverDouble) -> None:
-    await double.slow("nvidia1", 200_000_000)
-    began = time.monotonic()
-    descriptor = await in_daemon_thread("late", lambda: os.open(double.node("nvidia1"), os.O_RDWR))
-    assert time.monotonic() - began >= 0.2
-    os.close(descriptor)
-    await double.release("nvidia1")
-
-
-async def test_an_unknown_node_cannot_be_held(double: DriverDouble) -> None:
-    with pytest.raises(SourceError, match="no node nvidia7"):
-        await double.hold("nvidia7")
-
-
-# Bounds
-
-
-def test_clients_are_bounded() -> None:
-    rm = ResourceManager()
-    for _ in range(MAX_CLIENTS):
-        rm.allocate_client(1, 1)
-    with pytest.raises(Refused) as refusal:
-        rm.allocate_client(1, 1)
-    assert refusal.value.status == abi.INSUFFICIENT_RESOURCES
-    rm.end_file(1)
-    assert rm.allocate_client(1, 1) == abi.FIRST_CLIENT + MAX_CLIENTS
-
-
-def test_objects_are_bounded() -> None:
-    rm = ResourceManager()
-    client = rm.allocate_client(1, 1)
-    for _ in range(MAX_OBJECTS - 1):
-        rm.allocate(1, client, client, 0, abi.CHANNEL_GROUP)
-    with pytest.raises(Refused) as refusal:
-        rm.allocate(1, client, client, 0, abi.CHANNEL_GROUP)
-    assert refusal.value.status == abi.INSUFFICIENT_RESOURCES
-    rm.free(1, client, client)
-    assert rm.counts.allocated == rm.counts.freed == MAX_OBJECTS
-
-
-def test_open_files_and_counted_processes_are_bounded() -> None:
-    driver = Driver(VERSION, GPUS, answer_later=lambda _number, _answer: None)
-    control = inodes(GPUS)["nvidiactl"]
-    # No thread has such a number, so each counts as a process of its own.
-    no_thread = 1 << 30
-    for number in range(MAX_FILES):
-        driver.opened(control, no_thread + number)
-    with pytest.raises(OSError, match="too many open files"):
-        driver.opened(control, no_thread)
-    assert len(driver.books()["processes"]) == MAX_PROCESSES == MAX_FILES
-    driver.released(1)
-    driver.opened(control, no_thread + MAX_FILES)
-    assert len(driver.books()["processes"]) == MAX_PROCESSES
-    assert driver.books()["opened"] == {"nvidiactl": MAX_FILES + 1}

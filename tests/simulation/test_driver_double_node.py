@@ -1,8 +1,6 @@
 """Processes on a simulated node: in pods, in agreement with NVML, made to happen by actions."""
 
 import asyncio
-import subprocess
-import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -12,13 +10,12 @@ from agent.errors import AgentError, ConfigError, UsageError
 from agent.simulation.actions import parse, parse_mapping
 from agent.simulation.directory import NodeDirectory
 from agent.simulation.driver_double.nodes import CAPABILITIES_MAJOR
-from agent.simulation.gpu_processes import node_processes
-from agent.simulation.gpu_processes.places import ProcessPlaces, container_id
+from agent.simulation.gpu_processes.places import container_id
 from agent.simulation.node import SimulatedNode
 from agent.simulation.plan import plan_of
 from agent.simulation.presets import load_preset
 from agent.simulation.roots import capability_minors
-from tests.harness import ROOT, short_directory, simulated_node
+from tests.harness import short_directory, simulated_node
 from tests.simulation.driver_double_rig import WITHOUT_FUSE
 
 MIB = 1 << 20
@@ -120,25 +117,6 @@ async def test_the_cgroups_go_with_the_node() -> None:
         assert not Path(place, own).exists()
 
 
-def test_the_cgroups_of_a_process_that_is_gone_are_removed_by_the_next() -> None:
-    code = (
-        "import sys; from agent.simulation.gpu_processes.places import ProcessPlaces\n"
-        "print(ProcessPlaces('/gpu-agent-simulation-test').of_pod('uid', 'main'))"
-    )
-    ended = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
-    left = ended.stdout.strip()
-    if left == "None":
-        pytest.skip("no hierarchy of cgroups can be written")
-    assert Path(left).is_dir()
-    places = ProcessPlaces("/gpu-agent-simulation-another")
-    own = places.of_pod("uid", "main")
-    assert own is not None
-    assert own.is_dir()
-    assert not Path(left).exists()
-    asyncio.run(places.close())
-    assert not own.exists()
-
-
 async def test_a_leak_creates_at_its_pace_and_frees_nothing(node: SimulatedNode) -> None:
     await do(node, "start", "python", gpu="2", contexts="0")
     pid = node.processes.get("python").process.pid
@@ -188,12 +166,6 @@ async def test_a_process_on_a_mig_device_opens_what_gives_access_to_it() -> None
             assert node.nvml.number(1, "process_gi") == 7
 
 
-async def test_what_was_set_by_hand_stays_on_gpus_without_contexts(node: SimulatedNode) -> None:
-    node.nvml.set_memory_used(1, 77 * MIB)
-    await do(node, "start", "python", gpu="0")
-    assert used(node, 1) == 77
-
-
 async def test_a_node_of_the_driver_can_be_held_slowed_and_released(node: SimulatedNode) -> None:
     assert await node.do("hold-node", {"name": "nvidia3"}) == "Calls on /dev/nvidia3 do not return"
     start = asyncio.get_running_loop().create_task(do(node, "start", "python", gpu="3"))
@@ -210,15 +182,6 @@ async def test_a_node_of_the_driver_can_be_held_slowed_and_released(node: Simula
         await node.do("hold-node", {"name": "nvidia9"})
 
 
-async def test_a_node_that_comes_back_answers_as_before(node: SimulatedNode) -> None:
-    before = (node.directory.dev / "nvidia0").stat()
-    await node.do("remove-node", {"name": "nvidia0"})
-    assert not (node.directory.dev / "nvidia0").exists()
-    await node.do("add-node", {"name": "nvidia0"})
-    after = (node.directory.dev / "nvidia0").stat()
-    assert (after.st_dev, after.st_ino) == (before.st_dev, before.st_ino)
-
-
 async def test_names_and_pods_are_judged(node: SimulatedNode) -> None:
     await do(node, "start", "python", gpu="0", contexts="0")
     with pytest.raises(UsageError, match="A process python runs already"):
@@ -229,16 +192,6 @@ async def test_names_and_pods_are_judged(node: SimulatedNode) -> None:
         await do(node, "stop", "other")
     with pytest.raises(UsageError, match="There is no pod ns1/none"):
         await do(node, "start", "other", gpu="0", pod="ns1/none")
-
-
-async def test_processes_are_bounded(node: SimulatedNode, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(node_processes, "MAX_PROCESSES", 2)
-    await do(node, "start", "first", gpu="0", contexts="0")
-    await do(node, "fork", "first", to="second")
-    with pytest.raises(AgentError, match="has 2 processes already"):
-        await do(node, "start", "third", gpu="0")
-    with pytest.raises(AgentError, match="has 2 processes already"):
-        await do(node, "fork", "first", to="third")
 
 
 async def test_a_node_does_without_a_driver_double_where_it_may(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,13 +11,12 @@ from pathlib import Path
 import pytest
 
 from agent.errors import AgentError
-from agent.simulation.driver_double import abi
 from agent.simulation.driver_double.double import Books, DriverDouble
 from agent.simulation.gpu_processes import cuda
 from agent.simulation.gpu_processes.process import SimulatedProcess
 from agent.threads import in_daemon_thread
 from tests.harness import ROOT
-from tests.simulation.driver_double_rig import GPUS, VERSION, running_double, start_process
+from tests.simulation.driver_double_rig import VERSION, running_double, start_process
 
 PATIENCE_S = 60.0
 
@@ -76,24 +75,6 @@ async def test_a_destroyed_context_leaves_nothing_of_it(
         await process.destroy(1)
 
 
-async def test_contexts_are_on_the_gpu_that_was_named(
-    double: DriverDouble, process: SimulatedProcess
-) -> None:
-    await process.create(0, 2)
-    await process.create(1, 3)
-    assert await process.destroy(None, minor=0) == 2
-    assert {context.minor for context in (await double.books()).contexts} == {1}
-
-
-async def test_an_exit_ends_everything(double: DriverDouble, process: SimulatedProcess) -> None:
-    await process.create(1, 2)
-    await process.exit()
-    books = await double.books()
-    assert (books.contexts, books.clients) == ((), ())
-    assert books.counts["frees"] == 1
-    assert books.opened == books.released
-
-
 async def test_a_child_keeps_the_contexts_of_a_parent_that_ended(
     double: DriverDouble, process: SimulatedProcess
 ) -> None:
@@ -118,20 +99,6 @@ async def test_a_child_that_is_another_program_keeps_the_control_file_only(
         assert books.opened["nvidia1"] == books.released["nvidia1"]
         files = [path.readlink().name for path in Path(f"/proc/{child.pid}/fd").iterdir()]
         assert [name for name in files if "nvidia" in name] == ["nvidiactl"]
-
-
-async def test_files_that_are_given_away_keep_the_contexts(
-    double: DriverDouble, process: SimulatedProcess
-) -> None:
-    await process.create(0, 30)
-    async with await start_process(double, "receiver") as receiver:
-        # More files than one message carries.
-        assert 30 * 20 > 250
-        await process.give(receiver)
-        await process.exit()
-        assert (await double.books()).live(process.pid) == 30
-        await receiver.order("close-range")
-        assert (await double.books()).contexts == ()
 
 
 async def test_a_process_ends_with_whoever_started_it() -> None:
@@ -186,21 +153,6 @@ async def test_a_process_that_is_held_in_the_kernel_cannot_be_killed_until_it_is
     assert (await double.books()).contexts == ()
 
 
-async def test_what_cannot_be_obeyed_is_told_and_does_not_end_it(
-    double: DriverDouble, process: SimulatedProcess
-) -> None:
-    with pytest.raises(AgentError, match=r"Process python \(\d+\) could not create"):
-        await process.create(7)
-    await process.create(0)
-    assert (await double.books()).live(process.pid) == 1
-
-
-async def test_an_order_to_one_that_has_ended_is_told(process: SimulatedProcess) -> None:
-    await process.kill()
-    with pytest.raises(AgentError, match="has ended"):
-        await process.create(0)
-
-
 async def test_an_older_driver_is_called_in_its_own_form() -> None:
     async with (
         running_double("525.60.11") as double,
@@ -211,10 +163,3 @@ async def test_an_older_driver_is_called_in_its_own_form() -> None:
     async with running_double(VERSION) as double, await start_process(double, version="525.60.11") as process:
         with pytest.raises(AgentError, match="Invalid argument"):
             await process.create(1)
-
-
-def test_the_classes_are_counted_as_they_were_seen() -> None:
-    objects = cuda.GROUPS + 1 + cuda.CHANNELS + cuda.ENGINES + 1 + cuda.OTHER_OBJECTS + cuda.EVENTS
-    assert objects == 93 + 13
-    assert (abi.CONTEXT_SHARE, abi.CHANNEL_GROUP) == (0x9067, 0xA06C)
-    assert len(GPUS) == 2

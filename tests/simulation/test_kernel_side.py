@@ -9,12 +9,11 @@ import pytest
 
 from agent.errors import ConfigError, UsageError
 from agent.simulation.actions import parse
-from agent.simulation.kernel_log import MAX_READERS, MAX_RECORDS, MAX_TEXT, KernelLog
 from agent.simulation.node import SimulatedNode
 from agent.sources.kmsg_records import XidLine, line_of, lines_of, record_of
 from agent.sources.sysfs_scan import Exclusions, Look, Roots, look
 from agent.threads import in_daemon_thread
-from tests.harness import PATIENCE_S, short_directory, simulated_node
+from tests.harness import PATIENCE_S, simulated_node
 
 NODES = [f"/dev/nvidia{minor}" for minor in range(4)]
 
@@ -84,46 +83,6 @@ async def test_a_reader_that_comes_late_gets_what_was_written_before(node: Simul
     await node.do("kernel-log", {"text": "first\nsecond \\ \u20ac"})
     async with Reader(node.directory.kernel_log) as log:
         assert (await log.line()).partition(b";")[2] == b"first\\x0asecond \\x5c \\xe2\\x82\\xac\n"
-
-
-async def test_records_are_numbered_and_the_oldest_are_forgotten() -> None:
-    with short_directory() as directory:
-        async with KernelLog(directory / "kmsg", clock=lambda: 7_000_000) as kernel:
-            for number in range(MAX_RECORDS + 5):
-                kernel.write(f"line {number}")
-            async with Reader(directory / "kmsg") as log:
-                assert await log.line() == b"3,5,7000,-;line 5\n"
-
-
-async def test_readers_are_bounded_and_one_that_left_makes_room() -> None:
-    with short_directory() as directory:
-        async with KernelLog(directory / "kmsg") as kernel:
-            kernel.write("here")
-            readers = [Reader(directory / "kmsg") for _ in range(MAX_READERS)]
-            for reader in readers:
-                await reader.__aenter__()
-                await reader.line()
-            async with Reader(directory / "kmsg") as refused:
-                assert await refused.line() == b""
-            await readers.pop().__aexit__()
-            async with asyncio.timeout(PATIENCE_S):
-                while True:
-                    async with Reader(directory / "kmsg") as another:
-                        if await another.line():
-                            break
-            for reader in readers:
-                await reader.__aexit__()
-        assert not (directory / "kmsg").exists()
-
-
-@pytest.mark.parametrize("text", ["", "  ", "x" * (MAX_TEXT + 1)])
-async def test_a_record_has_a_bounded_text(text: str) -> None:
-    with pytest.raises(ConfigError, match=f"must have 1 to {MAX_TEXT} characters"):
-        parse("kernel-log", {"text": text})
-    with short_directory() as directory:
-        async with KernelLog(directory / "kmsg") as kernel:
-            with pytest.raises(UsageError):
-                kernel.write(text)
 
 
 # The bus, modules and nodes

@@ -50,41 +50,6 @@ def test_what_a_killed_run_left_is_removed_at_the_next_start() -> None:
             assert not list(directory.device_plugins.iterdir())
 
 
-def test_what_is_written_while_it_is_removed_is_left_to_the_next_start(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    empty = NodeDirectory._empty
-
-    def written_meanwhile(directory: NodeDirectory) -> None:
-        empty(directory)
-        directory.agent.mkdir()
-
-    with short_directory() as parent:
-        directory = NodeDirectory.hold(parent / "node")
-        monkeypatch.setattr(NodeDirectory, "_empty", written_meanwhile)
-        directory.release()
-        assert (parent / "node" / "agent").exists()
-        monkeypatch.undo()
-        NodeDirectory.hold(parent / "node").release()
-        assert not (parent / "node").exists()
-
-
-def test_a_run_killed_while_it_signs_leaves_a_directory_that_can_be_used(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    with short_directory() as parent:
-        os.close(NodeDirectory.hold(parent / "node")._lock)
-        for call in ("pwrite", "ftruncate"):
-            killed = os.fork()
-            if not killed:
-                monkeypatch.setattr(os, call, lambda *_: os._exit(0))
-                NodeDirectory.hold(parent / "node")
-                os._exit(1)
-            assert os.waitpid(killed, 0) == (killed, 0)
-        NodeDirectory.hold(parent / "node").release()
-        assert not (parent / "node").exists()
-
-
 def test_a_run_killed_before_it_signed_leaves_a_directory_that_can_be_used() -> None:
     with short_directory() as parent:
         (parent / "node").mkdir()

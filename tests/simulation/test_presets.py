@@ -10,6 +10,7 @@ from agent.simulation.presets import (
     place_mig_devices,
     preset_names,
 )
+from agent.simulation.roots import capability_minors
 
 MACHINES = {
     "dgx-h100": ("NVIDIA H100 80GB HBM3", 8, 81559, (9, 0), 18, "1g.10gb"),
@@ -125,3 +126,10 @@ def test_a_malformed_node_names_the_key(node: object, problem: str) -> None:
     with pytest.raises(PresetError) as refused:
         load_preset(node)  # type: ignore[arg-type]
     assert str(refused.value).startswith(problem)
+
+
+@pytest.mark.parametrize(
+    ("place", "minors"), [((0, 0, 0), (3, 4)), ((0, 1, 0), (12, 13)), ((1, 0, 7), (138, 146))]
+)
+def test_capability_minors_are_the_drivers(place: tuple[int, int, int], minors: tuple[int, int]) -> None:
+    assert capability_minors(*place) == minors

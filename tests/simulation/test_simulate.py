@@ -2,7 +2,6 @@ import argparse
 import asyncio
 import contextlib
 import json
-import os
 import signal
 import socket
 from collections.abc import AsyncIterator
@@ -11,15 +10,12 @@ from pathlib import Path
 import pytest
 
 from agent.errors import AgentError, ConfigError, UsageError
-from agent.simulation import actions, control, feed, inject
+from agent.simulation import actions, control, inject
 from agent.simulation.agent_actions import state_of_agent
-from agent.simulation.children import environment_of_children
-from agent.simulation.control import MAX_CONNECTIONS, MAX_REQUEST_BYTES, ControlServer
+from agent.simulation.control import ControlServer
 from agent.simulation.directory import agent_flags
-from agent.simulation.feed import MAX_LINES, MAX_READERS, Feed
 from agent.simulation.node import SimulatedNode
 from tests.harness import (
-    ROOT,
     agent_process,
     gpu_agent,
     running_command,
@@ -331,26 +327,6 @@ async def test_a_request_that_is_none_is_answered_with_what_one_is(line: bytes) 
         assert "a request is" in answer["problems"][0]
 
 
-async def test_a_request_that_is_too_long_ends_its_connection_only() -> None:
-    async with simulated_node("4x-t4") as node, controlled(node):
-        with contextlib.suppress(ConnectionError):
-            assert await ask(node, b"x" * (2 * MAX_REQUEST_BYTES) + b"\n") == b""
-
-        assert json.loads(await ask(node, b'{"do": "release"}\n'))["ok"]
-
-
-async def test_connections_are_bounded() -> None:
-    async with simulated_node("4x-t4") as node, controlled(node):
-        path = str(node.directory.control_socket)
-        idle = [await asyncio.open_unix_connection(path) for _ in range(MAX_CONNECTIONS)]
-        reader, writer = await asyncio.open_unix_connection(path)
-
-        assert await reader.read() == b""
-
-        for _, each in [*idle, (reader, writer)]:
-            each.close()
-
-
 async def test_a_watcher_gets_everything_from_the_start() -> None:
     async with simulated_node("4x-t4") as node, controlled(node) as server:
         await node.do("release", {})
@@ -359,32 +335,6 @@ async def test_a_watcher_gets_everything_from_the_start() -> None:
             assert [line["kind"] for line in seen] == ["node", "event"]
             assert [gpu["gpu"] for gpu in seen[0]["gpus"]] == [0, 1, 2, 3]
         await asyncio.wait_for(server.wait_unwatched(), 10)
-
-
-async def test_the_feed_forgets_the_oldest_and_says_so_to_who_lags() -> None:
-    lines = Feed()
-    lines.put({"kind": "first"})
-    slow = lines.follow()
-    assert (await anext(slow))["kind"] == "first"
-    for number in range(MAX_LINES + 1):
-        lines.put({"kind": "more", "number": number})
-
-    with pytest.raises(AgentError, match="behind"):
-        await anext(slow)
-
-
-async def test_the_readers_of_the_feed_are_bounded() -> None:
-    lines = Feed()
-    lines.put({"kind": "first"})
-    readers = [lines.follow() for _ in range(MAX_READERS)]
-    for reader in readers:
-        await anext(reader)
-
-    with pytest.raises(AgentError, match="end one first"):
-        await anext(lines.follow())
-    for reader in readers:
-        await reader.aclose()
-    assert lines.readers == 0
 
 
 # The commands
@@ -519,25 +469,8 @@ async def test_wrong_arguments_are_a_sentence(arguments: list[str], sentence: st
     assert "Traceback" not in result.err
 
 
-def test_children_are_not_taken_for_services_and_find_this_package() -> None:
-    given = {"NOTIFY_SOCKET": "/x", "JOURNAL_STREAM": "1:2", "PATH": "/bin", "GPU_AGENT_POLL": "1s"}
-
-    environment = environment_of_children(given, ["GPU_AGENT_POLL"])
-
-    assert environment.keys() == {"PATH", "PYTHONPATH", "PYTHONSAFEPATH"}
-    assert environment["PYTHONPATH"].split(os.pathsep)[0] == str(ROOT)
-
-
 def test_a_client_that_finds_something_else_than_a_node_says_so() -> None:
     with short_directory() as parent, socket.socket(socket.AF_UNIX) as sock:
         sock.bind(str(parent / "control.sock"))
         with pytest.raises(control.NotRunningError):
             control.ask(parent, "release", {})
-
-
-def test_lines_of_the_feed_are_not_kept_without_bound() -> None:
-    lines = Feed()
-    for _ in range(MAX_LINES + 10):
-        lines.put({"kind": "event"})
-
-    assert len(lines._lines) == feed.MAX_LINES

@@ -1,19 +1,15 @@
 """The emulated kubelet's faults, each by its name."""
 
 import asyncio
-import time
 from pathlib import Path
 from typing import Any
 
-import grpc
-import grpc.aio
 import pytest
 
 from agent.errors import UsageError
 from agent.simulation.kubelet import EmulatedKubelet
-from agent.simulation.kubelet.faults import Delay
 from agent.simulation.stubs.deviceplugin.v1beta1 import api_pb2 as pb
-from tests.contract.reference_plugin import ReferencePlugin, device, register
+from tests.contract.reference_plugin import ReferencePlugin
 from tests.simulation.kubelet.plugins import GPU, four, plugin_for, refusal, refuses
 
 
@@ -33,30 +29,6 @@ async def test_refuse_lasts_until_cleared(kubelet: EmulatedKubelet) -> None:
         await plugin.register()
 
 
-async def test_delay_makes_register_slow_so_many_times(kubelet: EmulatedKubelet) -> None:
-    async with plugin_for(kubelet) as plugin:
-        await kubelet.apply_fault("delay", register="60ms", dial=0.06, times=1)
-        await plugin.register()
-    (slow,) = kubelet.registrations
-    assert slow.at_ns - slow.received_at_ns >= 120_000_000
-    assert kubelet._registry.faults.next_delay() == Delay()
-
-
-async def test_a_plugin_that_stops_waiting_makes_the_kubelet_forget_the_client_it_has(
-    kubelet: EmulatedKubelet, plugin: ReferencePlugin
-) -> None:
-    plugin.options_gate.clear()
-    registering = asyncio.get_running_loop().create_task(plugin.register())
-    await plugin.wait_for(lambda: plugin.count("GetDevicePluginOptions") == 2)
-    registering.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await registering
-    await kubelet.wait_for(lambda _: not kubelet._registry._registering)
-    await plugin.end_streams()
-    await kubelet.wait_for(lambda seen: len(seen.stream_ends) == 1)
-    assert kubelet.allocatable(GPU) == 4
-
-
 async def test_a_kubelet_that_forgot_a_plugin_leaves_its_stream_open(
     kubelet: EmulatedKubelet, plugin: ReferencePlugin
 ) -> None:
@@ -68,26 +40,6 @@ async def test_a_kubelet_that_forgot_a_plugin_leaves_its_stream_open(
     await plugin.end_streams()
     await plugin.register()
     await kubelet.wait_for(lambda seen: seen.allocatable(GPU) == 3)
-
-
-async def test_a_failed_registration_makes_the_kubelet_miss_the_end_of_the_stream_it_has(
-    kubelet: EmulatedKubelet, plugin: ReferencePlugin
-) -> None:
-    wrong = pb.RegisterRequest(version="v1beta1", endpoint="dead.sock", resource_name=GPU)
-    kubelet._registry._dial_timeout_s = 0.05
-    with pytest.raises(grpc.aio.AioRpcError, match="context deadline exceeded"):
-        await register(kubelet.device_plugins, wrong)
-    await plugin.end_streams()
-    await kubelet.wait_for(lambda seen: len(seen.stream_ends) == 1)
-    assert kubelet.allocatable(GPU) == 4
-    kubelet._registry._dial_timeout_s = 10.0
-    await plugin.register()
-
-
-async def test_an_endpoint_is_looked_for_below_the_folder(kubelet: EmulatedKubelet) -> None:
-    async with plugin_for(kubelet) as plugin:
-        await plugin.register(endpoint=f"/{plugin.path.name}")
-        await kubelet.wait_for(lambda seen: seen.allocatable(GPU) == 4)
 
 
 @pytest.mark.parametrize("how", ["cancel", "connection"])
@@ -103,18 +55,6 @@ async def test_drop_stream_loses_the_devices_and_keeps_the_capacity(
     await kubelet.wait_for(lambda seen: seen.allocatable(GPU) == 4)
 
 
-async def test_drop_stream_of_one_resource_leaves_the_others(
-    kubelet: EmulatedKubelet, plugin: ReferencePlugin
-) -> None:
-    async with plugin_for(kubelet, "nvidia.com/mig-1g.10gb") as other:
-        await other.register()
-        await kubelet.wait_for(lambda seen: seen.allocatable(other.resource) == 4)
-        await kubelet.apply_fault("drop-stream", resource=other.resource)
-        await kubelet.wait_for(lambda seen: seen.allocatable(other.resource) == 0)
-        assert kubelet.allocatable(GPU) == 4
-        assert plugin.watchers == 1
-
-
 async def test_a_watcher_that_stops_reading_sees_the_newest_list_afterwards(
     kubelet: EmulatedKubelet, plugin: ReferencePlugin
 ) -> None:
@@ -126,23 +66,6 @@ async def test_a_watcher_that_stops_reading_sees_the_newest_list_afterwards(
     assert kubelet.allocatable(GPU) == 4
     await kubelet.apply_fault("clear")
     await kubelet.wait_for(lambda seen: seen.unhealthy(GPU) == ("b",))
-
-
-async def test_a_watcher_that_stops_reading_holds_the_plugin_back(
-    kubelet: EmulatedKubelet, plugin: ReferencePlugin
-) -> None:
-    await kubelet.apply_fault("stop_reading", resource=GPU)
-    large, held = [device("x" * 1_000_000)], False
-    for number in range(20):
-        await plugin.send(large)
-        try:
-            await plugin.wait_for(lambda awaited=number + 2: plugin.sent >= awaited, timeout_s=0.2)
-        except TimeoutError:
-            held = True
-            break
-    assert held
-    await kubelet.apply_fault("clear", fault="stop-reading")
-    await kubelet.wait_for(lambda seen: seen.capacity(GPU) == 1)
 
 
 async def test_stop_reading_ends_by_itself(kubelet: EmulatedKubelet, plugin: ReferencePlugin) -> None:
@@ -191,13 +114,6 @@ async def test_while_it_is_down_its_socket_is_there_and_refuses(
     assert not refuses(own)
 
 
-async def test_a_restart_takes_its_downtime(kubelet: EmulatedKubelet) -> None:
-    before = time.monotonic()
-    await kubelet.apply_fault("restart", downtime="60ms", how="kill")
-    assert time.monotonic() - before >= 0.06
-    assert kubelet.statistics().starts == 2
-
-
 async def test_a_slow_kubelet_refuses_for_a_while_after_its_socket_appeared(kubelet: EmulatedKubelet) -> None:
     own = kubelet.device_plugins / "kubelet.sock"
     restarting = asyncio.get_running_loop().create_task(kubelet.apply_fault("restart", refusing="1m"))
@@ -212,13 +128,6 @@ async def test_a_slow_kubelet_refuses_for_a_while_after_its_socket_appeared(kube
         await restarting
     await kubelet.apply_fault("restart", refusing="10ms")
     assert not refuses(own)
-
-
-async def test_the_end_does_not_wait_for_a_long_downtime(tmp_path: Path) -> None:
-    async with asyncio.TaskGroup() as group, EmulatedKubelet(tmp_path / "dp", tmp_path / "pr") as kubelet:
-        group.create_task(kubelet.apply_fault("restart", downtime="1m"))
-        await kubelet.wait_for(lambda seen: not seen.running)
-    assert kubelet.statistics().starts == 1
 
 
 async def test_absent_comes_back_by_itself_or_when_cleared(kubelet: EmulatedKubelet) -> None:
@@ -241,15 +150,6 @@ async def test_race_disconnects_the_second_registration(
     assert len(kubelet.registrations) == 1
     await plugin.register()
     await kubelet.wait_for(lambda seen: seen.allocatable(GPU) == 4)
-
-
-async def test_a_race_needs_a_plugin_that_can_be_dialled(
-    kubelet: EmulatedKubelet, plugin: ReferencePlugin
-) -> None:
-    kubelet._registry._dial_timeout_s = 0.05
-    plugin.path.unlink()
-    with pytest.raises(UsageError, match="was not connected a second time: failed to dial"):
-        await kubelet.apply_fault("race")
 
 
 async def test_an_end_noticed_late_costs_the_next_registration(
@@ -301,16 +201,6 @@ async def test_a_resource_whose_plugin_stays_away_is_forgotten(tmp_path: Path) -
         told = [(each.capacity, each.allocatable) for each in [await anext(changes) for _ in range(3)]]
         assert told == [(4, 4), (4, 0), (0, 0)]
         assert (await kubelet.run_pod("job", "default", {"main": {GPU: 1}})).containers["main"].devices == {}
-
-
-async def test_a_plugin_that_returns_in_time_is_kept(
-    kubelet: EmulatedKubelet, plugin: ReferencePlugin
-) -> None:
-    await plugin.end_streams()
-    await kubelet.wait_for(lambda seen: seen.allocatable(GPU) == 0)
-    assert set(kubelet._node._grace_timers) == {GPU}
-    await plugin.register()
-    assert not kubelet._node._grace_timers
 
 
 @pytest.mark.parametrize(

@@ -10,66 +10,11 @@ import grpc
 import grpc.aio
 import pytest
 
-from agent.errors import AgentError, UsageError
 from agent.simulation.kubelet import EmulatedKubelet
 from agent.simulation.stubs.deviceplugin.v1beta1 import api_pb2 as pb
 from tests.contract.kubelet_under_test import PodResources
 from tests.contract.reference_plugin import ReferencePlugin
 from tests.simulation.kubelet.plugins import GPU, four, plugin_for
-
-
-async def test_ids_go_out_in_an_order_the_seed_decides(tmp_path: Path) -> None:
-    orders = []
-    for number, seed in enumerate((1, 1, 2)):
-        directory = tmp_path / str(number)
-        async with EmulatedKubelet(directory / "dp", directory / "pr", seed=seed) as kubelet:
-            async with plugin_for(kubelet) as plugin:
-                await plugin.register()
-                await kubelet.wait_for(lambda seen: seen.allocatable(GPU) == 4)
-                for _ in range(5):
-                    await kubelet.run_pod("job", "default", {"main": {GPU: 4}})
-                    kubelet.delete_pod("job", "default")
-            orders.append([each.ids for each in kubelet.allocations])
-    assert orders[0] == orders[1] != orders[2]
-    assert {tuple(sorted(ids)) for ids in orders[0]} == {("a", "b", "c", "d")}
-    assert len(set(orders[0])) > 1
-
-
-async def test_a_pod_waits_for_a_kubelet_that_is_down(kubelet: EmulatedKubelet) -> None:
-    await kubelet.stop()
-    async with asyncio.TaskGroup() as group:
-        waiting = group.create_task(kubelet.run_pod("job", "default", {"main": {GPU: 1}}))
-        await asyncio.sleep(0)
-        assert not waiting.done()
-        await kubelet.start()
-    assert waiting.result().running
-
-
-async def test_a_pod_whose_admission_a_restart_cut_short_is_admitted_anew(
-    kubelet: EmulatedKubelet, plugin: ReferencePlugin
-) -> None:
-    plugin.allocate_gate.clear()
-    async with asyncio.TaskGroup() as group:
-        waiting = group.create_task(kubelet.run_pod("job", "default", {"main": {GPU: 1}}))
-        await plugin.wait_for(lambda: plugin.count("Allocate") == 1)
-        await kubelet.restart()
-    # The new kubelet knows the resource and has no device of it yet, so the pod fails for good.
-    assert "no healthy devices present" in waiting.result().message
-    assert "Canceled" in (kubelet.allocations[0].error or "")
-
-
-async def test_a_pod_that_waits_is_told_when_the_kubelet_ends(tmp_path: Path) -> None:
-    async with asyncio.TaskGroup() as group:
-        async with EmulatedKubelet(tmp_path / "dp", tmp_path / "pr", present=False) as kubelet:
-            waiting = group.create_task(_run_to_error(kubelet))
-            await asyncio.sleep(0)
-        assert "the simulated kubelet has ended" in await waiting
-
-
-async def _run_to_error(kubelet: EmulatedKubelet) -> str:
-    with pytest.raises(AgentError) as raised:
-        await kubelet.run_pod("job", "default", {"main": {GPU: 1}})
-    return str(raised.value)
 
 
 async def test_a_failed_pre_start_leaves_the_pod_pending(kubelet: EmulatedKubelet) -> None:
@@ -83,32 +28,6 @@ async def test_a_failed_pre_start_leaves_the_pod_pending(kubelet: EmulatedKubele
         "device plugin PreStartContainer rpc failed with err: "
         "rpc error: code = Internal desc = device a is busy"
     )
-
-
-async def test_a_failed_preferred_allocation_fails_the_pod(kubelet: EmulatedKubelet) -> None:
-    async with plugin_for(kubelet, preferred=True) as plugin:
-        plugin.preferred_error = (grpc.StatusCode.INTERNAL, "no topology")
-        await plugin.register()
-        await kubelet.wait_for(lambda seen: seen.allocatable(GPU) == 4)
-        pod = await kubelet.run_pod("job", "default", {"main": {GPU: 1}})
-    assert (pod.phase, pod.reason) == ("Failed", "UnexpectedAdmissionError")
-    assert (
-        "device plugin GetPreferredAllocation rpc failed with err: "
-        "rpc error: code = Internal desc = no topology"
-    ) in pod.message
-    assert plugin.count("Allocate") == 0
-
-
-async def test_a_pod_gets_what_the_plugin_answered_for_each_container(
-    kubelet: EmulatedKubelet, plugin: ReferencePlugin
-) -> None:
-    pod = await kubelet.run_pod("job", "default", {"one": {GPU: 1}, "two": {GPU: 2}, "none": {}})
-    one, two, none = pod.containers["one"], pod.containers["two"], pod.containers["none"]
-    assert one.envs == {"REFERENCE_DEVICES": one.devices[GPU][0]}
-    assert two.envs == {"REFERENCE_DEVICES": ",".join(two.devices[GPU])}
-    assert not set(one.devices[GPU]) & set(two.devices[GPU])
-    assert none.devices == {}
-    assert [spec.container_path for spec in two.device_specs] == ["/dev/null"]
 
 
 @pytest.mark.parametrize(("version", "lists_finished"), [((1, 33), True), ((1, 34), False)])
@@ -201,33 +120,6 @@ async def test_pod_resources_list_each_device_by_itself_with_its_numa_node(
         for each in pod.containers[0].devices
     ]
     assert found == [(["a"], [0]), (["b"], [0]), (["c"], [1]), (["d"], [1])]
-
-
-async def test_a_pod_that_is_not_there_is_named(kubelet: EmulatedKubelet) -> None:
-    with pytest.raises(grpc.aio.AioRpcError, match="pod job in namespace default not found"):
-        await PodResources(kubelet.pod_resources).get("job", "default")
-    with pytest.raises(UsageError, match="no pod default/job"):
-        kubelet.finish_pod("job", "default")
-
-
-async def test_two_pods_of_one_name_are_refused(kubelet: EmulatedKubelet) -> None:
-    await kubelet.run_pod("job", "default", {"main": {}})
-    with pytest.raises(UsageError, match="default/job exists already"):
-        await kubelet.run_pod("job", "default", {"main": {}})
-
-
-async def test_a_pod_that_nobody_waits_for_any_more_is_gone(
-    kubelet: EmulatedKubelet, plugin: ReferencePlugin
-) -> None:
-    plugin.allocate_gate.clear()
-    task = asyncio.get_running_loop().create_task(kubelet.run_pod("job", "default", {"main": {GPU: 1}}))
-    await plugin.wait_for(lambda: plugin.count("Allocate") == 1)
-    task.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await task
-    plugin.allocate_gate.set()
-    assert kubelet.pods == ()
-    assert (await kubelet.run_pod("job", "default", {"main": {GPU: 4}})).running
 
 
 async def test_the_checkpoint_has_the_kubelets_shape(
