@@ -22,21 +22,21 @@ class MigDevice(msgspec.Struct, frozen=True):
     """The same of its compute instance."""
 
 
-class Gpu(msgspec.Struct, frozen=True):
+class Gpu(msgspec.Struct, frozen=True, kw_only=True):
     """A physical GPU."""
 
     uuid: GpuUuid
     index: int
     """NVML's index; it moves when another GPU is lost, so it is only for people and for order."""
-    minor: int | None
+    minor: int | None = None
     """N of /dev/nvidiaN; None where the driver does not say."""
     name: str
     pci: str
     """PCI address in sysfs form."""
     memory_bytes: int | None
     """None where the driver does not say."""
-    compute_capability: tuple[int, int] | None
-    numa_node: int | None
+    compute_capability: tuple[int, int] | None = None
+    numa_node: int | None = None
     """None where the kernel knows no node (sysfs says -1, nothing, or nonsense)."""
     serial: str | None = None
     part_number: str | None = None

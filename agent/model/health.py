@@ -108,20 +108,20 @@ class LeakKind(StrEnum):
     MANY_CONTEXTS = "many_contexts"
 
 
-class Culprit(msgspec.Struct, frozen=True):
+class Culprit(msgspec.Struct, frozen=True, kw_only=True):
     """A process that a finding names."""
 
     pid: int
     start_ticks: int
     comm: str
     owner: Owner
-    pod: str | None
+    pod: str | None = None
     """``namespace/name``, or the UID where the name is not known."""
     state: str
     killable: bool
     """False: no signal reaches it (state D), or it ended already."""
-    contexts: int | None
-    used_bytes: int | None
+    contexts: int | None = None
+    used_bytes: int | None = None
     """Of the GPU's memory; None where NVML does not say."""
     since_ns: int
     """When the finding's cause began, as far as it was seen."""

@@ -1,8 +1,17 @@
 """States as they are kept in the file."""
 
-from agent.model.facts import NVML
+from agent.model.facts import NVML, PROBE
 from agent.model.gpu import Gpu, MigDevice
-from agent.model.health import Condition, ConditionKey, Evidence, Reason, Recovery
+from agent.model.health import (
+    Condition,
+    ConditionKey,
+    Culprit,
+    Details,
+    Evidence,
+    LeakKind,
+    Reason,
+    Recovery,
+)
 from agent.model.ids import GpuUuid, Placement
 from agent.model.snapshot import Durable
 from agent.model.structs import replace
@@ -59,4 +68,50 @@ ORDERS = replace(
     released_gpus=(U0,),
     released_until_ns=99_000,
     module_inode=7,
+)
+
+LEAK = replace(
+    condition(U0, recovery=Recovery.SELF_CLEARING, code=1),
+    key=ConditionKey(PROBE, Reason.CONTEXT_LEAK, Placement(U0), 1),
+    evidence=Evidence.SOFT,
+    details=Details(
+        LeakKind.POD_GONE,
+        culprits=(
+            Culprit(
+                pid=4711,
+                start_ticks=99,
+                comm="train",
+                owner="pod",
+                pod="team-a/train-0",
+                state="S",
+                killable=True,
+                contexts=2,
+                used_bytes=2**30,
+                since_ns=5_000,
+            ),
+            Culprit(
+                pid=4712,
+                start_ticks=98,
+                comm="",
+                owner="unknown",
+                pod=None,
+                state="D",
+                killable=False,
+                contexts=None,
+                used_bytes=None,
+                since_ns=5_001,
+                role="owner",
+            ),
+        ),
+        more=3,
+        used_bytes=2**31,
+        incomplete=True,
+        certainty="unverified",
+    ),
+)
+FINDINGS = Durable(
+    gpus=(replace(gpu(U0), numa_node=1, minor=None, memory_bytes=None, compute_capability=None),),
+    conditions=(LEAK, replace(LEAK, details=Details(LeakKind.CTX_GROWTH, contexts=7, critical=True))),
+    kernel_log_read=1234,
+    lost="/var/lib/gpu-agent/state.json is damaged",
 )

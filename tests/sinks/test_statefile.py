@@ -38,7 +38,7 @@ from agent.sinks.statefile import COPY, StateFile, UnreadError, load, save
 from agent.sinks.statefile_format import encoded
 from agent.threads import in_daemon_thread
 from tests.sinks.offers import node
-from tests.sinks.stored_states import BOOT, ORDERS, OTHER_BOOT, SICK, U0, U1, condition, gpu
+from tests.sinks.stored_states import BOOT, FINDINGS, ORDERS, OTHER_BOOT, SICK, U0, U1, condition, gpu
 
 
 @pytest.fixture
@@ -321,11 +321,24 @@ def test_a_stored_condition_of_an_unknown_kind_is_left_out_and_told(
     path: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     body = json.loads(encoded(SICK, boot_id=BOOT))["state"]
-    body["conditions"].append(body["conditions"][0] | {"reason": "gpu_on_fire"})
+    (known,) = body["conditions"]
+    body["conditions"] += [known | {"reason": "gpu_on_fire"}, known | {"details": {"kind": "smoke"}}]
     rewrite(path, body)
     with caplog.at_level(logging.WARNING):
         assert load(path, boot_id=BOOT) == SICK
     assert "gpu_on_fire" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"message": None}, {"source": None}, {"gi": "1"}, {"code": -0.5}, {"details": {"kind": 3}}]
+)
+def test_a_stored_condition_that_is_none_makes_the_file_unusable(
+    path: str, wrong: dict[str, object], caplog: pytest.LogCaptureFixture
+) -> None:
+    body = json.loads(encoded(SICK, boot_id=BOOT))["state"]
+    body["conditions"][0] |= wrong
+    rewrite(path, body)
+    assert "damaged" in unusable(path, caplog)
 
 
 def test_a_condition_of_a_gpu_that_is_not_in_the_file_is_kept_for_it(path: str) -> None:
@@ -348,9 +361,10 @@ def test_the_first_release_wrote_this_file(path: str) -> None:
 
 
 def test_the_names_of_what_came_later_stay(path: str) -> None:
-    sample = Path(__file__).with_name("state-orders.json")
-    Path(path).write_bytes(sample.read_bytes())
-    assert load(path, boot_id=BOOT) == ORDERS
+    for name, kept in (("orders", ORDERS), ("findings", FINDINGS)):
+        sample = Path(__file__).with_name(f"state-{name}.json")
+        Path(path).write_bytes(sample.read_bytes())
+        assert load(path, boot_id=BOOT) == kept
 
 
 # Writing
