@@ -67,7 +67,7 @@ def _with_links(spec: NodeSpec, has_links: Callable[[int], bool]) -> NodeSpec:
 
     def connected(slot: int, gpu: GpuSpec) -> GpuSpec:
         peer = spec.gpus[slot ^ 1].pci_bus_id
-        links = NvLinkSpec(version=3, peers={peer: _PAIR_LINKS}) if has_links(slot) else None
+        links = NvLinkSpec(peers={peer: _PAIR_LINKS}) if has_links(slot) else None
         pcie = PcieSpec(generation=gpu.pcie.generation, switch=slot // 4, host_bridge=slot // 8)
         return msgspec.structs.replace(gpu, nvlink=links, fabric=None, pcie=pcie)
 

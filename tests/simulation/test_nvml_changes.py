@@ -190,6 +190,6 @@ with node.change(0):
         handle = client.nvmlDeviceGetHandleByIndex(0)
         assert client.nvmlDeviceGetTemperature(handle, 0) == 30
         controller.kill()
-    nvml.state.set_power(0, 1)
+    nvml.state.set_pcie_replays(0, 1)
     assert client.nvmlDeviceGetTemperature(handle, 0) == 30
-    assert client.nvmlDeviceGetPowerUsage(handle) == 1
+    assert client.nvmlDeviceGetPcieReplayCounter(handle) == 1

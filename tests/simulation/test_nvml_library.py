@@ -87,7 +87,6 @@ def test_a_presets_gpus_are_what_nvml_lists(make_nvml: Callable[..., SimulatedNv
             assert pci.pciDeviceId == gpu.pci_device_id
             for found in (
                 client.nvmlDeviceGetHandleByUUID(gpu.uuid),
-                client.nvmlDeviceGetHandleBySerial(gpu.serial),
                 client.nvmlDeviceGetHandleByPciBusId(gpu.pci_bus_id),
                 client.nvmlDeviceGetHandleByPciBusId(pci.busId),
             ):

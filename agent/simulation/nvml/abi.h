@@ -46,11 +46,8 @@ enum {
     ABI_ECC_COUNTERS = 2,    /* volatile, aggregate */
     ABI_ECC_LOCATIONS = 8,   /* L1, L2, DRAM, registers, texture, texture shared, CBU, SRAM */
     ABI_THRESHOLDS = 4,      /* shutdown, slowdown, memory maximum, GPU maximum */
-    ABI_LINK_ERRORS = 5,     /* replay, recovery, CRC flit, CRC data, ECC data */
     ABI_LINK_TO_GPU = 0,
     ABI_LINK_TO_SWITCH = 2,
-    ABI_LINK_CAP_SLI = 4,
-    ABI_LINK_CAP_VALID = 5,
     ABI_PROCESS_COMPUTE = 1, /* our own kinds: bits of what a process does on a GPU */
     ABI_PROCESS_GRAPHICS = 2,
     ABI_PROCESS_MPS = 4,
@@ -75,10 +72,6 @@ typedef struct {
 } abi_pci_t;
 
 typedef struct {
-    unsigned long long l1Cache, l2Cache, deviceMemory, registerFile;
-} abi_ecc_counts_t;
-
-typedef struct {
     unsigned int gpu, memory;
 } abi_utilization_t;
 
@@ -90,10 +83,6 @@ typedef struct {
     unsigned int version;
     unsigned long long total, reserved, free, used;
 } abi_memory_v2_t;
-
-typedef struct {
-    unsigned long long bar1Total, bar1Free, bar1Used;
-} abi_bar1_t;
 
 typedef struct {
     unsigned int pid;
@@ -111,15 +100,6 @@ typedef struct {
         sharedJpegCount, sharedOfaCount, gpuInstanceSliceCount, computeInstanceSliceCount;
     unsigned long long memorySizeMB;
 } abi_attributes_t;
-
-typedef struct {
-    unsigned int max, high, partial, low, none;
-} abi_remap_histogram_t;
-
-typedef struct {
-    unsigned int version, sensorType;
-    int temperature;
-} abi_temperature_t;
 
 typedef struct {
     unsigned int version, value;
@@ -201,13 +181,6 @@ typedef struct {
 } abi_gi_profile_t;
 
 typedef struct {
-    unsigned int version, id, isP2pSupported, sliceCount, instanceCount, multiprocessorCount,
-        copyEngineCount, decoderCount, encoderCount, jpegCount, ofaCount;
-    unsigned long long memorySizeMB;
-    char name[96];
-} abi_gi_profile_v2_t;
-
-typedef struct {
     unsigned int version, id, sliceCount, instanceCount, multiprocessorCount, copyEngineCount,
         decoderCount, encoderCount, jpegCount, ofaCount;
     unsigned long long memorySizeMB;
@@ -225,14 +198,3 @@ typedef struct {
     abi_placement_t placement;
 } abi_gi_info_t;
 
-typedef struct {
-    unsigned int id, sliceCount, instanceCount, multiprocessorCount, sharedCopyEngineCount,
-        sharedDecoderCount, sharedEncoderCount, sharedJpegCount, sharedOfaCount;
-} abi_ci_profile_t;
-
-typedef struct {
-    void *device;
-    void *gpuInstance;
-    unsigned int id, profileId;
-    abi_placement_t placement;
-} abi_ci_info_t;

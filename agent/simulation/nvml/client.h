@@ -7,7 +7,7 @@
 
 typedef void *handle_t;
 
-enum kind { INVALID, UNREADABLE, DEVICE, MIG_DEVICE, GPU_INSTANCE, COMPUTE_INSTANCE };
+enum kind { INVALID, UNREADABLE, DEVICE, MIG_DEVICE, GPU_INSTANCE };
 
 struct target {
     enum kind kind;

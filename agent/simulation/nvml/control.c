@@ -273,7 +273,6 @@ API int64_t gpusim_counter(struct control *control, const char *name) {
     if (strcmp(name, "shutdowns") == 0) return (int64_t)number(&node->shutdowns);
     if (strcmp(name, "hangs_entered") == 0) return (int64_t)number(&node->hangs_entered);
     if (strcmp(name, "events_lost") == 0) return (int64_t)number(&node->events_lost);
-    if (strcmp(name, "events_pushed") == 0) return (int64_t)number(&node->event_head);
     return -1;
 }
 

@@ -38,7 +38,6 @@ def gpu_texts(gpu: GpuSpec) -> Texts:
         "board_part_number": gpu.board_part_number,
         "vbios_version": gpu.vbios_version,
         "inforom_image": gpu.inforom.image,
-        "inforom": [gpu.inforom.oem or "", gpu.inforom.ecc or "", gpu.inforom.power or ""],
         "cpu_affinity": gpu.cpu_affinity,
         "profile_name": [] if gpu.mig is None else [profile.name for profile in gpu.mig.profiles],
     }
@@ -75,7 +74,6 @@ def _readings(gpu: GpuSpec) -> Numbers:
     return {
         "memory_total": gpu.memory_mib * _MIB,
         "memory_reserved": gpu.memory_reserved_mib * _MIB,
-        "bar1_total": gpu.bar1_mib * _MIB,
         "pcie_generation": gpu.pcie.generation,
         "pcie_width": gpu.pcie.width,
         "pcie_max_generation": gpu.pcie.generation,
@@ -88,7 +86,6 @@ def _readings(gpu: GpuSpec) -> Numbers:
         "clocks": _clocks(gpu.clocks_idle),
         "max_clocks": _clocks(gpu.clocks_max),
         "clock_reasons": _CLOCK_REASON_IDLE,
-        "clock_reasons_supported": gpu.clock_reasons_supported,
     }
 
 
@@ -102,9 +99,7 @@ def _features(gpu: GpuSpec) -> Numbers:
     return {
         "ecc_mode": 1 if gpu.ecc else None,
         "remapped_rows": [0 if gpu.row_remapping else None] * 4,
-        "remap_histogram": [gpu.memory_banks, 0, 0, 0, 0],
         "pages_pending": 0 if gpu.page_retirement else None,
-        "persistence_mode": int(gpu.persistence_mode),
         "event_types": gpu.event_types,
         "recovery_action": 0 if gpu.recovery_action else None,
         "fabric_state": None if fabric is None else FABRIC_COMPLETED,
@@ -121,7 +116,6 @@ def _links(gpu: GpuSpec) -> Numbers:
     peers = [pci_address(bus_id) for bus_id in gpu.nvlink.ends()]
     return {
         "links": len(peers),
-        "link_version": gpu.nvlink.version,
         "switch_device_id": gpu.nvlink.switch_device_id,
         "link_state": [1] * len(peers),
         "link_peer": [domain << 32 | bus << 16 | device for domain, bus, device in peers],
@@ -164,7 +158,6 @@ def mig_numbers(placed: Sequence[PlacedMigDevice], *, enabled: bool, generation:
         "mig_ci": [device.ci for device in placed],
         "mig_slices": [device.slices for device in placed],
         "mig_start": [device.start for device in placed],
-        "mig_compute_start": [device.compute_start for device in placed],
         "mig_memory_used": [0] * len(placed),
     }
 

@@ -29,7 +29,7 @@ struct target resolve(handle_t handle) {
     const struct node *node = node_current();
     if (bits >> 48 != HANDLE_TAG || !node) return (struct target){INVALID, NODE_NO_GPU, 0, 0};
     if (at.kind == UNREADABLE) return (struct target){UNREADABLE, NODE_NO_GPU, 0, 0};
-    if (at.kind > COMPUTE_INSTANCE || at.gpu >= (int)number(node->config.gpus))
+    if (at.kind > GPU_INSTANCE || at.gpu >= (int)number(node->config.gpus))
         return (struct target){INVALID, NODE_NO_GPU, 0, 0};
     if (at.kind != DEVICE && ((bits >> 16) & 0xffff) != (number(node->gpus[at.gpu].mig_generation) & 0xffff))
         at.kind = INVALID;

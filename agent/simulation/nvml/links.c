@@ -14,27 +14,6 @@ API int nvmlDeviceGetNvLinkState(handle_t device, unsigned int link, unsigned in
     return answer_number(gpu->link_state + link, out);
 }
 
-API int nvmlDeviceGetNvLinkVersion(handle_t device, unsigned int link, unsigned int *out) {
-    ENTER_LINK(nvmlDeviceGetNvLinkVersion);
-    return answer_number(gpu->link_version, out);
-}
-
-API int nvmlDeviceGetNvLinkCapability(handle_t device, unsigned int link, unsigned int capability,
-                                      unsigned int *out) {
-    ENTER_LINK(nvmlDeviceGetNvLinkCapability);
-    REQUIRE(capability <= ABI_LINK_CAP_VALID && out);
-    *out = capability != ABI_LINK_CAP_SLI;
-    return RC_SUCCESS;
-}
-
-API int nvmlDeviceGetNvLinkErrorCounter(handle_t device, unsigned int link, unsigned int counter,
-                                        unsigned long long *out) {
-    ENTER_LINK(nvmlDeviceGetNvLinkErrorCounter);
-    REQUIRE(counter < ABI_LINK_ERRORS && out);
-    *out = number(gpu->link_errors + link * ABI_LINK_ERRORS + counter);
-    return RC_SUCCESS;
-}
-
 /* The peer is kept as domain << 32 | bus << 16 | device; what is no GPU of this node is an NVSwitch. */
 static unsigned int peer_of(const struct gpu_config *gpu, unsigned int link, abi_pci_t *out) {
     uint64_t peer = number(gpu->link_peer + link);
@@ -89,21 +68,6 @@ API int nvmlDeviceGetTopologyCommonAncestor(handle_t device, handle_t second, un
     int refused = refusal(node_current(), FN_nvmlDeviceGetTopologyCommonAncestor, other.gpu);
     if (!refused) *out = common_ancestor(at.gpu, other.gpu);
     return refused;
-}
-
-API int nvmlDeviceGetTopologyNearestGpus(handle_t device, unsigned int level, unsigned int *count,
-                                         handle_t *out) {
-    ENTER_DEVICE(nvmlDeviceGetTopologyNearestGpus, device);
-    (void)gpu;
-    REQUIRE(count);
-    unsigned int room = out ? *count : 0, found = 0;
-    for (int other = 0; other < slots(); other++) {
-        if (other == at.gpu || !visible(other) || common_ancestor(at.gpu, other) != level) continue;
-        if (found < room) out[found] = device_handle(other);
-        found++;
-    }
-    *count = out && found > room ? room : found;
-    return RC_SUCCESS;
 }
 
 static int fill_fabric(const struct gpu_config *gpu, abi_fabric_v3_t *out) {

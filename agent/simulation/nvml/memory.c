@@ -30,22 +30,6 @@ API int nvmlDeviceGetTotalEccErrors(handle_t device, unsigned int type, unsigned
     return RC_SUCCESS;
 }
 
-API int nvmlDeviceGetDetailedEccErrors(handle_t device, unsigned int type, unsigned int counter,
-                                       abi_ecc_counts_t *out) {
-    ENTER_ECC(nvmlDeviceGetDetailedEccErrors);
-    *out = (abi_ecc_counts_t){number(counters), number(counters + 1), number(counters + 2),
-                              number(counters + 3)};
-    return RC_SUCCESS;
-}
-
-API int nvmlDeviceGetMemoryErrorCounter(handle_t device, unsigned int type, unsigned int counter,
-                                        unsigned int location, unsigned long long *out) {
-    ENTER_ECC(nvmlDeviceGetMemoryErrorCounter);
-    REQUIRE(location < ABI_ECC_LOCATIONS);
-    *out = number(counters + location);
-    return RC_SUCCESS;
-}
-
 API int nvmlDeviceGetRemappedRows(handle_t device, unsigned int *corrected, unsigned int *uncorrected,
                                   unsigned int *pending, unsigned int *failed) {
     ENTER_DEVICE(nvmlDeviceGetRemappedRows, device);
@@ -55,38 +39,6 @@ API int nvmlDeviceGetRemappedRows(handle_t device, unsigned int *corrected, unsi
         if (refused) return refused;
     }
     return RC_SUCCESS;
-}
-
-API int nvmlDeviceGetRowRemapperHistogram(handle_t device, abi_remap_histogram_t *out) {
-    ENTER_DEVICE(nvmlDeviceGetRowRemapperHistogram, device);
-    REQUIRE(out);
-    const uint64_t *banks = gpu->remap_histogram;
-    if (number(gpu->remapped_rows) == NODE_UNSUPPORTED) return RC_NOT_SUPPORTED;
-    *out = (abi_remap_histogram_t){number(banks), number(banks + 1), number(banks + 2), number(banks + 3),
-                                   number(banks + 4)};
-    return RC_SUCCESS;
-}
-
-/* No page was ever retired here: what can be pending is told by the pending status. */
-static int retired_pages(const struct gpu_config *gpu, unsigned int cause, unsigned int *count) {
-    REQUIRE(cause < 2 && count);
-    if (number(gpu->pages_pending) == NODE_UNSUPPORTED) return RC_NOT_SUPPORTED;
-    *count = 0;
-    return RC_SUCCESS;
-}
-
-API int nvmlDeviceGetRetiredPages(handle_t device, unsigned int cause, unsigned int *count,
-                                  unsigned long long *addresses) {
-    ENTER_DEVICE(nvmlDeviceGetRetiredPages, device);
-    (void)addresses;
-    return retired_pages(gpu, cause, count);
-}
-
-API int nvmlDeviceGetRetiredPages_v2(handle_t device, unsigned int cause, unsigned int *count,
-                                     unsigned long long *addresses, unsigned long long *times) {
-    ENTER_DEVICE(nvmlDeviceGetRetiredPages_v2, device);
-    (void)addresses, (void)times;
-    return retired_pages(gpu, cause, count);
 }
 
 static int field_value(const struct gpu_config *gpu, abi_field_value_t *out) {
@@ -153,12 +105,9 @@ static int list_processes(int function, handle_t device, uint64_t kinds, bool fi
     API int name(handle_t device, unsigned int *count, void *out) {                                          \
         return list_processes(FN_##name, device, kinds, first_version, count, out);                          \
     }
-ANSWER_PROCESSES(nvmlDeviceGetComputeRunningProcesses, ABI_PROCESS_COMPUTE, true)
 ANSWER_PROCESSES(nvmlDeviceGetComputeRunningProcesses_v2, ABI_PROCESS_COMPUTE, false)
 ANSWER_PROCESSES(nvmlDeviceGetComputeRunningProcesses_v3, ABI_PROCESS_COMPUTE, false)
-ANSWER_PROCESSES(nvmlDeviceGetGraphicsRunningProcesses, ABI_PROCESS_GRAPHICS, true)
 ANSWER_PROCESSES(nvmlDeviceGetGraphicsRunningProcesses_v2, ABI_PROCESS_GRAPHICS, false)
 ANSWER_PROCESSES(nvmlDeviceGetGraphicsRunningProcesses_v3, ABI_PROCESS_GRAPHICS, false)
-ANSWER_PROCESSES(nvmlDeviceGetMPSComputeRunningProcesses, ABI_PROCESS_MPS, true)
 ANSWER_PROCESSES(nvmlDeviceGetMPSComputeRunningProcesses_v2, ABI_PROCESS_MPS, false)
 ANSWER_PROCESSES(nvmlDeviceGetMPSComputeRunningProcesses_v3, ABI_PROCESS_MPS, false)

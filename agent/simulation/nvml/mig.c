@@ -11,13 +11,10 @@
 
 #include "client.h"
 
-enum { PROFILE_KEYS = 0x12, COMPUTE_PROFILE_KEYS = 9 }; /* NVML_GPU_INSTANCE_PROFILE_COUNT, ..COMPUTE.. */
-
-/* Compute slices by compute instance profile; 0: never offered here. */
-static const unsigned int compute_slices[COMPUTE_PROFILE_KEYS] = {1, 2, 3, 4, 7, 8, 6, 0, 0};
+enum { PROFILE_KEYS = 0x12 }; /* NVML_GPU_INSTANCE_PROFILE_COUNT */
 
 struct slice {
-    unsigned int row, profile, gi, ci, slices, start, compute_start;
+    unsigned int row, profile, gi, ci, slices, start;
     uint64_t memory_used;
 };
 
@@ -35,7 +32,6 @@ static unsigned int slices_of(const struct gpu_config *gpu, struct slice out[NOD
                                       .ci = (unsigned int)number(gpu->mig_ci + row),
                                       .slices = (unsigned int)number(gpu->mig_slices + row),
                                       .start = (unsigned int)number(gpu->mig_start + row),
-                                      .compute_start = (unsigned int)number(gpu->mig_compute_start + row),
                                       .memory_used = number(gpu->mig_memory_used + row)};
     } while (node_read_again(node_current(), &read));
     return count;
@@ -131,15 +127,6 @@ API int nvmlDeviceGetMigDeviceHandleByIndex(handle_t device, unsigned int index,
     return RC_SUCCESS;
 }
 
-API int nvmlDeviceIsMigDeviceHandle(handle_t device, unsigned int *out) {
-    ENTER(nvmlDeviceIsMigDeviceHandle, device);
-    int refused = at.kind == MIG_DEVICE ? RC_SUCCESS : whole_device(&at);
-    if (refused) return refused;
-    REQUIRE(out);
-    *out = at.kind == MIG_DEVICE;
-    return RC_SUCCESS;
-}
-
 /* Opens a function of a MIG device: `slice` is its row. */
 #define ENTER_SLICE(name, expected, handle)                                                                  \
     ENTER(name, handle);                                                                                     \
@@ -159,13 +146,6 @@ API int nvmlDeviceGetComputeInstanceId(handle_t device, unsigned int *out) {
     ENTER_SLICE(nvmlDeviceGetComputeInstanceId, MIG_DEVICE, device);
     (void)gpu;
     *out = slice.ci;
-    return RC_SUCCESS;
-}
-
-API int nvmlDeviceGetDeviceHandleFromMigDeviceHandle(handle_t device, handle_t *out) {
-    ENTER_SLICE(nvmlDeviceGetDeviceHandleFromMigDeviceHandle, MIG_DEVICE, device);
-    (void)gpu;
-    *out = device_handle(at.gpu);
     return RC_SUCCESS;
 }
 
@@ -194,10 +174,6 @@ static int attributes(int function, handle_t device, abi_attributes_t *out) {
         .computeInstanceSliceCount = slice.slices,
         .memorySizeMB = number(gpu->profile_memory_mib + profile)};
     return RC_SUCCESS;
-}
-
-API int nvmlDeviceGetAttributes(handle_t device, abi_attributes_t *out) {
-    return attributes(FN_nvmlDeviceGetAttributes, device, out);
 }
 
 API int nvmlDeviceGetAttributes_v2(handle_t device, abi_attributes_t *out) {
@@ -244,70 +220,7 @@ API int nvmlDeviceGetGpuInstanceProfileInfo(handle_t device, unsigned int key, a
     return RC_SUCCESS;
 }
 
-API int nvmlDeviceGetGpuInstanceProfileInfoV(handle_t device, unsigned int key, void *out) {
-    ENTER_PROFILE(nvmlDeviceGetGpuInstanceProfileInfoV);
-    unsigned int version = *(unsigned int *)out;
-    if (version == ABI_VERSION(abi_gi_profile_v3_t, 3)) {
-        full.version = version;
-        memcpy(out, &full, sizeof full);
-        return RC_SUCCESS;
-    }
-    if (version != ABI_VERSION(abi_gi_profile_v2_t, 2)) return RC_ARGUMENT_VERSION_MISMATCH;
-    abi_gi_profile_v2_t second = {version, full.id, 0, full.sliceCount, full.instanceCount,
-                                  full.multiprocessorCount, full.copyEngineCount, full.decoderCount,
-                                  full.encoderCount, full.jpegCount, full.ofaCount, full.memorySizeMB, {0}};
-    memcpy(second.name, full.name, sizeof second.name);
-    memcpy(out, &second, sizeof second);
-    return RC_SUCCESS;
-}
-
-static int placements(int function, handle_t device, unsigned int profile_id, abi_placement_t *out,
-                      unsigned int *count) {
-    struct target at = resolve(device);
-    int refused = gate(function, at.gpu);
-    if (!refused) refused = whole_device(&at);
-    if (refused) return refused;
-    REQUIRE(count);
-    const struct gpu_config *gpu = gpu_config(at.gpu);
-    unsigned int row = profile_by(gpu, gpu->profile_id, profile_id), found = 0;
-    if (row == NODE_PROFILES) return RC_NOT_SUPPORTED;
-    uint64_t starts = number(gpu->profile_starts + row);
-    for (unsigned int start = 0; start < 64; start++) {
-        if (!(starts >> start & 1)) continue;
-        if (out) out[found] = (abi_placement_t){start, (unsigned int)number(gpu->profile_size + row)};
-        found++;
-    }
-    *count = found;
-    return RC_SUCCESS;
-}
-
-API int nvmlDeviceGetGpuInstancePossiblePlacements(handle_t device, unsigned int profile_id,
-                                                   abi_placement_t *out, unsigned int *count) {
-    return placements(FN_nvmlDeviceGetGpuInstancePossiblePlacements, device, profile_id, out, count);
-}
-
-API int nvmlDeviceGetGpuInstancePossiblePlacements_v2(handle_t device, unsigned int profile_id,
-                                                      abi_placement_t *out, unsigned int *count) {
-    return placements(FN_nvmlDeviceGetGpuInstancePossiblePlacements_v2, device, profile_id, out, count);
-}
-
 /* --- GPU instances ------------------------------------------------------------------------------------- */
-
-API int nvmlDeviceGetGpuInstances(handle_t device, unsigned int profile_id, handle_t *out,
-                                  unsigned int *count) {
-    ENTER_DEVICE(nvmlDeviceGetGpuInstances, device);
-    REQUIRE(out && count);
-    struct slice all[NODE_MIGS];
-    unsigned int rows = slices_of(gpu, all);
-    *count = 0;
-    for (unsigned int row = 0; row < rows; row++) {
-        bool again = false;
-        for (unsigned int before = 0; before < row; before++) again |= all[before].gi == all[row].gi;
-        if (again || number(gpu->profile_id + all[row].profile) != profile_id) continue;
-        out[(*count)++] = handle_of(GPU_INSTANCE, at.gpu, &all[row]);
-    }
-    return RC_SUCCESS;
-}
 
 API int nvmlDeviceGetGpuInstanceById(handle_t device, unsigned int id, handle_t *out) {
     ENTER_DEVICE(nvmlDeviceGetGpuInstanceById, device);
@@ -327,73 +240,3 @@ API int nvmlGpuInstanceGetInfo(handle_t instance, abi_gi_info_t *out) {
     return RC_SUCCESS;
 }
 
-/* --- compute instances --------------------------------------------------------------------------------- */
-
-static unsigned int compute_profile(unsigned int slices) {
-    unsigned int key = 0;
-    while (key < COMPUTE_PROFILE_KEYS && compute_slices[key] != slices) key++;
-    return key;
-}
-
-API int nvmlGpuInstanceGetComputeInstanceProfileInfo(handle_t instance, unsigned int key, unsigned int engines,
-                                                     abi_ci_profile_t *out) {
-    ENTER_SLICE(nvmlGpuInstanceGetComputeInstanceProfileInfo, GPU_INSTANCE, instance);
-    REQUIRE(key < COMPUTE_PROFILE_KEYS && engines == 0);
-    unsigned int profile = slice.profile, whole = (unsigned int)number(gpu->profile_slices + profile);
-    unsigned int slices = compute_slices[key];
-    if (!slices || slices > whole) return RC_NOT_SUPPORTED;
-    *out = (abi_ci_profile_t){
-        .id = key,
-        .sliceCount = slices,
-        .instanceCount = whole / slices,
-        .multiprocessorCount = compute_sms(gpu, profile, slices),
-        .sharedCopyEngineCount = (unsigned int)number(gpu->profile_copy_engines + profile),
-        .sharedDecoderCount = (unsigned int)number(gpu->profile_decoders + profile),
-        .sharedEncoderCount = (unsigned int)number(gpu->profile_encoders + profile),
-        .sharedJpegCount = (unsigned int)number(gpu->profile_jpegs + profile),
-        .sharedOfaCount = (unsigned int)number(gpu->profile_ofas + profile)};
-    return RC_SUCCESS;
-}
-
-API int nvmlGpuInstanceGetComputeInstances(handle_t instance, unsigned int profile_id, handle_t *out,
-                                           unsigned int *count) {
-    ENTER_SLICE(nvmlGpuInstanceGetComputeInstances, GPU_INSTANCE, instance);
-    REQUIRE(count);
-    struct slice all[NODE_MIGS];
-    unsigned int rows = slices_of(gpu, all);
-    *count = 0;
-    for (unsigned int row = 0; row < rows; row++)
-        if (all[row].gi == slice.gi && compute_profile(all[row].slices) == profile_id)
-            out[(*count)++] = handle_of(COMPUTE_INSTANCE, at.gpu, &all[row]);
-    return RC_SUCCESS;
-}
-
-API int nvmlGpuInstanceGetComputeInstanceById(handle_t instance, unsigned int id, handle_t *out) {
-    ENTER_SLICE(nvmlGpuInstanceGetComputeInstanceById, GPU_INSTANCE, instance);
-    struct slice found;
-    if (!find_slice(gpu, slice.gi, id, false, &found)) return RC_NOT_FOUND;
-    *out = handle_of(COMPUTE_INSTANCE, at.gpu, &found);
-    return RC_SUCCESS;
-}
-
-static void fill_compute(const struct target *at, const struct slice *slice, abi_ci_info_t *out) {
-    *out = (abi_ci_info_t){device_handle(at->gpu), handle_of(GPU_INSTANCE, at->gpu, slice), slice->ci,
-                           compute_profile(slice->slices), {slice->compute_start, slice->slices}};
-}
-
-/* The first version ends before the placement. */
-API int nvmlComputeInstanceGetInfo(handle_t instance, void *out) {
-    ENTER_SLICE(nvmlComputeInstanceGetInfo, COMPUTE_INSTANCE, instance);
-    (void)gpu;
-    abi_ci_info_t full;
-    fill_compute(&at, &slice, &full);
-    memcpy(out, &full, offsetof(abi_ci_info_t, placement));
-    return RC_SUCCESS;
-}
-
-API int nvmlComputeInstanceGetInfo_v2(handle_t instance, abi_ci_info_t *out) {
-    ENTER_SLICE(nvmlComputeInstanceGetInfo_v2, COMPUTE_INSTANCE, instance);
-    (void)gpu;
-    fill_compute(&at, &slice, out);
-    return RC_SUCCESS;
-}

@@ -30,7 +30,7 @@ enum {
 };
 
 #define NODE_MAGIC 0x6d6973757067ull /* "gpusim", so `file` and people see what it is */
-#define NODE_LAYOUT 3u
+#define NODE_LAYOUT 4u
 #define NODE_UNSUPPORTED UINT64_MAX  /* a number that makes the call that reads it answer NOT_SUPPORTED */
 #define NODE_NO_GPU (-1)             /* a call or event that belongs to no GPU */
 #define NODE_UUID_EMPTY 1u           /* uuid_damage: the call succeeds with an empty UUID */
@@ -43,29 +43,29 @@ enum {
 
 #define GPU_TEXT_FIELDS(F)                                                                                   \
     F(uuid, 80, 1) F(name, 96, 1) F(serial, 32, 1) F(board_part_number, 80, 1) F(vbios_version, 32, 1)       \
-    F(inforom_image, 16, 1) F(inforom, 16, 3) F(cpu_affinity, 96, 1) F(profile_name, 32, NODE_PROFILES)      \
+    F(inforom_image, 16, 1) F(cpu_affinity, 96, 1) F(profile_name, 32, NODE_PROFILES)                        \
     F(mig_uuid, 80, NODE_MIGS)
 #define GPU_NUMBER_FIELDS(F)                                                                                 \
     F(visible, 1) F(gone_code, 1) F(hang, 1) F(uuid_damage, 1)                                               \
     F(brand, 1) F(architecture, 1) F(compute_capability, 2) F(minor, 1)                                      \
-    F(memory_total, 1) F(memory_reserved, 1) F(memory_used, 1) F(bar1_total, 1) F(bar1_used, 1)              \
+    F(memory_total, 1) F(memory_reserved, 1) F(memory_used, 1)                                               \
     F(pci_domain, 1) F(pci_bus, 1) F(pci_device, 1) F(pci_device_id, 1) F(pci_subsystem_id, 1)               \
     F(pcie_switch, 1) F(host_bridge, 1) F(numa_node, 1) F(addressing_mode, 1)                                \
     F(pcie_generation, 1) F(pcie_width, 1) F(pcie_max_generation, 1) F(pcie_max_width, 1)                    \
     F(pcie_replays, 1) F(pcie_throughput, 2)                                                                 \
     F(temperature, 1) F(thresholds, ABI_THRESHOLDS) F(utilization, 2)                                        \
     F(power_mw, 1) F(power_limit_mw, 1) F(energy_mj, 1) F(performance_state, 1)                              \
-    F(clocks, ABI_CLOCKS) F(max_clocks, ABI_CLOCKS) F(clock_reasons, 1) F(clock_reasons_supported, 1)        \
+    F(clocks, ABI_CLOCKS) F(max_clocks, ABI_CLOCKS) F(clock_reasons, 1)                                      \
     F(ecc_mode, 1) F(ecc, ABI_ECC_TYPES * ABI_ECC_COUNTERS * ABI_ECC_LOCATIONS)                              \
-    F(remapped_rows, 4) F(remap_histogram, 5) F(pages_pending, 1)                                            \
-    F(persistence_mode, 1) F(event_types, 1) F(recovery_action, 1)                                           \
+    F(remapped_rows, 4) F(pages_pending, 1)                                                                  \
+    F(event_types, 1) F(recovery_action, 1)                                                                  \
     F(fabric_state, 1) F(fabric_status, 1) F(fabric_clique, 1) F(fabric_health_mask, 1)                      \
     F(fabric_health_summary, 1) F(fabric_cluster, 2)                                                         \
-    F(links, 1) F(link_version, 1) F(switch_device_id, 1) F(link_state, NODE_LINKS)                          \
-    F(link_peer, NODE_LINKS) F(link_errors, NODE_LINKS * ABI_LINK_ERRORS)                                    \
+    F(links, 1) F(switch_device_id, 1) F(link_state, NODE_LINKS)                                             \
+    F(link_peer, NODE_LINKS)                                                                                 \
     F(mig_mode, 1) F(mig_pending, 1) F(mig_maximum, 1) F(mig_generation, 1) F(mig_count, 1)                  \
     F(mig_profile, NODE_MIGS) F(mig_gi, NODE_MIGS) F(mig_ci, NODE_MIGS) F(mig_slices, NODE_MIGS)             \
-    F(mig_start, NODE_MIGS) F(mig_compute_start, NODE_MIGS) F(mig_memory_used, NODE_MIGS)                    \
+    F(mig_start, NODE_MIGS) F(mig_memory_used, NODE_MIGS)                    \
     F(profiles, 1) F(profile_key, NODE_PROFILES) F(profile_id, NODE_PROFILES)                                \
     F(profile_slices, NODE_PROFILES) F(profile_instances, NODE_PROFILES) F(profile_sms, NODE_PROFILES)       \
     F(profile_copy_engines, NODE_PROFILES) F(profile_decoders, NODE_PROFILES)                                \

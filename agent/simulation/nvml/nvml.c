@@ -33,19 +33,16 @@
 ANSWER_NUMBER(nvmlDeviceGetMinorNumber, minor)
 ANSWER_NUMBER(nvmlDeviceGetBrand, brand)
 ANSWER_NUMBER(nvmlDeviceGetArchitecture, architecture)
-ANSWER_NUMBER(nvmlDeviceGetPersistenceMode, persistence_mode)
 ANSWER_NUMBER(nvmlDeviceGetNumaNodeId, numa_node)
 ANSWER_NUMBER(nvmlDeviceGetPowerUsage, power_mw)
 ANSWER_NUMBER(nvmlDeviceGetPowerManagementLimit, power_limit_mw)
 ANSWER_NUMBER(nvmlDeviceGetEnforcedPowerLimit, power_limit_mw)
 ANSWER_NUMBER(nvmlDeviceGetPerformanceState, performance_state)
-ANSWER_NUMBER(nvmlDeviceGetPowerState, performance_state)
 ANSWER_NUMBER(nvmlDeviceGetRetiredPagesPendingStatus, pages_pending)
 ANSWER_NUMBER(nvmlDeviceGetPcieReplayCounter, pcie_replays)
 ANSWER_NUMBER(nvmlDeviceGetCurrPcieLinkGeneration, pcie_generation)
 ANSWER_NUMBER(nvmlDeviceGetCurrPcieLinkWidth, pcie_width)
 ANSWER_NUMBER(nvmlDeviceGetMaxPcieLinkGeneration, pcie_max_generation)
-ANSWER_NUMBER(nvmlDeviceGetGpuMaxPcieLinkGeneration, pcie_max_generation)
 ANSWER_NUMBER(nvmlDeviceGetMaxPcieLinkWidth, pcie_max_width)
 ANSWER_TEXT(nvmlDeviceGetSerial, serial)
 ANSWER_TEXT(nvmlDeviceGetBoardPartNumber, board_part_number)
@@ -54,8 +51,6 @@ ANSWER_TEXT(nvmlDeviceGetInforomImageVersion, inforom_image)
 ANSWER_LONG(nvmlDeviceGetTotalEnergyConsumption, energy_mj)
 ANSWER_LONG(nvmlDeviceGetCurrentClocksEventReasons, clock_reasons)
 ANSWER_LONG(nvmlDeviceGetCurrentClocksThrottleReasons, clock_reasons)
-ANSWER_LONG(nvmlDeviceGetSupportedClocksEventReasons, clock_reasons_supported)
-ANSWER_LONG(nvmlDeviceGetSupportedClocksThrottleReasons, clock_reasons_supported)
 ANSWER_LONG(nvmlDeviceGetSupportedEventTypes, event_types)
 
 /* One of a list of numbers, chosen by an argument. */
@@ -71,26 +66,11 @@ ANSWER_ONE_OF(nvmlDeviceGetClockInfo, clocks, ABI_CLOCKS)
 ANSWER_ONE_OF(nvmlDeviceGetMaxClockInfo, max_clocks, ABI_CLOCKS)
 ANSWER_ONE_OF(nvmlDeviceGetPcieThroughput, pcie_throughput, 2)
 
-API int nvmlDeviceGetTemperatureV(handle_t device, abi_temperature_t *out) {
-    ENTER_DEVICE(nvmlDeviceGetTemperatureV, device);
-    REQUIRE(out);
-    if (out->version != ABI_VERSION(abi_temperature_t, 1)) return RC_ARGUMENT_VERSION_MISMATCH;
-    REQUIRE(out->sensorType == 0);
-    out->temperature = (int)number(gpu->temperature);
-    return RC_SUCCESS;
-}
-
 API int nvmlDeviceGetAddressingMode(handle_t device, abi_addressing_mode_t *out) {
     ENTER_DEVICE(nvmlDeviceGetAddressingMode, device);
     REQUIRE(out);
     if (out->version != ABI_VERSION(abi_addressing_mode_t, 1)) return RC_ARGUMENT_VERSION_MISMATCH;
     return answer_number(gpu->addressing_mode, &out->value);
-}
-
-API int nvmlDeviceGetInforomVersion(handle_t device, unsigned int object, char *out, unsigned int length) {
-    ENTER_DEVICE(nvmlDeviceGetInforomVersion, device);
-    REQUIRE(object < 3);
-    return answer_text(gpu->inforom[object], out, length);
 }
 
 API int nvmlDeviceGetCudaComputeCapability(handle_t device, int *major, int *minor) {
@@ -199,14 +179,6 @@ API int nvmlDeviceGetHandleByUUID(const char *uuid, handle_t *out) {
     return refused;
 }
 
-API int nvmlDeviceGetHandleBySerial(const char *serial, handle_t *out) {
-    REQUIRE(serial);
-    int found = NODE_NO_GPU;
-    for (int gpu = 0; gpu < slots() && found == NODE_NO_GPU; gpu++)
-        if (visible(gpu) && strcmp(gpu_config(gpu)->serial[0], serial) == 0) found = gpu;
-    return found_device(FN_nvmlDeviceGetHandleBySerial, found, RC_NOT_FOUND, out);
-}
-
 /* Domain:bus:device.function in hexadecimal, the domain and the function may be left out. */
 static int by_bus_id(const char *text) {
     unsigned int domain, bus, device;
@@ -299,14 +271,6 @@ API int nvmlDeviceGetMemoryInfo_v2(handle_t device, abi_memory_v2_t *out) {
     return RC_SUCCESS;
 }
 
-API int nvmlDeviceGetBAR1MemoryInfo(handle_t device, abi_bar1_t *out) {
-    ENTER_DEVICE(nvmlDeviceGetBAR1MemoryInfo, device);
-    REQUIRE(out);
-    uint64_t total = number(gpu->bar1_total), used = number(gpu->bar1_used);
-    *out = (abi_bar1_t){.bar1Total = total, .bar1Used = used, .bar1Free = total - used};
-    return RC_SUCCESS;
-}
-
 void fill_pci(abi_pci_t *out, uint64_t domain, uint64_t bus, uint64_t device, uint64_t id, uint64_t subsystem) {
     unsigned int d = domain & 0xffffffff, b = bus & 0xff, n = device & 0x1f;
     memset(out, 0, sizeof *out);
@@ -334,8 +298,6 @@ void pci_of(const struct gpu_config *gpu, abi_pci_t *out) {
         memcpy(out, &pci, length);                                                                           \
         return RC_SUCCESS;                                                                                   \
     }
-ANSWER_PCI(nvmlDeviceGetPciInfo, offsetof(abi_pci_t, pciSubSystemId))
-ANSWER_PCI(nvmlDeviceGetPciInfo_v2, offsetof(abi_pci_t, busId))
 ANSWER_PCI(nvmlDeviceGetPciInfo_v3, sizeof(abi_pci_t))
 
 static void set_bit(unsigned long *set, unsigned int words, unsigned long bit) {
@@ -357,17 +319,6 @@ API int nvmlDeviceGetCpuAffinity(handle_t device, unsigned int words, unsigned l
         if (*end != ',') break;
         text = end + 1;
     }
-    return RC_SUCCESS;
-}
-
-API int nvmlDeviceGetMemoryAffinity(handle_t device, unsigned int words, unsigned long *set,
-                                    unsigned int scope) {
-    ENTER_DEVICE(nvmlDeviceGetMemoryAffinity, device);
-    REQUIRE(words && set && scope <= 1);
-    uint64_t numa = number(gpu->numa_node);
-    if (numa == NODE_UNSUPPORTED) return RC_NOT_SUPPORTED;
-    memset(set, 0, words * sizeof *set);
-    set_bit(set, words, numa);
     return RC_SUCCESS;
 }
 

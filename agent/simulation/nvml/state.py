@@ -44,7 +44,6 @@ from agent.simulation.presets import (
 
 DRIVER_NOT_LOADED = 9
 XID_EVENT = 0x8
-MIG_CONFIG_EVENT = 0x100
 NO_INSTANCE = 0xFFFFFFFF
 
 _ECC_TYPES = {"corrected": 0, "uncorrected": 1}
@@ -145,12 +144,6 @@ class NvmlState:
         """Let the driver answer again."""
         self._set(NODE, {"driver_code": 0})
 
-    def set_versions(self, *, driver: str, nvml: str, cuda: int) -> None:
-        """Change what the driver says of itself, as an upgrade does. `cuda` is 1000 major + 10 minor."""
-        with self._node.change(NODE):
-            self._node.write_texts({"driver_version": driver, "nvml_version": nvml})
-            self._node.write_numbers({"cuda_version": cuda})
-
     # --- which GPUs there are
 
     @property
@@ -178,14 +171,6 @@ class NvmlState:
     def reveal_gpu(self, gpu: int) -> None:
         """Bring a GPU back; its handles answer again."""
         self._set(gpu, {"visible": 1})
-
-    def add_gpu(self, spec: GpuSpec) -> int:
-        """Plug in a further GPU. Returns its slot."""
-        with self._node.lock:
-            slot = self.gpus
-            self._write_gpu(slot, spec)
-            self._set(NODE, {"gpus": slot + 1})
-        return slot
 
     # --- events
 
@@ -301,18 +286,6 @@ class NvmlState:
         """Set why clocks are held down: a bit mask of nvmlClocksEventReason*."""
         self._set(gpu, {"clock_reasons": reasons})
 
-    def set_clocks(self, gpu: int, *, graphics: int, sm: int, memory: int, video: int) -> None:
-        """Set the current clocks in MHz."""
-        self._set(gpu, {"clocks": [graphics, sm, memory, video]})
-
-    def set_power(self, gpu: int, milliwatts: int) -> None:
-        """Set the power drawn."""
-        self._set(gpu, {"power_mw": milliwatts})
-
-    def set_utilization(self, gpu: int, *, gpu_percent: int, memory_percent: int) -> None:
-        """Set the share of time the GPU and its memory were busy."""
-        self._set(gpu, {"utilization": [gpu_percent, memory_percent]})
-
     def set_memory_used(self, gpu: int, used_bytes: int) -> None:
         """Set the memory in use, whatever the listed processes hold."""
         self._set(gpu, {"memory_used": used_bytes})
@@ -361,10 +334,6 @@ class NvmlState:
         """Set the PCIe replay counter."""
         self._set(gpu, {"pcie_replays": count})
 
-    def set_pcie_throughput(self, gpu: int, *, sent_kib_s: int, received_kib_s: int) -> None:
-        """Set the PCIe traffic in KiB a second."""
-        self._set(gpu, {"pcie_throughput": [sent_kib_s, received_kib_s]})
-
     # --- watching the clients
 
     def calls(self, function: str, *, gpu: int | None = None) -> int:
@@ -385,11 +354,6 @@ class NvmlState:
     def hangs_entered(self) -> int:
         """Calls that began to hang."""
         return self._node.counter("hangs_entered")
-
-    @property
-    def events_pushed(self) -> int:
-        """Events reported so far."""
-        return self._node.counter("events_pushed")
 
     @property
     def events_lost(self) -> int:

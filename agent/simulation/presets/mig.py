@@ -19,7 +19,6 @@ class PlacedMigDevice:
     ci: int
     slices: int
     start: int
-    compute_start: int
     uuid: str
 
 
@@ -58,7 +57,6 @@ def place_mig_devices(
                 ci=device.ci,
                 slices=slices,
                 start=places[gi],
-                compute_start=used[gi],
                 uuid=device.uuid or mig_uuid(slot, gi, device.ci),
             )
         )

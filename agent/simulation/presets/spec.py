@@ -58,18 +58,14 @@ class ClockSpec(Spec, frozen=True, kw_only=True):
 
 
 class InforomSpec(Spec, frozen=True, kw_only=True):
-    """Versions of the infoROM and its objects."""
+    """The version of the infoROM."""
 
     image: str | None = None
-    oem: str | None = None
-    ecc: str | None = None
-    power: str | None = None
 
 
 class NvLinkSpec(Spec, frozen=True, kw_only=True):
     """NVLinks in link order, by the PCI bus id of what is at the other end and how many lead there."""
 
-    version: Number
     peers: dict[PciBusId, Annotated[int, Meta(ge=1, le=MAX_NVLINKS)]]
     switch_device_id: Number = 0
 
@@ -143,7 +139,6 @@ class GpuSpec(Spec, frozen=True, kw_only=True):
     compute_capability: tuple[Number, Number]
     memory_mib: Number
     memory_reserved_mib: Number
-    bar1_mib: Number
     pci_bus_id: PciBusId
     pci_device_id: Number
     pci_subsystem_id: Number
@@ -159,12 +154,9 @@ class GpuSpec(Spec, frozen=True, kw_only=True):
     power_limit_mw: Number
     clocks_idle: ClockSpec
     clocks_max: ClockSpec
-    clock_reasons_supported: Number = 0x1FF
     event_types: Number
-    persistence_mode: bool = True
     ecc: bool = True
     row_remapping: bool
-    memory_banks: Number = 0
     page_retirement: bool
     recovery_action: bool
     nvlink: NvLinkSpec | None = None
