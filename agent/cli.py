@@ -2,7 +2,7 @@
 
 Guarantees: results go to standard output, all else to standard error; an error is one sentence and
 never a traceback; exit codes are 0 for success, 1 for failed or not ready, 2 for usage, bad
-configuration or could not tell. Only the chosen command's code is imported, because a plugin that
+configuration or an unknown answer. Only the chosen command's code is imported, because a plugin that
 starts slowly leaves a node without GPUs for longer.
 """
 
@@ -21,17 +21,17 @@ if TYPE_CHECKING:
     from agent.commands.arguments import Parser
 
 INTERRUPTED: Final = 130
-"""128 + SIGINT, as a shell says it."""
+"""128 + SIGINT, as in a shell."""
 
 
 class CommandModule(Protocol):
-    """What a command's module offers."""
+    """Interface of a command's module."""
 
     def configure(self, parser: "Parser") -> None:
         """Add the command's flags, description and examples."""
 
     def main(self, args: "argparse.Namespace") -> int:
-        """Do it and return the exit code."""
+        """Execute the command and return the exit code."""
 
 
 class Command(NamedTuple):
@@ -57,30 +57,32 @@ GROUPS: Final = (
     CommandGroup(
         "On a GPU node",
         (
-            Command("run", "Offer this node's GPUs to the kubelet and watch them", "agent.commands.run"),
+            Command("run", "Advertise this node's GPUs to the kubelet and watch them", "agent.commands.run"),
             Command(
                 "status", "Show the running agent and why the node is not ready", "agent.commands.status"
             ),
             Command("devices", "Show each device, its health and the reason", "agent.commands.devices"),
-            Command("describe", "Show everything that is known of one GPU", "agent.commands.describe"),
+            Command("describe", "Show everything the agent knows of one GPU", "agent.commands.describe"),
             Command("topology", "Show how the GPUs are connected", "agent.commands.topology"),
             Command("contexts", "Show each process on a GPU and its contexts", "agent.commands.contexts"),
-            Command("owners", "Show who was given each GPU, and who really uses it", "agent.commands.owners"),
+            Command(
+                "owners", "Show the pod each GPU is allocated to, and its users", "agent.commands.owners"
+            ),
             Command("trace", "Show the driver calls of one process, live", "agent.commands.trace"),
-            Command("events", "Show what happened", "agent.commands.events"),
+            Command("events", "Show the events of this node", "agent.commands.events"),
             Command("allocate", "Show what a container would get, as a dry run", "agent.commands.allocate"),
             Command("cdi", "Show the CDI specification, or check one", "agent.commands.cdi"),
         ),
     ),
     CommandGroup(
-        "To take GPUs out and give them back",
+        "Maintenance",
         (
-            Command("hold", "Take a GPU out until it is given back, over reboots", "agent.commands.hold"),
-            Command("unhold", "Give a held GPU back", "agent.commands.unhold"),
-            Command("recover", "Declare a GPU well", "agent.commands.recover"),
-            Command("release", "Let go of the driver, for a reset or an unload", "agent.commands.release"),
-            Command("resume", "Take the driver back", "agent.commands.resume"),
-            Command("bundle", "Keep what is known of a GPU, for an RMA", "agent.commands.bundle"),
+            Command("hold", "Keep a GPU Unhealthy until unhold, over reboots", "agent.commands.hold"),
+            Command("unhold", "Return a held GPU to service", "agent.commands.unhold"),
+            Command("recover", "Declare a GPU healthy", "agent.commands.recover"),
+            Command("release", "Release the driver, for a reset or an unload", "agent.commands.release"),
+            Command("resume", "Open the driver again", "agent.commands.resume"),
+            Command("bundle", "Save the evidence of a GPU, for an RMA", "agent.commands.bundle"),
         ),
     ),
     CommandGroup(
@@ -98,7 +100,7 @@ _COMMANDS: Final = {command.name: command for group in GROUPS for command in gro
 
 _EXAMPLES: Final = """\
   gpu-agent run                       the agent of this node
-  gpu-agent devices                   what the running agent offers
+  gpu-agent devices                   the devices of the running agent
 """
 
 
@@ -128,14 +130,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         _complain(str(error))
         return error.exit_code
     except BrokenPipeError:
-        # Whoever read our output has left, as `head` does; nothing more can be written there.
+        # The reader of our output has exited, as `head` does; nothing more can be written there.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_FAILED
     except KeyboardInterrupt:
         return INTERRUPTED
-    except SystemExit as leaving:
-        # argparse leaves so after it printed help.
-        return leaving.code if isinstance(leaving.code, int) else EXIT_FAILED
+    except SystemExit as exiting:
+        # argparse exits so after it printed help.
+        return exiting.code if isinstance(exiting.code, int) else EXIT_FAILED
     return code
 
 
@@ -179,7 +181,7 @@ def _complain(*sentences: str) -> None:
     from agent.core.wording import printable  # noqa: PLC0415 - only where something is wrong
 
     for sentence in sentences:
-        # What is wrong may quote what others chose; a sentence may quote the last lines of a child.
+        # A sentence may quote untrusted text, and the last lines of a child.
         first, *further = sentence.splitlines() or [""]
         print(f"gpu-agent: {printable(first)}", *map(printable, further), sep="\n", file=sys.stderr)
 
@@ -194,7 +196,7 @@ def _help() -> str:
         lines.append("")
     lines += [
         "Exit codes: 0 success, 1 failed or not ready, 2 usage, bad configuration or",
-        "could not tell. Every command explains itself: gpu-agent COMMAND --help",
+        "an unknown answer. Every command explains itself: gpu-agent COMMAND --help",
         "",
     ]
     return "\n".join(lines)

@@ -1,7 +1,7 @@
 """The programs of NVIDIA's image under their own names, so that a manifest needs no change but the image.
 
-``nvidia-device-plugin`` is ``gpu-agent run``. The others take what NVIDIA's chart passes them and say in one
-sentence that their work is not there; they never pretend to have done it.
+``nvidia-device-plugin`` is ``gpu-agent run``. The others accept the arguments of NVIDIA's chart and fail with
+one sentence that this version does not have their function.
 """
 
 import signal
@@ -64,7 +64,7 @@ _MOUNT_SHARED_MEMORY: Final = "mount-shm"
 
 
 def device_plugin() -> int:
-    """Be ``nvidia-device-plugin``: the agent, as NVIDIA's plugin is started and found."""
+    """Run as ``nvidia-device-plugin``: the agent, as NVIDIA's plugin is started and found."""
     arguments = sys.argv[1:]
     if arguments and arguments[0] in _VERSION_WORDS:
         return _print_version(DEVICE_PLUGIN)
@@ -72,20 +72,20 @@ def device_plugin() -> int:
         return gpu_agent(["run", "--help"])
     from agent.runtime.process_name import appear_as  # noqa: PLC0415 - only where it is needed
 
-    # From here on config-manager finds this process and signals it, which would end it until the agent takes
-    # signals. None is missed: the file is read after this, and then compared with what was read.
+    # From here on config-manager finds this process and sends SIGHUP, which would kill it until the agent
+    # handles signals. No change is missed: the agent reads the file after this, and compares it later.
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     if not appear_as(DEVICE_PLUGIN, arguments):
         _print_error(
             DEVICE_PLUGIN,
-            "this process cannot show its name, so NVIDIA's config-manager will not find it; "
-            "the configuration file is watched all the same",
+            "this process cannot change its name, so NVIDIA's config-manager will not find it; "
+            "the agent watches the configuration file nevertheless",
         )
     return gpu_agent(["run", *arguments])
 
 
 def feature_discovery() -> int:
-    """Be ``gpu-feature-discovery``: take its arguments, and say that no labels are made."""
+    """Run as ``gpu-feature-discovery``: check its arguments, and fail because no labels are made."""
     from agent.config.discovery_options import DISCOVERY_OPTIONS  # noqa: PLC0415 - not for the plugin
     from agent.config.options import OPTIONS  # noqa: PLC0415 - not for the plugin
 
@@ -102,7 +102,7 @@ def feature_discovery() -> int:
 
 
 def config_manager() -> int:
-    """Be ``config-manager``: take its arguments, and say that no configuration is chosen."""
+    """Run as ``config-manager``: check its arguments, and fail because no configuration is chosen."""
     options = (
         *map(_named, _OF_CONFIG_MANAGER),
         *(_named(name)._replace(is_switch=True) for name in _SWITCHES_OF_CONFIG_MANAGER),
@@ -110,20 +110,20 @@ def config_manager() -> int:
     return _explain_absence(
         CONFIG_MANAGER,
         options,
-        "a configuration is not chosen by the node's label in this version; keep NVIDIA's image for this "
-        "container, whose choice the agent takes up",
+        "this version does not choose a configuration by the node's label; keep NVIDIA's image for this "
+        "container, whose choice the agent applies",
     )
 
 
 def mps_control_daemon() -> int:
-    """Be ``mps-control-daemon``: take its arguments, and say that no daemon is run."""
+    """Run as ``mps-control-daemon``: check its arguments, and fail because no daemon is run."""
     from agent.config.options import OPTIONS  # noqa: PLC0415 - not for the plugin
 
     return _explain_absence(
         MPS_CONTROL_DAEMON,
         (OPTIONS[name] for name in _OF_MPS_CONTROL_DAEMON),
-        "the MPS control daemon is not part of this image, because its end is the end of all that share GPUs "
-        "through it; keep NVIDIA's image for this DaemonSet, whose daemon the agent waits for",
+        "the MPS control daemon is not part of this image, because its exit kills all processes that share "
+        "GPUs through it; keep NVIDIA's image for this DaemonSet, whose daemon the agent waits for",
         commands=(_MOUNT_SHARED_MEMORY,),
     )
 
@@ -131,7 +131,7 @@ def mps_control_daemon() -> int:
 def _explain_absence(
     program: str, options: "Iterable[Option]", why: str, *, commands: tuple[str, ...] = ()
 ) -> int:
-    """Check the arguments as the program would, and end with why it does nothing."""
+    """Check the arguments as the program would, print why it does nothing and return the exit code."""
     from agent.config.flags import parse  # noqa: PLC0415 - not for the plugin
 
     arguments = [word for word in sys.argv[1:] if word not in commands]
@@ -140,7 +140,7 @@ def _explain_absence(
     listed = list(options)
     if arguments and arguments[0] in _HELP_WORDS:
         names = " ".join((*commands, *(f"--{option.name}" for option in listed)))
-        print("\n".join(textwrap.wrap(f"{program} takes {names}; {why}", _WIDTH)))  # noqa: T201 - its result
+        print("\n".join(textwrap.wrap(f"{program} accepts {names}; {why}", _WIDTH)))  # noqa: T201 - its result
         return 0
     _, problems = parse(arguments, listed)
     for sentence in (*problems, why):
@@ -149,7 +149,7 @@ def _explain_absence(
 
 
 def _named(name: str) -> "Option":
-    """Return an option of which only the name matters."""
+    """Return an option with a name only."""
     from agent.config.option import Option  # noqa: PLC0415 - not for the plugin
 
     return Option(name, "", str, "TEXT", "", name.upper().replace("-", "_"), "", empty_means="unset")

@@ -1,7 +1,7 @@
 """The errors of the agent; foreign exceptions are translated into these once, at the boundary.
 
-Every message is a sentence that names the object and, where a person can do something, the next
-step. A bug is an assertion and ends the process instead.
+Every message is a sentence that names the object, the cause and, where there is one, the next step. A bug is
+an assertion and exits the process instead.
 """
 
 from enum import IntEnum
@@ -10,11 +10,11 @@ from typing import Final
 EXIT_FAILED: Final = 1
 """Failed, or not ready."""
 EXIT_USAGE: Final = 2
-"""Usage, bad configuration, or could not tell."""
+"""Usage, bad configuration, or an unknown answer."""
 
 
 class AgentError(Exception):
-    """Something the agent expects to go wrong and can explain."""
+    """An expected failure that the agent can explain."""
 
     exit_code = EXIT_FAILED
 
@@ -42,7 +42,7 @@ class AlreadyRunningError(AgentError):
 
 
 class SourceError(AgentError):
-    """A source could not do its work; it is tried again."""
+    """A source failed; the supervisor retries it."""
 
 
 class NvmlCode(IntEnum):
@@ -94,14 +94,14 @@ class NvmlOverdueError(SourceError):
 
 
 class ProbeLoadError(AgentError):
-    """The eBPF probe could not be loaded; the agent goes on without it."""
+    """The eBPF probe could not be loaded; the agent continues without it."""
 
     def __init__(self, code: str, summary: str, *, detail: str = "") -> None:
         super().__init__(summary)
         self.code = code
-        """What is wrong, as in the probe's status: ``kernel_headers_missing``, ``missing_capability``, …"""
+        """The cause, as in the probe's status: ``kernel_headers_missing``, ``missing_capability``, …"""
         self.detail = detail
-        """What a compiler or the kernel's verifier said, bounded; for the log at debug level."""
+        """Output of the compiler or the kernel's verifier, bounded; for the log at debug level."""
 
 
 class KubeletError(AgentError):
@@ -109,6 +109,6 @@ class KubeletError(AgentError):
 
 
 class AgentUnreachableError(AgentError):
-    """A client command could not ask the running agent."""
+    """A client command could not reach the running agent."""
 
     exit_code = EXIT_USAGE

@@ -1,11 +1,11 @@
 """Logging: journald's native protocol under systemd, else lines on standard error.
 
-Guarantees: writing a line never blocks the caller. Lines for standard error are written by a
-thread of their own from a bounded queue, lines for the journal are datagrams that are not waited
-for; what finds no room is dropped and counted. A message that repeats is limited. A message names its
-object and the reason, since ``journalctl`` shows no fields; the fields repeat them for programs:
-``log.warning("GPU %(gpu)s is gone", about(gpu=index))``. What others chose is escaped and cut, so a line
-is one line and no terminal obeys it.
+Guarantees: writing a line never blocks the caller. A thread of its own writes lines for standard error from
+a bounded queue; lines for the journal are datagrams sent without waiting. A full queue drops lines and counts
+them. A message that repeats is rate limited. A message names its object and the reason, since ``journalctl``
+shows no fields; the fields repeat them for programs:
+``log.warning("GPU %(gpu)s is gone", about(gpu=index))``. Untrusted text is escaped and cut, so a record is
+one line without terminal control sequences.
 
 Sources: systemd's JOURNAL_NATIVE_PROTOCOL.md; systemd.exec(5) for $JOURNAL_STREAM.
 """
@@ -27,7 +27,7 @@ from agent.log_sinks import MAX_LINE_BYTES, Journal, LineWriter, LogStatistics
 Format = Literal["journal", "json", "text"]
 
 MAX_LIMITED_MESSAGES: Final = 256
-"""Different messages whose rate is accounted for apart."""
+"""Different messages with a rate of their own."""
 OWN_LINES_PER_PERIOD: Final = 200
 FOREIGN_LINES_PER_PERIOD: Final = 1
 """Lines of one message in each period; libraries may log what a peer sends them."""
@@ -42,18 +42,18 @@ _JOURNAL_RESERVED: Final = frozenset(
     {"MESSAGE", "PRIORITY", "SYSLOG_IDENTIFIER", "LOGGER", "CODE_FILE", "CODE_LINE", "CODE_FUNC"}
 )
 _FOR_PROGRAMS: Final = frozenset({"event", "message_id"})
-"""Fields that say nothing to a person."""
+"""Fields that the text format omits."""
 MAX_VALUE_CHARS: Final = 300
-"""Of a value within a message; the field has all of it."""
+"""Characters of a value within a message; the field has all of it."""
 
 
 def wall_clock() -> datetime:
-    """Return the time of day, for people; nothing is decided by it."""
+    """Return the time of day, for people only; no rule depends on it."""
     return datetime.now(UTC)
 
 
 def wall_time_of(at_ns: int, *, now_ns: int) -> datetime:
-    """Return the time of day of a monotonic moment, as the clock of the wall shows it now."""
+    """Return the time of day of a monotonic moment, by the present offset of both clocks."""
     return wall_clock() - timedelta(microseconds=(now_ns - at_ns) / 1_000)
 
 
@@ -63,12 +63,12 @@ def rfc3339(moment: datetime) -> str:
 
 
 def fields(**values: object) -> Mapping[str, object]:
-    """Return what varies in a log line, for logging's ``extra``."""
+    """Return the fields of a log line, for logging's ``extra``."""
     return {"fields": values}
 
 
 class About(dict[str, object]):
-    """What a log line is about, by field name; as ``%(name)s`` of the message each is escaped and cut."""
+    """The fields of a log line by name; as ``%(name)s`` of the message each is escaped and cut."""
 
     def __getitem__(self, name: str) -> object:
         """Return a value as it stands in a message."""
@@ -82,12 +82,12 @@ class About(dict[str, object]):
 
 
 def about(**values: object) -> About:
-    """Return what varies in a log line, to be the only argument behind its message."""
+    """Return the fields of a log line, as the only argument behind its message."""
     return About(values)
 
 
 class Log:
-    """What ``set_up`` built: to be asked, flushed and closed by its owner."""
+    """The logging that ``set_up`` installed; its owner flushes and closes it."""
 
     def __init__(self, sink: LineWriter | Journal, limiter: "RateLimit", log_format: Format) -> None:
         self._sink = sink
@@ -103,7 +103,7 @@ class Log:
         self._sink.flush(timeout_s)
 
     def close(self) -> None:
-        """Release what the sink holds; nothing may be logged afterwards."""
+        """Close the sink; nothing may be logged afterwards."""
         self._sink.close()
 
 
@@ -124,7 +124,7 @@ def set_up(log_format: Literal["auto"] | Format, level: str, *, descriptor: int 
 def set_level(level: str) -> None:
     """Set the least severe level that is written, by its lower-case name."""
     logging.getLogger().setLevel(level.upper())
-    # Libraries tell of what peers send at debug level; ours is enough there.
+    # Libraries log what peers send at debug level; the agent's own lines are enough there.
     logging.getLogger("asyncio").setLevel(logging.WARNING)
 
 
@@ -135,7 +135,7 @@ def _chosen_format(descriptor: int) -> Format:
 
 
 def _is_journal_stream(descriptor: int) -> bool:
-    """Tell whether systemd connected the descriptor to the journal, and nobody redirected it since."""
+    """Return whether systemd connected the descriptor to the journal and it was not redirected since."""
     device, _, inode = os.environ.get("JOURNAL_STREAM", "").partition(":")
     if not inode:
         return False
@@ -147,7 +147,7 @@ def _is_journal_stream(descriptor: int) -> bool:
 
 
 class _SinkHandler(logging.Handler):
-    """Renders a record and hands it to the sink."""
+    """Renders records and writes them to the sink."""
 
     def __init__(self, sink: LineWriter | Journal, log_format: Format) -> None:
         super().__init__()
@@ -155,7 +155,7 @@ class _SinkHandler(logging.Handler):
         self._format = log_format
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Write a record; whoever logs is never hurt by a value that cannot be rendered."""
+        """Write a record; a value that cannot be rendered never raises into the caller."""
         try:
             self._sink.write(_RENDERERS[self._format](record))
         except (TypeError, ValueError, RecursionError):
@@ -178,7 +178,7 @@ def json_line(record: logging.LogRecord) -> bytes:
 
 
 def printable_json(value: object, *, indent: int | None = None) -> str:
-    """Return a value as JSON in which letters of every language stand, and nothing that a terminal obeys."""
+    """Return a value as JSON with letters of every language and without terminal control sequences."""
     separators = (",", ":") if indent is None else None
     text = json.dumps(value, default=str, ensure_ascii=False, separators=separators, indent=indent)
     if text.isprintable():
@@ -229,8 +229,8 @@ def _journal_field(name: str, value: object) -> bytes:
 
 
 def _fields_of(record: logging.LogRecord) -> dict[str, object]:
-    told = record.args if isinstance(record.args, About) else getattr(record, "fields", None)
-    values: dict[str, object] = dict(told.items()) if told else {}
+    given = record.args if isinstance(record.args, About) else getattr(record, "fields", None)
+    values: dict[str, object] = dict(given.items()) if given else {}
     if record.exc_info and record.exc_info[0] is not None:
         values["traceback"] = logging.Formatter().formatException(record.exc_info)
     suppressed = getattr(record, "suppressed", 0)
@@ -254,7 +254,7 @@ _RENDERERS: Final = {"journal": journal_entry, "json": json_line, "text": text_l
 
 
 class RateLimit(logging.Filter):
-    """Lets each message through so many times in a period, and counts the rest onto the next one."""
+    """Passes each message a limited number of times in a period, and adds the rest as a count to the next."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -263,7 +263,7 @@ class RateLimit(logging.Filter):
         self.suppressed = 0
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Tell whether a record may be written now."""
+        """Return whether a record may be written now."""
         is_ours = record.name == "agent" or record.name.startswith("agent.")
         limit, period_s = (
             (OWN_LINES_PER_PERIOD, OWN_PERIOD_S) if is_ours else (FOREIGN_LINES_PER_PERIOD, FOREIGN_PERIOD_S)
@@ -293,7 +293,7 @@ class RateLimit(logging.Filter):
 
 
 class _Rate:
-    """How often a message came in its period."""
+    """Number of times a message was logged in its period."""
 
     __slots__ = ("count", "since_s", "suppressed")
 

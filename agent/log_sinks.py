@@ -1,6 +1,6 @@
-"""Where log lines go: a descriptor, written by a thread, or journald, by datagrams.
+"""Sinks of log lines: a descriptor, written by a thread, or journald, by datagrams.
 
-Guarantees: writing never blocks the caller; what finds no room is dropped and counted.
+Guarantees: writing never blocks the caller; lines beyond the bounds are dropped and counted.
 """
 
 import array
@@ -15,12 +15,12 @@ from typing import Final, NamedTuple
 MAX_QUEUED_LINES: Final = 2048
 """Lines that may wait for a slow reader of standard error."""
 MAX_LINE_BYTES: Final = 16 * 1024
-"""A longer line is cut; the journal has limits of its own."""
+"""A longer line is cut; the journal has its own limits."""
 JOURNAL_SOCKET: Final = "/run/systemd/journal/socket"
 
 
 class LogStatistics(NamedTuple):
-    """Counts since the start, and for how long the sink has taken nothing."""
+    """Counts since the start, and how long the sink has been blocked."""
 
     written: int
     dropped: int
@@ -28,10 +28,9 @@ class LogStatistics(NamedTuple):
 
 
 class LineWriter:
-    """Writes lines to a descriptor from a thread of its own, which alone may be blocked.
+    """Writes lines to a descriptor from a thread of its own, the only one that may block.
 
-    The descriptor stays blocking: it is often shared with other processes, which would be
-    surprised by O_NONBLOCK.
+    The descriptor stays blocking: other processes often share it, and O_NONBLOCK would break their writes.
     """
 
     def __init__(self, descriptor: int) -> None:
@@ -43,7 +42,7 @@ class LineWriter:
         self._is_running = False
 
     def write(self, line: bytes) -> None:
-        """Queue a line, or drop it where there is no room."""
+        """Queue a line, or drop it if the queue is full."""
         with self._changed:
             if len(self._lines) >= MAX_QUEUED_LINES:
                 self._dropped += 1
@@ -58,7 +57,7 @@ class LineWriter:
         try:
             threading.Thread(target=self._run, name="log-writer", daemon=True).start()
         except RuntimeError:
-            # No thread can be had now; the next line tries again.
+            # The thread could not start; the next line retries.
             with self._changed:
                 self._is_running = False
 
@@ -92,7 +91,7 @@ class LineWriter:
             try:
                 view = view[os.write(self._descriptor, view) :]
             except BlockingIOError:
-                # Somebody else set O_NONBLOCK on a descriptor we share.
+                # Another process set O_NONBLOCK on the shared descriptor.
                 time.sleep(0.05)
             except OSError:
                 return False
@@ -113,11 +112,11 @@ class LineWriter:
             )
 
     def close(self) -> None:
-        """Leave the descriptor, which is not ours, and the thread, which waits for lines, as they are."""
+        """Do nothing: the descriptor is not the agent's, and the thread only waits for lines."""
 
 
 class Journal:
-    """Sends entries to journald, each a datagram that is not waited for."""
+    """Sends entries to journald, each a non-blocking datagram."""
 
     def __init__(self, path: str = JOURNAL_SOCKET) -> None:
         self._path = path

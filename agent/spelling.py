@@ -1,4 +1,4 @@
-"""Finds the word that somebody meant."""
+"""Suggests the known word closest to a misspelt one."""
 
 import difflib
 from collections.abc import Iterable

@@ -1,9 +1,9 @@
-"""Where the command begins: an interrupt ends it without a traceback, from its first line on."""
+"""Entry point of the command: an interrupt exits without a traceback from the first line on."""
 
 import signal
 
 if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-    # Not what is ignored, as by nohup. The imports below have nothing to clean up.
+    # An ignored signal stays ignored, as under nohup. The imports below have nothing to clean up.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 

@@ -166,8 +166,8 @@ def test_the_plugin_refuses_what_it_cannot_do_as_nvidias_does(tmp_path: Path) ->
                 "--fallback-strategies=named,single",
             ],
             (
-                "a configuration is not chosen by the node's label in this version; keep NVIDIA's image for "
-                "this container, whose choice the agent takes up"
+                "this version does not choose a configuration by the node's label; keep NVIDIA's image for "
+                "this container, whose choice the agent applies"
             ),
         ),
         *(
@@ -175,7 +175,7 @@ def test_the_plugin_refuses_what_it_cannot_do_as_nvidias_does(tmp_path: Path) ->
                 "mps-control-daemon",
                 arguments,
                 (
-                    "the MPS control daemon is not part of this image, because its end is the end of all "
+                    "the MPS control daemon is not part of this image, because its exit kills all processes "
                     "that share GPUs through it; keep NVIDIA's image for this DaemonSet, whose daemon the "
                     "agent waits for"
                 ),

@@ -1,1 +1,1 @@
-"""The configuration: options, their values, the file, and the settings they make together."""
+"""The configuration: options, their values, the file, and the settings that result."""

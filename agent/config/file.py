@@ -1,9 +1,9 @@
 """The configuration file: NVIDIA's version v1 YAML plus one top-level key ``agent`` for ours.
 
 Guarantees: every problem is found, not only the first, and each names the file, the line and the
-path of the key. What NVIDIA's plugin accepts and ignores is a warning, as is an unknown key outside
+path of the key. A key that NVIDIA's plugin accepts and ignores is a warning, as is an unknown key outside
 ``agent``; an unknown key under ``agent`` or a key in a wrong place is a problem.
-The work is bounded: by the size of the file, and because only known keys are descended into.
+The work is bounded by the size of the file, and because the reader descends into known keys only.
 
 Source of the format: NVIDIA/k8s-device-plugin:api/config/v1/config.go, flags.go, sharing.go.
 """
@@ -24,7 +24,7 @@ from agent.spelling import suggestion
 
 MAX_XIDS: Final = 1024
 MAX_NAMED: Final = 8
-"""Keys of a strange file that are named."""
+"""Keys of a foreign file that the problem names."""
 
 _OFTEN_MISPLACED: Final = {
     "renameByDefault": "sharing.timeSlicing.renameByDefault",
@@ -35,7 +35,7 @@ _OFTEN_MISPLACED: Final = {
     "gfd": "flags.gfd",
     "xids": "agent.xids",
 }
-"""Keys that stand in one place only and are no options, by their last word."""
+"""Keys that are valid in one place only and are no options, by their last word."""
 
 
 _OTHER_TOOLS: Final = {
@@ -45,22 +45,22 @@ _OTHER_TOOLS: Final = {
     "sources": "node feature discovery",
     "scrape_configs": "Prometheus",
 }
-"""Whose file one is that has such a key; they are found in the same ConfigMaps and directories."""
+"""Keys of the files of other tools, which share ConfigMaps and directories with ours, and the tool."""
 
 
 class FileValue(NamedTuple):
-    """The text of an option in the file, and where it stands."""
+    """The text of an option in the file, and its position."""
 
     text: str
     where: str
 
 
 class FileContents(msgspec.Struct):
-    """What a file says."""
+    """The parsed content of a file."""
 
     path: str
     fingerprint: int = 0
-    """What tells one content of the file from another, within this process."""
+    """Identifies the content of the file, within this process."""
     values: dict[str, FileValue] = msgspec.field(default_factory=dict)
     """By option name."""
     sharing: FileSharing = msgspec.field(default_factory=FileSharing)
@@ -69,7 +69,7 @@ class FileContents(msgspec.Struct):
     warnings: list[str] = msgspec.field(default_factory=list)
 
     def parts(self) -> dict[str, ParsedOption]:
-        """Return what is no option, by key, as a text for people and where it stands."""
+        """Return the settings that are no options, by key, with a text for people and their origin."""
         found: dict[str, ParsedOption] = {}
         if self.sharing.shares:
             shares = ", ".join(share_text(share) for share in self.sharing.shares)
@@ -82,9 +82,9 @@ class FileContents(msgspec.Struct):
 
 
 def read(path: str, *, strict: bool = False) -> FileContents:
-    """Read a configuration file; what is wrong with it is in the answer's problems.
+    """Read a configuration file; ``problems`` of the result holds its errors.
 
-    ``strict`` makes problems of unknown keys that NVIDIA's plugin passes over.
+    ``strict`` turns unknown keys that NVIDIA's plugin ignores into problems.
     """
     try:
         raw = bytes_of(path)
@@ -98,7 +98,7 @@ def read(path: str, *, strict: bool = False) -> FileContents:
 
 
 class _Reader:
-    """Walks the tree of one file along the keys that are known."""
+    """Walks the tree of one file along the known keys."""
 
     def __init__(self, path: str, *, strict: bool) -> None:
         self._notes = Notes(path)
@@ -119,7 +119,7 @@ class _Reader:
         }
 
     def contents(self, fingerprint: int) -> FileContents:
-        """Return what was read."""
+        """Return the result."""
         sharing = self._sharing.result()
         notes = self._notes
         return FileContents(
@@ -127,7 +127,7 @@ class _Reader:
         )
 
     def rejects(self, root: Node) -> bool:
-        """Note a file that is no configuration at all: read as one, it would set nothing and say nothing."""
+        """Note a file that is no configuration at all: it would set nothing and raise no problem."""
         if root.id != "mapping":
             return False
         keys = {key.value: value for key, value in root.value if key.id == "scalar"}
@@ -143,11 +143,11 @@ class _Reader:
         return True
 
     def _is_ours(self, key: str, known: tuple[str, ...]) -> bool:
-        """Whether a top-level key, perhaps misspelt or misplaced, was meant for this agent."""
+        """Return whether a top-level key, perhaps misspelt or misplaced, is one of this agent."""
         return key in known or bool(self._right_place(key) or suggestion(key, known))
 
     def read(self, path: str, node: Node) -> None:
-        """Read a mapping in which options and further parts stand, at any depth."""
+        """Read a mapping of options and sections, at any depth."""
         for key, value in self._notes.pairs(path, node):
             full = f"{path}.{key}" if path else key
             if full in self._options:
@@ -179,7 +179,7 @@ class _Reader:
             self._values[option.name] = FileValue(",".join(words), where)
 
     def _read_resources(self, node: Node) -> None:
-        """Read names of resources, which NVIDIA's plugin takes and ignores."""
+        """Read names of resources, which NVIDIA's plugin accepts and ignores."""
         has_any = False
         for key, value in self._notes.pairs("resources", node):
             if key in {"gpus", "mig"}:
@@ -217,13 +217,13 @@ class _Reader:
             self._notes.warning(node, f"{full} is unknown and ignored{suggestion(key, known)}")
 
     def _right_place(self, key: str) -> str:
-        """Return where a key belongs that is known, but not where it stands."""
+        """Return the right place of a known key, empty for an unknown one."""
         places = (other for other in self._options if other.rpartition(".")[2] == key)
         return _OFTEN_MISPLACED.get(key) or next(places, "")
 
 
 def _of_kubernetes(keys: Mapping[str, Node]) -> str:
-    """Return the sentence on an object of Kubernetes, with the way to what it holds."""
+    """Return the problem of a Kubernetes object, with the way to the file that it holds."""
     kind = shown(str(keys["kind"].value))
     data = keys.get("data")
     if kind != "ConfigMap" or data is None or data.id != "mapping":

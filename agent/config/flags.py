@@ -1,9 +1,8 @@
-"""Reads the flags of ``gpu-agent run`` the way Go's flag package does, as NVIDIA's plugin's users expect.
+"""Parses the flags of ``gpu-agent run`` as Go's flag package does, as users of NVIDIA's plugin expect.
 
-``--name=value``, ``--name value``, one dash or two; a switch may stand alone, which means true. Of a
-flag given twice the last one counts, lists are put together. Not argparse, because its import alone
-costs a tenth of the time in which a restarted agent has to be registered, and because all problems are
-told at once.
+``--name=value``, ``--name value``, one dash or two; a switch without a value means true. The last value of a
+repeated flag counts, lists are concatenated. Not argparse: its import alone costs a tenth of the time in
+which a restarted agent has to be registered, and this parser reports all problems at once.
 """
 
 from collections.abc import Iterable, Sequence
@@ -13,7 +12,7 @@ from agent.config.values import bool_from
 
 
 def parse(arguments: Sequence[str], options: Iterable[Option]) -> tuple[dict[str, str], list[str]]:
-    """Return the values by option name, and what is wrong, each as a sentence."""
+    """Return the values by option name, and the problems, each as a sentence."""
     by_flag = {flag: option for option in options for flag in (option.name, *option.aliases)}
     values: dict[str, str] = {}
     problems: list[str] = []
@@ -28,16 +27,16 @@ def parse(arguments: Sequence[str], options: Iterable[Option]) -> tuple[dict[str
         if option is None:
             problems.append(_unknown(name, by_flag))
             if not has_value and words and not words[-1].startswith("-"):
-                words.pop()  # the value of what was misspelt
+                words.pop()  # the value of the misspelt flag
         else:
             problems += _read_value(values, option, value if has_value else None, words)
     return values, problems
 
 
 def split(arguments: Sequence[str], options: Iterable[Option]) -> tuple[dict[str, str], list[str], list[str]]:
-    """Return the values, what is wrong, and the words in their order that are none of these flags.
+    """Return the values, the problems, and the remaining words in their order.
 
-    For a command that has more to read than settings; after ``--`` no word is a flag.
+    For a command with arguments of its own; after ``--`` no word is a flag.
     """
     by_flag = {flag: option for option in options for flag in (option.name, *option.aliases)}
     values: dict[str, str] = {}
@@ -58,7 +57,7 @@ def split(arguments: Sequence[str], options: Iterable[Option]) -> tuple[dict[str
 
 
 def _read_value(values: dict[str, str], option: Option, value: str | None, words: list[str]) -> list[str]:
-    """Take a flag's value, the next of ``words`` where none stands beside it; returns what is wrong."""
+    """Add a flag's value, the next of ``words`` if it has none after ``=``; returns the problems."""
     if value is not None:
         _add(values, option, value)
     elif option.is_switch:

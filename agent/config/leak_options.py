@@ -1,4 +1,4 @@
-"""The options on leaks: when what holds a GPU is a finding, and whether it takes a free GPU out."""
+"""The options on leaks: when a holder of a GPU is a finding, and whether it makes a free GPU Unhealthy."""
 
 from typing import Final
 
@@ -11,7 +11,7 @@ _LONGEST: Final = "240h"
 
 
 def _lasting(name: str, default_ns: int, text: str, file_key: str) -> Option:
-    """Describe how long something must last."""
+    """Return an option that is a minimum duration."""
     return ours(
         f"leak-{name}",
         f"{default_ns // SECOND_NS}s",
@@ -25,7 +25,7 @@ def _lasting(name: str, default_ns: int, text: str, file_key: str) -> Option:
 def _count(
     name: str, default: int, text: str, file_key: str, *, least: int = 1, most: int = 100_000
 ) -> Option:
-    """Describe a threshold that is a number."""
+    """Return an option that is a numeric threshold."""
     return ours(
         f"leak-{name}", f"{default}", integer(least, most), "N", text, file_key=f"agent.leak.{file_key}"
     )
@@ -37,8 +37,8 @@ LEAK_OPTIONS: Final = (
         _POLICY.effect,
         choice("warn", "unhealthy-when-free"),
         "POLICY",
-        "What a certain leak does: warn, or take out a GPU that no pod has (unhealthy-when-free), at most"
-        " one of the node in --soft-flip-every",
+        "Effect of a certain leak: warn, or make a GPU Unhealthy that no pod has (unhealthy-when-free), at"
+        " most one of the node in --soft-flip-every",
         file_key="agent.leak.policy",
     ),
     ours(
@@ -46,8 +46,7 @@ LEAK_OPTIONS: Final = (
         ",".join(sorted(_POLICY.allowed)),
         names,
         "NAMES",
-        "System services and executables of root's of which nothing is reported; those that are given take"
-        " the place of the default ones",
+        "System services and executables of root that are never reported; the list replaces the default",
         file_key="agent.leak.allow",
         is_list=True,
         empty_means="none but the agent itself",
@@ -57,7 +56,7 @@ LEAK_OPTIONS: Final = (
         ",".join(sorted(_POLICY.servers)),
         names,
         "NAMES",
-        "The same of those that use GPUs for others: they may grow and belong to nobody",
+        "The same for servers that use GPUs for others: they may grow and belong to no pod",
         file_key="agent.leak.servers",
         is_list=True,
         empty_means="none",
@@ -67,7 +66,7 @@ LEAK_OPTIONS: Final = (
         ",".join(sorted(_POLICY.namespaces)),
         names,
         "NAMES",
-        "Namespaces of administrators alone; in their pods both lists hold for names of processes",
+        "Namespaces of administrators only; in their pods both lists match names of processes",
         file_key="agent.leak.namespaces",
         is_list=True,
         empty_means="none",
@@ -75,25 +74,23 @@ LEAK_OPTIONS: Final = (
     _lasting(
         "orphaned-client",
         _POLICY.orphaned_client_ns,
-        "How long contexts of a process that ended may be kept by others",
+        "How long others may keep contexts of a process that exited",
         "orphanedClient",
     ),
     _lasting(
         "pod-gone", _POLICY.pod_gone_ns, "How long a process may hold a GPU after its pod is gone", "podGone"
     ),
-    _lasting(
-        "stuck-exit", _POLICY.stuck_exit_ns, "How long a process that exits may hold a GPU", "stuckExit"
-    ),
+    _lasting("stuck-exit", _POLICY.stuck_exit_ns, "How long an exiting process may hold a GPU", "stuckExit"),
     _lasting(
         "foreign-process",
         _POLICY.foreign_process_ns,
-        "How long a process may use a GPU that it was not given",
+        "How long a process may use a GPU that is not allocated to it",
         "foreignProcess",
     ),
     _lasting(
         "memory-held",
         _POLICY.memory_held_ns,
-        "How long memory may be used that no process has",
+        "How long memory may be used that belongs to no process",
         "memoryHeld.time",
     ),
     ours(
@@ -101,13 +98,13 @@ LEAK_OPTIONS: Final = (
         f"{_POLICY.memory_held_bytes // MEBIBYTE}MiB",
         size("1MiB", "1024GiB"),
         "SIZE",
-        "So much of it is none to speak of",
+        "Less such memory is not reported",
         file_key="agent.leak.memoryHeld.size",
     ),
     _count(
         "memory-percent",
         _POLICY.memory_held_percent,
-        "Nor is this share of the GPU's memory; the larger of both counts",
+        "The same as a share of the GPU's memory; the larger of both counts",
         "memoryHeld.percent",
         least=0,
         most=100,
@@ -116,7 +113,7 @@ LEAK_OPTIONS: Final = (
     _count(
         "many-contexts",
         _POLICY.contexts_many,
-        "More contexts on one GPU than that are told of",
+        "Report a process with more contexts on one GPU",
         "manyContexts",
     ),
     ours(
@@ -130,25 +127,25 @@ LEAK_OPTIONS: Final = (
     _lasting(
         "growth-warm-up",
         _POLICY.growth_warm_up_ns,
-        "How long a process may set itself up before it is watched for growth",
+        "How long a process may initialise before it is watched for growth",
         "growth.warmUp",
     ),
     _count(
         "growth-min-live",
         _POLICY.growth_min_live,
-        "With fewer contexts on a GPU a process does not leak",
+        "A process with fewer contexts on a GPU does not leak",
         "growth.minLive",
     ),
     _count(
         "growth-min-new",
         _POLICY.growth_min_new,
-        "Nor with fewer new ones in the window",
+        "Nor does one with fewer new contexts in the window",
         "growth.minNew",
     ),
     _count(
         "growth-freed-percent",
         _POLICY.growth_freed_percent,
-        "Nor if it freed more than this share of what it made in the window",
+        "Nor does one that freed more than this share of the contexts it created in the window",
         "growth.freedPercent",
         least=0,
         most=100,
@@ -156,13 +153,13 @@ LEAK_OPTIONS: Final = (
     _count(
         "growth-critical-live",
         _POLICY.growth_critical_live,
-        "With so many contexts growth is critical at once",
+        "Growth to so many contexts is critical at once",
         "growth.criticalLive",
     ),
     _count(
         "growth-fds",
         _POLICY.growth_fds,
-        "So many new descriptors in the window are growth where contexts are not known",
+        "So many new descriptors in the window are growth where contexts are unknown",
         "growth.fds",
     ),
 )

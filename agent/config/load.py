@@ -1,8 +1,8 @@
-"""Makes the settings: flag > environment > file > default, each value with where it came from.
+"""Makes the settings: flag > environment > file > default, each value with its origin.
 
 Guarantees: all problems are reported at once, each naming the value's origin and, for a misspelt
-name, the likely right one. Nothing is read that the table of options does not name. What has to be
-looked at in the file system (is this path a socket?) is judged at the start, not here.
+name, the likely right one. Nothing is read that the table of options does not name. The start, not this
+module, checks paths in the file system (is this path a socket?).
 """
 
 from collections.abc import Mapping
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from agent.config.sharing_file import FileSharing
 
 MAX_SLOWDOWN_POLLS: Final = 10_000
-"""Readings of which the share of slowdowns is made."""
+"""Maximum number of readings in the window of slowdowns."""
 
 _AFTER_ALL_LINES: Final = 2**31
 
@@ -78,9 +78,9 @@ def load(flags: Mapping[str, str], environment: Mapping[str, str]) -> Settings:
 
 
 def check_file(path: str, *, strict: bool) -> "FileContents":
-    """Return what a file says, with everything that would be wrong with it on some node.
+    """Return the content of a file, with every problem that it has on any node.
 
-    What other names could set instead of the file is a warning.
+    A missing value that a flag or a variable could set is a warning.
     """
     from agent.config.file import read  # noqa: PLC0415 - only where there is a file
 
@@ -97,7 +97,7 @@ def check_file(path: str, *, strict: bool) -> "FileContents":
 
 
 class _Resolver:
-    """Finds the value of each option and keeps account of origins and problems."""
+    """Finds the value of each option and collects origins and problems."""
 
     def __init__(self, flags: Mapping[str, str], environment: Mapping[str, str]) -> None:
         self._flags = flags
@@ -108,13 +108,13 @@ class _Resolver:
         self.warnings: list[str] = []
 
     def use_file(self, contents: "FileContents") -> None:
-        """Take the file's values, and what is wrong with it, into account."""
+        """Add the file's values, problems and warnings."""
         self._file = contents
         self.problems += contents.problems
         self.warnings += contents.warnings
 
     def problems_by_line(self) -> list[str]:
-        """Return the problems as a person mends them: those of flags and variables, then down the file."""
+        """Return the problems of flags and variables, then those of the file by line."""
         prefix = f"{self._file.path}:" if self._file is not None else None
 
         def line_of(problem: str) -> int:
@@ -128,7 +128,7 @@ class _Resolver:
         return sorted(self.problems, key=line_of)
 
     def text_of(self, option: Option) -> tuple[str, Origin]:
-        """Return the text that counts and where it came from."""
+        """Return the effective text and its origin."""
         variable, in_environment = self._variable_of(option)
         in_file = self._file.values.get(option.name) if self._file is not None else None
         if option.name in self._flags:
@@ -142,7 +142,7 @@ class _Resolver:
         return text, Origin(origin)
 
     def _variable_of(self, option: Option) -> tuple[str, str | None]:
-        """Return the first variable that is set, and its text; one that is empty may count as unset."""
+        """Return the first variable that is set, and its text; an empty one may count as unset."""
         for name in option.variables:
             text = self._environment.get(name)
             if text or (text == "" and option.empty_means):
@@ -165,44 +165,42 @@ class _Resolver:
 
     @property
     def sharing(self) -> "FileSharing | None":
-        """Return how devices are shared, if they are; only the file can say."""
+        """Return how devices are shared, if they are; only the file can configure it."""
         return self._file.sharing if self._file is not None and self._file.sharing.shares else None
 
     @property
     def file_parts(self) -> dict[str, ParsedOption]:
-        """Return what only the file can say, by key."""
+        """Return the settings that only the file can have, by key."""
         return self._file.parts() if self._file is not None else {}
 
     @property
     def file_fingerprint(self) -> int | None:
-        """Return what tells the file's content from another."""
+        """Return what identifies the file's content."""
         return self._file.fingerprint if self._file is not None else None
 
     @property
     def xids(self) -> Mapping[int, XidOverride]:
-        """Return what the file says of single XIDs."""
+        """Return the file's rules for single XIDs."""
         return self._file.xids if self._file is not None else _NOTHING
 
     def warn_of_skipped(self, option: str, listed: XidList | WordList, what: str) -> None:
-        """Tell of what makes no sense in a list, which is skipped as NVIDIA's plugin does."""
+        """Warn of invalid words in a list, which are skipped as by NVIDIA's plugin."""
         for word in listed.skipped:
             self.warnings.append(f'{self.given[option].origin}: "{word}" is no {what} and was skipped')
 
     def check_mps(self, values: Mapping[str, object]) -> None:
-        """Note what MPS does not go with, as NVIDIA's plugin does."""
+        """Note settings that conflict with MPS, as NVIDIA's plugin does."""
         sharing = self.sharing
         if sharing is None or sharing.strategy != "mps":
             return
         if values["mig-strategy"] == "mixed":
             origin = self.given["mig-strategy"].origin
-            self.problems.append(f"{sharing.where} does not go with the MIG strategy mixed ({origin})")
+            self.problems.append(f"{sharing.where} conflicts with the MIG strategy mixed ({origin})")
         if values["mps-root"] == "":
-            self.problems.append(
-                f"{sharing.where} needs --mps-root, where the MPS control daemon has its files"
-            )
+            self.problems.append(f"{sharing.where} needs --mps-root, the directory of the MPS control daemon")
 
     def warn_of_unknown_variables(self) -> None:
-        """Tell of variables with our prefix that nothing reads: most likely a misspelling."""
+        """Warn of variables with our prefix that no option has: most likely a misspelling."""
         known = {name for option in OPTIONS.values() for name in option.variables} | _OTHER_VARIABLES
         unknown = [name for name in self._environment if name.startswith(ENVIRONMENT_PREFIX)]
         for name in sorted(set(unknown) - known):
@@ -217,7 +215,7 @@ _SKIPPING: Final = {
     "cdi-feature-flags": "feature of a CDI specification",
     "cdi-disable-hooks": "hook",
 }
-"""Options in which unknown words are skipped, and what such a word is not."""
+"""Options that skip unknown words, and what their words are."""
 
 
 def _settings(values: Mapping[str, object], resolver: _Resolver) -> Settings:
@@ -385,9 +383,9 @@ class _XidRules(TypedDict):
 
 
 def _xid_rules(*, disabled: XidList, enabled: XidList, last_word: Mapping[int, XidOverride]) -> _XidRules:
-    """Return what NVIDIA's two variables mean together; what enables wins, and the file has the last word.
+    """Combine NVIDIA's two variables; enabling wins over disabling, and the file over both.
 
-    NVIDIA's plugin promises so too, but checks nothing at all once everything is disabled.
+    NVIDIA's plugin documents the same, but checks nothing at all once everything is disabled.
     """
     rules: dict[int, XidOverride] = {}
     if not enabled.is_all:
@@ -401,7 +399,7 @@ def _xid_rules(*, disabled: XidList, enabled: XidList, last_word: Mapping[int, X
 
 
 def _api_listen(given: Address | None, http_listen: Address | None) -> Address | None:
-    """Keep what names processes and pods on this machine unless told otherwise."""
+    """Return the address of the API that names processes and pods: loopback unless configured."""
     if given is not None:
         return given
     if http_listen is None or http_listen.is_loopback:

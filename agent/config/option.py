@@ -1,6 +1,6 @@
-"""What an option of ``gpu-agent run`` is: one setting and every name it goes by.
+"""An option of ``gpu-agent run``: one setting with all its names.
 
-Invariants: a value is text until its option's parser has seen it, wherever it came from.
+Invariants: a value is text until its option's parser has parsed it, whatever its origin.
 """
 
 from collections.abc import Callable
@@ -9,11 +9,11 @@ from typing import Final, NamedTuple
 ENVIRONMENT_PREFIX: Final = "GPU_AGENT_"
 
 AND_MORE: Final = "and more"
-"""Ends a list of problems that is too long to be told."""
+"""Last entry of a truncated list of problems."""
 
 
 class Option(NamedTuple):
-    """One setting and every name it goes by."""
+    """One setting with all its names."""
 
     name: str
     """The flag without its dashes."""
@@ -23,24 +23,24 @@ class Option(NamedTuple):
     help: str
     environment: str
     file_key: str
-    """Path in the configuration file; empty where it cannot be set there."""
+    """Path in the configuration file; empty if the file cannot set it."""
     aliases: tuple[str, ...] = ()
     other_environment: tuple[str, ...] = ()
-    """Further variables, which count where the first is not set."""
+    """Further variables, used if the first is not set."""
     is_switch: bool = False
-    """Whether the flag may stand without a value, which then means true."""
+    """Whether the flag may have no value, which then means true."""
     is_list: bool = False
     """Whether the flag may be repeated and the file may give a list; elsewhere commas separate."""
     splits_in_file: bool = True
-    """Whether commas separate in the file too; NVIDIA's plugin takes some words there as they are."""
+    """Whether commas separate in the file too; NVIDIA's plugin does not split some options there."""
     empty_means: str = ""
-    """What an empty value does; without it an empty environment variable counts as unset."""
+    """Effect of an empty value; without it an empty environment variable counts as unset."""
     needs_restart: bool = False
-    """Whether a change of it in the file takes effect at the next start only."""
+    """Whether a change in the file takes effect at the next start only."""
 
     @property
     def variables(self) -> tuple[str, ...]:
-        """Every environment variable that sets it, the first one that is set counts."""
+        """Its environment variables; the first one that is set counts."""
         return (self.environment, *self.other_environment)
 
 
@@ -57,7 +57,7 @@ def ours(
     empty_means: str = "",
     needs_restart: bool = False,
 ) -> Option:
-    """Describe an option that NVIDIA's plugin does not have; its names follow from the flag's."""
+    """Return an option that NVIDIA's plugin does not have; its names follow from the flag's."""
     return Option(
         name=name,
         default=default,
@@ -79,5 +79,5 @@ def _camel_case(name: str) -> str:
 
 
 def shown(text: str) -> str:
-    """Return a text as it can stand in a sentence."""
+    """Return a text cut for a sentence."""
     return text if len(text) <= 80 else text[:77] + "..."

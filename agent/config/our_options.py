@@ -23,13 +23,13 @@ LOOPBACK_PORT: Final = 9470
 LOOPBACK_API_PORT: Final = 9471
 
 SOFT_REASONS: Final = tuple(reason.value for reason in RULES if MEANINGS[reason].evidence is Evidence.SOFT)
-"""What readings only suggest, so that it flips a device where the operator says so."""
+"""Reasons that readings only suggest; they flip a device if the operator configures it."""
 
 _POLICY: Final = Policy()
 
 
 def if_running_from(text: str) -> str:
-    """Parse what to do if another agent runs; empty leaves it open."""
+    """Parse what to do if another agent runs; empty is the default of the terminal or the service."""
     return choice("standby", "fail")(text) if text else ""
 
 
@@ -51,7 +51,7 @@ OUR_OPTIONS: Final = (
         path_from,
         "PATH",
         "The kubelet's PodResources socket",
-        empty_means="it is not known which pod holds which device",
+        empty_means="the pods of devices are unknown",
         needs_restart=True,
     ),
     ours(
@@ -59,7 +59,7 @@ OUR_OPTIONS: Final = (
         "/var/log/pods",
         path_from,
         "DIR",
-        "Where the kubelet keeps the logs of pods; the names in it tell the UID of each pod",
+        "Where the kubelet keeps the logs of pods; their names hold the UID of each pod",
         needs_restart=True,
     ),
     ours(
@@ -67,7 +67,7 @@ OUR_OPTIONS: Final = (
         "/",
         path_from,
         "DIR",
-        "The kubelet's --cgroup-root: only processes in cgroups below its kubepods are taken for a pod's",
+        "The kubelet's --cgroup-root: only processes in cgroups below its kubepods belong to pods",
         needs_restart=True,
     ),
     ours(
@@ -75,8 +75,8 @@ OUR_OPTIONS: Final = (
         "auto",
         choice("auto", "driver", "syscalls", "procfs", "off"),
         "TIER",
-        "What shows who uses GPUs: the probe at the driver's entry points (driver) or at system calls"
-        " (syscalls), /proc alone (procfs), or nothing (off); auto takes the best there is",
+        "Source of GPU use: the probe at the driver's entry points (driver) or at system calls (syscalls),"
+        " /proc alone (procfs), or none (off); auto uses the best available",
         file_key="agent.probe.tier",
         needs_restart=True,
     ),
@@ -85,7 +85,7 @@ OUR_OPTIONS: Final = (
         "auto",
         choice("auto", "bcc", "core"),
         "LOADER",
-        "What loads the probe: bcc, which compiles it here, or core, compiled before; auto prefers bcc",
+        "Loader of the probe: bcc, which compiles it on the node, or core, compiled before; auto prefers bcc",
         file_key="agent.probe.loader",
         needs_restart=True,
     ),
@@ -94,10 +94,10 @@ OUR_OPTIONS: Final = (
         "/sys/fs/bpf/gpu-agent",
         path_from,
         "DIR",
-        "A directory of the BPF file system in which the probe is kept in the kernel for the next agent, so"
-        " that a restart loses no context; it may not exist yet",
+        "A directory of the BPF file system that pins the probe in the kernel for the next agent, so that a"
+        " restart loses no context; created if missing",
         file_key="agent.probe.pins",
-        empty_means="the probe ends with the agent, and what one kept in the usual directory is removed",
+        empty_means="the probe is unloaded with the agent, and pins in the default directory are removed",
         needs_restart=True,
     ),
     ours(
@@ -107,7 +107,7 @@ OUR_OPTIONS: Final = (
         "DIR",
         "A directory whose files stand for the driver's devices, as on a simulated node",
         file_key="agent.probe.doubles",
-        empty_means="only devices of the driver count",
+        empty_means="only the driver's devices count",
         needs_restart=True,
     ),
     ours(
@@ -115,7 +115,7 @@ OUR_OPTIONS: Final = (
         "10s",
         duration("100ms", "30s"),
         "TIME",
-        "Time between two lists of pods; what is older than 30s is unknown",
+        "Time between two lists of pods; a list older than 30s is stale",
         needs_restart=True,
     ),
     ours(
@@ -123,7 +123,7 @@ OUR_OPTIONS: Final = (
         "60s",
         duration("1s", "3600s"),
         "TIME",
-        "Time between two comparisons of what the kubelet has with what it was sent",
+        "Time between two comparisons of the kubelet's devices with those it was sent",
         needs_restart=True,
     ),
     ours(
@@ -131,7 +131,7 @@ OUR_OPTIONS: Final = (
         "/dev/kmsg",
         path_from,
         "PATH",
-        "The kernel log, where XIDs are read that NVML does not tell",
+        "The kernel log, source of XIDs that NVML does not report",
         empty_means="it is not read",
         needs_restart=True,
     ),
@@ -140,7 +140,7 @@ OUR_OPTIONS: Final = (
         "true",
         bool_from,
         "BOOL",
-        "Hear from the kernel at once of GPUs that come and go; costs 10 MiB",
+        "Listen to kernel uevents, so that added and removed GPUs are known at once; costs 10 MiB",
         is_switch=True,
         needs_restart=True,
     ),
@@ -149,7 +149,7 @@ OUR_OPTIONS: Final = (
         f"127.0.0.1:{LOOPBACK_PORT}",
         address_from,
         "ADDR",
-        "Where health and preflight are served",
+        "Address of health checks and preflight",
         empty_means="nowhere",
         needs_restart=True,
     ),
@@ -158,7 +158,7 @@ OUR_OPTIONS: Final = (
         "",
         address_from,
         "ADDR",
-        "Where what names processes and pods is served",
+        "Address of the documents that name processes and pods",
         empty_means=f"with --http-listen if that is loopback, else 127.0.0.1:{LOOPBACK_API_PORT}",
         needs_restart=True,
     ),
@@ -175,7 +175,7 @@ OUR_OPTIONS: Final = (
         "/var/lib/gpu-agent",
         path_from,
         "DIR",
-        "Where state file, lock, event log and evidence are",
+        "Directory of state file, lock, event log and evidence",
         needs_restart=True,
     ),
     ours(
@@ -183,7 +183,7 @@ OUR_OPTIONS: Final = (
         "16MiB",
         size("64KiB", "4GiB"),
         "SIZE",
-        "Room of the event log on disk, all of its files together; 0 keeps none",
+        "Size of the event log on disk, all of its files together; 0 disables it",
         needs_restart=True,
     ),
     ours(
@@ -191,7 +191,7 @@ OUR_OPTIONS: Final = (
         "false",
         bool_from,
         "BOOL",
-        "Register nothing: watch, and tell what would have been done",
+        "Register nothing: watch, and report what would have been done",
         is_switch=True,
     ),
     ours(
@@ -199,7 +199,7 @@ OUR_OPTIONS: Final = (
         "",
         if_running_from,
         "WHAT",
-        "If another agent runs on this node: standby until it ends, or fail",
+        "If another agent runs on this node: standby until it exits, or fail",
         empty_means="fail on a terminal, else standby",
         needs_restart=True,
     ),
@@ -208,7 +208,7 @@ OUR_OPTIONS: Final = (
         "false",
         bool_from,
         "BOOL",
-        "Refuse to start a container on a device with hard evidence against it",
+        "Reject the start of a container on a device with hard evidence against it",
         is_switch=True,
     ),
     ours(
@@ -216,7 +216,7 @@ OUR_OPTIONS: Final = (
         "false",
         bool_from,
         "BOOL",
-        "Refuse a container two shares of one device",
+        "Reject a container with two shares of one device",
         file_key="agent.sharing.distinctCards",
         is_switch=True,
     ),
@@ -234,7 +234,7 @@ OUR_OPTIONS: Final = (
         "false",
         bool_from,
         "BOOL",
-        "Refuse a configuration file with a key that nobody knows",
+        "Reject a configuration file with an unknown key",
         file_key="",
         is_switch=True,
     ),
@@ -243,7 +243,7 @@ OUR_OPTIONS: Final = (
         "10s",
         duration("10ms", "10m"),
         "TIME",
-        "Time between two looks at a GPU, or at the bus",
+        "Time between two polls of a GPU, or of the PCI bus",
         needs_restart=True,
     ),
     ours(
@@ -290,21 +290,21 @@ OUR_OPTIONS: Final = (
         f"{_POLICY.watch_timeout_ns // SECOND_NS}s",
         duration("100ms", "10m"),
         "TIME",
-        "Register anew if the kubelet has opened no ListAndWatch for so long",
+        "Register again if the kubelet has opened no ListAndWatch for so long",
     ),
     ours(
         "recovery-clean-probes",
         f"{_POLICY.recovery_clean_probes}",
         integer(1, 1_000),
         "N",
-        "Probes that must pass in a row before a device is well again",
+        "Probes in a row that must pass before a device is Healthy again",
     ),
     ours(
         "recovery-quiet",
         f"{_POLICY.recovery_quiet_ns // SECOND_NS}s",
         duration("0s", "24h"),
         "TIME",
-        "How long a fault must have stayed away before a device is well again",
+        "How long a fault must not recur before a device is Healthy again",
     ),
     ours(
         "xid-policy",
@@ -318,7 +318,7 @@ OUR_OPTIONS: Final = (
         f"{_POLICY.sticky_after}",
         integer(2, 100),
         "N",
-        "So many faults that went away by themselves keep a GPU out until a reboot or recover",
+        "So many self-clearing faults keep a GPU Unhealthy until a reboot or recover",
         file_key="agent.flapping.faults",
     ),
     ours(
@@ -326,7 +326,7 @@ OUR_OPTIONS: Final = (
         f"{_POLICY.sticky_window_ns // (60 * SECOND_NS)}m",
         duration("1s", "24h"),
         "TIME",
-        "The time in which they count",
+        "The time window of these faults",
         file_key="agent.flapping.within",
     ),
     ours(
@@ -334,7 +334,7 @@ OUR_OPTIONS: Final = (
         "",
         words(*SOFT_REASONS),
         "REASONS",
-        f"What is only inferred and flips a free GPU all the same: {', '.join(SOFT_REASONS)}",
+        f"Inferred reasons that flip a free GPU: {', '.join(SOFT_REASONS)}",
         is_list=True,
         empty_means="none",
     ),
@@ -343,14 +343,14 @@ OUR_OPTIONS: Final = (
         f"{_POLICY.soft_flip_every_ns // (3600 * SECOND_NS)}h",
         duration("1s", "240h"),
         "TIME",
-        "At most one GPU of the node is flipped so in this time",
+        "Inferred reasons flip at most one GPU of the node in this time",
     ),
     ours(
         "slowdown-window",
         "10m",
         duration("1s", "24h"),
         "TIME",
-        "The time in which clocks held down by hardware are a thermal finding",
+        "The time window of the thermal finding, which hardware slowdowns of the clocks raise",
         file_key="agent.slowdown.window",
     ),
     ours(
@@ -358,7 +358,7 @@ OUR_OPTIONS: Final = (
         f"{_POLICY.slowdown_share_percent}",
         integer(1, 100),
         "N",
-        "In this share of it",
+        "Share of the window that must be slowed down",
         file_key="agent.slowdown.percent",
     ),
     ours(

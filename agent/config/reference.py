@@ -1,4 +1,4 @@
-"""What can be configured, for people: the table of options, and the keys of the file that are none."""
+"""The reference of the configuration: the table of options, and the keys of the file that are no options."""
 
 from collections.abc import Callable, Iterator
 from typing import Final, NamedTuple
@@ -25,10 +25,10 @@ from agent.config.values import (
 
 
 class Entry(NamedTuple):
-    """One thing that can be configured."""
+    """One setting of the reference."""
 
     name: str
-    """Of the flag without dashes, or the key of the file where there is no flag."""
+    """The flag without dashes, or the key of the file if there is no flag."""
     help: str
     accepts: str
     default: str
@@ -41,7 +41,7 @@ class Entry(NamedTuple):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Every name it goes by."""
+        """All its names."""
         flags = (flag.lstrip("-") for flag in self.flags)
         return tuple(dict.fromkeys((self.name, *flags, *self.variables, self.file_key)))
 
@@ -63,7 +63,7 @@ _ACCEPTED: Final[dict[Callable[[str], object], str]] = {
 
 
 def entries() -> Iterator[Entry]:
-    """Yield everything that can be configured."""
+    """Yield every setting."""
     for options, is_nvidias in ((NVIDIA_OPTIONS, True), (OUR_OPTIONS, False), (LEAK_OPTIONS, False)):
         for option in options:
             yield _entry(option, is_nvidias=is_nvidias)
@@ -99,7 +99,7 @@ def _in_file(key: str, text: str, accepts: str, default: str) -> Entry:
     )
 
 
-_REPLICAS: Final = f"{MIN_REPLICAS} replicas or more, as long as the kubelet takes the list (4 MiB)"
+_REPLICAS: Final = f"{MIN_REPLICAS} replicas or more, while the list fits the kubelet's limit (4 MiB)"
 
 _FILE_KEYS: Final = (
     _in_file("version", "Version of the file's format", "v1", "v1"),
@@ -112,13 +112,13 @@ _FILE_KEYS: Final = (
     ),
     _in_file(
         "sharing.timeSlicing.renameByDefault",
-        "Offer shared devices as <resource>.shared",
+        "Advertise shared devices as <resource>.shared",
         "true or false",
         "false",
     ),
     _in_file(
         "sharing.timeSlicing.failRequestsGreaterThanOne",
-        "Refuse a container more than one share",
+        "Reject a container with more than one share",
         "true or false",
         "false",
     ),
@@ -129,11 +129,14 @@ _FILE_KEYS: Final = (
         "none",
     ),
     _in_file(
-        "sharing.mps.renameByDefault", "Offer shared devices as <resource>.shared", "true or false", "false"
+        "sharing.mps.renameByDefault",
+        "Advertise shared devices as <resource>.shared",
+        "true or false",
+        "false",
     ),
     _in_file(
         "sharing.mps.failRequestsGreaterThanOne",
-        "Refuse a container more than one share",
+        "Reject a container with more than one share",
         "true or false",
         "true",
     ),
@@ -144,5 +147,10 @@ _FILE_KEYS: Final = (
         f"{_REPLICAS}",
         "none",
     ),
-    _in_file("agent.xids", "The last word on single XIDs", "{number: flip or ignore}", "none"),
+    _in_file(
+        "agent.xids",
+        "Rules for single XIDs, which override every other setting",
+        "{number: flip or ignore}",
+        "none",
+    ),
 )

@@ -1,4 +1,4 @@
-"""Everything that can be set, as records; agent.config.load makes them."""
+"""The settings as records; agent.config.load makes them."""
 
 import os
 from collections.abc import Iterable, Mapping
@@ -10,7 +10,7 @@ from agent.config.values import Address
 from agent.model.policy import Policy
 
 Origin = NewType("Origin", str)
-"""Where a value came from: ``--poll``, ``GPU_AGENT_POLL``, ``/etc/x.yaml:3: agent.poll``, ``default``."""
+"""Origin of a value: ``--poll``, ``GPU_AGENT_POLL``, ``/etc/x.yaml:3: agent.poll``, ``default``."""
 
 IfRunning = Literal["standby", "fail"]
 LogFormat = Literal["auto", "journal", "json", "text"]
@@ -23,24 +23,24 @@ _NOTHING: Final[Mapping[Any, Any]] = MappingProxyType({})
 
 
 class ParsedOption(NamedTuple):
-    """What was said of one option."""
+    """The value of one option with its text and origin."""
 
     text: str
     origin: Origin
     value: object
-    """The text as its parser understood it."""
+    """The parsed text."""
 
 
 class Cdi(NamedTuple):
-    """How the CDI specification is made; names and meanings are those of NVIDIA's plugin."""
+    """How the CDI specification is made; names and semantics are those of NVIDIA's plugin."""
 
     spec_dir: str = "/var/run/cdi"
     hook_path: str = "/usr/bin/nvidia-ctk"
-    """On the host, as the specification names it."""
+    """Path on the host, as in the specification."""
     driver_root: str = "/"
-    """On the host, as the specification names what lies below it."""
+    """Path on the host, as in the specification."""
     driver_root_ctr_path: str = "/driver-root"
-    """Where the driver root is mounted for the agent, if it runs in a container that has it so."""
+    """Mount point of the driver root, if the agent runs in a container that has one."""
     dev_root: str = "/"
     disabled_hooks: frozenset[str] = frozenset()
     """Names of hooks, or ``all``."""
@@ -48,7 +48,7 @@ class Cdi(NamedTuple):
 
 
 class FeatureDiscovery(NamedTuple):
-    """How labels are made; names and meanings are those of NVIDIA's GPU feature discovery."""
+    """How labels are made; names and semantics are those of NVIDIA's GPU feature discovery."""
 
     oneshot: bool = False
     no_timestamp: bool = False
@@ -60,7 +60,7 @@ class FeatureDiscovery(NamedTuple):
 
 
 class Settings(NamedTuple):
-    """Everything that can be set, valid and complete."""
+    """All settings, valid and complete."""
 
     policy: Policy
     cdi: Cdi
@@ -106,29 +106,29 @@ class Settings(NamedTuple):
     given: Mapping[str, ParsedOption] = _NOTHING
     """By option name, defaults too."""
     file_parts: Mapping[str, ParsedOption] = _NOTHING
-    """By key, what only the file can say."""
+    """By key, the settings that only the file can have."""
     warnings: tuple[str, ...] = ()
     file_fingerprint: int | None = None
-    """What tells the file's content from another, within this process; None: there is no file."""
+    """Identifies the file's content, within this process; None: there is no file."""
 
     @property
     def origins(self) -> Mapping[str, Origin]:
-        """Where each value came from, by option name."""
+        """The origin of each value, by option name."""
         return {name: each.origin for name, each in self.given.items()}
 
     @property
     def shown(self) -> Mapping[str, ParsedOption]:
-        """Everything that counts and where it came from, by name."""
+        """All effective values with their origins, by name."""
         return {**{name: self.given[name] for name in OPTIONS}, **self.file_parts}
 
     @property
     def registers(self) -> bool:
-        """Whether devices are registered with a kubelet, or only served."""
+        """Whether devices are registered with a kubelet, not only served."""
         return bool(self.kubelet_socket)
 
     @property
     def kubelet_socket_or_default(self) -> str:
-        """The path beside which our sockets are made."""
+        """The path beside which the agent creates its sockets."""
         return self.kubelet_socket or OPTIONS["kubelet-socket"].default
 
     @property
@@ -138,17 +138,17 @@ class Settings(NamedTuple):
 
     @property
     def state_path(self) -> str:
-        """Where what must outlive the process is kept."""
+        """The path of the state file."""
         return f"{self.state_dir}/state.json"
 
     @property
     def event_log_path(self) -> str:
-        """Where the event log is kept; older files of it have a number after the name."""
+        """The path of the event log; its older files have a number after the name."""
         return f"{self.state_dir}/events.jsonl"
 
     @property
     def evidence_dir(self) -> str:
-        """Where bundles of evidence are kept."""
+        """The directory of evidence bundles."""
         return f"{self.state_dir}/evidence"
 
 
@@ -158,12 +158,12 @@ def changes_that_need_a_restart(old: Settings, new: Settings) -> Iterable[str]:
         if option.needs_restart and old.given[name].value != new.given[name].value:
             yield name
     if new.policy.observe and not old.policy.observe:
-        # What is registered stays so; to act instead of observing needs no restart.
+        # A registered resource stays so; the change from observing to acting needs no restart.
         yield "observe"
 
 
 def default_node_dir(environment: Mapping[str, str] | None = None) -> str:
-    """Return where the simulated node is unless told otherwise."""
+    """Return the default directory of the simulated node."""
     variables = os.environ if environment is None else environment
     if variables.get("GPU_AGENT_NODE_DIR"):
         return variables["GPU_AGENT_NODE_DIR"]
@@ -172,4 +172,4 @@ def default_node_dir(environment: Mapping[str, str] | None = None) -> str:
     runtime = variables.get("XDG_RUNTIME_DIR")
     if runtime:
         return f"{runtime}/gpu-agent-demo"
-    return f"/tmp/gpu-agent-demo-{os.geteuid()}"  # noqa: S108 - its owner is looked at before it is used
+    return f"/tmp/gpu-agent-demo-{os.geteuid()}"  # noqa: S108 - its owner is checked before use

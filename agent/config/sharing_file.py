@@ -1,7 +1,7 @@
-"""What the configuration file says of sharing: NVIDIA's two ways, and our entries for single GPUs.
+"""The sharing sections of the configuration file: NVIDIA's two ways, and our entries for single GPUs.
 
-Guarantees: what NVIDIA's plugin refuses is refused, with the path of the entry; what it accepts and
-ignores is a warning.
+Guarantees: an entry that NVIDIA's plugin rejects is a problem with the path of the entry; one that it accepts
+and ignores is a warning.
 
 Source: NVIDIA/k8s-device-plugin:api/config/v1/sharing.go, replicas.go, resources.go;
 cmd/mps-control-daemon/mps/daemon.go (48 clients of one MPS server).
@@ -21,13 +21,13 @@ from agent.model.sharing import SHARED_SUFFIX, Share, SharingStrategy
 
 MIN_REPLICAS: Final = 2
 MAX_MPS_REPLICAS: Final = 48
-"""Clients of one MPS server; 16 on GPUs before Volta, which is judged where GPUs are known."""
+"""Clients of one MPS server; 16 on GPUs before Volta, which the core checks once it knows the GPUs."""
 MAX_SHARED_RESOURCES: Final = 256
 MAX_SELECTORS: Final = 64
 """Models, or GPUs, that one entry names."""
 MAX_SELECTOR_LENGTH: Final = 128
 MAX_NAME_LENGTH: Final = 63
-"""Of a resource, with its prefix."""
+"""Characters of a resource's name, with its prefix."""
 
 RESOURCE_PREFIX: Final = "nvidia.com/"
 
@@ -59,22 +59,22 @@ class _Group(msgspec.Struct):
 
 
 class FileSharing(NamedTuple):
-    """What counts of it."""
+    """The effective sharing."""
 
     strategy: SharingStrategy = "time-slicing"
     shares: tuple[Share, ...] = ()
     rename_by_default: bool = False
     fail_requests_greater_than_one: bool = False
     where: str = ""
-    """File, line and key, for what is said of the whole."""
+    """File, line and key, for problems of the whole section."""
 
 
 NoteUnknown = Callable[[str, str, Node, tuple[str, ...]], None]
-"""Takes the path of a mapping, a key in it that is not known, its value, and the keys that are."""
+"""Called with the path of a mapping, an unknown key in it, its value, and the known keys."""
 
 
 class SharingReader:
-    """Reads the parts of the file that are about sharing, in whatever order they come."""
+    """Reads the sharing sections of the file, in any order."""
 
     def __init__(self, notes: Notes, note_unknown: NoteUnknown) -> None:
         self._notes = notes
@@ -95,7 +95,7 @@ class SharingReader:
         self._ours = self._entries(OURS, node, ("models", "gpus"))
 
     def result(self) -> FileSharing:
-        """Return what counts: MPS before time-slicing, our entries before NVIDIA's."""
+        """Return the effective sharing: MPS before time-slicing, our entries before NVIDIA's."""
         mps, time_slicing = self._groups.get("mps"), self._groups.get("timeSlicing")
         if mps and time_slicing:
             self._notes.warning(
@@ -117,7 +117,7 @@ class SharingReader:
         )
 
     def _check_with_group(self, group: _Group, entry: _Entry) -> None:
-        """Note what is wrong only with this way of sharing."""
+        """Note problems that an entry has only with this way of sharing."""
         share = entry.share
         if group.way == "mps" and share.replicas > MAX_MPS_REPLICAS:
             self._notes.problem(
@@ -168,7 +168,7 @@ class SharingReader:
             if path == OURS:
                 self._notes.problem(item, f"{path} names {share.resource} twice")
                 continue
-            # NVIDIA's plugin makes the replicas of both, which have the same ids as far as they go.
+            # NVIDIA's plugin makes the replicas of both, which have the same ids up to the smaller number.
             most = max(first, entry, key=lambda each: each.share.replicas)
             entries[share.resource, share.models, share.gpus] = most
             self._notes.warning(
@@ -219,11 +219,11 @@ class SharingReader:
         elif int(text) < MIN_REPLICAS:
             self._notes.problem(where, f"{path}.replicas must be at least {MIN_REPLICAS}, and is {text}")
         elif (list_bytes := least_list_bytes(int(text))) > MAX_LIST_BYTES:
-            # How many fit on this node depends on its GPUs; so many fit on none.
+            # The limit of this node depends on its GPUs; so many exceed that of any.
             self._notes.problem(
                 where,
-                f"{path}.replicas is {text}: the list of one GPU's takes {list_bytes} bytes, and the kubelet"
-                f" takes {MAX_LIST_BYTES}",
+                f"{path}.replicas is {text}: the list of one GPU has {list_bytes} bytes, and the kubelet"
+                f" accepts {MAX_LIST_BYTES}",
             )
         else:
             return int(text)
@@ -248,11 +248,11 @@ class SharingReader:
             else:
                 words.append(word)
         if not words and (is_null(node) or node.id == "sequence"):
-            self._notes.problem(node, f"{path} names none; leave it out to mean all")
+            self._notes.problem(node, f"{path} names none; omit it to mean all")
         return tuple(words)
 
     def _warn_of_ignored(self, path: str, name: ResourceName | None, found: dict[str, Node]) -> None:
-        """Tell of what NVIDIA's plugin too accepts and ignores, where it would change something."""
+        """Warn of keys that NVIDIA's plugin accepts and ignores too, if they would change something."""
         for key, harmless in (("rename", f"{name}{SHARED_SUFFIX}"), ("devices", "all")):
             node = found.get(key)
             if node is not None and node.value != harmless:

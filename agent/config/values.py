@@ -1,7 +1,7 @@
-"""What the text of an option can say: durations, addresses, sizes, paths, lists.
+"""Parsers of option texts: durations, addresses, sizes, paths, lists.
 
-Invariants: a parser raises ValueError with the end of a sentence that begins with the option's name, and
-nothing else. Work is bounded by the length of the text.
+Invariants: a parser raises ValueError only, with the predicate of a sentence that begins with the option's
+name. Work is bounded by the length of the text.
 """
 
 import re
@@ -19,7 +19,7 @@ MAX_NAMES: Final = 256
 MAX_NAME: Final = 256
 """Characters of a program's name, as of a file's."""
 MAX_SKIPPED_NAMED: Final = 8
-"""Words that are told to be skipped."""
+"""Skipped words that a warning names."""
 
 _UNITS_NS: Final = {
     "h": 3_600_000_000_000,
@@ -69,14 +69,14 @@ def duration_from(text: str) -> int:
 
 
 def address_from(text: str) -> Address | None:
-    """Parse ``host:port``; the host is an IP address, so that no name service is ever waited for."""
+    """Parse ``host:port``; the host is an IP address, so that no name lookup can block."""
     if not text:
         return None
     host, colon, port = text.rpartition(":")
     if not colon or not port.isascii() or not port.isdigit() or int(port) > 65_535:
         raise ValueError('must be an address and a port, such as "127.0.0.1:9470"')
     host = host[1:-1] if host.startswith("[") and host.endswith("]") else host
-    host = {"": "0.0.0.0", "localhost": "127.0.0.1"}.get(host, host)  # noqa: S104 - asked for by ":port"
+    host = {"": "0.0.0.0", "localhost": "127.0.0.1"}.get(host, host)  # noqa: S104 - requested by ":port"
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         return Address(socket.inet_ntop(family, socket.inet_pton(family, host)), int(port))
@@ -88,7 +88,7 @@ T = TypeVar("T")
 
 
 class Parser(msgspec.Struct, Generic[T], frozen=True):
-    """A parser that can say what it takes."""
+    """A parser with a description of its values."""
 
     accepts: str
     parse: Callable[[str], T]
@@ -140,14 +140,14 @@ def path_from(text: str) -> str:
 
 
 def any_path_from(text: str) -> str:
-    """Parse a path that a person may give relative to where they are."""
+    """Parse a path, which may be relative to the working directory."""
     if "\0" in text:
         raise ValueError("must not hold a NUL character")
     return text
 
 
 def root_from(text: str) -> str:
-    """Parse a directory that is put before other paths: no slash at its end, except for ``/`` itself."""
+    """Parse a directory used as a prefix of other paths: no slash at its end, except for ``/`` itself."""
     return (path_from(text).rstrip("/") or "/") if text else ""
 
 
@@ -194,14 +194,14 @@ class XidList(NamedTuple):
     """The value of DP_DISABLE_HEALTHCHECKS or DP_ENABLE_HEALTHCHECKS."""
 
     is_all: bool = False
-    """Every XID is meant: ``all`` or ``xids`` stands anywhere in the list."""
+    """Every XID: the list holds ``all`` or ``xids``."""
     xids: frozenset[int] = frozenset()
     skipped: tuple[str, ...] = ()
-    """What is neither a number nor one of these words."""
+    """Words that are neither numbers nor one of these."""
 
 
 def xid_list_from(text: str) -> XidList:
-    """Parse a list of XIDs as NVIDIA's plugin does: in any case, trimmed, what makes no sense is skipped.
+    """Parse a list of XIDs as NVIDIA's plugin does: in any case, trimmed, invalid words skipped.
 
     Source: NVIDIA/k8s-device-plugin:internal/rm/health.go.
     """
@@ -232,8 +232,8 @@ CDI_FEATURE_FLAGS: Final = (
     "no-additional-gids-for-device-nodes",
     "disable-ipc-discoverer",
 )
-"""What is never done here needs no disabling: nvsandboxutils, whose flag was once spelt otherwise, and CSV,
-which is Tegra's. Source: NVIDIA/nvidia-container-toolkit:pkg/nvcdi/api.go, options.go."""
+"""Features that the agent never uses need no disabling: nvsandboxutils, whose flag had another spelling once,
+and CSV, which is Tegra's. Source: NVIDIA/nvidia-container-toolkit:pkg/nvcdi/api.go, options.go."""
 
 CDI_HOOKS: Final = (
     "chmod",
@@ -244,12 +244,12 @@ CDI_HOOKS: Final = (
     "update-application-profile",
     "update-ldcache",
 )
-"""Two are never asked for here: ``chmod``, which NVIDIA's own leaves out too, and ``create-soname-symlinks``.
+"""The agent never uses ``chmod``, which NVIDIA's own specification omits too, and ``create-soname-symlinks``.
 Source: NVIDIA/nvidia-container-toolkit:pkg/nvcdi, internal/discover/hooks.go."""
 
 
 def device_list_strategies_from(text: str) -> tuple[DeviceListStrategy, ...]:
-    """Parse a list of device-list strategies; their order in the answer is always the same."""
+    """Parse a list of device-list strategies; the result has a fixed order."""
     given = {word.strip() for word in text.split(",")} - {""}
     if not given or given - set(DEVICE_LIST_STRATEGIES):
         raise ValueError(f"must be one or more of {', '.join(DEVICE_LIST_STRATEGIES)}")
@@ -257,7 +257,7 @@ def device_list_strategies_from(text: str) -> tuple[DeviceListStrategy, ...]:
 
 
 def discovery_strategy_from(text: str) -> str:
-    """Parse how devices are found."""
+    """Parse how devices are discovered."""
     if text == "tegra":
         raise ValueError("must be auto or nvml, because this agent finds GPUs by NVML and Tegra has none")
     return choice("auto", "nvml")(text)
@@ -272,20 +272,20 @@ def imex_channels_from(text: str) -> tuple[int, ...]:
     if inner.startswith("[") and inner.endswith("]"):
         inner = inner[1:-1].strip()
     if inner not in {"", "0"}:
-        raise ValueError("must be empty or [0], because there is no other IMEX channel to give")
+        raise ValueError("must be empty or [0], because no other IMEX channel can be injected")
     return (0,) if inner else ()
 
 
 class WordList(NamedTuple):
-    """Words of which NVIDIA's container toolkit ignores those that it does not know."""
+    """A list whose unknown words NVIDIA's container toolkit ignores."""
 
     words: frozenset[str] = frozenset()
     skipped: tuple[str, ...] = ()
-    """What is not known here."""
+    """Unknown words."""
 
 
 def known_words(*known: str) -> Parser[WordList]:
-    """Return a parser of a list of words, separated by commas; unknown ones are skipped and kept apart."""
+    """Return a parser of a list of words, separated by commas; unknown ones are collected in ``skipped``."""
 
     def parse(text: str) -> WordList:
         given = [word for word in (part.strip() for part in text.split(",")) if word]

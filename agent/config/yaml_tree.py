@@ -1,7 +1,7 @@
-"""A YAML file as a tree whose nodes know their lines, read with bounds.
+"""A YAML file as a tree whose nodes have their lines, read with bounds.
 
-Guarantees: whatever the bytes, there is a tree or one sentence with the line it is about. What is wrong
-further inside is noted, each with its line, and reading goes on.
+Guarantees: whatever the bytes, the result is a tree or one sentence with its line. Problems inside the tree
+are noted, each with its line, and reading continues.
 """
 
 import os
@@ -12,23 +12,23 @@ from typing import Any, Final, Protocol, cast
 from agent.config.option import AND_MORE, shown
 
 MAX_BYTES: Final = 128 * 1024
-"""A parser in Python reads this in a few seconds; a real file has two kilobytes."""
+"""The parser in Python needs a few seconds for this; a real file has two kilobytes."""
 MAX_DEPTH: Final = 64
-"""Levels of lists and mappings in one another; a real file has six."""
+"""Nesting levels of lists and mappings; a real file has six."""
 MAX_LISTED: Final = 1024
-"""Items of a list that are read."""
+"""Items read of a list."""
 MAX_NOTES: Final = 50
-"""Problems, and warnings, that are told; a file with more is no configuration at all."""
+"""Problems, and warnings, that are reported; a file with more is no configuration at all."""
 
 CONFIGURATION: Final = "configuration file"
-"""What a file is called where no other name is given."""
+"""How messages call the file unless the caller names it otherwise."""
 
 NOTHING: Final = os.devnull
-"""A link to it is how NVIDIA's config-manager says that a node has no configuration."""
+"""NVIDIA's config-manager links to it if a node has no configuration."""
 
 _BOM: Final = b"\xef\xbb\xbf"
 _TAB: Final = repr("\t")
-"""As PyYAML says it."""
+"""As in PyYAML's messages."""
 _BOOL_TAG: Final = "tag:yaml.org,2002:bool"
 _MERGE_TAG: Final = "tag:yaml.org,2002:merge"
 _NULL_TAG: Final = "tag:yaml.org,2002:null"
@@ -36,7 +36,7 @@ _YAML_TRUE: Final = frozenset({"true", "yes", "on"})
 
 
 class Node(Protocol):
-    """What is used of a node of PyYAML's tree; the library itself is imported only where needed."""
+    """The used attributes of a node of PyYAML's tree; the library itself is imported only where needed."""
 
     id: str
     """``scalar``, ``sequence`` or ``mapping``."""
@@ -46,11 +46,11 @@ class Node(Protocol):
 
 
 class UnreadableError(Exception):
-    """The file as a whole cannot be read; says why."""
+    """The file as a whole cannot be read; the message has the cause."""
 
 
 def tree_of(path: str, raw: bytes, what: str = CONFIGURATION, *, max_depth: int = MAX_DEPTH) -> Node | None:
-    """Return the root of a file's tree, None if it holds nothing but comments; or UnreadableError."""
+    """Return the root of a file's tree, None if it holds only comments; raises UnreadableError."""
     if len(raw) > MAX_BYTES:
         raise UnreadableError(f"The {what} {path} is over {MAX_BYTES // 1024} KiB")
     if raw.startswith(_BOM):
@@ -66,7 +66,7 @@ def tree_of(path: str, raw: bytes, what: str = CONFIGURATION, *, max_depth: int 
 
 
 def bytes_of(path: str, what: str = CONFIGURATION) -> bytes:
-    """Return what the file holds, or a byte more than is allowed; or UnreadableError."""
+    """Return the content of the file, at most a byte more than the limit; raises UnreadableError."""
     try:
         # Not blocking: a named pipe would otherwise hang the start.
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -86,7 +86,7 @@ def _compose(path: str, text: str, max_depth: int) -> Node | None:
     import yaml  # noqa: PLC0415 - 16 ms that a node without a file need not spend
 
     class Loader(yaml.SafeLoader):
-        """Counts the levels that are open, since each makes every further token more expensive."""
+        """Limits the open levels, since each makes every further token more expensive."""
 
         def fetch_flow_collection_start(self, token: Any) -> None:
             self._check_depth()
@@ -108,7 +108,7 @@ def _compose(path: str, text: str, max_depth: int) -> Node | None:
         line = mark.line + 1 if mark else 1
         problem = error.problem or error.context or ""
         if _TAB in problem:
-            problem = "holds a tab where YAML takes none; indent with spaces"
+            problem = "holds a tab where YAML allows none; indent with spaces"
         raise UnreadableError(f"{path}:{line}: {problem}") from None
     except yaml.reader.ReaderError as error:
         line = text.count("\n", 0, error.position) + 1
@@ -119,7 +119,7 @@ def _compose(path: str, text: str, max_depth: int) -> Node | None:
 
 
 class Notes:
-    """Reads nodes, and keeps what is wrong with them."""
+    """Reads nodes, and collects their problems."""
 
     def __init__(self, file: str) -> None:
         self.file = file
@@ -131,15 +131,15 @@ class Notes:
         return self.file if node is None else f"{self.file}:{node.start_mark.line + 1}"
 
     def problem(self, node: Node | None, text: str) -> None:
-        """Note what makes the file unusable."""
+        """Note a problem, which makes the file unusable."""
         _append_bounded(self.problems, f"{self.where(node)}: {text}")
 
     def warning(self, node: Node, text: str) -> None:
-        """Note what can be passed over."""
+        """Note a warning, which the file remains usable with."""
         _append_bounded(self.warnings, f"{self.where(node)}: {text}")
 
     def pairs(self, path: str, node: Node) -> Iterator[tuple[str, Node]]:
-        """Yield keys and values of a mapping; nothing of what is none."""
+        """Yield keys and values of a mapping; none of another node."""
         name = path or "the file"
         if is_null(node):
             return
@@ -159,7 +159,7 @@ class Notes:
                 yield key.value, value
 
     def items(self, path: str, node: Node, most: int = MAX_LISTED) -> list[Node]:
-        """Return the items of a list; nothing of what is none."""
+        """Return the items of a list; none of another node."""
         if is_null(node):
             return []
         if node.id != "sequence":
@@ -170,21 +170,21 @@ class Notes:
         return list(node.value[:most])
 
     def text(self, path: str, node: Node) -> str | None:
-        """Return a single value as it is written, None for what is null or no single value."""
+        """Return a single value as it is written, None for null or another node."""
         if node.id != "scalar":
             self.problem(node, f"{path} must be a single value")
             return None
         return None if is_null(node) else str(node.value)
 
     def scalar(self, path: str, node: Node) -> str | None:
-        """Return a single value as text, however a truth is written; None as ``text`` does."""
+        """Return a single value as text, booleans as true or false; None as ``text`` does."""
         text = self.text(path, node)
         if text is None or node.tag != _BOOL_TAG:
             return text
         return "true" if text.lower() in _YAML_TRUE else "false"
 
     def switch(self, path: str, node: Node) -> bool | None:
-        """Return true or false, None for what is null or neither."""
+        """Return true or false, None for null or any other value."""
         text = self.scalar(path, node)
         if text is not None and text not in {"true", "false"}:
             self.problem(node, f'{path} must be true or false, and is "{shown(text)}"')
@@ -192,7 +192,7 @@ class Notes:
         return None if text is None else text == "true"
 
     def value(self, path: str, node: Node) -> object:
-        """Return a single value as YAML itself makes it, None for what is null or only looks like one."""
+        """Return a single value as YAML constructs it, None for null or an invalid one."""
         import yaml  # noqa: PLC0415 - as above
 
         try:
@@ -204,7 +204,7 @@ class Notes:
 
 
 def is_null(node: Node) -> bool:
-    """Whether nothing was given."""
+    """Return whether a node is null."""
     return node.tag == _NULL_TAG
 
 

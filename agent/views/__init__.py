@@ -1,1 +1,1 @@
-"""What the agent knows in the forms in which it is told: documents, events, health checks."""
+"""The agent's state in the forms that it serves: documents, events, health checks."""

@@ -1,7 +1,7 @@
-"""Allocate answers as people and programs read them: the message in protobuf's JSON form.
+"""Allocate answers in protobuf's JSON form.
 
-Source: protobuf's JSON mapping: names in lowerCamelCase, what is empty or false left out; the names are
-those of proto/deviceplugin/v1beta1.
+Source: protobuf's JSON mapping: names in lowerCamelCase, empty and false values omitted; the names are those
+of proto/deviceplugin/v1beta1.
 """
 
 from typing import Any
@@ -17,14 +17,14 @@ def allocate_response(*answers: ContainerAnswer) -> Json:
 
 
 def _container(answer: ContainerAnswer) -> Json:
-    parts: Json = {
+    fields: Json = {
         "envs": dict(answer.envs),
         "mounts": [_mount(mount) for mount in answer.mounts],
         "devices": [_device_spec(node) for node in answer.device_nodes],
         "annotations": dict(answer.annotations),
         "cdiDevices": [{"name": name} for name in answer.cdi_devices],
     }
-    return {name: part for name, part in parts.items() if part}
+    return {name: value for name, value in fields.items() if value}
 
 
 def _mount(mount: Mount) -> Json:

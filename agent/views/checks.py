@@ -1,7 +1,7 @@
 """The checks behind /livez and /readyz, and their answers in the form of the Kubernetes API server.
 
-Guarantees: why a check fails goes to the log and not into the answer, which is public. Liveness
-never depends on a GPU: a sick GPU is data, a check fails only where the agent itself does.
+Guarantees: the cause of a failed check goes to the log and not into the answer, which is public. Liveness
+never depends on a GPU: an unhealthy GPU is data, and only a fault of the agent itself fails a check.
 
 Source of the form: kubernetes/kubernetes:staging/src/k8s.io/apiserver/pkg/server/healthz/healthz.go.
 """
@@ -20,7 +20,7 @@ MAX_UNREGISTERED_NS: Final = 10_000_000_000
 MAX_LOG_BLOCKED_S: Final = 120.0
 
 Run = Callable[[], Awaitable[str | None]]
-"""Returns None where all is well, else why not."""
+"""Returns None if the check passes, else the cause."""
 
 
 class Check(msgspec.Struct, frozen=True):
@@ -29,20 +29,20 @@ class Check(msgspec.Struct, frozen=True):
     name: str
     run: Run
     is_liveness: bool = False
-    """Whether it counts for /livez too, not for /readyz alone."""
+    """Whether /livez runs it too, not /readyz alone."""
 
 
 class Answer(msgspec.Struct, frozen=True):
-    """What is sent to whoever asked."""
+    """The answer sent to the caller."""
 
     ok: bool
     body: str
     failures: tuple[tuple[str, str], ...] = ()
-    """(check, why), for the log."""
+    """(check, cause), for the log."""
 
 
 def at_once(check: Callable[[], str | None]) -> Run:
-    """Return a check of what is known without waiting."""
+    """Return a check that waits for nothing."""
 
     async def run() -> str | None:
         return check()
@@ -80,7 +80,7 @@ async def answer(
 
 
 def event_loop(*, lag_ns: int, step_age_ns: int) -> str | None:
-    """Judge whether the loop turns and the engine steps."""
+    """Check that the event loop runs and the engine steps."""
     if lag_ns > MAX_LOOP_LAG_NS:
         return f"the event loop was {lag_ns / 1e9:.1f} s late"
     if step_age_ns > MAX_STEP_AGE_NS:
@@ -89,7 +89,7 @@ def event_loop(*, lag_ns: int, step_age_ns: int) -> str | None:
 
 
 def kubelet_registered(snapshot: Snapshot, now_ns: int) -> str | None:
-    """Judge registration: an absent kubelet, or nothing to offer, is no fault of ours."""
+    """Check registration: an absent kubelet, or a resource without devices, is no fault of the agent."""
     if snapshot.kubelet is None:
         return None
     for resource in snapshot.resources:
@@ -103,7 +103,7 @@ def kubelet_registered(snapshot: Snapshot, now_ns: int) -> str | None:
 
 
 def kubelet_counted(snapshot: Snapshot) -> str | None:
-    """Judge whether the kubelet has the devices that it was sent."""
+    """Check that the kubelet has the devices that it was sent."""
     for resource in snapshot.resources:
         if resource.miscount:
             return f"{resource.name}: {resource.miscount}"
@@ -111,7 +111,7 @@ def kubelet_counted(snapshot: Snapshot) -> str | None:
 
 
 def driver(snapshot: Snapshot) -> str | None:
-    """Judge NVML; a driver that was let go of on request is where it should be."""
+    """Check NVML; a driver that was released on request passes."""
     if snapshot.released_until_ns is not None:
         return None
     hung = next((finding for finding in snapshot.findings if finding.reason is Reason.DRIVER_HUNG), None)
@@ -123,8 +123,8 @@ def driver(snapshot: Snapshot) -> str | None:
 
 
 def task(snapshot: Snapshot, name: str) -> str | None:
-    """Judge a supervised source or sink."""
+    """Check a supervised source or sink."""
     for task_name, view in snapshot.tasks.items():
         if task_name == name and not view.running:
-            return view.message or "does not run"
+            return view.message or "is not running"
     return None

@@ -1,9 +1,8 @@
 """The node as JSON-ready values: one form for HTTP, the control socket and the commands.
 
-Guarantees: names are stable and in snake_case, as ``gpu-agent/v1`` (what else is added comes
-beside them); what is not known is null, never an invented value; every moment is given twice, as
-the time of day for people and as monotonic nanoseconds for programs; the index of a GPU that NVML does
-not list is null.
+Guarantees: keys are stable and in snake_case, as ``gpu-agent/v1`` (new ones are added beside them); an
+unknown value is null, never an invented one; every moment is given twice, as the time of day for people and
+as monotonic nanoseconds for programs; the index of a GPU that NVML does not list is null.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -32,20 +31,20 @@ TimeOf = Callable[[int], str]
 
 STANDBY: Final[Mapping[str, object]] = {
     "code": "standby",
-    "message": "Another agent serves this node; this one takes over when it ends",
+    "message": "Another agent serves this node; this one takes over when that one exits",
     "advice": "ask the agent that serves",
     "gpus": (),
 }
-"""The only reason that is no finding: the one who stands by knows nothing of the node."""
+"""The only reason that is no finding: an agent that stands by knows nothing of the node."""
 
 
 def preflight_of_standby() -> Json:
-    """Return what an agent that stands by can say."""
+    """Return the preflight document of an agent that stands by."""
     return {"apiVersion": API_VERSION, "ready": False, "reasons": [STANDBY]}
 
 
 def preflight(snapshot: Snapshot) -> Json:
-    """Return whether a GPU job can be sent here now, and if not, why: no pids, no pod names."""
+    """Return whether a GPU job can be sent here now, and if not, the reasons: no pids, no pod names."""
     return {
         "apiVersion": API_VERSION,
         "ready": snapshot.ready,
@@ -63,9 +62,9 @@ def _finding(finding: Finding) -> Json:
 
 
 def devices(snapshot: Snapshot, time_of: TimeOf) -> Json:
-    """Return every device as it is offered to the kubelet, with why it is not well and who holds it.
+    """Return every device as it is advertised to the kubelet, with its reasons and the pod that holds it.
 
-    ``allocated`` is null while it is not known which pods hold what.
+    ``allocated`` is null while the pods of devices are unknown.
     """
     gpus = {view.gpu.uuid: view for view in snapshot.gpus}
     return {
@@ -111,7 +110,7 @@ def _memory_of(device: Device, gpu: Gpu) -> int | None:
 
 
 def conditions(snapshot: Snapshot, time_of: TimeOf) -> Json:
-    """Return every active condition, whether it flips a device or not."""
+    """Return every active condition, including those that flip no device."""
     return {
         "apiVersion": API_VERSION,
         "conditions": [condition(active, time_of) for view in snapshot.gpus for active in view.conditions],
@@ -119,10 +118,10 @@ def conditions(snapshot: Snapshot, time_of: TimeOf) -> Json:
 
 
 def condition(active: Condition, time_of: TimeOf) -> Json:
-    """Return one active active."""
+    """Return one active condition."""
     return {
         "code": active.reason.value,
-        # The kinds of a leak tell its findings apart by number, which says nothing to anyone else.
+        # The number of a leak's kind is internal: it only separates the findings.
         "number": None if active.reason is Reason.CONTEXT_LEAK else active.key.code or None,
         "message": active.message,
         "advice": advice_of(active),
@@ -143,7 +142,7 @@ def condition(active: Condition, time_of: TimeOf) -> Json:
 
 
 def allocatable(snapshot: Snapshot, time_of: TimeOf) -> Json:
-    """Return each resource as the kubelet counts it, and how its registration stands."""
+    """Return each resource as the kubelet counts it, and its registration."""
     return {
         "apiVersion": API_VERSION,
         "resources": [_resource(resource, time_of) for resource in snapshot.resources],
@@ -151,7 +150,7 @@ def allocatable(snapshot: Snapshot, time_of: TimeOf) -> Json:
 
 
 def lists(sent: Iterable[ListSent], time_of: TimeOf) -> Json:
-    """Return lists that the kubelet was sent, with why devices were Unhealthy when each was made."""
+    """Return lists that the kubelet was sent, with the reasons of the devices Unhealthy in each."""
     return {
         "apiVersion": API_VERSION,
         "lists": [
@@ -186,7 +185,7 @@ def _resource(resource: Resource, time_of: TimeOf) -> Json:
 
 
 def topology(snapshot: Snapshot, _time_of: TimeOf) -> Json:
-    """Return how every two GPUs are connected, and what of the machine they are near."""
+    """Return the connection of every two GPUs, and the CPU and NUMA affinity of each."""
     return {"apiVersion": API_VERSION, "gpus": [_place(view, snapshot) for view in snapshot.gpus]}
 
 
@@ -208,7 +207,7 @@ def _place(view: GpuView, snapshot: Snapshot) -> Json:
 
 
 def events(entries: Iterable[Entry], *, last: int, missed: int, time_of: TimeOf) -> Json:
-    """Return entries of the event log, and how many older ones the reader can no longer get."""
+    """Return entries of the event log, and the number of older ones that were evicted."""
     return {
         "apiVersion": API_VERSION,
         "events": [_event(entry, time_of) for entry in entries],
@@ -229,7 +228,7 @@ def _event(entry: Entry, time_of: TimeOf) -> Json:
 
 
 def state(snapshot: Snapshot, time_of: TimeOf) -> Json:
-    """Return the whole picture, for people who look for a fault."""
+    """Return the whole state, for debugging."""
     return {
         "apiVersion": API_VERSION,
         **moment("changed", snapshot.at_ns, time_of),
@@ -261,12 +260,12 @@ def state(snapshot: Snapshot, time_of: TimeOf) -> Json:
 
 
 def probe(view: ProbeView | None) -> Json | None:
-    """Return how the probe is; null: it is off, or was not begun yet."""
+    """Return the status of the probe; null: it is off, or not loaded yet."""
     return None if view is None else msgspec.structs.asdict(view) | {"missing": dict(view.missing)}
 
 
 def usage_summary(usage: Usage | None) -> Json | None:
-    """Return how good the picture of who uses GPUs is, without what is in it; null: there is none."""
+    """Return the quality of the usage snapshot, without its content; null: there is none."""
     if usage is None:
         return None
     return {
@@ -314,7 +313,7 @@ def _gpu(view: GpuView, call: DeviceCall | None) -> Json:
 
 
 def _sample(sample: GpuSample) -> Json:
-    """Return the newest readings; what the GPU does not offer, or could not be read, is null."""
+    """Return the newest readings; null is one that the GPU does not have, or that failed."""
     return msgspec.structs.asdict(sample)
 
 
@@ -327,9 +326,9 @@ def bundle(
     kernel_log: Iterable[str],
     time_of: TimeOf,
 ) -> Json:
-    """Return what is known of one GPU: the evidence that an RMA needs and that a reset destroys.
+    """Return what the agent knows of one GPU: the evidence that an RMA needs and that a reset destroys.
 
-    ``why`` is the fault it is kept for, None where somebody asked.
+    ``why`` is the fault it is saved for, None where an operator requested it.
     """
     return {
         "apiVersion": API_VERSION,
@@ -345,7 +344,7 @@ def bundle(
 
 
 def moment(name: str, at_ns: int, time_of: TimeOf) -> Json:
-    """Return a moment both ways; zero is one of another boot, of which is only known that it was before."""
+    """Return a moment both ways; zero is a moment of an earlier boot."""
     return {name: time_of(at_ns) if at_ns else None, f"{name}_monotonic_ns": at_ns}
 
 

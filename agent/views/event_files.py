@@ -1,9 +1,9 @@
 """The event log on disk: lines of JSON in a few files, of which the oldest is dropped.
 
-Guarantees: the newest file is the path itself, older ones are ``path.1`` and up. What programs can cause at
-will is in files of its own, which take no room of the others; a reader gets all in one order. A line that a
-crash cut off is skipped by the reader and ended by the next writer, so it costs one event. What is read is
-bounded by MAX_LINE_BYTES for each line, whatever the files hold.
+Guarantees: the newest file is the path itself, older ones are ``path.1`` and up. Events that programs can
+cause at will have files and a limit of their own; the reader merges all in one order. The reader skips a line
+that a crash cut off and the next writer terminates it, so it costs one event. The reader holds at most
+MAX_LINE_BYTES of a line, whatever the files hold.
 """
 
 import contextlib
@@ -24,15 +24,15 @@ MAX_LINE_BYTES: Final = 16 * 1024
 
 
 def path_of_others(path: str) -> str:
-    """Return where the events are that programs can cause at will."""
+    """Return the path of the events that programs can cause at will."""
     file = Path(path)
     return str(file.with_name(f"{file.stem}-other{file.suffix}"))
 
 
 def append(path: str, lines: Sequence[bytes], *, max_bytes: int) -> int:
-    """Append lines, each ended by a newline, and return how many; the rest is for another call.
+    """Append lines, each terminated by a newline, and return how many; the rest is for another call.
 
-    A new file is begun where a line would make one longer than ``max_bytes``, and there the call ends.
+    Where a line would make the file longer than ``max_bytes``, the call rotates the files or stops.
     Raises OSError if nothing was appended.
     """
     size = _size(path)
@@ -66,7 +66,7 @@ def _append_to(path: str, chunk: bytes) -> None:
         try:
             write_all(descriptor, chunk)
         except OSError:
-            # What was written of it will be written again.
+            # The next call writes the chunk again.
             os.ftruncate(descriptor, size)
             raise
         os.fdatasync(descriptor)
@@ -82,23 +82,23 @@ def _rotate(path: str) -> None:
 
 
 def exist(path: str) -> bool:
-    """Return whether any of the files is there."""
+    """Return whether any of the files exists."""
     return any(Path(each).exists() for base in (path, path_of_others(path)) for each in _paths(base))
 
 
 def _paths(path: str) -> tuple[str, ...]:
-    """Return where the files are, oldest first."""
+    """Return the paths of the files, oldest first."""
     return (*(f"{path}.{number}" for number in range(FILES - 1, 0, -1)), path)
 
 
 class NoEventsError(Exception):
-    """Files hold something, and none of it is an event."""
+    """The files hold lines, and none is an event."""
 
 
 def read(path: str) -> Iterator[dict[str, Any]]:
     """Yield the events of the files, oldest first.
 
-    Raises OSError if one that is there cannot be read, NoEventsError if none of their lines is an event.
+    Raises OSError if one cannot be read, NoEventsError if none of their lines is an event.
     """
     damaged: list[str] = []
     found = False
@@ -115,7 +115,7 @@ def _moment(event: dict[str, Any]) -> tuple[str, int]:
 
 
 def _read(path: str, damaged: list[str]) -> Iterator[dict[str, Any]]:
-    """Yield the events of one set of files, and add those that hold other lines."""
+    """Yield the events of one set of files, and append the paths of files with other lines to ``damaged``."""
     for each in _paths(path):
         with contextlib.suppress(FileNotFoundError):
             for event in _events_of(each):

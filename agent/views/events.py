@@ -1,8 +1,8 @@
-"""The recent entries of the event log, numbered, for those who ask what happened.
+"""The recent entries of the event log, numbered.
 
-Invariants: holds MAX_EVENTS entries, with a share for each GPU and what happens on it, so that what a program
-repeats evicts no fault and no command; numbers go up by one for ever, so a reader who was away too long can
-tell that it missed some. To be used on the loop's thread only.
+Invariants: holds MAX_EVENTS entries, with a share for each GPU and kind of event, so that events that a
+program repeats evict no fault and no command; numbers increase by one without a gap, so a reader can detect
+the entries that it missed. For the loop's thread only.
 """
 
 import asyncio
@@ -28,7 +28,7 @@ class Entry(msgspec.Struct, frozen=True):
 
 
 def is_of_node(event: Event) -> bool:
-    """Return whether an event is of the node: a fault, a command; False: a program can cause it at will."""
+    """Return whether an event is the node's: a fault, a command; False: a program can cause it at will."""
     if event.kind in {EventKind.XID, EventKind.LOSS}:
         return False
     return (event.fields or {}).get("evidence") != Evidence.SOFT
@@ -53,7 +53,7 @@ class EventRing:
         return self._last
 
     def record(self, effect: RecordEvent) -> Entry:
-        """Append and return an entry; where there is no room, one goes of what happened most often."""
+        """Append and return an entry; a full ring evicts one of the most frequent events."""
         self._last += 1
         entry = Entry(self._last, effect.at_ns, effect.event)
         self._entries.put(_client_of(effect.event), entry.number, entry)
@@ -70,6 +70,6 @@ class EventRing:
         return (each.value for each in reversed(self._entries))
 
     async def wait_newer(self, number: int) -> None:
-        """Return once there is an entry after a number."""
+        """Wait until there is an entry after a number."""
         while self._last <= number:
             await self._appended.wait()

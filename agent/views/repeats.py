@@ -1,8 +1,8 @@
-"""Events that repeat are recorded once a minute, with their count.
+"""Limits repeated events to one record a minute, with their count.
 
 Invariants: the first of its kind is recorded at once, those of the minute after it as one with the sum of
-their counts, so that nothing is lost and nothing waits for longer. Events that wait are bounded, with a share
-for each GPU; the one for which there is no room is recorded at once.
+their counts, so that no event is lost or delayed for longer. Pending events are bounded, with a share for
+each GPU; a full table records the evicted one at once.
 """
 
 from collections.abc import Hashable
@@ -16,16 +16,16 @@ from agent.model.structs import replace
 
 PERIOD_NS: Final = 60_000_000_000
 MAX_KINDS: Final = 1024
-"""Kinds of events of which the last minute is known; a GPU has some hundred XIDs."""
+"""Kinds of events with a minute of their own; a GPU has some hundred XIDs."""
 MAX_OF_GPU: Final = 256
 
 _REPEATING: Final = frozenset({EventKind.XID, EventKind.LOSS})
-"""They are events that happened; all other kinds tell a change, and two changes are no repetition."""
+"""Kinds that repeat; every other kind is a change of state, and two changes are no repetition."""
 _VARYING: Final = frozenset({"count", "total"})
 
 
 class _Minute(msgspec.Struct):
-    """What came of one kind since it was recorded last."""
+    """The events of one kind since its last record."""
 
     since_ns: int
     last: RecordEvent | None = None
@@ -39,11 +39,11 @@ class Repeats:
         self, *, period_ns: int = PERIOD_NS, max_kinds: int = MAX_KINDS, max_of_gpu: int = MAX_OF_GPU
     ) -> None:
         self._period_ns = period_ns
-        # The minute that began first is the first: one is put anew when it begins, and not when it counts.
+        # Ordered by start: a minute is inserted when it begins and not moved when it counts.
         self._minutes: Shares[Hashable, Hashable, _Minute] = Shares(max_kinds, max_of_gpu)
 
     def admitted(self, effect: RecordEvent) -> list[RecordEvent]:
-        """Return what is to be recorded now that an event happened: it, nothing, or older ones too."""
+        """Return the events to record now that this one happened: it, none, or older ones too."""
         if effect.event.kind not in _REPEATING:
             return [effect]
         found = self.due(effect.at_ns)
@@ -72,20 +72,20 @@ class Repeats:
                 break
             self._minutes.pop(entry.key)
             if entry.value.last is not None:
-                # What is recorded now begins another minute.
+                # The record begins another minute.
                 self._minutes.put(entry.client, entry.key, _Minute(now_ns))
                 found += _summed(entry.value, now_ns)
         return found
 
     def rest(self, now_ns: int) -> list[RecordEvent]:
-        """Return everything that waits, for when nothing more is recorded."""
+        """Return all pending events, for the shutdown."""
         found = [event for entry in self._minutes for event in _summed(entry.value, now_ns)]
         self._minutes = Shares(self._minutes.total, self._minutes.share)
         return found
 
     @property
     def due_ns(self) -> int | None:
-        """When something is due that waits; None: nothing waits."""
+        """When the next pending event is due; None: none is pending."""
         waiting = [each.value.since_ns for each in self._minutes if each.value.last is not None]
         return waiting[0] + self._period_ns if waiting else None
 
@@ -96,7 +96,7 @@ def _count_of(effect: RecordEvent) -> int:
 
 
 def _summed(minute: _Minute, now_ns: int) -> list[RecordEvent]:
-    """Return one event, of now, for all that came since the last."""
+    """Return one event with the present time for all since the last record."""
     if minute.last is None:
         return []
     event = minute.last.event

@@ -1,7 +1,7 @@
 """Events as sentences for people: the object and the reason in one line, since a log shows no fields.
 
-Invariants: every event has a sentence, also one of a kind that is not known here: its message, with the GPU
-before and the details behind it. Text that others chose is escaped by whoever prints it.
+Invariants: every event has a sentence; for an unknown kind it is the message, with the GPU before and the
+details behind it. The caller that prints a sentence escapes it.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -12,7 +12,7 @@ from agent.core.wording import counted
 Fields = Mapping[str, Any]
 
 MAX_NAMED: Final = 2
-"""GPUs that a sentence names; of more it says how many."""
+"""GPUs that a sentence names; for more it has their number."""
 
 
 def sentence_of(message: str, fields: Fields | None) -> str:
@@ -27,7 +27,7 @@ def sentence_of(message: str, fields: Fields | None) -> str:
 
 
 def gpu_name(fields: Fields) -> str:
-    """Return which GPU fields are about: ``GPU 3 (0000:3b:00.0)``, with its MIG instances; empty: of none."""
+    """Return the GPU of the fields: ``GPU 3 (0000:3b:00.0)``, with its MIG instances; empty: of none."""
     where = fields.get("pci") or fields.get("uuid")
     if fields.get("gpu") is None:
         name = f"The GPU {where}" if where else ""
@@ -63,7 +63,7 @@ def _listed(words: Iterable[object]) -> str:
 
 
 def _cause(fields: Fields, text: object) -> str:
-    """Return a reason with what was seen; the text on an XID says its number itself."""
+    """Return a reason with its message; that of an XID has the number itself."""
     return str(text) if str(text).startswith("XID") else f"{reason_name(fields)}, {text}"
 
 

@@ -1,7 +1,7 @@
-"""Who uses the GPUs, as JSON-ready values: processes, contexts, owners, and how the probe is.
+"""The use of the GPUs as JSON-ready values: processes, contexts, owners, status of the probe.
 
-Guarantees: as agent.views.documents. These documents name processes and pods, so only what is served to
-this machine holds them.
+Guarantees: as agent.views.documents. These documents name processes and pods, so they are served to this
+machine only.
 """
 
 from collections.abc import Iterable
@@ -17,7 +17,7 @@ def contexts(snapshot: Snapshot, time_of: TimeOf) -> Json:
     """Return every process but the agent that has files of the driver open, with its contexts on each GPU.
 
     The agent has every GPU open and uses none.
-    ``complete`` is null while nothing was seen yet.
+    ``complete`` is null until the first reading.
     """
     usage = snapshot.usage
     document = {"apiVersion": API_VERSION, "probe": probe(snapshot.probe)}
@@ -48,7 +48,7 @@ def contexts(snapshot: Snapshot, time_of: TimeOf) -> Json:
 
 
 def ownership(snapshot: Snapshot, time_of: TimeOf) -> Json:
-    """Return of each GPU or MIG device who was given it, who holds it and who uses memory on it."""
+    """Return the pods, the holders and the memory users of each GPU or MIG device."""
     return {
         "apiVersion": API_VERSION,
         "owners": [_ownership(owned, time_of) for owned in owners(snapshot)],
@@ -68,19 +68,19 @@ def _process(process: ProcessUse, snapshot: Snapshot, time_of: TimeOf) -> Json:
     }
 
 
-def _identity(look: ProcessLook, snapshot: Snapshot) -> Json:
-    pod = look.pod if isinstance(look.pod, PodRef) else None
+def _identity(process: ProcessLook, snapshot: Snapshot) -> Json:
+    pod = process.pod if isinstance(process.pod, PodRef) else None
     return {
-        "pid": look.key.pid,
-        "start_ticks": look.key.start_ticks,
-        "comm": look.comm,
-        "state": look.state,
-        "killable": is_killable(look),
-        "owner": look.owner,
-        "pod": pod_name(look, snapshot.pods_seen),
+        "pid": process.key.pid,
+        "start_ticks": process.key.start_ticks,
+        "comm": process.comm,
+        "state": process.state,
+        "killable": is_killable(process),
+        "owner": process.owner,
+        "pod": pod_name(process, snapshot.pods_seen),
         "pod_uid": None if pod is None else pod.uid,
         "container_id": None if pod is None else pod.container_id,
-        "cgroup": look.cgroup,
+        "cgroup": process.cgroup,
     }
 
 

@@ -122,7 +122,7 @@ async def test_5_a_live_reload_of_the_mistake_changes_nothing_and_is_told_everyw
         ("", 'FILE:1: is empty; write "version: v1", or name no configuration file'),
         (" \n\n", 'FILE:1: is empty; write "version: v1", or name no configuration file'),
         ("\ufeffversion: v1\n", "FILE:1: begins with a byte order mark; save it as UTF-8 without one"),
-        ("flags:\n\tmigStrategy: none\n", "FILE:2: holds a tab where YAML takes none; indent with spaces"),
+        ("flags:\n\tmigStrategy: none\n", "FILE:2: holds a tab where YAML allows none; indent with spaces"),
         ("flags:\n  migStrategy: none\n  migStrategy: mixed\n", "FILE:3: flags.migStrategy is given twice"),
         (b"a: b\n\x00", "FILE:2: holds a character that YAML forbids"),
         (b"\x7fELF\x02\x01\x01" + b"\xff" * 64, "FILE:1: not UTF-8 text"),

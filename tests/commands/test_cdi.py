@@ -161,7 +161,7 @@ def test_everything_that_is_wrong_is_told_at_once(capsys: pytest.CaptureFixture[
         ('{"kind": 1,\n "kind": 2}', "FILE: kind is given twice"),
         (GOOD + "kind: nvidia.com/gpu\n", "FILE:8: kind is given twice"),
         ("\ufeff" + GOOD, "FILE:1: begins with a byte order mark"),
-        ("a:\n\t- b\n", "FILE:2: holds a tab where YAML takes none; indent with spaces"),
+        ("a:\n\t- b\n", "FILE:2: holds a tab where YAML allows none; indent with spaces"),
         (b"\xff\xfe\x00", "FILE:1: not UTF-8 text"),
         (b'{"kind": "\xff"}', "FILE: not UTF-8 text"),
         ("[" * 5000, "FILE:1: nested too deeply"),

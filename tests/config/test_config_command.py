@@ -187,7 +187,7 @@ def test_explain_knows_every_name_of_a_setting(capsys: pytest.CaptureFixture[str
     _, out, _ = run(capsys, "explain", "--", name)
     assert out == (
         "poll\n"
-        "  Time between two looks at a GPU, or at the bus\n"
+        "  Time between two polls of a GPU, or of the PCI bus\n"
         "  Takes     a time between 10ms and 10m\n"
         "  Default   10s\n"
         "  Flag      --poll\n"

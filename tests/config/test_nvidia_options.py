@@ -205,7 +205,7 @@ def test_imex_channels_are_written_as_nvidias_users_do(
 @pytest.mark.parametrize("text", ["1", "[0,1]", "0,0", "[0", "x"])
 def test_other_imex_channels_are_refused(text: str) -> None:
     assert refused(f"--imex-channel-ids={text}").startswith(
-        "--imex-channel-ids must be empty or [0], because there is no other IMEX channel to give"
+        "--imex-channel-ids must be empty or [0], because no other IMEX channel can be injected"
     )
 
 

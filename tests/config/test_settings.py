@@ -326,7 +326,7 @@ def test_a_file_that_sets_nothing_changes_nothing(tmp_path: Path, text: str) -> 
             "FILE:1: sharing.timeSlicing.resources[0].replicas must be at least 2, and is 1",
         ),
         ("a: b: c", "FILE:1: mapping values are not allowed here"),
-        ("agent:\n\tpoll: 1s\n", "FILE:2: holds a tab where YAML takes none; indent with spaces"),
+        ("agent:\n\tpoll: 1s\n", "FILE:2: holds a tab where YAML allows none; indent with spaces"),
         ("a: [1", "FILE:1: expected ',' or ']', but got '<stream end>'"),
         (b"\x00\x01\x02", "FILE:1: holds a character that YAML forbids"),
         (b"agent:\n  x: \xff\xfe\n", "FILE:2: not UTF-8 text"),

@@ -59,8 +59,8 @@ def test_mps_counts_before_time_slicing_and_that_is_told(tmp_path: Path) -> None
 def test_mps_needs_its_root_and_does_not_go_with_mixed_mig(tmp_path: Path) -> None:
     text = f"sharing:\n  mps: {{{ONE}}}\n"
     assert problems(tmp_path, text, mig_strategy="mixed") == [
-        "2: sharing.mps does not go with the MIG strategy mixed (--mig-strategy)",
-        "2: sharing.mps needs --mps-root, where the MPS control daemon has its files",
+        "2: sharing.mps conflicts with the MIG strategy mixed (--mig-strategy)",
+        "2: sharing.mps needs --mps-root, the directory of the MPS control daemon",
     ]
 
 
@@ -71,7 +71,7 @@ def test_mps_needs_its_root_and_does_not_go_with_mixed_mig(tmp_path: Path) -> No
         ("{name: gpu, replicas: -3}", "[0].replicas must be at least 2, and is -3"),
         (
             "{name: gpu, replicas: 70000}",
-            "[0].replicas is 70000: the list of one GPU's takes 4328890 bytes, and the kubelet takes 4194304",
+            "[0].replicas is 70000: the list of one GPU has 4328890 bytes, and the kubelet accepts 4194304",
         ),
         ("{name: gpu, replicas: four}", '[0].replicas must be a whole number, and is "four"'),
         ("{name: gpu, replicas: 2.5}", '[0].replicas must be a whole number, and is "2.5"'),
@@ -173,7 +173,7 @@ def test_our_entries_may_stand_alone(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("entry", "sentence"),
     [
-        ("{name: gpu, replicas: 2, gpus: []}", "[0].gpus names none; leave it out to mean all"),
+        ("{name: gpu, replicas: 2, gpus: []}", "[0].gpus names none; omit it to mean all"),
         ("{name: gpu, replicas: 2, gpus: [x]}", '[0].gpus must hold indexes or UUIDs of GPUs, and not "x"'),
         ("{name: gpu, replicas: 2, gpus: 0}", "[0].gpus must be a list"),
         ("{name: gpu, replicas: 2, models: ['']}", "[0].models must hold words of at most 128 characters"),

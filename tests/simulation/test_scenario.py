@@ -229,7 +229,7 @@ def test_every_problem_is_told_at_once_with_its_line(tmp_path: Path) -> None:
     ("content", "sentence"),
     [
         (b"\xff\xfe\x00binary", ":1: not UTF-8 text"),
-        (b"node:\n\tgpus: 3\n", ":2: holds a tab where YAML takes none; indent with spaces"),
+        (b"node:\n\tgpus: 3\n", ":2: holds a tab where YAML allows none; indent with spaces"),
         (b"node: a\x00b\n", ":1: holds a character that YAML forbids"),
         (b"node: " + b"[" * 1_000, "nested too deeply"),
         (b"#" * 200_000, "over 128 KiB"),
