@@ -25,17 +25,16 @@ from tests.harness import (
     wait_allocatable,
     why_no_driver_double,
 )
+from tests.hidden_proc import BE_NOBODY
 from tests.probe.conftest import MISC_MAJOR, QUIET_MINORS, make_node
 
 MIB: Final = 2**20
 AS_NOBODY: Final = ("setpriv", "--reuid=65534", "--regid=65534", "--clear-groups")
 MOUNTS: Final = 18_000
-MOUNTER: Final = """
+MOUNTER: Final = f"""
 import ctypes, os, sys
 libc = ctypes.CDLL(None, use_errno=True)
-os.setgroups([])
-os.setresgid(65534, 65534, 65534)
-os.setresuid(65534, 65534, 65534)
+{BE_NOBODY}
 libc.prctl(4, 1, 0, 0, 0)  # PR_SET_DUMPABLE
 if libc.unshare(0x10020000):  # CLONE_NEWUSER | CLONE_NEWNS
     sys.exit(os.strerror(ctypes.get_errno()))

@@ -21,6 +21,7 @@ from agent.probe.probe import Probe
 from agent.simulation.driver_double import fuse
 from agent.simulation.driver_double.fuse import FuseFolder, Ioctl, IoctlAnswer
 from tests.harness import ROOT
+from tests.hidden_proc import BE_NOBODY, HIDDEN
 from tests.probe.caller import Caller
 from tests.probe.conftest import MISC_MAJOR
 
@@ -290,36 +291,36 @@ def test_more_processes_than_are_read_are_said(tmp_path: Path, add: Add) -> None
     assert (len(found.held), found.unseen) == (3, "there are more processes than are read")
 
 
-HIDDEN = 'mount -t proc -o hidepid=2 none /proc; exec "$@"'
-RIGHTS = """
-import os, sys
+IMPORTS = """
 from agent.probe import procfs
 from agent.probe.kernel import Majors
-if sys.argv[1] == "hidepid":
-    # Not before the start: others may not be allowed to run this Python.
-    os.setgroups([])
-    os.setresgid(65534, 65534, 65534)
-    os.setresuid(65534, 65534, 65534)
-print(procfs.scan(majors=Majors(nvidia=10)).unseen)
 """
+SCAN = "print(procfs.scan(majors=Majors(nvidia=10)).unseen)\n"
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
 @pytest.mark.parametrize(
-    ("launcher", "unseen"),
+    ("launcher", "code", "unseen"),
     [
-        (["setpriv", "--bounding-set=-sys_ptrace", "--inh-caps=-sys_ptrace"], "CAP_SYS_PTRACE is missing"),
-        (["unshare", "--pid", "--fork", "--mount-proc"], "(hostPID: true)"),
         (
-            ["unshare", "--mount", "sh", "-c", HIDDEN, "sh"],
+            ("setpriv", "--bounding-set=-sys_ptrace", "--inh-caps=-sys_ptrace"),
+            IMPORTS + SCAN,
+            "CAP_SYS_PTRACE is missing",
+        ),
+        (("unshare", "--pid", "--fork", "--mount-proc"), IMPORTS + SCAN, "(hostPID: true)"),
+        (
+            HIDDEN,
+            IMPORTS + BE_NOBODY + SCAN,
             "does not show the processes of others (hidepid, or another PID namespace)",
         ),
     ],
     ids=["no ptrace", "PID namespace", "hidepid"],
 )
-def test_processes_that_may_not_be_read_are_not_absent(gpu: Path, launcher: list[str], unseen: str) -> None:
+def test_processes_that_may_not_be_read_are_not_absent(
+    gpu: Path, launcher: tuple[str, ...], code: str, unseen: str
+) -> None:
     with Caller(OPENED + "wait()\n", gpu):
-        command = [*launcher, sys.executable, "-c", RIGHTS, "hidepid" if HIDDEN in launcher else ""]
+        command = [*launcher, sys.executable, "-c", code]
         found = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT)
     assert found.stdout.strip().endswith(unseen)
 

@@ -23,6 +23,7 @@ from agent.sources.processes import (
     printable,
 )
 from tests.harness import ROOT
+from tests.hidden_proc import BE_NOBODY, HIDDEN
 
 UID = "6a1b0a34-0b6c-4d6f-8f5e-0123456789ab"
 CONTAINER = "c0ffee" + "0" * 58
@@ -234,14 +235,11 @@ def test_what_root_started_a_process_as_is_no_name_of_its_own(
     assert look.started_as == started_as
 
 
-HIDDEN = 'mount -t proc -o hidepid=2 none /proc; exec "$@"'
-READ_TWO = """
-import os
+IMPORTS = """
 from pathlib import Path
 from agent.sources.processes import look_at
-os.setgroups([])
-os.setresgid(65534, 65534, 65534)
-os.setresuid(65534, 65534, 65534)
+"""
+READ_TWO = """
 gone = os.fork()
 if not gone:
     os._exit(0)
@@ -253,7 +251,7 @@ print(look_at(Path("/proc"), os.getppid()).name, look_at(Path("/proc"), gone).na
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
 def test_a_process_that_is_hidden_is_not_gone() -> None:
     found = subprocess.run(
-        ["unshare", "--mount", "sh", "-c", HIDDEN, "sh", sys.executable, "-c", READ_TWO],
+        [*HIDDEN, sys.executable, "-c", IMPORTS + BE_NOBODY + READ_TWO],
         capture_output=True,
         text=True,
         check=True,
