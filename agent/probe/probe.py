@@ -471,6 +471,10 @@ class Probe:
             return is_vital_missing
         return kernel.choose_tier("auto", self._roots, doubles=False) == "driver"
 
+    def consider_again(self) -> None:
+        """Have ``is_outdated`` answer once more for the driver that is loaded now."""
+        self._considered = ()
+
     def _let_go_of_driver(self) -> None:
         gone = [name for name in self._programs if name in self._links]
         self.entry_points.clear()

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from agent.bus import Latest
-from agent.errors import SourceError
+from agent.errors import ProbeLoadError, SourceError
 from agent.model.facts import DeviceCallsSeen, GpuUseSeen, ProbeSeen
 from agent.model.ids import GpuUuid
 from agent.model.policy import MILLISECOND_NS, SECOND_NS
@@ -22,6 +22,7 @@ from agent.model.structs import replace
 from agent.model.usage import DeviceCall, ProcessUse, Usage
 from agent.probe import syscalls
 from agent.probe.layout import MAX_OBJECTS_EACH, PROCESS_KEY, encode_process
+from agent.probe.probe import Probe
 from agent.probe.request import Doubles, Request
 from agent.simulation.driver_double.double import DriverDouble
 from agent.simulation.driver_double.nodes import UVM_MAJOR, Gpu
@@ -527,3 +528,27 @@ async def test_a_device_that_was_not_called_for_long_is_not_known_to_answer(
         probe = followed.source.probe
         assert probe is not None
         assert not probe.read_readiness()[0].ready
+
+
+async def test_a_probe_that_could_not_be_loaded_for_another_driver_is_tried_again(
+    double: DriverDouble, core: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tries: list[Request] = []
+
+    def is_outdated(probe: Probe) -> bool:
+        """As for a driver that wants another tier for good."""
+        considered, probe._considered = probe._considered, (1,)
+        return considered == ()
+
+    async def fails(request: Request, **_: object) -> Probe:
+        tries.append(request)
+        raise ProbeLoadError("bcc_failed", "The probe's loader took over 120 s")
+
+    async with following(double, core, replace(QUIET, reload_ns=0)) as followed:
+        monkeypatch.setattr(Probe, "is_outdated", is_outdated)
+        monkeypatch.setattr(ebpf, "load", fails)
+        assert followed.source.probe is not None
+        followed.source.probe.consider_again()
+        await until(lambda: len(tries) >= 3)
+
+    assert tries[0].tier == "auto"

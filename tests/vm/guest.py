@@ -21,6 +21,7 @@ from agent.probe.loading import load
 from agent.probe.probe import Probe
 from agent.probe.request import Request
 from agent.simulation.gpu_processes import process
+from agent.sources import ebpf
 from tests.probe import test_workloads, watcher
 from tests.probe.test_workloads import GPUS, Machine
 from tests.probe.watcher import Watcher, watching
@@ -42,7 +43,7 @@ Tier = Literal["driver", "syscalls"]
 
 LOAD_S: Final = 300.0
 """A compiler takes up to a minute where every instruction is emulated."""
-SCENARIO_S: Final = 300.0
+SCENARIO_S: Final = 600.0
 
 Workload = Callable[[Machine], Awaitable[None]]
 
@@ -281,6 +282,7 @@ def main() -> int:
     for module in (recorder, watcher):
         vars(module)["PATIENCE_S"] = LOAD_S
     vars(process)["OBEYS_WITHIN_S"] = LOAD_S
+    vars(ebpf)["load"] = partial(load, deadline_s=LOAD_S)
     return asyncio.run(play(Path(folder), loaders, parts))
 
 

@@ -94,6 +94,8 @@ class EbpfSettings(msgspec.Struct, frozen=True):
     tell_ns: int = 10 * SECOND_NS
     confirm_ns: int = 50 * MILLISECOND_NS
     """Until a second look for a file that nobody has any more: it may be on its way to another process."""
+    reload_ns: int = 60 * SECOND_NS
+    """Until another try, where the probe could not be loaded for another driver."""
     stale_call_ns: int = 60 * SECOND_NS
     """A device that the agent has not called for so long is not known to answer."""
 
@@ -153,16 +155,16 @@ class EbpfSource:
         self._wants_scan = True
         self._scan_due_ns: int | None = None
         """When a scan is due that somebody asked for who asks often."""
-        self._scanned_ns = 0
-        self._looked_ns = 0
+        self._scanned_ns = self._looked_ns = 0
         self._held: set[int] = set()
         """The open files that the last scan found, and those of which events told since."""
         self._waited_ns = 0
         """For how long the round that is under way has only waited."""
-        self._lost = 0
-        self._unkept = self._refused = 0
+        self._lost = self._unkept = self._refused = 0
         self._unsent = Unsent(self._settings.rescan_ns, 0)
         self._tells_releases = False
+        self._reload_due_ns: int | None = None
+        """When loading for another driver, which failed, is tried again."""
         self._loss_logged_ns: int | None = None
         self._was_followed = False
         """The picture of the probe was made before, so that it is not new in the kernel."""
@@ -250,9 +252,16 @@ class EbpfSource:
         try:
             probe = await load(dataclasses.replace(self._request, tier="auto"), instead_of=old)
         except ProbeLoadError as error:
+            self._reload_due_ns = self._clock() + self._settings.reload_ns
             _log.warning(
-                "The probe stays at tier %(tier)s although the driver wants another: %(reason)s",
-                about(tier=old.tier, code=error.code, reason=str(error)),
+                "The probe stays at tier %(tier)s although the driver wants another: %(reason)s; "
+                "retrying in %(retry_s)d s",
+                about(
+                    tier=old.tier,
+                    code=error.code,
+                    reason=str(error),
+                    retry_s=self._settings.reload_ns // SECOND_NS,
+                ),
             )
             return
         old.ring.unsubscribe()
@@ -365,6 +374,9 @@ class EbpfSource:
             self._is_stale = True
 
     async def _follow_kernel(self, probe: Probe) -> None:
+        if self._reload_due_ns is not None and self._clock() >= self._reload_due_ns:
+            self._reload_due_ns = None
+            probe.consider_again()
         reading = await self._thread.do(lambda: read(probe))
         self._majors = reading.majors
         self._tells_releases = reading.tells_releases
