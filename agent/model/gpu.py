@@ -43,6 +43,8 @@ class Gpu(msgspec.Struct, frozen=True, kw_only=True):
     """Board part number; with serial, VBIOS and InfoROM it is what an RMA asks for."""
     vbios: str | None = None
     inforom: str | None = None
+    device_instance: int | None = None
+    """The driver's number of it in what CUDA and graphics programs allocate; None where it does not say."""
     coherent: bool | None = None
     """Whether GPU and CPU share one address space (ATS), as on Grace; None where the driver does not say."""
     mig_enabled: bool = False

@@ -160,11 +160,15 @@ def _instances(gpus: tuple[Gpu, ...]) -> dict[int, GpuUuid]:
     return {gpu.instance: GpuUuid(gpu.uuid) for gpu in gpus}
 
 
-def serving(gpus: tuple[Gpu, ...]) -> Snapshot:
-    """What the core shows while NVML lists these GPUs."""
+def serving(gpus: tuple[Gpu, ...], *, has_instances: bool = False) -> Snapshot:
+    """What the core shows while NVML lists these GPUs; with their device instances, or without."""
     views = tuple(
         GpuView(
-            replace(built_gpu(number, minor=gpu.minor), uuid=GpuUuid(gpu.uuid)),
+            replace(
+                built_gpu(number, minor=gpu.minor),
+                uuid=GpuUuid(gpu.uuid),
+                device_instance=gpu.instance if has_instances else None,
+            ),
             Health.HEALTHY,
             present=True,
             conditions=(),
@@ -178,13 +182,18 @@ def serving(gpus: tuple[Gpu, ...]) -> Snapshot:
 
 @contextlib.asynccontextmanager
 async def watching(
-    double: Double, gpus: tuple[Gpu, ...], request: Request, *, tier: Tier = "syscalls"
+    double: Double,
+    gpus: tuple[Gpu, ...],
+    request: Request,
+    *,
+    tier: Tier = "syscalls",
+    has_instances: bool = False,
 ) -> AsyncIterator[Watcher]:
     """Load the probe and follow the double."""
     seen = Recorder()
     source = EbpfSource(
         inbox=seen.inbox,
-        latest=Latest(serving(gpus)),
+        latest=Latest(serving(gpus, has_instances=has_instances)),
         request=request,
         tier=tier,
         proc_root=Path("/proc"),

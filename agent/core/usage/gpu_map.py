@@ -23,7 +23,8 @@ class GpuMap(msgspec.Struct, frozen=True):
 
     by_minor: Mapping[int, GpuUuid]
     by_instance: Mapping[int, GpuUuid] = msgspec.field(default_factory=dict)
-    """RM device instance, where the driver told it; what unified memory tells is believed more."""
+    """RM device instance, of GPUs for which the driver reported one. An address space registered with unified
+    memory names the GPU itself, and takes precedence."""
     by_capability: Mapping[int, Placement] = msgspec.field(default_factory=dict)
     """The MIG device that each minor of /dev/nvidia-caps gives access to."""
     capabilities_major: int | None = None

@@ -8,6 +8,7 @@ from typing import Final, NamedTuple
 
 from agent.core.usage.gpu_map import GpuMap
 from agent.core.usage.rows import Removed
+from agent.model.gpu import Gpu
 from agent.model.ids import GpuUuid, Placement
 from agent.model.snapshot import Snapshot
 from agent.model.usage import DeviceCall, ProbeView, ProcessKey
@@ -132,6 +133,16 @@ def view_of(probe: Probe) -> ProbeView:
     )
 
 
+def _by_instance(present: Collection[Gpu]) -> dict[int, GpuUuid]:
+    """Return the GPUs by device instance, without what two have: one of them is stale."""
+    instances = [gpu.device_instance for gpu in present]
+    return {
+        gpu.device_instance: gpu.uuid
+        for gpu in present
+        if gpu.device_instance is not None and instances.count(gpu.device_instance) == 1
+    }
+
+
 def map_of(snapshot: Snapshot, majors: Majors) -> GpuMap:
     """Return how the driver numbers the GPUs that NVML lists."""
     present = [view.gpu for view in snapshot.gpus if view.present]
@@ -142,6 +153,7 @@ def map_of(snapshot: Snapshot, majors: Majors) -> GpuMap:
                 by_capability[mig.ci_minor] = Placement(gpu.uuid, mig.gi, mig.ci)
     return GpuMap(
         by_minor={gpu.minor: gpu.uuid for gpu in present if gpu.minor is not None},
+        by_instance=_by_instance(present),
         by_capability=by_capability,
         capabilities_major=majors.caps or None,
     )

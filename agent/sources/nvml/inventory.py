@@ -61,6 +61,8 @@ class Sighting(msgspec.Struct, frozen=True):
     """How large its MIG devices are, by UUID: an instance made anew may have the UUID of an old one."""
     complete: bool = False
     """Whether what never changes was read in full."""
+    is_instance_read: bool = False
+    """Whether the driver was asked for the device instance."""
     numa_problem: str | None = None
     """What stood in sysfs instead of a node number."""
     celsius: int | None = None

@@ -126,11 +126,11 @@ class Nvml:
         # The binding decodes strictly what its own function returns as bytes.
         return printable(self.call(getattr(function, "__wrapped__", function), *arguments))
 
-    def observed(self, name: str, work: Callable[[], None]) -> None:
+    def observed(self, name: str, work: Callable[[], T]) -> T:
         """Do what is no call of NVML's and may block as one."""
         self._observer.began(name)
         try:
-            work()
+            return work()
         finally:
             self._observer.ended()
 

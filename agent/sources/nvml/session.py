@@ -26,6 +26,7 @@ from agent.model.parts import GPU_PROBER, NVML_EVENTS, NVML_NODE
 from agent.model.policy import SECOND_NS
 from agent.proofs import Proofs
 from agent.sources.nvml.device_call import call_device
+from agent.sources.nvml.device_instance import with_instance
 from agent.sources.nvml.events import Listener, RetiredError, register
 from agent.sources.nvml.gpu_watcher import DriverGoneError, Slot, driver_failure, ended, wait_served
 from agent.sources.nvml.hotplug import BindEvents
@@ -348,6 +349,7 @@ class Session:
         else:
             look = look_again(slot.nvml, slot.sighting)
         look = slot.sampled(with_minors(look, self._around.proc_root))
+        look = with_instance(look, slot.nvml, self._around.dev_root)
         if calls_device and look.failure is None and look.sighting.gpu.minor is not None:
             call_device(slot.nvml, self._around.dev_root, look.sighting.gpu.minor)
         return look
