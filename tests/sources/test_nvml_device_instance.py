@@ -2,12 +2,12 @@
 
 import asyncio
 from collections.abc import AsyncIterator
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from agent.errors import NvmlError, SourceError
+from agent.model.structs import replace
 from agent.simulation.driver_double.double import DriverDouble
 from agent.simulation.driver_double.nodes import Gpu
 from agent.sources.nvml_device_instance import CALL, read_instance, with_instance

@@ -16,10 +16,10 @@ import ctypes
 import fcntl
 import os
 import struct
-from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
+from agent.model.structs import replace
 from agent.sources.nvml_inventory import Look
 from agent.sources.nvml_library import Nvml
 
