@@ -21,7 +21,7 @@ from agent.probe.loading import load
 from agent.probe.probe import Probe
 from agent.probe.request import Request
 from agent.simulation.gpu_processes import process
-from agent.sources import ebpf
+from agent.sources.ebpf import source as ebpf
 from tests.probe import test_workloads, watcher
 from tests.probe.test_workloads import GPUS, Machine
 from tests.probe.watcher import Watcher, watching

@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Final
 
 from agent.model.structs import replace
-from agent.sources.nvml_inventory import Look
-from agent.sources.nvml_library import Nvml
+from agent.sources.nvml.inventory import Look
+from agent.sources.nvml.library import Nvml
 
 CALL: Final = "GPU_GET_ID_INFO"
 """What it is called where it does not answer."""

@@ -10,13 +10,13 @@ from agent.errors import NvmlError, SourceError
 from agent.model.structs import replace
 from agent.simulation.driver_double.double import DriverDouble
 from agent.simulation.driver_double.nodes import Gpu
-from agent.sources.nvml_device_instance import CALL, read_instance, with_instance
-from agent.sources.nvml_inventory import Look, Sighting
-from agent.sources.nvml_library import Handle, Nvml
+from agent.sources.nvml.device_instance import CALL, read_instance, with_instance
+from agent.sources.nvml.inventory import Look, Sighting
+from agent.sources.nvml.library import Handle, Nvml
 from agent.threads import in_daemon_thread
 from tests.core.build import gpu
+from tests.sources.nvml.test_device_call import Observer, descriptors
 from tests.sources.recorder import PATIENCE_S
-from tests.sources.test_nvml_device_call import Observer, descriptors
 
 GPUS = tuple(
     Gpu(
