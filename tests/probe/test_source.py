@@ -524,7 +524,8 @@ async def test_a_device_that_was_not_called_for_long_is_not_known_to_answer(
         following(double, core | {"agent_tgid": caller.pid}, settings) as followed,
     ):
         await in_daemon_thread("test-caller", caller.resume)
-        await followed.call(lambda call: not call.ready)
+        # While the call is under way the device is not ready either, and then it is for a time.
+        await followed.call(lambda call: call.took_ns is not None and not call.ready)
         probe = followed.source.probe
         assert probe is not None
         assert not probe.read_readiness()[0].ready
