@@ -17,6 +17,7 @@ from agent.simulation.children import send_signal
 from agent.simulation.directory import NodeDirectory
 from agent.simulation.node import SimulatedNode
 from agent.simulation.presets import load_preset
+from tests.killed_runs import WITH_US
 
 PATIENCE_S = 60.0
 """Longer than anything takes on a loaded machine; no test waits for it to pass."""
@@ -105,9 +106,9 @@ async def running(
     flags: Mapping[str, str], *, environment: Mapping[str, str] | None = None, prelude: str = ""
 ) -> AsyncIterator[AgentProcess]:
     """Run an agent; what is left of it at the end is killed. ``prelude`` is Python to run before it."""
-    command = [*interpreter(prelude), "run", *(f"--{name}={value}" for name, value in flags.items())]
+    given = (f"--{name}={value}" for name, value in flags.items())
     process = await asyncio.create_subprocess_exec(
-        *command,
+        *(*WITH_US, *interpreter(prelude), "run", *given),
         stdin=asyncio.subprocess.DEVNULL,
         stderr=asyncio.subprocess.PIPE,
         env={**clean_environment(), **(environment or {})},

@@ -7,11 +7,10 @@ How thoroughly hypothesis looks: always at the same examples by default, so that
 import fcntl
 import gc
 import os
-import shutil
 import tempfile
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 
 import pytest
@@ -19,6 +18,8 @@ from _pytest.capture import CaptureIO
 from _pytest.nodeid import coerce_node_id
 from blockbuster import blockbuster_ctx
 from hypothesis import HealthCheck, Phase, settings
+
+from tests.killed_runs import held
 
 # A loaded machine is no bug: examples have no time limit, speed is measured in tests/bench.
 settings.register_profile(
@@ -54,8 +55,7 @@ ALLOWED = (
 
 
 # A socket's path has 107 bytes at most; the names of tests' directories and sockets take over eighty of them.
-if len(tempfile.gettempdir()) > 20:
-    os.environ["TMPDIR"] = tempfile.tempdir = "/tmp"
+MAX_BASE_BYTES = 16
 
 GARBAGE_AT = 50_000
 """Objects made since the last collection; between two of them a few tests run."""
@@ -95,9 +95,14 @@ class NamesAsGiven:
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
     """Have tests side by side divided as they can be, and their directories in one with a short path."""
-    if config.option.basetemp is None:
-        config.option.basetemp = Path(tempfile.mkdtemp(prefix="gpu-t-"))
-        config.add_cleanup(lambda: shutil.rmtree(config.option.basetemp, ignore_errors=True))
+    if not hasattr(config, "workerinput"):
+        base = Path(tempfile.gettempdir())
+        stack = ExitStack()
+        config.add_cleanup(stack.close)
+        run = stack.enter_context(held(base if len(str(base)) <= MAX_BASE_BYTES else Path("/tmp"), "gpu-"))
+        # Of this process, of those side by side and of all that they start.
+        os.environ["TMPDIR"] = tempfile.tempdir = str(run)
+        config.option.basetemp = config.option.basetemp or run / "t"
     if config.getoption("dist", "no") == "load":
         config.option.dist = "loadgroup"
     if not hasattr(config, "workerinput"):

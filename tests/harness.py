@@ -19,6 +19,7 @@ from agent.simulation.kubelet import EmulatedKubelet
 from agent.simulation.node import DriverWanted, SimulatedNode
 from agent.simulation.presets import load_preset
 from tests.agent_process import clean_environment
+from tests.killed_runs import WITH_US
 
 GPU = "nvidia.com/gpu"
 ROOT = Path(__file__).resolve().parents[1]
@@ -155,7 +156,7 @@ async def agent_process(
     """Run the agent; a flag's name is written with underscores, and one that is None is left out.
 
     ``launcher`` is put before its command line, and has to become the agent. It is killed when the context
-    ends.
+    or this process ends.
     """
     directory = node.directory
     asked = {name.replace("_", "-"): value for name, value in flags.items()}
@@ -167,7 +168,7 @@ async def agent_process(
         usual["probe-loader"] = "core"  # and this one a fraction of that
     given = {name: value for name, value in (usual | asked).items() if value is not None}
     process = await asyncio.create_subprocess_exec(
-        *(*launcher, sys.executable, "-m", "agent", "run"),
+        *(*WITH_US, *launcher, sys.executable, "-m", "agent", "run"),
         *(f"--{name}={value}" for name, value in given.items()),
         cwd=ROOT,
         env=environment_of_children(os.environ, ["GPU_AGENT_SIM_STATE"]) | dict(environment or {}),
@@ -273,10 +274,10 @@ async def running_command(
 ) -> AsyncIterator[asyncio.subprocess.Process]:
     """Run a command whose output is read; ``launcher`` is put before it.
 
-    It is killed when the context ends.
+    It is killed when the context or this process ends.
     """
     process = await asyncio.create_subprocess_exec(
-        *(*launcher, sys.executable, "-m", "agent"),
+        *(*WITH_US, *launcher, sys.executable, "-m", "agent"),
         *arguments,
         cwd=ROOT,
         env={**clean_environment(), **(environment or {})},

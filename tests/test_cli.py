@@ -31,6 +31,7 @@ from agent.errors import AgentUnreachableError
 from agent.simulation.node import SimulatedNode
 from agent.threads import in_daemon_thread
 from tests.agent_process import AgentProcess, clean_environment, flags_of, running, simulated_node
+from tests.killed_runs import WITH_US
 
 ALL_COMMANDS = tuple(cli.all_commands())
 
@@ -551,7 +552,7 @@ async def test_events_can_be_watched_over_a_restart_of_the_agent(
     live: AgentProcess, node: SimulatedNode
 ) -> None:
     watching = await asyncio.create_subprocess_exec(
-        sys.executable,
+        *(*WITH_US, sys.executable),
         *("-m", "agent", "events", "-w", "-o", "json", "--control-socket", live.flags["control-socket"]),
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.DEVNULL,

@@ -17,6 +17,7 @@ from agent import __version__
 from agent.simulation.node import SimulatedNode
 from tests.agent_process import AgentProcess, clean_environment, flags_of, simulated_node, wait_allocatable
 from tests.harness import ROOT
+from tests.killed_runs import WITH_US
 
 SCRIPTS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
 
@@ -64,7 +65,7 @@ async def plugin(tmp_path: Path, node: SimulatedNode, **further: str) -> AsyncIt
     flags = flags_of(node, **further)
     environment = {OPTIONS[name].environment: value for name, value in flags.items()}
     process = await asyncio.create_subprocess_exec(
-        str(script(tmp_path, "nvidia-device-plugin")),
+        *(*WITH_US, str(script(tmp_path, "nvidia-device-plugin"))),
         stdin=asyncio.subprocess.DEVNULL,
         stderr=asyncio.subprocess.PIPE,
         env=clean_environment() | environment,
@@ -225,7 +226,7 @@ async def test_with_no_right_at_all_the_agent_offers_gpus_and_names_what_is_off(
             del flags[name]
         environment = {OPTIONS[name].environment: value for name, value in flags.items()}
         process = await asyncio.create_subprocess_exec(
-            *("unshare", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc"),
+            *(*WITH_US, "unshare", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc"),
             *("sh", "-c", DEGRADED, "sh", str(script(tmp_path, "nvidia-device-plugin"))),
             stdin=asyncio.subprocess.DEVNULL,
             stderr=asyncio.subprocess.PIPE,

@@ -24,6 +24,7 @@ from agent.simulation.kubelet import PodOutcome
 from agent.simulation.node import SimulatedNode
 from tests.agent_process import GPU, AgentProcess, clean_environment, simulated_node, wait_allocatable
 from tests.harness import ROOT, uuids
+from tests.killed_runs import WITH_US
 
 CHART: Final = {
     "MPS_ROOT": "/run/nvidia/mps",
@@ -327,7 +328,7 @@ async def container(
         "GPU_AGENT_HTTP_LISTEN": "",
     }
     process = await asyncio.create_subprocess_exec(
-        *("unshare", "--mount", "sh", "-c", CONTAINER, "sh"),
+        *(*WITH_US, "unshare", "--mount", "sh", "-c", CONTAINER, "sh"),
         *(str(root), f"{host}/dev", "\n".join(mounted), rights, str(program)),
         stdin=asyncio.subprocess.DEVNULL,
         stderr=asyncio.subprocess.PIPE,

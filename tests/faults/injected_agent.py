@@ -6,9 +6,7 @@ in ``DIRECTORY/fault``, as ``kind|name|how``; ``DIRECTORY/injected`` appears whe
 """
 
 import asyncio
-import ctypes
 import re
-import signal
 import sys
 import threading
 from collections.abc import Callable, Coroutine
@@ -20,7 +18,6 @@ from agent.commands import run as command
 
 PERIOD_S: Final = 0.02
 
-PR_SET_PDEATHSIG: Final = 1
 
 FOREVER: Final = threading.Event()
 """Never set."""
@@ -97,8 +94,7 @@ class Injector:
 
 
 def main() -> None:
-    """Become the agent; it ends with the test run, also with one that is killed."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    """Become the agent."""
     directory, arguments = Path(sys.argv[1]), sys.argv[sys.argv.index("run") + 1 :]
     command.run(arguments, seam=cast("guard.Seam", Injector(directory)))
 

@@ -12,6 +12,7 @@ import pytest
 
 from agent.simulation.stubs.deviceplugin.v1beta1 import api_pb2 as pb
 from agent.sinks.plugin.grpc_bounds import LINE_PERIOD_S, MIB, Bounds
+from tests.killed_runs import WITH_US
 from tests.sinks.offers import uuid
 from tests.sinks.plugin_process import REPOSITORY, PluginProcess, plugin_process
 from tests.sinks.raw_http2 import PATIENCE_S
@@ -85,7 +86,11 @@ async def _keep_allocating(stub: object, process: PluginProcess, seen: Observed)
 async def attack(process: PluginProcess, name: str, waves: int) -> None:
     """Attack from another process, so that the kubelet's latency is not the attackers'."""
     attackers = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "tests.sinks.attacks", str(process.socket), name, str(waves), cwd=REPOSITORY
+        *(*WITH_US, sys.executable, "-m", "tests.sinks.attacks"),
+        str(process.socket),
+        name,
+        str(waves),
+        cwd=REPOSITORY,
     )
     assert await attackers.wait() == 0
 

@@ -22,6 +22,7 @@ from tests.harness import (
     uuids,
     wait_allocatable,
 )
+from tests.killed_runs import WITH_US
 from tests.sinks.registrar import plugin
 
 pytestmark = pytest.mark.slow
@@ -37,6 +38,7 @@ async def attack(port: int, event: int) -> AsyncIterator[None]:
     attackers = [
         await asyncio.create_subprocess_exec(
             *(
+                *WITH_US,
                 sys.executable,
                 "-m",
                 "tests.faults.http_attacks",

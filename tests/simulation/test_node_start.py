@@ -15,6 +15,7 @@ from agent.simulation.directory import NodeDirectory
 from agent.simulation.node import SimulatedNode
 from agent.simulation.presets import load_preset
 from tests.harness import ROOT, short_directory
+from tests.killed_runs import WITH_US
 from tests.sources.recorder import PATIENCE_S, until
 
 
@@ -39,7 +40,7 @@ async def test_a_scenario_that_is_stopped_before_it_begins_was_not_played() -> N
     with short_directory() as place:
         arguments = ("demo", "--scenario=cdi", "--json", f"--node-dir={place / 'node'}")
         demo = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "agent", *arguments), cwd=ROOT, stderr=asyncio.subprocess.PIPE
+            *(*WITH_US, sys.executable, "-m", "agent", *arguments), cwd=ROOT, stderr=asyncio.subprocess.PIPE
         )
         await until((place / "node").exists)
         demo.send_signal(signal.SIGTERM)

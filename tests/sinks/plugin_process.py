@@ -24,6 +24,7 @@ from agent.model.facts import Fact
 from agent.model.policy import Injection, Policy
 from agent.model.structs import replace
 from agent.sinks.plugin.sink import DevicePlugin
+from tests.killed_runs import WITH_US
 from tests.sinks.offers import GPU, devices, snapshot
 from tests.sinks.offers import resource as offered
 
@@ -71,7 +72,7 @@ def plugin_process(directory: Path, *arguments: str) -> Iterator[PluginProcess]:
     """Start the process, wait until it serves, and end it."""
     with (directory / "stderr").open("wb") as lines:
         process = subprocess.Popen(
-            [sys.executable, "-m", "tests.sinks.plugin_process", str(directory), *arguments],
+            [*WITH_US, sys.executable, "-m", "tests.sinks.plugin_process", str(directory), *arguments],
             cwd=REPOSITORY,
             stdout=subprocess.PIPE,
             stderr=lines,

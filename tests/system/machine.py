@@ -7,10 +7,8 @@ test writes is in an overlay; the root below it stays as it was.
 import ctypes
 import json
 import os
-import shutil
 import signal
 import subprocess
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -18,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
+from tests.killed_runs import held
 from tests.system.roots import CERTIFICATES, package_environment
 
 BOOT_S: Final = 120.0
@@ -44,13 +43,11 @@ class Directories:
     @contextmanager
     def of(cls, lower: Path) -> "Iterator[Directories]":
         """Make them, and remove what was written at the end."""
-        scratch = Path(tempfile.mkdtemp(prefix="gpu-agent-system-", dir="/var/tmp"))
-        try:
+        # Not /tmp, which may be in memory.
+        with held(Path("/var/tmp"), "gpu-agent-system-") as scratch:
             for name in ("upper", "work", "root"):
                 (scratch / name).mkdir()
             yield cls(lower, scratch)
-        finally:
-            shutil.rmtree(scratch, ignore_errors=True)
 
     @property
     def written(self) -> Path:
