@@ -19,6 +19,7 @@ from agent.core.allocation.cdi_schema import problems_of
 from agent.core.allocation.injection import CDI_VENDOR
 from agent.core.wording import printable
 from agent.errors import AgentError, ConfigError, UsageError
+from agent.model.structs import replace
 
 _DESCRIPTION: Final = """\
 Show the CDI specifications that the agent of this node writes for container
@@ -113,7 +114,7 @@ def _of_scenario(name: str, given: dict[str, str]) -> list[Any]:
             mig_strategy=settings.policy.mig_strategy,
             present=frozenset(view.gpu.uuid for view in snapshot.gpus),
         )
-        cdi = settings.cdi._replace(spec_dir=f"{directory}/cdi", driver_root_ctr_path=f"{directory}/driver")
+        cdi = replace(settings.cdi, spec_dir=f"{directory}/cdi", driver_root_ctr_path=f"{directory}/driver")
         specs = SpecDirectory(cdi, sys_root=f"{directory}/sys", is_in_container=True)
         try:
             made = specs.bring(wanted)

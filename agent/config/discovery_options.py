@@ -29,6 +29,7 @@ DISCOVERY_OPTIONS: Final = (
         "GFD_ONESHOT",
         "flags.gfd.oneshot",
         is_switch=True,
+        fills="gfd.oneshot",
     ),
     Option(
         "no-timestamp",
@@ -39,6 +40,7 @@ DISCOVERY_OPTIONS: Final = (
         "GFD_NO_TIMESTAMP",
         "flags.gfd.noTimestamp",
         is_switch=True,
+        fills="gfd.no_timestamp",
     ),
     Option(
         "sleep-interval",
@@ -48,6 +50,7 @@ DISCOVERY_OPTIONS: Final = (
         "Time between two sets of labels, or infinite",
         "GFD_SLEEP_INTERVAL",
         "flags.gfd.sleepInterval",
+        fills="gfd.sleep_interval_ns",
     ),
     Option(
         "output-file",
@@ -59,6 +62,7 @@ DISCOVERY_OPTIONS: Final = (
         "flags.gfd.outputFile",
         aliases=("output", "o"),
         empty_means="standard output",
+        fills="gfd.output_file",
     ),
     Option(
         "machine-type-file",
@@ -69,6 +73,7 @@ DISCOVERY_OPTIONS: Final = (
         "GFD_MACHINE_TYPE_FILE",
         "flags.gfd.machineTypeFile",
         empty_means="it is unknown",
+        fills="gfd.machine_type_file",
     ),
     Option(
         "use-node-feature-api",
@@ -80,5 +85,6 @@ DISCOVERY_OPTIONS: Final = (
         "flags.useNodeFeatureAPI",
         other_environment=("USE_NODE_FEATURE_API",),
         is_switch=True,
+        fills="gfd.use_node_feature_api",
     ),
 )

@@ -10,24 +10,29 @@ _POLICY: Final = Policy().leaks
 _LONGEST: Final = "240h"
 
 
-def _lasting(name: str, default_ns: int, text: str, file_key: str) -> Option:
-    """Return an option that is a minimum duration."""
+def _lasting(name: str, field: str, text: str, file_key: str) -> Option:
+    """Return an option that is a minimum duration, for a field of LeakPolicy."""
     return ours(
         f"leak-{name}",
-        f"{default_ns // SECOND_NS}s",
+        f"{getattr(_POLICY, field) // SECOND_NS}s",
         duration("0s", _LONGEST),
         "TIME",
         text,
         file_key=f"agent.leak.{file_key}",
+        fills=f"policy.leaks.{field}",
     )
 
 
-def _count(
-    name: str, default: int, text: str, file_key: str, *, least: int = 1, most: int = 100_000
-) -> Option:
-    """Return an option that is a numeric threshold."""
+def _count(name: str, field: str, text: str, file_key: str, *, least: int = 1, most: int = 100_000) -> Option:
+    """Return an option that is a numeric threshold, for a field of LeakPolicy."""
     return ours(
-        f"leak-{name}", f"{default}", integer(least, most), "N", text, file_key=f"agent.leak.{file_key}"
+        f"leak-{name}",
+        f"{getattr(_POLICY, field)}",
+        integer(least, most),
+        "N",
+        text,
+        file_key=f"agent.leak.{file_key}",
+        fills=f"policy.leaks.{field}",
     )
 
 
@@ -40,6 +45,7 @@ LEAK_OPTIONS: Final = (
         "Effect of a certain leak: warn, or make a GPU Unhealthy that no pod has (unhealthy-when-free), at"
         " most one of the node in --soft-flip-every",
         file_key="agent.leak.policy",
+        fills="policy.leaks.effect",
     ),
     ours(
         "leak-allow",
@@ -50,6 +56,7 @@ LEAK_OPTIONS: Final = (
         file_key="agent.leak.allow",
         is_list=True,
         empty_means="none but the agent itself",
+        fills="policy.leaks.allowed",
     ),
     ours(
         "leak-servers",
@@ -60,6 +67,7 @@ LEAK_OPTIONS: Final = (
         file_key="agent.leak.servers",
         is_list=True,
         empty_means="none",
+        fills="policy.leaks.servers",
     ),
     ours(
         "leak-namespaces",
@@ -70,26 +78,25 @@ LEAK_OPTIONS: Final = (
         file_key="agent.leak.namespaces",
         is_list=True,
         empty_means="none",
+        fills="policy.leaks.namespaces",
     ),
     _lasting(
         "orphaned-client",
-        _POLICY.orphaned_client_ns,
+        "orphaned_client_ns",
         "How long others may keep contexts of a process that exited",
         "orphanedClient",
     ),
-    _lasting(
-        "pod-gone", _POLICY.pod_gone_ns, "How long a process may hold a GPU after its pod is gone", "podGone"
-    ),
-    _lasting("stuck-exit", _POLICY.stuck_exit_ns, "How long an exiting process may hold a GPU", "stuckExit"),
+    _lasting("pod-gone", "pod_gone_ns", "How long a process may hold a GPU after its pod is gone", "podGone"),
+    _lasting("stuck-exit", "stuck_exit_ns", "How long an exiting process may hold a GPU", "stuckExit"),
     _lasting(
         "foreign-process",
-        _POLICY.foreign_process_ns,
+        "foreign_process_ns",
         "How long a process may use a GPU that is not allocated to it",
         "foreignProcess",
     ),
     _lasting(
         "memory-held",
-        _POLICY.memory_held_ns,
+        "memory_held_ns",
         "How long memory may be used that belongs to no process",
         "memoryHeld.time",
     ),
@@ -100,19 +107,20 @@ LEAK_OPTIONS: Final = (
         "SIZE",
         "Less such memory is not reported",
         file_key="agent.leak.memoryHeld.size",
+        fills="policy.leaks.memory_held_bytes",
     ),
     _count(
         "memory-percent",
-        _POLICY.memory_held_percent,
+        "memory_held_percent",
         "The same as a share of the GPU's memory; the larger of both counts",
         "memoryHeld.percent",
         least=0,
         most=100,
     ),
-    _lasting("idle", _POLICY.idle_ns, "How long a pod may have a device that no process opens", "idle"),
+    _lasting("idle", "idle_ns", "How long a pod may have a device that no process opens", "idle"),
     _count(
         "many-contexts",
-        _POLICY.contexts_many,
+        "contexts_many",
         "Report a process with more contexts on one GPU",
         "manyContexts",
     ),
@@ -123,28 +131,29 @@ LEAK_OPTIONS: Final = (
         "TIME",
         "The time in which the contexts of a process may grow",
         file_key="agent.leak.growth.window",
+        fills="policy.leaks.growth_window_ns",
     ),
     _lasting(
         "growth-warm-up",
-        _POLICY.growth_warm_up_ns,
+        "growth_warm_up_ns",
         "How long a process may initialise before it is watched for growth",
         "growth.warmUp",
     ),
     _count(
         "growth-min-live",
-        _POLICY.growth_min_live,
+        "growth_min_live",
         "A process with fewer contexts on a GPU does not leak",
         "growth.minLive",
     ),
     _count(
         "growth-min-new",
-        _POLICY.growth_min_new,
+        "growth_min_new",
         "Nor does one with fewer new contexts in the window",
         "growth.minNew",
     ),
     _count(
         "growth-freed-percent",
-        _POLICY.growth_freed_percent,
+        "growth_freed_percent",
         "Nor does one that freed more than this share of the contexts it created in the window",
         "growth.freedPercent",
         least=0,
@@ -152,13 +161,13 @@ LEAK_OPTIONS: Final = (
     ),
     _count(
         "growth-critical-live",
-        _POLICY.growth_critical_live,
+        "growth_critical_live",
         "Growth to so many contexts is critical at once",
         "growth.criticalLive",
     ),
     _count(
         "growth-fds",
-        _POLICY.growth_fds,
+        "growth_fds",
         "So many new descriptors in the window are growth where contexts are unknown",
         "growth.fds",
     ),

@@ -7,40 +7,19 @@ module, checks paths in the file system (is this path a socket?).
 
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Final, TypedDict, cast
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
 
 from agent.config.discovery_options import DISCOVERY_OPTIONS
 from agent.config.option import AND_MORE, ENVIRONMENT_PREFIX, Option, shown
 from agent.config.options import OPTIONS
 from agent.config.our_options import LOOPBACK_API_PORT
-from agent.config.settings import (
-    DEFAULT,
-    Cdi,
-    FeatureDiscovery,
-    IfRunning,
-    LogFormat,
-    Origin,
-    ParsedOption,
-    ProbeLoader,
-    ProbeTier,
-    Settings,
-)
+from agent.config.settings import DEFAULT, Origin, ParsedOption, Settings
 from agent.config.values import Address, WordList, XidList
 from agent.errors import ConfigError
-from agent.model.health import Reason
-from agent.model.policy import (
-    DeviceIdStrategy,
-    DeviceListStrategy,
-    Injection,
-    LeakEffect,
-    LeakPolicy,
-    MigStrategy,
-    Policy,
-    SharedAllocationPolicy,
-    XidOverride,
-    XidPolicy,
-)
-from agent.model.sharing import Sharing
+from agent.model.policy import XidOverride
+from agent.model.structs import replace
 
 if TYPE_CHECKING:
     from agent.config.file import FileContents
@@ -218,48 +197,11 @@ _SKIPPING: Final = {
 """Options that skip unknown words, and what their words are."""
 
 
-def _settings(values: Mapping[str, object], resolver: _Resolver) -> Settings:
-    driver_root = cast("str", values["driver-root"])
-    dev_root = cast("str", values["dev-root"]) or driver_root
-    http_listen = cast("Address | None", values["http-listen"])
+def _settings(values: Mapping[str, Any], resolver: _Resolver) -> Settings:
     for name, what in _SKIPPING.items():
-        resolver.warn_of_skipped(name, cast("XidList | WordList", values[name]), what)
-    return Settings(
-        policy=_policy(values, dev_root, resolver),
-        cdi=_cdi(values, driver_root, dev_root),
-        gfd=_gfd(values),
-        fail_on_init_error=cast("bool", values["fail-on-init-error"]),
-        driver_root=driver_root,
-        dev_root=dev_root,
-        proc_root=cast("str", values["proc-root"]),
-        sys_root=cast("str", values["sys-root"]),
-        kubelet_socket=cast("str", values["kubelet-socket"]),
-        pod_resources_socket=cast("str", values["pod-resources-socket"]),
-        pod_logs_dir=cast("str", values["pod-logs-dir"]),
-        kubelet_cgroup_root=cast("str", values["kubelet-cgroup-root"]),
-        probe_tier=cast("ProbeTier", values["probe-tier"]),
-        probe_loader=cast("ProbeLoader", values["probe-loader"]),
-        probe_pins=cast("str", values["probe-pins"]),
-        probe_doubles=cast("str", values["probe-doubles"]) or None,
-        nvml_library=cast("str", values["nvml-library"]) or None,
-        http_listen=http_listen,
-        api_listen=_api_listen(cast("Address | None", values["api-listen"]), http_listen),
-        control_socket=cast("str", values["control-socket"]),
-        state_dir=cast("str", values["state-dir"]),
-        if_running=cast("IfRunning | None", values["if-running"] or None),
-        kernel_log=cast("str", values["kernel-log"]),
-        uevents=cast("bool", values["uevents"]),
-        pods_poll_ns=cast("int", values["pods-poll"]),
-        kubelet_count_poll_ns=cast("int", values["kubelet-count-poll"]),
-        event_log_bytes=cast("int", values["event-log-size"]),
-        poll_ns=cast("int", values["poll"]),
-        init_deadline_ns=cast("int", values["init-deadline"]),
-        init_retry_ns=cast("int", values["init-retry"]),
-        first_handle_deadline_ns=cast("int", values["first-handle-deadline"]),
-        call_deadline_ns=cast("int", values["call-deadline"]),
-        log_format=cast("LogFormat", values["log-format"]),
-        log_level=cast("str", values["log-level"]),
-        config_file=cast("str", values["config-file"]) or None,
+        resolver.warn_of_skipped(name, values[name], what)
+    return replace(
+        msgspec.convert(_by_field(values, resolver), Settings),
         given=MappingProxyType(resolver.given),
         warnings=tuple(resolver.warnings),
         file_parts=MappingProxyType(resolver.file_parts),
@@ -267,122 +209,50 @@ def _settings(values: Mapping[str, object], resolver: _Resolver) -> Settings:
     )
 
 
-def _policy(values: Mapping[str, object], dev_root: str, resolver: _Resolver) -> Policy:
-    window_ns, poll_ns = cast("int", values["slowdown-window"]), cast("int", values["poll"])
-    return Policy(
-        mig_strategy=cast("MigStrategy", values["mig-strategy"]),
-        sharing=_sharing(resolver.sharing, distinct_cards=cast("bool", values["distinct-cards"])),
-        injection=_injection(values, dev_root),
-        shared_allocation=cast("SharedAllocationPolicy", values["shared-devices-allocation-policy"]),
-        pre_start_check=cast("bool", values["pre-start-check"]),
-        **_xid_rules(
-            disabled=cast("XidList", values["disable-healthchecks"]),
-            enabled=cast("XidList", values["enable-healthchecks"]),
-            last_word=resolver.xids,
-        ),
-        xid_policy=cast("XidPolicy", values["xid-policy"]),
-        observe=cast("bool", values["observe"]),
-        soft_flips=frozenset(Reason(word) for word in cast("frozenset[str]", values["soft-flips"])),
-        soft_flip_every_ns=cast("int", values["soft-flip-every"]),
-        leaks=_leaks(values),
-        recovery_clean_probes=cast("int", values["recovery-clean-probes"]),
-        recovery_quiet_ns=cast("int", values["recovery-quiet"]),
-        sticky_after=cast("int", values["flapping-faults"]),
-        sticky_window_ns=cast("int", values["flapping-within"]),
-        slowdown_window_polls=min(max(window_ns // poll_ns, 1), MAX_SLOWDOWN_POLLS),
-        slowdown_share_percent=cast("int", values["slowdown-percent"]),
-        first_probe_wait_ns=cast("int", values["first-probe-wait"]),
-        watch_timeout_ns=cast("int", values["watch-timeout"]),
+_NONE_IF_EMPTY: Final = ("probe_doubles", "nvml_library", "if_running", "config_file")
+_OF_SHARING: Final = ("strategy", "shares", "rename_by_default", "fail_requests_greater_than_one")
+"""What only the file can say of sharing."""
+
+
+def _by_field(values: Mapping[str, Any], resolver: _Resolver) -> dict[str, Any]:
+    """Return what Settings are made of: the value of each option in its field, and what is derived."""
+    fields: dict[str, Any] = {}
+    for option in (*OPTIONS.values(), *DISCOVERY_OPTIONS):
+        if option.fills:
+            _fill(fields, option.fills, values[option.name])
+    for field in _NONE_IF_EMPTY:
+        fields[field] = fields[field] or None
+    driver_root = values["driver-root"]
+    for field in ("dev_root", "cdi.dev_root", "policy.injection.device_root"):
+        _fill(fields, field, values["dev-root"] or driver_root)
+    _fill(fields, "cdi.driver_root", driver_root)
+    _fill(fields, "cdi.disabled_hooks", values["cdi-disable-hooks"].words)
+    _fill(fields, "cdi.feature_flags", values["cdi-feature-flags"].words)
+    fields["api_listen"] = _api_listen(values["api-listen"], values["http-listen"])
+    polls = min(max(values["slowdown-window"] // values["poll"], 1), MAX_SLOWDOWN_POLLS)
+    _fill(fields, "policy.slowdown_window_polls", polls)
+    _fill(fields, "policy.leaks.is_watched", values["probe-tier"] != "off")
+    fields["policy"] |= _xid_rules(
+        disabled=values["disable-healthchecks"],
+        enabled=values["enable-healthchecks"],
+        last_word=resolver.xids,
     )
+    if resolver.sharing is not None:
+        for field in _OF_SHARING:
+            _fill(fields, f"policy.sharing.{field}", getattr(resolver.sharing, field))
+    return fields
 
 
-def _leaks(values: Mapping[str, object]) -> LeakPolicy:
-    def number(name: str) -> int:
-        return cast("int", values[f"leak-{name}"])
-
-    return LeakPolicy(
-        is_watched=values["probe-tier"] != "off",
-        effect=cast("LeakEffect", values["leak-policy"]),
-        allowed=cast("frozenset[str]", values["leak-allow"]),
-        servers=cast("frozenset[str]", values["leak-servers"]),
-        namespaces=cast("frozenset[str]", values["leak-namespaces"]),
-        orphaned_client_ns=number("orphaned-client"),
-        pod_gone_ns=number("pod-gone"),
-        stuck_exit_ns=number("stuck-exit"),
-        foreign_process_ns=number("foreign-process"),
-        memory_held_ns=number("memory-held"),
-        memory_held_bytes=number("memory-size"),
-        memory_held_percent=number("memory-percent"),
-        idle_ns=number("idle"),
-        contexts_many=number("many-contexts"),
-        growth_window_ns=number("growth-window"),
-        growth_warm_up_ns=number("growth-warm-up"),
-        growth_min_live=number("growth-min-live"),
-        growth_min_new=number("growth-min-new"),
-        growth_freed_percent=number("growth-freed-percent"),
-        growth_critical_live=number("growth-critical-live"),
-        growth_fds=number("growth-fds"),
-    )
+def _fill(fields: dict[str, Any], path: str, value: object) -> None:
+    *records, name = path.split(".")
+    for record in records:
+        fields = fields.setdefault(record, {})
+    fields[name] = value
 
 
-def _sharing(of_file: "FileSharing | None", *, distinct_cards: bool) -> Sharing:
-    if of_file is None:
-        return Sharing(distinct_cards=distinct_cards)
-    return Sharing(
-        strategy=of_file.strategy,
-        shares=of_file.shares,
-        rename_by_default=of_file.rename_by_default,
-        fail_requests_greater_than_one=of_file.fail_requests_greater_than_one,
-        distinct_cards=distinct_cards,
-    )
-
-
-def _injection(values: Mapping[str, object], dev_root: str) -> Injection:
-    return Injection(
-        strategies=cast("tuple[DeviceListStrategy, ...]", values["device-list-strategy"]),
-        ids=cast("DeviceIdStrategy", values["device-id-strategy"]),
-        pass_device_specs=cast("bool", values["pass-device-specs"]),
-        device_root=dev_root,
-        cdi_annotation_prefix=cast("str", values["cdi-annotation-prefix"]),
-        gdrcopy=cast("bool", values["gdrcopy-enabled"]),
-        gds=cast("bool", values["gds-enabled"]),
-        mofed=cast("bool", values["mofed-enabled"]),
-        imex_channels=cast("tuple[int, ...]", values["imex-channel-ids"]),
-        imex_required=cast("bool", values["imex-required"]),
-        mps_root=cast("str", values["mps-root"]),
-    )
-
-
-def _cdi(values: Mapping[str, object], driver_root: str, dev_root: str) -> Cdi:
-    return Cdi(
-        spec_dir=cast("str", values["cdi-spec-dir"]),
-        hook_path=cast("str", values["nvidia-cdi-hook-path"]),
-        driver_root=driver_root,
-        driver_root_ctr_path=cast("str", values["driver-root-ctr-path"]),
-        dev_root=dev_root,
-        disabled_hooks=cast("WordList", values["cdi-disable-hooks"]).words,
-        feature_flags=cast("WordList", values["cdi-feature-flags"]).words,
-    )
-
-
-def _gfd(values: Mapping[str, object]) -> FeatureDiscovery:
-    return FeatureDiscovery(
-        oneshot=cast("bool", values["oneshot"]),
-        no_timestamp=cast("bool", values["no-timestamp"]),
-        sleep_interval_ns=cast("int | None", values["sleep-interval"]),
-        output_file=cast("str", values["output-file"]),
-        machine_type_file=cast("str", values["machine-type-file"]),
-        use_node_feature_api=cast("bool", values["use-node-feature-api"]),
-    )
-
-
-class _XidRules(TypedDict):
-    xids_off: bool
-    xids_all: bool
-    xid_overrides: Mapping[int, XidOverride]
-
-
-def _xid_rules(*, disabled: XidList, enabled: XidList, last_word: Mapping[int, XidOverride]) -> _XidRules:
+def _xid_rules(
+    *, disabled: XidList, enabled: XidList, last_word: Mapping[int, XidOverride]
+) -> dict[str, Any]:
     """Combine NVIDIA's two variables; enabling wins over disabling, and the file over both.
 
     NVIDIA's plugin documents the same, but checks nothing at all once everything is disabled.
@@ -394,7 +264,7 @@ def _xid_rules(*, disabled: XidList, enabled: XidList, last_word: Mapping[int, X
     return {
         "xids_off": disabled.is_all and not enabled.is_all,
         "xids_all": enabled.is_all,
-        "xid_overrides": MappingProxyType(rules | dict(last_word)),
+        "xid_overrides": rules | dict(last_word),
     }
 
 

@@ -31,6 +31,7 @@ NVIDIA_OPTIONS: Final = (
         "How MIG devices are advertised: none, single or mixed",
         "MIG_STRATEGY",
         "flags.migStrategy",
+        fills="policy.mig_strategy",
     ),
     Option(
         "fail-on-init-error",
@@ -42,6 +43,7 @@ NVIDIA_OPTIONS: Final = (
         "flags.failOnInitError",
         is_switch=True,
         needs_restart=True,
+        fills="fail_on_init_error",
     ),
     Option(
         "driver-root",
@@ -53,6 +55,7 @@ NVIDIA_OPTIONS: Final = (
         "flags.nvidiaDriverRoot",
         aliases=("nvidia-driver-root",),
         needs_restart=True,
+        fills="driver_root",
     ),
     Option(
         "dev-root",
@@ -65,6 +68,7 @@ NVIDIA_OPTIONS: Final = (
         aliases=("nvidia-dev-root",),
         empty_means="the driver root",
         needs_restart=True,
+        fills="dev_root",
     ),
     Option(
         "pass-device-specs",
@@ -75,6 +79,7 @@ NVIDIA_OPTIONS: Final = (
         "PASS_DEVICE_SPECS",
         "flags.plugin.passDeviceSpecs",
         is_switch=True,
+        fills="policy.injection.pass_device_specs",
     ),
     Option(
         "device-list-strategy",
@@ -86,6 +91,7 @@ NVIDIA_OPTIONS: Final = (
         "flags.plugin.deviceListStrategy",
         is_list=True,
         splits_in_file=False,
+        fills="policy.injection.strategies",
     ),
     Option(
         "device-id-strategy",
@@ -95,6 +101,7 @@ NVIDIA_OPTIONS: Final = (
         "How a container names a device: uuid or index",
         "DEVICE_ID_STRATEGY",
         "flags.plugin.deviceIDStrategy",
+        fills="policy.injection.ids",
     ),
     Option(
         "gdrcopy-enabled",
@@ -105,6 +112,7 @@ NVIDIA_OPTIONS: Final = (
         "GDRCOPY_ENABLED",
         "flags.gdrcopyEnabled",
         is_switch=True,
+        fills="policy.injection.gdrcopy",
     ),
     Option(
         "gds-enabled",
@@ -115,6 +123,7 @@ NVIDIA_OPTIONS: Final = (
         "GDS_ENABLED",
         "flags.gdsEnabled",
         is_switch=True,
+        fills="policy.injection.gds",
     ),
     Option(
         "mofed-enabled",
@@ -125,6 +134,7 @@ NVIDIA_OPTIONS: Final = (
         "MOFED_ENABLED",
         "flags.mofedEnabled",
         is_switch=True,
+        fills="policy.injection.mofed",
     ),
     Option(
         "cdi-annotation-prefix",
@@ -134,6 +144,7 @@ NVIDIA_OPTIONS: Final = (
         "Prefix of the names of CDI annotations",
         "CDI_ANNOTATION_PREFIX",
         "flags.plugin.cdiAnnotationPrefix",
+        fills="policy.injection.cdi_annotation_prefix",
     ),
     Option(
         "nvidia-cdi-hook-path",
@@ -146,6 +157,7 @@ NVIDIA_OPTIONS: Final = (
         aliases=("nvidia-ctk-path",),
         other_environment=("NVIDIA_CTK_PATH",),
         needs_restart=True,
+        fills="cdi.hook_path",
     ),
     Option(
         "driver-root-ctr-path",
@@ -158,6 +170,7 @@ NVIDIA_OPTIONS: Final = (
         aliases=("container-driver-root",),
         other_environment=("CONTAINER_DRIVER_ROOT",),
         needs_restart=True,
+        fills="cdi.driver_root_ctr_path",
     ),
     Option(
         "mps-root",
@@ -168,6 +181,7 @@ NVIDIA_OPTIONS: Final = (
         "MPS_ROOT",
         "flags.mpsRoot",
         empty_means="MPS cannot be used",
+        fills="policy.injection.mps_root",
     ),
     Option(
         "shared-devices-allocation-policy",
@@ -177,6 +191,7 @@ NVIDIA_OPTIONS: Final = (
         "Which shares to prefer: distributed over the node, packed on few GPUs, or spread over many",
         "SHARED_DEVICES_ALLOCATION_POLICY",
         "flags.plugin.sharedDevicesAllocationPolicy",
+        fills="policy.shared_allocation",
     ),
     Option(
         "device-discovery-strategy",
@@ -198,6 +213,7 @@ NVIDIA_OPTIONS: Final = (
         "imex.channelIDs",
         is_list=True,
         empty_means="none",
+        fills="policy.injection.imex_channels",
     ),
     Option(
         "imex-required",
@@ -208,6 +224,7 @@ NVIDIA_OPTIONS: Final = (
         "IMEX_REQUIRED",
         "imex.required",
         is_switch=True,
+        fills="policy.injection.imex_required",
     ),
     Option(
         "cdi-feature-flags",
@@ -262,6 +279,7 @@ NVIDIA_OPTIONS: Final = (
         "KUBELET_SOCKET",
         "",
         empty_means="serve but do not register",
+        fills="kubelet_socket",
     ),
     Option(
         "config-file",
@@ -272,5 +290,6 @@ NVIDIA_OPTIONS: Final = (
         "CONFIG_FILE",
         "",
         empty_means="none",
+        fills="config_file",
     ),
 )

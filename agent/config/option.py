@@ -37,6 +37,9 @@ class Option(NamedTuple):
     """Effect of an empty value; without it an empty environment variable counts as unset."""
     needs_restart: bool = False
     """Whether a change in the file takes effect at the next start only."""
+    fills: str = ""
+    """The field of Settings that has its value, as ``policy.recovery_quiet_ns``; empty: load makes another
+    value of it."""
 
     @property
     def variables(self) -> tuple[str, ...]:
@@ -56,6 +59,7 @@ def ours(
     is_list: bool = False,
     empty_means: str = "",
     needs_restart: bool = False,
+    fills: str = "",
 ) -> Option:
     """Return an option that NVIDIA's plugin does not have; its names follow from the flag's."""
     return Option(
@@ -70,6 +74,7 @@ def ours(
         is_list=is_list,
         empty_means=empty_means,
         needs_restart=needs_restart,
+        fills=fills,
     )
 
 

@@ -34,8 +34,8 @@ def if_running_from(text: str) -> str:
 
 
 OUR_OPTIONS: Final = (
-    ours("proc-root", "/proc", root_from, "DIR", "Where /proc is", needs_restart=True),
-    ours("sys-root", "/sys", root_from, "DIR", "Where /sys is", needs_restart=True),
+    ours("proc-root", "/proc", root_from, "DIR", "Where /proc is", needs_restart=True, fills="proc_root"),
+    ours("sys-root", "/sys", root_from, "DIR", "Where /sys is", needs_restart=True, fills="sys_root"),
     ours(
         "nvml-library",
         "",
@@ -44,6 +44,7 @@ OUR_OPTIONS: Final = (
         "The NVML library to load",
         empty_means="libnvidia-ml.so.1 where the linker finds it, else under the driver root",
         needs_restart=True,
+        fills="nvml_library",
     ),
     ours(
         "pod-resources-socket",
@@ -53,6 +54,7 @@ OUR_OPTIONS: Final = (
         "The kubelet's PodResources socket",
         empty_means="the pods of devices are unknown",
         needs_restart=True,
+        fills="pod_resources_socket",
     ),
     ours(
         "pod-logs-dir",
@@ -61,6 +63,7 @@ OUR_OPTIONS: Final = (
         "DIR",
         "Where the kubelet keeps the logs of pods; their names hold the UID of each pod",
         needs_restart=True,
+        fills="pod_logs_dir",
     ),
     ours(
         "kubelet-cgroup-root",
@@ -69,6 +72,7 @@ OUR_OPTIONS: Final = (
         "DIR",
         "The kubelet's --cgroup-root: only processes in cgroups below its kubepods belong to pods",
         needs_restart=True,
+        fills="kubelet_cgroup_root",
     ),
     ours(
         "probe-tier",
@@ -79,6 +83,7 @@ OUR_OPTIONS: Final = (
         " /proc alone (procfs), or none (off); auto uses the best available",
         file_key="agent.probe.tier",
         needs_restart=True,
+        fills="probe_tier",
     ),
     ours(
         "probe-loader",
@@ -88,6 +93,7 @@ OUR_OPTIONS: Final = (
         "Loader of the probe: bcc, which compiles it on the node, or core, compiled before; auto prefers bcc",
         file_key="agent.probe.loader",
         needs_restart=True,
+        fills="probe_loader",
     ),
     ours(
         "probe-pins",
@@ -99,6 +105,7 @@ OUR_OPTIONS: Final = (
         file_key="agent.probe.pins",
         empty_means="the probe is unloaded with the agent, and pins in the default directory are removed",
         needs_restart=True,
+        fills="probe_pins",
     ),
     ours(
         "probe-doubles",
@@ -109,6 +116,7 @@ OUR_OPTIONS: Final = (
         file_key="agent.probe.doubles",
         empty_means="only the driver's devices count",
         needs_restart=True,
+        fills="probe_doubles",
     ),
     ours(
         "pods-poll",
@@ -117,6 +125,7 @@ OUR_OPTIONS: Final = (
         "TIME",
         "Time between two lists of pods; a list older than 30s is stale",
         needs_restart=True,
+        fills="pods_poll_ns",
     ),
     ours(
         "kubelet-count-poll",
@@ -125,6 +134,7 @@ OUR_OPTIONS: Final = (
         "TIME",
         "Time between two comparisons of the kubelet's devices with those it was sent",
         needs_restart=True,
+        fills="kubelet_count_poll_ns",
     ),
     ours(
         "kernel-log",
@@ -134,6 +144,7 @@ OUR_OPTIONS: Final = (
         "The kernel log, source of XIDs that NVML does not report",
         empty_means="it is not read",
         needs_restart=True,
+        fills="kernel_log",
     ),
     ours(
         "uevents",
@@ -143,6 +154,7 @@ OUR_OPTIONS: Final = (
         "Listen to kernel uevents, so that added and removed GPUs are known at once; costs 10 MiB",
         is_switch=True,
         needs_restart=True,
+        fills="uevents",
     ),
     ours(
         "http-listen",
@@ -152,6 +164,7 @@ OUR_OPTIONS: Final = (
         "Address of health checks and preflight",
         empty_means="nowhere",
         needs_restart=True,
+        fills="http_listen",
     ),
     ours(
         "api-listen",
@@ -161,6 +174,7 @@ OUR_OPTIONS: Final = (
         "Address of the documents that name processes and pods",
         empty_means=f"with --http-listen if that is loopback, else 127.0.0.1:{LOOPBACK_API_PORT}",
         needs_restart=True,
+        fills="api_listen",
     ),
     ours(
         "control-socket",
@@ -169,6 +183,7 @@ OUR_OPTIONS: Final = (
         "PATH",
         "The socket for this machine's commands, open to root only",
         needs_restart=True,
+        fills="control_socket",
     ),
     ours(
         "state-dir",
@@ -177,6 +192,7 @@ OUR_OPTIONS: Final = (
         "DIR",
         "Directory of state file, lock, event log and evidence",
         needs_restart=True,
+        fills="state_dir",
     ),
     ours(
         "event-log-size",
@@ -185,6 +201,7 @@ OUR_OPTIONS: Final = (
         "SIZE",
         "Size of the event log on disk, all of its files together; 0 disables it",
         needs_restart=True,
+        fills="event_log_bytes",
     ),
     ours(
         "observe",
@@ -193,6 +210,7 @@ OUR_OPTIONS: Final = (
         "BOOL",
         "Register nothing: watch, and report what would have been done",
         is_switch=True,
+        fills="policy.observe",
     ),
     ours(
         "if-running",
@@ -202,6 +220,7 @@ OUR_OPTIONS: Final = (
         "If another agent runs on this node: standby until it exits, or fail",
         empty_means="fail on a terminal, else standby",
         needs_restart=True,
+        fills="if_running",
     ),
     ours(
         "pre-start-check",
@@ -210,6 +229,7 @@ OUR_OPTIONS: Final = (
         "BOOL",
         "Reject the start of a container on a device with hard evidence against it",
         is_switch=True,
+        fills="policy.pre_start_check",
     ),
     ours(
         "distinct-cards",
@@ -219,6 +239,7 @@ OUR_OPTIONS: Final = (
         "Reject a container with two shares of one device",
         file_key="agent.sharing.distinctCards",
         is_switch=True,
+        fills="policy.sharing.distinct_cards",
     ),
     ours(
         "cdi-spec-dir",
@@ -228,6 +249,7 @@ OUR_OPTIONS: Final = (
         "Where the CDI specification is written",
         file_key="agent.cdi.specDir",
         needs_restart=True,
+        fills="cdi.spec_dir",
     ),
     ours(
         "strict-config",
@@ -245,6 +267,7 @@ OUR_OPTIONS: Final = (
         "TIME",
         "Time between two polls of a GPU, or of the PCI bus",
         needs_restart=True,
+        fills="poll_ns",
     ),
     ours(
         "init-deadline",
@@ -253,6 +276,7 @@ OUR_OPTIONS: Final = (
         "TIME",
         "Longest time for NVML to initialise",
         needs_restart=True,
+        fills="init_deadline_ns",
     ),
     ours(
         "init-retry",
@@ -261,6 +285,7 @@ OUR_OPTIONS: Final = (
         "TIME",
         "Time between two attempts to initialise NVML",
         needs_restart=True,
+        fills="init_retry_ns",
     ),
     ours(
         "first-handle-deadline",
@@ -269,6 +294,7 @@ OUR_OPTIONS: Final = (
         "TIME",
         "Longest time for the first NVML handle of a GPU",
         needs_restart=True,
+        fills="first_handle_deadline_ns",
     ),
     ours(
         "call-deadline",
@@ -277,6 +303,7 @@ OUR_OPTIONS: Final = (
         "TIME",
         "Longest time for any other NVML call on a GPU",
         needs_restart=True,
+        fills="call_deadline_ns",
     ),
     ours(
         "first-probe-wait",
@@ -284,6 +311,7 @@ OUR_OPTIONS: Final = (
         duration("0s", "1m"),
         "TIME",
         "How long registration waits for the first probe of each GPU",
+        fills="policy.first_probe_wait_ns",
     ),
     ours(
         "watch-timeout",
@@ -291,6 +319,7 @@ OUR_OPTIONS: Final = (
         duration("100ms", "10m"),
         "TIME",
         "Register again if the kubelet has opened no ListAndWatch for so long",
+        fills="policy.watch_timeout_ns",
     ),
     ours(
         "recovery-clean-probes",
@@ -298,6 +327,7 @@ OUR_OPTIONS: Final = (
         integer(1, 1_000),
         "N",
         "Probes in a row that must pass before a device is Healthy again",
+        fills="policy.recovery_clean_probes",
     ),
     ours(
         "recovery-quiet",
@@ -305,6 +335,7 @@ OUR_OPTIONS: Final = (
         duration("0s", "24h"),
         "TIME",
         "How long a fault must not recur before a device is Healthy again",
+        fills="policy.recovery_quiet_ns",
     ),
     ours(
         "xid-policy",
@@ -312,6 +343,7 @@ OUR_OPTIONS: Final = (
         choice("compat", "catalog"),
         "POLICY",
         "Which XIDs flip a device: compat, as NVIDIA's plugin, or catalog, as NVIDIA's XID catalog",
+        fills="policy.xid_policy",
     ),
     ours(
         "flapping-faults",
@@ -320,6 +352,7 @@ OUR_OPTIONS: Final = (
         "N",
         "So many self-clearing faults keep a GPU Unhealthy until a reboot or recover",
         file_key="agent.flapping.faults",
+        fills="policy.sticky_after",
     ),
     ours(
         "flapping-within",
@@ -328,6 +361,7 @@ OUR_OPTIONS: Final = (
         "TIME",
         "The time window of these faults",
         file_key="agent.flapping.within",
+        fills="policy.sticky_window_ns",
     ),
     ours(
         "soft-flips",
@@ -337,6 +371,7 @@ OUR_OPTIONS: Final = (
         f"Inferred reasons that flip a free GPU: {', '.join(SOFT_REASONS)}",
         is_list=True,
         empty_means="none",
+        fills="policy.soft_flips",
     ),
     ours(
         "soft-flip-every",
@@ -344,6 +379,7 @@ OUR_OPTIONS: Final = (
         duration("1s", "240h"),
         "TIME",
         "Inferred reasons flip at most one GPU of the node in this time",
+        fills="policy.soft_flip_every_ns",
     ),
     ours(
         "slowdown-window",
@@ -360,6 +396,7 @@ OUR_OPTIONS: Final = (
         "N",
         "Share of the window that must be slowed down",
         file_key="agent.slowdown.percent",
+        fills="policy.slowdown_share_percent",
     ),
     ours(
         "log-format",
@@ -368,6 +405,7 @@ OUR_OPTIONS: Final = (
         "FORMAT",
         "auto, journal, json or text; auto is journal under systemd, text on a terminal, else json",
         needs_restart=True,
+        fills="log_format",
     ),
     ours(
         "log-level",
@@ -375,5 +413,6 @@ OUR_OPTIONS: Final = (
         choice("debug", "info", "warning", "error"),
         "LEVEL",
         "Least severe lines to write: debug, info, warning or error",
+        fills="log_level",
     ),
 )

@@ -5,6 +5,8 @@ from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import Any, Final, Literal, NamedTuple, NewType
 
+import msgspec
+
 from agent.config.options import OPTIONS
 from agent.config.values import Address
 from agent.model.policy import Policy
@@ -31,7 +33,7 @@ class ParsedOption(NamedTuple):
     """The parsed text."""
 
 
-class Cdi(NamedTuple):
+class Cdi(msgspec.Struct, frozen=True):
     """How the CDI specification is made; names and semantics are those of NVIDIA's plugin."""
 
     spec_dir: str = "/var/run/cdi"
@@ -47,7 +49,7 @@ class Cdi(NamedTuple):
     feature_flags: frozenset[str] = frozenset()
 
 
-class FeatureDiscovery(NamedTuple):
+class FeatureDiscovery(msgspec.Struct, frozen=True):
     """How labels are made; names and semantics are those of NVIDIA's GPU feature discovery."""
 
     oneshot: bool = False
@@ -59,7 +61,7 @@ class FeatureDiscovery(NamedTuple):
     use_node_feature_api: bool = True
 
 
-class Settings(NamedTuple):
+class Settings(msgspec.Struct, frozen=True):
     """All settings, valid and complete."""
 
     policy: Policy

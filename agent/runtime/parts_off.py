@@ -14,6 +14,7 @@ from typing import Final, NamedTuple
 from agent.config.options import OPTIONS
 from agent.config.settings import DEFAULT, Settings
 from agent.errors import MissingRightsError
+from agent.model.structs import replace
 from agent.runtime.startup import check_state_dir
 
 _DENIED: Final = frozenset({errno.ENOENT, errno.EACCES, errno.EPERM, errno.ENODEV})
@@ -54,7 +55,7 @@ def with_usable_state_dir(
             raise
         for candidate in fallbacks:
             if _can_use(candidate):
-                return settings._replace(state_dir=candidate)
+                return replace(settings, state_dir=candidate)
         raise
     return settings
 
@@ -73,7 +74,7 @@ def _can_use(directory: str) -> bool:
 def without_unreadable_log(settings: Settings) -> Settings:
     """Return the settings without a kernel log that may not be read, unless somebody asked for this one."""
     if settings.origins.get("kernel-log", DEFAULT) == DEFAULT and _unreadable(settings.kernel_log):
-        return settings._replace(kernel_log="")
+        return replace(settings, kernel_log="")
     return settings
 
 

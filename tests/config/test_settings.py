@@ -2,8 +2,10 @@
 
 import os
 import string
+from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 import yaml
 from hypothesis import HealthCheck, example, given, settings
@@ -12,6 +14,7 @@ from hypothesis import strategies as st
 from agent.config import file as config_file
 from agent.config import load as config
 from agent.config import yaml_tree
+from agent.config.discovery_options import DISCOVERY_OPTIONS
 from agent.config.options import OPTIONS
 from agent.config.our_options import LOOPBACK_API_PORT
 from agent.config.settings import Settings, changes_that_need_a_restart, default_node_dir
@@ -650,3 +653,30 @@ def test_to_begin_to_observe_needs_a_restart_and_to_end_it_does_not() -> None:
     acting, observing = load(), load(observe="true")
     assert list(changes_that_need_a_restart(acting, observing)) == ["observe"]
     assert list(changes_that_need_a_restart(observing, acting)) == []
+
+
+# How options and settings belong together
+
+
+DERIVED = {
+    *("given", "warnings", "file_parts", "file_fingerprint"),
+    *("cdi.dev_root", "cdi.disabled_hooks", "cdi.driver_root", "cdi.feature_flags"),
+    *("policy.injection.device_root", "policy.jitter_seed", "policy.leaks.is_watched"),
+    *("policy.sharing.fail_requests_greater_than_one", "policy.sharing.rename_by_default"),
+    *("policy.sharing.shares", "policy.sharing.strategy"),
+    *("policy.slowdown_window_polls", "policy.xid_overrides", "policy.xids_all", "policy.xids_off"),
+}
+"""Fields that no option fills alone."""
+
+
+def fields_of(record: msgspec.Struct, prefix: str = "") -> Iterator[str]:
+    for name, value in msgspec.structs.asdict(record).items():
+        if isinstance(value, msgspec.Struct):
+            yield from fields_of(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}"
+
+
+def test_each_field_of_the_settings_is_filled_by_one_option_or_derived() -> None:
+    filled = [option.fills for option in (*OPTIONS.values(), *DISCOVERY_OPTIONS) if option.fills]
+    assert sorted([*filled, *DERIVED]) == sorted(fields_of(load()))

@@ -7,6 +7,7 @@ import pytest
 from agent.config.load import load
 from agent.config.settings import DEFAULT, Settings
 from agent.errors import MissingRightsError
+from agent.model.structs import replace
 from agent.runtime.parts_off import parts_off, with_usable_state_dir, without_unreadable_log
 
 
@@ -60,11 +61,11 @@ def test_each_part_that_is_off_is_named_with_what_switches_it_on(
 def test_a_kernel_log_that_may_not_be_read_is_not_read_unless_it_was_asked_for(tmp_path: Path) -> None:
     given = settings(tmp_path, kernel_log="/nonexistent/kmsg")
     assert without_unreadable_log(given) == given
-    nobody_asked = given._replace(
-        given={**given.given, "kernel-log": given.given["kernel-log"]._replace(origin=DEFAULT)}
+    nobody_asked = replace(
+        given, given={**given.given, "kernel-log": given.given["kernel-log"]._replace(origin=DEFAULT)}
     )
     assert without_unreadable_log(nobody_asked).kernel_log == ""
-    readable = nobody_asked._replace(kernel_log=str(tmp_path / "kmsg"))
+    readable = replace(nobody_asked, kernel_log=str(tmp_path / "kmsg"))
     assert without_unreadable_log(readable) == readable
 
 
@@ -80,7 +81,7 @@ def test_the_kernel_tells_no_user_namespace_of_gpus(tmp_path: Path) -> None:
 
 
 def test_state_in_a_containers_own_files_is_told_and_on_a_node_it_is_not(tmp_path: Path) -> None:
-    unusable = load({"proc-root": "/nonexistent"}, {})._replace(state_dir="/proc/self/none")
+    unusable = replace(load({"proc-root": "/nonexistent"}, {}), state_dir="/proc/self/none")
     fallbacks = ("/proc/none", str(tmp_path / "fallback"))
     taken = with_usable_state_dir(unusable, is_in_container=True, fallbacks=fallbacks)
     assert taken.state_dir == str(tmp_path / "fallback")
@@ -91,7 +92,7 @@ def test_state_in_a_containers_own_files_is_told_and_on_a_node_it_is_not(tmp_pat
 
 
 def test_state_is_kept_nowhere_that_others_may_write(tmp_path: Path) -> None:
-    unusable = load({"proc-root": "/nonexistent"}, {})._replace(state_dir="/proc/self/none")
+    unusable = replace(load({"proc-root": "/nonexistent"}, {}), state_dir="/proc/self/none")
     (tmp_path / "real").mkdir()
     (tmp_path / "link").symlink_to("real")
     (tmp_path / "open").mkdir()

@@ -476,7 +476,7 @@ async def test_a_directory_that_only_a_mount_keeps_alive_is_told(node: Node) -> 
     node.directory.mkdir(parents=True)
     descriptor = os.open(node.directory, os.O_RDONLY)
     node.directory.rmdir()
-    node.settings = node.settings._replace(spec_dir=f"/proc/self/fd/{descriptor}")
+    node.settings = replace(node.settings, spec_dir=f"/proc/self/fd/{descriptor}")
     node.make()
     try:
         async with node.running() as sink:
@@ -508,8 +508,11 @@ async def test_a_directory_that_is_made_anew_where_the_agent_may_not_write_is_to
 
 async def test_in_a_container_paths_are_told_as_the_host_has_them(node: Node) -> None:
     node.is_in_container = True
-    node.settings = node.settings._replace(
-        driver_root="/run/nvidia/driver", driver_root_ctr_path=str(node.driver), dev_root="/run/nvidia/driver"
+    node.settings = replace(
+        node.settings,
+        driver_root="/run/nvidia/driver",
+        driver_root_ctr_path=str(node.driver),
+        dev_root="/run/nvidia/driver",
     )
     (node.root / "dev").rename(node.driver / "dev")
     node.make()
@@ -559,7 +562,8 @@ async def test_hooks_are_there_where_their_program_is(
         program.unlink()
     path = str(program) if not is_in_container else "/usr/bin/nvidia-ctk"
     node.is_in_container = is_in_container
-    node.settings = node.settings._replace(
+    node.settings = replace(
+        node.settings,
         hook_path=path,
         driver_root=driver_root or str(node.driver),
         driver_root_ctr_path=str(node.driver),
@@ -590,7 +594,7 @@ async def test_what_is_wanted_beside_gpus_is_absent_or_resolves(node: Node) -> N
 async def test_what_an_operator_may_not_expect_is_told_once(
     node: Node, caplog: pytest.LogCaptureFixture
 ) -> None:
-    node.settings = node.settings._replace(hook_path="/nonexistent/nvidia-ctk")
+    node.settings = replace(node.settings, hook_path="/nonexistent/nvidia-ctk")
     node.make()
     async with node.running() as sink:
         node.file.unlink()
@@ -601,7 +605,7 @@ async def test_what_an_operator_may_not_expect_is_told_once(
 
 async def test_gpus_are_annotated_as_coherent_or_not_where_that_is_asked_for(node: Node) -> None:
     node.latest.publish(state(gpu(0, coherent=True), gpu(1, coherent=False)))
-    node.settings = node.settings._replace(feature_flags=frozenset(("enable-coherent-annotations",)))
+    node.settings = replace(node.settings, feature_flags=frozenset(("enable-coherent-annotations",)))
     node.make()
     async with node.running():
         assert [device.get("annotations") for device in node.document()["devices"]] == [
