@@ -28,6 +28,7 @@ from tests.bench import (
     lists,
     preferred,
     probe_price,
+    probes,
     registration,
     reload,
     rules,
@@ -64,6 +65,7 @@ MEASUREMENTS: Final[tuple[Measurement, ...]] = (
     rules.OTHER_SOURCES,
     rules.STORM,
     probe_price.PRICE,
+    probes.PROBES,
     use_stretches.STRETCHES,
 )
 
