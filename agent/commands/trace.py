@@ -24,7 +24,7 @@ from agent.config.values import duration_from
 from agent.core.wording import counted, printable
 from agent.errors import AgentError, AgentUnreachableError, ProbeLoadError, UsageError
 from agent.log import wall_time_of
-from agent.model.usage import ProcessLook
+from agent.model.usage import ProcessStatus
 from agent.probe import kernel
 from agent.probe.driver_calls import DriverCall, named
 from agent.probe.kernel import Majors, Roots
@@ -124,7 +124,7 @@ def _open_pidfd(pid: int) -> int:
 
 def _name(pid: int) -> str:
     look = look_at(Path("/proc"), pid)
-    return f"{printable(look.comm)} ({pid})" if isinstance(look, ProcessLook) else f"process {pid}"
+    return f"{printable(look.comm)} ({pid})" if isinstance(look, ProcessStatus) else f"process {pid}"
 
 
 def _interrupt(_number: int, _frame: object) -> NoReturn:

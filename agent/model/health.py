@@ -108,7 +108,7 @@ class LeakKind(StrEnum):
     MANY_CONTEXTS = "many_contexts"
 
 
-class Culprit(msgspec.Struct, frozen=True, kw_only=True):
+class InvolvedProcess(msgspec.Struct, frozen=True, kw_only=True):
     """A process that a finding names."""
 
     pid: int
@@ -133,13 +133,13 @@ class Details(msgspec.Struct, frozen=True):
     """What a finding on the use of a GPU rests on."""
 
     kind: LeakKind
-    culprits: tuple[Culprit, ...] = ()
-    """By pid; at most MAX_CULPRITS."""
+    involved: tuple[InvolvedProcess, ...] = msgspec.field(default=(), name="culprits")
+    """By pid; at most MAX_INVOLVED."""
     more: int = 0
     """Further ones."""
     contexts: int | None = None
     used_bytes: int | None = None
-    """Of all culprits; of memory that no process has, how much. None where a figure is missing."""
+    """Of all involved processes; of memory that no process has, how much. None where a figure is missing."""
     incomplete: bool = False
     """Events had been lost or processes could not be seen when this was found."""
     certainty: Certainty = "verified"
@@ -147,7 +147,7 @@ class Details(msgspec.Struct, frozen=True):
     """It grew for long, or far."""
 
 
-MAX_CULPRITS = 16
+MAX_INVOLVED = 16
 
 
 class ConditionKey(NamedTuple):

@@ -59,7 +59,7 @@ PodOf = PodRef | NoPod
 Owner = Literal["pod", "host", "unknown"]
 
 
-class ProcessLook(msgspec.Struct, frozen=True):
+class ProcessStatus(msgspec.Struct, frozen=True):
     """What /proc says of a process."""
 
     key: ProcessKey
@@ -102,7 +102,7 @@ class GpuHold(msgspec.Struct, frozen=True):
 class ProcessUse(msgspec.Struct, frozen=True):
     """A process that has files of the driver open."""
 
-    look: ProcessLook
+    status: ProcessStatus
     since_ns: int
     """When it was first seen with a file of the driver."""
     holds: tuple[GpuHold, ...]
@@ -122,13 +122,13 @@ class ProcessUse(msgspec.Struct, frozen=True):
     @property
     def key(self) -> ProcessKey:
         """Which process."""
-        return self.look.key
+        return self.status.key
 
 
 class Orphan(msgspec.Struct, frozen=True):
     """What a process that ended left on a GPU, because the file it was made with lives on."""
 
-    owner: ProcessLook
+    owner: ProcessStatus
     """As it was when it was last looked at, but for its state."""
     ended_ns: int
     """When it was seen to be gone."""

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Final
 
 from agent.core.usage.pods import MACHINE, Hierarchy, pod_of_cgroup, unit_of_cgroup
-from agent.model.usage import ENDED, NoPod, PodOf, PodRef, ProcessKey, ProcessLook
+from agent.model.usage import ENDED, NoPod, PodOf, PodRef, ProcessKey, ProcessStatus
 
 MAX_BYTES: Final = 65_536
 """Of one file of a process: a dozen cgroups of the longest path."""
@@ -52,7 +52,7 @@ def hierarchy(kubelet_root: str) -> Hierarchy:
     return Hierarchy(kubelet_root, is_private)
 
 
-def look_at(proc_root: Path, pid: int, where: Hierarchy = MACHINE) -> ProcessLook | NoLook:
+def look_at(proc_root: Path, pid: int, where: Hierarchy = MACHINE) -> ProcessStatus | NoLook:
     """Return what /proc says of a process now."""
     folder = proc_root / str(pid)
     name, fields = _stat(folder)
@@ -63,7 +63,7 @@ def look_at(proc_root: Path, pid: int, where: Hierarchy = MACHINE) -> ProcessLoo
         folder, state = _living_thread(folder) or (folder, state)
     cgroup, pod = pod_of_cgroups(_text(folder / "cgroup"), where)
     status = _text(folder / "status")
-    return ProcessLook(
+    return ProcessStatus(
         key=ProcessKey(pid, int(fields[19])),
         comm=printable(name),
         state=state,
@@ -178,7 +178,7 @@ def _is_there(proc_root: Path, key: ProcessKey) -> bool:
     look = look_at(proc_root, key.pid)
     if look is NoLook.UNREADABLE:
         raise PermissionError(errno.EACCES, f"Process {key.pid} may not be read")
-    return isinstance(look, ProcessLook) and look.key == key
+    return isinstance(look, ProcessStatus) and look.key == key
 
 
 def _link(path: Path) -> str:

@@ -1,7 +1,7 @@
-"""The use of the GPUs as JSON-ready values: processes, contexts, owners, status of the probe.
+"""Who uses the GPUs, as JSON-ready values: processes, contexts, owners, and how the probe is.
 
-Guarantees: as agent.views.documents. These documents name processes and pods, so they are served to this
-machine only.
+Guarantees: as agent.views.documents. These documents name processes and pods, so only what is served to
+this machine holds them.
 """
 
 from collections.abc import Iterable
@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from agent.core.usage.ownership import Holder, Ownership, is_killable, owners, pod_name, user_of
 from agent.model.ids import ALL, GpuUuid
 from agent.model.snapshot import Snapshot
-from agent.model.usage import GpuHold, Orphan, PodRef, ProcessLook, ProcessUse
+from agent.model.usage import GpuHold, Orphan, PodRef, ProcessStatus, ProcessUse
 from agent.views.documents import API_VERSION, Json, TimeOf, moment, probe
 
 
@@ -17,7 +17,7 @@ def contexts(snapshot: Snapshot, time_of: TimeOf) -> Json:
     """Return every process but the agent that has files of the driver open, with its contexts on each GPU.
 
     The agent has every GPU open and uses none.
-    ``complete`` is null until the first reading.
+    ``complete`` is null while nothing was seen yet.
     """
     usage = snapshot.usage
     document = {"apiVersion": API_VERSION, "probe": probe(snapshot.probe)}
@@ -48,7 +48,7 @@ def contexts(snapshot: Snapshot, time_of: TimeOf) -> Json:
 
 
 def ownership(snapshot: Snapshot, time_of: TimeOf) -> Json:
-    """Return the pods, the holders and the memory users of each GPU or MIG device."""
+    """Return of each GPU or MIG device who was given it, who holds it and who uses memory on it."""
     return {
         "apiVersion": API_VERSION,
         "owners": [_ownership(owned, time_of) for owned in owners(snapshot)],
@@ -57,7 +57,7 @@ def ownership(snapshot: Snapshot, time_of: TimeOf) -> Json:
 
 def _process(process: ProcessUse, snapshot: Snapshot, time_of: TimeOf) -> Json:
     return {
-        **_identity(process.look, snapshot),
+        **_identity(process.status, snapshot),
         "files": process.files,
         "fds": process.fds,
         "partial": process.partial,
@@ -68,19 +68,19 @@ def _process(process: ProcessUse, snapshot: Snapshot, time_of: TimeOf) -> Json:
     }
 
 
-def _identity(process: ProcessLook, snapshot: Snapshot) -> Json:
-    pod = process.pod if isinstance(process.pod, PodRef) else None
+def _identity(status: ProcessStatus, snapshot: Snapshot) -> Json:
+    pod = status.pod if isinstance(status.pod, PodRef) else None
     return {
-        "pid": process.key.pid,
-        "start_ticks": process.key.start_ticks,
-        "comm": process.comm,
-        "state": process.state,
-        "killable": is_killable(process),
-        "owner": process.owner,
-        "pod": pod_name(process, snapshot.pods_seen),
+        "pid": status.key.pid,
+        "start_ticks": status.key.start_ticks,
+        "comm": status.comm,
+        "state": status.state,
+        "killable": is_killable(status),
+        "owner": status.owner,
+        "pod": pod_name(status, snapshot.pods_seen),
         "pod_uid": None if pod is None else pod.uid,
         "container_id": None if pod is None else pod.container_id,
-        "cgroup": process.cgroup,
+        "cgroup": status.cgroup,
     }
 
 
@@ -122,8 +122,8 @@ def _ownership(owned: Ownership, time_of: TimeOf) -> Json:
         "gi": None if place.gi == ALL else place.gi,
         "ci": None if place.ci == ALL else place.ci,
         "given_to": None
-        if owned.given_to is None
-        else [{"device": device, "pod": pod} for device, pod in owned.given_to],
+        if owned.allocated_to is None
+        else [{"device": device, "pod": pod} for device, pod in owned.allocated_to],
         "holders": None if owned.holders is None else list(_holders(owned.holders, time_of)),
         "memory_used_bytes": owned.used_bytes,
         "memory_total_bytes": owned.total_bytes,

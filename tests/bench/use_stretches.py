@@ -10,7 +10,7 @@ from collections.abc import AsyncGenerator, Callable, Iterator
 from typing import Final, TypeVar
 
 from agent.core.leaks import findings as leaks
-from agent.core.leaks.rules import Scene
+from agent.core.leaks.rules import EvaluationInput
 from agent.core.usage.client_tree import CONTEXT_SHARE, DEVICE, NO_INSTANCE
 from agent.core.usage.gpu_map import CONTROL, NVIDIA_MAJOR, GpuMap
 from agent.core.usage.processes import by_process
@@ -20,7 +20,7 @@ from agent.model.ids import GpuUuid, Placement
 from agent.model.policy import LeakPolicy
 from agent.model.rm import HeldFile, RmEvent, RmEventKind, RmObject
 from agent.model.structs import replace
-from agent.model.usage import PodRef, Pods, PodSeen, PodUid, ProcessKey, ProcessLook, Usage
+from agent.model.usage import PodRef, Pods, PodSeen, PodUid, ProcessKey, ProcessStatus, Usage
 from agent.probe.ring import Ring
 from agent.sources.ebpf.source import LOOKS_AT_ONCE, REFRESHED_AT_ONCE
 from tests.bench.figures import Effort, Figure, Measurement
@@ -47,7 +47,7 @@ class _Machine:
         self.now_ns = _START_NS
         self.events: list[RmEvent] = []
         self.held: list[HeldFile] = []
-        self.looks: list[ProcessLook] = []
+        self.looks: list[ProcessStatus] = []
         for number in range(_PROCESSES):
             self._process(1_000 + number, number % len(_GPUS.by_minor))
 
@@ -64,7 +64,7 @@ class _Machine:
             self._alloc(pid, files[0], client, 2 + 2 * place, _GROUP, 1)
             self._alloc(pid, files[0], client, 3 + 2 * place, CONTEXT_SHARE.rm_class, 2 + 2 * place)
         pod = PodRef(PodUid(f"pod-{pid % _PODS}"), None, None)
-        self.looks.append(ProcessLook(ProcessKey(pid, pid), "python3", "S", "/", pod))
+        self.looks.append(ProcessStatus(ProcessKey(pid, pid), "python3", "S", "/", pod))
 
     def _alloc(
         self,
@@ -147,16 +147,16 @@ def _findings(run: _Run, machine: _Machine, usage: Usage) -> None:
         Placement(gpu): ((None, tuple(pod.full_name for pod in pods.values())),)
         for gpu in _GPUS.by_minor.values()
     }
-    scene = Scene(
+    inputs = EvaluationInput(
         now_ns=machine.now_ns + 4 * _MINUTE_NS,
         policy=LeakPolicy(),
         usage=usage,
         gpus=frozenset(_GPUS.by_minor.values()),
-        given=given,  # type: ignore[arg-type]
+        allocated=given,  # type: ignore[arg-type]
         pods=pods,
     )
-    found = leaks.step(leaks.inherited((), machine.now_ns), scene)
-    run.timed("findings", lambda: leaks.step(found, replace(scene, now_ns=scene.now_ns + 10**9)))
+    found = leaks.step(leaks.inherited((), machine.now_ns), inputs)
+    run.timed("findings", lambda: leaks.step(found, replace(inputs, now_ns=inputs.now_ns + 10**9)))
 
 
 async def _stretches(effort: Effort) -> AsyncGenerator[Figure, None]:

@@ -34,7 +34,7 @@ def test_a_gpu_that_is_not_listed_keeps_its_uuid() -> None:
 LEAK = {"code": "context_leak", "message": "Kept; and more"}
 
 
-def culprit(pid: int, **more: Any) -> dict[str, Any]:
+def involved(pid: int, **more: Any) -> dict[str, Any]:
     return {
         "pid": pid,
         "comm": "train",
@@ -55,11 +55,11 @@ def finding(*found: dict[str, Any], lasts: bool = True, more: int = 0) -> dict[s
 
 
 def test_processes_are_named_with_what_a_person_needs_to_act() -> None:
-    owner = culprit(
+    owner = involved(
         7, role="owner", pod="ml/a", owner="pod", state="R", killable=False, contexts=4, used_bytes=None
     )
-    child = culprit(8, pod="ml/a", owner="pod", contexts=0, used_bytes=None)
-    stuck = culprit(9, state="D", killable=False, contexts=None)
+    child = involved(8, pod="ml/a", owner="pod", contexts=0, used_bytes=None)
+    stuck = involved(9, state="D", killable=False, contexts=None)
     assert list(involved_processes(LEAK, [finding(owner, child), finding(stuck)])) == [
         "pid 7 (train), ml/a, exited, contexts: 4",
         "pid 8 (train), ml/a",
@@ -68,14 +68,14 @@ def test_processes_are_named_with_what_a_person_needs_to_act() -> None:
 
 
 def test_of_many_processes_some_are_named_and_the_rest_counted() -> None:
-    lines = list(involved_processes(LEAK, [finding(*map(culprit, range(1, 7)), more=3)]))
+    lines = list(involved_processes(LEAK, [finding(*map(involved, range(1, 7)), more=3)]))
     assert len(lines) == MAX_PROCESSES + 1
     assert lines[-1] == "and 5 more"
 
 
 def test_a_finding_that_is_over_says_so_instead_of_naming_who_may_be_gone() -> None:
-    assert list(involved_processes(LEAK, [finding(culprit(7), lasts=False)])) == [
+    assert list(involved_processes(LEAK, [finding(involved(7), lasts=False)])) == [
         "no longer observed; clears after clean probes and a quiet time"
     ]
-    assert not list(involved_processes(LEAK | {"message": "Of another GPU"}, [finding(culprit(7))]))
-    assert not list(involved_processes(LEAK | {"code": "foreign_process"}, [finding(culprit(7))]))
+    assert not list(involved_processes(LEAK | {"message": "Of another GPU"}, [finding(involved(7))]))
+    assert not list(involved_processes(LEAK | {"code": "foreign_process"}, [finding(involved(7))]))

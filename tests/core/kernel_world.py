@@ -11,7 +11,7 @@ from agent.core.usage.rows import Removed
 from agent.core.usage.tracker import UVM_REGISTER_GPU_VASPACE
 from agent.model.ids import GpuUuid
 from agent.model.rm import LAST, REGISTRATION, HeldFile, RmEvent, RmEventKind, RmObject
-from agent.model.usage import NoPod, ProcessKey, ProcessLook
+from agent.model.usage import NoPod, ProcessKey, ProcessStatus
 
 ROOT, DEVICE, SUBDEVICE, VASPACE, SHARE, GROUP, CHANNEL = 0x41, 0x80, 0x2080, 0x90F1, 0x9067, 0xA06C, 0xC86F
 NONE = 0xFFFFFFFF
@@ -50,9 +50,9 @@ class Task:
     comm: str = "python3"
 
     @property
-    def look(self) -> ProcessLook:
+    def status(self) -> ProcessStatus:
         """What /proc says."""
-        return ProcessLook(self.key, self.comm, self.state, "/", NoPod.HOST, self.killed)
+        return ProcessStatus(self.key, self.comm, self.state, "/", NoPod.HOST, self.killed)
 
 
 @dataclass(eq=False)

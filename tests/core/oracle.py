@@ -620,8 +620,8 @@ class Oracle:
             minors = (mig.gi_minor, mig.ci_minor)
             if any(f"/dev/nvidia-caps/nvidia-cap{minor}" in of_mig for minor in minors):
                 yield mig.gi, mig.ci
-            is_given = by_path and self.policy.mig_strategy != "none"
-            if is_given and gpu.minor is not None and None in minors:
+            is_allocated = by_path and self.policy.mig_strategy != "none"
+            if is_allocated and gpu.minor is not None and None in minors:
                 yield mig.gi, mig.ci
 
     def imex_causes(self) -> None:

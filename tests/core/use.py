@@ -20,7 +20,7 @@ from agent.model.usage import (
     PodUid,
     ProcessInfo,
     ProcessKey,
-    ProcessLook,
+    ProcessStatus,
     ProcessUse,
     Usage,
     UsageSource,
@@ -52,11 +52,11 @@ def look(
     state: str = "S",
     start: int | None = None,
     service: str | None = "",
-) -> ProcessLook:
+) -> ProcessStatus:
     """What /proc says; ``service`` is what root started it as, None where that could not be read."""
     ref = NoPod.HOST if pod is None else PodRef(pod, None, "burstable")
     started_as = None if service is None else (service,)
-    return ProcessLook(key(pid, start), comm, state, "/", ref, started_as=started_as)
+    return ProcessStatus(key(pid, start), comm, state, "/", ref, started_as=started_as)
 
 
 def hold(
@@ -86,7 +86,7 @@ def process(
 ) -> ProcessUse:
     """A process with files of the driver; by default with one context on U0."""
     return ProcessUse(
-        look=look(pid, pod=pod, comm=comm, state=state, start=start, service=service),
+        status=look(pid, pod=pod, comm=comm, state=state, start=start, service=service),
         since_ns=since_ns,
         holds=holds or (hold(),),
         files=3,
@@ -197,7 +197,7 @@ def kinds(on: Node) -> set[tuple[str, GpuUuid]]:
 def pids(condition: Condition) -> list[int]:
     """Whom a condition names."""
     assert condition.details is not None
-    return [each.pid for each in condition.details.culprits]
+    return [each.pid for each in condition.details.involved]
 
 
 def keep_telling(

@@ -145,7 +145,7 @@ class Bomb:
         alive = {task.key.pid: task for task in self.world.alive}
         for key in self.tracker.unlooked:
             if key.pid in alive:
-                self.tracker.looked([alive[key.pid].look], self.world.now_ns)
+                self.tracker.looked([alive[key.pid].status], self.world.now_ns)
             else:
                 self.tracker.exited(key, self.world.now_ns)
 

@@ -384,7 +384,7 @@ async def test_the_picture_can_be_begun_anew_with_the_probe_that_there_is(
         assert followed.seen.of(ProbeSeen) == []
         use = use_of(usage, process.pid)
         assert use is not None
-        assert use.look.comm == "python"
+        assert use.status.comm == "python"
 
 
 async def test_the_end_takes_the_probe_out_of_the_kernel(core: dict[str, Any], double: DriverDouble) -> None:
@@ -461,7 +461,7 @@ async def test_a_name_that_changes_is_told_after_the_next_look_at_all(
     caller = Caller(RENAMED, double.node("nvidia0"))
 
     def comms(usage: Usage) -> list[str]:
-        return [use.look.comm for use in usage.processes if use.key.pid == caller.pid]
+        return [use.status.comm for use in usage.processes if use.key.pid == caller.pid]
 
     try:
         await in_daemon_thread("test-caller", caller.run)

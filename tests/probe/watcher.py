@@ -152,7 +152,7 @@ class Watcher:
         tracker.lost(0)
         tracker.rebuilt(rows, now_ns, openings)
         tracker.scanned(scan.held, now_ns)
-        tracker.looked([use.look for use in usage.processes], now_ns)
+        tracker.looked([use.status for use in usage.processes], now_ns)
         return tracker.picture(now_ns)
 
 

@@ -5,9 +5,9 @@ from agent.model.gpu import Gpu, MigDevice
 from agent.model.health import (
     Condition,
     ConditionKey,
-    Culprit,
     Details,
     Evidence,
+    InvolvedProcess,
     LeakKind,
     Reason,
     Recovery,
@@ -76,8 +76,8 @@ LEAK = replace(
     evidence=Evidence.SOFT,
     details=Details(
         LeakKind.POD_GONE,
-        culprits=(
-            Culprit(
+        involved=(
+            InvolvedProcess(
                 pid=4711,
                 start_ticks=99,
                 comm="train",
@@ -89,7 +89,7 @@ LEAK = replace(
                 used_bytes=2**30,
                 since_ns=5_000,
             ),
-            Culprit(
+            InvolvedProcess(
                 pid=4712,
                 start_ticks=98,
                 comm="",

@@ -23,9 +23,9 @@ from agent.model.gpu import Gpu, MigDevice
 from agent.model.health import (
     Condition,
     ConditionKey,
-    Culprit,
     Details,
     Evidence,
+    InvolvedProcess,
     LeakKind,
     Reason,
     Recovery,
@@ -142,9 +142,9 @@ figures = st.none() | numbers
 details = st.builds(
     Details,
     kind=st.sampled_from(LeakKind),
-    culprits=st.lists(
+    involved=st.lists(
         st.builds(
-            Culprit,
+            InvolvedProcess,
             pid=numbers,
             start_ticks=numbers,
             comm=names,

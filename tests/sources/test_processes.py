@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from agent.core.usage.pods import Hierarchy
-from agent.model.usage import NoPod, PodRef, PodUid, ProcessKey, ProcessLook
+from agent.model.usage import NoPod, PodRef, PodUid, ProcessKey, ProcessStatus
 from agent.sources import processes
 from agent.sources.processes import (
     MAX_BYTES,
@@ -68,7 +68,7 @@ def test_a_process_is_named_by_its_pid_and_start(tmp_path: Path, write: Write) -
 
     look = look_at(tmp_path, 4711)
 
-    assert isinstance(look, ProcessLook)
+    assert isinstance(look, ProcessStatus)
     assert look.key == ProcessKey(4711, 99)
     assert (look.comm, look.state, look.cgroup, look.pod, look.killed) == (
         "python",
@@ -98,7 +98,7 @@ def test_a_name_may_hold_anything(tmp_path: Path, write: Write, comm: str | byte
 
     look = look_at(tmp_path, 4711)
 
-    assert isinstance(look, ProcessLook)
+    assert isinstance(look, ProcessStatus)
     assert (look.comm, look.key.start_ticks, look.state) == (shown, 7, "S")
 
 
@@ -112,7 +112,7 @@ def test_the_state_is_one_letter(tmp_path: Path, write: Write, state: str) -> No
 
     look = look_at(tmp_path, 4711)
 
-    assert isinstance(look, ProcessLook)
+    assert isinstance(look, ProcessStatus)
     assert look.state == state
 
 
@@ -130,7 +130,7 @@ def test_the_state_is_one_letter(tmp_path: Path, write: Write, state: str) -> No
 )
 def test_of_several_cgroups_that_of_the_pod_is_told(text: str, path: str, owner: str) -> None:
     found, pod = pod_of_cgroups(text, Hierarchy())
-    assert (found, ProcessLook(ProcessKey(1, 1), "", "S", found, pod).owner) == (path, owner)
+    assert (found, ProcessStatus(ProcessKey(1, 1), "", "S", found, pod).owner) == (path, owner)
 
 
 @pytest.mark.parametrize("cgroup", [f"0::{POD_V2}\n", f"5:pids:{POD_V1}\n0::/\n"])
@@ -139,7 +139,7 @@ def test_the_pod_of_a_process_is_told(tmp_path: Path, write: Write, cgroup: str)
 
     look = look_at(tmp_path, 4711)
 
-    assert isinstance(look, ProcessLook)
+    assert isinstance(look, ProcessStatus)
     assert isinstance(look.pod, PodRef)
     assert (look.pod.uid, look.pod.container_id) == (PodUid(UID), CONTAINER)
 
@@ -159,7 +159,7 @@ def test_a_kill_that_waits_is_told(tmp_path: Path, write: Write, status: str, ki
 
     look = look_at(tmp_path, 4711)
 
-    assert isinstance(look, ProcessLook)
+    assert isinstance(look, ProcessStatus)
     assert look.killed is killed
 
 
@@ -182,7 +182,7 @@ def test_a_process_without_the_other_files_is_still_one(tmp_path: Path, write: W
 
     look = look_at(tmp_path, 4711)
 
-    assert isinstance(look, ProcessLook)
+    assert isinstance(look, ProcessStatus)
     assert (look.cgroup, look.pod, look.killed) == ("", NoPod.UNKNOWN, False)
 
 
@@ -191,7 +191,7 @@ def test_what_is_read_of_a_process_is_bounded(tmp_path: Path, write: Write) -> N
 
     look = look_at(tmp_path, 4711)
 
-    assert isinstance(look, ProcessLook)
+    assert isinstance(look, ProcessStatus)
     assert (look.cgroup, look.pod) == ("/x", NoPod.UNKNOWN)
 
 
@@ -231,7 +231,7 @@ def test_what_root_started_a_process_as_is_no_name_of_its_own(
 
     look = look_at(tmp_path, 4711)
 
-    assert isinstance(look, ProcessLook)
+    assert isinstance(look, ProcessStatus)
     assert look.started_as == started_as
 
 
@@ -263,7 +263,7 @@ def test_a_process_that_is_hidden_is_not_gone() -> None:
 def test_this_process_is_told_as_the_kernel_has_it() -> None:
     look = look_at(Path("/proc"), os.getpid())
 
-    assert isinstance(look, ProcessLook)
+    assert isinstance(look, ProcessStatus)
     assert look.comm == printable(Path("/proc/self/comm").read_text().removesuffix("\n"))
     assert look.state in "RS"
 
@@ -290,7 +290,7 @@ def test_a_process_whose_first_thread_ended_lives() -> None:
 
         look = look_at(Path("/proc"), process.pid)
 
-        assert isinstance(look, ProcessLook)
+        assert isinstance(look, ProcessStatus)
         assert look.state in "SR"
 
 
@@ -309,7 +309,7 @@ def test_a_process_of_which_only_a_killed_thread_is_left_is_told_as_that_thread_
 
     look = look_at(tmp_path, 4711)
 
-    assert isinstance(look, ProcessLook)
+    assert isinstance(look, ProcessStatus)
     assert (look.state, look.killed, look.cgroup) == ("D", True, POD_V2)
 
 
@@ -332,7 +332,7 @@ def descriptors() -> int:
 
 def key_of(pid: int) -> ProcessKey:
     look = look_at(Path("/proc"), pid)
-    assert isinstance(look, ProcessLook)
+    assert isinstance(look, ProcessStatus)
     return look.key
 
 

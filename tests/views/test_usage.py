@@ -216,7 +216,7 @@ def test_a_pod_that_nobody_knows_by_name_is_told_by_its_uid() -> None:
     made = node()
     unknown = "dddddddd-0000-4000-8000-000000000000"
     use = process(5)
-    stranger = replace(use, look=replace(use.look, pod=PodRef(unknown, None, None)))  # type: ignore[arg-type]
+    stranger = replace(use, status=replace(use.status, pod=PodRef(unknown, None, None)))  # type: ignore[arg-type]
     made.tell(seen(stranger))
 
     assert contexts_of(made)["processes"][0]["pod"] == unknown

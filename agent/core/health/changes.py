@@ -216,7 +216,7 @@ def _details_fields(details: Details) -> dict[str, object]:
                 "contexts": each.contexts,
                 "used_bytes": each.used_bytes,
             }
-            for each in details.culprits[:MAX_LISTED]
+            for each in details.involved[:MAX_LISTED]
         ],
     }
 

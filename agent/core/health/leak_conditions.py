@@ -1,7 +1,7 @@
 """What is found of the use of GPUs as conditions of GPUs and MIG devices.
 
 Invariants: a condition lasts while its findings do, and is then cleared by its own recovery rule. Knowledge
-that is too old is none. A finding whose GPU is not known is only told, it marks nothing.
+that is too old is none. A finding whose GPU is unknown is reported and is no condition.
 """
 
 from collections.abc import Iterator
@@ -11,8 +11,8 @@ from agent.core.health import conditions
 from agent.core.health.stability import PODS_KNOWN_FOR_NS
 from agent.core.health.state import State
 from agent.core.leaks import findings as leaks
-from agent.core.leaks.rules import Scene
-from agent.core.usage.ownership import given
+from agent.core.leaks.rules import EvaluationInput
+from agent.core.usage.ownership import allocated_by_place
 from agent.model import facts
 from agent.model.health import ConditionKey, LeakKind, Reason
 from agent.model.ids import Placement, SourceName
@@ -21,7 +21,7 @@ from agent.model.structs import replace
 from agent.model.usage import PodRef, ProcessUse
 
 USAGE_KNOWN_FOR_NS: Final = 90 * SECOND_NS
-"""An older picture is no knowledge; its source tells one every 30 s at least."""
+"""An older usage snapshot is stale; its source sends one every 30 s at least."""
 
 _KINDS: Final = tuple(LeakKind)
 _REASONS: Final = frozenset(leaks.REASONS.values())
@@ -35,7 +35,7 @@ def with_findings(old: State, state: State, now_ns: int) -> State:
     found = state.leaks
     if state.usage_ns == 0:
         found = leaks.without_news(found, state.policy.leaks, now_ns)
-    found = leaks.step(found, _scene(state, now_ns))
+    found = leaks.step(found, _inputs(state, now_ns))
     active = _conditions(state, found, now_ns)
     if found is state.leaks and active is state.conditions:
         return state
@@ -44,7 +44,7 @@ def with_findings(old: State, state: State, now_ns: int) -> State:
 
 def pods_seen(state: State, fact: facts.PodsSeen, now_ns: int) -> State:
     """Take the pods that live. One that is gone keeps its name for as long as a process of it is there."""
-    used = {process.look.pod.uid for process in _processes(state) if isinstance(process.look.pod, PodRef)}
+    used = {process.status.pod.uid for process in _processes(state) if isinstance(process.status.pod, PodRef)}
     gone = {
         uid: replace(pod, alive=False)
         for uid, pod in (state.pods_seen or {}).items()
@@ -90,17 +90,17 @@ def _is_due(old: State, state: State, now_ns: int) -> bool:
     )
 
 
-def _scene(state: State, now_ns: int) -> Scene:
+def _inputs(state: State, now_ns: int) -> EvaluationInput:
     offered = (offer for offers in state.offers.values() for offer in offers)
-    return Scene(
+    return EvaluationInput(
         now_ns=now_ns,
         policy=state.policy.leaks,
         usage=state.usage,
         gpus=state.present,
         memory=state.memory,
-        given=None
+        allocated=None
         if state.pods is None
-        else given(((offer.id, offer.placement) for offer in offered), state.pods),
+        else allocated_by_place(((offer.id, offer.placement) for offer in offered), state.pods),
         pods=state.pods_seen,
         has_all_pods=state.pods_seen_all,
     )
@@ -109,13 +109,13 @@ def _scene(state: State, now_ns: int) -> Scene:
 def _conditions(state: State, found: leaks.Leaks, now_ns: int) -> conditions.Conditions:
     active = state.conditions
     lasting: set[ConditionKey] = set()
-    for (kind, place), suspects in leaks.grouped(found).items():
+    for (kind, place), pending in leaks.grouped(found).items():
         if place.gpu not in state.gpus:
             continue
         key = _key(kind, place)
         lasting.add(key)
         details = leaks.details_of(
-            kind, suspects, state.usage, state.policy.leaks, beyond=found.beyond.get((kind, place), 0)
+            kind, pending, state.usage, state.policy.leaks, beyond=found.beyond.get((kind, place), 0)
         )
         active = conditions.raised(
             active,

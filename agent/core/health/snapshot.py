@@ -240,7 +240,7 @@ def _use_findings(state: State) -> Iterator[Finding]:
         figures = (each.details.used_bytes for each in told if each.details is not None)
         gpus = dict.fromkeys(each.placement.gpu for each in told)
         yield Finding(reason, _joined(told), tuple(gpus), used_bytes=total(figures))
-    unplaced = [each for each in state.leaks.findings() if each.place is None and each.key.kind in BLOCKING]
+    unplaced = [each for each in state.leaks.reported() if each.place is None and each.key.kind in BLOCKING]
     if unplaced:
         details = details_of(unplaced[0].key.kind, unplaced[:1], state.usage, state.policy.leaks)
         yield Finding(REASONS[details.kind], message_of(details, state.policy.leaks))

@@ -47,7 +47,7 @@ Windows = Mapping[Name, Window]
 
 
 def followed(usage: Usage, windows: Windows, policy: LeakPolicy, now_ns: int) -> Windows:
-    """Return the windows after a look; those of what is not held any more are gone.
+    """Return the windows after a usage snapshot, without those of processes that hold the GPU no more.
 
     Where something may be missing they stay as they are.
     """
@@ -64,8 +64,8 @@ def followed(usage: Usage, windows: Windows, policy: LeakPolicy, now_ns: int) ->
         known = windows.get(name)
         if not usage.is_whole(hold.gpu) or (known is None and now_ns < begins_at(process, policy)):
             continue
-        pod = process.look.pod
-        holder = pod.uid if isinstance(pod, PodRef) else process.look.cgroup
+        pod = process.status.pod
+        holder = pod.uid if isinstance(pod, PodRef) else process.status.cgroup
         table.put(holder, name, _after(known or (), hold, policy, now_ns))
     found = {entry.key: entry.value for entry in table}
     return windows if found == windows else found
@@ -78,7 +78,7 @@ def begins_at(process: ProcessUse, policy: LeakPolicy) -> int:
 
 def warm_at(usage: Usage, policy: LeakPolicy, now_ns: int) -> list[int]:
     """Return when the next window begins, if time alone begins one."""
-    # Of who was seen last, most often; the others have long been warm.
+    # Of the newest process, most often; the others have long been warm.
     newest_ns = now_ns - policy.growth_warm_up_ns
     return sorted({begins_at(each, policy) for each, _ in _of_interest(usage) if each.since_ns > newest_ns})[
         :1
@@ -117,7 +117,7 @@ def _steps(*parts: tuple[int, ...]) -> int:
 
 
 def next_part_at(window: Window, policy: LeakPolicy) -> list[int]:
-    """Return when a window says something else, should nothing happen."""
+    """Return when a window changes by time alone."""
     leaves_at = [sample.at_ns + policy.growth_window_ns for sample in window[:1]]
     return [*(sample.at_ns + _part_ns(policy) for sample in window[-1:]), *leaves_at]
 

@@ -18,7 +18,7 @@ from agent.core.usage.file_links import Registrations
 from agent.core.usage.gpu_map import CONTROL
 from agent.core.usage.processes import NOTHING, File, FilesHeld, Held, Process
 from agent.model.rm import RmEvent, RmObject
-from agent.model.usage import ENDED, UNINTERRUPTIBLE, PodRef, ProcessKey, ProcessLook
+from agent.model.usage import ENDED, UNINTERRUPTIBLE, PodRef, ProcessKey, ProcessStatus
 
 MAX_PROCESSES: Final = 65_536
 MAX_FILES: Final = 65_536
@@ -80,14 +80,14 @@ class Holders:
         """Return the newest process of each pid."""
         return self._current.values()
 
-    def holder_of(self, key: ProcessKey, otherwise: ProcessLook | None = None) -> Hashable:
+    def holder_of(self, key: ProcessKey, otherwise: ProcessStatus | None = None) -> Hashable:
         """Return the pod of a living process, or its cgroup; of an unknown one those of ``otherwise``."""
         process = self._current.get(key.pid)
-        look = process.look if process is not None and process.key == key else None
-        look = look or otherwise
-        if look is None:
+        status = process.status if process is not None and process.key == key else None
+        status = status or otherwise
+        if status is None:
             return None
-        return look.pod.uid if isinstance(look.pod, PodRef) else look.cgroup
+        return status.pod.uid if isinstance(status.pod, PodRef) else status.cgroup
 
     def doubt(self) -> None:
         """Take that events were lost: an exit or a close may be among them, and the pid or address in use."""
@@ -138,20 +138,20 @@ class Holders:
             self._idle.add(process)
         return process
 
-    def looked(self, look: ProcessLook, now_ns: int) -> None:
+    def looked(self, status: ProcessStatus, now_ns: int) -> None:
         """Take what /proc says of a process now."""
-        process = self._named(look.key.pid, look.key.start_ticks, now_ns) if self._knows(look) else None
+        process = self._named(status.key.pid, status.key.start_ticks, now_ns) if self._knows(status) else None
         if process is None:
             return
-        before = (process.look, process.exiting_ns)
+        before = (process.status, process.exiting_ns)
         was_known = process.is_known
-        process.look, process.is_look_old = look, False
-        is_ending = look.state in ENDED or (look.killed and look.state == UNINTERRUPTIBLE)
+        process.status, process.is_look_old = status, False
+        is_ending = status.state in ENDED or (status.killed and status.state == UNINTERRUPTIBLE)
         if is_ending and process.exiting_ns is None:
             process.exiting_ns = now_ns
         elif not is_ending and not process.exit_told:
             process.exiting_ns = None
-        if (process.look, process.exiting_ns) != before:
+        if (process.status, process.exiting_ns) != before:
             self.changed.add(process)
         if not was_known:
             for name in process.files:
@@ -190,8 +190,8 @@ class Holders:
             for device in devices:
                 self._saw_open(process, device)
 
-    def _knows(self, look: ProcessLook) -> bool:
-        return look.key.pid in self._current
+    def _knows(self, status: ProcessStatus) -> bool:
+        return status.key.pid in self._current
 
     def _new(self, pid: int, at_ns: int, start: int | None, before: Process | None = None) -> Process:
         self._numbers += 1

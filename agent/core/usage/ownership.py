@@ -26,22 +26,24 @@ from agent.model.usage import (
     PodRef,
     Pods,
     ProcessInfo,
-    ProcessLook,
+    ProcessStatus,
     ProcessUse,
     Usage,
 )
 
 # From a process to what it was given
 
-Given = Mapping[Placement, tuple[tuple[DeviceId, tuple[str, ...]], ...]]
+Allocated = Mapping[Placement, tuple[tuple[DeviceId, tuple[str, ...]], ...]]
 """The devices of each place that pods were given, each with the pod, or the pods of which one has it."""
 
 _SEVERAL: Final = " or "
 """Between the names where it is not known which pod has a device (agent/sources/pods/holders.py)."""
 
 
-def given(places: Iterable[tuple[DeviceId, Placement]], pods: Mapping[DeviceId, str]) -> Given:
-    """Return what pods were given, by place; the places are those of all devices that are offered."""
+def allocated_by_place(
+    places: Iterable[tuple[DeviceId, Placement]], pods: Mapping[DeviceId, str]
+) -> Allocated:
+    """Return what is allocated to pods, by place; the places are those of all advertised devices."""
     found: dict[Placement, tuple[tuple[DeviceId, tuple[str, ...]], ...]] = {}
     for device, place in places:
         if device in pods:
@@ -49,10 +51,10 @@ def given(places: Iterable[tuple[DeviceId, Placement]], pods: Mapping[DeviceId, 
     return found
 
 
-def is_given(given_to: Given, places: Iterable[Placement], pod: str) -> bool:
+def is_allocated(allocated_to: Allocated, places: Iterable[Placement], pod: str) -> bool:
     """Return whether a pod may have been given a device at one of the places."""
     for place in places:
-        for other, devices in given_to.items():
+        for other, devices in allocated_to.items():
             if other.gpu == place.gpu and place.overlaps(other) and any(pod in names for _, names in devices):
                 return True
     return False
@@ -66,14 +68,14 @@ def is_service(
     What a process calls itself counts in a pod of one of these namespaces alone, and where the rest could not
     be read.
     """
-    look = process.look
+    status = process.status
     if process.is_agent:
         return True
-    is_named = look.comm in comms_of(names)
-    if isinstance(look.pod, PodRef):
-        seen = None if pods is None else pods.get(look.pod.uid)
+    is_named = status.comm in comms_of(names)
+    if isinstance(status.pod, PodRef):
+        seen = None if pods is None else pods.get(status.pod.uid)
         return is_named and (pods is None or (seen is not None and seen.namespace in namespaces))
-    return is_named if look.started_as is None else not names.isdisjoint(look.started_as)
+    return is_named if status.started_as is None else not names.isdisjoint(status.started_as)
 
 
 @lru_cache(maxsize=8)
@@ -123,9 +125,9 @@ def user_of(memory: GpuMemory | None, pid: int) -> MemoryUser | None:
     return memory.users[at] if at < len(memory.users) and memory.users[at].pid == pid else None
 
 
-def pod_name(look: ProcessLook, pods: Pods | None) -> str | None:
+def pod_name(status: ProcessStatus, pods: Pods | None) -> str | None:
     """Return the name of a process's pod; None: it has none, or that is not known."""
-    return name_of(look.pod, pods) if isinstance(look.pod, PodRef) else None
+    return name_of(status.pod, pods) if isinstance(status.pod, PodRef) else None
 
 
 def name_of(pod: PodRef, pods: Pods | None) -> str:
@@ -134,9 +136,9 @@ def name_of(pod: PodRef, pods: Pods | None) -> str:
     return pod.uid if seen is None else seen.full_name
 
 
-def is_killable(look: ProcessLook) -> bool:
+def is_killable(status: ProcessStatus) -> bool:
     """Return whether a signal could end a process; nothing is ever killed by the agent itself."""
-    return look.state not in {UNINTERRUPTIBLE, GONE, *ENDED}
+    return status.state not in {UNINTERRUPTIBLE, GONE, *ENDED}
 
 
 # For people
@@ -169,7 +171,7 @@ class Ownership(msgspec.Struct, frozen=True):
     uuid: str
     index: int | None
     """None: NVML does not list its GPU."""
-    given_to: tuple[tuple[DeviceId, str], ...] | None
+    allocated_to: tuple[tuple[DeviceId, str], ...] | None
     """Devices that pods were given, with the pod; None: not known now."""
     holders: tuple[Holder, ...] | None
     """By pid; None: not known now."""
@@ -205,7 +207,7 @@ def _ownership(snapshot: Snapshot, view: GpuView, uuid: str, place: Placement) -
         placement=place,
         uuid=uuid,
         index=view.index,
-        given_to=None
+        allocated_to=None
         if pods is None
         else tuple(
             (device.id, pods[device.id])
@@ -251,14 +253,14 @@ def _holders(snapshot: Snapshot, gpu: GpuUuid, place: Placement) -> tuple[Holder
 
 
 def _holder(snapshot: Snapshot, process: ProcessUse, hold: GpuHold, user: MemoryUser | None) -> Holder:
-    look, policy = process.look, snapshot.policy.leaks
+    status, policy = process.status, snapshot.policy.leaks
     return Holder(
-        pid=look.key.pid,
-        start_ticks=look.key.start_ticks,
-        comm=look.comm,
-        owner=look.owner,
-        pod=pod_name(look, snapshot.pods_seen),
-        state=look.state,
+        pid=status.key.pid,
+        start_ticks=status.key.start_ticks,
+        comm=status.comm,
+        owner=status.owner,
+        pod=pod_name(status, snapshot.pods_seen),
+        state=status.state,
         contexts=hold.contexts,
         used_bytes=None if user is None else user.used_bytes,
         since_ns=process.since_ns,

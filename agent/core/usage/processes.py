@@ -7,7 +7,7 @@ from typing import Final, NamedTuple
 import msgspec
 
 from agent.model.rm import HeldFile
-from agent.model.usage import ProcessKey, ProcessLook
+from agent.model.usage import ProcessKey, ProcessStatus
 
 UNKNOWN_START: Final = 0
 """Start of a process that was gone before anyone looked; the kernel's first process never opens a GPU."""
@@ -54,7 +54,7 @@ class Process(msgspec.Struct, eq=False):
     since_ns: int
     """When it was first seen."""
     start: int | None = None
-    look: ProcessLook | None = None
+    status: ProcessStatus | None = None
     is_look_old: bool = False
     """It called exec, so what was looked at may have changed."""
     files: dict[int, int] = msgspec.field(default_factory=dict)
@@ -90,7 +90,7 @@ class Process(msgspec.Struct, eq=False):
     @property
     def is_known(self) -> bool:
         """Whether it lives and was looked at, so that something can be said of it."""
-        return self.ended_ns is None and self.start is not None and self.look is not None
+        return self.ended_ns is None and self.start is not None and self.status is not None
 
 
 class File(msgspec.Struct):

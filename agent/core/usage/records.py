@@ -23,7 +23,7 @@ from agent.model.usage import (
     NoPod,
     Orphan,
     ProcessKey,
-    ProcessLook,
+    ProcessStatus,
     ProcessUse,
     UsageSource,
 )
@@ -180,13 +180,13 @@ class UseRecords:
 
     def _use_of(self, process: Process) -> ProcessUse | None:
         """Return what is told of a process; None: nobody has looked at it, or it has nothing."""
-        if process.look is None or not process.is_known:
+        if process.status is None or not process.is_known:
             return None
         contexts, compute = self._contexts_of(process)
         if not process.files and not contexts:
             return None
         return ProcessUse(
-            look=process.look,
+            status=process.status,
             since_ns=process.since_ns,
             holds=self._holds_of(process, contexts, compute),
             files=len(process.files) if self._is_probe else None,
@@ -264,9 +264,9 @@ class UseRecords:
                     counts[gpu] = None
         for gpu, names in files.items():
             holders = {key for name in names for key in self._holders_of(name)}
-            look = process.look or ProcessLook(process.key, "", "", "", NoPod.UNKNOWN)
+            status = process.status or ProcessStatus(process.key, "", "", "", NoPod.UNKNOWN)
             yield Orphan(
-                owner=replace(look, state=GONE),
+                owner=replace(status, state=GONE),
                 ended_ns=ended_ns,
                 gpu=gpu,
                 clients=len(names),

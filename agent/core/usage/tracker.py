@@ -33,7 +33,7 @@ from agent.core.usage.rows import Removed, Rows, judged
 from agent.core.usage.scan_pace import ScanPace
 from agent.model.ids import GpuUuid
 from agent.model.rm import LAST, HeldFile, RmEvent, RmEventKind, RmObject, joined
-from agent.model.usage import Certainty, ProcessKey, ProcessLook, Usage, UsageSource
+from agent.model.usage import Certainty, ProcessKey, ProcessStatus, Usage, UsageSource
 
 UVM_REGISTER_GPU_VASPACE: Final = 25
 """Source: open-gpu-kernel-modules:kernel-open/nvidia-uvm/uvm_ioctl.h."""
@@ -217,10 +217,10 @@ class Tracker:
             self._holders.forgot = False
         self._unscanned = "events were lost" if self._wants_rebuild else ""
 
-    def looked(self, looks: Iterable[ProcessLook], now_ns: int) -> None:
+    def looked(self, looks: Iterable[ProcessStatus], now_ns: int) -> None:
         """Take what /proc says of processes now."""
-        for look in looks:
-            self._holders.looked(look, now_ns)
+        for status in looks:
+            self._holders.looked(status, now_ns)
 
     def look_again(self) -> None:
         """Want every process looked at: state and name change, and nothing tells of it."""
@@ -307,7 +307,7 @@ class Tracker:
         return tuple(
             process.key
             for process in self._holders.current()
-            if process.ended_ns is None and (process.look is None or process.is_look_old)
+            if process.ended_ns is None and (process.status is None or process.is_look_old)
         )
 
     @property
@@ -325,7 +325,7 @@ class Tracker:
 
     @property
     def exiting(self) -> tuple[ProcessKey, ...]:
-        """Those that began to end, whose state is worth another look."""
+        """Those that began to end, whose state is to be read again."""
         return tuple(
             process.key
             for process in self._holders.processes.values()

@@ -43,7 +43,7 @@ from agent.model.policy import MILLISECOND_NS, SECOND_NS
 from agent.model.rm import LAST, RmEvent, RmEventKind
 from agent.model.snapshot import Snapshot
 from agent.model.structs import replace
-from agent.model.usage import DeviceCall, ProbeView, ProcessKey, ProcessLook, Usage, UsageSource
+from agent.model.usage import DeviceCall, ProbeView, ProcessKey, ProcessStatus, Usage, UsageSource
 from agent.probe import kernel, procfs
 from agent.probe.kernel import Majors
 from agent.probe.loading import load
@@ -174,7 +174,7 @@ class EbpfSource:
         self._is_stale = True
         """Something happened since the last picture was made."""
         self._unseen = Unseen()
-        self._ending: dict[ProcessKey, ProcessLook | NoLook | None] = {}
+        self._ending: dict[ProcessKey, ProcessStatus | NoLook | None] = {}
         """The processes that began to end, as they were when they were looked at last."""
         self._ended_since: set[ProcessKey] = set()
         """The processes whose end was told since the last round began."""
@@ -537,7 +537,7 @@ class EbpfSource:
         self._ending = {key: looks[key] for key in self._ending}
         self._unseen.looked(looks)
         self._tracker.blind(self._unseen.why(self._tracker.unlooked))
-        there = [look for look in news.values() if isinstance(look, ProcessLook)]
+        there = [look for look in news.values() if isinstance(look, ProcessStatus)]
         for at in range(0, len(there), LOOKS_AT_ONCE):
             self._tracker.looked(there[at : at + LOOKS_AT_ONCE], now_ns)
             await asyncio.sleep(0)
@@ -545,7 +545,7 @@ class EbpfSource:
             self._ended(key)
         return bool(news or gone)
 
-    def _look_at(self, keys: Iterable[ProcessKey]) -> dict[ProcessKey, ProcessLook | NoLook]:
+    def _look_at(self, keys: Iterable[ProcessKey]) -> dict[ProcessKey, ProcessStatus | NoLook]:
         return {key: look_at(self._proc_root, key.pid, self._where) for key in keys}
 
     async def _forget(self, began_ns: int, ended: frozenset[ProcessKey]) -> None:

@@ -153,15 +153,15 @@ def test_j2_after_the_grace_who_outlived_its_pod_is_found() -> None:
     assert gone.details is not None
     assert pids(gone) == [501, 502]
     assert gone.details.used_bytes == 7340032000
-    assert [(each.state, each.killable) for each in gone.details.culprits] == [("S", True), ("D", False)]
-    assert [each.pod for each in gone.details.culprits] == ["ns1/job-a", "ns1/job-a"]
+    assert [(each.state, each.killable) for each in gone.details.involved] == [("S", True), ("D", False)]
+    assert [each.pod for each in gone.details.involved] == ["ns1/job-a", "ns1/job-a"]
 
 
 def test_j2_a_process_in_no_pod_is_the_hosts() -> None:
     machine = machine_after(31)
     (foreign,) = found(machine.node, LeakKind.FOREIGN_PROCESS)
     assert foreign.details is not None
-    assert [(each.pid, each.owner, each.pod) for each in foreign.details.culprits] == [(504, "host", None)]
+    assert [(each.pid, each.owner, each.pod) for each in foreign.details.involved] == [(504, "host", None)]
 
 
 def test_j2_nothing_else_is_found() -> None:

@@ -253,7 +253,7 @@ def test_a_restart_ends_no_finding(leak: GpuUseSeen) -> None:
 def without_owners(condition: Condition) -> object:
     """Who holds what; of an owner that is gone the next process of the agent needs to know nothing."""
     assert condition.details is not None
-    holders = [each for each in condition.details.culprits if each.role == "holder"]
+    holders = [each for each in condition.details.involved if each.role == "holder"]
     return condition.key, holders, condition.details.used_bytes
 
 

@@ -72,7 +72,7 @@ class Naive:
                 (each.key, held.gpu)
                 for each in self.usage
                 for held in each.holds
-                if isinstance(each.look.pod, PodRef) and not self.pods.get(each.look.pod.uid, False)
+                if isinstance(each.status.pod, PodRef) and not self.pods.get(each.status.pod.uid, False)
             }
             self.began = {name: self.began.get(name, now_ns) for name in gone}
             self.told |= {name for name in gone if now_ns - self.began[name] >= GRACE_NS}
@@ -84,7 +84,7 @@ def told_by(node: Node, kind: LeakKind) -> set[tuple[ProcessKey, GpuUuid]]:
         (ProcessKey(each.pid, each.start_ticks), condition.placement.gpu)
         for condition in node.conditions()
         if condition.lasts and condition.details is not None and condition.details.kind is kind
-        for each in condition.details.culprits
+        for each in condition.details.involved
     }
 
 
@@ -176,8 +176,8 @@ def test_findings_do_not_depend_on_when_the_clock_began(
             node.after(gap_ns, fact)
             told.append(
                 sorted(
-                    (each.key.kind, each.key.who or key(0), each.since_ns - start_ns, each.told)
-                    for each in node.state.leaks.suspects.values()
+                    (each.key.kind, each.key.process or key(0), each.since_ns - start_ns, each.reported)
+                    for each in node.state.leaks.pending.values()
                 )
             )
         ages.append(told)

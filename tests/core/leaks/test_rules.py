@@ -5,7 +5,7 @@ import pytest
 from agent.core.health.leak_conditions import USAGE_KNOWN_FOR_NS
 from agent.core.leaks import findings as leaks
 from agent.model.facts import GpuMemorySeen, PodsSeen, RecoverRequested
-from agent.model.health import MAX_CULPRITS, Condition, Details, LeakKind, Reason
+from agent.model.health import MAX_INVOLVED, Condition, Details, LeakKind, Reason
 from agent.model.ids import Placement
 from agent.model.policy import Policy
 from agent.model.structs import replace
@@ -67,12 +67,12 @@ def test_contexts_of_a_dead_owner_are_found_after_their_time() -> None:
     told = only(on, LeakKind.ORPHANED_CLIENT)
     assert told.contexts == 4
     assert [
-        (each.pid, each.comm, each.role, each.state, each.killable, each.contexts) for each in told.culprits
+        (each.pid, each.comm, each.role, each.state, each.killable, each.contexts) for each in told.involved
     ] == [
         (7, "train", "owner", GONE, False, 4),
         (8, "python3", "holder", "S", True, 1),
     ]
-    assert [each.pod for each in told.culprits] == ["ns1/job-a", "ns1/job-b"]
+    assert [each.pod for each in told.involved] == ["ns1/job-a", "ns1/job-b"]
 
 
 def test_the_time_of_an_orphan_counts_from_the_end_of_its_owner() -> None:
@@ -118,7 +118,7 @@ def test_what_two_owners_left_is_found_of_both_with_the_memory_of_who_keeps_it()
         memory(user(8, 70)), seen(process(8), orphans=[orphan(6, 8, ended_ns=0), orphan(7, 8, ended_ns=0)])
     )
     told = only(on, LeakKind.ORPHANED_CLIENT)
-    assert [each.pid for each in told.culprits] == [6, 7, 8]
+    assert [each.pid for each in told.involved] == [6, 7, 8]
     assert told.contexts == 8
     on.tell(seen(process(8), orphans=[orphan(6, 8, ended_ns=0)]))
     told = only(on, LeakKind.ORPHANED_CLIENT)
@@ -245,8 +245,8 @@ def test_a_process_that_cannot_exit_is_found_after_its_time() -> None:
     began_ns = on.now_ns
     stuck = seen(process(7, pod=POD_A, state="D", exiting_since_ns=began_ns))
     lasts_for(on, LeakKind.STUCK_EXIT, MINUTE, stuck, GIVEN_A, pods())
-    (culprit,) = only(on, LeakKind.STUCK_EXIT).culprits
-    assert (culprit.state, culprit.killable) == ("D", False)
+    (involved,) = only(on, LeakKind.STUCK_EXIT).involved
+    assert (involved.state, involved.killable) == ("D", False)
     on.tell(seen())
     assert kinds(on) == set()
 
@@ -269,8 +269,8 @@ def test_a_stuck_exit_that_holds_no_gpu_is_told_of_the_node() -> None:
 def test_a_process_of_the_host_on_a_gpu_is_foreign_after_its_time() -> None:
     on = node()
     lasts_for(on, LeakKind.FOREIGN_PROCESS, MINUTE, seen(process(7)), pods(), allocated())
-    (culprit,) = only(on, LeakKind.FOREIGN_PROCESS).culprits
-    assert (culprit.owner, culprit.pod) == ("host", None)
+    (involved,) = only(on, LeakKind.FOREIGN_PROCESS).involved
+    assert (involved.owner, involved.pod) == ("host", None)
 
 
 def foreign_at_once(policy: Policy = DEFAULT) -> Policy:
@@ -520,24 +520,24 @@ def test_findings_of_one_kind_on_one_gpu_are_one_condition() -> None:
     on = node(foreign_at_once())
     on.tell(seen(process(9), process(7), process(8, hold(U1))), memory(user(7, 5), user(9, 6)))
     told = {each.placement.gpu: details(each) for each in found(on)}
-    assert [each.pid for each in told[U0].culprits] == [7, 9]
+    assert [each.pid for each in told[U0].involved] == [7, 9]
     assert (told[U0].used_bytes, told[U0].contexts) == (11 * MIB, 2)
     assert (told[U1].used_bytes, told[U1].contexts) == (None, 1)
 
 
 def test_at_most_so_many_processes_are_named() -> None:
     on = node(foreign_at_once())
-    on.tell(seen(*(process(100 + number) for number in range(MAX_CULPRITS + 3))))
+    on.tell(seen(*(process(100 + number) for number in range(MAX_INVOLVED + 3))))
     told = only(on, LeakKind.FOREIGN_PROCESS)
-    assert (len(told.culprits), told.more) == (MAX_CULPRITS, 3)
+    assert (len(told.involved), told.more) == (MAX_INVOLVED, 3)
     assert found(on)[0].message.startswith("19 processes use the GPU")
 
 
 def test_at_most_so_many_suspects_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(leaks, "MAX_SUSPECTS", 5)
+    monkeypatch.setattr(leaks, "MAX_PENDING", 5)
     on = node(foreign_at_once())
     on.tell(seen(*(process(100 + number) for number in range(9))))
-    assert len(on.state.leaks.suspects) == 5
+    assert len(on.state.leaks.pending) == 5
 
 
 def test_an_incomplete_picture_is_marked() -> None:

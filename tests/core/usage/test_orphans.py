@@ -11,7 +11,7 @@ from agent.core.leaks import growth
 from agent.core.leaks.findings import MAX_OF_HOLDER
 from agent.core.usage.orphans import MAX_APART, OrphanGroups
 from agent.model.facts import AllocationsListed
-from agent.model.health import MAX_CULPRITS, LeakKind, Reason
+from agent.model.health import MAX_INVOLVED, LeakKind, Reason
 from agent.model.structs import replace
 from agent.model.usage import Orphan
 from tests.core.build import DEFAULT, U0, U1, S, gpu, well_node
@@ -91,7 +91,7 @@ def test_6000_orphans_of_one_holder_cost_the_loop_what_a_few_do(capsys: pytest.C
     (condition,) = node.conditions(Reason.CONTEXT_LEAK)
     assert condition.details is not None
     assert condition.message == "6003 contexts of 6001 processes that ended are kept by 2 processes"
-    assert {each.pid for each in condition.details.culprits} >= {90, 91, 99_000}
+    assert {each.pid for each in condition.details.involved} >= {90, 91, 99_000}
     with capsys.disabled():
         print(  # noqa: T201 - the figures
             f"\n6,000 orphans of one holder: {added_s / 6 * 1e3:.0f} us each to add,"
@@ -105,17 +105,17 @@ def test_one_pod_with_4096_findings_keeps_no_other_out_and_its_excess_is_counted
     node.tell(AllocationsListed({}), pods())
     greedy = [process(1_000 + number, pod=POD_A) for number in range(4_096)]
     node.tell(seen(*greedy, process(9_000, pod=POD_B), process(9_001, hold(U1))))
-    kept = {suspect.key.who for suspect in node.state.leaks.suspects.values()}
+    kept = {finding.key.process for finding in node.state.leaks.pending.values()}
     assert {key(9_000), key(9_001)} <= kept
     assert len(kept) == MAX_OF_HOLDER + 2
     (on_first,) = [each for each in node.conditions(Reason.FOREIGN_PROCESS) if each.placement.gpu == U0]
     assert on_first.details is not None
-    assert (len(on_first.details.culprits), on_first.details.more) == (MAX_CULPRITS, 4_097 - MAX_CULPRITS)
+    assert (len(on_first.details.involved), on_first.details.more) == (MAX_INVOLVED, 4_097 - MAX_INVOLVED)
     assert on_first.message.startswith("4097 processes use the GPU")
 
     # Those that are known keep their places whatever comes before them.
     node.tell(seen(process(5, pod=POD_A), *greedy, process(9_000, pod=POD_B), process(9_001, hold(U1))))
-    assert {suspect.key.who for suspect in node.state.leaks.suspects.values()} == kept
+    assert {finding.key.process for finding in node.state.leaks.pending.values()} == kept
 
 
 def test_windows_of_growth_are_shared_by_holders(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,8 +5,8 @@ import pytest
 from agent.core.usage.ownership import (
     Holder,
     Ownership,
-    given,
-    is_given,
+    allocated_by_place,
+    is_allocated,
     is_in_use,
     is_killable,
     is_service,
@@ -56,7 +56,7 @@ def test_a_gpu_is_told_with_who_has_it_who_holds_it_and_what_is_used() -> None:
         memory(user(7, 300), user(9, 50), used=400),
     )
     first, second = owned(on)
-    assert (first.uuid, first.index, first.given_to) == (U0, 0, ((DeviceId(U0), "ns1/job-a"),))
+    assert (first.uuid, first.index, first.allocated_to) == (U0, 0, ((DeviceId(U0), "ns1/job-a"),))
     assert names(first) == [
         (7, "pod", "ns1/job-a", 300 * MIB),
         (8, "host", None, None),
@@ -64,7 +64,7 @@ def test_a_gpu_is_told_with_who_has_it_who_holds_it_and_what_is_used() -> None:
     ]
     assert [each.contexts for each in first.holders or ()] == [2, 1, None]
     assert (first.used_bytes, first.unclaimed_bytes) == (400 * MIB, 50 * MIB)
-    assert (second.uuid, second.given_to, second.holders) == (U1, (), ())
+    assert (second.uuid, second.allocated_to, second.holders) == (U1, (), ())
     assert (second.used_bytes, second.process_info) == (None, None)
 
 
@@ -110,7 +110,7 @@ def test_everything_of_a_gpu_is_told() -> None:
         placement=Placement(U1),
         uuid=U1,
         index=1,
-        given_to=(),
+        allocated_to=(),
         holders=None,  # nobody looked, and NVML misses some
         used_bytes=400 * MIB,
         total_bytes=1000 * MIB,
@@ -122,7 +122,7 @@ def test_everything_of_a_gpu_is_told() -> None:
 def test_what_is_not_known_is_not_told_as_nothing() -> None:
     on = well_node(gpu(0))
     (only,) = owned(on)
-    assert (only.given_to, only.holders) == (None, None)
+    assert (only.allocated_to, only.holders) == (None, None)
     on.tell(memory(info="unreliable", used=5))
     assert owned(on)[0].holders is None
     assert owned(on)[0].unclaimed_bytes is None
@@ -135,9 +135,9 @@ def test_old_knowledge_is_none() -> None:
     on = node()
     on.tell(seen(process(7)), allocated((U0, "ns1/job-a")))
     on.after(30 * S - 1)
-    assert owned(on)[0].given_to
+    assert owned(on)[0].allocated_to
     on.after(1)
-    assert owned(on)[0].given_to is None
+    assert owned(on)[0].allocated_to is None
     on.after(60 * S - 1)
     assert owned(on)[0].holders
     on.after(1)
@@ -168,15 +168,15 @@ def test_a_gpu_cut_into_mig_devices_is_told_by_device() -> None:
         seen(process(7, hold(slices=(M1,)), pod=POD_A), process(8), process(9, hold(slices=(M3,)))),
         memory(user(8, 70, 2, 0), user(9, 5, 3, 0), user(10, 6, 1, 0), used=90),
     )
-    told = owned(on)
-    assert [each.uuid for each in told] == [mig_uuid(0), mig_uuid(1), mig_uuid(2)]
-    assert [[holder.pid for holder in each.holders or ()] for each in told] == [[7, 10], [8], [9]]
-    assert [each.given_to for each in told] == [(), ((DeviceId(mig_uuid(1)), "ns1/job-a"),), ()]
-    assert [each.placement for each in told] == [M1, M2, M3]
-    assert {(each.used_bytes, each.total_bytes, each.unclaimed_bytes) for each in told} == {
+    reported = owned(on)
+    assert [each.uuid for each in reported] == [mig_uuid(0), mig_uuid(1), mig_uuid(2)]
+    assert [[holder.pid for holder in each.holders or ()] for each in reported] == [[7, 10], [8], [9]]
+    assert [each.allocated_to for each in reported] == [(), ((DeviceId(mig_uuid(1)), "ns1/job-a"),), ()]
+    assert [each.placement for each in reported] == [M1, M2, M3]
+    assert {(each.used_bytes, each.total_bytes, each.unclaimed_bytes) for each in reported} == {
         (None, None, None)
     }
-    assert {each.process_info for each in told} == {"ok"}
+    assert {each.process_info for each in reported} == {"ok"}
 
 
 def test_who_holds_the_whole_gpu_holds_each_of_its_mig_devices() -> None:
@@ -269,42 +269,44 @@ def test_to_have_a_gpu_open_is_not_to_use_it(
     contexts: int | None, info: str, *, partial: bool, listed: bool, is_used: bool | None
 ) -> None:
     users = (user(7, 1),) if listed else (user(8, 1),)
-    told = GpuMemory(1, 2, users, info)  # type: ignore[arg-type]
-    assert is_in_use(process(7, partial=partial), hold(contexts=contexts), told) is is_used
+    memory_used = GpuMemory(1, 2, users, info)  # type: ignore[arg-type]
+    assert is_in_use(process(7, partial=partial), hold(contexts=contexts), memory_used) is is_used
     if not listed and info != "ok":
         assert is_in_use(process(7, partial=partial), hold(contexts=contexts), None) is is_used
 
 
 def test_memory_of_nobody_is_what_no_process_has_that_nvml_lists() -> None:
-    told = memory(user(1, 100), user(2, 50), used=400).memory
-    assert unclaimed_bytes(told) == 250 * MIB
+    used = memory(user(1, 100), user(2, 50), used=400).memory
+    assert unclaimed_bytes(used) == 250 * MIB
     assert unclaimed_bytes(memory(used=400).memory) == 400 * MIB
     assert unclaimed_bytes(memory(user(1, 100), used=50).memory) == 0
     assert unclaimed_bytes(memory(user(1, None), user(2, 50), used=400).memory) is None
-    assert unclaimed_bytes(replace(told, used_bytes=None)) is None
-    assert unclaimed_bytes(replace(told, process_info="unsupported")) is None
+    assert unclaimed_bytes(replace(used, used_bytes=None)) is None
+    assert unclaimed_bytes(replace(used, process_info="unsupported")) is None
 
 
 def test_a_pod_is_given_what_it_may_have_been_given() -> None:
     """Where the kubelet's list does not tell which of two pods has a device, both may."""
     places = [(DeviceId("a"), M1), (DeviceId("b"), M2), (DeviceId("c"), Placement(U1))]
-    told = given(places, {DeviceId("a"): "ns/x", DeviceId("b"): "ns/y or ns/z", DeviceId("other"): "ns/x"})
-    assert set(told) == {M1, M2}
-    assert is_given(told, [M1], "ns/x")
-    assert is_given(told, [Placement(U0)], "ns/x")
-    assert not is_given(told, [M2], "ns/x")
-    assert is_given(told, [M2, M3], "ns/y")
-    assert is_given(told, [M2], "ns/z")
-    assert not is_given(told, [M2], "ns/y or ns/z")
-    assert not is_given(told, [Placement(U1)], "ns/x")
-    assert not is_given(told, [], "ns/x")
+    places_of_pods = allocated_by_place(
+        places, {DeviceId("a"): "ns/x", DeviceId("b"): "ns/y or ns/z", DeviceId("other"): "ns/x"}
+    )
+    assert set(places_of_pods) == {M1, M2}
+    assert is_allocated(places_of_pods, [M1], "ns/x")
+    assert is_allocated(places_of_pods, [Placement(U0)], "ns/x")
+    assert not is_allocated(places_of_pods, [M2], "ns/x")
+    assert is_allocated(places_of_pods, [M2, M3], "ns/y")
+    assert is_allocated(places_of_pods, [M2], "ns/z")
+    assert not is_allocated(places_of_pods, [M2], "ns/y or ns/z")
+    assert not is_allocated(places_of_pods, [Placement(U1)], "ns/x")
+    assert not is_allocated(places_of_pods, [], "ns/x")
 
 
 def test_two_shares_of_one_place_are_both_given() -> None:
     places = [(DeviceId("a::0"), M1), (DeviceId("a::1"), M1)]
-    told = given(places, {DeviceId("a::0"): "ns/x", DeviceId("a::1"): "ns/y"})
-    assert is_given(told, [M1], "ns/x")
-    assert is_given(told, [M1], "ns/y")
+    places_of_pods = allocated_by_place(places, {DeviceId("a::0"): "ns/x", DeviceId("a::1"): "ns/y"})
+    assert is_allocated(places_of_pods, [M1], "ns/x")
+    assert is_allocated(places_of_pods, [M1], "ns/y")
 
 
 def test_a_pod_has_the_name_that_is_known_of_it() -> None:

@@ -45,7 +45,7 @@ class Rig:
         for key in (*self.tracker.unlooked, *self.tracker.exiting):
             living = [task for task in self.world.alive if task.key.pid == key.pid]
             if living:
-                self.tracker.looked([living[0].look], self.world.now_ns)
+                self.tracker.looked([living[0].status], self.world.now_ns)
             else:
                 self.tracker.exited(key, self.world.now_ns)
 
@@ -391,7 +391,7 @@ def test_a_program_that_replaces_itself_is_looked_at_again() -> None:
     rig.tracker.take(rig.world.drain())
     assert list(rig.tracker.unlooked) == [task.key]
     use = use_of(rig.tell(), 100)
-    assert (use.look.comm, use.files) == ("sh", 1)
+    assert (use.status.comm, use.files) == ("sh", 1)
 
 
 def test_everybody_who_lives_can_be_looked_at_again_and_is_shown_as_before_until_then() -> None:
@@ -402,9 +402,9 @@ def test_everybody_who_lives_can_be_looked_at_again_and_is_shown_as_before_until
     assert list(rig.tracker.unlooked) == [task.key]
     assert rig.tracker.picture(before.at_ns) == before
     task.comm, task.state = "worker", "D"
-    rig.tracker.looked([task.look], rig.world.now_ns)
+    rig.tracker.looked([task.status], rig.world.now_ns)
     use = use_of(rig.tell(), 100)
-    assert (use.look.comm, use.look.state) == ("worker", "D")
+    assert (use.status.comm, use.status.state) == ("worker", "D")
     assert list(rig.tracker.unlooked) == []
 
 
@@ -558,7 +558,7 @@ def test_a_process_that_exits_and_does_not_end_holds_what_it_had() -> None:
     files, task.fds = task.fds, []
     picture = rig.tell()
     use = use_of(picture, 100)
-    assert (use.exiting_since_ns, use.look.state, use.files) == (began_ns, "D", len(files))
+    assert (use.exiting_since_ns, use.status.state, use.files) == (began_ns, "D", len(files))
     assert hold_of(picture, 100).contexts == 2
     assert rig.tracker.exiting == (task.key,)
     rig.tracker.exited(task.key, rig.world.now_ns)
@@ -575,11 +575,11 @@ def test_a_look_can_tell_that_a_process_is_ending(state: str, *, killed: bool, i
     rig.tell()
     task.state, task.killed = state, killed
     rig.world.now_ns += 1
-    rig.tracker.looked([task.look], rig.world.now_ns)
+    rig.tracker.looked([task.status], rig.world.now_ns)
     ending_ns = use_of(rig.tracker.picture(0), 100).exiting_since_ns
     assert (ending_ns == rig.world.now_ns) if is_ending else (ending_ns is None)
     task.state, task.killed = "S", False
-    rig.tracker.looked([task.look], rig.world.now_ns)
+    rig.tracker.looked([task.status], rig.world.now_ns)
     assert use_of(rig.tracker.picture(0), 100).exiting_since_ns is None
 
 
@@ -752,7 +752,7 @@ def test_of_proc_alone_contexts_and_files_are_unknown() -> None:
         HeldFile(700, task.key.start_ticks, 0, CONTROL, 2, 0),
     ]
     tracker.scanned(held, 1)
-    tracker.looked([task.look], 1)
+    tracker.looked([task.status], 1)
     picture = tracker.picture(2)
     (use,) = picture.processes
     assert (use.key.pid, use.files, use.fds, use.partial) == (700, None, 5, False)

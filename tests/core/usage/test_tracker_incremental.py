@@ -82,7 +82,7 @@ class ByWhatChanged(AgainstTheKernel):
     def see_state(self, data: st.DataObject, state: str, *, killed: bool) -> None:
         task = self.draw_task(data)
         task.state, task.killed = state, killed
-        self.tracker.looked([task.look], self.world.now_ns)
+        self.tracker.looked([task.status], self.world.now_ns)
 
     @rule()
     def find_no_room(self) -> None:
@@ -150,7 +150,7 @@ def test_a_gpu_that_is_only_seen_to_be_closed_was_open() -> None:
         each for each in rig.world.drain() if each.kind is not RmEventKind.OPEN or each.device != gpu_file(1)
     ]
     rig.tracker.take(events)
-    rig.tracker.looked([task.look], rig.world.now_ns)
+    rig.tracker.looked([task.status], rig.world.now_ns)
     assert use_of(rig.tracker.picture(0), 100).unplaced == 1
     rig.world.close(task, gpu)
     rig.tracker.take(rig.world.drain())
@@ -172,5 +172,5 @@ def test_who_had_a_pid_and_was_forgotten_is_not_taken_for_who_has_it() -> None:
     rig.tracker.table_was_full()
     rig.world.open(task, CONTROL)
     rig.tracker.take(rig.world.drain())
-    rig.tracker.looked([task.look], rig.world.now_ns)
+    rig.tracker.looked([task.status], rig.world.now_ns)
     assert use_of(rig.tracker.picture(0), 100).files == 1

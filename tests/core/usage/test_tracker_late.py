@@ -75,7 +75,7 @@ def test_who_used_a_file_before_a_scan_that_does_not_show_it_does_not_hold_it() 
 
 def test_a_look_at_a_pid_of_which_nothing_was_told_is_not_kept() -> None:
     rig = Rig()
-    rig.tracker.looked([rig.world.spawn(100).look], rig.world.now_ns)
+    rig.tracker.looked([rig.world.spawn(100).status], rig.world.now_ns)
     assert (rig.tracker.living, rig.tracker.unlooked) == ((), ())
 
 

@@ -9,7 +9,7 @@ from agent.core.usage.quarantine import ASIDE_NS
 from agent.core.usage.tracker import Tracker
 from agent.model.rm import HeldFile, RmEventKind
 from agent.model.structs import replace
-from agent.model.usage import GONE, NoPod, Orphan, ProcessKey, ProcessLook
+from agent.model.usage import GONE, NoPod, Orphan, ProcessKey, ProcessStatus
 from tests.core.kernel_world import DEVICE, GPUS, SHARE, UVM, V0, V1, VASPACE, Task, gpu_file
 from tests.core.usage.test_tracker import Rig, hold_of, use_of
 
@@ -32,7 +32,7 @@ def test_what_it_made_and_freed_since_is_its_own_when_it_is_seen_to_live() -> No
     rig.world.context(task, control, 1)
     rig.world.free(task, first, first)
     rig.tracker.take(rig.world.drain())
-    rig.tracker.looked([task.look], rig.world.now_ns)
+    rig.tracker.looked([task.status], rig.world.now_ns)
     for picture in (rig.tracker.picture(0), rig.tell()):
         use = use_of(picture, 100)
         assert (use.fds, use.files, use.exiting_since_ns) == (4, 4, None)
@@ -49,7 +49,7 @@ def test_what_it_opened_since_is_its_own() -> None:
     rig.world.open(task, CONTROL)
     rig.world.open(task, UVM)
     rig.tracker.take(rig.world.drain())
-    rig.tracker.looked([task.look], rig.world.now_ns)
+    rig.tracker.looked([task.status], rig.world.now_ns)
     assert use_of(rig.tracker.picture(0), 100).files == 5
     assert use_of(rig.tell(), 100).files == 5
     for file in list(task.fds):
@@ -63,7 +63,7 @@ def test_it_may_seem_to_end_again() -> None:
     for number in range(3):
         rig.world.context(task, control)
         rig.tracker.take(rig.world.drain())
-        rig.tracker.looked([task.look], rig.world.now_ns)
+        rig.tracker.looked([task.status], rig.world.now_ns)
         assert hold_of(rig.tracker.picture(0), 100).contexts == 2 + number
         rig.world.begin_exit(task)
         task.exiting = False
@@ -85,7 +85,7 @@ def test_what_it_put_into_a_message_since_is_its_own() -> None:
     rig.world.now_ns += 1
     rig.tracker.scanned(rig.world.scan(), rig.world.now_ns)
     task.fds = files
-    rig.tracker.looked([task.look], rig.world.now_ns)
+    rig.tracker.looked([task.status], rig.world.now_ns)
     rig.world.receive(task)
     picture = rig.tell()
     assert hold_of(picture, 100).contexts == 3
@@ -102,7 +102,7 @@ def test_what_it_said_of_gpus_since_is_believed_of_it() -> None:
     device = rig.world.alloc(task, client, client, DEVICE, 1)
     rig.world.register(task, uvm, client, rig.world.alloc(task, client, device, VASPACE), V1)
     rig.tracker.take(rig.world.drain())
-    rig.tracker.looked([task.look], rig.world.now_ns)
+    rig.tracker.looked([task.status], rig.world.now_ns)
     other = rig.world.client(task, control)
     rig.world.alloc(task, other, rig.world.alloc(task, other, other, DEVICE, 1), SHARE)
     assert hold_of(rig.tell(), 100, V1).contexts == 1
@@ -115,7 +115,7 @@ def test_what_it_had_too_much_of_since_is_its_own(monkeypatch: pytest.MonkeyPatc
     for _ in range(5):
         rig.world.context(task, control)
     rig.tracker.take(rig.world.drain())
-    rig.tracker.looked([task.look], rig.world.now_ns)
+    rig.tracker.looked([task.status], rig.world.now_ns)
     picture = rig.tell()
     assert use_of(picture, 100).partial
     assert picture.incomplete_because.endswith(": 100")
@@ -130,7 +130,7 @@ def test_it_has_as_many_descriptors_as_before() -> None:
     task.exiting = False
     rig.world.context(task, control)
     rig.tracker.take(rig.world.drain())
-    rig.tracker.looked([task.look], rig.world.now_ns)
+    rig.tracker.looked([task.status], rig.world.now_ns)
     assert use_of(rig.tracker.picture(0), 100).fds == 4
 
 
@@ -139,7 +139,7 @@ def test_what_it_does_then_is_its_own_at_once() -> None:
     task, control = seemingly_ended(rig)
     rig.world.context(task, control)
     rig.tracker.take(rig.world.drain())
-    rig.tracker.looked([task.look], rig.world.now_ns)
+    rig.tracker.looked([task.status], rig.world.now_ns)
     rig.world.context(task, control)
     rig.tracker.take(rig.world.drain())
     assert rig.tracker.unlooked == ()
@@ -151,7 +151,7 @@ def test_what_it_opened_since_may_be_closed_again_without_a_word() -> None:
     task, _ = seemingly_ended(rig)
     file = rig.world.open(task, CONTROL)
     rig.tracker.take(rig.world.drain())
-    rig.tracker.looked([task.look], rig.world.now_ns)
+    rig.tracker.looked([task.status], rig.world.now_ns)
     assert use_of(rig.tracker.picture(0), 100).files == 4
     task.fds.remove(file)
     assert use_of(rig.tell(), 100).files == 3
@@ -170,7 +170,7 @@ def test_rows_of_several_who_had_a_pid_before_are_each_ones_own() -> None:
         earlier.append(task)
     rig.job(100, contexts=1)
     tracker = Tracker(GPUS)
-    looks = [task.look for task in rig.world.alive]
+    looks = [task.status for task in rig.world.alive]
     tracker.scanned(rig.world.scan(), rig.world.now_ns)
     tracker.looked(looks, rig.world.now_ns)
     tracker.rebuilt(rig.world.rows.values(), rig.world.now_ns, dict(rig.world.opened))
@@ -191,11 +191,11 @@ def test_rows_of_who_had_a_pid_before_are_left_by_that_process() -> None:
     tracker = Tracker(GPUS)
     now_ns = rig.world.now_ns
     tracker.scanned(rig.world.scan(), now_ns)
-    tracker.looked([again.look, child.look], now_ns)
+    tracker.looked([again.status, child.status], now_ns)
     for _ in range(2):
         tracker.rebuilt(rig.world.rows.values(), now_ns, dict(rig.world.opened))
         tracker.scanned(rig.world.scan(), now_ns)
-        tracker.looked([again.look, child.look], now_ns)
+        tracker.looked([again.status, child.status], now_ns)
         picture = tracker.picture(now_ns)
         (orphan,) = picture.orphans
         assert (orphan.owner.key, orphan.gpu, orphan.contexts) == (first.key, V0, 2)
@@ -297,11 +297,11 @@ def test_what_is_left_by_who_was_never_looked_at_has_its_pid_alone() -> None:
     again, _ = rig.job(100, contexts=0)
     tracker = Tracker(GPUS)
     tracker.scanned(rig.world.scan(), 5)
-    tracker.looked([again.look, child.look], 5)
+    tracker.looked([again.status, child.status], 5)
     tracker.rebuilt(rig.world.rows.values(), 6, dict(rig.world.opened))
     tracker.scanned(rig.world.scan(), 7)
     assert tracker.picture(8).orphans == (
-        Orphan(ProcessLook(first.key, "", GONE, "", NoPod.UNKNOWN), 5, V0, 2, 2, (child.key,), made_ns),
+        Orphan(ProcessStatus(first.key, "", GONE, "", NoPod.UNKNOWN), 5, V0, 2, 2, (child.key,), made_ns),
     )
 
 
@@ -316,7 +316,7 @@ def test_rows_without_a_start_are_of_who_has_the_pid_now() -> None:
     task, _ = rig.job(100, contexts=2)
     tracker = Tracker(GPUS)
     tracker.scanned(rig.world.scan(), rig.world.now_ns)
-    tracker.looked([task.look], rig.world.now_ns)
+    tracker.looked([task.status], rig.world.now_ns)
     rebuilt_from(rig, tracker, ticks=0)
     tracker.scanned(rig.world.scan(), rig.world.now_ns)
     assert hold_of(tracker.picture(0), 100).contexts == 2
@@ -330,7 +330,7 @@ def test_rows_of_a_pid_that_nobody_knows_are_of_whom_they_name() -> None:
     rebuilt_from(rig, tracker)
     assert tracker.unlooked == (task.key,)
     tracker.scanned(rig.world.scan(), rig.world.now_ns)
-    tracker.looked([task.look], rig.world.now_ns)
+    tracker.looked([task.status], rig.world.now_ns)
     assert hold_of(tracker.picture(0), 100).contexts == 2
 
 

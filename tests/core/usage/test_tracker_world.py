@@ -192,7 +192,7 @@ class AgainstTheKernel(RuleBasedStateMachine):
             living = [task for task in self.world.alive if task.key.pid == key.pid]
             is_same = living and key.start_ticks in {living[0].key.start_ticks, UNKNOWN_START}
             if is_same:
-                self.tracker.looked([living[0].look], self.world.now_ns)
+                self.tracker.looked([living[0].status], self.world.now_ns)
                 self.seen.add(living[0].key)
             else:
                 self.drain()
@@ -273,7 +273,7 @@ class AgainstTheKernel(RuleBasedStateMachine):
         for key in other.unlooked:
             living = [task for task in self.world.alive if task.key.pid == key.pid]
             if living:
-                other.looked([living[0].look], self.world.now_ns)
+                other.looked([living[0].status], self.world.now_ns)
             else:
                 other.exited(key, self.world.now_ns)
         anew = other.picture(self.world.now_ns)
