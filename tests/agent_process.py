@@ -20,7 +20,7 @@ from agent.simulation.presets import load_preset
 from tests.killed_runs import WITH_US
 
 PATIENCE_S = 60.0
-"""Longer than anything takes on a loaded machine; no test waits for it to pass."""
+"""Longer than anything takes on a loaded machine; no passing test waits for it."""
 
 GPU = "nvidia.com/gpu"
 
@@ -44,7 +44,7 @@ class AgentProcess:
         return self.process.pid
 
     async def read(self) -> None:
-        """Read the log until the process has gone."""
+        """Read the log until the process has exited."""
         assert self.process.stderr is not None
         async for raw in self.process.stderr:
             text = raw.decode().rstrip("\n")
@@ -61,7 +61,7 @@ class AgentProcess:
         self.more = asyncio.Event()
 
     async def wait_line(self, message: str, *, count: int = 1, **fields: object) -> Line:
-        """Return the n-th log line of an event, or whose message begins so, with fields, once it is there."""
+        """Wait for the n-th log line with this event, or this start of its message, and these fields."""
 
         def found() -> list[Line]:
             return [
@@ -91,13 +91,13 @@ class AgentProcess:
             return await self.process.wait()
 
     async def stop(self) -> int:
-        """Ask it to end and return its exit code."""
+        """Send SIGTERM and return the exit code."""
         self.signal(signal.SIGTERM)
         return await self.ended()
 
 
 def is_about(line: Line, message: str) -> bool:
-    """Whether a log line is of an event, or its message begins so."""
+    """Return whether a log line is of an event, or its message begins so."""
     return bool(line.get("event") == message or line["message"].startswith(message))
 
 
@@ -105,7 +105,7 @@ def is_about(line: Line, message: str) -> bool:
 async def running(
     flags: Mapping[str, str], *, environment: Mapping[str, str] | None = None, prelude: str = ""
 ) -> AsyncIterator[AgentProcess]:
-    """Run an agent; what is left of it at the end is killed. ``prelude`` is Python to run before it."""
+    """Run an agent, and kill it afterwards if it still runs. ``prelude`` is Python to run before it."""
     given = (f"--{name}={value}" for name, value in flags.items())
     process = await asyncio.create_subprocess_exec(
         *(*WITH_US, *interpreter(prelude), "run", *given),
@@ -133,7 +133,7 @@ def interpreter(prelude: str = "") -> Sequence[str]:
 
 
 def clean_environment() -> dict[str, str]:
-    """The environment without what would configure an agent."""
+    """Return the environment without the variables that configure an agent."""
     from agent.config.options import OPTIONS  # noqa: PLC0415
 
     ours = {name for option in OPTIONS.values() for name in option.variables} | {
@@ -145,7 +145,7 @@ def clean_environment() -> dict[str, str]:
 
 @asynccontextmanager
 async def node_directory() -> AsyncIterator[Path]:
-    """A directory whose path leaves room for the names of sockets."""
+    """Yield a directory whose path is short enough for the names of sockets."""
     directory = Path(tempfile.mkdtemp(prefix="gpu-"))
     try:
         yield directory
@@ -162,7 +162,7 @@ async def simulated_node(preset: object = "4x-t4", *, kubelet: bool = True) -> A
 
 
 def flags_of(node: SimulatedNode, **flags: str) -> dict[str, str]:
-    """The flags of an agent on a simulated node, with HTTP at a port of its own."""
+    """Return the flags of an agent on a simulated node, with HTTP at a port of its own."""
     given = {name.replace("_", "-"): value for name, value in flags.items()}
     return node.directory.agent_flags() | {"http-listen": "127.0.0.1:0", "log-format": "json"} | given
 
@@ -171,8 +171,8 @@ async def wait_allocatable(node: SimulatedNode, number: int, *, resource: str = 
     await node.kubelet.wait_for(lambda kubelet: kubelet.allocatable(resource) == number, timeout_s=PATIENCE_S)
 
 
-async def eventually(judge: Callable[[], bool]) -> None:
-    """Wait until something outside of the loop's sight has come true."""
+async def eventually(is_true: Callable[[], bool]) -> None:
+    """Poll until a condition outside of the event loop is true."""
     async with asyncio.timeout(PATIENCE_S):
-        while not judge():
+        while not is_true():
             await asyncio.sleep(0.01)

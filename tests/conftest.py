@@ -1,6 +1,6 @@
-"""What holds for every test: nothing blocks the event loop, and garbage is collected between tests.
+"""Fixtures of every test: nothing blocks the event loop, and garbage is collected between tests.
 
-How thoroughly hypothesis looks: always at the same examples by default, so that a run can be repeated.
+Profiles of hypothesis: by default always the same examples, so that a run can be repeated.
 ``HYPOTHESIS_PROFILE=deep`` searches anew, ``mutation`` is for thousands of runs of the suite.
 """
 
@@ -58,7 +58,7 @@ ALLOWED = (
 MAX_BASE_BYTES = 16
 
 GARBAGE_AT = 50_000
-"""Objects made since the last collection; between two of them a few tests run."""
+"""Objects created between two collections; a few tests run in between."""
 
 
 def pytest_sessionstart() -> None:
@@ -73,10 +73,10 @@ def pytest_runtest_teardown() -> None:
 
 
 SEES_ALL_CALLS = frozenset({"gpu", "probe", "load_probe"})
-"""Fixtures of tests that take a device of this machine for a GPU: they see what others do with it."""
+"""Fixtures of tests that use a device of this machine as a GPU: they see the calls of other processes."""
 
 PROBE_IN_COMMON = frozenset({"loader", "shared"})
-"""Fixtures that take seconds of a processor in each process that has them."""
+"""Fixtures that cost seconds of CPU time in each process that has them."""
 
 PORT_IN_COMMON = frozenset({"_the_port_of_a_demo"})
 
@@ -85,7 +85,7 @@ IN_ONE_PROCESS = "@in-one-process-"
 
 
 class NamesAsGiven:
-    """In the process that shows results: leave off of the names what tests were divided by."""
+    """In the process that shows results: strip the group from the names of tests."""
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
@@ -94,13 +94,13 @@ class NamesAsGiven:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
-    """Have tests side by side divided as they can be, and their directories in one with a short path."""
+    """Distribute parallel tests by group, and put their directories below a short path."""
     if not hasattr(config, "workerinput"):
         base = Path(tempfile.gettempdir())
         stack = ExitStack()
         config.add_cleanup(stack.close)
         run = stack.enter_context(held(base if len(str(base)) <= MAX_BASE_BYTES else Path("/tmp"), "gpu-"))
-        # Of this process, of those side by side and of all that they start.
+        # For this process, its parallel workers and all their children.
         os.environ["TMPDIR"] = tempfile.tempdir = str(run)
         config.option.basetemp = config.option.basetemp or run / "t"
     if config.getoption("dist", "no") == "load":
@@ -110,7 +110,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Tell what was skipped and why, by reasons: there is one for hundreds of tests."""
+    """Show the reasons of skipped tests: one for hundreds of tests."""
     skipped = terminalreporter.stats.get("skipped", [])
     reasons = Counter(str(report.longrepr[2]) for report in skipped if isinstance(report.longrepr, tuple))
     for reason, count in reasons.most_common():
@@ -118,7 +118,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 
 def group_of(item: pytest.Item) -> str | None:
-    """Return what a test has in common with others, beside which it must not run."""
+    """Return the group of a test, whose members must not run in parallel."""
     fixtures = set(getattr(item, "fixturenames", ()))
     marked = item.get_closest_marker("xdist_group")
     if marked is not None:
@@ -131,7 +131,7 @@ def group_of(item: pytest.Item) -> str | None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Have tests that disturb each other run in one process, and begin with what takes long."""
+    """Run the tests of a group in one process, and start the long ones first."""
     ranks: dict[pytest.Item, int] = {}
     for item in items:
         group = group_of(item)
@@ -147,11 +147,11 @@ NETWORK, KERNEL = Path("/proc/self/ns/net"), Path("/sys/kernel/btf/vmlinux")
 
 @contextmanager
 def alone_on(shared: Path) -> Iterator[None]:
-    """Wait until no other run of tests on this machine uses what all that see this file share."""
+    """Wait until no other test run on this machine uses the resource of this lock file."""
     try:
         file = shared.open("rb")
     except OSError:
-        # Nobody else sees it either.
+        # No other user sees it either.
         yield
         return
     with file:
@@ -161,21 +161,21 @@ def alone_on(shared: Path) -> Iterator[None]:
 
 @pytest.fixture
 def _the_port_of_a_demo() -> Iterator[None]:
-    """Demos that are played without a scenario begin with the same port."""
+    """Hold the lock of the port that demos without a scenario use."""
     with alone_on(NETWORK):
         yield
 
 
 @pytest.fixture(autouse=True)
 def _no_calls_but_its_own(request: pytest.FixtureRequest) -> Iterator[None]:
-    """A test that takes a device of this machine for a GPU sees the calls of other runs, too."""
+    """Hold the lock of the devices used as GPUs: a test would see the calls of other runs, too."""
     with alone_on(KERNEL) if group_of(request.node) == "device" else nullcontext():
         yield
 
 
 @pytest.fixture
 def _on_a_terminal(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is printed goes to a terminal."""
+    """Make standard output a terminal."""
     monkeypatch.setattr(CaptureIO, "isatty", lambda _: True)
 
 

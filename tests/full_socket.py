@@ -1,4 +1,4 @@
-"""A peer that hangs, as the kernel shows it once its queue of connections is full."""
+"""A peer that hangs: its queue of connections is full."""
 
 import contextlib
 import socket
@@ -8,7 +8,7 @@ from pathlib import Path
 
 @contextlib.contextmanager
 def full(path: Path) -> Iterator[Path]:
-    """A unix socket that takes no more connections, since nobody accepts the one that waits."""
+    """Yield the path of a unix socket with a full queue of connections, none of which is accepted."""
     with socket.socket(socket.AF_UNIX) as listener, socket.socket(socket.AF_UNIX) as waiting:
         listener.bind(str(path))
         listener.listen(0)

@@ -25,14 +25,14 @@ GPU = "nvidia.com/gpu"
 ROOT = Path(__file__).resolve().parents[1]
 
 PATIENCE_S = 60.0
-"""How long a test waits for what comes at once on an idle machine; running it out is a failure."""
+"""How long a test waits for an event that comes at once on an idle machine; a timeout is a failure."""
 
 CASE_FLAGS = {"poll": "200ms", "recovery-clean-probes": "1", "recovery-quiet": "0s"}
-"""Nothing takes longer than it must: tests count polls, not seconds."""
+"""Short periods: tests count polls, not seconds."""
 
 POLL_NS = 200_000_000
 SLACK_NS = 10_000_000_000
-"""For a machine that is busy with other things; still less than the periods of what does not poll."""
+"""For a loaded machine; still less than the periods of sources that do not poll."""
 
 
 @contextlib.contextmanager
@@ -57,7 +57,7 @@ async def simulated_node(
 
 
 def why_no_driver_double() -> str | None:
-    """Return why nothing can stand for the driver's device files here."""
+    """Return why there can be no double of the driver's device files here; None: there can."""
     if os.geteuid() != 0:
         return "needs root"
     return None if Path("/dev/fuse").exists() else "/dev/fuse is not there"
@@ -76,12 +76,12 @@ class AgentProcess:
 
     @property
     def log(self) -> list[dict[str, Any]]:
-        """The lines logged so far."""
+        """Return the lines logged so far."""
         return list(self._log)
 
     @property
     def text(self) -> str:
-        """Everything written to standard error so far."""
+        """Return everything written to standard error so far."""
         return "\n".join(self._raw)
 
     async def _read(self) -> None:
@@ -104,20 +104,20 @@ class AgentProcess:
                 await self._grown.wait()
 
     async def stop(self, number: int = signal.SIGTERM) -> int:
-        """Send a signal and wait for the end; returns the exit status."""
+        """Send a signal and wait for the exit; returns the exit status."""
         if self.process.returncode is None:
             send_signal(self.process, number)
         return await self.ended()
 
     async def ended(self) -> int:
-        """Wait for the end and for the last line; returns the exit status."""
+        """Wait for the exit and for the last line; returns the exit status."""
         async with asyncio.timeout(PATIENCE_S):
             status = await self.process.wait()
             await asyncio.wait((self._reading,))
         return status
 
     async def get(self, path: str) -> tuple[int, Any]:
-        """Ask over the control socket: status and JSON, or text where it is none."""
+        """Return the answer of the control socket: status and JSON, or text if it is none."""
         reader, writer = await asyncio.open_unix_connection(os.fspath(self._control_socket))
         try:
             writer.write(f"GET {path} HTTP/1.0\r\nHost: localhost\r\n\r\n".encode())
@@ -131,7 +131,7 @@ class AgentProcess:
             return int(head.split()[1]), body.decode()
 
     async def wait_answer(self, path: str, wanted: Callable[[int, Any], bool]) -> Any:
-        """Ask until the answer is the wanted one, since an HTTP client cannot be told of a change."""
+        """Poll until the answer is the wanted one, since HTTP notifies no client of a change."""
         last: tuple[int, Any] | None = None
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(PATIENCE_S):
@@ -153,7 +153,7 @@ async def agent_process(
     launcher: Sequence[str] = (),
     **flags: str | None,
 ) -> AsyncIterator[AgentProcess]:
-    """Run the agent; a flag's name is written with underscores, and one that is None is left out.
+    """Run the agent; a flag's name is written with underscores, and one that is None is omitted.
 
     ``launcher`` is put before its command line, and has to become the agent. It is killed when the context
     or this process ends.
@@ -162,7 +162,7 @@ async def agent_process(
     asked = {name.replace("_", "-"): value for name, value in flags.items()}
     usual = directory.agent_flags() | {"http-listen": "", "log-format": "json"} | CASE_FLAGS
     if not node.has_driver:
-        # There is nothing that it could see, and it takes seconds of a processor to load.
+        # It could see nothing, and loading it costs seconds of CPU time.
         usual["probe-tier"] = "off"
     elif OBJECT.exists():
         usual["probe-loader"] = "core"  # and this one a fraction of that
@@ -194,7 +194,7 @@ async def agent_process(
 async def wait_allocatable(
     kubelet: EmulatedKubelet, allocatable: int, *, capacity: int | None = None, resource: str = GPU
 ) -> None:
-    """Wait until the kubelet shows so many devices."""
+    """Wait until the kubelet has so many allocatable devices."""
     await kubelet.wait_for(
         lambda seen: (
             seen.allocatable(resource) == allocatable and capacity in (None, seen.capacity(resource))
@@ -206,7 +206,7 @@ async def wait_allocatable(
 async def nothing_more(
     kubelet: EmulatedKubelet, happened: Callable[[EmulatedKubelet], bool], seconds: float
 ) -> None:
-    """Fail if something happens at the kubelet within so many seconds."""
+    """Fail if the kubelet has an event within so many seconds."""
     with contextlib.suppress(TimeoutError):
         await kubelet.wait_for(happened, seconds)
         raise AssertionError(f"it happened: {kubelet.describe()}")
@@ -233,7 +233,7 @@ def processes_with(text: str) -> dict[int, str]:
 
 
 async def wait_gone(node_dir: Path) -> None:
-    """Wait until no process of a node is left, nor its directory; nobody tells of orphans' ends."""
+    """Wait until no process of a node is left, nor its directory; the exit of orphans raises no event."""
     async with asyncio.timeout(PATIENCE_S):
         while processes_with(str(node_dir)) or node_dir.exists():
             await asyncio.sleep(0.02)
@@ -245,8 +245,8 @@ def accepted(kubelet: EmulatedKubelet, resource: str = GPU) -> int:
 
 
 def uuids(node: SimulatedNode) -> list[str]:
-    """Return the UUIDs of the node's GPUs by slot."""
-    return [node.nvml.uuid(slot) for slot in range(node.nvml.gpus)]
+    """Return the UUIDs of the node's GPUs by index."""
+    return [node.nvml.uuid(index) for index in range(node.nvml.gpus)]
 
 
 def codes(preflight: Mapping[str, Any]) -> set[str]:
@@ -256,7 +256,7 @@ def codes(preflight: Mapping[str, Any]) -> set[str]:
 
 @dataclass
 class Command:
-    """What a command printed, and its exit status."""
+    """Output of a command, and its exit status."""
 
     status: int
     out: str
@@ -264,7 +264,7 @@ class Command:
 
     @property
     def lines(self) -> list[dict[str, Any]]:
-        """Standard output as JSON lines."""
+        """Return the JSON lines of standard output."""
         return [json.loads(line) for line in self.out.splitlines()]
 
 
@@ -272,7 +272,7 @@ class Command:
 async def running_command(
     *arguments: str, environment: Mapping[str, str] | None = None, launcher: tuple[str, ...] = ()
 ) -> AsyncIterator[asyncio.subprocess.Process]:
-    """Run a command whose output is read; ``launcher`` is put before it.
+    """Run a command and read its output; ``launcher`` is put before it.
 
     It is killed when the context or this process ends.
     """
@@ -296,7 +296,7 @@ async def running_command(
 async def gpu_agent(
     *arguments: str, environment: Mapping[str, str] | None = None, launcher: tuple[str, ...] = ()
 ) -> Command:
-    """Run a command to its end; ``launcher`` is put before it."""
+    """Run a command until it exits; ``launcher`` is put before it."""
     started = running_command(*arguments, environment=environment, launcher=launcher)
     async with started as process, asyncio.timeout(120):
         out, err = await process.communicate()
@@ -304,7 +304,7 @@ async def gpu_agent(
 
 
 async def play_scenario(name: str, node_dir: Path) -> Command:
-    """Play a scenario to its end, which has to be a good one that leaves nothing behind."""
+    """Play a scenario to its end; it must succeed and leave no process and no file."""
     result = await gpu_agent("demo", f"--scenario={name}", "--json", f"--node-dir={node_dir}")
     assert (result.status, result.err) == (0, ""), result.err
     assert not node_dir.exists()

@@ -1,4 +1,4 @@
-"""An agent that sees another machine than this one: launchers that give it a mount namespace of its own.
+"""Launchers that give an agent a mount namespace, in which it sees another machine than this one.
 
 What is mounted there is seen by the agent and its loader alone, which run unchanged.
 """
@@ -11,10 +11,10 @@ from pathlib import Path
 
 KERNEL_SIDE = "/sys/kernel"
 BCC_FOLDER = "/usr/lib/python3/dist-packages"
-"""Where Debian has the module bcc, and where the loader looks first."""
+"""Where Debian has the module bcc, and the loader's first directory."""
 MODULES, SOURCES = "/lib/modules", "/usr/src"
 
-FAKE_BCC = """\
+BCC_DOUBLE = """\
 import os, time
 def note(what):
     with open(os.path.join(os.path.dirname(__file__), "notes"), "a") as file:
@@ -26,13 +26,13 @@ class BPF:
         note("compiled")
         {does}
 """
-SAID = "/virtual/main.c:4:2: error: unknown type name u33"
-FAILS = f"os.write(2, b'{SAID}\\n' * 1000); raise Exception('Failed to compile')"
+COMPILER_ERROR = "/virtual/main.c:4:2: error: unknown type name u33"
+FAILS = f"os.write(2, b'{COMPILER_ERROR}\\n' * 1000); raise Exception('Failed to compile')"
 HANGS = "time.sleep(600)"
 
 
 def why_no_other_machine() -> str | None:
-    """Return why no mount namespace can be made here."""
+    """Return why no mount namespace can be created here."""
     if os.geteuid() != 0:
         return "needs root"
     missing = [name for name in ("unshare", "setpriv") if shutil.which(name) is None]
@@ -44,46 +44,46 @@ def why_no_other_machine() -> str | None:
 
 
 class OtherMachine:
-    """What the agent sees in place of what is there."""
+    """The files that the agent sees in place of the real ones."""
 
     def __init__(self, folder: Path) -> None:
-        """``folder`` is where what it sees is kept."""
+        """Keep the files in ``folder``."""
         folder.mkdir(parents=True, exist_ok=True)
         self._folder = folder
         self._mounts: list[str] = []
         self.without: list[str] = []
-        """Capabilities that the agent does not have, as setpriv names them."""
+        """Capabilities that the agent lacks, as setpriv names them."""
 
     def show(self, path: str | Path, shown: Path) -> None:
-        """Show a file or directory in the place of another of its kind."""
+        """Mount a file or directory over another of its kind."""
         self._mounts.append(f"mount --bind {shlex.quote(str(shown))} {shlex.quote(str(path))}")
 
     def hide(self, *paths: str) -> None:
-        """Show empty directories in the place of those that are there."""
+        """Mount empty directories over the real ones."""
         for path in paths:
             if Path(path).is_dir():
                 self.show(path, self.empty(path))
 
     def empty(self, path: str) -> Path:
-        """Return a new directory to show in the place of one."""
+        """Return a new directory to mount over one."""
         shown = self._folder / path.strip("/").replace("/", "-")
         shown.mkdir(parents=True, exist_ok=True)
         return shown
 
     def is_locked_down(self) -> None:
-        """Let the kernel be locked down."""
+        """Show a kernel in lockdown."""
         security = self.empty(f"{KERNEL_SIDE}/security")
         (security / "lockdown").write_text("none integrity [confidentiality]\n")
         self.show(f"{KERNEL_SIDE}/security", security)
 
     def has_release(self, release: str) -> None:
-        """Let another kernel run."""
+        """Show another release of the kernel."""
         file = self._folder / "osrelease"
         file.write_text(f"{release}\n")
         self.show("/proc/sys/kernel/osrelease", file)
 
     def has_headers(self, *releases: str) -> None:
-        """Have the headers of these kernels and no others."""
+        """Show the headers of these kernels only."""
         modules = self.empty(MODULES)
         for release in releases:
             for name in ("generated/autoconf.h", "linux/kconfig.h"):
@@ -93,20 +93,20 @@ class OtherMachine:
         self.hide(MODULES, SOURCES)
 
     def has_bcc(self, does: str) -> None:
-        """Have a module bcc that does something else than to compile."""
+        """Replace the module bcc by one that executes this statement instead of compiling."""
         folder = self.empty(BCC_FOLDER)
         (folder / "bcc").mkdir()
-        (folder / "bcc/__init__.py").write_text(FAKE_BCC.format(does=does))
+        (folder / "bcc/__init__.py").write_text(BCC_DOUBLE.format(does=does))
         self.show(BCC_FOLDER, folder)
 
     @property
     def compilations(self) -> int:
-        """How often that module was asked to compile."""
+        """Return the number of compilations by that module."""
         return len(self._pids("compiled"))
 
     @property
     def importers(self) -> list[int]:
-        """The processes that imported that module."""
+        """Return the processes that imported that module."""
         return self._pids("imported")
 
     def _pids(self, what: str) -> list[int]:
@@ -115,7 +115,7 @@ class OtherMachine:
         return [int(line.split()[1]) for line in lines if line.startswith(what)]
 
     def launcher(self) -> tuple[str, ...]:
-        """Return what is put before the agent's command line, and becomes the agent."""
+        """Return the words to put before the agent's command line; the launcher executes the agent."""
         dropped = ",".join(f"-{name}" for name in self.without)
         become = f"setpriv --bounding-set={dropped} --" if dropped else ""
         script = self._folder / "launch"

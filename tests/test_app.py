@@ -1,4 +1,4 @@
-"""The whole agent on a simulated node: its start, its life under signals, its end."""
+"""The whole agent on a simulated node: start, signals, bugs, reload, shutdown."""
 
 import asyncio
 import json
@@ -35,7 +35,7 @@ async def node() -> AsyncIterator[SimulatedNode]:
 
 
 async def ask(agent: AgentProcess, target: str) -> Any:
-    """Ask over the control socket, once it is there."""
+    """Return the answer of the control socket, once it exists."""
     path = agent.flags["control-socket"]
     await agent.wait_line("Listening", listener="control")
     return await in_daemon_thread("client", lambda: AgentClient(path).get(target))
@@ -54,7 +54,7 @@ async def readiness(agent: AgentProcess) -> str:
 # Start
 
 
-async def test_an_agent_offers_the_gpus_to_the_kubelet(node: SimulatedNode) -> None:
+async def test_an_agent_advertises_the_gpus_to_the_kubelet(node: SimulatedNode) -> None:
     async with running(flags_of(node)) as agent:
         await agent.wait_registered()
         await wait_allocatable(node, 4)
@@ -73,7 +73,7 @@ async def test_http_comes_after_the_registration(node: SimulatedNode) -> None:
         )
 
 
-async def test_a_kubelet_that_comes_later_is_waited_for() -> None:
+async def test_the_agent_waits_for_the_kubelet() -> None:
     async with simulated_node(kubelet=False) as node, running(flags_of(node)) as agent:
         await agent.wait_line("NVML lists other GPUs")
         document = await ask(agent, "/preflight")
@@ -83,7 +83,7 @@ async def test_a_kubelet_that_comes_later_is_waited_for() -> None:
         assert len(node.kubelet.registrations) == 1
 
 
-async def test_a_driver_that_is_missing_ends_the_agent_with_one_sentence(node: SimulatedNode) -> None:
+async def test_without_a_driver_the_agent_exits_with_one_sentence(node: SimulatedNode) -> None:
     flags = flags_of(node, nvml_library="/nonexistent/libnvidia-ml.so.1")
     async with running(flags) as agent:
         assert await agent.ended() == 1
@@ -93,7 +93,7 @@ async def test_a_driver_that_is_missing_ends_the_agent_with_one_sentence(node: S
         assert sentence.endswith("; or wait for the driver with --fail-on-init-error=false")
 
 
-async def test_a_driver_that_is_missing_is_waited_for_where_that_is_wanted(node: SimulatedNode) -> None:
+async def test_the_agent_waits_for_a_missing_driver_if_configured(node: SimulatedNode) -> None:
     node.nvml.unload_driver()
     async with running(flags_of(node, fail_on_init_error="false", init_retry="50ms")) as agent:
         await agent.wait_line("NVML is not available")
@@ -105,7 +105,7 @@ async def test_a_driver_that_is_missing_is_waited_for_where_that_is_wanted(node:
         assert agent.plain == []
 
 
-async def test_a_driver_that_does_not_answer_in_time_ends_the_agent(node: SimulatedNode) -> None:
+async def test_the_agent_exits_if_the_driver_does_not_answer_in_time(node: SimulatedNode) -> None:
     node.nvml.hang(function="nvmlInitWithFlags")
     async with running(flags_of(node, init_deadline="100ms")) as agent:
         assert await agent.ended() == 1
@@ -113,7 +113,7 @@ async def test_a_driver_that_does_not_answer_in_time_ends_the_agent(node: Simula
         assert "did not answer within 0.1 s" in agent.plain[0]
 
 
-async def test_no_gpu_at_all_is_waited_for(node: SimulatedNode) -> None:
+async def test_the_agent_waits_for_the_first_gpu(node: SimulatedNode) -> None:
     for gpu in range(node.nvml.gpus):
         node.nvml.hide_gpu(gpu)
     async with running(flags_of(node, poll="50ms")) as agent:
@@ -137,22 +137,22 @@ async def test_no_gpu_at_all_is_waited_for(node: SimulatedNode) -> None:
         ("pol", "5s", '"--pol" is no flag (did you mean poll?)'),
     ],
 )
-async def test_what_an_operator_got_wrong_is_one_sentence_and_exit_code_2(
+async def test_a_mistake_of_the_operator_is_one_sentence_and_exit_code_2(
     node: SimulatedNode, flag: str, value: str, sentence: str
 ) -> None:
     async with running(flags_of(node) | {flag: value}) as agent:
         assert await agent.ended() == 2
         await eventually(lambda: agent.is_over)
-        (told,) = agent.plain
-        assert sentence in told
+        (line,) = agent.plain
+        assert sentence in line
         assert agent.lines == []
 
 
 async def test_a_port_in_use_never_stops_the_plugin(node: SimulatedNode) -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        address = f"127.0.0.1:{taken.getsockname()[1]}"
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
         async with running(flags_of(node, http_listen=address)) as agent:
             await wait_allocatable(node, 4)
             line = await agent.wait_line(f"Could not listen on {address}: ")
@@ -163,7 +163,7 @@ async def test_a_port_in_use_never_stops_the_plugin(node: SimulatedNode) -> None
 # Health over restarts
 
 
-async def test_sick_stays_sick_over_a_restart(node: SimulatedNode) -> None:
+async def test_an_unhealthy_gpu_stays_unhealthy_over_a_restart(node: SimulatedNode) -> None:
     uuid = node.nvml.uuid(2)
     async with running(flags_of(node)) as agent:
         await wait_allocatable(node, 4)
@@ -177,14 +177,16 @@ async def test_sick_stays_sick_over_a_restart(node: SimulatedNode) -> None:
     async with running(flags_of(node)) as agent:
         await node.kubelet.wait_for(lambda kubelet: len(kubelet.lists) > before, timeout_s=60)
         assert node.kubelet.lists[before].unhealthy == (uuid,)
-        [told] = (await agent.wait_line("Devices are Unhealthy as the agent before knew them"))["conditions"]
-        assert told.startswith(f"{uuid}: xid: ")
+        [restored] = (await agent.wait_line("Devices are Unhealthy as the agent before knew them"))[
+            "conditions"
+        ]
+        assert restored.startswith(f"{uuid}: xid: ")
 
 
 # Signals
 
 
-async def test_sigterm_ends_with_0_and_leaves_no_socket_behind(node: SimulatedNode) -> None:
+async def test_sigterm_exits_with_0_and_removes_the_sockets(node: SimulatedNode) -> None:
     async with running(flags_of(node)) as agent:
         await agent.wait_line("Listening", listener="control")
         assert await agent.stop() == 0
@@ -197,13 +199,13 @@ async def test_sigterm_ends_with_0_and_leaves_no_socket_behind(node: SimulatedNo
         assert agent.plain == []
 
 
-async def test_streams_end_cleanly_and_nobody_is_told_that_all_is_unhealthy(node: SimulatedNode) -> None:
+async def test_streams_close_cleanly_and_no_device_is_reported_unhealthy(node: SimulatedNode) -> None:
     async with running(flags_of(node)) as agent:
         await wait_allocatable(node, 4)
-        told = len(node.kubelet.lists)
+        sent = len(node.kubelet.lists)
         assert await agent.stop() == 0
         await node.kubelet.wait_for(lambda kubelet: bool(kubelet.stream_ends), timeout_s=60)
-        assert len(node.kubelet.lists) == told
+        assert len(node.kubelet.lists) == sent
 
 
 async def test_sigint_is_as_sigterm(node: SimulatedNode) -> None:
@@ -213,7 +215,7 @@ async def test_sigint_is_as_sigterm(node: SimulatedNode) -> None:
         assert await agent.ended() == 0
 
 
-async def test_an_agent_ends_in_time_although_a_call_hangs_in_the_driver(node: SimulatedNode) -> None:
+async def test_the_agent_exits_in_time_although_a_call_hangs_in_the_driver(node: SimulatedNode) -> None:
     async with running(flags_of(node, call_deadline="1s", poll="50ms")) as agent:
         await agent.wait_registered()
         node.nvml.hang(gpu=1)
@@ -224,7 +226,7 @@ async def test_an_agent_ends_in_time_although_a_call_hangs_in_the_driver(node: S
         assert "Left while a call hangs in the driver" in agent.messages()
 
 
-async def test_a_second_signal_ends_at_once(node: SimulatedNode) -> None:
+async def test_a_second_signal_exits_at_once(node: SimulatedNode) -> None:
     async with running(flags_of(node), prelude=NEVER_DRAINS) as agent:
         await agent.wait_registered()
         agent.signal(signal.SIGTERM)
@@ -233,7 +235,7 @@ async def test_a_second_signal_ends_at_once(node: SimulatedNode) -> None:
         assert await agent.ended() == 128 + signal.SIGTERM
 
 
-async def test_an_end_that_hangs_is_cut_off(node: SimulatedNode) -> None:
+async def test_a_shutdown_that_hangs_is_cut_off(node: SimulatedNode) -> None:
     async with running(flags_of(node), prelude=NEVER_DRAINS + IMPATIENT) as agent:
         await agent.wait_registered()
         assert await agent.stop() == 1
@@ -259,12 +261,12 @@ async def test_sigusr2_writes_the_stacks_of_tasks_and_threads(node: SimulatedNod
         agent.signal(signal.SIGUSR2)
         task = await agent.wait_line("Stack of the task engine run", task="engine run")
         thread = await agent.wait_line("Stack of the thread MainThread", thread="MainThread")
-        # A task that runs at that moment waits for nothing: then its thread shows where it is.
+        # A task that runs at that moment has no frame of its own: its thread shows it.
         assert "engine.py" in task["stack"] + thread["stack"]
         assert await agent.stop() == 0
 
 
-async def test_sigpipe_and_a_closed_standard_error_hurt_nobody(node: SimulatedNode) -> None:
+async def test_sigpipe_and_a_closed_standard_error_are_harmless(node: SimulatedNode) -> None:
     async with running(flags_of(node)) as agent:
         await wait_allocatable(node, 4)
         agent.signal(signal.SIGPIPE)
@@ -289,19 +291,19 @@ async def test_sigpipe_and_a_closed_standard_error_hurt_nobody(node: SimulatedNo
         ),
     ],
 )
-async def test_a_bug_ends_the_agent_in_order_with_one_sentence(
+async def test_a_bug_shuts_the_agent_down_in_order_with_one_sentence(
     node: SimulatedNode, bug: str, sentence: str
 ) -> None:
     async with running(flags_of(node), prelude=f"import agent.app\n{bug}\n") as agent:
         assert await agent.ended() == 1
         await eventually(lambda: agent.is_over)
-        (told,) = agent.plain
-        assert told.startswith(f"gpu-agent: {sentence}")
+        (line,) = agent.plain
+        assert line.startswith(f"gpu-agent: {sentence}")
         assert any(line.startswith("Stopping: ") for line in agent.messages())
         assert not Path(agent.flags["control-socket"]).exists()
 
 
-async def test_a_bug_in_a_sink_that_is_not_critical_takes_no_gpu_away(node: SimulatedNode) -> None:
+async def test_a_bug_in_a_sink_that_is_not_critical_makes_no_gpu_unhealthy(node: SimulatedNode) -> None:
     bug = "import agent.sinks.http.sink as http\nhttp.HttpSink.run = None\n"
     async with running(flags_of(node), prelude=bug) as agent:
         await agent.wait_line("The task http failed", task="http", count=2)
@@ -312,7 +314,7 @@ async def test_a_bug_in_a_sink_that_is_not_critical_takes_no_gpu_away(node: Simu
 # Reload
 
 
-async def test_a_reload_changes_what_is_offered(node: SimulatedNode) -> None:
+async def test_a_reload_changes_what_is_advertised(node: SimulatedNode) -> None:
     path = node.directory.path / "config.yaml"
     path.write_text("version: v1\n")
     async with running(flags_of(node, config_file=str(path))) as agent:
@@ -343,7 +345,7 @@ async def test_a_reload_changes_mig_strategy_sharing_and_what_a_container_gets()
             }
 
 
-async def test_a_file_with_a_mistake_changes_nothing_and_is_told(node: SimulatedNode) -> None:
+async def test_a_file_with_a_mistake_changes_nothing_and_is_reported(node: SimulatedNode) -> None:
     path = node.directory.path / "config.yaml"
     path.write_text("version: v1\n")
     async with running(flags_of(node, config_file=str(path))) as agent:

@@ -48,7 +48,7 @@ def gpu_agent(*arguments: str, **environment: str) -> subprocess.CompletedProces
 
 
 class Result:
-    """What a command printed, and its exit code."""
+    """Output of a command, and its exit code."""
 
     def __init__(self, code: int, out: str, err: str) -> None:
         self.code, self.out, self.err = code, out, err
@@ -101,12 +101,12 @@ def test_a_mistake_is_a_sentence_on_standard_error_and_exit_code_2(
     assert result.err.startswith(sentence)
 
 
-def test_all_mistakes_of_run_are_told_at_once(invoke: Invoke) -> None:
+def test_all_mistakes_of_run_are_reported_at_once(invoke: Invoke) -> None:
     result = invoke("run", "--pol=1s", "--mig-strategy=x", "--call-deadline=y", "z")
     assert (result.code, len(result.err.splitlines())) == (2, 4)
 
 
-def test_when_no_agent_answers_the_sentence_says_what_to_start(invoke: Invoke, tmp_path: Path) -> None:
+def test_when_no_agent_answers_the_sentence_names_what_to_start(invoke: Invoke, tmp_path: Path) -> None:
     path = str(tmp_path / "control.sock")
     for command in ("status", "devices", "events"):
         result = invoke(command, "--control-socket", path)
@@ -117,7 +117,7 @@ def test_when_no_agent_answers_the_sentence_says_what_to_start(invoke: Invoke, t
         )
 
 
-def test_a_reader_that_leaves_early_is_no_error() -> None:
+def test_a_reader_that_exits_early_is_no_error() -> None:
     reader, writer = os.pipe()
     os.close(reader)
     command = [sys.executable, "-m", "agent", "--help"]
@@ -173,7 +173,7 @@ main()
 """
 
 
-def test_an_interrupt_while_it_begins_ends_it_without_a_word() -> None:
+def test_an_interrupt_during_the_start_exits_without_output() -> None:
     code = INTERRUPTED_WHILE_IMPORTING.format(handler="default_int_handler")
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, "", "")
@@ -224,7 +224,7 @@ def test_a_switch_may_stand_alone() -> None:
     assert parsed("--fail-on-init-error", "false") == {"fail-on-init-error": "false"}
 
 
-def test_of_a_flag_given_twice_the_last_counts() -> None:
+def test_the_last_value_of_a_repeated_flag_counts() -> None:
     assert parsed("--poll=1s", "--poll=2s") == {"poll": "2s"}
 
 
@@ -233,7 +233,7 @@ def test_a_value_may_be_empty_or_hold_an_equals_sign() -> None:
 
 
 @given(st.lists(st.text(max_size=12) | st.sampled_from([f"--{name}" for name in OPTIONS]), max_size=6))
-def test_whatever_is_typed_gives_values_or_sentences(words: list[str]) -> None:
+def test_any_arguments_yield_values_or_sentences(words: list[str]) -> None:
     values, problems = flags.parse(words, OPTIONS.values())
     assert set(values) <= set(OPTIONS)
     assert len(values) + len(problems) <= len(words)
@@ -256,7 +256,7 @@ def device(number: int, **more: object) -> dict[str, Any]:
     }
 
 
-SICK = {
+UNHEALTHY = {
     "health": "unhealthy",
     "reasons": [{"code": "xid", "number": 79, "message": "XID 79 was reported", "since_monotonic_ns": 1}],
 }
@@ -264,7 +264,7 @@ SICK = {
 
 @pytest.mark.usefixtures("_on_a_terminal")
 def test_the_table_has_the_columns_people_expect() -> None:
-    lines = device_lines([device(0), device(1, **SICK)])
+    lines = device_lines([device(0), device(1, **UNHEALTHY)])
     assert lines[0].split() == ["GPU", "ID", "MODEL", "HEALTH", "REASON", "SINCE", "POD"]
     assert lines[1].split()[5:] == ["healthy", "<none>", "<none>", "<unknown>"]
     assert lines[2].split()[:7] == ["1", "GPU-00000001", "H100", "80GB", "HBM3", "unhealthy", "xid"]
@@ -275,7 +275,7 @@ def test_the_table_has_the_columns_people_expect() -> None:
     ("allocated", "pod", "shown"),
     [(None, None, "<unknown>"), (False, None, "<none>"), (True, "ml/train-0", "ml/train-0")],
 )
-def test_who_holds_a_device_is_shown_where_it_is_known(
+def test_the_pod_of_a_device_is_shown_if_it_is_known(
     allocated: bool | None, pod: str | None, shown: str
 ) -> None:
     lines = device_lines([device(0, allocated=allocated, pod=pod)])
@@ -291,7 +291,7 @@ def test_who_holds_a_device_is_shown_where_it_is_known(
         (24, ["GPU", "HEALTH", "REASON"]),
     ],
 )
-def test_a_table_is_as_wide_as_the_terminal_and_leaves_out_what_says_least(
+def test_a_table_is_as_wide_as_the_terminal_and_omits_the_least_important_columns(
     columns: int, titles: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "stdout", Terminal())
@@ -299,7 +299,7 @@ def test_a_table_is_as_wide_as_the_terminal_and_leaves_out_what_says_least(
     monkeypatch.setenv("NO_COLOR", "1")
     model, pod = "RTX PRO 6000 Blackwell Server Edition", "a-namespace/a-pod-with-a-name"
     whole = "GPU-00000000-0000-4000-8000-000000000001"
-    lines = device_lines([device(0, id=whole, model=model, allocated=True, pod=pod), device(1, **SICK)])
+    lines = device_lines([device(0, id=whole, model=model, allocated=True, pod=pod), device(1, **UNHEALTHY)])
     assert lines[0].split() == titles
     assert max(map(len, lines)) <= columns
     if columns == 160:
@@ -322,13 +322,13 @@ def test_a_table_that_a_program_reads_is_not_cut() -> None:
 
 
 def test_the_wide_table_shows_whole_ids_and_the_message() -> None:
-    lines = device_lines([device(1, **SICK)], is_wide=True)
+    lines = device_lines([device(1, **UNHEALTHY)], is_wide=True)
     assert "GPU-00000001-0000-4000-8000-000000000000" in lines[1]
     assert lines[1].endswith("XID 79 was reported")
     assert "<unknown>" in lines[1]  # the NUMA node
 
 
-def test_ids_are_cut_only_as_far_as_they_stay_apart() -> None:
+def test_ids_are_cut_only_as_far_as_they_stay_unique() -> None:
     unlike = [device(0), device(1)]
     alike = [device(0, id=f"GPU-00000000-0000-4000-8000-00000000000{number}") for number in range(3)]
     shared = [device(0, id=f"GPU-00000000-0000-4000-8000-000000000001::{number}") for number in range(3)]
@@ -369,7 +369,7 @@ def test_colour_does_not_move_columns() -> None:
     assert coloured != line
 
 
-def test_the_status_says_why_the_node_is_not_ready() -> None:
+def test_the_status_shows_why_the_node_is_not_ready() -> None:
     lines = status_lines(
         {
             "agent": {"version": "1", "phase": "serving", "uptime_s": 5, "pid": 7},
@@ -398,7 +398,7 @@ AGENT = {"version": "1", "phase": "serving", "uptime_s": 5, "pid": 7, "parts": {
 
 
 def document(**more: Any) -> dict[str, Any]:
-    """A node where all is well, as /debug/state tells it."""
+    """Return the /debug/state of a healthy node."""
     return {
         "agent": AGENT,
         "driver": {"ready": True, "driver_version": "1", "nvml_version": "2", "cuda_version": "3"},
@@ -446,8 +446,8 @@ def condition_of(code: str, gpu: str = "GPU-0") -> dict[str, Any]:
         ),
         ({"holds": {"GPU-0": "noisy fan"}}, "Held     GPU-0: noisy fan"),
         (
-            {"unoffered": [{"gpu_uuid": "GPU-0", "message": "Not offered", "detail": "1c.2g.10gb"}]},
-            "         Not offered (1c.2g.10gb)",
+            {"unoffered": [{"gpu_uuid": "GPU-0", "message": "Not advertised", "detail": "1c.2g.10gb"}]},
+            "         Not advertised (1c.2g.10gb)",
         ),
         (
             {
@@ -467,7 +467,7 @@ def condition_of(code: str, gpu: str = "GPU-0") -> dict[str, Any]:
         ),
     ],
 )
-def test_the_status_says_what_is_not_as_usual(more: dict[str, Any], line: str) -> None:
+def test_the_status_shows_deviations_from_normal(more: dict[str, Any], line: str) -> None:
     assert line not in status_lines(document(), now_ns=0)
     assert line in status_lines(document(**more), now_ns=0)
 
@@ -480,7 +480,7 @@ def test_the_wide_status_lists_the_names_of_each_gpu() -> None:
 # Finding an agent
 
 
-def test_an_agent_is_looked_for_where_one_says_else_on_the_node_else_on_the_simulated_one() -> None:
+def test_the_configured_socket_is_tried_else_the_nodes_else_the_simulated_nodes() -> None:
     assert candidates("/x", {"GPU_AGENT_CONTROL_SOCKET": "/y"}) == ("/x",)
     assert candidates(None, {"GPU_AGENT_CONTROL_SOCKET": "/y"}) == ("/y",)
     assert candidates(None, {"GPU_AGENT_NODE_DIR": "/n"}) == (
@@ -489,7 +489,7 @@ def test_an_agent_is_looked_for_where_one_says_else_on_the_node_else_on_the_simu
     )
 
 
-def test_an_agent_that_does_not_answer_is_told(tmp_path: Path) -> None:
+def test_an_agent_that_does_not_answer_is_reported(tmp_path: Path) -> None:
     path = tmp_path / "control.sock"
     with socket.socket(socket.AF_UNIX) as mute:
         mute.bind(str(path))

@@ -1,4 +1,4 @@
-"""Watching directories: what asks for a look, and what becomes of a watch whose directory goes."""
+"""Watching directories: what wakes the reader, and what happens to the watch of a deleted directory."""
 
 import asyncio
 from collections.abc import Iterator
@@ -26,12 +26,12 @@ async def test_a_storm_of_events_is_read_in_bounded_parts(tmp_path: Path) -> Non
         (tmp_path / f"{number}").touch()
     assert await watch.wait_readable(NEVER_NS)
     assert watch.take_events()
-    # What was not read yet waits in the kernel.
+    # Unread events stay in the kernel's queue.
     assert await watch.wait_readable(NEVER_NS)
     watch.close()
 
 
-async def test_a_change_asks_for_a_look_once(tmp_path: Path, lookout: Lookout) -> None:
+async def test_a_change_wakes_the_reader_once(tmp_path: Path, lookout: Lookout) -> None:
     lookout.go_by(DirectoryWatch(tmp_path))
     (tmp_path / "one").touch()
     (tmp_path / "two").touch()
@@ -39,16 +39,16 @@ async def test_a_change_asks_for_a_look_once(tmp_path: Path, lookout: Lookout) -
     assert not await lookout.wait(SOON_NS)
 
 
-async def test_a_quiet_directory_is_looked_at_when_time_is_up(tmp_path: Path, lookout: Lookout) -> None:
+async def test_a_quiet_directory_is_read_after_the_period(tmp_path: Path, lookout: Lookout) -> None:
     lookout.go_by(DirectoryWatch(tmp_path))
     assert not await lookout.wait(SOON_NS)
 
 
-async def test_without_a_watch_time_alone_asks_for_a_look(lookout: Lookout) -> None:
+async def test_without_a_watch_the_period_alone_wakes_the_reader(lookout: Lookout) -> None:
     assert not await lookout.wait(SOON_NS)
 
 
-async def test_a_watch_that_begins_ends_the_wait_without_one(tmp_path: Path, lookout: Lookout) -> None:
+async def test_a_watch_that_begins_wakes_the_reader(tmp_path: Path, lookout: Lookout) -> None:
     async with asyncio.timeout(PATIENCE_S), asyncio.TaskGroup() as group:
         waiting = group.create_task(lookout.wait(NEVER_NS))
         await asyncio.sleep(0)
@@ -65,7 +65,7 @@ async def test_a_watch_whose_directory_is_deleted_is_closed(tmp_path: Path, look
     assert lookout.watch is None
 
 
-async def test_a_new_watch_takes_the_place_of_the_one_before(tmp_path: Path, lookout: Lookout) -> None:
+async def test_a_new_watch_replaces_the_previous_one(tmp_path: Path, lookout: Lookout) -> None:
     before, after = tmp_path / "before", tmp_path / "after"
     before.mkdir()
     after.mkdir()
@@ -77,7 +77,7 @@ async def test_a_new_watch_takes_the_place_of_the_one_before(tmp_path: Path, loo
     assert await lookout.wait(NEVER_NS)
 
 
-async def test_events_close_to_one_another_ask_for_one_look(tmp_path: Path) -> None:
+async def test_events_close_to_one_another_wake_the_reader_once(tmp_path: Path) -> None:
     lookout = Lookout(gap_ns=10 * SOON_NS)
     lookout.go_by(DirectoryWatch(tmp_path))
     async with asyncio.timeout(PATIENCE_S), asyncio.TaskGroup() as group:
@@ -90,7 +90,7 @@ async def test_events_close_to_one_another_ask_for_one_look(tmp_path: Path) -> N
     lookout.close()
 
 
-async def test_a_directory_made_anew_under_the_name_is_another(tmp_path: Path) -> None:
+async def test_a_directory_recreated_under_the_name_is_another(tmp_path: Path) -> None:
     directory, other = tmp_path / "here", tmp_path / "other"
     directory.mkdir()
     other.mkdir()

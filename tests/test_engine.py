@@ -52,7 +52,7 @@ TERMS = Terms(period_ns=5 * SECOND_NS, deadline_ns=2 * SECOND_NS)
 
 
 class Bench:
-    """An engine with its inbox, and what came out of it."""
+    """An engine with its inbox and its output."""
 
     def __init__(
         self,
@@ -63,7 +63,7 @@ class Bench:
         again: Callable[[int], Fact] | None = None,
         frozen: bool = False,
     ) -> None:
-        """With ``frozen`` time passes when the test says so."""
+        """With ``frozen`` the test advances the time."""
         self.again = again
         self.now_ns = time.monotonic_ns()
         clock: Callable[[], int] = (lambda: self.now_ns) if frozen else time.monotonic_ns
@@ -71,7 +71,7 @@ class Bench:
         self.inbox: Inbox[Fact] = Inbox(clock=clock, capacity=capacity)
         self.latest: Latest[Snapshot] = Latest(snapshot_of(state))
         self.performed: list[tuple[int, Effect]] = []
-        """Each effect, with the version that was published when it was handed out."""
+        """Each effect, with the version that was published when it was performed."""
         self.fed: list[int] = []
         self.registering = asyncio.Event()
         self.proofs = Proofs(clock=clock)
@@ -107,7 +107,7 @@ class Bench:
         return [effect.event.message for _, effect in self.performed if isinstance(effect, RecordEvent)]
 
     async def run_until(self, reached: asyncio.Event) -> None:
-        """Let the engine run until something was reached."""
+        """Run the engine until an event is set."""
         async with asyncio.TaskGroup() as group:
             running = group.create_task(self.engine.run(), name="engine")
             await reached.wait()
@@ -126,8 +126,8 @@ class Keyless:
     source = SourceName("probe")
 
 
-class TakenByNobody:
-    key = ("nobody",)
+class UnhandledFact:
+    key = ("unhandled",)
     source = SourceName("test")
 
 
@@ -176,17 +176,17 @@ def test_a_batch_that_changes_nothing_is_not_published_but_feeds_the_watchdog(be
     assert bench.fed == sorted(bench.fed)
 
 
-def test_losses_are_told_before_the_facts_that_came_after_them(bench_of: Callable[..., Bench]) -> None:
+def test_losses_are_reported_before_the_facts_after_them(bench_of: Callable[..., Bench]) -> None:
     bench = bench_of(capacity=0)
     bench.put(cast("Fact", Keyless()), READY)
     bench.engine.step_once()
     assert bench.messages() == ["Facts were lost because the inbox was full", "NVML was initialised"]
 
 
-def test_a_fact_that_the_core_cannot_take_ends_the_round_and_the_others_wait_for_the_next(
+def test_a_fact_that_the_core_fails_on_stops_the_batch_and_the_others_wait_for_the_next(
     bench: Bench,
 ) -> None:
-    bench.put(READY, cast("Fact", TakenByNobody()), FOUND)
+    bench.put(READY, cast("Fact", UnhandledFact()), FOUND)
     with pytest.raises(AssertionError):
         bench.engine.step_once()
     assert bench.fed == []
@@ -201,7 +201,7 @@ def test_a_fact_that_the_core_cannot_take_ends_the_round_and_the_others_wait_for
 
 
 @pytest.mark.parametrize("failures", [1, 9])
-def test_a_hard_fact_on_which_the_core_fails_is_tried_again_and_then_its_gpu_is_out(
+def test_a_hard_fact_on_which_the_core_fails_is_retried_and_then_its_gpu_is_unhealthy(
     bench: Bench, monkeypatch: pytest.MonkeyPatch, failures: int
 ) -> None:
     left = failures
@@ -233,7 +233,7 @@ def test_a_hard_fact_on_which_the_core_fails_is_tried_again_and_then_its_gpu_is_
     assert [effect for _, effect in bench.performed if isinstance(effect, ProbeGpus)] == [ProbeGpus()]
 
 
-async def test_facts_are_taken_when_they_are_put(bench: Bench) -> None:
+async def test_facts_are_handled_when_they_are_put(bench: Bench) -> None:
     async with asyncio.TaskGroup() as group:
         running = group.create_task(bench.engine.run(), name="engine")
         await asyncio.sleep(0)
@@ -261,7 +261,7 @@ async def test_the_watchdog_is_fed_although_nothing_happens(bench_of: Callable[.
     assert bench.latest.version == 0
 
 
-async def test_an_engine_that_is_never_idle_lets_the_others_run(bench_of: Callable[..., Bench]) -> None:
+async def test_an_engine_that_is_never_idle_yields_to_other_tasks(bench_of: Callable[..., Bench]) -> None:
     endless = SourceName("endless")
     bench: Bench = bench_of(again=lambda done: TaskReported(endless, running=done % 2 == 1))
     bench.put(TaskReported(endless, running=False))

@@ -101,7 +101,7 @@ async def test_nvidias_config_manager_finds_the_plugin_and_its_signal_is_a_reloa
             assert await agent.stop() == 0
 
 
-async def test_signals_from_the_moment_on_at_which_it_can_be_found_end_nothing(tmp_path: Path) -> None:
+async def test_signals_from_the_moment_it_can_be_found_do_not_kill_it(tmp_path: Path) -> None:
     async with simulated_node() as node, plugin(tmp_path, node) as agent:
 
         async def signal_it() -> None:
@@ -134,7 +134,7 @@ def test_the_name_is_shown_with_the_arguments(tmp_path: Path) -> None:
     "name", ["nvidia-device-plugin", "gpu-feature-discovery", "config-manager", "mps-control-daemon"]
 )
 @pytest.mark.parametrize("flag", ["--version", "-v"])
-def test_each_tells_its_version(tmp_path: Path, name: str, flag: str) -> None:
+def test_each_prints_its_version(tmp_path: Path, name: str, flag: str) -> None:
     done = run(tmp_path, name, flag)
     assert (done.returncode, done.stdout) == (0, f"{name} of gpu-agent {__version__}\n")
 
@@ -145,7 +145,7 @@ def test_the_plugins_help_is_that_of_run(tmp_path: Path) -> None:
     assert "--shared-devices-allocation-policy" in done.stdout
 
 
-def test_the_plugin_refuses_what_it_cannot_do_as_nvidias_does(tmp_path: Path) -> None:
+def test_the_plugin_rejects_what_it_cannot_do_as_nvidias_does(tmp_path: Path) -> None:
     done = run(tmp_path, "nvidia-device-plugin", DEVICE_LIST_STRATEGY="envvar,x", MIG_STRATEGY="y")
     assert (done.returncode, len(done.stderr.splitlines())) == (2, 2)
 
@@ -185,7 +185,7 @@ def test_the_plugin_refuses_what_it_cannot_do_as_nvidias_does(tmp_path: Path) ->
         ),
     ],
 )
-def test_a_program_whose_work_is_not_there_says_so_and_does_not_pretend(
+def test_a_program_without_its_function_fails_with_a_sentence(
     tmp_path: Path, name: str, arguments: list[str], sentence: str
 ) -> None:
     done = run(tmp_path, name, *arguments)
@@ -194,7 +194,7 @@ def test_a_program_whose_work_is_not_there_says_so_and_does_not_pretend(
     assert run(tmp_path, name, "--help").returncode == 0
 
 
-# With less than it can use
+# With fewer rights than it can use
 
 DEGRADED = """\
 set -e
@@ -213,7 +213,9 @@ def can_unshare() -> bool:
 
 
 @pytest.mark.slow
-async def test_with_no_right_at_all_the_agent_offers_gpus_and_names_what_is_off(tmp_path: Path) -> None:
+async def test_without_any_right_the_agent_advertises_gpus_and_names_disabled_components(
+    tmp_path: Path,
+) -> None:
     if not can_unshare():
         pytest.skip("needs the right to make namespaces")
     from agent.config.options import OPTIONS  # noqa: PLC0415 - as clean_environment does

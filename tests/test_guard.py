@@ -1,4 +1,4 @@
-"""Every reader of the loop is registered where its failure has an owner."""
+"""Every reader of the event loop is registered where its failure has an owner."""
 
 import ast
 from pathlib import Path
@@ -7,7 +7,7 @@ import agent
 
 ROOT = Path(agent.__file__).parent
 OTHERS = {"guard.py", "bus.py"}
-"""The guard itself, and what sets a future and nothing else, each time the engine waits."""
+"""The guard itself, and the reader that only sets a future each time the engine waits."""
 
 
 def calls(tree: ast.AST) -> set[str]:

@@ -1,4 +1,4 @@
-"""Log lines: one for each record whatever it holds, and never in the way of who logs."""
+"""Log lines: one for each record whatever it holds, without ever blocking the caller."""
 
 import array
 import json
@@ -61,7 +61,7 @@ HOSTILE = "a\x1b]0;x\x07\r\nb\x9b31m\u202ec"
 ESCAPED = r"a\x1b]0;x\x07\r\nb\x9b31m\u202ec"
 
 
-def test_what_others_chose_is_escaped_and_cut_in_the_message_and_whole_in_the_field() -> None:
+def test_untrusted_text_is_escaped_and_cut_in_the_message_and_whole_in_the_field() -> None:
     made = record("Pod %(pod)s has %(count)d files")
     made.args = about(pod=HOSTILE * 100, count=3)
     made.fields = None
@@ -137,7 +137,7 @@ def test_a_message_that_repeats_is_limited_and_the_rest_is_counted(monkeypatch: 
     assert json.loads(log.json_line(late))["lines_suppressed"] == 50
 
 
-def test_a_library_gets_one_line_a_second_whatever_it_says(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_library_gets_one_line_a_second_whatever_the_message(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(time, "monotonic", lambda: 5.0)
     limit = RateLimit()
     foreign = [record(f"peer {number} sent nonsense") for number in range(20)]
@@ -191,7 +191,7 @@ def test_lines_go_to_the_descriptor(set_up: Callable[..., log.Log]) -> None:
     assert lines.statistics().written == 1
 
 
-def test_a_value_that_cannot_be_rendered_hurts_nobody(set_up: Callable[..., log.Log]) -> None:
+def test_a_value_that_cannot_be_rendered_raises_nothing(set_up: Callable[..., log.Log]) -> None:
     reader, writer = os.pipe()
     lines = set_up("json", "info", descriptor=writer)
     logging.getLogger("agent.test").info("bad %d", "text")
@@ -244,7 +244,7 @@ def test_an_entry_too_large_for_a_datagram_comes_in_a_sealed_memory_file(journal
     journal.close()
 
 
-def test_a_journald_that_comes_back_is_used_again(tmp_path: Path) -> None:
+def test_a_restarted_journald_is_used_again(tmp_path: Path) -> None:
     journal = Journal(str(tmp_path / "journal"))
     journal.write(b"MESSAGE=lost\n")
     assert (journal.statistics().written, journal.statistics().dropped) == (0, 1)

@@ -1,4 +1,4 @@
-"""A GPU that NVML lists no more has no index wherever it is told: its old one may be another's now."""
+"""A GPU that NVML no longer lists has no index in any document: another GPU may have its old one."""
 
 import json
 from typing import Any, cast
@@ -15,7 +15,7 @@ from tests.core.build import U0, U1, Node, enumerated, gpu, well_node
 
 @pytest.fixture
 def node() -> Node:
-    """Of two GPUs the first is lost, and the second has its index."""
+    """Return a node whose first GPU is lost, and whose second has its index."""
     node = well_node(gpu(0), gpu(1))
     node.tell(enumerated(gpu(1, index=0)))
     return node
@@ -49,9 +49,9 @@ def test_the_status_of_a_lost_gpu_has_no_index(snapshot: Snapshot) -> None:
     assert {each["uuid"]: each["index"] for each in gpus} == {U0: None, U1: 0}
 
 
-def test_a_refusal_names_a_lost_gpu_by_its_place(snapshot: Snapshot) -> None:
+def test_a_rejection_names_a_lost_gpu_by_its_pci_address(snapshot: Snapshot) -> None:
     [resource] = snapshot.resources
-    refusals = [allocate(snapshot, resource, [U0]), refuse_start(snapshot, resource, [U0])]
-    for refusal in refusals:
-        assert isinstance(refusal, Refusal)
-        assert refusal.message.startswith(f"{U0} (GPU at 0000:10:00.0) ")
+    rejections = [allocate(snapshot, resource, [U0]), refuse_start(snapshot, resource, [U0])]
+    for rejection in rejections:
+        assert isinstance(rejection, Refusal)
+        assert rejection.message.startswith(f"{U0} (GPU at 0000:10:00.0) ")

@@ -1,4 +1,4 @@
-"""What operators do with a running agent: hold, recover, release, observe, and look back."""
+"""Operators' commands to a running agent: hold, recover, release, observe, bundle, events."""
 
 import json
 import signal
@@ -36,7 +36,7 @@ async def command(agent: AgentProcess, *arguments: str) -> Command:
     return await gpu_agent(*arguments, "--control-socket", agent.flags["control-socket"])
 
 
-async def told(agent: AgentProcess, *arguments: str) -> Any:
+async def document_of(agent: AgentProcess, *arguments: str) -> Any:
     done = await command(agent, *arguments, "-o", "json")
     return json.loads(done.out)
 
@@ -48,7 +48,7 @@ def evidence(agent: AgentProcess) -> list[Path]:
 # Hold
 
 
-async def test_a_hold_outlives_the_agent_and_ends_by_hand(node: SimulatedNode) -> None:
+async def test_a_hold_outlives_the_agent_until_unhold(node: SimulatedNode) -> None:
     uuid = node.nvml.uuid(2)
     async with running(flags_of(node)) as agent:
         await wait_allocatable(node, 4)
@@ -76,7 +76,7 @@ async def test_a_hold_outlives_the_agent_and_ends_by_hand(node: SimulatedNode) -
 # Recover
 
 
-async def test_recover_brings_a_gpu_back_that_only_a_person_can(node: SimulatedNode) -> None:
+async def test_recover_clears_a_condition_that_only_a_person_can(node: SimulatedNode) -> None:
     async with running(flags_of(node, **QUICK)) as agent:
         await wait_allocatable(node, 4)
         node.nvml.push_xid(1, 64)
@@ -87,7 +87,7 @@ async def test_recover_brings_a_gpu_back_that_only_a_person_can(node: SimulatedN
         await wait_allocatable(node, 4)
 
 
-async def test_recover_says_what_stays(node: SimulatedNode) -> None:
+async def test_recover_shows_what_stays(node: SimulatedNode) -> None:
     async with running(flags_of(node, **QUICK)) as agent:
         await wait_allocatable(node, 4)
         await command(agent, "hold", "1", "--why", "x")
@@ -99,7 +99,7 @@ async def test_recover_says_what_stays(node: SimulatedNode) -> None:
 # Release
 
 
-async def test_a_release_lets_go_of_the_driver_and_resume_takes_it_back(node: SimulatedNode) -> None:
+async def test_release_closes_the_driver_and_resume_opens_it(node: SimulatedNode) -> None:
     async with running(flags_of(node, **QUICK)) as agent:
         await wait_allocatable(node, 4)
         done = await command(agent, "release", "--all", "--for", "10m")
@@ -112,7 +112,7 @@ async def test_a_release_lets_go_of_the_driver_and_resume_takes_it_back(node: Si
         await wait_allocatable(node, 4)
 
 
-async def test_a_release_ends_by_itself(node: SimulatedNode) -> None:
+async def test_a_release_expires(node: SimulatedNode) -> None:
     async with running(flags_of(node, **QUICK)) as agent:
         await wait_allocatable(node, 4)
         assert (await command(agent, "release", "0", "--for", "1s")).status == 0
@@ -128,7 +128,7 @@ async def test_a_release_outlives_the_agent(node: SimulatedNode) -> None:
     inits = node.nvml.calls("nvmlInitWithFlags")
     async with running(flags_of(node, **QUICK)) as agent:
         await agent.wait_registered()
-        assert (await told(agent, "status"))["released_until"] is not None
+        assert (await document_of(agent, "status"))["released_until"] is not None
         assert node.nvml.calls("nvmlInitWithFlags") == inits
         await command(agent, "resume")
         await wait_allocatable(node, 4)
@@ -146,22 +146,22 @@ async def test_a_release_of_nothing_is_a_mistake(node: SimulatedNode, arguments:
 # Observe
 
 
-async def test_who_only_observes_registers_nothing_and_tells_what_it_would_have_done(
+async def test_observe_registers_nothing_and_reports_what_it_would_have_done(
     node: SimulatedNode,
 ) -> None:
     async with running(flags_of(node, observe="true", **QUICK)) as agent:
         await agent.wait_line("Allocatable changed", allocatable=4)
         node.nvml.push_xid(1, 79)
         await agent.wait_line("Health would have changed", reason="xid")
-        status = await told(agent, "status")
+        status = await document_of(agent, "status")
         assert (status["observe"], status["observed_flips"]) == (True, 1)
         assert not node.kubelet.registrations
 
 
-# Looking back
+# Evidence and events
 
 
-async def test_the_first_hard_fault_keeps_evidence_and_a_bundle_can_be_asked_for(
+async def test_the_first_hard_fault_saves_evidence_and_a_bundle_can_be_requested(
     node: SimulatedNode, tmp_path: Path
 ) -> None:
     uuid = node.nvml.uuid(1)
@@ -193,10 +193,10 @@ async def test_events_from_before_the_agent_was_started_are_on_disk(node: Simula
         assert await agent.stop() == 0
     async with running(flags_of(node)) as agent:
         await agent.wait_registered()
-        recent = await told(agent, "events")
+        recent = await document_of(agent, "events")
         assert not [each for each in recent["events"] if each["fields"].get("code") == 79]
         for since in ("1h", began):
-            every = (await told(agent, "events", "--since", since))["events"]
+            every = (await document_of(agent, "events", "--since", since))["events"]
             raised = [each for each in every if each["message"] == "A condition was raised"]
             assert [each["fields"]["code"] for each in raised] == [79]
             numbers = [(each["time_monotonic_ns"], each["number"]) for each in every]
@@ -210,7 +210,7 @@ async def test_events_from_before_the_agent_was_started_are_on_disk(node: Simula
 async def test_an_event_log_can_be_turned_off(node: SimulatedNode) -> None:
     async with running(flags_of(node, event_log_size="0")) as agent:
         await wait_allocatable(node, 4)
-        assert (await told(agent, "status"))["agent"]["event_log"] is None
+        assert (await document_of(agent, "status"))["agent"]["event_log"] is None
         assert (await command(agent, "events", "--since", "1h")).status == 0
         assert not Path(agent.flags["state-dir"], "events.jsonl").exists()
 
@@ -222,9 +222,9 @@ async def test_every_source_and_sink_has_a_check_and_a_failing_one_is_named(node
     async with running(flags_of(node, kernel_log="/nonexistent/kmsg")) as agent:
         await wait_allocatable(node, 4)
         await agent.wait_line("The task kernel-log could not go on", task="kernel-log")
-        parts = (await told(agent, "status"))["agent"]["parts"]
-        assert {"part-engine", "part-nvml-gpu", "part-nvml-events"} <= set(parts)
-        assert {each for each in parts if not each.startswith("part-")} == {
+        components = (await document_of(agent, "status"))["agent"]["parts"]
+        assert {"part-engine", "part-nvml-gpu", "part-nvml-events"} <= set(components)
+        assert {each for each in components if not each.startswith("part-")} == {
             "source-nvml",
             "source-kubelet",
             "source-kubelet-count",
@@ -262,4 +262,4 @@ async def test_a_reload_changes_which_xids_flip(node: SimulatedNode) -> None:
         await agent.wait_line("An XID was ignored by policy", xid=94)
         node.nvml.push_xid(2, 79)
         await wait_allocatable(node, 3)
-        assert not (await told(agent, "status"))["observe"]
+        assert not (await document_of(agent, "status"))["observe"]

@@ -1,4 +1,4 @@
-"""A daemon thread that does one thing after the other."""
+"""A daemon thread that executes one call after the other."""
 
 import asyncio
 import threading
@@ -8,7 +8,7 @@ import pytest
 from agent.threads import DaemonThread
 
 
-async def test_one_thread_does_it_all_and_returns_what_came_of_it() -> None:
+async def test_one_thread_executes_all_and_returns_the_results() -> None:
     thread = DaemonThread("test-worker")
     identities = {await thread.do(threading.get_ident) for _ in range(3)}
     assert len(identities) == 1
@@ -20,7 +20,7 @@ async def test_one_thread_does_it_all_and_returns_what_came_of_it() -> None:
     thread.end()
 
 
-async def test_things_are_done_in_order_also_after_somebody_stopped_waiting() -> None:
+async def test_calls_are_executed_in_order_also_after_a_caller_was_cancelled() -> None:
     thread, go = DaemonThread("test-worker"), threading.Event()
     done: list[str] = []
 
@@ -41,7 +41,7 @@ async def test_things_are_done_in_order_also_after_somebody_stopped_waiting() ->
     assert done == ["first", "second", "third"]
 
 
-async def test_it_ends_after_what_it_has_to_do() -> None:
+async def test_it_stops_after_its_queue_is_empty() -> None:
     thread = DaemonThread("test-worker")
     found: list[threading.Thread] = []
     thread.post(lambda: found.append(threading.current_thread()))
@@ -52,7 +52,7 @@ async def test_it_ends_after_what_it_has_to_do() -> None:
     assert found[0].daemon
 
 
-async def test_it_ends_with_its_owner() -> None:
+async def test_it_stops_with_its_owner() -> None:
     thread = DaemonThread("test-worker")
     worker = await thread.do(threading.current_thread)
     del thread
@@ -60,7 +60,7 @@ async def test_it_ends_with_its_owner() -> None:
         await asyncio.sleep(0.001)
 
 
-async def test_who_stopped_waiting_finds_what_came_of_it() -> None:
+async def test_a_cancelled_caller_still_finds_the_result() -> None:
     thread = DaemonThread("test-worker")
     done = thread.begin(lambda: 7)
     await asyncio.wait({done})
@@ -68,7 +68,7 @@ async def test_who_stopped_waiting_finds_what_came_of_it() -> None:
     assert done.result() == 7
 
 
-def test_none_is_started_for_nothing() -> None:
+def test_no_thread_is_started_without_work() -> None:
     before = threading.active_count()
     DaemonThread("test-worker").end()
 

@@ -1,4 +1,4 @@
-"""``gpu-agent allocate``: a dry run that anybody can read."""
+"""``gpu-agent allocate``: a dry run in readable form."""
 
 import json
 from pathlib import Path
@@ -46,14 +46,14 @@ def printed(capsys: pytest.CaptureFixture[str], *arguments: str) -> Any:
     return json.loads(captured.out)
 
 
-def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:
+def failed(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:
     status = main(["allocate", *arguments])
     captured = capsys.readouterr()
     assert captured.out == ""
     return status, captured.err
 
 
-def test_a_scenario_shares_as_its_own_configuration_says(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_scenario_shares_as_its_own_configuration_does(capsys: pytest.CaptureFixture[str]) -> None:
     [sliced] = printed(capsys, "--scenario=time-slicing", "0::3", "0::1")["containerResponses"]
     assert sliced == {"envs": {"NVIDIA_VISIBLE_DEVICES": U0}}
     [shared] = printed(capsys, "--scenario=mps", "1::0")["containerResponses"]
@@ -108,7 +108,7 @@ def test_a_scenario_of_ones_own_has_its_own_options(
     }
 
 
-def test_a_configuration_file_says_how_devices_are_shared(
+def test_a_configuration_file_sets_how_devices_are_shared(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     file = tmp_path / "config.yaml"
@@ -121,15 +121,15 @@ def test_a_configuration_file_says_how_devices_are_shared(
     ]
 
 
-def test_mps_is_taken_to_serve(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_mps_is_assumed_to_serve(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     file = tmp_path / "config.yaml"
     file.write_text(MPS)
     [container] = printed(capsys, "--scenario=xid-79", f"--config-file={file}", "0")["containerResponses"]
     assert container["envs"]["CUDA_MPS_PIPE_DIRECTORY"] == "/mps/nvidia.com/gpu/pipe"
 
 
-def test_an_unknown_device_is_told_with_those_that_there_are(capsys: pytest.CaptureFixture[str]) -> None:
-    status, sentence = refused(capsys, "--scenario=xid-79", "0", "GPU-gone")
+def test_an_unknown_device_is_reported_with_the_known_ones(capsys: pytest.CaptureFixture[str]) -> None:
+    status, sentence = failed(capsys, "--scenario=xid-79", "0", "GPU-gone")
     assert status == 2
     assert sentence.startswith(
         "gpu-agent: GPU-gone is not a device of nvidia.com/gpu on this node, which has 0, 1, 2, 3, ...;"
@@ -147,15 +147,15 @@ def test_an_unknown_device_is_told_with_those_that_there_are(capsys: pytest.Capt
         (("--scenario=xid-79", "--config-file=/no/such/file", "0"), "/no/such/file"),
     ],
 )
-def test_what_cannot_be_meant_is_a_usage_error(
+def test_an_invalid_request_is_a_usage_error(
     capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], words: str
 ) -> None:
-    status, sentence = refused(capsys, *arguments)
+    status, sentence = failed(capsys, *arguments)
     assert status == 2
     assert words in sentence
 
 
-async def test_a_running_agent_says_what_its_kubelet_would_get(tmp_path: Path) -> None:
+async def test_a_running_agent_shows_what_its_kubelet_would_get(tmp_path: Path) -> None:
     file = tmp_path / "config.yaml"
     file.write_text("version: v1\nflags: {plugin: {deviceIDStrategy: index, deviceListStrategy: cdi-cri}}\n")
     async with simulated_node() as node, agent_process(node, pass_device_specs="true") as agent:

@@ -1,4 +1,4 @@
-"""``gpu-agent cdi``: what container runtimes are told, or would be, and whether a file is what they read."""
+"""``gpu-agent cdi``: the specifications for container runtimes, and the validation of a file."""
 
 import json
 from pathlib import Path
@@ -35,7 +35,7 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, 
 
 
 def validated(capsys: pytest.CaptureFixture[str], tmp_path: Path, content: str | bytes) -> list[str]:
-    """What is said against a file."""
+    """Return the problems of a file."""
     path = tmp_path / "spec"
     path.write_bytes(content if isinstance(content, bytes) else content.encode())
     status, out, err = run(capsys, "validate", str(path))
@@ -63,7 +63,7 @@ def test_the_specification_of_a_scenarios_node_is_that_of_a_host(capsys: pytest.
     assert not [path for path in mounts if path.startswith("/tmp/")]
 
 
-def test_flags_of_run_change_it_and_what_is_not_there_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+def test_flags_of_run_change_it_and_missing_files_are_warnings(capsys: pytest.CaptureFixture[str]) -> None:
     status, out, err = run(
         capsys,
         *("show", "--scenario=mig-mixed", "--device-id-strategy=index", "--driver-root=/run/nvidia/driver"),
@@ -88,7 +88,7 @@ def test_a_scenario_that_shares_by_mps_has_its_root_where_the_chart_has_it(
     )
 
 
-def test_what_is_shown_is_what_validate_takes(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_validate_accepts_what_show_prints(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     for form in ("json", "yaml"):
         path = tmp_path / f"spec.{form}"
         path.write_text(run(capsys, "--scenario=xid-79", "-o", form)[1])
@@ -111,10 +111,10 @@ async def test_what_the_running_agent_wrote_is_shown() -> None:
         async with agent_process(node, device_list_strategy="cdi-cri"):
             await wait_allocatable(node.kubelet, 2)
             await node.kubelet.run_pod("job", "ns1", {"main": {"nvidia.com/gpu": 1}})
-            told = await gpu_agent("cdi", spec_dir, "-o", "yaml")
-        assert (told.status, told.err) == (0, "")
+            shown = await gpu_agent("cdi", spec_dir, "-o", "yaml")
+        assert (shown.status, shown.err) == (0, "")
         file = node.directory.path / "cdi" / "k8s.device-plugin.nvidia.com-gpu.json"
-        assert yaml.safe_load(told.out) == json.loads(file.read_text())
+        assert yaml.safe_load(shown.out) == json.loads(file.read_text())
         file.write_text("{")
         broken = await gpu_agent("cdi", spec_dir)
         assert (broken.status, broken.out) == (1, "")
@@ -124,9 +124,7 @@ async def test_what_the_running_agent_wrote_is_shown() -> None:
 # A file
 
 
-def test_a_specification_of_somebody_else_is_judged_too(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_a_foreign_specification_is_validated_too(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     (tmp_path / "nvidia.yaml").write_text(GOOD)
     status, out, _ = run(capsys, "validate", str(tmp_path / "nvidia.yaml"))
     assert (status, out.partition(" is ")[2]) == (0, "valid: version 0.5.0, 1 device of nvidia.com/gpu\n")
@@ -140,7 +138,7 @@ def test_an_alias_stands_for_what_it_names(capsys: pytest.CaptureFixture[str], t
     assert (status, out.partition(" is ")[2]) == (0, "valid: version 0.3.0, 2 devices of vendor.com/net\n")
 
 
-def test_everything_that_is_wrong_is_told_at_once(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_every_problem_is_reported_at_once(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     broken = GOOD.replace("nvidia.com/gpu", "NVIDIA/gpu").replace("path: /dev", "path: dev, mode: 1, x: /dev")
     node = "devices[0].containerEdits.deviceNodes[0]"
     assert validated(capsys, tmp_path, broken) == [
@@ -178,13 +176,13 @@ def test_everything_that_is_wrong_is_told_at_once(capsys: pytest.CaptureFixture[
         (b"#" * 200_000, "FILE: is over 128 KiB of YAML; convert it to JSON"),
     ],
 )
-def test_what_is_no_specification_at_all_is_refused_in_a_sentence(
+def test_a_file_that_is_no_specification_is_rejected_with_a_sentence(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, content: str | bytes, sentence: str
 ) -> None:
     assert validated(capsys, tmp_path, content)[0].startswith(sentence)
 
 
-def test_a_device_that_is_named_a_hundred_thousand_times_is_told_at_once(
+def test_a_device_that_is_named_a_hundred_thousand_times_is_reported_at_once(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     device: dict[str, Any] = {"name": "0", "containerEdits": {"env": ["A=b"]}}
@@ -201,7 +199,7 @@ def test_a_device_that_is_named_a_hundred_thousand_times_is_told_at_once(
         (["show", "x"], '"x" is not expected here; see gpu-agent cdi --help'),
     ],
 )
-def test_a_command_line_that_makes_no_sense_is_told(
+def test_an_invalid_command_line_is_reported(
     capsys: pytest.CaptureFixture[str], arguments: list[str], sentence: str
 ) -> None:
     assert run(capsys, *arguments) == (2, "", f"gpu-agent: {sentence}\n")

@@ -1,4 +1,4 @@
-"""What is made of the command line: completions in real shells, the manual, and the page of one GPU."""
+"""Generated from the command line: completions in real shells and the manual; and the page of one GPU."""
 
 import asyncio
 import json
@@ -54,7 +54,7 @@ def test_every_command_and_flag_is_in_the_completion_of_each_shell(
 
 
 @pytest.mark.parametrize(
-    ("words", "offered"),
+    ("words", "completed"),
     [
         ("de", ["devices", "demo", "describe"]),
         ("devices|--out", ["--output"]),
@@ -71,8 +71,8 @@ def test_every_command_and_flag_is_in_the_completion_of_each_shell(
         ("run|--config-file|=|a", ["a.yaml"]),
     ],
 )
-def test_bash_offers_what_the_command_takes(
-    words: str, offered: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_bash_completes_what_the_command_accepts(
+    words: str, completed: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     script_of("bash", tmp_path / "script", capsys)
     (tmp_path / "a.yaml").touch()
@@ -83,11 +83,11 @@ def test_bash_offers_what_the_command_takes(
         text=True,
         check=True,
     )
-    assert sorted(done.stdout.splitlines()) == sorted(offered)
+    assert sorted(done.stdout.splitlines()) == sorted(completed)
     assert done.stderr == ""
 
 
-def test_the_manual_is_the_committed_one_and_its_readers_have_nothing_to_say() -> None:
+def test_the_manual_is_the_committed_one_and_has_no_warnings() -> None:
     text = "\n".join(manual.page()) + "\n"
     page = Path(manual.__file__).parents[1] / "man" / "gpu-agent.1"
     assert text == page.read_text()
@@ -100,7 +100,7 @@ def test_the_manual_is_the_committed_one_and_its_readers_have_nothing_to_say() -
 
 
 @pytest.mark.slow
-async def test_a_page_on_one_gpu_has_all_that_is_known_of_it() -> None:
+async def test_the_page_of_a_gpu_has_everything_known_of_it() -> None:
     async with simulated_node("dgx-h100") as node, running(flags_of(node)) as agent:
         await agent.wait_registered()
         await agent.wait_line("Listening", listener="control")
@@ -136,12 +136,12 @@ async def test_a_page_on_one_gpu_has_all_that_is_known_of_it() -> None:
             "Temperature ",
         ):
             assert known in text
-        refused = await ask("99")
-        assert (refused.returncode, refused.stdout) == (2, "")
-        assert '"99" is no GPU of this node; it has 0, 1, 2, 3, 4, 5, 6, 7' in refused.stderr
+        rejected = await ask("99")
+        assert (rejected.returncode, rejected.stdout) == (2, "")
+        assert '"99" is no GPU of this node; it has 0, 1, 2, 3, 4, 5, 6, 7' in rejected.stderr
 
 
-def test_nothing_that_others_chose_reaches_the_terminal_of_a_page_raw() -> None:
+def test_no_untrusted_text_reaches_the_terminal_of_a_page_raw() -> None:
     hostile = "x\x1b[2J\r\x9b1m"
     gpu: dict[str, Any] = dict.fromkeys(("part_number", "vbios", "inforom", "numa_node", "sample"))
     gpu |= {"uuid": "GPU-1", "pci": "0000:01:00.0", "index": 0, "serial": hostile, "model": hostile}

@@ -40,7 +40,7 @@ def test_a_line_is_a_sentence_in_local_time_and_the_wide_one_has_all_fields(
     assert wide == f"{line}  gpu=3 pci=0000:3b:00.0 resource=r detail=a\\x1b[2Jb\\rc\\x9b1m"
 
 
-def test_the_lines_of_programs_have_nothing_that_a_terminal_obeys(
+def test_lines_of_programs_have_no_terminal_control_sequence(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     detail = "\x1b]0;x\x07\x9b31m\u202e"
@@ -59,8 +59,6 @@ def test_a_file_without_any_event_is_no_event_log(tmp_path: Path, capsys: pytest
     assert main(["events", "--file", str(path)]) == 0
 
 
-def test_a_log_that_is_not_there_is_no_log_without_events(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_missing_log_is_no_log_without_events(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["events", "--file", str(tmp_path / "none.jsonl")]) == 1
     assert f"There is no event log {tmp_path}/none.jsonl" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""The explanations are those of the tables that the agent obeys."""
+"""The explanations are those of the tables that the agent uses."""
 
 import json
 
@@ -46,7 +46,7 @@ def test_a_table_fits_a_terminal(capsys: pytest.CaptureFixture[str], arguments: 
 
 
 @pytest.mark.parametrize("what", ["79", "xid79", "XID 79", "xid-79"])
-def test_an_xid_is_named_in_any_way(capsys: pytest.CaptureFixture[str], what: str) -> None:
+def test_an_xid_may_be_written_in_any_form(capsys: pytest.CaptureFixture[str], what: str) -> None:
     text = explained(capsys, what)
     assert "name:      GPU has fallen off the bus" in text
     assert max(map(len, text.splitlines())) <= 80
@@ -65,7 +65,7 @@ def test_names_alone_are_for_scripts(capsys: pytest.CaptureFixture[str]) -> None
     assert explained(capsys, "gpu_lost", "-o", "name") == "gpu_lost\n"
 
 
-def test_a_misspelt_code_is_told_with_the_right_one(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_misspelt_code_is_reported_with_the_right_one(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(("explain", "gpulost")) == 2
     assert capsys.readouterr().err == (
         'gpu-agent: "gpulost" is no reason code (did you mean gpu_lost?); see gpu-agent explain\n'

@@ -1,4 +1,4 @@
-"""What the status says of a reason beside its message: which GPUs, which processes."""
+"""The lines of the status below a reason's message: GPUs and processes."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ GPUS: list[dict[str, Any]] = [
 ]
 
 
-def test_a_gpu_is_named_by_all_that_people_call_it() -> None:
+def test_a_gpu_is_named_by_index_address_and_uuid() -> None:
     assert list(places(["GPU-b"], GPUS)) == ["on GPU 1 at 0000:43:00.0 (GPU-b)"]
 
 
@@ -54,7 +54,7 @@ def finding(*found: dict[str, Any], lasts: bool = True, more: int = 0) -> dict[s
     return {"code": "context_leak", "message": "Kept", "lasts": lasts, "details": details}
 
 
-def test_processes_are_named_with_what_a_person_needs_to_act() -> None:
+def test_processes_have_what_an_operator_needs_to_act() -> None:
     owner = involved(
         7, role="owner", pod="ml/a", owner="pod", state="R", killable=False, contexts=4, used_bytes=None
     )
@@ -67,13 +67,13 @@ def test_processes_are_named_with_what_a_person_needs_to_act() -> None:
     ]
 
 
-def test_of_many_processes_some_are_named_and_the_rest_counted() -> None:
+def test_some_of_many_processes_are_named_and_the_rest_counted() -> None:
     lines = list(involved_processes(LEAK, [finding(*map(involved, range(1, 7)), more=3)]))
     assert len(lines) == MAX_PROCESSES + 1
     assert lines[-1] == "and 5 more"
 
 
-def test_a_finding_that_is_over_says_so_instead_of_naming_who_may_be_gone() -> None:
+def test_a_finding_that_clears_names_no_process() -> None:
     assert list(involved_processes(LEAK, [finding(involved(7), lasts=False)])) == [
         "no longer observed; clears after clean probes and a quiet time"
     ]

@@ -6,13 +6,13 @@ from agent.commands.owners import owner_lines
 
 
 @pytest.mark.parametrize(
-    ("is_wide", "told"),
+    ("is_wide", "shown"),
     [
         (False, "a-long-na…ob-0,+59"),
         (True, ",".join(f"a-long-namespace/job-{number}" for number in range(4)) + ",+56"),
     ],
 )
-def test_of_many_pods_some_are_named_and_the_rest_counted(*, is_wide: bool, told: str) -> None:
+def test_some_of_many_pods_are_named_and_the_rest_counted(*, is_wide: bool, shown: str) -> None:
     pods = [{"device": f"GPU-0::{number}", "pod": f"a-long-namespace/job-{number}"} for number in range(60)]
     owned = {
         "uuid": "GPU-0",
@@ -23,4 +23,4 @@ def test_of_many_pods_some_are_named_and_the_rest_counted(*, is_wide: bool, told
         "memory_used_bytes": 0,
         "memory_unclaimed_bytes": 0,
     }
-    assert owner_lines({"owners": [owned]}, is_wide=is_wide)[1].split()[1] == told
+    assert owner_lines({"owners": [owned]}, is_wide=is_wide)[1].split()[1] == shown

@@ -1,4 +1,4 @@
-"""``gpu-agent topology``: how the GPUs are connected, as people know it."""
+"""``gpu-agent topology``: the connections of the GPUs, as nvidia-smi shows them."""
 
 import asyncio
 import json
@@ -19,7 +19,7 @@ from tests.core.build import Node, enumerated, gpu, well_node
 
 
 def asked(node: Node) -> dict[str, Any]:
-    """What the agent answers, as a client reads it."""
+    """Return the agent's answer, as a client parses it."""
     return cast("dict[str, Any]", json.loads(json.dumps(documents.topology(node.snapshot(), str))))
 
 
@@ -28,9 +28,9 @@ def matrix(node: Node) -> list[str]:
     return lines[: lines.index("")]
 
 
-def surveyed(surveys: Mapping[int, Survey], count: int = 3) -> Node:
+def sampled(samples: Mapping[int, Survey], count: int = 3) -> Node:
     node = well_node(*[gpu(number, numa=0) for number in range(count)])
-    node.tell(*(TopologySeen(gpu(number).uuid, survey) for number, survey in surveys.items()))
+    node.tell(*(TopologySeen(gpu(number).uuid, sample) for number, sample in samples.items()))
     return node
 
 
@@ -41,7 +41,7 @@ PAIR = {
 
 
 def test_the_matrix_has_a_line_and_a_column_for_each_gpu() -> None:
-    assert matrix(surveyed(PAIR | {2: Survey(NvLinks())})) == [
+    assert matrix(sampled(PAIR | {2: Survey(NvLinks())})) == [
         "GPU   GPU0  GPU1  GPU2  CPU-AFFINITY  NUMA-AFFINITY",
         "GPU0  X     NV4   PHB   0-15          0",
         "GPU1  NV4   X     SYS   0-15          0",
@@ -49,8 +49,8 @@ def test_the_matrix_has_a_line_and_a_column_for_each_gpu() -> None:
     ]
 
 
-def test_what_is_not_known_is_a_question_mark() -> None:
-    assert matrix(surveyed(PAIR)) == [
+def test_an_unknown_link_is_a_question_mark() -> None:
+    assert matrix(sampled(PAIR)) == [
         "GPU   GPU0  GPU1  GPU2  CPU-AFFINITY  NUMA-AFFINITY",
         "GPU0  X     NV4   ?     0-15          0",
         "GPU1  NV4   X     ?     0-15          0",
@@ -58,8 +58,8 @@ def test_what_is_not_known_is_a_question_mark() -> None:
     ]
 
 
-def test_a_gpu_that_is_not_listed_any_more_is_named_by_its_place() -> None:
-    node = surveyed(PAIR)
+def test_a_gpu_that_is_no_longer_listed_is_named_by_its_pci_address() -> None:
+    node = sampled(PAIR)
     node.tell(enumerated(gpu(1, index=0), gpu(2, index=1)))
     assert matrix(node) == [
         "GPU           0000:10:00.0  GPU0  GPU1  CPU-AFFINITY  NUMA-AFFINITY",
@@ -75,8 +75,8 @@ def test_the_legend_explains_every_name_there_is() -> None:
     assert topology_lines([])[-1] == LEGEND.splitlines()[-1]
 
 
-def test_the_document_tells_each_link_with_what_is_not_known_as_null() -> None:
-    document = asked(surveyed(PAIR | {2: Survey(None)}))
+def test_the_document_has_each_link_with_null_for_unknown_values() -> None:
+    document = asked(sampled(PAIR | {2: Survey(None)}))
     assert document["apiVersion"] == "gpu-agent/v1"
     first = document["gpus"][0]
     assert (first["gpu"], first["pci"], first["cpu_affinity"], first["numa_node"]) == (

@@ -1,4 +1,4 @@
-"""``gpu-agent trace``: what it prints of calls, and what it says where it cannot trace."""
+"""``gpu-agent trace``: the lines of calls, and the errors where it cannot trace."""
 
 import json
 import os
@@ -50,7 +50,7 @@ def test_a_call_is_a_line(call: DriverCall, shown: str) -> None:
     assert line(call) == f"09:14:02.345{shown}"
 
 
-def test_titles_stand_above_what_they_are_of() -> None:
+def test_titles_stand_above_their_columns() -> None:
     shown = line(CALL)
 
     for title, text in (("TOOK", "35.0us"), ("DEVICE", "nvidiactl"), ("CALL", "RM_ALLOC")):
@@ -78,11 +78,11 @@ def test_a_call_is_a_json_line() -> None:
 
 
 def test_what_is_not_known_is_null() -> None:
-    told = json.loads(json_of(replace(CARD_INFO, took_ns=None), MOMENT, pid=4711))
+    document = json.loads(json_of(replace(CARD_INFO, took_ns=None), MOMENT, pid=4711))
 
-    assert told["kind"] == "waiting"
+    assert document["kind"] == "waiting"
     unknown = ("about", "client", "handle", "took_ns", "result", "status", "answer")
-    assert [told[name] for name in unknown] == [None] * len(unknown)
+    assert [document[name] for name in unknown] == [None] * len(unknown)
 
 
 @pytest.mark.parametrize(
@@ -102,7 +102,7 @@ def test_spans_have_three_digits(duration_ns: int, shown: str) -> None:
     assert span(duration_ns) == shown
 
 
-def test_the_summary_counts_what_took_longest_first() -> None:
+def test_the_summary_lists_the_largest_total_first() -> None:
     summary = Summary()
     for call in (CALL, replace(CALL, took_ns=5_000, status=0x51), replace(CARD_INFO, took_ns=90_000)):
         summary.add(call)
@@ -122,7 +122,7 @@ def test_the_summary_counts_what_took_longest_first() -> None:
     }
 
 
-def test_the_rows_of_a_summary_are_bounded_and_no_call_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_rows_of_a_summary_are_bounded_and_every_call_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(call_lines, "MAX_ROWS", 3)
     summary = Summary()
     for number in range(10):
@@ -152,14 +152,14 @@ def gone() -> int:
         (["1", "--seconds", "0"], '--seconds must be a time, such as 10 or "2m", and is "0"'),
     ],
 )
-def test_what_makes_no_sense_is_refused(
+def test_an_invalid_argument_is_rejected(
     words: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.main(["trace", *words]) == 2
     assert sentence in capsys.readouterr().err
 
 
-def test_a_process_that_is_not_there_is_told_so(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_process_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
     pid = gone()
 
     assert cli.main(["trace", str(pid)]) == 1

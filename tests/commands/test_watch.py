@@ -1,4 +1,4 @@
-"""``-w``: an answer shown again whenever it changed, on a terminal and elsewhere."""
+"""``-w``: an answer shown again after every change, on a terminal and elsewhere."""
 
 import asyncio
 import fcntl
@@ -30,11 +30,11 @@ from tests.agent_process import (
 )
 from tests.harness import running_command
 
-# What is told again
+# What is printed again
 
 
 def state(value: int = 1, **more: Any) -> dict[str, Any]:
-    """A document with what only time changes."""
+    """Return a document with values that change by time alone."""
     return {
         "uptime_s": value,
         "seen": f"10:00:0{value}",
@@ -53,14 +53,14 @@ QUESTION = Question(
 )
 
 
-def told(output: Output, *documents: dict[str, Any]) -> list[int]:
-    """Which of some documents are shown."""
+def printed(output: Output, *documents: dict[str, Any]) -> list[int]:
+    """Return the numbers of the documents that are printed."""
     return [documents.index(each) for each in changed(QUESTION, deepcopy(list(documents)), output)]
 
 
 @pytest.mark.parametrize("output", list(Output))
-def test_what_only_time_changed_is_not_told_again(output: Output) -> None:
-    assert told(output, state(1), state(2), state(3)) == [0]
+def test_a_change_of_time_alone_is_not_printed_again(output: Output) -> None:
+    assert printed(output, state(1), state(2), state(3)) == [0]
 
 
 @pytest.mark.parametrize(
@@ -73,18 +73,18 @@ def test_what_only_time_changed_is_not_told_again(output: Output) -> None:
         (Output.WIDE, {"notes": ["x"]}),
     ],
 )
-def test_what_changed_is_told_and_so_is_that_it_changed_back(output: Output, more: dict[str, Any]) -> None:
-    assert told(output, state(1), state(2, **more), state(3, **more), state(4)) == [0, 1, 3]
+def test_a_change_is_printed_and_so_is_its_reversal(output: Output, more: dict[str, Any]) -> None:
+    assert printed(output, state(1), state(2, **more), state(3, **more), state(4)) == [0, 1, 3]
 
 
 @pytest.mark.parametrize("output", [Output.TABLE, Output.NAME])
-def test_a_table_is_not_told_again_for_what_it_does_not_show(output: Output) -> None:
-    assert told(output, state(1), state(2, b=1)) == [0]
+def test_a_table_is_not_printed_again_for_a_value_it_does_not_show(output: Output) -> None:
+    assert printed(output, state(1), state(2, b=1)) == [0]
 
 
-def test_a_process_that_works_and_sleeps_in_turn_is_no_news() -> None:
+def test_a_process_that_alternates_between_running_and_sleeping_prints_nothing() -> None:
     documents = [state(1, state="R"), state(2, state="S"), state(3, state="D")]
-    assert told(Output.JSON, *documents) == [0, 2]
+    assert printed(Output.JSON, *documents) == [0, 2]
 
 
 # A screen
@@ -102,11 +102,11 @@ def test_a_process_that_works_and_sleeps_in_turn_is_no_news() -> None:
         (["", ""], 3, ["", ""]),
     ],
 )
-def test_a_picture_is_no_longer_than_the_screen(lines: list[str], rows: int, shown: list[str]) -> None:
+def test_the_output_is_no_longer_than_the_screen(lines: list[str], rows: int, shown: list[str]) -> None:
     assert fitting(lines, columns=10, rows=rows) == shown
 
 
-# As it is used
+# The command itself
 
 
 @pytest.fixture
@@ -123,17 +123,17 @@ async def watching(agent: AgentProcess, *arguments: str) -> AsyncIterator[asynci
         yield process
 
 
-async def line_of(process: asyncio.subprocess.Process, judge: Callable[[str], bool]) -> str:
-    """The first line of the output of which something is true."""
+async def line_of(process: asyncio.subprocess.Process, matches: Callable[[str], bool]) -> str:
+    """Return the first line of the output that matches."""
     assert process.stdout is not None
     async with asyncio.timeout(PATIENCE_S):
         async for raw in process.stdout:
-            if judge(raw.decode()):
+            if matches(raw.decode()):
                 return raw.decode()
     raise AssertionError("the output ended")
 
 
-def sick(line: str) -> list[str]:
+def unhealthy_in(line: str) -> list[str]:
     return [each["id"] for each in json.loads(line)["devices"] if each["health"] == "unhealthy"]
 
 
@@ -144,7 +144,7 @@ async def test_each_change_is_a_document_on_a_line_also_after_the_agent_was_rest
     async with running(flags_of(node)) as agent, watching(agent, "devices", "-o", "json") as process:
         await wait_allocatable(node, 4)
         node.nvml.push_xid(1, 79)
-        await line_of(process, lambda line: sick(line) == [node.nvml.uuid(1)])
+        await line_of(process, lambda line: unhealthy_in(line) == [node.nvml.uuid(1)])
         agent.signal(signal.SIGKILL)
         await agent.ended()
         assert process.stderr is not None
@@ -154,7 +154,7 @@ async def test_each_change_is_a_document_on_a_line_also_after_the_agent_was_rest
             await wait_allocatable(node, 3)
             node.nvml.push_xid(2, 79)
             both = [node.nvml.uuid(1), node.nvml.uuid(2)]
-            await line_of(process, lambda line: sick(line) == both)
+            await line_of(process, lambda line: unhealthy_in(line) == both)
             process.send_signal(signal.SIGINT)
             assert await asyncio.wait_for(process.wait(), PATIENCE_S) == 0
             assert await process.stderr.read() == b""
@@ -165,7 +165,7 @@ async def test_each_change_is_a_document_on_a_line_also_after_the_agent_was_rest
     ("command", "title"),
     [("status", "Agent "), ("owners", "GPU "), ("contexts", "PID "), ("devices", "GPU ")],
 )
-async def test_a_table_is_printed_and_an_interrupt_ends_it_quietly(
+async def test_a_table_is_printed_and_an_interrupt_exits_quietly(
     node: SimulatedNode, command: str, title: str
 ) -> None:
     async with running(flags_of(node)) as agent, watching(agent, command) as process:
@@ -187,7 +187,7 @@ def terminal() -> Iterator[tuple[int, int]]:
 
 
 @pytest.mark.slow
-async def test_a_terminal_has_one_picture_that_is_drawn_anew(
+async def test_a_terminal_shows_one_screen_that_is_redrawn(
     node: SimulatedNode, terminal: tuple[int, int]
 ) -> None:
     ours, theirs = terminal
@@ -207,7 +207,7 @@ async def test_a_terminal_has_one_picture_that_is_drawn_anew(
         async with asyncio.timeout(PATIENCE_S):
             assert await shown.readuntil(b"\x1b[H\x1b[J") == b"\x1b[H\x1b[J"
             node.nvml.push_xid(1, 79)
-            while b"xid 79" not in (picture := await shown.readuntil(b"\x1b[H\x1b[J")):
-                assert b"GPU-" in picture
+            while b"xid 79" not in (screen := await shown.readuntil(b"\x1b[H\x1b[J")):
+                assert b"GPU-" in screen
             process.send_signal(signal.SIGINT)
             assert await process.wait() == 0

@@ -1,4 +1,4 @@
-"""``gpu-agent config``: what counts, what is wrong with a file, what can be set."""
+"""``gpu-agent config``: the effective settings, the problems of a file, the reference."""
 
 import json
 from pathlib import Path
@@ -26,7 +26,7 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, 
     return code, out, err
 
 
-def test_show_tells_each_value_with_its_origin(
+def test_show_prints_each_value_with_its_origin(
     capsys: pytest.CaptureFixture[str], file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file.write_text("version: v1\nagent:\n  poll: 3s\n  xids: {94: ignore}\n")
@@ -53,7 +53,7 @@ def test_what_a_file_holds_reaches_the_terminal_escaped(
 
 
 @pytest.mark.usefixtures("_on_a_terminal")
-def test_show_fits_a_terminal_and_tells_one_setting_or_all_below_a_key(
+def test_show_fits_a_terminal_and_prints_one_setting_or_all_below_a_key(
     capsys: pytest.CaptureFixture[str], file: Path
 ) -> None:
     file.write_text("sharing: {timeSlicing: {resources: [{name: gpu, replicas: 4}]}}\nagent: {poll: 7s}\n")
@@ -73,12 +73,12 @@ def test_show_fits_a_terminal_and_tells_one_setting_or_all_below_a_key(
     ]
 
 
-def test_show_refuses_what_run_would_refuse(capsys: pytest.CaptureFixture[str]) -> None:
+def test_show_rejects_what_run_would_reject(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, err = run(capsys, "show", "--poll=soon", "--mig-strategy=x")
     assert (code, out, len(err.splitlines())) == (2, "", 2)
 
 
-def test_validate_tells_every_mistake_with_its_line(capsys: pytest.CaptureFixture[str], file: Path) -> None:
+def test_validate_reports_every_mistake_with_its_line(capsys: pytest.CaptureFixture[str], file: Path) -> None:
     file.write_text(WRONG)
     code, out, err = run(capsys, "validate", str(file))
     assert (code, out) == (2, "")
@@ -119,19 +119,21 @@ def test_the_wide_table_cuts_nothing_on_a_terminal(capsys: pytest.CaptureFixture
         ("show", "-uevents", "poll", "-poll=7s", "-o", "table"),
     ],
 )
-def test_show_takes_flags_as_run_does(capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...]) -> None:
+def test_show_accepts_flags_as_run_does(
+    capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...]
+) -> None:
     code, out, err = run(capsys, *arguments)
     assert (code, err) == (0, "")
     assert ["poll", "7s"] in [line.split()[:2] for line in out.splitlines()]
 
 
-def test_a_list_that_is_given_twice_is_put_together(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_list_that_is_given_twice_is_concatenated(capsys: pytest.CaptureFixture[str]) -> None:
     strategies = ("-device-list-strategy=envvar", "-device-list-strategy", "cdi-cri")
     _, out, _ = run(capsys, "show", *strategies, "device-list-strategy", "-o", "json")
     assert json.loads(out)["settings"][0]["value"] == "envvar,cdi-cri"
 
 
-def test_each_flag_that_is_wrong_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+def test_each_wrong_flag_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
     code, _, err = run(capsys, "show", "-pol=7s", "--migstrategy=none", "--poll")
     assert code == 2
     assert err.splitlines() == [
@@ -141,7 +143,7 @@ def test_each_flag_that_is_wrong_is_told(capsys: pytest.CaptureFixture[str]) -> 
     ]
 
 
-def test_validate_takes_a_good_file_and_tells_what_is_passed_over(
+def test_validate_accepts_a_valid_file_and_warns_of_ignored_keys(
     capsys: pytest.CaptureFixture[str], file: Path
 ) -> None:
     file.write_text("something: 1\nsharing: {mps: {resources: [{name: gpu, replicas: 2}]}}\n")
@@ -154,7 +156,7 @@ def test_validate_takes_a_good_file_and_tells_what_is_passed_over(
     assert run(capsys, "validate", str(file), "--strict-config")[0] == 2
 
 
-def test_validate_judges_the_file_alone(
+def test_validate_checks_the_file_alone(
     capsys: pytest.CaptureFixture[str], file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file.write_text("flags: {migStrategy: foo}\n")
@@ -169,7 +171,7 @@ def test_validate_writes_a_document_for_programs(capsys: pytest.CaptureFixture[s
     assert (code, err, document["valid"], len(document["problems"])) == (2, "", False, 3)
 
 
-def test_validate_needs_a_file_that_is_there(capsys: pytest.CaptureFixture[str], file: Path) -> None:
+def test_validate_needs_an_existing_file(capsys: pytest.CaptureFixture[str], file: Path) -> None:
     assert run(capsys, "validate") == (
         2,
         "",

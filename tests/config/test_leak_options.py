@@ -54,7 +54,7 @@ def test_every_threshold_can_be_set_in_the_file(tmp_path: Path) -> None:
     assert load({"config-file": str(path)}, {}).policy.leaks == SET
 
 
-def test_names_that_are_given_take_the_place_of_the_default_ones() -> None:
+def test_given_names_replace_the_default_ones() -> None:
     leaks = load({"leak-allow": "my-monitor, other"}, {}).policy.leaks
 
     assert leaks.allowed == {"my-monitor", "other"}

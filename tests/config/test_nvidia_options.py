@@ -1,4 +1,4 @@
-"""The options of NVIDIA's plugin by its names, with its defaults, and what they come to."""
+"""The options of NVIDIA's plugin: its names, its defaults, and the settings that result."""
 
 from pathlib import Path
 
@@ -53,7 +53,7 @@ def in_file(tmp_path: Path, text: str, **environment: str) -> Settings:
     return load({"config-file": str(path)}, environment)
 
 
-def refused(*arguments: str, **environment: str) -> str:
+def problem_of(*arguments: str, **environment: str) -> str:
     with pytest.raises(ConfigError) as caught:
         parsed(*arguments, **environment)
     (problem,) = caught.value.problems
@@ -72,7 +72,7 @@ def test_names_and_defaults_are_those_of_nvidias_plugin(row: list[str]) -> None:
     assert option.file_key == (f"{stem}{key}" if key else "")
 
 
-def test_no_option_is_called_nvidias_that_is_not() -> None:
+def test_every_option_of_nvidias_table_is_nvidias() -> None:
     ours_in_their_table = {"disable-healthchecks", "enable-healthchecks"}  # variables only, there
     assert {option.name for option in NVIDIA_OPTIONS} - ours_in_their_table == {
         row[0].split(",")[0] for row in ROWS
@@ -88,13 +88,13 @@ def test_every_further_name_sets_the_same(name: str) -> None:
         assert parsed(**{variable: "/x"}).given[option.name].value == "/x"
 
 
-def test_of_two_variables_the_first_counts() -> None:
+def test_the_first_of_two_variables_counts() -> None:
     settings = parsed(NVIDIA_CTK_PATH="/old", NVIDIA_CDI_HOOK_PATH="/new")
     assert settings.cdi.hook_path == "/new"
     assert settings.origins["nvidia-cdi-hook-path"] == "NVIDIA_CDI_HOOK_PATH"
 
 
-def test_everything_comes_to_an_injection_and_a_cdi_record() -> None:
+def test_the_options_result_in_an_injection_and_a_cdi_record() -> None:
     settings = parsed(
         "--device-list-strategy=cdi-cri,envvar",
         "--device-id-strategy=index",
@@ -178,12 +178,12 @@ def test_commas_do_not_separate_in_the_file_as_they_do_elsewhere(tmp_path: Path,
         in_file(tmp_path, f"flags:\n  plugin:\n    deviceListStrategy: {text}\n")
 
 
-def test_an_unknown_strategy_is_refused_and_so_is_none() -> None:
-    assert refused("--device-list-strategy=env").startswith(
+def test_an_unknown_strategy_is_rejected_and_so_is_none() -> None:
+    assert problem_of("--device-list-strategy=env").startswith(
         "--device-list-strategy must be one or more of envvar, volume-mounts, cdi-annotations, cdi-cri"
     )
-    assert refused("--device-list-strategy=") == "--device-list-strategy must not be empty"
-    assert 'and is ","' in refused("--device-list-strategy=,")
+    assert problem_of("--device-list-strategy=") == "--device-list-strategy must not be empty"
+    assert 'and is ","' in problem_of("--device-list-strategy=,")
 
 
 # Others
@@ -203,21 +203,21 @@ def test_imex_channels_are_written_as_nvidias_users_do(
 
 
 @pytest.mark.parametrize("text", ["1", "[0,1]", "0,0", "[0", "x"])
-def test_other_imex_channels_are_refused(text: str) -> None:
-    assert refused(f"--imex-channel-ids={text}").startswith(
+def test_other_imex_channels_are_rejected(text: str) -> None:
+    assert problem_of(f"--imex-channel-ids={text}").startswith(
         "--imex-channel-ids must be empty or [0], because no other IMEX channel can be injected"
     )
 
 
-def test_tegra_is_refused_with_its_reason() -> None:
+def test_tegra_is_rejected_with_its_reason() -> None:
     parsed("--device-discovery-strategy=nvml")
-    assert refused(DEVICE_DISCOVERY_STRATEGY="tegra") == (
+    assert problem_of(DEVICE_DISCOVERY_STRATEGY="tegra") == (
         "DEVICE_DISCOVERY_STRATEGY must be auto or nvml, because this agent finds GPUs by NVML and Tegra"
         ' has none, and is "tegra"'
     )
 
 
-def test_words_that_a_newer_toolkit_may_know_are_skipped_and_told() -> None:
+def test_words_of_a_newer_toolkit_are_skipped_with_a_warning() -> None:
     settings = parsed(
         CDI_FEATURE_FLAGS="new-thing,disable-ipc-discoverer", CDI_DISABLE_HOOKS="update-ldcache,x"
     )
@@ -229,7 +229,7 @@ def test_words_that_a_newer_toolkit_may_know_are_skipped_and_told() -> None:
     )
 
 
-def test_what_feature_discovery_reads_of_the_file_is_checked_and_kept(tmp_path: Path) -> None:
+def test_keys_of_feature_discovery_are_checked_and_kept(tmp_path: Path) -> None:
     text = """\
 flags:
   useNodeFeatureAPI: false

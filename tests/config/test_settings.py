@@ -1,4 +1,4 @@
-"""Where values come from, and that every mistake is told at once, where it stands."""
+"""The origins of values; every mistake is reported at once, with its position."""
 
 import os
 import string
@@ -32,15 +32,15 @@ NOT_EMPTY = {
     "soft-flips": "thermal",
     "imex-channel-ids": "0",
 }
-"""Values of options that are empty by default, where any path would not do."""
+"""Values for options that are empty by default and accept more than a path."""
 
 
 def load(**flags: str) -> Settings:
     return config.load({name.replace("_", "-"): value for name, value in flags.items()}, {})
 
 
-def told(flags: dict[str, str]) -> tuple[str, ...]:
-    """What is wrong with these flags; nothing but a ConfigError may be raised."""
+def flag_problems(flags: dict[str, str]) -> tuple[str, ...]:
+    """Return the problems of these flags; only a ConfigError may be raised."""
     try:
         config.load(flags, {})
     except ConfigError as error:
@@ -89,7 +89,7 @@ def test_a_flag_counts_before_a_variable_and_a_variable_before_the_file(tmp_path
     assert settings_.policy.mig_strategy == "single"
 
 
-def test_each_value_knows_where_it_came_from(tmp_path: Path) -> None:
+def test_each_value_has_its_origin(tmp_path: Path) -> None:
     path = write(tmp_path, "version: v1\nagent:\n  callDeadline: 4s\n")
     settings_ = config.load({"config-file": path, "poll": "1s"}, {"MIG_STRATEGY": "mixed"})
     assert settings_.origins["poll"] == "--poll"
@@ -179,7 +179,7 @@ def test_durations_are_read_as_go_writes_them(text: str, value_ns: int) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "5", "s", "-1s", "1 s", "10sec", "1e3s", "٣s"])
-def test_what_is_no_duration_is_refused(text: str) -> None:
+def test_an_invalid_duration_is_rejected(text: str) -> None:
     with pytest.raises(ValueError, match="unit"):
         duration_from(text)
 
@@ -194,16 +194,14 @@ def test_what_is_no_duration_is_refused(text: str) -> None:
         ("", None),
     ],
 )
-def test_addresses_are_numbers_so_that_no_name_service_is_waited_for(
-    text: str, address: Address | None
-) -> None:
+def test_addresses_are_numbers_so_that_no_name_lookup_blocks(text: str, address: Address | None) -> None:
     assert load(http_listen=text).http_listen == address
 
 
 @pytest.mark.parametrize(
     "text", ["example.org:80", "127.0.0.1", "127.0.0.1:99999", "1.2.3:4", ":x", "::1:80x"]
 )
-def test_what_is_no_address_is_refused(text: str) -> None:
+def test_an_invalid_address_is_rejected(text: str) -> None:
     with pytest.raises(ConfigError, match="--http-listen must"):
         load(http_listen=text)
 
@@ -221,13 +219,13 @@ def test_what_is_no_address_is_refused(text: str) -> None:
         ("log_level", "loud", "--log-level must be one of"),
     ],
 )
-def test_a_wrong_value_is_named_with_what_it_may_be(name: str, value: str, sentence: str) -> None:
+def test_a_wrong_value_is_reported_with_the_valid_ones(name: str, value: str, sentence: str) -> None:
     with pytest.raises(ConfigError) as caught:
         load(**{name: value})
     assert caught.value.problems[0].startswith(sentence)
 
 
-def test_all_problems_are_told_at_once(tmp_path: Path) -> None:
+def test_all_problems_are_reported_at_once(tmp_path: Path) -> None:
     path = write(tmp_path, "agent: {pol: 1s, callDeadline: soon}\nsharing: 3\n")
     with pytest.raises(ConfigError) as caught:
         config.load({"config-file": path, "mig-strategy": "x"}, {"FAIL_ON_INIT_ERROR": "y"})
@@ -243,7 +241,7 @@ def test_a_misspelt_variable_is_a_warning_with_the_right_one() -> None:
 # The file
 
 
-def test_nvidias_sample_file_is_taken_as_it_is(tmp_path: Path) -> None:
+def test_nvidias_sample_file_is_accepted_as_it_is(tmp_path: Path) -> None:
     text = """\
 version: v1
 flags:
@@ -341,7 +339,7 @@ def test_a_file_that_sets_nothing_changes_nothing(tmp_path: Path, text: str) -> 
         ("a: 1\n---\nb: 2\n", "FILE:2: but found another document"),
     ],
 )
-def test_a_mistake_in_the_file_is_told_with_its_line_and_path(
+def test_a_mistake_in_the_file_is_reported_with_its_line_and_path(
     tmp_path: Path, text: str | bytes, sentence: str
 ) -> None:
     assert sentence in problems(tmp_path, text)
@@ -399,14 +397,14 @@ KEYS = "a configuration has flags, imex, agent, version, resources, sharing"
         ("disabled_plugins = []\nversion = 2\n", "FILE:1: the file must hold keys and values"),
     ],
 )
-def test_a_file_that_is_no_configuration_is_refused_with_what_it_is(
+def test_a_file_that_is_no_configuration_is_rejected_with_its_kind(
     tmp_path: Path, text: str, sentence: str
 ) -> None:
     (problem,) = problems(tmp_path, text)
     assert sentence in problem
 
 
-def test_a_file_that_is_not_there_is_told(tmp_path: Path) -> None:
+def test_a_missing_file_is_reported(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"Could not read the configuration file .*: No such file"):
         load(config_file=str(tmp_path / "none.yaml"))
 
@@ -422,7 +420,7 @@ def test_a_named_pipe_does_not_hang_the_start(tmp_path: Path) -> None:
         load(config_file=str(tmp_path / "pipe"))
 
 
-def test_a_mistake_is_told_once_and_down_the_file_after_flags_and_variables(tmp_path: Path) -> None:
+def test_a_mistake_is_reported_once_and_down_the_file_after_flags_and_variables(tmp_path: Path) -> None:
     text = """\
 flags:
   migStrategy: x
@@ -449,17 +447,17 @@ agent:
     ]
 
 
-def test_the_number_of_problems_told_is_bounded(tmp_path: Path) -> None:
+def test_the_number_of_reported_problems_is_bounded(tmp_path: Path) -> None:
     text = "agent:\n" + "".join(f"  wrong{number}: 1\n" for number in range(1000))
-    told = problems(tmp_path, text)
-    assert len(told) == yaml_tree.MAX_NOTES + 1
-    assert told[-1] == "and more"
+    found = problems(tmp_path, text)
+    assert len(found) == yaml_tree.MAX_NOTES + 1
+    assert found[-1] == "and more"
 
 
 def test_the_number_of_shared_resources_is_bounded(tmp_path: Path) -> None:
     entries = "".join(f"    - {{name: r{number}, replicas: 2}}\n" for number in range(300))
-    told = problems(tmp_path, f"sharing:\n  timeSlicing:\n    resources:\n{entries}")
-    assert told == ("FILE:4: sharing.timeSlicing.resources holds more than 256 entries",)
+    found = problems(tmp_path, f"sharing:\n  timeSlicing:\n    resources:\n{entries}")
+    assert found == ("FILE:4: sharing.timeSlicing.resources holds more than 256 entries",)
 
 
 def test_aliases_cannot_make_a_small_file_large_work(tmp_path: Path) -> None:
@@ -480,25 +478,23 @@ keys = st.sampled_from(["version", "flags", "agent", "sharing", "resources", "po
 @settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 @given(st.dictionaries(keys, values, max_size=4))
 @example({"flags": {"plugin": {"passDeviceSpecs": {}}}})
-def test_whatever_a_file_says_it_is_settings_or_sentences(
-    tmp_path: Path, document: dict[str, object]
-) -> None:
+def test_any_file_yields_settings_or_sentences(tmp_path: Path, document: dict[str, object]) -> None:
     path = write(tmp_path, yaml.safe_dump(document))
-    assert all(problem.startswith(path) for problem in told({"config-file": path}))
+    assert all(problem.startswith(path) for problem in flag_problems({"config-file": path}))
 
 
 @settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 @given(st.binary(max_size=300))
-def test_whatever_bytes_a_file_holds_it_is_settings_or_sentences(tmp_path: Path, raw: bytes) -> None:
+def test_any_bytes_yield_settings_or_sentences(tmp_path: Path, raw: bytes) -> None:
     path = write(tmp_path, raw)
-    assert all(path in problem for problem in told({"config-file": path}))
+    assert all(path in problem for problem in flag_problems({"config-file": path}))
 
 
 @settings(max_examples=200, deadline=None)
 @given(st.dictionaries(st.sampled_from(sorted(OPTIONS)), words, max_size=5))
-def test_whatever_flags_say_they_are_settings_or_sentences(flags: dict[str, str]) -> None:
+def test_any_flags_yield_settings_or_sentences(flags: dict[str, str]) -> None:
     flags.pop("config-file", None)
-    assert all(problem.startswith("--") for problem in told(flags))
+    assert all(problem.startswith("--") for problem in flag_problems(flags))
 
 
 # Reload
@@ -541,13 +537,13 @@ def flips(
         ("48", "all", {13, 31, 48, 79, 94}),
     ],
 )
-def test_the_variables_of_nvidias_plugin_mean_what_they_mean_there(
+def test_the_variables_of_nvidias_plugin_work_as_they_do_there(
     disabled: str, enabled: str, flipping: set[int]
 ) -> None:
     assert flips({"DP_DISABLE_HEALTHCHECKS": disabled, "DP_ENABLE_HEALTHCHECKS": enabled}) == flipping
 
 
-def test_what_makes_no_sense_in_them_is_told_and_skipped() -> None:
+def test_invalid_words_in_them_are_skipped_with_a_warning() -> None:
     settings_ = config.load({}, {"DP_DISABLE_HEALTHCHECKS": "bad,48,-1", "DP_ENABLE_HEALTHCHECKS": "x" * 99})
     assert settings_.warnings == (
         'DP_DISABLE_HEALTHCHECKS: "bad" is no XID and was skipped',
@@ -556,7 +552,7 @@ def test_what_makes_no_sense_in_them_is_told_and_skipped() -> None:
     )
 
 
-def test_a_list_of_xids_is_bounded_and_so_is_what_is_told_of_it() -> None:
+def test_a_list_of_xids_is_bounded_and_so_is_the_warning() -> None:
     listed = xid_list_from(",".join([*(str(number) for number in range(9_000)), *("abcdefghijkl")]))
     assert (len(listed.xids), len(listed.skipped)) == (MAX_XIDS, MAX_SKIPPED_NAMED)
 
@@ -566,7 +562,7 @@ def test_the_file_can_list_them_too(tmp_path: Path) -> None:
     assert flips({}, text, tmp_path) == {79, 94}
 
 
-def test_the_file_has_the_last_word_on_single_xids(tmp_path: Path) -> None:
+def test_the_file_overrides_both_for_single_xids(tmp_path: Path) -> None:
     text = "agent: {xids: {94: ignore, 31: flip, 13: ignore}}\n"
     assert flips({"DP_ENABLE_HEALTHCHECKS": "all"}, text, tmp_path) == {31, 48, 79}
     assert flips({"DP_DISABLE_HEALTHCHECKS": "all"}, text, tmp_path) == {31}
@@ -578,7 +574,7 @@ def test_the_catalog_can_be_followed_instead(tmp_path: Path) -> None:
     assert flips({}, "agent: {xidPolicy: catalog, xids: {94: flip}}\n", tmp_path) == {48, 79, 94}
 
 
-def test_what_is_wrong_with_single_xids_is_told(tmp_path: Path) -> None:
+def test_problems_of_single_xids_are_reported(tmp_path: Path) -> None:
     text = "agent:\n  xids:\n    79: off\n    x: flip\n    48: [flip]\n    -1: flip\n    1234567: flip\n"
     assert problems(tmp_path, text) == (
         "FILE:3: agent.xids.79 must be flip or ignore",
@@ -594,7 +590,7 @@ def test_what_is_wrong_with_single_xids_is_told(tmp_path: Path) -> None:
     )
 
 
-# What is deeper in the file
+# Nested keys of the file
 
 
 def test_keys_that_belong_together_stand_together(tmp_path: Path) -> None:
@@ -619,7 +615,7 @@ def test_the_slowdown_window_is_a_time_whatever_the_poll(tmp_path: Path) -> None
     assert load(poll="10ms", slowdown_window="24h").policy.slowdown_window_polls == config.MAX_SLOWDOWN_POLLS
 
 
-def test_a_misspelt_key_inside_is_told_with_the_right_one(tmp_path: Path) -> None:
+def test_a_misspelt_nested_key_is_reported_with_the_right_one(tmp_path: Path) -> None:
     assert problems(tmp_path, "agent: {flapping: {fault: 5}, flaping: {}, xid: {}}\n") == (
         "FILE:1: agent.flapping.fault is unknown (did you mean faults?)",
         "FILE:1: agent.flaping is unknown (did you mean flapping?)",
@@ -628,14 +624,14 @@ def test_a_misspelt_key_inside_is_told_with_the_right_one(tmp_path: Path) -> Non
 
 
 def test_a_hard_reason_is_no_soft_one(tmp_path: Path) -> None:
-    assert told({"soft-flips": "thermal,gpu_lost"}) == (
+    assert flag_problems({"soft-flips": "thermal,gpu_lost"}) == (
         '--soft-flips must be some of nvlink_down, thermal, and is "thermal,gpu_lost"',
     )
 
 
 @pytest.mark.parametrize("value", ["1", "64", "16 MiB", "5GiB", "-1MiB", "16mib"])
 def test_a_size_has_a_unit_and_bounds(value: str) -> None:
-    assert told({"event-log-size": value})
+    assert flag_problems({"event-log-size": value})
 
 
 def test_sizes_are_of_bytes() -> None:
@@ -644,12 +640,12 @@ def test_sizes_are_of_bytes() -> None:
     assert load(event_log_size="0").event_log_bytes == 0
 
 
-def test_what_is_read_can_be_turned_off() -> None:
+def test_sources_can_be_turned_off() -> None:
     settings_ = load(kernel_log="", uevents="false", pod_resources_socket="")
     assert (settings_.kernel_log, settings_.uevents, settings_.pod_resources_socket) == ("", False, "")
 
 
-def test_to_begin_to_observe_needs_a_restart_and_to_end_it_does_not() -> None:
+def test_starting_to_observe_needs_a_restart_and_stopping_does_not() -> None:
     acting, observing = load(), load(observe="true")
     assert list(changes_that_need_a_restart(acting, observing)) == ["observe"]
     assert list(changes_that_need_a_restart(observing, acting)) == []

@@ -40,7 +40,7 @@ def test_time_slicing_with_its_switches(tmp_path: Path) -> None:
     )
 
 
-def test_only_mps_refuses_more_than_one_share_by_default(tmp_path: Path) -> None:
+def test_only_mps_rejects_more_than_one_share_by_default(tmp_path: Path) -> None:
     assert not sharing(tmp_path, f"{{timeSlicing: {{{ONE}}}}}").fail_requests_greater_than_one
     mps = sharing(tmp_path, f"{{mps: {{{ONE}}}}}", mps_root="/x")
     assert (mps.strategy, mps.fail_requests_greater_than_one) == ("mps", True)
@@ -48,7 +48,7 @@ def test_only_mps_refuses_more_than_one_share_by_default(tmp_path: Path) -> None
     assert not sharing(tmp_path, relaxed, mps_root="/x").fail_requests_greater_than_one
 
 
-def test_mps_counts_before_time_slicing_and_that_is_told(tmp_path: Path) -> None:
+def test_mps_overrides_time_slicing_with_a_warning(tmp_path: Path) -> None:
     text = f"sharing:\n  timeSlicing: {{{ONE}}}\n  mps: {{resources: [{{name: gpu, replicas: 2}}]}}\n"
     settings = loaded(tmp_path, text, mps_root="/x")
     assert settings.policy.sharing.strategy == "mps"
@@ -56,7 +56,7 @@ def test_mps_counts_before_time_slicing_and_that_is_told(tmp_path: Path) -> None
     assert settings.warnings[0].endswith(":2: sharing.timeSlicing is ignored, because sharing.mps counts")
 
 
-def test_mps_needs_its_root_and_does_not_go_with_mixed_mig(tmp_path: Path) -> None:
+def test_mps_needs_its_root_and_conflicts_with_mixed_mig(tmp_path: Path) -> None:
     text = f"sharing:\n  mps: {{{ONE}}}\n"
     assert problems(tmp_path, text, mig_strategy="mixed") == [
         "2: sharing.mps conflicts with the MIG strategy mixed (--mig-strategy)",
@@ -84,7 +84,7 @@ def test_mps_needs_its_root_and_does_not_go_with_mixed_mig(tmp_path: Path) -> No
         ("gpu", "[0] must hold keys and values"),
     ],
 )
-def test_what_nvidias_plugin_refuses_is_refused_with_its_path(
+def test_what_nvidias_plugin_rejects_is_rejected_with_its_path(
     tmp_path: Path, entry: str, sentence: str
 ) -> None:
     for way in ("timeSlicing", "mps"):
@@ -99,7 +99,7 @@ def test_sharing_without_resources_is_a_mistake_and_not_nothing(tmp_path: Path, 
     ]
 
 
-def test_a_name_may_be_as_long_as_it_is_offered(tmp_path: Path) -> None:
+def test_a_name_may_be_as_long_as_it_is_advertised(tmp_path: Path) -> None:
     name = "a" * 50
     assert sharing(tmp_path, f"{{timeSlicing: {{resources: [{{name: {name}, replicas: 2}}]}}}}").shares
     text = (
@@ -120,7 +120,7 @@ def test_48_clients_are_the_most_for_mps_and_also_for_our_entries(tmp_path: Path
     assert loaded(tmp_path, text.replace("49", "48"), mps_root="/x").policy.sharing.shares[0].replicas == 48
 
 
-def test_a_resource_that_is_there_twice_has_the_larger_number_as_with_nvidias_plugin(tmp_path: Path) -> None:
+def test_a_repeated_resource_has_the_larger_number_as_with_nvidias_plugin(tmp_path: Path) -> None:
     entries = "{name: gpu, replicas: 4}, {name: b, replicas: 3}, {name: nvidia.com/gpu, replicas: 1500}"
     settings = loaded(tmp_path, f"sharing: {{timeSlicing: {{resources: [{entries}]}}}}\n")
     assert settings.policy.sharing.shares == (Share(GPU, 1500), Share(ResourceName("nvidia.com/b"), 3))
@@ -129,7 +129,7 @@ def test_a_resource_that_is_there_twice_has_the_larger_number_as_with_nvidias_pl
     ]
 
 
-def test_what_nvidias_plugin_ignores_is_told_where_it_would_change_something(tmp_path: Path) -> None:
+def test_keys_that_nvidias_plugin_ignores_are_warnings_if_they_would_change_something(tmp_path: Path) -> None:
     entries = (
         "{name: gpu, replicas: 2, rename: shared-gpu, devices: [0]}, {name: b, replicas: 2, devices: all}"
     )
@@ -181,7 +181,7 @@ def test_our_entries_may_stand_alone(tmp_path: Path) -> None:
         ("{name: a, replicas: 2}, {name: a, replicas: 3}", " names nvidia.com/a twice"),
     ],
 )
-def test_mistakes_in_our_entries_are_told(tmp_path: Path, entry: str, sentence: str) -> None:
+def test_mistakes_in_our_entries_are_reported(tmp_path: Path, entry: str, sentence: str) -> None:
     text = f"agent: {{sharing: {{resources: [{entry}]}}}}\n"
     assert f"1: agent.sharing.resources{sentence}" in problems(tmp_path, text)
 

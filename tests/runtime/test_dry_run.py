@@ -73,7 +73,7 @@ def test_more_shares_than_there_are_are_refused() -> None:
         dry_run(snapshot(gpu(0), shares=2), ["0", "0", "0"])
 
 
-def test_an_unknown_device_is_told_with_those_that_there_are() -> None:
+def test_an_unknown_device_is_reported_with_the_known_ones() -> None:
     with pytest.raises(AgentError) as refused:
         dry_run(snapshot(gpu(0)), ["0", "7"])
     assert str(refused.value) == (

@@ -267,7 +267,7 @@ def test_a_file_of_another_shape_is_a_problem_and_no_crash(tmp_path: Path, text:
     assert any("must" in problem for problem in problems_of(tmp_path, text))
 
 
-def test_the_number_of_problems_told_is_bounded(tmp_path: Path) -> None:
+def test_the_number_of_reported_problems_is_bounded(tmp_path: Path) -> None:
     found = problems_of(tmp_path, "".join(f"key{n}: 1\n" for n in range(500)))
 
     assert len(found) == 51

@@ -62,7 +62,7 @@ def test_each_kind_is_recorded_at_once_then_once_a_minute_and_all_are_counted(
         effect = ignored(xid, gpu, now_ns, times)
         counted[name(effect)] += times
         note(repeats.admitted(effect))
-        # Nothing waits for longer than a minute.
+        # No event is delayed for longer than a minute.
         assert repeats.due_ns is None or now_ns < repeats.due_ns <= now_ns + MINUTE
     recorded.update({name(each): count(each) for each in repeats.rest(now_ns)})
     assert recorded == counted
@@ -76,8 +76,8 @@ def test_a_gpu_with_ever_new_kinds_costs_no_other_gpu_its_minute() -> None:
     recorded = sum(count(each) for xid in range(500) for each in repeats.admitted(ignored(xid, "loud", 2)))
     assert recorded == 500
     assert repeats.admitted(ignored(31, "quiet", 3)) == []
-    (told,) = [each for each in repeats.due(MINUTE + 5) if name(each)[0] == "quiet"]
-    assert count(told) == 2
+    (due,) = [each for each in repeats.due(MINUTE + 5) if name(each)[0] == "quiet"]
+    assert count(due) == 2
 
 
 def test_what_changes_is_never_a_repetition() -> None:

@@ -1,4 +1,4 @@
-"""Who uses the GPUs, as documents and as the tables of contexts, owners and status."""
+"""The use of the GPUs as documents and as the tables of contexts, owners and status."""
 
 import json
 from typing import Any
@@ -15,7 +15,7 @@ from agent.model.usage import GpuTotal, PodRef, ProbeView, ProcessUse, Usage
 from agent.views import documents
 from agent.views import usage as views
 from agent.views.documents import probe as probe_document
-from agent.views.documents import usage_summary as picture_document
+from agent.views.documents import usage_summary
 from tests.core.build import START_NS, U0, U1, Node, S, mig_gpu
 from tests.core.use import POD_A, POD_B, allocated, hold, memory, node, orphan, process, seen, user
 
@@ -50,7 +50,7 @@ def as_json(document: object) -> dict[str, Any]:
 
 
 def in_use() -> Node:
-    """A pod's process with two contexts on its GPU, a partial one of the host's, the agent, an orphan."""
+    """Return a node with a pod's process with two contexts, a partial one, the agent and an orphan."""
     made = node()
     made.tell(
         ProbeSeen(RUNNING),
@@ -76,7 +76,7 @@ def in_use() -> Node:
     return made
 
 
-def test_a_process_is_told_with_its_pod_its_contexts_and_its_memory() -> None:
+def test_a_process_has_its_pod_its_contexts_and_its_memory() -> None:
     document = contexts_of(in_use())
 
     assert document["processes"][1] == {
@@ -114,11 +114,13 @@ def test_a_process_is_told_with_its_pod_its_contexts_and_its_memory() -> None:
     }
 
 
-def test_the_picture_is_told_with_how_far_it_can_be_trusted() -> None:
+def test_the_usage_summary_has_its_certainty() -> None:
     document = contexts_of(in_use())
 
-    told = {name: value for name, value in document.items() if name not in {"processes", "orphans", "probe"}}
-    assert told == {
+    summary = {
+        name: value for name, value in document.items() if name not in {"processes", "orphans", "probe"}
+    }
+    assert summary == {
         "apiVersion": "gpu-agent/v1",
         "complete": True,
         "incomplete_because": "",
@@ -135,7 +137,7 @@ def test_the_picture_is_told_with_how_far_it_can_be_trusted() -> None:
     }
 
 
-def test_what_a_process_left_behind_is_told_with_who_keeps_it() -> None:
+def test_an_orphan_has_its_holders() -> None:
     (left,) = contexts_of(in_use())["orphans"]
 
     assert {name: left[name] for name in ("gpu_uuid", "gpu", "clients", "contexts", "holders", "ended")} == {
@@ -170,7 +172,7 @@ def test_what_is_not_known_is_null() -> None:
     assert document["gpus"][0]["contexts"] is None
 
 
-def test_a_gpu_is_told_with_who_was_given_it_and_who_holds_it() -> None:
+def test_a_gpu_has_its_allocation_and_its_holders() -> None:
     first = owners_of(in_use())["owners"][0]
 
     holders = first.pop("holders")
@@ -204,7 +206,7 @@ def test_a_gpu_is_told_with_who_was_given_it_and_who_holds_it() -> None:
     }
 
 
-def test_a_process_that_only_nvml_tells_of_is_a_holder_of_unknown_owner() -> None:
+def test_a_process_that_only_nvml_reports_is_a_holder_of_unknown_owner() -> None:
     made = node()
     made.tell(memory(user(999, 100)))
 
@@ -212,7 +214,7 @@ def test_a_process_that_only_nvml_tells_of_is_a_holder_of_unknown_owner() -> Non
     assert (holder["pid"], holder["owner"], holder["comm"], holder["since"]) == (999, "unknown", "", None)
 
 
-def test_a_pod_that_nobody_knows_by_name_is_told_by_its_uid() -> None:
+def test_a_pod_without_a_known_name_has_its_uid() -> None:
     made = node()
     unknown = "dddddddd-0000-4000-8000-000000000000"
     use = process(5)
@@ -254,7 +256,7 @@ def test_the_table_of_contexts_has_a_row_for_each_gpu_of_a_process() -> None:
     ]
 
 
-def test_of_many_who_keep_contexts_alive_some_are_named() -> None:
+def test_some_of_many_holders_of_contexts_are_named() -> None:
     made = node()
     made.tell(seen(orphans=[orphan(4000, 5, 6, 7, 8, contexts=None)], at_ns=START_NS))
 
@@ -280,7 +282,7 @@ def test_the_table_of_owners_has_a_row_for_each_holder_but_the_agent() -> None:
     ]
 
 
-def test_a_gpu_that_only_the_agent_holds_is_held_by_nobody() -> None:
+def test_a_gpu_that_only_the_agent_holds_has_no_holder() -> None:
     made = node()
     made.tell(seen(process(1, hold(U0, 0), is_agent=True)))
 
@@ -300,7 +302,7 @@ LONG_POD = "a-rather-long-namespace/a-training-job-with-a-long-name-7d4b9c6f8-x2
 
 
 def long_names() -> dict[str, Any]:
-    """Documents as long as they get."""
+    """Return documents with the longest names."""
     made = in_use()
     document = {"contexts": contexts_of(made), "owners": owners_of(made)}
     text = json.dumps(document).replace("ns1/job-a", LONG_POD).replace('"train"', '"fifteen-letters"')
@@ -327,7 +329,7 @@ def test_wide_tables_cut_no_name() -> None:
     assert LONG_POD in owner_lines(document["owners"], is_wide=True)[2]
 
 
-def test_who_reads_the_table_is_told_what_it_is_worth() -> None:
+def test_the_notes_name_the_limits_of_the_table() -> None:
     made = node()
     assert list(notes(contexts_of(made))) == ["Nothing was read yet, or the probe is off (--probe-tier)"]
 
@@ -345,7 +347,7 @@ def test_who_reads_the_table_is_told_what_it_is_worth() -> None:
     ]
 
 
-def test_what_is_not_known_is_said_so_in_the_tables() -> None:
+def test_the_tables_show_unknown_values_as_unknown() -> None:
     made = node()
     made.tell(seen(process(5, hold(U0, None)), unplaced(6), source="proc"))
 
@@ -355,7 +357,7 @@ def test_what_is_not_known_is_said_so_in_the_tables() -> None:
 
 
 def unplaced(pid: int) -> ProcessUse:
-    """A process that has the driver open, and no GPU."""
+    """Return a process that has the driver open, and no GPU."""
     return replace(process(pid), holds=())
 
 
@@ -372,14 +374,14 @@ def status_of(probe: ProbeView | None, usage: Usage | None = None) -> list[str]:
             "ready": True,
             "reasons": [],
             "resources": [],
-            "usage": picture_document(usage),
+            "usage": usage_summary(usage),
         },
         now_ns=0,
     )
     return lines[2 : lines.index("GPUs     <none>")]
 
 
-def test_the_status_shows_what_is_missing_of_the_picture() -> None:
+def test_the_status_shows_what_the_usage_data_lacks() -> None:
     assert status_of(None, None) == status_of(None, Usage(at_ns=0)) == []
     partly = Usage(at_ns=0, complete=False, incomplete_because="too much: 7", events_lost=3, evicted=40)
     assert status_of(None, partly) == [
@@ -418,7 +420,5 @@ def test_the_status_shows_what_is_missing_of_the_picture() -> None:
         ),
     ],
 )
-def test_the_status_shows_how_the_probe_is_and_what_it_costs(
-    probe: ProbeView | None, lines: list[str]
-) -> None:
+def test_the_status_shows_the_probe_and_its_overhead(probe: ProbeView | None, lines: list[str]) -> None:
     assert status_of(probe) == lines

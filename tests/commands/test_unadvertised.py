@@ -1,4 +1,4 @@
-"""What the status says of a GPU that is well and not offered."""
+"""The status shows a healthy GPU that is not advertised."""
 
 from typing import Any
 
@@ -18,5 +18,5 @@ def test_a_gpu_in_mig_mode_without_a_mig_device_is_named() -> None:
     ]
     agent = {"version": "1", "phase": "serving", "uptime_s": 5, "pid": 7}
     lines = status_lines(document | {"agent": agent}, now_ns=0)
-    told = lines.index("         A GPU in MIG mode without a MIG device is not offered")
-    assert U1 in lines[told + 1]
+    place = lines.index("         A GPU in MIG mode without a MIG device is not offered")
+    assert U1 in lines[place + 1]
