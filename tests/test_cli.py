@@ -25,6 +25,7 @@ from agent.commands import render
 from agent.commands.client import AgentClient, candidates, find_agent
 from agent.commands.devices import device_lines
 from agent.commands.status import status_lines
+from agent.commands.table import all_commands
 from agent.config import flags
 from agent.config.options import OPTIONS
 from agent.errors import AgentUnreachableError
@@ -33,7 +34,7 @@ from agent.threads import in_daemon_thread
 from tests.agent_process import AgentProcess, clean_environment, flags_of, running, simulated_node
 from tests.killed_runs import WITH_US
 
-ALL_COMMANDS = tuple(cli.all_commands())
+ALL_COMMANDS = tuple(all_commands())
 
 
 def gpu_agent(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:

@@ -93,7 +93,7 @@ def _settings(flags: Mapping[str, str]) -> Settings:
 
 
 def _simulated(args: argparse.Namespace, given: Mapping[str, str]) -> object:
-    from agent.extras import scenario_node  # noqa: PLC0415 - help must appear at once
+    from agent.commands.extras import scenario_node  # noqa: PLC0415 - help must appear at once
     from agent.runtime.dry_run import dry_run  # noqa: PLC0415
 
     return dry_run(scenario_node(args.scenario, given).snapshot, args.ids, resource=args.resource)

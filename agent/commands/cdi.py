@@ -99,7 +99,7 @@ def _own_files(directory: str) -> Iterator[str]:
 
 def _of_scenario(name: str, given: dict[str, str]) -> list[Any]:
     """Return what the agent would write on a scenario's node, and print its warnings."""
-    from agent.extras import scenario_node  # noqa: PLC0415 - help must appear at once
+    from agent.commands.extras import scenario_node  # noqa: PLC0415 - help must appear at once
     from agent.sinks.cdi.files import SpecDirectory  # noqa: PLC0415
     from agent.sinks.cdi.records import CdiError, Wanted  # noqa: PLC0415
 

@@ -6,9 +6,9 @@ Source: man(7) and groff_man(7) of groff.
 import sys
 from collections.abc import Iterator
 
-from agent.cli import all_groups
+from agent.commands.extras import not_installed
 from agent.commands.parsers import Argument, Described, described
-from agent.extras import not_installed
+from agent.commands.table import all_groups
 
 _FILES = {
     "/var/lib/gpu-agent/state.json": "Conditions, holds and counts, kept over restarts and reboots.",

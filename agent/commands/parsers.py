@@ -4,13 +4,12 @@ Completions and the manual are generated from it, so they agree with ``--help``.
 """
 
 import argparse
-import importlib
 import re
 from collections.abc import Iterator
-from typing import Final, Literal, NamedTuple, cast
+from typing import Final, Literal, NamedTuple
 
-from agent.cli import Command, CommandGroup, CommandModule, all_groups
 from agent.commands.arguments import Parser
+from agent.commands.table import Command, CommandGroup, CommandModule, all_groups, module_of
 
 Kind = Literal["none", "path", "text"]
 
@@ -57,8 +56,7 @@ def described() -> Iterator[tuple[CommandGroup, Described]]:
     """Yield each command that is installed, with its group."""
     for group in all_groups():
         for command in group.commands:
-            module = cast("CommandModule", importlib.import_module(command.module))
-            yield group, _described(command, module)
+            yield group, _described(command, module_of(command))
 
 
 def _described(command: Command, module: CommandModule) -> Described:

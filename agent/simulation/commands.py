@@ -2,8 +2,8 @@
 
 from typing import Final
 
-from agent.cli import Command, CommandGroup
-from agent.extras import SIMULATION
+from agent.commands.extras import SIMULATION
+from agent.commands.table import Command, CommandGroup
 
 GROUP: Final = CommandGroup(
     "Without a GPU",

@@ -28,7 +28,7 @@ USUAL_MPS_ROOT: Final = "/run/nvidia/mps"
 
 @dataclass(frozen=True, slots=True)
 class ScenarioNode:
-    """What commands show of a scenario's node; an agent.extras.ScenarioNode."""
+    """What commands show of a scenario's node; an agent.commands.extras.ScenarioNode."""
 
     spec: NodeSpec
     settings: Settings

@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
-from agent.cli import all_commands
 from agent.cli import main as cli
 from agent.commands import manual
 from agent.commands.describe import page as page_of
 from agent.commands.parsers import described
 from agent.commands.render import for_people
+from agent.commands.table import all_commands
 from agent.threads import in_daemon_thread
 from tests.agent_process import PATIENCE_S, clean_environment, flags_of, running, simulated_node
 

@@ -223,3 +223,10 @@ def _nodes_of(gpu: Gpu, device: Device) -> Iterable[str]:
     for mig in gpu.mig_devices:
         if mig.uuid == device.uuid:
             yield from capability_nodes(mig)
+
+
+def missing_channels(injection: Injection, control_nodes: Collection[str]) -> tuple[str, ...]:
+    """Return the device nodes of channels that every container is to get and that do not exist."""
+    wanted = injection.imex_channels if injection.imex_required else ()
+    nodes = (f"{IMEX_NODE}{channel}" for channel in wanted)
+    return tuple(node for node in nodes if node not in control_nodes)

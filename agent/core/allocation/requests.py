@@ -9,9 +9,8 @@ from typing import Final, Literal
 
 import msgspec
 
-from agent.core.allocation.injection import ContainerAnswer, container_answer, names_nodes
+from agent.core.allocation.injection import ContainerAnswer, container_answer, missing_channels, names_nodes
 from agent.core.allocation.nodes import unknown_message, unknown_nodes
-from agent.core.health.imex import missing_channels
 from agent.core.reasons import MEANINGS, advice_of
 from agent.core.wording import listed
 from agent.model.health import Evidence, Health, Reason

@@ -8,11 +8,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import combinations
 from typing import Final
 
-from agent.core.health.state import State
-from agent.model import facts
 from agent.model.gpu import Gpu
 from agent.model.ids import GpuUuid
-from agent.model.structs import replace
 from agent.model.topology import UNKNOWN_LINK, Link, PcieDistance, Survey, Topology
 
 NUMA_WEIGHT: Final = 4_096
@@ -47,13 +44,6 @@ _SHORT_NAMES: Final[Mapping[PcieDistance, str]] = {
     PcieDistance.SAME_NODE: "NODE",
     PcieDistance.CROSS_NODE: "SYS",
 }
-
-
-def surveyed(state: State, fact: facts.TopologySeen) -> State:
-    """Take what a survey of a GPU found."""
-    if fact.gpu not in state.gpus or state.surveys.get(fact.gpu) == fact.survey:
-        return state
-    return replace(state, surveys={**state.surveys, fact.gpu: fact.survey})
 
 
 def topology_of(

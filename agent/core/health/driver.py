@@ -9,14 +9,12 @@ from collections.abc import Iterable, Mapping
 from typing import Final, TypeVar
 
 from agent.core.allocation.cdi import unnameable
-from agent.core.allocation.injection import gives_capabilities, names_nodes, uses_cdi
+from agent.core.allocation.injection import gives_capabilities, missing_channels, names_nodes, uses_cdi
 from agent.core.allocation.nodes import is_of_driver, owners, without_path
 from agent.core.health import conditions
 from agent.core.health.commands import with_holds, with_maintenance
-from agent.core.health.imex import missing_channels, with_channels
 from agent.core.health.inventory import offers
-from agent.core.health.mps import with_daemon
-from agent.core.health.needs import without_need
+from agent.core.health.needs import with_channels, with_daemon, without_need
 from agent.core.health.state import MAX_AWAITED, State
 from agent.model import facts
 from agent.model.gpu import Gpu
@@ -356,3 +354,10 @@ def hang_conditions(state: State, now_ns: int) -> conditions.Conditions:
             now_ns=now_ns,
         )
     return active
+
+
+def surveyed(state: State, fact: facts.TopologySeen) -> State:
+    """Take what a survey of a GPU found."""
+    if fact.gpu not in state.gpus or state.surveys.get(fact.gpu) == fact.survey:
+        return state
+    return replace(state, surveys={**state.surveys, fact.gpu: fact.survey})

@@ -1,15 +1,27 @@
-"""What some GPUs need of the node beside the driver: without it none of their devices can be used.
+"""What some GPUs need of the node beside the driver: an IMEX channel, the MPS control daemon.
 
-Invariants: what is missing marks exactly the GPUs that need it. Who needs nothing has no condition, and
-forgets at once what was missing before.
+Invariants: what is missing marks exactly the GPUs that need it, and it is not the fault of a GPU, so it
+counts for no flapping. A GPU that needs nothing has no condition, and what was missing before is forgotten
+at once. A required IMEX channel that is missing marks every GPU; until the nodes were read, nothing is
+known of a channel, and no condition is raised. The MPS control daemon is missing from before the first
+list until it serves.
+
+Source: NVIDIA/k8s-device-plugin:internal/imex/imex.go, whose plugin does not start without a channel that
+is required.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
+from typing import Final
 
+from agent.core.allocation.injection import missing_channels
 from agent.core.health import conditions
 from agent.core.health.conditions import Conditions
+from agent.core.health.inventory import Offers
+from agent.model import facts
 from agent.model.health import Reason
 from agent.model.ids import GpuUuid, Placement, SourceName
+from agent.model.policy import Injection
+from agent.model.sharing import Sharing
 
 
 def with_need(
@@ -50,3 +62,57 @@ def without_need(active: Conditions, reason: Reason, *, but: Collection[GpuUuid]
         if key.reason is not reason or key.placement.gpu in but
     }
     return active if len(kept) == len(active) else kept
+
+
+def with_channels(
+    active: Conditions,
+    gpus: Iterable[GpuUuid],
+    injection: Injection,
+    control_nodes: Collection[str] | None,
+    *,
+    now_ns: int,
+) -> Conditions:
+    """Return the conditions with one on every GPU while a channel that is required is missing.
+
+    ``control_nodes`` are those that exist; None: nobody looked yet.
+    """
+    if not injection.imex_required:
+        return without_need(active, Reason.IMEX_CHANNEL_MISSING)
+    if control_nodes is None:
+        return active
+    missing = missing_channels(injection, control_nodes)
+    return with_need(
+        active,
+        Reason.IMEX_CHANNEL_MISSING,
+        tuple(gpus),
+        source=facts.NVML,
+        missing=f"{', '.join(missing[:4])} does not exist and is required" if missing else None,
+        now_ns=now_ns,
+    )
+
+
+NOT_LOOKED: Final = "The MPS control daemon was not looked for yet"
+
+
+def with_daemon(
+    active: Conditions, offers: Offers, sharing: Sharing, *, ready: bool | None, missing: str, now_ns: int
+) -> Conditions:
+    """Return the conditions with one on the GPUs that MPS shares, for as long as the daemon is not ready.
+
+    ``ready`` None: nobody looked yet; ``missing``: what is missing of it.
+    """
+    return with_need(
+        active,
+        Reason.MPS_NOT_READY,
+        shared_gpus(offers) if sharing.strategy == "mps" else (),
+        source=facts.MPS,
+        missing=None if ready else missing or NOT_LOOKED,
+        now_ns=now_ns,
+    )
+
+
+def shared_gpus(offers: Offers) -> frozenset[GpuUuid]:
+    """Return the GPUs of which replicas are offered."""
+    return frozenset(
+        offer.placement.gpu for offered in offers.values() for offer in offered if offer.replica is not None
+    )

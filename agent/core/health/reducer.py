@@ -193,7 +193,7 @@ def _known(state: State, fact: _Quiet, now_ns: int) -> State:  # noqa: C901, PLR
         case facts.GpuSampled():
             return faults.sampled(state, fact, now_ns)
         case facts.TopologySeen():
-            return topology.surveyed(state, fact)
+            return driver.surveyed(state, fact)
         case facts.DriverReady():
             return driver.ready(state, fact)
         case facts.DriverUnavailable():

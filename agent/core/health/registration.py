@@ -14,7 +14,6 @@ from typing import Final, assert_never
 
 import msgspec
 
-from agent.core.backoff import delay_ns
 from agent.model.facts import (
     ListWritten,
     OwnSocketLost,
@@ -290,3 +289,21 @@ def _back_off(standing: Registration, message: str, policy: Policy, now_ns: int)
         retry_at_ns=now_ns + wait_ns,
         message=message,
     )
+
+
+JITTER_PERCENT: Final = 20
+
+
+def delay_ns(attempt: int, *, first_ns: int, cap_ns: int, seed: int) -> int:
+    """Return how long to wait before try ``attempt`` + 1; the first failure is attempt 1.
+
+    The seed spreads many nodes that failed at the same moment; equal arguments give equal delays.
+    """
+    doublings = min(attempt - 1, 62)
+    base_ns = min(first_ns << doublings, cap_ns)
+    return base_ns + base_ns * (_mix(seed, attempt) % (JITTER_PERCENT + 1)) // 100
+
+
+def _mix(seed: int, attempt: int) -> int:
+    """Scramble two integers; the constant is Knuth's multiplicative hash (2**32 / golden ratio)."""
+    return ((seed + attempt) * 2_654_435_761 & 0xFFFFFFFF) >> 16

@@ -8,9 +8,8 @@ import msgspec
 
 from agent.core.freshness import unknown_gpus
 from agent.core.health.conditions import after_restart
-from agent.core.health.imex import with_channels
 from agent.core.health.inventory import Offer, offers
-from agent.core.health.mps import with_daemon
+from agent.core.health.needs import with_channels, with_daemon
 from agent.core.health.registration import Registration
 from agent.core.health.samples import Window
 from agent.core.health.verdicts import verdicts

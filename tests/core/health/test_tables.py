@@ -2,7 +2,7 @@
 
 import pytest
 
-from agent.core.backoff import delay_ns
+from agent.core.health.registration import delay_ns
 from agent.core.reasons import MEANINGS
 from agent.core.xids import (
     CLASSES,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol, cast
 from agent.errors import AgentError, UsageError
 
 if TYPE_CHECKING:
-    from agent.cli import CommandGroup
+    from agent.commands.table import CommandGroup
     from agent.config.settings import Settings
     from agent.model.snapshot import Snapshot
 
