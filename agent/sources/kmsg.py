@@ -1,20 +1,21 @@
-"""Reads the kernel log: XIDs that NVML may not tell of, and the driver's last words before a fault.
+"""Reads the kernel log: XIDs that NVML may not report, and the driver's last lines before a fault.
 
 Guarantees:
 
-1. Every record is read once. What was in the log before the agent began to read is backlog, decided by
+1. Every record is read once. Records from before the agent started to read are backlog, decided by
    the order of the records where the kernel keeps the log (its clock for the log is no other clock), by
-   their time where something else does. A source that is started again goes on where it ended.
-   Where an earlier agent of this boot read up to some record, what it told is not told again, and what
-   came since is no backlog, but not live either: nobody listened to NVML in between. Of both it is told
-   whether a later record says that the GPU was initialised anew.
-2. What the kernel dropped before it was read is counted by the gap in the sequence numbers, and told.
-3. The loop is never held up: reads do not block, a turn takes MAX_RECORDS_PER_TURN records, and the
-   backlog is read in a thread of its own.
-4. What is kept is bounded: kmsg_recent.RECENT_LINES lines, MAX_RECORD_BYTES of a record that has not ended.
+   their time where something else does. A source that is restarted continues where it stopped.
+   Where an earlier agent of this boot read up to some record, what it emitted is not emitted again, and later
+   records are no backlog, but not live either: no agent listened to NVML in between. The facts of both state
+   whether a later record shows that the GPU was initialised again.
+2. The gap in the sequence numbers counts the records that the kernel dropped before they were read; the loss
+   is emitted.
+3. The loop never stalls: reads do not block, a turn handles MAX_RECORDS_PER_TURN records, and a thread of
+   its own reads the backlog.
+4. Memory is bounded: kmsg_recent.RECENT_LINES lines, MAX_RECORD_BYTES of an incomplete record.
 
 *Cost:* nothing while the log is quiet. A record takes about 10 microseconds, at the start once also for
-each record of the log (some ten thousand). There is no period; a line is told within a turn of the loop.
+each record of the log (some ten thousand). There is no period; a line is emitted within a turn of the loop.
 Reading needs CAP_SYSLOG where the kernel restricts dmesg, and /dev/kmsg in the agent's mount namespace.
 
 ``path`` is the kernel's device, or a pipe or unix stream socket with the same records.
@@ -65,11 +66,11 @@ from agent.threads import in_daemon_thread
 KERNEL_LOG_PATH: Final = Path("/dev/kmsg")
 
 PERIOD_NS: Final = 10 * SECOND_NS
-"""Between two reads although nothing came."""
+"""Between two reads without an event."""
 MAX_RECORDS_PER_TURN: Final = 64
-"""Records after which the loop gets its turn."""
+"""Records after which the source yields to the loop."""
 MAX_RECORD_BYTES: Final = 16_384
-"""Above what the kernel gives at once (8,192), so that no read fails for want of room."""
+"""Above what the kernel returns at once (8,192), so that no read fails because the buffer is too small."""
 MAX_BACKLOG_RECORDS: Final = 1_000_000
 MAX_BACKLOG_XIDS: Final = 4_096
 """The newest ones of the backlog that are counted."""
@@ -81,10 +82,10 @@ _log = logging.getLogger(__name__)
 
 
 class KernelLogStatistics(msgspec.Struct, frozen=True):
-    """Counts since the source was made."""
+    """Counts since the source was created."""
 
     records: int
-    """Read after the start, whoever wrote them."""
+    """Read after the start, from the kernel and from processes."""
     of_processes: int
     """Those of them that processes wrote."""
     malformed: int
@@ -94,10 +95,10 @@ class KernelLogStatistics(msgspec.Struct, frozen=True):
 
 
 class EarlierLines:
-    """What records say that were written before anybody read, and what was repaired since, within bounds."""
+    """Events from records written before the agent read the log, and later repairs, within bounds."""
 
     def __init__(self, *, most_lines: int = MAX_BACKLOG_XIDS, most_addresses: int = MAX_ADDRESSES) -> None:
-        """``most_lines`` are kept, the newest ones, and of ``most_addresses`` when they were repaired."""
+        """Keep the ``most_lines`` newest events, and the latest repair of ``most_addresses`` GPUs."""
         self._found: deque[tuple[int, Line]] = deque(maxlen=most_lines)
         self._most_addresses = most_addresses
         self._repaired: dict[str, int] = {}
@@ -105,11 +106,11 @@ class EarlierLines:
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing was noted that is a fact."""
+        """Whether there is no event that would be a fact."""
         return not self._found
 
     def add(self, sequence: int, line: Line) -> None:
-        """Note what the record of a sequence number says."""
+        """Note the event in the record of a sequence number."""
         if isinstance(line, RepairLine):
             self._note_repair(line.pci, sequence)
             return
@@ -127,7 +128,7 @@ class EarlierLines:
             del self._repaired[next(iter(self._repaired))]
 
     def facts(self, *, after: int | None, before: int | None, backlog: bool) -> Iterator[Fact]:
-        """Yield a fact for each record between two sequence numbers, those of one key as one."""
+        """Yield a fact for each event between two sequence numbers; facts of one key are merged."""
         merged: dict[object, KernelXidSeen] = {}
         for sequence, line in self._found:
             if (after is not None and sequence <= after) or (before is not None and sequence >= before):
@@ -153,7 +154,7 @@ class _Backlog(msgspec.Struct, frozen=True):
 
 
 class KernelLogSource:
-    """Tells of the XIDs in the kernel log and keeps the driver's newest lines."""
+    """Emits the XIDs in the kernel log and keeps the driver's newest lines."""
 
     def __init__(
         self,
@@ -167,7 +168,7 @@ class KernelLogSource:
     ) -> None:
         """``clock`` is the monotonic one; it is compared with the times of a log that is no device.
 
-        ``prove`` is called with each read that was completed, one in ``period_ns`` at least.
+        ``prove`` is called after each completed read, at least once in ``period_ns``.
         ``read_until`` is the record up to which an earlier agent of this boot read; None: there was none.
         """
         self._inbox = inbox
@@ -190,10 +191,10 @@ class KernelLogSource:
         """Lines that were read and not handled yet."""
         self._failed_line: bytes | None = None
         self._has_news = True
-        """Whether it is to be told how far was read: at the start, and with each XID."""
+        """Whether the read position is to be emitted: at the start, and with each XID."""
 
     def recent(self) -> tuple[str, ...]:
-        """Return the newest lines of the driver, the oldest first, each with its seconds since the boot."""
+        """Return the driver's newest lines, the oldest first, each with its seconds since the boot."""
         return self._recent.all()
 
     def statistics(self) -> KernelLogStatistics:
@@ -201,7 +202,7 @@ class KernelLogSource:
         return KernelLogStatistics(self._records, self._of_processes, self._malformed, self._lost)
 
     async def run(self) -> None:
-        """Read for ever; raises SourceError when the log cannot be read. Two at once are not allowed."""
+        """Read until cancelled; raises SourceError when the log cannot be read. No two at once."""
         descriptor, is_device = _open(self._path)
         loop = asyncio.get_running_loop()
         ended: asyncio.Future[SourceError] = loop.create_future()
@@ -211,11 +212,11 @@ class KernelLogSource:
             self._watch(descriptor, ended)
             if is_device and not self._backlog_read:
                 backlog = await in_daemon_thread("kernel-log-backlog", lambda: _read_backlog(self._path))
-                # What the other reader saw last may wait here: it would not be backlog.
+                # Records that the other reader read last may still wait here, and are no backlog.
                 self._read(descriptor, ended)
                 self._take_backlog(backlog)
             while not ended.done():
-                # A quiet log and a reader that is not called any more look the same: read anyway.
+                # A quiet log is indistinguishable from a lost wake-up: read anyway.
                 self._read(descriptor, ended)
                 self._prove()
                 await asyncio.wait((ended,), timeout=self._period_ns / 1e9)
@@ -229,14 +230,14 @@ class KernelLogSource:
             guard.add_reader("kernel-log", descriptor, self._read, descriptor, ended)
         except PermissionError:
             raise SourceError(
-                f"The kernel log {self._path} is no log that can be waited for; "
+                f"The kernel log {self._path} cannot be polled; "
                 "mount the node's /dev/kmsg, or name another one with --kernel-log"
             ) from None
 
     def _begin(self, descriptor: int, *, is_device: bool) -> None:
         self._unended = b""
         if is_device:
-            # They are read again.
+            # The device returns them again.
             self._lines.clear()
         if not is_device:
             self._next_sequence = None
@@ -247,7 +248,7 @@ class KernelLogSource:
     # Reading
 
     def _read(self, descriptor: int, ended: "asyncio.Future[SourceError]") -> None:
-        """Take what the log has, for one turn of the loop, and tell how far that is if it matters."""
+        """Read the log for one turn of the loop, and emit the read position if that is due."""
         self._read_turn(descriptor, ended)
         self._tell_stream_backlog()
         self._tell_read()
@@ -263,7 +264,7 @@ class KernelLogSource:
             except BlockingIOError:
                 return
             except BrokenPipeError:
-                # The kernel overwrote what was to be read next; the next record tells how much.
+                # The kernel overwrote the next records; the next one's sequence number shows how many.
                 self._overrun()
                 continue
             except OSError as error:
@@ -280,20 +281,20 @@ class KernelLogSource:
 
     def _overrun(self) -> None:
         if self._next_sequence is None:
-            # Nothing was read yet, so nobody knows how many.
+            # Nothing was read yet, so the number is unknown.
             self._tell_lost(1)
 
     def _take(self, chunk: bytes) -> None:
         *lines, self._unended = (self._unended + chunk).split(b"\n")
         if len(self._unended) > MAX_RECORD_BYTES:
-            # Its rest is no record either.
+            # The rest of it is no record either.
             self._unended = b""
             self._malformed += 1
         self._lines.extend(lines)
         self._handle_lines()
 
     def _handle_lines(self) -> None:
-        """Handle the lines that were read; the next run tries one again on which that failed."""
+        """Handle the lines that were read; the next run retries a line on which that failed."""
         while self._lines:
             line, sequence = self._lines[0], self._next_sequence
             try:
@@ -303,9 +304,7 @@ class KernelLogSource:
                 if line != self._failed_line:
                     self._failed_line = line
                     raise
-                _log.exception(
-                    "A line of the kernel log could not be handled twice, and is skipped: %r", line[:500]
-                )
+                _log.exception("Handling a line of the kernel log failed twice; skipping it: %r", line[:500])
                 self._malformed += 1
             self._lines.popleft()
 
@@ -336,7 +335,7 @@ class KernelLogSource:
             self._has_news = True
 
     def _tell_stream_backlog(self) -> None:
-        """Tell what a log that is no device had before; later lines of it may have told of a repair."""
+        """Emit the backlog of a log that is no device; its later lines may have reported a repair."""
         if not self._earlier.is_empty:
             earlier, self._earlier = self._earlier, EarlierLines()
             self._tell_earlier(earlier, before=None)
@@ -345,7 +344,7 @@ class KernelLogSource:
         return self._read_until is not None and sequence <= self._read_until
 
     def _is_next(self, sequence: int) -> bool:
-        """Tell whether a record was not read before; tell of those missing before it."""
+        """Return whether a record was not read before; emit the loss of those missing before it."""
         expected = self._next_sequence
         if expected is not None and sequence < expected:
             return False
@@ -359,7 +358,7 @@ class KernelLogSource:
     def _take_backlog(self, backlog: _Backlog) -> None:
         first = self._first_sequence
         if backlog.newest is not None and self._was_told(backlog.newest + 1):
-            # That was another log: this one is not so long.
+            # The position is from another log: this one is shorter.
             self._read_until = None
         self._tell_earlier(backlog.earlier, before=first)
         self._recent.add_before(backlog.lines)
@@ -368,7 +367,7 @@ class KernelLogSource:
         self._backlog_read = True
         self._tell_read()
 
-    # Telling
+    # Facts
 
     def _tell_read(self) -> None:
         is_whole = self._backlog_read or not self._has_backlog
@@ -406,12 +405,12 @@ def _fact(found: Line, *, backlog: bool, live: bool, repaired: bool = False) -> 
                 ci=found.ci,
             )
         case SwitchLine():
-            # What a switch said before shows in the links and the fabric by now.
+            # The links and the fabric show earlier switch errors by now.
             return SwitchErrorSeen(found.pci, found.sxid, found.fatal, found.detail) if live else None
         case UvmLine():
             return UvmErrorSeen(found.status)
         case RepairLine():
-            # While an agent reads, sysfs and uevents tell it at first hand.
+            # While an agent runs, sysfs and uevents report it directly.
             return None
 
 
@@ -449,12 +448,12 @@ def _open(path: Path) -> tuple[int, bool]:
 
 
 def _check_writers(path: Path, kind: os.stat_result) -> None:
-    """Raise SourceError if others may write what passes for the kernel's words."""
+    """Raise SourceError if other users may write to what counts as the kernel's log."""
     is_open_to_others = stat.S_ISFIFO(kind.st_mode) and kind.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
     if kind.st_uid not in {0, os.geteuid()} or is_open_to_others:
         raise SourceError(
-            f"The kernel log {path} may be written by others (mode {stat.filemode(kind.st_mode)}, user"
-            f" {kind.st_uid}); let root alone write it, or name another one with --kernel-log"
+            f"Other users may write to the kernel log {path} (mode {stat.filemode(kind.st_mode)}, user"
+            f" {kind.st_uid}); allow only root to write it, or name another one with --kernel-log"
         )
 
 
@@ -465,7 +464,7 @@ def _connected(path: Path) -> int:
 
 
 def _read_backlog(path: Path) -> _Backlog:
-    """Read what the kernel's device has until now; blocks for milliseconds, never for more lines."""
+    """Read the present records of the kernel's device; blocks for milliseconds, never for more records."""
     reader = LogReader()
     earlier = EarlierLines()
     kept = RecentLines()
@@ -478,7 +477,7 @@ def _read_backlog(path: Path) -> _Backlog:
             except BrokenPipeError:
                 continue
             except OSError:
-                # No more for now; what else is wrong, who reads on will be told too.
+                # No more for now; any other error recurs in the reader on the loop.
                 break
             record = record_of(chunk.partition(b"\n")[0])
             if record is None:

@@ -1,4 +1,4 @@
-"""The driver's newest lines of the kernel log, for evidence: one XID that repeats evicts no other's line."""
+"""The driver's newest lines of the kernel log, for evidence: a repeated XID evicts no other XID's line."""
 
 import re
 from collections.abc import Iterable
@@ -19,14 +19,14 @@ class RecentLines:
         self._count = 0
 
     def add(self, lines: Iterable[str]) -> None:
-        """Append lines; where there is no room, the oldest one goes of what the log says most often."""
+        """Append lines; at capacity, evict the oldest line of the largest share."""
         for line in lines:
             found = _XID.search(line)
             self._count += 1
             self._lines.put(() if found is None else found.groups(), self._count, line)
 
     def add_before(self, lines: Iterable[str]) -> None:
-        """Put lines of an earlier time before those that are here."""
+        """Insert lines of an earlier time before the present ones."""
         later = self.all()
         self._lines = Shares(self._lines.total)
         self.add(lines)

@@ -1,15 +1,15 @@
-"""What the kernel log says of GPUs: its records taken apart, and NVIDIA's lines among them read.
+"""Parses records of the kernel log, and NVIDIA's lines among them.
 
 Invariants: pure, and linear in the length of a record. Only the kernel's own records count: what a process
 wrote into /dev/kmsg has another facility. The kernel's records may begin with the name of a process, 15
-bytes that its user chooses (``NVRM: GPU 1b:00[7]: segfault at …``), so a line counts only where all of it
-is as the driver writes it, and every form begins with more than 15 bytes that no user chooses. Words in the
-middle of a line, where a name stands too, are looked for in forms longer than a name, or at the end. Text
-that leaves this module is printable ASCII and bounded.
+bytes that its user chooses (``NVRM: GPU 1b:00[7]: segfault at …``), so a line counts only where it matches
+the driver's format in full, and every format begins with more than 15 bytes that no user chooses. Words in
+the middle of a line, where a process name may stand too, are matched only by patterns longer than a name, or
+at the end. Text that leaves this module is printable ASCII and bounded.
 
 Sources: kernel Documentation/ABI/testing/dev-kmsg; NVIDIA/open-gpu-kernel-modules, tags 515 to 595:
 kernel_rc.c, osinit.c, osapi.c, gpu.c, kern_gpu_error_cont_ga100.c, nv_gpu_ops.c, common_nvswitch.h,
-uvm_global.c and nv.c (the forms of the lines); leptonai/gpud:components/accelerator/nvidia/xid/kmsg.go
+uvm_global.c and nv.c (the formats of the lines); leptonai/gpud:components/accelerator/nvidia/xid/kmsg.go
 (sub codes); kernel drivers/pci/probe.c (a device that was added).
 """
 
@@ -23,20 +23,21 @@ from agent.model.ids import ALL, pci_sysfs_name
 from agent.model.xid import NO_WORDS, NvlinkSeverity, XidWords
 
 MAX_DETAIL: Final = 120
-"""Characters of what a line says after the number of its XID."""
+"""Characters of a line's message after the number of its XID."""
 MAX_LINE: Final = 512
 """Characters kept of a line of NVIDIA's driver."""
 MAX_LINES_IN_RECORD: Final = 16
-"""Lines of one record that are looked at; the driver writes three at once."""
+"""Lines of one record that are parsed; the driver writes three at once."""
 
 MAX_ADDRESSES: Final = 64
-"""GPUs of which it is remembered when they fell off the bus; the one that fell first is forgotten."""
+"""GPUs whose fall off the bus is remembered; the oldest one is evicted."""
 
 SAME_FAULT_US: Final = 2_000_000
-"""A number and words within this time are one fault. The driver writes them microseconds apart."""
+"""A line with the number and one without it within this time are one fault; the driver writes them
+microseconds apart."""
 
 FALLEN_OFF: Final = 79
-"""The XID of a GPU that has fallen off the bus, which some lines say in words alone."""
+"""The XID of a GPU that has fallen off the bus, which some lines report without its number."""
 
 NVLINK_XIDS: Final = range(144, 151)
 """NVLink 5 errors, whose first number holds the sub code in bits 20 to 25."""
@@ -94,21 +95,21 @@ class Record(msgspec.Struct, frozen=True):
     is_kernel: bool
     """Whether the kernel wrote it, and no process."""
     text: bytes
-    """Printable but for what is escaped: ``\\x0a`` is the end of a line within."""
+    """Printable; the kernel escapes anything else: ``\\x0a`` is a line break."""
 
     @property
     def is_of_driver(self) -> bool:
-        """Whether one of NVIDIA's modules wrote it, as far as its first bytes tell."""
+        """Whether one of NVIDIA's modules wrote it, as far as its first bytes show."""
         return self.is_kernel and self.text.startswith(_DRIVER_PREFIXES)
 
     @property
     def may_matter(self) -> bool:
-        """Whether it may be of a form that this module reads."""
+        """Whether it may have a format that this module parses."""
         return self.is_kernel and self.text.startswith(_PREFIXES)
 
 
 class XidLine(msgspec.Struct, frozen=True):
-    """An XID that the log tells of."""
+    """An XID in the log."""
 
     pci: str
     """Sysfs form."""
@@ -118,7 +119,7 @@ class XidLine(msgspec.Struct, frozen=True):
     ci: int = ALL
     words: XidWords = NO_WORDS
     in_words: bool = False
-    """The line has no number: it only says that the GPU has fallen off the bus."""
+    """The line has no number: it only reports that the GPU has fallen off the bus."""
 
 
 class SwitchLine(msgspec.Struct, frozen=True):
@@ -131,13 +132,13 @@ class SwitchLine(msgspec.Struct, frozen=True):
 
 
 class UvmLine(msgspec.Struct, frozen=True):
-    """The unified memory driver refuses its work from here on."""
+    """A global fatal error of the unified memory driver, which rejects every open from here on."""
 
     status: str
 
 
 class RepairLine(msgspec.Struct, frozen=True):
-    """The driver was loaded anew, or a GPU was added to the bus: it was initialised anew."""
+    """The driver was loaded again, or a GPU was added to the bus: the GPU was initialised again."""
 
     pci: str | None
     """None: every GPU."""
@@ -147,9 +148,9 @@ Line = XidLine | SwitchLine | UvmLine | RepairLine
 
 
 def record_of(line: bytes) -> Record | None:
-    """Take a record apart; None for anything else, such as a record's further properties.
+    """Parse a record; None for anything else, such as a record's further properties.
 
-    Its form: ``priority,sequence,microseconds,flags[,…];text``.
+    Its format: ``priority,sequence,microseconds,flags[,…];text``.
     """
     header = _HEADER.match(line)
     if header is None:
@@ -166,13 +167,13 @@ def lines_of(record: Record) -> tuple[str, ...]:
 
 
 def line_of(lines: tuple[str, ...]) -> Line | None:
-    """Return what the lines of one record say; None: nothing that is read here.
+    """Parse the lines of one record; None: no known format.
 
     The driver writes each XID as a record of its own, so one in a later line is not the driver's.
     """
     if not lines:
         return None
-    # A name with a line end in it splits a line, and one form is written as three lines at once.
+    # A process name with a line break splits a line, and one format has three lines.
     whole = " ".join(lines)
     for pattern, made in _FORMS:
         if (found := pattern.match(whole)) is not None:
@@ -227,9 +228,9 @@ def _sub_code(nvlink: "re.Match[str]") -> int:
 
 
 def _detail(xid: int, said: str, nvlink: "re.Match[str] | None") -> str:
-    """Return what a line says, without the process; of an NVLink error its unit and sub code.
+    """Return the message of a line, without the process; of an NVLink error its unit and sub code.
 
-    Nothing where it only says in words what the number means.
+    Empty where the message only repeats the meaning of the number.
     """
     if xid == FALLEN_OFF and _FALLEN_WORDS in said:
         return ""
@@ -258,13 +259,13 @@ def _printable(text: str) -> str:
 
 
 class LogReader:
-    """Reads one reading of the log: a fault that is told in two lines is one XID."""
+    """Parses one pass over the log: a fault that two lines report is one XID."""
 
     def __init__(self) -> None:
         self._fallen: dict[str, tuple[int, bool]] = {}
 
     def read(self, lines: tuple[str, ...], time_us: int) -> Line | None:
-        """Return what a record says; None if that is nothing, or an XID that was told just now."""
+        """Return the event in a record; None if there is none, or an XID that was reported just before."""
         line = line_of(lines)
         if not isinstance(line, XidLine) or line.xid != FALLEN_OFF:
             return line

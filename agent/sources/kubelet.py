@@ -2,12 +2,12 @@
 
 Guarantees:
 
-1. What counts is what lstat says; inotify only says when to look. So a second event for the same file
-   tells nothing, a lost event is made up for within ``recheck_ns``, and a storm of events costs one
-   look in MIN_GAP_NS. The kernel's event queue is the only one, and it is bounded.
-2. Where the limits of inotify are reached the directory is looked at every ``poll_ns`` instead, and
-   inotify is tried again.
-3. Each change is told once; a directory or socket that is not there yet is waited for quietly.
+1. The result of lstat decides; inotify only triggers a poll. So a second event for the same file emits
+   nothing, a lost event is made up for within ``recheck_ns``, and a storm of events costs one
+   poll in MIN_GAP_NS. The kernel's event queue is the only one, and it is bounded.
+2. Where the limits of inotify are reached the source polls the directory every ``poll_ns`` instead, and
+   retries inotify.
+3. Each change is emitted once; the source waits quietly for a directory or socket that does not exist yet.
 
 Sources: facts on registration, kubernetes:pkg/kubelet/cm/devicemanager; inotify(7).
 """
@@ -33,7 +33,7 @@ from agent.model.policy import MILLISECOND_NS, SECOND_NS
 from agent.model.snapshot import Resource, Snapshot
 
 MIN_GAP_NS: Final = 5 * MILLISECOND_NS
-"""Between two looks that events ask for."""
+"""Between two polls that events trigger."""
 
 _LIMITS: Final = frozenset({errno.ENOSPC, errno.EMFILE, errno.ENFILE, errno.ENOMEM})
 
@@ -44,17 +44,17 @@ class KubeletSettings(msgspec.Struct, frozen=True):
     """Defaults are the product's; tests set shorter times."""
 
     recheck_ns: int = 30 * SECOND_NS
-    """How often to look although no event came."""
+    """How often to poll without an event."""
     poll_ns: int = SECOND_NS
-    """How often to look without inotify, or while the directory or the kubelet's socket is missing."""
+    """How often to poll without inotify, or while the directory or the kubelet's socket is missing."""
     watch_retry_ns: int = 30 * SECOND_NS
-    """How often to try inotify again after its limits were reached."""
+    """How often to retry inotify after its limits were reached."""
     deletion_grace_ns: int = SECOND_NS
-    """How long a directory that is gone may take to be made anew."""
+    """How long a deleted directory may be missing before its deletion is emitted."""
 
 
 class KubeletSource:
-    """Tells of the kubelet's socket and of lost sockets of ours."""
+    """Emits changes of the kubelet's socket and the loss of the agent's own sockets."""
 
     def __init__(
         self,
@@ -83,7 +83,7 @@ class KubeletSource:
         self._warned: set[str] = set()
 
     async def run(self) -> None:
-        """Watch for ever. May be run again after it ended; two at once are not allowed."""
+        """Watch until cancelled. May be run again afterwards; two at once are not allowed."""
         try:
             async with asyncio.TaskGroup() as group:
                 group.create_task(
@@ -96,7 +96,7 @@ class KubeletSource:
         finally:
             self._lookout.close()
 
-    # When to look
+    # When to poll
 
     async def _watch_directory(self) -> None:
         while True:
@@ -109,7 +109,7 @@ class KubeletSource:
             )
 
     async def _watch_own_registrations(self) -> None:
-        """Look at once at what was registered just now: its socket may have gone meanwhile."""
+        """Poll the own sockets after each registration: its socket may be lost already."""
         version = self._latest.version
         known: list[tuple[ResourceName, int, SocketIdentity | None]] = []
         while True:
@@ -119,17 +119,17 @@ class KubeletSource:
                 self._look_at_own_sockets()
             version = await self._latest.wait_newer(version)
 
-    # What there is
+    # Polls
 
     def _look(self) -> None:
-        # The watch comes first: what changes between the two looks is seen by one of them.
+        # The watch comes first: so either it or the poll sees a change in between.
         if self._look_at_directory():
             self._ensure_watch()
         self._look_at_kubelet()
         self._look_at_own_sockets()
 
     def _look_at_directory(self) -> bool:
-        """Return whether the directory can be watched; tell if it was deleted."""
+        """Return whether the directory can be watched; emit its deletion."""
         try:
             seen = os.stat(self._directory)  # noqa: PTH116 - one call of the kernel, no more
         except OSError as error:
@@ -138,8 +138,8 @@ class KubeletSource:
         watch = self._lookout.watch
         is_new = watch is None or not watch.is_on(seen)
         if seen.st_nlink == 0 or (self._was_there and is_new and _is_read_only(self._directory)):
-            # The mount keeps a directory alive that the node no longer has, or was made for the one before
-            # the directory that is there now, which only a new process may write.
+            # The mount keeps a deleted directory alive, or was made for the one before the present directory,
+            # which only a new process may write.
             self._tell_deleted()
             return False
         self._was_there = True
@@ -173,7 +173,7 @@ class KubeletSource:
         except FileNotFoundError:
             self._warned.discard("socket")
         except OSError as error:
-            self._say_once("socket", logging.WARNING, "Could not look at the kubelet's socket", error)
+            self._say_once("socket", logging.WARNING, "Reading the kubelet's socket failed", error)
         else:
             if stat.S_ISSOCK(seen.st_mode):
                 identity = identity_of(seen)
@@ -199,8 +199,8 @@ class KubeletSource:
         except FileNotFoundError:
             return False
         except OSError as error:
-            # Not seen is not gone.
-            self._say_once("own", logging.WARNING, "Could not look at the agent's socket", error)
+            # Unreadable does not mean lost.
+            self._say_once("own", logging.WARNING, "Reading the agent's socket failed", error)
             return True
 
     # Inotify
@@ -212,13 +212,13 @@ class KubeletSource:
             self._lookout.go_by(DirectoryWatch(self._directory))
         except OSError as error:
             if error.errno not in _LIMITS:
-                # The directory went away just now; the next look tells.
+                # The directory was deleted just now; the next poll handles that.
                 return
             self._watch_retry_at_ns = self._clock() + self._settings.watch_retry_ns
             self._say_once(
                 "inotify",
                 logging.WARNING,
-                "Could not watch the kubelet's directory, so it is looked at periodically: "
+                "Watching the kubelet's directory failed, so it is only polled; "
                 "raise fs.inotify.max_user_instances or max_user_watches",
                 error,
             )
@@ -228,7 +228,7 @@ class KubeletSource:
             _log.info("The kubelet's directory %(path)s is watched again", about(path=str(self._directory)))
 
     def _say_once(self, subject: str, level: int, message: str, error: OSError | None = None) -> None:
-        """Log until the subject is well again; the subjects are a closed set."""
+        """Log once until the subject recovers; the subjects are a closed set."""
         if subject not in self._warned:
             self._warned.add(subject)
             detail = str(self._socket) if error is None else str(error)
@@ -245,5 +245,5 @@ def _is_read_only(directory: Path) -> bool:
 
 
 def identity_of(seen: os.stat_result) -> SocketIdentity:
-    """Return what tells a socket file from another at the same path."""
+    """Return what distinguishes a socket file from another at the same path."""
     return SocketIdentity(device=seen.st_dev, inode=seen.st_ino, mtime_ns=seen.st_mtime_ns)

@@ -1,14 +1,14 @@
-"""Asks the kubelet which healthy devices it has, so that they can be compared with what it was sent.
+"""Polls the kubelet's count of healthy devices, which is compared with what it was sent.
 
-A stream that is open does not say that the kubelet takes anything from it: older kubelets forget an
-endpoint and leave its stream. Only the kubelet's own count tells.
+An open stream does not prove that the kubelet reads it: older kubelets forget an
+endpoint and leave its stream open. Only the kubelet's own count shows it.
 
 Guarantees:
 
-1. The kubelet is asked SOON_NS after a list was sent, and every ``period_ns`` while it has what it was sent.
-   It is never asked more often than every ``soon_ns``, nor while nothing is registered.
-2. No answer is no count: a kubelet that is absent, too old for the call, refuses it or takes too long is
-   asked again after ``period_ns``, and nothing is told meanwhile.
+1. The kubelet is polled SOON_NS after a list was sent, and every ``period_ns`` while it has what it was sent.
+   It is never polled more often than every ``soon_ns``, nor while nothing is registered.
+2. No answer is no count: a kubelet that is absent, too old for the call, rejects it or takes too long is
+   polled again after ``period_ns``, and nothing is emitted meanwhile.
 
 *Cost:* one call a minute, with a deadline.
 """
@@ -55,7 +55,7 @@ class KubeletCountSource:
         deadline_ns: int = DEADLINE_NS,
         resource_prefix: str = RESOURCE_PREFIX,
     ) -> None:
-        """``socket`` is the kubelet's for pod-resources; resources without the prefix are left out."""
+        """``socket`` is the kubelet's for pod-resources; resources without the prefix are ignored."""
         self._inbox = inbox
         self._latest = latest
         self._socket = socket
@@ -68,7 +68,7 @@ class KubeletCountSource:
         self._trouble: str | None = None
 
     async def run(self) -> None:
-        """Ask for ever. May be run again after it ended; two at once are not allowed."""
+        """Poll until cancelled. May be run again afterwards; two at once are not allowed."""
         while True:
             if not _is_registered(self._latest.value):
                 self._proofs.waive(Part(KUBELET_COUNT))
@@ -95,7 +95,7 @@ class KubeletCountSource:
             return
 
     async def _ask(self, asked_ns: int) -> bool:
-        """Ask once; returns whether the kubelet said what it has."""
+        """Poll once; returns whether the kubelet answered with its devices."""
         part = Part(KUBELET_COUNT)
         try:
             answer = await count_devices(self._socket, timeout_s=self._deadline_ns / 1e9)
@@ -115,7 +115,7 @@ class KubeletCountSource:
         return True
 
     def _note_trouble(self, level: int, error: KubeletError) -> None:
-        """Log a trouble when it begins or changes, not each time it is met."""
+        """Log a failure when it begins or changes, not on every poll."""
         if self._trouble != str(error):
             self._trouble = str(error)
             message = "Asking the kubelet which devices it has failed: %(detail)s"
@@ -127,7 +127,7 @@ def _is_registered(snapshot: Snapshot) -> bool:
 
 
 def _is_uncounted(snapshot: Snapshot) -> bool:
-    """Tell whether it is not known that the kubelet has what it was sent."""
+    """Return whether the kubelet's count does not confirm yet what it was sent."""
     return any(
         resource.phase is RegistrationPhase.REGISTERED and not resource.counted
         for resource in snapshot.resources

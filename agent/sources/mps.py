@@ -1,16 +1,16 @@
-"""Watches whether the MPS control daemon serves: the file that it makes when every limit is set.
+"""Watches whether the MPS control daemon is ready: the file that it creates when every limit is set.
 
-The daemon lives outside the agent, because its end is the end of everybody who shares a GPU through it.
+The daemon lives outside the agent, because every process that shares a GPU through it dies with it.
 
 Guarantees:
 
-1. What counts is what is there; inotify only says when to look. A lost event is made up for within
-   ``recheck_ns``, and where a directory cannot be watched it is looked at every ``poll_ns``.
-2. A change is told once, the first look at once.
-3. The loop waits for no file: a look runs in a thread, one at a time, and one that does not come back
-   within ``deadline_ns`` ends the source with an error.
+1. The file itself decides; inotify only triggers a poll. A lost event is made up for within
+   ``recheck_ns``, and a directory that cannot be watched is polled every ``poll_ns``.
+2. A change is emitted once, the result of the first poll at once.
+3. The loop waits for no file: a poll runs in a thread, one at a time, and one that does not return
+   within ``deadline_ns`` stops the source with an error.
 
-*What it cannot see:* a daemon that was killed leaves its file. NVIDIA's own removes it when it ends in order.
+*What it cannot see:* a daemon that was killed leaves its file. NVIDIA's own removes it when it exits cleanly.
 
 Source: NVIDIA/k8s-device-plugin:cmd/mps-control-daemon/main.go and mps/ready.go (``.ready`` below the MPS
 root, which NVIDIA's manifests mount at /mps in every container).
@@ -33,34 +33,34 @@ from agent.threads import started_in_daemon_thread
 
 READY_FILE: Final = ".ready"
 CONTAINER_ROOT: Final = Path("/mps")
-"""Where the MPS root is in a container of NVIDIA's manifests, whatever it is called on the host."""
+"""Where the MPS root is in a container of NVIDIA's manifests, whatever its path on the host."""
 
 MIN_GAP_NS: Final = 5 * MILLISECOND_NS
-"""Between two looks that events ask for."""
+"""Between two polls that events trigger."""
 
 
 class MpsSettings(msgspec.Struct, frozen=True):
-    """Defaults are the product's; tests set shorter times."""
+    """The defaults are the product's; tests set shorter times."""
 
     recheck_ns: int = 30 * SECOND_NS
-    """How often to look although no event came."""
+    """How often to poll without an event."""
     poll_ns: int = SECOND_NS
-    """How often to look where there is no directory to watch."""
+    """How often to poll where there is no directory to watch."""
     deadline_ns: int = 5 * SECOND_NS
-    """How long a look may take."""
+    """How long a poll may take."""
 
 
 class _Look(NamedTuple):
-    """What was seen."""
+    """The result of one poll."""
 
     watch: DirectoryWatch | None
-    """On the directory that is there; None: there is none, or it cannot be watched."""
+    """On the present directory; None: there is none, or it cannot be watched."""
     missing: str | None
-    """Why the daemon does not serve; None: it does."""
+    """Why the daemon is not ready; None: it is."""
 
 
 class MpsSource:
-    """Tells whether the MPS control daemon serves."""
+    """Emits whether the MPS control daemon is ready."""
 
     def __init__(
         self,
@@ -71,7 +71,7 @@ class MpsSource:
         settings: MpsSettings | None = None,
         prove: Callable[[], object] = lambda: None,
     ) -> None:
-        """Look below ``mps_root`` and, where this process has no such directory, below ``container_root``."""
+        """Poll below ``mps_root`` and, where this process has no such directory, below ``container_root``."""
         self._inbox = inbox
         self._roots = (mps_root, container_root)
         self._settings = settings if settings is not None else MpsSettings()
@@ -81,9 +81,9 @@ class MpsSource:
         self._looking: asyncio.Future[_Look] | None = None
 
     async def run(self) -> None:
-        """Watch for ever; raises SourceError if the directory does not answer.
+        """Watch until cancelled; raises SourceError if the directory does not answer.
 
-        May be run again after it ended; two at once are not allowed.
+        May be run again afterwards; two at once are not allowed.
         """
         try:
             while True:
@@ -95,9 +95,9 @@ class MpsSource:
             self._lookout.close()
 
     async def _look(self) -> None:
-        """Look what is there, in a thread, as the root may be a mount that does not answer."""
+        """Read the state in a thread, as the root may be a mount that does not answer."""
         if self._looking is not None:
-            await self._finished(self._looking)  # by a run that ended meanwhile
+            await self._finished(self._looking)  # of a run that was cancelled meanwhile
         watch = self._lookout.watch
         self._looking = started_in_daemon_thread("mps-look", lambda: _look(self._roots, watch))
         try:
@@ -122,7 +122,7 @@ class MpsSource:
 
 
 def _close_new(late: "asyncio.Future[_Look]", watch: DirectoryWatch | None) -> None:
-    """Close what a look began to watch that nobody waited for."""
+    """Close the watch that an abandoned poll opened."""
     if late.cancelled() or late.exception() is not None:
         return
     made = late.result().watch
@@ -131,7 +131,7 @@ def _close_new(late: "asyncio.Future[_Look]", watch: DirectoryWatch | None) -> N
 
 
 def _look(roots: Sequence[Path], watch: DirectoryWatch | None) -> _Look:
-    """Look once. The watch comes first: what changes between the two is seen by one of them."""
+    """Read the state once. The watch comes first: so either it or the read sees a change in between."""
     root = next((each for each in roots if _is_directory(each)), None)
     watch = None if root is None else _watch_of(root, watch)
     return _Look(watch, _missing((roots[0] if root is None else root) / READY_FILE))
@@ -141,28 +141,28 @@ def _is_directory(path: Path) -> bool:
     try:
         return path.is_dir()
     except OSError:
-        # What may not be looked at is none of ours, and the other root may be.
+        # A root that may not be read is not the agent's; the other one may be.
         return False
 
 
 def _watch_of(root: Path, watch: DirectoryWatch | None) -> DirectoryWatch | None:
-    """Return a watch on the directory, the one that there is if it is that directory's."""
+    """Return a watch on the directory: the present one if it is that directory's."""
     try:
         seen = root.stat()
         return watch if watch is not None and watch.is_on(seen) else DirectoryWatch(root)
     except OSError:
-        # It went away just now, or a limit of inotify is reached: the next look comes in poll_ns.
+        # It was removed just now, or a limit of inotify is reached: the next poll comes in poll_ns.
         return None
 
 
 def _missing(path: Path) -> str | None:
-    """Return why the daemon does not serve; None if it does."""
+    """Return why the daemon is not ready; None if it is."""
     try:
         seen = path.stat()
     except FileNotFoundError:
         return f"The MPS control daemon is not ready: {path} does not exist"
     except OSError as error:
-        return f"Whether the MPS control daemon is ready cannot be seen: {path}: {error.strerror}"
+        return f"Whether the MPS control daemon is ready is unknown: {path}: {error.strerror}"
     if not stat.S_ISREG(seen.st_mode):
-        return f"The MPS control daemon is not ready: {path} is no file"
+        return f"The MPS control daemon is not ready: {path} is no regular file"
     return None

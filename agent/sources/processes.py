@@ -1,8 +1,8 @@
-"""Reads processes in /proc: name, state, cgroup, and whether they are still the ones that were meant.
+"""Reads processes in /proc: name, state, cgroup, and whether a pid is still the same process.
 
-Invariants: everything here blocks for microseconds on a /proc that answers. A process that ended is GONE, and
-one that may not be read is UNREADABLE, which says nothing of whether it lives. Nothing that a process says of
-itself is longer than its bound.
+Invariants: everything here blocks for microseconds on a /proc that answers. A process that exited is GONE,
+one that may not be read is UNREADABLE, whether it is alive or not. Every text that a process chooses for
+itself is bounded.
 """
 
 import errno
@@ -20,31 +20,31 @@ from agent.model.usage import ENDED, NoPod, PodOf, PodRef, ProcessKey, ProcessSt
 MAX_BYTES: Final = 65_536
 """Of one file of a process: a dozen cgroups of the longest path."""
 MAX_COMM: Final = 64
-"""Characters; the kernel keeps 15 of a program's name, more of a thread's of its own."""
+"""Characters; the kernel keeps 15 of a program's name, more of a kernel thread's."""
 MAX_THREADS: Final = 16
-"""Looked at of a process whose first thread ended; of the others only those that live are there."""
+"""Threads read of a process whose first thread exited; /proc lists only living ones beside it."""
 
 _CONTROLLER: Final = re.compile(r"^(\d+):([^:]*):(.*)$", re.MULTILINE)
 _PENDING: Final = re.compile(r"^(?:SigPnd|ShdPnd):\s*([0-9a-f]+)", re.MULTILINE)
 _ROOTS_IDS: Final = re.compile(r"^Uid:(?:\s+0){4}$", re.MULTILINE)
 _KILL: Final = 1 << (signal.SIGKILL - 1)
 _KERNEL_THREAD: Final = 2
-"""Pid of the kernel's own second process, which stays in the mount namespace that the machine began with."""
+"""Pid of kthreadd, which stays in the mount namespace that the machine booted with."""
 _CGROUP_NAMESPACE: Final = 0xEFFFFFFB
 """Inode of the machine's own cgroup namespace. Source: linux/nsfs.h, CGROUP_NS_INIT_INO."""
 
 
 class NoLook(Enum):
-    """Instead of what /proc says of a process."""
+    """Why there is no reading of a process."""
 
     GONE = auto()
     """There is no process of this pid."""
     UNREADABLE = auto()
-    """Whether there is one, and what it does, could not be read."""
+    """Whether there is one, and its state, could not be read."""
 
 
 def hierarchy(kubelet_root: str) -> Hierarchy:
-    """Return where the kubelet's cgroups are for this process."""
+    """Return where this process sees the kubelet's cgroups."""
     try:
         is_private = os.stat("/proc/self/ns/cgroup").st_ino != _CGROUP_NAMESPACE  # noqa: PTH116
     except OSError:
@@ -53,7 +53,7 @@ def hierarchy(kubelet_root: str) -> Hierarchy:
 
 
 def look_at(proc_root: Path, pid: int, where: Hierarchy = MACHINE) -> ProcessStatus | NoLook:
-    """Return what /proc says of a process now."""
+    """Read a process from /proc."""
     folder = proc_root / str(pid)
     name, fields = _stat(folder)
     if len(fields) < 20 or not fields[19].isdigit():
@@ -75,9 +75,9 @@ def look_at(proc_root: Path, pid: int, where: Hierarchy = MACHINE) -> ProcessSta
 
 
 def _why_none(proc_root: Path, pid: int) -> NoLook:
-    """Return whether a process that /proc does not show has ended, or is hidden."""
+    """Return whether a process that /proc does not show has exited, or is hidden."""
     if _link(proc_root / "self") != str(os.getpid()):
-        # Of another machine, where no one else can be asked.
+        # A /proc of another machine, whose processes cannot be signalled.
         return NoLook.GONE
     try:
         os.kill(pid, 0)
@@ -85,14 +85,14 @@ def _why_none(proc_root: Path, pid: int) -> NoLook:
         return NoLook.GONE
     except PermissionError:
         pass
-    # It may also have got its pid this very moment.
+    # It may also have started this very moment.
     return NoLook.GONE if _stat(proc_root / str(pid))[1] else NoLook.UNREADABLE
 
 
 def _started_as(
     proc_root: Path, folder: Path, cgroup: str, pod: PodOf, status: str
 ) -> tuple[str, ...] | None:
-    """Return what root started a process as, outside of pods; None: could not be read."""
+    """Return the unit and executable of a process outside of pods; None: could not be read."""
     if pod is not NoPod.HOST:
         return () if isinstance(pod, PodRef) else None
     unit = unit_of_cgroup(cgroup)
@@ -101,7 +101,7 @@ def _started_as(
         return names
     try:
         if os.readlink(folder / "ns/mnt") != os.readlink(proc_root / f"{_KERNEL_THREAD}/ns/mnt"):  # noqa: PTH115
-            # The path of its executable means something else there.
+            # The path of its executable is not a path of the host there.
             return names
         executable = os.readlink(folder / "exe")  # noqa: PTH115
     except (FileNotFoundError, ProcessLookupError):
@@ -112,13 +112,13 @@ def _started_as(
 
 
 def _stat(folder: Path) -> tuple[str, list[str]]:
-    """Return name and other fields; the name is in parentheses and may hold any of them itself."""
+    """Return name and other fields; the name stands in parentheses and may contain some itself."""
     name, _, rest = _text(folder / "stat").partition("(")[2].rpartition(")")
     return name, rest.split()
 
 
 def _living_thread(process: Path) -> tuple[Path, str] | None:
-    """Return a thread that lives, and its state: a process goes on when its first thread has ended."""
+    """Return a living thread and its state: a process continues after the exit of its first thread."""
     try:
         with os.scandir(process / "task") as entries:
             names = [entry.name for entry in islice(entries, MAX_THREADS)]
@@ -132,14 +132,14 @@ def _living_thread(process: Path) -> tuple[Path, str] | None:
 
 
 def printable(name: str) -> str:
-    """Return a process's name so that it can be shown: it may hold anything, control characters too."""
+    """Return a process's name without control characters, which it may contain."""
     return "".join(letter if letter.isprintable() else "?" for letter in name[:MAX_COMM])
 
 
 def pod_of_cgroups(text: str, where: Hierarchy) -> tuple[str, PodOf]:
-    """Return the path that says most, and the pod: of cgroup v1, where each controller has one, any that is.
+    """Return the most specific path, and the pod: of cgroup v1, with one path for each controller, any pod's.
 
-    Where one path cannot be told, or there are more than are read, so is the pod.
+    Where one path is unknown, or there are more than are read, the pod is unknown.
     """
     found: list[tuple[str, PodOf]] = []
     for _number, _controllers, path in _CONTROLLER.findall(text):
@@ -153,9 +153,9 @@ def pod_of_cgroups(text: str, where: Hierarchy) -> tuple[str, PodOf]:
 
 
 def open_pidfd(proc_root: Path, key: ProcessKey) -> int | None:
-    """Return a descriptor that turns readable when this very process has ended; None: it has.
+    """Return a descriptor that becomes readable when this very process exits; None: it has exited.
 
-    Raises OSError where the kernel gives none, also of a /proc of another PID namespace than ours.
+    Raises OSError where the kernel opens none, also for a /proc of another PID namespace than the agent's.
     """
     try:
         descriptor = os.pidfd_open(key.pid)
@@ -163,7 +163,7 @@ def open_pidfd(proc_root: Path, key: ProcessKey) -> int | None:
         if _is_there(proc_root, key):
             raise
         return None
-    # Only now is it certain that the pid is not handed on between the look and the watch.
+    # Only now is it certain that the pid was not reused between the reading and the watch.
     is_there = False
     try:
         is_there = _is_there(proc_root, key)

@@ -1,25 +1,25 @@
-"""Looks at /sys, /proc and /dev: GPUs on the bus, the driver's module, device nodes.
+"""Scans /sys, /proc and /dev: GPUs on the bus, the driver's module, device nodes.
 
 Guarantees:
 
-1. A change is told once. What cannot be seen is not told: an agent without /sys knows nothing of a bus.
-2. The loop never waits for a file. A look runs in a thread, one at a time; one that does not come back
-   within ``deadline_ns`` ends the source with an error, and no second one is started until it does.
-3. Device nodes are judged only of GPUs that the driver serves now: while it is away, so are they.
-   Those of MIG devices only where no container could be given them without.
-4. The nodes of a MIG device go with it, and NVML is asked only now and then what there is. So the one who
-   asks is to look at that GPU first, and such a node is missed only if it is still needed ``confirm_ns``
+1. A change is emitted once. What cannot be read is not emitted: an agent without /sys knows nothing of a bus.
+2. The loop never waits for a file. A scan runs in a thread, one at a time; one that does not return
+   within ``deadline_ns`` stops the source with an error, and no second one is started until it returns.
+3. Device nodes are checked only for GPUs that the driver serves now: without the driver there are none.
+   Those of MIG devices only where no container could get the device without them.
+4. The nodes of a MIG device disappear with it, and NVML is polled only now and then. So the source requests
+   a probe of that GPU first, and such a node is missing only if it is still needed ``confirm_ns``
    (3 s, at most a period) later.
-5. What the kernel log says is checked where it can be: ``read_config`` reads the PCI configuration space
-   of a GPU in the next look, ``probe_uvm`` opens /dev/nvidia-uvm in each look until that succeeds, while
+5. Reports of the kernel log are verified where possible: ``read_config`` reads the PCI configuration space
+   of a GPU in the next scan, ``probe_uvm`` opens /dev/nvidia-uvm in each scan until that succeeds, while
    the driver is not released.
-6. A GPU that was bound anew between two looks is found by the inodes of its directory and link, so
-   resets are seen where no uevents come, up to a period late. Where they do come they tell of it at
-   once, and a ``follow_up`` does not tell it again: a fault since then must not pass for one before.
+6. The inodes of a GPU's directory and link show that it was bound again between two scans, so
+   resets are found where no uevents arrive, up to a period late. Where they do arrive they report it at
+   once, and a scan by ``follow_up`` does not emit it again: a fault since then must not count as one before.
 
-*Cost:* one look every ``period_ns`` (10 s; while a node is missing, 1 s), at most one in MIN_GAP_NS on
+*Cost:* one scan every ``period_ns`` (10 s; while a node is missing, 1 s), at most one in MIN_GAP_NS on
 request; about 10 microseconds for each PCI function of the node and 3 for each device node, so 2 ms of a
-thread on a large node. A look has ``deadline_ns`` (5 s).
+thread on a large node. A scan has ``deadline_ns`` (5 s).
 """
 
 import asyncio
@@ -51,16 +51,16 @@ from agent.threads import started_in_daemon_thread
 
 PERIOD_NS: Final = 10 * SECOND_NS
 MISSING_PERIOD_NS: Final = SECOND_NS
-"""The same while a node is missing: those of a new MIG layout come a moment after it."""
+"""The same while a node is missing: those of a new MIG layout appear a moment after it."""
 DEADLINE_NS: Final = 5 * SECOND_NS
 CONFIRM_NS: Final = 3 * SECOND_NS
-"""How long NVML may take until another MIG layout is known."""
+"""How long NVML may take to list another MIG layout."""
 MIN_GAP_NS: Final = 50 * MILLISECOND_NS
-"""Between the beginnings of two looks that were asked for."""
+"""Between the starts of two requested scans."""
 
 
 class SysfsSource:
-    """Tells of GPUs on the bus, of the driver's module and of missing device nodes."""
+    """Emits changes of GPUs on the bus, of the driver's module and of missing device nodes."""
 
     def __init__(
         self,
@@ -79,11 +79,11 @@ class SysfsSource:
         sees_new_nodes: bool = True,
         prove: Callable[[], object] = lambda: None,
     ) -> None:
-        """Take what stands for /sys, /proc and /dev.
+        """Scan below the roots that stand for /sys, /proc and /dev.
 
         ``strict_nodes``: device nodes have to be character devices; by default below /dev itself.
-        ``look_at_layout``: is asked to look which MIG devices a GPU has.
-        ``sees_new_nodes``: False for a container's own /dev, which lacks what the node got after its start.
+        ``look_at_layout``: requests a probe of a GPU's MIG devices.
+        ``sees_new_nodes``: False for a container's own /dev, which lacks nodes created after its start.
         """
         strict = dev_root == Path("/dev") if strict_nodes is None else strict_nodes
         self._inbox = inbox
@@ -98,7 +98,7 @@ class SysfsSource:
         self._confirm_ns = min(period_ns, confirm_ns)
         self._look_at_layout = look_at_layout
         self._suspected: dict[str, int] = {}
-        """Since when a capability node is missing."""
+        """Since when a capability node is missing, by path."""
         self._asked = asyncio.Event()
         self._bindings_told = False
         self._configs_asked: set[str] = set()
@@ -110,29 +110,29 @@ class SysfsSource:
         self._bindings: dict[str, Binding] = {}
         self._bound: frozenset[str] = frozenset()
         self.last_sign_ns: int | None = None
-        """When it looked last."""
+        """When the last scan completed."""
 
     def request(self) -> None:
-        """Look soon instead of after the period; on the loop's thread."""
+        """Scan soon instead of after the period; on the loop's thread."""
         self._asked.set()
 
     def follow_up(self) -> None:
-        """Look soon at what changed; whoever asks has told which GPUs were bound and unbound."""
+        """Scan soon after a change; the caller has emitted which GPUs were bound and unbound."""
         self._bindings_told = True
         self._asked.set()
 
     def read_config(self, pci: str) -> None:
-        """Read the configuration space of a GPU in the next look, which is soon; on the loop's thread."""
+        """Read the configuration space of a GPU in the next scan, which is soon; on the loop's thread."""
         self._configs_asked.add(pci)
         self._asked.set()
 
     def probe_uvm(self) -> None:
-        """Open /dev/nvidia-uvm in the next looks, of which one is soon; on the loop's thread."""
+        """Open /dev/nvidia-uvm in the next scans, of which one is soon; on the loop's thread."""
         self._uvm_asked = True
         self._asked.set()
 
     async def run(self) -> None:
-        """Look for ever; raises SourceError if the kernel does not answer. Two at once are not allowed."""
+        """Scan until cancelled; raises SourceError if the kernel does not answer. No two at once."""
         try:
             async with asyncio.TaskGroup() as group:
                 group.create_task(guard.for_ever("sysfs looks", self._look_for_ever), name="sysfs looks")
@@ -162,7 +162,7 @@ class SysfsSource:
             return
 
     async def _ask_for_new_nodes(self) -> None:
-        """Have the nodes looked at as soon as other ones are needed."""
+        """Request a scan as soon as other nodes are needed."""
         version = self._latest.version
         nodes = self._wanted_nodes()
         while True:
@@ -173,7 +173,7 @@ class SysfsSource:
                 self.request()
 
     def _wanted_nodes(self) -> frozenset[str] | None:
-        """Return the nodes that should exist; None while the driver is away or let go of."""
+        """Return the nodes that should exist; None while the driver is unavailable or released."""
         snapshot = self._latest.value
         if not snapshot.driver.ready or snapshot.released_until_ns is not None:
             return None
@@ -194,13 +194,13 @@ class SysfsSource:
         await asyncio.wait((looking,), timeout=self._deadline_ns / 1e9)
         if not looking.done():
             raise SourceError(
-                f"The kernel did not let {self._roots.sys}, {self._roots.proc} and {self._roots.dev} be read "
+                f"Scanning {self._roots.sys}, {self._roots.proc} and {self._roots.dev} did not finish "
                 f"within {self._deadline_ns / SECOND_NS:g} s; see the kernel log for blocked tasks"
             )
         self._looking = None
         return looking.result()
 
-    # Telling
+    # Facts
 
     def _tell(self, seen: Look, *, bindings_told: bool) -> None:
         self._exclusions = seen.exclusions
@@ -209,7 +209,7 @@ class SysfsSource:
             if not bindings_told:
                 self._tell_bindings(seen)
             self._bound = frozenset(seen.bindings)
-            # What is gone is remembered, so that it is known when it is back; a slot has one address.
+            # Bindings of absent GPUs are kept, so that a return is recognised; a PCI slot has one address.
             self._bindings.update(seen.bindings)
             self._tell_changed(PciGpusSeen(addresses=seen.gpus))
         if seen.module_visible:
@@ -218,7 +218,7 @@ class SysfsSource:
             self._tell_changed(DeviceNodesSeen(missing=self._confirmed(seen.missing)))
 
     def _confirmed(self, missing: tuple[str, ...]) -> tuple[str, ...]:
-        """Return what is missing though its GPU had time to be looked at since it is."""
+        """Return the nodes that are missing although there was time to probe their GPUs since."""
         now_ns, before = self._clock(), self._suspected
         self._suspected = {path: before.get(path, now_ns) for path in missing if is_capability(path)}
         for gpu in self._gpus_of(self._suspected.keys() - before.keys()):
@@ -239,7 +239,7 @@ class SysfsSource:
             self._inbox.put(UvmProbed(error=seen.uvm or None))
 
     def _uvm_failed(self) -> bool:
-        """Whether the driver refused before, as an earlier process may have found."""
+        """Whether opening UVM failed before, as an earlier process may have found."""
         return any(
             condition.reason is Reason.UVM_FAILED and condition.lasts
             for view in self._latest.value.gpus

@@ -1,9 +1,9 @@
-"""One look at what the kernel shows of GPUs under /sys, /proc and /dev.
+"""One scan of what the kernel shows of GPUs under /sys, /proc and /dev.
 
 Invariants: everything here blocks, if only for microseconds, and runs in a thread. What cannot be read
-is unknown (None), never empty. Attributes of a device that the kernel keeps in memory are all that is
-read, with one exception: where the driver excludes GPUs, its own file on a GPU is read once for each
-time that GPU is bound, because only there its UUID is found; that file may wait for the driver's lock.
+is unknown (None), never empty. It reads only attributes of a device that the kernel keeps in memory,
+with one exception: where the driver excludes GPUs, its own file on a GPU is read once for each
+time that GPU is bound, because only that file contains the UUID; it may wait for the driver's lock.
 
 Sources: kernel Documentation/ABI/testing/sysfs-bus-pci; NVIDIA/open-gpu-kernel-modules:nv-procfs.c and
 nv.c (ExcludedGpus, GpuBlacklist), nvidia-uvm/uvm.c (uvm_open).
@@ -23,7 +23,7 @@ import msgspec
 from agent.core.allocation.nodes import UVM_NODE
 
 MAX_GPUS: Final = 1_024
-"""NVIDIA functions that are looked at, in the order of their addresses."""
+"""NVIDIA functions that are read, in the order of their addresses."""
 
 DRIVER: Final = "nvidia"
 CONTROL_NODE: Final = "/dev/nvidiactl"
@@ -32,7 +32,7 @@ _VENDOR: Final = "0x10de"
 _CLASSES: Final = ("0x0300", "0x0302")
 """VGA and 3D controllers; an NVSwitch or an audio function is neither."""
 _NO_ANSWER: Final = b"\xff\xff"
-"""What the bus reads where nothing answers."""
+"""The value that the bus returns where no device answers."""
 _NO_REFUSAL: Final = frozenset(
     {
         errno.ENOENT,
@@ -45,49 +45,48 @@ _NO_REFUSAL: Final = frozenset(
         errno.ENOMEM,
     }
 )
-"""Errors that are not the driver's, or not for good: 515 answers EAGAIN while the machine is suspended."""
+"""Errors not from the driver, or not permanent: 515 returns EAGAIN while the machine is suspended."""
 _OURS: Final = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EACCES, errno.EPERM})
-"""Errors that say nothing of the device."""
+"""Errors of the agent, not of the device."""
 _MAX_BYTES: Final = 16_384
 _EXCLUDED_PARAMETER: Final = re.compile(r'^(?:ExcludedGpus|GpuBlacklist): *"([^"\n]{1,4096})"', re.MULTILINE)
 _EXCLUDED_UUID: Final = re.compile(r"^GPU UUID:\s*(GPU-[0-9a-fA-F-]{1,64})", re.MULTILINE)
 _EXCLUDED_FLAG: Final = re.compile(r"^(?:GPU Excluded|Blacklisted):\s*Yes", re.MULTILINE)
 
 Binding = tuple[int, int]
-"""Inodes of a device and of its link to the driver: the kernel gives new ones whenever it makes them."""
+"""Inodes of a device and of its link to the driver: the kernel assigns new ones whenever it creates them."""
 
 
 class Roots(msgspec.Struct, frozen=True):
-    """Where to look."""
+    """The directories to scan, which stand for /sys, /proc and /dev."""
 
     sys: Path
     proc: Path
     dev: Path
-    """What stands for /dev."""
     strict_nodes: bool
     """Whether a node has to be a character device; on a simulated node it is a file."""
 
 
 class Look(msgspec.Struct, frozen=True):
-    """What was seen; None: could not be seen."""
+    """The result of one scan; None: could not be read."""
 
     gpus: tuple[str, ...] | None
-    """PCI addresses of the GPUs that are there for NVIDIA's driver."""
+    """PCI addresses of the GPUs that are bound to NVIDIA's driver and not excluded."""
     bindings: Mapping[str, Binding]
-    """Of each GPU that is bound to it, an excluded one too."""
+    """Of each GPU that is bound to it, including excluded ones."""
     module_visible: bool
     module: int | None
     """Inode of the module's directory; None: not loaded, if ``module_visible``."""
     missing: tuple[str, ...] | None
     exclusions: "Exclusions"
     configs: Mapping[str, bool] = msgspec.field(default_factory=dict)
-    """Of the functions asked for: whether their configuration space answers; without those not known."""
+    """By requested function: whether its configuration space answers; absent if unknown."""
     uvm: str | None = None
-    """Why /dev/nvidia-uvm refuses to be opened, empty if it does not; None: not asked, or not known."""
+    """Why opening /dev/nvidia-uvm fails, empty if it succeeds; None: not requested, or unknown."""
 
 
 class Exclusions(msgspec.Struct, frozen=True):
-    """Which GPUs the driver leaves alone, as far as its files were read already."""
+    """Which GPUs the driver excludes, as far as its files were read already."""
 
     parameter: str = ""
     verdicts: Mapping[tuple[str, Binding], bool | None] = msgspec.field(default_factory=dict)
@@ -102,7 +101,7 @@ def look(
     configs: Iterable[str] = (),
     uvm: bool = False,
 ) -> Look:
-    """Look once; ``wanted_nodes`` are those that should exist beside the driver's, None: not asked.
+    """Scan once; ``wanted_nodes`` are those that should exist beside the driver's, None: not checked.
 
     ``configs`` are the functions whose configuration space is read, which may wake a device up; ``uvm``:
     whether /dev/nvidia-uvm is opened.
@@ -129,7 +128,7 @@ def look(
 
 
 def _config_answers(sys_root: Path, pci: str) -> bool | None:
-    """Return whether the vendor id of a function reads as one; None: that could not be read."""
+    """Return whether the vendor id of a function is valid; None: it could not be read."""
     device = sys_root / "bus/pci/devices" / pci
     try:
         with (device / "config").open("rb", buffering=0) as config:
@@ -142,7 +141,7 @@ def _config_answers(sys_root: Path, pci: str) -> bool | None:
 
 
 def _uvm_refusal(roots: Roots) -> str | None:
-    """Open the unified memory driver, which refuses each open after a fatal error, and close it again."""
+    """Open and close the unified memory driver, which rejects each open after a fatal error."""
     try:
         descriptor = os.open(roots.dev / UVM_NODE.removeprefix("/dev/"), os.O_RDWR | os.O_CLOEXEC)
     except OSError as error:
@@ -152,7 +151,7 @@ def _uvm_refusal(roots: Roots) -> str | None:
 
 
 def driver_of(sys_root: Path, pci: str) -> str | None:
-    """Return the driver that a PCI function is bound to; None: to none, or there is no such function."""
+    """Return the driver that a PCI function is bound to; None: no driver, or no such function."""
     try:
         return os.path.basename(os.readlink(sys_root / "bus/pci/devices" / pci / "driver"))  # noqa: PTH115, PTH119
     except OSError:
@@ -179,12 +178,12 @@ def _bound_gpus(sys_root: Path) -> dict[str, Binding]:
 def _is_gpu(device: Path) -> bool:
     if _read(device / "vendor").strip() != _VENDOR or not _read(device / "class").startswith(_CLASSES):
         return False
-    # A virtual function of a GPU that is shared out to virtual machines is no GPU of this node.
+    # A virtual function of a GPU that virtual machines share is no GPU of this node.
     return not os.path.lexists(device / "physfn")
 
 
 def _exclusions(proc_root: Path, bound: Mapping[str, Binding], known: Exclusions) -> Exclusions:
-    """Return which of the bound GPUs are excluded, reading the driver's file only of those not known."""
+    """Return which of the bound GPUs are excluded, reading the driver's file only of unknown ones."""
     driver = proc_root / "driver" / DRIVER
     parameter = ",".join(_EXCLUDED_PARAMETER.findall(_read(driver / "params")))
     if not parameter:
@@ -216,7 +215,7 @@ def _missing_nodes(roots: Roots, nodes: Iterable[str]) -> tuple[str, ...] | None
 
 
 def _is_node(roots: Roots, path: str) -> bool:
-    """Tell whether a node is there; one that cannot be looked at is not missing."""
+    """Return whether a node exists; one that cannot be read is not missing."""
     try:
         seen = (roots.dev / path.removeprefix("/dev/")).stat()
     except FileNotFoundError:
@@ -234,7 +233,7 @@ def _inode(path: Path, *, follow: bool = True) -> int | None:
 
 
 def _read(path: Path) -> str:
-    """Return a small file's text; nothing where there is none, as when the device just went.
+    """Return a small file's text; empty where there is none, as when the device was just removed.
 
     Raises OSError where the agent lacks rights, descriptors or memory.
     """

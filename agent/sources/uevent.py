@@ -1,21 +1,21 @@
-"""Listens to the kernel's uevents: GPUs bound to the driver or taken from it, and the driver's module.
+"""Listens to the kernel's uevents: GPUs bound to the driver or unbound from it, and the driver's module.
 
 Guarantees:
 
-1. Events say when to look; what counts is what sysfs shows. A bind is told only of a GPU that sysfs
-   shows bound to NVIDIA's driver, and events that a process asked the kernel for (``udevadm trigger``)
-   are no binding at all. What any other sender than the kernel wrote is dropped: whoever has CAP_NET_ADMIN
+1. Events trigger a scan; what sysfs shows decides. A bind is emitted only for a GPU that sysfs
+   shows bound to NVIDIA's driver, and synthetic events (``udevadm trigger``) are no binding at all.
+   Messages from any other sender than the kernel are dropped: a process with CAP_NET_ADMIN
    in this network namespace may write to the kernel's group.
 2. ``on_change`` is called once for all events within COALESCE_NS, and after the last of them. At the
-   start and where events were lost it is ``on_loss`` instead, so a loss costs a look and no knowledge.
-3. Nothing piles up here: the kernel's buffer of the socket is the only queue.
+   start and where events were lost ``on_loss`` is called instead, so a loss costs a scan and no information.
+3. Nothing queues up here: the kernel's buffer of the socket is the only queue.
 
-Without uevents nothing is missed, only seen later: sysfs is looked at periodically anyway. That matters
-in a user namespace (``hostUsers: false``), where the kernel delivers none and says nothing of it; a
+Without uevents changes are only found later: sysfs is scanned periodically anyway. That matters
+in a user namespace (``hostUsers: false``), where the kernel silently delivers none; a
 network namespace of its own is no obstacle. No capability is needed.
 
-*Cost:* nothing while the hardware rests; no period, no deadline. Importing pyroute2 takes 10 MiB of
-memory and 0.15 s of processor time, which is why it is done here, late and in a thread.
+*Cost:* nothing while the hardware does not change; no period, no deadline. Importing pyroute2 takes 10 MiB of
+memory and 0.15 s of processor time, so it is done here, late and in a thread.
 
 Sources: kernel lib/kobject_uevent.c, drivers/base/dd.c, drivers/pci/pci-driver.c (pci_uevent),
 net/netlink/af_netlink.c.
@@ -39,7 +39,7 @@ from agent.threads import in_daemon_thread
 
 COALESCE_NS: Final = 100 * MILLISECOND_NS
 REOPEN_PAUSE_NS: Final = SECOND_NS
-"""After events were lost, before the socket is opened anew: at most one try in this time."""
+"""After events were lost, before the socket is opened again: at most one attempt in this time."""
 
 KERNEL_GROUP: Final = 1
 """The multicast group of the kernel's own events; udev's have another."""
@@ -59,10 +59,10 @@ Uevent = Mapping[str, object]
 
 
 class UeventSocket(Protocol):
-    """What is used of pyroute2's socket."""
+    """The part of pyroute2's socket that is used."""
 
     async def __aenter__(self) -> Self:
-        """Begin to use it."""
+        """Open it."""
 
     async def __aexit__(self, *_: object) -> None:
         """Close it."""
@@ -71,11 +71,11 @@ class UeventSocket(Protocol):
         """Listen to multicast groups."""
 
     def get(self) -> AsyncIterator[Uevent]:
-        """Yield what came; a message without an action stands for an error."""
+        """Yield messages; one without an action stands for an error."""
 
 
 class UeventSource:
-    """Tells of GPUs that are bound and unbound, and asks others to look."""
+    """Emits GPUs that are bound and unbound, and triggers scans."""
 
     def __init__(
         self,
@@ -87,10 +87,10 @@ class UeventSource:
         open_socket: Callable[[], Awaitable[UeventSocket]] | None = None,
         reopen_pause_ns: int = REOPEN_PAUSE_NS,
     ) -> None:
-        """Take whom to call on the loop.
+        """Call ``on_change`` and ``on_loss`` on the loop.
 
-        ``on_change``: GPUs or the driver's modules came or went, and bindings were told. ``on_loss``: they
-        may have, and nothing was told.
+        ``on_change``: GPUs or the driver's modules were added or removed, and bindings were emitted.
+        ``on_loss``: they may have been, and nothing was emitted.
         """
         self._inbox = inbox
         self._sys_root = sys_root
@@ -105,7 +105,7 @@ class UeventSource:
 
     @property
     def seen(self) -> int:
-        """Events that came, of whatever device."""
+        """Events received, of any device."""
         return self._seen
 
     @property
@@ -114,13 +114,13 @@ class UeventSource:
         return self._losses
 
     async def run(self) -> None:
-        """Listen for ever; raises SourceError where there are no uevents. Two at once are not allowed."""
+        """Listen until cancelled; raises SourceError where there are no uevents. No two at once."""
         try:
             while True:
                 await self._listen()
                 self._losses += 1
                 _log.warning(
-                    "Uevents were lost for the %(times)s. time, so the bus is read anew",
+                    "Uevents were lost for the %(times)s. time; scanning the bus again",
                     about(times=self._losses),
                 )
                 await asyncio.sleep(self._reopen_pause_ns / 1e9)
@@ -138,7 +138,7 @@ class UeventSource:
         """Listen until events are lost."""
         async with await self._open_socket() as listener:
             await listener.bind(groups=KERNEL_GROUP)
-            # Nobody told of what changed until now.
+            # Changes until now were not emitted.
             self._is_told = False
             self._note_change()
             while True:
@@ -149,7 +149,7 @@ class UeventSource:
                         self._seen += 1
                         self._take(event)
                 except UnicodeDecodeError:
-                    # Of a device whose name is no text; none of NVIDIA's is.
+                    # From a device whose name is no UTF-8; NVIDIA's are.
                     self._seen += 1
 
     def _take(self, event: Uevent) -> None:
@@ -180,7 +180,7 @@ class UeventSource:
 
 
 def _gpu_of(event: Uevent) -> str | None:
-    """Return the address of the GPU that an event is of."""
+    """Return the address of the GPU that an event is about."""
     pci = str(event.get("PCI_SLOT_NAME", ""))
     is_gpu = (
         event.get("SUBSYSTEM") == "pci"
@@ -199,7 +199,7 @@ def _socket_class() -> Callable[[], UeventSocket]:
     from pyroute2.netlink.uevent import AsyncUeventSocket  # noqa: PLC0415 - see the cost above
 
     class KernelUeventSocket(AsyncUeventSocket):  # type: ignore[misc]  # pyroute2 has no types here
-        """Takes messages of the kernel alone, which are those from port 0; an error has no sender."""
+        """Accepts only the kernel's messages, which come from port 0; an error has no sender."""
 
         def enqueue(self, data: bytes, addr: tuple[int, int] | None) -> object:
             return None if addr is not None and addr[0] != KERNEL_PORT else super().enqueue(data, addr)

@@ -382,7 +382,7 @@ async def test_a_file_is_no_log(recorder: Recorder, tmp_path: Path) -> None:
 
 async def test_a_device_that_is_no_log_is_named(recorder: Recorder) -> None:
     """Some container runtimes put it in the place of the log."""
-    assert "is no log that can be waited for" in await failure_of(recorder, Path("/dev/null"))
+    assert "cannot be polled" in await failure_of(recorder, Path("/dev/null"))
 
 
 async def test_a_log_that_ended_is_opened_again(recorder: Recorder, tmp_path: Path) -> None:
@@ -469,5 +469,5 @@ async def test_a_log_that_others_may_write_is_not_read(
     else:
         pytest.skip("needs root to give a file away")
     source = KernelLogSource(inbox=recorder.inbox, path=path, clock=time.monotonic_ns)
-    with pytest.raises(SourceError, match="may be written by others"):
+    with pytest.raises(SourceError, match="Other users may write to the kernel log"):
         await source.run()

@@ -149,7 +149,7 @@ async def test_something_else_in_the_place_of_the_file_is_no_readiness(
     (root / READY_FILE).mkdir(parents=True)
     start(EVENTS_ONLY)
     (fact,) = await told(recorder, False)
-    assert "is no file" in fact.message
+    assert "is no regular file" in fact.message
 
 
 async def test_without_inotify_the_directory_is_looked_at_again_and_again(

@@ -293,7 +293,7 @@ async def test_an_old_kubelet_is_named(path: Path) -> None:
 async def test_a_refusal_is_told_in_the_kubelets_words(path: Path) -> None:
     async with serving(path) as peer:
         peer.code = grpc.StatusCode.RESOURCE_EXHAUSTED
-        assert "refused List: RESOURCE_EXHAUSTED: no" in await failure_of(path)
+        assert "rejected List: RESOURCE_EXHAUSTED: no" in await failure_of(path)
 
 
 async def test_a_peer_that_speaks_something_else_is_survived(path: Path) -> None:
@@ -302,7 +302,7 @@ async def test_a_peer_that_speaks_something_else_is_survived(path: Path) -> None
         writer.close()
 
     server = await asyncio.start_unix_server(hang_up, str(path))
-    assert "ended the connection" in await failure_of(path)
+    assert "closed the connection" in await failure_of(path)
     server.close()
 
 
@@ -317,7 +317,7 @@ async def test_a_socket_that_is_not_there_or_abandoned_is_an_absent_kubelet(path
 
 async def test_a_kubelet_that_takes_no_more_connections_is_named(path: Path) -> None:
     with full(path):
-        assert f"takes no connection on {path}" in await failure_of(path)
+        assert f"accepts no connection on {path}" in await failure_of(path)
 
 
 async def test_something_that_is_no_socket_is_named(path: Path) -> None:
@@ -338,7 +338,7 @@ async def test_a_failure_is_tried_once_more_in_a_period(
     assert recorder.of(AllocationsListed) == []
     said = [record for record in caplog.records if record.name == "agent.sources.pods.source"]
     (line,) = [record.getMessage() for record in said]
-    assert line.startswith("Could not ask the kubelet which pods hold devices: ")
+    assert line.startswith("Listing the pods that hold devices failed: ")
 
 
 async def test_garbage_is_no_list(path: Path, start: Start, recorder: Recorder) -> None:

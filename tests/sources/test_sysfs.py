@@ -508,7 +508,7 @@ async def test_a_kernel_that_does_not_answer_ends_the_source_and_blocks_one_thre
     vendor.unlink()
     os.mkfifo(vendor)  # to open it is to wait for a writer
     for _ in range(3):
-        with pytest.raises(SourceError, match=r"did not let .* be read within"):
+        with pytest.raises(SourceError, match=r"Scanning .* did not finish within"):
             await source.run()
     assert [each.name for each in threading.enumerate()].count("sysfs-look") == 1
     task = asyncio.get_running_loop().create_task(source.run(), name="sysfs")

@@ -1,8 +1,8 @@
-"""Hears of the end of processes through pidfds, on the loop.
+"""Watches for the exit of processes through pidfds, on the loop.
 
 Invariants: one descriptor for each process, at most MAX_WATCHED, with a share for each holder (a pod, or a
-cgroup of the host), so that one that forks takes no other's. The end of a process that is not watched shows
-in the next scan. The kernel says that a pidfd is readable only once the process has let go of its files.
+cgroup of the host), so that one that forks takes no other's. The exit of a process that is not watched shows
+in the next scan. The kernel makes a pidfd readable only once the process has closed its files.
 """
 
 import asyncio
@@ -19,11 +19,11 @@ from agent.sources.processes import open_pidfd
 from agent.threads import started_in_daemon_thread
 
 MAX_WATCHED: Final = 1_024
-"""Of the 4,096 descriptors that the unit allows the agent."""
+"""Of the 4,096 descriptors that the systemd unit allows."""
 
 
 class _Watch:
-    """A process that is watched; without a descriptor until that is open."""
+    """A watched process; without a descriptor until that is open."""
 
     __slots__ = ("descriptor",)
 
@@ -32,7 +32,7 @@ class _Watch:
 
 
 class ProcessEnds:
-    """The pidfds of the processes that matter now."""
+    """The pidfds of the watched processes."""
 
     def __init__(
         self, proc_root: Path, ended: Callable[[ProcessKey], None], max_watched: int | None = None
@@ -44,12 +44,12 @@ class ProcessEnds:
             MAX_WATCHED if max_watched is None else max_watched, rejects=True
         )
         self.unwatched = 0
-        """Processes that there was no room for, as of the last ``watch``."""
+        """Processes that could not be watched, as of the last ``watch``."""
 
     async def watch(
         self, keys: Iterable[ProcessKey], holder_of: Callable[[ProcessKey], Hashable] = lambda _: None
     ) -> None:
-        """Watch these processes and no others; ``holder_of`` returns whose share one takes."""
+        """Watch these processes and no others; ``holder_of`` returns whose share a process counts to."""
         wanted = dict.fromkeys(keys)
         for entry in tuple(self._watched):
             if entry.key not in wanted:
@@ -65,11 +65,11 @@ class ProcessEnds:
                 new.pop(lost.key, None)
                 _close(lost.value)
         unwatched += await self._begin(new) if new else 0
-        # Those without room, and those that no descriptor could be had for: scans tell, later.
+        # Processes beyond a bound or without a descriptor: scans find their exit, later.
         self.unwatched = unwatched
 
     async def _begin(self, new: dict[ProcessKey, _Watch]) -> int:
-        """Open what is to be watched from now on; return of how many no descriptor could be had."""
+        """Open the descriptors of new processes; return how many could not be opened."""
         try:
             opened = await self._opened(list(new))
         except BaseException:
@@ -81,7 +81,7 @@ class ProcessEnds:
             if descriptor is None:
                 self._watched.pop(key)
             if key in opened and descriptor is None:
-                # Not from here: who asked is in the middle of something.
+                # Not from here: the caller is in the middle of an update.
                 asyncio.get_running_loop().call_soon(self._ended, key)
             if descriptor is not None:
                 watch.descriptor = descriptor
@@ -97,7 +97,7 @@ class ProcessEnds:
             raise
 
     def close(self) -> None:
-        """Watch nothing any more."""
+        """Close every descriptor."""
         for entry in tuple(self._watched):
             self._forget(entry.key)
 
@@ -118,7 +118,7 @@ def _close(watch: _Watch) -> None:
 
 
 def _open_all(proc_root: Path, keys: list[ProcessKey]) -> dict[ProcessKey, int | None]:
-    """Return a descriptor of each process, None for one that has ended; without one where none can be had."""
+    """Return a descriptor of each process, None for one that has exited; none where it cannot be opened."""
     opened: dict[ProcessKey, int | None] = {}
     for key in keys:
         with suppress(OSError):
@@ -127,7 +127,7 @@ def _open_all(proc_root: Path, keys: list[ProcessKey]) -> dict[ProcessKey, int |
 
 
 def _close_all(opening: "asyncio.Future[dict[ProcessKey, int | None]]") -> None:
-    """Let go of what nobody waits for any more."""
+    """Close the descriptors of an abandoned call."""
     for descriptor in () if opening.exception() else opening.result().values():
         if descriptor is not None:
             os.close(descriptor)

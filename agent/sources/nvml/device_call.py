@@ -1,10 +1,10 @@
 """Makes one harmless call into the driver on a GPU's own device file.
 
-The probe sees it in the kernel: entered, returned, in what time. NVML's own calls go through /dev/nvidiactl,
-whose file says nothing of the GPU they are for.
+The eBPF probe sees it in the kernel: entered, returned, in what time. NVML's own calls go through
+/dev/nvidiactl, whose file does not show which GPU they are for.
 
 Invariants: it blocks, runs on the GPU's own thread and has the deadline of any call there, and is only made
-while NVML holds the GPU open, so that it never brings a GPU up by itself. What it answers does not matter.
+while NVML holds the GPU open, so that it never initialises a GPU by itself. Its answer does not matter.
 
 Source: NVIDIA/open-gpu-kernel-modules:kernel-open/common/inc/nv-ioctl-numa.h, kernel-open/nvidia/nv.c.
 """
@@ -17,15 +17,15 @@ from typing import Final
 from agent.sources.nvml.library import Nvml
 
 CALL: Final = "NUMA_INFO"
-"""What it is called where it does not answer."""
+"""The call's name where it is reported overdue."""
 
 _NUMBER: Final = 215
 _SIZES: Final = (560, 552)
-"""Of its parameters, since a member was added and before; another size is answered with EINVAL at once."""
+"""Of its parameters, since a member was added and before; any other size fails with EINVAL at once."""
 
 
 def call_device(nvml: Nvml, dev_root: Path, minor: int) -> None:
-    """Call the driver on a GPU; a device file that cannot be opened is another finding."""
+    """Call the driver on a GPU; a device file that cannot be opened is reported elsewhere."""
     nvml.observed(CALL, lambda: _call(dev_root / f"nvidia{minor}"))
 
 
@@ -46,5 +46,5 @@ def _call(path: Path) -> None:
 
 
 def _request(size: int) -> int:
-    """Return the word of an ioctl that reads and writes so many bytes (_IOWR)."""
+    """Return the request number of an ioctl that reads and writes so many bytes (_IOWR)."""
     return 3 << 30 | size << 16 | ord("F") << 8 | _NUMBER

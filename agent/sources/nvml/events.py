@@ -1,7 +1,7 @@
-"""Hears XIDs: one event set, one thread that waits on it in slices, and its repair when it breaks.
+"""Receives XIDs: one event set, one thread that waits on it in slices, and its replacement after a failure.
 
 Invariants: an XID goes from the waiting thread straight into the inbox. A wait that fails marks no
-GPU and never spins: the set is built anew, at most once in ``retry_ns``, from the GPUs that answer
+GPU and never spins: the set is created again, at most once in ``retry_ns``, from the GPUs that answer
 their next probe, so a lost one does not silence the others.
 """
 
@@ -34,7 +34,7 @@ from agent.sources.nvml.threads import Completions, Lane
 from agent.waiting import wait_set
 
 MAX_DRAINED: Final = 1_024
-"""Events taken out of a set that is given up."""
+"""Events read from a set before it is freed."""
 
 _log = logging.getLogger(__name__)
 
@@ -62,7 +62,7 @@ class SharedEventSet:
                 self._free(nvml)
 
     def retire(self, nvml: Nvml) -> None:
-        """Let nobody use the set any more, and free it once nobody does."""
+        """Allow no further use of the set, and free it after the last user."""
         with self._lock:
             is_last = not self._retired and self._users == 0
             self._retired = True
@@ -111,10 +111,10 @@ class Listener:
         on_rebound: Callable[[], None],
         prove: Callable[[], None],
     ) -> None:
-        """``on_renewed``: there is a set to register with; ``on_failed``: look at every GPU at once.
+        """``on_renewed``: there is a set to register with; ``on_failed``: probe every GPU at once.
 
-        ``on_rebound``: NVML told that a GPU came or went, which is looked for between two waits. ``prove`` is
-        called, by whatever thread, with each wait that returned.
+        ``on_rebound``: NVML reported that a GPU was bound or unbound, which is polled between two waits.
+        ``prove`` is called, on any thread, after each wait that returned.
         """
         self._lane = lane
         self._nvml = nvml
@@ -136,10 +136,10 @@ class Listener:
         self.events: SharedEventSet | None = None
         """The set GPUs are to register with now."""
         self.devices: dict[int, GpuUuid] = {}
-        """Whose handle is at an address. Replaced, never changed: another thread reads it."""
+        """GPUs by the address of their handle. Replaced, never changed: another thread reads it."""
 
     async def run(self) -> None:
-        """Listen for ever."""
+        """Listen until cancelled."""
         while True:
             began_ns = self._clock()
             try:
@@ -148,7 +148,7 @@ class Listener:
                     self._registered.clear()
                     self._on_renewed()
                 await self._wait_registered()
-                # Bound here: what is run within it belongs to the task that runs now.
+                # Bound here: the seam belongs to the task that runs now.
                 self._wait = guard.owner().seam("thread", "nvml-event-wait", self._nvml.wait_event)
                 await self._lane.call(partial(self._listen, self.events))
             except NvmlError as error:
@@ -156,12 +156,12 @@ class Listener:
                 await self.free(is_broken=True)
                 self._on_failed()
             except Exception as error:  # noqa: BLE001 - whatever it is, it costs no XID
-                # The set is whole, and has every XID that comes meanwhile.
-                _log.exception("The wait of nvml-events for XIDs failed (%r) and is begun again", error)
+                # The set is intact, and holds every XID that arrives meanwhile.
+                _log.exception("Thread nvml-events failed to wait for XIDs (%r); retrying", error)
             await asyncio.sleep(max(0, began_ns + self._retry_ns - self._clock()) / 1e9)
 
     async def _wait_registered(self) -> None:
-        """Wait until some GPU sends its events to the set; where none can, there is nothing to hear."""
+        """Wait until some GPU sends its events to the set; where none can, there is nothing to wait for."""
         while not self._registered.is_set():
             self._prove()
             await wait_set(self._registered, self._slice_ms * MILLISECOND_NS)
@@ -177,9 +177,9 @@ class Listener:
             _log.warning("Could not wait for events of the GPUs: %(detail)s", about(detail=str(error)))
 
     async def free(self, *, is_broken: bool = False) -> None:
-        """Give the set up; waits until the thread does not wait on it.
+        """Free the set, once the thread does not wait on it.
 
-        What waits in it is put first, unless the set ``is_broken``.
+        The events queued in it are emitted first, unless the set ``is_broken``.
         """
         events, self.events = self.events, None
         if events is not None:
@@ -188,17 +188,17 @@ class Listener:
             await self._lane.call(partial(events.retire, self._nvml))
 
     def _drain(self, shared: SharedEventSet) -> None:
-        """Put the XIDs that wait in a set; the thread that waited on it may have hung."""
+        """Emit the XIDs queued in a set; the thread that waited on it may have hung."""
         with suppress(NvmlError, RetiredError), shared.in_use(self._nvml) as events:
             for _ in range(MAX_DRAINED):
                 self._put(self._nvml.wait_event(events, 0))
 
     def stop(self) -> None:
-        """Let the thread end its wait within one slice."""
+        """Have the thread stop its wait within one slice."""
         self._stopping = True
 
     def was_registered(self) -> None:
-        """Begin to wait, now that at least one GPU sends its events to the set."""
+        """Start to wait, now that at least one GPU sends its events to the set."""
         self._registered.set()
 
     def _listen(self, shared: SharedEventSet) -> None:
@@ -244,7 +244,7 @@ class Listener:
 
 
 def register(nvml: Nvml, handle: Handle, shared: SharedEventSet) -> str | None:
-    """Let a GPU's events come to a set; returns why it has none to send.
+    """Register a GPU's events with a set; returns why it has none to send.
 
     Blocks. Raises NvmlError, or RetiredError if there is a newer set to register with.
     """
@@ -255,7 +255,7 @@ def register(nvml: Nvml, handle: Handle, shared: SharedEventSet) -> str | None:
         with shared.in_use(nvml) as events:
             nvml.register_events(handle, types, events)
     except NvmlError as error:
-        # Whether its events can be heard says nothing of the GPU.
+        # A GPU that sends no events may be healthy all the same.
         if not_supported(error):
             return str(error)
         raise
@@ -270,4 +270,4 @@ DRIVER_CODES: Final = frozenset(
         NvmlCode.UNKNOWN,
     }
 )
-"""If every GPU answers one of these, it is the driver that is gone, not the GPUs."""
+"""If every GPU answers with one of these, the driver is gone, not the GPUs."""

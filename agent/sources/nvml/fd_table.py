@@ -1,6 +1,6 @@
-"""The descriptor table of the threads that call the driver, and what the driver has open in it.
+"""The descriptor table of the threads that call the driver, and the files that the driver has open in it.
 
-A table is the calling thread's, so everything here runs on one of those threads.
+A table belongs to the calling thread, so everything here runs on one of those threads.
 """
 
 import ctypes
@@ -22,9 +22,9 @@ MAX_DESCRIPTORS: Final = 1 << 20
 def take_own_files(keep: tuple[int, ...]) -> str | None:
     """Give the calling thread a descriptor table of its own that holds ``keep`` and /dev/null.
 
-    Returns why that was not possible, or None. Python may free an abandoned file object of the agent
-    on any thread, and would then close its number in this table: so the low numbers are all taken by
-    /dev/null, where that does no harm, and what the driver opens is above them.
+    Returns why that was not possible, or None. Python may free an unreferenced file object of the agent
+    on any thread, and would then close its number in this table: so /dev/null occupies all low numbers,
+    where that does no harm, and what the driver opens is above them.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.unshare(CLONE_FILES) != 0:
@@ -51,7 +51,7 @@ def _highest_descriptor() -> int:
     try:
         return max(int(name) for name in os.listdir("/proc/thread-self/fd"))  # noqa: PTH208 - names only
     except OSError:
-        # No /proc, or not one descriptor left to read it with.
+        # No /proc, or no descriptor left to read it with.
         return _descriptor_limit()
 
 
@@ -68,6 +68,6 @@ def open_files_below(prefixes: tuple[str, ...]) -> list[str]:
         try:
             found.add(os.readlink(f"{directory}/{number}"))  # noqa: PTH115 - a name, not a Path
         except OSError:
-            # The descriptor by which the directory itself was read.
+            # The descriptor of the directory itself, closed by now.
             continue
     return sorted(path for path in found if path.startswith(prefixes))

@@ -1,4 +1,4 @@
-"""What a session knows of one GPU, or of an index whose GPU was not identified yet."""
+"""The state of one GPU's watcher, or of an index whose GPU was not identified yet."""
 
 import asyncio
 from collections.abc import Hashable, Mapping, Sequence
@@ -30,55 +30,55 @@ class Slot(msgspec.Struct, eq=False):
     sighting: Sighting | None = None
     failure: NvmlError | None = None
     sample: GpuSample | None = None
-    """The readings of the newest look."""
+    """The readings of the newest probe."""
     memory: GpuMemory | None = None
-    """Who used its memory then."""
+    """The processes that used its memory then."""
     gone: bool = False
     registered: SharedEventSet | None = None
     requested: int = 1
-    """Number of the newest look that was asked for."""
+    """Number of the newest probe that was requested."""
     begun: int = 0
-    """Number of the newest one that was begun."""
+    """Number of the newest one that was started."""
     served: int = 0
     """Number of the newest one that was finished."""
     late: bool = False
-    """Whether a call of the newest look was overdue."""
+    """Whether a call of the newest probe was overdue."""
     blamed: bool = False
-    """Whether the GPU was told to be the one that fails, though it might have been the driver."""
+    """Whether the failure was attributed to the GPU, though it might have been the driver's."""
     untold: bool = False
-    """Whether the outcome of the newest look is still to be told."""
+    """Whether the outcome of the newest probe is still to be emitted."""
     began_ns: int = 0
     due_ns: int = 0
     wanted_soon: bool = False
     urgent: bool = False
-    """Whether the next look is to take the slow readings, too."""
+    """Whether the next probe is to include the slow readings."""
     surveyed: Hashable = None
-    """What the newest survey was made of; when that is another now, it is made anew."""
+    """What the newest topology sample depended on; when that changes, the GPU is sampled again."""
     survey_due_ns: int | None = None
-    """Before then none is made; None: the GPU was not told of yet."""
+    """Before then the topology is not sampled; None: the GPU was not listed yet."""
     wake: asyncio.Event = msgspec.field(default_factory=asyncio.Event)
     looked: asyncio.Event = msgspec.field(default_factory=asyncio.Event)
     task: asyncio.Task[None] | None = None
     probing: asyncio.Task[None] | None = None
-    """What runs in it now; ended when the prober is stale."""
+    """What runs in it now; cancelled when the prober is stale."""
 
     @property
     def uuid(self) -> GpuUuid | None:
-        """Whose slot it is, once that is known."""
+        """The GPU that it watches, once that is identified."""
         return self.sighting.gpu.uuid if self.sighting is not None else None
 
     @property
     def answers(self) -> bool:
-        """Whether the newest look found the GPU in its place."""
+        """Whether the newest probe found the GPU at its address."""
         return self.sighting is not None and self.failure is None and not self.gone and not self.lane.overdue
 
     @property
     def is_doubtful(self) -> bool:
-        """Whether the newest look failed as all do when the driver is gone, and that is news."""
+        """Whether the newest probe failed as all do when the driver is gone, and that is new."""
         return self.failure is not None and self.failure.code in DRIVER_CODES and not self.blamed
 
     def sampled(self, look: Look) -> Look:
-        """Return a look with the GPU's readings. Blocks, on the GPU's own thread."""
+        """Return a probe's result with the GPU's readings. Blocks, on the GPU's own thread."""
         seen = look.sighting
         if look.failure is not None:
             return self._with_verdict(look, look.failure)
@@ -97,24 +97,24 @@ class Slot(msgspec.Struct, eq=False):
             return replace(look, failure=error)
 
     def request(self) -> int:
-        """Ask for a look now; returns its number."""
+        """Request a probe now; returns its number."""
         self.requested += 1
         self.wake.set()
         return self.requested
 
     async def wait_served(self, number: int) -> None:
-        """Return when the look of this number is finished, or the GPU does not answer in time."""
+        """Return when the probe of this number is finished, or the GPU does not answer in time."""
         while self.served < number and not self.lane.overdue:
             await self.looked.wait()
 
     def notify(self) -> None:
-        """Wake those who wait for a look."""
+        """Wake the tasks that wait for a probe."""
         self.looked.set()
         self.looked = asyncio.Event()
 
 
 class DriverGoneError(SourceError):
-    """NVML answers nothing useful for the whole node; it has to be initialised anew."""
+    """NVML answers nothing useful for the whole node; it has to be initialised again."""
 
     def __init__(self, error: NvmlError) -> None:
         super().__init__(str(error))
@@ -122,7 +122,7 @@ class DriverGoneError(SourceError):
 
 
 def driver_failure(slots: Sequence[Slot]) -> NvmlError | None:
-    """Return why the driver is gone: not one GPU gives an answer that tells of the GPU itself."""
+    """Return why the driver is gone: no GPU gives an answer about the GPU itself; None: it is not."""
     failures = [slot.failure for slot in slots if slot.failure is not None]
     if not failures or len(failures) < len(slots):
         return None
@@ -130,7 +130,7 @@ def driver_failure(slots: Sequence[Slot]) -> NvmlError | None:
 
 
 async def wait_served(numbers: Mapping[Slot, int], timeout_ns: int) -> None:
-    """Return when each GPU that answers has finished the look of its number, or after the timeout."""
+    """Return when each GPU that answers has finished the probe of its number, or after the timeout."""
     try:
         async with asyncio.timeout(timeout_ns / 1e9):
             for slot, number in numbers.items():
@@ -140,10 +140,10 @@ async def wait_served(numbers: Mapping[Slot, int], timeout_ns: int) -> None:
 
 
 async def ended(*tasks: asyncio.Task[Any]) -> None:
-    """Cancel tasks and return when they have ended.
+    """Cancel tasks and return when they are done.
 
     More than once where needed: a task group whose task fails while the group is cancelled raises the
-    failure alone, and who waits for the group goes on.
+    failure alone, and the task that waits for the group goes on.
     """
     pending = set(tasks)
     while pending:

@@ -1,8 +1,8 @@
-"""NVML's own events of GPUs bound to their driver or unbound, where the driver offers them.
+"""NVML's own events of GPUs bound to their driver or unbound, where the driver supports them.
 
-Invariants: they are registered for at most once in a process, since NVML takes no second registration;
-after NVML was shut down they are not heard any more. Nothing depends on them: the kernel tells the same
-by uevents, and each poll finds what both miss. So whatever fails here ends it, and is no finding.
+Invariants: they are registered at most once in a process, since NVML accepts no second registration;
+after NVML was shut down none arrive any more. Nothing depends on them: the kernel reports the same
+by uevents, and each poll finds what both miss. So any failure here stops it, and is no finding.
 """
 
 from typing import Any, Final
@@ -14,7 +14,7 @@ from agent.model import facts
 from agent.sources.nvml.library import Nvml
 
 MAX_AT_ONCE: Final = 32
-"""Events taken in one call; NVML keeps further ones for the next."""
+"""Events read in one call; NVML keeps further ones for the next."""
 
 _BOUND: Final = int(pynvml.nvmlSystemEventTypeGpuDriverBind)
 _UNBOUND: Final = int(pynvml.nvmlSystemEventTypeGpuDriverUnbind)
@@ -28,7 +28,7 @@ class BindEvents:
         self._is_over = False
 
     def open(self, nvml: Nvml) -> None:
-        """Ask for the events, the first time. Blocks."""
+        """Register for the events, the first time. Blocks."""
         if self._set is not None or self._is_over:
             return
         try:
@@ -39,7 +39,7 @@ class BindEvents:
             self.close(nvml)
 
     def take(self, nvml: Nvml) -> list[facts.GpuRebound]:
-        """Return what happened since the last time, without waiting for more. Blocks as any call may."""
+        """Return what happened since the last call, without waiting for more. Blocks as any call may."""
         if self._set is None:
             return []
         data = (pynvml.c_nvmlSystemEventData_v1_t * MAX_AT_ONCE)()
@@ -58,7 +58,7 @@ class BindEvents:
         ]
 
     def close(self, nvml: Nvml) -> None:
-        """Give the events up for the rest of the process. Blocks."""
+        """Free the event set for the rest of the process. Blocks."""
         events, self._set, self._is_over = self._set, None, True
         if events is None:
             return

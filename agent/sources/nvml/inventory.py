@@ -1,8 +1,8 @@
-"""Looks at one GPU through NVML: who it is, what it is made of, and whether it answers well.
+"""Probes one GPU through NVML: its identity, its properties, and whether its basic calls succeed.
 
 Invariants: everything here blocks and runs on a GPU's own thread. A GPU that can be identified is
-returned even if a later call on it fails: a sick GPU is listed and marked, never hidden. Nothing is
-invented: what the driver does not tell stays unknown.
+returned even if a later call on it fails: an unhealthy GPU is listed and marked, never hidden. Nothing is
+invented: what the driver does not answer stays unknown.
 """
 
 import os
@@ -34,7 +34,7 @@ IMEX_NODES: Final = ("/dev/nvidia-caps-imex-channels/channel0",)
 """The only channel that can be configured. Source: NVIDIA/k8s-device-plugin:internal/imex/imex.go."""
 
 MAX_MIG_DEVICES: Final = 64
-"""MIG devices looked for on a GPU; today's GPUs have seven GPU instances of up to seven each."""
+"""MIG devices read of a GPU; today's GPUs have seven GPU instances of up to seven each."""
 
 _MIG_NAME: Final = re.compile(r"\bMIG ((?:\d+c\.)?\d+g\.\d+gb(?:[+-][\w.]+)*)\s*$")
 _GONE: Final = frozenset({NvmlCode.NOT_FOUND, NvmlCode.GPU_NOT_FOUND})
@@ -45,32 +45,32 @@ T = TypeVar("T")
 
 
 class GpuGoneError(Exception):
-    """There is no GPU at this PCI address any more, or another one."""
+    """There is no GPU at this PCI address any more, or a different one."""
 
 
 class Sighting(msgspec.Struct, frozen=True):
-    """A GPU as it was last seen."""
+    """A GPU as the newest probe found it."""
 
     gpu: Gpu
     handle: Handle
     bus_id: str
     """The PCI address as NVML writes it."""
     has_mig: bool = True
-    """False once the GPU said that it has no MIG."""
+    """False once the GPU answered that it has no MIG."""
     mig: Mapping[str, MigAttributes] = msgspec.field(default_factory=dict)
-    """How large its MIG devices are, by UUID: an instance made anew may have the UUID of an old one."""
+    """How large its MIG devices are, by UUID: a new instance may have the UUID of an old one."""
     complete: bool = False
     """Whether what never changes was read in full."""
     is_instance_read: bool = False
     """Whether the driver was asked for the device instance."""
     numa_problem: str | None = None
-    """What stood in sysfs instead of a node number."""
+    """What sysfs holds instead of a node number."""
     celsius: int | None = None
-    """The temperature at that moment; None where the GPU does not tell it."""
+    """The temperature at that moment; None where the GPU does not report it."""
 
 
 class Look(msgspec.Struct, frozen=True):
-    """What one look at a GPU told: the GPU, the first call that failed with a finding, its readings."""
+    """The result of one probe: the GPU, the first call that failed with a finding, its readings."""
 
     sighting: Sighting
     failure: NvmlError | None
@@ -79,11 +79,11 @@ class Look(msgspec.Struct, frozen=True):
 
 
 _UUID: Final = re.compile(r"GPU-[0-9A-Za-z-]{1,75}")
-"""Source: nvml.h, NVML_DEVICE_UUID_V2_BUFFER_SIZE (96 bytes with the end)."""
+"""Source: nvml.h, NVML_DEVICE_UUID_V2_BUFFER_SIZE (96 bytes with the terminator)."""
 
 
 def look_at_index(nvml: Nvml, index: int, sys_root: Path) -> Look:
-    """Identify the GPU that NVML has at an index; raises NvmlError or GpuGoneError if that cannot be."""
+    """Identify the GPU that NVML has at an index; raises NvmlError or GpuGoneError if that fails."""
     handle = nvml.handle_by_index(index)
     uuid = nvml.uuid(handle)
     if not _UUID.fullmatch(uuid):
@@ -105,7 +105,7 @@ def look_at_index(nvml: Nvml, index: int, sys_root: Path) -> Look:
 
 
 def look_again(nvml: Nvml, known: Sighting) -> Look:
-    """Look at a known GPU. Raises GpuGoneError if it is not there any more."""
+    """Probe a known GPU. Raises GpuGoneError if it is not there any more."""
     known = replace(known, celsius=None)
     try:
         handle = nvml.handle_by_pci(known.bus_id)
@@ -161,7 +161,7 @@ def _with_details(nvml: Nvml, seen: Sighting) -> Sighting:
 
 
 def _coherent(nvml: Nvml, handle: Handle) -> bool | None:
-    """Return whether a GPU is coherent: one that has no addressing modes, or whose driver has none, is not.
+    """Return whether a GPU is coherent; one without addressing modes, in hardware or driver, is not.
 
     Source: NVIDIA/go-nvlib:pkg/nvlib/device/device.go.
     """
@@ -174,7 +174,7 @@ def _coherent(nvml: Nvml, handle: Handle) -> bool | None:
 
 
 def _if_told(call: Callable[[], str]) -> str | None:
-    """Return a text for people that no device depends on: a GPU that does not tell it works all the same."""
+    """Return a text for display that no device depends on: a GPU without it works all the same."""
     try:
         return call() or None
     except NvmlError as error:
@@ -184,7 +184,7 @@ def _if_told(call: Callable[[], str]) -> str | None:
 
 
 def _with_health(nvml: Nvml, seen: Sighting) -> Sighting:
-    """Make the harmless calls whose answers say whether the GPU works; see facts on return codes."""
+    """Make the harmless calls whose return codes show whether the GPU works."""
     _unless_unsupported(lambda: nvml.memory_bytes(seen.handle), 0)
     celsius: int | None = _unless_unsupported(lambda: nvml.temperature_celsius(seen.handle), None)
     return seen if celsius == seen.celsius else replace(seen, celsius=celsius)
@@ -221,7 +221,7 @@ def _mig_devices(nvml: Nvml, seen: Sighting) -> list[tuple[MigDevice, MigAttribu
             if device is None or not is_same or seen.mig.get(uuid) != attributes:
                 device = _mig_device(nvml, seen, mig, uuid, instances, attributes)
         except NvmlError as error:
-            # INVALID_ARGUMENT: it was destroyed between two calls. The next look tells the rest.
+            # INVALID_ARGUMENT: it was destroyed between two calls. The next probe reads the rest.
             if error.code in (*_GONE, NvmlCode.INVALID_ARGUMENT):
                 continue
             raise
@@ -250,7 +250,7 @@ def _mig_device(
 def _profile(nvml: Nvml, seen: Sighting, mig: Handle, gi: int, attributes: MigAttributes) -> str:
     """Return the canonical profile name, from the best of three sources."""
     try:
-        # The instance's profile is the only one that tells ``+me`` and its like; it needs root's rights.
+        # Only the instance's profile shows ``+me`` and its like; it needs root's rights.
         name = _gpu_instance_profile_name(nvml, seen.handle, gi)
     except NvmlError as error:
         if not not_supported(error):
@@ -272,7 +272,7 @@ def _gpu_instance_profile_name(nvml: Nvml, handle: Handle, gi: int) -> str | Non
         try:
             profile, name = nvml.profile_name(handle, number)
         except NvmlError as error:
-            # A GPU offers some of the profiles NVML knows, and refuses the others.
+            # A GPU supports only some of the profiles that NVML knows.
             if not_supported(error) or error.code in (*_GONE, NvmlCode.INVALID_ARGUMENT):
                 continue
             raise
@@ -298,13 +298,13 @@ def profile_from_attributes(attributes: MigAttributes, gpu_memory_bytes: int | N
     return f"{attributes.compute_slices}c.{slices}"
 
 
-# What the node says
+# The node
 
 
 def read_numa_node(sys_root: Path, pci: str) -> tuple[int | None, str | None]:
-    """Return the NUMA node of a PCI device, and what stood there if that was no number.
+    """Return the NUMA node of a PCI device, and the text that sysfs has if that is no number.
 
-    The kernel writes -1 where it knows none; that must never reach the kubelet.
+    The kernel writes -1 for none; that must never reach the kubelet.
     """
     try:
         text = (sys_root / "bus/pci/devices" / pci / "numa_node").read_text(errors="replace").strip()
@@ -320,7 +320,7 @@ def read_numa_node(sys_root: Path, pci: str) -> tuple[int | None, str | None]:
 def control_nodes(dev_root: Path) -> tuple[str, ...]:
     """Return the control nodes and IMEX channels that exist, by the names they have in a container.
 
-    One that a security module hides is none, as for NVIDIA's plugin.
+    One that a security module hides does not count, as for NVIDIA's plugin.
     """
     return tuple(
         node

@@ -1,9 +1,9 @@
 """NVML as typed calls: where pynvml is loaded and called, and where its errors are translated.
 
 Invariants: one method is one NVML call, and it is reported to a CallObserver before it is made, since
-it may never come back. Every method may block and raises NvmlError; none is to be called on the loop.
-A library that was loaded stays loaded: the driver's own code keeps pointers into it. pynvml is known
-here, in nvml_readings and in nvml_hotplug alone; whatever they call goes through ``Nvml.call``.
+it may never return. Every method may block and raises NvmlError; none is to be called on the loop.
+A library that was loaded stays loaded: the driver's own code keeps pointers into it. Only this module,
+nvml_readings and nvml_hotplug import pynvml; whatever they call goes through ``Nvml.call``.
 """
 
 import ctypes
@@ -37,13 +37,13 @@ DRIVER_LIBRARY_DIRECTORIES: Final = (
     "lib/aarch64-linux-gnu",
     "lib",
 )
-"""Where distributions and the driver container put the library, under the driver root."""
+"""Where distributions and the driver container install the library, under the driver root."""
 
 XID_EVENT: Final = int(pynvml.nvmlEventTypeXidCriticalError)
 HEALTH_EVENTS: Final = XID_EVENT | int(
     pynvml.nvmlEventTypeDoubleBitEccError | pynvml.nvmlEventTypeSingleBitEccError
 )
-"""What NVIDIA's plugin listens to. Source: NVIDIA/k8s-device-plugin:internal/rm/health.go."""
+"""The events that NVIDIA's plugin registers for. Source: NVIDIA/k8s-device-plugin:internal/rm/health.go."""
 
 GPU_INSTANCE_PROFILES: Final = int(pynvml.NVML_GPU_INSTANCE_PROFILE_COUNT)
 
@@ -52,7 +52,7 @@ INIT: Final = "nvmlInitWithFlags"
 EVENT_WAIT: Final = "nvmlEventSetWait_v2"
 
 FINDINGS: Final = frozenset({NvmlCode.GPU_IS_LOST, NvmlCode.RESET_REQUIRED})
-"""What counts whichever call returns it; any other error only where the GPU is no use without the answer."""
+"""Codes that count whichever call returns them; others only where the GPU is unusable without the answer."""
 
 T = TypeVar("T")
 
@@ -62,17 +62,17 @@ class LibraryMissingError(SourceError):
 
 
 class CallObserver(Protocol):
-    """Is told what a thread is about to call and that it came back."""
+    """Notes which call a thread is about to make, and its return."""
 
     def began(self, call: str) -> None:
         """Note a call by its NVML name."""
 
     def ended(self) -> None:
-        """Note that the last one came back."""
+        """Note that the last one returned."""
 
 
 class Versions(msgspec.Struct, frozen=True):
-    """What NVML says of itself and of the driver."""
+    """The versions of driver, NVML and CUDA."""
 
     driver: str
     nvml: str
@@ -98,7 +98,7 @@ class MigAttributes(msgspec.Struct, frozen=True):
     compute_slices: int
     memory_bytes: int
     engines: tuple[int, ...] = ()
-    """Copy engines, decoders, encoders, JPEG and OFA engines: what ``+me`` and its like differ in."""
+    """Copy engines, decoders, encoders, JPEG and OFA engines: in these ``+me`` and its like differ."""
 
 
 class Nvml:
@@ -108,7 +108,7 @@ class Nvml:
         self._observer = observer
 
     def call(self, function: Callable[..., Any], *arguments: object, **named: object) -> Any:
-        """Make a call of pynvml's; only for the modules that know pynvml."""
+        """Make a call of pynvml's; only for the modules that import pynvml."""
         name = function.__name__
         self._observer.began(name)
         try:
@@ -116,18 +116,18 @@ class Nvml:
         except pynvml.NVMLError as error:
             raise NvmlError(name, int(error.value), str(error)) from None
         except (ValueError, OverflowError, MemoryError) as error:
-            # The binding believes what the driver says of sizes and texts.
-            raise NvmlError(name, NvmlCode.UNKNOWN, f"The answer cannot be: {type(error).__name__}") from None
+            # The binding trusts the driver's sizes and texts.
+            raise NvmlError(name, NvmlCode.UNKNOWN, f"Invalid answer: {type(error).__name__}") from None
         finally:
             self._observer.ended()
 
     def text(self, function: Callable[..., Any], *arguments: object) -> str:
-        """Make a call of pynvml's whose answer is a text, of whatever bytes; see ``printable``."""
+        """Make a call of pynvml's whose answer is a text of any bytes; see ``printable``."""
         # The binding decodes strictly what its own function returns as bytes.
         return printable(self.call(getattr(function, "__wrapped__", function), *arguments))
 
     def observed(self, name: str, work: Callable[[], T]) -> T:
-        """Do what is no call of NVML's and may block as one."""
+        """Do work that is no NVML call and may block like one."""
         self._observer.began(name)
         try:
             return work()
@@ -139,7 +139,7 @@ class Nvml:
         self.call(pynvml.nvmlInitWithFlags, 0)
 
     def shutdown(self) -> None:
-        """Let go of the driver and of every handle."""
+        """Release the driver and every handle."""
         self.call(pynvml.nvmlShutdown)
 
     def versions(self) -> Versions:
@@ -160,7 +160,7 @@ class Nvml:
         return Handle(self.call(pynvml.nvmlDeviceGetHandleByIndex, index))
 
     def handle_by_pci(self, bus_id: str) -> Handle:
-        """Return the handle of the GPU at a PCI address; NOT_FOUND if there is none any more."""
+        """Return the handle of the GPU at a PCI address; NOT_FOUND if there is none."""
         return Handle(self.call(pynvml.nvmlDeviceGetHandleByPciBusId, bus_id.encode()))
 
     def uuid(self, handle: Handle) -> str:
@@ -272,11 +272,11 @@ class Nvml:
         return EventSet(self.call(pynvml.nvmlEventSetCreate))
 
     def free_event_set(self, events: EventSet) -> None:
-        """Release an event set that nobody waits on."""
+        """Free an event set that no thread waits on."""
         self.call(pynvml.nvmlEventSetFree, events)
 
     def register_events(self, handle: Handle, types: int, events: EventSet) -> None:
-        """Let a GPU's events come to a set; NOT_SUPPORTED where the GPU sends none."""
+        """Register a GPU's events with a set; NOT_SUPPORTED where the GPU sends none."""
         self.call(pynvml.nvmlDeviceRegisterEvents, handle, types, events)
 
     def wait_event(self, events: EventSet, timeout_ms: int) -> NvmlEvent:
@@ -291,7 +291,7 @@ class Nvml:
         )
 
     def address_of(self, handle: Handle) -> int | None:
-        """Return what NvmlEvent.device says for this handle; no call to the driver."""
+        """Return the value of NvmlEvent.device for this handle; no call to the driver."""
         return _address(handle)
 
     def uuid_at(self, address: int) -> str:
@@ -301,9 +301,9 @@ class Nvml:
 
 
 def printable(value: object) -> str:
-    """Return a text of the driver with what is no UTF-8, and what a terminal would obey, escaped.
+    """Return a text of the driver with invalid UTF-8 and control characters escaped.
 
-    Terminals, logs, labels and files get it as it is, so it is made harmless where it comes in.
+    Terminals, logs, labels and files get it as it is, so it is made harmless where it enters.
     """
     text = value.decode(errors="backslashreplace") if isinstance(value, bytes) else str(value)
     if text.isprintable():
@@ -312,7 +312,7 @@ def printable(value: object) -> str:
 
 
 def _bytes_in(record: ctypes.Structure, name: str) -> object:
-    """Return a field as the driver filled it; the binding's own way decodes it strictly."""
+    """Return a field as the driver filled it; the binding decodes it strictly."""
     return ctypes.Structure.__getattribute__(record, name)
 
 
@@ -322,12 +322,12 @@ def _address(handle: Any) -> int | None:
 
 
 def not_supported(error: NvmlError) -> bool:
-    """Whether an error only says that this GPU, driver or user cannot have the answer."""
+    """Whether an error only means that this GPU, driver or user cannot have the answer."""
     return error.code in (NvmlCode.NOT_SUPPORTED, NvmlCode.NO_PERMISSION, NvmlCode.FUNCTION_NOT_FOUND)
 
 
 class LibraryLocation(msgspec.Struct, frozen=True):
-    """Where to look for libnvidia-ml.so.1."""
+    """Where to search for libnvidia-ml.so.1."""
 
     path: Path | None = None
     """``--nvml-library``: if given, the only candidate. A simulated node must never fall through to
@@ -347,7 +347,7 @@ class LibraryLocation(msgspec.Struct, frozen=True):
                 yield str(path)
 
     def describe(self) -> str:
-        """Return where was looked, for a sentence."""
+        """Return where the library was searched for, for a sentence."""
         if self.path is not None:
             return f"at {self.path}"
         return f"in the library path (as {SONAME}) or under {self.driver_root}"
@@ -361,21 +361,21 @@ class LoadedLibrary(msgspec.Struct, frozen=True):
     """Device, inode and modification time; None if the file could not be found."""
 
     def was_replaced(self) -> bool:
-        """Whether another file is at its place now: a new driver was installed."""
+        """Whether a different file is at its path now: a new driver was installed."""
         return self.identity is not None and _identity_of(self.name) not in (None, self.identity)
 
 
 def load(location: LibraryLocation) -> LoadedLibrary:
     """Load the first library that can be loaded and hand it to pynvml. Blocks.
 
-    Raises LibraryMissingError, a sentence with what to do next.
+    Raises LibraryMissingError, which names the next step.
     """
     problem = ""
     for name in location.candidates():
         try:
             library = ctypes.CDLL(name)
         except OSError as error:
-            # A file that is missing is named first; a library that it needs is named by its own name.
+            # The message begins with the name of the missing file, which may be a dependency's.
             is_missing = str(error).startswith(f"{name}: ") and "No such file" in str(error)
             problem = problem or ("" if is_missing else str(error))
             continue
@@ -384,7 +384,7 @@ def load(location: LibraryLocation) -> LoadedLibrary:
         return LoadedLibrary(name=path, identity=_identity_of(path))
     if problem:
         raise LibraryMissingError(
-            f"The NVIDIA driver library cannot be loaded: {problem}; install the driver anew, or name another"
+            f"The NVIDIA driver library cannot be loaded: {problem}; reinstall the driver, or name another"
             " libnvidia-ml.so.1 with --nvml-library"
         )
     raise LibraryMissingError(
@@ -394,7 +394,7 @@ def load(location: LibraryLocation) -> LoadedLibrary:
 
 
 def _use(library: ctypes.CDLL) -> None:
-    # pynvml keeps one library and the functions it looked up in it, both for the whole process.
+    # pynvml keeps one library and the functions found in it, both for the whole process.
     if pynvml.nvmlLib is None or pynvml.nvmlLib._handle != library._handle:  # noqa: SLF001 - no public way
         pynvml.nvmlLib = library
         pynvml._nvmlGetFunctionPointer_cache.clear()  # noqa: SLF001 - see above

@@ -1,8 +1,8 @@
 """Reads how much memory of a GPU is used, and which processes NVML lists on it.
 
 Invariants: everything here blocks and runs on the GPU's own thread, after the readings of a poll passed. A
-list that the driver does not have is unsupported, one with records that cannot be is unreliable (see
-core.process_info); neither claims anything. What failed this time is not told this time.
+list that the driver does not support is unsupported, one with impossible records is unreliable (see
+core.process_info); neither claims anything. What failed this time is not emitted this time.
 
 Cost of a poll: four calls, of which those for processes make two each where there are any.
 """
@@ -16,14 +16,14 @@ from agent.sources.nvml.optional_calls import Asker
 from agent.sources.nvml.readings import Readings
 
 PID_MAX: Final = 4_194_304
-"""No kernel counts further. Source: linux include/linux/threads.h (PID_MAX_LIMIT)."""
+"""The largest pid of any kernel. Source: linux include/linux/threads.h (PID_MAX_LIMIT)."""
 
 MAX_USERS: Final = 4_096
-"""Processes on one GPU; a list with more is not used, because who is cut off would be absent."""
+"""Processes on one GPU; a list with more is not used, because those cut off would seem absent."""
 
 
 class MemoryReader:
-    """What is remembered of one GPU from poll to poll."""
+    """Reads the memory of one GPU from poll to poll."""
 
     def __init__(self, readings: Readings, ask: Asker, *, max_users: int = MAX_USERS) -> None:
         self._readings = readings

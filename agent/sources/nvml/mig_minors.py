@@ -1,7 +1,7 @@
 """Which capability nodes open a MIG device: /dev/nvidia-caps/nvidia-capN of its GPU and compute instance.
 
 Source: NVIDIA MIG User Guide, "Device Nodes and Capabilities": the driver lists the minors of every
-instance that there could be in /proc/driver/nvidia-caps/mig-minors.
+possible instance in /proc/driver/nvidia-caps/mig-minors.
 """
 
 import re
@@ -14,13 +14,13 @@ from agent.model.structs import replace
 from agent.sources.nvml.inventory import Look
 
 MAX_TABLE_BYTES: Final = 1_048_576
-"""Of the table that is read; it has some 30 bytes for each of 135 instances of a GPU."""
+"""The table has some 30 bytes for each of 135 instances of a GPU."""
 
 _LINE: Final = re.compile(rb"^(gpu\d{1,4}/gi\d{1,4}(?:/ci\d{1,4})?)/access (\d{1,8})$", re.MULTILINE)
 
 
 def with_minors(look: Look, proc_root: Path) -> Look:
-    """Return the look with the nodes of the GPU's MIG devices; the table is read only for new devices."""
+    """Return the result with the nodes of the GPU's MIG devices; the table is read only for new devices."""
     gpu = look.sighting.gpu
     if gpu.minor is None or all(mig.gi_minor is not None for mig in gpu.mig_devices):
         return look

@@ -1,7 +1,7 @@
-"""Makes calls that a GPU or its driver may not offer.
+"""Makes calls that a GPU or its driver may not support.
 
-Invariants: what is not offered is asked for once. An error that says neither that nor that the GPU is lost or
-to be reset is no finding: there is no answer this time.
+Invariants: a call that is not supported is made once. An error that means neither that nor that the GPU is
+lost or to be reset is no finding: the answer is unknown this time.
 """
 
 from collections.abc import Callable
@@ -19,19 +19,19 @@ NOT_OFFERED: Final = frozenset(
         NvmlCode.DEPRECATED,
     }
 )
-"""What will not be answered better next time."""
+"""Codes that a repeated call would return again."""
 
 T = TypeVar("T")
 
 
 class Asker:
-    """Makes the calls of one GPU that are offered; which are not is remembered."""
+    """Makes the supported calls of one GPU, and remembers which are not supported."""
 
     def __init__(self) -> None:
         self._not_offered: set[str] = set()
 
     def __call__(self, handle: Handle, *calls: Callable[[Handle], T]) -> T | None:
-        """Return the answer of the first call that is offered; None: none is, or it failed this time.
+        """Return the answer of the first supported call; None: none is supported, or it failed this time.
 
         Raises NvmlError for a finding.
         """

@@ -1,8 +1,8 @@
-"""What one life of NVML tells: its facts, each in its place, and its warnings, each once.
+"""Publishes the facts of one NVML session in their order, and its warnings, each once.
 
 Invariants: DriverReady and GpusEnumerated come first, and a fact about a GPU after the GpusEnumerated that
-names it. A list is told when it is another than the last one. The readings of a poll come before its
-outcome. Once the driver is gone nothing more is told.
+names it. A list is emitted when it differs from the last one. The readings of a poll come before its
+outcome. Once the driver is gone nothing more is emitted.
 """
 
 import logging
@@ -26,7 +26,7 @@ _log = logging.getLogger(__name__)
 
 
 class Telling:
-    """The facts and warnings of one session."""
+    """Emits the facts and logs the warnings of one session."""
 
     def __init__(self, inbox: Inbox[facts.Fact], settings: NvmlSettings, versions: Versions) -> None:
         self._inbox: Final = inbox
@@ -35,11 +35,11 @@ class Telling:
         self._told: facts.GpusEnumerated | None = None
         self._warned: set[str] = set()
         self.is_over = False
-        """Whether the driver is gone; tasks that were about to go on have nothing more to tell."""
+        """Whether the driver is gone; tasks that are still running emit nothing more."""
 
     @property
     def announced(self) -> bool:
-        """Whether the driver was told to be ready."""
+        """Whether DriverReady was emitted."""
         return self._told is not None
 
     def is_listed(self, uuid: GpuUuid) -> bool:
@@ -47,7 +47,7 @@ class Telling:
         return self._told is not None and any(gpu.uuid == uuid for gpu in self._told.gpus)
 
     def announce(self, slots: Iterable[Slot], control_nodes: tuple[str, ...]) -> bool:
-        """Tell which GPUs there are, if that changed; returns whether it did."""
+        """Emit the list of GPUs if it changed; returns whether it did."""
         listed = _list_of(slots, control_nodes)
         if self.is_over or listed == self._told:
             return False
@@ -69,13 +69,13 @@ class Telling:
         return True
 
     def outcome(self, slot: Slot) -> None:
-        """Tell how the newest look at a GPU ended, if that is still to be told."""
+        """Emit the outcome of the newest probe of a GPU, if that is still to be done."""
         uuid = slot.uuid
         if uuid is None or self.is_over or slot.gone or not slot.untold or not self.is_listed(uuid):
             return
         slot.untold = False
         if slot.late and slot.failure is None:
-            # It answered after all, but too late to count; ask again at once.
+            # It answered after all, but too late to count; probe again at once.
             slot.request()
             return
         slot.blamed = slot.failure is not None and slot.failure.code in DRIVER_CODES
@@ -89,32 +89,32 @@ class Telling:
             self.put(facts.GpuProbePassed(gpu=uuid))
 
     def surveyed(self, slot: Slot, survey: Survey) -> None:
-        """Tell where a GPU stands among the others."""
+        """Emit the topology sample of a GPU."""
         uuid = slot.uuid
         if uuid is not None and not self.is_over and not slot.gone and self.is_listed(uuid):
             self.put(facts.TopologySeen(gpu=uuid, survey=survey))
 
     def overdue(self, uuid: GpuUuid, call: Call) -> None:
-        """Tell that a call on a GPU does not answer."""
+        """Emit that a call on a GPU is overdue."""
         deadline_ns = self._settings.deadline_ns(call.name)
         self.put(facts.GpuCallOverdue(gpu=uuid, call=call.name, deadline_ns=deadline_ns))
 
     def no_events(self, uuid: GpuUuid, why: str) -> None:
-        """Tell, once for each GPU, that it sends no XIDs."""
+        """Emit, once for each GPU, that it sends no XIDs."""
         if self._is_new(f"events {uuid}"):
             self.put(facts.HealthEventsUnsupported(gpu=uuid, message=why))
 
     def put(self, fact: facts.Fact) -> None:
-        """Tell a fact."""
+        """Emit a fact."""
         self._inbox.put(fact)
 
     def warn(self, key: str, message: str, **told: object) -> None:
-        """Log a warning once; keys are few, and those of a GPU go with it."""
+        """Log a warning once; keys are few, and those of a GPU are dropped with it."""
         if self._is_new(key):
             _log.warning(message, about(**told))
 
     def bad_numa_node(self, gpu: Gpu, found: str) -> None:
-        """Log, once for each GPU, that sysfs has no number where its NUMA node should be."""
+        """Log, once for each GPU, that its NUMA node in sysfs is not a number."""
         self.warn(
             f"numa {gpu.pci}",
             "The NUMA node of the GPU at %(pci)s is not a number: %(found)s",
@@ -123,7 +123,7 @@ class Telling:
         )
 
     def forget(self, gpu: Gpu) -> None:
-        """Forget what was told once of a GPU that is gone."""
+        """Forget the warnings about a GPU that is gone."""
         self._warned -= {f"events {gpu.uuid}", f"numa {gpu.pci}"}
 
     def _is_new(self, key: str) -> bool:

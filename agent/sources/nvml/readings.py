@@ -1,7 +1,7 @@
 """The readings of a GPU as typed NVML calls, beside those of nvml_library.
 
 Invariants: one method is one NVML call, made through Nvml.call, so it is observed and its error is
-translated like any other. Nothing is remembered and nothing is decided here: see nvml_sampling.
+translated like any other. This module keeps no state and decides nothing: see nvml_sampling.
 """
 
 import ctypes
@@ -21,12 +21,12 @@ HW_SLOWDOWN_REASONS: Final = int(
     | pynvml.nvmlClocksEventReasonHwThermalSlowdown
     | pynvml.nvmlClocksEventReasonHwPowerBrakeSlowdown
 )
-"""Why hardware, not the driver or a user, holds clocks down."""
+"""Reasons by which hardware, not the driver or a user, lowers the clocks."""
 
 MAX_PROCESSES: Final = 65_536
-"""More on one GPU are not believed, nor is room made for them."""
+"""More on one GPU are rejected, and no room is allocated for them."""
 IMPOSSIBLE: Final = MemoryUser(pid=0, used_bytes=None, gi=0, ci=0)
-"""No process: stands for a list that cannot be, see core.process_info."""
+"""No process: stands for an impossible list, see core.process_info."""
 
 MAX_LINKS: Final = int(pynvml.NVML_NVLINK_MAX_LINKS)
 
@@ -34,21 +34,21 @@ LINK_TO_GPU: Final = int(pynvml.NVML_NVLINK_DEVICE_TYPE_GPU)
 LINK_TO_SWITCH: Final = int(pynvml.NVML_NVLINK_DEVICE_TYPE_SWITCH)
 
 MAX_CPUS: Final = 8_192
-"""CPUs asked for; the most that distributions build their kernels for."""
+"""CPUs in the affinity mask that is read; the most that distributions build their kernels for."""
 _WORD_BITS: Final = 8 * ctypes.sizeof(ctypes.c_ulong)
 
 
 class Readings:
-    """What a GPU reads, one call each; every method blocks and raises NvmlError."""
+    """The readings of a GPU, one call each; every method blocks and raises NvmlError."""
 
     def __init__(self, nvml: Nvml) -> None:
         self._call: Final[Callable[..., Any]] = nvml.call
 
     def recovery_action(self, handle: Handle) -> int:
-        """Return what the driver wants done to bring the GPU back; 0: nothing."""
+        """Return the driver's recovery action for the GPU; 0: none."""
         (value,) = self._call(pynvml.nvmlDeviceGetFieldValues, handle, [RECOVERY_ACTION_FIELD])
         if value.nvmlReturn != NvmlCode.SUCCESS:
-            # The call succeeds even if the one field asked for does not.
+            # The call succeeds even if its one field does not.
             code = int(value.nvmlReturn)
             raise NvmlError("nvmlDeviceGetFieldValues", code, f"Field {RECOVERY_ACTION_FIELD} is not there")
         return int(value.value.uiVal)
@@ -74,12 +74,12 @@ class Readings:
         return bool(self._call(pynvml.nvmlDeviceGetRetiredPagesPendingStatus, handle))
 
     def hw_slowed(self, handle: Handle) -> bool:
-        """Return whether hardware holds the clocks down."""
+        """Return whether hardware lowers the clocks."""
         reasons = self._call(pynvml.nvmlDeviceGetCurrentClocksEventReasons, handle)
         return bool(reasons & HW_SLOWDOWN_REASONS)
 
     def hw_slowed_old(self, handle: Handle) -> bool:
-        """Return the same by the name that it had before."""
+        """Return the same by the call's older name."""
         return bool(
             self._call(pynvml.nvmlDeviceGetCurrentClocksThrottleReasons, handle) & HW_SLOWDOWN_REASONS
         )
@@ -90,11 +90,11 @@ class Readings:
         return int(self._call(pynvml.nvmlDeviceGetTemperatureThreshold, handle, threshold))
 
     def pcie_width(self, handle: Handle) -> int:
-        """Return the lanes the PCIe link uses now."""
+        """Return the present width of the PCIe link."""
         return int(self._call(pynvml.nvmlDeviceGetCurrPcieLinkWidth, handle))
 
     def pcie_width_max(self, handle: Handle) -> int:
-        """Return the lanes that the GPU can use in this slot."""
+        """Return the width of the PCIe link that GPU and slot support."""
         return int(self._call(pynvml.nvmlDeviceGetMaxPcieLinkWidth, handle))
 
     def pcie_replays(self, handle: Handle) -> int:
@@ -114,7 +114,7 @@ class Readings:
         return self._users("nvmlDeviceGetComputeRunningProcesses_v2", handle)
 
     def graphics_processes(self, handle: Handle) -> tuple[MemoryUser, ...]:
-        """Return the processes that draw with the GPU."""
+        """Return the processes that have a graphics context on the GPU."""
         return self._users("nvmlDeviceGetGraphicsRunningProcesses_v3", handle)
 
     def graphics_processes_old(self, handle: Handle) -> tuple[MemoryUser, ...]:
@@ -130,7 +130,7 @@ class Readings:
         return self._users("nvmlDeviceGetMPSComputeRunningProcesses_v2", handle)
 
     def _users(self, name: str, handle: Handle) -> tuple[MemoryUser, ...]:
-        """Return a list of processes; not by the binding, which makes room for as many as the driver says."""
+        """Return a list of processes; without the binding, which allocates for any number of them."""
 
         def listed(handle: Handle) -> tuple[MemoryUser, ...]:
             return _listed(name, handle)
@@ -144,7 +144,7 @@ class Readings:
         return bool(self._call(pynvml.nvmlDeviceGetNvLinkState, handle, link))
 
     def link_has_peer(self, handle: Handle, link: int) -> bool:
-        """Return whether the driver knows what is at the other end of an NVLink."""
+        """Return whether the driver names a peer at the other end of an NVLink."""
         pci = self._call(pynvml.nvmlDeviceGetNvLinkRemotePciInfo, handle, link)
         return any((pci.domain, pci.bus, pci.device))
 
@@ -158,7 +158,7 @@ class Readings:
         return f"{int(pci.domain):08x}:{int(pci.bus):02x}:{int(pci.device):02x}.0"
 
     def common_ancestor(self, handle: Handle, other: Handle) -> int:
-        """Return the nearest part that the PCIe ways of two GPUs share, as nvmlGpuTopologyLevel_t."""
+        """Return the nearest common ancestor of two GPUs on PCIe, as nvmlGpuTopologyLevel_t."""
         return int(self._call(pynvml.nvmlDeviceGetTopologyCommonAncestor, handle, other))
 
     def cpu_affinity(self, handle: Handle) -> tuple[int, ...]:
@@ -196,7 +196,7 @@ def _listed(name: str, handle: Handle) -> tuple[MemoryUser, ...]:
         raise pynvml.NVMLError(code)
     if count.value > MAX_PROCESSES:
         return (IMPOSSIBLE,)
-    # More may come until the next call.
+    # More may appear before the next call.
     count.value = 2 * count.value + 5
     records = (pynvml.c_nvmlProcessInfo_v2_t * count.value)()
     code = function(handle, ctypes.byref(count), records)

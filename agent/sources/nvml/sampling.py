@@ -1,13 +1,13 @@
-"""Takes the readings of one GPU in a health poll, as far as the GPU and its driver offer them.
+"""Samples the readings of one GPU in a health poll, as far as the GPU and its driver support them.
 
 Invariants: everything here blocks and runs on the GPU's own thread, after the basic calls of the poll
-passed. What is not offered is asked for once, and again only after NVML was initialised anew. An error
+passed. What is not supported is read once, and again only after NVML was initialised again. An error
 of a reading is no finding: the reading is unknown this time. Only GPU_IS_LOST and RESET_REQUIRED count,
-whichever call returns them; a GPU that is sick in another way fails the basic calls, too.
+whichever call returns them; a GPU that is unhealthy in another way fails the basic calls, too.
 
 Cost of a poll, beside its five or six basic calls: up to seven calls, which are the recovery action, ECC,
 remapped rows and retired pages (a GPU has one of the two), clocks, and PCIe width and replays. Links and
-fabric are read once in ``slow_ns``, after an XID, on request, and in each poll while they are not well: a
+fabric are read once in ``slow_ns``, after an XID, on request, and in each poll while they are unhealthy: a
 call for each link, and one. The slowdown temperature and the full PCIe width are read once. Memory and
 processes are four calls more, see nvml_memory. Measured on the simulated library, for an A100: 20 us for
 the basic calls, 33 us for the readings, 47 us where the twelve links are among them (H100, eighteen links
@@ -33,19 +33,19 @@ FABRIC_COMPLETED: Final = 3
 
 
 class Sampled(msgspec.Struct, frozen=True):
-    """The readings of one poll, and the call that says that the GPU is lost or to be reset."""
+    """The readings of one poll, and the call that found the GPU lost or to be reset."""
 
     sample: GpuSample
     failure: NvmlError | None
     memory: GpuMemory | None = None
-    """Who uses its memory; None: not known this time."""
+    """The processes that use its memory; None: unknown this time."""
 
 
 class Sampler:
-    """What is remembered of one GPU from poll to poll."""
+    """Samples one GPU from poll to poll."""
 
     def __init__(self, nvml: Nvml, *, slow_ns: int, clock: Callable[[], int]) -> None:
-        """``slow_ns``: between two readings of what costs much and changes rarely."""
+        """``slow_ns``: between two samples of what costs much and changes rarely."""
         self._readings = Readings(nvml)
         self._slow_ns = slow_ns
         self._clock = clock
@@ -61,7 +61,7 @@ class Sampler:
     def sample(
         self, handle: Handle, *, celsius: int | None, total_bytes: int | None, urgent: bool
     ) -> Sampled:
-        """Take every reading; the basic calls read ``celsius``; ``urgent`` takes the slow ones, too."""
+        """Sample every reading; the basic calls read ``celsius``; ``urgent`` includes the slow ones."""
         if urgent:
             self._slow_due_ns = 0
         sample = GpuSample(temperature_celsius=celsius)
@@ -82,9 +82,9 @@ class Sampler:
             return Sampled(sample, error)
 
     def verdict(self, handle: Handle) -> GpuSample | None:
-        """Ask a GPU whose basic calls failed what the driver wants done, and nothing else.
+        """Read only the recovery action, of a GPU whose basic calls failed.
 
-        Raises NvmlError for a finding, which says more than the failure that led here.
+        Raises NvmlError for a finding, which is more precise than the failure that led here.
         """
         sample = self._with_action(handle, GpuSample())
         return sample if sample.recovery_action is not None else None
@@ -122,7 +122,7 @@ class Sampler:
         )
 
     def _with_slow(self, handle: Handle, sample: GpuSample) -> GpuSample:
-        """Read links and fabric if it is time; between two readings they are what they were."""
+        """Read links and fabric if that is due; in between, return the last values."""
         now_ns = self._clock()
         if now_ns >= self._slow_due_ns:
             self._links_read = self._links.read(handle)
@@ -134,7 +134,7 @@ class Sampler:
         return replace(sample, links_total=total, links_down=down, fabric_state=state, fabric_status=status)
 
     def _slow_are_well(self) -> bool:
-        """Whether there is nothing to wait for that would keep the GPU out until the next slow reading."""
+        """Whether nothing in links and fabric would keep the GPU unhealthy until the next slow sample."""
         _total, down = self._links_read
         state, status = self._fabric_read or (FABRIC_NOT_SUPPORTED, 0)
         return not down and (state == FABRIC_NOT_SUPPORTED or (state == FABRIC_COMPLETED and status == 0))
@@ -143,7 +143,7 @@ class Sampler:
 class Links:
     """Which NVLinks of a GPU count.
 
-    A link counts once it was seen up since NVML was initialised, or where the driver names a peer at its
+    A link counts once it was up since NVML was initialised, or where the driver names a peer at its
     other end: a bridge or a switch is there. The links of a card without a bridge are down by design.
     """
 
@@ -154,7 +154,7 @@ class Links:
         self._unconnected: set[int] = set()
 
     def read(self, handle: Handle) -> tuple[int | None, tuple[int, ...]]:
-        """Return how many links count and which of these are down; None: no links, or not known this time.
+        """Return how many links count and which of these are down; None: no links, or unknown this time.
 
         Raises NvmlError for a finding.
         """

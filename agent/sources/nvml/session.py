@@ -1,8 +1,8 @@
-"""One life of NVML: from a successful init until the driver stops answering for every GPU.
+"""One NVML session: from a successful init until the driver stops answering for every GPU.
 
 Invariants: each GPU has its own thread and its own task, so that one that hangs delays no other. A GPU
-is found by its PCI address; its index is only used to find new ones. A GPU that cannot be asked stays
-listed as it was last seen while NVML still counts it. Facts about a GPU follow the GpusEnumerated that
+is identified by its PCI address; its index is only used to discover new ones. A GPU that does not answer
+stays listed as it was last read while NVML still counts it. Facts about a GPU follow the GpusEnumerated that
 names it.
 """
 
@@ -41,18 +41,18 @@ from agent.sources.nvml.topology_samples import Surveys
 from agent.waiting import wait_set
 
 MIN_GAP_NS: Final = SECOND_NS
-"""Between two looks at a GPU that XIDs ask for."""
+"""Between two probes of a GPU that XIDs request."""
 
 RESTART_PAUSE_S: Final = 0.5
 
 XID_LOOK_DELAY_NS: Final = 10_000_000
-"""From an XID to the look at its GPU."""
+"""From an XID to the probe of its GPU."""
 
 _log = logging.getLogger(__name__)
 
 
 class Surroundings(msgspec.Struct, frozen=True):
-    """What a session works with."""
+    """What the source gives to each of its sessions."""
 
     inbox: Inbox[facts.Fact]
     threads: ThreadGroup
@@ -66,7 +66,7 @@ class Surroundings(msgspec.Struct, frozen=True):
     bind_events: BindEvents
     proofs: Proofs
     calls_devices: Callable[[], bool]
-    """Whether each look also calls the driver on the GPU's own device file."""
+    """Whether each probe also calls the driver on the GPU's own device file."""
 
 
 class Session:
@@ -81,7 +81,7 @@ class Session:
         self._node_due = asyncio.Event()
         self._settling = False
         self._unsettled = False
-        """Whether a look found that the list of GPUs is another; it is told once it is whole again."""
+        """Whether a probe found that the list of GPUs changed; it is emitted once it is complete again."""
         self._doubted: set[Slot] = set()
         self._doubt_ns = 0
         """Since when some GPU fails as it would if the driver were gone."""
@@ -106,7 +106,7 @@ class Session:
 
     @property
     def announced(self) -> bool:
-        """Whether the driver was told to be ready."""
+        """Whether DriverReady was emitted."""
         return self._telling.announced
 
     async def run(self) -> None:
@@ -130,34 +130,34 @@ class Session:
             raise gone
 
     def forsake(self) -> None:
-        """Tell nothing more of calls that are still under way after the end."""
+        """Report no more calls that are still under way after the session is over."""
         for slot in self._slots:
             slot.lane.ignore_calls()
 
     def request(self) -> None:
-        """Look now which GPUs there are, and at each of them, with every reading."""
+        """Count the GPUs and probe each of them now, with every reading."""
         for slot in self._slots:
             slot.urgent = True
         self._unsettle()
 
     def request_gpu(self, uuid: GpuUuid) -> None:
-        """Look at one GPU now."""
+        """Probe one GPU now."""
         for slot in self._slots:
             if slot.uuid == uuid:
                 slot.request()
 
     def restart_gpu(self, uuid: GpuUuid) -> None:
-        """Restart the prober of a GPU, on another thread where its own is busy with anything but a call."""
+        """Restart the prober of a GPU, on another thread if its own hangs outside of a driver call."""
         for slot in self._slots:
             if slot.uuid == uuid and slot.probing is not None:
                 slot.probing.cancel()
 
     def probe_soon(self, uuid: GpuUuid) -> None:
-        """Look at one GPU with every reading, at most once in MIN_GAP_NS: an XID was reported."""
+        """Probe one GPU with every reading, at most once in MIN_GAP_NS: an XID was reported."""
         for slot in self._slots:
             if slot.uuid == uuid:
                 slot.wanted_soon = slot.urgent = True
-                # Not at once: the kubelet is to hear of the XID before anything else is done about it.
+                # Not at once: the kubelet must learn of the XID before anything else is done about it.
                 soon_ns = max(slot.began_ns + MIN_GAP_NS, self._clock() + XID_LOOK_DELAY_NS)
                 slot.due_ns = min(slot.due_ns, soon_ns)
                 slot.wake.set()
@@ -182,7 +182,7 @@ class Session:
         except NvmlError as error:
             if not self._slots:
                 raise DriverGoneError(error) from None
-            # If the GPUs answer no better, their own tasks find the driver gone.
+            # If the GPUs do not answer either, their own tasks find the driver gone.
             self._telling.warn("count", "Could not count the GPUs: %(detail)s", detail=str(error))
             self._request_all()
             return None
@@ -190,7 +190,7 @@ class Session:
         if count > most:
             self._telling.warn(
                 "many",
-                "NVML lists %(count)s GPUs, of which %(watched)s are watched",
+                "NVML lists %(count)s GPUs, but the agent watches only the first %(watched)s",
                 count=count,
                 watched=most,
             )
@@ -200,11 +200,11 @@ class Session:
         return self._node_nvml.count(), control_nodes(self._around.dev_root)
 
     async def _settle(self, count: int, group: asyncio.TaskGroup) -> None:
-        """Make the slots agree with what NVML counts, and tell."""
+        """Make the watchers match the GPUs that NVML counts, and emit the list."""
         self._settling = True
         try:
             if count != len(self._slots) or self._unsettled:
-                # The indexes of the others move when one goes or comes.
+                # The indexes of the others change when a GPU appears or disappears.
                 await self._look_at_all()
                 self._drop([slot for slot in self._slots if slot.gone])
                 self._drop(self._surplus(len(self._slots) - count))
@@ -216,7 +216,7 @@ class Session:
         self._announce()
 
     def _surplus(self, number: int) -> list[Slot]:
-        """Return the slots whose GPU is the one NVML lists no more: of those that do not answer."""
+        """Return the watchers whose GPUs NVML lists no more: chosen from those that do not answer."""
         if number <= 0:
             return []
         mute = [slot for slot in self._slots if not slot.answers]
@@ -256,7 +256,7 @@ class Session:
             self._slots.remove(slot)
             if slot.lane.log.awaited is not None:
                 self._answered(slot, slot.lane.log.awaited)
-            # A thread that is stuck in a GPU that is gone has nothing to tell of it any more.
+            # Calls that are stuck on a GPU that is gone are of no interest any more.
             slot.lane.ignore_calls()
             slot.gone = True
             slot.notify()
@@ -272,7 +272,7 @@ class Session:
     # One GPU
 
     async def _keep_slot(self, slot: Slot) -> None:
-        """Probe a GPU for ever; a failure of its prober is no failure of the others'."""
+        """Run the prober of a GPU and restart it after a failure, which affects no other GPU."""
         while True:
             slot.probing = asyncio.get_running_loop().create_task(
                 guard.for_ever(GPU_PROBER, partial(self._watch_slot, slot)),
@@ -286,7 +286,7 @@ class Session:
             if isinstance(error, DriverGoneError):
                 raise error
             _log.error(
-                "The prober of GPU %s ended (%s); it is restarted",
+                "The prober of GPU %s stopped (%s); restarting it",
                 slot.index if slot.uuid is None else slot.uuid,
                 "stale" if error is None else repr(error),
                 exc_info=error,
@@ -303,7 +303,7 @@ class Session:
                 pause_ns = MIN_GAP_NS if slot.wanted_soon else self._settings.poll_ns + stagger_ns
                 slot.due_ns = slot.began_ns + pause_ns
                 stagger_ns = 0
-            # Told last: a GPU whose events cannot be heard has not passed.
+            # Emitted last: a GPU whose events cannot be registered has not passed.
             await self._register(slot)
             await self._confirm(slot)
             self._telling.outcome(slot)
@@ -358,7 +358,7 @@ class Session:
         seen = look.sighting
         if slot.sighting is None:
             if any(other.uuid == seen.gpu.uuid and not other.gone for other in self._slots):
-                # Indexes moved while it was looked for; the next round finds the right one.
+                # The indexes changed during the probe; the next round finds the right one.
                 self._lost_sight(slot)
                 return
             if seen.numa_problem is not None:
@@ -372,7 +372,7 @@ class Session:
             self.listener.devices = {**self._addresses(), address: seen.gpu.uuid}
 
     def _addresses(self) -> dict[int, GpuUuid]:
-        """Return the addresses of the GPUs there are, so that the map does not grow."""
+        """Return the addresses of present GPUs only, so that the map does not grow."""
         present = {slot.uuid for slot in self._slots}
         return {address: gpu for address, gpu in self.listener.devices.items() if gpu in present}
 
@@ -399,7 +399,7 @@ class Session:
             self._telling.no_events(uuid, refusal)
 
     async def _confirm(self, slot: Slot) -> None:
-        """Before a GPU is blamed for what may be the driver's failure, have the others looked at."""
+        """Probe the other GPUs before a failure that may be the driver's is attributed to this one."""
         if not slot.is_doubtful:
             return
         if not self._doubted:
@@ -424,7 +424,7 @@ class Session:
         for slot in self._slots:
             slot.request()
 
-    # What is told
+    # Facts
 
     def _overdue(self, slot: Slot, call: Call) -> None:
         slot.notify()
@@ -433,7 +433,7 @@ class Session:
             self._telling.overdue(uuid, call)
             return
         _log.warning(
-            "GPU %(index)s, which is not identified yet, did not answer %(call)s in time",
+            "GPU %(index)s, not identified yet, did not answer %(call)s in time",
             about(index=slot.index, call=call.name),
         )
         if all(other.uuid is None for other in self._slots):
@@ -445,10 +445,10 @@ class Session:
         self._around.on_node_answered(slot.lane, call)
 
     def _raise_if_driver_gone(self) -> None:
-        """End the session if not one GPU gives an answer that tells of the GPU itself.
+        """Raise DriverGoneError if no GPU gives an answer about the GPU itself.
 
-        Not before every GPU was asked, and not while a thread is stuck: NVML could not be shut down,
-        and whatever answers again is seen all the same.
+        Not before every GPU was probed, and not while a thread is stuck: NVML could not be shut down,
+        and the polls see what answers again in any case.
         """
         if self._settling or self._around.threads.stuck:
             return
@@ -458,7 +458,7 @@ class Session:
             raise DriverGoneError(error)
 
     def _announce(self) -> None:
-        """Tell which GPUs there are, if they are known; the first time, that the driver is ready."""
+        """Emit the list of GPUs, if it is known and changed; before the first one, DriverReady."""
         if self._settling or self._unsettled:
             return
         if self._telling.announce(self._slots, self._control_nodes):

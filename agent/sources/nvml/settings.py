@@ -12,15 +12,15 @@ MILLISECOND_NS: Final = 1_000_000
 MAX_GPUS: Final = 64
 """GPUs watched on a node; today's have at most 16."""
 MAX_THREADS: Final = 2 * MAX_GPUS + 2
-"""One for each GPU, as many again that may be stuck in GPUs that are gone, and two for the node."""
+"""One for each GPU, as many again that may be stuck on GPUs that are gone, and two for the node."""
 
 
 class NvmlSettings(msgspec.Struct, frozen=True):
-    """Defaults are the product's; tests and scenarios set shorter times."""
+    """The defaults are the product's; tests and scenarios set shorter times."""
 
     init_deadline_ns: int = 120 * SECOND_NS
     first_handle_deadline_ns: int = 60 * SECOND_NS
-    """Without persistence mode the driver initialises a GPU when its handle is first asked for."""
+    """Without persistence mode the driver initialises a GPU when its handle is first requested."""
     call_deadline_ns: int = 5 * SECOND_NS
     poll_ns: int = 10 * SECOND_NS
     """Between two health polls of a GPU, and between two counts of the GPUs."""
@@ -29,11 +29,11 @@ class NvmlSettings(msgspec.Struct, frozen=True):
     init_retry_ns: int = SECOND_NS
     """Between the starts of two attempts to initialise NVML."""
     event_slice_ms: int = 200
-    """How long the thread that hears XIDs waits at a time; it can only be stopped between two waits."""
+    """How long the thread that receives XIDs waits at a time; it can only be stopped between two waits."""
     event_retry_ns: int = SECOND_NS
     """Between the starts of two event sets."""
     first_look_wait_ns: int = 5 * SECOND_NS
-    """How long the first list of GPUs waits for one that takes its time."""
+    """How long the first list of GPUs waits for a slow one."""
     close_wait_ns: int = 2 * SECOND_NS
     """How long ``close`` waits for calls under way."""
 
@@ -41,7 +41,7 @@ class NvmlSettings(msgspec.Struct, frozen=True):
 
     @property
     def node_deadline_ns(self) -> int:
-        """How long one count of the GPUs may take, with a look at each and at those that are new."""
+        """How long one count of the GPUs may take, with a probe of each and of those that are new."""
         return 3 * self.call_deadline_ns + self.first_look_wait_ns
 
     @property
@@ -50,7 +50,7 @@ class NvmlSettings(msgspec.Struct, frozen=True):
         return 2 * self.max_gpus + 2
 
     def deadline_ns(self, call: str) -> int:
-        """Return how long a call may take; for no name, the shortest of all."""
+        """Return how long a call may take; for an empty name, the shortest of all."""
         deadlines = {
             INIT: self.init_deadline_ns,
             FIRST_HANDLE: self.first_handle_deadline_ns,

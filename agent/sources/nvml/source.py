@@ -1,16 +1,16 @@
-"""The NVML source: brings NVML up, watches its GPUs, and lets it go when the driver is gone.
+"""The NVML source: initialises NVML, watches its GPUs, and shuts NVML down when the driver is gone.
 
 Guarantees:
 
-1. The loop never waits for the driver: every call is made by a daemon thread (nvml_threads) and has
+1. The loop never waits for the driver: a daemon thread (nvml_threads) makes every call and has
    a deadline. One call is in flight for each GPU, so a stuck GPU costs one thread, however often it
    is polled.
-2. NVML is initialised once and stays so. Only when not one GPU gives an answer any more it is let go
-   and initialised anew, at most once in ``init_retry_ns``, for ever: a library or driver that appears
-   later is found, and while there is none the agent holds none of its files.
+2. NVML is initialised once and stays initialised. Only when no GPU answers any more is it shut down and
+   initialised again, at most once in ``init_retry_ns``, without a limit of attempts: a library or driver
+   that appears later is found, and while there is none the agent holds none of its files.
 3. One fact for a change, not for a retry.
-4. ``release`` ends with no file of the driver open: DriverReleased is told when that was seen, not
-   when it was asked for. A call that hangs delays it, and is told as ever.
+4. After ``release`` no file of the driver is open: DriverReleased is emitted when that was verified, not
+   when it was requested. A call that hangs delays it, and is reported like any other overdue call.
 """
 
 import asyncio
@@ -68,8 +68,8 @@ class NvmlSource:
     ) -> None:
         """``dev_root``, ``sys_root`` and ``proc_root`` are what stands for /dev, /sys and /proc.
 
-        ``calls_devices``: whether each look also calls the driver on the GPU's own device file.
-        ``released`` begins as after ``release``. ``proofs`` are those of the event thread and of the node;
+        ``calls_devices``: whether each probe also calls the driver on the GPU's own device file.
+        ``released`` starts as after ``release``. ``proofs`` are those of the event thread and of the node;
         each GPU's prober proves itself by its facts.
         """
         self._settings = settings if settings is not None else NvmlSettings()
@@ -113,17 +113,17 @@ class NvmlSource:
         self._first_outcome = asyncio.Event()
         self._first_failure: SourceError | None = None
         self.library_missing_since_ns: int | None = None
-        """Since when no driver library was found; None while one is loaded."""
+        """Since when no driver library has been found; None while one is loaded."""
         self.library_replaced = False
-        """Whether the library on disk is another than the loaded one, and the loaded one does not fit
+        """Whether the library on disk differs from the loaded one, and the loaded one does not match
         the driver: only a new process can load it."""
 
     async def run(self) -> None:
-        """Watch for ever. May be run again after it ended; two at once are not allowed."""
+        """Watch until cancelled. May be run again afterwards; two at once are not allowed."""
         self._threads.abandon_hung()
         events_lane = await self._start_threads()
         if self._session is not None:
-            # The last run ended in the middle of it.
+            # The last run was cancelled in the middle of it.
             self._session.forsake()
             await self._let_go(self._settings.call_deadline_ns)
         while True:
@@ -132,17 +132,17 @@ class NvmlSource:
             await self._watch_while_wanted(events_lane)
 
     def request(self) -> None:
-        """Look at the whole node again now. Does not wait; without a driver, the next init looks anyway."""
+        """Probe every GPU now. Does not wait; without a driver, the next init probes them anyway."""
         if self._session is not None:
             self._session.request()
 
     def request_gpu(self, uuid: GpuUuid) -> None:
-        """Look at one GPU, with its MIG devices, again now. Does not wait; nothing without a driver."""
+        """Probe one GPU, with its MIG devices, now. Does not wait; does nothing without a driver."""
         if self._session is not None:
             self._session.request_gpu(uuid)
 
     def restart_gpu(self, uuid: GpuUuid) -> None:
-        """Restart the prober of a GPU, which is stale. Does not wait; nothing without a driver."""
+        """Restart the stale prober of a GPU. Does not wait; does nothing without a driver."""
         if self._session is not None:
             self._session.restart_gpu(uuid)
 
@@ -152,34 +152,34 @@ class NvmlSource:
             self._session.probe_soon(uuid)
 
     def release(self) -> None:
-        """Let the driver go and stay away until ``resume``. Does not wait: DriverReleased tells the end."""
+        """Release the driver until ``resume``. Does not wait: DriverReleased reports that it is released."""
         self._wanted.clear()
         self._unwanted.set()
 
     def resume(self) -> None:
-        """Take the driver back after ``release``, at once and as at the start. Does not wait."""
+        """Use the driver again after ``release``, at once and as at the start. Does not wait."""
         self._unwanted.clear()
         self._wanted.set()
 
     @property
     def start_terms(self) -> Terms:
-        """When NVML has to give its first proof, and each while it is not up."""
+        """When NVML has to give its first proof, and each further one while it is not initialised."""
         return Terms(self._settings.poll_ns, self._settings.init_deadline_ns)
 
     async def wait_first_outcome(self) -> None:
         """Return once NVML was initialised for the first time.
 
-        Raises SourceError, a sentence, if the first attempt failed or is past its deadline.
+        Raises SourceError if the first attempt failed or is past its deadline.
         """
         await self._first_outcome.wait()
         if self._first_failure is not None:
             raise self._first_failure
 
     async def close(self) -> bool:
-        """Let NVML go and end the threads, after ``run`` has ended.
+        """Shut NVML down and stop the threads, after ``run`` has returned.
 
         Returns False if a thread is stuck in the driver: then NVML cannot be shut down, the threads
-        still use the inbox's descriptor, and only ``os._exit`` ends the process.
+        still use the inbox's descriptor, and only ``os._exit`` stops the process.
         """
         if self._closed:
             return True
@@ -232,13 +232,13 @@ class NvmlSource:
                 session.forsake()
                 await self._tell_failed(gone.error, was_announced=session.announced)
                 if not session.announced:
-                    # Init succeeds and yet no GPU answers: not worth an init a second.
+                    # Init succeeds and yet no GPU answers: one init a second would be wasted.
                     poll_ns = max(self._settings.poll_ns, self._settings.init_retry_ns)
                     self._next_init_ns = self._clock() + poll_ns
             await self._let_go(self._settings.call_deadline_ns)
 
     async def _stay_away(self) -> None:
-        """Let the driver go, tell it, and return when it is wanted again."""
+        """Release the driver, emit DriverReleased, and return when the driver is wanted again."""
         self._first_outcome.set()
         self.library_missing_since_ns = None
         self._proofs.waive(Part(NVML_EVENTS))
@@ -262,12 +262,12 @@ class NvmlSource:
         self._next_init_ns = self._clock()
 
     async def _what_is_not_let_go(self) -> tuple[str, list[str]] | None:
-        """Let go what can be; returns what is still open, and which; None if nothing is."""
+        """Release what can be released; returns what is still open, and which; None if nothing is."""
         if not await self._let_go(self._settings.init_retry_ns):
             calls = (lane.log.current for lane in self._threads.lanes)
             return "calls under way", [call.name for call in calls if call is not None]
         if self._open_inits:
-            return "NVML, which cannot be shut down", []
+            return "NVML cannot be shut down", []
         paths = await self._threads.first.call(partial(open_files_below, self._device_paths))
         return ("open files", paths) if paths else None
 
@@ -323,16 +323,16 @@ class NvmlSource:
                 self._first_nvml.shutdown()
                 self._open_inits -= 1
         except NvmlError as error:
-            # A driver that is gone may not even say goodbye; it is tried again before the next init.
+            # The shutdown may fail where the driver is gone; it is retried before the next init.
             if error.code == NvmlCode.UNINITIALIZED:
                 self._open_inits = 0
 
-    # What is told
+    # Facts
 
     async def _tell_failed(
         self, error: LibraryMissingError | NvmlError, *, was_announced: bool = False
     ) -> None:
-        # Without a driver nothing can be heard, which the conditions of every GPU say.
+        # Without a driver no event arrives, which the conditions of every GPU show.
         self._proofs.waive(Part(NVML_EVENTS))
         if isinstance(error, LibraryMissingError):
             self.library_missing_since_ns = self.library_missing_since_ns or self._clock()
@@ -346,7 +346,7 @@ class NvmlSource:
             return
         self._unavailable = fact
         self._inbox.put(fact)
-        # The state that follows from it knows no overdue calls; those there are still are.
+        # The fact clears the overdue calls from the state, but these are still overdue.
         for lane, call in self._overdue.items():
             self._node_overdue(lane, call)
 

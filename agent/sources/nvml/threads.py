@@ -1,14 +1,14 @@
-"""Threads for calls that may never return, with a deadline on each, off the loop and off its files.
+"""Worker threads for calls that may never return, each with a deadline, with a descriptor table of their own.
 
-A thread stuck in the kernel keeps a killed process's files open. So the first thread takes a
-descriptor table of its own, without the agent's sockets and locks, and starts the others, which share
-it: after a SIGKILL everything the agent serves on is free, even if the driver never lets go.
+A thread stuck in the kernel keeps a killed process's files open. So the first thread unshares its
+descriptor table, without the agent's sockets and locks, and starts the others, which share it: after a
+SIGKILL everything the agent serves on is free, even if a call into the driver never returns.
 
-Invariants: a lane has one job in flight, and no other is queued behind it. Each call of a job is noted
-before it is made. The loop looks at a lane's call when its deadline is due, not before. Threads never
-log and never touch the loop: an outcome waits in Completions, at most one for each key. A thread that ended
-is replaced at the lane's next job; one that hangs in no call of the driver is abandoned on request, and can
-make no call any more.
+Invariants: a worker has one job in flight, and no other is queued behind it. A worker notes each call of a
+job before it makes it. The loop checks a worker's call when its deadline is due, not before. Threads never
+log and never touch the loop: an outcome waits in Completions, at most one for each key. A thread that died
+is replaced at the worker's next job; one that hangs outside of a driver call is abandoned on request, and
+can make no call any more.
 """
 
 import asyncio
@@ -40,7 +40,7 @@ _log = logging.getLogger(__name__)
 
 
 class Completions:
-    """What threads have to tell the loop: callbacks by key, the newest of a key, run on the loop."""
+    """Callbacks that threads hand to the loop: by key, the newest of a key, run on the loop."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -50,7 +50,7 @@ class Completions:
         self.wake_fd: Final = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
 
     def post(self, key: Hashable, callback: Callable[[], None]) -> None:
-        """Have a callback run on the loop soon; from any thread, without blocking."""
+        """Schedule a callback on the loop; from any thread, without blocking."""
         with self._lock:
             was_empty = not self._waiting
             self._waiting[key] = callback
@@ -58,14 +58,14 @@ class Completions:
             os.eventfd_write(self.wake_fd, 1)
 
     def attach(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Run callbacks on this loop from now on, also after one failed."""
+        """Run callbacks on this loop from now on, also after a callback failed."""
         self._loop = loop
         guard.add_reader("nvml-completions", self.wake_fd, self._run_waiting, loop)
 
     def close(self) -> None:
-        """Release the descriptor, once no thread is left.
+        """Close the descriptor, once no thread is left.
 
-        One without a table of its own could otherwise write into whatever gets the number next.
+        A thread that shares the agent's table could otherwise write into whatever gets the number next.
         """
         if self._loop is not None:
             self._loop.remove_reader(self.wake_fd)
@@ -96,19 +96,19 @@ class CallLog:
         self._clock = clock
         self._came_back = came_back
         self.thread: int | None = None
-        """The thread that may make calls; another one that comes back was abandoned."""
+        """The thread that may make calls; any other one was abandoned."""
         self.current: Call | None = None
         self.awaited: Call | None = None
-        """An overdue call whose return the loop wants to be told."""
+        """An overdue call whose return the loop waits for."""
 
     def began(self, call: str) -> None:
-        """Note a call; raises AbandonedError on a thread that was abandoned."""
+        """Note a call that starts; raises AbandonedError on a thread that was abandoned."""
         if self.thread not in (None, threading.get_ident()):
             raise AbandonedError
         self.current = Call(call, self._clock())
 
     def ended(self) -> None:
-        """Note that it came back, and say so if it was overdue."""
+        """Note that the call returned, and notify the loop if it was overdue."""
         call, self.current = self.current, None
         # Written in the opposite order by the loop, so that one of the two sees the other's write.
         if call is not None and self.awaited is call:
@@ -116,11 +116,11 @@ class CallLog:
 
 
 class AbandonedError(BaseException):
-    """The thread was given up, since it hung; it must not touch the driver beside its successor."""
+    """The thread was abandoned because it hung; it must not touch the driver beside its successor."""
 
 
 class ThreadEndedError(SourceError):
-    """The thread that did a job ended or was given up before the job was done."""
+    """The thread that ran a job died or was abandoned before the job was done."""
 
 
 class _Job(Generic[T]):
@@ -138,12 +138,12 @@ class _Job(Generic[T]):
             self._error = guard.as_exception(error)
 
     def fail(self, error: Exception) -> None:
-        """Let who waits know that the work will not be done; on the loop."""
+        """Fail the job, which will not be done; on the loop."""
         self._error = error
         self.deliver()
 
     def deliver(self) -> None:
-        """Hand the outcome over; on the loop."""
+        """Set the outcome on the future; on the loop."""
         if self._future.done():
             return
         if self._error is not None:
@@ -153,10 +153,10 @@ class _Job(Generic[T]):
 
 
 class Lane:
-    """A daemon thread that does one job at a time, and the watch over the calls it makes.
+    """A daemon thread that does one job at a time, and the deadlines of the calls it makes.
 
     ``on_overdue`` is called on the loop once for a call that did not return within its deadline,
-    ``on_answered`` when that call came back after all.
+    ``on_answered`` when that call returned after all.
     """
 
     def __init__(
@@ -168,7 +168,7 @@ class Lane:
         clock: Callable[[], int],
         start: Callable[["Lane"], Awaitable[None]],
     ) -> None:
-        """``start`` starts the lane's thread, from where it shares the right files."""
+        """``start`` starts the worker's thread, from a thread whose descriptor table it is to share."""
         self.name: Final = name
         self.log: Final = CallLog(clock, self._came_back)
         self.on_overdue: Callable[[Call], None] = _ignore
@@ -181,7 +181,7 @@ class Lane:
         self._start = start
         self._jobs = _Jobs()
         self._job: _Job[object] | None = None
-        """The one in flight."""
+        """The job in flight."""
         self._turn = asyncio.Lock()
         self._idle = asyncio.Event()
         self._idle.set()
@@ -208,17 +208,17 @@ class Lane:
         return self._thread is not None and self._thread.is_alive()
 
     def abandon(self) -> None:
-        """Give the thread up if it hangs in anything but a call of the driver; the next job has another.
+        """Abandon the thread if it hangs outside of a driver call; the next job has another.
 
-        One that is in a call is left to the call's deadline: the kernel may keep it for ever.
+        One that is in a call is left to the call's deadline: the kernel may block it without a limit.
         """
         if not self.busy or self.log.current is not None:
             return
-        _log.error("Thread %s hangs outside of the driver and is replaced", self.name)
+        _log.error("Thread %s hangs outside of the driver; replacing it", self.name)
         self._give_up("it hung")
 
     def _give_up(self, why: str) -> None:
-        """Fail the job in flight; whatever the old thread still does goes nowhere."""
+        """Fail the job in flight; whatever the old thread still does is ignored."""
         job, self._job = self._job, None
         self._jobs.put(None)
         self._thread, self.log.thread, self.log.current = None, NO_THREAD, None
@@ -248,31 +248,31 @@ class Lane:
     async def call(self, work: Callable[[], T]) -> T:
         """Do a job on the thread and return what it returns, or raise what it raises.
 
-        Waits for the job in flight. If the waiter is cancelled the job goes on, and the lane is busy
-        until it ends.
+        Waits for the job in flight. If the waiter is cancelled the job goes on, and the worker is busy
+        until it is done.
         """
         async with self._turn:
             await self._idle.wait()
             if not self.alive:
                 if self._thread is not None:
-                    _log.error("Thread %s ended; it is replaced", self.name)
+                    _log.error("Thread %s died; replacing it", self.name)
                 self._step = guard.owner().seam("thread", self.name, _step)
                 await self._start(self)
             return await self.do(work)
 
     async def do(self, work: Callable[[], T]) -> T:
-        """Do a job on the thread of an idle lane, which must be alive."""
+        """Do a job on the thread of an idle worker, which must be alive."""
         self._idle.clear()
         self.late = False
         future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
         job = _Job(work, future)
-        self._job = job  # type: ignore[assignment]  # nothing looks into it
+        self._job = job  # type: ignore[assignment]  # its type parameter is not used
         self._jobs.put(job)  # type: ignore[arg-type]
         self._arm()
         return await future
 
     def ignore_calls(self) -> None:
-        """Tell nobody any more when a call is overdue or answered after all."""
+        """Report no more calls as overdue or answered after all."""
         self.on_overdue = self.on_answered = _ignore
 
     async def wait_idle(self) -> None:
@@ -280,7 +280,7 @@ class Lane:
         await self._idle.wait()
 
     async def end(self) -> None:
-        """End the thread of an idle lane."""
+        """Stop the thread of an idle worker."""
         if not self.alive:
             return
         self._ended = asyncio.get_running_loop().create_future()
@@ -289,7 +289,7 @@ class Lane:
 
     def _work(self, jobs: "_Jobs") -> None:
         self.log.thread = threading.get_ident()
-        # A signal is told to the loop through a descriptor that this thread may not have.
+        # Python notifies the loop of a signal through a descriptor that this thread may not have.
         signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals() - _OF_THE_THREAD)
         why: BaseException | None = None
         try:
@@ -305,12 +305,12 @@ class Lane:
                 self._ended.set_result(None)
             return
         if jobs is self._jobs:
-            _log.error("Thread %s ended (%r); it is replaced", self.name, why, exc_info=why)
-            self._give_up("it ended")
+            _log.error("Thread %s died (%r); replacing it", self.name, why, exc_info=why)
+            self._give_up("it died")
 
     def _finish(self, job: _Job[object]) -> None:
         if job is not self._job:
-            # Of a thread that was given up.
+            # Of a thread that was abandoned.
             return
         self._job = None
         if self._timer is not None:
@@ -321,7 +321,7 @@ class Lane:
         job.deliver()
 
     def _arm(self) -> None:
-        """Look again when the call in flight is due, or when one that begins now would be."""
+        """Check again when the call in flight is due, or when one that starts now would be."""
         call = self.log.current
         name, began_ns = ("", self._clock()) if call is None else (call.name, call.began_ns)
         due_ns = began_ns + self._deadline_ns(name)
@@ -360,7 +360,7 @@ _Jobs = queue.SimpleQueue[_Job[object] | None]
 
 
 def _step(jobs: _Jobs) -> _Job[object] | None:
-    """Do the next job and return it; None: there are no more. On the thread."""
+    """Do the next job and return it; None: the thread is to stop. On the thread."""
     job = jobs.get()
     if job is not None:
         job.run()
@@ -372,7 +372,7 @@ def _ignore(_call: Call) -> None:
 
 
 class ThreadGroup:
-    """The first thread, whose table the others share, and every lane started from it."""
+    """The first worker, whose descriptor table the others share, and every worker started from it."""
 
     def __init__(
         self,
@@ -382,7 +382,7 @@ class ThreadGroup:
         clock: Callable[[], int],
         maximum: int,
     ) -> None:
-        """``keep`` are the descriptors the threads write to; ``maximum`` bounds the lanes."""
+        """``keep`` are the descriptors the threads write to; ``maximum`` bounds the workers."""
         self.completions: Final = Completions()
         self._keep = (*keep, self.completions.wake_fd)
         self._deadline_ns = deadline_ns
@@ -410,12 +410,12 @@ class ThreadGroup:
         self.shared_files = await lane.do(lambda: take_own_files(self._keep))
 
     async def start(self) -> None:
-        """Start the first thread and let it take a table of its own."""
+        """Start the first thread, which unshares its descriptor table."""
         self.completions.attach(asyncio.get_running_loop())
         await self.first.call(lambda: None)
 
     async def start_lane(self, name: str) -> Lane:
-        """Start a lane; raises SourceError if there is no room for a thread."""
+        """Start a worker; raises SourceError if the maximum is reached or the thread cannot start."""
         if len(self.lanes) >= self._maximum:
             raise SourceError(f"Could not start thread {name}: there are {self._maximum} already")
         lane = self._make(name)
@@ -424,7 +424,7 @@ class ThreadGroup:
         return lane
 
     def abandon_hung(self) -> None:
-        """Give up every thread that hangs in anything but a call of the driver."""
+        """Abandon every thread that hangs outside of a driver call."""
         for lane in self.lanes:
             lane.abandon()
 
@@ -434,7 +434,7 @@ class ThreadGroup:
         return any(lane.overdue for lane in self.lanes)
 
     async def wait_idle(self, timeout_ns: int) -> bool:
-        """Wait until no lane has a job in flight; False if that took too long."""
+        """Wait until no worker has a job in flight; False if that took too long."""
         try:
             async with asyncio.timeout(timeout_ns / 1e9):
                 for lane in self.lanes:
@@ -444,7 +444,7 @@ class ThreadGroup:
         return True
 
     async def end(self) -> None:
-        """End every thread, the first one last. All must be idle."""
+        """Stop every thread, the first one last. All must be idle."""
         for lane in reversed(self.lanes):
             await lane.end()
         self.completions.close()

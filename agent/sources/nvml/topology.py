@@ -1,11 +1,11 @@
-"""Surveys where a GPU stands among the others: its NVLinks, the PCIe way to them, the CPUs near it.
+"""Samples the topology of a GPU: its NVLinks, the PCIe paths to the other GPUs, the CPUs near it.
 
 Invariants: everything here blocks and runs on the GPU's own thread. Nothing that fails here is a
-finding: it is unknown, and health polls tell the rest. No other GPU is asked anything; those that did
-not answer lately are not even named to the driver, so that one that hangs holds up no other.
+finding: it is unknown, and health polls find the rest. No call is made on another GPU; those that did
+not answer lately are not even named to the driver, so that one that hangs delays no other.
 
-Cost: two calls for each NVLink that is up, one for each other GPU, and one. It is paid once after the
-GPUs were told of, and again when other GPUs are listed or another link is down.
+Cost: two calls for each NVLink that is up, one for each other GPU, and one; once after the GPUs were
+listed, and again when other GPUs are listed or another link is down.
 """
 
 import re
@@ -37,15 +37,15 @@ _DISTANCES: Final[Mapping[int, PcieDistance]] = {
 
 
 class LinksUnknownError(Exception):
-    """The driver did not tell of a link this time."""
+    """The driver could not read a link this time."""
 
 
 def survey(
     readings: Readings, seen: Sighting, others: Mapping[str, Handle], sys_root: Path
 ) -> tuple[Survey, bool]:
-    """Survey a GPU; ``others`` are those that answer, by PCI address in sysfs form.
+    """Sample the topology of a GPU; ``others`` are those that answer, by PCI address in sysfs form.
 
-    Returns also whether there is nothing that may be told another time.
+    Returns also whether the sample is complete; if not, another one may be.
     """
     nvlinks, is_complete = None, True
     try:
@@ -60,15 +60,15 @@ def survey(
 
 
 def survey_without_driver(seen: Sighting, sys_root: Path) -> Survey:
-    """Return what the kernel alone tells of a GPU's place."""
+    """Return what the kernel alone shows of a GPU's topology."""
     device = sys_root / "bus/pci/devices" / seen.gpu.pci
     return Survey(path=_device_path(device), cpu_affinity=_local_cpus(device))
 
 
 def read_nvlinks(readings: Readings, handle: Handle) -> NvLinks | None:
-    """Return the NVLinks that are up; none where the GPU has no links, None if the driver never tells.
+    """Return the NVLinks that are up; none where the GPU has no links, None if the driver cannot read them.
 
-    Raises LinksUnknownError if it may tell another time.
+    Raises LinksUnknownError if a later call may succeed.
     """
     to_gpus: dict[str, int] = {}
     to_switches = 0
@@ -100,7 +100,7 @@ def _other_end(readings: Readings, handle: Handle, link: int) -> tuple[int, str]
     except NvmlError as error:
         if error.code not in NOT_OFFERED:
             raise
-        # Drivers that do not tell the kind tell the address; whether a GPU of this node has it is seen later.
+        # Drivers that do not report the kind report the address; the core checks whether it is a GPU's.
         kind = LINK_TO_GPU
     return kind, pci_sysfs_name(readings.link_peer(handle, link)) if kind == LINK_TO_GPU else ""
 
@@ -120,7 +120,7 @@ def _cpu_affinity(readings: Readings, handle: Handle) -> str | None:
 
 
 def cpu_list(cpus: Iterable[int]) -> str | None:
-    """Return ascending numbers as the kernel writes lists: ``0-15,32-47``; None for none."""
+    """Return ascending numbers in the kernel's list format: ``0-15,32-47``; None for none."""
     runs: list[list[int]] = []
     for cpu in cpus:
         if runs and cpu == runs[-1][1] + 1:
@@ -135,7 +135,7 @@ def _checked(text: str) -> str | None:
 
 
 def _device_path(device: Path) -> str | None:
-    """Return where the kernel has a device below /sys/devices."""
+    """Return the path of a device below /sys/devices."""
     try:
         target = str(device.readlink())
     except OSError:

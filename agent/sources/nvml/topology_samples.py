@@ -1,7 +1,7 @@
-"""When the GPUs of a session are surveyed: after they were told of, and when the answer may be another.
+"""When the topology of a session's GPUs is sampled: after they were listed, and when it may have changed.
 
-Invariants: one survey of a GPU at a time, by its own task and thread. While a GPU fails it is not
-surveyed; one that is lost has no known links.
+Invariants: one topology sample of a GPU at a time, by its own task and thread. While a GPU fails it is not
+sampled; one that is lost has no known links.
 """
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -20,13 +20,13 @@ from agent.sources.nvml.settings import NvmlSettings
 from agent.sources.nvml.topology import survey, survey_without_driver
 
 DELAY_NS: Final = SECOND_NS
-"""From the first outcome of a GPU to its survey: nothing it reads is as urgent as a registration."""
+"""From the first outcome of a GPU to its topology sample: a registration is more urgent than that."""
 
 _LOST: Final = "lost"
 
 
 class Surveys:
-    """The surveys of one session."""
+    """The topology samples of one session."""
 
     def __init__(
         self,
@@ -44,13 +44,13 @@ class Surveys:
         self._clock = clock
 
     def next_ns(self, slot: Slot) -> int:
-        """Return when the slot has something to do next: a look, or before that a survey."""
+        """Return when a watcher has something to do next: a probe, or before that a topology sample."""
         if slot.survey_due_ns is None or slot.surveyed == self._made_of(slot):
             return slot.due_ns
         return min(slot.due_ns, slot.survey_due_ns)
 
     async def make(self, slot: Slot) -> None:
-        """Survey a GPU and tell the outcome, if it is time for that."""
+        """Sample the topology of a GPU and emit it, if that is due."""
         seen = slot.sighting
         if seen is None or not self._telling.is_listed(seen.gpu.uuid):
             return
@@ -66,7 +66,7 @@ class Surveys:
             work = partial(survey, Readings(slot.nvml), seen, self._others(slot), self._sys_root)
         found, is_complete = await slot.lane.call(work)
         if slot.lane.late:
-            # It was told to be overdue, and only a look can say that it is well again.
+            # It was reported overdue, and only a probe can show that it is healthy again.
             slot.request()
         if is_complete:
             slot.surveyed = made_of
@@ -75,7 +75,7 @@ class Surveys:
         self._telling.surveyed(slot, found)
 
     def _made_of(self, slot: Slot) -> Hashable:
-        """Return what a survey depends on: which GPUs there are, and which links of this one are down."""
+        """Return what a sample depends on: which GPUs there are, and which links of this one are down."""
         if slot.failure is not None:
             return _LOST if slot.failure.code in FINDINGS else slot.surveyed
         listed = frozenset(other.sighting.gpu.pci for other in self._slots if other.sighting is not None)

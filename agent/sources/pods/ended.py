@@ -1,8 +1,8 @@
-"""Which listed pods have ended, by their cgroups: kubelets up to 1.33 list finished pods like others.
+"""Finds the listed pods that have finished, by their cgroups: kubelets up to 1.33 list them like others.
 
-The kubelet keeps a cgroup for each pod from before its containers start until they have ended. So a pod
-whose cgroup is not where it puts them has not begun or has ended, and one that has not begun has one by the
-next list. Where the kubelet's cgroups cannot be seen, as in a cgroup namespace, nothing is said.
+The kubelet keeps a cgroup for each pod from before its containers start until they have stopped. So a pod
+without a cgroup has not started or has finished, and one that has not started has a cgroup by the
+next list. Where the kubelet's cgroups are not visible, as in a cgroup namespace, no pod counts as finished.
 
 Sources: kubernetes pkg/kubelet/cm/pod_container_manager_linux.go, cgroup_manager_linux.go.
 """
@@ -17,7 +17,7 @@ _QOS: Final = ("", "burstable", "besteffort")
 
 
 class EndedPods:
-    """Which pods had no cgroup at the newest list and at the one before."""
+    """Finds the pods that had no cgroup at the newest list and at the one before."""
 
     def __init__(self, cgroups: Path, *, kubelet_root: str = "/") -> None:
         """``cgroups`` is where the hierarchy is mounted, ``kubelet_root`` the kubelet's --cgroup-root."""
@@ -30,7 +30,7 @@ class EndedPods:
         self._without = frozenset()
 
     def after(self, listed: Iterable[str], pods: Pods) -> frozenset[str]:
-        """Return which of the listed pods, ``namespace/name``, have ended. Blocks for a few reads."""
+        """Return which of the listed pods, ``namespace/name``, have finished. Blocks for a few reads."""
         roots = [root for root in self._roots() if root.is_dir()]
         uids: dict[str, list[PodUid]] = {}
         for uid, seen in pods.items():
@@ -51,7 +51,7 @@ class EndedPods:
 
 
 def _is_without(uids: Iterable[PodUid], roots: Iterable[Path]) -> bool:
-    """Tell whether none of the pods of a name has a cgroup; not where no UID of it is known."""
+    """Return whether none of the pods of a name has a cgroup; False where no UID of it is known."""
     known = tuple(uids)
     return bool(known) and not any(path.exists() for uid in known for path in _paths(uid, roots))
 

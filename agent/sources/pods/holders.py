@@ -1,15 +1,15 @@
-"""Who holds which device, made out of what the kubelet lists: pure.
+"""Derives the holder of each device from the kubelet's lists: pure.
 
-The kubelet lists finished pods too, with devices that it hands out again, and does not say which pods
-are finished. What can be known from the list alone:
+The kubelet also lists finished pods, with devices that it allocates again, and does not mark which pods
+are finished. What follows from the lists alone:
 
-- A device has one holder at most, and is handed out again only after its holder has finished. So where
+- A device has one holder at most, and is allocated again only after its holder has finished. So where
   a pod is listed with a device that others had before, those others have finished, all their devices
-  included, until they are listed with another device than then (a new pod of the same name).
-- Where several are listed with a device and none of them came later, one holds it and it is not known
-  which. All are named then, with `` or `` between them.
-- A finished pod that is alone with its device counts as its holder, unless it is known to have ended
-  (pods_ended): the device may still be taken.
+  included, until they are listed with a different device (a new pod of the same name).
+- Where several pods are listed with a device and none of them is newer, one of them holds it, and which
+  is unknown. All are named then, with `` or `` between them.
+- A finished pod that is alone with its device counts as its holder, unless it is known to have finished
+  (pods_ended): the device may still be in use.
 
 Source: kubernetes pkg/kubelet/cm/devicemanager/manager.go (UpdateAllocatedDevices),
 pkg/kubelet/apis/podresources/server_v1.go.
@@ -24,19 +24,19 @@ SEVERAL = " or "
 
 
 class Holders:
-    """What is known of the holders, from one list to the next."""
+    """Tracks the holders from one list to the next."""
 
     def __init__(self) -> None:
         self._before: Claims | None = None
         self._finished: set[str] = set()
 
     def forget(self) -> None:
-        """Forget the list before: too long ago to compare the next one with."""
+        """Forget the last list: it is too old to compare the next one with."""
         self._before = None
         self._finished = set()
 
     def after(self, claims: Claims, ended: Collection[str] = ()) -> Mapping[DeviceId, str]:
-        """Return the holder of each device, by what is listed now and what was listed before.
+        """Return the holder of each device, from the present list and the one before.
 
         ``ended`` are pods that are known to have finished.
         """

@@ -1,12 +1,12 @@
-"""Asks the kubelet which pods there are and which devices they hold.
+"""Polls the kubelet for the node's pods and the devices that they hold.
 
 Guarantees:
 
-1. A change is told at the next list; the same is told again with every list, so that who reads it knows
-   how old it is. While the kubelet does not answer nothing is told, and what was told grows old.
-2. One list in ``period_ns``, and at most one more after a failure. An absent kubelet is waited for
-   quietly: one line when it is missed, one when it is back.
-3. What the kubelet sends is bounded, and taken apart in a thread.
+1. The facts are emitted with every list, changed or not, so that their age is known. While the kubelet does
+   not answer nothing is emitted, and the last facts become stale.
+2. One list in ``period_ns``, and at most one more after a failure. The source waits quietly for an absent
+   kubelet: it logs one line when the kubelet is absent, one when it answers again.
+3. The kubelet's answer is bounded, and parsed in a thread.
 
 *Cost:* one call every ``period_ns`` (10 s), with a deadline of ``deadline_ns`` (5 s). 110 pods take
 10 ms of a processor, 1,000 pods 0.1 s.
@@ -40,7 +40,7 @@ _log = logging.getLogger(__name__)
 
 
 class PodsSource:
-    """Tells which pods hold which of the node's GPU devices."""
+    """Emits which pods hold which of the node's GPU devices."""
 
     def __init__(
         self,
@@ -59,8 +59,8 @@ class PodsSource:
     ) -> None:
         """``socket`` is the kubelet's for pod-resources, ``pod_logs`` where it keeps the logs of pods.
 
-        Only devices of resources with the prefix are told of. ``ended`` knows finished pods. ``prove`` is
-        called when the kubelet was asked, whatever came of it.
+        Only devices of resources with the prefix are emitted. ``ended`` finds finished pods. ``prove`` is
+        called after each poll, whatever its outcome.
         """
         self._inbox = inbox
         self._socket = socket
@@ -77,19 +77,19 @@ class PodsSource:
         self._trouble: str | None = None
 
     async def run(self) -> None:
-        """Ask for ever. May be run again after it ended; two at once are not allowed."""
+        """Poll until cancelled. May be run again afterwards; two at once are not allowed."""
         while True:
             began_ns = self._clock()
             if not await self._ask() and self._retry_ns < self._period_ns:
                 await asyncio.sleep(self._retry_ns / 1e9)
                 if not await self._ask():
-                    # Pods may come and go meanwhile, so the next list cannot be compared with the last.
+                    # Pods may start and finish meanwhile, so the next list cannot be compared with the last.
                     self._forget()
             self._prove()
             await asyncio.sleep(max(0, began_ns + self._period_ns - self._clock()) / 1e9)
 
     async def _ask(self) -> bool:
-        """Ask once; returns whether there was an answer, or there is nobody to ask again soon."""
+        """Poll once; returns whether the kubelet answered, or is absent, so that a retry is pointless."""
         try:
             answer = await list_pods(self._socket, timeout_s=self._deadline_ns / 1e9)
             listing, pods, ended = await in_daemon_thread("pods-list", lambda: self._read(answer))
@@ -98,7 +98,7 @@ class PodsSource:
             self._forget()
             return True
         except KubeletError as error:
-            self._note_trouble(logging.WARNING, "Could not ask the kubelet which pods hold devices", error)
+            self._note_trouble(logging.WARNING, "Listing the pods that hold devices failed", error)
             return False
         if self._trouble is not None:
             self._trouble = None
@@ -123,7 +123,7 @@ class PodsSource:
             self._ended.forget()
 
     def _note_trouble(self, level: int, message: str, error: KubeletError) -> None:
-        """Log a trouble when it begins or changes, not each time it is met."""
+        """Log a failure when it begins or changes, not on every poll."""
         if self._trouble != message:
             self._trouble = message
             path = str(self._socket)

@@ -1,11 +1,11 @@
-"""Which UID each pod has, read off the kubelet's own files: its PodResources API names pods without UIDs.
+"""Reads the UIDs of pods from the kubelet's own files: its PodResources API names pods without UIDs.
 
-The kubelet makes ``<namespace>_<name>_<uid>`` for each pod's logs, and removes it a while after the pod.
-Where that directory cannot be seen, its checkpoint names the UIDs of pods with devices, and the devices say
-which pod of the list that is.
+The kubelet creates ``<namespace>_<name>_<uid>`` for each pod's logs, and removes it a while after the pod.
+Where that directory is not visible, its checkpoint names the UIDs of pods with devices, and the devices
+identify the pod of the list.
 
-Invariants: what is read is bounded, and a name that is none is skipped. A pod is alive iff the kubelet lists
-it; of several UIDs under one name, which a pod made anew leaves behind, only the newest can be it.
+Invariants: reads are bounded, and an invalid name is skipped. A pod is alive iff the kubelet lists
+it; of several UIDs under one name, which recreated pods leave behind, only the newest can be alive.
 
 Sources: kubernetes pkg/kubelet/kuberuntime/helpers.go (BuildPodLogsDirectory), pkg/kubelet/cm/devicemanager/
 checkpoint/checkpoint.go.
@@ -56,7 +56,7 @@ def pods_by_uid(
     directories = _pod_directories(pod_logs, max_pods)
     if directories is not None:
         if len(directories) > max_pods:
-            # Those that were not read are not gone.
+            # Pods that were not read are not gone.
             return None
         return SeenPods(dict(_of_directories(directories, listed)), complete=True)
     devices = _devices_by_uid(checkpoint)
@@ -77,7 +77,7 @@ def _of_directories(
 
 
 def _pod_directories(pod_logs: Path, max_pods: int) -> tuple[_Directory, ...] | None:
-    """Return the directories of pods, one more than there may be at most; None where they cannot be read."""
+    """Return the directories of pods, at most one above the bound; None where they cannot be read."""
     found: list[_Directory] = []
     try:
         with os.scandir(pod_logs) as entries:
@@ -97,7 +97,7 @@ def _changed_ns(entry: "os.DirEntry[str]") -> int:
     try:
         return entry.stat(follow_symlinks=False).st_mtime_ns
     except OSError:
-        # It went meanwhile.
+        # It was removed meanwhile.
         return 0
 
 

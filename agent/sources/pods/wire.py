@@ -1,8 +1,8 @@
-"""One call to the kubelet's pod-resources socket, within bounds, as bytes and as what they mean.
+"""One call to the kubelet's pod-resources socket, within bounds, and the parsing of its answer.
 
-Invariants: each call has a connection of its own, because the kubelet makes its socket anew whenever it
-starts. No more than MAX_ANSWER_BYTES are taken, however long the kubelet goes on; grpclib itself has no
-bound. The answer is taken apart by betterproto2, which takes 9 ms for 110 pods, so not on the loop.
+Invariants: each call has a connection of its own, because the kubelet creates its socket again whenever it
+starts. No more than MAX_ANSWER_BYTES are received, however much the kubelet sends; grpclib itself has no
+bound. betterproto2 parses the answer, which takes 9 ms for 110 pods, so not on the loop.
 
 Sources: kubernetes pkg/kubelet/apis/podresources; proto/podresources/v1.
 """
@@ -35,7 +35,7 @@ Claims = Mapping[str, frozenset[str]]
 
 
 class Listing(NamedTuple):
-    """What the kubelet lists."""
+    """The pods that the kubelet lists."""
 
     names: frozenset[str]
     """``namespace/name`` of every pod, with devices or without."""
@@ -43,15 +43,15 @@ class Listing(NamedTuple):
 
 
 class AbsentError(KubeletError):
-    """The kubelet has no pod-resources socket, or nobody listens on it."""
+    """The kubelet has no pod-resources socket, or does not listen on it."""
 
 
 class UnsupportedError(KubeletError):
-    """The kubelet does not answer this call, whenever it is asked."""
+    """The kubelet does not support this call."""
 
 
 class _Bytes(CodecBase):
-    """Passes messages through, to be taken apart elsewhere."""
+    """Passes messages through, to be parsed elsewhere."""
 
     __content_subtype__ = "proto"
 
@@ -63,7 +63,7 @@ class _Bytes(CodecBase):
 
 
 class _BoundedProtocol(H2Protocol):
-    """grpclib's protocol, ended once it has received too much."""
+    """grpclib's protocol, closed once it has received too much."""
 
     received = 0
 
@@ -76,7 +76,7 @@ class _BoundedProtocol(H2Protocol):
 
 
 class _PodResourcesChannel(UnixChannel):
-    """A channel on which a bounded answer is received."""
+    """A channel that receives a bounded answer."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path, _Bytes())
@@ -118,11 +118,11 @@ async def _answer(socket: Path, method: str, timeout_s: float) -> bytes:
         late = error.status is Status.DEADLINE_EXCEEDED
         raise (KubeletError(unanswered) if late else _refusal(method, error)) from None
     except (StreamTerminatedError, ProtocolError, NotImplementedError):
-        what = f"sent over {MAX_ANSWER_BYTES >> 20} MiB" if channel.is_over else "ended the connection"
+        what = f"sent over {MAX_ANSWER_BYTES >> 20} MiB" if channel.is_over else "closed the connection"
         raise KubeletError(f"The kubelet {what} in answer to {method} on {socket}") from None
     except BlockingIOError:
         raise KubeletError(
-            f"The kubelet takes no connection on {socket}, where many wait; check whether it hangs"
+            f"The kubelet accepts no connection on {socket}, whose backlog is full; check whether it hangs"
         ) from None
     except OSError as error:
         raise KubeletError(
@@ -145,7 +145,7 @@ async def _call(channel: Channel, method: str, timeout_s: float) -> bytes:
 def _refusal(method: str, error: GRPCError) -> KubeletError:
     if error.status is Status.UNIMPLEMENTED:
         return UnsupportedError(f"The kubelet does not serve {method} of pod-resources v1; it is too old")
-    message = f"The kubelet refused {method}: {error.status.name}: {error.message or 'no message'}"
+    message = f"The kubelet rejected {method}: {error.status.name}: {error.message or 'no message'}"
     # Source: kubernetes pkg/kubelet/apis/podresources/server_v1.go, up to 1.27.
     is_off = error.status is Status.UNKNOWN and (error.message or "").endswith("disabled")
     return UnsupportedError(message) if is_off else KubeletError(message)

@@ -196,7 +196,7 @@ async def test_more_gpus_than_the_bound_are_not_watched_and_said_once(
     assert [gpu.index for gpu in await listed(recorder, 2)] == [0, 1]
     await until(lambda: node.state.calls("nvmlDeviceGetCount") >= 3)
     assert [record.msg for record in caplog.records] == [
-        "NVML lists %(count)s GPUs, of which %(watched)s are watched"
+        "NVML lists %(count)s GPUs, but the agent watches only the first %(watched)s"
     ]
     assert len(recorder.of(GpusEnumerated)) == 1
 
