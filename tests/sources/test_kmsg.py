@@ -99,7 +99,7 @@ async def pipe(tmp_path: Path) -> AsyncIterator[Pipe]:
 # What is told
 
 
-async def test_a_line_is_told_at_once(
+async def test_a_line_is_emitted_at_once(
     log: tuple[KernelLog, Path], start: StartSource, recorder: Recorder
 ) -> None:
     kernel, path = log
@@ -111,7 +111,7 @@ async def test_a_line_is_told_at_once(
     assert seen == KernelXidSeen(pci="0000:3b:00.0", xid=79)
 
 
-async def test_two_lines_of_one_fault_are_told_once(
+async def test_two_lines_of_one_fault_are_emitted_once(
     log: tuple[KernelLog, Path], start: StartSource, recorder: Recorder
 ) -> None:
     kernel, path = log
@@ -159,7 +159,7 @@ ALL_CLEAR = (
 @pytest.mark.parametrize(
     ("later", "repaired"), [(LOADED, True), (ADDED, True), (ALL_CLEAR, True), (FALLEN, False)]
 )
-async def test_a_later_record_tells_whether_what_was_before_is_repaired(
+async def test_a_later_record_shows_whether_earlier_faults_are_repaired(
     pipe: Pipe, start: StartSource, recorder: Recorder, later: str, *, repaired: bool
 ) -> None:
     pipe.write(line(1, DBE, time_us=1) + line(2, later, time_us=2) + line(3, LOST, time_us=3))
@@ -170,7 +170,7 @@ async def test_a_later_record_tells_whether_what_was_before_is_repaired(
     assert not other.repaired
 
 
-def test_what_was_before_is_kept_within_bounds() -> None:
+def test_earlier_lines_are_kept_within_bounds() -> None:
     earlier = EarlierLines(most_lines=3, most_addresses=2)
     for bus in range(5):
         earlier.add(bus, XidLine(f"0000:0{bus}:00.0", 48))
@@ -184,7 +184,7 @@ def test_what_was_before_is_kept_within_bounds() -> None:
     assert [(fact.pci[5:7], fact.repaired) for fact in told] == [("02", False), ("03", True), ("04", True)]
 
 
-async def test_errors_of_switches_and_of_unified_memory_are_told_and_kept(
+async def test_errors_of_switches_and_of_unified_memory_are_emitted_and_kept(
     pipe: Pipe, start: StartSource, recorder: Recorder
 ) -> None:
     source = await start(pipe.path)
@@ -198,7 +198,7 @@ async def test_errors_of_switches_and_of_unified_memory_are_told_and_kept(
     assert len(source.recent()) == 2
 
 
-async def test_how_far_was_read_is_told_at_the_start_and_after_each_xid(
+async def test_the_read_position_is_emitted_at_the_start_and_after_each_xid(
     pipe: Pipe, start: StartSource, recorder: Recorder
 ) -> None:
     source = await start(pipe.path)
@@ -213,7 +213,7 @@ async def test_how_far_was_read_is_told_at_the_start_and_after_each_xid(
     assert recorder.of(KernelLogRead)[-1].until == 7
 
 
-async def test_the_instance_of_a_mig_device_is_told(
+async def test_the_instance_of_a_mig_device_is_emitted(
     pipe: Pipe, start: StartSource, recorder: Recorder
 ) -> None:
     await start(pipe.path)
@@ -231,7 +231,7 @@ async def test_what_a_process_wrote_is_no_xid(pipe: Pipe, start: StartSource, re
     assert len(source.recent()) == 1
 
 
-async def test_the_newest_lines_of_the_driver_are_kept_for_who_asks(pipe: Pipe, start: StartSource) -> None:
+async def test_the_newest_lines_of_the_driver_are_kept(pipe: Pipe, start: StartSource) -> None:
     source = await start(pipe.path)
     pipe.write(line(1, "usb 1-1: new device", time_us=12_000_001))
     pipe.write(
@@ -268,7 +268,7 @@ async def test_so_many_lines_are_kept(pipe: Pipe, start: StartSource) -> None:
 # What is survived
 
 
-async def test_a_gap_in_the_log_is_counted_and_told(
+async def test_a_gap_in_the_log_is_counted_and_emitted(
     pipe: Pipe, start: StartSource, recorder: Recorder, caplog: pytest.LogCaptureFixture
 ) -> None:
     source = await start(pipe.path)
@@ -317,7 +317,9 @@ async def test_a_record_in_pieces_is_put_together(pipe: Pipe, start: StartSource
     assert source.statistics().malformed == 0
 
 
-async def test_a_record_without_an_end_is_let_go(pipe: Pipe, start: StartSource, recorder: Recorder) -> None:
+async def test_a_record_without_a_line_end_is_dropped(
+    pipe: Pipe, start: StartSource, recorder: Recorder
+) -> None:
     source = await start(pipe.path)
     pipe.write(b"x" * (MAX_RECORD_BYTES + 1))
     await until(lambda: source.statistics().malformed == 1)
@@ -326,7 +328,7 @@ async def test_a_record_without_an_end_is_let_go(pipe: Pipe, start: StartSource,
     assert source.statistics().malformed == 2
 
 
-async def test_a_storm_leaves_the_loop_its_turns(
+async def test_a_storm_does_not_block_the_loop(
     log: tuple[KernelLog, Path], start: StartSource, recorder: Recorder
 ) -> None:
     """Everything waits at once; the loop gets a turn after each batch, and nothing is lost."""
@@ -342,7 +344,7 @@ async def test_a_storm_leaves_the_loop_its_turns(
     await recorder.until(lambda: sum(fact.count for fact in recorder.of(KernelXidSeen)) == MAX_RECORDS)
 
 
-async def test_a_storm_of_garbage_leaves_the_loop_its_turns(pipe: Pipe, start: StartSource) -> None:
+async def test_a_storm_of_garbage_does_not_block_the_loop(pipe: Pipe, start: StartSource) -> None:
     source = await start(pipe.path)
     pipe.write(b"\n" * 60_000)
     await until(lambda: source.statistics().malformed == 60_000)
@@ -385,7 +387,7 @@ async def test_a_device_that_is_no_log_is_named(recorder: Recorder) -> None:
     assert "cannot be polled" in await failure_of(recorder, Path("/dev/null"))
 
 
-async def test_a_log_that_ended_is_opened_again(recorder: Recorder, tmp_path: Path) -> None:
+async def test_a_log_at_its_end_is_reported(recorder: Recorder, tmp_path: Path) -> None:
     pipe = Pipe(tmp_path / "kmsg")
     async with asyncio.TaskGroup() as group:
         said = group.create_task(failure_of(recorder, pipe.path))
@@ -394,7 +396,7 @@ async def test_a_log_that_ended_is_opened_again(recorder: Recorder, tmp_path: Pa
     assert "has ended" in said.result()
 
 
-async def test_a_socket_that_nobody_serves_is_named(recorder: Recorder) -> None:
+async def test_a_socket_without_a_listener_is_named(recorder: Recorder) -> None:
     with short_directory() as directory, socket.socket(socket.AF_UNIX) as abandoned:
         abandoned.bind(str(directory / "kmsg"))
         assert "could not be opened" in await failure_of(recorder, directory / "kmsg")
@@ -440,7 +442,7 @@ async def test_lines_of_the_real_kernel_log_are_read(start: StartSource, recorde
     assert source.statistics().lost == 0
 
 
-async def test_a_source_of_the_real_log_goes_on_where_it_ended(recorder: Recorder) -> None:
+async def test_a_source_of_the_real_log_continues_where_it_stopped(recorder: Recorder) -> None:
     needs_the_device()
     source = KernelLogSource(inbox=recorder.inbox, path=KERNEL_LOG_PATH, clock=time.monotonic_ns)
     for number in range(2):

@@ -186,9 +186,7 @@ def test_every_form_of_the_driver_is_read(text: str, found: Line) -> None:
         ),
     ],
 )
-def test_an_nvlink_error_tells_its_unit_sub_code_and_severity(
-    text: str, detail: str, words: XidWords
-) -> None:
+def test_an_nvlink_error_has_its_unit_sub_code_and_severity(text: str, detail: str, words: XidWords) -> None:
     found = read(f"NVRM: Xid (PCI:0000:04:00): {text}")
     assert isinstance(found, XidLine)
     assert (found.detail, found.words) == (detail, words)
@@ -281,13 +279,13 @@ def test_the_name_of_a_process_cannot_pretend_to_be_another_fault() -> None:
         assert (found.pci, found.xid, found.in_words) == ("0000:3b:00.0", 13, False)
 
 
-def test_the_process_is_not_part_of_what_is_told() -> None:
+def test_the_process_is_not_part_of_the_detail() -> None:
     found = read("NVRM: Xid (PCI:0000:3b:00): 13, pid=4711, name=secret-job, Graphics Exception")
     assert isinstance(found, XidLine)
     assert found.detail == "Graphics Exception"
 
 
-def test_what_is_told_is_short_and_printable() -> None:
+def test_the_detail_is_short_and_printable() -> None:
     line = "NVRM: Xid (PCI:0000:3b:00): 31, " + "\x1b[31m\u202e" * 500
     lines = lines_of(driver_record(line))
     found = line_of(lines)

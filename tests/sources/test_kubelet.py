@@ -123,25 +123,25 @@ def warnings(log: pytest.LogCaptureFixture) -> list[str]:
 # The kubelet's socket
 
 
-async def test_a_socket_that_is_not_there_is_told_as_absent_once(watch: Watch) -> None:
+async def test_a_missing_socket_is_emitted_as_absent_once(watch: Watch) -> None:
     watched = await watch(BY_POLLING)
     await asyncio.sleep(0.1)
     assert watched.recorder.of(KubeletSocketSeen) == [KubeletSocketSeen(identity=None)]
 
 
-async def test_a_socket_that_is_there_at_the_start_is_told(watch: Watch, directory: Path) -> None:
+async def test_a_socket_that_exists_at_the_start_is_emitted(watch: Watch, directory: Path) -> None:
     identity = make_socket(directory / "kubelet.sock")
     watched = await watch()
     assert watched.recorder.of(KubeletSocketSeen) == [KubeletSocketSeen(identity=identity)]
 
 
-async def test_a_new_socket_is_told(watch: Watch) -> None:
+async def test_a_new_socket_is_emitted(watch: Watch) -> None:
     watched = await watch()
     identity = make_socket(watched.socket)
     await watched.seen(identity)
 
 
-async def test_a_bound_socket_is_told_with_the_identity_it_keeps(watch: Watch) -> None:
+async def test_a_bound_socket_is_emitted_with_its_final_identity(watch: Watch) -> None:
     watched = await watch()
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(str(watched.socket))
@@ -150,7 +150,7 @@ async def test_a_bound_socket_is_told_with_the_identity_it_keeps(watch: Watch) -
         await watched.seen(identity_of(watched.socket.lstat()))
 
 
-async def test_a_second_event_for_the_same_file_tells_nothing(watch: Watch) -> None:
+async def test_a_second_event_for_the_same_file_emits_nothing(watch: Watch) -> None:
     watched = await watch()
     identity = make_socket(watched.socket)
     await watched.seen(identity)
@@ -163,7 +163,7 @@ async def test_a_second_event_for_the_same_file_tells_nothing(watch: Watch) -> N
     assert watched.recorder.of(KubeletSocketSeen)[1:] == [KubeletSocketSeen(identity=identity)]
 
 
-async def test_another_socket_at_the_same_path_is_told(watch: Watch) -> None:
+async def test_another_socket_at_the_same_path_is_emitted(watch: Watch) -> None:
     watched = await watch()
     first = make_socket(watched.socket)
     await watched.seen(first)
@@ -172,14 +172,14 @@ async def test_another_socket_at_the_same_path_is_told(watch: Watch) -> None:
     assert first != second
 
 
-async def test_a_deleted_socket_is_told_as_absent(watch: Watch) -> None:
+async def test_a_deleted_socket_is_emitted_as_absent(watch: Watch) -> None:
     watched = await watch()
     await watched.seen(make_socket(watched.socket))
     watched.socket.unlink()
     await watched.seen(None)
 
 
-async def test_a_socket_that_is_moved_away_is_told_as_absent(watch: Watch) -> None:
+async def test_a_renamed_socket_is_emitted_as_absent(watch: Watch) -> None:
     watched = await watch()
     await watched.seen(make_socket(watched.socket))
     watched.socket.rename(watched.directory / "moved.sock")
@@ -209,21 +209,21 @@ async def test_what_is_no_socket_is_absent_with_one_warning(
 # Our own sockets
 
 
-async def test_an_own_socket_that_is_deleted_is_told_with_its_generation(watch: Watch) -> None:
+async def test_a_deleted_own_socket_is_emitted_with_its_generation(watch: Watch) -> None:
     watched = await watch()
     watched.publish(registered(make_socket(watched.own), generation=3))
     watched.own.unlink()
     assert await watched.recorder.first(OwnSocketLost) == OwnSocketLost(resource=GPU, generation=3)
 
 
-async def test_an_own_socket_that_is_replaced_is_told(watch: Watch) -> None:
+async def test_a_replaced_own_socket_is_emitted(watch: Watch) -> None:
     watched = await watch()
     watched.publish(registered(make_socket(watched.own)))
     make_socket(watched.own)
     assert await watched.recorder.first(OwnSocketLost) == OwnSocketLost(resource=GPU, generation=1)
 
 
-async def test_an_own_socket_that_went_before_its_registration_was_published_is_told(watch: Watch) -> None:
+async def test_an_own_socket_deleted_before_its_registration_was_published_is_emitted(watch: Watch) -> None:
     watched = await watch()
     identity = make_socket(watched.own)
     watched.own.unlink()
@@ -233,7 +233,7 @@ async def test_an_own_socket_that_went_before_its_registration_was_published_is_
     assert await watched.recorder.first(OwnSocketLost) == OwnSocketLost(resource=GPU, generation=1)
 
 
-async def test_a_lost_socket_is_told_once_in_a_generation(watch: Watch) -> None:
+async def test_a_lost_socket_is_emitted_once_in_a_generation(watch: Watch) -> None:
     watched = await watch(BY_POLLING)
     identity = make_socket(watched.own)
     watched.publish(registered(identity))
@@ -245,7 +245,7 @@ async def test_a_lost_socket_is_told_once_in_a_generation(watch: Watch) -> None:
     await watched.recorder.first(OwnSocketLost, lambda fact: fact.generation == 2)
 
 
-async def test_an_own_socket_that_is_in_its_place_is_not_told(watch: Watch) -> None:
+async def test_a_present_own_socket_is_not_emitted(watch: Watch) -> None:
     watched = await watch(BY_POLLING)
     identity = make_socket(watched.own)
     watched.publish(registered(identity))
@@ -254,7 +254,7 @@ async def test_an_own_socket_that_is_in_its_place_is_not_told(watch: Watch) -> N
     assert watched.recorder.of(OwnSocketLost) == []
 
 
-async def test_the_sockets_of_several_resources_are_told_apart(watch: Watch) -> None:
+async def test_the_sockets_of_several_resources_are_distinguished(watch: Watch) -> None:
     watched = await watch()
     mig = ResourceName("nvidia.com/mig-1g.5gb")
     watched.publish(
@@ -268,7 +268,7 @@ async def test_the_sockets_of_several_resources_are_told_apart(watch: Watch) -> 
 # The directory
 
 
-async def test_a_directory_that_is_not_there_yet_is_waited_for(
+async def test_a_missing_directory_is_waited_for(
     watch: Watch, directory: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
@@ -282,7 +282,7 @@ async def test_a_directory_that_is_not_there_yet_is_waited_for(
     assert watched.recorder.of(WatchedDirectoryDeleted) == []
 
 
-async def test_a_directory_that_is_made_anew_is_watched_again(watch: Watch) -> None:
+async def test_a_recreated_directory_is_watched_again(watch: Watch) -> None:
     watched = await watch(replace(BY_EVENTS, poll_ns=20 * MS, deletion_grace_ns=3_600_000 * MS))
     await watched.seen(make_socket(watched.socket))
     watched.socket.unlink()
@@ -294,7 +294,7 @@ async def test_a_directory_that_is_made_anew_is_watched_again(watch: Watch) -> N
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root mounts")
-async def test_a_directory_that_is_made_anew_where_this_process_may_not_write_is_told(
+async def test_a_recreated_directory_that_is_not_writable_is_emitted_as_deleted(
     watch: Watch, directory: Path
 ) -> None:
     # As in the unit's namespace, where only the directory of the start is writable.
@@ -312,7 +312,7 @@ async def test_a_directory_that_is_made_anew_where_this_process_may_not_write_is
         subprocess.run(["umount", "-l", fresh], check=True)
 
 
-async def test_a_directory_that_another_takes_the_place_of_is_watched(watch: Watch) -> None:
+async def test_a_replaced_directory_is_watched(watch: Watch) -> None:
     watched = await watch()
     await watched.seen(make_socket(watched.socket))
     fresh = watched.directory.with_name("fresh")
@@ -324,7 +324,7 @@ async def test_a_directory_that_another_takes_the_place_of_is_watched(watch: Wat
     await watched.seen(make_socket(watched.socket))
 
 
-async def test_a_directory_that_stays_away_is_told_once(watch: Watch) -> None:
+async def test_a_deleted_directory_is_emitted_once(watch: Watch) -> None:
     watched = await watch(replace(BY_EVENTS, poll_ns=20 * MS))
     watched.directory.rmdir()
     told = await watched.recorder.first(WatchedDirectoryDeleted)
@@ -333,7 +333,7 @@ async def test_a_directory_that_stays_away_is_told_once(watch: Watch) -> None:
     assert len(watched.recorder.of(WatchedDirectoryDeleted)) == 1
 
 
-async def test_a_directory_that_only_its_mount_keeps_alive_is_told_at_once(
+async def test_a_deleted_directory_that_a_mount_keeps_alive_is_emitted_at_once(
     directory: Path, recorder: Recorder
 ) -> None:
     # Like a bind mount, the link in /proc leads to a directory that was deleted.
@@ -378,7 +378,7 @@ def no_descriptors_left() -> Iterator[Callable[[], None]]:
         os.close(descriptor)
 
 
-async def test_without_inotify_the_directory_is_looked_at_periodically(
+async def test_without_inotify_the_directory_is_polled(
     watch: Watch, no_descriptors_left: Callable[[], None], caplog: pytest.LogCaptureFixture
 ) -> None:
     listeners = [socket.socket(socket.AF_UNIX) for _ in range(2)]
@@ -409,7 +409,7 @@ async def test_inotify_is_used_again_once_its_limits_allow(
 # Event storms
 
 
-async def test_a_socket_that_comes_amid_a_storm_is_told(watch: Watch) -> None:
+async def test_a_socket_created_amid_a_storm_of_events_is_emitted(watch: Watch) -> None:
     watched = await watch()
     for number in range(2_000):
         (watched.directory / f"{number % 7}").touch()

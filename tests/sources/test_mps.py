@@ -55,7 +55,7 @@ async def told(recorder: Recorder, *ready: bool) -> list[MpsSeen]:
     return recorder.of(MpsSeen)
 
 
-async def test_a_daemon_that_serves_is_told_at_the_first_look(
+async def test_a_ready_daemon_is_emitted_at_the_first_poll(
     root: Path, start: Start, recorder: Recorder
 ) -> None:
     root.mkdir()
@@ -64,7 +64,7 @@ async def test_a_daemon_that_serves_is_told_at_the_first_look(
     await told(recorder, True)
 
 
-async def test_a_daemon_that_is_not_there_is_told_with_the_file_that_is_missing(
+async def test_a_daemon_that_is_not_ready_is_emitted_with_the_missing_file(
     root: Path, start: Start, recorder: Recorder
 ) -> None:
     start(EVENTS_ONLY)
@@ -72,7 +72,7 @@ async def test_a_daemon_that_is_not_there_is_told_with_the_file_that_is_missing(
     assert f"{root / READY_FILE} does not exist" in fact.message
 
 
-async def test_each_start_and_end_of_the_daemon_is_told_once(
+async def test_each_start_and_exit_of_the_daemon_is_emitted_once(
     root: Path, start: Start, recorder: Recorder
 ) -> None:
     root.mkdir()
@@ -115,7 +115,7 @@ async def test_in_a_container_the_mounted_root_counts(root: Path, start: Start, 
     await told(recorder, True)
 
 
-async def test_a_root_that_cannot_be_looked_at_is_none(recorder: Recorder, tmp_path: Path) -> None:
+async def test_a_root_that_cannot_be_read_does_not_count(recorder: Recorder, tmp_path: Path) -> None:
     (tmp_path / READY_FILE).touch()
     # Whoever is root may look everywhere, but not at a name that no file system has.
     source = MpsSource(
@@ -152,7 +152,7 @@ async def test_something_else_in_the_place_of_the_file_is_no_readiness(
     assert "is no regular file" in fact.message
 
 
-async def test_without_inotify_the_directory_is_looked_at_again_and_again(
+async def test_without_inotify_the_directory_is_polled_repeatedly(
     root: Path, start: Start, recorder: Recorder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def at_the_limit(_directory: Path) -> None:

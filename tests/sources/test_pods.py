@@ -92,7 +92,7 @@ async def told(recorder: Recorder, pods: dict[str, str]) -> None:
     await recorder.until(lambda: [dict(fact.pods) for fact in recorder.of(AllocationsListed)][-1:] == [pods])
 
 
-async def test_the_pod_of_each_device_is_told(
+async def test_the_pod_of_each_device_is_emitted(
     kubelet: EmulatedKubelet, plugin: ReferencePlugin, start: Start, recorder: Recorder
 ) -> None:
     await start(socket_of(kubelet))
@@ -103,14 +103,14 @@ async def test_the_pod_of_each_device_is_told(
     await told(recorder, {})
 
 
-async def test_the_same_is_told_again_so_that_it_does_not_grow_old(
+async def test_unchanged_lists_are_emitted_again_so_that_they_do_not_become_stale(
     kubelet: EmulatedKubelet, start: Start, recorder: Recorder
 ) -> None:
     await start(socket_of(kubelet))
     await recorder.at_least(3, AllocationsListed)
 
 
-async def test_resources_of_others_are_not_told(
+async def test_other_resources_are_not_emitted(
     kubelet: EmulatedKubelet, plugin: ReferencePlugin, start: Start, recorder: Recorder
 ) -> None:
     async with plugin_for(kubelet, "example.com/nic") as other:
@@ -122,7 +122,7 @@ async def test_resources_of_others_are_not_told(
         await told(recorder, dict.fromkeys("abcd", "default/train"))
 
 
-async def test_a_finished_pod_whose_devices_were_handed_out_again_is_no_holder(
+async def test_a_finished_pod_whose_devices_were_allocated_again_is_no_holder(
     start: Start, recorder: Recorder
 ) -> None:
     with short_directory() as directory:
@@ -179,7 +179,7 @@ async def test_a_finished_pod_that_is_alone_with_its_devices_holds_none_once_its
             await told(recorder, {})
 
 
-async def test_a_pod_without_a_cgroup_holds_its_devices_at_its_first_list_or_where_no_cgroup_is_seen(
+async def test_a_pod_without_a_cgroup_holds_its_devices_at_its_first_list_or_where_no_cgroup_is_visible(
     tmp_path: Path,
 ) -> None:
     pods = {PodUid("u-1"): PodSeen("default", "job"), PodUid("u-2"): PodSeen("default", "old", alive=False)}
@@ -290,7 +290,7 @@ async def test_an_old_kubelet_is_named(path: Path) -> None:
         assert "does not serve List of pod-resources v1" in await failure_of(path)
 
 
-async def test_a_refusal_is_told_in_the_kubelets_words(path: Path) -> None:
+async def test_a_rejection_has_the_kubelets_message(path: Path) -> None:
     async with serving(path) as peer:
         peer.code = grpc.StatusCode.RESOURCE_EXHAUSTED
         assert "rejected List: RESOURCE_EXHAUSTED: no" in await failure_of(path)
@@ -435,7 +435,7 @@ def seen(recorder: Recorder) -> dict[str, PodSeen]:
 
 
 @pytest.mark.parametrize("by_logs", [True, False])
-async def test_the_uid_of_each_pod_is_told(
+async def test_the_uid_of_each_pod_is_emitted(
     kubelet: EmulatedKubelet, plugin: ReferencePlugin, start: Start, recorder: Recorder, *, by_logs: bool
 ) -> None:
     """By the names of log directories, or where those are not to be seen by the kubelet's checkpoint."""
@@ -460,7 +460,7 @@ async def test_a_pod_that_was_deleted_is_gone(
     await recorder.until(lambda: not recorder.of(PodsSeen)[-1].pods)
 
 
-async def test_nothing_is_told_of_pods_where_their_uids_cannot_be_known(
+async def test_no_pods_are_emitted_where_their_uids_are_unknown(
     kubelet: EmulatedKubelet, plugin: ReferencePlugin, start: Start, recorder: Recorder
 ) -> None:
     await start(socket_of(kubelet))
@@ -510,13 +510,13 @@ def test_no_more_pods_are_read_than_the_bound(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "text", ["", "{}", "[]", "null", '{"Data": 3}', '{"Data": {"PodDeviceEntries": [3]}}', "[" * 100_000]
 )
-def test_a_checkpoint_that_cannot_be_read_tells_nothing(tmp_path: Path, text: str) -> None:
+def test_a_checkpoint_that_cannot_be_read_is_unknown(tmp_path: Path, text: str) -> None:
     checkpoint = tmp_path / "checkpoint"
     checkpoint.write_text(text)
     assert pods_by_uid((), {}, pod_logs=LOGS, checkpoint=checkpoint) is None
 
 
-def test_a_checkpoint_without_pods_says_that_there_are_none(tmp_path: Path) -> None:
+def test_a_checkpoint_without_pods_is_complete_and_empty(tmp_path: Path) -> None:
     checkpoint = tmp_path / "checkpoint"
     checkpoint.write_text('{"Data": {"PodDeviceEntries": null, "RegisteredDevices": {}}, "Checksum": 1}')
     assert pods_by_uid((), {}, pod_logs=LOGS, checkpoint=checkpoint) == SeenPods({}, complete=False)

@@ -128,13 +128,13 @@ def test_the_state_is_one_letter(tmp_path: Path, write: Write, state: str) -> No
         ("", "", "unknown"),
     ],
 )
-def test_of_several_cgroups_that_of_the_pod_is_told(text: str, path: str, owner: str) -> None:
+def test_of_several_cgroups_that_of_the_pod_is_returned(text: str, path: str, owner: str) -> None:
     found, pod = pod_of_cgroups(text, Hierarchy())
     assert (found, ProcessStatus(ProcessKey(1, 1), "", "S", found, pod).owner) == (path, owner)
 
 
 @pytest.mark.parametrize("cgroup", [f"0::{POD_V2}\n", f"5:pids:{POD_V1}\n0::/\n"])
-def test_the_pod_of_a_process_is_told(tmp_path: Path, write: Write, cgroup: str) -> None:
+def test_the_pod_of_a_process_is_read(tmp_path: Path, write: Write, cgroup: str) -> None:
     write(cgroup=cgroup)
 
     look = look_at(tmp_path, 4711)
@@ -154,7 +154,7 @@ def test_the_pod_of_a_process_is_told(tmp_path: Path, write: Write, cgroup: str)
         ("", False),
     ],
 )
-def test_a_kill_that_waits_is_told(tmp_path: Path, write: Write, status: str, killed: bool) -> None:
+def test_a_pending_kill_is_read(tmp_path: Path, write: Write, status: str, killed: bool) -> None:
     write(state="D", status=status)
 
     look = look_at(tmp_path, 4711)
@@ -260,7 +260,7 @@ def test_a_process_that_is_hidden_is_not_gone() -> None:
     assert found.stdout.split() == ["UNREADABLE", "GONE"]
 
 
-def test_this_process_is_told_as_the_kernel_has_it() -> None:
+def test_this_process_is_read_as_the_kernel_has_it() -> None:
     look = look_at(Path("/proc"), os.getpid())
 
     assert isinstance(look, ProcessStatus)
@@ -281,7 +281,7 @@ ctypes.CDLL(None).syscall(60, 0)
 """
 
 
-def test_a_process_whose_first_thread_ended_lives() -> None:
+def test_a_process_whose_first_thread_exited_is_alive() -> None:
     with subprocess.Popen(
         [sys.executable, "-ISc", LEFT_TO_A_THREAD], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     ) as process:
@@ -294,7 +294,7 @@ def test_a_process_whose_first_thread_ended_lives() -> None:
         assert look.state in "SR"
 
 
-def test_a_process_of_which_only_a_killed_thread_is_left_is_told_as_that_thread_is(
+def test_a_process_with_only_a_killed_thread_left_has_that_threads_state(
     tmp_path: Path, write: Write
 ) -> None:
     write(state="Z")
@@ -361,7 +361,7 @@ def test_a_process_that_went_is_not_watched(child: subprocess.Popen[bytes]) -> N
     assert open_pidfd(Path("/proc"), key) is None
 
 
-def test_a_process_that_goes_between_the_two_looks_is_not_watched(
+def test_a_process_that_exits_between_the_two_readings_is_not_watched(
     child: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     key = key_of(child.pid)

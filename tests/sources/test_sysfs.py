@@ -140,7 +140,7 @@ async def node(tmp_path: Path, recorder: Recorder) -> AsyncIterator[Node]:
 # The bus
 
 
-async def test_a_gpu_that_left_the_bus_is_told(node: Node) -> None:
+async def test_a_gpu_that_left_the_bus_is_emitted(node: Node) -> None:
     remove_pci_device(node.spec.gpus[1], node.sys)
     node.source.request()
     await node.on_bus(node.pci[0], *node.pci[2:])
@@ -170,7 +170,7 @@ async def test_a_vga_controller_is_a_gpu_and_a_virtual_function_is_none(node: No
     await node.on_bus(node.pci[0], *node.pci[2:])
 
 
-async def test_the_same_is_told_once(node: Node) -> None:
+async def test_an_unchanged_bus_is_emitted_once(node: Node) -> None:
     remove_pci_device(node.spec.gpus[3], node.sys)
     node.source.request()
     await node.on_bus(*node.pci[:3])
@@ -181,7 +181,7 @@ async def test_the_same_is_told_once(node: Node) -> None:
     assert len(node.recorder.of(DriverModuleSeen)) == 1
 
 
-async def test_it_looks_again_without_being_asked(tmp_path: Path, recorder: Recorder) -> None:
+async def test_it_scans_periodically(tmp_path: Path, recorder: Recorder) -> None:
     node = Node(tmp_path, recorder)
     task = asyncio.get_running_loop().create_task(node.make_source(SOON_NS).run(), name="sysfs")
     await node.on_bus(*node.pci)
@@ -192,13 +192,13 @@ async def test_it_looks_again_without_being_asked(tmp_path: Path, recorder: Reco
         await task
 
 
-async def test_a_gpu_that_was_bound_anew_is_told_as_reset(node: Node) -> None:
+async def test_a_gpu_that_was_bound_again_is_emitted_as_reset(node: Node) -> None:
     bind_pci_device(node.spec.gpus[2], node.sys, "nvidia")
     node.source.request()
     assert await node.recorder.first(GpuRebound) == GpuRebound(node.pci[2], bound=True, source=SYSFS)
 
 
-async def test_a_binding_that_uevents_told_of_is_not_told_again(node: Node) -> None:
+async def test_a_binding_that_uevents_emitted_is_not_emitted_again(node: Node) -> None:
     bind_pci_device(node.spec.gpus[2], node.sys, "nvidia")
     remove_pci_device(node.spec.gpus[3], node.sys)
     node.source.follow_up()
@@ -209,7 +209,7 @@ async def test_a_binding_that_uevents_told_of_is_not_told_again(node: Node) -> N
     assert node.recorder.of(GpuRebound) == [GpuRebound(node.pci[1], bound=True, source=SYSFS)]
 
 
-async def test_a_gpu_that_goes_and_comes_back_is_told_both_times(node: Node) -> None:
+async def test_a_gpu_that_disappears_and_reappears_is_emitted_both_times(node: Node) -> None:
     remove_pci_device(node.spec.gpus[2], node.sys)
     node.source.request()
     await node.recorder.first(GpuRebound, lambda fact: not fact.bound)
@@ -230,7 +230,7 @@ async def test_a_gpu_that_the_driver_excludes_does_not_count(node: Node) -> None
     await node.on_bus(node.pci[0], *node.pci[2:])
 
 
-async def test_a_gpu_that_says_of_itself_that_it_is_excluded_does_not_count(node: Node) -> None:
+async def test_a_gpu_whose_own_file_marks_it_as_excluded_does_not_count(node: Node) -> None:
     driver = node.directory / "proc/driver/nvidia"
     (driver / "params").write_text('GpuBlacklist: "GPU-00000000-of-an-older-driver"\n')
     (driver / "gpus" / node.pci[3] / "information").write_text("Model: Tesla T4\nBlacklisted: \t Yes\n")
@@ -278,7 +278,7 @@ def test_gpus_that_the_agent_may_not_read_have_not_left_the_bus(
     assert (seen.gpus, dict(seen.bindings), seen.exclusions) == (None, {}, known)
 
 
-def test_so_many_gpus_are_looked_at(tmp_path: Path) -> None:
+def test_so_many_gpus_are_read(tmp_path: Path) -> None:
     spec = load_preset("4x-t4")
     write_roots(spec, tmp_path)
     devices = tmp_path / "sys/bus/pci/devices"
@@ -292,7 +292,7 @@ def test_so_many_gpus_are_looked_at(tmp_path: Path) -> None:
 # The module
 
 
-async def test_a_module_that_is_loaded_anew_is_told(node: Node) -> None:
+async def test_a_reloaded_module_is_emitted(node: Node) -> None:
     await node.module_is(node.module_inode())
     load_modules(node.spec, node.sys)
     node.source.request()
@@ -300,7 +300,7 @@ async def test_a_module_that_is_loaded_anew_is_told(node: Node) -> None:
     assert len(node.recorder.of(DriverModuleSeen)) == 2
 
 
-async def test_a_module_that_is_unloaded_is_told(node: Node) -> None:
+async def test_an_unloaded_module_is_emitted(node: Node) -> None:
     unload_modules(node.spec, node.sys)
     node.source.request()
     await node.module_is(None)
@@ -309,7 +309,7 @@ async def test_a_module_that_is_unloaded_is_told(node: Node) -> None:
 # Device nodes
 
 
-async def test_the_nodes_of_the_gpus_that_the_driver_serves_are_looked_at_at_once(node: Node) -> None:
+async def test_the_nodes_of_the_gpus_that_the_driver_serves_are_checked_at_once(node: Node) -> None:
     remove_device_node("nvidia2", node.dev)
     node.latest.publish(serving(0, 2))
     await node.nodes_missing("/dev/nvidia2")
@@ -318,7 +318,7 @@ async def test_the_nodes_of_the_gpus_that_the_driver_serves_are_looked_at_at_onc
     await node.nodes_missing()
 
 
-async def test_a_missing_control_node_is_told(node: Node) -> None:
+async def test_a_missing_control_node_is_emitted(node: Node) -> None:
     for name in ("nvidiactl", "nvidia-uvm"):
         remove_device_node(name, node.dev)
     node.latest.publish(serving(0))
@@ -370,7 +370,7 @@ async def test_the_nodes_of_mig_devices_are_not_missed_elsewhere(node: Node, pol
     [(Injection(pass_device_specs=True), False), (Injection(strategies=("cdi-cri",)), True)],
     ids=["the node may have it", "the specification has not"],
 )
-async def test_a_containers_own_dev_tells_only_what_a_specification_made_of_it_lacks(
+async def test_a_containers_own_dev_shows_only_what_a_specification_made_of_it_lacks(
     tmp_path: Path, recorder: Recorder, injection: Injection, *, is_missed: bool
 ) -> None:
     node = Node(tmp_path, recorder)
@@ -422,9 +422,7 @@ async def test_a_node_is_missed_if_its_mig_device_is_still_there_some_time_later
         assert len(node.doubted) == 1
 
 
-async def test_while_a_node_is_missing_it_is_looked_for_every_second(
-    tmp_path: Path, recorder: Recorder
-) -> None:
+async def test_while_a_node_is_missing_it_scans_every_second(tmp_path: Path, recorder: Recorder) -> None:
     node = Node(tmp_path, recorder)
     node.latest.publish(serving(0))
     remove_device_node("nvidia0", node.dev)
@@ -437,7 +435,7 @@ async def test_while_a_node_is_missing_it_is_looked_for_every_second(
         await task
 
 
-async def test_nodes_are_not_judged_while_the_driver_is_away_or_let_go_of(node: Node) -> None:
+async def test_nodes_are_not_checked_while_the_driver_is_unavailable_or_released(node: Node) -> None:
     node.latest.publish(serving(0))
     await node.nodes_missing()
     remove_device_node("nvidia0", node.dev)
@@ -482,7 +480,7 @@ def test_a_directory_is_no_node(tmp_path: Path) -> None:
 # Where nothing can be seen
 
 
-async def test_what_cannot_be_seen_is_not_told(tmp_path: Path, recorder: Recorder) -> None:
+async def test_what_cannot_be_read_is_not_emitted(tmp_path: Path, recorder: Recorder) -> None:
     node = Node(tmp_path, recorder)
     node.latest.publish(serving(0))
     for root in ("sys", "proc", "dev"):
@@ -499,7 +497,7 @@ async def test_what_cannot_be_seen_is_not_told(tmp_path: Path, recorder: Recorde
         await task
 
 
-async def test_a_kernel_that_does_not_answer_ends_the_source_and_blocks_one_thread(
+async def test_a_kernel_that_does_not_answer_stops_the_source_and_blocks_one_thread(
     tmp_path: Path, recorder: Recorder
 ) -> None:
     node = Node(tmp_path, recorder)
@@ -536,7 +534,7 @@ async def test_the_configuration_space_is_read_when_it_is_asked_for(
     assert [fact.answers for fact in node.recorder.of(PciConfigRead) if fact.pci == pci] == told
 
 
-async def test_unified_memory_is_opened_until_it_does_not_refuse_and_never_while_the_driver_is_released(
+async def test_unified_memory_is_opened_until_that_succeeds_and_never_while_the_driver_is_released(
     node: Node,
 ) -> None:
     uvm = node.dev / "nvidia-uvm"
@@ -567,7 +565,7 @@ async def read_of_no_gpu(node: Node) -> None:
 
 
 @pytest.mark.parametrize("error", [FileNotFoundError, PermissionError])
-def test_unified_memory_that_cannot_be_asked_says_nothing(
+def test_unified_memory_that_cannot_be_opened_by_the_agent_is_unknown(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: type[OSError]
 ) -> None:
     write_roots(load_preset("4x-t4"), tmp_path)
@@ -583,14 +581,14 @@ def test_unified_memory_that_cannot_be_asked_says_nothing(
     assert look(roots, (), Exclusions(), uvm=True).uvm is None
 
 
-def test_the_driver_of_a_function_is_known(tmp_path: Path) -> None:
+def test_the_driver_of_a_function_is_read(tmp_path: Path) -> None:
     spec = load_preset("4x-t4")
     write_roots(spec, tmp_path)
     assert driver_of(tmp_path / "sys", spec.gpus[0].pci_bus_id) == "nvidia"
     assert driver_of(tmp_path / "sys", "0000:ff:00.0") is None
 
 
-async def test_the_real_roots_can_be_looked_at(recorder: Recorder) -> None:
+async def test_the_real_roots_can_be_scanned(recorder: Recorder) -> None:
     if not Path("/sys/bus/pci/devices").is_dir():
         pytest.skip("this machine shows no PCI bus under /sys")
     source = SysfsSource(

@@ -120,18 +120,18 @@ async def listening(tmp_path: Path, recorder: Recorder) -> AsyncIterator[Listeni
     assert listening.script.closed == listening.script.opened
 
 
-async def test_it_has_others_look_once_when_it_begins(listening: Listening) -> None:
+async def test_it_triggers_one_scan_at_the_start(listening: Listening) -> None:
     await until(lambda: listening.rescans == 1)
     assert listening.script.groups == [KERNEL_GROUP]
 
 
-async def test_a_gpu_that_is_bound_is_told(listening: Listening) -> None:
+async def test_a_bound_gpu_is_emitted(listening: Listening) -> None:
     await listening.heard(BIND)
     assert await listening.recorder.first(GpuRebound) == GpuRebound(PCI, bound=True)
 
 
 @pytest.mark.parametrize("action", ["unbind", "remove"])
-async def test_a_gpu_that_goes_is_told(listening: Listening, action: str) -> None:
+async def test_an_unbound_gpu_is_emitted(listening: Listening, action: str) -> None:
     await listening.heard({**UNBIND, "ACTION": action})
     assert await listening.recorder.first(GpuRebound) == GpuRebound(PCI, bound=False)
 
@@ -155,7 +155,7 @@ async def test_other_events_are_no_binding(listening: Listening, other: Mapping[
     assert [fact.bound for fact in listening.recorder.of(GpuRebound)] == [False]
 
 
-async def test_a_bind_that_sysfs_does_not_show_is_not_told(listening: Listening) -> None:
+async def test_a_bind_that_sysfs_does_not_show_is_not_emitted(listening: Listening) -> None:
     bind_pci_device(listening.spec.gpus[0], listening.sys, None)
     await listening.heard(BIND, UNBIND)
     await listening.recorder.first(GpuRebound)
@@ -165,13 +165,13 @@ async def test_a_bind_that_sysfs_does_not_show_is_not_told(listening: Listening)
 @pytest.mark.parametrize(
     "event", [BIND, {**BIND, "ACTION": "add"}, UNBIND, MODULE, {**BIND, "SYNTH_UUID": "0"}]
 )
-async def test_a_change_has_others_look(listening: Listening, event: Mapping[str, str]) -> None:
+async def test_a_change_triggers_a_scan(listening: Listening, event: Mapping[str, str]) -> None:
     await until(lambda: listening.rescans == 1)
     await listening.heard(event)
     await until(lambda: listening.changes == 1)
 
 
-async def test_what_comes_at_once_is_one_look(listening: Listening) -> None:
+async def test_simultaneous_events_trigger_one_scan(listening: Listening) -> None:
     await until(lambda: listening.rescans == 1)
     await listening.heard(*[BIND, MODULE, UNBIND] * 100)
     await until(lambda: listening.changes == 1)
@@ -179,7 +179,7 @@ async def test_what_comes_at_once_is_one_look(listening: Listening) -> None:
     await until(lambda: listening.changes == 2)
 
 
-async def test_other_devices_and_modules_have_nobody_look(listening: Listening) -> None:
+async def test_other_devices_and_modules_trigger_no_scan(listening: Listening) -> None:
     await until(lambda: listening.rescans == 1)
     await listening.heard(
         {"ACTION": "add", "SUBSYSTEM": "module", "DEVPATH": "/module/nvme"},
@@ -189,9 +189,7 @@ async def test_other_devices_and_modules_have_nobody_look(listening: Listening) 
     await until(lambda: listening.changes == 1)
 
 
-async def test_lost_events_are_made_up_for_by_a_look(
-    listening: Listening, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_lost_events_trigger_a_scan(listening: Listening, caplog: pytest.LogCaptureFixture) -> None:
     await until(lambda: listening.rescans == 1)
     with caplog.at_level(logging.WARNING):
         listening.script.say(LOST)
@@ -208,7 +206,7 @@ async def test_an_event_that_is_no_text_is_skipped(listening: Listening) -> None
     assert (listening.source.seen, listening.source.losses) == (2, 0)
 
 
-async def test_where_there_are_no_netlink_sockets_it_says_so(tmp_path: Path, recorder: Recorder) -> None:
+async def test_missing_netlink_sockets_are_reported(tmp_path: Path, recorder: Recorder) -> None:
     async def refused() -> UeventSocket:
         raise OSError(97, "Address family not supported by protocol")
 

@@ -59,7 +59,7 @@ def descriptors() -> int:
     return sum(link.endswith("anon_inode:[pidfd]") for link in links)
 
 
-async def test_the_end_of_a_process_is_heard_once(heard: Heard, spawn: Spawn) -> None:
+async def test_the_exit_of_a_process_is_reported_once(heard: Heard, spawn: Spawn) -> None:
     process, key = spawn()
     await heard.watcher.watch([key])
     process.kill()
@@ -69,7 +69,7 @@ async def test_the_end_of_a_process_is_heard_once(heard: Heard, spawn: Spawn) ->
     assert heard.ends == [key]
 
 
-async def test_a_process_that_had_ended_before_is_heard_of(heard: Heard, spawn: Spawn) -> None:
+async def test_a_process_that_had_exited_before_is_reported(heard: Heard, spawn: Spawn) -> None:
     process, key = spawn()
     process.kill()
     process.communicate()
@@ -80,7 +80,7 @@ async def test_a_process_that_had_ended_before_is_heard_of(heard: Heard, spawn: 
     assert heard.ends == [key]
 
 
-async def test_who_has_the_pid_now_is_not_taken_for_who_had_it(heard: Heard, spawn: Spawn) -> None:
+async def test_a_process_with_a_reused_pid_is_another_process(heard: Heard, spawn: Spawn) -> None:
     _process, key = spawn()
     earlier = ProcessKey(key.pid, key.start_ticks - 1)
     await heard.watcher.watch([earlier, key])
@@ -98,7 +98,7 @@ async def test_a_process_that_is_watched_already_is_not_opened_again(heard: Hear
     assert descriptors() == before + 1
 
 
-async def test_what_is_no_longer_wanted_is_not_heard(heard: Heard, spawn: Spawn) -> None:
+async def test_a_process_that_is_no_longer_watched_is_not_reported(heard: Heard, spawn: Spawn) -> None:
     (first, first_key), (second, second_key) = spawn(), spawn()
     await heard.watcher.watch([first_key, second_key])
     await heard.watcher.watch([second_key])
@@ -110,7 +110,7 @@ async def test_what_is_no_longer_wanted_is_not_heard(heard: Heard, spawn: Spawn)
     assert heard.ends == [second_key]
 
 
-async def test_after_the_close_nothing_is_heard(heard: Heard, spawn: Spawn) -> None:
+async def test_after_the_close_no_exit_is_reported(heard: Heard, spawn: Spawn) -> None:
     process, key = spawn()
     await heard.watcher.watch([key])
     heard.watcher.close()
@@ -149,7 +149,7 @@ async def test_a_holder_that_forks_takes_no_others_place(heard: Heard, spawn: Sp
     await until(lambda: heard.ends == [key])
 
 
-async def test_without_descriptors_nothing_is_said_to_have_ended(heard: Heard, spawn: Spawn) -> None:
+async def test_without_descriptors_no_exit_is_reported(heard: Heard, spawn: Spawn) -> None:
     _process, key = spawn()
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     taken = [os.open("/dev/null", os.O_RDONLY)]

@@ -74,7 +74,7 @@ async def test_the_driver_is_called_on_the_gpus_own_file_until_it_knows_the_size
     assert books.processes[os.getpid()]["calls"] == calls
 
 
-async def test_a_call_that_does_not_return_is_under_way_for_who_watches() -> None:
+async def test_a_call_that_does_not_return_stays_under_way_for_the_observer() -> None:
     async with running_double() as double:
         await _hangs_and_returns(double)
 

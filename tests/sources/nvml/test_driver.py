@@ -62,7 +62,7 @@ async def test_a_library_that_appears_later_is_found(
     assert len(recorder.of(DriverUnavailable)) == 2
 
 
-async def test_a_library_that_cannot_be_loaded_is_told_with_the_loaders_words(
+async def test_a_library_that_cannot_be_loaded_is_emitted_with_the_loaders_message(
     make_node: MakeNode, start_source: StartSource, recorder: Recorder
 ) -> None:
     node = make_node("4x-t4")
@@ -73,7 +73,7 @@ async def test_a_library_that_cannot_be_loaded_is_told_with_the_loaders_words(
     )
 
 
-async def test_a_driver_that_is_not_loaded_is_told_once_and_found_when_it_is(
+async def test_a_driver_that_is_not_loaded_is_emitted_once_and_found_when_it_is(
     make_node: MakeNode, start_source: StartSource, recorder: Recorder
 ) -> None:
     node = make_node("4x-t4")
@@ -147,7 +147,7 @@ async def test_the_first_outcome_is_good_once_nvml_is_initialised(
     await source.wait_first_outcome()
 
 
-async def test_the_first_outcome_is_a_sentence_if_init_fails(
+async def test_the_first_outcome_is_an_error_if_init_fails(
     make_node: MakeNode, start_source: StartSource
 ) -> None:
     node = make_node("4x-t4")
@@ -157,7 +157,7 @@ async def test_the_first_outcome_is_a_sentence_if_init_fails(
         await source.wait_first_outcome()
 
 
-async def test_the_first_outcome_is_a_sentence_if_init_hangs(
+async def test_the_first_outcome_is_an_error_if_init_hangs(
     make_node: MakeNode, start_source: StartSource, recorder: Recorder
 ) -> None:
     node = make_node("4x-t4")
@@ -170,7 +170,7 @@ async def test_the_first_outcome_is_a_sentence_if_init_hangs(
 # Overdue
 
 
-async def test_an_init_that_hangs_is_told_and_goes_on_when_it_answers(
+async def test_an_init_that_hangs_is_emitted_and_continues_when_it_answers(
     make_node: MakeNode, start_source: StartSource, recorder: Recorder
 ) -> None:
     node = make_node("4x-t4")
@@ -186,7 +186,7 @@ async def test_an_init_that_hangs_is_told_and_goes_on_when_it_answers(
 
 
 @pytest.mark.parametrize("call", ["nvmlDeviceGetCount_v2", "nvmlEventSetWait_v2", "nvmlEventSetCreate"])
-async def test_a_call_for_the_whole_node_that_hangs_is_told_and_so_is_its_answer(
+async def test_a_call_for_the_whole_node_that_hangs_is_emitted_and_so_is_its_answer(
     make_node: MakeNode, start_source: StartSource, recorder: Recorder, call: str
 ) -> None:
     node = make_node("4x-t4")
@@ -215,7 +215,7 @@ async def answers_nothing(node: Node, recorder: Recorder, code: int) -> DriverUn
 
 
 @pytest.mark.parametrize("code", [1, 9, 999])
-async def test_a_driver_that_answers_for_no_gpu_is_let_go_and_found_again(
+async def test_a_driver_that_answers_for_no_gpu_is_released_and_found_again(
     make_node: MakeNode, start_source: StartSource, recorder: Recorder, code: int
 ) -> None:
     node = make_node("8x-a100")
@@ -235,7 +235,7 @@ async def test_a_driver_that_answers_for_no_gpu_is_let_go_and_found_again(
     assert recorder.of(GpuCallFailed) == []
 
 
-async def test_xids_are_heard_again_after_the_driver_came_back(
+async def test_xids_are_received_again_after_the_driver_was_reloaded(
     make_node: MakeNode, start_source: StartSource, recorder: Recorder
 ) -> None:
     node = make_node("4x-t4")
@@ -269,7 +269,7 @@ async def test_calls_that_fail_for_every_gpu_although_init_works_are_tried_once_
     await recorder.at_least(4, GpuProbePassed)
 
 
-async def test_a_shutdown_that_says_that_nvml_was_not_initialised_is_not_tried_again(
+async def test_a_shutdown_that_fails_as_uninitialised_is_not_retried(
     make_node: MakeNode, start_source: StartSource, recorder: Recorder
 ) -> None:
     node = make_node("4x-t4")
@@ -282,7 +282,7 @@ async def test_a_shutdown_that_says_that_nvml_was_not_initialised_is_not_tried_a
     assert node.state.calls("nvmlShutdown") == 1
 
 
-async def test_nothing_of_the_driver_is_open_while_it_is_gone(
+async def test_nvml_is_shut_down_while_the_driver_is_gone(
     make_node: MakeNode, start_source: StartSource, recorder: Recorder
 ) -> None:
     node = make_node("4x-t4")
@@ -297,7 +297,7 @@ async def test_nothing_of_the_driver_is_open_while_it_is_gone(
 # The end
 
 
-async def test_nvml_is_let_go_at_the_end(
+async def test_nvml_is_shut_down_when_the_source_is_closed(
     make_node: MakeNode, start_source: StartSource, recorder: Recorder
 ) -> None:
     node = make_node("4x-t4")
@@ -307,7 +307,7 @@ async def test_nvml_is_let_go_at_the_end(
     # The fixture ends the source, and finds every init undone.
 
 
-async def test_a_source_that_ended_can_be_run_again(
+async def test_a_cancelled_source_can_be_run_again(
     make_node: MakeNode, start_source: StartSource, recorder: Recorder
 ) -> None:
     node = make_node("4x-t4")
@@ -345,7 +345,7 @@ async def test_no_descriptor_is_left_when_it_is_closed(
     assert caplog.records == []
 
 
-async def test_one_that_is_stopped_while_the_driver_goes_ends(
+async def test_a_source_that_is_cancelled_while_the_driver_is_unloaded_stops(
     make_node: MakeNode, recorder: Recorder
 ) -> None:
     node = make_node("4x-t4")
@@ -358,7 +358,7 @@ async def test_one_that_is_stopped_while_the_driver_goes_ends(
                 await asyncio.sleep(moment * 0.005)
 
 
-async def test_a_task_that_loses_its_cancellation_ends_all_the_same() -> None:
+async def test_a_task_that_loses_its_cancellation_is_cancelled_again() -> None:
     lost = 0
 
     async def fails_when_cancelled() -> None:
@@ -383,7 +383,7 @@ async def test_a_task_that_loses_its_cancellation_ends_all_the_same() -> None:
     assert (lost, task.cancelled()) == (1, True)
 
 
-def test_a_library_that_is_there_and_cannot_be_loaded_is_named_with_what_the_loader_says(
+def test_an_existing_library_that_cannot_be_loaded_is_named_with_the_loaders_message(
     tmp_path: Path,
 ) -> None:
     broken = tmp_path / "libnvidia-ml.so.1"

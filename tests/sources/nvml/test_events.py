@@ -49,7 +49,7 @@ async def registered(node: Node, count: int) -> None:
     await until(lambda: node.state.calls(REGISTER) >= count)
 
 
-async def test_an_xid_is_told_with_its_gpu(
+async def test_an_xid_is_emitted_with_its_gpu(
     make_node: MakeNode, start_source: StartSource, recorder: Recorder
 ) -> None:
     node = make_node("8x-a100")
@@ -59,7 +59,7 @@ async def test_an_xid_is_told_with_its_gpu(
     assert await recorder.first(XidReported) == XidReported(gpu=node.uuid(3), xid=79)
 
 
-async def test_an_xid_of_a_mig_device_is_told_with_its_instances(
+async def test_an_xid_of_a_mig_device_is_emitted_with_its_instances(
     make_node: MakeNode, start_source: StartSource, recorder: Recorder
 ) -> None:
     node = make_node({"preset": "8x-a100", "gpus": 1})
@@ -80,7 +80,7 @@ async def test_an_xid_of_an_unreadable_device_marks_none(
     assert await recorder.first(XidReported) == XidReported(gpu=None, xid=79)
 
 
-async def test_events_that_are_no_xids_are_not_told(
+async def test_events_that_are_no_xids_are_not_emitted(
     make_node: MakeNode, start_source: StartSource, recorder: Recorder
 ) -> None:
     node = make_node("8x-a100")
@@ -92,7 +92,7 @@ async def test_events_that_are_no_xids_are_not_told(
     assert recorder.of(XidReported) == []
 
 
-async def test_many_xids_are_all_told(
+async def test_many_xids_are_all_emitted(
     make_node: MakeNode, start_source: StartSource, recorder: Recorder
 ) -> None:
     node = make_node("4x-t4")
@@ -133,7 +133,7 @@ async def test_an_xid_storm_makes_no_storm_of_probes(
 
 @pytest.mark.parametrize("call", [REGISTER, "nvmlDeviceGetSupportedEventTypes"])
 @pytest.mark.parametrize("code", [3, 4, 13])
-async def test_a_gpu_without_events_is_told_once_and_probed_all_the_same(
+async def test_a_gpu_without_events_is_emitted_once_and_probed_all_the_same(
     make_node: MakeNode, start_source: StartSource, recorder: Recorder, call: str, code: int
 ) -> None:
     node = make_node("4x-t4")
@@ -145,7 +145,7 @@ async def test_a_gpu_without_events_is_told_once_and_probed_all_the_same(
     await hears(node, recorder, 0)
 
 
-async def test_a_gpu_that_sends_other_events_but_no_xids_is_told(
+async def test_a_gpu_that_sends_other_events_but_no_xids_is_emitted(
     make_node: MakeNode, start_source: StartSource, recorder: Recorder
 ) -> None:
     node = make_node({"preset": "4x-t4", "gpus": [{"event_types": 0x3}, {}]})
@@ -175,7 +175,7 @@ async def test_a_gpu_whose_events_cannot_be_registered_has_not_passed(
 
 
 @pytest.mark.parametrize("code", [1, 2, 9, 15, 16, 999])
-async def test_a_wait_that_fails_marks_no_gpu_and_xids_are_heard_again(
+async def test_a_wait_that_fails_marks_no_gpu_and_xids_are_received_again(
     make_node: MakeNode, start_source: StartSource, recorder: Recorder, code: int
 ) -> None:
     node = make_node("4x-t4")
@@ -219,7 +219,7 @@ async def test_a_lost_gpu_does_not_silence_the_others(
     assert {fact.gpu for fact in recorder.of(GpuCallFailed)} <= {node.uuid(1)}
 
 
-async def test_a_gpu_that_was_lost_and_is_back_is_heard_again(
+async def test_xids_of_a_gpu_that_was_lost_are_received_again_once_it_answers(
     make_node: MakeNode, start_source: StartSource, recorder: Recorder
 ) -> None:
     node = make_node("4x-t4")
@@ -233,7 +233,7 @@ async def test_a_gpu_that_was_lost_and_is_back_is_heard_again(
     await hears(node, recorder, 1)
 
 
-async def test_a_gpu_that_comes_late_is_heard(
+async def test_xids_of_a_gpu_that_appears_late_are_received(
     make_node: MakeNode, start_source: StartSource, recorder: Recorder
 ) -> None:
     node = make_node("4x-t4")
@@ -246,7 +246,7 @@ async def test_a_gpu_that_comes_late_is_heard(
     await hears(node, recorder, 3)
 
 
-async def test_a_set_that_cannot_be_made_is_tried_again(
+async def test_creating_a_set_is_retried(
     make_node: MakeNode, start_source: StartSource, recorder: Recorder
 ) -> None:
     node = make_node("4x-t4")
@@ -280,7 +280,7 @@ class Frees(Nvml):
         self.freed.append(events)
 
 
-def test_a_set_is_freed_by_the_last_who_uses_it() -> None:
+def test_a_set_is_freed_by_its_last_user() -> None:
     nvml = Frees()
     shared = SharedEventSet(EventSet("set"))
     with shared.in_use(nvml):

@@ -23,7 +23,7 @@ HASTY = replace(QUICK, call_deadline_ns=150 * MS)
 """A call is overdue soon, though not on a machine that is merely busy."""
 
 
-async def test_a_gpu_that_hangs_is_told_once_and_the_others_pass_on(
+async def test_a_gpu_that_hangs_is_emitted_once_and_the_others_still_pass(
     make_node: MakeNode, start_source: StartSource, recorder: Recorder
 ) -> None:
     node = make_node("8x-a100")
@@ -58,7 +58,7 @@ async def test_a_gpu_that_hangs_costs_no_thread_and_no_call_for_each_poll(
     assert node.state.hangs_entered == hangs == 1
 
 
-async def test_a_late_answer_does_not_count_and_is_asked_for_again(
+async def test_a_late_answer_does_not_count_and_the_probe_is_repeated(
     make_node: MakeNode, start_source: StartSource, recorder: Recorder
 ) -> None:
     node = make_node("4x-t4")
@@ -75,7 +75,7 @@ async def test_a_late_answer_does_not_count_and_is_asked_for_again(
     assert len(recorder.of(GpuProbePassed)) == 1
 
 
-async def test_a_gpu_that_hangs_again_is_told_again(
+async def test_a_gpu_that_hangs_again_is_emitted_again(
     make_node: MakeNode, start_source: StartSource, recorder: Recorder
 ) -> None:
     node = make_node("4x-t4")
@@ -109,7 +109,7 @@ async def test_any_call_on_a_gpu_may_hang(
     assert recorder.of(GpuCallFailed) == []
 
 
-async def test_every_gpu_that_hangs_is_told(
+async def test_every_gpu_that_hangs_is_emitted(
     make_node: MakeNode, start_source: StartSource, recorder: Recorder
 ) -> None:
     node = make_node("4x-t4")
@@ -141,7 +141,7 @@ async def test_a_gpu_whose_first_handle_hangs_does_not_keep_the_others_from_bein
     assert [gpu.uuid for gpu in recorder.of(GpusEnumerated)[-1].gpus] == node.uuids()
 
 
-async def test_the_driver_is_told_to_hang_if_not_one_gpu_can_be_identified(
+async def test_the_driver_is_overdue_if_no_gpu_can_be_identified(
     make_node: MakeNode, start_source: StartSource, recorder: Recorder
 ) -> None:
     node = make_node("4x-t4")
@@ -154,7 +154,7 @@ async def test_the_driver_is_told_to_hang_if_not_one_gpu_can_be_identified(
     await all_probed(recorder, node)
 
 
-async def test_a_gpu_that_hangs_while_another_goes_is_the_one_that_stays(
+async def test_a_gpu_that_hangs_stays_listed_while_another_disappears(
     make_node: MakeNode, start_source: StartSource, recorder: Recorder
 ) -> None:
     node = make_node("4x-t4")
@@ -182,7 +182,7 @@ async def test_the_driver_is_not_gone_while_a_gpu_hangs_and_the_others_answer(
     assert recorder.of(DriverUnavailable) == []
 
 
-async def test_a_source_with_a_stuck_thread_says_at_once_that_it_cannot_be_closed(
+async def test_closing_a_source_with_a_stuck_thread_fails_at_once(
     make_node: MakeNode, start_source: StartSource, recorder: Recorder
 ) -> None:
     node = make_node("4x-t4")
@@ -197,7 +197,7 @@ async def test_a_source_with_a_stuck_thread_says_at_once_that_it_cannot_be_close
     assert node.state.shutdowns == 0
 
 
-async def test_nvml_is_not_let_go_while_a_thread_is_stuck_in_it(
+async def test_nvml_is_not_shut_down_while_a_thread_is_stuck_in_it(
     make_node: MakeNode, start_source: StartSource, recorder: Recorder
 ) -> None:
     node = make_node("4x-t4")
@@ -218,7 +218,7 @@ async def test_nvml_is_not_let_go_while_a_thread_is_stuck_in_it(
     assert recorder.of(DriverUnavailable) == []
 
 
-async def test_nvml_is_let_go_once_the_stuck_thread_is_back(
+async def test_nvml_is_shut_down_once_the_stuck_thread_returned(
     make_node: MakeNode, start_source: StartSource, recorder: Recorder
 ) -> None:
     node = make_node("4x-t4")

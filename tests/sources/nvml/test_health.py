@@ -15,7 +15,7 @@ TWO_T4 = {"preset": "4x-t4", "gpus": 2}
 
 @pytest.mark.parametrize("code", BENIGN)
 @pytest.mark.parametrize("call", ["nvmlDeviceGetMemoryInfo", "nvmlDeviceGetTemperature"])
-async def test_an_answer_that_cannot_be_had_is_no_finding(
+async def test_an_unavailable_answer_is_no_finding(
     make_node: MakeNode, start_source: StartSource, recorder: Recorder, call: str, code: int
 ) -> None:
     node = make_node(TWO_T4)
@@ -26,7 +26,7 @@ async def test_an_answer_that_cannot_be_had_is_no_finding(
 
 
 @pytest.mark.parametrize("code", FINDINGS)
-async def test_any_other_code_is_told_of_that_gpu_alone(
+async def test_any_other_code_is_emitted_for_that_gpu_alone(
     make_node: MakeNode, start_source: StartSource, recorder: Recorder, code: int
 ) -> None:
     node = make_node(TWO_T4)
@@ -75,7 +75,7 @@ async def test_a_probe_passes_again_once_the_calls_do(
 
 
 @pytest.mark.parametrize("code", [1, 9, 18, 999])
-async def test_a_driver_that_goes_is_never_told_as_the_fault_of_a_gpu(
+async def test_an_unloaded_driver_is_never_emitted_as_the_fault_of_a_gpu(
     make_node: MakeNode, start_source: StartSource, recorder: Recorder, code: int
 ) -> None:
     node = make_node("8x-a100")
@@ -90,7 +90,7 @@ async def test_a_driver_that_goes_is_never_told_as_the_fault_of_a_gpu(
 
 
 @pytest.mark.parametrize("code", [1, 9, 18, 999])
-async def test_gpus_that_fail_like_a_driver_that_is_gone_are_told_once_another_one_answers(
+async def test_gpus_that_fail_like_a_driver_that_is_gone_are_emitted_once_another_one_answers(
     make_node: MakeNode, start_source: StartSource, recorder: Recorder, code: int
 ) -> None:
     node = make_node("8x-a100")

@@ -25,7 +25,7 @@ CREATE, REGISTER, WAIT, FREE = (
 )
 
 
-async def test_a_driver_without_such_events_is_asked_for_them_once(
+async def test_a_driver_without_such_events_is_called_once(
     make_node: MakeNode, start_source: StartSource, recorder: Recorder
 ) -> None:
     node = make_node(TWO_A100)
@@ -40,7 +40,7 @@ async def test_a_driver_without_such_events_is_asked_for_them_once(
 
 
 @pytest.mark.parametrize("bound", [True, False])
-async def test_a_gpu_that_is_bound_or_unbound_is_told_and_everything_is_looked_at(
+async def test_a_gpu_that_is_bound_or_unbound_is_emitted_and_every_gpu_is_probed(
     make_node: MakeNode, start_source: StartSource, recorder: Recorder, bound: bool
 ) -> None:
     node = make_node(TWO_A100)
@@ -54,7 +54,7 @@ async def test_a_gpu_that_is_bound_or_unbound_is_told_and_everything_is_looked_a
     await all_probed(recorder, node)
 
 
-async def test_more_events_than_are_taken_at_once_are_all_told(
+async def test_more_events_than_are_read_at_once_are_all_emitted(
     make_node: MakeNode, start_source: StartSource, recorder: Recorder
 ) -> None:
     node = make_node({"preset": "8x-a100", "gpus": 1})
@@ -89,7 +89,7 @@ async def test_they_are_registered_for_once_in_a_process(
 
 @pytest.mark.parametrize("code", [1, 2, 3, 4, 9, 13, 15, 16, 25, 999])
 @pytest.mark.parametrize("call", [CREATE, REGISTER, WAIT])
-async def test_any_error_ends_them_and_is_no_finding(
+async def test_any_error_stops_them_and_is_no_finding(
     make_node: MakeNode, start_source: StartSource, recorder: Recorder, call: str, code: int
 ) -> None:
     node = make_node(TWO_A100)

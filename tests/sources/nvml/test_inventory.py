@@ -81,7 +81,7 @@ async def test_whether_a_gpu_is_coherent_may_stay_unknown(
     assert [gpu.coherent for gpu in seen] == [False, None, False, False]
 
 
-async def test_the_driver_is_told_before_its_gpus_and_they_before_their_probes(
+async def test_the_driver_is_emitted_before_its_gpus_and_they_before_their_probes(
     make_node: MakeNode, start_source: StartSource, recorder: Recorder
 ) -> None:
     node = make_node(FOUR_T4)
@@ -92,7 +92,7 @@ async def test_the_driver_is_told_before_its_gpus_and_they_before_their_probes(
     assert set(kinds[2:]) == {GpuSampled, GpuMemorySeen, GpuProbePassed}
 
 
-async def test_the_driver_says_its_versions(
+async def test_the_versions_of_the_driver_are_emitted(
     make_node: MakeNode, start_source: StartSource, recorder: Recorder
 ) -> None:
     await start_source(make_node("8x-a100"))
@@ -104,7 +104,7 @@ async def test_the_driver_says_its_versions(
     )
 
 
-async def test_a_gpu_is_told_with_all_that_never_changes(
+async def test_a_gpu_is_emitted_with_all_that_never_changes(
     make_node: MakeNode, start_source: StartSource, recorder: Recorder
 ) -> None:
     node = make_node("8x-a100")
@@ -127,7 +127,7 @@ async def test_a_gpu_is_told_with_all_that_never_changes(
     )
 
 
-async def test_what_the_driver_does_not_tell_stays_unknown(
+async def test_what_the_driver_does_not_support_stays_unknown(
     make_node: MakeNode, start_source: StartSource, recorder: Recorder
 ) -> None:
     node = make_node({"preset": FOUR_T4, "gpus": 1})
@@ -139,7 +139,7 @@ async def test_what_the_driver_does_not_tell_stays_unknown(
     await probed(recorder, gpu.uuid)
 
 
-async def test_a_numa_node_is_only_told_if_the_kernel_knows_one(
+async def test_a_numa_node_is_only_emitted_if_the_kernel_has_one(
     make_node: MakeNode, start_source: StartSource, recorder: Recorder, caplog: pytest.LogCaptureFixture
 ) -> None:
     node = make_node("8x-a100")
@@ -162,7 +162,7 @@ def write_numa_node(node: Node, gpu: int, text: str) -> None:
     file.write_text(text)
 
 
-async def test_the_control_nodes_that_exist_are_told_by_their_names_in_a_container(
+async def test_existing_control_nodes_are_emitted_by_their_names_in_a_container(
     make_node: MakeNode, start_source: StartSource, recorder: Recorder
 ) -> None:
     node = make_node(FOUR_T4)
@@ -175,7 +175,7 @@ async def test_the_control_nodes_that_exist_are_told_by_their_names_in_a_contain
     await recorder.first(GpusEnumerated, lambda fact: "/dev/nvidia-modeset" in fact.control_nodes)
 
 
-def test_a_control_node_that_cannot_be_looked_at_is_none() -> None:
+def test_a_control_node_that_cannot_be_read_does_not_count() -> None:
     # Whoever is root may look everywhere, but not at a name that no file system has.
     assert control_nodes(Path("/" + "x" * 300)) == ()
 
@@ -188,7 +188,7 @@ async def test_a_node_without_gpus_is_ready_with_none(
     await recorder.first(DriverReady)
 
 
-async def test_more_gpus_than_the_bound_are_not_watched_and_said_once(
+async def test_more_gpus_than_the_bound_are_not_watched_and_logged_once(
     make_node: MakeNode, start_source: StartSource, recorder: Recorder, caplog: pytest.LogCaptureFixture
 ) -> None:
     node = make_node(FOUR_T4)
@@ -215,7 +215,7 @@ async def test_as_many_mig_devices_as_fit_are_listed(
 # Later
 
 
-async def test_gpus_that_come_late_are_found_without_a_new_init(
+async def test_gpus_that_appear_late_are_found_without_a_new_init(
     make_node: MakeNode, start_source: StartSource, recorder: Recorder
 ) -> None:
     node = make_node(FOUR_T4)
@@ -232,7 +232,7 @@ async def test_gpus_that_come_late_are_found_without_a_new_init(
     assert len(recorder.of(DriverReady)) == 1
 
 
-async def test_a_gpu_that_is_gone_is_listed_no_more_and_the_others_are_left_alone(
+async def test_a_gpu_that_is_gone_is_not_listed_and_the_others_are_not_affected(
     make_node: MakeNode, start_source: StartSource, recorder: Recorder
 ) -> None:
     node = make_node("8x-a100")
@@ -247,7 +247,7 @@ async def test_a_gpu_that_is_gone_is_listed_no_more_and_the_others_are_left_alon
     assert failed(recorder) <= {node.uuid(3)}
 
 
-async def test_a_gpu_that_comes_back_is_itself_again(
+async def test_a_gpu_that_reappears_is_listed_as_before(
     make_node: MakeNode, start_source: StartSource, recorder: Recorder
 ) -> None:
     node = make_node(FOUR_T4)
@@ -261,7 +261,7 @@ async def test_a_gpu_that_comes_back_is_itself_again(
     await probed(recorder, *node.uuids())
 
 
-async def test_one_gpu_that_goes_as_another_comes_is_seen(
+async def test_one_gpu_that_disappears_as_another_appears_is_found(
     make_node: MakeNode, start_source: StartSource, recorder: Recorder
 ) -> None:
     node = make_node(FOUR_T4)
@@ -287,7 +287,7 @@ async def test_a_gpu_that_cannot_be_identified_hides_no_other_and_is_tried_again
     await probed(recorder, node.uuid(1))
 
 
-async def test_a_known_gpu_that_cannot_be_asked_stays_listed_as_it_was(
+async def test_a_known_gpu_that_does_not_answer_stays_listed_as_it_was(
     make_node: MakeNode, start_source: StartSource, recorder: Recorder
 ) -> None:
     node = make_node(FOUR_T4)
@@ -302,7 +302,7 @@ async def test_a_known_gpu_that_cannot_be_asked_stays_listed_as_it_was(
     assert failed(recorder) <= {node.uuid(1)}
 
 
-async def test_a_gpu_that_is_sick_at_the_start_is_listed_and_marked(
+async def test_a_gpu_that_is_unhealthy_at_the_start_is_listed_and_marked(
     make_node: MakeNode, start_source: StartSource, recorder: Recorder
 ) -> None:
     node = make_node(FOUR_T4)
@@ -313,7 +313,7 @@ async def test_a_gpu_that_is_sick_at_the_start_is_listed_and_marked(
     assert (fact.gpu, fact.code, fact.call) == (node.uuid(2), 16, "nvmlDeviceGetMemoryInfo")
 
 
-async def test_a_gpu_that_was_sick_at_the_start_gets_its_details_when_it_is_well(
+async def test_a_gpu_that_was_unhealthy_at_the_start_gets_its_details_when_it_recovers(
     make_node: MakeNode, start_source: StartSource, recorder: Recorder
 ) -> None:
     node = make_node(FOUR_T4)
@@ -336,7 +336,7 @@ async def mig_devices(recorder: Recorder, count: int) -> tuple[MigDevice, ...]:
     return fact.gpus[0].mig_devices
 
 
-async def test_mig_devices_are_told_with_their_instances_and_profiles(
+async def test_mig_devices_are_emitted_with_their_instances_and_profiles(
     make_node: MakeNode, start_source: StartSource, recorder: Recorder
 ) -> None:
     node = make_node(A100_IN_MIG)
@@ -372,7 +372,7 @@ async def test_the_profile_is_known_without_root_rights_from_the_name(
 @pytest.mark.parametrize(
     ("before", "after"), [("3g.40gb", "4g.40gb"), ("1g.10gb", "1g.10gb+me"), ("2g.20gb", "1g.20gb")]
 )
-async def test_an_instance_of_another_profile_is_seen_also_under_the_uuid_of_the_one_before(
+async def test_an_instance_of_another_profile_is_found_under_the_uuid_of_the_one_before(
     make_node: MakeNode, start_source: StartSource, recorder: Recorder, before: str, after: str
 ) -> None:
     node = make_node(A100_IN_MIG)
@@ -386,7 +386,7 @@ async def test_an_instance_of_another_profile_is_seen_also_under_the_uuid_of_the
     assert fact.gpus[0].mig_devices[0].uuid == old
 
 
-async def test_a_mig_reconfiguration_is_seen(
+async def test_a_mig_reconfiguration_is_emitted(
     make_node: MakeNode, start_source: StartSource, recorder: Recorder
 ) -> None:
     node = make_node(A100_IN_MIG)
@@ -420,7 +420,7 @@ async def test_a_mig_reconfiguration_is_seen(
         ((1, 1), 4864, None, "1g.5gb"),
     ],
 )
-def test_the_profile_follows_from_the_size_where_nothing_names_it(
+def test_the_profile_is_computed_from_the_size_where_nothing_names_it(
     slices: tuple[int, int], memory_mib: int, total_mib: int | None, name: str
 ) -> None:
     gpu_slices, compute_slices = slices

@@ -37,7 +37,7 @@ async def next_memory(recorder: Recorder, node: Node, gpu: int = 0) -> GpuMemory
     return seen()[-1]
 
 
-async def test_memory_and_every_kind_of_process_is_told(
+async def test_memory_and_every_kind_of_process_is_emitted(
     make_node: MakeNode, start_source: StartSource, recorder: Recorder
 ) -> None:
     node = make_node(TWO_T4)
@@ -60,7 +60,7 @@ async def test_memory_and_every_kind_of_process_is_told(
     assert await next_memory(recorder, node, gpu=1) == GpuMemory(0, memory.total_bytes)
 
 
-async def test_a_process_on_a_mig_device_is_told_with_its_instances(
+async def test_a_process_on_a_mig_device_is_emitted_with_its_instances(
     make_node: MakeNode, start_source: StartSource, recorder: Recorder
 ) -> None:
     node = make_node({"preset": "8x-a100", "gpus": 1})
@@ -83,7 +83,7 @@ async def test_a_list_that_was_read_shifted_claims_nothing(
     assert (memory.users, memory.process_info) == ((), "unreliable")
 
 
-async def test_a_driver_without_the_call_is_unsupported_and_asked_once(
+async def test_a_driver_without_the_call_is_unsupported_and_called_once(
     make_node: MakeNode, start_source: StartSource, recorder: Recorder
 ) -> None:
     """Case J4, b."""
@@ -98,7 +98,7 @@ async def test_a_driver_without_the_call_is_unsupported_and_asked_once(
     assert node.state.calls("nvmlDeviceGetComputeRunningProcesses_v3", gpu=0) == asked == 1
 
 
-async def test_a_driver_with_the_older_call_alone_is_asked_by_that(
+async def test_a_driver_with_only_the_older_call_is_called_by_that(
     make_node: MakeNode, start_source: StartSource, recorder: Recorder
 ) -> None:
     node = make_node(TWO_T4)
@@ -110,7 +110,7 @@ async def test_a_driver_with_the_older_call_alone_is_asked_by_that(
 
 
 @pytest.mark.parametrize("kind", ["Compute", "Graphics", "MPSCompute"])
-async def test_a_list_that_fails_this_time_is_not_told_and_marks_nothing(
+async def test_a_list_that_fails_this_time_is_not_emitted_and_marks_nothing(
     make_node: MakeNode, start_source: StartSource, recorder: Recorder, kind: str
 ) -> None:
     node = make_node(TWO_T4)

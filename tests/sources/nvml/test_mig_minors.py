@@ -58,11 +58,11 @@ def test_the_nodes_of_a_mig_device_are_those_of_its_instances_on_its_gpu(tmp_pat
 
 
 @pytest.mark.parametrize("content", ["", "gpu3/gi1/access x\n", "\0" * 100, "gpu3/gi2/access 5\n"])
-def test_what_the_table_does_not_tell_is_not_known(tmp_path: Path, content: str) -> None:
+def test_what_the_table_does_not_list_is_unknown(tmp_path: Path, content: str) -> None:
     assert minors(with_minors(look(mig(0)), table(tmp_path, content))) == [(None, None)]
 
 
-def test_without_a_table_or_a_minor_of_the_gpu_nothing_is_known(tmp_path: Path) -> None:
+def test_without_a_table_or_a_minor_of_the_gpu_minors_are_unknown(tmp_path: Path) -> None:
     assert minors(with_minors(look(mig(0)), tmp_path)) == [(None, None)]
     assert minors(with_minors(look(mig(0), minor=None), table(tmp_path, TABLE))) == [(None, None)]
 

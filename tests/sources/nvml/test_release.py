@@ -82,7 +82,7 @@ async def test_a_running_source_has_the_drivers_files_open(
     assert open_devices(node) == {"nvidiactl", "nvidia0", "nvidia1", "nvidia2", "nvidia3"}
 
 
-async def test_a_release_is_told_when_nothing_of_the_driver_is_open(
+async def test_a_release_is_emitted_when_no_file_of_the_driver_is_open(
     make_node: MakeNode, start_source: StartSource, recorder: Recorder
 ) -> None:
     node, source = await serving(make_node, start_source, recorder)
@@ -105,7 +105,7 @@ async def test_nothing_is_called_while_the_driver_is_released(
     assert recorder.facts == []
 
 
-async def test_a_driver_taken_back_is_told_as_at_the_start_and_its_xids_are_heard(
+async def test_a_resumed_driver_is_emitted_as_at_the_start_and_its_xids_are_received(
     make_node: MakeNode, start_source: StartSource, recorder: Recorder
 ) -> None:
     node, source = await serving(make_node, start_source, recorder)
@@ -119,7 +119,7 @@ async def test_a_driver_taken_back_is_told_as_at_the_start_and_its_xids_are_hear
     assert (await recorder.first(XidReported)).gpu == node.uuid(2)
 
 
-async def test_it_can_be_released_and_taken_back_again_and_again(
+async def test_it_can_be_released_and_resumed_repeatedly(
     make_node: MakeNode, start_source: StartSource, recorder: Recorder
 ) -> None:
     node = node_with_devices(make_node)
@@ -133,7 +133,7 @@ async def test_it_can_be_released_and_taken_back_again_and_again(
         assert node.state.shutdowns == round_
 
 
-async def test_what_changed_meanwhile_is_seen(
+async def test_changes_meanwhile_are_emitted_at_the_resume(
     make_node: MakeNode, start_source: StartSource, recorder: Recorder
 ) -> None:
     node, source = await serving(make_node, start_source, recorder)
@@ -145,7 +145,7 @@ async def test_what_changed_meanwhile_is_seen(
     assert [gpu.uuid for gpu in gpus] == [node.uuid(0), node.uuid(2), node.uuid(3)]
 
 
-async def test_a_driver_that_is_not_there_at_the_resume_is_told_and_waited_for(
+async def test_a_missing_driver_at_the_resume_is_emitted_and_waited_for(
     make_node: MakeNode, start_source: StartSource, recorder: Recorder
 ) -> None:
     node = node_with_devices(make_node)
@@ -166,7 +166,7 @@ async def test_a_driver_that_is_not_there_at_the_resume_is_told_and_waited_for(
 # From where it is asked
 
 
-async def test_one_that_waits_for_the_driver_can_be_released(
+async def test_a_source_that_waits_for_the_driver_can_be_released(
     make_node: MakeNode, start_source: StartSource, recorder: Recorder
 ) -> None:
     node = node_with_devices(make_node)
@@ -179,7 +179,7 @@ async def test_one_that_waits_for_the_driver_can_be_released(
     assert node.state.calls(INIT) == calls
 
 
-async def test_one_that_begins_released_loads_and_calls_nothing_and_says_so(
+async def test_a_source_that_starts_released_makes_no_call_and_emits_the_release(
     make_node: MakeNode, start_source: StartSource, recorder: Recorder
 ) -> None:
     node = node_with_devices(make_node)
@@ -191,7 +191,7 @@ async def test_one_that_begins_released_loads_and_calls_nothing_and_says_so(
     await passed(recorder, node)
 
 
-async def test_one_whose_task_was_started_anew_stays_released(
+async def test_a_restarted_source_stays_released(
     make_node: MakeNode, start_source: StartSource, recorder: Recorder
 ) -> None:
     node, source = await serving(make_node, start_source, recorder)
@@ -214,7 +214,7 @@ def kinds(recorder: Recorder) -> set[type[Fact]]:
     return {type(fact) for fact in recorder.facts}
 
 
-async def test_a_gpu_that_hangs_delays_the_release_and_is_told_and_named_in_the_log(
+async def test_a_gpu_that_hangs_delays_the_release_and_is_emitted_and_logged(
     make_node: MakeNode,
     start_source: StartSource,
     recorder: Recorder,
@@ -239,7 +239,7 @@ async def test_a_gpu_that_hangs_delays_the_release_and_is_told_and_named_in_the_
     assert node.state.inits == node.state.shutdowns == 1
 
 
-async def test_an_event_wait_that_hangs_delays_the_release_and_is_told(
+async def test_an_event_wait_that_hangs_delays_the_release_and_is_emitted(
     make_node: MakeNode, start_source: StartSource, recorder: Recorder
 ) -> None:
     node, source = await serving(make_node, start_source, recorder, HASTY)
@@ -253,7 +253,7 @@ async def test_an_event_wait_that_hangs_delays_the_release_and_is_told(
     await recorder.first(DriverCallAnswered)
 
 
-async def test_an_init_that_hangs_is_undone_when_it_comes_back(
+async def test_an_init_that_hangs_is_undone_when_it_returns(
     make_node: MakeNode, start_source: StartSource, recorder: Recorder
 ) -> None:
     node = node_with_devices(make_node)
@@ -268,7 +268,7 @@ async def test_an_init_that_hangs_is_undone_when_it_comes_back(
     assert GpusEnumerated not in kinds(recorder)
 
 
-async def test_a_driver_that_could_not_be_let_go_is_used_on_when_it_is_wanted_again(
+async def test_a_driver_that_could_not_be_released_stays_in_use_when_it_is_resumed(
     make_node: MakeNode, start_source: StartSource, recorder: Recorder
 ) -> None:
     node, source = await serving(
@@ -288,7 +288,7 @@ async def test_a_driver_that_could_not_be_let_go_is_used_on_when_it_is_wanted_ag
     assert recorder.of(DriverReleased) == []
 
 
-async def test_a_shutdown_that_fails_is_tried_again_until_it_works(
+async def test_a_failed_shutdown_is_retried_until_it_succeeds(
     make_node: MakeNode, start_source: StartSource, recorder: Recorder
 ) -> None:
     node, source = await serving(make_node, start_source, recorder)
@@ -300,7 +300,7 @@ async def test_a_shutdown_that_fails_is_tried_again_until_it_works(
     await recorder.first(DriverReleased)
 
 
-async def test_a_file_that_the_library_leaves_open_is_named_and_the_release_is_not_told(
+async def test_a_file_that_the_library_leaves_open_is_named_and_delays_the_release(
     make_node: MakeNode,
     start_source: StartSource,
     recorder: Recorder,

@@ -164,7 +164,7 @@ async def test_a_change_is_read_and_only_of_its_gpu(
         ("nvmlDeviceGetGpuFabricInfoV", 25, "nvmlDeviceGetGpuFabricInfo"),
     ],
 )
-async def test_an_older_driver_is_asked_by_the_older_call(
+async def test_an_older_driver_is_called_by_the_older_name(
     make_node: MakeNode, start_source: StartSource, recorder: Recorder, new: str, code: int, old: str
 ) -> None:
     node = make_node({"preset": "dgx-h100", "gpus": 1})
@@ -190,7 +190,7 @@ async def test_what_never_changes_is_read_once(
         assert node.state.calls(call) == 2
 
 
-async def test_what_is_not_offered_is_asked_for_once_and_again_after_an_init(
+async def test_what_is_not_supported_is_read_once_and_again_after_an_init(
     make_node: MakeNode, start_source: StartSource, recorder: Recorder
 ) -> None:
     node = make_node(TWO_T4)
@@ -220,7 +220,7 @@ async def test_links_and_fabric_are_read_once_in_many_polls(
 
 
 @pytest.mark.parametrize("trouble", ["a link is down", "the fabric is not ready", "the fabric failed"])
-async def test_links_and_fabric_are_read_in_each_poll_until_they_are_well(
+async def test_links_and_fabric_are_read_in_each_poll_until_they_are_healthy(
     make_node: MakeNode, start_source: StartSource, recorder: Recorder, trouble: str
 ) -> None:
     node = make_node({"preset": "dgx-h100", "gpus": 1})
@@ -242,7 +242,7 @@ async def test_links_and_fabric_are_read_in_each_poll_until_they_are_well(
     assert node.state.calls("nvmlDeviceGetGpuFabricInfoV") == calls
 
 
-async def test_an_xid_has_everything_read_at_once(
+async def test_an_xid_triggers_every_reading_at_once(
     make_node: MakeNode, start_source: StartSource, recorder: Recorder
 ) -> None:
     node = make_node(TWO_A100)
@@ -259,7 +259,7 @@ async def test_an_xid_has_everything_read_at_once(
     assert samples(recorder, node, 1) == []
 
 
-async def test_a_request_has_everything_read_of_every_gpu(
+async def test_a_request_triggers_every_reading_of_every_gpu(
     make_node: MakeNode, start_source: StartSource, recorder: Recorder
 ) -> None:
     node = make_node(TWO_A100)
@@ -303,7 +303,7 @@ async def test_a_link_counts_once_it_was_up(
     assert (sample.links_total, sample.links_down) == (4, (2,))
 
 
-async def test_a_link_that_the_gpu_does_not_have_is_asked_for_once(
+async def test_a_link_that_the_gpu_does_not_have_is_read_once(
     make_node: MakeNode, start_source: StartSource, recorder: Recorder
 ) -> None:
     node = make_node({"preset": "8x-a100", "gpus": 1})
@@ -315,7 +315,7 @@ async def test_a_link_that_the_gpu_does_not_have_is_asked_for_once(
 
 
 @pytest.mark.parametrize(("code", "then"), [(3, (11, ())), (2, (11, ())), (999, (12, (0,)))])
-async def test_a_link_that_is_down_does_not_count_while_its_peer_is_not_known(
+async def test_a_link_that_is_down_does_not_count_while_its_peer_is_unknown(
     make_node: MakeNode,
     start_source: StartSource,
     recorder: Recorder,
@@ -333,7 +333,7 @@ async def test_a_link_that_is_down_does_not_count_while_its_peer_is_not_known(
     assert (sample.links_total, sample.links_down) == then
 
 
-async def test_links_are_unknown_while_one_of_them_does_not_tell(
+async def test_links_are_unknown_while_reading_one_of_them_fails(
     make_node: MakeNode, start_source: StartSource, recorder: Recorder
 ) -> None:
     node = make_node(TWO_A100)
@@ -367,7 +367,7 @@ async def test_a_reading_that_fails_is_unknown_and_no_finding(
 
 @pytest.mark.parametrize("code", NOT_OFFERED)
 @pytest.mark.parametrize("call", [call for call in READINGS if "NvLink" not in call])
-async def test_what_a_code_says_is_not_offered_is_not_asked_for_again(
+async def test_a_reading_with_a_code_for_unsupported_is_not_read_again(
     make_node: MakeNode, start_source: StartSource, recorder: Recorder, call: str, code: int
 ) -> None:
     node = make_node({"preset": "8x-a100", "gpus": 1})
@@ -380,7 +380,7 @@ async def test_what_a_code_says_is_not_offered_is_not_asked_for_again(
 
 
 @pytest.mark.parametrize("code", [2, 17, 999])
-async def test_a_reading_that_fails_is_asked_for_once_a_poll(
+async def test_a_reading_that_fails_is_read_once_a_poll(
     make_node: MakeNode, start_source: StartSource, recorder: Recorder, code: int
 ) -> None:
     node = make_node({"preset": "8x-a100", "gpus": 1})
@@ -398,7 +398,7 @@ async def test_a_reading_that_fails_is_asked_for_once_a_poll(
 
 @pytest.mark.parametrize("code", [15, 16])
 @pytest.mark.parametrize("call", [call for call in READINGS if not call.endswith(("Throttle", "FabricInfo"))])
-async def test_a_gpu_that_is_lost_or_to_be_reset_may_say_so_in_any_reading(
+async def test_any_reading_may_find_that_a_gpu_is_lost_or_to_be_reset(
     make_node: MakeNode, start_source: StartSource, recorder: Recorder, call: str, code: int
 ) -> None:
     node = make_node(TWO_A100)
@@ -417,7 +417,7 @@ async def test_a_gpu_that_is_lost_or_to_be_reset_may_say_so_in_any_reading(
     assert recorder.of(DriverUnavailable) == []
 
 
-async def test_a_gpu_whose_calls_fail_is_asked_what_the_driver_wants_done_and_nothing_else(
+async def test_only_the_recovery_action_is_read_of_a_gpu_whose_calls_fail(
     make_node: MakeNode, start_source: StartSource, recorder: Recorder
 ) -> None:
     node = make_node(TWO_A100)
@@ -431,7 +431,7 @@ async def test_a_gpu_whose_calls_fail_is_asked_what_the_driver_wants_done_and_no
     assert node.state.calls("nvmlDeviceGetTotalEccErrors", gpu=1) == 0
 
 
-async def test_a_gpu_whose_calls_fail_may_still_say_that_it_is_to_be_reset(
+async def test_the_recovery_action_of_a_gpu_whose_calls_fail_may_find_that_it_is_to_be_reset(
     make_node: MakeNode, start_source: StartSource, recorder: Recorder
 ) -> None:
     node = make_node(TWO_A100)
@@ -442,7 +442,7 @@ async def test_a_gpu_whose_calls_fail_may_still_say_that_it_is_to_be_reset(
     assert samples(recorder, node, 1) == []
 
 
-async def test_a_lost_gpu_is_asked_for_no_reading(
+async def test_a_lost_gpu_is_not_sampled(
     make_node: MakeNode, start_source: StartSource, recorder: Recorder
 ) -> None:
     node = make_node(TWO_A100)
@@ -453,7 +453,7 @@ async def test_a_lost_gpu_is_asked_for_no_reading(
     assert samples(recorder, node, 1) == []
 
 
-async def test_a_reading_that_does_not_answer_is_told_like_any_other_call(
+async def test_a_reading_that_hangs_is_emitted_like_any_other_call(
     make_node: MakeNode, start_source: StartSource, recorder: Recorder
 ) -> None:
     node = make_node(TWO_A100)

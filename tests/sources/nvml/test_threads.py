@@ -65,13 +65,15 @@ async def test_the_threads_have_none_of_the_agents_files(threads: ThreadGroup) -
         assert {0, 1, 2} <= {n for n, target in files.items() if target == os.devnull}
 
 
-async def test_what_the_agent_opens_later_is_not_in_the_threads_table(threads: ThreadGroup) -> None:
+async def test_files_that_the_agent_opens_later_are_not_in_the_threads_table(threads: ThreadGroup) -> None:
     with socket.socket() as listener:
         mine = str(Path(f"/proc/self/fd/{listener.fileno()}").readlink())
         assert mine not in files_of(threads.first).values()
 
 
-async def test_what_a_thread_opens_is_not_in_the_agents_table(threads: ThreadGroup, tmp_path: Path) -> None:
+async def test_files_that_a_thread_opens_are_not_in_the_agents_table(
+    threads: ThreadGroup, tmp_path: Path
+) -> None:
     lane = await threads.start_lane("other")
     file = tmp_path / "opened-by-a-thread"
     file.touch()
@@ -82,7 +84,7 @@ async def test_what_a_thread_opens_is_not_in_the_agents_table(threads: ThreadGro
     await lane.call(lambda: os.close(number))
 
 
-async def test_a_file_of_the_agent_that_a_thread_happens_to_free_harms_nobody(threads: ThreadGroup) -> None:
+async def test_a_file_of_the_agent_that_a_thread_happens_to_free_stays_open(threads: ThreadGroup) -> None:
     first = await threads.first.call(lambda: os.open(os.devnull, os.O_RDONLY))
     with socket.socket() as listener:
         number = listener.fileno()
@@ -91,7 +93,7 @@ async def test_a_file_of_the_agent_that_a_thread_happens_to_free_harms_nobody(th
         assert files_of(threads.first)[first] == os.devnull
 
 
-async def test_where_the_kernel_allows_no_table_of_their_own_the_threads_share_the_agents() -> None:
+async def test_where_unshare_is_forbidden_the_threads_share_the_agents_table() -> None:
     """The filter forbids unshare, as container runtimes do for pods without privileges."""
     script = """
         import asyncio, ctypes, struct, time
@@ -121,7 +123,7 @@ async def test_where_the_kernel_allows_no_table_of_their_own_the_threads_share_t
     assert out.decode().strip() == ("unshare(CLONE_FILES) failed: Operation not permitted (EPERM) works")
 
 
-async def test_with_no_descriptor_left_the_threads_get_a_table_all_the_same() -> None:
+async def test_the_threads_get_a_table_with_no_descriptor_left() -> None:
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     group = ThreadGroup(keep=(), deadline_ns=lambda _call: 50 * MS, clock=time.monotonic_ns, maximum=4)
     taken = [os.open(os.devnull, os.O_RDONLY)]
@@ -137,7 +139,7 @@ async def test_with_no_descriptor_left_the_threads_get_a_table_all_the_same() ->
     await group.end()
 
 
-async def test_no_signal_is_taken_by_a_thread_that_cannot_tell_the_loop(threads: ThreadGroup) -> None:
+async def test_a_worker_thread_handles_no_signal(threads: ThreadGroup) -> None:
     lane = await threads.start_lane("other")
     blocked = await lane.call(lambda: signal.pthread_sigmask(signal.SIG_BLOCK, ()))
     assert {signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD} <= blocked
@@ -147,7 +149,7 @@ async def test_no_signal_is_taken_by_a_thread_that_cannot_tell_the_loop(threads:
 # Deadlines
 
 
-async def test_a_call_that_takes_too_long_is_told_once_and_so_is_its_return(threads: ThreadGroup) -> None:
+async def test_a_call_past_its_deadline_is_reported_once_and_so_is_its_return(threads: ThreadGroup) -> None:
     told: list[tuple[str, Call]] = []
     overdue = asyncio.Event()
     answered = asyncio.Event()
@@ -186,7 +188,7 @@ async def test_a_call_that_takes_too_long_is_told_once_and_so_is_its_return(thre
     assert not lane.late
 
 
-async def test_the_return_of_one_call_of_a_long_job_is_told_while_the_job_goes_on(
+async def test_the_return_of_one_call_of_a_long_job_is_reported_while_the_job_goes_on(
     threads: ThreadGroup,
 ) -> None:
     answered = asyncio.Event()
@@ -211,7 +213,7 @@ async def test_the_return_of_one_call_of_a_long_job_is_told_while_the_job_goes_o
         gates["second"].set()
 
 
-async def test_jobs_wait_for_each_other_even_if_the_first_is_given_up(threads: ThreadGroup) -> None:
+async def test_jobs_wait_for_each_other_even_if_the_first_is_cancelled(threads: ThreadGroup) -> None:
     lane = await threads.start_lane("slow")
     go_on = threading.Event()
     order: list[str] = []
@@ -232,7 +234,7 @@ async def test_jobs_wait_for_each_other_even_if_the_first_is_given_up(threads: T
     assert order == ["first", "second"]
 
 
-async def test_an_error_in_a_job_reaches_who_asked_for_it(threads: ThreadGroup) -> None:
+async def test_an_error_in_a_job_reaches_its_caller(threads: ThreadGroup) -> None:
     def fail() -> None:
         raise SourceError("no")
 
@@ -251,7 +253,7 @@ async def test_there_are_no_more_threads_than_the_maximum(threads: ThreadGroup) 
         await threads.start_lane("one too many")
 
 
-async def test_of_one_key_only_the_newest_waits() -> None:
+async def test_only_the_newest_callback_of_a_key_is_kept() -> None:
     completions = Completions()
     completions.attach(asyncio.get_running_loop())
     ran: list[int] = []
@@ -300,7 +302,7 @@ async def test_a_stuck_thread_does_not_keep_the_process(tmp_path: Path) -> None:
 # Threads that end
 
 
-async def test_what_is_no_exception_fails_the_job_and_leaves_the_thread(threads: ThreadGroup) -> None:
+async def test_a_base_exception_fails_the_job_and_not_the_thread(threads: ThreadGroup) -> None:
     def leave() -> None:
         raise SystemExit(3)
 
@@ -310,7 +312,7 @@ async def test_what_is_no_exception_fails_the_job_and_leaves_the_thread(threads:
 
 
 @pytest.mark.parametrize("ending", [SystemExit(), None], ids=["raises", "returns"])
-async def test_a_thread_that_ends_while_it_is_idle_is_replaced_with_the_same_files(
+async def test_a_thread_that_dies_while_it_is_idle_is_replaced_with_the_same_files(
     ending: BaseException | None,
 ) -> None:
     ends = threading.Event()
@@ -343,7 +345,7 @@ async def test_a_thread_that_ends_while_it_is_idle_is_replaced_with_the_same_fil
     await group.end()
 
 
-async def test_a_thread_that_hangs_in_no_call_is_given_up_and_can_make_none_later(
+async def test_a_thread_that_hangs_outside_of_a_call_is_abandoned_and_can_make_none_later(
     threads: ThreadGroup,
 ) -> None:
     lane = await threads.start_lane("other")
@@ -368,7 +370,7 @@ async def test_a_thread_that_hangs_in_no_call_is_given_up_and_can_make_none_late
         await asyncio.sleep(0.001)
 
 
-async def test_a_thread_in_a_call_of_the_driver_is_not_given_up(threads: ThreadGroup) -> None:
+async def test_a_thread_in_a_call_of_the_driver_is_not_abandoned(threads: ThreadGroup) -> None:
     lane = await threads.start_lane("other")
     goes_on = threading.Event()
 

@@ -58,7 +58,7 @@ async def test_gpus_behind_nvswitches_reach_each_other_with_all_their_links(
     assert len(topology.links) == 8 * 7
 
 
-async def test_links_between_two_gpus_are_told_by_who_is_at_the_other_end(
+async def test_links_between_two_gpus_are_found_by_their_peers(
     make_node: MakeNode, start_source: StartSource, recorder: Recorder
 ) -> None:
     node = make_node(A100)
@@ -88,7 +88,7 @@ async def test_gpus_without_links_have_none_and_not_unknown_ones(
     assert {short_name(link) for link in seen(recorder).links.values()} <= {"PHB", "NODE", "SYS"}
 
 
-async def test_what_the_driver_does_not_tell_comes_from_the_kernel(
+async def test_what_the_driver_does_not_support_comes_from_the_kernel(
     make_node: MakeNode, start_source: StartSource, recorder: Recorder
 ) -> None:
     node = make_node({"preset": "8x-a100", "gpus": 2})
@@ -112,7 +112,7 @@ async def test_what_the_driver_does_not_tell_comes_from_the_kernel(
 # When it is asked
 
 
-async def test_a_gpu_is_surveyed_after_it_passed_its_first_probe(
+async def test_the_topology_is_sampled_after_the_first_passed_probe(
     make_node: MakeNode, start_source: StartSource, recorder: Recorder
 ) -> None:
     node = make_node(A100)
@@ -123,7 +123,7 @@ async def test_a_gpu_is_surveyed_after_it_passed_its_first_probe(
         assert mine.index(GpuProbePassed) < mine.index(TopologySeen)
 
 
-async def test_it_is_asked_once_while_nothing_changes(
+async def test_it_is_sampled_once_while_nothing_changes(
     make_node: MakeNode, start_source: StartSource, recorder: Recorder
 ) -> None:
     node = make_node(A100)
@@ -135,7 +135,7 @@ async def test_it_is_asked_once_while_nothing_changes(
     assert node.state.calls("nvmlDeviceGetTopologyCommonAncestor") == 8 * 7
 
 
-async def test_it_is_asked_again_when_a_link_goes_down(
+async def test_it_is_sampled_again_when_a_link_goes_down(
     make_node: MakeNode, start_source: StartSource, recorder: Recorder
 ) -> None:
     node = make_node(A100)
@@ -146,7 +146,7 @@ async def test_it_is_asked_again_when_a_link_goes_down(
     assert seen(recorder).between(node.uuid(5), node.uuid(0)).nvlinks == 11
 
 
-async def test_it_is_asked_again_when_another_gpu_is_listed(
+async def test_it_is_sampled_again_when_another_gpu_is_listed(
     make_node: MakeNode, start_source: StartSource, recorder: Recorder
 ) -> None:
     node = make_node(A100)
@@ -179,7 +179,7 @@ async def test_a_lost_gpu_has_unknown_links_and_the_others_keep_theirs(
     assert all(topology.between(node.uuid(3), other).nvlinks is None for other in others)
 
 
-async def test_a_gpu_that_is_lost_later_loses_its_links_and_is_asked_nothing(
+async def test_a_gpu_that_is_lost_later_has_unknown_links_and_is_not_called(
     make_node: MakeNode, start_source: StartSource, recorder: Recorder
 ) -> None:
     node = make_node(A100)
@@ -196,7 +196,7 @@ async def test_a_gpu_that_is_lost_later_loses_its_links_and_is_asked_nothing(
     await recorder.until(lambda: surveys(recorder)[node.uuid(3)].nvlinks == NvLinks(to_switches=12))
 
 
-async def test_links_that_were_not_told_are_unknown_and_asked_for_again(
+async def test_links_that_could_not_be_read_are_unknown_and_read_again(
     make_node: MakeNode, start_source: StartSource, recorder: Recorder
 ) -> None:
     node = make_node(A100)
@@ -209,7 +209,7 @@ async def test_links_that_were_not_told_are_unknown_and_asked_for_again(
     await recorder.until(lambda: surveys(recorder)[node.uuid(1)].nvlinks == NvLinks(to_switches=12))
 
 
-async def test_a_survey_that_hangs_is_that_gpus_trouble_alone(
+async def test_a_topology_sample_that_hangs_affects_that_gpu_alone(
     make_node: MakeNode, start_source: StartSource, recorder: Recorder
 ) -> None:
     node = make_node(A100)
@@ -224,7 +224,7 @@ async def test_a_survey_that_hangs_is_that_gpus_trouble_alone(
     assert {fact.gpu for fact in recorder.of(GpuCallOverdue)} == {node.uuid(2)}
 
 
-async def test_nobody_asks_the_driver_about_a_gpu_that_does_not_answer(
+async def test_no_call_names_a_gpu_that_does_not_answer(
     make_node: MakeNode, start_source: StartSource, recorder: Recorder
 ) -> None:
     node = make_node(A100)
