@@ -1,4 +1,4 @@
-"""Stands where the engine stands: takes facts out of the inbox and keeps them."""
+"""A consumer of facts in place of the engine: reads them from the inbox and keeps them."""
 
 import asyncio
 import time
@@ -23,11 +23,11 @@ class Recorder:
         self._changed = asyncio.Event()
 
     async def run(self) -> None:
-        """Take facts for ever."""
+        """Read facts until cancelled."""
         while True:
             await self.inbox.wait_nonempty(time.monotonic_ns() + 1_000_000_000)
-            taken, _lost = self.inbox.take_nowait()
-            self.facts += [stamped.fact for stamped in taken]
+            batch, _lost = self.inbox.take_nowait()
+            self.facts += [stamped.fact for stamped in batch]
             self._changed.set()
             self._changed = asyncio.Event()
 
@@ -59,7 +59,7 @@ class Recorder:
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    """Return once a condition holds that nobody tells of; fails the test if it never does."""
+    """Return once a condition holds, by polling it; fails the test if it never does."""
     try:
         async with asyncio.timeout(PATIENCE_S):
             while not condition():

@@ -28,7 +28,7 @@ QUICK = NvmlSettings(
     first_look_wait_ns=5_000 * MS,
     close_wait_ns=5_000 * MS,
 )
-"""Short periods, long deadlines: nothing is overdue that does not hang."""
+"""Short periods, long deadlines: only a call that hangs is overdue."""
 
 
 @dataclass
@@ -38,7 +38,7 @@ class Node:
     directory: Path
     state: NvmlState
     inits_forgotten: int = 0
-    """Inits that the library denied to have seen when they were to be undone."""
+    """Inits that the library reports as missing when they are to be undone."""
 
     @classmethod
     def make(cls, directory: Path, hardware: str | Mapping[str, object], *, library: bool = True) -> "Node":
@@ -75,7 +75,7 @@ async def all_probed(recorder: Recorder, node: Node) -> None:
 async def running_source(
     node: Node, inbox: Inbox[Fact], settings: NvmlSettings = QUICK, *, released: bool = False
 ) -> AsyncIterator[NvmlSource]:
-    """Run a source; at the end, find that it has let everything go."""
+    """Run a source; at the end, check that it has shut NVML down."""
     source = NvmlSource(
         inbox=inbox,
         library=LibraryLocation(path=node.library),
@@ -95,14 +95,14 @@ async def running_source(
         with suppress(asyncio.CancelledError):
             await task
         async with asyncio.timeout(PATIENCE_S):
-            # A call that hung until now may not be back yet.
+            # A call that hung until now may not have returned yet.
             while not await source.close():
                 await asyncio.sleep(0.002)
         assert node.state.inits == node.state.shutdowns + node.inits_forgotten
 
 
 def hears_every_gpu(source: NvmlSource) -> bool:
-    """Whether an XID of any GPU would be heard: an event from before that is nobody's."""
+    """Whether an XID of any GPU would be received: an event from before that is lost."""
     session = source._session
     if session is None:
         return False

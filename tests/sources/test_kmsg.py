@@ -96,7 +96,7 @@ async def pipe(tmp_path: Path) -> AsyncIterator[Pipe]:
     pipe.close()
 
 
-# What is told
+# Facts
 
 
 async def test_a_line_is_emitted_at_once(
@@ -265,7 +265,7 @@ async def test_so_many_lines_are_kept(pipe: Pipe, start: StartSource) -> None:
     assert source.recent()[0].endswith(" line 50")
 
 
-# What is survived
+# Gaps and garbage
 
 
 async def test_a_gap_in_the_log_is_counted_and_emitted(
@@ -357,7 +357,7 @@ async def test_a_reader_that_lags_sees_the_gap(recorder: Recorder, start: StartS
                 kernel.write("old")
             source = await start(directory / "kmsg")
             await until(lambda: source.statistics().records == MAX_RECORDS)
-            # What was overwritten before the source came is not its loss.
+            # Records overwritten before the source started are not its loss.
             assert source.statistics().lost == 0
 
 
@@ -383,7 +383,7 @@ async def test_a_file_is_no_log(recorder: Recorder, tmp_path: Path) -> None:
 
 
 async def test_a_device_that_is_no_log_is_named(recorder: Recorder) -> None:
-    """Some container runtimes put it in the place of the log."""
+    """Some container runtimes mount it in the place of the log."""
     assert "cannot be polled" in await failure_of(recorder, Path("/dev/null"))
 
 
@@ -406,7 +406,7 @@ async def test_a_socket_without_a_listener_is_named(recorder: Recorder) -> None:
 async def test_a_log_that_may_not_be_read_names_the_capability(recorder: Recorder, tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "kmsg", 0o600)
     libc = ctypes.CDLL(None)
-    # Of this thread alone, and with it the right to read what belongs to others.
+    # Of this thread alone, and with it the right to read files of other users.
     libc.setfsuid(65_534)
     try:
         assert "give the agent CAP_SYSLOG" in await failure_of(recorder, tmp_path / "kmsg")
@@ -419,7 +419,7 @@ async def test_a_log_that_may_not_be_read_names_the_capability(recorder: Recorde
 
 def kernel_line(text: str) -> None:
     with KERNEL_LOG_PATH.open("wb", buffering=0) as device:
-        # Without an end of line the kernel would wait for its continuation and show it to nobody.
+        # Without a line end the kernel would wait for its continuation and not show it.
         device.write(f"<6>gpu-agent test: {text}\n".encode())
 
 

@@ -1,4 +1,4 @@
-"""Every form of NVIDIA's lines in the kernel log, and what must not pass for one."""
+"""Every format of NVIDIA's lines in the kernel log, and lines that must not match."""
 
 import time
 
@@ -230,7 +230,7 @@ COMMS = (
     "pci 0000:1b:00.",
     "\\x0aNVRM: Xid (P",
 )
-"""What users may call their processes: 15 bytes."""
+"""Names that users may give to their processes: 15 bytes."""
 
 KERNELS_OWN = (
     "{comm}[77]: segfault at 0 ip 000055 sp 00007f error 4 in {binary}[55d0+1000] likely on CPU 1",

@@ -30,12 +30,12 @@ GPU = ResourceName("nvidia.com/gpu")
 BY_EVENTS = KubeletSettings(
     recheck_ns=3_600_000 * MS, poll_ns=3_600_000 * MS, watch_retry_ns=0, deletion_grace_ns=50 * MS
 )
-"""Looks are asked for by events alone."""
+"""Only events trigger polls."""
 BY_POLLING = replace(BY_EVENTS, recheck_ns=20 * MS, poll_ns=20 * MS, watch_retry_ns=20 * MS)
 
 
 def make_socket(path: Path) -> SocketIdentity:
-    """Make a socket file, under another name first so that it appears whole, as another file."""
+    """Create a socket file, under another name first so that it appears complete, as another file."""
     draft = path.with_name(".draft")
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(str(draft))
@@ -297,7 +297,7 @@ async def test_a_recreated_directory_is_watched_again(watch: Watch) -> None:
 async def test_a_recreated_directory_that_is_not_writable_is_emitted_as_deleted(
     watch: Watch, directory: Path
 ) -> None:
-    # As in the unit's namespace, where only the directory of the start is writable.
+    # As in the unit's namespace, where only the directory at the start is writable.
     fresh, link = directory.with_name("fresh"), directory.with_name("link")
     fresh.mkdir()
     link.symlink_to(fresh)
@@ -360,7 +360,7 @@ async def test_a_deleted_directory_that_a_mount_keeps_alive_is_emitted_at_once(
 
 @pytest.fixture
 def no_descriptors_left() -> Iterator[Callable[[], None]]:
-    """Return what takes every free descriptor; they are given back at the end."""
+    """Return a function that opens every free descriptor; they are closed at the end."""
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     taken: list[int] = []
 

@@ -1,4 +1,4 @@
-"""The kubelet's own count of devices, asked of the emulated kubelet."""
+"""The kubelet's own count of devices, polled from the emulated kubelet."""
 
 import asyncio
 import logging

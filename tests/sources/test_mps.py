@@ -1,4 +1,4 @@
-"""The MPS source on real directories: it tells what is there, whoever made it."""
+"""The MPS source on real directories."""
 
 import asyncio
 import shutil
@@ -50,7 +50,7 @@ async def start(recorder: Recorder, root: Path) -> AsyncIterator[Start]:
 
 
 async def told(recorder: Recorder, *ready: bool) -> list[MpsSeen]:
-    """Wait until exactly this was told, in this order."""
+    """Wait until exactly this was emitted, in this order."""
     await recorder.until(lambda: [fact.ready for fact in recorder.of(MpsSeen)] == list(ready))
     return recorder.of(MpsSeen)
 
@@ -117,7 +117,7 @@ async def test_in_a_container_the_mounted_root_counts(root: Path, start: Start, 
 
 async def test_a_root_that_cannot_be_read_does_not_count(recorder: Recorder, tmp_path: Path) -> None:
     (tmp_path / READY_FILE).touch()
-    # Whoever is root may look everywhere, but not at a name that no file system has.
+    # Root may read everything, but not a name that no file system supports.
     source = MpsSource(
         inbox=recorder.inbox,
         mps_root=tmp_path / ("x" * 300),
@@ -172,7 +172,7 @@ async def test_a_directory_that_does_not_answer_holds_up_the_source_alone(
     answers, made = threading.Event(), []
 
     class Stuck(type(root)):  # type: ignore[misc]
-        """A root whose look does not come back until it may."""
+        """A root that cannot be read until the test allows it."""
 
         def is_dir(self, **_: bool) -> bool:
             made.append(threading.current_thread())
@@ -185,7 +185,7 @@ async def test_a_directory_that_does_not_answer_holds_up_the_source_alone(
         for _ in range(2):
             with pytest.raises(SourceError, match="cannot be read within"):
                 await source.run()
-        # It is waited for, and none is begun beside it.
+        # The second run waits for it, and starts none beside it.
         assert len(made) == 1
         assert made[0] is not threading.main_thread()
         assert made[0].daemon

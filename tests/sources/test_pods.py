@@ -1,4 +1,4 @@
-"""The pods source against the emulated kubelet, and against peers that answer what no kubelet does."""
+"""The pods source against the emulated kubelet, and against peers that answer as no kubelet does."""
 
 import asyncio
 import logging
@@ -218,11 +218,11 @@ async def test_a_kubelet_that_restarts_is_found_again(
         await told(recorder, {})
 
 
-# What the kubelet answers
+# Answers of the kubelet
 
 
 class Peer:
-    """A pod-resources server that answers what a test says."""
+    """A pod-resources server with the answers of a test."""
 
     def __init__(self) -> None:
         self.calls = 0
@@ -375,7 +375,7 @@ def test_an_answer_is_taken_apart() -> None:
     assert claims == {"a/train": frozenset({"U0", "M0", "M1"})}
 
 
-# Who holds a device
+# Holders of devices
 
 
 def claims(**pods: str) -> dict[str, frozenset[str]]:
@@ -429,7 +429,7 @@ def test_a_list_after_a_gap_is_not_compared() -> None:
 
 
 def seen(recorder: Recorder) -> dict[str, PodSeen]:
-    """Return the newest picture of pods by the names of the pods."""
+    """Return the newest pods by name and UID."""
     newest = recorder.of(PodsSeen)[-1].pods
     return {f"{pod.full_name} {uid}": pod for uid, pod in newest.items()}
 
@@ -438,7 +438,7 @@ def seen(recorder: Recorder) -> dict[str, PodSeen]:
 async def test_the_uid_of_each_pod_is_emitted(
     kubelet: EmulatedKubelet, plugin: ReferencePlugin, start: Start, recorder: Recorder, *, by_logs: bool
 ) -> None:
-    """By the names of log directories, or where those are not to be seen by the kubelet's checkpoint."""
+    """By the names of log directories, or by the kubelet's checkpoint where those are not visible."""
     await kubelet.run_pod("job", "ns1", {"main": {GPU: 1}})
     await start(
         socket_of(kubelet),
@@ -469,7 +469,7 @@ async def test_no_pods_are_emitted_where_their_uids_are_unknown(
 
 
 def uids_of(directory: Path, *listed: str) -> dict[str, bool]:
-    """Return by UID whether the pod is alive, as the names in a directory of logs say."""
+    """Return by UID whether the pod is alive, from the names in a directory of logs."""
     pods = pods_by_uid(listed, {}, pod_logs=directory, checkpoint=LOGS)
     assert pods is not None
     return {uid: pod.alive for uid, pod in pods.pods.items()}
@@ -503,7 +503,7 @@ def test_no_more_pods_are_read_than_the_bound(tmp_path: Path) -> None:
     seen = read(max_pods=3)
     assert seen is not None
     assert len(seen.pods) == 3
-    # Those that are not read are not gone.
+    # Pods that are not read are not gone.
     assert read(max_pods=2) is None
 
 

@@ -1,4 +1,4 @@
-"""What /proc says of processes, whatever these call themselves."""
+"""Reading processes from /proc, whatever their names."""
 
 import os
 import signal
@@ -313,7 +313,7 @@ def test_a_process_with_only_a_killed_thread_left_has_that_threads_state(
     assert (look.state, look.killed, look.cgroup) == ("D", True, POD_V2)
 
 
-# ---- their ends ----
+# ---- pidfds ----
 
 
 @pytest.fixture
@@ -387,7 +387,7 @@ def test_a_thread_is_no_process() -> None:
     thread.start()
     begun.wait()
     assert thread.native_id is not None
-    # Linux 6.9 calls it by another name.
+    # Linux 6.9 returns another error.
     with pytest.raises(OSError, match=r"Invalid argument|No such file"):
         open_pidfd(Path("/proc"), ProcessKey(thread.native_id, 1))
     go.set()

@@ -47,7 +47,7 @@ from tests.core.build import gpu, mig_gpu
 from tests.sources.recorder import Recorder, until
 
 NEVER_NS = 3_600_000_000_000
-"""Looks are asked for; the period plays no part."""
+"""Scans are requested; the period plays no part."""
 SOON_NS = 20_000_000
 
 
@@ -56,7 +56,7 @@ def empty_snapshot() -> Snapshot:
 
 
 def serving(*minors: int) -> Snapshot:
-    """What the core shows while the driver serves GPUs with these minors."""
+    """The snapshot while the driver serves GPUs with these minors."""
     views = tuple(
         GpuView(gpu(number, minor=number), Health.HEALTHY, present=True, conditions=(), xids={})
         for number in minors
@@ -73,7 +73,7 @@ class Node:
         self.spec: NodeSpec = load_preset("4x-t4")
         self.latest = Latest(empty_snapshot())
         self.doubted: list[GpuUuid] = []
-        """GPUs whose MIG layout is to be looked at."""
+        """GPUs whose MIG layout is to be probed."""
         write_roots(self.spec, directory)
         self.source = self.make_source(NEVER_NS)
 
@@ -249,7 +249,7 @@ def test_the_drivers_file_on_a_gpu_is_read_once_for_each_time_it_is_bound(tmp_pa
     first = look(roots_of(tmp_path), None, Exclusions())
     assert first.gpus == tuple(gpu.pci_bus_id for gpu in spec.gpus[1:])
 
-    # From now on it could not be read any more: it would wait for a driver that hangs.
+    # From now on it cannot be read any more, as with a driver that hangs.
     for information in (tmp_path / "proc/driver/nvidia/gpus").glob("*/information"):
         information.unlink()
     assert look(roots_of(tmp_path), None, first.exclusions).gpus == first.gpus
@@ -333,7 +333,7 @@ async def test_the_node_of_a_module_that_is_not_loaded_is_not_missed(node: Node)
 
 
 def serving_a_mig_device(**policy: Any) -> Snapshot:
-    """What the core shows while the driver serves a MIG device whose capabilities have minors 12 and 13."""
+    """The snapshot while the driver serves a MIG device whose capabilities have minors 12 and 13."""
     whole = mig_gpu(0, (1, 0, "1g.10gb"))
     (mig,) = whole.mig_devices
     whole = replace(whole, mig_devices=(replace(mig, gi_minor=12, ci_minor=13),))
@@ -358,7 +358,7 @@ async def test_the_nodes_of_mig_devices_are_missed_where_we_give_them_to_contain
         {"mig_strategy": "mixed", "injection": Injection()},
         {"mig_strategy": "none", "injection": Injection(pass_device_specs=True)},
     ],
-    ids=["the runtime makes them", "whole GPUs are offered"],
+    ids=["the runtime creates them", "whole GPUs are advertised"],
 )
 async def test_the_nodes_of_mig_devices_are_not_missed_elsewhere(node: Node, policy: dict[str, Any]) -> None:
     node.latest.publish(serving_a_mig_device(**policy))
@@ -386,7 +386,7 @@ async def test_a_containers_own_dev_shows_only_what_a_specification_made_of_it_l
 
 @asynccontextmanager
 async def doubting(node: Node, confirm_ns: int) -> AsyncIterator[None]:
-    """A MIG device has one of its nodes no more, and NVML was not asked since."""
+    """A MIG device lacks one of its nodes, and NVML was not polled since."""
     policy: dict[str, Any] = {"mig_strategy": "mixed", "injection": Injection(strategies=("cdi-cri",))}
     node.source = node.make_source(NEVER_NS, confirm_ns=confirm_ns)
     node.latest.publish(serving_a_mig_device(**policy))
@@ -439,7 +439,7 @@ async def test_nodes_are_not_checked_while_the_driver_is_unavailable_or_released
     node.latest.publish(serving(0))
     await node.nodes_missing()
     remove_device_node("nvidia0", node.dev)
-    # Something else that changes tells that there was a look.
+    # Another change shows that there was a scan.
     node.latest.publish(replace(serving(0), driver=DriverView(ready=False)))
     remove_pci_device(node.spec.gpus[3], node.sys)
     node.source.request()
@@ -558,7 +558,7 @@ async def test_unified_memory_is_opened_until_that_succeeds_and_never_while_the_
 
 
 async def read_of_no_gpu(node: Node) -> None:
-    """Wait for a look: a device that is gone does not answer."""
+    """Wait for a scan: a device that is gone does not answer."""
     node.source.read_config("0000:ff:00.0")
     gone = PciConfigRead("0000:ff:00.0", answers=False)
     await node.recorder.until(lambda: gone in node.recorder.of(PciConfigRead))

@@ -40,7 +40,7 @@ LOST: Mapping[str, object] = {}
 
 
 class Script:
-    """Opens sockets that yield what a test says."""
+    """Opens sockets that yield the events of a test."""
 
     def __init__(self) -> None:
         self.opened = 0
@@ -103,7 +103,7 @@ class Listening:
         self.rescans += 1
 
     async def heard(self, *events: Mapping[str, object]) -> None:
-        """Say events, and return when they were taken."""
+        """Feed events, and return when they were handled."""
         seen = self.source.seen + len(events)
         self.script.say(*events)
         await until(lambda: self.source.seen == seen)

@@ -1,4 +1,4 @@
-"""Answers of a driver that cannot be: texts of any bytes, and counts that nobody has room for."""
+"""Invalid answers of a driver: texts of any bytes, and impossible counts."""
 
 import ctypes
 from collections.abc import Callable

@@ -19,7 +19,7 @@ GPU = Gpu(4, "GPU-00000001-0000-4000-8000-000000000000", 0, "0000:3b:00.0", 0x23
 
 
 class Observer:
-    """Notes which calls began and ended, as a thread's own log does."""
+    """Notes which calls started and returned, as a thread's own log does."""
 
     def __init__(self) -> None:
         self.notes: list[str] = []

@@ -1,4 +1,4 @@
-"""NVML comes up, goes, and comes back."""
+"""NVML is initialised, fails, and is initialised again."""
 
 import asyncio
 import logging
@@ -204,11 +204,11 @@ async def test_a_call_for_the_whole_node_that_hangs_is_emitted_and_so_is_its_ans
     await recorder.first(DriverCallAnswered)
 
 
-# Gone and back
+# Unloaded and loaded again
 
 
 async def answers_nothing(node: Node, recorder: Recorder, code: int) -> DriverUnavailable:
-    """Let every call fail with a code, and wait until the driver is told to be gone."""
+    """Let every call fail with a code, and wait until the driver is emitted as unavailable."""
     recorder.forget()
     node.state.unload_driver(code=code)
     return await recorder.first(DriverUnavailable)
@@ -294,7 +294,7 @@ async def test_nvml_is_shut_down_while_the_driver_is_gone(
     await until(lambda: node.state.calls("nvmlShutdown") >= 1)
 
 
-# The end
+# Shutdown
 
 
 async def test_nvml_is_shut_down_when_the_source_is_closed(
@@ -304,7 +304,7 @@ async def test_nvml_is_shut_down_when_the_source_is_closed(
     await start_source(node)
     await recorder.at_least(4, GpuProbePassed)
     assert (node.state.inits, node.state.shutdowns) == (1, 0)
-    # The fixture ends the source, and finds every init undone.
+    # The fixture closes the source, and checks that every init is undone.
 
 
 async def test_a_cancelled_source_can_be_run_again(
@@ -321,7 +321,7 @@ async def test_a_cancelled_source_can_be_run_again(
     async with asyncio.TaskGroup() as group:
         again = group.create_task(source.run())
         await recorder.at_least(4, GpuProbePassed)
-        # Of what happens before that, nobody is told.
+        # Events before that are lost.
         await until(lambda: node.state.calls("nvmlEventSetWait") > waits)
         node.state.push_xid(1, 48)
         await recorder.first(XidReported)

@@ -37,7 +37,7 @@ async def hears(node: Node, recorder: Recorder, gpu: int, xid: int = 48) -> None
 
 
 async def until_heard(node: Node, recorder: Recorder, gpu: int) -> None:
-    """Wait until XIDs of a GPU are heard, however many are lost before."""
+    """Wait until XIDs of a GPU are received, however many are lost before."""
     async with asyncio.timeout(PATIENCE_S):
         while node.uuid(gpu) not in {fact.gpu for fact in recorder.of(XidReported)}:
             node.state.push_xid(gpu, 48)

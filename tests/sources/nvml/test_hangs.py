@@ -1,4 +1,4 @@
-"""Calls that never return: one GPU delays no other, and costs one thread."""
+"""Calls that never return: a GPU that hangs delays no other, and costs one thread."""
 
 import asyncio
 import threading

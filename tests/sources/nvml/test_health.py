@@ -1,4 +1,4 @@
-"""What the return codes of a GPU's calls tell."""
+"""How the return codes of a GPU's calls are reported."""
 
 import pytest
 
@@ -101,7 +101,7 @@ async def test_gpus_that_fail_like_a_driver_that_is_gone_are_emitted_once_anothe
     for gpu in (2, 5):
         node.state.set_return(None, code, gpu=gpu)
     node.state.push_xid(2, 31)
-    # Nobody was due; that one failed had the others looked at, and found the second.
+    # No probe was due; the failure of one GPU triggered probes of the others, which found the second.
     await recorder.until(
         lambda: {fact.gpu for fact in recorder.of(GpuCallFailed)} == {node.uuid(2), node.uuid(5)}
     )

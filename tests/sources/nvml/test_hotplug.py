@@ -1,4 +1,4 @@
-"""NVML's own events of GPUs bound and unbound: heard where offered, once, and never needed."""
+"""NVML's own events of GPUs bound and unbound: received once where supported, and never needed."""
 
 import pytest
 

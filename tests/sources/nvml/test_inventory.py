@@ -176,7 +176,7 @@ async def test_existing_control_nodes_are_emitted_by_their_names_in_a_container(
 
 
 def test_a_control_node_that_cannot_be_read_does_not_count() -> None:
-    # Whoever is root may look everywhere, but not at a name that no file system has.
+    # Root may read everything, but not a name that no file system supports.
     assert control_nodes(Path("/" + "x" * 300)) == ()
 
 

@@ -1,4 +1,4 @@
-"""How much memory of a GPU is used and by whom, and what is made of a list that cannot be believed."""
+"""How much memory of a GPU is used, by which processes, and how an impossible list is handled."""
 
 import pytest
 
@@ -25,14 +25,14 @@ LISTS = tuple(
 
 
 async def next_memory(recorder: Recorder, node: Node, gpu: int = 0) -> GpuMemory:
-    """What a poll that began after now read."""
+    """Return the readings of a poll that starts after now."""
     recorder.forget()
     uuid = node.uuid(gpu)
 
     def seen() -> list[GpuMemory]:
         return [fact.memory for fact in recorder.of(GpuMemorySeen) if fact.gpu == uuid]
 
-    # One may wait in the inbox, and one be under way.
+    # One may wait in the inbox, and one may be under way.
     await recorder.until(lambda: len(seen()) >= 3)
     return seen()[-1]
 

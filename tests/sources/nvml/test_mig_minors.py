@@ -1,4 +1,4 @@
-"""Which capability nodes open a MIG device, as the driver's table says."""
+"""Which capability nodes open a MIG device, according to the driver's table."""
 
 from pathlib import Path
 

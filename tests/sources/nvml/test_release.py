@@ -1,4 +1,4 @@
-"""The driver is let go on request, wholly, and taken back."""
+"""The driver is released completely on request, and used again after a resume."""
 
 import asyncio
 import os
@@ -68,7 +68,7 @@ async def serving(
 
 
 async def released(source: NvmlSource, recorder: Recorder) -> None:
-    """Have the driver let go of."""
+    """Release the driver and wait for the fact."""
     source.release()
     await recorder.first(DriverReleased)
 
@@ -163,7 +163,7 @@ async def test_a_missing_driver_at_the_resume_is_emitted_and_waited_for(
     await passed(recorder, node)
 
 
-# From where it is asked
+# From other states
 
 
 async def test_a_source_that_waits_for_the_driver_can_be_released(
@@ -207,7 +207,7 @@ async def test_a_restarted_source_stays_released(
         again.cancel()
 
 
-# What hangs
+# Calls that hang
 
 
 def kinds(recorder: Recorder) -> set[type[Fact]]:

@@ -1,4 +1,4 @@
-"""What a GPU reads in a health poll, and what a reading that fails means."""
+"""The readings of a GPU in a health poll, and what a failed reading means."""
 
 from collections.abc import Callable
 
@@ -24,7 +24,7 @@ TWO_A100 = {"preset": "8x-a100", "gpus": 2}
 TWO_T4 = {"preset": "4x-t4", "gpus": 2}
 
 HOUR = replace(QUICK, poll_ns=3_600_000 * MS)
-"""Nothing is read again unless somebody asks."""
+"""Nothing is read again unless requested."""
 EACH_POLL = replace(QUICK, slow_polls=0)
 
 READINGS = (
@@ -54,14 +54,14 @@ def samples(recorder: Recorder, node: Node, gpu: int) -> list[GpuSample]:
 
 
 async def next_sample(recorder: Recorder, node: Node, gpu: int = 0) -> GpuSample:
-    """The readings of a poll that began after now."""
+    """Return the readings of a poll that starts after now."""
     recorder.forget()
     # One may wait in the inbox, and one be under way.
     await recorder.until(lambda: len(samples(recorder, node, gpu)) >= 3)
     return samples(recorder, node, gpu)[-1]
 
 
-# What is read
+# Readings
 
 
 async def test_the_readings_of_a_poll_come_before_its_outcome(
@@ -145,7 +145,7 @@ async def test_a_change_is_read_and_only_of_its_gpu(
     make_node: MakeNode, start_source: StartSource, recorder: Recorder, change: str
 ) -> None:
     node = make_node(TWO_A100)
-    # Whatever a GPU may read is offered from the start: what is not is asked for once.
+    # Every reading is supported from the start: an unsupported one is read only once.
     node.state.set_pages_pending(0, pending=False)
     node.state.set_fabric(0, "completed")
     await start_source(node, EACH_POLL)
@@ -177,7 +177,7 @@ async def test_an_older_driver_is_called_by_the_older_name(
     assert node.state.calls(old) >= 2
 
 
-# What it costs
+# Cost
 
 
 async def test_what_never_changes_is_read_once(
@@ -215,7 +215,7 @@ async def test_links_and_fabric_are_read_once_in_many_polls(
     sample = await next_sample(recorder, node)
     assert (sample.links_total, sample.fabric_state) == (18, 3)
     assert node.state.calls("nvmlDeviceGetGpuFabricInfoV") == 1
-    # One call past the last link finds out how many there are; the survey asks each of them once, too.
+    # One call past the last link finds out how many there are; the topology sample reads each once, too.
     assert node.state.calls("nvmlDeviceGetNvLinkState") == 2 * 19
 
 
@@ -347,7 +347,7 @@ async def test_links_are_unknown_while_reading_one_of_them_fails(
     assert (await next_sample(recorder, node)).links_down == (1,)
 
 
-# What a reading that fails means
+# Failed readings
 
 
 @pytest.mark.parametrize("code", [*NOT_OFFERED, *OTHER_CODES])

@@ -94,7 +94,7 @@ async def test_a_file_of_the_agent_that_a_thread_happens_to_free_stays_open(thre
 
 
 async def test_where_unshare_is_forbidden_the_threads_share_the_agents_table() -> None:
-    """The filter forbids unshare, as container runtimes do for pods without privileges."""
+    """The seccomp filter forbids unshare, as container runtimes do for pods without privileges."""
     script = """
         import asyncio, ctypes, struct, time
         from agent.sources.nvml.threads import ThreadGroup
@@ -243,7 +243,7 @@ async def test_an_error_in_a_job_reaches_its_caller(threads: ThreadGroup) -> Non
     assert await threads.first.call(lambda: "well") == "well"
 
 
-# Bounds and the end
+# Bounds and shutdown
 
 
 async def test_there_are_no_more_threads_than_the_maximum(threads: ThreadGroup) -> None:
@@ -299,7 +299,7 @@ async def test_a_stuck_thread_does_not_keep_the_process(tmp_path: Path) -> None:
     assert (out.decode().strip(), ended.returncode) == ("False", 0)
 
 
-# Threads that end
+# Threads that die or hang
 
 
 async def test_a_base_exception_fails_the_job_and_not_the_thread(threads: ThreadGroup) -> None:

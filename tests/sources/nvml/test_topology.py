@@ -1,4 +1,4 @@
-"""Where each GPU stands among the others, as the driver tells it, and when it is asked."""
+"""Topology samples: what they contain, and when they are taken."""
 
 from pathlib import Path
 
@@ -23,7 +23,7 @@ A100 = {"preset": "8x-a100"}
 
 
 def surveys(recorder: Recorder) -> dict[GpuUuid, Survey]:
-    """The newest survey of each GPU."""
+    """Return the newest topology sample of each GPU."""
     return {fact.gpu: fact.survey for fact in recorder.of(TopologySeen)}
 
 
@@ -33,12 +33,12 @@ async def every_survey(recorder: Recorder, node: Node) -> list[Survey]:
 
 
 def seen(recorder: Recorder) -> Topology:
-    """What the core makes of it."""
+    """Return the topology that the core derives from the samples."""
     (*_, listed) = recorder.of(GpusEnumerated)
     return topology_of(listed.gpus, surveys(recorder), frozenset(gpu.uuid for gpu in listed.gpus))
 
 
-# What is told
+# Contents
 
 
 async def test_gpus_behind_nvswitches_reach_each_other_with_all_their_links(
@@ -73,7 +73,7 @@ async def test_links_between_two_gpus_are_found_by_their_peers(
     assert first.nvlinks == NvLinks({"0000:47:00.0": 11})
     assert third.nvlinks == NvLinks({"0000:07:00.0": 10})
     topology = seen(recorder)
-    # Up at both ends, as far as can be told.
+    # Up at both ends, as far as known.
     assert topology.between(node.uuid(0), node.uuid(2)).nvlinks == 10
     assert topology.between(node.uuid(0), node.uuid(1)).nvlinks == 0
     assert topology.between(node.uuid(1), node.uuid(3)).nvlinks == 12
@@ -109,7 +109,7 @@ async def test_what_the_driver_does_not_support_comes_from_the_kernel(
     assert seen(recorder).between(*node.uuids()).pcie is PcieDistance.SINGLE_SWITCH
 
 
-# When it is asked
+# When it is sampled
 
 
 async def test_the_topology_is_sampled_after_the_first_passed_probe(
@@ -159,7 +159,7 @@ async def test_it_is_sampled_again_when_another_gpu_is_listed(
     await every_survey(recorder, node)
 
 
-# Trouble
+# Failures
 
 
 async def test_a_lost_gpu_has_unknown_links_and_the_others_keep_theirs(
@@ -189,7 +189,7 @@ async def test_a_gpu_that_is_lost_later_has_unknown_links_and_is_not_called(
     await recorder.until(lambda: surveys(recorder)[node.uuid(3)].nvlinks is None)
     topology = seen(recorder)
     assert topology.between(node.uuid(3), node.uuid(0)).nvlinks is None
-    # What is soldered on stays.
+    # What is soldered on does not change.
     assert topology.between(node.uuid(3), node.uuid(2)).pcie is PcieDistance.MULTI_SWITCH
     assert node.state.calls("nvmlDeviceGetCpuAffinity", gpu=3) == 1
     node.state.clear_faults()
@@ -241,7 +241,7 @@ async def test_no_call_names_a_gpu_that_does_not_answer(
 
 
 class Told(Readings):
-    """Readings that are told here: what is at the other end of each link, or the code of an error."""
+    """Scripted readings: what is at the other end of each link, or the code of an error."""
 
     def __init__(self, *links: tuple[int, str] | int, kinds: int = 0) -> None:
         self._links = links
