@@ -25,7 +25,7 @@ QUICK = NvmlSettings(
     init_retry_ns=20 * MS,
     event_slice_ms=20,
     event_retry_ns=20 * MS,
-    first_look_wait_ns=5_000 * MS,
+    first_probe_wait_ns=5_000 * MS,
     close_wait_ns=5_000 * MS,
 )
 """Short periods, long deadlines: only a call that hangs is overdue."""
@@ -101,10 +101,10 @@ async def running_source(
         assert node.state.inits == node.state.shutdowns + node.inits_forgotten
 
 
-def hears_every_gpu(source: NvmlSource) -> bool:
+def receives_every_xid(source: NvmlSource) -> bool:
     """Whether an XID of any GPU would be received: an event from before that is lost."""
     session = source._session
     if session is None:
         return False
     events = session.listener.events
-    return events is not None and all(slot.registered is events for slot in session._slots)
+    return events is not None and all(watcher.registered is events for watcher in session._watchers)

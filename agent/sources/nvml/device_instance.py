@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Final
 
 from agent.model.structs import replace
-from agent.sources.nvml.inventory import Look
+from agent.sources.nvml.inventory import ProbeResult
 from agent.sources.nvml.library import Nvml
 
 CALL: Final = "GPU_GET_ID_INFO"
@@ -43,14 +43,14 @@ _ID_INFO: Final = struct.Struct("=IIIIIIIi")
 """NV0000_CTRL_GPU_GET_ID_INFO_V2_PARAMS: GPU id, flags, device instance and five more."""
 
 
-def with_instance(look: Look, nvml: Nvml, dev_root: Path) -> Look:
+def with_instance(result: ProbeResult, nvml: Nvml, dev_root: Path) -> ProbeResult:
     """Return the look with the GPU's device instance, which is read once."""
-    seen = look.sighting
-    if seen.is_instance_read or look.failure is not None or seen.gpu.minor is None:
-        return look
+    seen = result.discovered
+    if seen.is_instance_read or result.failure is not None or seen.gpu.minor is None:
+        return result
     instance = read_instance(nvml, dev_root, seen.gpu.minor)
     gpu = replace(seen.gpu, device_instance=instance)
-    return replace(look, sighting=replace(seen, gpu=gpu, is_instance_read=True))
+    return replace(result, discovered=replace(seen, gpu=gpu, is_instance_read=True))
 
 
 def read_instance(nvml: Nvml, dev_root: Path, minor: int) -> int | None:

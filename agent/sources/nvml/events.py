@@ -30,7 +30,7 @@ from agent.sources.nvml.library import (
     NvmlEvent,
     not_supported,
 )
-from agent.sources.nvml.threads import Completions, Lane
+from agent.sources.nvml.threads import Completions, WorkerThread
 from agent.waiting import wait_set
 
 MAX_DRAINED: Final = 1_024
@@ -97,7 +97,7 @@ class Listener:
     def __init__(
         self,
         *,
-        lane: Lane,
+        worker: WorkerThread,
         nvml: Nvml,
         inbox: Inbox[Fact],
         completions: Completions,
@@ -116,7 +116,7 @@ class Listener:
         ``on_rebound``: NVML reported that a GPU was bound or unbound, which is polled between two waits.
         ``prove`` is called, on any thread, after each wait that returned.
         """
-        self._lane = lane
+        self._worker = worker
         self._nvml = nvml
         self._inbox = inbox
         self._completions = completions
@@ -144,15 +144,15 @@ class Listener:
             began_ns = self._clock()
             try:
                 if self.events is None:
-                    self.events = SharedEventSet(await self._lane.call(self._create))
+                    self.events = SharedEventSet(await self._worker.call(self._create))
                     self._registered.clear()
                     self._on_renewed()
                 await self._wait_registered()
                 # Bound here: the seam belongs to the task that runs now.
                 self._wait = guard.owner().seam("thread", "nvml-event-wait", self._nvml.wait_event)
-                await self._lane.call(partial(self._listen, self.events))
+                await self._worker.call(partial(self._listen, self.events))
             except NvmlError as error:
-                self._report(error)
+                self._log_problem(error)
                 await self.free(is_broken=True)
                 self._on_failed()
             except Exception as error:  # noqa: BLE001 - whatever it is, it costs no XID
@@ -170,7 +170,7 @@ class Listener:
         self._bind_events.open(self._nvml)
         return self._nvml.create_event_set()
 
-    def _report(self, error: NvmlError) -> None:
+    def _log_problem(self, error: NvmlError) -> None:
         problem = f"{error.call} {error.code}"
         if problem != self._last_problem:
             self._last_problem = problem
@@ -184,14 +184,14 @@ class Listener:
         events, self.events = self.events, None
         if events is not None:
             if not is_broken:
-                await self._lane.call(partial(self._drain, events))
-            await self._lane.call(partial(events.retire, self._nvml))
+                await self._worker.call(partial(self._drain, events))
+            await self._worker.call(partial(events.retire, self._nvml))
 
     def _drain(self, shared: SharedEventSet) -> None:
         """Emit the XIDs queued in a set; the thread that waited on it may have hung."""
         with suppress(NvmlError, RetiredError), shared.in_use(self._nvml) as events:
             for _ in range(MAX_DRAINED):
-                self._put(self._nvml.wait_event(events, 0))
+                self._handle_event(self._nvml.wait_event(events, 0))
 
     def stop(self) -> None:
         """Have the thread stop its wait within one slice."""
@@ -208,15 +208,15 @@ class Listener:
             while not self._stopping:
                 if self._clock() >= rebinds_due_ns:
                     rebinds_due_ns = self._clock() + slice_ns
-                    self._put_rebinds()
+                    self._emit_rebinds()
                 try:
-                    self._put(self._wait(events, self._slice_ms))
+                    self._handle_event(self._wait(events, self._slice_ms))
                 except NvmlError as error:
                     if error.code != NvmlCode.TIMEOUT:
                         raise
                 self._prove()
 
-    def _put(self, event: NvmlEvent) -> None:
+    def _handle_event(self, event: NvmlEvent) -> None:
         if not event.type & XID_EVENT:
             return
         gpu = self._gpu_of(event)
@@ -224,8 +224,8 @@ class Listener:
         if gpu is not None:
             self._completions.post(("xid", gpu), partial(self._on_xid, gpu))
 
-    def _put_rebinds(self) -> None:
-        rebinds = self._bind_events.take(self._nvml)
+    def _emit_rebinds(self) -> None:
+        rebinds = self._bind_events.read_rebinds(self._nvml)
         for rebind in rebinds:
             self._inbox.put(rebind)
         if rebinds:

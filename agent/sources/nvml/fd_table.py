@@ -19,7 +19,7 @@ MAX_DESCRIPTORS: Final = 1 << 20
 """The kernel's own limit where the process has none. Source: proc(5), fs.nr_open."""
 
 
-def take_own_files(keep: tuple[int, ...]) -> str | None:
+def unshare_files(keep: tuple[int, ...]) -> str | None:
     """Give the calling thread a descriptor table of its own that holds ``keep`` and /dev/null.
 
     Returns why that was not possible, or None. Python may free an unreferenced file object of the agent

@@ -12,22 +12,22 @@ from agent.model.sample import GpuSample
 from agent.model.structs import replace
 from agent.model.usage import GpuMemory
 from agent.sources.nvml.events import DRIVER_CODES, SharedEventSet
-from agent.sources.nvml.inventory import Look, Sighting
+from agent.sources.nvml.inventory import DiscoveredGpu, ProbeResult
 from agent.sources.nvml.library import Nvml
 from agent.sources.nvml.sampling import Sampler
-from agent.sources.nvml.threads import Lane
+from agent.sources.nvml.threads import WorkerThread
 
 CANCEL_AGAIN_S: Final = 0.1
 
 
-class Slot(msgspec.Struct, eq=False):
+class GpuWatcher(msgspec.Struct, eq=False):
     """A GPU, or an index whose GPU was not identified yet, with its thread."""
 
-    lane: Lane
+    worker: WorkerThread
     nvml: Nvml
     sampler: Sampler
     index: int
-    sighting: Sighting | None = None
+    discovered: DiscoveredGpu | None = None
     failure: NvmlError | None = None
     sample: GpuSample | None = None
     """The readings of the newest probe."""
@@ -39,25 +39,25 @@ class Slot(msgspec.Struct, eq=False):
     """Number of the newest probe that was requested."""
     begun: int = 0
     """Number of the newest one that was started."""
-    served: int = 0
+    finished: int = 0
     """Number of the newest one that was finished."""
     late: bool = False
     """Whether a call of the newest probe was overdue."""
     blamed: bool = False
     """Whether the failure was attributed to the GPU, though it might have been the driver's."""
-    untold: bool = False
+    unpublished: bool = False
     """Whether the outcome of the newest probe is still to be emitted."""
     began_ns: int = 0
     due_ns: int = 0
     wanted_soon: bool = False
     urgent: bool = False
     """Whether the next probe is to include the slow readings."""
-    surveyed: Hashable = None
+    topology_key: Hashable = None
     """What the newest topology sample depended on; when that changes, the GPU is sampled again."""
-    survey_due_ns: int | None = None
+    topology_due_ns: int | None = None
     """Before then the topology is not sampled; None: the GPU was not listed yet."""
     wake: asyncio.Event = msgspec.field(default_factory=asyncio.Event)
-    looked: asyncio.Event = msgspec.field(default_factory=asyncio.Event)
+    probed: asyncio.Event = msgspec.field(default_factory=asyncio.Event)
     task: asyncio.Task[None] | None = None
     probing: asyncio.Task[None] | None = None
     """What runs in it now; cancelled when the prober is stale."""
@@ -65,36 +65,38 @@ class Slot(msgspec.Struct, eq=False):
     @property
     def uuid(self) -> GpuUuid | None:
         """The GPU that it watches, once that is identified."""
-        return self.sighting.gpu.uuid if self.sighting is not None else None
+        return self.discovered.gpu.uuid if self.discovered is not None else None
 
     @property
     def answers(self) -> bool:
         """Whether the newest probe found the GPU at its address."""
-        return self.sighting is not None and self.failure is None and not self.gone and not self.lane.overdue
+        return (
+            self.discovered is not None and self.failure is None and not self.gone and not self.worker.overdue
+        )
 
     @property
     def is_doubtful(self) -> bool:
         """Whether the newest probe failed as all do when the driver is gone, and that is new."""
         return self.failure is not None and self.failure.code in DRIVER_CODES and not self.blamed
 
-    def sampled(self, look: Look) -> Look:
+    def with_readings(self, result: ProbeResult) -> ProbeResult:
         """Return a probe's result with the GPU's readings. Blocks, on the GPU's own thread."""
-        seen = look.sighting
-        if look.failure is not None:
-            return self._with_verdict(look, look.failure)
+        seen = result.discovered
+        if result.failure is not None:
+            return self._with_recovery_action(result, result.failure)
         urgent, self.urgent = self.urgent, False
         sampled = self.sampler.sample(
             seen.handle, celsius=seen.celsius, total_bytes=seen.gpu.memory_bytes, urgent=urgent
         )
-        return Look(seen, sampled.failure, sampled.sample, sampled.memory)
+        return ProbeResult(seen, sampled.failure, sampled.sample, sampled.memory)
 
-    def _with_verdict(self, look: Look, failure: NvmlError) -> Look:
+    def _with_recovery_action(self, result: ProbeResult, failure: NvmlError) -> ProbeResult:
         if failure.code == NvmlCode.GPU_IS_LOST:
-            return look
+            return result
         try:
-            return replace(look, sample=self.sampler.verdict(look.sighting.handle))
+            return replace(result, sample=self.sampler.sample_recovery_action(result.discovered.handle))
         except NvmlError as error:
-            return replace(look, failure=error)
+            return replace(result, failure=error)
 
     def request(self) -> int:
         """Request a probe now; returns its number."""
@@ -102,15 +104,15 @@ class Slot(msgspec.Struct, eq=False):
         self.wake.set()
         return self.requested
 
-    async def wait_served(self, number: int) -> None:
+    async def wait_finished(self, number: int) -> None:
         """Return when the probe of this number is finished, or the GPU does not answer in time."""
-        while self.served < number and not self.lane.overdue:
-            await self.looked.wait()
+        while self.finished < number and not self.worker.overdue:
+            await self.probed.wait()
 
     def notify(self) -> None:
         """Wake the tasks that wait for a probe."""
-        self.looked.set()
-        self.looked = asyncio.Event()
+        self.probed.set()
+        self.probed = asyncio.Event()
 
 
 class DriverGoneError(SourceError):
@@ -121,25 +123,25 @@ class DriverGoneError(SourceError):
         self.error = error
 
 
-def driver_failure(slots: Sequence[Slot]) -> NvmlError | None:
+def driver_failure(watchers: Sequence[GpuWatcher]) -> NvmlError | None:
     """Return why the driver is gone: no GPU gives an answer about the GPU itself; None: it is not."""
-    failures = [slot.failure for slot in slots if slot.failure is not None]
-    if not failures or len(failures) < len(slots):
+    failures = [watcher.failure for watcher in watchers if watcher.failure is not None]
+    if not failures or len(failures) < len(watchers):
         return None
     return failures[0] if all(failure.code in DRIVER_CODES for failure in failures) else None
 
 
-async def wait_served(numbers: Mapping[Slot, int], timeout_ns: int) -> None:
+async def wait_finished(numbers: Mapping[GpuWatcher, int], timeout_ns: int) -> None:
     """Return when each GPU that answers has finished the probe of its number, or after the timeout."""
     try:
         async with asyncio.timeout(timeout_ns / 1e9):
-            for slot, number in numbers.items():
-                await slot.wait_served(number)
+            for watcher, number in numbers.items():
+                await watcher.wait_finished(number)
     except TimeoutError:
         return
 
 
-async def ended(*tasks: asyncio.Task[Any]) -> None:
+async def cancel_and_wait(*tasks: asyncio.Task[Any]) -> None:
     """Cancel tasks and return when they are done.
 
     More than once where needed: a task group whose task fails while the group is cancelled raises the

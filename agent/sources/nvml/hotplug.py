@@ -38,7 +38,7 @@ class BindEvents:
         except NvmlError:
             self.close(nvml)
 
-    def take(self, nvml: Nvml) -> list[facts.GpuRebound]:
+    def read_rebinds(self, nvml: Nvml) -> list[facts.GpuRebound]:
         """Return what happened since the last call, without waiting for more. Blocks as any call may."""
         if self._set is None:
             return []

@@ -48,7 +48,7 @@ class GpuGoneError(Exception):
     """There is no GPU at this PCI address any more, or a different one."""
 
 
-class Sighting(msgspec.Struct, frozen=True):
+class DiscoveredGpu(msgspec.Struct, frozen=True):
     """A GPU as the newest probe found it."""
 
     gpu: Gpu
@@ -69,10 +69,10 @@ class Sighting(msgspec.Struct, frozen=True):
     """The temperature at that moment; None where the GPU does not report it."""
 
 
-class Look(msgspec.Struct, frozen=True):
+class ProbeResult(msgspec.Struct, frozen=True):
     """The result of one probe: the GPU, the first call that failed with a finding, its readings."""
 
-    sighting: Sighting
+    discovered: DiscoveredGpu
     failure: NvmlError | None
     sample: GpuSample | None = None
     memory: GpuMemory | None = None
@@ -82,7 +82,7 @@ _UUID: Final = re.compile(r"GPU-[0-9A-Za-z-]{1,75}")
 """Source: nvml.h, NVML_DEVICE_UUID_V2_BUFFER_SIZE (96 bytes with the terminator)."""
 
 
-def look_at_index(nvml: Nvml, index: int, sys_root: Path) -> Look:
+def discover_gpu(nvml: Nvml, index: int, sys_root: Path) -> ProbeResult:
     """Identify the GPU that NVML has at an index; raises NvmlError or GpuGoneError if that fails."""
     handle = nvml.handle_by_index(index)
     uuid = nvml.uuid(handle)
@@ -101,10 +101,10 @@ def look_at_index(nvml: Nvml, index: int, sys_root: Path) -> Look:
         compute_capability=None,
         numa_node=numa_node,
     )
-    return _examine(nvml, Sighting(gpu, handle, bus_id, numa_problem=numa_problem))
+    return _examine(nvml, DiscoveredGpu(gpu, handle, bus_id, numa_problem=numa_problem))
 
 
-def look_again(nvml: Nvml, known: Sighting) -> Look:
+def probe_gpu(nvml: Nvml, known: DiscoveredGpu) -> ProbeResult:
     """Probe a known GPU. Raises GpuGoneError if it is not there any more."""
     known = replace(known, celsius=None)
     try:
@@ -114,19 +114,19 @@ def look_again(nvml: Nvml, known: Sighting) -> Look:
     except NvmlError as error:
         if error.code in _GONE:
             raise GpuGoneError(str(error)) from None
-        return Look(known, error)
+        return ProbeResult(known, error)
     if uuid != known.gpu.uuid:
         raise GpuGoneError(f"{known.bus_id} is now {uuid}")
     return _examine(nvml, replace(known, handle=handle, gpu=replace(known.gpu, index=index)))
 
 
-def _examine(nvml: Nvml, seen: Sighting) -> Look:
+def _examine(nvml: Nvml, seen: DiscoveredGpu) -> ProbeResult:
     for examine in (_with_details, _with_mig, _with_health):
         try:
             seen = examine(nvml, seen)
         except NvmlError as error:
-            return Look(seen, error)
-    return Look(seen, None)
+            return ProbeResult(seen, error)
+    return ProbeResult(seen, None)
 
 
 def _unless_unsupported(call: Callable[[], T], otherwise: T) -> T:
@@ -138,7 +138,7 @@ def _unless_unsupported(call: Callable[[], T], otherwise: T) -> T:
         raise
 
 
-def _with_details(nvml: Nvml, seen: Sighting) -> Sighting:
+def _with_details(nvml: Nvml, seen: DiscoveredGpu) -> DiscoveredGpu:
     if seen.complete:
         return seen
     handle = seen.handle
@@ -151,10 +151,10 @@ def _with_details(nvml: Nvml, seen: Sighting) -> Sighting:
         memory_bytes=memory_bytes,
         minor=minor,
         compute_capability=capability,
-        serial=_if_told(lambda: nvml.serial(handle)),
-        part_number=_if_told(lambda: nvml.part_number(handle)),
-        vbios=_if_told(lambda: nvml.vbios(handle)),
-        inforom=_if_told(lambda: nvml.inforom(handle)),
+        serial=_if_available(lambda: nvml.serial(handle)),
+        part_number=_if_available(lambda: nvml.part_number(handle)),
+        vbios=_if_available(lambda: nvml.vbios(handle)),
+        inforom=_if_available(lambda: nvml.inforom(handle)),
         coherent=_coherent(nvml, handle),
     )
     return replace(seen, gpu=gpu, complete=True)
@@ -173,7 +173,7 @@ def _coherent(nvml: Nvml, handle: Handle) -> bool | None:
         return False if error.code in (NvmlCode.NOT_SUPPORTED, NvmlCode.FUNCTION_NOT_FOUND) else None
 
 
-def _if_told(call: Callable[[], str]) -> str | None:
+def _if_available(call: Callable[[], str]) -> str | None:
     """Return a text for display that no device depends on: a GPU without it works all the same."""
     try:
         return call() or None
@@ -183,7 +183,7 @@ def _if_told(call: Callable[[], str]) -> str | None:
         return None
 
 
-def _with_health(nvml: Nvml, seen: Sighting) -> Sighting:
+def _with_health(nvml: Nvml, seen: DiscoveredGpu) -> DiscoveredGpu:
     """Make the harmless calls whose return codes show whether the GPU works."""
     _unless_unsupported(lambda: nvml.memory_bytes(seen.handle), 0)
     celsius: int | None = _unless_unsupported(lambda: nvml.temperature_celsius(seen.handle), None)
@@ -193,7 +193,7 @@ def _with_health(nvml: Nvml, seen: Sighting) -> Sighting:
 # MIG
 
 
-def _with_mig(nvml: Nvml, seen: Sighting) -> Sighting:
+def _with_mig(nvml: Nvml, seen: DiscoveredGpu) -> DiscoveredGpu:
     if not seen.has_mig:
         return seen
     enabled: bool | None = _unless_unsupported(lambda: nvml.mig_enabled(seen.handle), None)
@@ -207,7 +207,7 @@ def _with_mig(nvml: Nvml, seen: Sighting) -> Sighting:
     return replace(seen, gpu=replace(seen.gpu, mig_enabled=enabled, mig_devices=devices), mig=sizes)
 
 
-def _mig_devices(nvml: Nvml, seen: Sighting) -> list[tuple[MigDevice, MigAttributes]]:
+def _mig_devices(nvml: Nvml, seen: DiscoveredGpu) -> list[tuple[MigDevice, MigAttributes]]:
     known = {mig.uuid: mig for mig in seen.gpu.mig_devices}
     found: list[tuple[MigDevice, MigAttributes]] = []
     for index in range(min(nvml.mig_maximum(seen.handle), MAX_MIG_DEVICES)):
@@ -231,7 +231,7 @@ def _mig_devices(nvml: Nvml, seen: Sighting) -> list[tuple[MigDevice, MigAttribu
 
 def _mig_device(
     nvml: Nvml,
-    seen: Sighting,
+    seen: DiscoveredGpu,
     mig: Handle,
     uuid: str,
     instances: tuple[int, int],
@@ -247,7 +247,7 @@ def _mig_device(
     )
 
 
-def _profile(nvml: Nvml, seen: Sighting, mig: Handle, gi: int, attributes: MigAttributes) -> str:
+def _profile(nvml: Nvml, seen: DiscoveredGpu, mig: Handle, gi: int, attributes: MigAttributes) -> str:
     """Return the canonical profile name, from the best of three sources."""
     try:
         # Only the instance's profile shows ``+me`` and its like; it needs root's rights.
@@ -260,9 +260,9 @@ def _profile(nvml: Nvml, seen: Sighting, mig: Handle, gi: int, attributes: MigAt
         if attributes.compute_slices != attributes.gpu_slices:
             return f"{attributes.compute_slices}c.{name}"
         return name
-    told = _MIG_NAME.search(_unless_unsupported(lambda: nvml.name(mig), ""))
-    if told is not None:
-        return told[1]
+    found_name = _MIG_NAME.search(_unless_unsupported(lambda: nvml.name(mig), ""))
+    if found_name is not None:
+        return found_name[1]
     return profile_from_attributes(attributes, seen.gpu.memory_bytes)
 
 
@@ -277,8 +277,8 @@ def _gpu_instance_profile_name(nvml: Nvml, handle: Handle, gi: int) -> str | Non
                 continue
             raise
         if profile == wanted:
-            told = _MIG_NAME.search(name if "MIG " in name else f"MIG {name}")
-            return told[1] if told is not None else None
+            found_name = _MIG_NAME.search(name if "MIG " in name else f"MIG {name}")
+            return found_name[1] if found_name is not None else None
     return None
 
 

@@ -12,7 +12,7 @@ from typing import Final
 from agent.core.usage.process_list import believed
 from agent.model.usage import GpuMemory, MemoryUser
 from agent.sources.nvml.library import Handle
-from agent.sources.nvml.optional_calls import Asker
+from agent.sources.nvml.optional_calls import OptionalCalls
 from agent.sources.nvml.readings import Readings
 
 PID_MAX: Final = 4_194_304
@@ -25,7 +25,7 @@ MAX_USERS: Final = 4_096
 class MemoryReader:
     """Reads the memory of one GPU from poll to poll."""
 
-    def __init__(self, readings: Readings, ask: Asker, *, max_users: int = MAX_USERS) -> None:
+    def __init__(self, readings: Readings, ask: OptionalCalls, *, max_users: int = MAX_USERS) -> None:
         self._readings = readings
         self._max_users = max_users
         self._ask = ask

@@ -11,7 +11,7 @@ from typing import Final
 
 from agent.model.gpu import MigDevice
 from agent.model.structs import replace
-from agent.sources.nvml.inventory import Look
+from agent.sources.nvml.inventory import ProbeResult
 
 MAX_TABLE_BYTES: Final = 1_048_576
 """The table has some 30 bytes for each of 135 instances of a GPU."""
@@ -19,14 +19,14 @@ MAX_TABLE_BYTES: Final = 1_048_576
 _LINE: Final = re.compile(rb"^(gpu\d{1,4}/gi\d{1,4}(?:/ci\d{1,4})?)/access (\d{1,8})$", re.MULTILINE)
 
 
-def with_minors(look: Look, proc_root: Path) -> Look:
+def with_minors(result: ProbeResult, proc_root: Path) -> ProbeResult:
     """Return the result with the nodes of the GPU's MIG devices; the table is read only for new devices."""
-    gpu = look.sighting.gpu
+    gpu = result.discovered.gpu
     if gpu.minor is None or all(mig.gi_minor is not None for mig in gpu.mig_devices):
-        return look
+        return result
     table = _table(proc_root)
     devices = tuple(_with_minors(gpu.minor, mig, table) for mig in gpu.mig_devices)
-    return replace(look, sighting=replace(look.sighting, gpu=replace(gpu, mig_devices=devices)))
+    return replace(result, discovered=replace(result.discovered, gpu=replace(gpu, mig_devices=devices)))
 
 
 def _with_minors(gpu_minor: int, mig: MigDevice, table: Mapping[str, int]) -> MigDevice:

@@ -10,7 +10,7 @@ from typing import Final, TypeVar
 from agent.errors import NvmlCode, NvmlError
 from agent.sources.nvml.library import FINDINGS, Handle
 
-NOT_OFFERED: Final = frozenset(
+UNSUPPORTED_CODES: Final = frozenset(
     {
         NvmlCode.NOT_SUPPORTED,
         NvmlCode.NO_PERMISSION,
@@ -24,11 +24,11 @@ NOT_OFFERED: Final = frozenset(
 T = TypeVar("T")
 
 
-class Asker:
+class OptionalCalls:
     """Makes the supported calls of one GPU, and remembers which are not supported."""
 
     def __init__(self) -> None:
-        self._not_offered: set[str] = set()
+        self._unsupported: set[str] = set()
 
     def __call__(self, handle: Handle, *calls: Callable[[Handle], T]) -> T | None:
         """Return the answer of the first supported call; None: none is supported, or it failed this time.
@@ -37,18 +37,18 @@ class Asker:
         """
         for call in calls:
             name = call.__name__
-            if name in self._not_offered:
+            if name in self._unsupported:
                 continue
             try:
                 return call(handle)
             except NvmlError as error:
                 if error.code in FINDINGS:
                     raise
-                if error.code not in NOT_OFFERED:
+                if error.code not in UNSUPPORTED_CODES:
                     return None
-                self._not_offered.add(name)
+                self._unsupported.add(name)
         return None
 
     def may_answer(self, *calls: Callable[[Handle], object]) -> bool:
         """Whether one of the calls is not known to be missing."""
-        return any(call.__name__ not in self._not_offered for call in calls)
+        return any(call.__name__ not in self._unsupported for call in calls)

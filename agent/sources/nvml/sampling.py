@@ -25,7 +25,7 @@ from agent.model.structs import replace
 from agent.model.usage import GpuMemory
 from agent.sources.nvml.library import FINDINGS, Handle, Nvml
 from agent.sources.nvml.memory import MemoryReader
-from agent.sources.nvml.optional_calls import NOT_OFFERED, Asker
+from agent.sources.nvml.optional_calls import UNSUPPORTED_CODES, OptionalCalls
 from agent.sources.nvml.readings import MAX_LINKS, Readings
 
 FABRIC_NOT_SUPPORTED: Final = 0
@@ -50,7 +50,7 @@ class Sampler:
         self._slow_ns = slow_ns
         self._clock = clock
         self._slow_due_ns = 0
-        self._ask = Asker()
+        self._ask = OptionalCalls()
         self._memory = MemoryReader(self._readings, self._ask)
         self._links = Links(self._readings)
         self._slowdown_celsius: int | None = None
@@ -81,7 +81,7 @@ class Sampler:
         except NvmlError as error:
             return Sampled(sample, error)
 
-    def verdict(self, handle: Handle) -> GpuSample | None:
+    def sample_recovery_action(self, handle: Handle) -> GpuSample | None:
         """Read only the recovery action, of a GPU whose basic calls failed.
 
         Raises NvmlError for a finding, which is more precise than the failure that led here.
@@ -127,13 +127,13 @@ class Sampler:
         if now_ns >= self._slow_due_ns:
             self._links_read = self._links.read(handle)
             self._fabric_read = self._ask(handle, self._readings.fabric, self._readings.fabric_old)
-            if self._slow_are_well():
+            if self._slow_are_healthy():
                 self._slow_due_ns = now_ns + self._slow_ns
         total, down = self._links_read
         state, status = self._fabric_read or (None, None)
         return replace(sample, links_total=total, links_down=down, fabric_state=state, fabric_status=status)
 
-    def _slow_are_well(self) -> bool:
+    def _slow_are_healthy(self) -> bool:
         """Whether nothing in links and fabric would keep the GPU unhealthy until the next slow sample."""
         _total, down = self._links_read
         state, status = self._fabric_read or (FABRIC_NOT_SUPPORTED, 0)
@@ -180,7 +180,7 @@ class Links:
         except NvmlError as error:
             if error.code in FINDINGS:
                 raise
-            if error.code in NOT_OFFERED:
+            if error.code in UNSUPPORTED_CODES:
                 self._there.remove(link)
             elif error.code == NvmlCode.INVALID_ARGUMENT:
                 # NVML knows more links than this GPU has.
@@ -195,7 +195,7 @@ class Links:
         except NvmlError as error:
             if error.code in FINDINGS:
                 raise
-            if error.code not in (*NOT_OFFERED, NvmlCode.INVALID_ARGUMENT):
+            if error.code not in (*UNSUPPORTED_CODES, NvmlCode.INVALID_ARGUMENT):
                 return False
             has_peer = False
         (self._connected if has_peer else self._unconnected).add(link)

@@ -28,16 +28,22 @@ from agent.proofs import Proofs
 from agent.sources.nvml.device_call import call_device
 from agent.sources.nvml.device_instance import with_instance
 from agent.sources.nvml.events import Listener, RetiredError, register
-from agent.sources.nvml.gpu_watcher import DriverGoneError, Slot, driver_failure, ended, wait_served
+from agent.sources.nvml.gpu_watcher import (
+    DriverGoneError,
+    GpuWatcher,
+    cancel_and_wait,
+    driver_failure,
+    wait_finished,
+)
 from agent.sources.nvml.hotplug import BindEvents
-from agent.sources.nvml.inventory import GpuGoneError, Look, control_nodes, look_again, look_at_index
+from agent.sources.nvml.inventory import GpuGoneError, ProbeResult, control_nodes, discover_gpu, probe_gpu
 from agent.sources.nvml.library import EVENT_WAIT, Nvml, Versions
 from agent.sources.nvml.mig_minors import with_minors
-from agent.sources.nvml.publisher import Telling
+from agent.sources.nvml.publisher import EventPublisher
 from agent.sources.nvml.sampling import Sampler
 from agent.sources.nvml.settings import NvmlSettings
-from agent.sources.nvml.threads import Call, Lane, ThreadGroup
-from agent.sources.nvml.topology_samples import Surveys
+from agent.sources.nvml.threads import Call, ThreadGroup, WorkerThread
+from agent.sources.nvml.topology_samples import TopologySampler
 from agent.waiting import wait_set
 
 MIN_GAP_NS: Final = SECOND_NS
@@ -45,13 +51,13 @@ MIN_GAP_NS: Final = SECOND_NS
 
 RESTART_PAUSE_S: Final = 0.5
 
-XID_LOOK_DELAY_NS: Final = 10_000_000
+XID_PROBE_DELAY_NS: Final = 10_000_000
 """From an XID to the probe of its GPU."""
 
 _log = logging.getLogger(__name__)
 
 
-class Surroundings(msgspec.Struct, frozen=True):
+class SessionContext(msgspec.Struct, frozen=True):
     """What the source gives to each of its sessions."""
 
     inbox: Inbox[facts.Fact]
@@ -61,8 +67,8 @@ class Surroundings(msgspec.Struct, frozen=True):
     sys_root: Path
     proc_root: Path
     clock: Callable[[], int]
-    on_node_overdue: Callable[[Lane, Call], None]
-    on_node_answered: Callable[[Lane, Call], None]
+    on_node_overdue: Callable[[WorkerThread, Call], None]
+    on_node_answered: Callable[[WorkerThread, Call], None]
     bind_events: BindEvents
     proofs: Proofs
     calls_devices: Callable[[], bool]
@@ -72,47 +78,49 @@ class Surroundings(msgspec.Struct, frozen=True):
 class Session:
     """Watches every GPU that NVML lists."""
 
-    def __init__(self, around: Surroundings, *, versions: Versions, events_lane: Lane) -> None:
-        self._around = around
-        self._settings = around.settings
-        self._clock = around.clock
-        self._node_nvml = Nvml(around.threads.first.log)
-        self._slots: list[Slot] = []
+    def __init__(self, context: SessionContext, *, versions: Versions, events_worker: WorkerThread) -> None:
+        self._context = context
+        self._settings = context.settings
+        self._clock = context.clock
+        self._node_nvml = Nvml(context.threads.first.log)
+        self._watchers: list[GpuWatcher] = []
         self._node_due = asyncio.Event()
-        self._settling = False
-        self._unsettled = False
+        self._reconciling = False
+        self._list_changed = False
         """Whether a probe found that the list of GPUs changed; it is emitted once it is complete again."""
-        self._doubted: set[Slot] = set()
+        self._doubted: set[GpuWatcher] = set()
         self._doubt_ns = 0
         """Since when some GPU fails as it would if the driver were gone."""
         self._control_nodes: tuple[str, ...] = ()
-        self._telling = Telling(around.inbox, around.settings, versions)
-        self._surveys = Surveys(self._slots, self._telling, around.settings, around.sys_root, around.clock)
+        self._publisher = EventPublisher(context.inbox, context.settings, versions)
+        self._topology_sampler = TopologySampler(
+            self._watchers, self._publisher, context.settings, context.sys_root, context.clock
+        )
         self.listener: Final = Listener(
-            lane=events_lane,
-            nvml=Nvml(events_lane.log),
-            inbox=around.inbox,
-            completions=around.threads.completions,
+            worker=events_worker,
+            nvml=Nvml(events_worker.log),
+            inbox=context.inbox,
+            completions=context.threads.completions,
             slice_ms=self._settings.event_slice_ms,
             retry_ns=self._settings.event_retry_ns,
             clock=self._clock,
             on_renewed=self._wake_all,
             on_failed=self._request_all,
             on_xid=self.probe_soon,
-            bind_events=around.bind_events,
+            bind_events=context.bind_events,
             on_rebound=self.request,
-            prove=partial(around.proofs.prove, Part(NVML_EVENTS)),
+            prove=partial(context.proofs.prove, Part(NVML_EVENTS)),
         )
 
     @property
-    def announced(self) -> bool:
+    def ready_emitted(self) -> bool:
         """Whether DriverReady was emitted."""
-        return self._telling.announced
+        return self._publisher.ready_emitted
 
     async def run(self) -> None:
         """Watch until the driver is gone; raises DriverGoneError then."""
         gone: DriverGoneError | None = None
-        expect, settings = self._around.proofs.expect, self._settings
+        expect, settings = self._context.proofs.expect, self._settings
         expect(Part(NVML_EVENTS), Terms(settings.poll_ns, settings.deadline_ns(EVENT_WAIT)))
         expect(Part(NVML_NODE), Terms(settings.poll_ns, settings.node_deadline_ns))
         try:
@@ -129,66 +137,66 @@ class Session:
         if gone is not None:
             raise gone
 
-    def forsake(self) -> None:
+    def ignore_pending_calls(self) -> None:
         """Report no more calls that are still under way after the session is over."""
-        for slot in self._slots:
-            slot.lane.ignore_calls()
+        for watcher in self._watchers:
+            watcher.worker.ignore_calls()
 
     def request(self) -> None:
         """Count the GPUs and probe each of them now, with every reading."""
-        for slot in self._slots:
-            slot.urgent = True
-        self._unsettle()
+        for watcher in self._watchers:
+            watcher.urgent = True
+        self._request_reconcile()
 
     def request_gpu(self, uuid: GpuUuid) -> None:
         """Probe one GPU now."""
-        for slot in self._slots:
-            if slot.uuid == uuid:
-                slot.request()
+        for watcher in self._watchers:
+            if watcher.uuid == uuid:
+                watcher.request()
 
     def restart_gpu(self, uuid: GpuUuid) -> None:
         """Restart the prober of a GPU, on another thread if its own hangs outside of a driver call."""
-        for slot in self._slots:
-            if slot.uuid == uuid and slot.probing is not None:
-                slot.probing.cancel()
+        for watcher in self._watchers:
+            if watcher.uuid == uuid and watcher.probing is not None:
+                watcher.probing.cancel()
 
     def probe_soon(self, uuid: GpuUuid) -> None:
         """Probe one GPU with every reading, at most once in MIN_GAP_NS: an XID was reported."""
-        for slot in self._slots:
-            if slot.uuid == uuid:
-                slot.wanted_soon = slot.urgent = True
+        for watcher in self._watchers:
+            if watcher.uuid == uuid:
+                watcher.wanted_soon = watcher.urgent = True
                 # Not at once: the kubelet must learn of the XID before anything else is done about it.
-                soon_ns = max(slot.began_ns + MIN_GAP_NS, self._clock() + XID_LOOK_DELAY_NS)
-                slot.due_ns = min(slot.due_ns, soon_ns)
-                slot.wake.set()
+                soon_ns = max(watcher.began_ns + MIN_GAP_NS, self._clock() + XID_PROBE_DELAY_NS)
+                watcher.due_ns = min(watcher.due_ns, soon_ns)
+                watcher.wake.set()
 
     # The node: which GPUs there are
 
     async def _watch_node(self, group: asyncio.TaskGroup) -> None:
         while True:
             began_ns = self._clock()
-            count = await self._count()
+            count = await self._poll_count()
             if count is not None:
-                await self._settle(count, group)
-            self._around.proofs.prove(Part(NVML_NODE))
+                await self._reconcile(count, group)
+            self._context.proofs.prove(Part(NVML_NODE))
             await wait_set(self._node_due, self._settings.poll_ns)
             self._node_due.clear()
             gap_ns = min(MIN_GAP_NS, self._settings.poll_ns)
             await asyncio.sleep(max(0, began_ns + gap_ns - self._clock()) / 1e9)
 
-    async def _count(self) -> int | None:
+    async def _poll_count(self) -> int | None:
         try:
-            count, self._control_nodes = await self._around.threads.first.call(self._ask_node)
+            count, self._control_nodes = await self._context.threads.first.call(self._read_node)
         except NvmlError as error:
-            if not self._slots:
+            if not self._watchers:
                 raise DriverGoneError(error) from None
             # If the GPUs do not answer either, their own tasks find the driver gone.
-            self._telling.warn("count", "Could not count the GPUs: %(detail)s", detail=str(error))
+            self._publisher.warn_once("count", "Could not count the GPUs: %(detail)s", detail=str(error))
             self._request_all()
             return None
         most = self._settings.max_gpus
         if count > most:
-            self._telling.warn(
+            self._publisher.warn_once(
                 "many",
                 "NVML lists %(count)s GPUs, but the agent watches only the first %(watched)s",
                 count=count,
@@ -196,253 +204,257 @@ class Session:
             )
         return min(count, most)
 
-    def _ask_node(self) -> tuple[int, tuple[str, ...]]:
-        return self._node_nvml.count(), control_nodes(self._around.dev_root)
+    def _read_node(self) -> tuple[int, tuple[str, ...]]:
+        return self._node_nvml.count(), control_nodes(self._context.dev_root)
 
-    async def _settle(self, count: int, group: asyncio.TaskGroup) -> None:
+    async def _reconcile(self, count: int, group: asyncio.TaskGroup) -> None:
         """Make the watchers match the GPUs that NVML counts, and emit the list."""
-        self._settling = True
+        self._reconciling = True
         try:
-            if count != len(self._slots) or self._unsettled:
+            if count != len(self._watchers) or self._list_changed:
                 # The indexes of the others change when a GPU appears or disappears.
-                await self._look_at_all()
-                self._drop([slot for slot in self._slots if slot.gone])
-                self._drop(self._surplus(len(self._slots) - count))
-                self._unsettled = False
-                await self._add(count, group)
+                await self._probe_all()
+                self._drop_watchers([watcher for watcher in self._watchers if watcher.gone])
+                self._drop_watchers(self._surplus(len(self._watchers) - count))
+                self._list_changed = False
+                await self._add_watchers(count, group)
         finally:
-            self._settling = False
+            self._reconciling = False
         self._raise_if_driver_gone()
-        self._announce()
+        self._emit_gpus()
 
-    def _surplus(self, number: int) -> list[Slot]:
+    def _surplus(self, number: int) -> list[GpuWatcher]:
         """Return the watchers whose GPUs NVML lists no more: chosen from those that do not answer."""
         if number <= 0:
             return []
-        mute = [slot for slot in self._slots if not slot.answers]
-        return sorted(mute, key=lambda slot: (slot.sighting is not None, slot.lane.overdue))[:number]
+        mute = [watcher for watcher in self._watchers if not watcher.answers]
+        return sorted(mute, key=lambda watcher: (watcher.discovered is not None, watcher.worker.overdue))[
+            :number
+        ]
 
-    async def _add(self, count: int, group: asyncio.TaskGroup) -> None:
-        taken = {slot.index for slot in self._slots}
-        free = [index for index in range(count) if index not in taken]
-        added: list[Slot] = []
-        for index in free[: max(0, count - len(self._slots))]:
+    async def _add_watchers(self, count: int, group: asyncio.TaskGroup) -> None:
+        used_indexes = {watcher.index for watcher in self._watchers}
+        free = [index for index in range(count) if index not in used_indexes]
+        added: list[GpuWatcher] = []
+        for index in free[: max(0, count - len(self._watchers))]:
             try:
-                added.append(await self._open(index, group))
+                added.append(await self._start_watcher(index, group))
             except SourceError as error:
-                self._telling.warn(
-                    "lane", "Could not watch GPU %(index)s: %(detail)s", index=index, detail=str(error)
+                self._publisher.warn_once(
+                    "thread", "Could not watch GPU %(index)s: %(detail)s", index=index, detail=str(error)
                 )
                 break
-        await wait_served({slot: slot.requested for slot in added}, self._settings.first_look_wait_ns)
+        await wait_finished(
+            {watcher: watcher.requested for watcher in added}, self._settings.first_probe_wait_ns
+        )
 
-    async def _open(self, index: int, group: asyncio.TaskGroup) -> Slot:
-        used = {slot.lane for slot in self._slots}
-        lanes = self._around.threads.lanes
-        lane = next((lane for lane in lanes[2:] if lane not in used and not lane.busy), None)
-        if lane is None:
-            lane = await self._around.threads.start_lane(f"nvml-gpu-{len(lanes) - 2}")
-        nvml = Nvml(lane.log)
+    async def _start_watcher(self, index: int, group: asyncio.TaskGroup) -> GpuWatcher:
+        used = {watcher.worker for watcher in self._watchers}
+        workers = self._context.threads.workers
+        worker = next((worker for worker in workers[2:] if worker not in used and not worker.busy), None)
+        if worker is None:
+            worker = await self._context.threads.start_worker(f"nvml-gpu-{len(workers) - 2}")
+        nvml = Nvml(worker.log)
         slow_ns = self._settings.slow_polls * self._settings.poll_ns
-        slot = Slot(lane, nvml, Sampler(nvml, slow_ns=slow_ns, clock=self._clock), index)
-        lane.on_overdue = partial(self._overdue, slot)
-        lane.on_answered = partial(self._answered, slot)
-        slot.task = group.create_task(self._keep_slot(slot), name=f"nvml gpu {index}")
-        self._slots.append(slot)
-        return slot
+        watcher = GpuWatcher(worker, nvml, Sampler(nvml, slow_ns=slow_ns, clock=self._clock), index)
+        worker.on_overdue = partial(self._on_call_overdue, watcher)
+        worker.on_answered = partial(self._on_call_answered, watcher)
+        watcher.task = group.create_task(self._supervise_watcher(watcher), name=f"nvml gpu {index}")
+        self._watchers.append(watcher)
+        return watcher
 
-    def _drop(self, slots: list[Slot]) -> None:
-        for slot in slots:
-            self._slots.remove(slot)
-            if slot.lane.log.awaited is not None:
-                self._answered(slot, slot.lane.log.awaited)
+    def _drop_watchers(self, watchers: list[GpuWatcher]) -> None:
+        for watcher in watchers:
+            self._watchers.remove(watcher)
+            if watcher.worker.log.awaited is not None:
+                self._on_call_answered(watcher, watcher.worker.log.awaited)
             # Calls that are stuck on a GPU that is gone are of no interest any more.
-            slot.lane.ignore_calls()
-            slot.gone = True
-            slot.notify()
-            if slot.sighting is not None:
-                self._telling.forget(slot.sighting.gpu)
-            if slot.task is not None:
-                slot.task.cancel()
+            watcher.worker.ignore_calls()
+            watcher.gone = True
+            watcher.notify()
+            if watcher.discovered is not None:
+                self._publisher.forget(watcher.discovered.gpu)
+            if watcher.task is not None:
+                watcher.task.cancel()
 
-    async def _look_at_all(self) -> None:
-        numbers = {slot: slot.request() for slot in self._slots if not slot.gone}
-        await wait_served(numbers, self._settings.call_deadline_ns)
+    async def _probe_all(self) -> None:
+        numbers = {watcher: watcher.request() for watcher in self._watchers if not watcher.gone}
+        await wait_finished(numbers, self._settings.call_deadline_ns)
 
     # One GPU
 
-    async def _keep_slot(self, slot: Slot) -> None:
+    async def _supervise_watcher(self, watcher: GpuWatcher) -> None:
         """Run the prober of a GPU and restart it after a failure, which affects no other GPU."""
         while True:
-            slot.probing = asyncio.get_running_loop().create_task(
-                guard.for_ever(GPU_PROBER, partial(self._watch_slot, slot)),
-                name=f"nvml gpu {slot.index} prober",
+            watcher.probing = asyncio.get_running_loop().create_task(
+                guard.for_ever(GPU_PROBER, partial(self._watch_gpu, watcher)),
+                name=f"nvml gpu {watcher.index} prober",
             )
             try:
-                await asyncio.wait({slot.probing})
+                await asyncio.wait({watcher.probing})
             finally:
-                await ended(slot.probing)
-            error = None if slot.probing.cancelled() else slot.probing.exception()
+                await cancel_and_wait(watcher.probing)
+            error = None if watcher.probing.cancelled() else watcher.probing.exception()
             if isinstance(error, DriverGoneError):
                 raise error
             _log.error(
                 "The prober of GPU %s stopped (%s); restarting it",
-                slot.index if slot.uuid is None else slot.uuid,
+                watcher.index if watcher.uuid is None else watcher.uuid,
                 "stale" if error is None else repr(error),
                 exc_info=error,
             )
-            slot.lane.abandon()
-            slot.request()
+            watcher.worker.abandon()
+            watcher.request()
             await asyncio.sleep(RESTART_PAUSE_S)
 
-    async def _watch_slot(self, slot: Slot) -> None:
-        stagger_ns = min(self._settings.poll_ns // 4, SECOND_NS // 4) * (slot.index % 8) // 8
+    async def _watch_gpu(self, watcher: GpuWatcher) -> None:
+        stagger_ns = min(self._settings.poll_ns // 4, SECOND_NS // 4) * (watcher.index % 8) // 8
         while True:
-            if slot.served < slot.requested or self._clock() >= slot.due_ns:
-                await self._look(slot)
-                pause_ns = MIN_GAP_NS if slot.wanted_soon else self._settings.poll_ns + stagger_ns
-                slot.due_ns = slot.began_ns + pause_ns
+            if watcher.finished < watcher.requested or self._clock() >= watcher.due_ns:
+                await self._probe(watcher)
+                pause_ns = MIN_GAP_NS if watcher.wanted_soon else self._settings.poll_ns + stagger_ns
+                watcher.due_ns = watcher.began_ns + pause_ns
                 stagger_ns = 0
             # Emitted last: a GPU whose events cannot be registered has not passed.
-            await self._register(slot)
-            await self._confirm(slot)
-            self._telling.outcome(slot)
-            await self._surveys.make(slot)
-            if slot.served >= slot.requested:
-                await wait_set(slot.wake, max(0, self._surveys.next_ns(slot) - self._clock()))
-                slot.wake.clear()
+            await self._register(watcher)
+            await self._confirm_failure(watcher)
+            self._publisher.emit_outcome(watcher)
+            await self._topology_sampler.sample_if_due(watcher)
+            if watcher.finished >= watcher.requested:
+                await wait_set(watcher.wake, max(0, self._topology_sampler.next_ns(watcher) - self._clock()))
+                watcher.wake.clear()
 
-    async def _look(self, slot: Slot) -> None:
-        slot.began_ns = self._clock()
-        slot.wanted_soon = False
-        slot.sample = slot.memory = None
-        number = slot.begun = slot.requested
+    async def _probe(self, watcher: GpuWatcher) -> None:
+        watcher.began_ns = self._clock()
+        watcher.wanted_soon = False
+        watcher.sample = watcher.memory = None
+        number = watcher.begun = watcher.requested
         try:
-            calls_device = self._around.calls_devices()
-            look = await slot.lane.call(partial(self._look_once, slot, calls_device=calls_device))
+            calls_device = self._context.calls_devices()
+            result = await watcher.worker.call(partial(self._probe_once, watcher, calls_device=calls_device))
         except GpuGoneError:
-            self._lost_sight(slot)
+            self._handle_gpu_gone(watcher)
         except NvmlError as error:
-            slot.failure = error
+            watcher.failure = error
         else:
-            self._saw(slot, look)
-        if slot.failure is not None:
-            slot.registered = None
-        slot.late = slot.lane.late
-        slot.untold = True
-        slot.served = number
-        slot.notify()
+            self._apply_probe(watcher, result)
+        if watcher.failure is not None:
+            watcher.registered = None
+        watcher.late = watcher.worker.late
+        watcher.unpublished = True
+        watcher.finished = number
+        watcher.notify()
         self._raise_if_driver_gone()
-        self._announce()
+        self._emit_gpus()
 
-    def _lost_sight(self, slot: Slot) -> None:
-        slot.gone = True
-        self._unsettle()
+    def _handle_gpu_gone(self, watcher: GpuWatcher) -> None:
+        watcher.gone = True
+        self._request_reconcile()
 
-    def _unsettle(self) -> None:
-        self._unsettled = True
+    def _request_reconcile(self) -> None:
+        self._list_changed = True
         self._node_due.set()
 
-    def _look_once(self, slot: Slot, *, calls_device: bool) -> Look:
-        if slot.sighting is None:
-            look = look_at_index(slot.nvml, slot.index, self._around.sys_root)
+    def _probe_once(self, watcher: GpuWatcher, *, calls_device: bool) -> ProbeResult:
+        if watcher.discovered is None:
+            result = discover_gpu(watcher.nvml, watcher.index, self._context.sys_root)
         else:
-            look = look_again(slot.nvml, slot.sighting)
-        look = slot.sampled(with_minors(look, self._around.proc_root))
-        look = with_instance(look, slot.nvml, self._around.dev_root)
-        if calls_device and look.failure is None and look.sighting.gpu.minor is not None:
-            call_device(slot.nvml, self._around.dev_root, look.sighting.gpu.minor)
-        return look
+            result = probe_gpu(watcher.nvml, watcher.discovered)
+        result = watcher.with_readings(with_minors(result, self._context.proc_root))
+        result = with_instance(result, watcher.nvml, self._context.dev_root)
+        if calls_device and result.failure is None and result.discovered.gpu.minor is not None:
+            call_device(watcher.nvml, self._context.dev_root, result.discovered.gpu.minor)
+        return result
 
-    def _saw(self, slot: Slot, look: Look) -> None:
-        seen = look.sighting
-        if slot.sighting is None:
-            if any(other.uuid == seen.gpu.uuid and not other.gone for other in self._slots):
+    def _apply_probe(self, watcher: GpuWatcher, result: ProbeResult) -> None:
+        seen = result.discovered
+        if watcher.discovered is None:
+            if any(other.uuid == seen.gpu.uuid and not other.gone for other in self._watchers):
                 # The indexes changed during the probe; the next round finds the right one.
-                self._lost_sight(slot)
+                self._handle_gpu_gone(watcher)
                 return
             if seen.numa_problem is not None:
-                self._telling.bad_numa_node(seen.gpu, seen.numa_problem)
-        elif seen.gpu.index != slot.index:
-            self._unsettle()
-        slot.sighting, slot.failure, slot.index = seen, look.failure, seen.gpu.index
-        slot.sample, slot.memory = look.sample, look.memory
-        address = slot.nvml.address_of(seen.handle)
+                self._publisher.warn_numa_node(seen.gpu, seen.numa_problem)
+        elif seen.gpu.index != watcher.index:
+            self._request_reconcile()
+        watcher.discovered, watcher.failure, watcher.index = seen, result.failure, seen.gpu.index
+        watcher.sample, watcher.memory = result.sample, result.memory
+        address = watcher.nvml.address_of(seen.handle)
         if address is not None and self.listener.devices.get(address) != seen.gpu.uuid:
             self.listener.devices = {**self._addresses(), address: seen.gpu.uuid}
 
     def _addresses(self) -> dict[int, GpuUuid]:
         """Return the addresses of present GPUs only, so that the map does not grow."""
-        present = {slot.uuid for slot in self._slots}
+        present = {watcher.uuid for watcher in self._watchers}
         return {address: gpu for address, gpu in self.listener.devices.items() if gpu in present}
 
-    async def _register(self, slot: Slot) -> None:
+    async def _register(self, watcher: GpuWatcher) -> None:
         events = self.listener.events
-        if events is None or events is slot.registered or not slot.answers:
+        if events is None or events is watcher.registered or not watcher.answers:
             return
-        sighting = slot.sighting
-        if sighting is None or not self._telling.is_listed(sighting.gpu.uuid):
+        discovered = watcher.discovered
+        if discovered is None or not self._publisher.is_listed(discovered.gpu.uuid):
             return
-        uuid = sighting.gpu.uuid
+        uuid = discovered.gpu.uuid
         try:
-            refusal = await slot.lane.call(partial(register, slot.nvml, sighting.handle, events))
+            problem = await watcher.worker.call(partial(register, watcher.nvml, discovered.handle, events))
         except RetiredError:
             return
         except NvmlError as error:
-            slot.failure = error
-            slot.untold = True
+            watcher.failure = error
+            watcher.unpublished = True
             return
-        slot.registered = events
-        if refusal is None:
+        watcher.registered = events
+        if problem is None:
             self.listener.was_registered()
         else:
-            self._telling.no_events(uuid, refusal)
+            self._publisher.emit_events_unsupported(uuid, problem)
 
-    async def _confirm(self, slot: Slot) -> None:
+    async def _confirm_failure(self, watcher: GpuWatcher) -> None:
         """Probe the other GPUs before a failure that may be the driver's is attributed to this one."""
-        if not slot.is_doubtful:
+        if not watcher.is_doubtful:
             return
         if not self._doubted:
-            self._doubt_ns = slot.began_ns
-        self._doubted.add(slot)
+            self._doubt_ns = watcher.began_ns
+        self._doubted.add(watcher)
         try:
             numbers = {
                 other: other.request() if other.began_ns < self._doubt_ns else other.begun
-                for other in self._slots
-                if other is not slot and not other.gone
+                for other in self._watchers
+                if other is not watcher and not other.gone
             }
-            await wait_served(numbers, self._settings.call_deadline_ns)
+            await wait_finished(numbers, self._settings.call_deadline_ns)
         finally:
-            self._doubted.discard(slot)
+            self._doubted.discard(watcher)
         self._raise_if_driver_gone()
 
     def _wake_all(self) -> None:
-        for slot in self._slots:
-            slot.wake.set()
+        for watcher in self._watchers:
+            watcher.wake.set()
 
     def _request_all(self) -> None:
-        for slot in self._slots:
-            slot.request()
+        for watcher in self._watchers:
+            watcher.request()
 
     # Facts
 
-    def _overdue(self, slot: Slot, call: Call) -> None:
-        slot.notify()
-        uuid = slot.uuid
+    def _on_call_overdue(self, watcher: GpuWatcher, call: Call) -> None:
+        watcher.notify()
+        uuid = watcher.uuid
         if uuid is not None:
-            self._telling.overdue(uuid, call)
+            self._publisher.emit_overdue(uuid, call)
             return
         _log.warning(
             "GPU %(index)s, not identified yet, did not answer %(call)s in time",
-            about(index=slot.index, call=call.name),
+            about(index=watcher.index, call=call.name),
         )
-        if all(other.uuid is None for other in self._slots):
-            self._around.on_node_overdue(slot.lane, call)
+        if all(other.uuid is None for other in self._watchers):
+            self._context.on_node_overdue(watcher.worker, call)
 
-    def _answered(self, slot: Slot, call: Call) -> None:
-        if slot.uuid is not None:
-            self._telling.put(facts.GpuCallAnswered(slot.uuid))
-        self._around.on_node_answered(slot.lane, call)
+    def _on_call_answered(self, watcher: GpuWatcher, call: Call) -> None:
+        if watcher.uuid is not None:
+            self._publisher.emit(facts.GpuCallAnswered(watcher.uuid))
+        self._context.on_node_answered(watcher.worker, call)
 
     def _raise_if_driver_gone(self) -> None:
         """Raise DriverGoneError if no GPU gives an answer about the GPU itself.
@@ -450,16 +462,16 @@ class Session:
         Not before every GPU was probed, and not while a thread is stuck: NVML could not be shut down,
         and the polls see what answers again in any case.
         """
-        if self._settling or self._around.threads.stuck:
+        if self._reconciling or self._context.threads.stuck:
             return
-        error = driver_failure(self._slots)
+        error = driver_failure(self._watchers)
         if error is not None:
-            self._telling.is_over = True
+            self._publisher.is_over = True
             raise DriverGoneError(error)
 
-    def _announce(self) -> None:
+    def _emit_gpus(self) -> None:
         """Emit the list of GPUs, if it is known and changed; before the first one, DriverReady."""
-        if self._settling or self._unsettled:
+        if self._reconciling or self._list_changed:
             return
-        if self._telling.announce(self._slots, self._control_nodes):
+        if self._publisher.emit_gpus(self._watchers, self._control_nodes):
             self._wake_all()

@@ -32,7 +32,7 @@ class NvmlSettings(msgspec.Struct, frozen=True):
     """How long the thread that receives XIDs waits at a time; it can only be stopped between two waits."""
     event_retry_ns: int = SECOND_NS
     """Between the starts of two event sets."""
-    first_look_wait_ns: int = 5 * SECOND_NS
+    first_probe_wait_ns: int = 5 * SECOND_NS
     """How long the first list of GPUs waits for a slow one."""
     close_wait_ns: int = 2 * SECOND_NS
     """How long ``close`` waits for calls under way."""
@@ -42,7 +42,7 @@ class NvmlSettings(msgspec.Struct, frozen=True):
     @property
     def node_deadline_ns(self) -> int:
         """How long one count of the GPUs may take, with a probe of each and of those that are new."""
-        return 3 * self.call_deadline_ns + self.first_look_wait_ns
+        return 3 * self.call_deadline_ns + self.first_probe_wait_ns
 
     @property
     def max_threads(self) -> int:

@@ -29,7 +29,7 @@ from agent.model.ids import GpuUuid, Part
 from agent.model.parts import NVML_EVENTS, NVML_NODE
 from agent.proofs import Proofs
 from agent.sources.nvml.fd_table import open_files_below
-from agent.sources.nvml.gpu_watcher import DriverGoneError, ended
+from agent.sources.nvml.gpu_watcher import DriverGoneError, cancel_and_wait
 from agent.sources.nvml.hotplug import BindEvents
 from agent.sources.nvml.library import (
     LibraryLocation,
@@ -39,9 +39,9 @@ from agent.sources.nvml.library import (
     Versions,
     load,
 )
-from agent.sources.nvml.session import Session, Surroundings
+from agent.sources.nvml.session import Session, SessionContext
 from agent.sources.nvml.settings import MAX_THREADS, NvmlSettings
-from agent.sources.nvml.threads import Call, Lane, ThreadGroup
+from agent.sources.nvml.threads import Call, ThreadGroup, WorkerThread
 from agent.waiting import wait_set
 
 __all__ = ["MAX_THREADS", "LibraryLocation", "NvmlSettings", "NvmlSource"]
@@ -85,7 +85,7 @@ class NvmlSource:
         )
         self._first_nvml = Nvml(self._threads.first.log)
         self._bind_events = BindEvents()
-        self._around = Surroundings(
+        self._context = SessionContext(
             inbox=inbox,
             threads=self._threads,
             settings=self._settings,
@@ -93,8 +93,8 @@ class NvmlSource:
             sys_root=sys_root,
             proc_root=proc_root,
             clock=clock,
-            on_node_overdue=self._node_overdue,
-            on_node_answered=self._node_answered,
+            on_node_overdue=self._on_node_overdue,
+            on_node_answered=self._on_node_answered,
             bind_events=self._bind_events,
             proofs=self._proofs,
             calls_devices=calls_devices,
@@ -107,8 +107,8 @@ class NvmlSource:
         self._open_inits = 0
         self._closed = False
         self._next_init_ns = clock()
-        self._events_lane: Lane | None = None
-        self._overdue: dict[Lane, Call] = {}
+        self._events_worker: WorkerThread | None = None
+        self._overdue: dict[WorkerThread, Call] = {}
         self._unavailable: facts.DriverUnavailable | None = None
         self._first_outcome = asyncio.Event()
         self._first_failure: SourceError | None = None
@@ -121,15 +121,15 @@ class NvmlSource:
     async def run(self) -> None:
         """Watch until cancelled. May be run again afterwards; two at once are not allowed."""
         self._threads.abandon_hung()
-        events_lane = await self._start_threads()
+        events_worker = await self._start_threads()
         if self._session is not None:
             # The last run was cancelled in the middle of it.
-            self._session.forsake()
-            await self._let_go(self._settings.call_deadline_ns)
+            self._session.ignore_pending_calls()
+            await self._release_driver(self._settings.call_deadline_ns)
         while True:
             if self._unwanted.is_set():
-                await self._stay_away()
-            await self._watch_while_wanted(events_lane)
+                await self._stay_released()
+            await self._watch_while_wanted(events_worker)
 
     def request(self) -> None:
         """Probe every GPU now. Does not wait; without a driver, the next init probes them anyway."""
@@ -184,67 +184,67 @@ class NvmlSource:
         if self._closed:
             return True
         if self._session is not None:
-            self._session.forsake()
-        if not await self._let_go(self._settings.close_wait_ns):
+            self._session.ignore_pending_calls()
+        if not await self._release_driver(self._settings.close_wait_ns):
             return False
-        await self._threads.end()
+        await self._threads.stop()
         self._closed = True
         return True
 
-    async def _start_threads(self) -> Lane:
+    async def _start_threads(self) -> WorkerThread:
         await self._threads.start()
-        if self._events_lane is None:
+        if self._events_worker is None:
             if self._threads.shared_files is not None:
                 _log.warning(
                     "Threads that call the driver share the agent's files (%(detail)s): one that hangs keeps"
                     " them open",
                     about(detail=self._threads.shared_files),
                 )
-            self._events_lane = await self._threads.start_lane("nvml-events")
-            for lane in (self._threads.first, self._events_lane):
-                self._watch_node_lane(lane)
-        return self._events_lane
+            self._events_worker = await self._threads.start_worker("nvml-events")
+            for worker in (self._threads.first, self._events_worker):
+                self._watch_node_worker(worker)
+        return self._events_worker
 
-    def _watch_node_lane(self, lane: Lane) -> None:
-        lane.on_overdue = lambda call: self._node_overdue(lane, call)
-        lane.on_answered = lambda call: self._node_answered(lane, call)
+    def _watch_node_worker(self, worker: WorkerThread) -> None:
+        worker.on_overdue = lambda call: self._on_node_overdue(worker, call)
+        worker.on_answered = lambda call: self._on_node_answered(worker, call)
 
     # Up and down
 
-    async def _watch_while_wanted(self, events_lane: Lane) -> None:
+    async def _watch_while_wanted(self, events_worker: WorkerThread) -> None:
         loop = asyncio.get_running_loop()
-        watching = loop.create_task(self._watch(events_lane), name="nvml watch")
+        watching = loop.create_task(self._watch(events_worker), name="nvml watch")
         leaving = loop.create_task(self._unwanted.wait(), name="nvml release")
         try:
             await asyncio.wait({watching, leaving}, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            await ended(watching, leaving)
+            await cancel_and_wait(watching, leaving)
         if not watching.cancelled():
             watching.result()
 
-    async def _watch(self, events_lane: Lane) -> None:
+    async def _watch(self, events_worker: WorkerThread) -> None:
         while True:
             versions = await self._bring_up()
-            session = self._session = Session(self._around, versions=versions, events_lane=events_lane)
+            session = self._session = Session(self._context, versions=versions, events_worker=events_worker)
             try:
                 await session.run()
             except DriverGoneError as gone:
-                session.forsake()
-                await self._tell_failed(gone.error, was_announced=session.announced)
-                if not session.announced:
+                session.ignore_pending_calls()
+                await self._emit_unavailable(gone.error, was_ready=session.ready_emitted)
+                if not session.ready_emitted:
                     # Init succeeds and yet no GPU answers: one init a second would be wasted.
                     poll_ns = max(self._settings.poll_ns, self._settings.init_retry_ns)
                     self._next_init_ns = self._clock() + poll_ns
-            await self._let_go(self._settings.call_deadline_ns)
+            await self._release_driver(self._settings.call_deadline_ns)
 
-    async def _stay_away(self) -> None:
+    async def _stay_released(self) -> None:
         """Release the driver, emit DriverReleased, and return when the driver is wanted again."""
         self._first_outcome.set()
         self.library_missing_since_ns = None
         self._proofs.waive(Part(NVML_EVENTS))
         warned: set[str] = set()
         while not self._wanted.is_set():
-            hindrance = await self._what_is_not_let_go()
+            hindrance = await self._find_hindrance()
             if hindrance is None:
                 self._inbox.put(facts.DriverReleased())
                 self._proofs.waive(Part(NVML_NODE))
@@ -261,10 +261,10 @@ class NvmlSource:
         self._unavailable = None
         self._next_init_ns = self._clock()
 
-    async def _what_is_not_let_go(self) -> tuple[str, list[str]] | None:
+    async def _find_hindrance(self) -> tuple[str, list[str]] | None:
         """Release what can be released; returns what is still open, and which; None if nothing is."""
-        if not await self._let_go(self._settings.init_retry_ns):
-            calls = (lane.log.current for lane in self._threads.lanes)
+        if not await self._release_driver(self._settings.init_retry_ns):
+            calls = (worker.log.current for worker in self._threads.workers)
             return "calls under way", [call.name for call in calls if call is not None]
         if self._open_inits:
             return "NVML cannot be shut down", []
@@ -279,7 +279,7 @@ class NvmlSource:
             try:
                 versions = await self._threads.first.call(self._initialise)
             except (LibraryMissingError, NvmlError) as error:
-                await self._tell_failed(error)
+                await self._emit_unavailable(error)
             else:
                 self.library_missing_since_ns = None
                 self.library_replaced = False
@@ -299,7 +299,7 @@ class NvmlSource:
             self._open_inits += 1
         return self._first_nvml.versions()
 
-    async def _let_go(self, timeout_ns: int) -> bool:
+    async def _release_driver(self, timeout_ns: int) -> bool:
         """Shut NVML down if no thread is in it; returns whether none is."""
         session = self._session
         if session is not None:
@@ -311,7 +311,7 @@ class NvmlSource:
                 await session.listener.free()
             await self._threads.first.call(self._shut_down)
         if session is not None:
-            session.forsake()
+            session.ignore_pending_calls()
         self._session = None
         return True
 
@@ -329,8 +329,8 @@ class NvmlSource:
 
     # Facts
 
-    async def _tell_failed(
-        self, error: LibraryMissingError | NvmlError, *, was_announced: bool = False
+    async def _emit_unavailable(
+        self, error: LibraryMissingError | NvmlError, *, was_ready: bool = False
     ) -> None:
         # Without a driver no event arrives, which the conditions of every GPU show.
         self._proofs.waive(Part(NVML_EVENTS))
@@ -342,13 +342,13 @@ class NvmlSource:
         if not self._first_outcome.is_set():
             self._first_failure = SourceError(fact.message)
             self._first_outcome.set()
-        if fact == self._unavailable and not was_announced:
+        if fact == self._unavailable and not was_ready:
             return
         self._unavailable = fact
         self._inbox.put(fact)
         # The fact clears the overdue calls from the state, but these are still overdue.
-        for lane, call in self._overdue.items():
-            self._node_overdue(lane, call)
+        for worker, call in self._overdue.items():
+            self._on_node_overdue(worker, call)
 
     async def _unavailable_fact(self, error: LibraryMissingError | NvmlError) -> facts.DriverUnavailable:
         if isinstance(error, LibraryMissingError):
@@ -384,14 +384,14 @@ class NvmlSource:
             f"{next_step}",
         )
 
-    def _node_overdue(self, lane: Lane, call: Call) -> None:
-        self._overdue[lane] = call
+    def _on_node_overdue(self, worker: WorkerThread, call: Call) -> None:
+        self._overdue[worker] = call
         deadline_ns = self._settings.deadline_ns(call.name)
         if not self._first_outcome.is_set():
             self._first_failure = NvmlOverdueError(call.name, deadline_ns)
             self._first_outcome.set()
         self._inbox.put(facts.DriverCallOverdue(call=call.name, deadline_ns=deadline_ns))
 
-    def _node_answered(self, lane: Lane, call: Call) -> None:
-        if self._overdue.pop(lane, None) is not None and not self._overdue:
+    def _on_node_answered(self, worker: WorkerThread, call: Call) -> None:
+        if self._overdue.pop(worker, None) is not None and not self._overdue:
             self._inbox.put(facts.DriverCallAnswered(call=call.name))

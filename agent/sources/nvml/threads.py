@@ -24,7 +24,7 @@ import msgspec
 
 from agent import guard
 from agent.errors import SourceError
-from agent.sources.nvml.fd_table import take_own_files
+from agent.sources.nvml.fd_table import unshare_files
 
 _OF_THE_THREAD: Final = frozenset(
     {signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGABRT, signal.SIGTRAP}
@@ -92,9 +92,9 @@ class Call(msgspec.Struct, frozen=True):
 class CallLog:
     """The call a thread is in; written by that thread alone, read by the loop."""
 
-    def __init__(self, clock: Callable[[], int], came_back: Callable[[], None]) -> None:
+    def __init__(self, clock: Callable[[], int], on_late_return: Callable[[], None]) -> None:
         self._clock = clock
-        self._came_back = came_back
+        self._on_late_return = on_late_return
         self.thread: int | None = None
         """The thread that may make calls; any other one was abandoned."""
         self.current: Call | None = None
@@ -112,7 +112,7 @@ class CallLog:
         call, self.current = self.current, None
         # Written in the opposite order by the loop, so that one of the two sees the other's write.
         if call is not None and self.awaited is call:
-            self._came_back()
+            self._on_late_return()
 
 
 class AbandonedError(BaseException):
@@ -152,7 +152,7 @@ class _Job(Generic[T]):
             self._future.set_result(self._outcome[0])
 
 
-class Lane:
+class WorkerThread:
     """A daemon thread that does one job at a time, and the deadlines of the calls it makes.
 
     ``on_overdue`` is called on the loop once for a call that did not return within its deadline,
@@ -166,11 +166,11 @@ class Lane:
         completions: Completions,
         deadline_ns: Callable[[str], int],
         clock: Callable[[], int],
-        start: Callable[["Lane"], Awaitable[None]],
+        start: Callable[["WorkerThread"], Awaitable[None]],
     ) -> None:
         """``start`` starts the worker's thread, from a thread whose descriptor table it is to share."""
         self.name: Final = name
-        self.log: Final = CallLog(clock, self._came_back)
+        self.log: Final = CallLog(clock, self._on_late_return)
         self.on_overdue: Callable[[Call], None] = _ignore
         self.on_answered: Callable[[Call], None] = _ignore
         self.late = False
@@ -186,7 +186,7 @@ class Lane:
         self._idle = asyncio.Event()
         self._idle.set()
         self._timer: asyncio.TimerHandle | None = None
-        self._ended: asyncio.Future[None] | None = None
+        self._stopped: asyncio.Future[None] | None = None
         self._thread: threading.Thread | None = None
         self._step = _step
 
@@ -215,9 +215,9 @@ class Lane:
         if not self.busy or self.log.current is not None:
             return
         _log.error("Thread %s hangs outside of the driver; replacing it", self.name)
-        self._give_up("it hung")
+        self._abandon_thread("it hung")
 
-    def _give_up(self, why: str) -> None:
+    def _abandon_thread(self, why: str) -> None:
         """Fail the job in flight; whatever the old thread still does is ignored."""
         job, self._job = self._job, None
         self._jobs.put(None)
@@ -225,7 +225,7 @@ class Lane:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        self._answered()
+        self._clear_overdue()
         self._idle.set()
         if job is not None:
             job.fail(ThreadEndedError(f"Thread {self.name} was replaced: {why}"))
@@ -279,13 +279,13 @@ class Lane:
         """Return when no job is in flight."""
         await self._idle.wait()
 
-    async def end(self) -> None:
+    async def stop(self) -> None:
         """Stop the thread of an idle worker."""
         if not self.alive:
             return
-        self._ended = asyncio.get_running_loop().create_future()
+        self._stopped = asyncio.get_running_loop().create_future()
         self._jobs.put(None)
-        await self._ended
+        await self._stopped
 
     def _work(self, jobs: "_Jobs") -> None:
         self.log.thread = threading.get_ident()
@@ -297,16 +297,16 @@ class Lane:
                 self._completions.post(self, lambda job=job: self._finish(job))  # type: ignore[misc]  # bound now
         except BaseException as error:  # noqa: BLE001 - the loop logs it, and replaces the thread
             why = error
-        self._completions.post((self, "ended"), lambda: self._finish_thread(jobs, why))
+        self._completions.post((self, "exited"), lambda: self._handle_thread_exit(jobs, why))
 
-    def _finish_thread(self, jobs: "_Jobs", why: BaseException | None) -> None:
-        if self._ended is not None:
-            if not self._ended.done():
-                self._ended.set_result(None)
+    def _handle_thread_exit(self, jobs: "_Jobs", why: BaseException | None) -> None:
+        if self._stopped is not None:
+            if not self._stopped.done():
+                self._stopped.set_result(None)
             return
         if jobs is self._jobs:
             _log.error("Thread %s died (%r); replacing it", self.name, why, exc_info=why)
-            self._give_up("it died")
+            self._abandon_thread("it died")
 
     def _finish(self, job: _Job[object]) -> None:
         if job is not self._job:
@@ -316,7 +316,7 @@ class Lane:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        self._answered()
+        self._clear_overdue()
         self._idle.set()
         job.deliver()
 
@@ -338,16 +338,16 @@ class Lane:
         self.log.awaited = call
         self.on_overdue(call)
         if self.log.current is not call:
-            self._came_back()
+            self._on_late_return()
 
-    def _came_back(self) -> None:
-        self._completions.post((self, "came back"), self._answered_and_arm)
+    def _on_late_return(self) -> None:
+        self._completions.post((self, "late return"), self._handle_late_return)
 
-    def _answered_and_arm(self) -> None:
-        if self._answered() and self.busy:
+    def _handle_late_return(self) -> None:
+        if self._clear_overdue() and self.busy:
             self._arm()
 
-    def _answered(self) -> bool:
+    def _clear_overdue(self) -> bool:
         call = self.log.awaited
         if call is None:
             return False
@@ -389,12 +389,12 @@ class ThreadGroup:
         self._clock = clock
         self._maximum = maximum
         self.first: Final = self._make("nvml")
-        self.lanes: Final[list[Lane]] = [self.first]
+        self.workers: Final[list[WorkerThread]] = [self.first]
         self.shared_files: str | None = None
         """Why the threads share the agent's descriptor table; None if they do not."""
 
-    def _make(self, name: str) -> Lane:
-        return Lane(
+    def _make(self, name: str) -> WorkerThread:
+        return WorkerThread(
             name,
             completions=self.completions,
             deadline_ns=self._deadline_ns,
@@ -402,49 +402,49 @@ class ThreadGroup:
             start=self._start_thread,
         )
 
-    async def _start_thread(self, lane: Lane) -> None:
-        if lane is not self.first:
-            await self.first.call(lane.start)
+    async def _start_thread(self, worker: WorkerThread) -> None:
+        if worker is not self.first:
+            await self.first.call(worker.start)
             return
-        lane.start()
-        self.shared_files = await lane.do(lambda: take_own_files(self._keep))
+        worker.start()
+        self.shared_files = await worker.do(lambda: unshare_files(self._keep))
 
     async def start(self) -> None:
         """Start the first thread, which unshares its descriptor table."""
         self.completions.attach(asyncio.get_running_loop())
         await self.first.call(lambda: None)
 
-    async def start_lane(self, name: str) -> Lane:
+    async def start_worker(self, name: str) -> WorkerThread:
         """Start a worker; raises SourceError if the maximum is reached or the thread cannot start."""
-        if len(self.lanes) >= self._maximum:
+        if len(self.workers) >= self._maximum:
             raise SourceError(f"Could not start thread {name}: there are {self._maximum} already")
-        lane = self._make(name)
-        await lane.call(lambda: None)
-        self.lanes.append(lane)
-        return lane
+        worker = self._make(name)
+        await worker.call(lambda: None)
+        self.workers.append(worker)
+        return worker
 
     def abandon_hung(self) -> None:
         """Abandon every thread that hangs outside of a driver call."""
-        for lane in self.lanes:
-            lane.abandon()
+        for worker in self.workers:
+            worker.abandon()
 
     @property
     def stuck(self) -> bool:
         """Whether a call of some thread is past its deadline."""
-        return any(lane.overdue for lane in self.lanes)
+        return any(worker.overdue for worker in self.workers)
 
     async def wait_idle(self, timeout_ns: int) -> bool:
         """Wait until no worker has a job in flight; False if that took too long."""
         try:
             async with asyncio.timeout(timeout_ns / 1e9):
-                for lane in self.lanes:
-                    await lane.wait_idle()
+                for worker in self.workers:
+                    await worker.wait_idle()
         except TimeoutError:
             return False
         return True
 
-    async def end(self) -> None:
+    async def stop(self) -> None:
         """Stop every thread, the first one last. All must be idle."""
-        for lane in reversed(self.lanes):
-            await lane.end()
+        for worker in reversed(self.workers):
+            await worker.stop()
         self.completions.close()

@@ -16,9 +16,9 @@ from typing import Final
 from agent.errors import NvmlCode, NvmlError
 from agent.model.ids import pci_sysfs_name
 from agent.model.topology import NvLinks, PcieDistance, Survey
-from agent.sources.nvml.inventory import Sighting
+from agent.sources.nvml.inventory import DiscoveredGpu
 from agent.sources.nvml.library import Handle
-from agent.sources.nvml.optional_calls import NOT_OFFERED
+from agent.sources.nvml.optional_calls import UNSUPPORTED_CODES
 from agent.sources.nvml.readings import LINK_TO_GPU, LINK_TO_SWITCH, MAX_LINKS, Readings
 
 MAX_CPU_LIST_CHARS: Final = 1_024
@@ -40,8 +40,8 @@ class LinksUnknownError(Exception):
     """The driver could not read a link this time."""
 
 
-def survey(
-    readings: Readings, seen: Sighting, others: Mapping[str, Handle], sys_root: Path
+def sample_topology(
+    readings: Readings, seen: DiscoveredGpu, others: Mapping[str, Handle], sys_root: Path
 ) -> tuple[Survey, bool]:
     """Sample the topology of a GPU; ``others`` are those that answer, by PCI address in sysfs form.
 
@@ -54,12 +54,12 @@ def survey(
         is_complete = False
     distances = {pci: _distance(readings, seen.handle, other) for pci, other in others.items()}
     known = {pci: distance for pci, distance in distances.items() if distance is not None}
-    near = survey_without_driver(seen, sys_root)
+    near = sample_topology_without_driver(seen, sys_root)
     affinity = _cpu_affinity(readings, seen.handle) or near.cpu_affinity
     return Survey(nvlinks=nvlinks, distances=known, path=near.path, cpu_affinity=affinity), is_complete
 
 
-def survey_without_driver(seen: Sighting, sys_root: Path) -> Survey:
+def sample_topology_without_driver(seen: DiscoveredGpu, sys_root: Path) -> Survey:
     """Return what the kernel alone shows of a GPU's topology."""
     device = sys_root / "bus/pci/devices" / seen.gpu.pci
     return Survey(path=_device_path(device), cpu_affinity=_local_cpus(device))
@@ -83,7 +83,7 @@ def read_nvlinks(readings: Readings, handle: Handle) -> NvLinks | None:
             if error.code == NvmlCode.INVALID_ARGUMENT:
                 # NVML knows more links than this GPU has.
                 break
-            if error.code in NOT_OFFERED:
+            if error.code in UNSUPPORTED_CODES:
                 return None
             raise LinksUnknownError from error
         if kind == LINK_TO_SWITCH:
@@ -98,7 +98,7 @@ def _other_end(readings: Readings, handle: Handle, link: int) -> tuple[int, str]
     try:
         kind = readings.link_leads_to(handle, link)
     except NvmlError as error:
-        if error.code not in NOT_OFFERED:
+        if error.code not in UNSUPPORTED_CODES:
             raise
         # Drivers that do not report the kind report the address; the core checks whether it is a GPU's.
         kind = LINK_TO_GPU

@@ -11,13 +11,13 @@ from typing import Final
 
 from agent.model.policy import SECOND_NS
 from agent.model.topology import Survey
-from agent.sources.nvml.gpu_watcher import Slot
-from agent.sources.nvml.inventory import Sighting
+from agent.sources.nvml.gpu_watcher import GpuWatcher
+from agent.sources.nvml.inventory import DiscoveredGpu
 from agent.sources.nvml.library import FINDINGS, Handle
-from agent.sources.nvml.publisher import Telling
+from agent.sources.nvml.publisher import EventPublisher
 from agent.sources.nvml.readings import Readings
 from agent.sources.nvml.settings import NvmlSettings
-from agent.sources.nvml.topology import survey, survey_without_driver
+from agent.sources.nvml.topology import sample_topology, sample_topology_without_driver
 
 DELAY_NS: Final = SECOND_NS
 """From the first outcome of a GPU to its topology sample: a registration is more urgent than that."""
@@ -25,68 +25,72 @@ DELAY_NS: Final = SECOND_NS
 _LOST: Final = "lost"
 
 
-class Surveys:
+class TopologySampler:
     """The topology samples of one session."""
 
     def __init__(
         self,
-        slots: Sequence[Slot],
-        telling: Telling,
+        watchers: Sequence[GpuWatcher],
+        publisher: EventPublisher,
         settings: NvmlSettings,
         sys_root: Path,
         clock: Callable[[], int],
     ) -> None:
-        """``slots`` is the session's own list, which changes."""
-        self._slots = slots
-        self._telling = telling
+        """``watchers`` is the session's own list, which changes."""
+        self._watchers = watchers
+        self._publisher = publisher
         self._settings = settings
         self._sys_root = sys_root
         self._clock = clock
 
-    def next_ns(self, slot: Slot) -> int:
+    def next_ns(self, watcher: GpuWatcher) -> int:
         """Return when a watcher has something to do next: a probe, or before that a topology sample."""
-        if slot.survey_due_ns is None or slot.surveyed == self._made_of(slot):
-            return slot.due_ns
-        return min(slot.due_ns, slot.survey_due_ns)
+        if watcher.topology_due_ns is None or watcher.topology_key == self._dependencies(watcher):
+            return watcher.due_ns
+        return min(watcher.due_ns, watcher.topology_due_ns)
 
-    async def make(self, slot: Slot) -> None:
+    async def sample_if_due(self, watcher: GpuWatcher) -> None:
         """Sample the topology of a GPU and emit it, if that is due."""
-        seen = slot.sighting
-        if seen is None or not self._telling.is_listed(seen.gpu.uuid):
+        seen = watcher.discovered
+        if seen is None or not self._publisher.is_listed(seen.gpu.uuid):
             return
         now_ns = self._clock()
-        if slot.survey_due_ns is None:
-            slot.survey_due_ns = now_ns + min(DELAY_NS, self._settings.poll_ns)
-        made_of = self._made_of(slot)
-        if now_ns < slot.survey_due_ns or slot.surveyed == made_of:
+        if watcher.topology_due_ns is None:
+            watcher.topology_due_ns = now_ns + min(DELAY_NS, self._settings.poll_ns)
+        dependencies = self._dependencies(watcher)
+        if now_ns < watcher.topology_due_ns or watcher.topology_key == dependencies:
             return
-        if made_of == _LOST:
+        if dependencies == _LOST:
             work = partial(self._without_driver, seen)
         else:
-            work = partial(survey, Readings(slot.nvml), seen, self._others(slot), self._sys_root)
-        found, is_complete = await slot.lane.call(work)
-        if slot.lane.late:
+            work = partial(
+                sample_topology, Readings(watcher.nvml), seen, self._others(watcher), self._sys_root
+            )
+        found, is_complete = await watcher.worker.call(work)
+        if watcher.worker.late:
             # It was reported overdue, and only a probe can show that it is healthy again.
-            slot.request()
+            watcher.request()
         if is_complete:
-            slot.surveyed = made_of
+            watcher.topology_key = dependencies
         else:
-            slot.survey_due_ns = now_ns + self._settings.slow_polls * self._settings.poll_ns
-        self._telling.surveyed(slot, found)
+            watcher.topology_due_ns = now_ns + self._settings.slow_polls * self._settings.poll_ns
+        self._publisher.emit_topology(watcher, found)
 
-    def _made_of(self, slot: Slot) -> Hashable:
+    def _dependencies(self, watcher: GpuWatcher) -> Hashable:
         """Return what a sample depends on: which GPUs there are, and which links of this one are down."""
-        if slot.failure is not None:
-            return _LOST if slot.failure.code in FINDINGS else slot.surveyed
-        listed = frozenset(other.sighting.gpu.pci for other in self._slots if other.sighting is not None)
-        return listed, slot.sample.links_down if slot.sample is not None else ()
+        if watcher.failure is not None:
+            return _LOST if watcher.failure.code in FINDINGS else watcher.topology_key
+        listed = frozenset(
+            other.discovered.gpu.pci for other in self._watchers if other.discovered is not None
+        )
+        return listed, watcher.sample.links_down if watcher.sample is not None else ()
 
-    def _others(self, slot: Slot) -> Mapping[str, Handle]:
+    def _others(self, watcher: GpuWatcher) -> Mapping[str, Handle]:
         return {
-            other.sighting.gpu.pci: other.sighting.handle
-            for other in self._slots
-            if other is not slot and other.sighting is not None and other.answers
+            other.discovered.gpu.pci: other.discovered.handle
+            for other in self._watchers
+            if other is not watcher and other.discovered is not None and other.answers
         }
 
-    def _without_driver(self, seen: Sighting) -> tuple[Survey, bool]:
-        return survey_without_driver(seen, self._sys_root), True
+    def _without_driver(self, seen: DiscoveredGpu) -> tuple[Survey, bool]:
+        return sample_topology_without_driver(seen, self._sys_root), True

@@ -48,8 +48,8 @@ def test_a_name_of_any_bytes_is_a_harmless_text(
         return 0
 
     nvml = answering(monkeypatch, fill)
-    for told in (nvml.name, nvml.uuid, nvml.serial):
-        assert told(HANDLE) == text
+    for read in (nvml.name, nvml.uuid, nvml.serial):
+        assert read(HANDLE) == text
     assert printable(raw) == text
 
 

@@ -11,7 +11,7 @@ from agent.model.structs import replace
 from agent.simulation.driver_double.double import DriverDouble
 from agent.simulation.driver_double.nodes import Gpu
 from agent.sources.nvml.device_instance import CALL, read_instance, with_instance
-from agent.sources.nvml.inventory import Look, Sighting
+from agent.sources.nvml.inventory import ProbeResult, DiscoveredGpu
 from agent.sources.nvml.library import Handle, Nvml
 from agent.threads import in_daemon_thread
 from tests.core.build import gpu
@@ -73,13 +73,13 @@ def test_what_is_no_driver_says_nothing_and_nothing_stays_open(tmp_path: Path, n
 def test_the_driver_is_asked_once_for_each_gpu_that_answered(tmp_path: Path) -> None:
     observer = Observer()
     nvml = Nvml(observer)
-    seen = Sighting(gpu(0, minor=0), Handle(object()), "00000000:3b:00.0")
-    failed = Look(seen, NvmlError("nvmlDeviceGetName", 15, "lost"))
-    without_minor = Look(replace(seen, gpu=replace(seen.gpu, minor=None)), None)
-    for look in (failed, without_minor):
-        assert with_instance(look, nvml, tmp_path) is look
+    seen = DiscoveredGpu(gpu(0, minor=0), Handle(object()), "00000000:3b:00.0")
+    failed = ProbeResult(seen, NvmlError("nvmlDeviceGetName", 15, "lost"))
+    without_minor = ProbeResult(replace(seen, gpu=replace(seen.gpu, minor=None)), None)
+    for result in (failed, without_minor):
+        assert with_instance(result, nvml, tmp_path) is result
     assert observer.notes == []
 
-    first = with_instance(Look(seen, None), nvml, tmp_path)
+    first = with_instance(ProbeResult(seen, None), nvml, tmp_path)
     assert with_instance(first, nvml, tmp_path) is first
     assert observer.notes == [CALL, "ended"]

@@ -23,7 +23,7 @@ from agent.model.facts import (
 from agent.model.health import Reason
 from agent.model.structs import replace
 from agent.simulation.nvml import install_library
-from agent.sources.nvml.gpu_watcher import ended
+from agent.sources.nvml.gpu_watcher import cancel_and_wait
 from agent.sources.nvml.library import LibraryLocation, LibraryMissingError, load
 from tests.sources.conftest import MakeNode, StartSource
 from tests.sources.recorder import PATIENCE_S, Recorder, until
@@ -379,7 +379,7 @@ async def test_a_task_that_loses_its_cancellation_is_cancelled_again() -> None:
     task = asyncio.get_running_loop().create_task(work())
     await asyncio.sleep(0.01)
     async with asyncio.timeout(PATIENCE_S):
-        await ended(task)
+        await cancel_and_wait(task)
     assert (lost, task.cancelled()) == (1, True)
 
 
@@ -406,10 +406,10 @@ def test_an_existing_library_that_cannot_be_loaded_is_named_with_the_loaders_mes
         ]
         subprocess.run([*command, f"-Wl,-soname,{path.name}"], check=True)
     needed.unlink()
-    for path, said in (
+    for path, message in (
         (broken, f"cannot be loaded: {broken}: "),
         (tmp_path / "needing.so", "cannot be loaded: libneeded.so: cannot open shared object file"),
         (tmp_path / "none.so", f"No NVIDIA driver library was found at {tmp_path}/none.so: install"),
     ):
-        with pytest.raises(LibraryMissingError, match=re.escape(said)):
+        with pytest.raises(LibraryMissingError, match=re.escape(message)):
             load(LibraryLocation(path))

@@ -28,7 +28,7 @@ RARELY = replace(QUICK, poll_ns=3_600_000 * MS)
 """No poll but the first comes by itself."""
 
 
-async def hears(node: Node, recorder: Recorder, gpu: int, xid: int = 48) -> None:
+async def receives(node: Node, recorder: Recorder, gpu: int, xid: int = 48) -> None:
     """Wait until an XID of a GPU is heard, then forget it."""
     sequence = node.state.push_xid(gpu, xid)
     await recorder.first(XidReported, lambda fact: (fact.gpu, fact.xid) == (node.uuid(gpu), xid))
@@ -36,7 +36,7 @@ async def hears(node: Node, recorder: Recorder, gpu: int, xid: int = 48) -> None
     recorder.forget()
 
 
-async def until_heard(node: Node, recorder: Recorder, gpu: int) -> None:
+async def until_received(node: Node, recorder: Recorder, gpu: int) -> None:
     """Wait until XIDs of a GPU are received, however many are lost before."""
     async with asyncio.timeout(PATIENCE_S):
         while node.uuid(gpu) not in {fact.gpu for fact in recorder.of(XidReported)}:
@@ -88,7 +88,7 @@ async def test_events_that_are_no_xids_are_not_emitted(
     await registered(node, 8)
     node.state.push_event(1, 0x1)
     node.state.push_event(1, 0x2)
-    await hears(node, recorder, 2)
+    await receives(node, recorder, 2)
     assert recorder.of(XidReported) == []
 
 
@@ -142,7 +142,7 @@ async def test_a_gpu_without_events_is_emitted_once_and_probed_all_the_same(
     await recorder.until(lambda: sum(fact.gpu == node.uuid(1) for fact in recorder.of(GpuProbePassed)) >= 3)
     assert [fact.gpu for fact in recorder.of(HealthEventsUnsupported)] == [node.uuid(1)]
     assert recorder.of(GpuCallFailed) == []
-    await hears(node, recorder, 0)
+    await receives(node, recorder, 0)
 
 
 async def test_a_gpu_that_sends_other_events_but_no_xids_is_emitted(
@@ -152,7 +152,7 @@ async def test_a_gpu_that_sends_other_events_but_no_xids_is_emitted(
     await start_source(node)
     assert (await recorder.first(HealthEventsUnsupported)).gpu == node.uuid(0)
     await registered(node, 1)
-    await hears(node, recorder, 1)
+    await receives(node, recorder, 1)
 
 
 async def test_a_gpu_whose_events_cannot_be_registered_has_not_passed(
@@ -168,7 +168,7 @@ async def test_a_gpu_whose_events_cannot_be_registered_has_not_passed(
     assert node.uuid(1) not in {fact.gpu for fact in recorder.of(GpuProbePassed)}
     node.state.clear_return(REGISTER, gpu=1)
     await recorder.first(GpuProbePassed, lambda fact: fact.gpu == node.uuid(1))
-    await hears(node, recorder, 1)
+    await receives(node, recorder, 1)
 
 
 # The set breaks
@@ -186,7 +186,7 @@ async def test_a_wait_that_fails_marks_no_gpu_and_xids_are_received_again(
     await until(lambda: node.state.calls(CREATE) > creations)
     node.state.clear_return(WAIT)
     for gpu in range(4):
-        await until_heard(node, recorder, gpu)
+        await until_received(node, recorder, gpu)
     assert recorder.of(GpuCallFailed) == []
     assert recorder.of(DriverUnavailable) == []
 
@@ -215,7 +215,7 @@ async def test_a_lost_gpu_does_not_silence_the_others(
     await recorder.first(GpuCallFailed)
     node.state.clear_return(WAIT)
     for gpu in (0, 2, 3):
-        await until_heard(node, recorder, gpu)
+        await until_received(node, recorder, gpu)
     assert {fact.gpu for fact in recorder.of(GpuCallFailed)} <= {node.uuid(1)}
 
 
@@ -230,7 +230,7 @@ async def test_xids_of_a_gpu_that_was_lost_are_received_again_once_it_answers(
     registrations = node.state.calls(REGISTER, gpu=1)
     node.state.clear_return(None, gpu=1)
     await until(lambda: node.state.calls(REGISTER, gpu=1) > registrations)
-    await hears(node, recorder, 1)
+    await receives(node, recorder, 1)
 
 
 async def test_xids_of_a_gpu_that_appears_late_are_received(
@@ -243,7 +243,7 @@ async def test_xids_of_a_gpu_that_appears_late_are_received(
     node.state.reveal_gpu(3)
     await recorder.first(GpusEnumerated, lambda fact: len(fact.gpus) == 4)
     await registered(node, 4)
-    await hears(node, recorder, 3)
+    await receives(node, recorder, 3)
 
 
 async def test_creating_a_set_is_retried(
@@ -255,7 +255,7 @@ async def test_creating_a_set_is_retried(
     await until(lambda: node.state.calls(CREATE) >= 3)
     await recorder.at_least(4, GpuProbePassed)
     node.state.clear_return(CREATE)
-    await until_heard(node, recorder, 0)
+    await until_received(node, recorder, 0)
 
 
 async def test_sets_are_freed_when_they_are_replaced(
@@ -267,7 +267,7 @@ async def test_sets_are_freed_when_they_are_replaced(
     # The library has room for 64.
     await until(lambda: node.state.calls(CREATE) >= 70)
     node.state.clear_return(WAIT)
-    await until_heard(node, recorder, 0)
+    await until_received(node, recorder, 0)
 
 
 class Frees(Nvml):

@@ -129,7 +129,7 @@ async def test_a_gpu_whose_first_handle_hangs_does_not_keep_the_others_from_bein
 ) -> None:
     node = make_node("4x-t4")
     node.state.hang(gpu=1)
-    settings = replace(HASTY, first_handle_deadline_ns=200 * MS, first_look_wait_ns=100 * MS)
+    settings = replace(HASTY, first_handle_deadline_ns=200 * MS, first_probe_wait_ns=100 * MS)
     await start_source(node, settings)
     others = [node.uuid(0), node.uuid(2), node.uuid(3)]
     assert [gpu.uuid for gpu in (await recorder.first(GpusEnumerated)).gpus] == others
@@ -146,7 +146,7 @@ async def test_the_driver_is_overdue_if_no_gpu_can_be_identified(
 ) -> None:
     node = make_node("4x-t4")
     node.state.hang(function="nvmlDeviceGetHandleByIndex")
-    settings = replace(HASTY, first_handle_deadline_ns=100 * MS, first_look_wait_ns=200 * MS)
+    settings = replace(HASTY, first_handle_deadline_ns=100 * MS, first_probe_wait_ns=200 * MS)
     await start_source(node, settings)
     assert (await recorder.first(DriverCallOverdue)).call == "nvmlDeviceGetHandleByIndex"
     node.state.release(function="nvmlDeviceGetHandleByIndex")

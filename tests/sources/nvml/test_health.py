@@ -6,7 +6,7 @@ from agent.model.facts import DriverUnavailable, GpuCallFailed, GpuProbePassed, 
 from agent.model.structs import replace
 from tests.sources.conftest import MakeNode, StartSource
 from tests.sources.recorder import Recorder, until
-from tests.sources.simulated import MS, QUICK, all_probed, hears_every_gpu
+from tests.sources.simulated import MS, QUICK, all_probed, receives_every_xid
 
 BENIGN = (3, 4, 13)
 FINDINGS = (1, 2, 5, 6, 7, 8, 9, 10, 11, 12, *range(14, 31), 999)
@@ -96,7 +96,7 @@ async def test_gpus_that_fail_like_a_driver_that_is_gone_are_emitted_once_anothe
     node = make_node("8x-a100")
     source = await start_source(node, replace(QUICK, poll_ns=3_600_000 * MS))
     await all_probed(recorder, node)
-    await until(lambda: hears_every_gpu(source))
+    await until(lambda: receives_every_xid(source))
     recorder.forget()
     for gpu in (2, 5):
         node.state.set_return(None, code, gpu=gpu)

@@ -15,7 +15,7 @@ from agent.sources.nvml.hotplug import MAX_AT_ONCE, pci_of
 from tests.sources.conftest import MakeNode, StartSource
 from tests.sources.nvml.test_sampling import HOUR, TWO_A100
 from tests.sources.recorder import Recorder, until
-from tests.sources.simulated import all_probed, hears_every_gpu
+from tests.sources.simulated import all_probed, receives_every_xid
 
 CREATE, REGISTER, WAIT, FREE = (
     "nvmlSystemEventSetCreate",
@@ -79,7 +79,7 @@ async def test_they_are_registered_for_once_in_a_process(
     node.state.load_driver()
     recorder.forget()
     await recorder.at_least(2, GpuProbePassed)
-    await until(lambda: hears_every_gpu(source))
+    await until(lambda: receives_every_xid(source))
     waits = node.state.calls(WAIT)
     node.state.push_xid(0, 79)
     await recorder.first(XidReported)
@@ -96,7 +96,7 @@ async def test_any_error_stops_them_and_is_no_finding(
     node.state.offer_system_events()
     node.state.set_return(call, code)
     source = await start_source(node)
-    await until(lambda: node.state.calls(call) > 0 and hears_every_gpu(source))
+    await until(lambda: node.state.calls(call) > 0 and receives_every_xid(source))
     await recorder.at_least(4, GpuProbePassed)
     node.state.push_xid(0, 79)
     await recorder.first(XidReported)

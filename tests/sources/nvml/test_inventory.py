@@ -31,8 +31,8 @@ async def listed(recorder: Recorder, count: int) -> tuple[Gpu, ...]:
     """Wait until so many GPUs are listed, and return them."""
 
     def is_so() -> bool:
-        told = recorder.of(GpusEnumerated)
-        return bool(told) and len(told[-1].gpus) == count
+        emitted = recorder.of(GpusEnumerated)
+        return bool(emitted) and len(emitted[-1].gpus) == count
 
     await recorder.until(is_so)
     return recorder.of(GpusEnumerated)[-1].gpus
@@ -147,8 +147,8 @@ async def test_a_numa_node_is_only_emitted_if_the_kernel_has_one(
         if text is not None:
             write_numa_node(node, gpu, text)
     await start_source(node)
-    told = [gpu.numa_node for gpu in await listed(recorder, 8)]
-    assert told == [0, 1, None, None, None, None, None, None]
+    emitted = [gpu.numa_node for gpu in await listed(recorder, 8)]
+    assert emitted == [0, 1, None, None, None, None, None, None]
     await probed(recorder, *node.uuids())
     warnings = [record for record in caplog.records if record.levelno >= logging.WARNING]
     (line,) = [record.getMessage() for record in warnings]

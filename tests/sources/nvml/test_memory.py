@@ -8,7 +8,7 @@ from agent.simulation.nvml.state import GpuProcess
 from agent.simulation.presets import MigDeviceSpec
 from agent.sources.nvml.library import Handle
 from agent.sources.nvml.memory import MemoryReader
-from agent.sources.nvml.optional_calls import Asker
+from agent.sources.nvml.optional_calls import OptionalCalls
 from agent.sources.nvml.readings import Readings
 from tests.sources.conftest import MakeNode, StartSource
 from tests.sources.recorder import Recorder
@@ -148,6 +148,6 @@ def test_a_list_that_is_cut_claims_nothing(count: int, info: str) -> None:
             is_compute = "Compute" in name and "MPS" not in name
             return tuple(MemoryUser(pid, 1) for pid in range(1, count + 1)) if is_compute else ()
 
-    memory = MemoryReader(Lists(), Asker(), max_users=3).read(Handle(0), total_bytes=99)
+    memory = MemoryReader(Lists(), OptionalCalls(), max_users=3).read(Handle(0), total_bytes=99)
     assert memory is not None
     assert (len(memory.users), memory.process_info) == (count if info == "ok" else 0, info)

@@ -6,7 +6,7 @@ import pytest
 
 from agent.model.gpu import Gpu, MigDevice
 from agent.model.ids import GpuUuid
-from agent.sources.nvml.inventory import Look, Sighting
+from agent.sources.nvml.inventory import DiscoveredGpu, ProbeResult
 from agent.sources.nvml.library import Handle
 from agent.sources.nvml.mig_minors import MAX_TABLE_BYTES, with_minors
 
@@ -21,7 +21,7 @@ gpu3/gi1/ci1/access 419
 """
 
 
-def look(*mig_devices: MigDevice, minor: int | None = 3) -> Look:
+def result(*mig_devices: MigDevice, minor: int | None = 3) -> ProbeResult:
     gpu = Gpu(
         uuid=GpuUuid("GPU-0"),
         index=0,
@@ -34,7 +34,7 @@ def look(*mig_devices: MigDevice, minor: int | None = 3) -> Look:
         mig_enabled=True,
         mig_devices=mig_devices,
     )
-    return Look(Sighting(gpu, Handle(object()), "00000000:17:00.0"), None)
+    return ProbeResult(DiscoveredGpu(gpu, Handle(object()), "00000000:17:00.0"), None)
 
 
 def mig(ci: int, gi: int = 1) -> MigDevice:
@@ -48,32 +48,32 @@ def table(directory: Path, content: str) -> Path:
     return directory
 
 
-def minors(seen: Look) -> list[tuple[int | None, int | None]]:
-    return [(each.gi_minor, each.ci_minor) for each in seen.sighting.gpu.mig_devices]
+def minors(probed: ProbeResult) -> list[tuple[int | None, int | None]]:
+    return [(each.gi_minor, each.ci_minor) for each in probed.discovered.gpu.mig_devices]
 
 
 def test_the_nodes_of_a_mig_device_are_those_of_its_instances_on_its_gpu(tmp_path: Path) -> None:
     proc = table(tmp_path, TABLE)
-    assert minors(with_minors(look(mig(0), mig(1)), proc)) == [(417, 418), (417, 419)]
+    assert minors(with_minors(result(mig(0), mig(1)), proc)) == [(417, 418), (417, 419)]
 
 
 @pytest.mark.parametrize("content", ["", "gpu3/gi1/access x\n", "\0" * 100, "gpu3/gi2/access 5\n"])
 def test_what_the_table_does_not_list_is_unknown(tmp_path: Path, content: str) -> None:
-    assert minors(with_minors(look(mig(0)), table(tmp_path, content))) == [(None, None)]
+    assert minors(with_minors(result(mig(0)), table(tmp_path, content))) == [(None, None)]
 
 
 def test_without_a_table_or_a_minor_of_the_gpu_minors_are_unknown(tmp_path: Path) -> None:
-    assert minors(with_minors(look(mig(0)), tmp_path)) == [(None, None)]
-    assert minors(with_minors(look(mig(0), minor=None), table(tmp_path, TABLE))) == [(None, None)]
+    assert minors(with_minors(result(mig(0)), tmp_path)) == [(None, None)]
+    assert minors(with_minors(result(mig(0), minor=None), table(tmp_path, TABLE))) == [(None, None)]
 
 
 def test_the_table_is_read_for_new_devices_only(tmp_path: Path) -> None:
-    known = with_minors(look(mig(0)), table(tmp_path, TABLE))
+    known = with_minors(result(mig(0)), table(tmp_path, TABLE))
     assert with_minors(known, tmp_path / "nothing") is known
-    unsplit = look()
+    unsplit = result()
     assert with_minors(unsplit, tmp_path / "nothing") is unsplit
 
 
 def test_a_table_is_read_up_to_its_bound(tmp_path: Path) -> None:
     proc = table(tmp_path, "x" * MAX_TABLE_BYTES + "\n" + TABLE)
-    assert minors(with_minors(look(mig(0)), proc)) == [(None, None)]
+    assert minors(with_minors(result(mig(0)), proc)) == [(None, None)]

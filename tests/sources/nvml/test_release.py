@@ -25,7 +25,7 @@ from agent.simulation.roots import write_dev
 from agent.sources.nvml.source import NvmlSettings, NvmlSource
 from tests.sources.conftest import MakeNode, StartSource
 from tests.sources.recorder import Recorder, until
-from tests.sources.simulated import MS, QUICK, Node, all_probed, hears_every_gpu
+from tests.sources.simulated import MS, QUICK, Node, all_probed, receives_every_xid
 
 INIT = "nvmlInitWithFlags"
 HASTY = replace(QUICK, call_deadline_ns=150 * MS)
@@ -57,7 +57,7 @@ async def passed(recorder: Recorder, node: Node) -> None:
     await all_probed(recorder, node)
 
 
-async def serving(
+async def running(
     make_node: MakeNode, start_source: StartSource, recorder: Recorder, settings: NvmlSettings = QUICK
 ) -> tuple[Node, NvmlSource]:
     """A source all of whose GPUs passed a probe."""
@@ -85,7 +85,7 @@ async def test_a_running_source_has_the_drivers_files_open(
 async def test_a_release_is_emitted_when_no_file_of_the_driver_is_open(
     make_node: MakeNode, start_source: StartSource, recorder: Recorder
 ) -> None:
-    node, source = await serving(make_node, start_source, recorder)
+    node, source = await running(make_node, start_source, recorder)
     await released(source, recorder)
     assert open_devices(node) == set()
     assert node.state.inits == node.state.shutdowns == 1
@@ -94,7 +94,7 @@ async def test_a_release_is_emitted_when_no_file_of_the_driver_is_open(
 async def test_nothing_is_called_while_the_driver_is_released(
     make_node: MakeNode, start_source: StartSource, recorder: Recorder
 ) -> None:
-    node, source = await serving(make_node, start_source, recorder)
+    node, source = await running(make_node, start_source, recorder)
     await released(source, recorder)
     recorder.forget()
     calls = calls_of_any_kind(node)
@@ -108,13 +108,13 @@ async def test_nothing_is_called_while_the_driver_is_released(
 async def test_a_resumed_driver_is_emitted_as_at_the_start_and_its_xids_are_received(
     make_node: MakeNode, start_source: StartSource, recorder: Recorder
 ) -> None:
-    node, source = await serving(make_node, start_source, recorder)
+    node, source = await running(make_node, start_source, recorder)
     await released(source, recorder)
     recorder.forget()
     source.resume()
     await all_probed(recorder, node)
     assert [type(fact) for fact in recorder.facts[:2]] == [DriverReady, GpusEnumerated]
-    await until(lambda: hears_every_gpu(source))
+    await until(lambda: receives_every_xid(source))
     node.state.push_xid(2, 79)
     assert (await recorder.first(XidReported)).gpu == node.uuid(2)
 
@@ -136,7 +136,7 @@ async def test_it_can_be_released_and_resumed_repeatedly(
 async def test_changes_meanwhile_are_emitted_at_the_resume(
     make_node: MakeNode, start_source: StartSource, recorder: Recorder
 ) -> None:
-    node, source = await serving(make_node, start_source, recorder)
+    node, source = await running(make_node, start_source, recorder)
     await released(source, recorder)
     node.state.hide_gpu(1)
     recorder.forget()
@@ -194,7 +194,7 @@ async def test_a_source_that_starts_released_makes_no_call_and_emits_the_release
 async def test_a_restarted_source_stays_released(
     make_node: MakeNode, start_source: StartSource, recorder: Recorder
 ) -> None:
-    node, source = await serving(make_node, start_source, recorder)
+    node, source = await running(make_node, start_source, recorder)
     (task,) = [task for task in asyncio.all_tasks() if task.get_name() == "nvml"]
     task.cancel()
     await asyncio.wait({task})
@@ -220,7 +220,7 @@ async def test_a_gpu_that_hangs_delays_the_release_and_is_emitted_and_logged(
     recorder: Recorder,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    node, source = await serving(make_node, start_source, recorder, HASTY)
+    node, source = await running(make_node, start_source, recorder, HASTY)
     node.state.hang(gpu=1)
     await until(lambda: node.state.hangs_entered == 1)
     source.release()
@@ -242,7 +242,7 @@ async def test_a_gpu_that_hangs_delays_the_release_and_is_emitted_and_logged(
 async def test_an_event_wait_that_hangs_delays_the_release_and_is_emitted(
     make_node: MakeNode, start_source: StartSource, recorder: Recorder
 ) -> None:
-    node, source = await serving(make_node, start_source, recorder, HASTY)
+    node, source = await running(make_node, start_source, recorder, HASTY)
     node.state.hang(function="nvmlEventSetWait_v2")
     await until(lambda: node.state.hangs_entered == 1)
     source.release()
@@ -271,8 +271,8 @@ async def test_an_init_that_hangs_is_undone_when_it_returns(
 async def test_a_driver_that_could_not_be_released_stays_in_use_when_it_is_resumed(
     make_node: MakeNode, start_source: StartSource, recorder: Recorder
 ) -> None:
-    node, source = await serving(
-        make_node, start_source, recorder, replace(HASTY, first_look_wait_ns=100 * MS)
+    node, source = await running(
+        make_node, start_source, recorder, replace(HASTY, first_probe_wait_ns=100 * MS)
     )
     node.state.hang(gpu=1)
     await until(lambda: node.state.hangs_entered == 1)
@@ -291,7 +291,7 @@ async def test_a_driver_that_could_not_be_released_stays_in_use_when_it_is_resum
 async def test_a_failed_shutdown_is_retried_until_it_succeeds(
     make_node: MakeNode, start_source: StartSource, recorder: Recorder
 ) -> None:
-    node, source = await serving(make_node, start_source, recorder)
+    node, source = await running(make_node, start_source, recorder)
     node.state.set_return("nvmlShutdown", 999)
     source.release()
     await until(lambda: node.state.calls("nvmlShutdown") >= 3)
@@ -306,7 +306,7 @@ async def test_a_file_that_the_library_leaves_open_is_named_and_delays_the_relea
     recorder: Recorder,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    node, source = await serving(make_node, start_source, recorder)
+    node, source = await running(make_node, start_source, recorder)
     path = node.directory / "dev" / "nvidia2"
     descriptor = await source._threads.first.call(lambda: os.open(path, os.O_RDONLY))
     source.release()

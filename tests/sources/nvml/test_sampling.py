@@ -18,7 +18,7 @@ from agent.model.structs import replace
 from agent.simulation.nvml import NvmlState
 from tests.sources.conftest import MakeNode, StartSource
 from tests.sources.recorder import Recorder, until
-from tests.sources.simulated import MS, QUICK, Node, all_probed, hears_every_gpu
+from tests.sources.simulated import MS, QUICK, Node, all_probed, receives_every_xid
 
 TWO_A100 = {"preset": "8x-a100", "gpus": 2}
 TWO_T4 = {"preset": "4x-t4", "gpus": 2}
@@ -43,7 +43,7 @@ READINGS = (
     "nvmlDeviceGetGpuFabricInfo",
     "nvmlDeviceGetGpuFabricInfoV",
 )
-NOT_OFFERED = (3, 4, 13, 25, 26)
+UNSUPPORTED_CODES = (3, 4, 13, 25, 26)
 OTHER_CODES = (1, 2, *range(5, 13), 14, *range(17, 25), *range(27, 31), 999)
 
 HW_THERMAL_SLOWDOWN, HW_POWER_BRAKE, SW_POWER_CAP = 0x40, 0x80, 0x4
@@ -248,7 +248,7 @@ async def test_an_xid_triggers_every_reading_at_once(
     node = make_node(TWO_A100)
     source = await start_source(node, HOUR)
     await recorder.at_least(2, GpuProbePassed)
-    await until(lambda: hears_every_gpu(source))
+    await until(lambda: receives_every_xid(source))
     recorder.forget()
     node.state.set_recovery_action(0, 1)
     node.state.set_nvlink(0, 5, up=False)
@@ -350,7 +350,7 @@ async def test_links_are_unknown_while_reading_one_of_them_fails(
 # Failed readings
 
 
-@pytest.mark.parametrize("code", [*NOT_OFFERED, *OTHER_CODES])
+@pytest.mark.parametrize("code", [*UNSUPPORTED_CODES, *OTHER_CODES])
 async def test_a_reading_that_fails_is_unknown_and_no_finding(
     make_node: MakeNode, start_source: StartSource, recorder: Recorder, code: int
 ) -> None:
@@ -365,7 +365,7 @@ async def test_a_reading_that_fails_is_unknown_and_no_finding(
     assert len(recorder.of(GpusEnumerated)) == 1
 
 
-@pytest.mark.parametrize("code", NOT_OFFERED)
+@pytest.mark.parametrize("code", UNSUPPORTED_CODES)
 @pytest.mark.parametrize("call", [call for call in READINGS if "NvLink" not in call])
 async def test_a_reading_with_a_code_for_unsupported_is_not_read_again(
     make_node: MakeNode, start_source: StartSource, recorder: Recorder, call: str, code: int

@@ -19,7 +19,14 @@ import pytest
 from agent import guard
 from agent.errors import SourceError
 from agent.sources.nvml.fd_table import DECOY_DESCRIPTORS
-from agent.sources.nvml.threads import AbandonedError, Call, Completions, Lane, ThreadEndedError, ThreadGroup
+from agent.sources.nvml.threads import (
+    AbandonedError,
+    Call,
+    Completions,
+    ThreadEndedError,
+    ThreadGroup,
+    WorkerThread,
+)
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -33,12 +40,12 @@ async def threads() -> AsyncIterator[ThreadGroup]:
     await group.start()
     yield group
     assert await group.wait_idle(20_000 * MS)
-    await group.end()
+    await group.stop()
 
 
-def files_of(lane: Lane) -> dict[int, str]:
+def files_of(worker: WorkerThread) -> dict[int, str]:
     """Return what a thread has open, by number."""
-    return read_links(Path(f"/proc/self/task/{lane.thread_id}/fd"))
+    return read_links(Path(f"/proc/self/task/{worker.thread_id}/fd"))
 
 
 def read_links(directory: Path) -> dict[int, str]:
@@ -56,9 +63,9 @@ def read_links(directory: Path) -> dict[int, str]:
 
 
 async def test_the_threads_have_none_of_the_agents_files(threads: ThreadGroup) -> None:
-    lane = await threads.start_lane("other")
+    worker = await threads.start_worker("other")
     assert threads.shared_files is None
-    for each in (threads.first, lane):
+    for each in (threads.first, worker):
         files = files_of(each)
         assert set(files.values()) == {os.devnull, "anon_inode:[eventfd]"}
         assert [n for n, target in files.items() if "eventfd" in target] == [threads.completions.wake_fd]
@@ -74,14 +81,14 @@ async def test_files_that_the_agent_opens_later_are_not_in_the_threads_table(thr
 async def test_files_that_a_thread_opens_are_not_in_the_agents_table(
     threads: ThreadGroup, tmp_path: Path
 ) -> None:
-    lane = await threads.start_lane("other")
+    worker = await threads.start_worker("other")
     file = tmp_path / "opened-by-a-thread"
     file.touch()
-    number = await lane.call(lambda: os.open(file, os.O_RDONLY))
-    assert files_of(lane)[number] == files_of(threads.first)[number] == str(file)
+    number = await worker.call(lambda: os.open(file, os.O_RDONLY))
+    assert files_of(worker)[number] == files_of(threads.first)[number] == str(file)
     assert str(file) not in read_links(Path("/proc/self/fd")).values()
     assert number >= DECOY_DESCRIPTORS
-    await lane.call(lambda: os.close(number))
+    await worker.call(lambda: os.close(number))
 
 
 async def test_a_file_of_the_agent_that_a_thread_happens_to_free_stays_open(threads: ThreadGroup) -> None:
@@ -110,9 +117,9 @@ async def test_where_unshare_is_forbidden_the_threads_share_the_agents_table() -
         async def main():
             group = ThreadGroup(keep=(), deadline_ns=lambda _: 10**9, clock=time.monotonic_ns, maximum=4)
             await group.start()
-            lane = await group.start_lane("other")
-            print(group.shared_files, await lane.call(lambda: "works"))
-            await group.end()
+            worker = await group.start_worker("other")
+            print(group.shared_files, await worker.call(lambda: "works"))
+            await group.stop()
 
         asyncio.run(main())
     """
@@ -126,22 +133,22 @@ async def test_where_unshare_is_forbidden_the_threads_share_the_agents_table() -
 async def test_the_threads_get_a_table_with_no_descriptor_left() -> None:
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     group = ThreadGroup(keep=(), deadline_ns=lambda _call: 50 * MS, clock=time.monotonic_ns, maximum=4)
-    taken = [os.open(os.devnull, os.O_RDONLY)]
-    resource.setrlimit(resource.RLIMIT_NOFILE, (taken[0] + 1, before[1]))
+    opened = [os.open(os.devnull, os.O_RDONLY)]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (opened[0] + 1, before[1]))
     try:
         await group.start()
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
-        for descriptor in taken:
+        for descriptor in opened:
             os.close(descriptor)
     assert group.shared_files is None
     assert set(files_of(group.first).values()) == {os.devnull, "anon_inode:[eventfd]"}
-    await group.end()
+    await group.stop()
 
 
 async def test_a_worker_thread_handles_no_signal(threads: ThreadGroup) -> None:
-    lane = await threads.start_lane("other")
-    blocked = await lane.call(lambda: signal.pthread_sigmask(signal.SIG_BLOCK, ()))
+    worker = await threads.start_worker("other")
+    blocked = await worker.call(lambda: signal.pthread_sigmask(signal.SIG_BLOCK, ()))
     assert {signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD} <= blocked
     assert signal.SIGSEGV not in blocked
 
@@ -150,42 +157,42 @@ async def test_a_worker_thread_handles_no_signal(threads: ThreadGroup) -> None:
 
 
 async def test_a_call_past_its_deadline_is_reported_once_and_so_is_its_return(threads: ThreadGroup) -> None:
-    told: list[tuple[str, Call]] = []
+    reported: list[tuple[str, Call]] = []
     overdue = asyncio.Event()
     answered = asyncio.Event()
 
     def note_overdue(call: Call) -> None:
-        told.append(("overdue", call))
+        reported.append(("overdue", call))
         overdue.set()
 
     def note_answered(call: Call) -> None:
-        told.append(("answered", call))
+        reported.append(("answered", call))
         answered.set()
 
-    lane = await threads.start_lane("slow")
-    lane.on_overdue, lane.on_answered = note_overdue, note_answered
+    worker = await threads.start_worker("slow")
+    worker.on_overdue, worker.on_answered = note_overdue, note_answered
     go_on = threading.Event()
 
     def work() -> str:
-        lane.log.began("first")
+        worker.log.began("first")
         go_on.wait()
-        lane.log.ended()
-        lane.log.began("second")
-        lane.log.ended()
+        worker.log.ended()
+        worker.log.began("second")
+        worker.log.ended()
         return "done"
 
     async with asyncio.TaskGroup() as group:
-        job = group.create_task(lane.call(work))
+        job = group.create_task(worker.call(work))
         await overdue.wait()
         assert threads.stuck
         go_on.set()
         assert await job == "done"
     await answered.wait()
-    assert [(what, call.name) for what, call in told] == [("overdue", "first"), ("answered", "first")]
-    assert lane.late
-    assert not lane.overdue
-    await lane.call(lambda: None)
-    assert not lane.late
+    assert [(what, call.name) for what, call in reported] == [("overdue", "first"), ("answered", "first")]
+    assert worker.late
+    assert not worker.overdue
+    await worker.call(lambda: None)
+    assert not worker.late
 
 
 async def test_the_return_of_one_call_of_a_long_job_is_reported_while_the_job_goes_on(
@@ -193,19 +200,19 @@ async def test_the_return_of_one_call_of_a_long_job_is_reported_while_the_job_go
 ) -> None:
     answered = asyncio.Event()
     overdue: asyncio.Queue[str] = asyncio.Queue(maxsize=8)
-    lane = await threads.start_lane("slow")
-    lane.on_overdue = lambda call: overdue.put_nowait(call.name)
-    lane.on_answered = lambda _call: answered.set()
+    worker = await threads.start_worker("slow")
+    worker.on_overdue = lambda call: overdue.put_nowait(call.name)
+    worker.on_answered = lambda _call: answered.set()
     gates = {name: threading.Event() for name in ("first", "second")}
 
     def work() -> None:
         for name, gate in gates.items():
-            lane.log.began(name)
+            worker.log.began(name)
             gate.wait()
-            lane.log.ended()
+            worker.log.ended()
 
     async with asyncio.TaskGroup() as group:
-        group.create_task(lane.call(work))
+        group.create_task(worker.call(work))
         assert await overdue.get() == "first"
         gates["first"].set()
         await answered.wait()
@@ -214,7 +221,7 @@ async def test_the_return_of_one_call_of_a_long_job_is_reported_while_the_job_go
 
 
 async def test_jobs_wait_for_each_other_even_if_the_first_is_cancelled(threads: ThreadGroup) -> None:
-    lane = await threads.start_lane("slow")
+    worker = await threads.start_worker("slow")
     go_on = threading.Event()
     order: list[str] = []
 
@@ -222,13 +229,13 @@ async def test_jobs_wait_for_each_other_even_if_the_first_is_cancelled(threads: 
         go_on.wait()
         order.append("first")
 
-    given_up = asyncio.get_running_loop().create_task(lane.call(first))
+    cancelled = asyncio.get_running_loop().create_task(worker.call(first))
     await asyncio.sleep(0)
-    given_up.cancel()
-    await asyncio.wait({given_up})
-    assert lane.busy
+    cancelled.cancel()
+    await asyncio.wait({cancelled})
+    assert worker.busy
     async with asyncio.TaskGroup() as group:
-        group.create_task(lane.call(lambda: order.append("second")))
+        group.create_task(worker.call(lambda: order.append("second")))
         await asyncio.sleep(0)
         go_on.set()
     assert order == ["first", "second"]
@@ -248,9 +255,9 @@ async def test_an_error_in_a_job_reaches_its_caller(threads: ThreadGroup) -> Non
 
 async def test_there_are_no_more_threads_than_the_maximum(threads: ThreadGroup) -> None:
     for number in range(3):
-        await threads.start_lane(f"{number}")
+        await threads.start_worker(f"{number}")
     with pytest.raises(SourceError, match="there are 4 already"):
-        await threads.start_lane("one too many")
+        await threads.start_worker("one too many")
 
 
 async def test_only_the_newest_callback_of_a_key_is_kept() -> None:
@@ -276,15 +283,15 @@ async def test_a_stuck_thread_does_not_keep_the_process(tmp_path: Path) -> None:
         async def main():
             group = ThreadGroup(keep=(), deadline_ns=lambda _: 10**7, clock=time.monotonic_ns, maximum=4)
             await group.start()
-            lane = await group.start_lane("stuck")
+            worker = await group.start_worker("stuck")
             overdue = asyncio.Event()
-            lane.on_overdue = lambda call: overdue.set()
+            worker.on_overdue = lambda call: overdue.set()
 
             def read():
-                lane.log.began("read")
+                worker.log.began("read")
                 open({str(pipe)!r}).read()
 
-            task = asyncio.get_running_loop().create_task(lane.call(read))
+            task = asyncio.get_running_loop().create_task(worker.call(read))
             await overdue.wait()
             task.cancel()
             print(await group.wait_idle(10**7))
@@ -311,9 +318,9 @@ async def test_a_base_exception_fails_the_job_and_not_the_thread(threads: Thread
     assert await threads.first.call(lambda: 7) == 7
 
 
-@pytest.mark.parametrize("ending", [SystemExit(), None], ids=["raises", "returns"])
+@pytest.mark.parametrize("error", [SystemExit(), None], ids=["raises", "returns"])
 async def test_a_thread_that_dies_while_it_is_idle_is_replaced_with_the_same_files(
-    ending: BaseException | None,
+    error: BaseException | None,
 ) -> None:
     ends = threading.Event()
 
@@ -322,8 +329,8 @@ async def test_a_thread_that_dies_while_it_is_idle_is_replaced_with_the_same_fil
             done = function(*args, **kwargs)
             if ends.is_set() and name != "nvml":
                 ends.clear()
-                if ending is not None:
-                    raise ending
+                if error is not None:
+                    raise error
                 return None  # type: ignore[return-value]  # as if there were no more jobs
             return done
 
@@ -332,56 +339,56 @@ async def test_a_thread_that_dies_while_it_is_idle_is_replaced_with_the_same_fil
     guard.own(guard.Owner("nvml", lambda _: None, seam))
     group = ThreadGroup(keep=(), deadline_ns=lambda _call: 50 * MS, clock=time.monotonic_ns, maximum=4)
     await group.start()
-    lane = await group.start_lane("other")
-    first_thread = lane.thread_id
+    worker = await group.start_worker("other")
+    first_thread = worker.thread_id
     ends.set()
-    await asyncio.gather(lane.call(lambda: None), return_exceptions=True)
-    while lane.alive and lane.thread_id == first_thread:
+    await asyncio.gather(worker.call(lambda: None), return_exceptions=True)
+    while worker.alive and worker.thread_id == first_thread:
         await asyncio.sleep(0.001)
 
-    assert await lane.call(lambda: 7) == 7
-    assert lane.thread_id != first_thread
-    assert set(files_of(lane).values()) == {os.devnull, "anon_inode:[eventfd]"}
-    await group.end()
+    assert await worker.call(lambda: 7) == 7
+    assert worker.thread_id != first_thread
+    assert set(files_of(worker).values()) == {os.devnull, "anon_inode:[eventfd]"}
+    await group.stop()
 
 
 async def test_a_thread_that_hangs_outside_of_a_call_is_abandoned_and_can_make_none_later(
     threads: ThreadGroup,
 ) -> None:
-    lane = await threads.start_lane("other")
-    goes_on, refused = threading.Event(), threading.Event()
+    worker = await threads.start_worker("other")
+    goes_on, rejected = threading.Event(), threading.Event()
 
     def hang() -> None:
         goes_on.wait()
         try:
-            lane.log.began("nvmlDeviceGetUUID")
+            worker.log.began("nvmlDeviceGetUUID")
         except AbandonedError:
-            refused.set()
+            rejected.set()
 
-    hanging = asyncio.get_running_loop().create_task(lane.call(hang))
-    while not lane.busy:
+    hanging = asyncio.get_running_loop().create_task(worker.call(hang))
+    while not worker.busy:
         await asyncio.sleep(0)
     threads.abandon_hung()
     with pytest.raises(ThreadEndedError, match="Thread other was replaced: it hung"):
         await hanging
-    assert await lane.call(lambda: 7) == 7
+    assert await worker.call(lambda: 7) == 7
     goes_on.set()
-    while not refused.is_set():
+    while not rejected.is_set():
         await asyncio.sleep(0.001)
 
 
 async def test_a_thread_in_a_call_of_the_driver_is_not_abandoned(threads: ThreadGroup) -> None:
-    lane = await threads.start_lane("other")
+    worker = await threads.start_worker("other")
     goes_on = threading.Event()
 
     def call() -> int:
-        lane.log.began("nvmlDeviceGetUUID")
+        worker.log.began("nvmlDeviceGetUUID")
         goes_on.wait()
-        lane.log.ended()
+        worker.log.ended()
         return 7
 
-    calling = asyncio.get_running_loop().create_task(lane.call(call))
-    while lane.log.current is None:
+    calling = asyncio.get_running_loop().create_task(worker.call(call))
+    while worker.log.current is None:
         await asyncio.sleep(0.001)
     threads.abandon_hung()
     goes_on.set()

@@ -10,10 +10,10 @@ from agent.model.facts import GpuCallFailed, GpuCallOverdue, GpuProbePassed, Gpu
 from agent.model.ids import GpuUuid
 from agent.model.structs import replace
 from agent.model.topology import NvLinks, PcieDistance, Survey, Topology
-from agent.sources.nvml.inventory import Sighting
+from agent.sources.nvml.inventory import DiscoveredGpu
 from agent.sources.nvml.library import Handle
 from agent.sources.nvml.readings import LINK_TO_GPU, LINK_TO_SWITCH, Readings
-from agent.sources.nvml.topology import cpu_list, read_nvlinks, survey_without_driver
+from agent.sources.nvml.topology import cpu_list, read_nvlinks, sample_topology_without_driver
 from tests.core.build import gpu
 from tests.sources.conftest import MakeNode, StartSource
 from tests.sources.recorder import Recorder
@@ -22,20 +22,20 @@ from tests.sources.simulated import MS, QUICK, Node
 A100 = {"preset": "8x-a100"}
 
 
-def surveys(recorder: Recorder) -> dict[GpuUuid, Survey]:
+def samples(recorder: Recorder) -> dict[GpuUuid, Survey]:
     """Return the newest topology sample of each GPU."""
     return {fact.gpu: fact.survey for fact in recorder.of(TopologySeen)}
 
 
-async def every_survey(recorder: Recorder, node: Node) -> list[Survey]:
-    await recorder.until(lambda: len(surveys(recorder)) == node.state.gpus)
-    return [surveys(recorder)[uuid] for uuid in node.uuids()]
+async def every_sample(recorder: Recorder, node: Node) -> list[Survey]:
+    await recorder.until(lambda: len(samples(recorder)) == node.state.gpus)
+    return [samples(recorder)[uuid] for uuid in node.uuids()]
 
 
 def seen(recorder: Recorder) -> Topology:
     """Return the topology that the core derives from the samples."""
     (*_, listed) = recorder.of(GpusEnumerated)
-    return topology_of(listed.gpus, surveys(recorder), frozenset(gpu.uuid for gpu in listed.gpus))
+    return topology_of(listed.gpus, samples(recorder), frozenset(gpu.uuid for gpu in listed.gpus))
 
 
 # Contents
@@ -46,7 +46,7 @@ async def test_gpus_behind_nvswitches_reach_each_other_with_all_their_links(
 ) -> None:
     node = make_node(A100)
     await start_source(node)
-    first, second, third, *_ = await every_survey(recorder, node)
+    first, second, third, *_ = await every_sample(recorder, node)
     assert first.nvlinks == NvLinks(to_switches=12)
     assert first.cpu_affinity == "48-63,176-191"
     assert first.distances["0000:0f:00.0"] is PcieDistance.MULTI_SWITCH
@@ -69,7 +69,7 @@ async def test_links_between_two_gpus_are_found_by_their_peers(
     node.state.set_nvlink(2, 4, up=False)
     node.state.set_nvlink(2, 5, up=False)
     await start_source(node)
-    first, _, third, *_ = await every_survey(recorder, node)
+    first, _, third, *_ = await every_sample(recorder, node)
     assert first.nvlinks == NvLinks({"0000:47:00.0": 11})
     assert third.nvlinks == NvLinks({"0000:07:00.0": 10})
     topology = seen(recorder)
@@ -84,7 +84,7 @@ async def test_gpus_without_links_have_none_and_not_unknown_ones(
 ) -> None:
     node = make_node("4x-t4")
     await start_source(node)
-    assert all(survey.nvlinks == NvLinks() for survey in await every_survey(recorder, node))
+    assert all(sample.nvlinks == NvLinks() for sample in await every_sample(recorder, node))
     assert {short_name(link) for link in seen(recorder).links.values()} <= {"PHB", "NODE", "SYS"}
 
 
@@ -104,7 +104,7 @@ async def test_what_the_driver_does_not_support_comes_from_the_kernel(
     for call in ("nvmlDeviceGetTopologyCommonAncestor", "nvmlDeviceGetCpuAffinity"):
         node.state.set_return(call, 3)
     await start_source(node)
-    first, _ = await every_survey(recorder, node)
+    first, _ = await every_sample(recorder, node)
     assert (first.distances, first.cpu_affinity) == ({}, "0-3")
     assert seen(recorder).between(*node.uuids()).pcie is PcieDistance.SINGLE_SWITCH
 
@@ -117,7 +117,7 @@ async def test_the_topology_is_sampled_after_the_first_passed_probe(
 ) -> None:
     node = make_node(A100)
     await start_source(node)
-    await every_survey(recorder, node)
+    await every_sample(recorder, node)
     for uuid in node.uuids():
         mine = [type(fact) for fact in recorder.facts if getattr(fact, "gpu", None) == uuid]
         assert mine.index(GpuProbePassed) < mine.index(TopologySeen)
@@ -128,7 +128,7 @@ async def test_it_is_sampled_once_while_nothing_changes(
 ) -> None:
     node = make_node(A100)
     await start_source(node)
-    await every_survey(recorder, node)
+    await every_sample(recorder, node)
     await recorder.at_least(8 * 6, GpuProbePassed)
     assert len(recorder.of(TopologySeen)) == 8
     assert node.state.calls("nvmlDeviceGetCpuAffinity") == 8
@@ -140,9 +140,9 @@ async def test_it_is_sampled_again_when_a_link_goes_down(
 ) -> None:
     node = make_node(A100)
     await start_source(node, replace(QUICK, slow_polls=0))
-    await every_survey(recorder, node)
+    await every_sample(recorder, node)
     node.state.set_nvlink(5, 7, up=False)
-    await recorder.until(lambda: surveys(recorder)[node.uuid(5)].nvlinks == NvLinks(to_switches=11))
+    await recorder.until(lambda: samples(recorder)[node.uuid(5)].nvlinks == NvLinks(to_switches=11))
     assert seen(recorder).between(node.uuid(5), node.uuid(0)).nvlinks == 11
 
 
@@ -152,11 +152,11 @@ async def test_it_is_sampled_again_when_another_gpu_is_listed(
     node = make_node(A100)
     node.state.hide_gpu(7)
     await start_source(node)
-    await recorder.until(lambda: len(surveys(recorder)) == 7)
-    assert "0000:bd:00.0" not in surveys(recorder)[node.uuid(0)].distances
+    await recorder.until(lambda: len(samples(recorder)) == 7)
+    assert "0000:bd:00.0" not in samples(recorder)[node.uuid(0)].distances
     node.state.reveal_gpu(7)
-    await recorder.until(lambda: "0000:bd:00.0" in surveys(recorder)[node.uuid(0)].distances)
-    await every_survey(recorder, node)
+    await recorder.until(lambda: "0000:bd:00.0" in samples(recorder)[node.uuid(0)].distances)
+    await every_sample(recorder, node)
 
 
 # Failures
@@ -171,7 +171,7 @@ async def test_a_lost_gpu_has_unknown_links_and_the_others_keep_theirs(
     node.state.clear_return("nvmlDeviceGetHandleByIndex_v2", gpu=3)
     await start_source(node)
     others = [uuid for number, uuid in enumerate(node.uuids()) if number != 3]
-    await recorder.until(lambda: surveys(recorder).keys() >= set(others))
+    await recorder.until(lambda: samples(recorder).keys() >= set(others))
     topology = seen(recorder)
     assert {topology.between(one, other).nvlinks for one in others for other in others if one != other} == {
         12
@@ -184,16 +184,16 @@ async def test_a_gpu_that_is_lost_later_has_unknown_links_and_is_not_called(
 ) -> None:
     node = make_node(A100)
     await start_source(node)
-    await every_survey(recorder, node)
+    await every_sample(recorder, node)
     node.state.set_return(None, 15, gpu=3)
-    await recorder.until(lambda: surveys(recorder)[node.uuid(3)].nvlinks is None)
+    await recorder.until(lambda: samples(recorder)[node.uuid(3)].nvlinks is None)
     topology = seen(recorder)
     assert topology.between(node.uuid(3), node.uuid(0)).nvlinks is None
     # What is soldered on does not change.
     assert topology.between(node.uuid(3), node.uuid(2)).pcie is PcieDistance.MULTI_SWITCH
     assert node.state.calls("nvmlDeviceGetCpuAffinity", gpu=3) == 1
     node.state.clear_faults()
-    await recorder.until(lambda: surveys(recorder)[node.uuid(3)].nvlinks == NvLinks(to_switches=12))
+    await recorder.until(lambda: samples(recorder)[node.uuid(3)].nvlinks == NvLinks(to_switches=12))
 
 
 async def test_links_that_could_not_be_read_are_unknown_and_read_again(
@@ -202,11 +202,11 @@ async def test_links_that_could_not_be_read_are_unknown_and_read_again(
     node = make_node(A100)
     node.state.set_return("nvmlDeviceGetNvLinkRemoteDeviceType", 999, gpu=1)
     await start_source(node, replace(QUICK, slow_polls=1))
-    one = (await every_survey(recorder, node))[1]
+    one = (await every_sample(recorder, node))[1]
     assert (one.nvlinks, one.cpu_affinity) == (None, "48-63,176-191")
     assert seen(recorder).between(node.uuid(0), node.uuid(2)).nvlinks == 12
     node.state.clear_faults()
-    await recorder.until(lambda: surveys(recorder)[node.uuid(1)].nvlinks == NvLinks(to_switches=12))
+    await recorder.until(lambda: samples(recorder)[node.uuid(1)].nvlinks == NvLinks(to_switches=12))
 
 
 async def test_a_topology_sample_that_hangs_affects_that_gpu_alone(
@@ -216,11 +216,11 @@ async def test_a_topology_sample_that_hangs_affects_that_gpu_alone(
     node.state.hang(gpu=2, function="nvmlDeviceGetCpuAffinity")
     await start_source(node, replace(QUICK, call_deadline_ns=300 * MS))
     others = [uuid for number, uuid in enumerate(node.uuids()) if number != 2]
-    await recorder.until(lambda: surveys(recorder).keys() >= set(others))
+    await recorder.until(lambda: samples(recorder).keys() >= set(others))
     late = await recorder.first(GpuCallOverdue)
     assert (late.gpu, late.call) == (node.uuid(2), "nvmlDeviceGetCpuAffinity")
     node.state.clear_faults()
-    await every_survey(recorder, node)
+    await every_sample(recorder, node)
     assert {fact.gpu for fact in recorder.of(GpuCallOverdue)} == {node.uuid(2)}
 
 
@@ -229,18 +229,18 @@ async def test_no_call_names_a_gpu_that_does_not_answer(
 ) -> None:
     node = make_node(A100)
     await start_source(node, replace(QUICK, slow_polls=0))
-    await every_survey(recorder, node)
+    await every_sample(recorder, node)
     node.state.set_return(None, 999, gpu=3)
     await recorder.first(GpuCallFailed)
     node.state.set_nvlink(5, 7, up=False)
-    await recorder.until(lambda: surveys(recorder)[node.uuid(5)].nvlinks == NvLinks(to_switches=11))
+    await recorder.until(lambda: samples(recorder)[node.uuid(5)].nvlinks == NvLinks(to_switches=11))
     assert node.state.calls("nvmlDeviceGetTopologyCommonAncestor", gpu=5) == 7 + 6
 
 
 # One call each
 
 
-class Told(Readings):
+class ScriptedReadings(Readings):
     """Scripted readings: what is at the other end of each link, or the code of an error."""
 
     def __init__(self, *links: tuple[int, str] | int, kinds: int = 0) -> None:
@@ -250,22 +250,22 @@ class Told(Readings):
     def link_is_up(self, handle: Handle, link: int) -> bool:
         if link >= len(self._links):
             raise NvmlError("nvmlDeviceGetNvLinkState", 2, "Invalid Argument")
-        told = self._links[link]
-        if isinstance(told, int) and told > 0:
-            raise NvmlError("nvmlDeviceGetNvLinkState", told, "Error")
-        return told != 0
+        answer = self._links[link]
+        if isinstance(answer, int) and answer > 0:
+            raise NvmlError("nvmlDeviceGetNvLinkState", answer, "Error")
+        return answer != 0
 
     def link_leads_to(self, handle: Handle, link: int) -> int:
         if self._kinds:
             raise NvmlError("nvmlDeviceGetNvLinkRemoteDeviceType", self._kinds, "Error")
-        told = self._links[link]
-        assert not isinstance(told, int)
-        return told[0]
+        answer = self._links[link]
+        assert not isinstance(answer, int)
+        return answer[0]
 
     def link_peer(self, handle: Handle, link: int) -> str:
-        told = self._links[link]
-        assert not isinstance(told, int)
-        return told[1]
+        answer = self._links[link]
+        assert not isinstance(answer, int)
+        return answer[1]
 
 
 TO_GPU = (LINK_TO_GPU, "00000000:3B:00.0")
@@ -277,14 +277,14 @@ HANDLE = Handle(object())
 @pytest.mark.parametrize(
     ("readings", "found"),
     [
-        (Told(), NvLinks()),
-        (Told(0, 3, TO_GPU, TO_GPU, TO_SWITCH), NvLinks({"0000:3b:00.0": 2}, 1)),
-        (Told(TO_CPU), NvLinks()),
-        (Told(TO_GPU, 13), None),
-        (Told(TO_GPU, TO_SWITCH, kinds=13), NvLinks({"0000:3b:00.0": 1, "0000:c4:00.0": 1})),
+        (ScriptedReadings(), NvLinks()),
+        (ScriptedReadings(0, 3, TO_GPU, TO_GPU, TO_SWITCH), NvLinks({"0000:3b:00.0": 2}, 1)),
+        (ScriptedReadings(TO_CPU), NvLinks()),
+        (ScriptedReadings(TO_GPU, 13), None),
+        (ScriptedReadings(TO_GPU, TO_SWITCH, kinds=13), NvLinks({"0000:3b:00.0": 1, "0000:c4:00.0": 1})),
     ],
 )
-def test_links_are_counted_by_their_other_ends(readings: Told, found: NvLinks | None) -> None:
+def test_links_are_counted_by_their_other_ends(readings: ScriptedReadings, found: NvLinks | None) -> None:
     assert read_nvlinks(readings, HANDLE) == found
 
 
@@ -303,12 +303,12 @@ def test_cpus_are_listed_as_the_kernel_lists_them(cpus: list[int], text: str | N
 
 
 def test_nonsense_in_sysfs_is_unknown(tmp_path: Path) -> None:
-    sighting = Sighting(gpu(0), HANDLE, "00000000:10:00.0")
-    device = tmp_path / "bus/pci/devices" / sighting.gpu.pci
+    discovered = DiscoveredGpu(gpu(0), HANDLE, "00000000:10:00.0")
+    device = tmp_path / "bus/pci/devices" / discovered.gpu.pci
     device.mkdir(parents=True)
-    assert survey_without_driver(sighting, tmp_path) == Survey()
+    assert sample_topology_without_driver(discovered, tmp_path) == Survey()
     (device / "local_cpulist").write_text("all of them\n")
-    assert survey_without_driver(sighting, tmp_path) == Survey()
+    assert sample_topology_without_driver(discovered, tmp_path) == Survey()
     device.rename(device.with_name("old"))
     device.symlink_to("/somewhere/else")
-    assert survey_without_driver(sighting, tmp_path) == Survey()
+    assert sample_topology_without_driver(discovered, tmp_path) == Survey()
