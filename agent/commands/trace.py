@@ -31,7 +31,7 @@ from agent.probe.kernel import Majors, Roots
 from agent.probe.loading import load
 from agent.probe.probe import Probe
 from agent.probe.request import Doubles, LoaderChoice, Request, TierChoice
-from agent.sources.processes import look_at
+from agent.sources.processes import read_process
 
 MAX_LINES: Final = 1_000
 """Calls printed in one second; more are counted."""
@@ -123,7 +123,7 @@ def _open_pidfd(pid: int) -> int:
 
 
 def _name(pid: int) -> str:
-    look = look_at(Path("/proc"), pid)
+    look = read_process(Path("/proc"), pid)
     return f"{printable(look.comm)} ({pid})" if isinstance(look, ProcessStatus) else f"process {pid}"
 
 

@@ -188,7 +188,7 @@ class Assembly:
             sees_new_nodes=not self.is_in_container or self._dev != _OWN_DEV,
             clock=self.clock,
             period_ns=self.settings.poll_ns,
-            look_at_layout=self._look_at_layout,
+            probe_layout=self._probe_layout,
             prove=self._prover(SYSFS),
         )
         return self.sysfs
@@ -212,7 +212,7 @@ class Assembly:
 
     def make_pods(self) -> Source:
         """Make the source that asks which pod holds what."""
-        from agent.sources.pods.ended import EndedPods
+        from agent.sources.pods.finished import FinishedPods
         from agent.sources.pods.source import PodsSource
 
         self.pods = PodsSource(
@@ -222,7 +222,7 @@ class Assembly:
             checkpoint=Path(self.settings.kubelet_socket_or_default).parent / CHECKPOINT,
             clock=self.clock,
             period_ns=self.settings.pods_poll_ns,
-            ended=EndedPods(
+            finished=FinishedPods(
                 Path(self.settings.sys_root, "fs/cgroup"), kubelet_root=self.settings.kubelet_cgroup_root
             ),
             prove=self._prover(PODS),
@@ -309,7 +309,7 @@ class Assembly:
                 case ResumeDriver():
                     self.nvml.resume()
 
-    def _look_at_layout(self, gpu: GpuUuid) -> None:
+    def _probe_layout(self, gpu: GpuUuid) -> None:
         if self.nvml is not None:
             self.nvml.request_gpu(gpu)
 

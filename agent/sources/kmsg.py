@@ -58,8 +58,8 @@ from agent.sources.kmsg_records import (
     SwitchLine,
     UvmLine,
     XidLine,
-    lines_of,
-    record_of,
+    parse_record,
+    split_lines,
 )
 from agent.threads import in_daemon_thread
 
@@ -97,10 +97,10 @@ class KernelLogStatistics(msgspec.Struct, frozen=True):
 class EarlierLines:
     """Events from records written before the agent read the log, and later repairs, within bounds."""
 
-    def __init__(self, *, most_lines: int = MAX_BACKLOG_XIDS, most_addresses: int = MAX_ADDRESSES) -> None:
-        """Keep the ``most_lines`` newest events, and the latest repair of ``most_addresses`` GPUs."""
-        self._found: deque[tuple[int, Line]] = deque(maxlen=most_lines)
-        self._most_addresses = most_addresses
+    def __init__(self, *, max_lines: int = MAX_BACKLOG_XIDS, max_addresses: int = MAX_ADDRESSES) -> None:
+        """Keep the ``max_lines`` newest events, and the latest repair of ``max_addresses`` GPUs."""
+        self._found: deque[tuple[int, Line]] = deque(maxlen=max_lines)
+        self._max_addresses = max_addresses
         self._repaired: dict[str, int] = {}
         self._all_repaired = -1
 
@@ -124,7 +124,7 @@ class EarlierLines:
             return
         self._repaired.pop(pci, None)
         self._repaired[pci] = sequence
-        if len(self._repaired) > self._most_addresses:
+        if len(self._repaired) > self._max_addresses:
             del self._repaired[next(iter(self._repaired))]
 
     def facts(self, *, after: int | None, before: int | None, backlog: bool) -> Iterator[Fact]:
@@ -183,14 +183,14 @@ class KernelLogSource:
         self._next_sequence: int | None = None
         self._first_sequence: int | None = None
         self._backlog_until_us = -1
-        self._unended = b""
+        self._partial = b""
         self._read_until = read_until
         self._period_ns = period_ns
         self._prove = prove
         self._lines: deque[bytes] = deque()
         """Lines that were read and not handled yet."""
         self._failed_line: bytes | None = None
-        self._has_news = True
+        self._position_due = True
         """Whether the read position is to be emitted: at the start, and with each XID."""
 
     def recent(self) -> tuple[str, ...]:
@@ -205,29 +205,29 @@ class KernelLogSource:
         """Read until cancelled; raises SourceError when the log cannot be read. No two at once."""
         descriptor, is_device = _open(self._path)
         loop = asyncio.get_running_loop()
-        ended: asyncio.Future[SourceError] = loop.create_future()
+        failure: asyncio.Future[SourceError] = loop.create_future()
         try:
             self._has_backlog = is_device
             self._begin(descriptor, is_device=is_device)
-            self._watch(descriptor, ended)
+            self._watch(descriptor, failure)
             if is_device and not self._backlog_read:
                 backlog = await in_daemon_thread("kernel-log-backlog", lambda: _read_backlog(self._path))
                 # Records that the other reader read last may still wait here, and are no backlog.
-                self._read(descriptor, ended)
-                self._take_backlog(backlog)
-            while not ended.done():
+                self._read(descriptor, failure)
+                self._handle_backlog(backlog)
+            while not failure.done():
                 # A quiet log is indistinguishable from a lost wake-up: read anyway.
-                self._read(descriptor, ended)
+                self._read(descriptor, failure)
                 self._prove()
-                await asyncio.wait((ended,), timeout=self._period_ns / 1e9)
-            raise ended.result()
+                await asyncio.wait((failure,), timeout=self._period_ns / 1e9)
+            raise failure.result()
         finally:
             loop.remove_reader(descriptor)
             os.close(descriptor)
 
-    def _watch(self, descriptor: int, ended: "asyncio.Future[SourceError]") -> None:
+    def _watch(self, descriptor: int, failure: "asyncio.Future[SourceError]") -> None:
         try:
-            guard.add_reader("kernel-log", descriptor, self._read, descriptor, ended)
+            guard.add_reader("kernel-log", descriptor, self._read, descriptor, failure)
         except PermissionError:
             raise SourceError(
                 f"The kernel log {self._path} cannot be polled; "
@@ -235,7 +235,7 @@ class KernelLogSource:
             ) from None
 
     def _begin(self, descriptor: int, *, is_device: bool) -> None:
-        self._unended = b""
+        self._partial = b""
         if is_device:
             # The device returns them again.
             self._lines.clear()
@@ -247,17 +247,17 @@ class KernelLogSource:
 
     # Reading
 
-    def _read(self, descriptor: int, ended: "asyncio.Future[SourceError]") -> None:
+    def _read(self, descriptor: int, failure: "asyncio.Future[SourceError]") -> None:
         """Read the log for one turn of the loop, and emit the read position if that is due."""
-        self._read_turn(descriptor, ended)
-        self._tell_stream_backlog()
-        self._tell_read()
+        self._read_turn(descriptor, failure)
+        self._emit_stream_backlog()
+        self._emit_read_position()
 
-    def _read_turn(self, descriptor: int, ended: "asyncio.Future[SourceError]") -> None:
+    def _read_turn(self, descriptor: int, failure: "asyncio.Future[SourceError]") -> None:
         self._handle_lines()
         turn_ends_at = self._records + MAX_RECORDS_PER_TURN
         for _ in range(MAX_RECORDS_PER_TURN):
-            if ended.done() or self._records >= turn_ends_at:
+            if failure.done() or self._records >= turn_ends_at:
                 return
             try:
                 chunk = os.read(descriptor, MAX_RECORD_BYTES)
@@ -268,27 +268,27 @@ class KernelLogSource:
                 self._overrun()
                 continue
             except OSError as error:
-                self._end(descriptor, ended, f"could not be read: {error.strerror}")
+                self._stop(descriptor, failure, f"could not be read: {error.strerror}")
                 return
             if not chunk:
-                self._end(descriptor, ended, "has ended")
+                self._stop(descriptor, failure, "has ended")
                 return
-            self._take(chunk)
+            self._handle_chunk(chunk)
 
-    def _end(self, descriptor: int, ended: "asyncio.Future[SourceError]", why: str) -> None:
+    def _stop(self, descriptor: int, failure: "asyncio.Future[SourceError]", why: str) -> None:
         asyncio.get_running_loop().remove_reader(descriptor)
-        ended.set_result(SourceError(f"The kernel log {self._path} {why}; it is opened again"))
+        failure.set_result(SourceError(f"The kernel log {self._path} {why}; it is opened again"))
 
     def _overrun(self) -> None:
         if self._next_sequence is None:
             # Nothing was read yet, so the number is unknown.
-            self._tell_lost(1)
+            self._emit_lost(1)
 
-    def _take(self, chunk: bytes) -> None:
-        *lines, self._unended = (self._unended + chunk).split(b"\n")
-        if len(self._unended) > MAX_RECORD_BYTES:
+    def _handle_chunk(self, chunk: bytes) -> None:
+        *lines, self._partial = (self._partial + chunk).split(b"\n")
+        if len(self._partial) > MAX_RECORD_BYTES:
             # The rest of it is no record either.
-            self._unended = b""
+            self._partial = b""
             self._malformed += 1
         self._lines.extend(lines)
         self._handle_lines()
@@ -309,18 +309,18 @@ class KernelLogSource:
             self._lines.popleft()
 
     def _handle_line(self, line: bytes) -> None:
-        record = record_of(line)
+        record = parse_record(line)
         if record is not None:
-            self._take_record(record)
+            self._handle_record(record)
         elif not line.startswith(b" "):
             self._malformed += 1
 
-    def _take_record(self, record: Record) -> None:
+    def _handle_record(self, record: Record) -> None:
         self._records += 1
         self._of_processes += not record.is_kernel
         if not self._is_next(record.sequence) or not record.may_matter:
             return
-        lines = lines_of(record)
+        lines = split_lines(record)
         if record.is_of_driver:
             self._recent.add(_shown(lines, record))
         found = self._reader.read(lines, record.time_us)
@@ -328,19 +328,19 @@ class KernelLogSource:
             if found is not None:
                 self._earlier.add(record.sequence, found)
             return
-        self._tell_stream_backlog()
+        self._emit_stream_backlog()
         fact = None if found is None else _fact(found, backlog=False, live=True)
-        if fact is not None and not self._was_told(record.sequence):
+        if fact is not None and not self._was_emitted(record.sequence):
             self._inbox.put(fact)
-            self._has_news = True
+            self._position_due = True
 
-    def _tell_stream_backlog(self) -> None:
+    def _emit_stream_backlog(self) -> None:
         """Emit the backlog of a log that is no device; its later lines may have reported a repair."""
         if not self._earlier.is_empty:
             earlier, self._earlier = self._earlier, EarlierLines()
-            self._tell_earlier(earlier, before=None)
+            self._emit_earlier(earlier, before=None)
 
-    def _was_told(self, sequence: int) -> bool:
+    def _was_emitted(self, sequence: int) -> bool:
         return self._read_until is not None and sequence <= self._read_until
 
     def _is_next(self, sequence: int) -> bool:
@@ -349,39 +349,39 @@ class KernelLogSource:
         if expected is not None and sequence < expected:
             return False
         if expected is not None and sequence > expected:
-            self._tell_lost(sequence - expected)
+            self._emit_lost(sequence - expected)
         self._next_sequence = sequence + 1
         if self._first_sequence is None:
             self._first_sequence = sequence
         return True
 
-    def _take_backlog(self, backlog: _Backlog) -> None:
+    def _handle_backlog(self, backlog: _Backlog) -> None:
         first = self._first_sequence
-        if backlog.newest is not None and self._was_told(backlog.newest + 1):
+        if backlog.newest is not None and self._was_emitted(backlog.newest + 1):
             # The position is from another log: this one is shorter.
             self._read_until = None
-        self._tell_earlier(backlog.earlier, before=first)
+        self._emit_earlier(backlog.earlier, before=first)
         self._recent.add_before(backlog.lines)
         if self._next_sequence is None and backlog.newest is not None:
             self._next_sequence = backlog.newest + 1
         self._backlog_read = True
-        self._tell_read()
+        self._emit_read_position()
 
     # Facts
 
-    def _tell_read(self) -> None:
+    def _emit_read_position(self) -> None:
         is_whole = self._backlog_read or not self._has_backlog
-        if self._has_news and is_whole and self._next_sequence is not None:
-            self._has_news = False
+        if self._position_due and is_whole and self._next_sequence is not None:
+            self._position_due = False
             self._inbox.put(KernelLogRead(until=self._next_sequence - 1))
 
-    def _tell_earlier(self, earlier: EarlierLines, *, before: int | None) -> None:
+    def _emit_earlier(self, earlier: EarlierLines, *, before: int | None) -> None:
         is_backlog = self._read_until is None
         for fact in earlier.facts(after=self._read_until, before=before, backlog=is_backlog):
             self._inbox.put(fact)
-            self._has_news = True
+            self._position_due = True
 
-    def _tell_lost(self, count: int) -> None:
+    def _emit_lost(self, count: int) -> None:
         self._lost += count
         _log.warning(
             "%(count)s records of the kernel log were lost before they could be read", about(count=count)
@@ -479,13 +479,13 @@ def _read_backlog(path: Path) -> _Backlog:
             except OSError:
                 # No more for now; any other error recurs in the reader on the loop.
                 break
-            record = record_of(chunk.partition(b"\n")[0])
+            record = parse_record(chunk.partition(b"\n")[0])
             if record is None:
                 continue
             newest = record.sequence
             if not record.may_matter:
                 continue
-            lines = lines_of(record)
+            lines = split_lines(record)
             if record.is_of_driver:
                 kept.add(_shown(lines, record))
             found = reader.read(lines, record.time_us)

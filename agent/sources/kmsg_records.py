@@ -147,7 +147,7 @@ class RepairLine(msgspec.Struct, frozen=True):
 Line = XidLine | SwitchLine | UvmLine | RepairLine
 
 
-def record_of(line: bytes) -> Record | None:
+def parse_record(line: bytes) -> Record | None:
     """Parse a record; None for anything else, such as a record's further properties.
 
     Its format: ``priority,sequence,microseconds,flags[,…];text``.
@@ -159,14 +159,14 @@ def record_of(line: bytes) -> Record | None:
     return Record(sequence, time_us, priority >> 3 == _KERNEL_FACILITY, line[header.end() :])
 
 
-def lines_of(record: Record) -> tuple[str, ...]:
+def split_lines(record: Record) -> tuple[str, ...]:
     """Return the lines of a record as printable text, each bounded."""
     text = record.text[: MAX_LINE * MAX_LINES_IN_RECORD].decode("ascii", "backslashreplace")
     lines = _ESCAPED_LINE_END.split(text, MAX_LINES_IN_RECORD)[:MAX_LINES_IN_RECORD]
     return tuple(_printable(line)[:MAX_LINE] for line in lines if line)
 
 
-def line_of(lines: tuple[str, ...]) -> Line | None:
+def parse_line(lines: tuple[str, ...]) -> Line | None:
     """Parse the lines of one record; None: no known format.
 
     The driver writes each XID as a record of its own, so one in a later line is not the driver's.
@@ -190,8 +190,8 @@ def _fallen_line(found: "re.Match[str]") -> Line:
 
 
 def _switch_line(found: "re.Match[str]") -> Line:
-    is_fatal, said = found[4] == "Fatal", found[5].strip()
-    return SwitchLine(_function_of(found), int(found[3]), is_fatal, said[:MAX_DETAIL])
+    is_fatal, message = found[4] == "Fatal", found[5].strip()
+    return SwitchLine(_function_of(found), int(found[3]), is_fatal, message[:MAX_DETAIL])
 
 
 def _xid_line(found: "re.Match[str]") -> Line | None:
@@ -200,25 +200,25 @@ def _xid_line(found: "re.Match[str]") -> Line | None:
         return None
     rest = found[5].strip()
     process = _PROCESS.match(rest)
-    said = rest[process.end() :].strip() if process else rest
-    nvlink = _NVLINK.search(said) if xid in NVLINK_XIDS else None
+    message = rest[process.end() :].strip() if process else rest
+    nvlink = _NVLINK.search(message) if xid in NVLINK_XIDS else None
     return XidLine(
         pci=pci_sysfs_name(f"{found[1]}.0"),
         xid=xid,
-        detail=_detail(xid, said, nvlink),
+        detail=_detail(xid, message, nvlink),
         gi=ALL if found[2] is None else int(found[2]),
         ci=ALL if found[3] is None else int(found[3]),
-        words=_words(said, nvlink),
+        words=_words(message, nvlink),
     )
 
 
-def _words(said: str, nvlink: "re.Match[str] | None") -> XidWords:
+def _words(message: str, nvlink: "re.Match[str] | None") -> XidWords:
     if nvlink is not None:
         severity: NvlinkSeverity = "fatal" if nvlink[2] == "Fatal" else "nonfatal"
         return XidWords(severity=severity, unit=nvlink[1], sub_code=_sub_code(nvlink))
-    if (action := _ACTION.search(said)) is not None:
+    if (action := _ACTION.search(message)) is not None:
         return XidWords(action=int(action[1], 16))
-    if (containment := _CONTAINMENT.search(said)) is not None:
+    if (containment := _CONTAINMENT.search(message)) is not None:
         return XidWords(reset=containment[1] == "Yes")
     return NO_WORDS
 
@@ -227,15 +227,15 @@ def _sub_code(nvlink: "re.Match[str]") -> int:
     return (int(nvlink[4], 16) >> 20) & 0x3F
 
 
-def _detail(xid: int, said: str, nvlink: "re.Match[str] | None") -> str:
+def _detail(xid: int, message: str, nvlink: "re.Match[str] | None") -> str:
     """Return the message of a line, without the process; of an NVLink error its unit and sub code.
 
     Empty where the message only repeats the meaning of the number.
     """
-    if xid == FALLEN_OFF and _FALLEN_WORDS in said:
+    if xid == FALLEN_OFF and _FALLEN_WORDS in message:
         return ""
     if nvlink is None:
-        return said[:MAX_DETAIL]
+        return message[:MAX_DETAIL]
     return f"{nvlink[1]} sub code {_sub_code(nvlink)}, {nvlink[2].lower()}, link {int(nvlink[3])}"
 
 
@@ -266,7 +266,7 @@ class LogReader:
 
     def read(self, lines: tuple[str, ...], time_us: int) -> Line | None:
         """Return the event in a record; None if there is none, or an XID that was reported just before."""
-        line = line_of(lines)
+        line = parse_line(lines)
         if not isinstance(line, XidLine) or line.xid != FALLEN_OFF:
             return line
         before = self._fallen.pop(line.pci, None)

@@ -75,11 +75,11 @@ class KubeletSource:
         self._settings = settings if settings is not None else KubeletSettings()
         self._lookout = Lookout(gap_ns=MIN_GAP_NS)
         self._watch_retry_at_ns = 0
-        self._seen: KubeletSocketSeen | None = None
+        self._emitted: KubeletSocketSeen | None = None
         self._lost: dict[ResourceName, int] = {}
         self._gone_since_ns: int | None = None
         self._was_there = False
-        self._deletion_told = False
+        self._deletion_emitted = False
         self._warned: set[str] = set()
 
     async def run(self) -> None:
@@ -100,9 +100,9 @@ class KubeletSource:
 
     async def _watch_directory(self) -> None:
         while True:
-            self._look()
+            self._poll()
             self._prove()
-            is_calm = self._seen is not None and self._seen.identity is not None
+            is_calm = self._emitted is not None and self._emitted.identity is not None
             has_watch = self._lookout.watch is not None
             await self._lookout.wait(
                 self._settings.recheck_ns if is_calm and has_watch else self._settings.poll_ns
@@ -116,19 +116,19 @@ class KubeletSource:
             sockets = [(each.name, each.generation, each.socket) for each in self._latest.value.resources]
             if sockets != known:
                 known = sockets
-                self._look_at_own_sockets()
+                self._poll_own_sockets()
             version = await self._latest.wait_newer(version)
 
     # Polls
 
-    def _look(self) -> None:
+    def _poll(self) -> None:
         # The watch comes first: so either it or the poll sees a change in between.
-        if self._look_at_directory():
+        if self._poll_directory():
             self._ensure_watch()
-        self._look_at_kubelet()
-        self._look_at_own_sockets()
+        self._poll_kubelet_socket()
+        self._poll_own_sockets()
 
-    def _look_at_directory(self) -> bool:
+    def _poll_directory(self) -> bool:
         """Return whether the directory can be watched; emit its deletion."""
         try:
             seen = os.stat(self._directory)  # noqa: PTH116 - one call of the kernel, no more
@@ -140,7 +140,7 @@ class KubeletSource:
         if seen.st_nlink == 0 or (self._was_there and is_new and _is_read_only(self._directory)):
             # The mount keeps a deleted directory alive, or was made for the one before the present directory,
             # which only a new process may write.
-            self._tell_deleted()
+            self._emit_deleted()
             return False
         self._was_there = True
         self._gone_since_ns = None
@@ -152,40 +152,40 @@ class KubeletSource:
     def _directory_missing(self, error: OSError) -> None:
         self._lookout.close()
         if not self._was_there:
-            self._say_once("directory", logging.INFO, "Waiting for the kubelet's directory", error)
+            self._log_once("directory", logging.INFO, "Waiting for the kubelet's directory", error)
             return
         now_ns = self._clock()
         if self._gone_since_ns is None:
             self._gone_since_ns = now_ns
         if now_ns - self._gone_since_ns >= self._settings.deletion_grace_ns:
-            self._tell_deleted()
+            self._emit_deleted()
 
-    def _tell_deleted(self) -> None:
+    def _emit_deleted(self) -> None:
         self._lookout.close()
-        if not self._deletion_told:
-            self._deletion_told = True
+        if not self._deletion_emitted:
+            self._deletion_emitted = True
             self._inbox.put(WatchedDirectoryDeleted(path=str(self._directory)))
 
-    def _look_at_kubelet(self) -> None:
+    def _poll_kubelet_socket(self) -> None:
         identity: SocketIdentity | None = None
         try:
             seen = self._socket.lstat()
         except FileNotFoundError:
             self._warned.discard("socket")
         except OSError as error:
-            self._say_once("socket", logging.WARNING, "Reading the kubelet's socket failed", error)
+            self._log_once("socket", logging.WARNING, "Reading the kubelet's socket failed", error)
         else:
             if stat.S_ISSOCK(seen.st_mode):
                 identity = identity_of(seen)
                 self._warned.discard("socket")
             else:
-                self._say_once("socket", logging.WARNING, "The kubelet's socket path is not a socket")
+                self._log_once("socket", logging.WARNING, "The kubelet's socket path is not a socket")
         fact = KubeletSocketSeen(identity=identity)
-        if fact != self._seen:
-            self._seen = fact
+        if fact != self._emitted:
+            self._emitted = fact
             self._inbox.put(fact)
 
-    def _look_at_own_sockets(self) -> None:
+    def _poll_own_sockets(self) -> None:
         for resource in self._latest.value.resources:
             if resource.socket is None or self._lost.get(resource.name) == resource.generation:
                 continue
@@ -200,7 +200,7 @@ class KubeletSource:
             return False
         except OSError as error:
             # Unreadable does not mean lost.
-            self._say_once("own", logging.WARNING, "Reading the agent's socket failed", error)
+            self._log_once("own", logging.WARNING, "Reading the agent's socket failed", error)
             return True
 
     # Inotify
@@ -215,7 +215,7 @@ class KubeletSource:
                 # The directory was deleted just now; the next poll handles that.
                 return
             self._watch_retry_at_ns = self._clock() + self._settings.watch_retry_ns
-            self._say_once(
+            self._log_once(
                 "inotify",
                 logging.WARNING,
                 "Watching the kubelet's directory failed, so it is only polled; "
@@ -227,7 +227,7 @@ class KubeletSource:
             self._warned.discard("inotify")
             _log.info("The kubelet's directory %(path)s is watched again", about(path=str(self._directory)))
 
-    def _say_once(self, subject: str, level: int, message: str, error: OSError | None = None) -> None:
+    def _log_once(self, subject: str, level: int, message: str, error: OSError | None = None) -> None:
         """Log once until the subject recovers; the subjects are a closed set."""
         if subject not in self._warned:
             self._warned.add(subject)

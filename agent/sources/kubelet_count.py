@@ -65,7 +65,7 @@ class KubeletCountSource:
         self._soon_ns = min(soon_ns, period_ns)
         self._deadline_ns = deadline_ns
         self._prefix = resource_prefix
-        self._trouble: str | None = None
+        self._last_failure: str | None = None
 
     async def run(self) -> None:
         """Poll until cancelled. May be run again afterwards; two at once are not allowed."""
@@ -75,7 +75,7 @@ class KubeletCountSource:
                 await self._wait_until(_is_registered)
                 self._expect()
             await asyncio.sleep(self._soon_ns / 1e9)
-            is_counted = await self._ask(self._clock())
+            is_counted = await self._poll(self._clock())
             within_ns = self._period_ns - self._soon_ns
             if is_counted:
                 await self._wait_until(_is_uncounted, within_ns=within_ns)
@@ -94,7 +94,7 @@ class KubeletCountSource:
         except TimeoutError:
             return
 
-    async def _ask(self, asked_ns: int) -> bool:
+    async def _poll(self, asked_ns: int) -> bool:
         """Poll once; returns whether the kubelet answered with its devices."""
         part = Part(KUBELET_COUNT)
         try:
@@ -102,22 +102,22 @@ class KubeletCountSource:
             healthy = await in_daemon_thread("kubelet-count", lambda: counts_of(answer, prefix=self._prefix))
         except (AbsentError, UnsupportedError) as error:
             self._proofs.waive(part)
-            self._note_trouble(logging.INFO, error)
+            self._log_failure(logging.INFO, error)
             return False
         except KubeletError as error:
             self._expect()
-            self._note_trouble(logging.WARNING, error)
+            self._log_failure(logging.WARNING, error)
             return False
         self._expect()
         self._proofs.prove(part)
-        self._trouble = None
+        self._last_failure = None
         self._inbox.put(KubeletCounted(healthy, asked_ns))
         return True
 
-    def _note_trouble(self, level: int, error: KubeletError) -> None:
+    def _log_failure(self, level: int, error: KubeletError) -> None:
         """Log a failure when it begins or changes, not on every poll."""
-        if self._trouble != str(error):
-            self._trouble = str(error)
+        if self._last_failure != str(error):
+            self._last_failure = str(error)
             message = "Asking the kubelet which devices it has failed: %(detail)s"
             _log.log(level, message, about(detail=str(error), path=str(self._socket)))
 

@@ -50,7 +50,7 @@ class MpsSettings(msgspec.Struct, frozen=True):
     """How long a poll may take."""
 
 
-class _Look(NamedTuple):
+class _State(NamedTuple):
     """The result of one poll."""
 
     watch: DirectoryWatch | None
@@ -77,8 +77,8 @@ class MpsSource:
         self._settings = settings if settings is not None else MpsSettings()
         self._prove = prove
         self._lookout = Lookout(gap_ns=MIN_GAP_NS)
-        self._told: MpsSeen | None = None
-        self._looking: asyncio.Future[_Look] | None = None
+        self._emitted: MpsSeen | None = None
+        self._reading: asyncio.Future[_State] | None = None
 
     async def run(self) -> None:
         """Watch until cancelled; raises SourceError if the directory does not answer.
@@ -87,41 +87,41 @@ class MpsSource:
         """
         try:
             while True:
-                await self._look()
+                await self._poll()
                 self._prove()
                 has_watch = self._lookout.watch is not None
                 await self._lookout.wait(self._settings.recheck_ns if has_watch else self._settings.poll_ns)
         finally:
             self._lookout.close()
 
-    async def _look(self) -> None:
+    async def _poll(self) -> None:
         """Read the state in a thread, as the root may be a mount that does not answer."""
-        if self._looking is not None:
-            await self._finished(self._looking)  # of a run that was cancelled meanwhile
+        if self._reading is not None:
+            await self._finished(self._reading)  # of a run that was cancelled meanwhile
         watch = self._lookout.watch
-        self._looking = started_in_daemon_thread("mps-look", lambda: _look(self._roots, watch))
+        self._reading = started_in_daemon_thread("mps-read", lambda: _read_state(self._roots, watch))
         try:
-            await self._finished(self._looking)
+            await self._finished(self._reading)
         except (asyncio.CancelledError, SourceError):
-            self._looking.add_done_callback(lambda late: _close_new(late, watch))
+            self._reading.add_done_callback(lambda late: _close_new(late, watch))
             raise
-        seen = self._looking.result()
+        seen = self._reading.result()
         self._lookout.go_by(seen.watch)
         fact = MpsSeen(ready=seen.missing is None, message=seen.missing or "")
-        if fact != self._told:
-            self._told = fact
+        if fact != self._emitted:
+            self._emitted = fact
             self._inbox.put(fact)
 
-    async def _finished(self, looking: "asyncio.Future[_Look]") -> None:
-        await asyncio.wait((looking,), timeout=self._settings.deadline_ns / 1e9)
-        if not looking.done():
+    async def _finished(self, reading: "asyncio.Future[_State]") -> None:
+        await asyncio.wait((reading,), timeout=self._settings.deadline_ns / 1e9)
+        if not reading.done():
             raise SourceError(
                 f"{self._roots[0]} cannot be read within {self._settings.deadline_ns / SECOND_NS:g} s;"
                 " see the kernel log for blocked tasks"
             )
 
 
-def _close_new(late: "asyncio.Future[_Look]", watch: DirectoryWatch | None) -> None:
+def _close_new(late: "asyncio.Future[_State]", watch: DirectoryWatch | None) -> None:
     """Close the watch that an abandoned poll opened."""
     if late.cancelled() or late.exception() is not None:
         return
@@ -130,11 +130,11 @@ def _close_new(late: "asyncio.Future[_Look]", watch: DirectoryWatch | None) -> N
         made.close()
 
 
-def _look(roots: Sequence[Path], watch: DirectoryWatch | None) -> _Look:
+def _read_state(roots: Sequence[Path], watch: DirectoryWatch | None) -> _State:
     """Read the state once. The watch comes first: so either it or the read sees a change in between."""
     root = next((each for each in roots if _is_directory(each)), None)
     watch = None if root is None else _watch_of(root, watch)
-    return _Look(watch, _missing((roots[0] if root is None else root) / READY_FILE))
+    return _State(watch, _missing((roots[0] if root is None else root) / READY_FILE))
 
 
 def _is_directory(path: Path) -> bool:

@@ -34,7 +34,7 @@ _CGROUP_NAMESPACE: Final = 0xEFFFFFFB
 """Inode of the machine's own cgroup namespace. Source: linux/nsfs.h, CGROUP_NS_INIT_INO."""
 
 
-class NoLook(Enum):
+class NoReading(Enum):
     """Why there is no reading of a process."""
 
     GONE = auto()
@@ -52,7 +52,7 @@ def hierarchy(kubelet_root: str) -> Hierarchy:
     return Hierarchy(kubelet_root, is_private)
 
 
-def look_at(proc_root: Path, pid: int, where: Hierarchy = MACHINE) -> ProcessStatus | NoLook:
+def read_process(proc_root: Path, pid: int, where: Hierarchy = MACHINE) -> ProcessStatus | NoReading:
     """Read a process from /proc."""
     folder = proc_root / str(pid)
     name, fields = _stat(folder)
@@ -74,19 +74,19 @@ def look_at(proc_root: Path, pid: int, where: Hierarchy = MACHINE) -> ProcessSta
     )
 
 
-def _why_none(proc_root: Path, pid: int) -> NoLook:
+def _why_none(proc_root: Path, pid: int) -> NoReading:
     """Return whether a process that /proc does not show has exited, or is hidden."""
     if _link(proc_root / "self") != str(os.getpid()):
         # A /proc of another machine, whose processes cannot be signalled.
-        return NoLook.GONE
+        return NoReading.GONE
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
-        return NoLook.GONE
+        return NoReading.GONE
     except PermissionError:
         pass
     # It may also have started this very moment.
-    return NoLook.GONE if _stat(proc_root / str(pid))[1] else NoLook.UNREADABLE
+    return NoReading.GONE if _stat(proc_root / str(pid))[1] else NoReading.UNREADABLE
 
 
 def _started_as(
@@ -175,10 +175,10 @@ def open_pidfd(proc_root: Path, key: ProcessKey) -> int | None:
 
 def _is_there(proc_root: Path, key: ProcessKey) -> bool:
     """Return whether a pid is still that process's; raises PermissionError where that cannot be read."""
-    look = look_at(proc_root, key.pid)
-    if look is NoLook.UNREADABLE:
+    reading = read_process(proc_root, key.pid)
+    if reading is NoReading.UNREADABLE:
         raise PermissionError(errno.EACCES, f"Process {key.pid} may not be read")
-    return isinstance(look, ProcessStatus) and look.key == key
+    return isinstance(reading, ProcessStatus) and reading.key == key
 
 
 def _link(path: Path) -> str:

@@ -46,7 +46,7 @@ from agent.model.health import Reason
 from agent.model.ids import GpuUuid
 from agent.model.policy import MILLISECOND_NS, SECOND_NS
 from agent.model.snapshot import Snapshot
-from agent.sources.sysfs_scan import Binding, Exclusions, Look, Roots, look
+from agent.sources.sysfs_scan import Binding, Exclusions, Roots, SysfsScan, scan_sysfs
 from agent.threads import started_in_daemon_thread
 
 PERIOD_NS: Final = 10 * SECOND_NS
@@ -74,7 +74,7 @@ class SysfsSource:
         period_ns: int = PERIOD_NS,
         deadline_ns: int = DEADLINE_NS,
         confirm_ns: int = CONFIRM_NS,
-        look_at_layout: Callable[[GpuUuid], None] = lambda _: None,
+        probe_layout: Callable[[GpuUuid], None] = lambda _: None,
         strict_nodes: bool | None = None,
         sees_new_nodes: bool = True,
         prove: Callable[[], object] = lambda: None,
@@ -82,7 +82,7 @@ class SysfsSource:
         """Scan below the roots that stand for /sys, /proc and /dev.
 
         ``strict_nodes``: device nodes have to be character devices; by default below /dev itself.
-        ``look_at_layout``: requests a probe of a GPU's MIG devices.
+        ``probe_layout``: requests a probe of a GPU's MIG devices.
         ``sees_new_nodes``: False for a container's own /dev, which lacks nodes created after its start.
         """
         strict = dev_root == Path("/dev") if strict_nodes is None else strict_nodes
@@ -96,17 +96,17 @@ class SysfsSource:
         self._missing_period_ns = min(period_ns, MISSING_PERIOD_NS)
         self._deadline_ns = deadline_ns
         self._confirm_ns = min(period_ns, confirm_ns)
-        self._look_at_layout = look_at_layout
-        self._suspected: dict[str, int] = {}
+        self._probe_layout = probe_layout
+        self._missing_since_ns: dict[str, int] = {}
         """Since when a capability node is missing, by path."""
         self._asked = asyncio.Event()
-        self._bindings_told = False
+        self._bindings_emitted = False
         self._configs_asked: set[str] = set()
         """Addresses; those of known GPUs, so there are few."""
         self._uvm_asked = False
-        self._looking: asyncio.Future[Look] | None = None
+        self._scanning: asyncio.Future[SysfsScan] | None = None
         self._exclusions = Exclusions()
-        self._told: dict[type[Fact], Fact] = {}
+        self._emitted: dict[type[Fact], Fact] = {}
         self._bindings: dict[str, Binding] = {}
         self._bound: frozenset[str] = frozenset()
         self.last_sign_ns: int | None = None
@@ -118,7 +118,7 @@ class SysfsSource:
 
     def follow_up(self) -> None:
         """Scan soon after a change; the caller has emitted which GPUs were bound and unbound."""
-        self._bindings_told = True
+        self._bindings_emitted = True
         self._asked.set()
 
     def read_config(self, pci: str) -> None:
@@ -135,20 +135,20 @@ class SysfsSource:
         """Scan until cancelled; raises SourceError if the kernel does not answer. No two at once."""
         try:
             async with asyncio.TaskGroup() as group:
-                group.create_task(guard.for_ever("sysfs looks", self._look_for_ever), name="sysfs looks")
+                group.create_task(guard.for_ever("sysfs scans", self._scan_periodically), name="sysfs scans")
                 group.create_task(
                     guard.for_ever("sysfs new nodes", self._ask_for_new_nodes), name="sysfs new nodes"
                 )
         except ExceptionGroup as failures:
             raise failures.exceptions[0] from None
 
-    async def _look_for_ever(self) -> None:
+    async def _scan_periodically(self) -> None:
         while True:
             began_ns = self._clock()
             self._asked.clear()
-            bindings_told, self._bindings_told = self._bindings_told, False
-            seen = await self._looked()
-            self._tell(seen, bindings_told=bindings_told)
+            bindings_emitted, self._bindings_emitted = self._bindings_emitted, False
+            seen = await self._scan()
+            self._emit_scan(seen, bindings_emitted=bindings_emitted)
             self.last_sign_ns = self._clock()
             self._prove()
             await self._wait_asked(began_ns + (self._missing_period_ns if seen.missing else self._period_ns))
@@ -182,48 +182,50 @@ class SysfsSource:
             with_capabilities=gives_capabilities(snapshot.policy, sees_new_nodes=self._sees_new_nodes),
         )
 
-    async def _looked(self) -> Look:
-        if self._looking is None:
+    async def _scan(self) -> SysfsScan:
+        if self._scanning is None:
             roots, nodes, known = self._roots, self._wanted_nodes(), self._exclusions
             configs, self._configs_asked = self._configs_asked, set()
             uvm = nodes is not None and (self._uvm_asked or self._uvm_failed())
-            self._looking = started_in_daemon_thread(
-                "sysfs-look", lambda: look(roots, nodes, known, configs=configs, uvm=uvm)
+            self._scanning = started_in_daemon_thread(
+                "sysfs-scan", lambda: scan_sysfs(roots, nodes, known, configs=configs, uvm=uvm)
             )
-        looking = self._looking
-        await asyncio.wait((looking,), timeout=self._deadline_ns / 1e9)
-        if not looking.done():
+        scanning = self._scanning
+        await asyncio.wait((scanning,), timeout=self._deadline_ns / 1e9)
+        if not scanning.done():
             raise SourceError(
                 f"Scanning {self._roots.sys}, {self._roots.proc} and {self._roots.dev} did not finish "
                 f"within {self._deadline_ns / SECOND_NS:g} s; see the kernel log for blocked tasks"
             )
-        self._looking = None
-        return looking.result()
+        self._scanning = None
+        return scanning.result()
 
     # Facts
 
-    def _tell(self, seen: Look, *, bindings_told: bool) -> None:
+    def _emit_scan(self, seen: SysfsScan, *, bindings_emitted: bool) -> None:
         self._exclusions = seen.exclusions
-        self._tell_answers(seen)
+        self._emit_probes(seen)
         if seen.gpus is not None:
-            if not bindings_told:
-                self._tell_bindings(seen)
+            if not bindings_emitted:
+                self._emit_bindings(seen)
             self._bound = frozenset(seen.bindings)
             # Bindings of absent GPUs are kept, so that a return is recognised; a PCI slot has one address.
             self._bindings.update(seen.bindings)
-            self._tell_changed(PciGpusSeen(addresses=seen.gpus))
+            self._emit_changed(PciGpusSeen(addresses=seen.gpus))
         if seen.module_visible:
-            self._tell_changed(DriverModuleSeen(inode=seen.module))
+            self._emit_changed(DriverModuleSeen(inode=seen.module))
         if seen.missing is not None and (seen.module is not None or not seen.module_visible):
-            self._tell_changed(DeviceNodesSeen(missing=self._confirmed(seen.missing)))
+            self._emit_changed(DeviceNodesSeen(missing=self._confirmed(seen.missing)))
 
     def _confirmed(self, missing: tuple[str, ...]) -> tuple[str, ...]:
         """Return the nodes that are missing although there was time to probe their GPUs since."""
-        now_ns, before = self._clock(), self._suspected
-        self._suspected = {path: before.get(path, now_ns) for path in missing if is_capability(path)}
-        for gpu in self._gpus_of(self._suspected.keys() - before.keys()):
-            self._look_at_layout(gpu)
-        return tuple(path for path in missing if now_ns - self._suspected.get(path, 0) >= self._confirm_ns)
+        now_ns, before = self._clock(), self._missing_since_ns
+        self._missing_since_ns = {path: before.get(path, now_ns) for path in missing if is_capability(path)}
+        for gpu in self._gpus_of(self._missing_since_ns.keys() - before.keys()):
+            self._probe_layout(gpu)
+        return tuple(
+            path for path in missing if now_ns - self._missing_since_ns.get(path, 0) >= self._confirm_ns
+        )
 
     def _gpus_of(self, paths: Collection[str]) -> set[GpuUuid]:
         if not paths:
@@ -231,7 +233,7 @@ class SysfsSource:
         of_device = owners(view.gpu for view in self._latest.value.gpus if view.present)
         return {place.gpu for path in paths for place in of_device.get(path, ())}
 
-    def _tell_answers(self, seen: Look) -> None:
+    def _emit_probes(self, seen: SysfsScan) -> None:
         for pci, answers in seen.configs.items():
             self._inbox.put(PciConfigRead(pci=pci, answers=answers))
         if seen.uvm is not None:
@@ -246,7 +248,7 @@ class SysfsSource:
             for condition in view.conditions
         )
 
-    def _tell_bindings(self, seen: Look) -> None:
+    def _emit_bindings(self, seen: SysfsScan) -> None:
         for pci in sorted(self._bound - seen.bindings.keys()):
             self._inbox.put(GpuRebound(pci=pci, bound=False, source=SYSFS))
         for pci, binding in seen.bindings.items():
@@ -254,7 +256,7 @@ class SysfsSource:
             if is_known and (pci not in self._bound or self._bindings[pci] != binding):
                 self._inbox.put(GpuRebound(pci=pci, bound=True, source=SYSFS))
 
-    def _tell_changed(self, fact: PciGpusSeen | DriverModuleSeen | DeviceNodesSeen) -> None:
-        if self._told.get(type(fact)) != fact:
-            self._told[type(fact)] = fact
+    def _emit_changed(self, fact: PciGpusSeen | DriverModuleSeen | DeviceNodesSeen) -> None:
+        if self._emitted.get(type(fact)) != fact:
+            self._emitted[type(fact)] = fact
             self._inbox.put(fact)

@@ -33,7 +33,7 @@ _CLASSES: Final = ("0x0300", "0x0302")
 """VGA and 3D controllers; an NVSwitch or an audio function is neither."""
 _NO_ANSWER: Final = b"\xff\xff"
 """The value that the bus returns where no device answers."""
-_NO_REFUSAL: Final = frozenset(
+_INCONCLUSIVE: Final = frozenset(
     {
         errno.ENOENT,
         errno.EACCES,
@@ -67,7 +67,7 @@ class Roots(msgspec.Struct, frozen=True):
     """Whether a node has to be a character device; on a simulated node it is a file."""
 
 
-class Look(msgspec.Struct, frozen=True):
+class SysfsScan(msgspec.Struct, frozen=True):
     """The result of one scan; None: could not be read."""
 
     gpus: tuple[str, ...] | None
@@ -93,14 +93,14 @@ class Exclusions(msgspec.Struct, frozen=True):
     """None: its file could not be read yet."""
 
 
-def look(
+def scan_sysfs(
     roots: Roots,
     wanted_nodes: Iterable[str] | None,
     known: Exclusions,
     *,
     configs: Iterable[str] = (),
     uvm: bool = False,
-) -> Look:
+) -> SysfsScan:
     """Scan once; ``wanted_nodes`` are those that should exist beside the driver's, None: not checked.
 
     ``configs`` are the functions whose configuration space is read, which may wake a device up; ``uvm``:
@@ -115,7 +115,7 @@ def look(
         gpus = tuple(pci for pci, binding in bound.items() if not exclusions.verdicts.get((pci, binding)))
     modules = roots.sys / "module"
     module = _inode(modules / DRIVER)
-    return Look(
+    return SysfsScan(
         gpus=gpus,
         bindings=bound or {},
         module_visible=modules.is_dir(),
@@ -123,7 +123,7 @@ def look(
         missing=None if wanted_nodes is None else _missing_nodes(roots, wanted_nodes),
         exclusions=exclusions,
         configs={pci: answers for pci in configs if (answers := _config_answers(roots.sys, pci)) is not None},
-        uvm=_uvm_refusal(roots) if uvm else None,
+        uvm=_uvm_error(roots) if uvm else None,
     )
 
 
@@ -140,12 +140,12 @@ def _config_answers(sys_root: Path, pci: str) -> bool | None:
     return None if len(vendor) < len(_NO_ANSWER) else vendor != _NO_ANSWER
 
 
-def _uvm_refusal(roots: Roots) -> str | None:
+def _uvm_error(roots: Roots) -> str | None:
     """Open and close the unified memory driver, which rejects each open after a fatal error."""
     try:
         descriptor = os.open(roots.dev / UVM_NODE.removeprefix("/dev/"), os.O_RDWR | os.O_CLOEXEC)
     except OSError as error:
-        return None if error.errno in _NO_REFUSAL else (error.strerror or str(error))
+        return None if error.errno in _INCONCLUSIVE else (error.strerror or str(error))
     os.close(descriptor)
     return ""
 

@@ -96,7 +96,7 @@ class UeventSource:
         self._sys_root = sys_root
         self._on_change = on_change
         self._on_loss = on_loss
-        self._is_told = True
+        self._is_emitted = True
         self._open_socket = open_socket if open_socket is not None else netlink_socket
         self._reopen_pause_ns = reopen_pause_ns
         self._pending: asyncio.TimerHandle | None = None
@@ -139,7 +139,7 @@ class UeventSource:
         async with await self._open_socket() as listener:
             await listener.bind(groups=KERNEL_GROUP)
             # Changes until now were not emitted.
-            self._is_told = False
+            self._is_emitted = False
             self._note_change()
             while True:
                 try:
@@ -147,12 +147,12 @@ class UeventSource:
                         if event.get("ACTION") is None:
                             return
                         self._seen += 1
-                        self._take(event)
+                        self._handle_event(event)
                 except UnicodeDecodeError:
                     # From a device whose name is no UTF-8; NVIDIA's are.
                     self._seen += 1
 
-    def _take(self, event: Uevent) -> None:
+    def _handle_event(self, event: Uevent) -> None:
         if event.get("SUBSYSTEM") == "module":
             if event.get("DEVPATH") in _MODULE_PATHS:
                 self._note_change()
@@ -171,12 +171,12 @@ class UeventSource:
 
     def _note_change(self) -> None:
         if self._pending is None:
-            self._pending = guard.call_later("uevents", COALESCE_NS / 1e9, self._tell_change)
+            self._pending = guard.call_later("uevents", COALESCE_NS / 1e9, self._report_change)
 
-    def _tell_change(self) -> None:
+    def _report_change(self) -> None:
         self._pending = None
-        is_told, self._is_told = self._is_told, True
-        (self._on_change if is_told else self._on_loss)()
+        is_emitted, self._is_emitted = self._is_emitted, True
+        (self._on_change if is_emitted else self._on_loss)()
 
 
 def _gpu_of(event: Uevent) -> str | None:

@@ -10,8 +10,8 @@ import pytest
 from agent.errors import ConfigError, UsageError
 from agent.simulation.actions import parse
 from agent.simulation.node import SimulatedNode
-from agent.sources.kmsg_records import XidLine, line_of, lines_of, record_of
-from agent.sources.sysfs_scan import Exclusions, Look, Roots, look
+from agent.sources.kmsg_records import XidLine, parse_line, parse_record, split_lines
+from agent.sources.sysfs_scan import Exclusions, Roots, SysfsScan, scan_sysfs
 from agent.threads import in_daemon_thread
 from tests.harness import PATIENCE_S, simulated_node
 
@@ -24,11 +24,11 @@ async def node() -> AsyncIterator[SimulatedNode]:
         yield node
 
 
-async def seen(node: SimulatedNode) -> Look:
+async def seen(node: SimulatedNode) -> SysfsScan:
     """What a source sees of the node now."""
     directory = node.directory
     roots = Roots(directory.sys, directory.proc, directory.dev, strict_nodes=False)
-    return await in_daemon_thread("look", lambda: look(roots, NODES, Exclusions()))
+    return await in_daemon_thread("look", lambda: scan_sysfs(roots, NODES, Exclusions()))
 
 
 def pci(node: SimulatedNode) -> list[str]:
@@ -59,9 +59,9 @@ class Reader:
 async def test_an_xid_in_the_log_is_one_that_the_source_reads(node: SimulatedNode) -> None:
     async with Reader(node.directory.kernel_log) as log:
         await node.do("kernel-xid", {"xid": "94", "gpu": "1", "gi": "5", "ci": "0", "text": "Contained"})
-        record = record_of((await log.line()).rstrip(b"\n"))
+        record = parse_record((await log.line()).rstrip(b"\n"))
     assert record is not None
-    found = line_of(lines_of(record))
+    found = parse_line(split_lines(record))
     assert isinstance(found, XidLine)
     assert (found.pci, found.xid, found.gi, found.ci) == (pci(node)[1], 94, 5, 0)
     assert found.detail == "Contained"

@@ -134,8 +134,8 @@ async def test_what_was_in_the_log_before_is_backlog(
     await until(lambda: source.statistics().records == 2)
     kernel.write(LOST)
     await recorder.first(KernelXidSeen, lambda fact: fact.xid == 79)
-    told = [(fact.xid, fact.backlog) for fact in recorder.of(KernelXidSeen) for _ in range(fact.count)]
-    assert told == [(48, True), (48, True), (79, False)]
+    emitted = [(fact.xid, fact.backlog) for fact in recorder.of(KernelXidSeen) for _ in range(fact.count)]
+    assert emitted == [(48, True), (48, True), (79, False)]
 
 
 async def test_what_came_while_no_agent_read_is_no_backlog(
@@ -171,17 +171,17 @@ async def test_a_later_record_shows_whether_earlier_faults_are_repaired(
 
 
 def test_earlier_lines_are_kept_within_bounds() -> None:
-    earlier = EarlierLines(most_lines=3, most_addresses=2)
+    earlier = EarlierLines(max_lines=3, max_addresses=2)
     for bus in range(5):
         earlier.add(bus, XidLine(f"0000:0{bus}:00.0", 48))
     for bus in range(5):
         earlier.add(10 + bus, RepairLine(f"0000:0{bus}:00.0"))
-    told = [
+    emitted = [
         fact
         for fact in earlier.facts(after=None, before=None, backlog=True)
         if isinstance(fact, KernelXidSeen)
     ]
-    assert [(fact.pci[5:7], fact.repaired) for fact in told] == [("02", False), ("03", True), ("04", True)]
+    assert [(fact.pci[5:7], fact.repaired) for fact in emitted] == [("02", False), ("03", True), ("04", True)]
 
 
 async def test_errors_of_switches_and_of_unified_memory_are_emitted_and_kept(
@@ -208,8 +208,8 @@ async def test_the_read_position_is_emitted_at_the_start_and_after_each_xid(
     await until(lambda: source.statistics().records == 2)
     pipe.write(line(7, DBE))
     await until(lambda: len(recorder.of(KernelLogRead)) == 2)
-    told = [fact for fact in recorder.facts if isinstance(fact, KernelLogRead | KernelXidSeen)]
-    assert [type(fact) for fact in told] == [KernelLogRead, KernelXidSeen, KernelLogRead]
+    emitted = [fact for fact in recorder.facts if isinstance(fact, KernelLogRead | KernelXidSeen)]
+    assert [type(fact) for fact in emitted] == [KernelLogRead, KernelXidSeen, KernelLogRead]
     assert recorder.of(KernelLogRead)[-1].until == 7
 
 
@@ -372,9 +372,9 @@ async def failure_of(recorder: Recorder, path: Path) -> str:
 
 
 async def test_a_missing_log_is_named(recorder: Recorder, tmp_path: Path) -> None:
-    said = await failure_of(recorder, tmp_path / "kmsg")
-    assert f"The kernel log {tmp_path / 'kmsg'} does not exist" in said
-    assert "--kernel-log" in said
+    message = await failure_of(recorder, tmp_path / "kmsg")
+    assert f"The kernel log {tmp_path / 'kmsg'} does not exist" in message
+    assert "--kernel-log" in message
 
 
 async def test_a_file_is_no_log(recorder: Recorder, tmp_path: Path) -> None:
@@ -390,10 +390,10 @@ async def test_a_device_that_is_no_log_is_named(recorder: Recorder) -> None:
 async def test_a_log_at_its_end_is_reported(recorder: Recorder, tmp_path: Path) -> None:
     pipe = Pipe(tmp_path / "kmsg")
     async with asyncio.TaskGroup() as group:
-        said = group.create_task(failure_of(recorder, pipe.path))
+        message = group.create_task(failure_of(recorder, pipe.path))
         await asyncio.sleep(0)
         pipe.close()
-    assert "has ended" in said.result()
+    assert "has ended" in message.result()
 
 
 async def test_a_socket_without_a_listener_is_named(recorder: Recorder) -> None:

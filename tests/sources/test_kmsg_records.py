@@ -21,9 +21,9 @@ from agent.sources.kmsg_records import (
     SwitchLine,
     UvmLine,
     XidLine,
-    line_of,
-    lines_of,
-    record_of,
+    parse_line,
+    parse_record,
+    split_lines,
 )
 
 UNANSWERED = (
@@ -38,9 +38,9 @@ def driver_record(text: str, time_us: int = 0) -> Record:
     return Record(sequence=1, time_us=time_us, is_kernel=True, text=text.encode())
 
 
-def read(text: str) -> Line | None:
+def parse_text(text: str) -> Line | None:
     record = driver_record(text)
-    return line_of(lines_of(record)) if record.may_matter else None
+    return parse_line(split_lines(record)) if record.may_matter else None
 
 
 def plain(
@@ -157,7 +157,7 @@ CHANGED = "GPU recovery action changed from 0x0 (None) to "
     ],
 )
 def test_every_form_of_the_driver_is_read(text: str, found: Line) -> None:
-    assert read(text) == found
+    assert parse_text(text) == found
 
 
 @pytest.mark.parametrize(
@@ -187,7 +187,7 @@ def test_every_form_of_the_driver_is_read(text: str, found: Line) -> None:
     ],
 )
 def test_an_nvlink_error_has_its_unit_sub_code_and_severity(text: str, detail: str, words: XidWords) -> None:
-    found = read(f"NVRM: Xid (PCI:0000:04:00): {text}")
+    found = parse_text(f"NVRM: Xid (PCI:0000:04:00): {text}")
     assert isinstance(found, XidLine)
     assert (found.detail, found.words) == (detail, words)
 
@@ -217,7 +217,7 @@ def test_an_nvlink_error_has_its_unit_sub_code_and_severity(text: str, detail: s
     ],
 )
 def test_other_lines_are_nothing(text: str) -> None:
-    assert read(text) is None
+    assert parse_text(text) is None
 
 
 COMMS = (
@@ -255,7 +255,7 @@ def test_no_name_of_a_process_makes_a_line_of_the_driver(comm: str) -> None:
     assert len(comm.replace("\\x0a", "\n")) <= 15
     for form in KERNELS_OWN:
         for binary in BINARIES:
-            assert read(form.format(comm=comm, binary=binary)) is None
+            assert parse_text(form.format(comm=comm, binary=binary)) is None
 
 
 @given(
@@ -265,30 +265,30 @@ def test_no_name_of_a_process_makes_a_line_of_the_driver(comm: str) -> None:
 def test_no_other_name_does_either(comm: str, form: str) -> None:
     for prefix in ("", "NVRM: ", "NVRM: Xid ("):
         text = form.format(comm=(prefix + comm)[:15], binary=BINARIES[0])
-        assert line_of(lines_of(driver_record(text))) is None
+        assert parse_line(split_lines(driver_record(text))) is None
 
 
-def test_the_name_of_a_process_cannot_pretend_to_be_another_fault() -> None:
+def test_the_name_of_a_process_cannot_forge_another_fault() -> None:
     for name in (
         "NVRM: Xid (PCI:0000:5e:00): 79, fallen",
         "\\x0aNVRM: Xid (PCI:0000:5e:00): 79",
         "GPU has fallen off the bus",
     ):
-        found = read(f"NVRM: Xid (PCI:0000:3b:00): 13, pid=1, name={name}, Graphics Exception")
+        found = parse_text(f"NVRM: Xid (PCI:0000:3b:00): 13, pid=1, name={name}, Graphics Exception")
         assert isinstance(found, XidLine)
         assert (found.pci, found.xid, found.in_words) == ("0000:3b:00.0", 13, False)
 
 
 def test_the_process_is_not_part_of_the_detail() -> None:
-    found = read("NVRM: Xid (PCI:0000:3b:00): 13, pid=4711, name=secret-job, Graphics Exception")
+    found = parse_text("NVRM: Xid (PCI:0000:3b:00): 13, pid=4711, name=secret-job, Graphics Exception")
     assert isinstance(found, XidLine)
     assert found.detail == "Graphics Exception"
 
 
 def test_the_detail_is_short_and_printable() -> None:
     line = "NVRM: Xid (PCI:0000:3b:00): 31, " + "\x1b[31m\u202e" * 500
-    lines = lines_of(driver_record(line))
-    found = line_of(lines)
+    lines = split_lines(driver_record(line))
+    found = parse_line(lines)
     assert isinstance(found, XidLine)
     assert 0 < len(found.detail) <= MAX_DETAIL
     assert all(" " <= char <= "~" for char in found.detail)
@@ -296,20 +296,20 @@ def test_the_detail_is_short_and_printable() -> None:
 
 
 def test_lines_of_a_record_are_bounded() -> None:
-    lines = lines_of(driver_record("\\x0a".join(["NVRM: x" * 100] * 100)))
+    lines = split_lines(driver_record("\\x0a".join(["NVRM: x" * 100] * 100)))
     assert len(lines) <= MAX_LINES_IN_RECORD
     assert max(map(len, lines)) <= MAX_LINE
 
 
 def test_a_record_is_taken_apart() -> None:
     line = b"3,1234,5678901,-,caller=T99;NVRM: Xid (PCI:0000:3b:00): 79, gone; really"
-    assert record_of(line) == Record(
+    assert parse_record(line) == Record(
         1234, 5678901, is_kernel=True, text=b"NVRM: Xid (PCI:0000:3b:00): 79, gone; really"
     )
 
 
 def test_what_a_process_wrote_is_not_of_the_driver() -> None:
-    record = record_of(b"11,1234,5678901,-;NVRM: Xid (PCI:0000:3b:00): 79, forged")
+    record = parse_record(b"11,1234,5678901,-;NVRM: Xid (PCI:0000:3b:00): 79, forged")
     assert record is not None
     assert not record.is_kernel
     assert not record.is_of_driver
@@ -319,14 +319,14 @@ def test_what_a_process_wrote_is_not_of_the_driver() -> None:
     "line", [b"", b" SUBSYSTEM=pci", b"no header", b"1,2,3;no flags", b"a,1,2,-;x", b"-1,1,2,-;x", b"6,1,2,-"]
 )
 def test_other_lines_are_no_record(line: bytes) -> None:
-    assert record_of(line) is None
+    assert parse_record(line) is None
 
 
 @given(st.binary(max_size=300))
 def test_any_bytes_are_survived(junk: bytes) -> None:
-    record_of(junk)
+    parse_record(junk)
     for text in (junk, b"NVRM: Xid (PCI:0000:3b:00" + junk, b"NVRM: GPU 0000:3b:00.0" + junk):
-        found = line_of(lines_of(Record(0, 0, is_kernel=True, text=text)))
+        found = parse_line(split_lines(Record(0, 0, is_kernel=True, text=text)))
         assert not isinstance(found, XidLine) or found.detail.isprintable()
 
 
@@ -343,51 +343,51 @@ def test_reading_is_linear_in_the_length_of_a_line() -> None:
         "\\x0a" * 2_000,
     ):
         for _ in range(20):
-            read(evil)
+            parse_text(evil)
     assert time.process_time() - began < 10
 
 
 # One fault in two lines
 
 
-def said(reader: LogReader, text: str, time_us: int) -> Line | None:
-    return reader.read(lines_of(driver_record(text)), time_us)
+def parse(reader: LogReader, text: str, time_us: int) -> Line | None:
+    return reader.read(split_lines(driver_record(text)), time_us)
 
 
 def test_a_number_and_words_together_are_one_fault() -> None:
     reader = LogReader()
-    assert said(reader, NUMBERED, 1_000) is not None
-    assert said(reader, FALLEN, 1_004) is None
+    assert parse(reader, NUMBERED, 1_000) is not None
+    assert parse(reader, FALLEN, 1_004) is None
 
 
 def test_words_and_then_the_number_are_one_fault() -> None:
     reader = LogReader()
-    assert said(reader, FALLEN, 1_000) is not None
-    assert said(reader, NUMBERED, 1_004) is None
+    assert parse(reader, FALLEN, 1_000) is not None
+    assert parse(reader, NUMBERED, 1_004) is None
 
 
 def test_each_number_counts() -> None:
     reader = LogReader()
-    assert said(reader, NUMBERED, 1_000) is not None
-    assert said(reader, NUMBERED, 1_004) is not None
+    assert parse(reader, NUMBERED, 1_000) is not None
+    assert parse(reader, NUMBERED, 1_004) is not None
 
 
 def test_words_later_or_of_another_gpu_are_another_fault() -> None:
     reader = LogReader()
-    assert said(reader, NUMBERED, 0) is not None
-    assert said(reader, FALLEN.replace("3b", "3c"), 1_000) is not None
-    assert said(reader, FALLEN, 10_000_000) is not None
+    assert parse(reader, NUMBERED, 0) is not None
+    assert parse(reader, FALLEN.replace("3b", "3c"), 1_000) is not None
+    assert parse(reader, FALLEN, 10_000_000) is not None
 
 
 def test_words_that_are_repeated_at_once_are_one_fault() -> None:
     reader = LogReader()
-    assert said(reader, FALLEN, 0) is not None
-    assert said(reader, FALLEN, 1_000) is None
+    assert parse(reader, FALLEN, 0) is not None
+    assert parse(reader, FALLEN, 1_000) is None
 
 
 def test_it_is_remembered_of_so_many_gpus_which_fell() -> None:
     reader = LogReader()
     for bus in range(MAX_ADDRESSES + 1):
-        said(reader, f"NVRM: Xid (PCI:0000:{bus:02x}:00): 79, x", bus)
-    assert said(reader, "NVRM: GPU 0000:40:00.0: GPU has fallen off the bus.", 100) is None
-    assert said(reader, "NVRM: GPU 0000:00:00.0: GPU has fallen off the bus.", 100) is not None
+        parse(reader, f"NVRM: Xid (PCI:0000:{bus:02x}:00): 79, x", bus)
+    assert parse(reader, "NVRM: GPU 0000:40:00.0: GPU has fallen off the bus.", 100) is None
+    assert parse(reader, "NVRM: GPU 0000:00:00.0: GPU has fallen off the bus.", 100) is not None

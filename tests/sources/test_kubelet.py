@@ -76,8 +76,8 @@ class Watched:
         """Wait until the newest fact on the kubelet's socket is this one."""
 
         def is_newest() -> bool:
-            told = self.recorder.of(KubeletSocketSeen)
-            return bool(told) and told[-1].identity == identity
+            emitted = self.recorder.of(KubeletSocketSeen)
+            return bool(emitted) and emitted[-1].identity == identity
 
         await self.recorder.until(is_newest)
 
@@ -327,8 +327,8 @@ async def test_a_replaced_directory_is_watched(watch: Watch) -> None:
 async def test_a_deleted_directory_is_emitted_once(watch: Watch) -> None:
     watched = await watch(replace(BY_EVENTS, poll_ns=20 * MS))
     watched.directory.rmdir()
-    told = await watched.recorder.first(WatchedDirectoryDeleted)
-    assert told == WatchedDirectoryDeleted(path=str(watched.directory))
+    emitted = await watched.recorder.first(WatchedDirectoryDeleted)
+    assert emitted == WatchedDirectoryDeleted(path=str(watched.directory))
     await asyncio.sleep(0.1)
     assert len(watched.recorder.of(WatchedDirectoryDeleted)) == 1
 
@@ -362,19 +362,19 @@ async def test_a_deleted_directory_that_a_mount_keeps_alive_is_emitted_at_once(
 def no_descriptors_left() -> Iterator[Callable[[], None]]:
     """Return a function that opens every free descriptor; they are closed at the end."""
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
-    taken: list[int] = []
+    opened: list[int] = []
 
-    def take() -> None:
+    def open_all() -> None:
         probe = os.open(os.devnull, os.O_RDONLY)
         resource.setrlimit(resource.RLIMIT_NOFILE, (probe + 1, before[1]))
-        taken.append(probe)
+        opened.append(probe)
         with suppress(OSError):
             while True:
-                taken.append(os.open(os.devnull, os.O_RDONLY))
+                opened.append(os.open(os.devnull, os.O_RDONLY))
 
-    yield take
+    yield open_all
     resource.setrlimit(resource.RLIMIT_NOFILE, before)
-    for descriptor in taken:
+    for descriptor in opened:
         os.close(descriptor)
 
 

@@ -49,7 +49,7 @@ async def start(recorder: Recorder, root: Path) -> AsyncIterator[Start]:
             await task
 
 
-async def told(recorder: Recorder, *ready: bool) -> list[MpsSeen]:
+async def emitted(recorder: Recorder, *ready: bool) -> list[MpsSeen]:
     """Wait until exactly this was emitted, in this order."""
     await recorder.until(lambda: [fact.ready for fact in recorder.of(MpsSeen)] == list(ready))
     return recorder.of(MpsSeen)
@@ -61,14 +61,14 @@ async def test_a_ready_daemon_is_emitted_at_the_first_poll(
     root.mkdir()
     (root / READY_FILE).touch()
     start(EVENTS_ONLY)
-    await told(recorder, True)
+    await emitted(recorder, True)
 
 
 async def test_a_daemon_that_is_not_ready_is_emitted_with_the_missing_file(
     root: Path, start: Start, recorder: Recorder
 ) -> None:
     start(EVENTS_ONLY)
-    (fact,) = await told(recorder, False)
+    (fact,) = await emitted(recorder, False)
     assert f"{root / READY_FILE} does not exist" in fact.message
 
 
@@ -77,20 +77,20 @@ async def test_each_start_and_exit_of_the_daemon_is_emitted_once(
 ) -> None:
     root.mkdir()
     start(EVENTS_ONLY)
-    await told(recorder, False)
+    await emitted(recorder, False)
     (root / READY_FILE).write_text('{"resources":[]}')
-    await told(recorder, False, True)
+    await emitted(recorder, False, True)
     (root / "other").touch()
     (root / READY_FILE).unlink()
-    await told(recorder, False, True, False)
+    await emitted(recorder, False, True, False)
 
 
 async def test_a_root_that_is_made_later_is_found(root: Path, start: Start, recorder: Recorder) -> None:
     start(POLLS)
-    await told(recorder, False)
+    await emitted(recorder, False)
     root.mkdir()
     (root / READY_FILE).touch()
-    await told(recorder, False, True)
+    await emitted(recorder, False, True)
 
 
 async def test_a_root_that_is_made_anew_is_watched_again(
@@ -99,12 +99,12 @@ async def test_a_root_that_is_made_anew_is_watched_again(
     root.mkdir()
     (root / READY_FILE).touch()
     start(POLLS)
-    await told(recorder, True)
+    await emitted(recorder, True)
     shutil.rmtree(root)
-    await told(recorder, True, False)
+    await emitted(recorder, True, False)
     root.mkdir()
     (root / READY_FILE).touch()
-    await told(recorder, True, False, True)
+    await emitted(recorder, True, False, True)
 
 
 async def test_in_a_container_the_mounted_root_counts(root: Path, start: Start, recorder: Recorder) -> None:
@@ -112,7 +112,7 @@ async def test_in_a_container_the_mounted_root_counts(root: Path, start: Start, 
     mounted.mkdir()
     (mounted / READY_FILE).touch()
     start(EVENTS_ONLY)
-    await told(recorder, True)
+    await emitted(recorder, True)
 
 
 async def test_a_root_that_cannot_be_read_does_not_count(recorder: Recorder, tmp_path: Path) -> None:
@@ -125,7 +125,7 @@ async def test_a_root_that_cannot_be_read_does_not_count(recorder: Recorder, tmp
         settings=EVENTS_ONLY,
     )
     running = asyncio.get_running_loop().create_task(source.run(), name="mps")
-    await told(recorder, True)
+    await emitted(recorder, True)
     running.cancel()
     with suppress(asyncio.CancelledError):
         await running
@@ -139,7 +139,7 @@ async def test_a_root_of_this_node_counts_before_a_mounted_one(
     (mounted / READY_FILE).touch()
     root.mkdir()
     start(EVENTS_ONLY)
-    (fact,) = await told(recorder, False)
+    (fact,) = await emitted(recorder, False)
     assert str(root) in fact.message
 
 
@@ -148,7 +148,7 @@ async def test_something_else_in_the_place_of_the_file_is_no_readiness(
 ) -> None:
     (root / READY_FILE).mkdir(parents=True)
     start(EVENTS_ONLY)
-    (fact,) = await told(recorder, False)
+    (fact,) = await emitted(recorder, False)
     assert "is no regular file" in fact.message
 
 
@@ -161,9 +161,9 @@ async def test_without_inotify_the_directory_is_polled_repeatedly(
     monkeypatch.setattr("agent.sources.mps.DirectoryWatch", at_the_limit)
     root.mkdir()
     start(POLLS)
-    await told(recorder, False)
+    await emitted(recorder, False)
     (root / READY_FILE).touch()
-    await told(recorder, False, True)
+    await emitted(recorder, False, True)
 
 
 async def test_a_directory_that_does_not_answer_holds_up_the_source_alone(
@@ -192,7 +192,7 @@ async def test_a_directory_that_does_not_answer_holds_up_the_source_alone(
     finally:
         answers.set()
     task = asyncio.get_running_loop().create_task(source.run())
-    await told(recorder, False)
+    await emitted(recorder, False)
     task.cancel()
 
 
@@ -206,7 +206,7 @@ async def test_a_watch_that_came_too_late_is_closed(recorder: Recorder, root: Pa
         task.cancel()
         with suppress(asyncio.CancelledError):
             await task
-    await until(lambda: all(thread.name != "mps-look" for thread in threading.enumerate()))
+    await until(lambda: all(thread.name != "mps-read" for thread in threading.enumerate()))
     await until(lambda: inotify_descriptors() <= before)
 
 

@@ -14,14 +14,14 @@ from typing import Any
 import grpc
 import grpc.aio
 import pytest
+from agent.sources.pods.finished import FinishedPods
 
 from agent.errors import KubeletError
 from agent.model.facts import AllocationsListed, PodsSeen
 from agent.model.usage import PodSeen, PodUid
 from agent.simulation.kubelet import EmulatedKubelet
 from agent.simulation.stubs.podresources.v1 import api_pb2 as pods_pb
-from agent.sources.pods.ended import EndedPods
-from agent.sources.pods.holders import Holders
+from agent.sources.pods.holders import DeviceHolders
 from agent.sources.pods.source import PodsSource
 from agent.sources.pods.uids import SeenPods, pods_by_uid
 from agent.sources.pods.wire import MAX_ANSWER_BYTES, AbsentError, list_pods, listing_of
@@ -48,10 +48,10 @@ async def kubelet() -> AsyncIterator[EmulatedKubelet]:
 @pytest.fixture
 async def plugin(kubelet: EmulatedKubelet) -> AsyncIterator[ReferencePlugin]:
     """Four healthy devices, a to d."""
-    async with plugin_for(kubelet) as serving:
-        await serving.register()
+    async with plugin_for(kubelet) as plugin:
+        await plugin.register()
         await kubelet.wait_for(lambda seen: seen.allocatable(GPU) == 4)
-        yield serving
+        yield plugin
 
 
 Start = Callable[..., Awaitable[PodsSource]]
@@ -87,7 +87,7 @@ def socket_of(kubelet: EmulatedKubelet) -> Path:
     return kubelet.pod_resources / "kubelet.sock"
 
 
-async def told(recorder: Recorder, pods: dict[str, str]) -> None:
+async def emitted(recorder: Recorder, pods: dict[str, str]) -> None:
     """Wait until the newest list is this one."""
     await recorder.until(lambda: [dict(fact.pods) for fact in recorder.of(AllocationsListed)][-1:] == [pods])
 
@@ -96,11 +96,11 @@ async def test_the_pod_of_each_device_is_emitted(
     kubelet: EmulatedKubelet, plugin: ReferencePlugin, start: Start, recorder: Recorder
 ) -> None:
     await start(socket_of(kubelet))
-    await told(recorder, {})
+    await emitted(recorder, {})
     await kubelet.run_pod("train", "team-a", {"main": {GPU: 3}, "side": {GPU: 1}})
-    await told(recorder, dict.fromkeys("abcd", "team-a/train"))
+    await emitted(recorder, dict.fromkeys("abcd", "team-a/train"))
     kubelet.delete_pod("train", "team-a")
-    await told(recorder, {})
+    await emitted(recorder, {})
 
 
 async def test_unchanged_lists_are_emitted_again_so_that_they_do_not_become_stale(
@@ -119,7 +119,7 @@ async def test_other_resources_are_not_emitted(
         await kubelet.run_pod("net", "default", {"main": {"example.com/nic": 4}})
         await kubelet.run_pod("train", "default", {"main": {GPU: 4}})
         await start(socket_of(kubelet))
-        await told(recorder, dict.fromkeys("abcd", "default/train"))
+        await emitted(recorder, dict.fromkeys("abcd", "default/train"))
 
 
 async def test_a_finished_pod_whose_devices_were_allocated_again_is_no_holder(
@@ -134,12 +134,12 @@ async def test_a_finished_pod_whose_devices_were_allocated_again_is_no_holder(
             await kubelet.wait_for(lambda seen: seen.allocatable(GPU) == 4)
             await kubelet.run_pod("old", "default", {"main": {GPU: 4}})
             await start(socket_of(kubelet))
-            await told(recorder, dict.fromkeys("abcd", "default/old"))
+            await emitted(recorder, dict.fromkeys("abcd", "default/old"))
             kubelet.finish_pod("old", "default")
             outcome = await kubelet.run_pod("new", "default", {"main": {GPU: 1}})
-            (taken,) = outcome.containers["main"].devices[GPU]
+            (allocated,) = outcome.containers["main"].devices[GPU]
             # Its other devices are not held any more either.
-            await told(recorder, {taken: "default/new"})
+            await emitted(recorder, {allocated: "default/new"})
 
 
 @pytest.mark.parametrize(
@@ -169,14 +169,14 @@ async def test_a_finished_pod_that_is_alone_with_its_devices_holds_none_once_its
             uid = next((directory / "logs").iterdir()).name.rpartition("_")[2]
             path = directory / "cgroup" / cgroup.format(uid=uid, dashed=uid.replace("-", "_"))
             path.mkdir(parents=True)
-            ended = EndedPods(directory / "cgroup", kubelet_root=root)
-            await start(socket_of(kubelet), pod_logs=directory / "logs", ended=ended)
+            finished = FinishedPods(directory / "cgroup", kubelet_root=root)
+            await start(socket_of(kubelet), pod_logs=directory / "logs", finished=finished)
             await recorder.at_least(4, AllocationsListed)
             holders = dict.fromkeys("abcd", "default/job")
             assert all(dict(fact.pods) == holders for fact in recorder.of(AllocationsListed))
             kubelet.finish_pod("job", "default")
             path.rmdir()
-            await told(recorder, {})
+            await emitted(recorder, {})
 
 
 async def test_a_pod_without_a_cgroup_holds_its_devices_at_its_first_list_or_where_no_cgroup_is_visible(
@@ -184,12 +184,12 @@ async def test_a_pod_without_a_cgroup_holds_its_devices_at_its_first_list_or_whe
 ) -> None:
     pods = {PodUid("u-1"): PodSeen("default", "job"), PodUid("u-2"): PodSeen("default", "old", alive=False)}
     listed = ("default/job", "default/old", "default/unknown")
-    ended = EndedPods(tmp_path)
-    assert [ended.after(listed, pods) for _ in range(3)] == [frozenset()] * 3
+    finished = FinishedPods(tmp_path)
+    assert [finished.after(listed, pods) for _ in range(3)] == [frozenset()] * 3
     (tmp_path / "kubepods").mkdir()
-    assert [ended.after(listed, pods) for _ in range(2)] == [frozenset(), {"default/job"}]
-    ended.forget()
-    assert ended.after(listed, pods) == frozenset()
+    assert [finished.after(listed, pods) for _ in range(2)] == [frozenset(), {"default/job"}]
+    finished.forget()
+    assert finished.after(listed, pods) == frozenset()
 
 
 async def test_a_kubelet_that_comes_later_is_waited_for_quietly(
@@ -201,7 +201,7 @@ async def test_a_kubelet_that_comes_later_is_waited_for_quietly(
             await until(lambda: "Waiting for the kubelet's pod-resources socket" in caplog.text)
             await asyncio.sleep(0.05)
             await kubelet.start()
-            await told(recorder, {})
+            await emitted(recorder, {})
     ours = [record.getMessage() for record in caplog.records if record.name == "agent.sources.pods.source"]
     assert ours[0].startswith("Waiting for the kubelet's pod-resources socket: ")
     assert ours[1].startswith("The kubelet lists which pods hold devices at ")
@@ -211,11 +211,11 @@ async def test_a_kubelet_that_restarts_is_found_again(
     kubelet: EmulatedKubelet, plugin: ReferencePlugin, start: Start, recorder: Recorder
 ) -> None:
     await start(socket_of(kubelet))
-    await told(recorder, {})
+    await emitted(recorder, {})
     for kill in (False, True):
         await kubelet.restart(downtime_s=0.03, kill=kill)
         recorder.forget()
-        await told(recorder, {})
+        await emitted(recorder, {})
 
 
 # Answers of the kubelet
@@ -240,7 +240,7 @@ class Peer:
 
 
 @asynccontextmanager
-async def serving(path: Path) -> AsyncIterator[Peer]:
+async def running_peer(path: Path) -> AsyncIterator[Peer]:
     peer = Peer()
     server = grpc.aio.server(options=[("grpc.max_send_message_length", -1)])
     methods = {"List": grpc.unary_unary_rpc_method_handler(peer.list_pods)}
@@ -267,31 +267,31 @@ async def failure_of(path: Path, timeout_s: float = PATIENCE_S) -> str:
 
 
 async def test_an_answer_over_the_bound_is_not_taken(path: Path) -> None:
-    async with serving(path) as peer:
+    async with running_peer(path) as peer:
         peer.answer = bytes(MAX_ANSWER_BYTES)
         assert "sent over 16 MiB" in await failure_of(path)
 
 
 async def test_a_long_answer_within_the_bound_is_taken(path: Path) -> None:
-    async with serving(path) as peer:
+    async with running_peer(path) as peer:
         peer.answer = bytes(MAX_ANSWER_BYTES - 100_000)
         assert len(await list_pods(path, timeout_s=PATIENCE_S)) == len(peer.answer)
 
 
 async def test_a_kubelet_that_does_not_answer_is_given_up_on(path: Path) -> None:
-    async with serving(path) as peer:
+    async with running_peer(path) as peer:
         peer.hold.clear()
         assert "did not answer List" in await failure_of(path, timeout_s=0.05)
 
 
 async def test_an_old_kubelet_is_named(path: Path) -> None:
-    async with serving(path) as peer:
+    async with running_peer(path) as peer:
         peer.code = grpc.StatusCode.UNIMPLEMENTED
         assert "does not serve List of pod-resources v1" in await failure_of(path)
 
 
 async def test_a_rejection_has_the_kubelets_message(path: Path) -> None:
-    async with serving(path) as peer:
+    async with running_peer(path) as peer:
         peer.code = grpc.StatusCode.RESOURCE_EXHAUSTED
         assert "rejected List: RESOURCE_EXHAUSTED: no" in await failure_of(path)
 
@@ -329,26 +329,26 @@ async def test_something_that_is_no_socket_is_named(path: Path) -> None:
 async def test_a_failure_is_tried_once_more_in_a_period(
     path: Path, start: Start, recorder: Recorder, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async with serving(path) as peer:
+    async with running_peer(path) as peer:
         peer.code = grpc.StatusCode.INTERNAL
         await start(path, period_ns=NEVER_NS)
         await until(lambda: peer.calls == 2)
         await asyncio.sleep(0.05)
         assert peer.calls == 2
     assert recorder.of(AllocationsListed) == []
-    said = [record for record in caplog.records if record.name == "agent.sources.pods.source"]
-    (line,) = [record.getMessage() for record in said]
+    records = [record for record in caplog.records if record.name == "agent.sources.pods.source"]
+    (line,) = [record.getMessage() for record in records]
     assert line.startswith("Listing the pods that hold devices failed: ")
 
 
 async def test_garbage_is_no_list(path: Path, start: Start, recorder: Recorder) -> None:
-    async with serving(path) as peer:
+    async with running_peer(path) as peer:
         peer.answer = b"\xff" * 100
         await start(path)
         await until(lambda: peer.calls >= 4)
         assert recorder.of(AllocationsListed) == []
         peer.answer = b""
-        await told(recorder, {})
+        await emitted(recorder, {})
 
 
 def test_an_answer_is_taken_apart() -> None:
@@ -383,11 +383,11 @@ def claims(**pods: str) -> dict[str, frozenset[str]]:
 
 
 def test_a_device_that_one_pod_is_listed_with_is_held_by_it() -> None:
-    assert Holders().after(claims(a="D1 D2", b="D3")) == {"D1": "a", "D2": "a", "D3": "b"}
+    assert DeviceHolders().after(claims(a="D1 D2", b="D3")) == {"D1": "a", "D2": "a", "D3": "b"}
 
 
 def test_of_two_pods_the_one_that_came_later_is_the_holder() -> None:
-    holders = Holders()
+    holders = DeviceHolders()
     holders.after(claims(a="D1 D2"))
     assert holders.after(claims(a="D1 D2", b="D1")) == {"D1": "b"}
     # It stays so, for as long as the finished pod is listed as it was.
@@ -397,7 +397,7 @@ def test_of_two_pods_the_one_that_came_later_is_the_holder() -> None:
 
 
 def test_of_two_pods_that_were_there_first_neither_is_guessed() -> None:
-    holders = Holders()
+    holders = DeviceHolders()
     both = {"D1": "a or b", "D2": "a"}
     assert holders.after(claims(b="D1", a="D1 D2")) == both
     assert holders.after(claims(b="D1", a="D1 D2")) == both
@@ -405,21 +405,21 @@ def test_of_two_pods_that_were_there_first_neither_is_guessed() -> None:
 
 
 def test_of_several_that_came_since_those_before_are_finished() -> None:
-    holders = Holders()
+    holders = DeviceHolders()
     holders.after(claims(a="D1"))
     assert holders.after(claims(a="D1", b="D1", c="D1")) == {"D1": "b or c"}
     assert holders.after(claims(a="D1", b="D1", c="D1", d="D1")) == {"D1": "d"}
 
 
 def test_a_new_pod_of_a_finished_ones_name_is_a_holder() -> None:
-    holders = Holders()
+    holders = DeviceHolders()
     holders.after(claims(a="D1"))
     holders.after(claims(a="D1", b="D1"))
     assert holders.after(claims(a="D2", b="D1")) == {"D1": "b", "D2": "a"}
 
 
 def test_a_list_after_a_gap_is_not_compared() -> None:
-    holders = Holders()
+    holders = DeviceHolders()
     holders.after(claims(a="D1"))
     holders.forget()
     assert holders.after(claims(a="D1", b="D1")) == {"D1": "a or b"}

@@ -16,11 +16,11 @@ from agent.sources import processes
 from agent.sources.processes import (
     MAX_BYTES,
     MAX_COMM,
-    NoLook,
-    look_at,
+    NoReading,
     open_pidfd,
     pod_of_cgroups,
     printable,
+    read_process,
 )
 from tests.harness import ROOT
 from tests.hidden_proc import BE_NOBODY, HIDDEN
@@ -66,11 +66,11 @@ def write(tmp_path: Path) -> Write:
 def test_a_process_is_named_by_its_pid_and_start(tmp_path: Path, write: Write) -> None:
     write(start=99)
 
-    look = look_at(tmp_path, 4711)
+    reading = read_process(tmp_path, 4711)
 
-    assert isinstance(look, ProcessStatus)
-    assert look.key == ProcessKey(4711, 99)
-    assert (look.comm, look.state, look.cgroup, look.pod, look.killed) == (
+    assert isinstance(reading, ProcessStatus)
+    assert reading.key == ProcessKey(4711, 99)
+    assert (reading.comm, reading.state, reading.cgroup, reading.pod, reading.killed) == (
         "python",
         "S",
         "/user.slice",
@@ -96,10 +96,10 @@ def test_a_process_is_named_by_its_pid_and_start(tmp_path: Path, write: Write) -
 def test_a_name_may_hold_anything(tmp_path: Path, write: Write, comm: str | bytes, shown: str) -> None:
     write(comm=comm, start=7)
 
-    look = look_at(tmp_path, 4711)
+    reading = read_process(tmp_path, 4711)
 
-    assert isinstance(look, ProcessStatus)
-    assert (look.comm, look.key.start_ticks, look.state) == (shown, 7, "S")
+    assert isinstance(reading, ProcessStatus)
+    assert (reading.comm, reading.key.start_ticks, reading.state) == (shown, 7, "S")
 
 
 def test_a_name_is_bounded() -> None:
@@ -110,10 +110,10 @@ def test_a_name_is_bounded() -> None:
 def test_the_state_is_one_letter(tmp_path: Path, write: Write, state: str) -> None:
     write(state=state)
 
-    look = look_at(tmp_path, 4711)
+    reading = read_process(tmp_path, 4711)
 
-    assert isinstance(look, ProcessStatus)
-    assert look.state == state
+    assert isinstance(reading, ProcessStatus)
+    assert reading.state == state
 
 
 @pytest.mark.parametrize(
@@ -137,11 +137,11 @@ def test_of_several_cgroups_that_of_the_pod_is_returned(text: str, path: str, ow
 def test_the_pod_of_a_process_is_read(tmp_path: Path, write: Write, cgroup: str) -> None:
     write(cgroup=cgroup)
 
-    look = look_at(tmp_path, 4711)
+    reading = read_process(tmp_path, 4711)
 
-    assert isinstance(look, ProcessStatus)
-    assert isinstance(look.pod, PodRef)
-    assert (look.pod.uid, look.pod.container_id) == (PodUid(UID), CONTAINER)
+    assert isinstance(reading, ProcessStatus)
+    assert isinstance(reading.pod, PodRef)
+    assert (reading.pod.uid, reading.pod.container_id) == (PodUid(UID), CONTAINER)
 
 
 @pytest.mark.parametrize(
@@ -157,14 +157,14 @@ def test_the_pod_of_a_process_is_read(tmp_path: Path, write: Write, cgroup: str)
 def test_a_pending_kill_is_read(tmp_path: Path, write: Write, status: str, killed: bool) -> None:
     write(state="D", status=status)
 
-    look = look_at(tmp_path, 4711)
+    reading = read_process(tmp_path, 4711)
 
-    assert isinstance(look, ProcessStatus)
-    assert look.killed is killed
+    assert isinstance(reading, ProcessStatus)
+    assert reading.killed is killed
 
 
 def test_a_process_that_is_gone_is_none(tmp_path: Path) -> None:
-    assert look_at(tmp_path, 4711) is NoLook.GONE
+    assert read_process(tmp_path, 4711) is NoReading.GONE
 
 
 @pytest.mark.parametrize("stat", ["", "4711 (python", "4711 (python) S 1 2 3", "4711 (p) S " + "x " * 30])
@@ -172,7 +172,7 @@ def test_a_file_that_makes_no_sense_is_no_process(tmp_path: Path, write: Write, 
     write()
     (tmp_path / "4711/stat").write_text(stat)
 
-    assert look_at(tmp_path, 4711) is NoLook.GONE
+    assert read_process(tmp_path, 4711) is NoReading.GONE
 
 
 def test_a_process_without_the_other_files_is_still_one(tmp_path: Path, write: Write) -> None:
@@ -180,19 +180,19 @@ def test_a_process_without_the_other_files_is_still_one(tmp_path: Path, write: W
     (tmp_path / "4711/cgroup").unlink()
     (tmp_path / "4711/status").unlink()
 
-    look = look_at(tmp_path, 4711)
+    reading = read_process(tmp_path, 4711)
 
-    assert isinstance(look, ProcessStatus)
-    assert (look.cgroup, look.pod, look.killed) == ("", NoPod.UNKNOWN, False)
+    assert isinstance(reading, ProcessStatus)
+    assert (reading.cgroup, reading.pod, reading.killed) == ("", NoPod.UNKNOWN, False)
 
 
 def test_what_is_read_of_a_process_is_bounded(tmp_path: Path, write: Write) -> None:
     write(cgroup="1:a:/x\n" * MAX_BYTES + f"0::{POD_V2}\n")
 
-    look = look_at(tmp_path, 4711)
+    reading = read_process(tmp_path, 4711)
 
-    assert isinstance(look, ProcessStatus)
-    assert (look.cgroup, look.pod) == ("/x", NoPod.UNKNOWN)
+    assert isinstance(reading, ProcessStatus)
+    assert (reading.cgroup, reading.pod) == ("/x", NoPod.UNKNOWN)
 
 
 ROOT_ALL, ROOT_SETUID = "Uid:\t0\t0\t0\t0\n", "Uid:\t1000\t0\t0\t0\n"
@@ -229,22 +229,22 @@ def test_what_root_started_a_process_as_is_no_name_of_its_own(
         (tmp_path / pid / "ns/mnt").symlink_to(namespace)
     (tmp_path / "4711/exe").symlink_to("/usr/bin/nv-hostengine (deleted)")
 
-    look = look_at(tmp_path, 4711)
+    reading = read_process(tmp_path, 4711)
 
-    assert isinstance(look, ProcessStatus)
-    assert look.started_as == started_as
+    assert isinstance(reading, ProcessStatus)
+    assert reading.started_as == started_as
 
 
 IMPORTS = """
 from pathlib import Path
-from agent.sources.processes import look_at
+from agent.sources.processes import read_process
 """
 READ_TWO = """
 gone = os.fork()
 if not gone:
     os._exit(0)
 os.waitpid(gone, 0)
-print(look_at(Path("/proc"), os.getppid()).name, look_at(Path("/proc"), gone).name)
+print(read_process(Path("/proc"), os.getppid()).name, read_process(Path("/proc"), gone).name)
 """
 
 
@@ -261,11 +261,11 @@ def test_a_process_that_is_hidden_is_not_gone() -> None:
 
 
 def test_this_process_is_read_as_the_kernel_has_it() -> None:
-    look = look_at(Path("/proc"), os.getpid())
+    reading = read_process(Path("/proc"), os.getpid())
 
-    assert isinstance(look, ProcessStatus)
-    assert look.comm == printable(Path("/proc/self/comm").read_text().removesuffix("\n"))
-    assert look.state in "RS"
+    assert isinstance(reading, ProcessStatus)
+    assert reading.comm == printable(Path("/proc/self/comm").read_text().removesuffix("\n"))
+    assert reading.state in "RS"
 
 
 LEFT_TO_A_THREAD = """
@@ -288,10 +288,10 @@ def test_a_process_whose_first_thread_exited_is_alive() -> None:
         assert process.stdout is not None
         process.stdout.readline()
 
-        look = look_at(Path("/proc"), process.pid)
+        reading = read_process(Path("/proc"), process.pid)
 
-        assert isinstance(look, ProcessStatus)
-        assert look.state in "SR"
+        assert isinstance(reading, ProcessStatus)
+        assert reading.state in "SR"
 
 
 def test_a_process_with_only_a_killed_thread_left_has_that_threads_state(
@@ -307,10 +307,10 @@ def test_a_process_with_only_a_killed_thread_left_has_that_threads_state(
         (folder / "status").write_text(KILLED)
         (folder / "cgroup").write_text(f"0::{POD_V2}\n")
 
-    look = look_at(tmp_path, 4711)
+    reading = read_process(tmp_path, 4711)
 
-    assert isinstance(look, ProcessStatus)
-    assert (look.state, look.killed, look.cgroup) == ("D", True, POD_V2)
+    assert isinstance(reading, ProcessStatus)
+    assert (reading.state, reading.killed, reading.cgroup) == ("D", True, POD_V2)
 
 
 # ---- pidfds ----
@@ -331,9 +331,9 @@ def descriptors() -> int:
 
 
 def key_of(pid: int) -> ProcessKey:
-    look = look_at(Path("/proc"), pid)
-    assert isinstance(look, ProcessStatus)
-    return look.key
+    reading = read_process(Path("/proc"), pid)
+    assert isinstance(reading, ProcessStatus)
+    return reading.key
 
 
 def test_the_very_process_is_watched(child: subprocess.Popen[bytes]) -> None:
@@ -366,12 +366,12 @@ def test_a_process_that_exits_between_the_two_readings_is_not_watched(
 ) -> None:
     key = key_of(child.pid)
 
-    def end_first(proc_root: Path, pid: int) -> None:
+    def exit_first(proc_root: Path, pid: int) -> None:
         child.kill()
         child.communicate()
-        assert look_at(proc_root, pid) is NoLook.GONE
+        assert read_process(proc_root, pid) is NoReading.GONE
 
-    monkeypatch.setattr(processes, "look_at", end_first)
+    monkeypatch.setattr(processes, "read_process", exit_first)
 
     assert open_pidfd(Path("/proc"), key) is None
 

@@ -42,7 +42,7 @@ from agent.simulation.roots import (
     write_roots,
 )
 from agent.sources.sysfs import SysfsSource
-from agent.sources.sysfs_scan import MAX_GPUS, Exclusions, Roots, driver_of, look
+from agent.sources.sysfs_scan import MAX_GPUS, Exclusions, Roots, driver_of, scan_sysfs
 from tests.core.build import gpu, mig_gpu
 from tests.sources.recorder import Recorder, until
 
@@ -55,7 +55,7 @@ def empty_snapshot() -> Snapshot:
     return snapshot_of(initial_state(Policy(), None, now_ns=0))
 
 
-def serving(*minors: int) -> Snapshot:
+def ready(*minors: int) -> Snapshot:
     """The snapshot while the driver serves GPUs with these minors."""
     views = tuple(
         GpuView(gpu(number, minor=number), Health.HEALTHY, present=True, conditions=(), xids={})
@@ -72,7 +72,7 @@ class Node:
         self.recorder = recorder
         self.spec: NodeSpec = load_preset("4x-t4")
         self.latest = Latest(empty_snapshot())
-        self.doubted: list[GpuUuid] = []
+        self.probed_layouts: list[GpuUuid] = []
         """GPUs whose MIG layout is to be probed."""
         write_roots(self.spec, directory)
         self.source = self.make_source(NEVER_NS)
@@ -91,7 +91,7 @@ class Node:
             deadline_ns=deadline_ns,
             sees_new_nodes=sees_new_nodes,
             confirm_ns=confirm_ns,
-            look_at_layout=self.doubted.append,
+            probe_layout=self.probed_layouts.append,
         )
 
     @property
@@ -147,8 +147,8 @@ async def test_a_gpu_that_left_the_bus_is_emitted(node: Node) -> None:
 
 
 async def test_gpus_of_other_drivers_or_of_none_are_not_there(node: Node) -> None:
-    for slot, driver in enumerate(("vfio-pci", "nouveau", None)):
-        bind_pci_device(node.spec.gpus[slot], node.sys, driver)
+    for index, driver in enumerate(("vfio-pci", "nouveau", None)):
+        bind_pci_device(node.spec.gpus[index], node.sys, driver)
     node.source.request()
     await node.on_bus(node.pci[3])
 
@@ -219,13 +219,13 @@ async def test_a_gpu_that_disappears_and_reappears_is_emitted_both_times(node: N
     assert len(node.recorder.of(GpuRebound)) == 2
 
 
-def excluding(node_directory: Path, *, slot: int, spec: NodeSpec) -> None:
+def excluding(node_directory: Path, *, index: int, spec: NodeSpec) -> None:
     driver = node_directory / "proc/driver/nvidia"
-    (driver / "params").write_text(f'EnableMSI: 1\nExcludedGpus: "{spec.gpus[slot].uuid.upper()}"\n')
+    (driver / "params").write_text(f'EnableMSI: 1\nExcludedGpus: "{spec.gpus[index].uuid.upper()}"\n')
 
 
 async def test_a_gpu_that_the_driver_excludes_does_not_count(node: Node) -> None:
-    excluding(node.directory, slot=1, spec=node.spec)
+    excluding(node.directory, index=1, spec=node.spec)
     node.source.request()
     await node.on_bus(node.pci[0], *node.pci[2:])
 
@@ -245,17 +245,19 @@ def roots_of(directory: Path, *, strict_nodes: bool = False) -> Roots:
 def test_the_drivers_file_on_a_gpu_is_read_once_for_each_time_it_is_bound(tmp_path: Path) -> None:
     spec = load_preset("4x-t4")
     write_roots(spec, tmp_path)
-    excluding(tmp_path, slot=0, spec=spec)
-    first = look(roots_of(tmp_path), None, Exclusions())
+    excluding(tmp_path, index=0, spec=spec)
+    first = scan_sysfs(roots_of(tmp_path), None, Exclusions())
     assert first.gpus == tuple(gpu.pci_bus_id for gpu in spec.gpus[1:])
 
     # From now on it cannot be read any more, as with a driver that hangs.
     for information in (tmp_path / "proc/driver/nvidia/gpus").glob("*/information"):
         information.unlink()
-    assert look(roots_of(tmp_path), None, first.exclusions).gpus == first.gpus
+    assert scan_sysfs(roots_of(tmp_path), None, first.exclusions).gpus == first.gpus
 
     bind_pci_device(spec.gpus[0], tmp_path / "sys", "nvidia")
-    assert look(roots_of(tmp_path), None, first.exclusions).gpus == tuple(g.pci_bus_id for g in spec.gpus)
+    assert scan_sysfs(roots_of(tmp_path), None, first.exclusions).gpus == tuple(
+        g.pci_bus_id for g in spec.gpus
+    )
 
 
 @pytest.mark.parametrize("name", ["vendor", "class", "params"])
@@ -267,14 +269,14 @@ def test_gpus_that_the_agent_may_not_read_have_not_left_the_bus(
     (tmp_path / "proc/driver/nvidia/params").touch()
     known = Exclusions("GPU-1")
 
-    def refuse(path: Path, flags: int) -> int:
+    def fail(path: Path, flags: int) -> int:
         if path.name == name:
             raise OSError(errno.ENFILE, "Too many open files in system")
         return os_open(path, flags)
 
     os_open = os.open
-    monkeypatch.setattr("agent.sources.sysfs_scan.os.open", refuse)
-    seen = look(roots_of(tmp_path), None, known)
+    monkeypatch.setattr("agent.sources.sysfs_scan.os.open", fail)
+    seen = scan_sysfs(roots_of(tmp_path), None, known)
     assert (seen.gpus, dict(seen.bindings), seen.exclusions) == (None, {}, known)
 
 
@@ -284,7 +286,7 @@ def test_so_many_gpus_are_read(tmp_path: Path) -> None:
     devices = tmp_path / "sys/bus/pci/devices"
     for number in range(MAX_GPUS + 10):
         (devices / f"{0x1000 + number:04x}:00:00.0").symlink_to(devices / spec.gpus[0].pci_bus_id)
-    seen = look(roots_of(tmp_path), None, Exclusions())
+    seen = scan_sysfs(roots_of(tmp_path), None, Exclusions())
     assert seen.gpus is not None
     assert len(seen.gpus) == MAX_GPUS
 
@@ -311,7 +313,7 @@ async def test_an_unloaded_module_is_emitted(node: Node) -> None:
 
 async def test_the_nodes_of_the_gpus_that_the_driver_serves_are_checked_at_once(node: Node) -> None:
     remove_device_node("nvidia2", node.dev)
-    node.latest.publish(serving(0, 2))
+    node.latest.publish(ready(0, 2))
     await node.nodes_missing("/dev/nvidia2")
     write_device_node("nvidia2", node.dev)
     node.source.request()
@@ -321,18 +323,18 @@ async def test_the_nodes_of_the_gpus_that_the_driver_serves_are_checked_at_once(
 async def test_a_missing_control_node_is_emitted(node: Node) -> None:
     for name in ("nvidiactl", "nvidia-uvm"):
         remove_device_node(name, node.dev)
-    node.latest.publish(serving(0))
+    node.latest.publish(ready(0))
     await node.nodes_missing("/dev/nvidiactl", "/dev/nvidia-uvm")
 
 
 async def test_the_node_of_a_module_that_is_not_loaded_is_not_missed(node: Node) -> None:
     remove_device_node("nvidia-uvm", node.dev)
     (node.sys / "module/nvidia_uvm").rmdir()
-    node.latest.publish(serving(0))
+    node.latest.publish(ready(0))
     await node.nodes_missing()
 
 
-def serving_a_mig_device(**policy: Any) -> Snapshot:
+def ready_with_a_mig_device(**policy: Any) -> Snapshot:
     """The snapshot while the driver serves a MIG device whose capabilities have minors 12 and 13."""
     whole = mig_gpu(0, (1, 0, "1g.10gb"))
     (mig,) = whole.mig_devices
@@ -348,7 +350,7 @@ async def test_the_nodes_of_mig_devices_are_missed_where_we_give_them_to_contain
     node: Node, injection: Injection
 ) -> None:
     write_device_node("nvidia-caps/nvidia-cap12", node.dev)
-    node.latest.publish(serving_a_mig_device(mig_strategy="mixed", injection=injection))
+    node.latest.publish(ready_with_a_mig_device(mig_strategy="mixed", injection=injection))
     await node.nodes_missing("/dev/nvidia-caps/nvidia-cap13")
 
 
@@ -361,7 +363,7 @@ async def test_the_nodes_of_mig_devices_are_missed_where_we_give_them_to_contain
     ids=["the runtime creates them", "whole GPUs are advertised"],
 )
 async def test_the_nodes_of_mig_devices_are_not_missed_elsewhere(node: Node, policy: dict[str, Any]) -> None:
-    node.latest.publish(serving_a_mig_device(**policy))
+    node.latest.publish(ready_with_a_mig_device(**policy))
     await node.nodes_missing()
 
 
@@ -375,7 +377,7 @@ async def test_a_containers_own_dev_shows_only_what_a_specification_made_of_it_l
 ) -> None:
     node = Node(tmp_path, recorder)
     node.source = node.make_source(NEVER_NS, sees_new_nodes=False)
-    node.latest.publish(serving_a_mig_device(mig_strategy="mixed", injection=injection))
+    node.latest.publish(ready_with_a_mig_device(mig_strategy="mixed", injection=injection))
     task = asyncio.get_running_loop().create_task(node.source.run(), name="sysfs")
     capabilities = ("/dev/nvidia-caps/nvidia-cap12", "/dev/nvidia-caps/nvidia-cap13")
     await node.nodes_missing(*(capabilities if is_missed else ()))
@@ -389,7 +391,7 @@ async def doubting(node: Node, confirm_ns: int) -> AsyncIterator[None]:
     """A MIG device lacks one of its nodes, and NVML was not polled since."""
     policy: dict[str, Any] = {"mig_strategy": "mixed", "injection": Injection(strategies=("cdi-cri",))}
     node.source = node.make_source(NEVER_NS, confirm_ns=confirm_ns)
-    node.latest.publish(serving_a_mig_device(**policy))
+    node.latest.publish(ready_with_a_mig_device(**policy))
     write_device_node("nvidia-caps/nvidia-cap12", node.dev)
     task = asyncio.get_running_loop().create_task(node.source.run(), name="sysfs")
     yield
@@ -401,9 +403,9 @@ async def doubting(node: Node, confirm_ns: int) -> AsyncIterator[None]:
 async def test_a_node_that_went_with_its_mig_device_is_not_missed(tmp_path: Path, recorder: Recorder) -> None:
     node = Node(tmp_path, recorder)
     async with doubting(node, NEVER_NS):
-        await until(lambda: bool(node.doubted))
+        await until(lambda: bool(node.probed_layouts))
         [view] = node.latest.value.gpus
-        assert node.doubted == [view.gpu.uuid]
+        assert node.probed_layouts == [view.gpu.uuid]
         bare = replace(view, gpu=replace(view.gpu, mig_devices=()))
         node.latest.publish(replace(node.latest.value, gpus=(bare,)))
         signs = node.source.last_sign_ns
@@ -419,12 +421,12 @@ async def test_a_node_is_missed_if_its_mig_device_is_still_there_some_time_later
         await node.nodes_missing("/dev/nvidia-caps/nvidia-cap13")
         first, *later = [fact.missing for fact in recorder.of(DeviceNodesSeen)]
         assert (first, later) == ((), [("/dev/nvidia-caps/nvidia-cap13",)])
-        assert len(node.doubted) == 1
+        assert len(node.probed_layouts) == 1
 
 
 async def test_while_a_node_is_missing_it_scans_every_second(tmp_path: Path, recorder: Recorder) -> None:
     node = Node(tmp_path, recorder)
-    node.latest.publish(serving(0))
+    node.latest.publish(ready(0))
     remove_device_node("nvidia0", node.dev)
     task = asyncio.get_running_loop().create_task(node.source.run(), name="sysfs")
     await node.nodes_missing("/dev/nvidia0")
@@ -436,20 +438,20 @@ async def test_while_a_node_is_missing_it_scans_every_second(tmp_path: Path, rec
 
 
 async def test_nodes_are_not_checked_while_the_driver_is_unavailable_or_released(node: Node) -> None:
-    node.latest.publish(serving(0))
+    node.latest.publish(ready(0))
     await node.nodes_missing()
     remove_device_node("nvidia0", node.dev)
     # Another change shows that there was a scan.
-    node.latest.publish(replace(serving(0), driver=DriverView(ready=False)))
+    node.latest.publish(replace(ready(0), driver=DriverView(ready=False)))
     remove_pci_device(node.spec.gpus[3], node.sys)
     node.source.request()
     await node.on_bus(*node.pci[:3])
-    node.latest.publish(replace(serving(0), released_until_ns=1))
+    node.latest.publish(replace(ready(0), released_until_ns=1))
     write_pci_device(node.spec.gpus[3], node.sys)
     node.source.request()
     await node.on_bus(*node.pci)
     unload_modules(node.spec, node.sys)
-    node.latest.publish(serving(0))
+    node.latest.publish(ready(0))
     await node.module_is(None)
     assert len(node.recorder.of(DeviceNodesSeen)) == 1
 
@@ -465,16 +467,16 @@ def test_below_dev_a_node_is_a_character_device(tmp_path: Path) -> None:
     write_roots(load_preset("4x-t4"), tmp_path)
     (tmp_path / "dev/nvidia1").unlink()
     (tmp_path / "dev/nvidia1").symlink_to("/dev/null")
-    strict = look(roots_of(tmp_path, strict_nodes=True), NODES, Exclusions())
+    strict = scan_sysfs(roots_of(tmp_path, strict_nodes=True), NODES, Exclusions())
     assert strict.missing == ("/dev/nvidia0", "/dev/nvidiactl", "/dev/nvidia-uvm")
-    assert look(roots_of(tmp_path), NODES, Exclusions()).missing == ()
+    assert scan_sysfs(roots_of(tmp_path), NODES, Exclusions()).missing == ()
 
 
 def test_a_directory_is_no_node(tmp_path: Path) -> None:
     write_roots(load_preset("4x-t4"), tmp_path)
     (tmp_path / "dev/nvidia1").unlink()
     (tmp_path / "dev/nvidia1").mkdir()
-    assert look(roots_of(tmp_path), NODES, Exclusions()).missing == ("/dev/nvidia1",)
+    assert scan_sysfs(roots_of(tmp_path), NODES, Exclusions()).missing == ("/dev/nvidia1",)
 
 
 # Where nothing can be seen
@@ -482,7 +484,7 @@ def test_a_directory_is_no_node(tmp_path: Path) -> None:
 
 async def test_what_cannot_be_read_is_not_emitted(tmp_path: Path, recorder: Recorder) -> None:
     node = Node(tmp_path, recorder)
-    node.latest.publish(serving(0))
+    node.latest.publish(ready(0))
     for root in ("sys", "proc", "dev"):
         (tmp_path / root).rename(tmp_path / f"{root}.away")
     task = asyncio.get_running_loop().create_task(node.source.run(), name="sysfs")
@@ -508,7 +510,7 @@ async def test_a_kernel_that_does_not_answer_stops_the_source_and_blocks_one_thr
     for _ in range(3):
         with pytest.raises(SourceError, match=r"Scanning .* did not finish within"):
             await source.run()
-    assert [each.name for each in threading.enumerate()].count("sysfs-look") == 1
+    assert [each.name for each in threading.enumerate()].count("sysfs-scan") == 1
     task = asyncio.get_running_loop().create_task(source.run(), name="sysfs")
     vendor.write_text("0x10de\n")
     await node.on_bus(*node.pci)
@@ -518,12 +520,12 @@ async def test_a_kernel_that_does_not_answer_stops_the_source_and_blocks_one_thr
 
 
 @pytest.mark.parametrize(
-    ("config", "told"),
+    ("config", "answers"),
     [(b"\xde\x10\x30\x23", [True]), (b"\xff" * 64, [False]), (b"\xde", []), (None, [])],
     ids=["answers", "all ones", "cut", "no file"],
 )
 async def test_the_configuration_space_is_read_when_it_is_asked_for(
-    node: Node, config: bytes | None, told: list[bool]
+    node: Node, config: bytes | None, answers: list[bool]
 ) -> None:
     pci = node.pci[1]
     if config is not None:
@@ -531,7 +533,7 @@ async def test_the_configuration_space_is_read_when_it_is_asked_for(
     assert node.recorder.of(PciConfigRead) == []
     node.source.read_config(pci)
     await read_of_no_gpu(node)
-    assert [fact.answers for fact in node.recorder.of(PciConfigRead) if fact.pci == pci] == told
+    assert [fact.answers for fact in node.recorder.of(PciConfigRead) if fact.pci == pci] == answers
 
 
 async def test_unified_memory_is_opened_until_that_succeeds_and_never_while_the_driver_is_released(
@@ -543,7 +545,7 @@ async def test_unified_memory_is_opened_until_that_succeeds_and_never_while_the_
     node.source.probe_uvm()
     await read_of_no_gpu(node)
     assert node.recorder.of(UvmProbed) == []
-    node.latest.publish(serving(0))
+    node.latest.publish(ready(0))
     await node.recorder.until(lambda: len(node.recorder.of(UvmProbed)) == 1)
     assert node.recorder.of(UvmProbed)[-1].error is not None
     uvm.rmdir()
@@ -572,13 +574,13 @@ def test_unified_memory_that_cannot_be_opened_by_the_agent_is_unknown(
     roots = Roots(tmp_path / "sys", tmp_path / "proc", tmp_path / "dev", strict_nodes=False)
     opened = os.open
 
-    def refuse(path: str, *arguments: int) -> int:
+    def fail(path: str, *arguments: int) -> int:
         if "nvidia-uvm" in str(path):
             raise error(errno.ENOENT if error is FileNotFoundError else errno.EACCES, "no")
         return opened(path, *arguments)
 
-    monkeypatch.setattr(os, "open", refuse)
-    assert look(roots, (), Exclusions(), uvm=True).uvm is None
+    monkeypatch.setattr(os, "open", fail)
+    assert scan_sysfs(roots, (), Exclusions(), uvm=True).uvm is None
 
 
 def test_the_driver_of_a_function_is_read(tmp_path: Path) -> None:

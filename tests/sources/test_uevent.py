@@ -49,7 +49,7 @@ class Script:
         self._events: deque[Mapping[str, object] | Exception] = deque()
         self._more = asyncio.Event()
 
-    def say(self, *events: Mapping[str, object] | Exception) -> None:
+    def feed(self, *events: Mapping[str, object] | Exception) -> None:
         self._events.extend(events)
         self._more.set()
 
@@ -102,10 +102,10 @@ class Listening:
     def _lost(self) -> None:
         self.rescans += 1
 
-    async def heard(self, *events: Mapping[str, object]) -> None:
+    async def received(self, *events: Mapping[str, object]) -> None:
         """Feed events, and return when they were handled."""
         seen = self.source.seen + len(events)
-        self.script.say(*events)
+        self.script.feed(*events)
         await until(lambda: self.source.seen == seen)
 
 
@@ -126,13 +126,13 @@ async def test_it_triggers_one_scan_at_the_start(listening: Listening) -> None:
 
 
 async def test_a_bound_gpu_is_emitted(listening: Listening) -> None:
-    await listening.heard(BIND)
+    await listening.received(BIND)
     assert await listening.recorder.first(GpuRebound) == GpuRebound(PCI, bound=True)
 
 
 @pytest.mark.parametrize("action", ["unbind", "remove"])
 async def test_an_unbound_gpu_is_emitted(listening: Listening, action: str) -> None:
-    await listening.heard({**UNBIND, "ACTION": action})
+    await listening.received({**UNBIND, "ACTION": action})
     assert await listening.recorder.first(GpuRebound) == GpuRebound(PCI, bound=False)
 
 
@@ -150,14 +150,14 @@ async def test_an_unbound_gpu_is_emitted(listening: Listening, action: str) -> N
     ],
 )
 async def test_other_events_are_no_binding(listening: Listening, other: Mapping[str, str]) -> None:
-    await listening.heard({**BIND, **other}, UNBIND)
+    await listening.received({**BIND, **other}, UNBIND)
     await listening.recorder.first(GpuRebound)
     assert [fact.bound for fact in listening.recorder.of(GpuRebound)] == [False]
 
 
 async def test_a_bind_that_sysfs_does_not_show_is_not_emitted(listening: Listening) -> None:
     bind_pci_device(listening.spec.gpus[0], listening.sys, None)
-    await listening.heard(BIND, UNBIND)
+    await listening.received(BIND, UNBIND)
     await listening.recorder.first(GpuRebound)
     assert [fact.bound for fact in listening.recorder.of(GpuRebound)] == [False]
 
@@ -167,47 +167,47 @@ async def test_a_bind_that_sysfs_does_not_show_is_not_emitted(listening: Listeni
 )
 async def test_a_change_triggers_a_scan(listening: Listening, event: Mapping[str, str]) -> None:
     await until(lambda: listening.rescans == 1)
-    await listening.heard(event)
+    await listening.received(event)
     await until(lambda: listening.changes == 1)
 
 
 async def test_simultaneous_events_trigger_one_scan(listening: Listening) -> None:
     await until(lambda: listening.rescans == 1)
-    await listening.heard(*[BIND, MODULE, UNBIND] * 100)
+    await listening.received(*[BIND, MODULE, UNBIND] * 100)
     await until(lambda: listening.changes == 1)
-    await listening.heard(MODULE)
+    await listening.received(MODULE)
     await until(lambda: listening.changes == 2)
 
 
 async def test_other_devices_and_modules_trigger_no_scan(listening: Listening) -> None:
     await until(lambda: listening.rescans == 1)
-    await listening.heard(
+    await listening.received(
         {"ACTION": "add", "SUBSYSTEM": "module", "DEVPATH": "/module/nvme"},
         {"ACTION": "change", "SUBSYSTEM": "block", "DEVPATH": "/devices/virtual/block/loop0"},
     )
-    await listening.heard(MODULE)
+    await listening.received(MODULE)
     await until(lambda: listening.changes == 1)
 
 
 async def test_lost_events_trigger_a_scan(listening: Listening, caplog: pytest.LogCaptureFixture) -> None:
     await until(lambda: listening.rescans == 1)
     with caplog.at_level(logging.WARNING):
-        listening.script.say(LOST)
+        listening.script.feed(LOST)
         await until(lambda: listening.rescans == 2)
     assert (listening.source.losses, listening.script.opened, listening.script.closed) == (1, 2, 1)
     assert "Uevents were lost" in caplog.text
-    await listening.heard(BIND)
+    await listening.received(BIND)
 
 
 async def test_an_event_that_is_no_text_is_skipped(listening: Listening) -> None:
-    listening.script.say(UnicodeDecodeError("utf-8", b"\xff", 0, 1, "invalid start byte"))
-    listening.script.say(BIND)
+    listening.script.feed(UnicodeDecodeError("utf-8", b"\xff", 0, 1, "invalid start byte"))
+    listening.script.feed(BIND)
     await listening.recorder.first(GpuRebound)
     assert (listening.source.seen, listening.source.losses) == (2, 0)
 
 
 async def test_missing_netlink_sockets_are_reported(tmp_path: Path, recorder: Recorder) -> None:
-    async def refused() -> UeventSocket:
+    async def unsupported() -> UeventSocket:
         raise OSError(97, "Address family not supported by protocol")
 
     source = UeventSource(
@@ -215,7 +215,7 @@ async def test_missing_netlink_sockets_are_reported(tmp_path: Path, recorder: Re
         sys_root=tmp_path,
         on_change=lambda: None,
         on_loss=lambda: None,
-        open_socket=refused,
+        open_socket=unsupported,
     )
     with pytest.raises(SourceError, match="Uevents cannot be received: Address family not supported"):
         await source.run()

@@ -55,7 +55,7 @@ from agent.sources.ebpf.reading import MAX_ENDED, Over, Reading, forget, judged_
 from agent.sources.ebpf.scheduler import Turns
 from agent.sources.ebpf.unseen import Unseen, has_ended
 from agent.sources.ebpf.unsent import Unsent
-from agent.sources.processes import NoLook, look_at
+from agent.sources.processes import NoReading, read_process
 from agent.threads import DaemonThread
 
 Tier = Literal["auto", "driver", "syscalls", "procfs"]
@@ -174,7 +174,7 @@ class EbpfSource:
         self._is_stale = True
         """Something happened since the last picture was made."""
         self._unseen = Unseen()
-        self._ending: dict[ProcessKey, ProcessStatus | NoLook | None] = {}
+        self._ending: dict[ProcessKey, ProcessStatus | NoReading | None] = {}
         """The processes that began to end, as they were when they were looked at last."""
         self._ended_since: set[ProcessKey] = set()
         """The processes whose end was told since the last round began."""
@@ -545,8 +545,8 @@ class EbpfSource:
             self._ended(key)
         return bool(news or gone)
 
-    def _look_at(self, keys: Iterable[ProcessKey]) -> dict[ProcessKey, ProcessStatus | NoLook]:
-        return {key: look_at(self._proc_root, key.pid, self._where) for key in keys}
+    def _look_at(self, keys: Iterable[ProcessKey]) -> dict[ProcessKey, ProcessStatus | NoReading]:
+        return {key: read_process(self._proc_root, key.pid, self._where) for key in keys}
 
     async def _forget(self, began_ns: int, ended: frozenset[ProcessKey]) -> None:
         """Take out of the kernel's tables what is over; of whom this round has read what they counted."""

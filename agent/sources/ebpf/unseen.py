@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping
 from typing import Final
 
 from agent.model.usage import ENDED, ProcessKey, ProcessStatus
-from agent.sources.processes import NoLook
+from agent.sources.processes import NoReading
 
 MAX_NAMED: Final = 3
 """Processes that a reason names."""
@@ -18,10 +18,10 @@ class Unseen:
         """Why the last scan may have missed something."""
         self._unreadable: set[ProcessKey] = set()
 
-    def looked(self, looks: Mapping[ProcessKey, ProcessStatus | NoLook]) -> None:
+    def looked(self, looks: Mapping[ProcessKey, ProcessStatus | NoReading]) -> None:
         """Apply what /proc said of processes."""
         self._unreadable.difference_update(looks)
-        self._unreadable.update(key for key, look in looks.items() if look is NoLook.UNREADABLE)
+        self._unreadable.update(key for key, look in looks.items() if look is NoReading.UNREADABLE)
 
     def why(self, unlooked: Iterable[ProcessKey]) -> str:
         """Return why something may be missing; empty: nothing is. ``unlooked``: processes with no reading."""
@@ -33,6 +33,6 @@ class Unseen:
         return f"{self.of_scan}; {hidden}" if self.of_scan else hidden
 
 
-def has_ended(look: ProcessStatus | NoLook) -> bool:
+def has_ended(look: ProcessStatus | NoReading) -> bool:
     """Return whether a process is gone, or a zombie: the kernel closes its files before it is one."""
-    return look is NoLook.GONE or (isinstance(look, ProcessStatus) and look.state in ENDED)
+    return look is NoReading.GONE or (isinstance(look, ProcessStatus) and look.state in ENDED)

@@ -1,7 +1,7 @@
 """The readings of a GPU as typed NVML calls, beside those of nvml_library.
 
 Invariants: one method is one NVML call, made through Nvml.call, so it is observed and its error is
-translated like any other. This module keeps no state and decides nothing: see nvml_sampling.
+translated like any other. This module keeps no state and decides nothing: see sampling.
 """
 
 import ctypes

@@ -9,7 +9,7 @@ Cost of a poll, beside its five or six basic calls: up to seven calls, which are
 remapped rows and retired pages (a GPU has one of the two), clocks, and PCIe width and replays. Links and
 fabric are read once in ``slow_ns``, after an XID, on request, and in each poll while they are unhealthy: a
 call for each link, and one. The slowdown temperature and the full PCIe width are read once. Memory and
-processes are four calls more, see nvml_memory. Measured on the simulated library, for an A100: 20 us for
+processes are four calls more, see memory. Measured on the simulated library, for an A100: 20 us for
 the basic calls, 33 us for the readings, 47 us where the twelve links are among them (H100, eighteen links
 and fabric: 57 us). A real driver takes longer for each call, which costs the loop nothing.
 """

@@ -2,7 +2,7 @@
 
 Guarantees:
 
-1. The loop never waits for the driver: a daemon thread (nvml_threads) makes every call and has
+1. The loop never waits for the driver: a daemon thread (threads) makes every call and has
    a deadline. One call is in flight for each GPU, so a stuck GPU costs one thread, however often it
    is polled.
 2. NVML is initialised once and stays initialised. Only when no GPU answers any more is it shut down and

@@ -9,7 +9,7 @@ are finished. What follows from the lists alone:
 - Where several pods are listed with a device and none of them is newer, one of them holds it, and which
   is unknown. All are named then, with `` or `` between them.
 - A finished pod that is alone with its device counts as its holder, unless it is known to have finished
-  (pods_ended): the device may still be in use.
+  (pods.finished): the device may still be in use.
 
 Source: kubernetes pkg/kubelet/cm/devicemanager/manager.go (UpdateAllocatedDevices),
 pkg/kubelet/apis/podresources/server_v1.go.
@@ -23,7 +23,7 @@ from agent.sources.pods.wire import Claims
 SEVERAL = " or "
 
 
-class Holders:
+class DeviceHolders:
     """Tracks the holders from one list to the next."""
 
     def __init__(self) -> None:
@@ -35,10 +35,10 @@ class Holders:
         self._before = None
         self._finished = set()
 
-    def after(self, claims: Claims, ended: Collection[str] = ()) -> Mapping[DeviceId, str]:
+    def after(self, claims: Claims, finished: Collection[str] = ()) -> Mapping[DeviceId, str]:
         """Return the holder of each device, from the present list and the one before.
 
-        ``ended`` are pods that are known to have finished.
+        ``finished`` are pods that are known to have finished.
         """
         claimants: dict[str, list[str]] = {}
         for pod, devices in claims.items():
@@ -48,7 +48,7 @@ class Holders:
         self._before = claims
         holders: dict[DeviceId, str] = {}
         for device, pods in sorted(claimants.items()):
-            left = sorted(pod for pod in pods if pod not in self._finished and pod not in ended)
+            left = sorted(pod for pod in pods if pod not in self._finished and pod not in finished)
             if left:
                 holders[DeviceId(device)] = SEVERAL.join(left)
         return holders

@@ -23,8 +23,8 @@ from agent.errors import KubeletError
 from agent.log import about
 from agent.model.facts import AllocationsListed, Fact, PodsSeen
 from agent.model.policy import SECOND_NS
-from agent.sources.pods.ended import EndedPods
-from agent.sources.pods.holders import Holders
+from agent.sources.pods.finished import FinishedPods
+from agent.sources.pods.holders import DeviceHolders
 from agent.sources.pods.uids import SeenPods, pods_by_uid
 from agent.sources.pods.wire import AbsentError, Listing, list_pods, listing_of
 from agent.threads import in_daemon_thread
@@ -54,12 +54,12 @@ class PodsSource:
         deadline_ns: int = DEADLINE_NS,
         retry_ns: int = RETRY_NS,
         resource_prefix: str = RESOURCE_PREFIX,
-        ended: EndedPods | None = None,
+        finished: FinishedPods | None = None,
         prove: Callable[[], object] = lambda: None,
     ) -> None:
         """``socket`` is the kubelet's for pod-resources, ``pod_logs`` where it keeps the logs of pods.
 
-        Only devices of resources with the prefix are emitted. ``ended`` finds finished pods. ``prove`` is
+        Only devices of resources with the prefix are emitted. ``finished`` finds finished pods. ``prove`` is
         called after each poll, whatever its outcome.
         """
         self._inbox = inbox
@@ -72,38 +72,38 @@ class PodsSource:
         self._deadline_ns = deadline_ns
         self._retry_ns = retry_ns
         self._prefix = resource_prefix
-        self._holders = Holders()
-        self._ended = ended
-        self._trouble: str | None = None
+        self._holders = DeviceHolders()
+        self._finished_pods = finished
+        self._last_failure: str | None = None
 
     async def run(self) -> None:
         """Poll until cancelled. May be run again afterwards; two at once are not allowed."""
         while True:
             began_ns = self._clock()
-            if not await self._ask() and self._retry_ns < self._period_ns:
+            if not await self._poll() and self._retry_ns < self._period_ns:
                 await asyncio.sleep(self._retry_ns / 1e9)
-                if not await self._ask():
+                if not await self._poll():
                     # Pods may start and finish meanwhile, so the next list cannot be compared with the last.
                     self._forget()
             self._prove()
             await asyncio.sleep(max(0, began_ns + self._period_ns - self._clock()) / 1e9)
 
-    async def _ask(self) -> bool:
+    async def _poll(self) -> bool:
         """Poll once; returns whether the kubelet answered, or is absent, so that a retry is pointless."""
         try:
             answer = await list_pods(self._socket, timeout_s=self._deadline_ns / 1e9)
-            listing, pods, ended = await in_daemon_thread("pods-list", lambda: self._read(answer))
+            listing, pods, finished = await in_daemon_thread("pods-list", lambda: self._read(answer))
         except AbsentError as error:
-            self._note_trouble(logging.INFO, "Waiting for the kubelet's pod-resources socket", error)
+            self._log_failure(logging.INFO, "Waiting for the kubelet's pod-resources socket", error)
             self._forget()
             return True
         except KubeletError as error:
-            self._note_trouble(logging.WARNING, "Listing the pods that hold devices failed", error)
+            self._log_failure(logging.WARNING, "Listing the pods that hold devices failed", error)
             return False
-        if self._trouble is not None:
-            self._trouble = None
+        if self._last_failure is not None:
+            self._last_failure = None
             _log.info("The kubelet lists which pods hold devices at %(path)s", about(path=str(self._socket)))
-        self._inbox.put(AllocationsListed(pods=self._holders.after(listing.claims, ended)))
+        self._inbox.put(AllocationsListed(pods=self._holders.after(listing.claims, finished)))
         if pods is not None:
             self._inbox.put(PodsSeen(pods.pods, complete=pods.complete))
         return True
@@ -113,18 +113,18 @@ class PodsSource:
         pods = pods_by_uid(
             listing.names, listing.claims, pod_logs=self._pod_logs, checkpoint=self._checkpoint
         )
-        if pods is None or self._ended is None:
+        if pods is None or self._finished_pods is None:
             return listing, pods, ()
-        return listing, pods, self._ended.after(listing.claims, pods.pods)
+        return listing, pods, self._finished_pods.after(listing.claims, pods.pods)
 
     def _forget(self) -> None:
         self._holders.forget()
-        if self._ended is not None:
-            self._ended.forget()
+        if self._finished_pods is not None:
+            self._finished_pods.forget()
 
-    def _note_trouble(self, level: int, message: str, error: KubeletError) -> None:
+    def _log_failure(self, level: int, message: str, error: KubeletError) -> None:
         """Log a failure when it begins or changes, not on every poll."""
-        if self._trouble != message:
-            self._trouble = message
+        if self._last_failure != message:
+            self._last_failure = message
             path = str(self._socket)
             _log.log(level, "%(what)s: %(detail)s", about(what=message, path=path, detail=str(error)))

@@ -116,7 +116,7 @@ async def _answer(socket: Path, method: str, timeout_s: float) -> bytes:
     except GRPCError as error:
         # The call carries its deadline, so the kubelet's own clock may be the first to notice.
         late = error.status is Status.DEADLINE_EXCEEDED
-        raise (KubeletError(unanswered) if late else _refusal(method, error)) from None
+        raise (KubeletError(unanswered) if late else _error_of(method, error)) from None
     except (StreamTerminatedError, ProtocolError, NotImplementedError):
         what = f"sent over {MAX_ANSWER_BYTES >> 20} MiB" if channel.is_over else "closed the connection"
         raise KubeletError(f"The kubelet {what} in answer to {method} on {socket}") from None
@@ -142,7 +142,7 @@ async def _call(channel: Channel, method: str, timeout_s: float) -> bytes:
     return answer
 
 
-def _refusal(method: str, error: GRPCError) -> KubeletError:
+def _error_of(method: str, error: GRPCError) -> KubeletError:
     if error.status is Status.UNIMPLEMENTED:
         return UnsupportedError(f"The kubelet does not serve {method} of pod-resources v1; it is too old")
     message = f"The kubelet rejected {method}: {error.status.name}: {error.message or 'no message'}"

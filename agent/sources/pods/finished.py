@@ -16,7 +16,7 @@ from agent.model.usage import Pods, PodUid
 _QOS: Final = ("", "burstable", "besteffort")
 
 
-class EndedPods:
+class FinishedPods:
     """Finds the pods that had no cgroup at the newest list and at the one before."""
 
     def __init__(self, cgroups: Path, *, kubelet_root: str = "/") -> None:
@@ -37,8 +37,8 @@ class EndedPods:
             if seen.alive:
                 uids.setdefault(seen.full_name, []).append(uid)
         without = frozenset(name for name in listed if roots and _is_without(uids.get(name, ()), roots))
-        ended, self._without = without & self._without, without
-        return ended
+        finished, self._without = without & self._without, without
+        return finished
 
     def _roots(self) -> Iterator[Path]:
         """Yield where the kubelet may have its cgroups: slices of systemd or directories, v2 and v1."""
