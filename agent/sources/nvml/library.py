@@ -3,7 +3,7 @@
 Invariants: one method is one NVML call, and it is reported to a CallObserver before it is made, since
 it may never return. Every method may block and raises NvmlError; none is to be called on the loop.
 A library that was loaded stays loaded: the driver's own code keeps pointers into it. Only this module,
-nvml_readings and nvml_hotplug import pynvml; whatever they call goes through ``Nvml.call``.
+readings and hotplug import pynvml; whatever they call goes through ``Nvml.call``.
 """
 
 import ctypes

@@ -2,7 +2,7 @@
 
 Invariants: everything here blocks and runs on the GPU's own thread, after the readings of a poll passed. A
 list that the driver does not support is unsupported, one with impossible records is unreliable (see
-core.process_info); neither claims anything. What failed this time is not emitted this time.
+core.usage.process_list); neither claims anything. What failed this time is not emitted this time.
 
 Cost of a poll: four calls, of which those for processes make two each where there are any.
 """

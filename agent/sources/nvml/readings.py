@@ -26,7 +26,7 @@ HW_SLOWDOWN_REASONS: Final = int(
 MAX_PROCESSES: Final = 65_536
 """More on one GPU are rejected, and no room is allocated for them."""
 IMPOSSIBLE: Final = MemoryUser(pid=0, used_bytes=None, gi=0, ci=0)
-"""No process: stands for an impossible list, see core.process_info."""
+"""No process: stands for an impossible list, see core.usage.process_list."""
 
 MAX_LINKS: Final = int(pynvml.NVML_NVLINK_MAX_LINKS)
 
