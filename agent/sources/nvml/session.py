@@ -415,13 +415,14 @@ class Session:
         if not watcher.is_doubtful:
             return
         if not self._doubted:
-            self._doubt_ns = watcher.began_ns
+            # Not when the probe started: another one may have started and passed since, before the driver went.
+            self._doubt_ns = self._clock()
         self._doubted.add(watcher)
         try:
             numbers = {
                 other: other.request() if other.began_ns < self._doubt_ns else other.begun
                 for other in self._watchers
-                if other is not watcher and not other.gone
+                if other not in self._doubted and not other.gone
             }
             await wait_finished(numbers, self._settings.call_deadline_ns)
         finally:
