@@ -14,13 +14,13 @@ from typing import Any
 import grpc
 import grpc.aio
 import pytest
-from agent.sources.pods.finished import FinishedPods
 
 from agent.errors import KubeletError
 from agent.model.facts import AllocationsListed, PodsSeen
 from agent.model.usage import PodSeen, PodUid
 from agent.simulation.kubelet import EmulatedKubelet
 from agent.simulation.stubs.podresources.v1 import api_pb2 as pods_pb
+from agent.sources.pods.finished import FinishedPods
 from agent.sources.pods.holders import DeviceHolders
 from agent.sources.pods.source import PodsSource
 from agent.sources.pods.uids import SeenPods, pods_by_uid

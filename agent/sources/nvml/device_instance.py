@@ -1,12 +1,12 @@
 """Reads which device instance the driver's resource manager (RM) has given a GPU.
 
-A context lies under a device that names its GPU by that number alone. It is that of the minor only where GPUs
-were attached in the order in which they were probed, so the driver is asked: which GPU id has this minor, and
-which instance has this id.
+A context lies under a device that names its GPU by that number alone. It equals the minor only where GPUs
+were attached in the order in which they were probed, so two calls read it: the GPU id of the minor, and
+the instance of that id.
 
 Invariants: it blocks, runs on the GPU's own thread with the deadline of any call there, and only while NVML
-holds the GPU open, so that it attaches no GPU, and the instance is the GPU's until NVML closes it. What the
-driver does not say is unknown.
+holds the GPU open, so that it attaches no GPU, and the instance is the GPU's until NVML closes it. An answer
+that the driver does not give is unknown.
 
 Source: NVIDIA/open-gpu-kernel-modules 515.43.04 to 595.45.04:kernel-open/common/inc/nv-ioctl.h, nvos.h,
 ctrl0000gpu.h, src/nvidia/src/kernel/gpu_mgr/gpu_mgr.c (gpumgrAllocDeviceInstance).
@@ -24,7 +24,7 @@ from agent.sources.nvml.inventory import ProbeResult
 from agent.sources.nvml.library import Nvml
 
 CALL: Final = "GPU_GET_ID_INFO"
-"""What it is called where it does not answer."""
+"""The call's name where it is reported overdue."""
 MAX_INSTANCES: Final = 32
 """Source: nvlimits.h, NV_MAX_DEVICES."""
 
@@ -34,7 +34,7 @@ _GET_ID_INFO_V2: Final = 0x205
 _CARD: Final = struct.Struct("=?15xI36xI12x")
 """nv_ioctl_card_info_t: valid, GPU id, minor."""
 _CARDS: Final = 64
-"""Rows that are asked for; too few are an error."""
+"""Rows of the table; too few are an error."""
 _ALLOC: Final = struct.Struct("=IIIIQII")
 """NVOS21: root, parent, new object, class, address and size of parameters, status (since driver 535)."""
 _CONTROL: Final = struct.Struct("=IIIIQII")
@@ -44,7 +44,7 @@ _ID_INFO: Final = struct.Struct("=IIIIIIIi")
 
 
 def with_instance(result: ProbeResult, nvml: Nvml, dev_root: Path) -> ProbeResult:
-    """Return the look with the GPU's device instance, which is read once."""
+    """Return the result with the GPU's device instance, which is read once."""
     seen = result.discovered
     if seen.is_instance_read or result.failure is not None or seen.gpu.minor is None:
         return result
@@ -54,7 +54,7 @@ def with_instance(result: ProbeResult, nvml: Nvml, dev_root: Path) -> ProbeResul
 
 
 def read_instance(nvml: Nvml, dev_root: Path, minor: int) -> int | None:
-    """Return the device instance of the GPU with a minor; None: the driver does not say."""
+    """Return the device instance of the GPU with a minor; None: unknown."""
     return nvml.observed(CALL, lambda: _read(dev_root / "nvidiactl", minor))
 
 
@@ -69,7 +69,7 @@ def _read(control: Path, minor: int) -> int | None:
     except OSError:
         return None
     finally:
-        # The driver frees the client with it.
+        # The driver frees the client with the file.
         os.close(descriptor)
 
 
@@ -96,5 +96,5 @@ def _instance(descriptor: int, gpu_id: int) -> int | None:
 
 
 def _request(number: int, size: int) -> int:
-    """Return the word of an ioctl that reads and writes so many bytes (_IOWR)."""
+    """Return the request number of an ioctl that reads and writes so many bytes (_IOWR)."""
     return 3 << 30 | size << 16 | ord("F") << 8 | number

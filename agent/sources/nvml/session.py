@@ -415,7 +415,7 @@ class Session:
         if not watcher.is_doubtful:
             return
         if not self._doubted:
-            # Not when the probe started: another one may have started and passed since, before the driver went.
+            # Not when the probe started: since then another one may have passed before the driver went.
             self._doubt_ns = self._clock()
         self._doubted.add(watcher)
         try:

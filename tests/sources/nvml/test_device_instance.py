@@ -1,4 +1,4 @@
-"""Which device instance the driver has given a GPU, as the driver double reports it."""
+"""Reading the device instance of a GPU from the driver double."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -11,7 +11,7 @@ from agent.model.structs import replace
 from agent.simulation.driver_double.double import DriverDouble
 from agent.simulation.driver_double.nodes import Gpu
 from agent.sources.nvml.device_instance import CALL, read_instance, with_instance
-from agent.sources.nvml.inventory import ProbeResult, DiscoveredGpu
+from agent.sources.nvml.inventory import DiscoveredGpu, ProbeResult
 from agent.sources.nvml.library import Handle, Nvml
 from agent.threads import in_daemon_thread
 from tests.core.build import gpu
@@ -50,7 +50,7 @@ async def test_each_minor_has_the_instance_that_the_driver_gave_it(double: Drive
     assert descriptors() == before
     books = await double.books()
     assert books.opened["nvidiactl"] == 4
-    # The driver hears of a close a little later.
+    # The driver receives a close a little later.
     async with asyncio.timeout(PATIENCE_S):
         while books.released["nvidiactl"] < 4:
             books = await double.books()
@@ -58,7 +58,7 @@ async def test_each_minor_has_the_instance_that_the_driver_gave_it(double: Drive
 
 
 @pytest.mark.parametrize("node", ["none", "device", "folder"])
-def test_what_is_no_driver_says_nothing_and_nothing_stays_open(tmp_path: Path, node: str) -> None:
+def test_without_a_driver_the_instance_is_unknown_and_nothing_stays_open(tmp_path: Path, node: str) -> None:
     observer, before = Observer(), descriptors()
     if node == "device":
         (tmp_path / "nvidiactl").symlink_to("/dev/null")
@@ -70,7 +70,7 @@ def test_what_is_no_driver_says_nothing_and_nothing_stays_open(tmp_path: Path, n
     assert descriptors() == before
 
 
-def test_the_driver_is_asked_once_for_each_gpu_that_answered(tmp_path: Path) -> None:
+def test_the_instance_is_read_once_for_each_gpu_that_answered(tmp_path: Path) -> None:
     observer = Observer()
     nvml = Nvml(observer)
     seen = DiscoveredGpu(gpu(0, minor=0), Handle(object()), "00000000:3b:00.0")
