@@ -57,10 +57,8 @@ class Action:
         problems: list[str] = []
         for name, text in given.items():
             if name not in known:
-                takes = ", ".join(known) or "none"
-                problems.append(
-                    f"{self.name} has no parameter {name[:80]}{suggestion(name, known)}; it takes: {takes}"
-                )
+                unknown = f"{self.name} has no parameter {name[:80]}{suggestion(name, known)}"
+                problems.append(f"{unknown}; it accepts: {', '.join(known) or 'none'}")
                 continue
             try:
                 values[name] = known[name].parse(text[:MAX_TEXT])
@@ -95,7 +93,7 @@ class Action:
 
 @dataclass(frozen=True, slots=True)
 class Invocation:
-    """An action that somebody asks for: as it was given, and ready to be applied."""
+    """An action that was asked for: its parameters as given, and ready to be applied."""
 
     name: str
     given: Mapping[str, str]
@@ -148,7 +146,7 @@ def whole_number(least: int, most: int) -> Callable[[str], int]:
 
 
 def choice(*choices: str) -> Callable[[str], str]:
-    """Return a parser that takes one of these words."""
+    """Return a parser that accepts one of these words."""
 
     def parse(text: str) -> str:
         if text not in choices:

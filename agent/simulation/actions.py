@@ -57,7 +57,7 @@ class Xid:
 
     xid: int = parameter("XID", "The error's number, such as 79", _XID)
     gpu: str = parameter(
-        "GPU", 'Slot or UUID; "unreadable" for a GPU that no longer tells its UUID', name_text
+        "GPU", 'Slot or UUID; "unreadable" for a GPU that no longer reports its UUID', name_text
     )
     gi: int | None = parameter("N", "GPU instance of the MIG device", _INSTANCE, default=None)
     ci: int | None = parameter("N", "Compute instance of the MIG device", _INSTANCE, default=None)
@@ -85,9 +85,9 @@ def _return_code(text: str) -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class ReturnCode:
-    """Let NVML calls answer a return code, or take that back with the code clear."""
+    """Let NVML calls answer a return code, or as usual again with the code clear."""
 
-    code: int | None = parameter("CODE", "15, GPU_IS_LOST or another one; clear takes it back", _return_code)
+    code: int | None = parameter("CODE", "15, GPU_IS_LOST or another one; clear ends it", _return_code)
     call: str = parameter(
         "NAME", "A function, such as nvmlDeviceGetMemoryInfo; all is the default", name_text, default="all"
     )
@@ -96,7 +96,7 @@ class ReturnCode:
     )
 
     async def apply(self, node: "SimulatedNode") -> str:
-        """Force the answer, or let go of it."""
+        """Force the answer, or end that."""
         function = None if self.call == "all" else self.call
         slot = None if self.gpu == "all" else node.slot(self.gpu)
         where = f"{function or 'every NVML call'} on {'every GPU' if slot is None else node.gpu_name(slot)}"
@@ -137,7 +137,7 @@ class Release:
 
     def __post_init__(self) -> None:
         if self.gpu is not None and self.scope == "driver":
-            raise ValueError("takes either gpu or the scope driver")
+            raise ValueError("accepts either gpu or the scope driver")
         if self.gpu is None and self.scope == "gpu":
             raise ValueError("needs gpu with the scope gpu")
 
@@ -239,7 +239,7 @@ class RunPod:
     namespace: str = parameter("NAME", "default by default", name_text, default="default")
 
     async def apply(self, node: "SimulatedNode") -> str:
-        """Admit it; a pod the kubelet rejects is a success of the simulation, and its end is told."""
+        """Admit it; a pod the kubelet rejects is a success of the simulation, and its reason is reported."""
         outcome = await node.kubelet.run_pod(self.name, self.namespace, {"main": {self.resource: self.gpus}})
         node.devices_changed()
         pod = f"Pod {self.namespace}/{self.name}"
@@ -341,7 +341,7 @@ def parse(name: str, given: Mapping[str, str]) -> Invocation:
 def parse_mapping(given: Mapping[str, str | None]) -> Invocation:
     """Return an action as a scenario writes it: ``{xid: 79, gpu: 3}``, ``{kubelet: restart}``, ``release``.
 
-    The key that is an action's name tells which, its value is the subject. Raises ConfigError.
+    The key that is an action's name selects it, its value is the subject. Raises ConfigError.
     """
     first_words = {row.split()[0] for row in table()}
     heads = [key for key in given if _hyphened(key) in first_words]
@@ -356,7 +356,7 @@ def parse_mapping(given: Mapping[str, str | None]) -> Invocation:
         if value is not None and row.subject is not None:
             rest = {row.subject: value, **rest}
         elif value is not None:
-            raise ConfigError((f"{row.name} takes no value of its own",))
+            raise ConfigError((f"{row.name} accepts no value of its own",))
     return parse(row.name, {key: text for key, text in rest.items() if text is not None})
 
 

@@ -1,6 +1,6 @@
-"""What an operator can do to the agent on a simulated node, as an action: orders, and a kill.
+"""What an operator can do to the agent on a simulated node, as an action: commands, and a kill.
 
-Guarantees as in ``actions``. Orders go the way of ``gpu-agent hold`` and its like: over the control socket.
+Guarantees as in ``actions``. Commands go the way of ``gpu-agent hold`` and its like: over the control socket.
 """
 
 import os
@@ -23,13 +23,13 @@ AGENT: Final = "agent"
 KILL: Final = "kill"
 
 SERVES_WITHIN_S: Final = 10.0
-"""How long the agent may take until it answers at all: it serves the kubelet before it serves HTTP."""
-LET_GO_WITHIN_S: Final = 20.0
+"""How long the agent may need for its first answer: it serves the kubelet before it serves HTTP."""
+RELEASED_WITHIN_S: Final = 20.0
 """How long a release may wait until no file of the driver is open."""
-OBEYED_WITHIN_S: Final = LET_GO_WITHIN_S + 5.0
+ANSWERED_WITHIN_S: Final = RELEASED_WITHIN_S + 5.0
 DEFAULT_RELEASE: Final = "10m"
 
-_ORDERS: Final = ("hold", "unhold", "recover", "release", "resume", KILL)
+_COMMANDS: Final = ("hold", "unhold", "recover", "release", "resume", KILL)
 _OF_ONE_GPU: Final = frozenset({"hold", "unhold", "recover"})
 _MAX_WHY: Final = 200
 _PATH: Final = "/control/v1/"
@@ -53,10 +53,10 @@ def _time(text: str) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class AgentOrder:
-    """Give the agent an operator's order, or kill its process with SIGKILL."""
+class AgentCommand:
+    """Send the agent an operator's command, or kill its process with SIGKILL."""
 
-    order: str = parameter("ORDER", ", ".join(_ORDERS), choice(*_ORDERS))
+    command: str = parameter("COMMAND", ", ".join(_COMMANDS), choice(*_COMMANDS))
     gpu: str | None = parameter(
         "GPU", "Slot or UUID, for hold, unhold and recover; release: all by default", name_text, default=None
     )
@@ -66,37 +66,38 @@ class AgentOrder:
     )
 
     def __post_init__(self) -> None:
-        if self.gpu is None and self.order in _OF_ONE_GPU:
-            raise ValueError(f"needs gpu for {self.order}")
-        if self.gpu is not None and self.order not in {*_OF_ONE_GPU, "release"}:
-            raise ValueError(f"takes no gpu for {self.order}")
-        if self.why is None and self.order == "hold":
+        if self.gpu is None and self.command in _OF_ONE_GPU:
+            raise ValueError(f"needs gpu for {self.command}")
+        if self.gpu is not None and self.command not in {*_OF_ONE_GPU, "release"}:
+            raise ValueError(f"accepts no gpu for {self.command}")
+        if self.why is None and self.command == "hold":
             raise ValueError("needs why for hold")
-        if self.why is not None and self.order != "hold":
-            raise ValueError(f"takes no why for {self.order}")
-        if self.time is not None and self.order != "release":
-            raise ValueError(f"takes no time for {self.order}")
+        if self.why is not None and self.command != "hold":
+            raise ValueError(f"accepts no why for {self.command}")
+        if self.time is not None and self.command != "release":
+            raise ValueError(f"accepts no time for {self.command}")
 
     async def apply(self, node: "SimulatedNode") -> str:
-        """Give it, and wait until the agent took it."""
+        """Send it, and wait for the agent's answer."""
         gpu = None if self.gpu is None else node.nvml.uuid(node.slot(self.gpu))
         socket = node.directory.agent / "control.sock"
         state = await state_of_agent(socket, SERVES_WITHIN_S)
-        if self.order == KILL:
+        if self.command == KILL:
             return _kill(state)
-        answer = await ask(socket, f"{_PATH}{self.order}", order=self._body(gpu), timeout_s=OBEYED_WITHIN_S)
+        path = f"{_PATH}{self.command}"
+        answer = await ask(socket, path, command=self._body(gpu), timeout_s=ANSWERED_WITHIN_S)
         if answer is None:
-            raise AgentError(f"The agent did not answer to {self.order}; read its log")
+            raise AgentError(f"The agent did not answer to {self.command}; read its log")
         if answer.status != 200:
             raise AgentError(
-                f"The agent refuses to {self.order}: {answer.document.get('error', answer.status)}"
+                f"The agent rejected {self.command}: {answer.document.get('error', answer.status)}"
             )
         if answer.document.get("driver_released") is False:
             raise AgentError(str(answer.document.get("message")))
-        return str(answer.document.get("message", f"The agent took the order to {self.order}"))
+        return str(answer.document.get("message", f"The agent accepted {self.command}"))
 
     def _body(self, gpu: str | None) -> Mapping[str, Any]:
-        match self.order:
+        match self.command:
             case "hold":
                 return {"selector": gpu, "why": self.why}
             case "unhold":
@@ -105,13 +106,13 @@ class AgentOrder:
                 return {"gpu": gpu}
             case "release":
                 gpus = "all" if gpu is None else [gpu]
-                return {"gpus": gpus, "for": self.time or DEFAULT_RELEASE, "wait_s": LET_GO_WITHIN_S}
+                return {"gpus": gpus, "for": self.time or DEFAULT_RELEASE, "wait_s": RELEASED_WITHIN_S}
             case _:
                 return {}
 
 
 async def state_of_agent(socket: Path, within_s: float) -> Mapping[str, Any]:
-    """Return what the agent says of itself once it serves; raises AgentError if it does not in time."""
+    """Return the agent's /debug/state once it serves; raises AgentError if it does not in time."""
     answer = await wait_for_answer(socket, "/debug/state", within_s)
     if answer is None:
         raise AgentError(f"No agent answers at {socket}; start one with gpu-agent run or gpu-agent demo")
@@ -119,14 +120,14 @@ async def state_of_agent(socket: Path, within_s: float) -> Mapping[str, Any]:
 
 
 def is_kill(name: str, given: Mapping[str, str]) -> bool:
-    """Tell whether an action, by its name and parameters, kills the agent."""
-    return name == AGENT and given.get("order") == KILL
+    """Return whether an action, by its name and parameters, kills the agent."""
+    return name == AGENT and given.get("command") == KILL
 
 
 def _kill(state: Mapping[str, Any]) -> str:
     pid = state.get("agent", {}).get("pid")
     if not isinstance(pid, int) or pid <= 1:
-        raise AgentError("The agent does not tell its process id")
+        raise AgentError("The agent does not report its process id")
     try:
         os.kill(pid, signal.SIGKILL)
     except OSError as error:
@@ -138,7 +139,7 @@ def _kill(state: Mapping[str, Any]) -> str:
 class AgentConfig:
     """Write the configuration file anew that the scenario gave the agent; it reads it by itself."""
 
-    text: str = parameter("YAML", "The whole file, as NVIDIA's plugin takes it", _config)
+    text: str = parameter("YAML", "The whole file, as NVIDIA's plugin reads it", _config)
 
     async def apply(self, node: "SimulatedNode") -> str:
         """Replace the file as a whole, as an editor or a config map does."""
@@ -155,4 +156,4 @@ def write_config(path: Path, text: str) -> None:
     draft.replace(path)
 
 
-AGENT_ACTIONS: Final = (action(AgentOrder, AGENT, "order"), action(AgentConfig, "agent-config", "text"))
+AGENT_ACTIONS: Final = (action(AgentCommand, AGENT, "command"), action(AgentConfig, "agent-config", "text"))

@@ -1,4 +1,4 @@
-"""Asks the agent on a simulated node over its control socket, in the loop of whoever asks.
+"""Asks the agent on a simulated node over its control socket, in the caller's loop.
 
 Guarantees: a question is bounded in time and its answer in size.
 """
@@ -12,7 +12,7 @@ from typing import Any, Final
 
 MAX_ANSWER_BYTES: Final = 8 * 1024 * 1024
 ANSWER_TIMEOUT_S: Final = 2.0
-"""How long one question may take."""
+"""The deadline of one question."""
 _ASK_AGAIN_S: Final = 0.05
 
 
@@ -28,15 +28,15 @@ async def ask(
     path: Path,
     target: str,
     *,
-    order: Mapping[str, Any] | None = None,
+    command: Mapping[str, Any] | None = None,
     timeout_s: float = ANSWER_TIMEOUT_S,
 ) -> Answer | None:
-    """Return the answer to a GET, or to a POST with an order; None where none came."""
+    """Return the answer to a GET, or to a POST with an command; None where none came."""
     try:
         async with asyncio.timeout(timeout_s):
             reader, writer = await asyncio.open_unix_connection(str(path))
             try:
-                writer.write(_request(target, order))
+                writer.write(_request(target, command))
                 raw = await _read_all(reader)
             finally:
                 writer.close()
@@ -46,7 +46,7 @@ async def ask(
 
 
 async def wait_for_answer(path: Path, target: str, within_s: float) -> Answer | None:
-    """Return the first answer that is well, since an agent that starts serves HTTP last; None: none came."""
+    """Return the first answer with status 200, since HTTP is served last; None: none came."""
     try:
         async with asyncio.timeout(within_s):
             while (answer := await ask(path, target)) is None or answer.status != 200:  # noqa: ASYNC110 - another process
@@ -56,10 +56,10 @@ async def wait_for_answer(path: Path, target: str, within_s: float) -> Answer | 
     return answer
 
 
-def _request(target: str, order: Mapping[str, Any] | None) -> bytes:
-    if order is None:
+def _request(target: str, command: Mapping[str, Any] | None) -> bytes:
+    if command is None:
         return f"GET {target} HTTP/1.0\r\nHost: localhost\r\n\r\n".encode()
-    body = json.dumps(order).encode()
+    body = json.dumps(command).encode()
     head = (
         f"POST {target} HTTP/1.0\r\nHost: localhost\r\n"
         f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"

@@ -1,4 +1,4 @@
-"""What the agent on a simulated node tells of itself, as far as a scenario waits for it.
+"""What a scenario waits for in the reports of the agent on a simulated node.
 
 Guarantees: an agent that does not answer, because it was killed or has just begun, is asked again. A
 probe that cannot be had ends the wait at once, with the agent's own sentence.
@@ -31,20 +31,20 @@ class AgentWatch:
         """``uuids`` are those of the node's GPUs by slot."""
         self._socket = control_socket
         self._uuids = uuids
-        self._seen: tuple[Condition, ...] = ()
+        self._conditions: tuple[Condition, ...] = ()
 
     async def wait_for(self, expected: Expectation) -> Condition | None:
-        """Wait for ever until the agent tells what is expected; returns the condition, if one is.
+        """Wait without a limit until the agent reports what is expected; returns the condition, if one is.
 
         Raises NoProbeError.
         """
         while True:
-            found = await self._look(expected)
+            found = await self._poll(expected)
             if found is not None:
                 return found.get("condition")
             await asyncio.sleep(_ASK_AGAIN_S)
 
-    async def _look(self, expected: Expectation) -> Mapping[str, Condition | None] | None:
+    async def _poll(self, expected: Expectation) -> Mapping[str, Condition | None] | None:
         if expected.probe and not await self._has_probe():
             return None
         if expected.condition is None:
@@ -52,7 +52,7 @@ class AgentWatch:
         document = await self._get("/v1/conditions")
         if document is None:
             return None
-        self._seen = tuple(document["conditions"])
+        self._conditions = tuple(document["conditions"])
         condition = next(self._matching(expected.condition), None)
         return {"condition": condition} if (condition is not None) is expected.condition.active else None
 
@@ -67,7 +67,7 @@ class AgentWatch:
         return answer.document if answer is not None and answer.status == 200 else None
 
     def _matching(self, expected: ConditionExpectation) -> Iterator[Condition]:
-        for condition in self._seen:
+        for condition in self._conditions:
             if (
                 condition["code"] == expected.code
                 and expected.kind in (None, kind_of(condition))
@@ -81,12 +81,12 @@ class AgentWatch:
         return self._uuids.index(uuid) if uuid in self._uuids else None
 
     def describe(self) -> str:
-        """Return what the agent told last, for the end of a sentence."""
-        told = [
+        """Return what the agent reported last, for the end of a sentence."""
+        reported = [
             f"{kind_of(each) or each['code']} on GPU {self.slot_of(each)}"
-            for each in self._seen[:MAX_DESCRIBED]
+            for each in self._conditions[:MAX_DESCRIBED]
         ]
-        return f"the agent told of {', '.join(told) or 'no condition'}"
+        return f"the agent reported {', '.join(reported) or 'no condition'}"
 
 
 def kind_of(condition: Condition) -> str | None:

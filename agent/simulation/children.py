@@ -110,7 +110,7 @@ class Child:
         """Return the first line of standard output, empty if it ends without one; the rest is dropped."""
         return await asyncio.shield(self._first_line)
 
-    async def ended(self) -> int:
+    async def exited(self) -> int:
         """Wait for the end and for all that was said; returns the exit status, negative for a signal."""
         code = await self._process.wait()
         await asyncio.wait(self._reading)
@@ -125,18 +125,18 @@ class Child:
         """Ask for the end, and insist when patience is over or gone; true if asking was enough."""
         self._signal(signal.SIGTERM)
         asked = True
-        ending = asyncio.get_running_loop().create_task(self.ended(), name=f"demo-end-{self.name}")
+        exiting = asyncio.get_running_loop().create_task(self.exited(), name=f"demo-end-{self.name}")
         waiting = asyncio.get_running_loop().create_task(impatient.wait(), name="demo-impatient")
         try:
-            await asyncio.wait((ending, waiting), timeout=patience_s, return_when=asyncio.FIRST_COMPLETED)
-            if not ending.done():
+            await asyncio.wait((exiting, waiting), timeout=patience_s, return_when=asyncio.FIRST_COMPLETED)
+            if not exiting.done():
                 asked = False
                 self._signal(signal.SIGKILL)
-            await ending
+            await exiting
         finally:
-            for task in (ending, waiting):
+            for task in (exiting, waiting):
                 task.cancel()
-            await asyncio.gather(ending, waiting, return_exceptions=True)
+            await asyncio.gather(exiting, waiting, return_exceptions=True)
             if self._log is not None:
                 self._log.close()
         return asked
@@ -166,8 +166,8 @@ def environment_of_children(variables: Mapping[str, str], drop: Sequence[str]) -
     # An agent that believes systemd or the journal are at its other end would talk to them.
     for name in ("NOTIFY_SOCKET", "JOURNAL_STREAM", "WATCHDOG_USEC", "WATCHDOG_PID", "INVOCATION_ID"):
         kept.pop(name, None)
-    # The children import this very package, wherever it was imported from, and nothing that lies where
-    # somebody happens to stand: as root in /tmp that would be anybody's program.
+    # The children import this very package, wherever it was imported from, and nothing that lies in the
+    # working directory: as root in /tmp that could be any user's program.
     kept["PYTHONSAFEPATH"] = "1"
     package = str(Path(__file__).resolve().parents[2])
     kept["PYTHONPATH"] = os.pathsep.join([package, *filter(None, [kept.get("PYTHONPATH")])])

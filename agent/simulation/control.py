@@ -18,15 +18,15 @@ from typing import Any, Final, Self
 
 from agent.errors import EXIT_FAILED, EXIT_USAGE, AgentError, ConfigError, UsageError
 from agent.simulation.directory import control_socket
-from agent.simulation.ending import first_of
 from agent.simulation.feed import Feed
+from agent.simulation.stop_signals import first_of
 
 MAX_REQUEST_BYTES: Final = 64 * 1024
 MAX_LINE_BYTES: Final = 4 * 1024 * 1024
 """A line of the feed: a node's devices with all their replicas."""
 MAX_CONNECTIONS: Final = 32
 REQUEST_TIMEOUT_S: Final = 5.0
-"""How long a client may take for its line."""
+"""How long a client may need for its line."""
 ANSWER_TIMEOUT_S: Final = 600.0
 """How long a client waits: a kubelet may be asked to stay away for minutes."""
 
@@ -120,7 +120,7 @@ class ControlServer:
                 self._unwatched.set()
 
     async def wait_unwatched(self) -> None:
-        """Wait until nobody follows the node any more."""
+        """Wait until no watcher is left."""
         while self._watchers:
             self._unwatched.clear()
             await self._unwatched.wait()
@@ -159,7 +159,7 @@ def _encode(line: Mapping[str, Any]) -> bytes:
 
 
 def not_running(node_dir: Path) -> NotRunningError:
-    """Return the error that tells how to start a node."""
+    """Return the error that says how to start a node."""
     return NotRunningError(
         f"No simulated node runs in {node_dir}; start one with gpu-agent demo, "
         "or name its directory with --node-dir"
@@ -169,7 +169,7 @@ def not_running(node_dir: Path) -> NotRunningError:
 def ask(node_dir: Path, name: str, given: Mapping[str, str]) -> str:
     """Have the node in a directory do something; returns what was done.
 
-    Raises NotRunningError, AgentError with the node's own words.
+    Raises NotRunningError, AgentError with the node's message.
     """
     request = _encode({"do": name, "with": dict(given)})
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:

@@ -1,8 +1,8 @@
-"""The directory of a simulated node: who may use it, what lies where, and how it goes away.
+"""The directory of a simulated node: its holder, what lies where, and its removal.
 
 Guarantees:
 
-1. One process holds it at a time; the kernel lets go of a killed one's lock.
+1. One process holds it at a time; the kernel releases a killed one's lock.
 2. What a killed run left behind is removed at the next start, and only where it is recognisably ours: a
    directory that is not empty and has no lock file of ours is never touched.
 3. ``release`` removes the directory with all it holds, and what ``hold`` made above it. Symbolic links are
@@ -49,14 +49,14 @@ class NodeDirectory:
         Raises UsageError where it cannot be used, AlreadyRunningError where another process holds it.
         """
         place = Path(path).absolute()
-        _judge_length(place)
+        _check_length(place)
         try:
             made = [each for each in place.parents if not each.exists()]
             place.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            _judge_parent(place.parent)
+            _check_parent(place.parent)
             with contextlib.suppress(FileExistsError):
                 place.mkdir(mode=0o700)
-            _judge(place)
+            _check(place)
             held = cls(place, _lock(place), made)
             held._create()
         except OSError as error:
@@ -76,7 +76,7 @@ class NodeDirectory:
             raise
 
     def release(self) -> None:
-        """Remove the directory and let go of it; a second call does nothing.
+        """Remove the directory and release it; a second call does nothing.
 
         What cannot be removed, as a process that is not gone yet may still write, is left to the next start.
         """
@@ -93,7 +93,7 @@ class NodeDirectory:
         try:
             self.path.rmdir()
         except OSError:
-            # Something was written after all; without a lock file the directory would be nobody's.
+            # Something was written after all; without a lock file the directory would have no holder.
             with contextlib.suppress(OSError), (self.path / LOCK_NAME).open("x", encoding="ascii") as file:
                 file.write(_sign())
             raise
@@ -174,7 +174,7 @@ class NodeDirectory:
 
     @property
     def nvml_state(self) -> Path:
-        """The simulated node's NVML state; the library looks for it beside its own folder."""
+        """The simulated node's NVML state; the library opens it beside its own folder."""
         return self.path / "nvml.state"
 
     @property
@@ -243,7 +243,7 @@ def agent_flags(node_dir: Path) -> dict[str, str]:
 
 
 def holder_of(node_dir: Path) -> int | None:
-    """Return the id of the process that said last it holds the directory; None where none did."""
+    """Return the id of the process that last signed the lock file; None where none did."""
     try:
         with (node_dir / LOCK_NAME).open("r", encoding="ascii", errors="replace") as file:
             text = file.read(_MAX_LOCK_BYTES)
@@ -253,7 +253,7 @@ def holder_of(node_dir: Path) -> int | None:
     return int(number) if text.startswith(_SIGN) and number.isdecimal() else None
 
 
-def _judge_length(place: Path) -> None:
+def _check_length(place: Path) -> None:
     length = len(os.fsencode(place))
     if length > MAX_PATH_BYTES:
         raise UsageError(
@@ -262,8 +262,8 @@ def _judge_length(place: Path) -> None:
         )
 
 
-def _judge_parent(parent: Path) -> None:
-    """Raise UsageError where somebody else could put another directory in the node's place."""
+def _check_parent(parent: Path) -> None:
+    """Raise UsageError where another user could put another directory in the node's place."""
     status = parent.stat()
     others_write = status.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and not status.st_mode & stat.S_ISVTX
     if status.st_uid not in (0, os.geteuid()) or others_write:
@@ -272,7 +272,7 @@ def _judge_parent(parent: Path) -> None:
         )
 
 
-def _judge(place: Path) -> None:
+def _check(place: Path) -> None:
     """Raise UsageError unless the directory is ours to empty."""
     status = place.lstat()
     if not stat.S_ISDIR(status.st_mode):
@@ -289,7 +289,7 @@ def _judge(place: Path) -> None:
 
 
 def _is_ours(place: Path) -> bool:
-    """Tell whether a directory is empty, was a node of ours, or was abandoned before it became one."""
+    """Return whether a directory is empty, was a node of ours, or was abandoned before it became one."""
     names = [each.name for each in place.iterdir()]
     return (
         not names
@@ -299,7 +299,7 @@ def _is_ours(place: Path) -> bool:
 
 
 def _lock(place: Path) -> int:
-    """Return the descriptor that holds the lock; the lock file tells who holds it."""
+    """Return the descriptor that holds the lock; the lock file names its holder."""
     path = place / LOCK_NAME
     while True:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)

@@ -11,7 +11,7 @@ from agent.errors import UsageError
 
 MAX_DEPTH: Final = 20
 MAX_PLAIN_NODES: Final = 20_000
-"""Nodes of a subtree that is taken as it is; a file could name one node many times."""
+"""Nodes of a subtree that is read as plain values; a file could name one node many times."""
 
 
 class Document(Notes):

@@ -1,4 +1,4 @@
-"""What a scenario waits for: what the kubelet shall show, and what the agent shall tell."""
+"""What a scenario waits for: what the kubelet shall show, and what the agent shall report."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,7 @@ from agent.model.health import LeakKind, Reason
 
 @dataclass(frozen=True, slots=True)
 class ConditionExpectation:
-    """A condition that the agent shall tell, or tell no more; None is any."""
+    """A condition that the agent shall report, or no longer report; None is any."""
 
     code: Reason
     kind: LeakKind | None = None
@@ -48,7 +48,7 @@ class Expectation:
 
     def _of_agent(self) -> list[str]:
         parts = ["the agent's probe in the kernel"] if self.probe else []
-        return parts if self.condition is None else [*parts, f"{self.condition} told by the agent"]
+        return parts if self.condition is None else [*parts, f"{self.condition} reported by the agent"]
 
     @property
     def is_of_agent(self) -> bool:

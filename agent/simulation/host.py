@@ -20,18 +20,18 @@ from agent.errors import AgentError
 from agent.simulation.command_name import this_command
 from agent.simulation.control import ControlServer
 from agent.simulation.directory import NodeDirectory, agent_flags
-from agent.simulation.ending import StopSignals, first_of
 from agent.simulation.feed import Feed, Line
 from agent.simulation.node import SimulatedNode
 from agent.simulation.plan import Plan
 from agent.simulation.play import play, set_up
 from agent.simulation.scenario import Scenario
+from agent.simulation.stop_signals import StopSignals, first_of
 
 LINGER_S: Final = 10.0
 """How long a scenario's node stays for those who follow it: they stop the agent first."""
 AGENT_GOES_WITHIN_S: Final = 2.0
 """How long the directory stays for an agent that ends together with the node."""
-_LOOK_AGAIN_S: Final = 0.02
+_POLL_S: Final = 0.02
 
 SHOWN_AS_JSON: Final = frozenset({"allocatable", "condition"})
 """Kinds of lines."""
@@ -58,7 +58,7 @@ async def host(plan: Plan, node_dir: Path, *, is_json: bool) -> None:
                             stop=stop.wait(), unwatched=control.wait_unwatched(), late=asyncio.sleep(LINGER_S)
                         )
         finally:
-            await _agent_gone(directory)
+            await _wait_for_agent_exit(directory)
     if end is not None and not end["ok"]:
         raise ScenarioEndedError(str(end["text"]), int(end["exit"]))
     if end is None and plan.scenario is not None:
@@ -101,7 +101,7 @@ async def _play(node: SimulatedNode, scenario: Scenario | None) -> None:
 
 
 async def _show(feed: Feed, show: Show, end: list[Line]) -> None:
-    """Write the feed until it ends or nobody reads; the end of a scenario is kept."""
+    """Write the feed until it ends or its reader leaves; the result of a scenario is kept."""
     async with contextlib.aclosing(feed.follow()) as lines:
         async for line in lines:
             if line["kind"] == "end":
@@ -111,7 +111,7 @@ async def _show(feed: Feed, show: Show, end: list[Line]) -> None:
 
 
 def _write(text: str) -> bool:
-    """Write a text to standard output; false where nobody can read it any more."""
+    """Write a text to standard output; false where its reader has closed it."""
     if not text:
         return True
     try:
@@ -154,10 +154,10 @@ def describe_condition(line: Mapping[str, Any]) -> str:
     """Return a condition that was waited for in words."""
     where = "" if line["gpu"] is None else f" on GPU {line['gpu']}"
     if not line["active"]:
-        return f"The agent tells of {line['reason']}{where} no more"
+        return f"The agent no longer reports {line['reason']}{where}"
     kind = line["detail"]["kind"] if line["detail"] else line["reason"]
-    told = line["reason"] if kind == line["reason"] else f"{line['reason']} ({kind})"
-    return f"The agent tells of {told}{where}: {line['message']}"
+    what = line["reason"] if kind == line["reason"] else f"{line['reason']} ({kind})"
+    return f"The agent reports {what}{where}: {line['message']}"
 
 
 def _introduction(plan: Plan, path: Path) -> str:
@@ -180,12 +180,12 @@ def _flags(plan: Plan, path: Path) -> str:
     return " \\\n    ".join(shlex.quote(f"--{name}={value}") for name, value in flags.items())
 
 
-async def _agent_gone(directory: NodeDirectory) -> None:
+async def _wait_for_agent_exit(directory: NodeDirectory) -> None:
     """Give an agent that ends with the node a moment, so that it does not write into what is removed."""
     until_ns = time.monotonic_ns() + int(AGENT_GOES_WITHIN_S * 1e9)
     # Another process's lock cannot be awaited without a thread that might stay blocked in it.
     while _is_locked(directory.agent / "lock") and time.monotonic_ns() < until_ns:  # noqa: ASYNC110
-        await asyncio.sleep(_LOOK_AGAIN_S)
+        await asyncio.sleep(_POLL_S)
 
 
 def _is_locked(path: Path) -> bool:

@@ -77,7 +77,7 @@ def _read(words: list[str], node_dir: str) -> tuple[str, dict[str, str], str]:
         elif row is not None and row.subject is not None and row.subject not in given:
             key, value = row.subject, word
         elif row is not None:
-            raise UsageError(f'{name} takes no "{word[:80]}"; it is written: {row.usage}')
+            raise UsageError(f'{name} accepts no "{word[:80]}"; it is written: {row.usage}')
         else:
             continue
         if key.replace("-", "_") in given:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Final, Self
 
 from agent.errors import UsageError
-from agent.simulation.ending import first_of
+from agent.simulation.stop_signals import first_of
 
 MAX_RECORDS: Final = 1_024
 """Records remembered, and records a reader may lag behind."""

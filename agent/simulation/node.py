@@ -1,7 +1,7 @@
 """The simulated node: NVML state, /dev, /proc, /sys, a kernel log and a kubelet in one directory and process.
 
-Guarantees: what happens is told in ``feed``, in order; when the context ends, the kubelet is down and the
-NVML state is closed. The directory itself belongs to whoever holds it.
+Guarantees: what happens is reported in ``feed``, in order; when the context ends, the kubelet is down and the
+NVML state is closed. The directory itself belongs to its holder.
 """
 
 import asyncio
@@ -75,9 +75,9 @@ class SimulatedNode:
         self._driver_wanted = driver
         self._driver: DriverDouble | None = None
         self._processes: NodeProcesses | None = None
-        self._told = asyncio.Event()
-        self._told_ns = 0
-        self._telling_ended = asyncio.Event()
+        self._reported = asyncio.Event()
+        self._reported_ns = 0
+        self._reporting_stopped = asyncio.Event()
         self._stack = contextlib.AsyncExitStack()
 
     @property
@@ -120,7 +120,7 @@ class SimulatedNode:
             except NvmlStateError as error:
                 raise AgentError(
                     f"The simulated node cannot start: {error}; where its library is of another version, "
-                    "make demo in a checkout builds it anew"
+                    "make setup in a checkout builds it again"
                 ) from error
             except OSError as error:
                 raise AgentError(
@@ -132,8 +132,8 @@ class SimulatedNode:
             await stack.enter_async_context(self.kubelet)
             if self._driver_wanted != "none":
                 await self._start_driver(stack)
-            pump = asyncio.get_running_loop().create_task(self._tell_changes(), name=_PUMP)
-            stack.push_async_callback(_ended, pump)
+            pump = asyncio.get_running_loop().create_task(self._report_changes(), name=_PUMP)
+            stack.push_async_callback(_finish, pump)
             self._stack = stack.pop_all()
         return self
 
@@ -157,7 +157,7 @@ class SimulatedNode:
             driver.replace(name, self.directory.dev)
         self._driver = driver
         self.show_capabilities()
-        self._processes = NodeProcesses(self.directory, self.spec, driver, self.nvml, self.tell)
+        self._processes = NodeProcesses(self.directory, self.spec, driver, self.nvml, self.report)
         stack.push_async_callback(self._processes.close)
         # Processes that are held could not end.
         stack.push_async_callback(driver.release_all)
@@ -179,12 +179,12 @@ class SimulatedNode:
     # What can be done to it.
 
     async def apply(self, invocation: Invocation) -> str:
-        """Do what an action says and tell it; returns what was done. Raises AgentError."""
+        """Execute an action and report it; returns what was done. Raises AgentError."""
         try:
             done = await invocation.action.apply(self)
         except NvmlStateError as error:
             raise UsageError(f"{invocation.name} is not possible: {error}") from error
-        self.tell(done)
+        self.report(done)
         return done
 
     async def do(self, name: str, given: Mapping[str, str]) -> str:
@@ -209,54 +209,54 @@ class SimulatedNode:
         """Return a GPU's name for people: slot and UUID."""
         return f"GPU {slot} ({self.nvml.uuid(slot)})"
 
-    # What it tells.
+    # What it reports.
 
     def at_ms(self, at_ns: int | None = None) -> int:
         """Return milliseconds since the node started, of a moment or of now."""
         return ((time.monotonic_ns() if at_ns is None else at_ns) - self._started_ns) // 1_000_000
 
-    def tell(self, text: str) -> None:
+    def report(self, text: str) -> None:
         """Put a sentence for people into the feed."""
         self.feed.put({"kind": "event", "at_ms": self.at_ms(), "text": text})
 
-    def tell_condition(self, expected: ConditionExpectation, seen: Mapping[str, Any] | None) -> None:
-        """Put a condition that was waited for into the feed, as the agent tells it; None: it does no more."""
-        told = seen or {}
+    def report_condition(self, expected: ConditionExpectation, seen: Mapping[str, Any] | None) -> None:
+        """Put a condition that was waited for into the feed, as the agent reports it; None: no longer."""
+        reported = seen or {}
         self.feed.put(
             {
                 "kind": "condition",
                 "at_ms": self.at_ms(),
-                "gpu": self._places().get(told.get("gpu_uuid", ""), expected.gpu),
+                "gpu": self._places().get(reported.get("gpu_uuid", ""), expected.gpu),
                 "reason": expected.code,
                 "active": expected.active,
-                "evidence": told.get("evidence"),
-                "message": told.get("message"),
-                "detail": told.get("details"),
+                "evidence": reported.get("evidence"),
+                "message": reported.get("message"),
+                "detail": reported.get("details"),
             }
         )
 
     def devices_changed(self) -> None:
-        """Tell every device anew, because a pod came or went."""
+        """Report every device again, because a pod was added or deleted."""
         for resource in self.kubelet.resources:
             self.feed.put(self._devices(resource))
 
     async def caught_up(self) -> None:
         """Wait until the feed has every change the kubelet has shown so far."""
         newest = self.kubelet.change_history[-1:]
-        while newest and self._told_ns < newest[0].at_ns and not self._telling_ended.is_set():
-            self._told.clear()
-            await self._told.wait()
+        while newest and self._reported_ns < newest[0].at_ns and not self._reporting_stopped.is_set():
+            self._reported.clear()
+            await self._reported.wait()
 
-    async def _tell_changes(self) -> None:
+    async def _report_changes(self) -> None:
         try:
             async for change in self.kubelet.changes(current=True):
                 self.feed.put(self._allocatable(change))
                 self.feed.put(self._devices(change.resource))
-                self._told_ns = change.at_ns
-                self._told.set()
+                self._reported_ns = change.at_ns
+                self._reported.set()
         finally:
-            self._telling_ended.set()
-            self._told.set()
+            self._reporting_stopped.set()
+            self._reported.set()
 
     def _description(self) -> dict[str, Any]:
         return {
@@ -281,7 +281,7 @@ class SimulatedNode:
         }
 
     def _is_connected(self, change: AllocatableChange) -> bool:
-        """Tell whether a change came from the plugin's list, not from the end of its stream."""
+        """Return whether a change came from the plugin's list, not from the end of its stream."""
 
         def newest(records: Sequence[DeviceList | StreamEnd]) -> int:
             mine = (each.at_ns for each in reversed(records) if each.resource == change.resource)
@@ -315,7 +315,7 @@ def _uuid(device_id: str) -> str:
     return device_id.partition("::")[0]
 
 
-async def _ended(task: asyncio.Task[None]) -> None:
+async def _finish(task: asyncio.Task[None]) -> None:
     """Let a task that ends with the kubelet finish; its failure is raised here."""
     task.cancel()
     with contextlib.suppress(asyncio.CancelledError):

@@ -11,7 +11,7 @@ from agent.simulation.scenario import Scenario
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A scenario with its node, or a node until somebody ends it."""
+    """A scenario with its node, or a node until it is stopped."""
 
     label: str
     spec: NodeSpec
@@ -19,7 +19,7 @@ class Plan:
 
     @property
     def driver_wanted(self) -> Literal["none", "if-possible", "required"]:
-        """Whether device files have to answer: for what a scenario does, or somebody may ask for."""
+        """Whether device files have to answer: for what a scenario does, or an operator may inject."""
         if self.scenario is None:
             return "if-possible"
         return "required" if self.scenario.needs_driver else "none"

@@ -1,8 +1,8 @@
 """Playing a scenario: its steps in time, each until the kubelet has shown what it shall.
 
 Guarantees: an expectation of a step counts every state since the step began, however short; the one of
-``until`` counts only what is there after all steps. The agent is asked several times a second, so of what
-it tells a state may be missed; what was waited for is put into the feed.
+``until`` counts only what is there after all steps. The agent is asked several times a second, so a state
+that it reports briefly may be missed; what was waited for is put into the feed.
 """
 
 import asyncio
@@ -22,7 +22,7 @@ class ScenarioFailedError(AgentError):
 
 
 async def set_up(node: SimulatedNode, scenario: Scenario) -> None:
-    """Write the agent's configuration and apply the steps that come before anybody looks."""
+    """Write the agent's configuration and apply the steps that come before the agent starts."""
     if scenario.config is not None:
         write_config(node.directory.agent_config, scenario.config)
     for step in scenario.setup:
@@ -67,7 +67,7 @@ async def _apply(node: SimulatedNode, agent: AgentWatch, step: Step, began_ns: i
     expected = step.expect
     if expected is not None:
         await node.kubelet.wait_for(lambda kubelet: _has_shown(kubelet, expected, mark_ns), _FOREVER_S)
-        await _tell(node, expected, await agent.wait_for(expected))
+        await _report(node, expected, await agent.wait_for(expected))
 
 
 async def _until(node: SimulatedNode, agent: AgentWatch, expected: Expectation) -> None:
@@ -76,14 +76,14 @@ async def _until(node: SimulatedNode, agent: AgentWatch, expected: Expectation) 
         await node.kubelet.wait_for(lambda kubelet: _shows(kubelet, expected), _FOREVER_S)
         condition = await agent.wait_for(expected)
         if _shows(node.kubelet, expected):
-            await _tell(node, expected, condition)
+            await _report(node, expected, condition)
             return
 
 
-async def _tell(node: SimulatedNode, expected: Expectation, condition: Condition | None) -> None:
+async def _report(node: SimulatedNode, expected: Expectation, condition: Condition | None) -> None:
     if expected.condition is not None:
         await node.caught_up()
-        node.tell_condition(expected.condition, condition)
+        node.report_condition(expected.condition, condition)
 
 
 def _shows(kubelet: EmulatedKubelet, expected: Expectation) -> bool:

@@ -19,12 +19,12 @@ if TYPE_CHECKING:
     from agent.simulation.node import SimulatedNode
 
 MAX_CONTEXTS: Final = 1_000
-"""Of one order."""
+"""Of one command."""
 MAX_COMM: Final = 15
 """Source: proc(5), /proc/PID/comm."""
 
 PROCESS: Final = "process"
-_ORDERS: Final = (
+_COMMANDS: Final = (
     *("start", "create", "leak", "free", "fork", "give", "dup", "close", "close-range", "exec", "exit"),
     *("stop", "kill"),
 )
@@ -40,7 +40,7 @@ _ONLY: Final = {
     "gpu": _ON_A_GPU,
     "contexts": _ON_A_GPU,
 }
-"""Which orders take a parameter."""
+"""Which commands accept a parameter."""
 
 _INSTANCE: Final = whole_number(0, 254)
 
@@ -63,14 +63,14 @@ def _seconds(text: str) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class ProcessOrder:
+class ProcessCommand:
     """Start a process that uses a GPU, or have one create, leak, hand over or free contexts, or end.
 
     After exit and kill nothing was freed by the process itself; after stop everything was. The child of a
-    fork, and who is given files, keep what is on the GPU alive.
+    fork, and the process that is given files, keep what is on the GPU alive.
     """
 
-    order: str = parameter("ORDER", ", ".join(_ORDERS), choice(*_ORDERS))
+    command: str = parameter("COMMAND", ", ".join(_COMMANDS), choice(*_COMMANDS))
     name: str = parameter("NAME", "What the process is called here", name_text)
     gpu: str | None = parameter(
         "GPU", "Slot or UUID; the one it was started on is the default", name_text, default=None
@@ -89,26 +89,26 @@ class ProcessOrder:
         "TIME", "Between the contexts of a leak, 1s by default", _seconds, default=None
     )
     to: str | None = parameter(
-        "NAME", "The child of a fork, or who is given the files", name_text, default=None
+        "NAME", "The child of a fork, or the process that is given the files", name_text, default=None
     )
 
     def __post_init__(self) -> None:
-        for name, orders in _ONLY.items():
-            if getattr(self, name) is not None and self.order not in orders:
-                raise ValueError(f"takes no {name} for {self.order}")
-        if self.to is None and self.order in _ONLY["to"]:
-            raise ValueError(f"needs the parameter to for {self.order}")
-        if self.gpu is None and self.order == "start":
+        for name, commands in _ONLY.items():
+            if getattr(self, name) is not None and self.command not in commands:
+                raise ValueError(f"accepts no {name} for {self.command}")
+        if self.to is None and self.command in _ONLY["to"]:
+            raise ValueError(f"needs the parameter to for {self.command}")
+        if self.gpu is None and self.command == "start":
             raise ValueError("needs gpu for start")
         if (self.gi is None) != (self.ci is None):
             raise ValueError("needs both gi and ci, or neither")
 
     async def apply(self, node: "SimulatedNode") -> str:
         """Do it, and let NVML agree."""
-        if self.order == "start":
+        if self.command == "start":
             return await self._start(node)
         owner = node.processes.get(self.name)
-        done = await self._obey(node, owner)
+        done = await self._execute(node, owner)
         await node.processes.agree()
         return done
 
@@ -127,8 +127,8 @@ class ProcessOrder:
         where = f" of pod {self.pod}" if self.pod else ""
         return f"{started.title}{where} runs on {node.gpu_name(slot)}"
 
-    async def _obey(self, node: "SimulatedNode", owner: NodeProcess) -> str:
-        match self.order:
+    async def _execute(self, node: "SimulatedNode", owner: NodeProcess) -> str:
+        match self.command:
             case "create" | "leak" | "free":
                 return await self._change(node, owner)
             case "fork":
@@ -138,30 +138,30 @@ class ProcessOrder:
                 other = node.processes.get(self.to or "")
                 await owner.process.give(other.process)
                 return f"{owner.title} gave its files to {other.title.lower()}"
-            case "exit" | "stop" | "kill" | "exec" as order:
-                obeyed: dict[str, tuple[Callable[[], Awaitable[None]], str]] = {
+            case "exit" | "stop" | "kill" | "exec" as command:
+                executed: dict[str, tuple[Callable[[], Awaitable[None]], str]] = {
                     "exit": (owner.process.exit, "ended and freed nothing"),
                     "stop": (owner.process.stop, "freed everything and ended"),
                     "kill": (owner.process.kill, "was killed"),
                     "exec": (owner.process.exec, "became another program"),
                 }
-                act, done = obeyed[order]
+                act, done = executed[command]
                 await act()
                 return f"{owner.title} {done}"
             case _:
-                await owner.process.order(self.order)
-                return f"{owner.title} did {self.order}"
+                await owner.process.command(self.command)
+                return f"{owner.title} did {self.command}"
 
     async def _change(self, node: "SimulatedNode", owner: NodeProcess) -> str:
         slot = owner.slots[0] if self.gpu is None else node.slot(self.gpu)
         number = 1 if self.contexts is None else self.contexts
         where = node.gpu_name(slot)
-        if self.order == "free":
+        if self.command == "free":
             freed = await owner.process.destroy(
                 None if self.contexts is None else self.contexts, minor=node.spec.gpus[slot].minor
             )
             return f"{owner.title} destroyed {counted(freed, 'context')} on {where}"
-        if self.order == "leak":
+        if self.command == "leak":
             every_s = 1.0 if self.every is None else self.every
             await node.processes.leak(owner, slot, number, every_s)
             return (
@@ -174,7 +174,7 @@ class ProcessOrder:
 
 @dataclass(frozen=True, slots=True)
 class HoldNode:
-    """Let no call on a device node return: whoever calls is held in the kernel until release-node."""
+    """Let no call on a device node return: the caller is held in the kernel until release-node."""
 
     name: str = parameter("NODE", "Such as nvidia3 or nvidiactl", node_name)
 
@@ -216,7 +216,7 @@ def _known(driver: DriverDouble, name: str) -> DriverDouble:
 
 
 PROCESS_ACTIONS: Final = (
-    action(ProcessOrder, PROCESS, "order"),
+    action(ProcessCommand, PROCESS, "command"),
     action(HoldNode, "hold-node", "name"),
     action(SlowNode, "slow-node", "name"),
     action(ReleaseNode, "release-node", "name"),

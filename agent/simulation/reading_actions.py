@@ -87,8 +87,8 @@ class RecoveryAction:
         """Set the field."""
         slot = node.slot(self.gpu)
         node.nvml.set_recovery_action(slot, self.action)
-        told = "is not offered" if self.action is None else f"is {self.action}"
-        return f"The recovery action of {node.gpu_name(slot)} {told}"
+        what = "is not offered" if self.action is None else f"is {self.action}"
+        return f"The recovery action of {node.gpu_name(slot)} {what}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Why devices are not well: asked from the running agent, for what the kubelet shows."""
+"""Why devices are unhealthy: asked from the running agent, for what the kubelet shows."""
 
 import asyncio
 import contextlib
@@ -10,9 +10,9 @@ from typing import Any, Final
 from agent.simulation.agent_socket import ask, wait_for_answer
 
 FIRST_ANSWER_WITHIN_S: Final = 10.0
-"""How long it may take until it answers at all: it serves the kubelet before it serves HTTP."""
+"""How long it may need for its first answer: it serves the kubelet before it serves HTTP."""
 AGREES_WITHIN_S: Final = 5.0
-"""How long the agent may take to say which list it sent, on a busy machine."""
+"""How long the agent may need to report which list it sent, on a busy machine."""
 _ASK_AGAIN_S: Final = 0.05
 
 UNKNOWN: Final = "unknown"
@@ -32,7 +32,7 @@ class Reason:
     evidence: str | None = None
     message: str | None = None
     detail: Mapping[str, Any] | None = None
-    """Of a finding on the use of a GPU: its kind, and who is to blame."""
+    """Of a finding on the use of a GPU: its kind, and the involved processes."""
 
     def __str__(self) -> str:
         return self.code if self.number is None else f"{self.code} {self.number}"
@@ -101,14 +101,14 @@ class AgentClient:
 def _reason(device: Mapping[str, Any]) -> Reason:
     flipping = [each for each in device.get("reasons", []) if each.get("flips")]
     if not flipping:
-        # Not known to be well, and no condition: it was never probed.
+        # Not known to be healthy, and no condition: it was never probed.
         return Reason("not_probed") if device.get("health") == UNKNOWN else Reason()
     # Of several, the first of those that stay the longest: it is what keeps the device out in the end.
     lasting = max(flipping, key=lambda each: _lasts(each.get("recovery")))
     detail = lasting.get("details")
     return Reason(
         lasting.get("code", UNKNOWN),
-        # Of findings it only tells their kinds apart, and the detail has that in words.
+        # Of findings it only distinguishes their kinds, and the detail has that in words.
         lasting.get("number") if detail is None else None,
         lasting.get("evidence"),
         lasting.get("message"),

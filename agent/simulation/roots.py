@@ -1,7 +1,7 @@
 """The doubles of /dev, /proc, /sys and the driver root: what a driver and the kernel show of a node's GPUs.
 
 *Invariants*
-- Device nodes are empty regular files, so nobody needs rights for them; opening one means nothing.
+- Device nodes are empty regular files, so opening them needs no rightsand means nothing.
 - MIG capability minors are numbered as the driver does it (see `capability_minors`), for each slot's minor.
 - A module that is loaded again and a device that is bound again are other inodes than before, as in sysfs.
 - Nothing outside the four roots is touched.

@@ -12,7 +12,7 @@
 A step is applied when ``at`` (from the start) has come and the step before is done, and ``after`` has
 passed since then; it waits until the kubelet has shown what ``expect`` says. Leading steps at 0s without
 ``after`` and ``expect`` are there before the agent is. After ``{agent: kill}`` a demo starts the agent anew.
-An expectation may also be of what the agent tells: ``{probe: running}``, ``{condition: context_leak,
+An expectation may also be of what the agent reports: ``{probe: running}``, ``{condition: context_leak,
 kind: pod_gone, gpu: 3}``, or with ``active: false`` that it does so no more.
 
 Guarantees: a file is read strictly and as a whole; every problem is reported, with file, line and path.
@@ -101,7 +101,7 @@ class Scenario:
 
     @property
     def setup(self) -> tuple[Step, ...]:
-        """The leading steps that are applied before an agent can look."""
+        """The leading steps that are applied before an agent can read the node."""
         return tuple(itertools.takewhile(lambda step: step.is_setup, self.steps))
 
     @property
@@ -216,7 +216,7 @@ class _Reader:
         return MappingProxyType(flags)
 
     def _config(self, node: Node | None) -> str | None:
-        """Return the text of the configuration file; what it says is the agent's to judge."""
+        """Return the text of the configuration file; whether it is valid, the agent decides."""
         if node is None:
             return None
         plain = self._doc.plain("config", node)

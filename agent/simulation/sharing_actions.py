@@ -73,27 +73,27 @@ class Mig:
         write_mig_capabilities(gpu.minor, placed, node.directory.proc)
 
 
-_ORDERS: Final[Mapping[str, str]] = {"start": "serves", "stop": "is away"}
+_COMMANDS: Final[Mapping[str, str]] = {"start": "serves", "stop": "is away"}
 
 
 @dataclass(frozen=True, slots=True)
 class MpsDaemon:
     """Start or stop the MPS control daemon, as the agent sees it: the file that says that it serves."""
 
-    order: str = parameter("ORDER", "start or stop", choice(*_ORDERS))
+    command: str = parameter("COMMAND", "start or stop", choice(*_COMMANDS))
 
     async def apply(self, node: "SimulatedNode") -> str:
         """Make the file or remove it."""
         file = node.directory.mps / READY_FILE
-        if self.order == "start":
+        if self.command == "start":
             file.parent.mkdir(mode=0o700, exist_ok=True)
             file.touch()
         else:
             file.unlink(missing_ok=True)
-        return f"The MPS control daemon {_ORDERS[self.order]}"
+        return f"The MPS control daemon {_COMMANDS[self.command]}"
 
 
 SHARING_ACTIONS: Final = (
     action(Mig, "mig", "gpu"),
-    action(MpsDaemon, "mps-daemon", "order"),
+    action(MpsDaemon, "mps-daemon", "command"),
 )

@@ -19,10 +19,10 @@ from agent.errors import EXIT_USAGE, AgentError, ConfigError, UsageError
 from agent.simulation import control
 from agent.simulation.children import Child, environment_of_children
 from agent.simulation.directory import NodeDirectory, agent_flags
-from agent.simulation.ending import StopSignals, first_of
 from agent.simulation.feed import Line
 from agent.simulation.plan import Plan
 from agent.simulation.reasons import AgentClient
+from agent.simulation.stop_signals import StopSignals, first_of
 from agent.simulation.view import JsonLines, Output, Tables, View
 
 ANY_PORT: Final = "127.0.0.1:0"
@@ -60,20 +60,20 @@ async def demo(wanted: Demo) -> None:
         simulate = await Child.start("simulate", argv, environment=environment)
         try:
             if await first_of(ready=simulate.first_line(), stop=stop.wait()) == "ready":
-                await _refuse_unless_ready(simulate)
+                await _raise_unless_ready(simulate)
                 await _with_agent(wanted, simulate, environment, stop)
             else:
-                _refuse_interrupted(wanted)
+                _raise_interrupted(wanted)
         finally:
             asked = await simulate.stop(SIMULATE_PATIENCE_S, impatient=stop.second)
             if not asked or wanted.node_dir.exists():
-                _sweep(wanted.node_dir)
+                _remove_leftovers(wanted.node_dir)
 
 
-async def _refuse_unless_ready(simulate: Child) -> None:
+async def _raise_unless_ready(simulate: Child) -> None:
     if await simulate.first_line():
         return
-    code = await simulate.ended()
+    code = await simulate.exited()
     words = simulate.last_words() or f"The simulated node ended with status {code} before it was ready"
     problems = tuple(line.removeprefix("gpu-agent: ") for line in words.splitlines())
     raise ConfigError(problems) if code == EXIT_USAGE else AgentError("\n".join(problems))
@@ -95,9 +95,9 @@ class _Agent:
         self.child = await Child.start("agent", self._command, environment=self._environment, log=self._log)
         self._changed.set()
 
-    async def ended(self) -> None:
+    async def exited(self) -> None:
         """Return when it has ended otherwise than by a kill of the scenario."""
-        while self.child is not None and await self.child.ended() == -signal.SIGKILL and self._kills:
+        while self.child is not None and await self.child.exited() == -signal.SIGKILL and self._kills:
             self._kills -= 1
             await self.child.stop(0, impatient=asyncio.Event())
             await self.start()
@@ -135,12 +135,12 @@ async def _with_agent(wanted: Demo, simulate: Child, environment: dict[str, str]
         which = await first_of(
             stop=stop.wait(),
             feed=_follow(wanted.node_dir, output, end),
-            agent=agent.ended(),
-            simulate=simulate.ended(),
+            agent=agent.exited(),
+            simulate=simulate.exited(),
             listener=agent.show(client, tables),
         )
         ended = agent.child if which == "agent" else simulate
-        await _judge(which, ended or simulate, wanted, end)
+        await _raise_unless_expected(which, ended or simulate, wanted, end)
     finally:
         if tables is not None:
             tables.close()
@@ -166,7 +166,7 @@ def _agent_command(wanted: Demo) -> list[str]:
 
 
 def _is_free(port: int) -> bool:
-    """Tell whether nobody listens there; another demo, or the agent of this machine, may."""
+    """Return whether the port is free; another demo, or the agent of this machine, may listen there."""
     with socket.socket() as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -177,23 +177,23 @@ def _is_free(port: int) -> bool:
 
 
 async def _follow(node_dir: Path, output: Output, end: list[Line]) -> None:
-    """Show the feed until it ends or nobody sees it; how a scenario ended is kept."""
+    """Show the feed until it ends or the output is closed; the result of a scenario is kept."""
     async for line in control.watch(node_dir):
         if line["kind"] == "error":
             raise AgentError(line["text"])
         if line["kind"] == "end":
             end.append(line)
-        if not await output.take(line) or end:
+        if not await output.show_line(line) or end:
             return
-    # The node's process has ended, and its own end tells why.
+    # The node's process has ended, and its exit status says why.
     await asyncio.Event().wait()
 
 
-async def _judge(which: str, child: Child, wanted: Demo, end: list[Line]) -> None:
+async def _raise_unless_expected(which: str, child: Child, wanted: Demo, end: list[Line]) -> None:
     """Raise AgentError unless the demo ended as it should."""
     if which in ("agent", "simulate"):
         name = "agent" if which == "agent" else "simulated node"
-        code = await child.ended()
+        code = await child.exited()
         how = f"by signal {-code}" if code < 0 else f"with exit status {code}"
         words = child.last_words()
         raise AgentError(
@@ -202,17 +202,17 @@ async def _judge(which: str, child: Child, wanted: Demo, end: list[Line]) -> Non
     if end and not end[0]["ok"]:
         raise UsageError(end[0]["text"]) if end[0]["exit"] == EXIT_USAGE else AgentError(end[0]["text"])
     if not end:
-        _refuse_interrupted(wanted)
+        _raise_interrupted(wanted)
 
 
-def _refuse_interrupted(wanted: Demo) -> None:
-    """Raise AgentError for a scenario, which was to be played to its end; a demo ends when it is told to."""
+def _raise_interrupted(wanted: Demo) -> None:
+    """Raise AgentError for a scenario, which should have been played to its end; a demo may be stopped."""
     if wanted.plan.scenario is not None:
         raise AgentError(f"Scenario {wanted.plan.scenario.name} was interrupted")
 
 
-def _sweep(node_dir: Path) -> None:
+def _remove_leftovers(node_dir: Path) -> None:
     """Remove what a killed node left behind."""
-    # Another node may have taken the directory, or it was never ours.
+    # Another node may hold the directory, or it was never ours.
     with contextlib.suppress(AgentError):
         NodeDirectory.hold(node_dir).release()

@@ -1,4 +1,4 @@
-"""The demo's picture of a simulated node: pure, from what the feed and the agent said.
+"""The demo's screen of a simulated node: pure, from the feed and the agent's answers.
 
 Guarantees: no line is wider than the screen, and there are no more lines than it has.
 """
@@ -13,7 +13,7 @@ from agent.core.wording import printable
 COLUMNS: Final = ("ID", "MODEL", "HEALTH", "REASON", "SINCE", "POD")
 _LEAST: Final = {"ID": 8, "MODEL": 6, "HEALTH": 9, "REASON": 6, "SINCE": 8, "POD": 6}
 """How narrow a column may become; HEALTH and SINCE are always whole."""
-_SAY_LEAST: Final = ("MODEL", "POD", "SINCE")
+_OMITTED_FIRST: Final = ("MODEL", "POD", "SINCE")
 """Columns that a narrow screen goes without, in this order."""
 _GAP: Final = 2
 NONE: Final = "<none>"
@@ -38,7 +38,7 @@ class Row:
 
 
 @dataclass(frozen=True, slots=True)
-class Picture:
+class Screen:
     """Everything that is shown."""
 
     title: str
@@ -49,21 +49,21 @@ class Picture:
     hints: tuple[str, ...] = ()
 
 
-def draw(picture: Picture, *, width: int, height: int, colour: bool) -> list[str]:
+def draw(screen: Screen, *, width: int, height: int, colour: bool) -> list[str]:
     """Return the lines of a screen."""
-    head = [_painted(_cut(picture.title, width), _BOLD, colour=colour), _cut(picture.agent, width)]
-    head += [_painted(_cut(line, width), _BOLD, colour=colour) for line in picture.resources]
-    foot = [_cut(line, width) for line in picture.events]
+    head = [_painted(_cut(screen.title, width), _BOLD, colour=colour), _cut(screen.agent, width)]
+    head += [_painted(_cut(line, width), _BOLD, colour=colour) for line in screen.resources]
+    foot = [_cut(line, width) for line in screen.events]
     # Never cut: a hint is a command to be copied.
     wrapped = [
         line
-        for hint in picture.hints
+        for hint in screen.hints
         for line in textwrap.wrap(
             hint, max(width, 1), break_on_hyphens=False, subsequent_indent="  "[: width - 1]
         )
     ]
     hints = ["", *(_painted(line, _DIM, colour=colour) for line in wrapped)] if wrapped else []
-    table = _table(picture.rows, width, colour=colour)
+    table = _table(screen.rows, width, colour=colour)
     # The table is what the screen is for: hints give way to it, then what happened, then all but the title.
     room = height - len(table) - 2
     if len(head) + len(foot) + len(hints) > room:
@@ -74,14 +74,14 @@ def draw(picture: Picture, *, width: int, height: int, colour: bool) -> list[str
     lines = [*head, "", *table, "", *foot, *hints] if foot or hints else [*head, *table]
     if len(lines) <= height:
         return lines
-    return [*_with_the_sick_first(picture, head, width, height, colour=colour)][: max(height, 1)]
+    return [*_unhealthy_first(screen, head, width, height, colour=colour)][: max(height, 1)]
 
 
-def _with_the_sick_first(
-    picture: Picture, head: Sequence[str], width: int, height: int, *, colour: bool
+def _unhealthy_first(
+    screen: Screen, head: Sequence[str], width: int, height: int, *, colour: bool
 ) -> list[str]:
     """Return a screen that has no room for all devices: those that are Unhealthy come first."""
-    rows = sorted(picture.rows, key=lambda row: row.healthy)
+    rows = sorted(screen.rows, key=lambda row: row.healthy)
     room = max(height - len(head) - 2, 0)
     table = _table(rows[:room], width, colour=colour)
     return [*head, *table, _cut(f"… and {len(rows) - room} more", width)]
@@ -105,7 +105,7 @@ def _table(rows: Sequence[Row], width: int, *, colour: bool) -> list[str]:
 def _columns(width: int) -> list[str]:
     """Return the columns that a screen has room for at their narrowest."""
     columns = list(COLUMNS)
-    for name in _SAY_LEAST:
+    for name in _OMITTED_FIRST:
         if sum(_LEAST[each] for each in columns) + _GAP * (len(columns) - 1) > width:
             columns.remove(name)
     return columns
@@ -148,7 +148,7 @@ def _cut(text: str, width: int) -> str:
 
 
 def _middle_cut(text: str, width: int) -> str:
-    """Shorten an id so that its end, which tells one device from the next, stays."""
+    """Shorten an id so that its end, which distinguishes the devices, stays."""
     if len(text) <= width:
         return text
     head = text[:4] if width > 10 else ""

@@ -1,4 +1,4 @@
-"""What a demo knows of its node, gathered from the feed and the agent, and the three ways to show it.
+"""The demo's view of its node, from the feed and the agent, and the three ways to show it.
 
 Guarantees: something is written only when something changed; the screen also when its size did.
 """
@@ -18,7 +18,7 @@ from agent.log import wall_clock
 from agent.simulation.feed import Line
 from agent.simulation.host import describe, describe_condition, json_of
 from agent.simulation.reasons import AgentClient, Reason
-from agent.simulation.table import Picture, Row, draw
+from agent.simulation.table import Row, Screen, draw
 
 MAX_EVENTS: Final = 5
 PLAIN_WIDTH: Final = 120
@@ -30,8 +30,8 @@ _CLEAR: Final = "\x1b[2J\x1b[H"
 class Output(Protocol):
     """Where a demo shows what happens."""
 
-    async def take(self, line: Line) -> bool:
-        """Show a line of the feed; false when nobody can see it any more."""
+    async def show_line(self, line: Line) -> bool:
+        """Show a line of the feed; false when standard output is closed."""
 
 
 class JsonLines:
@@ -40,7 +40,7 @@ class JsonLines:
     def __init__(self, agent: AgentClient) -> None:
         self._agent = agent
 
-    async def take(self, line: Line) -> bool:
+    async def show_line(self, line: Line) -> bool:
         """Print a change of the kubelet's view, or a condition that the scenario waited for."""
         if line["kind"] != "allocatable":
             text = json_of(line)
@@ -67,7 +67,7 @@ def _spelled(reason: Reason) -> dict[str, Any]:
 
 
 def write(text: str) -> bool:
-    """Write to standard output; false where nobody reads it any more."""
+    """Write to standard output; false where its reader has closed it."""
     try:
         sys.stdout.write(text)
         sys.stdout.flush()
@@ -101,8 +101,8 @@ class View:
     agent: str = "agent: starting"
     seen: dict[str, _Seen] = field(default_factory=dict)
 
-    def take(self, line: Line) -> None:
-        """Remember a line of the feed."""
+    def apply_line(self, line: Line) -> None:
+        """Apply a line of the feed."""
         match line["kind"]:
             case "node":
                 self.label = line["label"]
@@ -111,7 +111,7 @@ class View:
                 self.allocatable[line["resource"]] = line
                 self.note(describe(line))
             case "devices":
-                self._take_devices(line)
+                self._apply_devices(line)
             case "condition":
                 self.note(describe_condition(line))
             case "event" | "end" | "error":
@@ -119,7 +119,7 @@ class View:
             case _:
                 pass
 
-    def _take_devices(self, line: Line) -> None:
+    def _apply_devices(self, line: Line) -> None:
         self.devices[line["resource"]] = line["devices"]
         for device in line["devices"]:
             seen = self.seen.get(device["id"])
@@ -133,7 +133,7 @@ class View:
         """Remember something that happened."""
         self.events.append(f"{_now()}  {text}")
 
-    def picture(self) -> Picture:
+    def screen(self) -> Screen:
         """Return what is to be drawn."""
         rows = [
             self._row(device, self.reasons.get(resource, {}))
@@ -144,7 +144,7 @@ class View:
             f"{name}: capacity {line['capacity']}, allocatable {line['allocatable']} (kubelet's view)"
             for name, line in sorted(self.allocatable.items())
         ]
-        return Picture(
+        return Screen(
             title=f"Simulated node {self.label} in {self.node_dir}",
             agent=self.agent,
             resources=tuple(counts) or ("The kubelet knows no GPU yet",),
@@ -180,23 +180,23 @@ class Tables:
         self._lines: list[str] = []
         self._writable = True
 
-    async def take(self, line: Line) -> bool:
+    async def show_line(self, line: Line) -> bool:
         """Show a line of the feed; devices come after each change of what is allocatable."""
         if line["kind"] == "allocatable":
             reasons = await reasons_of(self._agent, line)
             self._view.reasons[line["resource"]] = reasons
-        self._view.take(line)
+        self._view.apply_line(line)
         if line["kind"] != "allocatable":
             self.show()
         return self._writable
 
     def show(self) -> None:
-        """Draw what there is once the node was heard of; nothing is written if it looks as before."""
+        """Draw the node once it is known; nothing is written if nothing changed."""
         if not self._view.label:
             return
         size = shutil.get_terminal_size((PLAIN_WIDTH, 1_000)) if self._is_terminal else None
         width, height = (size.columns, size.lines) if size else (PLAIN_WIDTH, 10_000)
-        lines = draw(self._view.picture(), width=width, height=height - 1, colour=self._colour)
+        lines = draw(self._view.screen(), width=width, height=height - 1, colour=self._colour)
         if lines == self._lines:
             return
         up = _UP.format(len(self._lines)) if self._is_terminal and self._lines else ""

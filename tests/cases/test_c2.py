@@ -80,7 +80,7 @@ async def bind_anew(node: SimulatedNode, agent: AgentProcess) -> None:
 
 
 async def declare_well(node: SimulatedNode, _agent: AgentProcess) -> None:
-    await node.do("agent", {"order": "recover", "gpu": "0"})
+    await node.do("agent", {"command": "recover", "gpu": "0"})
 
 
 async def reset_gpu(node: SimulatedNode, _agent: AgentProcess) -> None:

@@ -50,7 +50,7 @@ async def watched(**flags: str) -> AsyncIterator[tuple[SimulatedNode, AgentProce
 
 async def do(node: SimulatedNode, order: str, name: str, **given: str) -> int:
     """Give an order to a process; returns its pid."""
-    await node.do("process", {"order": order, "name": name, **given})
+    await node.do("process", {"command": order, "name": name, **given})
     return node.processes.get(name).process.pid
 
 
@@ -141,7 +141,7 @@ async def test_the_calls_of_a_process_are_traced_until_it_ends() -> None:
                         while not contexts_made(lines):
                             lines.append(json.loads(await process.stdout.readline()))
             await do(node, "create", "train", contexts="1")  # all of its calls are told
-            await node.do("process", {"order": "kill", "name": "train"})
+            await node.do("process", {"command": "kill", "name": "train"})
             lines += [json.loads(line) async for line in process.stdout]
             assert await process.wait() == 0
 

@@ -88,20 +88,20 @@ class Play:
         self.actors.append(Actor(child, uses_cuda=False))
 
     async def copies(self, actor: Actor) -> None:
-        await actor.process.order("dup")
+        await actor.process.command("dup")
 
     async def closes_control(self, actor: Actor) -> None:
         """The GPUs' files that were registered to it keep it, and the contexts."""
-        copy = (await actor.process.order("dup"))["descriptor"]
-        await actor.process.order("close", descriptor=copy)
+        copy = (await actor.process.command("dup"))["descriptor"]
+        await actor.process.command("close", descriptor=copy)
         actor.uses_cuda = False
 
     async def closes_all(self, actor: Actor) -> None:
-        await actor.process.order("close")
+        await actor.process.command("close")
         actor.contexts = 0
 
     async def closes_range(self, actor: Actor) -> None:
-        await actor.process.order("close-range")
+        await actor.process.command("close-range")
         actor.contexts = 0
 
     async def execs(self, actor: Actor) -> None:

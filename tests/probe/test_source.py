@@ -192,7 +192,7 @@ async def test_holders_are_scanned_for_after_descriptors_went(
         if how == "exit":
             await child.exit()
         else:
-            await child.order("close-range")
+            await child.command("close-range")
         usage = await followed.usage(lambda usage: use_of(usage, child.pid) is None)
 
     assert has(process.pid, 1)(usage)

@@ -116,9 +116,9 @@ async def test_a_child_that_keeps_the_files(machine: Machine) -> None:
 async def test_a_copy_of_the_descriptor_that_outlives_the_first(machine: Machine) -> None:
     process = await machine.process()
     await process.create(1)
-    copy = (await process.order("dup"))["descriptor"]
+    copy = (await process.command("dup"))["descriptor"]
     assert await machine.watcher.agrees() == {process.pid: {GPUS[1].uuid: 1}}
-    await process.order("close")
+    await process.command("close")
     assert copy > 2
     assert await machine.watcher.agrees() == {}
 
@@ -127,7 +127,7 @@ async def test_a_range_of_descriptors_that_is_closed_at_once(machine: Machine) -
     process = await machine.process()
     await process.create(2, 2)
     assert await machine.watcher.agrees() == {process.pid: {GPUS[2].uuid: 2}}
-    await process.order("close-range")
+    await process.command("close-range")
     assert await machine.watcher.agrees() == {}
 
 
@@ -150,7 +150,7 @@ async def test_another_program_in_the_same_process(machine: Machine) -> None:
     await process.create(1, 2)
     await process.exec()
     assert await machine.watcher.agrees() == {process.pid: {GPUS[1].uuid: 2}}
-    await process.order("close-range")
+    await process.command("close-range")
     assert await machine.watcher.agrees() == {}
 
 
@@ -168,7 +168,7 @@ async def test_several_processes_on_one_gpu(machine: Machine) -> None:
 async def test_a_prime_number_of_opens_contexts_and_frees_is_counted_exactly(machine: Machine) -> None:
     process = await machine.process()
     await process.create(0)
-    await process.order("count", name="nvidiactl", opens=PRIME, contexts=PRIME)
+    await process.command("count", name="nvidiactl", opens=PRIME, contexts=PRIME)
     counted = await machine.watcher.counters(process.pid)
     books = await machine.double.books()
     known = books.processes[process.pid]

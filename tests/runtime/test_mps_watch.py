@@ -30,10 +30,10 @@ async def test_a_reload_that_asks_for_mps_needs_its_daemon_and_one_that_does_not
                 status == 503 and {each["code"] for each in body["reasons"]} == {"mps_not_ready"}
             ),
         )
-        await node.do("mps-daemon", {"order": "start"})
+        await node.do("mps-daemon", {"command": "start"})
         await wait_allocatable(node.kubelet, 8, capacity=8)
 
-        await node.do("mps-daemon", {"order": "stop"})
+        await node.do("mps-daemon", {"command": "stop"})
         await wait_allocatable(node.kubelet, 0, capacity=8)
         config.write_text(TIME_SLICING)
         await wait_allocatable(node.kubelet, 8, capacity=8)

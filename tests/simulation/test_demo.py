@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from agent.simulation.children import MAX_LOG_BYTES, BoundedLog
-from agent.simulation.table import COLUMNS, Picture, Row, draw
+from agent.simulation.table import COLUMNS, Row, Screen, draw
 from tests.harness import (
     PATIENCE_S,
     ROOT,
@@ -263,7 +263,7 @@ async def test_the_live_table_shows_a_fault_injected_from_a_second_terminal(node
         shown = await terminal.wait_for(r"capacity 8, allocatable 7 .*Ctrl-C ends the demo")
 
         broken = [line for line in plain(shown).splitlines() if "Unhealthy" in line]
-        assert {line.split()[0][-4:] for line in broken} == {"0003"}  # in every picture drawn since
+        assert {line.split()[0][-4:] for line in broken} == {"0003"}  # in every screen drawn since
         assert "xid 79" in broken[0]
         assert all(len(line) <= 80 for line in plain(shown).splitlines())
 
@@ -419,7 +419,7 @@ def plain(shown: str) -> str:
     return re.sub(r"\x1b\[[0-9;]*[A-Za-z]", "", shown).replace("\r", "")
 
 
-def picture(count: int = 8) -> Picture:
+def screen(count: int = 8) -> Screen:
     rows = tuple(
         Row(
             f"GPU-00000000-0000-4000-8000-{n:012x}",
@@ -431,7 +431,7 @@ def picture(count: int = 8) -> Picture:
         )
         for n in range(count)
     )
-    return Picture(
+    return Screen(
         "a title " * 20, "agent", ("nvidia.com/gpu: 8",), rows, ("an event " * 20,), ("a hint " * 20,)
     )
 
@@ -439,29 +439,29 @@ def picture(count: int = 8) -> Picture:
 @pytest.mark.parametrize("width", [1, 20, 40, 60, 79, 80, 200])
 @pytest.mark.parametrize("height", [1, 5, 12, 40])
 def test_a_picture_never_exceeds_the_screen(width: int, height: int) -> None:
-    lines = draw(picture(), width=width, height=height, colour=True)
+    lines = draw(screen(), width=width, height=height, colour=True)
 
     assert len(lines) <= height
     assert all(len(plain(line)) <= width for line in lines)
 
 
 def test_at_80_columns_every_device_can_be_told_from_the_next() -> None:
-    rows = [line for line in draw(picture(), width=80, height=40, colour=False) if "ealthy" in line]
+    rows = [line for line in draw(screen(), width=80, height=40, colour=False) if "ealthy" in line]
 
     assert len({line.split()[0] for line in rows}) == 8
     assert [("xid 79" in line, "Unhealthy" in line) for line in rows].count((True, True)) == 1
 
 
 def test_a_small_screen_shows_the_table_before_all_else_and_the_sick_first() -> None:
-    whole = draw(picture(), width=40, height=10, colour=False)
+    whole = draw(screen(), width=40, height=10, colour=False)
     assert whole[1].split() == ["ID", "HEALTH", "REASON", "SINCE"]
     assert sum("ealthy" in line for line in whole) == 8
-    smaller = draw(picture(), width=40, height=6, colour=False)
+    smaller = draw(screen(), width=40, height=6, colour=False)
     assert [line.split()[1:3] for line in smaller[2:4]] == [["Unhealthy", "xid"], ["Healthy", "<none>"]]
 
 
 def test_what_has_no_room_is_counted() -> None:
-    lines = draw(picture(100), width=80, height=24, colour=False)
+    lines = draw(screen(100), width=80, height=24, colour=False)
 
     (more,) = (line for line in lines if line.startswith("… and "))
     shown = len([line for line in lines if "ealthy" in line])

@@ -36,7 +36,7 @@ async def node() -> AsyncIterator[SimulatedNode]:
 
 
 async def do(node: SimulatedNode, order: str, name: str, **given: str) -> str:
-    return await node.do("process", {"order": order, "name": name, **given})
+    return await node.do("process", {"command": order, "name": name, **given})
 
 
 def listed(node: SimulatedNode, slot: int) -> dict[int, int]:
@@ -207,7 +207,7 @@ async def test_a_node_does_without_a_driver_double_where_it_may(monkeypatch: pyt
 async def test_a_node_without_a_driver_double_says_what_it_needs() -> None:
     async with simulated_node() as plain:
         for name, given in [
-            ("process", {"order": "start", "name": "python", "gpu": "0"}),
+            ("process", {"command": "start", "name": "python", "gpu": "0"}),
             ("hold-node", {"name": "nvidia0"}),
         ]:
             with pytest.raises(UsageError, match="made where a step starts a process"):
@@ -217,15 +217,15 @@ async def test_a_node_without_a_driver_double_says_what_it_needs() -> None:
 @pytest.mark.parametrize(
     ("given", "problem"),
     [
-        ({"order": "start", "name": "a"}, "needs gpu for start"),
-        ({"order": "fork", "name": "a"}, "needs the parameter to for fork"),
-        ({"order": "stop", "name": "a", "gpu": "1"}, "takes no gpu for stop"),
-        ({"order": "exit", "name": "a", "contexts": "1"}, "takes no contexts for exit"),
-        ({"order": "start", "name": "a", "gpu": "1", "every": "1s"}, "takes no every for start"),
-        ({"order": "start", "name": "a", "gpu": "1", "gi": "1"}, "needs both gi and ci"),
-        ({"order": "start", "name": "a", "gpu": "1", "pod": "job"}, "must be a namespace and a name"),
-        ({"order": "start", "name": "a", "gpu": "1", "comm": "x" * 16}, "must have 1 to 15 bytes"),
-        ({"order": "dance", "name": "a"}, "must be start, create, "),
+        ({"command": "start", "name": "a"}, "needs gpu for start"),
+        ({"command": "fork", "name": "a"}, "needs the parameter to for fork"),
+        ({"command": "stop", "name": "a", "gpu": "1"}, "accepts no gpu for stop"),
+        ({"command": "exit", "name": "a", "contexts": "1"}, "accepts no contexts for exit"),
+        ({"command": "start", "name": "a", "gpu": "1", "every": "1s"}, "accepts no every for start"),
+        ({"command": "start", "name": "a", "gpu": "1", "gi": "1"}, "needs both gi and ci"),
+        ({"command": "start", "name": "a", "gpu": "1", "pod": "job"}, "must be a namespace and a name"),
+        ({"command": "start", "name": "a", "gpu": "1", "comm": "x" * 16}, "must have 1 to 15 bytes"),
+        ({"command": "dance", "name": "a"}, "must be start, create, "),
     ],
 )
 def test_orders_that_make_no_sense_are_told(given: dict[str, str], problem: str) -> None:

@@ -149,8 +149,8 @@ def test_an_expectation_may_be_of_what_the_agent_tells(tmp_path: Path) -> None:
 
     assert [str(step.expect) for step in loaded.steps] == [
         "the agent's probe in the kernel",
-        "context_leak (pod_gone) on GPU 3 told by the agent",
-        "no foreign_process told by the agent",
+        "context_leak (pod_gone) on GPU 3 reported by the agent",
+        "no foreign_process reported by the agent",
     ]
 
 

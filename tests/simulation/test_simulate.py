@@ -136,20 +136,20 @@ async def test_the_agent_obeys_orders_and_says_why_it_does_not() -> None:
         await wait_allocatable(node.kubelet, 4, capacity=4)
 
         assert "is held: broken fan" in await node.do(
-            "agent", {"order": "hold", "gpu": "2", "why": "broken fan"}
+            "agent", {"command": "hold", "gpu": "2", "why": "broken fan"}
         )
         await wait_allocatable(node.kubelet, 3)
-        assert "is held no more" in await node.do("agent", {"order": "unhold", "gpu": "2"})
+        assert "is held no more" in await node.do("agent", {"command": "unhold", "gpu": "2"})
         await wait_allocatable(node.kubelet, 4)
-        with pytest.raises(AgentError, match="The agent refuses to resume: The driver is not released"):
-            await node.do("agent", {"order": "resume"})
+        with pytest.raises(AgentError, match="The agent rejected resume: The driver is not released"):
+            await node.do("agent", {"command": "resume"})
 
 
 async def test_a_killed_agent_is_gone_at_once() -> None:
     async with simulated_node("4x-t4") as node, agent_process(node) as agent:
         await wait_allocatable(node.kubelet, 4, capacity=4)
 
-        assert f"process {agent.process.pid} was killed" in await node.do("agent", {"order": "kill"})
+        assert f"process {agent.process.pid} was killed" in await node.do("agent", {"command": "kill"})
         assert await agent.ended() == -signal.SIGKILL
 
 
@@ -182,10 +182,10 @@ async def test_the_mps_daemon_says_that_it_serves_by_a_file() -> None:
     async with simulated_node("4x-t4") as node:
         ready = node.directory.mps / ".ready"
         assert not ready.exists()
-        await node.do("mps-daemon", {"order": "start"})
+        await node.do("mps-daemon", {"command": "start"})
         assert ready.is_file()
         for _ in range(2):
-            await node.do("mps-daemon", {"order": "stop"})
+            await node.do("mps-daemon", {"command": "stop"})
         assert not ready.exists()
 
 
@@ -248,26 +248,26 @@ async def test_an_action_the_node_cannot_do_now_is_refused_in_a_sentence() -> No
         (
             "xid",
             {"xid": "1", "gpus": "1"},
-            "xid has no parameter gpus (did you mean gpu?); it takes: xid, gpu, gi, ci",
+            "xid has no parameter gpus (did you mean gpu?); it accepts: xid, gpu, gi, ci",
         ),
         ("hang", {"scope": "gpu"}, "hang needs either gpu or the scope driver"),
         ("return-code", {"code": "BROKEN"}, "must be an NVML return code, by number or name, or clear"),
         ("driver", {"state": "gone"}, "must be loaded or unloaded"),
         ("mig", {"gpu": "0", "devices": ","}, "must be MIG profiles"),
         ("mig", {"gpu": "0", "devices": "65x1g.10gb"}, "must be at most 64 MIG profiles"),
-        ("mps-daemon", {"order": "restart"}, "must be start or stop"),
+        ("mps-daemon", {"command": "restart"}, "must be start or stop"),
         ("agent-config", {"text": " "}, "must be the text of a configuration file"),
         ("run-pod", {"name": "a b"}, "must be a name"),
         ("recovery-action", {"action": "pray", "gpu": "1"}, "must be none, reset, reboot, drain-p2p, "),
         ("clock-reasons", {"reasons": "hw-slowdown,heat", "gpu": "1"}, "several with commas"),
         ("pcie", {"width": "3", "gpu": "1"}, "must be 1, 2, 4, 8, 16"),
         ("fabric", {"state": "ok", "gpu": "1"}, "must be not_supported, not_started, in_progress or"),
-        ("agent", {"order": "die"}, "must be hold, unhold, recover, release, resume or kill"),
-        ("agent", {"order": "hold", "gpu": "1"}, "agent needs why for hold"),
-        ("agent", {"order": "hold", "why": "fan"}, "agent needs gpu for hold"),
-        ("agent", {"order": "kill", "gpu": "1"}, "agent takes no gpu for kill"),
-        ("agent", {"order": "resume", "time": "1m"}, "agent takes no time for resume"),
-        ("agent", {"order": "release", "time": "soon"}, "must be a number with a unit"),
+        ("agent", {"command": "die"}, "must be hold, unhold, recover, release, resume or kill"),
+        ("agent", {"command": "hold", "gpu": "1"}, "agent needs why for hold"),
+        ("agent", {"command": "hold", "why": "fan"}, "agent needs gpu for hold"),
+        ("agent", {"command": "kill", "gpu": "1"}, "agent accepts no gpu for kill"),
+        ("agent", {"command": "resume", "time": "1m"}, "agent accepts no time for resume"),
+        ("agent", {"command": "release", "time": "soon"}, "must be a number with a unit"),
     ],
 )
 def test_a_wrong_action_is_explained(name: str, given: dict[str, str], problem: str) -> None:
@@ -410,7 +410,7 @@ async def test_inject_after_a_killed_node_says_that_none_runs() -> None:
     ("words", "sentence"),
     [
         (["xidd", "79"], "xidd is no action (did you mean xid?)"),
-        (["xid", "79", "80"], 'xid takes no "80"; it is written: xid XID --gpu GPU'),
+        (["xid", "79", "80"], 'xid accepts no "80"; it is written: xid XID --gpu GPU'),
         (["xid", "79", "--gpu"], "xid: --gpu needs a value"),
         (["xid", "79", "--xid", "80", "--gpu", "1"], "xid: --xid is given twice"),
         (["hang"], "hang needs either gpu or the scope driver"),

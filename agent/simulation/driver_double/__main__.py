@@ -74,7 +74,7 @@ class _Server:
                 self._driver.asking.finish()
             if self._control.fileno() in ready:
                 for request in self._control.read():
-                    self._control.write(self._obey(request))
+                    self._control.write(self._execute(request))
 
     def _patience_ms(self) -> float | None:
         due_ns = self._folder.next_due_ns()
@@ -83,7 +83,7 @@ class _Server:
     def _answer_later(self, number: int, answer: IoctlAnswer) -> None:
         self._folder.answer(number, answer)
 
-    def _obey(self, request: dict[str, Any]) -> dict[str, Any]:
+    def _execute(self, request: dict[str, Any]) -> dict[str, Any]:
         name = request.get("name", "")
         match request["do"]:
             case "books":

@@ -1,7 +1,7 @@
 """The driver double as the rest of the simulation sees it: a process that is asked over its control socket.
 
-Guarantees: ``close`` ends the process, and so does the end of whoever started it, however that comes about;
-then every call on the nodes fails and nobody stays held. One question is asked at a time, in order.
+Guarantees: ``close`` ends the process, and so does the exit of its parent, however that comes about;
+then every call on the nodes fails and no caller stays held. One question is asked at a time, in order.
 """
 
 import asyncio
@@ -103,7 +103,7 @@ class DriverDouble:
                 *COMMAND,
                 stdin=far.fileno(),
                 stdout=asyncio.subprocess.DEVNULL,
-                # It ends with its socket, and not before whoever asks it.
+                # It ends with its socket, and not before its client.
                 process_group=0,
                 env=environment_of_children(os.environ, drop=()),
             )
@@ -136,16 +136,16 @@ class DriverDouble:
         (dev_root / name).symlink_to(self.node(name))
 
     async def books(self) -> Books:
-        """Return what the driver knows, after every call and every end of a file that it has been told of."""
-        told = await self._ask({"do": "books"})
+        """Return what the driver knows, after every call and every release that it has handled."""
+        answer = await self._ask({"do": "books"})
         return Books(
-            contexts=tuple(Context(**each) for each in told["contexts"]),
-            clients=tuple(Client(**each) for each in told["clients"]),
-            counts=told["counts"],
-            opened=told["opened"],
-            released=told["released"],
-            processes={int(pid): counts for pid, counts in told["processes"].items()},
-            spaces=tuple((each["uuid"], each["client"], each["space"]) for each in told["spaces"]),
+            contexts=tuple(Context(**each) for each in answer["contexts"]),
+            clients=tuple(Client(**each) for each in answer["clients"]),
+            counts=answer["counts"],
+            opened=answer["opened"],
+            released=answer["released"],
+            processes={int(pid): counts for pid, counts in answer["processes"].items()},
+            spaces=tuple((each["uuid"], each["client"], each["space"]) for each in answer["spaces"]),
         )
 
     async def hold(self, name: str) -> None:

@@ -2,11 +2,11 @@
 
 Guarantees:
 
-1. A command is judged as the driver does it: by its number and exact size, and by the node it comes to.
+1. A command is checked as the driver does it: by its number and exact size, and by the node it comes to.
 2. A client lives as long as its open file, and that as long as a nvidiaN that was registered to it.
-3. ``books`` tells what the driver knows, and nothing that a probe could have told.
+3. ``books`` returns what the driver knows, and nothing that comes from a probe.
 
-Commands that change nothing here (most controls, memory, mappings) are taken and answered with success.
+Commands that change nothing here (most controls, memory, mappings) are accepted and answered with success.
 Sources: open-gpu-kernel-modules, nv.c, escape.c.
 """
 
@@ -100,9 +100,9 @@ class Driver:
         self._unified_memory.released(file)
         del self._files[file]
         if ended.control is not None:
-            self._let_go(ended.control)
+            self._release_control(ended.control)
 
-    def _let_go(self, control: int) -> None:
+    def _release_control(self, control: int) -> None:
         kept = self._files[control]
         kept.users -= 1
         if kept.users == 0 and kept.kept is not None:
@@ -232,22 +232,22 @@ class Driver:
         return IoctlAnswer(answer)
 
     def _act(self, call: Ioctl, command: int, parameters: int, size: int) -> None:
-        """Do a control that has something to tell; the others are taken."""
+        """Execute a control that has an answer; the others are accepted."""
         if command in {abi.GET_ID_INFO, abi.GET_ID_INFO_V2}:
             (gpu_id,) = struct.unpack("=I", read_memory(call.thread, parameters, 4))
             found = next((gpu for gpu in self._gpus if gpu.gpu_id == gpu_id), None)
             if found is None:
                 raise self.rm.refuse(abi.INVALID_ARGUMENT)
-            told = abi.ID_INFO_HEAD.pack(gpu_id, abi.GPU_IN_USE, found.instance, 0)
+            answer = abi.ID_INFO_HEAD.pack(gpu_id, abi.GPU_IN_USE, found.instance, 0)
         elif command in {abi.GET_ATTACHED_IDS, abi.GET_PROBED_IDS}:
             ids = [gpu.gpu_id for gpu in self._gpus][: abi.MAX_GPU_IDS]
             ids += [abi.NO_GPU_ID] * (abi.MAX_GPU_IDS - len(ids))
-            told = struct.pack(f"={abi.MAX_GPU_IDS}I", *ids)
+            answer = struct.pack(f"={abi.MAX_GPU_IDS}I", *ids)
         else:
             return
-        if size < len(told):
+        if size < len(answer):
             raise self.rm.refuse(abi.INVALID_ARGUMENT)
-        write_memory(call.thread, parameters, told)
+        write_memory(call.thread, parameters, answer)
 
     def _status(self, act: Callable[[], None]) -> int:
         try:
@@ -275,8 +275,8 @@ class Driver:
             agrees = expected.partition(b".")[0] == own.partition(b".")[0]
         else:
             agrees = kind == abi.VERSION_QUERY or expected == own
-        told = given if agrees and kind != abi.VERSION_QUERY else own
-        answer = abi.VERSION_STRUCT.pack(kind, abi.VERSION_RECOGNIZED, told)
+        version = given if agrees and kind != abi.VERSION_QUERY else own
+        answer = abi.VERSION_STRUCT.pack(kind, abi.VERSION_RECOGNIZED, version)
         return IoctlAnswer(answer, 0 if agrees else errno.EINVAL)
 
     def _cards(self, call: Ioctl) -> IoctlAnswer:

@@ -1,13 +1,13 @@
 """A folder of files served in the kernel's own FUSE protocol, with no library: what device doubles stand on.
 
-Opens, reads and ioctls of a file can be held, so that whoever calls stays in uninterruptible sleep as in
+Opens, reads and ioctls of a file can be held, so that the caller stays in uninterruptible sleep as in
 a driver that hangs, or answered late. What else the files do is up to ``Files``.
 
 Guarantees:
 
-1. The mount is in no directory of the machine: it is taken out as soon as it is made, and reached through
+1. The mount is in no directory of the machine: it is detached as soon as it is made, and reached through
    a descriptor of the process that serves it. However that process ends, nothing stays mounted, every
-   call fails, and nobody stays held.
+   call fails, and no caller stays held.
 2. Looking at a file (stat) is always answered.
 3. A file's inode number is the number given for it.
 
@@ -113,10 +113,10 @@ class Files(Protocol):
         """Return the answer, or None: it is given to ``FuseFolder.answer`` later."""
 
     def sought(self, file: int, thread: int) -> None:
-        """Take notice of lseek(SEEK_DATA), which tells the serving process which file a descriptor is."""
+        """Handle lseek(SEEK_DATA), which identifies for the serving process which file a descriptor is."""
 
     def released(self, file: int) -> None:
-        """Take notice that nobody has the open file any more."""
+        """Handle that no process holds the open file any more."""
 
 
 class _Request(NamedTuple):
@@ -301,7 +301,7 @@ class FuseFolder:
     def _ioctl(self, request: _Request) -> bytes | None:
         file, _flags, command, argument, in_bytes, _out = _IOCTL.unpack_from(request.body)
         if request.inode == _ROOT:
-            raise OSError(errno.ENOTTY, "the folder itself takes no commands")
+            raise OSError(errno.ENOTTY, "the folder itself accepts no commands")
         data = request.body[_IOCTL.size : _IOCTL.size + in_bytes]
         answer = self._files.ioctl(Ioctl(request.number, file, request.thread, command, argument, data))
         return None if answer is None else _ioctl_body(answer)

@@ -1,8 +1,8 @@
 """Open files of other processes, kept alive in no descriptor table, as the driver keeps them.
 
 REGISTER_FD makes the driver hold a reference on an open nvidiactl, which no process shows. A double can get
-the file out of the caller, and put it into a message that nobody reads: the reference is then
-the message's. Which file of the folder it is, only a call on it tells, and that call comes to the process
+the file out of the caller, and put it into a message that is never read: the reference is then
+the message's. Which file of the folder it is, only a call on it shows, and that call comes to the process
 that serves the folder; so a thread makes it.
 
 Needs the right to trace the caller. Source: unix(7), linux/fuse.h.
@@ -53,7 +53,7 @@ class Asking:
         self._thread.start()
 
     def ask(self, descriptor: int, known: Known) -> None:
-        """Ask what a descriptor is; ``known`` is told, and has to close it."""
+        """Ask what a descriptor is; ``known`` gets it, and has to close it."""
         self._waiting.append((descriptor, known))
         if len(self._waiting) == 1:
             self._questions.put(descriptor)

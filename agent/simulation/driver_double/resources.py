@@ -154,7 +154,7 @@ class ResourceManager:
         return owner is not None and handle in owner.objects
 
     def end_file(self, file: int) -> None:
-        """End the clients of an open file that nobody has any more."""
+        """End the clients of an open file that no process holds any more."""
         for client in self._of_file.pop(file, ()):
             self._end_client(client)
 

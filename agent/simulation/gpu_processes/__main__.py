@@ -1,4 +1,4 @@
-"""A process that uses GPUs and does what it is told over its standard input, a socket of JSON messages.
+"""A process that uses GPUs and executes commands from its standard input, a socket of JSON messages.
 
 ``python -m agent.simulation.gpu_processes COMM``. The first message is ``{"do": "set-up", "folder",
 "version", "gpus", "cgroup"}``; each message is answered with ``{}`` and more, or ``{"error"}``. Messages may
@@ -66,9 +66,9 @@ class Program:
                 answer = self._orders[message["do"]](message, descriptors)
             except (CallRefused, OSError, LookupError) as error:
                 answer = {"error": f"{type(error).__name__}: {error}"}
-            self.tell(answer)
+            self.send(answer)
 
-    def tell(self, answer: Message) -> None:
+    def send(self, answer: Message) -> None:
         """Send an answer."""
         self._control.send(json.dumps(answer).encode())
 
@@ -119,11 +119,11 @@ class Program:
         return self._caller.open(name)
 
     def _fork(self, message: Message, descriptors: list[int]) -> Message:
-        """Go on as two; the child obeys the descriptor that came with the order."""
+        """Go on as two; the child reads commands from the descriptor that came with this one."""
         (mine,) = descriptors
         signal.signal(signal.SIGCHLD, signal.SIG_IGN)
         own = Path("/proc/self/comm").read_text(encoding="utf-8").strip()
-        # The child has its name from the first moment on, for whoever looks.
+        # The child has its name from the first moment on, for every reader of /proc.
         set_comm(message["comm"])
         child = os.fork()
         if child:
@@ -159,7 +159,7 @@ class Program:
         return {"files": len(files)}
 
     def _receive(self, _: Message, descriptors: list[int]) -> Message:
-        """Take files until the descriptor that came with the order ends; they are kept, and not used."""
+        """Receive files until the descriptor that came with the command ends; they are kept, and not used."""
         received = 0
         with socket.socket(fileno=descriptors[0]) as sock:
             while True:
@@ -169,7 +169,7 @@ class Program:
                     return {"files": received}
 
     def _exec(self, message: Message, _: list[int]) -> NoReturn:
-        """Become another program, which tells the end of this order."""
+        """Become another program, which answers this command."""
         os.execv(sys.executable, [*COMMAND, message["comm"], RESUMED])  # noqa: S606 - no shell is wanted
 
     def _exit(self, message: Message, _: list[int]) -> NoReturn:
@@ -195,7 +195,7 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     program = Program(socket.socket(fileno=0))
     if sys.argv[2:] == [RESUMED]:
-        program.tell({})
+        program.send({})
     program.run()
     # Nothing is freed: the kernel ends what is open, as it does for a program that was killed.
     os._exit(0)

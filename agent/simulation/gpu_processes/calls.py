@@ -64,14 +64,14 @@ class Caller:
         abi.ALLOC_HEAD.pack_into(data, 0, client, parent, handle, rm_class, parameters)
         struct.pack_into("=I", data, status_at, _UNCHANGED)
         fcntl.ioctl(descriptor, abi.command(abi.ALLOC, size), data)
-        _judge("RM_ALLOC", data, status_at)
+        _check_status("RM_ALLOC", data, status_at)
         return int(abi.ALLOC_HEAD.unpack_from(data)[2])
 
     def free(self, descriptor: int, client: int, parent: int, handle: int) -> None:
         """End an object and what is below it."""
         data = bytearray(abi.FREE_STRUCT.pack(client, parent, handle, _UNCHANGED))
         fcntl.ioctl(descriptor, abi.command(abi.FREE, abi.FREE_STRUCT.size), data)
-        _judge("RM_FREE", data, 12)
+        _check_status("RM_FREE", data, 12)
 
     def duplicate(
         self, descriptor: int, client: int, parent: int, handle: int, source_client: int, source: int
@@ -79,14 +79,14 @@ class Caller:
         """Return a copy of another client's object."""
         data = bytearray(abi.DUP_STRUCT.pack(client, parent, handle, source_client, source, 0, _UNCHANGED))
         fcntl.ioctl(descriptor, abi.command(abi.DUP_OBJECT, abi.DUP_STRUCT.size), data)
-        _judge("RM_DUP_OBJECT", data, 24)
+        _check_status("RM_DUP_OBJECT", data, 24)
         return int(abi.DUP_STRUCT.unpack(data)[2])
 
     def control(self, descriptor: int, client: int, handle: int, command: int) -> None:
         """Make a control without parameters."""
         data = bytearray(abi.CONTROL_STRUCT.pack(client, handle, command, 0, 0, 0, _UNCHANGED))
         fcntl.ioctl(descriptor, abi.command(abi.CONTROL, abi.CONTROL_STRUCT.size), data)
-        _judge("RM_CONTROL", data, 28)
+        _check_status("RM_CONTROL", data, 28)
 
     def allocate_memory(self, descriptor: int, client: int, parent: int, handle: int) -> None:
         """Have memory allocated, through a nvidiaN."""
@@ -94,14 +94,14 @@ class Caller:
         struct.pack_into("=IIII", data, 0, client, parent, handle, abi.MEMORY_SYSTEM)
         struct.pack_into("=I", data, abi.ALLOC_MEMORY_STATUS, _UNCHANGED)
         fcntl.ioctl(descriptor, abi.command(abi.ALLOC_MEMORY, len(data)), data)
-        _judge("RM_ALLOC_MEMORY", data, abi.ALLOC_MEMORY_STATUS)
+        _check_status("RM_ALLOC_MEMORY", data, abi.ALLOC_MEMORY_STATUS)
 
     def unified(self, descriptor: int, command: int, head: bytes = b"") -> None:
         """Make a call on nvidia-uvm with what its struct begins with."""
         status_at = self._layout.uvm_status(command)
         data = bytearray(head.ljust(status_at, b"\0") + struct.pack("=I", _UNCHANGED))
         fcntl.ioctl(descriptor, command, data)
-        _judge(f"UVM command {command}", data, status_at)
+        _check_status(f"UVM command {command}", data, status_at)
 
     def unregister_channel(self, descriptor: int, gpu: bytes, client: int, channel: int) -> None:
         """Take a channel out of unified memory."""
@@ -110,7 +110,7 @@ class Caller:
         self.unified(descriptor, abi.UVM_UNREGISTER_CHANNEL, head)
 
 
-def _judge(call: str, data: bytearray, status_at: int) -> None:
+def _check_status(call: str, data: bytearray, status_at: int) -> None:
     (status,) = struct.unpack_from("=I", data, status_at)
     if status != abi.OK:
         raise CallRefused(call, status)

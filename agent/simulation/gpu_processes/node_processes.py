@@ -3,7 +3,7 @@
 Guarantees:
 
 1. NVML lists the processes that live and have contexts, with the memory of those; a GPU's used memory is that
-   of every context the driver has, also of owners that have ended. Both follow each order and each end.
+   of every context the driver has, also of owners that have ended. Both follow each command and each exit.
 2. Every process ends with the node.
 3. Processes are bounded.
 """
@@ -60,7 +60,7 @@ class NodeProcess:
 
 
 class NodeProcesses:
-    """The processes of one node; ``tell`` is told of ends nobody ordered."""
+    """The processes of one node; ``report`` gets the exits that no command caused."""
 
     def __init__(
         self,
@@ -68,13 +68,13 @@ class NodeProcesses:
         spec: NodeSpec,
         driver: DriverDouble,
         nvml: NvmlState,
-        tell: Callable[[str], None],
+        report: Callable[[str], None],
     ) -> None:
         self._directory = directory
         self._spec = spec
         self._driver = driver
         self._nvml = nvml
-        self._tell = tell
+        self._report = report
         self._gpus = gpus_of(spec)
         self._places = ProcessPlaces(cgroup_root(directory.path))
         self._living: dict[str, NodeProcess] = {}
@@ -83,7 +83,7 @@ class NodeProcesses:
         self._tasks: set[asyncio.Task[None]] = set()
         self._is_closing = False
         self._in_use: set[int] = set()
-        """Slots whose memory is ours to tell."""
+        """Slots whose memory these processes determine."""
 
     def get(self, name: str) -> NodeProcess:
         """Return a process that lives; raises UsageError where there is none."""
@@ -114,7 +114,7 @@ class NodeProcesses:
 
         Raises UsageError for a name in use or an unknown pod, AgentError over MAX_PROCESSES.
         """
-        self._judge_new(name)
+        self._check_new(name)
         cgroup = None if pod is None else self._cgroup_of_pod(pod)
         process = await SimulatedProcess.start(
             comm or name,
@@ -134,7 +134,7 @@ class NodeProcesses:
     async def _open_capabilities(self, owner: NodeProcess, slot: int, gi: int, ci: int) -> None:
         """Have a process open what gives access to a MIG device, as libcuda does before it uses one."""
         for minor in capability_minors(self._gpus[slot].minor, gi, ci):
-            await owner.process.order("open", name=f"{CAPABILITY_DIRECTORY}/{capability_node(minor)}")
+            await owner.process.command("open", name=f"{CAPABILITY_DIRECTORY}/{capability_node(minor)}")
 
     async def create(self, owner: NodeProcess, slot: int, contexts: int) -> None:
         """Have a process create contexts on a GPU."""
@@ -143,7 +143,7 @@ class NodeProcesses:
 
     async def fork(self, parent: NodeProcess, name: str) -> NodeProcess:
         """Have a process fork; the child is called by the name. Raises as ``start``."""
-        self._judge_new(name)
+        self._check_new(name)
         child = await parent.process.fork(name)
         made = NodeProcess(name, child, parent.pod, parent.slots, parent.memory_mib, parent.gi, parent.ci)
         self._add(made)
@@ -162,7 +162,7 @@ class NodeProcesses:
                 await self.create(owner, slot, 1)
 
     async def agree(self) -> None:
-        """Let NVML tell what the driver knows."""
+        """Make NVML agree with the driver's books."""
         books = await self._driver.books()
         paid = {context.pid for context in books.contexts}
         living = {each.process.pid: each for each in self._living.values()}
@@ -200,7 +200,7 @@ class NodeProcesses:
 
     # Inside
 
-    def _judge_new(self, name: str) -> None:
+    def _check_new(self, name: str) -> None:
         if name in self._living:
             raise UsageError(f"A process {name} runs already; choose another name")
         if len(self._living) >= MAX_PROCESSES:
@@ -230,10 +230,10 @@ class NodeProcesses:
         task.add_done_callback(self._tasks.discard)
 
     async def _follow(self, started: NodeProcess) -> None:
-        await started.process.ended()
+        await started.process.exited()
         self._living.pop(started.name, None)
         if not self._is_closing:
-            self._tell(f"{started.title} has ended")
+            self._report(f"{started.title} has ended")
         # The driver may have ended first.
         with contextlib.suppress(AgentError):
             await self.agree()

@@ -1,7 +1,7 @@
 """Where simulated processes are: in cgroups as the kubelet and containerd make them.
 
-They lie below a directory of this node's in the machine's own hierarchy, so the kernel tells a process by the
-cgroup's number, and /proc by its path, as on a node where pods run.
+They lie below a directory of this node's in the machine's own hierarchy, so the kernel identifies a process
+by the cgroup's number, and /proc by its path, as on a node where pods run.
 
 Guarantees: nothing is left behind by ``close``; what a killed process left is removed by the next one.
 
@@ -48,7 +48,7 @@ class ProcessPlaces:
     async def close(self) -> None:
         """Remove the cgroups; one that still has a process after a while stays."""
         until_ns = time.monotonic_ns() + int(EMPTY_WITHIN_S * 1e9)
-        # The kernel lets go of processes and of cgroups below a moment after they are gone.
+        # The kernel releases processes and of cgroups below a moment after they are gone.
         while self._own is not None and not _remove(self._own) and time.monotonic_ns() < until_ns:  # noqa: ASYNC110
             await asyncio.sleep(_LOOK_AGAIN_S)
 
@@ -74,7 +74,7 @@ def _remove_stale(mount: Path) -> None:
     """Remove what processes left that are gone; they are named."""
     for path in mount.glob(f"{CGROUP_NAME}*"):
         held = [each.name.removeprefix(_HELD) for each in path.glob(f"{_HELD}*")]
-        # One that nobody holds is just being made.
+        # One without a holder is just being made.
         if held and not any(Path("/proc", pid).exists() for pid in held):
             _remove(path)
 
@@ -91,7 +91,7 @@ def _hierarchies() -> Iterator[tuple[int, str]]:
 
 
 def _remove(directory: Path) -> bool:
-    """Remove a directory of cgroups from below; what is in use stays, and False tells so."""
+    """Remove a directory of cgroups from below; what is in use stays, then False is returned."""
     try:
         for path in directory.iterdir():
             if path.is_dir():

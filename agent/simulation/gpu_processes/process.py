@@ -1,7 +1,7 @@
-"""A process that uses simulated GPUs, seen from outside: what it can be told, and when it ends.
+"""A process that uses simulated GPUs, seen from outside: its commands, and its exit.
 
-Guarantees: ``close`` lets the process end, and so does the end of whoever started it, however that comes
-about; nothing is freed by it then, as when a program is killed. Orders are obeyed one after the other.
+Guarantees: ``close`` lets the process end, and so does the exit of its parent, however that comes
+about; nothing is freed by it then, as when a program is killed. Commands are executed one after the other.
 """
 
 import asyncio
@@ -21,7 +21,7 @@ from agent.simulation.children import environment_of_children
 from agent.simulation.driver_double.nodes import Gpu
 
 OBEYS_WITHIN_S: Final = 60.0
-"""An order may be a hundred contexts, on a busy machine."""
+"""A command may create a hundred contexts, on a busy machine."""
 ENDS_WITHIN_S: Final = 5.0
 _MAX_MESSAGE_BYTES: Final = 1 << 16
 _COMMAND: Final = (sys.executable, "-S", "-m", "agent.simulation.gpu_processes")
@@ -39,7 +39,7 @@ class SimulatedProcess:
         """
         self.comm = comm
         self.pid = pid
-        self.has_ended = asyncio.Event()
+        self.has_exited = asyncio.Event()
         """Set when the process has ended, its files included."""
         self._child = child
         self._control = control
@@ -74,28 +74,28 @@ class SimulatedProcess:
         made = cls(comm, process.pid, near, process)
         made._where = {"folder": str(folder), "version": version, "gpus": [gpu._asdict() for gpu in gpus]}
         try:
-            await made.order("set-up", cgroup=None if cgroup is None else str(cgroup), **made._where)
+            await made.command("set-up", cgroup=None if cgroup is None else str(cgroup), **made._where)
         except BaseException:
             await made.close()
             raise
         return made
 
-    # What it can be told
+    # Its commands
 
     async def create(self, minor: int, contexts: int = 1) -> None:
         """Create contexts on a GPU."""
-        await self.order("create", minor=minor, contexts=contexts)
+        await self.command("create", minor=minor, contexts=contexts)
 
     async def destroy(self, contexts: int | None = 1, *, minor: int | None = None) -> int:
         """Destroy the newest contexts or (None) every one, of a GPU or of all; returns how many."""
-        return int((await self.order("destroy", contexts=contexts, minor=minor))["destroyed"])
+        return int((await self.command("destroy", contexts=contexts, minor=minor))["destroyed"])
 
     async def fork(self, comm: str) -> "SimulatedProcess":
-        """Have it fork; the child has all its files, and obeys orders of its own."""
+        """Have it fork; the child has all its files, and executes commands of its own."""
         near, far = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         near.setblocking(False)  # noqa: FBT003 - positional only
         with far:
-            answer = await self._order({"do": "fork", "comm": comm}, [far.fileno()])
+            answer = await self._command({"do": "fork", "comm": comm}, [far.fileno()])
         child = SimulatedProcess(comm, answer["pid"], near)
         child._where = self._where
         # Its own first message, so it is called as it should be.
@@ -106,27 +106,27 @@ class SimulatedProcess:
         """Have it hand all its files of the driver to another process, and close them."""
         giving, taking = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with giving, taking:
-            # Both are waited for, lest an answer be taken for the one to a later order.
-            outcomes = await asyncio.gather(self._give(giving), to.take(taking), return_exceptions=True)
+            # Both are waited for, so that no answer is read as the one to a later command.
+            outcomes = await asyncio.gather(self._give(giving), to.receive(taking), return_exceptions=True)
         for outcome in outcomes:
             if outcome is not None:
                 raise outcome
 
     async def _give(self, sock: socket.socket) -> None:
         try:
-            await self._order({"do": "send"}, [sock.fileno()])
+            await self._command({"do": "send"}, [sock.fileno()])
         finally:
-            # The other process takes until the last copy of this end is closed.
+            # The other process receives until the last copy of this end is closed.
             sock.close()
 
-    async def take(self, sock: socket.socket) -> None:
-        """Have it take files from a socket until its other end is closed."""
-        await self._order({"do": "receive"}, [sock.fileno()])
+    async def receive(self, sock: socket.socket) -> None:
+        """Have it receive files from a socket until its other end is closed."""
+        await self._command({"do": "receive"}, [sock.fileno()])
 
     async def exec(self) -> None:
         """Have it become another program: files that close on exec are gone, nvidiactl is not."""
-        await self.order("exec", comm=self.comm)
-        await self.order("set-up", cgroup=None, **self._where)
+        await self.command("exec", comm=self.comm)
+        await self.command("set-up", cgroup=None, **self._where)
 
     async def exit(self) -> None:
         """Have it end with nothing freed, and wait for that."""
@@ -140,28 +140,28 @@ class SimulatedProcess:
         """Kill it, and wait for its end."""
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.pid, signal.SIGKILL)
-        await self.ended()
+        await self.exited()
 
-    async def ended(self) -> None:
+    async def exited(self) -> None:
         """Wait until it has ended, and collect its status if it is a child."""
-        await self.has_ended.wait()
+        await self.has_exited.wait()
         if self._child is not None:
             await self._child.wait()
 
-    async def order(self, do: str, **parameters: Any) -> dict[str, Any]:
-        """Have an order obeyed; see the program. Raises AgentError where it could not be."""
-        return await self._order({"do": do, **parameters})
+    async def command(self, do: str, **parameters: Any) -> dict[str, Any]:
+        """Have a command executed; see the program. Raises AgentError where it could not be."""
+        return await self._command({"do": do, **parameters})
 
     async def close(self) -> None:
         """Let it end, with nothing freed; one that is held in the kernel is left behind."""
         with contextlib.suppress(OSError):
-            # Whoever waits for an answer is told, too.
+            # What waits for an answer fails, too.
             self._control.shutdown(socket.SHUT_RDWR)
         try:
             async with asyncio.timeout(ENDS_WITHIN_S):
-                await self.ended()
+                await self.exited()
         except TimeoutError:
-            if self.has_ended.is_set():
+            if self.has_exited.is_set():
                 return
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, signal.SIGKILL)
@@ -182,21 +182,21 @@ class SimulatedProcess:
     def _note_end(self) -> None:
         asyncio.get_running_loop().remove_reader(self._pidfd)
         os.close(self._pidfd)
-        self.has_ended.set()
-        self._let_go()
+        self.has_exited.set()
+        self._close_socket()
 
-    def _let_go(self) -> None:
-        """Close the socket of a process that has ended, once nobody waits for an answer."""
-        if self.has_ended.is_set() and not self._turn.locked():
+    def _close_socket(self) -> None:
+        """Close the socket of a process that has ended, once no caller waits for an answer."""
+        if self.has_exited.is_set() and not self._turn.locked():
             self._control.close()
 
     async def _last_order(self, do: str) -> None:
         with contextlib.suppress(AgentError):
-            await self.order(do)
+            await self.command(do)
         async with asyncio.timeout(OBEYS_WITHIN_S):
-            await self.ended()
+            await self.exited()
 
-    async def _order(self, message: Mapping[str, Any], descriptors: Sequence[int] = ()) -> dict[str, Any]:
+    async def _command(self, message: Mapping[str, Any], descriptors: Sequence[int] = ()) -> dict[str, Any]:
         try:
             async with self._turn, asyncio.timeout(OBEYS_WITHIN_S):
                 try:
@@ -205,7 +205,7 @@ class SimulatedProcess:
                     raise AgentError(f"Process {self.comm} ({self.pid}) has ended") from error
                 return await self._answer(str(message["do"]))
         finally:
-            self._let_go()
+            self._close_socket()
 
     async def _answer(self, do: str) -> dict[str, Any]:
         loop = asyncio.get_running_loop()

@@ -3,10 +3,10 @@
 Guarantees (facts: kubelet items 2, 9, 10, 15, 20, 21):
 
 1. Pods are admitted strictly one after another, so an Allocate that hangs stops them all.
-2. A resource nobody registered is not checked: the pod runs without a device.
+2. A resource without a plugin is not checked: the pod runs without a device.
 3. Ids go out in random order, decided by the seed alone.
 4. The plugin is asked for a preference as the kubelet asks it: among the devices on the NUMA nodes of the
-   pod where those are more than enough; else those are taken, and it is asked among all with them as
+   pod where those are more than enough; else those are allocated, and it is asked among all with them as
    ``must_include`` (facts: kubelet item 21).
 """
 
@@ -31,7 +31,7 @@ class AdmissionRefusedError(Exception):
 
 
 class Endpoints(Protocol):
-    """Who serves a resource at the moment."""
+    """The plugins that serve resources at the moment."""
 
     def client(self, resource: str) -> PluginClient | None:
         """Return the client that Allocate would use."""
@@ -92,8 +92,8 @@ class Admission:
             raise AdmissionRefusedError(
                 f"no healthy devices present; cannot allocate unhealthy devices {resource}"
             )
-        taken = self._pods.holders(resource)
-        available = [id_ for id_ in healthy if id_ not in taken]
+        held = self._pods.holders(resource)
+        available = [id_ for id_ in healthy if id_ not in held]
         if len(available) < amount:
             raise AdmissionRefusedError(
                 f"requested number of devices unavailable for {resource}. "
@@ -131,9 +131,9 @@ class Admission:
             error = str(failure)
             raise
         finally:
-            took = time.monotonic_ns() - began
+            duration_ns = time.monotonic_ns() - began
             self.allocation_count += 1
-            self.allocations.append(Allocation(began, took, pod.key, resource, tuple(ids), error))
+            self.allocations.append(Allocation(began, duration_ns, pod.key, resource, tuple(ids), error))
 
     async def _pre_start(self, pod: Pod) -> None:
         for grants in pod.grants.values():

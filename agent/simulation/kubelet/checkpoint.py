@@ -1,7 +1,7 @@
 """The kubelet's checkpoint file, in its shape. Source: kubernetes pkg/kubelet/cm/devicemanager/checkpoint.
 
 The checksum's place is the kubelet's; its value is a CRC-32 of our JSON, because the kubelet's is of a
-dump of Go structures, which nobody but a kubelet can make.
+dump of Go structures, which only a kubelet can make.
 """
 
 import base64

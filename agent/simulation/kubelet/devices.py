@@ -3,8 +3,8 @@
 Invariants (facts: kubelet items 3, 6, 14):
 
 1. Capacity counts every device of the last list, allocatable the healthy ones.
-2. A list replaces the one before it; a device left out is gone.
-3. A stream that ended makes every device unhealthy at once, and takes none away.
+2. A list replaces the one before it; a device that is not in it is gone.
+3. A stream that ended makes every device unhealthy at once, and removes none.
 4. After a kubelet restart a resource stays known, with no device, until its plugin registers again.
 """
 

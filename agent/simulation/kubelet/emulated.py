@@ -1,7 +1,7 @@
 """A kubelet without a node: the peer of device plugins, with the behaviour and the failures of a real one.
 
 The facts it follows are those of kubelet 1.32 to 1.36 (facts: kubelet items 1 to 22). Where a real one
-looks every so often, this one acts at the event, so a reader sees a change when it happens.
+polls, this one acts at the event, so a reader sees a change when it happens.
 
 Guarantees:
 
@@ -133,7 +133,7 @@ class EmulatedKubelet:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        self._up.set()  # wakes pods that wait for a kubelet, which then are told that there is none
+        self._up.set()  # wakes pods that wait for a kubelet, which then fail, since there is none
         self._node.watchers.finish()
         if self._failure is not None and error is None:
             raise self._failure
@@ -166,7 +166,7 @@ class EmulatedKubelet:
         return self._node.follow(current=current)
 
     async def wait_for(self, predicate: Callable[["EmulatedKubelet"], bool], timeout_s: float = 60.0) -> None:
-        """Wait until the predicate holds; it is asked at every event. TimeoutError tells what there was."""
+        """Wait until the predicate holds; it is evaluated at every event. TimeoutError has the last state."""
         if self._failure is not None:
             raise self._failure
         if not await self._node.watchers.wait(lambda: predicate(self), timeout_s):
@@ -280,7 +280,7 @@ class EmulatedKubelet:
         self._process = process
         self._starts += 1
         self._up.set()
-        self._node.watchers.look()
+        self._node.watchers.evaluate()
 
     async def _die(self, *, kill: bool) -> None:
         process = self._process
@@ -293,7 +293,7 @@ class EmulatedKubelet:
                 sever(client.path)
         await self._registry.forget()
         await process.finish()
-        # Only now: whoever is cancelled on the way leaves a kubelet that can still be stopped.
+        # Only now: a caller that is cancelled on the way leaves a kubelet that can still be stopped.
         self._process = None
         self._node.kubelet_stopped()
 

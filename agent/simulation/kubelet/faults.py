@@ -169,7 +169,7 @@ def parse_fault(name: str, params: Mapping[str, object]) -> Fault:
     unknown = sorted(set(params) - set(hints))
     if unknown:
         raise UsageError(
-            f'{called} has no parameter "{unknown[0][:80]}"; it takes: {", ".join(hints) or "none"}'
+            f'{called} has no parameter "{unknown[0][:80]}"; it accepts: {", ".join(hints) or "none"}'
         )
     missing = [each.name for each in fields(fault) if each.default is MISSING and each.name not in params]
     if missing:
@@ -195,7 +195,7 @@ def _lasting(name: str) -> str:
 
 
 def _value(where: str, hint: object, value: object) -> object:
-    """Return the value as the parameter's type; None is taken where the type allows it."""
+    """Return the value as the parameter's type; None is accepted where the type allows it."""
     options = get_args(hint)
     if type(None) in options:
         if value is None:

@@ -45,7 +45,7 @@ _PRIORITY: Final = 0x20
 class AuthorityTap:
     """Reads along with an HTTP/2 client and knows the ``:authority`` of its last request.
 
-    It gives up, for good and silently, on what it cannot decode: judging the peer is the server's work.
+    It gives up, for good and silently, on what it cannot decode: validating the peer is the server's work.
     """
 
     def __init__(self) -> None:
@@ -57,7 +57,7 @@ class AuthorityTap:
         self._lost = False
 
     def feed(self, data: bytes) -> None:
-        """Look at the next bytes the client sent."""
+        """Read the next bytes the client sent."""
         self._buffer += data
         while not self._lost and self._step():
             pass
@@ -183,7 +183,7 @@ class _Leg(asyncio.Protocol):
 
 @dataclass(slots=True)
 class Peer:
-    """Who is at the other end of a carried connection."""
+    """The process at the other end of a carried connection."""
 
     pid: int | None = None
     tap: AuthorityTap = field(default_factory=AuthorityTap)
@@ -221,7 +221,7 @@ class SocketFront:
         self._server = await asyncio.get_running_loop().create_server(self._accept, sock=self._socket)
 
     def peer(self, name: str) -> Peer | None:
-        """Return who called, by gRPC's name of the connection."""
+        """Return the peer, by gRPC's name of the connection."""
         return self._peers.get(name.removeprefix("unix-abstract:"))
 
     def close(self) -> None:

@@ -59,7 +59,7 @@ class Node:
         if self.devices.replace(resource, devices):
             self._show(resource)
             self.save()
-        self.watchers.look()
+        self.watchers.evaluate()
 
     def connected(self, resource: str) -> None:
         """Note that a plugin serves a resource, so that it no longer runs out."""
@@ -72,7 +72,7 @@ class Node:
         self.devices.mark_unhealthy(resource)
         self._start_grace(resource)
         self._show(resource)
-        self.watchers.look()
+        self.watchers.evaluate()
 
     def kubelet_started(self, *, first: bool) -> None:
         """Forget the devices, not the resources: those come from the checkpoint."""
@@ -80,13 +80,13 @@ class Node:
         for resource in self.devices.resources:
             self._start_grace(resource)
             self._show(resource)
-        self.watchers.look()
+        self.watchers.evaluate()
 
     def kubelet_stopped(self) -> None:
         """Let nothing run out while no kubelet is there; what the node shows stays."""
         for resource in tuple(self._grace_timers):
             self.connected(resource)
-        self.watchers.look()
+        self.watchers.evaluate()
 
     def save(self) -> None:
         """Write the checkpoint."""
@@ -101,7 +101,7 @@ class Node:
         self.save()
         if self._pod_logs is not None:
             show_pods(self._pod_logs, self.pods.all())
-        self.watchers.look()
+        self.watchers.evaluate()
 
     def _start_grace(self, resource: str) -> None:
         self.connected(resource)
@@ -114,7 +114,7 @@ class Node:
         self.devices.forget(resource)
         self._show(resource)
         self.save()
-        self.watchers.look()
+        self.watchers.evaluate()
 
     def _show(self, resource: str) -> None:
         summary = self.devices.summary(resource)

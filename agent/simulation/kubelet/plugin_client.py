@@ -38,7 +38,7 @@ class PluginClient:
         self.options = plugin_pb.DevicePluginOptions()
         self.stopped = False
         self.forgotten = False
-        """Its stream is open, and the kubelet no longer takes anything from it."""
+        """Its stream is open, and the kubelet no longer reads it."""
         self._channel = open_channel(path)
         self.stub = PluginStub(self._channel)
         self._stream: Any = None
@@ -68,8 +68,8 @@ class PluginClient:
         except grpc.aio.AioRpcError as error:
             raise PluginCallError(f"failed to get device plugin options: {go_error(error)}") from None
 
-    async def run(self, take: Callable[["PluginClient", bytes, int], str | None]) -> str:
-        """Read ListAndWatch until it ends and return why; ``take`` may refuse a message with a text."""
+    async def run(self, handle_message: Callable[["PluginClient", bytes, int], str | None]) -> str:
+        """Read ListAndWatch until it ends and return why; ``handle_message`` may reject one with a text."""
         self._stream = self.stub.ListAndWatch(plugin_pb.Empty())
         try:
             while True:
@@ -78,7 +78,7 @@ class PluginClient:
                 if data is grpc.aio.EOF:
                     return self._end_cause or await _status(self._stream)
                 await self._reading.wait()
-                refusal = take(self, data, time.monotonic_ns())
+                refusal = handle_message(self, data, time.monotonic_ns())
                 if refusal is not None:
                     return refusal
         except grpc.aio.AioRpcError as error:

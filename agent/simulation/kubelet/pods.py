@@ -55,7 +55,7 @@ class Pod:
 
     @property
     def active(self) -> bool:
-        """Whether its devices are taken."""
+        """Whether it holds its devices."""
         return self.phase in ("Pending", "Running")
 
     def outcome(self, devices: DeviceTable) -> PodOutcome:

@@ -36,7 +36,7 @@ class KubeletProcess:
         self._servers: list[Any] = []
 
     def peer(self, name: str) -> Peer | None:
-        """Return who called Register, by gRPC's name of the connection."""
+        """Return the peer that called Register, by gRPC's name of the connection."""
         return self._registration.peer(name)
 
     async def start(

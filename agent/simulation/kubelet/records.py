@@ -1,4 +1,4 @@
-"""What the emulated kubelet remembers and tells: frozen records, and the bounds of everything it keeps.
+"""What the emulated kubelet keeps and publishes: frozen records, and the bounds of everything it keeps.
 
 All ``at_ns`` are CLOCK_MONOTONIC nanoseconds, so they compare with those of another process.
 """
@@ -157,7 +157,7 @@ class PodOutcome:
 
     Rejected for good: phase ``Failed``, reason ``UnexpectedAdmissionError``. A failed
     PreStartContainer leaves it ``Pending`` with ``CreateContainerConfigError``. Running alone proves
-    nothing (facts: kubelet item 15): look at ``containers``.
+    nothing (facts: kubelet item 15): read ``containers``.
     """
 
     name: str

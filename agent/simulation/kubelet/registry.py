@@ -85,7 +85,7 @@ class RegistrationFaults:
 
 
 class Registry:
-    """The clients of one kubelet; ``spawn`` owns the tasks, ``node`` is told of lists and ends."""
+    """The clients of one kubelet; ``spawn`` owns the tasks, ``node`` gets lists and ends."""
 
     def __init__(
         self,
@@ -134,7 +134,7 @@ class Registry:
 
     def _has_answered(self, task: asyncio.Task[Any]) -> None:
         self._registering.discard(task)
-        self._node.watchers.look()
+        self._node.watchers.evaluate()
 
     async def _register(
         self, request: Any, authority: str | None, pid: int | None, within_s: float | None
@@ -165,7 +165,7 @@ class Registry:
                 generation=generation,
             )
         )
-        self._node.watchers.look()
+        self._node.watchers.evaluate()
         return error
 
     def _check(self, request: Any) -> None:
@@ -207,12 +207,12 @@ class Registry:
         return client
 
     async def _run(self, client: PluginClient) -> None:
-        cause = await client.run(self._take)
+        cause = await client.run(self._handle_list)
         self.stream_end_count += 1
         self.stream_ends.append(
             StreamEnd(time.monotonic_ns(), client.resource, client.endpoint, client.generation, cause)
         )
-        self._node.watchers.look()
+        self._node.watchers.evaluate()
         late_end = self._late_ends.get(client.resource)
         if late_end is not None:
             await late_end.wait()
@@ -223,7 +223,7 @@ class Registry:
         self._node.disconnected(client.resource)
         await self._close(current)
 
-    def _take(self, client: PluginClient, data: bytes, at_ns: int) -> str | None:
+    def _handle_list(self, client: PluginClient, data: bytes, at_ns: int) -> str | None:
         if client.forgotten:
             return None
         limit = self.faults.message_limit_bytes
@@ -295,7 +295,7 @@ class Registry:
         self._open.clear()
 
     def _socket_path(self, endpoint: str) -> Path:
-        """Return where the kubelet looks for an endpoint; a leading slash does not leave the folder."""
+        """Return where the kubelet opens an endpoint; a leading slash does not leave the folder."""
         return Path(os.path.normpath(f"{self._directory}/{endpoint}"))
 
     def _forget_endpoint(self, resource: str) -> None:

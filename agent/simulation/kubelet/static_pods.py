@@ -1,7 +1,7 @@
 """Pods from a folder of manifests, as a kubelet without an API server runs them.
 
 Guarantees: a file that comes is one pod, and its pod goes with it; a file that is no manifest of a pod, or
-whose name begins with a dot, is none. Everything is looked at when inotify says so.
+whose name begins with a dot, is none. The folder is read at each event of inotify.
 
 Source: kubernetes pkg/kubelet/config/file.go: the pod's name is followed by the node's.
 """
@@ -53,12 +53,12 @@ class StaticPods:
         try:
             lookout.go_by(DirectoryWatch(self._directory))
             while True:
-                self._look()
+                self._scan()
                 await lookout.wait(_RECHECK_NS)
         finally:
             lookout.close()
 
-    def _look(self) -> None:
+    def _scan(self) -> None:
         there = {path.name for path in self._directory.iterdir() if not path.name.startswith(".")}
         for gone in self._pods.keys() - there:
             name, namespace, admitting = self._pods.pop(gone)

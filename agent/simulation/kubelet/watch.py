@@ -1,10 +1,10 @@
-"""Telling others what happened: change streams and waits, woken by events, never by a poll.
+"""Publishing changes: change streams and waits, woken by events, never by a poll.
 
 Guarantees:
 
 1. A stream yields every change from the moment it was opened, in order. One that lags more than
    MAX_CHANGES behind fails with an error instead of skipping.
-2. A wait looks at every state there was: its predicate runs at each change, not only at the last.
+2. A wait evaluates every state: its predicate runs at each change, not only at the last.
 """
 
 import asyncio
@@ -76,7 +76,7 @@ class Watchers:
         self._waits: dict[asyncio.Future[None], Callable[[], bool]] = {}
 
     def open(self, backlog: Iterable[AllocatableChange] = ()) -> ChangeStream:
-        """Open a stream that starts with ``backlog``; a stream nobody holds is closed by itself."""
+        """Open a stream that starts with ``backlog``; a stream without a reference is closed by itself."""
         if sum(not stream.closed for stream in self._streams) >= MAX_SUBSCRIBERS:
             raise AgentError(f"{MAX_SUBSCRIBERS} readers follow the kubelet already; close one first")
         stream = ChangeStream(backlog)
@@ -88,7 +88,7 @@ class Watchers:
         for stream in tuple(self._streams):
             stream.put(change)
 
-    def look(self) -> None:
+    def evaluate(self) -> None:
         """Run the predicate of each wait, because something changed."""
         for future, predicate in tuple(self._waits.items()):
             if future.done():

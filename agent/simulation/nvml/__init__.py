@@ -1,4 +1,4 @@
-"""The simulated NVML: a libnvidia-ml.so.1 that real clients load, and the state that tells it what to say.
+"""The simulated NVML: a libnvidia-ml.so.1 that real clients load, and the state that holds its answers.
 
 `install_library(node)` puts the library into a node directory, `NvmlState` makes and changes the state beside
 it. The library finds the state by GPU_AGENT_SIM_STATE, else as `../nvml.state` from where it was loaded.

@@ -15,7 +15,7 @@ struct target {
     unsigned int gi, ci;
 };
 
-/* Handles are values, not pointers: nothing to allocate, and one of an earlier MIG configuration is told. */
+/* Handles are values, not pointers: nothing to allocate, and one of an earlier MIG configuration is detected. */
 struct target resolve(handle_t handle);
 handle_t device_handle(int gpu);
 handle_t instance_handle(enum kind kind, int gpu, uint64_t generation, uint64_t gi, uint64_t ci);
@@ -76,7 +76,7 @@ static inline const struct gpu_config *gpu_config(int gpu) { return &node_curren
     }                                                                                                        \
     const struct node *node = node_current()
 
-/* MIG, in mig.c: the answers of calls that take both kinds of handle. */
+/* MIG, in mig.c: the answers of calls that accept both kinds of handle. */
 int mig_text(const struct target *at, bool uuid, char *out, unsigned int length);
 int mig_memory(const struct target *at, uint64_t *total, uint64_t *used);
 bool mig_by_uuid(const char *uuid, handle_t *handle, int *gpu);

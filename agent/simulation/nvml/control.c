@@ -133,7 +133,7 @@ API int gpusim_publish(struct control *control) {
 API void gpusim_close(struct control *control) {
     if (control->draft[0]) unlink(control->draft);
     munmap(control->node, sizeof *control->node);
-    close(control->fd); /* lets go of the lock, too */
+    close(control->fd); /* releases the lock, too */
     free(control);
 }
 

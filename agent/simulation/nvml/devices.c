@@ -4,7 +4,7 @@
  * - As with the real library, nvidiactl is opened by the first init, a GPU's node when its handle is first
  *   asked for, and the last shutdown closes them all, whatever the driver says.
  * - A node that is missing or cannot be opened is no trouble: a simulation needs no doubles of devices.
- * - A node on a FUSE file system is read before each call on it, so that whoever serves it can hold the
+ * - A node on a FUSE file system is read before each call on it, so that its server can hold the
  *   caller in the kernel.
  */
 #define _GNU_SOURCE

@@ -1,4 +1,4 @@
-/* Event sets: who listens to what, and waiting for it; and the one set of the node's own events.
+/* Event sets: their listeners, and waiting for events; and the one set of the node's own events.
  *
  * Guarantees
  * - Every set gets every event it registered for exactly once, whatever other sets and processes do.
@@ -16,7 +16,7 @@ enum { EVENT_SETS = 64 };
 struct event_set {
     bool used;
     pthread_mutex_t reading;
-    uint64_t next; /* sequence of the next event to look at */
+    uint64_t next; /* sequence of the next event to read */
     uint64_t types[NODE_GPUS], since[NODE_GPUS];
 };
 
@@ -83,7 +83,7 @@ API int nvmlDeviceRegisterEvents(handle_t device, unsigned long long types, hand
     return RC_SUCCESS;
 }
 
-/* An event of a device that cannot be told belongs to every set that listens to that type. */
+/* An event of a device that cannot be identified belongs to every set that listens to that type. */
 static bool wanted(const struct event_set *set, const struct node_event *event) {
     for (int gpu = 0; gpu < NODE_GPUS; gpu++)
         if ((event->gpu == gpu || event->gpu == NODE_UNREADABLE_GPU) && (set->types[gpu] & event->type) &&
@@ -193,7 +193,7 @@ API int nvmlSystemEventSetWait(abi_system_wait_t *request) {
     uint64_t head = __atomic_load_n(&node->rebind_head, __ATOMIC_ACQUIRE);
     if (head - system_set.next > NODE_REBINDS) system_set.next = head - NODE_REBINDS;
     request->numEvent = 0;
-    /* Nobody waits here: a client looks between two waits for XIDs. */
+    /* No client waits here: it reads between two waits for XIDs. */
     for (; system_set.next < head && request->numEvent < request->dataSize; system_set.next++) {
         const struct node_rebind *rebind = &node->rebinds[system_set.next % NODE_REBINDS];
         if (!(rebind->type & system_set.types)) continue;

@@ -1,4 +1,4 @@
-/* The gate every call goes through, the handles that stand for things, and starting and ending.
+/* The gate every call goes through, the handles that stand for things, and start and shutdown.
  *
  * Guarantees
  * - Every exported function is counted, can be made to hang and to answer any code.
@@ -67,12 +67,12 @@ static bool hanging(const struct node *node, int function, int gpu) {
 }
 
 void sleep_while_hanging(struct node *node, int function, int gpu) {
-    bool told = false;
+    bool reported = false;
     for (;;) {
         uint32_t seen = __atomic_load_n(&node->wake, __ATOMIC_ACQUIRE);
         if (!hanging(node, function, gpu)) return;
-        if (!told) {
-            told = true;
+        if (!reported) {
+            reported = true;
             __atomic_fetch_add(&node->hangs_entered, 1, __ATOMIC_RELAXED);
             node_wake(&node->activity);
         }
@@ -105,7 +105,7 @@ int gate(int function, int gpu) {
     return refusal(node, function, gpu);
 }
 
-/* --- starting and ending --------------------------------------------------------------------------------- */
+/* --- start and shutdown ---------------------------------------------------------------------------------- */
 
 static int initialise(int function) {
     struct node *node = node_current();

@@ -1,4 +1,4 @@
-/* What happened to a GPU's memory (ECC, remapped rows, retired pages, recovery action), and who uses it. */
+/* What happened to a GPU's memory (ECC, remapped rows, retired pages, recovery action), and its processes. */
 #define _GNU_SOURCE
 #include <time.h>
 

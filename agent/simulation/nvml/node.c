@@ -19,7 +19,7 @@
 #include <unistd.h>
 
 /* A controller copies a few kilobytes under an odd revision; a reader that still sees it odd after this many
- * turns takes what is there, since the controller must have been killed in between. */
+ * turns returns what is there, since the controller must have been killed in between. */
 enum { READ_TRIES = 10000 };
 
 #define NAME_OF(name) #name,

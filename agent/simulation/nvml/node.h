@@ -1,14 +1,14 @@
-/* The simulated node: one file, mapped by every NVML client and by whoever controls the simulation.
+/* The simulated node: one file, mapped by every NVML client and by the controllers of the simulation.
  *
  * Invariants
  * - The layout lives here alone. Other languages go through the gpusim_* functions of control.c, by field name.
- * - Controllers are serialised by flock on the file, so the kernel lets go of a killed one's lock.
- *   Clients take no lock in the file at all: killing one at any moment leaves nothing behind.
+ * - Controllers are serialised by flock on the file, so the kernel releases a killed one's lock.
+ *   Clients hold no lock in the file at all: killing one at any moment leaves nothing behind.
  * - A scalar is one aligned 64-bit word. What must be read together is read under `revision` (a sequence
  *   lock with a bounded number of tries: a controller killed inside its few microseconds of copying
  *   cannot block a client).
  * - An event is written into its slot before `event_head` says so; readers keep their own position.
- * - Whoever sleeps sleeps on `wake`; every change of the configuration and every event bumps and wakes it.
+ * - Sleepers wait on `wake`; every change of the configuration and every event bumps and wakes it.
  */
 #pragma once
 
@@ -154,6 +154,6 @@ bool node_read_again(const struct node *node, struct node_read *read);
 /* Sleeps until the word differs from `seen`, at the latest until `deadline_ns` of CLOCK_MONOTONIC
  * (UINT64_MAX: for ever). False when the deadline passed. */
 bool node_sleep(uint32_t *word, uint32_t seen, uint64_t deadline_ns);
-/* Bumps the word and wakes whoever sleeps on it. */
+/* Bumps the word and wakes its sleepers. */
 void node_wake(uint32_t *word);
 uint64_t node_now_ns(void);

@@ -324,7 +324,7 @@ API int nvmlDeviceGetCpuAffinity(handle_t device, unsigned int words, unsigned l
 
 /* --- everything else ----------------------------------------------------------------------------------- */
 
-/* Most take a handle first; where they do not, the value is no handle and the call belongs to no GPU. */
+/* Most have a handle first; where they do not, the value is no handle and the call belongs to no GPU. */
 static int unanswered(int function, handle_t first) {
     struct target at = resolve(first);
     int refused = gate(function, at.gpu);

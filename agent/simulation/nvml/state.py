@@ -363,7 +363,7 @@ class NvmlState:
     def wait_until(self, condition: Callable[[], bool], timeout_s: float) -> bool:
         """Block until a condition about the clients holds; false when it did not in time.
 
-        It is looked at again whenever a client initialises, shuts down, begins to hang or is handed an event.
+        It is evaluated again whenever a client initialises, shuts down, begins to hang or is handed an event.
         """
         deadline_ns = time.monotonic_ns() + int(timeout_s * 1e9)
         while True:

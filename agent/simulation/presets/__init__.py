@@ -70,7 +70,7 @@ def load_preset(node: str | Mapping[str, object]) -> NodeSpec:
     raw = _named(node) if isinstance(node, str) else _inline(node)
     gpus = [_gpu(slot, gpu) for slot, gpu in enumerate(_gpu_mappings(raw))]
     spec = _convert({key: raw.get(key) for key in _NODE_KEYS} | {"gpus": gpus}, NodeSpec, "")
-    _refuse_twins(spec)
+    _reject_duplicates(spec)
     return spec
 
 
@@ -86,7 +86,7 @@ def _inline(node: Mapping[str, object]) -> dict[str, object]:
     unknown = sorted(set(raw) - {"preset", "gpu", "gpus", *_NODE_KEYS})
     if unknown:
         raise PresetError(
-            f"{unknown[0]}: unknown key of a node, it takes preset, gpu, gpus, {', '.join(_NODE_KEYS)}"
+            f"{unknown[0]}: unknown key of a node, it accepts preset, gpu, gpus, {', '.join(_NODE_KEYS)}"
         )
     name = raw.pop("preset", None)
     if name is None:
@@ -135,7 +135,7 @@ def _gpu(slot: int, raw: dict[str, object]) -> GpuSpec:
     return gpu
 
 
-def _refuse_twins(spec: NodeSpec) -> None:
+def _reject_duplicates(spec: NodeSpec) -> None:
     for key in ("uuid", "pci_bus_id", "minor"):
         seen: dict[object, int] = {}
         for slot, gpu in enumerate(spec.gpus):

@@ -61,7 +61,7 @@ def place_mig_devices(
             )
         )
         used[gi] += slices
-    _refuse_twins(placed)
+    _reject_duplicates(placed)
     return tuple(placed)
 
 
@@ -104,7 +104,7 @@ def _fit(wanted: Sequence[MigProfileSpec], taken: frozenset[int]) -> list[int] |
     return None
 
 
-def _refuse_twins(placed: Sequence[PlacedMigDevice]) -> None:
+def _reject_duplicates(placed: Sequence[PlacedMigDevice]) -> None:
     for number, device in enumerate(placed):
         for earlier in placed[:number]:
             if (earlier.gi, earlier.ci) == (device.gi, device.ci):

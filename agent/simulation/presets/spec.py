@@ -2,7 +2,7 @@
 
 *Invariants*
 - A GPU is its slot, the position in `NodeSpec.gpus`, for as long as the node lives; NVML's index may differ
-  once GPUs are taken away.
+  once GPUs are removed.
 - `None` means the hardware does not have it, and NVML says NOT_SUPPORTED.
 - Records are closed: a misspelt key is an error, never a default.
 """

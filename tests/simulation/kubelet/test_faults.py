@@ -207,7 +207,7 @@ async def test_a_resource_whose_plugin_stays_away_is_forgotten(tmp_path: Path) -
     ("name", "params", "words"),
     [
         ("explode", {}, 'no kubelet fault "explode"; known faults: refuse, delay, drop-stream'),
-        ("refuse", {"mesage": "x"}, 'kubelet refuse has no parameter "mesage"; it takes: message, times'),
+        ("refuse", {"mesage": "x"}, 'kubelet refuse has no parameter "mesage"; it accepts: message, times'),
         (
             "refuse",
             {"times": 0},

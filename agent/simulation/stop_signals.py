@@ -1,4 +1,4 @@
-"""How the simulation's processes begin and end: what is needed is checked, the first signal asks to stop."""
+"""The signals that stop the simulation's processes, and waiting for the first of several things."""
 
 import asyncio
 import signal
@@ -44,7 +44,7 @@ class StopSignals:
 
     @property
     def second(self) -> asyncio.Event:
-        """Set by a further signal: somebody has lost patience."""
+        """Set by a further signal: the operator no longer waits."""
         return self._second
 
 
