@@ -16,10 +16,11 @@ from agent.core.health.inventory import remarks
 from agent.core.reasons import MEANINGS, advice_of
 from agent.model.gpu import Gpu
 from agent.model.health import Condition, Reason
-from agent.model.ids import ALL, GpuUuid
+from agent.model.ids import ALL, DeviceId, GpuUuid
 from agent.model.sample import GpuSample
 from agent.model.snapshot import Device, DriverView, Finding, GpuView, ListSent, Resource, Snapshot
 from agent.model.usage import DeviceCall, ProbeView, Usage
+from agent.views import v1
 from agent.views.events import Entry
 
 API_VERSION: Final = "gpu-agent/v1"
@@ -29,7 +30,7 @@ TimeOf = Callable[[int], str]
 """Returns the time of day of a monotonic moment, as RFC 3339."""
 
 
-STANDBY: Final[Mapping[str, object]] = {
+STANDBY: Final[v1.PreflightReason] = {
     "code": "standby",
     "message": "Another agent serves this node; this one takes over when that one exits",
     "advice": "ask the agent that serves",
@@ -38,12 +39,12 @@ STANDBY: Final[Mapping[str, object]] = {
 """The only reason that is no finding: an agent that stands by knows nothing of the node."""
 
 
-def preflight_of_standby() -> Json:
+def preflight_of_standby() -> v1.Preflight:
     """Return the preflight document of an agent that stands by."""
     return {"apiVersion": API_VERSION, "ready": False, "reasons": [STANDBY]}
 
 
-def preflight(snapshot: Snapshot) -> Json:
+def preflight(snapshot: Snapshot) -> v1.Preflight:
     """Return whether a GPU job can be sent here now, and if not, the reasons: no pids, no pod names."""
     return {
         "apiVersion": API_VERSION,
@@ -52,16 +53,19 @@ def preflight(snapshot: Snapshot) -> Json:
     }
 
 
-def _finding(finding: Finding) -> Json:
-    return {
+def _finding(finding: Finding) -> v1.PreflightReason:
+    reason: v1.PreflightReason = {
         "code": finding.reason.value,
         "message": finding.message,
         "advice": MEANINGS[finding.reason].advice,
-        "gpus": list(finding.gpus),
-    } | ({} if finding.used_bytes is None else {"bytes": finding.used_bytes})
+        "gpus": finding.gpus,
+    }
+    if finding.used_bytes is not None:
+        reason["bytes"] = finding.used_bytes
+    return reason
 
 
-def devices(snapshot: Snapshot, time_of: TimeOf) -> Json:
+def devices(snapshot: Snapshot, time_of: TimeOf) -> v1.Devices:
     """Return every device as it is advertised to the kubelet, with its reasons and the pod that holds it.
 
     ``allocated`` is null while the pods of devices are unknown.
@@ -70,19 +74,26 @@ def devices(snapshot: Snapshot, time_of: TimeOf) -> Json:
     return {
         "apiVersion": API_VERSION,
         "devices": [
-            _device(device, resource, gpus, time_of) | _holder(device, snapshot)
+            _device(device, resource, gpus, snapshot.pods, time_of)
             for resource in snapshot.resources
             for device in resource.devices
         ],
     }
 
 
-def _device(device: Device, resource: Resource, gpus: Mapping[GpuUuid, GpuView], time_of: TimeOf) -> Json:
+def _device(
+    device: Device,
+    resource: Resource,
+    gpus: Mapping[GpuUuid, GpuView],
+    pods: Mapping[DeviceId, str] | None,
+    time_of: TimeOf,
+) -> v1.Device:
     view = gpus.get(device.placement.gpu)
+    pod = None if pods is None else pods.get(device.id)
     return {
         "id": device.id,
         "resource": resource.name,
-        "health": device.health.value,
+        "health": device.health,
         "reasons": [condition(reason, time_of) for reason in device.reasons],
         "uuid": device.uuid,
         "gpu": view.index if view else None,
@@ -94,14 +105,9 @@ def _device(device: Device, resource: Resource, gpus: Mapping[GpuUuid, GpuView],
         "model": view.gpu.name if view else None,
         "pci": view.gpu.pci if view else None,
         "memory_bytes": _memory_of(device, view.gpu) if view else None,
+        "allocated": None if pods is None else pod is not None,
+        "pod": pod,
     }
-
-
-def _holder(device: Device, snapshot: Snapshot) -> Json:
-    if snapshot.pods is None:
-        return {"allocated": None, "pod": None}
-    pod = snapshot.pods.get(device.id)
-    return {"allocated": pod is not None, "pod": pod}
 
 
 def _memory_of(device: Device, gpu: Gpu) -> int | None:
@@ -109,7 +115,7 @@ def _memory_of(device: Device, gpu: Gpu) -> int | None:
     return next(slices, gpu.memory_bytes)
 
 
-def conditions(snapshot: Snapshot, time_of: TimeOf) -> Json:
+def conditions(snapshot: Snapshot, time_of: TimeOf) -> v1.Conditions:
     """Return every active condition, including those that flip no device."""
     return {
         "apiVersion": API_VERSION,
@@ -117,10 +123,10 @@ def conditions(snapshot: Snapshot, time_of: TimeOf) -> Json:
     }
 
 
-def condition(active: Condition, time_of: TimeOf) -> Json:
+def condition(active: Condition, time_of: TimeOf) -> v1.Condition:
     """Return one active condition."""
     return {
-        "code": active.reason.value,
+        "code": active.reason,
         # The number of a leak's kind is internal: it only separates the findings.
         "number": None if active.reason is Reason.CONTEXT_LEAK else active.key.code or None,
         "message": active.message,
@@ -129,19 +135,21 @@ def condition(active: Condition, time_of: TimeOf) -> Json:
         "gi": _id_or_none(active.placement.gi),
         "ci": _id_or_none(active.placement.ci),
         "source": active.key.source,
-        "evidence": active.evidence.value,
-        "recovery": active.recovery.value,
+        "evidence": active.evidence,
+        "recovery": active.recovery,
         "flips": active.flips,
         "lasts": active.lasts,
         "count": active.count,
         "clean_probes": active.clean_probes,
         "details": None if active.details is None else msgspec.to_builtins(active.details),
-        **moment("since", active.since_ns, time_of),
-        **moment("last", active.last_ns, time_of),
+        "since": day(active.since_ns, time_of),
+        "since_monotonic_ns": active.since_ns,
+        "last": day(active.last_ns, time_of),
+        "last_monotonic_ns": active.last_ns,
     }
 
 
-def allocatable(snapshot: Snapshot, time_of: TimeOf) -> Json:
+def allocatable(snapshot: Snapshot, time_of: TimeOf) -> v1.Allocatable:
     """Return each resource as the kubelet counts it, and its registration."""
     return {
         "apiVersion": API_VERSION,
@@ -149,7 +157,7 @@ def allocatable(snapshot: Snapshot, time_of: TimeOf) -> Json:
     }
 
 
-def lists(sent: Iterable[ListSent], time_of: TimeOf) -> Json:
+def lists(sent: Iterable[ListSent], time_of: TimeOf) -> v1.Lists:
     """Return lists that the kubelet was sent, with the reasons of the devices Unhealthy in each."""
     return {
         "apiVersion": API_VERSION,
@@ -161,35 +169,37 @@ def lists(sent: Iterable[ListSent], time_of: TimeOf) -> Json:
                 "unhealthy": [
                     {
                         "id": device.id,
-                        "health": device.health.value,
+                        "health": device.health,
                         "reasons": [condition(reason, time_of) for reason in device.reasons],
                     }
                     for device in each.unhealthy
                 ],
-                **moment("sent", each.began_ns, time_of),
+                "sent": day(each.began_ns, time_of),
+                "sent_monotonic_ns": each.began_ns,
             }
             for each in sent
         ],
     }
 
 
-def _resource(resource: Resource, time_of: TimeOf) -> Json:
+def _resource(resource: Resource, time_of: TimeOf) -> v1.Resource:
     return {
         "resource": resource.name,
         "capacity": resource.capacity,
         "allocatable": resource.allocatable,
-        "registration": resource.phase.value,
+        "registration": resource.phase,
         "message": resource.message,
-        **moment("since", resource.since_ns, time_of),
+        "since": day(resource.since_ns, time_of),
+        "since_monotonic_ns": resource.since_ns,
     }
 
 
-def topology(snapshot: Snapshot, _time_of: TimeOf) -> Json:
+def topology(snapshot: Snapshot, _time_of: TimeOf) -> v1.Topology:
     """Return the connection of every two GPUs, and the CPU and NUMA affinity of each."""
     return {"apiVersion": API_VERSION, "gpus": [_place(view, snapshot) for view in snapshot.gpus]}
 
 
-def _place(view: GpuView, snapshot: Snapshot) -> Json:
+def _place(view: GpuView, snapshot: Snapshot) -> v1.GpuPlace:
     gpu = view.gpu
     links = ((other.gpu, snapshot.topology.between(gpu.uuid, other.gpu.uuid)) for other in snapshot.gpus)
     return {
@@ -206,7 +216,7 @@ def _place(view: GpuView, snapshot: Snapshot) -> Json:
     }
 
 
-def events(entries: Iterable[Entry], *, last: int, missed: int, time_of: TimeOf) -> Json:
+def events(entries: Iterable[Entry], *, last: int, missed: int, time_of: TimeOf) -> v1.Events:
     """Return entries of the event log, and the number of older ones that were evicted."""
     return {
         "apiVersion": API_VERSION,
@@ -216,11 +226,12 @@ def events(entries: Iterable[Entry], *, last: int, missed: int, time_of: TimeOf)
     }
 
 
-def _event(entry: Entry, time_of: TimeOf) -> Json:
+def _event(entry: Entry, time_of: TimeOf) -> v1.Event:
     return {
         "number": entry.number,
-        **moment("time", entry.at_ns, time_of),
-        "kind": entry.event.kind.value,
+        "time": day(entry.at_ns, time_of),
+        "time_monotonic_ns": entry.at_ns,
+        "kind": entry.event.kind,
         "message": entry.event.message,
         "warning": entry.event.warning,
         "fields": dict(entry.event.fields or {}),
@@ -231,7 +242,8 @@ def state(snapshot: Snapshot, time_of: TimeOf) -> Json:
     """Return the whole state, for debugging."""
     return {
         "apiVersion": API_VERSION,
-        **moment("changed", snapshot.at_ns, time_of),
+        "changed": day(snapshot.at_ns, time_of),
+        "changed_monotonic_ns": snapshot.at_ns,
         "driver": _driver(snapshot.driver),
         "kubelet_socket": None if snapshot.kubelet is None else {"inode": snapshot.kubelet.inode},
         "gpus": [_gpu(view, snapshot.device_calls.get(view.gpu.uuid)) for view in snapshot.gpus],
@@ -259,9 +271,11 @@ def state(snapshot: Snapshot, time_of: TimeOf) -> Json:
     }
 
 
-def probe(view: ProbeView | None) -> Json | None:
+def probe(view: ProbeView | None) -> v1.Probe | None:
     """Return the status of the probe; null: it is off, or not loaded yet."""
-    return None if view is None else msgspec.structs.asdict(view) | {"missing": dict(view.missing)}
+    if view is None:
+        return None
+    return msgspec.convert(msgspec.structs.asdict(view) | {"missing": dict(view.missing)}, v1.Probe)
 
 
 def usage_summary(usage: Usage | None) -> Json | None:
@@ -333,7 +347,8 @@ def bundle(
     return {
         "apiVersion": API_VERSION,
         "version": __version__,
-        **moment("changed", snapshot.at_ns, time_of),
+        "changed": day(snapshot.at_ns, time_of),
+        "changed_monotonic_ns": snapshot.at_ns,
         "why": None if why is None else condition(why, time_of),
         "driver": _driver(snapshot.driver),
         "gpu": _gpu(view, snapshot.device_calls.get(view.gpu.uuid)),
@@ -343,9 +358,9 @@ def bundle(
     }
 
 
-def moment(name: str, at_ns: int, time_of: TimeOf) -> Json:
-    """Return a moment both ways; zero is a moment of an earlier boot."""
-    return {name: time_of(at_ns) if at_ns else None, f"{name}_monotonic_ns": at_ns}
+def day(at_ns: int, time_of: TimeOf) -> str | None:
+    """Return the time of day of a moment; zero is a moment of an earlier boot."""
+    return time_of(at_ns) if at_ns else None
 
 
 def _id_or_none(instance: int) -> int | None:

@@ -10,27 +10,37 @@ from agent.core.usage.ownership import Holder, Ownership, is_killable, owners, p
 from agent.model.ids import ALL, GpuUuid
 from agent.model.snapshot import Snapshot
 from agent.model.usage import GpuHold, Orphan, PodRef, ProcessStatus, ProcessUse
-from agent.views.documents import API_VERSION, Json, TimeOf, moment, probe
+from agent.views import v1
+from agent.views.documents import API_VERSION, TimeOf, day, probe
 
 
-def contexts(snapshot: Snapshot, time_of: TimeOf) -> Json:
+def contexts(snapshot: Snapshot, time_of: TimeOf) -> v1.Contexts:
     """Return every process but the agent that has files of the driver open, with its contexts on each GPU.
 
     The agent has every GPU open and uses none.
     ``complete`` is null while nothing was seen yet.
     """
     usage = snapshot.usage
-    document = {"apiVersion": API_VERSION, "probe": probe(snapshot.probe)}
     if usage is None:
-        return document | {"complete": None, "processes": [], "orphans": [], "gpus": []}
-    return document | {
+        return {
+            "apiVersion": API_VERSION,
+            "probe": probe(snapshot.probe),
+            "complete": None,
+            "processes": [],
+            "orphans": [],
+            "gpus": [],
+        }
+    return {
+        "apiVersion": API_VERSION,
+        "probe": probe(snapshot.probe),
         "complete": usage.complete,
         "incomplete_because": usage.incomplete_because,
         "certainty": usage.certainty,
         "seen_by": usage.source,
         "events_lost": usage.events_lost,
         "evicted": usage.evicted,
-        **moment("seen", usage.at_ns, time_of),
+        "seen": day(usage.at_ns, time_of),
+        "seen_monotonic_ns": usage.at_ns,
         "processes": [
             _process(process, snapshot, time_of) for process in usage.processes if not process.is_agent
         ],
@@ -47,15 +57,15 @@ def contexts(snapshot: Snapshot, time_of: TimeOf) -> Json:
     }
 
 
-def ownership(snapshot: Snapshot, time_of: TimeOf) -> Json:
-    """Return of each GPU or MIG device who was given it, who holds it and who uses memory on it."""
+def ownership(snapshot: Snapshot, time_of: TimeOf) -> v1.Owners:
+    """Return the pods, the holders and the memory users of each GPU or MIG device."""
     return {
         "apiVersion": API_VERSION,
         "owners": [_ownership(owned, time_of) for owned in owners(snapshot)],
     }
 
 
-def _process(process: ProcessUse, snapshot: Snapshot, time_of: TimeOf) -> Json:
+def _process(process: ProcessUse, snapshot: Snapshot, time_of: TimeOf) -> v1.Process:
     return {
         **_identity(process.status, snapshot),
         "files": process.files,
@@ -63,12 +73,14 @@ def _process(process: ProcessUse, snapshot: Snapshot, time_of: TimeOf) -> Json:
         "partial": process.partial,
         "contexts_unplaced": process.unplaced,
         "gpus": [_hold(hold, process, snapshot) for hold in process.holds],
-        **moment("since", process.since_ns, time_of),
-        **moment("exiting_since", process.exiting_since_ns or 0, time_of),
+        "since": day(process.since_ns, time_of),
+        "since_monotonic_ns": process.since_ns,
+        "exiting_since": day(process.exiting_since_ns or 0, time_of),
+        "exiting_since_monotonic_ns": process.exiting_since_ns or 0,
     }
 
 
-def _identity(status: ProcessStatus, snapshot: Snapshot) -> Json:
+def _identity(status: ProcessStatus, snapshot: Snapshot) -> v1.ProcessIdentity:
     pod = status.pod if isinstance(status.pod, PodRef) else None
     return {
         "pid": status.key.pid,
@@ -84,7 +96,7 @@ def _identity(status: ProcessStatus, snapshot: Snapshot) -> Json:
     }
 
 
-def _hold(hold: GpuHold, process: ProcessUse, snapshot: Snapshot) -> Json:
+def _hold(hold: GpuHold, process: ProcessUse, snapshot: Snapshot) -> v1.GpuUse:
     user = user_of(snapshot.memory.get(hold.gpu), process.key.pid)
     return {
         "gpu_uuid": hold.gpu,
@@ -99,7 +111,7 @@ def _hold(hold: GpuHold, process: ProcessUse, snapshot: Snapshot) -> Json:
     }
 
 
-def _orphan(orphan: Orphan, snapshot: Snapshot, time_of: TimeOf) -> Json:
+def _orphan(orphan: Orphan, snapshot: Snapshot, time_of: TimeOf) -> v1.Orphan:
     return {
         "owner": _identity(orphan.owner, snapshot),
         "gpu_uuid": orphan.gpu,
@@ -108,12 +120,14 @@ def _orphan(orphan: Orphan, snapshot: Snapshot, time_of: TimeOf) -> Json:
         "contexts": orphan.contexts,
         "holders": [holder.pid for holder in orphan.holders],
         "more": orphan.more,
-        **moment("ended", orphan.ended_ns, time_of),
-        **moment("since", orphan.since_ns, time_of),
+        "ended": day(orphan.ended_ns, time_of),
+        "ended_monotonic_ns": orphan.ended_ns,
+        "since": day(orphan.since_ns, time_of),
+        "since_monotonic_ns": orphan.since_ns,
     }
 
 
-def _ownership(owned: Ownership, time_of: TimeOf) -> Json:
+def _ownership(owned: Ownership, time_of: TimeOf) -> v1.GpuOwnership:
     place = owned.placement
     return {
         "uuid": owned.uuid,
@@ -132,7 +146,7 @@ def _ownership(owned: Ownership, time_of: TimeOf) -> Json:
     }
 
 
-def _holders(holders: Iterable[Holder], time_of: TimeOf) -> Iterable[Json]:
+def _holders(holders: Iterable[Holder], time_of: TimeOf) -> Iterable[v1.Holder]:
     for holder in holders:
         yield {
             "pid": holder.pid,
@@ -146,7 +160,8 @@ def _holders(holders: Iterable[Holder], time_of: TimeOf) -> Iterable[Json]:
             "service": holder.service,
             "partial": holder.partial,
             "is_agent": holder.is_agent,
-            **moment("since", holder.since_ns or 0, time_of),
+            "since": day(holder.since_ns or 0, time_of),
+            "since_monotonic_ns": holder.since_ns or 0,
         }
 
 

@@ -263,7 +263,7 @@ class HttpSink:
 
     # What the agent knows
 
-    def _view(self, make: Callable[[Snapshot, documents.TimeOf], documents.Json]) -> Answerer:
+    def _view(self, make: Callable[[Snapshot, documents.TimeOf], Mapping[str, object]]) -> Answerer:
         async def answer(_request: web.BaseRequest) -> web.Response:
             # One document in a turn of the loop: with many shares each takes milliseconds.
             async with self._making:
@@ -330,7 +330,7 @@ def _text(status: int, body: str, **headers: str) -> web.Response:
     )
 
 
-def _json(document: documents.Json, *, status: int = 200) -> web.Response:
+def _json(document: Mapping[str, object], *, status: int = 200) -> web.Response:
     body = msgspec.json.encode(document) + b"\n"
     return web.Response(status=status, body=body, content_type="application/json", headers=HEADERS)
 
