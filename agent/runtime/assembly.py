@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Final, Protocol
 
 from agent.bus import Inbox, Latest
 from agent.config.settings import Settings
+from agent.core.freshness import Terms
 from agent.model.effects import ProbeGpu, ProbeGpus, ProbeUvm, ReleaseDriver, ResumeDriver
 from agent.model.facts import KERNEL_LOG, KUBELET, MPS, PODS, PROBE, SYSFS, Fact
 from agent.model.ids import GpuUuid, Part, SourceName
@@ -204,11 +205,14 @@ class Assembly:
             on_loss=self._look_at_all,
         )
 
-    def make_mps(self, mps_root: str) -> Source:
+    def make_mps(self, mps_root: str, terms: Terms) -> Source:
         """Make the source that watches whether the MPS control daemon serves."""
-        from agent.sources.mps import MpsSource
+        from agent.sources.mps import MpsSettings, MpsSource
 
-        return MpsSource(inbox=self.inbox, mps_root=Path(mps_root), prove=self._prover(MPS))
+        settings = MpsSettings(recheck_ns=terms.period_ns, deadline_ns=terms.deadline_ns)
+        return MpsSource(
+            inbox=self.inbox, mps_root=Path(mps_root), settings=settings, prove=self._prover(MPS)
+        )
 
     def make_pods(self) -> Source:
         """Make the source that asks which pod holds what."""

@@ -8,8 +8,8 @@ from agent.model.policy import SECOND_NS, Policy
 from agent.runtime.assembly import Assembly
 from agent.runtime.tasks import Tasks
 
-TERMS: Final = Terms(30 * SECOND_NS, 5 * SECOND_NS)
-"""Those of the source's own settings."""
+DEADLINE_NS: Final = 5 * SECOND_NS
+"""How long a look may take."""
 
 
 class MpsWatch:
@@ -26,9 +26,10 @@ class MpsWatch:
         root = policy.injection.mps_root
         if policy.sharing.strategy != "mps" or root == self._root:
             return
-        source = self._assembly.make_mps(root)
+        terms = Terms(self._assembly.look_ns, DEADLINE_NS)
+        source = self._assembly.make_mps(root, terms)
         if self._root is None:
-            self._tasks.keep_part(MPS, "source", source.run, terms=TERMS)
+            self._tasks.keep_part(MPS, "source", source.run, terms=terms)
         else:
             self._tasks.replace(MPS, source.run)
         self._root = root

@@ -30,7 +30,7 @@ from agent.sources.nvml.library import (
     NvmlEvent,
     not_supported,
 )
-from agent.sources.nvml.threads import Completions, WorkerThread
+from agent.sources.nvml.threads import Completions, ThreadEndedError, WorkerThread
 from agent.waiting import wait_set
 
 MAX_DRAINED: Final = 1_024
@@ -182,10 +182,12 @@ class Listener:
         The events queued in it are emitted first, unless the set ``is_broken``.
         """
         events, self.events = self.events, None
-        if events is not None:
-            if not is_broken:
+        # Without its thread the set stays, which the shutdown of NVML frees; the GPUs' probers go on.
+        with suppress(ThreadEndedError):
+            if events is not None and not is_broken:
                 await self._worker.call(partial(self._drain, events))
-            await self._worker.call(partial(events.retire, self._nvml))
+            if events is not None:
+                await self._worker.call(partial(events.retire, self._nvml))
 
     def _drain(self, shared: SharedEventSet) -> None:
         """Emit the XIDs queued in a set; the thread that waited on it may have hung."""
