@@ -11,6 +11,7 @@ import pytest
 
 from agent.simulation.node import SimulatedNode
 from tests.agent_process import (
+    PATIENCE_S,
     AgentProcess,
     eventually,
     flags_of,
@@ -115,8 +116,12 @@ async def test_release_closes_the_driver_and_resume_opens_it(node: SimulatedNode
 async def test_a_release_expires(node: SimulatedNode) -> None:
     async with running(flags_of(node, **QUICK)) as agent:
         await wait_allocatable(node, 4)
+        before = len(node.kubelet.lists)
         assert (await command(agent, "release", "0", "--for", "1s")).status == 0
-        await wait_allocatable(node, 3)
+        # The second may be over by now, so what the kubelet was sent counts.
+        await node.kubelet.wait_for(
+            lambda kubelet: any(len(sent.unhealthy) == 1 for sent in kubelet.lists[before:]), PATIENCE_S
+        )
         await wait_allocatable(node, 4)
 
 
