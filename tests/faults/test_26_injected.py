@@ -56,7 +56,9 @@ async def break_gpu(node: SimulatedNode, row: Row) -> None:
         case "gpu lost":
             node.nvml.set_return(None, 15, gpu=SICK)
         case "xid":
-            node.nvml.push_xid(SICK, 79)
+            # As the driver does, which reports each XID twice; NVML answers all the same.
+            node.nvml.push_xid(SICK, 95)
+            await node.do("kernel-xid", {"xid": "95", "gpu": str(SICK)})
         case "kernel xid":
             await node.do("kernel-xid", {"xid": "79", "gpu": str(SICK)})
             node.nvml.set_return(None, 15, gpu=SICK)
