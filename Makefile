@@ -2,7 +2,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 ARGS ?=
-# Tests wait more than they compute, so more run side by side than there are cores; JOBS=0 runs one by one.
+# Tests wait more than they compute, so more workers run than there are cores; JOBS=0 runs one by one.
 JOBS ?= $(shell echo $$((3 * $$(nproc))))
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.setup-done
@@ -19,12 +19,12 @@ help:
 	@echo 'make test-vm  the probe in a virtual machine with Debian'\''s kernel, minutes (ARGS="--loader core")'
 	@echo 'make test-system  a booted Debian 12 and 13, as root, minutes: unit, install, demo, container runtimes'
 	@echo 'make check    linters, types, architecture, generated code'
-	@echo 'make bench    the figures we promise, beside their targets (ARGS=--json)'
+	@echo 'make bench    the promised figures, beside their targets (ARGS=--json)'
 	@echo 'make mutants  mutation score of agent/core (minutes)'
 	@echo 'make bpf      the precompiled eBPF probe (needs clang and libbpf-dev)'
 	@echo 'make wheel    dist/*.whl: for nodes, with the precompiled probe in it, and the simulated node'
 	@echo 'make gen      generate code from proto/'
-	@echo 'make lock     resolve the locked dependencies anew'
+	@echo 'make lock     resolve the locked dependencies again'
 
 setup: $(STAMP)
 
@@ -72,7 +72,7 @@ lock: $(STAMP)
 bpf:
 	.ci/bpf
 
-# Nothing that an earlier build left gets in.
+# Remove the files of earlier builds first.
 wheel: $(STAMP)
 	@rm -rf build/lib* build/bdist* build/temp* build/simulation dist
 	@$(BIN)/python -m pip wheel -q --no-deps --no-build-isolation -w dist . ./agent/simulation

@@ -211,11 +211,11 @@ def _settings(values: Mapping[str, Any], resolver: _Resolver) -> Settings:
 
 _NONE_IF_EMPTY: Final = ("probe_doubles", "nvml_library", "if_running", "config_file")
 _OF_SHARING: Final = ("strategy", "shares", "rename_by_default", "fail_requests_greater_than_one")
-"""What only the file can say of sharing."""
+"""Settings of sharing that only the file can have."""
 
 
 def _by_field(values: Mapping[str, Any], resolver: _Resolver) -> dict[str, Any]:
-    """Return what Settings are made of: the value of each option in its field, and what is derived."""
+    """Return the fields of Settings: the value of each option, and the derived ones."""
     fields: dict[str, Any] = {}
     for option in (*OPTIONS.values(), *DISCOVERY_OPTIONS):
         if option.fills:

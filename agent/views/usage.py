@@ -1,7 +1,7 @@
-"""Who uses the GPUs, as JSON-ready values: processes, contexts, owners, and how the probe is.
+"""The use of the GPUs as JSON-ready values: processes, contexts, owners, status of the probe.
 
-Guarantees: as agent.views.documents. These documents name processes and pods, so only what is served to
-this machine holds them.
+Guarantees: as agent.views.documents. These documents name processes and pods, so they are served to this
+machine only.
 """
 
 from collections.abc import Iterable
