@@ -4,6 +4,10 @@
 /* Of one process in a window of 134 ms: 11,000 a second. What is beyond that user space
  * reads in the maps, and the ring has room for the others. */
 #define MAX_TOLD 1536
+/* The same while the ring is half full, as five such processes fill it: what a program that makes a context sends;
+ * and while a quarter of it is left, which is for those that send next to nothing. */
+#define MAX_TOLD_CROWDED 128
+#define MAX_TOLD_FULL 8
 #define WINDOW(ns) ((u32)((ns) >> 27))
 
 INLINE struct gpu_process *known_process(void)
@@ -35,6 +39,17 @@ INLINE struct gpu_process *process(void)
 	return row;
 }
 
+INLINE u32 most_told(void)
+{
+	u64 bytes = ring_state(RING_BYTES), quarters;
+
+	/* Without room for what one may send there is nothing to share. */
+	if (bytes < MAX_TOLD * sizeof(struct gpu_event))
+		return MAX_TOLD;
+	quarters = 4 * ring_state(RING_UNREAD) / bytes;
+	return quarters >= 3 ? MAX_TOLD_FULL : quarters >= 2 ? MAX_TOLD_CROWDED : MAX_TOLD;
+}
+
 /* Whether a process has room on the ring for another event. */
 INLINE int may_send(struct gpu_process *row)
 {
@@ -46,7 +61,7 @@ INLINE int may_send(struct gpu_process *row)
 		row->window = window;
 		row->told = 0;
 	}
-	if (row->told >= MAX_TOLD) {
+	if (row->told >= MAX_TOLD_FULL && row->told >= most_told()) {
 		ADD(row, unsent);
 		COUNT(unsent);
 		return 0;

@@ -18,6 +18,8 @@
 #define RING_PAGES 256
 #endif
 
+enum { RING_UNREAD, RING_BYTES }; /* BPF_RB_AVAIL_DATA, BPF_RB_RING_SIZE of linux/bpf.h */
+
 #ifdef GPU_PROBE_BCC
 
 BPF_TABLE("hash", struct gpu_object_key, struct gpu_object, objects, MAX_OBJECTS);
@@ -56,6 +58,8 @@ INLINE struct gpu_config *config_find(u32 *zero) { return config.lookup(zero); }
 INLINE struct gpu_statistics *statistics_find(u32 *zero) { return statistics.lookup(zero); }
 INLINE struct gpu_event *event_reserve(void) { return events.ringbuf_reserve(sizeof(struct gpu_event)); }
 INLINE void event_submit(struct gpu_event *e) { events.ringbuf_submit(e, 0); }
+/* bcc cannot make this call: with it the ring is never known to fill. */
+INLINE u64 ring_state(int which) { return which == RING_BYTES; }
 INLINE struct gpu_traced_call *traced_reserve(void)
 {
 	return events.ringbuf_reserve(sizeof(struct gpu_traced_call));
@@ -123,6 +127,7 @@ INLINE struct gpu_event *event_reserve(void)
 	return bpf_ringbuf_reserve(&events, sizeof(struct gpu_event), 0);
 }
 INLINE void event_submit(struct gpu_event *e) { bpf_ringbuf_submit(e, 0); }
+INLINE u64 ring_state(int which) { return bpf_ringbuf_query(&events, which); }
 INLINE struct gpu_traced_call *traced_reserve(void)
 {
 	return bpf_ringbuf_reserve(&events, sizeof(struct gpu_traced_call), 0);

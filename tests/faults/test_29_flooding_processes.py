@@ -10,7 +10,7 @@ import os
 import resource
 import time
 from collections.abc import Callable, Iterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from agent.threads import in_daemon_thread
 from tests.faults.probed import stand_in, watched
 from tests.probe import watcher
 from tests.probe.caller import Caller
+from tests.probe.conftest import quicker_loader
 from tests.probe.watcher import Watcher
 from tests.sources.recorder import until
 
@@ -40,6 +41,8 @@ SETTINGS = EbpfSettings(
 CONTEXTS = 7
 LOOPS = 20_000
 MORE_MIB = 16
+MANY = 12
+"""Together they fill the ring in less than one of their windows."""
 
 OPENED = "fd = os.open(sys.argv[1], os.O_RDWR)\n"
 LEAK = (
@@ -191,6 +194,34 @@ async def test_a_leak_beside_a_flood_is_found_as_without_it(
         }.items():
             record_property(name, figure)
             _log.info("%s: %s: %s", what, name, figure)
+
+
+@pytest.mark.skipif(quicker_loader() != "core", reason="bcc cannot ask how full the ring is")
+@pytest.mark.parametrize("what", ["dup2", "open and close"])
+async def test_a_leak_beside_many_floods_is_found_as_without_them(
+    call: Callable[..., Any], what: str, record_property: Callable[[str, object], None]
+) -> None:
+    async with watched() as watching, AsyncExitStack() as stack:
+        _, quiet_s = await leak_is_found(watching, call)
+        memory_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        floods = [await stack.enter_async_context(flooding(call, what)) for _ in range(MANY)]
+        loops = sum(flood.loops for flood in floods)
+        usage, flooded_s = await leak_is_found(watching, call)
+        (orphan,) = [each for each in usage.orphans if each.contexts == CONTEXTS][-1:]
+        assert orphan.holders
+        await until(lambda: sum(flood.loops for flood in floods) > loops)
+        grew_mib = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - memory_kib) / 1024
+
+        statistics = watching.probe.read_statistics()
+        assert statistics.lost == 0
+        assert grew_mib <= MORE_MIB
+        for name, figure in {
+            "found after, s": f"{quiet_s:.3f} quiet, {flooded_s:.3f} flooded",
+            "events not sent": statistics.unsent,
+            "memory, MiB": round(grew_mib, 1),
+        }.items():
+            record_property(name, figure)
+            _log.info("%d x %s: %s: %s", MANY, what, name, figure)
 
 
 async def test_who_does_more_than_is_sent_is_named_until_what_came_of_it_was_read(
