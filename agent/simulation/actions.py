@@ -25,7 +25,6 @@ from agent.simulation.action_table import (
     whole_number,
 )
 from agent.simulation.agent_actions import AGENT_ACTIONS
-from agent.simulation.cdi_actions import CDI_ACTIONS
 from agent.simulation.kernel_actions import KERNEL_ACTIONS
 from agent.simulation.process_actions import PROCESS_ACTIONS
 from agent.simulation.reading_actions import READING_ACTIONS
@@ -290,7 +289,6 @@ _OWN: Final = (
     *KERNEL_ACTIONS,
     *PROCESS_ACTIONS,
     *AGENT_ACTIONS,
-    *CDI_ACTIONS,
     action(RunPod, "run-pod", "name"),
     action(DeletePod, "delete-pod", "name"),
 )

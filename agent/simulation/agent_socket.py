@@ -45,6 +45,12 @@ async def ask(
     return _parsed(raw)
 
 
+async def document(path: Path, target: str) -> Mapping[str, Any] | None:
+    """Return the JSON of a document; None where the agent did not answer with it."""
+    answer = await ask(path, target)
+    return answer.document if answer is not None and answer.status == 200 else None
+
+
 async def wait_for_answer(path: Path, target: str, within_s: float) -> Answer | None:
     """Return the first answer with status 200, since HTTP is served last; None: none came."""
     try:

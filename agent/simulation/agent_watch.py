@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from agent.errors import AgentError
-from agent.simulation.agent_socket import ask
+from agent.simulation.agent_socket import document
 from agent.simulation.expectation import ConditionExpectation, Expectation
 
 Condition = Mapping[str, Any]
@@ -49,22 +49,18 @@ class AgentWatch:
             return None
         if expected.condition is None:
             return {}
-        document = await self._get("/v1/conditions")
-        if document is None:
+        answer = await document(self._socket, "/v1/conditions")
+        if answer is None:
             return None
-        self._conditions = tuple(document["conditions"])
+        self._conditions = tuple(answer["conditions"])
         condition = next(self._matching(expected.condition), None)
         return {"condition": condition} if (condition is not None) is expected.condition.active else None
 
     async def _has_probe(self) -> bool:
-        probe = ((await self._get("/debug/state")) or {}).get("probe") or {}
+        probe = ((await document(self._socket, "/debug/state")) or {}).get("probe") or {}
         if probe.get("state") == "disabled":
             raise NoProbeError(f"The agent's probe is off: {probe['message']}")
         return probe.get("state") == "running"
-
-    async def _get(self, path: str) -> Mapping[str, Any] | None:
-        answer = await ask(self._socket, path)
-        return answer.document if answer is not None and answer.status == 200 else None
 
     def _matching(self, expected: ConditionExpectation) -> Iterator[Condition]:
         for condition in self._conditions:

@@ -33,6 +33,20 @@ MAX_PATH_BYTES: Final = 60
 """Leaves room for the longest socket name below it in the 107 bytes of a unix socket's path."""
 
 
+CONTROL_SOCKET: Final = "control.sock"
+AGENT_CONFIG: Final = "agent.yaml"
+
+
+class _Below:
+    """A path below the directory of the node."""
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+
+    def __get__(self, node: "NodeDirectory", _: type) -> Path:
+        return node.path / self._path
+
+
 class NodeDirectory:
     """A simulated node's directory, held since ``hold``; see the guarantees above."""
 
@@ -117,85 +131,38 @@ class NodeDirectory:
     def __exit__(self, *_: object) -> None:
         self.release()
 
-    @property
-    def device_plugins(self) -> Path:
-        """The kubelet's device-plugins folder."""
-        return self.path / "device-plugins"
-
-    @property
-    def kubelet_socket(self) -> Path:
-        """The kubelet's registration socket."""
-        return self.device_plugins / "kubelet.sock"
-
-    @property
-    def pod_resources(self) -> Path:
-        """The kubelet's pod-resources folder."""
-        return self.path / "pod-resources"
-
-    @property
-    def pod_logs(self) -> Path:
-        """Where the kubelet keeps the logs of pods."""
-        return self.path / "pod-logs"
-
-    @property
-    def dev(self) -> Path:
-        """The double of /dev."""
-        return self.path / "dev"
-
-    @property
-    def proc(self) -> Path:
-        """The double of /proc."""
-        return self.path / "proc"
-
-    @property
-    def sys(self) -> Path:
-        """The double of /sys."""
-        return self.path / "sys"
-
-    @property
-    def kernel_log(self) -> Path:
-        """The double of /dev/kmsg, a unix stream socket."""
-        return self.dev / "kmsg"
-
-    @property
-    def driver(self) -> Path:
-        """The double of the driver's installation."""
-        return self.path / "driver"
-
-    @property
-    def cdi(self) -> Path:
-        """The double of /var/run/cdi."""
-        return self.path / "cdi"
-
-    @property
-    def library(self) -> Path:
-        """The simulated NVML library."""
-        return self.path / "lib" / "libnvidia-ml.so.1"
-
-    @property
-    def nvml_state(self) -> Path:
-        """The simulated node's NVML state; the library opens it beside its own folder."""
-        return self.path / "nvml.state"
-
-    @property
-    def control_socket(self) -> Path:
-        """Where ``gpu-agent inject`` asks for faults."""
-        return control_socket(self.path)
-
-    @property
-    def agent(self) -> Path:
-        """The agent's own folder: its state and its control socket."""
-        return self.path / "agent"
-
-    @property
-    def agent_config(self) -> Path:
-        """The agent's configuration file, where a scenario gives it one."""
-        return agent_config(self.path)
-
-    @property
-    def mps(self) -> Path:
-        """The MPS root."""
-        return self.path / "mps"
+    device_plugins = _Below("device-plugins")
+    """The kubelet's device-plugins folder."""
+    kubelet_socket = _Below("device-plugins/kubelet.sock")
+    """The kubelet's registration socket."""
+    pod_resources = _Below("pod-resources")
+    """The kubelet's pod-resources folder."""
+    pod_logs = _Below("pod-logs")
+    """Where the kubelet keeps the logs of pods."""
+    dev = _Below("dev")
+    """The double of /dev."""
+    proc = _Below("proc")
+    """The double of /proc."""
+    sys = _Below("sys")
+    """The double of /sys."""
+    kernel_log = _Below("dev/kmsg")
+    """The double of /dev/kmsg, a unix stream socket."""
+    driver = _Below("driver")
+    """The double of the driver's installation."""
+    cdi = _Below("cdi")
+    """The double of /var/run/cdi."""
+    library = _Below("lib/libnvidia-ml.so.1")
+    """The simulated NVML library."""
+    nvml_state = _Below("nvml.state")
+    """The simulated node's NVML state; the library opens it beside its own folder."""
+    control_socket = _Below(CONTROL_SOCKET)
+    """Where ``gpu-agent inject`` asks for faults."""
+    agent = _Below("agent")
+    """The agent's own folder: its state and its control socket."""
+    agent_config = _Below(AGENT_CONFIG)
+    """The agent's configuration file, where a scenario gives it one."""
+    mps = _Below("mps")
+    """The MPS root."""
 
     def agent_flags(self) -> dict[str, str]:
         """Return the options that make ``gpu-agent run`` the agent of this node, by name."""
@@ -204,12 +171,12 @@ class NodeDirectory:
 
 def control_socket(node_dir: Path) -> Path:
     """Return the control socket of the simulated node in a directory."""
-    return node_dir / "control.sock"
+    return node_dir / CONTROL_SOCKET
 
 
 def agent_config(node_dir: Path) -> Path:
     """Return where the agent's configuration file is on the node in a directory, if it has one."""
-    return node_dir / "agent.yaml"
+    return node_dir / AGENT_CONFIG
 
 
 def cgroup_root(node_dir: Path) -> str:

@@ -27,11 +27,6 @@ class Feed:
         self._closed = False
         self._waiting: set[asyncio.Event] = set()
 
-    @property
-    def readers(self) -> int:
-        """How many follow."""
-        return len(self._waiting)
-
     def put(self, line: Line) -> None:
         """Add a line; nothing happens after ``close``."""
         if self._closed:

@@ -13,7 +13,6 @@ import os
 import socket
 import time
 from collections import deque
-from collections.abc import Callable
 from pathlib import Path
 from typing import Final, Self
 
@@ -33,9 +32,8 @@ _LEVEL: Final = 3
 class KernelLog:
     """Serves the log at a path while the context lasts."""
 
-    def __init__(self, path: Path, *, clock: Callable[[], int] = time.monotonic_ns) -> None:
+    def __init__(self, path: Path) -> None:
         self._path = path
-        self._clock = clock
         self._records: deque[bytes] = deque(maxlen=MAX_RECORDS)
         self._count = 0
         self._server: asyncio.Server | None = None
@@ -72,7 +70,7 @@ class KernelLog:
         """Add a record of the kernel; lines within the text are one record. Raises UsageError."""
         if not text.strip() or len(text) > MAX_TEXT:
             raise UsageError(f"A record of the kernel log has 1 to {MAX_TEXT} characters")
-        head = f"{_LEVEL},{self._count},{self._clock() // 1_000},-;"
+        head = f"{_LEVEL},{self._count},{time.monotonic_ns() // 1_000},-;"
         self._records.append(head.encode() + _escaped(text) + b"\n")
         self._count += 1
         for event in self._waiting.values():

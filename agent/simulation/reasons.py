@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from agent.simulation.agent_socket import ask, wait_for_answer
+from agent.simulation.agent_socket import document, wait_for_answer
 
 FIRST_ANSWER_WITHIN_S: Final = 10.0
 """How long it may need for its first answer: it serves the kubelet before it serves HTTP."""
@@ -78,24 +78,19 @@ class AgentClient:
 
     async def http_address(self) -> str | None:
         """Return where the agent serves HTTP; None while it does not."""
-        document = await self._get("/debug/state") or {}
-        listeners = document.get("agent", {}).get("listeners", {})
+        answer = await document(self._path, "/debug/state") or {}
+        listeners = answer.get("agent", {}).get("listeners", {})
         return listeners.get("http") or None
 
     async def _unhealthy(self, resource: str, at_ns: int) -> dict[str, Reason]:
-        document = await self._get(f"/v1/lists?at={at_ns}")
-        lists = document.get("lists", []) if document is not None else []
+        answer = await document(self._path, f"/v1/lists?at={at_ns}")
+        lists = answer.get("lists", []) if answer is not None else []
         return {
             str(device["id"]): _reason(device)
             for each in lists
             if each.get("resource") == resource
             for device in each.get("unhealthy", [])
         }
-
-    async def _get(self, path: str) -> Mapping[str, Any] | None:
-        """Return the JSON of a document; None where the agent did not answer with it."""
-        answer = await ask(self._path, path)
-        return answer.document if answer is not None and answer.status == 200 else None
 
 
 def _reason(device: Mapping[str, Any]) -> Reason:

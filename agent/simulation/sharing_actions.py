@@ -1,4 +1,4 @@
-"""What changes how the GPUs of a simulated node are shared: MIG layouts and the MPS control daemon.
+"""What changes how GPUs of a simulated node are shared and named: MIG layouts, the MPS daemon, CDI files.
 
 Guarantees as in ``actions``. A layout changes in NVML and in what the driver shows under /dev and /proc.
 """
@@ -93,7 +93,27 @@ class MpsDaemon:
         return f"The MPS control daemon {_COMMANDS[self.command]}"
 
 
+@dataclass(frozen=True, slots=True)
+class Cdi:
+    """Take away the CDI spec files, as a clean-up of /var/run does that knows no better."""
+
+    what: str = parameter("WHAT", "delete", choice("delete"))
+
+    async def apply(self, node: "SimulatedNode") -> str:
+        """Delete every spec file."""
+        files = sorted(node.directory.cdi.glob("*.json"))
+        if not files:
+            raise UsageError(
+                "The simulated node has no CDI spec file; the agent writes one with a CDI strategy, such as"
+                " device-list-strategy: cdi-cri"
+            )
+        for file in files:
+            file.unlink()
+        return f"The CDI spec file {', '.join(file.name for file in files)} is deleted"
+
+
 SHARING_ACTIONS: Final = (
     action(Mig, "mig", "gpu"),
     action(MpsDaemon, "mps-daemon", "command"),
+    action(Cdi, "cdi", "what"),
 )

@@ -256,7 +256,7 @@ class EmulatedKubelet:
             return
         process = KubeletProcess(self.device_plugins, self.pod_resources)
         services = (
-            (REGISTRATION, registration_methods(self._registry, process.peer)),
+            (REGISTRATION, registration_methods(self._registry, process.peer_pid)),
             (
                 POD_RESOURCES,
                 pod_resources_methods(

@@ -1,9 +1,8 @@
 """The kubelet's socket files: a listening socket of our own, in front of a gRPC server without a file.
 
-gRPC's core removes its socket file when a server stops, listens the moment it binds and hides
-``:authority`` from handlers. A kubelet that is killed leaves the file, one that starts slowly refuses
-connections for a while, and what authority a plugin sends is worth a test. So bytes are carried, unread
-but for the headers, to a server in the abstract namespace.
+gRPC's core removes its socket file when a server stops, and listens the moment it binds. A kubelet that is
+killed leaves the file, and one that starts slowly refuses connections for a while. So bytes are carried,
+unread, to a server in the abstract namespace.
 
 Guarantees:
 
@@ -18,11 +17,9 @@ import os
 import socket
 import struct
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, cast
 
-from hpack import Decoder, HPACKError
 from typing_extensions import override
 
 from agent.errors import UsageError
@@ -32,82 +29,6 @@ MAX_CONNECTIONS: Final = 64
 MAX_PATH_BYTES: Final = 107
 """A unix socket's path, less its final zero byte. Source: unix(7)."""
 
-_PREFACE_BYTES: Final = 24
-_FRAME_HEADER_BYTES: Final = 9
-_MAX_BLOCK_BYTES: Final = 65_536
-_HEADERS: Final = 0x1
-_CONTINUATION: Final = 0x9
-_END_HEADERS: Final = 0x4
-_PADDED: Final = 0x8
-_PRIORITY: Final = 0x20
-
-
-class AuthorityTap:
-    """Reads along with an HTTP/2 client and knows the ``:authority`` of its last request.
-
-    It gives up, for good and silently, on what it cannot decode: validating the peer is the server's work.
-    """
-
-    def __init__(self) -> None:
-        self.authority: str | None = None
-        self._buffer = bytearray()
-        self._skip = _PREFACE_BYTES
-        self._block = bytearray()
-        self._decoder = Decoder()
-        self._lost = False
-
-    def feed(self, data: bytes) -> None:
-        """Read the next bytes the client sent."""
-        self._buffer += data
-        while not self._lost and self._step():
-            pass
-        if self._lost:
-            self._buffer.clear()
-
-    def _step(self) -> bool:
-        if self._skip:
-            skipped = min(self._skip, len(self._buffer))
-            del self._buffer[:skipped]
-            self._skip -= skipped
-        if self._skip or len(self._buffer) < _FRAME_HEADER_BYTES:
-            return False
-        length, kind, flags = int.from_bytes(self._buffer[:3]), self._buffer[3], self._buffer[4]
-        if kind not in (_HEADERS, _CONTINUATION):
-            self._skip = _FRAME_HEADER_BYTES + length
-            return True
-        if len(self._buffer) < _FRAME_HEADER_BYTES + length:
-            return False
-        payload = bytes(self._buffer[_FRAME_HEADER_BYTES : _FRAME_HEADER_BYTES + length])
-        del self._buffer[: _FRAME_HEADER_BYTES + length]
-        self._block += _header_block(payload, flags) if kind == _HEADERS else payload
-        if len(self._block) > _MAX_BLOCK_BYTES:
-            self._lost = True
-        elif flags & _END_HEADERS:
-            self._decode()
-        return True
-
-    def _decode(self) -> None:
-        try:
-            headers = self._decoder.decode(bytes(self._block), raw=True)
-        except HPACKError:
-            self._lost = True
-            return
-        self._block.clear()
-        self.authority = next(
-            (bytes(value).decode("latin-1") for name, value, *_ in headers if bytes(name) == b":authority"),
-            None,
-        )
-
-
-def _header_block(payload: bytes, flags: int) -> bytes:
-    """Return a HEADERS frame's block without padding and priority (RFC 9113 section 6.2)."""
-    start, end = 0, len(payload)
-    if flags & _PADDED and payload:
-        start, end = 1, len(payload) - payload[0]
-    if flags & _PRIORITY:
-        start += 5
-    return payload[start:end]
-
 
 class _Leg(asyncio.Protocol):
     """One of the two sockets of a carried connection; before it is joined it reads once at most.
@@ -116,12 +37,11 @@ class _Leg(asyncio.Protocol):
     read after that call, paused or not.
     """
 
-    def __init__(self, made: Callable[["_Leg"], None], tap: AuthorityTap | None = None) -> None:
+    def __init__(self, made: Callable[["_Leg"], None]) -> None:
         self.transport: asyncio.Transport | None = None
         self.lost = asyncio.get_running_loop().create_future()
         self._made = made
         self._other: asyncio.Transport | None = None
-        self._tap = tap
         self._early = b""
 
     def join(self, other: "_Leg") -> None:
@@ -142,8 +62,6 @@ class _Leg(asyncio.Protocol):
 
     @override
     def data_received(self, data: bytes) -> None:
-        if self._tap is not None:
-            self._tap.feed(data)
         if self._other is not None:
             self._other.write(data)
         elif self.transport is not None:
@@ -181,14 +99,6 @@ class _Leg(asyncio.Protocol):
             self.transport.abort()
 
 
-@dataclass(slots=True)
-class Peer:
-    """The process at the other end of a carried connection."""
-
-    pid: int | None = None
-    tap: AuthorityTap = field(default_factory=AuthorityTap)
-
-
 class SocketFront:
     """A socket file and the connections through it; see the guarantees above."""
 
@@ -203,7 +113,7 @@ class SocketFront:
         self._server: asyncio.Server | None = None
         self._file: tuple[int, int] | None = None
         self._carriers: dict[asyncio.Task[None], _Leg] = {}
-        self._peers: dict[str, Peer] = {}
+        self._peers: dict[str, int | None] = {}
         self._count = 0
 
     def bind(self) -> None:
@@ -220,8 +130,8 @@ class SocketFront:
         # create_server and not create_unix_server: from Python 3.13 on the latter removes the file.
         self._server = await asyncio.get_running_loop().create_server(self._accept, sock=self._socket)
 
-    def peer(self, name: str) -> Peer | None:
-        """Return the peer, by gRPC's name of the connection."""
+    def peer_pid(self, name: str) -> int | None:
+        """Return the process at the other end, by gRPC's name of the connection."""
         return self._peers.get(name.removeprefix("unix-abstract:"))
 
     def close(self) -> None:
@@ -257,22 +167,20 @@ class SocketFront:
     def _accept(self) -> _Leg:
         self._count += 1
         name = f"{self._server_name}-{self._count}"
-        peer = Peer()
-        return _Leg(lambda leg: self._accepted(leg, peer, name), peer.tap)
+        return _Leg(lambda leg: self._accepted(leg, name))
 
-    def _accepted(self, leg: _Leg, peer: Peer, name: str) -> None:
+    def _accepted(self, leg: _Leg, name: str) -> None:
         if len(self._carriers) >= MAX_CONNECTIONS:
             leg.abort()
             return
-        carry = self._carry(leg, peer, name)
+        carry = self._carry(leg, name)
         task = asyncio.get_running_loop().create_task(carry, name=f"kubelet-connection-{name}")
         self._carriers[task] = leg
         task.add_done_callback(lambda done: self._carriers.pop(done, None))
 
-    async def _carry(self, near: _Leg, peer: Peer, name: str) -> None:
+    async def _carry(self, near: _Leg, name: str) -> None:
         far = _Leg(lambda _leg: None)
-        peer.pid = near.peer_pid()
-        self._peers[name] = peer
+        self._peers[name] = near.peer_pid()
         try:
             await self._connect(far, name)
             near.join(far)

@@ -8,13 +8,12 @@ import asyncio
 import contextlib
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 from agent.simulation.kubelet.checkpoint import read_registered, write_checkpoint
 from agent.simulation.kubelet.devices import GONE, Device, DeviceTable, Summary
-from agent.simulation.kubelet.pod_logs import show_pods
-from agent.simulation.kubelet.pods import PodTable
+from agent.simulation.kubelet.pods import Pod, PodTable
 from agent.simulation.kubelet.records import MAX_CHANGES, AllocatableChange, DeviceView
 from agent.simulation.kubelet.watch import ChangeStream, Watchers
 
@@ -100,7 +99,7 @@ class Node:
         """Note that a pod came, ended or went."""
         self.save()
         if self._pod_logs is not None:
-            show_pods(self._pod_logs, self.pods.all())
+            _show_pod_logs(self._pod_logs, self.pods.all())
         self.watchers.evaluate()
 
     def _start_grace(self, resource: str) -> None:
@@ -130,3 +129,19 @@ def _change(resource: str, shown: Summary) -> AllocatableChange:
     return AllocatableChange(
         time.monotonic_ns(), resource, shown.capacity, shown.allocatable, shown.unhealthy
     )
+
+
+def _show_pod_logs(directory: Path, pods: Iterable[Pod]) -> None:
+    """Let the directory hold one of each pod, by whose name others learn its UID, and none of any other.
+
+    Source: kubernetes pkg/kubelet/kuberuntime/helpers.go (BuildPodLogsDirectory).
+    """
+    wanted = {f"{pod.namespace}_{pod.name}_{pod.uid}" for pod in pods}
+    # A folder that is gone is a fault under test; a real kubelet logs it and goes on.
+    with contextlib.suppress(OSError):
+        directory.mkdir(mode=0o755, parents=True, exist_ok=True)
+        there = {path.name for path in directory.iterdir()}
+        for name in there - wanted:
+            (directory / name).rmdir()
+        for name in wanted - there:
+            (directory / name).mkdir()

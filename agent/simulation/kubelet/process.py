@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from agent.simulation.kubelet.front import Peer, SocketFront
+from agent.simulation.kubelet.front import SocketFront
 from agent.simulation.kubelet.wire import start_server
 
 SOCKET_NAME: Final = "kubelet.sock"
@@ -35,9 +35,9 @@ class KubeletProcess:
         self._pods = SocketFront(pod_resources / SOCKET_NAME, self._names[1])
         self._servers: list[Any] = []
 
-    def peer(self, name: str) -> Peer | None:
-        """Return the peer that called Register, by gRPC's name of the connection."""
-        return self._registration.peer(name)
+    def peer_pid(self, name: str) -> int | None:
+        """Return the process that called Register, by gRPC's name of the connection."""
+        return self._registration.peer_pid(name)
 
     async def start(
         self, services: tuple[tuple[str, Mapping[str, Any]], ...], *, refuse: Callable[[], Awaitable[None]]

@@ -41,7 +41,6 @@ class Registration:
     """One Register call, recorded when it was answered.
 
     ``received_at_ns`` is when it arrived. ``error`` is the text of the answer, None if accepted.
-    ``authority`` is the call's ``:authority``, None where the client sent none.
     """
 
     received_at_ns: int
@@ -50,7 +49,6 @@ class Registration:
     endpoint: str
     resource: str
     error: str | None
-    authority: str | None
     peer_pid: int | None
     generation: int | None
 

@@ -120,12 +120,10 @@ class Registry:
         """Return the clients with a stream, of one resource or all."""
         return [client for name, client in self._clients.items() if resource in (None, name)]
 
-    async def register(
-        self, request: Any, authority: str | None, pid: int | None, *, within_s: float | None = None
-    ) -> str | None:
+    async def register(self, request: Any, pid: int | None, *, within_s: float | None = None) -> str | None:
         """Serve one Register call; return the error's text, or None. ``within_s`` is its deadline."""
         task = self._spawn(
-            self._register(request, authority, pid, within_s), f"kubelet-register-{request.resource_name}"
+            self._register(request, pid, within_s), f"kubelet-register-{request.resource_name}"
         )
         self._registering.add(task)
         task.add_done_callback(self._has_answered)
@@ -136,9 +134,7 @@ class Registry:
         self._registering.discard(task)
         self._node.watchers.evaluate()
 
-    async def _register(
-        self, request: Any, authority: str | None, pid: int | None, within_s: float | None
-    ) -> str | None:
+    async def _register(self, request: Any, pid: int | None, within_s: float | None) -> str | None:
         received_at_ns = time.monotonic_ns()
         error: str | None = None
         generation: int | None = None
@@ -160,7 +156,6 @@ class Registry:
                 endpoint=request.endpoint,
                 resource=request.resource_name,
                 error=error,
-                authority=authority,
                 peer_pid=pid,
                 generation=generation,
             )

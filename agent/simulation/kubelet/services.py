@@ -7,7 +7,6 @@ from typing import Any, Final
 import grpc
 
 from agent.simulation.kubelet.devices import DeviceTable
-from agent.simulation.kubelet.front import Peer
 from agent.simulation.kubelet.pods import Pod, PodTable
 from agent.simulation.kubelet.registry import Registry
 from agent.simulation.kubelet.wire import unary_method
@@ -21,13 +20,12 @@ PODS_BURST: Final = 10
 """Calls to PodResources that are answered; further ones are refused."""
 
 
-def registration_methods(registry: Registry, peer: Callable[[str], Peer | None]) -> Mapping[str, Any]:
-    """Return the Registration service; ``peer`` finds a caller by gRPC's name of its connection."""
+def registration_methods(registry: Registry, peer_pid: Callable[[str], int | None]) -> Mapping[str, Any]:
+    """Return the Registration service; ``peer_pid`` finds a caller by gRPC's name of its connection."""
 
     async def register(request: Any, context: Any) -> Any:
-        caller = peer(context.peer())
-        authority, pid = (caller.tap.authority, caller.pid) if caller is not None else (None, None)
-        error = await registry.register(request, authority, pid, within_s=context.time_remaining())
+        pid = peer_pid(context.peer())
+        error = await registry.register(request, pid, within_s=context.time_remaining())
         if error is not None:
             await context.abort(grpc.StatusCode.UNKNOWN, error)
         return plugin_pb.Empty()
