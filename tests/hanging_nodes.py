@@ -1,4 +1,4 @@
-"""Device doubles that can hold whoever uses them in the kernel: files whose calls never return.
+"""Device doubles that can hold their callers in the kernel: files whose calls never return.
 
 A folder of empty files, served by a thread of this process. While a file hangs, its opens and reads are
 taken and not answered. A caller that is killed then stays in uninterruptible sleep, as in a driver that

@@ -84,7 +84,7 @@ class Unbind:
     """Take a GPU from NVIDIA's driver: NVML no longer lists it, and no or another driver has it."""
 
     gpu: str = parameter("GPU", "Slot or UUID", name_text)
-    driver: str | None = parameter("NAME", "Who gets it, such as vfio-pci", name_text, default=None)
+    driver: str | None = parameter("NAME", "Its new driver, such as vfio-pci", name_text, default=None)
 
     async def apply(self, node: "SimulatedNode") -> str:
         """Hide it and change the link of its PCI device."""

@@ -1,4 +1,4 @@
-"""CDI on a whole simulated node: what a pod is told is in a file, and what the file names is there."""
+"""CDI on a whole simulated node: what a pod is given is in a file, and what the file names is there."""
 
 import json
 from collections.abc import Iterator
@@ -103,9 +103,9 @@ async def test_the_scenario_runs_a_pod_although_the_file_was_taken_away() -> Non
     with short_directory() as parent:
         result = await gpu_agent("demo", "--scenario=cdi", f"--node-dir={parent / 'node'}")
     assert result.status == 0, result.err
-    for told in (
+    for reported in (
         "Pod default/job-0 runs with k8s.device-plugin.nvidia.com/gpu=GPU-",
         "The CDI spec file k8s.device-plugin.nvidia.com-gpu.json is deleted",
         "Pod default/job-1 runs with k8s.device-plugin.nvidia.com/gpu=GPU-",
     ):
-        assert told in result.out
+        assert reported in result.out

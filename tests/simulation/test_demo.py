@@ -44,7 +44,7 @@ def counts(result: Command) -> list[tuple[int, int]]:
 
 
 @pytest.mark.slow
-async def test_a_fault_flips_exactly_its_device_and_tells_why(node_dir: Path) -> None:
+async def test_a_fault_flips_exactly_its_device_and_shows_why(node_dir: Path) -> None:
     result = await play("xid-79", node_dir)
 
     assert result.status == 0, result.err
@@ -150,7 +150,7 @@ async def test_what_was_asked_for_wrongly_is_one_sentence(
     assert result.err.count("\n") == 1
 
 
-async def test_a_directory_of_somebody_else_is_left_alone(node_dir: Path) -> None:
+async def test_a_directory_of_another_user_is_left_alone(node_dir: Path) -> None:
     node_dir.mkdir()
     (node_dir / "precious").write_text("mine")
 
@@ -252,13 +252,13 @@ async def test_the_live_table_shows_a_fault_injected_from_a_second_terminal(node
     async with on_terminal(f"--node-dir={node_dir}") as terminal:
         shown = await terminal.wait_for(r"capacity 8, allocatable 8 .*Ctrl-C ends the demo")
         assert "  ".join(COLUMNS[2:4]) in shown
-        told = re.search(
+        reported = re.search(
             rf"In a second terminal: (\S+ inject xid 79 --gpu 3 --node-dir {node_dir})",
             " ".join(plain(shown).split()),
         )
-        assert told is not None
+        assert reported is not None
         # As it is shown, it works.
-        typed = await asyncio.create_subprocess_shell(told[1], stdout=asyncio.subprocess.DEVNULL)
+        typed = await asyncio.create_subprocess_shell(reported[1], stdout=asyncio.subprocess.DEVNULL)
         assert await typed.wait() == 0
         shown = await terminal.wait_for(r"capacity 8, allocatable 7 .*Ctrl-C ends the demo")
 
@@ -438,21 +438,21 @@ def screen(count: int = 8) -> Screen:
 
 @pytest.mark.parametrize("width", [1, 20, 40, 60, 79, 80, 200])
 @pytest.mark.parametrize("height", [1, 5, 12, 40])
-def test_a_picture_never_exceeds_the_screen(width: int, height: int) -> None:
+def test_a_screen_never_exceeds_the_screen(width: int, height: int) -> None:
     lines = draw(screen(), width=width, height=height, colour=True)
 
     assert len(lines) <= height
     assert all(len(plain(line)) <= width for line in lines)
 
 
-def test_at_80_columns_every_device_can_be_told_from_the_next() -> None:
+def test_at_80_columns_every_device_is_distinct() -> None:
     rows = [line for line in draw(screen(), width=80, height=40, colour=False) if "ealthy" in line]
 
     assert len({line.split()[0] for line in rows}) == 8
     assert [("xid 79" in line, "Unhealthy" in line) for line in rows].count((True, True)) == 1
 
 
-def test_a_small_screen_shows_the_table_before_all_else_and_the_sick_first() -> None:
+def test_a_small_screen_shows_the_table_before_all_else_and_the_unhealthy_first() -> None:
     whole = draw(screen(), width=40, height=10, colour=False)
     assert whole[1].split() == ["ID", "HEALTH", "REASON", "SINCE"]
     assert sum("ealthy" in line for line in whole) == 8

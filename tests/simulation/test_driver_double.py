@@ -99,7 +99,7 @@ async def test_a_killed_double_fails_every_call_and_leaves_nothing(
     assert "gpu-agent-nodes" not in Path("/proc/self/mounts").read_text(encoding="utf-8")
 
 
-async def test_the_double_ends_with_whoever_started_it(double: DriverDouble) -> None:
+async def test_the_double_ends_with_its_parent(double: DriverDouble) -> None:
     code = f"""
 import asyncio, os
 from agent.simulation.driver_double.double import DriverDouble

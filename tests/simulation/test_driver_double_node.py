@@ -65,7 +65,7 @@ async def test_nvml_lists_a_process_with_the_memory_of_its_contexts(node: Simula
     assert (listed(node, 3), used(node, 3), used(node, 1)) == ({}, 0, 0)
 
 
-async def test_memory_whose_owner_ended_is_used_and_listed_for_nobody(node: SimulatedNode) -> None:
+async def test_memory_whose_owner_ended_is_used_and_listed_for_no_process(node: SimulatedNode) -> None:
     await do(node, "start", "python", gpu="0", contexts="2", memory="300")
     await do(node, "fork", "python", to="worker")
     await do(node, "exit", "python")
@@ -138,7 +138,7 @@ async def test_files_are_given_to_another_process(node: SimulatedNode) -> None:
     assert (await node.driver.books()).live(pid) == 0
 
 
-async def test_ends_that_nobody_ordered_are_told(node: SimulatedNode) -> None:
+async def test_ends_that_without_a_command_are_reported(node: SimulatedNode) -> None:
     await do(node, "start", "python", gpu="0")
     process = node.processes.get("python").process
     await process.kill()
@@ -182,7 +182,7 @@ async def test_a_node_of_the_driver_can_be_held_slowed_and_released(node: Simula
         await node.do("hold-node", {"name": "nvidia9"})
 
 
-async def test_names_and_pods_are_judged(node: SimulatedNode) -> None:
+async def test_names_and_pods_are_checked(node: SimulatedNode) -> None:
     await do(node, "start", "python", gpu="0", contexts="0")
     with pytest.raises(UsageError, match="A process python runs already"):
         await do(node, "start", "python", gpu="0")
@@ -228,12 +228,12 @@ async def test_a_node_without_a_driver_double_says_what_it_needs() -> None:
         ({"command": "dance", "name": "a"}, "must be start, create, "),
     ],
 )
-def test_orders_that_make_no_sense_are_told(given: dict[str, str], problem: str) -> None:
+def test_commands_that_make_no_sense_are_reported(given: dict[str, str], problem: str) -> None:
     with pytest.raises(ConfigError, match=problem):
         parse("process", given)
 
 
-def test_a_scenario_writes_an_order_in_one_line() -> None:
+def test_a_scenario_writes_a_command_in_one_line() -> None:
     given = {"process": "start", "name": "python", "gpu": "3", "contexts": "4", "pod": "ns1/job-a"}
     assert parse_mapping(given).name == "process"
 

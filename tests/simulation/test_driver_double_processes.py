@@ -101,7 +101,7 @@ async def test_a_child_that_is_another_program_keeps_the_control_file_only(
         assert [name for name in files if "nvidia" in name] == ["nvidiactl"]
 
 
-async def test_a_process_ends_with_whoever_started_it() -> None:
+async def test_a_process_ends_with_its_parent() -> None:
     code = f"""
 import asyncio, os
 from tests.simulation.driver_double_rig import running_double, start_process

@@ -80,7 +80,9 @@ async def test_a_gpu_is_out_for_as_long_as_an_operator_holds_it(node_dir: Path) 
     assert "fan is noisy" in device["message"]
 
 
-async def test_what_was_sick_when_the_agent_was_killed_is_sick_from_the_first_list_on(node_dir: Path) -> None:
+async def test_a_gpu_unhealthy_at_the_kill_of_the_agent_is_so_from_the_first_list_on(
+    node_dir: Path,
+) -> None:
     result = await play_scenario("kill-restart", node_dir)
 
     assert counts(result) == [ALL_WELL, ONE_OUT, NONE_WELL, ONE_OUT]

@@ -28,7 +28,7 @@ async def seen(node: SimulatedNode) -> SysfsScan:
     """What a source sees of the node now."""
     directory = node.directory
     roots = Roots(directory.sys, directory.proc, directory.dev, strict_nodes=False)
-    return await in_daemon_thread("look", lambda: scan_sysfs(roots, NODES, Exclusions()))
+    return await in_daemon_thread("scan", lambda: scan_sysfs(roots, NODES, Exclusions()))
 
 
 def pci(node: SimulatedNode) -> list[str]:
@@ -67,7 +67,7 @@ async def test_an_xid_in_the_log_is_one_that_the_source_reads(node: SimulatedNod
     assert found.detail == "Contained"
 
 
-async def test_a_gpu_that_falls_off_the_bus_is_told_in_two_lines_as_by_the_driver(
+async def test_a_gpu_that_falls_off_the_bus_is_reported_in_two_lines_as_by_the_driver(
     node: SimulatedNode,
 ) -> None:
     async with Reader(node.directory.kernel_log) as log:

@@ -28,7 +28,7 @@ async def play(name: str, node_dir: Path) -> Command:
     return await gpu_agent("demo", f"--scenario={name}", "--json", f"--node-dir={node_dir}")
 
 
-def told(result: Command) -> list[dict[str, Any]]:
+def reported(result: Command) -> list[dict[str, Any]]:
     """The conditions that were waited for."""
     assert result.status == 0, result.err
     return [line for line in result.lines if line["kind"] == "condition"]
@@ -47,7 +47,7 @@ def culprits(line: dict[str, Any], *names: str) -> list[tuple[Any, ...]]:
 async def test_a_leaked_context_is_found_and_takes_the_gpu_out_while_no_pod_has_it(node_dir: Path) -> None:
     result = await play("context-leak", node_dir)
 
-    (found,) = told(result)
+    (found,) = reported(result)
     assert found.items() >= {"reason": "context_leak", "gpu": 0, "active": True, "evidence": "soft"}.items()
     assert (found["detail"]["kind"], found["detail"]["contexts"]) == ("orphaned_client", 4)
     owner, holder = sorted(culprits(found, "role", "comm", "pod", "contexts"), reverse=True)
@@ -65,10 +65,10 @@ async def test_a_leaked_context_is_found_and_takes_the_gpu_out_while_no_pod_has_
 
 
 @pytest.mark.usefixtures("_possible")
-async def test_a_child_that_holds_what_its_parent_made_is_told_until_it_ends(node_dir: Path) -> None:
+async def test_a_child_that_holds_what_its_parent_made_is_reported_until_it_ends(node_dir: Path) -> None:
     result = await play("fork-holds", node_dir)
 
-    found, over = told(result)
+    found, over = reported(result)
     assert (found["gpu"], found["detail"]["kind"], found["detail"]["contexts"]) == (3, "orphaned_client", 2)
     assert culprits(found, "role", "comm") == [("owner", "train"), ("holder", "worker")]
     assert (over["gpu"], over["active"]) == (3, False)
@@ -76,10 +76,10 @@ async def test_a_child_that_holds_what_its_parent_made_is_told_until_it_ends(nod
 
 
 @pytest.mark.usefixtures("_possible")
-async def test_a_process_whose_pod_is_gone_is_told_with_the_pod(node_dir: Path) -> None:
+async def test_a_process_whose_pod_is_gone_is_reported_with_the_pod(node_dir: Path) -> None:
     result = await play("pod-gone", node_dir)
 
-    found, over = told(result)
+    found, over = reported(result)
     assert (found["gpu"], found["detail"]["kind"]) == (0, "pod_gone")
     assert culprits(found, "comm", "pod", "contexts", "used_bytes", "killable") == [
         ("train", "ml/train", 2, 1024 << 20, True)
@@ -89,10 +89,10 @@ async def test_a_process_whose_pod_is_gone_is_told_with_the_pod(node_dir: Path) 
 
 
 @pytest.mark.usefixtures("_possible")
-async def test_processes_on_gpus_that_they_were_not_given_are_told(node_dir: Path) -> None:
+async def test_processes_on_gpus_that_they_were_not_given_are_reported(node_dir: Path) -> None:
     result = await play("foreign-process", node_dir)
 
-    of_pod, of_host, *over = told(result)
+    of_pod, of_host, *over = reported(result)
     assert (of_pod["gpu"], culprits(of_pod, "comm", "owner", "pod", "contexts")) == (
         5,
         [("train", "pod", "ml/train", 1)],

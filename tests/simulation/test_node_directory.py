@@ -19,7 +19,7 @@ def test_a_directory_is_made_for_its_owner_alone_and_removed_with_all_it_holds()
         assert not place.exists()
 
 
-def test_what_was_made_above_it_is_removed_unless_somebody_else_uses_it() -> None:
+def test_what_was_made_above_it_is_removed_unless_another_uses_it() -> None:
     with short_directory() as parent:
         with NodeDirectory.hold(parent / "a" / "b" / "node"):
             pass
@@ -30,7 +30,7 @@ def test_what_was_made_above_it_is_removed_unless_somebody_else_uses_it() -> Non
         assert [each.name for each in (parent / "a").iterdir()] == ["other"]
 
 
-def test_a_second_holder_is_told_who_has_it() -> None:
+def test_a_second_holder_is_reported_who_has_it() -> None:
     with short_directory() as parent, NodeDirectory.hold(parent / "node"):
         with pytest.raises(AlreadyRunningError) as caught:
             NodeDirectory.hold(parent / "node")

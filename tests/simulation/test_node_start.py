@@ -44,5 +44,5 @@ async def test_a_scenario_that_is_stopped_before_it_begins_was_not_played() -> N
         )
         await until((place / "node").exists)
         demo.send_signal(signal.SIGTERM)
-        _, told = await asyncio.wait_for(demo.communicate(), PATIENCE_S)
-        assert (demo.returncode, told) == (1, b"gpu-agent: Scenario cdi was interrupted\n")
+        _, reported = await asyncio.wait_for(demo.communicate(), PATIENCE_S)
+        assert (demo.returncode, reported) == (1, b"gpu-agent: Scenario cdi was interrupted\n")

@@ -170,7 +170,7 @@ def test_a_change_is_seen_whole_or_not_at_all(nvml: SimulatedNvml, client: Modul
     assert seen <= {(1, 1), (90, 90)}
 
 
-def test_a_controller_killed_in_the_middle_of_a_change_blocks_nobody(
+def test_a_controller_killed_in_the_middle_of_a_change_blocks_no_client(
     nvml: SimulatedNvml, client: ModuleType
 ) -> None:
     program = """

@@ -38,7 +38,7 @@ def test_the_library_carries_nvmls_own_soname(nvml: SimulatedNvml) -> None:
     assert b"libnvidia-ml.so.1\0" in nvml.library.read_bytes()
 
 
-def test_a_function_nobody_wrote_says_not_supported(client: ModuleType) -> None:
+def test_a_function_that_is_not_written_says_not_supported(client: ModuleType) -> None:
     handle = client.nvmlDeviceGetHandleByIndex(0)
     with pytest.raises(pynvml.NVMLError_NotSupported):
         client.nvmlDeviceGetFanSpeed(handle)

@@ -135,7 +135,7 @@ def test_it_is_known_how_often_a_scenario_kills_the_agent(tmp_path: Path) -> Non
     assert scenario.load("xid-79").kills == 0
 
 
-def test_an_expectation_may_be_of_what_the_agent_tells(tmp_path: Path) -> None:
+def test_an_expectation_may_be_of_what_the_agent_reports(tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
     path.write_text(
         "node: 4x-t4\nsteps:\n"
@@ -154,7 +154,7 @@ def test_an_expectation_may_be_of_what_the_agent_tells(tmp_path: Path) -> None:
     ]
 
 
-def test_what_is_expected_of_the_agent_wrongly_is_told(tmp_path: Path) -> None:
+def test_what_is_expected_of_the_agent_wrongly_is_reported(tmp_path: Path) -> None:
     found = problems_of(
         tmp_path,
         "node: 4x-t4\nsteps:\n"
@@ -187,7 +187,7 @@ def test_a_node_may_change_a_preset(tmp_path: Path) -> None:
     assert loaded.label == "8x-a100 (changed)"
 
 
-def test_every_problem_is_told_at_once_with_its_line(tmp_path: Path) -> None:
+def test_every_problem_is_reported_at_once_with_its_line(tmp_path: Path) -> None:
     found = problems_of(
         tmp_path,
         "nodes: x\n"

@@ -47,7 +47,9 @@ async def test_a_node_that_is_sliced_anew_offers_what_there_is_and_no_more(node_
     assert all(capacity == allocatable for capacity, allocatable in counts(result, small))
 
 
-async def test_shared_gpus_are_renamed_under_a_running_agent_and_sick_ones_stay_sick(node_dir: Path) -> None:
+async def test_shared_gpus_are_renamed_under_a_running_agent_and_unhealthy_ones_stay_so(
+    node_dir: Path,
+) -> None:
     result = await play_scenario("time-slicing", node_dir)
 
     assert counts(result, GPU) == [(16, 16), (16, 12), (0, 0)]

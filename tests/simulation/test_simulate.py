@@ -89,7 +89,7 @@ async def ask(node: SimulatedNode, line: bytes) -> bytes:
         ("kubelet refuse", {"times": "2"}, "Kubelet fault refuse (times 2)"),
     ],
 )
-async def test_an_action_is_done_and_told(name: str, given: dict[str, str], done: str) -> None:
+async def test_an_action_is_done_and_reported(name: str, given: dict[str, str], done: str) -> None:
     async with simulated_node("4x-t4") as node:
         said = await node.do(name, given)
 
@@ -131,7 +131,7 @@ async def test_where_no_agent_runs_that_is_said(tmp_path: Path) -> None:
         await state_of_agent(tmp_path / "control.sock", 0.1)
 
 
-async def test_the_agent_obeys_orders_and_says_why_it_does_not() -> None:
+async def test_the_agent_executes_commands_and_says_why_it_does_not() -> None:
     async with simulated_node("4x-t4") as node, agent_process(node):
         await wait_allocatable(node.kubelet, 4, capacity=4)
 

@@ -57,7 +57,7 @@ class _Server:
         self._folder = FuseFolder(inodes(gpus, spec["capabilities"]), self._driver)
 
     def introduction(self) -> dict[str, Any]:
-        """Tell where the folder is, and the number of its file system."""
+        """Report where the folder is, and the number of its file system."""
         return {"folder": self._folder.path(""), "device": self._folder.file_system}
 
     def run(self) -> None:

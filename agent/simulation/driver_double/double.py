@@ -35,7 +35,7 @@ class Context:
     client: int
     handle: int
     pid: int
-    """Who allocated its client."""
+    """The process that allocated its client."""
     minor: int | None
     """Of the GPU it is on."""
 

@@ -224,7 +224,7 @@ class FuseFolder:
                 return True
             except OSError as error:
                 if error.errno in {errno.EINTR, errno.ENOENT}:
-                    # Whoever asked was interrupted before the question was read.
+                    # The caller was interrupted before the question was read.
                     continue
                 return False
             length, opcode, number, inode, _, _, thread, *_ = _HEADER.unpack_from(self._buffer)
@@ -261,7 +261,7 @@ class FuseFolder:
         try:
             os.writev(self.device, [_ANSWER.pack(_ANSWER.size + len(body), -error, number), body])
         except OSError:
-            # Whoever asked is gone, or the file system is.
+            # The caller is gone, or the file system is.
             return
 
     def _answer(self, request: _Request) -> bytes | None:  # noqa: C901, PLR0911 (one branch each)

@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Callable
 
 Known = Callable[[int | None], None]
-"""Told which open file of the folder a descriptor is; None: it is none of them."""
+"""Called with the open file of the folder that a descriptor is; None: it is none of them."""
 
 
 class KeptFile:
@@ -33,7 +33,7 @@ class KeptFile:
             os.close(descriptor)
 
     def close(self) -> None:
-        """Let go of it; a second call does nothing."""
+        """Release it; a second call does nothing."""
         self._holding.close()
 
 
@@ -64,7 +64,7 @@ class Asking:
             self._answer = file
 
     def finish(self) -> None:
-        """Tell what was found out, and ask what waits."""
+        """Hand over the answer, and ask the next question."""
         os.eventfd_read(self.ready)
         _, known = self._waiting.popleft()
         found, self._answer = self._answer, None

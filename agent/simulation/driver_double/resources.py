@@ -61,7 +61,7 @@ class LiveContext(NamedTuple):
     client: int
     handle: int
     pid: int
-    """Who allocated the client."""
+    """The process that allocated the client."""
     instance: int | None
     """RM device instance of the device above it."""
 
@@ -149,7 +149,7 @@ class ResourceManager:
         self._client(file, client)
 
     def has(self, client: int, handle: int) -> bool:
-        """Tell whether an object lives."""
+        """Return whether an object lives."""
         owner = self._clients.get(client)
         return owner is not None and handle in owner.objects
 

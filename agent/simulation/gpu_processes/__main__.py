@@ -31,14 +31,14 @@ Message = dict[str, Any]
 
 
 class Program:
-    """Obeys; see the module."""
+    """Executes commands; see the module."""
 
     def __init__(self, control: socket.socket) -> None:
         self._control = control
         self._cuda: Cuda | None = None
         self._gpus: dict[int, Gpu] = {}
         self._caller: Caller | None = None
-        self._orders: dict[str, Callable[[Message, list[int]], Message]] = {
+        self._handlers: dict[str, Callable[[Message, list[int]], Message]] = {
             "set-up": self._set_up,
             "create": self._create,
             "destroy": self._destroy,
@@ -56,14 +56,14 @@ class Program:
         }
 
     def run(self) -> None:
-        """Obey until the socket ends."""
+        """Execute commands until the socket ends."""
         while True:
             data, descriptors, _, _ = socket.recv_fds(self._control, MAX_MESSAGE_BYTES, 1)
             if not data:
                 return
             message = json.loads(data)
             try:
-                answer = self._orders[message["do"]](message, descriptors)
+                answer = self._handlers[message["do"]](message, descriptors)
             except (CallRefused, OSError, LookupError) as error:
                 answer = {"error": f"{type(error).__name__}: {error}"}
             self.send(answer)
@@ -72,7 +72,7 @@ class Program:
         """Send an answer."""
         self._control.send(json.dumps(answer).encode())
 
-    # Orders
+    # Commands
 
     def _set_up(self, message: Message, _: list[int]) -> Message:
         if message["cgroup"] is not None:
@@ -189,7 +189,7 @@ def set_comm(name: str) -> None:
 
 
 def main() -> None:
-    """Obey until the socket ends."""
+    """Execute commands until the socket ends."""
     set_comm(sys.argv[1])
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))

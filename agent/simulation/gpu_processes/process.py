@@ -20,7 +20,7 @@ from agent.errors import AgentError
 from agent.simulation.children import environment_of_children
 from agent.simulation.driver_double.nodes import Gpu
 
-OBEYS_WITHIN_S: Final = 60.0
+ANSWERS_WITHIN_S: Final = 60.0
 """A command may create a hundred contexts, on a busy machine."""
 ENDS_WITHIN_S: Final = 5.0
 _MAX_MESSAGE_BYTES: Final = 1 << 16
@@ -50,7 +50,7 @@ class SimulatedProcess:
         except OSError as error:
             control.close()
             raise AgentError(f"Process {comm} ended as soon as it was started") from error
-        asyncio.get_running_loop().add_reader(self._pidfd, self._note_end)
+        asyncio.get_running_loop().add_reader(self._pidfd, self._handle_exit)
 
     @classmethod
     async def start(
@@ -130,11 +130,11 @@ class SimulatedProcess:
 
     async def exit(self) -> None:
         """Have it end with nothing freed, and wait for that."""
-        await self._last_order("exit")
+        await self._last_command("exit")
 
     async def stop(self) -> None:
         """Have it destroy everything and end, and wait for that."""
-        await self._last_order("stop")
+        await self._last_command("stop")
 
     async def kill(self) -> None:
         """Kill it, and wait for its end."""
@@ -179,7 +179,7 @@ class SimulatedProcess:
 
     # Inside
 
-    def _note_end(self) -> None:
+    def _handle_exit(self) -> None:
         asyncio.get_running_loop().remove_reader(self._pidfd)
         os.close(self._pidfd)
         self.has_exited.set()
@@ -190,15 +190,15 @@ class SimulatedProcess:
         if self.has_exited.is_set() and not self._turn.locked():
             self._control.close()
 
-    async def _last_order(self, do: str) -> None:
+    async def _last_command(self, do: str) -> None:
         with contextlib.suppress(AgentError):
             await self.command(do)
-        async with asyncio.timeout(OBEYS_WITHIN_S):
+        async with asyncio.timeout(ANSWERS_WITHIN_S):
             await self.exited()
 
     async def _command(self, message: Mapping[str, Any], descriptors: Sequence[int] = ()) -> dict[str, Any]:
         try:
-            async with self._turn, asyncio.timeout(OBEYS_WITHIN_S):
+            async with self._turn, asyncio.timeout(ANSWERS_WITHIN_S):
                 try:
                     socket.send_fds(self._control, [json.dumps(message).encode()], descriptors)
                 except OSError as error:

@@ -1,4 +1,4 @@
-"""Who is registered: the kubelet's Register call, its clients by resource name, and their streams.
+"""The registered plugins: the kubelet's Register call, its clients by resource name, and their streams.
 
 Guarantees (facts: kubelet items 1 to 3 and 18; kubernetes pkg/kubelet/cm/devicemanager/plugin/v1beta1):
 

@@ -24,7 +24,7 @@ _RECHECK_NS: Final = 20_000_000_000
 
 
 class Runner(Protocol):
-    """Who runs pods."""
+    """What runs pods."""
 
     async def run_pod(self, name: str, namespace: str, containers: Requests) -> object:
         """Admit a pod."""

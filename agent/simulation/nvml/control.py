@@ -64,7 +64,7 @@ class NodeControl:
             raise _error(f"cannot create {self.path}")
 
     def close(self) -> None:
-        """Let go of the file; an unpublished node goes away."""
+        """Close the file; an unpublished node goes away."""
         with self.lock:
             if self._handle is not None:
                 self._functions.gpusim_close(self._handle)
@@ -136,7 +136,7 @@ class NodeControl:
         return value.value.decode()
 
     def bound(self, field: str) -> int:
-        """Tell how long a GPU's list may be."""
+        """Return how long a GPU's list may be."""
         found: int = self._functions.gpusim_count(0, field.encode())
         return found
 

@@ -123,7 +123,7 @@ class NvmlState:
         return self._node.path
 
     def close(self) -> None:
-        """Let go of the file; the node stays as it is."""
+        """Close the file; the node stays as it is."""
         self._node.close()
 
     def __enter__(self) -> Self:
@@ -194,7 +194,7 @@ class NvmlState:
         self._node.push_rebind(self._slot(gpu), bound=bound)
 
     def event_times(self, sequence: int) -> EventTimes:
-        """Look up one of the last 1,024 events. Raises NvmlStateError for an older one."""
+        """Return the times of one of the last 1,024 events. Raises NvmlStateError for an older one."""
         pushed_ns, returned_ns, deliveries = self._node.event_times(sequence)
         return EventTimes(pushed_ns=pushed_ns, returned_ns=returned_ns or None, deliveries=deliveries)
 

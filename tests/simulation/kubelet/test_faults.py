@@ -198,8 +198,8 @@ async def test_a_resource_whose_plugin_stays_away_is_forgotten(tmp_path: Path) -
             await plugin.register()
             await kubelet.wait_for(lambda seen: seen.allocatable(GPU) == 4)
         await kubelet.wait_for(lambda seen: seen.resources == ())
-        told = [(each.capacity, each.allocatable) for each in [await anext(changes) for _ in range(3)]]
-        assert told == [(4, 4), (4, 0), (0, 0)]
+        reported = [(each.capacity, each.allocatable) for each in [await anext(changes) for _ in range(3)]]
+        assert reported == [(4, 4), (4, 0), (0, 0)]
         assert (await kubelet.run_pod("job", "default", {"main": {GPU: 1}})).containers["main"].devices == {}
 
 
