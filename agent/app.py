@@ -68,23 +68,18 @@ from agent.model.parts import (
 from agent.model.snapshot import Snapshot
 from agent.proofs import Proofs
 from agent.runtime.assembly import Assembly
-from agent.runtime.beginning import Beginning, begin
-from agent.runtime.driver_watch import watch_library
-from agent.runtime.ending import EndedError, Ending
-from agent.runtime.garbage import collect_for_ever
+from agent.runtime.bootstrap import Beginning, begin
+from agent.runtime.event_recorder import Records
+from agent.runtime.http_service import Serving
 from agent.runtime.imports import import_plugin, let_registration_go_first
-from agent.runtime.kept_state import KeptState
-from agent.runtime.mps_watch import MpsWatch
-from agent.runtime.policy import PolicyInEffect
-from agent.runtime.readiness import judge_start
-from agent.runtime.records import Records
+from agent.runtime.lifecycle import EndedError, Ending, judge_start, watch_library
+from agent.runtime.policy import MpsWatch, PolicyInEffect
+from agent.runtime.process import Signals, collect_for_ever
 from agent.runtime.reload import Reload
-from agent.runtime.serving import Serving
-from agent.runtime.signals import Signals
 from agent.runtime.standby import watched_until
-from agent.runtime.supervision import Supervisor
-from agent.runtime.tasks import Tasks, no_trouble
-from agent.runtime.vitals import Component, Vitals, measure_lag
+from agent.runtime.state_store import KeptState
+from agent.runtime.status import Component, Vitals, measure_lag
+from agent.runtime.tasks import Supervisor, Tasks, no_trouble
 from agent.sinks.notify import Notifier
 from agent.threads import in_daemon_thread
 from agent.views import checks
@@ -272,7 +267,7 @@ class Agent:
             must_work=self._settings.fail_on_init_error,
             until_serving=self._until_serving,
             until_answering=self._http.until_answering,
-            tasks=self._tasks,
+            start=self._tasks.start,
             notifier=self._notifier,
             ending=self._ending,
         )

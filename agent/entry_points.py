@@ -70,7 +70,7 @@ def device_plugin() -> int:
         return _print_version(DEVICE_PLUGIN)
     if arguments and arguments[0] in _HELP_WORDS:
         return gpu_agent(["run", "--help"])
-    from agent.runtime.process_name import appear_as  # noqa: PLC0415 - only where it is needed
+    from agent.runtime.process import appear_as  # noqa: PLC0415 - only where it is needed
 
     # From here on config-manager finds this process and sends SIGHUP, which would kill it until the agent
     # handles signals. No change is missed: the agent reads the file after this, and compares it later.

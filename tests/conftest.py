@@ -62,7 +62,7 @@ GARBAGE_AT = 50_000
 
 
 def pytest_sessionstart() -> None:
-    """Collect no garbage on a thread that calls the driver; see agent.runtime.garbage."""
+    """Collect no garbage on a thread that calls the driver; see agent.runtime.process."""
     gc.disable()
 
 

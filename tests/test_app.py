@@ -250,8 +250,8 @@ async def drain(self, grace_s): await asyncio.Event().wait()
 plugin.DevicePlugin.drain = drain
 """
 IMPATIENT = """
-import agent.runtime.signals
-agent.runtime.signals.STOP_WITHIN_S = 0.2
+import agent.runtime.process
+agent.runtime.process.STOP_WITHIN_S = 0.2
 """
 
 
@@ -280,7 +280,7 @@ async def test_sigpipe_and_a_closed_standard_error_are_harmless(node: SimulatedN
 @pytest.mark.parametrize(
     ("bug", "sentence"),
     [
-        ("agent.runtime.vitals.LAG_PERIOD_S = None", "The task loop lag failed: TypeError"),
+        ("agent.runtime.status.LAG_PERIOD_S = None", "The task loop lag failed: TypeError"),
         (
             "import agent.engine; agent.engine.step = None",
             "The task engine failed 5 times within 60 s, last with: TypeError",

@@ -120,7 +120,7 @@ async def test_signals_from_the_moment_it_can_be_found_do_not_kill_it(tmp_path: 
 def test_the_name_is_shown_with_the_arguments(tmp_path: Path) -> None:
     code = (
         f"import sys; sys.path.insert(0, {str(ROOT)!r})\n"
-        "from agent.runtime.process_name import appear_as\n"
+        "from agent.runtime.process import appear_as\n"
         "assert appear_as('nvidia-device-plugin', sys.argv[1:])\n"
         "sys.stdout.buffer.write(open('/proc/self/cmdline', 'rb').read())\n"
     )

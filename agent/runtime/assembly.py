@@ -33,10 +33,6 @@ MAX_LOOK_NS: Final = 30 * SECOND_NS
 MISSED_POLLS: Final = 3
 """After so many a GPU's device file was not called on, it is not known to answer."""
 
-# Imports stand in the functions: see agent.runtime.imports for their order.
-# ruff: noqa: PLC0415
-
-
 _OWN_DEV: Final = Path("/dev")
 """What a container has, and lacks what came to the node after it was made."""
 

@@ -6,7 +6,8 @@ Who may give orders is not decided here: they come over the root-only control so
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
+import re
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Final, Protocol
 
 from agent.bus import Latest
@@ -25,8 +26,7 @@ from agent.model.facts import (
 from agent.model.gpu import Gpu
 from agent.model.health import Condition, Reason
 from agent.model.ids import GpuUuid
-from agent.model.snapshot import Snapshot
-from agent.runtime import selectors
+from agent.model.snapshot import GpuView, Snapshot
 from agent.runtime.dry_run import dry_run, with_injection
 from agent.views import documents
 from agent.views.documents import API_VERSION, Json, TimeOf
@@ -112,7 +112,7 @@ class Control:
         _only(order, "selector", "why", "even_if_absent")
         why = _why(order)
         snapshot = self._latest.value
-        name, gpu = selectors.named(_text(order, "selector"), snapshot)
+        name, gpu = selector_and_gpu(_text(order, "selector"), snapshot)
         if gpu is None and not _flag(order, "even_if_absent"):
             raise UsageError(f"{name} is no GPU of this node now; hold it all the same with --even-if-absent")
         if name not in snapshot.holds and len(snapshot.holds) >= MAX_HOLDS:
@@ -132,7 +132,7 @@ class Control:
         _only(order, "selector")
         snapshot = self._latest.value
         text = _text(order, "selector")
-        name, gpu = (text, None) if text in snapshot.holds else selectors.named(text, snapshot)
+        name, gpu = (text, None) if text in snapshot.holds else selector_and_gpu(text, snapshot)
         names = {name} if gpu is None else {name, *selectors_of(gpu)}
         if not names & snapshot.holds.keys():
             raise UsageError(f"{_called(snapshot, gpu, name)} is not held; gpu-agent status lists what is")
@@ -157,7 +157,7 @@ class Control:
         _only(order, "gpu", "state")
         if _flag(order, "state"):
             return await self._acknowledge_loss(order)
-        gpu = selectors.one(_text(order, "gpu"), self._latest.value)
+        gpu = known_gpu(_text(order, "gpu"), self._latest.value)
         before = {each.key: each for each in _conditions(self._latest.value, gpu)}
         version = self._latest.version
         # Where there is nothing to end, nothing changes that could be waited for.
@@ -225,7 +225,7 @@ class Control:
 
     async def _bundle(self, order: Order) -> Json:
         _only(order, "gpu")
-        gpu = selectors.one(_text(order, "gpu"), self._latest.value)
+        gpu = known_gpu(_text(order, "gpu"), self._latest.value)
         made = await self._make_bundle(gpu.uuid)
         if made is None:
             raise UsageError(f"{_called(self._latest.value, gpu)} is not known any more")
@@ -334,7 +334,7 @@ def _gpus(order: Order, snapshot: Snapshot) -> frozenset[GpuUuid]:
         raise UsageError(f'"gpus" must be "all" or a list of 1 to {MAX_RELEASED} GPUs')
     if not all(isinstance(each, str) for each in value):
         raise UsageError('"gpus" must hold names of GPUs')
-    return frozenset(selectors.one(each.strip(), snapshot).uuid for each in value)
+    return frozenset(known_gpu(each.strip(), snapshot).uuid for each in value)
 
 
 def _release_time(order: Order) -> int:
@@ -353,3 +353,94 @@ def _wait(order: Order) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= LET_GO_WITHIN_S:
         raise UsageError(f'"wait_s" must be between 0 and {LET_GO_WITHIN_S:g}')
     return float(value)
+
+
+MAX_CHARACTERS: Final = 96
+"""A UUID has 40 characters."""
+
+_UUID: Final = re.compile(r"GPU-[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}", re.IGNORECASE)
+_PCI: Final = re.compile(
+    r"(?:(?P<domain>[0-9a-f]{1,8}):)?(?P<bus>[0-9a-f]{1,2}):(?P<device>[0-9a-f]{1,2})(?:\.(?P<function>[0-7]))?",
+    re.IGNORECASE,
+)
+_SERIAL: Final = re.compile(r"[0-9A-Z]{6,32}", re.IGNORECASE)
+_INDEX: Final = re.compile(r"[0-9]{1,2}")
+
+
+def selector_and_gpu(text: str, snapshot: Snapshot) -> tuple[str, Gpu | None]:
+    """Return the name a GPU is kept by, and the GPU if it is known.
+
+    Raises UsageError for what is no name of any kind, or names a MIG device.
+    """
+    views = _matching(text, snapshot)
+    if views:
+        gpu = views[0].gpu
+        if text == gpu.serial:
+            return text, gpu
+        if len(views) > 1:
+            raise _several(text, views)
+        return (gpu.pci if _pci(text) == gpu.pci else gpu.uuid), gpu
+    if _UUID.fullmatch(text):
+        return f"GPU-{text[4:].lower()}", None
+    address = _pci(text)
+    if address is not None:
+        return address, None
+    if _SERIAL.fullmatch(text):
+        return text, None
+    raise _unknown(text, snapshot)
+
+
+def known_gpu(text: str, snapshot: Snapshot) -> Gpu:
+    """Return the GPU that is meant; raises UsageError unless it is exactly one that is known."""
+    views = _matching(text, snapshot)
+    if not views:
+        raise _unknown(text, snapshot)
+    if len(views) > 1:
+        raise _several(text, views)
+    return views[0].gpu
+
+
+def _matching(text: str, snapshot: Snapshot) -> Sequence[GpuView]:
+    """Return the GPUs of a name; of several at one place, those that are there now."""
+    if len(text) > MAX_CHARACTERS:
+        return ()
+    address = _pci(text)
+    found = [
+        view
+        for view in snapshot.gpus
+        if text.casefold() == view.gpu.uuid.casefold() or text == view.gpu.serial or address == view.gpu.pci
+    ]
+    if not found and _INDEX.fullmatch(text):
+        return _of_index(int(text), snapshot)
+    present = [view for view in found if view.present]
+    return present or found
+
+
+def _of_index(index: int, snapshot: Snapshot) -> Sequence[GpuView]:
+    """Return the GPUs of an index, also one that had it until it was lost: whoever read so means that one."""
+    found = [view for view in snapshot.gpus if view.gpu.index == index]
+    taken = {view.gpu.pci for view in found if view.present}
+    return [view for view in found if view.present or view.gpu.pci not in taken]
+
+
+def _several(text: str, views: Sequence[GpuView]) -> UsageError:
+    names = ", ".join(f"{view.gpu.uuid}{'' if view.present else ' (lost)'}" for view in views)
+    return UsageError(f'"{text}" names {len(views)} GPUs; give one of {names}')
+
+
+def _pci(text: str) -> str | None:
+    """Return a PCI address in sysfs form: four-digit domain, lower case; None if it is none."""
+    match = _PCI.fullmatch(text)
+    if match is None:
+        return None
+    domain, bus, device = (int(match[name] or "0", 16) for name in ("domain", "bus", "device"))
+    return f"{domain:04x}:{bus:02x}:{device:02x}.{match['function'] or '0'}"
+
+
+def _unknown(text: str, snapshot: Snapshot) -> UsageError:
+    shown = text if len(text) <= 40 else f"{text[:39]}…"
+    for view in snapshot.gpus:
+        if text in (mig.uuid for mig in view.gpu.mig_devices):
+            return UsageError(f"{shown} is a MIG device; name its GPU, {view.gpu.uuid}")
+    known = "gpu-agent status -o wide lists them" if snapshot.gpus else "no GPU is known yet"
+    return UsageError(f'No GPU is named "{shown}"; give its UUID, serial, PCI address or index; {known}')

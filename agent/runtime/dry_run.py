@@ -6,18 +6,19 @@ names are told as they would be, and not looked up in spec files.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 
-from agent.core.allocation.injection import name_in_container
+from agent.core.allocation.injection import ContainerAnswer, DeviceNode, Mount, name_in_container
 from agent.core.allocation.requests import Refusal, allocate, shown
 from agent.errors import AgentError, UsageError
 from agent.model.ids import GpuUuid
 from agent.model.policy import Injection
 from agent.model.snapshot import Device, Resource, Snapshot
 from agent.model.structs import replace
-from agent.views.answers import Json, allocate_response
+
+Json = dict[str, Any]
 
 MAX_IDS: Final = 1_024
 """Devices asked for; a node with 16 GPUs of 48 shares has 768."""
@@ -126,3 +127,32 @@ class _Meant:
             yield name
             if device.replica is not None:
                 yield f"{name}::{device.replica}"
+
+
+def allocate_response(*answers: ContainerAnswer) -> Json:
+    """Return an AllocateResponse."""
+    return {"containerResponses": [_container(answer) for answer in answers]}
+
+
+def _container(answer: ContainerAnswer) -> Json:
+    fields: Json = {
+        "envs": dict(answer.envs),
+        "mounts": [_mount(mount) for mount in answer.mounts],
+        "devices": [_device_spec(node) for node in answer.device_nodes],
+        "annotations": dict(answer.annotations),
+        "cdiDevices": [{"name": name} for name in answer.cdi_devices],
+    }
+    return {name: value for name, value in fields.items() if value}
+
+
+def _mount(mount: Mount) -> Json:
+    document: Json = {"containerPath": mount.container_path, "hostPath": mount.host_path}
+    return document | {"readOnly": True} if mount.read_only else document
+
+
+def _device_spec(node: DeviceNode) -> Json:
+    return {
+        "containerPath": node.container_path,
+        "hostPath": node.host_path,
+        "permissions": node.permissions,
+    }

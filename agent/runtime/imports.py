@@ -5,6 +5,9 @@ plugin that starts slowly leaves a node without GPUs for longer.
 """
 
 import asyncio
+import contextlib
+import os
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Final
 
 from agent.bus import Latest
@@ -12,8 +15,11 @@ from agent.model.snapshot import RegistrationPhase, Snapshot
 
 if TYPE_CHECKING:
     from agent.runtime.config_watch import ConfigWatch
+    from agent.runtime.control import Control
     from agent.sinks.eventlog import EventLog
     from agent.sinks.evidence import EvidenceSink
+    from agent.sinks.http.sink import HttpSink
+    from agent.sinks.statefile import StateFile
 
 REGISTRATION_WAIT_S: Final = 1.0
 """How long what is heavy to import lets the registration go first."""
@@ -36,27 +42,64 @@ def _is_registered(snapshot: Snapshot) -> bool:
 
 def import_plugin() -> None:
     """Import what offers devices to the kubelet."""
-    import agent.sinks.cdi.sink  # noqa: PLC0415
-    import agent.sinks.plugin.sink  # noqa: PLC0415
-    import agent.sources.kubelet  # noqa: F401, PLC0415
+    import agent.sinks.cdi.sink
+    import agent.sinks.plugin.sink
+    import agent.sources.kubelet  # noqa: F401
 
 
 def import_event_log() -> "type[EventLog]":
     """Import what keeps events on disk."""
-    from agent.sinks.eventlog import EventLog  # noqa: PLC0415
+    from agent.sinks.eventlog import EventLog
 
     return EventLog
 
 
 def import_evidence() -> "type[EvidenceSink]":
     """Import what keeps evidence."""
-    from agent.sinks.evidence import EvidenceSink  # noqa: PLC0415
+    from agent.sinks.evidence import EvidenceSink
 
     return EvidenceSink
 
 
 def import_config_watch() -> "type[ConfigWatch]":
     """Import what watches the configuration file."""
-    from agent.runtime.config_watch import ConfigWatch  # noqa: PLC0415
+    from agent.runtime.config_watch import ConfigWatch
 
     return ConfigWatch
+
+
+def import_state_file() -> "type[StateFile]":
+    """Import what writes the state file."""
+    from agent.sinks.statefile import StateFile
+
+    return StateFile
+
+
+def import_http() -> "tuple[type[HttpSink], type[Control]]":
+    """Import the HTTP server and the control socket."""
+    from agent.runtime.control import Control
+
+    with _no_certificates():
+        from agent.sinks.http.sink import HttpSink
+
+    return HttpSink, Control
+
+
+@contextlib.contextmanager
+def _no_certificates() -> Iterator[None]:
+    """Hide the machine's certificates, which aiohttp loads for its client when it is imported.
+
+    The agent only serves with it, and they cost 2 MiB and as much CPU as a fifth of the start. Whoever makes
+    a client needs a context of its own. Source: OpenSSL's SSL_CTX_set_default_verify_paths(3).
+    """
+    nowhere = {"SSL_CERT_FILE": os.devnull, "SSL_CERT_DIR": os.devnull}
+    before = {name: os.environ.get(name) for name in nowhere}
+    os.environ.update(nowhere)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value

@@ -13,7 +13,7 @@ from agent import log
 from agent.config.settings import Settings, changes_that_need_a_restart
 from agent.errors import ConfigError
 from agent.runtime.imports import import_config_watch
-from agent.runtime.vitals import Vitals
+from agent.runtime.status import Vitals
 from agent.sinks.notify import Notifier
 from agent.threads import in_daemon_thread
 

@@ -19,8 +19,7 @@ from agent.config.load import load as load_settings
 from agent.config.options import OPTIONS
 from agent.model.facts import Fact, GpuProbePassed, XidReported
 from agent.model.ids import GpuUuid
-from agent.runtime.beginning import Beginning
-from agent.runtime.startup import NodeLock
+from agent.runtime.bootstrap import Beginning, NodeLock
 
 _PERIOD_S = 0.005
 """Facts come in batches, as a reader of a ring buffer finds them."""

@@ -19,8 +19,7 @@ from agent.commands.run import SWITCH_S
 from agent.config import flags
 from agent.config.load import load as load_settings
 from agent.config.options import OPTIONS
-from agent.runtime.beginning import Beginning
-from agent.runtime.startup import NodeLock
+from agent.runtime.bootstrap import Beginning, NodeLock
 from tests.bench.waiting import times_of
 
 _SLEEP_NS: Final = 1_000_000

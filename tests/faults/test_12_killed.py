@@ -16,7 +16,7 @@ import pytest
 from agent.commands.client import AgentClient
 from agent.errors import AgentError
 from agent.model.snapshot import Durable
-from agent.runtime.startup import boot_id_of
+from agent.runtime.bootstrap import boot_id_of
 from agent.simulation.node import SimulatedNode
 from agent.sinks import statefile
 from agent.threads import in_daemon_thread

@@ -28,7 +28,7 @@ OURS = frozenset({"wall_clock", "wall_time_of"})
 
 WRITES_FOR_PEOPLE = {
     "log.py": "the log",
-    "runtime/records.py": "the times that HTTP, evidence and orders show",
+    "runtime/event_recorder.py": "the times that HTTP, evidence and orders show",
     "sinks/eventlog.py": "the event log",
     "commands/trace.py": "when a call was made",
     "commands/render.py": "times in the zone of the one who reads them",

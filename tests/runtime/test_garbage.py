@@ -8,7 +8,7 @@ from contextlib import suppress
 
 import pytest
 
-from agent.runtime import garbage
+from agent.runtime import process
 from agent.threads import in_daemon_thread
 
 
@@ -37,10 +37,10 @@ def make_garbage(told: list[threading.Thread]) -> None:
 
 
 async def test_garbage_made_on_any_thread_is_collected_on_the_loops(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(garbage, "PERIOD_S", 0.01)
+    monkeypatch.setattr(process, "GARBAGE_PERIOD_S", 0.01)
     gc.enable()
     told: list[threading.Thread] = []
-    collecting = asyncio.get_running_loop().create_task(garbage.collect_for_ever())
+    collecting = asyncio.get_running_loop().create_task(process.collect_for_ever())
     await asyncio.sleep(0)
     try:
         await in_daemon_thread("garbage-maker", lambda: make_garbage(told))
@@ -57,10 +57,10 @@ async def test_garbage_made_on_any_thread_is_collected_on_the_loops(monkeypatch:
 async def test_what_outlived_young_collections_is_found_by_a_full_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(garbage, "PERIOD_S", 0.01)
-    monkeypatch.setattr(garbage, "FULL_EVERY", 3)
+    monkeypatch.setattr(process, "GARBAGE_PERIOD_S", 0.01)
+    monkeypatch.setattr(process, "FULL_EVERY", 3)
     told: list[threading.Thread] = []
-    collecting = asyncio.get_running_loop().create_task(garbage.collect_for_ever())
+    collecting = asyncio.get_running_loop().create_task(process.collect_for_ever())
     await asyncio.sleep(0)
     try:
         old = Ring(told)

@@ -9,10 +9,10 @@ import pytest
 
 from agent.config.load import load
 from agent.config.settings import Settings
-from agent.runtime.kept_state import KeptState
-from agent.runtime.records import Records
+from agent.runtime.event_recorder import Records
 from agent.runtime.reload import Reload
-from agent.runtime.vitals import Vitals
+from agent.runtime.state_store import KeptState
+from agent.runtime.status import Vitals
 from agent.sinks.notify import Notifier
 from agent.threads import in_daemon_thread
 

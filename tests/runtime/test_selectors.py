@@ -11,7 +11,7 @@ from agent.model.gpu import MigDevice
 from agent.model.ids import GpuUuid
 from agent.model.snapshot import Snapshot
 from agent.model.structs import replace
-from agent.runtime.selectors import named, one
+from agent.runtime.control import known_gpu, selector_and_gpu
 from tests.sinks.offers import node, uuid
 
 UUID = uuid(3)
@@ -47,7 +47,7 @@ def listed(*, mig: bool = False, lost: int | None = None) -> Snapshot:
     ],
 )
 def test_each_form_names_the_gpu(text: str) -> None:
-    assert one(text, listed()).uuid == uuid(3)
+    assert known_gpu(text, listed()).uuid == uuid(3)
 
 
 @pytest.mark.parametrize(
@@ -60,7 +60,7 @@ def test_each_form_names_the_gpu(text: str) -> None:
     ],
 )
 def test_a_gpu_is_kept_by_a_name_that_stays(text: str, name: str) -> None:
-    assert named(text, listed()) == (name, one("3", listed()))
+    assert selector_and_gpu(text, listed()) == (name, known_gpu("3", listed()))
 
 
 @pytest.mark.parametrize(
@@ -73,35 +73,35 @@ def test_a_gpu_is_kept_by_a_name_that_stays(text: str, name: str) -> None:
     ],
 )
 def test_a_gpu_that_is_not_there_is_kept_by_what_it_would_be_called(text: str, name: str) -> None:
-    assert named(text, listed()) == (name, None)
+    assert selector_and_gpu(text, listed()) == (name, None)
 
 
 @pytest.mark.parametrize(
     "text", ["", "99", "GPU-3", "card", "03:00.8", "gpu 3", "x" * 200, "GPU-" + "0" * 32]
 )
 def test_what_is_no_name_is_refused_with_what_would_be_one(text: str) -> None:
-    for ask in (named, one):
+    for ask in (selector_and_gpu, known_gpu):
         with pytest.raises(UsageError, match="give its UUID, serial, PCI address or index"):
             ask(text, listed())
 
 
 def test_a_mig_device_is_not_its_gpu() -> None:
     with pytest.raises(UsageError, match=f"MIG-1 is a MIG device; name its GPU, {uuid(0)}"):
-        one("MIG-1", listed(mig=True))
+        known_gpu("MIG-1", listed(mig=True))
 
 
 def test_before_any_gpu_is_known_the_refusal_says_so() -> None:
     with pytest.raises(UsageError, match="no GPU is known yet"):
-        one("0", replace(node(), gpus=()))
+        known_gpu("0", replace(node(), gpus=()))
 
 
 def test_of_two_gpus_at_one_place_the_one_that_is_there_is_meant() -> None:
     made = listed(lost=3)
     newcomer = replace(made.gpus[3], gpu=replace(made.gpus[3].gpu, uuid=GpuUuid(uuid(9))), present=True)
     both = replace(made, gpus=(*made.gpus, newcomer))
-    assert one("0000:03:00.0", both).uuid == uuid(9)
-    assert one("3", both).uuid == uuid(9)
-    assert one(uuid(3), both).uuid == uuid(3)
+    assert known_gpu("0000:03:00.0", both).uuid == uuid(9)
+    assert known_gpu("3", both).uuid == uuid(9)
+    assert known_gpu(uuid(3), both).uuid == uuid(3)
 
 
 def test_an_index_that_moved_from_a_lost_gpu_to_another_is_refused() -> None:
@@ -111,7 +111,7 @@ def test_an_index_that_moved_from_a_lost_gpu_to_another_is_refused() -> None:
         for number, view in enumerate(made.gpus)
     )
     both = replace(made, gpus=moved)
-    for ask in (named, one):
+    for ask in (selector_and_gpu, known_gpu):
         with pytest.raises(UsageError, match=rf"names 2 GPUs; give one of {uuid(3)} \(lost\), {uuid(4)}$"):
             ask("3", both)
         assert ask("2", both) == ask(uuid(2), both)
@@ -123,12 +123,12 @@ def test_two_gpus_of_one_board_share_its_serial() -> None:
     twin = replace(made.gpus[4], gpu=replace(made.gpus[4].gpu, serial="1324523000003"))
     both = replace(made, gpus=(*made.gpus[:4], twin))
     with pytest.raises(UsageError, match=f"names 2 GPUs; give one of {uuid(3)}, {uuid(4)}"):
-        one("1324523000003", both)
-    assert named("1324523000003", both)[0] == "1324523000003"
+        known_gpu("1324523000003", both)
+    assert selector_and_gpu("1324523000003", both)[0] == "1324523000003"
 
 
 @given(st.text(max_size=100))
 def test_any_text_names_one_gpu_or_is_refused_in_a_sentence(text: str) -> None:
-    for ask in (named, one):
+    for ask in (selector_and_gpu, known_gpu):
         with contextlib.suppress(UsageError):
             ask(text, listed())

@@ -11,13 +11,7 @@ from agent.guard import guarded, handle_escaped
 from agent.model.facts import TaskReported
 from agent.model.ids import SourceName
 from agent.model.policy import SECOND_NS
-from agent.runtime.supervision import (
-    MAX_FAILURES,
-    PAUSE_CAP_S,
-    WINDOW_NS,
-    CriticalTaskError,
-    Supervisor,
-)
+from agent.runtime.tasks import MAX_FAILURES, PAUSE_CAP_S, WINDOW_NS, CriticalTaskError, Supervisor
 
 NAME = SourceName("pods")
 

@@ -10,12 +10,11 @@ import pytest
 from agent.errors import AgentError
 from agent.model.facts import SYSFS, Fact
 from agent.proofs import Proofs
-from agent.runtime.ending import Ending
-from agent.runtime.kept_state import KeptState
-from agent.runtime.records import Records
-from agent.runtime.supervision import Supervisor
-from agent.runtime.tasks import Tasks
-from agent.runtime.vitals import Vitals
+from agent.runtime.event_recorder import Records
+from agent.runtime.lifecycle import Ending
+from agent.runtime.state_store import KeptState
+from agent.runtime.status import Vitals
+from agent.runtime.tasks import Supervisor, Tasks
 
 PATIENCE_S = 30.0
 

@@ -21,9 +21,9 @@ from agent.model.ids import ResourceName
 from agent.model.policy import DeviceIdStrategy, DeviceListStrategy, Injection, Policy
 from agent.model.sharing import Share, Sharing, SharingStrategy
 from agent.model.structs import replace
+from agent.runtime.dry_run import allocate_response
 from agent.simulation.stubs.deviceplugin.v1beta1 import api_pb2 as pb
 from agent.sinks.plugin.wire import encode_allocate_response
-from agent.views.answers import allocate_response
 from tests.core.build import Node, enumerated, gpu, passed, ready
 
 GPU_NAME = ResourceName("nvidia.com/gpu")

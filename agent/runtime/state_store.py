@@ -11,6 +11,7 @@ from agent.log import about
 from agent.model.facts import Fact, StateRestored, StateUnread
 from agent.model.ids import ALL, Placement
 from agent.model.snapshot import Durable, Snapshot
+from agent.runtime.imports import import_state_file
 from agent.threads import in_daemon_thread
 from agent.waiting import sleep_proving
 
@@ -118,7 +119,7 @@ class KeptState:
         if self._unread:
             await self._read_late()
         if self._sink is None:
-            state_file = await in_daemon_thread("statefile-import", _import_state_file)
+            state_file = await in_daemon_thread("statefile-import", import_state_file)
             self._sink = state_file(
                 self._path, self._latest, boot_id=self._boot_id, period_ns=self._period_ns, prove=self._prove
             )
@@ -166,9 +167,3 @@ def _is_missing(path: str) -> bool:
 def _place(placement: Placement) -> str:
     instances = (("GI", placement.gi), ("CI", placement.ci))
     return " ".join((placement.gpu, *(f"{name} {number}" for name, number in instances if number != ALL)))
-
-
-def _import_state_file() -> "type[StateFile]":
-    from agent.sinks.statefile import StateFile  # noqa: PLC0415
-
-    return StateFile

@@ -10,7 +10,7 @@ import pytest
 from agent.config.load import load
 from agent.config.settings import Settings
 from agent.errors import AgentError, MissingRightsError, UsageError
-from agent.runtime.startup import NodeLock, boot_id_of, check_paths, check_rights
+from agent.runtime.bootstrap import NodeLock, boot_id_of, check_paths, check_rights
 
 
 def settings(tmp_path: Path, **flags: str) -> Settings:

@@ -17,10 +17,10 @@ from agent.model.parts import HTTP
 from agent.model.snapshot import Snapshot, TaskView
 from agent.model.structs import replace
 from agent.proofs import Proofs
-from agent.runtime.kept_state import KeptState
-from agent.runtime.records import Records
-from agent.runtime.report import SelfReport
-from agent.runtime.vitals import Component, Vitals
+from agent.runtime.event_recorder import Records
+from agent.runtime.http_service import SelfReport
+from agent.runtime.state_store import KeptState
+from agent.runtime.status import Component, Vitals
 from agent.views import checks
 from tests.sinks.offers import node
 

@@ -1,26 +1,35 @@
-"""What the agent says of itself: its health checks and its own figures.
+"""The HTTP service and the control socket, and what health checks report of the agent itself.
 
-Invariants: whatever a check has to wait for is asked once at a time and shared, so a storm of
-probes costs one call.
+Both are served from when the registration is over. Invariants: whatever a check has to wait for is requested
+once at a time and shared, so a storm of probes costs one call.
 """
 
 import asyncio
+import contextlib
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
-from agent import __version__, log
+from agent import __version__, guard, log
 from agent.bus import Inbox, Latest
+from agent.config.settings import Settings
 from agent.core.freshness import stale_message
+from agent.errors import SourceError
 from agent.model.facts import Fact
 from agent.model.ids import SourceName
 from agent.model.parts import ENGINE
 from agent.model.snapshot import ListSent, Snapshot
-from agent.runtime.vitals import Component, Vitals
+from agent.runtime.imports import import_http
+from agent.runtime.status import Component, Vitals
+from agent.threads import in_daemon_thread
 from agent.views import checks
 from agent.views.checks import Check, at_once
-from agent.views.documents import Json
+
+if TYPE_CHECKING:
+    from agent.runtime.control import Control
+    from agent.sinks.http.sink import HttpSink
+    from agent.views.documents import Json
 
 DIAL_TIMEOUT_S: Final = 2.0
 DIAL_CACHE_NS: Final = 1_000_000_000
@@ -136,7 +145,7 @@ class SelfReport:
         mute = await self._vitals.device_plugin.unanswering(timeout_s=DIAL_TIMEOUT_S)
         return f"{', '.join(mute)} did not answer on its own socket" if mute else None
 
-    def describe(self) -> Json:
+    def describe(self) -> "Json":
         """Return the agent's own figures."""
         inbox, lines, vitals = self._inbox.statistics(), self._lines.statistics(), self._vitals
         evidence = vitals.records.evidence
@@ -188,3 +197,129 @@ class Shared:
                 self._answer = await self._ask()
                 self._until_ns = self._clock() + DIAL_CACHE_NS
             return self._answer
+
+
+ANSWER_WAIT_S: Final = 15.0
+"""How long readiness waits for HTTP; the import takes 0.2 s, on a machine with other work some seconds."""
+
+
+class Serving:
+    """Makes the HTTP sink, with all that it answers from, and runs it."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        vitals: Vitals,
+        *,
+        inbox: Inbox[Fact],
+        latest: Latest[Snapshot],
+        lines: log.Log,
+        boot_id: str,
+        clock: Callable[[], int],
+        may_serve_control: asyncio.Event,
+        after_registration: Callable[[], Awaitable[None]],
+        why_not_kept: Callable[[], Awaitable[str | None]],
+        period_ns: int,
+        prove: Callable[[], object],
+    ) -> None:
+        """``may_serve_control`` is set once this agent is the agent of the node.
+
+        ``why_not_kept`` writes the newest state, and returns why a restart would not know it. ``prove`` is
+        called every ``period_ns`` in which each listener answered.
+        """
+        self._settings = settings
+        self._vitals = vitals
+        self._inbox = inbox
+        self._latest = latest
+        self._lines = lines
+        self._boot_id = boot_id
+        self._clock = clock
+        self._may_serve_control = may_serve_control
+        self._after_registration = after_registration
+        self._why_not_kept = why_not_kept
+        self._period_ns = period_ns
+        self._prove = prove
+        self._sink: HttpSink | None = None
+        self._is_made = asyncio.Event()
+
+    async def run(self) -> None:
+        """Serve for ever. May be run again after it ended; two at once are not allowed."""
+        await self._after_registration()
+        if self._sink is None:
+            self._sink = self._make(*await in_daemon_thread("http-import", import_http))
+            self._is_made.set()
+        # Nothing listens any more where the run before did.
+        self._sink.addresses.clear()
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._ask_itself(self._sink), name="http asks itself")
+            await guard.for_ever("http listeners", self._sink.run)
+
+    async def _ask_itself(self, sink: "HttpSink") -> None:
+        """Ask each listener as a probe does; one that does not answer gives no proof."""
+        while True:
+            for address in tuple(sink.addresses.values()):
+                await _answered(address)
+            self._prove()
+            await asyncio.sleep(self._period_ns / 1e9)
+
+    async def until_answering(self, timeout_s: float = ANSWER_WAIT_S) -> None:
+        """Wait until each listener answers or was refused its address, at most ``timeout_s``.
+
+        A listener that cannot be opened never keeps the devices from the kubelet, so neither does this wait.
+        """
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self._is_made.wait()
+                if self._sink is not None:
+                    await self._sink.until_tried()
+
+    def _make(self, http_sink: "type[HttpSink]", control: "type[Control]") -> "HttpSink":
+        settings, records = self._settings, self._vitals.records
+        report = SelfReport(
+            self._vitals,
+            boot_id=self._boot_id,
+            latest=self._latest,
+            inbox=self._inbox,
+            lines=self._lines,
+            clock=self._clock,
+            probe_options={
+                "tier": settings.probe_tier,
+                "loader": settings.probe_loader,
+                "doubles": settings.probe_doubles,
+                "proc_root": settings.proc_root,
+            },
+        )
+        orders = control(
+            tell=self._inbox.put,
+            latest=self._latest,
+            make_bundle=records.make_bundle,
+            time_of=records.time_of,
+            why_not_kept=self._why_not_kept,
+        )
+        return http_sink(
+            latest=self._latest,
+            events=records.recent,
+            agent=report,
+            http_listen=settings.http_listen,
+            api_listen=settings.api_listen,
+            control_socket=settings.control_socket,
+            may_serve_control=self._may_serve_control,
+            orders=orders,
+        )
+
+
+async def _answered(address: str) -> None:
+    """Return when a listener answered; raises SourceError where nothing listens."""
+    try:
+        if address.startswith("/"):
+            reader, writer = await asyncio.open_unix_connection(address)
+        else:
+            host, _, port = address.rpartition(":")
+            reader, writer = await asyncio.open_connection(host.strip("[]"), int(port))
+    except OSError as error:
+        raise SourceError(f"The agent's own listener at {address} cannot be reached: {error}") from None
+    try:
+        writer.write(b"GET /livez HTTP/1.0\r\nHost: localhost\r\n\r\n")
+        await reader.read()
+    finally:
+        writer.close()

@@ -14,8 +14,8 @@ from agent.model.effects import Event, EventKind, KeepEvidence, RecordEvent
 from agent.model.ids import GpuUuid
 from agent.model.snapshot import Snapshot
 from agent.proofs import Proofs
-from agent.runtime import records
-from agent.runtime.records import Records
+from agent.runtime import event_recorder
+from agent.runtime.event_recorder import Records
 from agent.threads import in_daemon_thread
 from agent.views import event_files
 from tests.sinks.offers import node, uuid
@@ -94,7 +94,7 @@ async def test_a_bundle_can_be_asked_for_before_anything_is_imported(tmp_path: P
 
 
 async def test_what_waits_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(records, "MAX_EARLY", 3)
+    monkeypatch.setattr(event_recorder, "MAX_EARLY", 3)
     bench = Bench(tmp_path)
     for number in range(9):
         bench.tell(str(number))

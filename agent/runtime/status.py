@@ -12,9 +12,9 @@ from agent.model.parts import ENGINE, LOOP
 from agent.proofs import Proofs
 
 if TYPE_CHECKING:
-    from agent.runtime.kept_state import KeptState
-    from agent.runtime.parts_off import PartOff
-    from agent.runtime.records import Records
+    from agent.runtime.bootstrap import PartOff
+    from agent.runtime.event_recorder import Records
+    from agent.runtime.state_store import KeptState
     from agent.sinks.plugin.sink import DevicePlugin
 
 LAG_PERIOD_S: Final = 0.5

@@ -1,18 +1,32 @@
-"""What signals do: the first SIGTERM or SIGINT asks to stop, the second ends the process at once.
+"""The process itself: its signals, its garbage, its name.
 
-Guarantees: the second signal, SIGUSR2 and the limit on stopping work although the event loop is
-stuck, because the handlers run between any two instructions of the main thread and the limit is
-kept by a thread of its own.
+Signals: the first SIGTERM or SIGINT stops the agent in order, the second exits at once. The second signal,
+SIGUSR2 and the limit on stopping work although the event loop is stuck, because the handlers run between any
+two instructions of the main thread and the limit is kept by a thread of its own.
+
+Garbage: a collection begins on whichever thread allocates when it is due, and closes the sockets and files
+it finds. The threads that call the driver have a file descriptor table of their own
+(agent.sources.nvml.threads):
+there the same numbers are other files, so ours would stay open, and one of the driver's would be closed.
+
+Name: NVIDIA's config-manager signals a process whose first argument is ``nvidia-device-plugin``, and a Python
+program's first argument is the interpreter. A second exec under the other name would cost a start, so the
+arguments are overwritten where the kernel shows them.
+
+Sources: proc(5), ``arg_start`` in /proc/PID/stat; NVIDIA/k8s-device-plugin:cmd/config-manager/main.go,
+findPidToSignal.
 """
 
 import asyncio
+import gc
 import logging
 import os
 import signal
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from types import FrameType
 from typing import Any, Final
 
@@ -119,3 +133,60 @@ def _stack_of(task: asyncio.Task[Any]) -> Iterator[str]:
             break
         yield from traceback.format_stack(frame, limit=1)
         waiting = getattr(waiting, "cr_await", None) or getattr(waiting, "gi_yieldfrom", None)
+
+
+GARBAGE_PERIOD_S: Final = 1.0
+FULL_EVERY: Final = 60
+"""Periods from one collection of everything to the next, which takes some milliseconds."""
+
+YOUNG, ALL = 1, 2
+
+
+async def collect_for_ever() -> None:
+    """Collect in place of the interpreter, which is told not to; what is there now is never garbage."""
+    gc.disable()
+    gc.freeze()
+    periods = 0
+    while True:
+        await asyncio.sleep(GARBAGE_PERIOD_S)
+        periods += 1
+        gc.collect(YOUNG if periods % FULL_EVERY else ALL)
+
+
+_ARG_START, _ARG_END = 48, 49
+"""Numbers of fields in /proc/PID/stat, counted from 1."""
+_MAX_COMM: Final = 15
+"""A thread's name in bytes, without the NUL."""
+
+
+def appear_as(name: str, arguments: Sequence[str]) -> bool:
+    """Show a name and arguments in /proc/PID/cmdline and comm; returns whether the kernel let us."""
+    try:
+        start, end = _place_of_arguments()
+        shown = _shown(name, arguments, end - start)
+        with Path("/proc/self/mem").open("r+b", buffering=0) as memory:
+            memory.seek(start)
+            memory.write(shown)
+        Path("/proc/self/comm").write_bytes(os.fsencode(name)[:_MAX_COMM])
+    except (OSError, ValueError):
+        return False
+    return True
+
+
+def _place_of_arguments() -> tuple[int, int]:
+    """Return where the arguments begin and end in this process's memory; ValueError if it is not told."""
+    # The program's name stands in parentheses and may hold anything, also spaces.
+    fields = Path("/proc/self/stat").read_bytes().rpartition(b")")[2].split()
+    start, end = (int(fields[number - 3]) for number in (_ARG_START, _ARG_END))
+    if not 0 < start < end:
+        raise ValueError("the kernel does not tell where the arguments are")
+    return start, end
+
+
+def _shown(name: str, arguments: Sequence[str], room: int) -> bytes:
+    """Return the arguments with NULs up to their old length, or the name alone where they do not fit."""
+    for words in ((name, *arguments), (name,)):
+        shown = b"\0".join(os.fsencode(word) for word in words) + b"\0"
+        if len(shown) <= room:
+            return shown.ljust(room, b"\0")
+    raise ValueError("the old arguments have no room for the name")

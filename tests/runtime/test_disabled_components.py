@@ -8,7 +8,7 @@ from agent.config.load import load
 from agent.config.settings import DEFAULT, Settings
 from agent.errors import MissingRightsError
 from agent.model.structs import replace
-from agent.runtime.parts_off import parts_off, with_usable_state_dir, without_unreadable_log
+from agent.runtime.bootstrap import parts_off, with_usable_state_dir, without_unreadable_log
 
 
 def settings(tmp_path: Path, **flags: str) -> Settings:
