@@ -14,7 +14,7 @@ from agent.core.leaks.rules import EvaluationInput
 from agent.core.usage.client_tree import CONTEXT_SHARE, DEVICE, NO_INSTANCE
 from agent.core.usage.gpu_map import CONTROL, NVIDIA_MAJOR, GpuMap
 from agent.core.usage.processes import by_process
-from agent.core.usage.rows import judged
+from agent.core.usage.rows import live_rows
 from agent.core.usage.tracker import Tracker
 from agent.model.ids import GpuUuid, Placement
 from agent.model.policy import LeakPolicy
@@ -123,21 +123,22 @@ class _Run:
 def _one_run(machine: _Machine) -> dict[str, float]:
     run, tracker = _Run(), Tracker(_GPUS)
     held, now_ns = by_process(machine.held), machine.now_ns
-    tracker.scanned([], _START_NS)
+    tracker.apply_scan([], _START_NS)
     for at in range(0, len(machine.events), Ring.BATCH):
-        run.timed("events", lambda at=at: tracker.take(machine.events[at : at + Ring.BATCH]))  # type: ignore[misc]
-    run.steps("first_scan", tracker.scanning(held, now_ns + 1))
+        run.timed("events", lambda at=at: tracker.handle_events(machine.events[at : at + Ring.BATCH]))  # type: ignore[misc]
+    run.steps("first_scan", tracker.apply_scan_steps(held, now_ns + 1))
     for at in range(0, len(machine.looks), LOOKS_AT_ONCE):
-        run.timed("looks", lambda at=at: tracker.looked(machine.looks[at : at + LOOKS_AT_ONCE], now_ns))  # type: ignore[misc]
+        some = machine.looks[at : at + LOOKS_AT_ONCE]
+        run.timed("looks", lambda some=some: tracker.update_statuses(some, now_ns))  # type: ignore[misc]
     while run.timed("records", lambda: tracker.refresh(REFRESHED_AT_ONCE)):
         pass
-    run.timed("first_picture", lambda: tracker.picture(now_ns))
-    run.steps("scan", tracker.scanning(held, now_ns + 2))
-    tracker.exited(ProcessKey(1_000, 1_000), now_ns)
-    usage = run.timed("picture", lambda: tracker.picture(now_ns))
+    run.timed("first_picture", lambda: tracker.usage_snapshot(now_ns))
+    run.steps("scan", tracker.apply_scan_steps(held, now_ns + 2))
+    tracker.handle_process_gone(ProcessKey(1_000, 1_000), now_ns)
+    usage = run.timed("picture", lambda: tracker.usage_snapshot(now_ns))
     _findings(run, machine, usage)
-    rows = judged(machine.rows(), {}, tracker.older)
-    run.steps("rebuild", tracker.rebuilding(rows, now_ns + 3))
+    rows = live_rows(machine.rows(), {}, tracker.older_files)
+    run.steps("rebuild", tracker.rebuild_steps(rows, now_ns + 3))
     return run.longest
 
 

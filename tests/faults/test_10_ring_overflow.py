@@ -124,18 +124,18 @@ async def test_the_picture_is_made_anew_within_a_poll(call: Callable[..., Any]) 
 
 def test_a_loss_marks_the_picture_until_it_was_made_anew_from_rows_and_a_scan() -> None:
     tracker = Tracker(GpuMap({}))
-    tracker.scanned((), START_NS)
-    assert tracker.picture(START_NS).complete
+    tracker.apply_scan((), START_NS)
+    assert tracker.usage_snapshot(START_NS).complete
 
-    tracker.lost(PRIME)
+    tracker.handle_lost_events(PRIME)
     assert tracker.needs_rebuild
-    marked = tracker.picture(START_NS)
+    marked = tracker.usage_snapshot(START_NS)
     assert (marked.complete, marked.events_lost) == (False, PRIME)
 
-    tracker.rebuilt((), START_NS + 1)
-    assert not tracker.picture(START_NS + 1).complete
-    tracker.scanned((), START_NS + 2)
-    assert tracker.picture(START_NS + 2).complete
+    tracker.rebuild((), START_NS + 1)
+    assert not tracker.usage_snapshot(START_NS + 1).complete
+    tracker.apply_scan((), START_NS + 2)
+    assert tracker.usage_snapshot(START_NS + 2).complete
 
 
 async def test_nothing_is_lost_at_ten_thousand_events_a_second(call: Callable[..., Any]) -> None:

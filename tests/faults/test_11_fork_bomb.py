@@ -12,11 +12,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agent.core.usage import clients as rm_objects
-from agent.core.usage import files as holders
-from agent.core.usage import quarantine as rm_aside
+from agent.core.usage import clients, quarantine
+from agent.core.usage import files as open_files
 from agent.core.usage.gpu_map import CONTROL
-from agent.core.usage.quarantine import ASIDE_NS
+from agent.core.usage.quarantine import QUARANTINE_NS
 from agent.core.usage.tracker import Tracker
 from agent.model.facts import GpuUseSeen
 from agent.model.structs import replace
@@ -55,7 +54,7 @@ for number in range(int(sys.argv[2])):
 @pytest.mark.slow
 async def test_a_burst_of_real_forks_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # What nobody holds may be in a message, for a while.
-    monkeypatch.setattr(rm_aside, "ASIDE_NS", 0)
+    monkeypatch.setattr(quarantine, "QUARANTINE_NS", 0)
     double = await in_daemon_thread("test-device", lambda: stand_in(tmp_path))
     async with watched(processes=ROOM) as watcher:
         await in_daemon_thread("test-bomb", lambda: ran(BOMB, double, BURST))
@@ -80,9 +79,9 @@ async def rows_left(watcher: Watcher) -> bool:
 
 
 def test_the_tables_have_room_for_what_was_promised() -> None:
-    assert PROCESSES == holders.MAX_PROCESSES == 65_536
+    assert PROCESSES == open_files.MAX_PROCESSES == 65_536
     assert MAX_WATCHED == 1_024
-    assert rm_objects.MAX_OF_OWNER == MAX_OBJECTS_EACH == 16_384
+    assert clients.MAX_OF_OWNER == MAX_OBJECTS_EACH == 16_384
 
 
 # On a clock of the test's own
@@ -111,7 +110,7 @@ class Bomb:
         """So many processes come and go, some of it is seen, and a second passes."""
         for _ in range(spawned):
             self._one(self._chance.choice(self._pids))
-        self.tracker.take(self.world.drain())
+        self.tracker.handle_events(self.world.drain())
         for see in (self.scan, self.look, self.tell_ends):
             if self._chance.random() < 0.4:
                 see()
@@ -137,25 +136,25 @@ class Bomb:
     def scan(self) -> None:
         at_ns = self.world.now_ns = self.world.now_ns + 1
         held = self.world.scan()
-        self.tracker.take(self.world.drain())
-        self.tracker.scanned(held, at_ns)
-        self.world.delete_rows(self.tracker.take_removed())
+        self.tracker.handle_events(self.world.drain())
+        self.tracker.apply_scan(held, at_ns)
+        self.world.delete_rows(self.tracker.pop_removed())
 
     def look(self) -> None:
         alive = {task.key.pid: task for task in self.world.alive}
-        for key in self.tracker.unlooked:
+        for key in self.tracker.without_status:
             if key.pid in alive:
-                self.tracker.looked([alive[key.pid].status], self.world.now_ns)
+                self.tracker.update_statuses([alive[key.pid].status], self.world.now_ns)
             else:
-                self.tracker.exited(key, self.world.now_ns)
+                self.tracker.handle_process_gone(key, self.world.now_ns)
 
     def tell_ends(self) -> None:
         for task in self._untold:
-            self.tracker.exited(task.key, self.world.now_ns)
+            self.tracker.handle_process_gone(task.key, self.world.now_ns)
         self._untold.clear()
 
     def tell(self) -> Usage:
-        picture = self.tracker.picture(self.node.now_ns)
+        picture = self.tracker.usage_snapshot(self.node.now_ns)
         self.node.tell(GpuUseSeen(picture), allocated(), pods())
         return picture
 
@@ -163,7 +162,7 @@ class Bomb:
         for _ in range(2):
             self.tell_ends()
             if self.tracker.needs_rebuild:
-                self.tracker.rebuilt(list(self.world.rows.values()), self.world.now_ns)
+                self.tracker.rebuild(list(self.world.rows.values()), self.world.now_ns)
             self.scan()
             self.look()
         return self.tell()
@@ -179,7 +178,7 @@ def test_pids_that_are_used_again_and_again_make_no_finding(seed: int, pids: int
 
     picture = bomb.settled()
     assert (picture.processes, picture.orphans, picture.totals) == ((), (), ())
-    bomb.world.now_ns += ASIDE_NS
+    bomb.world.now_ns += QUARANTINE_NS
     bomb.scan()
     assert bomb.world.rows == {}
     assert bomb.tracker.living == ()
@@ -188,14 +187,14 @@ def test_pids_that_are_used_again_and_again_make_no_finding(seed: int, pids: int
 def test_when_there_are_more_processes_than_room_the_others_are_counted_and_accused_of_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(holders, "MAX_PROCESSES", 50)
+    monkeypatch.setattr(open_files, "MAX_PROCESSES", 50)
     bomb = Bomb(seed=11, pids=1)
     living = []
     for pid in range(1_000, 1_200):
         task = bomb.world.spawn(pid)
         living.append(task)
         bomb.world.context(task, bomb.world.open(task, CONTROL))
-        bomb.tracker.take(bomb.world.drain())
+        bomb.tracker.handle_events(bomb.world.drain())
         if pid % 20 == 0:
             bomb.settled()
 

@@ -149,11 +149,11 @@ class Watcher:
             GpuMap({gpu.minor: GpuUuid(gpu.uuid) for gpu in self._gpus}, _instances(self._gpus))
         )
         now_ns = time.monotonic_ns()
-        tracker.lost(0)
-        tracker.rebuilt(rows, now_ns, openings)
-        tracker.scanned(scan.held, now_ns)
-        tracker.looked([use.status for use in usage.processes], now_ns)
-        return tracker.picture(now_ns)
+        tracker.handle_lost_events(0)
+        tracker.rebuild(rows, now_ns, openings)
+        tracker.apply_scan(scan.held, now_ns)
+        tracker.update_statuses([use.status for use in usage.processes], now_ns)
+        return tracker.usage_snapshot(now_ns)
 
 
 def _instances(gpus: tuple[Gpu, ...]) -> dict[int, GpuUuid]:

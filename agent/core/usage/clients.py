@@ -17,7 +17,7 @@ from heapq import heapify, heapreplace
 from typing import Final, Protocol
 
 from agent.core.usage.client_tree import DEVICE, NO_INSTANCE, ROOTS, Client, Marker, Object
-from agent.core.usage.quarantine import Aside, PutAside
+from agent.core.usage.quarantine import Quarantine, QuarantinedClient
 from agent.core.usage.rows import Removed, Rows
 from agent.model.ids import GpuUuid
 from agent.model.rm import RmObject
@@ -33,7 +33,7 @@ STEP: Final = 128
 """Rows or clients between two pauses of what takes long: about 2 ms."""
 
 
-class Owners(Protocol):
+class OwnerGpus(Protocol):
     """What has to be known of who made clients."""
 
     def only_gpu(self, owner: int) -> GpuUuid | None:
@@ -43,10 +43,10 @@ class Owners(Protocol):
         """Return whether a process was seen to have a GPU open, or was not seen itself."""
 
 
-class Clients:
+class ClientTable:
     """All clients of the node."""
 
-    def __init__(self, marker: Marker, owners: Owners) -> None:
+    def __init__(self, marker: Marker, owners: OwnerGpus) -> None:
         self.marker = marker
         self.evicted = 0
         self.short: set[int] = set()
@@ -55,7 +55,7 @@ class Clients:
         """Owners of whom something else is known; whoever makes pictures empties it."""
         self.freed: dict[int, dict[GpuUuid | None, int]] = {}
         """Contexts that ended, by owner and GPU; the tracker forgets an owner's when it forgets the owner."""
-        self._owners = owners
+        self.owner_gpus = owners
         self._instances: Mapping[int, GpuUuid] = {}
         self._claims: dict[int, dict[int, GpuUuid]] = {}
         """Which GPU has which device instance, as each owner's own calls tell."""
@@ -66,7 +66,7 @@ class Clients:
         self._sizes: dict[int, int] = {}
         """Room that each owner takes."""
         self._size = 0
-        self._aside = Aside()
+        self._quarantine = Quarantine()
         self._removed: list[Removed] = []
 
     def __iter__(self) -> Iterator[Client]:
@@ -75,19 +75,19 @@ class Clients:
     def __len__(self) -> int:
         return self._size
 
-    def take_removed(self) -> list[Removed]:
+    def pop_removed(self) -> list[Removed]:
         """Return what died since the last call without an event of its own, and forget it."""
         taken, self._removed = self._removed, []
         return taken
 
     # What is told
 
-    def instances_are(self, instances: Mapping[int, GpuUuid]) -> None:
+    def set_instances(self, instances: Mapping[int, GpuUuid]) -> None:
         """Take which GPU has which device instance; what was learned of an earlier driver is forgotten."""
         self._instances = instances
         self._claims = {}
 
-    def allocated(self, row: RmObject, owner: int) -> None:
+    def handle_alloc(self, row: RmObject, owner: int) -> None:
         """Take a new object."""
         is_root = row.rm_class in ROOTS
         client = self._client(row, owner, whole=is_root)
@@ -97,12 +97,12 @@ class Clients:
         if known is not None:
             if (known.rm_class, known.parent) == (row.rm_class, row.parent):
                 return
-            self._drop(client, row.handle)
+            self._drop_object(client, row.handle)
         # To make room may take this very client.
         if self._has_room(client.owner, row) and self._clients.get(row.client) is client:
-            self._add(client, row)
+            self._add_object(client, row)
 
-    def freed_by(self, client_handle: int, handle: int, at_ns: int) -> None:
+    def handle_free(self, client_handle: int, handle: int, at_ns: int) -> None:
         """Take that an object, or a whole client, was freed."""
         client = self._clients.get(client_handle)
         if client is None:
@@ -113,9 +113,9 @@ class Clients:
             return
         known = client.objects.get(handle)
         if known is not None and known.at_ns <= at_ns:
-            self._drop(client, handle)
+            self._drop_object(client, handle)
 
-    def registered(self, client_handle: int, vaspace: int, gpu: GpuUuid, owner: int) -> None:
+    def handle_uvm_registration(self, client_handle: int, vaspace: int, gpu: GpuUuid, owner: int) -> None:
         """Take that a client's address space was registered with unified memory for a GPU, by a process.
 
         This names the GPU itself, and so tells whose the device instance above that space is: for what this
@@ -131,7 +131,7 @@ class Clients:
         if instance != NO_INSTANCE and (instance in claims or len(claims) < MAX_INSTANCES):
             claims[instance] = gpu
 
-    def file_ended(self, file: int, before_ns: int | None = None) -> None:
+    def handle_file_closed(self, file: int, before_ns: int | None = None) -> None:
         """Take that an open file is gone, and its clients with it.
 
         Of an address that is in use again already, those made before that.
@@ -139,37 +139,37 @@ class Clients:
         for handle in tuple(self._by_file.get(file, ())):
             if before_ns is None or self._clients[handle].at_ns < before_ns:
                 self.drop(handle)
-        self._forget_aside(file)
+        self._drop_quarantined(file)
 
-    def file_forgotten(self, file: int) -> None:
+    def handle_file_evicted(self, file: int) -> None:
         """Take that there is no room for an open file, and forget what was made with it."""
         for handle in tuple(self._by_file.get(file, ())):
             client = self._clients[handle]
-            self.fell_short(client.owner, client.size)
+            self.mark_short(client.owner, client.size)
             self.drop(handle, is_gone=False)
 
-    def file_unheld(self, file: int, now_ns: int) -> None:
+    def quarantine_file(self, file: int, now_ns: int) -> None:
         """Take that nobody is seen to hold a file any more: it is gone, or in a message."""
         clients = [self._clients[handle] for handle in self._by_file.get(file, ())]
         if clients:
-            put = [PutAside(client, self.contexts(client)) for client in clients]
+            put = [QuarantinedClient(client, self.contexts(client)) for client in clients]
             for client in clients:
                 self.drop(client.handle, is_gone=False)
-            for client, _ in self._aside.put(file, put, now_ns):
-                self._tell_removed(client)
+            for client, _ in self._quarantine.add(file, put, now_ns):
+                self._add_removed_client(client)
 
-    def file_held(self, file: int) -> None:
+    def restore_file(self, file: int) -> None:
         """Take that somebody holds a file after all, with what was made with it."""
-        for client, counted in self._aside.take(file):
+        for client, counted in self._quarantine.pop(file):
             if client.handle not in self._clients:
-                self._put(client)
+                self._insert(client)
                 for gpu, count in counted.items():
                     self._add_freed(client.owner, gpu, -count)
 
-    def bound_aside(self, now_ns: int) -> None:
+    def expire_quarantined(self, now_ns: int) -> None:
         """Take for gone what nobody was seen to hold for long."""
-        for file in self._aside.over(now_ns):
-            self._forget_aside(file)
+        for file in self._quarantine.expired(now_ns):
+            self._drop_quarantined(file)
 
     def drop(self, handle: int, *, is_gone: bool = True) -> None:
         """Forget a client and all that it has; of what is gone the rows are told as removed."""
@@ -178,19 +178,19 @@ class Clients:
         client = self._clients[handle]
         for gpu, count in self.contexts(client).items():
             self._add_freed(client.owner, gpu, count)
-        self._take(handle)
+        self._remove(handle)
         if is_gone:
-            self._tell_removed(client)
+            self._add_removed_client(client)
 
-    def rebuilding(
+    def rebuild_steps(
         self, rows: Rows, owner_of: Callable[[RmObject], int], opened: Mapping[int, int]
     ) -> Iterator[None]:
         """Take the rows of the kernel's map instead of everything that was told before, step by step.
 
         Nothing else may be told between the steps. ``opened`` is as in rm_rows.judged.
         """
-        for file in self._aside.files():
-            self.file_held(file)
+        for file in self._quarantine.files():
+            self.restore_file(file)
         live_before: dict[tuple[int, GpuUuid | None], int] = {}
         yield from self._count(live_before)
         before = self._clients
@@ -218,7 +218,7 @@ class Clients:
     ) -> None:
         # A row knows when the process began that made it; events in whose midst some were lost may not.
         is_surer = row.rm_class in ROOTS and (row.start_ticks or known is None or not known.whole)
-        self.allocated(row, owner_of(row) if is_surer or known is None else known.owner)
+        self.handle_alloc(row, owner_of(row) if is_surer or known is None else known.owner)
         client = self._clients.get(row.client)
         if client is not None:
             client.sure = row.file in opened or (known is not None and known.sure)
@@ -264,17 +264,17 @@ class Clients:
             next(iter(client.gpus)) if len(client.gpus) == 1 else None,
         )
         for gpu in told:
-            if gpu is not None and self._owners.may_use(owner, gpu):
+            if gpu is not None and self.owner_gpus.may_use(owner, gpu):
                 return gpu
-        return self._owners.only_gpu(owner)
+        return self.owner_gpus.only_gpu(owner)
 
-    def confirm(self, handle: int) -> None:
+    def mark_sure(self, handle: int) -> None:
         """Take that an event told of a client after all."""
         if handle in self._clients:
             self._clients[handle].sure = True
             self.changed.add(self._clients[handle].owner)
 
-    def doubt(self, file: int) -> None:
+    def mark_unsure(self, file: int) -> None:
         """Take that a file may be another than that with which its clients were made."""
         for handle in self._by_file.get(file, ()):
             self._clients[handle].sure = False
@@ -284,7 +284,7 @@ class Clients:
         """Yield the clients that a process made."""
         return (self._clients[handle] for handle in self._by_owner.get(owner, ()))
 
-    def holders_changed(self, file: int) -> None:
+    def mark_file_changed(self, file: int) -> None:
         """Take that others hold a file, on which depends what those who ended left behind."""
         for handle in self._by_file.get(file, ()):
             self.changed.add(self._clients[handle].owner)
@@ -295,15 +295,15 @@ class Clients:
 
     def has_owner(self, owner: int) -> bool:
         """Return whether a process made a client that lives, or that may come back."""
-        return owner in self._by_owner or self._aside.has_owner(owner)
+        return owner in self._by_owner or self._quarantine.has_owner(owner)
 
-    def give(self, owner: int, to: int) -> None:
+    def transfer(self, owner: int, to: int) -> None:
         """Take that what one owner made is another's after all."""
         for handle in tuple(self._by_owner.get(owner, ())):
-            client = self._take(handle)
+            client = self._remove(handle)
             client.owner = to
-            self._put(client)
-        self._aside.give(owner, to)
+            self._insert(client)
+        self._quarantine.transfer(owner, to)
         for gpu, count in self.freed.pop(owner, {}).items():
             self._add_freed(to, gpu, count)
         if owner in self._claims:
@@ -317,8 +317,8 @@ class Clients:
         """Forget a process with all that it made, which may live on in the kernel's map."""
         for handle in tuple(self._by_owner.get(owner, ())):
             self.drop(handle, is_gone=False)
-        for file in self._aside.files_of(owner):
-            self._aside.take(file)
+        for file in self._quarantine.files_of(owner):
+            self._quarantine.pop(file)
         self.freed.pop(owner, None)
         self._claims.pop(owner, None)
         self.short.discard(owner)
@@ -326,7 +326,7 @@ class Clients:
 
     # Room
 
-    def fell_short(self, owner: int, count: int = 1) -> None:
+    def mark_short(self, owner: int, count: int = 1) -> None:
         """Take that there was no room for something that an owner has."""
         self.evicted += count
         self.short.add(owner)
@@ -335,9 +335,9 @@ class Clients:
     def _has_room(self, owner: int, row: RmObject) -> bool:
         """Make room for one more thing of an owner; of one that takes more than a share there is none."""
         if self._sizes.get(owner, 0) >= MAX_OF_OWNER:
-            self.fell_short(owner)
+            self.mark_short(owner)
             # Its row takes room in the kernel's map that others need.
-            self.tell_removed(Removed(row.client, row.handle, row.at_ns))
+            self.add_removed(Removed(row.client, row.handle, row.at_ns))
             return False
         if self._size >= MAX_OBJECTS:
             self._make_room()
@@ -350,7 +350,7 @@ class Clients:
         while self._size > MAX_OBJECTS * 7 // 8:
             owner = most[0][1]
             oldest = next(iter(self._by_owner[owner]))
-            self.fell_short(owner, self._clients[oldest].size)
+            self.mark_short(owner, self._clients[oldest].size)
             self.drop(oldest, is_gone=False)
             heapreplace(most, (-self._sizes.get(owner, 0), owner))
 
@@ -375,21 +375,21 @@ class Clients:
             if not self._has_room(owner, row):
                 return None
             client = Client(row.client, row.file, owner, row.at_ns, whole)
-            self._put(client)
+            self._insert(client)
         of_owner = self._by_owner[client.owner]
         of_owner[row.client] = of_owner.pop(row.client)
         client.sure = True
         self.changed.add(client.owner)
         return client
 
-    def _put(self, client: Client) -> None:
+    def _insert(self, client: Client) -> None:
         self._clients[client.handle] = client
         self._by_file.setdefault(client.file, set()).add(client.handle)
         self._by_owner.setdefault(client.owner, {})[client.handle] = None
         self._grow(client.owner, client.size)
         self.changed.add(client.owner)
 
-    def _take(self, handle: int) -> Client:
+    def _remove(self, handle: int) -> Client:
         """Take a client out of the tables."""
         client = self._clients.pop(handle)
         self._grow(client.owner, -client.size)
@@ -403,14 +403,14 @@ class Clients:
         self.changed.add(client.owner)
         return client
 
-    def _add(self, client: Client, row: RmObject) -> None:
+    def _add_object(self, client: Client, row: RmObject) -> None:
         instance = row.gpu if row.rm_class == DEVICE else NO_INSTANCE
         client.add(row.handle, Object(row.rm_class, row.parent, instance, row.at_ns))
         self._grow(client.owner, 1)
         if row.rm_class == self.marker.rm_class:
             client.mark(row.handle, self.marker)
 
-    def _drop(self, client: Client, handle: int) -> None:
+    def _drop_object(self, client: Client, handle: int) -> None:
         """Forget an object and everything below it."""
         doomed = client.with_descendants(handle)
         # The GPU of a context is told by its ancestors, so the tree is left as it is until all are counted.
@@ -428,15 +428,15 @@ class Clients:
         of_owner[gpu] = of_owner.get(gpu, 0) + count
         self.changed.add(owner)
 
-    def _forget_aside(self, file: int) -> None:
-        for client, _ in self._aside.take(file):
-            self._tell_removed(client)
+    def _drop_quarantined(self, file: int) -> None:
+        for client, _ in self._quarantine.pop(file):
+            self._add_removed_client(client)
 
-    def _tell_removed(self, client: Client) -> None:
+    def _add_removed_client(self, client: Client) -> None:
         self._removed += [Removed(client.handle, each, known.at_ns) for each, known in client.objects.items()]
-        self.tell_removed(Removed(client.handle, client.handle, client.at_ns))
+        self.add_removed(Removed(client.handle, client.handle, client.at_ns))
 
-    def tell_removed(self, removed: Removed) -> None:
+    def add_removed(self, removed: Removed) -> None:
         """Take that a row of the kernel's map is stale."""
         self._removed.append(removed)
         del self._removed[:-MAX_OBJECTS]

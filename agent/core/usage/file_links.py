@@ -8,7 +8,7 @@ Source: open-gpu-kernel-modules, escape.c (NV_ESC_REGISTER_FD), nv.c (nvidia_clo
 from collections.abc import Container, Iterator
 from typing import Final, NamedTuple
 
-from agent.core.usage.quarantine import ASIDE_NS
+from agent.core.usage.quarantine import QUARANTINE_NS
 from agent.core.usage.rows import Removed
 
 MAX_REGISTRATIONS: Final = 65_536
@@ -34,7 +34,7 @@ class Registrations:
     def __len__(self) -> int:
         return len(self._by_file)
 
-    def of(self, file: int) -> Registration | None:
+    def get(self, file: int) -> Registration | None:
         """Return what a file was registered to."""
         return self._by_file.get(file)
 
@@ -45,7 +45,7 @@ class Registrations:
         while len(self._by_file) > self._room:
             del self._by_file[next(iter(self._by_file))]
 
-    def end(self, file: int, before_ns: int | None = None) -> Removed | None:
+    def remove(self, file: int, before_ns: int | None = None) -> Removed | None:
         """Take that a file is gone; return the kernel's row, which is stale (if it is older than that)."""
         known = self._by_file.get(file)
         if known is None or (before_ns is not None and known.at_ns >= before_ns):
@@ -53,9 +53,9 @@ class Registrations:
         del self._by_file[file]
         return Removed(file & HALF, file >> 32, known.at_ns)
 
-    def over(self, files: Container[int], now_ns: int) -> Iterator[Removed]:
+    def expired(self, files: Container[int], now_ns: int) -> Iterator[Removed]:
         """Take which files there are; yield the rows of those that nobody was seen to hold for long."""
         self._unheld = {file: self._unheld.get(file, now_ns) for file in self._by_file if file not in files}
         for file, since_ns in tuple(self._unheld.items()):
-            if now_ns - since_ns >= ASIDE_NS and (removed := self.end(file)) is not None:
+            if now_ns - since_ns >= QUARANTINE_NS and (removed := self.remove(file)) is not None:
                 yield removed

@@ -13,10 +13,10 @@ from collections.abc import Hashable, Iterable, Iterator, Mapping
 from itertools import islice
 from typing import Final
 
-from agent.core.usage.clients import Clients
+from agent.core.usage.clients import ClientTable
 from agent.core.usage.file_links import Registrations
 from agent.core.usage.gpu_map import CONTROL
-from agent.core.usage.processes import NOTHING, File, FilesHeld, Held, Process
+from agent.core.usage.processes import NO_FILES, File, OpenFiles, OpenFilesByProcess, Process
 from agent.model.rm import RmEvent, RmObject
 from agent.model.usage import ENDED, UNINTERRUPTIBLE, PodRef, ProcessKey, ProcessStatus
 
@@ -29,18 +29,18 @@ STEP: Final = 64
 STEP_UNCHANGED: Final = 8_192
 
 
-class Holders:
+class OpenFileTable:
     """Processes and files; tells the clients when one of these ends."""
 
-    def __init__(self, clients: Clients) -> None:
+    def __init__(self, clients: ClientTable) -> None:
         self.evicted = 0
-        self.tells_releases = False
+        self.has_release_events = False
         """Whether the driver's own end of each file is told; then only that ends a file."""
         self.in_doubt = False
         """Events were lost since the last scan: an exit may be among them, and its pid in use again."""
-        self.missed = False
+        self.missed_events = False
         """Events of a process were not told since the last scan, and ends of files may be among them."""
-        self.forgot = False
+        self.has_evicted = False
         """Clients were forgotten for want of room; the kernel's map has them still."""
         self.is_crowded = False
         """Since the last scan began processes or files were forgotten because there are too many."""
@@ -56,24 +56,24 @@ class Holders:
         """Those whose start is known."""
         self._numbers = 0
         self._scan_ns = 0
-        self._stirred: set[Process] = set()
+        self._unsettled: set[Process] = set()
         """Those whose files are not what the last scan found."""
-        self._bare: set[int] = set()
+        self._unheld: set[int] = set()
         """Files that nobody is seen to hold."""
         self._idle: set[Process] = set()
         """Processes that hold no file."""
         self._doubted: set[int] = set()
         """Files that were there when events were lost."""
-        self._openings: Mapping[int, int] = {}
+        self._open_times: Mapping[int, int] = {}
         """When files were opened that are the same now, as the kernel told when events had been lost."""
         self._registrations = Registrations()
-        self._closed: set[tuple[Process, int]] | None = None
+        self._closed_in_scan: set[tuple[Process, int]] | None = None
         """The files that ended since the scan that is under way began, with who closed them last."""
 
-    def releases_are(self, *, told: bool) -> None:
+    def set_release_events(self, *, enabled: bool) -> None:
         """Take whether the driver's own end of each file is told; what is left behind depends on it."""
-        if told != self.tells_releases:
-            self.tells_releases = told
+        if enabled != self.has_release_events:
+            self.has_release_events = enabled
             self.changed.update(self.processes.values())
 
     def current(self) -> Iterable[Process]:
@@ -89,7 +89,7 @@ class Holders:
             return None
         return status.pod.uid if isinstance(status.pod, PodRef) else status.cgroup
 
-    def doubt(self) -> None:
+    def handle_lost_events(self) -> None:
         """Take that events were lost: an exit or a close may be among them, and the pid or address in use."""
         self.in_doubt = True
         for name, file in self.files.items():
@@ -99,31 +99,33 @@ class Holders:
 
     # Processes
 
-    def of_event(self, event: RmEvent) -> Process:
+    def process_of_event(self, event: RmEvent) -> Process:
         """Return the process that an event is of; after its exit was told its pid is another's."""
         now = self._current.get(event.tgid)
         if now is None:
-            return self._new(event.tgid, event.at_ns, None)
+            return self._add_process(event.tgid, event.at_ns, None)
         if now.ended_ns is not None:
-            return now if event.at_ns <= now.ended_ns else self._new(event.tgid, event.at_ns, None)
-        if now.exit_told and event.at_ns > (now.exiting_ns or 0):
+            return now if event.at_ns <= now.ended_ns else self._add_process(event.tgid, event.at_ns, None)
+        if now.exit_reported and event.at_ns > (now.exiting_ns or 0):
             if now.start is not None:
-                return self._new(event.tgid, event.at_ns, None, before=now)
-            now.exiting_ns, now.exit_told = None, False
+                return self._add_process(event.tgid, event.at_ns, None, before=now)
+            now.exiting_ns, now.exit_reported = None, False
         self.processes[now.number] = self.processes.pop(now.number)
         now.event_ns = max(now.event_ns, event.at_ns)
         return now
 
-    def of_row(self, row: RmObject) -> Process:
+    def process_of_row(self, row: RmObject) -> Process:
         """Return the process that made an object of which no event told."""
         now = self._current.get(row.tgid)
         if now is not None and now.start is not None and row.start_ticks:
-            return self._named(row.tgid, row.start_ticks, row.at_ns) or self._gone(row, now)
+            return self._process_of_key(row.tgid, row.start_ticks, row.at_ns) or self._earlier_process(
+                row, now
+            )
         if now is None or (now.ended_ns is not None and now.ended_ns < row.at_ns):
-            return self._new(row.tgid, row.at_ns, row.start_ticks or None)
+            return self._add_process(row.tgid, row.at_ns, row.start_ticks or None)
         return now
 
-    def _gone(self, row: RmObject, now: Process) -> Process:
+    def _earlier_process(self, row: RmObject, now: Process) -> Process:
         """Return the process that had the pid before and is gone."""
         if now.start == row.start_ticks:
             return now
@@ -138,62 +140,66 @@ class Holders:
             self._idle.add(process)
         return process
 
-    def looked(self, status: ProcessStatus, now_ns: int) -> None:
+    def update_status(self, status: ProcessStatus, now_ns: int) -> None:
         """Take what /proc says of a process now."""
-        process = self._named(status.key.pid, status.key.start_ticks, now_ns) if self._knows(status) else None
+        process = (
+            self._process_of_key(status.key.pid, status.key.start_ticks, now_ns)
+            if self._knows(status)
+            else None
+        )
         if process is None:
             return
         before = (process.status, process.exiting_ns)
         was_known = process.is_known
-        process.status, process.is_look_old = status, False
+        process.status, process.is_status_stale = status, False
         is_ending = status.state in ENDED or (status.killed and status.state == UNINTERRUPTIBLE)
         if is_ending and process.exiting_ns is None:
             process.exiting_ns = now_ns
-        elif not is_ending and not process.exit_told:
+        elif not is_ending and not process.exit_reported:
             process.exiting_ns = None
         if (process.status, process.exiting_ns) != before:
             self.changed.add(process)
         if not was_known:
             for name in process.files:
-                self._file_changed(name)
+                self._mark_file_changed(name)
 
-    def exited(self, key: ProcessKey, now_ns: int) -> None:
+    def handle_process_gone(self, key: ProcessKey, now_ns: int) -> None:
         """Take that a process is gone."""
         process = self._current.get(key.pid)
         while process is not None and process.key != key:
             process = self._before(process)
         if process is not None and process.ended_ns is None:
-            self._end(process, now_ns)
+            self._mark_gone(process, now_ns)
 
-    def exits(self, process: Process, at_ns: int) -> None:
+    def handle_exit_event(self, process: Process, at_ns: int) -> None:
         """Take that the last thread of a process began to exit."""
-        process.exiting_ns, process.exit_told = at_ns, True
+        process.exiting_ns, process.exit_reported = at_ns, True
         self.changed.add(process)
 
-    def closes(self, process: Process, names: Iterable[int], device: int | None = None) -> None:
+    def handle_close(self, process: Process, names: Iterable[int], device: int | None = None) -> None:
         """Take that a process closed a descriptor of each of these files, of a device if that is told."""
         process.closed.update(names)
-        self._stirred.add(process)
+        self._unsettled.add(process)
         if device is not None:
-            self._saw_open(process, device)
+            self._add_opened_device(process, device)
 
-    def _saw_open(self, process: Process, device: int) -> None:
+    def _add_opened_device(self, process: Process, device: int) -> None:
         """Take that a process has, or had, a device open: then what it says of that GPU is believed."""
         if process.opened is not None and device not in process.opened:
             process.opened.add(device)
             self.changed.add(process)
 
-    def opened_are(self, key: ProcessKey, devices: Iterable[int]) -> None:
+    def add_opened_devices(self, key: ProcessKey, devices: Iterable[int]) -> None:
         """Take which devices a process has opened itself."""
         process = self._by_key.get(key)
         if process is not None:
             for device in devices:
-                self._saw_open(process, device)
+                self._add_opened_device(process, device)
 
     def _knows(self, status: ProcessStatus) -> bool:
         return status.key.pid in self._current
 
-    def _new(self, pid: int, at_ns: int, start: int | None, before: Process | None = None) -> Process:
+    def _add_process(self, pid: int, at_ns: int, start: int | None, before: Process | None = None) -> Process:
         self._numbers += 1
         process = Process(self._numbers, pid, at_ns, start, event_ns=at_ns, before=before)
         self.processes[process.number] = process
@@ -203,64 +209,68 @@ class Holders:
             self._by_key[process.key] = process
         return process
 
-    def _named(self, pid: int, start: int, at_ns: int) -> Process | None:
+    def _process_of_key(self, pid: int, start: int, at_ns: int) -> Process | None:
         """Return the process of a pid and a start; None: what was told is old, and it is gone."""
         now = self._current.get(pid)
         if now is None:
-            return self._new(pid, at_ns, start)
+            return self._add_process(pid, at_ns, start)
         if now.start is None:
-            return self._new(pid, at_ns, start) if now.ended_ns is not None else self._with_start(now, start)
+            return (
+                self._add_process(pid, at_ns, start)
+                if now.ended_ns is not None
+                else self._set_start(now, start)
+            )
         if now.start == start:
             return now if now.ended_ns is None else None
         if start < now.start:
             return None
         if now.ended_ns is None:
-            self._end(now, at_ns)
-        return self._new(pid, at_ns, start)
+            self._mark_gone(now, at_ns)
+        return self._add_process(pid, at_ns, start)
 
-    def _with_start(self, process: Process, start: int) -> Process:
+    def _set_start(self, process: Process, start: int) -> Process:
         """Return the process after its start was seen; it may be the one that only seemed to have ended."""
         before, process.before = self._before(process), None
         if before is not None and before.ended_ns is None:
             if before.start == start:
                 self._merge(process, before)
                 return before
-            self._end(before, process.since_ns)
+            self._mark_gone(before, process.since_ns)
         process.start = start
         self._by_key[process.key] = process
         # An exit that was told of somebody nobody had looked at may be of another who had the pid.
-        process.exiting_ns, process.exit_told = None, False
+        process.exiting_ns, process.exit_reported = None, False
         self.changed.add(process)
         return process
 
     def _merge(self, process: Process, into: Process) -> None:
         for name, fds in tuple(process.files.items()):
-            self._let_go(process, name)
-            self._hold(into, name, into.files.get(name, fds))
+            self._remove_holder(process, name)
+            self._set_descriptors(into, name, into.files.get(name, fds))
         for device in process.opened or ():
-            self._saw_open(into, device)
-        self._stirred.add(into)
-        self._clients.give(process.number, into.number)
-        into.exiting_ns, into.exit_told = None, False
+            self._add_opened_device(into, device)
+        self._unsettled.add(into)
+        self._clients.transfer(process.number, into.number)
+        into.exiting_ns, into.exit_reported = None, False
         into.event_ns = process.event_ns
         self._current[into.pid] = into
         self._drop(process)
         self.changed.add(into)
 
-    def _end(self, process: Process, now_ns: int) -> None:
+    def _mark_gone(self, process: Process, now_ns: int) -> None:
         process.ended_ns = now_ns
         # Of one that nobody saw open anything it cannot be told what it may have used.
         process.opened = process.opened or None
         process.devices = frozenset(self.files[name].device for name in process.files)
         for name in tuple(process.files):
-            self._let_go(process, name)
+            self._remove_holder(process, name)
             file = self.files[name]
             # Others may hold it too, which only a scan tells; nothing depends on one that is empty.
             is_tied = file.maker is not None or file.control is not None or bool(file.keepers)
             if not (file.holders or is_tied or self._clients.has_file(name)):
                 self._forget_file(name)
-        process.found = NOTHING
-        self._stirred.discard(process)
+        process.found = NO_FILES
+        self._unsettled.discard(process)
         self.changed.add(process)
         self._forget_if_done(process)
 
@@ -288,23 +298,23 @@ class Holders:
         """Take a process out of the tables by number."""
         self.processes.pop(process.number, None)
         self._idle.discard(process)
-        self._stirred.discard(process)
+        self._unsettled.discard(process)
         self.changed.add(process)
 
     # Files
 
-    def opened(self, event: RmEvent, process: Process) -> None:
+    def handle_open(self, event: RmEvent, process: Process) -> None:
         """Take that a process opened a file; what had the same address before is gone."""
         known = self.files.get(event.file)
         if event.at_ns >= self._scan_ns:
             if known is not None and event.at_ns > known.event_ns:
-                self.end_file(event.file, event.at_ns)
+                self.close_file(event.file, event.at_ns)
             elif known is None:
-                self._registered_no_more(event.file, event.at_ns)
-                self._clients.file_ended(event.file, event.at_ns)
-        self.used(event, process)
+                self._remove_registration(event.file, event.at_ns)
+                self._clients.handle_file_closed(event.file, event.at_ns)
+        self.handle_use(event, process)
 
-    def used(self, event: RmEvent, process: Process) -> bool:
+    def handle_use(self, event: RmEvent, process: Process) -> bool:
         """Take that a process did something with a file, and so holds it; return whether there is that file.
 
         What is told only after a later scan says nothing of who holds what: the scan knew better.
@@ -323,104 +333,104 @@ class Holders:
             and event.file not in process.files
             and self._has_room(process)
         ):
-            self._hold(process, event.file, 1)
-            self._stirred.add(process)
+            self._set_descriptors(process, event.file, 1)
+            self._unsettled.add(process)
         return True
 
-    def released(self, event: RmEvent) -> None:
+    def handle_release(self, event: RmEvent) -> None:
         """Take that the driver let go of a file."""
         known = self.files.get(event.file)
         if known is None:
-            self._registered_no_more(event.file, event.at_ns)
-            self._clients.file_ended(event.file, event.at_ns)
+            self._remove_registration(event.file, event.at_ns)
+            self._clients.handle_file_closed(event.file, event.at_ns)
         elif event.at_ns >= known.event_ns:
-            self.end_file(event.file, event.at_ns)
+            self.close_file(event.file, event.at_ns)
 
-    def closed_last(self, event: RmEvent, process: Process) -> bool:
+    def handle_last_close(self, event: RmEvent, process: Process) -> bool:
         """Take that a file ended with a descriptor; return whether a scan has to say what it kept alive."""
-        if self._closed is not None:
-            self._closed.add((process, event.file))
-        self._saw_open(process, event.device)
+        if self._closed_in_scan is not None:
+            self._closed_in_scan.add((process, event.file))
+        self._add_opened_device(process, event.device)
         file = self.files.get(event.file)
         if file is None or event.at_ns < max(file.event_ns, self._scan_ns):
             return False
-        self._file_changed(event.file)
+        self._mark_file_changed(event.file)
         # Who copies a descriptor at that very moment keeps the file: the next scan shows it.
-        self._clients.file_unheld(event.file, event.at_ns)
+        self._clients.quarantine_file(event.file, event.at_ns)
         kept = file.control
         self._forget_file(event.file)
-        return kept in self._bare
+        return kept in self._unheld
 
-    def registers(self, name: int, control: int, at_ns: int) -> None:
+    def handle_register_fd(self, name: int, control: int, at_ns: int) -> None:
         """Take that a file keeps a nvidiactl alive for as long as it lives itself."""
         self._registrations.add(name, control, at_ns)
-        self.expect(name, at_ns)
-        self._keep_control(name)
+        self.expect_file(name, at_ns)
+        self._link_control(name)
 
-    def registered_are(self, registered: Iterable[tuple[int, int, int]]) -> None:
+    def set_registrations(self, registered: Iterable[tuple[int, int, int]]) -> None:
         """Take all that keep a nvidiactl at once."""
         self._registrations = Registrations()
         for name, file in tuple(self.files.items()):
-            self._let_go_of_control(name, file)
+            self._unlink_control(name, file)
         for each in registered:
-            self.registers(*each)
+            self.handle_register_fd(*each)
 
-    def _keep_control(self, name: int) -> None:
+    def _link_control(self, name: int) -> None:
         """Let a file keep the nvidiactl that it was registered to."""
-        kept = self._registrations.of(name)
+        kept = self._registrations.get(name)
         file = self.files[name]
-        self._let_go_of_control(name, file)
+        self._unlink_control(name, file)
         if kept is not None:
-            self.expect(kept.control, kept.at_ns, CONTROL)
+            self.expect_file(kept.control, kept.at_ns, CONTROL)
             file.control = kept.control
             self.files[kept.control].keepers.add(name)
-            self._file_changed(name)
+            self._mark_file_changed(name)
 
-    def _let_go_of_control(self, name: int, file: File) -> None:
+    def _unlink_control(self, name: int, file: File) -> None:
         control = self.files.get(file.control or 0)
         if control is not None:
             control.keepers.discard(name)
         file.control = None
 
-    def _registered_no_more(self, name: int, before_ns: int | None = None) -> None:
+    def _remove_registration(self, name: int, before_ns: int | None = None) -> None:
         """Take that a file is gone, which may have been registered (before that time)."""
-        removed = self._registrations.end(name, before_ns)
+        removed = self._registrations.remove(name, before_ns)
         if removed is not None:
-            self._clients.tell_removed(removed)
+            self._clients.add_removed(removed)
 
-    def who_keeps(self, name: int) -> set[Process]:
+    def holders_of_file(self, name: int) -> set[Process]:
         """Return who holds a file, or one that keeps it."""
         file = self.files[name]
         return file.holders.union(*(self.files[keeper].holders for keeper in file.keepers))
 
-    def end_file(self, name: int, before_ns: int | None = None) -> None:
+    def close_file(self, name: int, before_ns: int | None = None) -> None:
         """Forget a file, with the clients that were made with it (before that time)."""
-        self._registered_no_more(name, before_ns)
+        self._remove_registration(name, before_ns)
         self._forget_file(name)
-        self._clients.file_ended(name, before_ns)
+        self._clients.handle_file_closed(name, before_ns)
 
     def _forget_file(self, name: int) -> None:
         file = self.files.pop(name)
         for holder in tuple(file.holders):
-            self._let_go(holder, name, file)
-            self._stirred.add(holder)
+            self._remove_holder(holder, name, file)
+            self._unsettled.add(holder)
         if file.maker is not None:
             file.maker.made.discard(name)
             self.changed.add(file.maker)
-        self._let_go_of_control(name, file)
+        self._unlink_control(name, file)
         for keeper in file.keepers:
             self.files[keeper].control = None
-        self._bare.discard(name)
+        self._unheld.discard(name)
         self._doubted.discard(name)
 
     def _add_file(self, name: int, device: int, *, event_ns: int = 0) -> File:
         file = self.files[name] = File(device, event_ns)
-        self._bare.add(name)
-        self._clients.file_held(name)
-        self._keep_control(name)
+        self._unheld.add(name)
+        self._clients.restore_file(name)
+        self._link_control(name)
         return file
 
-    def _hold(self, process: Process, name: int, fds: int) -> None:
+    def _set_descriptors(self, process: Process, name: int, fds: int) -> None:
         """Let a process have so many descriptors of a file."""
         if process.files.get(name) == fds:
             return
@@ -430,35 +440,35 @@ class Holders:
         if is_new:
             file = self.files[name]
             file.holders.add(process)
-            self._bare.discard(name)
+            self._unheld.discard(name)
             self._idle.discard(process)
-            self._saw_open(process, file.device)
-            self._file_changed(name)
+            self._add_opened_device(process, file.device)
+            self._mark_file_changed(name)
 
-    def _let_go(self, process: Process, name: int, file: File | None = None) -> None:
+    def _remove_holder(self, process: Process, name: int, file: File | None = None) -> None:
         """Take a file from a process; an end of the file itself is told apart."""
         del process.files[name]
         file = file or self.files[name]
         file.holders.discard(process)
         if not file.holders:
-            self._bare.add(name)
+            self._unheld.add(name)
         if not process.files:
             self._idle.add(process)
         self.changed.add(process)
-        self._file_changed(name)
+        self._mark_file_changed(name)
 
-    def _file_changed(self, name: int) -> None:
+    def _mark_file_changed(self, name: int) -> None:
         """Take that others hold a file, on which depends what those who ended left behind."""
-        self._clients.holders_changed(name)
+        self._clients.mark_file_changed(name)
         file = self.files.get(name)
         if file is None:
             return
         if file.maker is not None:
             self.changed.add(file.maker)
         if file.control is not None:
-            self._file_changed(file.control)
+            self._mark_file_changed(file.control)
 
-    def made_by(self, name: int, process: Process) -> None:
+    def set_maker(self, name: int, process: Process) -> None:
         """Take who is taken to have made a control file that is older than the probe."""
         file = self.files[name]
         if file.maker is not None:
@@ -467,29 +477,29 @@ class Holders:
         process.made.add(name)
         self.changed.add(process)
 
-    def older(self) -> frozenset[int]:
+    def older_files(self) -> frozenset[int]:
         """Return the files that were there before the probe."""
         return frozenset(name for name, file in self.files.items() if file.is_older)
 
-    def expect(self, name: int, at_ns: int, device: int = 0) -> None:
+    def expect_file(self, name: int, at_ns: int, device: int = 0) -> None:
         """Take that there is a file, of which only what was made with it tells."""
         if name not in self.files:
             self._add_file(name, device, event_ns=at_ns)
 
-    def openings_are(self, openings: Mapping[int, int]) -> None:
+    def set_open_times(self, openings: Mapping[int, int]) -> None:
         """Take when the kernel saw files opened that are the same since."""
-        self._openings = openings
+        self._open_times = openings
         for name, at_ns in openings.items():
             if name in self.files:
                 self.files[name].event_ns = max(self.files[name].event_ns, at_ns)
 
     # Scans
 
-    def scan_begins(self) -> None:
+    def begin_scan(self) -> None:
         """Take that a scan is under way, of which ``scanning`` takes what was found."""
-        self._closed = set()
+        self._closed_in_scan = set()
 
-    def scanning(self, held: Held, at_ns: int, *, is_whole: bool) -> Iterator[None]:
+    def apply_scan_steps(self, held: OpenFilesByProcess, at_ns: int, *, is_whole: bool) -> Iterator[None]:
         """Take every open file there is, as found from ``at_ns`` on, step by step.
 
         Nothing else may be told between the steps. Not ``is_whole``: there are more, so that what was not
@@ -497,30 +507,30 @@ class Holders:
         """
         self._scan_ns = at_ns
         self.is_crowded = False
-        found = {self._named(*key, at_ns): files for key, files in held.items()}
+        found = {self._process_of_key(*key, at_ns): files for key, files in held.items()}
         found.pop(None, None)
         done = 0
         for number, process in enumerate(tuple(self.processes.values()), start=1):
-            files = found.get(process, NOTHING)
-            if process in self._stirred or files != process.found:
+            files = found.get(process, NO_FILES)
+            if process in self._unsettled or files != process.found:
                 done += 1
-                self._settle(process, files, at_ns, is_found=process in found, is_whole=is_whole)
+                self._apply_found_files(process, files, at_ns, is_found=process in found, is_whole=is_whole)
             if number % STEP_UNCHANGED == 0 or done == STEP:
                 done = 0
                 yield
         if is_whole:
-            self._end_bare(at_ns)
+            self._close_unheld_files(at_ns)
             self._resolve_doubt()
-        self._closed = None
-        self._clients.bound_aside(at_ns)
-        for removed in self._registrations.over(self.files, at_ns):
-            self._clients.tell_removed(removed)
+        self._closed_in_scan = None
+        self._clients.expire_quarantined(at_ns)
+        for removed in self._registrations.expired(self.files, at_ns):
+            self._clients.add_removed(removed)
         for process in tuple(self._idle):
             if process.ended_ns is not None or process.event_ns < at_ns:
                 self._forget_if_done(process)
 
-    def _settle(
-        self, process: Process, found: FilesHeld, at_ns: int, *, is_found: bool, is_whole: bool
+    def _apply_found_files(
+        self, process: Process, found: OpenFiles, at_ns: int, *, is_found: bool, is_whole: bool
     ) -> None:
         """Let a process hold what a scan found, and what it holds all the same."""
         # Where events were lost, the end of a file may be among them, and the scan alone is to be believed.
@@ -533,60 +543,60 @@ class Holders:
             if not is_whole or self.files[name].event_ns >= at_ns or (is_exiting and name not in closed):
                 kept = True
             else:
-                self._let_go(process, name)
+                self._remove_holder(process, name)
         for name, (fds, device) in found.items():
-            self._find(process, name, fds, device)
+            self._apply_found_file(process, name, fds, device)
         process.found = found
         if kept:
-            self._stirred.add(process)
+            self._unsettled.add(process)
         else:
-            self._stirred.discard(process)
+            self._unsettled.discard(process)
 
-    def _find(self, process: Process, name: int, fds: int, device: int) -> None:
-        is_over = self._closed is not None and (process, name) in self._closed
+    def _apply_found_file(self, process: Process, name: int, fds: int, device: int) -> None:
+        is_over = self._closed_in_scan is not None and (process, name) in self._closed_in_scan
         if name not in process.files and (is_over or not self._has_room(process)):
             return
-        file = self.files.get(name) or self._add_file(name, device, event_ns=self._openings.get(name, 0))
+        file = self.files.get(name) or self._add_file(name, device, event_ns=self._open_times.get(name, 0))
         if file.device != device:
             file.device = device
             for holder in file.holders:
-                self._saw_open(holder, device)
+                self._add_opened_device(holder, device)
                 self.changed.add(holder)
-        self._hold(process, name, fds)
+        self._set_descriptors(process, name, fds)
 
-    def _end_bare(self, at_ns: int) -> None:
+    def _close_unheld_files(self, at_ns: int) -> None:
         """End the files that nobody is seen to hold, as far as that tells it."""
         # Twice: one that ends may have been the last to keep another.
-        for name in (*self._bare, *self._bare):
+        for name in (*self._unheld, *self._unheld):
             file = self.files.get(name)
             if file is None or file.keepers or file.event_ns >= at_ns:
                 continue
             is_used = file.maker is not None or self._clients.has_file(name)
-            if self.tells_releases and is_used and not (self.in_doubt or self.missed):
+            if self.has_release_events and is_used and not (self.in_doubt or self.missed_events):
                 # In a message, or mapped; its end would have been told.
                 continue
             if not self.in_doubt:
-                self._file_changed(name)
-                self._clients.file_unheld(name, at_ns)
+                self._mark_file_changed(name)
+                self._clients.quarantine_file(name, at_ns)
             self.end_bare(name)
 
     def end_bare(self, name: int) -> None:
         """Forget a file that nobody holds; what was put aside may come back."""
         if self.in_doubt:
-            self.end_file(name)
+            self.close_file(name)
         else:
             self._forget_file(name)
 
     def _resolve_doubt(self) -> None:
-        self.in_doubt = self.missed = False
+        self.in_doubt = self.missed_events = False
         for name in self._doubted:
             file = self.files[name]
-            is_same = name in self._openings or (file.before_loss or set()) & self.who_keeps(name)
+            is_same = name in self._open_times or (file.before_loss or set()) & self.holders_of_file(name)
             if file.before_loss is not None and not is_same:
-                self._clients.doubt(name)
+                self._clients.mark_unsure(name)
             file.before_loss = None
         self._doubted.clear()
-        self._openings = {}
+        self._open_times = {}
 
     # Bounds
 
@@ -595,21 +605,21 @@ class Holders:
         if len(process.files) < MAX_FILES_OF_PROCESS:
             return True
         process.lacks_files = True
-        self._clients.fell_short(process.number)
+        self._clients.mark_short(process.number)
         return False
 
-    def bound(self) -> None:
+    def enforce_bounds(self) -> None:
         """Forget, where there is too much, files of who has most and processes that were quiet longest."""
         if len(self.files) > MAX_FILES:
-            self._forget_files()
+            self._evict_files()
         while len(self.processes) > MAX_PROCESSES:
             self.evicted += 1
-            self.is_crowded = self.forgot = True
-            self._disown(next(iter(self.processes.values())))
+            self.is_crowded = self.has_evicted = True
+            self._evict_process(next(iter(self.processes.values())))
 
-    def _forget_files(self) -> None:
+    def _evict_files(self) -> None:
         """Make room: whoever has most loses first, then what nobody is seen to hold."""
-        self.is_crowded = self.forgot = True
+        self.is_crowded = self.has_evicted = True
         by_files = sorted(self.processes.values(), key=_files_of, reverse=True)
         candidates: Iterable[Iterable[int]] = (*(process.files for process in by_files), self.files)
         for files in candidates:
@@ -617,19 +627,19 @@ class Holders:
             if too_many <= 0:
                 return
             for name in tuple(islice(files, too_many)):
-                self._forget_for_room(name)
+                self._evict_file(name)
 
-    def _forget_for_room(self, name: int) -> None:
+    def _evict_file(self, name: int) -> None:
         self.evicted += 1
         for holder in self.files[name].holders:
-            self._clients.fell_short(holder.number, 0)
-        self._clients.file_forgotten(name)
+            self._clients.mark_short(holder.number, 0)
+        self._clients.handle_file_evicted(name)
         self._forget_file(name)
 
-    def _disown(self, process: Process) -> None:
+    def _evict_process(self, process: Process) -> None:
         """Forget a process and what it made; nothing is said to be left behind by it."""
         for name in tuple(process.files):
-            self._let_go(process, name)
+            self._remove_holder(process, name)
         for name in process.made:
             self.files[name].maker = None
         process.made = set()

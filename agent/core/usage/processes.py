@@ -20,16 +20,16 @@ class Descriptors(NamedTuple):
     device: int
 
 
-FilesHeld = Mapping[int, Descriptors]
+OpenFiles = Mapping[int, Descriptors]
 """By file."""
 
-Held = Mapping[ProcessKey, FilesHeld]
+OpenFilesByProcess = Mapping[ProcessKey, OpenFiles]
 """What a scan found."""
 
-NOTHING: Final[FilesHeld] = MappingProxyType({})
+NO_FILES: Final[OpenFiles] = MappingProxyType({})
 
 
-def by_process(held: Iterable[HeldFile]) -> Held:
+def by_process(held: Iterable[HeldFile]) -> OpenFilesByProcess:
     """Return what a scan found by process; pure, so that any thread may do it."""
     found: dict[ProcessKey, dict[int, Descriptors]] = {}
     for each in held:
@@ -55,17 +55,17 @@ class Process(msgspec.Struct, eq=False):
     """When it was first seen."""
     start: int | None = None
     status: ProcessStatus | None = None
-    is_look_old: bool = False
+    is_status_stale: bool = False
     """It called exec, so what was looked at may have changed."""
     files: dict[int, int] = msgspec.field(default_factory=dict)
     """Descriptors by file."""
-    found: FilesHeld = msgspec.field(default_factory=lambda: NOTHING)
+    found: OpenFiles = msgspec.field(default_factory=lambda: NO_FILES)
     """What the last scan found."""
     closed: set[int] = msgspec.field(default_factory=set)
     """Files of which it closed a descriptor since the last scan; it may have others."""
     event_ns: int = 0
     exiting_ns: int | None = None
-    exit_told: bool = False
+    exit_reported: bool = False
     """The kernel said that it exits; otherwise a look at its state did."""
     ended_ns: int | None = None
     partial: bool = False
@@ -77,7 +77,7 @@ class Process(msgspec.Struct, eq=False):
     """The devices that it held when it ended."""
     opened: set[int] | None = msgspec.field(default_factory=set)
     """The devices that it was seen to hold, ever; None: it was not seen itself."""
-    unsent: int = 0
+    unsent_events: int = 0
     """Events of it that were not told, and what came of them was not looked for yet."""
     lacks_files: bool = False
     """There was no room for a file of it, so that it may have opened others."""

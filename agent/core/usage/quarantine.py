@@ -11,32 +11,32 @@ from agent.core.shares import Shares
 from agent.core.usage.client_tree import Client
 from agent.model.ids import GpuUuid
 
-MAX_ASIDE: Final = 4_096
+MAX_QUARANTINED: Final = 4_096
 """Clients and objects."""
-ASIDE_NS: Final = 60_000_000_000
+QUARANTINE_NS: Final = 60_000_000_000
 
 Counted = Mapping[GpuUuid | None, int]
 
 
-class PutAside(NamedTuple):
+class QuarantinedClient(NamedTuple):
     """A client, and what was counted as freed when it was put here."""
 
     client: Client
     freed: Counted
 
 
-class Aside:
+class Quarantine:
     """What was put aside, by file; where there is too much, the process that made most loses its oldest."""
 
     def __init__(self, max_size: int | None = None) -> None:
-        self._files: Shares[int, int, tuple[int, list[PutAside]]] = Shares(
-            MAX_ASIDE if max_size is None else max_size
+        self._files: Shares[int, int, tuple[int, list[QuarantinedClient]]] = Shares(
+            MAX_QUARANTINED if max_size is None else max_size
         )
         """What came first first, with the time."""
         self._owners: dict[int, int] = {}
         """Clients of each owner."""
 
-    def put(self, file: int, clients: Iterable[PutAside], now_ns: int) -> list[PutAside]:
+    def add(self, file: int, clients: Iterable[QuarantinedClient], now_ns: int) -> list[QuarantinedClient]:
         """Take what was made with a file; return what there is no room for any more."""
         found = list(clients)
         size = sum(client.size for client, _ in found)
@@ -45,12 +45,12 @@ class Aside:
         lost = self._files.put(found[0].client.owner, file, (now_ns, found), size)
         return [each for entry in lost for each in self._without_owners(entry.value[1])]
 
-    def take(self, file: int) -> list[PutAside]:
+    def pop(self, file: int) -> list[QuarantinedClient]:
         """Return what was made with a file, and keep it no more."""
         entry = self._files.pop(file)
         return [] if entry is None else self._without_owners(entry.value[1])
 
-    def _without_owners(self, found: list[PutAside]) -> list[PutAside]:
+    def _without_owners(self, found: list[QuarantinedClient]) -> list[QuarantinedClient]:
         for client, _ in found:
             self._owners[client.owner] -= 1
             if not self._owners[client.owner]:
@@ -69,16 +69,18 @@ class Aside:
             entry.key for entry in self._files if any(client.owner == owner for client, _ in entry.value[1])
         )
 
-    def over(self, now_ns: int) -> Iterator[int]:
+    def expired(self, now_ns: int) -> Iterator[int]:
         """Yield the files that are to be taken, one by one, since they were here too long."""
-        while (entry := next(iter(self._files), None)) is not None and now_ns - entry.value[0] >= ASIDE_NS:
+        while (entry := next(iter(self._files), None)) is not None and now_ns - entry.value[
+            0
+        ] >= QUARANTINE_NS:
             yield entry.key
 
     def has_owner(self, owner: int) -> bool:
         """Return whether a process made something that is here."""
         return owner in self._owners
 
-    def give(self, owner: int, to: int) -> None:
+    def transfer(self, owner: int, to: int) -> None:
         """Take that what one owner made is another's after all."""
         for file in self.files_of(owner):
             entry = self._files.get(file)

@@ -8,8 +8,8 @@ from collections import Counter
 from collections.abc import Hashable, Iterator
 from typing import Final
 
-from agent.core.usage.clients import Clients
-from agent.core.usage.files import Holders
+from agent.core.usage.clients import ClientTable
+from agent.core.usage.files import OpenFileTable
 from agent.core.usage.gpu_map import GpuMap
 from agent.core.usage.orphans import OrphanGroups
 from agent.core.usage.processes import Process
@@ -42,47 +42,47 @@ class UseRecords:
     """The records of all processes, and what they sum up to."""
 
     def __init__(
-        self, holders: Holders, clients: Clients, *, source: UsageSource, agent_pid: int | None
+        self, open_files: OpenFileTable, clients: ClientTable, *, source: UsageSource, agent_pid: int | None
     ) -> None:
-        self._holders: Final = holders
+        self._open_files: Final = open_files
         self._clients: Final = clients
         self._is_probe: Final = source == "probe"
         self._agent_pid: Final = agent_pid
         self._gpus = GpuMap({})
-        self._todo: set[Process] = set()
+        self._pending: set[Process] = set()
         self._uses: dict[Process, ProcessUse] = {}
-        self._left: dict[Process, tuple[Orphan, ...]] = {}
-        self._orphans: Final = OrphanGroups()
+        self._orphans_by_process: dict[Process, tuple[Orphan, ...]] = {}
+        self._orphan_groups: Final = OrphanGroups()
         self._sums: dict[GpuUuid, _Sum] = {}
         self._processes: tuple[ProcessUse, ...] | None = ()
         self._order: list[Process] | None = []
         """Who is told of, in order; None: to be sorted anew."""
 
-    def gpus_are(self, gpus: GpuMap) -> None:
+    def set_gpus(self, gpus: GpuMap) -> None:
         """Take how the driver numbers the GPUs, on which everything depends."""
         self._gpus = gpus
-        self._todo.update(self._holders.processes.values())
+        self._pending.update(self._open_files.processes.values())
 
     # Of an owner, for its clients
 
     def only_gpu(self, owner: int) -> GpuUuid | None:
         """Return the only GPU that a process has open, or had when it ended."""
-        process = self._holders.processes.get(owner)
+        process = self._open_files.processes.get(owner)
         gpus = set() if process is None else self._open_gpus(process)
         return gpus.pop() if len(gpus) == 1 else None
 
     def may_use(self, owner: int, gpu: GpuUuid) -> bool:
         """Return whether a process was seen to have a GPU open, or was not seen itself."""
-        process = self._holders.processes.get(owner)
+        process = self._open_files.processes.get(owner)
         if process is None or process.opened is None:
             return True
         return any(self._gpus.gpu_of(device) == gpu for device in process.opened)
 
-    def doubted(self) -> frozenset[GpuUuid]:
+    def doubted_gpus(self) -> frozenset[GpuUuid]:
         """Return the GPUs that those may use of whom not everything is kept; none: it may be any."""
         found: set[GpuUuid | None] = set()
-        for process in self._holders.processes.values():
-            if process.number not in self._clients.short and not process.unsent:
+        for process in self._open_files.processes.values():
+            if process.number not in self._clients.short and not process.unsent_events:
                 continue
             if process.opened is None or process.lacks_files:
                 return frozenset()
@@ -94,16 +94,16 @@ class UseRecords:
     def refresh(self, at_most: int | None = None) -> bool:
         """Make the records of so many processes that changed; return whether there are more."""
         for number in self._clients.changed:
-            process = self._holders.processes.get(number)
+            process = self._open_files.processes.get(number)
             if process is not None:
-                self._todo.add(process)
+                self._pending.add(process)
         self._clients.changed.clear()
-        self._todo.update(self._holders.changed)
-        self._holders.changed.clear()
-        count = len(self._todo) if at_most is None else min(at_most, len(self._todo))
+        self._pending.update(self._open_files.changed)
+        self._open_files.changed.clear()
+        count = len(self._pending) if at_most is None else min(at_most, len(self._pending))
         for _ in range(count):
-            self._remake(self._todo.pop())
-        return bool(self._todo)
+            self._refresh_process(self._pending.pop())
+        return bool(self._pending)
 
     def processes(self) -> tuple[ProcessUse, ...]:
         """Return the processes that hold files or have contexts, by pid."""
@@ -115,7 +115,7 @@ class UseRecords:
 
     def orphans(self) -> tuple[Orphan, ...]:
         """Return what processes that ended left behind, by pid, then GPU; of one holder a bounded number."""
-        return self._orphans.records()
+        return self._orphan_groups.records()
 
     def totals(self) -> Iterator[GpuTotal]:
         """Yield what all have of each GPU, in order."""
@@ -123,46 +123,46 @@ class UseRecords:
             found = self._sums[gpu]
             yield GpuTotal(gpu, found.processes, found.contexts if self._is_probe else None)
 
-    def _remake(self, process: Process) -> None:
-        is_there = self._holders.processes.get(process.number) is process
+    def _refresh_process(self, process: Process) -> None:
+        is_there = self._open_files.processes.get(process.number) is process
         self._set_use(process, self._use_of(process) if is_there else None)
         left: tuple[Orphan, ...] = ()
         if is_there and process.ended_ns is not None and self._is_probe:
-            left = tuple(self._left_by(process, process.ended_ns))
-        self._set_left(process, left)
+            left = tuple(self._orphans_of(process, process.ended_ns))
+        self._set_orphans(process, left)
 
     def _set_use(self, process: Process, use: ProcessUse | None) -> None:
         before = self._uses.get(process)
         if before == use:
             return
         if before is not None:
-            self._sum_up(before, -1)
+            self._add_use(before, -1)
         if use is None:
             del self._uses[process]
         else:
             self._uses[process] = use
-            self._sum_up(use, 1)
+            self._add_use(use, 1)
         self._processes = None
         if before is None or use is None:
             self._order = None
 
-    def _set_left(self, process: Process, left: tuple[Orphan, ...]) -> None:
-        before = self._left.pop(process, ())
+    def _set_orphans(self, process: Process, left: tuple[Orphan, ...]) -> None:
+        before = self._orphans_by_process.pop(process, ())
         if left:
-            self._left[process] = left
+            self._orphans_by_process[process] = left
         if before != left:
             for orphan in before:
                 self._add(orphan.gpu, -1, 0, -(orphan.contexts or 0))
-                self._orphans.remove(orphan)
+                self._orphan_groups.remove(orphan)
             for orphan in left:
                 self._add(orphan.gpu, 1, 0, orphan.contexts or 0)
-                self._orphans.add(orphan, self._holder_of(orphan))
+                self._orphan_groups.add(orphan, self._holder_of(orphan))
 
     def _holder_of(self, orphan: Orphan) -> Hashable:
         """Return the pod, or the cgroup of the host, that keeps an orphan alive."""
-        return self._holders.holder_of((*orphan.holders, orphan.owner.key)[0], orphan.owner)
+        return self._open_files.holder_of((*orphan.holders, orphan.owner.key)[0], orphan.owner)
 
-    def _sum_up(self, use: ProcessUse, sign: int) -> None:
+    def _add_use(self, use: ProcessUse, sign: int) -> None:
         for hold in () if use.is_agent else use.holds:
             self._add(hold.gpu, sign, sign, sign * (hold.contexts or 0))
 
@@ -233,33 +233,33 @@ class UseRecords:
         """Return descriptors by GPU; None is what all GPUs share."""
         found: dict[GpuUuid | None, int] = {}
         for name, fds in process.files.items():
-            gpu = self._gpus.gpu_of(self._holders.files[name].device)
+            gpu = self._gpus.gpu_of(self._open_files.files[name].device)
             found[gpu] = found.get(gpu, 0) + fds
         return found
 
     def _slices_of(self, process: Process) -> list[Placement]:
         if not self._gpus.by_capability:
             return []
-        places = {self._gpus.slice_of(self._holders.files[name].device) for name in process.files}
+        places = {self._gpus.slice_of(self._open_files.files[name].device) for name in process.files}
         return sorted(place for place in places if place is not None)
 
     def _open_gpus(self, process: Process) -> set[GpuUuid]:
-        devices = process.devices or {self._holders.files[name].device for name in process.files}
+        devices = process.devices or {self._open_files.files[name].device for name in process.files}
         gpus = (self._gpus.gpu_of(device) for device in devices)
         return {gpu for gpu in gpus if gpu is not None}
 
-    def _left_by(self, process: Process, ended_ns: int) -> Iterator[Orphan]:
+    def _orphans_of(self, process: Process, ended_ns: int) -> Iterator[Orphan]:
         """Yield what a process that ended left in the hands of others, by GPU."""
         files: dict[GpuUuid | None, list[int]] = {}
         counts: dict[GpuUuid | None, int | None] = {}
         for client in self._clients.of_owner(process.number):
-            if client.sure and self._is_left(client.file):
+            if client.sure and self._is_orphaned(client.file):
                 for gpu, count in self._clients.contexts(client).items():
                     files.setdefault(gpu, []).append(client.file)
                     counts[gpu] = (counts.get(gpu) or 0) + count
         for name in sorted(process.made):
             for gpu in self._open_gpus(process) or (None,):
-                if self._is_left(name):
+                if self._is_orphaned(name):
                     files.setdefault(gpu, []).append(name)
                     counts[gpu] = None
         for gpu, names in files.items():
@@ -275,14 +275,14 @@ class UseRecords:
                 since_ns=process.since_ns,
             )
 
-    def _is_left(self, name: int) -> bool:
+    def _is_orphaned(self, name: int) -> bool:
         """Return whether a file lives on: somebody holds it who was looked at, or its end would be told."""
-        file = self._holders.files.get(name)
+        file = self._open_files.files.get(name)
         if file is None:
             return False
-        if not self._holders.who_keeps(name):
-            return self._holders.tells_releases
+        if not self._open_files.holders_of_file(name):
+            return self._open_files.has_release_events
         return bool(self._holders_of(name))
 
     def _holders_of(self, name: int) -> list[ProcessKey]:
-        return [holder.key for holder in self._holders.who_keeps(name) if holder.is_known]
+        return [holder.key for holder in self._open_files.holders_of_file(name) if holder.is_known]

@@ -24,7 +24,7 @@ class Removed(NamedTuple):
 
 
 class Rows(msgspec.Struct, frozen=True):
-    """The rows of the kernel's map, judged."""
+    """The rows of the kernel's map, live_rows."""
 
     living: tuple[RmObject, ...]
     """Roots first, then as they were made."""
@@ -33,7 +33,7 @@ class Rows(msgspec.Struct, frozen=True):
     """File, the nvidiactl that it keeps, and since when."""
 
 
-def judged(rows: Iterable[RmObject], opened: Mapping[int, int], older: AbstractSet[int]) -> Rows:
+def live_rows(rows: Iterable[RmObject], opened: Mapping[int, int], older: AbstractSet[int]) -> Rows:
     """Return which rows are of live objects.
 
     ``opened`` says when each file was opened, where that is known: what is older went with an earlier file

@@ -15,7 +15,7 @@ MAX_ASKING: Final = 4_096
 ROOT_CGROUP: Final = 1
 """Where there are no cgroups of version 2 everybody is in it."""
 
-_Asks = tuple[int, int]
+_Requester = tuple[int, int]
 """Cgroup and 0, or 0 and a pid."""
 
 
@@ -27,9 +27,9 @@ class ScanPace:
     ) -> None:
         self._period_ns = period_ns
         self._burst_ns = (burst - 1) * period_ns
-        self._charged: Shares[_Asks, _Asks, int] = Shares(max_asking)
+        self._charged: Shares[_Requester, _Requester, int] = Shares(max_asking)
         """Until when each has had its share."""
-        self._due: dict[_Asks, int] = {}
+        self._due: dict[_Requester, int] = {}
         """Of those who asked since the last scan began."""
 
     def due_ns(self, cgroup_id: int, pid: int, at_ns: int) -> int:
@@ -47,6 +47,6 @@ class ScanPace:
                 self._due[asks] = due
         return due
 
-    def scan_begins(self) -> None:
+    def begin_scan(self) -> None:
         """Take that what was asked for is done."""
         self._due.clear()

@@ -31,8 +31,8 @@ import msgspec
 from agent.bus import Inbox, Latest
 from agent.core.usage.gpu_map import GpuMap
 from agent.core.usage.pods import MACHINE, Hierarchy
-from agent.core.usage.processes import Held, by_process
-from agent.core.usage.rows import Rows, judged
+from agent.core.usage.processes import OpenFilesByProcess, by_process
+from agent.core.usage.rows import Rows, live_rows
 from agent.core.usage.scan_pace import ScanPace
 from agent.core.usage.tracker import Tracker
 from agent.errors import ProbeLoadError
@@ -103,7 +103,7 @@ class EbpfSettings(msgspec.Struct, frozen=True):
 class _Found(NamedTuple):
     """What a scan found, and the driver's device numbers as it knew them."""
 
-    held: Held
+    held: OpenFilesByProcess
     files: frozenset[int]
     unseen: str
     majors: Majors
@@ -302,14 +302,14 @@ class EbpfSource:
             statistics = probe.read_statistics()
             self._lost, self._unsent = statistics.lost, Unsent(self._settings.rescan_ns, statistics.unsent)
             self._unkept = self._refused = 0
-            self._tracker.lost(0)
+            self._tracker.handle_lost_events(0)
             probe.ring.subscribe(asyncio.get_running_loop(), self._take)
 
     def _take(self, events: list[RmEvent]) -> None:
         self._turns.tell(lambda: self._take_now(events), len(events))
 
     def _take_now(self, events: list[RmEvent]) -> None:
-        due_ns = self._tracker.take(events)
+        due_ns = self._tracker.handle_events(events)
         if due_ns is not None:
             self._scan_due_ns = min(due_ns, self._scan_due_ns or due_ns)
         self._held.update(event.file for event in events if event.file)
@@ -322,7 +322,7 @@ class EbpfSource:
         self._turns.tell(lambda: self._ended_now(key), 1)
 
     def _ended_now(self, key: ProcessKey) -> None:
-        self._tracker.exited(key, self._clock())
+        self._tracker.handle_process_gone(key, self._clock())
         if len(self._ended_since) < MAX_ENDED:
             self._ended_since.add(key)
         self._wants_scan = True
@@ -349,11 +349,11 @@ class EbpfSource:
             await self._scan()
         if self._clock() - self._looked_ns >= period_ns:
             self._looked_ns = self._clock()
-            self._tracker.look_again()
+            self._tracker.mark_statuses_stale()
             self._is_stale = True
         # What happens from here on is for the next round.
         is_stale, self._is_stale = self._is_stale, False
-        unlooked = self._tracker.unlooked if is_stale else ()
+        unlooked = self._tracker.without_status if is_stale else ()
         if is_stale:
             self._follow_ending()
         if await self._look(unlooked[:MAX_LOOKS]):
@@ -370,7 +370,7 @@ class EbpfSource:
         found = map_of(self._latest.value, self._majors)
         if found != self._map:
             self._map = found
-            self._tracker.gpus_are(found)
+            self._tracker.set_gpus(found)
             self._is_stale = True
 
     async def _follow_kernel(self, probe: Probe) -> None:
@@ -380,7 +380,7 @@ class EbpfSource:
         reading = await self._thread.do(lambda: read(probe))
         self._majors = reading.majors
         self._tells_releases = reading.tells_releases
-        self._tracker.releases_are(told=reading.tells_releases)
+        self._tracker.set_release_events(enabled=reading.tells_releases)
         self._show(view_of(probe))
         if reading.is_outdated:
             await self._load_anew(probe)
@@ -390,10 +390,10 @@ class EbpfSource:
                 return
         if reading.attached:
             # Files of the driver that was loaded anew may have come and gone before.
-            self._tracker.lost(0)
+            self._tracker.handle_lost_events(0)
         self._tell_device_calls(probe, reading.readiness)
         if reading.lost > self._lost:
-            self._tracker.lost(reading.lost - self._lost)
+            self._tracker.handle_lost_events(reading.lost - self._lost)
             self._lost = reading.lost
             self._log_loss()
         await self._follow_unsent(probe, reading.unsent)
@@ -405,9 +405,9 @@ class EbpfSource:
         """Name who does more than is told, and read what came of it where there is nothing more of that."""
         if self._unsent.has_more(unsent):
             rows = await self._thread.do(probe.read_processes)
-            self._tracker.unsent(self._unsent.of_processes(rows, self._clock()))
+            self._tracker.set_unsent_events(self._unsent.of_processes(rows, self._clock()))
             self._is_stale = True
-        elif self._unsent.is_read and self._tracker.unsent({}):
+        elif self._unsent.is_read and self._tracker.set_unsent_events({}):
             self._is_stale = True
         if self._unsent.is_due(self._clock()):
             await self._rebuild(probe)
@@ -416,32 +416,34 @@ class EbpfSource:
         """Tell of whom the kernel did not keep everything."""
         if reading.unkept > self._unkept:
             self._unkept = reading.unkept
-            self._tracker.table_was_full()
+            self._tracker.handle_full_object_table()
             self._is_stale = True
         if reading.refused > self._refused:
             self._refused = reading.refused
             rows = await self._thread.do(probe.read_processes)
-            self._tracker.refused(ProcessKey(row.tgid, row.start_ticks) for row in rows if row.refused)
+            self._tracker.handle_rejected_objects(
+                ProcessKey(row.tgid, row.start_ticks) for row in rows if row.refused
+            )
             self._is_stale = True
 
     async def _rebuild(self, probe: Probe) -> None:
-        at_ns, older = self._clock(), self._tracker.older
+        at_ns, older = self._clock(), self._tracker.older_files
 
         def read_rows() -> tuple[Rows, Mapping[int, int], Mapping[ProcessKey, int]]:
             # What is opened from here on is told; the rows of what is opened meanwhile are newer than that.
             openings = probe.read_openings()
             minors = {ProcessKey(row.tgid, row.start_ticks): row.minors for row in probe.read_processes()}
-            return judged(probe.read_objects(), openings, older), openings, minors
+            return live_rows(probe.read_objects(), openings, older), openings, minors
 
         rows, openings, minors = await self._thread.do(read_rows)
-        await self._in_turn(self._tracker.rebuilding(rows, at_ns, openings))
-        self._tracker.opened_are(minors)
+        await self._in_turn(self._tracker.rebuild_steps(rows, at_ns, openings))
+        self._tracker.add_opened_devices(minors)
         self._wants_scan = True
 
     async def _in_turn(self, steps: Iterator[None]) -> None:
         """Take something long step by step; what happens meanwhile is told after it."""
         if unheard := await self._turns.take(steps):
-            self._tracker.lost(unheard)
+            self._tracker.handle_lost_events(unheard)
 
     def _log_loss(self) -> None:
         now_ns = self._clock()
@@ -484,12 +486,12 @@ class EbpfSource:
         if probe is not None:
             await self._catch_up(probe)
         self._unseen.of_scan = found.unseen
-        self._tracker.blind(self._unseen.why(self._tracker.unlooked))
-        await self._in_turn(self._tracker.scanning(found.held, at_ns, is_whole=not found.unseen))
+        self._tracker.set_unreadable_reason(self._unseen.why(self._tracker.without_status))
+        await self._in_turn(self._tracker.apply_scan_steps(found.held, at_ns, is_whole=not found.unseen))
         self._is_stale = True
 
     def _scan_begins(self) -> int:
-        self._tracker.scan_begins()
+        self._tracker.begin_scan()
         return self._clock()
 
     async def _catch_up(self, probe: Probe) -> None:
@@ -536,10 +538,10 @@ class EbpfSource:
         gone = [key for key, look in looks.items() if has_ended(look)]
         self._ending = {key: looks[key] for key in self._ending}
         self._unseen.looked(looks)
-        self._tracker.blind(self._unseen.why(self._tracker.unlooked))
+        self._tracker.set_unreadable_reason(self._unseen.why(self._tracker.without_status))
         there = [look for look in news.values() if isinstance(look, ProcessStatus)]
         for at in range(0, len(there), LOOKS_AT_ONCE):
-            self._tracker.looked(there[at : at + LOOKS_AT_ONCE], now_ns)
+            self._tracker.update_statuses(there[at : at + LOOKS_AT_ONCE], now_ns)
             await asyncio.sleep(0)
         for key in gone:
             self._ended(key)
@@ -550,7 +552,7 @@ class EbpfSource:
 
     async def _forget(self, began_ns: int, ended: frozenset[ProcessKey]) -> None:
         """Take out of the kernel's tables what is over; of whom this round has read what they counted."""
-        over = Over(self._tracker.take_removed(), ended, began_ns if self._may_have_ended else 0)
+        over = Over(self._tracker.pop_removed(), ended, began_ns if self._may_have_ended else 0)
         probe = self._probe
         if probe is not None and any(over):
             self._may_have_ended = await self._thread.do(lambda: forget(probe, over))
@@ -567,7 +569,9 @@ class EbpfSource:
             if not self._tracker.refresh(REFRESHED_AT_ONCE):
                 break
             await asyncio.sleep(0)
-        usage = self._tracker.picture(now_ns) if told is None or is_stale else replace(told, at_ns=now_ns)
+        usage = (
+            self._tracker.usage_snapshot(now_ns) if told is None or is_stale else replace(told, at_ns=now_ns)
+        )
         if is_due or told is None or replace(usage, at_ns=told.at_ns) != told:
             self._told = usage
             self._inbox.put(GpuUseSeen(usage))

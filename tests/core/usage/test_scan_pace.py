@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agent.core.usage.file_links import Registrations
-from agent.core.usage.quarantine import ASIDE_NS
+from agent.core.usage.quarantine import QUARANTINE_NS
 from agent.core.usage.rows import Removed
 from agent.core.usage.scan_pace import ScanPace
 
@@ -28,7 +28,7 @@ def test_a_pod_gets_its_scans_at_once_then_one_in_a_period_and_costs_no_other(
             due_since_scan[cgroup] = due
             charged[cgroup] = charged.get(cgroup, 0) + (due == now)
         if scans and now >= max(due_since_scan.values()):
-            pace.scan_begins()
+            pace.begin_scan()
             due_since_scan.clear()
     for count in charged.values():
         assert count <= BURST + (now - began) / PERIOD + 1
@@ -38,7 +38,7 @@ def test_who_never_asked_waits_for_nobody() -> None:
     pace = ScanPace(PERIOD, burst=BURST)
     for at in range(100):
         pace.due_ns(2, 100, at)
-        pace.scan_begins()
+        pace.begin_scan()
     assert pace.due_ns(3, 200, 100) == 100
     assert pace.due_ns(2, 101, 100) > 100, "another process of the pod"
     assert pace.due_ns(1, 101, 100) == 100, "in the root each process is its own"
@@ -56,16 +56,16 @@ def test_registrations_beyond_the_room_push_the_oldest_out() -> None:
     kept = Registrations(room=2)
     for file in (1, 2, 3):
         kept.add(file, 9, at_ns=file)
-    assert [kept.of(file) is None for file in (1, 2, 3)] == [True, False, False]
-    assert kept.end(3, before_ns=3) is None, "it is newer"
-    assert kept.end(3) == Removed(3, 0, 3)
+    assert [kept.get(file) is None for file in (1, 2, 3)] == [True, False, False]
+    assert kept.remove(3, before_ns=3) is None, "it is newer"
+    assert kept.remove(3) == Removed(3, 0, 3)
 
 
 def test_what_is_known_of_a_file_that_nobody_holds_is_kept_for_a_time() -> None:
     kept = Registrations()
     kept.add(5 << 32 | 1, 9, at_ns=7)
-    assert list(kept.over((), 100)) == []
-    assert list(kept.over({5 << 32 | 1}, 200)) == []
-    assert list(kept.over((), 300)) == []
-    assert list(kept.over((), 300 + ASIDE_NS)) == [Removed(1, 5, 7)]
+    assert list(kept.expired((), 100)) == []
+    assert list(kept.expired({5 << 32 | 1}, 200)) == []
+    assert list(kept.expired((), 300)) == []
+    assert list(kept.expired((), 300 + QUARANTINE_NS)) == [Removed(1, 5, 7)]
     assert len(kept) == 0

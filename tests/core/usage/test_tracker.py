@@ -2,12 +2,12 @@
 
 import pytest
 
-from agent.core.usage import clients as rm_objects
-from agent.core.usage import files as holders
+from agent.core.usage import clients
+from agent.core.usage import files as open_files
 from agent.core.usage.client_tree import CHANNEL_GROUPS, CONTEXT_SHARE, DEBUGGER, Marker
 from agent.core.usage.gpu_map import CONTROL, GpuMap, folded
 from agent.core.usage.processes import UNKNOWN_START
-from agent.core.usage.quarantine import ASIDE_NS
+from agent.core.usage.quarantine import QUARANTINE_NS
 from agent.core.usage.tracker import Tracker
 from agent.model.ids import GpuUuid, Placement
 from agent.model.rm import HeldFile, RmEvent, RmEventKind, RmObject
@@ -30,10 +30,10 @@ class Rig:
         """Tell events, then a scan, then what is to be looked at; return the picture."""
         world, tracker = self.world, self.tracker
         world.now_ns += 1
-        tracker.take(world.drain())
-        tracker.scanned(world.scan(), world.now_ns)
+        tracker.handle_events(world.drain())
+        tracker.apply_scan(world.scan(), world.now_ns)
         self.look()
-        return tracker.picture(world.now_ns)
+        return tracker.usage_snapshot(world.now_ns)
 
     def tell_after(self, time_ns: int) -> Usage:
         """Tell a while later, and what nobody was seen to hold before."""
@@ -42,17 +42,17 @@ class Rig:
         return self.tell()
 
     def look(self) -> None:
-        for key in (*self.tracker.unlooked, *self.tracker.exiting):
+        for key in (*self.tracker.without_status, *self.tracker.exiting):
             living = [task for task in self.world.alive if task.key.pid == key.pid]
             if living:
-                self.tracker.looked([living[0].status], self.world.now_ns)
+                self.tracker.update_statuses([living[0].status], self.world.now_ns)
             else:
-                self.tracker.exited(key, self.world.now_ns)
+                self.tracker.handle_process_gone(key, self.world.now_ns)
 
     def end(self, task: Task) -> None:
         self.world.exit(task)
-        self.tracker.take(self.world.drain())
-        self.tracker.exited(task.key, self.world.now_ns)
+        self.tracker.handle_events(self.world.drain())
+        self.tracker.handle_process_gone(task.key, self.world.now_ns)
 
     def job(self, pid: int = 100, *, contexts: int = 1, minor: int = 0) -> tuple[Task, int]:
         """A process with contexts on one GPU; returns it and its control file."""
@@ -108,10 +108,10 @@ def test_rows_of_what_ended_with_its_parent_are_told_to_be_stale() -> None:
     rig.tell()
     rig.world.free(task, client, client)
     rig.tell()
-    removed = {(each.client, each.handle) for each in rig.tracker.take_removed()}
+    removed = {(each.client, each.handle) for each in rig.tracker.pop_removed()}
     assert (client, share) in removed
     assert removed >= set(rig.world.rows)
-    assert rig.tracker.take_removed() == []
+    assert rig.tracker.pop_removed() == []
 
 
 def test_what_a_process_freed_stays_counted() -> None:
@@ -129,9 +129,9 @@ def test_an_event_that_is_told_twice_changes_nothing() -> None:
     rig = Rig()
     rig.job(contexts=2)
     events = rig.world.drain()
-    rig.tracker.take(events)
-    rig.tracker.take(events)
-    rig.tracker.take(events)
+    rig.tracker.handle_events(events)
+    rig.tracker.handle_events(events)
+    rig.tracker.handle_events(events)
     assert hold_of(rig.tell(), 100).contexts == 2
     assert hold_of(rig.tell(), 100).allocated == 2
 
@@ -142,15 +142,15 @@ def test_a_free_that_is_told_late_does_not_end_who_has_the_handle_now() -> None:
     client = rig.world.client(task, control)
     device = rig.world.alloc(task, client, client, DEVICE, 0)
     group = rig.world.alloc(task, client, device, GROUP)
-    rig.tracker.take(rig.world.drain())
+    rig.tracker.handle_events(rig.world.drain())
     rig.world.free(task, client, group)
     (late,) = rig.world.drain()
-    rig.tracker.take([late])
+    rig.tracker.handle_events([late])
     rig.world._handles = group - 1
     assert rig.world.alloc(task, client, device, GROUP) == group
     rig.world.alloc(task, client, group, SHARE)
-    rig.tracker.take(rig.world.drain())
-    rig.tracker.take([late])
+    rig.tracker.handle_events(rig.world.drain())
+    rig.tracker.handle_events([late])
     assert hold_of(rig.tell(), 100).contexts == 1
 
 
@@ -159,12 +159,12 @@ def test_a_ring_of_parents_ends() -> None:
     rig = Rig()
     task, control = rig.job(contexts=0)
     client = rig.world.client(task, control)
-    rig.tracker.take(rig.world.drain())
+    rig.tracker.handle_events(rig.world.drain())
     one = made(rig, task, client, handle=5, parent=6)
-    rig.tracker.take([one, made(rig, task, client, handle=6, parent=5)])
+    rig.tracker.handle_events([one, made(rig, task, client, handle=6, parent=5)])
     assert use_of(rig.tell(), 100).unplaced + (hold_of(rig.tell(), 100).contexts or 0) == 2
     rig.world.now_ns += 1
-    rig.tracker.take([one._replace(kind=RmEventKind.FREE, at_ns=rig.world.now_ns)])
+    rig.tracker.handle_events([one._replace(kind=RmEventKind.FREE, at_ns=rig.world.now_ns)])
     assert hold_of(rig.tell(), 100).contexts == 0
 
 
@@ -200,7 +200,7 @@ def test_channel_groups_made_at_once_are_one_context() -> None:
     task, control = rig.job(contexts=0)
     client = rig.world.client(task, control)
     device = rig.world.alloc(task, client, client, DEVICE, 0)
-    rig.tracker.take(rig.world.drain())
+    rig.tracker.handle_events(rig.world.drain())
 
     def groups(first: int, count: int, *, after_ns: int) -> list[RmEvent]:
         return [
@@ -211,11 +211,11 @@ def test_channel_groups_made_at_once_are_one_context() -> None:
             for place in range(count)
         ]  # fmt: skip
 
-    rig.tracker.take(groups(0, 9, after_ns=1))
+    rig.tracker.handle_events(groups(0, 9, after_ns=1))
     assert hold_of(rig.tell(), 100).contexts == 1
-    rig.tracker.take(groups(10, 9, after_ns=249 * MS))
+    rig.tracker.handle_events(groups(10, 9, after_ns=249 * MS))
     assert hold_of(rig.tell(), 100).contexts == 1
-    rig.tracker.take(groups(20, 9, after_ns=250 * MS))
+    rig.tracker.handle_events(groups(20, 9, after_ns=250 * MS))
     hold = hold_of(rig.tell(), 100)
     assert (hold.contexts, hold.allocated, hold.freed) == (2, 2, 0)
 
@@ -281,7 +281,7 @@ def test_what_was_learned_is_forgotten_with_the_driver_it_was_learned_of() -> No
     rig.world.register(task, uvm, client, rig.world.alloc(task, client, device, VASPACE), V1)
     rig.world.context(task, control, 1)
     assert hold_of(rig.tell(), 100, V1).contexts == 1
-    rig.tracker.gpus_are(replace(GPUS, by_instance={1: V0}))
+    rig.tracker.set_gpus(replace(GPUS, by_instance={1: V0}))
     assert hold_of(rig.tell(), 100, V0).contexts == 1
 
 
@@ -377,19 +377,19 @@ def test_who_closed_everything_is_not_shown() -> None:
 def test_a_process_that_was_not_looked_at_is_not_shown() -> None:
     rig = Rig()
     rig.job()
-    rig.tracker.take(rig.world.drain())
-    assert rig.tracker.picture(0).processes == ()
-    assert rig.tracker.unlooked == (ProcessKey(100, UNKNOWN_START),)
+    rig.tracker.handle_events(rig.world.drain())
+    assert rig.tracker.usage_snapshot(0).processes == ()
+    assert rig.tracker.without_status == (ProcessKey(100, UNKNOWN_START),)
 
 
 def test_a_program_that_replaces_itself_is_looked_at_again() -> None:
     rig = Rig()
     task, _ = rig.job()
     rig.tell()
-    assert list(rig.tracker.unlooked) == []
+    assert list(rig.tracker.without_status) == []
     rig.world.exec(task, "sh")
-    rig.tracker.take(rig.world.drain())
-    assert list(rig.tracker.unlooked) == [task.key]
+    rig.tracker.handle_events(rig.world.drain())
+    assert list(rig.tracker.without_status) == [task.key]
     use = use_of(rig.tell(), 100)
     assert (use.status.comm, use.files) == ("sh", 1)
 
@@ -398,41 +398,41 @@ def test_everybody_who_lives_can_be_looked_at_again_and_is_shown_as_before_until
     rig = Rig()
     task, _ = rig.job()
     before = rig.tell()
-    rig.tracker.look_again()
-    assert list(rig.tracker.unlooked) == [task.key]
-    assert rig.tracker.picture(before.at_ns) == before
+    rig.tracker.mark_statuses_stale()
+    assert list(rig.tracker.without_status) == [task.key]
+    assert rig.tracker.usage_snapshot(before.at_ns) == before
     task.comm, task.state = "worker", "D"
-    rig.tracker.looked([task.status], rig.world.now_ns)
+    rig.tracker.update_statuses([task.status], rig.world.now_ns)
     use = use_of(rig.tell(), 100)
     assert (use.status.comm, use.status.state) == ("worker", "D")
-    assert list(rig.tracker.unlooked) == []
+    assert list(rig.tracker.without_status) == []
 
 
 def test_what_needs_a_scan_says_so() -> None:
     rig = Rig()
     task, control = rig.job()
-    assert rig.tracker.take(rig.world.drain()) is None
+    assert rig.tracker.handle_events(rig.world.drain()) is None
     rig.world.dup(task, control)
     rig.world.close(task, control)
-    assert rig.tracker.take(rig.world.drain()) is not None
+    assert rig.tracker.handle_events(rig.world.drain()) is not None
     for happens in (
         lambda: rig.world.fork(task, 101),
         lambda: rig.world.exec(task, "a"),
         lambda: rig.world.exit(task),
     ):
         happens()
-        assert rig.tracker.take(rig.world.drain()) is not None
-    assert rig.tracker.take([]) is None
+        assert rig.tracker.handle_events(rig.world.drain()) is not None
+    assert rig.tracker.handle_events([]) is None
 
 
 def test_a_scan_that_began_before_an_open_does_not_undo_it() -> None:
     rig = Rig()
     at_ns, held = rig.world.now_ns, rig.world.scan()
     rig.job(contexts=1)
-    rig.tracker.take(rig.world.drain())
-    rig.tracker.scanned(held, at_ns)
+    rig.tracker.handle_events(rig.world.drain())
+    rig.tracker.apply_scan(held, at_ns)
     rig.look()
-    assert hold_of(rig.tracker.picture(0), 100).contexts == 1
+    assert hold_of(rig.tracker.usage_snapshot(0), 100).contexts == 1
 
 
 # Ends
@@ -455,8 +455,8 @@ def test_contexts_of_a_parent_that_ended_are_left_with_its_child() -> None:
     parent, child = forked(rig)
     assert left(rig.tell()) == []
     rig.end(parent)
-    rig.tracker.scanned(rig.world.scan(), rig.world.now_ns)
-    (orphan,) = rig.tracker.picture(0).orphans
+    rig.tracker.apply_scan(rig.world.scan(), rig.world.now_ns)
+    (orphan,) = rig.tracker.usage_snapshot(0).orphans
     assert (orphan.owner.key, orphan.owner.comm) == (parent.key, "python3")
     assert (orphan.gpu, orphan.contexts, orphan.holders) == (V0, 2, (child.key,))
     assert orphan.ended_ns == rig.world.now_ns
@@ -471,8 +471,8 @@ def test_what_was_left_ends_with_its_last_holder() -> None:
     rig.end(child)
     assert left(rig.tell()) == []
     assert len(rig.world.rows) > 0
-    rig.tell_after(ASIDE_NS)
-    rig.world.delete_rows(rig.tracker.take_removed())
+    rig.tell_after(QUARANTINE_NS)
+    rig.world.delete_rows(rig.tracker.pop_removed())
     assert rig.world.rows == {}
 
 
@@ -561,7 +561,7 @@ def test_a_process_that_exits_and_does_not_end_holds_what_it_had() -> None:
     assert (use.exiting_since_ns, use.status.state, use.files) == (began_ns, "D", len(files))
     assert hold_of(picture, 100).contexts == 2
     assert rig.tracker.exiting == (task.key,)
-    rig.tracker.exited(task.key, rig.world.now_ns)
+    rig.tracker.handle_process_gone(task.key, rig.world.now_ns)
     assert rig.tell().processes == ()
 
 
@@ -575,12 +575,12 @@ def test_a_look_can_tell_that_a_process_is_ending(state: str, *, killed: bool, i
     rig.tell()
     task.state, task.killed = state, killed
     rig.world.now_ns += 1
-    rig.tracker.looked([task.status], rig.world.now_ns)
-    ending_ns = use_of(rig.tracker.picture(0), 100).exiting_since_ns
+    rig.tracker.update_statuses([task.status], rig.world.now_ns)
+    ending_ns = use_of(rig.tracker.usage_snapshot(0), 100).exiting_since_ns
     assert (ending_ns == rig.world.now_ns) if is_ending else (ending_ns is None)
     task.state, task.killed = "S", False
-    rig.tracker.looked([task.status], rig.world.now_ns)
-    assert use_of(rig.tracker.picture(0), 100).exiting_since_ns is None
+    rig.tracker.update_statuses([task.status], rig.world.now_ns)
+    assert use_of(rig.tracker.usage_snapshot(0), 100).exiting_since_ns is None
 
 
 # What is older than the probe
@@ -655,22 +655,22 @@ def test_events_before_the_first_scan_are_of_files_that_are_not_older() -> None:
 
 def test_without_a_scan_the_picture_is_not_complete() -> None:
     tracker = Tracker(GPUS)
-    assert not tracker.picture(0).complete
-    tracker.scanned([], 1)
-    assert tracker.picture(0).complete
-    assert tracker.picture(0).incomplete_because == ""
+    assert not tracker.usage_snapshot(0).complete
+    tracker.apply_scan([], 1)
+    assert tracker.usage_snapshot(0).complete
+    assert tracker.usage_snapshot(0).incomplete_because == ""
 
 
 def test_after_a_loss_the_picture_is_complete_when_it_was_made_anew() -> None:
     rig = Rig()
     rig.job(contexts=3)
     lost = rig.world.drain()
-    rig.tracker.lost(len(lost))
+    rig.tracker.handle_lost_events(len(lost))
     assert wants(rig) == (True, False)
-    rig.tracker.scanned(rig.world.scan(), rig.world.now_ns)
-    picture = rig.tracker.picture(0)
+    rig.tracker.apply_scan(rig.world.scan(), rig.world.now_ns)
+    picture = rig.tracker.usage_snapshot(0)
     assert (picture.complete, picture.incomplete_because) == (False, "events were lost")
-    rig.tracker.rebuilt(rig.world.rows.values(), rig.world.now_ns)
+    rig.tracker.rebuild(rig.world.rows.values(), rig.world.now_ns)
     assert wants(rig) == (False, False)
     picture = rig.tell()
     assert picture.complete
@@ -680,7 +680,7 @@ def test_after_a_loss_the_picture_is_complete_when_it_was_made_anew() -> None:
 
 def wants(rig: Rig) -> tuple[bool, bool]:
     """Whether a rebuild is wanted, and whether the picture is complete."""
-    return rig.tracker.needs_rebuild, rig.tracker.picture(0).complete
+    return rig.tracker.needs_rebuild, rig.tracker.usage_snapshot(0).complete
 
 
 def test_what_was_freed_while_events_were_lost_is_counted_as_freed() -> None:
@@ -692,8 +692,8 @@ def test_what_was_freed_while_events_were_lost_is_counted_as_freed() -> None:
     rig.world.context(task, control)
     rig.world.context(task, control)
     rig.world.drain()
-    rig.tracker.lost(1)
-    rig.tracker.rebuilt(rig.world.rows.values(), rig.world.now_ns)
+    rig.tracker.handle_lost_events(1)
+    rig.tracker.rebuild(rig.world.rows.values(), rig.world.now_ns)
     hold = hold_of(rig.tell(), 100)
     assert (hold.contexts, hold.freed) == (4, 0)
     assert hold.allocated == 4
@@ -705,8 +705,8 @@ def test_events_from_before_a_rebuild_change_nothing() -> None:
     rig.world.context(task, control)
     late = rig.world.drain()
     rig.world.now_ns += 1
-    rig.tracker.rebuilt(rig.world.rows.values(), rig.world.now_ns)
-    rig.tracker.take(late)
+    rig.tracker.rebuild(rig.world.rows.values(), rig.world.now_ns)
+    rig.tracker.handle_events(late)
     hold = hold_of(rig.tell(), 100)
     assert (hold.contexts, hold.allocated, hold.freed) == (1, 1, 0)
 
@@ -715,8 +715,8 @@ def test_rows_that_are_older_than_their_file_are_of_an_earlier_one() -> None:
     rig = Rig()
     task, control = rig.job(contexts=1)
     rows = list(rig.world.rows.values())
-    rig.tracker.rebuilt(rows, rig.world.now_ns, {control: rig.world.now_ns})
-    assert {(each.client, each.handle) for each in rig.tracker.take_removed()} == set(rig.world.rows)
+    rig.tracker.rebuild(rows, rig.world.now_ns, {control: rig.world.now_ns})
+    assert {(each.client, each.handle) for each in rig.tracker.pop_removed()} == set(rig.world.rows)
     assert task.fds
 
 
@@ -727,17 +727,17 @@ def test_a_row_whose_parent_is_younger_is_of_an_object_that_is_gone() -> None:
     rows = dict(rig.world.rows)
     group = rig.world.clients[client].objects[share].parent
     rows[client, group] = rows[client, group]._replace(at_ns=rows[client, share].at_ns + 1)
-    rig.tracker.rebuilt(rows.values(), rig.world.now_ns + 2)
-    rig.tracker.scanned(rig.world.scan(), rig.world.now_ns + 2)
-    assert [each.handle for each in rig.tracker.take_removed() if each.handle == share] == [share]
+    rig.tracker.rebuild(rows.values(), rig.world.now_ns + 2)
+    rig.tracker.apply_scan(rig.world.scan(), rig.world.now_ns + 2)
+    assert [each.handle for each in rig.tracker.pop_removed() if each.handle == share] == [share]
 
 
 def test_processes_that_cannot_be_seen_are_told() -> None:
     rig = Rig()
-    rig.tracker.blind("no host PID namespace")
+    rig.tracker.set_unreadable_reason("no host PID namespace")
     picture = rig.tell()
     assert (picture.complete, picture.incomplete_because) == (False, "no host PID namespace")
-    rig.tracker.blind("")
+    rig.tracker.set_unreadable_reason("")
     assert rig.tell().complete
 
 
@@ -751,16 +751,16 @@ def test_of_proc_alone_contexts_and_files_are_unknown() -> None:
         HeldFile(700, task.key.start_ticks, 0, gpu_file(0), 3, 0),
         HeldFile(700, task.key.start_ticks, 0, CONTROL, 2, 0),
     ]
-    tracker.scanned(held, 1)
-    tracker.looked([task.status], 1)
-    picture = tracker.picture(2)
+    tracker.apply_scan(held, 1)
+    tracker.update_statuses([task.status], 1)
+    picture = tracker.usage_snapshot(2)
     (use,) = picture.processes
     assert (use.key.pid, use.files, use.fds, use.partial) == (700, None, 5, False)
     assert use.holds == (GpuHold(V0, 5, None),)
     assert [(total.processes, total.contexts) for total in picture.totals] == [(1, None)]
     assert (picture.source, picture.complete) == ("proc", True)
-    tracker.scanned([], 3)
-    assert tracker.picture(4).processes == ()
+    tracker.apply_scan([], 3)
+    assert tracker.usage_snapshot(4).processes == ()
 
 
 def test_the_agent_is_known_by_its_pid() -> None:
@@ -775,30 +775,30 @@ def test_the_agent_is_known_by_its_pid() -> None:
 
 
 def test_the_process_that_was_quiet_longest_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(holders, "MAX_PROCESSES", 3)
+    monkeypatch.setattr(open_files, "MAX_PROCESSES", 3)
     rig = Rig()
     jobs = [rig.job(100 + number) for number in range(3)]
-    rig.tracker.take(rig.world.drain())
+    rig.tracker.handle_events(rig.world.drain())
     rig.world.context(*jobs[0])
     rig.job(200)
-    rig.tracker.take(rig.world.drain())
-    assert sorted(key.pid for key in rig.tracker.unlooked) == [100, 102, 200]
-    assert rig.tracker.picture(0).evicted == 1
+    rig.tracker.handle_events(rig.world.drain())
+    assert sorted(key.pid for key in rig.tracker.without_status) == [100, 102, 200]
+    assert rig.tracker.usage_snapshot(0).evicted == 1
 
 
 def test_who_is_forgotten_left_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     rig = Rig()
     parent, _child = forked(rig)
     rig.tell()
-    monkeypatch.setattr(holders, "MAX_PROCESSES", 1)
-    rig.tracker.take([])
-    rig.tracker.exited(parent.key, rig.world.now_ns)
-    assert rig.tracker.picture(0).orphans == ()
-    assert rig.tracker.take_removed() == []
+    monkeypatch.setattr(open_files, "MAX_PROCESSES", 1)
+    rig.tracker.handle_events([])
+    rig.tracker.handle_process_gone(parent.key, rig.world.now_ns)
+    assert rig.tracker.usage_snapshot(0).orphans == ()
+    assert rig.tracker.pop_removed() == []
 
 
 def test_the_file_that_was_quiet_longest_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(holders, "MAX_FILES", 3)
+    monkeypatch.setattr(open_files, "MAX_FILES", 3)
     rig = Rig()
     rig.job(100)
     rig.job(101)
@@ -808,17 +808,17 @@ def test_the_file_that_was_quiet_longest_is_forgotten(monkeypatch: pytest.Monkey
 
 
 def test_the_client_that_was_quiet_longest_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rm_objects, "MAX_OBJECTS", 12)
+    monkeypatch.setattr(clients, "MAX_OBJECTS", 12)
     rig = Rig()
     rig.job(100, contexts=4)
     picture = rig.tell()
     assert hold_of(picture, 100).contexts == 2
     assert picture.evicted == 12
-    assert rig.tracker.take_removed() == []
+    assert rig.tracker.pop_removed() == []
 
 
 def test_clients_without_objects_are_bounded_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rm_objects, "MAX_OF_OWNER", 5)
+    monkeypatch.setattr(clients, "MAX_OF_OWNER", 5)
     rig = Rig()
     task, control = rig.job(contexts=0)
     for _ in range(9):
@@ -838,8 +838,8 @@ def test_a_flood_of_short_processes_leaves_nothing() -> None:
     picture = rig.tell()
     assert (picture.processes, picture.orphans, picture.totals, picture.evicted) == ((), (), (), 0)
     assert rig.tracker.living == ()
-    rig.tell_after(ASIDE_NS)
-    rig.world.delete_rows(rig.tracker.take_removed())
+    rig.tell_after(QUARANTINE_NS)
+    rig.world.delete_rows(rig.tracker.pop_removed())
     assert rig.world.rows == {}
 
 
@@ -848,11 +848,11 @@ def test_a_prime_number_of_contexts_is_counted_exactly() -> None:
     task, control = rig.job(contexts=0)
     client = rig.world.client(task, control)
     device = rig.world.alloc(task, client, client, DEVICE, 0)
-    rig.tracker.take(rig.world.drain())
+    rig.tracker.handle_events(rig.world.drain())
     events = [made(rig, task, client, handle=10_000 + number, parent=device) for number in range(10_007)]
-    rig.tracker.take(events)
+    rig.tracker.handle_events(events)
     assert hold_of(rig.tell(), 100).contexts == 10_007
-    rig.tracker.take(
+    rig.tracker.handle_events(
         [each._replace(kind=RmEventKind.FREE, at_ns=rig.world.now_ns + 1) for each in events[:9_973]]
     )
     hold = hold_of(rig.tell(), 100)
@@ -862,7 +862,7 @@ def test_a_prime_number_of_contexts_is_counted_exactly() -> None:
 def test_many_rows_of_earlier_processes_of_pids_in_use_take_no_longer_each() -> None:
     count = 20_000
     tracker = Tracker(GPUS)
-    tracker.scanned([HeldFile(pid, 1000, pid, CONTROL, 1, 0) for pid in range(1, count)], 10)
+    tracker.apply_scan([HeldFile(pid, 1000, pid, CONTROL, 1, 0) for pid in range(1, count)], 10)
     rows = [
         RmObject(
             client=pid, handle=pid, at_ns=5, cgroup_id=0, file=1, tgid=pid, rm_class=0x41, parent=0, gpu=0,
@@ -871,6 +871,6 @@ def test_many_rows_of_earlier_processes_of_pids_in_use_take_no_longer_each() -> 
         for pid in range(1, count)
     ]  # fmt: skip
 
-    tracker.rebuilt(rows, 20)
+    tracker.rebuild(rows, 20)
 
     assert {key.start_ticks for key in tracker.living} == {1000}

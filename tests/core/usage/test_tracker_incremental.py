@@ -8,9 +8,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, precondition, rule
 
-from agent.core.usage import clients as rm_objects
-from agent.core.usage import files as holders
-from agent.core.usage import quarantine as rm_aside
+from agent.core.usage import clients, quarantine
+from agent.core.usage import files as open_files
 from agent.core.usage.gpu_map import CONTROL, GpuMap
 from agent.core.usage.processes import by_process
 from agent.model.ids import Placement
@@ -35,12 +34,12 @@ NUMBERINGS = (
 )
 """A driver that was loaded anew, GPUs that are lost or numbered otherwise, one that was cut into parts."""
 SMALL = {
-    "MAX_FILES": holders,
-    "MAX_FILES_OF_PROCESS": holders,
-    "MAX_PROCESSES": holders,
-    "MAX_OBJECTS": rm_objects,
-    "MAX_OF_OWNER": rm_objects,
-    "MAX_ASIDE": rm_aside,
+    "MAX_FILES": open_files,
+    "MAX_FILES_OF_PROCESS": open_files,
+    "MAX_PROCESSES": open_files,
+    "MAX_OBJECTS": clients,
+    "MAX_OF_OWNER": clients,
+    "MAX_QUARANTINED": quarantine,
 }
 ROOM = {"MAX_FILES": 12, "MAX_FILES_OF_PROCESS": 6, "MAX_PROCESSES": 3, "MAX_OBJECTS": 60, "MAX_OF_OWNER": 25}
 
@@ -64,11 +63,11 @@ class ByWhatChanged(AgainstTheKernel):
     @rule(numbering=st.sampled_from(NUMBERINGS))
     def number(self, numbering: GpuMap) -> None:
         self.numbering = numbering
-        self.tracker.gpus_are(numbering)
+        self.tracker.set_gpus(numbering)
 
     @rule(told=st.booleans())
     def tell_releases(self, *, told: bool) -> None:
-        self.tracker.releases_are(told=told)
+        self.tracker.set_release_events(enabled=told)
 
     @precondition(lambda self: self.world.alive)
     @rule(data=st.data(), minor=st.sampled_from([1, 2]))
@@ -82,11 +81,11 @@ class ByWhatChanged(AgainstTheKernel):
     def see_state(self, data: st.DataObject, state: str, *, killed: bool) -> None:
         task = self.draw_task(data)
         task.state, task.killed = state, killed
-        self.tracker.looked([task.status], self.world.now_ns)
+        self.tracker.update_statuses([task.status], self.world.now_ns)
 
     @rule()
     def find_no_room(self) -> None:
-        self.tracker.table_was_full()
+        self.tracker.handle_full_object_table()
 
     @rule(data=st.data(), is_whole=st.booleans())
     def scan_before_events(self, data: st.DataObject, *, is_whole: bool) -> None:
@@ -94,7 +93,7 @@ class ByWhatChanged(AgainstTheKernel):
         held = self.world.scan()
         if not is_whole and held:
             held = data.draw(st.lists(st.sampled_from(held), unique=True))
-        for _ in self.tracker.scanning(by_process(held), at_ns, is_whole=is_whole):
+        for _ in self.tracker.apply_scan_steps(by_process(held), at_ns, is_whole=is_whole):
             pass
 
     def settle(self) -> None:
@@ -103,9 +102,9 @@ class ByWhatChanged(AgainstTheKernel):
     @invariant()
     def what_changed_is_all_that_is_different(self) -> None:
         if hasattr(self, "tracker"):
-            picture = self.tracker.picture(self.world.now_ns)
-            self.tracker.gpus_are(self.numbering)
-            assert picture == self.tracker.picture(self.world.now_ns)
+            picture = self.tracker.usage_snapshot(self.world.now_ns)
+            self.tracker.set_gpus(self.numbering)
+            assert picture == self.tracker.usage_snapshot(self.world.now_ns)
 
 
 class WithLittleRoom(ByWhatChanged):
@@ -135,9 +134,9 @@ def test_where_the_end_of_files_is_told_from_now_on_what_is_in_a_message_is_left
     rig.tell()
     rig.world.post(task, control)
     rig.end(task)
-    assert rig.tracker.picture(0).orphans == ()
-    rig.tracker.releases_are(told=True)
-    assert [orphan.contexts for orphan in rig.tracker.picture(0).orphans] == [1]
+    assert rig.tracker.usage_snapshot(0).orphans == ()
+    rig.tracker.set_release_events(enabled=True)
+    assert [orphan.contexts for orphan in rig.tracker.usage_snapshot(0).orphans] == [1]
 
 
 def test_a_gpu_that_is_only_seen_to_be_closed_was_open() -> None:
@@ -149,12 +148,12 @@ def test_a_gpu_that_is_only_seen_to_be_closed_was_open() -> None:
     events = [
         each for each in rig.world.drain() if each.kind is not RmEventKind.OPEN or each.device != gpu_file(1)
     ]
-    rig.tracker.take(events)
-    rig.tracker.looked([task.status], rig.world.now_ns)
-    assert use_of(rig.tracker.picture(0), 100).unplaced == 1
+    rig.tracker.handle_events(events)
+    rig.tracker.update_statuses([task.status], rig.world.now_ns)
+    assert use_of(rig.tracker.usage_snapshot(0), 100).unplaced == 1
     rig.world.close(task, gpu)
-    rig.tracker.take(rig.world.drain())
-    assert hold_of(rig.tracker.picture(0), 100, V1).contexts == 1
+    rig.tracker.handle_events(rig.world.drain())
+    assert hold_of(rig.tracker.usage_snapshot(0), 100, V1).contexts == 1
 
 
 def test_who_had_a_pid_and_was_forgotten_is_not_taken_for_who_has_it() -> None:
@@ -164,13 +163,15 @@ def test_who_had_a_pid_and_was_forgotten_is_not_taken_for_who_has_it() -> None:
     rig.world.begin_exit(task)
     task.exiting = False
     rig.world.open(task, CONTROL)
-    rig.tracker.take(rig.world.drain())
+    rig.tracker.handle_events(rig.world.drain())
     first = task.key
-    rig.tracker.lost(1)
-    rig.tracker.exited(first, rig.world.now_ns)
-    rig.tracker.exited(next(key for key in rig.tracker.unlooked if key.pid == 100), rig.world.now_ns)
-    rig.tracker.table_was_full()
+    rig.tracker.handle_lost_events(1)
+    rig.tracker.handle_process_gone(first, rig.world.now_ns)
+    rig.tracker.handle_process_gone(
+        next(key for key in rig.tracker.without_status if key.pid == 100), rig.world.now_ns
+    )
+    rig.tracker.handle_full_object_table()
     rig.world.open(task, CONTROL)
-    rig.tracker.take(rig.world.drain())
-    rig.tracker.looked([task.status], rig.world.now_ns)
-    assert use_of(rig.tracker.picture(0), 100).files == 1
+    rig.tracker.handle_events(rig.world.drain())
+    rig.tracker.update_statuses([task.status], rig.world.now_ns)
+    assert use_of(rig.tracker.usage_snapshot(0), 100).files == 1

@@ -15,10 +15,10 @@ def test_what_a_process_did_before_it_ended_is_its_own_though_it_is_told_later()
     rig.tell()
     rig.world.context(parent, control)
     late = rig.world.drain()
-    rig.tracker.exited(parent.key, late[-1].at_ns)
-    rig.tracker.take(late)
-    assert [left.contexts for left in rig.tracker.picture(0).orphans] == [2]
-    assert rig.tracker.unlooked == ()
+    rig.tracker.handle_process_gone(parent.key, late[-1].at_ns)
+    rig.tracker.handle_events(late)
+    assert [left.contexts for left in rig.tracker.usage_snapshot(0).orphans] == [2]
+    assert rig.tracker.without_status == ()
 
 
 def test_what_comes_after_the_end_of_a_process_is_of_another_that_has_its_pid() -> None:
@@ -31,8 +31,8 @@ def test_what_comes_after_the_end_of_a_process_is_of_another_that_has_its_pid() 
     control = rig.world.open(again, CONTROL)
     rig.world.open(again, gpu_file(0))
     rig.world.context(again, control)
-    rig.tracker.take(rig.world.drain())
-    assert rig.tracker.unlooked == (ProcessKey(100, UNKNOWN_START),)
+    rig.tracker.handle_events(rig.world.drain())
+    assert rig.tracker.without_status == (ProcessKey(100, UNKNOWN_START),)
     rig.look()
     picture = rig.tell()
     assert (use_of(picture, 100).key, hold_of(picture, 100).contexts) == (again.key, 1)
@@ -49,8 +49,11 @@ def test_a_file_that_was_closed_before_a_scan_is_not_held_though_its_use_is_told
     rig.world.close(task, control)
     late = rig.world.drain()
     rig.tell()
-    rig.tracker.take(late)
-    assert (use_of(rig.tracker.picture(0), 100).files, hold_of(rig.tracker.picture(0), 100).contexts) == (
+    rig.tracker.handle_events(late)
+    assert (
+        use_of(rig.tracker.usage_snapshot(0), 100).files,
+        hold_of(rig.tracker.usage_snapshot(0), 100).contexts,
+    ) == (
         2,
         0,
     )
@@ -67,16 +70,16 @@ def test_who_used_a_file_before_a_scan_that_does_not_show_it_does_not_hold_it() 
     rig.world.close(other, control)
     late = [event for event in rig.world.drain() if event.kind is RmEventKind.ALLOC]
     rig.tell()
-    rig.tracker.take(late)
-    picture = rig.tracker.picture(0)
+    rig.tracker.handle_events(late)
+    picture = rig.tracker.usage_snapshot(0)
     assert [use_of(picture, pid).files for pid in (100, 200)] == [2, 2]
     assert task.fds
 
 
 def test_a_look_at_a_pid_of_which_nothing_was_told_is_not_kept() -> None:
     rig = Rig()
-    rig.tracker.looked([rig.world.spawn(100).status], rig.world.now_ns)
-    assert (rig.tracker.living, rig.tracker.unlooked) == ((), ())
+    rig.tracker.update_statuses([rig.world.spawn(100).status], rig.world.now_ns)
+    assert (rig.tracker.living, rig.tracker.without_status) == ((), ())
 
 
 def test_who_gives_a_file_to_the_driver_holds_it() -> None:
@@ -86,8 +89,8 @@ def test_who_gives_a_file_to_the_driver_holds_it() -> None:
     rig.tell()
     rig.world.send(other, control)
     rig.world._emit(other, RmEventKind.REGISTER_FD, file=control, device=CONTROL)
-    rig.tracker.take(rig.world.drain())
-    assert [use_of(rig.tracker.picture(0), pid).files for pid in (100, 200)] == [2, 3]
+    rig.tracker.handle_events(rig.world.drain())
+    assert [use_of(rig.tracker.usage_snapshot(0), pid).files for pid in (100, 200)] == [2, 3]
 
 
 def test_a_file_that_went_without_a_word_is_gone_in_the_next_scan() -> None:
@@ -95,7 +98,7 @@ def test_a_file_that_went_without_a_word_is_gone_in_the_next_scan() -> None:
     task, _ = rig.job(100, contexts=0)
     rig.tell()
     file = rig.world.open(task, gpu_file(0))
-    rig.tracker.take(rig.world.drain())
-    assert use_of(rig.tracker.picture(0), 100).files == 3
+    rig.tracker.handle_events(rig.world.drain())
+    assert use_of(rig.tracker.usage_snapshot(0), 100).files == 3
     task.fds.remove(file)
     assert use_of(rig.tell(), 100).files == 2

@@ -2,12 +2,12 @@
 
 import pytest
 
-from agent.core.usage import clients as rm_objects
-from agent.core.usage import files as holders
+from agent.core.usage import clients
+from agent.core.usage import files as open_files
 from agent.core.usage.gpu_map import CONTROL
-from agent.core.usage.processes import NOTHING, Held, by_process
-from agent.core.usage.quarantine import ASIDE_NS
-from agent.core.usage.rows import judged
+from agent.core.usage.processes import NO_FILES, OpenFilesByProcess, by_process
+from agent.core.usage.quarantine import QUARANTINE_NS
+from agent.core.usage.rows import live_rows
 from agent.model.structs import replace
 from agent.model.usage import Usage
 from tests.core.kernel_world import GPUS, UVM, V0, V1, VASPACE, gpu_file
@@ -19,14 +19,14 @@ UNKNOWN_INSTANCES = replace(GPUS, by_instance={})
 def lose(rig: Rig) -> None:
     """What was not told yet is lost."""
     rig.world.drain()
-    rig.tracker.lost(1)
+    rig.tracker.handle_lost_events(1)
 
 
 def rebuild(rig: Rig, *, opened: bool = False, ticks: int | None = None) -> Usage:
     """Make good what was lost."""
     rig.world.now_ns += 1
     rows = [row if ticks is None else row._replace(start_ticks=ticks) for row in rig.world.rows.values()]
-    rig.tracker.rebuilt(rows, rig.world.now_ns, dict(rig.world.opened) if opened else {})
+    rig.tracker.rebuild(rows, rig.world.now_ns, dict(rig.world.opened) if opened else {})
     return rig.tell()
 
 
@@ -126,44 +126,44 @@ def test_after_rows_were_read_a_scan_is_wanted() -> None:
     rig = Rig()
     rig.job(100)
     assert rig.tell().complete
-    rig.tracker.rebuilt(rig.world.rows.values(), rig.world.now_ns)
-    assert rig.tracker.picture(0).incomplete_because == "rows were read and no scan was made since"
+    rig.tracker.rebuild(rig.world.rows.values(), rig.world.now_ns)
+    assert rig.tracker.usage_snapshot(0).incomplete_because == "rows were read and no scan was made since"
     assert rig.tell().complete
-    rig.tracker.lost(1)
-    assert rig.tracker.picture(0).incomplete_because == "events were lost"
+    rig.tracker.handle_lost_events(1)
+    assert rig.tracker.usage_snapshot(0).incomplete_because == "events were lost"
 
 
 def test_rows_are_taken_in_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rm_objects, "STEP", 4)
+    monkeypatch.setattr(clients, "STEP", 4)
     rig = Rig()
     rig.job(100, contexts=5)
     rig.tell()
-    rows = judged(rig.world.rows.values(), {}, rig.tracker.older)
+    rows = live_rows(rig.world.rows.values(), {}, rig.tracker.older_files)
     # Thirty rows; and before and after them five clients that are counted.
-    assert len(list(rig.tracker.rebuilding(rows, rig.world.now_ns))) == 30 // 4 + 2 * (5 // 4 + 1)
+    assert len(list(rig.tracker.rebuild_steps(rows, rig.world.now_ns))) == 30 // 4 + 2 * (5 // 4 + 1)
     assert hold_of(rig.tell(), 100).contexts == 5
 
 
 def test_a_scan_is_taken_in_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(holders, "STEP", 2)
-    monkeypatch.setattr(holders, "STEP_UNCHANGED", 4)
+    monkeypatch.setattr(open_files, "STEP", 2)
+    monkeypatch.setattr(open_files, "STEP_UNCHANGED", 4)
     rig = Rig()
     for number in range(9):
         rig.job(100 + number)
-    rig.tracker.take(rig.world.drain())
-    held: Held = {task.key: NOTHING for task in rig.world.alive}
+    rig.tracker.handle_events(rig.world.drain())
+    held: OpenFilesByProcess = {task.key: NO_FILES for task in rig.world.alive}
     rig.tell()
     rig.world.now_ns += 1
     # Of nine processes each loses its files; then nothing changes.
-    steps = len(list(rig.tracker.scanning(held, rig.world.now_ns)))
+    steps = len(list(rig.tracker.apply_scan_steps(held, rig.world.now_ns)))
     assert steps == 4
     rig.tell()
     scan = by_process(rig.world.scan())
-    assert len(list(rig.tracker.scanning(scan, rig.world.now_ns + 1))) == 2
+    assert len(list(rig.tracker.apply_scan_steps(scan, rig.world.now_ns + 1))) == 2
 
 
 def test_nothing_is_kept_of_who_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rm_objects, "MAX_OF_OWNER", 16)
+    monkeypatch.setattr(clients, "MAX_OF_OWNER", 16)
     rig = Rig(UNKNOWN_INSTANCES)
     task, control = rig.job(100, contexts=3)
     uvm = rig.world.open(task, UVM)
@@ -177,12 +177,12 @@ def test_nothing_is_kept_of_who_is_gone(monkeypatch: pytest.MonkeyPatch) -> None
     rig.world.begin_exit(task)
     rig.tell()
     rig.end(task)
-    rig.tell_after(ASIDE_NS)
+    rig.tell_after(QUARANTINE_NS)
     rig.tell()
-    clients, kept = rig.tracker._clients, rig.tracker._holders
-    assert [len(clients), clients.short, clients.freed, clients._claims, clients._sizes] == [
+    table, kept = rig.tracker._clients, rig.tracker._open_files
+    assert [len(table), table.short, table.freed, table._claims, table._sizes] == [
         0, set(), {}, {}, {},
     ]  # fmt: skip
     assert [kept.processes, kept.files, kept._current, kept._by_key] == [{}, {}, {}, {}]
-    assert [kept._idle, kept._stirred, kept._bare, kept._doubted] == [set()] * 4
+    assert [kept._idle, kept._unsettled, kept._unheld, kept._doubted] == [set()] * 4
     assert rig.world.files == {} or CONTROL not in rig.world.files.values()

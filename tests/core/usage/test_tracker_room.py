@@ -2,10 +2,10 @@
 
 import pytest
 
-from agent.core.usage import clients as rm_objects
-from agent.core.usage import files as holders
+from agent.core.usage import clients
+from agent.core.usage import files as open_files
 from agent.core.usage.gpu_map import CONTROL
-from agent.core.usage.quarantine import ASIDE_NS
+from agent.core.usage.quarantine import QUARANTINE_NS
 from agent.model.usage import ProcessKey, Usage
 from tests.core.kernel_world import DEVICE, GROUP, SHARE, V0, V1, Task, gpu_file
 from tests.core.usage.test_tracker import Rig, hold_of, use_of, wants
@@ -33,8 +33,8 @@ def names(picture: Usage, *pids: int) -> bool:
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tables with room for 64 objects, 16 of one owner."""
-    monkeypatch.setattr(rm_objects, "MAX_OBJECTS", 64)
-    monkeypatch.setattr(rm_objects, "MAX_OF_OWNER", 16)
+    monkeypatch.setattr(clients, "MAX_OBJECTS", 64)
+    monkeypatch.setattr(clients, "MAX_OF_OWNER", 16)
 
 
 @pytest.mark.usefixtures("small")
@@ -57,7 +57,7 @@ def test_rows_of_objects_that_are_not_kept_make_room_in_the_kernel() -> None:
     rig = Rig()
     hog(rig, 200, objects=60)
     rig.tell()
-    rig.world.delete_rows(rig.tracker.take_removed())
+    rig.world.delete_rows(rig.tracker.pop_removed())
     assert len(rig.world.rows) == 16
 
 
@@ -111,7 +111,7 @@ def test_many_who_take_their_share_lose_before_who_takes_little() -> None:
     assert not use_of(picture, 100).partial
     assert not picture.complete
     assert "and" in picture.incomplete_because
-    assert rig.tracker.take_removed() == []
+    assert rig.tracker.pop_removed() == []
 
 
 @pytest.mark.usefixtures("small")
@@ -122,8 +122,8 @@ def test_room_is_made_by_the_quietest_clients_of_whoever_takes_most() -> None:
         hog(rig, 200 + number, objects=14)
     rig.world.handles = 40
     rig.job(300, contexts=1)
-    rig.tracker.take(rig.world.drain())
-    assert rig.tracker.picture(0).evicted == 0
+    rig.tracker.handle_events(rig.world.drain())
+    assert rig.tracker.usage_snapshot(0).evicted == 0
     rig.world.context(task, control)
     rig.job(301, contexts=1)
     picture = rig.tell()
@@ -140,8 +140,8 @@ def test_who_is_too_much_is_so_after_a_rebuild_too() -> None:
     rig.job(100, contexts=2)
     hog(rig, 200, objects=100)
     rig.world.drain()
-    rig.tracker.lost(1)
-    rig.tracker.rebuilt(rig.world.rows.values(), rig.world.now_ns)
+    rig.tracker.handle_lost_events(1)
+    rig.tracker.rebuild(rig.world.rows.values(), rig.world.now_ns)
     picture = rig.tell()
     assert hold_of(picture, 100).contexts == 2
     assert names(picture, 200)
@@ -150,7 +150,7 @@ def test_who_is_too_much_is_so_after_a_rebuild_too() -> None:
 def test_who_opens_too_many_files_loses_of_its_own_alone_and_is_named(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(holders, "MAX_FILES_OF_PROCESS", 10)
+    monkeypatch.setattr(open_files, "MAX_FILES_OF_PROCESS", 10)
     rig = Rig()
     rig.job(100)
     task, _ = rig.job(200)
@@ -164,7 +164,7 @@ def test_who_opens_too_many_files_loses_of_its_own_alone_and_is_named(
 
 
 def test_where_there_are_too_many_files_who_has_most_loses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(holders, "MAX_FILES", 24)
+    monkeypatch.setattr(open_files, "MAX_FILES", 24)
     rig = Rig()
     rig.job(100)
     task, _ = rig.job(200)
@@ -174,7 +174,7 @@ def test_where_there_are_too_many_files_who_has_most_loses(monkeypatch: pytest.M
     assert (use_of(picture, 100).files, hold_of(picture, 100).contexts) == (2, 1)
     assert sum(use.files or 0 for use in picture.processes) == 24 * 7 // 8
     assert not picture.complete
-    assert rig.tracker.take_removed() == []
+    assert rig.tracker.pop_removed() == []
     for file in task.fds[2:]:
         rig.world.close(task, file)
     rig.tell()
@@ -182,20 +182,20 @@ def test_where_there_are_too_many_files_who_has_most_loses(monkeypatch: pytest.M
 
 
 def test_where_many_have_a_file_each_room_is_made_for_many_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(holders, "MAX_FILES", 80)
+    monkeypatch.setattr(open_files, "MAX_FILES", 80)
     rig = Rig()
     for pid in range(81):
         rig.world.open(rig.world.spawn(1000 + pid), CONTROL)
-    rig.tracker.take(rig.world.drain())
+    rig.tracker.handle_events(rig.world.drain())
     rig.look()
-    picture = rig.tracker.picture(rig.world.now_ns)
+    picture = rig.tracker.usage_snapshot(rig.world.now_ns)
     assert (len(picture.processes), picture.evicted) == (70, 11)
 
 
 def test_who_was_forgotten_for_others_is_known_again_when_there_is_room(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(holders, "MAX_PROCESSES", 3)
+    monkeypatch.setattr(open_files, "MAX_PROCESSES", 3)
     rig = Rig()
     rig.job(100, contexts=2)
     others = [rig.job(200 + number)[0] for number in range(4)]
@@ -204,13 +204,13 @@ def test_who_was_forgotten_for_others_is_known_again_when_there_is_room(
     assert wants(rig) == (False, False)
     for other in others:
         rig.world.exit(other)
-        rig.tracker.take(rig.world.drain())
-        rig.tracker.exited(other.key, rig.world.now_ns)
+        rig.tracker.handle_events(rig.world.drain())
+        rig.tracker.handle_process_gone(other.key, rig.world.now_ns)
     for _ in range(3):
-        picture = rig.tell_after(ASIDE_NS)
+        picture = rig.tell_after(QUARANTINE_NS)
         if rig.tracker.needs_rebuild:
-            rig.tracker.rebuilt(rig.world.rows.values(), rig.world.now_ns)
-        rig.world.delete_rows(rig.tracker.take_removed())
+            rig.tracker.rebuild(rig.world.rows.values(), rig.world.now_ns)
+        rig.world.delete_rows(rig.tracker.pop_removed())
     picture = rig.tell()
     assert picture.complete
     assert hold_of(picture, 100).contexts == 2
@@ -221,7 +221,7 @@ def test_of_whom_the_kernel_keeps_no_more_is_named() -> None:
     task, _ = rig.job(100)
     rig.job(200)
     rig.tell()
-    rig.tracker.refused([task.key, ProcessKey(200, 1)])
+    rig.tracker.handle_rejected_objects([task.key, ProcessKey(200, 1)])
     picture = rig.tell()
     assert [use_of(picture, pid).partial for pid in (100, 200)] == [True, False]
     assert names(picture, 100)
@@ -232,12 +232,12 @@ def test_of_whom_not_all_is_kept_the_gpus_alone_are_in_doubt() -> None:
     task, _ = rig.job(100, minor=0)
     rig.job(200, minor=1)
     assert rig.tell().doubted == frozenset()
-    rig.tracker.refused([task.key])
+    rig.tracker.handle_rejected_objects([task.key])
     picture = rig.tell()
     assert picture.doubted == {V0}
     assert [picture.is_whole(gpu) for gpu in (V0, V1)] == [False, True]
-    rig.tracker.lost(1)
-    assert rig.tracker.picture(0).is_blind
+    rig.tracker.handle_lost_events(1)
+    assert rig.tracker.usage_snapshot(0).is_blind
 
 
 def test_a_gpu_that_was_closed_stays_in_doubt() -> None:
@@ -246,12 +246,12 @@ def test_a_gpu_that_was_closed_stays_in_doubt() -> None:
     other = rig.world.open(task, gpu_file(1))
     rig.tell()
     rig.world.close(task, other)
-    rig.tracker.refused([task.key])
+    rig.tracker.handle_rejected_objects([task.key])
     assert rig.tell().doubted == {V0, V1}
 
 
 def test_who_has_no_room_for_a_file_may_have_any_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(holders, "MAX_FILES_OF_PROCESS", 3)
+    monkeypatch.setattr(open_files, "MAX_FILES_OF_PROCESS", 3)
     rig = Rig()
     task, _ = rig.job(100)
     for minor in (0, 1):
@@ -264,7 +264,7 @@ def test_who_opened_no_gpu_that_is_known_may_have_any() -> None:
     task = rig.world.spawn(100)
     rig.world.open(task, CONTROL)
     rig.tell()
-    rig.tracker.refused([task.key])
+    rig.tracker.handle_rejected_objects([task.key])
     assert rig.tell().is_blind
 
 
@@ -272,7 +272,7 @@ def test_while_the_kernels_table_is_full_anyone_may_have_more() -> None:
     rig = Rig()
     rig.job(100)
     rig.tell()
-    rig.tracker.table_was_full()
+    rig.tracker.handle_full_object_table()
     rig.job(200)
     picture = rig.tell()
     assert [use_of(picture, pid).partial for pid in (100, 200)] == [True, False]
@@ -284,7 +284,7 @@ def test_at_most_three_are_named() -> None:
     for number in range(5):
         rig.job(100 + number)
     rig.tell()
-    rig.tracker.table_was_full()
+    rig.tracker.handle_full_object_table()
     assert rig.tell().incomplete_because.endswith(": 100, 101, 102 and 2 more")
 
 
@@ -293,16 +293,16 @@ def test_a_scan_that_saw_not_all_takes_nothing_for_gone() -> None:
     rig.job(100, contexts=2)
     rig.tell()
     rig.world.now_ns += 1
-    for _ in rig.tracker.scanning({}, rig.world.now_ns, is_whole=False):
+    for _ in rig.tracker.apply_scan_steps({}, rig.world.now_ns, is_whole=False):
         pass
-    assert hold_of(rig.tracker.picture(0), 100).contexts == 2
-    assert use_of(rig.tracker.picture(0), 100).files == 2
+    assert hold_of(rig.tracker.usage_snapshot(0), 100).contexts == 2
+    assert use_of(rig.tracker.usage_snapshot(0), 100).files == 2
 
 
 def test_a_group_of_objects_above_the_share_is_not_counted_as_freed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(rm_objects, "MAX_OF_OWNER", 3)
+    monkeypatch.setattr(clients, "MAX_OF_OWNER", 3)
     rig = Rig()
     task, control = rig.job(contexts=0)
     client = rig.world.client(task, control)
@@ -318,15 +318,15 @@ def test_what_the_kernel_did_not_keep_is_no_entry_that_was_forgotten() -> None:
     rig = Rig()
     task, _ = rig.job(100)
     rig.tell()
-    rig.tracker.refused([task.key])
-    rig.tracker.table_was_full()
+    rig.tracker.handle_rejected_objects([task.key])
+    rig.tracker.handle_full_object_table()
     assert rig.tell().evicted == 0
 
 
 def test_losses_add_up() -> None:
     rig = Rig()
-    rig.tracker.lost(3)
-    rig.tracker.lost(4)
+    rig.tracker.handle_lost_events(3)
+    rig.tracker.handle_lost_events(4)
     picture = rig.tell()
     assert (picture.events_lost, picture.incomplete_because) == (7, "events were lost")
 
@@ -340,15 +340,15 @@ def test_files_that_are_forgotten_are_counted_with_what_was_made_with_them(
         rig.world.open(task, gpu_file(0))
     rig.job(100, contexts=1)
     assert rig.tell().complete
-    monkeypatch.setattr(holders, "MAX_FILES", 16)
-    rig.tracker.take([])
-    picture = rig.tracker.picture(0)
+    monkeypatch.setattr(open_files, "MAX_FILES", 16)
+    rig.tracker.handle_events([])
+    picture = rig.tracker.usage_snapshot(0)
     # Ten of 24 files, and the client of six objects in the first of them.
     assert picture.evicted == 10 + 6
     assert [use.files for use in picture.processes] == [2, 12]
     assert hold_of(picture, 200).contexts == 0
     assert [use.partial for use in picture.processes] == [False, True]
-    assert rig.tracker.take_removed() == []
+    assert rig.tracker.pop_removed() == []
     assert control in rig.world.files
 
 
@@ -360,23 +360,23 @@ def test_who_loses_files_is_partial_though_nothing_was_made_with_them(
     for _ in range(20):
         rig.world.open(task, gpu_file(0))
     rig.tell()
-    monkeypatch.setattr(holders, "MAX_FILES", 16)
-    rig.tracker.take([])
-    (use,) = rig.tracker.picture(0).processes
+    monkeypatch.setattr(open_files, "MAX_FILES", 16)
+    rig.tracker.handle_events([])
+    (use,) = rig.tracker.usage_snapshot(0).processes
     assert use.partial
 
 
 def test_files_that_nobody_holds_make_room_too(monkeypatch: pytest.MonkeyPatch) -> None:
     rig = Rig()
-    rig.tracker.releases_are(told=True)
+    rig.tracker.set_release_events(enabled=True)
     rig.world.tier_driver = True
     for number in range(6):
         task, control = rig.job(100 + number, contexts=1)
         rig.world.post(task, control)
         rig.world.exit(task)
         rig.tell()
-    monkeypatch.setattr(holders, "MAX_FILES", 4)
-    rig.tracker.take([])
+    monkeypatch.setattr(open_files, "MAX_FILES", 4)
+    rig.tracker.handle_events([])
     assert len(rig.tell().orphans) == 3
 
 
@@ -390,11 +390,11 @@ def test_records_are_made_a_few_at_a_time_and_what_did_not_change_stays_as_it_is
     assert not rig.tracker.refresh(1)
     for task, control in jobs[:3]:
         rig.world.context(task, control)
-    rig.tracker.take(rig.world.drain())
+    rig.tracker.handle_events(rig.world.drain())
     assert [rig.tracker.refresh(1) for _ in range(3)] == [True, True, False]
-    after = rig.tracker.picture(0)
+    after = rig.tracker.usage_snapshot(0)
     assert [use is old for use, old in zip(after.processes, before.processes, strict=True)] == [
         False, False, False, True, True,
     ]  # fmt: skip
-    assert rig.tracker.picture(1).processes is after.processes
-    assert rig.tracker.picture(1).orphans is after.orphans
+    assert rig.tracker.usage_snapshot(1).processes is after.processes
+    assert rig.tracker.usage_snapshot(1).orphans is after.orphans

@@ -27,7 +27,7 @@ class AgainstTheKernel(RuleBasedStateMachine):
     def begin(self, *, tier_driver: bool, tells_starts: bool, tells_opens: bool) -> None:
         self.world = World(tier_driver=tier_driver, tells_starts=tells_starts, tells_opens=tells_opens)
         self.tracker = Tracker(GPUS)
-        self.tracker.releases_are(told=tier_driver)
+        self.tracker.set_release_events(enabled=tier_driver)
         self.told_gone: set[ProcessKey] = set()
         self.seen: set[ProcessKey] = set()
         self.reused_unseen = False
@@ -172,31 +172,31 @@ class AgainstTheKernel(RuleBasedStateMachine):
 
     @rule()
     def drain(self) -> None:
-        self.tracker.take(self.world.drain())
-        self.world.delete_rows(self.tracker.take_removed())
+        self.tracker.handle_events(self.world.drain())
+        self.world.delete_rows(self.tracker.pop_removed())
 
     @rule()
     def scan(self) -> None:
         at_ns = self.world.now_ns = self.world.now_ns + 1
         held = self.world.scan()
         self.drain()
-        self.tracker.scanned(held, at_ns)
+        self.tracker.apply_scan(held, at_ns)
         self.seen |= {ProcessKey(each.tgid, each.start_ticks) for each in held}
-        self.world.delete_rows(self.tracker.take_removed())
+        self.world.delete_rows(self.tracker.pop_removed())
         if not self.tracker.needs_rebuild:
             self.was_lost = False
 
     @rule()
     def look(self) -> None:
-        for key in self.tracker.unlooked:
+        for key in self.tracker.without_status:
             living = [task for task in self.world.alive if task.key.pid == key.pid]
             is_same = living and key.start_ticks in {living[0].key.start_ticks, UNKNOWN_START}
             if is_same:
-                self.tracker.looked([living[0].status], self.world.now_ns)
+                self.tracker.update_statuses([living[0].status], self.world.now_ns)
                 self.seen.add(living[0].key)
             else:
                 self.drain()
-                self.tracker.exited(key, self.world.now_ns)
+                self.tracker.handle_process_gone(key, self.world.now_ns)
 
     @rule()
     def tell_ends(self) -> None:
@@ -204,7 +204,7 @@ class AgainstTheKernel(RuleBasedStateMachine):
         for task in self.world.tasks:
             if not task.alive and task.key not in self.told_gone:
                 self.told_gone.add(task.key)
-                self.tracker.exited(task.key, self.world.now_ns)
+                self.tracker.handle_process_gone(task.key, self.world.now_ns)
 
     @rule()
     def lose(self) -> None:
@@ -217,15 +217,15 @@ class AgainstTheKernel(RuleBasedStateMachine):
             alive = {task.key.pid for task in self.world.alive}
             if any(task.key.pid in alive and not task.alive for task in self.world.tasks):
                 self.reused_unseen = True
-            self.tracker.lost(len(lost))
+            self.tracker.handle_lost_events(len(lost))
 
     @rule()
     def rebuild(self) -> None:
         self.drain()
         at_ns = self.world.now_ns = self.world.now_ns + 1
         rows = list(self.world.rows.values())
-        self.tracker.rebuilt(rows, at_ns, dict(self.world.opened))
-        self.world.delete_rows(self.tracker.take_removed())
+        self.tracker.rebuild(rows, at_ns, dict(self.world.opened))
+        self.world.delete_rows(self.tracker.pop_removed())
 
     @rule()
     def settle(self) -> None:
@@ -241,7 +241,7 @@ class AgainstTheKernel(RuleBasedStateMachine):
         self.tell_ends()
         self.look()
         self.scan()
-        picture = self.tracker.picture(self.world.now_ns)
+        picture = self.tracker.usage_snapshot(self.world.now_ns)
         assert picture.complete
         assert {use.key: (use.fds, use.files) for use in picture.processes if use.fds} == {
             task.key: (len(task.fds), len(set(task.fds))) for task in self.world.alive if task.fds
@@ -268,15 +268,15 @@ class AgainstTheKernel(RuleBasedStateMachine):
             # What is in a message cannot be told from what is gone.
             return
         other = Tracker(GPUS)
-        other.rebuilt(list(self.world.rows.values()), self.world.now_ns, dict(self.world.opened))
-        other.scanned(self.world.scan(), self.world.now_ns)
-        for key in other.unlooked:
+        other.rebuild(list(self.world.rows.values()), self.world.now_ns, dict(self.world.opened))
+        other.apply_scan(self.world.scan(), self.world.now_ns)
+        for key in other.without_status:
             living = [task for task in self.world.alive if task.key.pid == key.pid]
             if living:
-                other.looked([living[0].status], self.world.now_ns)
+                other.update_statuses([living[0].status], self.world.now_ns)
             else:
-                other.exited(key, self.world.now_ns)
-        anew = other.picture(self.world.now_ns)
+                other.handle_process_gone(key, self.world.now_ns)
+        anew = other.usage_snapshot(self.world.now_ns)
         if not self.world.tells_opens:
             # Then nobody is said to have left what only rows tell of.
             assert by_process(contexts_of(anew)) == by_process(contexts_of(picture)) or self.reused_unseen
@@ -297,7 +297,7 @@ class AgainstTheKernel(RuleBasedStateMachine):
         if not hasattr(self, "world"):
             return
         alive = {task.key for task in self.world.alive}
-        picture = self.tracker.picture(self.world.now_ns)
+        picture = self.tracker.usage_snapshot(self.world.now_ns)
         for orphan in picture.orphans:
             assert orphan.owner.key not in alive
             if orphan.owner.key.start_ticks == UNKNOWN_START and not self.reused_unseen:
