@@ -13,7 +13,8 @@ from typing import Final
 
 from agent.bus import Inbox, Latest
 from agent.core.freshness import Freshness, Terms, looked, proven_by
-from agent.core.health.reducer import refusal, step
+from agent.core.health.process import substitute
+from agent.core.health.reducer import step
 from agent.core.health.snapshot import snapshot_of
 from agent.core.health.state import State
 from agent.model.effects import Effect, RestartPart
@@ -125,7 +126,7 @@ class Engine:
                     self._failed = fact
                     raise
                 _log.exception("A fact could not be applied twice, and is given up: %s", fact)
-                stepped = step(self._state, refusal(self._state, fact, error), self._clock())
+                stepped = step(self._state, substitute(self._state, fact, error), self._clock())
             self._pending.popleft()
             self._state, new_effects, self._wake_at_ns = stepped
             effects += new_effects

@@ -126,7 +126,7 @@ MEANINGS: Final[Mapping[Reason, Meaning]] = {
         "find the cause, then gpu-agent recover",
     ),
     Reason.MAINTENANCE: Meaning(
-        _CRITICAL, _HARD, _CLEARS, "The driver was let go of on request", "wait, or gpu-agent resume"
+        _CRITICAL, _HARD, _CLEARS, "The driver was released on request", "wait, or gpu-agent resume"
     ),
     Reason.HELD: Meaning(
         _CRITICAL, _HARD, Recovery.BY_HAND, "An operator took the GPU out", "gpu-agent unhold"

@@ -1,19 +1,20 @@
-"""What operators ask for: hold and unhold, recover, release and resume.
+"""Commands of operators: hold and unhold, recover, release and resume.
 
 Invariants: a hold ends only by hand, over restarts and reboots, and holds a GPU by UUID, serial or PCI
-address, so also one that is not there yet. A release ends by itself. No order takes a device away from a
-running pod; it only changes what is offered.
+address, so also one that is not there yet. A release ends by itself. No command takes a device away from a
+running pod; it only changes what is advertised.
 """
 
 from collections.abc import Mapping
 from typing import Final
 
 from agent.core.health import conditions
+from agent.core.health.handlers import Applied, handles
 from agent.core.health.samples import RULES, UNKNOWN, Window
 from agent.core.health.state import State
 from agent.core.leaks.findings import without_inherited
 from agent.model import facts
-from agent.model.effects import Effect, Event, EventKind, RecordEvent
+from agent.model.effects import Event, EventKind, RecordEvent
 from agent.model.gpu import Gpu
 from agent.model.health import Condition, Reason
 from agent.model.ids import GpuUuid, Placement
@@ -23,24 +24,26 @@ MAX_HOLDS: Final = 256
 """Holds kept; a node has 16 GPUs, so more is a script gone wild."""
 
 
-def held(state: State, fact: facts.HoldRequested, now_ns: int) -> tuple[State, tuple[Effect, ...]]:
-    """Take a GPU out until it is given back."""
+@handles(facts.HoldRequested)
+def apply_hold_requested(state: State, fact: facts.HoldRequested, now_ns: int) -> Applied:
+    """Hold a GPU unhealthy until it is unheld."""
     if fact.selector not in state.holds and len(state.holds) >= MAX_HOLDS:
-        return state, (_told("A hold was refused: there are too many", now_ns, selector=fact.selector),)
+        return state, (_notice("A hold was rejected: there are too many", now_ns, selector=fact.selector),)
     kept = replace(state, holds={**state.holds, fact.selector: fact.why})
-    told = _told("A GPU is held", now_ns, selector=fact.selector, why=fact.why)
-    return with_holds(kept, now_ns), (told,)
+    notice = _notice("A GPU is held", now_ns, selector=fact.selector, why=fact.why)
+    return with_holds(kept, now_ns), (notice,)
 
 
-def unheld(state: State, fact: facts.UnholdRequested, now_ns: int) -> tuple[State, tuple[Effect, ...]]:
-    """Give a held GPU back: every hold that names it ends."""
+@handles(facts.UnholdRequested)
+def apply_unhold_requested(state: State, fact: facts.UnholdRequested, now_ns: int) -> Applied:
+    """Unhold a GPU: every hold that names it ends."""
     names = (selectors_of(gpu) for gpu in state.gpus.values())
     named = {fact.selector}.union(*(each for each in names if fact.selector in each))
     left = {selector: why for selector, why in state.holds.items() if selector not in named}
     if len(left) == len(state.holds):
         return state, ()
-    told = _told("A GPU is held no more", now_ns, selector=fact.selector)
-    return with_holds(replace(state, holds=left), now_ns), (told,)
+    notice = _notice("A GPU is held no more", now_ns, selector=fact.selector)
+    return with_holds(replace(state, holds=left), now_ns), (notice,)
 
 
 def selectors_of(gpu: Gpu) -> tuple[str, ...]:
@@ -80,33 +83,35 @@ def _dropped(active: conditions.Conditions, reason: Reason, gpu: Gpu) -> conditi
     }
 
 
-def recovered(state: State, fact: facts.RecoverRequested, now_ns: int) -> tuple[State, tuple[Effect, ...]]:
-    """End every condition of a GPU but those whose cause is still seen, a hold and a release among them."""
+@handles(facts.RecoverRequested)
+def apply_recover_requested(state: State, fact: facts.RecoverRequested, now_ns: int) -> Applied:
+    """Clear the conditions of a GPU but those whose cause is there now, a hold and a release among them."""
     awaited = tuple(each for each in state.awaited if each.placement.gpu != fact.gpu)
     if fact.gpu not in state.gpus and len(awaited) == len(state.awaited):
         return state, ()
     ended = {
         key: condition
         for key, condition in state.conditions.items()
-        if key.placement.gpu != fact.gpu or _is_still_seen(state, condition)
+        if key.placement.gpu != fact.gpu or _is_present(state, condition)
     }
     faults = {gpu: times for gpu, times in state.fault_times.items() if gpu != fact.gpu}
-    told = _told("An operator declared a GPU well", now_ns, uuid=fact.gpu)
+    notice = _notice("An operator declared a GPU healthy", now_ns, uuid=fact.gpu)
     found = without_inherited(state.leaks, fact.gpu)
-    return replace(state, conditions=ended, fault_times=faults, awaited=awaited, leaks=found), (told,)
+    return replace(state, conditions=ended, fault_times=faults, awaited=awaited, leaks=found), (notice,)
 
 
-def loss_acknowledged(state: State, now_ns: int) -> tuple[State, tuple[Effect, ...]]:
+@handles(facts.StateLossAcknowledged)
+def apply_state_loss_acknowledged(state: State, _fact: facts.StateLossAcknowledged, now_ns: int) -> Applied:
     """Stop reporting that what was kept before the start is lost."""
     if not state.lost:
         return state, ()
-    return replace(state, lost=""), (_told("An operator acknowledged that the state is lost", now_ns),)
+    return replace(state, lost=""), (_notice("An operator acknowledged that the state is lost", now_ns),)
 
 
-def _is_still_seen(state: State, condition: Condition) -> bool:
-    """Whether the cause of a condition is there now, as far as anyone still looks at it.
+def _is_present(state: State, condition: Condition) -> bool:
+    """Whether the cause of a condition is there now, as far as it is still polled.
 
-    A call that hangs and a driver that is away are told of once, so no later report would raise them again.
+    A hung call and an absent driver are reported once, so no later report would raise them again.
     """
     gpu, reason = condition.placement.gpu, condition.reason
     if reason is Reason.NVML_TIMEOUT:
@@ -115,10 +120,10 @@ def _is_still_seen(state: State, condition: Condition) -> bool:
         return True
     if reason is Reason.DEVICE_NODE_MISSING:
         return condition.lasts and state.missing_nodes is not None
-    return condition.lasts and not _is_offered_no_more(state, gpu, reason)
+    return condition.lasts and not _is_read_no_more(state, gpu, reason)
 
 
-def _is_offered_no_more(state: State, gpu: GpuUuid, reason: Reason) -> bool:
+def _is_read_no_more(state: State, gpu: GpuUuid, reason: Reason) -> bool:
     """Whether a reason comes from a reading that the newest poll did not have."""
     rule, sample = RULES.get(reason), state.samples.get(gpu)
     if rule is None or sample is None:
@@ -126,26 +131,26 @@ def _is_offered_no_more(state: State, gpu: GpuUuid, reason: Reason) -> bool:
     return rule(sample, Window(), state.policy) is UNKNOWN
 
 
-def release_asked(
-    state: State, fact: facts.ReleaseRequested, now_ns: int
-) -> tuple[State, tuple[Effect, ...]]:
-    """Let the driver go for a time."""
+@handles(facts.ReleaseRequested)
+def apply_release_requested(state: State, fact: facts.ReleaseRequested, now_ns: int) -> Applied:
+    """Release the driver for a time."""
     asked = replace(
         state,
         released_gpus=state.released_gpus | fact.gpus,
         released_until_ns=now_ns + fact.for_ns,
-        # Taken back and asked for once more, it may not have been let go of again yet.
+        # Resumed and released once more, the driver may not be released again yet.
         driver_released=state.driver_released and state.released_until_ns is not None,
     )
-    told = _told("The driver is released", now_ns, gpus=len(asked.released_gpus), for_ns=fact.for_ns)
-    return with_maintenance(asked, now_ns), (told,)
+    notice = _notice("The driver is released", now_ns, gpus=len(asked.released_gpus), for_ns=fact.for_ns)
+    return with_maintenance(asked, now_ns), (notice,)
 
 
-def resume_asked(state: State, now_ns: int) -> tuple[State, tuple[Effect, ...]]:
-    """Take the driver back."""
+@handles(facts.ResumeRequested)
+def apply_resume_requested(state: State, _fact: facts.ResumeRequested, now_ns: int) -> Applied:
+    """Resume the driver before the release is over."""
     if state.released_until_ns is None:
         return state, ()
-    return resumed(state, now_ns), (_told("The driver is taken back on request", now_ns),)
+    return resumed(state, now_ns), (_notice("The driver is resumed on request", now_ns),)
 
 
 def resumed(state: State, now_ns: int) -> State:
@@ -165,12 +170,12 @@ def with_maintenance(state: State, now_ns: int) -> State:
                 source=facts.OPERATOR,
                 reason=Reason.MAINTENANCE,
                 placement=Placement(gpu),
-                message="The driver was let go of on request",
+                message="The driver was released on request",
                 lasts=True,
                 now_ns=now_ns,
             )
     return state if active is state.conditions else replace(state, conditions=active)
 
 
-def _told(message: str, now_ns: int, **fields: object) -> RecordEvent:
+def _notice(message: str, now_ns: int, **fields: object) -> RecordEvent:
     return RecordEvent(Event(EventKind.ORDER, message, fields=fields), now_ns)

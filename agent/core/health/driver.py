@@ -13,6 +13,7 @@ from agent.core.allocation.injection import gives_capabilities, missing_channels
 from agent.core.allocation.nodes import is_of_driver, owners, without_path
 from agent.core.health import conditions
 from agent.core.health.commands import with_holds, with_maintenance
+from agent.core.health.handlers import handles
 from agent.core.health.inventory import offers
 from agent.core.health.needs import with_channels, with_daemon, without_need
 from agent.core.health.state import MAX_AWAITED, State
@@ -139,7 +140,8 @@ def with_offers(state: State, now_ns: int) -> State:
     return _with_imex(_with_mps(replace(state, offers=offered), now_ns), now_ns)
 
 
-def mps_seen(state: State, fact: facts.MpsSeen, now_ns: int) -> State:
+@handles(facts.MpsSeen)
+def apply_mps_seen(state: State, fact: facts.MpsSeen, now_ns: int) -> State:
     """Take whether the MPS control daemon serves.
 
     That it serves for the first time is a start and counts at once; after that its absence is trouble, and
@@ -185,7 +187,8 @@ def _with_imex(state: State, now_ns: int) -> State:
     )
 
 
-def ready(state: State, fact: facts.DriverReady) -> State:
+@handles(facts.DriverReady)
+def apply_driver_ready(state: State, fact: facts.DriverReady, _now_ns: int) -> State:
     """Take that NVML was initialised."""
     view = DriverView(
         ready=True,
@@ -199,7 +202,8 @@ def ready(state: State, fact: facts.DriverReady) -> State:
     return replace(state, driver=view, driver_unloaded=False, conditions=active, driver_released=False)
 
 
-def unavailable(state: State, fact: facts.DriverUnavailable, now_ns: int) -> State:
+@handles(facts.DriverUnavailable)
+def apply_driver_unavailable(state: State, fact: facts.DriverUnavailable, now_ns: int) -> State:
     """Mark every GPU while NVML cannot be used."""
     view = DriverView(ready=False, reason=fact.reason, message=fact.message)
     unloaded = state.driver_unloaded or fact.unloaded
@@ -232,10 +236,29 @@ def _without_driver(
     return active
 
 
-def released(state: State, now_ns: int) -> State:
+@handles(facts.DriverReleased)
+def apply_driver_released(state: State, _fact: facts.DriverReleased, now_ns: int) -> State:
     """Take that NVML was let go of: nothing is overdue, and nothing is asked any more."""
     let_go = replace(state, driver_released=True, overdue={}, driver_overdue=None)
     return _with_module_gone(state, let_go, now_ns)
+
+
+@handles(facts.DriverCallOverdue)
+def apply_driver_call_overdue(state: State, fact: facts.DriverCallOverdue, _now_ns: int) -> State:
+    """Note a call that belongs to no single GPU and does not return."""
+    return replace(state, driver_overdue=fact.call)
+
+
+@handles(facts.DriverCallAnswered)
+def apply_driver_call_answered(state: State, _fact: facts.DriverCallAnswered, _now_ns: int) -> State:
+    """Note that no call of the driver as a whole is overdue any more."""
+    return replace(state, driver_overdue=None)
+
+
+@handles(facts.PciGpusSeen)
+def apply_pci_gpus_seen(state: State, fact: facts.PciGpusSeen, _now_ns: int) -> State:
+    """Keep the PCI addresses of GPUs."""
+    return replace(state, bus=fact.addresses)
 
 
 def _with_module_gone(old: State, state: State, now_ns: int) -> State:
@@ -254,7 +277,8 @@ def _with_module_gone(old: State, state: State, now_ns: int) -> State:
     )
 
 
-def module_seen(state: State, fact: facts.DriverModuleSeen, now_ns: int) -> State:
+@handles(facts.DriverModuleSeen)
+def apply_driver_module_seen(state: State, fact: facts.DriverModuleSeen, now_ns: int) -> State:
     """Take which load of the kernel module this is; another one initialised every GPU anew."""
     if fact.inode is None:
         return _with_module_gone(state, replace(state, driver_unloaded=True), now_ns)
@@ -273,7 +297,8 @@ def gpu_at(state: State, pci: str) -> Gpu | None:
     return next((gpu for gpu in there if gpu.uuid in state.present), there[0] if there else None)
 
 
-def rebound(state: State, fact: facts.GpuRebound) -> State:
+@handles(facts.GpuRebound)
+def apply_gpu_rebound(state: State, fact: facts.GpuRebound, _now_ns: int) -> State:
     """Take that a GPU was bound to its driver (again): the driver initialised it anew."""
     gpu = gpu_at(state, fact.pci)
     if gpu is None or not fact.bound:
@@ -281,7 +306,8 @@ def rebound(state: State, fact: facts.GpuRebound) -> State:
     return replace(state, conditions=conditions.after_reset(state.conditions, (gpu.uuid,)))
 
 
-def nodes_seen(state: State, fact: facts.DeviceNodesSeen, now_ns: int) -> State:
+@handles(facts.DeviceNodesSeen)
+def apply_device_nodes_seen(state: State, fact: facts.DeviceNodesSeen, now_ns: int) -> State:
     """Take which device nodes are missing."""
     return with_nodes(replace(state, missing_nodes=fact.missing), now_ns)
 
@@ -356,7 +382,8 @@ def hang_conditions(state: State, now_ns: int) -> conditions.Conditions:
     return active
 
 
-def surveyed(state: State, fact: facts.TopologySeen) -> State:
+@handles(facts.TopologySeen)
+def apply_topology_seen(state: State, fact: facts.TopologySeen, _now_ns: int) -> State:
     """Take what a survey of a GPU found."""
     if fact.gpu not in state.gpus or state.surveys.get(fact.gpu) == fact.survey:
         return state

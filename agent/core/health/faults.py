@@ -10,11 +10,12 @@ from typing import Final
 from agent.core import xids
 from agent.core.health import conditions
 from agent.core.health.driver import hang_conditions
+from agent.core.health.handlers import Applied, handles
 from agent.core.health.samples import UNKNOWN, Window, judged
 from agent.core.health.state import State, Suspects
 from agent.core.health.witnesses import Suspect, offers_action
 from agent.model import facts
-from agent.model.effects import Effect, Event, EventKind, RecordEvent
+from agent.model.effects import Event, EventKind, RecordEvent
 from agent.model.gpu import Gpu
 from agent.model.health import ConditionKey, Reason, Recovery
 from agent.model.ids import ALL, GpuUuid, Placement, SourceName
@@ -37,13 +38,12 @@ SAME_FAULT_NS: Final = 2 * SECOND_NS
 _REASONS: Final[Mapping[int, Reason]] = {15: Reason.GPU_LOST, 16: Reason.RESET_REQUIRED}
 """What NVML's return codes GPU_IS_LOST and RESET_REQUIRED mean; any other is NVML_ERROR."""
 
-Applied = tuple[State, tuple[Effect, ...]]
-
 
 # XIDs
 
 
-def xid_reported(state: State, fact: facts.XidReported, now_ns: int) -> Applied:
+@handles(facts.XidReported)
+def apply_xid_reported(state: State, fact: facts.XidReported, now_ns: int) -> Applied:
     """Count an XID of NVML and mark the place it names, if the policy says so.
 
     What the kernel log said of it just before is confirmed by it, with all that the line says.
@@ -174,7 +174,8 @@ def xid_notice(
 # Readings
 
 
-def sampled(state: State, fact: facts.GpuSampled, now_ns: int) -> State:
+@handles(facts.GpuSampled)
+def apply_gpu_sampled(state: State, fact: facts.GpuSampled, now_ns: int) -> State:
     """Raise what the readings of a GPU say, and ease what they no longer say."""
     if fact.gpu not in state.gpus or state.driver.ready is False:
         return state
@@ -240,7 +241,8 @@ def without_announced(active: conditions.Conditions, gpu: GpuUuid) -> conditions
 # Calls
 
 
-def probe_passed(state: State, fact: facts.GpuProbePassed, now_ns: int) -> State:
+@handles(facts.GpuProbePassed)
+def apply_gpu_probe_passed(state: State, fact: facts.GpuProbePassed, now_ns: int) -> State:
     """Count a clean probe of a GPU."""
     if fact.gpu not in state.gpus:
         return state
@@ -254,7 +256,8 @@ def probe_passed(state: State, fact: facts.GpuProbePassed, now_ns: int) -> State
     return answered if active is answered.conditions else replace(answered, conditions=active)
 
 
-def call_failed(state: State, fact: facts.GpuCallFailed, now_ns: int) -> State:
+@handles(facts.GpuCallFailed)
+def apply_gpu_call_failed(state: State, fact: facts.GpuCallFailed, now_ns: int) -> State:
     """Mark a GPU on which a call failed."""
     if fact.gpu not in state.gpus:
         return state
@@ -270,7 +273,8 @@ def call_failed(state: State, fact: facts.GpuCallFailed, now_ns: int) -> State:
     return replace(_with_answer(state, fact.gpu), conditions=active)
 
 
-def call_overdue(state: State, fact: facts.GpuCallOverdue, now_ns: int) -> State:
+@handles(facts.GpuCallOverdue)
+def apply_gpu_call_overdue(state: State, fact: facts.GpuCallOverdue, now_ns: int) -> State:
     """Mark a GPU on which a call does not answer."""
     if fact.gpu not in state.gpus:
         return state
@@ -290,7 +294,8 @@ def call_overdue(state: State, fact: facts.GpuCallOverdue, now_ns: int) -> State
     )
 
 
-def call_answered(state: State, fact: facts.GpuCallAnswered) -> State:
+@handles(facts.GpuCallAnswered)
+def apply_gpu_call_answered(state: State, fact: facts.GpuCallAnswered, _now_ns: int) -> State:
     """Note that nothing on a GPU is overdue any more; its condition is left to clean probes."""
     if fact.gpu not in state.overdue:
         return state
@@ -306,3 +311,18 @@ def _with_answer(state: State, gpu: GpuUuid) -> State:
 
 def _without(overdue: Mapping[GpuUuid, str], gpu: GpuUuid) -> Mapping[GpuUuid, str]:
     return {other: call for other, call in overdue.items() if other != gpu}
+
+
+@handles(facts.HealthEventsUnsupported)
+def apply_health_events_unsupported(
+    state: State, fact: facts.HealthEventsUnsupported, now_ns: int
+) -> Applied:
+    """Record that a GPU has no XID events."""
+    gpu = state.gpus.get(fact.gpu)
+    event = Event(
+        EventKind.GPUS,
+        "The driver offers no XID events for a GPU, which is watched by probes alone",
+        warning=True,
+        fields={"uuid": fact.gpu, "gpu": None if gpu is None else gpu.index, "detail": fact.message},
+    )
+    return state, (RecordEvent(event, now_ns),)

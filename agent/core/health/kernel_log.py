@@ -9,13 +9,12 @@ from typing import Final
 
 from agent.core import xids
 from agent.core.health import conditions
-from agent.core.health.driver import gpu_at
+from agent.core.health.driver import enumerated, gpu_at
 from agent.core.health.faults import (
     ANNOUNCED,
     IGNORED,
     UNKNOWN_DEVICE,
     UNKNOWN_INSTANCE,
-    Applied,
     announced_action,
     eased,
     is_told_by_another,
@@ -27,6 +26,7 @@ from agent.core.health.faults import (
     without,
     xid_notice,
 )
+from agent.core.health.handlers import Applied, handles
 from agent.core.health.samples import REBOOT_ACTIONS, RULES, UNKNOWN, Window
 from agent.core.health.state import State
 from agent.core.health.witnesses import Suspect, Verdict, offers_action, shown_key, verdict_on
@@ -53,7 +53,8 @@ BEFORE_START: Final = "An XID from before the start is only counted"
 # XIDs
 
 
-def xid_seen(state: State, fact: facts.KernelXidSeen, now_ns: int) -> Applied:
+@handles(facts.KernelXidSeen)
+def apply_kernel_xid_seen(state: State, fact: facts.KernelXidSeen, now_ns: int) -> Applied:
     """Take an XID of the kernel log."""
     gpu = gpu_at(state, fact.pci)
     if gpu is not None:
@@ -288,19 +289,22 @@ def _action_announced(state: State, fact: facts.KernelXidSeen, gpu: Gpu, now_ns:
 # What is of no single GPU
 
 
-def early_xids_seen(state: State, now_ns: int) -> Applied:
-    """Take the XIDs that were read before NVML listed the first GPU."""
+@handles(facts.GpusEnumerated)
+def apply_gpus_enumerated(state: State, fact: facts.GpusEnumerated, now_ns: int) -> Applied:
+    """Take the list of GPUs, and the XIDs that were read before there was one."""
+    state = enumerated(state, fact, now_ns)
     if not state.early_xids or not state.gpus:
         return state, ()
     early, state = state.early_xids, replace(state, early_xids=())
     effects: list[Effect] = []
-    for fact in early:
-        state, more = xid_seen(state, fact, now_ns)
+    for xid in early:
+        state, more = apply_kernel_xid_seen(state, xid, now_ns)
         effects += more
     return state, tuple(effects)
 
 
-def switch_error_seen(state: State, fact: facts.SwitchErrorSeen, now_ns: int) -> Applied:
+@handles(facts.SwitchErrorSeen)
+def apply_switch_error_seen(state: State, fact: facts.SwitchErrorSeen, now_ns: int) -> Applied:
     """Show a fatal error of an NVSwitch on the GPUs that have links, and have their links read now.
 
     It is the links and the fabric that say whether a GPU is the worse for it.
@@ -345,7 +349,8 @@ def _switch_code(active: conditions.Conditions, gpu: GpuUuid, sxid: int) -> int:
     return sxid if sxid in shown or len(shown) < MAX_SWITCH_ERRORS else OTHER_SXID
 
 
-def uvm_error_seen(state: State, fact: facts.UvmErrorSeen, now_ns: int) -> Applied:
+@handles(facts.UvmErrorSeen)
+def apply_uvm_error_seen(state: State, fact: facts.UvmErrorSeen, now_ns: int) -> Applied:
     """Take that the unified memory driver may refuse its work, and have it asked."""
     active = state.conditions
     for gpu in state.gpus:
@@ -360,7 +365,8 @@ def uvm_error_seen(state: State, fact: facts.UvmErrorSeen, now_ns: int) -> Appli
     return replace(state, uvm_status=fact.status, conditions=active), (ProbeUvm(),)
 
 
-def uvm_probed(state: State, fact: facts.UvmProbed, now_ns: int) -> State:
+@handles(facts.UvmProbed)
+def apply_uvm_probed(state: State, fact: facts.UvmProbed, now_ns: int) -> State:
     """Mark every GPU while the unified memory driver refuses what it is asked."""
     over = {ConditionKey(facts.KERNEL_LOG, Reason.UNCONFIRMED, Placement(gpu), 0) for gpu in state.gpus}
     active: conditions.Conditions = {key: each for key, each in state.conditions.items() if key not in over}
@@ -380,7 +386,8 @@ def uvm_probed(state: State, fact: facts.UvmProbed, now_ns: int) -> State:
     return replace(state, conditions=active, uvm_status=None if fact.error is None else state.uvm_status)
 
 
-def pci_config_read(state: State, fact: facts.PciConfigRead, now_ns: int) -> State:
+@handles(facts.PciConfigRead)
+def apply_pci_config_read(state: State, fact: facts.PciConfigRead, now_ns: int) -> State:
     """Mark a GPU that does not answer on the bus."""
     gpu = gpu_at(state, fact.pci)
     if gpu is None or fact.answers:
@@ -394,3 +401,9 @@ def pci_config_read(state: State, fact: facts.PciConfigRead, now_ns: int) -> Sta
         now_ns=now_ns,
     )
     return replace(state, conditions=active)
+
+
+@handles(facts.KernelLogRead)
+def apply_kernel_log_read(state: State, fact: facts.KernelLogRead, _now_ns: int) -> State:
+    """Keep up to where the log was read; not while XIDs wait for the first GPU, which no state file has."""
+    return state if state.early_xids else replace(state, kernel_log_read=fact.until)

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import Final
 
 from agent.core.health import conditions
+from agent.core.health.handlers import handles
 from agent.core.health.stability import PODS_KNOWN_FOR_NS
 from agent.core.health.state import State
 from agent.core.leaks import findings as leaks
@@ -42,8 +43,9 @@ def with_findings(old: State, state: State, now_ns: int) -> State:
     return replace(state, leaks=found, conditions=active)
 
 
-def pods_seen(state: State, fact: facts.PodsSeen, now_ns: int) -> State:
-    """Take the pods that live. One that is gone keeps its name for as long as a process of it is there."""
+@handles(facts.PodsSeen)
+def apply_pods_seen(state: State, fact: facts.PodsSeen, now_ns: int) -> State:
+    """Keep the pods that are alive; a deleted one keeps its name while a process of it is there."""
     used = {process.status.pod.uid for process in _processes(state) if isinstance(process.status.pod, PodRef)}
     gone = {
         uid: replace(pod, alive=False)
@@ -51,6 +53,36 @@ def pods_seen(state: State, fact: facts.PodsSeen, now_ns: int) -> State:
         if uid in used and uid not in fact.pods and (fact.complete or not state.pods_seen_all)
     }
     return replace(state, pods_seen={**fact.pods, **gone}, pods_seen_ns=now_ns, pods_seen_all=fact.complete)
+
+
+@handles(facts.AllocationsListed)
+def apply_allocations_listed(state: State, fact: facts.AllocationsListed, now_ns: int) -> State:
+    """Keep which pod has which device."""
+    return replace(state, pods=fact.pods, pods_ns=now_ns)
+
+
+@handles(facts.GpuUseSeen)
+def apply_gpu_use_seen(state: State, fact: facts.GpuUseSeen, now_ns: int) -> State:
+    """Keep the usage snapshot."""
+    return replace(state, usage=fact.usage, usage_ns=now_ns)
+
+
+@handles(facts.GpuMemorySeen)
+def apply_gpu_memory_seen(state: State, fact: facts.GpuMemorySeen, _now_ns: int) -> State:
+    """Keep the memory of a GPU and its users."""
+    return replace(state, memory={**state.memory, fact.gpu: fact.memory})
+
+
+@handles(facts.ProbeSeen)
+def apply_probe_seen(state: State, fact: facts.ProbeSeen, _now_ns: int) -> State:
+    """Keep the status of the eBPF probe."""
+    return replace(state, probe=fact.probe)
+
+
+@handles(facts.DeviceCallsSeen)
+def apply_device_calls_seen(state: State, fact: facts.DeviceCallsSeen, _now_ns: int) -> State:
+    """Keep the counts of calls on the devices."""
+    return replace(state, device_calls=fact.calls)
 
 
 def _processes(state: State) -> tuple[ProcessUse, ...]:

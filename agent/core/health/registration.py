@@ -93,7 +93,7 @@ class Registration(msgspec.Struct, frozen=True):
         return self.phase is RegistrationPhase.WAITING and self.message == WAIT_FOR_PROBES
 
 
-Told = (
+RegistrationFact = (
     RegisterSent
     | Registered
     | RegistrationFailed
@@ -104,10 +104,10 @@ Told = (
 )
 
 
-def told(  # noqa: PLR0911 (a table)
-    standing: Registration, fact: Told, *, policy: Policy, now_ns: int
+def after(  # noqa: PLR0911 (a table)
+    standing: Registration, fact: RegistrationFact, *, policy: Policy, now_ns: int
 ) -> Registration:
-    """Return the standing after the owner of the plugin socket, or who watches it, told something."""
+    """Return the standing after a fact from the plugin socket's owner, or from its directory's watcher."""
     if isinstance(fact, SocketFreed):
         return _freed(standing, fact, now_ns)
     is_given_up = standing.phase in {RegistrationPhase.WAITING, RegistrationPhase.BACKING_OFF}

@@ -207,7 +207,7 @@ def test_holds_are_bounded_and_one_too_many_is_refused_aloud() -> None:
     node.forget_effects()
     node.tell(HoldRequested(U0, "x"))
     ((at_ns, effect),) = node.effects
-    event = Event(EventKind.ORDER, "A hold was refused: there are too many", fields={"selector": U0})
+    event = Event(EventKind.ORDER, "A hold was rejected: there are too many", fields={"selector": U0})
     assert effect == RecordEvent(event, at_ns)
     assert node.unhealthy() == set()
     node.tell(HoldRequested("GPU-7", "another reason"))
@@ -312,7 +312,7 @@ def test_recover_does_not_end_what_nobody_looked_at_since_a_restart() -> None:
 def test_recovering_a_well_gpu_is_told_and_flips_nothing() -> None:
     node = well_node(gpu(0))
     node.tell(RecoverRequested(U0))
-    assert orders(node) == ["An operator declared a GPU well"]
+    assert orders(node) == ["An operator declared a GPU healthy"]
     assert [event.kind for event in node.events()] == [EventKind.ORDER]
 
 
@@ -344,7 +344,7 @@ def test_a_release_takes_out_exactly_its_gpus_and_lets_the_driver_go() -> None:
     assert node.unhealthy() == {U0, U2}
     assert driver_orders(node) == [(node.now_ns, ReleaseDriver)]
     assert {(item.reason, item.message, item.lasts) for item in node.conditions()} == {
-        (Reason.MAINTENANCE, "The driver was let go of on request", True)
+        (Reason.MAINTENANCE, "The driver was released on request", True)
     }
     (event,) = node.events(EventKind.ORDER)
     assert (event.message, fields_of(event)) == ("The driver is released", {"gpus": 2, "for_ns": 10 * M})
@@ -371,7 +371,7 @@ def test_a_release_ends_on_request() -> None:
     node.tell(released(U0), DriverReleased())
     node.after(S, ResumeRequested())
     assert [kind for _, kind in driver_orders(node)] == [ReleaseDriver, ResumeDriver]
-    assert orders(node)[1:] == ["The driver is taken back on request"]
+    assert orders(node)[1:] == ["The driver is resumed on request"]
     assert [effect.at_ns for _, effect in node.effects if isinstance(effect, RecordEvent)][-1] == node.now_ns
     assert node.state.released_gpus == frozenset()
 

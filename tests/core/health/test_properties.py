@@ -7,6 +7,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from agent.core.health.handlers import handled
 from agent.core.health.reducer import IDLE_NS, step
 from agent.core.health.snapshot import snapshot_of
 from agent.core.health.state import State, initial_state
@@ -74,8 +75,10 @@ def rich_state() -> State:
     return node.state
 
 
-def test_there_is_one_fact_of_each_kind_here() -> None:
-    assert {type(fact) for fact in ONE_OF_EACH} == set(get_args(Fact))
+def test_there_is_one_fact_of_each_kind_here_and_each_kind_has_a_handler() -> None:
+    kinds = set(get_args(Fact))
+    assert {type(fact) for fact in ONE_OF_EACH} == kinds
+    assert handled() == kinds
 
 
 @pytest.mark.parametrize("fact", ONE_OF_EACH, ids=lambda fact: type(fact).__name__)
