@@ -1,4 +1,4 @@
-"""Adopts a probe that an earlier agent kept in the kernel, or what its maps hold; it blocks."""
+"""Adopts a probe that an earlier agent pinned in the kernel, or the rows of its maps; it blocks."""
 
 import logging
 import os
@@ -16,19 +16,19 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Adopted:
-    """A probe that can be used as it is, or the maps of one that cannot, or nothing."""
+    """A probe that can be used as it is, or the maps of one that cannot, or neither."""
 
     probe: Probe | None
     maps: dict[str, int]
 
     def keep(self, probe: Probe, request: Request) -> None:
-        """Copy the rows of the maps to a probe, and keep it for the next agent if that is wanted."""
+        """Copy the rows of the maps to a probe, and pin it for the next agent if requested."""
         try:
             if self.maps:
                 probe.copy_rows_of(self.maps)
         except OSError as error:
             _log.warning(
-                f"The rows of the probe that was in the kernel were not copied: {error}",
+                f"Copying the rows of the earlier probe failed: {error}",
                 extra=fields(reason=str(error)),
             )
         if request.pins:
@@ -41,7 +41,7 @@ class Adopted:
 
 
 def adopt(request: Request, instead_of: Probe | None = None) -> Adopted:
-    """Return what an earlier agent kept, as far as it suits the request, or the maps of another probe."""
+    """Return the earlier agent's probe if it matches the request, else its maps; or those of another."""
     if instead_of is not None:
         return Adopted(None, {name: os.dup(descriptor) for name, descriptor in instead_of.maps.items()})
     pins = Pins(request.pins)
@@ -53,7 +53,7 @@ def adopt(request: Request, instead_of: Probe | None = None) -> Adopted:
             _close(kept.descriptors)
     except PinsUnusableError as error:
         _log.warning(
-            f"The probe that an earlier agent kept is not used, a new one is loaded: {error}",
+            f"The probe that an earlier agent pinned is unusable: {error}; loading a new one",
             extra=fields(reason=str(error)),
         )
     return Adopted(None, pins.older_maps())
@@ -70,7 +70,7 @@ def _probe(kept: Kept, request: Request) -> Probe:
 
 
 def _suits(about: About, request: Request) -> bool:
-    """Return whether a probe is as one that would be loaded now."""
+    """Return whether a probe equals the one that would be loaded now."""
     return (
         request.tier in {"auto", about.reply.get("tier")}
         and request.loader in {"auto", about.reply.get("loader")}

@@ -16,7 +16,7 @@ from agent.probe.programs import Program
 
 _REASONS: Final = {
     errno.ENOENT: "the kernel has no {target}",
-    errno.EINVAL: "the kernel refused to trace {target}",
+    errno.EINVAL: "the kernel cannot trace {target}",
     errno.EPERM: "not permitted",
     errno.EACCES: "not permitted",
 }
@@ -27,7 +27,7 @@ _AS_NAMED: Final[Mapping[str, str]] = MappingProxyType({})
 
 
 class Attachment(NamedTuple):
-    """What came of attaching."""
+    """The outcome of attaching."""
 
     attached: dict[str, int]
     """Descriptor of each program that is attached."""
@@ -51,7 +51,7 @@ def attach(
     sys_root: str,
     functions: Mapping[str, str] = _AS_NAMED,
 ) -> Attachment:
-    """Attach the programs that are loaded; ``functions`` says what to trace for the targets of some."""
+    """Attach the programs that are loaded; ``functions`` maps targets to the functions to trace instead."""
     attached: dict[str, int] = {}
     missing: dict[str, str] = {}
     entry_points: dict[str, str] = {}
@@ -88,7 +88,7 @@ def attach_one(program: Program, descriptor: int, *, sys_root: str) -> int:
         raise FileNotFoundError(errno.ENOENT, "the kernel has no kprobes")
     mounted = tracefs(sys_root)
     if program.kind == "kretprobe" and mounted is not None:
-        # Where events may not be defined, fewer calls at once are followed.
+        # Without the right to define events, a perf event follows fewer calls at once.
         with suppress(OSError):
             return syscalls.tracepoint(returns.define(program.target, mounted), descriptor)
     return syscalls.kprobe(
@@ -101,7 +101,7 @@ def attach_one(program: Program, descriptor: int, *, sys_root: str) -> int:
 
 
 def remove_events(sys_root: str) -> None:
-    """Remove what attached programs left behind, if it can be."""
+    """Remove trace events of programs that are not attached any more, if possible."""
     mounted = tracefs(sys_root)
     if mounted is not None:
         returns.remove_left_behind(mounted)

@@ -1,6 +1,6 @@
 """Compiles bpf/gpu_probe.bpf.c with bcc; only ever imported by the loader process.
 
-bcc and LLVM cost 130 MiB and parts of them end the process they are in, so that is not the agent.
+bcc and LLVM cost 130 MiB and parts of them exit their process, so they do not run in the agent.
 """
 
 import errno
@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from agent.errors import ProbeLoadError
 from agent.probe import btf, headers
-from agent.probe.loaded import SOURCE, Loaded, refused, said
+from agent.probe.loaded import SOURCE, Loaded, load_error, read_output
 from agent.probe.programs import MAPS, Kind, Program, Tier, of_tier
 from agent.probe.request import Request, last_useful_line
 
@@ -36,7 +36,7 @@ def load(request: Request, tier: Tier) -> Loaded:
         raise ProbeLoadError("bcc_missing", "The module bcc was not found; install python3-bpfcc")
     found = headers.find(request.roots, request.scratch)
     flags = [*_flags(request), *_offsets(request.roots.btf)]
-    # Read by libbcc: where to find headers that are not those of /lib/modules/RELEASE.
+    # libbcc reads this: where to find headers other than those of /lib/modules/RELEASE.
     os.environ["BCC_KERNEL_SOURCE"] = found.directory
     module = _compile(_one_text(SOURCE / "gpu_probe.bpf.c"), flags)
     programs, missing = _programs(module, of_tier(tier, traces=bool(request.trace_tgid)))
@@ -53,7 +53,7 @@ def _find_bcc(paths: tuple[str, ...]) -> bool:
 
 
 def _one_text(path: Path) -> str:
-    """Return a source with its headers in it: bcc rewrites calls of maps only in the text it is given."""
+    """Return a source with its headers inlined: bcc rewrites calls of maps only in the main text."""
     text = path.read_text(encoding="utf-8")
     return _INCLUDED.sub(lambda found: (path.parent / found[1]).read_text(encoding="utf-8"), text)
 
@@ -69,7 +69,7 @@ def _flags(request: Request) -> list[str]:
 
 
 def _offsets(path: str) -> list[str]:
-    """Return the offsets of kernel structs; none if the kernel has no BTF: the headers are its own."""
+    """Return the offsets of kernel structs; none if the kernel has no BTF: then the headers are its own."""
     try:
         return [f"-DOFFSET_{name}={offset}" for name, offset in btf.kernel_offsets(path).items()]
     except btf.BtfError:
@@ -92,12 +92,12 @@ def _compile(text: str, flags: list[str]) -> Any:
     try:
         return BPF(text=text, cflags=flags)
     except Exception as error:
-        told = said()
-        if _is_permission(error, told):
-            raise refused(errno.EPERM, told) from error
+        output = read_output()
+        if _is_permission(error, output):
+            raise load_error(errno.EPERM, output) from error
         raise ProbeLoadError(
             "compile_failed",
-            f"bcc could not compile the probe: {last_useful_line(told or str(error))}; "
+            f"bcc could not compile the probe: {last_useful_line(output or str(error))}; "
             "use --probe-loader core",
         ) from error
 
@@ -109,17 +109,19 @@ def _programs(module: Any, wanted: tuple[Program, ...]) -> tuple[dict[str, int],
         try:
             function = module.load_func(program.name, getattr(module, _CONSTANTS[program.kind]))
         except Exception as error:
-            told = said() or str(error)
+            output = read_output() or str(error)
             if program.vital:
-                raise refused(errno.EPERM if _is_permission(error, told) else errno.EINVAL, told) from error
-            missing[program.name] = last_useful_line(told)
+                raise load_error(
+                    errno.EPERM if _is_permission(error, output) else errno.EINVAL, output
+                ) from error
+            missing[program.name] = last_useful_line(output)
         else:
             programs[program.name] = int(function.fd)
     return programs, missing
 
 
-def _is_permission(error: Exception, told: str) -> bool:
-    text = f"{error} {told}"
+def _is_permission(error: Exception, output: str) -> bool:
+    text = f"{error} {output}"
     return (
         isinstance(error, PermissionError)
         or "Operation not permitted" in text

@@ -1,6 +1,6 @@
 """Offsets of struct members from BTF, the kernel's own description of its types, in pure Python.
 
-Guarantees: the running kernel is described, not the one some headers are of. No headers, no bpftool.
+Guarantees: describes the running kernel, not that of installed headers. Needs no headers and no bpftool.
 Source: Documentation/bpf/btf.rst.
 """
 
@@ -54,7 +54,7 @@ _NOTHING: Final = (0, 0)
 
 
 class BtfError(Exception):
-    """There is no BTF, or it does not have what is asked for."""
+    """There is no BTF, or it lacks what is needed."""
 
 
 class StructLayout(NamedTuple):
@@ -103,7 +103,7 @@ class _Blob:
         self._positions: list[int] = []
 
     def layouts(self, names: "frozenset[str] | set[str]") -> dict[str, StructLayout]:
-        """Walk all types once; a name is compared by where its string is, which is quick."""
+        """Walk all types once; names are compared by the offset of their strings, which is fast."""
         wanted = {offset: name for name in names for offset in self._occurrences(name)}
         structs: list[tuple[str, int]] = []
         position, end, raw = self._begin, self._end, self._raw

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Final
 
 from agent.errors import ProbeLoadError
-from agent.probe.loaded import OBJECT, Loaded, refused, said
+from agent.probe.loaded import OBJECT, Loaded, load_error, read_output
 from agent.probe.programs import MAPS, Tier, of_tier
 from agent.probe.request import Request
 
@@ -36,7 +36,7 @@ def load(request: Request, tier: Tier) -> Loaded:
     if not path.exists():
         raise ProbeLoadError(
             "object_missing",
-            f"There is no precompiled probe at {path}: no clang was there when the package was built; "
+            f"There is no precompiled probe at {path}: the package was built without clang; "
             "install a wheel that make wheel built, or python3-bpfcc for --probe-loader bcc",
         )
     if not Path(request.roots.btf).exists():
@@ -51,7 +51,7 @@ def load(request: Request, tier: Tier) -> Loaded:
         loaded = _load(library, path, request, {program.name for program in wanted})
         missing: dict[str, str] = {}
     except ProbeLoadError as error:
-        # libbpf loads all or nothing: once more without what can be done without.
+        # libbpf loads all programs or none: retry with the vital ones alone.
         vital = {program.name for program in wanted if program.vital}
         try:
             loaded = _load(library, path, request, vital)
@@ -96,7 +96,7 @@ def _load(
     code = library.bpf_object__load(opened)
     if code:
         library.bpf_object__close(opened)
-        raise refused(-code, said())
+        raise load_error(-code, read_output())
     maps = {
         name: library.bpf_map__fd(library.bpf_object__find_map_by_name(opened, name.encode()))
         for name in MAPS

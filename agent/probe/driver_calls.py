@@ -1,7 +1,7 @@
-"""The driver's calls by name: what each ioctl on its device files is, what it is about, how it ended.
+"""The driver's calls by name: each ioctl on its device files, its object and its outcome.
 
 Invariants: a layout is only named where every driver from 515 to 595 has it, or where its size or the
-driver's branch tells them apart; what is not known is None. Sources: NVIDIA/open-gpu-kernel-modules
+driver's branch distinguishes them; unknown values are None. Sources: NVIDIA/open-gpu-kernel-modules
 nv_escape.h, nv-ioctl-numbers.h, nvos.h, g_allclasses.h, uvm_ioctl.h, uvm_linux_ioctl.h, nvstatuscodes.h.
 """
 
@@ -14,7 +14,7 @@ from agent.probe.kernel import Majors, alloc_status
 from agent.probe.layout import TracedCall
 
 ANY_SIZE: Final = 0
-"""Of a call whose status lies in the same place whatever its size is."""
+"""For a call whose status is at the same offset whatever its size."""
 CONTROL_MINOR: Final = 255
 MODESET_MINOR: Final = 254
 MINOR_MASK: Final = (1 << 20) - 1
@@ -22,7 +22,7 @@ MINOR_MASK: Final = (1 << 20) - 1
 
 @dataclass(frozen=True, slots=True)
 class _Form:
-    """A call: its name, and where its parameters have what is told of it, in bytes."""
+    """A call: its name, and the byte offsets of its values in the parameters."""
 
     name: str
     client: int | None = None
@@ -243,11 +243,11 @@ class DriverCall:
     result: int
     """What the ioctl returned: 0, or a negative errno; the driver's own answer is the status."""
     status: int | None
-    """Of the resource manager or of unified memory; None where it is not known."""
+    """Of the resource manager or of unified memory; None where it is unknown."""
 
     @property
     def answer(self) -> str | None:
-        """How it ended, in a word; None while it has not."""
+        """The outcome, in a word; None while it is under way."""
         if self.took_ns is None:
             return None
         if self.result:
@@ -256,12 +256,12 @@ class DriverCall:
 
     @property
     def failed(self) -> bool:
-        """Whether it was refused."""
+        """Whether it failed."""
         return bool(self.result or self.status)
 
 
 def named(call: TracedCall, majors: Majors, *, branch: int) -> DriverCall:
-    """Return a traced call with names; ``branch`` is the driver's, such as 570; 0: it is not known."""
+    """Return a traced call with names; ``branch`` is the driver's, such as 570; 0: unknown."""
     is_uvm = bool(majors.uvm) and call.device >> 20 == majors.uvm
     form = _uvm_form(call.number, branch) if is_uvm else _FORMS.get(call.number)
     form = form or _unknown(call.number, is_uvm=is_uvm)
@@ -282,7 +282,7 @@ def named(call: TracedCall, majors: Majors, *, branch: int) -> DriverCall:
 
 
 def device_name(device: int, majors: Majors) -> str:
-    """Return what a device file is called."""
+    """Return the name of a device file."""
     major, minor = device >> 20, device & MINOR_MASK
     if majors.uvm and major == majors.uvm:
         return "nvidia-uvm-tools" if minor else "nvidia-uvm"
@@ -292,12 +292,12 @@ def device_name(device: int, majors: Majors) -> str:
 
 
 def class_name(rm_class: int) -> str:
-    """Return what a class is called; its number where that is not known."""
+    """Return the name of a class; its number where that is unknown."""
     return _CLASSES.get(rm_class, f"class {rm_class:#06x}")
 
 
 def status_name(status: int) -> str:
-    """Return what a status is called; its number where that is not known."""
+    """Return the name of a status; its number where that is unknown."""
     return _STATUS.get(status, f"status {status:#x}")
 
 
@@ -323,7 +323,7 @@ def _status_at(call: TracedCall, form: _Form, branch: int) -> int | None:
 
 
 def _word(call: TracedCall, at: int | None) -> int | None:
-    """Return a number of the parameters; None where they were not read so far."""
+    """Return a number of the parameters; None where it is beyond what was read."""
     if at is None or at + 4 > call.block_bytes:
         return None
     return int.from_bytes(call.block[at : at + 4], "little")

@@ -1,7 +1,7 @@
-"""Finds kernel headers for bcc: the running kernel's, else any, if the kernel describes its own structs.
+"""Finds kernel headers for bcc: the running kernel's, else any others if the kernel has BTF.
 
-Order: the running release's build directory; what the kernel carries itself (kheaders); any headers that are
-installed. Foreign headers only lend types that user space shares with every kernel; offsets of kernel structs
+Order: the running release's build directory; the kernel's own archive (kheaders); any installed headers.
+Foreign headers only provide types that user space shares with every kernel; offsets of kernel structs
 come from the running kernel's BTF, and without it foreign headers would be a silent error.
 """
 
@@ -29,9 +29,9 @@ class Headers(NamedTuple):
 
 
 def find(roots: Roots, scratch: str) -> Headers:
-    """Return headers in one directory, or raise ProbeLoadError saying what is missing.
+    """Return headers in one directory, or raise ProbeLoadError with what is missing.
 
-    ``scratch`` is a private directory in which they may be unpacked or put together.
+    ``scratch`` is a private directory in which they may be unpacked or merged.
     """
     running = release(roots)
     for found, native in _candidates(roots, running, scratch):
@@ -93,7 +93,7 @@ def _parts_in(folder: Path) -> tuple[str, ...]:
 
 
 def _with_common(folder: Path) -> tuple[str, ...]:
-    """Return a directory of headers and the one its flavour shares with others, as Debian splits them."""
+    """Return a directory of headers and the one that its flavours share, as Debian splits them."""
     if not _is_tree(folder):
         return ()
     flavourless = re.sub(r"-[^-]+$", "-common", folder.name)

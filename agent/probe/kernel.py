@@ -1,6 +1,7 @@
-"""What this kernel and this process allow: tiers, capabilities, the driver's device numbers.
+"""What this kernel and this process permit: tiers, capabilities, the driver's device numbers.
 
-Invariants: every root is a parameter, so that a test can show another machine. Nothing here changes anything.
+Invariants: every root is a parameter, so that a test can simulate another machine. Nothing here changes
+anything.
 """
 
 import platform
@@ -36,17 +37,17 @@ _VITAL: Final = frozenset(
 )
 _MODULES: Final = frozenset({"nvidia", "nvidia_uvm"})
 _RENAMED: Final = re.compile(r"\.(?:isra|constprop)\.\d+")
-"""What a compiler adds to the name of a function that it made a copy of."""
+"""The suffix that a compiler adds to the name of a function's copy."""
 
 
 @dataclass(frozen=True, slots=True)
 class Roots:
-    """Where to look. A simulated node has a /proc of its own, but runs on the kernel of this machine."""
+    """Directories to read. A simulated node has a /proc of its own, but runs on this machine's kernel."""
 
     node_proc: str = "/proc"
-    """What the driver tells: devices and its version."""
+    """For the driver's devices and version."""
     proc: str = "/proc"
-    """What the kernel tells of itself."""
+    """For the kernel's own data."""
     sys: str = "/sys"
     modules: str = "/lib/modules"
     sources: str = "/usr/src"
@@ -58,7 +59,7 @@ class Roots:
 
 
 class Majors(NamedTuple):
-    """Device numbers of the driver; 0 is not known."""
+    """Device numbers of the driver; 0: unknown."""
 
     nvidia: int = 0
     uvm: int = 0
@@ -80,7 +81,7 @@ def version_of(kernel_release: str) -> tuple[int, int]:
 
 
 def majors(roots: Roots) -> Majors:
-    """Return the device numbers that /proc/devices tells now."""
+    """Return the present device numbers in /proc/devices."""
     found: dict[str, int] = {}
     for line in _text(Path(roots.node_proc, "devices")).partition("Block devices")[0].splitlines():
         number, _, name = line.strip().partition(" ")
@@ -96,7 +97,7 @@ def filesystem_of_doubles(directory: str | None) -> int | None:
         return None
     try:
         device = Path(directory, "nvidiactl").stat().st_dev
-        # A plain file in a directory of files stands for nothing.
+        # A plain file in an ordinary directory stands for no device.
         return None if device == Path(directory).stat().st_dev else device
     except OSError:
         return None
@@ -135,8 +136,8 @@ def check(roots: Roots) -> None:
     if machine != "x86_64":
         raise ProbeLoadError(
             "bpf_unsupported",
-            f"The probe runs on x86_64 alone, and this is {machine}, so contexts are not known; "
-            "use --probe-tier procfs to read holders off /proc without this message",
+            f"The probe runs only on x86_64, and this is {machine}, so contexts are unknown; "
+            "use --probe-tier procfs to read holders from /proc without this message",
         )
     if version_of(running) < OLDEST:
         raise ProbeLoadError(
@@ -159,14 +160,14 @@ def check(roots: Roots) -> None:
     if _is_nested():
         raise ProbeLoadError(
             "pid_namespace",
-            "The agent sees other process ids than the kernel tells; run it with hostPID: true",
+            "The agent is in a PID namespace of its own, whose pids are not the kernel's; set hostPID: true",
         )
 
 
 def choose_tier(wanted: str, roots: Roots, *, doubles: bool) -> Tier:
-    """Return the tier to use; raises ProbeLoadError if the one that is wanted is not possible.
+    """Return the tier to use; raises ProbeLoadError if the requested one is not possible.
 
-    The cheap tier needs kprobes and the driver's symbols. A driver that is not loaded yet is waited for.
+    Tier driver, which costs less, needs kprobes and the driver's symbols. It waits for an unloaded driver.
     """
     if wanted == "syscalls":
         return "syscalls"
@@ -194,9 +195,9 @@ def why_not_driver(roots: Roots) -> str | None:
 
 
 def entry_points(roots: Roots) -> dict[str, str]:
-    """Return the function to trace for each target of a program that the driver has one for; takes 0.1 s.
+    """Return the function to trace for each target of a program, where the driver has one; takes 0.1 s.
 
-    It is the target, another that the program takes as well, or one of those as a compiler has renamed it.
+    It is the target, one of the program's alternatives, or one of these with a compiler's suffix.
     """
     wanted = {name for names in _OF_DRIVER.values() for name in names}
     found: dict[str, str] = {}

@@ -16,11 +16,11 @@ OBJECT: Final = struct.Struct("=5Q4I")
 PROCESS_KEY: Final = struct.Struct("=I")
 PROCESS: Final = struct.Struct("=16Q4Iq")
 PROCESS_LIFE: Final = struct.Struct("=8xQ16xQ112x")
-"""Of the same row, when the process began and when it ended."""
+"""Of the same row, when the process started and when it exited."""
 FORGOTTEN_KEY: Final = struct.Struct("=Q")
 FORGOTTEN: Final = struct.Struct("=Qq")
 OF_CGROUP: Final = 1 << 63
-"""In a key of ``forgotten``: it is of a cgroup, not of a process."""
+"""In a key of ``forgotten``: the row of a cgroup, not of a process."""
 CGROUP_KEY: Final = struct.Struct("=Q")
 CGROUP: Final = struct.Struct("=q")
 OPENING_KEY: Final = struct.Struct("=Q")
@@ -52,7 +52,7 @@ SIZES: Final = {
 RESERVE_PROGRAMS: Final = ("ioctl", "open", "close", "process")
 """Names of enum gpu_program."""
 MAX_OBJECTS_EACH: Final = 16_384
-"""Objects of one process, and of one cgroup, that are kept; further ones are refused, and counted for it."""
+"""Objects kept of one process, and of one cgroup; further ones are rejected, and counted for it."""
 MINORS: Final = 256
 """Entries of the arrays that are indexed by minor."""
 
@@ -65,7 +65,7 @@ _KINDS: Final = {int(kind): kind for kind in RmEventKind}
 
 
 class ProbeConfig(NamedTuple):
-    """struct gpu_config: what user space tells the programs, at any time."""
+    """struct gpu_config: the settings that user space writes for the programs, at any time."""
 
     nvidia_major: int = 195
     uvm_major: int = 0
@@ -78,7 +78,7 @@ class ProbeConfig(NamedTuple):
     answer_within_ns: int = 5_000_000_000
     trace_tgid: int = 0
     scan: int = 0
-    """How many scans were begun; what a scan looks into is told once until the next begins."""
+    """How many scans were started; an event that a scan resolves is sent once until the next one starts."""
 
     def pack(self) -> bytes:
         """Return the value of the map's only row."""
@@ -86,7 +86,7 @@ class ProbeConfig(NamedTuple):
 
 
 class Check(NamedTuple):
-    """struct gpu_check: the last readiness check of one device, as the kernel saw it."""
+    """struct gpu_check: the last readiness check of one device, as measured in the kernel."""
 
     entered_ns: int
     returned_ns: int
@@ -113,26 +113,26 @@ class ProbeStatistics(NamedTuple):
     unreadable: int
     objects_full: int
     """Objects that found no room in the table."""
-    refused: int
-    """Objects that were not kept because their process or cgroup has MAX_OBJECTS_EACH already."""
+    rejected: int
+    """Objects that were rejected because their process or cgroup has MAX_OBJECTS_EACH already."""
     unsent: int
-    """Events of processes that had their share of the ring; which, their rows say."""
+    """Events of processes that had used their share of the ring; their rows count them, too."""
     processes_full: int
     """Times that a process found no room in the table."""
     processes_added: int
     unreturned: int
-    """Calls that were not seen to return: too many were in the driver at once. What they did is not known."""
+    """Calls whose return was not seen: too many were in the driver at once. Their effect is unknown."""
     reserve_failures: tuple[int, int, int, int]
     """Events that found no room on the ring, in the order of RESERVE_PROGRAMS."""
 
     @property
     def lost(self) -> int:
-        """Events that found no room on the ring, and calls that could tell nothing."""
+        """Events that found no room on the ring, and calls whose return was not seen."""
         return self.unreturned + sum(self.reserve_failures)
 
 
 def decode_event(data: "bytes | memoryview", offset: int = 0) -> RmEvent | None:
-    """Return the event at an offset, None if its kind is not known."""
+    """Return the event at an offset, None if its kind is unknown."""
     row = EVENT.unpack_from(data, offset)
     kind = _KINDS.get(row[7])
     return None if kind is None else RmEvent._make((*row[:7], kind, *row[8:]))
@@ -152,7 +152,7 @@ def decode_processes(keys: bytes, values: bytes) -> list[ProcessCounters]:
     """Return the rows of the map ``processes``."""
     return [
         ProcessCounters._make(
-            (tgid, cgroup, first, last, *counts, start // NS_PER_TICK, exited, refused, minors, unsent)
+            (tgid, cgroup, first, last, *counts, start // NS_PER_TICK, exited, rejected, minors, unsent)
         )
         for (tgid,), (
             cgroup,
@@ -161,7 +161,7 @@ def decode_processes(keys: bytes, values: bytes) -> list[ProcessCounters]:
             last,
             exited,
             *counts,
-            refused,
+            rejected,
             minors,
             unsent,
             _,
@@ -174,7 +174,7 @@ def decode_processes(keys: bytes, values: bytes) -> list[ProcessCounters]:
 
 
 def decode_ended(keys: bytes, values: bytes, before_ns: int) -> list[tuple[int, int]]:
-    """Return pid and start, in clock ticks, of the rows of ``processes`` that ended before a time."""
+    """Return pid and start, in clock ticks, of the rows of ``processes`` that exited before a time."""
     return [
         (tgid, start_ns // NS_PER_TICK)
         for (tgid,), (start_ns, exited_ns) in zip(
@@ -185,15 +185,15 @@ def decode_ended(keys: bytes, values: bytes, before_ns: int) -> list[tuple[int, 
 
 
 def encode_process(cgroup_id: int, start_ticks: int, now_ns: int, *, objects: int = 0) -> bytes:
-    """Return the row of a process that holds files and is not known to have done anything."""
+    """Return the row of a process that holds files and has no counts yet."""
     return PROCESS.pack(cgroup_id, start_ticks * NS_PER_TICK, now_ns, now_ns, *[0] * 16, objects)
 
 
 def decode_statistics(value: bytes) -> ProbeStatistics:
-    """Return the sum over the CPUs whose values lie side by side."""
+    """Return the sum over the CPUs, whose values are concatenated."""
     sums = [sum(column) for column in zip(*STATISTICS.iter_unpack(value), strict=True)]
-    *told, ioctl, opened, closed, process = sums
-    return ProbeStatistics._make((*told, (ioctl, opened, closed, process)))
+    *counts, ioctl, opened, closed, process = sums
+    return ProbeStatistics._make((*counts, (ioctl, opened, closed, process)))
 
 
 class TracedCall(NamedTuple):
@@ -207,16 +207,16 @@ class TracedCall(NamedTuple):
     pid: int
     device: int
     fd: int
-    """-1: not known."""
+    """-1: unknown."""
     number: int
     """_IOC_NR of the driver's command, or the whole command of unified memory."""
     size: int
-    """Of the parameters, as the command tells; 0 for unified memory, whose commands do not."""
+    """Of the parameters, from the command; 0 for unified memory, whose commands do not contain it."""
     result: int
     """What the ioctl returned: 0, or a negative errno."""
     block_bytes: int
     block: bytes
-    """How the parameters begin, ``block_bytes`` of it; after the return, with the answer in it."""
+    """The first ``block_bytes`` of the parameters; after the return they include the answer."""
 
 
 def decode_traced(data: "bytes | memoryview", offset: int = 0) -> TracedCall:
@@ -225,10 +225,10 @@ def decode_traced(data: "bytes | memoryview", offset: int = 0) -> TracedCall:
 
 
 def decode_held(data: bytes) -> list[HeldFile]:
-    """Return the open files of which the iterator listed the descriptors.
+    """Return the open files whose descriptors the iterator listed.
 
-    Threads with a descriptor table of their own are listed apart, and on some kernels once for each thread
-    that shares one, so a descriptor is known by table and number.
+    Threads with a descriptor table of their own are listed separately, and on some kernels once for each
+    thread that shares one, so table and number identify a descriptor.
     """
     return merge_held(
         ((tgid, start // NS_PER_TICK, file, device, cgroup), (table, fd))

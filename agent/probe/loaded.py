@@ -1,4 +1,4 @@
-"""What a loader hands on, and the words for a kernel that refuses."""
+"""The result of a loader, and the errors of a failed bpf(2) call."""
 
 import errno
 import os
@@ -24,12 +24,12 @@ class Loaded:
     maps: dict[str, int]
     programs: dict[str, int]
     missing: dict[str, str]
-    """Programs the kernel would not load, and why."""
+    """Programs that the kernel did not load, and why."""
     keep: object
-    """Whatever owns the descriptors."""
+    """The owner of the descriptors."""
 
 
-def said() -> str:
+def read_output() -> str:
     """Return what libraries wrote to standard error, which is a file in the loader process."""
     try:
         return os.pread(2, os.fstat(2).st_size, 0).decode(errors="replace").strip("\0")
@@ -37,13 +37,13 @@ def said() -> str:
         return ""
 
 
-def refused(code: int, told: str) -> ProbeLoadError:
-    """Return the error for a bpf(2) call that failed with this errno; the verifier's log tells it apart."""
-    if code in {errno.EPERM, errno.EACCES} and "processed " not in told:
+def load_error(code: int, output: str) -> ProbeLoadError:
+    """Return the error for a bpf(2) call that failed with this errno and this verifier log."""
+    if code in {errno.EPERM, errno.EACCES} and "processed " not in output:
         return ProbeLoadError(
             "bpf_not_permitted",
-            "The kernel does not let the agent load programs although it has the capabilities; "
-            "look for a seccomp profile or security module that forbids bpf(2)",
+            "The kernel does not permit the agent to load programs although it has the capabilities; "
+            "check for a seccomp profile or security module that forbids bpf(2)",
         )
     if code == errno.ENOSYS:
         return ProbeLoadError(
@@ -56,6 +56,6 @@ def refused(code: int, told: str) -> ProbeLoadError:
         )
     return ProbeLoadError(
         "verifier_refused",
-        f"The kernel's verifier refused the probe: {last_useful_line(told or os.strerror(code))}; "
+        f"The kernel's verifier rejected the probe: {last_useful_line(output or os.strerror(code))}; "
         "use --probe-tier procfs, and report this with the log at --log-level debug",
     )

@@ -1,6 +1,6 @@
-"""The one-shot loader process: loads, attaches, hands descriptors over a socket, ends.
+"""The one-shot loader process: loads, attaches, sends descriptors over a socket, exits.
 
-Run by agent/probe/loading.py. What the compiler leaves behind in memory ends with the process; the
+agent/probe/loading.py starts it. The compiler's memory is freed with the process; the
 descriptors keep programs, maps and attachments alive in the agent.
 """
 
@@ -21,14 +21,14 @@ from agent.errors import ProbeLoadError
 from agent.probe import kernel, syscalls
 from agent.probe.attach import Attachment, attach, tracefs
 from agent.probe.layout import INDEX, SIZES
-from agent.probe.loaded import Loaded, refused, said
+from agent.probe.loaded import Loaded, load_error, read_output
 from agent.probe.programs import BY_NAME, Tier, of_tier
-from agent.probe.request import Reply, Request, refusal
+from agent.probe.request import Reply, Request, failure_message
 
 _NEXT_LOADER: Final = frozenset(
     {"bcc_missing", "kernel_headers_missing", "kernel_headers_mismatch", "compile_failed"}
 )
-"""Why a precompiled object may still do."""
+"""Errors after which a precompiled object may still load."""
 _CLONE_NEWNS: Final = 0x00020000
 _MS_REC_PRIVATE: Final = 0x4000 | 1 << 18
 _PR_SET_PDEATHSIG: Final = 1
@@ -42,32 +42,32 @@ _LIMITS: Final = {
 
 
 def main(descriptor: str, request: str) -> None:
-    """Do what is asked and hand over what came of it; does not return."""
+    """Load the probe and send the outcome; does not return."""
     channel = socket.socket(fileno=int(descriptor))
     _be_expendable(channel)
     try:
         reply, descriptors, _owner = _run(Request.from_json(request))
         socket.send_fds(channel, [reply.to_bytes()], descriptors)
     except ProbeLoadError as error:
-        channel.send(refusal(error))
+        channel.send(failure_message(error))
     except OSError as error:
-        channel.send(refusal(refused(error.errno or 0, said())))
-    # No clean-up: bcc's would detach what was just attached.
+        channel.send(failure_message(load_error(error.errno or 0, read_output())))
+    # No clean-up: bcc's would detach the programs.
     os._exit(0)
 
 
 def _be_expendable(channel: socket.socket) -> None:
-    """End with the agent, and before it when memory runs out; have the same limits wherever it runs."""
+    """Exit with the agent, or before it when memory runs out; set the same limits everywhere."""
     libc = ctypes.CDLL(None)
     libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
-    # The agent sends nothing, so there is only its end to read: it came before the signal was asked for.
+    # The agent sends nothing, so the channel is only readable if the agent exited before the prctl above.
     if select.select([channel], [], [], 0)[0]:
         os._exit(1)
     with suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("1000")
     for limit, value in _LIMITS.items():
-        with suppress(OSError, ValueError):  # what may not be raised stays
+        with suppress(OSError, ValueError):  # a limit that may not be raised stays
             resource.setrlimit(limit, (value, value))
 
 
@@ -104,7 +104,7 @@ def _run_tier(request: Request, tier: Tier) -> tuple[Reply, list[int], Loaded]:
     attachment = attach(wanted, loaded.programs, sys_root=roots.sys, functions=functions)
     _check_vital(attachment, tier, kernel.majors(roots).nvidia)
     attached_at = time.monotonic_ns()
-    # Only these are attached again, when the driver was loaded anew; others live by what is attached.
+    # Only these are attached again, after a reload of the driver; the links keep the others alive.
     again = {
         name: fd for name, fd in loaded.programs.items() if BY_NAME[name].kind in {"kprobe", "kretprobe"}
     }
@@ -126,7 +126,7 @@ def _run_tier(request: Request, tier: Tier) -> tuple[Reply, list[int], Loaded]:
 
 
 def _mount_tracefs(sys_root: str) -> None:
-    """Mount the trace file system where only this process sees it; without the right to, do without."""
+    """Mount the trace file system in a private mount namespace; without the right to, skip it."""
     libc = ctypes.CDLL(None)
     target = f"{sys_root}/kernel/tracing".encode()
     if libc.unshare(_CLONE_NEWNS) == 0 and libc.mount(None, b"/", None, _MS_REC_PRIVATE, None) == 0:
@@ -136,7 +136,7 @@ def _mount_tracefs(sys_root: str) -> None:
 def _load(request: Request, tier: Tier) -> Loaded:
     if request.loader == "core":
         return _load_precompiled(request, tier)
-    # Imported here: who does without them has no memory for them.
+    # Imported here: the precompiled object saves their memory.
     from agent.probe import bcc_loader  # noqa: PLC0415
 
     try:
@@ -160,20 +160,20 @@ def _load_precompiled(request: Request, tier: Tier) -> Loaded:
 
 
 def _check_layout(maps: dict[str, int]) -> None:
-    """Refuse an object built from another version of the header, rather than read it wrongly."""
+    """Reject an object built from another version of the header, rather than read it wrongly."""
     for name, (key_bytes, value_bytes) in SIZES.items():
         info = syscalls.map_info(maps[name])
         if (info.key_bytes, info.value_bytes) != (key_bytes, value_bytes):
             raise ProbeLoadError(
                 "layout_mismatch",
                 f"Map {name} of the precompiled probe has another layout than this version of the agent; "
-                "build it anew with make bpf",
+                "rebuild it with make bpf",
             )
 
 
 def _check_vital(attachment: Attachment, tier: Tier, nvidia_major: int) -> None:
     missing = [name for name in attachment.missing if BY_NAME[name].vital]
-    # The entry points of a driver that is not loaded yet are attached to when it is.
+    # Programs for a driver that is not loaded yet are attached when it is.
     if not missing or (tier == "driver" and nvidia_major == 0):
         return
     reasons = ", ".join(f"{name}: {attachment.missing[name]}" for name in missing)

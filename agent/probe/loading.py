@@ -1,10 +1,10 @@
-"""Loads the probe: starts the loader process, waits for it within a deadline, takes what it hands over.
+"""Loads the probe: starts the loader process, waits for it within a deadline, receives its descriptors.
 
-Guarantees: the process gets nothing of the agent's environment, files, limits or signals but what is named
-here. No loader is tried twice; whatever goes wrong is one ProbeLoadError with a code, and then no process,
-nor one that it started, no descriptor and no directory is left. Where ``auto`` chose a compiler that did not
-live to answer, as where memory is short, the precompiled object is tried. Cancelling ends the process. What
-an agent that was killed while it loaded the probe has left is removed by the next.
+Guarantees: the process inherits nothing of the agent's environment, files, limits or signals but what is
+named here. No loader is tried twice; any failure is one ProbeLoadError with a code, and then no process,
+nor one that it started, no descriptor and no directory is left. Where ``auto`` chose a compiler that died
+before it answered, as where memory is short, the precompiled object is tried. Cancelling kills the process.
+The next agent removes what an agent that was killed while it loaded the probe has left behind.
 """
 
 import asyncio
@@ -41,18 +41,18 @@ from agent.probe.request import (
 from agent.threads import in_daemon_thread, started_in_daemon_thread
 
 DEADLINE_S: Final = 120.0
-"""A second on a quiet machine; half a minute where everything is slow."""
+"""It takes a second on a quiet machine, half a minute on a slow one."""
 MAX_OUTPUT_BYTES: Final = 4 << 20
-"""What the loader process may write to standard error; a verifier can be long-winded."""
+"""What the loader process may write to standard error; a verifier's log can be long."""
 MAX_DETAIL_BYTES: Final = 8_192
-"""What is kept of it; a line of the log has room for twice as much."""
+"""Bytes of it that are kept; a log line has room for twice as many."""
 _GRACE_S: Final = 5.0
-"""How long the process may take to end once it has answered."""
+"""How long the process may take to exit once it has answered."""
 _log = logging.getLogger(__name__)
 
 _DID_NOT_ANSWER: Final = frozenset({"loader_killed", "loader_timeout"})
-_ENDING_S: Final = 1.0
-"""How long who cancels waits for the process to be gone."""
+_CANCEL_WAIT_S: Final = 1.0
+"""How long a cancelled load waits for the process to be gone."""
 _PREFIX: Final = "gpu-agent-probe-"
 _DIRECTORY: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _CUT: Final = b"\n...\n"
@@ -61,7 +61,7 @@ _ROOT: Final = str(Path(agent.__file__).parent.parent)
 _PYTHON: Final = (sys.executable, "-ISs", "-W", "ignore", "-c")
 _PATH: Final = "/usr/sbin:/usr/bin:/sbin:/bin"
 _UMASK: Final = 0o077
-_LOOK_AGAIN_S: Final = 0.005
+_EXIT_POLL_S: Final = 0.005
 _BOOT: Final = (
     "import sys; sys.path.append(sys.argv.pop(1)); from agent.probe.loader import main; main(*sys.argv[1:])"
 )
@@ -76,9 +76,9 @@ async def load(
 ) -> Probe:
     """Load and attach the probe, or raise ProbeLoadError.
 
-    A probe that an earlier agent kept is used if it suits. ``instead_of`` is another whose rows the new one
-    gets, and which stays the caller's. ``launcher`` is put before the loader's command line, as ``setpriv``
-    with its options would be.
+    A probe that an earlier agent pinned is used if it matches. ``instead_of`` is another one, whose rows the
+    new one gets, and which the caller still owns. ``launcher`` is put before the loader's command line, as
+    ``setpriv`` with its options would be.
     """
     request = replace(request, agent_tgid=request.agent_tgid or os.getpid())
     if not request.pins and instead_of is None:
@@ -100,7 +100,7 @@ async def _load_new(request: Request, deadline_s: float, launcher: Sequence[str]
         if request.loader != "auto" or error.code not in _DID_NOT_ANSWER:
             raise
         first = error
-    _log.warning("The precompiled probe is loaded, because none was compiled: %(why)s", about(why=str(first)))
+    _log.warning("Compiling the probe failed: %(why)s; loading the precompiled one", about(why=str(first)))
     try:
         return await _load_once(replace(request, loader="core"), deadline_s, launcher)
     except ProbeLoadError as error:
@@ -114,20 +114,20 @@ async def _load_once(request: Request, deadline_s: float, launcher: Sequence[str
     except RuntimeError as error:
         raise ProbeLoadError(
             "loader_failed",
-            f"No thread could be started to load the probe: {error}; raise the agent's limit of tasks",
+            f"Could not start a thread to load the probe: {error}; raise the agent's limit of tasks",
         ) from error
     try:
         return await asyncio.shield(loading)
     except asyncio.CancelledError:
         run.abandon()
-        loading.add_done_callback(_let_go)
-        # So that its directory is gone, too, should the agent end now.
-        await asyncio.wait([loading], timeout=_ENDING_S)
+        loading.add_done_callback(_close_late)
+        # So that its directory is gone, too, should the agent exit now.
+        await asyncio.wait([loading], timeout=_CANCEL_WAIT_S)
         raise
 
 
-def _let_go(loading: "asyncio.Future[Probe]") -> None:
-    """Close what nobody waits for any more."""
+def _close_late(loading: "asyncio.Future[Probe]") -> None:
+    """Close the probe of an abandoned load."""
     if loading.exception() is None:
         loading.result().close()
 
@@ -144,22 +144,22 @@ class _Run:
         self._is_abandoned = False
 
     def abandon(self) -> None:
-        """End the process; whatever it still hands over is let go."""
+        """Kill the process; whatever it still hands over is closed."""
         with self._lock:
             self._is_abandoned = True
             if self._process is not None and self._process.returncode is None:
                 _kill(self._process)
 
     def run(self) -> Probe:
-        """Run the process to its end and return what it loaded."""
+        """Run the process until it exits and return the probe that it loaded."""
         try:
             with _scratch() as scratch, _output() as output:
                 probe = self._loaded(replace(self._request, scratch=scratch), output)
         except OSError as error:
             raise ProbeLoadError(
                 "loader_failed",
-                f"The probe's loader could not be started: {error}; let the agent start processes and write "
-                "to its directory for temporary files",
+                f"The probe's loader could not be started: {error}; allow the agent to start processes and "
+                "to write to its directory for temporary files",
             ) from error
         with self._lock:
             if self._is_abandoned:
@@ -202,7 +202,7 @@ class _Run:
         return self._process
 
     def _received(self, channel: socket.socket, process: subprocess.Popen[bytes]) -> tuple[bytes, list[int]]:
-        """Return the process's answer, nothing if it ended without one; it has ended then."""
+        """Return the process's answer, nothing if it exited without one; it has exited then."""
         message = b""
         descriptors: list[int] = []
         grace_s = 0.0
@@ -211,7 +211,7 @@ class _Run:
                 raise ProbeLoadError(
                     "loader_timeout",
                     f"The probe's loader took over {self._deadline_s:g} s; use --probe-loader core, which "
-                    "takes one, or look for what keeps the node busy",
+                    "takes one, or check what keeps the node busy",
                 )
             grace_s = _GRACE_S
             message, descriptors, _, _ = socket.recv_fds(
@@ -226,7 +226,7 @@ class _Run:
 
 
 def _environment(scratch: str) -> dict[str, str]:
-    """Return all that the process finds in its environment: nothing that loads or finds other code."""
+    """Return the process's whole environment: nothing in it makes it load other code."""
     return {"PATH": _PATH, "LC_ALL": "C.UTF-8", "HOME": scratch, "TMPDIR": scratch}
 
 
@@ -237,11 +237,11 @@ def _is_readable(channel: socket.socket, within_s: float) -> bool:
 
 
 def _wait_until_ended(process: subprocess.Popen[bytes], within_s: float) -> None:
-    """Wait for the process and leave it a zombie, so that nothing else can have its number yet."""
+    """Wait for the process and leave it a zombie, so that its pid is not reused yet."""
     until_s = time.monotonic() + within_s
     flags = os.WEXITED | os.WNOWAIT | os.WNOHANG
     while os.waitid(os.P_PID, process.pid, flags) is None and time.monotonic() < until_s:
-        time.sleep(_LOOK_AGAIN_S)
+        time.sleep(_EXIT_POLL_S)
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:
@@ -259,14 +259,14 @@ def _died(code: int, output: str) -> ProbeLoadError:
         )
     return ProbeLoadError(
         "loader_failed",
-        f"The probe's loader ended with {code}: {last_useful_line(output)}; "
-        "all that it said is in the log at --log-level debug",
+        f"The probe's loader exited with {code}: {last_useful_line(output)}; "
+        "its whole output is in the log at --log-level debug",
     )
 
 
 @contextlib.contextmanager
 def _scratch() -> Iterator[str]:
-    """Make a private directory, locked for as long as it is in use, and remove those that nobody uses."""
+    """Create a private directory, locked for as long as it is in use, and remove unused ones."""
     _remove_left_behind()
     path, lock = _locked_directory()
     try:
@@ -279,7 +279,7 @@ def _scratch() -> Iterator[str]:
 def _locked_directory() -> tuple[str, int]:
     while True:
         path = tempfile.mkdtemp(prefix=_PREFIX)
-        # Another agent may take it for one that was left behind until it is locked.
+        # Until it is locked, another agent may remove it as unused.
         with contextlib.suppress(FileNotFoundError):
             lock = os.open(path, _DIRECTORY)
             fcntl.flock(lock, fcntl.LOCK_EX)
@@ -302,7 +302,7 @@ def _remove_left_behind() -> None:
 
 @contextlib.contextmanager
 def _output() -> Iterator[int]:
-    """Make a file in memory that takes so much and no more: nothing to read along, nothing that fills up."""
+    """Create a file in memory of a fixed size: it needs no reader and cannot fill a disk."""
     descriptor = os.memfd_create("gpu-agent-probe", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.ftruncate(descriptor, MAX_OUTPUT_BYTES)

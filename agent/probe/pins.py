@@ -1,9 +1,9 @@
-"""Keeps the probe in the kernel for the next agent: its maps, programs and attachments have names in bpffs.
+"""Pins the probe in the kernel for the next agent: its maps, programs and attachments get names in bpffs.
 
-Guarantees: only a directory of root's alone is used, in a file system that is bpffs; anything else there is
-left as it is. A set of names is complete or worth nothing: what describes it is written last. The version in
-the path names the layout and the programs, so that nothing is read that another version wrote; older sets are
-removed when a newer one is written. ``rm -r`` of the directory takes the probe out of the kernel.
+Guarantees: only a directory that root alone may write is used, in a file system that is bpffs; anything else
+there is not touched. A set of pins is complete or ignored: its description is written last. The version in
+the path identifies the layout and the programs, so that pins of another version are not read; older sets are
+removed when a newer one is written. ``rm -r`` of the directory removes the probe from the kernel.
 """
 
 import errno
@@ -37,19 +37,19 @@ _ADVICE: Final = {
     errno.ENOSPC: "free room for it",
 }
 _KINDS: Final = {"map": "map_type", "program": "prog_type", "link": "link_type"}
-"""What /proc/self/fdinfo has of each."""
+"""Keys in /proc/self/fdinfo of each."""
 
 
 class PinsUnusableError(Exception):
-    """Nothing can be kept, or what was kept cannot be taken up: a sentence that says why."""
+    """The probe cannot be pinned, or its pins cannot be adopted; the message has the reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class About:
-    """What describes a set."""
+    """The description of a set."""
 
     reply: dict[str, Any]
-    """What the loader said of the probe."""
+    """The loader's reply."""
     modules: tuple[int, ...]
     """The driver that it was attached to, as Probe knows it."""
     sizes: tuple[int, int]
@@ -57,7 +57,7 @@ class About:
 
 
 class Kept(NamedTuple):
-    """A set that was taken up; the descriptors are in the order of the reply."""
+    """A set that was adopted; the descriptors are in the order of the reply."""
 
     about: About
     descriptors: list[int]
@@ -112,7 +112,7 @@ class Pins:
         return {}
 
     def put(self, descriptors: Mapping[str, int], about: About) -> None:
-        """Keep these instead of whatever was kept; raises PinsUnusableError, and then nothing is kept."""
+        """Pin these instead of any earlier set; raises PinsUnusableError, and then nothing is pinned."""
         with _translated(f"{self._directory} cannot be made"):
             self._make_directory()
             self._check_directory()
@@ -140,16 +140,16 @@ class Pins:
             os.close(note)
 
     def remove(self) -> None:
-        """Keep nothing any more, of any version; raises OSError."""
+        """Remove the sets of every version; raises OSError."""
         for folder in self._sets():
-            # What describes a set goes first: without it the set is worth nothing.
+            # The description is removed first: without it the set is ignored.
             (folder / ABOUT).unlink(missing_ok=True)
             for each in folder.iterdir():
                 each.unlink()
             folder.rmdir()
 
     def remove_all(self) -> None:
-        """Keep nothing any more, and leave no directory; what is not ours is left as it is."""
+        """Remove every set and the directory; what the agent did not create is not touched."""
         with suppress(PinsUnusableError, OSError):
             self._check_directory()
             self.remove()
@@ -171,7 +171,7 @@ class Pins:
             os.mkdir(self._directory, 0o700)  # noqa: PTH102
 
     def _check_directory(self) -> None:
-        """Raise unless nobody but this user can have put there what is there."""
+        """Raise unless only this user can have created the contents of the directory."""
         path = Path(self._directory)
         try:
             parent, own = path.parent.stat(), path.lstat()
@@ -183,27 +183,27 @@ class Pins:
         is_own = stat.S_ISDIR(own.st_mode) and own.st_uid == os.geteuid() and not own.st_mode & _OTHERS
         if not (is_safe_above and is_own):
             raise PinsUnusableError(
-                f"{path} could be written by others (mode {stat.filemode(own.st_mode)}, owner {own.st_uid}); "
+                f"Other users could write {path} (mode {stat.filemode(own.st_mode)}, owner {own.st_uid}); "
                 "remove it or make it root's with mode 0700"
             )
         if not syscalls.is_bpf_file_system(self._directory):
             raise PinsUnusableError(f"{path} is not in the BPF file system; choose a directory that is")
 
     def _read_about(self) -> About:
-        with _translated("the description of what was kept cannot be opened"):
+        with _translated("the description of the pinned probe cannot be opened"):
             note = syscalls.pinned(f"{self._set}/{ABOUT}")
         try:
             info = syscalls.map_info(note)
             if (info.key_bytes, info.value_bytes) != (INDEX.size, MAX_ABOUT_BYTES):
-                raise PinsUnusableError("what was kept has a description of another layout")
+                raise PinsUnusableError("the description of the pinned probe has another layout")
             value = syscalls.map_lookup(note, INDEX.pack(0), MAX_ABOUT_BYTES) or b""
             reply, modules, sizes = json.loads(value.rstrip(b"\0"))
             names = {name for key in ("programs", "attached") for name in reply[key]}
             if tuple(reply["maps"]) != MAPS or not names <= BY_NAME.keys():
-                raise PinsUnusableError("what was kept describes maps or programs that are not known")
+                raise PinsUnusableError("the pinned probe has unknown maps or programs")
             return About(reply, tuple(modules), (int(sizes[0]), int(sizes[1])))
         except (OSError, ValueError, TypeError, KeyError) as error:
-            raise PinsUnusableError(f"what was kept has a damaged description: {error}") from error
+            raise PinsUnusableError(f"the description of the pinned probe is damaged: {error}") from error
         finally:
             os.close(note)
 
@@ -215,13 +215,13 @@ def _names(reply: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def _check(kind: str, name: str, descriptor: int) -> None:
-    """Raise PinsUnusableError unless a descriptor is what its name says."""
+    """Raise PinsUnusableError unless a descriptor is of the kind of its name."""
     try:
         about = Path(f"/proc/self/fdinfo/{descriptor}").read_text(encoding="ascii", errors="replace")
     except OSError as error:
-        raise PinsUnusableError(f"{kind} {name} cannot be looked at: {error}") from error
+        raise PinsUnusableError(f"{kind} {name} cannot be read: {error}") from error
     if f"{_KINDS[kind]}:" not in about:
-        raise PinsUnusableError(f"what is called {kind} {name} is something else")
+        raise PinsUnusableError(f"the pin of {kind} {name} is something else")
     if kind == "map":
         info = syscalls.map_info(descriptor)
         if (info.key_bytes, info.value_bytes) != SIZES[name]:
@@ -230,11 +230,11 @@ def _check(kind: str, name: str, descriptor: int) -> None:
 
 @contextmanager
 def _translated(what: str) -> Iterator[None]:
-    """Raise PinsUnusableError for what the kernel refuses."""
+    """Raise PinsUnusableError for an OSError."""
     try:
         yield
     except OSError as error:
-        advice = _ADVICE.get(error.errno or 0, "the probe ends with the agent meanwhile")
+        advice = _ADVICE.get(error.errno or 0, "until then the probe is removed when the agent exits")
         raise PinsUnusableError(f"{what}: {error.strerror}; {advice}") from error
 
 

@@ -1,6 +1,6 @@
-"""The probe as the agent has it: descriptors of maps, programs and attachments, and what is read by them.
+"""The loaded probe: descriptors of maps, programs and attachments, and the reads through them.
 
-Invariants: nothing here compiles or loads. Closing every descriptor takes the probe out of the kernel.
+Invariants: nothing here compiles or loads. Closing every descriptor removes the probe from the kernel.
 """
 
 import os
@@ -59,10 +59,10 @@ from agent.probe.request import Reply, Request
 from agent.probe.ring import EVENTS, TRACED_CALLS, Ring
 
 MAX_SCAN_BYTES: Final = 16 << 20
-"""What is read of one run of the iterator: 350,000 descriptors."""
+"""Bytes read of one run of the iterator: 350,000 descriptors."""
 DRIVER_MODULES: Final = ("nvidia", "nvidia_uvm")
 REATTACH_TRIES: Final = 3
-"""A module's functions can be traced a moment after it shows."""
+"""A module's functions can be traced only a moment after it appears."""
 
 _ITERATOR: Final = "bpf_iter__task_file"
 _CHUNK_BYTES: Final = 65_536
@@ -71,14 +71,14 @@ _FIRST: Final = INDEX.pack(0)
 
 
 class Readiness(NamedTuple):
-    """What the kernel saw of the last readiness check of a device."""
+    """The last readiness check of a device, as measured in the kernel."""
 
     ready: bool
     check: Check
 
 
 class Probe:
-    """A probe in the kernel; ``agent.probe.loading.load`` makes it."""
+    """A probe in the kernel; ``agent.probe.loading.load`` creates it."""
 
     def __init__(
         self,
@@ -88,7 +88,7 @@ class Probe:
         *,
         modules: tuple[int, ...] | None = None,
     ) -> None:
-        """Take the descriptors over; if it raises ProbeLoadError they are still the caller's.
+        """Take ownership of the descriptors; if it raises ProbeLoadError the caller still owns them.
 
         ``modules``: the probe was in the kernel before, attached to that driver.
         """
@@ -97,10 +97,10 @@ class Probe:
             raise ProbeLoadError(
                 "loader_failed", "The agent has no room for the probe's descriptors; raise LimitNOFILE"
             )
-        taken = iter(descriptors)
-        self._maps = {name: next(taken) for name in reply.maps}
-        self._programs = {name: next(taken) for name in reply.programs}
-        self._links = {name: next(taken) for name in reply.attached}
+        numbers = iter(descriptors)
+        self._maps = {name: next(numbers) for name in reply.maps}
+        self._programs = {name: next(numbers) for name in reply.programs}
+        self._links = {name: next(numbers) for name in reply.attached}
         self._roots: Final = request.roots
         self._doubles: Final = request.doubles
         self._removed = 0
@@ -112,7 +112,7 @@ class Probe:
         self._request: Final = request
         self._pins: Pins | None = None
         self.not_pinned = ""
-        """Why the probe ends with the agent although it was to be kept."""
+        """Why the probe is not pinned although that was requested."""
         self._is_closed = False
         self._follows_driver: Final = request.tier == "auto" and request.doubles is None
         self._considered: tuple[int, ...] = self._modules if reply.tier == "syscalls" else ()
@@ -130,9 +130,9 @@ class Probe:
         self.why_not_driver: Final = reply.why_not_driver
         self._was_adopted: Final = modules is not None
         self.was_kept = self._was_adopted
-        """It was in the kernel before, so what happened since it came there is in its maps."""
+        """It was in the kernel before, so its maps contain everything since it was loaded."""
         self.evictions = 0
-        """Rows the kernel took out of the table of processes for want of room; as of the last read."""
+        """Rows that the kernel evicted from the full table of processes; as of the last read."""
         try:
             self.ring: Final = Ring(self._maps["events"], self._ring_bytes(), EVENTS)
             self._config = self._read_config()
@@ -151,18 +151,18 @@ class Probe:
 
     @property
     def config(self) -> ProbeConfig:
-        """What the programs are told."""
+        """The settings of the programs."""
         return self._config
 
     # ---- kept for the next agent ----
 
     @property
     def pinned(self) -> str:
-        """Where the probe is kept for the next agent; empty: it ends with this one."""
+        """Where the probe is pinned for the next agent; empty: it is removed when this one exits."""
         return "" if self._pins is None else self._request.pins
 
     def keep(self, pins: Pins) -> None:
-        """Keep the probe in the kernel for the next agent; why that cannot be is in ``not_pinned``."""
+        """Pin the probe in the kernel for the next agent; ``not_pinned`` has the reason if that fails."""
         try:
             if not self._was_adopted:
                 pins.put(self._kept(), self._kept_about())
@@ -186,7 +186,7 @@ class Probe:
         return About(asdict(reply), self._modules, sizes)
 
     def _keep_links(self) -> None:
-        """Keep what is attached now instead of what was before."""
+        """Pin the present attachments instead of the earlier ones."""
         if self._pins is None:
             return
         try:
@@ -195,9 +195,9 @@ class Probe:
             self._pins, self.not_pinned = None, str(error)
 
     def copy_rows_of(self, older: Mapping[str, int]) -> None:
-        """Take the rows of the maps of another probe, which is still attached; its own are newer.
+        """Copy the rows of the maps of another probe, which is still attached; this probe's own are newer.
 
-        Takes 0.5 s for full maps. What is freed meanwhile is taken out again.
+        Takes 0.5 s for full maps. Objects that are freed meanwhile are deleted again.
         """
         for name in _COPIED:
             key_bytes, value_bytes = SIZES[name]
@@ -219,7 +219,7 @@ class Probe:
         """Descriptors of the maps, by name."""
         return self._maps
 
-    # ---- what happened ----
+    # ---- maps ----
 
     def read_objects(self) -> list[RmObject]:
         """Return the live objects; 5 ms for 8,000."""
@@ -227,7 +227,7 @@ class Probe:
         return decode_objects(rows.keys, rows.values)
 
     def read_openings(self) -> dict[int, int]:
-        """Return when each file that was opened since the probe was attached was opened, by address."""
+        """Return the open time of each file opened since the probe was attached, by address."""
         rows = syscalls.map_rows(self._maps["openings"], OPENING_KEY.size, OPENING.size)
         keys, values = OPENING_KEY.iter_unpack(rows.keys), OPENING.iter_unpack(rows.values)
         return {file: at_ns for (file,), (at_ns,) in zip(keys, values, strict=True)}
@@ -238,14 +238,14 @@ class Probe:
         return decode_processes(rows.keys, rows.values)
 
     def read_ended(self, before_ns: int) -> list[tuple[int, int]]:
-        """Return pid and start, in clock ticks, of the processes that ended before a time; 30 ms for all."""
+        """Return pid and start, in clock ticks, of the processes that exited before a time; 30 ms for all."""
         rows = self._process_rows()
         return decode_ended(rows.keys, rows.values, before_ns)
 
     def _process_rows(self) -> syscalls.Rows:
         added = self.read_statistics().processes_added + self._added
         rows = syscalls.map_rows(self._maps["processes"], PROCESS_KEY.size, PROCESS.size)
-        # Rows put in since make this too low, never too high; the next read tells.
+        # Rows added since make this too low, never too high; the next read corrects it.
         self.evictions = max(self.evictions, added - self._removed - rows.total)
         return rows
 
@@ -256,9 +256,9 @@ class Probe:
         return decode_statistics(value or bytes(STATISTICS.size))
 
     def forget_objects(self, gone: Iterable[tuple[int, int, int]]) -> None:
-        """Take objects, by client, handle and when they were made, out of the map: they went with others.
+        """Delete objects, by client, handle and time of creation, that were freed with their parents.
 
-        A newer object under the same handle stays; programs use handles again at once.
+        A newer object under the same handle stays; programs reuse handles at once.
         """
         objects = self._maps["objects"]
         taken_out: Counter[tuple[int, int]] = Counter()
@@ -279,9 +279,9 @@ class Probe:
                 self._add_forgotten(cgroup | OF_CGROUP, 0, count)
 
     def _make_room(self, tgid: int, start_ns: int, count: int) -> None:
-        """Let a process have so many more objects; only the kernel may write what it counts itself.
+        """Count deleted objects of a process, so that it may have more; only the kernel writes its own count.
 
-        One that is gone makes none: its row would take the room of those that live.
+        A process that exited needs no row, which would only take the room of living ones.
         """
         if self._lives(PROCESS_KEY.pack(tgid), start_ns):
             self._add_forgotten(tgid, start_ns, count)
@@ -293,7 +293,7 @@ class Probe:
         syscalls.map_update(self._maps["forgotten"], FORGOTTEN_KEY.pack(name), row)
 
     def _forgotten(self, name: int, start_ns: int) -> int:
-        """Return how many objects of a process or cgroup were taken out, which the kernel counts as well."""
+        """Return how many objects of a process or cgroup were deleted here, which the kernel still counts."""
         value = syscalls.map_lookup(self._maps["forgotten"], FORGOTTEN_KEY.pack(name), FORGOTTEN.size)
         before_ns, count = (0, 0) if value is None else FORGOTTEN.unpack(value)
         return int(count) if before_ns // NS_PER_TICK == start_ns // NS_PER_TICK else 0
@@ -307,9 +307,9 @@ class Probe:
         return not exited_ns and began_ns // NS_PER_TICK == start_ns // NS_PER_TICK
 
     def forget_processes(self, ended: Iterable[tuple[int, int]]) -> None:
-        """Take processes, by pid and start in clock ticks, out of the map: they ended.
+        """Delete the rows of processes that exited, by pid and start in clock ticks.
 
-        What they counted is to be read before. Another process of that number stays: pids are used again.
+        Their counts have to be read before. A new process with the same pid stays.
         """
         for tgid, start_ticks in ended:
             key = PROCESS_KEY.pack(tgid)
@@ -319,12 +319,12 @@ class Probe:
                 syscalls.map_delete(self._maps["forgotten"], FORGOTTEN_KEY.pack(tgid))
 
     def watch(self, held: Iterable[HeldFile]) -> None:
-        """Let the kernel tell of closes, forks and end of processes of which it has no row.
+        """Add rows for processes without one, so that the kernel sends their closes, forks and exits.
 
-        They never opened a device, or their row was evicted. What they have counts for their share.
+        They never opened a device, or their row was evicted. Their present objects count for their share.
         """
         now = time.monotonic_ns()
-        # Looked for first: in a table that is full, room is made for a row even where there is one already.
+        # Checked first: a full table evicts a row for an update even if the key exists already.
         unknown = [one for one in {one.tgid: one for one in held}.values() if not self._has_row(one.tgid)]
         objects = self._count_objects() if unknown else Counter()
         for process in unknown:
@@ -358,10 +358,10 @@ class Probe:
         rows = syscalls.map_rows(self._maps["traced"], TRACED_KEY.size, TRACED.size)
         return [decode_traced(rows.values, at) for at in range(0, len(rows.values), TRACED.size)]
 
-    # ---- who holds what ----
+    # ---- holders ----
 
     def scan(self) -> Scan:
-        """Return who holds which open file: 8 ms for ten thousand descriptors, 50 ms without the iterator."""
+        """Return the holders of open files: 8 ms for ten thousand descriptors, 50 ms without the iterator."""
         self._set_config(self._config._replace(scan=(self._config.scan + 1) & 0xFFFFFFFF))
         link = self._links.get(_ITERATOR)
         if link is None:
@@ -383,7 +383,7 @@ class Probe:
     # ---- readiness ----
 
     def read_readiness(self) -> dict[int, Readiness]:
-        """Return what is known of each minor that the agent called; the control device is minor 255."""
+        """Return the readiness of each minor that the agent called; the control device is minor 255."""
         flags = syscalls.map_rows(self._maps["devices"], INDEX.size, DEVICE.size).values
         checks = syscalls.map_rows(self._maps["checks"], INDEX.size, CHECK.size).values
         return {
@@ -398,21 +398,21 @@ class Probe:
         """Set a device's flag: to not ready when its check did not return in time."""
         syscalls.map_update(self._maps["devices"], INDEX.pack(minor), DEVICE.pack(ready))
 
-    # ---- the driver comes and goes ----
+    # ---- the driver is loaded and unloaded ----
 
     def refresh(self) -> bool:
-        """Read device numbers and the driver's version anew; True if they changed. Once a poll."""
+        """Read device numbers and the driver's version again; True if they changed. Once a poll."""
         before = self._config
         self.set_majors(kernel.majors(self._roots))
         self._set_config(self._config._replace(driver_branch=self.driver_branch()))
         return self._config != before
 
     def driver_branch(self) -> int:
-        """Return the branch of the driver that is loaded; 0 where that is not known."""
+        """Return the branch of the loaded driver; 0 where that is unknown."""
         return kernel.driver_branch(self._roots)
 
     def set_majors(self, majors: Majors) -> None:
-        """Tell the programs the device numbers; those of doubles stay, and so does one that is not known."""
+        """Set the programs' device numbers; those of doubles and of unknown ones stay."""
         doubles = self._doubles
         self._set_config(
             self._config._replace(
@@ -432,9 +432,9 @@ class Probe:
         return ProbeConfig(*CONFIG.unpack(value or bytes(CONFIG.size)))
 
     def reattach(self) -> tuple[str, ...]:
-        """Attach to a driver that was loaded since; return the programs that are attached anew. Once a poll.
+        """Attach to a driver that was loaded since; return the newly attached programs. Once a poll.
 
-        Costs two stats while nothing changed. Attachments to a module that is gone are dead.
+        Costs two stats while nothing changed. Attachments to an unloaded module are dead.
         """
         if self.tier != "driver":
             return ()
@@ -442,7 +442,7 @@ class Probe:
         if modules != self._modules:
             self._modules = modules
             self._tries_left = REATTACH_TRIES
-            self._let_go_of_driver()
+            self._detach_from_driver()
         waiting = [BY_NAME[name] for name in self._programs if name not in self._links]
         if not waiting or not any(modules) or not self._tries_left:
             return ()
@@ -459,7 +459,7 @@ class Probe:
         return tuple(outcome.attached)
 
     def is_outdated(self) -> bool:
-        """Return whether the driver that is loaded now wants another tier, once for each; once a poll."""
+        """Return whether the loaded driver needs another tier, once for each driver; once a poll."""
         modules = self._module_identity()
         if not self._follows_driver or not any(modules) or modules == self._considered:
             return False
@@ -475,18 +475,18 @@ class Probe:
         """Have ``is_outdated`` answer once more for the driver that is loaded now."""
         self._considered = ()
 
-    def _let_go_of_driver(self) -> None:
+    def _detach_from_driver(self) -> None:
         gone = [name for name in self._programs if name in self._links]
         self.entry_points.clear()
         _close_later([self._links.pop(name) for name in gone])
         self.missing.update(dict.fromkeys(gone, "the driver was unloaded"))
 
     def _module_identity(self) -> tuple[int, ...]:
-        """Return what changes when a module is loaded anew; 0 where it is not loaded."""
+        """Return numbers that change when a module is reloaded; 0 where it is not loaded."""
         return tuple(_inode(f"{self._roots.sys}/module/{name}") for name in DRIVER_MODULES)
 
     def close(self) -> None:
-        """Take the probe out of the kernel unless it is kept; the kernel takes a second, not waited for."""
+        """Remove the probe from the kernel unless it is pinned; that takes a second, in the background."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -522,7 +522,7 @@ def _close_later(descriptors: list[int], then: Callable[[], object] = bool) -> N
 
     try:
         threading.Thread(target=close, name="probe-close", daemon=True).start()
-    except RuntimeError:  # no thread can be had
+    except RuntimeError:  # no thread can be started
         close()
 
 
@@ -541,6 +541,6 @@ def _chunks(descriptor: int) -> Iterator[bytes]:
 
 
 def _possible_cpus() -> int:
-    """Return how many values a per-CPU map has; 0-3,8 is nine, since the kernel counts to the last."""
+    """Return how many values a per-CPU map has; nine for 0-3,8, since the kernel counts up to the last."""
     with open("/sys/devices/system/cpu/possible", encoding="ascii") as file:  # noqa: PTH123
         return int(file.read().strip().rpartition(",")[2].rpartition("-")[2]) + 1

@@ -1,15 +1,15 @@
 """Finds the processes that hold the driver's files by reading /proc, without the probe.
 
-It does not tell open files apart, nor what is done with them.
+It cannot distinguish open files of one device, nor show what a process does with them.
 
 Guarantees:
 
 1. What could not be read is not absent: ``Scan.unseen`` gives the reason, and names processes. A process that
-   ended meanwhile is absent.
-2. Nothing is opened, only files with a name of the driver's are examined, and of those what the kernel has in
-   memory: anyone may give such a name to a file on a file system that a process of theirs serves and never
-   answers. A file that another machine serves is not examined.
-3. What a scan reads is bounded, and so is the share of each process, because users choose how many
+   exited meanwhile is absent.
+2. It opens nothing, and examines only files with a name of the driver's, and of those only data that the
+   kernel has in memory: any user may give such a name to a file on a file system whose server never answers.
+   A file that another machine serves is not examined.
+3. The reads of a scan are bounded, and so is the share of each process, because users choose how many
    descriptors, threads and mounts a process has.
 """
 
@@ -44,7 +44,7 @@ _NAME: Final = re.compile(
 _MINORS: Final = {"nvidiactl": CONTROL_MINOR, "nvidia-modeset": 254}
 _UVM_MINORS: Final = {"nvidia-uvm": 0, "nvidia-uvm-tools": 1}
 _REMOTE: Final = frozenset({b"nfs", b"nfs4", b"9p", b"cifs", b"smb3", b"afs", b"lustre", b"beegfs", b"gpfs"})
-"""File systems of which another machine may be asked when a descriptor is followed. Source: Linux fs/namei.c,
+"""File systems that may call another machine when a descriptor is followed. Source: Linux fs/namei.c,
 complete_walk (d_weak_revalidate), and their getattr."""
 _KERNEL_THREAD: Final = 0x00200000
 """PF_KTHREAD in the flags of /proc/PID/stat. Source: linux/sched.h."""
@@ -57,7 +57,7 @@ _libc: Final = ctypes.CDLL(None, use_errno=True)
 
 
 class Bounds(NamedTuple):
-    """What one scan reads at most; beyond, it is incomplete."""
+    """What one scan reads at most; beyond that it is incomplete."""
 
     processes: int = 65_536
     descriptors: int = 262_144
@@ -77,7 +77,7 @@ class Scan(NamedTuple):
 
     held: list[HeldFile]
     unseen: str
-    """Why something may be missing, in a sentence without its full stop; empty: nothing is."""
+    """Why holders may be missing, as a sentence without its full stop; empty: none are."""
     source: Literal["kernel", "procfs"]
 
 
@@ -91,15 +91,15 @@ def scan(
 ) -> Scan:
     """Return the holders that /proc shows; takes 50 ms for ten thousand descriptors.
 
-    ``filesystem`` is as in request.Doubles. A device that does not exist, as in a root of a test, is known by
-    its name.
+    ``filesystem`` is as in request.Doubles. A device that does not exist, as in a root of a test, is
+    identified by its name.
     """
     scanner = _Scanner(proc_root, cgroup_root, majors, filesystem, bounds or Bounds())
     return Scan(merge_held(scanner.found()), scanner.unseen(), "procfs")
 
 
 _Found = tuple[tuple[int, int, int, int, int], tuple[int, int]]
-"""As merge_held wants it: process, start, 0, device, cgroup; table of descriptors and number."""
+"""The input of merge_held: process, start, 0, device, cgroup; table of descriptors and number."""
 
 
 class _Mounts(NamedTuple):
@@ -112,7 +112,7 @@ class _Mounts(NamedTuple):
 
 
 class _Scanner:
-    """One scan: what is left of its bounds, and what it could not read."""
+    """One scan: the rest of its bounds, and what it could not read."""
 
     def __init__(
         self, proc_root: str, cgroup_root: str, majors: Majors, filesystem: int, bounds: Bounds
@@ -163,7 +163,7 @@ class _Scanner:
             for table, shown_by in self._tables(pid):
                 held.extend(self._of_table(pid, table, shown_by))
         except OSError as error:
-            # Some machines protect init from every right; it is root's, and starts others instead.
+            # Some machines protect init even from root; it uses no GPU itself.
             is_init = pid == 1 and not self._problem
             if not is_init and not _has_no_files(folder):
                 self._unread[pid] = error.strerror or str(error)
@@ -179,8 +179,8 @@ class _Scanner:
     def _tables(self, pid: int) -> Iterator[tuple[int, str]]:
         """Yield each table of descriptors of a process and the folder that shows it.
 
-        A thread may have one of its own, and they go on when the first thread, whose table the process's own
-        folder shows, has ended.
+        A thread may have one of its own, and threads continue after the exit of the first thread, whose table
+        the process's own folder shows.
         """
         folder = f"{self._proc}/{pid}"
         yield 0, folder
@@ -278,7 +278,7 @@ class _Scanner:
                     if line.partition(b" - ")[2].partition(b" ")[0] in _REMOTE:
                         remote.add(number)
         except OSError as error:
-            # EINVAL: the process has left its mounts and is about to end.
+            # EINVAL: the process has released its mounts and is about to exit.
             return _Mounts(frozenset(), None) if error.errno in {errno.ENOENT, errno.EINVAL} else None
         finally:
             self._mount_bytes += max(0, room)
@@ -287,7 +287,7 @@ class _Scanner:
     # What could not be read
 
     def unseen(self) -> str:
-        """Return why something may be missing; empty: nothing is."""
+        """Return why holders may be missing; empty: none are."""
         reasons = [self._problem] if self._problem else []
         if self._unread:
             why = "CAP_SYS_PTRACE is missing" if _lacks_ptrace() else next(iter(self._unread.values()))
@@ -308,7 +308,7 @@ def _named(pids: dict[int, str] | dict[int, None]) -> str:
 def _why_hidden(proc_root: str) -> str:
     """Return why /proc does not show every process of the machine; empty: it does, or it is a test's.
 
-    The kernel's own second process is in the machine's PID namespace alone, and no user can imitate it.
+    kthreadd exists only in the machine's PID namespace, and no user can forge it.
     """
     if not _link(f"{proc_root}/self"):
         return ""
@@ -320,8 +320,8 @@ def _why_hidden(proc_root: str) -> str:
     except OSError:
         is_nested = False
     if is_nested:
-        return "the agent is in a PID namespace of its own, where other processes do not show (hostPID: true)"
-    return f"{proc_root} does not show the processes of others (hidepid, or another PID namespace)"
+        return "the agent is in a PID namespace of its own, which hides other processes (set hostPID: true)"
+    return f"{proc_root} hides the processes of other users (hidepid, or another PID namespace)"
 
 
 def _lacks_ptrace() -> bool:
@@ -330,7 +330,7 @@ def _lacks_ptrace() -> bool:
 
 
 def _has_no_files(folder: str) -> bool:
-    """Return whether a process whose descriptors may not be read has none: the kernel's, or an ended one."""
+    """Return whether a process with unreadable descriptors has none: a kernel thread, or one that exited."""
     fields = _read(f"{folder}/stat").rpartition(b")")[2].split()
     if len(fields) < 18:
         return not os.path.exists(folder)  # noqa: PTH110
@@ -338,7 +338,7 @@ def _has_no_files(folder: str) -> bool:
 
 
 def _share_files(one: int, other: int) -> bool:
-    """Return whether two threads have the same table of descriptors; what cannot be compared has not."""
+    """Return whether two threads have the same table of descriptors; False where that cannot be compared."""
     return bool(_libc.syscall(_SYS_KCMP, one, other, _KCMP_FILES, 0, 0) == 0)
 
 
@@ -346,7 +346,7 @@ def _device(link: str, name: str, majors: Majors, filesystem: int) -> int | None
     try:
         numbers = syscalls.file_numbers(link)
     except FileNotFoundError:
-        # Anyone may give a file of their own such a name, so it only counts where there are no files.
+        # Any user may give a file such a name, so the name only counts where the file does not exist.
         return _by_name(name.removesuffix(" (deleted)"), majors) if os.path.lexists(link) else None
     if numbers.device:
         major, minor = os.major(numbers.device), os.minor(numbers.device)
@@ -369,7 +369,7 @@ def _by_name(name: str, majors: Majors) -> int | None:
 
 
 def _start_ticks(path: str) -> int | None:
-    """Return the start of a process; None: it has ended."""
+    """Return the start of a process; None: it has exited."""
     fields = _read(path).rpartition(b")")[2].split()
     # The 22nd of all, counted from the state.
     return int(fields[19]) if len(fields) > 19 else None
@@ -392,7 +392,7 @@ def _link(path: str) -> str:
 
 
 def _read(path: str) -> bytes:
-    """Return the beginning of a file; nothing of one that cannot be read."""
+    """Return the beginning of a file; empty if it cannot be read."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:

@@ -17,7 +17,7 @@ class Program(NamedTuple):
     vital: bool = True
     """Whether the tier is worthless without it."""
     traces: bool = False
-    """It tells every call of one process, and is loaded only for that, without the others."""
+    """It sends every call of one process, and is loaded only for that, without the others."""
     others: tuple[str, ...] = ()
     """Functions to trace where there is no ``target``, the first that there is, with the same arguments."""
 
@@ -89,5 +89,5 @@ MAPS: Final = (
 
 
 def of_tier(tier: Tier, *, traces: bool = False) -> tuple[Program, ...]:
-    """Return the programs of a tier: those that watch everybody, or those that trace one process."""
+    """Return the programs of a tier: those that watch every process, or those that trace one."""
     return tuple(program for program in PROGRAMS if tier in program.tiers and program.traces == traces)

@@ -1,4 +1,4 @@
-"""What is asked of the loader process, and what it hands back: one message each way."""
+"""The request to the loader process and its reply: one message each way."""
 
 import json
 from dataclasses import asdict, dataclass, field
@@ -36,10 +36,10 @@ class Doubles:
     """Device doubles that count as the driver's; for tests and the simulated node."""
 
     nvidia_major: int = 0
-    """Instead of the one in /proc/devices: 1 takes ``mknod c 1 3`` for a GPU."""
+    """Instead of the one in /proc/devices: with 1, a node of ``mknod c 1 3`` counts as a GPU."""
     uvm_major: int = 0
     filesystem: int = 0
-    """st_dev of a file system whose files stand for the device that their inode number is the dev_t of."""
+    """st_dev of a file system whose files stand for devices, by inode number as dev_t."""
     any_return: bool = False
     """An ioctl that failed counts as one that worked."""
 
@@ -54,19 +54,19 @@ class Request:
     doubles: Doubles | None = None
     context_class: int = CONTEXT_CLASS
     answer_within_ns: int = 5_000_000_000
-    """A readiness check that takes longer does not say ready."""
+    """A readiness check that takes longer does not set ready."""
     ring_bytes: int = RING_BYTES
     """A power of two and a multiple of the page size."""
     processes: int = PROCESSES
     """Rows of the table of processes; the least recently used is evicted."""
     bcc_paths: tuple[str, ...] = BCC_PATHS
     object_path: str | None = None
-    """Another precompiled object than the one that is shipped."""
+    """A precompiled object instead of the one that is shipped."""
     agent_tgid: int = 0
     trace_tgid: int = 0
-    """A process whose every call is told; then nothing else is."""
+    """A process whose every call is traced; then nothing else is sent."""
     pins: str = ""
-    """A directory of bpffs in which the probe is kept for the next agent; empty: it ends with this one."""
+    """A directory of bpffs in which the probe is pinned for the next agent; empty: it is not pinned."""
     scratch: str = ""
     """A private directory of the loader process, removed after it."""
 
@@ -76,7 +76,7 @@ class Request:
         return TRACED_CALLS if self.trace_tgid else 1
 
     def config(self) -> ProbeConfig:
-        """Return what the programs are told on the node as it is now."""
+        """Return the settings of the programs for the node as it is now."""
         found, doubles = kernel.majors(self.roots), self.doubles
         return ProbeConfig(
             nvidia_major=(doubles and doubles.nvidia_major) or found.nvidia or kernel.NVIDIA_MAJOR,
@@ -110,7 +110,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """What was loaded; the descriptors come beside it: maps, programs, attached, in this order."""
+    """The loaded probe; its descriptors are sent beside it: maps, programs, attached, in this order."""
 
     loader: Literal["bcc", "core"]
     tier: Tier
@@ -126,25 +126,25 @@ class Reply:
     entry_points: dict[str, str] = field(default_factory=dict)
     """The driver's function that each program of those is attached to."""
     why_not_driver: str = ""
-    """Why tier driver, which costs less, was not taken."""
+    """Why tier driver, which costs less, was not chosen."""
 
     def to_bytes(self) -> bytes:
         """Return the reply as a message."""
         return json.dumps(asdict(self)).encode()
 
 
-def refusal(error: ProbeLoadError) -> bytes:
-    """Return the message that says why nothing was loaded."""
+def failure_message(error: ProbeLoadError) -> bytes:
+    """Return the message with the reason why nothing was loaded."""
     return json.dumps({"code": error.code, "summary": str(error)[:MAX_SUMMARY_CHARACTERS]}).encode()
 
 
 def read_reply(message: bytes) -> Reply:
-    """Return the reply, or raise the ProbeLoadError it tells."""
+    """Return the reply, or raise the ProbeLoadError that it contains."""
     try:
         values: dict[str, Any] = json.loads(message)
     except ValueError as error:
         raise ProbeLoadError(
-            "loader_failed", f"The probe's loader gave no sensible answer: {error}; reinstall the agent"
+            "loader_failed", f"The probe's loader sent an invalid answer: {error}; reinstall the agent"
         ) from error
     if "code" in values:
         raise ProbeLoadError(values["code"], values["summary"])
@@ -154,16 +154,16 @@ def read_reply(message: bytes) -> Reply:
 
 
 def last_useful_line(output: str) -> str:
-    """Return the line of a compiler's or verifier's output that says what is wrong."""
+    """Return the line of a compiler's or verifier's output that contains the error."""
     lines = [line.strip() for line in output.splitlines() if line.strip()]
     if not lines:
         return "no reason was given"
     omitted = f" ({len(lines) - 1} line(s) omitted)" if len(lines) > 1 else ""
-    return _telling(lines)[:MAX_LINE_CHARACTERS] + omitted
+    return _error_line(lines)[:MAX_LINE_CHARACTERS] + omitted
 
 
-def _telling(lines: list[str]) -> str:
-    """Return what a compiler says first, or what the verifier says last, before its counters."""
+def _error_line(lines: list[str]) -> str:
+    """Return a compiler's first error, or the verifier's last line before its counters."""
     for line, following in pairwise(lines):
         if following.startswith("processed "):
             return line

@@ -1,10 +1,10 @@
-"""Follows the returns of a function however many calls of it wait: by an event of the trace file system.
+"""Follows the returns of a function with many concurrent calls, by an event of the trace file system.
 
-A probe of a return that is made by perf_event_open(2) follows twice as many calls at once as there are CPUs,
-at least ten, and does not see the others return. An event is told how many.
+A kretprobe of perf_event_open(2) follows twice as many calls at once as there are CPUs,
+at least ten, and misses the returns of the others. An event has a configurable number.
 
-Invariants: an event that is in use cannot be removed. It outlives who defined it, unused and at no cost but
-its memory; who attaches next removes it.
+Invariants: an event that is in use cannot be removed. It outlives the process that defined it, unused and at
+no cost but its memory; the next process that attaches removes it.
 Source: Documentation/trace/kprobetrace.rst; KRETPROBE_MAXACTIVE_MAX of kernel/trace/trace_kprobe.c is 4096.
 """
 
@@ -33,7 +33,7 @@ def define(function: str, tracefs: str) -> int:
 
 
 def remove_left_behind(tracefs: str) -> None:
-    """Remove events that nobody uses; those of another process that lives may be about to be."""
+    """Remove unused events; those of another living process may be about to be used."""
     with suppress(OSError):
         for name, pid in _OURS.findall(Path(tracefs, _DEFINITIONS).read_text()):
             if int(pid) == os.getpid() or not Path("/proc", pid).exists():
@@ -42,7 +42,7 @@ def remove_left_behind(tracefs: str) -> None:
 
 
 def _write(tracefs: str, command: str) -> None:
-    """Give one command, in one write, which is how errors are told."""
+    """Write one command, in one write(2), whose errno is the command's error."""
     descriptor = os.open(os.path.join(tracefs, _DEFINITIONS), os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)  # noqa: PTH118
     try:
         os.write(descriptor, command.encode())

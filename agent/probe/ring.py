@@ -1,8 +1,8 @@
 """Reads the ring buffer that the programs write lifecycle events to, by mmap, without libbpf.
 
-Guarantees: a record that makes no sense is skipped and counted, never waited at; whatever the receiver does,
-the consumer's position moves on, so the loop does not spin. At most BATCH events are taken at once; what is
-left keeps the descriptor readable.
+Guarantees: an invalid record is skipped and counted, never waited for; whatever the receiver does,
+the consumer's position advances, so the loop does not spin. At most BATCH events are read at once; the
+rest keeps the descriptor readable.
 Source: Documentation/bpf/ringbuf.rst. x86-64's loads are ordered, so plain ones suffice.
 """
 
@@ -27,26 +27,26 @@ _HEADER_BYTES: Final = 8
 E = TypeVar("E")
 
 
-class Records(NamedTuple, Generic[E]):
-    """What a ring holds: records of one size."""
+class RecordFormat(NamedTuple, Generic[E]):
+    """The format of a ring: records of one size."""
 
     size: int
     decode: Callable[[memoryview, int], E | None]
-    """Returns the record at an offset; None: it makes no sense."""
+    """Returns the record at an offset; None: it is invalid."""
 
 
-EVENTS: Final = Records(EVENT.size, decode_event)
-TRACED_CALLS: Final = Records(TRACED.size, decode_traced)
+EVENTS: Final = RecordFormat(EVENT.size, decode_event)
+TRACED_CALLS: Final = RecordFormat(TRACED.size, decode_traced)
 
 
 class Ring(Generic[E]):
     """The consumer's side; one per map."""
 
     BATCH: Final = 512
-    """Events taken at once: with what the agent makes of them, about 2 ms."""
+    """Events read at once: with their handling by the agent, about 2 ms."""
 
-    def __init__(self, descriptor: int, size: int, records: Records[E]) -> None:
-        """Map a ring of ``size`` bytes, a power of two; the descriptor stays the caller's."""
+    def __init__(self, descriptor: int, size: int, records: RecordFormat[E]) -> None:
+        """Map a ring of ``size`` bytes, a power of two; the caller still owns the descriptor."""
         self._descriptor = descriptor
         self._records = records
         self._mask = size - 1
@@ -64,17 +64,17 @@ class Ring(Generic[E]):
         self.received = 0
         """Events read so far."""
         self.unknown = 0
-        """Records skipped because they made no sense."""
+        """Invalid records that were skipped."""
         self.failures = 0
         """Times the receiver raised."""
 
     @property
     def pending_bytes(self) -> int:
-        """What is waiting to be read."""
+        """Bytes not read yet."""
         return self._producer[0] - self._consumer[0]
 
     def skip(self) -> None:
-        """Read nothing of what is waiting."""
+        """Skip everything not read yet."""
         self._consumer[0] = self._producer[0]
 
     def fileno(self) -> int:
@@ -85,26 +85,26 @@ class Ring(Generic[E]):
         """Return the events that are complete, at most BATCH."""
         events: list[E] = []
         position, end = self._consumer[0], self._producer[0]
-        if end - position > self._size:  # not a position: start over at what is newest
+        if end - position > self._size:  # an invalid position: continue at the newest
             self.unknown += 1
             self._consumer[0] = end
             return events
-        taken = 0
-        while position < end and taken < self.BATCH:
+        count = 0
+        while position < end and count < self.BATCH:
             offset = position & self._mask
             header = self._lengths[offset >> 2]
             if header & _BUSY:
                 break
             length = header & _LENGTH
             if not header & _DISCARDED:
-                self._take(offset + _HEADER_BYTES, length, events)
+                self._append(offset + _HEADER_BYTES, length, events)
             position += (length + _HEADER_BYTES + 7) & ~7
-            taken += 1
+            count += 1
         self._consumer[0] = position
         self.received += len(events)
         return events
 
-    def _take(self, offset: int, length: int, events: list[E]) -> None:
+    def _append(self, offset: int, length: int, events: list[E]) -> None:
         event = self._records.decode(self._data, offset) if length == self._records.size else None
         if event is None:
             self.unknown += 1
@@ -112,13 +112,13 @@ class Ring(Generic[E]):
             events.append(event)
 
     def subscribe(self, loop: asyncio.AbstractEventLoop, deliver: Callable[[list[E]], None]) -> None:
-        """Give every event to ``deliver`` on the loop, batch by batch, from now on."""
+        """Call ``deliver`` on the loop with every event, batch by batch, from now on."""
 
         def readable() -> None:
             try:
                 if events := self.read():
                     deliver(events)
-            except Exception as error:  # noqa: BLE001 - the loop would spin if it were not taken
+            except Exception as error:  # noqa: BLE001 - the loop would spin otherwise
                 self.failures += 1
                 _log.exception("Could not read events of the probe: %(error)s", about(error=str(error)))
 
@@ -127,7 +127,7 @@ class Ring(Generic[E]):
         guard.add_reader("probe-ring", self._descriptor, readable)
 
     def unsubscribe(self) -> None:
-        """Give no more events."""
+        """Deliver no more events."""
         if self._loop is not None:
             self._loop.remove_reader(self._descriptor)
             self._loop = None

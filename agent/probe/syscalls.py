@@ -24,7 +24,7 @@ NOEXIST: Final = 1
 BATCH_ROWS: Final = 4096
 """Rows read or deleted in one call."""
 MAX_ROWS: Final = 1 << 20
-"""No map of ours has more; a read that would not end ends there."""
+"""No map of the probe has more; bounds a read that would not end."""
 
 _TRACE_ITER: Final = 28  # enum bpf_attach_type
 _PERF_EVENT: Final = 41
@@ -79,7 +79,7 @@ def _call(which: int, *arguments: object) -> int:
 
 
 class FileNumbers(NamedTuple):
-    """Which file it is, in the numbers of ``os.stat``."""
+    """The identity of a file, in the numbers of ``os.stat``."""
 
     inode: int
     file_system: int
@@ -88,9 +88,9 @@ class FileNumbers(NamedTuple):
 
 
 def file_numbers(path: str) -> FileNumbers:
-    """Return which file it is without asking who serves its file system, who may never answer.
+    """Return the identity of an open file without a call to its file system's server, which may never answer.
 
-    Raises OSError. What the kernel knows already is enough: a file that is open has been looked at.
+    Raises OSError. The kernel has the numbers of an open file in memory.
     """
     room = ctypes.create_string_buffer(_STATX_BYTES)
     flags = _AT_NO_AUTOMOUNT | _AT_STATX_DONT_SYNC
@@ -100,7 +100,7 @@ def file_numbers(path: str) -> FileNumbers:
 
 
 class MapInfo(NamedTuple):
-    """What the kernel says of a map."""
+    """The kernel's description of a map."""
 
     kind: int
     number: int
@@ -111,7 +111,7 @@ class MapInfo(NamedTuple):
 
 
 def map_info(descriptor: int) -> MapInfo:
-    """Return what the kernel says of a map."""
+    """Return the kernel's description of a map."""
     # struct bpf_map_info begins with type, id, key_size, value_size, max_entries.
     info = ctypes.create_string_buffer(88)
     bpf(_Command.OBJECT_INFO, struct.pack("=IIQ", descriptor, len(info), ctypes.addressof(info)))
@@ -139,7 +139,7 @@ def map_update(descriptor: int, key: bytes, value: bytes, flags: int = ANY) -> b
 
 
 def map_delete(descriptor: int, key: bytes) -> bool:
-    """Take a key out; False if it was not there."""
+    """Delete a key; False if it did not exist."""
     keys = ctypes.create_string_buffer(key, len(key))
     try:
         bpf(_Command.MAP_DELETE, _element(descriptor, keys, None, 0))
@@ -156,7 +156,7 @@ def _element(
 
 
 class Rows(NamedTuple):
-    """Rows of a map: keys and values, each side by side."""
+    """Rows of a map: keys and values, each concatenated."""
 
     keys: bytes
     values: bytes
@@ -164,7 +164,7 @@ class Rows(NamedTuple):
 
 
 def map_rows(descriptor: int, key_bytes: int, value_bytes: int) -> Rows:
-    """Return all rows of a hash map; one that is put in or taken out meanwhile may be missing."""
+    """Return all rows of a hash map; one that is added or deleted meanwhile may be missing."""
     keys, values, total = [], [], 0
     room = BATCH_ROWS
     token = ctypes.create_string_buffer(max(8, key_bytes))
@@ -195,7 +195,7 @@ def _lookup_batch(
     values: ctypes.Array[ctypes.c_char],
     room: int,
 ) -> tuple[int | None, bool]:
-    """Return how many rows were read, None if there was no room for a bucket, and whether it was the end."""
+    """Return how many rows were read, None if a bucket did not fit, and whether these were the last."""
     attributes = ctypes.create_string_buffer(
         struct.pack(
             "=QQQQIIQQ",
@@ -224,7 +224,7 @@ def _lookup_batch(
 
 
 def map_delete_keys(descriptor: int, keys: list[bytes]) -> int:
-    """Take keys out and return how many were there."""
+    """Delete keys and return how many existed."""
     return sum(map_delete(descriptor, key) for key in keys)
 
 
@@ -239,7 +239,7 @@ def iterator(link: int) -> int:
 
 
 def raw_tracepoint(name: str, program: int) -> int:
-    """Attach to a raw tracepoint; it is detached when the descriptor that is returned is closed."""
+    """Attach to a raw tracepoint; detached when the returned descriptor is closed."""
     text = ctypes.create_string_buffer(name.encode())
     return bpf(_Command.RAW_TRACEPOINT_OPEN, struct.pack("=QII", ctypes.addressof(text), program, 0))
 
@@ -262,7 +262,7 @@ def kprobe(pmu: int, function: str, program: int, *, at_return: bool, return_bit
 
 def _perf_event(attributes: bytes, program: int) -> int:
     room = ctypes.create_string_buffer(attributes, _PERF_ATTR_BYTES)
-    # Every process, as seen by CPU 0: a program runs on whichever CPU the event happens.
+    # For every process, on CPU 0: the program runs on the CPU of each event all the same.
     event = _call(1, room, -1, 0, -1, _PERF_FLAG_CLOEXEC)
     try:
         try:
@@ -280,19 +280,19 @@ def _perf_event(attributes: bytes, program: int) -> int:
 
 
 def pin(descriptor: int, path: str) -> None:
-    """Give a map, program or link a name in bpffs, which keeps it; raises OSError."""
+    """Pin a map, program or link in bpffs, which keeps it; raises OSError."""
     name = ctypes.create_string_buffer(os.fsencode(path))
     bpf(_Command.OBJECT_PIN, struct.pack("=QII", ctypes.addressof(name), descriptor, 0))
 
 
 def pinned(path: str) -> int:
-    """Return a descriptor of what has a name in bpffs; raises OSError."""
+    """Return a descriptor of a pin in bpffs; raises OSError."""
     name = ctypes.create_string_buffer(os.fsencode(path))
     return bpf(_Command.OBJECT_GET, struct.pack("=QII", ctypes.addressof(name), 0, 0))
 
 
 def array(value_bytes: int) -> int:
-    """Return a new map of one row; raises OSError."""
+    """Return a new array map of one row; raises OSError."""
     return bpf(_Command.MAP_CREATE, struct.pack("=IIIII", _ARRAY, 4, value_bytes, 1, 0) + bytes(52))
 
 

@@ -59,7 +59,7 @@ def no_bcc(machine: OtherMachine, _: Path) -> tuple[str, str]:
     return "bcc_missing", "python3-bpfcc"
 
 
-def a_verifier_that_refuses(machine: OtherMachine, scratch: Path) -> tuple[str, str]:
+def a_verifier_that_rejects(machine: OtherMachine, scratch: Path) -> tuple[str, str]:
     if why := why_no_bcc(scratch):
         pytest.skip(why)
     changed = scratch / "bpf"
@@ -69,7 +69,7 @@ def a_verifier_that_refuses(machine: OtherMachine, scratch: Path) -> tuple[str, 
     assert bound in text
     source.write_text(text.replace(bound, "if (call.size > 4096)"))
     machine.show(ROOT / "bpf", changed)
-    return "verifier_refused", "verifier refused the probe"
+    return "verifier_refused", "verifier rejected the probe"
 
 
 EVERY: tuple[Lacks, ...] = (
@@ -78,7 +78,7 @@ EVERY: tuple[Lacks, ...] = (
     no_headers,
     no_trace_file_system,
     no_bcc,
-    a_verifier_that_refuses,
+    a_verifier_that_rejects,
 )
 
 

@@ -280,7 +280,7 @@ def test_a_pod_that_forks_has_the_share_of_one_process(
         cgroup = pod.stat().st_ino
         of_pod = [one for one in probe.read_objects() if one.cgroup_id == cgroup]
         assert len(of_pod) == MAX_OBJECTS_EACH
-        assert probe.read_statistics().refused == 5 * each - MAX_OBJECTS_EACH
+        assert probe.read_statistics().rejected == 5 * each - MAX_OBJECTS_EACH
         assert probe.read_statistics().objects_full == 0
 
         # What ended makes room again, for the pod as well.

@@ -307,11 +307,11 @@ SCAN = "print(procfs.scan(majors=Majors(nvidia=10)).unseen)\n"
             IMPORTS + SCAN,
             "CAP_SYS_PTRACE is missing",
         ),
-        (("unshare", "--pid", "--fork", "--mount-proc"), IMPORTS + SCAN, "(hostPID: true)"),
+        (("unshare", "--pid", "--fork", "--mount-proc"), IMPORTS + SCAN, "(set hostPID: true)"),
         (
             HIDDEN,
             IMPORTS + BE_NOBODY + SCAN,
-            "does not show the processes of others (hidepid, or another PID namespace)",
+            "hides the processes of other users (hidepid, or another PID namespace)",
         ),
     ],
     ids=["no ptrace", "PID namespace", "hidepid"],

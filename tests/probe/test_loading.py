@@ -29,7 +29,7 @@ from agent.probe.request import Doubles, Request, last_useful_line, read_reply
 from tests.probe.conftest import DOUBLES, REPOSITORY, LoadProbe, loaded, why_no_probe
 from tests.probe.machines import OTHER_RELEASE, RELEASE, Machine
 
-NEXT_STEPS = "use|install|reinstall|update|grant|mount|build|boot|raise|run|look|let|all that"
+NEXT_STEPS = "use|install|reinstall|update|grant|mount|build|rebuild|boot|raise|set|check|allow|its whole output"
 FAKE_BCC = """
 import os
 with open(os.path.join(os.path.dirname(__file__), "compilations"), "a") as log:
@@ -462,7 +462,7 @@ def test_a_loader_that_ends_without_an_answer_is_told_with_its_last_words() -> N
     error = refused(Request(), launcher=("sh", "-c", "echo what went wrong >&2; exit 3"))
 
     assert error.code == "loader_failed"
-    assert "ended with 3: what went wrong" in str(error)
+    assert "exited with 3: what went wrong" in str(error)
 
 
 def test_a_loader_that_cannot_be_started_is_told() -> None:
@@ -673,7 +673,7 @@ def has_ended(pid: int) -> bool:
 
 
 def test_an_answer_that_makes_no_sense_is_told() -> None:
-    with pytest.raises(ProbeLoadError, match="no sensible answer"):
+    with pytest.raises(ProbeLoadError, match="sent an invalid answer"):
         read_reply(b"{")
 
 

@@ -44,7 +44,7 @@ def test_no_process_has_more_objects_than_its_share(
         of_it = counters(probe, caller.pid)
 
         assert len(objects(probe, caller.pid)) == MAX_OBJECTS_EACH
-        assert of_it.refused == probe.read_statistics().refused == BEYOND
+        assert of_it.refused == probe.read_statistics().rejected == BEYOND
         # How often it called is still counted exactly.
         assert of_it.contexts_allocated == MAX_OBJECTS_EACH + BEYOND
         with Caller(OPENED + "alloc(fd, 7, CONTEXT, client=CLIENT + 1)\nwait()\n", gpu) as other:

@@ -213,7 +213,7 @@ def test_what_is_damaged_is_named_and_a_new_probe_loaded(
 
     assert probe.pinned
     assert kept_in(bpffs / "gpu-agent") == whole
-    assert "a new one is loaded" in caplog.text
+    assert "loading a new one" in caplog.text
     with Caller(HELD, gpu) as caller:
         assert len(objects(probe, caller.pid)) == 7
 
@@ -241,7 +241,7 @@ def test_a_directory_that_others_could_have_filled_is_not_used(
     probe = load_probe(pins=str(bpffs / "gpu-agent"), **core)
 
     assert not probe.pinned
-    assert "could be written by others" in probe.not_pinned
+    assert "Other users could write" in probe.not_pinned
     assert kept_in(bpffs / "gpu-agent").isdisjoint({pins.ABOUT, "map_objects"})
 
 

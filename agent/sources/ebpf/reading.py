@@ -56,7 +56,7 @@ def read(probe: Probe) -> Reading:
         attached=attached,
         lost=statistics.lost,
         unkept=statistics.objects_full,
-        refused=statistics.refused,
+        refused=statistics.rejected,
         unsent=statistics.unsent,
         tells_releases=TELLS_RELEASES in probe.attached,
         readiness=probe.read_readiness(),
