@@ -2,7 +2,7 @@
 /* A call of the driver from its entry to its return; both tiers end up here. */
 
 /* Of a thread. Kretprobes follow so many calls at once (agent/probe/returns.py): when more wait in the driver, the
- * return of one is not seen, and its row is found by the thread's next call, or its end. */
+ * return of one is missed, and the thread's next call, or its exit, finds the row. */
 INLINE void begin_call(struct gpu_call *call)
 {
 	u64 thread = bpf_get_current_pid_tgid();
@@ -49,8 +49,8 @@ INLINE int entered(u64 file, u32 device, int fd, u32 command, u64 argument, int 
 	return 0;
 }
 
-/* Says of which GPU a client's address space is: in parent and detail the halves of its UUID, one upon the other. As
- * the driver does, only to who names the open file of that client. */
+/* Sends the GPU of a client's address space: in parent and detail the halves of its UUID, one xor the other. Like the
+ * driver, only for a caller that names the open file of that client. */
 INLINE void registered_with_uvm(struct gpu_call *call, u32 *block, struct gpu_process *row)
 {
 	struct gpu_object_key key = {};
@@ -71,13 +71,13 @@ INLINE void registered_with_uvm(struct gpu_call *call, u32 *block, struct gpu_pr
 	low = block[VASPACE_UUID] ^ block[VASPACE_UUID + 2];
 	high = block[VASPACE_UUID + 1] ^ block[VASPACE_UUID + 3];
 	space = object_find(&key);
-	/* Whose it is, nobody else may say. */
+	/* Only its own process may register it. */
 	if (space && space->tgid == current_tgid())
 		space->uvm = (u64)high << 32 | low;
-	tell_object(GPU_UVM, call, row, &key, call->number, low, high);
+	send_object(GPU_UVM, call, row, &key, call->number, low, high);
 }
 
-/* The ioctl says 0 even where the resource manager refused; its answer is in the block, so only now. */
+/* The ioctl returns 0 even where the resource manager failed; its status is in the block, so it is read here. */
 INLINE int returned(long result)
 {
 	u64 thread = bpf_get_current_pid_tgid();

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: GPL-2.0-only OR BSD-2-Clause */
 /* The driver's calls: numbers, classes, parameter blocks. Layouts are the same from driver 515 to 595, except where
- * a comment says otherwise. */
+ * a comment states otherwise. */
 
 #define NUMBER(command) ((command) & 0xff)
 #define SIZE(command) (((command) >> 16) & 0x3fff)
@@ -64,7 +64,7 @@ INLINE int is_root(u32 rm_class)
 	return rm_class == CLASS_ROOT || rm_class == CLASS_ROOT_NON_PRIV || rm_class == CLASS_ROOT_CLIENT;
 }
 
-/* What a context is found by, and what says on which GPU it is. */
+/* The classes that identify a context and its GPU. */
 INLINE int is_tracked(u32 rm_class, struct gpu_config *cfg)
 {
 	return is_root(rm_class) || rm_class == CLASS_DEVICE || rm_class == CLASS_VASPACE ||

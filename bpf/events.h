@@ -1,13 +1,13 @@
 /* SPDX-License-Identifier: GPL-2.0-only OR BSD-2-Clause */
-/* The row of the process that calls, and what is told of it on the ring. */
+/* The row of the calling process, and the events that are sent of it on the ring. */
 
-/* Of one process in a window of 134 ms: 11,000 a second. What is beyond that user space
- * reads in the maps, and the ring has room for the others. */
-#define MAX_TOLD 1536
-/* The same while the ring is half full, as five such processes fill it: what a program that makes a context sends;
- * and while a quarter of it is left, which is for those that send next to nothing. */
-#define MAX_TOLD_CROWDED 128
-#define MAX_TOLD_FULL 8
+/* Events of one process in a window of 134 ms: 11,000 a second. User space reads the effect of further ones
+ * from the maps, and the ring has room for the others. */
+#define MAX_SENT 1536
+/* The same while the ring is half full, as five such processes fill it: the events of a program that makes a context;
+ * and while a quarter of it is left, which is for processes that send next to nothing. */
+#define MAX_SENT_CROWDED 128
+#define MAX_SENT_FULL 8
 #define WINDOW(ns) ((u32)((ns) >> 27))
 
 INLINE struct gpu_process *known_process(void)
@@ -39,15 +39,15 @@ INLINE struct gpu_process *process(void)
 	return row;
 }
 
-INLINE u32 most_told(void)
+INLINE u32 send_limit(void)
 {
 	u64 bytes = ring_state(RING_BYTES), quarters;
 
 	/* Without room for what one may send there is nothing to share. */
-	if (bytes < MAX_TOLD * sizeof(struct gpu_event))
-		return MAX_TOLD;
+	if (bytes < MAX_SENT * sizeof(struct gpu_event))
+		return MAX_SENT;
 	quarters = 4 * ring_state(RING_UNREAD) / bytes;
-	return quarters >= 3 ? MAX_TOLD_FULL : quarters >= 2 ? MAX_TOLD_CROWDED : MAX_TOLD;
+	return quarters >= 3 ? MAX_SENT_FULL : quarters >= 2 ? MAX_SENT_CROWDED : MAX_SENT;
 }
 
 /* Whether a process has room on the ring for another event. */
@@ -59,18 +59,18 @@ INLINE int may_send(struct gpu_process *row)
 		return 1;
 	if (row->window != window) {
 		row->window = window;
-		row->told = 0;
+		row->sent = 0;
 	}
-	if (row->told >= MAX_TOLD_FULL && row->told >= most_told()) {
+	if (row->sent >= MAX_SENT_FULL && row->sent >= send_limit()) {
 		ADD(row, unsent);
 		COUNT(unsent);
 		return 0;
 	}
-	ADD(row, told);
+	ADD(row, sent);
 	return 1;
 }
 
-/* Whether something is to be told that a scan looks into: once until user space begins the next. */
+/* Whether to send an event that a scan resolves: once until user space starts the next scan. */
 INLINE int is_news(struct gpu_process *row, u32 mark)
 {
 	struct gpu_config *cfg = configured();
@@ -110,7 +110,7 @@ INLINE struct gpu_event *event(u32 kind, enum gpu_program program)
 	return e;
 }
 
-INLINE void tell_file(u32 kind, enum gpu_program program, struct gpu_process *row, u64 file, u32 device, int fd,
+INLINE void send_file(u32 kind, enum gpu_program program, struct gpu_process *row, u64 file, u32 device, int fd,
 		      u32 detail)
 {
 	struct gpu_event *e = may_send(row) ? event(kind, program) : 0;
@@ -124,7 +124,7 @@ INLINE void tell_file(u32 kind, enum gpu_program program, struct gpu_process *ro
 	event_submit(e);
 }
 
-INLINE void tell_process(u32 kind, u32 detail)
+INLINE void send_process(u32 kind, u32 detail)
 {
 	struct gpu_event *e = event(kind, GPU_PROGRAM_PROCESS);
 
@@ -134,7 +134,7 @@ INLINE void tell_process(u32 kind, u32 detail)
 	event_submit(e);
 }
 
-INLINE void tell_object(u32 kind, struct gpu_call *call, struct gpu_process *row, struct gpu_object_key *key,
+INLINE void send_object(u32 kind, struct gpu_call *call, struct gpu_process *row, struct gpu_object_key *key,
 			u32 rm_class, u32 parent, u32 detail)
 {
 	struct gpu_event *e = may_send(row) ? event(kind, GPU_PROGRAM_IOCTL) : 0;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: GPL-2.0-only OR BSD-2-Clause
-/* Who uses the GPUs: live objects and counters in maps, rare lifecycle events on a ring.
+/* Which processes use the GPUs: live objects and counters in maps, rare lifecycle events on a ring.
  *
  * One source, two loaders. bcc compiles it on the node, with -DGPU_PROBE_BCC and the offsets of kernel structs
  * as -DOFFSET_struct_field (from the running kernel's BTF); without those it takes them from the headers.
@@ -60,7 +60,7 @@ INLINE int opened(long fd)
 	struct gpu_process *row = process();
 	ADD(row, opens);
 	file_begins(file, device, row, cfg);
-	tell_file(GPU_OPEN, GPU_PROGRAM_OPEN, row, file, device, (int)fd, 0);
+	send_file(GPU_OPEN, GPU_PROGRAM_OPEN, row, file, device, (int)fd, 0);
 	return 0;
 }
 
@@ -99,20 +99,20 @@ PROGRAM("tp/syscalls/sys_enter_close", enter_close)(struct enter_context *ctx)
 	ADD(row, closes);
 	if (is_last_reference(file)) {
 		file_ends(file);
-		tell_file(GPU_CLOSE, GPU_PROGRAM_CLOSE, row, file, device, (int)ctx->arguments[0], GPU_LAST);
+		send_file(GPU_CLOSE, GPU_PROGRAM_CLOSE, row, file, device, (int)ctx->arguments[0], GPU_LAST);
 	} else if (is_news(row, GPU_MARK_CLOSE)) {
-		tell_file(GPU_CLOSE, GPU_PROGRAM_CLOSE, row, file, device, (int)ctx->arguments[0], 0);
+		send_file(GPU_CLOSE, GPU_PROGRAM_CLOSE, row, file, device, (int)ctx->arguments[0], 0);
 	}
 	return 0;
 }
 
-/* These may close descriptors of a process that is known; user space looks which. */
+/* These may close descriptors of a known process; user space scans which. */
 INLINE int moved(u32 reason)
 {
 	struct gpu_process *row = known_process();
 
 	if (row && is_news(row, GPU_MARK_RESCAN))
-		tell_process(GPU_RESCAN, reason);
+		send_process(GPU_RESCAN, reason);
 	return 0;
 }
 
@@ -196,11 +196,11 @@ PROGRAM("kretprobe/nvidia_open", driver_open_return)(struct pt_regs *ctx)
 	row = process();
 	ADD(row, opens);
 	file_begins(file, device, row, cfg);
-	tell_file(GPU_OPEN, GPU_PROGRAM_OPEN, row, file, device, -1, 0);
+	send_file(GPU_OPEN, GPU_PROGRAM_OPEN, row, file, device, -1, 0);
 	return 0;
 }
 
-/* nvidia_close(inode, file): whoever held it last, dup, fork, messages and mappings included. */
+/* nvidia_close(inode, file): the last reference is gone, including dup, fork, messages and mappings. */
 PROGRAM("kprobe/nvidia_close", driver_close)(struct pt_regs *ctx)
 {
 	struct gpu_config *cfg = configured();
@@ -210,7 +210,7 @@ PROGRAM("kprobe/nvidia_close", driver_close)(struct pt_regs *ctx)
 		return 0;
 	ADD(row, closes);
 	file_ends(SECOND(ctx));
-	tell_file(GPU_RELEASE, GPU_PROGRAM_CLOSE, row, SECOND(ctx), device_of(SECOND(ctx), cfg), -1, 0);
+	send_file(GPU_RELEASE, GPU_PROGRAM_CLOSE, row, SECOND(ctx), device_of(SECOND(ctx), cfg), -1, 0);
 	return 0;
 }
 
@@ -227,7 +227,7 @@ PROGRAM("raw_tp/sched_process_fork", process_fork)(struct raw_context *ctx)
 		return 0;
 	tgid = WORD(child, task_struct, tgid);
 	if (WORD(child, task_struct, pid) == tgid && is_news(row, GPU_MARK_FORK))
-		tell_process(GPU_FORK, tgid);
+		send_process(GPU_FORK, tgid);
 	return 0;
 }
 
@@ -251,11 +251,11 @@ PROGRAM("raw_tp/sched_process_exit", process_exit)(struct raw_context *ctx)
 	if (WORD(POINTER(this_task(), task_struct, signal), signal_struct, live))
 		return 0;
 	row->exited_ns = bpf_ktime_get_ns();
-	tell_process(GPU_EXIT, 0);
+	send_process(GPU_EXIT, 0);
 	return 0;
 }
 
-/* ---- who holds what: an iterator over every file of every task, run by reading its descriptor ---- */
+/* ---- holders: an iterator over every file of every task, run by reading its descriptor ---- */
 
 PROGRAM("iter/task_file", bpf_iter__task_file)(struct iterator_context *ctx)
 {

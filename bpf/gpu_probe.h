@@ -29,10 +29,10 @@ enum { GPU_REGISTRATION = 0xfffffffe };
 /* Why a rescan is asked for; in gpu_event.detail. */
 enum gpu_rescan_reason { GPU_RESCAN_CLOSE_RANGE = 1, GPU_RESCAN_DUP2, GPU_RESCAN_DUP3, GPU_RESCAN_EXEC };
 
-/* What a process tells once between two scans, however often it happens; bits of gpu_process.marks. */
+/* Events that a process sends once between two scans, however often they happen; bits of gpu_process.marks. */
 enum gpu_mark { GPU_MARK_CLOSE = 1, GPU_MARK_FORK = 2, GPU_MARK_RESCAN = 4 };
 
-/* Who failed to reserve room on the ring; index of gpu_statistics.reserve_failed. */
+/* The program that failed to reserve room on the ring; index of gpu_statistics.reserve_failed. */
 enum gpu_program { GPU_PROGRAM_IOCTL, GPU_PROGRAM_OPEN, GPU_PROGRAM_CLOSE, GPU_PROGRAM_PROCESS, GPU_PROGRAMS };
 
 /* One size for every event, so that a batch is one array. */
@@ -66,11 +66,11 @@ struct gpu_process {
 	unsigned long long first_ns, last_ns;
 	unsigned long long exited_ns;  /* 0 while it lives; a later process of the same number begins anew */
 	unsigned long long calls, opens, closes, allocs, frees, contexts_allocated, contexts_freed, errors;
-	unsigned long long refused;    /* objects that were not kept: too many, or those of another */
-	unsigned long long minors;     /* the GPUs that it opened, a bit for each; those from 64 on are left out */
-	unsigned long long unsent;     /* events that did not go on the ring because the process had its share of it */
-	unsigned int window, told;     /* events on the ring in this window of time */
-	unsigned int scan, marks;      /* what was told since user space began that scan: enum gpu_mark */
+	unsigned long long rejected;   /* objects that were not kept: too many, or those of another */
+	unsigned long long minors;     /* the GPUs that it opened, a bit for each; without those from 64 on */
+	unsigned long long unsent;     /* events that were not sent because the process had used its share of the ring */
+	unsigned int window, sent;     /* events on the ring in this window of time */
+	unsigned int scan, marks;      /* events sent since user space started that scan: enum gpu_mark */
 	long long objects;             /* those kept, less those it freed; less gpu_forgotten there are so many now */
 };
 
@@ -79,7 +79,7 @@ struct gpu_cgroup {
 	long long objects;
 };
 
-/* Objects of a process or a cgroup that user space took out; keyed by tgid, or by GPU_OF_CGROUP and the cgroup's id.
+/* Objects of a process or a cgroup that user space deleted; keyed by tgid, or by GPU_OF_CGROUP and the cgroup's id.
  * Written by user space alone. */
 struct gpu_forgotten {
 	unsigned long long start_ns;   /* of the process, to the clock tick */
@@ -103,9 +103,9 @@ struct gpu_config {
 	unsigned int agent_tgid;       /* whose calls are checks of readiness */
 	unsigned int test_filesystem;  /* device doubles: st_dev of files whose inode number is their dev_t */
 	unsigned int any_return;       /* device doubles: an ioctl that failed counts as one that worked */
-	unsigned long long answer_within_ns; /* a check that takes longer does not say ready */
-	unsigned int trace_tgid;       /* the process whose every call is told, by programs that only do that */
-	unsigned int scan;             /* how many scans user space has begun */
+	unsigned long long answer_within_ns; /* a check that takes longer does not set ready */
+	unsigned int trace_tgid;       /* the process whose every call is sent, by programs that only do that */
+	unsigned int scan;             /* how many scans user space has started */
 };
 
 /* The last readiness check of one device; indexed by minor. */
@@ -120,8 +120,8 @@ struct gpu_statistics {
 	unsigned long long events, calls;
 	unsigned long long unreadable;      /* parameter blocks that could not be read */
 	unsigned long long objects_full;    /* objects that found no room */
-	unsigned long long refused;         /* objects that were not kept: too many, or those of another */
-	unsigned long long unsent;          /* events of those who had their share of the ring */
+	unsigned long long rejected;        /* objects that were not kept: too many, or those of another */
+	unsigned long long unsent;          /* events of processes that had used their share of the ring */
 	unsigned long long processes_full;  /* times that a process found no room */
 	unsigned long long processes_added; /* rows put into the table of processes */
 	unsigned long long unreturned;      /* calls not seen to return, or without room till then */
@@ -137,7 +137,7 @@ struct gpu_held {
 
 #define GPU_TRACED_WORDS 16
 
-/* Any call of one process: told when it returned, and in a map until then. Keyed by thread. */
+/* Any call of one process: sent when it returned, and in a map until then. Keyed by thread. */
 struct gpu_traced_call {
 	unsigned long long entered_ns, took_ns, argument;
 	unsigned int tgid, pid;

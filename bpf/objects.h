@@ -67,7 +67,7 @@ INLINE void one_less(struct whose *of)
 		__sync_fetch_and_add(&group->objects, -1);
 }
 
-/* Puts an object in, unless its process or pod has too many: nobody may take the room of all others. */
+/* Adds an object, unless its process or pod has too many: none may take the room of all others. */
 INLINE int kept(struct gpu_object_key *key, struct gpu_object *object, struct gpu_process *row)
 {
 	struct gpu_cgroup *group = cgroup_of(object->cgroup_id);
@@ -75,11 +75,11 @@ INLINE int kept(struct gpu_object_key *key, struct gpu_object *object, struct gp
 	struct whose of = {};
 
 	if (is_full(row) || is_share_full(group, object->cgroup_id)) {
-		ADD(row, refused);
-		COUNT(refused);
+		ADD(row, rejected);
+		COUNT(rejected);
 		return 0;
 	}
-	/* What went with its parent stays until user space takes it out; programs use handles again at once. */
+	/* An object freed with its parent stays until user space deletes it; programs reuse handles at once. */
 	before = object_find(key);
 	if (before)
 		of = whose(before);
@@ -94,8 +94,8 @@ INLINE int kept(struct gpu_object_key *key, struct gpu_object *object, struct gp
 	return 1;
 }
 
-/* A client answers to its own open file alone. The driver refuses others, but its answer is in memory of who calls,
- * who can write there that it did not. Clients older than the probe have no row. */
+/* A client belongs to one open file. The driver rejects calls through others, but its status is in the caller's
+ * memory, and the caller can forge it. Clients older than the probe have no row. */
 INLINE int is_of_another(u32 client, u64 file)
 {
 	struct gpu_object_key key = {.client = client, .handle = client};
@@ -104,7 +104,7 @@ INLINE int is_of_another(u32 client, u64 file)
 	return root && root->file != file;
 }
 
-/* Nor does the driver give a number twice. A row whose process has ended only waits to be taken out. */
+/* Nor does the driver give a number twice. The row of a process that exited only waits to be deleted. */
 INLINE int is_taken(struct gpu_object_key *key, u64 file)
 {
 	struct gpu_object *found = object_find(key);
@@ -118,15 +118,15 @@ INLINE int is_taken(struct gpu_object_key *key, u64 file)
 	return owner && !owner->exited_ns && TICK(owner->start_ns) == TICK(found->start_ns);
 }
 
-/* Which of two that claim the same lies cannot be told. Who comes first is believed, and of the other it is told that
- * not all is known: an honest one must not vanish because a liar guessed its number. */
+/* Which of two processes with the same claim is forging is unknown. The first is kept, and the other is marked as
+ * incomplete: an honest one must not vanish because a forger guessed its number. */
 INLINE int is_forged(struct gpu_object_key *key, u64 file, struct gpu_process *row)
 {
 	if (!is_taken(key, file) && (key->client == key->handle || !is_of_another(key->client, file)))
 		return 0;
 	ADD(row, errors);
-	ADD(row, refused);
-	COUNT(refused);
+	ADD(row, rejected);
+	COUNT(rejected);
 	return 1;
 }
 
@@ -185,10 +185,10 @@ INLINE void allocated(struct gpu_call *call, u32 *block, struct gpu_process *row
 	object.parent = block[ALLOC_PARENT];
 	object.gpu = rm_class == CLASS_DEVICE ? device_instance(block) : NO_GPU;
 	if (kept(&key, &object, row))
-		tell_object(GPU_ALLOC, call, row, &key, rm_class, object.parent, object.gpu);
+		send_object(GPU_ALLOC, call, row, &key, rm_class, object.parent, object.gpu);
 }
 
-/* Children and dependants go with what is freed; which those are, user space knows. */
+/* Children and dependants are freed with their parent; user space determines which those are. */
 INLINE void freed(struct gpu_call *call, u32 *block, struct gpu_process *row, struct gpu_config *cfg)
 {
 	struct gpu_object_key key;
@@ -217,7 +217,7 @@ INLINE void freed(struct gpu_call *call, u32 *block, struct gpu_process *row, st
 		one_less(&of);
 	if (rm_class == cfg->context_class)
 		ADD(row, contexts_freed);
-	tell_object(GPU_FREE, call, row, &key, rm_class, parent, 0);
+	send_object(GPU_FREE, call, row, &key, rm_class, parent, 0);
 }
 
 /* The copy lives on its own. */
@@ -244,7 +244,7 @@ INLINE void duplicated(struct gpu_call *call, u32 *block, struct gpu_process *ro
 	describe(&copy, call);
 	copy.parent = block[DUP_PARENT];
 	if (kept(&key, &copy, row))
-		tell_object(GPU_DUP, call, row, &key, copy.rm_class, copy.parent, source.client);
+		send_object(GPU_DUP, call, row, &key, copy.rm_class, copy.parent, source.client);
 }
 
 INLINE struct gpu_object_key key_of_file(u64 file)
@@ -252,7 +252,7 @@ INLINE struct gpu_object_key key_of_file(u64 file)
 	return (struct gpu_object_key){.client = (u32)file, .handle = file >> 32};
 }
 
-/* The driver refers to the nvidiactl until this file ends, whoever closes what. */
+/* The driver refers to the nvidiactl until this file ends, whatever is closed. */
 INLINE void registered_fd(struct gpu_call *call, u32 *block, struct gpu_process *row)
 {
 	struct gpu_object_key key = key_of_file(call->file);
@@ -265,7 +265,7 @@ INLINE void registered_fd(struct gpu_call *call, u32 *block, struct gpu_process 
 	object.parent = (u32)control;
 	object.gpu = control >> 32;
 	if (control && kept(&key, &object, row))
-		tell_object(GPU_REGISTER_FD, call, row, &key, object.rm_class, object.parent, object.gpu);
+		send_object(GPU_REGISTER_FD, call, row, &key, object.rm_class, object.parent, object.gpu);
 }
 
 /* An open file that begins, or ends, is registered to nothing. */

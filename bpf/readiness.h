@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: GPL-2.0-only OR BSD-2-Clause */
 /* Whether the driver answers the agent's own harmless calls. */
 
-/* Only the agent's own checks count: whoever else calls these says nothing of what the agent waits for. */
+/* Only the agent's own checks count: the calls of other processes do not show whether those return. */
 INLINE int check_entered(struct gpu_call *call, struct gpu_config *cfg)
 {
 	u32 minor = MINOR(call->device);
@@ -21,7 +21,7 @@ INLINE int check_entered(struct gpu_call *call, struct gpu_config *cfg)
 
 INLINE void check_returned(struct gpu_call *call, long result, struct gpu_config *cfg)
 {
-	/* Whether the driver answers is asked, not what: it has reasons of its own to refuse. */
+	/* Only whether the driver answers counts, not its result: it may have reasons of its own to fail. */
 	u32 minor = MINOR(call->device), ready;
 	struct gpu_check *check = check_find(&minor);
 	u64 now = bpf_ktime_get_ns();

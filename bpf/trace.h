@@ -10,7 +10,7 @@ INLINE struct gpu_config *tracing(void)
 
 INLINE void read_block(struct gpu_traced_call *call, int uvm)
 {
-	/* The commands of unified memory do not tell how long their parameters are. */
+	/* The commands of unified memory do not contain the size of their parameters. */
 	u64 bytes = uvm ? sizeof(call->block) : call->size;
 	long failed;
 
@@ -60,7 +60,7 @@ INLINE int traced_entered(u32 device, int fd, u32 command, u64 argument, int uvm
 INLINE int traced_returned(long result, int uvm)
 {
 	u64 thread = bpf_get_current_pid_tgid();
-	struct gpu_traced_call *told, *found;
+	struct gpu_traced_call *record, *found;
 	struct gpu_traced_call call;
 
 	if (!tracing())
@@ -74,14 +74,14 @@ INLINE int traced_returned(long result, int uvm)
 	call.took_ns = (bpf_ktime_get_ns() - call.entered_ns) | 1;
 	call.result = result;
 	read_block(&call, uvm);
-	told = traced_reserve();
-	if (!told) {
+	record = traced_reserve();
+	if (!record) {
 		COUNT(reserve_failed[GPU_PROGRAM_IOCTL]);
 		return 0;
 	}
 	COUNT(events);
-	*told = call;
-	traced_submit(told);
+	*record = call;
+	traced_submit(record);
 	return 0;
 }
 

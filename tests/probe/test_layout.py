@@ -17,7 +17,7 @@ from tests.probe.conftest import REPOSITORY
 HEADER = (REPOSITORY / "bpf/gpu_probe.h").read_text()
 PROCESS_MEMBERS = (
     "cgroup_id start_ns first_ns last_ns exited_ns calls opens closes allocs frees "
-    "contexts_allocated contexts_freed errors refused minors unsent window told scan marks objects"
+    "contexts_allocated contexts_freed errors rejected minors unsent window sent scan marks objects"
 )
 FORMATS = {
     "gpu_event": (

@@ -29,7 +29,9 @@ from agent.probe.request import Doubles, Request, last_useful_line, read_reply
 from tests.probe.conftest import DOUBLES, REPOSITORY, LoadProbe, loaded, why_no_probe
 from tests.probe.machines import OTHER_RELEASE, RELEASE, Machine
 
-NEXT_STEPS = "use|install|reinstall|update|grant|mount|build|rebuild|boot|raise|set|check|allow|its whole output"
+NEXT_STEPS = (
+    "use|install|reinstall|update|grant|mount|build|rebuild|boot|raise|set|check|allow|its whole output"
+)
 FAKE_BCC = """
 import os
 with open(os.path.join(os.path.dirname(__file__), "compilations"), "a") as log:
