@@ -39,6 +39,8 @@ class Answer(msgspec.Struct, frozen=True):
     body: str
     failures: tuple[tuple[str, str], ...] = ()
     """(check, cause), for the log."""
+    passes: tuple[str, ...] = ()
+    """The checks that were run and passed."""
 
 
 def at_once(check: Callable[[], str | None]) -> Run:
@@ -56,6 +58,7 @@ async def answer(
     """Run the checks and return the answer of an endpoint (``livez``, ``readyz``)."""
     lines: list[str] = []
     failures: list[tuple[str, str]] = []
+    passes: list[str] = []
     for check in checks:
         if check.name in exclude:
             lines.append(f"[+]{check.name} excluded: ok")
@@ -63,6 +66,7 @@ async def answer(
         why = await check.run()
         if why is None:
             lines.append(f"[+]{check.name} ok")
+            passes.append(check.name)
         else:
             lines.append(f"[-]{check.name} failed: reason withheld")
             failures.append((check.name, why))
@@ -71,12 +75,10 @@ async def answer(
         quoted = ", ".join(f'"{name[:64]}"' for name in unknown)
         lines.append(f"warn: some health checks cannot be excluded: no matches for {quoted}")
     if failures:
-        return Answer(
-            ok=False, body="\n".join([*lines, f"{endpoint} check failed\n"]), failures=tuple(failures)
-        )
-    if not verbose:
-        return Answer(ok=True, body="ok")
-    return Answer(ok=True, body="\n".join([*lines, f"{endpoint} check passed\n"]))
+        body = "\n".join([*lines, f"{endpoint} check failed\n"])
+        return Answer(ok=False, body=body, failures=tuple(failures), passes=tuple(passes))
+    body = "\n".join([*lines, f"{endpoint} check passed\n"]) if verbose else "ok"
+    return Answer(ok=True, body=body, passes=tuple(passes))
 
 
 def event_loop(*, lag_ns: int, step_age_ns: int) -> str | None:

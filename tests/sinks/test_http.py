@@ -223,6 +223,36 @@ async def test_a_failing_check_is_named_and_its_reason_withheld(
         assert (await served.get("/readyz/ping")).status == 200
 
 
+async def test_a_check_is_logged_when_it_begins_to_fail_and_when_it_passes_again(
+    serve: Serve, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, logger="agent.sinks.http.sink")
+    causes = iter(["full for 1 s", "full for 2 s", "full for 2 s", None, None, "absent", "absent", "absent"])
+    disk = Check("disk", at_once(lambda: next(causes)), is_liveness=True)
+
+    async with serve() as served:
+        served.myself.made.append(disk)
+        for path in ("/readyz", "/livez", "/readyz/disk", "/readyz?exclude=disk", "/readyz", "/livez"):
+            await served.get(path)
+        for _ in range(2):
+            await served.get("/livez")
+        # A check that no longer applies neither fails nor passes.
+        served.myself.made.remove(disk)
+        await served.get("/livez")
+        served.myself.made.append(disk)
+        await served.get("/readyz")
+
+    assert [
+        (record.levelname, record.getMessage()) for record in caplog.records if "disk" in record.getMessage()
+    ] == [
+        ("WARNING", "The check disk of readyz fails: full for 1 s"),
+        ("INFO", "The check disk of readyz passes again; it had failed: full for 1 s"),
+        ("WARNING", "The check disk of livez fails: absent"),
+        ("WARNING", "The check disk of readyz fails: absent"),
+    ]
+    assert next(causes, None) is None
+
+
 async def test_a_check_can_be_excluded(serve: Serve) -> None:
     async with serve() as served:
         served.myself.made.append(failing("config"))

@@ -112,6 +112,8 @@ class HttpSink:
         self.addresses: dict[str, str] = {}
         """Where each listener is, by its name: ``http``, ``api``, ``control``."""
         self._tried: dict[str, asyncio.Event] = defaultdict(asyncio.Event)
+        self._failing: dict[str, str] = {}
+        """The checks that failed when they last ran, by name, and why they began to; the agent names them."""
         self._public: dict[str, Answerer] = {
             "livez": self._livez,
             "healthz": self._livez,
@@ -221,12 +223,28 @@ class HttpSink:
                 verbose="verbose" in query,
                 exclude=frozenset(query.getall("exclude", [])[:64]),
             )
-        for failed, why in answer.failures:
-            _log.warning(
-                "The check %(check)s of %(endpoint)s failed: %(detail)s",
-                about(check=failed, endpoint=endpoint, detail=why),
-            )
+        self._log_changed_checks(endpoint, answer)
         return _text(200 if answer.ok else 500, answer.body)
+
+    def _log_changed_checks(self, endpoint: str, answer: checks.Answer) -> None:
+        """Log each check that began to fail and each that passes again, however often callers poll."""
+        if self._failing:
+            for name in self._failing.keys() - {check.name for check in self._agent.checks()}:
+                del self._failing[name]
+        for name, why in answer.failures:
+            if name not in self._failing:
+                self._failing[name] = why
+                _log.warning(
+                    "The check %(check)s of %(endpoint)s fails: %(detail)s",
+                    about(check=name, endpoint=endpoint, detail=why),
+                )
+        for name in answer.passes:
+            why_failed = self._failing.pop(name, None)
+            if why_failed is not None:
+                _log.info(
+                    "The check %(check)s of %(endpoint)s passes again; it had failed: %(detail)s",
+                    about(check=name, endpoint=endpoint, detail=why_failed),
+                )
 
     async def _preflight(self, request: web.BaseRequest) -> web.Response:
         if request.query_string:
