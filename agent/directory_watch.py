@@ -68,7 +68,7 @@ class DirectoryWatch:
             loop.remove_reader(self._inotify.fd)
             timer.cancel()
 
-    def take_events(self) -> bool:
+    def read_events(self) -> bool:
         """Take what waits; returns whether everything is still watched."""
         for _ in range(MAX_EVENTS_AT_ONCE):
             event = self._inotify.sync_get()
@@ -124,7 +124,7 @@ class Lookout:
         may_end_s = loop.time() + self._gap_s
         has_changed = await watch.wait_readable(timeout_ns)
         await asyncio.sleep(max(0.0, may_end_s - loop.time()))
-        if watch is self.watch and not watch.take_events():
+        if watch is self.watch and not watch.read_events():
             self.close()
         return has_changed
 

@@ -7,7 +7,7 @@ import pytest
 
 from agent.commands.devices import device_lines
 from agent.commands.owners import owner_lines
-from agent.core.allocation.requests import Refusal, allocate, refuse_start
+from agent.core.allocation.requests import Rejection, allocate, reject_start
 from agent.model.snapshot import Snapshot
 from agent.views import documents, usage
 from tests.core.build import U0, U1, Node, enumerated, gpu, well_node
@@ -51,7 +51,7 @@ def test_the_status_of_a_lost_gpu_has_no_index(snapshot: Snapshot) -> None:
 
 def test_a_rejection_names_a_lost_gpu_by_its_pci_address(snapshot: Snapshot) -> None:
     [resource] = snapshot.resources
-    rejections = [allocate(snapshot, resource, [U0]), refuse_start(snapshot, resource, [U0])]
+    rejections = [allocate(snapshot, resource, [U0]), reject_start(snapshot, resource, [U0])]
     for rejection in rejections:
-        assert isinstance(rejection, Refusal)
+        assert isinstance(rejection, Rejection)
         assert rejection.message.startswith(f"{U0} (GPU at 0000:10:00.0) ")

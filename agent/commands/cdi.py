@@ -121,7 +121,7 @@ def _of_scenario(name: str, given: dict[str, str]) -> list[Any]:
         except CdiError as error:
             raise AgentError(f"The agent would write no specification: {error}") from None
         absent = (f"the node has nothing for {each}" for each in sorted(made.absent))
-        for note in (*settings.warnings, *made.remarks, *made.left_out, *absent):
+        for note in (*settings.warnings, *made.notes, *made.left_out, *absent):
             print(f"gpu-agent: warning: {printable(note)}", file=sys.stderr)
         return [json.loads(Path(file.path).read_bytes()) for file in made.files.values()]
 

@@ -8,7 +8,7 @@ from typing import Any, Final
 from agent.commands.render import Output, add_output_flag, show, table
 from agent.core import xids
 from agent.core.health.witnesses import CONFIRMING
-from agent.core.reasons import MEANINGS
+from agent.core.reasons import REASON_SPECS
 from agent.errors import UsageError
 from agent.model.health import Reason, Recovery
 from agent.model.policy import Policy
@@ -49,7 +49,7 @@ def main(args: argparse.Namespace) -> int:
     rows = (
         [xid_row(xid) for xid in sorted(xids.CLASSES)]
         if args.xids
-        else [reason_row(each) for each in MEANINGS]
+        else [reason_row(each) for each in REASON_SPECS]
     )
     if output in (Output.JSON, Output.YAML):
         show({"apiVersion": "gpu-agent/v1", "xids" if args.xids else "reasons": rows}, output)
@@ -62,15 +62,15 @@ def main(args: argparse.Namespace) -> int:
 
 def reason_row(reason: Reason) -> dict[str, Any]:
     """Return the table's row of a reason code."""
-    meaning = MEANINGS[reason]
+    spec = REASON_SPECS[reason]
     return {
         "code": reason.value,
-        "severity": meaning.severity.value,
-        "evidence": meaning.evidence.value,
-        "flips": meaning.flips,
-        "recovery": meaning.recovery.value,
-        "says": meaning.says,
-        "advice": meaning.advice,
+        "severity": spec.severity.value,
+        "evidence": spec.evidence.value,
+        "flips": spec.flips,
+        "recovery": spec.recovery.value,
+        "says": spec.summary,
+        "advice": spec.advice,
     }
 
 
@@ -84,7 +84,9 @@ def xid_row(xid: int) -> dict[str, Any]:
         "catalog": "flips" if xids.flips(xid, Policy(xid_policy="catalog")) else "ignored",
         "recovery": xids.recovery_of(xid).value,
         "unless": [
-            f"{each.xid_class} if {each.when} ({each.says})" for each in xids.REFINEMENTS if xid in each.codes
+            f"{each.xid_class} if {each.when} ({each.summary})"
+            for each in xids.REFINEMENTS
+            if xid in each.codes
         ],
         "witnesses": _witnesses_of(xid),
         "advice": xids.advice_of(xid),

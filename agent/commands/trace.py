@@ -123,8 +123,8 @@ def _open_pidfd(pid: int) -> int:
 
 
 def _name(pid: int) -> str:
-    look = read_process(Path("/proc"), pid)
-    return f"{printable(look.comm)} ({pid})" if isinstance(look, ProcessStatus) else f"process {pid}"
+    process = read_process(Path("/proc"), pid)
+    return f"{printable(process.comm)} ({pid})" if isinstance(process, ProcessStatus) else f"process {pid}"
 
 
 def _interrupt(_number: int, _frame: object) -> NoReturn:

@@ -15,14 +15,16 @@ from agent.config.values import (
     words,
 )
 from agent.core.health.samples import RULES
-from agent.core.reasons import MEANINGS
+from agent.core.reasons import REASON_SPECS
 from agent.model.health import Evidence
 from agent.model.policy import MILLISECOND_NS, SECOND_NS, Policy
 
 LOOPBACK_PORT: Final = 9470
 LOOPBACK_API_PORT: Final = 9471
 
-SOFT_REASONS: Final = tuple(reason.value for reason in RULES if MEANINGS[reason].evidence is Evidence.SOFT)
+SOFT_REASONS: Final = tuple(
+    reason.value for reason in RULES if REASON_SPECS[reason].evidence is Evidence.SOFT
+)
 """Reasons that readings only suggest; they flip a device if the operator configures it."""
 
 _POLICY: Final = Policy()

@@ -9,13 +9,13 @@ from agent.core.xids import advice_of as advice_of_xid
 from agent.model.health import Condition, Evidence, Reason, Recovery, Severity
 
 
-class Meaning(msgspec.Struct, frozen=True):
+class ReasonSpec(msgspec.Struct, frozen=True):
     """A row of the table."""
 
     severity: Severity
     evidence: Evidence
     recovery: Recovery
-    says: str
+    summary: str
     """What was seen, in one line."""
     advice: str
     """The next step, for the person who reads the reason."""
@@ -35,209 +35,209 @@ _CRITICAL, _WARNING, _INFO = Severity.CRITICAL, Severity.WARNING, Severity.INFO
 _READ_LOG = "read the kernel log (dmesg) for NVRM lines"
 _DRAIN_AND_RESET = "drain the GPU, then reset it (nvidia-smi --gpu-reset) or reboot the node"
 
-MEANINGS: Final[Mapping[Reason, Meaning]] = {
-    Reason.XID: Meaning(
+REASON_SPECS: Final[Mapping[Reason, ReasonSpec]] = {
+    Reason.XID: ReasonSpec(
         _CRITICAL, _HARD, _RESET, "The driver reported an error of the GPU", _DRAIN_AND_RESET
     ),
-    Reason.UNCONFIRMED: Meaning(
+    Reason.UNCONFIRMED: ReasonSpec(
         _WARNING,
         _SOFT,
         _CLEARS,
         "The kernel log reports an error that nothing else confirms",
         "see whether it repeats; run a diagnosis of the GPU (dcgmi diag -r 3) when it is free",
     ),
-    Reason.GPU_LOST: Meaning(
+    Reason.GPU_LOST: ReasonSpec(
         _CRITICAL, _HARD, _RESET, "The GPU does not answer on the bus", "reset the GPU or reboot the node"
     ),
-    Reason.RESET_REQUIRED: Meaning(
+    Reason.RESET_REQUIRED: ReasonSpec(
         _CRITICAL, _HARD, _RESET, "The driver wants the GPU to be reset", _DRAIN_AND_RESET
     ),
-    Reason.RECOVERY_ACTION: Meaning(
+    Reason.RECOVERY_ACTION: ReasonSpec(
         _CRITICAL, _HARD, _RESET, "The driver names the step that brings the GPU back", "take that step"
     ),
-    Reason.IMEX_DOMAIN_DOWN: Meaning(
+    Reason.IMEX_DOMAIN_DOWN: ReasonSpec(
         _WARNING,
         _HARD,
         _CLEARS,
         "The driver asks to recover the IMEX domain, which is not about this GPU",
         "check nvidia-imex on every node of the domain",
     ),
-    Reason.ECC_UNCORRECTED: Meaning(
+    Reason.ECC_UNCORRECTED: ReasonSpec(
         _WARNING, _HARD, _RESET, "Memory errors that ECC could not correct", "reset the GPU when it is free"
     ),
-    Reason.ROW_REMAP_FAILED: Meaning(
+    Reason.ROW_REMAP_FAILED: ReasonSpec(
         _CRITICAL, _HARD, Recovery.BY_HAND, "Memory could not be repaired", "have the GPU replaced (RMA)"
     ),
-    Reason.ROW_REMAP_PENDING: Meaning(
+    Reason.ROW_REMAP_PENDING: ReasonSpec(
         _INFO, _HARD, _CLEARS, "Memory will be repaired at the next reset", "reset the GPU when it is free"
     ),
-    Reason.NVLINK_DOWN: Meaning(
+    Reason.NVLINK_DOWN: ReasonSpec(
         _WARNING, _SOFT, _CLEARS, "NVLinks are down", "reset the GPU when it is free; check the links"
     ),
-    Reason.FABRIC_NOT_READY: Meaning(
+    Reason.FABRIC_NOT_READY: ReasonSpec(
         _CRITICAL, _HARD, _CLEARS, "The NVSwitch fabric is not set up", "start nvidia-fabricmanager"
     ),
-    Reason.FABRIC_FAILED: Meaning(
+    Reason.FABRIC_FAILED: ReasonSpec(
         _CRITICAL,
         _HARD,
         _CLEARS,
         "The NVSwitch fabric could not be set up",
         "check that nvidia-fabricmanager has the driver's version",
     ),
-    Reason.THERMAL: Meaning(
+    Reason.THERMAL: ReasonSpec(
         _WARNING, _SOFT, _CLEARS, "The GPU is too hot or held down by hardware", "check cooling and power"
     ),
-    Reason.PCIE_DEGRADED: Meaning(
+    Reason.PCIE_DEGRADED: ReasonSpec(
         _INFO, _HARD, _CLEARS, "The PCIe link is narrower than it can be", "reseat the card"
     ),
-    Reason.NVML_ERROR: Meaning(_CRITICAL, _HARD, _CLEARS, "A driver call failed", _READ_LOG),
-    Reason.NVML_TIMEOUT: Meaning(_CRITICAL, _HARD, _CLEARS, "A driver call does not answer", _READ_LOG),
-    Reason.DRIVER_HUNG: Meaning(
+    Reason.NVML_ERROR: ReasonSpec(_CRITICAL, _HARD, _CLEARS, "A driver call failed", _READ_LOG),
+    Reason.NVML_TIMEOUT: ReasonSpec(_CRITICAL, _HARD, _CLEARS, "A driver call does not answer", _READ_LOG),
+    Reason.DRIVER_HUNG: ReasonSpec(
         _CRITICAL, _HARD, _CLEARS, "The driver as a whole does not answer", "drain the node and reboot it"
     ),
-    Reason.UVM_FAILED: Meaning(
+    Reason.UVM_FAILED: ReasonSpec(
         _CRITICAL,
         _HARD,
         _CLEARS,
         "The unified memory driver refuses its work, so no CUDA program starts",
         "drain the node and reboot it",
     ),
-    Reason.DRIVER_NOT_LOADED: Meaning(
+    Reason.DRIVER_NOT_LOADED: ReasonSpec(
         _CRITICAL, _HARD, _CLEARS, "NVML cannot be initialised", "install or load the NVIDIA driver"
     ),
-    Reason.NVML_VERSION_MISMATCH: Meaning(
+    Reason.NVML_VERSION_MISMATCH: ReasonSpec(
         _CRITICAL,
         _HARD,
         _CLEARS,
         "The driver's library and kernel module are of different versions",
         "reload the kernel module or reboot, so that both versions match",
     ),
-    Reason.DEVICE_NODE_MISSING: Meaning(
+    Reason.DEVICE_NODE_MISSING: ReasonSpec(
         _CRITICAL, _HARD, _CLEARS, "A device node does not exist", "run nvidia-modprobe -u -c 0 (or reboot)"
     ),
-    Reason.GPU_COUNT_MISMATCH: Meaning(
+    Reason.GPU_COUNT_MISMATCH: ReasonSpec(
         _WARNING, _HARD, _CLEARS, "NVML lists fewer GPUs than the bus has", _READ_LOG
     ),
-    Reason.FLAPPING: Meaning(
+    Reason.FLAPPING: ReasonSpec(
         _CRITICAL,
         _HARD,
         Recovery.REBOOT,
         "The GPU keeps failing and coming back",
         "find the cause, then gpu-agent recover",
     ),
-    Reason.MAINTENANCE: Meaning(
+    Reason.MAINTENANCE: ReasonSpec(
         _CRITICAL, _HARD, _CLEARS, "The driver was released on request", "wait, or gpu-agent resume"
     ),
-    Reason.HELD: Meaning(
+    Reason.HELD: ReasonSpec(
         _CRITICAL, _HARD, Recovery.BY_HAND, "An operator took the GPU out", "gpu-agent unhold"
     ),
-    Reason.KUBELET_UNAVAILABLE: Meaning(
+    Reason.KUBELET_UNAVAILABLE: ReasonSpec(
         _WARNING, _HARD, _CLEARS, "The kubelet cannot be reached", "start the kubelet"
     ),
-    Reason.REGISTRATION_REFUSED: Meaning(
+    Reason.REGISTRATION_REFUSED: ReasonSpec(
         _WARNING, _HARD, _CLEARS, "The kubelet refuses the registration", "read the kubelet's answer"
     ),
-    Reason.KUBELET_COUNT_MISMATCH: Meaning(
+    Reason.KUBELET_COUNT_MISMATCH: ReasonSpec(
         _WARNING,
         _HARD,
         _CLEARS,
         "The kubelet does not have the devices that it was sent",
         "read the kubelet's log; restart the kubelet if it lasts",
     ),
-    Reason.SOCKET_IN_USE: Meaning(
+    Reason.SOCKET_IN_USE: ReasonSpec(
         _WARNING,
         _HARD,
         _CLEARS,
         "Something else has the plugin's socket",
         "stop the other device plugin on this node",
     ),
-    Reason.SOURCE_FAILED: Meaning(
+    Reason.SOURCE_FAILED: ReasonSpec(
         _WARNING, _HARD, _CLEARS, "A part of the agent does not run", "read the agent's log"
     ),
-    Reason.MIG_SINGLE_NOT_UNIFORM: Meaning(
+    Reason.MIG_SINGLE_NOT_UNIFORM: ReasonSpec(
         _CRITICAL,
         _HARD,
         _CLEARS,
         "Strategy single needs one MIG profile on all GPUs",
         "give every GPU the same MIG profile, or use --mig-strategy=mixed",
     ),
-    Reason.IMEX_CHANNEL_MISSING: Meaning(
+    Reason.IMEX_CHANNEL_MISSING: ReasonSpec(
         _CRITICAL,
         _HARD,
         _CLEARS,
         "The node lacks an IMEX channel that every container is to get",
         "create /dev/nvidia-caps-imex-channels/channel0 (nvidia-modprobe -c 0) and start nvidia-imex",
     ),
-    Reason.MPS_NOT_READY: Meaning(
+    Reason.MPS_NOT_READY: ReasonSpec(
         _CRITICAL,
         _HARD,
         _CLEARS,
         "The MPS control daemon, which shares the GPU, does not serve",
         "start the MPS control daemon, or read its log",
     ),
-    Reason.MPS_REPLICAS_OVER_LIMIT: Meaning(
+    Reason.MPS_REPLICAS_OVER_LIMIT: ReasonSpec(
         _CRITICAL,
         _HARD,
         _CLEARS,
         "MPS cannot serve so many replicas of the GPU",
         "configure fewer replicas for this GPU model",
     ),
-    Reason.LIST_TOO_LONG: Meaning(
+    Reason.LIST_TOO_LONG: ReasonSpec(
         _WARNING,
         _HARD,
         _CLEARS,
         "A resource has more devices than the kubelet takes in one message",
         "configure fewer replicas",
     ),
-    Reason.CDI_UNRESOLVABLE: Meaning(
+    Reason.CDI_UNRESOLVABLE: ReasonSpec(
         _CRITICAL,
         _HARD,
         _CLEARS,
         "No CDI specification file resolves a device that is offered",
         "let the agent write --cdi-spec-dir, or remove the file that names its devices too",
     ),
-    Reason.STATE_LOST: Meaning(
+    Reason.STATE_LOST: ReasonSpec(
         _WARNING,
         _HARD,
         Recovery.BY_HAND,
         "What was known of the node's GPUs before the start cannot be read",
         "check the GPUs that were out before, hold those that must stay out, then gpu-agent recover --state",
     ),
-    Reason.NOT_PROBED: Meaning(
+    Reason.NOT_PROBED: ReasonSpec(
         _WARNING, _SOFT, _CLEARS, "The GPU was not looked at yet", "wait for the first health poll"
     ),
-    Reason.NOT_ENOUGH_GPUS: Meaning(
+    Reason.NOT_ENOUGH_GPUS: ReasonSpec(
         _WARNING, _HARD, _CLEARS, "The node has no GPU", "check the node's GPUs (lspci -d 10de:)"
     ),
-    Reason.CONTEXT_LEAK: Meaning(
+    Reason.CONTEXT_LEAK: ReasonSpec(
         _WARNING,
         _SOFT,
         _CLEARS,
         "Contexts are held by processes that should have let go of them",
         "gpu-agent owners names the processes; end them, or fix what they leak",
     ),
-    Reason.MEMORY_HELD_NO_PROCESS: Meaning(
+    Reason.MEMORY_HELD_NO_PROCESS: ReasonSpec(
         _WARNING,
         _SOFT,
         _CLEARS,
         "Memory of the GPU is used and no process has it",
         "reset the GPU when it is free; look for processes in other machines or PID namespaces",
     ),
-    Reason.FOREIGN_PROCESS: Meaning(
+    Reason.FOREIGN_PROCESS: ReasonSpec(
         _WARNING,
         _SOFT,
         _CLEARS,
         "A process uses a GPU that it was not given",
         "gpu-agent owners names it; end it, or let its pod request the GPU",
     ),
-    Reason.ALLOCATED_IDLE: Meaning(
+    Reason.ALLOCATED_IDLE: ReasonSpec(
         _INFO,
         _SOFT,
         _CLEARS,
         "A pod has a device that no process has opened for long",
         "ask the pod's owner whether it is still needed",
     ),
-    Reason.MANY_CONTEXTS: Meaning(
+    Reason.MANY_CONTEXTS: ReasonSpec(
         _INFO,
         _SOFT,
         _CLEARS,
@@ -270,4 +270,4 @@ def advice_of(condition: Condition) -> str:
         return advice_of_xid(condition.key.code)
     if condition.reason is Reason.NVML_ERROR and condition.key.code == NO_PERMISSION:
         return "give the agent access to /dev/nvidiactl and /dev/nvidia* (root, or a privileged container)"
-    return MEANINGS[condition.reason].advice
+    return REASON_SPECS[condition.reason].advice

@@ -124,7 +124,7 @@ class Refinement(msgspec.Struct, frozen=True):
 
     codes: range
     xid_class: XidClass
-    says: str
+    summary: str
     """Why, for people."""
     severity: NvlinkSeverity | None = None
     reset: bool | None = None
@@ -143,9 +143,9 @@ class Refinement(msgspec.Struct, frozen=True):
     @property
     def when(self) -> str:
         """What has to be so, for people."""
-        told = [] if self.severity is None else [f"the line says {self.severity}"]
+        told = [] if self.severity is None else [f"the line has {self.severity}"]
         if self.reset is not None:
-            told.append(f"the line says RST: {'Yes' if self.reset else 'No'}")
+            told.append(f"the line has RST: {'Yes' if self.reset else 'No'}")
         if self.before_branch is not None:
             told.append(f"the driver is older than {self.before_branch}")
         return " and ".join(told)
@@ -251,7 +251,7 @@ def flips(xid: int, policy: Policy, words: XidWords = NO_WORDS, branch: int | No
 
 def text_of(xid: int, detail: str = "", branch: int | None = None) -> str:
     """Return an XID in words: ``XID 79: GPU has fallen off the bus``."""
-    older = (each.says for each in REFINEMENTS if each.before_branch and each.fits(xid, NO_WORDS, branch))
+    older = (each.summary for each in REFINEMENTS if each.before_branch and each.fits(xid, NO_WORDS, branch))
     name = next(older, NAMES.get(xid))
     return f"XID {xid}" + (f": {name}" if name else "") + (f" ({detail})" if detail else "")
 

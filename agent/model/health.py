@@ -18,7 +18,7 @@ class Health(StrEnum):
 
 
 class Evidence(StrEnum):
-    """HARD: the device says it of itself. SOFT: the agent inferred it."""
+    """HARD: the device reports it. SOFT: the agent infers it."""
 
     HARD = "hard"
     SOFT = "soft"
@@ -122,7 +122,7 @@ class InvolvedProcess(msgspec.Struct, frozen=True, kw_only=True):
     """False: no signal reaches it (state D), or it ended already."""
     contexts: int | None = None
     used_bytes: int | None = None
-    """Of the GPU's memory; None where NVML does not say."""
+    """Of the GPU's memory; None: NVML does not report it."""
     since_ns: int
     """When the finding's cause began, as far as it was seen."""
     role: Literal["holder", "owner"] = "holder"

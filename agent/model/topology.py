@@ -39,7 +39,7 @@ class NvLinks(msgspec.Struct, frozen=True):
     """How many lead to NVSwitches."""
 
 
-class Survey(msgspec.Struct, frozen=True):
+class TopologySample(msgspec.Struct, frozen=True):
     """What was found out of one GPU's place in the node."""
 
     nvlinks: NvLinks | None = None

@@ -11,7 +11,7 @@ from typing import Any, Final
 import msgspec
 
 from agent.core.allocation.injection import ContainerAnswer, DeviceNode, Mount, name_in_container
-from agent.core.allocation.requests import Refusal, allocate, shown
+from agent.core.allocation.requests import Rejection, allocate, shown
 from agent.errors import AgentError, UsageError
 from agent.model.ids import GpuUuid
 from agent.model.policy import Injection
@@ -49,7 +49,7 @@ def dry_run(snapshot: Snapshot, words: Sequence[str], *, resource: str | None = 
     if unknown is not None:
         raise UsageError(meant.divided(unknown) or _unknown(unknown, meant.short_names(of), of))
     answer = allocate(snapshot, of, ids, annotation_id=ANNOTATION_ID)
-    if isinstance(answer, Refusal):
+    if isinstance(answer, Rejection):
         raise AgentError(answer.message)
     return allocate_response(answer)
 

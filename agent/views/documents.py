@@ -12,8 +12,8 @@ import msgspec
 
 from agent import __version__
 from agent.core.allocation.topology import short_name
-from agent.core.health.inventory import remarks
-from agent.core.reasons import MEANINGS, advice_of
+from agent.core.health.inventory import unadvertised_devices
+from agent.core.reasons import REASON_SPECS, advice_of
 from agent.model.gpu import Gpu
 from agent.model.health import Condition, Reason
 from agent.model.ids import ALL, DeviceId, GpuUuid
@@ -57,7 +57,7 @@ def _finding(finding: Finding) -> v1.PreflightReason:
     reason: v1.PreflightReason = {
         "code": finding.reason.value,
         "message": finding.message,
-        "advice": MEANINGS[finding.reason].advice,
+        "advice": REASON_SPECS[finding.reason].advice,
         "gpus": finding.gpus,
     }
     if finding.used_bytes is not None:
@@ -250,7 +250,9 @@ def state(snapshot: Snapshot, time_of: TimeOf) -> Json:
         "resources": [_resource(resource, time_of) for resource in snapshot.resources],
         "unoffered": [
             {"gpu_uuid": each.gpu, "message": each.why.value, "detail": each.detail}
-            for each in remarks((view.gpu for view in snapshot.gpus if view.present), snapshot.policy)
+            for each in unadvertised_devices(
+                (view.gpu for view in snapshot.gpus if view.present), snapshot.policy
+            )
         ],
         "conditions": conditions(snapshot, time_of)["conditions"],
         "holds": dict(snapshot.holds),

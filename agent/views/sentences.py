@@ -112,7 +112,7 @@ _SENTENCES: Final[Mapping[str, Callable[[Fields], str]]] = {
     "A GPU is held": lambda fields: f"The GPU {fields['selector']} is held: {fields['why']}",
     "A GPU is held no more": lambda fields: f"The GPU {fields['selector']} is held no more",
     "A hold was rejected: there are too many": lambda fields: (
-        f"A hold of {fields['selector']} was refused: there are too many"
+        f"A hold of {fields['selector']} was rejected: there are too many"
     ),
     "An operator declared a GPU healthy": lambda fields: (
         f"An operator declared the GPU {fields['uuid']} healthy"

@@ -38,7 +38,7 @@ async def _preferred(effort: Effort) -> AsyncGenerator[Figure, None]:
         async with bench_node(spec) as node:
             with node.agent() as agent:
                 await agent.ready()
-                await _surveyed(node)
+                await _wait_topology(node)
                 trials = _trials(node, Bystander(agent.pid), count)
                 await agent.end()
         name, promised = f"S6.preferred_{kind}", {"p50_ms": _TARGET_MS, "p99_ms": _TARGET_MS}
@@ -75,7 +75,7 @@ def _with_links(spec: NodeSpec, has_links: Callable[[int], bool]) -> NodeSpec:
     return msgspec.structs.replace(spec, gpus=gpus)
 
 
-async def _surveyed(node: BenchNode) -> None:
+async def _wait_topology(node: BenchNode) -> None:
     """Wait until the agent knows how every two GPUs are connected."""
     client = AgentClient(node.simulated.directory.agent_flags()["control-socket"])
     deadline_s = time.monotonic() + PATIENCE_S

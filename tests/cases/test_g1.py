@@ -98,7 +98,7 @@ async def test_a_thousand_pods_get_the_gpus_that_did_not_fall_off(
 ) -> None:
     async with simulated_node(hardware) as node, agent_process(node) as agent:
         await wait_allocatable(node.kubelet, 8, capacity=8)
-        await agent.wait_answer("/v1/topology", is_surveyed)
+        await agent.wait_answer("/v1/topology", has_topology)
         falls_off(node)
         await wait_allocatable(node.kubelet, 7, capacity=8)
         client = node.kubelet.client(GPU)
@@ -119,5 +119,5 @@ async def test_a_thousand_pods_get_the_gpus_that_did_not_fall_off(
         assert uuids(node)[LOST] not in await client.preferred(uuids(node), (), 7)
 
 
-def is_surveyed(status: int, body: Any) -> bool:
+def has_topology(status: int, body: Any) -> bool:
     return status == 200 and all(link["kind"] for gpu in body["gpus"] for link in gpu["links"])

@@ -143,8 +143,8 @@ def test_every_problem_is_reported_at_once(capsys: pytest.CaptureFixture[str], t
     node = "devices[0].containerEdits.deviceNodes[0]"
     assert validated(capsys, tmp_path, broken) == [
         "FILE: kind: must be a kind, not 'NVIDIA/gpu'",
-        f"FILE: {node}.mode: is no field of a specification, so runtimes refuse all of it",
-        f"FILE: {node}.x: is no field of a specification, so runtimes refuse all of it",
+        f"FILE: {node}.mode: is no field of a specification, so runtimes reject the file",
+        f"FILE: {node}.x: is no field of a specification, so runtimes reject the file",
         f"FILE: {node}.path: must be an absolute path, not 'dev'",
     ]
 

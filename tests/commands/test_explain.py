@@ -5,7 +5,7 @@ import json
 import pytest
 
 from agent import cli
-from agent.core.reasons import MEANINGS
+from agent.core.reasons import REASON_SPECS
 from agent.core.xids import CLASSES
 from agent.model.health import Reason
 
@@ -17,7 +17,7 @@ def explained(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 
 def test_every_reason_is_explained(capsys: pytest.CaptureFixture[str]) -> None:
     rows = json.loads(explained(capsys, "-o", "json"))["reasons"]
-    assert [row["code"] for row in rows] == [reason.value for reason in MEANINGS]
+    assert [row["code"] for row in rows] == [reason.value for reason in REASON_SPECS]
     assert {row["code"] for row in rows} == {reason.value for reason in Reason}
     assert all(row["says"] and row["advice"] for row in rows)
 
@@ -28,7 +28,7 @@ def test_every_xid_of_the_catalog_is_explained(capsys: pytest.CaptureFixture[str
     by_xid = {row["xid"]: row for row in rows}
     assert (by_xid[94]["compat"], by_xid[94]["catalog"]) == ("flips", "ignored")
     (unless,) = by_xid[145]["unless"]
-    assert unless.startswith("information if the line says nonfatal (")
+    assert unless.startswith("information if the line has nonfatal (")
     assert by_xid[144]["unless"][0].startswith("reboot if the driver is older than 555")
     assert {"gpu_lost", "nvlink_down"} <= set(by_xid[74]["witnesses"])
     assert by_xid[13]["witnesses"] == by_xid[13]["unless"] == []
@@ -61,7 +61,7 @@ def test_an_xid_that_is_not_in_the_catalog_is_one_for_support(capsys: pytest.Cap
 
 
 def test_names_alone_are_for_scripts(capsys: pytest.CaptureFixture[str]) -> None:
-    assert explained(capsys, "-o", "name").split() == [reason.value for reason in MEANINGS]
+    assert explained(capsys, "-o", "name").split() == [reason.value for reason in REASON_SPECS]
     assert explained(capsys, "gpu_lost", "-o", "name") == "gpu_lost\n"
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from agent.commands.topology import LEGEND, topology_lines
 from agent.model.facts import TopologySeen
-from agent.model.topology import NvLinks, PcieDistance, Survey
+from agent.model.topology import NvLinks, PcieDistance, TopologySample
 from agent.threads import in_daemon_thread
 from agent.views import documents
 from tests.agent_process import PATIENCE_S, clean_environment, flags_of, running, simulated_node
@@ -28,20 +28,24 @@ def matrix(node: Node) -> list[str]:
     return lines[: lines.index("")]
 
 
-def sampled(samples: Mapping[int, Survey], count: int = 3) -> Node:
+def sampled(samples: Mapping[int, TopologySample], count: int = 3) -> Node:
     node = well_node(*[gpu(number, numa=0) for number in range(count)])
     node.tell(*(TopologySeen(gpu(number).uuid, sample) for number, sample in samples.items()))
     return node
 
 
 PAIR = {
-    0: Survey(NvLinks({"0000:11:00.0": 4}), {"0000:12:00.0": PcieDistance.HOST_BRIDGE}, cpu_affinity="0-15"),
-    1: Survey(NvLinks({"0000:10:00.0": 4}), {"0000:12:00.0": PcieDistance.CROSS_NODE}, cpu_affinity="0-15"),
+    0: TopologySample(
+        NvLinks({"0000:11:00.0": 4}), {"0000:12:00.0": PcieDistance.HOST_BRIDGE}, cpu_affinity="0-15"
+    ),
+    1: TopologySample(
+        NvLinks({"0000:10:00.0": 4}), {"0000:12:00.0": PcieDistance.CROSS_NODE}, cpu_affinity="0-15"
+    ),
 }
 
 
 def test_the_matrix_has_a_line_and_a_column_for_each_gpu() -> None:
-    assert matrix(sampled(PAIR | {2: Survey(NvLinks())})) == [
+    assert matrix(sampled(PAIR | {2: TopologySample(NvLinks())})) == [
         "GPU   GPU0  GPU1  GPU2  CPU-AFFINITY  NUMA-AFFINITY",
         "GPU0  X     NV4   PHB   0-15          0",
         "GPU1  NV4   X     SYS   0-15          0",
@@ -76,7 +80,7 @@ def test_the_legend_explains_every_name_there_is() -> None:
 
 
 def test_the_document_has_each_link_with_null_for_unknown_values() -> None:
-    document = asked(sampled(PAIR | {2: Survey(None)}))
+    document = asked(sampled(PAIR | {2: TopologySample(None)}))
     assert document["apiVersion"] == "gpu-agent/v1"
     first = document["gpus"][0]
     assert (first["gpu"], first["pci"], first["cpu_affinity"], first["numa_node"]) == (

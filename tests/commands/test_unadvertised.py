@@ -14,9 +14,9 @@ def test_a_gpu_in_mig_mode_without_a_mig_device_is_named() -> None:
     node.tell(GpusEnumerated((gpu(0), mig_gpu(1))))
     document: dict[str, Any] = documents.state(node.snapshot(), str)
     assert document["unoffered"] == [
-        {"gpu_uuid": U1, "message": "A GPU in MIG mode without a MIG device is not offered", "detail": ""}
+        {"gpu_uuid": U1, "message": "A GPU in MIG mode without a MIG device is not advertised", "detail": ""}
     ]
     agent = {"version": "1", "phase": "serving", "uptime_s": 5, "pid": 7}
     lines = status_lines(document | {"agent": agent}, now_ns=0)
-    place = lines.index("         A GPU in MIG mode without a MIG device is not offered")
+    place = lines.index("         A GPU in MIG mode without a MIG device is not advertised")
     assert U1 in lines[place + 1]

@@ -63,7 +63,7 @@ from agent.model.parts import GPU_PROBER, NVML_EVENTS, NVML_NODE
 from agent.model.policy import Policy
 from agent.model.sample import GpuSample
 from agent.model.snapshot import Durable
-from agent.model.topology import NvLinks, Survey
+from agent.model.topology import NvLinks, TopologySample
 from agent.model.usage import DeviceCall, GpuMemory, PodSeen, PodUid, ProbeView, Usage
 from tests.core.build import (
     GPU,
@@ -187,7 +187,7 @@ ONE_OF_EACH: list[Fact] = [
     SocketFreed(GPU, 1),
     KubeletCounted({}, 0),
     GpuSampled(U0, GpuSample(recovery_action=1, hw_slowed=True, links_total=18, links_down=(3,))),
-    TopologySeen(U0, Survey(NvLinks({"0000:11:00.0": 4}))),
+    TopologySeen(U0, TopologySample(NvLinks({"0000:11:00.0": 4}))),
     DriverReleased(),
     KernelXidSeen("0000:10:00.0", 79),
     KernelLogRead(7),

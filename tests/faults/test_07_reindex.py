@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agent.core.allocation.injection import VISIBLE_DEVICES, ContainerAnswer
-from agent.core.allocation.requests import Refusal, allocate
+from agent.core.allocation.requests import Rejection, allocate
 from agent.model.health import Health, Reason
 from agent.model.ids import GpuUuid
 from agent.model.policy import Policy
@@ -87,7 +87,7 @@ class Bus:
             assert isinstance(answer, ContainerAnswer)
             assert answer.envs == {VISIBLE_DEVICES: uuid(card)}
         else:
-            assert isinstance(answer, Refusal)
+            assert isinstance(answer, Rejection)
             assert answer.kind == "unhealthy"
             assert uuid(card) in answer.message
 
@@ -143,7 +143,7 @@ def test_another_card_in_the_same_slot_is_another_device_and_the_old_id_is_refus
     snapshot = node.snapshot()
     (resource,) = snapshot.resources
     refused = allocate(snapshot, resource, [uuid(1)])
-    assert isinstance(refused, Refusal)
+    assert isinstance(refused, Rejection)
     assert refused.kind == "unhealthy"
     assert isinstance(allocate(snapshot, resource, [uuid(9)]), ContainerAnswer)
 
@@ -152,7 +152,7 @@ def test_an_id_that_never_was_is_unknown() -> None:
     node = well_node(gpu(0), policy=QUICK)
     snapshot = node.snapshot()
     refused = allocate(snapshot, snapshot.resources[0], [uuid(7)])
-    assert isinstance(refused, Refusal)
+    assert isinstance(refused, Rejection)
     assert refused.kind == "unknown"
 
 

@@ -14,8 +14,8 @@ from tests.core.use import node, orphan, process, seen
 from tests.views.test_usage import in_use, time_of
 
 
-def sick() -> Node:
-    """A node with an XID, and a leak whose condition names a process."""
+def unhealthy() -> Node:
+    """Return a node with an XID, and a leak whose condition names a process."""
     made = node()
     made.tell(xid(79, U0), seen(process(8), orphans=[orphan(7, 8, ended_ns=0)]))
     return made
@@ -50,21 +50,21 @@ def all_documents(on: Node) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("made", [Node, in_use, sick])
+@pytest.mark.parametrize("made", [Node, in_use, unhealthy])
 def test_each_document_is_of_its_type(made: type[Node]) -> None:
-    told = all_documents(made())
-    assert list(told) == [each.__name__ for each in v1.DOCUMENTS]
+    made_documents = all_documents(made())
+    assert list(made_documents) == [each.__name__ for each in v1.DOCUMENTS]
     schema = reference.schema()["$defs"]
     for each in v1.DOCUMENTS:
-        raw = msgspec.json.encode(told[each.__name__])
+        raw = msgspec.json.encode(made_documents[each.__name__])
         msgspec.json.decode(raw, type=each)
         assert unpublished(msgspec.json.decode(raw), {"$ref": f"#/$defs/{each.__name__}"}, schema) == set()
 
 
-def test_the_sick_node_has_what_is_to_be_checked() -> None:
-    conditions = documents.conditions(sick().snapshot(), time_of)["conditions"]
+def test_the_unhealthy_node_has_conditions_and_lists() -> None:
+    conditions = documents.conditions(unhealthy().snapshot(), time_of)["conditions"]
     assert {condition["code"] for condition in conditions} == {"xid", "context_leak"}
-    assert all_documents(sick())["Lists"]["lists"][0]["unhealthy"][0]["reasons"]
+    assert all_documents(unhealthy())["Lists"]["lists"][0]["unhealthy"][0]["reasons"]
 
 
 def unpublished(value: object, of: dict[str, Any], schema: dict[str, Any]) -> set[str]:

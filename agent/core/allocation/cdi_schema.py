@@ -268,7 +268,7 @@ def _record(
     known = {**required, **optional}
     for key in value:
         if key not in known:
-            yield f"{prefix}{key}: is no field of a specification, so runtimes refuse all of it"
+            yield f"{prefix}{key}: is no field of a specification, so runtimes reject the file"
     for key, check in known.items():
         if value.get(key) is not None:
             yield from check(value[key], f"{prefix}{key}")

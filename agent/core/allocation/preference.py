@@ -15,7 +15,7 @@ from itertools import combinations
 from typing import Final
 
 from agent.core.allocation.grouping import best_group
-from agent.core.allocation.requests import Refusal, container_order, shown
+from agent.core.allocation.requests import Rejection, container_order, shown
 from agent.model.health import Health
 from agent.model.ids import ALL
 from agent.model.policy import Policy, SharedAllocationPolicy
@@ -25,12 +25,12 @@ from agent.model.topology import UNKNOWN_LINK, Topology
 
 def prefer(
     snapshot: Snapshot, resource: Resource, available: Sequence[str], must_include: Sequence[str], size: int
-) -> tuple[str, ...] | Refusal:
+) -> tuple[str, ...] | Rejection:
     """Return ``size`` of the ``available`` ids: all of ``must_include``, then what goes best with them."""
     wanted = frozenset(available)
     free = sorted((device for device in resource.devices if device.id in wanted), key=container_order)
     required = _required(resource, free, must_include, size)
-    if isinstance(required, Refusal):
+    if isinstance(required, Rejection):
         return required
     held = frozenset(must_include)
     others = [device for device in free if device.id not in held]
@@ -49,17 +49,17 @@ def prefer(
 
 def _required(
     resource: Resource, free: Sequence[Device], must_include: Sequence[str], size: int
-) -> list[Device] | Refusal:
+) -> list[Device] | Rejection:
     """Return the devices that must be included, or why there are not ``size`` with them."""
     by_id: dict[str, Device] = {device.id: device for device in free}
     wanted = dict.fromkeys(must_include)
     missing = [one for one in wanted if one not in by_id]
     if missing:
-        return Refusal(
+        return Rejection(
             "unknown", f"{shown(missing[0])} must be included but is not among the available devices"
         )
     if not len(wanted) <= size <= len(free):
-        return Refusal(
+        return Rejection(
             "unsatisfiable",
             f"not enough available devices to satisfy allocation: {size} of {resource.name} were asked"
             f" for, {len(free)} are available and {len(wanted)} must be included",

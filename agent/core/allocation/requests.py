@@ -11,7 +11,7 @@ import msgspec
 
 from agent.core.allocation.injection import ContainerAnswer, container_answer, missing_channels, names_nodes
 from agent.core.allocation.nodes import unknown_message, unknown_nodes
-from agent.core.reasons import MEANINGS, advice_of
+from agent.core.reasons import REASON_SPECS, advice_of
 from agent.core.wording import listed
 from agent.model.health import Evidence, Health, Reason
 from agent.model.snapshot import Device, Resource, Snapshot
@@ -20,7 +20,7 @@ MAX_NAMED: Final = 4
 """Devices that a refusal names; a request may hold thousands of ids, and a message is read by a person."""
 
 
-class Refusal(msgspec.Struct, frozen=True):
+class Rejection(msgspec.Struct, frozen=True):
     """Why a request cannot be met."""
 
     kind: Literal["unknown", "unhealthy", "unsatisfiable", "missing"]
@@ -35,13 +35,13 @@ def allocate(
     *,
     annotation_id: str = "",
     absent: Collection[str] = (),
-) -> ContainerAnswer | Refusal:
+) -> ContainerAnswer | Rejection:
     """Return what a container gets for the devices ``ids`` (duplicates are one).
 
     For ``annotation_id`` and ``absent`` see ``container_answer``.
     """
     devices = find_devices(resource, ids)
-    if isinstance(devices, Refusal):
+    if isinstance(devices, Rejection):
         return devices
     devices.sort(key=container_order)
     refusal = (
@@ -55,7 +55,7 @@ def allocate(
     return container_answer(snapshot, resource, devices, annotation_id=annotation_id, absent=absent)
 
 
-def refuse_start(snapshot: Snapshot, resource: Resource, ids: Sequence[str]) -> Refusal | None:
+def reject_start(snapshot: Snapshot, resource: Resource, ids: Sequence[str]) -> Rejection | None:
     """Return why a container must not start on devices that it was allocated; None: nothing is against it.
 
     Only what a device says of itself counts. What is inferred, and a device that is not known (any
@@ -67,7 +67,7 @@ def refuse_start(snapshot: Snapshot, resource: Resource, ids: Sequence[str]) -> 
             continue
         for condition in device.reasons:
             if condition.flips and condition.evidence is Evidence.HARD:
-                return Refusal(
+                return Rejection(
                     "unhealthy",
                     f"{_named(snapshot, device)} failed after it was allocated: {condition.reason}:"
                     f" {condition.message}; {advice_of(condition)}, or delete the pod so that it is"
@@ -76,13 +76,13 @@ def refuse_start(snapshot: Snapshot, resource: Resource, ids: Sequence[str]) -> 
     return None
 
 
-def find_devices(resource: Resource, ids: Sequence[str]) -> list[Device] | Refusal:
+def find_devices(resource: Resource, ids: Sequence[str]) -> list[Device] | Rejection:
     """Return the devices of ``ids`` in the order asked for, duplicates once, or name the unknown ones."""
     known: dict[str, Device] = {device.id: device for device in resource.devices}
     unknown = [wanted for wanted in dict.fromkeys(ids) if wanted not in known]
     if unknown:
         several = len(unknown) > 1
-        return Refusal(
+        return Rejection(
             "unknown",
             f"invalid request: unknown device{'s' if several else ''}: {_listed(unknown)}"
             f" {'are not devices' if several else 'is not a device'} of {resource.name} on this node;"
@@ -106,18 +106,18 @@ def _named(snapshot: Snapshot, device: Device, name: str = "") -> str:
     return f"{name or device.id} (GPU {place})"
 
 
-def _too_many(snapshot: Snapshot, resource: Resource, devices: Sequence[Device]) -> Refusal | None:
+def _too_many(snapshot: Snapshot, resource: Resource, devices: Sequence[Device]) -> Rejection | None:
     """Return what the operator's limits on shared devices say against a request."""
     sharing = snapshot.policy.sharing
     shares = [device for device in devices if device.replica is not None]
     if sharing.fail_requests_greater_than_one and shares and len(devices) > 1:
-        return Refusal(
+        return Rejection(
             "unsatisfiable",
             f'invalid allocation request for "{resource.name}": invalid request: maximum request size for'
             f" shared resources is 1; found {len(devices)}; ask for 1 {resource.name} in each container",
         )
     if sharing.distinct_cards and (twice := _twice(shares)):
-        return Refusal(
+        return Rejection(
             "unsatisfiable",
             f"{_named(snapshot, twice[0], twice[0].uuid)} was allocated more than once"
             f" ({_listed([share.id for share in twice])}), and"
@@ -142,12 +142,12 @@ def _listed(ids: Sequence[str]) -> str:
     return listed([*named, f"{more} more"] if more else named, "and")
 
 
-def _sick(snapshot: Snapshot, devices: Iterable[Device]) -> Refusal | None:
+def _sick(snapshot: Snapshot, devices: Iterable[Device]) -> Rejection | None:
     sick = next((device for device in devices if device.health is not Health.HEALTHY), None)
-    return None if sick is None else Refusal("unhealthy", _unhealthy_message(snapshot, sick))
+    return None if sick is None else Rejection("unhealthy", _unhealthy_message(snapshot, sick))
 
 
-def _no_channel(snapshot: Snapshot) -> Refusal | None:
+def _no_channel(snapshot: Snapshot) -> Rejection | None:
     """Return what a missing IMEX channel says against a request.
 
     Where the agent itself requires it, every device is unhealthy already: this is for who asks what
@@ -156,14 +156,14 @@ def _no_channel(snapshot: Snapshot) -> Refusal | None:
     missing = missing_channels(snapshot.policy.injection, snapshot.control_nodes)
     if not missing:
         return None
-    return Refusal(
+    return Rejection(
         "missing",
         f"{missing[0]} is required for every container and does not exist on this node;"
-        f" {MEANINGS[Reason.IMEX_CHANNEL_MISSING].advice}",
+        f" {REASON_SPECS[Reason.IMEX_CHANNEL_MISSING].advice}",
     )
 
 
-def _no_node(snapshot: Snapshot, devices: Iterable[Device]) -> Refusal | None:
+def _no_node(snapshot: Snapshot, devices: Iterable[Device]) -> Rejection | None:
     """Return which device has a node that cannot be named, where containers are given nodes by path."""
     if not names_nodes(snapshot.policy.injection):
         return None
@@ -172,11 +172,11 @@ def _no_node(snapshot: Snapshot, devices: Iterable[Device]) -> Refusal | None:
         migs = view.gpu.mig_devices if view is not None else ()
         mig = next((each for each in migs if each.uuid == device.uuid), None)
         if view is not None and (unknown := unknown_nodes(view.gpu, mig)):
-            return Refusal(
+            return Rejection(
                 "missing",
                 f"{_named(snapshot, device)} cannot be given to a container: {unknown_message(unknown)};"
-                f" {MEANINGS[Reason.DEVICE_NODE_MISSING].advice}, or delete the pod so that it is allocated"
-                " anew",
+                f" {REASON_SPECS[Reason.DEVICE_NODE_MISSING].advice}, or delete the pod so that it is"
+                " allocated anew",
             )
     return None
 

@@ -1,4 +1,4 @@
-"""How the GPUs of a node are connected, put together from what each GPU's survey found.
+"""How the GPUs of a node are connected, put together from what each GPU's sample found.
 
 Invariants: a GPU that is not there, or whose links could not be read, has unknown links; the others
 keep theirs. What the driver says of PCIe goes before what the kernel's device paths say.
@@ -10,7 +10,7 @@ from typing import Final
 
 from agent.model.gpu import Gpu
 from agent.model.ids import GpuUuid
-from agent.model.topology import UNKNOWN_LINK, Link, PcieDistance, Survey, Topology
+from agent.model.topology import UNKNOWN_LINK, Link, PcieDistance, Topology, TopologySample
 
 NUMA_WEIGHT: Final = 4_096
 """One point of a score outweighs every pair of a node's GPUs that is on one NUMA node."""
@@ -47,20 +47,20 @@ _SHORT_NAMES: Final[Mapping[PcieDistance, str]] = {
 
 
 def topology_of(
-    gpus: Iterable[Gpu], surveys: Mapping[GpuUuid, Survey], present: frozenset[GpuUuid]
+    gpus: Iterable[Gpu], samples: Mapping[GpuUuid, TopologySample], present: frozenset[GpuUuid]
 ) -> Topology:
     """Return the connections of every two GPUs of which something is known, and the score of every two."""
     listed = tuple(gpus)
-    known = [gpu for gpu in listed if gpu.uuid in surveys]
+    known = [gpu for gpu in listed if gpu.uuid in samples]
     links: dict[tuple[GpuUuid, GpuUuid], Link] = {}
     for one, other in combinations(known, 2):
-        ours, theirs = surveys[one.uuid], surveys[other.uuid]
+        ours, theirs = samples[one.uuid], samples[other.uuid]
         link = Link(
             nvlinks=_nvlinks(one, other, ours, theirs) if {one.uuid, other.uuid} <= present else None,
             pcie=_distance(one, other, ours, theirs),
         )
         links[one.uuid, other.uuid] = links[other.uuid, one.uuid] = link
-    affinities = {gpu.uuid: surveys[gpu.uuid].cpu_affinity for gpu in known}
+    affinities = {gpu.uuid: samples[gpu.uuid].cpu_affinity for gpu in known}
     return Topology(
         links,
         {uuid: cpus for uuid, cpus in affinities.items() if cpus is not None},
@@ -78,7 +78,7 @@ def _scores(gpus: Sequence[Gpu], links: _Links) -> Mapping[GpuUuid, Mapping[GpuU
     return scores
 
 
-def _nvlinks(one: Gpu, other: Gpu, ours: Survey, theirs: Survey) -> int | None:
+def _nvlinks(one: Gpu, other: Gpu, ours: TopologySample, theirs: TopologySample) -> int | None:
     """Return how many links are up at both ends; through switches every GPU reaches every other."""
     if ours.nvlinks is None or theirs.nvlinks is None:
         return None
@@ -86,7 +86,7 @@ def _nvlinks(one: Gpu, other: Gpu, ours: Survey, theirs: Survey) -> int | None:
     return direct + min(ours.nvlinks.to_switches, theirs.nvlinks.to_switches)
 
 
-def _distance(one: Gpu, other: Gpu, ours: Survey, theirs: Survey) -> PcieDistance | None:
+def _distance(one: Gpu, other: Gpu, ours: TopologySample, theirs: TopologySample) -> PcieDistance | None:
     told = ours.distances.get(other.pci) or theirs.distances.get(one.pci)
     if told is not None or ours.path is None or theirs.path is None:
         return told

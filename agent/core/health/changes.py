@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Final
 
 from agent.core.freshness import stale_message
-from agent.core.health.inventory import remarks
+from agent.core.health.inventory import unadvertised_devices
 from agent.core.health.registration import Registration
 from agent.core.health.stability import NO_FAULTS, soft_candidates
 from agent.core.health.state import State
@@ -140,8 +140,8 @@ def _gpu_events(old: State, new: State) -> Iterator[Event]:
 def _unoffered_events(old: State, new: State) -> Iterator[Event]:
     if new.gpus is old.gpus and new.policy is old.policy:
         return
-    told = frozenset(remarks(old.gpus.values(), old.policy))
-    for remark in remarks(new.gpus.values(), new.policy):
+    told = frozenset(unadvertised_devices(old.gpus.values(), old.policy))
+    for remark in unadvertised_devices(new.gpus.values(), new.policy):
         if remark not in told:
             fields: dict[str, object] = {
                 "gpu": new.gpus[remark.gpu].index,

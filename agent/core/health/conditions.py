@@ -8,7 +8,7 @@ trouble that lasts is reported once, when it begins, and how long it lasted only
 from collections.abc import Container, Iterable, Mapping
 
 from agent.core.health.samples import RULES
-from agent.core.reasons import MEANINGS
+from agent.core.reasons import REASON_SPECS
 from agent.core.xids import XidClass, class_of
 from agent.model.health import Condition, ConditionKey, Details, Evidence, Reason, Recovery
 from agent.model.ids import ALL, GpuUuid, Placement, SourceName
@@ -39,7 +39,7 @@ def raised(
     """
     key = ConditionKey(source, reason, placement, code)
     active = conditions.get(key)
-    meaning = MEANINGS[reason]
+    meaning = REASON_SPECS[reason]
     if active is None:
         active = Condition(
             key=key,

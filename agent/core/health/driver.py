@@ -79,7 +79,7 @@ def _without_ghosts(state: State, max_gpus: int) -> State:
         xids=left(state.xids),
         samples=left(state.samples),
         slowdowns=left(state.slowdowns),
-        surveys=left(state.surveys),
+        topology_samples=left(state.topology_samples),
         fault_times=left(state.fault_times),
         memory=left(state.memory),
         device_calls=left(state.device_calls),
@@ -384,7 +384,7 @@ def hang_conditions(state: State, now_ns: int) -> conditions.Conditions:
 
 @handles(facts.TopologySeen)
 def apply_topology_seen(state: State, fact: facts.TopologySeen, _now_ns: int) -> State:
-    """Take what a survey of a GPU found."""
-    if fact.gpu not in state.gpus or state.surveys.get(fact.gpu) == fact.survey:
+    """Store the topology sample of a GPU."""
+    if fact.gpu not in state.gpus or state.topology_samples.get(fact.gpu) == fact.sample:
         return state
-    return replace(state, surveys={**state.surveys, fact.gpu: fact.survey})
+    return replace(state, topology_samples={**state.topology_samples, fact.gpu: fact.sample})

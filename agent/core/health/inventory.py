@@ -4,7 +4,7 @@ Invariants: ids are stable over restarts (NVML UUIDs). The order is stable also 
 and the others' indexes move: by PCI address, GPU instance, compute instance, replica. A resource
 that was offered once stays, with an empty list, so that the kubelet forgets its devices at once. So does one
 whose list the kubelet would not take: it is never made, however many replicas are configured.
-A device is offered under one name. What is there and is not offered as one might expect is remarked.
+A device is advertised under one name. A device that exists and is not advertised is reported with its reason.
 """
 
 import re
@@ -43,20 +43,20 @@ class Offer(msgspec.Struct, frozen=True):
     """NVML's index of the MIG device on its GPU; None: a whole GPU."""
 
 
-class Unoffered(StrEnum):
-    """Why something of a GPU is not offered, or not as the policy asks for."""
+class Unadvertised(StrEnum):
+    """Why a device of a GPU is not advertised, or not as the policy requests."""
 
-    PROFILE = "A MIG device with less compute than its GPU instance is not offered"
-    NO_MIG_DEVICE = "A GPU in MIG mode without a MIG device is not offered"
+    PROFILE = "A MIG device with less compute than its GPU instance is not advertised"
+    NO_MIG_DEVICE = "A GPU in MIG mode without a MIG device is not advertised"
     MIG_UNDER_MPS = "MIG devices are offered unshared, because MPS cannot share them"
-    TOO_MANY_REPLICAS = "A GPU is not offered, because MPS cannot serve so many replicas"
+    TOO_MANY_REPLICAS = "A GPU is not advertised, because MPS cannot serve so many replicas"
 
 
-class Remark(NamedTuple):
-    """What is not offered, and why."""
+class UnadvertisedDevice(NamedTuple):
+    """A device that is not advertised, and why."""
 
     gpu: GpuUuid
-    why: Unoffered
+    why: Unadvertised
     detail: str = ""
     """The profile, or the figures; empty where there is nothing to add."""
 
@@ -146,9 +146,9 @@ def _plan(gpus: Iterable[Gpu], policy: Policy) -> dict[ResourceName, list[_Plann
     for part in _parts(gpus, policy):
         share = share_of(policy.sharing, part.name, part.gpu, part.place)
         obstacle = None if share is None else _obstacle(part, share, policy)
-        if obstacle is Unoffered.TOO_MANY_REPLICAS:
+        if obstacle is Unadvertised.TOO_MANY_REPLICAS:
             continue
-        if share is None or obstacle is Unoffered.MIG_UNDER_MPS:
+        if share is None or obstacle is Unadvertised.MIG_UNDER_MPS:
             planned.setdefault(part.name, []).append(_Planned(part, None))
         else:
             name = shared_name(policy.sharing, part.name)
@@ -182,13 +182,13 @@ def _is_nameless(mig: MigDevice) -> bool:
     return _SMALLER_THAN_ITS_INSTANCE.match(mig.profile) is not None
 
 
-def _obstacle(part: _Part, share: Share, policy: Policy) -> Unoffered | None:
+def _obstacle(part: _Part, share: Share, policy: Policy) -> Unadvertised | None:
     """Return what stands against sharing a device; only MPS has limits."""
     if policy.sharing.strategy != "mps":
         return None
     if part.mig is not None:
-        return Unoffered.MIG_UNDER_MPS
-    return Unoffered.TOO_MANY_REPLICAS if share.replicas > mps_clients(part.gpu) else None
+        return Unadvertised.MIG_UNDER_MPS
+    return Unadvertised.TOO_MANY_REPLICAS if share.replicas > mps_clients(part.gpu) else None
 
 
 def _offers_of(planned: _Planned) -> Iterator[Offer]:
@@ -236,31 +236,31 @@ def unfit(gpus: Iterable[Gpu], policy: Policy) -> frozenset[ResourceName]:
     known = tuple(gpus)
     names = {GPU_RESOURCE} if mixed_profiles(known, policy) else set()
     for part, _, obstacle in _obstacles(known, policy):
-        if obstacle is Unoffered.TOO_MANY_REPLICAS:
+        if obstacle is Unadvertised.TOO_MANY_REPLICAS:
             names.add(shared_name(policy.sharing, part.name))
     return frozenset(names)
 
 
-def remarks(gpus: Iterable[Gpu], policy: Policy) -> tuple[Remark, ...]:
+def unadvertised_devices(gpus: Iterable[Gpu], policy: Policy) -> tuple[UnadvertisedDevice, ...]:
     """Return what is there and is not offered, or not as asked for, each once.
 
     What makes strategy ``single`` impossible is not among it: mixed_profiles tells that.
     """
     known = tuple(gpus)
-    found: list[Remark] = []
+    found: list[UnadvertisedDevice] = []
     for gpu in known if policy.mig_strategy == "mixed" else ():
         if gpu.mig_enabled and not gpu.mig_devices:
-            found.append(Remark(gpu.uuid, Unoffered.NO_MIG_DEVICE))
+            found.append(UnadvertisedDevice(gpu.uuid, Unadvertised.NO_MIG_DEVICE))
         nameless = filter(_is_nameless, gpu.mig_devices)
-        found += (Remark(gpu.uuid, Unoffered.PROFILE, mig.profile) for mig in nameless)
+        found += (UnadvertisedDevice(gpu.uuid, Unadvertised.PROFILE, mig.profile) for mig in nameless)
     for part, share, obstacle in _obstacles(known, policy):
         figures = f"{share.replicas} replicas of {part.gpu.name}, MPS serves {mps_clients(part.gpu)}"
         detail = figures if part.mig is None else part.mig.profile
-        found.append(Remark(part.gpu.uuid, obstacle, detail))
+        found.append(UnadvertisedDevice(part.gpu.uuid, obstacle, detail))
     return tuple(dict.fromkeys(found))
 
 
-def _obstacles(gpus: Iterable[Gpu], policy: Policy) -> Iterator[tuple[_Part, Share, Unoffered]]:
+def _obstacles(gpus: Iterable[Gpu], policy: Policy) -> Iterator[tuple[_Part, Share, Unadvertised]]:
     """Yield what cannot be shared as it is to be."""
     for part in _parts(gpus, policy):
         share = share_of(policy.sharing, part.name, part.gpu, part.place)

@@ -30,7 +30,7 @@ from agent.core.health.handlers import Applied, handles
 from agent.core.health.samples import REBOOT_ACTIONS, RULES, UNKNOWN, Window
 from agent.core.health.state import State
 from agent.core.health.witnesses import Suspect, Verdict, offers_action, shown_key, verdict_on
-from agent.core.reasons import MEANINGS
+from agent.core.reasons import REASON_SPECS
 from agent.model import facts
 from agent.model.effects import Effect, Event, EventKind, ProbeGpu, ProbeUvm, RecordEvent
 from agent.model.gpu import Gpu
@@ -264,8 +264,8 @@ def _action_announced(state: State, fact: facts.KernelXidSeen, gpu: Gpu, now_ns:
         return replace(state, conditions=eased(shown, reason, gpu.uuid)), (notice,)
     said = Condition(
         key=key,
-        evidence=MEANINGS[reason].evidence,
-        recovery=Recovery.REBOOT if action in REBOOT_ACTIONS else MEANINGS[reason].recovery,
+        evidence=REASON_SPECS[reason].evidence,
+        recovery=Recovery.REBOOT if action in REBOOT_ACTIONS else REASON_SPECS[reason].recovery,
         flips=True,
         message=message,
         since_ns=now_ns,

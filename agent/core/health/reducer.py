@@ -89,8 +89,12 @@ def _settle(old: State, state: State, now_ns: int) -> State:
     ):
         devices = _devices(old, state)
         state = replace(state, devices=devices, observed_flips=_observed_flips(state, devices))
-    if state.surveys is not old.surveys or state.present is not old.present or state.gpus is not old.gpus:
-        connected = topology.topology_of(state.gpus.values(), state.surveys, state.present)
+    if (
+        state.topology_samples is not old.topology_samples
+        or state.present is not old.present
+        or state.gpus is not old.gpus
+    ):
+        connected = topology.topology_of(state.gpus.values(), state.topology_samples, state.present)
         state = replace(state, topology=connected)
     if not state.first_probes_in and _probes_ready(state, now_ns):
         state = replace(state, first_probes_in=True)

@@ -5,7 +5,7 @@ from typing import Final
 
 from agent.core.allocation.nodes import UVM_NODE
 from agent.core.freshness import VOUCHERS, Rests, stale_message, unknown_gpus
-from agent.core.health.inventory import Unoffered, mixed_profiles, oversized, remarks
+from agent.core.health.inventory import Unadvertised, mixed_profiles, oversized, unadvertised_devices
 from agent.core.health.registration import LIST_OVERDUE, MISCOUNTED, NO_SOCKET, Registration
 from agent.core.health.state import State
 from agent.core.health.verdicts import health_of
@@ -181,8 +181,12 @@ def _driver_finding(driver: DriverView) -> Finding | None:
 
 def _sharing_findings(state: State) -> Iterator[Finding]:
     # A snapshot is made at each change, and only MPS has limits.
-    told = remarks(state.gpus.values(), state.policy) if state.policy.sharing.strategy == "mps" else ()
-    over = [each for each in told if each.why is Unoffered.TOO_MANY_REPLICAS]
+    told = (
+        unadvertised_devices(state.gpus.values(), state.policy)
+        if state.policy.sharing.strategy == "mps"
+        else ()
+    )
+    over = [each for each in told if each.why is Unadvertised.TOO_MANY_REPLICAS]
     if over:
         message = "; ".join(dict.fromkeys(each.detail for each in over))
         yield Finding(Reason.MPS_REPLICAS_OVER_LIMIT, message, tuple(each.gpu for each in over))

@@ -11,7 +11,7 @@ from typing import Final
 from agent.core.health import conditions
 from agent.core.health.state import State
 from agent.core.leaks.findings import CERTAIN
-from agent.core.reasons import MEANINGS
+from agent.core.reasons import REASON_SPECS
 from agent.model import facts
 from agent.model.health import Condition, Evidence, Reason, Recovery
 from agent.model.ids import GpuUuid, Placement
@@ -151,7 +151,7 @@ def with_policy(state: State, policy: Policy) -> State:
         key: replace(condition, flips=False)
         for key, condition in state.conditions.items()
         if condition.flips
-        and MEANINGS[key.reason].evidence is Evidence.SOFT
+        and REASON_SPECS[key.reason].evidence is Evidence.SOFT
         and not may_flip(condition, policy)
     }
     return replace(state, policy=policy, conditions={**state.conditions, **kept})

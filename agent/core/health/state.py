@@ -15,7 +15,7 @@ from agent.core.health.samples import Window
 from agent.core.health.verdicts import verdicts
 from agent.core.health.witnesses import Suspect
 from agent.core.leaks.findings import Leaks, inherited
-from agent.core.reasons import MEANINGS
+from agent.core.reasons import REASON_SPECS
 from agent.model.facts import KernelXidSeen
 from agent.model.gpu import Gpu
 from agent.model.health import Condition, ConditionKey, Evidence
@@ -24,7 +24,7 @@ from agent.model.policy import Policy
 from agent.model.sample import GpuSample
 from agent.model.snapshot import Device, DriverView, Durable, TaskView
 from agent.model.structs import replace
-from agent.model.topology import Survey, Topology
+from agent.model.topology import Topology, TopologySample
 from agent.model.usage import DeviceCall, GpuMemory, Pods, ProbeView, Usage
 
 MAX_AWAITED: Final = 256
@@ -107,9 +107,9 @@ class State(msgspec.Struct, frozen=True):
     """Why the unified memory driver refuses its work, as the kernel log says; None: it does not say so."""
     samples: Mapping[GpuUuid, GpuSample] = msgspec.field(default_factory=_nothing)
     slowdowns: Mapping[GpuUuid, Window] = msgspec.field(default_factory=_nothing)
-    surveys: Mapping[GpuUuid, Survey] = msgspec.field(default_factory=_nothing)
+    topology_samples: Mapping[GpuUuid, TopologySample] = msgspec.field(default_factory=_nothing)
     topology: Topology = msgspec.field(default_factory=Topology)
-    """How the GPUs are connected, as the surveys tell."""
+    """How the GPUs are connected, as the topology_samples tell."""
     fault_times: Mapping[GpuUuid, tuple[int, ...]] = msgspec.field(default_factory=_nothing)
     """When the newest self-clearing faults of a GPU began; what flapping is judged by."""
     soft_flip_ns: int | None = None
@@ -246,4 +246,4 @@ def initial_state(policy: Policy, restored: Durable | None, *, now_ns: int) -> S
 
 def _is_soft_flip(condition: Condition) -> bool:
     """Whether soft evidence flipped a device; when it did is not kept, so the breaker counts from here."""
-    return condition.flips and MEANINGS[condition.reason].evidence is Evidence.SOFT
+    return condition.flips and REASON_SPECS[condition.reason].evidence is Evidence.SOFT

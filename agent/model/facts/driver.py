@@ -9,7 +9,7 @@ from agent.model.health import Reason
 from agent.model.ids import ALL, GpuUuid, SourceName
 from agent.model.sample import GpuSample
 from agent.model.structs import replace
-from agent.model.topology import Survey
+from agent.model.topology import TopologySample
 from agent.model.usage import GpuMemory
 
 
@@ -150,9 +150,9 @@ class GpuMemorySeen(GpuState, frozen=True):
 
 
 class TopologySeen(GpuState, frozen=True):
-    """Where a GPU stands among the others: what a survey of it found."""
+    """Where a GPU stands among the others: what a sample of it found."""
 
-    survey: Survey
+    sample: TopologySample
     source: SourceName = NVML
 
 

@@ -58,7 +58,7 @@ class SpecDirectory:
 
     def _bring(self, wanted: Wanted) -> SpecFiles:
         places = self._places()
-        hooks, remarks = self._hooks(places)
+        hooks, notes = self._hooks(places)
         flags = self._settings.feature_flags
         try:
             found = find(places, wanted.driver_version, [gpu.pci for gpu in wanted.gpus], flags)
@@ -85,7 +85,7 @@ class SpecDirectory:
                 mig_strategy=wanted.mig_strategy,
                 files=found,
             ),
-            remarks=remarks,
+            notes=notes,
         )
 
     def _places(self) -> Places:

@@ -65,5 +65,5 @@ class SpecFiles(NamedTuple):
     """Files of others that name devices of ours, each with a name."""
     left_out: tuple[str, ...]
     """Devices of GPUs that are there and that no file names, each with why."""
-    remarks: tuple[str, ...]
+    notes: tuple[str, ...]
     """What an operator may not expect."""

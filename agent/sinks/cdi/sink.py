@@ -27,7 +27,7 @@ from agent import guard
 from agent.bus import Latest
 from agent.config.settings import Cdi
 from agent.core.allocation.injection import uses_cdi
-from agent.core.reasons import MEANINGS
+from agent.core.reasons import REASON_SPECS
 from agent.directory_watch import DirectoryWatch, Lookout
 from agent.log import About, about
 from agent.model.facts import CdiReported, Fact, WatchedDirectoryDeleted
@@ -257,7 +257,7 @@ class CdiSink:
                 _log.info("Wrote the CDI specification %(path)s: %(devices)s devices", _about(file))
         self._set_gap(is_lost=is_lost)
         self._files, self.absent = made.files, made.absent
-        said = frozenset((*made.remarks, *made.conflicts, *made.left_out))
+        said = frozenset((*made.notes, *made.conflicts, *made.left_out))
         for remark in sorted(said - self._said):
             _log.warning("The CDI specification: %(detail)s", about(detail=remark))
         self._said = said
@@ -332,7 +332,7 @@ def _trouble_of(made: SpecFiles) -> str | None:
         return None
     told = "; ".join(made.left_out[:MAX_TOLD]) + ("; ..." if len(made.left_out) > MAX_TOLD else "")
     number = f"{len(made.left_out)} device{'s are' if len(made.left_out) > 1 else ' is'}"
-    advice = MEANINGS[Reason.DEVICE_NODE_MISSING].advice
+    advice = REASON_SPECS[Reason.DEVICE_NODE_MISSING].advice
     return f"{number} in no CDI specification ({told}); {advice}"
 
 

@@ -16,7 +16,7 @@ from grpclib.exceptions import GRPCError
 from agent.bus import Latest
 from agent.core.allocation.injection import ContainerAnswer, cdi_names, uses_cdi
 from agent.core.allocation.preference import prefer
-from agent.core.allocation.requests import Refusal, allocate, refuse_start
+from agent.core.allocation.requests import Rejection, allocate, reject_start
 from agent.model.ids import ResourceName
 from agent.model.policy import Injection
 from agent.model.snapshot import Resource, Snapshot
@@ -92,7 +92,7 @@ class Answers:
     ) -> None:
         self.resource: Final = resource
         self.refusals: Final[Counter[str]] = Counter()
-        """Refused calls by kind: those of Refusal, malformed, withdrawn."""
+        """Refused calls by kind: those of Rejection, malformed, withdrawn."""
         self._latest = latest
         self._cdi = cdi
         self._annotation_id = annotation_id
@@ -119,7 +119,7 @@ class Answers:
         for ids in self._read(read_allocate_request, request):
             key = self._annotation_id() if uses_cdi(snapshot.policy.injection) else ""
             answer = allocate(snapshot, resource, ids, annotation_id=key, absent=absent)
-            if isinstance(answer, Refusal):
+            if isinstance(answer, Rejection):
                 raise self._refusal(answer)
             answers.append(answer)
         self._check_resolved(answers)
@@ -131,7 +131,7 @@ class Answers:
         choices: list[tuple[str, ...]] = []
         for wanted in self._read(read_preferred_request, request):
             choice = prefer(self._latest.value, resource, wanted.available, wanted.must_include, wanted.size)
-            if isinstance(choice, Refusal):
+            if isinstance(choice, Rejection):
                 raise self._refusal(choice)
             choices.append(choice)
         return encode_preferred_response(choices)
@@ -142,7 +142,7 @@ class Answers:
         resource = self.offered()
         snapshot = self._latest.value
         if resource is not None and snapshot.policy.pre_start_check:
-            refusal = refuse_start(snapshot, resource, ids)
+            refusal = reject_start(snapshot, resource, ids)
             if refusal is not None:
                 raise self._refusal(refusal)
         return b""
@@ -178,7 +178,7 @@ class Answers:
                 " look at the node with gpu-agent status",
             )
 
-    def _refusal(self, refusal: Refusal) -> GRPCError:
+    def _refusal(self, refusal: Rejection) -> GRPCError:
         return self._refused(refusal.kind, refusal.message)
 
     def _refused(self, kind: str, message: str) -> GRPCError:

@@ -15,7 +15,7 @@ from agent.log import about
 from agent.model import facts
 from agent.model.gpu import Gpu
 from agent.model.ids import GpuUuid
-from agent.model.topology import Survey
+from agent.model.topology import TopologySample
 from agent.sources.nvml.events import DRIVER_CODES
 from agent.sources.nvml.gpu_watcher import GpuWatcher
 from agent.sources.nvml.library import Versions
@@ -94,11 +94,11 @@ class EventPublisher:
         else:
             self.emit(facts.GpuProbePassed(gpu=uuid))
 
-    def emit_topology(self, watcher: GpuWatcher, sample: Survey) -> None:
+    def emit_topology(self, watcher: GpuWatcher, sample: TopologySample) -> None:
         """Emit the topology sample of a GPU."""
         uuid = watcher.uuid
         if uuid is not None and not self.is_over and not watcher.gone and self.is_listed(uuid):
-            self.emit(facts.TopologySeen(gpu=uuid, survey=sample))
+            self.emit(facts.TopologySeen(gpu=uuid, sample=sample))
 
     def emit_overdue(self, uuid: GpuUuid, call: Call) -> None:
         """Emit that a call on a GPU is overdue."""

@@ -15,7 +15,7 @@ from typing import Final
 
 from agent.errors import NvmlCode, NvmlError
 from agent.model.ids import pci_sysfs_name
-from agent.model.topology import NvLinks, PcieDistance, Survey
+from agent.model.topology import NvLinks, PcieDistance, TopologySample
 from agent.sources.nvml.inventory import DiscoveredGpu
 from agent.sources.nvml.library import Handle
 from agent.sources.nvml.optional_calls import UNSUPPORTED_CODES
@@ -42,7 +42,7 @@ class LinksUnknownError(Exception):
 
 def sample_topology(
     readings: Readings, seen: DiscoveredGpu, others: Mapping[str, Handle], sys_root: Path
-) -> tuple[Survey, bool]:
+) -> tuple[TopologySample, bool]:
     """Sample the topology of a GPU; ``others`` are those that answer, by PCI address in sysfs form.
 
     Returns also whether the sample is complete; if not, another one may be.
@@ -56,13 +56,15 @@ def sample_topology(
     known = {pci: distance for pci, distance in distances.items() if distance is not None}
     near = sample_topology_without_driver(seen, sys_root)
     affinity = _cpu_affinity(readings, seen.handle) or near.cpu_affinity
-    return Survey(nvlinks=nvlinks, distances=known, path=near.path, cpu_affinity=affinity), is_complete
+    return TopologySample(
+        nvlinks=nvlinks, distances=known, path=near.path, cpu_affinity=affinity
+    ), is_complete
 
 
-def sample_topology_without_driver(seen: DiscoveredGpu, sys_root: Path) -> Survey:
+def sample_topology_without_driver(seen: DiscoveredGpu, sys_root: Path) -> TopologySample:
     """Return what the kernel alone shows of a GPU's topology."""
     device = sys_root / "bus/pci/devices" / seen.gpu.pci
-    return Survey(path=_device_path(device), cpu_affinity=_local_cpus(device))
+    return TopologySample(path=_device_path(device), cpu_affinity=_local_cpus(device))
 
 
 def read_nvlinks(readings: Readings, handle: Handle) -> NvLinks | None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Final
 
 from agent.model.policy import SECOND_NS
-from agent.model.topology import Survey
+from agent.model.topology import TopologySample
 from agent.sources.nvml.gpu_watcher import GpuWatcher
 from agent.sources.nvml.inventory import DiscoveredGpu
 from agent.sources.nvml.library import FINDINGS, Handle
@@ -92,5 +92,5 @@ class TopologySampler:
             if other is not watcher and other.discovered is not None and other.answers
         }
 
-    def _without_driver(self, seen: DiscoveredGpu) -> tuple[Survey, bool]:
+    def _without_driver(self, seen: DiscoveredGpu) -> tuple[TopologySample, bool]:
         return sample_topology_without_driver(seen, self._sys_root), True

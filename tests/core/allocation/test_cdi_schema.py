@@ -216,7 +216,7 @@ def test_what_runtimes_refuse_is_a_problem_with_its_place(change: Change, proble
     [
         (
             lambda d: d.update(version=1),
-            "version: is no field of a specification, so runtimes refuse all of it",
+            "version: is no field of a specification, so runtimes reject the file",
         ),
         (lambda d: d.update(containerEdits=[]), "containerEdits: must be an object, not []"),
         (lambda d: d.update(kind=0), "kind: must be a kind, not 0"),
@@ -232,7 +232,7 @@ def test_what_runtimes_refuse_is_a_problem_with_its_place(change: Change, proble
         (lambda d: hook(d).update(env=["A"]), f"{HOOK}.env[0]: must be NAME=VALUE, not 'A'"),
         (
             lambda d: hook(d).update(x=1),
-            f"{HOOK}.x: is no field of a specification, so runtimes refuse all of it",
+            f"{HOOK}.x: is no field of a specification, so runtimes reject the file",
         ),
         (
             lambda d: hook(d).update(timeout=2**31),

@@ -3,7 +3,7 @@
 import pytest
 
 from agent.core.allocation.injection import ContainerAnswer
-from agent.core.allocation.requests import Refusal, allocate, refuse_start
+from agent.core.allocation.requests import Rejection, allocate, reject_start
 from agent.model.facts import GpuCallFailed, HoldRequested
 from agent.model.health import Condition, ConditionKey, Evidence, Reason, Recovery
 from agent.model.ids import Placement, SourceName
@@ -24,7 +24,7 @@ def resource_of(node: Node) -> Resource:
     return next(item for item in node.snapshot().resources if item.name == GPU)
 
 
-def allocated(node: Node, *ids: str) -> ContainerAnswer | Refusal:
+def allocated(node: Node, *ids: str) -> ContainerAnswer | Rejection:
     return allocate(node.snapshot(), resource_of(node), ids)
 
 
@@ -36,7 +36,7 @@ ONE_EACH = Sharing(shares=FOUR, fail_requests_greater_than_one=True)
 
 def test_more_than_one_share_is_refused_where_the_operator_says_so() -> None:
     refusal = allocated(sharing_node(ONE_EACH), f"{U0}::0", f"{U1}::0")
-    assert refusal == Refusal(
+    assert refusal == Rejection(
         "unsatisfiable",
         'invalid allocation request for "nvidia.com/gpu": invalid request: maximum request size for shared'
         " resources is 1; found 2; ask for 1 nvidia.com/gpu in each container",
@@ -59,7 +59,7 @@ def test_without_the_limit_more_than_one_share_is_given() -> None:
 
 def test_an_unknown_device_is_told_before_the_limit() -> None:
     refusal = allocated(sharing_node(ONE_EACH), f"{U0}::0", f"{U0}::4")
-    assert isinstance(refusal, Refusal)
+    assert isinstance(refusal, Rejection)
     assert refusal.kind == "unknown"
     assert f"{U0}::0" not in refusal.message
 
@@ -72,7 +72,7 @@ DISTINCT = Sharing(shares=FOUR, distinct_cards=True)
 def test_two_shares_of_one_card_are_refused_by_the_name_of_the_card() -> None:
     """Case F1."""
     refusal = allocated(sharing_node(DISTINCT), f"{U0}::3", f"{U0}::2", f"{U1}::0")
-    assert refusal == Refusal(
+    assert refusal == Rejection(
         "unsatisfiable",
         f"{U0} (GPU 0) was allocated more than once ({U0}::2 and {U0}::3), and this node gives a container"
         " each card once; delete the pod so that it is allocated anew, or ask for fewer nvidia.com/gpu",
@@ -88,22 +88,22 @@ def test_shares_of_different_cards_are_given() -> None:
 def test_of_many_shares_the_first_four_are_named(count: int, rest: str) -> None:
     node = sharing_node(replace(DISTINCT, shares=(Share(GPU, 6),)))
     refusal = allocated(node, *(f"{U1}::{number}" for number in range(count)))
-    assert isinstance(refusal, Refusal)
+    assert isinstance(refusal, Rejection)
     assert f"({U1}::0, {U1}::1, {U1}::2{rest.format(f'{U1}::3')})" in refusal.message
 
 
 # Before a container starts
 
 
-def started(node: Node, *ids: str) -> Refusal | None:
-    return refuse_start(node.snapshot(), resource_of(node), ids)
+def started(node: Node, *ids: str) -> Rejection | None:
+    return reject_start(node.snapshot(), resource_of(node), ids)
 
 
 def test_a_device_that_broke_after_it_was_allocated_keeps_the_container_from_starting() -> None:
     node = well_node(gpu(0), gpu(1))
     node.tell(xid(79, U1))
     assert started(node, U0) is None
-    assert started(node, U0, U1) == Refusal(
+    assert started(node, U0, U1) == Rejection(
         "unhealthy",
         f"{U1} (GPU 1) failed after it was allocated: xid: XID 79: GPU has fallen off the bus; reset the GPU"
         " or reboot the node; have it replaced if it repeats, or delete the pod so that it is allocated"
@@ -161,7 +161,7 @@ def with_condition(evidence: Evidence, *, flips: bool) -> Resource:
 def test_only_hard_evidence_that_takes_a_device_out_counts(
     evidence: Evidence, *, flips: bool, is_refused: bool
 ) -> None:
-    refusal = refuse_start(Node().snapshot(), with_condition(evidence, flips=flips), [U0])
+    refusal = reject_start(Node().snapshot(), with_condition(evidence, flips=flips), [U0])
     assert (refusal is not None) is is_refused
 
 
@@ -172,5 +172,5 @@ def test_a_device_that_is_not_known_keeps_nothing_from_starting() -> None:
 def test_a_device_that_was_not_probed_keeps_nothing_from_starting() -> None:
     node = Node()
     node.tell(ready(), enumerated(gpu(0)))
-    assert isinstance(allocated(node, U0), Refusal)
+    assert isinstance(allocated(node, U0), Rejection)
     assert started(node, U0) is None

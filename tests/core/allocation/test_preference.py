@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from agent.core.allocation.injection import ContainerAnswer
 from agent.core.allocation.preference import prefer
-from agent.core.allocation.requests import Refusal, allocate
+from agent.core.allocation.requests import Rejection, allocate
 from agent.model.facts import GpusEnumerated, TopologySeen
 from agent.model.gpu import Gpu
 from agent.model.ids import ResourceName
@@ -17,7 +17,7 @@ from agent.model.policy import Policy, SharedAllocationPolicy
 from agent.model.sharing import Sharing
 from agent.model.snapshot import Resource
 from agent.model.structs import replace
-from agent.model.topology import NvLinks, PcieDistance, Survey
+from agent.model.topology import NvLinks, PcieDistance, TopologySample
 from tests.core.build import (
     GPU,
     U0,
@@ -48,7 +48,7 @@ def resource_of(node: Node, name: ResourceName = GPU) -> Resource:
 
 def answer(
     node: Node, available: Sequence[str], size: int, must: Sequence[str] = (), name: ResourceName = GPU
-) -> tuple[str, ...] | Refusal:
+) -> tuple[str, ...] | Rejection:
     return prefer(node.snapshot(), resource_of(node, name), available, must, size)
 
 
@@ -56,13 +56,13 @@ def preferred(
     node: Node, available: Sequence[str], size: int, must: Sequence[str] = (), name: ResourceName = GPU
 ) -> list[str]:
     chosen = answer(node, available, size, must, name)
-    assert not isinstance(chosen, Refusal), chosen
+    assert not isinstance(chosen, Rejection), chosen
     return [str(device) for device in chosen]
 
 
-def refused(node: Node, available: Sequence[str], must: Sequence[str], size: int) -> Refusal:
+def refused(node: Node, available: Sequence[str], must: Sequence[str], size: int) -> Rejection:
     chosen = answer(node, available, size, must)
-    assert isinstance(chosen, Refusal)
+    assert isinstance(chosen, Rejection)
     return chosen
 
 
@@ -77,18 +77,20 @@ def pcie_between(one: int, other: int) -> PcieDistance:
 
 
 def connected(count: int, nvlinks: Mapping[tuple[int, int], int] | None = None, switched: int = 0) -> Node:
-    """A node with so many GPUs that are well and surveyed."""
+    """A node with so many GPUs that are well and sampled."""
     gpus = [gpu(number) for number in range(count)]
     node = well_node(*gpus)
-    node.tell(*(TopologySeen(one.uuid, survey(one, gpus, nvlinks or {}, switched)) for one in gpus))
+    node.tell(*(TopologySeen(one.uuid, sample(one, gpus, nvlinks or {}, switched)) for one in gpus))
     return node
 
 
-def survey(one: Gpu, gpus: Sequence[Gpu], nvlinks: Mapping[tuple[int, int], int], switched: int) -> Survey:
+def sample(
+    one: Gpu, gpus: Sequence[Gpu], nvlinks: Mapping[tuple[int, int], int], switched: int
+) -> TopologySample:
     pairs = {tuple(sorted(pair)): links for pair, links in nvlinks.items()}
     others = [other for other in gpus if other is not one]
     links = {other.pci: pairs.get(tuple(sorted((one.index, other.index))), 0) for other in others}
-    return Survey(
+    return TopologySample(
         nvlinks=NvLinks({pci: number for pci, number in links.items() if number}, switched),
         distances={other.pci: pcie_between(one.index, other.index) for other in others},
     )
@@ -138,7 +140,7 @@ def test_behind_nvswitches_the_pcie_switch_decides() -> None:
 def test_among_equally_connected_gpus_those_on_one_numa_node_are_preferred() -> None:
     gpus = [gpu(number, numa=number % 2) for number in range(4)]
     node = well_node(*gpus)
-    node.tell(*(TopologySeen(one.uuid, Survey(NvLinks(to_switches=12))) for one in gpus))
+    node.tell(*(TopologySeen(one.uuid, TopologySample(NvLinks(to_switches=12))) for one in gpus))
     assert preferred(node, FOUR, 2) == [U0, U2]
 
 
@@ -152,7 +154,7 @@ def test_a_numa_node_that_is_told_anew_decides_among_equally_connected_gpus() ->
 
 def test_a_gpu_with_unknown_links_takes_part_by_what_is_known() -> None:
     node = connected(4, {(0, 1): 2, (2, 3): 2})
-    node.tell(TopologySeen(U0, Survey()))
+    node.tell(TopologySeen(U0, TopologySample()))
     assert preferred(node, FOUR, 2) == [U2, U3]
     assert preferred(node, [U0, U1], 2) == [U0, U1]
 
@@ -161,7 +163,7 @@ def test_a_gpu_with_unknown_links_takes_part_by_what_is_known() -> None:
 def test_a_lost_gpu_does_not_stand_in_the_way_of_the_others(size: int) -> None:
     """Case G1."""
     node = connected(8, PAIRS)
-    node.tell(xid(79, U3), failed(U3, 15), TopologySeen(U3, Survey()))
+    node.tell(xid(79, U3), failed(U3, 15), TopologySeen(U3, TopologySample()))
     chosen = preferred(node, [item for item in EIGHT if item != U3], size)
     assert len(chosen) == size
     assert isinstance(allocate(node.snapshot(), resource_of(node), chosen), ContainerAnswer)
@@ -342,10 +344,10 @@ def test_a_device_that_is_gone_does_not_stand_in_the_way_of_the_others() -> None
 
 def test_what_must_be_included_has_to_be_available() -> None:
     node = well_node(gpu(0), gpu(1))
-    assert refused(node, [U0], [U1, "x"], 2) == Refusal(
+    assert refused(node, [U0], [U1, "x"], 2) == Rejection(
         "unknown", f"{U1} must be included but is not among the available devices"
     )
-    assert refused(node, [U0, "a\nb"], ["a\nb"], 2) == Refusal(
+    assert refused(node, [U0, "a\nb"], ["a\nb"], 2) == Rejection(
         "unknown", r"'a\nb' must be included but is not among the available devices"
     )
 
@@ -363,7 +365,7 @@ def test_a_number_that_cannot_be_met_is_refused(
     available: list[str], must: list[str], size: int, numbers: str
 ) -> None:
     node = well_node(gpu(0), gpu(1))
-    assert refused(node, available, must, size) == Refusal(
+    assert refused(node, available, must, size) == Rejection(
         "unsatisfiable", f"not enough available devices to satisfy allocation: {numbers}"
     )
 

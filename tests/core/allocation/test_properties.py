@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from agent.core.allocation.cdi import DeviceNode, DriverFiles, Hooks, qualified_names, specifications
 from agent.core.allocation.cdi_schema import problems_of
 from agent.core.allocation.injection import ContainerAnswer, cdi_names
-from agent.core.allocation.requests import Refusal, allocate
+from agent.core.allocation.requests import Rejection, allocate
 from agent.model.facts import GpusEnumerated, MpsSeen, PolicyChanged
 from agent.model.gpu import Gpu
 from agent.model.policy import DeviceListStrategy, Injection, MigStrategy, Policy
@@ -153,7 +153,7 @@ def test_an_answer_is_what_nvidias_plugin_gives_and_every_cdi_name_is_in_a_speci
         snapshot, resource, [device.id for device in wanted], annotation_id="ID", absent=frozenset(absent)
     )
     if injection.imex_required and injection.imex_channels and not has_channel:
-        assert isinstance(answer, Refusal)
+        assert isinstance(answer, Rejection)
         assert answer.kind == "unhealthy"
         assert CHANNEL in answer.message
         return

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agent.core.allocation.injection import ContainerAnswer, DeviceNode
-from agent.core.allocation.requests import Refusal, allocate
+from agent.core.allocation.requests import Rejection, allocate
 from agent.model.facts import DeviceNodesSeen
 from agent.model.gpu import Gpu
 from agent.model.health import Reason
@@ -35,7 +35,7 @@ def resource_of(node: Node, name: ResourceName = GPU) -> Resource:
     return next(item for item in node.snapshot().resources if item.name == name)
 
 
-def allocated(node: Node, *ids: str) -> ContainerAnswer | Refusal:
+def allocated(node: Node, *ids: str) -> ContainerAnswer | Rejection:
     return allocate(node.snapshot(), resource_of(node), ids)
 
 
@@ -114,7 +114,7 @@ def test_device_nodes_of_two_shares_are_given_once_and_at_the_root_as_they_are()
 def test_a_gpu_whose_node_has_no_known_path_is_refused_where_nodes_are_given_by_path() -> None:
     blank = replace(gpu(0), minor=None)
     node = well_node(blank, gpu(1), policy=Policy(injection=Injection(pass_device_specs=True)))
-    assert allocated(node, U0) == Refusal(
+    assert allocated(node, U0) == Rejection(
         "missing",
         f"{U0} (GPU 0) cannot be given to a container: the driver does not say which device node is that of"
         " its GPU; run nvidia-modprobe -u -c 0 (or reboot), or delete the pod so that it is allocated anew",
@@ -144,7 +144,7 @@ def test_without_nvidia_uvm_a_container_gets_what_there_is_and_the_node_is_not_r
 def test_an_unhealthy_device_is_refused_with_its_reason_and_the_next_step() -> None:
     node = well_node(gpu(0), gpu(1), gpu(2))
     node.tell(xid(79, U2))
-    assert allocated(node, U1, U2) == Refusal(
+    assert allocated(node, U1, U2) == Rejection(
         "unhealthy",
         f"{U2} (GPU 2) is unhealthy: xid: XID 79: GPU has fallen off the bus; reset the GPU or reboot the"
         " node; have it replaced if it repeats, or delete the pod so that it is allocated anew",
@@ -154,7 +154,7 @@ def test_an_unhealthy_device_is_refused_with_its_reason_and_the_next_step() -> N
 def test_a_device_that_was_not_probed_is_refused() -> None:
     node = Node()
     node.tell(ready(), enumerated(gpu(0)))
-    assert allocated(node, U0) == Refusal(
+    assert allocated(node, U0) == Rejection(
         "unhealthy",
         f"{U0} has not been probed yet, or not for too long, so it is not known to work;"
         " try again in a moment",
@@ -163,7 +163,7 @@ def test_a_device_that_was_not_probed_is_refused() -> None:
 
 def test_an_unknown_device_is_refused_by_name() -> None:
     node = well_node(gpu(0))
-    assert allocated(node, U0, "GPU-nonsense", "GPU-nonsense", "b") == Refusal(
+    assert allocated(node, U0, "GPU-nonsense", "GPU-nonsense", "b") == Rejection(
         "unknown",
         "invalid request: unknown devices: GPU-nonsense and b are not devices of nvidia.com/gpu on this"
         " node; delete the pod so that it is allocated anew",
@@ -182,13 +182,13 @@ def test_an_unknown_device_is_refused_by_name() -> None:
 )
 def test_a_name_from_outside_is_shown_short_and_printable(name: str, shown: str) -> None:
     refusal = allocated(well_node(gpu(0)), name)
-    assert isinstance(refusal, Refusal)
+    assert isinstance(refusal, Rejection)
     assert f"unknown device: {shown} is not" in refusal.message
 
 
 def test_many_unknown_devices_are_named_by_the_first_four() -> None:
     refusal = allocated(well_node(gpu(0)), *[f"d{number}" for number in range(10_000)])
-    assert isinstance(refusal, Refusal)
+    assert isinstance(refusal, Rejection)
     assert "unknown devices: d0, d1, d2, d3 and 9996 more are not devices of" in refusal.message
 
 
@@ -196,7 +196,7 @@ def test_many_unknown_devices_are_named_by_the_first_four() -> None:
 def test_every_request_is_answered_and_nothing_from_outside_gets_in(ids: list[str]) -> None:
     node = well_node(gpu(0), gpu(1))
     answer = allocated(node, *ids)
-    if isinstance(answer, Refusal):
+    if isinstance(answer, Rejection):
         assert set(ids) - {U0, U1}
         assert answer.message.isprintable()
         assert len(answer.message) < 600

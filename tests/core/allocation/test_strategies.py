@@ -14,7 +14,7 @@ import pytest
 from google.protobuf.json_format import MessageToDict  # type: ignore[import-untyped]
 
 from agent.core.allocation.injection import ContainerAnswer, cdi_names
-from agent.core.allocation.requests import Refusal, allocate
+from agent.core.allocation.requests import Rejection, allocate
 from agent.model.facts import MpsSeen
 from agent.model.gpu import Gpu, MigDevice
 from agent.model.ids import ResourceName
@@ -274,7 +274,7 @@ def answer_of(kind: Kind, injection: Injection, **more: Any) -> dict[str, Any]:
     snapshot = node_of(kind, injection, **more).snapshot()
     [resource] = [item for item in snapshot.resources if item.name == kind.resource]
     answer = allocate(snapshot, resource, kind.request, annotation_id=ANNOTATION_ID)
-    assert not isinstance(answer, Refusal), answer
+    assert not isinstance(answer, Rejection), answer
     read = MessageToDict(pb.AllocateResponse.FromString(encode_allocate_response([answer])))
     assert allocate_response(answer) == read, "what people are shown is what goes over the wire"
     decoded: dict[str, Any] = read["containerResponses"][0]
@@ -369,7 +369,7 @@ def test_a_name_that_the_node_has_nothing_for_is_left_out() -> None:
     snapshot = node_of(ONE, Injection(strategies=("cdi-cri",), gdrcopy=True, gds=True, mofed=True)).snapshot()
     absent = {"k8s.device-plugin.nvidia.com/gds=all", "k8s.device-plugin.nvidia.com/gdrcopy=all"}
     answer = allocate(snapshot, snapshot.resources[0], ONE.request, absent=absent)
-    assert not isinstance(answer, Refusal)
+    assert not isinstance(answer, Rejection)
     assert answer.cdi_devices == (
         "k8s.device-plugin.nvidia.com/gpu=GPU-00000000-0000-4000-8000-000000000000",
         "k8s.device-plugin.nvidia.com/mofed=all",
@@ -440,7 +440,7 @@ def test_a_channel_that_is_required_and_not_there_refuses_the_container() -> Non
     required = Injection(imex_channels=(0,), imex_required=True)
     snapshot = node_of(ONE, required).snapshot()
     answer = allocate(snapshot, snapshot.resources[0], ONE.request)
-    assert isinstance(answer, Refusal)
+    assert isinstance(answer, Rejection)
     assert answer.kind == "unhealthy"
     assert f"imex_channel_missing: {CHANNEL} does not exist" in answer.message
 
@@ -449,7 +449,7 @@ def test_what_would_be_with_a_required_channel_is_refused_too() -> None:
     snapshot = node_of(ONE, Injection()).snapshot()
     required = Injection(imex_channels=(0,), imex_required=True)
     asked = replace(snapshot, policy=replace(snapshot.policy, injection=required))
-    assert allocate(asked, asked.resources[0], ONE.request) == Refusal(
+    assert allocate(asked, asked.resources[0], ONE.request) == Rejection(
         "missing",
         f"{CHANNEL} is required for every container and does not exist on this node; create {CHANNEL}"
         " (nvidia-modprobe -c 0) and start nvidia-imex",
@@ -501,7 +501,7 @@ def test_the_nodes_of_two_compute_instances_of_one_gpu_instance_are_given_once()
     node.tell(ready(), enumerated(card), passed(card.uuid))
     snapshot = node.snapshot()
     answer = allocate(snapshot, snapshot.resources[-1], [second.uuid, first.uuid])
-    assert not isinstance(answer, Refusal)
+    assert not isinstance(answer, Rejection)
     assert [each.host_path for each in answer.device_nodes] == [
         "/dev/nvidia4",
         "/dev/nvidia-caps/nvidia-cap30",
@@ -516,5 +516,5 @@ def test_a_slice_whose_capabilities_have_no_known_path_is_refused() -> None:
     node.tell(ready(), enumerated(with_slices(0, blank)), passed(with_slices(0).uuid))
     snapshot = node.snapshot()
     refusal = allocate(snapshot, snapshot.resources[-1], [blank.uuid])
-    assert isinstance(refusal, Refusal)
+    assert isinstance(refusal, Rejection)
     assert "which device node is that of its GPU instance and compute instance" in refusal.message

@@ -1,4 +1,4 @@
-"""How surveys of single GPUs become the connections of a node, and what these are worth."""
+"""How samples of single GPUs become the connections of a node, and what these are worth."""
 
 import pytest
 from hypothesis import given
@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from agent.core.allocation.topology import MAX_PATH_PARTS, distance_of_paths, score, short_name
 from agent.model.facts import TopologySeen
 from agent.model.gpu import Gpu
-from agent.model.topology import UNKNOWN_LINK, Link, NvLinks, PcieDistance, Survey
+from agent.model.topology import UNKNOWN_LINK, Link, NvLinks, PcieDistance, TopologySample
 from tests.core.build import U0, U1, U2, Node, enumerated, gpu, registered_node, uuid, well_node
 
 ROOT = "pci0000:00"
@@ -15,10 +15,10 @@ PORT = f"{ROOT}/0000:00:01.0"
 SWITCH = f"{PORT}/0000:01:00.0"
 
 
-def surveyed(*surveys: Survey, gpus: tuple[Gpu, ...] | None = None) -> Node:
-    listed = tuple(gpu(number) for number in range(len(surveys))) if gpus is None else gpus
+def sampled(*samples: TopologySample, gpus: tuple[Gpu, ...] | None = None) -> Node:
+    listed = tuple(gpu(number) for number in range(len(samples))) if gpus is None else gpus
     node = well_node(*listed)
-    node.tell(*(TopologySeen(one.uuid, survey) for one, survey in zip(listed, surveys, strict=True)))
+    node.tell(*(TopologySeen(one.uuid, sample) for one, sample in zip(listed, samples, strict=True)))
     return node
 
 
@@ -31,7 +31,7 @@ def between(node: Node, one: int = 0, other: int = 1) -> Link:
 # NVLinks
 
 
-def test_nothing_is_known_before_a_gpu_was_surveyed() -> None:
+def test_connections_are_unknown_before_the_first_sample() -> None:
     assert between(well_node(gpu(0), gpu(1))) == UNKNOWN_LINK
 
 
@@ -50,12 +50,12 @@ def test_nothing_is_known_before_a_gpu_was_surveyed() -> None:
 def test_two_gpus_have_the_links_that_are_up_at_both_ends(
     ours: NvLinks | None, theirs: NvLinks | None, nvlinks: int | None
 ) -> None:
-    assert between(surveyed(Survey(ours), Survey(theirs))).nvlinks == nvlinks
+    assert between(sampled(TopologySample(ours), TopologySample(theirs))).nvlinks == nvlinks
 
 
 def test_a_gpu_that_is_gone_takes_only_its_own_links_along() -> None:
-    switched = Survey(NvLinks(to_switches=12), {"0000:11:00.0": PcieDistance.HOST_BRIDGE})
-    node = surveyed(switched, switched, switched)
+    switched = TopologySample(NvLinks(to_switches=12), {"0000:11:00.0": PcieDistance.HOST_BRIDGE})
+    node = sampled(switched, switched, switched)
     node.tell(enumerated(gpu(1), gpu(2)))
     assert between(node, 1, 2).nvlinks == 12
     assert between(node, 0, 1) == Link(None, PcieDistance.HOST_BRIDGE)
@@ -63,20 +63,20 @@ def test_a_gpu_that_is_gone_takes_only_its_own_links_along() -> None:
     assert between(node, 0, 1) == Link(12, PcieDistance.HOST_BRIDGE)
 
 
-def test_a_survey_of_an_unknown_gpu_says_nothing() -> None:
+def test_a_sample_of_an_unknown_gpu_is_ignored() -> None:
     node = well_node(gpu(0))
     before = node.state
-    node.tell(TopologySeen(U1, Survey(NvLinks())))
+    node.tell(TopologySeen(U1, TopologySample(NvLinks())))
     assert node.state is before
 
 
-def test_a_survey_that_says_the_same_changes_nothing_and_none_sends_anything() -> None:
+def test_an_equal_sample_changes_nothing_and_no_sample_sends_anything() -> None:
     node = registered_node(gpu(0), gpu(1))
     devices = node.devices()
-    assert node.tell(TopologySeen(U0, Survey(NvLinks()))) == ()
+    assert node.tell(TopologySeen(U0, TopologySample(NvLinks()))) == ()
     assert node.devices() is devices
     before = node.state
-    node.tell(TopologySeen(U0, Survey(NvLinks())))
+    node.tell(TopologySeen(U0, TopologySample(NvLinks())))
     assert node.state is before
 
 
@@ -86,10 +86,13 @@ def test_a_survey_that_says_the_same_changes_nothing_and_none_sends_anything() -
 def test_what_either_driver_call_told_goes_before_the_paths() -> None:
     told = {"0000:10:00.0": PcieDistance.MULTI_SWITCH}
     paths = f"{SWITCH}/0000:02:00.0/0000:10:00.0", f"{SWITCH}/0000:02:01.0/0000:11:00.0"
-    assert between(surveyed(Survey(path=paths[0]), Survey(distances=told, path=paths[1]))).pcie == (
-        PcieDistance.MULTI_SWITCH
+    assert between(
+        sampled(TopologySample(path=paths[0]), TopologySample(distances=told, path=paths[1]))
+    ).pcie == (PcieDistance.MULTI_SWITCH)
+    assert (
+        between(sampled(TopologySample(path=paths[0]), TopologySample(path=paths[1]))).pcie
+        == PcieDistance.SINGLE_SWITCH
     )
-    assert between(surveyed(Survey(path=paths[0]), Survey(path=paths[1]))).pcie == PcieDistance.SINGLE_SWITCH
 
 
 @pytest.mark.parametrize(
@@ -105,7 +108,7 @@ def test_host_bridges_are_of_one_numa_node_if_the_kernel_says_so(
     nodes: tuple[int | None, int | None], distance: PcieDistance | None
 ) -> None:
     gpus = gpu(0, numa=nodes[0]), gpu(1, numa=nodes[1])
-    node = surveyed(Survey(path="pci0000:00/a/b"), Survey(path="pci0000:80/c/d"), gpus=gpus)
+    node = sampled(TopologySample(path="pci0000:00/a/b"), TopologySample(path="pci0000:80/c/d"), gpus=gpus)
     assert between(node).pcie == distance
 
 
@@ -163,5 +166,7 @@ def test_a_link_scores_as_with_nvidias_allocator_and_is_named_as_by_nvidia_smi(
 
 
 def test_the_cpus_near_a_gpu_are_told_where_they_are_known() -> None:
-    node = surveyed(Survey(cpu_affinity="0-15"), Survey(), Survey(cpu_affinity="16-31"))
+    node = sampled(
+        TopologySample(cpu_affinity="0-15"), TopologySample(), TopologySample(cpu_affinity="16-31")
+    )
     assert node.snapshot().topology.cpu_affinity == {U0: "0-15", U2: "16-31"}

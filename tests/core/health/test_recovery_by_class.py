@@ -5,7 +5,7 @@ import pytest
 from agent.core.allocation.injection import ContainerAnswer
 from agent.core.allocation.preference import prefer
 from agent.core.allocation.requests import allocate
-from agent.core.reasons import MEANINGS, advice_of
+from agent.core.reasons import REASON_SPECS, advice_of
 from agent.model.effects import EventKind
 from agent.model.facts import (
     DeviceNodesSeen,
@@ -315,7 +315,7 @@ BY_HAND: dict[Reason, list[Fact]] = {
 
 
 def test_every_reason_that_takes_a_gpu_out_is_here() -> None:
-    flipping = {reason for reason, meaning in MEANINGS.items() if meaning.flips}
+    flipping = {reason for reason, meaning in REASON_SPECS.items() if meaning.flips}
     assert flipping - OF_THE_POLICY == {*CAUSES, *BY_HAND, Reason.FLAPPING}
 
 

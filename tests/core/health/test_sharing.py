@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agent.core.health.inventory import Unoffered, offers, remarks
+from agent.core.health.inventory import Unadvertised, offers, unadvertised_devices
 from agent.model.effects import EventKind
 from agent.model.facts import KubeletSocketSeen, MpsSeen, PolicyChanged
 from agent.model.gpu import Gpu
@@ -168,7 +168,7 @@ def test_what_was_renamed_away_is_not_registered_by_the_next_process() -> None:
 def test_mps_serves_few_clients_on_old_cards(capability: tuple[int, int] | None, most: int) -> None:
     card = replace(V100_16, compute_capability=capability)
     assert counts(card, policy=mps(Share(GPU, most))) == {GPU: {U0: most}}
-    assert remarks([card], mps(Share(GPU, most))) == ()
+    assert unadvertised_devices([card], mps(Share(GPU, most))) == ()
     assert counts(card, policy=mps(Share(GPU, most + 1))) == {GPU: {}}
     assert counts(card, policy=sharing(Share(GPU, most + 1))) == {GPU: {U0: most + 1}}
 
@@ -193,7 +193,7 @@ def test_mig_devices_are_offered_unshared_under_mps_and_that_is_told_once() -> N
     node = Node(policy)
     node.tell(enumerated(C1B, gpu(1)), enumerated(C1B, gpu(1, index=0)))
     assert {device.replica for device in node.devices(SMALL)} == {None}
-    told = [event for event in node.events(EventKind.GPUS) if event.message == Unoffered.MIG_UNDER_MPS]
+    told = [event for event in node.events(EventKind.GPUS) if event.message == Unadvertised.MIG_UNDER_MPS]
     assert [fields_of(event)["detail"] for event in told] == ["1g.10gb"]
     node.tell(MpsSeen(ready=False, message="x"), passed())
     assert {device.health for device in node.devices(SMALL)} == {Health.HEALTHY}
@@ -202,7 +202,7 @@ def test_mig_devices_are_offered_unshared_under_mps_and_that_is_told_once() -> N
 def test_with_strategy_single_slices_are_offered_unshared_under_mps() -> None:
     policy = mps(Share(GPU, 4), mig_strategy="single")
     assert counts(C1B, policy=policy) == {GPU: {mig_uuid(0): 1, mig_uuid(1): 1, mig_uuid(2): 1}}
-    assert {each.why for each in remarks([C1B], policy)} == {Unoffered.MIG_UNDER_MPS}
+    assert {each.why for each in unadvertised_devices([C1B], policy)} == {Unadvertised.MIG_UNDER_MPS}
 
 
 # What no resource has
@@ -213,7 +213,7 @@ def test_a_slice_smaller_than_its_instance_has_no_resource_and_that_is_told_once
     part = mig_gpu(0, (1, 0, "1c.2g.20gb"), (1, 1, "1c.2g.20gb"), (2, 0, "2g.20gb"))
     node.tell(enumerated(part), enumerated(part), enumerated(part, gpu(1)))
     assert set(node.state.offers) == {"nvidia.com/mig-2g.20gb", GPU}
-    told = [event for event in node.events(EventKind.GPUS) if event.message == Unoffered.PROFILE]
+    told = [event for event in node.events(EventKind.GPUS) if event.message == Unadvertised.PROFILE]
     assert [(fields_of(event)["gpu"], fields_of(event)["detail"]) for event in told] == [(0, "1c.2g.20gb")]
     assert all(event.warning for event in told)
     assert Reason.MIG_SINGLE_NOT_UNIFORM not in {each.reason for each in node.snapshot().findings}
@@ -228,11 +228,11 @@ def test_a_gpu_in_mig_mode_without_slices_is_a_warning_that_ends_with_them() -> 
     node = Node(Policy(mig_strategy="mixed"))
     for _ in range(2):
         node.tell(enumerated(C1B, mig_gpu(1)), enumerated(C1B, mig_gpu(1, (1, 0, "1g.10gb"))))
-    told = [event for event in node.events(EventKind.GPUS) if event.message == Unoffered.NO_MIG_DEVICE]
+    told = [event for event in node.events(EventKind.GPUS) if event.message == Unadvertised.NO_MIG_DEVICE]
     assert [fields_of(event) for event in told] == [{"gpu": 1, "uuid": U1, "pci": gpu(1).pci}] * 2
     assert len(node.devices(SMALL)) == 4
-    assert remarks([mig_gpu(1)], Policy(mig_strategy="single")) == ()
-    assert remarks([mig_gpu(1)], Policy()) == ()
+    assert unadvertised_devices([mig_gpu(1)], Policy(mig_strategy="single")) == ()
+    assert unadvertised_devices([mig_gpu(1)], Policy()) == ()
 
 
 # What holds for any shares

@@ -3,7 +3,7 @@
 import pytest
 
 from agent.core.health.registration import delay_ns
-from agent.core.reasons import MEANINGS
+from agent.core.reasons import REASON_SPECS
 from agent.core.xids import (
     CLASSES,
     RECOVERY_ACTION_CHANGED,
@@ -128,7 +128,7 @@ def test_all_xids_or_none_can_be_made_to_flip() -> None:
 
 @pytest.mark.parametrize("reason", Reason)
 def test_every_reason_has_a_meaning_and_a_next_step(reason: Reason) -> None:
-    meaning = MEANINGS[reason]
+    meaning = REASON_SPECS[reason]
     assert len(meaning.advice) > 10
     assert not meaning.advice.endswith(".")
 
@@ -137,7 +137,7 @@ def test_only_critical_reasons_flip_a_device() -> None:
     raised = everything_at_once()
     assert {item.reason for item in raised} == {
         reason
-        for reason, meaning in MEANINGS.items()
+        for reason, meaning in REASON_SPECS.items()
         if meaning.severity is Severity.CRITICAL and reason not in OF_THE_POLICY
     }
     assert all(item.flips for item in raised)
@@ -182,7 +182,9 @@ def flapping() -> list[Condition]:
 
 
 def test_what_the_agent_infers_from_the_driver_clears_itself() -> None:
-    clearing = {reason for reason, meaning in MEANINGS.items() if meaning.recovery is Recovery.SELF_CLEARING}
+    clearing = {
+        reason for reason, meaning in REASON_SPECS.items() if meaning.recovery is Recovery.SELF_CLEARING
+    }
     assert set(Reason) - clearing == {
         Reason.XID,
         Reason.GPU_LOST,

@@ -9,7 +9,7 @@ from agent.errors import NvmlError
 from agent.model.facts import GpuCallFailed, GpuCallOverdue, GpuProbePassed, GpusEnumerated, TopologySeen
 from agent.model.ids import GpuUuid
 from agent.model.structs import replace
-from agent.model.topology import NvLinks, PcieDistance, Survey, Topology
+from agent.model.topology import NvLinks, PcieDistance, Topology, TopologySample
 from agent.sources.nvml.inventory import DiscoveredGpu
 from agent.sources.nvml.library import Handle
 from agent.sources.nvml.readings import LINK_TO_GPU, LINK_TO_SWITCH, Readings
@@ -22,12 +22,12 @@ from tests.sources.simulated import MS, QUICK, Node
 A100 = {"preset": "8x-a100"}
 
 
-def samples(recorder: Recorder) -> dict[GpuUuid, Survey]:
+def samples(recorder: Recorder) -> dict[GpuUuid, TopologySample]:
     """Return the newest topology sample of each GPU."""
-    return {fact.gpu: fact.survey for fact in recorder.of(TopologySeen)}
+    return {fact.gpu: fact.sample for fact in recorder.of(TopologySeen)}
 
 
-async def every_sample(recorder: Recorder, node: Node) -> list[Survey]:
+async def every_sample(recorder: Recorder, node: Node) -> list[TopologySample]:
     await recorder.until(lambda: len(samples(recorder)) == node.state.gpus)
     return [samples(recorder)[uuid] for uuid in node.uuids()]
 
@@ -306,9 +306,9 @@ def test_nonsense_in_sysfs_is_unknown(tmp_path: Path) -> None:
     discovered = DiscoveredGpu(gpu(0), HANDLE, "00000000:10:00.0")
     device = tmp_path / "bus/pci/devices" / discovered.gpu.pci
     device.mkdir(parents=True)
-    assert sample_topology_without_driver(discovered, tmp_path) == Survey()
+    assert sample_topology_without_driver(discovered, tmp_path) == TopologySample()
     (device / "local_cpulist").write_text("all of them\n")
-    assert sample_topology_without_driver(discovered, tmp_path) == Survey()
+    assert sample_topology_without_driver(discovered, tmp_path) == TopologySample()
     device.rename(device.with_name("old"))
     device.symlink_to("/somewhere/else")
-    assert sample_topology_without_driver(discovered, tmp_path) == Survey()
+    assert sample_topology_without_driver(discovered, tmp_path) == TopologySample()
