@@ -566,10 +566,10 @@ class OpenFileTable:
 
     def _close_unheld_files(self, at_ns: int) -> None:
         """End the files that nobody is seen to hold, as far as that tells it."""
-        # Twice: one that ends may have been the last to keep another.
-        for name in (*self._unheld, *self._unheld):
+        names = list(self._unheld)
+        for name in names:
             file = self.files.get(name)
-            if file is None or file.keepers or file.event_ns >= at_ns:
+            if file is None or file.holders or file.keepers or file.event_ns >= at_ns:
                 continue
             is_used = file.maker is not None or self._clients.has_file(name)
             if self.has_release_events and is_used and not (self.in_doubt or self.missed_events):
@@ -578,6 +578,9 @@ class OpenFileTable:
             if not self.in_doubt:
                 self._mark_file_changed(name)
                 self._clients.quarantine_file(name, at_ns)
+            if file.control is not None:
+                # This may have been the last file to keep it.
+                names.append(file.control)
             self.end_bare(name)
 
     def end_bare(self, name: int) -> None:

@@ -37,18 +37,21 @@ def live_rows(rows: Iterable[RmObject], opened: Mapping[int, int], older: Abstra
     """Return which rows are of live objects.
 
     ``opened`` says when each file was opened, where that is known: what is older went with an earlier file
-    of that address. Of files that are ``older`` than the probe the parents may have no row.
+    of that address. So did a registration that is older than its nvidiactl: the file that kept that one
+    open was closed before. Of files that are ``older`` than the probe the parents may have no row.
     """
     there: dict[tuple[int, int], RmObject] = {}
     stale: list[Removed] = []
     registered: list[tuple[int, int, int]] = []
     for row in rows:
-        if row.rm_class == REGISTRATION:
-            registered.append((row.file, joined(row.parent, row.gpu), row.at_ns))
-        elif row.at_ns >= opened.get(row.file, 0):
-            there[row.client, row.handle] = row
-        else:
+        is_registration = row.rm_class == REGISTRATION
+        control = joined(row.parent, row.gpu) if is_registration else row.file
+        if row.at_ns < max(opened.get(row.file, 0), opened.get(control, 0)):
             stale.append(Removed(row.client, row.handle, row.at_ns))
+        elif is_registration:
+            registered.append((row.file, control, row.at_ns))
+        else:
+            there[row.client, row.handle] = row
     lives = _lives(there, older)
     stale += [Removed(*name, row.at_ns) for name, row in there.items() if not lives[name]]
     living = (row for name, row in there.items() if lives[name])

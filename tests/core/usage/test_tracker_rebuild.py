@@ -1,5 +1,7 @@
 """What the rows of the kernel's map make of a picture that missed something."""
 
+import itertools
+
 import pytest
 
 from agent.core.usage import clients
@@ -8,6 +10,7 @@ from agent.core.usage.gpu_map import CONTROL
 from agent.core.usage.processes import NO_FILES, OpenFilesByProcess, by_process
 from agent.core.usage.quarantine import QUARANTINE_NS
 from agent.core.usage.rows import live_rows
+from agent.model.rm import REGISTRATION, RmObject
 from agent.model.structs import replace
 from agent.model.usage import Usage
 from tests.core.kernel_world import GPUS, UVM, V0, V1, VASPACE, gpu_file
@@ -120,6 +123,43 @@ def test_what_was_put_aside_is_counted_once_as_freed() -> None:
     lose(rig)
     hold = hold_of(rebuild(rig), 100)
     assert (hold.contexts, hold.allocated, hold.freed) == (0, 2, 2)
+
+
+def test_a_registration_that_is_older_than_its_control_file_is_stale() -> None:
+    rig = Rig()
+    ended, first = rig.world.spawn(100), rig.world.spawn(101)
+    filler = rig.world.open(first, CONTROL)
+    old_control, old_node = rig.world.open(ended, CONTROL), rig.world.open(ended, gpu_file(0))
+    rig.world.register_fd(ended, old_node, old_control)
+    rig.world.exit(ended)
+    rig.world.close(first, filler)
+    rig.world.now_ns += 1
+    control, node = rig.world.open(first, CONTROL), rig.world.open(first, gpu_file(0))
+    assert (control, node) == (filler, old_control)
+    rig.world.register_fd(first, node, control)
+    rows = live_rows(rig.world.rows.values(), rig.world.opened, frozenset())
+    assert [(file, kept) for file, kept, _ in rows.registered] == [(node, control)]
+    rig.world.delete_rows(list(rows.stale))
+    assert [row.file for row in rig.world.rows.values()] == [node]
+
+
+@pytest.mark.parametrize("step", [16, -16])
+def test_stale_registrations_keep_no_client_however_many_follow_on_one_another(step: int) -> None:
+    """An address was a control file's, then a GPU's file that was registered to another, and so on."""
+    rig = Rig()
+    task, control = rig.job(100, contexts=1)
+    (client,) = rig.world.clients
+    rows = [row._replace(file=0x2000) for row in rig.world.rows.values() if row.client == client]
+    chain = [0x2000 + step * number for number in range(8)]
+    for kept, file in itertools.pairwise(chain):
+        rows.append(RmObject(file, 0, rig.world.now_ns, 7, file, 100, REGISTRATION, kept, 0))
+    rig.world.exec(task, "other")
+    rig.tell()
+    assert control in task.fds
+    rig.tracker.handle_lost_events(1)
+    rig.world.now_ns += 1
+    rig.tracker.rebuild(rows, rig.world.now_ns, {})
+    assert [hold.contexts for use in rig.tell().processes for hold in use.holds if hold.contexts] == []
 
 
 def test_after_rows_were_read_a_scan_is_wanted() -> None:
