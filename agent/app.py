@@ -470,7 +470,7 @@ class Agent:
 
     def _registers_anew(self, resource: ResourceName) -> bool:
         """Tell whether what the core orders for a resource is obeyed, so that its new order is a restart."""
-        return self._vitals.device_plugin is not None and self._vitals.device_plugin.is_obeyed(resource)
+        return self._vitals.device_plugin is not None and self._vitals.device_plugin.serves_newest(resource)
 
     def _seen(self, judge: Callable[[Snapshot], str | None]) -> str | None:
         return judge(self._latest.value)

@@ -10,7 +10,7 @@ from hypothesis import strategies as some
 
 from agent.simulation.stubs.deviceplugin.v1beta1 import api_pb2 as pb
 from agent.simulation.stubs.deviceplugin.v1beta1 import api_pb2_grpc as rpc
-from agent.sinks.plugin.answers import MAX_REFUSAL_CHARS
+from agent.sinks.plugin.answers import MAX_ERROR_CHARS
 from agent.sinks.plugin.service import SERVICE
 from agent.sinks.plugin.wire import MAX_CONTAINERS, MAX_ID_BYTES, MAX_IDS
 from tests.sinks.offers import uuid
@@ -81,7 +81,7 @@ def test_an_answer_holds_only_what_is_asked_for_and_known(stub: Any, containers:
     asked = {name for ids in containers for name in ids}
     if not asked <= {*HEALTHY, SICK}:
         assert answer.code() in {INVALID, FAILED}
-        assert 0 < len(answer.details()) <= MAX_REFUSAL_CHARS
+        assert 0 < len(answer.details()) <= MAX_ERROR_CHARS
         return
     if SICK in asked:
         assert answer.code() is FAILED

@@ -30,7 +30,7 @@ from agent.sinks.plugin.wire import (
     read_preferred_request,
 )
 
-MAX_REFUSAL_CHARS: Final = 1_024
+MAX_ERROR_CHARS: Final = 1_024
 """Of an error text; it travels in a header."""
 
 _Request = TypeVar("_Request")
@@ -91,16 +91,16 @@ class Answers:
         annotation_id: Callable[[], str] = random_uuid,
     ) -> None:
         self.resource: Final = resource
-        self.refusals: Final[Counter[str]] = Counter()
+        self.rejections: Final[Counter[str]] = Counter()
         """Refused calls by kind: those of Rejection, malformed, withdrawn."""
         self._latest = latest
         self._cdi = cdi
         self._annotation_id = annotation_id
 
-    def offered(self) -> Resource | None:
+    def advertised(self) -> Resource | None:
         """Return the resource as it is offered now; None: not any more."""
         listed = self._latest.value.resources
-        return next((offered for offered in listed if offered.name == self.resource), None)
+        return next((each for each in listed if each.name == self.resource), None)
 
     def options(self) -> bytes:
         """Return what the kubelet may ask of this plugin."""
@@ -113,50 +113,50 @@ class Answers:
 
     def allocated(self, request: bytes) -> bytes:
         """Return what each container gets."""
-        snapshot, resource = self._latest.value, self._offered()
+        snapshot, resource = self._latest.value, self._advertised()
         absent = self._absent(snapshot.policy.injection)
         answers: list[ContainerAnswer] = []
         for ids in self._read(read_allocate_request, request):
             key = self._annotation_id() if uses_cdi(snapshot.policy.injection) else ""
             answer = allocate(snapshot, resource, ids, annotation_id=key, absent=absent)
             if isinstance(answer, Rejection):
-                raise self._refusal(answer)
+                raise self._error_of(answer)
             answers.append(answer)
         self._check_resolved(answers)
         return encode_allocate_response(answers)
 
     def preferred(self, request: bytes) -> bytes:
         """Return which of the free devices each container should get."""
-        resource = self._offered()
+        resource = self._advertised()
         choices: list[tuple[str, ...]] = []
         for wanted in self._read(read_preferred_request, request):
             choice = prefer(self._latest.value, resource, wanted.available, wanted.must_include, wanted.size)
             if isinstance(choice, Rejection):
-                raise self._refusal(choice)
+                raise self._error_of(choice)
             choices.append(choice)
         return encode_preferred_response(choices)
 
     def started(self, request: bytes) -> bytes:
         """Let a container start, unless that is checked and a device says that it is broken."""
         ids = self._read(read_pre_start_request, request)
-        resource = self.offered()
+        resource = self.advertised()
         snapshot = self._latest.value
         if resource is not None and snapshot.policy.pre_start_check:
             refusal = reject_start(snapshot, resource, ids)
             if refusal is not None:
-                raise self._refusal(refusal)
+                raise self._error_of(refusal)
         return b""
 
     def _read(self, read: Callable[[bytes], _Request], request: bytes) -> _Request:
         try:
             return read(request)
         except RequestError as error:
-            raise self._refused("malformed", f"invalid request: {error}") from None
+            raise self._reject("malformed", f"invalid request: {error}") from None
 
-    def _offered(self) -> Resource:
-        resource = self.offered()
+    def _advertised(self) -> Resource:
+        resource = self.advertised()
         if resource is None:
-            raise self._refused(
+            raise self._reject(
                 "withdrawn",
                 f"{self.resource} is not offered by this node any more; delete the pod so that it is"
                 " scheduled anew",
@@ -171,16 +171,16 @@ class Answers:
         names = [name for answer in answers for name in cdi_names(answer)]
         missing = self._cdi.missing(names) if names else None
         if missing is not None:
-            raise self._refused(
+            raise self._reject(
                 "missing",
                 f"no CDI spec file on this node resolves {missing}, so the container could not be started;"
                 " delete the pod so that it is allocated again, and if that does not help, have somebody"
                 " look at the node with gpu-agent status",
             )
 
-    def _refusal(self, refusal: Rejection) -> GRPCError:
-        return self._refused(refusal.kind, refusal.message)
+    def _error_of(self, refusal: Rejection) -> GRPCError:
+        return self._reject(refusal.kind, refusal.message)
 
-    def _refused(self, kind: str, message: str) -> GRPCError:
-        self.refusals[kind] += 1
-        return GRPCError(_STATUSES[kind], message[:MAX_REFUSAL_CHARS])
+    def _reject(self, kind: str, message: str) -> GRPCError:
+        self.rejections[kind] += 1
+        return GRPCError(_STATUSES[kind], message[:MAX_ERROR_CHARS])

@@ -71,7 +71,7 @@ class Bounds(msgspec.Struct, frozen=True):
     """How long accepting rests when the process is out of file descriptors."""
 
 
-class Allowance(msgspec.Struct):
+class TokenBucket(msgspec.Struct):
     """So many in a row, refilled at a steady rate."""
 
     burst: float
@@ -79,25 +79,25 @@ class Allowance(msgspec.Struct):
     left: float
     at_s: float
 
-    def take(self, count: float, now_s: float) -> float:
+    def spend(self, count: float, now_s: float) -> float:
         """Spend ``count`` and return for how many seconds it is overdrawn; zero: it is not."""
         self.left = min(self.burst, self.left + (now_s - self.at_s) * self.per_s) - count
         self.at_s = now_s
         return max(0.0, -self.left / self.per_s)
 
 
-class Tally(msgspec.Struct):
+class Counters(msgspec.Struct):
     """What happened on all connections of one server."""
 
     accepted: int = 0
-    refused_full: int = 0
-    refused_peer: int = 0
+    rejected_full: int = 0
+    rejected_peer: int = 0
     accept_failures: int = 0
     requests: int = 0
     resets: int = 0
     malformed: int = 0
     calls: int = 0
-    calls_refused: int = 0
+    calls_rejected: int = 0
     buffered_bytes: int = 0
     cuts: Counter[str] = msgspec.field(default_factory=Counter)
 

@@ -34,7 +34,7 @@ from h2.errors import ErrorCodes
 from h2.events import DataReceived, Event, RequestReceived, StreamReset
 from h2.settings import SettingCodes, Settings
 
-from agent.sinks.plugin.grpc_bounds import CLOSED_STREAMS, Allowance, Bounds, Tally
+from agent.sinks.plugin.grpc_bounds import CLOSED_STREAMS, Bounds, Counters, TokenBucket
 
 NEEDED_PSEUDO_HEADERS: Final = frozenset({":method", ":path"})
 """grpclib looks these up without asking; ``:authority`` may have any form or be absent."""
@@ -62,11 +62,11 @@ class Calls(Handler):
         dispatch: _DispatchServerEvents,
         *,
         bounds: Bounds,
-        tally: Tally,
+        counters: Counters,
     ) -> None:
         super().__init__(methods, codec, None, dispatch)
         self._bounds = bounds
-        self._tally = tally
+        self._counters = counters
 
     def accept(
         self, stream: ProtocolStream, headers: list[tuple[str, str]], release_stream: Callable[[], object]
@@ -79,17 +79,17 @@ class Calls(Handler):
                 stream.reset_nowait(error)
             release_stream()
             return
-        self._tally.calls += 1
+        self._counters.calls += 1
         release_once = _Once(release_stream)
         super().accept(stream, headers, release_once)
         self._tasks[stream].add_done_callback(partial(self._ended, stream, release_once))
 
     def _objection(self, headers: list[tuple[str, str]]) -> ErrorCodes | None:
         if not {name for name, _ in headers} >= NEEDED_PSEUDO_HEADERS:
-            self._tally.malformed += 1
+            self._counters.malformed += 1
             return ErrorCodes.PROTOCOL_ERROR
-        if self._tally.calls >= self._bounds.calls and len(self._tasks) >= self._bounds.calls_share:
-            self._tally.calls_refused += 1
+        if self._counters.calls >= self._bounds.calls and len(self._tasks) >= self._bounds.calls_share:
+            self._counters.calls_rejected += 1
             # The client knows by it that nothing was done, and may try again.
             return ErrorCodes.REFUSED_STREAM
         return None
@@ -98,7 +98,7 @@ class Calls(Handler):
         """Let go of everything a call held, now and not at some later garbage collection."""
         # A call that is taken back before its task first ran was not released by it.
         release_once()
-        self._tally.calls -= 1
+        self._counters.calls -= 1
         self._tasks.pop(stream, None)
         self._cancelled.discard(task)
         error = None if stream.wrapper is None else stream.wrapper._error  # noqa: SLF001 - see above
@@ -136,19 +136,19 @@ class BoundedConnection(H2Protocol, asyncio.BufferedProtocol):
         handler: Calls,
         *,
         bounds: Bounds,
-        tally: Tally,
+        counters: Counters,
         on_made: Callable[["BoundedConnection"], None],
         on_lost: Callable[["BoundedConnection"], None],
     ) -> None:
         super().__init__(handler, CONFIG, H2_CONFIG)
         self._bounds = bounds
-        self._tally = tally
+        self._counters = counters
         self._on_made = on_made
         self._on_lost = on_lost
         self._loop = asyncio.get_running_loop()
         now_s = self._loop.time()
-        self._events = Allowance(bounds.events, bounds.events_per_s, bounds.events, now_s)
-        self._resets = Allowance(bounds.resets, bounds.resets_per_s, bounds.resets, now_s)
+        self._events = TokenBucket(bounds.events, bounds.events_per_s, bounds.events, now_s)
+        self._resets = TokenBucket(bounds.resets, bounds.resets_per_s, bounds.resets, now_s)
         self._busy_at_s = now_s
         self._requests = 0
         self._buffer = memoryview(bytearray(bounds.read_bytes))
@@ -159,7 +159,7 @@ class BoundedConnection(H2Protocol, asyncio.BufferedProtocol):
         self._is_write_paused = False
         self._is_over = False
         self._turn: asyncio.Handle | None = None
-        self._look: asyncio.Handle | None = None
+        self._idle_check: asyncio.Handle | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Send SETTINGS at once; clients wait for them before their first request."""
@@ -170,7 +170,7 @@ class BoundedConnection(H2Protocol, asyncio.BufferedProtocol):
         self.connection = Connection(self._h2, living, config=self.config)
         self.connection.flush()
         self.processor = EventsProcessor(self.handler, self.connection)
-        self._look = self._loop.call_later(self._bounds.first_request_s, self._look_for_idleness)
+        self._idle_check = self._loop.call_later(self._bounds.first_request_s, self._close_if_idle)
         self._on_made(self)
 
     def connection_lost(self, exc: BaseException | None) -> None:
@@ -206,9 +206,9 @@ class BoundedConnection(H2Protocol, asyncio.BufferedProtocol):
     def buffer_updated(self, nbytes: int) -> None:
         """Take what was read, in turns."""
         self._unfed = self._buffer[:nbytes]
-        self._take_turn()
+        self._feed_turn()
 
-    def _take_turn(self) -> None:
+    def _feed_turn(self) -> None:
         self._turn = None
         events, overdrawn_s = 0, 0.0
         while self._unfed and not self._is_over and events < self._bounds.turn_events and not overdrawn_s:
@@ -216,7 +216,7 @@ class BoundedConnection(H2Protocol, asyncio.BufferedProtocol):
             self._unfed = self._unfed[self._bounds.portion_bytes :]
             done = self._feed(portion)
             events += done
-            overdrawn_s = self._events.take(done, self._loop.time())
+            overdrawn_s = self._events.spend(done, self._loop.time())
         self._steer(overdrawn_s)
 
     def _steer(self, overdrawn_s: float = 0.0) -> None:
@@ -224,7 +224,7 @@ class BoundedConnection(H2Protocol, asyncio.BufferedProtocol):
         if self._is_over:
             return
         if self._turn is None and not self._is_write_paused and (self._unfed or overdrawn_s):
-            self._turn = self._loop.call_later(overdrawn_s, self._take_turn)
+            self._turn = self._loop.call_later(overdrawn_s, self._feed_turn)
         if self._is_write_paused or self._turn is not None:
             self._transport.pause_reading()
         else:
@@ -249,10 +249,10 @@ class BoundedConnection(H2Protocol, asyncio.BufferedProtocol):
     def _process(self, event: Event) -> None:
         if isinstance(event, RequestReceived):
             self._requests += 1
-            self._tally.requests += 1
+            self._counters.requests += 1
         elif isinstance(event, StreamReset) and event.remote_reset:
-            self._tally.resets += 1
-            if self._resets.take(1, self._loop.time()):
+            self._counters.resets += 1
+            if self._resets.spend(1, self._loop.time()):
                 self._cut("resets")
                 return
         # What grpclib does not know (frames of an extension) is to be ignored, not an error.
@@ -271,7 +271,7 @@ class BoundedConnection(H2Protocol, asyncio.BufferedProtocol):
             self._cut("incomplete")
         elif self._buffered_bytes > bounds.request_bytes:
             self._cut("request_size")
-        elif self._tally.buffered_bytes > bounds.requests_bytes:
+        elif self._counters.buffered_bytes > bounds.requests_bytes:
             self._cut("requests_size")
         elif len(self._h2.remote_settings) > bounds.settings:
             self._cut("settings")
@@ -279,10 +279,10 @@ class BoundedConnection(H2Protocol, asyncio.BufferedProtocol):
             self._cut("unsent")
 
     def _account(self, buffered_bytes: int) -> None:
-        self._tally.buffered_bytes += buffered_bytes - self._buffered_bytes
+        self._counters.buffered_bytes += buffered_bytes - self._buffered_bytes
         self._buffered_bytes = buffered_bytes
 
-    def _look_for_idleness(self) -> None:
+    def _close_if_idle(self) -> None:
         now_s = self._loop.time()
         if self.processor.streams:
             self._busy_at_s = now_s
@@ -290,14 +290,14 @@ class BoundedConnection(H2Protocol, asyncio.BufferedProtocol):
         limit_s = self._bounds.idle_s if self._requests else self._bounds.first_request_s
         left_s = busy_at_s + limit_s - now_s
         if left_s > 0:
-            self._look = self._loop.call_later(left_s, self._look_for_idleness)
+            self._idle_check = self._loop.call_later(left_s, self._close_if_idle)
             return
-        self._tally.cuts["idle"] += 1
+        self._counters.cuts["idle"] += 1
         self.close()
 
     def _cut(self, reason: str) -> None:
         """End a connection that is over a bound, without waiting for it to read."""
-        self._tally.cuts[reason] += 1
+        self._counters.cuts[reason] += 1
         self.close(ErrorCodes.ENHANCE_YOUR_CALM)
         self.abort()
 
@@ -319,10 +319,10 @@ class BoundedConnection(H2Protocol, asyncio.BufferedProtocol):
         self._transport.abort()
 
     def _cancel_timers(self) -> None:
-        for handle in (self._turn, self._look):
+        for handle in (self._turn, self._idle_check):
             if handle is not None:
                 handle.cancel()
-        self._turn = self._look = None
+        self._turn = self._idle_check = None
 
 
 class _LivingTransport:

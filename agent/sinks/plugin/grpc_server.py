@@ -34,7 +34,7 @@ from grpclib.server import Stream
 
 from agent import guard
 from agent.log import about
-from agent.sinks.plugin.grpc_bounds import PEER_LINES, REQUEST_S, Bounds, Tally, limit_peer_lines
+from agent.sinks.plugin.grpc_bounds import PEER_LINES, REQUEST_S, Bounds, Counters, limit_peer_lines
 from agent.sinks.plugin.grpc_connection import BoundedConnection, Calls
 
 FLUSH_S: Final = 0.2
@@ -89,14 +89,14 @@ class ServerStatistics(msgspec.Struct, frozen=True):
     calls: int
     """Running now."""
     accepted: int
-    refused_full: int
-    refused_peer: int
+    rejected_full: int
+    rejected_peer: int
     accept_failures: int
     requests: int
     resets: int
     malformed: int
     """Requests without a method or a path."""
-    calls_refused: int
+    calls_rejected: int
     """Because too many were running."""
     buffered_bytes: int
     """What unanswered requests hold now."""
@@ -121,7 +121,7 @@ class BoundedServer:
         self._listener = listener
         self._bounds = bounds or Bounds()
         self._uids = frozenset({0, os.geteuid()}) if uids is None else uids
-        self._tally = Tally()
+        self._counters = Counters()
         self._live: dict[BoundedConnection, None] = {}
         self._empty = asyncio.Event()
         self._empty.set()
@@ -173,7 +173,7 @@ class BoundedServer:
             log.info("Accepted connections again")
 
     async def _rest(self, error: OSError) -> None:
-        self._tally.accept_failures += 1
+        self._counters.accept_failures += 1
         if not self._is_resting:
             self._is_resting = True
             log.warning("Could not accept a connection of the kubelet: %(error)s", about(error=str(error)))
@@ -185,7 +185,7 @@ class BoundedServer:
             # Somebody who connects in a loop must not keep the agent's loop here.
             await asyncio.sleep(0)
             return
-        self._tally.accepted += 1
+        self._counters.accepted += 1
         peer.setblocking(False)  # noqa: FBT003 - positional only
         try:
             await asyncio.get_running_loop().connect_accepted_socket(self._new_connection, peer)
@@ -196,14 +196,14 @@ class BoundedServer:
     def _may_enter(self, peer: socket.socket) -> bool:
         _, uid, _ = UCRED.unpack(peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, UCRED.size))
         if uid not in self._uids:
-            self._tally.refused_peer += 1
+            self._counters.rejected_peer += 1
             peer_log.warning(
                 "Refused a connection of the user %(uid)s, who is neither root nor the agent's own",
                 about(uid=uid),
             )
             return False
         if len(self._live) >= self._bounds.connections:
-            self._tally.refused_full += 1
+            self._counters.rejected_full += 1
             peer_log.warning(
                 "Refused a connection to the plugin's socket: %(connections)s are open",
                 about(connections=len(self._live)),
@@ -213,9 +213,9 @@ class BoundedServer:
 
     def _new_connection(self) -> BoundedConnection:
         return BoundedConnection(
-            Calls(self._methods, self._codec, self._dispatch, bounds=self._bounds, tally=self._tally),
+            Calls(self._methods, self._codec, self._dispatch, bounds=self._bounds, counters=self._counters),
             bounds=self._bounds,
-            tally=self._tally,
+            counters=self._counters,
             on_made=self._remember,
             on_lost=self._forget,
         )
@@ -288,18 +288,18 @@ class BoundedServer:
 
     def statistics(self) -> ServerStatistics:
         """Return the counts at this moment."""
-        tally = self._tally
+        counters = self._counters
         return ServerStatistics(
             connections=len(self._live),
-            calls=tally.calls,
-            accepted=tally.accepted,
-            refused_full=tally.refused_full,
-            refused_peer=tally.refused_peer,
-            accept_failures=tally.accept_failures,
-            requests=tally.requests,
-            resets=tally.resets,
-            malformed=tally.malformed,
-            calls_refused=tally.calls_refused,
-            buffered_bytes=tally.buffered_bytes,
-            cuts=dict(tally.cuts),
+            calls=counters.calls,
+            accepted=counters.accepted,
+            rejected_full=counters.rejected_full,
+            rejected_peer=counters.rejected_peer,
+            accept_failures=counters.accept_failures,
+            requests=counters.requests,
+            resets=counters.resets,
+            malformed=counters.malformed,
+            calls_rejected=counters.calls_rejected,
+            buffered_bytes=counters.buffered_bytes,
+            cuts=dict(counters.cuts),
         )

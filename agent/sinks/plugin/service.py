@@ -53,7 +53,7 @@ class ServiceStatistics(msgspec.Struct, frozen=True):
     allocations: int
     preferences: int
     pre_starts: int
-    refusals: Mapping[str, int]
+    rejections: Mapping[str, int]
     """Refused calls by kind: unknown, unhealthy, unsatisfiable, missing, malformed, withdrawn."""
 
 
@@ -79,7 +79,7 @@ class PluginService:
     ) -> None:
         self.resource: Final = resource
         self._generation = generation
-        self._told_watchers: int | None = None
+        self._reported_watchers: int | None = None
         """As reported for this generation; None: nothing was."""
         self._inbox = inbox
         self._latest = latest
@@ -114,12 +114,12 @@ class PluginService:
 
     def begin(self, generation: int) -> None:
         """Serve for a registration that begins now."""
-        self._generation, self._told_watchers = generation, None
+        self._generation, self._reported_watchers = generation, None
 
     def belong_to(self, generation: int) -> None:
         """Let what was reported for the present registration hold for one that takes its place."""
         self._generation = generation
-        if self._told_watchers is not None:
+        if self._reported_watchers is not None:
             self._report_watchers()
 
     @property
@@ -141,7 +141,7 @@ class PluginService:
 
         Whoever brings the lists to the watchers has no part in the answer.
         """
-        resource = self._answers.offered()
+        resource = self._answers.advertised()
         if resource is None or not self._written:
             return True
         newest: bytes | None = None
@@ -176,14 +176,14 @@ class PluginService:
         """Wait a moment while devices come back one by one; a device that goes out ends it."""
         try:
             async with asyncio.timeout(GATHER_S):
-                while self._comes_back_in_part():
+                while self._recovers_in_part():
                     await self._latest.wait_newer_first(self._latest.version)
         except TimeoutError:
             return
 
-    def _comes_back_in_part(self) -> bool:
+    def _recovers_in_part(self) -> bool:
         """Whether all that changed is that some of the devices that are out are well again."""
-        shown, resource = self._lists.value, self._answers.offered()
+        shown, resource = self._lists.value, self._answers.advertised()
         if shown is None or resource is None or resource.devices is shown.devices:
             return False
         if len(resource.devices) != len(shown.devices):
@@ -192,18 +192,18 @@ class PluginService:
         changed = [
             pair for pair in zip(shown.devices, resource.devices, strict=True) if pair[0] is not pair[1]
         ]
-        are_some_back = False
+        has_recovered = False
         for old, new in changed:
             if old.id != new.id or (old.health is Health.HEALTHY and new.health is not Health.HEALTHY):
                 return False
-            are_some_back |= old.health is Health.UNHEALTHY and new.health is Health.HEALTHY
-        return are_some_back and any(device.health is Health.UNHEALTHY for device in resource.devices)
+            has_recovered |= old.health is Health.UNHEALTHY and new.health is Health.HEALTHY
+        return has_recovered and any(device.health is Health.UNHEALTHY for device in resource.devices)
 
     def _refresh(self) -> bool:
         """Publish the list if it is another one now; return whether it was."""
         shown = self._lists.value
         snapshot = self._latest.value
-        resource = self._answers.offered()
+        resource = self._answers.advertised()
         if shown is None or resource is None or resource.devices is shown.devices:
             return False
         data = encode_list(resource.devices)
@@ -235,7 +235,7 @@ class PluginService:
             self._report_watchers()
 
     def _report_watchers(self) -> None:
-        self._told_watchers = self._watchers
+        self._reported_watchers = self._watchers
         self._inbox.put(WatchersChanged(self.resource, self._generation, self._watchers))
 
     async def _send_lists(self, stream: Stream[bytes, bytes], watcher: int) -> None:
@@ -250,7 +250,7 @@ class PluginService:
                 await stream.send_message(shown.data)
                 sent = shown.data
                 self._written[watcher] = shown
-                self._told(shown, began_ns)
+                self._emit_list_written(shown, began_ns)
             await self._lists.wait_newer_first(version)
 
     def _too_large(self, shown: _List) -> GRPCError:
@@ -264,7 +264,7 @@ class PluginService:
             f" {MAX_LIST_BYTES}; configure fewer replicas",
         )
 
-    def _told(self, shown: _List, began_ns: int) -> None:
+    def _emit_list_written(self, shown: _List, began_ns: int) -> None:
         self._lists_sent += 1
         healthy = frozenset(device.id for device in shown.devices if device.health is Health.HEALTHY)
         self._inbox.put(ListWritten(self.resource, self._generation, healthy))
@@ -283,23 +283,23 @@ class PluginService:
             )
 
     async def _allocate(self, stream: Stream[bytes, bytes]) -> None:
-        with self._a_call_for_a_pod():
+        with self._pod_call():
             await self._answers.settle()
             await stream.send_message(self._answers.allocated(await receive_request(stream)))
         self._allocations += 1
 
     async def _preferred(self, stream: Stream[bytes, bytes]) -> None:
-        with self._a_call_for_a_pod():
+        with self._pod_call():
             await stream.send_message(self._answers.preferred(await receive_request(stream)))
         self._preferences += 1
 
     async def _pre_start(self, stream: Stream[bytes, bytes]) -> None:
-        with self._a_call_for_a_pod():
+        with self._pod_call():
             await stream.send_message(self._answers.started(await receive_request(stream)))
         self._pre_starts += 1
 
     @contextmanager
-    def _a_call_for_a_pod(self) -> Iterator[None]:
+    def _pod_call(self) -> Iterator[None]:
         """Count a call from its first moment on, see ``wait_between_pods``."""
         self._asking += 1
         try:
@@ -317,5 +317,5 @@ class PluginService:
             allocations=self._allocations,
             preferences=self._preferences,
             pre_starts=self._pre_starts,
-            refusals=dict(self._answers.refusals),
+            rejections=dict(self._answers.rejections),
         )

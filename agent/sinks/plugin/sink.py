@@ -79,15 +79,15 @@ class ResourceStatistics(msgspec.Struct, frozen=True):
     server: ServerStatistics
 
 
-class _Slot(msgspec.Struct, eq=False):
+class _ResourceState(msgspec.Struct, eq=False):
     """One resource: what is wanted, and what there is."""
 
     resource: ResourceName
-    order: RegisterResource
+    effect: RegisterResource
     is_fresh: asyncio.Event = msgspec.field(default_factory=asyncio.Event)
     worker: asyncio.Task[None] | None = None
     attempt: asyncio.Task[None] | None = None
-    asked: SocketIdentity | None = None
+    sent_to: SocketIdentity | None = None
     """The kubelet that the attempt has sent Register to."""
     call: asyncio.Task[NotRegisteredError | None] | None = None
     other: asyncio.Task[None] | None = None
@@ -133,7 +133,7 @@ class DevicePlugin:
         self._kept_lists = kept_lists
         self._sent: dict[ResourceName, deque[ListSent]] = {}
         self._proofs = proofs or Proofs(clock=clock)
-        self._slots: dict[ResourceName, _Slot] = {}
+        self._states: dict[ResourceName, _ResourceState] = {}
         self._tasks: asyncio.TaskGroup | None = None
         self._context: Context | None = None
         """The one of ``run``."""
@@ -144,55 +144,57 @@ class DevicePlugin:
         """Have a resource served and registered anew; the newest generation wins."""
         if self._is_draining:
             return
-        slot = self._slots.get(effect.resource)
-        if slot is not None and slot.order.generation > effect.generation:
+        state = self._states.get(effect.resource)
+        if state is not None and state.effect.generation > effect.generation:
             return
-        slot = self._slots.setdefault(effect.resource, _Slot(effect.resource, effect))
-        slot.order = effect
+        state = self._states.setdefault(effect.resource, _ResourceState(effect.resource, effect))
+        state.effect = effect
         self._proofs.expect(Part(LIST_AND_WATCH, effect.resource), LIST_TERMS)
-        if self._is_being_asked(slot):
+        if self._is_register_sent(state):
             # The core learned of the kubelet after this sink did: what it wants is under way.
-            self._announce(slot)
+            self._emit_register_sent(state)
             return
-        slot.is_fresh.set()
-        if slot.other is not None:
-            slot.other.cancel()
-        if slot.attempt is not None:
-            slot.attempt.cancel()
-            self._overtake(slot)
-            slot.asked = None
-        if slot.worker is None and self._tasks is not None:
-            self._start(self._tasks, slot)
+        state.is_fresh.set()
+        if state.other is not None:
+            state.other.cancel()
+        if state.attempt is not None:
+            state.attempt.cancel()
+            self._overtake(state)
+            state.sent_to = None
+        if state.worker is None and self._tasks is not None:
+            self._start(self._tasks, state)
 
-    def _overtake(self, slot: _Slot) -> None:
-        """Wait no longer for the slot's Register call, see guarantee 6."""
-        if slot.call is None:
+    def _overtake(self, state: _ResourceState) -> None:
+        """Wait no longer for the state's Register call, see guarantee 6."""
+        if state.call is None:
             return
-        slot.overtaken = [call for call in (*slot.overtaken, slot.call) if not call.done()]
-        slot.call = None
-        for call in slot.overtaken[: max(0, len(slot.overtaken) - self._overtaken_calls)]:
+        state.overtaken = [call for call in (*state.overtaken, state.call) if not call.done()]
+        state.call = None
+        for call in state.overtaken[: max(0, len(state.overtaken) - self._overtaken_calls)]:
             call.cancel()
 
     @staticmethod
-    def _is_being_asked(slot: _Slot) -> bool:
+    def _is_register_sent(state: _ResourceState) -> bool:
         """Tell whether the kubelet of the order is being asked, and can reach what is served."""
-        endpoint = slot.endpoint
-        is_asked = slot.asked is not None and slot.asked == slot.order.kubelet
+        endpoint = state.endpoint
+        is_asked = state.sent_to is not None and state.sent_to == state.effect.kubelet
         return is_asked and endpoint is not None and endpoint.is_intact()
 
-    def _announce(self, slot: _Slot) -> None:
+    def _emit_register_sent(self, state: _ResourceState) -> None:
         """Report which kubelet is asked for the newest generation, and with which socket."""
-        endpoint, kubelet, order = slot.endpoint, slot.asked, slot.order
+        endpoint, kubelet, effect = state.endpoint, state.sent_to, state.effect
         if endpoint is not None and endpoint.identity is not None and kubelet is not None:
             self._inbox.put(
-                RegisterSent(order.resource, order.generation, kubelet=kubelet, socket=endpoint.identity)
+                RegisterSent(effect.resource, effect.generation, kubelet=kubelet, socket=endpoint.identity)
             )
-            endpoint.service.belong_to(order.generation)
+            endpoint.service.belong_to(effect.generation)
 
-    def _start(self, tasks: asyncio.TaskGroup, slot: _Slot) -> None:
+    def _start(self, tasks: asyncio.TaskGroup, state: _ResourceState) -> None:
         # Who orders it does not own it: what fails in there is this sink's to begin anew.
-        name = f"device-plugin {slot.resource}"
-        slot.worker = tasks.create_task(self._obey(tasks, slot), name=name, context=self._context)
+        name = f"device-plugin {state.resource}"
+        state.worker = tasks.create_task(
+            self._execute_effects(tasks, state), name=name, context=self._context
+        )
 
     async def run(self) -> None:
         """Carry out orders until drained; orders given while this did not run are made up for."""
@@ -201,9 +203,9 @@ class DevicePlugin:
         try:
             async with asyncio.TaskGroup() as tasks:
                 self._tasks, self._context = tasks, copy_context()
-                for slot in self._slots.values():
-                    slot.is_fresh.set()
-                    self._start(tasks, slot)
+                for state in self._states.values():
+                    state.is_fresh.set()
+                    self._start(tasks, state)
                 comparing = tasks.create_task(
                     guard.for_ever("device lists", self._compare_lists), name="compare device lists"
                 )
@@ -211,25 +213,25 @@ class DevicePlugin:
                 comparing.cancel()
         finally:
             self._tasks = None
-            for slot in self._slots.values():
-                if slot.endpoint is not None:
-                    slot.endpoint.close_now()
-                slot.worker = slot.attempt = slot.endpoint = slot.asked = None
+            for state in self._states.values():
+                if state.endpoint is not None:
+                    state.endpoint.close_now()
+                state.worker = state.attempt = state.endpoint = state.sent_to = None
 
     async def _compare_lists(self) -> None:
         """Prove for each resource that the kubelet was written its newest list, for ever."""
         while True:
-            for slot in self._slots.values():
-                if slot.endpoint is None or slot.endpoint.service.is_up_to_date():
-                    self._proofs.prove(Part(LIST_AND_WATCH, slot.resource))
+            for state in self._states.values():
+                if state.endpoint is None or state.endpoint.service.is_up_to_date():
+                    self._proofs.prove(Part(LIST_AND_WATCH, state.resource))
             await asyncio.sleep(LIST_TERMS.period_ns / 1e9)
 
-    def is_obeyed(self, resource: ResourceName) -> bool:
+    def serves_newest(self, resource: ResourceName) -> bool:
         """Tell whether the newest order for a resource was begun."""
-        slot = self._slots.get(resource)
-        if slot is None:
+        state = self._states.get(resource)
+        if state is None:
             return True
-        return slot.endpoint is not None and slot.endpoint.service.generation == slot.order.generation
+        return state.endpoint is not None and state.endpoint.service.generation == state.effect.generation
 
     async def _clear_leftovers(self) -> None:
         """Remove what an agent that was killed served and this one may never serve."""
@@ -250,73 +252,73 @@ class DevicePlugin:
         """End every stream and server; running calls have ``grace_s``. ``run`` returns after that."""
         self._is_draining = True
         self._proofs.follow(LIST_AND_WATCH, (), LIST_TERMS)
-        slots = list(self._slots.values())
+        states = list(self._states.values())
         for task in [
             task
-            for slot in slots
-            for task in (slot.worker, slot.attempt, slot.call, slot.other, *slot.overtaken)
+            for state in states
+            for task in (state.worker, state.attempt, state.call, state.other, *state.overtaken)
         ]:
             if task is not None:
                 task.cancel()
         try:
             async with asyncio.TaskGroup() as tasks:
-                for slot in slots:
-                    if slot.endpoint is not None:
-                        ending = slot.endpoint.end_between_pods(grace_s)
-                        tasks.create_task(ending, name=f"drain {slot.resource}")
+                for state in states:
+                    if state.endpoint is not None:
+                        end = state.endpoint.end_between_pods(grace_s)
+                        tasks.create_task(end, name=f"drain {state.resource}")
         finally:
             self._drained.set()
 
-    async def _obey(self, tasks: asyncio.TaskGroup, slot: _Slot) -> None:
+    async def _execute_effects(self, tasks: asyncio.TaskGroup, state: _ResourceState) -> None:
         while True:
-            await slot.is_fresh.wait()
-            slot.is_fresh.clear()
-            slot.attempt = tasks.create_task(self._attempt(tasks, slot), name=f"register {slot.resource}")
-            await asyncio.wait({slot.attempt})
-            slot.attempt = None
+            await state.is_fresh.wait()
+            state.is_fresh.clear()
+            state.attempt = tasks.create_task(self._attempt(tasks, state), name=f"register {state.resource}")
+            await asyncio.wait({state.attempt})
+            state.attempt = None
 
-    async def _attempt(self, tasks: asyncio.TaskGroup, slot: _Slot) -> None:
+    async def _attempt(self, tasks: asyncio.TaskGroup, state: _ResourceState) -> None:
         try:
-            fact = await self._serve_and_register(tasks, slot)
+            fact = await self._serve_and_register(tasks, state)
         except NotRegisteredError as error:
-            self._fail(slot.resource, slot.order.generation, error.failure, str(error))
+            self._emit_failed(state.resource, state.effect.generation, error.failure, str(error))
             if error.failure == "socket_in_use":
-                name = f"wait for {slot.resource}"
-                slot.other = tasks.create_task(self._wait_for_other(slot), name=name)
+                name = f"wait for {state.resource}"
+                state.other = tasks.create_task(self._wait_for_other(state), name=name)
         except Exception as error:
-            log.exception("Could not register %(resource)s", about(resource=slot.resource))
+            log.exception("Could not register %(resource)s", about(resource=state.resource))
             message = f"A bug in the agent: {error!r}"
-            self._fail(slot.resource, slot.order.generation, "not_served", message)
+            self._emit_failed(state.resource, state.effect.generation, "not_served", message)
         else:
             self._inbox.put(fact)
         finally:
-            slot.asked = None
+            state.sent_to = None
 
-    async def _wait_for_other(self, slot: _Slot) -> None:
+    async def _wait_for_other(self, state: _ResourceState) -> None:
         """Report when another process, which has our socket's path, has left it."""
-        generation = slot.order.generation
-        await wait_unserved(socket_path(self._kubelet_socket.parent, slot.resource))
-        self._inbox.put(SocketFreed(slot.resource, generation))
+        generation = state.effect.generation
+        await wait_unserved(socket_path(self._kubelet_socket.parent, state.resource))
+        self._inbox.put(SocketFreed(state.resource, generation))
 
-    async def _serve_and_register(self, tasks: asyncio.TaskGroup, slot: _Slot) -> Registered:
-        endpoint, own = await self._serve(tasks, slot)
+    async def _serve_and_register(self, tasks: asyncio.TaskGroup, state: _ResourceState) -> Registered:
+        endpoint, own = await self._serve(tasks, state)
         if not self._registers:
-            return Registered(slot.resource, slot.order.generation, kubelet=NO_KUBELET, socket=own)
+            return Registered(state.resource, state.effect.generation, kubelet=NO_KUBELET, socket=own)
         kubelet, channel = await self._connect()
         try:
             # The kubelet has deleted by now whatever it deletes.
-            endpoint, own = await self._serve(tasks, slot)
+            endpoint, own = await self._serve(tasks, state)
         except BaseException:
             channel.close()
             raise
-        slot.asked = kubelet
-        self._announce(slot)
-        name = f"call Register {slot.resource}"
-        slot.call = tasks.create_task(self._call(channel, slot.resource, endpoint.path.name), name=name)
-        error = await asyncio.shield(slot.call)
+        state.sent_to = kubelet
+        self._emit_register_sent(state)
+        name = f"call Register {state.resource}"
+        state.call = tasks.create_task(self._call(channel, state.resource, endpoint.path.name), name=name)
+        error = await asyncio.shield(state.call)
         if error is not None:
             raise error
-        return Registered(slot.resource, slot.order.generation, kubelet=kubelet, socket=own)
+        return Registered(state.resource, state.effect.generation, kubelet=kubelet, socket=own)
 
     async def _connect(self) -> tuple[SocketIdentity, UnixChannel]:
         """Return which kubelet there is, and a connection to that one."""
@@ -351,31 +353,33 @@ class DevicePlugin:
             kubelet.close()
         return None
 
-    async def _serve(self, tasks: asyncio.TaskGroup, slot: _Slot) -> tuple[Endpoint, SocketIdentity]:
+    async def _serve(
+        self, tasks: asyncio.TaskGroup, state: _ResourceState
+    ) -> tuple[Endpoint, SocketIdentity]:
         """Serve for the order; a server that nobody watches and everybody can reach is kept."""
-        path = socket_path(self._kubelet_socket.parent, slot.resource)
-        endpoint = slot.endpoint
+        path = socket_path(self._kubelet_socket.parent, state.resource)
+        endpoint = state.endpoint
         if endpoint is None or endpoint.service.watchers or not endpoint.is_intact():
-            await self._end(slot)
-            endpoint = self._open(tasks, slot, path, slot.order.generation)
-        endpoint.service.begin(slot.order.generation)
+            await self._end(state)
+            endpoint = self._open(tasks, state, path, state.effect.generation)
+        endpoint.service.begin(state.effect.generation)
         if endpoint.identity is None:
             raise NotRegisteredError("not_served", f"{path} was removed as soon as it was made")
         return endpoint, endpoint.identity
 
-    def _open(self, tasks: asyncio.TaskGroup, slot: _Slot, path: Path, generation: int) -> Endpoint:
+    def _open(self, tasks: asyncio.TaskGroup, state: _ResourceState, path: Path, generation: int) -> Endpoint:
         service = PluginService(
-            resource=slot.resource,
+            resource=state.resource,
             generation=generation,
             inbox=self._inbox,
             latest=self._latest,
             clock=self._clock,
             cdi=self._cdi,
-            on_sent=self._note_sent,
+            on_sent=self._on_list_sent,
         )
-        slot.endpoint = Endpoint(path, service, bounds=self._bounds)
-        tasks.create_task(self._run_endpoint(slot.endpoint), name=f"serve {slot.resource}")
-        return slot.endpoint
+        state.endpoint = Endpoint(path, service, bounds=self._bounds)
+        tasks.create_task(self._run_endpoint(state.endpoint), name=f"serve {state.resource}")
+        return state.endpoint
 
     async def _run_endpoint(self, endpoint: Endpoint) -> None:
         try:
@@ -384,21 +388,21 @@ class DevicePlugin:
             resource = endpoint.service.resource
             log.exception("Stopped serving %(resource)s", about(resource=resource))
             message = f"The server of {resource} failed: {errors.exceptions[0]}"
-            self._fail(resource, endpoint.service.generation, "not_served", message)
+            self._emit_failed(resource, endpoint.service.generation, "not_served", message)
 
-    async def _end(self, slot: _Slot) -> None:
-        endpoint, slot.endpoint = slot.endpoint, None
+    async def _end(self, state: _ResourceState) -> None:
+        endpoint, state.endpoint = state.endpoint, None
         if endpoint is not None:
             await endpoint.end(HANDOVER_GRACE_S)
 
-    def _fail(
+    def _emit_failed(
         self, resource: ResourceName, generation: int, failure: RegistrationFailure, message: str
     ) -> None:
         self._inbox.put(RegistrationFailed(resource, generation, failure, message))
 
     async def unanswering(self, *, timeout_s: float) -> tuple[ResourceName, ...]:
         """Return the resources whose socket does not answer, asked the way the kubelet asks."""
-        served = {slot.resource: slot.endpoint.path for slot in self._slots.values() if slot.endpoint}
+        served = {state.resource: state.endpoint.path for state in self._states.values() if state.endpoint}
         async with asyncio.TaskGroup() as tasks:
             asked = {
                 resource: tasks.create_task(answers(path, timeout_s=timeout_s), name=f"ask {resource}")
@@ -406,7 +410,7 @@ class DevicePlugin:
             }
         return tuple(resource for resource, answer in asked.items() if not answer.result())
 
-    def _note_sent(self, sent: ListSent) -> None:
+    def _on_list_sent(self, sent: ListSent) -> None:
         self._sent.setdefault(sent.resource, deque(maxlen=self._kept_lists)).append(sent)
         if self._on_sent is not None:
             self._on_sent(sent)
@@ -425,9 +429,9 @@ class DevicePlugin:
     def statistics(self) -> Mapping[ResourceName, ResourceStatistics]:
         """Return the counts of each resource that is served now."""
         return {
-            slot.resource: ResourceStatistics(
-                slot.endpoint.service.statistics(), slot.endpoint.server.statistics()
+            state.resource: ResourceStatistics(
+                state.endpoint.service.statistics(), state.endpoint.server.statistics()
             )
-            for slot in self._slots.values()
-            if slot.endpoint is not None
+            for state in self._states.values()
+            if state.endpoint is not None
         }

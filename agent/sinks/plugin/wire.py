@@ -27,7 +27,7 @@ from agent.api.deviceplugin.v1beta1 import (
 from agent.api.deviceplugin.v1beta1 import Mount as WireMount
 from agent.core.allocation.injection import ContainerAnswer, DeviceNode, Mount
 from agent.model.health import Health
-from agent.model.snapshot import Device as OfferedDevice
+from agent.model.snapshot import Device as AdvertisedDevice
 
 API_VERSION: Final = "v1beta1"
 HEALTHY: Final = "Healthy"
@@ -174,7 +174,7 @@ def _int32(value: int) -> int:
     return value - 2**32 if value >= 2**31 else value
 
 
-def encode_list(devices: Iterable[OfferedDevice]) -> bytes:
+def encode_list(devices: Iterable[AdvertisedDevice]) -> bytes:
     """Return a ListAndWatchResponse of all devices, in their order."""
     return b"".join(
         [_device(device.id, device.health is Health.HEALTHY, device.numa_node) for device in devices]

@@ -29,7 +29,7 @@ from h2.errors import ErrorCodes
 from h2.settings import SettingCodes
 
 from agent.model.structs import replace
-from agent.sinks.plugin.grpc_bounds import PEER_LINES, Allowance, Bounds, LineLimit
+from agent.sinks.plugin.grpc_bounds import PEER_LINES, Bounds, LineLimit, TokenBucket
 from agent.sinks.plugin.grpc_connection import BoundedConnection
 from agent.sinks.plugin.grpc_server import BoundedServer, receive_request
 from tests.sinks.raw_http2 import PATIENCE_S, RawClient, framed, raw_client
@@ -255,7 +255,7 @@ async def test_a_peer_of_another_user_is_refused(path: Path) -> None:
     async with serving(path, EchoService().methods(), uids=frozenset({os.geteuid() + 1})) as server:
         client = await RawClient.connect(path)
         await wait_cut(client)
-        assert (server.statistics().refused_peer, server.statistics().accepted) == (1, 0)
+        assert (server.statistics().rejected_peer, server.statistics().accepted) == (1, 0)
         await client.close()
 
 
@@ -276,7 +276,7 @@ async def test_a_process_of_another_user_is_refused_even_if_the_file_lets_it_in(
                 sys.executable, "-S", "-c", script, str(path), stderr=subprocess.DEVNULL
             )
             await process.wait()
-            assert server.statistics().refused_peer == 1
+            assert server.statistics().rejected_peer == 1
     finally:
         path.unlink(missing_ok=True)
         directory.rmdir()
@@ -288,7 +288,7 @@ async def test_connections_over_the_bound_are_closed_and_room_is_given_again(pat
         await wait_until(server, lambda now: now.connections == SMALL.connections)
         outside = await RawClient.connect(path)
         await wait_cut(outside)
-        assert server.statistics().refused_full == 1
+        assert server.statistics().rejected_full == 1
         await inside[0].close()
         await wait_until(server, lambda now: now.connections == SMALL.connections - 1)
         async with grpcio(path) as channel:
@@ -368,7 +368,7 @@ async def test_calls_over_the_bound_are_refused_but_not_those_of_a_connection_wi
     ):
         for _ in range(8):
             await open_stream(greedy, HOLD)
-        await wait_until(server, lambda now: now.calls_refused == 2)
+        await wait_until(server, lambda now: now.calls_rejected == 2)
         async with asyncio.timeout(PATIENCE_S):
             async for event in greedy.events():
                 if isinstance(event, h2.events.StreamReset):
@@ -605,11 +605,11 @@ def test_a_held_back_line_is_counted_on_the_next_one() -> None:
 
 
 def test_an_allowance_is_refilled_up_to_its_burst() -> None:
-    allowance = Allowance(burst=10, per_s=2, left=10, at_s=0)
-    assert allowance.take(10, 0) == 0
-    assert allowance.take(4, 0) == 2
-    assert allowance.take(0, 2) == 0
-    assert allowance.take(11, 1_000) == 0.5
+    bucket = TokenBucket(burst=10, per_s=2, left=10, at_s=0)
+    assert bucket.spend(10, 0) == 0
+    assert bucket.spend(4, 0) == 2
+    assert bucket.spend(0, 2) == 0
+    assert bucket.spend(11, 1_000) == 0.5
 
 
 # How it ends

@@ -22,7 +22,7 @@ from agent.model.snapshot import Device, Snapshot
 from agent.model.structs import replace
 from agent.proofs import Proofs
 from agent.simulation.stubs.deviceplugin.v1beta1 import api_pb2 as pb
-from agent.sinks.plugin.answers import MAX_REFUSAL_CHARS
+from agent.sinks.plugin.answers import MAX_ERROR_CHARS
 from agent.sinks.plugin.registration import connect
 from agent.sinks.plugin.service import WINDOW_S, PluginService
 from agent.sinks.plugin.socket_file import identity_of
@@ -638,7 +638,7 @@ async def test_a_refusal_is_no_longer_than_a_header_should_be(tmp_path: Path) ->
         await wait_served(served)
         with pytest.raises(grpc.aio.AioRpcError) as raised:
             await wait_answer(served, "Allocate", allocation([uuid(3)]))
-        assert len(str(raised.value.details())) == MAX_REFUSAL_CHARS
+        assert len(str(raised.value.details())) == MAX_ERROR_CHARS
 
 
 async def test_an_unhealthy_device_is_a_failed_precondition_with_reason_and_next_step(tmp_path: Path) -> None:
@@ -650,7 +650,7 @@ async def test_an_unhealthy_device_is_a_failed_precondition_with_reason_and_next
             await wait_answer(served, "Allocate", allocation([uuid(3)]))
         assert raised.value.code() is grpc.StatusCode.FAILED_PRECONDITION
         assert "XID 79: GPU has fallen off the bus" in str(raised.value.details())
-        assert served.plugin.statistics()[GPU].service.refusals == {"unhealthy": 1}
+        assert served.plugin.statistics()[GPU].service.rejections == {"unhealthy": 1}
 
 
 async def test_a_device_that_just_turned_sick_is_refused_before_the_kubelet_knows(tmp_path: Path) -> None:
