@@ -469,7 +469,7 @@ class Agent:
             self._tasks.restart(part)
 
     def _registers_anew(self, resource: ResourceName) -> bool:
-        """Tell whether what the core orders for a resource is obeyed, so that its new order is a restart."""
+        """Return whether the sink serves the newest effect for a resource, so that a new one is a restart."""
         return self._vitals.device_plugin is not None and self._vitals.device_plugin.serves_newest(resource)
 
     def _seen(self, judge: Callable[[Snapshot], str | None]) -> str | None:

@@ -67,21 +67,21 @@ class FileTree:
         return None
 
     def is_file(self, path: str, *, executable: bool = False) -> bool:
-        """Tell whether a resolved path is a regular file."""
+        """Return whether a resolved path is a regular file."""
         mode = self._mode(path)
         return stat.S_ISREG(mode) and (not executable or bool(mode & 0o111))
 
     def is_directory(self, path: str) -> bool:
-        """Tell whether a resolved path is a directory."""
+        """Return whether a resolved path is a directory."""
         return stat.S_ISDIR(self._mode(path))
 
     def is_socket_or_directory(self, path: str) -> bool:
-        """Tell whether a resolved path is something that processes talk through."""
+        """Return whether a resolved path is something that processes talk through."""
         mode = self._mode(path)
         return stat.S_ISSOCK(mode) or stat.S_ISDIR(mode)
 
     def is_trusted_directory(self, path: str) -> bool:
-        """Tell whether a path is itself a directory, and root's or ours, so that nobody else made it."""
+        """Return whether a path is itself a directory, and root's or ours, so that nobody else made it."""
         self._look()
         with suppress(OSError):
             seen = os.lstat(self._root + path)

@@ -337,7 +337,7 @@ def _trouble_of(made: SpecFiles) -> str | None:
 
 
 def _is_right(file: SpecFile) -> bool:
-    """Tell whether a file is the one that was seen to be right last."""
+    """Return whether a file is the one that was seen to be right last."""
     try:
         seen = os.stat(file.path, follow_symlinks=False)  # noqa: PTH116 - one call of the kernel, no more
     except OSError:

@@ -236,7 +236,7 @@ def peer_of(request: web.BaseRequest) -> tuple[int, int]:
 
 
 def may_control(request: web.BaseRequest) -> bool:
-    """Tell whether the peer is root or runs as we do."""
+    """Return whether the peer is root or runs as we do."""
     try:
         return peer_of(request)[1] in (0, os.geteuid())
     except (SourceError, OSError):

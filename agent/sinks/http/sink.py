@@ -331,7 +331,7 @@ def _number(request: web.BaseRequest, name: str) -> int | None:
 
 
 def _names_this_machine(request: web.BaseRequest) -> bool:
-    """Tell whether the Host is this machine: a page in a browser could otherwise ask by a name of its own."""
+    """Return whether the Host is this machine: a page in a browser could ask by a name of its own."""
     host = request.host.rpartition(":")[0] if not request.host.endswith("]") else request.host
     host = (host or request.host).strip("[]")
     if host in ("", "localhost"):

@@ -3,7 +3,7 @@
 Guarantees: no answer waits for a driver, another call or anything but one stat of our own CDI spec
 files; only ``settle``, before it, may wait for a file that is being written. Nothing of a request gets
 into an answer. An answer never names a CDI device that no spec file resolves: the container runtime
-would refuse such a pod in words that nobody understands.
+would reject such a pod with an error that does not name the cause.
 """
 
 from collections import Counter
@@ -92,13 +92,13 @@ class Answers:
     ) -> None:
         self.resource: Final = resource
         self.rejections: Final[Counter[str]] = Counter()
-        """Refused calls by kind: those of Rejection, malformed, withdrawn."""
+        """Rejected calls by kind: those of Rejection, malformed, withdrawn."""
         self._latest = latest
         self._cdi = cdi
         self._annotation_id = annotation_id
 
     def advertised(self) -> Resource | None:
-        """Return the resource as it is offered now; None: not any more."""
+        """Return the resource as it is advertised now; None: not any more."""
         listed = self._latest.value.resources
         return next((each for each in listed if each.name == self.resource), None)
 
@@ -107,7 +107,7 @@ class Answers:
         return bytes(options(pre_start=self._latest.value.policy.pre_start_check))
 
     async def settle(self) -> None:
-        """Wait a moment where an answer would be refused only because a CDI spec file is being written."""
+        """Wait a moment where an answer would be rejected only because a CDI spec file is being written."""
         if uses_cdi(self._latest.value.policy.injection):
             await self._cdi.settle()
 
@@ -137,14 +137,14 @@ class Answers:
         return encode_preferred_response(choices)
 
     def started(self, request: bytes) -> bytes:
-        """Let a container start, unless that is checked and a device says that it is broken."""
+        """Let a container start, unless that is checked and a device is unhealthy."""
         ids = self._read(read_pre_start_request, request)
         resource = self.advertised()
         snapshot = self._latest.value
         if resource is not None and snapshot.policy.pre_start_check:
-            refusal = reject_start(snapshot, resource, ids)
-            if refusal is not None:
-                raise self._error_of(refusal)
+            rejection = reject_start(snapshot, resource, ids)
+            if rejection is not None:
+                raise self._error_of(rejection)
         return b""
 
     def _read(self, read: Callable[[bytes], _Request], request: bytes) -> _Request:
@@ -158,7 +158,7 @@ class Answers:
         if resource is None:
             raise self._reject(
                 "withdrawn",
-                f"{self.resource} is not offered by this node any more; delete the pod so that it is"
+                f"{self.resource} is not advertised by this node any more; delete the pod so that it is"
                 " scheduled anew",
             )
         return resource
@@ -174,12 +174,12 @@ class Answers:
             raise self._reject(
                 "missing",
                 f"no CDI spec file on this node resolves {missing}, so the container could not be started;"
-                " delete the pod so that it is allocated again, and if that does not help, have somebody"
-                " look at the node with gpu-agent status",
+                " delete the pod so that it is allocated again; if that does not help, run gpu-agent status"
+                " on the node",
             )
 
-    def _error_of(self, refusal: Rejection) -> GRPCError:
-        return self._reject(refusal.kind, refusal.message)
+    def _error_of(self, rejection: Rejection) -> GRPCError:
+        return self._reject(rejection.kind, rejection.message)
 
     def _reject(self, kind: str, message: str) -> GRPCError:
         self.rejections[kind] += 1

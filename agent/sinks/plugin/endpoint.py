@@ -21,7 +21,7 @@ class Endpoint:
         self.path: Final = path
         self.service: Final = service
         self.identity: Final = identity_of(path)
-        """Of the socket file; None if somebody removed it at once."""
+        """Of the socket file; None if another process removed it at once."""
         self.server: Final = BoundedServer(service.methods(), listener, bounds=bounds)
         self._is_over = False
 
@@ -39,7 +39,7 @@ class Endpoint:
             self.close_now()
 
     def is_intact(self) -> bool:
-        """Tell whether the kubelet can still reach it: it runs, and its file is still ours."""
+        """Return whether the kubelet can still reach it: it runs, and its file is still ours."""
         return not self._is_over and self.identity is not None and identity_of(self.path) == self.identity
 
     async def end(self, grace_s: float) -> None:
@@ -55,7 +55,7 @@ class Endpoint:
         await self.end(grace_s / 2)
 
     def close_now(self) -> None:
-        """Close everything without waiting for anybody; also if ``run`` never began."""
+        """Close everything at once; also if ``run`` never began."""
         self._is_over = True
         remove(self.path, self.identity)
         self.server.close_now()

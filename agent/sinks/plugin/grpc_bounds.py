@@ -18,7 +18,7 @@ REQUEST_S: Final = 10.0
 """How long a request may take to arrive."""
 
 CLOSED_STREAMS: Final = 256
-"""Closed streams a connection remembers, to tell a late frame from a wrong one."""
+"""Closed streams a connection remembers, to distinguish a late frame from a wrong one."""
 
 LINE_PERIOD_S: Final = 1.0
 """A peer can make the server write one log line in this time, whatever it sends."""
@@ -56,7 +56,7 @@ class Bounds(msgspec.Struct, frozen=True):
     read_bytes: int = 16 * 1024
     """What is read from one connection at a time."""
     portion_bytes: int = 512
-    """What is looked at in one piece; a short call is not longer."""
+    """What is parsed in one piece; a short call is not longer."""
     turn_events: int = 8
     """After so many frames of one connection the others have their turn."""
     unsent_bytes: int = 256 * 1024
@@ -105,7 +105,7 @@ class Counters(msgspec.Struct):
 class LineLimit(logging.Filter):
     """Lets one record in LINE_PERIOD_S through and adds to it how many were held back.
 
-    For loggers whose lines a peer can cause at will. A traceback through grpclib tells nothing
+    For loggers whose lines a peer can cause at will. A traceback through grpclib shows nothing
     that its last line does not, and would be many lines; it is folded into one.
     """
 
@@ -117,7 +117,7 @@ class LineLimit(logging.Filter):
         self.suppressed = 0
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Tell whether a record may be written now."""
+        """Return whether a record may be written now."""
         now_s = self._clock()
         if self._last_s is not None and now_s - self._last_s < LINE_PERIOD_S:
             self._held += 1
@@ -150,6 +150,6 @@ PEER_LINES: Final = LineLimit()
 def limit_peer_lines() -> None:
     """Put grpclib's server log under the limit; may be called again."""
     server_log = logging.getLogger("grpclib.server")
-    # Below that it tells of each call that its client took back.
+    # Below that it logs each call that its client cancelled.
     server_log.setLevel(logging.WARNING)
     server_log.addFilter(PEER_LINES)

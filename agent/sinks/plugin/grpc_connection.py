@@ -37,7 +37,7 @@ from h2.settings import SettingCodes, Settings
 from agent.sinks.plugin.grpc_bounds import CLOSED_STREAMS, Bounds, Counters, TokenBucket
 
 NEEDED_PSEUDO_HEADERS: Final = frozenset({":method", ":path"})
-"""grpclib looks these up without asking; ``:authority`` may have any form or be absent."""
+"""grpclib reads these without a check; ``:authority`` may have any form or be absent."""
 
 H2_CONFIG: Final = H2Configuration(
     client_side=False,
@@ -95,8 +95,8 @@ class Calls(Handler):
         return None
 
     def _ended(self, stream: ProtocolStream, release_once: "_Once", task: asyncio.Task[None]) -> None:
-        """Let go of everything a call held, now and not at some later garbage collection."""
-        # A call that is taken back before its task first ran was not released by it.
+        """Release everything a call held, now and not at some later garbage collection."""
+        # grpclib does not release a call that is cancelled before its task first ran.
         release_once()
         self._counters.calls -= 1
         self._tasks.pop(stream, None)
@@ -152,7 +152,7 @@ class BoundedConnection(H2Protocol, asyncio.BufferedProtocol):
         self._busy_at_s = now_s
         self._requests = 0
         self._buffer = memoryview(bytearray(bounds.read_bytes))
-        # The part of the buffer that was read but not looked at; nothing is read before that is done.
+        # The part of the buffer that was read but not parsed; nothing is read before that is done.
         self._unfed = self._buffer[:0]
         self._eventless_bytes = 0
         self._buffered_bytes = 0
@@ -176,7 +176,7 @@ class BoundedConnection(H2Protocol, asyncio.BufferedProtocol):
     def connection_lost(self, exc: BaseException | None) -> None:
         """Let every call of this connection end.
 
-        grpclib forgets calls that wait for room to write: without this they wait for ever.
+        grpclib forgets calls that wait for room to write: without this they block without a limit.
         """
         self._is_over = True
         self._cancel_timers()
@@ -302,7 +302,7 @@ class BoundedConnection(H2Protocol, asyncio.BufferedProtocol):
         self.abort()
 
     def close(self, error: ErrorCodes = ErrorCodes.NO_ERROR) -> None:
-        """Say GOAWAY, cancel the calls and close once everything written is sent."""
+        """Send GOAWAY, cancel the calls and close once everything written is sent."""
         if self._is_over:
             return
         self._is_over = True

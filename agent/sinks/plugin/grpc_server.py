@@ -74,7 +74,7 @@ async def receive_request(stream: Stream[bytes, bytes], *, within_s: float = REQ
             Status.DEADLINE_EXCEEDED, f"The request did not arrive within {within_s:g} s"
         ) from None
     except (AssertionError, NotImplementedError):
-        # grpclib's way to say that the stream ended early, or that the message is compressed.
+        # grpclib raises these when the stream ended early, or the message is compressed.
         raise GRPCError(Status.INVALID_ARGUMENT, "The request is cut short or compressed") from None
     if request is None:
         raise GRPCError(Status.INVALID_ARGUMENT, "The request holds no message")
@@ -115,7 +115,7 @@ class BoundedServer:
         bounds: Bounds | None = None,
         uids: frozenset[int] | None = None,
     ) -> None:
-        """Take over a bound, listening socket. ``uids``: who may connect; root and ourselves if None."""
+        """Take over a bound, listening socket. ``uids``: users that may connect; None: root and ours."""
         listener.setblocking(False)  # noqa: FBT003 - positional only
         self._methods = dict(methods)
         self._listener = listener
@@ -154,7 +154,7 @@ class BoundedServer:
             try:
                 peer, _ = self._listener.accept()
             except BlockingIOError:
-                # Without descriptors it would have failed even though nobody waits.
+                # Without descriptors it would have failed even though no peer waits.
                 self._recovered()
                 return
             except OSError as error:
@@ -182,7 +182,7 @@ class BoundedServer:
     async def _admit(self, peer: socket.socket) -> None:
         if not self._may_enter(peer):
             peer.close()
-            # Somebody who connects in a loop must not keep the agent's loop here.
+            # A peer that connects in a loop must not keep the agent's loop here.
             await asyncio.sleep(0)
             return
         self._counters.accepted += 1
@@ -198,14 +198,14 @@ class BoundedServer:
         if uid not in self._uids:
             self._counters.rejected_peer += 1
             peer_log.warning(
-                "Refused a connection of the user %(uid)s, who is neither root nor the agent's own",
+                "Rejected a connection of user %(uid)s, which is neither root nor the agent's own user",
                 about(uid=uid),
             )
             return False
         if len(self._live) >= self._bounds.connections:
             self._counters.rejected_full += 1
             peer_log.warning(
-                "Refused a connection to the plugin's socket: %(connections)s are open",
+                "Rejected a connection to the plugin's socket: %(connections)s are open",
                 about(connections=len(self._live)),
             )
             return False
@@ -235,7 +235,7 @@ class BoundedServer:
     async def drain(self, grace_s: float) -> None:
         """Stop accepting, let running calls end within ``grace_s``, then close every connection.
 
-        Streams that go on for ever are to be ended by their service before this is called. If it
+        Streams without an end are to be ended by their service before this is called. If it
         is cancelled, everything is closed at once.
         """
         self._stop_accepting()
@@ -273,7 +273,7 @@ class BoundedServer:
             self._listener.close()
 
     def close_now(self) -> None:
-        """Close everything without waiting for anybody."""
+        """Close everything at once."""
         self._stop_accepting()
         self._end_connections()
         self._abort_connections()

@@ -42,7 +42,7 @@ async def connect(kubelet_socket: Path) -> UnixChannel:
         ) from None
     except ConnectionRefusedError:
         raise NotRegisteredError(
-            "unreachable", f"Nobody listens on {kubelet_socket}; check that the kubelet is running"
+            "unreachable", f"No process listens on {kubelet_socket}; check that the kubelet is running"
         ) from None
     except BlockingIOError:
         raise NotRegisteredError(
@@ -87,7 +87,7 @@ async def register(
             raise NotRegisteredError("unreachable", unanswered) from None
         raise NotRegisteredError(
             "rejected",
-            f"The kubelet refused {resource}: {error.status.name}: {error.message or 'no message'}",
+            f"The kubelet rejected {resource}: {error.status.name}: {error.message or 'no message'}",
         ) from None
     except (StreamTerminatedError, OSError, AssertionError):
         # The generated client asserts that a call without an error has an answer.
@@ -130,14 +130,14 @@ async def wait_unserved(plugin_socket: Path, *, gap_s: float = HELD_GAP_S) -> No
         except (FileNotFoundError, ConnectionRefusedError):
             return
         except OSError:
-            pass  # whether anybody serves it cannot be told now
+            pass  # whether a process serves it is unknown now
         finally:
             channel.close()
         await asyncio.sleep(may_connect_s - loop.time())
 
 
 async def answers(plugin_socket: Path, *, timeout_s: float) -> bool:
-    """Tell whether a plugin socket of ours answers, asked the way the kubelet does."""
+    """Return whether a plugin socket of ours answers, asked the way the kubelet does."""
     try:
         async with UnixChannel(plugin_socket, ProtoCodec()) as channel:
             await DevicePluginStub(channel).get_device_plugin_options(timeout=timeout_s)

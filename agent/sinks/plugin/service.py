@@ -1,10 +1,10 @@
 """The device plugin service of one resource: what the kubelet may ask, answered from the snapshot.
 
 Guarantees: no answer waits for a driver, a file or another call. A watcher is sent the newest state
-when it comes, then the first change at once and further ones within WINDOW_S in one message. Devices
-that come back while others are still out wait for those, up to GATHER_S. A slow watcher skips
+when it connects, then the first change at once and further ones within WINDOW_S in one message. Devices
+that recover while others are still unhealthy wait for those, up to GATHER_S. A slow watcher skips
 messages, but gets the last one, and holds one message in memory. Watchers end with a clean end of
-stream; nothing is said about the devices then.
+stream, without a last list.
 """
 
 import asyncio
@@ -33,7 +33,7 @@ from agent.sinks.plugin.wire import encode_list
 WINDOW_S: Final = 0.05
 """Changes that follow a message within this time are sent together."""
 GATHER_S: Final = 1.0
-"""After trouble of the whole driver every GPU is well again, but each is polled at a moment of its own."""
+"""After trouble of the whole driver every GPU is healthy again, but each is polled at a moment of its own."""
 BETWEEN_CALLS_NS: Final = 20_000_000
 """Longer than a kubelet takes from one answer to the next call for the same pod."""
 
@@ -54,7 +54,7 @@ class ServiceStatistics(msgspec.Struct, frozen=True):
     preferences: int
     pre_starts: int
     rejections: Mapping[str, int]
-    """Refused calls by kind: unknown, unhealthy, unsatisfiable, missing, malformed, withdrawn."""
+    """Rejected calls by kind: unknown, unhealthy, unsatisfiable, missing, malformed, withdrawn."""
 
 
 class _List(msgspec.Struct, frozen=True):
@@ -80,7 +80,7 @@ class PluginService:
         self.resource: Final = resource
         self._generation = generation
         self._reported_watchers: int | None = None
-        """As reported for this generation; None: nothing was."""
+        """As reported for this generation; None: none was."""
         self._inbox = inbox
         self._latest = latest
         self._clock = clock
@@ -128,7 +128,7 @@ class PluginService:
         return self._watchers
 
     async def follow(self) -> None:
-        """Bring each change to the watchers, for ever."""
+        """Send each change to the watchers until cancelled."""
         while True:
             version = self._latest.version
             await self._gather()
@@ -137,9 +137,9 @@ class PluginService:
             await self._latest.wait_newer_first(version)
 
     def is_up_to_date(self) -> bool:
-        """Tell whether each watcher was written the newest list; that goes by what is offered now.
+        """Return whether each watcher was written the newest list, compared with what is advertised now.
 
-        Whoever brings the lists to the watchers has no part in the answer.
+        The task that sends the lists to the watchers has no part in the answer.
         """
         resource = self._answers.advertised()
         if resource is None or not self._written:
@@ -173,7 +173,7 @@ class PluginService:
             self._lists.publish(None)
 
     async def _gather(self) -> None:
-        """Wait a moment while devices come back one by one; a device that goes out ends it."""
+        """Wait a moment while devices recover one by one; a device that becomes unhealthy ends the wait."""
         try:
             async with asyncio.timeout(GATHER_S):
                 while self._recovers_in_part():
@@ -182,13 +182,13 @@ class PluginService:
             return
 
     def _recovers_in_part(self) -> bool:
-        """Whether all that changed is that some of the devices that are out are well again."""
+        """Return whether all that changed is that some of the unhealthy devices are healthy again."""
         shown, resource = self._lists.value, self._answers.advertised()
         if shown is None or resource is None or resource.devices is shown.devices:
             return False
         if len(resource.devices) != len(shown.devices):
             return False
-        # Most of a long list is the same, and was so at the last look.
+        # Most of a long list is the same as at the last comparison.
         changed = [
             pair for pair in zip(shown.devices, resource.devices, strict=True) if pair[0] is not pair[1]
         ]

@@ -1,6 +1,6 @@
-"""Offers the node's devices to the kubelet: serves each resource and registers it.
+"""Advertises the node's devices to the kubelet: serves each resource and registers it.
 
-The core decides when (core/registration.py); this sink carries it out and tells what came of it.
+The core decides when (core/health/registration.py); this sink executes that and emits the outcome.
 
 Guarantees:
 
@@ -12,12 +12,12 @@ Guarantees:
 4. ``register`` never blocks; everything else happens in tasks owned by ``run``.
 5. Register is sent to a kubelet that was connected to while our socket was there: a kubelet deletes every
    socket before it listens, so it finds ours.
-6. A Register call that a newer order overtook is not waited for and not cut off either, because a kubelet
+6. A Register call that a newer effect overtook is not waited for and not cut off either, because a kubelet
    whose caller is gone forgets the resource by its name; each resource has ``overtaken_calls`` at most.
 7. A part of the agent proves each second that every watcher was written the newest list, whatever became
    of the task that brings it there.
 
-Tasks: one for each resource that obeys the newest order, one for the order it carries out, one for
+Tasks: one for each resource that executes the newest effect, one for the effect it executes, one for
 its Register call, one for the endpoint it serves.
 """
 
@@ -63,7 +63,7 @@ HANDOVER_GRACE_S: Final = 0.5
 """How long calls of the old server may take to end when a resource is registered anew."""
 
 LIST_TERMS: Final = Terms(SECOND_NS, 5 * SECOND_NS)
-"""The newest list may wait for devices that come back, and for a kubelet that is slow to read."""
+"""The newest list may wait for devices that recover, and for a kubelet that is slow to read."""
 KEPT_LISTS: Final = 32
 """Lists sent of which each resource keeps why devices were Unhealthy in them."""
 MAX_OVERTAKEN_CALLS: Final = 8
@@ -115,9 +115,9 @@ class DevicePlugin:
         kept_lists: int = KEPT_LISTS,
         proofs: Proofs | None = None,
     ) -> None:
-        """Serve beside ``kubelet_socket``. ``on_sent`` is told of each ListAndWatch message written.
+        """Serve beside ``kubelet_socket``. ``on_sent`` is called for each ListAndWatch message written.
 
-        ``cdi`` knows which CDI names resolve; without it none does, and such answers are refused.
+        ``cdi`` knows which CDI names resolve; without it none does, and such answers are rejected.
         With ``registers`` false the kubelet is left alone, and being served counts as registered.
         """
         self._inbox = inbox
@@ -175,7 +175,7 @@ class DevicePlugin:
 
     @staticmethod
     def _is_register_sent(state: _ResourceState) -> bool:
-        """Tell whether the kubelet of the order is being asked, and can reach what is served."""
+        """Return whether Register was sent to the effect's kubelet, and it can reach what is served."""
         endpoint = state.endpoint
         is_asked = state.sent_to is not None and state.sent_to == state.effect.kubelet
         return is_asked and endpoint is not None and endpoint.is_intact()
@@ -190,14 +190,14 @@ class DevicePlugin:
             endpoint.service.belong_to(effect.generation)
 
     def _start(self, tasks: asyncio.TaskGroup, state: _ResourceState) -> None:
-        # Who orders it does not own it: what fails in there is this sink's to begin anew.
+        # The caller does not own the task: this sink restarts what fails in it.
         name = f"device-plugin {state.resource}"
         state.worker = tasks.create_task(
             self._execute_effects(tasks, state), name=name, context=self._context
         )
 
     async def run(self) -> None:
-        """Carry out orders until drained; orders given while this did not run are made up for."""
+        """Execute effects until drained; those that came before this ran are executed first."""
         # Before anything is served, so that nothing new is taken for a leftover.
         await self._clear_leftovers()
         try:
@@ -219,7 +219,7 @@ class DevicePlugin:
                 state.worker = state.attempt = state.endpoint = state.sent_to = None
 
     async def _compare_lists(self) -> None:
-        """Prove for each resource that the kubelet was written its newest list, for ever."""
+        """Prove for each resource that the kubelet was written its newest list, until cancelled."""
         while True:
             for state in self._states.values():
                 if state.endpoint is None or state.endpoint.service.is_up_to_date():
@@ -227,7 +227,7 @@ class DevicePlugin:
             await asyncio.sleep(LIST_TERMS.period_ns / 1e9)
 
     def serves_newest(self, resource: ResourceName) -> bool:
-        """Tell whether the newest order for a resource was begun."""
+        """Return whether the newest effect for a resource is being served."""
         state = self._states.get(resource)
         if state is None:
             return True
@@ -239,14 +239,14 @@ class DevicePlugin:
         try:
             names = await in_daemon_thread("leftover-sweeper", lambda: clear_leftovers(directory))
         except RuntimeError as error:
-            # They disturb nobody, and the next start tries again.
+            # They disturb no other process, and the next start tries again.
             log.warning(
-                "The device-plugin left sockets that nobody serves where they are: %(detail)s",
+                "The device plugin left sockets that no process serves where they are: %(detail)s",
                 about(detail=str(error)),
             )
             return
         if names:
-            log.info("Removed sockets that nobody serves any more: %(names)s", about(names=list(names)))
+            log.info("Removed sockets that no process serves any more: %(names)s", about(names=list(names)))
 
     async def drain(self, grace_s: float) -> None:
         """End every stream and server; running calls have ``grace_s``. ``run`` returns after that."""
@@ -338,7 +338,7 @@ class DevicePlugin:
     async def _call(
         self, kubelet: UnixChannel, resource: ResourceName, endpoint: str
     ) -> NotRegisteredError | None:
-        """Call Register and return why it failed; the one who began it need not wait."""
+        """Call Register and return why it failed; the caller need not wait for the end."""
         try:
             await register(
                 kubelet,
@@ -356,7 +356,7 @@ class DevicePlugin:
     async def _serve(
         self, tasks: asyncio.TaskGroup, state: _ResourceState
     ) -> tuple[Endpoint, SocketIdentity]:
-        """Serve for the order; a server that nobody watches and everybody can reach is kept."""
+        """Serve for the newest effect; keep a server that has no watcher and a reachable socket."""
         path = socket_path(self._kubelet_socket.parent, state.resource)
         endpoint = state.endpoint
         if endpoint is None or endpoint.service.watchers or not endpoint.is_intact():

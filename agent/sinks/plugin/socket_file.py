@@ -1,10 +1,10 @@
 """The socket file of a served resource: to take its place, to recognise it, to remove it.
 
 Guarantees: a file that is not ours is never removed. Ours are sockets that belong to our user and
-that nobody answers on, or the very file we made (device, inode and modification time agree). The
-file has mode 0600 from the moment it exists, and nobody can connect before that.
+that no process answers on, or the very file we made (device, inode and modification time agree). The
+file has mode 0600 from the moment it exists, and no peer can connect before that.
 
-Every call here is a single look at a local directory or an answer from the kernel, so they are made
+Every call here reads one local directory once or gets an answer from the kernel, so they are made
 on the loop.
 """
 
@@ -34,11 +34,11 @@ OWN_NAME: Final = re.compile(r"nvidia-(gpu|mig-[0-9][0-9A-Za-z.+-]*)(\.shared)?\
 """Sockets that only a plugin for GPUs makes; other device plugins have the directory in common."""
 
 MAX_ENTRIES: Final = 1024
-"""Entries of the directory that are looked through for leftovers."""
+"""Entries of the directory that are searched for leftovers."""
 
 
 class NotRegisteredError(KubeletError):
-    """A resource could not be served or registered; ``failure`` says which, for the core."""
+    """A resource could not be served or registered; ``failure`` names the kind, for the core."""
 
     def __init__(self, failure: RegistrationFailure, message: str) -> None:
         super().__init__(message)
@@ -134,7 +134,7 @@ def clear_leftover(path: Path) -> bool:
 
 
 def clear_leftovers(directory: Path) -> tuple[str, ...]:
-    """Remove the sockets of GPU resources on which nobody answers any more; return their names.
+    """Remove the sockets of GPU resources on which no process answers any more; return their names.
 
     After a kill under one MIG layout and a start under another nothing else would ever remove them. What
     is in use, or not a socket of ours, stays.
@@ -176,7 +176,7 @@ def _kind(mode: int) -> str:
 
 def _answers(path: Path) -> bool:
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK) as probe:
-        # Only a refusal says that nobody is there; a full backlog, for one, does not.
+        # Only ECONNREFUSED proves that no process listens; a full backlog, for one, does not.
         return probe.connect_ex(os.fspath(path)) not in {errno.ECONNREFUSED, errno.ENOENT}
 
 

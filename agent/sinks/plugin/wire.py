@@ -51,12 +51,12 @@ _VARINT, _FIXED64, _DELIMITED, _FIXED32 = 0, 1, 2, 5
 
 
 def options(*, pre_start: bool) -> DevicePluginOptions:
-    """Return what the kubelet is told of this plugin; ``pre_start``: it asks before each container starts."""
+    """Return the options the kubelet reads; ``pre_start``: it asks before each container starts."""
     return DevicePluginOptions(pre_start_required=pre_start, get_preferred_allocation_available=True)
 
 
 class RequestError(Exception):
-    """A request is no protobuf message, or over a bound; the message says which."""
+    """A request is no protobuf message, or over a bound; the message names which."""
 
 
 class PreferredRequest(msgspec.Struct, frozen=True):

@@ -672,7 +672,7 @@ async def test_a_resource_no_longer_offered_is_a_failed_precondition(tmp_path: P
     async with sink(tmp_path) as served:
         await wait_served(served)
         served.latest.publish(snapshot())
-        with pytest.raises(grpc.aio.AioRpcError, match="not offered by this node any more") as raised:
+        with pytest.raises(grpc.aio.AioRpcError, match="not advertised by this node any more") as raised:
             await wait_answer(served, "Allocate", allocation([uuid(1)]))
         assert raised.value.code() is grpc.StatusCode.FAILED_PRECONDITION
 
