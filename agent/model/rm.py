@@ -108,12 +108,12 @@ class ProcessCounters(NamedTuple):
     """As in HeldFile; 0 where it is not known."""
     exited_ns: int = 0
     """When its last thread began to exit; 0 while it lives."""
-    refused: int = 0
-    """Objects it made that were not kept, for it had too many: what is told of it is not all."""
+    rejected: int = 0
+    """Objects of it that were not kept, since it had too many: it is incomplete."""
     minors: int = 0
-    """The GPUs that it opened itself, by minor, a bit for each; those from 64 on are left out."""
+    """The GPUs that it opened itself, by minor, a bit for each; without those from 64 on."""
     unsent: int = 0
-    """Events of it that were not told, for it had its share of the ring."""
+    """Events of it that were not sent, since it had used its share of the ring."""
 
 
 class HeldFile(NamedTuple):

@@ -22,7 +22,7 @@ from agent.model.rm import HeldFile, RmEvent, RmEventKind, RmObject
 from agent.model.structs import replace
 from agent.model.usage import PodRef, Pods, PodSeen, PodUid, ProcessKey, ProcessStatus, Usage
 from agent.probe.ring import Ring
-from agent.sources.ebpf.source import LOOKS_AT_ONCE, REFRESHED_AT_ONCE
+from agent.sources.ebpf.source import READINGS_AT_ONCE, REFRESHED_AT_ONCE
 from tests.bench.figures import Effort, Figure, Measurement
 
 _PROCESSES: Final = 1_000
@@ -127,8 +127,8 @@ def _one_run(machine: _Machine) -> dict[str, float]:
     for at in range(0, len(machine.events), Ring.BATCH):
         run.timed("events", lambda at=at: tracker.handle_events(machine.events[at : at + Ring.BATCH]))  # type: ignore[misc]
     run.steps("first_scan", tracker.apply_scan_steps(held, now_ns + 1))
-    for at in range(0, len(machine.looks), LOOKS_AT_ONCE):
-        some = machine.looks[at : at + LOOKS_AT_ONCE]
+    for at in range(0, len(machine.looks), READINGS_AT_ONCE):
+        some = machine.looks[at : at + READINGS_AT_ONCE]
         run.timed("looks", lambda some=some: tracker.update_statuses(some, now_ns))  # type: ignore[misc]
     while run.timed("records", lambda: tracker.refresh(REFRESHED_AT_ONCE)):
         pass

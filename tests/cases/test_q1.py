@@ -108,7 +108,7 @@ async def test_what_the_compiler_said_is_there_for_those_who_ask(machine: OtherM
         flags = {"probe_tier": "auto", "probe_loader": "bcc", "log_level": "debug"}
         async with agent_process(node, launcher=machine.launcher(), **flags) as agent:
             line = await agent.wait_logged(
-                lambda line: line["message"].startswith("The probe's loader said: ")
+                lambda line: line["message"].startswith("Output of the probe's loader: ")
             )
 
             assert line["level"] == "debug"

@@ -35,7 +35,7 @@ SETTINGS = EbpfSettings(
     poll_ns=50 * MILLISECOND_NS,
     gap_ns=20 * MILLISECOND_NS,
     scan_ns=3_600 * SECOND_NS,
-    tell_ns=3_600 * SECOND_NS,
+    publish_ns=3_600 * SECOND_NS,
 )
 """Nothing is scanned for but what gives a reason for it; pods are paced as on a node."""
 CONTEXTS = 7

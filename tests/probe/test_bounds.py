@@ -145,7 +145,7 @@ def test_a_process_whose_row_was_evicted_has_no_second_share(
 
         # One was taken out, so that of two more one has room.
         (row,) = [row for row in probe.read_processes() if row.tgid == caller.pid]
-        assert row.refused == 1
+        assert row.rejected == 1
         assert len([one for one in probe.read_objects() if one.tgid == caller.pid]) == MAX_OBJECTS_EACH
 
 

@@ -44,12 +44,12 @@ def test_no_process_has_more_objects_than_its_share(
         of_it = counters(probe, caller.pid)
 
         assert len(objects(probe, caller.pid)) == MAX_OBJECTS_EACH
-        assert of_it.refused == probe.read_statistics().rejected == BEYOND
+        assert of_it.rejected == probe.read_statistics().rejected == BEYOND
         # How often it called is still counted exactly.
         assert of_it.contexts_allocated == MAX_OBJECTS_EACH + BEYOND
         with Caller(OPENED + "alloc(fd, 7, CONTEXT, client=CLIENT + 1)\nwait()\n", gpu) as other:
             assert len(objects(probe, other.pid)) == 1
-            assert counters(probe, other.pid).refused == 0
+            assert counters(probe, other.pid).rejected == 0
 
 
 def test_what_a_process_frees_makes_room_for_it(own: Probe, gpu: Path) -> None:
@@ -59,7 +59,7 @@ def test_what_a_process_frees_makes_room_for_it(own: Probe, gpu: Path) -> None:
         "wait()\n"
     )
     with Caller(code, gpu, MAX_OBJECTS_EACH) as caller:
-        assert counters(own, caller.pid).refused == 0
+        assert counters(own, caller.pid).rejected == 0
         assert [one.handle for one in objects(own, caller.pid)] == [8]
 
 
@@ -71,7 +71,7 @@ def test_what_is_taken_out_for_a_process_makes_room_for_it(own: Probe, gpu: Path
 
         caller.resume()
 
-        assert counters(own, caller.pid).refused == 0
+        assert counters(own, caller.pid).rejected == 0
         assert len(objects(own, caller.pid)) == MAX_OBJECTS_EACH - BEYOND + 1
 
 
@@ -92,7 +92,7 @@ wait()
     with Caller(code, gpu, MAX_OBJECTS_EACH) as caller:
         caller.resume()
 
-        assert counters(own, caller.pid).refused == 0
+        assert counters(own, caller.pid).rejected == 0
         assert len(objects(own, caller.pid)) == MAX_OBJECTS_EACH
 
 
@@ -105,7 +105,7 @@ def test_a_pid_that_is_used_again_has_all_of_its_share(own: Probe, gpu: Path) ->
 
         caller.resume()
 
-        assert counters(own, caller.pid).refused == 0
+        assert counters(own, caller.pid).rejected == 0
         assert len(objects(own, caller.pid)) == 1
 
 
@@ -152,7 +152,7 @@ def test_nobody_takes_over_the_client_of_a_process_that_lives(probe: Probe, gpu:
     with Caller(made, gpu, client) as caller, Caller(made, gpu, client) as forger:
         assert [one.handle for one in objects(probe, caller.pid)] == [client]
         assert objects(probe, forger.pid) == []
-        assert (counters(probe, forger.pid).errors, counters(probe, forger.pid).refused) == (1, 1)
+        assert (counters(probe, forger.pid).errors, counters(probe, forger.pid).rejected) == (1, 1)
         assert RmEventKind.ALLOC not in kinds(probe, forger.pid)
 
 
@@ -169,7 +169,7 @@ def test_nobody_takes_over_an_object_of_a_client_older_than_the_probe(
         forger = ran(OPENED + forging, gpu)
 
         assert objects(probe, caller.pid) == [before]
-        assert (counters(probe, forger).errors, counters(probe, forger).refused) == (1, 1)
+        assert (counters(probe, forger).errors, counters(probe, forger).rejected) == (1, 1)
 
 
 def test_the_number_of_a_client_that_ended_may_be_given_again(probe: Probe, gpu: Path) -> None:

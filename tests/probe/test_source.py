@@ -48,7 +48,7 @@ QUIET = EbpfSettings(
     poll_ns=20 * MILLISECOND_NS,
     gap_ns=5 * MILLISECOND_NS,
     scan_ns=3_600 * SECOND_NS,
-    tell_ns=3_600 * SECOND_NS,
+    publish_ns=3_600 * SECOND_NS,
 )
 """Nothing is told, and nothing scanned for, but what events give a reason for."""
 ALLOCATE = """

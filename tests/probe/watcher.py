@@ -34,7 +34,7 @@ ROUNDS = 4
 """After so many rounds nothing that happened before is on its way any more."""
 LOOK_AGAIN_S = 0.005
 SETTINGS = EbpfSettings(
-    poll_ns=20 * MILLISECOND_NS, gap_ns=5 * MILLISECOND_NS, rescan_ns=MILLISECOND_NS, tell_ns=0
+    poll_ns=20 * MILLISECOND_NS, gap_ns=5 * MILLISECOND_NS, rescan_ns=MILLISECOND_NS, publish_ns=0
 )
 
 Live = dict[int, dict[str, int]]

@@ -31,15 +31,15 @@ class _Watch:
         self.descriptor = -1
 
 
-class ProcessEnds:
+class ProcessExits:
     """The pidfds of the watched processes."""
 
     def __init__(
-        self, proc_root: Path, ended: Callable[[ProcessKey], None], max_watched: int | None = None
+        self, proc_root: Path, on_exit: Callable[[ProcessKey], None], max_watched: int | None = None
     ) -> None:
-        """Call ``ended`` on the loop, once for each process that was watched."""
+        """Call ``on_exit`` on the loop, once for each process that was watched."""
         self._proc_root = proc_root
-        self._ended = ended
+        self._on_exit = on_exit
         self._watched: Shares[Hashable, ProcessKey, _Watch] = Shares(
             MAX_WATCHED if max_watched is None else max_watched, rejects=True
         )
@@ -82,7 +82,7 @@ class ProcessEnds:
                 self._watched.pop(key)
             if key in opened and descriptor is None:
                 # Not from here: the caller is in the middle of an update.
-                asyncio.get_running_loop().call_soon(self._ended, key)
+                asyncio.get_running_loop().call_soon(self._on_exit, key)
             if descriptor is not None:
                 watch.descriptor = descriptor
                 guard.add_reader("process-end", descriptor, self._readable, key)
@@ -103,7 +103,7 @@ class ProcessEnds:
 
     def _readable(self, key: ProcessKey) -> None:
         self._forget(key)
-        self._ended(key)
+        self._on_exit(key)
 
     def _forget(self, key: ProcessKey) -> None:
         entry = self._watched.pop(key)

@@ -1,6 +1,6 @@
-"""What the probe's source reads of the kernel in one go, and what it makes of it.
+"""The reads that the probe's source makes in the kernel, and their evaluation.
 
-Invariants: what blocks is called by the source's own thread; the rest is made of what was read and of time.
+Invariants: the source's own thread makes the blocking calls; the rest is pure, of readings and time.
 """
 
 from collections.abc import Collection, Iterator, Mapping
@@ -15,38 +15,38 @@ from agent.model.usage import DeviceCall, ProbeView, ProcessKey
 from agent.probe.kernel import Majors
 from agent.probe.probe import Probe, Readiness
 
-TELLS_RELEASES: Final = "driver_close"
-"""The program that is run when the driver lets go of an open file, whoever held it last."""
+RELEASE_PROGRAM: Final = "driver_close"
+"""The program that runs when the driver releases an open file, with its last reference."""
 
 
 MAX_ENDED: Final = 4_096
-"""Ended processes that are taken out of the kernel's table in one round, 40 ms; the others in the next."""
+"""Exited processes that are deleted from the kernel's table in one round, 40 ms; the others in the next."""
 
 
 class Reading(NamedTuple):
-    """The small things that tell nothing by themselves."""
+    """Values that send no event when they change."""
 
     majors: Majors
     attached: bool
-    """Programs were attached anew, to a driver that was loaded since."""
+    """Programs were attached again, to a driver that was loaded since."""
     lost: int
     """Events that found no room so far."""
     unkept: int
-    """Objects that found no room in the kernel's map so far, whoever made them."""
-    refused: int
-    """Objects that the kernel did not keep so far: who made them has too many, or another has them."""
+    """Objects that found no room in the kernel's map so far, of any process."""
+    rejected: int
+    """Objects that the kernel did not keep so far: their process has too many, or they are another's."""
     unsent: int
-    """Events so far of processes that had their share of the ring."""
-    tells_releases: bool
-    """The end of each open file is told as an event."""
+    """Events so far of processes that had used their share of the ring."""
+    sends_releases: bool
+    """The end of each open file sends an event."""
     readiness: Mapping[int, Readiness]
     """Of each minor that the agent called."""
     is_outdated: bool
-    """The driver that is loaded now wants another tier."""
+    """The loaded driver needs another tier."""
 
 
 def read(probe: Probe) -> Reading:
-    """Read what has to be asked for once a poll. Blocks for less than a millisecond."""
+    """Read the values of one poll. Blocks for less than a millisecond."""
     probe.refresh()
     attached = bool(probe.reattach())
     config = probe.config
@@ -56,54 +56,54 @@ def read(probe: Probe) -> Reading:
         attached=attached,
         lost=statistics.lost,
         unkept=statistics.objects_full,
-        refused=statistics.rejected,
+        rejected=statistics.rejected,
         unsent=statistics.unsent,
-        tells_releases=TELLS_RELEASES in probe.attached,
+        sends_releases=RELEASE_PROGRAM in probe.attached,
         readiness=probe.read_readiness(),
         is_outdated=probe.is_outdated(),
     )
 
 
-class Over(NamedTuple):
-    """What may be taken out of the kernel's tables."""
+class StaleRows(NamedTuple):
+    """The rows that may be deleted from the kernel's tables."""
 
     objects: Collection[Removed]
     processes: Collection[ProcessKey]
-    """Those that are known to be gone."""
+    """Processes that are known to be gone."""
     ended_before_ns: int
-    """Who is seen there to have ended before that time; 0: nobody is looked for."""
+    """Processes whose rows show an exit before that time; 0: none."""
 
 
-def forget(probe: Probe, over: Over) -> bool:
-    """Take out what is over; return whether there is more. Blocks for 70 ms at most, in a table that is full.
+def forget(probe: Probe, stale: StaleRows) -> bool:
+    """Delete stale rows; return whether there are more. Blocks for 70 ms at most, with a full table.
 
-    Of a process that ended before the kernel saw anything of it nothing in its row says so.
+    The row of a process that exited before the kernel recorded it does not show the exit.
     """
-    probe.forget_objects(over.objects)
-    ended: list[tuple[int, int]] = [*over.processes]
-    if over.ended_before_ns:
-        ended += probe.read_ended(over.ended_before_ns)
+    probe.forget_objects(stale.objects)
+    ended: list[tuple[int, int]] = [*stale.processes]
+    if stale.ended_before_ns:
+        ended += probe.read_ended(stale.ended_before_ns)
     probe.forget_processes(ended[:MAX_ENDED])
     return len(ended) > MAX_ENDED
 
 
-class JudgedCall(NamedTuple):
+class GpuReadiness(NamedTuple):
     """Whether the driver answers on a GPU."""
 
     gpu: GpuUuid
     minor: int
     call: DeviceCall
     is_flag_wrong: bool
-    """The kernel's flag says ready, of a call that hangs or is long ago."""
+    """The kernel's flag is ready although the call hangs or is long ago."""
 
 
-def judged_calls(
+def evaluate_calls(
     readiness: Mapping[int, Readiness], gpus: GpuMap, *, now_ns: int, answer_within_ns: int, stale_ns: int
-) -> Iterator[JudgedCall]:
-    """Yield how each GPU that is known answered; one whose call hangs, or is long ago, is not ready.
+) -> Iterator[GpuReadiness]:
+    """Yield how each known GPU answered; one whose call hangs, or is long ago, is not ready.
 
-    A call that is long ago is one that should have followed and did not get that far: opening the file, or
-    what the agent asks before, does not return.
+    Where the last call is long ago, the next one did not start: opening the file, or an earlier call of the
+    agent, does not return.
     """
     for minor, (is_ready, check) in readiness.items():
         gpu = gpus.by_minor.get(minor)
@@ -112,11 +112,11 @@ def judged_calls(
         age_ns = now_ns - check.entered_ns
         is_late = age_ns > (answer_within_ns if check.in_flight else stale_ns)
         call = DeviceCall(is_ready and not is_late, check.entered_ns, check.took_ns)
-        yield JudgedCall(gpu, minor, call, is_flag_wrong=is_ready and is_late)
+        yield GpuReadiness(gpu, minor, call, is_flag_wrong=is_ready and is_late)
 
 
 def view_of(probe: Probe) -> ProbeView:
-    """Return how a probe that runs is shown."""
+    """Return the view of a running probe."""
     return ProbeView(
         "running",
         tier=probe.tier,
@@ -134,7 +134,7 @@ def view_of(probe: Probe) -> ProbeView:
 
 
 def _by_instance(present: Collection[Gpu]) -> dict[int, GpuUuid]:
-    """Return the GPUs by device instance, without what two have: one of them is stale."""
+    """Return the GPUs by device instance, without one that two have: one of them is stale."""
     instances = [gpu.device_instance for gpu in present]
     return {
         gpu.device_instance: gpu.uuid
@@ -144,7 +144,7 @@ def _by_instance(present: Collection[Gpu]) -> dict[int, GpuUuid]:
 
 
 def map_of(snapshot: Snapshot, majors: Majors) -> GpuMap:
-    """Return how the driver numbers the GPUs that NVML lists."""
+    """Return the driver's numbers of the GPUs that NVML lists."""
     present = [view.gpu for view in snapshot.gpus if view.present]
     by_capability: dict[int, Placement] = {}
     for gpu in present:

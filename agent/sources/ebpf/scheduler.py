@@ -1,7 +1,7 @@
-"""Tells the tracker one thing at a time, although what takes long is taken in steps.
+"""Runs updates of the tracker one after the other, and long ones in steps.
 
-Invariants: between two steps the loop is free; what is told meanwhile waits, and is told in order when the
-last step was taken. What waits is bounded; what has no room is counted.
+Invariants: between two steps the loop is free; updates that arrive meanwhile wait, and run in order after the
+last step. The queue is bounded; updates beyond the bound are dropped and counted.
 """
 
 import asyncio
@@ -10,46 +10,46 @@ from collections.abc import Callable, Iterator
 from typing import Final
 
 MAX_WAITING: Final = 65_536
-"""Events that wait for the end of what takes long: two thirds of a second of the highest rate."""
+"""Events that wait for the end of a long update: two thirds of a second of the highest rate."""
 AT_ONCE: Final = 2
-"""Batches of them that are told without a pause: about 4 ms. The ring gives one in each turn of the loop."""
+"""Batches of them that run without a pause: about 4 ms. The ring delivers one in each turn of the loop."""
 
 
-class Turns:
-    """Whose turn it is."""
+class StepScheduler:
+    """The queue of updates, and whether a long one is running."""
 
     def __init__(self) -> None:
         self._is_busy = False
         self._waiting: deque[tuple[Callable[[], None], int]] = deque()
         self._room = MAX_WAITING
-        self._unheard = 0
+        self._dropped = 0
 
-    def tell(self, tell: Callable[[], None], size: int) -> None:
-        """Tell something of so many events, now or when its turn comes."""
+    def submit(self, update: Callable[[], None], size: int) -> None:
+        """Run an update of so many events, now or after the long one and those queued before it."""
         if not self._is_busy:
-            tell()
+            update()
         elif size > self._room:
-            self._unheard += size
+            self._dropped += size
         else:
             self._room -= size
-            self._waiting.append((tell, size))
+            self._waiting.append((update, size))
 
-    async def take(self, steps: Iterator[None]) -> int:
-        """Take steps, then what has waited; return how many events had no room and were not told.
+    async def run(self, steps: Iterator[None]) -> int:
+        """Run the steps, then the queued updates; return how many events were dropped for want of room.
 
-        Cancelled between two steps, what was taken in part is good for nothing.
+        After a cancellation between two steps the partial update is unusable.
         """
         self._is_busy = True
         for _ in steps:
             await asyncio.sleep(0)
         while self._waiting:
-            # More than can come in one turn of the loop, or a storm of events would keep this for ever.
+            # More than can arrive in one turn of the loop, or a storm of events would never let this return.
             for _ in range(min(AT_ONCE, len(self._waiting))):
-                tell, size = self._waiting.popleft()
+                update, size = self._waiting.popleft()
                 self._room += size
-                tell()
+                update()
             if self._waiting:
                 await asyncio.sleep(0)
         self._is_busy = False
-        unheard, self._unheard = self._unheard, 0
-        return unheard
+        dropped, self._dropped = self._dropped, 0
+        return dropped

@@ -1,21 +1,23 @@
-"""Tells who really uses each GPU: keeps a tracker fed from the probe in the kernel, or from /proc alone.
+"""Emits which processes really use each GPU: feeds a tracker from the kernel's probe, or from /proc alone.
 
 Guarantees:
 
-1. The probe is loaded once in the life of the process. Where it cannot be, its code is told and /proc is
-   read instead, which finds who holds GPUs and nothing of contexts; nothing else of the agent waits for it.
-2. What events tell is looked into within ``settings.gap_ns``. Who holds files is scanned for after what may
-   have moved them (a fork, an exit, a close of a file that lives on), where one pod asks often at most every
-   ``settings.rescan_ns`` for it, and at least every ``settings.scan_ns``. Then all processes are looked at
-   again, for their names and states change.
-3. Events that the kernel could not hand over make the picture incomplete until it is made anew from the
-   kernel's own table, which is done within one poll. A process that does more than the kernel tells event by
-   event is named, and what it did is read there, too, every ``settings.rescan_ns``; nobody else is in doubt.
-4. A picture is told when it changed, at most once in ``settings.gap_ns``, and every ``settings.tell_ns``.
-5. Nothing here blocks the loop: what blocks is done by one thread, one thing at a time.
-6. While nothing happens, a poll reads a few numbers and makes no picture. While much happens, the pauses grow
-   with what has to be done, up to a poll: at most one tenth of the time is spent on it.
-7. Who ended is taken out of the kernel's table once that was told, so that it is full of the living alone.
+1. The probe is loaded once in the life of the process. Where that fails, its error code is emitted and /proc
+   is read instead, which finds the holders of GPUs but no contexts; nothing else of the agent waits for it.
+2. Events are evaluated within ``settings.gap_ns``. A scan finds the holders of files after events that may
+   have moved them (a fork, an exit, a close of a file that stays open), for one pod at most every
+   ``settings.rescan_ns``, and at least every ``settings.scan_ns``. Then all processes are read
+   again, since their names and states change.
+3. Events that the kernel lost make the usage snapshot incomplete until it is rebuilt from the
+   kernel's own table, within one poll. A process with more events than the kernel sends is named, and the
+   table is read for it, too, every ``settings.rescan_ns``; the others stay complete.
+4. A usage snapshot is emitted when it changed, at most once in ``settings.gap_ns``, and every
+   ``settings.publish_ns``.
+5. Nothing here blocks the loop: one thread does the blocking calls, one at a time.
+6. While nothing happens, a poll reads a few numbers and makes no snapshot. Under load the pauses grow
+   with the work, up to a poll: it takes at most one tenth of the time.
+7. A process that exited is removed from the kernel's table once that was emitted, so that the table has room
+   for living ones.
 """
 
 import asyncio
@@ -50,31 +52,40 @@ from agent.probe.loading import load
 from agent.probe.probe import Probe, Readiness
 from agent.probe.procfs import Scan
 from agent.probe.request import Request
-from agent.sources.ebpf.process_exits import ProcessEnds
-from agent.sources.ebpf.reading import MAX_ENDED, Over, Reading, forget, judged_calls, map_of, read, view_of
-from agent.sources.ebpf.scheduler import Turns
-from agent.sources.ebpf.unseen import Unseen, has_ended
+from agent.sources.ebpf.process_exits import ProcessExits
+from agent.sources.ebpf.reading import (
+    MAX_ENDED,
+    Reading,
+    StaleRows,
+    evaluate_calls,
+    forget,
+    map_of,
+    read,
+    view_of,
+)
+from agent.sources.ebpf.scheduler import StepScheduler
+from agent.sources.ebpf.unseen import Unseen, has_exited
 from agent.sources.ebpf.unsent import Unsent
 from agent.sources.processes import NoReading, read_process
 from agent.threads import DaemonThread
 
 Tier = Literal["auto", "driver", "syscalls", "procfs"]
 
-MAX_LOOKS: Final = 4_096
-"""Processes that are looked at in one round; the others in the next."""
+MAX_READINGS: Final = 4_096
+"""Processes that are read in one round; the others in the next."""
 LOSS_LOGGED_NS: Final = 30 * SECOND_NS
-"""Losses are logged at most once in this time; all of them are in the picture."""
-LOOKS_AT_ONCE: Final = 256
-"""Looks that are taken without a pause: about 2 ms."""
+"""Losses are logged at most once in this time; the usage snapshot has all of them."""
+READINGS_AT_ONCE: Final = 256
+"""Readings that are applied without a pause: about 2 ms."""
 REFRESHED_AT_ONCE: Final = 64
-"""Processes whose records are made without a pause: about 2 ms."""
+"""Processes whose records are refreshed without a pause: about 2 ms."""
 MAX_REFRESHES: Final = 1_024
 MAX_HELD: Final = 65_536
-"""Open files that are kept from scan to scan; with more there is one at once."""
+"""Open files that are kept from scan to scan; with more a scan is requested at once."""
 MAX_BATCHES: Final = 64
-"""Of events that are taken at the end of a scan: twice what the ring holds."""
+"""Batches of events that are read at the end of a scan: twice what the ring holds."""
 PAUSE_RATIO: Final = 10
-"""The time from one round to the next is at least so many times that which the round took, up to a poll."""
+"""The time from one round to the next is at least so many times the duration of the round, up to a poll."""
 
 _log = logging.getLogger(__name__)
 
@@ -83,25 +94,25 @@ class EbpfSettings(msgspec.Struct, frozen=True):
     """Times of the source, in nanoseconds."""
 
     poll_ns: int = SECOND_NS
-    """Between two looks at what tells nothing by itself: losses, a driver that was loaded anew."""
+    """Between two polls of what sends no event: losses, a driver that was reloaded."""
     gap_ns: int = 100 * MILLISECOND_NS
     """Between two rounds."""
     scan_ns: int = 30 * SECOND_NS
     rescan_ns: int = SECOND_NS
-    """Between two scans that the same pod is the reason for, after the first few."""
+    """Between two scans that the same pod triggers, after the first few."""
     procfs_scan_ns: int = 10 * SECOND_NS
-    """Without the probe, which costs more and is all there is."""
-    tell_ns: int = 10 * SECOND_NS
+    """Between two scans without the probe, which cost more and are the only source then."""
+    publish_ns: int = 10 * SECOND_NS
     confirm_ns: int = 50 * MILLISECOND_NS
-    """Until a second look for a file that nobody has any more: it may be on its way to another process."""
+    """Until a second scan for a file without a holder: it may be on its way to another process."""
     reload_ns: int = 60 * SECOND_NS
     """Until another try, where the probe could not be loaded for another driver."""
     stale_call_ns: int = 60 * SECOND_NS
-    """A device that the agent has not called for so long is not known to answer."""
+    """Whether a device answers that the agent has not called for so long is unknown."""
 
 
 class _Found(NamedTuple):
-    """What a scan found, and the driver's device numbers as it knew them."""
+    """The holders that a scan found, and the driver's device numbers that it used."""
 
     held: OpenFilesByProcess
     files: frozenset[int]
@@ -114,13 +125,13 @@ def _found(scan: Scan, majors: Majors) -> _Found:
 
 
 def _is_end(event: RmEvent) -> bool:
-    """Return whether an event tells the end of a file."""
+    """Return whether an event is the end of an open file."""
     is_last = event.kind is RmEventKind.CLOSE and event.detail == LAST
     return is_last or event.kind is RmEventKind.RELEASE
 
 
 class EbpfSource:
-    """Loads the probe, follows it, and tells pictures of who uses the driver."""
+    """Loads the probe, follows it, and emits usage snapshots."""
 
     def __init__(
         self,
@@ -136,7 +147,7 @@ class EbpfSource:
         settings: EbpfSettings | None = None,
         prove: Callable[[], object] = lambda: None,
     ) -> None:
-        """``proc_root`` is where processes are looked at; ``request`` says how the probe is loaded."""
+        """``proc_root`` is where processes are read; ``request`` is how the probe is loaded."""
         self._inbox = inbox
         self._latest = latest
         self._request = request
@@ -154,38 +165,38 @@ class EbpfSource:
         self._wake = asyncio.Event()
         self._wants_scan = True
         self._scan_due_ns: int | None = None
-        """When a scan is due that somebody asked for who asks often."""
-        self._scanned_ns = self._looked_ns = 0
+        """When a scan is due that a frequent trigger requested."""
+        self._scanned_ns = self._reread_ns = 0
         self._held: set[int] = set()
-        """The open files that the last scan found, and those of which events told since."""
+        """The open files that the last scan found, and those of events since."""
         self._waited_ns = 0
-        """For how long the round that is under way has only waited."""
-        self._lost = self._unkept = self._refused = 0
+        """For how long the present round has only waited."""
+        self._lost = self._unkept = self._rejected = 0
         self._unsent = Unsent(self._settings.rescan_ns, 0)
-        self._tells_releases = False
+        self._sends_releases = False
         self._reload_due_ns: int | None = None
-        """When loading for another driver, which failed, is tried again."""
+        """When a failed load for another driver is retried."""
         self._loss_logged_ns: int | None = None
         self._was_followed = False
-        """The picture of the probe was made before, so that it is not new in the kernel."""
+        """The probe was followed before, so it is not new in the kernel."""
         self._majors = Majors()
         self._map = GpuMap({})
-        self._told: Usage | None = None
+        self._published: Usage | None = None
         self._is_stale = True
-        """Something happened since the last picture was made."""
+        """Something happened since the last snapshot was made."""
         self._unseen = Unseen()
-        self._ending: dict[ProcessKey, ProcessStatus | NoReading | None] = {}
-        """The processes that began to end, as they were when they were looked at last."""
+        self._exiting: dict[ProcessKey, ProcessStatus | NoReading | None] = {}
+        """The processes that began to exit, with their last readings."""
         self._ended_since: set[ProcessKey] = set()
-        """The processes whose end was told since the last round began."""
+        """The processes that exited since the last round started."""
         self._may_have_ended = True
-        """There may be more processes that ended in the kernel's table."""
+        """There may be more processes that exited in the kernel's table."""
         self._calls: dict[GpuUuid, DeviceCall] = {}
         self._tracker = Tracker(self._map)
-        self._turns = Turns()
-        self._ends = ProcessEnds(proc_root, self._ended)
+        self._scheduler = StepScheduler()
+        self._exits = ProcessExits(proc_root, self._handle_exit)
         self.last_sign_ns: int | None = None
-        """When the last round ended."""
+        """When the last round completed."""
 
     @property
     def probe(self) -> Probe | None:
@@ -193,8 +204,8 @@ class EbpfSource:
         return self._probe
 
     async def run(self) -> None:
-        """Follow for ever. May be run again after it ended; two at once are not allowed."""
-        # What the thread of an earlier run hangs in does not keep this one.
+        """Follow until cancelled. May be run again afterwards; two at once are not allowed."""
+        # A hanging thread of an earlier run must not block this one.
         self._thread.end()
         self._thread = DaemonThread("probe-reader")
         if not self._was_loaded:
@@ -209,18 +220,18 @@ class EbpfSource:
                 self._prove()
                 await self._pause(began_ns, self.last_sign_ns - began_ns - self._waited_ns)
         finally:
-            self._ends.close()
+            self._exits.close()
             if self._probe is not None:
                 self._probe.ring.unsubscribe()
 
     def close(self) -> None:
-        """Take the probe out of the kernel, when the thread is done with it."""
+        """Remove the probe from the kernel, when the thread is done with it."""
         probe, self._probe = self._probe, None
         if probe is not None:
             probe.ring.unsubscribe()
             try:
                 self._thread.post(probe.close)
-            except RuntimeError:  # no thread can be had
+            except RuntimeError:  # no thread can be started
                 probe.close()
         self._thread.end()
 
@@ -239,7 +250,7 @@ class EbpfSource:
                 "The probe is off (%(code)s), so holders of GPUs are read from /proc: %(reason)s",
                 about(code=error.code, reason=str(error)),
             )
-            _log.debug("The probe's loader said: %(detail)s", about(detail=error.detail))
+            _log.debug("Output of the probe's loader: %(detail)s", about(detail=error.detail))
             return
         self._show(view_of(probe))
         _log.info(
@@ -248,13 +259,13 @@ class EbpfSource:
         )
 
     async def _load_anew(self, old: Probe) -> None:
-        """Load a probe of the tier that suits the driver that is there now, in the place of another."""
+        """Replace a probe by one of the tier that the present driver needs."""
         try:
             probe = await load(dataclasses.replace(self._request, tier="auto"), instead_of=old)
         except ProbeLoadError as error:
             self._reload_due_ns = self._clock() + self._settings.reload_ns
             _log.warning(
-                "The probe stays at tier %(tier)s although the driver wants another: %(reason)s; "
+                "The probe stays at tier %(tier)s although the driver needs another: %(reason)s; "
                 "retrying in %(retry_s)d s",
                 about(
                     tier=old.tier,
@@ -268,7 +279,7 @@ class EbpfSource:
         self._probe = probe
         self._show(view_of(probe))
         _log.info(
-            "The probe was loaded anew for the driver that is there now: tier %(tier)s",
+            "The probe was reloaded for the present driver: tier %(tier)s",
             about(tier=probe.tier, loader=probe.loader, missing=sorted(probe.missing)),
         )
         self._thread.post(old.close)
@@ -280,7 +291,7 @@ class EbpfSource:
             self._inbox.put(ProbeSeen(view))
 
     async def _begin(self) -> None:
-        """Begin a picture anew: what happened while nobody followed is in the kernel's table."""
+        """Start with an empty tracker: the kernel's table has what happened before."""
         probe = self._probe
         source: UsageSource = "proc" if probe is None else "probe"
         self._majors = await self._thread.do(self._read_majors)
@@ -293,35 +304,35 @@ class EbpfSource:
             was_kept=self._was_followed or (probe is not None and probe.was_kept),
         )
         self._was_followed = True
-        self._turns = Turns()
+        self._scheduler = StepScheduler()
         self._wants_scan = self._is_stale = True
         self._scan_due_ns = None
-        self._told, self._ending, self._unseen = None, {}, Unseen()
+        self._published, self._exiting, self._unseen = None, {}, Unseen()
         self._held, self._ended_since = set(), set()
         if probe is not None:
             statistics = probe.read_statistics()
             self._lost, self._unsent = statistics.lost, Unsent(self._settings.rescan_ns, statistics.unsent)
-            self._unkept = self._refused = 0
+            self._unkept = self._rejected = 0
             self._tracker.handle_lost_events(0)
-            probe.ring.subscribe(asyncio.get_running_loop(), self._take)
+            probe.ring.subscribe(asyncio.get_running_loop(), self._handle_events)
 
-    def _take(self, events: list[RmEvent]) -> None:
-        self._turns.tell(lambda: self._take_now(events), len(events))
+    def _handle_events(self, events: list[RmEvent]) -> None:
+        self._scheduler.submit(lambda: self._apply_events(events), len(events))
 
-    def _take_now(self, events: list[RmEvent]) -> None:
+    def _apply_events(self, events: list[RmEvent]) -> None:
         due_ns = self._tracker.handle_events(events)
         if due_ns is not None:
             self._scan_due_ns = min(due_ns, self._scan_due_ns or due_ns)
         self._held.update(event.file for event in events if event.file)
         self._held.difference_update(event.file for event in events if _is_end(event))
-        # A scan begins it anew.
+        # A scan rebuilds it.
         self._wants_scan |= len(self._held) > MAX_HELD
         self._happened()
 
-    def _ended(self, key: ProcessKey) -> None:
-        self._turns.tell(lambda: self._ended_now(key), 1)
+    def _handle_exit(self, key: ProcessKey) -> None:
+        self._scheduler.submit(lambda: self._apply_exit(key), 1)
 
-    def _ended_now(self, key: ProcessKey) -> None:
+    def _apply_exit(self, key: ProcessKey) -> None:
         self._tracker.handle_process_gone(key, self._clock())
         if len(self._ended_since) < MAX_ENDED:
             self._ended_since.add(key)
@@ -335,7 +346,7 @@ class EbpfSource:
     # Rounds
 
     async def _round(self) -> None:
-        """Bring the picture up to date and tell it if it is another one."""
+        """Update the usage snapshot and emit it if it changed."""
         self._waited_ns = 0
         began_ns, ended = self._clock(), frozenset(self._ended_since)
         self._ended_since.clear()
@@ -347,23 +358,23 @@ class EbpfSource:
         is_due = self._scan_due_ns is not None and self._scan_due_ns <= now_ns
         if self._wants_scan or is_due or now_ns - self._scanned_ns >= period_ns:
             await self._scan()
-        if self._clock() - self._looked_ns >= period_ns:
-            self._looked_ns = self._clock()
+        if self._clock() - self._reread_ns >= period_ns:
+            self._reread_ns = self._clock()
             self._tracker.mark_statuses_stale()
             self._is_stale = True
-        # What happens from here on is for the next round.
+        # Events from here on are for the next round.
         is_stale, self._is_stale = self._is_stale, False
         unlooked = self._tracker.without_status if is_stale else ()
         if is_stale:
-            self._follow_ending()
-        if await self._look(unlooked[:MAX_LOOKS]):
+            self._follow_exiting()
+        if await self._read_processes(unlooked[:MAX_READINGS]):
             is_stale = True
-            self._follow_ending()
+            self._follow_exiting()
         if is_stale:
-            await self._ends.watch(self._tracker.living, self._tracker.holder_of)
+            await self._exits.watch(self._tracker.living, self._tracker.holder_of)
             await self._forget(began_ns, ended)
-        await self._tell(is_stale=is_stale)
-        if len(unlooked) > MAX_LOOKS:
+        await self._publish(is_stale=is_stale)
+        if len(unlooked) > MAX_READINGS:
             self._happened()
 
     def _follow_gpus(self) -> None:
@@ -379,19 +390,19 @@ class EbpfSource:
             probe.consider_again()
         reading = await self._thread.do(lambda: read(probe))
         self._majors = reading.majors
-        self._tells_releases = reading.tells_releases
-        self._tracker.set_release_events(enabled=reading.tells_releases)
+        self._sends_releases = reading.sends_releases
+        self._tracker.set_release_events(enabled=reading.sends_releases)
         self._show(view_of(probe))
         if reading.is_outdated:
             await self._load_anew(probe)
             if self._probe is not None and self._probe is not probe:
-                # The rows that were copied are read before a scan ends the doubt about them.
+                # The copied rows are read before a scan settles the doubt about them.
                 await self._rebuild(self._probe)
                 return
         if reading.attached:
-            # Files of the driver that was loaded anew may have come and gone before.
+            # Files of the reloaded driver may have been opened and closed before.
             self._tracker.handle_lost_events(0)
-        self._tell_device_calls(probe, reading.readiness)
+        self._emit_device_calls(probe, reading.readiness)
         if reading.lost > self._lost:
             self._tracker.handle_lost_events(reading.lost - self._lost)
             self._lost = reading.lost
@@ -402,7 +413,7 @@ class EbpfSource:
         await self._follow_room(probe, reading)
 
     async def _follow_unsent(self, probe: Probe, unsent: int) -> None:
-        """Name who does more than is told, and read what came of it where there is nothing more of that."""
+        """Name the processes with unsent events, and read the table where these have stopped."""
         if self._unsent.has_more(unsent):
             rows = await self._thread.do(probe.read_processes)
             self._tracker.set_unsent_events(self._unsent.of_processes(rows, self._clock()))
@@ -413,16 +424,16 @@ class EbpfSource:
             await self._rebuild(probe)
 
     async def _follow_room(self, probe: Probe, reading: Reading) -> None:
-        """Tell of whom the kernel did not keep everything."""
+        """Mark the processes of which the kernel did not keep every object."""
         if reading.unkept > self._unkept:
             self._unkept = reading.unkept
             self._tracker.handle_full_object_table()
             self._is_stale = True
-        if reading.refused > self._refused:
-            self._refused = reading.refused
+        if reading.rejected > self._rejected:
+            self._rejected = reading.rejected
             rows = await self._thread.do(probe.read_processes)
             self._tracker.handle_rejected_objects(
-                ProcessKey(row.tgid, row.start_ticks) for row in rows if row.refused
+                ProcessKey(row.tgid, row.start_ticks) for row in rows if row.rejected
             )
             self._is_stale = True
 
@@ -430,7 +441,7 @@ class EbpfSource:
         at_ns, older = self._clock(), self._tracker.older_files
 
         def read_rows() -> tuple[Rows, Mapping[int, int], Mapping[ProcessKey, int]]:
-            # What is opened from here on is told; the rows of what is opened meanwhile are newer than that.
+            # Openings from here on send events; the rows of files opened meanwhile are newer than that.
             openings = probe.read_openings()
             minors = {ProcessKey(row.tgid, row.start_ticks): row.minors for row in probe.read_processes()}
             return live_rows(probe.read_objects(), openings, older), openings, minors
@@ -441,22 +452,22 @@ class EbpfSource:
         self._wants_scan = True
 
     async def _in_turn(self, steps: Iterator[None]) -> None:
-        """Take something long step by step; what happens meanwhile is told after it."""
-        if unheard := await self._turns.take(steps):
-            self._tracker.handle_lost_events(unheard)
+        """Run something long step by step; events that arrive meanwhile are applied after it."""
+        if dropped := await self._scheduler.run(steps):
+            self._tracker.handle_lost_events(dropped)
 
     def _log_loss(self) -> None:
         now_ns = self._clock()
         if self._loss_logged_ns is None or now_ns - self._loss_logged_ns >= LOSS_LOGGED_NS:
             self._loss_logged_ns = now_ns
             _log.warning(
-                "Events of the probe were lost, %(total)s so far; the usage is read anew",
+                "Events of the probe were lost, %(total)s so far; rebuilding the usage",
                 about(total=self._lost),
             )
 
-    def _tell_device_calls(self, probe: Probe, readiness: Mapping[int, Readiness]) -> None:
+    def _emit_device_calls(self, probe: Probe, readiness: Mapping[int, Readiness]) -> None:
         calls: dict[GpuUuid, DeviceCall] = {}
-        for call in judged_calls(
+        for call in evaluate_calls(
             readiness,
             self._map,
             now_ns=self._clock(),
@@ -475,8 +486,8 @@ class EbpfSource:
         at_ns = self._scanned_ns = self._scan_begins()
         probe = self._probe
         found = await self._thread.do(lambda: self._scan_now(probe))
-        if not self._tells_releases and not self._held <= found.files:
-            # What is in a message is in nobody's table, and lives all the same.
+        if not self._sends_releases and not self._held <= found.files:
+            # A file that is in a message is in no process's table, and open all the same.
             self._waited_ns = self._settings.confirm_ns
             await asyncio.sleep(self._waited_ns / 1e9)
             at_ns = self._scanned_ns = self._scan_begins()
@@ -486,7 +497,7 @@ class EbpfSource:
         if probe is not None:
             await self._catch_up(probe)
         self._unseen.of_scan = found.unseen
-        self._tracker.set_unreadable_reason(self._unseen.why(self._tracker.without_status))
+        self._tracker.set_unreadable_reason(self._unseen.reason(self._tracker.without_status))
         await self._in_turn(self._tracker.apply_scan_steps(found.held, at_ns, is_whole=not found.unseen))
         self._is_stale = True
 
@@ -495,12 +506,12 @@ class EbpfSource:
         return self._clock()
 
     async def _catch_up(self, probe: Probe) -> None:
-        """Take what happened up to the end of a scan, which is to be told before it."""
+        """Handle the events up to the end of a scan, which are to be applied before it."""
         for _ in range(MAX_BATCHES):
             events = probe.ring.read()
             if not events:
                 break
-            self._take(events)
+            self._handle_events(events)
             await asyncio.sleep(0)
 
     def _scan_now(self, probe: Probe | None) -> _Found:
@@ -523,46 +534,50 @@ class EbpfSource:
             return kernel.majors(self._request.roots)
         return Majors(probe.config.nvidia_major, probe.config.uvm_major, probe.config.caps_major)
 
-    def _follow_ending(self) -> None:
-        self._ending = {key: self._ending.get(key) for key in self._tracker.exiting[:MAX_LOOKS]}
+    def _follow_exiting(self) -> None:
+        self._exiting = {key: self._exiting.get(key) for key in self._tracker.exiting[:MAX_READINGS]}
 
-    async def _look(self, unlooked: Sequence[ProcessKey]) -> bool:
-        """Look at processes that are new, and again at those that are ending; return whether that is news."""
-        keys = dict.fromkeys((*unlooked, *self._ending))
+    async def _read_processes(self, unlooked: Sequence[ProcessKey]) -> bool:
+        """Read new processes, and again those that are exiting; return whether anything changed."""
+        keys = dict.fromkeys((*unlooked, *self._exiting))
         if not keys:
             return False
-        looks = await self._thread.do(lambda: self._look_at(keys))
+        readings = await self._thread.do(lambda: self._read_now(keys))
         now_ns = self._clock()
-        known = self._ending.keys() - set(unlooked)
-        news = {key: look for key, look in looks.items() if key not in known or look != self._ending[key]}
-        gone = [key for key, look in looks.items() if has_ended(look)]
-        self._ending = {key: looks[key] for key in self._ending}
-        self._unseen.looked(looks)
-        self._tracker.set_unreadable_reason(self._unseen.why(self._tracker.without_status))
-        there = [look for look in news.values() if isinstance(look, ProcessStatus)]
-        for at in range(0, len(there), LOOKS_AT_ONCE):
-            self._tracker.update_statuses(there[at : at + LOOKS_AT_ONCE], now_ns)
+        known = self._exiting.keys() - set(unlooked)
+        news = {
+            key: reading
+            for key, reading in readings.items()
+            if key not in known or reading != self._exiting[key]
+        }
+        gone = [key for key, reading in readings.items() if has_exited(reading)]
+        self._exiting = {key: readings[key] for key in self._exiting}
+        self._unseen.apply_readings(readings)
+        self._tracker.set_unreadable_reason(self._unseen.reason(self._tracker.without_status))
+        there = [reading for reading in news.values() if isinstance(reading, ProcessStatus)]
+        for at in range(0, len(there), READINGS_AT_ONCE):
+            self._tracker.update_statuses(there[at : at + READINGS_AT_ONCE], now_ns)
             await asyncio.sleep(0)
         for key in gone:
-            self._ended(key)
+            self._handle_exit(key)
         return bool(news or gone)
 
-    def _look_at(self, keys: Iterable[ProcessKey]) -> dict[ProcessKey, ProcessStatus | NoReading]:
+    def _read_now(self, keys: Iterable[ProcessKey]) -> dict[ProcessKey, ProcessStatus | NoReading]:
         return {key: read_process(self._proc_root, key.pid, self._where) for key in keys}
 
     async def _forget(self, began_ns: int, ended: frozenset[ProcessKey]) -> None:
-        """Take out of the kernel's tables what is over; of whom this round has read what they counted."""
-        over = Over(self._tracker.pop_removed(), ended, began_ns if self._may_have_ended else 0)
+        """Delete stale rows from the kernel's tables; this round has read the counts of their processes."""
+        stale = StaleRows(self._tracker.pop_removed(), ended, began_ns if self._may_have_ended else 0)
         probe = self._probe
-        if probe is not None and any(over):
-            self._may_have_ended = await self._thread.do(lambda: forget(probe, over))
+        if probe is not None and any(stale):
+            self._may_have_ended = await self._thread.do(lambda: forget(probe, stale))
             if self._may_have_ended:
                 self._happened()
 
-    async def _tell(self, *, is_stale: bool) -> None:
-        """Tell the picture if it is another one, or if it was not told for long."""
-        now_ns, told = self._clock(), self._told
-        is_due = told is None or now_ns - told.at_ns >= self._settings.tell_ns
+    async def _publish(self, *, is_stale: bool) -> None:
+        """Emit the usage snapshot if it changed, or if the last one is old."""
+        now_ns, last = self._clock(), self._published
+        is_due = last is None or now_ns - last.at_ns >= self._settings.publish_ns
         if not is_stale and not is_due:
             return
         for _ in range(MAX_REFRESHES):
@@ -570,14 +585,14 @@ class EbpfSource:
                 break
             await asyncio.sleep(0)
         usage = (
-            self._tracker.usage_snapshot(now_ns) if told is None or is_stale else replace(told, at_ns=now_ns)
+            self._tracker.usage_snapshot(now_ns) if last is None or is_stale else replace(last, at_ns=now_ns)
         )
-        if is_due or told is None or replace(usage, at_ns=told.at_ns) != told:
-            self._told = usage
+        if is_due or last is None or replace(usage, at_ns=last.at_ns) != last:
+            self._published = usage
             self._inbox.put(GpuUseSeen(usage))
 
     async def _pause(self, began_ns: int, took_ns: int) -> None:
-        """Wait for something to do, at most a poll, and never less than is due between two rounds."""
+        """Wait for something to do, at most a poll, and at least the gap between two rounds."""
         poll_ns = self._settings.poll_ns
         least_ns = max(self._settings.gap_ns, min(poll_ns, PAUSE_RATIO * took_ns))
         await asyncio.sleep(max(0, began_ns + least_ns - self._clock()) / 1e9)

@@ -1,4 +1,4 @@
-"""What the probe's source could not read: why a picture of who uses the driver may be missing something."""
+"""What the probe's source could not read: why a usage snapshot may be incomplete."""
 
 from collections.abc import Iterable, Mapping
 from typing import Final
@@ -11,20 +11,20 @@ MAX_NAMED: Final = 3
 
 
 class Unseen:
-    """What could not be read last."""
+    """Reads that failed in the last scan and the last readings."""
 
     def __init__(self) -> None:
         self.of_scan = ""
-        """Why the last scan may have missed something."""
+        """Why the last scan may have missed holders."""
         self._unreadable: set[ProcessKey] = set()
 
-    def looked(self, looks: Mapping[ProcessKey, ProcessStatus | NoReading]) -> None:
-        """Apply what /proc said of processes."""
-        self._unreadable.difference_update(looks)
-        self._unreadable.update(key for key, look in looks.items() if look is NoReading.UNREADABLE)
+    def apply_readings(self, readings: Mapping[ProcessKey, ProcessStatus | NoReading]) -> None:
+        """Apply readings of processes from /proc."""
+        self._unreadable.difference_update(readings)
+        self._unreadable.update(key for key, reading in readings.items() if reading is NoReading.UNREADABLE)
 
-    def why(self, unlooked: Iterable[ProcessKey]) -> str:
-        """Return why something may be missing; empty: nothing is. ``unlooked``: processes with no reading."""
+    def reason(self, unlooked: Iterable[ProcessKey]) -> str:
+        """Return why holders may be missing; empty: none are. ``unlooked``: processes with no reading."""
         self._unreadable.intersection_update(unlooked)
         if not self._unreadable:
             return self.of_scan
@@ -33,6 +33,6 @@ class Unseen:
         return f"{self.of_scan}; {hidden}" if self.of_scan else hidden
 
 
-def has_ended(look: ProcessStatus | NoReading) -> bool:
+def has_exited(reading: ProcessStatus | NoReading) -> bool:
     """Return whether a process is gone, or a zombie: the kernel closes its files before it is one."""
-    return look is NoReading.GONE or (isinstance(look, ProcessStatus) and look.state in ENDED)
+    return reading is NoReading.GONE or (isinstance(reading, ProcessStatus) and reading.state in ENDED)

@@ -1,7 +1,7 @@
-"""Who does more than the kernel tells event by event, and when what came of it is to be read.
+"""Processes with more events than the kernel sends, and when to read the effect of these from its tables.
 
-Invariants: what such a process did is read once it stopped, and while it goes on once in a period; until no
-event of it is missing any more it is named.
+Invariants: the tables are read once such a process stopped, and once in a period while it continues; it is
+named until no event of it is missing any more.
 """
 
 import logging
@@ -14,16 +14,16 @@ from agent.model.rm import ProcessCounters
 from agent.model.usage import ProcessKey
 
 LOGGED_NS: Final = 30 * SECOND_NS
-"""A process is logged at most once in this time, by the most events; all are in the picture."""
+"""A process is logged at most once in this time, the one with the most events; the snapshot has all."""
 
 _log = logging.getLogger(__name__)
 
 
 class Unsent:
-    """Counts of events that the kernel did not send, since their process had its share of the ring."""
+    """Counts of events that the kernel did not send, since their process had used its share of the ring."""
 
     def __init__(self, period_ns: int, total: int) -> None:
-        """``total``: how many there were before."""
+        """``total``: the count before."""
         self._period_ns = period_ns
         self._total = total
         self._counts: dict[ProcessKey, int] = {}
@@ -32,12 +32,12 @@ class Unsent:
         self._logged_ns: int | None = None
 
     def has_more(self, total: int) -> bool:
-        """Take how many there are in all; return whether that is more than before."""
+        """Set the total; return whether it grew."""
         before, self._total = self._total, total
         return total > before
 
     def of_processes(self, rows: Iterable[ProcessCounters], now_ns: int) -> Mapping[ProcessKey, int]:
-        """Return how many there are of each process that has more than when this was last asked."""
+        """Return the count of each process whose count grew since the last call."""
         before = self._counts
         self._counts = {ProcessKey(row.tgid, row.start_ticks): row.unsent for row in rows if row.unsent}
         more = {key: count for key, count in self._counts.items() if count > before.get(key, 0)}
@@ -49,11 +49,11 @@ class Unsent:
 
     @property
     def is_read(self) -> bool:
-        """Whether nothing has to be read any more."""
+        """Whether no read is due any more."""
         return self._due_ns is None
 
     def is_due(self, now_ns: int) -> bool:
-        """Return whether it is time to read, which is then taken to be done."""
+        """Return whether a read is due, which then counts as done."""
         if self._due_ns is None or now_ns < self._due_ns:
             return False
         self._read_ns, self._due_ns = now_ns, None
@@ -65,7 +65,7 @@ class Unsent:
         self._logged_ns = now_ns
         key = max(more, key=lambda each: more[each])
         _log.warning(
-            f"Process {key.pid} does more than the kernel sends events for: {more[key]} were not sent; "
-            "what came of them is read from the kernel's tables",
+            f"Process {key.pid} has more events than its share of the ring: {more[key]} were not sent; "
+            "reading their effect from the kernel's tables",
             extra=fields(pid=key.pid, events=more[key], processes=len(more)),
         )

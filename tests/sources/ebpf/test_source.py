@@ -1,6 +1,6 @@
-"""The source of who uses GPUs, where there is no probe: holders read off /proc, and why.
+"""The eBPF source without a probe: holders read from /proc, and the reason.
 
-What it does with a probe in the kernel is in tests/probe/test_source.py.
+tests/probe/test_source.py has the tests with a probe in the kernel.
 """
 
 import asyncio
@@ -22,7 +22,7 @@ from agent.model.structs import replace
 from agent.model.usage import GpuHold, ProcessUse, Usage
 from agent.probe.request import Request
 from agent.simulation.driver_double.nodes import Gpu
-from agent.sources.ebpf import process_exits as process_ends
+from agent.sources.ebpf import process_exits
 from agent.sources.ebpf import source as ebpf
 from agent.sources.ebpf.source import EbpfSettings, EbpfSource, Tier
 from tests.probe.machines import Machine
@@ -33,9 +33,9 @@ QUICK = EbpfSettings(
     poll_ns=20 * MILLISECOND_NS,
     gap_ns=MILLISECOND_NS,
     procfs_scan_ns=40 * MILLISECOND_NS,
-    tell_ns=3_600 * SECOND_NS,
+    publish_ns=3_600 * SECOND_NS,
 )
-"""Short periods; what did not change is never told again."""
+"""Short periods; an unchanged snapshot is never emitted again."""
 GPUS = tuple(
     Gpu(
         minor, f"GPU-{minor + 1:08x}-0000-4000-8000-000000000000", minor, f"0000:{minor:02x}:00.0", 0x233010DE
@@ -43,14 +43,14 @@ GPUS = tuple(
     for minor in range(2)
 )
 OF_A_PROCESS = ("stat", "status", "cgroup", "task")
-"""What of a process is looked at beside its descriptors."""
+"""Files of a process that are read beside its descriptors."""
 
 Hold = Callable[..., subprocess.Popen[bytes]]
 
 
 @pytest.fixture
 def proc(tmp_path: Path) -> Path:
-    """A /proc with the processes of the test alone."""
+    """A /proc with only the processes of the test."""
     folder = tmp_path / "proc"
     folder.mkdir()
     return folder
@@ -60,7 +60,7 @@ def proc(tmp_path: Path) -> Path:
 def hold(proc: Path) -> Iterator[Hold]:
     """Start a process that has device files of the driver open, as /proc would show it.
 
-    There is no driver here: its descriptors are links to files that are not there. All else is the process's.
+    There is no driver here: its descriptors are links to missing files; its other files are its own.
     """
     started: list[subprocess.Popen[bytes]] = []
 
@@ -83,14 +83,14 @@ def hold(proc: Path) -> Iterator[Hold]:
 
 
 def end(process: subprocess.Popen[bytes], proc: Path) -> None:
-    """Kill a process of ``hold`` that nobody waits for: it stays as a zombie, which has no files any more."""
+    """Kill a process of ``hold`` without a wait: it stays as a zombie, which has no files any more."""
     process.kill()
     for link in (proc / str(process.pid) / "fd").iterdir():
         link.unlink()
 
 
 class Followed:
-    """A source, what it told, and the run of it that is under way."""
+    """A source, the facts that it emitted, and its present run."""
 
     def __init__(
         self,
@@ -122,10 +122,10 @@ class Followed:
         await asyncio.wait((self.running,))
 
     async def usage(self, matching: Callable[[Usage], bool]) -> Usage:
-        """The first picture from now on, or the newest, that matches."""
-        told = self.seen.of(GpuUseSeen)
-        if told and matching(told[-1].usage):
-            return told[-1].usage
+        """Return the first usage snapshot from now on, or the newest, that matches."""
+        emitted = self.seen.of(GpuUseSeen)
+        if emitted and matching(emitted[-1].usage):
+            return emitted[-1].usage
         self.seen.forget()
         return (await self.seen.first(GpuUseSeen, lambda fact: matching(fact.usage))).usage
 
@@ -156,7 +156,7 @@ def holds(pid: int) -> Callable[[Usage], bool]:
     return lambda usage: use_of(usage, pid) is not None
 
 
-async def test_holders_are_told_and_nothing_of_contexts(hold: Hold, proc: Path) -> None:
+async def test_holders_are_emitted_without_contexts(hold: Hold, proc: Path) -> None:
     process = hold("nvidia1", "nvidiactl")
     async with following(proc) as followed:
         usage = await followed.usage(holds(process.pid))
@@ -168,7 +168,7 @@ async def test_holders_are_told_and_nothing_of_contexts(hold: Hold, proc: Path) 
     assert followed.probes() == [("disabled", "not_wanted")]
 
 
-async def test_the_end_of_a_holder_is_told(hold: Hold, proc: Path) -> None:
+async def test_the_exit_of_a_holder_is_emitted(hold: Hold, proc: Path) -> None:
     process = hold("nvidia0")
     async with following(proc, replace(QUICK, procfs_scan_ns=3_600 * SECOND_NS)) as followed:
         await followed.usage(holds(process.pid))
@@ -177,10 +177,10 @@ async def test_the_end_of_a_holder_is_told(hold: Hold, proc: Path) -> None:
         await followed.usage(lambda usage: use_of(usage, process.pid) is None)
 
 
-async def test_a_zombie_that_there_is_no_room_to_watch_holds_nothing(
+async def test_an_unwatched_zombie_holds_nothing(
     hold: Hold, proc: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(process_ends, "MAX_WATCHED", 0)
+    monkeypatch.setattr(process_exits, "MAX_WATCHED", 0)
     process = hold("nvidia0")
     async with following(proc) as followed:
         await followed.usage(holds(process.pid))
@@ -196,7 +196,7 @@ async def test_a_new_holder_is_found_by_the_next_scan(hold: Hold, proc: Path) ->
         await followed.usage(holds(process.pid))
 
 
-async def test_how_the_driver_numbers_gpus_follows_the_inventory(hold: Hold, proc: Path) -> None:
+async def test_the_drivers_numbers_of_gpus_follow_the_inventory(hold: Hold, proc: Path) -> None:
     process = hold("nvidia0")
     async with following(proc) as followed:
         await followed.usage(holds(process.pid))
@@ -210,19 +210,19 @@ async def test_how_the_driver_numbers_gpus_follows_the_inventory(hold: Hold, pro
         await followed.usage(has_other)
 
 
-async def test_what_did_not_change_is_not_told_again(hold: Hold, proc: Path) -> None:
+async def test_an_unchanged_snapshot_is_not_emitted_again(hold: Hold, proc: Path) -> None:
     process = hold("nvidia0")
     async with following(proc) as followed:
         await followed.usage(holds(process.pid))
-        told = len(followed.seen.of(GpuUseSeen))
+        emitted = len(followed.seen.of(GpuUseSeen))
         await rounds(followed, 10)
 
-        assert len(followed.seen.of(GpuUseSeen)) == told
+        assert len(followed.seen.of(GpuUseSeen)) == emitted
 
 
-async def test_an_old_picture_is_told_again_and_not_made_again(hold: Hold, proc: Path) -> None:
+async def test_an_old_snapshot_is_emitted_again_and_not_rebuilt(hold: Hold, proc: Path) -> None:
     process = hold("nvidia0")
-    settings = replace(QUICK, tell_ns=0, procfs_scan_ns=3_600 * SECOND_NS)
+    settings = replace(QUICK, publish_ns=0, procfs_scan_ns=3_600 * SECOND_NS)
     async with following(proc, settings) as followed:
         await followed.usage(holds(process.pid))
         await rounds(followed, 10)
@@ -244,20 +244,20 @@ async def test_no_thread_is_started_while_nothing_happens(hold: Hold, proc: Path
         assert await followed.source._thread.do(threading.get_ident) == thread
 
 
-async def test_looks_are_bounded_and_nobody_is_left_out(
+async def test_readings_are_bounded_and_every_process_is_read(
     hold: Hold, proc: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ebpf, "MAX_LOOKS", 2)
+    monkeypatch.setattr(ebpf, "MAX_READINGS", 2)
     processes = [hold("nvidia0") for _ in range(5)]
     async with following(proc, replace(QUICK, procfs_scan_ns=3_600 * SECOND_NS)) as followed:
         usage = await followed.usage(lambda usage: all(use_of(usage, each.pid) for each in processes))
-        pictures = [fact.usage for fact in followed.seen.of(GpuUseSeen)]
+        snapshots = [fact.usage for fact in followed.seen.of(GpuUseSeen)]
 
-    assert usage is pictures[-1]
-    assert [len(picture.processes) for picture in pictures][:2] == [2, 4]
+    assert usage is snapshots[-1]
+    assert [len(snapshot.processes) for snapshot in snapshots][:2] == [2, 4]
 
 
-async def test_a_process_that_is_ending_is_looked_at_until_it_is_gone(hold: Hold, proc: Path) -> None:
+async def test_an_exiting_process_is_read_until_it_is_gone(hold: Hold, proc: Path) -> None:
     process = hold("nvidia0")
     async with following(proc) as followed:
         await followed.usage(holds(process.pid))
@@ -265,7 +265,7 @@ async def test_a_process_that_is_ending_is_looked_at_until_it_is_gone(hold: Hold
         await followed.usage(lambda usage: use_of(usage, process.pid) is None)
 
 
-async def test_where_the_probe_cannot_be_loaded_its_code_is_told_and_proc_is_read(
+async def test_where_the_probe_cannot_be_loaded_its_code_is_emitted_and_proc_is_read(
     hold: Hold, proc: Path, tmp_path: Path
 ) -> None:
     process = hold("nvidia0")
@@ -281,7 +281,7 @@ async def test_where_the_probe_cannot_be_loaded_its_code_is_told_and_proc_is_rea
     assert "5.4.0-89-generic" in view.message
 
 
-async def test_the_probe_is_tried_once_in_the_life_of_the_process(
+async def test_the_probe_is_loaded_once_in_the_life_of_the_process(
     hold: Hold, proc: Path, tmp_path: Path
 ) -> None:
     process = hold("nvidia0")
@@ -296,7 +296,7 @@ async def test_the_probe_is_tried_once_in_the_life_of_the_process(
         assert followed.probes() == []
 
 
-async def test_a_load_that_was_cancelled_is_made_up_for(proc: Path, tmp_path: Path) -> None:
+async def test_a_cancelled_load_is_repeated(proc: Path, tmp_path: Path) -> None:
     machine = Machine(tmp_path / "machine", release="5.4.0-89-generic")
     async with following(proc, tier="auto", request=Request(roots=machine.roots)) as followed:
         await followed.seen.first(ProbeSeen)
