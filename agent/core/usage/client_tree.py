@@ -1,7 +1,7 @@
 """One client of the driver's resource manager (RM): the tree of its objects, and the contexts among them.
 
-Invariants: an object dies with its parent. Handles are used again, so of two objects of one name the later
-counts. What is told wrong may make a ring of a tree; nothing here runs for ever on one.
+Invariants: an object dies with its parent. Handles are reused, so of two objects with one name the later
+counts. Wrong events may make a ring of a tree; every loop here ends on one.
 Sources: facts of the driver are those of open-gpu-kernel-modules (rs_server.c, escape.c, nvos.h).
 """
 
@@ -18,13 +18,13 @@ ROOTS: Final = frozenset({0x0000, 0x0001, 0x0041})
 DEVICE: Final = 0x0080
 
 NO_INSTANCE: Final = 0xFFFFFFFF
-"""The probe's word for "no device instance"."""
+"""The probe's value for "no device instance"."""
 
 
 class Marker(NamedTuple):
-    """Which object stands for a context: of CUDA, or of graphics, which make it too.
+    """Which object marks a context, of CUDA or of graphics.
 
-    Each context has one FERMI_CONTEXT_SHARE_A. Other marks, should a driver differ: the debugger object
+    Each context has one FERMI_CONTEXT_SHARE_A. Other markers, should a driver differ: the debugger object
     (0x83de), or the channel groups (0xa06c), of which a context makes several at once: those of one
     client and parent that are less than ``gap_ns`` apart are one context.
     """
@@ -46,20 +46,20 @@ class Object(msgspec.Struct):
     instance: int
     at_ns: int
     context: int | None = None
-    """Which context it is a part of: the handle of that context's first marker."""
+    """The context that it belongs to: the handle of that context's first marker."""
 
 
 class Client(msgspec.Struct):
-    """A client and what it has."""
+    """A client and its objects."""
 
     handle: int
     file: int
     owner: int
     at_ns: int
     whole: bool
-    """It was seen from its beginning, so every parent in it is known."""
+    """Its root is known, so every parent in it is."""
     sure: bool = True
-    """False: it may have gone with its file, and another file have got the address since."""
+    """False: its file may be gone, and the address reused by another."""
     objects: dict[int, Object] = msgspec.field(default_factory=dict)
     children: dict[int, set[int]] = msgspec.field(default_factory=dict)
     markers: dict[int, int] = msgspec.field(default_factory=dict)
@@ -67,20 +67,20 @@ class Client(msgspec.Struct):
     newest: dict[int, tuple[int, int]] = msgspec.field(default_factory=dict)
     """When the newest marker under a parent was made, and its context."""
     gpus: set[GpuUuid] = msgspec.field(default_factory=set)
-    """Those that it was registered for with unified memory."""
+    """The GPUs that it was registered for with unified memory."""
 
     @property
     def size(self) -> int:
-        """How much room it takes."""
+        """Its entries: itself and its objects."""
         return 1 + len(self.objects)
 
     def add(self, handle: int, made: Object) -> None:
-        """Take an object; its handle is free."""
+        """Add an object with a free handle."""
         self.objects[handle] = made
         self.children.setdefault(made.parent, set()).add(handle)
 
     def mark(self, handle: int, marker: Marker) -> None:
-        """Take that an object stands for a context."""
+        """Mark an object as the marker of a context, its own or one of the same burst."""
         made = self.objects[handle]
         at_ns, context = self.newest.get(made.parent, (0, handle))
         is_part = context in self.markers and 0 <= made.at_ns - at_ns < marker.gap_ns
@@ -89,7 +89,7 @@ class Client(msgspec.Struct):
         self.newest[made.parent] = (made.at_ns, made.context)
 
     def unmark(self, handle: int) -> bool:
-        """Take that an object stands for nothing any more; return whether a context ended with it."""
+        """Remove the mark of an object; return whether its context ended with it."""
         context = self.objects[handle].context
         if context is None:
             return False
@@ -110,12 +110,12 @@ class Client(msgspec.Struct):
         return list(found)
 
     def remove(self, doomed: list[int]) -> None:
-        """Forget an object, the first, with everything below it."""
+        """Remove an object, the first, with everything below it."""
         parent = self.objects[doomed[0]].parent
         siblings = self.children[parent]
         siblings.discard(doomed[0])
         if not siblings:
-            # The parent may be older than the probe, and then is not in the tree itself.
+            # A parent that is older than the probe is not in the tree itself.
             del self.children[parent]
             self.newest.pop(parent, None)
         for each in doomed:

@@ -1,12 +1,12 @@
 """The live objects of the driver's resource manager (RM): clients, their trees, the contexts in them.
 
-Invariants: a client belongs to one open file, so (client, handle) names an object on the whole node. What is
-told twice changes nothing. Both ways to learn of an object, its event and its row in the kernel's map, give
-the same picture. Nothing grows without a bound, and who makes more than a share of the room loses of its own
-alone: what has no room is not kept, and its owner is ``short`` of it.
+Invariants: a client belongs to one open file, so (client, handle) names an object on the whole node. A
+repeated event changes nothing. An object's event and its row in the kernel's map give the same entry. All
+tables are bounded; an owner that makes more than a share of the room loses its own entries alone, and is
+then in ``short``.
 
-A process can change its calls' parameters while the driver reads them. So what it says of GPUs is believed of
-its own clients alone, and of no GPU that the kernel did not see it open. What is left: a process may place
+A process can change its calls' parameters while the driver reads them. So the GPUs that its calls name count
+for its own clients alone, and only GPUs that the kernel saw it open. The remaining error: a process may place
 its own contexts on the wrong one of the GPUs that it has open.
 
 Owners are numbers that the tracker gives to processes, never pids.
@@ -30,17 +30,17 @@ MAX_INSTANCES: Final = 32
 """Device instances that the driver has. Source: open-gpu-kernel-modules:src/common/sdk/nvidia/inc/nvlimits.h
 NV_MAX_DEVICES."""
 STEP: Final = 128
-"""Rows or clients between two pauses of what takes long: about 2 ms."""
+"""Rows or clients between two pauses of a rebuild: about 2 ms."""
 
 
 class OwnerGpus(Protocol):
-    """What has to be known of who made clients."""
+    """The GPUs of the processes that made clients."""
 
     def only_gpu(self, owner: int) -> GpuUuid | None:
         """Return the only GPU that a process has open, or had when it ended."""
 
     def may_use(self, owner: int, gpu: GpuUuid) -> bool:
-        """Return whether a process was seen to have a GPU open, or was not seen itself."""
+        """Return whether a process is known to have had a GPU open, or is known only from rows."""
 
 
 class ClientTable:
@@ -50,19 +50,19 @@ class ClientTable:
         self.marker = marker
         self.evicted = 0
         self.short: set[int] = set()
-        """Owners of whom something was not kept, so that what is known of them is a lower bound."""
+        """Owners of evicted or rejected objects: their counts are lower bounds."""
         self.changed: set[int] = set()
-        """Owners of whom something else is known; whoever makes pictures empties it."""
+        """Owners whose record is to be refreshed; the records empty it."""
         self.freed: dict[int, dict[GpuUuid | None, int]] = {}
-        """Contexts that ended, by owner and GPU; the tracker forgets an owner's when it forgets the owner."""
+        """Freed contexts by owner and GPU, for as long as the owner has an entry."""
         self.owner_gpus = owners
         self._instances: Mapping[int, GpuUuid] = {}
         self._claims: dict[int, dict[int, GpuUuid]] = {}
-        """Which GPU has which device instance, as each owner's own calls tell."""
+        """The GPU of each device instance by the owner's own calls."""
         self._clients: dict[int, Client] = {}
         self._by_file: dict[int, set[int]] = {}
         self._by_owner: dict[int, dict[int, None]] = {}
-        """Clients of each owner, what was quiet longest first."""
+        """Clients of each owner, the one with the oldest event first."""
         self._sizes: dict[int, int] = {}
         """Room that each owner takes."""
         self._size = 0
@@ -76,19 +76,19 @@ class ClientTable:
         return self._size
 
     def pop_removed(self) -> list[Removed]:
-        """Return what died since the last call without an event of its own, and forget it."""
-        taken, self._removed = self._removed, []
-        return taken
+        """Return, once, the objects that were freed without an event of their own."""
+        removed, self._removed = self._removed, []
+        return removed
 
-    # What is told
+    # Events
 
     def set_instances(self, instances: Mapping[int, GpuUuid]) -> None:
-        """Take which GPU has which device instance; what was learned of an earlier driver is forgotten."""
+        """Set the GPU of each device instance; claims under an earlier load of the driver are void."""
         self._instances = instances
         self._claims = {}
 
     def handle_alloc(self, row: RmObject, owner: int) -> None:
-        """Take a new object."""
+        """Apply a new object."""
         is_root = row.rm_class in ROOTS
         client = self._client(row, owner, whole=is_root)
         if client is None or (is_root and row.handle == row.client):
@@ -98,12 +98,12 @@ class ClientTable:
             if (known.rm_class, known.parent) == (row.rm_class, row.parent):
                 return
             self._drop_object(client, row.handle)
-        # To make room may take this very client.
+        # Making room may have dropped this client.
         if self._has_room(client.owner, row) and self._clients.get(row.client) is client:
             self._add_object(client, row)
 
     def handle_free(self, client_handle: int, handle: int, at_ns: int) -> None:
-        """Take that an object, or a whole client, was freed."""
+        """Apply that an object, or a whole client, was freed."""
         client = self._clients.get(client_handle)
         if client is None:
             return
@@ -116,10 +116,10 @@ class ClientTable:
             self._drop_object(client, handle)
 
     def handle_uvm_registration(self, client_handle: int, vaspace: int, gpu: GpuUuid, owner: int) -> None:
-        """Take that a client's address space was registered with unified memory for a GPU, by a process.
+        """Apply that a process registered a client's address space with unified memory for a GPU.
 
-        This names the GPU itself, and so tells whose the device instance above that space is: for what this
-        process made. Of a client that another made it says nothing.
+        The call names the GPU itself, and so the GPU of the device instance above that space, for the
+        clients of this process. For a client of another process it has no effect.
         """
         client = self._clients.get(client_handle)
         if client is None or client.owner != owner:
@@ -132,34 +132,31 @@ class ClientTable:
             claims[instance] = gpu
 
     def handle_file_closed(self, file: int, before_ns: int | None = None) -> None:
-        """Take that an open file is gone, and its clients with it.
-
-        Of an address that is in use again already, those made before that.
-        """
+        """Drop the clients of a file that is gone; of a reused address, those made before that time."""
         for handle in tuple(self._by_file.get(file, ())):
             if before_ns is None or self._clients[handle].at_ns < before_ns:
                 self.drop(handle)
         self._drop_quarantined(file)
 
     def handle_file_evicted(self, file: int) -> None:
-        """Take that there is no room for an open file, and forget what was made with it."""
+        """Evict the clients of a file that was evicted."""
         for handle in tuple(self._by_file.get(file, ())):
             client = self._clients[handle]
             self.mark_short(client.owner, client.size)
             self.drop(handle, is_gone=False)
 
     def quarantine_file(self, file: int, now_ns: int) -> None:
-        """Take that nobody is seen to hold a file any more: it is gone, or in a message."""
+        """Quarantine the clients of a file without a holder, which is gone, or in a message."""
         clients = [self._clients[handle] for handle in self._by_file.get(file, ())]
         if clients:
-            put = [QuarantinedClient(client, self.contexts(client)) for client in clients]
+            entries = [QuarantinedClient(client, self.contexts(client)) for client in clients]
             for client in clients:
                 self.drop(client.handle, is_gone=False)
-            for client, _ in self._quarantine.add(file, put, now_ns):
+            for client, _ in self._quarantine.add(file, entries, now_ns):
                 self._add_removed_client(client)
 
     def restore_file(self, file: int) -> None:
-        """Take that somebody holds a file after all, with what was made with it."""
+        """Restore the quarantined clients of a file that has a holder."""
         for client, counted in self._quarantine.pop(file):
             if client.handle not in self._clients:
                 self._insert(client)
@@ -167,12 +164,12 @@ class ClientTable:
                     self._add_freed(client.owner, gpu, -count)
 
     def expire_quarantined(self, now_ns: int) -> None:
-        """Take for gone what nobody was seen to hold for long."""
+        """Drop clients whose file had no holder for too long."""
         for file in self._quarantine.expired(now_ns):
             self._drop_quarantined(file)
 
     def drop(self, handle: int, *, is_gone: bool = True) -> None:
-        """Forget a client and all that it has; of what is gone the rows are told as removed."""
+        """Drop a client with its objects; where it is gone, its rows count as removed."""
         if handle not in self._clients:
             return
         client = self._clients[handle]
@@ -185,9 +182,9 @@ class ClientTable:
     def rebuild_steps(
         self, rows: Rows, owner_of: Callable[[RmObject], int], opened: Mapping[int, int]
     ) -> Iterator[None]:
-        """Take the rows of the kernel's map instead of everything that was told before, step by step.
+        """Replace all clients by the rows of the kernel's map, step by step.
 
-        Nothing else may be told between the steps. ``opened`` is as in rm_rows.judged.
+        No other method may be called between the steps. ``opened`` is as in ``rows.live_rows``.
         """
         for file in self._quarantine.files():
             self.restore_file(file)
@@ -216,7 +213,7 @@ class ClientTable:
         owner_of: Callable[[RmObject], int],
         opened: Mapping[int, int],
     ) -> None:
-        # A row knows when the process began that made it; events in whose midst some were lost may not.
+        # A row has the start of the process that made it; events between lost ones may be of another.
         is_surer = row.rm_class in ROOTS and (row.start_ticks or known is None or not known.whole)
         self.handle_alloc(row, owner_of(row) if is_surer or known is None else known.owner)
         client = self._clients.get(row.client)
@@ -233,10 +230,9 @@ class ClientTable:
                 yield
         yield
 
-    # What is known
-
+    # Queries
     def contexts(self, client: Client) -> dict[GpuUuid | None, int]:
-        """Return the live contexts of a client by GPU; None is the GPU that could not be found out."""
+        """Return the live contexts of a client by GPU; None: the GPU is unknown."""
         found: dict[GpuUuid | None, int] = {}
         counts: dict[int, int] = {}
         for context in client.markers:
@@ -248,34 +244,34 @@ class ClientTable:
         return found
 
     def gpu_of(self, client: Client, handle: int) -> GpuUuid | None:
-        """Return the GPU of an object; None: it could not be found out."""
+        """Return the GPU of an object; None: unknown."""
         return self._gpu_of_instance(client, client.instance_of(handle))
 
     def _gpu_of_instance(self, client: Client, instance: int) -> GpuUuid | None:
-        """Return the GPU of a device instance in a client, by the surest that is known.
+        """Return the GPU of a device instance in a client, by the surest source that has it.
 
-        What its owner told unified memory of the device instance, what the driver's own list says, the only
-        GPU that the client was registered for, the only one that its owner has open.
+        In this order: the owner's registration with unified memory, the driver's list, the only GPU that the
+        client was registered for, the only GPU that its owner has open.
         """
         owner = client.owner
-        told = (
+        candidates = (
             self._claims.get(owner, {}).get(instance),
             self._instances.get(instance),
             next(iter(client.gpus)) if len(client.gpus) == 1 else None,
         )
-        for gpu in told:
+        for gpu in candidates:
             if gpu is not None and self.owner_gpus.may_use(owner, gpu):
                 return gpu
         return self.owner_gpus.only_gpu(owner)
 
     def mark_sure(self, handle: int) -> None:
-        """Take that an event told of a client after all."""
+        """Mark a client as certain, since an event names it."""
         if handle in self._clients:
             self._clients[handle].sure = True
             self.changed.add(self._clients[handle].owner)
 
     def mark_unsure(self, file: int) -> None:
-        """Take that a file may be another than that with which its clients were made."""
+        """Mark a file's clients as uncertain: its address may have been reused since."""
         for handle in self._by_file.get(file, ()):
             self._clients[handle].sure = False
             self.changed.add(self._clients[handle].owner)
@@ -285,7 +281,7 @@ class ClientTable:
         return (self._clients[handle] for handle in self._by_owner.get(owner, ()))
 
     def mark_file_changed(self, file: int) -> None:
-        """Take that others hold a file, on which depends what those who ended left behind."""
+        """Mark the owners of a file's clients: their orphans depend on its holders."""
         for handle in self._by_file.get(file, ()):
             self.changed.add(self._clients[handle].owner)
 
@@ -294,11 +290,11 @@ class ClientTable:
         return file in self._by_file
 
     def has_owner(self, owner: int) -> bool:
-        """Return whether a process made a client that lives, or that may come back."""
+        """Return whether a process made a client that lives or is quarantined."""
         return owner in self._by_owner or self._quarantine.has_owner(owner)
 
     def transfer(self, owner: int, to: int) -> None:
-        """Take that what one owner made is another's after all."""
+        """Give the clients of one owner to another."""
         for handle in tuple(self._by_owner.get(owner, ())):
             client = self._remove(handle)
             client.owner = to
@@ -314,7 +310,7 @@ class ClientTable:
         self.changed |= {owner, to}
 
     def forget_owner(self, owner: int) -> None:
-        """Forget a process with all that it made, which may live on in the kernel's map."""
+        """Drop a process's clients, whose rows may stay in the kernel's map."""
         for handle in tuple(self._by_owner.get(owner, ())):
             self.drop(handle, is_gone=False)
         for file in self._quarantine.files_of(owner):
@@ -327,16 +323,16 @@ class ClientTable:
     # Room
 
     def mark_short(self, owner: int, count: int = 1) -> None:
-        """Take that there was no room for something that an owner has."""
+        """Count entries of an owner that were evicted or rejected, and mark it as ``short``."""
         self.evicted += count
         self.short.add(owner)
         self.changed.add(owner)
 
     def _has_room(self, owner: int, row: RmObject) -> bool:
-        """Make room for one more thing of an owner; of one that takes more than a share there is none."""
+        """Return whether an owner may have one more entry, after evicting others' where that is needed."""
         if self._sizes.get(owner, 0) >= MAX_OF_OWNER:
             self.mark_short(owner)
-            # Its row takes room in the kernel's map that others need.
+            # Its row uses room in the kernel's map that others need.
             self.add_removed(Removed(row.client, row.handle, row.at_ns))
             return False
         if self._size >= MAX_OBJECTS:
@@ -344,7 +340,7 @@ class ClientTable:
         return True
 
     def _make_room(self) -> None:
-        """Forget the quietest clients of whoever takes most, one after the other."""
+        """Evict, one by one, the client with the oldest event of the owner with the most entries."""
         most = [(-size, owner) for owner, size in self._sizes.items()]
         heapify(most)
         while self._size > MAX_OBJECTS * 7 // 8:
@@ -362,13 +358,12 @@ class ClientTable:
         else:
             del self._sizes[owner]
 
-    # Within
-
+    # Internals
     def _client(self, row: RmObject, owner: int, *, whole: bool) -> Client | None:
-        """Return the client that an object is in; None: there is no room for it."""
+        """Return the client of an object, made where needed; None: no room."""
         client = self._clients.get(row.client)
         if client is not None and whole and (client.file, client.owner) != (row.file, owner):
-            # The number was used again: the end of the client that had it was missed.
+            # The handle was reused: the free of its earlier client was missed.
             self.drop(row.client)
             client = None
         if client is None:
@@ -390,7 +385,7 @@ class ClientTable:
         self.changed.add(client.owner)
 
     def _remove(self, handle: int) -> Client:
-        """Take a client out of the tables."""
+        """Remove a client from the tables."""
         client = self._clients.pop(handle)
         self._grow(client.owner, -client.size)
         of_file, of_owner = self._by_file[client.file], self._by_owner[client.owner]
@@ -411,9 +406,9 @@ class ClientTable:
             client.mark(row.handle, self.marker)
 
     def _drop_object(self, client: Client, handle: int) -> None:
-        """Forget an object and everything below it."""
+        """Drop an object and everything below it."""
         doomed = client.with_descendants(handle)
-        # The GPU of a context is told by its ancestors, so the tree is left as it is until all are counted.
+        # A context's ancestors name its GPU, so the tree stays until all contexts are counted.
         for each in doomed:
             if client.unmark(each):
                 self._add_freed(client.owner, self.gpu_of(client, each), 1)
@@ -437,6 +432,6 @@ class ClientTable:
         self.add_removed(Removed(client.handle, client.handle, client.at_ns))
 
     def add_removed(self, removed: Removed) -> None:
-        """Take that a row of the kernel's map is stale."""
+        """Add a stale row of the kernel's map."""
         self._removed.append(removed)
         del self._removed[:-MAX_OBJECTS]

@@ -1,12 +1,12 @@
-"""Which processes there are, which files of the driver they hold, and which of them ended.
+"""The table of processes and of the driver's files that they hold.
 
-Invariants: a process is its pid and its start, and where the start is not known yet, itself. An ended
-process holds nothing; it is remembered for as long as something that it made lives on. Where it cannot
-be told whether a pid was used again, it is taken not to be: that may miss what was left behind, and never
-takes what a living process has for left behind. Who opens more than a share of the room loses of its own.
+Invariants: a process's identity is its pid and start time; while the start is unknown, the object itself. A
+process that is gone holds nothing; its entry stays for as long as one of its clients lives. Where a reuse of
+its pid is uncertain, the pid counts as not reused: that may miss an orphan, and never declares the clients of
+a living process orphans. A process that opens more than a share of the room loses its own entries.
 
-A scan costs what it changes: of a process of which it shows what the last one did, and of which nothing was
-told since, nothing is done.
+A scan costs what it changes: a process whose files are those of the last scan, without an event since, costs
+a comparison.
 """
 
 from collections.abc import Hashable, Iterable, Iterator, Mapping
@@ -25,31 +25,31 @@ MAX_FILES: Final = 65_536
 MAX_FILES_OF_PROCESS: Final = MAX_FILES // 4
 """A program with ten contexts on each of eight GPUs has sixteen hundred."""
 STEP: Final = 64
-"""Processes whose files changed, between two pauses of a scan that is taken."""
+"""Processes with other files than before, between two pauses of ``apply_scan_steps``."""
 STEP_UNCHANGED: Final = 8_192
 
 
 class OpenFileTable:
-    """Processes and files; tells the clients when one of these ends."""
+    """Processes and their open files; reports to the client table which of them are gone."""
 
     def __init__(self, clients: ClientTable) -> None:
         self.evicted = 0
         self.has_release_events = False
-        """Whether the driver's own end of each file is told; then only that ends a file."""
+        """Whether the driver reports the release of each file; then only that closes a file."""
         self.in_doubt = False
-        """Events were lost since the last scan: an exit may be among them, and its pid in use again."""
+        """Events were lost since the last scan: an exit may be among them, and its pid reused."""
         self.missed_events = False
-        """Events of a process were not told since the last scan, and ends of files may be among them."""
+        """The kernel did not send all events of a process since the last scan; a release may be missing."""
         self.has_evicted = False
-        """Clients were forgotten for want of room; the kernel's map has them still."""
+        """Clients were evicted; the kernel's map still has their rows."""
         self.is_crowded = False
-        """Since the last scan began processes or files were forgotten because there are too many."""
+        """Since the last scan began processes or files were evicted because there are too many."""
         self.processes: dict[int, Process] = {}
-        """By number, who was quiet longest first."""
+        """By number, the one with the oldest event first."""
         self.files: dict[int, File] = {}
-        """By the kernel's address, what was quiet longest first."""
+        """By the kernel's address, the one with the oldest event first."""
         self.changed: set[Process] = set()
-        """Of whom something else is known; whoever makes pictures empties it."""
+        """Processes whose record is to be refreshed; the records empty it."""
         self._clients = clients
         self._current: dict[int, Process] = {}
         self._by_key: dict[ProcessKey, Process] = {}
@@ -59,19 +59,19 @@ class OpenFileTable:
         self._unsettled: set[Process] = set()
         """Those whose files are not what the last scan found."""
         self._unheld: set[int] = set()
-        """Files that nobody is seen to hold."""
+        """Files without a known holder."""
         self._idle: set[Process] = set()
         """Processes that hold no file."""
         self._doubted: set[int] = set()
         """Files that were there when events were lost."""
         self._open_times: Mapping[int, int] = {}
-        """When files were opened that are the same now, as the kernel told when events had been lost."""
+        """When files that are still open were opened, by the kernel's table after a loss of events."""
         self._registrations = Registrations()
         self._closed_in_scan: set[tuple[Process, int]] | None = None
-        """The files that ended since the scan that is under way began, with who closed them last."""
+        """The files closed since the current scan began, each with the process that closed it."""
 
     def set_release_events(self, *, enabled: bool) -> None:
-        """Take whether the driver's own end of each file is told; what is left behind depends on it."""
+        """Set whether the driver reports the release of each file; orphans depend on it."""
         if enabled != self.has_release_events:
             self.has_release_events = enabled
             self.changed.update(self.processes.values())
@@ -90,7 +90,7 @@ class OpenFileTable:
         return status.pod.uid if isinstance(status.pod, PodRef) else status.cgroup
 
     def handle_lost_events(self) -> None:
-        """Take that events were lost: an exit or a close may be among them, and the pid or address in use."""
+        """Apply a loss of events: an exit or a close may be among them, and the pid or address reused."""
         self.in_doubt = True
         for name, file in self.files.items():
             if file.before_loss is None:
@@ -100,7 +100,7 @@ class OpenFileTable:
     # Processes
 
     def process_of_event(self, event: RmEvent) -> Process:
-        """Return the process that an event is of; after its exit was told its pid is another's."""
+        """Return the process of an event; after an exit event its pid belongs to another process."""
         now = self._current.get(event.tgid)
         if now is None:
             return self._add_process(event.tgid, event.at_ns, None)
@@ -115,7 +115,7 @@ class OpenFileTable:
         return now
 
     def process_of_row(self, row: RmObject) -> Process:
-        """Return the process that made an object of which no event told."""
+        """Return the process that made an object without an event."""
         now = self._current.get(row.tgid)
         if now is not None and now.start is not None and row.start_ticks:
             return self._process_of_key(row.tgid, row.start_ticks, row.at_ns) or self._earlier_process(
@@ -141,7 +141,7 @@ class OpenFileTable:
         return process
 
     def update_status(self, status: ProcessStatus, now_ns: int) -> None:
-        """Take what /proc says of a process now."""
+        """Apply what /proc shows of a process now."""
         process = (
             self._process_of_key(status.key.pid, status.key.start_ticks, now_ns)
             if self._knows(status)
@@ -152,10 +152,10 @@ class OpenFileTable:
         before = (process.status, process.exiting_ns)
         was_known = process.is_known
         process.status, process.is_status_stale = status, False
-        is_ending = status.state in ENDED or (status.killed and status.state == UNINTERRUPTIBLE)
-        if is_ending and process.exiting_ns is None:
+        is_exiting = status.state in ENDED or (status.killed and status.state == UNINTERRUPTIBLE)
+        if is_exiting and process.exiting_ns is None:
             process.exiting_ns = now_ns
-        elif not is_ending and not process.exit_reported:
+        elif not is_exiting and not process.exit_reported:
             process.exiting_ns = None
         if (process.status, process.exiting_ns) != before:
             self.changed.add(process)
@@ -164,7 +164,7 @@ class OpenFileTable:
                 self._mark_file_changed(name)
 
     def handle_process_gone(self, key: ProcessKey, now_ns: int) -> None:
-        """Take that a process is gone."""
+        """Apply that a process is gone."""
         process = self._current.get(key.pid)
         while process is not None and process.key != key:
             process = self._before(process)
@@ -172,25 +172,25 @@ class OpenFileTable:
             self._mark_gone(process, now_ns)
 
     def handle_exit_event(self, process: Process, at_ns: int) -> None:
-        """Take that the last thread of a process began to exit."""
+        """Apply that the last thread of a process began to exit."""
         process.exiting_ns, process.exit_reported = at_ns, True
         self.changed.add(process)
 
     def handle_close(self, process: Process, names: Iterable[int], device: int | None = None) -> None:
-        """Take that a process closed a descriptor of each of these files, of a device if that is told."""
+        """Apply that a process closed a descriptor of each of these files, of a device where it is known."""
         process.closed.update(names)
         self._unsettled.add(process)
         if device is not None:
             self._add_opened_device(process, device)
 
     def _add_opened_device(self, process: Process, device: int) -> None:
-        """Take that a process has, or had, a device open: then what it says of that GPU is believed."""
+        """Add a device that a process has, or had, open: its calls that name that GPU are trusted."""
         if process.opened is not None and device not in process.opened:
             process.opened.add(device)
             self.changed.add(process)
 
     def add_opened_devices(self, key: ProcessKey, devices: Iterable[int]) -> None:
-        """Take which devices a process has opened itself."""
+        """Add devices that a process has opened itself."""
         process = self._by_key.get(key)
         if process is not None:
             for device in devices:
@@ -210,7 +210,7 @@ class OpenFileTable:
         return process
 
     def _process_of_key(self, pid: int, start: int, at_ns: int) -> Process | None:
-        """Return the process of a pid and a start; None: what was told is old, and it is gone."""
+        """Return the process of a pid and a start; None: the report is old and the process gone."""
         now = self._current.get(pid)
         if now is None:
             return self._add_process(pid, at_ns, start)
@@ -229,7 +229,7 @@ class OpenFileTable:
         return self._add_process(pid, at_ns, start)
 
     def _set_start(self, process: Process, start: int) -> Process:
-        """Return the process after its start was seen; it may be the one that only seemed to have ended."""
+        """Set a process's start; return the process, which may be the earlier one that only seemed gone."""
         before, process.before = self._before(process), None
         if before is not None and before.ended_ns is None:
             if before.start == start:
@@ -238,7 +238,7 @@ class OpenFileTable:
             self._mark_gone(before, process.since_ns)
         process.start = start
         self._by_key[process.key] = process
-        # An exit that was told of somebody nobody had looked at may be of another who had the pid.
+        # An exit event from before the first status may be of an earlier process with this pid.
         process.exiting_ns, process.exit_reported = None, False
         self.changed.add(process)
         return process
@@ -259,13 +259,13 @@ class OpenFileTable:
 
     def _mark_gone(self, process: Process, now_ns: int) -> None:
         process.ended_ns = now_ns
-        # Of one that nobody saw open anything it cannot be told what it may have used.
+        # Without a known open, which GPUs it used is unknown.
         process.opened = process.opened or None
         process.devices = frozenset(self.files[name].device for name in process.files)
         for name in tuple(process.files):
             self._remove_holder(process, name)
             file = self.files[name]
-            # Others may hold it too, which only a scan tells; nothing depends on one that is empty.
+            # Others may hold it too, which only a scan shows; nothing depends on a file without clients.
             is_tied = file.maker is not None or file.control is not None or bool(file.keepers)
             if not (file.holders or is_tied or self._clients.has_file(name)):
                 self._forget_file(name)
@@ -290,12 +290,12 @@ class OpenFileTable:
         self._clients.forget_owner(process.number)
 
     def _before(self, process: Process) -> Process | None:
-        """Return who had a pid before, unless that one was forgotten."""
+        """Return the earlier process with the same pid, unless it was evicted."""
         before = process.before
         return before if before is None or before.number in self.processes else self._before(before)
 
     def _drop(self, process: Process) -> None:
-        """Take a process out of the tables by number."""
+        """Remove a process from the tables by number."""
         self.processes.pop(process.number, None)
         self._idle.discard(process)
         self._unsettled.discard(process)
@@ -304,7 +304,7 @@ class OpenFileTable:
     # Files
 
     def handle_open(self, event: RmEvent, process: Process) -> None:
-        """Take that a process opened a file; what had the same address before is gone."""
+        """Apply that a process opened a file; an earlier file at the same address is gone."""
         known = self.files.get(event.file)
         if event.at_ns >= self._scan_ns:
             if known is not None and event.at_ns > known.event_ns:
@@ -315,9 +315,9 @@ class OpenFileTable:
         self.handle_use(event, process)
 
     def handle_use(self, event: RmEvent, process: Process) -> bool:
-        """Take that a process did something with a file, and so holds it; return whether there is that file.
+        """Apply that a process used a file, and so holds it; return whether the table has that file.
 
-        What is told only after a later scan says nothing of who holds what: the scan knew better.
+        An event from before the last scan adds no holder: the scan is newer.
         """
         is_late = event.at_ns < self._scan_ns
         file = self.files.pop(event.file, None)
@@ -338,7 +338,7 @@ class OpenFileTable:
         return True
 
     def handle_release(self, event: RmEvent) -> None:
-        """Take that the driver let go of a file."""
+        """Apply that the driver released a file."""
         known = self.files.get(event.file)
         if known is None:
             self._remove_registration(event.file, event.at_ns)
@@ -347,7 +347,7 @@ class OpenFileTable:
             self.close_file(event.file, event.at_ns)
 
     def handle_last_close(self, event: RmEvent, process: Process) -> bool:
-        """Take that a file ended with a descriptor; return whether a scan has to say what it kept alive."""
+        """Apply the close of a file's last descriptor; return whether a scan is due for its nvidiactl."""
         if self._closed_in_scan is not None:
             self._closed_in_scan.add((process, event.file))
         self._add_opened_device(process, event.device)
@@ -355,20 +355,20 @@ class OpenFileTable:
         if file is None or event.at_ns < max(file.event_ns, self._scan_ns):
             return False
         self._mark_file_changed(event.file)
-        # Who copies a descriptor at that very moment keeps the file: the next scan shows it.
+        # A process that copies a descriptor at the same moment keeps the file: the next scan shows it.
         self._clients.quarantine_file(event.file, event.at_ns)
         kept = file.control
         self._forget_file(event.file)
         return kept in self._unheld
 
     def handle_register_fd(self, name: int, control: int, at_ns: int) -> None:
-        """Take that a file keeps a nvidiactl alive for as long as it lives itself."""
+        """Apply that a file refers to a nvidiactl, which stays open for as long as the file."""
         self._registrations.add(name, control, at_ns)
         self.expect_file(name, at_ns)
         self._link_control(name)
 
     def set_registrations(self, registered: Iterable[tuple[int, int, int]]) -> None:
-        """Take all that keep a nvidiactl at once."""
+        """Replace all registrations: file, nvidiactl, time."""
         self._registrations = Registrations()
         for name, file in tuple(self.files.items()):
             self._unlink_control(name, file)
@@ -376,7 +376,7 @@ class OpenFileTable:
             self.handle_register_fd(*each)
 
     def _link_control(self, name: int) -> None:
-        """Let a file keep the nvidiactl that it was registered to."""
+        """Link a file to the nvidiactl that it was registered to."""
         kept = self._registrations.get(name)
         file = self.files[name]
         self._unlink_control(name, file)
@@ -393,18 +393,18 @@ class OpenFileTable:
         file.control = None
 
     def _remove_registration(self, name: int, before_ns: int | None = None) -> None:
-        """Take that a file is gone, which may have been registered (before that time)."""
+        """Remove the registration (before that time) of a file that is gone."""
         removed = self._registrations.remove(name, before_ns)
         if removed is not None:
             self._clients.add_removed(removed)
 
     def holders_of_file(self, name: int) -> set[Process]:
-        """Return who holds a file, or one that keeps it."""
+        """Return the processes that hold a file, or one that refers to it."""
         file = self.files[name]
         return file.holders.union(*(self.files[keeper].holders for keeper in file.keepers))
 
     def close_file(self, name: int, before_ns: int | None = None) -> None:
-        """Forget a file, with the clients that were made with it (before that time)."""
+        """Remove a file that is gone, with the clients that were made with it (before that time)."""
         self._remove_registration(name, before_ns)
         self._forget_file(name)
         self._clients.handle_file_closed(name, before_ns)
@@ -431,7 +431,7 @@ class OpenFileTable:
         return file
 
     def _set_descriptors(self, process: Process, name: int, fds: int) -> None:
-        """Let a process have so many descriptors of a file."""
+        """Set how many descriptors of a file a process has."""
         if process.files.get(name) == fds:
             return
         is_new = name not in process.files
@@ -446,7 +446,7 @@ class OpenFileTable:
             self._mark_file_changed(name)
 
     def _remove_holder(self, process: Process, name: int, file: File | None = None) -> None:
-        """Take a file from a process; an end of the file itself is told apart."""
+        """Remove a process from the holders of a file, which stays open itself."""
         del process.files[name]
         file = file or self.files[name]
         file.holders.discard(process)
@@ -458,7 +458,7 @@ class OpenFileTable:
         self._mark_file_changed(name)
 
     def _mark_file_changed(self, name: int) -> None:
-        """Take that others hold a file, on which depends what those who ended left behind."""
+        """Mark every record that depends on a file's holders: its owners' orphans."""
         self._clients.mark_file_changed(name)
         file = self.files.get(name)
         if file is None:
@@ -469,7 +469,7 @@ class OpenFileTable:
             self._mark_file_changed(file.control)
 
     def set_maker(self, name: int, process: Process) -> None:
-        """Take who is taken to have made a control file that is older than the probe."""
+        """Set the process that counts as the maker of a control file that is older than the probe."""
         file = self.files[name]
         if file.maker is not None:
             file.maker.made.discard(name)
@@ -478,16 +478,16 @@ class OpenFileTable:
         self.changed.add(process)
 
     def older_files(self) -> frozenset[int]:
-        """Return the files that were there before the probe."""
+        """Return the files that are older than the probe."""
         return frozenset(name for name, file in self.files.items() if file.is_older)
 
     def expect_file(self, name: int, at_ns: int, device: int = 0) -> None:
-        """Take that there is a file, of which only what was made with it tells."""
+        """Add a file that is known only from its clients or its registration."""
         if name not in self.files:
             self._add_file(name, device, event_ns=at_ns)
 
     def set_open_times(self, openings: Mapping[int, int]) -> None:
-        """Take when the kernel saw files opened that are the same since."""
+        """Set when the kernel saw each file that is still open being opened."""
         self._open_times = openings
         for name, at_ns in openings.items():
             if name in self.files:
@@ -496,14 +496,14 @@ class OpenFileTable:
     # Scans
 
     def begin_scan(self) -> None:
-        """Take that a scan is under way, of which ``scanning`` takes what was found."""
+        """Mark that a scan has begun; ``apply_scan_steps`` applies its result."""
         self._closed_in_scan = set()
 
     def apply_scan_steps(self, held: OpenFilesByProcess, at_ns: int, *, is_whole: bool) -> Iterator[None]:
-        """Take every open file there is, as found from ``at_ns`` on, step by step.
+        """Apply every open file, as found from ``at_ns`` on, step by step.
 
-        Nothing else may be told between the steps. Not ``is_whole``: there are more, so that what was not
-        found may be there.
+        No other method may be called between the steps. Not ``is_whole``: there may be more files than were
+        found.
         """
         self._scan_ns = at_ns
         self.is_crowded = False
@@ -532,14 +532,14 @@ class OpenFileTable:
     def _apply_found_files(
         self, process: Process, found: OpenFiles, at_ns: int, *, is_found: bool, is_whole: bool
     ) -> None:
-        """Let a process hold what a scan found, and what it holds all the same."""
-        # Where events were lost, the end of a file may be among them, and the scan alone is to be believed.
+        """Set a process's files to those that a scan found, and those that a scan cannot show."""
+        # Where events were lost, a close may be among them, and the scan alone counts.
         is_exiting = process.exiting_ns is not None and not is_found and not self.in_doubt
         closed, process.closed = process.closed, set()
         kept = False
         for name in [name for name in process.files if name not in found]:
-            # It came while the scan ran; or the process exits: then its whole table of descriptors is gone
-            # at once, and its files only when the driver has let go of them.
+            # The process opened it during the scan; or the process exits: its table of descriptors is gone at
+            # once, and its files only when the driver has released them.
             if not is_whole or self.files[name].event_ns >= at_ns or (is_exiting and name not in closed):
                 kept = True
             else:
@@ -565,7 +565,7 @@ class OpenFileTable:
         self._set_descriptors(process, name, fds)
 
     def _close_unheld_files(self, at_ns: int) -> None:
-        """End the files that nobody is seen to hold, as far as that tells it."""
+        """Close the files without a holder, unless their release is still to be reported."""
         names = list(self._unheld)
         for name in names:
             file = self.files.get(name)
@@ -573,22 +573,19 @@ class OpenFileTable:
                 continue
             is_used = file.maker is not None or self._clients.has_file(name)
             if self.has_release_events and is_used and not (self.in_doubt or self.missed_events):
-                # In a message, or mapped; its end would have been told.
+                # In a message, or mapped; otherwise its release event would have come.
                 continue
             if not self.in_doubt:
                 self._mark_file_changed(name)
                 self._clients.quarantine_file(name, at_ns)
             if file.control is not None:
-                # This may have been the last file to keep it.
+                # This may have been the last file to refer to it.
                 names.append(file.control)
-            self.end_bare(name)
-
-    def end_bare(self, name: int) -> None:
-        """Forget a file that nobody holds; what was put aside may come back."""
-        if self.in_doubt:
-            self.close_file(name)
-        else:
-            self._forget_file(name)
+            if self.in_doubt:
+                self.close_file(name)
+            else:
+                # Its clients are in quarantine, and may be restored.
+                self._forget_file(name)
 
     def _resolve_doubt(self) -> None:
         self.in_doubt = self.missed_events = False
@@ -612,7 +609,7 @@ class OpenFileTable:
         return False
 
     def enforce_bounds(self) -> None:
-        """Forget, where there is too much, files of who has most and processes that were quiet longest."""
+        """Evict, above the bounds, files of the process with the most and processes with the oldest event."""
         if len(self.files) > MAX_FILES:
             self._evict_files()
         while len(self.processes) > MAX_PROCESSES:
@@ -621,7 +618,7 @@ class OpenFileTable:
             self._evict_process(next(iter(self.processes.values())))
 
     def _evict_files(self) -> None:
-        """Make room: whoever has most loses first, then what nobody is seen to hold."""
+        """Evict files: first those of the process with the most, then those without a holder."""
         self.is_crowded = self.has_evicted = True
         by_files = sorted(self.processes.values(), key=_files_of, reverse=True)
         candidates: Iterable[Iterable[int]] = (*(process.files for process in by_files), self.files)
@@ -640,7 +637,7 @@ class OpenFileTable:
         self._forget_file(name)
 
     def _evict_process(self, process: Process) -> None:
-        """Forget a process and what it made; nothing is said to be left behind by it."""
+        """Evict a process with its clients; it leaves no orphan."""
         for name in tuple(process.files):
             self._remove_holder(process, name)
         for name in process.made:

@@ -42,13 +42,13 @@ class GpuMap(msgspec.Struct, frozen=True):
         return self.by_capability.get(device & MINOR_MASK)
 
     def by_folded(self) -> dict[tuple[int, int], GpuUuid]:
-        """Return GPUs as unified memory's events name them; those that look alike there are left out."""
+        """Return GPUs as unified memory's events name them, without those whose names there collide."""
         names = [folded(uuid) for uuid in self.by_minor.values()]
         return {folded(uuid): uuid for uuid in self.by_minor.values() if names.count(folded(uuid)) == 1}
 
 
 def folded(uuid: GpuUuid) -> tuple[int, int]:
-    """Return the halves of a GPU's UUID, one upon the other, as an event has them in two numbers."""
+    """Return the halves of a GPU's UUID combined by XOR, as an event has them in two numbers."""
     try:
         raw = bytes.fromhex(uuid.removeprefix("GPU-").replace("-", ""))
     except ValueError:

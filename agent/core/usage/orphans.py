@@ -1,8 +1,8 @@
-"""What processes that ended left behind, so many of each holder apart and the rest as one.
+"""Orphans: clients of processes that are gone. Each holder has a few records, and one for the rest.
 
 Invariants: each orphan is in exactly one record, so clients and contexts add up. A holder is a pod, or a
-cgroup of the host: processes that fork have no share each. The records are bounded, whatever a program does;
-adding or removing an orphan costs the same however many there are.
+cgroup of the host: forked processes share. The number of records is bounded; adding or removing an orphan
+costs the same however many there are.
 """
 
 from collections import OrderedDict
@@ -50,7 +50,7 @@ class OrphanGroups:
         self._all: tuple[Orphan, ...] | None = ()
 
     def add(self, orphan: Orphan, holder: Hashable) -> None:
-        """Add what a process left on a GPU in the hands of a holder."""
+        """Add the clients that a process left on a GPU, under the holder that keeps them."""
         name = _Name(holder, orphan.gpu, orphan.contexts is not None)
         if name not in self._groups and len(self._groups) >= self._max_groups:
             name = name._replace(holder=None)
@@ -58,18 +58,18 @@ class OrphanGroups:
         self._names[key] = name
         group = self._groups.setdefault(name, _Group())
         group.orphans[key] = orphan
-        self._changed(group, orphan, 1)
+        self._add_counts(group, orphan, 1)
 
     def remove(self, orphan: Orphan) -> None:
-        """Remove what was added."""
+        """Remove an orphan that was added."""
         key = (orphan.owner.key, orphan.gpu)
         name = self._names.pop(key)
         group = self._groups[name]
-        self._changed(group, group.orphans.pop(key), -1)
+        self._add_counts(group, group.orphans.pop(key), -1)
         if not group.orphans:
             del self._groups[name]
 
-    def _changed(self, group: _Group, orphan: Orphan, sign: int) -> None:
+    def _add_counts(self, group: _Group, orphan: Orphan, sign: int) -> None:
         group.clients += sign * orphan.clients
         group.contexts += sign * (orphan.contexts or 0)
         group.records = self._all = None
@@ -83,10 +83,10 @@ class OrphanGroups:
 
     def _records_of(self, group: _Group) -> tuple[Orphan, ...]:
         if group.records is None:
-            group.records = tuple(self._made(group))
+            group.records = tuple(self._new_records(group))
         return group.records
 
-    def _made(self, group: _Group) -> Iterator[Orphan]:
+    def _new_records(self, group: _Group) -> Iterator[Orphan]:
         *apart, last = islice(group.orphans.values(), self._max_apart + 1)
         yield from apart
         more = len(group.orphans) - len(apart) - 1

@@ -1,7 +1,7 @@
-"""Who was given each GPU or MIG device, who holds it, and who uses memory on it.
+"""The pods that have each GPU or MIG device allocated, its holders, and the users of its memory.
 
-Invariants: a process belongs to the pod that its cgroup names, and to the host if it names none. What a
-source does not say stays unknown: a holder without a figure of memory has none, not zero.
+Invariants: a process belongs to the pod that its cgroup names, and to the host if it names none. A figure
+that no source has stays unknown: a holder without a figure of memory has None, not zero.
 """
 
 from bisect import bisect_left
@@ -31,10 +31,10 @@ from agent.model.usage import (
     Usage,
 )
 
-# From a process to what it was given
+# From a process to the devices of its pod
 
 Allocated = Mapping[Placement, tuple[tuple[DeviceId, tuple[str, ...]], ...]]
-"""The devices of each place that pods were given, each with the pod, or the pods of which one has it."""
+"""The allocated devices of each place, each with its pod, or the pods of which one has it."""
 
 _SEVERAL: Final = " or "
 """Between the names where it is not known which pod has a device (agent/sources/pods/holders.py)."""
@@ -52,7 +52,7 @@ def allocated_by_place(
 
 
 def is_allocated(allocated_to: Allocated, places: Iterable[Placement], pod: str) -> bool:
-    """Return whether a pod may have been given a device at one of the places."""
+    """Return whether a pod may have a device at one of the places allocated."""
     for place in places:
         for other, devices in allocated_to.items():
             if other.gpu == place.gpu and place.overlaps(other) and any(pod in names for _, names in devices):
@@ -63,10 +63,10 @@ def is_allocated(allocated_to: Allocated, places: Iterable[Placement], pod: str)
 def is_service(
     process: ProcessUse, names: frozenset[str], namespaces: AbstractSet[str], pods: Pods | None
 ) -> bool:
-    """Return whether a process is the agent, or one that root or a cluster's administrator started by a name.
+    """Return whether a process is the agent, or one that root or a cluster's administrator named so.
 
-    What a process calls itself counts in a pod of one of these namespaces alone, and where the rest could not
-    be read.
+    The name that a process gives itself counts only in a pod of one of these namespaces, and where the other
+    names could not be read.
     """
     status = process.status
     if process.is_agent:
@@ -89,7 +89,7 @@ COMM_LENGTH: Final = 15
 
 
 def places_of(hold: GpuHold, user: MemoryUser | None) -> tuple[Placement, ...]:
-    """Return where on a GPU a process is: the slices it is known to use, else the whole GPU."""
+    """Return a process's places on a GPU: the slices that it is known to use, else the whole GPU."""
     if hold.slices:
         return hold.slices
     if user is not None and user.gi != ALL:
@@ -98,7 +98,7 @@ def places_of(hold: GpuHold, user: MemoryUser | None) -> tuple[Placement, ...]:
 
 
 def holding(usage: Usage, gpu: GpuUuid) -> Iterator[tuple[ProcessUse, GpuHold]]:
-    """Yield each process that holds a GPU, and what it has of it."""
+    """Yield each process that holds a GPU, with its hold."""
     for process in usage.processes:
         for hold in process.holds:
             if hold.gpu == gpu:
@@ -106,7 +106,7 @@ def holding(usage: Usage, gpu: GpuUuid) -> Iterator[tuple[ProcessUse, GpuHold]]:
 
 
 def is_in_use(process: ProcessUse, hold: GpuHold, memory: GpuMemory | None) -> bool | None:
-    """Return whether a process uses a GPU and not only has it open; None: not known.
+    """Return whether a process uses a GPU and not only has it open; None: unknown.
 
     A monitor opens every GPU and uses none. NVML lists those that have a context.
     """
@@ -126,12 +126,12 @@ def user_of(memory: GpuMemory | None, pid: int) -> MemoryUser | None:
 
 
 def pod_name(status: ProcessStatus, pods: Pods | None) -> str | None:
-    """Return the name of a process's pod; None: it has none, or that is not known."""
+    """Return the name of a process's pod; None: it has none, or it is unknown."""
     return name_of(status.pod, pods) if isinstance(status.pod, PodRef) else None
 
 
 def name_of(pod: PodRef, pods: Pods | None) -> str:
-    """Return ``namespace/name`` of a pod, or its UID where the name is not known."""
+    """Return ``namespace/name`` of a pod, or its UID where the name is unknown."""
     seen = None if pods is None else pods.get(pod.uid)
     return pod.uid if seen is None else seen.full_name
 
@@ -141,7 +141,7 @@ def is_killable(status: ProcessStatus) -> bool:
     return status.state not in {UNINTERRUPTIBLE, GONE, *ENDED}
 
 
-# For people
+# For the owners document
 
 
 class Holder(msgspec.Struct, frozen=True):
@@ -149,48 +149,48 @@ class Holder(msgspec.Struct, frozen=True):
 
     pid: int
     start_ticks: int | None
-    """None of a process that only NVML tells of."""
+    """None of a process that only NVML lists."""
     comm: str
     owner: Owner
     pod: str | None
-    """``namespace/name``, or the UID where the name is not known."""
+    """``namespace/name``, or the UID where the name is unknown."""
     state: str
     contexts: int | None
     used_bytes: int | None
     since_ns: int | None
     service: bool
-    """The agent itself, or what is allowed everywhere."""
+    """The agent itself, or a service that is allowed on every GPU."""
     partial: bool = False
     is_agent: bool = False
 
 
 class Ownership(msgspec.Struct, frozen=True):
-    """One GPU, or one MIG device where the GPU is cut into such."""
+    """One GPU, or one MIG device of a partitioned GPU."""
 
     placement: Placement
     uuid: str
     index: int | None
     """None: NVML does not list its GPU."""
     allocated_to: tuple[tuple[DeviceId, str], ...] | None
-    """Devices that pods were given, with the pod; None: not known now."""
+    """Devices that are allocated to pods, with the pod; None: unknown now."""
     holders: tuple[Holder, ...] | None
-    """By pid; None: not known now."""
+    """By pid; None: unknown now."""
     used_bytes: int | None
     total_bytes: int | None
     unclaimed_bytes: int | None
     """Used by no process that NVML lists; None where a figure is missing, and of MIG devices."""
     process_info: ProcessInfo | None
-    """None: NVML has not told yet."""
+    """None: not read from NVML yet."""
 
 
 def owners(snapshot: Snapshot) -> tuple[Ownership, ...]:
-    """Return who owns each GPU, or each MIG device of it, in the order of the GPUs."""
+    """Return the ownership of each GPU, or of each of its MIG devices, in the order of the GPUs."""
     return tuple(
-        _ownership(snapshot, view, uuid, place) for view in snapshot.gpus for uuid, place in _parts(view.gpu)
+        _ownership(snapshot, view, uuid, place) for view in snapshot.gpus for uuid, place in _places(view.gpu)
     )
 
 
-def _parts(gpu: Gpu) -> Iterator[tuple[str, Placement]]:
+def _places(gpu: Gpu) -> Iterator[tuple[str, Placement]]:
     if not gpu.mig_devices:
         yield gpu.uuid, gpu.placement
     for mig in gpu.mig_devices:
@@ -200,7 +200,7 @@ def _parts(gpu: Gpu) -> Iterator[tuple[str, Placement]]:
 def _ownership(snapshot: Snapshot, view: GpuView, uuid: str, place: Placement) -> Ownership:
     gpu = view.gpu
     pods = snapshot.pods
-    offered = [device for resource in snapshot.resources for device in resource.devices]
+    advertised = [device for resource in snapshot.resources for device in resource.devices]
     memory = snapshot.memory.get(gpu.uuid)
     whole = memory if place == gpu.placement else None
     return Ownership(
@@ -211,7 +211,7 @@ def _ownership(snapshot: Snapshot, view: GpuView, uuid: str, place: Placement) -
         if pods is None
         else tuple(
             (device.id, pods[device.id])
-            for device in offered
+            for device in advertised
             if device.id in pods and device.placement.overlaps(place)
         ),
         holders=_holders(snapshot, gpu.uuid, place),
@@ -271,7 +271,7 @@ def _holder(snapshot: Snapshot, process: ProcessUse, hold: GpuHold, user: Memory
 
 
 def _only_listed(user: MemoryUser) -> Holder:
-    """Return a process of which only NVML tells; it may be in another PID namespace, or gone already."""
+    """Return a process that only NVML lists; it may be in another PID namespace, or gone already."""
     return Holder(
         pid=user.pid,
         start_ticks=None,

@@ -1,7 +1,7 @@
-"""Which pod a process runs in, and what root started it as, read off the path of its cgroup.
+"""The pod, and the system service, that a process runs in, from the path of its cgroup.
 
-Only the kubelet makes cgroups below its own root, so that alone says a pod. Users get cgroups of their own to
-fill (a login's, a service's, a container's) and may name what they make there like a pod's.
+Only the kubelet makes cgroups below its own root, so that only those name a pod. Users get cgroups of their
+own to fill (a login's, a service's, a container's) and may give cgroups there the name of a pod's.
 
 Sources of the forms: kubernetes:pkg/kubelet/cm/cgroup_manager_linux.go, the cgroup managers of
 containerd:internal/cri/server and cri-o:internal/config/cgmgr, cgroup_namespaces(7).
@@ -24,7 +24,7 @@ _DELETED: Final = " (deleted)"
 _ABOVE: Final = re.compile(r"(?:/\.\.)+(?=/|$)")
 """How a path begins that lies outside of the reader's cgroup namespace."""
 _OF_THE_HOST: Final = re.compile(r"/(?:system\.slice|user\.slice|machine\.slice|init\.scope)(?:/|$)")
-"""What systemd makes beside the kubelet's cgroups."""
+"""Cgroups that systemd makes beside the kubelet's."""
 _DELEGATED: Final = re.compile(r"\.(?:service|scope)$|(?<![0-9a-f])[0-9a-f]{64}(?![0-9a-f])")
 """Names of cgroups whose inside is left to a service, a login or a container."""
 _LIKE_A_POD: Final = re.compile(rf"(?:.*-)?pod{_UID}(?:\.slice(?::.*)?)?")
@@ -44,9 +44,9 @@ MACHINE: Final = Hierarchy()
 
 
 def pod_of_cgroup(path: str, where: Hierarchy = MACHINE) -> PodOf:
-    """Return the pod of a cgroup's path; UNKNOWN: it may be of one.
+    """Return the pod of a cgroup's path; UNKNOWN: it may belong to one.
 
-    Of pods within pods it is the outermost, which is the one that this node's kubelet knows.
+    Of nested pods it is the outermost, which is the one that this node's kubelet manages.
     """
     path = path.removesuffix(_DELETED)
     above = _ABOVE.match(path)

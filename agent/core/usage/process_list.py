@@ -1,4 +1,4 @@
-"""Whether NVML's list of the processes on a GPU can be believed.
+"""Validates NVML's list of the processes on a GPU.
 
 Driver 535 changed the record behind a function whose name stayed the same, so a library and a binding of
 different versions read it shifted: sizes as pids, pids as sizes. Source: gpuopenanalytics/pynvml#50,
@@ -11,17 +11,17 @@ from typing import Final
 from agent.model.usage import MemoryUser, ProcessInfo
 
 NOT_AVAILABLE: Final = 2**64 - 1
-"""NVML_VALUE_NOT_AVAILABLE as an unsigned number: NVML cannot tell the memory of this process."""
+"""NVML_VALUE_NOT_AVAILABLE as an unsigned number: the memory of this process is unavailable."""
 
 
 def believed(
     users: Iterable[MemoryUser], *, total_bytes: int | None, pid_max: int
 ) -> tuple[tuple[MemoryUser, ...], ProcessInfo]:
-    """Return the users by pid, and how far they can be believed.
+    """Return the users by pid, and whether the list is reliable.
 
-    One record that cannot be (pid 0 or above ``pid_max``, more memory than the GPU has) shows that the
-    whole list was read shifted: its other records only look better, so none is kept. A process that is
-    listed twice, for compute and for graphics, is one; the larger figure includes the smaller.
+    One impossible record (pid 0 or above ``pid_max``, more memory than the GPU has) shows that the whole list
+    was read shifted: its other records only seem possible, so all are dropped. A process that is listed
+    twice, for compute and for graphics, is one; the larger figure includes the smaller.
     """
     merged: dict[tuple[int, int, int], MemoryUser] = {}
     for user in users:

@@ -1,4 +1,4 @@
-"""A process, an open file of the driver, and what a scan finds of both."""
+"""A process, an open file of the driver, and the result of a scan."""
 
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
@@ -10,11 +10,11 @@ from agent.model.rm import HeldFile
 from agent.model.usage import ProcessKey, ProcessStatus
 
 UNKNOWN_START: Final = 0
-"""Start of a process that was gone before anyone looked; the kernel's first process never opens a GPU."""
+"""Start of a process that was gone before its first status; the kernel's first process never opens a GPU."""
 
 
 class Descriptors(NamedTuple):
-    """What a process has of one open file."""
+    """A process's descriptors of one open file."""
 
     fds: int
     device: int
@@ -24,13 +24,13 @@ OpenFiles = Mapping[int, Descriptors]
 """By file."""
 
 OpenFilesByProcess = Mapping[ProcessKey, OpenFiles]
-"""What a scan found."""
+"""The result of a scan."""
 
 NO_FILES: Final[OpenFiles] = MappingProxyType({})
 
 
 def by_process(held: Iterable[HeldFile]) -> OpenFilesByProcess:
-    """Return what a scan found by process; pure, so that any thread may do it."""
+    """Return the result of a scan by process; pure, so that any thread may call it."""
     found: dict[ProcessKey, dict[int, Descriptors]] = {}
     for each in held:
         key = ProcessKey(each.tgid, each.start_ticks)
@@ -42,7 +42,7 @@ def by_process(held: Iterable[HeldFile]) -> OpenFilesByProcess:
 
 
 def _stand_in(key: ProcessKey, device: int) -> int:
-    """Return a name for a file that /proc cannot tell from others: one for each process and device."""
+    """Return a name for a file whose address /proc does not show: one for each process and device."""
     return -(((key.start_ticks << 32 | key.pid) << 32) | device) - 1
 
 
@@ -56,40 +56,40 @@ class Process(msgspec.Struct, eq=False):
     start: int | None = None
     status: ProcessStatus | None = None
     is_status_stale: bool = False
-    """It called exec, so what was looked at may have changed."""
+    """The process called exec, so that its status may have changed."""
     files: dict[int, int] = msgspec.field(default_factory=dict)
     """Descriptors by file."""
     found: OpenFiles = msgspec.field(default_factory=lambda: NO_FILES)
-    """What the last scan found."""
+    """The result of the last scan."""
     closed: set[int] = msgspec.field(default_factory=set)
-    """Files of which it closed a descriptor since the last scan; it may have others."""
+    """Files of which it closed a descriptor since the last scan; it may hold more of them."""
     event_ns: int = 0
     exiting_ns: int | None = None
     exit_reported: bool = False
-    """The kernel said that it exits; otherwise a look at its state did."""
+    """The kernel reported its exit; otherwise its state showed it."""
     ended_ns: int | None = None
     partial: bool = False
     before: "Process | None" = None
-    """Who had the pid before, and has not been seen to be gone."""
+    """The earlier process with this pid, which is not known to be gone."""
     made: set[int] = msgspec.field(default_factory=set)
-    """Files older than the probe that it is taken to have made."""
+    """Files older than the probe of which it counts as the maker."""
     devices: frozenset[int] = frozenset()
-    """The devices that it held when it ended."""
+    """The devices that it held when it was gone."""
     opened: set[int] | None = msgspec.field(default_factory=set)
-    """The devices that it was seen to hold, ever; None: it was not seen itself."""
+    """All devices that it ever held, as far as known; None: known only from rows."""
     unsent_events: int = 0
-    """Events of it that were not told, and what came of them was not looked for yet."""
+    """Events of it that the kernel did not send, and whose effect was not read from its map yet."""
     lacks_files: bool = False
-    """There was no room for a file of it, so that it may have opened others."""
+    """A file of it had no room in the table, so that it may have opened other devices."""
 
     @property
     def key(self) -> ProcessKey:
-        """What names it."""
+        """Its pid and start."""
         return ProcessKey(self.pid, UNKNOWN_START if self.start is None else self.start)
 
     @property
     def is_known(self) -> bool:
-        """Whether it lives and was looked at, so that something can be said of it."""
+        """Whether it lives and its status was read."""
         return self.ended_ns is None and self.start is not None and self.status is not None
 
 
@@ -98,15 +98,15 @@ class File(msgspec.Struct):
 
     device: int
     event_ns: int = 0
-    """When an event told of it last; 0: none did, so it may be older than the probe."""
+    """Time of its last event; 0: none, so it may be older than the probe."""
     holders: set[Process] = msgspec.field(default_factory=set)
     is_older: bool = False
-    """It was there before the probe."""
+    """It was opened before the probe was loaded."""
     before_loss: set[Process] | None = None
-    """Who held it when events were lost; a file that none of them holds now may be another."""
+    """Its holders when events were lost; a file that none of them holds now may be another."""
     control: int | None = None
-    """The nvidiactl that it was registered to, which the driver keeps for as long as this file lives."""
+    """The nvidiactl that it was registered to, which the driver keeps open for as long as this file."""
     keepers: set[int] = msgspec.field(default_factory=set)
     """Of a nvidiactl: the files that were registered to it."""
     maker: Process | None = None
-    """Of a control file that is older than the probe: who is taken to have made it."""
+    """Of a control file that is older than the probe: the process that counts as its maker."""

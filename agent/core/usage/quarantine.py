@@ -1,7 +1,7 @@
-"""Clients in open files that nobody is seen to hold: those are gone, or on their way in a message.
+"""Quarantine for clients whose open file has no known holder: the file is closed, or in a message.
 
-Invariants: what is here counts for nothing, and comes back whole when somebody is seen with the file. It is
-taken for gone after a time, or when there is too much of it: of the process that made most, what came first.
+Invariants: a quarantined client counts nowhere, and returns whole when a process holds the file. It counts as
+gone after a time, or when there is no room: then the process with the most clients loses its oldest.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -19,25 +19,25 @@ Counted = Mapping[GpuUuid | None, int]
 
 
 class QuarantinedClient(NamedTuple):
-    """A client, and what was counted as freed when it was put here."""
+    """A client, and the contexts that were counted as freed with it."""
 
     client: Client
     freed: Counted
 
 
 class Quarantine:
-    """What was put aside, by file; where there is too much, the process that made most loses its oldest."""
+    """Quarantined clients by file; where there is no room, the process with the most loses its oldest."""
 
     def __init__(self, max_size: int | None = None) -> None:
         self._files: Shares[int, int, tuple[int, list[QuarantinedClient]]] = Shares(
             MAX_QUARANTINED if max_size is None else max_size
         )
-        """What came first first, with the time."""
+        """In the order of arrival, with the time."""
         self._owners: dict[int, int] = {}
         """Clients of each owner."""
 
     def add(self, file: int, clients: Iterable[QuarantinedClient], now_ns: int) -> list[QuarantinedClient]:
-        """Take what was made with a file; return what there is no room for any more."""
+        """Add the clients of a file; return the clients that are evicted for it."""
         found = list(clients)
         size = sum(client.size for client, _ in found)
         for client, _ in found:
@@ -46,7 +46,7 @@ class Quarantine:
         return [each for entry in lost for each in self._without_owners(entry.value[1])]
 
     def pop(self, file: int) -> list[QuarantinedClient]:
-        """Return what was made with a file, and keep it no more."""
+        """Remove and return the clients of a file."""
         entry = self._files.pop(file)
         return [] if entry is None else self._without_owners(entry.value[1])
 
@@ -58,11 +58,11 @@ class Quarantine:
         return found
 
     def files(self) -> tuple[int, ...]:
-        """Return the files of which there is something here."""
+        """Return the files with quarantined clients."""
         return tuple(entry.key for entry in self._files)
 
     def files_of(self, owner: int) -> tuple[int, ...]:
-        """Return the files in which an owner has something here."""
+        """Return the files with quarantined clients of an owner."""
         if owner not in self._owners:
             return ()
         return tuple(
@@ -70,18 +70,18 @@ class Quarantine:
         )
 
     def expired(self, now_ns: int) -> Iterator[int]:
-        """Yield the files that are to be taken, one by one, since they were here too long."""
+        """Yield, one by one, the files that were here too long; the caller pops each before the next."""
         while (entry := next(iter(self._files), None)) is not None and now_ns - entry.value[
             0
         ] >= QUARANTINE_NS:
             yield entry.key
 
     def has_owner(self, owner: int) -> bool:
-        """Return whether a process made something that is here."""
+        """Return whether an owner has a quarantined client."""
         return owner in self._owners
 
     def transfer(self, owner: int, to: int) -> None:
-        """Take that what one owner made is another's after all."""
+        """Give the clients of one owner to another."""
         for file in self.files_of(owner):
             entry = self._files.get(file)
             for client, _ in () if entry is None else entry.value[1]:

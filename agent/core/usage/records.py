@@ -1,7 +1,7 @@
-"""What is told of each process, made anew only where something changed.
+"""The record of each process in the usage snapshot, rebuilt only where something changed.
 
-Invariants: what did not change is the same object as before, so whoever compares pictures does it by
-identity. Sums by GPU follow by what was taken away and what was put in.
+Invariants: an unchanged record is the same object as before, so that snapshots can be compared by identity.
+Sums by GPU are updated by the difference.
 """
 
 from collections import Counter
@@ -30,7 +30,7 @@ from agent.model.usage import (
 
 
 class _Sum:
-    """What all processes have of one GPU."""
+    """The sum of all processes on one GPU."""
 
     __slots__ = ("contexts", "parts", "processes")
 
@@ -39,7 +39,7 @@ class _Sum:
 
 
 class UseRecords:
-    """The records of all processes, and what they sum up to."""
+    """The records of all processes, and their sums."""
 
     def __init__(
         self, open_files: OpenFileTable, clients: ClientTable, *, source: UsageSource, agent_pid: int | None
@@ -56,10 +56,10 @@ class UseRecords:
         self._sums: dict[GpuUuid, _Sum] = {}
         self._processes: tuple[ProcessUse, ...] | None = ()
         self._order: list[Process] | None = []
-        """Who is told of, in order; None: to be sorted anew."""
+        """Processes with a record, in order; None: to be sorted again."""
 
     def set_gpus(self, gpus: GpuMap) -> None:
-        """Take how the driver numbers the GPUs, on which everything depends."""
+        """Set how the driver numbers the GPUs, on which every record depends."""
         self._gpus = gpus
         self._pending.update(self._open_files.processes.values())
 
@@ -72,14 +72,14 @@ class UseRecords:
         return gpus.pop() if len(gpus) == 1 else None
 
     def may_use(self, owner: int, gpu: GpuUuid) -> bool:
-        """Return whether a process was seen to have a GPU open, or was not seen itself."""
+        """Return whether a process is known to have had a GPU open, or is known only from rows."""
         process = self._open_files.processes.get(owner)
         if process is None or process.opened is None:
             return True
         return any(self._gpus.gpu_of(device) == gpu for device in process.opened)
 
     def doubted_gpus(self) -> frozenset[GpuUuid]:
-        """Return the GPUs that those may use of whom not everything is kept; none: it may be any."""
+        """Return the GPUs that processes with missing entries may use; empty: it may be any."""
         found: set[GpuUuid | None] = set()
         for process in self._open_files.processes.values():
             if process.number not in self._clients.short and not process.unsent_events:
@@ -92,7 +92,7 @@ class UseRecords:
     # Records
 
     def refresh(self, at_most: int | None = None) -> bool:
-        """Make the records of so many processes that changed; return whether there are more."""
+        """Refresh the records of so many changed processes; return whether there are more."""
         for number in self._clients.changed:
             process = self._open_files.processes.get(number)
             if process is not None:
@@ -114,11 +114,11 @@ class UseRecords:
         return self._processes
 
     def orphans(self) -> tuple[Orphan, ...]:
-        """Return what processes that ended left behind, by pid, then GPU; of one holder a bounded number."""
+        """Return the orphans, by pid of the owner, then GPU; a bounded number per holder."""
         return self._orphan_groups.records()
 
     def totals(self) -> Iterator[GpuTotal]:
-        """Yield what all have of each GPU, in order."""
+        """Yield the sum of each GPU, in order."""
         for gpu in sorted(self._sums):
             found = self._sums[gpu]
             yield GpuTotal(gpu, found.processes, found.contexts if self._is_probe else None)
@@ -179,7 +179,7 @@ class UseRecords:
     # Of one process
 
     def _use_of(self, process: Process) -> ProcessUse | None:
-        """Return what is told of a process; None: nobody has looked at it, or it has nothing."""
+        """Return the record of a process; None: its status was never read, or it has no files or contexts."""
         if process.status is None or not process.is_known:
             return None
         contexts, compute = self._contexts_of(process)
@@ -230,7 +230,7 @@ class UseRecords:
         return found, compute
 
     def _fds_of(self, process: Process) -> dict[GpuUuid | None, int]:
-        """Return descriptors by GPU; None is what all GPUs share."""
+        """Return descriptors by GPU; None: of devices that all GPUs share."""
         found: dict[GpuUuid | None, int] = {}
         for name, fds in process.files.items():
             gpu = self._gpus.gpu_of(self._open_files.files[name].device)
@@ -249,7 +249,7 @@ class UseRecords:
         return {gpu for gpu in gpus if gpu is not None}
 
     def _orphans_of(self, process: Process, ended_ns: int) -> Iterator[Orphan]:
-        """Yield what a process that ended left in the hands of others, by GPU."""
+        """Yield the orphans of a process that is gone, by GPU."""
         files: dict[GpuUuid | None, list[int]] = {}
         counts: dict[GpuUuid | None, int | None] = {}
         for client in self._clients.of_owner(process.number):
@@ -276,7 +276,7 @@ class UseRecords:
             )
 
     def _is_orphaned(self, name: int) -> bool:
-        """Return whether a file lives on: somebody holds it who was looked at, or its end would be told."""
+        """Return whether a file is open: a known process holds it, or its release event has not come."""
         file = self._open_files.files.get(name)
         if file is None:
             return False

@@ -1,7 +1,7 @@
-"""Which rows of the kernel's map are of objects that live.
+"""Decides which rows of the kernel's map are of live objects.
 
-A row outlives its object where that died with its parent, and where its file's address is in use again.
-Pure and without state, so that any thread may ask.
+A row outlives its object where that died with its parent, and where its file's address was reused.
+Pure and without state, so that any thread may call it.
 """
 
 from collections.abc import Iterable, Mapping
@@ -20,25 +20,25 @@ class Removed(NamedTuple):
     client: int
     handle: int
     at_ns: int
-    """When it was made; a row that is newer is of another object."""
+    """When it was made; a newer row is of another object."""
 
 
 class Rows(msgspec.Struct, frozen=True):
-    """The rows of the kernel's map, live_rows."""
+    """The rows of the kernel's map, live and stale ones apart."""
 
     living: tuple[RmObject, ...]
     """Roots first, then as they were made."""
     stale: tuple[Removed, ...]
     registered: tuple[tuple[int, int, int], ...] = ()
-    """File, the nvidiactl that it keeps, and since when."""
+    """File, the nvidiactl that it refers to, and since when."""
 
 
 def live_rows(rows: Iterable[RmObject], opened: Mapping[int, int], older: AbstractSet[int]) -> Rows:
-    """Return which rows are of live objects.
+    """Separate the rows of live objects from stale ones and registrations.
 
-    ``opened`` says when each file was opened, where that is known: what is older went with an earlier file
-    of that address. So did a registration that is older than its nvidiactl: the file that kept that one
-    open was closed before. Of files that are ``older`` than the probe the parents may have no row.
+    ``opened`` has the time of each file's open, where it is known: older rows are of an earlier file at that
+    address. A registration that is older than its nvidiactl is stale too, since the file that kept it open
+    was closed. In files that are ``older`` than the probe parents may have no row.
     """
     there: dict[tuple[int, int], RmObject] = {}
     stale: list[Removed] = []
@@ -63,7 +63,7 @@ def _order(row: RmObject) -> tuple[bool, int]:
 
 
 def _lives(rows: Mapping[tuple[int, int], RmObject], older: AbstractSet[int]) -> dict[tuple[int, int], bool]:
-    """Return of each row whether its ancestors live and it fits below them."""
+    """Return for each row whether its ancestors live and it fits below them."""
     lives: dict[tuple[int, int], bool] = {}
     for name in rows:
         path: list[tuple[int, int]] = []
@@ -78,7 +78,7 @@ def _lives(rows: Mapping[tuple[int, int], RmObject], older: AbstractSet[int]) ->
 
 
 def _above(rows: Mapping[tuple[int, int], RmObject], row: RmObject) -> tuple[int, int] | None:
-    """Return the name of the row that this one hangs on; None: on nothing that has a row."""
+    """Return the name of the parent's row; None: the row is a root, or its parent has no row."""
     if row.rm_class in ROOTS:
         return None
     name = (row.client, row.parent)
@@ -86,11 +86,11 @@ def _above(rows: Mapping[tuple[int, int], RmObject], row: RmObject) -> tuple[int
 
 
 def _fits(rows: Mapping[tuple[int, int], RmObject], row: RmObject, older: AbstractSet[int]) -> bool:
-    """Whether a row can be of a live object, if its parent is."""
+    """Return whether a row can be of a live object, if its parent is."""
     if row.rm_class in ROOTS:
         return True
     parent = rows.get((row.client, row.parent))
     if parent is not None:
-        # A parent that is younger is another object, which got the handle later.
+        # A younger parent is another object, which got the handle later.
         return parent.at_ns <= row.at_ns
     return (row.client, row.client) not in rows and row.file in older

@@ -1,21 +1,21 @@
-"""Who uses the driver: a picture kept from the probe's events, scans of open files, and ends of processes.
+"""Which processes use the driver: state built from the probe's events, scans of open files and process exits.
 
 Guarantees:
 
-1. The picture can be made anew at any time from the rows of the kernel's map and a scan, and is then the
-   same. Events that are told late, twice, or from before a scan or a rebuild change nothing.
-2. A pid that is used again takes nothing over from who had it.
-3. A file belongs to all who hold it, however they came by it. Where the driver tells the end of each file,
-   that alone ends it: one that nobody is seen to hold is in a message, or mapped, and what was made with it
-   lives. Elsewhere a scan that finds nobody ends it, and what was made with it comes back if somebody
-   receives it within a time.
-4. Every table is bounded, and so is the share of each process. Who takes more loses of its own alone, and is
-   named by why the picture is not complete; to forget makes no finding, since what a forgotten process made
-   is forgotten with it.
-5. A picture costs what changed since the last one. What takes long can be taken step by step.
+1. The state can be rebuilt at any time from the rows of the kernel's map and a scan, and is then the same.
+   Events that arrive late, twice, or from before a scan or a rebuild change nothing.
+2. A process with a reused pid inherits nothing from the earlier process.
+3. A file belongs to every process that holds it, however it got it. Where the driver reports the release of
+   each file, only that closes it: a file without a holder is in a message, or mapped, and its clients live.
+   Elsewhere a scan that finds no holder closes it, and its clients return if a process receives it within
+   a time.
+4. Every table is bounded, and so is the share of each process. A process over its share loses its own
+   entries alone, and ``incomplete_because`` names it; an eviction makes no finding, since the clients of an
+   evicted process go with it.
+5. A usage snapshot costs what changed since the last one. Long operations can run step by step.
 
-A tracker is changed in place and owned by one source; what leaves it is frozen. Without the probe it is
-fed with scans of /proc alone and says nothing of contexts.
+One source owns a tracker and changes it in place; what it returns is frozen. Without the probe its only input
+is scans of /proc, and it reports no contexts.
 """
 
 from collections.abc import Hashable, Iterable, Iterator, Mapping
@@ -38,13 +38,13 @@ from agent.model.usage import Certainty, ProcessKey, ProcessStatus, Usage, Usage
 UVM_REGISTER_GPU_VASPACE: Final = 25
 """Source: open-gpu-kernel-modules:kernel-open/nvidia-uvm/uvm_ioctl.h."""
 MAX_NAMED: Final = 3
-"""Processes that are named by why a picture is not complete."""
+"""Processes that ``incomplete_because`` names."""
 
 _UNKNOWN: Final[Mapping[int, int]] = MappingProxyType({})
 
 
 class _Owners:
-    """What the clients have to know of who made them, which is told where all comes together."""
+    """Forwards the client table's questions to the records, which are made after it."""
 
     records: UseRecords
 
@@ -56,7 +56,7 @@ class _Owners:
 
 
 class Tracker:
-    """The picture."""
+    """The processes, open files and clients of one node."""
 
     def __init__(
         self,
@@ -69,7 +69,7 @@ class Tracker:
         pace: ScanPace | None = None,
         was_kept: bool = False,
     ) -> None:
-        """``was_kept``: the probe was in the kernel before, and knows what was opened since it came there."""
+        """``was_kept``: the probe was in the kernel before, and has seen every open since its load."""
         self._source: Final = source
         self._pace: Final = pace or ScanPace()
         self._was_kept: Final = was_kept
@@ -88,29 +88,28 @@ class Tracker:
         self._by_folded: dict[tuple[int, int], GpuUuid] = {}
         self.set_gpus(gpus)
 
-    # What is told
-
+    # Events and readings
     def set_gpus(self, gpus: GpuMap) -> None:
-        """Take how the driver numbers the GPUs; to be told anew when the driver was loaded anew."""
+        """Set how the driver numbers the GPUs; to be called again after each load of the driver."""
         self._by_folded = gpus.by_folded()
-        # What processes registered with unified memory is learned again, from the rows.
+        # The rows show again which GPUs processes registered with unified memory.
         self._wants_rebuild = self._wants_rebuild or len(self._clients) > 0
         self._clients.set_instances(gpus.by_instance)
         self._records.set_gpus(gpus)
 
     def set_release_events(self, *, enabled: bool) -> None:
-        """Take whether the driver's own end of each open file is told as an event."""
+        """Set whether the driver's release of each open file arrives as an event."""
         self._open_files.set_release_events(enabled=enabled)
 
     def handle_events(self, events: Iterable[RmEvent]) -> int | None:
-        """Take events in the order of the ring; return when a scan is due because of them, if one is."""
+        """Apply events in the order of the ring; return when they make a scan due, if they do."""
         asking = [event for event in events if self._handle_event(event)]
         self._open_files.enforce_bounds()
         due_ns = (self._pace.due_ns(event.cgroup_id, event.tgid, event.at_ns) for event in asking)
         return min(due_ns, default=None)
 
     def add_opened_devices(self, minors: Mapping[ProcessKey, int]) -> None:
-        """Take which GPUs processes have opened themselves, as the kernel noted it, a bit for each minor."""
+        """Add the GPUs that each process has opened itself, as the kernel's table has it: a bit per minor."""
         for key, bits in minors.items():
             self._open_files.add_opened_devices(
                 key,
@@ -122,9 +121,10 @@ class Tracker:
             )
 
     def set_unsent_events(self, counts: Mapping[ProcessKey, int]) -> bool:
-        """Take how many events of processes were not told; all others have none. Return whether that is news.
+        """Set each process's number of events that the kernel did not send; return whether that changed.
 
-        What came of those is in the rows of the kernel's map and shows in a scan; nobody else is in doubt.
+        Processes without an entry have none. The effects of those events are in the rows of the kernel's map
+        and in scans; other processes stay certain.
         """
         self._open_files.missed_events = self._open_files.missed_events or bool(counts)
         changed = [
@@ -137,51 +137,51 @@ class Tracker:
         return bool(changed)
 
     def handle_lost_events(self, count: int) -> None:
-        """Take that events were lost: until a rebuild and a scan the picture is not complete."""
+        """Apply a loss of events: until a rebuild and a scan the usage is incomplete."""
         self._lost += count
         self._open_files.handle_lost_events()
         self._wants_rebuild = True
         self._unscanned_reason = "events were lost"
 
     def handle_full_object_table(self) -> None:
-        """Take that the kernel had no room for some objects, of whoever lives now."""
+        """Apply that the kernel's map had no room for some objects, of any living process."""
         for process in self._open_files.current():
             self._clients.mark_short(process.number, 0)
 
     def begin_scan(self) -> None:
-        """Take that a scan is under way; events are told meanwhile, and then what was found."""
+        """Mark that a scan has begun; events continue to arrive until its result does."""
         self._open_files.begin_scan()
         self._pace.begin_scan()
 
     def handle_rejected_objects(self, keys: Iterable[ProcessKey]) -> None:
-        """Take whose further objects the kernel does not keep: they have too many, or others have them."""
+        """Apply that the kernel stores no more objects of these: over their share, or owned by another."""
         wanted = set(keys)
         for process in self._open_files.current():
             if process.key in wanted:
                 self._clients.mark_short(process.number, 0)
 
     def set_unreadable_reason(self, why: str) -> None:
-        """Take why not every process can be seen (no host PID namespace, no rights); empty: all can."""
+        """Set why some processes cannot be read (no host PID namespace, no rights); empty: all can."""
         self._unreadable_reason = why
 
     @property
     def older_files(self) -> frozenset[int]:
-        """The files that are older than the probe, as rm_rows.judged wants them."""
+        """The files that are older than the probe, for ``rows.live_rows``."""
         return self._open_files.older_files()
 
     def rebuild(self, rows: Iterable[RmObject], at_ns: int, opened: Mapping[int, int] = _UNKNOWN) -> None:
-        """Take all rows of the kernel's map at once; as ``rebuilding``."""
+        """Rebuild from all rows of the kernel's map at once; as ``rebuild_steps``."""
         for _ in self.rebuild_steps(live_rows(rows, opened, self.older_files), at_ns, opened):
             pass
 
     def rebuild_steps(self, rows: Rows, at_ns: int, opened: Mapping[int, int] = _UNKNOWN) -> Iterator[None]:
-        """Take all rows of the kernel's map, which was read from ``at_ns`` on, step by step.
+        """Rebuild step by step from all rows of the kernel's map, which was read from ``at_ns`` on.
 
-        Nothing else may be told between the steps. A scan has to follow. Events that are older are in it
-        already; those that were not lost are best told before it. Rows of files that nobody holds are stale,
-        and so are those that are older than their file: ``opened`` says when files were opened, where the
-        kernel told. Where it did not, an address may have been used again while events were lost, so that
-        nobody is said to have left behind what only rows tell of.
+        No other method may be called between the steps, and a scan has to follow. The rows include the effect
+        of older events; those that were not lost should be applied before. Rows of files without a holder are
+        stale, and so are rows older than their file: ``opened`` has the time of each open, where the kernel
+        reported it. Where it did not, an address may have been reused while events were lost, so that a
+        client known from its row alone makes no orphan.
         """
         self._rebuilt_ns = at_ns
         yield from self._clients.rebuild_steps(
@@ -202,18 +202,18 @@ class Tracker:
         self._open_files.enforce_bounds()
 
     def apply_scan(self, held: Iterable[HeldFile], at_ns: int) -> None:
-        """Take every open file of the driver on the machine at once; as ``scanning``."""
+        """Apply every open file of the driver on the machine at once; as ``apply_scan_steps``."""
         for _ in self.apply_scan_steps(by_process(held), at_ns):
             pass
 
     def apply_scan_steps(
         self, held: OpenFilesByProcess, at_ns: int, *, is_whole: bool = True
     ) -> Iterator[None]:
-        """Take every open file of the driver on the machine, as found from ``at_ns`` on, step by step.
+        """Apply step by step every open file of the driver on the machine, as found from ``at_ns`` on.
 
-        Nothing else may be told between the steps. Events up to the end of the scan, and ends of processes
-        after them, are to be told before it. The first scan tells what is older than the probe. Not
-        ``is_whole``: there are more than were looked at, so that nothing is taken for gone.
+        No other method may be called between the steps. Events up to the end of the scan, then exits of
+        processes, come before it. The first scan shows which files are older than the probe. Not
+        ``is_whole``: the scan did not read all of them, so that no file counts as gone.
         """
         yield from self._open_files.apply_scan_steps(held, at_ns, is_whole=is_whole)
         if not self._was_scanned and self._source == "probe":
@@ -225,22 +225,22 @@ class Tracker:
             self._open_files.has_evicted = False
         self._unscanned_reason = "events were lost" if self._wants_rebuild else ""
 
-    def update_statuses(self, looks: Iterable[ProcessStatus], now_ns: int) -> None:
-        """Take what /proc says of processes now."""
-        for status in looks:
+    def update_statuses(self, statuses: Iterable[ProcessStatus], now_ns: int) -> None:
+        """Apply what /proc shows of processes now."""
+        for status in statuses:
             self._open_files.update_status(status, now_ns)
 
     def mark_statuses_stale(self) -> None:
-        """Want every process looked at: state and name change, and nothing tells of it."""
+        """Ask for every process's status again: state and name change without an event."""
         for process in self._open_files.current():
             process.is_status_stale = True
 
     def handle_process_gone(self, key: ProcessKey, now_ns: int) -> None:
-        """Take that a process is gone (its pidfd is readable, or it could not be looked at any more)."""
+        """Apply that a process is gone (its pidfd is readable, or /proc has it no more)."""
         self._open_files.handle_process_gone(key, now_ns)
 
     def _handle_event(self, event: RmEvent) -> bool:
-        """Take an event; return whether a scan has to say what came of it."""
+        """Apply an event; return whether only a scan can show its effect."""
         process = self._open_files.process_of_event(event)
         match event.kind:
             case RmEventKind.OPEN:
@@ -263,7 +263,7 @@ class Tracker:
         return False
 
     def _handle_descriptor_event(self, event: RmEvent, process: Process) -> None:
-        """Take that descriptors may have come or gone."""
+        """Apply an event after which a process may have more or fewer descriptors."""
         match event.kind:
             case RmEventKind.EXIT:
                 self._open_files.handle_exit_event(process, event.at_ns)
@@ -287,10 +287,10 @@ class Tracker:
             self._clients.handle_alloc(_row(event), process.number)
 
     def _mark_older_files(self, held: OpenFilesByProcess) -> None:
-        """Mark what was there before the probe: who holds it may have contexts that nobody counted.
+        """Mark the files from before the probe: their holders may have contexts without an event or a row.
 
-        Of several who hold a control file of that time, the oldest is taken to have made it: a file goes
-        from parents to children.
+        Of several holders of such a control file the oldest counts as its maker: children inherit files from
+        their parents.
         """
         found = [process for process in self._open_files.current() if process.key in held]
         for process in found:
@@ -304,16 +304,15 @@ class Tracker:
                 ):
                     self._open_files.set_maker(name, process)
 
-    # What is wanted
-
+    # Work for the source
     @property
     def needs_rebuild(self) -> bool:
-        """Whether the rows of the kernel's map are to be read because events were lost."""
+        """Whether the source has to read the rows of the kernel's map because events were lost."""
         return self._wants_rebuild and self._source == "probe"
 
     @property
     def without_status(self) -> tuple[ProcessKey, ...]:
-        """The processes to be looked at (again); one that is not there any more is told as exited."""
+        """The processes whose status the source has to read (again), or to report as gone."""
         return tuple(
             process.key
             for process in self._open_files.current()
@@ -322,7 +321,7 @@ class Tracker:
 
     @property
     def living(self) -> tuple[ProcessKey, ...]:
-        """The processes whose end is to be told."""
+        """The processes whose exit the source has to report."""
         return tuple(
             process.key
             for process in self._open_files.processes.values()
@@ -330,12 +329,12 @@ class Tracker:
         )
 
     def holder_of(self, key: ProcessKey) -> Hashable:
-        """Return whose share of what is bounded a living process takes: its pod's, or its cgroup's."""
+        """Return whose share of a bounded resource a living process uses: its pod's, or its cgroup's."""
         return self._open_files.holder_of(key)
 
     @property
     def exiting(self) -> tuple[ProcessKey, ...]:
-        """Those that began to end, whose state is to be read again."""
+        """The processes that began to exit, whose state the source reads on every round."""
         return tuple(
             process.key
             for process in self._open_files.processes.values()
@@ -343,17 +342,16 @@ class Tracker:
         )
 
     def pop_removed(self) -> list[Removed]:
-        """Return the objects whose rows are stale in the kernel's map, each once."""
+        """Return the objects whose rows in the kernel's map are stale, each once."""
         return self._clients.pop_removed()
 
-    # What is known
-
+    # Results
     def refresh(self, at_most: int) -> bool:
-        """Make ready what is told of so many processes; return whether there are more that changed."""
+        """Refresh the records of so many changed processes; return whether there are more."""
         return self._records.refresh(at_most)
 
     def usage_snapshot(self, now_ns: int) -> Usage:
-        """Return what is known now; processes that nobody has looked at yet are left out."""
+        """Return the usage now, without processes whose status was never read."""
         self._records.refresh()
         why = self._gap_reason()
         short = "" if why else self._short_reason() or self._unsent_reason()
@@ -372,13 +370,13 @@ class Tracker:
         )
 
     def _gap_reason(self) -> str:
-        """Return why something may be missing anywhere."""
+        """Return why entries of any process may be missing."""
         if self._unreadable_reason:
             return self._unreadable_reason
         if self._unscanned_reason and not (self._source == "proc" and self._was_scanned):
             return self._unscanned_reason
         if self._open_files.is_crowded or self._open_files.has_evicted:
-            return "there are more processes or files of the driver than are kept"
+            return "there are more processes or files of the driver than the agent's tables hold"
         return ""
 
     def _short_reason(self) -> str:
@@ -387,7 +385,7 @@ class Tracker:
         if not short:
             return ""
         named = _named([str(key.pid) for key in short])
-        return f"not all that these processes have is kept, for it is too much or another's: {named}"
+        return f"these processes have more objects than their share, or objects of another process: {named}"
 
     def _unsent_reason(self) -> str:
         found = sorted(
@@ -398,7 +396,7 @@ class Tracker:
         if not found:
             return ""
         named = _named([f"{key.pid} ({-count} events)" for count, key in found])
-        return f"these processes do more than is followed event by event: {named}"
+        return f"these processes cause more events than the kernel sends: {named}"
 
 
 def _named(names: list[str]) -> str:
@@ -407,7 +405,7 @@ def _named(names: list[str]) -> str:
 
 
 def _row(event: RmEvent) -> RmObject:
-    """Return an object as its event tells it, in the form in which the kernel's map has it."""
+    """Return the object of an event in the form of a row of the kernel's map."""
     return RmObject(
         client=event.client,
         handle=event.handle,
