@@ -7,7 +7,6 @@ from typing import Any, Final
 
 from agent.commands.render import Output, add_output_flag, show, table
 from agent.core import xids
-from agent.core.health.witnesses import CONFIRMING
 from agent.core.reasons import REASON_SPECS
 from agent.errors import UsageError
 from agent.model.health import Reason, Recovery
@@ -98,7 +97,9 @@ def _witnesses_of(xid: int) -> list[str]:
     if xids.recovery_of(xid) is Recovery.SELF_CLEARING:
         return []
     readings = xids.WITNESSES.get(xids.class_of(xid), frozenset())
-    return sorted(reason.value for reason in CONFIRMING | readings)
+    return sorted(
+        reason.value for reason, spec in REASON_SPECS.items() if spec.confirms_log_line or reason in readings
+    )
 
 
 def _row_of(text: str) -> dict[str, Any]:

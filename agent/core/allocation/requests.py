@@ -175,8 +175,8 @@ def _no_node(snapshot: Snapshot, devices: Iterable[Device]) -> Rejection | None:
             return Rejection(
                 "missing",
                 f"{_named(snapshot, device)} cannot be given to a container: {unknown_message(unknown)};"
-                f" {REASON_SPECS[Reason.DEVICE_NODE_MISSING].advice}, or delete the pod so that it is"
-                " allocated anew",
+                f" {REASON_SPECS[Reason.DEVICE_NODE_MISSING].advice},"
+                " or delete the pod so that it is allocated anew",
             )
     return None
 

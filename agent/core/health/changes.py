@@ -11,10 +11,10 @@ from typing import Final
 from agent.core.freshness import stale_message
 from agent.core.health.inventory import unadvertised_devices
 from agent.core.health.registration import Registration
-from agent.core.health.stability import NO_FAULTS, soft_candidates
+from agent.core.health.stability import soft_candidates
 from agent.core.health.state import State
 from agent.core.health.verdicts import Devices
-from agent.core.reasons import advice_of
+from agent.core.reasons import REASON_SPECS, advice_of
 from agent.model.effects import (
     Effect,
     Event,
@@ -76,7 +76,7 @@ def _is_hard_fault(condition: Condition) -> bool:
     if condition.since_ns == 0:
         # From before the boot: what was known of the GPU then was kept then.
         return False
-    is_fault = condition.flips and condition.reason not in NO_FAULTS
+    is_fault = condition.flips and REASON_SPECS[condition.reason].counts_for_flapping
     return is_fault and condition.evidence is Evidence.HARD
 
 

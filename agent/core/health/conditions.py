@@ -39,13 +39,13 @@ def raised(
     """
     key = ConditionKey(source, reason, placement, code)
     active = conditions.get(key)
-    meaning = REASON_SPECS[reason]
+    spec = REASON_SPECS[reason]
     if active is None:
         active = Condition(
             key=key,
-            evidence=meaning.evidence if evidence is None else evidence,
-            recovery=meaning.recovery if recovery is None else recovery,
-            flips=meaning.flips,
+            evidence=spec.evidence if evidence is None else evidence,
+            recovery=spec.recovery if recovery is None else recovery,
+            flips=spec.flips,
             message=message,
             since_ns=now_ns,
             last_ns=now_ns,

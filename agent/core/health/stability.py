@@ -21,24 +21,6 @@ from agent.model.structs import replace
 PODS_KNOWN_FOR_NS: Final = 30 * SECOND_NS
 """An older list of allocations is no knowledge."""
 
-NO_FAULTS: Final = frozenset(
-    {
-        Reason.MAINTENANCE,
-        Reason.HELD,
-        Reason.DRIVER_HUNG,
-        Reason.UVM_FAILED,
-        Reason.DRIVER_NOT_LOADED,
-        Reason.NVML_VERSION_MISMATCH,
-        Reason.DEVICE_NODE_MISSING,
-        Reason.CDI_UNRESOLVABLE,
-        Reason.FABRIC_NOT_READY,
-        Reason.IMEX_CHANNEL_MISSING,
-        Reason.MPS_NOT_READY,
-        Reason.CONTEXT_LEAK,
-    }
-)
-"""What flips a GPU without being its own fault: nothing to count against it."""
-
 
 def with_flapping(old: State, state: State, now_ns: int) -> State:
     """Return the state with each fault that a GPU comes back from counted, and a GPU that flaps marked.
@@ -91,7 +73,7 @@ def _flappers(state: State) -> frozenset[GpuUuid]:
         for condition in state.conditions.values()
         if condition.flips
         and condition.recovery is Recovery.SELF_CLEARING
-        and condition.reason not in NO_FAULTS
+        and REASON_SPECS[condition.reason].counts_for_flapping
         and condition.reason is not Reason.XID
     )
 

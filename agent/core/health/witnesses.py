@@ -11,11 +11,11 @@ events were not heard (core.freshness).
 
 from collections.abc import Mapping
 from enum import Enum, auto
-from typing import Final
 
 import msgspec
 
 from agent.core.health.samples import RECOVER_IMEX_DOMAIN
+from agent.core.reasons import REASON_SPECS
 from agent.core.xids import RECOVERY_ACTION_CHANGED
 from agent.model.facts import KERNEL_LOG
 from agent.model.health import Condition, ConditionKey, Reason, Recovery
@@ -53,18 +53,6 @@ class Verdict(Enum):
     CONFIRMED = auto()
     DENIED = auto()
     OPEN = auto()
-
-
-CONFIRMING: Final = frozenset(
-    {
-        Reason.GPU_LOST,
-        Reason.RESET_REQUIRED,
-        Reason.RECOVERY_ACTION,
-        Reason.NVML_ERROR,
-        Reason.NVML_TIMEOUT,
-    }
-)
-"""What confirms a line of any XID that more than the application has to act on."""
 
 
 def verdict_on(
@@ -105,6 +93,6 @@ def _is_witness(suspect: Suspect, condition: Condition) -> bool:
         return is_same and condition.flips and said.reason is Reason.XID
     if said.recovery is Recovery.SELF_CLEARING:
         return False
-    return (condition.flips and condition.reason in CONFIRMING) or (
+    return (condition.flips and REASON_SPECS[condition.reason].confirms_log_line) or (
         condition.lasts and condition.reason in suspect.readings
     )

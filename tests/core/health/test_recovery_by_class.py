@@ -315,7 +315,7 @@ BY_HAND: dict[Reason, list[Fact]] = {
 
 
 def test_every_reason_that_takes_a_gpu_out_is_here() -> None:
-    flipping = {reason for reason, meaning in REASON_SPECS.items() if meaning.flips}
+    flipping = {reason for reason, spec in REASON_SPECS.items() if spec.flips}
     assert flipping - OF_THE_POLICY == {*CAUSES, *BY_HAND, Reason.FLAPPING}
 
 

@@ -128,17 +128,17 @@ def test_all_xids_or_none_can_be_made_to_flip() -> None:
 
 @pytest.mark.parametrize("reason", Reason)
 def test_every_reason_has_a_meaning_and_a_next_step(reason: Reason) -> None:
-    meaning = REASON_SPECS[reason]
-    assert len(meaning.advice) > 10
-    assert not meaning.advice.endswith(".")
+    spec = REASON_SPECS[reason]
+    assert len(spec.advice) > 10
+    assert not spec.advice.endswith(".")
 
 
 def test_only_critical_reasons_flip_a_device() -> None:
     raised = everything_at_once()
     assert {item.reason for item in raised} == {
         reason
-        for reason, meaning in REASON_SPECS.items()
-        if meaning.severity is Severity.CRITICAL and reason not in OF_THE_POLICY
+        for reason, spec in REASON_SPECS.items()
+        if spec.severity is Severity.CRITICAL and reason not in OF_THE_POLICY
     }
     assert all(item.flips for item in raised)
 
@@ -182,9 +182,7 @@ def flapping() -> list[Condition]:
 
 
 def test_what_the_agent_infers_from_the_driver_clears_itself() -> None:
-    clearing = {
-        reason for reason, meaning in REASON_SPECS.items() if meaning.recovery is Recovery.SELF_CLEARING
-    }
+    clearing = {reason for reason, spec in REASON_SPECS.items() if spec.recovery is Recovery.SELF_CLEARING}
     assert set(Reason) - clearing == {
         Reason.XID,
         Reason.GPU_LOST,

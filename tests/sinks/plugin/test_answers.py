@@ -90,7 +90,7 @@ MOUNTS = (
     MountView(f"/var/run/nvidia-container-devices/{U0}", "/dev/null", read_only=False),
     MountView(f"/var/run/nvidia-container-devices/{U1}", "/dev/null", read_only=False),
 )
-SPECS = (
+REASON_SPECS = (
     DeviceSpecView("/dev/nvidiactl", "/run/nvidia/driver/dev/nvidiactl", "rw"),
     DeviceSpecView("/dev/nvidia0", "/run/nvidia/driver/dev/nvidia0", "rw"),
     DeviceSpecView("/dev/nvidia1", "/run/nvidia/driver/dev/nvidia1", "rw"),
@@ -100,12 +100,12 @@ SPECS = (
 @pytest.mark.parametrize(
     ("strategies", "envs", "mounts", "specs", "annotations", "cdi"),
     [
-        (("envvar",), {"NVIDIA_VISIBLE_DEVICES": f"{U0},{U1}"}, (), SPECS, {}, ()),
+        (("envvar",), {"NVIDIA_VISIBLE_DEVICES": f"{U0},{U1}"}, (), REASON_SPECS, {}, ()),
         (
             ("volume-mounts",),
             {"NVIDIA_VISIBLE_DEVICES": "/var/run/nvidia-container-devices"},
             MOUNTS,
-            SPECS,
+            REASON_SPECS,
             {},
             (),
         ),
@@ -115,7 +115,7 @@ SPECS = (
             ("envvar", "volume-mounts", "cdi-annotations", "cdi-cri"),
             {"NVIDIA_VISIBLE_DEVICES": "/var/run/nvidia-container-devices"},
             MOUNTS,
-            SPECS,
+            REASON_SPECS,
             {MASKED: BOTH},
             (CDI_0, CDI_1),
         ),
