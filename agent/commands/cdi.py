@@ -117,7 +117,7 @@ def _of_scenario(name: str, given: dict[str, str]) -> list[Any]:
         cdi = replace(settings.cdi, spec_dir=f"{directory}/cdi", driver_root_ctr_path=f"{directory}/driver")
         specs = SpecDirectory(cdi, sys_root=f"{directory}/sys", is_in_container=True)
         try:
-            made = specs.bring(wanted)
+            made = specs.update(wanted)
         except CdiError as error:
             raise AgentError(f"The agent would write no specification: {error}") from None
         absent = (f"the node has nothing for {each}" for each in sorted(made.absent))

@@ -119,13 +119,13 @@ class Assembly:
         from agent.sinks.cdi.sink import CdiSink
 
         self.cdi = CdiSink(
-            tell=self.inbox.put,
+            emit=self.inbox.put,
             latest=self.latest,
             settings=self.settings.cdi,
             sys_root=self.settings.sys_root,
             is_in_container=self.is_in_container,
             clock=self.clock,
-            relook_ns=self.look_ns,
+            recheck_ns=self.look_ns,
             prove=self._prover(CDI),
         )
         return self.cdi

@@ -65,7 +65,7 @@ class Bundle(Protocol):
 
 
 class Control:
-    """Obeys orders by name; see ``obey``."""
+    """Obeys orders by name; see ``execute``."""
 
     def __init__(
         self,
@@ -97,7 +97,7 @@ class Control:
         """The orders there are."""
         return tuple(self._orders)
 
-    async def obey(self, name: str, order: object) -> Json:
+    async def execute(self, name: str, order: object) -> Json:
         """Carry an order out and return what came of it.
 
         Raises UsageError if it is wrong, and AgentError if it cannot be carried out now.

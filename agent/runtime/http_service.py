@@ -289,7 +289,7 @@ class Serving:
                 "proc_root": settings.proc_root,
             },
         )
-        orders = control(
+        commands = control(
             tell=self._inbox.put,
             latest=self._latest,
             make_bundle=records.make_bundle,
@@ -304,7 +304,7 @@ class Serving:
             api_listen=settings.api_listen,
             control_socket=settings.control_socket,
             may_serve_control=self._may_serve_control,
-            orders=orders,
+            commands=commands,
         )
 
 

@@ -1,1 +1,1 @@
-"""Sinks: what the agent tells the world; none of them knows another."""
+"""Sinks: how the agent reports to kubelet, runtimes, systemd, disk and HTTP; none imports another."""

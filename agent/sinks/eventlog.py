@@ -1,10 +1,10 @@
-"""Keeps the event log on disk, for those who ask what happened before the agent was started.
+"""Keeps the event log on disk, for operators that ask what happened before the agent was started.
 
 Guarantees:
 
 1. Recording an event never blocks: it is queued and written by a thread of the log's own. When the disk
-   does not keep up, or refuses, events wait; those for which there is no room are dropped, counted, and
-   told by an event of their own once there is room again.
+   does not keep up, or rejects a write, events wait; those for which there is no room are dropped, counted,
+   and reported by an event of their own once there is room again.
 2. The room on disk is bounded, see agent.views.event_files.
 3. What was recorded is on the disk soon: it is synced with each write, of which there is one in
    MIN_INTERVAL_S at most.
@@ -46,7 +46,7 @@ class _Writing(NamedTuple):
     done: "asyncio.Future[int]"
     """How many lines were written."""
     lost: int
-    """Lost events that its first line tells of; 0: there is no such line."""
+    """Lost events that its first line reports; 0: there is no such line."""
 
 
 class EventLog:
@@ -76,7 +76,7 @@ class EventLog:
         self._has_work = asyncio.Event()
         self._thread = DaemonThread("eventlog-writer")
         self._writing: _Writing | None = None
-        self._untold = 0
+        self._unreported = 0
         self.written = 0
         """Events written since the start."""
         self.lost = 0
@@ -90,14 +90,14 @@ class EventLog:
         """Have an event written; never blocks."""
         if len(self._queue) >= MAX_QUEUED:
             self.lost += 1
-            self._untold += 1
+            self._unreported += 1
             return
         moment = wall_time_of(entry.at_ns, now_ns=self._clock())
         self._queue.append(_Queued(entry, rfc3339(moment)))
         self._has_work.set()
 
     async def run(self) -> None:
-        """Write for ever; when the disk refuses, try again with growing pauses."""
+        """Write until cancelled; when the disk rejects a write, retry with growing pauses."""
         pause_s = RETRY_FIRST_S
         while True:
             await wait_set(self._has_work, self._period_ns)
@@ -125,14 +125,14 @@ class EventLog:
             if self._writing is None:
                 self._writing = self._begin()
             writing = self._writing
-            # Not cancelled with whoever waits here: the next one takes the outcome.
+            # Not cancelled with the task that waits here: the next one gets the outcome.
             await asyncio.wait({writing.done})
             self._writing = None
             lines = writing.done.result()
         except (OSError, RuntimeError) as error:
             self._note_failure(error)
             return False
-        self._untold -= writing.lost
+        self._unreported -= writing.lost
         count = lines - bool(writing.lost)
         for _ in range(count):
             self._queue.popleft()
@@ -145,7 +145,7 @@ class EventLog:
         return True
 
     def _begin(self) -> _Writing:
-        batch, lost = tuple(self._queue), self._untold
+        batch, lost = tuple(self._queue), self._unreported
         path, max_bytes, boot_id = self.path, self._max_file_bytes, self._boot_id
         loss = [_line_of_loss(lost, batch[0], boot_id)] if lost else []
 
@@ -183,7 +183,7 @@ def _encoded(
     boot_id: str,
     kind: EventKind,
     message: str,
-    told: dict[str, object],
+    event_fields: dict[str, object],
     *,
     warning: bool | None = None,
 ) -> bytes:
@@ -195,7 +195,7 @@ def _encoded(
         "kind": kind.value,
         "message": message,
         "warning": queued.entry.event.warning if warning is None else warning,
-        "fields": told,
+        "fields": event_fields,
     }
     text = json.dumps(document, ensure_ascii=False, separators=(",", ":"), default=str)
     return text.encode("utf-8", "backslashreplace") + b"\n"

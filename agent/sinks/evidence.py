@@ -2,10 +2,10 @@
 
 Guarantees:
 
-1. A bundle is written at once and again after SETTLE_S, when the driver has said in the kernel log and in
-   the next health poll what else it knows.
-2. Keeping never blocks. What the disk refuses waits and is retried with growing pauses.
-3. The room is bounded: MAX_FILES bundles of MAX_BYTES, of each kind: those that somebody asked for never
+1. A bundle is written at once and again after SETTLE_S, when the kernel log and the next health poll
+   have shown what else the driver knows.
+2. Keeping never blocks. What the disk rejects waits and is retried with growing pauses.
+3. The room is bounded: MAX_FILES bundles of MAX_BYTES, of each kind: those that an operator asked for never
    push out those that were kept for a fault.
 
 A bundle is ``<uuid>-<boot>-<n>.json``; one that was asked for is ``asked-<uuid>-<boot>-<n>.json``. The
@@ -41,7 +41,7 @@ MAX_BYTES: Final = 1024 * 1024
 MAX_EVENTS: Final = 256
 """Events of the GPU in one bundle."""
 MAX_WAITING: Final = 64
-"""Faults that wait to be written; each GPU has one until it is well again."""
+"""Faults that wait to be written; each GPU has one until it recovers."""
 
 SETTLE_S: Final = 2.0
 RETRY_CAP_S: Final = 60.0
@@ -57,7 +57,7 @@ class Bundle(NamedTuple):
 
     document: Json
     path: str | None
-    """Where it is; None if the disk refused it."""
+    """Where it is; None if the disk rejected it."""
     trouble: str | None
 
 
@@ -104,7 +104,7 @@ class EvidenceSink:
         self._asked.set()
 
     async def run(self) -> None:
-        """Write what was asked for, for ever."""
+        """Write what was asked for until cancelled."""
         pause_s = SETTLE_S
         while True:
             await wait_set(self._asked, self._period_ns)
@@ -135,7 +135,7 @@ class EvidenceSink:
             return Bundle(document, None, _detail_of(error))
 
     async def _write_waiting(self) -> list[tuple[KeepEvidence, str]]:
-        """Write what waits, up to what the disk refuses; return what was written and where."""
+        """Write what waits, up to what the disk rejects; return what was written and where."""
         written = []
         while self._waiting:
             effect = self._waiting[0]

@@ -38,13 +38,16 @@ class JournalSink:
     def record(self, effect: RecordEvent) -> None:
         """Write an event; never blocks."""
         event = effect.event
-        told = {_JOURNAL_NAMES.get(name, name): value for name, value in (event.fields or {}).items()}
+        event_fields = {_JOURNAL_NAMES.get(name, name): value for name, value in (event.fields or {}).items()}
         _log.log(
             logging.WARNING if event.warning else logging.INFO,
             sentence_of(event.message, event.fields),
             extra={
                 **fields(
-                    **told, kind=str(event.kind), event=event.message, message_id=MESSAGE_IDS[event.kind]
+                    **event_fields,
+                    kind=str(event.kind),
+                    event=event.message,
+                    message_id=MESSAGE_IDS[event.kind],
                 ),
                 # A storm of one event must not silence the others, however its sentences differ; nor what a
                 # program can cause the same event of a fault.

@@ -1,4 +1,4 @@
-"""Tells systemd how the agent is: the protocol of sd_notify(3), without a library.
+"""Reports to systemd how the agent is: the protocol of sd_notify(3), without a library.
 
 Guarantees: the watchdog is fed from a completed step of the engine and from nowhere else, so a
 stuck loop or core misses it and a stuck driver does not. Sending never blocks; without
@@ -43,15 +43,15 @@ class Notifier:
             return
 
     def ready(self) -> None:
-        """Tell that the agent serves, or stands by."""
+        """Send that the agent serves, or stands by."""
         self.send("READY=1")
 
     def reloading(self) -> None:
-        """Tell that the configuration is being read; ready() ends it."""
+        """Send that the configuration is being read; ready() ends it."""
         self.send("RELOADING=1", f"MONOTONIC_USEC={time.monotonic_ns() // 1000}")
 
     def stopping(self) -> None:
-        """Tell that the agent goes."""
+        """Send that the agent shuts down."""
         self.send("STOPPING=1")
 
     def status(self, text: str) -> None:

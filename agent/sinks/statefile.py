@@ -1,4 +1,4 @@
-"""Keeps what must outlive the process in a file: sick stays sick over a restart.
+"""Keeps what must outlive the process in a file: an unhealthy device stays unhealthy over a restart.
 
 Guarantees:
 
@@ -10,7 +10,7 @@ Guarantees:
    boot id every ``since`` is zero, what a reboot cures is gone, and so are the GPUs, because hardware
    may have been changed; holds and what only a person clears are kept and wait for their GPU.
 4. There is a copy, written after the file. Where the file is damaged, missing or cannot be read, the copy
-   counts. Where both are damaged, or of another version, they are moved aside and the state says that it is
+   counts. Where both are damaged, or of another version, they are renamed and the state records that it is
    lost until an operator acknowledges it.
 5. What could not be read is neither moved nor written over.
 6. No more is written than is read.
@@ -53,14 +53,14 @@ _log = logging.getLogger(__name__)
 
 
 class UnreadError(Exception):
-    """There is a state file, and the system cannot read it now; says why."""
+    """There is a state file, and the system cannot read it now; the message is the reason."""
 
 
 def load(path: str, *, boot_id: str) -> Durable | None:
     """Return what was kept in the file or its copy; None: nothing was.
 
-    If both are damaged the result says that the state is lost. Raises UnreadError where one may tell what
-    the other does not, and cannot be read now.
+    If both are damaged the result records that the state is lost. Raises UnreadError where one cannot be read
+    now and may hold what the other does not.
     """
     damaged: dict[str, str] = {}
     unread: list[str] = []
@@ -78,10 +78,8 @@ def load(path: str, *, boot_id: str) -> Durable | None:
     if found is None and unread:
         raise UnreadError("; ".join(unread))
     for each, why in damaged.items():
-        _log.error(
-            "Moved the unusable state file %(path)s aside: it %(detail)s", about(path=each, detail=why)
-        )
-        _move_aside(each)
+        _log.error("Renamed the unusable state file %(path)s: it %(detail)s", about(path=each, detail=why))
+        _rename_unusable(each)
     if found is None and damaged:
         return Durable(lost="; ".join(f"{each} {why}" for each, why in damaged.items()))
     if unread:
@@ -102,7 +100,7 @@ def _read(path: str) -> bytes | None:
     return raw
 
 
-def _move_aside(path: str) -> None:
+def _rename_unusable(path: str) -> None:
     with contextlib.suppress(OSError):
         Path(path).replace(f"{path}.unusable")
 
@@ -149,7 +147,7 @@ class StateFile:
         """Why the newest state is not in the file; None while it is."""
 
     async def run(self) -> None:
-        """Write each change; when the disk refuses, try again with growing pauses, for ever."""
+        """Write each change until cancelled; when the disk rejects a write, retry with growing pauses."""
         pause_s = RETRY_FIRST_S
         version = self._latest.version
         while True:
@@ -236,7 +234,7 @@ class StateFile:
         return self._writing
 
     async def _outcome_of(self, writing: _Writing) -> bool:
-        # Not cancelled with whoever waits here: the next one takes the outcome.
+        # Not cancelled with the task that waits here: the next one gets the outcome.
         await asyncio.wait({writing.done})
         is_first = self._writing is writing
         if is_first:

@@ -37,7 +37,7 @@ class _Head(msgspec.Struct):
 
 
 class UnusableError(Exception):
-    """The bytes say nothing that can be used; says why."""
+    """The bytes hold no usable state; the message is the reason."""
 
 
 def decoded(raw: bytes, *, boot_id: str) -> Durable:
@@ -71,9 +71,9 @@ def _conditions_of(stored: Iterable[Mapping[str, Any]]) -> Iterator[Condition]:
         except msgspec.ValidationError as error:
             if not str(error).startswith("Invalid enum value"):
                 raise
-            # Written by a newer agent. The GPU is unknown, so not offered, until it was probed.
+            # Written by a newer agent. The GPU is unknown, so not advertised, until it was probed.
             _log.warning(
-                "Left out the stored condition %(reason)s of %(gpu_uuid)s, which this agent does not know",
+                "Discarded the stored condition %(reason)s of %(gpu_uuid)s, which this agent does not know",
                 about(gpu_uuid=item.get("gpu"), reason=item.get("reason")),
             )
 

@@ -78,9 +78,9 @@ class Agent:
     async def _make_bundle(self, _gpu: GpuUuid) -> Made | None:
         return self.made
 
-    async def obey(self, name: str, **order: object) -> Any:
+    async def execute(self, name: str, **order: object) -> Any:
         async with asyncio.timeout(PATIENCE_S):
-            return await self.control.obey(name, {key.rstrip("_"): value for key, value in order.items()})
+            return await self.control.execute(name, {key.rstrip("_"): value for key, value in order.items()})
 
     async def told(self, *facts: Fact) -> None:
         """Tell facts and wait until they are taken."""
@@ -110,7 +110,7 @@ async def agent() -> AsyncIterator[Agent]:
 
 
 async def test_a_hold_is_answered_when_the_gpu_is_out(agent: Agent) -> None:
-    answer = await agent.obey("hold", selector="3", why=" noisy fan ")
+    answer = await agent.execute("hold", selector="3", why=" noisy fan ")
     assert answer == {
         "apiVersion": "gpu-agent/v1",
         "order": "hold",
@@ -125,58 +125,58 @@ async def test_a_hold_is_answered_when_the_gpu_is_out(agent: Agent) -> None:
 async def test_a_hold_that_a_restart_would_not_know_says_so(agent: Agent) -> None:
     agent.not_kept = "No space left on device"
     why = "since it could not be written to the state file: No space left on device)"
-    answer = await agent.obey("hold", selector="3", why="noisy fan")
+    answer = await agent.execute("hold", selector="3", why="noisy fan")
     assert answer["message"] == f"GPU 3 ({U3}) is held: noisy fan (this ends with the agent, {why}"
-    answer = await agent.obey("unhold", selector="3")
+    answer = await agent.execute("unhold", selector="3")
     assert answer["message"] == f"GPU 3 ({U3}) is held no more (this counts until a restart, {why}"
 
 
 async def test_a_hold_by_address_names_the_slot(agent: Agent) -> None:
-    answer = await agent.obey("hold", selector="00000000:13:00", why="slot under test")
+    answer = await agent.execute("hold", selector="00000000:13:00", why="slot under test")
     assert (answer["selector"], answer["gpu_uuid"]) == ("0000:13:00.0", U3)
     assert agent.unhealthy() == {U3}
-    await agent.obey("unhold", selector="3")
+    await agent.execute("unhold", selector="3")
     assert agent.unhealthy() == set()
 
 
 async def test_a_new_reason_takes_the_place_of_the_old_one(agent: Agent) -> None:
-    await agent.obey("hold", selector="3", why="one")
-    await agent.obey("hold", selector="3", why="two")
+    await agent.execute("hold", selector="3", why="one")
+    await agent.execute("hold", selector="3", why="two")
     assert agent.latest.value.holds == {U3: "two"}
 
 
 async def test_a_gpu_that_is_not_there_is_held_only_where_that_is_meant(agent: Agent) -> None:
     absent = uuid(9)
     with pytest.raises(UsageError, match=r"is no GPU of this node now; .* --even-if-absent"):
-        await agent.obey("hold", selector=absent, why="x")
-    answer = await agent.obey("hold", selector=absent, why="x", even_if_absent=True)
+        await agent.execute("hold", selector=absent, why="x")
+    answer = await agent.execute("hold", selector=absent, why="x", even_if_absent=True)
     assert answer["message"] == f"{absent} is not there now and will be held when it comes: x"
     assert agent.latest.value.holds == {absent: "x"}
-    await agent.obey("unhold", selector=absent)
+    await agent.execute("unhold", selector=absent)
     assert agent.latest.value.holds == {}
 
 
 async def test_what_is_no_name_is_not_held_even_if_absent(agent: Agent) -> None:
     with pytest.raises(UsageError, match="No GPU is named"):
-        await agent.obey("hold", selector="card 7", why="x", even_if_absent=True)
+        await agent.execute("hold", selector="card 7", why="x", even_if_absent=True)
 
 
 @pytest.mark.parametrize("why", [None, "", "  ", "x" * 201, "two\nlines", "\x1b[31m", 7])
 async def test_a_hold_needs_a_reason_that_can_be_shown(agent: Agent, why: object) -> None:
     with pytest.raises(UsageError, match="A hold needs a reason"):
-        await agent.obey("hold", selector="3", why=why)
+        await agent.execute("hold", selector="3", why=why)
     assert agent.unhealthy() == set()
 
 
 async def test_holds_are_bounded(agent: Agent) -> None:
     await agent.told(*(HoldRequested(uuid(100 + number), "x") for number in range(MAX_HOLDS)))
     with pytest.raises(AgentError, match="end one with gpu-agent unhold"):
-        await agent.obey("hold", selector="3", why="one too many")
+        await agent.execute("hold", selector="3", why="one too many")
 
 
 async def test_what_is_not_held_cannot_be_given_back(agent: Agent) -> None:
     with pytest.raises(UsageError, match=r"GPU 3 \(.*\) is not held"):
-        await agent.obey("unhold", selector="3")
+        await agent.execute("unhold", selector="3")
 
 
 # Recover
@@ -184,8 +184,8 @@ async def test_what_is_not_held_cannot_be_given_back(agent: Agent) -> None:
 
 async def test_recover_tells_what_ended_and_what_stays_and_why(agent: Agent) -> None:
     await agent.told(xid(79, U2), xid(48, U2))
-    await agent.obey("hold", selector="2", why="x")
-    answer = await agent.obey("recover", gpu="2")
+    await agent.execute("hold", selector="2", why="x")
+    answer = await agent.execute("recover", gpu="2")
     assert answer["message"] == f"GPU 2 ({U2}) is still Unhealthy: conditions ended: 2, staying: 1"
     assert [each["number"] for each in answer["cleared"]] == [79, 48]
     (stays,) = answer["staying"]
@@ -196,20 +196,20 @@ async def test_recover_tells_what_ended_and_what_stays_and_why(agent: Agent) -> 
 async def test_after_recover_a_gpu_is_offered_again(agent: Agent) -> None:
     await agent.told(xid(64, U2))
     assert agent.unhealthy() == {U2}
-    answer = await agent.obey("recover", gpu=U2)
+    answer = await agent.execute("recover", gpu=U2)
     assert (answer["well"], answer["staying"]) == (True, [])
     assert agent.unhealthy() == set()
 
 
 async def test_a_well_gpu_can_be_declared_well(agent: Agent) -> None:
-    assert (await agent.obey("recover", gpu="1"))["well"]
+    assert (await agent.execute("recover", gpu="1"))["well"]
 
 
 # Release and resume
 
 
 async def test_a_release_is_answered_when_the_driver_is_let_go_of(agent: Agent) -> None:
-    answer = await agent.obey("release", gpus=["1", "2"], for_="10m", wait_s=30)
+    answer = await agent.execute("release", gpus=["1", "2"], for_="10m", wait_s=30)
     assert answer["driver_released"]
     assert answer["gpus"] == [U1, U2]
     assert answer["message"] == "The driver is let go of: no file of it is open"
@@ -218,61 +218,61 @@ async def test_a_release_is_answered_when_the_driver_is_let_go_of(agent: Agent) 
 
 
 async def test_a_release_of_all_is_of_every_gpu(agent: Agent) -> None:
-    await agent.obey("release", gpus="all", for_="1s", wait_s=0)
+    await agent.execute("release", gpus="all", for_="1s", wait_s=0)
     assert agent.unhealthy() == {U0, U1, U2, U3}
 
 
 async def test_a_driver_that_does_not_let_go_is_told(agent: Agent) -> None:
     agent._lets_go = False
-    answer = await agent.obey("release", gpus="all", for_="10m", wait_s=0.05)
+    answer = await agent.execute("release", gpus="all", for_="10m", wait_s=0.05)
     assert not answer["driver_released"]
     assert "a call is under way in it" in answer["message"]
 
 
 async def test_a_second_release_lets_go_anew(agent: Agent) -> None:
-    await agent.obey("release", gpus="all", for_="10m", wait_s=30)
-    await agent.obey("resume")
+    await agent.execute("release", gpus="all", for_="10m", wait_s=30)
+    await agent.execute("resume")
     agent._lets_go = False
-    assert not (await agent.obey("release", gpus="all", for_="10m"))["driver_released"]
+    assert not (await agent.execute("release", gpus="all", for_="10m"))["driver_released"]
 
 
 async def test_resume_ends_a_release(agent: Agent) -> None:
-    await agent.obey("release", gpus=["0"], for_="10m")
-    await agent.obey("resume")
+    await agent.execute("release", gpus=["0"], for_="10m")
+    await agent.execute("resume")
     assert any(isinstance(effect, ResumeDriver) for effect in agent.done)
     with pytest.raises(UsageError, match="nothing to resume"):
-        await agent.obey("resume")
+        await agent.execute("resume")
 
 
 @pytest.mark.parametrize("for_", [None, "", "0s", "24h1s", "10", 10, "soon", "9" * 400 + "h"])
 async def test_a_release_is_bounded_in_time(agent: Agent, for_: object) -> None:
     with pytest.raises(UsageError, match='between "1s" and "24h"'):
-        await agent.obey("release", gpus="all", for_=for_)
+        await agent.execute("release", gpus="all", for_=for_)
 
 
 @pytest.mark.parametrize("gpus", [None, [], "0", [0], ["0"] * 65, {"0": 1}])
 async def test_a_release_names_its_gpus(agent: Agent, gpus: object) -> None:
     with pytest.raises(UsageError, match='"gpus" must'):
-        await agent.obey("release", gpus=gpus, for_="1m")
+        await agent.execute("release", gpus=gpus, for_="1m")
 
 
 @pytest.mark.parametrize("wait_s", [-1, 46, "1", True, None])
 async def test_a_wait_is_bounded(agent: Agent, wait_s: object) -> None:
     with pytest.raises(UsageError, match='"wait_s" must be'):
-        await agent.obey("release", gpus="all", for_="1m", wait_s=wait_s)
+        await agent.execute("release", gpus="all", for_="1m", wait_s=wait_s)
 
 
 # Bundle
 
 
 async def test_a_bundle_is_answered_with_where_it_is(agent: Agent) -> None:
-    answer = await agent.obey("bundle", gpu="0")
+    answer = await agent.execute("bundle", gpu="0")
     assert (answer["message"], answer["path"], answer["bundle"]) == ("/x/1.json", "/x/1.json", {"gpu": {}})
 
 
 async def test_a_bundle_that_the_disk_refused_is_answered_all_the_same(agent: Agent) -> None:
     agent.made = Made(path=None, trouble="No space left on device")
-    answer = await agent.obey("bundle", gpu="0")
+    answer = await agent.execute("bundle", gpu="0")
     assert answer["message"] == "The bundle could not be kept: No space left on device"
     assert answer["bundle"] == {"gpu": {}}
 
@@ -280,7 +280,7 @@ async def test_a_bundle_that_the_disk_refused_is_answered_all_the_same(agent: Ag
 async def test_a_gpu_that_has_just_gone_has_no_bundle(agent: Agent) -> None:
     agent.made = None
     with pytest.raises(UsageError, match="is not known any more"):
-        await agent.obey("bundle", gpu="0")
+        await agent.execute("bundle", gpu="0")
 
 
 # Any order
@@ -289,20 +289,20 @@ async def test_a_gpu_that_has_just_gone_has_no_bundle(agent: Agent) -> None:
 @pytest.mark.parametrize("order", [None, [], "hold", 3])
 async def test_an_order_is_an_object(agent: Agent, order: object) -> None:
     with pytest.raises(UsageError, match="An order is a JSON object"):
-        await agent.control.obey("hold", order)
+        await agent.control.execute("hold", order)
 
 
 @pytest.mark.parametrize("name", ["hold", "unhold", "recover", "release", "resume", "bundle"])
 async def test_what_is_unknown_in_an_order_is_refused(agent: Agent, name: str) -> None:
     with pytest.raises(UsageError, match="Unknown in this order: colour"):
-        await agent.obey(name, colour="green")
+        await agent.execute(name, colour="green")
 
 
 async def test_an_order_that_nobody_takes_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(control, "TAKEN_WITHIN_S", 0.02)
     stuck = Agent()
     with pytest.raises(NotTakenError, match=r"not taken within 0.02 s"):
-        await stuck.obey("hold", selector="3", why="x")
+        await stuck.execute("hold", selector="3", why="x")
     stuck.inbox.close()
 
 
@@ -321,17 +321,17 @@ KEYS = st.sampled_from(["selector", "why", "even_if_absent", "gpu", "gpus", "for
 def test_whatever_is_ordered_is_refused_or_one_fact(name: str, order: dict[str, object]) -> None:
     told: list[Fact] = []
 
-    async def obey() -> None:
+    async def execute() -> None:
         made = Agent()
         made.control._tell = told.append
         try:
             async with asyncio.timeout(0.001):
-                await made.control.obey(name, order)
+                await made.control.execute(name, order)
         except (UsageError, TimeoutError):
             return
         finally:
             made.inbox.close()
 
-    asyncio.run(obey())
+    asyncio.run(execute())
     assert len(told) <= 1
     assert all(fact.source == OPERATOR for fact in told)

@@ -180,7 +180,7 @@ def control(state: Snapshot) -> Control:
 
 async def test_a_running_agent_answers_from_what_it_knows() -> None:
     order = {"ids": ["1"], "injection": {"ids": "index"}, "resource": "nvidia.com/gpu"}
-    answer = await control(snapshot(gpu(0), gpu(1))).obey("allocate", order)
+    answer = await control(snapshot(gpu(0), gpu(1))).execute("allocate", order)
     assert answer["response"] == {"containerResponses": [{"envs": {"NVIDIA_VISIBLE_DEVICES": "1"}}]}
 
 
@@ -197,4 +197,4 @@ async def test_a_running_agent_answers_from_what_it_knows() -> None:
 )
 async def test_an_order_that_is_none_is_a_usage_error(order: dict[str, Any]) -> None:
     with pytest.raises(UsageError):
-        await control(snapshot(gpu(0))).obey("allocate", order)
+        await control(snapshot(gpu(0))).execute("allocate", order)

@@ -62,15 +62,15 @@ class Myself:
 
 
 @dataclass
-class Obedient:
-    """Who obeys orders: it tells what it was given, or what it was told to raise."""
+class RecordedCommands:
+    """Who obeys commands: it tells what it was given, or what it was told to raise."""
 
     names: Sequence[str] = ("hold", "resume")
     given: list[object] = field(default_factory=list)
     error: Exception | None = None
 
-    async def obey(self, name: str, order: object) -> documents.Json:
-        self.given.append((name, order))
+    async def execute(self, name: str, command: object) -> documents.Json:
+        self.given.append((name, command))
         if self.error is not None:
             raise self.error
         return {"message": f"did {name}"}
@@ -97,7 +97,7 @@ class Served:
     events: EventRing
     myself: Myself
     control: Path
-    orders: Obedient
+    commands: RecordedCommands
 
     def address(self, listener: str) -> tuple[str, int]:
         host, _, port = self.sink.addresses[listener].rpartition(":")
@@ -161,14 +161,14 @@ def serve(tmp_path: Path) -> Serve:
                 api_listen=api,
                 control_socket=str(control),
                 may_serve_control=active,
-                orders=(orders := Obedient()),
+                commands=(commands := RecordedCommands()),
                 bounds=bounds,
             ),
             latest,
             events,
             me,
             control,
-            orders,
+            commands,
         )
         if is_active:
             active.set()
@@ -426,7 +426,7 @@ async def test_who_holds_a_device_is_told_where_it_is_known(serve: Serve) -> Non
             assert [(each["allocated"], each["pod"]) for each in devices] == wanted
 
 
-async def test_orders_and_readings_are_in_the_whole_state(serve: Serve) -> None:
+async def test_commands_and_readings_are_in_the_whole_state(serve: Serve) -> None:
     made = node(1)
     view = replace(made.gpus[0], sample=GpuSample(temperature_celsius=44))
     policy = replace(made.policy, observe=True)
@@ -735,10 +735,12 @@ async def test_garbage_is_refused_and_others_go_on(serve: Serve) -> None:
         assert (await served.get("/livez")).status == 200
 
 
-# Orders
+# Commands
 
 
-async def order(served: Served, name: str, body: str, *, listener: str = "control", head: str = "") -> Answer:
+async def command(
+    served: Served, name: str, body: str, *, listener: str = "control", head: str = ""
+) -> Answer:
     head = head or f"Content-Length: {len(body.encode())}\r\n"
     return await served.get(f"/control/v1/{name}", listener=listener, method="POST", head=head, body=body)
 
@@ -748,12 +750,12 @@ async def test_an_order_over_the_control_socket_is_obeyed_and_logged(
 ) -> None:
     async with serve() as served:
         with caplog.at_level(logging.INFO):
-            answer = await order(served, "hold", '{"selector": "3", "why": "fan"}')
+            answer = await command(served, "hold", '{"selector": "3", "why": "fan"}')
         assert (answer.status, answer.json) == (200, {"message": "did hold"})
-        assert served.orders.given == [("hold", {"selector": "3", "why": "fan"})]
+        assert served.commands.given == [("hold", {"selector": "3", "why": "fan"})]
         (record,) = (record for record in caplog.records if record.message.startswith("Executed hold "))
         assert record.args == {
-            "order": "hold",
+            "command": "hold",
             "by_process": os.getpid(),
             "by_user": os.geteuid(),
             "selector": "3",
@@ -762,20 +764,20 @@ async def test_an_order_over_the_control_socket_is_obeyed_and_logged(
 
 
 @pytest.mark.parametrize("listener", ["http", "api"])
-async def test_nothing_over_tcp_gives_orders(serve: Serve, listener: str) -> None:
+async def test_nothing_over_tcp_gives_commands(serve: Serve, listener: str) -> None:
     async with serve(api=Address("127.0.0.2", 0)) as served:
-        answer = await order(served, "hold", "{}", listener=listener)
+        answer = await command(served, "hold", "{}", listener=listener)
         assert answer.status == 405
-        assert served.orders.given == []
+        assert served.commands.given == []
 
 
 async def test_an_order_is_no_question(serve: Serve) -> None:
     async with serve() as served:
         assert (await served.get("/control/v1/hold", listener="control")).status == 404
-        assert (await order(served, "explode", "{}")).json["error"] == "There is no such order"
+        assert (await command(served, "explode", "{}")).json["error"] == "There is no such command"
         answer = await served.get("/v1/devices", listener="control", method="POST")
         assert answer.status == 404
-        assert served.orders.given == []
+        assert served.commands.given == []
 
 
 @pytest.mark.parametrize(
@@ -785,16 +787,16 @@ async def test_an_order_that_is_not_obeyed_is_answered_with_why(
     serve: Serve, error: AgentError, status: int
 ) -> None:
     async with serve() as served:
-        served.orders.error = error
-        answer = await order(served, "hold", "{}")
+        served.commands.error = error
+        answer = await command(served, "hold", "{}")
         assert (answer.status, answer.json["error"]) == (status, str(error))
 
 
 @pytest.mark.parametrize("body", ["", "{", "\x00", "[" * 5_000, '{"a": ' * 800])
 async def test_an_order_that_makes_no_sense_is_refused(serve: Serve, body: str) -> None:
     async with serve() as served:
-        assert (await order(served, "hold", body)).status == 400
-        assert served.orders.given == []
+        assert (await command(served, "hold", body)).status == 400
+        assert served.commands.given == []
 
 
 @pytest.mark.parametrize(
@@ -802,7 +804,7 @@ async def test_an_order_that_makes_no_sense_is_refused(serve: Serve, body: str) 
 )
 async def test_an_order_too_long_or_of_unknown_length_is_not_read(serve: Serve, head: str) -> None:
     async with serve() as served:
-        answer = await order(served, "hold", "", head=head)
+        answer = await command(served, "hold", "", head=head)
         assert answer.status == 400
         assert "Content-Length" in answer.json["error"]
 
@@ -812,5 +814,5 @@ async def test_an_order_that_does_not_come_is_not_waited_for(
 ) -> None:
     monkeypatch.setattr(http_server, "BODY_S", 0.05)
     async with serve() as served:
-        answer = await order(served, "hold", "{", head="Content-Length: 100\r\n")
+        answer = await command(served, "hold", "{", head="Content-Length: 100\r\n")
         assert (answer.status, answer.json["error"]) == (400, "The body did not come within 0.05 s")

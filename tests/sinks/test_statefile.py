@@ -228,7 +228,7 @@ def unusable(path: str, caplog: pytest.LogCaptureFixture) -> str:
     with caplog.at_level(logging.ERROR):
         lost = load(path, boot_id=BOOT)
     (record,) = caplog.records
-    assert record.message.startswith(f"Moved the unusable state file {path} aside: it ")
+    assert record.message.startswith(f"Renamed the unusable state file {path}: it ")
     assert isinstance(record.args, About)
     assert lost == Durable(lost=f"{path} {record.args.get('detail')}")
     assert not Path(path).exists()

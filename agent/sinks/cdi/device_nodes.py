@@ -1,6 +1,6 @@
 """Finds the driver's device nodes, and what belongs to them for graphics.
 
-Invariants: everything here blocks and runs in a thread. Only what has a name that the driver gives is told.
+Invariants: everything here blocks and runs in a thread. Only nodes with one of the driver's names are listed.
 
 Sources: NVIDIA/nvidia-container-toolkit:internal/discover, internal/info/drm, internal/platform-support/dgpu;
 the kernel's sysfs-bus-pci.
@@ -19,7 +19,7 @@ from agent.core.allocation.cdi import DeviceNode, Drm, Link
 from agent.sinks.cdi.file_tree import TooMuchError
 
 MAX_NODES: Final = 16_384
-"""Device nodes that are looked at; a node has at most 2,048 IMEX channels."""
+"""Device nodes that are listed; a node has at most 2,048 IMEX channels."""
 
 _NODES: Final = (
     ("", re.compile(r"nvidia[0-9]+|nvidiactl|nvidia-(?:modeset|uvm|uvm-tools|fs[0-9]*)|gdrdrv")),
@@ -33,7 +33,7 @@ _DRM_NODE: Final = re.compile(r"(?:card|renderD)[0-9]+")
 
 
 class Places(msgspec.Struct, frozen=True):
-    """Where to look, and what the host calls it."""
+    """Where to search, and the host's names for it."""
 
     root: str
     """The driver root as we see it."""
@@ -50,7 +50,7 @@ class Places(msgspec.Struct, frozen=True):
 
 
 def device_nodes(places: Places, *, with_groups: bool) -> dict[str, DeviceNode]:
-    """Return the nodes that are there, by path in a container; ``with_groups``: also who may open them."""
+    """Return the nodes that are there, by path in a container; ``with_groups``: with their groups."""
     found: dict[str, DeviceNode] = {}
     # On a simulated node they are files.
     is_strict = os.path.abspath(places.dev) == "/dev"  # noqa: PTH100 - text is all that is needed

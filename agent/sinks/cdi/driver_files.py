@@ -1,7 +1,7 @@
 """Finds what containers need of the driver: libraries, programs, firmware, settings, sockets.
 
-Invariants: everything here blocks and runs in a thread. What is found lies below the roots it was looked for
-in (see ``FileTree``), and is told with the host's paths, which differ from ours in a container. Nothing that
+Invariants: everything here blocks and runs in a thread. What is found lies below the roots of the search
+(see ``FileTree``), and is returned with the host's paths, which differ from ours in a container. Nothing that
 the agent needs comes from here, so a driver that is installed strangely costs no more than its CDI names.
 
 Sources: NVIDIA/nvidia-container-toolkit:pkg/nvcdi, internal/discover, internal/lookup, pkg/lookup.
@@ -29,7 +29,7 @@ _LIBRARY_DIRS: Final = (
     *("/usr/lib64", *(f"/usr/lib/{arch}{sub}" for sub in ("", "/nvidia/current") for arch in _MULTIARCH)),
     *("/lib64", *(f"/lib/{arch}{sub}" for sub in ("", "/nvidia/current") for arch in _MULTIARCH)),
 )
-_TELLING_LIBRARIES: Final = ("libcuda.so", "libnvidia-ml.so")
+_MARKER_LIBRARIES: Final = ("libcuda.so", "libnvidia-ml.so")
 """Where these are is where the driver is."""
 _OTHER_LIBRARIES: Final = (
     "libnvidia-egl-gbm.so.*.*",
@@ -91,7 +91,7 @@ _MPS_PIPES: Final = ("/tmp", "nvidia-mps")  # noqa: S108 - where NVIDIA's daemon
 
 
 class NotFoundError(Exception):
-    """There is no driver where it is looked for; says what is missing and where."""
+    """The driver is not where it is expected; the message names what is missing and where."""
 
 
 def find(
@@ -105,10 +105,10 @@ def find(
         raise NotFoundError(f"the driver calls its version {version[:64]!r}, which no file name holds")
     nodes = device_nodes(places, with_groups="no-additional-gids-for-device-nodes" not in flags)
     search = _Search(places, version)
-    search.take_libraries(explicit="enable-explicit-driver-libraries" in flags)
-    search.take_files()
+    search.add_libraries(explicit="enable-explicit-driver-libraries" in flags)
+    search.add_files()
     if "disable-ipc-discoverer" not in flags:
-        search.take_sockets()
+        search.add_sockets()
     return DriverFiles(
         version=version,
         nodes=nodes,
@@ -133,32 +133,32 @@ class _Search:
         self._libraries: set[str] = set()
         self._searched: tuple[str, ...] = ()
 
-    def take_libraries(self, *, explicit: bool) -> None:
-        """Take the driver's libraries; raises NotFoundError where there are none."""
+    def add_libraries(self, *, explicit: bool) -> None:
+        """Add the driver's libraries; raises NotFoundError where there are none."""
         everywhere = self._searched = self._existing((*_LIBRARY_DIRS, *self._cached_dirs()))
         own = f"lib*.so.{self._version}"
         self.library_dirs = tuple(each for each in everywhere if any(self._tree.matching(each, own)))
-        told = tuple(f"{name}.{self._version}" for name in _TELLING_LIBRARIES)
-        if not any(any(self._tree.matching(each, *told)) for each in self.library_dirs):
+        markers = tuple(f"{name}.{self._version}" for name in _MARKER_LIBRARIES)
+        if not any(any(self._tree.matching(each, *markers)) for each in self.library_dirs):
             raise NotFoundError(
-                f"there is no {told[0]} below {self._places.root}, in the usual directories or where the"
-                " linker's cache says"
+                f"there is no {markers[0]} below {self._places.root}, in the usual directories or where the"
+                " linker's cache has them"
             )
         for directory in self.library_dirs:
-            self._take_matching(directory, f"*.so.{self._version}")
-            self._take_matching(f"{directory}/vdpau", f"*.so.{self._version}")
+            self._add_matching(directory, f"*.so.{self._version}")
+            self._add_matching(f"{directory}/vdpau", f"*.so.{self._version}")
         for directory in everywhere:
-            self._take_matching(directory, *_OTHER_LIBRARIES)
+            self._add_matching(directory, *_OTHER_LIBRARIES)
         if explicit:
             for directory in self.library_dirs:
-                self._take_matching(directory, *_EXPLICIT_LIBRARIES)
-        self._take_x_modules()
+                self._add_matching(directory, *_EXPLICIT_LIBRARIES)
+        self._add_x_modules()
 
     def _cached_dirs(self) -> Iterator[str]:
         """Yield the directories where the linker finds the driver's libraries."""
         cache = self._tree.read("/etc/ld.so.cache", ld_cache.MAX_BYTES)
         for name, path in ld_cache.libraries(cache or b""):
-            if name.startswith(_TELLING_LIBRARIES):
+            if name.startswith(_MARKER_LIBRARIES):
                 resolved = self._tree.resolve(path)
                 yield from (os.path.dirname(each) for each in (resolved, path) if each)  # noqa: PTH120
 
@@ -166,35 +166,35 @@ class _Search:
         resolved = (self._tree.resolve(each) for each in directories)
         return tuple(dict.fromkeys(each for each in resolved if each and self._tree.is_directory(each)))
 
-    def _take_matching(self, directory: str, *patterns: str) -> None:
+    def _add_matching(self, directory: str, *patterns: str) -> None:
         for path in self._tree.matching(directory, *patterns):
             resolved = self._tree.resolve(path)
             if resolved is not None and self._tree.is_file(resolved):
                 self._mount(resolved, resolved)
                 self._libraries.add(resolved)
 
-    def _take_x_modules(self) -> None:
-        """Take what the X server loads: at their own paths, since its settings name them."""
+    def _add_x_modules(self) -> None:
+        """Add what the X server loads: at their own paths, since its settings name them."""
         places = [f"{each}/nvidia/xorg" for each in self.library_dirs]
         places += [f"{each}/xorg/{sub}" for each in self.library_dirs for sub in _X_MODULES]
         places += [f"{each}/{sub}" for each in _X_DIRS for sub in _X_MODULES]
         for name in ("nvidia_drv.so", f"libglxserver_nvidia.so.{self._version}"):
-            self._take_first(f"{each}/{name}" for each in places)
+            self._add_first(f"{each}/{name}" for each in places)
 
-    def take_files(self) -> None:
-        """Take programs, settings and firmware."""
+    def add_files(self) -> None:
+        """Add programs, settings and firmware."""
         for name in _PROGRAMS:
-            self._take_first((f"{each}/{name}" for each in _PROGRAM_DIRS), executable=True)
+            self._add_first((f"{each}/{name}" for each in _PROGRAM_DIRS), executable=True)
         for name in _SHARED_SETTINGS:
-            self._take_first((f"{each}/{name}" for each in _SETTING_DIRS), f"/usr/share/{name}")
+            self._add_first((f"{each}/{name}" for each in _SETTING_DIRS), f"/usr/share/{name}")
         for pattern in _MACHINE_SETTINGS:
             name = pattern.format(machine=os.uname().machine)
             # Some installations have them at the driver root itself.
-            self._take_first((f"{each}/{name}" for each in (*_SETTING_DIRS, "")), f"/etc/{name}")
+            self._add_first((f"{each}/{name}" for each in (*_SETTING_DIRS, "")), f"/etc/{name}")
         for directory in self._firmware_dirs():
             folder = f"{directory.rstrip('/')}/nvidia/{self._version}"
             for path in self._tree.matching(folder, "gsp*.bin"):
-                self._take_first((f"{folder}/{path.rpartition('/')[2]}",))
+                self._add_first((f"{folder}/{path.rpartition('/')[2]}",))
 
     def _firmware_dirs(self) -> Iterator[str]:
         custom = _first_line(Path(self._places.sys, "module/firmware_class/parameters/path"))
@@ -204,18 +204,18 @@ class _Search:
         yield from (f"/lib/firmware/updates/{release}", "/lib/firmware/updates")
         yield from (f"/lib/firmware/{release}", "/lib/firmware")
 
-    def take_sockets(self) -> None:
-        """Take the sockets of NVIDIA's daemons that run now."""
+    def add_sockets(self) -> None:
+        """Add the sockets of NVIDIA's daemons that run now."""
         for candidates in _SOCKETS:
             for path in candidates:
                 resolved = self._tree.resolve(path)
                 if resolved is not None and self._tree.is_socket_or_directory(resolved):
                     self._mount(resolved, path, SOCKET)
                     break
-        self._take_mps_pipes()
+        self._add_mps_pipes()
 
-    def _take_mps_pipes(self) -> None:
-        """Take the pipes of root's MPS daemon.
+    def _add_mps_pipes(self) -> None:
+        """Add the pipes of root's MPS daemon.
 
         Anybody may make something of that name: a link to what no container should see, or pipes to a daemon
         of their own.
@@ -287,7 +287,7 @@ class _Search:
                 if name == f"{library}.{self._version}":
                     yield Link(target, f"{directory}/{link}")
 
-    def _take_first(
+    def _add_first(
         self, paths: Iterable[str], container_path: str | None = None, *, executable: bool = False
     ) -> None:
         for path in paths:

@@ -1,4 +1,4 @@
-"""Looks at files below a root as a process would whose root it is.
+"""Reads files below a root as a process would that has this root.
 
 Guarantees: no symbolic link leads out of the root; one with an absolute target starts anew at the root.
 How often the file system is asked, and how much is taken of it, is bounded; what goes over raises
@@ -13,8 +13,8 @@ from contextlib import suppress
 from fnmatch import translate
 from typing import Final
 
-MAX_LOOKS: Final = 100_000
-"""Questions to the file system in one search; a usual driver takes some 1,000."""
+MAX_CALLS: Final = 100_000
+"""System calls of one search; a usual driver takes some 1,000."""
 MAX_NAMES: Final = 50_000
 """Entries of one directory."""
 MAX_LINKS: Final = 40
@@ -25,7 +25,7 @@ _CLEAN: Final = re.compile(r"/(?:[A-Za-z0-9_.+@%=,~: -]+/)*[A-Za-z0-9_.+@%=,~: -
 
 
 class TooMuchError(Exception):
-    """A search met more than any driver has; says what."""
+    """A search met more than any driver has; the message names what."""
 
 
 class FileTree:
@@ -33,7 +33,7 @@ class FileTree:
 
     def __init__(self, root: str) -> None:
         self._root = root.rstrip("/")
-        self._looks = 0
+        self._calls = 0
         self._links: dict[str, str | None] = {}
         self._names: dict[str, tuple[str, ...]] = {}
 
@@ -76,20 +76,20 @@ class FileTree:
         return stat.S_ISDIR(self._mode(path))
 
     def is_socket_or_directory(self, path: str) -> bool:
-        """Return whether a resolved path is something that processes talk through."""
+        """Return whether a resolved path is something that processes connect to."""
         mode = self._mode(path)
         return stat.S_ISSOCK(mode) or stat.S_ISDIR(mode)
 
     def is_trusted_directory(self, path: str) -> bool:
-        """Return whether a path is itself a directory, and root's or ours, so that nobody else made it."""
-        self._look()
+        """Return whether a path is itself a directory, and root's or ours, so that no other user made it."""
+        self._count_call()
         with suppress(OSError):
             seen = os.lstat(self._root + path)
             return stat.S_ISDIR(seen.st_mode) and seen.st_uid in {0, os.geteuid()}
         return False
 
     def link_target(self, path: str) -> str | None:
-        """Return what a symbolic link says; None where it is none."""
+        """Return the target of a symbolic link; None where it is none."""
         try:
             return self._target(path)
         except OSError:
@@ -124,7 +124,7 @@ class FileTree:
         resolved = self.resolve(path)
         if resolved is None or not self.is_file(resolved):
             return None
-        self._look()
+        self._count_call()
         try:
             with open(self._root + resolved, "rb") as file:  # noqa: PTH123 - paths are text here
                 raw = file.read(max_bytes + 1)
@@ -133,7 +133,7 @@ class FileTree:
         return raw if len(raw) <= max_bytes else None
 
     def _listed(self, directory: str) -> Iterator[str]:
-        self._look()
+        self._count_call()
         with suppress(OSError), os.scandir(self._root + directory) as entries:
             for number, entry in enumerate(entries):
                 if number >= MAX_NAMES:
@@ -144,23 +144,23 @@ class FileTree:
     def _target(self, path: str) -> str | None:
         """Return the target of a symbolic link, None of anything else; raises OSError where nothing is."""
         if path not in self._links:
-            self._look()
+            self._count_call()
             where = self._root + path
             is_link = stat.S_ISLNK(os.lstat(where).st_mode)
             self._links[path] = os.readlink(where) if is_link else None  # noqa: PTH115 - paths are text here
         return self._links[path]
 
     def _mode(self, path: str) -> int:
-        self._look()
+        self._count_call()
         try:
             return os.lstat(self._root + path).st_mode
         except OSError:
             return 0
 
-    def _look(self) -> None:
-        self._looks += 1
-        if self._looks > MAX_LOOKS:
-            raise TooMuchError(f"the search below {self._root or '/'} took over {MAX_LOOKS} looks")
+    def _count_call(self) -> None:
+        self._calls += 1
+        if self._calls > MAX_CALLS:
+            raise TooMuchError(f"the search below {self._root or '/'} took over {MAX_CALLS} system calls")
 
 
 def _is_clean(path: str) -> bool:

@@ -1,4 +1,4 @@
-"""Makes the CDI spec files what they should be: one job for a thread, from looking at the driver to renaming.
+"""Makes the CDI spec files what they should be: one job for a thread, from reading the driver to renaming.
 
 Guarantees:
 
@@ -48,15 +48,15 @@ class SpecDirectory:
         self._working = threading.Lock()
         """Held by the thread that works: one whose task was cancelled is still at the files."""
 
-    def bring(self, wanted: Wanted) -> SpecFiles:
-        """Look at the driver, and write what is not in the files yet.
+    def update(self, wanted: Wanted) -> SpecFiles:
+        """Read the driver's files, and write what is not in the spec files yet.
 
-        Raises CdiError where there is no driver to tell of, OSError where the disk refuses.
+        Raises CdiError where there is no driver to describe, OSError where the disk rejects a write.
         """
         with self._working:
-            return self._bring(wanted)
+            return self._update(wanted)
 
-    def _bring(self, wanted: Wanted) -> SpecFiles:
+    def _update(self, wanted: Wanted) -> SpecFiles:
         places = self._places()
         hooks, notes = self._hooks(places)
         flags = self._settings.feature_flags
@@ -95,7 +95,7 @@ class SpecDirectory:
             root = mounted
         elif self._is_in_container:
             raise CdiError(
-                f"the node's driver root is not mounted at {mounted}; mount it there, or say where it is with"
+                f"the node's driver root is not mounted at {mounted}; mount it there, or set its place with"
                 " --driver-root-ctr-path"
             )
         else:
@@ -124,15 +124,15 @@ class SpecDirectory:
         if found is not None and tree.is_file(found, executable=True):
             return Hooks(path, disabled), ()
         if self._is_in_container and not is_root_of_host:
-            # The host's own files are not to be seen, so what the operator says is all there is.
+            # The host's own files are not visible, so the operator's settings are all there is.
             return Hooks(path, disabled), ()
         if "all" in disabled:
             return Hooks(None), ()
-        remark = (
+        note = (
             f"{path} is not there, so no hook makes the driver's libraries known to the linker in containers;"
             " install the NVIDIA container toolkit, or name its program with --nvidia-cdi-hook-path"
         )
-        return Hooks(None), (remark,)
+        return Hooks(None), (note,)
 
     # Files
 
@@ -163,14 +163,14 @@ def file_name(kind: str) -> str:
 def _make_directory(directory: Path) -> None:
     if not directory.is_dir():
         directory.mkdir(parents=True, exist_ok=True)
-        # The umask is for what nobody else may read.
+        # The umask is for what no other user may read.
         directory.chmod(DIRECTORY_MODE)
 
 
 def _encoded(document: Document) -> bytes:
     problems = problems_of(document)
     if problems:
-        raise CdiError(f"runtimes would refuse the specification of {document['kind']}: {problems[0]}")
+        raise CdiError(f"runtimes would reject the specification of {document['kind']}: {problems[0]}")
     raw = json.dumps(document, indent=2).encode("ascii") + b"\n"
     if len(raw) > MAX_FILE_BYTES:
         raise CdiError(f"the specification of {document['kind']} has over {MAX_FILE_BYTES} bytes")
@@ -212,5 +212,5 @@ def _ambiguous(
     """Yield the names that another file has too, each with the file's path."""
     for path, raw in foreign:
         if kind.encode() in raw:
-            told: set[Any] = set(raw.replace(b'"', b" ").replace(b",", b" ").replace(b"'", b" ").split())
-            yield from ((name, path) for name in sorted(names) if name.partition("=")[2].encode() in told)
+            words: set[Any] = set(raw.replace(b'"', b" ").replace(b",", b" ").replace(b"'", b" ").split())
+            yield from ((name, path) for name in sorted(names) if name.partition("=")[2].encode() in words)

@@ -1,7 +1,7 @@
-"""Reads the dynamic linker's cache, which says where libraries are that lie in no usual directory.
+"""Reads the dynamic linker's cache, which lists libraries that lie in no usual directory.
 
 Guarantees: whatever the bytes are, it ends, in time and room that their number bounds, and without an
-exception. What makes no sense is left out.
+exception. What makes no sense is skipped.
 
 Source: glibc:sysdeps/generic/dl-cache.h; the old format of before glibc 2.2 may stand before the new one.
 """

@@ -1,4 +1,4 @@
-"""What the CDI sink and its thread tell one another; light, as most nodes need no more of CDI."""
+"""Types that the CDI sink and its thread share; light, as most nodes need no more of CDI."""
 
 import os
 from typing import NamedTuple
@@ -9,11 +9,11 @@ from agent.model.policy import Injection, MigStrategy
 
 
 class CdiError(Exception):
-    """There is no specification that could be written; says why in one clause."""
+    """There is no specification that could be written; the message is why, in one clause."""
 
 
 class Wanted(NamedTuple):
-    """What the specifications are to tell; another one means to look anew."""
+    """What the specifications are to contain; another value means to read the driver anew."""
 
     gpus: tuple[Gpu, ...]
     """Those that NVML lists now come first."""
@@ -21,13 +21,13 @@ class Wanted(NamedTuple):
     injection: Injection
     mig_strategy: MigStrategy
     present: frozenset[GpuUuid] = frozenset()
-    """Those that NVML lists now: of others nobody expects a device."""
+    """Those that NVML lists now: of others no container expects a device."""
     signs: tuple[str, ...] = ()
-    """What is known of device nodes; a change of it is a reason to look at them."""
+    """What is known of device nodes; a change of it is a reason to read them again."""
 
 
 class FileIdentity(NamedTuple):
-    """What tells a file from another, or from itself after a change."""
+    """What distinguishes a file from another, or from itself after a change."""
 
     device: int
     inode: int

@@ -2,12 +2,12 @@
 
 Guarantees:
 
-1. ``missing`` says of each name whether a runtime resolves it now: the file is the one that was seen to be
+1. ``missing`` returns whether a runtime resolves each name now: the file is the one that was seen to be
    right last, to the byte's time, and the name is in it.
 2. A file that was deleted, replaced or changed is made anew at once; a device that came, went or was split
    anew is in the file before its name can be answered with.
-3. Nothing here blocks the loop: looking at the driver and writing are the work of a thread.
-4. While no CDI strategy is configured nothing is looked at, and nothing is written.
+3. Nothing here blocks the loop: reading the driver's files and writing are the work of a thread.
+4. While no CDI strategy is configured nothing is read, and nothing is written.
 
 Files of others are left alone, and ours stay when the agent ends, as pods that start then need them.
 """
@@ -40,8 +40,8 @@ from agent.waiting import wait_set
 if TYPE_CHECKING:
     from agent.sinks.cdi.files import SpecDirectory
 
-RELOOK_NS: Final = 30_000_000_000
-"""How often the driver's files are looked at although nothing changed: a daemon's socket may have gone, and
+RECHECK_NS: Final = 30_000_000_000
+"""How often the driver's files are read although nothing changed: a daemon's socket may have gone, and
 a container with a mount that is not there does not start."""
 
 RETRY_FIRST_S: Final = 1.0
@@ -50,15 +50,15 @@ RETRY_CAP_S: Final = 60.0
 MIN_GAP_S: Final = 0.05
 """Between two jobs."""
 MAX_GAP_S: Final = 6.4
-"""The same while somebody takes our files away again and again."""
+"""The same while another process removes our files again and again."""
 STOOD_S: Final = 10.0
-"""A file that stood for so long was not taken away again and again."""
+"""A file that stood for so long was not removed again and again."""
 
 SETTLE_S: Final = 2.0
 """How long an Allocate waits at most for a file that is being written."""
 
-MAX_TOLD: Final = 4
-"""Devices that are named to whoever asks what is wrong."""
+MAX_NAMED: Final = 4
+"""Devices that the sentence about a trouble names."""
 
 _CHANGES: Final = Mask.CLOSE_WRITE | Mask.ATTRIB
 """What may make another file of one that stays where it is."""
@@ -72,33 +72,33 @@ class CdiSink:
     def __init__(
         self,
         *,
-        tell: Callable[[Fact], object],
+        emit: Callable[[Fact], object],
         latest: Latest[Snapshot],
         settings: Cdi,
         sys_root: str,
         is_in_container: bool,
         clock: Callable[[], int],
-        relook_ns: int = RELOOK_NS,
+        recheck_ns: int = RECHECK_NS,
         prove: Callable[[], object] = lambda: None,
     ) -> None:
-        self._tell = tell
+        self._emit = emit
         self._latest = latest
         self._settings = settings
         self._sys_root = sys_root
         self._is_in_container = is_in_container
         self._clock = clock
         self._prove = prove
-        self._relook_ns = relook_ns
+        self._recheck_ns = recheck_ns
         self._directory: SpecDirectory | None = None
         self._wanted: Wanted | None = None
         """What the newest job is for."""
-        self._told: Wanted | None = None
-        """What the files tell."""
+        self._written: Wanted | None = None
+        """What the files contain."""
         self._files: dict[str, SpecFile] = {}
-        self._said: frozenset[str] = frozenset()
+        self._logged: frozenset[str] = frozenset()
         self._asked = asyncio.Event()
         self._changed = asyncio.Event()
-        """Something else is to be told than what the newest job was for."""
+        """The files are to contain something else than what the newest job was for."""
         self._done = asyncio.Event()
         """Of the job that comes next."""
         self._lookout = Lookout(gap_ns=int(MIN_GAP_S * 1e9))
@@ -113,7 +113,7 @@ class CdiSink:
         self.trouble: str | None = None
         """Why names do not resolve that should; None: they do, or none is wanted."""
         self._reported: str | None = None
-        """Why an offered device is resolved by no file, as the core was told last."""
+        """Why no file resolves an advertised device, as the core was sent it last."""
 
     def missing(self, names: Sequence[str]) -> str | None:
         """Return the first of these CDI names that no spec file resolves now; None: all are resolved."""
@@ -140,10 +140,10 @@ class CdiSink:
                     await self._done.wait()
 
     def _is_settled(self) -> bool:
-        return self._wanted_now() == self._told and all(map(_is_right, self._files.values()))
+        return self._wanted_now() == self._written and all(map(_is_right, self._files.values()))
 
     async def run(self) -> None:
-        """Keep the files for ever."""
+        """Keep the files until cancelled."""
         try:
             async with asyncio.TaskGroup() as group:
                 group.create_task(
@@ -168,8 +168,8 @@ class CdiSink:
 
     async def _follow_directory(self) -> None:
         while True:
-            if await self._lookout.wait(self._relook_ns):
-                # A file of somebody else may name our devices, so every change is a reason to look.
+            if await self._lookout.wait(self._recheck_ns):
+                # Another program's file may name our devices, so every change is a reason to check.
                 self._asked.set()
 
     async def _keep(self) -> None:
@@ -182,7 +182,7 @@ class CdiSink:
             if wanted is None:
                 self.trouble = None
                 self._report(None)
-                await wait_set(self._asked, self._relook_ns)
+                await wait_set(self._asked, self._recheck_ns)
                 continue
             self._wanted = wanted
             is_done = await self._work(wanted)
@@ -194,7 +194,7 @@ class CdiSink:
                 async with asyncio.timeout(self._gap_s - MIN_GAP_S):
                     await self._changed.wait()
             with suppress(TimeoutError):
-                async with asyncio.timeout(self._relook_ns / 1e9 if is_done else retry_s):
+                async with asyncio.timeout(self._recheck_ns / 1e9 if is_done else retry_s):
                     await self._asked.wait()
             retry_s = RETRY_FIRST_S if is_done else min(2 * retry_s, RETRY_CAP_S)
 
@@ -202,7 +202,7 @@ class CdiSink:
         return uses_cdi(snapshot.policy.injection)
 
     def _wanted_now(self) -> Wanted | None:
-        """Return what is to be told; while the driver is away, that is what was told before."""
+        """Return what the files are to contain; while the driver is away, what they contained before."""
         snapshot = self._latest.value
         version = snapshot.driver.driver_version
         if version is None or not snapshot.gpus:
@@ -226,25 +226,25 @@ class CdiSink:
 
     async def _work(self, wanted: Wanted) -> bool:
         try:
-            made = await in_daemon_thread("cdi-writer", lambda: self._bring(wanted))
+            made = await in_daemon_thread("cdi-writer", lambda: self._update(wanted))
         except (CdiError, OSError, RuntimeError) as error:
             self._note_failure(error)
             return False
-        self._told, self._has_failed = wanted, False
-        self._take(made)
+        self._written, self._has_failed = wanted, False
+        self._apply(made)
         self._ensure_watch()
         return True
 
-    def _bring(self, wanted: Wanted) -> SpecFiles:
+    def _update(self, wanted: Wanted) -> SpecFiles:
         if self._directory is None:
             from agent.sinks.cdi.files import SpecDirectory  # noqa: PLC0415 - most nodes need none of it
 
             self._directory = SpecDirectory(
                 self._settings, sys_root=self._sys_root, is_in_container=self._is_in_container
             )
-        return self._directory.bring(wanted)
+        return self._directory.update(wanted)
 
-    def _take(self, made: SpecFiles) -> None:
+    def _apply(self, made: SpecFiles) -> None:
         is_lost = False
         for kind, file in made.files.items():
             had = self._files.get(kind)
@@ -257,10 +257,10 @@ class CdiSink:
                 _log.info("Wrote the CDI specification %(path)s: %(devices)s devices", _about(file))
         self._set_gap(is_lost=is_lost)
         self._files, self.absent = made.files, made.absent
-        said = frozenset((*made.notes, *made.conflicts, *made.left_out))
-        for remark in sorted(said - self._said):
-            _log.warning("The CDI specification: %(detail)s", about(detail=remark))
-        self._said = said
+        notes = frozenset((*made.notes, *made.conflicts, *made.left_out))
+        for note in sorted(notes - self._logged):
+            _log.warning("The CDI specification: %(detail)s", about(detail=note))
+        self._logged = notes
         trouble = _trouble_of(made)
         if self.trouble is not None and trouble is None:
             _log.info(
@@ -268,11 +268,11 @@ class CdiSink:
                 about(path=self._settings.spec_dir),
             )
         self.trouble = trouble
-        # A device that is left out has no node, and is Unhealthy for that.
+        # A device that no file names has no node, and is Unhealthy for that.
         self._report(trouble if made.conflicts else None)
 
     def _set_gap(self, *, is_lost: bool) -> None:
-        """Do not fight at full speed with whoever takes our files away."""
+        """Do not fight at full speed with a process that removes our files."""
         now_ns = self._clock()
         has_stood = now_ns - self._written_ns > STOOD_S * 1e9
         if is_lost and not has_stood:
@@ -288,32 +288,32 @@ class CdiSink:
         detail = str(error)
         if isinstance(error, OSError):
             detail = f"{error.filename or self._settings.spec_dir}: {error.strerror}"
-            self._look_for_dead_mount(error)
+            self._emit_if_deleted(error)
         if self.trouble != detail:
             _log.error("Could not write the CDI specification: %(detail)s", about(detail=detail))
         self.trouble = detail
-        # Where the files there are say what is to be said, nothing is missed.
+        # Where the files there contain what they should, nothing is missing.
         self._report(None if self._is_settled() else detail)
 
     def _report(self, trouble: str | None) -> None:
         if trouble != self._reported:
             self._reported = trouble
-            self._tell(CdiReported(trouble))
+            self._emit(CdiReported(trouble))
 
-    def _look_for_dead_mount(self, error: OSError) -> None:
+    def _emit_if_deleted(self, error: OSError) -> None:
         """Emit that the node deleted the directory: a mount keeps it, or a new one is read-only here."""
         if error.errno == errno.EROFS and self._files:
-            self._tell(WatchedDirectoryDeleted(path=self._settings.spec_dir))
+            self._emit(WatchedDirectoryDeleted(path=self._settings.spec_dir))
             return
         with suppress(OSError):
             if os.stat(self._settings.spec_dir).st_nlink == 0:  # noqa: PTH116 - one call of the kernel, no more
-                self._tell(WatchedDirectoryDeleted(path=self._settings.spec_dir))
+                self._emit(WatchedDirectoryDeleted(path=self._settings.spec_dir))
 
     # Inotify
 
     def _ensure_watch(self) -> None:
         if self._lookout.watch is None:
-            # Without one the files are looked at every RELOOK_NS, and by every Allocate.
+            # Without one the files are checked every RECHECK_NS, and by every Allocate.
             with suppress(OSError):
                 self._lookout.go_by(DirectoryWatch(Path(self._settings.spec_dir), also=_CHANGES))
                 # What happened since the files were written was not seen.
@@ -330,10 +330,10 @@ def _trouble_of(made: SpecFiles) -> str | None:
         return f"{made.conflicts[0]}, so runtimes resolve it by neither; remove that file"
     if not made.left_out:
         return None
-    told = "; ".join(made.left_out[:MAX_TOLD]) + ("; ..." if len(made.left_out) > MAX_TOLD else "")
+    named = "; ".join(made.left_out[:MAX_NAMED]) + ("; ..." if len(made.left_out) > MAX_NAMED else "")
     number = f"{len(made.left_out)} device{'s are' if len(made.left_out) > 1 else ' is'}"
     advice = REASON_SPECS[Reason.DEVICE_NODE_MISSING].advice
-    return f"{number} in no CDI specification ({told}); {advice}"
+    return f"{number} in no CDI specification ({named}); {advice}"
 
 
 def _is_right(file: SpecFile) -> bool:

@@ -5,7 +5,7 @@ Guarantees, whatever the clients do:
 1. A connection without a complete request head takes one of ``Bounds.heads`` places for at most
    ``head_s``. Where they are all taken, the client with most of them loses its oldest.
 2. A complete request takes a place of its own kind, so that readers of events or slow readers of a document
-   never keep a health probe out. Where those are all taken, the request is refused with 503, unless another
+   never keep a health probe out. Where those are all taken, the request is rejected with 503, unless another
    client has more of them: that one loses its newest.
 3. A place ends with the answer, and after the time of its kind. So the descriptors of a listener are bounded.
 4. Running out of descriptors costs connections without a request first, and ends no accepting.
@@ -57,7 +57,7 @@ class Kind(StrEnum):
     PREFLIGHT = "preflight"
     METRICS = "metrics"
     EVENTS = "events"
-    ORDER = "order"
+    COMMAND = "command"
     DOCUMENT = "document"
 
 
@@ -69,7 +69,7 @@ _KINDS: Final = {
     "metrics": Kind.METRICS,
     "v1/events": Kind.EVENTS,
     "v1/stream": Kind.EVENTS,
-    "control": Kind.ORDER,
+    "control": Kind.COMMAND,
 }
 
 
@@ -97,7 +97,7 @@ class Bounds(msgspec.Struct, frozen=True):
             Kind.PREFLIGHT: Room(16, 10.0),
             Kind.METRICS: Room(8, 15.0),
             Kind.EVENTS: Room(32, 45.0),
-            Kind.ORDER: Room(16, 60.0),
+            Kind.COMMAND: Room(16, 60.0),
             Kind.DOCUMENT: Room(16, 15.0),
         }
     )
@@ -231,7 +231,7 @@ class Places:
                 self._partial.append(connection)
 
     async def _read_again(self) -> None:
-        """Let more be read of requests that came in part, for ever."""
+        """Read more of requests that came in part, until cancelled."""
         while True:
             await asyncio.sleep(AGAIN_S)
             partial, self._partial = self._partial, []
@@ -253,7 +253,7 @@ class Places:
         elif _HEAD_END in connection.read:
             self._begin(connection)
         elif len(connection.read) >= MAX_HEAD_BYTES:
-            self._refuse(connection, HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE)
+            self._reject(connection, HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE)
         else:
             return False
         return True
@@ -261,12 +261,12 @@ class Places:
     def _begin(self, connection: _Connection) -> None:
         path = _path_of(connection.read)
         if _NOT_PLAIN.search(path):
-            self._refuse(connection, HTTPStatus.BAD_REQUEST)
+            self._reject(connection, HTTPStatus.BAD_REQUEST)
             return
         kind = kind_of(path)
         for lost in self._places[kind].put(connection.client, connection, None):
             if lost.key is connection:
-                self._refuse(connection, HTTPStatus.SERVICE_UNAVAILABLE)
+                self._reject(connection, HTTPStatus.SERVICE_UNAVAILABLE)
                 return
             if lost.key.session is not None:
                 lost.key.session.cancel()
@@ -289,9 +289,9 @@ class Places:
         connection.socket.close()
         self._places[kind].pop(connection)
 
-    def _refuse(self, connection: _Connection, status: HTTPStatus) -> None:
+    def _reject(self, connection: _Connection, status: HTTPStatus) -> None:
         try:
-            connection.socket.send(_refusal(status))
+            connection.socket.send(_rejection(status))
             # The kernel would discard the answer if anything were left unread.
             connection.socket.recv(64 * 1024)
         except OSError:
@@ -301,7 +301,7 @@ class Places:
     # Over time
 
     async def _sweep(self) -> None:
-        """Close connections of which the request does not come, for ever."""
+        """Close connections of which the request does not come, until cancelled."""
         while True:
             await asyncio.sleep(self._bounds.sweep_s)
             now_s = self._loop.time()
@@ -311,7 +311,7 @@ class Places:
                 self._close(head.key)
 
     async def _report(self) -> None:
-        """Log which clients exceeded their places, for ever."""
+        """Log which clients exceeded their places, until cancelled."""
         while True:
             await asyncio.sleep(self._bounds.report_s)
             losses: Counter[str] = Counter()
@@ -322,8 +322,8 @@ class Places:
             if lost > self._reported:
                 named = ", ".join(f"{client} ({count})" for client, count in losses.most_common(4))
                 _log.warning(
-                    f"Listener {self._name} closed or refused {lost - self._reported} connections that exceed"
-                    f" their clients' places; since the start most were of {named}",
+                    f"Listener {self._name} closed or rejected {lost - self._reported} connections that"
+                    f" exceed their clients' places; since the start most were of {named}",
                     extra=fields(listener=self._name, lost=lost - self._reported),
                 )
                 self._reported = lost
@@ -335,7 +335,7 @@ def _path_of(head: bytearray) -> str:
     return target.partition(" ")[0].partition("?")[0]
 
 
-def _refusal(status: HTTPStatus) -> bytes:
+def _rejection(status: HTTPStatus) -> bytes:
     body = f"{status.phrase}; {_NEXT[status]}\n"
     return (
         f"HTTP/1.1 {status} {status.phrase}\r\nServer: gpu-agent\r\nConnection: close\r\nRetry-After: 1\r\n"

@@ -2,8 +2,8 @@
 
 Guarantees: each connection carries one request and takes one of the places of http_places. A request is
 answered only if aiohttp reads the same kind of it as that for which it got its place. Bodies are read only
-by who asks for one, with ``body_of``, and up to MAX_BODY_BYTES. A port in use is told once and tried again
-every RETRY_S.
+by a handler that asks for one, with ``body_of``, up to MAX_BODY_BYTES. A port in use is logged once and tried
+again every RETRY_S.
 """
 
 import asyncio
@@ -112,15 +112,15 @@ async def listen_forever(
 ) -> None:
     """Serve on a socket until cancelled; while it cannot be opened, try again.
 
-    ``bound`` is told the address, which the kernel chose if the port was 0. ``tried`` is called when the
-    socket answers, and each time it could not be opened.
+    ``bound`` is called with the address, which the kernel chose if the port was 0. ``tried`` is called when
+    the socket answers, and each time it could not be opened.
     """
-    is_told = False
+    is_logged = False
     while True:
         try:
             listening = opener()
         except OSError as error:
-            if not is_told:
+            if not is_logged:
                 _log.warning(
                     "Could not listen on %(address)s: %(detail)s; trying again every %(every_s)s s",
                     about(
@@ -130,7 +130,7 @@ async def listen_forever(
                         every_s=RETRY_S,
                     ),
                 )
-                is_told = True
+                is_logged = True
             tried()
             await asyncio.sleep(RETRY_S)
             continue

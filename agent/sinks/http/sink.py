@@ -2,7 +2,7 @@
 
 Guarantees: every answer comes from the newest snapshot and opens nothing of the driver. What names
 processes and pods is on the API listener and on the root-only control socket alone. Nothing over TCP
-changes state: orders are taken on the control socket, and each one is logged with who gave it.
+changes state: commands are accepted on the control socket alone, and each one is logged with its caller.
 """
 
 import asyncio
@@ -47,7 +47,7 @@ HEADERS: Final = {
 
 _log = logging.getLogger(__name__)
 
-ORDERS_PATH: Final = "/control/v1/"
+COMMANDS_PATH: Final = "/control/v1/"
 
 Answerer = Callable[[web.BaseRequest], Awaitable[web.Response]]
 
@@ -72,15 +72,15 @@ class Self(Protocol):
         """Return the time of day of a monotonic moment."""
 
 
-class Orders(Protocol):
-    """Who obeys what operators ask for."""
+class Commands(Protocol):
+    """Executes what operators ask for."""
 
     @property
     def names(self) -> Sequence[str]:
-        """The orders there are."""
+        """The commands there are."""
 
-    async def obey(self, name: str, order: object) -> documents.Json:
-        """Carry an order out; raises UsageError if it is wrong, AgentError if it is not possible now."""
+    async def execute(self, name: str, command: object) -> documents.Json:
+        """Execute a command; raises UsageError if it is wrong, AgentError if it is not possible now."""
 
 
 class HttpSink:
@@ -96,7 +96,7 @@ class HttpSink:
         api_listen: Address | None,
         control_socket: str,
         may_serve_control: asyncio.Event,
-        orders: Orders,
+        commands: Commands,
         bounds: Bounds | None = None,
     ) -> None:
         self._bounds = bounds
@@ -108,7 +108,7 @@ class HttpSink:
         self._api_listen = api_listen
         self._control_socket = ControlSocket(control_socket) if control_socket else None
         self._may_serve_control = may_serve_control
-        self._orders = orders
+        self._commands = commands
         self.addresses: dict[str, str] = {}
         """Where each listener is, by its name: ``http``, ``api``, ``control``."""
         self._tried: dict[str, asyncio.Event] = defaultdict(asyncio.Event)
@@ -138,8 +138,8 @@ class HttpSink:
             async with asyncio.TaskGroup() as group:
                 for name, address, handler in self._tcp_listeners():
                     opener, tried = partial(tcp_socket, address), self._tried[name].set
-                    serving = listen_forever(name, opener, handler, self._noter(name), tried, self._bounds)
-                    group.create_task(serving, name=f"http-{name}")
+                    listening = listen_forever(name, opener, handler, self._noter(name), tried, self._bounds)
+                    group.create_task(listening, name=f"http-{name}")
                 if self._control_socket is not None:
                     group.create_task(self._serve_control(self._control_socket), name="http-control")
         finally:
@@ -176,15 +176,15 @@ class HttpSink:
         await self._may_serve_control.wait()
         answer = self._router(self._public | self._private, is_local=False)
 
-        async def refuse_strangers(request: web.BaseRequest) -> web.Response:
+        async def check_peer(request: web.BaseRequest) -> web.Response:
             if not may_control(request):
                 return _text(403, "Only root may ask here\n")
             if request.method == "POST":
-                return await self._obey(request)
+                return await self._execute(request)
             return await answer(request)
 
         noter, tried = self._noter("control"), self._tried["control"].set
-        await listen_forever("control", control.open, refuse_strangers, noter, tried, self._bounds)
+        await listen_forever("control", control.open, check_peer, noter, tried, self._bounds)
 
     def _router(self, routes: Mapping[str, Answerer], *, is_local: bool) -> Handler:
         async def answer(request: web.BaseRequest) -> web.Response:
@@ -248,34 +248,34 @@ class HttpSink:
 
     async def _preflight(self, request: web.BaseRequest) -> web.Response:
         if request.query_string:
-            # Who asks for something must not think that it was looked at.
+            # A caller that passes a parameter must not think that it was read.
             return _error(400, "/preflight takes no parameters; its answer has every reason already")
         if self._agent.is_standby:
             return _json(documents.preflight_of_standby(), status=503)
         snapshot = self._latest.value
         return _json(documents.preflight(snapshot), status=200 if snapshot.ready else 503)
 
-    # Orders
+    # Commands
 
-    async def _obey(self, request: web.BaseRequest) -> web.Response:
-        name = request.path.removeprefix(ORDERS_PATH)
-        if not request.path.startswith(ORDERS_PATH) or name not in self._orders.names:
-            return _error(404, "There is no such order")
+    async def _execute(self, request: web.BaseRequest) -> web.Response:
+        name = request.path.removeprefix(COMMANDS_PATH)
+        if not request.path.startswith(COMMANDS_PATH) or name not in self._commands.names:
+            return _error(404, "There is no such command")
         try:
-            order = msgspec.json.decode(await body_of(request))
+            command = msgspec.json.decode(await body_of(request))
         except (msgspec.DecodeError, RecursionError, BodyError) as error:
             return _error(400, str(error))
         try:
             pid, uid = peer_of(request)
-            document = await self._orders.obey(name, order)
+            document = await self._commands.execute(name, command)
         except UsageError as error:
             return _error(400, str(error))
         except AgentError as error:
             return _error(409, str(error))
-        told = {key: value for key, value in order.items() if isinstance(value, str | bool)}
+        values = {key: value for key, value in command.items() if isinstance(value, str | bool)}
         _log.info(
-            "Executed %(order)s for process %(by_process)s of user %(by_user)s",
-            about(order=name, by_process=pid, by_user=uid, **told),
+            "Executed %(command)s for process %(by_process)s of user %(by_user)s",
+            about(command=name, by_process=pid, by_user=uid, **values),
         )
         return _json(document)
 

@@ -89,9 +89,9 @@ def test_a_directory_with_too_many_entries_is_an_error(root: Path, monkeypatch: 
 
 
 def test_a_search_that_takes_too_long_is_an_error(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(file_tree, "MAX_LOOKS", 10)
+    monkeypatch.setattr(file_tree, "MAX_CALLS", 10)
     tree = FileTree(str(root))
-    with pytest.raises(TooMuchError, match="over 10 looks"):
+    with pytest.raises(TooMuchError, match="over 10 system calls"):
         list(map(tree.resolve, (f"/usr/lib/{number}" for number in range(20))))
 
 

@@ -81,18 +81,18 @@ class Node:
             dev_root=str(root),
         )
         self.is_in_container = False
-        self.relook_ns = sink_module.RELOOK_NS
+        self.recheck_ns = sink_module.RECHECK_NS
         self.sink = self.make()
 
     def make(self) -> CdiSink:
         self.sink = CdiSink(
-            tell=self.facts.append,
+            emit=self.facts.append,
             latest=self.latest,
             settings=self.settings,
             sys_root=str(self.root / "sys"),
             is_in_container=self.is_in_container,
             clock=time.monotonic_ns,
-            relook_ns=self.relook_ns,
+            recheck_ns=self.recheck_ns,
         )
         return self.sink
 
@@ -266,7 +266,7 @@ async def test_another_driver_version_means_other_libraries(node: Node) -> None:
 
 async def test_the_driver_is_looked_at_again_although_nothing_changed(node: Node) -> None:
     """A daemon's socket that is gone would keep every container from starting."""
-    node.relook_ns = 10_000_000
+    node.recheck_ns = 10_000_000
     node.make()
     socket = node.driver / "run/nvidia-persistenced/socket"
     async with node.running():
@@ -434,7 +434,7 @@ async def test_many_devices_that_are_left_out_are_not_all_named(node: Node) -> N
     node.latest.publish(state(*map(gpu, range(8))))
     async with node.running() as sink:
         assert str(sink.trouble).startswith("6 devices are in no CDI specification (")
-        assert str(sink.trouble).count("does not exist") == sink_module.MAX_TOLD
+        assert str(sink.trouble).count("does not exist") == sink_module.MAX_NAMED
 
 
 async def test_a_gpu_that_is_gone_is_not_missed(node: Node) -> None:
