@@ -10,14 +10,14 @@ from agent.commands.owners import owner_lines
 from agent.core.allocation.requests import Rejection, allocate, reject_start
 from agent.model.snapshot import Snapshot
 from agent.views import documents, usage
-from tests.core.build import U0, U1, Node, enumerated, gpu, well_node
+from tests.core.build import U0, U1, Node, enumerated, gpu, healthy_node
 
 
 @pytest.fixture
 def node() -> Node:
     """Return a node whose first GPU is lost, and whose second has its index."""
-    node = well_node(gpu(0), gpu(1))
-    node.tell(enumerated(gpu(1, index=0)))
+    node = healthy_node(gpu(0), gpu(1))
+    node.apply(enumerated(gpu(1, index=0)))
     return node
 
 

@@ -180,13 +180,13 @@ class NoisyNode:
 
     def begin(self) -> None:
         """Be found, be probed, be registered."""
-        self.tell(TaskReported(NVML, running=True), self._ready(), self._enumerated())
+        self.apply(TaskReported(NVML, running=True), self._ready(), self._enumerated())
         self._all_polls_pass(1)
         self.kubelet_is_replaced()
 
     # Stepping
 
-    def tell(self, *facts: Fact) -> None:
+    def apply(self, *facts: Fact) -> None:
         for fact in facts:
             before = self._state.devices
             self._state, _, _ = step(self._state, fact, self._now_ns)
@@ -203,7 +203,7 @@ class NoisyNode:
         at_ns = self._now_ns + delay_ns
         while (due_ns := self._due_ns()) is not None and due_ns < at_ns:
             self._now_ns = max(self._now_ns, due_ns)
-            self.tell(Tick())
+            self.apply(Tick())
         self._now_ns = at_ns
 
     def _due_ns(self) -> int | None:
@@ -228,12 +228,12 @@ class NoisyNode:
     def _polls_pass(self, gpu: Gpu) -> None:
         for _ in range(self._policy.recovery_clean_probes):
             self._pass(POLL_NS)
-            self.tell(*self._polled(gpu))
+            self.apply(*self._polled(gpu))
 
     def _all_polls_pass(self, times: int) -> None:
         for number in range(times):
             for gpu in self.gpus:
-                self.tell(*self._polled(gpu))
+                self.apply(*self._polled(gpu))
             if number < times - 1:
                 self._pass(POLL_NS)
 
@@ -266,14 +266,14 @@ class NoisyNode:
         self._told_xids[gpu.pci, code] += count
         orders: tuple[tuple[Fact, ...], ...] = ((told,), (logged,), (told, logged), (logged, told))
         for fact in self._dice.choice(orders):
-            self.tell(fact)
+            self.apply(fact)
             self._pass(self._dice.choice((0, SECOND_NS, 3 * SECOND_NS)))
 
     # A monitor beside us
 
     def readings_wander(self) -> None:
         dice, gpu = self._dice, self._any_gpu()
-        self.tell(
+        self.apply(
             *self._polled(
                 gpu,
                 temperature_celsius=dice.randrange(30, 90),
@@ -293,42 +293,42 @@ class NoisyNode:
         polls = self._policy.slowdown_window_polls
         slow = self._dice.randrange(polls * self._policy.slowdown_share_percent // 100)
         for slowed in self._dice.sample([True] * slow + [False] * (polls - slow), polls):
-            self.tell(GpuSampled(gpu.uuid, replace(WELL, hw_slowed=slowed)))
+            self.apply(GpuSampled(gpu.uuid, replace(WELL, hw_slowed=slowed)))
         for _ in range(polls):
-            self.tell(GpuSampled(gpu.uuid, WELL))
+            self.apply(GpuSampled(gpu.uuid, WELL))
 
     def readings_are_refused(self) -> None:
         """A call of another one is in the way, or the driver does not answer it this time."""
         gpu = self._any_gpu()
         names = [name for name in GpuSample.__struct_fields__ if name != "links_down"]
         refused = self._dice.sample(names, self._dice.randrange(1, len(names)))
-        self.tell(*self._polled(gpu, **dict.fromkeys(refused)), *self._polled(gpu))
+        self.apply(*self._polled(gpu, **dict.fromkeys(refused)), *self._polled(gpu))
 
     # The node
 
     def pods_are_listed(self) -> None:
         offered = [device.id for devices in self._state.devices.values() for device in devices]
         held = self._dice.sample(offered, self._dice.randrange(len(offered) + 1))
-        self.tell(AllocationsListed({DeviceId(name): "ns1/job-a" for name in held}))
+        self.apply(AllocationsListed({DeviceId(name): "ns1/job-a" for name in held}))
         self._pass(31 * SECOND_NS)
 
     def gpus_are_listed_in_another_order(self) -> None:
         order = self._dice.sample(range(GPUS), GPUS)
         self.gpus = [replace(gpu, index=index) for gpu, index in zip(self.gpus, order, strict=True)]
-        self.tell(self._enumerated())
+        self.apply(self._enumerated())
 
     def uevents_are_replayed(self) -> None:
         """``udevadm trigger``, or a GPU that was bound anew while nothing used it."""
         for gpu in self._dice.sample(self.gpus, self._dice.randrange(1, GPUS)):
-            self.tell(GpuRebound(gpu.pci, bound=False), GpuRebound(gpu.pci, bound=True))
-        self.tell(PciGpusSeen(tuple(gpu.pci for gpu in self.gpus)), DeviceNodesSeen(()))
+            self.apply(GpuRebound(gpu.pci, bound=False), GpuRebound(gpu.pci, bound=True))
+        self.apply(PciGpusSeen(tuple(gpu.pci for gpu in self.gpus)), DeviceNodesSeen(()))
 
     def kubelet_is_replaced(self) -> None:
         self._kubelets += 1
         kubelet = SocketIdentity(5, 100 + self._kubelets, self._kubelets)
-        self.tell(KubeletSocketSeen(kubelet))
+        self.apply(KubeletSocketSeen(kubelet))
         for name, standing in list(self._state.registrations.items()):
-            self.tell(
+            self.apply(
                 Registered(name, standing.generation, kubelet, SocketIdentity(5, 900, self._kubelets)),
                 WatchersChanged(name, standing.generation, 1),
             )
@@ -338,9 +338,9 @@ class NoisyNode:
         kept = snapshot_of(self._state).durable
         self._pass(self._dice.randrange(10 * SECOND_NS))
         self._state = initial_state(self._policy, kept, now_ns=self._now_ns)
-        self.tell(self._ready(), self._enumerated(), DriverModuleSeen(self._module), DeviceNodesSeen(()))
+        self.apply(self._ready(), self._enumerated(), DriverModuleSeen(self._module), DeviceNodesSeen(()))
         for (pci, code), count in self._told_xids.items():
-            self.tell(KernelXidSeen(pci, code, backlog=True, count=count))
+            self.apply(KernelXidSeen(pci, code, backlog=True, count=count))
         self._told_xids.clear()
         self._all_polls_pass(1)
         self._expect_all_well()
@@ -348,10 +348,10 @@ class NoisyNode:
 
     def agent_is_not_scheduled(self) -> None:
         self._now_ns += self._dice.randrange(HOUR_NS)
-        self.tell(Tick())
+        self.apply(Tick())
 
     def events_are_unsupported(self) -> None:
-        self.tell(HealthEventsUnsupported(self._any_gpu().uuid, "Not Supported"))
+        self.apply(HealthEventsUnsupported(self._any_gpu().uuid, "Not Supported"))
 
     # Behind a release
 
@@ -359,15 +359,15 @@ class NoisyNode:
         self._release(self.gpus)
         addresses = [gpu.pci for gpu in self.gpus]
         self._module += 1
-        self.tell(*(GpuRebound(pci, bound=False) for pci in addresses), PciGpusSeen(()))
+        self.apply(*(GpuRebound(pci, bound=False) for pci in addresses), PciGpusSeen(()))
         if self._dice.random() < 0.5:
-            self.tell(DriverModuleSeen(None))
+            self.apply(DriverModuleSeen(None))
         self._pass(self._dice.randrange(60 * SECOND_NS))
-        self.tell(*(GpuRebound(pci, bound=True) for pci in addresses), PciGpusSeen(tuple(addresses)))
-        self.tell(DriverModuleSeen(self._module))
+        self.apply(*(GpuRebound(pci, bound=True) for pci in addresses), PciGpusSeen(tuple(addresses)))
+        self.apply(DriverModuleSeen(self._module))
         if self._dice.random() < 0.5:
             # The operator gave it back before the module was loaded.
-            self.tell(ResumeRequested(), _NOT_LOADED)
+            self.apply(ResumeRequested(), _NOT_LOADED)
             self._pass(5 * SECOND_NS)
         self._resume()
 
@@ -393,20 +393,20 @@ class NoisyNode:
 
     def _release(self, gpus: Sequence[Gpu]) -> None:
         minutes = self._dice.choice((1, 10))
-        self.tell(ReleaseRequested(frozenset(gpu.uuid for gpu in gpus), minutes * 60 * SECOND_NS))
+        self.apply(ReleaseRequested(frozenset(gpu.uuid for gpu in gpus), minutes * 60 * SECOND_NS))
         self._pass(SECOND_NS)
-        self.tell(DriverReleased())
+        self.apply(DriverReleased())
 
     def _resume(self) -> None:
         """Give the driver back, or let the time run out; then every device has to come back."""
         if self._dice.random() < 0.5:
-            self.tell(ResumeRequested())
+            self.apply(ResumeRequested())
         elif self._state.released_until_ns is not None:
             self._pass(self._state.released_until_ns - self._now_ns + 1)
-        self.tell(self._ready(), self._enumerated(), DeviceNodesSeen(()))
+        self.apply(self._ready(), self._enumerated(), DeviceNodesSeen(()))
         self._all_polls_pass(self._policy.recovery_clean_probes)
         self._pass(self._policy.recovery_quiet_ns)
-        self.tell(Tick())
+        self.apply(Tick())
         self._expect_all_well()
 
 

@@ -12,7 +12,7 @@ from agent.model.facts import KubeletSocketSeen
 from agent.probe.kernel import Roots
 from agent.probe.request import Request
 from agent.simulation.node import SimulatedNode
-from tests.core.build import K1, MS, S, gpu, well_node
+from tests.core.build import K1, MS, S, gpu, healthy_node
 from tests.harness import AgentProcess, agent_process, simulated_node, wait_allocatable, why_no_driver_double
 from tests.other_machine import FAILS, OtherMachine, why_no_other_machine
 from tests.probe.conftest import loaded, why_no_bcc, why_no_probe
@@ -154,11 +154,11 @@ def test_a_hundred_reloads_of_the_driver_load_the_probe_once(tmp_path: Path) -> 
 
 
 def test_a_kubelet_that_refuses_is_asked_ever_less_often_and_registered_with_when_it_accepts() -> None:
-    node = well_node(gpu(0))
-    node.tell(KubeletSocketSeen(K1))
+    node = healthy_node(gpu(0))
+    node.apply(KubeletSocketSeen(K1))
     end_ns = node.now_ns + 60 * S
     while node.now_ns < end_ns:
-        node.refuse()
+        node.fail_registration()
         asked = len(node.registrations())
         while len(node.registrations()) == asked:
             node.after(100 * MS)

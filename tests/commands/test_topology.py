@@ -15,7 +15,7 @@ from agent.model.topology import NvLinks, PcieDistance, TopologySample
 from agent.threads import in_daemon_thread
 from agent.views import documents
 from tests.agent_process import PATIENCE_S, clean_environment, flags_of, running, simulated_node
-from tests.core.build import Node, enumerated, gpu, well_node
+from tests.core.build import Node, enumerated, gpu, healthy_node
 
 
 def asked(node: Node) -> dict[str, Any]:
@@ -29,8 +29,8 @@ def matrix(node: Node) -> list[str]:
 
 
 def sampled(samples: Mapping[int, TopologySample], count: int = 3) -> Node:
-    node = well_node(*[gpu(number, numa=0) for number in range(count)])
-    node.tell(*(TopologySeen(gpu(number).uuid, sample) for number, sample in samples.items()))
+    node = healthy_node(*[gpu(number, numa=0) for number in range(count)])
+    node.apply(*(TopologySeen(gpu(number).uuid, sample) for number, sample in samples.items()))
     return node
 
 
@@ -64,7 +64,7 @@ def test_an_unknown_link_is_a_question_mark() -> None:
 
 def test_a_gpu_that_is_no_longer_listed_is_named_by_its_pci_address() -> None:
     node = sampled(PAIR)
-    node.tell(enumerated(gpu(1, index=0), gpu(2, index=1)))
+    node.apply(enumerated(gpu(1, index=0), gpu(2, index=1)))
     assert matrix(node) == [
         "GPU           0000:10:00.0  GPU0  GPU1  CPU-AFFINITY  NUMA-AFFINITY",
         "0000:10:00.0  X             ?     ?     0-15          0",

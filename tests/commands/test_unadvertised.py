@@ -11,7 +11,7 @@ from tests.core.build import U1, gpu, mig_gpu, registered_node
 
 def test_a_gpu_in_mig_mode_without_a_mig_device_is_named() -> None:
     node = registered_node(gpu(0), policy=Policy(mig_strategy="mixed"))
-    node.tell(GpusEnumerated((gpu(0), mig_gpu(1))))
+    node.apply(GpusEnumerated((gpu(0), mig_gpu(1))))
     document: dict[str, Any] = documents.state(node.snapshot(), str)
     assert document["unoffered"] == [
         {"gpu_uuid": U1, "message": "A GPU in MIG mode without a MIG device is not advertised", "detail": ""}

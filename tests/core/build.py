@@ -147,7 +147,7 @@ class Node:
         self.effects: list[tuple[int, Effect]] = []
         self.wake_at_ns = at_ns
 
-    def tell(self, *facts: Fact) -> tuple[Effect, ...]:
+    def apply(self, *facts: Fact) -> tuple[Effect, ...]:
         """Step through facts at this moment; returns what the last one gave."""
         effects: tuple[Effect, ...] = ()
         for fact in facts:
@@ -158,7 +158,7 @@ class Node:
     def after(self, delay_ns: int, *facts: Fact) -> tuple[Effect, ...]:
         """Let time pass, stepping whenever the core asked for it, then tell."""
         self.until(self.now_ns + delay_ns)
-        return self.tell(*facts or (Tick(),))
+        return self.apply(*facts or (Tick(),))
 
     def until(self, at_ns: int) -> None:
         """Let time pass until then, stepping only when the core asked for it."""
@@ -166,7 +166,7 @@ class Node:
             assert self.wake_at_ns >= self.now_ns
             self.now_ns = max(self.wake_at_ns, self.now_ns)
             before = self.wake_at_ns
-            self.tell(Tick())
+            self.apply(Tick())
             assert self.wake_at_ns > before, "the core asked to be woken again at once"
         self.now_ns = at_ns
 
@@ -216,20 +216,20 @@ class Node:
 
     def accept(self, name: ResourceName = GPU, *, kubelet: SocketIdentity | None = None) -> None:
         """The kubelet accepts the registration that is under way and opens its stream."""
-        self.tell(
+        self.apply(
             Registered(name, self.standing(name).generation, kubelet or self.state.kubelet or K1, PLUGIN),
             WatchersChanged(name, self.standing(name).generation, 1),
         )
 
-    def refuse(
+    def fail_registration(
         self, failure: RegistrationFailure = "rejected", message: str = "version", name: ResourceName = GPU
     ) -> None:
         """The registration that is under way fails."""
-        self.tell(RegistrationFailed(name, self.standing(name).generation, failure, message))
+        self.apply(RegistrationFailed(name, self.standing(name).generation, failure, message))
 
     def end_stream(self, name: ResourceName = GPU) -> None:
         """The last ListAndWatch stream ends."""
-        self.tell(WatchersChanged(name, self.standing(name).generation, 0))
+        self.apply(WatchersChanged(name, self.standing(name).generation, 0))
 
 
 def events_of(effects: Iterable[Effect], kind: EventKind | None = None) -> list[Event]:
@@ -246,18 +246,18 @@ def fields_of(event: Event) -> Mapping[str, object]:
     return event.fields or {}
 
 
-def well_node(*gpus: Gpu, policy: Policy = DEFAULT) -> Node:
+def healthy_node(*gpus: Gpu, policy: Policy = DEFAULT) -> Node:
     """A node whose GPUs were all found and probed; no kubelet yet."""
     node = Node(policy)
-    node.tell(ready(), enumerated(*gpus), *(passed(item.uuid) for item in gpus))
+    node.apply(ready(), enumerated(*gpus), *(passed(item.uuid) for item in gpus))
     node.forget_effects()
     return node
 
 
 def registered_node(*gpus: Gpu, policy: Policy = DEFAULT) -> Node:
     """A node whose GPUs are well and whose resources are registered and watched."""
-    node = well_node(*gpus, policy=policy)
-    node.tell(KubeletSocketSeen(K1))
+    node = healthy_node(*gpus, policy=policy)
+    node.apply(KubeletSocketSeen(K1))
     for name in list(node.state.registrations):
         node.accept(name)
     node.forget_effects()

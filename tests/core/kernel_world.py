@@ -80,14 +80,14 @@ class World:
         self,
         *,
         tier_driver: bool = False,
-        tells_starts: bool = True,
-        tells_opens: bool = True,
+        reports_starts: bool = True,
+        reports_opens: bool = True,
         start_ns: int = 90 * 10**9,
     ) -> None:
         self.now_ns = start_ns
         self.tier_driver = tier_driver
-        self.tells_starts = tells_starts
-        self.tells_opens = tells_opens
+        self.reports_starts = reports_starts
+        self.reports_opens = reports_opens
         self.opened: dict[int, int] = {}
         self.tasks: list[Task] = []
         self.files: dict[int, int] = {}
@@ -130,7 +130,7 @@ class World:
         self.rows.pop(_registered(file), None)
         task.fds.append(file)
         task.opened.add(device)
-        if self.probed and self.tells_opens:
+        if self.probed and self.reports_opens:
             self.opened[file] = self.now_ns
         self._emit(task, RmEventKind.OPEN, file=file, device=device)
         return file
@@ -194,7 +194,7 @@ class World:
         """A file of a GPU is registered to a control file, which the driver keeps for as long."""
         self.keeps[file] = control
         self.now_ns += 1
-        ticks = task.key.start_ticks if self.tells_starts else 0
+        ticks = task.key.start_ticks if self.reports_starts else 0
         row = RmObject(
             *_registered(file), self.now_ns, 7, file, task.key.pid, REGISTRATION, control, 0, ticks
         )
@@ -349,7 +349,7 @@ class World:
     ) -> None:
         self.now_ns += 1
         file = self.clients[client].file
-        ticks = task.key.start_ticks if self.tells_starts else 0
+        ticks = task.key.start_ticks if self.reports_starts else 0
         row = RmObject(client, handle, self.now_ns, 7, file, task.key.pid, rm_class, parent, instance, ticks)
         if self.probed:
             self.rows[client, handle] = row

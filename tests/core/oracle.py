@@ -300,7 +300,7 @@ class Oracle:
 
     # Facts
 
-    def tell(self, fact: Fact, now_ns: int) -> None:
+    def apply(self, fact: Fact, now_ns: int) -> None:
         """Write one fact down, then see what follows."""
         was_hung, were_out = self.hung, self.out_by_themselves()
         was_gone = self.is_let_go and self.driver_unloaded

@@ -126,51 +126,51 @@ def health(node: Node) -> dict[GpuUuid, Health]:
 def test_a_gpu_with_a_stale_prober_is_unknown_until_its_next_probe() -> None:
     node = registered_node(gpu(0), gpu(1))
     part = Part(GPU_PROBER, U0)
-    node.tell(PartsStale(frozenset({part})))
+    node.apply(PartsStale(frozenset({part})))
     assert (health(node)[U0], health(node)[U1]) == (Health.UNKNOWN, Health.HEALTHY)
     assert [each.gpus for each in node.snapshot().findings if each.reason is Reason.NOT_PROBED] == [(U0,)]
 
     # That nothing is expected of it any more is no proof.
-    node.tell(PartsStale(frozenset()))
+    node.apply(PartsStale(frozenset()))
     assert health(node)[U0] is Health.UNKNOWN
-    node.tell(facts.GpuProbePassed(U0))
+    node.apply(facts.GpuProbePassed(U0))
     assert health(node)[U0] is Health.HEALTHY
 
 
 def test_without_ears_for_xids_every_gpu_is_unknown_whatever_its_probes_say() -> None:
     node = registered_node(gpu(0), gpu(1))
-    node.tell(PartsStale(frozenset({Part(NVML_EVENTS)})), facts.GpuProbePassed(U0))
+    node.apply(PartsStale(frozenset({Part(NVML_EVENTS)})), facts.GpuProbePassed(U0))
     assert set(health(node).values()) == {Health.UNKNOWN}
     assert not node.snapshot().ready
-    node.tell(PartsStale(frozenset()))
+    node.apply(PartsStale(frozenset()))
     assert set(health(node).values()) == {Health.HEALTHY}
 
 
 def test_with_the_kernel_log_for_ears_a_gpu_is_out_by_what_that_says() -> None:
     node = registered_node(gpu(0), gpu(1), gpu(2))
-    node.tell(KernelXidSeen(gpu(2).pci, 95))
+    node.apply(KernelXidSeen(gpu(2).pci, 95))
     node.after(SECOND_NS, facts.GpuProbePassed(U0))
     deaf_ns = node.now_ns
     node.after(SECOND_NS, KernelXidSeen(gpu(0).pci, 95), KernelXidSeen(gpu(1).pci, 95, in_words=True))
     assert set(health(node).values()) == {Health.HEALTHY}
 
     events = Part(NVML_EVENTS)
-    node.tell(PartsStale(frozenset({events}), {events: deaf_ns}))
+    node.apply(PartsStale(frozenset({events}), {events: deaf_ns}))
     # The silence of NVML on later lines proves nothing; words that a user can write never count alone.
     assert list(health(node).values()) == [Health.UNHEALTHY, Health.HEALTHY, Health.HEALTHY]
     assert {each.reason for each in node.snapshot().findings} == {Reason.XID}
-    node.tell(KernelXidSeen(gpu(1).pci, 119))
+    node.apply(KernelXidSeen(gpu(1).pci, 119))
     assert health(node)[U1] is Health.UNHEALTHY
 
-    node.tell(PartsStale(frozenset({events, Part(facts.KERNEL_LOG)})))
+    node.apply(PartsStale(frozenset({events, Part(facts.KERNEL_LOG)})))
     assert health(node)[uuid(2)] is Health.UNKNOWN
-    node.tell(PartsStale(frozenset()))
+    node.apply(PartsStale(frozenset()))
     assert list(health(node).values()) == [Health.UNHEALTHY, Health.UNHEALTHY, Health.HEALTHY]
 
 
 def test_what_no_device_rests_on_is_named_and_takes_none_away() -> None:
     node = registered_node(gpu(0), gpu(1))
-    node.tell(PartsStale(frozenset({Part(NVML_NODE), Part(KUBELET_COUNT), Part(facts.KERNEL_LOG)})))
+    node.apply(PartsStale(frozenset({Part(NVML_NODE), Part(KUBELET_COUNT), Part(facts.KERNEL_LOG)})))
     assert set(health(node).values()) == {Health.HEALTHY}
     named = [
         each.message.split()[0] for each in node.snapshot().findings if each.reason is Reason.SOURCE_FAILED
@@ -181,7 +181,7 @@ def test_what_no_device_rests_on_is_named_and_takes_none_away() -> None:
 def test_an_overdue_gpu_and_a_released_driver_have_nothing_to_prove() -> None:
     node = registered_node(gpu(0), gpu(1))
     assert U0 in node.state.due_gpus
-    node.tell(facts.GpuCallOverdue(U0, "nvmlDeviceGetUUID", SECOND_NS))
+    node.apply(facts.GpuCallOverdue(U0, "nvmlDeviceGetUUID", SECOND_NS))
     assert U0 not in node.state.due_gpus
-    node.tell(facts.DriverReleased())
+    node.apply(facts.DriverReleased())
     assert node.state.due_gpus == frozenset()

@@ -25,7 +25,7 @@ from agent.model.usage import (
     Usage,
     UsageSource,
 )
-from tests.core.build import DEFAULT, START_NS, U0, Node, S, gpu, well_node
+from tests.core.build import DEFAULT, START_NS, U0, Node, S, gpu, healthy_node
 
 MIB = 2**20
 
@@ -44,7 +44,7 @@ def key(pid: int, start: int | None = None) -> ProcessKey:
     return ProcessKey(pid, pid if start is None else start)
 
 
-def look(
+def process_status(
     pid: int,
     *,
     pod: PodUid | None = None,
@@ -86,7 +86,7 @@ def process(
 ) -> ProcessUse:
     """A process with files of the driver; by default with one context on U0."""
     return ProcessUse(
-        status=look(pid, pod=pod, comm=comm, state=state, start=start, service=service),
+        status=process_status(pid, pod=pod, comm=comm, state=state, start=start, service=service),
         since_ns=since_ns,
         holds=holds or (hold(),),
         files=3,
@@ -102,7 +102,7 @@ def orphan(
 ) -> Orphan:
     """What a process that ended left with others."""
     return Orphan(
-        owner=replace(look(owner, pod=POD_A, comm="train"), state=GONE),
+        owner=replace(process_status(owner, pod=POD_A, comm="train"), state=GONE),
         ended_ns=ended_ns,
         gpu=on,
         clients=1,
@@ -166,8 +166,8 @@ def pods(**alive: bool) -> PodsSeen:
 
 def node(policy: Policy = DEFAULT) -> Node:
     """A well node with two GPUs that no pod has."""
-    made = well_node(gpu(0), gpu(1), policy=policy)
-    made.tell(allocated(), pods())
+    made = healthy_node(gpu(0), gpu(1), policy=policy)
+    made.apply(allocated(), pods())
     return made
 
 
@@ -200,13 +200,13 @@ def pids(condition: Condition) -> list[int]:
     return [each.pid for each in condition.details.involved]
 
 
-def keep_telling(
+def repeat_facts(
     on: Node, for_ns: int, *facts: GpuUseSeen | AllocationsListed | PodsSeen | GpuMemorySeen
 ) -> None:
     """Let time pass while the sources tell the same again and again, as they do."""
     until_ns = on.now_ns + for_ns
     while on.now_ns < until_ns:
-        on.tell(*(_as_of(fact, on.now_ns) for fact in facts))
+        on.apply(*(_as_of(fact, on.now_ns) for fact in facts))
         on.until(min(on.now_ns + S, until_ns))
 
 

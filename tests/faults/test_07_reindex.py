@@ -18,7 +18,7 @@ from agent.model.health import Health, Reason
 from agent.model.ids import GpuUuid
 from agent.model.policy import Policy
 from agent.model.structs import replace
-from tests.core.build import GPU, Node, enumerated, gpu, passed, ready, uuid, well_node, xid
+from tests.core.build import GPU, Node, enumerated, gpu, healthy_node, passed, ready, uuid, xid
 from tests.faults.watched_node import watched_node
 from tests.sources.recorder import until
 
@@ -33,7 +33,7 @@ class Bus:
 
     def __init__(self) -> None:
         self.node = Node(QUICK)
-        self.node.tell(ready())
+        self.node.apply(ready())
         self.order: list[int] = []
         self.seen: set[int] = set()
         self.lost: set[int] = set()
@@ -47,12 +47,12 @@ class Bus:
         self.order = order
         self.seen |= set(order)
         self.lost = self.seen - set(order)
-        self.node.tell(enumerated(*(gpu(card, index=index) for index, card in enumerate(order))))
+        self.node.apply(enumerated(*(gpu(card, index=index) for index, card in enumerate(order))))
 
     def poll(self) -> None:
         """Every card that is listed passes as often as recovery asks for."""
         for _ in range(QUICK.recovery_clean_probes):
-            self.node.tell(*(passed(uuid(card)) for card in self.order))
+            self.node.apply(*(passed(uuid(card)) for card in self.order))
         self.sick -= self.returned & set(self.order)
         self.returned = set()
 
@@ -62,7 +62,7 @@ class Bus:
             card = self.order[index % len(self.order)]
             self.sick.add(card)
             self.returned.discard(card)
-            self.node.tell(xid(RESET_XID, uuid(card)))
+            self.node.apply(xid(RESET_XID, uuid(card)))
 
     def check(self) -> None:
         """What must be so at every moment."""
@@ -137,9 +137,9 @@ def test_all_that_come_back_are_well_again_wherever_they_are_listed(
 
 
 def test_another_card_in_the_same_slot_is_another_device_and_the_old_id_is_refused() -> None:
-    node = well_node(gpu(0), gpu(1), policy=QUICK)
+    node = healthy_node(gpu(0), gpu(1), policy=QUICK)
     new = replace(gpu(1), uuid=uuid(9))
-    node.tell(enumerated(gpu(0), new), passed(uuid(9)))
+    node.apply(enumerated(gpu(0), new), passed(uuid(9)))
     snapshot = node.snapshot()
     (resource,) = snapshot.resources
     refused = allocate(snapshot, resource, [uuid(1)])
@@ -149,7 +149,7 @@ def test_another_card_in_the_same_slot_is_another_device_and_the_old_id_is_refus
 
 
 def test_an_id_that_never_was_is_unknown() -> None:
-    node = well_node(gpu(0), policy=QUICK)
+    node = healthy_node(gpu(0), policy=QUICK)
     snapshot = node.snapshot()
     refused = allocate(snapshot, snapshot.resources[0], [uuid(7)])
     assert isinstance(refused, Rejection)

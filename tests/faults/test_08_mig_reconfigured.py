@@ -75,7 +75,7 @@ class Cards:
         return [card(each, self.layouts[each], self.made[each]) for each in range(CARDS)]
 
     def tell(self) -> None:
-        self.node.tell(enumerated(*self.cards()), *(passed(uuid(each)) for each in range(CARDS)))
+        self.node.apply(enumerated(*self.cards()), *(passed(uuid(each)) for each in range(CARDS)))
 
     def lay_out(self, number: int, layout: Layout) -> None:
         """Destroy what is there and make something else, or the same anew."""
@@ -90,18 +90,18 @@ class Cards:
         slices = self.cards()[number].mig_devices
         if not slices:
             self.sick.add(uuid(number))
-            self.node.tell(xid(RESET_XID, uuid(number)))
+            self.node.apply(xid(RESET_XID, uuid(number)))
             return
         chosen = slices[place % len(slices)]
         self.sick.add(chosen.uuid)
-        self.node.tell(xid(RESET_XID, uuid(number), gi=chosen.gi, ci=chosen.ci))
+        self.node.apply(xid(RESET_XID, uuid(number), gi=chosen.gi, ci=chosen.ci))
 
     def ask(self, strategy: MigStrategy, replicas: int | None) -> None:
         """Change the policy."""
         self.strategy, self.replicas = strategy, replicas
         names = [GPU, ResourceName("nvidia.com/mig-1g.10gb")]
         sharing = Sharing.of({} if replicas is None else dict.fromkeys(names, replicas))
-        self.node.tell(PolicyChanged(replace(QUICK, mig_strategy=strategy, sharing=sharing)))
+        self.node.apply(PolicyChanged(replace(QUICK, mig_strategy=strategy, sharing=sharing)))
 
     def expected(self) -> dict[str, dict[str, str]]:
         """What there is by resource: the UUID behind each id that is to be offered."""
@@ -165,7 +165,7 @@ def test_whatever_the_layouts_become_exactly_what_there_is_is_offered(
     steps: list[tuple[str, object, object]],
 ) -> None:
     cards = Cards()
-    cards.node.tell(ready())
+    cards.node.apply(ready())
     cards.tell()
     cards.check()
     for step in steps:
@@ -186,9 +186,9 @@ def test_whatever_the_layouts_become_exactly_what_there_is_is_offered(
 @given(st.integers(0, SLICES - 1), st.sampled_from([ALL, 0]))
 def test_of_seven_slices_of_one_card_exactly_the_one_with_the_fault_is_out(place: int, ci: int) -> None:
     cards = Cards()
-    cards.node.tell(ready())
+    cards.node.apply(ready())
     cards.lay_out(0, ("1g.10gb",) * SLICES)
-    cards.node.tell(xid(RESET_XID, uuid(0), gi=place + 1, ci=ci))
+    cards.node.apply(xid(RESET_XID, uuid(0), gi=place + 1, ci=ci))
     assert cards.node.unhealthy(ResourceName("nvidia.com/mig-1g.10gb")) == {f"MIG-0-1-{place}"}
 
 

@@ -21,7 +21,7 @@ from agent.model.usage import ProcessUse, Usage
 from agent.probe.request import RING_BYTES, Request
 from agent.threads import in_daemon_thread
 from tests.core.build import START_NS, U0, S
-from tests.core.use import POD_A, allocated, found, keep_telling, node, pods, process, seen
+from tests.core.use import POD_A, allocated, found, node, pods, process, repeat_facts, seen
 from tests.faults.probed import stand_in, watched
 from tests.harness import SLACK_NS
 from tests.probe.caller import Caller
@@ -155,18 +155,18 @@ async def test_nothing_is_lost_at_ten_thousand_events_a_second(call: Callable[..
 def test_what_is_found_while_events_are_lost_is_marked_as_incomplete() -> None:
     watched_node = node()
     facts = (allocated(), pods(a=False))
-    keep_telling(watched_node, 62 * S, seen(process(501, pod=POD_A)), *facts)
+    repeat_facts(watched_node, 62 * S, seen(process(501, pod=POD_A)), *facts)
     (whole,) = found(watched_node, LeakKind.POD_GONE)
     assert whole.details is not None
     assert not whole.details.incomplete
 
-    watched_node.tell(seen(process(501, pod=POD_A), complete=False))
+    watched_node.apply(seen(process(501, pod=POD_A), complete=False))
     (marked,) = found(watched_node, LeakKind.POD_GONE)
     assert marked.details is not None
     assert marked.details.incomplete
     assert marked.placement.gpu == U0
 
-    watched_node.tell(seen(process(501, pod=POD_A)))
+    watched_node.apply(seen(process(501, pod=POD_A)))
     (again,) = found(watched_node, LeakKind.POD_GONE)
     assert again.details is not None
     assert not again.details.incomplete

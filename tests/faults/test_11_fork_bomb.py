@@ -94,7 +94,7 @@ class Bomb:
         self.world = World()
         self.tracker = Tracker(GPUS)
         self.node = Node()
-        self.node.tell(
+        self.node.apply(
             ready(),
             enumerated(*(replace(gpu(number), uuid=uuid) for number, uuid in enumerate((V0, V1)))),
             passed(V0),
@@ -155,7 +155,7 @@ class Bomb:
 
     def tell(self) -> Usage:
         picture = self.tracker.usage_snapshot(self.node.now_ns)
-        self.node.tell(GpuUseSeen(picture), allocated(), pods())
+        self.node.apply(GpuUseSeen(picture), allocated(), pods())
         return picture
 
     def settled(self) -> Usage:

@@ -14,7 +14,7 @@ from agent.model.facts import AllocationsListed, KubeletSocketSeen, Tick
 from agent.model.health import Health
 from agent.model.snapshot import RegistrationPhase
 from tests.agent_process import flags_of, running, simulated_node, wait_allocatable
-from tests.core.build import GPU, K1, U0, S, gpu, passed, registered_node, well_node, xid
+from tests.core.build import GPU, K1, U0, S, gpu, healthy_node, passed, registered_node, xid
 
 HOUR = 3600 * S
 
@@ -106,11 +106,11 @@ async def test_an_agent_under_a_clock_that_jumps_does_the_same() -> None:
 
 
 def test_time_alone_cures_nothing() -> None:
-    node = well_node(gpu(0))
-    node.tell(xid(94), passed(), passed())
+    node = healthy_node(gpu(0))
+    node.apply(xid(94), passed(), passed())
     node.after(HOUR, Tick())
     assert node.health() == {U0: Health.UNHEALTHY}
-    node.tell(passed())
+    node.apply(passed())
     assert node.health() == {U0: Health.HEALTHY}
 
 
@@ -123,19 +123,19 @@ def test_a_registration_that_is_watched_stays() -> None:
 
 
 def test_a_refused_registration_is_tried_once_and_not_once_for_each_pause_slept_through() -> None:
-    node = well_node(gpu(0))
-    node.tell(KubeletSocketSeen(K1))
-    node.refuse()
+    node = healthy_node(gpu(0))
+    node.apply(KubeletSocketSeen(K1))
+    node.fail_registration()
     generation = node.standing(GPU).generation
     node.after(HOUR, Tick())
-    node.tell(Tick(), Tick())
+    node.apply(Tick(), Tick())
     assert node.standing(GPU).generation == generation + 1
 
 
 def test_who_holds_what_is_unknown_until_it_is_told_again() -> None:
-    node = well_node(gpu(0))
-    node.tell(AllocationsListed({}))
+    node = healthy_node(gpu(0))
+    node.apply(AllocationsListed({}))
     node.after(HOUR, Tick())
     assert node.snapshot().pods is None
-    node.tell(AllocationsListed({}))
+    node.apply(AllocationsListed({}))
     assert node.snapshot().pods == {}

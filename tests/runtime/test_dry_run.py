@@ -13,14 +13,14 @@ from agent.model.snapshot import Snapshot
 from agent.model.structs import replace
 from agent.runtime.control import Control
 from agent.runtime.dry_run import MAX_IDS, MAX_TOLD, dry_run, with_injection
-from tests.core.build import GPU, U0, U1, enumerated, gpu, mig_gpu, mig_uuid, well_node, xid
+from tests.core.build import GPU, U0, U1, enumerated, gpu, healthy_node, mig_gpu, mig_uuid, xid
 
 SLICED = mig_gpu(2, (1, 0, "1g.10gb"), (2, 0, "1g.10gb"), (3, 0, "3g.40gb"))
 
 
 def snapshot(*gpus: Gpu, shares: int = 0) -> Snapshot:
     sharing = Sharing(shares=(Share(GPU, shares),) if shares else ())
-    return well_node(*gpus, policy=Policy(mig_strategy="mixed", sharing=sharing)).snapshot()
+    return healthy_node(*gpus, policy=Policy(mig_strategy="mixed", sharing=sharing)).snapshot()
 
 
 def numbered(card: Gpu) -> Gpu:
@@ -41,8 +41,8 @@ def test_a_gpu_is_meant_by_its_index_or_uuid(word: str, uuid: str) -> None:
 
 
 def test_an_index_means_the_gpu_that_has_it_now() -> None:
-    node = well_node(gpu(0), gpu(1))
-    node.tell(enumerated(gpu(1, index=0)))
+    node = healthy_node(gpu(0), gpu(1))
+    node.apply(enumerated(gpu(1, index=0)))
     assert visible(node.snapshot(), "0") == U1
     with pytest.raises(AgentError, match=f"^1 is not a device .* which has {U0}, 0;"):
         dry_run(node.snapshot(), ["1"])
@@ -112,8 +112,8 @@ def test_the_resource_can_be_named() -> None:
 
 
 def test_an_unhealthy_device_is_refused_with_its_reason() -> None:
-    node = well_node(gpu(0))
-    node.tell(xid(79))
+    node = healthy_node(gpu(0))
+    node.apply(xid(79))
     with pytest.raises(AgentError, match="XID 79"):
         dry_run(node.snapshot(), ["0"])
 

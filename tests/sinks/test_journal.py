@@ -164,7 +164,7 @@ def test_a_sentence_names_the_object_and_the_reason(
 async def test_every_event_of_a_gpu_names_it_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
     node = registered_node(gpu(0), gpu(3))
     node.forget_effects()
-    effects = node.tell(xid(79, U3), failed(U3, 15), enumerated(gpu(0)))
+    effects = node.apply(xid(79, U3), failed(U3, 15), enumerated(gpu(0)))
     with caplog.at_level(logging.INFO):
         for effect in effects:
             if isinstance(effect, RecordEvent):

@@ -52,7 +52,7 @@ def as_json(document: object) -> dict[str, Any]:
 def in_use() -> Node:
     """Return a node with a pod's process with two contexts, a partial one, the agent and an orphan."""
     made = node()
-    made.tell(
+    made.apply(
         ProbeSeen(RUNNING),
         allocated((U0, "ns1/job-a")),
         memory(user(4711, 512), used=600),
@@ -165,7 +165,7 @@ def test_what_is_not_known_is_null() -> None:
         (None, None)
     ] * 2
 
-    made.tell(seen(process(4711, hold(U0, None), pod=POD_B), source="proc", totals=(GpuTotal(U0, 1, None),)))
+    made.apply(seen(process(4711, hold(U0, None), pod=POD_B), source="proc", totals=(GpuTotal(U0, 1, None),)))
     document = contexts_of(made)
     (use,) = document["processes"]
     assert (use["gpus"][0]["contexts"], use["gpus"][0]["memory_bytes"]) == (None, None)
@@ -208,7 +208,7 @@ def test_a_gpu_has_its_allocation_and_its_holders() -> None:
 
 def test_a_process_that_only_nvml_reports_is_a_holder_of_unknown_owner() -> None:
     made = node()
-    made.tell(memory(user(999, 100)))
+    made.apply(memory(user(999, 100)))
 
     (holder,) = owners_of(made)["owners"][0]["holders"]
     assert (holder["pid"], holder["owner"], holder["comm"], holder["since"]) == (999, "unknown", "", None)
@@ -219,14 +219,14 @@ def test_a_pod_without_a_known_name_has_its_uid() -> None:
     unknown = "dddddddd-0000-4000-8000-000000000000"
     use = process(5)
     stranger = replace(use, status=replace(use.status, pod=PodRef(unknown, None, None)))  # type: ignore[arg-type]
-    made.tell(seen(stranger))
+    made.apply(seen(stranger))
 
     assert contexts_of(made)["processes"][0]["pod"] == unknown
 
 
 def test_a_finding_has_no_number_as_an_xid_has() -> None:
     made = node()
-    made.tell(seen(process(8), orphans=[orphan(7, 8, ended_ns=0)]))
+    made.apply(seen(process(8), orphans=[orphan(7, 8, ended_ns=0)]))
 
     (condition,) = as_json(documents.conditions(made.snapshot(), time_of))["conditions"]
     assert (condition["code"], condition["number"]) == ("context_leak", None)
@@ -258,7 +258,7 @@ def test_the_table_of_contexts_has_a_row_for_each_gpu_of_a_process() -> None:
 
 def test_some_of_many_holders_of_contexts_are_named() -> None:
     made = node()
-    made.tell(seen(orphans=[orphan(4000, 5, 6, 7, 8, contexts=None)], at_ns=START_NS))
+    made.apply(seen(orphans=[orphan(4000, 5, 6, 7, 8, contexts=None)], at_ns=START_NS))
 
     lines = context_lines(contexts_of(made), now_ns=NOW_NS, is_wide=False)
     assert lines[-1].split() == ["4000", "train", "0", "<unknown>", "0s", "5,6,+2", "ns1/job-a"]
@@ -284,15 +284,15 @@ def test_the_table_of_owners_has_a_row_for_each_holder_but_the_agent() -> None:
 
 def test_a_gpu_that_only_the_agent_holds_has_no_holder() -> None:
     made = node()
-    made.tell(seen(process(1, hold(U0, 0), is_agent=True)))
+    made.apply(seen(process(1, hold(U0, 0), is_agent=True)))
 
     assert owner_lines(owners_of(made), is_wide=False)[1].split() == ["0", *["<none>"] * 5]
 
 
 def test_a_mig_device_is_named_by_its_instances() -> None:
     made = node()
-    made.tell(GpusEnumerated((mig_gpu(0, (3, 0, "3g.40gb"), (5, 0, "3g.40gb")),)))
-    made.tell(seen(process(7, hold(U0, 1, slices=(Placement(U0, 5, 0),)))))
+    made.apply(GpusEnumerated((mig_gpu(0, (3, 0, "3g.40gb"), (5, 0, "3g.40gb")),)))
+    made.apply(seen(process(7, hold(U0, 1, slices=(Placement(U0, 5, 0),)))))
 
     rows = [line.split()[:4] for line in owner_lines(owners_of(made), is_wide=False)[1:]]
     assert rows[:2] == [["0/gi3/ci0", "<none>", "<none>", "<none>"], ["0/gi5/ci0", "<none>", "host", "7"]]
@@ -333,8 +333,8 @@ def test_the_notes_name_the_limits_of_the_table() -> None:
     made = node()
     assert list(notes(contexts_of(made))) == ["Nothing was read yet, or the probe is off (--probe-tier)"]
 
-    made.tell(ProbeSeen(ProbeView("disabled", tier="procfs", code="kernel_lockdown", message="Locked down")))
-    made.tell(seen(process(5, hold(U0, None)), source="proc"))
+    made.apply(ProbeSeen(ProbeView("disabled", tier="procfs", code="kernel_lockdown", message="Locked down")))
+    made.apply(seen(process(5, hold(U0, None)), source="proc"))
     assert list(notes(contexts_of(made))) == ["Contexts are unknown, only open files are known: Locked down"]
 
     document = contexts_of(in_use())
@@ -349,7 +349,7 @@ def test_the_notes_name_the_limits_of_the_table() -> None:
 
 def test_the_tables_show_unknown_values_as_unknown() -> None:
     made = node()
-    made.tell(seen(process(5, hold(U0, None)), unplaced(6), source="proc"))
+    made.apply(seen(process(5, hold(U0, None)), unplaced(6), source="proc"))
 
     lines = context_lines(contexts_of(made), now_ns=NOW_NS, is_wide=False)
     assert lines[1].split()[2:5] == ["0", "<unknown>", "<unknown>"]

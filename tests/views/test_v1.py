@@ -17,7 +17,7 @@ from tests.views.test_usage import in_use, time_of
 def unhealthy() -> Node:
     """Return a node with an XID, and a leak whose condition names a process."""
     made = node()
-    made.tell(xid(79, U0), seen(process(8), orphans=[orphan(7, 8, ended_ns=0)]))
+    made.apply(xid(79, U0), seen(process(8), orphans=[orphan(7, 8, ended_ns=0)]))
     return made
 
 

@@ -29,7 +29,7 @@ from agent.model.ids import DeviceId, GpuUuid, Placement, ResourceName
 from agent.model.policy import Injection, MigStrategy, Policy
 from agent.model.snapshot import Device
 from agent.model.structs import replace
-from tests.core.build import U0, U1, gpu, mig_gpu, mig_uuid, well_node
+from tests.core.build import U0, U1, gpu, healthy_node, mig_gpu, mig_uuid
 
 LIB = "/usr/lib/x86_64-linux-gnu"
 CTK = "/usr/bin/nvidia-ctk"
@@ -99,14 +99,14 @@ def test_one_device_that_cdi_has_no_name_for_is_unhealthy_and_takes_no_other_out
         Policy(mig_strategy="mixed", injection=Injection(strategies=("cdi-cri",), ids=ids))
         for ids in ("uuid", "index")
     )
-    node = well_node(gpu(0), SLASHED, policy=by_uuid)
-    node.tell(DeviceNodesSeen(()))
+    node = healthy_node(gpu(0), SLASHED, policy=by_uuid)
+    node.apply(DeviceNodesSeen(()))
     assert [(each.reason, each.placement, each.message) for each in node.conditions()] == [
         (Reason.CDI_UNRESOLVABLE, Placement(U1, 1, 0), problem)
     ]
     assert node.unhealthy(ResourceName("nvidia.com/mig-1g.10gb")) == {OLD_UUID}
     assert node.unhealthy() == set()
-    node.tell(PolicyChanged(by_index))
+    node.apply(PolicyChanged(by_index))
     assert [each.lasts for each in node.conditions()] == [False]
     every = names(made((gpu(0), SLASHED), files=files, mig_strategy="mixed", ids="index"))
     assert len(every) == 3

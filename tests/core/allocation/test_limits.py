@@ -11,13 +11,13 @@ from agent.model.policy import Policy
 from agent.model.sharing import Share, Sharing
 from agent.model.snapshot import Resource
 from agent.model.structs import replace
-from tests.core.build import C1B, GPU, U0, U1, Node, enumerated, gpu, mig_uuid, ready, well_node, xid
+from tests.core.build import C1B, GPU, U0, U1, Node, enumerated, gpu, healthy_node, mig_uuid, ready, xid
 
 FOUR = (Share(GPU, 4),)
 
 
 def sharing_node(sharing: Sharing) -> Node:
-    return well_node(gpu(0), gpu(1), policy=Policy(sharing=sharing))
+    return healthy_node(gpu(0), gpu(1), policy=Policy(sharing=sharing))
 
 
 def resource_of(node: Node) -> Resource:
@@ -100,8 +100,8 @@ def started(node: Node, *ids: str) -> Rejection | None:
 
 
 def test_a_device_that_broke_after_it_was_allocated_keeps_the_container_from_starting() -> None:
-    node = well_node(gpu(0), gpu(1))
-    node.tell(xid(79, U1))
+    node = healthy_node(gpu(0), gpu(1))
+    node.apply(xid(79, U1))
     assert started(node, U0) is None
     assert started(node, U0, U1) == Rejection(
         "unhealthy",
@@ -113,29 +113,29 @@ def test_a_device_that_broke_after_it_was_allocated_keeps_the_container_from_sta
 
 def test_a_share_of_a_broken_device_does_so_too() -> None:
     node = sharing_node(Sharing(shares=FOUR))
-    node.tell(GpuCallFailed(U0, code=15, call="nvmlDeviceGetMemoryInfo", message="GPU is lost"))
+    node.apply(GpuCallFailed(U0, code=15, call="nvmlDeviceGetMemoryInfo", message="GPU is lost"))
     refusal = started(node, f"{U0}::2")
     assert refusal is not None
     assert refusal.message.startswith(f"{U0}::2 (GPU 0) failed after it was allocated: gpu_lost")
 
 
 def test_a_slice_that_is_well_starts_beside_one_that_is_not() -> None:
-    node = well_node(C1B, policy=Policy(mig_strategy="single"))
-    node.tell(xid(95, gi=1, ci=0))
+    node = healthy_node(C1B, policy=Policy(mig_strategy="single"))
+    node.apply(xid(95, gi=1, ci=0))
     assert started(node, mig_uuid(0)) is not None
     assert started(node, mig_uuid(1)) is None
 
 
 def test_a_gpu_that_an_operator_took_out_starts_nothing_any_more() -> None:
-    node = well_node(gpu(0))
-    node.tell(HoldRequested(U0, "smells of smoke"))
+    node = healthy_node(gpu(0))
+    node.apply(HoldRequested(U0, "smells of smoke"))
     refusal = started(node, U0)
     assert refusal is not None
     assert "smells of smoke" in refusal.message
 
 
 def with_condition(evidence: Evidence, *, flips: bool) -> Resource:
-    resource = resource_of(well_node(gpu(0)))
+    resource = resource_of(healthy_node(gpu(0)))
     condition = Condition(
         key=ConditionKey(SourceName("nvml"), Reason.THERMAL, Placement(U0), 0),
         evidence=evidence,
@@ -166,11 +166,11 @@ def test_only_hard_evidence_that_takes_a_device_out_counts(
 
 
 def test_a_device_that_is_not_known_keeps_nothing_from_starting() -> None:
-    assert started(well_node(gpu(0)), U1, "no such device") is None
+    assert started(healthy_node(gpu(0)), U1, "no such device") is None
 
 
 def test_a_device_that_was_not_probed_keeps_nothing_from_starting() -> None:
     node = Node()
-    node.tell(ready(), enumerated(gpu(0)))
+    node.apply(ready(), enumerated(gpu(0)))
     assert isinstance(allocated(node, U0), Rejection)
     assert started(node, U0) is None

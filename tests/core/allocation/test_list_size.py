@@ -62,7 +62,7 @@ def test_as_many_replicas_as_the_kubelet_takes_are_offered_and_not_one_more() ->
     assert MAX_LIST_BYTES - 100 < len(encode_list(sick)) <= MAX_LIST_BYTES
     assert oversized([card], fits) == ()
 
-    node.tell(PolicyChanged(over))
+    node.apply(PolicyChanged(over))
     (resource,) = node.snapshot().resources
     assert resource.devices == ()
     (finding,) = [each for each in node.snapshot().findings if each.reason is Reason.LIST_TOO_LONG]

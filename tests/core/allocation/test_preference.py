@@ -31,10 +31,10 @@ from tests.core.build import (
     Node,
     failed,
     gpu,
+    healthy_node,
     mig_gpu,
     mig_uuid,
     uuid,
-    well_node,
     xid,
 )
 
@@ -79,8 +79,8 @@ def pcie_between(one: int, other: int) -> PcieDistance:
 def connected(count: int, nvlinks: Mapping[tuple[int, int], int] | None = None, switched: int = 0) -> Node:
     """A node with so many GPUs that are well and sampled."""
     gpus = [gpu(number) for number in range(count)]
-    node = well_node(*gpus)
-    node.tell(*(TopologySeen(one.uuid, sample(one, gpus, nvlinks or {}, switched)) for one in gpus))
+    node = healthy_node(*gpus)
+    node.apply(*(TopologySeen(one.uuid, sample(one, gpus, nvlinks or {}, switched)) for one in gpus))
     return node
 
 
@@ -139,8 +139,8 @@ def test_behind_nvswitches_the_pcie_switch_decides() -> None:
 
 def test_among_equally_connected_gpus_those_on_one_numa_node_are_preferred() -> None:
     gpus = [gpu(number, numa=number % 2) for number in range(4)]
-    node = well_node(*gpus)
-    node.tell(*(TopologySeen(one.uuid, TopologySample(NvLinks(to_switches=12))) for one in gpus))
+    node = healthy_node(*gpus)
+    node.apply(*(TopologySeen(one.uuid, TopologySample(NvLinks(to_switches=12))) for one in gpus))
     assert preferred(node, FOUR, 2) == [U0, U2]
 
 
@@ -148,13 +148,13 @@ def test_a_numa_node_that_is_told_anew_decides_among_equally_connected_gpus() ->
     node = connected(8)
     assert preferred(node, [U0, U2, U4, U6], 2) == [U0, U2]
     nodes = {0: 0, 2: 1, 4: 2, 6: 2}
-    node.tell(GpusEnumerated(tuple(gpu(number, numa=nodes.get(number)) for number in range(8))))
+    node.apply(GpusEnumerated(tuple(gpu(number, numa=nodes.get(number)) for number in range(8))))
     assert preferred(node, [U0, U2, U4, U6], 2) == [U4, U6]
 
 
 def test_a_gpu_with_unknown_links_takes_part_by_what_is_known() -> None:
     node = connected(4, {(0, 1): 2, (2, 3): 2})
-    node.tell(TopologySeen(U0, TopologySample()))
+    node.apply(TopologySeen(U0, TopologySample()))
     assert preferred(node, FOUR, 2) == [U2, U3]
     assert preferred(node, [U0, U1], 2) == [U0, U1]
 
@@ -163,7 +163,7 @@ def test_a_gpu_with_unknown_links_takes_part_by_what_is_known() -> None:
 def test_a_lost_gpu_does_not_stand_in_the_way_of_the_others(size: int) -> None:
     """Case G1."""
     node = connected(8, PAIRS)
-    node.tell(xid(79, U3), failed(U3, 15), TopologySeen(U3, TopologySample()))
+    node.apply(xid(79, U3), failed(U3, 15), TopologySeen(U3, TopologySample()))
     chosen = preferred(node, [item for item in EIGHT if item != U3], size)
     assert len(chosen) == size
     assert isinstance(allocate(node.snapshot(), resource_of(node), chosen), ContainerAnswer)
@@ -171,7 +171,7 @@ def test_a_lost_gpu_does_not_stand_in_the_way_of_the_others(size: int) -> None:
 
 def test_a_gpu_that_is_not_well_is_preferred_only_where_it_has_to_be() -> None:
     node = connected(4, {(0, 1): 4})
-    node.tell(failed(U1, 15))
+    node.apply(failed(U1, 15))
     assert preferred(node, FOUR, 2) == [U2, U3]
     assert preferred(node, FOUR, 3) == [U0, U2, U3]
     assert preferred(node, FOUR, 4) == FOUR
@@ -190,20 +190,20 @@ NODE = connected(8, PAIRS)
 
 
 def test_devices_of_one_numa_node_are_preferred() -> None:
-    node = well_node(*[gpu(number, numa=number % 2) for number in range(6)])
+    node = healthy_node(*[gpu(number, numa=number % 2) for number in range(6)])
     everything = [gpu(number).uuid for number in range(6)]
     assert preferred(node, everything, 3) == [U0, U2, U4]
     assert preferred(node, everything, 2, must=[U1]) == [U1, U3]
 
 
 def test_the_first_device_is_from_the_node_with_most_neighbours_left() -> None:
-    node = well_node(gpu(0, numa=0), gpu(1, numa=1), gpu(2, numa=1), gpu(3, numa=1))
+    node = healthy_node(gpu(0, numa=0), gpu(1, numa=1), gpu(2, numa=1), gpu(3, numa=1))
     assert preferred(node, FOUR, 2) == [U1, U2]
     assert preferred(node, FOUR, 1) == [U1]
 
 
 def test_without_anything_known_the_stable_order_decides() -> None:
-    node = well_node(*[gpu(number) for number in range(4)])
+    node = healthy_node(*[gpu(number) for number in range(4)])
     assert preferred(node, [U2, U0, U3, U1], 2) == [U0, U1]
 
 
@@ -214,7 +214,7 @@ def shares(
     count: int, *gpus: Gpu, policy: SharedAllocationPolicy = "distributed", distinct: bool = False
 ) -> Node:
     sharing = replace(Sharing.of({GPU: count}), distinct_cards=distinct)
-    return well_node(*gpus, policy=Policy(sharing=sharing, shared_allocation=policy))
+    return healthy_node(*gpus, policy=Policy(sharing=sharing, shared_allocation=policy))
 
 
 def share(on: str, replica: int) -> str:
@@ -311,7 +311,7 @@ def sliced(policy: SharedAllocationPolicy = "distributed") -> tuple[Node, list[s
     """Two GPUs with three slices of one profile each, and one slice of another."""
     slices = [(gi, 0, "1g.10gb") for gi in (1, 2, 3)]
     gpus = mig_gpu(0, *slices), mig_gpu(1, *slices, (4, 0, "2g.20gb"))
-    node = well_node(*gpus, policy=Policy(mig_strategy="mixed", shared_allocation=policy))
+    node = healthy_node(*gpus, policy=Policy(mig_strategy="mixed", shared_allocation=policy))
     return node, [device.id for device in node.devices(MIG)]
 
 
@@ -330,20 +330,20 @@ def test_packed_slices_are_of_the_gpu_that_is_in_use() -> None:
 
 
 def test_what_must_be_included_comes_first_and_once() -> None:
-    node = well_node(*[gpu(number) for number in range(4)])
+    node = healthy_node(*[gpu(number) for number in range(4)])
     assert preferred(node, FOUR, 3, must=[U3, U3]) == [U3, U0, U1]
 
 
 def test_asking_for_nothing_gives_nothing() -> None:
-    assert preferred(well_node(gpu(0)), [U0], 0) == []
+    assert preferred(healthy_node(gpu(0)), [U0], 0) == []
 
 
 def test_a_device_that_is_gone_does_not_stand_in_the_way_of_the_others() -> None:
-    assert preferred(well_node(gpu(0), gpu(1)), [U1, "MIG-gone", U0], 2) == [U0, U1]
+    assert preferred(healthy_node(gpu(0), gpu(1)), [U1, "MIG-gone", U0], 2) == [U0, U1]
 
 
 def test_what_must_be_included_has_to_be_available() -> None:
-    node = well_node(gpu(0), gpu(1))
+    node = healthy_node(gpu(0), gpu(1))
     assert refused(node, [U0], [U1, "x"], 2) == Rejection(
         "unknown", f"{U1} must be included but is not among the available devices"
     )
@@ -364,7 +364,7 @@ def test_what_must_be_included_has_to_be_available() -> None:
 def test_a_number_that_cannot_be_met_is_refused(
     available: list[str], must: list[str], size: int, numbers: str
 ) -> None:
-    node = well_node(gpu(0), gpu(1))
+    node = healthy_node(gpu(0), gpu(1))
     assert refused(node, available, must, size) == Rejection(
         "unsatisfiable", f"not enough available devices to satisfy allocation: {numbers}"
     )
@@ -383,7 +383,7 @@ def requests(draw: st.DrawFn) -> tuple[Node, list[str], list[str], int]:
     replicas = draw(st.sampled_from([1, 2, 4]))
     node = shares(replicas, *[gpu(n, numa=draw(st.sampled_from([None, 0, 1]))) for n in range(4)])
     sick = draw(st.sets(st.integers(0, 3), max_size=2))
-    node.tell(*(failed(uuid(number), 15) for number in sick))
+    node.apply(*(failed(uuid(number), 15) for number in sick))
     everything = [str(device.id) for device in node.devices()]
     available = draw(st.lists(st.sampled_from(everything), min_size=1, unique=True))
     must = draw(st.lists(st.sampled_from(available), max_size=3, unique=True))

@@ -61,7 +61,7 @@ GPUS = (gpu(0), gpu(1), sliced())
 
 def node_of(policy: Policy, control_nodes: tuple[str, ...]) -> Node:
     node = Node(policy)
-    node.tell(
+    node.apply(
         ready(),
         GpusEnumerated(GPUS, control_nodes=control_nodes),
         MpsSeen(ready=True),
@@ -191,6 +191,6 @@ def test_what_was_asked_for_before_leaves_no_trace(
     assume(injection != before)
     nodes = (*CONTROL, CHANNEL) if has_channel else CONTROL
     changed = node_of(Policy(injection=before), nodes)
-    changed.tell(PolicyChanged(Policy(injection=injection)))
+    changed.apply(PolicyChanged(Policy(injection=injection)))
     fresh = node_of(Policy(injection=injection), nodes)
     assert changed.health() == fresh.health()

@@ -24,9 +24,9 @@ from tests.core.build import (
     Node,
     enumerated,
     gpu,
+    healthy_node,
     mig_uuid,
     ready,
-    well_node,
     xid,
 )
 
@@ -40,7 +40,7 @@ def allocated(node: Node, *ids: str) -> ContainerAnswer | Rejection:
 
 
 def shares(count: int, *gpus: Gpu) -> Node:
-    return well_node(*gpus, policy=Policy(sharing=Sharing.of({GPU: count})))
+    return healthy_node(*gpus, policy=Policy(sharing=Sharing.of({GPU: count})))
 
 
 def share(on: str, replica: int) -> str:
@@ -51,20 +51,20 @@ def share(on: str, replica: int) -> str:
 
 
 def test_a_container_sees_the_uuids_of_its_devices() -> None:
-    node = well_node(gpu(0), gpu(1))
+    node = healthy_node(gpu(0), gpu(1))
     assert allocated(node, U1) == ContainerAnswer(envs={"NVIDIA_VISIBLE_DEVICES": U1})
 
 
 @given(st.permutations([0, 1, 2, 3]))
 def test_the_answer_does_not_depend_on_the_order_of_the_request(order: list[int]) -> None:
-    node = well_node(*[gpu(number) for number in range(4)])
+    node = healthy_node(*[gpu(number) for number in range(4)])
     answer = allocated(node, *[gpu(number).uuid for number in order])
     assert isinstance(answer, ContainerAnswer)
     assert answer.envs == {"NVIDIA_VISIBLE_DEVICES": f"{U0},{U1},{U2},{U3}"}
 
 
 def test_devices_are_in_the_order_of_their_indexes_instances_and_shares() -> None:
-    node = well_node(C1B, policy=Policy(mig_strategy="single"))
+    node = healthy_node(C1B, policy=Policy(mig_strategy="single"))
     answer = allocated(node, mig_uuid(2), mig_uuid(0))
     assert isinstance(answer, ContainerAnswer)
     assert answer.envs == {"NVIDIA_VISIBLE_DEVICES": f"{mig_uuid(0)},{mig_uuid(2)}"}
@@ -82,16 +82,16 @@ def test_two_shares_of_one_card_are_that_card_once() -> None:
 
 
 def test_nothing_is_asked_for_and_nothing_is_given() -> None:
-    assert allocated(well_node(gpu(0))) == ContainerAnswer(envs={"NVIDIA_VISIBLE_DEVICES": ""})
+    assert allocated(healthy_node(gpu(0))) == ContainerAnswer(envs={"NVIDIA_VISIBLE_DEVICES": ""})
 
 
 def test_device_nodes_are_given_where_they_are_asked_for() -> None:
-    node = well_node(
+    node = healthy_node(
         gpu(0, minor=3),
         gpu(1),
         policy=Policy(injection=Injection(pass_device_specs=True, device_root="/run/X/")),
     )
-    node.tell(
+    node.apply(
         replace(enumerated(gpu(0, minor=3), gpu(1)), control_nodes=("/dev/nvidiactl", "/dev/nvidia-uvm"))
     )
     answer = allocated(node, U0)
@@ -103,7 +103,7 @@ def test_device_nodes_are_given_where_they_are_asked_for() -> None:
 
 
 def test_device_nodes_of_two_shares_are_given_once_and_at_the_root_as_they_are() -> None:
-    node = well_node(
+    node = healthy_node(
         gpu(0), policy=Policy(injection=Injection(pass_device_specs=True), sharing=Sharing.of({GPU: 2}))
     )
     answer = allocated(node, share(U0, 0), share(U0, 1))
@@ -113,22 +113,22 @@ def test_device_nodes_of_two_shares_are_given_once_and_at_the_root_as_they_are()
 
 def test_a_gpu_whose_node_has_no_known_path_is_refused_where_nodes_are_given_by_path() -> None:
     blank = replace(gpu(0), minor=None)
-    node = well_node(blank, gpu(1), policy=Policy(injection=Injection(pass_device_specs=True)))
+    node = healthy_node(blank, gpu(1), policy=Policy(injection=Injection(pass_device_specs=True)))
     assert allocated(node, U0) == Rejection(
         "missing",
         f"{U0} (GPU 0) cannot be given to a container: the driver does not say which device node is that of"
         " its GPU; run nvidia-modprobe -u -c 0 (or reboot), or delete the pod so that it is allocated anew",
     )
-    node.tell(DeviceNodesSeen(()))
+    node.apply(DeviceNodesSeen(()))
     assert node.unhealthy() == {U0}
     assert [each.reason for each in node.conditions()] == [Reason.DEVICE_NODE_MISSING]
-    assert allocated(well_node(blank), U0) == ContainerAnswer(envs={"NVIDIA_VISIBLE_DEVICES": U0})
+    assert allocated(healthy_node(blank), U0) == ContainerAnswer(envs={"NVIDIA_VISIBLE_DEVICES": U0})
 
 
 def test_without_nvidia_uvm_a_container_gets_what_there_is_and_the_node_is_not_ready() -> None:
-    node = well_node(gpu(0), policy=Policy(injection=Injection(pass_device_specs=True)))
-    node.tell(replace(enumerated(gpu(0)), control_nodes=("/dev/nvidiactl",)))
-    node.tell(DeviceNodesSeen(("/dev/nvidia-uvm",)))
+    node = healthy_node(gpu(0), policy=Policy(injection=Injection(pass_device_specs=True)))
+    node.apply(replace(enumerated(gpu(0)), control_nodes=("/dev/nvidiactl",)))
+    node.apply(DeviceNodesSeen(("/dev/nvidia-uvm",)))
     assert node.unhealthy() == set()
     answer = allocated(node, U0)
     assert isinstance(answer, ContainerAnswer)
@@ -137,13 +137,13 @@ def test_without_nvidia_uvm_a_container_gets_what_there_is_and_the_node_is_not_r
         Reason.DEVICE_NODE_MISSING, "/dev/nvidia-uvm does not exist, so no CUDA program can start"
     )
     assert missing in node.snapshot().findings
-    node.tell(DeviceNodesSeen(()))
+    node.apply(DeviceNodesSeen(()))
     assert missing not in node.snapshot().findings
 
 
 def test_an_unhealthy_device_is_refused_with_its_reason_and_the_next_step() -> None:
-    node = well_node(gpu(0), gpu(1), gpu(2))
-    node.tell(xid(79, U2))
+    node = healthy_node(gpu(0), gpu(1), gpu(2))
+    node.apply(xid(79, U2))
     assert allocated(node, U1, U2) == Rejection(
         "unhealthy",
         f"{U2} (GPU 2) is unhealthy: xid: XID 79: GPU has fallen off the bus; reset the GPU or reboot the"
@@ -153,7 +153,7 @@ def test_an_unhealthy_device_is_refused_with_its_reason_and_the_next_step() -> N
 
 def test_a_device_that_was_not_probed_is_refused() -> None:
     node = Node()
-    node.tell(ready(), enumerated(gpu(0)))
+    node.apply(ready(), enumerated(gpu(0)))
     assert allocated(node, U0) == Rejection(
         "unhealthy",
         f"{U0} has not been probed yet, or not for too long, so it is not known to work;"
@@ -162,7 +162,7 @@ def test_a_device_that_was_not_probed_is_refused() -> None:
 
 
 def test_an_unknown_device_is_refused_by_name() -> None:
-    node = well_node(gpu(0))
+    node = healthy_node(gpu(0))
     assert allocated(node, U0, "GPU-nonsense", "GPU-nonsense", "b") == Rejection(
         "unknown",
         "invalid request: unknown devices: GPU-nonsense and b are not devices of nvidia.com/gpu on this"
@@ -181,20 +181,20 @@ def test_an_unknown_device_is_refused_by_name() -> None:
     ],
 )
 def test_a_name_from_outside_is_shown_short_and_printable(name: str, shown: str) -> None:
-    refusal = allocated(well_node(gpu(0)), name)
+    refusal = allocated(healthy_node(gpu(0)), name)
     assert isinstance(refusal, Rejection)
     assert f"unknown device: {shown} is not" in refusal.message
 
 
 def test_many_unknown_devices_are_named_by_the_first_four() -> None:
-    refusal = allocated(well_node(gpu(0)), *[f"d{number}" for number in range(10_000)])
+    refusal = allocated(healthy_node(gpu(0)), *[f"d{number}" for number in range(10_000)])
     assert isinstance(refusal, Rejection)
     assert "unknown devices: d0, d1, d2, d3 and 9996 more are not devices of" in refusal.message
 
 
 @given(st.lists(st.one_of(st.text(max_size=80), st.sampled_from([U0, U1, U3])), max_size=20))
 def test_every_request_is_answered_and_nothing_from_outside_gets_in(ids: list[str]) -> None:
-    node = well_node(gpu(0), gpu(1))
+    node = healthy_node(gpu(0), gpu(1))
     answer = allocated(node, *ids)
     if isinstance(answer, Rejection):
         assert set(ids) - {U0, U1}

@@ -262,10 +262,10 @@ def node_of(kind: Kind, injection: Injection, *, control_nodes: tuple[str, ...] 
     )
     node = Node(policy)
     gpus = gpus_of(kind)
-    node.tell(ready(), replace(enumerated(*gpus), control_nodes=control_nodes))
+    node.apply(ready(), replace(enumerated(*gpus), control_nodes=control_nodes))
     if kind.sharing == "mps":
-        node.tell(MpsSeen(ready=True))
-    node.tell(*(passed(item.uuid) for item in gpus))
+        node.apply(MpsSeen(ready=True))
+    node.apply(*(passed(item.uuid) for item in gpus))
     return node
 
 
@@ -498,7 +498,7 @@ def test_the_nodes_of_two_compute_instances_of_one_gpu_instance_are_given_once()
     second = replace(mig("12", 1, 1, 30, 32), ci=1)
     node = Node(Policy(mig_strategy="mixed", injection=Injection(pass_device_specs=True)))
     card = with_slices(0, first, second)
-    node.tell(ready(), enumerated(card), passed(card.uuid))
+    node.apply(ready(), enumerated(card), passed(card.uuid))
     snapshot = node.snapshot()
     answer = allocate(snapshot, snapshot.resources[-1], [second.uuid, first.uuid])
     assert not isinstance(answer, Rejection)
@@ -513,7 +513,7 @@ def test_the_nodes_of_two_compute_instances_of_one_gpu_instance_are_given_once()
 def test_a_slice_whose_capabilities_have_no_known_path_is_refused() -> None:
     blank = replace(mig("11", 1, 0, 30, 31), gi_minor=None, ci_minor=None)
     node = Node(Policy(mig_strategy="mixed", injection=Injection(pass_device_specs=True)))
-    node.tell(ready(), enumerated(with_slices(0, blank)), passed(with_slices(0).uuid))
+    node.apply(ready(), enumerated(with_slices(0, blank)), passed(with_slices(0).uuid))
     snapshot = node.snapshot()
     refusal = allocate(snapshot, snapshot.resources[-1], [blank.uuid])
     assert isinstance(refusal, Rejection)

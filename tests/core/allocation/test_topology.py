@@ -8,7 +8,7 @@ from agent.core.allocation.topology import MAX_PATH_PARTS, distance_of_paths, sc
 from agent.model.facts import TopologySeen
 from agent.model.gpu import Gpu
 from agent.model.topology import UNKNOWN_LINK, Link, NvLinks, PcieDistance, TopologySample
-from tests.core.build import U0, U1, U2, Node, enumerated, gpu, registered_node, uuid, well_node
+from tests.core.build import U0, U1, U2, Node, enumerated, gpu, healthy_node, registered_node, uuid
 
 ROOT = "pci0000:00"
 PORT = f"{ROOT}/0000:00:01.0"
@@ -17,8 +17,8 @@ SWITCH = f"{PORT}/0000:01:00.0"
 
 def sampled(*samples: TopologySample, gpus: tuple[Gpu, ...] | None = None) -> Node:
     listed = tuple(gpu(number) for number in range(len(samples))) if gpus is None else gpus
-    node = well_node(*listed)
-    node.tell(*(TopologySeen(one.uuid, sample) for one, sample in zip(listed, samples, strict=True)))
+    node = healthy_node(*listed)
+    node.apply(*(TopologySeen(one.uuid, sample) for one, sample in zip(listed, samples, strict=True)))
     return node
 
 
@@ -32,7 +32,7 @@ def between(node: Node, one: int = 0, other: int = 1) -> Link:
 
 
 def test_connections_are_unknown_before_the_first_sample() -> None:
-    assert between(well_node(gpu(0), gpu(1))) == UNKNOWN_LINK
+    assert between(healthy_node(gpu(0), gpu(1))) == UNKNOWN_LINK
 
 
 @pytest.mark.parametrize(
@@ -56,27 +56,27 @@ def test_two_gpus_have_the_links_that_are_up_at_both_ends(
 def test_a_gpu_that_is_gone_takes_only_its_own_links_along() -> None:
     switched = TopologySample(NvLinks(to_switches=12), {"0000:11:00.0": PcieDistance.HOST_BRIDGE})
     node = sampled(switched, switched, switched)
-    node.tell(enumerated(gpu(1), gpu(2)))
+    node.apply(enumerated(gpu(1), gpu(2)))
     assert between(node, 1, 2).nvlinks == 12
     assert between(node, 0, 1) == Link(None, PcieDistance.HOST_BRIDGE)
-    node.tell(enumerated(gpu(0), gpu(1), gpu(2)))
+    node.apply(enumerated(gpu(0), gpu(1), gpu(2)))
     assert between(node, 0, 1) == Link(12, PcieDistance.HOST_BRIDGE)
 
 
 def test_a_sample_of_an_unknown_gpu_is_ignored() -> None:
-    node = well_node(gpu(0))
+    node = healthy_node(gpu(0))
     before = node.state
-    node.tell(TopologySeen(U1, TopologySample(NvLinks())))
+    node.apply(TopologySeen(U1, TopologySample(NvLinks())))
     assert node.state is before
 
 
 def test_an_equal_sample_changes_nothing_and_no_sample_sends_anything() -> None:
     node = registered_node(gpu(0), gpu(1))
     devices = node.devices()
-    assert node.tell(TopologySeen(U0, TopologySample(NvLinks()))) == ()
+    assert node.apply(TopologySeen(U0, TopologySample(NvLinks()))) == ()
     assert node.devices() is devices
     before = node.state
-    node.tell(TopologySeen(U0, TopologySample(NvLinks())))
+    node.apply(TopologySeen(U0, TopologySample(NvLinks())))
     assert node.state is before
 
 

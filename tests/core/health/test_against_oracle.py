@@ -155,14 +155,14 @@ class AgainstOracle(RuleBasedStateMachine):
         self.state = initial_state(policy, None, now_ns=START_NS)
         self.oracle = Oracle(policy)
         self.wake_at_ns = START_NS
-        self.tell(Tick())
+        self.apply(Tick())
         if listed is not None:
-            self.tell(ready(), enumerated(*listed), KubeletSocketSeen(K1))
+            self.apply(ready(), enumerated(*listed), KubeletSocketSeen(K1))
             self.every_probe_passes(1)
 
     # One step of both
 
-    def tell(self, *facts: Fact) -> None:
+    def apply(self, *facts: Fact) -> None:
         for fact in facts:
             self.one_step(fact)
 
@@ -171,7 +171,7 @@ class AgainstOracle(RuleBasedStateMachine):
         self.state, effects, self.wake_at_ns = step(before, fact, self.now_ns)
         assert step(before, fact, self.now_ns) == (self.state, effects, self.wake_at_ns)
         generations = {name: link.generation for name, link in self.oracle.links.items()}
-        self.oracle.tell(fact, self.now_ns)
+        self.oracle.apply(fact, self.now_ns)
         self.agree_on_devices()
         self.agree_on_conditions()
         self.agree_on_registrations(generations, effects)
@@ -268,51 +268,51 @@ class AgainstOracle(RuleBasedStateMachine):
     def until(self, at_ns: int) -> None:
         while self.wake_at_ns < at_ns:
             self.now_ns = self.wake_at_ns
-            self.tell(Tick())
+            self.apply(Tick())
         self.now_ns = at_ns
 
     @rule(delay_ns=DELAYS)
     def time_passes(self, delay_ns: int) -> None:
         self.until(self.now_ns + min(delay_ns, 70 * S))
         self.now_ns += max(0, delay_ns - 70 * S)
-        self.tell(Tick())
+        self.apply(Tick())
 
     @rule()
     def until_something_is_due(self) -> None:
         self.until(max(self.now_ns, min(self.oracle.next_ns(), self.now_ns + 70 * S)))
-        self.tell(Tick())
+        self.apply(Tick())
 
     # What goes wrong
 
     @rule(uuid=UUIDS, code=XIDS, place=PLACES, source=st.sampled_from([NVML, KMSG]), count=st.integers(1, 3))
     def xid(self, uuid: GpuUuid, code: int, place: tuple[int, int], source: SourceName, count: int) -> None:
-        self.tell(xid(code, uuid, gi=place[0], ci=place[1], source=source, count=count))
+        self.apply(xid(code, uuid, gi=place[0], ci=place[1], source=source, count=count))
 
     @rule(uuid=UUIDS, code=st.sampled_from([15, 16, 999]))
     def call_fails(self, uuid: GpuUuid, code: int) -> None:
-        self.tell(failed(uuid, code))
+        self.apply(failed(uuid, code))
 
     @rule(uuid=UUIDS)
     def call_hangs(self, uuid: GpuUuid) -> None:
-        self.tell(overdue(uuid))
+        self.apply(overdue(uuid))
 
     @rule()
     def driver_hangs(self) -> None:
-        self.tell(DriverCallOverdue("nvmlInit_v2", 120 * S))
+        self.apply(DriverCallOverdue("nvmlInit_v2", 120 * S))
 
     @rule(unloaded=st.booleans())
     def driver_goes(self, *, unloaded: bool) -> None:
         reason = Reason.DRIVER_NOT_LOADED if unloaded else Reason.NVML_VERSION_MISMATCH
-        self.tell(DriverUnavailable(reason, "gone", unloaded=unloaded))
+        self.apply(DriverUnavailable(reason, "gone", unloaded=unloaded))
 
     @rule(listed=st.sampled_from(LISTS))
     def others_are_listed(self, listed: tuple[Gpu, ...]) -> None:
-        self.tell(enumerated(*listed))
+        self.apply(enumerated(*listed))
 
     @rule(quiet_ns=st.sampled_from([0, QUIET]), overrides=st.sampled_from([{}, {94: "ignore", 31: "flip"}]))
     def policy_changes(self, quiet_ns: int, overrides: dict[int, XidOverride]) -> None:
         old = self.state.policy
-        self.tell(
+        self.apply(
             PolicyChanged(
                 Policy(
                     mig_strategy=old.mig_strategy,
@@ -326,11 +326,11 @@ class AgainstOracle(RuleBasedStateMachine):
 
     @rule(strategy=STRATEGIES, sharing=SHARINGS)
     def other_devices_are_wanted(self, strategy: MigStrategy, sharing: Sharing) -> None:
-        self.tell(PolicyChanged(replace(self.state.policy, mig_strategy=strategy, sharing=sharing)))
+        self.apply(PolicyChanged(replace(self.state.policy, mig_strategy=strategy, sharing=sharing)))
 
     @rule(ready=st.booleans())
     def mps_daemon_is_seen(self, *, ready: bool) -> None:
-        self.tell(MpsSeen(ready=ready, message="" if ready else "no file"))
+        self.apply(MpsSeen(ready=ready, message="" if ready else "no file"))
 
     @rule(after_ns=DELAYS)
     def process_is_replaced(self, after_ns: int) -> None:
@@ -344,42 +344,42 @@ class AgainstOracle(RuleBasedStateMachine):
         self.oracle.restart(self.now_ns)
         self.agree_on_devices()
         self.wake_at_ns = self.now_ns
-        self.tell(Tick())
+        self.apply(Tick())
 
     # What is put right
 
     @rule(times=st.integers(1, 3))
     def every_probe_passes(self, times: int) -> None:
         for _ in range(times):
-            self.tell(*(passed(uuid) for uuid in list(self.state.gpus)))
+            self.apply(*(passed(uuid) for uuid in list(self.state.gpus)))
 
     @rule(uuid=UUIDS, times=st.integers(1, 4))
     def one_probe_passes(self, uuid: GpuUuid, times: int) -> None:
-        self.tell(*[passed(uuid)] * times)
+        self.apply(*[passed(uuid)] * times)
 
     @rule(uuid=UUIDS)
     def one_call_answers(self, uuid: GpuUuid) -> None:
-        self.tell(answered(uuid))
+        self.apply(answered(uuid))
 
     @rule()
     def driver_answers(self) -> None:
-        self.tell(DriverCallAnswered("nvmlInit_v2"))
+        self.apply(DriverCallAnswered("nvmlInit_v2"))
 
     @rule()
     def driver_is_there(self) -> None:
-        self.tell(ready(), enumerated(*LISTS[0]))
+        self.apply(ready(), enumerated(*LISTS[0]))
 
     @rule(reload=st.booleans())
     def everything_is_reset(self, *, reload: bool) -> None:
         if reload:
-            self.tell(DriverUnavailable(Reason.DRIVER_NOT_LOADED, "reload", unloaded=True), ready())
+            self.apply(DriverUnavailable(Reason.DRIVER_NOT_LOADED, "reload", unloaded=True), ready())
         else:
-            self.tell(enumerated())
-        self.tell(enumerated(*LISTS[0]))
+            self.apply(enumerated())
+        self.apply(enumerated(*LISTS[0]))
 
     @rule(quiet_ns=st.sampled_from([QUIET - 1, QUIET, QUIET + 1]))
     def everything_is_mended(self, quiet_ns: int) -> None:
-        self.tell(DriverCallAnswered("nvmlInit_v2"))
+        self.apply(DriverCallAnswered("nvmlInit_v2"))
         self.everything_is_reset(reload=True)
         self.every_probe_passes(3)
         self.time_passes(quiet_ns)
@@ -391,20 +391,20 @@ class AgainstOracle(RuleBasedStateMachine):
     def registrations_are_refused_for_a_while(self, times: int, failure: RegistrationFailure) -> None:
         for _ in range(times):
             for name, standing in list(self.state.registrations.items()):
-                self.tell(RegistrationFailed(name, standing.generation, failure, "no"))
+                self.apply(RegistrationFailed(name, standing.generation, failure, "no"))
             self.until_something_is_due()
 
     @precondition(lambda self: self.state.registrations)
     @rule(delay_ns=DELAYS)
     def kubelet_is_there_and_accepts(self, delay_ns: int) -> None:
-        self.tell(KubeletSocketSeen(K1))
+        self.apply(KubeletSocketSeen(K1))
         self.until_something_is_due()
         self.registrations_are_accepted(None, 1, opens_first=True)
         self.time_passes(delay_ns)
 
     @rule(identity=IDENTITIES)
     def kubelet_is_seen(self, identity: SocketIdentity | None) -> None:
-        self.tell(KubeletSocketSeen(identity))
+        self.apply(KubeletSocketSeen(identity))
 
     @precondition(lambda self: self.state.registrations)
     @rule(identity=IDENTITIES, live=st.integers(0, 2), opens_first=st.booleans())
@@ -415,26 +415,26 @@ class AgainstOracle(RuleBasedStateMachine):
             accepted = Registered(name, standing.generation, identity or standing.kubelet or K1, PLUGIN)
             opened = WatchersChanged(name, standing.generation, live)
             first, second = (opened, accepted) if opens_first else (accepted, opened)
-            self.tell(first, second)
+            self.apply(first, second)
 
     @precondition(lambda self: self.state.registrations)
     @rule(identity=IDENTITIES, choose=st.integers(0, 2))
     def register_is_sent(self, identity: SocketIdentity | None, choose: int) -> None:
         name, standing = list(self.state.registrations.items())[choose % len(self.state.registrations)]
-        self.tell(RegisterSent(name, standing.generation, identity or standing.kubelet or K1, PLUGIN))
+        self.apply(RegisterSent(name, standing.generation, identity or standing.kubelet or K1, PLUGIN))
 
     @precondition(lambda self: self.state.registrations)
     @rule(failure=FAILURES, behind=st.integers(0, 1), choose=st.integers(0, 2))
     def registration_fails(self, failure: RegistrationFailure, behind: int, choose: int) -> None:
         name, standing = list(self.state.registrations.items())[choose % len(self.state.registrations)]
-        self.tell(RegistrationFailed(name, standing.generation - behind, failure, "no"))
+        self.apply(RegistrationFailed(name, standing.generation - behind, failure, "no"))
 
     @precondition(lambda self: self.state.registrations)
     @rule(behind=st.integers(0, 1), by_file=st.booleans(), choose=st.integers(0, 2))
     def registration_ends(self, behind: int, choose: int, *, by_file: bool) -> None:
         name, standing = list(self.state.registrations.items())[choose % len(self.state.registrations)]
         generation = standing.generation - behind
-        self.tell(OwnSocketLost(name, generation) if by_file else WatchersChanged(name, generation, 0))
+        self.apply(OwnSocketLost(name, generation) if by_file else WatchersChanged(name, generation, 0))
 
 
 def on_wire(devices: dict[str, str]) -> list[tuple[str, bool]]:

@@ -140,11 +140,11 @@ class CausesAgainstOracle(RuleBasedStateMachine):
         self.state = initial_state(policy, None, now_ns=START_NS)
         self.oracle = Oracle(policy)
         self.wake_at_ns = START_NS
-        self.tell(ready(), enumerated(*ALL_GPUS), *(passed(each.uuid) for each in ALL_GPUS))
+        self.apply(ready(), enumerated(*ALL_GPUS), *(passed(each.uuid) for each in ALL_GPUS))
 
     # One step of both
 
-    def tell(self, *facts: Fact) -> None:
+    def apply(self, *facts: Fact) -> None:
         for fact in facts:
             self.one_step(fact)
 
@@ -152,7 +152,7 @@ class CausesAgainstOracle(RuleBasedStateMachine):
         before, had_evidence = self.state, self.oracle.hard_faults()
         was_released = self.oracle.released_until_ns
         self.state, effects, self.wake_at_ns = step(before, fact, self.now_ns)
-        self.oracle.tell(fact, self.now_ns)
+        self.oracle.apply(fact, self.now_ns)
         self.agree()
         assert self.wake_at_ns == min(self.now_ns + IDLE_NS, self.oracle.next_ns())
         if self.state == before:
@@ -213,23 +213,23 @@ class CausesAgainstOracle(RuleBasedStateMachine):
         while self.wake_at_ns < at_ns:
             assert self.wake_at_ns > self.now_ns
             self.now_ns = self.wake_at_ns
-            self.tell(Tick())
+            self.apply(Tick())
         self.now_ns = at_ns
 
     @rule(delay_ns=DELAYS)
     def time_passes(self, delay_ns: int) -> None:
         self.until(self.now_ns + min(delay_ns, 70 * S))
         self.now_ns += max(0, delay_ns - 70 * S)
-        self.tell(Tick())
+        self.apply(Tick())
 
     @rule()
     def until_something_is_due(self) -> None:
         due_ns = self.oracle.next_ns()
         if due_ns < self.now_ns + 3600 * S:
             self.now_ns = max(self.now_ns, due_ns - 1)
-            self.tell(Tick())
+            self.apply(Tick())
             self.now_ns = max(self.now_ns, due_ns)
-            self.tell(Tick())
+            self.apply(Tick())
 
     @rule(after_ns=DELAYS)
     def process_is_replaced(self, after_ns: int) -> None:
@@ -238,31 +238,31 @@ class CausesAgainstOracle(RuleBasedStateMachine):
         self.oracle.restart(self.now_ns)
         self.agree()
         self.wake_at_ns = self.now_ns
-        self.tell(Tick())
+        self.apply(Tick())
 
     # Polls
 
     @rule(uuid=UUIDS, read=READINGS, times=st.integers(1, 3))
     def polls_pass(self, uuid: GpuUuid, read: GpuSample, times: int) -> None:
         for _ in range(times):
-            self.tell(GpuSampled(uuid, read), passed(uuid))
+            self.apply(GpuSampled(uuid, read), passed(uuid))
 
     @rule(read=READINGS)
     def every_poll_passes(self, read: GpuSample) -> None:
         for uuid in (U0, U1, U2):
-            self.tell(GpuSampled(uuid, read), passed(uuid))
+            self.apply(GpuSampled(uuid, read), passed(uuid))
 
     @rule(uuid=UUIDS, code=st.sampled_from([15, 16, 999]))
     def call_fails(self, uuid: GpuUuid, code: int) -> None:
-        self.tell(failed(uuid, code))
+        self.apply(failed(uuid, code))
 
     @rule(uuid=UUIDS)
     def call_hangs(self, uuid: GpuUuid) -> None:
-        self.tell(overdue(uuid))
+        self.apply(overdue(uuid))
 
     @rule(hangs=st.booleans())
     def driver_hangs_or_answers(self, *, hangs: bool) -> None:
-        self.tell(DriverCallOverdue("wait", S) if hangs else DriverCallAnswered("wait"))
+        self.apply(DriverCallOverdue("wait", S) if hangs else DriverCallAnswered("wait"))
 
     # XIDs
 
@@ -279,74 +279,74 @@ class CausesAgainstOracle(RuleBasedStateMachine):
         told = xid(code, uuid, gi=gi, ci=ALL if gi == ALL else 0, source=NVML)
         orders: list[list[Fact]] = [[told], [told, logged], [logged, told], [logged]]
         for fact in orders[first]:
-            self.tell(fact)
+            self.apply(fact)
             self.until(self.now_ns + delay_ns)
 
     @rule(uuid=UUIDS, code=OLD_XIDS, count=st.integers(1, 3), backlog=st.booleans())
     def old_xid_is_told(self, uuid: GpuUuid, code: int, count: int, *, backlog: bool) -> None:
         pci = self.state.gpus[uuid].pci if uuid in self.state.gpus else "0000:ff:00.0"
-        self.tell(KernelXidSeen(pci, code, backlog=backlog, live=False, count=count))
+        self.apply(KernelXidSeen(pci, code, backlog=backlog, live=False, count=count))
 
     # The machine
 
     @rule(listed=LISTS, nodes=st.sampled_from([(), (CHANNEL,), (CHANNEL, "/dev/nvidiactl")]))
     def others_are_listed(self, listed: tuple[Gpu, ...], nodes: tuple[str, ...]) -> None:
-        self.tell(GpusEnumerated(listed, control_nodes=nodes))
+        self.apply(GpusEnumerated(listed, control_nodes=nodes))
 
     @rule(injection=INJECTIONS)
     def containers_are_given_devices_otherwise(self, injection: Injection) -> None:
-        self.tell(PolicyChanged(replace(self.state.policy, injection=injection)))
+        self.apply(PolicyChanged(replace(self.state.policy, injection=injection)))
 
     @rule(inode=st.sampled_from([None, 70, 71]))
     def module_is_seen(self, inode: int | None) -> None:
-        self.tell(DriverModuleSeen(inode))
+        self.apply(DriverModuleSeen(inode))
 
     @rule(number=st.integers(0, 3), bound=st.booleans())
     def gpu_is_bound(self, number: int, *, bound: bool) -> None:
-        self.tell(GpuRebound(gpu(number).pci, bound=bound))
+        self.apply(GpuRebound(gpu(number).pci, bound=bound))
 
     @rule(missing=MISSING)
     def nodes_are_seen(self, missing: tuple[str, ...]) -> None:
-        self.tell(DeviceNodesSeen(missing))
+        self.apply(DeviceNodesSeen(missing))
 
     @rule(unloaded=st.booleans(), back=st.booleans())
     def driver_goes(self, *, unloaded: bool, back: bool) -> None:
         reason = Reason.DRIVER_NOT_LOADED if unloaded else Reason.NVML_VERSION_MISMATCH
-        self.tell(DriverUnavailable(reason, "gone", unloaded=unloaded))
+        self.apply(DriverUnavailable(reason, "gone", unloaded=unloaded))
         if back:
-            self.tell(ready(), enumerated(*ALL_GPUS))
+            self.apply(ready(), enumerated(*ALL_GPUS))
 
     @rule()
     def driver_is_there(self) -> None:
-        self.tell(ready(), enumerated(*ALL_GPUS))
+        self.apply(ready(), enumerated(*ALL_GPUS))
 
     @rule(pods=PODS)
     def allocations_are_listed(self, pods: list[str]) -> None:
-        self.tell(AllocationsListed({DeviceId(name): "ns1/job-a" for name in pods}))
+        self.apply(AllocationsListed({DeviceId(name): "ns1/job-a" for name in pods}))
 
     # Orders
 
     @rule(selector=SELECTORS, why=st.sampled_from(["x", "y"]))
     def gpu_is_held(self, selector: str, why: str) -> None:
-        self.tell(HoldRequested(selector, why))
+        self.apply(HoldRequested(selector, why))
 
     @rule(selector=SELECTORS)
     def gpu_is_given_back(self, selector: str) -> None:
-        self.tell(UnholdRequested(selector))
+        self.apply(UnholdRequested(selector))
 
     @rule(uuid=UUIDS)
     def gpu_is_declared_well(self, uuid: GpuUuid) -> None:
-        self.tell(RecoverRequested(uuid))
+        self.apply(RecoverRequested(uuid))
 
     @rule(gpus=st.sets(UUIDS, min_size=1), for_ns=st.sampled_from([1, S, QUIET]), is_done=st.booleans())
     def driver_is_released(self, gpus: set[GpuUuid], for_ns: int, *, is_done: bool) -> None:
-        self.tell(ReleaseRequested(frozenset(gpus), for_ns))
+        self.apply(ReleaseRequested(frozenset(gpus), for_ns))
         if is_done:
-            self.tell(DriverReleased())
+            self.apply(DriverReleased())
 
     @rule()
     def driver_is_taken_back(self) -> None:
-        self.tell(ResumeRequested(), ready(), enumerated(*ALL_GPUS))
+        self.apply(ResumeRequested(), ready(), enumerated(*ALL_GPUS))
 
     @rule(
         soft=SOFT,
@@ -362,24 +362,24 @@ class CausesAgainstOracle(RuleBasedStateMachine):
             soft_flip_every_ns=every_ns,
             xid_policy="catalog" if catalog else "compat",
         )
-        self.tell(PolicyChanged(policy))
+        self.apply(PolicyChanged(policy))
 
     # Everything is mended
 
     @rule()
     def everything_is_mended_and_comes_back(self) -> None:
         """Nothing lasts for ever: what ends by itself or by a reset is gone after a reset and clean polls."""
-        self.tell(DriverCallAnswered("wait"), ResumeRequested(), DeviceNodesSeen(()))
-        self.tell(*(UnholdRequested(name) for name in list(self.state.holds)))
-        self.tell(DriverUnavailable(Reason.DRIVER_NOT_LOADED, "reload", unloaded=True), ready())
-        self.tell(GpusEnumerated(ALL_GPUS, control_nodes=(CHANNEL,)))
+        self.apply(DriverCallAnswered("wait"), ResumeRequested(), DeviceNodesSeen(()))
+        self.apply(*(UnholdRequested(name) for name in list(self.state.holds)))
+        self.apply(DriverUnavailable(Reason.DRIVER_NOT_LOADED, "reload", unloaded=True), ready())
+        self.apply(GpusEnumerated(ALL_GPUS, control_nodes=(CHANNEL,)))
         for _ in range(self.state.policy.recovery_clean_probes):
             self.every_poll_passes(NOTHING)
         self.until(self.now_ns + self.state.policy.recovery_quiet_ns)
-        self.tell(Tick())
+        self.apply(Tick())
         assert {item.recovery.value for item in self.state.conditions.values()} <= {"reboot", "by_hand"}
         for uuid in (U0, U1, U2):
-            self.tell(RecoverRequested(uuid))
+            self.apply(RecoverRequested(uuid))
         assert not self.state.conditions
 
 

@@ -47,11 +47,11 @@ from tests.core.build import (
     failed,
     fields_of,
     gpu,
+    healthy_node,
     mig_gpu,
     overdue,
     passed,
     ready,
-    well_node,
     xid,
 )
 
@@ -84,17 +84,17 @@ def history() -> list[str]:
     one = replace(gpu(0), uuid=GpuUuid("GPU-0"))
     two = replace(gpu(1), uuid=GpuUuid("GPU-1"))
     node = Node(Policy(recovery_clean_probes=1, recovery_quiet_ns=2 * S))
-    node.tell(*[TaskReported(name, running=True) for name in (NVML, KUBELET, DEVICE_PLUGIN)])
-    node.tell(DriverUnavailable(Reason.DRIVER_NOT_LOADED, "not loaded", unloaded=True))
+    node.apply(*[TaskReported(name, running=True) for name in (NVML, KUBELET, DEVICE_PLUGIN)])
+    node.apply(DriverUnavailable(Reason.DRIVER_NOT_LOADED, "not loaded", unloaded=True))
     node.after(S, ready(), enumerated(one, two), passed(one.uuid), passed(two.uuid))
     node.after(S, KubeletSocketSeen(K1))
-    node.refuse("rejected", "unsupported version")
+    node.fail_registration("rejected", "unsupported version")
     node.after(120 * MS)
-    node.refuse("rejected", "unsupported version")
+    node.fail_registration("rejected", "unsupported version")
     node.after(250 * MS)
     node.accept()
     node.until(START_NS + 10 * S)
-    node.tell(xid(79, one.uuid), xid(79, one.uuid, source=KMSG), xid(13, two.uuid), xid(7, None, gi=2, ci=1))
+    node.apply(xid(79, one.uuid), xid(79, one.uuid, source=KMSG), xid(13, two.uuid), xid(7, None, gi=2, ci=1))
     node.after(S, overdue(two.uuid), failed(one.uuid, 15), overdue(one.uuid))
     node.after(S, passed(two.uuid), passed(one.uuid))
     node.after(10 * S, enumerated(replace(two, index=0)))
@@ -108,11 +108,11 @@ def history() -> list[str]:
     node.end_stream()
     node.after(S, TaskReported(KUBELET, running=False, message="inotify failed"))
     node.after(S, TaskReported(KUBELET, running=True))
-    node.tell(HealthEventsUnsupported(one.uuid, "not supported"))
-    node.tell(HealthEventsUnsupported(GpuUuid("GPU-9"), "not supported"))
-    node.tell(FactsLost(SourceName("probe"), count=3), FactsLost(SourceName("probe"), count=4))
-    node.tell(DriverCallOverdue("nvmlInit_v2", 120 * S), DriverCallAnswered("nvmlInit_v2"))
-    node.tell(WatchedDirectoryDeleted("/var/lib/kubelet/device-plugins"))
+    node.apply(HealthEventsUnsupported(one.uuid, "not supported"))
+    node.apply(HealthEventsUnsupported(GpuUuid("GPU-9"), "not supported"))
+    node.apply(FactsLost(SourceName("probe"), count=3), FactsLost(SourceName("probe"), count=4))
+    node.apply(DriverCallOverdue("nvmlInit_v2", 120 * S), DriverCallAnswered("nvmlInit_v2"))
+    node.apply(WatchedDirectoryDeleted("/var/lib/kubelet/device-plugins"))
     return told(node)
 
 
@@ -123,7 +123,7 @@ def test_a_long_history_is_told_in_these_words() -> None:
 def test_what_is_registered_first_is_told_in_one_line() -> None:
     node = Node()
     cards = [gpu(number) for number in range(8)]
-    node.tell(KubeletSocketSeen(K1), ready(), enumerated(*cards), *(passed(each.uuid) for each in cards))
+    node.apply(KubeletSocketSeen(K1), ready(), enumerated(*cards), *(passed(each.uuid) for each in cards))
     assert node.registrations(GPU) == [START_NS]
     (line,) = [*node.events(EventKind.ALLOCATABLE), *node.events(EventKind.DEVICE)]
     assert (fields_of(line)["capacity"], fields_of(line)["allocatable"]) == (8, 8)
@@ -131,7 +131,9 @@ def test_what_is_registered_first_is_told_in_one_line() -> None:
 
 def test_a_fault_that_is_there_at_the_start_is_told_with_what_is_registered() -> None:
     node = Node()
-    node.tell(KubeletSocketSeen(K1), ready(), enumerated(gpu(0), gpu(1)), xid(79, U1), passed(U0), passed(U1))
+    node.apply(
+        KubeletSocketSeen(K1), ready(), enumerated(gpu(0), gpu(1)), xid(79, U1), passed(U0), passed(U1)
+    )
     (sick,) = node.events(EventKind.DEVICE)
     assert (fields_of(sick)["uuid"], fields_of(sick)["reason"], sick.warning) == (U1, "xid", True)
     (line,) = node.events(EventKind.ALLOCATABLE)
@@ -140,8 +142,8 @@ def test_a_fault_that_is_there_at_the_start_is_told_with_what_is_registered() ->
 
 
 def test_a_fault_that_was_kept_over_a_restart_is_told_though_nothing_answers() -> None:
-    node = well_node(gpu(0), gpu(1))
-    node.tell(xid(79, U1))
+    node = healthy_node(gpu(0), gpu(1))
+    node.apply(xid(79, U1))
     again = node.restarted()
     again.after(DEFAULT.first_probe_wait_ns)
     (sick,) = again.events(EventKind.DEVICE)
@@ -152,7 +154,7 @@ def test_a_fault_that_was_kept_over_a_restart_is_told_though_nothing_answers() -
 
 def test_an_agent_that_only_observes_tells_of_its_devices_in_time() -> None:
     node = Node(policy=replace(DEFAULT, observe=True))
-    node.tell(ready(), enumerated(gpu(0)))
+    node.apply(ready(), enumerated(gpu(0)))
     assert node.wake_at_ns == START_NS + DEFAULT.first_probe_wait_ns
     assert node.events(EventKind.ALLOCATABLE) == []
     node.after(DEFAULT.first_probe_wait_ns)
@@ -160,22 +162,22 @@ def test_an_agent_that_only_observes_tells_of_its_devices_in_time() -> None:
 
 
 def test_every_event_says_when_and_only_changes_are_told() -> None:
-    node = well_node(gpu(0))
+    node = healthy_node(gpu(0))
     assert changes(node.state, node.state, node.now_ns) == ()
     node.after(S, xid(48))
     assert {effect.at_ns for _, effect in node.effects if isinstance(effect, RecordEvent)} == {node.now_ns}
 
 
 def test_an_event_of_a_mig_device_says_where_it_is() -> None:
-    node = well_node(C1B, policy=Policy(mig_strategy="mixed"))
-    node.tell(xid(48, gi=2, ci=0))
+    node = healthy_node(C1B, policy=Policy(mig_strategy="mixed"))
+    node.apply(xid(48, gi=2, ci=0))
     (condition,) = node.events(EventKind.CONDITION)
     assert (fields_of(condition)["uuid"], fields_of(condition)["gi"], fields_of(condition)["ci"]) == (
         U0,
         2,
         0,
     )
-    node.tell(xid(13, gi=2, ci=0), xid(48, gi=9, ci=4))
+    node.apply(xid(13, gi=2, ci=0), xid(48, gi=9, ci=4))
     ignored, unknown = node.events(EventKind.XID)
     assert ignored.warning is False
     assert (fields_of(ignored)["gi"], fields_of(ignored)["ci"]) == (2, 0)
@@ -185,14 +187,14 @@ def test_an_event_of_a_mig_device_says_where_it_is() -> None:
 
 
 def test_an_event_of_a_whole_gpu_names_no_instance() -> None:
-    node = well_node(C1B, policy=Policy(mig_strategy="mixed"))
-    node.tell(xid(48), xid(13))
+    node = healthy_node(C1B, policy=Policy(mig_strategy="mixed"))
+    node.apply(xid(48), xid(13))
     assert all("gi" not in fields_of(event) for event in node.events())
 
 
 def test_lists_in_events_are_bounded_and_say_how_many_there_are() -> None:
-    node = well_node(gpu(0), gpu(1), policy=Policy(sharing=Sharing.of({GPU: 400})))
-    node.tell(xid(79))
+    node = healthy_node(gpu(0), gpu(1), policy=Policy(sharing=Sharing.of({GPU: 400})))
+    node.apply(xid(79))
     (device,) = node.events(EventKind.DEVICE)
     assert fields_of(device)["count"] == 400
     assert fields_of(device)["devices"] == [f"{U0}::{replica}" for replica in range(MAX_LISTED)]
@@ -206,7 +208,7 @@ def test_lists_in_events_are_bounded_and_say_how_many_there_are() -> None:
 def test_gpus_that_come_and_go_are_listed_by_pci_address_and_bounded() -> None:
     many = [replace(gpu(number), pci=f"0000:{99 - number}:00.0", index=number) for number in range(20)][::-1]
     node = Node()
-    node.tell(ready(), enumerated(*reversed(many)), enumerated(many[7]))
+    node.apply(ready(), enumerated(*reversed(many)), enumerated(many[7]))
     added, gone = node.events(EventKind.GPUS)
     assert fields_of(added)["count"] == 20
     assert fields_of(added)["added"] == [item.uuid for item in many[:MAX_LISTED]]
@@ -217,7 +219,7 @@ def test_gpus_that_come_and_go_are_listed_by_pci_address_and_bounded() -> None:
 
 def test_a_task_that_ends_before_it_ever_ran_is_told() -> None:
     node = Node()
-    node.tell(TaskReported(NVML, running=False, message="no such file"))
+    node.apply(TaskReported(NVML, running=False, message="no such file"))
     (event,) = node.events(EventKind.TASK)
     assert event.warning
     assert fields_of(event) == {"task": NVML, "failures": 1, "detail": "no such file"}
@@ -229,17 +231,17 @@ def test_a_task_that_ends_again_and_again_is_told_once_and_counted() -> None:
         node.after(S, TaskReported(NVML, running=False, message="no such file"))
     assert len(node.events(EventKind.TASK)) == 1
     assert node.state.tasks[NVML].failures == 5
-    node.tell(TaskReported(NVML, running=True))
+    node.apply(TaskReported(NVML, running=True))
     assert [event.message for event in node.events(EventKind.TASK)][1:] == ["A task runs again"]
     assert (node.state.tasks[NVML].running, node.state.tasks[NVML].failures) == (True, 5)
     before = node.state
-    node.tell(TaskReported(NVML, running=True))
+    node.apply(TaskReported(NVML, running=True))
     assert node.state is before
 
 
 def test_losses_are_added_up_by_source() -> None:
     node = Node()
-    node.tell(
+    node.apply(
         FactsLost(SourceName("a"), count=3),
         FactsLost(SourceName("b"), count=1),
         FactsLost(SourceName("a"), count=2),
@@ -249,16 +251,16 @@ def test_losses_are_added_up_by_source() -> None:
 
 
 def test_a_driver_of_another_version_is_told() -> None:
-    node = well_node(gpu(0))
-    node.tell(replace(ready(), driver_version="575.1"))
+    node = healthy_node(gpu(0))
+    node.apply(replace(ready(), driver_version="575.1"))
     (event,) = node.events()
     assert (event.kind, fields_of(event)["driver_version"]) == (EventKind.DRIVER, "575.1")
-    assert node.tell(replace(ready(), driver_version="575.1")) == ()
+    assert node.apply(replace(ready(), driver_version="575.1")) == ()
 
 
 def test_other_device_nodes_are_a_change_that_nobody_needs_to_be_told() -> None:
-    node = well_node(gpu(0))
-    assert node.tell(replace(enumerated(gpu(0)), control_nodes=("/dev/nvidiactl",))) == ()
+    node = healthy_node(gpu(0))
+    assert node.apply(replace(enumerated(gpu(0)), control_nodes=("/dev/nvidiactl",))) == ()
     assert node.snapshot().control_nodes == ("/dev/nvidiactl",)
 
 
@@ -266,10 +268,10 @@ def test_other_device_nodes_are_a_change_that_nobody_needs_to_be_told() -> None:
 
 
 def test_xids_outside_the_table_are_kept_apart_up_to_a_bound() -> None:
-    node = well_node(gpu(0))
+    node = healthy_node(gpu(0))
     for code in range(1000, 1000 + MAX_UNLISTED_XIDS + 10):
-        node.tell(xid(code))
-    node.tell(xid(1000), xid(79))
+        node.apply(xid(code))
+    node.apply(xid(1000), xid(79))
     counts = node.state.xids[U0]
     assert len(counts) == MAX_UNLISTED_XIDS + 2
     assert (counts[1000], counts[OTHER_XID], counts[79]) == (2, 10, 1)
@@ -282,7 +284,7 @@ def test_xids_outside_the_table_are_kept_apart_up_to_a_bound() -> None:
 
 
 def test_reports_that_are_too_old_to_be_of_the_same_fault_are_forgotten() -> None:
-    node = well_node(gpu(0))
+    node = healthy_node(gpu(0))
     for code in range(1, 60):
         node.after(S, xid(code))
     assert len(node.state.recent_xids) == 3
@@ -292,7 +294,7 @@ def test_reports_that_are_too_old_to_be_of_the_same_fault_are_forgotten() -> Non
 
 
 def test_a_change_is_dated_and_what_is_no_change_is_not() -> None:
-    node = well_node(gpu(0))
+    node = healthy_node(gpu(0))
     changed_ns = node.now_ns
     node.after(S, passed())
     node.after(S, xid(13, None))
@@ -303,27 +305,27 @@ def test_a_change_is_dated_and_what_is_no_change_is_not() -> None:
 
 def test_the_core_asks_to_be_stepped_within_five_seconds() -> None:
     node = Node()
-    node.tell(Tick())
+    node.apply(Tick())
     assert node.wake_at_ns == node.now_ns + IDLE_NS == node.now_ns + 5 * S
-    node.tell(xid(13, None))
+    node.apply(xid(13, None))
     assert node.wake_at_ns == node.now_ns + IDLE_NS
 
 
 def test_a_notice_without_a_change_keeps_the_state() -> None:
-    node = well_node(gpu(0))
+    node = healthy_node(gpu(0))
     before = node.state
-    (effect,) = node.tell(HealthEventsUnsupported(U0, "no"))
+    (effect,) = node.apply(HealthEventsUnsupported(U0, "no"))
     assert isinstance(effect, RecordEvent)
     assert node.state is before
-    assert node.tell(WatchedDirectoryDeleted("/x")) == (
+    assert node.apply(WatchedDirectoryDeleted("/x")) == (
         EndProcess(1, "/x was deleted; only a new process can write the one that takes its place"),
     )
     assert node.state is before
 
 
 def test_events_come_before_what_is_to_be_done() -> None:
-    node = well_node(gpu(0), mig_gpu(1, (1, 0, "1g.10gb")), policy=Policy(mig_strategy="mixed"))
-    effects: tuple[Effect, ...] = node.tell(KubeletSocketSeen(K1))
+    node = healthy_node(gpu(0), mig_gpu(1, (1, 0, "1g.10gb")), policy=Policy(mig_strategy="mixed"))
+    effects: tuple[Effect, ...] = node.apply(KubeletSocketSeen(K1))
     assert [type(effect) for effect in effects] == [RecordEvent, RegisterResource, RegisterResource]
     assert {effect.resource for effect in effects if isinstance(effect, RegisterResource)} == {
         GPU,
@@ -332,18 +334,18 @@ def test_events_come_before_what_is_to_be_done() -> None:
 
 
 def test_facts_on_unknown_gpus_change_nothing() -> None:
-    node = well_node(gpu(0))
+    node = healthy_node(gpu(0))
     before = node.state
     for fact in (passed(U1), failed(U1), overdue(U1)):
-        assert node.tell(fact) == ()
+        assert node.apply(fact) == ()
         assert node.state is before
 
 
 def test_a_gpu_whose_index_moves_is_the_same_gpu() -> None:
     three: list[Gpu] = [gpu(number) for number in range(3)]
-    node = well_node(*three)
+    node = healthy_node(*three)
     ids = [device.id for device in node.devices()]
-    node.tell(enumerated(replace(three[1], index=0), replace(three[2], index=1)))
+    node.apply(enumerated(replace(three[1], index=0), replace(three[2], index=1)))
     assert [device.id for device in node.devices()] == ids
     assert [device.index for device in node.devices()] == [0, 0, 1]
     assert node.unhealthy() == {U0}

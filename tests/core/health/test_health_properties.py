@@ -130,13 +130,13 @@ Check = Callable[[Node, Fact, int], None]
 def lived(history: History, policy: Policy, check: Check | None = None) -> Node:
     """A node with two GPUs after a history; ``check`` sees each fact before it is told, and its moment."""
     node = Node(policy)
-    node.tell(ready(), BOTH, *poll(U0), *poll(U1))
+    node.apply(ready(), BOTH, *poll(U0), *poll(U1))
     for gap_ns, fact in history:
         node.until(node.now_ns + min(gap_ns, QUIET + 1))
         node.now_ns += max(0, gap_ns - QUIET - 1)
         if check:
             check(node, fact, node.now_ns)
-        node.tell(fact)
+        node.apply(fact)
     return node
 
 
@@ -173,7 +173,7 @@ def test_a_poll_that_reads_nothing_raises_nothing_and_clears_nothing(
 ) -> None:
     node = lived(history, policy)
     before = node.state.conditions
-    node.tell(GpuSampled(U0 if on == U0 else U1, NOTHING))
+    node.apply(GpuSampled(U0 if on == U0 else U1, NOTHING))
     assert node.state.conditions == before
 
 
@@ -227,7 +227,7 @@ def test_stepping_more_often_than_asked_changes_nothing(
 ) -> None:
     seldom, often = Node(policy), Node(policy)
     for node in (seldom, often):
-        node.tell(ready(), BOTH)
+        node.apply(ready(), BOTH)
     step_more_often(seldom, often, history, extra)
 
 
@@ -236,10 +236,10 @@ def test_stepping_more_often_than_asked_changes_nothing(
 
 def mend(node: Node) -> None:
     """End every cause, also clocks held down in the last polls, and reset everything."""
-    node.tell(DriverCallAnswered("wait"), ResumeRequested(), DeviceNodesSeen(()))
-    node.tell(*(UnholdRequested(name) for name in list(node.state.holds)))
-    node.tell(ready(), BOTH, *(ALL_WELL * node.state.policy.slowdown_window_polls))
-    node.tell(UNLOADED, ready(), BOTH)
+    node.apply(DriverCallAnswered("wait"), ResumeRequested(), DeviceNodesSeen(()))
+    node.apply(*(UnholdRequested(name) for name in list(node.state.holds)))
+    node.apply(ready(), BOTH, *(ALL_WELL * node.state.policy.slowdown_window_polls))
+    node.apply(UNLOADED, ready(), BOTH)
 
 
 def comes_back_to_the_probe(node: Node, read: tuple[Fact, ...]) -> None:
@@ -250,21 +250,21 @@ def comes_back_to_the_probe(node: Node, read: tuple[Fact, ...]) -> None:
     assert node.unhealthy() == {U0, U1}
     first_ns = node.now_ns
     for _ in range(policy.recovery_clean_probes - 1):
-        node.tell(*read)
+        node.apply(*read)
         assert node.unhealthy() == {U0, U1}
     if policy.recovery_clean_probes == 1 or policy.recovery_quiet_ns == 0:
-        node.tell(*read)
+        node.apply(*read)
     else:
         node.until(first_ns + policy.recovery_quiet_ns)
-        node.tell(Tick())
+        node.apply(Tick())
         assert node.unhealthy() == {U0, U1}
-        node.tell(*read)
+        node.apply(*read)
     if policy.recovery_clean_probes == 1 and policy.recovery_quiet_ns:
         node.until(first_ns + policy.recovery_quiet_ns - 1)
-        node.tell(Tick())
+        node.apply(Tick())
         assert node.unhealthy() == {U0, U1}
         node.until(first_ns + policy.recovery_quiet_ns)
-        node.tell(Tick())
+        node.apply(Tick())
     assert {device.placement.gpu for device in node.devices() if device.health is Health.UNHEALTHY} == out
     assert all(item.recovery in for_ever for item in node.conditions())
 
@@ -284,7 +284,7 @@ def test_a_mended_node_comes_back_and_not_one_probe_sooner(
 def test_recover_brings_back_everything_that_does_not_last(history: History, policy: Policy) -> None:
     node = lived(history, policy)
     mend(node)
-    node.tell(*ALL_WELL, RecoverRequested(U0), RecoverRequested(U1))
+    node.apply(*ALL_WELL, RecoverRequested(U0), RecoverRequested(U1))
     assert node.conditions() == []
     assert node.unhealthy() == set()
 
@@ -310,9 +310,9 @@ def test_what_was_out_is_out_after_a_restart_until_its_rule_is_met(
         node.state.module_inode,
     )
     assert again.state.released_until_ns == node.state.released_until_ns
-    again.tell(Tick(), ready(), BOTH)
+    again.apply(Tick(), ready(), BOTH)
     for _ in range(policy.recovery_clean_probes - 1):
-        again.tell(passed(U0), passed(U1))
+        again.apply(passed(U0), passed(U1))
         assert out <= again.unhealthy()
 
 
@@ -322,10 +322,10 @@ def test_nothing_lasts_for_ever_over_a_restart(
 ) -> None:
     """Whatever happens before the restart and after it, a mended node comes back."""
     again = lived(history, policy).restarted(after_ns=S)
-    again.tell(Tick())
+    again.apply(Tick())
     for gap_ns, fact in more:
         again.until(again.now_ns + min(gap_ns, QUIET + 1))
-        again.tell(fact)
+        again.apply(fact)
     mend(again)
     comes_back_to_the_probe(again, read)
 
@@ -338,7 +338,7 @@ def test_a_policy_that_changes_ends_no_hard_fault(history: History, policy: Poli
     calm = replace(other, recovery_clean_probes=1000)
     node = lived(history, policy)
     before = {key for key, item in node.state.conditions.items() if item.flips and key.reason not in SOFT}
-    node.tell(PolicyChanged(calm))
+    node.apply(PolicyChanged(calm))
     after = {key for key, item in node.state.conditions.items() if item.flips and key.reason not in SOFT}
     assert after == before
     state = initial_state(calm, node.snapshot().durable, now_ns=node.now_ns)

@@ -18,7 +18,7 @@ def listed(*nodes: str) -> GpusEnumerated:
 
 def started(policy: Policy, *nodes: str) -> Node:
     node = Node(policy)
-    node.tell(ready(), listed(*nodes), passed(U0), passed(U1))
+    node.apply(ready(), listed(*nodes), passed(U0), passed(U1))
     return node
 
 
@@ -39,12 +39,12 @@ def test_the_first_sight_of_the_channel_counts_at_once_however_late_it_comes() -
 
 def test_a_channel_that_goes_and_comes_back_is_believed_after_clean_probes_and_quiet_time() -> None:
     node = started(REQUIRED, CHANNEL)
-    node.tell(listed())
+    node.apply(listed())
     assert node.unhealthy() == BOTH
     node.after(S, listed(CHANNEL))
     assert node.unhealthy() == BOTH
     for _ in range(REQUIRED.recovery_clean_probes):
-        node.tell(passed(U0), passed(U1))
+        node.apply(passed(U0), passed(U1))
     node.after(REQUIRED.recovery_quiet_ns)
     assert node.unhealthy() == set()
 
@@ -55,25 +55,25 @@ def test_a_channel_that_is_only_wanted_keeps_no_device_out() -> None:
 
 def test_a_policy_that_requires_a_channel_counts_at_once_and_so_does_one_that_does_not() -> None:
     node = started(WANTED)
-    node.tell(PolicyChanged(REQUIRED))
+    node.apply(PolicyChanged(REQUIRED))
     assert node.unhealthy() == BOTH
-    node.tell(PolicyChanged(WANTED))
+    node.apply(PolicyChanged(WANTED))
     assert node.unhealthy() == set()
     # As at a start: it was not required meanwhile.
-    node.tell(PolicyChanged(REQUIRED), listed(CHANNEL))
+    node.apply(PolicyChanged(REQUIRED), listed(CHANNEL))
     assert node.unhealthy() == set()
 
 
 def test_before_the_nodes_were_looked_at_nothing_is_said_of_a_channel() -> None:
     node = started(WANTED).restarted(after_ns=S)
-    node.tell(PolicyChanged(REQUIRED))
+    node.apply(PolicyChanged(REQUIRED))
     assert node.conditions() == []
 
 
 def test_after_a_restart_a_missing_channel_is_still_missing_and_its_first_sight_counts_at_once() -> None:
     node = started(REQUIRED).restarted(after_ns=S)
     assert len(node.conditions(Reason.IMEX_CHANNEL_MISSING)) == 2
-    node.tell(ready(), listed(CHANNEL), passed(U0), passed(U1))
+    node.apply(ready(), listed(CHANNEL), passed(U0), passed(U1))
     assert node.unhealthy() == set()
 
 
@@ -86,21 +86,21 @@ def test_a_channel_that_is_not_required_after_a_restart_is_not_missed() -> None:
 def test_a_channel_that_comes_and_goes_is_nobodys_flapping() -> None:
     node = started(replace(REQUIRED, recovery_quiet_ns=0, recovery_clean_probes=1), CHANNEL)
     for _ in range(5):
-        node.tell(listed(), listed(CHANNEL), passed(U0), passed(U1))
+        node.apply(listed(), listed(CHANNEL), passed(U0), passed(U1))
         assert node.unhealthy() == set()
     assert node.conditions(Reason.FLAPPING) == []
 
 
 def test_another_fault_outlasts_the_missing_channel_and_nobody_can_declare_it_there() -> None:
     node = started(REQUIRED)
-    node.tell(RecoverRequested(U0), xid(48))
+    node.apply(RecoverRequested(U0), xid(48))
     assert node.unhealthy() == BOTH
-    node.tell(listed(CHANNEL))
+    node.apply(listed(CHANNEL))
     assert node.unhealthy() == {U0}
     assert [each.reason for each in node.conditions()] == [Reason.XID]
 
 
 def test_a_card_that_is_found_later_needs_the_channel_too() -> None:
     node = registered_node(gpu(0), policy=REQUIRED)
-    node.tell(listed(), passed(U1))
+    node.apply(listed(), passed(U1))
     assert node.unhealthy() == BOTH

@@ -24,12 +24,12 @@ from tests.core.build import (
     S,
     enumerated,
     gpu,
+    healthy_node,
     mig_gpu,
     mig_uuid,
     passed,
     ready,
     registered_node,
-    well_node,
     xid,
 )
 
@@ -90,7 +90,7 @@ def test_strategy_single_offers_nothing_where_the_devices_are_unlike(
     assert mixed_profiles(gpus, SINGLE) == unlike
     assert offers(gpus, SINGLE, {}) == {GPU: ()}
     assert offers(gpus, SINGLE, offers([PLAIN], SINGLE, {})) == {GPU: ()}
-    node = well_node(*gpus, policy=SINGLE)
+    node = healthy_node(*gpus, policy=SINGLE)
     findings = {finding.reason: finding.message for finding in node.snapshot().findings}
     assert findings[Reason.MIG_SINGLE_NOT_UNIFORM] == (
         f"Strategy single needs one profile, found [{', '.join(unlike)}]"
@@ -124,7 +124,7 @@ def test_shares_are_numbered_from_zero_and_stay_where_their_device_is() -> None:
 
 def test_a_device_is_its_offer_with_a_verdict() -> None:
     policy = Policy(mig_strategy="mixed", sharing=Sharing.of({SMALL: 2}))
-    node = well_node(replace(C1B, numa_node=1), policy=policy)
+    node = healthy_node(replace(C1B, numa_node=1), policy=policy)
     for offer, device in zip(node.state.offers[SMALL], node.devices(SMALL), strict=True):
         assert asdict(offer).items() <= asdict(device).items()
         assert (device.health, device.reasons) == (Health.HEALTHY, ())
@@ -138,7 +138,7 @@ def test_the_order_is_that_of_the_pci_addresses_whatever_nvml_says(gpus: list[Gp
 def test_gpus_at_one_address_are_in_the_order_of_their_indexes() -> None:
     one, two = gpu(0, index=1), replace(gpu(1, index=0), pci=gpu(0).pci)
     assert ids(one, two, policy=Policy()) == {GPU: [U1, U0]}
-    node = well_node(one, two)
+    node = healthy_node(one, two)
     assert [view.gpu.uuid for view in node.snapshot().gpus] == [U1, U0]
 
 
@@ -157,7 +157,7 @@ def test_mig_devices_are_in_the_order_of_their_instances() -> None:
 def test_a_resource_that_was_offered_once_stays_with_an_empty_list() -> None:
     node = registered_node(C1B, policy=MIXED)
     assert list(node.state.registrations) == [SMALL]
-    node.tell(enumerated(mig_gpu(0, (1, 0, "3g.40gb"))), passed())
+    node.apply(enumerated(mig_gpu(0, (1, 0, "3g.40gb"))), passed())
     assert node.devices(SMALL) == ()
     assert node.standing(SMALL).registered
     assert [effect.resource for _, effect in node.effects if isinstance(effect, RegisterResource)] == [LARGE]
@@ -165,16 +165,16 @@ def test_a_resource_that_was_offered_once_stays_with_an_empty_list() -> None:
 
 
 def test_an_empty_resource_of_an_earlier_policy_is_not_registered() -> None:
-    node = well_node(C1B, policy=SINGLE)
-    node.tell(PolicyChanged(MIXED), KubeletSocketSeen(K1))
+    node = healthy_node(C1B, policy=SINGLE)
+    node.apply(PolicyChanged(MIXED), KubeletSocketSeen(K1))
     assert node.devices(GPU) == ()
     assert node.devices(SMALL) != ()
     assert node.registrations(SMALL) == [node.now_ns]
 
 
 def test_what_replaced_the_devices_of_an_earlier_process_is_registered() -> None:
-    node = well_node(C1B, policy=MIXED).restarted(after_ns=S)
-    node.tell(enumerated(mig_gpu(0, (1, 0, "3g.40gb"))), passed(), KubeletSocketSeen(K1))
+    node = healthy_node(C1B, policy=MIXED).restarted(after_ns=S)
+    node.apply(enumerated(mig_gpu(0, (1, 0, "3g.40gb"))), passed(), KubeletSocketSeen(K1))
     assert list(node.state.offers) == [SMALL, LARGE]
     assert list(node.state.registrations) == [LARGE]
     assert node.registrations(LARGE) == [node.now_ns]
@@ -189,30 +189,30 @@ def test_a_resource_waits_since_it_was_first_offered() -> None:
 
 
 def test_another_policy_changes_what_is_offered_and_an_equal_one_nothing() -> None:
-    node = well_node(gpu(0))
+    node = healthy_node(gpu(0))
     before = node.state
-    assert node.tell(PolicyChanged(replace(before.policy))) == ()
+    assert node.apply(PolicyChanged(replace(before.policy))) == ()
     assert node.state is before
-    node.tell(PolicyChanged(Policy(sharing=Sharing.of({GPU: 2}))))
+    node.apply(PolicyChanged(Policy(sharing=Sharing.of({GPU: 2}))))
     assert node.health() == {f"{U0}::0": Health.HEALTHY, f"{U0}::1": Health.HEALTHY}
 
 
 def test_capacity_does_not_fall_because_of_health() -> None:
-    node = well_node(*[gpu(number) for number in range(8)])
+    node = healthy_node(*[gpu(number) for number in range(8)])
     for number in range(8):
-        node.tell(xid(79, gpu(number).uuid))
-    node.tell(enumerated())
+        node.apply(xid(79, gpu(number).uuid))
+    node.apply(enumerated())
     (resource,) = node.snapshot().resources
     assert (resource.capacity, resource.allocatable) == (8, 0)
 
 
 def test_what_was_offered_is_offered_again_before_the_driver_answers() -> None:
     policy = Policy(sharing=Sharing.of({GPU: 2}))
-    node = well_node(gpu(0), gpu(1), policy=policy)
+    node = healthy_node(gpu(0), gpu(1), policy=policy)
     again = node.restarted(after_ns=S)
     assert [device.id for device in again.devices()] == [device.id for device in node.devices()]
     assert set(again.health().values()) == {Health.UNKNOWN}
-    again.tell(KubeletSocketSeen(K1))
+    again.apply(KubeletSocketSeen(K1))
     assert again.registrations() == []
     began_ns = again.now_ns
     again.until(began_ns + S)
@@ -225,5 +225,5 @@ def test_a_node_without_a_past_begins_with_nothing() -> None:
     assert node.state.devices == {}
     assert node.state.first_probes_by_ns is None
     assert node.snapshot().at_ns == node.now_ns
-    node.tell(ready())
-    assert well_node().restarted().state.first_probes_by_ns is None
+    node.apply(ready())
+    assert healthy_node().restarted().state.first_probes_by_ns is None

@@ -29,12 +29,12 @@ from tests.core.build import (
     enumerated,
     failed,
     gpu,
+    healthy_node,
     mig_gpu,
     passed,
     place,
     ready,
     registered_node,
-    well_node,
     xid,
 )
 from tests.core.polls import blind_poll, poll, read, reasons
@@ -57,7 +57,7 @@ def unbound(number: int = 0) -> GpuRebound:
 
 def recovers(node: Node) -> bool:
     """Whether clean probes and quiet time bring U0 back from here."""
-    node.tell(passed(), passed(), passed())
+    node.apply(passed(), passed(), passed())
     node.after(Q)
     return U0 not in node.unhealthy()
 
@@ -66,8 +66,8 @@ def recovers(node: Node) -> bool:
 
 
 def test_a_gpu_whose_node_is_missing_is_unhealthy_and_no_other() -> None:
-    node = well_node(gpu(0, minor=4), gpu(1))
-    node.tell(missing("/dev/nvidia4"))
+    node = healthy_node(gpu(0, minor=4), gpu(1))
+    node.apply(missing("/dev/nvidia4"))
     assert node.unhealthy() == {U0}
     assert node.conditions() == [
         Condition(
@@ -84,8 +84,8 @@ def test_a_gpu_whose_node_is_missing_is_unhealthy_and_no_other() -> None:
 
 
 def test_without_a_control_node_no_gpu_can_be_used() -> None:
-    node = well_node(gpu(0), gpu(1))
-    node.tell(missing("/dev/nvidia1", "/dev/nvidiactl", "/dev/nvidia-uvm"))
+    node = healthy_node(gpu(0), gpu(1))
+    node.apply(missing("/dev/nvidia1", "/dev/nvidiactl", "/dev/nvidia-uvm"))
     assert node.unhealthy() == {U0, U1}
     assert [item.message for item in node.conditions()] == [
         "/dev/nvidiactl does not exist",
@@ -94,33 +94,33 @@ def test_without_a_control_node_no_gpu_can_be_used() -> None:
 
 
 def test_the_node_of_no_known_gpu_is_nobodys_trouble() -> None:
-    node = well_node(gpu(0), replace(gpu(1), minor=None))
-    node.tell(missing("/dev/nvidia7"))
+    node = healthy_node(gpu(0), replace(gpu(1), minor=None))
+    node.apply(missing("/dev/nvidia7"))
     assert node.unhealthy() == set()
 
 
 def test_a_gpu_found_later_whose_node_was_missing_all_along_is_unhealthy() -> None:
-    node = well_node(gpu(0))
-    node.tell(missing("/dev/nvidia1"))
+    node = healthy_node(gpu(0))
+    node.apply(missing("/dev/nvidia1"))
     assert node.unhealthy() == set()
-    node.tell(enumerated(gpu(0), gpu(1)), passed(U1))
+    node.apply(enumerated(gpu(0), gpu(1)), passed(U1))
     assert node.unhealthy() == {U1}
 
 
 def test_a_gpu_whose_node_is_there_again_comes_back_by_the_rule() -> None:
-    node = well_node(gpu(0))
-    node.tell(missing("/dev/nvidia0"), passed(), passed(), passed())
+    node = healthy_node(gpu(0))
+    node.apply(missing("/dev/nvidia0"), passed(), passed(), passed())
     node.after(2 * Q)
-    node.tell(missing(), passed(), passed())
+    node.apply(missing(), passed(), passed())
     node.after(Q)
     assert node.unhealthy() == {U0}
-    node.tell(passed())
+    node.apply(passed())
     assert node.unhealthy() == set()
 
 
 def test_another_node_that_is_missing_too_is_the_same_trouble() -> None:
-    node = well_node(gpu(0))
-    node.tell(missing("/dev/nvidia0"))
+    node = healthy_node(gpu(0))
+    node.apply(missing("/dev/nvidia0"))
     node.after(S, missing("/dev/nvidia0", "/dev/nvidiactl"))
     (condition,) = node.conditions()
     assert (condition.count, condition.message) == (1, "/dev/nvidia0, /dev/nvidiactl does not exist")
@@ -146,18 +146,18 @@ def test_the_capability_node_of_a_mig_device_is_that_devices_alone(
     minor: int, places: list[tuple[int, int]]
 ) -> None:
     path = f"/dev/nvidia-caps/nvidia-cap{minor}"
-    node = well_node(mig_gpu_with_capabilities(), gpu(1))
-    node.tell(missing(path))
+    node = healthy_node(mig_gpu_with_capabilities(), gpu(1))
+    node.apply(missing(path))
     told = [(item.placement.gi, item.placement.ci, item.message) for item in node.conditions()]
     assert told == [(gi, ci, f"{path} does not exist") for gi, ci in places]
 
 
 def test_a_capability_node_that_is_there_again_brings_its_device_back_while_another_is_missing() -> None:
-    node = well_node(mig_gpu_with_capabilities())
+    node = healthy_node(mig_gpu_with_capabilities())
     first, second = (f"/dev/nvidia-caps/nvidia-cap{minor}" for minor in (13, 22))
-    node.tell(missing(first, second))
+    node.apply(missing(first, second))
     node.after(S, missing(second))
-    node.tell(passed(), passed(), passed())
+    node.apply(passed(), passed(), passed())
     node.after(Q)
     assert [(item.placement.gi, item.lasts) for item in node.conditions()] == [(2, True)]
 
@@ -168,15 +168,15 @@ def test_a_mig_device_without_a_known_node_cannot_be_given_by_cdi(strategy: Devi
     first, *others = known.mig_devices
     card = replace(known, mig_devices=(replace(first, gi_minor=None), *others))
     policy = Policy(mig_strategy="mixed", injection=Injection(strategies=("envvar", strategy)))
-    node = well_node(card, policy=policy)
-    node.tell(missing())
+    node = healthy_node(card, policy=policy)
+    node.apply(missing())
     [condition] = node.conditions()
     assert (condition.reason, condition.placement) == (
         Reason.DEVICE_NODE_MISSING,
         Placement(U0, first.gi, first.ci),
     )
     assert condition.message == "the driver does not say which device node is that of its GPU instance"
-    node.tell(enumerated(known))
+    node.apply(enumerated(known))
     assert recovers_all(node)
 
 
@@ -184,19 +184,19 @@ def test_a_mig_device_without_a_known_node_is_given_by_the_runtime_that_makes_it
     known = mig_gpu_with_capabilities()
     unknown = tuple(replace(mig, gi_minor=None, ci_minor=None) for mig in known.mig_devices)
     card = replace(known, mig_devices=unknown)
-    node = well_node(card, policy=Policy(mig_strategy="mixed"))
-    node.tell(missing())
+    node = healthy_node(card, policy=Policy(mig_strategy="mixed"))
+    node.apply(missing())
     assert node.conditions() == []
     by_cdi = Injection(strategies=("cdi-cri",))
-    node.tell(PolicyChanged(Policy(mig_strategy="mixed", injection=by_cdi)))
+    node.apply(PolicyChanged(Policy(mig_strategy="mixed", injection=by_cdi)))
     assert len(node.conditions(Reason.DEVICE_NODE_MISSING)) == len(unknown)
 
 
 def test_a_gpu_without_a_known_node_cannot_be_given_by_cdi() -> None:
     policy = Policy(injection=Injection(strategies=("cdi-cri",)))
-    node = well_node(gpu(0), replace(gpu(1), minor=None), policy=policy)
+    node = healthy_node(gpu(0), replace(gpu(1), minor=None), policy=policy)
     assert node.unhealthy() == set()
-    node.tell(missing())
+    node.apply(missing())
     assert node.unhealthy() == {U1}
 
 
@@ -207,20 +207,20 @@ def recovers_all(node: Node) -> bool:
 
 
 def test_nodes_that_were_not_looked_at_since_a_restart_are_not_there_again() -> None:
-    node = well_node(gpu(0))
-    node.tell(missing("/dev/nvidia0"))
+    node = healthy_node(gpu(0))
+    node.apply(missing("/dev/nvidia0"))
     again = node.restarted()
-    again.tell(ready(), enumerated(gpu(0)))
+    again.apply(ready(), enumerated(gpu(0)))
     assert not recovers(again)
-    again.tell(missing())
+    again.apply(missing())
     assert recovers(again)
 
 
 def test_nodes_that_nobody_looks_at_any_more_keep_no_gpu_out_for_ever() -> None:
-    node = well_node(gpu(0))
-    node.tell(missing("/dev/nvidia0"))
+    node = healthy_node(gpu(0))
+    node.apply(missing("/dev/nvidia0"))
     again = node.restarted()
-    again.tell(ready(), enumerated(gpu(0)), passed(), RecoverRequested(U0))
+    again.apply(ready(), enumerated(gpu(0)), passed(), RecoverRequested(U0))
     assert again.unhealthy() == set()
 
 
@@ -233,7 +233,7 @@ def count_findings(node: Node) -> list[Finding]:
 
 def test_a_gpu_on_the_bus_that_nvml_does_not_list_is_found_and_named() -> None:
     node = registered_node(gpu(0), gpu(1))
-    node.tell(PciGpusSeen((gpu(0).pci, gpu(1).pci, gpu(2).pci, gpu(3).pci)))
+    node.apply(PciGpusSeen((gpu(0).pci, gpu(1).pci, gpu(2).pci, gpu(3).pci)))
     assert count_findings(node) == [
         Finding(
             Reason.GPU_COUNT_MISMATCH,
@@ -246,19 +246,19 @@ def test_a_gpu_on_the_bus_that_nvml_does_not_list_is_found_and_named() -> None:
 
 def test_a_gpu_that_is_listed_again_is_no_finding() -> None:
     node = registered_node(gpu(0), gpu(1))
-    node.tell(PciGpusSeen((gpu(0).pci, gpu(1).pci)))
+    node.apply(PciGpusSeen((gpu(0).pci, gpu(1).pci)))
     assert node.snapshot().ready
-    node.tell(enumerated(gpu(1)))
+    node.apply(enumerated(gpu(1)))
     assert [item.message for item in count_findings(node)] == [
         "The bus has 2 GPUs for the driver, NVML lists 1: not 0000:10:00.0"
     ]
-    node.tell(enumerated(gpu(0), gpu(1)))
+    node.apply(enumerated(gpu(0), gpu(1)))
     assert count_findings(node) == []
 
 
 def test_a_gpu_that_nvml_lists_and_the_bus_has_not_is_no_finding() -> None:
     node = registered_node(gpu(0), gpu(1))
-    node.tell(PciGpusSeen((gpu(0).pci,)))
+    node.apply(PciGpusSeen((gpu(0).pci,)))
     assert count_findings(node) == []
 
 
@@ -268,15 +268,15 @@ def test_before_anyone_looked_at_the_bus_there_is_no_finding() -> None:
 
 def test_without_a_driver_nobody_expects_gpus_to_be_listed() -> None:
     node = registered_node(gpu(0))
-    node.tell(PciGpusSeen((gpu(0).pci, gpu(1).pci)), UNLOADED)
+    node.apply(PciGpusSeen((gpu(0).pci, gpu(1).pci)), UNLOADED)
     assert count_findings(node) == []
 
 
 def test_while_the_driver_is_let_go_of_nobody_expects_gpus_to_be_listed() -> None:
     node = registered_node(gpu(0))
-    node.tell(PciGpusSeen((gpu(0).pci, gpu(1).pci)))
+    node.apply(PciGpusSeen((gpu(0).pci, gpu(1).pci)))
     assert count_findings(node) != []
-    node.tell(ReleaseRequested(frozenset({U0}), 600 * S), DriverReleased())
+    node.apply(ReleaseRequested(frozenset({U0}), 600 * S), DriverReleased())
     assert count_findings(node) == []
 
 
@@ -284,56 +284,56 @@ def test_while_the_driver_is_let_go_of_nobody_expects_gpus_to_be_listed() -> Non
 
 
 def test_a_module_that_was_loaded_anew_is_reset_evidence() -> None:
-    node = well_node(gpu(0), gpu(1))
-    node.tell(DriverModuleSeen(70), xid(79), DriverModuleSeen(70))
+    node = healthy_node(gpu(0), gpu(1))
+    node.apply(DriverModuleSeen(70), xid(79), DriverModuleSeen(70))
     assert not recovers(node)
-    node.tell(DriverModuleSeen(71))
+    node.apply(DriverModuleSeen(71))
     assert recovers(node)
 
 
 def test_the_first_look_at_the_module_is_no_evidence() -> None:
-    node = well_node(gpu(0))
-    node.tell(xid(79), DriverModuleSeen(70))
+    node = healthy_node(gpu(0))
+    node.apply(xid(79), DriverModuleSeen(70))
     assert not recovers(node)
 
 
 def test_a_module_that_went_and_came_is_reset_evidence_when_nvml_is_ready() -> None:
-    node = well_node(gpu(0))
-    node.tell(DriverModuleSeen(70), xid(79), DriverModuleSeen(None), ready())
+    node = healthy_node(gpu(0))
+    node.apply(DriverModuleSeen(70), xid(79), DriverModuleSeen(None), ready())
     assert recovers(node)
 
 
 def test_a_module_loaded_anew_while_the_agent_was_away_is_reset_evidence() -> None:
-    node = well_node(gpu(0))
-    node.tell(DriverModuleSeen(70), xid(79))
+    node = healthy_node(gpu(0))
+    node.apply(DriverModuleSeen(70), xid(79))
     again = node.restarted()
-    again.tell(ready(), enumerated(gpu(0)), DriverModuleSeen(71))
+    again.apply(ready(), enumerated(gpu(0)), DriverModuleSeen(71))
     assert recovers(again)
 
 
 def test_the_same_module_after_a_restart_of_the_agent_is_no_evidence() -> None:
-    node = well_node(gpu(0))
-    node.tell(DriverModuleSeen(70), xid(79))
+    node = healthy_node(gpu(0))
+    node.apply(DriverModuleSeen(70), xid(79))
     again = node.restarted()
-    again.tell(ready(), enumerated(gpu(0)), DriverModuleSeen(70))
+    again.apply(ready(), enumerated(gpu(0)), DriverModuleSeen(70))
     assert not recovers(again)
 
 
 def test_a_look_that_is_told_late_counts_once_and_not_again_days_later() -> None:
     """It saw the module gone; by the time it was told of, NVML had been initialised again."""
-    node = well_node(gpu(0))
-    node.tell(DriverModuleSeen(70), UNLOADED, ready(), DriverModuleSeen(None), DriverModuleSeen(71))
-    node.tell(passed(), passed(), passed())
+    node = healthy_node(gpu(0))
+    node.apply(DriverModuleSeen(70), UNLOADED, ready(), DriverModuleSeen(None), DriverModuleSeen(71))
+    node.apply(passed(), passed(), passed())
     node.after(Q)
     assert node.unhealthy() == set()
     mismatch = DriverUnavailable(Reason.NVML_VERSION_MISMATCH, "mismatch")
-    node.tell(xid(79), mismatch, ready())
+    node.apply(xid(79), mismatch, ready())
     assert not recovers(node)
 
 
 def test_a_module_that_is_seen_before_nvml_is_ready_was_still_gone() -> None:
-    node = well_node(gpu(0))
-    node.tell(xid(79), UNLOADED, DriverModuleSeen(71), ready())
+    node = healthy_node(gpu(0))
+    node.apply(xid(79), UNLOADED, DriverModuleSeen(71), ready())
     assert recovers(node)
 
 
@@ -342,54 +342,54 @@ def test_a_module_that_is_seen_before_nvml_is_ready_was_still_gone() -> None:
 
 @pytest.mark.parametrize("source", [UEVENTS, SYSFS])
 def test_a_gpu_that_is_bound_anew_was_reset_and_no_other(source: SourceName) -> None:
-    node = well_node(gpu(0), gpu(1))
-    node.tell(xid(79, U0), xid(79, U1), unbound(), replace(bound(), source=source))
+    node = healthy_node(gpu(0), gpu(1))
+    node.apply(xid(79, U0), xid(79, U1), unbound(), replace(bound(), source=source))
     assert {item.placement.gpu: item.reset_seen for item in node.conditions()} == {U0: True, U1: False}
     assert recovers(node)
-    node.tell(passed(U1), passed(U1), passed(U1))
+    node.apply(passed(U1), passed(U1), passed(U1))
     node.after(Q)
     assert node.unhealthy() == {U1}
 
 
 def test_a_gpu_that_was_only_taken_from_its_driver_was_not_reset() -> None:
-    node = well_node(gpu(0))
-    node.tell(xid(79), unbound())
+    node = healthy_node(gpu(0))
+    node.apply(xid(79), unbound())
     assert not recovers(node)
 
 
 def test_binding_an_unknown_gpu_changes_nothing() -> None:
-    node = well_node(gpu(0))
-    node.tell(xid(79))
+    node = healthy_node(gpu(0))
+    node.apply(xid(79))
     before = node.state
-    assert node.tell(bound(5)) == ()
+    assert node.apply(bound(5)) == ()
     assert node.state is before
 
 
 @pytest.mark.parametrize("code", [64, 54])
 def test_binding_a_gpu_anew_does_not_end_what_needs_a_reboot_or_a_person(code: int) -> None:
-    node = well_node(gpu(0))
-    node.tell(xid(code), bound())
+    node = healthy_node(gpu(0))
+    node.apply(xid(code), bound())
     assert not recovers(node)
 
 
 def test_binding_a_well_gpu_anew_changes_nothing() -> None:
-    node = well_node(gpu(0))
+    node = healthy_node(gpu(0))
     before = node.state
-    assert node.tell(unbound(), bound()) == ()
+    assert node.apply(unbound(), bound()) == ()
     assert node.state is before
 
 
 def test_a_gpu_bound_anew_that_nvml_does_not_list_stays_lost() -> None:
-    node = well_node(gpu(0), gpu(1))
-    node.tell(enumerated(gpu(1)), bound())
+    node = healthy_node(gpu(0), gpu(1))
+    node.apply(enumerated(gpu(1)), bound())
     assert not recovers(node)
-    node.tell(enumerated(gpu(0), gpu(1)))
+    node.apply(enumerated(gpu(0), gpu(1)))
     assert recovers(node)
 
 
 def test_a_row_of_clean_probes_before_the_reset_does_not_count() -> None:
-    node = well_node(gpu(0))
-    node.tell(xid(79), bound(), passed(), passed(), bound(), passed())
+    node = healthy_node(gpu(0))
+    node.apply(xid(79), bound(), passed(), passed(), bound(), passed())
     node.after(2 * Q)
     assert [item.clean_probes for item in node.conditions()] == [1]
 
@@ -400,19 +400,19 @@ def test_a_row_of_clean_probes_before_the_reset_does_not_count() -> None:
 def test_what_was_read_before_a_reset_and_is_not_offered_after_it_keeps_no_gpu_out() -> None:
     """A driver of another version may not offer the reading."""
     for bad in (read(recovery_action=1), read(fabric_state=2), read(fabric_status=999)):
-        node = well_node(gpu(0))
-        node.tell(bad, UNLOADED, ready(), enumerated(gpu(0)))
-        node.tell(*blind_poll(), *blind_poll())
+        node = healthy_node(gpu(0))
+        node.apply(bad, UNLOADED, ready(), enumerated(gpu(0)))
+        node.apply(*blind_poll(), *blind_poll())
         node.after(Q)
         assert U0 in node.unhealthy()
-        node.tell(*blind_poll())
+        node.apply(*blind_poll())
         assert node.unhealthy() == set()
 
 
 def test_what_is_read_after_a_reset_as_before_lasts_on() -> None:
-    node = well_node(gpu(0))
-    node.tell(read(recovery_action=1), bound())
-    node.tell(*poll(recovery_action=1), *poll(recovery_action=1), *poll(recovery_action=1))
+    node = healthy_node(gpu(0))
+    node.apply(read(recovery_action=1), bound())
+    node.apply(*poll(recovery_action=1), *poll(recovery_action=1), *poll(recovery_action=1))
     node.after(Q, *poll(recovery_action=1))
     (condition,) = node.conditions()
     assert (condition.lasts, condition.reset_seen, condition.count) == (True, False, 2)
@@ -420,24 +420,24 @@ def test_what_is_read_after_a_reset_as_before_lasts_on() -> None:
 
 
 def test_not_one_probe_counts_between_a_reset_and_a_reading_that_is_as_bad() -> None:
-    node = well_node(
+    node = healthy_node(
         gpu(0), policy=replace(Node().state.policy, recovery_clean_probes=1, recovery_quiet_ns=0)
     )
-    node.tell(read(fabric_state=2), UNLOADED, ready(), enumerated(gpu(0)))
-    node.tell(*poll(fabric_state=2))
+    node.apply(read(fabric_state=2), UNLOADED, ready(), enumerated(gpu(0)))
+    node.apply(*poll(fabric_state=2))
     assert reasons(node) == {Reason.FABRIC_NOT_READY}
 
 
 def test_a_reset_does_not_break_the_row_of_what_ends_by_itself() -> None:
-    node = well_node(gpu(0))
-    node.tell(read(fabric_state=2), *poll(), *poll(), bound(), *poll())
+    node = healthy_node(gpu(0))
+    node.apply(read(fabric_state=2), *poll(), *poll(), bound(), *poll())
     node.after(Q)
     assert node.unhealthy() == set()
 
 
 def test_a_reset_does_not_end_a_row_remapping_that_failed() -> None:
-    node = well_node(gpu(0))
-    node.tell(read(rows_failed=True), bound(), *poll(), *poll(), *poll())
+    node = healthy_node(gpu(0))
+    node.apply(read(rows_failed=True), bound(), *poll(), *poll(), *poll())
     node.after(Q)
     assert node.unhealthy() == {U0}
 
@@ -446,8 +446,8 @@ def test_a_reset_does_not_end_a_row_remapping_that_failed() -> None:
 
 
 def test_a_gpu_that_is_not_listed_breaks_the_row_of_its_clean_probes() -> None:
-    node = well_node(gpu(0), gpu(1))
-    node.tell(failed(), passed(), passed(), enumerated(gpu(1)), enumerated(gpu(0), gpu(1)), passed())
+    node = healthy_node(gpu(0), gpu(1))
+    node.apply(failed(), passed(), passed(), enumerated(gpu(1)), enumerated(gpu(0), gpu(1)), passed())
     node.after(2 * Q)
     assert {item.clean_probes for item in node.conditions()} == {1}
     assert node.health()[U1] is Health.HEALTHY

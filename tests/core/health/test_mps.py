@@ -14,10 +14,10 @@ from tests.core.build import (
     S,
     enumerated,
     gpu,
+    healthy_node,
     passed,
     ready,
     registered_node,
-    well_node,
     xid,
 )
 
@@ -33,7 +33,7 @@ SHARES = {f"{U0}::0", f"{U0}::1"}
 
 def serving_node() -> Node:
     node = registered_node(gpu(0), gpu(1), policy=BY_MPS)
-    node.tell(THERE)
+    node.apply(THERE)
     assert node.unhealthy() == set()
     node.forget_effects()
     return node
@@ -41,12 +41,12 @@ def serving_node() -> Node:
 
 def polls(node: Node, times: int) -> None:
     for _ in range(times):
-        node.tell(passed(U0), passed(U1))
+        node.apply(passed(U0), passed(U1))
 
 
 def test_nothing_shared_is_offered_healthy_before_the_daemon_was_looked_for() -> None:
     node = Node(BY_MPS)
-    node.tell(ready(), enumerated(gpu(0), gpu(1)), passed(U0), passed(U1))
+    node.apply(ready(), enumerated(gpu(0), gpu(1)), passed(U0), passed(U1))
     assert node.unhealthy() == SHARES
     (condition,) = node.conditions()
     assert (condition.reason, condition.placement.gpu) == (Reason.MPS_NOT_READY, U0)
@@ -55,7 +55,7 @@ def test_nothing_shared_is_offered_healthy_before_the_daemon_was_looked_for() ->
 
 def test_the_first_readiness_counts_at_once_however_late_it_comes() -> None:
     node = registered_node(gpu(0), gpu(1), policy=BY_MPS)
-    node.tell(AWAY)
+    node.apply(AWAY)
     assert node.unhealthy() == SHARES
     assert AWAY.message in {each.message for each in node.snapshot().findings}
     node.after(3600 * S, THERE)
@@ -66,7 +66,7 @@ def test_the_first_readiness_counts_at_once_however_late_it_comes() -> None:
 
 def test_a_daemon_that_goes_takes_exactly_what_it_shares_out() -> None:
     node = serving_node()
-    node.tell(AWAY)
+    node.apply(AWAY)
     assert node.unhealthy() == SHARES
     assert node.health()[U1] is Health.HEALTHY
     (device, _, _) = node.devices()
@@ -75,7 +75,7 @@ def test_a_daemon_that_goes_takes_exactly_what_it_shares_out() -> None:
 
 def test_a_daemon_that_is_back_is_believed_after_clean_probes_and_quiet_time() -> None:
     node = serving_node()
-    node.tell(AWAY)
+    node.apply(AWAY)
     polls(node, 5)
     node.after(S, THERE)
     assert node.unhealthy() == SHARES
@@ -91,9 +91,9 @@ def test_a_daemon_that_comes_and_goes_is_nobodys_flapping_and_no_evidence() -> N
     node = registered_node(
         gpu(0), gpu(1), policy=replace(BY_MPS, recovery_quiet_ns=0, recovery_clean_probes=1)
     )
-    node.tell(THERE)
+    node.apply(THERE)
     for _ in range(5):
-        node.tell(AWAY, THERE, passed(U0))
+        node.apply(AWAY, THERE, passed(U0))
         assert node.unhealthy() == set()
     assert node.conditions(Reason.FLAPPING) == []
     assert not any(isinstance(effect, KeepEvidence) for _, effect in node.effects)
@@ -101,47 +101,47 @@ def test_a_daemon_that_comes_and_goes_is_nobodys_flapping_and_no_evidence() -> N
 
 def test_another_fault_of_the_card_outlasts_the_daemons_absence() -> None:
     node = registered_node(gpu(0), gpu(1), policy=BY_MPS)
-    node.tell(AWAY, xid(48), THERE)
+    node.apply(AWAY, xid(48), THERE)
     assert node.unhealthy() == SHARES
     assert [each.reason for each in node.conditions()] == [Reason.XID]
 
 
 def test_nobody_can_declare_a_daemon_there_that_is_away() -> None:
     node = serving_node()
-    node.tell(AWAY, RecoverRequested(U0))
+    node.apply(AWAY, RecoverRequested(U0))
     assert node.unhealthy() == SHARES
 
 
 def test_a_policy_without_mps_needs_no_daemon_and_one_with_it_does_at_once() -> None:
     node = serving_node()
-    node.tell(AWAY)
+    node.apply(AWAY)
     plain = replace(BY_MPS, sharing=replace(BY_MPS.sharing, strategy="time-slicing"))
-    node.tell(PolicyChanged(plain))
+    node.apply(PolicyChanged(plain))
     assert node.unhealthy() == set()
     assert node.conditions() == []
-    node.tell(PolicyChanged(BY_MPS))
+    node.apply(PolicyChanged(BY_MPS))
     assert node.unhealthy() == SHARES
     # As at a start: it was not needed meanwhile.
-    node.tell(THERE)
+    node.apply(THERE)
     assert node.unhealthy() == set()
-    node.tell(PolicyChanged(plain), PolicyChanged(BY_MPS))
+    node.apply(PolicyChanged(plain), PolicyChanged(BY_MPS))
     assert node.unhealthy() == set()
 
 
 def test_what_nobody_shares_by_mps_does_not_hear_of_the_daemon() -> None:
-    node = well_node(gpu(0))
-    node.tell(AWAY)
+    node = healthy_node(gpu(0))
+    node.apply(AWAY)
     assert node.conditions() == []
     assert node.unhealthy() == set()
 
 
 def test_a_card_that_is_found_later_needs_the_daemon_too() -> None:
     policy = Policy(sharing=Sharing("mps", (Share(GPU, 2),)))
-    node = well_node(gpu(0), policy=policy)
-    node.tell(THERE)
-    node.tell(enumerated(gpu(0), gpu(1)), passed(U1))
+    node = healthy_node(gpu(0), policy=policy)
+    node.apply(THERE)
+    node.apply(enumerated(gpu(0), gpu(1)), passed(U1))
     assert node.unhealthy() == set()
-    node.tell(AWAY)
+    node.apply(AWAY)
     assert len(node.unhealthy()) == 4
     assert len(node.conditions(Reason.MPS_NOT_READY)) == 2
 
@@ -149,7 +149,7 @@ def test_a_card_that_is_found_later_needs_the_daemon_too() -> None:
 def test_every_card_comes_back_with_the_daemon() -> None:
     policy = Policy(sharing=Sharing("mps", (Share(GPU, 2),)), recovery_quiet_ns=0)
     node = registered_node(gpu(0), gpu(1), policy=policy)
-    node.tell(THERE, AWAY, THERE)
+    node.apply(THERE, AWAY, THERE)
     assert len(node.unhealthy()) == 4
     polls(node, 3)
     assert node.unhealthy() == set()
@@ -158,17 +158,17 @@ def test_every_card_comes_back_with_the_daemon() -> None:
 def test_after_a_restart_it_is_looked_for_anew() -> None:
     node = serving_node()
     again = node.restarted(after_ns=S)
-    again.tell(passed(U0), passed(U1))
+    again.apply(passed(U0), passed(U1))
     assert again.unhealthy() == SHARES
-    again.tell(enumerated(gpu(0), gpu(1)), THERE, passed(U0), passed(U1))
+    again.apply(enumerated(gpu(0), gpu(1)), THERE, passed(U0), passed(U1))
     assert again.unhealthy() == set()
 
 
 def test_what_was_out_for_the_daemon_before_a_restart_is_well_with_it() -> None:
     node = serving_node()
-    node.tell(AWAY)
+    node.apply(AWAY)
     again = node.restarted(after_ns=S)
-    again.tell(ready(), enumerated(gpu(0), gpu(1)), passed(U0), passed(U1), AllocationsListed({}))
+    again.apply(ready(), enumerated(gpu(0), gpu(1)), passed(U0), passed(U1), AllocationsListed({}))
     assert again.unhealthy() == SHARES
-    again.tell(THERE)
+    again.apply(THERE)
     assert again.unhealthy() == set()

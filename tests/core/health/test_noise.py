@@ -53,15 +53,15 @@ def test_a_fault_among_the_noise_would_be_counted(
     node = NoisyNode(random.Random("faulty"), Policy())
     node.begin()
     assert node.flips == 0
-    node.tell(fault(node.gpus[3].uuid))
+    node.apply(fault(node.gpus[3].uuid))
     assert node.flips == 1
-    node.tell(GpuSampled(node.gpus[3].uuid, WELL))
+    node.apply(GpuSampled(node.gpus[3].uuid, WELL))
     assert node.flips == 1
 
 
 def test_a_device_that_does_not_come_back_would_be_counted() -> None:
     node = NoisyNode(random.Random("faulty"), Policy())
     node.begin()
-    node.tell(XidReported(node.gpus[3].uuid, 64))
+    node.apply(XidReported(node.gpus[3].uuid, 64))
     node.gpu_is_reset()
     assert node.flips >= 2

@@ -12,8 +12,8 @@ def warnings(of: Node) -> list[str]:
 def test_each_state_is_told_once_however_many_gpus_are_in_it() -> None:
     told = node()
     for _ in range(3):
-        told.tell(memory(on=U0, info="unreliable"), memory(on=U1, info="unreliable"))
-    told.tell(memory(on=U0, info="unsupported"))
+        told.apply(memory(on=U0, info="unreliable"), memory(on=U1, info="unreliable"))
+    told.apply(memory(on=U0, info="unsupported"))
 
     assert warnings(told) == [
         "NVML lists processes that cannot be, so none of them is believed",
@@ -23,7 +23,7 @@ def test_each_state_is_told_once_however_many_gpus_are_in_it() -> None:
 
 def test_a_list_that_is_believed_is_not_told() -> None:
     well = node()
-    well.tell(memory(user(7, 1)))
+    well.apply(memory(user(7, 1)))
 
     assert warnings(well) == []
 
@@ -31,6 +31,6 @@ def test_a_list_that_is_believed_is_not_told() -> None:
 def test_after_all_lists_were_believed_again_it_is_told_anew() -> None:
     told = node()
     for info in ("unreliable", "ok", "unreliable"):
-        told.tell(memory(on=U0, info=info))
+        told.apply(memory(on=U0, info=info))
 
     assert len(warnings(told)) == 2

@@ -39,11 +39,11 @@ from tests.core.build import (
     failed,
     fields_of,
     gpu,
+    healthy_node,
     overdue,
     passed,
     ready,
     registered_node,
-    well_node,
     xid,
 )
 from tests.core.histories import HEALTH_HISTORIES, HISTORIES, ONE_OF_EACH, QUIET, UNLOADED
@@ -62,7 +62,7 @@ def follow(node: Node, history: History) -> None:
     for gap_ns, fact in history:
         node.until(node.now_ns + min(gap_ns, QUIET + 1))
         node.now_ns += max(0, gap_ns - QUIET - 1)
-        node.tell(fact)
+        node.apply(fact)
 
 
 # Every fact in every state
@@ -70,8 +70,8 @@ def follow(node: Node, history: History) -> None:
 
 def rich_state() -> State:
     node = registered_node(C1B, gpu(1), policy=Policy(mig_strategy="mixed", sharing=Sharing.of({GPU: 2})))
-    node.tell(xid(48, gi=2, ci=0), xid(79, U1), failed(U1, 15), overdue(U1), DriverCallOverdue("init", S))
-    node.tell(TaskReported(AGENT, running=True), enumerated(C1B), FactsLost(NVML, count=1))
+    node.apply(xid(48, gi=2, ci=0), xid(79, U1), failed(U1, 15), overdue(U1), DriverCallOverdue("init", S))
+    node.apply(TaskReported(AGENT, running=True), enumerated(C1B), FactsLost(NVML, count=1))
     return node.state
 
 
@@ -143,11 +143,11 @@ def test_a_device_is_healthy_iff_it_was_probed_and_nothing_flips_it(
 
 @given(HEALTH_HISTORIES)
 def test_capacity_and_order_do_not_change_because_of_health(history: History) -> None:
-    node = well_node(gpu(0), gpu(1))
+    node = healthy_node(gpu(0), gpu(1))
     ids = [device.id for device in node.devices()]
     for gap_ns, fact in history:
         node.now_ns += gap_ns
-        node.tell(fact)
+        node.apply(fact)
         assert [device.id for device in node.devices()] == ids
 
 
@@ -162,10 +162,10 @@ def step_more_often(seldom: Node, often: Node, history: History, extra: list[int
         seldom.until(at_ns)
         for tick_ns in [tick_ns for tick_ns in ticks if often.now_ns < tick_ns < at_ns]:
             often.until(tick_ns)
-            often.tell(Tick())
+            often.apply(Tick())
         often.until(at_ns)
-        seldom.tell(fact)
-        often.tell(fact)
+        seldom.apply(fact)
+        often.apply(fact)
         assert seldom.state == often.state
     assert seldom.effects == often.effects
 
@@ -201,9 +201,9 @@ def test_a_mended_node_comes_back_and_not_one_probe_or_nanosecond_sooner(
     history: History, probes: int, quiet_ns: int, between_ns: int
 ) -> None:
     node = Node(policy_of(probes, quiet_ns))
-    node.tell(ready(), enumerated(gpu(0), gpu(1)), passed(U0), passed(U1))
+    node.apply(ready(), enumerated(gpu(0), gpu(1)), passed(U0), passed(U1))
     follow(node, history)
-    node.tell(DriverCallAnswered("init"), UNLOADED, ready(), enumerated(gpu(0), gpu(1)))
+    node.apply(DriverCallAnswered("init"), UNLOADED, ready(), enumerated(gpu(0), gpu(1)))
     # The driver's absence is on both GPUs, so from here on every device has something to recover from.
     assert node.unhealthy() == {U0, U1}
     first_clean_ns = node.now_ns
@@ -211,7 +211,7 @@ def test_a_mended_node_comes_back_and_not_one_probe_or_nanosecond_sooner(
         assert node.unhealthy() == {U0, U1}
         if number:
             node.until(node.now_ns + between_ns)
-        node.tell(passed(U0), passed(U1))
+        node.apply(passed(U0), passed(U1))
     well_at_ns = max(node.now_ns, first_clean_ns + quiet_ns)
     for_ever = {
         item.placement.gpu
@@ -220,10 +220,10 @@ def test_a_mended_node_comes_back_and_not_one_probe_or_nanosecond_sooner(
     }
     if well_at_ns > node.now_ns:
         node.until(well_at_ns - 1)
-        node.tell(Tick())
+        node.apply(Tick())
         assert node.unhealthy() == {U0, U1}
         node.until(well_at_ns)
-        node.tell(Tick())
+        node.apply(Tick())
     assert node.unhealthy() == for_ever
 
 
@@ -235,17 +235,17 @@ def test_no_restart_makes_a_sick_gpu_healthy_before_its_rule_is_met(
     history: History, probes: int, quiet_ns: int, after_ns: int
 ) -> None:
     node = Node(policy_of(probes, quiet_ns))
-    node.tell(ready(), enumerated(gpu(0), gpu(1)), passed(U0), passed(U1))
+    node.apply(ready(), enumerated(gpu(0), gpu(1)), passed(U0), passed(U1))
     follow(node, history)
     sick = {item.placement.gpu for item in node.conditions()}
     again = node.restarted(after_ns=after_ns)
     assert {device.placement.gpu for device in again.devices() if device.health is Health.UNHEALTHY} == sick
     assert not any(device.health is Health.HEALTHY for device in again.devices())
-    again.tell(Tick(), ready(), enumerated(gpu(0), gpu(1)))
+    again.apply(Tick(), ready(), enumerated(gpu(0), gpu(1)))
     for _ in range(probes - 1):
-        again.tell(passed(U0), passed(U1))
+        again.apply(passed(U0), passed(U1))
         assert sick <= again.unhealthy()
-    again.tell(passed(U0), passed(U1))
+    again.apply(passed(U0), passed(U1))
     assert quiet_ns == 0 or sick <= again.unhealthy()
     healthy = {U0, U1} - sick
     assert not healthy & again.unhealthy()

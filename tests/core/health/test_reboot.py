@@ -8,7 +8,7 @@ from agent.model.ids import GpuUuid, Placement
 from agent.model.policy import Policy
 from agent.model.snapshot import Durable
 from agent.model.structs import replace
-from tests.core.build import U0, U1, U2, Node, enumerated, gpu, passed, ready, well_node, xid
+from tests.core.build import U0, U1, U2, Node, enumerated, gpu, healthy_node, passed, ready, xid
 
 
 def of_another_boot(kept: Durable) -> Durable:
@@ -21,14 +21,14 @@ def of_another_boot(kept: Durable) -> Durable:
 
 def rebooted(*faults: object) -> Node:
     """A node that was rebooted after faults; nothing was seen since."""
-    node = well_node(gpu(0), gpu(1))
-    node.tell(*faults)  # type: ignore[arg-type]
+    node = healthy_node(gpu(0), gpu(1))
+    node.apply(*faults)  # type: ignore[arg-type]
     return Node(Policy(), of_another_boot(node.snapshot().durable))
 
 
 def arrived(node: Node, *numbers: int) -> Node:
     gpus = [gpu(number) for number in numbers]
-    node.tell(ready(), enumerated(*gpus), *(passed(each.uuid) for each in gpus))
+    node.apply(ready(), enumerated(*gpus), *(passed(each.uuid) for each in gpus))
     return node
 
 
@@ -67,16 +67,16 @@ def test_it_is_kept_for_as_long_as_its_gpu_stays_away() -> None:
 
 
 def test_how_far_the_kernel_log_was_read_is_kept_for_the_next_process() -> None:
-    node = well_node(gpu(0))
+    node = healthy_node(gpu(0))
     assert node.snapshot().durable.kernel_log_read is None
-    node.tell(KernelLogRead(7), KernelLogRead(9))
+    node.apply(KernelLogRead(7), KernelLogRead(9))
     assert node.snapshot().durable.kernel_log_read == 9
     assert Node(Policy(), node.snapshot().durable).snapshot().durable.kernel_log_read == 9
 
 
 def test_recover_ends_it_also_while_its_gpu_is_away() -> None:
     node = arrived(rebooted(xid(64, U1)), 0)
-    node.tell(RecoverRequested(U1))
+    node.apply(RecoverRequested(U1))
     assert node.snapshot().durable.conditions == ()
     assert arrived(node, 0, 1).health()[U1] is Health.HEALTHY
 
@@ -84,20 +84,20 @@ def test_recover_ends_it_also_while_its_gpu_is_away() -> None:
 def test_a_hold_survives_the_reboot_and_ends_by_hand() -> None:
     node = arrived(rebooted(HoldRequested(U1, "noisy fan")), 0, 1)
     assert reasons(node) == {U1: {Reason.HELD}}
-    node.tell(UnholdRequested(U1))
+    node.apply(UnholdRequested(U1))
     assert node.health() == {U0: Health.HEALTHY, U1: Health.HEALTHY}
 
 
 def test_a_fault_from_before_the_boot_makes_no_new_evidence() -> None:
     node = arrived(rebooted(xid(64, U1)), 0, 1)
     assert not [effect for _, effect in node.effects if isinstance(effect, KeepEvidence)]
-    node.tell(xid(79, U1))
+    node.apply(xid(79, U1))
     assert [effect.gpu for _, effect in node.effects if isinstance(effect, KeepEvidence)] == [U1]
 
 
 def test_conditions_that_wait_are_bounded_and_the_newest_stay() -> None:
-    node = well_node(gpu(0))
-    node.tell(xid(64))
+    node = healthy_node(gpu(0))
+    node.apply(xid(64))
     (one,) = node.state.conditions.values()
     many = [moved(one, GpuUuid(f"GPU-{number}")) for number in range(MAX_AWAITED + 3)]
     state = initial_state(Policy(), Durable(conditions=tuple(many)), now_ns=1)

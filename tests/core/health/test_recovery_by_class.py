@@ -40,11 +40,11 @@ from tests.core.build import (
     failed,
     fields_of,
     gpu,
+    healthy_node,
     overdue,
     passed,
     ready,
     registered_node,
-    well_node,
     xid,
 )
 from tests.core.polls import NOTHING, bad, blind_poll, poll, read, reasons
@@ -65,7 +65,7 @@ def rebooted(node: Node) -> Node:
         holds=kept.holds,
     )
     again = Node(node.state.policy, durable, at_ns=5 * S)
-    again.tell(ready(), enumerated(*node.state.gpus.values()))
+    again.apply(ready(), enumerated(*node.state.gpus.values()))
     return again
 
 
@@ -73,9 +73,9 @@ def rebooted(node: Node) -> Node:
 
 
 def test_c2_a_with_a_recovery_action_a_gpu_is_back_three_clean_probes_after_it_reads_none() -> None:
-    node = well_node(gpu(0), policy=C2)
+    node = healthy_node(gpu(0), policy=C2)
     began_ns = node.now_ns
-    node.tell(xid(119), read(recovery_action=1))
+    node.apply(xid(119), read(recovery_action=1))
     assert node.unhealthy() == {U0}
     for _ in range(19):
         node.after(S, *poll(recovery_action=1))
@@ -90,40 +90,40 @@ def test_c2_a_with_a_recovery_action_a_gpu_is_back_three_clean_probes_after_it_r
 
 
 def test_c2_a_the_poll_before_the_reset_counts_for_nothing() -> None:
-    node = well_node(gpu(0), policy=C2)
-    node.tell(xid(119))
+    node = healthy_node(gpu(0), policy=C2)
+    node.apply(xid(119))
     node.after(S, *poll(), *poll(), *poll())
     assert node.unhealthy() == {U0}
     node.after(S, *poll(recovery_action=1), *poll(), *poll())
     assert node.unhealthy() == {U0}
-    node.tell(*poll())
+    node.apply(*poll())
     assert node.unhealthy() == set()
 
 
 @pytest.mark.parametrize("evidence", ["bound anew", "reboot", "recover"])
 def test_c2_a2_without_a_recovery_action_it_takes_other_evidence_or_a_person(evidence: str) -> None:
-    node = well_node(gpu(0), policy=C2)
-    node.tell(xid(119))
+    node = healthy_node(gpu(0), policy=C2)
+    node.apply(xid(119))
     for _ in range(100):
         node.after(60 * S, *blind_poll())
     assert node.unhealthy() == {U0}
     match evidence:
         case "bound anew":
-            node.tell(GpuRebound(gpu(0).pci, bound=True), *blind_poll(), *blind_poll())
+            node.apply(GpuRebound(gpu(0).pci, bound=True), *blind_poll(), *blind_poll())
             assert node.unhealthy() == {U0}
-            node.tell(*blind_poll())
+            node.apply(*blind_poll())
         case "reboot":
             node = rebooted(node)
-            node.tell(*blind_poll())
+            node.apply(*blind_poll())
         case _:
-            node.tell(RecoverRequested(U0))
+            node.apply(RecoverRequested(U0))
     assert node.unhealthy() == set()
 
 
 def lost_node() -> Node:
     """Case C2 b: XID 79, then every call returns GPU_IS_LOST."""
-    node = well_node(gpu(0), policy=C2)
-    node.tell(xid(79))
+    node = healthy_node(gpu(0), policy=C2)
+    node.apply(xid(79))
     for _ in range(60):
         node.after(S, failed(code=15))
     return node
@@ -143,12 +143,12 @@ def test_c2_b_when_the_handle_answers_again_a_reset_is_still_needed() -> None:
     for _ in range(60):
         node.after(S, *blind_poll())
     assert node.unhealthy() == {U0}
-    node.tell(GpuRebound(gpu(0).pci, bound=True), *blind_poll(), *blind_poll(), *blind_poll())
+    node.apply(GpuRebound(gpu(0).pci, bound=True), *blind_poll(), *blind_poll(), *blind_poll())
     assert node.unhealthy() == set()
 
 
 def test_c2_c_three_faults_within_the_minute_are_sticky_although_probes_are_clean() -> None:
-    node = well_node(gpu(0), policy=C2)
+    node = healthy_node(gpu(0), policy=C2)
     for _ in range(3):
         node.after(S, failed())
         for _ in range(10):
@@ -164,7 +164,7 @@ def test_c2_c_three_faults_within_the_minute_are_sticky_although_probes_are_clea
 def test_c2_d_after_a_restart_the_gpu_is_out_from_the_first_moment() -> None:
     again = lost_node().restarted(after_ns=S)
     assert again.health() == {U0: Health.UNHEALTHY}
-    again.tell(Tick(), ready(), enumerated(gpu(0)))
+    again.apply(Tick(), ready(), enumerated(gpu(0)))
     assert again.health() == {U0: Health.UNHEALTHY}
     for _ in range(60):
         again.after(S, *poll())
@@ -173,14 +173,14 @@ def test_c2_d_after_a_restart_the_gpu_is_out_from_the_first_moment() -> None:
 
 def test_c2_e_a_gpu_without_xid_events_is_probed_all_the_same_and_told_of_once() -> None:
     node = registered_node(gpu(0), policy=C2)
-    node.tell(HealthEventsUnsupported(U0, "Not Supported"))
+    node.apply(HealthEventsUnsupported(U0, "Not Supported"))
     (event,) = node.events()
     assert event.warning
     assert fields_of(event)["uuid"] == U0
     assert node.unhealthy() == set()
-    node.tell(failed())
+    node.apply(failed())
     assert node.unhealthy() == {U0}
-    node.tell(*poll(), *poll(), *poll())
+    node.apply(*poll(), *poll(), *poll())
     assert node.unhealthy() == set()
 
 
@@ -193,9 +193,9 @@ def test_g1_one_lost_gpu_is_one_gpu_lost(variant: str) -> None:
     node = registered_node(*eight, policy=C2)
     node.until(node.now_ns + 5 * S)
     if variant == "a":
-        node.tell(xid(79, U3), failed(U3, 15))
+        node.apply(xid(79, U3), failed(U3, 15))
     else:
-        node.tell(
+        node.apply(
             enumerated(
                 *(replace(each, index=each.index - (each.index > 3)) for each in eight if each.uuid != U3)
             )
@@ -213,7 +213,7 @@ def test_g1_one_lost_gpu_is_one_gpu_lost(variant: str) -> None:
 
 def test_g1_the_seven_others_are_allocated_as_before() -> None:
     node = registered_node(*[gpu(number) for number in range(8)], policy=C2)
-    node.tell(xid(79, U3), failed(U3, 15))
+    node.apply(xid(79, U3), failed(U3, 15))
     (resource,) = node.snapshot().resources
     others = [str(device.id) for device in resource.devices if device.placement.gpu != U3]
     for size in (1, 2, 7):
@@ -229,7 +229,7 @@ def test_g1_the_seven_others_are_allocated_as_before() -> None:
 def test_o1_a_other_versions_at_the_start_are_named_and_nothing_is_offered() -> None:
     node = Node(C2)
     mismatch = DriverUnavailable(Reason.NVML_VERSION_MISMATCH, "Driver/library version mismatch")
-    node.tell(mismatch)
+    node.apply(mismatch)
     for _ in range(120):
         node.after(S, mismatch)
     assert node.snapshot().findings[0].reason is Reason.NVML_VERSION_MISMATCH
@@ -244,7 +244,7 @@ def dying_driver() -> tuple[Node, list[DriverUnavailable]]:
     node = registered_node(*eight, policy=C2)
     node.until(node.now_ns + 10 * S)
     gone = DriverUnavailable(Reason.DRIVER_NOT_LOADED, "nvmlInit_v2: Unknown Error")
-    node.tell(*(failed(each.uuid, 999) for each in eight), gone)
+    node.apply(*(failed(each.uuid, 999) for each in eight), gone)
     return node, [gone]
 
 
@@ -263,7 +263,7 @@ def test_o1_c_all_gpus_are_back_after_three_clean_probes_and_xids_count_again() 
     node, gone = dying_driver()
     eight = [gpu(number) for number in range(8)]
     node.after(30 * S, *gone)
-    node.tell(ready(), enumerated(*eight))
+    node.apply(ready(), enumerated(*eight))
     for _ in range(2):
         node.after(S, *(fact for each in eight for fact in poll(each.uuid)))
         assert len(node.unhealthy()) == 8
@@ -322,19 +322,19 @@ def test_every_reason_that_takes_a_gpu_out_is_here() -> None:
 def comes_back_by_rule(node: Node) -> None:
     """Three clean polls and 60 s since the first of them, both to the last unit."""
     first_ns = node.now_ns
-    node.tell(*poll(), *poll())
+    node.apply(*poll(), *poll())
     node.until(first_ns + 2 * Q)
-    node.tell(Tick())
+    node.apply(Tick())
     assert U0 in node.unhealthy()
-    node.tell(*poll())
+    node.apply(*poll())
     assert U0 not in node.unhealthy()
 
 
 @pytest.mark.parametrize("reason", CAUSES)
 def test_a_gpu_whose_cause_ended_comes_back_and_not_one_probe_sooner(reason: Reason) -> None:
-    node = well_node(gpu(0), gpu(1))
+    node = healthy_node(gpu(0), gpu(1))
     begin, end = CAUSES[reason]
-    node.tell(*begin)
+    node.apply(*begin)
     assert reason in reasons(node)
     assert U0 in node.unhealthy()
     node.after(3600 * S, *end)
@@ -343,13 +343,13 @@ def test_a_gpu_whose_cause_ended_comes_back_and_not_one_probe_sooner(reason: Rea
 
 @pytest.mark.parametrize("reason", CAUSES)
 def test_quiet_time_counts_from_the_first_clean_poll_after_the_end_of_the_cause(reason: Reason) -> None:
-    node = well_node(gpu(0), gpu(1))
+    node = healthy_node(gpu(0), gpu(1))
     begin, end = CAUSES[reason]
-    node.tell(*begin)
+    node.apply(*begin)
     node.after(3600 * S, *end, *poll(), *poll(), *poll())
     first_ns = node.now_ns
     node.until(first_ns + Q - 1)
-    node.tell(Tick())
+    node.apply(Tick())
     assert U0 in node.unhealthy()
     node.after(1)
     assert U0 not in node.unhealthy()
@@ -362,9 +362,9 @@ LASTING = [
 
 @pytest.mark.parametrize("reason", [each for each in LASTING if each is not Reason.NVML_TIMEOUT])
 def test_while_the_cause_is_seen_no_probe_counts(reason: Reason) -> None:
-    node = well_node(gpu(0), gpu(1), policy=Policy(recovery_clean_probes=1, recovery_quiet_ns=0))
+    node = healthy_node(gpu(0), gpu(1), policy=Policy(recovery_clean_probes=1, recovery_quiet_ns=0))
     begin, _ = CAUSES[reason]
-    node.tell(*begin)
+    node.apply(*begin)
     for _ in range(10):
         node.after(Q, *blind_poll())
     assert U0 in node.unhealthy()
@@ -374,37 +374,37 @@ def test_while_the_cause_is_seen_no_probe_counts(reason: Reason) -> None:
 @pytest.mark.parametrize("ended", ["before", "while away", "after"])
 def test_over_a_restart_no_cause_is_forgotten_and_none_lasts_for_ever(reason: Reason, ended: str) -> None:
     """Whether the cause ended before the process did, while there was none, or under the next one."""
-    node = well_node(gpu(0), gpu(1))
-    node.tell(DriverModuleSeen(70))
+    node = healthy_node(gpu(0), gpu(1))
+    node.apply(DriverModuleSeen(70))
     begin, end = CAUSES[reason]
     # A GPU bound anew while no agent looks is no evidence; a module loaded anew is.
     module = 71 if ended == "while away" else 70
-    node.tell(*begin)
+    node.apply(*begin)
     if ended == "before":
-        node.tell(*end)
+        node.apply(*end)
     again = node.restarted(after_ns=S)
     assert again.health()[U0] is Health.UNHEALTHY
-    again.tell(Tick(), ready(), enumerated(gpu(0), gpu(1)), DriverModuleSeen(module))
+    again.apply(Tick(), ready(), enumerated(gpu(0), gpu(1)), DriverModuleSeen(module))
     if ended == "after" and reason in LASTING:
-        again.tell(*begin)
+        again.apply(*begin)
         again.after(Q, *end)
     elif ended == "after":
-        again.tell(*end)
+        again.apply(*end)
     if ended == "while away":
-        again.tell(ResumeRequested(), DeviceNodesSeen(()), UvmProbed(None))
+        again.apply(ResumeRequested(), DeviceNodesSeen(()), UvmProbed(None))
     comes_back_by_rule(again)
     assert reasons(again) == set()
 
 
 @pytest.mark.parametrize("reason", [*CAUSES, *BY_HAND, Reason.FLAPPING])
 def test_after_a_restart_a_gpu_is_out_until_its_rule_is_met(reason: Reason) -> None:
-    node = well_node(gpu(0), gpu(1))
+    node = healthy_node(gpu(0), gpu(1))
     if reason is Reason.FLAPPING:
-        node = well_node(gpu(0), gpu(1), policy=Policy(recovery_clean_probes=1, recovery_quiet_ns=0))
+        node = healthy_node(gpu(0), gpu(1), policy=Policy(recovery_clean_probes=1, recovery_quiet_ns=0))
         for _ in range(3):
-            node.tell(failed(), passed())
+            node.apply(failed(), passed())
     else:
-        node.tell(*(BY_HAND.get(reason) or CAUSES[reason][0]))
+        node.apply(*(BY_HAND.get(reason) or CAUSES[reason][0]))
     again = node.restarted(after_ns=3600 * S)
     assert again.health() == {
         U0: Health.UNHEALTHY,
@@ -412,18 +412,18 @@ def test_after_a_restart_a_gpu_is_out_until_its_rule_is_met(reason: Reason) -> N
         if all(item.placement.gpu == U0 for item in node.conditions())
         else Health.UNHEALTHY,
     }
-    again.tell(Tick())
+    again.apply(Tick())
     assert again.health()[U0] is Health.UNHEALTHY
 
 
 @pytest.mark.parametrize("reason", [*CAUSES, *BY_HAND])
 def test_after_a_reboot_only_what_a_person_ends_is_left(reason: Reason) -> None:
-    node = well_node(gpu(0), gpu(1))
-    node.tell(*(BY_HAND.get(reason) or CAUSES[reason][0]))
+    node = healthy_node(gpu(0), gpu(1))
+    node.apply(*(BY_HAND.get(reason) or CAUSES[reason][0]))
     again = rebooted(node)
-    again.tell(passed(U0), passed(U1))
+    again.apply(passed(U0), passed(U1))
     assert again.unhealthy() == ({U0} if reason in BY_HAND else set())
-    again.tell(RecoverRequested(U0), UnholdRequested(U0))
+    again.apply(RecoverRequested(U0), UnholdRequested(U0))
     assert again.unhealthy() == set()
 
 
@@ -431,24 +431,24 @@ def test_after_a_reboot_only_what_a_person_ends_is_left(reason: Reason) -> None:
 def test_a_reading_that_is_offered_no_more_is_ended_by_a_reset_or_a_person(reason: Reason) -> None:
     """An agent without the rights, or a driver of another version, came in between."""
     for last in (GpuRebound(gpu(0).pci, bound=True), DriverModuleSeen(71)):
-        node = well_node(gpu(0))
-        node.tell(DriverModuleSeen(70), GpuSampled(U0, bad(reason)))
+        node = healthy_node(gpu(0))
+        node.apply(DriverModuleSeen(70), GpuSampled(U0, bad(reason)))
         again = node.restarted()
-        again.tell(ready(), enumerated(gpu(0)), *blind_poll(), *blind_poll(), *blind_poll())
+        again.apply(ready(), enumerated(gpu(0)), *blind_poll(), *blind_poll(), *blind_poll())
         again.after(Q)
         assert again.unhealthy() == {U0}
         by_hand = Node(again.state.policy, again.snapshot().durable, at_ns=again.now_ns)
-        by_hand.tell(ready(), enumerated(gpu(0)), *blind_poll(), RecoverRequested(U0))
+        by_hand.apply(ready(), enumerated(gpu(0)), *blind_poll(), RecoverRequested(U0))
         assert by_hand.unhealthy() == set()
-        again.tell(last, GpuSampled(U0, NOTHING), passed(), passed(), passed())
+        again.apply(last, GpuSampled(U0, NOTHING), passed(), passed(), passed())
         again.after(Q)
         assert again.unhealthy() == set()
 
 
 @pytest.mark.parametrize("broken", [overdue(), failed(code=1), UNLOADED])
 def test_a_bad_poll_breaks_the_row_of_every_condition(broken: Fact) -> None:
-    node = well_node(gpu(0))
-    node.tell(xid(94), passed(), passed(), broken, ready(), passed(), passed())
+    node = healthy_node(gpu(0))
+    node.apply(xid(94), passed(), passed(), broken, ready(), passed(), passed())
     node.after(2 * Q)
     assert {item.clean_probes for item in node.conditions(Reason.XID)} == {2}
 
@@ -458,8 +458,8 @@ def test_a_bad_poll_breaks_the_row_of_every_condition(broken: Fact) -> None:
 
 @pytest.mark.parametrize("code", [74, 144, 150])
 def test_a_link_error_needs_the_links_up_beside_the_reset(code: int) -> None:
-    node = well_node(gpu(0))
-    node.tell(xid(code), read(links_down=(3,)), GpuRebound(gpu(0).pci, bound=True))
+    node = healthy_node(gpu(0))
+    node.apply(xid(code), read(links_down=(3,)), GpuRebound(gpu(0).pci, bound=True))
     for _ in range(10):
         node.after(Q, *poll(links_down=(3,)))
     assert node.unhealthy() == {U0}
@@ -467,8 +467,8 @@ def test_a_link_error_needs_the_links_up_beside_the_reset(code: int) -> None:
 
 
 def test_links_that_go_down_again_while_it_recovers_begin_its_recovery_anew() -> None:
-    node = well_node(gpu(0))
-    node.tell(xid(74), GpuRebound(gpu(0).pci, bound=True), *poll(), *poll(), *poll())
+    node = healthy_node(gpu(0))
+    node.apply(xid(74), GpuRebound(gpu(0).pci, bound=True), *poll(), *poll(), *poll())
     node.after(Q - 1, *poll(links_down=(3,)))
     node.after(2 * Q, *poll(links_down=(3,)))
     assert node.unhealthy() == {U0}
@@ -476,23 +476,23 @@ def test_links_that_go_down_again_while_it_recovers_begin_its_recovery_anew() ->
 
 
 def test_links_that_are_down_hold_back_no_other_fault() -> None:
-    node = well_node(gpu(0))
-    node.tell(xid(48), GpuRebound(gpu(0).pci, bound=True))
-    node.tell(*poll(links_down=(3,)), *poll(links_down=(3,)), *poll(links_down=(3,)))
+    node = healthy_node(gpu(0))
+    node.apply(xid(48), GpuRebound(gpu(0).pci, bound=True))
+    node.apply(*poll(links_down=(3,)), *poll(links_down=(3,)), *poll(links_down=(3,)))
     node.after(Q)
     assert node.unhealthy() == set()
     assert reasons(node) == {Reason.NVLINK_DOWN}
 
 
 def test_links_of_another_gpu_hold_nothing_back() -> None:
-    node = well_node(gpu(0), gpu(1))
-    node.tell(xid(74), read(U1, links_down=(3,)), GpuRebound(gpu(0).pci, bound=True))
+    node = healthy_node(gpu(0), gpu(1))
+    node.apply(xid(74), read(U1, links_down=(3,)), GpuRebound(gpu(0).pci, bound=True))
     comes_back_by_rule(node)
 
 
 def test_where_links_cannot_be_read_a_link_error_is_as_any_that_needs_a_reset() -> None:
-    node = well_node(gpu(0))
-    node.tell(xid(74), GpuRebound(gpu(0).pci, bound=True), *blind_poll(), *blind_poll(), *blind_poll())
+    node = healthy_node(gpu(0))
+    node.apply(xid(74), GpuRebound(gpu(0).pci, bound=True), *blind_poll(), *blind_poll(), *blind_poll())
     node.after(Q)
     assert node.unhealthy() == set()
 
@@ -501,23 +501,23 @@ def test_where_links_cannot_be_read_a_link_error_is_as_any_that_needs_a_reset() 
 
 
 def test_a_reset_that_the_driver_confirms_counts_for_every_fault_that_needs_one() -> None:
-    node = well_node(gpu(0), gpu(1))
-    node.tell(xid(119), xid(48), failed(code=16), read(recovery_action=4), xid(119, U1))
-    node.tell(*poll(), *poll(), *poll(), passed(U1), passed(U1), passed(U1))
+    node = healthy_node(gpu(0), gpu(1))
+    node.apply(xid(119), xid(48), failed(code=16), read(recovery_action=4), xid(119, U1))
+    node.apply(*poll(), *poll(), *poll(), passed(U1), passed(U1), passed(U1))
     node.after(Q)
     assert node.unhealthy() == {U1}
 
 
 def test_a_recovery_action_that_was_none_all_along_is_no_reset() -> None:
-    node = well_node(gpu(0))
-    node.tell(*poll(), xid(119), *poll(), *poll(), *poll())
+    node = healthy_node(gpu(0))
+    node.apply(*poll(), xid(119), *poll(), *poll(), *poll())
     node.after(2 * Q)
     assert node.unhealthy() == {U0}
 
 
 def test_a_recovery_action_that_names_another_step_is_still_one() -> None:
-    node = well_node(gpu(0))
-    node.tell(xid(119), read(recovery_action=1))
+    node = healthy_node(gpu(0))
+    node.apply(xid(119), read(recovery_action=1))
     node.after(S, *poll(recovery_action=2), *poll(recovery_action=2), *poll(recovery_action=2))
     node.after(2 * Q)
     (action,) = node.conditions(Reason.RECOVERY_ACTION)
@@ -526,9 +526,9 @@ def test_a_recovery_action_that_names_another_step_is_still_one() -> None:
 
 
 def test_uncorrected_memory_errors_end_with_the_count_that_a_reset_sets_back() -> None:
-    node = well_node(gpu(0))
-    node.tell(read(ecc_uncorrected=3))
+    node = healthy_node(gpu(0))
+    node.apply(read(ecc_uncorrected=3))
     assert node.unhealthy() == set()
-    node.tell(*poll(), *poll(), *poll())
+    node.apply(*poll(), *poll(), *poll())
     node.after(Q)
     assert reasons(node) == set()

@@ -51,17 +51,17 @@ from tests.core.build import (
     S,
     enumerated,
     gpu,
+    healthy_node,
     mig_gpu,
     passed,
     ready,
     registered_node,
-    well_node,
 )
 
 
 def registering_node(policy: Policy | None = None) -> Node:
-    node = well_node(gpu(0), policy=policy or Policy())
-    node.tell(KubeletSocketSeen(K1))
+    node = healthy_node(gpu(0), policy=policy or Policy())
+    node.apply(KubeletSocketSeen(K1))
     return node
 
 
@@ -69,7 +69,7 @@ def registering_node(policy: Policy | None = None) -> Node:
 
 
 def test_nothing_is_registered_before_the_kubelets_socket_exists() -> None:
-    node = well_node(gpu(0))
+    node = healthy_node(gpu(0))
     node.after(3600 * S)
     assert node.registrations() == []
     assert node.standing().phase is RegistrationPhase.WAITING
@@ -77,7 +77,7 @@ def test_nothing_is_registered_before_the_kubelets_socket_exists() -> None:
 
 
 def test_a_new_kubelet_socket_is_answered_at_once() -> None:
-    node = well_node(gpu(0))
+    node = healthy_node(gpu(0))
     effects = node.after(S, KubeletSocketSeen(K1))
     assert RegisterResource(GPU, 1, K1) in effects
     assert node.registrations() == [node.now_ns]
@@ -87,7 +87,7 @@ def test_a_new_kubelet_socket_is_answered_at_once() -> None:
 
 def test_nothing_is_registered_on_a_node_without_gpus() -> None:
     node = Node()
-    node.tell(ready(), enumerated(), KubeletSocketSeen(K1))
+    node.apply(ready(), enumerated(), KubeletSocketSeen(K1))
     node.after(60 * S)
     assert node.registrations() == []
     assert node.state.registrations == {}
@@ -95,7 +95,7 @@ def test_nothing_is_registered_on_a_node_without_gpus() -> None:
 
 def test_registration_waits_for_the_first_probe_of_every_gpu() -> None:
     node = Node()
-    node.tell(KubeletSocketSeen(K1), ready(), enumerated(gpu(0), gpu(1)), passed(gpu(0).uuid))
+    node.apply(KubeletSocketSeen(K1), ready(), enumerated(gpu(0), gpu(1)), passed(gpu(0).uuid))
     assert node.standing().phase is RegistrationPhase.WAITING
     assert node.standing().message == WAIT_FOR_PROBES
     node.after(20 * MS, passed(gpu(1).uuid))
@@ -104,32 +104,32 @@ def test_registration_waits_for_the_first_probe_of_every_gpu() -> None:
 
 def test_registration_waits_no_longer_than_150_ms_for_first_probes() -> None:
     node = Node()
-    node.tell(KubeletSocketSeen(K1), ready(), enumerated(gpu(0)))
+    node.apply(KubeletSocketSeen(K1), ready(), enumerated(gpu(0)))
     deadline_ns = node.now_ns + 150 * MS
     assert node.wake_at_ns == deadline_ns
     node.until(deadline_ns - 1)
-    node.tell(Tick())
+    node.apply(Tick())
     assert node.registrations() == []
     node.until(deadline_ns)
-    node.tell(Tick())
+    node.apply(Tick())
     assert node.registrations() == [deadline_ns]
 
 
 def test_listing_the_same_gpus_again_does_not_prolong_the_wait_for_first_probes() -> None:
     node = Node()
-    node.tell(KubeletSocketSeen(K1), ready(), enumerated(gpu(0)))
+    node.apply(KubeletSocketSeen(K1), ready(), enumerated(gpu(0)))
     deadline_ns = node.now_ns + 150 * MS
     while node.now_ns < deadline_ns:
         before = node.state
         assert node.after(50 * MS, enumerated(gpu(0))) == () or node.now_ns >= deadline_ns
         assert node.state is before or node.now_ns >= deadline_ns
-    node.tell(Tick())
+    node.apply(Tick())
     assert node.registrations() == [deadline_ns]
 
 
 def test_the_core_does_not_ask_to_be_woken_while_a_registration_is_under_way() -> None:
     node = Node()
-    node.tell(KubeletSocketSeen(K1), ready(), enumerated(gpu(0)))
+    node.apply(KubeletSocketSeen(K1), ready(), enumerated(gpu(0)))
     node.after(151 * MS)
     assert node.standing().phase is RegistrationPhase.REGISTERING
     assert node.wake_at_ns == node.now_ns + 5 * S
@@ -145,10 +145,10 @@ def tries(node: Node, failure: RegistrationFailure, for_ns: int) -> list[int]:
     while node.now_ns <= began_ns + for_ns:
         generation = node.standing().generation
         if generation > answered:
-            node.refuse(failure)
+            node.fail_registration(failure)
             answered = generation
         node.now_ns = node.wake_at_ns
-        node.tell(Tick())
+        node.apply(Tick())
     return [at_ns - began_ns for at_ns in node.registrations() if at_ns <= began_ns + for_ns]
 
 
@@ -196,36 +196,36 @@ def test_the_fast_clock_begins_anew_after_an_answered_error() -> None:
     node = registering_node()
     tries(node, "unreachable", 12 * S)
     node.until(node.wake_at_ns)
-    node.tell(Tick())
-    node.refuse("rejected")
+    node.apply(Tick())
+    node.fail_registration("rejected")
     node.until(node.wake_at_ns)
-    node.tell(Tick())
-    node.refuse("unreachable")
+    node.apply(Tick())
+    node.fail_registration("unreachable")
     assert node.wake_at_ns == node.now_ns + 50 * MS
 
 
 def test_a_new_kubelet_is_tried_at_once_and_the_clocks_begin_anew() -> None:
     node = registering_node()
     tries(node, "rejected", 30 * S)
-    node.refuse("rejected")
+    node.fail_registration("rejected")
     assert node.wake_at_ns > node.now_ns + S
-    node.tell(KubeletSocketSeen(K2))
+    node.apply(KubeletSocketSeen(K2))
     assert node.standing().phase is RegistrationPhase.REGISTERING
-    node.refuse("rejected")
+    node.fail_registration("rejected")
     assert node.wake_at_ns <= node.now_ns + 120 * MS
     tries(node, "unreachable", 12 * S)
-    node.refuse("unreachable")
+    node.fail_registration("unreachable")
     assert node.wake_at_ns == node.now_ns + S
-    node.tell(KubeletSocketSeen(K3))
-    node.refuse("unreachable")
+    node.apply(KubeletSocketSeen(K3))
+    node.fail_registration("unreachable")
     assert node.wake_at_ns == node.now_ns + 50 * MS
 
 
 def test_a_kubelet_that_goes_away_while_backing_off_is_waited_for() -> None:
     node = registering_node()
-    node.refuse("unreachable", "connection refused")
+    node.fail_registration("unreachable", "connection refused")
     assert node.standing().message == "connection refused"
-    node.tell(KubeletSocketSeen(None))
+    node.apply(KubeletSocketSeen(None))
     assert node.standing().phase is RegistrationPhase.WAITING
     assert node.standing().message == NO_SOCKET
     node.forget_effects()
@@ -235,7 +235,7 @@ def test_a_kubelet_that_goes_away_while_backing_off_is_waited_for() -> None:
 
 def test_while_it_is_tried_again_the_last_answer_says_why_it_is_not_registered() -> None:
     node = registering_node()
-    node.refuse("rejected", "unsupported API version")
+    node.fail_registration("rejected", "unsupported API version")
     node.after(200 * MS)
     assert node.standing().phase is RegistrationPhase.REGISTERING
     assert [finding.message for finding in node.snapshot().findings] == [
@@ -255,11 +255,11 @@ def test_while_it_is_tried_again_the_last_answer_says_why_it_is_not_registered()
 )
 def test_each_failure_is_a_finding_of_its_own(failure: RegistrationFailure, reason: Reason) -> None:
     node = registering_node()
-    node.refuse(failure, "why")
+    node.fail_registration(failure, "why")
     assert [(finding.reason, finding.message) for finding in node.snapshot().findings] == [
         (reason, "nvidia.com/gpu is not registered: why")
     ]
-    node.tell(KubeletSocketSeen(None), KubeletSocketSeen(K2))
+    node.apply(KubeletSocketSeen(None), KubeletSocketSeen(K2))
     assert [(finding.reason, finding.message) for finding in node.snapshot().findings] == [
         (Reason.KUBELET_UNAVAILABLE, "nvidia.com/gpu is not registered: registering")
     ]
@@ -279,7 +279,7 @@ def test_an_accepted_registration_stays_while_the_stream_is_open() -> None:
 
 def test_nothing_of_earlier_trouble_is_left_after_an_accepted_registration() -> None:
     node = registering_node()
-    node.refuse("socket_in_use", "another plugin")
+    node.fail_registration("socket_in_use", "another plugin")
     node.after(200 * MS)
     node.accept()
     assert node.standing().message == ""
@@ -294,12 +294,12 @@ def test_the_fast_clock_begins_anew_after_an_accepted_registration() -> None:
     node = registering_node()
     tries(node, "unreachable", 12 * S)
     node.until(node.wake_at_ns)
-    node.tell(Tick())
+    node.apply(Tick())
     node.accept()
     node.end_stream()
     node.until(node.wake_at_ns)
-    node.tell(Tick())
-    node.refuse("unreachable")
+    node.apply(Tick())
+    node.fail_registration("unreachable")
     assert node.wake_at_ns == node.now_ns + 50 * MS
 
 
@@ -333,7 +333,7 @@ def test_a_replaced_kubelet_that_refuses_is_not_asked_again_at_once() -> None:
     node.after(10 * S, KubeletSocketSeen(K2))
     (resource,) = node.snapshot().resources
     assert (resource.since_ns, resource.socket) == (node.now_ns, None)
-    node.refuse("rejected")
+    node.fail_registration("rejected")
     assert node.standing().phase is RegistrationPhase.BACKING_OFF
     assert node.wake_at_ns >= node.now_ns + 100 * MS
 
@@ -353,7 +353,7 @@ def test_a_stream_that_ended_is_registered_anew_after_a_tenth_of_a_second() -> N
 def test_one_of_two_streams_that_ends_changes_nothing() -> None:
     node = registered_node(gpu(0))
     generation = node.standing().generation
-    node.tell(WatchersChanged(GPU, generation, 2), WatchersChanged(GPU, generation, 1))
+    node.apply(WatchersChanged(GPU, generation, 2), WatchersChanged(GPU, generation, 1))
     node.after(60 * S)
     assert node.effects == []
     assert node.standing().registered
@@ -362,8 +362,8 @@ def test_one_of_two_streams_that_ends_changes_nothing() -> None:
 def test_a_stream_that_ended_before_the_answer_is_registered_anew() -> None:
     node = registering_node()
     generation = node.standing().generation
-    node.tell(WatchersChanged(GPU, generation, 1), WatchersChanged(GPU, generation, 0))
-    node.tell(Registered(GPU, generation, K1, PLUGIN))
+    node.apply(WatchersChanged(GPU, generation, 1), WatchersChanged(GPU, generation, 0))
+    node.apply(Registered(GPU, generation, K1, PLUGIN))
     assert not node.standing().registered
     assert node.standing().message == STREAM_ENDED
     node.after(S)
@@ -382,9 +382,9 @@ def test_a_deleted_plugin_socket_is_registered_anew() -> None:
 
 def test_a_plugin_socket_deleted_while_the_kubelet_is_asked_does_not_wait_for_its_answer() -> None:
     node = registering_node()
-    node.tell(RegisterSent(GPU, 1, K1, PLUGIN))
+    node.apply(RegisterSent(GPU, 1, K1, PLUGIN))
     assert node.standing().socket == PLUGIN
-    node.tell(OwnSocketLost(GPU, 1))
+    node.apply(OwnSocketLost(GPU, 1))
     assert node.standing().socket is None
     assert node.standing().message == SOCKET_LOST
     lost_ns = node.now_ns
@@ -396,11 +396,11 @@ def test_a_plugin_socket_deleted_while_the_kubelet_is_asked_does_not_wait_for_it
 @pytest.mark.parametrize("timeout_ns", [2 * S, 10 * S])
 def test_a_registration_without_a_stream_is_made_anew(timeout_ns: int) -> None:
     node = registering_node(Policy(watch_timeout_ns=timeout_ns))
-    node.tell(Registered(GPU, 1, K1, PLUGIN))
+    node.apply(Registered(GPU, 1, K1, PLUGIN))
     accepted_ns = node.now_ns
     node.until(accepted_ns + timeout_ns)
     assert node.standing().registered
-    node.tell(Tick())
+    node.apply(Tick())
     assert node.standing().message == NO_STREAM
     node.after(200 * MS)
     assert len(node.registrations()) == 2
@@ -421,7 +421,7 @@ def test_a_kubelet_that_drops_every_stream_gets_at_most_12_tries_in_60_s() -> No
             node.accept()
             node.end_stream()
         node.now_ns = node.wake_at_ns
-        node.tell(Tick())
+        node.apply(Tick())
     assert len([at_ns for at_ns in node.registrations() if at_ns < began_ns + 60 * S]) <= 12
 
 
@@ -429,7 +429,7 @@ def test_a_kubelet_that_drops_every_stream_gets_at_most_12_tries_in_60_s() -> No
 def test_a_registration_that_lived_for_10_s_ended_for_a_new_reason(lived_ns: int, *, settled: bool) -> None:
     node = registering_node()
     for _ in range(6):
-        node.refuse("rejected")
+        node.fail_registration("rejected")
         node.after(node.wake_at_ns - node.now_ns)
     node.accept()
     node.until(node.now_ns + lived_ns)
@@ -450,12 +450,12 @@ def test_a_registration_that_lived_for_10_s_ended_for_a_new_reason(lived_ns: int
 )
 def test_answers_of_other_generations_and_resources_change_nothing(late: Fact) -> None:
     node = registering_node()
-    node.refuse("unreachable")
+    node.fail_registration("unreachable")
     node.after(50 * MS)
     node.accept()
     assert node.standing().generation == 2
     before = node.state
-    assert node.tell(late) == ()
+    assert node.apply(late) == ()
     assert node.state is before
 
 
@@ -470,16 +470,16 @@ def test_answers_of_other_generations_and_resources_change_nothing(late: Fact) -
 )
 def test_answers_of_a_generation_that_was_given_up_change_nothing(late: Fact) -> None:
     node = registering_node()
-    node.refuse("rejected")
+    node.fail_registration("rejected")
     before = node.state
-    assert node.tell(late) == ()
+    assert node.apply(late) == ()
     assert node.state is before
 
 
 def test_a_server_that_fails_ends_its_registration() -> None:
     node = registered_node(gpu(0))
     node.after(20 * S)
-    node.refuse("socket_in_use", "The server of nvidia.com/gpu failed")
+    node.fail_registration("socket_in_use", "The server of nvidia.com/gpu failed")
     assert not node.standing().registered
     assert node.standing().socket is None
     (finding,) = node.snapshot().findings
@@ -494,7 +494,7 @@ def test_a_server_that_fails_ends_its_registration() -> None:
 def test_an_answer_that_says_what_is_known_changes_nothing(again: Fact) -> None:
     node = registered_node(gpu(0))
     before = node.state
-    assert node.tell(again) == ()
+    assert node.apply(again) == ()
     assert node.state is before
 
 
@@ -512,8 +512,8 @@ def test_a_server_that_was_started_again_by_itself_is_watched_at_its_new_socket(
 
 def test_who_registers_may_see_a_new_kubelet_before_who_watches_the_directory() -> None:
     node = registering_node()
-    node.tell(Registered(GPU, 1, K2, PLUGIN), WatchersChanged(GPU, 1, 1))
-    node.tell(KubeletSocketSeen(K2))
+    node.apply(Registered(GPU, 1, K2, PLUGIN), WatchersChanged(GPU, 1, 1))
+    node.apply(KubeletSocketSeen(K2))
     node.after(60 * S)
     assert len(node.registrations()) == 1
     assert node.state.kubelet == K2
@@ -522,8 +522,8 @@ def test_who_registers_may_see_a_new_kubelet_before_who_watches_the_directory() 
 def test_a_wall_clock_set_back_does_not_make_a_new_kubelet_an_old_one() -> None:
     node = registering_node()
     earlier = SocketIdentity(device=5, inode=200, mtime_ns=K1.mtime_ns - 500)
-    node.tell(Registered(GPU, 1, earlier, PLUGIN), WatchersChanged(GPU, 1, 1))
-    node.tell(KubeletSocketSeen(earlier))
+    node.apply(Registered(GPU, 1, earlier, PLUGIN), WatchersChanged(GPU, 1, 1))
+    node.apply(KubeletSocketSeen(earlier))
     node.after(60 * S)
     assert len(node.registrations()) == 1
 
@@ -532,10 +532,10 @@ def test_a_wall_clock_set_back_does_not_make_a_new_kubelet_an_old_one() -> None:
 def test_a_kubelet_replaced_while_it_is_asked_is_not_waited_for(*, sent: bool) -> None:
     node = registering_node()
     if sent:
-        node.tell(RegisterSent(GPU, 1, K1, PLUGIN))
+        node.apply(RegisterSent(GPU, 1, K1, PLUGIN))
     effects = node.after(S, KubeletSocketSeen(K2))
     assert RegisterResource(GPU, 2, K2) in effects
-    node.tell(Registered(GPU, 1, K1, PLUGIN))
+    node.apply(Registered(GPU, 1, K1, PLUGIN))
     assert node.standing().phase is RegistrationPhase.REGISTERING
     node.accept(kubelet=K2)
     node.after(60 * S)
@@ -545,14 +545,14 @@ def test_a_kubelet_replaced_while_it_is_asked_is_not_waited_for(*, sent: bool) -
 
 def test_a_new_kubelet_that_is_asked_before_it_is_seen_is_asked_once() -> None:
     node = registering_node()
-    node.tell(RegisterSent(GPU, 1, K2, PLUGIN), KubeletSocketSeen(K2))
+    node.apply(RegisterSent(GPU, 1, K2, PLUGIN), KubeletSocketSeen(K2))
     assert len(node.registrations()) == 1
     assert node.standing().kubelet == node.state.kubelet == K2
 
 
 def test_a_kubelet_that_goes_away_while_registering_stays_away() -> None:
     node = registering_node()
-    node.tell(KubeletSocketSeen(None))
+    node.apply(KubeletSocketSeen(None))
     node.accept(kubelet=K1)
     assert node.state.kubelet is None
     node.end_stream()
@@ -563,7 +563,7 @@ def test_a_kubelet_that_goes_away_while_registering_stays_away() -> None:
 
 def test_a_deleted_kubelet_socket_alone_does_not_end_a_registration() -> None:
     node = registered_node(gpu(0))
-    node.tell(KubeletSocketSeen(None))
+    node.apply(KubeletSocketSeen(None))
     node.after(60 * S)
     assert node.standing().registered
     assert node.registrations() == []
@@ -575,14 +575,14 @@ def test_a_socket_that_another_process_left_is_taken_a_tenth_of_a_second_later(
 ) -> None:
     node = registering_node()
     for _ in range(8):
-        node.refuse("socket_in_use", "in use")
+        node.fail_registration("socket_in_use", "in use")
         node.after(13 * S)
-    node.refuse("socket_in_use", "in use")
+    node.fail_registration("socket_in_use", "in use")
     due_ns = node.standing().retry_at_ns
     assert due_ns is not None
     if late:
         node.until(due_ns - 50 * MS)
-    node.tell(SocketFreed(GPU, node.standing().generation - behind))
+    node.apply(SocketFreed(GPU, node.standing().generation - behind))
     freed_ns = node.now_ns + 100 * MS
     assert node.standing().retry_at_ns == (due_ns if late or behind else freed_ns)
 
@@ -600,12 +600,12 @@ FEWER, OTHERS, NONE = (
 
 def counted_node() -> Node:
     node = registered_node(gpu(0))
-    node.tell(ListWritten(GPU, node.standing().generation, HAS))
+    node.apply(ListWritten(GPU, node.standing().generation, HAS))
     return node
 
 
 def count(node: Node, has: frozenset[DeviceId], *, asked_ago_ns: int = 0) -> None:
-    node.tell(KubeletCounted({GPU: has} if has else {}, node.now_ns - asked_ago_ns))
+    node.apply(KubeletCounted({GPU: has} if has else {}, node.now_ns - asked_ago_ns))
 
 
 @pytest.mark.parametrize(
@@ -634,7 +634,7 @@ def test_a_kubelet_that_lastingly_has_others_is_registered_with_anew_and_named_u
     (finding,) = node.snapshot().findings
     assert finding.reason is Reason.KUBELET_COUNT_MISMATCH
     assert finding.message == f"{GPU}: {said}; it was registered anew"
-    node.tell(ListWritten(GPU, node.standing().generation, HAS))
+    node.apply(ListWritten(GPU, node.standing().generation, HAS))
     node.after(2 * S)
     count(node, HAS)
     assert node.snapshot().findings == ()
@@ -646,7 +646,7 @@ def test_no_count_says_anything_of_a_list_that_is_newer_than_the_question() -> N
     for _ in range(10):
         node.after(S - 1)
         count(node, NONE)
-        node.tell(ListWritten(GPU, node.standing().generation, HAS))
+        node.apply(ListWritten(GPU, node.standing().generation, HAS))
     node.after(60 * S)
     for _ in range(3):
         count(node, NONE, asked_ago_ns=60 * S)
@@ -666,12 +666,12 @@ def test_a_difference_that_did_not_last_is_forgotten() -> None:
 def test_a_list_that_is_not_sent_is_registered_anew_once() -> None:
     node = counted_node()
     stale = frozenset({Part(LIST_AND_WATCH, GPU)})
-    node.tell(PartsStale(stale))
+    node.apply(PartsStale(stale))
     assert node.standing().message == LIST_OVERDUE
     assert {each.reason for each in node.snapshot().findings} == {Reason.SOURCE_FAILED}
     node.after(S)
     node.accept()
-    node.tell(PartsStale(stale | {Part(ENGINE)}))
+    node.apply(PartsStale(stale | {Part(ENGINE)}))
     assert node.standing().registered
     assert len(node.registrations()) == 1
 
@@ -752,12 +752,12 @@ def play(
             return accepted
         if node.wake_at_ns < next_ns:
             node.now_ns = node.wake_at_ns
-            node.tell(Tick())
+            node.apply(Tick())
             continue
         node.now_ns, fact = pending.pop(0)
-        node.tell(fact)
+        node.apply(fact)
         if isinstance(fact, Registered):
-            node.tell(WatchersChanged(GPU, fact.generation, 1))
+            node.apply(WatchersChanged(GPU, fact.generation, 1))
 
 
 def answer(node: Node, generation: int, accepts_from_ns: int) -> Fact:
@@ -784,15 +784,15 @@ def test_a_kubelet_whose_socket_flaps_is_registered_with_in_the_end(
 
 
 def test_standings_of_several_resources_are_apart() -> None:
-    node = well_node(gpu(0), mig_gpu(1, (1, 0, "1g.10gb")), policy=Policy(mig_strategy="mixed"))
-    node.tell(KubeletSocketSeen(K1))
+    node = healthy_node(gpu(0), mig_gpu(1, (1, 0, "1g.10gb")), policy=Policy(mig_strategy="mixed"))
+    node.apply(KubeletSocketSeen(K1))
     slices = ResourceName("nvidia.com/mig-1g.10gb")
     assert {effect.resource for _, effect in node.effects if isinstance(effect, RegisterResource)} == {
         GPU,
         slices,
     }
     node.accept()
-    node.refuse("rejected", "no", slices)
+    node.fail_registration("rejected", "no", slices)
     assert node.standing().registered
     assert node.standing(slices).phase is RegistrationPhase.BACKING_OFF
 
@@ -819,7 +819,7 @@ def test_a_check_before_each_start_that_is_switched_makes_the_registration_anew(
 
 def test_a_check_that_is_switched_while_the_kubelet_is_asked_makes_one_registration_more() -> None:
     node = registering_node()
-    node.tell(PolicyChanged(Policy(pre_start_check=True)))
+    node.apply(PolicyChanged(Policy(pre_start_check=True)))
     assert len(node.registrations()) == 1
     node.accept()
     assert len(node.registrations()) == 2
@@ -830,8 +830,8 @@ def test_a_check_that_is_switched_while_the_kubelet_is_asked_makes_one_registrat
 
 def test_a_check_that_is_switched_while_there_is_no_kubelet_waits_for_one() -> None:
     node = registered_node(gpu(0))
-    node.tell(KubeletSocketSeen(None))
-    node.tell(PolicyChanged(Policy(pre_start_check=True)))
+    node.apply(KubeletSocketSeen(None))
+    node.apply(PolicyChanged(Policy(pre_start_check=True)))
     assert node.registrations() == []
     node.after(S, KubeletSocketSeen(K1))
     assert node.registrations() == [node.now_ns]

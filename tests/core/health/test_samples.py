@@ -19,7 +19,7 @@ from agent.model.health import Condition, ConditionKey, Evidence, Reason, Recove
 from agent.model.ids import GpuUuid
 from agent.model.policy import Policy
 from agent.model.structs import replace
-from tests.core.build import U0, U1, Node, S, enumerated, failed, gpu, passed, place, ready, well_node
+from tests.core.build import U0, U1, Node, S, enumerated, failed, gpu, healthy_node, passed, place, ready
 from tests.core.polls import BAD, NOTHING, WELL, bad, blind_poll, poll, read, reasons, sample
 
 Q = 60 * S
@@ -181,43 +181,43 @@ def test_a_window_forgets_its_oldest_polls() -> None:
 
 
 def test_clocks_held_down_for_most_of_a_window_are_a_condition_until_they_are_not() -> None:
-    node = well_node(gpu(0), policy=FEW)
+    node = healthy_node(gpu(0), policy=FEW)
     for number in range(10):
         assert reasons(node) == set()
-        node.tell(*poll(hw_slowed=number >= 4))
+        node.apply(*poll(hw_slowed=number >= 4))
     (condition,) = node.conditions(Reason.THERMAL)
     assert (condition.flips, condition.evidence, condition.lasts) == (False, Evidence.SOFT, True)
     assert node.unhealthy() == set()
-    node.tell(*poll(hw_slowed=True))
+    node.apply(*poll(hw_slowed=True))
     for _ in range(4):
-        node.tell(*poll())
+        node.apply(*poll())
     assert [item.lasts for item in node.conditions()] == [True]
-    node.tell(*poll())
+    node.apply(*poll())
     assert [item.lasts for item in node.conditions()] == [False]
 
 
 def test_a_poll_that_cannot_tell_of_clocks_is_no_part_of_the_window() -> None:
-    node = well_node(gpu(0), policy=FEW)
-    node.tell(*poll(hw_slowed=True), *poll(hw_slowed=None), *poll(hw_slowed=True))
+    node = healthy_node(gpu(0), policy=FEW)
+    node.apply(*poll(hw_slowed=True), *poll(hw_slowed=None), *poll(hw_slowed=True))
     assert node.state.slowdowns[U0].slowed == (True, True)
 
 
 def test_windows_of_two_gpus_are_apart() -> None:
-    node = well_node(gpu(0), gpu(1), policy=FEW)
+    node = healthy_node(gpu(0), gpu(1), policy=FEW)
     for _ in range(10):
-        node.tell(*poll(U0, hw_slowed=True), *poll(U1))
+        node.apply(*poll(U0, hw_slowed=True), *poll(U1))
     assert (reasons(node, U0), reasons(node, U1)) == ({Reason.THERMAL}, set())
 
 
 def test_a_slowdown_known_before_a_restart_is_not_over_after_one_more_slow_poll() -> None:
-    node = well_node(gpu(0), policy=FEW)
+    node = healthy_node(gpu(0), policy=FEW)
     for _ in range(10):
-        node.tell(*poll(hw_slowed=True))
+        node.apply(*poll(hw_slowed=True))
     again = node.restarted()
-    again.tell(ready(), *poll(hw_slowed=True))
+    again.apply(ready(), *poll(hw_slowed=True))
     (condition,) = again.conditions()
     assert condition.lasts
-    again.tell(*poll(hw_slowed=False), *poll(hw_slowed=False))
+    again.apply(*poll(hw_slowed=False), *poll(hw_slowed=False))
     assert [item.lasts for item in again.conditions()] == [False]
 
 
@@ -226,8 +226,8 @@ def test_a_slowdown_known_before_a_restart_is_not_over_after_one_more_slow_poll(
 
 @pytest.mark.parametrize("reason", RULES)
 def test_a_bad_reading_raises_its_condition_on_its_gpu(reason: Reason) -> None:
-    node = well_node(gpu(0), gpu(1))
-    node.tell(GpuSampled(U1, bad(reason)))
+    node = healthy_node(gpu(0), gpu(1))
+    node.apply(GpuSampled(U1, bad(reason)))
     (condition,) = node.conditions()
     assert condition == Condition(
         key=ConditionKey(NVML, reason, place(U1), 0),
@@ -248,9 +248,9 @@ def test_a_bad_reading_raises_its_condition_on_its_gpu(reason: Reason) -> None:
 
 @pytest.mark.parametrize("reason", RULES)
 def test_a_cause_that_is_seen_again_changes_nothing(reason: Reason) -> None:
-    node = well_node(gpu(0))
+    node = healthy_node(gpu(0))
     seen = GpuSampled(U0, replace(bad(reason), hw_slowed=None))
-    node.tell(seen, passed())
+    node.apply(seen, passed())
     before = node.state
     for _ in range(5):
         assert node.after(10 * S, seen, passed()) == ()
@@ -258,8 +258,8 @@ def test_a_cause_that_is_seen_again_changes_nothing(reason: Reason) -> None:
 
 
 def test_a_cause_that_changes_is_told_in_its_new_words_and_is_as_old_as_before() -> None:
-    node = well_node(gpu(0))
-    node.tell(read(links_down=(3,)))
+    node = healthy_node(gpu(0))
+    node.apply(read(links_down=(3,)))
     since_ns = node.now_ns
     node.after(10 * S, read(links_down=(3, 4)))
     (condition,) = node.conditions()
@@ -269,10 +269,10 @@ def test_a_cause_that_changes_is_told_in_its_new_words_and_is_as_old_as_before()
 
 @pytest.mark.parametrize("reason", RULES)
 def test_a_reading_that_is_none_neither_raises_nor_clears(reason: Reason) -> None:
-    node = well_node(gpu(0))
-    node.tell(*blind_poll())
+    node = healthy_node(gpu(0))
+    node.apply(*blind_poll())
     assert node.conditions() == []
-    node.tell(GpuSampled(U0, bad(reason)))
+    node.apply(GpuSampled(U0, bad(reason)))
     (raised,) = node.conditions()
     for _ in range(5):
         node.after(Q, *blind_poll())
@@ -280,25 +280,25 @@ def test_a_reading_that_is_none_neither_raises_nor_clears(reason: Reason) -> Non
 
 
 def test_readings_are_kept_as_they_are_for_who_shows_them() -> None:
-    node = well_node(gpu(0), gpu(1))
-    node.tell(read(pcie_replays=7))
+    node = healthy_node(gpu(0), gpu(1))
+    node.apply(read(pcie_replays=7))
     assert [view.sample for view in node.snapshot().gpus] == [sample(pcie_replays=7), None]
-    node.tell(GpuSampled(U0, NOTHING))
+    node.apply(GpuSampled(U0, NOTHING))
     assert node.snapshot().gpus[0].sample == NOTHING
 
 
 def test_readings_of_an_unknown_gpu_change_nothing() -> None:
-    node = well_node(gpu(0))
+    node = healthy_node(gpu(0))
     before = node.state
-    assert node.tell(read(GpuUuid("GPU-9"), recovery_action=1)) == ()
+    assert node.apply(read(GpuUuid("GPU-9"), recovery_action=1)) == ()
     assert node.state is before
 
 
 def test_readings_that_were_taken_before_the_driver_went_change_nothing() -> None:
-    node = well_node(gpu(0))
-    node.tell(DriverUnavailable(Reason.DRIVER_NOT_LOADED, "gone"))
+    node = healthy_node(gpu(0))
+    node.apply(DriverUnavailable(Reason.DRIVER_NOT_LOADED, "gone"))
     before = node.state
-    assert node.tell(read(recovery_action=1)) == ()
+    assert node.apply(read(recovery_action=1)) == ()
     assert node.state is before
 
 
@@ -307,23 +307,23 @@ def test_readings_that_were_taken_before_the_driver_went_change_nothing() -> Non
 
 @pytest.mark.parametrize("reason", [reason for reason in RULES if reason is not Reason.ROW_REMAP_FAILED])
 def test_when_the_reading_is_well_again_clean_probes_and_quiet_time_end_it(reason: Reason) -> None:
-    node = well_node(gpu(0), gpu(1))
-    node.tell(GpuSampled(U0, bad(reason)), passed(), passed(), passed())
+    node = healthy_node(gpu(0), gpu(1))
+    node.apply(GpuSampled(U0, bad(reason)), passed(), passed(), passed())
     node.after(3600 * S, GpuSampled(U0, bad(reason)), passed())
     assert reasons(node) == {reason}
     first_ns = node.now_ns
-    node.tell(*poll(), *poll())
+    node.apply(*poll(), *poll())
     node.until(first_ns + 2 * Q)
     assert reasons(node) == {reason}
-    node.tell(*poll())
+    node.apply(*poll())
     assert reasons(node) == set()
     assert node.unhealthy() == set()
 
 
 @pytest.mark.parametrize("reason", RULES)
 def test_quiet_time_counts_from_the_first_well_poll(reason: Reason) -> None:
-    node = well_node(gpu(0))
-    node.tell(GpuSampled(U0, bad(reason)))
+    node = healthy_node(gpu(0))
+    node.apply(GpuSampled(U0, bad(reason)))
     node.after(3600 * S, *poll(), *poll(), *poll())
     first_ns = node.now_ns
     node.until(first_ns + Q - 1)
@@ -334,8 +334,8 @@ def test_quiet_time_counts_from_the_first_well_poll(reason: Reason) -> None:
 
 @pytest.mark.parametrize("reason", RULES)
 def test_a_reading_that_turns_bad_again_begins_anew(reason: Reason) -> None:
-    node = well_node(gpu(0))
-    node.tell(GpuSampled(U0, bad(reason)), *poll(), *poll())
+    node = healthy_node(gpu(0))
+    node.apply(GpuSampled(U0, bad(reason)), *poll(), *poll())
     node.after(S, GpuSampled(U0, bad(reason)))
     (condition,) = node.conditions()
     assert (condition.count, condition.clean_probes, condition.reset_seen, condition.lasts) == (
@@ -348,8 +348,8 @@ def test_a_reading_that_turns_bad_again_begins_anew(reason: Reason) -> None:
 
 
 def test_a_poll_that_fails_breaks_the_row_of_well_ones() -> None:
-    node = well_node(gpu(0))
-    node.tell(read(recovery_action=1), *poll(), *poll(), failed(code=15), *poll(), *poll())
+    node = healthy_node(gpu(0))
+    node.apply(read(recovery_action=1), *poll(), *poll(), failed(code=15), *poll(), *poll())
     node.after(2 * Q)
     assert {item.reason: item.clean_probes for item in node.conditions(Reason.RECOVERY_ACTION)} == {
         Reason.RECOVERY_ACTION: 2
@@ -357,29 +357,29 @@ def test_a_poll_that_fails_breaks_the_row_of_well_ones() -> None:
 
 
 def test_memory_that_could_not_be_repaired_ends_only_by_hand() -> None:
-    node = well_node(gpu(0))
-    node.tell(read(rows_failed=True))
+    node = healthy_node(gpu(0))
+    node.apply(read(rows_failed=True))
     for _ in range(5):
         node.after(Q, *poll())
     assert node.unhealthy() == {U0}
 
 
 def test_the_readings_of_one_gpu_ease_nothing_on_another() -> None:
-    node = well_node(gpu(0), gpu(1))
-    node.tell(read(U0, recovery_action=1), read(U1, recovery_action=1))
-    node.tell(*poll(U0), *poll(U0), *poll(U0))
+    node = healthy_node(gpu(0), gpu(1))
+    node.apply(read(U0, recovery_action=1), read(U1, recovery_action=1))
+    node.apply(*poll(U0), *poll(U0), *poll(U0))
     node.after(Q, *poll(U0))
     assert node.unhealthy() == {U1}
 
 
 def test_a_restart_of_the_agent_does_not_end_what_was_read_before_it() -> None:
     for reason in RULES:
-        node = well_node(gpu(0))
-        node.tell(GpuSampled(U0, bad(reason)))
+        node = healthy_node(gpu(0))
+        node.apply(GpuSampled(U0, bad(reason)))
         again: Node = node.restarted(after_ns=S)
-        again.tell(ready(), enumerated(gpu(0)), passed(), passed(), passed())
+        again.apply(ready(), enumerated(gpu(0)), passed(), passed(), passed())
         again.after(2 * Q)
         assert reasons(again) == {reason}
-        again.tell(*poll(), *poll(), *poll())
+        again.apply(*poll(), *poll(), *poll())
         again.after(Q)
         assert reasons(again) == ({reason} if reason is Reason.ROW_REMAP_FAILED else set())

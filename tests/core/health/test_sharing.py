@@ -23,11 +23,11 @@ from tests.core.build import (
     enumerated,
     fields_of,
     gpu,
+    healthy_node,
     mig_gpu,
     mig_uuid,
     passed,
     registered_node,
-    well_node,
     xid,
 )
 
@@ -104,10 +104,10 @@ def test_a_share_by_index_is_also_that_of_the_cards_slices() -> None:
 
 def test_a_share_by_index_stays_with_its_card_when_another_one_is_lost() -> None:
     policy = sharing(Share(GPU, 3, gpus=("2",)))
-    node = well_node(gpu(0), gpu(1), gpu(2), policy=policy)
+    node = healthy_node(gpu(0), gpu(1), gpu(2), policy=policy)
     before = [str(device.id) for device in node.devices()]
     assert [name.partition("::")[0] for name in before] == [U0, U1, *[gpu(2).uuid] * 3]
-    node.tell(enumerated(gpu(0), gpu(2, index=1)))
+    node.apply(enumerated(gpu(0), gpu(2, index=1)))
     assert [str(device.id) for device in node.devices()] == before
 
 
@@ -123,12 +123,12 @@ def test_renamed_shares_leave_what_is_not_shared_under_its_own_name() -> None:
 
 
 def test_a_resource_says_how_it_is_shared() -> None:
-    node = well_node(C1B, gpu(1), policy=sharing(Share(GPU, 2)))
+    node = healthy_node(C1B, gpu(1), policy=sharing(Share(GPU, 2)))
     assert {each.name: each.sharing for each in node.snapshot().resources} == {
         SMALL: None,
         GPU: "time-slicing",
     }
-    node.tell(PolicyChanged(mps(Share(GPU, 2), mig_strategy="mixed")))
+    node.apply(PolicyChanged(mps(Share(GPU, 2), mig_strategy="mixed")))
     assert {each.name: each.sharing for each in node.snapshot().resources} == {SMALL: None, GPU: "mps"}
 
 
@@ -137,14 +137,14 @@ def test_a_resource_says_how_it_is_shared() -> None:
 
 def test_renamed_resources_are_registered_and_the_old_ones_emptied() -> None:
     node = registered_node(gpu(0), policy=sharing(Share(GPU, 2)))
-    node.tell(xid(48))
-    node.tell(PolicyChanged(sharing(Share(GPU, 2), rename_by_default=True)))
+    node.apply(xid(48))
+    node.apply(PolicyChanged(sharing(Share(GPU, 2), rename_by_default=True)))
     assert node.devices(GPU) == ()
     assert node.standing(GPU).registered
     assert node.registrations(SHARED) == [node.now_ns]
     assert node.health(SHARED) == {f"{U0}::0": Health.UNHEALTHY, f"{U0}::1": Health.UNHEALTHY}
     node.accept(SHARED)
-    node.tell(PolicyChanged(sharing(Share(GPU, 2))))
+    node.apply(PolicyChanged(sharing(Share(GPU, 2))))
     assert node.devices(SHARED) == ()
     assert len(node.devices(GPU)) == 2
     assert node.registrations(GPU) == []
@@ -152,9 +152,9 @@ def test_renamed_resources_are_registered_and_the_old_ones_emptied() -> None:
 
 def test_what_was_renamed_away_is_not_registered_by_the_next_process() -> None:
     node = registered_node(gpu(0), policy=sharing(Share(GPU, 2)))
-    node.tell(PolicyChanged(sharing(Share(GPU, 2), rename_by_default=True)))
+    node.apply(PolicyChanged(sharing(Share(GPU, 2), rename_by_default=True)))
     again = node.restarted()
-    again.tell(enumerated(gpu(0)), passed(), KubeletSocketSeen(K1))
+    again.apply(enumerated(gpu(0)), passed(), KubeletSocketSeen(K1))
     assert list(again.state.offers) == [SHARED]
     assert list(again.state.registrations) == [SHARED]
 
@@ -191,11 +191,11 @@ def test_the_kubelet_is_told_that_there_is_nothing_where_every_card_is_over_its_
 def test_mig_devices_are_offered_unshared_under_mps_and_that_is_told_once() -> None:
     policy = mps(Share(GPU, 4), Share(SMALL, 2), mig_strategy="mixed")
     node = Node(policy)
-    node.tell(enumerated(C1B, gpu(1)), enumerated(C1B, gpu(1, index=0)))
+    node.apply(enumerated(C1B, gpu(1)), enumerated(C1B, gpu(1, index=0)))
     assert {device.replica for device in node.devices(SMALL)} == {None}
     told = [event for event in node.events(EventKind.GPUS) if event.message == Unadvertised.MIG_UNDER_MPS]
     assert [fields_of(event)["detail"] for event in told] == ["1g.10gb"]
-    node.tell(MpsSeen(ready=False, message="x"), passed())
+    node.apply(MpsSeen(ready=False, message="x"), passed())
     assert {device.health for device in node.devices(SMALL)} == {Health.HEALTHY}
 
 
@@ -211,7 +211,7 @@ def test_with_strategy_single_slices_are_offered_unshared_under_mps() -> None:
 def test_a_slice_smaller_than_its_instance_has_no_resource_and_that_is_told_once() -> None:
     node = Node(Policy(mig_strategy="mixed"))
     part = mig_gpu(0, (1, 0, "1c.2g.20gb"), (1, 1, "1c.2g.20gb"), (2, 0, "2g.20gb"))
-    node.tell(enumerated(part), enumerated(part), enumerated(part, gpu(1)))
+    node.apply(enumerated(part), enumerated(part), enumerated(part, gpu(1)))
     assert set(node.state.offers) == {"nvidia.com/mig-2g.20gb", GPU}
     told = [event for event in node.events(EventKind.GPUS) if event.message == Unadvertised.PROFILE]
     assert [(fields_of(event)["gpu"], fields_of(event)["detail"]) for event in told] == [(0, "1c.2g.20gb")]
@@ -227,7 +227,7 @@ def test_with_strategy_single_such_slices_are_gpus() -> None:
 def test_a_gpu_in_mig_mode_without_slices_is_a_warning_that_ends_with_them() -> None:
     node = Node(Policy(mig_strategy="mixed"))
     for _ in range(2):
-        node.tell(enumerated(C1B, mig_gpu(1)), enumerated(C1B, mig_gpu(1, (1, 0, "1g.10gb"))))
+        node.apply(enumerated(C1B, mig_gpu(1)), enumerated(C1B, mig_gpu(1, (1, 0, "1g.10gb"))))
     told = [event for event in node.events(EventKind.GPUS) if event.message == Unadvertised.NO_MIG_DEVICE]
     assert [fields_of(event) for event in told] == [{"gpu": 1, "uuid": U1, "pci": gpu(1).pci}] * 2
     assert len(node.devices(SMALL)) == 4

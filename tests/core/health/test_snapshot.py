@@ -29,10 +29,10 @@ from tests.core.build import (
     S,
     enumerated,
     gpu,
+    healthy_node,
     passed,
     ready,
     registered_node,
-    well_node,
     xid,
 )
 
@@ -58,7 +58,7 @@ def test_a_node_whose_devices_are_registered_and_well_is_ready() -> None:
 
 
 def test_the_driver_is_shown_with_its_versions() -> None:
-    assert well_node(gpu(0)).snapshot().driver == DriverView(
+    assert healthy_node(gpu(0)).snapshot().driver == DriverView(
         ready=True, driver_version="570.86.15", nvml_version="12.570.86.15", cuda_version=(12, 8)
     )
 
@@ -72,7 +72,7 @@ def test_before_anything_is_known_the_driver_and_the_kubelet_are_missing() -> No
 
 def test_a_driver_that_is_missing_is_the_root_cause_and_told_once() -> None:
     node = registered_node(gpu(0))
-    node.tell(xid(48), DriverUnavailable(Reason.DRIVER_NOT_LOADED, "not loaded", unloaded=True))
+    node.apply(xid(48), DriverUnavailable(Reason.DRIVER_NOT_LOADED, "not loaded", unloaded=True))
     assert findings(node) == [
         Finding(Reason.DRIVER_NOT_LOADED, "not loaded"),
         Finding(Reason.XID, "XID 48: double-bit ECC error", (U0,)),
@@ -80,25 +80,25 @@ def test_a_driver_that_is_missing_is_the_root_cause_and_told_once() -> None:
     assert node.snapshot().driver == DriverView(
         ready=False, reason=Reason.DRIVER_NOT_LOADED, message="not loaded"
     )
-    node.tell(ready())
+    node.apply(ready())
     assert [finding.reason for finding in findings(node)] == [Reason.XID, Reason.DRIVER_NOT_LOADED]
 
 
 def test_a_driver_without_gpus_is_not_ready() -> None:
     node = Node()
-    node.tell(ready(), enumerated(), KubeletSocketSeen(K1))
+    node.apply(ready(), enumerated(), KubeletSocketSeen(K1))
     assert findings(node) == [Finding(Reason.NOT_ENOUGH_GPUS, "NVML lists no GPU")]
 
 
 def test_gpus_that_were_there_and_are_not_listed_are_lost() -> None:
     node = registered_node(gpu(0), gpu(1))
-    node.tell(enumerated())
+    node.apply(enumerated())
     assert findings(node) == [Finding(Reason.GPU_LOST, "NVML does not list the GPU any more", (U0, U1))]
 
 
 def test_gpus_are_found_together_by_reason() -> None:
     node = registered_node(gpu(0), gpu(1), gpu(2))
-    node.tell(xid(48, U2), xid(79, U0), enumerated(gpu(0), gpu(2)))
+    node.apply(xid(48, U2), xid(79, U0), enumerated(gpu(0), gpu(2)))
     assert findings(node) == [
         Finding(Reason.XID, "XID 79: GPU has fallen off the bus", (U0,)),
         Finding(Reason.XID, "XID 48: double-bit ECC error", (U2,)),
@@ -108,14 +108,14 @@ def test_gpus_are_found_together_by_reason() -> None:
 
 def test_a_gpu_that_was_not_probed_is_unknown_and_not_ready() -> None:
     node = registered_node(gpu(0))
-    node.tell(enumerated(gpu(0), gpu(1)))
+    node.apply(enumerated(gpu(0), gpu(1)))
     assert findings(node) == [Finding(Reason.NOT_PROBED, "Not probed yet", (U1,))]
     assert [view.health for view in node.snapshot().gpus] == [Health.HEALTHY, Health.UNKNOWN]
 
 
 def test_what_flips_nothing_keeps_no_node_from_being_ready() -> None:
     node = registered_node(gpu(0))
-    node.tell(xid(48))
+    node.apply(xid(48))
     (condition,) = node.conditions()
     node.state = replace(node.state, conditions={condition.key: replace(condition, flips=False)})
     assert node.snapshot().ready
@@ -125,16 +125,16 @@ def test_what_flips_nothing_keeps_no_node_from_being_ready() -> None:
 def test_without_a_kubelet_only_that_is_told_of_registration() -> None:
     node = registered_node(gpu(0))
     node.end_stream()
-    node.tell(KubeletSocketSeen(None))
+    node.apply(KubeletSocketSeen(None))
     assert findings(node) == [Finding(Reason.KUBELET_UNAVAILABLE, "The kubelet's socket does not exist")]
 
 
 @pytest.mark.parametrize("task", [NVML, KUBELET, DEVICE_PLUGIN])
 def test_a_needed_task_that_does_not_run_makes_the_node_not_ready(task: SourceName) -> None:
     node = registered_node(gpu(0))
-    node.tell(TaskReported(task, running=False, message="broken"))
+    node.apply(TaskReported(task, running=False, message="broken"))
     assert findings(node) == [Finding(Reason.SOURCE_FAILED, f"{task} does not run: broken")]
-    node.tell(TaskReported(task, running=True))
+    node.apply(TaskReported(task, running=True))
     assert node.snapshot().ready
     assert node.snapshot().tasks == {task: TaskView(running=True, failures=1, message="")}
     assert task in NEEDED_TASKS
@@ -142,7 +142,7 @@ def test_a_needed_task_that_does_not_run_makes_the_node_not_ready(task: SourceNa
 
 def test_what_differs_between_gpus_is_told_of_each_and_what_does_not_once() -> None:
     node = registered_node(gpu(0), gpu(1), gpu(2))
-    node.tell(xid(79, U0), xid(48, U1), xid(79, U2))
+    node.apply(xid(79, U0), xid(48, U1), xid(79, U2))
     assert [(each.message[:7], each.gpus) for each in findings(node)] == [
         ("XID 79:", (U0, U2)),
         ("XID 48:", (U1,)),
@@ -151,7 +151,7 @@ def test_what_differs_between_gpus_is_told_of_each_and_what_does_not_once() -> N
 
 def test_of_very_many_messages_some_are_told_and_every_gpu_is() -> None:
     node = registered_node(*map(gpu, range(8)))
-    node.tell(
+    node.apply(
         *(xid(number, gpu(place).uuid) for place, number in enumerate((48, 79, 119, 120, 62, 64, 74, 95)))
     )
     found = findings(node)
@@ -162,26 +162,26 @@ def test_of_very_many_messages_some_are_told_and_every_gpu_is() -> None:
 
 def test_a_device_that_no_cdi_file_resolves_makes_the_node_not_ready() -> None:
     node = registered_node(gpu(0))
-    node.tell(CdiReported("/run/cdi/a.json: Read-only file system"))
+    node.apply(CdiReported("/run/cdi/a.json: Read-only file system"))
     assert findings(node) == [
         Finding(
             Reason.CDI_UNRESOLVABLE, "A container would not start: /run/cdi/a.json: Read-only file system"
         )
     ]
     assert node.snapshot().gpus[0].health is Health.HEALTHY
-    node.tell(CdiReported(None))
+    node.apply(CdiReported(None))
     assert node.snapshot().ready
 
 
 def test_a_task_that_is_not_needed_keeps_no_node_from_being_ready() -> None:
     node = registered_node(gpu(0))
-    node.tell(TaskReported(SourceName("http"), running=False, message="port in use"))
+    node.apply(TaskReported(SourceName("http"), running=False, message="port in use"))
     assert node.snapshot().ready
 
 
 def test_a_gpu_is_shown_with_its_conditions_and_xids() -> None:
     node = registered_node(gpu(0), gpu(1))
-    node.tell(xid(13), xid(48, U1), enumerated(gpu(0)))
+    node.apply(xid(13), xid(48, U1), enumerated(gpu(0)))
     one, two = node.snapshot().gpus
     assert one == GpuView(gpu=gpu(0), health=Health.HEALTHY, present=True, conditions=(), xids={13: 1})
     assert (two.health, two.present, two.xids) == (Health.UNHEALTHY, False, {48: 1})
@@ -191,7 +191,7 @@ def test_a_gpu_is_shown_with_its_conditions_and_xids() -> None:
 
 def test_a_device_shows_the_conditions_that_flip_it_first_and_then_the_oldest() -> None:
     node = registered_node(gpu(0))
-    node.tell(xid(48))
+    node.apply(xid(48))
     node.after(S, xid(79))
     node.after(S, xid(48))
     (key, condition) = next(iter(node.state.conditions.items()))
@@ -199,13 +199,13 @@ def test_a_device_shows_the_conditions_that_flip_it_first_and_then_the_oldest() 
     node.state = replace(
         node.state, conditions={**node.state.conditions, key: replace(condition, flips=False)}
     )
-    node.tell(xid(62))
+    node.apply(xid(62))
     assert [item.key.code for item in node.devices()[0].reasons] == [79, 62, 48]
 
 
 def test_what_must_outlive_the_process_is_the_gpus_their_conditions_and_counts() -> None:
     node = registered_node(gpu(0), gpu(1))
-    node.tell(xid(48, U1, count=3), xid(13))
+    node.apply(xid(48, U1, count=3), xid(13))
     durable = node.snapshot().durable
     assert durable.gpus == (gpu(0), gpu(1))
     assert durable.conditions == tuple(node.conditions())
@@ -214,13 +214,13 @@ def test_what_must_outlive_the_process_is_the_gpus_their_conditions_and_counts()
 
 def test_losses_and_policy_are_shown() -> None:
     node = registered_node(gpu(0), policy=Policy(jitter_seed=7))
-    node.tell(FactsLost(SourceName("probe"), count=3))
+    node.apply(FactsLost(SourceName("probe"), count=3))
     assert node.snapshot().facts_lost == {"probe": 3}
     assert node.snapshot().policy == Policy(jitter_seed=7)
 
 
 def test_a_resource_that_was_never_registered_waits() -> None:
-    node = well_node(gpu(0)).restarted(after_ns=S)
+    node = healthy_node(gpu(0)).restarted(after_ns=S)
     (resource,) = node.snapshot().resources
     assert (resource.phase, resource.generation, resource.socket) == (RegistrationPhase.WAITING, 0, None)
     assert (resource.since_ns, resource.message) == (node.now_ns, "The kubelet's socket does not exist yet")

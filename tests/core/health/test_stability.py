@@ -40,13 +40,13 @@ from tests.core.build import (
     failed,
     fields_of,
     gpu,
+    healthy_node,
     mig_uuid,
     overdue,
     passed,
     place,
     ready,
     registered_node,
-    well_node,
     xid,
 )
 from tests.core.polls import poll, read, reasons
@@ -59,21 +59,21 @@ AT_ONCE = Policy(recovery_clean_probes=1, recovery_quiet_ns=0)
 
 
 def fault_and_back(node: Node, *facts: Fact, on: GpuUuid = U0) -> None:
-    node.tell(*facts or (failed(on),))
-    node.tell(passed(on))
+    node.apply(*facts or (failed(on),))
+    node.apply(passed(on))
 
 
 # Flapping
 
 
 def test_a_gpu_that_fails_and_comes_back_for_the_third_time_flaps() -> None:
-    node = well_node(gpu(0), gpu(1), policy=AT_ONCE)
+    node = healthy_node(gpu(0), gpu(1), policy=AT_ONCE)
     fault_and_back(node)
     fault_and_back(node)
     assert node.unhealthy() == set()
-    node.tell(failed())
+    node.apply(failed())
     assert reasons(node) == {Reason.NVML_ERROR, Reason.FLAPPING}
-    node.tell(passed())
+    node.apply(passed())
     assert node.conditions() == [
         Condition(
             key=ConditionKey(AGENT, Reason.FLAPPING, place(U0), 0),
@@ -90,7 +90,7 @@ def test_a_gpu_that_fails_and_comes_back_for_the_third_time_flaps() -> None:
 
 @pytest.mark.parametrize("sticky_after", [1, 2, 3, 5])
 def test_it_is_the_nth_fault_that_is_flapping(sticky_after: int) -> None:
-    node = well_node(gpu(0), policy=replace(AT_ONCE, sticky_after=sticky_after))
+    node = healthy_node(gpu(0), policy=replace(AT_ONCE, sticky_after=sticky_after))
     for _ in range(sticky_after - 1):
         fault_and_back(node)
         assert node.unhealthy() == set()
@@ -101,7 +101,7 @@ def test_it_is_the_nth_fault_that_is_flapping(sticky_after: int) -> None:
 
 @pytest.mark.parametrize(("spread_ns", "flaps"), [(600 * S - 1, True), (600 * S, False)])
 def test_faults_count_for_as_long_as_the_window(spread_ns: int, *, flaps: bool) -> None:
-    node = well_node(gpu(0), policy=AT_ONCE)
+    node = healthy_node(gpu(0), policy=AT_ONCE)
     fault_and_back(node)
     fault_and_back(node)
     node.until(node.now_ns + spread_ns)
@@ -110,7 +110,7 @@ def test_faults_count_for_as_long_as_the_window(spread_ns: int, *, flaps: bool) 
 
 
 def test_the_window_moves_with_the_faults() -> None:
-    node = well_node(gpu(0), policy=AT_ONCE)
+    node = healthy_node(gpu(0), policy=AT_ONCE)
     for _ in range(5):
         fault_and_back(node)
         node.after(300 * S)
@@ -122,22 +122,24 @@ def test_the_window_moves_with_the_faults() -> None:
 
 
 def test_flapping_is_sticky() -> None:
-    node = well_node(gpu(0), policy=AT_ONCE)
+    node = healthy_node(gpu(0), policy=AT_ONCE)
     for _ in range(3):
         fault_and_back(node)
     for _ in range(10):
         node.after(HOUR, *poll())
-    node.tell(DriverUnavailable(Reason.DRIVER_NOT_LOADED, "x", unloaded=True), ready(), enumerated(), *poll())
-    node.tell(enumerated(gpu(0)), *poll())
+    node.apply(
+        DriverUnavailable(Reason.DRIVER_NOT_LOADED, "x", unloaded=True), ready(), enumerated(), *poll()
+    )
+    node.apply(enumerated(gpu(0)), *poll())
     assert reasons(node) == {Reason.FLAPPING}
     again = node.restarted()
-    again.tell(ready(), enumerated(gpu(0)), *poll())
+    again.apply(ready(), enumerated(gpu(0)), *poll())
     again.after(HOUR, *poll())
     assert again.unhealthy() == {U0}
 
 
 def test_more_faults_of_a_gpu_that_flaps_are_counted_and_told_once() -> None:
-    node = well_node(gpu(0), policy=AT_ONCE)
+    node = healthy_node(gpu(0), policy=AT_ONCE)
     for _ in range(5):
         fault_and_back(node)
     (condition,) = node.conditions()
@@ -149,21 +151,21 @@ def test_more_faults_of_a_gpu_that_flaps_are_counted_and_told_once() -> None:
 
 def test_conditions_that_overlap_are_one_fault() -> None:
     """One application that dies may leave three XIDs within a millisecond."""
-    node = well_node(gpu(0), policy=AT_ONCE)
-    node.tell(xid(32), xid(69), xid(94), failed(), failed(code=1), xid(94), passed())
+    node = healthy_node(gpu(0), policy=AT_ONCE)
+    node.apply(xid(32), xid(69), xid(94), failed(), failed(code=1), xid(94), passed())
     assert node.unhealthy() == set()
     assert len(node.state.fault_times[U0]) == 1
 
 
 def test_a_fault_that_is_reported_again_while_it_lasts_is_one_fault() -> None:
-    node = well_node(gpu(0))
+    node = healthy_node(gpu(0))
     for _ in range(10):
         node.after(S, failed(), passed())
     assert reasons(node) == {Reason.NVML_ERROR}
 
 
 def test_faults_of_two_gpus_do_not_add_up() -> None:
-    node = well_node(gpu(0), gpu(1), policy=AT_ONCE)
+    node = healthy_node(gpu(0), gpu(1), policy=AT_ONCE)
     for _ in range(2):
         fault_and_back(node, on=U0)
         fault_and_back(node, on=U1)
@@ -171,7 +173,7 @@ def test_faults_of_two_gpus_do_not_add_up() -> None:
 
 
 def test_faults_of_different_kinds_add_up() -> None:
-    node = well_node(gpu(0), policy=AT_ONCE)
+    node = healthy_node(gpu(0), policy=AT_ONCE)
     fault_and_back(node, failed(code=1))
     fault_and_back(node, failed())
     fault_and_back(node, overdue())
@@ -180,7 +182,7 @@ def test_faults_of_different_kinds_add_up() -> None:
 
 @pytest.mark.parametrize("code", [79, 48, 54, 64])
 def test_what_a_gpu_does_not_come_back_from_by_itself_is_not_flapping(code: int) -> None:
-    node = well_node(gpu(0), policy=AT_ONCE)
+    node = healthy_node(gpu(0), policy=AT_ONCE)
     for _ in range(5):
         fault_and_back(node, xid(code))
     assert Reason.FLAPPING not in reasons(node)
@@ -188,7 +190,7 @@ def test_what_a_gpu_does_not_come_back_from_by_itself_is_not_flapping(code: int)
 
 @pytest.mark.parametrize("code", [13, 69, 137])
 def test_an_application_that_faults_a_thousand_times_takes_no_gpu_from_the_next(code: int) -> None:
-    node = well_node(gpu(0), policy=AT_ONCE)
+    node = healthy_node(gpu(0), policy=AT_ONCE)
     for _ in range(1_000):
         node.after(S // 10, xid(code), passed())
     assert node.unhealthy() == set()
@@ -196,10 +198,10 @@ def test_an_application_that_faults_a_thousand_times_takes_no_gpu_from_the_next(
 
 
 def test_what_flips_nothing_is_not_flapping() -> None:
-    node = well_node(gpu(0), policy=replace(AT_ONCE, xid_policy="catalog"))
+    node = healthy_node(gpu(0), policy=replace(AT_ONCE, xid_policy="catalog"))
     for _ in range(5):
-        node.tell(xid(94), read(pcie_width=8, rows_pending=True, links_down=(1,), ecc_uncorrected=1))
-        node.tell(*poll())
+        node.apply(xid(94), read(pcie_width=8, rows_pending=True, links_down=(1,), ecc_uncorrected=1))
+        node.apply(*poll())
     assert node.conditions() == []
     assert node.state.fault_times == {}
 
@@ -224,26 +226,26 @@ ONES_FAULTS: dict[str, tuple[list[Fact], list[Fact]]] = {
 
 @pytest.mark.parametrize("trouble", ONES_FAULTS)
 def test_trouble_of_the_whole_node_is_no_gpus_flapping(trouble: str) -> None:
-    node = well_node(gpu(0), gpu(1), gpu(2), policy=AT_ONCE)
+    node = healthy_node(gpu(0), gpu(1), gpu(2), policy=AT_ONCE)
     begin, end = ONES_FAULTS[trouble]
     for _ in range(5):
-        node.tell(*begin)
+        node.apply(*begin)
         assert len(node.unhealthy()) == 3
         node.after(S, *end)
         for on in (U0, U1, U2, U0, U1):
-            node.tell(*poll(on))
+            node.apply(*poll(on))
         assert node.unhealthy() == set()
 
 
 def test_one_call_that_hangs_is_still_that_gpus_fault_while_others_answer() -> None:
-    node = well_node(gpu(0), gpu(1), policy=AT_ONCE)
+    node = healthy_node(gpu(0), gpu(1), policy=AT_ONCE)
     for _ in range(3):
         fault_and_back(node, overdue(U0))
     assert reasons(node) == {Reason.FLAPPING}
 
 
 def test_a_hang_that_begins_with_one_gpu_is_not_its_fault() -> None:
-    node = well_node(gpu(0), gpu(1), policy=AT_ONCE)
+    node = healthy_node(gpu(0), gpu(1), policy=AT_ONCE)
     for _ in range(5):
         node.after(S, overdue(U0))
         node.after(S, overdue(U1))
@@ -252,7 +254,7 @@ def test_a_hang_that_begins_with_one_gpu_is_not_its_fault() -> None:
 
 
 def test_what_ailed_a_gpu_before_its_call_hung_stays_its_own_fault() -> None:
-    node = well_node(gpu(0), gpu(1), policy=AT_ONCE)
+    node = healthy_node(gpu(0), gpu(1), policy=AT_ONCE)
     node.after(S, failed())
     node.after(S, overdue(U0))
     node.after(S, overdue(U1))
@@ -264,7 +266,7 @@ def test_what_ailed_a_gpu_before_its_call_hung_stays_its_own_fault() -> None:
 
 
 def test_a_hang_of_the_driver_forgets_no_earlier_fault_of_a_gpu() -> None:
-    node = well_node(gpu(0), gpu(1), policy=AT_ONCE)
+    node = healthy_node(gpu(0), gpu(1), policy=AT_ONCE)
     fault_and_back(node)
     node.after(S)
     fault_and_back(node)
@@ -286,44 +288,44 @@ def evidence(node: Node) -> list[tuple[GpuUuid, Reason, int]]:
 
 
 def test_evidence_is_kept_once_at_the_first_hard_fault_of_each_gpu() -> None:
-    node = well_node(gpu(0), gpu(1))
-    node.tell(xid(79), xid(48), failed(code=15), enumerated(gpu(1)), xid(62, U1), xid(48, U1))
+    node = healthy_node(gpu(0), gpu(1))
+    node.apply(xid(79), xid(48), failed(code=15), enumerated(gpu(1)), xid(62, U1), xid(48, U1))
     assert evidence(node) == [(U0, Reason.XID, 79), (U1, Reason.XID, 62)]
 
 
 def test_evidence_of_what_an_application_did_is_not_kept() -> None:
-    node = well_node(gpu(0))
-    node.tell(xid(94), xid(13), read(ecc_uncorrected=3, rows_pending=True))
+    node = healthy_node(gpu(0))
+    node.apply(xid(94), xid(13), read(ecc_uncorrected=3, rows_pending=True))
     assert evidence(node) == []
-    node.tell(xid(79))
+    node.apply(xid(79))
     assert evidence(node) == [(U0, Reason.XID, 79)]
 
 
 def test_a_gpu_that_was_well_meanwhile_gives_evidence_again() -> None:
-    node = well_node(gpu(0), policy=AT_ONCE)
-    node.tell(failed(), failed(code=1), passed(), failed())
+    node = healthy_node(gpu(0), policy=AT_ONCE)
+    node.apply(failed(), failed(code=1), passed(), failed())
     assert evidence(node) == [(U0, Reason.NVML_ERROR, 999), (U0, Reason.NVML_ERROR, 999)]
 
 
 def test_two_first_faults_in_one_step_are_one_piece_of_evidence() -> None:
-    node = well_node(gpu(0))
-    node.tell(read(recovery_action=1, rows_failed=True))
+    node = healthy_node(gpu(0))
+    node.apply(read(recovery_action=1, rows_failed=True))
     assert evidence(node) == [(U0, Reason.RECOVERY_ACTION, 0)]
 
 
 def test_the_fault_an_earlier_process_saw_first_gives_no_evidence_again() -> None:
-    node = well_node(gpu(0))
-    node.tell(xid(79))
+    node = healthy_node(gpu(0))
+    node.apply(xid(79))
     again = node.restarted()
-    again.tell(ready(), enumerated(gpu(0)), xid(48))
+    again.apply(ready(), enumerated(gpu(0)), xid(48))
     assert evidence(again) == []
 
 
 def test_the_nodes_own_trouble_gives_no_evidence_against_a_gpu() -> None:
-    node = well_node(gpu(0), gpu(1), gpu(2))
+    node = healthy_node(gpu(0), gpu(1), gpu(2))
     for begin, _ in ONES_FAULTS.values():
         if not any(fact == overdue(U0) for fact in begin):
-            node.tell(*begin)
+            node.apply(*begin)
     assert evidence(node) == []
     assert not any(REASON_SPECS[item.reason].counts_for_flapping for item in node.conditions())
 
@@ -343,15 +345,15 @@ def hot(on: GpuUuid = U0) -> Fact:
 
 
 def soft_node(policy: Policy = SOFT) -> Node:
-    node = well_node(gpu(0), gpu(1), gpu(2), policy=policy)
-    node.tell(nobody())
+    node = healthy_node(gpu(0), gpu(1), gpu(2), policy=policy)
+    node.apply(nobody())
     node.forget_effects()
     return node
 
 
 def test_soft_evidence_flips_nothing_unless_the_operator_named_it() -> None:
     node = soft_node(AT_ONCE)
-    node.tell(hot(), read(U1, links_down=(3,)))
+    node.apply(hot(), read(U1, links_down=(3,)))
     assert len(node.conditions()) == 2
     assert node.unhealthy() == set()
     assert soft_candidates(node.state) == frozenset()
@@ -360,7 +362,7 @@ def test_soft_evidence_flips_nothing_unless_the_operator_named_it() -> None:
 @pytest.mark.parametrize("facts", [[hot()], [read(links_down=(3,))]], ids=["thermal", "links"])
 def test_soft_evidence_that_the_operator_named_flips_a_free_gpu(facts: list[Fact]) -> None:
     node = soft_node()
-    node.tell(*facts)
+    node.apply(*facts)
     assert node.unhealthy() == {U0}
     (event,) = node.events(EventKind.DEVICE)
     assert fields_of(event)["evidence"] == Evidence.SOFT
@@ -368,9 +370,9 @@ def test_soft_evidence_that_the_operator_named_flips_a_free_gpu(facts: list[Fact
 
 def test_only_the_reasons_that_were_named_flip() -> None:
     node = soft_node(replace(SOFT, soft_flips=frozenset({Reason.NVLINK_DOWN})))
-    node.tell(hot())
+    node.apply(hot())
     assert node.unhealthy() == set()
-    node.tell(read(temperature_celsius=95, links_down=(1,)))
+    node.apply(read(temperature_celsius=95, links_down=(1,)))
     assert {item.reason: item.flips for item in node.conditions()} == {
         Reason.THERMAL: False,
         Reason.NVLINK_DOWN: True,
@@ -379,30 +381,30 @@ def test_only_the_reasons_that_were_named_flip() -> None:
 
 def test_hard_evidence_that_only_warns_does_not_flip_even_if_it_was_named() -> None:
     node = soft_node(replace(SOFT, soft_flips=frozenset({Reason.ECC_UNCORRECTED, Reason.PCIE_DEGRADED})))
-    node.tell(read(ecc_uncorrected=3, pcie_width=4))
+    node.apply(read(ecc_uncorrected=3, pcie_width=4))
     assert node.unhealthy() == set()
 
 
 def test_a_gpu_flipped_by_soft_evidence_comes_back_by_the_rule() -> None:
     node = soft_node(replace(SOFT, recovery_clean_probes=3, recovery_quiet_ns=Q))
-    node.tell(hot(), passed(), passed(), passed())
+    node.apply(hot(), passed(), passed(), passed())
     node.after(HOUR, *poll(), *poll())
     node.after(Q)
     assert node.unhealthy() == {U0}
-    node.tell(*poll())
+    node.apply(*poll())
     assert node.unhealthy() == set()
 
 
 def test_at_most_one_gpu_flips_within_the_hour_and_the_next_one_at_its_end() -> None:
     node = soft_node()
     began_ns = node.now_ns
-    node.tell(hot(U0))
+    node.apply(hot(U0))
     node.after(S, *poll(U0), hot(U1))
     assert node.unhealthy() == set()
     while node.now_ns < began_ns + HOUR - 10 * S:
         node.after(10 * S, nobody())
     node.until(began_ns + HOUR - 1)
-    node.tell(Tick())
+    node.apply(Tick())
     assert node.unhealthy() == set()
     node.until(began_ns + HOUR + 1)
     assert node.unhealthy() == {U1}
@@ -416,24 +418,24 @@ def _flips(effect: object) -> bool:
 
 def test_of_a_gpu_that_is_out_by_soft_evidence_a_second_kind_waits_too() -> None:
     node = soft_node()
-    node.tell(hot())
+    node.apply(hot())
     node.after(S, read(temperature_celsius=95, links_down=(1,)))
     assert [item.flips for item in node.conditions()] == [True, False]
 
 
 def test_two_kinds_on_one_gpu_at_once_are_one_flip() -> None:
     node = soft_node()
-    node.tell(read(temperature_celsius=95, links_down=(1,)))
+    node.apply(read(temperature_celsius=95, links_down=(1,)))
     assert [item.flips for item in node.conditions()] == [True, True]
 
 
 def test_several_at_once_flip_none_and_are_told_once() -> None:
     node = soft_node()
-    node.tell(xid(79), xid(79, U1), xid(79, U2))
+    node.apply(xid(79), xid(79, U1), xid(79, U2))
     node.state = replace(node.state, conditions={})
-    node.tell(AllocationsListed({DeviceId(U0): "ns/job"}))
+    node.apply(AllocationsListed({DeviceId(U0): "ns/job"}))
     node.forget_effects()
-    node.tell(hot(U0), hot(U1), hot(U2))
+    node.apply(hot(U0), hot(U1), hot(U2))
     node.after(HOUR, nobody(), hot(U0), hot(U1))
     assert node.unhealthy() == set()
     told = [event for event in node.events(EventKind.CONDITION) if "several" in event.message]
@@ -443,52 +445,52 @@ def test_several_at_once_flip_none_and_are_told_once() -> None:
 
 def test_when_only_one_is_left_it_flips() -> None:
     node = soft_node()
-    node.tell(AllocationsListed({DeviceId(U0): "ns/job"}), hot(U0), hot(U1))
+    node.apply(AllocationsListed({DeviceId(U0): "ns/job"}), hot(U0), hot(U1))
     assert node.unhealthy() == set()
-    node.tell(nobody(), *poll(U0))
+    node.apply(nobody(), *poll(U0))
     assert node.unhealthy() == {U1}
 
 
 def test_a_gpu_that_a_pod_holds_does_not_flip_until_it_is_free() -> None:
     node = soft_node()
-    node.tell(AllocationsListed({DeviceId(U0): "ns/job"}), hot())
+    node.apply(AllocationsListed({DeviceId(U0): "ns/job"}), hot())
     assert node.unhealthy() == set()
     node.after(10 * S, AllocationsListed({DeviceId(U1): "ns/job"}))
     assert node.unhealthy() == {U0}
 
 
 def test_a_gpu_of_which_a_pod_holds_one_share_or_slice_is_not_free() -> None:
-    shared = well_node(gpu(0), policy=replace(SOFT, sharing=Sharing.of({GPU: 3})))
-    shared.tell(AllocationsListed({DeviceId(f"{U0}::2"): "ns/job"}), hot())
+    shared = healthy_node(gpu(0), policy=replace(SOFT, sharing=Sharing.of({GPU: 3})))
+    shared.apply(AllocationsListed({DeviceId(f"{U0}::2"): "ns/job"}), hot())
     assert shared.unhealthy() == set()
-    sliced = well_node(C1B, policy=replace(SOFT, mig_strategy="single"))
-    sliced.tell(AllocationsListed({DeviceId(mig_uuid(2)): "ns/job"}), hot())
+    sliced = healthy_node(C1B, policy=replace(SOFT, mig_strategy="single"))
+    sliced.apply(AllocationsListed({DeviceId(mig_uuid(2)): "ns/job"}), hot())
     assert sliced.unhealthy() == set()
-    sliced.tell(nobody())
+    sliced.apply(nobody())
     assert len(sliced.unhealthy()) == 3
 
 
 def test_while_nobody_knows_the_pods_nothing_flips() -> None:
-    node = well_node(gpu(0), policy=SOFT)
-    node.tell(hot())
+    node = healthy_node(gpu(0), policy=SOFT)
+    node.apply(hot())
     assert node.unhealthy() == set()
-    node.tell(nobody())
+    node.apply(nobody())
     assert node.unhealthy() == {U0}
 
 
 @pytest.mark.parametrize(("age_ns", "known"), [(PODS_KNOWN_FOR_NS - 1, True), (PODS_KNOWN_FOR_NS, False)])
 def test_an_old_list_of_allocations_is_no_knowledge(age_ns: int, *, known: bool) -> None:
     assert PODS_KNOWN_FOR_NS == 30 * S
-    node = well_node(gpu(0), policy=SOFT)
-    node.tell(nobody())
+    node = healthy_node(gpu(0), policy=SOFT)
+    node.apply(nobody())
     node.until(node.now_ns + age_ns)
-    node.tell(hot())
+    node.apply(hot())
     assert (node.unhealthy() == {U0}) is known
     assert (node.snapshot().pods is not None) is known
 
 
 def test_a_list_of_allocations_goes_stale_by_itself() -> None:
-    node = well_node(gpu(0))
+    node = healthy_node(gpu(0))
     node.after(3 * S, AllocationsListed({DeviceId(U0): "ns/job"}))
     listed_ns = node.now_ns
     assert node.snapshot().pods == {DeviceId(U0): "ns/job"}
@@ -508,11 +510,11 @@ def test_a_list_of_allocations_goes_stale_by_itself() -> None:
 )
 def test_a_breaker_that_is_closed_again_does_not_keep_the_core_awake(facts: list[Fact]) -> None:
     node = soft_node()
-    node.tell(hot(U0), *poll(U0))
+    node.apply(hot(U0), *poll(U0))
     node.until(node.now_ns + HOUR)
-    node.tell(*facts)
+    node.apply(*facts)
     for _ in range(3):
-        node.tell(Tick())
+        node.apply(Tick())
         assert node.wake_at_ns == node.now_ns + IDLE_NS
         node.until(node.now_ns + S)
 
@@ -520,25 +522,25 @@ def test_a_breaker_that_is_closed_again_does_not_keep_the_core_awake(facts: list
 def test_while_the_breaker_holds_one_back_the_core_asks_to_be_woken_at_its_end() -> None:
     node = soft_node()
     began_ns = node.now_ns
-    node.tell(hot(U0), *poll(U0))
+    node.apply(hot(U0), *poll(U0))
     node.until(began_ns + HOUR - S)
-    node.tell(nobody(), hot(U1))
+    node.apply(nobody(), hot(U1))
     assert node.wake_at_ns == began_ns + HOUR
-    node.tell(*poll(U1))
+    node.apply(*poll(U1))
     assert node.wake_at_ns == node.now_ns + IDLE_NS
 
 
 def test_over_a_restart_what_was_flipped_stays_and_the_breaker_counts_from_there() -> None:
     node = soft_node()
-    node.tell(hot())
+    node.apply(hot())
     again = node.restarted(after_ns=S)
     began_ns = again.now_ns
-    again.tell(
+    again.apply(
         ready(), enumerated(gpu(0), gpu(1), gpu(2)), passed(U1), passed(U2), hot(U0), nobody(), hot(U1)
     )
     assert again.unhealthy() == {U0}
     again.until(began_ns + HOUR - S)
-    again.tell(nobody())
+    again.apply(nobody())
     assert again.unhealthy() == {U0}
     again.after(S)
     assert again.unhealthy() == {U0, U1}
@@ -546,7 +548,7 @@ def test_over_a_restart_what_was_flipped_stays_and_the_breaker_counts_from_there
 
 def test_a_restart_alone_trips_no_breaker() -> None:
     node = soft_node()
-    node.tell(xid(94), xid(79, U1))
+    node.apply(xid(94), xid(79, U1))
     again = node.restarted(after_ns=S)
     assert again.state.soft_flip_ns is None
 
@@ -560,51 +562,51 @@ def changed(node: Node, **settings: object) -> PolicyChanged:
 
 def test_soft_evidence_flips_when_the_operator_names_it_and_no_more_when_not() -> None:
     node = soft_node(AT_ONCE)
-    node.tell(hot())
-    node.tell(changed(node, soft_flips=frozenset({Reason.THERMAL})))
+    node.apply(hot())
+    node.apply(changed(node, soft_flips=frozenset({Reason.THERMAL})))
     assert node.unhealthy() == {U0}
-    node.tell(changed(node, soft_flips=frozenset({Reason.NVLINK_DOWN})))
+    node.apply(changed(node, soft_flips=frozenset({Reason.NVLINK_DOWN})))
     assert node.unhealthy() == set()
     assert [(item.reason, item.flips) for item in node.conditions()] == [(Reason.THERMAL, False)]
 
 
 def test_no_policy_takes_away_what_hard_evidence_flipped() -> None:
     node = soft_node()
-    node.tell(xid(79), xid(94, U1), read(U2, fabric_state=1))
+    node.apply(xid(79), xid(94, U1), read(U2, fabric_state=1))
     every = frozenset(Reason)
-    node.tell(changed(node, soft_flips=every), changed(node, soft_flips=frozenset()))
+    node.apply(changed(node, soft_flips=every), changed(node, soft_flips=frozenset()))
     assert node.unhealthy() == {U0, U1, U2}
 
 
 def test_an_xid_policy_holds_for_what_comes_and_not_for_what_was() -> None:
-    node = well_node(gpu(0), gpu(1), policy=AT_ONCE)
-    node.tell(xid(94), PolicyChanged(replace(AT_ONCE, xid_policy="catalog")), xid(94, U1))
+    node = healthy_node(gpu(0), gpu(1), policy=AT_ONCE)
+    node.apply(xid(94), PolicyChanged(replace(AT_ONCE, xid_policy="catalog")), xid(94, U1))
     assert node.unhealthy() == {U0}
-    node.tell(passed())
+    node.apply(passed())
     assert node.unhealthy() == set()
-    node.tell(xid(94), xid(109, U1))
+    node.apply(xid(94), xid(109, U1))
     assert node.unhealthy() == {U1}
 
 
 def test_an_override_holds_from_then_on() -> None:
-    node = well_node(gpu(0), policy=AT_ONCE)
-    node.tell(changed(node, xid_overrides={79: "ignore", 13: "flip"}), xid(79))
+    node = healthy_node(gpu(0), policy=AT_ONCE)
+    node.apply(changed(node, xid_overrides={79: "ignore", 13: "flip"}), xid(79))
     assert node.unhealthy() == set()
-    node.tell(xid(13))
+    node.apply(xid(13))
     assert node.unhealthy() == {U0}
 
 
 def test_another_number_of_faults_holds_from_the_next_fault_on() -> None:
-    node = well_node(gpu(0), policy=AT_ONCE)
+    node = healthy_node(gpu(0), policy=AT_ONCE)
     fault_and_back(node)
-    node.tell(changed(node, sticky_after=2))
+    node.apply(changed(node, sticky_after=2))
     assert node.unhealthy() == set()
     fault_and_back(node)
     assert reasons(node) == {Reason.FLAPPING}
 
 
 def test_a_shorter_window_forgets_what_is_too_old_for_it() -> None:
-    node = well_node(gpu(0), policy=AT_ONCE)
+    node = healthy_node(gpu(0), policy=AT_ONCE)
     fault_and_back(node)
     fault_and_back(node)
     node.after(60 * S, changed(node, sticky_window_ns=60 * S))
@@ -614,9 +616,9 @@ def test_a_shorter_window_forgets_what_is_too_old_for_it() -> None:
 
 def test_the_same_policy_again_changes_nothing() -> None:
     node = soft_node()
-    node.tell(hot())
+    node.apply(hot())
     before = node.state
-    assert node.tell(PolicyChanged(replace(SOFT))) == ()
+    assert node.apply(PolicyChanged(replace(SOFT))) == ()
     assert node.state is before
 
 
@@ -631,8 +633,8 @@ def registrations_asked(node: Node) -> int:
 
 
 def test_who_only_observes_registers_nothing_and_decides_everything() -> None:
-    node = well_node(gpu(0), gpu(1), policy=OBSERVE)
-    node.tell(KubeletSocketSeen(K1), xid(79))
+    node = healthy_node(gpu(0), gpu(1), policy=OBSERVE)
+    node.apply(KubeletSocketSeen(K1), xid(79))
     assert node.unhealthy() == {U0}
     assert registrations_asked(node) == 0
     (resource,) = node.snapshot().resources
@@ -645,25 +647,25 @@ def test_who_only_observes_registers_nothing_and_decides_everything() -> None:
 
 
 def test_each_device_that_would_have_been_taken_out_is_counted() -> None:
-    node = well_node(gpu(0), gpu(1), policy=replace(OBSERVE, sharing=Sharing.of({GPU: 3})))
+    node = healthy_node(gpu(0), gpu(1), policy=replace(OBSERVE, sharing=Sharing.of({GPU: 3})))
     assert node.snapshot().observed_flips == 0
-    node.tell(xid(94), xid(69))
+    node.apply(xid(94), xid(69))
     assert node.snapshot().observed_flips == 3
-    node.tell(passed(), xid(79, U1))
+    node.apply(passed(), xid(79, U1))
     assert node.snapshot().observed_flips == 6
-    node.tell(xid(94))
+    node.apply(xid(94))
     assert node.snapshot().observed_flips == 9
 
 
 def test_who_acts_counts_nothing() -> None:
-    node = well_node(gpu(0), policy=AT_ONCE)
-    node.tell(xid(94))
+    node = healthy_node(gpu(0), policy=AT_ONCE)
+    node.apply(xid(94))
     assert node.snapshot().observed_flips == 0
 
 
 def test_who_stops_observing_registers() -> None:
-    node = well_node(gpu(0), policy=OBSERVE)
-    node.tell(KubeletSocketSeen(K1), xid(94), PolicyChanged(AT_ONCE))
+    node = healthy_node(gpu(0), policy=OBSERVE)
+    node.apply(KubeletSocketSeen(K1), xid(94), PolicyChanged(AT_ONCE))
     assert registrations_asked(node) == 1
     assert node.snapshot().observed_flips == 1
 
@@ -675,17 +677,17 @@ def test_who_begins_to_observe_tries_no_registration_any_more_and_sleeps(*, refu
     if not refused:
         node.after(S)
     asked = registrations_asked(node)
-    node.tell(PolicyChanged(OBSERVE))
+    node.apply(PolicyChanged(OBSERVE))
     for _ in range(20):
         node.until(node.now_ns + S)
-        node.tell(Tick())
+        node.apply(Tick())
         assert node.wake_at_ns == node.now_ns + IDLE_NS
     assert registrations_asked(node) == asked
 
 
 def test_observing_takes_no_part_in_what_is_known() -> None:
-    acting, observing = well_node(gpu(0), policy=AT_ONCE), well_node(gpu(0), policy=OBSERVE)
+    acting, observing = healthy_node(gpu(0), policy=AT_ONCE), healthy_node(gpu(0), policy=OBSERVE)
     for node in (acting, observing):
-        node.tell(xid(94), passed(), xid(94), passed(), xid(94))
+        node.apply(xid(94), passed(), xid(94), passed(), xid(94))
     plain: State = replace(observing.state, policy=AT_ONCE, observed_flips=0, registrations={})
     assert plain == replace(acting.state, registrations={})

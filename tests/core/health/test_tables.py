@@ -29,7 +29,7 @@ from agent.model.policy import Policy, XidPolicy
 from agent.model.sample import GpuSample
 from agent.model.structs import replace
 from agent.model.xid import NO_WORDS, XidWords
-from tests.core.build import MS, U0, S, failed, gpu, overdue, passed, well_node, xid
+from tests.core.build import MS, U0, S, failed, gpu, healthy_node, overdue, passed, xid
 from tests.core.xid_table import ACTIONS, IGNORED_BY_NVIDIAS_PLUGIN, row_of
 
 XIDS = range(1, 201)
@@ -52,8 +52,8 @@ def test_under_compat_every_xid_flips_that_nvidias_plugin_flips() -> None:
 
 def condition_of(code: int) -> Condition | None:
     """What an XID that was reported twice makes of a well GPU."""
-    node = well_node(gpu(0))
-    node.tell(xid(code, count=2))
+    node = healthy_node(gpu(0))
+    node.apply(xid(code, count=2))
     assert node.state.xids == {U0: {code: 2}}
     conditions = node.conditions()
     assert node.health() == {U0: Health.UNHEALTHY if conditions else Health.HEALTHY}
@@ -114,10 +114,10 @@ def test_the_override_of_a_single_xid_is_the_last_word(policy: XidPolicy) -> Non
     ):
         assert not flips(94, switched)
         assert flips(13, switched)
-    node = well_node(gpu(0), policy=overridden)
-    node.tell(xid(94))
+    node = healthy_node(gpu(0), policy=overridden)
+    node.apply(xid(94))
     assert node.unhealthy() == set()
-    node.tell(xid(13))
+    node.apply(xid(13))
     assert node.unhealthy() == {U0}
 
 
@@ -154,8 +154,8 @@ OF_THE_POLICY = {
 
 
 def everything_at_once() -> list[Condition]:
-    node = well_node(gpu(0))
-    node.tell(
+    node = healthy_node(gpu(0))
+    node.apply(
         xid(79),
         failed(code=15),
         failed(code=16),
@@ -169,15 +169,15 @@ def everything_at_once() -> list[Condition]:
         HoldRequested(U0, "x"),
         ReleaseRequested(frozenset({U0}), S),
     )
-    node.tell(DriverUnavailable(Reason.DRIVER_NOT_LOADED, "x"))
-    node.tell(DriverUnavailable(Reason.NVML_VERSION_MISMATCH, "x"))
+    node.apply(DriverUnavailable(Reason.DRIVER_NOT_LOADED, "x"))
+    node.apply(DriverUnavailable(Reason.NVML_VERSION_MISMATCH, "x"))
     return [*node.conditions(), *flapping()]
 
 
 def flapping() -> list[Condition]:
-    node = well_node(gpu(0), policy=Policy(recovery_clean_probes=1, recovery_quiet_ns=0))
+    node = healthy_node(gpu(0), policy=Policy(recovery_clean_probes=1, recovery_quiet_ns=0))
     for _ in range(3):
-        node.tell(failed(), passed())
+        node.apply(failed(), passed())
     return node.conditions()
 
 

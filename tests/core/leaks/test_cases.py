@@ -7,7 +7,7 @@ from agent.model.policy import Policy
 from agent.model.sharing import Sharing
 from agent.model.structs import replace
 from agent.model.usage import ProcessUse
-from tests.core.build import DEFAULT, GPU, U0, U1, U2, U3, Node, S, fields_of, gpu, passed, well_node
+from tests.core.build import DEFAULT, GPU, U0, U1, U2, U3, Node, S, fields_of, gpu, healthy_node, passed
 from tests.core.use import (
     LEAKS,
     MIB,
@@ -40,8 +40,8 @@ OF_J1 = (
 
 
 def node_of_j1(stranger: ProcessUse, *, policy: Policy = J1, also: tuple[tuple[str, str], ...] = ()) -> Node:
-    node = well_node(*(gpu(number) for number in range(4)), policy=policy)
-    node.tell(
+    node = healthy_node(*(gpu(number) for number in range(4)), policy=policy)
+    node.apply(
         *OF_J1,
         allocated((devices_of(node, 3)[0], "ns1/job-b"), *also),
         pods(),
@@ -103,7 +103,7 @@ class Machine:
     """The setup of J2, told second by second."""
 
     def __init__(self) -> None:
-        self.node = well_node(gpu(0), policy=J2)
+        self.node = healthy_node(gpu(0), policy=J2)
         self.processes = [
             process(501, pod=POD_A),
             process(502, pod=POD_A, state="D"),
@@ -115,7 +115,7 @@ class Machine:
 
     def second(self) -> None:
         """Everything is told once, then a second passes."""
-        self.node.tell(
+        self.node.apply(
             allocated((str(U0), "ns1/job-b")),
             PodsSeen(dict(self.pods)),
             seen(*self.processes, at_ns=self.node.now_ns),
@@ -137,7 +137,7 @@ class Machine:
 
 def machine_after(seconds: int) -> Machine:
     machine = Machine()
-    machine.node.tell(seen(*machine.processes), PodsSeen(dict(machine.pods)))
+    machine.node.apply(seen(*machine.processes), PodsSeen(dict(machine.pods)))
     machine.delete_pod_a()
     machine.seconds(seconds)
     return machine
@@ -183,7 +183,7 @@ def test_j2_when_both_are_gone_the_finding_clears_within_two_polls() -> None:
     machine.ends(501, 502)
     for _ in range(2):
         machine.second()
-        machine.node.tell(passed(U0))
+        machine.node.apply(passed(U0))
     assert [each.key.reason for each in machine.node.conditions()] == [Reason.FOREIGN_PROCESS]
 
 

@@ -19,10 +19,10 @@ from tests.core.build import (
     enumerated,
     fields_of,
     gpu,
+    healthy_node,
     mig_uuid,
     passed,
     ready,
-    well_node,
 )
 from tests.core.use import (
     POD_A,
@@ -63,8 +63,8 @@ NAMES = ["orphaned_client", "pod_gone", "stuck_exit"]
 
 def told(policy: Policy, *facts: object) -> Node:
     on = node(policy)
-    on.tell(pods(a=False))
-    on.tell(*facts)  # type: ignore[arg-type]
+    on.apply(pods(a=False))
+    on.apply(*facts)  # type: ignore[arg-type]
     return on
 
 
@@ -82,14 +82,14 @@ def test_a_certain_leak_takes_a_free_device_out_where_the_operator_says_so(
 def test_what_a_pod_has_stays_until_it_gives_it_back(leak: GpuUseSeen) -> None:
     on = told(FLIP, allocated((U0, "ns1/job-b")), leak)
     assert on.unhealthy() == set()
-    on.tell(allocated())
+    on.apply(allocated())
     assert on.unhealthy() == {U0}
 
 
 @pytest.mark.parametrize("leak", CERTAIN, ids=NAMES)
 def test_without_knowing_who_has_what_nothing_is_taken_out(leak: GpuUseSeen) -> None:
-    on = well_node(gpu(0), policy=FLIP)
-    on.tell(pods(a=False), leak)
+    on = healthy_node(gpu(0), policy=FLIP)
+    on.apply(pods(a=False), leak)
     assert len(kinds(on)) == 1
     assert on.unhealthy() == set()
 
@@ -97,11 +97,11 @@ def test_without_knowing_who_has_what_nothing_is_taken_out(leak: GpuUseSeen) -> 
 @pytest.mark.parametrize("leak", CERTAIN, ids=NAMES)
 def test_the_device_comes_back_when_the_leak_is_over(leak: GpuUseSeen) -> None:
     on = told(FLIP, leak)
-    on.tell(passed())
+    on.apply(passed())
     assert on.unhealthy() == {U0}
-    on.tell(seen())
+    on.apply(seen())
     assert on.unhealthy() == {U0}
-    on.tell(passed())
+    on.apply(passed())
     assert on.unhealthy() == set()
     assert on.conditions() == []
 
@@ -126,7 +126,7 @@ def test_what_is_less_than_certain_never_takes_a_device_out(facts: list[object],
     everything = frozenset(Reason)
     on = node(replace(FLIP, soft_flips=everything))
     for fact in facts:
-        on.tell(fact)  # type: ignore[arg-type]
+        on.apply(fact)  # type: ignore[arg-type]
         on.until(on.now_ns + 31 * S)
     assert found(on, kind)
     assert on.unhealthy() == set()
@@ -142,16 +142,16 @@ def test_leaks_on_several_gpus_at_once_take_none_out_and_are_told() -> None:
     assert on.unhealthy() == set()
     messages = [event.message for event in on.events(EventKind.CONDITION)]
     assert "Soft evidence on several GPUs at once flips none of them" in messages
-    on.tell(seen(process(7, hold(U1), pod=POD_A)))
+    on.apply(seen(process(7, hold(U1), pod=POD_A)))
     assert on.unhealthy() == {U1}
 
 
 def test_at_most_one_device_is_taken_out_in_an_hour() -> None:
     on = told(FLIP, GONE)
-    on.tell(seen(), passed(), passed(U1))
+    on.apply(seen(), passed(), passed(U1))
     assert on.unhealthy() == set()
     other = seen(process(9, hold(U1), pod=POD_A))
-    on.tell(other)
+    on.apply(other)
     assert on.unhealthy() == set()
     at_ns = on.now_ns + HOUR
     while on.now_ns < at_ns - 10 * S:
@@ -164,30 +164,30 @@ def test_at_most_one_device_is_taken_out_in_an_hour() -> None:
 
 def test_a_leak_that_is_over_takes_nothing_out_afterwards() -> None:
     on = told(FLIP, allocated((U0, "ns1/job-b")), GONE)
-    on.tell(seen())
-    on.tell(allocated())
+    on.apply(seen())
+    on.apply(allocated())
     assert [condition.lasts for condition in on.conditions()] == [False]
     assert on.unhealthy() == set()
 
 
 def test_only_the_mig_device_that_leaks_is_taken_out_though_another_is_in_use() -> None:
-    on = well_node(C1B, policy=replace(FLIP, mig_strategy="mixed"))
+    on = healthy_node(C1B, policy=replace(FLIP, mig_strategy="mixed"))
     small = Placement(U0, 1, 0)
-    on.tell(pods(a=False), allocated((mig_uuid(1), "ns1/job-b")))
-    on.tell(seen(process(7, hold(slices=(small,)), pod=POD_A)))
+    on.apply(pods(a=False), allocated((mig_uuid(1), "ns1/job-b")))
+    on.apply(seen(process(7, hold(slices=(small,)), pod=POD_A)))
     (name,) = on.state.devices
     assert on.unhealthy(name) == {mig_uuid(0)}
-    on = well_node(C1B, policy=replace(FLIP, mig_strategy="mixed"))
-    on.tell(pods(a=False), allocated((mig_uuid(1), "ns1/job-b")), GONE)
+    on = healthy_node(C1B, policy=replace(FLIP, mig_strategy="mixed"))
+    on.apply(pods(a=False), allocated((mig_uuid(1), "ns1/job-b")), GONE)
     assert on.unhealthy(name) == set()
 
 
 def test_an_operator_who_only_wants_to_be_warned_gets_the_device_back() -> None:
     on = told(FLIP, GONE)
-    on.tell(PolicyChanged(WARN))
+    on.apply(PolicyChanged(WARN))
     assert on.unhealthy() == set()
     assert kinds(on) == {("pod_gone", U0)}
-    on.tell(PolicyChanged(replace(FLIP, soft_flip_every_ns=0)))
+    on.apply(PolicyChanged(replace(FLIP, soft_flip_every_ns=0)))
     assert on.unhealthy() == {U0}
 
 
@@ -195,9 +195,9 @@ def test_a_leak_is_no_fault_of_the_gpu() -> None:
     """It neither flaps by it, nor is there anything to keep for its maker."""
     on = node(replace(FLIP, soft_flip_every_ns=0))
     for _ in range(5):
-        on.tell(pods(a=False), GONE)
+        on.apply(pods(a=False), GONE)
         assert on.unhealthy() == {U0}
-        on.tell(seen(), passed())
+        on.apply(seen(), passed())
         assert on.unhealthy() == set()
     assert on.conditions(Reason.FLAPPING) == []
     assert not [effect for _, effect in on.effects if isinstance(effect, KeepEvidence)]
@@ -216,12 +216,12 @@ def test_a_leak_that_flips_is_told_to_everybody_once() -> None:
 
 def test_what_is_found_is_in_the_log_once_with_everybody() -> None:
     on = told(WARN, ORPHANED)
-    on.tell(ORPHANED, ORPHANED)
+    on.apply(ORPHANED, ORPHANED)
     (event,) = on.events(EventKind.CONDITION)
     fields = fields_of(event)
     assert (fields["reason"], fields["finding"], fields["contexts"]) == ("context_leak", "orphaned_client", 4)
     assert fields["gpu"] == 0
-    on.tell(seen(), passed())
+    on.apply(seen(), passed())
     assert [each.message for each in on.events(EventKind.CONDITION)][1:] == ["A condition was cleared"]
 
 
@@ -230,7 +230,7 @@ def test_what_is_found_is_in_the_log_once_with_everybody() -> None:
 
 def restarted(on: Node) -> Node:
     other = on.restarted()
-    other.tell(ready(), enumerated(gpu(0), gpu(1)), passed(), passed(U1))
+    other.apply(ready(), enumerated(gpu(0), gpu(1)), passed(), passed(U1))
     return other
 
 
@@ -261,36 +261,36 @@ def without_owners(condition: Condition) -> object:
 def test_what_is_seen_again_after_a_restart_waits_for_no_time(leak: GpuUseSeen) -> None:
     patient = replace(FLIP, leaks=replace(FLIP.leaks, pod_gone_ns=60 * S, stuck_exit_ns=10**6 * S))
     on = flipped(leak)
-    on.tell(PolicyChanged(patient))
+    on.apply(PolicyChanged(patient))
     on = restarted(on)
-    on.tell(allocated(), pods(a=False), leak, passed(), passed())
+    on.apply(allocated(), pods(a=False), leak, passed(), passed())
     assert on.unhealthy() == {U0}
-    on.tell(seen(), passed())
+    on.apply(seen(), passed())
     assert on.unhealthy() == set()
 
 
 def test_an_orphan_of_which_the_new_probe_knows_nothing_lasts_with_its_holder() -> None:
     on = restarted(flipped(ORPHANED))
-    on.tell(allocated(), pods(), seen(process(8, hold(contexts=0), partial=True)), passed(), passed())
+    on.apply(allocated(), pods(), seen(process(8, hold(contexts=0), partial=True)), passed(), passed())
     assert on.unhealthy() == {U0}
     assert pids(found(on)[0]) == [8]
-    on.tell(seen(process(8, hold(contexts=0), start=9000)), passed())
+    on.apply(seen(process(8, hold(contexts=0), start=9000)), passed())
     assert on.unhealthy() == set()
 
 
 def test_a_person_can_end_what_only_an_earlier_agent_knew() -> None:
     on = restarted(flipped(ORPHANED))
-    on.tell(allocated(), pods(), seen(process(8, hold(contexts=0), partial=True)), RecoverRequested(U0))
-    on.tell(passed())
+    on.apply(allocated(), pods(), seen(process(8, hold(contexts=0), partial=True)), RecoverRequested(U0))
+    on.apply(passed())
     assert on.unhealthy() == set()
 
 
 def test_a_person_who_ends_it_on_one_gpu_ends_it_there_alone() -> None:
     on = restarted(flipped(ORPHANED))
     holder = seen(process(8, hold(contexts=0), partial=True))
-    on.tell(allocated(), pods(), holder, RecoverRequested(U1), passed())
+    on.apply(allocated(), pods(), holder, RecoverRequested(U1), passed())
     assert kinds(on) == {("orphaned_client", U0)}
-    on.tell(RecoverRequested(U0), holder)
+    on.apply(RecoverRequested(U0), holder)
     assert kinds(on) == set()
 
 
@@ -298,26 +298,26 @@ def test_what_an_earlier_agent_found_ends_when_nobody_looks_any_more() -> None:
     on = restarted(flipped(GONE))
     begun_ns = on.now_ns
     on.until(begun_ns + AWAITED_NS - 1)
-    on.tell(passed())
+    on.apply(passed())
     assert on.unhealthy() == {U0}
     on.until(begun_ns + AWAITED_NS)
     on.after(0)
-    on.tell(passed())
+    on.apply(passed())
     assert on.unhealthy() == set()
 
 
 def test_what_an_earlier_agent_found_ends_at_once_when_nobody_is_to_look() -> None:
     on = restarted(flipped(GONE))
-    on.tell(PolicyChanged(replace(FLIP, leaks=replace(FLIP.leaks, is_watched=False))), passed())
+    on.apply(PolicyChanged(replace(FLIP, leaks=replace(FLIP.leaks, is_watched=False))), passed())
     assert kinds(on) == set()
     assert on.unhealthy() == set()
 
 
 def test_memory_of_nobody_lasts_over_a_restart() -> None:
     on = told(WARN, seen(), memory(used=9000))
-    on.tell(PolicyChanged(replace(WARN, leaks=replace(AT_ONCE, memory_held_ns=300 * S))))
+    on.apply(PolicyChanged(replace(WARN, leaks=replace(AT_ONCE, memory_held_ns=300 * S))))
     on = restarted(on)
-    on.tell(allocated(), pods(), seen(), memory(used=9000), passed())
+    on.apply(allocated(), pods(), seen(), memory(used=9000), passed())
     assert kinds(on) == {("memory_held_no_process", U0)}
-    on.tell(memory(used=3), passed())
+    on.apply(memory(used=3), passed())
     assert kinds(on) == set()

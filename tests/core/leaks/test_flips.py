@@ -2,7 +2,7 @@
 
 from agent.model.policy import Policy
 from tests.core.build import U0, S
-from tests.core.use import FLIPPING, POD_A, allocated, keep_telling, node, pods, process, seen
+from tests.core.use import FLIPPING, POD_A, allocated, node, pods, process, repeat_facts, seen
 
 GRACE_NS = Policy().leaks.pod_gone_ns
 
@@ -10,14 +10,14 @@ GRACE_NS = Policy().leaks.pod_gone_ns
 def test_a_process_whose_pod_is_gone_takes_out_the_gpu_that_no_pod_has() -> None:
     assert not FLIPPING.soft_flips
     free = node(FLIPPING)
-    keep_telling(free, GRACE_NS + 2 * S, seen(process(501, pod=POD_A)), pods(a=False), allocated())
+    repeat_facts(free, GRACE_NS + 2 * S, seen(process(501, pod=POD_A)), pods(a=False), allocated())
 
     assert free.unhealthy() == {str(U0)}
 
 
 def test_a_gpu_that_a_pod_has_stays() -> None:
     taken = node(FLIPPING)
-    keep_telling(
+    repeat_facts(
         taken,
         GRACE_NS + 2 * S,
         seen(process(501, pod=POD_A)),

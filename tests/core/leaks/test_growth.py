@@ -33,9 +33,9 @@ class Job:
         self.service, self.partial = service, partial
         self.since_ns = self.on.now_ns - age_ns
         self.contexts_known = True
-        self.tell()
+        self.apply()
 
-    def tell(self) -> None:
+    def apply(self) -> None:
         contexts = self.live if self.contexts_known else None
         use = process(
             7,
@@ -44,11 +44,11 @@ class Job:
             since_ns=self.since_ns,
             partial=self.partial,
         )
-        self.on.tell(seen(use, at_ns=self.on.now_ns))
+        self.on.apply(seen(use, at_ns=self.on.now_ns))
 
     def makes(self, count: int = 1) -> "Job":
         self.live += count
-        self.tell()
+        self.apply()
         return self
 
     def leaks(self, count: int) -> "Job":
@@ -58,12 +58,12 @@ class Job:
     def frees(self, count: int = 1) -> "Job":
         self.live -= count
         self.freed += count
-        self.tell()
+        self.apply()
         return self
 
     def opens(self, count: int) -> "Job":
         self.fds += count
-        self.tell()
+        self.apply()
         return self
 
     def waits(self, for_ns: int) -> "Job":
@@ -71,7 +71,7 @@ class Job:
         until_ns = self.on.now_ns + for_ns
         while self.on.now_ns < until_ns:
             self.on.until(min(self.on.now_ns + 10 * S, until_ns))
-            self.tell()
+            self.apply()
         return self
 
 
@@ -201,11 +201,11 @@ def test_a_server_for_others_may_grow() -> None:
 def test_an_incomplete_picture_shows_no_growth_and_ends_none() -> None:
     job = Job(live=4).waits(S).makes(3).waits(W // PARTS)
     more = process(7, GpuHold(U0, 9, 9, allocated=9, freed=0), since_ns=job.since_ns)
-    job.on.tell(seen(more, complete=False))
+    job.on.apply(seen(more, complete=False))
     assert grown(job.on) == []
-    job.on.tell(seen(more))
+    job.on.apply(seen(more))
     assert len(grown(job.on)) == 1
-    job.on.tell(
+    job.on.apply(
         seen(process(7, GpuHold(U0, 9, 1, allocated=9, freed=8), since_ns=job.since_ns), complete=False)
     )
     assert len(grown(job.on)) == 1
@@ -216,24 +216,24 @@ def test_growth_is_seen_but_on_gpus_in_doubt(doubted: GpuUuid, *, is_told: bool)
     job = Job(live=4).waits(S).makes(3).waits(W // PARTS)
     more = process(7, GpuHold(U0, 9, 9, allocated=9, freed=0), since_ns=job.since_ns)
     fewer = process(7, GpuHold(U0, 9, 1, allocated=9, freed=8), since_ns=job.since_ns)
-    job.on.tell(seen(more, doubted=[doubted]))
+    job.on.apply(seen(more, doubted=[doubted]))
     assert len(grown(job.on)) == is_told
-    job.on.tell(seen(more))
+    job.on.apply(seen(more))
     assert len(grown(job.on)) == 1
-    job.on.tell(seen(fewer, doubted=[doubted]))
+    job.on.apply(seen(fewer, doubted=[doubted]))
     assert len(grown(job.on)) == (not is_told)
 
 
 def test_a_process_with_the_pid_of_one_that_grew_begins_anew() -> None:
     job = Job(live=4).waits(S).leaks(3)
-    job.on.tell(seen(process(7, hold(contexts=9), start=9000, since_ns=0)))
+    job.on.apply(seen(process(7, hold(contexts=9), start=9000, since_ns=0)))
     assert grown(job.on) == []
 
 
 def test_growth_on_one_gpu_says_nothing_of_another() -> None:
     on = node(with_leaks(foreign_process_ns=10**18, growth_warm_up_ns=0))
     for live in (4, 6, 7):
-        on.tell(seen(process(7, hold(U0, live), hold(U1, 4))))
+        on.apply(seen(process(7, hold(U0, live), hold(U1, 4))))
         on.until(on.now_ns + W // PARTS)
     assert [each.placement.gpu for each in found(on, LeakKind.CTX_GROWTH)] == [U0]
 
@@ -249,7 +249,7 @@ def fds_grown(on: Node) -> int:
 def test_descriptors_tell_of_growth_where_contexts_are_not_known(*, partial: bool) -> None:
     job = Job(live=0, partial=partial)
     job.contexts_known = partial
-    job.tell()
+    job.apply()
     job.waits(S).opens(89).waits(W // PARTS)
     assert fds_grown(job.on) == 0
     job.opens(1)
@@ -263,7 +263,7 @@ def test_descriptors_tell_of_growth_where_contexts_are_not_known(*, partial: boo
 def test_descriptors_that_fell_once_are_no_growth() -> None:
     job = Job(live=0)
     job.contexts_known = False
-    job.tell()
+    job.apply()
     job.waits(S).opens(200).waits(W // PARTS).opens(-5).opens(4)
     assert fds_grown(job.on) == 0
 

@@ -13,7 +13,7 @@ from agent.model.health import LeakKind
 from agent.model.ids import GpuUuid
 from agent.model.structs import replace
 from agent.model.usage import PodRef, PodUid, ProcessKey, ProcessUse
-from tests.core.build import DEFAULT, START_NS, U0, U1, Node, S, gpu, passed, well_node
+from tests.core.build import DEFAULT, START_NS, U0, U1, Node, S, gpu, healthy_node, passed
 from tests.core.use import POD_A, POD_B, A, B, allocated, hold, key, pods, process, seen
 
 GRACE_NS = DEFAULT.leaks.pod_gone_ns
@@ -50,7 +50,7 @@ class Naive:
     began: dict[tuple[ProcessKey, GpuUuid], int] = field(default_factory=dict)
     told: set[tuple[ProcessKey, GpuUuid]] = field(default_factory=set)
 
-    def tell(self, fact: object, now_ns: int) -> None:
+    def apply(self, fact: object, now_ns: int) -> None:
         if isinstance(fact, GpuUseSeen):
             self.usage, self.usage_ns = fact.usage.processes, now_ns
         if isinstance(fact, PodsSeen):
@@ -94,23 +94,23 @@ def told_by(node: Node, kind: LeakKind) -> set[tuple[ProcessKey, GpuUuid]]:
 )
 @example([(0, seen(process(1, pod=POD_A))), (0, pods(a=False)), (90 * S, pods(a=False))])
 def test_pods_that_are_gone_are_found_as_a_naive_reader_would(steps: list[tuple[int, object]]) -> None:
-    node, naive = well_node(gpu(0), gpu(1)), Naive()
+    node, naive = healthy_node(gpu(0), gpu(1)), Naive()
     for gap_ns, fact in steps:
         # The naive reader looks whenever the core asked to be woken.
         until_ns = node.now_ns + gap_ns
         while node.wake_at_ns <= until_ns:
             node.until(node.wake_at_ns)
             node.after(0)
-            naive.tell(None, node.now_ns)
+            naive.apply(None, node.now_ns)
         node.until(until_ns)
-        node.tell(fact)  # type: ignore[arg-type]
-        naive.tell(fact, node.now_ns)
+        node.apply(fact)  # type: ignore[arg-type]
+        naive.apply(fact, node.now_ns)
         assert told_by(node, LeakKind.POD_GONE) == naive.told
 
 
 @given(STEPS)
 def test_nobody_is_named_who_is_not_there(steps: list[tuple[int, object]]) -> None:
-    node = well_node(gpu(0), gpu(1))
+    node = healthy_node(gpu(0), gpu(1))
     for gap_ns, fact in steps:
         node.after(gap_ns, fact)  # type: ignore[arg-type]
         usage = node.state.usage
@@ -128,14 +128,14 @@ def test_nobody_is_named_who_is_not_there(steps: list[tuple[int, object]]) -> No
 def test_whatever_was_before_a_leak_that_lasts_is_found_in_its_time(
     steps: list[tuple[int, object]], pod: PodUid, on: GpuUuid
 ) -> None:
-    node = well_node(gpu(0), gpu(1))
+    node = healthy_node(gpu(0), gpu(1))
     play(node, steps)
     leaking = process(9, hold(on), pod=pod)
     living = PodsSeen({POD_A: replace(A, alive=pod != POD_A), POD_B: replace(B, alive=pod != POD_B)})
     begin_ns = node.now_ns
     for second in range(0, GRACE_NS // S, 10):
         node.until(begin_ns + second * S)
-        node.tell(living, seen(leaking))
+        node.apply(living, seen(leaking))
     assert told_by(node, LeakKind.POD_GONE) == set()
     node.until(begin_ns + GRACE_NS)
     node.after(0)
@@ -146,13 +146,13 @@ def test_whatever_was_before_a_leak_that_lasts_is_found_in_its_time(
 def test_whatever_was_before_a_node_where_all_is_well_is_clean_in_its_time(
     steps: list[tuple[int, object]],
 ) -> None:
-    node = well_node(gpu(0), gpu(1))
+    node = healthy_node(gpu(0), gpu(1))
     play(node, steps)
     well = process(1, hold(U0), pod=POD_A, start=30)
     begin_ns = node.now_ns
     quiet_ns = DEFAULT.recovery_quiet_ns
     for _ in range(DEFAULT.recovery_clean_probes + quiet_ns // (10 * S)):
-        node.tell(pods(), allocated((U0, "ns1/job-a")), seen(well), passed(U0), passed(U1))
+        node.apply(pods(), allocated((U0, "ns1/job-a")), seen(well), passed(U0), passed(U1))
         node.after(10 * S)
     assert node.conditions() == []
     assert node.now_ns - begin_ns <= quiet_ns + DEFAULT.recovery_clean_probes * 10 * S
@@ -170,7 +170,7 @@ def test_findings_do_not_depend_on_when_the_clock_began(
     ages = []
     for start_ns in (START_NS, START_NS + at_ns):
         node = Node(DEFAULT, at_ns=start_ns)
-        node.tell(pods(a=False), allocated())
+        node.apply(pods(a=False), allocated())
         told = []
         for gap_ns, fact in steps:
             node.after(gap_ns, fact)

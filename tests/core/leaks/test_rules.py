@@ -10,7 +10,7 @@ from agent.model.ids import Placement
 from agent.model.policy import Policy
 from agent.model.structs import replace
 from agent.model.usage import GONE, GpuTotal, PodUid
-from tests.core.build import C1B, DEFAULT, U0, U1, Node, S, enumerated, gpu, mig_uuid, passed, well_node
+from tests.core.build import C1B, DEFAULT, U0, U1, Node, S, enumerated, gpu, healthy_node, mig_uuid, passed
 from tests.core.use import (
     BOTH,
     MIB,
@@ -19,7 +19,6 @@ from tests.core.use import (
     allocated,
     found,
     hold,
-    keep_telling,
     kinds,
     memory,
     node,
@@ -27,6 +26,7 @@ from tests.core.use import (
     pids,
     pods,
     process,
+    repeat_facts,
     seen,
     user,
     with_leaks,
@@ -49,7 +49,7 @@ def only(on: Node, kind: LeakKind) -> Details:
 def lasts_for(on: Node, kind: LeakKind, for_ns: int, *facts: object) -> None:
     """Check that what is told makes a finding after that time, and not a nanosecond sooner."""
     begin_ns = on.now_ns
-    keep_telling(on, for_ns - 1, *facts)  # type: ignore[arg-type]
+    repeat_facts(on, for_ns - 1, *facts)  # type: ignore[arg-type]
     assert on.now_ns == begin_ns + for_ns - 1
     assert found(on, kind) == []
     on.until(begin_ns + for_ns)
@@ -77,7 +77,7 @@ def test_contexts_of_a_dead_owner_are_found_after_their_time() -> None:
 
 def test_the_time_of_an_orphan_counts_from_the_end_of_its_owner() -> None:
     on = node()
-    on.tell(seen(process(8), orphans=[orphan(7, 8, ended_ns=on.now_ns - 29 * S)]))
+    on.apply(seen(process(8), orphans=[orphan(7, 8, ended_ns=on.now_ns - 29 * S)]))
     assert found(on, LeakKind.ORPHANED_CLIENT) == []
     on.after(S)
     assert len(found(on, LeakKind.ORPHANED_CLIENT)) == 1
@@ -89,15 +89,15 @@ def test_an_orphan_in_a_file_that_no_process_has_open_is_told_after_its_time() -
     lasts_for(on, LeakKind.ORPHANED_CLIENT, 30 * S, left)
     (condition,) = found(on, LeakKind.ORPHANED_CLIENT)
     assert condition.message == "4 contexts of a process that ended are in files that no process has open"
-    on.tell(seen())
+    on.apply(seen())
     assert kinds(on) == set()
 
 
 def test_an_orphan_ends_with_its_last_holder() -> None:
     on = node()
-    on.tell(seen(process(8), orphans=[orphan(7, 8, ended_ns=0)]))
+    on.apply(seen(process(8), orphans=[orphan(7, 8, ended_ns=0)]))
     assert kinds(on) == {("orphaned_client", U0)}
-    on.tell(seen())
+    on.apply(seen())
     assert kinds(on) == set()
 
 
@@ -106,21 +106,21 @@ def test_what_only_services_hold_is_not_found(names: tuple[str, ...]) -> None:
     on = node()
     services = [process(8 + place, service=name) for place, name in enumerate(names)]
     left = orphan(7, *(each.key.pid for each in services), ended_ns=0)
-    on.tell(seen(*services, orphans=[left]))
+    on.apply(seen(*services, orphans=[left]))
     assert kinds(on) == set()
-    on.tell(seen(*services, process(20), orphans=[replace(left, holders=(*left.holders, process(20).key))]))
+    on.apply(seen(*services, process(20), orphans=[replace(left, holders=(*left.holders, process(20).key))]))
     assert kinds(on) == {("orphaned_client", U0)}
 
 
 def test_what_two_owners_left_is_found_of_both_with_the_memory_of_who_keeps_it() -> None:
     on = node()
-    on.tell(
+    on.apply(
         memory(user(8, 70)), seen(process(8), orphans=[orphan(6, 8, ended_ns=0), orphan(7, 8, ended_ns=0)])
     )
     told = only(on, LeakKind.ORPHANED_CLIENT)
     assert [each.pid for each in told.involved] == [6, 7, 8]
     assert told.contexts == 8
-    on.tell(seen(process(8), orphans=[orphan(6, 8, ended_ns=0)]))
+    on.apply(seen(process(8), orphans=[orphan(6, 8, ended_ns=0)]))
     told = only(on, LeakKind.ORPHANED_CLIENT)
     assert (told.contexts, told.used_bytes) == (4, 70 * MIB)
 
@@ -128,15 +128,15 @@ def test_what_two_owners_left_is_found_of_both_with_the_memory_of_who_keeps_it()
 def test_an_orphan_of_unknown_contexts_makes_no_finding_and_ends_none() -> None:
     on = node()
     unknown = seen(process(8), orphans=[orphan(7, 8, contexts=None, ended_ns=0)])
-    on.tell(unknown)
+    on.apply(unknown)
     assert kinds(on) == set()
-    on.tell(seen(process(8), orphans=[orphan(7, 8, ended_ns=0)]), unknown)
+    on.apply(seen(process(8), orphans=[orphan(7, 8, ended_ns=0)]), unknown)
     assert kinds(on) == {("orphaned_client", U0)}
 
 
 def test_an_orphan_on_no_known_gpu_is_told_of_the_node() -> None:
     on = node()
-    on.tell(seen(process(8), orphans=[orphan(7, 8, on=None, ended_ns=0)]))
+    on.apply(seen(process(8), orphans=[orphan(7, 8, on=None, ended_ns=0)]))
     assert found(on) == []
     (told,) = [each for each in on.snapshot().findings if each.reason is Reason.CONTEXT_LEAK]
     assert (told.gpus, told.message) == ((), "4 contexts of a process that ended are kept by 1 process")
@@ -154,36 +154,36 @@ def test_a_process_whose_pod_is_gone_is_found_after_its_time(gone: PodsSeen) -> 
 
 def test_to_hold_a_gpu_of_a_dead_pod_is_enough() -> None:
     on = node(with_leaks(pod_gone_ns=0))
-    on.tell(pods(a=False), seen(process(7, hold(contexts=0), pod=POD_A)))
+    on.apply(pods(a=False), seen(process(7, hold(contexts=0), pod=POD_A)))
     assert kinds(on) == {("pod_gone", U0)}
 
 
 def test_a_pod_that_comes_into_the_list_late_is_not_gone() -> None:
     on = node()
     late = PodUid("cccccccc-0000-4000-8000-000000000000")
-    keep_telling(on, 59 * S, seen(process(7, pod=late)), pods(), allocated((U0, "ns1/late")))
+    repeat_facts(on, 59 * S, seen(process(7, pod=late)), pods(), allocated((U0, "ns1/late")))
     known = PodsSeen({**BOTH, late: replace(BOTH[POD_A], name="late")})
-    keep_telling(on, 2 * MINUTE, seen(process(7, pod=late)), known, allocated((U0, "ns1/late")))
+    repeat_facts(on, 2 * MINUTE, seen(process(7, pod=late)), known, allocated((U0, "ns1/late")))
     assert on.conditions() == []
-    keep_telling(on, 59 * S, seen(process(7, pod=late)), pods(), allocated())
+    repeat_facts(on, 59 * S, seen(process(7, pod=late)), pods(), allocated())
     assert found(on) == []
 
 
 def test_a_list_of_pods_that_is_too_old_says_nothing() -> None:
     on = node()
-    on.tell(seen(process(7, pod=POD_A)), pods(a=False))
-    keep_telling(on, 3 * MINUTE, seen(process(7, pod=POD_A)))
+    on.apply(seen(process(7, pod=POD_A)), pods(a=False))
+    repeat_facts(on, 3 * MINUTE, seen(process(7, pod=POD_A)))
     assert found(on) == []
-    on.tell(pods(a=False))
+    on.apply(pods(a=False))
     assert kinds(on) == {("pod_gone", U0)}
 
 
 def test_a_list_of_pods_that_grows_old_ends_nothing() -> None:
     on = node(with_leaks(pod_gone_ns=0))
-    on.tell(seen(process(7, pod=POD_A)), pods(a=False))
-    keep_telling(on, 3 * MINUTE, seen(process(7, pod=POD_A)))
+    on.apply(seen(process(7, pod=POD_A)), pods(a=False))
+    repeat_facts(on, 3 * MINUTE, seen(process(7, pod=POD_A)))
     assert kinds(on) == {("pod_gone", U0)}
-    on.tell(pods())
+    on.apply(pods())
     assert kinds(on) == set()
 
 
@@ -191,32 +191,32 @@ def test_where_only_pods_with_devices_are_known_another_may_live() -> None:
     on = node(with_leaks(pod_gone_ns=0))
     unknown = PodUid("dddddddd-0000-4000-8000-000000000000")
     with_devices = PodsSeen({POD_B: BOTH[POD_B]}, complete=False)
-    on.tell(seen(process(8, pod=POD_A)), with_devices)
-    on.tell(seen(process(7, pod=unknown), process(8, pod=POD_A)))
+    on.apply(seen(process(8, pod=POD_A)), with_devices)
+    on.apply(seen(process(7, pod=unknown), process(8, pod=POD_A)))
     assert kinds(on) == set()
-    on.tell(PodsSeen({POD_B: BOTH[POD_B]}))
+    on.apply(PodsSeen({POD_B: BOTH[POD_B]}))
     assert kinds(on) == {("pod_gone", U0)}
 
 
 def test_nothing_is_found_of_services_but_of_who_has_their_name() -> None:
     on = node(with_leaks(pod_gone_ns=0, foreign_process_ns=0, stuck_exit_ns=0))
-    on.tell(pods(a=False), seen(process(9, service="nv-hostengine", exiting_since_ns=1)))
+    on.apply(pods(a=False), seen(process(9, service="nv-hostengine", exiting_since_ns=1)))
     assert kinds(on) == set()
-    on.tell(seen(process(9, comm="nv-hostengine", exiting_since_ns=1)))
+    on.apply(seen(process(9, comm="nv-hostengine", exiting_since_ns=1)))
     assert kinds(on) == {("foreign_process", U0), ("stuck_exit", U0)}
-    on.tell(seen(process(7, pod=POD_A, comm="nv-hostengine", exiting_since_ns=1)))
+    on.apply(seen(process(7, pod=POD_A, comm="nv-hostengine", exiting_since_ns=1)))
     assert kinds(on) == {("pod_gone", U0), ("stuck_exit", U0)}
 
 
 def test_nothing_is_found_of_the_agent_itself() -> None:
     on = node(with_leaks(foreign_process_ns=0, stuck_exit_ns=0))
-    on.tell(seen(process(7, is_agent=True, exiting_since_ns=1)))
+    on.apply(seen(process(7, is_agent=True, exiting_since_ns=1)))
     assert kinds(on) == set()
 
 
 def test_a_name_of_ones_own_can_be_allowed() -> None:
     on = node(with_leaks(foreign_process_ns=0, allowed=frozenset({"my-very-long-monitor-name"})))
-    on.tell(
+    on.apply(
         seen(process(7, service="my-very-long-monitor-name"), process(8, hold(U1), service="nv-hostengine"))
     )
     assert kinds(on) == {("foreign_process", U1)}
@@ -224,16 +224,16 @@ def test_a_name_of_ones_own_can_be_allowed() -> None:
 
 def test_a_pod_that_has_no_device_any_more_is_gone_where_only_those_with_devices_are_known() -> None:
     on = node(with_leaks(pod_gone_ns=0))
-    on.tell(seen(process(7, pod=POD_A)), PodsSeen(BOTH, complete=False))
-    on.tell(PodsSeen({POD_B: BOTH[POD_B]}, complete=False))
+    on.apply(seen(process(7, pod=POD_A)), PodsSeen(BOTH, complete=False))
+    on.apply(PodsSeen({POD_B: BOTH[POD_B]}, complete=False))
     assert kinds(on) == {("pod_gone", U0)}
 
 
 def test_a_process_that_is_gone_is_found_no_more_whatever_is_known_of_pods() -> None:
     on = node(with_leaks(pod_gone_ns=0))
-    on.tell(seen(process(7, pod=POD_A)), pods(a=False))
+    on.apply(seen(process(7, pod=POD_A)), pods(a=False))
     on.after(MINUTE)
-    on.tell(seen())
+    on.apply(seen())
     assert kinds(on) == set()
 
 
@@ -247,19 +247,19 @@ def test_a_process_that_cannot_exit_is_found_after_its_time() -> None:
     lasts_for(on, LeakKind.STUCK_EXIT, MINUTE, stuck, GIVEN_A, pods())
     (involved,) = only(on, LeakKind.STUCK_EXIT).involved
     assert (involved.state, involved.killable) == ("D", False)
-    on.tell(seen())
+    on.apply(seen())
     assert kinds(on) == set()
 
 
 def test_a_process_that_only_sleeps_in_the_driver_is_not_exiting() -> None:
     on = node()
-    keep_telling(on, 3 * MINUTE, seen(process(7, pod=POD_A, state="D")), GIVEN_A, pods())
+    repeat_facts(on, 3 * MINUTE, seen(process(7, pod=POD_A, state="D")), GIVEN_A, pods())
     assert found(on) == []
 
 
 def test_a_stuck_exit_that_holds_no_gpu_is_told_of_the_node() -> None:
     on = node(with_leaks(stuck_exit_ns=0))
-    on.tell(seen(replace(process(7, exiting_since_ns=1), holds=())))
+    on.apply(seen(replace(process(7, exiting_since_ns=1), holds=())))
     assert [each.reason for each in on.snapshot().findings][:1] == [Reason.CONTEXT_LEAK]
 
 
@@ -279,79 +279,79 @@ def foreign_at_once(policy: Policy = DEFAULT) -> Policy:
 
 def test_a_process_on_the_gpu_its_pod_was_given_is_where_it_belongs() -> None:
     on = node(foreign_at_once())
-    on.tell(GIVEN_A, seen(process(7, pod=POD_A)))
+    on.apply(GIVEN_A, seen(process(7, pod=POD_A)))
     assert kinds(on) == set()
-    on.tell(seen(process(7, hold(U0), hold(U1), pod=POD_A)))
+    on.apply(seen(process(7, hold(U0), hold(U1), pod=POD_A)))
     assert kinds(on) == {("foreign_process", U1)}
 
 
 def test_a_process_that_has_every_gpu_open_and_uses_none_is_not_foreign() -> None:
     """So does nvidia-smi, and every monitor."""
     on = node(foreign_at_once())
-    on.tell(seen(process(7, hold(U0, 0), hold(U1, 0))))
+    on.apply(seen(process(7, hold(U0, 0), hold(U1, 0))))
     assert kinds(on) == set()
-    on.tell(memory(user(7, 5), on=U1))
+    on.apply(memory(user(7, 5), on=U1))
     assert kinds(on) == {("foreign_process", U1)}
 
 
 def test_where_nobody_knows_whether_a_gpu_is_used_nothing_is_concluded() -> None:
     on = node(foreign_at_once())
     holds_only = seen(process(7, hold(U0, None)), source="proc")
-    on.tell(memory(info="unsupported"), holds_only)
+    on.apply(memory(info="unsupported"), holds_only)
     assert kinds(on) == set()
-    on.tell(memory(user(7, None)))
+    on.apply(memory(user(7, None)))
     assert kinds(on) == {("foreign_process", U0)}
-    on.tell(memory(info="unreliable"))
+    on.apply(memory(info="unreliable"))
     assert kinds(on) == {("foreign_process", U0)}
-    on.tell(memory())
+    on.apply(memory())
     assert kinds(on) == set()
 
 
 def test_without_a_list_of_allocations_nobody_is_foreign() -> None:
-    on = well_node(gpu(0), policy=foreign_at_once())
-    on.tell(pods(), seen(process(7)))
+    on = healthy_node(gpu(0), policy=foreign_at_once())
+    on.apply(pods(), seen(process(7)))
     assert kinds(on) == set()
-    on.tell(allocated())
+    on.apply(allocated())
     assert kinds(on) == {("foreign_process", U0)}
 
 
 def test_without_a_list_of_pods_only_a_process_of_the_host_is_foreign() -> None:
-    on = well_node(gpu(0), policy=foreign_at_once())
-    on.tell(allocated(), seen(process(7, pod=POD_A), process(8)))
+    on = healthy_node(gpu(0), policy=foreign_at_once())
+    on.apply(allocated(), seen(process(7, pod=POD_A), process(8)))
     assert pids(found(on)[0]) == [8]
 
 
 def test_of_a_pod_that_is_gone_it_is_another_finding() -> None:
     on = node(with_leaks(foreign_process_ns=0, pod_gone_ns=0))
-    on.tell(pods(a=False), seen(process(7, pod=POD_A)))
+    on.apply(pods(a=False), seen(process(7, pod=POD_A)))
     assert kinds(on) == {("pod_gone", U0)}
 
 
 def test_a_server_for_others_is_not_foreign() -> None:
     on = node(foreign_at_once())
-    on.tell(seen(process(7, service="nvidia-cuda-mps-server")))
+    on.apply(seen(process(7, service="nvidia-cuda-mps-server")))
     assert kinds(on) == set()
 
 
 def mig_node() -> Node:
-    on = well_node(C1B, policy=replace(foreign_at_once(), mig_strategy="mixed"))
-    on.tell(allocated((mig_uuid(0), "ns1/job-a")), pods())
+    on = healthy_node(C1B, policy=replace(foreign_at_once(), mig_strategy="mixed"))
+    on.apply(allocated((mig_uuid(0), "ns1/job-a")), pods())
     return on
 
 
 def test_a_process_on_another_mig_device_than_its_own_is_foreign_there() -> None:
     on = mig_node()
-    on.tell(seen(process(7, hold(slices=(Placement(U0, 1, 0),)), pod=POD_A)))
+    on.apply(seen(process(7, hold(slices=(Placement(U0, 1, 0),)), pod=POD_A)))
     assert found(on) == []
-    on.tell(seen(process(7, hold(slices=(Placement(U0, 2, 0),)), pod=POD_A)))
+    on.apply(seen(process(7, hold(slices=(Placement(U0, 2, 0),)), pod=POD_A)))
     assert [each.placement for each in found(on)] == [Placement(U0, 2, 0)]
 
 
 def test_where_it_is_not_known_which_mig_device_is_used_any_of_the_gpu_will_do() -> None:
     on = mig_node()
-    on.tell(seen(process(7, pod=POD_A)))
+    on.apply(seen(process(7, pod=POD_A)))
     assert found(on) == []
-    on.tell(memory(user(7, 5, 3, 0)))
+    on.apply(memory(user(7, 5, 3, 0)))
     assert [each.placement for each in found(on)] == [Placement(U0, 3, 0)]
 
 
@@ -380,25 +380,25 @@ def test_memory_of_nobody_is_found_after_its_time() -> None:
 def test_a_little_memory_is_the_drivers_own(total: int, at_most: int) -> None:
     """512 MiB or two percent of the GPU, whichever is more."""
     on = held_node()
-    on.tell(seen(), memory(used=at_most, total=total))
+    on.apply(seen(), memory(used=at_most, total=total))
     assert kinds(on) == set()
-    on.tell(memory(used=at_most + 1, total=total))
+    on.apply(memory(used=at_most + 1, total=total))
     assert kinds(on) == {("memory_held_no_process", U0)}
 
 
 def test_memory_that_processes_have_is_not_counted() -> None:
     on = held_node(foreign_process_ns=3600 * S)
     service = process(7, hold(contexts=0), service="nv-hostengine")
-    on.tell(seen(service), memory(user(7, 4000), used=4000 + LIMIT, total=1024))
+    on.apply(seen(service), memory(user(7, 4000), used=4000 + LIMIT, total=1024))
     assert kinds(on) == set()
-    on.tell(memory(user(7, 4000), used=4001 + LIMIT, total=1024))
+    on.apply(memory(user(7, 4000), used=4001 + LIMIT, total=1024))
     assert only(on, LeakKind.MEMORY_HELD).used_bytes == (LIMIT + 1) * MIB
 
 
 @pytest.mark.parametrize("used", [4000, None])
 def test_memory_of_a_process_that_only_nvml_lists_is_its_own(used: int | None) -> None:
     on = held_node()
-    on.tell(seen(), memory(user(505, used), used=4000))
+    on.apply(seen(), memory(user(505, used), used=4000))
     assert kinds(on) == set()
 
 
@@ -414,7 +414,7 @@ def test_memory_of_a_process_that_only_nvml_lists_is_its_own(used: int | None) -
 )
 def test_memory_of_a_gpu_that_somebody_may_use_may_be_theirs(holder: object, *, may_have_it: bool) -> None:
     on = held_node(foreign_process_ns=3600 * S)
-    on.tell(memory(used=4000), seen(holder))  # type: ignore[arg-type]
+    on.apply(memory(used=4000), seen(holder))  # type: ignore[arg-type]
     assert kinds(on) == (set() if may_have_it else {("memory_held_no_process", U0)})
 
 
@@ -422,43 +422,43 @@ def test_memory_of_a_gpu_that_somebody_may_use_may_be_theirs(holder: object, *, 
 def test_memory_of_contexts_that_were_left_is_theirs(where: object) -> None:
     on = held_node(orphaned_client_ns=3600 * S)
     left = orphan(7, 8, on=where, ended_ns=on.now_ns)  # type: ignore[arg-type]
-    on.tell(memory(used=4000), seen(process(8, hold(contexts=0)), orphans=[left]))
+    on.apply(memory(used=4000), seen(process(8, hold(contexts=0)), orphans=[left]))
     assert kinds(on) == set()
 
 
 def test_what_is_not_known_of_memory_makes_no_finding_and_ends_none() -> None:
     on = held_node()
-    on.tell(memory(used=4000), seen(complete=False))
+    on.apply(memory(used=4000), seen(complete=False))
     assert kinds(on) == set()
-    on.tell(seen())
+    on.apply(seen())
     assert kinds(on) == {("memory_held_no_process", U0)}
-    on.tell(GpuMemorySeen(U0, replace(memory(used=4000).memory, used_bytes=None)))
-    on.tell(seen(complete=False), memory(used=3, info="unreliable"))
-    on.tell(seen())
+    on.apply(GpuMemorySeen(U0, replace(memory(used=4000).memory, used_bytes=None)))
+    on.apply(seen(complete=False), memory(used=3, info="unreliable"))
+    on.apply(seen())
     assert kinds(on) == {("memory_held_no_process", U0)}
-    on.tell(memory(used=3))
+    on.apply(memory(used=3))
     assert kinds(on) == set()
 
 
 def test_a_gpu_in_doubt_keeps_no_other_from_being_judged() -> None:
     on = held_node(idle_ns=0)
-    on.tell(memory(used=4000), memory(on=U1, used=4000), allocated((U0, "ns1/a"), (U1, "ns1/b")), pods())
-    on.tell(seen(doubted=[U0]))
+    on.apply(memory(used=4000), memory(on=U1, used=4000), allocated((U0, "ns1/a"), (U1, "ns1/b")), pods())
+    on.apply(seen(doubted=[U0]))
     assert kinds(on) == {("memory_held_no_process", U1), ("allocated_idle", U1)}
-    on.tell(seen(doubted=[U1]))
+    on.apply(seen(doubted=[U1]))
     assert kinds(on) == {
         (kind, gpu) for kind in ("memory_held_no_process", "allocated_idle") for gpu in (U0, U1)
     }
-    on.tell(seen(process(8, hold(on=U0), hold(on=U1)), doubted=[U0]))
+    on.apply(seen(process(8, hold(on=U0), hold(on=U1)), doubted=[U0]))
     assert kinds(on) & {("memory_held_no_process", U0), ("allocated_idle", U0)}
     assert not kinds(on) & {("memory_held_no_process", U1), ("allocated_idle", U1)}
 
 
 def test_memory_of_a_gpu_that_is_gone_is_not_judged() -> None:
     on = held_node()
-    on.tell(memory(used=4000, on=U1), seen())
+    on.apply(memory(used=4000, on=U1), seen())
     assert kinds(on) == {("memory_held_no_process", U1)}
-    on.tell(enumerated(gpu(0)))
+    on.apply(enumerated(gpu(0)))
     assert kinds(on) == set()
 
 
@@ -473,42 +473,42 @@ def test_a_device_that_nobody_opened_for_long_is_told() -> None:
         Reason.ALLOCATED_IDLE,
         "A pod has it and no process opened it for 60 min",
     )
-    on.tell(seen(process(7, hold(contexts=0), pod=POD_A)))
+    on.apply(seen(process(7, hold(contexts=0), pod=POD_A)))
     assert kinds(on) == set()
 
 
 def test_what_shows_that_a_device_is_not_idle() -> None:
     on = node(with_leaks(idle_ns=0))
-    on.tell(GIVEN_A, seen())
+    on.apply(GIVEN_A, seen())
     assert kinds(on) == {("allocated_idle", U0)}
-    on.tell(memory(user(7, 1)))
+    on.apply(memory(user(7, 1)))
     assert kinds(on) == set()
-    on.tell(memory(), seen(process(8, hold(U1, 0)), orphans=[orphan(7, 8)]))
+    on.apply(memory(), seen(process(8, hold(U1, 0)), orphans=[orphan(7, 8)]))
     assert kinds(on) == set()
-    on.tell(seen(process(9, hold(), service="nv-hostengine")))
+    on.apply(seen(process(9, hold(), service="nv-hostengine")))
     assert kinds(on) == {("allocated_idle", U0)}
-    on.tell(allocated())
+    on.apply(allocated())
     assert kinds(on) == set()
 
 
 def test_an_idle_mig_device_is_told_alone() -> None:
-    on = well_node(C1B, policy=replace(with_leaks(idle_ns=0), mig_strategy="mixed"))
-    on.tell(allocated((mig_uuid(0), "ns1/job-a"), (mig_uuid(1), "ns1/job-b")), pods())
-    on.tell(seen(process(7, hold(slices=(Placement(U0, 1, 0),)), pod=POD_A)))
+    on = healthy_node(C1B, policy=replace(with_leaks(idle_ns=0), mig_strategy="mixed"))
+    on.apply(allocated((mig_uuid(0), "ns1/job-a"), (mig_uuid(1), "ns1/job-b")), pods())
+    on.apply(seen(process(7, hold(slices=(Placement(U0, 1, 0),)), pod=POD_A)))
     assert [each.placement for each in found(on)] == [Placement(U0, 2, 0)]
 
 
 def test_very_many_contexts_are_told() -> None:
     on = node()
-    on.tell(seen(totals=(GpuTotal(U0, 3, 100), GpuTotal(U1, 3, None))))
+    on.apply(seen(totals=(GpuTotal(U0, 3, 100), GpuTotal(U1, 3, None))))
     assert kinds(on) == set()
-    on.tell(seen(totals=(GpuTotal(U0, 3, 101), GpuTotal(U1, 3, None))))
+    on.apply(seen(totals=(GpuTotal(U0, 3, 101), GpuTotal(U1, 3, None))))
     assert only(on, LeakKind.MANY_CONTEXTS).contexts == 101
 
 
 def test_information_keeps_no_node_from_work() -> None:
     on = node(with_leaks(idle_ns=0))
-    on.tell(GIVEN_A, seen(totals=(GpuTotal(U0, 3, 101),)))
+    on.apply(GIVEN_A, seen(totals=(GpuTotal(U0, 3, 101),)))
     assert len(kinds(on)) == 2
     assert {each.reason for each in on.snapshot().findings} == {Reason.KUBELET_UNAVAILABLE}
 
@@ -518,7 +518,7 @@ def test_information_keeps_no_node_from_work() -> None:
 
 def test_findings_of_one_kind_on_one_gpu_are_one_condition() -> None:
     on = node(foreign_at_once())
-    on.tell(seen(process(9), process(7), process(8, hold(U1))), memory(user(7, 5), user(9, 6)))
+    on.apply(seen(process(9), process(7), process(8, hold(U1))), memory(user(7, 5), user(9, 6)))
     told = {each.placement.gpu: details(each) for each in found(on)}
     assert [each.pid for each in told[U0].involved] == [7, 9]
     assert (told[U0].used_bytes, told[U0].contexts) == (11 * MIB, 2)
@@ -527,7 +527,7 @@ def test_findings_of_one_kind_on_one_gpu_are_one_condition() -> None:
 
 def test_at_most_so_many_processes_are_named() -> None:
     on = node(foreign_at_once())
-    on.tell(seen(*(process(100 + number) for number in range(MAX_INVOLVED + 3))))
+    on.apply(seen(*(process(100 + number) for number in range(MAX_INVOLVED + 3))))
     told = only(on, LeakKind.FOREIGN_PROCESS)
     assert (len(told.involved), told.more) == (MAX_INVOLVED, 3)
     assert found(on)[0].message.startswith("19 processes use the GPU")
@@ -536,28 +536,28 @@ def test_at_most_so_many_processes_are_named() -> None:
 def test_at_most_so_many_suspects_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(leaks, "MAX_PENDING", 5)
     on = node(foreign_at_once())
-    on.tell(seen(*(process(100 + number) for number in range(9))))
+    on.apply(seen(*(process(100 + number) for number in range(9))))
     assert len(on.state.leaks.pending) == 5
 
 
 def test_an_incomplete_picture_is_marked() -> None:
     on = node(foreign_at_once())
-    on.tell(seen(process(7), complete=False))
+    on.apply(seen(process(7), complete=False))
     assert only(on, LeakKind.FOREIGN_PROCESS).incomplete
-    on.tell(seen(process(7)))
+    on.apply(seen(process(7)))
     assert not only(on, LeakKind.FOREIGN_PROCESS).incomplete
 
 
 def test_how_sure_the_counting_of_contexts_is_is_told() -> None:
     on = node(foreign_at_once())
     unsure = seen(process(7))
-    on.tell(replace(unsure, usage=replace(unsure.usage, certainty="unverified")))
+    on.apply(replace(unsure, usage=replace(unsure.usage, certainty="unverified")))
     assert only(on, LeakKind.FOREIGN_PROCESS).certainty == "unverified"
 
 
 def test_who_may_read_everything_reads_no_pid_and_no_name() -> None:
     on = node(with_leaks(pod_gone_ns=0, foreign_process_ns=0, stuck_exit_ns=0, orphaned_client_ns=0))
-    on.tell(
+    on.apply(
         pods(a=False),
         seen(
             process(70001, pod=POD_A, comm="secret", exiting_since_ns=1),
@@ -574,28 +574,28 @@ def test_who_may_read_everything_reads_no_pid_and_no_name() -> None:
 
 def test_a_picture_that_is_too_old_ends_nothing_and_begins_nothing() -> None:
     on = node(with_leaks(foreign_process_ns=3 * USAGE_KNOWN_FOR_NS, pod_gone_ns=0))
-    on.tell(seen(process(7), process(8, pod=POD_A)), pods(a=False))
-    keep_telling(on, 4 * USAGE_KNOWN_FOR_NS, pods(a=False), allocated())
+    on.apply(seen(process(7), process(8, pod=POD_A)), pods(a=False))
+    repeat_facts(on, 4 * USAGE_KNOWN_FOR_NS, pods(a=False), allocated())
     assert kinds(on) == {("pod_gone", U0)}
 
 
 def test_findings_of_a_gpu_that_is_not_known_mark_nothing() -> None:
-    on = well_node(gpu(0), policy=foreign_at_once())
-    on.tell(allocated(), pods(), seen(process(7, hold(U1))))
+    on = healthy_node(gpu(0), policy=foreign_at_once())
+    on.apply(allocated(), pods(), seen(process(7, hold(U1))))
     assert on.conditions() == []
 
 
 def test_a_finding_that_is_over_is_cleared_by_clean_probes_and_quiet_time() -> None:
     on = node(foreign_at_once())
-    on.tell(seen(process(7)))
+    on.apply(seen(process(7)))
     for _ in range(5):
         on.after(10 * S, passed())
-    on.tell(seen())
+    on.apply(seen())
     (condition,) = on.conditions()
     assert (condition.lasts, condition.clean_probes) == (False, 0)
-    on.tell(passed())
+    on.apply(passed())
     first_ns = on.now_ns
-    on.tell(passed(), passed())
+    on.apply(passed(), passed())
     on.until(first_ns + MINUTE - 1)
     on.after(0)
     assert len(on.conditions()) == 1
@@ -605,15 +605,15 @@ def test_a_finding_that_is_over_is_cleared_by_clean_probes_and_quiet_time() -> N
 
 def test_a_finding_that_comes_back_before_it_is_cleared_is_the_same_condition() -> None:
     on = node(foreign_at_once())
-    on.tell(seen(process(7)))
-    on.tell(seen(), passed(), passed())
-    on.tell(seen(process(7)))
+    on.apply(seen(process(7)))
+    on.apply(seen(), passed(), passed())
+    on.apply(seen(process(7)))
     (condition,) = on.conditions()
     assert (condition.lasts, condition.count, condition.clean_probes) == (True, 2, 0)
 
 
 def test_a_person_cannot_declare_away_what_is_still_seen() -> None:
     on = node(foreign_at_once())
-    on.tell(seen(process(7)))
-    on.tell(RecoverRequested(U0))
+    on.apply(seen(process(7)))
+    on.apply(RecoverRequested(U0))
     assert kinds(on) == {("foreign_process", U0)}

@@ -14,7 +14,7 @@ from agent.model.facts import AllocationsListed
 from agent.model.health import MAX_INVOLVED, LeakKind, Reason
 from agent.model.structs import replace
 from agent.model.usage import Orphan
-from tests.core.build import DEFAULT, U0, U1, S, gpu, well_node
+from tests.core.build import DEFAULT, U0, U1, S, gpu, healthy_node
 from tests.core.usage.test_tracker import Rig
 from tests.core.use import LEAKS, POD_A, POD_B, hold, key, orphan, pods, process, seen
 
@@ -61,13 +61,13 @@ def test_what_one_holder_keeps_of_many_is_merged_and_a_neighbours_is_not() -> No
     jobs = [rig.job(1_000 + number, contexts=1) for number in range(40)]
     neighbour, control = rig.job(99_000, contexts=3)
     other = rig.world.spawn(91)
-    rig.tell()
+    rig.apply()
     for task, file in jobs:
         rig.world.send(holder, file)
         rig.end(task)
     rig.world.send(other, control)
     rig.end(neighbour)
-    picture = rig.tell()
+    picture = rig.apply()
     assert len(picture.orphans) <= MAX_APART + 2
     assert sum(1 + each.more for each in picture.orphans) == 41
     assert sum(each.contexts or 0 for each in picture.orphans) == 43
@@ -82,7 +82,7 @@ def test_6000_orphans_of_one_holder_cost_the_loop_what_a_few_do(capsys: pytest.C
     records = groups.records()
     added_s = time.process_time() - began_s
     assert len(records) == MAX_APART + 2
-    node = well_node(gpu(0))
+    node = healthy_node(gpu(0))
     told = [seen(process(90), process(91), orphans=records, at_ns=at_ns) for at_ns in range(20)]
     began_s = time.process_time()
     for fact in told:
@@ -101,10 +101,10 @@ def test_6000_orphans_of_one_holder_cost_the_loop_what_a_few_do(capsys: pytest.C
 
 def test_one_pod_with_4096_findings_keeps_no_other_out_and_its_excess_is_counted() -> None:
     policy = replace(DEFAULT, leaks=replace(DEFAULT.leaks, foreign_process_ns=0))
-    node = well_node(gpu(0), gpu(1), policy=policy)
-    node.tell(AllocationsListed({}), pods())
+    node = healthy_node(gpu(0), gpu(1), policy=policy)
+    node.apply(AllocationsListed({}), pods())
     greedy = [process(1_000 + number, pod=POD_A) for number in range(4_096)]
-    node.tell(seen(*greedy, process(9_000, pod=POD_B), process(9_001, hold(U1))))
+    node.apply(seen(*greedy, process(9_000, pod=POD_B), process(9_001, hold(U1))))
     kept = {finding.key.process for finding in node.state.leaks.pending.values()}
     assert {key(9_000), key(9_001)} <= kept
     assert len(kept) == MAX_OF_HOLDER + 2
@@ -114,7 +114,7 @@ def test_one_pod_with_4096_findings_keeps_no_other_out_and_its_excess_is_counted
     assert on_first.message.startswith("4097 processes use the GPU")
 
     # Those that are known keep their places whatever comes before them.
-    node.tell(seen(process(5, pod=POD_A), *greedy, process(9_000, pod=POD_B), process(9_001, hold(U1))))
+    node.apply(seen(process(5, pod=POD_A), *greedy, process(9_000, pod=POD_B), process(9_001, hold(U1))))
     assert {finding.key.process for finding in node.state.leaks.pending.values()} == kept
 
 
@@ -127,9 +127,9 @@ def test_windows_of_growth_are_shared_by_holders(monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_merged_orphan_is_found_with_its_count() -> None:
-    node = well_node(gpu(0))
+    node = healthy_node(gpu(0))
     merged = replace(orphan(7, 90, contexts=40), more=5_990)
-    node.tell(pods(), seen(process(90), orphans=[merged]))
+    node.apply(pods(), seen(process(90), orphans=[merged]))
     node.after(2 * DEFAULT.leaks.orphaned_client_ns, seen(process(90), orphans=[merged], at_ns=1))
     (condition,) = node.conditions(Reason.CONTEXT_LEAK)
     assert condition.details is not None

@@ -20,7 +20,7 @@ from agent.model.ids import DeviceId, Placement
 from agent.model.policy import LeakPolicy
 from agent.model.structs import replace
 from agent.model.usage import GpuMemory, PodRef, Pods, PodSeen, ProcessUse
-from tests.core.build import C1B, DEFAULT, U0, U1, Node, S, gpu, mig_uuid, well_node
+from tests.core.build import C1B, DEFAULT, U0, U1, Node, S, gpu, healthy_node, mig_uuid
 from tests.core.use import (
     BOTH,
     MIB,
@@ -28,11 +28,11 @@ from tests.core.use import (
     POD_B,
     allocated,
     hold,
-    look,
     memory,
     node,
     pods,
     process,
+    process_status,
     seen,
     user,
 )
@@ -50,7 +50,7 @@ def names(ownership: Ownership) -> list[tuple[int, str, str | None, int | None]]
 
 def test_a_gpu_is_told_with_who_has_it_who_holds_it_and_what_is_used() -> None:
     on = node()
-    on.tell(
+    on.apply(
         allocated((U0, "ns1/job-a")),
         seen(process(7, hold(U0, 2), pod=POD_A), process(8, hold(U0, 1))),
         memory(user(7, 300), user(9, 50), used=400),
@@ -73,7 +73,7 @@ def test_everything_of_a_holder_is_told() -> None:
     use = process(
         7, hold(U0, 2), pod=POD_A, comm="nv-hostengine", state="D", start=70, since_ns=5, partial=True
     )
-    on.tell(seen(replace(use, is_agent=True)), memory(user(7, 300), user(9, 50)))
+    on.apply(seen(replace(use, is_agent=True)), memory(user(7, 300), user(9, 50)))
     known, listed = owned(on)[0].holders or ()
     assert known == Holder(
         pid=7,
@@ -105,7 +105,7 @@ def test_everything_of_a_holder_is_told() -> None:
 
 def test_everything_of_a_gpu_is_told() -> None:
     on = node()
-    on.tell(memory(used=400, total=1000, on=U1))
+    on.apply(memory(used=400, total=1000, on=U1))
     assert owned(on)[1] == Ownership(
         placement=Placement(U1),
         uuid=U1,
@@ -120,20 +120,20 @@ def test_everything_of_a_gpu_is_told() -> None:
 
 
 def test_what_is_not_known_is_not_told_as_nothing() -> None:
-    on = well_node(gpu(0))
+    on = healthy_node(gpu(0))
     (only,) = owned(on)
     assert (only.allocated_to, only.holders) == (None, None)
-    on.tell(memory(info="unreliable", used=5))
+    on.apply(memory(info="unreliable", used=5))
     assert owned(on)[0].holders is None
     assert owned(on)[0].unclaimed_bytes is None
-    on.tell(memory(user(7, None), used=5))
+    on.apply(memory(user(7, None), used=5))
     assert names(owned(on)[0]) == [(7, "unknown", None, None)]
     assert owned(on)[0].unclaimed_bytes is None
 
 
 def test_old_knowledge_is_none() -> None:
     on = node()
-    on.tell(seen(process(7)), allocated((U0, "ns1/job-a")))
+    on.apply(seen(process(7)), allocated((U0, "ns1/job-a")))
     on.after(30 * S - 1)
     assert owned(on)[0].allocated_to
     on.after(1)
@@ -146,23 +146,23 @@ def test_old_knowledge_is_none() -> None:
 
 def test_a_pod_of_unknown_name_is_told_by_its_uid() -> None:
     on = node()
-    on.tell(seen(process(7, pod=POD_A)))
+    on.apply(seen(process(7, pod=POD_A)))
     on.after(31 * S)
     assert names(owned(on)[0]) == [(7, "pod", str(POD_A), None)]
 
 
 def test_a_pod_that_is_gone_keeps_its_name_while_a_process_of_it_is_there() -> None:
     on = node()
-    on.tell(seen(process(7, pod=POD_A)))
-    on.tell(replace(pods(), pods={POD_B: BOTH[POD_B]}))
+    on.apply(seen(process(7, pod=POD_A)))
+    on.apply(replace(pods(), pods={POD_B: BOTH[POD_B]}))
     assert names(owned(on)[0]) == [(7, "pod", "ns1/job-a", None)]
-    on.tell(seen(), replace(pods(), pods={POD_B: BOTH[POD_B]}))
+    on.apply(seen(), replace(pods(), pods={POD_B: BOTH[POD_B]}))
     assert on.snapshot().pods_seen == {POD_B: BOTH[POD_B]}
 
 
 def test_a_gpu_cut_into_mig_devices_is_told_by_device() -> None:
-    on = well_node(C1B, policy=replace(DEFAULT, mig_strategy="mixed"))
-    on.tell(
+    on = healthy_node(C1B, policy=replace(DEFAULT, mig_strategy="mixed"))
+    on.apply(
         allocated((mig_uuid(1), "ns1/job-a")),
         pods(),
         seen(process(7, hold(slices=(M1,)), pod=POD_A), process(8), process(9, hold(slices=(M3,)))),
@@ -180,8 +180,8 @@ def test_a_gpu_cut_into_mig_devices_is_told_by_device() -> None:
 
 
 def test_who_holds_the_whole_gpu_holds_each_of_its_mig_devices() -> None:
-    on = well_node(C1B, policy=replace(DEFAULT, mig_strategy="mixed"))
-    on.tell(seen(process(7)))
+    on = healthy_node(C1B, policy=replace(DEFAULT, mig_strategy="mixed"))
+    on.apply(seen(process(7)))
     assert [[holder.pid for holder in each.holders or ()] for each in owned(on)] == [[7], [7], [7]]
 
 
@@ -200,14 +200,14 @@ def test_without_a_visible_holder_a_gpu_that_is_not_seen_whole_has_unknown_ones(
     told: GpuUseSeen, pids: list[int] | None
 ) -> None:
     on = node()
-    on.tell(told)
+    on.apply(told)
     found = owned(on)[0].holders
     assert (None if found is None else [each.pid for each in found]) == pids
 
 
 def test_services_are_marked() -> None:
     on = node()
-    on.tell(seen(process(7, service="nv-hostengine"), process(8, is_agent=True), process(9)))
+    on.apply(seen(process(7, service="nv-hostengine"), process(8, is_agent=True), process(9)))
     assert [each.service for each in owned(on)[0].holders or ()] == [True, True, False]
 
 
@@ -317,4 +317,8 @@ def test_a_pod_has_the_name_that_is_known_of_it() -> None:
 
 
 def test_a_process_that_sleeps_in_the_driver_or_ended_cannot_be_killed() -> None:
-    assert [state for state in "RSDZXTI" if not is_killable(look(7, state=state))] == ["D", "Z", "X"]
+    assert [state for state in "RSDZXTI" if not is_killable(process_status(7, state=state))] == [
+        "D",
+        "Z",
+        "X",
+    ]

@@ -24,9 +24,9 @@ class Rig:
     def __init__(self, gpus: GpuMap = GPUS, *, marker: Marker = CONTEXT_SHARE) -> None:
         self.world = World()
         self.tracker = Tracker(gpus, marker=marker)
-        self.tell()
+        self.apply()
 
-    def tell(self) -> Usage:
+    def apply(self) -> Usage:
         """Tell events, then a scan, then what is to be looked at; return the picture."""
         world, tracker = self.world, self.tracker
         world.now_ns += 1
@@ -37,9 +37,9 @@ class Rig:
 
     def tell_after(self, time_ns: int) -> Usage:
         """Tell a while later, and what nobody was seen to hold before."""
-        self.tell()
+        self.apply()
         self.world.now_ns += time_ns
-        return self.tell()
+        return self.apply()
 
     def look(self) -> None:
         for key in (*self.tracker.without_status, *self.tracker.exiting):
@@ -81,7 +81,7 @@ def test_contexts_are_counted_by_process_and_gpu() -> None:
     rig = Rig()
     rig.job(100, contexts=3)
     rig.job(101, contexts=2, minor=1)
-    picture = rig.tell()
+    picture = rig.apply()
     assert hold_of(picture, 100).contexts == 3
     assert hold_of(picture, 101, V1).contexts == 2
     assert [(total.gpu, total.processes, total.contexts) for total in picture.totals] == [
@@ -95,9 +95,9 @@ def test_a_context_ends_with_anything_above_it() -> None:
     task, control = rig.job(contexts=0)
     client, _ = rig.world.context(task, control)
     (device,) = [name for name, each in rig.world.clients[client].objects.items() if each.rm_class == DEVICE]
-    assert hold_of(rig.tell(), 100).contexts == 1
+    assert hold_of(rig.apply(), 100).contexts == 1
     rig.world.free(task, client, device)
-    hold = hold_of(rig.tell(), 100)
+    hold = hold_of(rig.apply(), 100)
     assert (hold.contexts, hold.allocated, hold.freed) == (0, 1, 1)
 
 
@@ -105,9 +105,9 @@ def test_rows_of_what_ended_with_its_parent_are_told_to_be_stale() -> None:
     rig = Rig()
     task, control = rig.job(contexts=0)
     client, share = rig.world.context(task, control)
-    rig.tell()
+    rig.apply()
     rig.world.free(task, client, client)
-    rig.tell()
+    rig.apply()
     removed = {(each.client, each.handle) for each in rig.tracker.pop_removed()}
     assert (client, share) in removed
     assert removed >= set(rig.world.rows)
@@ -121,7 +121,7 @@ def test_what_a_process_freed_stays_counted() -> None:
         client, _ = rig.world.context(task, control)
         rig.world.free(task, client, client)
     rig.world.context(task, control)
-    hold = hold_of(rig.tell(), 100)
+    hold = hold_of(rig.apply(), 100)
     assert (hold.contexts, hold.allocated, hold.freed) == (1, 8, 7)
 
 
@@ -132,8 +132,8 @@ def test_an_event_that_is_told_twice_changes_nothing() -> None:
     rig.tracker.handle_events(events)
     rig.tracker.handle_events(events)
     rig.tracker.handle_events(events)
-    assert hold_of(rig.tell(), 100).contexts == 2
-    assert hold_of(rig.tell(), 100).allocated == 2
+    assert hold_of(rig.apply(), 100).contexts == 2
+    assert hold_of(rig.apply(), 100).allocated == 2
 
 
 def test_a_free_that_is_told_late_does_not_end_who_has_the_handle_now() -> None:
@@ -151,7 +151,7 @@ def test_a_free_that_is_told_late_does_not_end_who_has_the_handle_now() -> None:
     rig.world.alloc(task, client, group, SHARE)
     rig.tracker.handle_events(rig.world.drain())
     rig.tracker.handle_events([late])
-    assert hold_of(rig.tell(), 100).contexts == 1
+    assert hold_of(rig.apply(), 100).contexts == 1
 
 
 def test_a_ring_of_parents_ends() -> None:
@@ -162,10 +162,10 @@ def test_a_ring_of_parents_ends() -> None:
     rig.tracker.handle_events(rig.world.drain())
     one = made(rig, task, client, handle=5, parent=6)
     rig.tracker.handle_events([one, made(rig, task, client, handle=6, parent=5)])
-    assert use_of(rig.tell(), 100).unplaced + (hold_of(rig.tell(), 100).contexts or 0) == 2
+    assert use_of(rig.apply(), 100).unplaced + (hold_of(rig.apply(), 100).contexts or 0) == 2
     rig.world.now_ns += 1
     rig.tracker.handle_events([one._replace(kind=RmEventKind.FREE, at_ns=rig.world.now_ns)])
-    assert hold_of(rig.tell(), 100).contexts == 0
+    assert hold_of(rig.apply(), 100).contexts == 0
 
 
 def made(
@@ -212,11 +212,11 @@ def test_channel_groups_made_at_once_are_one_context() -> None:
         ]  # fmt: skip
 
     rig.tracker.handle_events(groups(0, 9, after_ns=1))
-    assert hold_of(rig.tell(), 100).contexts == 1
+    assert hold_of(rig.apply(), 100).contexts == 1
     rig.tracker.handle_events(groups(10, 9, after_ns=249 * MS))
-    assert hold_of(rig.tell(), 100).contexts == 1
+    assert hold_of(rig.apply(), 100).contexts == 1
     rig.tracker.handle_events(groups(20, 9, after_ns=250 * MS))
-    hold = hold_of(rig.tell(), 100)
+    hold = hold_of(rig.apply(), 100)
     assert (hold.contexts, hold.allocated, hold.freed) == (2, 2, 0)
 
 
@@ -228,8 +228,8 @@ def test_a_context_of_channel_groups_lives_while_one_of_them_does() -> None:
     groups = [rig.world.alloc(task, client, device, GROUP) for _ in range(3)]
     for left, group in zip((1, 1, 0), groups, strict=True):
         rig.world.free(task, client, group)
-        assert hold_of(rig.tell(), 100).contexts == left
-    assert hold_of(rig.tell(), 100).freed == 1
+        assert hold_of(rig.apply(), 100).contexts == left
+    assert hold_of(rig.apply(), 100).freed == 1
 
 
 def test_the_debugger_object_can_stand_for_a_context() -> None:
@@ -238,7 +238,7 @@ def test_the_debugger_object_can_stand_for_a_context() -> None:
     client = rig.world.client(task, control)
     device = rig.world.alloc(task, client, client, DEVICE, 0)
     rig.world.alloc(task, client, device, DEBUGGER.rm_class)
-    assert hold_of(rig.tell(), 100).contexts == 1
+    assert hold_of(rig.apply(), 100).contexts == 1
 
 
 # Which GPU a context is on
@@ -252,7 +252,7 @@ def test_the_device_instance_tells_the_gpu() -> None:
     task, control = rig.job(contexts=0)
     rig.world.open(task, gpu_file(1))
     rig.world.context(task, control, 0)
-    picture = rig.tell()
+    picture = rig.apply()
     # Without unified memory they may be of graphics.
     assert (hold_of(picture, 100, V1).contexts, hold_of(picture, 100, V1).compute) == (1, 0)
     assert hold_of(picture, 100, V0).contexts == 0
@@ -267,7 +267,7 @@ def test_unified_memory_tells_whose_a_device_instance_is_and_is_believed_most() 
     vaspace = rig.world.alloc(task, client, device, VASPACE)
     rig.world.register(task, uvm, client, vaspace, V0)
     rig.world.context(task, control, 1)
-    picture = rig.tell()
+    picture = rig.apply()
     assert hold_of(picture, 100, V0).contexts == 1
 
 
@@ -280,9 +280,9 @@ def test_what_was_learned_is_forgotten_with_the_driver_it_was_learned_of() -> No
     device = rig.world.alloc(task, client, client, DEVICE, 1)
     rig.world.register(task, uvm, client, rig.world.alloc(task, client, device, VASPACE), V1)
     rig.world.context(task, control, 1)
-    assert hold_of(rig.tell(), 100, V1).contexts == 1
+    assert hold_of(rig.apply(), 100, V1).contexts == 1
     rig.tracker.set_gpus(replace(GPUS, by_instance={1: V0}))
-    assert hold_of(rig.tell(), 100, V0).contexts == 1
+    assert hold_of(rig.apply(), 100, V0).contexts == 1
 
 
 def test_a_client_that_was_registered_for_one_gpu_is_on_it() -> None:
@@ -292,19 +292,19 @@ def test_a_client_that_was_registered_for_one_gpu_is_on_it() -> None:
     rig.world.open(task, gpu_file(1))
     uvm = rig.world.open(task, UVM)
     client, _ = rig.world.context(task, control)
-    use = use_of(rig.tell(), 100)
+    use = use_of(rig.apply(), 100)
     assert (use.unplaced, use.partial) == (1, True)
     rig.world.register(task, uvm, client, 9999, V1)
-    held = hold_of(rig.tell(), 100, V1)
-    assert (held.contexts, held.compute, use_of(rig.tell(), 100).partial) == (1, 1, False)
+    held = hold_of(rig.apply(), 100, V1)
+    assert (held.contexts, held.compute, use_of(rig.apply(), 100).partial) == (1, 1, False)
     rig.world.register(task, uvm, client, 9999, V0)
-    assert use_of(rig.tell(), 100).unplaced == 1
+    assert use_of(rig.apply(), 100).unplaced == 1
 
 
 def test_a_process_with_one_gpu_open_has_its_contexts_there() -> None:
     rig = Rig(UNKNOWN_INSTANCES)
     rig.job(contexts=2, minor=1)
-    picture = rig.tell()
+    picture = rig.apply()
     assert hold_of(picture, 100, V1).contexts == 2
 
 
@@ -312,7 +312,7 @@ def test_a_process_with_two_gpus_open_may_have_contexts_of_no_known_gpu() -> Non
     rig = Rig(UNKNOWN_INSTANCES)
     task, _ = rig.job(contexts=2)
     rig.world.open(task, gpu_file(1))
-    use = use_of(rig.tell(), 100)
+    use = use_of(rig.apply(), 100)
     assert use.unplaced == 2
     assert [(hold.gpu, hold.contexts) for hold in use.holds] == [(V0, 0), (V1, 0)]
 
@@ -328,7 +328,7 @@ def test_gpus_that_look_alike_to_unified_memory_tell_nothing() -> None:
     uvm = rig.world.open(task, UVM)
     client, _ = rig.world.context(task, control)
     rig.world.register(task, uvm, client, 9999, one)
-    assert use_of(rig.tell(), 100).unplaced == 1
+    assert use_of(rig.apply(), 100).unplaced == 1
 
 
 def test_a_uuid_is_folded_as_the_driver_has_it_in_memory() -> None:
@@ -342,11 +342,11 @@ def test_a_mig_device_that_was_opened_is_named() -> None:
     place = Placement(V0, 1, 0)
     rig = Rig(replace(GPUS, by_capability={30: place}, capabilities_major=236))
     task, _ = rig.job()
-    assert hold_of(rig.tell(), 100).slices == ()
+    assert hold_of(rig.apply(), 100).slices == ()
     rig.world.open(task, 236 << 20 | 30)
     rig.world.open(task, 236 << 20 | 31)
     rig.world.open(task, 235 << 20 | 30)
-    assert hold_of(rig.tell(), 100).slices == (place,)
+    assert hold_of(rig.apply(), 100).slices == (place,)
 
 
 # Files and descriptors
@@ -357,20 +357,20 @@ def test_descriptors_are_those_of_the_gpu_and_shared_ones_if_it_is_the_only_one(
     task, control = rig.job(contexts=0)
     rig.world.dup(task, control)
     rig.world.open(task, gpu_file(0))
-    assert hold_of(rig.tell(), 100).fds == 4
-    assert (use_of(rig.tell(), 100).files, use_of(rig.tell(), 100).fds) == (3, 4)
+    assert hold_of(rig.apply(), 100).fds == 4
+    assert (use_of(rig.apply(), 100).files, use_of(rig.apply(), 100).fds) == (3, 4)
     rig.world.open(task, gpu_file(1))
-    picture = rig.tell()
+    picture = rig.apply()
     assert [(hold.gpu, hold.fds) for hold in use_of(picture, 100).holds] == [(V0, 2), (V1, 1)]
 
 
 def test_who_closed_everything_is_not_shown() -> None:
     rig = Rig()
     task, _ = rig.job()
-    assert rig.tell().processes
+    assert rig.apply().processes
     for file in list(task.fds):
         rig.world.close(task, file)
-    picture = rig.tell()
+    picture = rig.apply()
     assert (picture.processes, picture.totals) == ((), ())
 
 
@@ -385,25 +385,25 @@ def test_a_process_that_was_not_looked_at_is_not_shown() -> None:
 def test_a_program_that_replaces_itself_is_looked_at_again() -> None:
     rig = Rig()
     task, _ = rig.job()
-    rig.tell()
+    rig.apply()
     assert list(rig.tracker.without_status) == []
     rig.world.exec(task, "sh")
     rig.tracker.handle_events(rig.world.drain())
     assert list(rig.tracker.without_status) == [task.key]
-    use = use_of(rig.tell(), 100)
+    use = use_of(rig.apply(), 100)
     assert (use.status.comm, use.files) == ("sh", 1)
 
 
 def test_everybody_who_lives_can_be_looked_at_again_and_is_shown_as_before_until_then() -> None:
     rig = Rig()
     task, _ = rig.job()
-    before = rig.tell()
+    before = rig.apply()
     rig.tracker.mark_statuses_stale()
     assert list(rig.tracker.without_status) == [task.key]
     assert rig.tracker.usage_snapshot(before.at_ns) == before
     task.comm, task.state = "worker", "D"
     rig.tracker.update_statuses([task.status], rig.world.now_ns)
-    use = use_of(rig.tell(), 100)
+    use = use_of(rig.apply(), 100)
     assert (use.status.comm, use.status.state) == ("worker", "D")
     assert list(rig.tracker.without_status) == []
 
@@ -446,30 +446,30 @@ def forked(rig: Rig, contexts: int = 2) -> tuple[Task, Task]:
     """The classic: a parent with contexts, and a child that keeps the parent's files."""
     parent, _ = rig.job(100, contexts=contexts)
     child = rig.world.fork(parent, 101)
-    rig.tell()
+    rig.apply()
     return parent, child
 
 
 def test_contexts_of_a_parent_that_ended_are_left_with_its_child() -> None:
     rig = Rig()
     parent, child = forked(rig)
-    assert left(rig.tell()) == []
+    assert left(rig.apply()) == []
     rig.end(parent)
     rig.tracker.apply_scan(rig.world.scan(), rig.world.now_ns)
     (orphan,) = rig.tracker.usage_snapshot(0).orphans
     assert (orphan.owner.key, orphan.owner.comm) == (parent.key, "python3")
     assert (orphan.gpu, orphan.contexts, orphan.holders) == (V0, 2, (child.key,))
     assert orphan.ended_ns == rig.world.now_ns
-    assert [total.contexts for total in rig.tell().totals] == [2]
+    assert [total.contexts for total in rig.apply().totals] == [2]
 
 
 def test_what_was_left_ends_with_its_last_holder() -> None:
     rig = Rig()
     parent, child = forked(rig)
     rig.end(parent)
-    assert len(left(rig.tell())) == 1
+    assert len(left(rig.apply())) == 1
     rig.end(child)
-    assert left(rig.tell()) == []
+    assert left(rig.apply()) == []
     assert len(rig.world.rows) > 0
     rig.tell_after(QUARANTINE_NS)
     rig.world.delete_rows(rig.tracker.pop_removed())
@@ -480,7 +480,7 @@ def test_a_client_without_a_context_is_not_left_behind() -> None:
     rig = Rig()
     parent, _child = forked(rig, contexts=0)
     rig.end(parent)
-    assert left(rig.tell()) == []
+    assert left(rig.apply()) == []
 
 
 def test_what_a_process_closed_and_others_hold_is_still_its_own() -> None:
@@ -488,7 +488,7 @@ def test_what_a_process_closed_and_others_hold_is_still_its_own() -> None:
     parent, _child = forked(rig)
     for file in list(parent.fds):
         rig.world.close(parent, file)
-    picture = rig.tell()
+    picture = rig.apply()
     assert left(picture) == []
     assert hold_of(picture, 100).contexts == 2
 
@@ -499,7 +499,7 @@ def test_a_pid_that_is_used_again_takes_nothing_over() -> None:
     rig.end(parent)
     again = rig.world.spawn(100)
     rig.world.send(again, next(iter(rig.world.files)))
-    picture = rig.tell()
+    picture = rig.apply()
     (orphan,) = picture.orphans
     assert orphan.owner.key == parent.key
     assert use_of(picture, 100).key == again.key
@@ -509,10 +509,10 @@ def test_a_pid_that_is_used_again_takes_nothing_over() -> None:
 def test_an_exit_that_was_told_ends_a_pid_though_nobody_saw_the_process_go() -> None:
     rig = Rig()
     task, _ = rig.job(100, contexts=3)
-    rig.tell()
+    rig.apply()
     rig.world.exit(task)
     rig.job(100, contexts=1)
-    picture = rig.tell()
+    picture = rig.apply()
     assert hold_of(picture, 100).contexts == 1
     assert hold_of(picture, 100).allocated == 1
     assert left(picture) == []
@@ -523,11 +523,11 @@ def test_a_thread_that_exits_first_ends_no_process() -> None:
     rig = Rig()
     task, control = rig.job(100, contexts=1)
     rig.world.fork(task, 101)
-    rig.tell()
+    rig.apply()
     rig.world.begin_exit(task)
     task.exiting = False
     rig.world.context(task, control)
-    picture = rig.tell()
+    picture = rig.apply()
     assert hold_of(picture, 100).contexts == 2
     assert left(picture) == []
     assert use_of(picture, 100).exiting_since_ns is None
@@ -538,9 +538,9 @@ def test_at_most_so_many_holders_are_named() -> None:
     parent, _ = rig.job(100)
     for number in range(MAX_HOLDERS + 4):
         rig.world.fork(parent, 200 + number)
-    rig.tell()
+    rig.apply()
     rig.end(parent)
-    (orphan,) = left(rig.tell())
+    (orphan,) = left(rig.apply())
     assert [key.pid for key in orphan.holders] == list(range(200, 200 + MAX_HOLDERS))
 
 
@@ -551,18 +551,18 @@ def test_a_process_that_exits_and_does_not_end_holds_what_it_had() -> None:
     """Its descriptors are gone at once, its files only when the driver lets go of them."""
     rig = Rig()
     task, _ = rig.job(contexts=2)
-    rig.tell()
+    rig.apply()
     rig.world.begin_exit(task)
     began_ns = rig.world.now_ns
     task.state = "D"
     files, task.fds = task.fds, []
-    picture = rig.tell()
+    picture = rig.apply()
     use = use_of(picture, 100)
     assert (use.exiting_since_ns, use.status.state, use.files) == (began_ns, "D", len(files))
     assert hold_of(picture, 100).contexts == 2
     assert rig.tracker.exiting == (task.key,)
     rig.tracker.handle_process_gone(task.key, rig.world.now_ns)
-    assert rig.tell().processes == ()
+    assert rig.apply().processes == ()
 
 
 @pytest.mark.parametrize(
@@ -572,7 +572,7 @@ def test_a_process_that_exits_and_does_not_end_holds_what_it_had() -> None:
 def test_a_look_can_tell_that_a_process_is_ending(state: str, *, killed: bool, is_ending: bool) -> None:
     rig = Rig()
     task, _ = rig.job()
-    rig.tell()
+    rig.apply()
     task.state, task.killed = state, killed
     rig.world.now_ns += 1
     rig.tracker.update_statuses([task.status], rig.world.now_ns)
@@ -594,17 +594,17 @@ def older_rig(pids: tuple[int, ...] = (100,)) -> tuple[Rig, list[Task], int]:
     first, control = rig.job(pids[0], contexts=2)
     tasks = [first, *(rig.world.fork(first, pid) for pid in pids[1:])]
     rig.world.probed = True
-    rig.tell()
+    rig.apply()
     return rig, tasks, control
 
 
 def test_what_held_files_before_the_probe_is_partial() -> None:
     rig, (task,), control = older_rig()
-    picture = rig.tell()
+    picture = rig.apply()
     assert use_of(picture, 100).partial
     assert hold_of(picture, 100).contexts == 0
     rig.world.context(task, control)
-    hold = hold_of(rig.tell(), 100)
+    hold = hold_of(rig.apply(), 100)
     assert (hold.contexts, hold.allocated, hold.freed) == (1, 1, 0)
 
 
@@ -612,7 +612,7 @@ def test_what_came_after_the_probe_is_not_partial_though_it_holds_older_files() 
     rig, (task,), _ = older_rig()
     rig.world.fork(task, 101)
     rig.job(102)
-    picture = rig.tell()
+    picture = rig.apply()
     assert [(use.key.pid, use.partial) for use in picture.processes] == [
         (100, True),
         (101, False),
@@ -624,14 +624,14 @@ def test_frees_of_what_nobody_counted_are_ignored() -> None:
     rig, (task,), _ = older_rig()
     client = next(iter(rig.world.clients))
     rig.world.free(task, client, client)
-    hold = hold_of(rig.tell(), 100)
+    hold = hold_of(rig.apply(), 100)
     assert (hold.contexts, hold.freed) == (0, 0)
 
 
 def test_what_an_older_process_leaves_has_unknown_contexts() -> None:
     rig, (first, second), _ = older_rig((100, 101))
     rig.end(first)
-    (orphan,) = left(rig.tell())
+    (orphan,) = left(rig.apply())
     assert (orphan.owner.key, orphan.gpu, orphan.contexts) == (first.key, V0, None)
     assert orphan.holders == (second.key,)
 
@@ -639,7 +639,7 @@ def test_what_an_older_process_leaves_has_unknown_contexts() -> None:
 def test_of_older_holders_the_oldest_is_taken_to_have_made_the_file() -> None:
     rig, (_first, second), _ = older_rig((100, 101))
     rig.end(second)
-    assert left(rig.tell()) == []
+    assert left(rig.apply()) == []
 
 
 def test_events_before_the_first_scan_are_of_files_that_are_not_older() -> None:
@@ -647,7 +647,7 @@ def test_events_before_the_first_scan_are_of_files_that_are_not_older() -> None:
     rig = Rig.__new__(Rig)
     rig.world, rig.tracker = world, tracker
     rig.job()
-    assert not use_of(rig.tell(), 100).partial
+    assert not use_of(rig.apply(), 100).partial
 
 
 # Losses
@@ -672,7 +672,7 @@ def test_after_a_loss_the_picture_is_complete_when_it_was_made_anew() -> None:
     assert (picture.complete, picture.incomplete_because) == (False, "events were lost")
     rig.tracker.rebuild(rig.world.rows.values(), rig.world.now_ns)
     assert wants(rig) == (False, False)
-    picture = rig.tell()
+    picture = rig.apply()
     assert picture.complete
     assert picture.events_lost == len(lost)
     assert hold_of(picture, 100).contexts == 3
@@ -686,7 +686,7 @@ def wants(rig: Rig) -> tuple[bool, bool]:
 def test_what_was_freed_while_events_were_lost_is_counted_as_freed() -> None:
     rig = Rig()
     task, control = rig.job(contexts=3)
-    rig.tell()
+    rig.apply()
     client = next(iter(rig.world.clients))
     rig.world.free(task, client, client)
     rig.world.context(task, control)
@@ -694,7 +694,7 @@ def test_what_was_freed_while_events_were_lost_is_counted_as_freed() -> None:
     rig.world.drain()
     rig.tracker.handle_lost_events(1)
     rig.tracker.rebuild(rig.world.rows.values(), rig.world.now_ns)
-    hold = hold_of(rig.tell(), 100)
+    hold = hold_of(rig.apply(), 100)
     assert (hold.contexts, hold.freed) == (4, 0)
     assert hold.allocated == 4
 
@@ -707,7 +707,7 @@ def test_events_from_before_a_rebuild_change_nothing() -> None:
     rig.world.now_ns += 1
     rig.tracker.rebuild(rig.world.rows.values(), rig.world.now_ns)
     rig.tracker.handle_events(late)
-    hold = hold_of(rig.tell(), 100)
+    hold = hold_of(rig.apply(), 100)
     assert (hold.contexts, hold.allocated, hold.freed) == (1, 1, 0)
 
 
@@ -735,10 +735,10 @@ def test_a_row_whose_parent_is_younger_is_of_an_object_that_is_gone() -> None:
 def test_processes_that_cannot_be_seen_are_told() -> None:
     rig = Rig()
     rig.tracker.set_unreadable_reason("no host PID namespace")
-    picture = rig.tell()
+    picture = rig.apply()
     assert (picture.complete, picture.incomplete_because) == (False, "no host PID namespace")
     rig.tracker.set_unreadable_reason("")
-    assert rig.tell().complete
+    assert rig.apply().complete
 
 
 # Without the probe
@@ -768,7 +768,7 @@ def test_the_agent_is_known_by_its_pid() -> None:
     rig.tracker = Tracker(GPUS, agent_pid=101)
     rig.job(100)
     rig.job(101)
-    assert [use.is_agent for use in rig.tell().processes] == [False, True]
+    assert [use.is_agent for use in rig.apply().processes] == [False, True]
 
 
 # Bounds
@@ -789,7 +789,7 @@ def test_the_process_that_was_quiet_longest_is_forgotten(monkeypatch: pytest.Mon
 def test_who_is_forgotten_left_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     rig = Rig()
     parent, _child = forked(rig)
-    rig.tell()
+    rig.apply()
     monkeypatch.setattr(open_files, "MAX_PROCESSES", 1)
     rig.tracker.handle_events([])
     rig.tracker.handle_process_gone(parent.key, rig.world.now_ns)
@@ -802,7 +802,7 @@ def test_the_file_that_was_quiet_longest_is_forgotten(monkeypatch: pytest.Monkey
     rig = Rig()
     rig.job(100)
     rig.job(101)
-    picture = rig.tell()
+    picture = rig.apply()
     assert picture.evicted > 0
     assert sum(use.files or 0 for use in picture.processes) == 2
 
@@ -811,7 +811,7 @@ def test_the_client_that_was_quiet_longest_is_forgotten(monkeypatch: pytest.Monk
     monkeypatch.setattr(clients, "MAX_OBJECTS", 12)
     rig = Rig()
     rig.job(100, contexts=4)
-    picture = rig.tell()
+    picture = rig.apply()
     assert hold_of(picture, 100).contexts == 2
     assert picture.evicted == 12
     assert rig.tracker.pop_removed() == []
@@ -823,7 +823,7 @@ def test_clients_without_objects_are_bounded_too(monkeypatch: pytest.MonkeyPatch
     task, control = rig.job(contexts=0)
     for _ in range(9):
         rig.world.client(task, control)
-    assert rig.tell().evicted == 4
+    assert rig.apply().evicted == 4
 
 
 def test_a_flood_of_short_processes_leaves_nothing() -> None:
@@ -833,9 +833,9 @@ def test_a_flood_of_short_processes_leaves_nothing() -> None:
         task, _ = rig.job(100 + number % 7)
         rig.world.exit(task)
         if number % 50 == 0:
-            rig.tell()
-    rig.tell()
-    picture = rig.tell()
+            rig.apply()
+    rig.apply()
+    picture = rig.apply()
     assert (picture.processes, picture.orphans, picture.totals, picture.evicted) == ((), (), (), 0)
     assert rig.tracker.living == ()
     rig.tell_after(QUARANTINE_NS)
@@ -851,11 +851,11 @@ def test_a_prime_number_of_contexts_is_counted_exactly() -> None:
     rig.tracker.handle_events(rig.world.drain())
     events = [made(rig, task, client, handle=10_000 + number, parent=device) for number in range(10_007)]
     rig.tracker.handle_events(events)
-    assert hold_of(rig.tell(), 100).contexts == 10_007
+    assert hold_of(rig.apply(), 100).contexts == 10_007
     rig.tracker.handle_events(
         [each._replace(kind=RmEventKind.FREE, at_ns=rig.world.now_ns + 1) for each in events[:9_973]]
     )
-    hold = hold_of(rig.tell(), 100)
+    hold = hold_of(rig.apply(), 100)
     assert (hold.contexts, hold.allocated, hold.freed) == (34, 10_007, 9_973)
 
 

@@ -19,7 +19,7 @@ def test_what_one_process_says_of_a_device_instance_holds_for_no_other() -> None
     rig.world.register(liar, uvm, client, rig.world.alloc(liar, client, device, VASPACE), V1)
     other, _ = rig.job(200, contexts=1)
     rig.world.open(other, gpu_file(1))
-    picture = rig.tell()
+    picture = rig.apply()
     assert use_of(picture, 200).unplaced == 1
     assert [(hold.gpu, hold.contexts) for hold in use_of(picture, 200).holds] == [(V0, 0), (V1, 0)]
 
@@ -34,17 +34,17 @@ def test_a_process_says_nothing_of_anothers_client() -> None:
     rig.world.alloc(victim, client, device, SHARE)
     liar = rig.world.spawn(200)
     rig.world.register(liar, rig.world.open(liar, UVM), client, vaspace, V1)
-    picture = rig.tell()
+    picture = rig.apply()
     assert use_of(picture, 100).unplaced == 1
     rig.world.register(victim, rig.world.open(victim, UVM), client, vaspace, V0)
-    assert hold_of(rig.tell(), 100).contexts == 1
+    assert hold_of(rig.apply(), 100).contexts == 1
 
 
 def test_contexts_are_on_no_gpu_that_the_kernel_did_not_see_open() -> None:
     rig = Rig(replace(GPUS, by_instance={0: V0, 1: V1}))
     liar, control = rig.job(100, contexts=0, minor=0)
     rig.world.context(liar, control, 1)
-    picture = rig.tell()
+    picture = rig.apply()
     assert hold_of(picture, 100).contexts == 1
     assert [total.gpu for total in picture.totals] == [V0]
     uvm = rig.world.open(liar, UVM)
@@ -52,14 +52,14 @@ def test_contexts_are_on_no_gpu_that_the_kernel_did_not_see_open() -> None:
     device = rig.world.alloc(liar, client, client, DEVICE, 5)
     rig.world.register(liar, uvm, client, rig.world.alloc(liar, client, device, VASPACE), V1)
     rig.world.alloc(liar, client, device, SHARE)
-    assert [total.gpu for total in rig.tell().totals] == [V0]
+    assert [total.gpu for total in rig.apply().totals] == [V0]
 
 
 def test_a_process_without_any_gpu_open_has_its_contexts_nowhere() -> None:
     rig = Rig()
     liar = rig.world.spawn(100)
     rig.world.context(liar, rig.world.open(liar, CONTROL), 0)
-    picture = rig.tell()
+    picture = rig.apply()
     assert use_of(picture, 100).unplaced == 1
     assert picture.totals == ()
 
@@ -70,7 +70,7 @@ def test_a_gpu_that_was_closed_again_was_open() -> None:
     file = rig.world.open(task, gpu_file(1))
     rig.world.context(task, control, 1)
     rig.world.close(task, file)
-    assert hold_of(rig.tell(), 100, V1).contexts == 1
+    assert hold_of(rig.apply(), 100, V1).contexts == 1
 
 
 def test_a_descriptor_that_was_received_and_closed_before_any_scan_tells_of_its_gpu() -> None:
@@ -81,7 +81,7 @@ def test_a_descriptor_that_was_received_and_closed_before_any_scan_tells_of_its_
     rig.world.send(task, file)
     rig.world.context(task, control, 1)
     rig.world.close(task, file)
-    assert hold_of(rig.tell(), 200, V1).contexts == 1
+    assert hold_of(rig.apply(), 200, V1).contexts == 1
 
 
 def test_what_a_process_says_of_device_instances_is_bounded() -> None:
@@ -96,5 +96,5 @@ def test_what_a_process_says_of_device_instances_is_bounded() -> None:
     for instance in (31, 32):
         client = rig.world.client(task, control)
         rig.world.alloc(task, client, rig.world.alloc(task, client, client, DEVICE, instance), SHARE)
-    use = use_of(rig.tell(), 100)
-    assert (hold_of(rig.tell(), 100, V1).contexts, use.unplaced) == (1, 1)
+    use = use_of(rig.apply(), 100)
+    assert (hold_of(rig.apply(), 100, V1).contexts, use.unplaced) == (1, 1)

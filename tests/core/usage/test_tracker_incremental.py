@@ -55,10 +55,10 @@ def little_room() -> Iterator[None]:
 class ByWhatChanged(AgainstTheKernel):
     """All that may be told, in any order, true or not."""
 
-    @initialize(tier_driver=st.booleans(), tells_starts=st.booleans(), tells_opens=st.booleans())
-    def begin(self, *, tier_driver: bool, tells_starts: bool, tells_opens: bool) -> None:
+    @initialize(tier_driver=st.booleans(), reports_starts=st.booleans(), reports_opens=st.booleans())
+    def begin(self, *, tier_driver: bool, reports_starts: bool, reports_opens: bool) -> None:
         self.numbering = GPUS
-        super().begin(tier_driver=tier_driver, tells_starts=tells_starts, tells_opens=tells_opens)
+        super().begin(tier_driver=tier_driver, reports_starts=reports_starts, reports_opens=reports_opens)
 
     @rule(numbering=st.sampled_from(NUMBERINGS))
     def number(self, numbering: GpuMap) -> None:
@@ -131,7 +131,7 @@ TestWithLittleRoom.settings = settings(stateful_step_count=50)
 def test_where_the_end_of_files_is_told_from_now_on_what_is_in_a_message_is_left_behind() -> None:
     rig = Rig()
     task, control = rig.job()
-    rig.tell()
+    rig.apply()
     rig.world.post(task, control)
     rig.end(task)
     assert rig.tracker.usage_snapshot(0).orphans == ()
@@ -159,7 +159,7 @@ def test_a_gpu_that_is_only_seen_to_be_closed_was_open() -> None:
 def test_who_had_a_pid_and_was_forgotten_is_not_taken_for_who_has_it() -> None:
     rig = Rig()
     task, _ = rig.job(100)
-    rig.tell()
+    rig.apply()
     rig.world.begin_exit(task)
     task.exiting = False
     rig.world.open(task, CONTROL)

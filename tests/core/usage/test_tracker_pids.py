@@ -18,7 +18,7 @@ def seemingly_ended(rig: Rig, *, contexts: int = 1) -> tuple[Task, int]:
     """A known process whose first thread exited: what comes next may be of another that got its pid."""
     task, control = rig.job(100, contexts=contexts)
     rig.world.open(task, gpu_file(1))
-    rig.tell()
+    rig.apply()
     rig.world.begin_exit(task)
     task.exiting = False
     return task, control
@@ -33,7 +33,7 @@ def test_what_it_made_and_freed_since_is_its_own_when_it_is_seen_to_live() -> No
     rig.world.free(task, first, first)
     rig.tracker.handle_events(rig.world.drain())
     rig.tracker.update_statuses([task.status], rig.world.now_ns)
-    for picture in (rig.tracker.usage_snapshot(0), rig.tell()):
+    for picture in (rig.tracker.usage_snapshot(0), rig.apply()):
         use = use_of(picture, 100)
         assert (use.fds, use.files, use.exiting_since_ns) == (4, 4, None)
         assert [(hold.gpu, hold.contexts, hold.allocated, hold.freed) for hold in use.holds] == [
@@ -51,10 +51,10 @@ def test_what_it_opened_since_is_its_own() -> None:
     rig.tracker.handle_events(rig.world.drain())
     rig.tracker.update_statuses([task.status], rig.world.now_ns)
     assert use_of(rig.tracker.usage_snapshot(0), 100).files == 5
-    assert use_of(rig.tell(), 100).files == 5
+    assert use_of(rig.apply(), 100).files == 5
     for file in list(task.fds):
         rig.world.close(task, file)
-    assert rig.tell().processes == ()
+    assert rig.apply().processes == ()
 
 
 def test_it_may_seem_to_end_again() -> None:
@@ -68,7 +68,7 @@ def test_it_may_seem_to_end_again() -> None:
         rig.world.begin_exit(task)
         task.exiting = False
     rig.end(task)
-    assert rig.tell().processes == ()
+    assert rig.apply().processes == ()
 
 
 def test_what_it_put_into_a_message_since_is_its_own() -> None:
@@ -87,11 +87,11 @@ def test_what_it_put_into_a_message_since_is_its_own() -> None:
     task.fds = files
     rig.tracker.update_statuses([task.status], rig.world.now_ns)
     rig.world.receive(task)
-    picture = rig.tell()
+    picture = rig.apply()
     assert hold_of(picture, 100).contexts == 3
     assert hold_of(picture, 100).freed == 0
     rig.tell_after(QUARANTINE_NS)
-    assert hold_of(rig.tell(), 100).contexts == 3
+    assert hold_of(rig.apply(), 100).contexts == 3
 
 
 def test_what_it_said_of_gpus_since_is_believed_of_it() -> None:
@@ -105,7 +105,7 @@ def test_what_it_said_of_gpus_since_is_believed_of_it() -> None:
     rig.tracker.update_statuses([task.status], rig.world.now_ns)
     other = rig.world.client(task, control)
     rig.world.alloc(task, other, rig.world.alloc(task, other, other, DEVICE, 1), SHARE)
-    assert hold_of(rig.tell(), 100, V1).contexts == 1
+    assert hold_of(rig.apply(), 100, V1).contexts == 1
 
 
 def test_what_it_had_too_much_of_since_is_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,7 +116,7 @@ def test_what_it_had_too_much_of_since_is_its_own(monkeypatch: pytest.MonkeyPatc
         rig.world.context(task, control)
     rig.tracker.handle_events(rig.world.drain())
     rig.tracker.update_statuses([task.status], rig.world.now_ns)
-    picture = rig.tell()
+    picture = rig.apply()
     assert use_of(picture, 100).partial
     assert picture.incomplete_because.endswith(": 100")
 
@@ -125,7 +125,7 @@ def test_it_has_as_many_descriptors_as_before() -> None:
     rig = Rig()
     task, control = seemingly_ended(rig)
     rig.world.dup(task, control)
-    rig.tell()
+    rig.apply()
     rig.world.begin_exit(task)
     task.exiting = False
     rig.world.context(task, control)
@@ -154,7 +154,7 @@ def test_what_it_opened_since_may_be_closed_again_without_a_word() -> None:
     rig.tracker.update_statuses([task.status], rig.world.now_ns)
     assert use_of(rig.tracker.usage_snapshot(0), 100).files == 4
     task.fds.remove(file)
-    assert use_of(rig.tell(), 100).files == 3
+    assert use_of(rig.apply(), 100).files == 3
 
 
 # Who had a pid before
@@ -208,10 +208,10 @@ def test_rows_of_a_process_that_is_gone_and_was_known_are_its_own() -> None:
     rig = Rig()
     first, _ = rig.job(100, contexts=2)
     child = rig.world.fork(first, 101)
-    rig.tell()
+    rig.apply()
     rig.end(first)
     rig.tracker.rebuild(rig.world.rows.values(), rig.world.now_ns, dict(rig.world.opened))
-    (orphan,) = rig.tell().orphans
+    (orphan,) = rig.apply().orphans
     assert (orphan.owner.comm, orphan.contexts, orphan.holders) == ("python3", 2, (child.key,))
 
 
@@ -222,13 +222,13 @@ def handed_on_while_events_were_lost() -> tuple[Rig, Task]:
     """A file of a process that ended goes from one to another, and nobody hears of it."""
     rig = Rig()
     owner, control = rig.job(100, contexts=2)
-    rig.tell()
+    rig.apply()
     holder, last = rig.world.spawn(101), rig.world.spawn(102)
     rig.world.send(holder, control)
     gpu = rig.world.open(holder, gpu_file(1))
-    rig.tell()
+    rig.apply()
     rig.end(owner)
-    assert [orphan.holders for orphan in rig.tell().orphans] == [(holder.key,)]
+    assert [orphan.holders for orphan in rig.apply().orphans] == [(holder.key,)]
     for file in (control, gpu):
         rig.world.send(last, file)
         rig.world.close(holder, file)
@@ -241,20 +241,20 @@ def handed_on_while_events_were_lost() -> tuple[Rig, Task]:
 
 def test_a_file_that_none_of_its_holders_has_after_a_loss_may_be_another() -> None:
     rig, last = handed_on_while_events_were_lost()
-    picture = rig.tell()
+    picture = rig.apply()
     assert picture.orphans == ()
     assert use_of(picture, 102).key == last.key
 
 
 def test_an_event_of_a_client_tells_that_it_is_there_after_all() -> None:
     rig, last = handed_on_while_events_were_lost()
-    rig.tell()
+    rig.apply()
     client = next(iter(rig.world.clients))
     early_ns = rig.tracker._rebuilt_ns - 1
     rig.world.alloc(last, client, client, DEVICE, 0)
     (event,) = rig.world.drain()
     rig.tracker.handle_events([event._replace(at_ns=early_ns)])
-    picture = rig.tell()
+    picture = rig.apply()
     assert [(orphan.contexts, orphan.holders) for orphan in picture.orphans] == [(1, (last.key,))]
 
 
@@ -263,12 +263,12 @@ def test_a_file_that_one_of_its_holders_has_after_a_loss_is_the_same() -> None:
     owner, control = rig.job(100, contexts=2)
     holder = rig.world.spawn(101)
     rig.world.send(holder, control)
-    rig.tell()
+    rig.apply()
     rig.end(owner)
-    rig.tell()
+    rig.apply()
     rig.tracker.handle_lost_events(1)
     rig.tracker.rebuild(rig.world.rows.values(), rig.world.now_ns)
-    (orphan,) = rig.tell().orphans
+    (orphan,) = rig.apply().orphans
     assert (orphan.contexts, orphan.holders) == (2, (holder.key,))
 
 
@@ -338,9 +338,9 @@ def test_rows_without_a_start_that_are_younger_than_the_end_of_a_process_are_ano
     rig = Rig()
     first, _ = rig.job(100, contexts=1)
     child = rig.world.fork(first, 101)
-    rig.tell()
+    rig.apply()
     rig.end(first)
-    rig.tell()
+    rig.apply()
     rows = [row._replace(start_ticks=0) for row in rig.world.rows.values()]
     again = rig.world.spawn(100)
     rig.world.now_ns += 1
@@ -355,7 +355,7 @@ def test_rows_without_a_start_that_are_younger_than_the_end_of_a_process_are_ano
     rig.tracker.handle_lost_events(1)
     rig.world.now_ns += 1
     rig.tracker.rebuild([*rows, *late], rig.world.now_ns, dict(rig.world.opened))
-    picture = rig.tell()
+    picture = rig.apply()
     assert use_of(picture, 100).key == again.key
     assert use_of(picture, 100).unplaced == 1
     assert [(orphan.owner.key, orphan.contexts) for orphan in picture.orphans] == [(first.key, 1)]
@@ -371,7 +371,7 @@ def test_the_end_of_a_file_takes_it_from_all_who_had_it() -> None:
     rig.tracker.set_release_events(enabled=True)
     task, control = rig.job(100, contexts=1)
     rig.world.open(task, gpu_file(1))
-    rig.tell()
+    rig.apply()
     rig.world.close(task, control)
     rig.tracker.handle_events(rig.world.drain())
     use = use_of(rig.tracker.usage_snapshot(0), 100)
@@ -383,7 +383,7 @@ def test_an_end_that_is_told_late_ends_no_later_file_of_that_address() -> None:
     rig.world.tier_driver = True
     rig.tracker.set_release_events(enabled=True)
     task, control = rig.job(100, contexts=1)
-    rig.tell()
+    rig.apply()
     rig.world.close(task, control)
     told = rig.world.drain()
     release = next(event for event in told if event.kind is RmEventKind.RELEASE)
@@ -402,9 +402,9 @@ def test_an_end_that_is_told_late_ends_no_later_file_of_that_address() -> None:
 def test_the_end_of_a_file_that_is_not_known_ends_what_was_put_aside() -> None:
     rig = Rig()
     task, control = rig.job(100, contexts=1)
-    rig.tell()
+    rig.apply()
     rig.world.post(task, control)
-    rig.tell()
+    rig.apply()
     rig.world.tier_driver = True
     rig.world.discard(task)
     rig.tracker.handle_events(rig.world.drain())
@@ -423,7 +423,7 @@ def test_what_is_freed_in_the_moment_it_was_made_is_gone() -> None:
     rig.tracker.handle_events(events)
     (made,) = [each for each in events if (each.client, each.handle) == (client, share)]
     rig.tracker.handle_events([made._replace(kind=RmEventKind.FREE)])
-    assert hold_of(rig.tell(), 100).freed == 1
+    assert hold_of(rig.apply(), 100).freed == 1
     root = next(each for each in events if (each.client, each.handle) == (client, client))
     rig.tracker.handle_events([root._replace(kind=RmEventKind.FREE)])
     rig.world.delete_rows(rig.tracker.pop_removed())
@@ -435,13 +435,13 @@ def test_what_is_freed_is_counted_for_the_gpu_it_was_on_and_all_of_it_is_told() 
     task, control = rig.job(contexts=0)
     rig.world.open(task, gpu_file(1))
     made = [rig.world.context(task, control, minor)[0] for minor in (0, 1, 1)]
-    rig.tell()
+    rig.apply()
     for client in made[1:]:
         device = next(
             name for name, each in rig.world.clients[client].objects.items() if each.parent == client
         )
         rig.world.free(task, client, device)
-    holds = {hold.gpu: (hold.contexts, hold.freed) for hold in use_of(rig.tell(), 100).holds}
+    holds = {hold.gpu: (hold.contexts, hold.freed) for hold in use_of(rig.apply(), 100).holds}
     assert holds == {V0: (1, 0), V1: (0, 2)}
     rig.world.delete_rows(rig.tracker.pop_removed())
     assert {row.client for row in rig.world.rows.values() if row.handle != row.client} == {made[0]}

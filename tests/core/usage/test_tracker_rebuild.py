@@ -30,7 +30,7 @@ def rebuild(rig: Rig, *, opened: bool = False, ticks: int | None = None) -> Usag
     rig.world.now_ns += 1
     rows = [row if ticks is None else row._replace(start_ticks=ticks) for row in rig.world.rows.values()]
     rig.tracker.rebuild(rows, rig.world.now_ns, dict(rig.world.opened) if opened else {})
-    return rig.tell()
+    return rig.apply()
 
 
 def test_what_ended_unseen_is_counted_as_freed_where_it_was() -> None:
@@ -39,7 +39,7 @@ def test_what_ended_unseen_is_counted_as_freed_where_it_was() -> None:
     rig.world.open(task, gpu_file(1))
     ended = [rig.world.context(task, control, 1)[0] for _ in range(3)]
     other, _ = rig.job(101, contexts=2)
-    rig.tell()
+    rig.apply()
     for client in ended[:2]:
         rig.world.free(task, client, client)
     lose(rig)
@@ -59,11 +59,11 @@ def test_what_a_dead_process_made_stays_its_own_though_rows_do_not_tell_whose_pi
     rig = Rig()
     parent, _ = rig.job(100, contexts=2)
     child = rig.world.fork(parent, 101)
-    rig.tell()
+    rig.apply()
     rig.end(parent)
-    rig.tell()
+    rig.apply()
     rig.job(100, contexts=1)
-    rig.tell()
+    rig.apply()
     lose(rig)
     picture = rebuild(rig, ticks=0)
     assert hold_of(picture, 100).contexts == 1
@@ -82,8 +82,8 @@ def test_what_only_rows_tell_of_is_blamed_on_someone_if_its_file_is_known(
     lose(rig)
     rebuild(rig, opened=opened)
     rig.end(parent)
-    assert [left.contexts for left in rig.tell().orphans] == contexts
-    assert rig.tell().complete
+    assert [left.contexts for left in rig.apply().orphans] == contexts
+    assert rig.apply().complete
 
 
 def test_what_was_known_of_a_client_stays_known() -> None:
@@ -92,7 +92,7 @@ def test_what_was_known_of_a_client_stays_known() -> None:
     rig.world.open(task, gpu_file(1))
     client, _ = rig.world.context(task, control)
     rig.world.register(task, rig.world.open(task, UVM), client, 9999, V1)
-    assert hold_of(rig.tell(), 100, V1).contexts == 1
+    assert hold_of(rig.apply(), 100, V1).contexts == 1
     lose(rig)
     assert hold_of(rebuild(rig), 100, V1).contexts == 1
 
@@ -101,11 +101,11 @@ def test_a_client_of_which_only_the_middle_was_seen_is_of_whom_its_row_names() -
     rig = Rig()
     parent, control = rig.job(100, contexts=0)
     child = rig.world.fork(parent, 101)
-    rig.tell()
+    rig.apply()
     client = rig.world.client(parent, control)
     rig.world.drain()
     rig.world.context(child, control, client=client)
-    assert hold_of(rig.tell(), 101).contexts == 1
+    assert hold_of(rig.apply(), 101).contexts == 1
     lose(rig)
     picture = rebuild(rig)
     assert [(use.key.pid, hold.contexts) for use in picture.processes for hold in use.holds] == [
@@ -117,9 +117,9 @@ def test_a_client_of_which_only_the_middle_was_seen_is_of_whom_its_row_names() -
 def test_what_was_put_aside_is_counted_once_as_freed() -> None:
     rig = Rig()
     task, control = rig.job(100, contexts=2)
-    rig.tell()
+    rig.apply()
     rig.world.post(task, control)
-    rig.tell()
+    rig.apply()
     lose(rig)
     hold = hold_of(rebuild(rig), 100)
     assert (hold.contexts, hold.allocated, hold.freed) == (0, 2, 2)
@@ -154,21 +154,21 @@ def test_stale_registrations_keep_no_client_however_many_follow_on_one_another(s
     for kept, file in itertools.pairwise(chain):
         rows.append(RmObject(file, 0, rig.world.now_ns, 7, file, 100, REGISTRATION, kept, 0))
     rig.world.exec(task, "other")
-    rig.tell()
+    rig.apply()
     assert control in task.fds
     rig.tracker.handle_lost_events(1)
     rig.world.now_ns += 1
     rig.tracker.rebuild(rows, rig.world.now_ns, {})
-    assert [hold.contexts for use in rig.tell().processes for hold in use.holds if hold.contexts] == []
+    assert [hold.contexts for use in rig.apply().processes for hold in use.holds if hold.contexts] == []
 
 
 def test_after_rows_were_read_a_scan_is_wanted() -> None:
     rig = Rig()
     rig.job(100)
-    assert rig.tell().complete
+    assert rig.apply().complete
     rig.tracker.rebuild(rig.world.rows.values(), rig.world.now_ns)
     assert rig.tracker.usage_snapshot(0).incomplete_because == "rows were read and no scan was made since"
-    assert rig.tell().complete
+    assert rig.apply().complete
     rig.tracker.handle_lost_events(1)
     assert rig.tracker.usage_snapshot(0).incomplete_because == "events were lost"
 
@@ -177,11 +177,11 @@ def test_rows_are_taken_in_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(clients, "STEP", 4)
     rig = Rig()
     rig.job(100, contexts=5)
-    rig.tell()
+    rig.apply()
     rows = live_rows(rig.world.rows.values(), {}, rig.tracker.older_files)
     # Thirty rows; and before and after them five clients that are counted.
     assert len(list(rig.tracker.rebuild_steps(rows, rig.world.now_ns))) == 30 // 4 + 2 * (5 // 4 + 1)
-    assert hold_of(rig.tell(), 100).contexts == 5
+    assert hold_of(rig.apply(), 100).contexts == 5
 
 
 def test_a_scan_is_taken_in_steps(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -192,12 +192,12 @@ def test_a_scan_is_taken_in_steps(monkeypatch: pytest.MonkeyPatch) -> None:
         rig.job(100 + number)
     rig.tracker.handle_events(rig.world.drain())
     held: OpenFilesByProcess = {task.key: NO_FILES for task in rig.world.alive}
-    rig.tell()
+    rig.apply()
     rig.world.now_ns += 1
     # Of nine processes each loses its files; then nothing changes.
     steps = len(list(rig.tracker.apply_scan_steps(held, rig.world.now_ns)))
     assert steps == 4
-    rig.tell()
+    rig.apply()
     scan = by_process(rig.world.scan())
     assert len(list(rig.tracker.apply_scan_steps(scan, rig.world.now_ns + 1))) == 2
 
@@ -213,12 +213,12 @@ def test_nothing_is_kept_of_who_is_gone(monkeypatch: pytest.MonkeyPatch) -> None
     )
     rig.world.register(task, uvm, client, vaspace, V0)
     rig.world.free(task, client, client)
-    assert use_of(rig.tell(), 100).partial
+    assert use_of(rig.apply(), 100).partial
     rig.world.begin_exit(task)
-    rig.tell()
+    rig.apply()
     rig.end(task)
     rig.tell_after(QUARANTINE_NS)
-    rig.tell()
+    rig.apply()
     table, kept = rig.tracker._clients, rig.tracker._open_files
     assert [len(table), table.short, table.freed, table._claims, table._sizes] == [
         0, set(), {}, {}, {},

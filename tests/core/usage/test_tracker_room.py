@@ -41,10 +41,10 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_who_makes_too_many_objects_loses_of_its_own_alone_and_is_named() -> None:
     rig = Rig()
     rig.job(100, contexts=2)
-    rig.tell()
+    rig.apply()
     hog(rig, 200, objects=100)
     rig.job(300, contexts=2)
-    picture = rig.tell()
+    picture = rig.apply()
     assert [hold_of(picture, pid).contexts for pid in (100, 300)] == [2, 2]
     assert [use_of(picture, pid).partial for pid in (100, 200, 300)] == [False, True, False]
     assert names(picture, 200)
@@ -56,7 +56,7 @@ def test_who_makes_too_many_objects_loses_of_its_own_alone_and_is_named() -> Non
 def test_rows_of_objects_that_are_not_kept_make_room_in_the_kernel() -> None:
     rig = Rig()
     hog(rig, 200, objects=60)
-    rig.tell()
+    rig.apply()
     rig.world.delete_rows(rig.tracker.pop_removed())
     assert len(rig.world.rows) == 16
 
@@ -65,12 +65,12 @@ def test_rows_of_objects_that_are_not_kept_make_room_in_the_kernel() -> None:
 def test_a_share_is_free_again_when_what_took_it_is_freed() -> None:
     rig = Rig()
     task = hog(rig, 200, objects=100)
-    rig.tell()
+    rig.apply()
     client = next(iter(rig.world.clients))
     rig.world.free(task, client, client)
     control = next(file for file in task.fds if rig.world.files[file] == CONTROL)
     rig.world.context(task, control)
-    picture = rig.tell()
+    picture = rig.apply()
     assert hold_of(picture, 200).contexts == 1
     assert use_of(picture, 200).partial
 
@@ -84,7 +84,7 @@ def test_what_is_made_and_freed_again_and_again_takes_no_more_room() -> None:
         device = rig.world.alloc(task, client, client, DEVICE, 0)
         rig.world.alloc(task, client, device, SHARE)
         rig.world.free(task, client, device)
-    picture = rig.tell()
+    picture = rig.apply()
     assert picture.complete
     assert (hold_of(picture, 100).allocated, hold_of(picture, 100).freed) == (30, 30)
     assert [len(rig.tracker._clients), rig.tracker._clients._sizes] == [1, {1: 1}]
@@ -94,10 +94,10 @@ def test_what_is_made_and_freed_again_and_again_takes_no_more_room() -> None:
 def test_the_name_of_who_has_too_much_goes_with_its_end() -> None:
     rig = Rig()
     task = hog(rig, 200, objects=100)
-    assert names(rig.tell(), 200)
+    assert names(rig.apply(), 200)
     rig.end(task)
     rig.tell_after(60 * 10**9)
-    assert rig.tell().complete
+    assert rig.apply().complete
 
 
 @pytest.mark.usefixtures("small")
@@ -106,7 +106,7 @@ def test_many_who_take_their_share_lose_before_who_takes_little() -> None:
     rig.job(100, contexts=1)
     for number in range(8):
         hog(rig, 200 + number, objects=15)
-    picture = rig.tell()
+    picture = rig.apply()
     assert hold_of(picture, 100).contexts == 1
     assert not use_of(picture, 100).partial
     assert not picture.complete
@@ -126,7 +126,7 @@ def test_room_is_made_by_the_quietest_clients_of_whoever_takes_most() -> None:
     assert rig.tracker.usage_snapshot(0).evicted == 0
     rig.world.context(task, control)
     rig.job(301, contexts=1)
-    picture = rig.tell()
+    picture = rig.apply()
     # Of 64, 63 were taken; one hog of 15 makes room, so that 7 of 8 are taken at most.
     assert [use.partial for use in picture.processes] == [False, True, False, False, False, False]
     assert picture.evicted == 15
@@ -142,7 +142,7 @@ def test_who_is_too_much_is_so_after_a_rebuild_too() -> None:
     rig.world.drain()
     rig.tracker.handle_lost_events(1)
     rig.tracker.rebuild(rig.world.rows.values(), rig.world.now_ns)
-    picture = rig.tell()
+    picture = rig.apply()
     assert hold_of(picture, 100).contexts == 2
     assert names(picture, 200)
 
@@ -157,7 +157,7 @@ def test_who_opens_too_many_files_loses_of_its_own_alone_and_is_named(
     for _ in range(30):
         rig.world.open(task, gpu_file(0))
     for _ in range(2):
-        picture = rig.tell()
+        picture = rig.apply()
         assert [use_of(picture, pid).files for pid in (100, 200)] == [2, 10]
         assert [hold_of(picture, pid).contexts for pid in (100, 200)] == [1, 1]
         assert names(picture, 200)
@@ -170,14 +170,14 @@ def test_where_there_are_too_many_files_who_has_most_loses(monkeypatch: pytest.M
     task, _ = rig.job(200)
     for _ in range(30):
         rig.world.open(task, gpu_file(0))
-    picture = rig.tell()
+    picture = rig.apply()
     assert (use_of(picture, 100).files, hold_of(picture, 100).contexts) == (2, 1)
     assert sum(use.files or 0 for use in picture.processes) == 24 * 7 // 8
     assert not picture.complete
     assert rig.tracker.pop_removed() == []
     for file in task.fds[2:]:
         rig.world.close(task, file)
-    rig.tell()
+    rig.apply()
     assert rig.tracker.needs_rebuild
 
 
@@ -199,7 +199,7 @@ def test_who_was_forgotten_for_others_is_known_again_when_there_is_room(
     rig = Rig()
     rig.job(100, contexts=2)
     others = [rig.job(200 + number)[0] for number in range(4)]
-    picture = rig.tell()
+    picture = rig.apply()
     assert not picture.complete
     assert wants(rig) == (False, False)
     for other in others:
@@ -211,7 +211,7 @@ def test_who_was_forgotten_for_others_is_known_again_when_there_is_room(
         if rig.tracker.needs_rebuild:
             rig.tracker.rebuild(rig.world.rows.values(), rig.world.now_ns)
         rig.world.delete_rows(rig.tracker.pop_removed())
-    picture = rig.tell()
+    picture = rig.apply()
     assert picture.complete
     assert hold_of(picture, 100).contexts == 2
 
@@ -220,9 +220,9 @@ def test_of_whom_the_kernel_keeps_no_more_is_named() -> None:
     rig = Rig()
     task, _ = rig.job(100)
     rig.job(200)
-    rig.tell()
+    rig.apply()
     rig.tracker.handle_rejected_objects([task.key, ProcessKey(200, 1)])
-    picture = rig.tell()
+    picture = rig.apply()
     assert [use_of(picture, pid).partial for pid in (100, 200)] == [True, False]
     assert names(picture, 100)
 
@@ -231,9 +231,9 @@ def test_of_whom_not_all_is_kept_the_gpus_alone_are_in_doubt() -> None:
     rig = Rig()
     task, _ = rig.job(100, minor=0)
     rig.job(200, minor=1)
-    assert rig.tell().doubted == frozenset()
+    assert rig.apply().doubted == frozenset()
     rig.tracker.handle_rejected_objects([task.key])
-    picture = rig.tell()
+    picture = rig.apply()
     assert picture.doubted == {V0}
     assert [picture.is_whole(gpu) for gpu in (V0, V1)] == [False, True]
     rig.tracker.handle_lost_events(1)
@@ -244,10 +244,10 @@ def test_a_gpu_that_was_closed_stays_in_doubt() -> None:
     rig = Rig()
     task, _ = rig.job(100, minor=0)
     other = rig.world.open(task, gpu_file(1))
-    rig.tell()
+    rig.apply()
     rig.world.close(task, other)
     rig.tracker.handle_rejected_objects([task.key])
-    assert rig.tell().doubted == {V0, V1}
+    assert rig.apply().doubted == {V0, V1}
 
 
 def test_who_has_no_room_for_a_file_may_have_any_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -256,25 +256,25 @@ def test_who_has_no_room_for_a_file_may_have_any_gpu(monkeypatch: pytest.MonkeyP
     task, _ = rig.job(100)
     for minor in (0, 1):
         rig.world.open(task, gpu_file(minor))
-    assert rig.tell().is_blind
+    assert rig.apply().is_blind
 
 
 def test_who_opened_no_gpu_that_is_known_may_have_any() -> None:
     rig = Rig()
     task = rig.world.spawn(100)
     rig.world.open(task, CONTROL)
-    rig.tell()
+    rig.apply()
     rig.tracker.handle_rejected_objects([task.key])
-    assert rig.tell().is_blind
+    assert rig.apply().is_blind
 
 
 def test_while_the_kernels_table_is_full_anyone_may_have_more() -> None:
     rig = Rig()
     rig.job(100)
-    rig.tell()
+    rig.apply()
     rig.tracker.handle_full_object_table()
     rig.job(200)
-    picture = rig.tell()
+    picture = rig.apply()
     assert [use_of(picture, pid).partial for pid in (100, 200)] == [True, False]
     assert names(picture, 100)
 
@@ -283,15 +283,15 @@ def test_at_most_three_are_named() -> None:
     rig = Rig()
     for number in range(5):
         rig.job(100 + number)
-    rig.tell()
+    rig.apply()
     rig.tracker.handle_full_object_table()
-    assert rig.tell().incomplete_because.endswith(": 100, 101, 102 and 2 more")
+    assert rig.apply().incomplete_because.endswith(": 100, 101, 102 and 2 more")
 
 
 def test_a_scan_that_saw_not_all_takes_nothing_for_gone() -> None:
     rig = Rig()
     rig.job(100, contexts=2)
-    rig.tell()
+    rig.apply()
     rig.world.now_ns += 1
     for _ in rig.tracker.apply_scan_steps({}, rig.world.now_ns, is_whole=False):
         pass
@@ -310,24 +310,24 @@ def test_a_group_of_objects_above_the_share_is_not_counted_as_freed(
     rig.world.alloc(task, client, device, SHARE)
     group = rig.world.alloc(task, client, device, GROUP)
     rig.world.free(task, client, group)
-    hold = hold_of(rig.tell(), 100)
+    hold = hold_of(rig.apply(), 100)
     assert (hold.contexts, hold.freed) == (1, 0)
 
 
 def test_what_the_kernel_did_not_keep_is_no_entry_that_was_forgotten() -> None:
     rig = Rig()
     task, _ = rig.job(100)
-    rig.tell()
+    rig.apply()
     rig.tracker.handle_rejected_objects([task.key])
     rig.tracker.handle_full_object_table()
-    assert rig.tell().evicted == 0
+    assert rig.apply().evicted == 0
 
 
 def test_losses_add_up() -> None:
     rig = Rig()
     rig.tracker.handle_lost_events(3)
     rig.tracker.handle_lost_events(4)
-    picture = rig.tell()
+    picture = rig.apply()
     assert (picture.events_lost, picture.incomplete_because) == (7, "events were lost")
 
 
@@ -339,7 +339,7 @@ def test_files_that_are_forgotten_are_counted_with_what_was_made_with_them(
     for _ in range(20):
         rig.world.open(task, gpu_file(0))
     rig.job(100, contexts=1)
-    assert rig.tell().complete
+    assert rig.apply().complete
     monkeypatch.setattr(open_files, "MAX_FILES", 16)
     rig.tracker.handle_events([])
     picture = rig.tracker.usage_snapshot(0)
@@ -359,7 +359,7 @@ def test_who_loses_files_is_partial_though_nothing_was_made_with_them(
     task = rig.world.spawn(200)
     for _ in range(20):
         rig.world.open(task, gpu_file(0))
-    rig.tell()
+    rig.apply()
     monkeypatch.setattr(open_files, "MAX_FILES", 16)
     rig.tracker.handle_events([])
     (use,) = rig.tracker.usage_snapshot(0).processes
@@ -374,10 +374,10 @@ def test_files_that_nobody_holds_make_room_too(monkeypatch: pytest.MonkeyPatch) 
         task, control = rig.job(100 + number, contexts=1)
         rig.world.post(task, control)
         rig.world.exit(task)
-        rig.tell()
+        rig.apply()
     monkeypatch.setattr(open_files, "MAX_FILES", 4)
     rig.tracker.handle_events([])
-    assert len(rig.tell().orphans) == 3
+    assert len(rig.apply().orphans) == 3
 
 
 # Steps
@@ -386,7 +386,7 @@ def test_files_that_nobody_holds_make_room_too(monkeypatch: pytest.MonkeyPatch) 
 def test_records_are_made_a_few_at_a_time_and_what_did_not_change_stays_as_it_is() -> None:
     rig = Rig()
     jobs = [rig.job(100 + number) for number in range(5)]
-    before = rig.tell()
+    before = rig.apply()
     assert not rig.tracker.refresh(1)
     for task, control in jobs[:3]:
         rig.world.context(task, control)

@@ -23,9 +23,11 @@ Found = Counter[tuple[ProcessKey, GpuUuid | None]]
 class AgainstTheKernel(RuleBasedStateMachine):
     """Few pids and addresses, so that they are used again all the time."""
 
-    @initialize(tier_driver=st.booleans(), tells_starts=st.booleans(), tells_opens=st.booleans())
-    def begin(self, *, tier_driver: bool, tells_starts: bool, tells_opens: bool) -> None:
-        self.world = World(tier_driver=tier_driver, tells_starts=tells_starts, tells_opens=tells_opens)
+    @initialize(tier_driver=st.booleans(), reports_starts=st.booleans(), reports_opens=st.booleans())
+    def begin(self, *, tier_driver: bool, reports_starts: bool, reports_opens: bool) -> None:
+        self.world = World(
+            tier_driver=tier_driver, reports_starts=reports_starts, reports_opens=reports_opens
+        )
         self.tracker = Tracker(GPUS)
         self.tracker.set_release_events(enabled=tier_driver)
         self.told_gone: set[ProcessKey] = set()
@@ -246,7 +248,7 @@ class AgainstTheKernel(RuleBasedStateMachine):
         assert {use.key: (use.fds, use.files) for use in picture.processes if use.fds} == {
             task.key: (len(task.fds), len(set(task.fds))) for task in self.world.alive if task.fds
         }
-        if self.was_ever_lost and not self.world.tells_opens:
+        if self.was_ever_lost and not self.world.reports_opens:
             # An address that was used again while events were lost cannot be told from the file before.
             return
         if self.was_lost_with_messages:
@@ -277,13 +279,13 @@ class AgainstTheKernel(RuleBasedStateMachine):
             else:
                 other.handle_process_gone(key, self.world.now_ns)
         anew = other.usage_snapshot(self.world.now_ns)
-        if not self.world.tells_opens:
+        if not self.world.reports_opens:
             # Then nobody is said to have left what only rows tell of.
             assert by_process(contexts_of(anew)) == by_process(contexts_of(picture)) or self.reused_unseen
             assert not anew.orphans
             return
         assert totals_of(anew).total() == totals_of(picture).total()
-        pids = set() if self.world.tells_starts else {task.key.pid for task in self.world.alive}
+        pids = set() if self.world.reports_starts else {task.key.pid for task in self.world.alive}
         if not pids & {
             client.owner.key.pid for client in self.world.clients.values() if not client.owner.alive
         }:
