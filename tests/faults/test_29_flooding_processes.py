@@ -1,7 +1,8 @@
 """Fault 29: a process does what the probe reports as often as it can, beside one that leaks.
 
 Right: no event of anyone is lost, the leak beside is found as without it, scans are bounded in number, and a
-process of which not each event was sent is named, with how many, until what came of them was read.
+process of which not each event was sent is named, with how many, until what came of them was read. A process
+whose requests for scans are postponed again and again is logged.
 """
 
 import asyncio
@@ -20,6 +21,7 @@ from agent.core.usage.scan_pace import BURST
 from agent.model.facts import GpuUseSeen
 from agent.model.policy import MILLISECOND_NS, SECOND_NS
 from agent.model.usage import Usage
+from agent.sources.ebpf import unsent
 from agent.sources.ebpf.source import EbpfSettings
 from agent.threads import in_daemon_thread
 from tests.faults.probed import stand_in, watched
@@ -236,6 +238,15 @@ async def test_who_does_more_than_is_sent_is_named_until_what_came_of_it_was_rea
         row = await watching.counters(flood.pid)
         assert row.unsent == watching.probe.read_statistics().unsent > 0
         assert watching.probe.read_statistics().lost == 0
+
+
+async def test_a_process_that_changes_its_descriptors_in_a_loop_is_logged(
+    call: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(unsent, "MANY_SCANS", 2)
+    monkeypatch.setattr(unsent, "LOGGED_NS", 4 * SETTINGS.rescan_ns)
+    async with watched(), flooding(call, "dup2") as flood:
+        await until(lambda: f"Process {flood.pid} changes its descriptors in a loop" in caplog.text)
 
 
 async def test_a_close_that_ends_a_file_costs_no_scan(call: Callable[..., Any]) -> None:

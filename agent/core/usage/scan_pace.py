@@ -5,6 +5,7 @@ one in each period. No scan waits longer than a period, nor for another pod. The
 entry for each pod.
 """
 
+from collections.abc import Mapping
 from typing import Final
 
 from agent.core.shares import Shares
@@ -31,6 +32,8 @@ class ScanPace:
         """Until when each requester has used its share."""
         self._due: dict[_Requester, int] = {}
         """Due times of the requesters since the last scan began."""
+        self._postponed: dict[int, int] = {}
+        """Requests that did not get their scan at once, by pid."""
 
     def due_ns(self, cgroup_id: int, pid: int, at_ns: int) -> int:
         """Return when the scan is due that an event asks for."""
@@ -45,7 +48,14 @@ class ScanPace:
             self._charged.put(requester, requester, owed_ns)
             if len(self._due) < self._charged.total:
                 self._due[requester] = due
+        if due > at_ns and (pid in self._postponed or len(self._postponed) < self._charged.total):
+            self._postponed[pid] = self._postponed.get(pid, 0) + 1
         return due
+
+    def take_postponed(self) -> Mapping[int, int]:
+        """Return how many requests of each process were postponed since the last call, by pid."""
+        taken, self._postponed = self._postponed, {}
+        return taken
 
     def begin_scan(self) -> None:
         """Clear the requests, which this scan serves."""

@@ -65,7 +65,7 @@ from agent.sources.ebpf.reading import (
 )
 from agent.sources.ebpf.scheduler import StepScheduler
 from agent.sources.ebpf.unseen import Unseen, has_exited
-from agent.sources.ebpf.unsent import Unsent
+from agent.sources.ebpf.unsent import PostponedScans, Unsent
 from agent.sources.processes import NoReading, read_process
 from agent.threads import DaemonThread
 
@@ -172,7 +172,7 @@ class EbpfSource:
         self._waited_ns = 0
         """For how long the present round has only waited."""
         self._lost = self._unkept = self._rejected = 0
-        self._unsent = Unsent(self._settings.rescan_ns, 0)
+        self._unsent, self._postponed = Unsent(self._settings.rescan_ns, 0), PostponedScans()
         self._sends_releases = False
         self._reload_due_ns: int | None = None
         """When a failed load for another driver is retried."""
@@ -483,6 +483,7 @@ class EbpfSource:
 
     async def _scan(self) -> None:
         self._wants_scan, self._scan_due_ns = False, None
+        self._postponed.follow(self._tracker, self._clock())
         at_ns = self._scanned_ns = self._scan_begins()
         probe = self._probe
         found = await self._thread.do(lambda: self._scan_now(probe))

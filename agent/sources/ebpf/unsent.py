@@ -1,13 +1,14 @@
 """Processes with more events than the kernel sends, and when to read the effect of these from its tables.
 
 Invariants: the tables are read once such a process stopped, and once in a period while it continues; it is
-named until no event of it is missing any more.
+named until no event of it is missing any more. A process that requests more scans than it gets is logged.
 """
 
 import logging
 from collections.abc import Iterable, Mapping
 from typing import Final
 
+from agent.core.usage.tracker import Tracker
 from agent.log import fields
 from agent.model.policy import SECOND_NS
 from agent.model.rm import ProcessCounters
@@ -15,6 +16,9 @@ from agent.model.usage import ProcessKey
 
 LOGGED_NS: Final = 30 * SECOND_NS
 """A process is logged at most once in this time, the one with the most events; the snapshot has all."""
+
+MANY_SCANS: Final = 8
+"""A process is logged from so many postponed requests on, in that time."""
 
 _log = logging.getLogger(__name__)
 
@@ -68,4 +72,26 @@ class Unsent:
             f"Process {key.pid} has more events than its share of the ring: {more[key]} were not sent; "
             "reading their effect from the kernel's tables",
             extra=fields(pid=key.pid, events=more[key], processes=len(more)),
+        )
+
+
+class PostponedScans:
+    """Logs the process with most postponed requests for a scan, such as one that calls dup2 in a loop."""
+
+    def __init__(self) -> None:
+        self._logged_ns: int | None = None
+
+    def follow(self, tracker: Tracker, now_ns: int) -> None:
+        """Log the process with most postponed requests, once a period."""
+        if self._logged_ns is not None and now_ns - self._logged_ns < LOGGED_NS:
+            return
+        self._logged_ns = now_ns
+        counts = tracker.take_postponed_scans()
+        pid = max(counts, key=lambda each: counts[each], default=0)
+        if counts.get(pid, 0) < MANY_SCANS:
+            return
+        _log.warning(
+            f"Process {pid} changes its descriptors in a loop (dup2, close_range, fork or exec): "
+            f"{counts[pid]} of its requests for a scan of open files were postponed",
+            extra=fields(pid=pid, postponed=counts[pid], processes=len(counts)),
         )

@@ -45,11 +45,26 @@ def test_who_never_asked_waits_for_nobody() -> None:
     assert [pace.due_ns(1, 101, 100)] == [100]
 
 
+def test_requests_beyond_the_share_are_counted_for_their_process_alone() -> None:
+    pace = ScanPace(PERIOD, burst=BURST)
+    for at in range(10):
+        pace.due_ns(2, 100, at)
+        pace.begin_scan()
+    pace.due_ns(3, 200, 10)
+    assert pace.take_postponed() == {100: 10 - BURST}
+    assert pace.take_postponed() == {}
+
+
 def test_what_is_kept_of_those_who_ask_is_bounded() -> None:
     pace = ScanPace(PERIOD, burst=1, max_asking=8)
     for cgroup in range(2, 1_000):
         pace.due_ns(cgroup, cgroup, 0)
+        pace.due_ns(cgroup, cgroup, 0)
     assert len(pace._due) == len(pace._charged) == 8
+    pace.begin_scan()
+    for pid in range(2, 1_000):
+        pace.due_ns(999, pid, 0)
+    assert len(pace.take_postponed()) == 8
 
 
 def test_registrations_beyond_the_room_push_the_oldest_out() -> None:
