@@ -40,10 +40,10 @@ class Stamped(msgspec.Struct, Generic[M], frozen=True):
 
 
 class InboxStatistics(msgspec.Struct, frozen=True):
-    """Counts since the start; ``put == taken + merged + lost + waiting``."""
+    """Counts since the start; ``put == popped + merged + lost + waiting``."""
 
     put: int
-    taken: int
+    popped: int
     merged: int
     lost: int
     waiting: int
@@ -61,7 +61,7 @@ class Inbox(Generic[M]):
         self._waiting: dict[Hashable, Stamped[M]] = {}
         self._keyless = 0
         self._lost: dict[SourceName, int] = {}
-        self._put = self._taken = self._merged = self._lost_total = self._wakeups = 0
+        self._put = self._popped = self._merged = self._lost_total = self._wakeups = 0
         self.wake_fd: Final = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         """Written to wake the loop; a thread with its own descriptor table must keep it."""
 
@@ -101,13 +101,13 @@ class Inbox(Generic[M]):
             source = next(reversed(self._lost))
         self._lost[source] = self._lost.get(source, 0) + 1
 
-    def take_nowait(self) -> tuple[list[Stamped[M]], list[FactsLost]]:
+    def pop_all(self) -> tuple[list[Stamped[M]], list[FactsLost]]:
         """Return everything that waits, in the order it was put, and what was lost before it."""
         with self._lock:
             waiting, self._waiting = self._waiting, {}
             lost, self._lost = self._lost, {}
             self._keyless = 0
-            self._taken += len(waiting)
+            self._popped += len(waiting)
         losses = [FactsLost(lost_from=source, count=count) for source, count in lost.items()]
         return list(waiting.values()), losses
 
@@ -140,7 +140,7 @@ class Inbox(Generic[M]):
         with self._lock:
             return InboxStatistics(
                 put=self._put,
-                taken=self._taken,
+                popped=self._popped,
                 merged=self._merged,
                 lost=self._lost_total,
                 waiting=len(self._waiting),
@@ -156,7 +156,7 @@ def _finish(future: asyncio.Future[None]) -> None:
 class Latest(Generic[T]):
     """A cell that holds the newest version of a value. To be used on the loop's thread only.
 
-    Readers are woken in two classes: those on whom a peer waits, and a turn of the loop later all others,
+    Readers are woken in two classes: those that serve a waiting peer, and one turn later all others,
     so that writing a file or a status line never comes before the answer.
     """
 
@@ -177,7 +177,7 @@ class Latest(Generic[T]):
         return self._version
 
     def publish(self, value: T) -> None:
-        """Replace the value and wake everyone who waits for a newer one."""
+        """Replace the value and wake every reader that waits for a newer one."""
         self._value = value
         self._version += 1
         if self._changed_for_first is not None:
@@ -196,7 +196,7 @@ class Latest(Generic[T]):
         return self._version
 
     async def wait_newer_first(self, version: int) -> int:
-        """As ``wait_newer``, before those who use that: for what a peer waits for."""
+        """As ``wait_newer``, but woken before its callers: for what a peer waits for."""
         while self._version <= version:
             if self._changed_for_first is None:
                 self._changed_for_first = asyncio.Event()

@@ -1,6 +1,6 @@
-"""Tells when something in directories changed, by inotify; where that cannot be had, when time is up.
+"""Reports when something in directories changed, by inotify; where that cannot be had, when time is up.
 
-Invariants: events only say when to look; what counts is what is there then. The kernel's queue of events is
+Invariants: events only cause a read; what counts is what is there then. The kernel's queue of events is
 the only one, and it is bounded. Nothing here blocks.
 
 Source: inotify(7).
@@ -17,7 +17,7 @@ from asyncinotify import Inotify, Mask
 from agent import guard
 
 MAX_EVENTS_AT_ONCE: Final = 1024
-"""Events read before the next look; more wait in the kernel's queue."""
+"""Events popped at a time; more wait in the kernel's queue."""
 
 _INTERESTING: Final = (
     Mask.CREATE
@@ -42,7 +42,7 @@ class DirectoryWatch:
         """
         seen = os.stat(directory)  # noqa: PTH116 - one call of the kernel, no more
         self.directory: Final = (seen.st_dev, seen.st_ino)
-        """What tells the first one from another of the same name."""
+        """What distinguishes the first one from another of the same name."""
         self._inotify = Inotify(sync_timeout=0)
         try:
             os.set_blocking(self._inotify.fd, False)
@@ -69,7 +69,7 @@ class DirectoryWatch:
             timer.cancel()
 
     def read_events(self) -> bool:
-        """Take what waits; returns whether everything is still watched."""
+        """Pop the events that wait; return whether everything is still watched."""
         for _ in range(MAX_EVENTS_AT_ONCE):
             event = self._inotify.sync_get()
             if event is None:
@@ -83,18 +83,18 @@ class DirectoryWatch:
         return self.directory == (seen.st_dev, seen.st_ino)
 
 
-class Lookout:
-    """Says when to look again, by a watch that may come and go as its directory does."""
+class ChangeWaiter:
+    """Wakes a reader, by a watch that may come and go as its directory does."""
 
     def __init__(self, *, gap_ns: int = 0) -> None:
-        """Begin without a watch; events that follow one another within ``gap_ns`` ask for one look."""
+        """Begin without a watch; events that follow one another within ``gap_ns`` wake the reader once."""
         self._gap_s = gap_ns / 1e9
         self._begun = asyncio.Event()
         self.watch: DirectoryWatch | None = None
-        """None: only time says when to look."""
+        """None: only time wakes the reader."""
 
-    def go_by(self, watch: DirectoryWatch | None) -> None:
-        """Go by this watch from now on, and close the one before."""
+    def use(self, watch: DirectoryWatch | None) -> None:
+        """Use this watch from now on, and close the one before."""
         if watch is self.watch:
             return
         self.close()
@@ -104,13 +104,13 @@ class Lookout:
 
     def close(self) -> None:
         """Go by no watch."""
-        self._begun.clear()
+        """Use no watch."""
         if self.watch is not None:
             self.watch.close()
             self.watch = None
 
     async def wait(self, timeout_ns: int) -> bool:
-        """Return when there is a reason to look, after the timeout at the latest: whether something changed.
+        """Return when there is a reason to read, after the timeout at the latest: whether something changed.
 
         A watch that lost its directory is closed. One waits at a time.
         """

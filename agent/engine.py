@@ -54,7 +54,7 @@ class Engine:
     ) -> None:
         """Take the state over.
 
-        ``perform`` hands one effect to its owner and must not block; ``after_step`` is told the
+        ``perform`` hands one effect to its owner and must not block; ``after_step`` is called with the
         time after each completed round and feeds the watchdog, so ``max_idle_ns`` is below its time.
         ``probe_terms`` are those of each GPU's prober.
         """
@@ -75,7 +75,7 @@ class Engine:
         """The fact on which the core failed last."""
 
     async def run(self) -> None:
-        """Step for ever."""
+        """Step until cancelled."""
         while True:
             now_ns = self._clock()
             due_ns = self._freshness.due_ns or self._wake_at_ns
@@ -91,19 +91,19 @@ class Engine:
         A fact that makes the core fail is tried again by the next run, before all others. If it fails again,
         the GPU that it is about (or each, if it is about none) is unknown until a new process begins.
         """
-        batch, losses = self._inbox.take_nowait()
+        batch, losses = self._inbox.pop_all()
         self._pending.extend(losses)
         self._pending.extend(item.fact for item in batch)
         before = self._state
         effects: list[Effect] = []
         try:
             self._step_pending(effects)
-            effects += self._look_for_stale_parts()
+            effects += self._update_freshness()
             self._pending.append(Tick())
             self._step_pending(effects)
         finally:
             if self._state is not before:
-                # Published before the effects are handed out: who acts on one reads the new state.
+                # Published before the effects are handed out: what executes one reads the new state.
                 self._latest.publish(snapshot_of(self._state))
             for effect in effects:
                 self._perform(effect)
@@ -134,7 +134,7 @@ class Engine:
             if part is not None:
                 self._proofs.prove(part)
 
-    def _look_for_stale_parts(self) -> list[Effect]:
+    def _update_freshness(self) -> list[Effect]:
         """Note which parts are stale and return the restarts that this asks for."""
         self._freshness = looked(self._freshness, self._proofs.expected(), self._clock())
         stale, covered = self._freshness.stale, self._freshness.covered

@@ -7,7 +7,7 @@ from pathlib import Path
 def write(path: str, raw: bytes, *, mode: int = 0o600) -> os.stat_result:
     """Replace the file by one that holds these bytes, or raise OSError and leave it as it was.
 
-    ``mode`` is who may read it, whatever the umask. Returns the new file's status.
+    ``mode`` is the file's mode, whatever the umask. Returns the new file's status.
     """
     beside = f"{path}.new"
     descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)

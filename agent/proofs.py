@@ -1,4 +1,4 @@
-"""Where the parts of the agent put their proofs, from any thread; core.freshness says what they are worth."""
+"""Where the components of the agent put their proofs, from any thread; core.freshness evaluates them."""
 
 import threading
 from collections.abc import Callable, Iterable, Mapping
@@ -20,7 +20,7 @@ class Proofs:
 
         It has ``start_ns`` more for its first proof.
 
-        To be called by who starts the part, not by the part itself: one that never begins is stale, too.
+        To be called by what starts the part, not by the part itself: one that never begins is stale, too.
         Raises KeyError for a part that is not in the table.
         """
         VOUCHERS[part.name]

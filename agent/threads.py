@@ -32,7 +32,7 @@ async def in_daemon_thread(name: str, function: Callable[[], T]) -> T:
 
 
 def started_in_daemon_thread(name: str, function: Callable[[], T]) -> asyncio.Future[T]:
-    """Start a function and return the future of its outcome, for who may stop to wait and come back.
+    """Start a function and return the future of its outcome, for callers that may wait for it later.
 
     Raises RuntimeError if no thread can be had.
     """
@@ -46,13 +46,13 @@ def started_in_daemon_thread(name: str, function: Callable[[], T]) -> asyncio.Fu
 def _run_whole(
     name: str, run: Callable[[], None], loop: asyncio.AbstractEventLoop, done: asyncio.Future[Any]
 ) -> None:
-    """Run what a thread does; whoever waits hears of its end, also if that is all there is to hear."""
+    """Run what a thread does; a waiting caller gets its end, also if that is the only outcome."""
     error: BaseException | None = None
     try:
         run()
-    except BaseException as raised:  # noqa: BLE001 - it belongs to whoever waits
+    except BaseException as raised:  # noqa: BLE001 - it belongs to the caller that waits
         error = raised
-    with suppress(RuntimeError):  # the loop is closed: nobody waits any more
+    with suppress(RuntimeError):  # the loop is closed: no caller waits any more
         loop.call_soon_threadsafe(_finish, done, None, ThreadEndedError(f"Thread {name} ended: {error!r}"))
 
 
@@ -77,16 +77,16 @@ class _Work:
         """On the loop's thread."""
 
     def fail_waiting(self, error: BaseException | None) -> None:
-        """Let everybody who waits know that the thread ended; on the loop's thread."""
+        """Fail every waiting caller with the thread's end; on the loop's thread."""
         _log.error("Thread %s ended (%r); the next one is started with its next job", self.name, error)
         for done in tuple(self.waiting):
             _finish(done, None, ThreadEndedError(f"Thread {self.name} ended: {error!r}"))
 
 
 class DaemonThread:
-    """One daemon thread that does one thing after the other, for who has many: it costs nothing meanwhile.
+    """One daemon thread that does one thing after the other, for an owner of many: idle it costs nothing.
 
-    It is started by the first thing that it is to do, again if it ended, and ends when nobody can ask for
+    It is started by the first thing that it is to do, again if it ended, and ends when no caller can ask for
     another.
     """
 
@@ -106,7 +106,7 @@ class DaemonThread:
         return await self.begin(function)
 
     def begin(self, function: Callable[[], T]) -> asyncio.Future[T]:
-        """Have a function done and return the future of its outcome, for who may stop to wait and come back.
+        """Have a function done and return the future of its outcome, for callers that may wait for it later.
 
         Raises RuntimeError if no thread can be had; the future does, if it ended.
         """
@@ -119,7 +119,7 @@ class DaemonThread:
         return done
 
     def post(self, function: Callable[[], None]) -> None:
-        """Do something for which nobody waits, and which raises nothing. Raises RuntimeError as ``do``."""
+        """Do something for which no caller waits, and which raises nothing. Raises RuntimeError as ``do``."""
         if self._thread is None or not self._thread.is_alive():
             self._thread = self._started()
         self._work.jobs.put(function)
@@ -154,7 +154,7 @@ def _do_all(work: _Work, step: Callable[[], bool], loop: asyncio.AbstractEventLo
     except BaseException as raised:  # noqa: BLE001 - the loop logs it
         error = raised
     if error is not None or not work.is_over:
-        with suppress(RuntimeError):  # the loop is closed: nobody waits any more
+        with suppress(RuntimeError):  # the loop is closed: no caller waits any more
             loop.call_soon_threadsafe(work.fail_waiting, error)
 
 
@@ -163,9 +163,9 @@ def _run(function: Callable[[], T], loop: asyncio.AbstractEventLoop, done: async
     failure: BaseException | None = None
     try:
         result = function()
-    except BaseException as error:  # noqa: BLE001 - it belongs to whoever waits
+    except BaseException as error:  # noqa: BLE001 - it belongs to the caller that waits
         failure = error
-    with suppress(RuntimeError):  # the loop is closed: nobody waits any more
+    with suppress(RuntimeError):  # the loop is closed: no caller waits any more
         loop.call_soon_threadsafe(_finish, done, result, failure)
 
 

@@ -30,8 +30,8 @@ class UnixChannel(Channel):
         if self._protocol is not None:
             raise ConnectionResetError(errno.ECONNRESET, os.strerror(errno.ECONNRESET))
         protocol = await super()._create_connection()
-        # Where the peer's queue is full, connect(2) of a unix socket says EAGAIN, which asyncio takes for a
-        # connection on its way; the first write has found out that there is none.
+        # Where the peer's queue is full, connect(2) fails with EAGAIN, which asyncio takes for
+        # a connection on its way; the first write has found out that there is none.
         if protocol.processor.connection.is_closing():
             raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
         return protocol

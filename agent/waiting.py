@@ -20,7 +20,7 @@ async def wait_set(event: asyncio.Event, timeout_ns: int) -> None:
 
 
 async def sleep_proving(seconds: float, period_ns: int, prove: Callable[[], object]) -> None:
-    """Sleep, and call ``prove`` every period meanwhile: who waits before a retry is no dead part."""
+    """Sleep, and call ``prove`` every period meanwhile: a component that waits before a retry is not dead."""
     left_s = seconds
     while left_s > 0:
         prove()

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from agent.directory_watch import MAX_EVENTS_AT_ONCE, DirectoryWatch, Lookout
+from agent.directory_watch import MAX_EVENTS_AT_ONCE, ChangeWaiter, DirectoryWatch
 
 NEVER_NS = 3_600_000_000_000
 SOON_NS = 20_000_000
@@ -14,8 +14,8 @@ PATIENCE_S = 60.0
 
 
 @pytest.fixture
-def lookout() -> Iterator[Lookout]:
-    made = Lookout()
+def waiter() -> Iterator[ChangeWaiter]:
+    made = ChangeWaiter()
     yield made
     made.close()
 
@@ -31,63 +31,63 @@ async def test_a_storm_of_events_is_read_in_bounded_parts(tmp_path: Path) -> Non
     watch.close()
 
 
-async def test_a_change_wakes_the_reader_once(tmp_path: Path, lookout: Lookout) -> None:
-    lookout.go_by(DirectoryWatch(tmp_path))
+async def test_a_change_wakes_the_reader_once(tmp_path: Path, waiter: ChangeWaiter) -> None:
+    waiter.use(DirectoryWatch(tmp_path))
     (tmp_path / "one").touch()
     (tmp_path / "two").touch()
-    assert await lookout.wait(NEVER_NS)
-    assert not await lookout.wait(SOON_NS)
+    assert await waiter.wait(NEVER_NS)
+    assert not await waiter.wait(SOON_NS)
 
 
-async def test_a_quiet_directory_is_read_after_the_period(tmp_path: Path, lookout: Lookout) -> None:
-    lookout.go_by(DirectoryWatch(tmp_path))
-    assert not await lookout.wait(SOON_NS)
+async def test_a_quiet_directory_is_read_after_the_period(tmp_path: Path, waiter: ChangeWaiter) -> None:
+    waiter.use(DirectoryWatch(tmp_path))
+    assert not await waiter.wait(SOON_NS)
 
 
-async def test_without_a_watch_the_period_alone_wakes_the_reader(lookout: Lookout) -> None:
-    assert not await lookout.wait(SOON_NS)
+async def test_without_a_watch_the_period_alone_wakes_the_reader(waiter: ChangeWaiter) -> None:
+    assert not await waiter.wait(SOON_NS)
 
 
-async def test_a_watch_that_begins_wakes_the_reader(tmp_path: Path, lookout: Lookout) -> None:
+async def test_a_watch_that_begins_wakes_the_reader(tmp_path: Path, waiter: ChangeWaiter) -> None:
     async with asyncio.timeout(PATIENCE_S), asyncio.TaskGroup() as group:
-        waiting = group.create_task(lookout.wait(NEVER_NS))
+        waiting = group.create_task(waiter.wait(NEVER_NS))
         await asyncio.sleep(0)
-        lookout.go_by(DirectoryWatch(tmp_path))
+        waiter.use(DirectoryWatch(tmp_path))
         assert not await waiting
 
 
-async def test_a_watch_whose_directory_is_deleted_is_closed(tmp_path: Path, lookout: Lookout) -> None:
+async def test_a_watch_whose_directory_is_deleted_is_closed(tmp_path: Path, waiter: ChangeWaiter) -> None:
     directory = tmp_path / "here"
     directory.mkdir()
-    lookout.go_by(DirectoryWatch(directory))
+    waiter.use(DirectoryWatch(directory))
     directory.rmdir()
-    assert await lookout.wait(NEVER_NS)
-    assert lookout.watch is None
+    assert await waiter.wait(NEVER_NS)
+    assert waiter.watch is None
 
 
-async def test_a_new_watch_replaces_the_previous_one(tmp_path: Path, lookout: Lookout) -> None:
+async def test_a_new_watch_replaces_the_previous_one(tmp_path: Path, waiter: ChangeWaiter) -> None:
     before, after = tmp_path / "before", tmp_path / "after"
     before.mkdir()
     after.mkdir()
-    lookout.go_by(DirectoryWatch(before))
-    lookout.go_by(DirectoryWatch(after))
+    waiter.use(DirectoryWatch(before))
+    waiter.use(DirectoryWatch(after))
     (before / "unseen").touch()
-    assert not await lookout.wait(SOON_NS)
+    assert not await waiter.wait(SOON_NS)
     (after / "seen").touch()
-    assert await lookout.wait(NEVER_NS)
+    assert await waiter.wait(NEVER_NS)
 
 
 async def test_events_close_to_one_another_wake_the_reader_once(tmp_path: Path) -> None:
-    lookout = Lookout(gap_ns=10 * SOON_NS)
-    lookout.go_by(DirectoryWatch(tmp_path))
+    waiter = ChangeWaiter(gap_ns=10 * SOON_NS)
+    waiter.use(DirectoryWatch(tmp_path))
     async with asyncio.timeout(PATIENCE_S), asyncio.TaskGroup() as group:
-        waiting = group.create_task(lookout.wait(NEVER_NS))
+        waiting = group.create_task(waiter.wait(NEVER_NS))
         for number in range(10):
             (tmp_path / f"{number}").touch()
             await asyncio.sleep(0)
         assert await waiting
-    assert not await lookout.wait(SOON_NS)
-    lookout.close()
+    assert not await waiter.wait(SOON_NS)
+    waiter.close()
 
 
 async def test_a_directory_recreated_under_the_name_is_another(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from typing import Final
 from asyncinotify import Mask
 
 from agent.config.yaml_tree import UnreadableError, bytes_of
-from agent.directory_watch import DirectoryWatch, Lookout
+from agent.directory_watch import ChangeWaiter, DirectoryWatch
 from agent.log import about
 from agent.model.policy import MILLISECOND_NS, SECOND_NS
 from agent.threads import in_daemon_thread
@@ -66,7 +66,7 @@ class ConfigWatch:
         self._recheck_ns = recheck_ns
         self._prove = prove
         self._watched: frozenset[Path] = frozenset()
-        self._lookout = Lookout()
+        self._waiter = ChangeWaiter()
         self._has_warned = False
         self.looks = 0
         """How often the file was looked at."""
@@ -76,13 +76,13 @@ class ConfigWatch:
         try:
             while True:
                 directories = await in_daemon_thread("config-links", self._directories)
-                if directories != self._watched or self._lookout.watch is None:
+                if directories != self._watched or self._waiter.watch is None:
                     self._watch_directories(directories)
                 await self._look()
                 self._prove()
                 await self._wait_settled()
         finally:
-            self._lookout.close()
+            self._waiter.close()
 
     async def _look(self) -> None:
         seen = await in_daemon_thread("config-look", lambda: fingerprint_of(self._path))
@@ -100,16 +100,16 @@ class ConfigWatch:
         """Return when something happened and nothing more does, or when it is time to look anyway."""
         timeout_ns = self._recheck_ns
         for _ in range(MAX_SETTLE_NS // SETTLE_NS):
-            if not await self._lookout.wait(timeout_ns) or self._lookout.watch is None:
+            if not await self._waiter.wait(timeout_ns) or self._waiter.watch is None:
                 return
             timeout_ns = SETTLE_NS
 
     def _watch_directories(self, directories: frozenset[Path]) -> None:
-        self._lookout.close()
+        self._waiter.close()
         if not directories:
             return
         try:
-            self._lookout.go_by(DirectoryWatch(*directories, also=Mask.CLOSE_WRITE))
+            self._waiter.use(DirectoryWatch(*directories, also=Mask.CLOSE_WRITE))
         except OSError as error:
             self._warn(error)
             return

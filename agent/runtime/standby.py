@@ -85,7 +85,7 @@ async def watched_until(
     while not freed.done():
         await asyncio.wait({freed}, timeout=POLL_S)
         now_ns = clock()
-        for item in inbox.take_nowait()[0]:
+        for item in inbox.pop_all()[0]:
             memory.note(item.fact, now_ns)
         after_look(now_ns)
     return memory.recall(clock())

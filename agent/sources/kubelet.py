@@ -25,7 +25,7 @@ import msgspec
 
 from agent import guard
 from agent.bus import Inbox, Latest
-from agent.directory_watch import DirectoryWatch, Lookout
+from agent.directory_watch import ChangeWaiter, DirectoryWatch
 from agent.log import about
 from agent.model.facts import Fact, KubeletSocketSeen, OwnSocketLost, WatchedDirectoryDeleted
 from agent.model.ids import ResourceName, SocketIdentity, socket_name
@@ -73,7 +73,7 @@ class KubeletSource:
         self._clock = clock
         self._prove = prove
         self._settings = settings if settings is not None else KubeletSettings()
-        self._lookout = Lookout(gap_ns=MIN_GAP_NS)
+        self._waiter = ChangeWaiter(gap_ns=MIN_GAP_NS)
         self._watch_retry_at_ns = 0
         self._emitted: KubeletSocketSeen | None = None
         self._lost: dict[ResourceName, int] = {}
@@ -94,7 +94,7 @@ class KubeletSource:
                     name="kubelet own sockets",
                 )
         finally:
-            self._lookout.close()
+            self._waiter.close()
 
     # When to poll
 
@@ -103,8 +103,8 @@ class KubeletSource:
             self._poll()
             self._prove()
             is_calm = self._emitted is not None and self._emitted.identity is not None
-            has_watch = self._lookout.watch is not None
-            await self._lookout.wait(
+            has_watch = self._waiter.watch is not None
+            await self._waiter.wait(
                 self._settings.recheck_ns if is_calm and has_watch else self._settings.poll_ns
             )
 
@@ -135,7 +135,7 @@ class KubeletSource:
         except OSError as error:
             self._directory_missing(error)
             return False
-        watch = self._lookout.watch
+        watch = self._waiter.watch
         is_new = watch is None or not watch.is_on(seen)
         if seen.st_nlink == 0 or (self._was_there and is_new and _is_read_only(self._directory)):
             # The mount keeps a deleted directory alive, or was made for the one before the present directory,
@@ -146,11 +146,11 @@ class KubeletSource:
         self._gone_since_ns = None
         self._warned.discard("directory")
         if is_new:
-            self._lookout.close()
+            self._waiter.close()
         return True
 
     def _directory_missing(self, error: OSError) -> None:
-        self._lookout.close()
+        self._waiter.close()
         if not self._was_there:
             self._log_once("directory", logging.INFO, "Waiting for the kubelet's directory", error)
             return
@@ -161,7 +161,7 @@ class KubeletSource:
             self._emit_deleted()
 
     def _emit_deleted(self) -> None:
-        self._lookout.close()
+        self._waiter.close()
         if not self._deletion_emitted:
             self._deletion_emitted = True
             self._inbox.put(WatchedDirectoryDeleted(path=str(self._directory)))
@@ -206,10 +206,10 @@ class KubeletSource:
     # Inotify
 
     def _ensure_watch(self) -> None:
-        if self._lookout.watch is not None or self._clock() < self._watch_retry_at_ns:
+        if self._waiter.watch is not None or self._clock() < self._watch_retry_at_ns:
             return
         try:
-            self._lookout.go_by(DirectoryWatch(self._directory))
+            self._waiter.use(DirectoryWatch(self._directory))
         except OSError as error:
             if error.errno not in _LIMITS:
                 # The directory was deleted just now; the next poll handles that.

@@ -25,7 +25,7 @@ from typing import Final, NamedTuple
 import msgspec
 
 from agent.bus import Inbox
-from agent.directory_watch import DirectoryWatch, Lookout
+from agent.directory_watch import ChangeWaiter, DirectoryWatch
 from agent.errors import SourceError
 from agent.model.facts import Fact, MpsSeen
 from agent.model.policy import MILLISECOND_NS, SECOND_NS
@@ -76,7 +76,7 @@ class MpsSource:
         self._roots = (mps_root, container_root)
         self._settings = settings if settings is not None else MpsSettings()
         self._prove = prove
-        self._lookout = Lookout(gap_ns=MIN_GAP_NS)
+        self._waiter = ChangeWaiter(gap_ns=MIN_GAP_NS)
         self._emitted: MpsSeen | None = None
         self._reading: asyncio.Future[_State] | None = None
 
@@ -89,16 +89,16 @@ class MpsSource:
             while True:
                 await self._poll()
                 self._prove()
-                has_watch = self._lookout.watch is not None
-                await self._lookout.wait(self._settings.recheck_ns if has_watch else self._settings.poll_ns)
+                has_watch = self._waiter.watch is not None
+                await self._waiter.wait(self._settings.recheck_ns if has_watch else self._settings.poll_ns)
         finally:
-            self._lookout.close()
+            self._waiter.close()
 
     async def _poll(self) -> None:
         """Read the state in a thread, as the root may be a mount that does not answer."""
         if self._reading is not None:
             await self._finished(self._reading)  # of a run that was cancelled meanwhile
-        watch = self._lookout.watch
+        watch = self._waiter.watch
         self._reading = started_in_daemon_thread("mps-read", lambda: _read_state(self._roots, watch))
         try:
             await self._finished(self._reading)
@@ -106,7 +106,7 @@ class MpsSource:
             self._reading.add_done_callback(lambda late: _close_new(late, watch))
             raise
         seen = self._reading.result()
-        self._lookout.go_by(seen.watch)
+        self._waiter.use(seen.watch)
         fact = MpsSeen(ready=seen.missing is None, message=seen.missing or "")
         if fact != self._emitted:
             self._emitted = fact

@@ -66,7 +66,7 @@ async def _take_all(inbox: Inbox[_Call], sent: int) -> tuple[int, int]:
     seen = lost = 0
     while seen + lost < sent:
         await inbox.wait_nonempty(time.monotonic_ns() + 1_000_000_000)
-        batch, losses = inbox.take_nowait()
+        batch, losses = inbox.pop_all()
         if not batch and not losses:
             break
         seen += len(batch)

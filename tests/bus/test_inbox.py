@@ -57,8 +57,8 @@ def small(capacity: int) -> Inbox[Note]:
     return Inbox(clock=time.monotonic_ns, capacity=capacity)
 
 
-def taken(box: Inbox[Note]) -> list[Note]:
-    return [item.fact for item in box.take_nowait()[0]]
+def popped(box: Inbox[Note]) -> list[Note]:
+    return [item.fact for item in box.pop_all()[0]]
 
 
 # Order and merging
@@ -68,28 +68,28 @@ def test_facts_come_out_in_the_order_they_were_put(inbox: Inbox[Note]) -> None:
     notes = [Note("a"), Note(None, text="1"), Note("b"), Note(None, text="2")]
     for note in notes:
         inbox.put(note)
-    assert taken(inbox) == notes
-    assert taken(inbox) == []
+    assert popped(inbox) == notes
+    assert popped(inbox) == []
 
 
 def test_facts_of_one_key_are_merged_and_the_newer_one_keeps_its_place(inbox: Inbox[Note]) -> None:
     for note in (Note("a", text="old"), Note("b"), Note("a", count=2, text="new")):
         inbox.put(note)
-    assert taken(inbox) == [Note("b"), Note("a", count=3, text="new")]
+    assert popped(inbox) == [Note("b"), Note("a", count=3, text="new")]
 
 
 def test_what_was_taken_is_not_merged_with(inbox: Inbox[Note]) -> None:
     inbox.put(Note("a"))
-    assert taken(inbox) == [Note("a")]
+    assert popped(inbox) == [Note("a")]
     inbox.put(Note("a"))
-    assert taken(inbox) == [Note("a")]
+    assert popped(inbox) == [Note("a")]
 
 
 @pytest.mark.parametrize("key", [0, 1, 2, "", (), ("x", 1)])
 def test_any_key_is_a_key_of_its_own(inbox: Inbox[Note], key: Hashable) -> None:
     for note in (Note(None), Note(key), Note(None), Note(key)):
         inbox.put(note)
-    assert taken(inbox) == [Note(None), Note(None), Note(key, count=2)]
+    assert popped(inbox) == [Note(None), Note(None), Note(key, count=2)]
 
 
 def test_a_fact_is_stamped_with_the_time_of_the_first_one_merged_into_it() -> None:
@@ -100,7 +100,7 @@ def test_a_fact_is_stamped_with_the_time_of_the_first_one_merged_into_it() -> No
     box.put(Note("a"))
     box.put(Note("b"))
     clock.now_ns = 3_000
-    assert [(item.fact.key, item.at_ns) for item in box.take_nowait()[0]] == [("a", 1_000), ("b", 2_000)]
+    assert [(item.fact.key, item.at_ns) for item in box.pop_all()[0]] == [("a", 1_000), ("b", 2_000)]
     box.close()
 
 
@@ -116,7 +116,7 @@ def test_xids_of_one_place_are_counted_and_others_are_apart() -> None:
         XidReported(one, 79, count=4),
     ):
         box.put(fact)
-    waiting = [item.fact for item in box.take_nowait()[0]]
+    waiting = [item.fact for item in box.pop_all()[0]]
     assert len(waiting) == 5
     assert waiting[-1] == XidReported(one, 79, count=5)
     box.close()
@@ -130,10 +130,10 @@ def test_facts_without_a_key_are_lost_when_the_inbox_is_full_and_each_is_counted
     for number in range(5):
         box.put(Note(None, text=str(number)))
     box.put(Note(None, source=SourceName("other")))
-    waiting, losses = box.take_nowait()
+    waiting, losses = box.pop_all()
     assert [item.fact.text for item in waiting] == ["0", "1", "2"]
     assert [(loss.lost_from, loss.count) for loss in losses] == [(SOURCE, 2), ("other", 1)]
-    assert box.take_nowait() == ([], [])
+    assert box.pop_all() == ([], [])
     box.close()
 
 
@@ -141,11 +141,11 @@ def test_after_it_was_emptied_the_inbox_takes_as_many_again() -> None:
     box = small(2)
     for _ in range(3):
         box.put(Note(None))
-    box.take_nowait()
+    box.pop_all()
     for _ in range(2):
         box.put(Note(None))
     assert box.statistics().lost == 1
-    assert len(taken(box)) == 2
+    assert len(popped(box)) == 2
     box.close()
 
 
@@ -154,13 +154,13 @@ def test_a_full_inbox_still_takes_every_fact_with_a_key() -> None:
     for number in range(100):
         box.put(Note(None))
         box.put(Note(number % 10))
-    waiting, losses = box.take_nowait()
+    waiting, losses = box.pop_all()
     assert sum(item.fact.count for item in waiting if item.fact.key is not None) == 100
     assert [loss.count for loss in losses] == [99]
     box.close()
 
 
-def test_the_inbox_has_room_for_as_many_facts_as_it_says() -> None:
+def test_the_inbox_has_room_for_its_capacity() -> None:
     box = small(CAPACITY)
     for _ in range(CAPACITY + 7):
         box.put(Note(None))
@@ -174,7 +174,7 @@ def test_losses_of_more_sources_than_are_kept_apart_are_counted_with_the_last_on
     for number in range(MAX_LOST_SOURCES + 10):
         box.put(Note(None, source=SourceName(f"s{number}")))
     box.put(Note(None, source=SourceName("s0")))
-    _, losses = box.take_nowait()
+    _, losses = box.pop_all()
     counts = {loss.lost_from: loss.count for loss in losses}
     assert len(counts) == MAX_LOST_SOURCES
     assert counts[SourceName("s0")] == 2
@@ -190,15 +190,15 @@ def test_what_was_put_is_taken_merged_lost_or_waits(moves: list[Hashable], capac
     sent = got = lost = 0
     for move in moves:
         if move == "take":
-            waiting, losses = box.take_nowait()
+            waiting, losses = box.pop_all()
             got += sum(item.fact.count for item in waiting)
             lost += sum(loss.count for loss in losses)
         else:
             box.put(Note(move))
             sent += 1
         statistics = box.statistics()
-        assert statistics.put == statistics.taken + statistics.merged + statistics.lost + statistics.waiting
-    waiting, losses = box.take_nowait()
+        assert statistics.put == statistics.popped + statistics.merged + statistics.lost + statistics.waiting
+    waiting, losses = box.pop_all()
     got += sum(item.fact.count for item in waiting)
     lost += sum(loss.count for loss in losses)
     assert got + lost == sent == box.statistics().put
@@ -213,7 +213,7 @@ def test_the_loop_is_woken_once_for_each_batch(inbox: Inbox[Note]) -> None:
     for number in range(5):
         inbox.put(Note(number % 2))
     assert inbox.statistics().wakeups == 1
-    inbox.take_nowait()
+    inbox.pop_all()
     assert inbox.statistics().wakeups == 1
     inbox.put(Note("a"))
     assert inbox.statistics().wakeups == 2
@@ -226,13 +226,13 @@ async def test_a_wait_ends_when_something_is_put(inbox: Inbox[Note]) -> None:
         await asyncio.sleep(0)
         assert not waiting.done()
         inbox.put(Note("a"))
-    assert taken(inbox) == [Note("a")]
+    assert popped(inbox) == [Note("a")]
 
 
 async def test_a_wait_ends_at_once_when_something_waits(inbox: Inbox[Note]) -> None:
     inbox.put(Note("a"))
     await inbox.wait_nonempty(FAR_NS)
-    assert taken(inbox) == [Note("a")]
+    assert popped(inbox) == [Note("a")]
 
 
 async def test_a_wait_ends_at_its_time(inbox: Inbox[Note]) -> None:
@@ -241,7 +241,7 @@ async def test_a_wait_ends_at_its_time(inbox: Inbox[Note]) -> None:
     # The loop's timers may fire up to its clock's resolution early.
     assert time.monotonic_ns() >= until_ns - 1_000_000
     await inbox.wait_nonempty(0)
-    assert taken(inbox) == []
+    assert popped(inbox) == []
 
 
 async def test_a_wait_that_was_given_up_leaves_nothing_behind(inbox: Inbox[Note]) -> None:
@@ -251,17 +251,17 @@ async def test_a_wait_that_was_given_up_leaves_nothing_behind(inbox: Inbox[Note]
     assert not asyncio.get_running_loop().remove_reader(inbox.wake_fd)
     inbox.put(Note("a"))
     await inbox.wait_nonempty(FAR_NS)
-    assert taken(inbox) == [Note("a")]
+    assert popped(inbox) == [Note("a")]
 
 
 async def test_a_wakeup_of_a_batch_that_was_taken_already_does_no_harm(inbox: Inbox[Note]) -> None:
     inbox.put(Note("a"))
-    inbox.take_nowait()
+    inbox.pop_all()
     await inbox.wait_nonempty(FAR_NS)
-    assert taken(inbox) == []
+    assert popped(inbox) == []
     inbox.put(Note("b"))
     await inbox.wait_nonempty(FAR_NS)
-    assert taken(inbox) == [Note("b")]
+    assert popped(inbox) == [Note("b")]
 
 
 # Threads
@@ -283,7 +283,7 @@ async def test_facts_of_several_threads_are_all_taken_merged_or_counted_as_lost(
     lost: Counter[SourceName] = Counter()
     while any(worker.is_alive() for worker in workers) or box.statistics().waiting:
         await box.wait_nonempty(time.monotonic_ns() + 10_000_000)
-        waiting, losses = box.take_nowait()
+        waiting, losses = box.pop_all()
         batches += bool(waiting)
         keyed += sum(item.fact.count for item in waiting if item.fact.key is not None)
         keyless += sum(item.fact.count for item in waiting if item.fact.key is None)
@@ -317,7 +317,7 @@ async def test_a_thread_with_a_descriptor_table_of_its_own_wakes_the_loop(inbox:
     await inbox.wait_nonempty(FAR_NS if not failures else 0)
     worker.join()
     assert failures == []
-    assert taken(inbox) == [Note("from afar")]
+    assert popped(inbox) == [Note("from afar")]
     # The thread closed its own copies only.
     os.close(reader)
     os.close(writer)

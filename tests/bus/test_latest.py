@@ -37,7 +37,7 @@ async def test_every_reader_is_woken() -> None:
     assert [reader.result() for reader in readers] == [2] * 5
 
 
-async def test_those_for_whom_a_peer_waits_are_woken_before_all_others() -> None:
+async def test_readers_that_serve_a_waiting_peer_are_woken_first() -> None:
     cell = Latest(0)
     order: list[str] = []
 

@@ -118,7 +118,7 @@ class Sink:
         """Return the next fact of these kinds; others before it are dropped."""
         async with asyncio.timeout(PATIENCE_S):
             while True:
-                batch, _ = self.inbox.take_nowait()
+                batch, _ = self.inbox.pop_all()
                 for position, item in enumerate(batch):
                     if isinstance(item.fact, kinds):
                         for later in batch[position + 1 :]:

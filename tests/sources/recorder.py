@@ -26,7 +26,7 @@ class Recorder:
         """Read facts until cancelled."""
         while True:
             await self.inbox.wait_nonempty(time.monotonic_ns() + 1_000_000_000)
-            batch, _lost = self.inbox.take_nowait()
+            batch, _lost = self.inbox.pop_all()
             self.facts += [stamped.fact for stamped in batch]
             self._changed.set()
             self._changed = asyncio.Event()

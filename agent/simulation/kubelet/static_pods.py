@@ -13,7 +13,7 @@ from typing import Any, Final, Protocol
 
 import yaml
 
-from agent.directory_watch import DirectoryWatch, Lookout
+from agent.directory_watch import ChangeWaiter, DirectoryWatch
 from agent.errors import AgentError
 from agent.simulation.kubelet.pods import Requests
 
@@ -49,14 +49,14 @@ class StaticPods:
 
     async def run(self) -> None:
         """Follow the folder for ever."""
-        lookout = Lookout()
+        waiter = ChangeWaiter()
         try:
-            lookout.go_by(DirectoryWatch(self._directory))
+            waiter.use(DirectoryWatch(self._directory))
             while True:
                 self._scan()
-                await lookout.wait(_RECHECK_NS)
+                await waiter.wait(_RECHECK_NS)
         finally:
-            lookout.close()
+            waiter.close()
 
     def _scan(self) -> None:
         there = {path.name for path in self._directory.iterdir() if not path.name.startswith(".")}

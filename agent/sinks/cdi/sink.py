@@ -28,7 +28,7 @@ from agent.bus import Latest
 from agent.config.settings import Cdi
 from agent.core.allocation.injection import uses_cdi
 from agent.core.reasons import REASON_SPECS
-from agent.directory_watch import DirectoryWatch, Lookout
+from agent.directory_watch import ChangeWaiter, DirectoryWatch
 from agent.log import About, about
 from agent.model.facts import CdiReported, Fact, WatchedDirectoryDeleted
 from agent.model.health import Reason
@@ -101,7 +101,7 @@ class CdiSink:
         """The files are to contain something else than what the newest job was for."""
         self._done = asyncio.Event()
         """Of the job that comes next."""
-        self._lookout = Lookout(gap_ns=int(MIN_GAP_S * 1e9))
+        self._waiter = ChangeWaiter(gap_ns=int(MIN_GAP_S * 1e9))
         self._gap_s = MIN_GAP_S
         self._written_ns = 0
         self.absent: frozenset[str] = frozenset()
@@ -154,7 +154,7 @@ class CdiSink:
                 )
                 group.create_task(guard.for_ever("cdi files", self._keep), name="cdi files")
         finally:
-            self._lookout.close()
+            self._waiter.close()
 
     # When to work
 
@@ -168,7 +168,7 @@ class CdiSink:
 
     async def _follow_directory(self) -> None:
         while True:
-            if await self._lookout.wait(self._recheck_ns):
+            if await self._waiter.wait(self._recheck_ns):
                 # Another program's file may name our devices, so every change is a reason to check.
                 self._asked.set()
 
@@ -312,10 +312,10 @@ class CdiSink:
     # Inotify
 
     def _ensure_watch(self) -> None:
-        if self._lookout.watch is None:
+        if self._waiter.watch is None:
             # Without one the files are checked every RECHECK_NS, and by every Allocate.
             with suppress(OSError):
-                self._lookout.go_by(DirectoryWatch(Path(self._settings.spec_dir), also=_CHANGES))
+                self._waiter.use(DirectoryWatch(Path(self._settings.spec_dir), also=_CHANGES))
                 # What happened since the files were written was not seen.
                 self._ask_if_lost()
 

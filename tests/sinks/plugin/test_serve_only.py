@@ -29,7 +29,7 @@ async def test_what_is_only_served_answers_and_leaves_the_kubelet_alone() -> Non
         async with registrar(directory) as kubelet, asyncio.TaskGroup() as group:
             task = group.create_task(served.run(), name="device-plugin")
             served.register(RegisterResource(GPU, 1, None))
-            while not (facts := [item.fact for item in inbox.take_nowait()[0]]):
+            while not (facts := [item.fact for item in inbox.pop_all()[0]]):
                 await inbox.wait_nonempty(time.monotonic_ns() + 10**9)
             (fact,) = facts
             assert isinstance(fact, Registered)

@@ -737,7 +737,7 @@ async def test_a_drain_ends_streams_cleanly_says_nothing_about_devices_and_remov
             await asyncio.wait({served.running})
         assert served.running.exception() is None
         assert len(served.sent) == 1
-        assert [type(item.fact) for item in served.inbox.take_nowait()[0]] == [ListWritten]
+        assert [type(item.fact) for item in served.inbox.pop_all()[0]] == [ListWritten]
 
 
 async def test_nothing_is_registered_once_a_drain_began(tmp_path: Path) -> None:
@@ -759,4 +759,4 @@ async def test_a_drain_does_not_wait_for_a_registration(tmp_path: Path) -> None:
             await asyncio.wait({served.running})
         kubelet.release.set()
         assert not served.socket.exists()
-        assert [type(item.fact) for item in served.inbox.take_nowait()[0]] == [RegisterSent]
+        assert [type(item.fact) for item in served.inbox.pop_all()[0]] == [RegisterSent]
