@@ -225,11 +225,11 @@ def test_a_hard_fact_on_which_the_core_fails_is_retried_and_then_its_gpu_is_unhe
 
     snapshot = bench.latest.value
     if failures == 1:
-        assert (bench.health(), snapshot.refused) == (Health.UNHEALTHY, ())
+        assert (bench.health(), snapshot.failed_facts) == (Health.UNHEALTHY, ())
         return
     assert bench.health() is Health.UNKNOWN
     assert not snapshot.ready
-    assert "XidReported" in snapshot.refused[0]
+    assert "XidReported" in snapshot.failed_facts[0]
     assert [effect for _, effect in bench.performed if isinstance(effect, ProbeGpus)] == [ProbeGpus()]
 
 

@@ -1,6 +1,6 @@
 """XIDs: which ones flip a device, and what brings it back: tables as data, from which ``explain`` is made.
 
-The verdict rests on the number, on what the line says beside it (NVLink severity and unit, whether a memory
+The verdict rests on the number, on what the line has beside it (NVLink severity and unit, whether a memory
 error wants a reset), and on the driver's branch, since numbers were given anew. Whether a second witness is
 needed is decided in core.kernel_log.
 
@@ -24,7 +24,7 @@ RECOVERY_ACTION_CHANGED: Final = 154
 
 
 class XidClass(StrEnum):
-    """What the catalog says to do, reduced to what changes the agent's behaviour."""
+    """The catalog's action, reduced to what changes the agent's behaviour."""
 
     APPLICATION = "application"
     """Only the process that hit it has to be started again."""
@@ -120,7 +120,7 @@ CLASSES: Final[Mapping[int, XidClass]] = {
 
 
 class Refinement(msgspec.Struct, frozen=True):
-    """What a line must say, or which driver must write it, for its XID to be of another class."""
+    """What a line must have, or which driver must write it, for its XID to be of another class."""
 
     codes: range
     xid_class: XidClass
@@ -143,12 +143,12 @@ class Refinement(msgspec.Struct, frozen=True):
     @property
     def when(self) -> str:
         """What has to be so, for people."""
-        told = [] if self.severity is None else [f"the line has {self.severity}"]
+        conditions = [] if self.severity is None else [f"the line has {self.severity}"]
         if self.reset is not None:
-            told.append(f"the line has RST: {'Yes' if self.reset else 'No'}")
+            conditions.append(f"the line has RST: {'Yes' if self.reset else 'No'}")
         if self.before_branch is not None:
-            told.append(f"the driver is older than {self.before_branch}")
-        return " and ".join(told)
+            conditions.append(f"the driver is older than {self.before_branch}")
+        return " and ".join(conditions)
 
 
 NVLINK_5: Final = range(144, 151)
@@ -173,7 +173,7 @@ WITNESSES: Final[Mapping[XidClass, frozenset[Reason]]] = {
     XidClass.LINK: frozenset({Reason.NVLINK_DOWN, Reason.FABRIC_FAILED}),
     XidClass.RMA: frozenset({Reason.ROW_REMAP_FAILED}),
 }
-"""Readings that show what an XID of a class says, beside those that show it of any (core.kernel_log)."""
+"""Readings that confirm an XID of a class, beside those that confirm any (core.kernel_log)."""
 
 COMPAT_IGNORED: Final = frozenset({13, 31, 43, 45, 68, 109})
 """What NVIDIA's plugin ignores; every other XID flips under the ``compat`` policy."""
@@ -195,9 +195,9 @@ _RECOVERY: Final[Mapping[XidClass, Recovery]] = {
 _DRAIN_AND_RESET: Final = "drain the GPU, then reset it (nvidia-smi --gpu-reset) or reboot the node"
 
 _ADVICE: Final[Mapping[XidClass, str]] = {
-    XidClass.APPLICATION: "look at the application that ran on the GPU, and start it again",
+    XidClass.APPLICATION: "check the application that ran on the GPU, and start it again",
     XidClass.INFORMATION: "none is needed; ask NVIDIA if it repeats",
-    XidClass.FOLLOW_UP: "look for the XID before it",
+    XidClass.FOLLOW_UP: "find the XID before it",
     XidClass.ANNOUNCEMENT: "read the recovery action (nvidia-smi -q)",
     XidClass.RESET: _DRAIN_AND_RESET,
     XidClass.LINK: f"{_DRAIN_AND_RESET}; check the NVLinks",
@@ -226,7 +226,7 @@ def recovery_of(xid: int, words: XidWords = NO_WORDS, branch: int | None = None)
 
 
 def evidence_of(xid: int, words: XidWords = NO_WORDS, branch: int | None = None) -> Evidence:
-    """Return HARD where the device says of itself that it is not well."""
+    """Return HARD where the device itself reports the fault."""
     is_hard = recovery_of(xid, words, branch) is not Recovery.SELF_CLEARING
     return Evidence.HARD if is_hard else Evidence.SOFT
 

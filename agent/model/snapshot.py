@@ -178,7 +178,7 @@ class Snapshot(msgspec.Struct, frozen=True):
     """Why what an earlier process kept cannot be read now; reading is retried."""
     stale: frozenset[Part] = frozenset()
     """Parts of the agent that gave no proof for too long."""
-    refused: tuple[str, ...] = ()
+    failed_facts: tuple[str, ...] = ()
     """Facts on which the core failed."""
     topology: Topology = msgspec.field(default_factory=Topology)
     pods: Mapping[DeviceId, str] | None = None

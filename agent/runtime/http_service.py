@@ -133,7 +133,9 @@ class SelfReport:
     def _judge_engine(self) -> str | None:
         snapshot = self._latest.value
         task = checks.task(snapshot, ENGINE)
-        return task or (f"a fact could not be applied: {snapshot.refused[0]}" if snapshot.refused else None)
+        return task or (
+            f"a fact could not be applied: {snapshot.failed_facts[0]}" if snapshot.failed_facts else None
+        )
 
     def _judge_log(self) -> str | None:
         blocked_s = self._lines.statistics().blocked_s

@@ -455,7 +455,9 @@ class Oracle:
         self.xids_before[gpu, fact.xid] -= again
         told = XidReported(gpu, fact.xid, fact.gi, fact.ci, fact.source, count=fact.count - again)
         place = self.place(told)
-        if (fact.live and place is not None and self.was_told(told, place, now_ns)) or again == fact.count:
+        if (
+            fact.live and place is not None and self.was_reported(told, place, now_ns)
+        ) or again == fact.count:
             return
         self.xids[gpu, fact.xid] += told.count
         if place is None:
@@ -711,7 +713,7 @@ class Oracle:
         if fact.gpu not in self.gpus:
             return
         place = self.place(fact)
-        if place is not None and self.was_told(fact, place, now_ns):
+        if place is not None and self.was_reported(fact, place, now_ns):
             for rumour in [each for each in self.rumours if (each.gpu, each.xid) == (fact.gpu, fact.xid)]:
                 if ALL in {rumour.gi, place[0]} or rumour.gi == place[0]:
                     self.believe(rumour)
@@ -743,7 +745,7 @@ class Oracle:
         is_there = any(fact.gi in {ALL, mig.gi} and fact.ci in {ALL, mig.ci} for mig in devices)
         return (fact.gi, fact.ci) if is_there else None
 
-    def was_told(self, fact: XidReported, place: tuple[int, int], now_ns: int) -> bool:
+    def was_reported(self, fact: XidReported, place: tuple[int, int], now_ns: int) -> bool:
         gi, ci = place
         for told in self.told_xids:
             same_place = (told.gi == gi or ALL in {told.gi, gi}) and (told.ci == ci or ALL in {told.ci, ci})

@@ -104,12 +104,12 @@ async def test_a_lost_gpu_is_out_as_soon_as_nvml_agrees_and_shown_as_unconfirmed
         assert await all_reasons(agent) == {first: {"unconfirmed"}, second: {"gpu_lost", "xid"}}
 
 
-@pytest.mark.parametrize("offers_action", [True, False])
+@pytest.mark.parametrize("reads_action", [True, False])
 async def test_ten_announcements_around_three_repairs_leave_every_device_healthy(
-    *, offers_action: bool
+    *, reads_action: bool
 ) -> None:
     async with simulated_node({"preset": "dgx-h100", "gpus": 2}) as node:
-        if not offers_action:
+        if not reads_action:
             node.nvml.set_recovery_action(0, None)
         async with agent_process(node) as agent:
             await wait_allocatable(node.kubelet, 2)
@@ -120,9 +120,9 @@ async def test_ten_announcements_around_three_repairs_leave_every_device_healthy
                 node.nvml.push_xid(0, 119)
                 await wait_allocatable(node.kubelet, 1)
                 for action in (1, 4) if told else (1, 4, 1):
-                    await announce(node, action, is_read=offers_action)
+                    await announce(node, action, is_read=reads_action)
                     told += 1
-                await announce(node, 0, is_read=offers_action)
+                await announce(node, 0, is_read=reads_action)
                 told += 1
                 await node.do("reload-module", {})
                 await wait_allocatable(node.kubelet, 2)

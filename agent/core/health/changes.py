@@ -1,7 +1,7 @@
-"""What is to be done and told, read off the difference between two states.
+"""Effects and events, derived from the difference between two states.
 
-Invariants: equal states give nothing. Each change is one event, so an event is never a poll. Devices are told
-of from the first probes on, then what they are by then: not how one GPU after the other came to be well.
+Invariants: equal states give nothing. Each change is one event, so an event is never a poll. Devices are
+reported from the first probes on, with the health they have by then: not how one GPU after the other got it.
 Lists in events are bounded: a node can have 800 devices, a log line cannot.
 """
 
@@ -40,7 +40,7 @@ def changes(old: State, new: State, now_ns: int) -> tuple[Effect, ...]:
     events = (
         *_driver_events(old, new),
         *_gpu_events(old, new),
-        *_unoffered_events(old, new),
+        *_unadvertised_events(old, new),
         *_condition_events(old, new),
         *_device_events(old, new),
         *_allocatable_events(old, new),
@@ -48,7 +48,7 @@ def changes(old: State, new: State, now_ns: int) -> tuple[Effect, ...]:
         *_registration_events(old, new),
         *_task_events(old, new),
         *_stale_events(old, new),
-        *_refused_events(old, new),
+        *_failed_fact_events(old, new),
         *_breaker_events(old, new),
         *_process_list_events(old, new),
     )
@@ -56,7 +56,7 @@ def changes(old: State, new: State, now_ns: int) -> tuple[Effect, ...]:
         *(RecordEvent(event, now_ns) for event in events),
         *_evidence(old, new),
         *_release(old, new),
-        *(() if new.refused.keys() == old.refused.keys() else (ProbeGpus(),)),
+        *(() if new.failed_facts.keys() == old.failed_facts.keys() else (ProbeGpus(),)),
         *_registrations(old, new),
     )
 
@@ -137,20 +137,20 @@ def _gpu_events(old: State, new: State) -> Iterator[Event]:
     )
 
 
-def _unoffered_events(old: State, new: State) -> Iterator[Event]:
+def _unadvertised_events(old: State, new: State) -> Iterator[Event]:
     if new.gpus is old.gpus and new.policy is old.policy:
         return
-    told = frozenset(unadvertised_devices(old.gpus.values(), old.policy))
-    for remark in unadvertised_devices(new.gpus.values(), new.policy):
-        if remark not in told:
+    known = frozenset(unadvertised_devices(old.gpus.values(), old.policy))
+    for device in unadvertised_devices(new.gpus.values(), new.policy):
+        if device not in known:
             fields: dict[str, object] = {
-                "gpu": new.gpus[remark.gpu].index,
-                "uuid": remark.gpu,
-                "pci": new.gpus[remark.gpu].pci,
+                "gpu": new.gpus[device.gpu].index,
+                "uuid": device.gpu,
+                "pci": new.gpus[device.gpu].pci,
             }
-            if remark.detail:
-                fields["detail"] = remark.detail
-            yield Event(EventKind.GPUS, str(remark.why), warning=True, fields=fields)
+            if device.detail:
+                fields["detail"] = device.detail
+            yield Event(EventKind.GPUS, str(device.why), warning=True, fields=fields)
 
 
 def _uuids(state: State, gpus: Iterable[GpuUuid]) -> list[str]:
@@ -221,20 +221,20 @@ def _details_fields(details: Details) -> dict[str, object]:
     }
 
 
-def _told_devices(state: State) -> Devices | None:
-    """Return the devices that are told of; None: none yet, for one GPU is probed after the other."""
+def _reported_devices(state: State) -> Devices | None:
+    """Return the devices whose changes are reported; None: none before the first probes."""
     return state.devices if state.first_probes_in else None
 
 
 def _device_events(old: State, new: State) -> Iterator[Event]:
-    was, now = _told_devices(old), _told_devices(new)
+    was, now = _reported_devices(old), _reported_devices(new)
     if now is None or now is was:
         return
     for name, devices in now.items():
         changed: dict[tuple[GpuUuid, Health], list[Device]] = {}
         for before, device in _others((was or {}).get(name, ()), devices):
             if was is None and device.health is Health.HEALTHY:
-                continue  # what all are that are not told of, as the line on the resource says
+                continue  # what all the others are, as the line on the resource has it
             if (Health.UNKNOWN if before is None else before.health) is not device.health:
                 changed.setdefault((device.placement.gpu, device.health), []).append(device)
         for (gpu, health), listed in changed.items():
@@ -258,7 +258,7 @@ def _device_events(old: State, new: State) -> Iterator[Event]:
 def _others(old: Sequence[Device], new: Sequence[Device]) -> Iterator[tuple[Device | None, Device]]:
     """Yield each device that is not the same object as before, with what it was; None: it was not there."""
     if len(old) == len(new):
-        # Most of a long list is the same; what it was stands at the same place, unless others are offered.
+        # Most of a long list is the same; what it was stands at the same place, unless others are advertised.
         pairs = [pair for pair in zip(old, new, strict=True) if pair[0] is not pair[1]]
         if all(before.id == device.id for before, device in pairs):
             yield from pairs
@@ -275,7 +275,7 @@ def _why(device: Device) -> dict[str, object]:
 
 
 def _allocatable_events(old: State, new: State) -> Iterator[Event]:
-    was, now = _told_devices(old), _told_devices(new)
+    was, now = _reported_devices(old), _reported_devices(new)
     if now is None or now is was:
         return
     for name, devices in now.items():
@@ -336,7 +336,7 @@ def _registration_events(old: State, new: State) -> Iterator[Event]:
 
 
 def _is_new_trouble(before: Registration | None, standing: Registration) -> bool:
-    """Whether backing off says something that was not said before."""
+    """Whether backing off has another message than before."""
     return standing.phase is RegistrationPhase.BACKING_OFF and (
         before is None or before.message != standing.message
     )
@@ -365,9 +365,9 @@ def _stale_events(old: State, new: State) -> Iterator[Event]:
         yield Event(EventKind.TASK, f"{part} gives proofs again", fields={"part": str(part)})
 
 
-def _refused_events(old: State, new: State) -> Iterator[Event]:
-    for gpu in new.refused.keys() - old.refused.keys():
-        fields = {"uuid": gpu, "detail": new.refused[gpu]}
+def _failed_fact_events(old: State, new: State) -> Iterator[Event]:
+    for gpu in new.failed_facts.keys() - old.failed_facts.keys():
+        fields = {"uuid": gpu, "detail": new.failed_facts[gpu]}
         message = f"A fact about {gpu or 'the node'} could not be applied, so every GPU is probed again"
         yield Event(EventKind.LOSS, message, warning=True, fields=fields)
 
@@ -385,7 +385,7 @@ def _breaker_events(old: State, new: State) -> Iterator[Event]:
 
 _NOT_BELIEVED: Final[Mapping[ProcessInfo, str]] = {
     "unreliable": "NVML lists processes that cannot be, so none of them is believed",
-    "unsupported": "The driver does not list processes, so only open files tell who holds a GPU",
+    "unsupported": "The driver does not list processes, so only open files show which processes hold a GPU",
 }
 
 
@@ -394,7 +394,7 @@ def _process_list_events(old: State, new: State) -> Iterator[Event]:
     if new.memory is old.memory:
         return
     for info, message in _NOT_BELIEVED.items():
-        was_told = any(memory.process_info == info for memory in old.memory.values())
+        was_reported = any(memory.process_info == info for memory in old.memory.values())
         gpus = [gpu for gpu, memory in new.memory.items() if memory.process_info == info and gpu in new.gpus]
-        if gpus and not was_told:
+        if gpus and not was_reported:
             yield Event(EventKind.GPUS, message, warning=True, fields={"gpus": _uuids(new, gpus)})

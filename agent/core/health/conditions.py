@@ -2,7 +2,7 @@
 
 Invariants: a condition is cleared only by its own recovery rule (recovered_at), and clearing one
 never clears another. Quiet time counts from the first of the clean probes, not from the last report:
-trouble that lasts is reported once, when it begins, and how long it lasted only a probe can tell.
+trouble that lasts is reported once, when it begins, and only a probe can show how long it lasted.
 """
 
 from collections.abc import Container, Iterable, Mapping
@@ -81,7 +81,7 @@ def eased(
 ) -> Conditions:
     """Return the conditions after the cause of one ended: from here on probes can cure it.
 
-    ``is_reset`` says that the end of the cause is itself reset evidence for this condition; ``but`` are
+    ``is_reset``: the end of the cause is itself reset evidence for this condition; ``but`` are
     places where the cause is still there.
     """
     over = {
@@ -149,8 +149,8 @@ def after_bad_probe(conditions: Conditions, gpu: GpuUuid) -> Conditions:
 def after_reset(conditions: Conditions, gpus: Iterable[GpuUuid]) -> Conditions:
     """Return the conditions after reset evidence for some GPUs was seen.
 
-    What was read before the reset is over; if it is not, the next reading says so before the probe of
-    the same poll counts. So a reading that the driver offers no more keeps no GPU out for ever.
+    What was read before the reset is over; if it is not, the next reading raises it again before the
+    probe of the same poll counts. So a reading that the driver has no more keeps no GPU unhealthy.
     """
     reset = frozenset(gpus)
     marked = {
@@ -190,8 +190,8 @@ def after_new_layout(conditions: Conditions, gpu: GpuUuid, staying: Iterable[Pla
 def after_restart(conditions: Iterable[Condition], gpus: Container[GpuUuid]) -> Conditions:
     """Return the conditions of known GPUs after the process was replaced.
 
-    Nobody watched in between, so clean probes have to come in a row anew. What lasted lasts until a
-    reading says otherwise.
+    No probe ran in between, so clean probes have to come in a row anew. What lasted lasts until a reading
+    shows otherwise.
     """
     return {
         condition.key: replace(condition, clean_probes=0)

@@ -14,7 +14,7 @@ from agent.core.allocation.nodes import is_of_driver, owners, without_path
 from agent.core.health import conditions
 from agent.core.health.commands import with_holds, with_maintenance
 from agent.core.health.handlers import handles
-from agent.core.health.inventory import offers
+from agent.core.health.inventory import advertised_devices
 from agent.core.health.needs import with_channels, with_daemon, without_need
 from agent.core.health.state import MAX_AWAITED, State
 from agent.model import facts
@@ -27,7 +27,7 @@ from agent.model.structs import replace
 T = TypeVar("T")
 
 MAX_GPUS: Final = 64
-"""GPUs known, listed or not; a node has 16. Those listed are never left out."""
+"""GPUs known, listed or not; a node has 16. Those listed are never evicted."""
 
 
 def enumerated(state: State, fact: facts.GpusEnumerated, now_ns: int, *, max_gpus: int = MAX_GPUS) -> State:
@@ -49,7 +49,7 @@ def enumerated(state: State, fact: facts.GpusEnumerated, now_ns: int, *, max_gpu
         first_probes_by_ns=first_probes_by_ns,
     )
     listed = _without_ghosts(listed, max_gpus)
-    return with_nodes(with_maintenance(with_holds(with_offers(listed, now_ns), now_ns), now_ns), now_ns)
+    return with_nodes(with_maintenance(with_holds(with_advertised(listed, now_ns), now_ns), now_ns), now_ns)
 
 
 def _without_ghosts(state: State, max_gpus: int) -> State:
@@ -134,10 +134,10 @@ def _instances(gpu: Gpu) -> frozenset[tuple[str, int, int, str]]:
     return frozenset((mig.uuid, mig.gi, mig.ci, mig.profile) for mig in gpu.mig_devices)
 
 
-def with_offers(state: State, now_ns: int) -> State:
+def with_advertised(state: State, now_ns: int) -> State:
     """Return the state with the devices that its GPUs and policy make."""
-    offered = offers(state.gpus.values(), state.policy, state.offers)
-    return _with_imex(_with_mps(replace(state, offers=offered), now_ns), now_ns)
+    advertised = advertised_devices(state.gpus.values(), state.policy, state.advertised)
+    return _with_imex(_with_mps(replace(state, advertised=advertised), now_ns), now_ns)
 
 
 @handles(facts.MpsSeen)
@@ -164,7 +164,7 @@ def _with_mps(state: State, now_ns: int) -> State:
         state = replace(state, mps_was_ready=False)
     active = with_daemon(
         state.conditions,
-        state.offers,
+        state.advertised,
         state.policy.sharing,
         ready=state.mps_ready,
         missing=state.mps_missing,
@@ -222,7 +222,7 @@ def apply_driver_unavailable(state: State, fact: facts.DriverUnavailable, now_ns
 def _without_driver(
     state: State, gpus: Iterable[GpuUuid], source: SourceName, reason: Reason, message: str, now_ns: int
 ) -> conditions.Conditions:
-    """Return the conditions with one on each of the GPUs because nobody can use it."""
+    """Return the conditions with one on each of the GPUs because the driver cannot be used."""
     active = state.conditions
     for gpu in gpus:
         active = conditions.raised(
@@ -238,7 +238,7 @@ def _without_driver(
 
 @handles(facts.DriverReleased)
 def apply_driver_released(state: State, _fact: facts.DriverReleased, now_ns: int) -> State:
-    """Take that NVML was let go of: nothing is overdue, and nothing is asked any more."""
+    """Keep that NVML was shut down on request: no call is overdue or made any more."""
     let_go = replace(state, driver_released=True, overdue={}, driver_overdue=None)
     return _with_module_gone(state, let_go, now_ns)
 
@@ -264,12 +264,12 @@ def apply_pci_gpus_seen(state: State, fact: facts.PciGpusSeen, _now_ns: int) -> 
 def _with_module_gone(old: State, state: State, now_ns: int) -> State:
     """Mark the GPUs that were to stay in use if the module is unloaded during a release.
 
-    Otherwise NVML says so; here nobody asks it. Of those that are released it is no news.
+    Otherwise NVML reports it; here NVML is not called. Released GPUs are unhealthy already.
     """
     is_new = not (old.driver_released and old.driver_unloaded)
     if not is_new or not (state.driver_released and state.driver_unloaded):
         return state
-    message = "The driver's module was unloaded while the driver was let go of"
+    message = "The driver's module was unloaded while the driver was released"
     staying = [gpu for gpu in state.gpus if gpu not in state.released_gpus]
     return replace(
         state,
@@ -285,9 +285,9 @@ def apply_driver_module_seen(state: State, fact: facts.DriverModuleSeen, now_ns:
     active = state.conditions
     if state.module_inode not in {None, fact.inode}:
         active = conditions.after_reset(active, state.gpus)
-    # A look that is told of after NVML was initialised again must not count for the next time.
-    is_told_late = state.driver.ready and not state.driver_released
-    unloaded = state.driver_unloaded and not is_told_late
+    # A reading that arrives after NVML was initialised again must not count for the next release.
+    is_late = state.driver.ready and not state.driver_released
+    unloaded = state.driver_unloaded and not is_late
     return replace(state, module_inode=fact.inode, conditions=active, driver_unloaded=unloaded)
 
 
@@ -313,7 +313,7 @@ def apply_device_nodes_seen(state: State, fact: facts.DeviceNodesSeen, now_ns: i
 
 
 def with_nodes(state: State, now_ns: int) -> State:
-    """Mark the devices whose node is missing; a control node is every GPU's. Nothing until it was looked.
+    """Mark the devices whose node is missing; a control node is every GPU's. Nothing before the first scan.
 
     Device specs and a CDI specification name the nodes, so with them one without a known path is missing too.
     """
@@ -325,26 +325,30 @@ def with_nodes(state: State, now_ns: int) -> State:
     for path in state.missing_nodes:
         for place in of_device.get(path, every if is_of_driver(path) else ()):
             missing.setdefault(place, []).append(path)
-    told = {place: f"{', '.join(paths)} does not exist" for place, paths in missing.items()}
+    absent = {place: f"{', '.join(paths)} does not exist" for place, paths in missing.items()}
     injection = state.policy.injection
     if names_nodes(injection):
         is_split = gives_capabilities(state.policy, sees_new_nodes=True)
-        told = without_path(state.gpus.values(), with_capabilities=is_split) | told
+        absent = without_path(state.gpus.values(), with_capabilities=is_split) | absent
     unnamed: dict[Placement, str] = {}
     if uses_cdi(injection):
         unnamed = unnameable(state.gpus.values(), ids=injection.ids, mig_strategy=state.policy.mig_strategy)
-    active = _marked(state, state.conditions, Reason.DEVICE_NODE_MISSING, told, now_ns)
+    active = _marked(state, state.conditions, Reason.DEVICE_NODE_MISSING, absent, now_ns)
     active = _marked(state, active, Reason.CDI_UNRESOLVABLE, unnamed, now_ns)
     return state if active is state.conditions else replace(state, conditions=active)
 
 
 def _marked(
-    state: State, active: conditions.Conditions, reason: Reason, told: Mapping[Placement, str], now_ns: int
+    state: State,
+    active: conditions.Conditions,
+    reason: Reason,
+    messages: Mapping[Placement, str],
+    now_ns: int,
 ) -> conditions.Conditions:
-    """Return the conditions with a reason on exactly these devices, each for as long as it is told."""
+    """Return the conditions with a reason on exactly these devices, each while there is a message."""
     for gpu in state.gpus:
-        active = conditions.eased(active, reason, gpu, but=told)
-    for place, message in sorted(told.items()):
+        active = conditions.eased(active, reason, gpu, but=messages)
+    for place, message in sorted(messages.items()):
         active = conditions.raised(
             active,
             source=facts.SYSFS,

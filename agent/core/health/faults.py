@@ -1,7 +1,7 @@
-"""What devices say of themselves: XIDs, readings, and how driver calls on them ended.
+"""Evidence of the devices themselves: XIDs, readings, and results of driver calls.
 
 Invariants: a fault marks exactly the place it names, or nothing if that place does not exist. The same
-XID told by two sources within two seconds is one fault.
+XID reported by two sources within two seconds is one fault.
 """
 
 from collections.abc import Container, Mapping
@@ -11,9 +11,9 @@ from agent.core import xids
 from agent.core.health import conditions
 from agent.core.health.driver import hang_conditions
 from agent.core.health.handlers import Applied, handles
-from agent.core.health.samples import UNKNOWN, Window, judged
-from agent.core.health.state import State, Suspects
-from agent.core.health.witnesses import Suspect, offers_action
+from agent.core.health.samples import UNKNOWN, Window, evaluate
+from agent.core.health.state import State, UnconfirmedFaults
+from agent.core.health.witnesses import UnconfirmedFault, reads_action
 from agent.model import facts
 from agent.model.effects import Event, EventKind, RecordEvent
 from agent.model.gpu import Gpu
@@ -44,21 +44,21 @@ _REASONS: Final[Mapping[int, Reason]] = {15: Reason.GPU_LOST, 16: Reason.RESET_R
 
 @handles(facts.XidReported)
 def apply_xid_reported(state: State, fact: facts.XidReported, now_ns: int) -> Applied:
-    """Count an XID of NVML and mark the place it names, if the policy says so.
+    """Count an XID of NVML and mark the place it names, if the policy flips it.
 
-    What the kernel log said of it just before is confirmed by it, with all that the line says.
+    It confirms the kernel log's line of just before, with the details of that line.
     """
     if fact.gpu is None or fact.gpu not in state.gpus:
         return state, (xid_notice(UNKNOWN_DEVICE, fact, None, now_ns),)
     gpu = state.gpus[fact.gpu]
     code = listed_code(fact.xid, state.xids.get(gpu.uuid, {}))
     place = place_of(gpu, fact)
-    if place is not None and is_told_by_another(state, place, code, fact.source, now_ns):
+    if place is not None and is_reported_by_another(state, place, code, fact.source, now_ns):
         return confirmed_xid(state, place, code), ()
     counts = with_count(state.xids, gpu.uuid, code, fact.count)
     recent = state.recent_xids
     if place is not None:
-        recent = with_teller(recent, place, code, fact.source, now_ns)
+        recent = with_reporter(recent, place, code, fact.source, now_ns)
     branch = xids.branch_of(state.driver.driver_version)
     if not xids.flips(fact.xid, state.policy, branch=branch):
         is_announced = fact.xid == xids.RECOVERY_ACTION_CHANGED and fact.xid not in state.policy.xid_overrides
@@ -83,30 +83,30 @@ def apply_xid_reported(state: State, fact: facts.XidReported, now_ns: int) -> Ap
 
 
 def confirmed_xid(state: State, place: Placement, code: int) -> State:
-    """Return the state after NVML reported what the kernel log had said: it is no rumour any more."""
+    """Return the state after NVML reported an XID of the kernel log: the line is confirmed."""
     confirmed = {
-        key: suspect
-        for key, suspect in state.suspects.items()
+        key: unconfirmed
+        for key, unconfirmed in state.unconfirmed.items()
         if key.reason is Reason.XID and key.code == code and key.placement.overlaps(place)
     }
     return with_raised(state, confirmed) if confirmed else state
 
 
-def with_raised(state: State, confirmed: Mapping[ConditionKey, Suspect]) -> State:
-    """Return the state with suspects confirmed: what the lines say is raised."""
-    shown = {suspect.shown_as for suspect in confirmed.values()}
+def with_raised(state: State, confirmed: Mapping[ConditionKey, UnconfirmedFault]) -> State:
+    """Return the state with confirmed faults raised as conditions."""
+    shown = {unconfirmed.shown_as for unconfirmed in confirmed.values()}
     active = {key: each for key, each in state.conditions.items() if key not in shown}
-    for key, suspect in confirmed.items():
+    for key, unconfirmed in confirmed.items():
         known = active.get(key)
-        count = suspect.condition.count + (0 if known is None else known.count)
-        since_ns = suspect.condition.since_ns if known is None else known.since_ns
-        active[key] = replace(suspect.condition, count=count, since_ns=since_ns)
-    return replace(state, conditions=active, suspects=without(state.suspects, confirmed))
+        count = unconfirmed.condition.count + (0 if known is None else known.count)
+        since_ns = unconfirmed.condition.since_ns if known is None else known.since_ns
+        active[key] = replace(unconfirmed.condition, count=count, since_ns=since_ns)
+    return replace(state, conditions=active, unconfirmed=without(state.unconfirmed, confirmed))
 
 
-def without(suspects: Suspects, gone: Container[ConditionKey]) -> Suspects:
-    """Return the suspects without some."""
-    return {key: suspect for key, suspect in suspects.items() if key not in gone}
+def without(unconfirmed: UnconfirmedFaults, gone: Container[ConditionKey]) -> UnconfirmedFaults:
+    """Return the unconfirmed faults without some."""
+    return {key: unconfirmed for key, unconfirmed in unconfirmed.items() if key not in gone}
 
 
 def listed_code(xid: int, counts: Mapping[int, int]) -> int:
@@ -125,20 +125,27 @@ def place_of(gpu: Gpu, fact: facts.XidReported) -> Placement | None:
     return place if any(place.overlaps(device) for device in there) else None
 
 
-def is_told_by_another(state: State, place: Placement, code: int, source: SourceName, now_ns: int) -> bool:
+def is_reported_by_another(
+    state: State, place: Placement, code: int, source: SourceName, now_ns: int
+) -> bool:
     """Return whether another source just reported the same XID at an overlapping place."""
     return any(
-        told_code == code and teller != source and now_ns - at_ns <= SAME_FAULT_NS and told.overlaps(place)
-        for (told, told_code), (teller, at_ns) in state.recent_xids.items()
+        reported_code == code
+        and reporter != source
+        and now_ns - at_ns <= SAME_FAULT_NS
+        and at.overlaps(place)
+        for (at, reported_code), (reporter, at_ns) in state.recent_xids.items()
     )
 
 
-Tellers = Mapping[tuple[Placement, int], tuple[SourceName, int]]
+Reporters = Mapping[tuple[Placement, int], tuple[SourceName, int]]
 
 
-def with_teller(tellers: Tellers, place: Placement, code: int, source: SourceName, now_ns: int) -> Tellers:
-    """Return who reported which XID lately, with one more."""
-    recent = {key: seen for key, seen in tellers.items() if now_ns - seen[1] <= SAME_FAULT_NS}
+def with_reporter(
+    reporters: Reporters, place: Placement, code: int, source: SourceName, now_ns: int
+) -> Reporters:
+    """Return which source reported which XID lately, with one more."""
+    recent = {key: seen for key, seen in reporters.items() if now_ns - seen[1] <= SAME_FAULT_NS}
     return {**recent, (place, code): (source, now_ns)}
 
 
@@ -176,14 +183,14 @@ def xid_notice(
 
 @handles(facts.GpuSampled)
 def apply_gpu_sampled(state: State, fact: facts.GpuSampled, now_ns: int) -> State:
-    """Raise what the readings of a GPU say, and ease what they no longer say."""
+    """Raise the conditions that the readings of a GPU show, and ease those they no longer show."""
     if fact.gpu not in state.gpus or state.driver.ready is False:
         return state
     window = state.slowdowns.get(fact.gpu, Window())
     if fact.sample.hw_slowed is not None:
         window = window.with_reading(slowed=fact.sample.hw_slowed, length=state.policy.slowdown_window_polls)
     active = state.conditions
-    for reason, verdict in judged(fact.sample, window, state.policy).items():
+    for reason, verdict in evaluate(fact.sample, window, state.policy).items():
         if verdict is UNKNOWN:
             continue
         if verdict is None:
@@ -200,8 +207,8 @@ def apply_gpu_sampled(state: State, fact: facts.GpuSampled, now_ns: int) -> Stat
                 lasts=True,
                 now_ns=now_ns,
             )
-    if offers_action(fact.sample) and fact.sample.recovery_action:
-        # The kernel log told of the same reading; what the driver answers now counts instead.
+    if reads_action(fact.sample) and fact.sample.recovery_action:
+        # The kernel log reported the same reading; the driver's own answer counts instead.
         active = without_announced(active, fact.gpu)
     samples = {**state.samples, fact.gpu: fact.sample}
     slowdowns = {**state.slowdowns, fact.gpu: window}
@@ -228,12 +235,12 @@ def eased(active: conditions.Conditions, reason: Reason, gpu: GpuUuid) -> condit
 
 
 def announced_action(gpu: GpuUuid) -> ConditionKey:
-    """Return the key of the recovery action that the kernel log told of."""
+    """Return the key of the recovery action that the kernel log reported."""
     return ConditionKey(facts.KERNEL_LOG, Reason.RECOVERY_ACTION, Placement(gpu), 0)
 
 
 def without_announced(active: conditions.Conditions, gpu: GpuUuid) -> conditions.Conditions:
-    """Return the conditions without the recovery action that the kernel log told of."""
+    """Return the conditions without the recovery action that the kernel log reported."""
     key = announced_action(gpu)
     return {each: active[each] for each in active if each != key} if key in active else active
 
@@ -248,7 +255,7 @@ def apply_gpu_probe_passed(state: State, fact: facts.GpuProbePassed, now_ns: int
         return state
     answered = _with_answer(state, fact.gpu)
     if state.driver.ready is False or fact.gpu not in state.present:
-        # It was under way when the driver or the GPU went, and says nothing of their return.
+        # It was under way when the driver or the GPU went, and shows nothing of their return.
         return answered
     # The probe that ends a hang of the driver is also the first clean one after it.
     active = hang_conditions(answered, now_ns)
@@ -321,7 +328,7 @@ def apply_health_events_unsupported(
     gpu = state.gpus.get(fact.gpu)
     event = Event(
         EventKind.GPUS,
-        "The driver offers no XID events for a GPU, which is watched by probes alone",
+        "The driver has no XID events for a GPU, which is watched by probes alone",
         warning=True,
         fields={"uuid": fact.gpu, "gpu": None if gpu is None else gpu.index, "detail": fact.message},
     )

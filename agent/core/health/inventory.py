@@ -1,9 +1,9 @@
-"""Which devices are offered under which resource name, from the GPUs that are known.
+"""Which devices are advertised under which resource name, from the GPUs that are known.
 
 Invariants: ids are stable over restarts (NVML UUIDs). The order is stable also when a GPU is lost
 and the others' indexes move: by PCI address, GPU instance, compute instance, replica. A resource
-that was offered once stays, with an empty list, so that the kubelet forgets its devices at once. So does one
-whose list the kubelet would not take: it is never made, however many replicas are configured.
+that was advertised once stays, with an empty list, so that the kubelet forgets its devices at once.
+So does one whose list the kubelet would not take: it is never made, however many replicas are configured.
 A device is advertised under one name. A device that exists and is not advertised is reported with its reason.
 """
 
@@ -30,7 +30,7 @@ _SMALLER_THAN_ITS_INSTANCE: Final = re.compile(r"\d+c\.")
 """How the profile of a compute instance begins that has not all the slices of its GPU instance."""
 
 
-class Offer(msgspec.Struct, frozen=True):
+class AdvertisedDevice(msgspec.Struct, frozen=True):
     """A device before its health is known."""
 
     id: DeviceId
@@ -48,7 +48,7 @@ class Unadvertised(StrEnum):
 
     PROFILE = "A MIG device with less compute than its GPU instance is not advertised"
     NO_MIG_DEVICE = "A GPU in MIG mode without a MIG device is not advertised"
-    MIG_UNDER_MPS = "MIG devices are offered unshared, because MPS cannot share them"
+    MIG_UNDER_MPS = "MIG devices are advertised unshared, because MPS cannot share them"
     TOO_MANY_REPLICAS = "A GPU is not advertised, because MPS cannot serve so many replicas"
 
 
@@ -104,18 +104,20 @@ class Oversized(NamedTuple):
         )
 
 
-Offers = Mapping[ResourceName, tuple[Offer, ...]]
+AdvertisedDevices = Mapping[ResourceName, tuple[AdvertisedDevice, ...]]
 
 
-def offers(gpus: Iterable[Gpu], policy: Policy, before: Offers) -> Offers:
+def advertised_devices(gpus: Iterable[Gpu], policy: Policy, before: AdvertisedDevices) -> AdvertisedDevices:
     """Return the devices of each resource, in wire order; what did not change is the same object."""
     known = tuple(gpus)
     planned = _plan(known, policy)
     for each in _oversized(planned):
         planned[each.resource] = []
-    listed: dict[ResourceName, list[Offer]] = {name: [] for name in (*before, *sorted(unfit(known, policy)))}
+    listed: dict[ResourceName, list[AdvertisedDevice]] = {
+        name: [] for name in (*before, *sorted(unfit(known, policy)))
+    }
     for name, parts in planned.items():
-        listed[name] = [offer for each in parts for offer in _offers_of(each)]
+        listed[name] = [device for each in parts for device in _advertised_of(each)]
     return {name: _same_if_equal(before.get(name), tuple(devices)) for name, devices in listed.items()}
 
 
@@ -156,7 +158,9 @@ def _plan(gpus: Iterable[Gpu], policy: Policy) -> dict[ResourceName, list[_Plann
     return planned
 
 
-def _same_if_equal(before: tuple[Offer, ...] | None, now: tuple[Offer, ...]) -> tuple[Offer, ...]:
+def _same_if_equal(
+    before: tuple[AdvertisedDevice, ...] | None, now: tuple[AdvertisedDevice, ...]
+) -> tuple[AdvertisedDevice, ...]:
     return before if before is not None and before == now else now
 
 
@@ -191,11 +195,11 @@ def _obstacle(part: _Part, share: Share, policy: Policy) -> Unadvertised | None:
     return Unadvertised.TOO_MANY_REPLICAS if share.replicas > mps_clients(part.gpu) else None
 
 
-def _offers_of(planned: _Planned) -> Iterator[Offer]:
+def _advertised_of(planned: _Planned) -> Iterator[AdvertisedDevice]:
     gpu, mig = planned.part.gpu, planned.part.mig
     placement = gpu.placement if mig is None else Placement(gpu.uuid, mig.gi, mig.ci)
     for replica in (None,) if planned.replicas is None else range(planned.replicas):
-        yield Offer(
+        yield AdvertisedDevice(
             id=replica_id(planned.uuid, replica),
             uuid=planned.uuid,
             placement=placement,
@@ -230,8 +234,8 @@ def mixed_profiles(gpus: Iterable[Gpu], policy: Policy) -> tuple[str, ...]:
 def unfit(gpus: Iterable[Gpu], policy: Policy) -> frozenset[ResourceName]:
     """Return the resources that the policy names and some of the GPUs cannot fill.
 
-    The kubelet is told of them even while they are empty and never were anything else: another plugin, or
-    this one under another layout, may have offered them before.
+    They are registered even while they are empty and never were anything else: another plugin, or this one
+    under another layout, may have advertised them before.
     """
     known = tuple(gpus)
     names = {GPU_RESOURCE} if mixed_profiles(known, policy) else set()
@@ -242,9 +246,9 @@ def unfit(gpus: Iterable[Gpu], policy: Policy) -> frozenset[ResourceName]:
 
 
 def unadvertised_devices(gpus: Iterable[Gpu], policy: Policy) -> tuple[UnadvertisedDevice, ...]:
-    """Return what is there and is not offered, or not as asked for, each once.
+    """Return the devices that are not advertised, or not as configured, each once.
 
-    What makes strategy ``single`` impossible is not among it: mixed_profiles tells that.
+    What makes strategy ``single`` impossible is not among it: mixed_profiles returns that.
     """
     known = tuple(gpus)
     found: list[UnadvertisedDevice] = []
@@ -311,7 +315,7 @@ def _matches(pattern: str, name: str) -> bool:
 
 
 def shared_name(sharing: Sharing, resource: ResourceName) -> ResourceName:
-    """Return under which name the shared devices of a resource are offered."""
+    """Return under which name the shared devices of a resource are advertised."""
     return ResourceName(resource + SHARED_SUFFIX) if sharing.rename_by_default else resource
 
 

@@ -1,6 +1,6 @@
-"""What the kernel log says of GPUs, and what becomes of it: see core.witnesses.
+"""Lines of the kernel log about GPUs, and what follows from them: see core.health.witnesses.
 
-Invariants: a line takes no GPU out before a second witness was looked for. XID 154 and the recovery action
+Invariants: a line makes no GPU unhealthy before a second witness was read. XID 154 and the recovery action
 that NVML reads are one reading of two sources, and the driver's answer counts where it gives one. What was
 written before the agent listened counts by its class and by the signs of repair that followed.
 """
@@ -17,19 +17,19 @@ from agent.core.health.faults import (
     UNKNOWN_INSTANCE,
     announced_action,
     eased,
-    is_told_by_another,
+    is_reported_by_another,
     listed_code,
     place_of,
     with_count,
     with_raised,
-    with_teller,
+    with_reporter,
     without,
     xid_notice,
 )
 from agent.core.health.handlers import Applied, handles
 from agent.core.health.samples import REBOOT_ACTIONS, RULES, UNKNOWN, Window
 from agent.core.health.state import State
-from agent.core.health.witnesses import Suspect, Verdict, offers_action, shown_key, verdict_on
+from agent.core.health.witnesses import UnconfirmedFault, Verdict, reads_action, shown_key, verdict_on
 from agent.core.reasons import REASON_SPECS
 from agent.model import facts
 from agent.model.effects import Effect, Event, EventKind, ProbeGpu, ProbeUvm, RecordEvent
@@ -55,7 +55,7 @@ BEFORE_START: Final = "An XID from before the start is only counted"
 
 @handles(facts.KernelXidSeen)
 def apply_kernel_xid_seen(state: State, fact: facts.KernelXidSeen, now_ns: int) -> Applied:
-    """Take an XID of the kernel log."""
+    """Count an XID of the kernel log; raise what a second witness confirms."""
     gpu = gpu_at(state, fact.pci)
     if gpu is not None:
         state, notices = _xid_of(state, fact, gpu, now_ns)
@@ -68,12 +68,12 @@ def apply_kernel_xid_seen(state: State, fact: facts.KernelXidSeen, now_ns: int) 
 
 
 def _xid_of(state: State, fact: facts.KernelXidSeen, gpu: Gpu, now_ns: int) -> Applied:
-    told = _report_of(fact, gpu)
+    report = _report_of(fact, gpu)
     code = listed_code(fact.xid, state.xids.get(gpu.uuid, {}))
-    place = place_of(gpu, told)
+    place = place_of(gpu, report)
     is_action = fact.xid == xids.RECOVERY_ACTION_CHANGED and fact.xid not in state.policy.xid_overrides
-    if fact.live and place is not None and is_told_by_another(state, place, code, fact.source, now_ns):
-        # NVML has told of the number; which action it is only the line says.
+    if fact.live and place is not None and is_reported_by_another(state, place, code, fact.source, now_ns):
+        # NVML reported the number; only the line names the action.
         if is_action:
             return _action_announced(state, fact, gpu, now_ns)
         return _refined(state, fact, place, code, now_ns), ()
@@ -81,15 +81,15 @@ def _xid_of(state: State, fact: facts.KernelXidSeen, gpu: Gpu, now_ns: int) -> A
     if not count:
         return state, ()
     if fact.live and place is not None:
-        recent = with_teller(state.recent_xids, place, code, fact.source, now_ns)
+        recent = with_reporter(state.recent_xids, place, code, fact.source, now_ns)
         state = replace(state, recent_xids=recent)
     if is_action:
         return _action_announced(state, fact, gpu, now_ns)
     why = _why_only_counted(state, fact)
     if why is not None or place is None:
-        notice = xid_notice(why or UNKNOWN_INSTANCE, told, gpu, now_ns, warning=why is None)
+        notice = xid_notice(why or UNKNOWN_INSTANCE, report, gpu, now_ns, warning=why is None)
         return state, (notice,)
-    return _suspected(state, fact, _said(state, fact, place, code, count, now_ns), now_ns), ()
+    return _with_unconfirmed(state, fact, _condition_of(state, fact, place, code, count, now_ns), now_ns), ()
 
 
 def _why_only_counted(state: State, fact: facts.KernelXidSeen) -> str | None:
@@ -122,7 +122,7 @@ def _recovery(state: State, fact: facts.KernelXidSeen) -> Recovery:
 
 
 def _asks_for_probe(state: State, fact: facts.KernelXidSeen) -> bool:
-    """Whether a probe may tell more: of an application's fault it tells nothing."""
+    """Whether a probe may confirm it: of an application's fault it shows nothing."""
     is_announced = fact.xid == xids.RECOVERY_ACTION_CHANGED
     return fact.live and (is_announced or _recovery(state, fact) is not Recovery.SELF_CLEARING)
 
@@ -139,7 +139,7 @@ def _counted(state: State, fact: facts.KernelXidSeen, gpu: GpuUuid, code: int) -
     return replace(state, xids=with_count(state.xids, gpu, code, count)), count
 
 
-def _said(
+def _condition_of(
     state: State, fact: facts.KernelXidSeen, place: Placement, code: int, count: int, now_ns: int
 ) -> Condition:
     """Return the condition that a line makes once it is confirmed."""
@@ -157,23 +157,23 @@ def _said(
 
 
 def _refined(state: State, fact: facts.KernelXidSeen, place: Placement, code: int, now_ns: int) -> State:
-    """Return the state after the line of an XID that NVML reported just now: the line says more."""
-    said = _said(state, fact, place, code, fact.count, now_ns)
+    """Return the state after the line of an XID that NVML reported just now: the line has details."""
+    reported = _condition_of(state, fact, place, code, fact.count, now_ns)
     known = {
         key: condition
         for key, condition in state.conditions.items()
         if key.reason is Reason.XID and key.code == code and key.placement.overlaps(place)
     }
     if not known and _flips(state, fact) and not xids.flips(fact.xid, state.policy, branch=_branch(state)):
-        # The number alone flipped nothing; NVML has confirmed what the line says.
-        return with_raised(state, {said.key: Suspect(said, frozenset(), is_live=True)})
+        # The number alone flipped nothing; NVML has confirmed the line.
+        return with_raised(state, {reported.key: UnconfirmedFault(reported, frozenset(), is_live=True)})
     active = dict(state.conditions)
     for key, condition in known.items():
         if key.source == fact.source or condition.count > fact.count:
             continue
         if _flips(state, fact):
             active[key] = replace(
-                condition, message=said.message, recovery=said.recovery, evidence=said.evidence
+                condition, message=reported.message, recovery=reported.recovery, evidence=reported.evidence
             )
         else:
             del active[key]
@@ -183,57 +183,59 @@ def _refined(state: State, fact: facts.KernelXidSeen, place: Placement, code: in
 # Witnesses
 
 
-def _suspected(state: State, fact: facts.KernelXidSeen, said: Condition, now_ns: int) -> State:
+def _with_unconfirmed(state: State, fact: facts.KernelXidSeen, reported: Condition, now_ns: int) -> State:
     readings = xids.WITNESSES.get(xids.class_of(fact.xid, fact.words, _branch(state)), frozenset())
-    known = state.suspects.get(said.key)
+    known = state.unconfirmed.get(reported.key)
     if known is not None:
-        said = replace(said, since_ns=known.condition.since_ns, count=known.condition.count + said.count)
-    suspect = Suspect(said, readings, is_live=fact.live, in_words=fact.in_words)
+        reported = replace(
+            reported, since_ns=known.condition.since_ns, count=known.condition.count + reported.count
+        )
+    unconfirmed = UnconfirmedFault(reported, readings, is_live=fact.live, in_words=fact.in_words)
     is_deniable = (
-        said.recovery is Recovery.SELF_CLEARING
+        reported.recovery is Recovery.SELF_CLEARING
         or xids.class_of(fact.xid) is xids.XidClass.LOST
-        or offers_action(state.samples.get(said.placement.gpu))
+        or reads_action(state.samples.get(reported.placement.gpu))
     )
     shown = conditions.raised(
         state.conditions,
         source=fact.source,
         reason=Reason.UNCONFIRMED,
-        placement=said.placement,
-        code=said.key.code,
+        placement=reported.placement,
+        code=reported.key.code,
         count=fact.count,
-        message=f"{said.message}: the kernel log alone says so",
-        recovery=Recovery.SELF_CLEARING if is_deniable else said.recovery,
+        message=f"{reported.message}: only the kernel log reports it",
+        recovery=Recovery.SELF_CLEARING if is_deniable else reported.recovery,
         now_ns=now_ns,
     )
-    return replace(state, suspects={**state.suspects, said.key: suspect}, conditions=shown)
+    return replace(state, unconfirmed={**state.unconfirmed, reported.key: unconfirmed}, conditions=shown)
 
 
 def with_witnesses(state: State) -> State:
-    """Return the state with each suspect confirmed or denied by what else is known of its GPU now."""
-    if not state.suspects:
+    """Return the state with each unconfirmed fault confirmed or denied by the readings of its GPU."""
+    if not state.unconfirmed:
         return state
     deaf_since_ns = state.covered.get(Part(NVML_EVENTS))
-    confirmed: dict[ConditionKey, Suspect] = {}
-    denied: dict[ConditionKey, Suspect] = {}
-    for key, suspect in state.suspects.items():
+    confirmed: dict[ConditionKey, UnconfirmedFault] = {}
+    denied: dict[ConditionKey, UnconfirmedFault] = {}
+    for key, unconfirmed in state.unconfirmed.items():
         gpu = key.placement.gpu
         sample = state.samples.get(gpu)
         verdict = verdict_on(
-            suspect,
+            unconfirmed,
             state.conditions,
             sample,
             is_probed=gpu in state.probed,
             deaf_since_ns=deaf_since_ns,
         )
-        if suspect.shown_as not in state.conditions or verdict is Verdict.DENIED:
-            # Clean probes have cleared what was shown, or the driver itself says that nothing is wrong.
-            denied[key] = suspect
+        if unconfirmed.shown_as not in state.conditions or verdict is Verdict.DENIED:
+            # Clean probes cleared what was shown, or the driver itself denies the fault.
+            denied[key] = unconfirmed
         elif verdict is Verdict.CONFIRMED:
-            confirmed[key] = suspect
+            confirmed[key] = unconfirmed
     if denied:
-        over = {suspect.shown_as for suspect in denied.values()}
+        over = {unconfirmed.shown_as for unconfirmed in denied.values()}
         active = {key: each for key, each in state.conditions.items() if key not in over}
-        state = replace(state, conditions=active, suspects=without(state.suspects, denied))
+        state = replace(state, conditions=active, unconfirmed=without(state.unconfirmed, denied))
     return with_raised(state, confirmed) if confirmed else state
 
 
@@ -241,7 +243,7 @@ def with_witnesses(state: State) -> State:
 
 
 def _action_announced(state: State, fact: facts.KernelXidSeen, gpu: Gpu, now_ns: int) -> Applied:
-    """Take that the recovery action is another: the same reading as NVML's, whose answer counts."""
+    """Apply an announced recovery action: the same reading as NVML's, whose answer counts."""
     action = fact.words.action
     fields = {
         "gpu": gpu.index,
@@ -251,18 +253,18 @@ def _action_announced(state: State, fact: facts.KernelXidSeen, gpu: Gpu, now_ns:
         "detail": fact.detail,
     }
     notice = RecordEvent(Event(EventKind.XID, ANNOUNCED, fields=fields), now_ns)
-    if action is None or fact.repaired or offers_action(state.samples.get(gpu.uuid)):
+    if action is None or fact.repaired or reads_action(state.samples.get(gpu.uuid)):
         return state, (notice,)
     reason = Reason.RECOVERY_ACTION
     key = announced_action(gpu.uuid)
-    state = replace(state, suspects=without(state.suspects, (key,)))
+    state = replace(state, unconfirmed=without(state.unconfirmed, (key,)))
     message = RULES[reason](GpuSample(recovery_action=action), Window(), state.policy)
     if message is UNKNOWN:
         return state, (notice,)
     if message is None:
         shown = {each: state.conditions[each] for each in state.conditions if each != shown_key(key)}
         return replace(state, conditions=eased(shown, reason, gpu.uuid)), (notice,)
-    said = Condition(
+    reported = Condition(
         key=key,
         evidence=REASON_SPECS[reason].evidence,
         recovery=Recovery.REBOOT if action in REBOOT_ACTIONS else REASON_SPECS[reason].recovery,
@@ -272,26 +274,26 @@ def _action_announced(state: State, fact: facts.KernelXidSeen, gpu: Gpu, now_ns:
         last_ns=now_ns,
         lasts=True,
     )
-    suspect = Suspect(said, frozenset(), is_live=fact.live)
+    unconfirmed = UnconfirmedFault(reported, frozenset(), is_live=fact.live)
     active = conditions.raised(
         state.conditions,
         source=fact.source,
         reason=Reason.UNCONFIRMED,
-        placement=said.placement,
+        placement=reported.placement,
         code=shown_key(key).code,
-        message=f"{message}: the kernel log alone says so",
+        message=f"{message}: only the kernel log reports it",
         now_ns=now_ns,
     )
-    announced = replace(state, suspects={**state.suspects, key: suspect}, conditions=active)
+    announced = replace(state, unconfirmed={**state.unconfirmed, key: unconfirmed}, conditions=active)
     return announced, (notice,)
 
 
-# What is of no single GPU
+# Lines about no single GPU
 
 
 @handles(facts.GpusEnumerated)
 def apply_gpus_enumerated(state: State, fact: facts.GpusEnumerated, now_ns: int) -> Applied:
-    """Take the list of GPUs, and the XIDs that were read before there was one."""
+    """Keep the list of GPUs, and apply the XIDs that were read before the first one."""
     state = enumerated(state, fact, now_ns)
     if not state.early_xids or not state.gpus:
         return state, ()
@@ -307,7 +309,7 @@ def apply_gpus_enumerated(state: State, fact: facts.GpusEnumerated, now_ns: int)
 def apply_switch_error_seen(state: State, fact: facts.SwitchErrorSeen, now_ns: int) -> Applied:
     """Show a fatal error of an NVSwitch on the GPUs that have links, and have their links read now.
 
-    It is the links and the fabric that say whether a GPU is the worse for it.
+    Only links and fabric show whether a GPU is impaired.
     """
     fields = {
         "pci": fact.pci,
@@ -331,7 +333,7 @@ def apply_switch_error_seen(state: State, fact: facts.SwitchErrorSeen, now_ns: i
             placement=Placement(gpu.uuid),
             code=_switch_code(active, gpu.uuid, fact.sxid),
             count=fact.count,
-            message=f"NVSwitch {fact.pci} reports fatal SXid {fact.sxid}: the kernel log alone says so",
+            message=f"NVSwitch {fact.pci} reports fatal SXid {fact.sxid}: only the kernel log reports it",
             now_ns=now_ns,
         )
     probes = (ProbeGpu(gpu.uuid, gpu.pci) for gpu in linked)
@@ -351,7 +353,7 @@ def _switch_code(active: conditions.Conditions, gpu: GpuUuid, sxid: int) -> int:
 
 @handles(facts.UvmErrorSeen)
 def apply_uvm_error_seen(state: State, fact: facts.UvmErrorSeen, now_ns: int) -> Applied:
-    """Take that the unified memory driver may refuse its work, and have it asked."""
+    """Show that the unified memory driver may reject every call, and have it probed."""
     active = state.conditions
     for gpu in state.gpus:
         active = conditions.raised(
@@ -359,7 +361,7 @@ def apply_uvm_error_seen(state: State, fact: facts.UvmErrorSeen, now_ns: int) ->
             source=fact.source,
             reason=Reason.UNCONFIRMED,
             placement=Placement(gpu),
-            message=f"nvidia-uvm met a fatal error ({fact.status}): the kernel log alone says so",
+            message=f"nvidia-uvm met a fatal error ({fact.status}): only the kernel log reports it",
             now_ns=now_ns,
         )
     return replace(state, uvm_status=fact.status, conditions=active), (ProbeUvm(),)
@@ -367,7 +369,7 @@ def apply_uvm_error_seen(state: State, fact: facts.UvmErrorSeen, now_ns: int) ->
 
 @handles(facts.UvmProbed)
 def apply_uvm_probed(state: State, fact: facts.UvmProbed, now_ns: int) -> State:
-    """Mark every GPU while the unified memory driver refuses what it is asked."""
+    """Mark every GPU while the unified memory driver rejects calls."""
     over = {ConditionKey(facts.KERNEL_LOG, Reason.UNCONFIRMED, Placement(gpu), 0) for gpu in state.gpus}
     active: conditions.Conditions = {key: each for key, each in state.conditions.items() if key not in over}
     for gpu in state.gpus:
@@ -379,7 +381,7 @@ def apply_uvm_probed(state: State, fact: facts.UvmProbed, now_ns: int) -> State:
             source=fact.source,
             reason=Reason.UVM_FAILED,
             placement=Placement(gpu),
-            message=f"nvidia-uvm refuses its work ({fact.error}) after a fatal error: {state.uvm_status}",
+            message=f"nvidia-uvm rejects every call ({fact.error}) after a fatal error: {state.uvm_status}",
             lasts=True,
             now_ns=now_ns,
         )

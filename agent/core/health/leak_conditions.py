@@ -115,7 +115,7 @@ def _is_due(old: State, state: State, now_ns: int) -> bool:
         and state.memory is old.memory
         and state.pods is old.pods
         and state.pods_seen is old.pods_seen
-        and state.offers is old.offers
+        and state.advertised is old.advertised
         and state.present is old.present
         and state.policy is old.policy
         and state.conditions is old.conditions
@@ -123,7 +123,7 @@ def _is_due(old: State, state: State, now_ns: int) -> bool:
 
 
 def _inputs(state: State, now_ns: int) -> EvaluationInput:
-    offered = (offer for offers in state.offers.values() for offer in offers)
+    advertised = (device for devices in state.advertised.values() for device in devices)
     return EvaluationInput(
         now_ns=now_ns,
         policy=state.policy.leaks,
@@ -132,7 +132,7 @@ def _inputs(state: State, now_ns: int) -> EvaluationInput:
         memory=state.memory,
         allocated=None
         if state.pods is None
-        else allocated_by_place(((offer.id, offer.placement) for offer in offered), state.pods),
+        else allocated_by_place(((device.id, device.placement) for device in advertised), state.pods),
         pods=state.pods_seen,
         has_all_pods=state.pods_seen_all,
     )

@@ -16,7 +16,7 @@ from typing import Final
 from agent.core.allocation.injection import missing_channels
 from agent.core.health import conditions
 from agent.core.health.conditions import Conditions
-from agent.core.health.inventory import Offers
+from agent.core.health.inventory import AdvertisedDevices
 from agent.model import facts
 from agent.model.health import Reason
 from agent.model.ids import GpuUuid, Placement, SourceName
@@ -35,7 +35,7 @@ def with_need(
 ) -> Conditions:
     """Return the conditions with one on ``gpus``, which are all that need it, for as long as it is missing.
 
-    ``missing`` says what is missing; None: nothing is.
+    ``missing``: what is missing; None: nothing.
     """
     active = without_need(active, reason, but=gpus)
     for gpu in sorted(gpus):
@@ -74,7 +74,7 @@ def with_channels(
 ) -> Conditions:
     """Return the conditions with one on every GPU while a channel that is required is missing.
 
-    ``control_nodes`` are those that exist; None: nobody looked yet.
+    ``control_nodes`` are those that exist; None: not scanned yet.
     """
     if not injection.imex_required:
         return without_need(active, Reason.IMEX_CHANNEL_MISSING)
@@ -91,28 +91,37 @@ def with_channels(
     )
 
 
-NOT_LOOKED: Final = "The MPS control daemon was not looked for yet"
+NOT_PROBED_YET: Final = "The MPS control daemon was not probed yet"
 
 
 def with_daemon(
-    active: Conditions, offers: Offers, sharing: Sharing, *, ready: bool | None, missing: str, now_ns: int
+    active: Conditions,
+    advertised: AdvertisedDevices,
+    sharing: Sharing,
+    *,
+    ready: bool | None,
+    missing: str,
+    now_ns: int,
 ) -> Conditions:
     """Return the conditions with one on the GPUs that MPS shares, for as long as the daemon is not ready.
 
-    ``ready`` None: nobody looked yet; ``missing``: what is missing of it.
+    ``ready`` None: not probed yet; ``missing``: what is missing of it.
     """
     return with_need(
         active,
         Reason.MPS_NOT_READY,
-        shared_gpus(offers) if sharing.strategy == "mps" else (),
+        shared_gpus(advertised) if sharing.strategy == "mps" else (),
         source=facts.MPS,
-        missing=None if ready else missing or NOT_LOOKED,
+        missing=None if ready else missing or NOT_PROBED_YET,
         now_ns=now_ns,
     )
 
 
-def shared_gpus(offers: Offers) -> frozenset[GpuUuid]:
-    """Return the GPUs of which replicas are offered."""
+def shared_gpus(advertised: AdvertisedDevices) -> frozenset[GpuUuid]:
+    """Return the GPUs with replicas."""
     return frozenset(
-        offer.placement.gpu for offered in offers.values() for offer in offered if offer.replica is not None
+        device.placement.gpu
+        for devices in advertised.values()
+        for device in devices
+        if device.replica is not None
     )

@@ -51,7 +51,7 @@ def apply_tick(state: State, _fact: facts.Tick, _now_ns: int) -> State:
 @handles(facts.FactRefused)
 def apply_fact_refused(state: State, fact: facts.FactRefused, _now_ns: int) -> State:
     """Keep that a hard fact could not be applied: the GPU is unknown until it is probed."""
-    return replace(state, refused={**state.refused, fact.gpu: fact.message})
+    return replace(state, failed_facts={**state.failed_facts, fact.gpu: fact.message})
 
 
 @handles(facts.FactsLost)
@@ -120,11 +120,13 @@ def _with_durable(state: State, durable: Durable, now_ns: int) -> State:
         released_until_ns=state.released_until_ns or kept.released_until_ns,
     )
     known = driver.with_awaited(known, state.present)
-    return commands.with_maintenance(commands.with_holds(driver.with_offers(known, now_ns), now_ns), now_ns)
+    return commands.with_maintenance(
+        commands.with_holds(driver.with_advertised(known, now_ns), now_ns), now_ns
+    )
 
 
 @handles(facts.PolicyChanged)
 def apply_policy_changed(state: State, fact: facts.PolicyChanged, now_ns: int) -> State:
     """Evaluate everything again under another policy."""
-    advertised = driver.with_offers(stability.with_policy(state, fact.policy), now_ns)
+    advertised = driver.with_advertised(stability.with_policy(state, fact.policy), now_ns)
     return driver.with_nodes(advertised, now_ns)

@@ -81,11 +81,11 @@ def _settle(old: State, state: State, now_ns: int) -> State:
     state = stability.with_breaker(state, now_ns)
     if (
         state.conditions is not old.conditions
-        or state.offers is not old.offers
+        or state.advertised is not old.advertised
         or state.probed is not old.probed
         or state.stale is not old.stale
         or state.covered is not old.covered
-        or state.refused is not old.refused
+        or state.failed_facts is not old.failed_facts
     ):
         devices = _devices(old, state)
         state = replace(state, devices=devices, observed_flips=_observed_flips(state, devices))
@@ -104,10 +104,12 @@ def _settle(old: State, state: State, now_ns: int) -> State:
 
 def _devices(old: State, state: State) -> Devices:
     return verdicts(
-        state.offers,
+        state.advertised,
         state.conditions,
         state.known_gpus,
-        known={name: old.devices[name] for name, each in old.offers.items() if state.offers[name] is each},
+        known={
+            name: old.devices[name] for name, each in old.advertised.items() if state.advertised[name] is each
+        },
         stale=differing(old.conditions, state.conditions, old.known_gpus, state.known_gpus),
     )
 
@@ -134,10 +136,10 @@ def _advanced(state: State, now_ns: int) -> Mapping[ResourceName, Registration]:
         return state.registrations
     ready = _probes_ready(state, now_ns)
     standings = {}
-    for name, offered in state.offers.items():
+    for name, advertised in state.advertised.items():
         standing = state.registrations.get(name)
         if standing is None:
-            if not offered and name not in unfit(state.gpus.values(), state.policy):
+            if not advertised and name not in unfit(state.gpus.values(), state.policy):
                 continue
             standing = Registration(since_ns=now_ns)
         standings[name] = registration.advance(

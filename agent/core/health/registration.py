@@ -4,7 +4,7 @@ Invariants: a new generation begins only in _begin. Answers of older generations
 given up, change nothing. The old stream and server are ended before each registration
 (by the owner of RegisterResource), because the kubelet drops the new one when the old one ends
 later. A registration under way hears the same signs as one that was made: a kubelet may take ten seconds
-to answer, and one that was replaced meanwhile has nothing to say. The two clocks: a refused connection
+to answer, and one that was replaced meanwhile never answers. The two clocks: a refused connection
 is tried again every 50 ms for 10 s, then every second; an answered error and a lost stream are tried
 again after 0.1 s, doubling to 10 s. Which of two kubelet sockets is the newer one follows from the order
 of the facts, never from their file times.
@@ -65,7 +65,7 @@ class Registration(msgspec.Struct, frozen=True):
     kubelet: SocketIdentity | None = None
     """The kubelet socket of the last try."""
     pre_start: bool = False
-    """Whether the kubelet was told to ask before each container starts; it takes that at a registration."""
+    """Whether the kubelet calls PreStartContainer before each container; fixed at the registration."""
     socket: SocketIdentity | None = None
     """Our socket file, from the moment Register was sent."""
     streams: int | None = None
@@ -191,7 +191,7 @@ def _waiting(standing: Registration, message: str) -> Registration:
 
 
 def _is_up_to_date(standing: Registration, kubelet: SocketIdentity, policy: Policy) -> bool:
-    """Return whether this kubelet was told what it would be told now."""
+    """Return whether this kubelet was sent what it would be sent now."""
     return (standing.kubelet, standing.pre_start) == (kubelet, policy.pre_start_check)
 
 
@@ -212,7 +212,7 @@ def _begin(standing: Registration, kubelet: SocketIdentity | None, policy: Polic
         counted=None,
         miscounts=0,
         miscount=standing.miscount if same_kubelet else "",
-        # While it is tried again, the last answer says why it is not registered.
+        # While it is tried again, the last answer is why it is not registered.
         message=standing.message if standing.phase is RegistrationPhase.BACKING_OFF else "",
     )
 

@@ -1,7 +1,7 @@
 """What the readings of a GPU mean: one rule for each reason, as data.
 
-Invariants: a reading that is not offered (None) raises nothing and clears nothing. A rule answers with
-the message while its cause lasts, with None when the reading says that the GPU is well, and with
+Invariants: a reading that is not advertised (None) raises nothing and clears nothing. A rule answers with
+the message while its cause lasts, with None when the reading shows a healthy GPU, and with
 UNKNOWN when there is no reading.
 """
 
@@ -16,7 +16,7 @@ from agent.model.policy import Policy
 from agent.model.sample import GpuSample
 
 RECOVER_IMEX_DOMAIN: Final = 5
-"""The one recovery action that says nothing of the GPU itself."""
+"""The one recovery action that is not about the GPU itself."""
 REBOOT_ACTIONS: Final = frozenset({2, 7})
 
 RECOVERY_ACTIONS: Final[Mapping[int, str]] = {
@@ -157,6 +157,6 @@ RULES: Final[Mapping[Reason, Rule]] = {
 }
 
 
-def judged(sample: GpuSample, window: Window, policy: Policy) -> Mapping[Reason, Verdict]:
+def evaluate(sample: GpuSample, window: Window, policy: Policy) -> Mapping[Reason, Verdict]:
     """Return the verdict of every rule on one sample."""
     return {reason: rule(sample, window, policy) for reason, rule in RULES.items()}

@@ -1,4 +1,4 @@
-"""The picture of a state that sinks see."""
+"""The snapshot of a state, as sinks read it."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Final
@@ -33,7 +33,7 @@ _FAILURE_REASONS: Final[Mapping[str | None, Reason]] = {
 STALE_PROBE: Final = "Not probed for too long"
 
 MAX_MESSAGES: Final = 4
-"""What is said of one reason; a node with 56 MIG devices may have as much to say."""
+"""Messages of one reason in the findings; a node with 56 MIG devices may have as many."""
 
 NEEDED_TASKS: Final = (NVML, KUBELET, DEVICE_PLUGIN)
 """Without these no statement about the node's GPUs can be trusted."""
@@ -52,7 +52,7 @@ def snapshot_of(state: State) -> Snapshot:
         control_nodes=state.control_nodes or (),
         tasks=state.tasks,
         stale=state.stale,
-        refused=tuple(state.refused.values()),
+        failed_facts=tuple(state.failed_facts.values()),
         facts_lost=state.facts_lost,
         findings=tuple(_findings(state, gpus)),
         durable=_durable(state),
@@ -129,7 +129,7 @@ def _durable(state: State) -> Durable:
 
 
 def _findings(state: State, gpus: tuple[GpuView, ...]) -> Iterator[Finding]:
-    """Yield why the node is not ready, the root cause first, what is said of several GPUs once."""
+    """Yield why the node is not ready, the root cause first, one message of several GPUs once."""
     driver = _driver_finding(state.driver)
     if driver is not None:
         yield driver
@@ -159,7 +159,7 @@ def _findings(state: State, gpus: tuple[GpuView, ...]) -> Iterator[Finding]:
 
 
 def _task_findings(state: State) -> Iterator[Finding]:
-    for gpu, message in state.refused.items():
+    for gpu, message in state.failed_facts.items():
         gpus = () if gpu is None else (gpu,)
         yield Finding(Reason.SOURCE_FAILED, f"A bug in the agent: it could not apply {message[:200]}", gpus)
     for name in NEEDED_TASKS:
@@ -181,12 +181,12 @@ def _driver_finding(driver: DriverView) -> Finding | None:
 
 def _sharing_findings(state: State) -> Iterator[Finding]:
     # A snapshot is made at each change, and only MPS has limits.
-    told = (
+    unadvertised = (
         unadvertised_devices(state.gpus.values(), state.policy)
         if state.policy.sharing.strategy == "mps"
         else ()
     )
-    over = [each for each in told if each.why is Unadvertised.TOO_MANY_REPLICAS]
+    over = [each for each in unadvertised if each.why is Unadvertised.TOO_MANY_REPLICAS]
     if over:
         message = "; ".join(dict.fromkeys(each.detail for each in over))
         yield Finding(Reason.MPS_REPLICAS_OVER_LIMIT, message, tuple(each.gpu for each in over))
@@ -208,20 +208,20 @@ def _bus_findings(state: State) -> Iterator[Finding]:
 def _gpu_findings(
     gpus: tuple[GpuView, ...], stale: frozenset[GpuUuid], *, without: Reason | None
 ) -> Iterator[Finding]:
-    told: dict[Reason, dict[str, dict[GpuUuid, None]]] = {}
+    by_reason: dict[Reason, dict[str, dict[GpuUuid, None]]] = {}
     for view in gpus:
-        said = [(each.reason, each.message) for each in view.conditions if each.flips]
+        messages = [(each.reason, each.message) for each in view.conditions if each.flips]
         if view.health is Health.UNKNOWN:
             is_stale = view.gpu.uuid in stale
-            said.append((Reason.NOT_PROBED, STALE_PROBE if is_stale else "Not probed yet"))
-        for reason, _ in said:
-            told.setdefault(reason, {})
-        # Of very many messages the newest are told.
-        for reason, message in reversed(said):
-            told[reason].setdefault(message, {})[view.gpu.uuid] = None
-    for reason, messages in told.items():
+            messages.append((Reason.NOT_PROBED, STALE_PROBE if is_stale else "Not probed yet"))
+        for reason, _ in messages:
+            by_reason.setdefault(reason, {})
+        # Of very many messages the newest are shown.
+        for reason, message in reversed(messages):
+            by_reason[reason].setdefault(message, {})[view.gpu.uuid] = None
+    for reason, gpus_by_message in by_reason.items():
         if reason is not without:
-            yield from _bounded(reason, messages)
+            yield from _bounded(reason, gpus_by_message)
 
 
 def _bounded(reason: Reason, messages: Mapping[str, Mapping[GpuUuid, None]]) -> Iterator[Finding]:
@@ -235,23 +235,23 @@ def _bounded(reason: Reason, messages: Mapping[str, Mapping[GpuUuid, None]]) -> 
 
 
 def _use_findings(state: State) -> Iterator[Finding]:
-    """Yield what makes a GPU another than its next user thinks, though it flips none."""
+    """Yield the findings on usage that block preflight though they flip no device."""
     found: dict[Reason, list[Condition]] = {}
     for condition in state.conditions.values():
         if condition.details is not None and condition.details.kind in BLOCKING and not condition.flips:
             found.setdefault(condition.reason, []).append(condition)
-    for reason, told in found.items():
-        figures = (each.details.used_bytes for each in told if each.details is not None)
-        gpus = dict.fromkeys(each.placement.gpu for each in told)
-        yield Finding(reason, _joined(told), tuple(gpus), used_bytes=total(figures))
+    for reason, active in found.items():
+        figures = (each.details.used_bytes for each in active if each.details is not None)
+        gpus = dict.fromkeys(each.placement.gpu for each in active)
+        yield Finding(reason, _joined(active), tuple(gpus), used_bytes=total(figures))
     unplaced = [each for each in state.leaks.reported() if each.place is None and each.key.kind in BLOCKING]
     if unplaced:
         details = details_of(unplaced[0].key.kind, unplaced[:1], state.usage, state.policy.leaks)
         yield Finding(REASONS[details.kind], message_of(details, state.policy.leaks))
 
 
-def _joined(told: Sequence[Condition]) -> str:
-    messages = list(dict.fromkeys(each.message for each in told))
+def _joined(active: Sequence[Condition]) -> str:
+    messages = list(dict.fromkeys(each.message for each in active))
     more = f"; and {len(messages) - MAX_MESSAGES} more" if len(messages) > MAX_MESSAGES else ""
     return "; ".join(messages[:MAX_MESSAGES]) + more
 

@@ -1,8 +1,8 @@
 """Against flapping, and against flipping too much on what was only inferred.
 
-Invariants: a GPU whose self-clearing faults come again and again stays out until a person or a reboot
-says otherwise. Soft evidence flips only reasons that the operator named, only a GPU that no pod holds,
-at most one GPU of the node in a time, and none while several have it at once.
+Invariants: a GPU whose self-clearing faults come again and again stays unhealthy until an operator
+recovers it or the node reboots. Soft evidence flips only reasons that the operator named, only a GPU that
+no pod holds, at most one GPU of the node in a time, and none while several have it at once.
 """
 
 from collections.abc import Mapping
@@ -23,9 +23,9 @@ PODS_KNOWN_FOR_NS: Final = 30 * SECOND_NS
 
 
 def with_flapping(old: State, state: State, now_ns: int) -> State:
-    """Return the state with each fault that a GPU comes back from counted, and a GPU that flaps marked.
+    """Return the state with each fault that a GPU recovers from counted, and a GPU that flaps marked.
 
-    Conditions that overlap in time are one fault, for the GPU was out all along. What one GPU suffers
+    Conditions that overlap in time are one fault, for the GPU was unhealthy all along. What one GPU suffers
     while the driver as a whole hangs is no fault of that GPU.
     """
     if state.conditions is old.conditions:
@@ -63,10 +63,10 @@ def _without_hanging(state: State) -> Mapping[GpuUuid, tuple[int, ...]]:
 
 
 def _flappers(state: State) -> frozenset[GpuUuid]:
-    """Return the GPUs that are out by a fault of their own from which they come back by themselves.
+    """Return the GPUs that are unhealthy by a fault of their own that clears itself.
 
-    An XID that clears itself is none: an application makes it, or the catalog says that nothing is to be
-    done. A pod must not be able to take its GPU from the next one.
+    An XID that clears itself does not count: an application makes it, or the catalog asks for no action. A
+    pod must not be able to take its GPU from the next one.
     """
     return frozenset(
         condition.placement.gpu
@@ -153,8 +153,8 @@ def pods_known_until(state: State) -> int | None:
 def _is_free(state: State, place: Placement) -> bool:
     """Whether it is known that no pod holds a device at a place."""
     return state.pods is not None and not any(
-        offer.id in state.pods
-        for offered in state.offers.values()
-        for offer in offered
-        if offer.placement.overlaps(place)
+        device.id in state.pods
+        for devices in state.advertised.values()
+        for device in devices
+        if device.placement.overlaps(place)
     )

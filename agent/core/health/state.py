@@ -8,12 +8,12 @@ import msgspec
 
 from agent.core.freshness import unknown_gpus
 from agent.core.health.conditions import after_restart
-from agent.core.health.inventory import Offer, offers
+from agent.core.health.inventory import AdvertisedDevice, advertised_devices
 from agent.core.health.needs import with_channels, with_daemon
 from agent.core.health.registration import Registration
 from agent.core.health.samples import Window
 from agent.core.health.verdicts import verdicts
-from agent.core.health.witnesses import Suspect
+from agent.core.health.witnesses import UnconfirmedFault
 from agent.core.leaks.findings import Leaks, inherited
 from agent.core.reasons import REASON_SPECS
 from agent.model.facts import KernelXidSeen
@@ -28,9 +28,9 @@ from agent.model.topology import Topology, TopologySample
 from agent.model.usage import DeviceCall, GpuMemory, Pods, ProbeView, Usage
 
 MAX_AWAITED: Final = 256
-"""Conditions kept of GPUs that did not come back after a reboot; the oldest go when there are more."""
+"""Conditions kept of GPUs that were not listed after a reboot; the oldest go when there are more."""
 
-Suspects = Mapping[ConditionKey, Suspect]
+UnconfirmedFaults = Mapping[ConditionKey, UnconfirmedFault]
 
 _EMPTY: Mapping[Any, Any] = MappingProxyType({})
 
@@ -62,15 +62,15 @@ class State(msgspec.Struct, frozen=True):
     kernel_log_read: int | None = None
     """Up to which record the XIDs of the kernel log are in here."""
     bus: tuple[str, ...] | None = None
-    """PCI addresses of the GPUs that the bus has for the driver; None: not looked yet."""
+    """PCI addresses of the GPUs that the bus has for the driver; None: not scanned yet."""
     missing_nodes: tuple[str, ...] | None = None
-    """Device nodes that should exist and do not; None: not looked yet."""
+    """Device nodes that should exist and do not; None: not scanned yet."""
 
     gpus: Mapping[GpuUuid, Gpu] = msgspec.field(default_factory=_nothing)
     """Every GPU known, also those that NVML does not list now."""
     present: frozenset[GpuUuid] = frozenset()
     control_nodes: tuple[str, ...] | None = None
-    """Those that exist; None: nobody looked yet."""
+    """Those that exist; None: not scanned yet."""
     channels_were_seen: bool = False
     """The node had each IMEX channel since one is required: as with ``mps_was_ready``."""
     probed: frozenset[GpuUuid] = frozenset()
@@ -79,39 +79,39 @@ class State(msgspec.Struct, frozen=True):
     """Parts that gave no proof for too long; what rests on them is unknown."""
     covered: Mapping[Part, int] = msgspec.field(default_factory=_nothing)
     """Those for which a fresh part stands in, and when each gave its newest proof."""
-    refused: Mapping[GpuUuid | None, str] = msgspec.field(default_factory=_nothing)
+    failed_facts: Mapping[GpuUuid | None, str] = msgspec.field(default_factory=_nothing)
     """Facts on which the core failed, by the GPU they are about; kept until the process ends."""
     overdue: Mapping[GpuUuid, str] = msgspec.field(default_factory=_nothing)
     """GPUs with a call that has not answered, and the call."""
     first_probes_by_ns: int | None = None
     """Registration waits for the first probes until then."""
     first_probes_in: bool = False
-    """The first probes are in, or were waited for: from here on each change of a device is told."""
+    """The first probes are in, or were waited for: from here on each change of a device is reported."""
 
     conditions: Mapping[ConditionKey, Condition] = msgspec.field(default_factory=_nothing)
     awaited: tuple[Condition, ...] = ()
     """What only a person ends, on GPUs that were not seen since the reboot: hardware may have been changed,
-    so nothing is offered for them; they count as soon as their GPU is listed."""
+    so nothing is advertised for them; they count as soon as their GPU is listed."""
     xids: Mapping[GpuUuid, Mapping[int, int]] = msgspec.field(default_factory=_nothing)
     xids_before: Mapping[tuple[GpuUuid, int], int] = msgspec.field(default_factory=_nothing)
-    """XIDs that an earlier process counted and that the kernel log's backlog may tell of again."""
+    """XIDs that an earlier process counted and that the kernel log's backlog may report again."""
     recent_xids: Mapping[tuple[Placement, int], tuple[SourceName, int]] = msgspec.field(
         default_factory=_nothing
     )
-    """Who reported an XID of a place last, and when: two sources within two seconds tell of one fault."""
-    suspects: Suspects = msgspec.field(default_factory=_nothing)
-    """What only the kernel log says, by the key that it has once something else confirms it."""
+    """Which source reported an XID of a place last, and when: two sources within 2 s report one fault."""
+    unconfirmed: UnconfirmedFaults = msgspec.field(default_factory=_nothing)
+    """Faults that only the kernel log reports, by the key they have once a second witness confirms them."""
     early_xids: tuple[KernelXidSeen, ...] = ()
     """XIDs of the kernel log from before NVML listed the first GPU."""
     uvm_status: str | None = None
-    """Why the unified memory driver refuses its work, as the kernel log says; None: it does not say so."""
+    """Why the unified memory driver rejects calls, by the kernel log; None: no such line."""
     samples: Mapping[GpuUuid, GpuSample] = msgspec.field(default_factory=_nothing)
     slowdowns: Mapping[GpuUuid, Window] = msgspec.field(default_factory=_nothing)
     topology_samples: Mapping[GpuUuid, TopologySample] = msgspec.field(default_factory=_nothing)
     topology: Topology = msgspec.field(default_factory=Topology)
-    """How the GPUs are connected, as the topology_samples tell."""
+    """How the GPUs are connected, by the topology samples."""
     fault_times: Mapping[GpuUuid, tuple[int, ...]] = msgspec.field(default_factory=_nothing)
-    """When the newest self-clearing faults of a GPU began; what flapping is judged by."""
+    """When the newest self-clearing faults of a GPU began; flapping counts them."""
     soft_flip_ns: int | None = None
     """When soft evidence flipped a device last."""
 
@@ -125,10 +125,10 @@ class State(msgspec.Struct, frozen=True):
     released_until_ns: int | None = None
     pods: Mapping[DeviceId, str] | None = None
     pods_ns: int = 0
-    """Who holds which device, and when that was told."""
+    """Which pod has which device, and the time of that list."""
     pods_seen: Pods | None = None
     pods_seen_ns: int = 0
-    """The pods that live on this node, and when that was told."""
+    """The living pods of this node, and the time of that list."""
     pods_seen_all: bool = True
     """All of them are among those, not only those with devices."""
     probe: ProbeView | None = None
@@ -136,30 +136,30 @@ class State(msgspec.Struct, frozen=True):
     device_calls: Mapping[GpuUuid, DeviceCall] = msgspec.field(default_factory=_nothing)
     usage: Usage | None = None
     usage_ns: int = 0
-    """Who uses the driver, and when that was told."""
+    """The newest usage snapshot, and its time."""
     memory: Mapping[GpuUuid, GpuMemory] = msgspec.field(default_factory=_nothing)
-    """Of GPUs of which it was told; the newest readings."""
+    """The newest readings, by GPU."""
     leaks: Leaks = msgspec.field(default_factory=Leaks)
     """What is found of the use of GPUs, and what may be."""
     observed_flips: int = 0
     """Devices that would have turned Unhealthy, had the agent not only observed."""
 
     mps_ready: bool | None = None
-    """Whether the MPS control daemon serves; None: nobody looked yet, as when none is needed."""
+    """Whether the MPS control daemon serves; None: not probed yet, or not needed."""
     mps_missing: str = ""
     """What is missing of it, while it does not."""
     mps_was_ready: bool = False
     """It served since it is needed: from here on that it is away is trouble, not a start."""
 
-    offers: Mapping[ResourceName, tuple[Offer, ...]] = msgspec.field(default_factory=_nothing)
+    advertised: Mapping[ResourceName, tuple[AdvertisedDevice, ...]] = msgspec.field(default_factory=_nothing)
     devices: Mapping[ResourceName, tuple[Device, ...]] = msgspec.field(default_factory=_nothing)
-    """The offers with their verdicts."""
+    """The advertised devices with their verdicts."""
 
     kubelet: SocketIdentity | None = None
     registrations: Mapping[ResourceName, Registration] = msgspec.field(default_factory=_nothing)
     tasks: Mapping[SourceName, TaskView] = msgspec.field(default_factory=_nothing)
     cdi_trouble: str | None = None
-    """Why a device that is offered is resolved by no CDI file; None: each is, or none is wanted."""
+    """Why a device that is advertised is resolved by no CDI file; None: each is, or none is wanted."""
     facts_lost: Mapping[SourceName, int] = msgspec.field(default_factory=_nothing)
 
     @property
@@ -170,17 +170,17 @@ class State(msgspec.Struct, frozen=True):
     @property
     def known_gpus(self) -> frozenset[GpuUuid]:
         """GPUs with a verdict that is fresh, about which everything is known that was reported."""
-        if not self.stale and not self.refused:
+        if not self.stale and not self.failed_facts:
             return self.probed
-        if None in self.refused:
+        if None in self.failed_facts:
             return frozenset()
-        return self.probed - self.refused.keys() - unknown_gpus(self.uncovered, self.probed)
+        return self.probed - self.failed_facts.keys() - unknown_gpus(self.uncovered, self.probed)
 
     @property
     def due_gpus(self) -> frozenset[GpuUuid]:
         """GPUs whose prober has to give proofs.
 
-        Not those that NVML does not list, or that do not answer: conditions of their own say so. Nor while
+        Not those that NVML does not list, or that do not answer: they have conditions of their own. Nor while
         the driver is away or released, when nothing may probe.
         """
         if not self.driver.ready or self.driver_released or self.released_until_ns is not None:
@@ -196,7 +196,7 @@ class State(msgspec.Struct, frozen=True):
 def initial_state(policy: Policy, restored: Durable | None, *, now_ns: int) -> State:
     """Return the state a process begins with.
 
-    What was restored keeps its conditions: sick stays sick over a restart. Its GPUs are known but
+    What was restored keeps its conditions: an unhealthy GPU stays so over a restart. Its GPUs are known but
     not present and not probed, so their devices are unknown until they are. A condition of a GPU that
     is not among them waits for it.
     """
@@ -217,10 +217,10 @@ def initial_state(policy: Policy, restored: Durable | None, *, now_ns: int) -> S
     )
     if not gpus:
         return state
-    offered = offers(restored.gpus, policy, {})
+    advertised = advertised_devices(restored.gpus, policy, {})
     conditions = with_daemon(
         with_channels(after_restart(restored.conditions, gpus), gpus, policy.injection, None, now_ns=now_ns),
-        offered,
+        advertised,
         policy.sharing,
         ready=None,
         missing="",
@@ -236,8 +236,8 @@ def initial_state(policy: Policy, restored: Durable | None, *, now_ns: int) -> S
         conditions=conditions,
         xids=xids,
         xids_before={(gpu, xid): count for gpu, counts in xids.items() for xid, count in counts.items()},
-        offers=offered,
-        devices=verdicts(offered, conditions, frozenset()),
+        advertised=advertised,
+        devices=verdicts(advertised, conditions, frozenset()),
         first_probes_by_ns=now_ns + policy.first_probe_wait_ns,
         leaks=inherited(conditions.values(), now_ns),
         soft_flip_ns=now_ns if any(_is_soft_flip(each) for each in conditions.values()) else None,

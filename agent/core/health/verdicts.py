@@ -1,4 +1,4 @@
-"""The verdict on each offered device, from the conditions that touch it.
+"""The verdict on each advertised device, from the conditions that touch it.
 
 Invariants: a device is Healthy iff its GPU was probed and no condition that flips touches it. What nothing
 changed for is the same object as before, so that one GPU's fault costs nothing for the shares of the others.
@@ -7,7 +7,7 @@ changed for is the same object as before, so that one GPU's fault costs nothing 
 from collections.abc import Iterable, Mapping
 
 from agent.core.health.conditions import Conditions
-from agent.core.health.inventory import Offer, Offers
+from agent.core.health.inventory import AdvertisedDevice, AdvertisedDevices
 from agent.model.health import Condition, Health
 from agent.model.ids import GpuUuid, Placement, ResourceName
 from agent.model.snapshot import Device
@@ -16,34 +16,39 @@ Devices = Mapping[ResourceName, tuple[Device, ...]]
 
 
 def verdicts(
-    offers: Offers,
+    advertised: AdvertisedDevices,
     conditions: Conditions,
     probed: frozenset[GpuUuid],
     *,
     known: Devices | None = None,
     stale: frozenset[GpuUuid] = frozenset(),
 ) -> Devices:
-    """Return every offered device with its health and the conditions that touch it.
+    """Return every advertised device with its health and the conditions that touch it.
 
-    ``known`` are the devices of resources whose offers did not change; of them only those on the ``stale``
-    GPUs are judged anew.
+    ``known`` are the devices of resources whose advertised devices did not change; of them only those
+    on the ``stale`` GPUs are evaluated again.
     """
-    judge = _Judge(conditions, probed)
+    evaluator = _Evaluator(conditions, probed)
     before = known or {}
-    return {name: _judged(judge, listed, before.get(name), stale) for name, listed in offers.items()}
+    return {
+        name: _evaluated(evaluator, listed, before.get(name), stale) for name, listed in advertised.items()
+    }
 
 
-def _judged(
-    judge: "_Judge", listed: tuple[Offer, ...], known: tuple[Device, ...] | None, stale: frozenset[GpuUuid]
+def _evaluated(
+    evaluator: "_Evaluator",
+    listed: tuple[AdvertisedDevice, ...],
+    known: tuple[Device, ...] | None,
+    stale: frozenset[GpuUuid],
 ) -> tuple[Device, ...]:
     if known is None:
-        return tuple(judge.device(offer) for offer in listed)
-    if not any(offer.placement.gpu in stale for offer in listed):
+        return tuple(evaluator.device(each) for each in listed)
+    if not any(each.placement.gpu in stale for each in listed):
         return known
     return tuple(
         [
-            judge.device(offer) if offer.placement.gpu in stale else device
-            for offer, device in zip(listed, known, strict=True)
+            evaluator.device(each) if each.placement.gpu in stale else device
+            for each, device in zip(listed, known, strict=True)
         ]
     )
 
@@ -51,15 +56,15 @@ def _judged(
 def differing(
     old: Conditions, new: Conditions, probed_before: frozenset[GpuUuid], probed: frozenset[GpuUuid]
 ) -> frozenset[GpuUuid]:
-    """Return the GPUs that have to be judged anew."""
+    """Return the GPUs to evaluate again."""
     changed = probed ^ probed_before
     if old is new:
         return changed
     return changed.union(key.placement.gpu for key in {**old, **new} if old.get(key) is not new.get(key))
 
 
-class _Judge:
-    """Judges devices; the replicas of one device once."""
+class _Evaluator:
+    """Evaluates devices; the replicas of one device once."""
 
     def __init__(self, conditions: Conditions, probed: frozenset[GpuUuid]) -> None:
         self._probed = probed
@@ -70,21 +75,21 @@ class _Judge:
             active.sort(key=lambda condition: (not condition.flips, condition.since_ns))
         self._newest: tuple[Placement, Health, tuple[Condition, ...]] | None = None
 
-    def device(self, offer: Offer) -> Device:
-        """Return an offer with its verdict."""
-        if self._newest is None or self._newest[0] is not offer.placement:
-            self._newest = self._verdict_on(offer.placement)
+    def device(self, device: AdvertisedDevice) -> Device:
+        """Return an advertised device with its verdict."""
+        if self._newest is None or self._newest[0] is not device.placement:
+            self._newest = self._verdict_on(device.placement)
         _, health, reasons = self._newest
         return Device(
-            id=offer.id,
-            uuid=offer.uuid,
-            placement=offer.placement,
-            index=offer.index,
-            replica=offer.replica,
-            numa_node=offer.numa_node,
+            id=device.id,
+            uuid=device.uuid,
+            placement=device.placement,
+            index=device.index,
+            replica=device.replica,
+            numa_node=device.numa_node,
             health=health,
             reasons=reasons,
-            mig_index=offer.mig_index,
+            mig_index=device.mig_index,
         )
 
     def _verdict_on(self, place: Placement) -> tuple[Placement, Health, tuple[Condition, ...]]:

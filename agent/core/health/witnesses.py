@@ -1,12 +1,12 @@
-"""Two witnesses for what the kernel log says: whether something else confirms or denies it.
+"""Two witnesses for a line of the kernel log: whether something else confirms or denies it.
 
-Invariants: a line alone takes no GPU out that NVML answers for at the probe that follows. NVML's event of the
+Invariants: a line alone makes no GPU unhealthy that the next probe of NVML answers for. NVML's event of the
 same XID, a failing or overdue call, the recovery action, a reading of what the XID is about and the PCI
-configuration space confirm. Clean probes deny, where the driver offers the recovery action or the fault is
-one with which no GPU answers; otherwise the line stays shown until the GPU was reset. A line from before the
-agent listened is not contradicted by NVML's silence, and no user can write the driver's numbered form: it
-stands unless the recovery action says that nothing is to be done. So does one in that form from while NVML's
-events were not heard (core.freshness).
+configuration space confirm. Clean probes deny, where the driver answers with the recovery action or the
+fault is one with which no GPU answers; otherwise the line stays shown until the GPU was reset. A line from
+before the agent listened is not contradicted by NVML's silence, and no user can write the driver's numbered
+form: it stands unless the recovery action is None. So does one in that form from while NVML's events were
+not heard (core.freshness).
 """
 
 from collections.abc import Mapping
@@ -22,8 +22,8 @@ from agent.model.health import Condition, ConditionKey, Reason, Recovery
 from agent.model.sample import GpuSample
 
 
-class Suspect(msgspec.Struct, frozen=True):
-    """What a line says, until something else confirms or denies it."""
+class UnconfirmedFault(msgspec.Struct, frozen=True):
+    """A fault of the kernel log, until a second witness confirms or denies it."""
 
     condition: Condition
     """What is raised once it is confirmed."""
@@ -48,7 +48,7 @@ def shown_key(key: ConditionKey) -> ConditionKey:
 
 
 class Verdict(Enum):
-    """What became of a suspect."""
+    """What became of a unconfirmed."""
 
     CONFIRMED = auto()
     DENIED = auto()
@@ -56,43 +56,43 @@ class Verdict(Enum):
 
 
 def verdict_on(
-    suspect: Suspect,
+    unconfirmed: UnconfirmedFault,
     conditions: Mapping[ConditionKey, Condition],
     sample: GpuSample | None,
     *,
     is_probed: bool,
     deaf_since_ns: int | None = None,
 ) -> Verdict:
-    """Return what the conditions and readings of its GPU make of a suspect.
+    """Return what the conditions and readings of its GPU make of a unconfirmed.
 
     ``deaf_since_ns`` is since when NVML's events are not heard, while they are not.
     """
-    if any(_is_witness(suspect, condition) for condition in conditions.values()):
+    if any(_is_witness(unconfirmed, condition) for condition in conditions.values()):
         return Verdict.CONFIRMED
-    said = suspect.condition
-    is_reading = said.reason is Reason.RECOVERY_ACTION
-    is_unheard = deaf_since_ns is not None and not suspect.in_words and said.last_ns >= deaf_since_ns
-    if (suspect.is_live and not is_unheard and not is_reading) or not (is_probed or sample is not None):
+    reported = unconfirmed.condition
+    is_reading = reported.reason is Reason.RECOVERY_ACTION
+    is_unheard = deaf_since_ns is not None and not unconfirmed.in_words and reported.last_ns >= deaf_since_ns
+    if (unconfirmed.is_live and not is_unheard and not is_reading) or not (is_probed or sample is not None):
         return Verdict.OPEN
-    if said.recovery is Recovery.BY_HAND or not offers_action(sample):
+    if reported.recovery is Recovery.BY_HAND or not reads_action(sample):
         return Verdict.CONFIRMED
     return Verdict.DENIED
 
 
-def offers_action(sample: GpuSample | None) -> bool:
-    """Return whether the driver says itself what is to be done with a GPU."""
+def reads_action(sample: GpuSample | None) -> bool:
+    """Return whether the driver answers with a recovery action of the GPU."""
     return sample is not None and sample.recovery_action not in {None, RECOVER_IMEX_DOMAIN}
 
 
-def _is_witness(suspect: Suspect, condition: Condition) -> bool:
-    said = suspect.condition
-    if condition.placement.gpu != said.placement.gpu or condition.key.source == KERNEL_LOG:
+def _is_witness(unconfirmed: UnconfirmedFault, condition: Condition) -> bool:
+    reported = unconfirmed.condition
+    if condition.placement.gpu != reported.placement.gpu or condition.key.source == KERNEL_LOG:
         return False
     if condition.reason is Reason.XID:
-        is_same = condition.key.code == said.key.code and condition.placement.overlaps(said.placement)
-        return is_same and condition.flips and said.reason is Reason.XID
-    if said.recovery is Recovery.SELF_CLEARING:
+        is_same = condition.key.code == reported.key.code and condition.placement.overlaps(reported.placement)
+        return is_same and condition.flips and reported.reason is Reason.XID
+    if reported.recovery is Recovery.SELF_CLEARING:
         return False
     return (condition.flips and REASON_SPECS[condition.reason].confirms_log_line) or (
-        condition.lasts and condition.reason in suspect.readings
+        condition.lasts and condition.reason in unconfirmed.readings
     )

@@ -21,7 +21,7 @@ from agent.core.allocation.cdi import (
 from agent.core.allocation.cdi_schema import problems_of
 from agent.core.allocation.injection import cdi_name, name_in_container
 from agent.core.allocation.nodes import CAPABILITY_NODE
-from agent.core.health.inventory import Offer
+from agent.core.health.inventory import AdvertisedDevice
 from agent.model.facts import DeviceNodesSeen, PolicyChanged
 from agent.model.gpu import Gpu, MigDevice
 from agent.model.health import Health, Reason
@@ -224,14 +224,18 @@ def test_allocate_asks_for_the_names_that_are_in_the_file(ids: Any) -> None:
     documents = made([gpu(0), sliced()], files=WITH_MIG, mig_strategy="mixed", ids=ids)
     there = qualified_names(documents["gpu"])
 
-    def device(offer: Offer) -> Device:
+    def device(offer: AdvertisedDevice) -> Device:
         return Device(
             DeviceId(offer.id), offer.uuid, offer.placement, offer.index, None, None, Health.HEALTHY
         )
 
-    whole = device(Offer(DeviceId(U0), U0, Placement(GpuUuid(U0)), 0, None, None))
+    whole = device(AdvertisedDevice(DeviceId(U0), U0, Placement(GpuUuid(U0)), 0, None, None))
     part = replace(
-        device(Offer(DeviceId(mig_uuid(10)), mig_uuid(10), Placement(GpuUuid(U1), 7, 0), 1, None, None)),
+        device(
+            AdvertisedDevice(
+                DeviceId(mig_uuid(10)), mig_uuid(10), Placement(GpuUuid(U1), 7, 0), 1, None, None
+            )
+        ),
         mig_index=0,
     )
     assert there == {cdi_name("gpu", name_in_container(each, ids)) for each in (whole, part)}

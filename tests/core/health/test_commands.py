@@ -469,7 +469,7 @@ def test_a_driver_unloaded_during_a_release_of_one_gpu_takes_out_the_others_too(
     assert reasons(node, U1) == {Reason.DRIVER_NOT_LOADED}
     assert node.unhealthy() == {U0, U1}
     assert {item.message for item in node.conditions(Reason.DRIVER_NOT_LOADED)} == {
-        "The driver's module was unloaded while the driver was let go of"
+        "The driver's module was unloaded while the driver was released"
     }
     before = node.state
     assert node.apply(DriverModuleSeen(None)) == ()

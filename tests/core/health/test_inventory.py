@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import asdict
 
-from agent.core.health.inventory import mig_resource, mixed_profiles, offers
+from agent.core.health.inventory import advertised_devices, mig_resource, mixed_profiles
 from agent.model.effects import RegisterResource
 from agent.model.facts import KubeletSocketSeen, PolicyChanged
 from agent.model.gpu import Gpu
@@ -43,12 +43,15 @@ MIXED = Policy(mig_strategy="mixed")
 
 
 def ids(*gpus: Gpu, policy: Policy) -> dict[str, list[str]]:
-    return {name: [str(offer.id) for offer in listed] for name, listed in offers(gpus, policy, {}).items()}
+    return {
+        name: [str(offer.id) for offer in listed]
+        for name, listed in advertised_devices(gpus, policy, {}).items()
+    }
 
 
 def test_without_a_mig_strategy_every_gpu_is_one_device() -> None:
     assert ids(C1B, PLAIN, policy=Policy()) == {GPU: [U0, U1]}
-    assert offers([C1B], Policy(), {})[GPU][0].placement == Placement(U0, ALL, ALL)
+    assert advertised_devices([C1B], Policy(), {})[GPU][0].placement == Placement(U0, ALL, ALL)
 
 
 def test_strategy_mixed_offers_each_profile_under_its_own_name() -> None:
@@ -67,7 +70,7 @@ def test_strategy_mixed_offers_nothing_of_a_gpu_without_mig_devices() -> None:
 
 def test_strategy_single_offers_equal_slices_as_gpus() -> None:
     assert ids(C1B, policy=SINGLE) == {GPU: [mig_uuid(0), mig_uuid(1), mig_uuid(2)]}
-    assert [offer.placement.gi for offer in offers([C1B], SINGLE, {})[GPU]] == [1, 2, 3]
+    assert [offer.placement.gi for offer in advertised_devices([C1B], SINGLE, {})[GPU]] == [1, 2, 3]
 
 
 def test_strategy_single_offers_whole_gpus_where_none_is_in_mig_mode() -> None:
@@ -88,8 +91,8 @@ def test_strategy_single_offers_nothing_where_the_devices_are_unlike(
     gpus: list[Gpu], unlike: tuple[str, ...]
 ) -> None:
     assert mixed_profiles(gpus, SINGLE) == unlike
-    assert offers(gpus, SINGLE, {}) == {GPU: ()}
-    assert offers(gpus, SINGLE, offers([PLAIN], SINGLE, {})) == {GPU: ()}
+    assert advertised_devices(gpus, SINGLE, {}) == {GPU: ()}
+    assert advertised_devices(gpus, SINGLE, advertised_devices([PLAIN], SINGLE, {})) == {GPU: ()}
     node = healthy_node(*gpus, policy=SINGLE)
     findings = {finding.reason: finding.message for finding in node.snapshot().findings}
     assert findings[Reason.MIG_SINGLE_NOT_UNIFORM] == (
@@ -109,7 +112,7 @@ def test_a_mig_resource_is_named_after_its_profile() -> None:
 
 def test_shares_are_numbered_from_zero_and_stay_where_their_device_is() -> None:
     policy = Policy(mig_strategy="mixed", sharing=Sharing.of({SMALL: 2, GPU: 3}))
-    listed = offers([C1B, replace(PLAIN, numa_node=1)], policy, {})
+    listed = advertised_devices([C1B, replace(PLAIN, numa_node=1)], policy, {})
     assert [str(offer.id) for offer in listed[SMALL]] == [
         f"{mig_uuid(number)}::{replica}" for number in range(3) for replica in range(2)
     ]
@@ -125,7 +128,7 @@ def test_shares_are_numbered_from_zero_and_stay_where_their_device_is() -> None:
 def test_a_device_is_its_offer_with_a_verdict() -> None:
     policy = Policy(mig_strategy="mixed", sharing=Sharing.of({SMALL: 2}))
     node = healthy_node(replace(C1B, numa_node=1), policy=policy)
-    for offer, device in zip(node.state.offers[SMALL], node.devices(SMALL), strict=True):
+    for offer, device in zip(node.state.advertised[SMALL], node.devices(SMALL), strict=True):
         assert asdict(offer).items() <= asdict(device).items()
         assert (device.health, device.reasons) == (Health.HEALTHY, ())
 
@@ -144,7 +147,9 @@ def test_gpus_at_one_address_are_in_the_order_of_their_indexes() -> None:
 
 def test_mig_devices_are_in_the_order_of_their_instances() -> None:
     sliced = mig_gpu(0, (2, 1, "1g.10gb"), (2, 0, "1g.10gb"), (1, 0, "1g.10gb"))
-    assert [(offer.placement.gi, offer.placement.ci) for offer in offers([sliced], SINGLE, {})[GPU]] == [
+    assert [
+        (offer.placement.gi, offer.placement.ci) for offer in advertised_devices([sliced], SINGLE, {})[GPU]
+    ] == [
         (1, 0),
         (2, 0),
         (2, 1),
@@ -175,7 +180,7 @@ def test_an_empty_resource_of_an_earlier_policy_is_not_registered() -> None:
 def test_what_replaced_the_devices_of_an_earlier_process_is_registered() -> None:
     node = healthy_node(C1B, policy=MIXED).restarted(after_ns=S)
     node.apply(enumerated(mig_gpu(0, (1, 0, "3g.40gb"))), passed(), KubeletSocketSeen(K1))
-    assert list(node.state.offers) == [SMALL, LARGE]
+    assert list(node.state.advertised) == [SMALL, LARGE]
     assert list(node.state.registrations) == [LARGE]
     assert node.registrations(LARGE) == [node.now_ns]
 
@@ -221,7 +226,7 @@ def test_what_was_offered_is_offered_again_before_the_driver_answers() -> None:
 
 def test_a_node_without_a_past_begins_with_nothing() -> None:
     node = Node()
-    assert node.state.offers == {}
+    assert node.state.advertised == {}
     assert node.state.devices == {}
     assert node.state.first_probes_by_ns is None
     assert node.snapshot().at_ns == node.now_ns

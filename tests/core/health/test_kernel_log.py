@@ -111,13 +111,13 @@ def test_a_line_alone_takes_no_gpu_out_and_has_it_probed(xid_policy: XidPolicy, 
         Reason.UNCONFIRMED,
         79,
     )
-    assert condition.message == "XID 79: GPU has fallen off the bus: the kernel log alone says so"
+    assert condition.message == "XID 79: GPU has fallen off the bus: only the kernel log reports it"
     assert node.state.xids == {U1: {79: 1}}
     assert probes(node) == [U1]
     node.after(S, *poll(U1), *poll(U1), *poll(U1))
     node.after(60 * S, *poll(U1))
     assert node.conditions() == []
-    assert not node.state.suspects
+    assert not node.state.unconfirmed
     node.apply(failed(U1, code=15))
     assert reasons(node, U1) == {Reason.GPU_LOST}
 

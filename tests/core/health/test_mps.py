@@ -50,7 +50,7 @@ def test_nothing_shared_is_offered_healthy_before_the_daemon_was_looked_for() ->
     assert node.unhealthy() == SHARES
     (condition,) = node.conditions()
     assert (condition.reason, condition.placement.gpu) == (Reason.MPS_NOT_READY, U0)
-    assert "not looked for yet" in condition.message
+    assert "not probed yet" in condition.message
 
 
 def test_the_first_readiness_counts_at_once_however_late_it_comes() -> None:

@@ -17,7 +17,7 @@ def test_each_state_is_told_once_however_many_gpus_are_in_it() -> None:
 
     assert warnings(told) == [
         "NVML lists processes that cannot be, so none of them is believed",
-        "The driver does not list processes, so only open files tell who holds a GPU",
+        "The driver does not list processes, so only open files show which processes hold a GPU",
     ]
 
 

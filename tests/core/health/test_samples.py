@@ -12,7 +12,7 @@ from agent.core.health.samples import (
     UNKNOWN,
     Verdict,
     Window,
-    judged,
+    evaluate,
 )
 from agent.model.facts import NVML, DriverUnavailable, GpuSampled
 from agent.model.health import Condition, ConditionKey, Evidence, Reason, Recovery
@@ -34,7 +34,7 @@ FLIPPING = {
 
 
 def verdict(reason: Reason, *, slowed: Sequence[bool] = (), policy: Policy = FEW, **readings: Any) -> Verdict:
-    return judged(sample(**readings), Window(tuple(slowed)), policy)[reason]
+    return evaluate(sample(**readings), Window(tuple(slowed)), policy)[reason]
 
 
 # Each rule by its values
@@ -46,13 +46,13 @@ def test_there_is_a_bad_reading_here_for_every_rule() -> None:
 
 @pytest.mark.parametrize("reason", RULES)
 def test_a_well_reading_says_well_and_none_says_nothing(reason: Reason) -> None:
-    assert judged(WELL, Window(), FEW)[reason] is None
-    assert judged(NOTHING, Window(), FEW)[reason] is UNKNOWN
+    assert evaluate(WELL, Window(), FEW)[reason] is None
+    assert evaluate(NOTHING, Window(), FEW)[reason] is UNKNOWN
 
 
 @pytest.mark.parametrize("reason", RULES)
 def test_a_bad_reading_says_its_reason_and_no_other(reason: Reason) -> None:
-    said = judged(bad(reason), Window(), FEW)
+    said = evaluate(bad(reason), Window(), FEW)
     assert {each for each, message in said.items() if isinstance(message, str)} == {reason}
 
 

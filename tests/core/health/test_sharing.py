@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agent.core.health.inventory import Unadvertised, offers, unadvertised_devices
+from agent.core.health.inventory import Unadvertised, advertised_devices, unadvertised_devices
 from agent.model.effects import EventKind
 from agent.model.facts import KubeletSocketSeen, MpsSeen, PolicyChanged
 from agent.model.gpu import Gpu
@@ -49,7 +49,7 @@ def mps(*shares: Share, mig_strategy: MigStrategy = "none") -> Policy:
 def counts(*gpus: Gpu, policy: Policy) -> dict[str, dict[str, int]]:
     """How many devices of which GPU or MIG device, by resource."""
     found: dict[str, dict[str, int]] = {}
-    for name, listed in offers(gpus, policy, {}).items():
+    for name, listed in advertised_devices(gpus, policy, {}).items():
         of_name = found.setdefault(name, {})
         for offer in listed:
             of_name[offer.uuid] = of_name.get(offer.uuid, 0) + 1
@@ -80,7 +80,7 @@ def counts(*gpus: Gpu, policy: Policy) -> dict[str, dict[str, int]]:
 def test_a_share_can_be_for_models_by_a_pattern_of_the_whole_name(pattern: str, *, fits: bool) -> None:
     found = counts(V100_16, policy=sharing(Share(GPU, 4, models=(pattern,))))
     assert found == {GPU: {U0: 4 if fits else 1}}
-    assert offers([V100_16], sharing(Share(GPU, 4, models=(pattern,))), {})[GPU][0].replica == (
+    assert advertised_devices([V100_16], sharing(Share(GPU, 4, models=(pattern,))), {})[GPU][0].replica == (
         0 if fits else None
     )
 
@@ -99,7 +99,7 @@ def test_a_share_by_index_is_also_that_of_the_cards_slices() -> None:
     policy = sharing(Share(SMALL, 2, gpus=("1",)))
     slices = [mig_gpu(number, (1, 0, "1g.10gb")) for number in range(2)]
     assert counts(*slices, policy=policy) == {SMALL: {mig_uuid(0): 1, mig_uuid(10): 2}}
-    assert [offer.index for offer in offers(slices, policy, {})[SMALL]] == [0, 1, 1]
+    assert [offer.index for offer in advertised_devices(slices, policy, {})[SMALL]] == [0, 1, 1]
 
 
 def test_a_share_by_index_stays_with_its_card_when_another_one_is_lost() -> None:
@@ -155,7 +155,7 @@ def test_what_was_renamed_away_is_not_registered_by_the_next_process() -> None:
     node.apply(PolicyChanged(sharing(Share(GPU, 2), rename_by_default=True)))
     again = node.restarted()
     again.apply(enumerated(gpu(0)), passed(), KubeletSocketSeen(K1))
-    assert list(again.state.offers) == [SHARED]
+    assert list(again.state.advertised) == [SHARED]
     assert list(again.state.registrations) == [SHARED]
 
 
@@ -212,7 +212,7 @@ def test_a_slice_smaller_than_its_instance_has_no_resource_and_that_is_told_once
     node = Node(Policy(mig_strategy="mixed"))
     part = mig_gpu(0, (1, 0, "1c.2g.20gb"), (1, 1, "1c.2g.20gb"), (2, 0, "2g.20gb"))
     node.apply(enumerated(part), enumerated(part), enumerated(part, gpu(1)))
-    assert set(node.state.offers) == {"nvidia.com/mig-2g.20gb", GPU}
+    assert set(node.state.advertised) == {"nvidia.com/mig-2g.20gb", GPU}
     told = [event for event in node.events(EventKind.GPUS) if event.message == Unadvertised.PROFILE]
     assert [(fields_of(event)["gpu"], fields_of(event)["detail"]) for event in told] == [(0, "1c.2g.20gb")]
     assert all(event.warning for event in told)
@@ -272,7 +272,7 @@ CARDS = st.builds(
 def test_no_device_is_offered_twice_and_every_offer_is_of_what_there_is(
     cards: list[Gpu], policy: Policy
 ) -> None:
-    offered = offers(cards, policy, {})
+    offered = advertised_devices(cards, policy, {})
     ids = [offer.id for listed in offered.values() for offer in listed]
     assert len(ids) == len(set(ids))
     there = {card.uuid: card for card in cards}
@@ -289,7 +289,7 @@ def test_no_device_is_offered_twice_and_every_offer_is_of_what_there_is(
 
 @given(st.lists(CARDS, max_size=4, unique_by=lambda card: card.uuid), POLICIES)
 def test_what_did_not_change_is_the_same_object(cards: list[Gpu], policy: Policy) -> None:
-    before = offers(cards, policy, {})
-    again = offers(cards, policy, before)
+    before = advertised_devices(cards, policy, {})
+    again = advertised_devices(cards, policy, before)
     assert all(again[name] is listed for name, listed in before.items())
     assert list(again) == list(before)
