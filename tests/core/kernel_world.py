@@ -1,6 +1,6 @@
-"""A kernel and a driver in miniature: what the tracker is to find out, and all that it is told.
+"""A kernel and a driver in miniature: the truth for the tracker, and all of its input.
 
-It knows the truth at once; the ring, the map's rows and scans are what a probe would see of it.
+Its state is the truth; the ring, the map's rows and the scans are what a probe would read of it.
 """
 
 from collections import Counter
@@ -25,7 +25,7 @@ GPUS = GpuMap(by_minor={0: V0, 1: V1}, by_instance={0: V0, 1: V1})
 
 
 def _registered(file: int) -> tuple[int, int]:
-    """The key of the row that says what a file was registered to."""
+    """Return the key of the row with a file's registration."""
     return file & 0xFFFFFFFF, file >> 32
 
 
@@ -51,7 +51,7 @@ class Task:
 
     @property
     def status(self) -> ProcessStatus:
-        """What /proc says."""
+        """The status in /proc."""
         return ProcessStatus(self.key, self.comm, self.state, "/", NoPod.HOST, self.killed)
 
 
@@ -91,11 +91,11 @@ class World:
         self.opened: dict[int, int] = {}
         self.tasks: list[Task] = []
         self.files: dict[int, int] = {}
-        """Device by address; addresses are used again."""
+        """Device by address; addresses are reused."""
         self.keeps: dict[int, int] = {}
         """The nvidiactl that each file of a GPU was registered to."""
         self.messages: list[int] = []
-        """Files in messages that nobody has received yet."""
+        """Files in messages that no process has received yet."""
         self.clients: dict[int, RmClient] = {}
         self.rows: dict[tuple[int, int], RmObject] = {}
         self.ring: list[RmEvent] = []
@@ -103,10 +103,10 @@ class World:
         self._clients_made = 0xC1D00000
         self._handles = 0
         self.handles = 40
-        """How many a client may use; few, so that they are used again."""
+        """How many a client may use; few, so that they are reused."""
         self._ticks = 1000
 
-    # What happens
+    # Actions
 
     def spawn(self, pid: int, comm: str = "python3") -> Task:
         """A process begins; its pid must be free."""
@@ -144,7 +144,7 @@ class World:
         to.fds.append(file)
 
     def post(self, task: Task, file: int) -> None:
-        """A process puts a file into a message and closes it; nobody reads the message yet."""
+        """A process puts a file into a message and closes it; no process reads the message yet."""
         self.messages.append(file)
         self.close(task, file)
 
@@ -191,7 +191,7 @@ class World:
             self._release(file, task)
 
     def register_fd(self, task: Task, file: int, control: int) -> None:
-        """A file of a GPU is registered to a control file, which the driver keeps for as long."""
+        """A file of a GPU is registered to a control file, which the driver keeps open for as long."""
         self.keeps[file] = control
         self.now_ns += 1
         ticks = task.key.start_ticks if self.reports_starts else 0
@@ -266,7 +266,7 @@ class World:
         self.alloc(task, owner, group, CHANNEL)
         return owner, share
 
-    # What can be seen
+    # Views
 
     @property
     def alive(self) -> list[Task]:
@@ -287,7 +287,7 @@ class World:
         ]
 
     def delete_rows(self, removed: list[Removed]) -> None:
-        """What the source does with the objects that the tracker tells to be gone."""
+        """Delete stale rows, as the source does with those that the tracker returns."""
         for each in removed:
             row = self.rows.get((each.client, each.handle))
             if row is not None and row.at_ns <= each.at_ns:
@@ -303,7 +303,7 @@ class World:
         return objects[handle].instance if handle in objects else NONE
 
     def contexts(self, *, with_unheld: bool = True) -> Counter[tuple[ProcessKey, GpuUuid | None]]:
-        """Live contexts by who made them, and GPU."""
+        """Live contexts by owner and GPU."""
         return Counter(
             (client.owner.key, GPUS.by_instance.get(self.instance_of(name, handle)))
             for name, client in self.clients.items()
@@ -316,15 +316,15 @@ class World:
         return [minor for minor in GPUS.by_minor if gpu_file(minor) in task.opened]
 
     def holders(self, file: int) -> set[ProcessKey]:
-        """Who holds a file."""
+        """The holders of a file."""
         return {task.key for task in self.alive if file in task.fds}
 
     def keepers(self, file: int) -> set[ProcessKey]:
-        """Who holds a file, or one that keeps it."""
+        """The holders of a file, or of one that refers to it."""
         nodes = [node for node, control in self.keeps.items() if control == file]
         return self.holders(file).union(*map(self.holders, nodes))
 
-    # Within
+    # Internals
 
     def _release(self, file: int, task: Task) -> None:
         if self._is_referred_to(file):

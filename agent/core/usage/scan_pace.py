@@ -52,10 +52,10 @@ class ScanPace:
             self._postponed[pid] = self._postponed.get(pid, 0) + 1
         return due
 
-    def take_postponed(self) -> Mapping[int, int]:
+    def pop_postponed(self) -> Mapping[int, int]:
         """Return how many requests of each process were postponed since the last call, by pid."""
-        taken, self._postponed = self._postponed, {}
-        return taken
+        postponed, self._postponed = self._postponed, {}
+        return postponed
 
     def begin_scan(self) -> None:
         """Clear the requests, which this scan serves."""

@@ -153,9 +153,9 @@ class Tracker:
         self._open_files.begin_scan()
         self._pace.begin_scan()
 
-    def take_postponed_scans(self) -> Mapping[int, int]:
+    def pop_postponed_scans(self) -> Mapping[int, int]:
         """Return how many of each process's requests for scans were postponed since the last call."""
-        return self._pace.take_postponed()
+        return self._pace.pop_postponed()
 
     def handle_rejected_objects(self, keys: Iterable[ProcessKey]) -> None:
         """Apply that the kernel stores no more objects of these: over their share, or owned by another."""

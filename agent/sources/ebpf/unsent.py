@@ -86,7 +86,7 @@ class PostponedScans:
         if self._logged_ns is not None and now_ns - self._logged_ns < LOGGED_NS:
             return
         self._logged_ns = now_ns
-        counts = tracker.take_postponed_scans()
+        counts = tracker.pop_postponed_scans()
         pid = max(counts, key=lambda each: counts[each], default=0)
         if counts.get(pid, 0) < MANY_SCANS:
             return

@@ -42,35 +42,35 @@ def test_each_orphan_is_in_exactly_one_record_and_the_records_are_bounded(
         assert records is made.records()
         for on in (U0, U1, None):
             for is_counted in (True, False):
-                told = [each for each in records if (each.gpu, each.contexts is not None) == (on, is_counted)]
+                some = [each for each in records if (each.gpu, each.contexts is not None) == (on, is_counted)]
                 true = [
                     each
                     for each in there.values()
                     if (each.gpu, each.contexts is not None) == (on, is_counted)
                 ]
-                assert sum(1 + each.more for each in told) == len(true)
-                assert sum(each.clients for each in told) == sum(each.clients for each in true)
-                assert sum(each.contexts or 0 for each in told) == sum(each.contexts or 0 for each in true)
+                assert sum(1 + each.more for each in some) == len(true)
+                assert sum(each.clients for each in some) == sum(each.clients for each in true)
+                assert sum(each.contexts or 0 for each in some) == sum(each.contexts or 0 for each in true)
         assert len(records) <= (groups + 6) * (apart + 1)
         assert [each.owner.key for each in records] == sorted(each.owner.key for each in records)
 
 
-def test_what_one_holder_keeps_of_many_is_merged_and_a_neighbours_is_not() -> None:
+def test_orphans_of_one_holder_are_merged_and_a_neighbours_are_not() -> None:
     rig = Rig()
     holder = rig.world.spawn(90)
     jobs = [rig.job(1_000 + number, contexts=1) for number in range(40)]
     neighbour, control = rig.job(99_000, contexts=3)
     other = rig.world.spawn(91)
-    rig.apply()
+    rig.update()
     for task, file in jobs:
         rig.world.send(holder, file)
         rig.end(task)
     rig.world.send(other, control)
     rig.end(neighbour)
-    picture = rig.apply()
-    assert len(picture.orphans) <= MAX_APART + 2
-    assert sum(1 + each.more for each in picture.orphans) == 41
-    assert sum(each.contexts or 0 for each in picture.orphans) == 43
+    usage = rig.update()
+    assert len(usage.orphans) <= MAX_APART + 2
+    assert sum(1 + each.more for each in usage.orphans) == 41
+    assert sum(each.contexts or 0 for each in usage.orphans) == 43
 
 
 def test_6000_orphans_of_one_holder_cost_the_loop_what_a_few_do(capsys: pytest.CaptureFixture[str]) -> None:
@@ -83,11 +83,11 @@ def test_6000_orphans_of_one_holder_cost_the_loop_what_a_few_do(capsys: pytest.C
     added_s = time.process_time() - began_s
     assert len(records) == MAX_APART + 2
     node = healthy_node(gpu(0))
-    told = [seen(process(90), process(91), orphans=records, at_ns=at_ns) for at_ns in range(20)]
+    facts = [seen(process(90), process(91), orphans=records, at_ns=at_ns) for at_ns in range(20)]
     began_s = time.process_time()
-    for fact in told:
+    for fact in facts:
         node.after(10 * S, fact)
-    took_s = (time.process_time() - began_s) / len(told)
+    took_s = (time.process_time() - began_s) / len(facts)
     (condition,) = node.conditions(Reason.CONTEXT_LEAK)
     assert condition.details is not None
     assert condition.message == "6003 contexts of 6001 processes that ended are kept by 2 processes"
@@ -99,7 +99,7 @@ def test_6000_orphans_of_one_holder_cost_the_loop_what_a_few_do(capsys: pytest.C
         )
 
 
-def test_one_pod_with_4096_findings_keeps_no_other_out_and_its_excess_is_counted() -> None:
+def test_one_pod_with_4096_findings_displaces_no_other_and_its_excess_is_counted() -> None:
     policy = replace(DEFAULT, leaks=replace(DEFAULT.leaks, foreign_process_ns=0))
     node = healthy_node(gpu(0), gpu(1), policy=policy)
     node.apply(AllocationsListed({}), pods())
@@ -113,12 +113,12 @@ def test_one_pod_with_4096_findings_keeps_no_other_out_and_its_excess_is_counted
     assert (len(on_first.details.involved), on_first.details.more) == (MAX_INVOLVED, 4_097 - MAX_INVOLVED)
     assert on_first.message.startswith("4097 processes use the GPU")
 
-    # Those that are known keep their places whatever comes before them.
+    # Known findings keep their places whatever comes before them.
     node.apply(seen(process(5, pod=POD_A), *greedy, process(9_000, pod=POD_B), process(9_001, hold(U1))))
     assert {finding.key.process for finding in node.state.leaks.pending.values()} == kept
 
 
-def test_windows_of_growth_are_shared_by_holders(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_windows_of_growth_are_shared_between_holders(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(growth, "MAX_WINDOWS", 8)
     monkeypatch.setattr(growth, "MAX_OF_HOLDER", 6)
     usage = seen(*(process(pid, pod=POD_A) for pid in range(1, 50)), process(99, pod=POD_B)).usage

@@ -1,4 +1,4 @@
-"""Who was given a GPU or MIG device, who holds it, and who uses memory on it."""
+"""The allocation of each GPU or MIG device, its holders, and the users of its memory."""
 
 import pytest
 
@@ -48,7 +48,7 @@ def names(ownership: Ownership) -> list[tuple[int, str, str | None, int | None]]
     return [(each.pid, each.owner, each.pod, each.used_bytes) for each in ownership.holders or ()]
 
 
-def test_a_gpu_is_told_with_who_has_it_who_holds_it_and_what_is_used() -> None:
+def test_a_gpu_has_its_pods_its_holders_and_its_used_memory() -> None:
     on = node()
     on.apply(
         allocated((U0, "ns1/job-a")),
@@ -68,7 +68,7 @@ def test_a_gpu_is_told_with_who_has_it_who_holds_it_and_what_is_used() -> None:
     assert (second.used_bytes, second.process_info) == (None, None)
 
 
-def test_everything_of_a_holder_is_told() -> None:
+def test_a_holder_has_every_field() -> None:
     on = node()
     use = process(
         7, hold(U0, 2), pod=POD_A, comm="nv-hostengine", state="D", start=70, since_ns=5, partial=True
@@ -103,7 +103,7 @@ def test_everything_of_a_holder_is_told() -> None:
     )
 
 
-def test_everything_of_a_gpu_is_told() -> None:
+def test_a_gpu_has_every_field() -> None:
     on = node()
     on.apply(memory(used=400, total=1000, on=U1))
     assert owned(on)[1] == Ownership(
@@ -111,7 +111,7 @@ def test_everything_of_a_gpu_is_told() -> None:
         uuid=U1,
         index=1,
         allocated_to=(),
-        holders=None,  # nobody looked, and NVML misses some
+        holders=None,  # /proc was not scanned, and NVML misses some
         used_bytes=400 * MIB,
         total_bytes=1000 * MIB,
         unclaimed_bytes=400 * MIB,
@@ -119,7 +119,7 @@ def test_everything_of_a_gpu_is_told() -> None:
     )
 
 
-def test_what_is_not_known_is_not_told_as_nothing() -> None:
+def test_unknown_figures_are_none_and_not_zero() -> None:
     on = healthy_node(gpu(0))
     (only,) = owned(on)
     assert (only.allocated_to, only.holders) == (None, None)
@@ -131,7 +131,7 @@ def test_what_is_not_known_is_not_told_as_nothing() -> None:
     assert owned(on)[0].unclaimed_bytes is None
 
 
-def test_old_knowledge_is_none() -> None:
+def test_stale_readings_are_none() -> None:
     on = node()
     on.apply(seen(process(7)), allocated((U0, "ns1/job-a")))
     on.after(30 * S - 1)
@@ -144,7 +144,7 @@ def test_old_knowledge_is_none() -> None:
     assert owned(on)[0].holders is None
 
 
-def test_a_pod_of_unknown_name_is_told_by_its_uid() -> None:
+def test_a_pod_of_unknown_name_is_shown_by_its_uid() -> None:
     on = node()
     on.apply(seen(process(7, pod=POD_A)))
     on.after(31 * S)
@@ -160,7 +160,7 @@ def test_a_pod_that_is_gone_keeps_its_name_while_a_process_of_it_is_there() -> N
     assert on.snapshot().pods_seen == {POD_B: BOTH[POD_B]}
 
 
-def test_a_gpu_cut_into_mig_devices_is_told_by_device() -> None:
+def test_a_partitioned_gpu_is_shown_by_mig_device() -> None:
     on = healthy_node(C1B, policy=replace(DEFAULT, mig_strategy="mixed"))
     on.apply(
         allocated((mig_uuid(1), "ns1/job-a")),
@@ -179,14 +179,14 @@ def test_a_gpu_cut_into_mig_devices_is_told_by_device() -> None:
     assert {each.process_info for each in reported} == {"ok"}
 
 
-def test_who_holds_the_whole_gpu_holds_each_of_its_mig_devices() -> None:
+def test_a_holder_of_the_whole_gpu_holds_each_of_its_mig_devices() -> None:
     on = healthy_node(C1B, policy=replace(DEFAULT, mig_strategy="mixed"))
     on.apply(seen(process(7)))
     assert [[holder.pid for holder in each.holders or ()] for each in owned(on)] == [[7], [7], [7]]
 
 
 @pytest.mark.parametrize(
-    ("told", "pids"),
+    ("fact", "pids"),
     [
         (seen(), []),
         (seen(complete=False), None),
@@ -196,11 +196,11 @@ def test_who_holds_the_whole_gpu_holds_each_of_its_mig_devices() -> None:
         (seen(process(7), complete=False), [7]),
     ],
 )
-def test_without_a_visible_holder_a_gpu_that_is_not_seen_whole_has_unknown_ones(
-    told: GpuUseSeen, pids: list[int] | None
+def test_without_a_visible_holder_a_partly_read_gpu_has_unknown_holders(
+    fact: GpuUseSeen, pids: list[int] | None
 ) -> None:
     on = node()
-    on.apply(told)
+    on.apply(fact)
     found = owned(on)[0].holders
     assert (None if found is None else [each.pid for each in found]) == pids
 
@@ -211,7 +211,7 @@ def test_services_are_marked() -> None:
     assert [each.service for each in owned(on)[0].holders or ()] == [True, True, False]
 
 
-# The parts
+# The helper functions
 
 
 OF_OPERATORS = {POD_A: PodSeen("gpu-operator", "dcgm-exporter-x")}
@@ -232,7 +232,7 @@ LONG = "nvidia-device-plugin"
         (process(7, comm="x", pod=POD_A), OF_OPERATORS, False),
         (process(7, comm=LONG[:15], pod=POD_A), OF_TENANTS, False),
         (process(7, comm=LONG[:15], pod=POD_A), {}, False),
-        # Nor could whose pod it is.
+        # Nor could its pod.
         (process(7, comm=LONG[:15], pod=POD_A), None, True),
         (process(7, comm="x", is_agent=True), None, True),
     ],
@@ -275,7 +275,7 @@ def test_to_have_a_gpu_open_is_not_to_use_it(
         assert is_in_use(process(7, partial=partial), hold(contexts=contexts), None) is is_used
 
 
-def test_memory_of_nobody_is_what_no_process_has_that_nvml_lists() -> None:
+def test_unclaimed_memory_belongs_to_no_process_that_nvml_lists() -> None:
     used = memory(user(1, 100), user(2, 50), used=400).memory
     assert unclaimed_bytes(used) == 250 * MIB
     assert unclaimed_bytes(memory(used=400).memory) == 400 * MIB
@@ -285,8 +285,8 @@ def test_memory_of_nobody_is_what_no_process_has_that_nvml_lists() -> None:
     assert unclaimed_bytes(replace(used, process_info="unsupported")) is None
 
 
-def test_a_pod_is_given_what_it_may_have_been_given() -> None:
-    """Where the kubelet's list does not tell which of two pods has a device, both may."""
+def test_a_device_counts_as_allocated_to_each_pod_that_may_have_it() -> None:
+    """Where the kubelet's list does not show which of two pods has a device, both may."""
     places = [(DeviceId("a"), M1), (DeviceId("b"), M2), (DeviceId("c"), Placement(U1))]
     places_of_pods = allocated_by_place(
         places, {DeviceId("a"): "ns/x", DeviceId("b"): "ns/y or ns/z", DeviceId("other"): "ns/x"}
@@ -302,21 +302,21 @@ def test_a_pod_is_given_what_it_may_have_been_given() -> None:
     assert not is_allocated(places_of_pods, [], "ns/x")
 
 
-def test_two_shares_of_one_place_are_both_given() -> None:
+def test_two_shares_of_one_place_are_both_allocated() -> None:
     places = [(DeviceId("a::0"), M1), (DeviceId("a::1"), M1)]
     places_of_pods = allocated_by_place(places, {DeviceId("a::0"): "ns/x", DeviceId("a::1"): "ns/y"})
     assert is_allocated(places_of_pods, [M1], "ns/x")
     assert is_allocated(places_of_pods, [M1], "ns/y")
 
 
-def test_a_pod_has_the_name_that_is_known_of_it() -> None:
+def test_a_pod_is_shown_by_its_known_name() -> None:
     ref = PodRef(POD_A, None, None)
     assert name_of(ref, BOTH) == "ns1/job-a"
     assert name_of(ref, {}) == POD_A
     assert name_of(ref, None) == POD_A
 
 
-def test_a_process_that_sleeps_in_the_driver_or_ended_cannot_be_killed() -> None:
+def test_a_process_that_sleeps_in_the_driver_or_is_gone_is_not_killable() -> None:
     assert [state for state in "RSDZXTI" if not is_killable(process_status(7, state=state))] == [
         "D",
         "Z",

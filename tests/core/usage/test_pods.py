@@ -192,7 +192,7 @@ ROOTED: list[tuple[str, str, PodOf]] = [
 
 
 @pytest.mark.parametrize(("path", "pod"), [form[1:] for form in FORMS], ids=[form[0] for form in FORMS])
-def test_a_cgroup_tells_the_pod(path: str, pod: PodOf) -> None:
+def test_a_cgroup_names_the_pod(path: str, pod: PodOf) -> None:
     assert pod_of_cgroup(path) == pod
 
 
@@ -220,7 +220,7 @@ def test_in_a_namespace_of_its_own_the_root_is_not_the_machines(path: str, pod: 
     qos=st.sampled_from(["burstable", "besteffort", "guaranteed"]),
     below=st.sampled_from(["", "/init.scope", "/kubepods/x"]),
 )
-def test_both_drivers_of_the_kubelet_tell_the_same(uid: str, container: str, qos: Qos, below: str) -> None:
+def test_both_cgroup_drivers_name_the_same_pod(uid: str, container: str, qos: Qos, below: str) -> None:
     infix = "" if qos == "guaranteed" else f"-{qos}"
     directory = "" if qos == "guaranteed" else f"/{qos}"
     in_slice = f"kubepods{infix}-pod{uid.replace('-', '_')}.slice/cri-containerd-{container}.scope"
@@ -231,6 +231,6 @@ def test_both_drivers_of_the_kubelet_tell_the_same(uid: str, container: str, qos
 
 
 @given(st.text())
-def test_no_path_is_too_strange(path: str) -> None:
+def test_any_path_is_parsed(path: str) -> None:
     pod = pod_of_cgroup(path)
     assert isinstance(pod, NoPod) or pod.uid in path.replace("_", "-")

@@ -1,4 +1,4 @@
-"""When scans are due that somebody asks for again and again."""
+"""When scans are due for a pod that asks for them again and again."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,7 +12,7 @@ PERIOD, BURST = 1_000, 3
 
 
 @given(st.lists(st.tuples(st.integers(0, 300), st.sampled_from([2, 3]), st.booleans()), max_size=200))
-def test_a_pod_gets_its_scans_at_once_then_one_in_a_period_and_costs_no_other(
+def test_a_pod_gets_its_scans_at_once_then_one_in_a_period_and_delays_no_other(
     asked: list[tuple[int, int, bool]],
 ) -> None:
     pace = ScanPace(PERIOD, burst=BURST)
@@ -34,7 +34,7 @@ def test_a_pod_gets_its_scans_at_once_then_one_in_a_period_and_costs_no_other(
         assert count <= BURST + (now - began) / PERIOD + 1
 
 
-def test_who_never_asked_waits_for_nobody() -> None:
+def test_a_first_request_is_never_delayed() -> None:
     pace = ScanPace(PERIOD, burst=BURST)
     for at in range(100):
         pace.due_ns(2, 100, at)
@@ -51,11 +51,11 @@ def test_requests_beyond_the_share_are_counted_for_their_process_alone() -> None
         pace.due_ns(2, 100, at)
         pace.begin_scan()
     pace.due_ns(3, 200, 10)
-    assert pace.take_postponed() == {100: 10 - BURST}
-    assert pace.take_postponed() == {}
+    assert pace.pop_postponed() == {100: 10 - BURST}
+    assert pace.pop_postponed() == {}
 
 
-def test_what_is_kept_of_those_who_ask_is_bounded() -> None:
+def test_the_table_of_requesters_is_bounded() -> None:
     pace = ScanPace(PERIOD, burst=1, max_asking=8)
     for cgroup in range(2, 1_000):
         pace.due_ns(cgroup, cgroup, 0)
@@ -64,10 +64,10 @@ def test_what_is_kept_of_those_who_ask_is_bounded() -> None:
     pace.begin_scan()
     for pid in range(2, 1_000):
         pace.due_ns(999, pid, 0)
-    assert len(pace.take_postponed()) == 8
+    assert len(pace.pop_postponed()) == 8
 
 
-def test_registrations_beyond_the_room_push_the_oldest_out() -> None:
+def test_registrations_beyond_the_room_evict_the_oldest() -> None:
     kept = Registrations(room=2)
     for file in (1, 2, 3):
         kept.add(file, 9, at_ns=file)
@@ -76,7 +76,7 @@ def test_registrations_beyond_the_room_push_the_oldest_out() -> None:
     assert kept.remove(3) == Removed(3, 0, 3)
 
 
-def test_what_is_known_of_a_file_that_nobody_holds_is_kept_for_a_time() -> None:
+def test_the_registration_of_a_file_without_a_holder_stays_for_a_time() -> None:
     kept = Registrations()
     kept.add(5 << 32 | 1, 9, at_ns=7)
     assert list(kept.expired((), 100)) == []

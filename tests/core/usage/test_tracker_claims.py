@@ -1,4 +1,4 @@
-"""What a process says of GPUs in its calls' parameters, which it can change at any time: who is believed."""
+"""Claims on GPUs in a process's own calls, whose parameters it can change at any time."""
 
 from agent.core.usage.gpu_map import CONTROL
 from agent.model.structs import replace
@@ -8,7 +8,7 @@ from tests.core.usage.test_tracker import Rig, hold_of, use_of
 UNKNOWN_INSTANCES = replace(GPUS, by_instance={})
 
 
-def test_what_one_process_says_of_a_device_instance_holds_for_no_other() -> None:
+def test_a_claim_on_a_device_instance_counts_for_its_own_process_alone() -> None:
     rig = Rig(UNKNOWN_INSTANCES)
     liar = rig.world.spawn(100)
     control, uvm = rig.world.open(liar, CONTROL), rig.world.open(liar, UVM)
@@ -19,12 +19,12 @@ def test_what_one_process_says_of_a_device_instance_holds_for_no_other() -> None
     rig.world.register(liar, uvm, client, rig.world.alloc(liar, client, device, VASPACE), V1)
     other, _ = rig.job(200, contexts=1)
     rig.world.open(other, gpu_file(1))
-    picture = rig.apply()
-    assert use_of(picture, 200).unplaced == 1
-    assert [(hold.gpu, hold.contexts) for hold in use_of(picture, 200).holds] == [(V0, 0), (V1, 0)]
+    usage = rig.update()
+    assert use_of(usage, 200).unplaced == 1
+    assert [(hold.gpu, hold.contexts) for hold in use_of(usage, 200).holds] == [(V0, 0), (V1, 0)]
 
 
-def test_a_process_says_nothing_of_anothers_client() -> None:
+def test_a_registration_of_another_processs_client_has_no_effect() -> None:
     rig = Rig(UNKNOWN_INSTANCES)
     victim, control = rig.job(100, contexts=0)
     rig.world.open(victim, gpu_file(1))
@@ -34,34 +34,34 @@ def test_a_process_says_nothing_of_anothers_client() -> None:
     rig.world.alloc(victim, client, device, SHARE)
     liar = rig.world.spawn(200)
     rig.world.register(liar, rig.world.open(liar, UVM), client, vaspace, V1)
-    picture = rig.apply()
-    assert use_of(picture, 100).unplaced == 1
+    usage = rig.update()
+    assert use_of(usage, 100).unplaced == 1
     rig.world.register(victim, rig.world.open(victim, UVM), client, vaspace, V0)
-    assert hold_of(rig.apply(), 100).contexts == 1
+    assert hold_of(rig.update(), 100).contexts == 1
 
 
 def test_contexts_are_on_no_gpu_that_the_kernel_did_not_see_open() -> None:
     rig = Rig(replace(GPUS, by_instance={0: V0, 1: V1}))
     liar, control = rig.job(100, contexts=0, minor=0)
     rig.world.context(liar, control, 1)
-    picture = rig.apply()
-    assert hold_of(picture, 100).contexts == 1
-    assert [total.gpu for total in picture.totals] == [V0]
+    usage = rig.update()
+    assert hold_of(usage, 100).contexts == 1
+    assert [total.gpu for total in usage.totals] == [V0]
     uvm = rig.world.open(liar, UVM)
     client = rig.world.client(liar, control)
     device = rig.world.alloc(liar, client, client, DEVICE, 5)
     rig.world.register(liar, uvm, client, rig.world.alloc(liar, client, device, VASPACE), V1)
     rig.world.alloc(liar, client, device, SHARE)
-    assert [total.gpu for total in rig.apply().totals] == [V0]
+    assert [total.gpu for total in rig.update().totals] == [V0]
 
 
 def test_a_process_without_any_gpu_open_has_its_contexts_nowhere() -> None:
     rig = Rig()
     liar = rig.world.spawn(100)
     rig.world.context(liar, rig.world.open(liar, CONTROL), 0)
-    picture = rig.apply()
-    assert use_of(picture, 100).unplaced == 1
-    assert picture.totals == ()
+    usage = rig.update()
+    assert use_of(usage, 100).unplaced == 1
+    assert usage.totals == ()
 
 
 def test_a_gpu_that_was_closed_again_was_open() -> None:
@@ -70,10 +70,10 @@ def test_a_gpu_that_was_closed_again_was_open() -> None:
     file = rig.world.open(task, gpu_file(1))
     rig.world.context(task, control, 1)
     rig.world.close(task, file)
-    assert hold_of(rig.apply(), 100, V1).contexts == 1
+    assert hold_of(rig.update(), 100, V1).contexts == 1
 
 
-def test_a_descriptor_that_was_received_and_closed_before_any_scan_tells_of_its_gpu() -> None:
+def test_a_descriptor_received_and_closed_between_scans_shows_its_gpu() -> None:
     rig = Rig()
     sender, _ = rig.job(100)
     task, control = rig.job(200, contexts=0, minor=0)
@@ -81,10 +81,10 @@ def test_a_descriptor_that_was_received_and_closed_before_any_scan_tells_of_its_
     rig.world.send(task, file)
     rig.world.context(task, control, 1)
     rig.world.close(task, file)
-    assert hold_of(rig.apply(), 200, V1).contexts == 1
+    assert hold_of(rig.update(), 200, V1).contexts == 1
 
 
-def test_what_a_process_says_of_device_instances_is_bounded() -> None:
+def test_claims_on_device_instances_are_bounded() -> None:
     rig = Rig(UNKNOWN_INSTANCES)
     task, control = rig.job(100, contexts=0)
     rig.world.open(task, gpu_file(1))
@@ -96,5 +96,5 @@ def test_what_a_process_says_of_device_instances_is_bounded() -> None:
     for instance in (31, 32):
         client = rig.world.client(task, control)
         rig.world.alloc(task, client, rig.world.alloc(task, client, client, DEVICE, instance), SHARE)
-    use = use_of(rig.apply(), 100)
-    assert (hold_of(rig.apply(), 100, V1).contexts, use.unplaced) == (1, 1)
+    use = use_of(rig.update(), 100)
+    assert (hold_of(rig.update(), 100, V1).contexts, use.unplaced) == (1, 1)

@@ -1,4 +1,4 @@
-"""Pictures made by what changed, against those that are made anew: after each step they are the same."""
+"""Snapshots refreshed by what changed against those made from nothing: after each step they are equal."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -32,7 +32,7 @@ NUMBERINGS = (
         capabilities_major=CAPABILITIES,
     ),
 )
-"""A driver that was loaded anew, GPUs that are lost or numbered otherwise, one that was cut into parts."""
+"""A driver that was loaded anew, GPUs that are lost or numbered otherwise, one that was partitioned."""
 SMALL = {
     "MAX_FILES": open_files,
     "MAX_FILES_OF_PROCESS": open_files,
@@ -53,7 +53,7 @@ def little_room() -> Iterator[None]:
 
 
 class ByWhatChanged(AgainstTheKernel):
-    """All that may be told, in any order, true or not."""
+    """All events and readings, in any order, true or not."""
 
     @initialize(tier_driver=st.booleans(), reports_starts=st.booleans(), reports_opens=st.booleans())
     def begin(self, *, tier_driver: bool, reports_starts: bool, reports_opens: bool) -> None:
@@ -65,9 +65,9 @@ class ByWhatChanged(AgainstTheKernel):
         self.numbering = numbering
         self.tracker.set_gpus(numbering)
 
-    @rule(told=st.booleans())
-    def tell_releases(self, *, told: bool) -> None:
-        self.tracker.set_release_events(enabled=told)
+    @rule(enabled=st.booleans())
+    def report_releases(self, *, enabled: bool) -> None:
+        self.tracker.set_release_events(enabled=enabled)
 
     @precondition(lambda self: self.world.alive)
     @rule(data=st.data(), minor=st.sampled_from([1, 2]))
@@ -78,13 +78,13 @@ class ByWhatChanged(AgainstTheKernel):
 
     @precondition(lambda self: self.world.alive)
     @rule(data=st.data(), state=st.sampled_from("SDZ"), killed=st.booleans())
-    def see_state(self, data: st.DataObject, state: str, *, killed: bool) -> None:
+    def read_state(self, data: st.DataObject, state: str, *, killed: bool) -> None:
         task = self.draw_task(data)
         task.state, task.killed = state, killed
         self.tracker.update_statuses([task.status], self.world.now_ns)
 
     @rule()
-    def find_no_room(self) -> None:
+    def fill_object_table(self) -> None:
         self.tracker.handle_full_object_table()
 
     @rule(data=st.data(), is_whole=st.booleans())
@@ -97,14 +97,14 @@ class ByWhatChanged(AgainstTheKernel):
             pass
 
     def settle(self) -> None:
-        """What is true is another test's."""
+        """The truth is the subject of another test."""
 
     @invariant()
-    def what_changed_is_all_that_is_different(self) -> None:
+    def only_changes_differ(self) -> None:
         if hasattr(self, "tracker"):
-            picture = self.tracker.usage_snapshot(self.world.now_ns)
+            usage = self.tracker.usage_snapshot(self.world.now_ns)
             self.tracker.set_gpus(self.numbering)
-            assert picture == self.tracker.usage_snapshot(self.world.now_ns)
+            assert usage == self.tracker.usage_snapshot(self.world.now_ns)
 
 
 class WithLittleRoom(ByWhatChanged):
@@ -128,10 +128,10 @@ TestWithLittleRoom.settings = settings(stateful_step_count=50)
 # One by one
 
 
-def test_where_the_end_of_files_is_told_from_now_on_what_is_in_a_message_is_left_behind() -> None:
+def test_with_release_events_from_now_on_a_client_in_a_message_is_an_orphan() -> None:
     rig = Rig()
     task, control = rig.job()
-    rig.apply()
+    rig.update()
     rig.world.post(task, control)
     rig.end(task)
     assert rig.tracker.usage_snapshot(0).orphans == ()
@@ -139,7 +139,7 @@ def test_where_the_end_of_files_is_told_from_now_on_what_is_in_a_message_is_left
     assert [orphan.contexts for orphan in rig.tracker.usage_snapshot(0).orphans] == [1]
 
 
-def test_a_gpu_that_is_only_seen_to_be_closed_was_open() -> None:
+def test_a_gpu_with_only_a_close_event_was_open() -> None:
     rig = Rig()
     task = rig.world.spawn(100)
     control = rig.world.open(task, CONTROL)
@@ -156,10 +156,10 @@ def test_a_gpu_that_is_only_seen_to_be_closed_was_open() -> None:
     assert hold_of(rig.tracker.usage_snapshot(0), 100, V1).contexts == 1
 
 
-def test_who_had_a_pid_and_was_forgotten_is_not_taken_for_who_has_it() -> None:
+def test_an_evicted_process_is_not_mistaken_for_the_next_one_with_its_pid() -> None:
     rig = Rig()
     task, _ = rig.job(100)
-    rig.apply()
+    rig.update()
     rig.world.begin_exit(task)
     task.exiting = False
     rig.world.open(task, CONTROL)

@@ -1,4 +1,4 @@
-"""Pids that are used again, and processes that only seem to have ended: who made what, and who holds it."""
+"""Reused pids, and processes that only seem to be gone: the owners and holders of clients."""
 
 import pytest
 
@@ -14,27 +14,27 @@ from tests.core.kernel_world import DEVICE, GPUS, SHARE, UVM, V0, V1, VASPACE, T
 from tests.core.usage.test_tracker import Rig, hold_of, use_of
 
 
-def seemingly_ended(rig: Rig, *, contexts: int = 1) -> tuple[Task, int]:
-    """A known process whose first thread exited: what comes next may be of another that got its pid."""
+def seemingly_gone(rig: Rig, *, contexts: int = 1) -> tuple[Task, int]:
+    """A known process whose first thread exited: later events may be of another process with its pid."""
     task, control = rig.job(100, contexts=contexts)
     rig.world.open(task, gpu_file(1))
-    rig.apply()
+    rig.update()
     rig.world.begin_exit(task)
     task.exiting = False
     return task, control
 
 
-def test_what_it_made_and_freed_since_is_its_own_when_it_is_seen_to_live() -> None:
+def test_contexts_made_and_freed_since_are_its_own_when_it_proves_alive() -> None:
     rig = Rig()
-    task, control = seemingly_ended(rig)
+    task, control = seemingly_gone(rig)
     rig.world.open(task, gpu_file(1))
     first, _ = rig.world.context(task, control, 1)
     rig.world.context(task, control, 1)
     rig.world.free(task, first, first)
     rig.tracker.handle_events(rig.world.drain())
     rig.tracker.update_statuses([task.status], rig.world.now_ns)
-    for picture in (rig.tracker.usage_snapshot(0), rig.apply()):
-        use = use_of(picture, 100)
+    for usage in (rig.tracker.usage_snapshot(0), rig.update()):
+        use = use_of(usage, 100)
         assert (use.fds, use.files, use.exiting_since_ns) == (4, 4, None)
         assert [(hold.gpu, hold.contexts, hold.allocated, hold.freed) for hold in use.holds] == [
             (V0, 1, 1, 0),
@@ -43,23 +43,23 @@ def test_what_it_made_and_freed_since_is_its_own_when_it_is_seen_to_live() -> No
     assert [key.pid for key in rig.tracker.living] == [100]
 
 
-def test_what_it_opened_since_is_its_own() -> None:
+def test_files_opened_since_are_its_own() -> None:
     rig = Rig()
-    task, _ = seemingly_ended(rig)
+    task, _ = seemingly_gone(rig)
     rig.world.open(task, CONTROL)
     rig.world.open(task, UVM)
     rig.tracker.handle_events(rig.world.drain())
     rig.tracker.update_statuses([task.status], rig.world.now_ns)
     assert use_of(rig.tracker.usage_snapshot(0), 100).files == 5
-    assert use_of(rig.apply(), 100).files == 5
+    assert use_of(rig.update(), 100).files == 5
     for file in list(task.fds):
         rig.world.close(task, file)
-    assert rig.apply().processes == ()
+    assert rig.update().processes == ()
 
 
-def test_it_may_seem_to_end_again() -> None:
+def test_it_may_seem_gone_again() -> None:
     rig = Rig()
-    task, control = seemingly_ended(rig)
+    task, control = seemingly_gone(rig)
     for number in range(3):
         rig.world.context(task, control)
         rig.tracker.handle_events(rig.world.drain())
@@ -68,12 +68,12 @@ def test_it_may_seem_to_end_again() -> None:
         rig.world.begin_exit(task)
         task.exiting = False
     rig.end(task)
-    assert rig.apply().processes == ()
+    assert rig.update().processes == ()
 
 
-def test_what_it_put_into_a_message_since_is_its_own() -> None:
+def test_a_file_sent_since_is_its_own() -> None:
     rig = Rig()
-    task, _ = seemingly_ended(rig)
+    task, _ = seemingly_gone(rig)
     control = rig.world.open(task, CONTROL)
     rig.world.context(task, control)
     kept = rig.world.open(task, CONTROL)
@@ -87,16 +87,16 @@ def test_what_it_put_into_a_message_since_is_its_own() -> None:
     task.fds = files
     rig.tracker.update_statuses([task.status], rig.world.now_ns)
     rig.world.receive(task)
-    picture = rig.apply()
-    assert hold_of(picture, 100).contexts == 3
-    assert hold_of(picture, 100).freed == 0
-    rig.tell_after(QUARANTINE_NS)
-    assert hold_of(rig.apply(), 100).contexts == 3
+    usage = rig.update()
+    assert hold_of(usage, 100).contexts == 3
+    assert hold_of(usage, 100).freed == 0
+    rig.update_after(QUARANTINE_NS)
+    assert hold_of(rig.update(), 100).contexts == 3
 
 
-def test_what_it_said_of_gpus_since_is_believed_of_it() -> None:
+def test_claims_on_gpus_since_count_for_it() -> None:
     rig = Rig(replace(GPUS, by_instance={}))
-    task, control = seemingly_ended(rig, contexts=0)
+    task, control = seemingly_gone(rig, contexts=0)
     uvm = rig.world.open(task, UVM)
     client = rig.world.client(task, control)
     device = rig.world.alloc(task, client, client, DEVICE, 1)
@@ -105,27 +105,27 @@ def test_what_it_said_of_gpus_since_is_believed_of_it() -> None:
     rig.tracker.update_statuses([task.status], rig.world.now_ns)
     other = rig.world.client(task, control)
     rig.world.alloc(task, other, rig.world.alloc(task, other, other, DEVICE, 1), SHARE)
-    assert hold_of(rig.apply(), 100, V1).contexts == 1
+    assert hold_of(rig.update(), 100, V1).contexts == 1
 
 
-def test_what_it_had_too_much_of_since_is_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_share_exceeded_since_is_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(clients, "MAX_OF_OWNER", 8)
     rig = Rig()
-    task, control = seemingly_ended(rig)
+    task, control = seemingly_gone(rig)
     for _ in range(5):
         rig.world.context(task, control)
     rig.tracker.handle_events(rig.world.drain())
     rig.tracker.update_statuses([task.status], rig.world.now_ns)
-    picture = rig.apply()
-    assert use_of(picture, 100).partial
-    assert picture.incomplete_because.endswith(": 100")
+    usage = rig.update()
+    assert use_of(usage, 100).partial
+    assert usage.incomplete_because.endswith(": 100")
 
 
 def test_it_has_as_many_descriptors_as_before() -> None:
     rig = Rig()
-    task, control = seemingly_ended(rig)
+    task, control = seemingly_gone(rig)
     rig.world.dup(task, control)
-    rig.apply()
+    rig.update()
     rig.world.begin_exit(task)
     task.exiting = False
     rig.world.context(task, control)
@@ -134,9 +134,9 @@ def test_it_has_as_many_descriptors_as_before() -> None:
     assert use_of(rig.tracker.usage_snapshot(0), 100).fds == 4
 
 
-def test_what_it_does_then_is_its_own_at_once() -> None:
+def test_later_events_are_its_own_at_once() -> None:
     rig = Rig()
-    task, control = seemingly_ended(rig)
+    task, control = seemingly_gone(rig)
     rig.world.context(task, control)
     rig.tracker.handle_events(rig.world.drain())
     rig.tracker.update_statuses([task.status], rig.world.now_ns)
@@ -146,21 +146,21 @@ def test_what_it_does_then_is_its_own_at_once() -> None:
     assert hold_of(rig.tracker.usage_snapshot(0), 100).contexts == 3
 
 
-def test_what_it_opened_since_may_be_closed_again_without_a_word() -> None:
+def test_a_file_opened_since_may_be_closed_without_an_event() -> None:
     rig = Rig()
-    task, _ = seemingly_ended(rig)
+    task, _ = seemingly_gone(rig)
     file = rig.world.open(task, CONTROL)
     rig.tracker.handle_events(rig.world.drain())
     rig.tracker.update_statuses([task.status], rig.world.now_ns)
     assert use_of(rig.tracker.usage_snapshot(0), 100).files == 4
     task.fds.remove(file)
-    assert use_of(rig.apply(), 100).files == 3
+    assert use_of(rig.update(), 100).files == 3
 
 
-# Who had a pid before
+# Earlier processes of a pid
 
 
-def test_rows_of_several_who_had_a_pid_before_are_each_ones_own() -> None:
+def test_rows_of_several_earlier_processes_of_a_pid_stay_with_each() -> None:
     rig = Rig()
     earlier = []
     for number in range(3):
@@ -170,19 +170,19 @@ def test_rows_of_several_who_had_a_pid_before_are_each_ones_own() -> None:
         earlier.append(task)
     rig.job(100, contexts=1)
     tracker = Tracker(GPUS)
-    looks = [task.status for task in rig.world.alive]
+    statuses = [task.status for task in rig.world.alive]
     tracker.apply_scan(rig.world.scan(), rig.world.now_ns)
-    tracker.update_statuses(looks, rig.world.now_ns)
+    tracker.update_statuses(statuses, rig.world.now_ns)
     tracker.rebuild(rig.world.rows.values(), rig.world.now_ns, dict(rig.world.opened))
     tracker.apply_scan(rig.world.scan(), rig.world.now_ns)
-    picture = tracker.usage_snapshot(0)
-    assert [(left.owner.key, left.contexts, left.holders[0].pid) for left in picture.orphans] == [
+    usage = tracker.usage_snapshot(0)
+    assert [(left.owner.key, left.contexts, left.holders[0].pid) for left in usage.orphans] == [
         (task.key, number + 1, 200 + number) for number, task in enumerate(earlier)
     ]
-    assert hold_of(picture, 100).contexts == 1
+    assert hold_of(usage, 100).contexts == 1
 
 
-def test_rows_of_who_had_a_pid_before_are_left_by_that_process() -> None:
+def test_rows_of_an_earlier_process_of_a_pid_are_its_orphans() -> None:
     rig = Rig()
     first, control = rig.job(100, contexts=2)
     child = rig.world.fork(first, 101)
@@ -196,39 +196,39 @@ def test_rows_of_who_had_a_pid_before_are_left_by_that_process() -> None:
         tracker.rebuild(rig.world.rows.values(), now_ns, dict(rig.world.opened))
         tracker.apply_scan(rig.world.scan(), now_ns)
         tracker.update_statuses([again.status, child.status], now_ns)
-        picture = tracker.usage_snapshot(now_ns)
-        (orphan,) = picture.orphans
+        usage = tracker.usage_snapshot(now_ns)
+        (orphan,) = usage.orphans
         assert (orphan.owner.key, orphan.gpu, orphan.contexts) == (first.key, V0, 2)
         assert (orphan.holders, orphan.ended_ns) == ((child.key,), now_ns)
-        assert hold_of(picture, 100).contexts == 1
+        assert hold_of(usage, 100).contexts == 1
     assert control in rig.world.files
 
 
-def test_rows_of_a_process_that_is_gone_and_was_known_are_its_own() -> None:
+def test_rows_of_a_known_process_that_is_gone_stay_with_it() -> None:
     rig = Rig()
     first, _ = rig.job(100, contexts=2)
     child = rig.world.fork(first, 101)
-    rig.apply()
+    rig.update()
     rig.end(first)
     rig.tracker.rebuild(rig.world.rows.values(), rig.world.now_ns, dict(rig.world.opened))
-    (orphan,) = rig.apply().orphans
+    (orphan,) = rig.update().orphans
     assert (orphan.owner.comm, orphan.contexts, orphan.holders) == ("python3", 2, (child.key,))
 
 
-# Addresses that may have been used again
+# Addresses that may have been reused
 
 
 def handed_on_while_events_were_lost() -> tuple[Rig, Task]:
-    """A file of a process that ended goes from one to another, and nobody hears of it."""
+    """A file of a gone process is handed on while events are lost."""
     rig = Rig()
     owner, control = rig.job(100, contexts=2)
-    rig.apply()
+    rig.update()
     holder, last = rig.world.spawn(101), rig.world.spawn(102)
     rig.world.send(holder, control)
     gpu = rig.world.open(holder, gpu_file(1))
-    rig.apply()
+    rig.update()
     rig.end(owner)
-    assert [orphan.holders for orphan in rig.apply().orphans] == [(holder.key,)]
+    assert [orphan.holders for orphan in rig.update().orphans] == [(holder.key,)]
     for file in (control, gpu):
         rig.world.send(last, file)
         rig.world.close(holder, file)
@@ -241,21 +241,21 @@ def handed_on_while_events_were_lost() -> tuple[Rig, Task]:
 
 def test_a_file_that_none_of_its_holders_has_after_a_loss_may_be_another() -> None:
     rig, last = handed_on_while_events_were_lost()
-    picture = rig.apply()
-    assert picture.orphans == ()
-    assert use_of(picture, 102).key == last.key
+    usage = rig.update()
+    assert usage.orphans == ()
+    assert use_of(usage, 102).key == last.key
 
 
-def test_an_event_of_a_client_tells_that_it_is_there_after_all() -> None:
+def test_an_event_of_a_client_makes_it_certain_again() -> None:
     rig, last = handed_on_while_events_were_lost()
-    rig.apply()
+    rig.update()
     client = next(iter(rig.world.clients))
     early_ns = rig.tracker._rebuilt_ns - 1
     rig.world.alloc(last, client, client, DEVICE, 0)
     (event,) = rig.world.drain()
     rig.tracker.handle_events([event._replace(at_ns=early_ns)])
-    picture = rig.apply()
-    assert [(orphan.contexts, orphan.holders) for orphan in picture.orphans] == [(1, (last.key,))]
+    usage = rig.update()
+    assert [(orphan.contexts, orphan.holders) for orphan in usage.orphans] == [(1, (last.key,))]
 
 
 def test_a_file_that_one_of_its_holders_has_after_a_loss_is_the_same() -> None:
@@ -263,19 +263,19 @@ def test_a_file_that_one_of_its_holders_has_after_a_loss_is_the_same() -> None:
     owner, control = rig.job(100, contexts=2)
     holder = rig.world.spawn(101)
     rig.world.send(holder, control)
-    rig.apply()
+    rig.update()
     rig.end(owner)
-    rig.apply()
+    rig.update()
     rig.tracker.handle_lost_events(1)
     rig.tracker.rebuild(rig.world.rows.values(), rig.world.now_ns)
-    (orphan,) = rig.apply().orphans
+    (orphan,) = rig.update().orphans
     assert (orphan.contexts, orphan.holders) == (2, (holder.key,))
 
 
-# Of /proc alone
+# With /proc alone
 
 
-def test_of_proc_alone_each_process_and_device_is_a_file_of_its_own() -> None:
+def test_with_proc_alone_each_process_and_device_is_a_file_of_its_own() -> None:
 
     held = by_process(
         HeldFile(pid, start, 0, device, fds, 0)
@@ -288,7 +288,7 @@ def test_of_proc_alone_each_process_and_device_is_a_file_of_its_own() -> None:
     assert sorted(held) == [ProcessKey(7, 1), ProcessKey(7, 2), ProcessKey(8, 1)]
 
 
-def test_what_is_left_by_who_was_never_looked_at_has_its_pid_alone() -> None:
+def test_an_orphan_of_a_process_without_a_status_has_only_its_pid() -> None:
     rig = Rig()
     first, _ = rig.job(100, contexts=2)
     made_ns = min(row.at_ns for row in rig.world.rows.values())
@@ -306,12 +306,12 @@ def test_what_is_left_by_who_was_never_looked_at_has_its_pid_alone() -> None:
 
 
 def rebuilt_from(rig: Rig, tracker: Tracker, *, ticks: int | None = None) -> None:
-    """Only rows tell; whose start they have is another matter."""
+    """Rebuild a tracker from rows alone, which may have another start, or none."""
     rows = [row if ticks is None else row._replace(start_ticks=ticks) for row in rig.world.rows.values()]
     tracker.rebuild(rows, rig.world.now_ns, dict(rig.world.opened))
 
 
-def test_rows_without_a_start_are_of_who_has_the_pid_now() -> None:
+def test_rows_without_a_start_are_of_the_current_process_of_the_pid() -> None:
     rig = Rig()
     task, _ = rig.job(100, contexts=2)
     tracker = Tracker(GPUS)
@@ -323,7 +323,7 @@ def test_rows_without_a_start_are_of_who_has_the_pid_now() -> None:
     assert tracker.usage_snapshot(0).orphans == ()
 
 
-def test_rows_of_a_pid_that_nobody_knows_are_of_whom_they_name() -> None:
+def test_rows_of_an_unknown_pid_are_of_the_process_that_they_name() -> None:
     rig = Rig()
     task, _ = rig.job(100, contexts=2)
     tracker = Tracker(GPUS)
@@ -334,13 +334,13 @@ def test_rows_of_a_pid_that_nobody_knows_are_of_whom_they_name() -> None:
     assert hold_of(tracker.usage_snapshot(0), 100).contexts == 2
 
 
-def test_rows_without_a_start_that_are_younger_than_the_end_of_a_process_are_anothers() -> None:
+def test_rows_without_a_start_from_after_an_exit_are_of_another_process() -> None:
     rig = Rig()
     first, _ = rig.job(100, contexts=1)
     child = rig.world.fork(first, 101)
-    rig.apply()
+    rig.update()
     rig.end(first)
-    rig.apply()
+    rig.update()
     rows = [row._replace(start_ticks=0) for row in rig.world.rows.values()]
     again = rig.world.spawn(100)
     rig.world.now_ns += 1
@@ -355,39 +355,39 @@ def test_rows_without_a_start_that_are_younger_than_the_end_of_a_process_are_ano
     rig.tracker.handle_lost_events(1)
     rig.world.now_ns += 1
     rig.tracker.rebuild([*rows, *late], rig.world.now_ns, dict(rig.world.opened))
-    picture = rig.apply()
-    assert use_of(picture, 100).key == again.key
-    assert use_of(picture, 100).unplaced == 1
-    assert [(orphan.owner.key, orphan.contexts) for orphan in picture.orphans] == [(first.key, 1)]
+    usage = rig.update()
+    assert use_of(usage, 100).key == again.key
+    assert use_of(usage, 100).unplaced == 1
+    assert [(orphan.owner.key, orphan.contexts) for orphan in usage.orphans] == [(first.key, 1)]
     assert child.fds
 
 
-# The driver's own end of a file
+# The driver's release of a file
 
 
-def test_the_end_of_a_file_takes_it_from_all_who_had_it() -> None:
+def test_the_release_of_a_file_removes_it_from_every_holder() -> None:
     rig = Rig()
     rig.world.tier_driver = True
     rig.tracker.set_release_events(enabled=True)
     task, control = rig.job(100, contexts=1)
     rig.world.open(task, gpu_file(1))
-    rig.apply()
+    rig.update()
     rig.world.close(task, control)
     rig.tracker.handle_events(rig.world.drain())
     use = use_of(rig.tracker.usage_snapshot(0), 100)
     assert (use.files, [hold.contexts for hold in use.holds]) == (2, [0, 0])
 
 
-def test_an_end_that_is_told_late_ends_no_later_file_of_that_address() -> None:
+def test_a_late_release_does_not_close_the_next_file_at_the_address() -> None:
     rig = Rig()
     rig.world.tier_driver = True
     rig.tracker.set_release_events(enabled=True)
     task, control = rig.job(100, contexts=1)
-    rig.apply()
+    rig.update()
     rig.world.close(task, control)
-    told = rig.world.drain()
-    release = next(event for event in told if event.kind is RmEventKind.RELEASE)
-    rig.tracker.handle_events(told)
+    events = rig.world.drain()
+    release = next(event for event in events if event.kind is RmEventKind.RELEASE)
+    rig.tracker.handle_events(events)
     assert rig.world.open(task, CONTROL) == control
     rig.world.context(task, control)
     events = rig.world.drain()
@@ -399,12 +399,12 @@ def test_an_end_that_is_told_late_ends_no_later_file_of_that_address() -> None:
     assert (use.files, use.unplaced) == (1, 0)
 
 
-def test_the_end_of_a_file_that_is_not_known_ends_what_was_put_aside() -> None:
+def test_the_release_of_an_unknown_file_drops_its_quarantined_clients() -> None:
     rig = Rig()
     task, control = rig.job(100, contexts=1)
-    rig.apply()
+    rig.update()
     rig.world.post(task, control)
-    rig.apply()
+    rig.update()
     rig.world.tier_driver = True
     rig.world.discard(task)
     rig.tracker.handle_events(rig.world.drain())
@@ -415,7 +415,7 @@ def test_the_end_of_a_file_that_is_not_known_ends_what_was_put_aside() -> None:
 # Frees
 
 
-def test_what_is_freed_in_the_moment_it_was_made_is_gone() -> None:
+def test_an_object_freed_at_the_time_of_its_allocation_is_gone() -> None:
     rig = Rig()
     task, control = rig.job(contexts=0)
     client, share = rig.world.context(task, control)
@@ -423,25 +423,25 @@ def test_what_is_freed_in_the_moment_it_was_made_is_gone() -> None:
     rig.tracker.handle_events(events)
     (made,) = [each for each in events if (each.client, each.handle) == (client, share)]
     rig.tracker.handle_events([made._replace(kind=RmEventKind.FREE)])
-    assert hold_of(rig.apply(), 100).freed == 1
+    assert hold_of(rig.update(), 100).freed == 1
     root = next(each for each in events if (each.client, each.handle) == (client, client))
     rig.tracker.handle_events([root._replace(kind=RmEventKind.FREE)])
     rig.world.delete_rows(rig.tracker.pop_removed())
     assert [row for row in rig.world.rows.values() if row.rm_class != 0x41 and row.handle != share] == []
 
 
-def test_what_is_freed_is_counted_for_the_gpu_it_was_on_and_all_of_it_is_told() -> None:
+def test_freed_contexts_count_for_their_gpu_and_all_their_rows_are_stale() -> None:
     rig = Rig()
     task, control = rig.job(contexts=0)
     rig.world.open(task, gpu_file(1))
     made = [rig.world.context(task, control, minor)[0] for minor in (0, 1, 1)]
-    rig.apply()
+    rig.update()
     for client in made[1:]:
         device = next(
             name for name, each in rig.world.clients[client].objects.items() if each.parent == client
         )
         rig.world.free(task, client, device)
-    holds = {hold.gpu: (hold.contexts, hold.freed) for hold in use_of(rig.apply(), 100).holds}
+    holds = {hold.gpu: (hold.contexts, hold.freed) for hold in use_of(rig.update(), 100).holds}
     assert holds == {V0: (1, 0), V1: (0, 2)}
     rig.world.delete_rows(rig.tracker.pop_removed())
     assert {row.client for row in rig.world.rows.values() if row.handle != row.client} == {made[0]}

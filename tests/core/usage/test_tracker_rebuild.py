@@ -1,4 +1,4 @@
-"""What the rows of the kernel's map make of a picture that missed something."""
+"""Rebuilds from the rows of the kernel's map after missed events."""
 
 import itertools
 
@@ -20,60 +20,60 @@ UNKNOWN_INSTANCES = replace(GPUS, by_instance={})
 
 
 def lose(rig: Rig) -> None:
-    """What was not told yet is lost."""
+    """Lose the events that wait in the ring."""
     rig.world.drain()
     rig.tracker.handle_lost_events(1)
 
 
 def rebuild(rig: Rig, *, opened: bool = False, ticks: int | None = None) -> Usage:
-    """Make good what was lost."""
+    """Recover from the loss."""
     rig.world.now_ns += 1
     rows = [row if ticks is None else row._replace(start_ticks=ticks) for row in rig.world.rows.values()]
     rig.tracker.rebuild(rows, rig.world.now_ns, dict(rig.world.opened) if opened else {})
-    return rig.apply()
+    return rig.update()
 
 
-def test_what_ended_unseen_is_counted_as_freed_where_it_was() -> None:
+def test_contexts_freed_without_an_event_count_as_freed_on_their_gpu() -> None:
     rig = Rig()
     task, control = rig.job(100, contexts=1)
     rig.world.open(task, gpu_file(1))
     ended = [rig.world.context(task, control, 1)[0] for _ in range(3)]
     other, _ = rig.job(101, contexts=2)
-    rig.apply()
+    rig.update()
     for client in ended[:2]:
         rig.world.free(task, client, client)
     lose(rig)
-    picture = rebuild(rig)
-    assert [(hold.gpu, hold.contexts, hold.allocated, hold.freed) for hold in use_of(picture, 100).holds] == [
+    usage = rebuild(rig)
+    assert [(hold.gpu, hold.contexts, hold.allocated, hold.freed) for hold in use_of(usage, 100).holds] == [
         (V0, 1, 1, 0),
         (V1, 1, 3, 2),
     ]
-    assert (hold_of(picture, 101).contexts, hold_of(picture, 101).freed) == (2, 0)
+    assert (hold_of(usage, 101).contexts, hold_of(usage, 101).freed) == (2, 0)
     rig.world.free(task, ended[2], ended[2])
     lose(rig)
     assert hold_of(rebuild(rig), 100, V1).freed == 3
     assert other.fds
 
 
-def test_what_a_dead_process_made_stays_its_own_though_rows_do_not_tell_whose_pid_it_is() -> None:
+def test_clients_of_a_gone_process_stay_its_own_though_rows_have_no_start() -> None:
     rig = Rig()
     parent, _ = rig.job(100, contexts=2)
     child = rig.world.fork(parent, 101)
-    rig.apply()
+    rig.update()
     rig.end(parent)
-    rig.apply()
+    rig.update()
     rig.job(100, contexts=1)
-    rig.apply()
+    rig.update()
     lose(rig)
-    picture = rebuild(rig, ticks=0)
-    assert hold_of(picture, 100).contexts == 1
-    assert [(left.owner.key, left.contexts, left.holders) for left in picture.orphans] == [
+    usage = rebuild(rig, ticks=0)
+    assert hold_of(usage, 100).contexts == 1
+    assert [(left.owner.key, left.contexts, left.holders) for left in usage.orphans] == [
         (parent.key, 2, (child.key,))
     ]
 
 
 @pytest.mark.parametrize(("opened", "contexts"), [(True, [2]), (False, [])])
-def test_what_only_rows_tell_of_is_blamed_on_someone_if_its_file_is_known(
+def test_a_client_known_from_its_row_alone_makes_an_orphan_if_its_file_is_known(
     *, opened: bool, contexts: list[int]
 ) -> None:
     rig = Rig()
@@ -82,44 +82,44 @@ def test_what_only_rows_tell_of_is_blamed_on_someone_if_its_file_is_known(
     lose(rig)
     rebuild(rig, opened=opened)
     rig.end(parent)
-    assert [left.contexts for left in rig.apply().orphans] == contexts
-    assert rig.apply().complete
+    assert [left.contexts for left in rig.update().orphans] == contexts
+    assert rig.update().complete
 
 
-def test_what_was_known_of_a_client_stays_known() -> None:
+def test_a_rebuild_keeps_the_gpus_of_a_client() -> None:
     rig = Rig(UNKNOWN_INSTANCES)
     task, control = rig.job(100, contexts=0)
     rig.world.open(task, gpu_file(1))
     client, _ = rig.world.context(task, control)
     rig.world.register(task, rig.world.open(task, UVM), client, 9999, V1)
-    assert hold_of(rig.apply(), 100, V1).contexts == 1
+    assert hold_of(rig.update(), 100, V1).contexts == 1
     lose(rig)
     assert hold_of(rebuild(rig), 100, V1).contexts == 1
 
 
-def test_a_client_of_which_only_the_middle_was_seen_is_of_whom_its_row_names() -> None:
+def test_a_client_without_its_root_event_is_of_the_process_in_its_row() -> None:
     rig = Rig()
     parent, control = rig.job(100, contexts=0)
     child = rig.world.fork(parent, 101)
-    rig.apply()
+    rig.update()
     client = rig.world.client(parent, control)
     rig.world.drain()
     rig.world.context(child, control, client=client)
-    assert hold_of(rig.apply(), 101).contexts == 1
+    assert hold_of(rig.update(), 101).contexts == 1
     lose(rig)
-    picture = rebuild(rig)
-    assert [(use.key.pid, hold.contexts) for use in picture.processes for hold in use.holds] == [
+    usage = rebuild(rig)
+    assert [(use.key.pid, hold.contexts) for use in usage.processes for hold in use.holds] == [
         (100, 1),
         (101, 0),
     ]
 
 
-def test_what_was_put_aside_is_counted_once_as_freed() -> None:
+def test_a_quarantined_client_counts_once_as_freed() -> None:
     rig = Rig()
     task, control = rig.job(100, contexts=2)
-    rig.apply()
+    rig.update()
     rig.world.post(task, control)
-    rig.apply()
+    rig.update()
     lose(rig)
     hold = hold_of(rebuild(rig), 100)
     assert (hold.contexts, hold.allocated, hold.freed) == (0, 2, 2)
@@ -144,7 +144,7 @@ def test_a_registration_that_is_older_than_its_control_file_is_stale() -> None:
 
 
 @pytest.mark.parametrize("step", [16, -16])
-def test_stale_registrations_keep_no_client_however_many_follow_on_one_another(step: int) -> None:
+def test_a_chain_of_stale_registrations_keeps_no_client(step: int) -> None:
     """An address was a control file's, then a GPU's file that was registered to another, and so on."""
     rig = Rig()
     task, control = rig.job(100, contexts=1)
@@ -154,37 +154,37 @@ def test_stale_registrations_keep_no_client_however_many_follow_on_one_another(s
     for kept, file in itertools.pairwise(chain):
         rows.append(RmObject(file, 0, rig.world.now_ns, 7, file, 100, REGISTRATION, kept, 0))
     rig.world.exec(task, "other")
-    rig.apply()
+    rig.update()
     assert control in task.fds
     rig.tracker.handle_lost_events(1)
     rig.world.now_ns += 1
     rig.tracker.rebuild(rows, rig.world.now_ns, {})
-    assert [hold.contexts for use in rig.apply().processes for hold in use.holds if hold.contexts] == []
+    assert [hold.contexts for use in rig.update().processes for hold in use.holds if hold.contexts] == []
 
 
-def test_after_rows_were_read_a_scan_is_wanted() -> None:
+def test_after_a_rebuild_the_usage_is_incomplete_until_a_scan() -> None:
     rig = Rig()
     rig.job(100)
-    assert rig.apply().complete
+    assert rig.update().complete
     rig.tracker.rebuild(rig.world.rows.values(), rig.world.now_ns)
     assert rig.tracker.usage_snapshot(0).incomplete_because == "rows were read and no scan was made since"
-    assert rig.apply().complete
+    assert rig.update().complete
     rig.tracker.handle_lost_events(1)
     assert rig.tracker.usage_snapshot(0).incomplete_because == "events were lost"
 
 
-def test_rows_are_taken_in_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rebuild_runs_in_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(clients, "STEP", 4)
     rig = Rig()
     rig.job(100, contexts=5)
-    rig.apply()
+    rig.update()
     rows = live_rows(rig.world.rows.values(), {}, rig.tracker.older_files)
     # Thirty rows; and before and after them five clients that are counted.
     assert len(list(rig.tracker.rebuild_steps(rows, rig.world.now_ns))) == 30 // 4 + 2 * (5 // 4 + 1)
-    assert hold_of(rig.apply(), 100).contexts == 5
+    assert hold_of(rig.update(), 100).contexts == 5
 
 
-def test_a_scan_is_taken_in_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_scan_is_applied_in_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(open_files, "STEP", 2)
     monkeypatch.setattr(open_files, "STEP_UNCHANGED", 4)
     rig = Rig()
@@ -192,17 +192,17 @@ def test_a_scan_is_taken_in_steps(monkeypatch: pytest.MonkeyPatch) -> None:
         rig.job(100 + number)
     rig.tracker.handle_events(rig.world.drain())
     held: OpenFilesByProcess = {task.key: NO_FILES for task in rig.world.alive}
-    rig.apply()
+    rig.update()
     rig.world.now_ns += 1
     # Of nine processes each loses its files; then nothing changes.
     steps = len(list(rig.tracker.apply_scan_steps(held, rig.world.now_ns)))
     assert steps == 4
-    rig.apply()
+    rig.update()
     scan = by_process(rig.world.scan())
     assert len(list(rig.tracker.apply_scan_steps(scan, rig.world.now_ns + 1))) == 2
 
 
-def test_nothing_is_kept_of_who_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_table_keeps_an_entry_of_a_process_that_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(clients, "MAX_OF_OWNER", 16)
     rig = Rig(UNKNOWN_INSTANCES)
     task, control = rig.job(100, contexts=3)
@@ -213,12 +213,12 @@ def test_nothing_is_kept_of_who_is_gone(monkeypatch: pytest.MonkeyPatch) -> None
     )
     rig.world.register(task, uvm, client, vaspace, V0)
     rig.world.free(task, client, client)
-    assert use_of(rig.apply(), 100).partial
+    assert use_of(rig.update(), 100).partial
     rig.world.begin_exit(task)
-    rig.apply()
+    rig.update()
     rig.end(task)
-    rig.tell_after(QUARANTINE_NS)
-    rig.apply()
+    rig.update_after(QUARANTINE_NS)
+    rig.update()
     table, kept = rig.tracker._clients, rig.tracker._open_files
     assert [len(table), table.short, table.freed, table._claims, table._sizes] == [
         0, set(), {}, {}, {},

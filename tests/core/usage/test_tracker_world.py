@@ -1,4 +1,4 @@
-"""The tracker against a small kernel that knows the truth: any order of calls, scans, ends and losses."""
+"""The tracker against a small kernel that knows the truth: any order of calls, scans, exits and losses."""
 
 from collections import Counter
 from typing import TypeVar
@@ -21,7 +21,7 @@ Found = Counter[tuple[ProcessKey, GpuUuid | None]]
 
 
 class AgainstTheKernel(RuleBasedStateMachine):
-    """Few pids and addresses, so that they are used again all the time."""
+    """Few pids and addresses, so that they are reused all the time."""
 
     @initialize(tier_driver=st.booleans(), reports_starts=st.booleans(), reports_opens=st.booleans())
     def begin(self, *, tier_driver: bool, reports_starts: bool, reports_opens: bool) -> None:
@@ -30,13 +30,13 @@ class AgainstTheKernel(RuleBasedStateMachine):
         )
         self.tracker = Tracker(GPUS)
         self.tracker.set_release_events(enabled=tier_driver)
-        self.told_gone: set[ProcessKey] = set()
+        self.reported_gone: set[ProcessKey] = set()
         self.seen: set[ProcessKey] = set()
         self.reused_unseen = False
-        """A pid was used again before anyone looked at who had it, or while events were lost."""
+        """A pid was reused before its status was read, or while events were lost."""
         self.was_lost = self.was_ever_lost = False
         self.was_lost_with_messages = False
-        """A file was in a message while events were lost, so that its end may have been among them."""
+        """A file was in a message while events were lost, so that its close may have been among them."""
         self.scan()
 
     def draw_task(self, data: st.DataObject) -> Task:
@@ -66,7 +66,7 @@ class AgainstTheKernel(RuleBasedStateMachine):
 
     @precondition(lambda self: self.world.alive and self.world.messages)
     @rule(data=st.data(), is_received=st.booleans())
-    def take_message(self, data: st.DataObject, *, is_received: bool) -> None:
+    def end_message(self, data: st.DataObject, *, is_received: bool) -> None:
         task = self.draw_task(data)
         if is_received and not task.exiting:
             self.world.receive(task)
@@ -162,7 +162,7 @@ class AgainstTheKernel(RuleBasedStateMachine):
         self.world.free(task, name, handle)
 
     def usable(self) -> list[tuple[Task, int]]:
-        """Who can call the driver for which client: anyone who holds its file."""
+        """Return which processes can call the driver for which client: every holder of its file."""
         return [
             (task, name)
             for name, client in self.world.clients.items()
@@ -170,7 +170,7 @@ class AgainstTheKernel(RuleBasedStateMachine):
             if not task.exiting and client.file in task.fds
         ]
 
-    # What the tracker is told
+    # Input of the tracker
 
     @rule()
     def drain(self) -> None:
@@ -189,7 +189,7 @@ class AgainstTheKernel(RuleBasedStateMachine):
             self.was_lost = False
 
     @rule()
-    def look(self) -> None:
+    def read_statuses(self) -> None:
         for key in self.tracker.without_status:
             living = [task for task in self.world.alive if task.key.pid == key.pid]
             is_same = living and key.start_ticks in {living[0].key.start_ticks, UNKNOWN_START}
@@ -201,11 +201,11 @@ class AgainstTheKernel(RuleBasedStateMachine):
                 self.tracker.handle_process_gone(key, self.world.now_ns)
 
     @rule()
-    def tell_ends(self) -> None:
+    def report_exits(self) -> None:
         self.drain()
         for task in self.world.tasks:
-            if not task.alive and task.key not in self.told_gone:
-                self.told_gone.add(task.key)
+            if not task.alive and task.key not in self.reported_gone:
+                self.reported_gone.add(task.key)
                 self.tracker.handle_process_gone(task.key, self.world.now_ns)
 
     @rule()
@@ -231,43 +231,43 @@ class AgainstTheKernel(RuleBasedStateMachine):
 
     @rule()
     def settle(self) -> None:
-        """All is told: now the picture has to be the truth."""
-        self.tell_ends()
+        """After all input the usage has to be the truth."""
+        self.report_exits()
         self.scan()
-        self.look()
+        self.read_statuses()
         for _ in range(3):
             if self.tracker.needs_rebuild:
                 self.rebuild()
-                self.look()
+                self.read_statuses()
                 self.scan()
-        self.tell_ends()
-        self.look()
+        self.report_exits()
+        self.read_statuses()
         self.scan()
-        picture = self.tracker.usage_snapshot(self.world.now_ns)
-        assert picture.complete
-        assert {use.key: (use.fds, use.files) for use in picture.processes if use.fds} == {
+        usage = self.tracker.usage_snapshot(self.world.now_ns)
+        assert usage.complete
+        assert {use.key: (use.fds, use.files) for use in usage.processes if use.fds} == {
             task.key: (len(task.fds), len(set(task.fds))) for task in self.world.alive if task.fds
         }
         if self.was_ever_lost and not self.world.reports_opens:
-            # An address that was used again while events were lost cannot be told from the file before.
+            # A file at an address reused while events were lost is not distinguishable from the earlier one.
             return
         if self.was_lost_with_messages:
             return
-        assert totals_of(picture).total() == self.true_totals().total()
+        assert totals_of(usage).total() == self.true_totals().total()
         if not self.reused_unseen:
-            assert by_process(contexts_of(picture)) == by_process(self.true_contexts())
-            assert by_process(left_in(picture)) == by_process(self.true_left())
+            assert by_process(contexts_of(usage)) == by_process(self.true_contexts())
+            assert by_process(left_in(usage)) == by_process(self.true_left())
         if not self.reused_unseen and not self.was_ever_lost:
-            # Which GPUs somebody had open was seen, and only that is believed.
-            assert totals_of(picture) == self.true_totals()
-            assert contexts_of(picture) == self.true_contexts()
-            assert left_in(picture) == self.true_left()
-        self.rebuilt_anew(picture)
+            # The kernel saw which GPUs a process had open, and only those count.
+            assert totals_of(usage) == self.true_totals()
+            assert contexts_of(usage) == self.true_contexts()
+            assert left_in(usage) == self.true_left()
+        self.another_tracker_agrees(usage)
 
-    def rebuilt_anew(self, picture: Usage) -> None:
-        """Another tracker that only has the rows and a scan says the same."""
+    def another_tracker_agrees(self, usage: Usage) -> None:
+        """Another tracker, with the rows and a scan alone, has the same usage."""
         if any(not self.world.keepers(client.file) for client in self.world.clients.values()):
-            # What is in a message cannot be told from what is gone.
+            # A client in a message cannot be distinguished from one that is gone.
             return
         other = Tracker(GPUS)
         other.rebuild(list(self.world.rows.values()), self.world.now_ns, dict(self.world.opened))
@@ -280,27 +280,27 @@ class AgainstTheKernel(RuleBasedStateMachine):
                 other.handle_process_gone(key, self.world.now_ns)
         anew = other.usage_snapshot(self.world.now_ns)
         if not self.world.reports_opens:
-            # Then nobody is said to have left what only rows tell of.
-            assert by_process(contexts_of(anew)) == by_process(contexts_of(picture)) or self.reused_unseen
+            # Then a client that is known from its row alone makes no orphan.
+            assert by_process(contexts_of(anew)) == by_process(contexts_of(usage)) or self.reused_unseen
             assert not anew.orphans
             return
-        assert totals_of(anew).total() == totals_of(picture).total()
+        assert totals_of(anew).total() == totals_of(usage).total()
         pids = set() if self.world.reports_starts else {task.key.pid for task in self.world.alive}
         if not pids & {
             client.owner.key.pid for client in self.world.clients.values() if not client.owner.alive
         }:
-            assert by_process(contexts_of(anew)) == by_process(contexts_of(picture))
-            assert by_process(left_in(anew)) == by_process(left_in(picture))
+            assert by_process(contexts_of(anew)) == by_process(contexts_of(usage))
+            assert by_process(left_in(anew)) == by_process(left_in(usage))
 
-    # What must never be said
+    # What must never be reported
 
     @invariant()
-    def nobody_who_lives_is_said_to_have_left_something(self) -> None:
+    def no_living_process_has_orphans(self) -> None:
         if not hasattr(self, "world"):
             return
         alive = {task.key for task in self.world.alive}
-        picture = self.tracker.usage_snapshot(self.world.now_ns)
-        for orphan in picture.orphans:
+        usage = self.tracker.usage_snapshot(self.world.now_ns)
+        for orphan in usage.orphans:
             assert orphan.owner.key not in alive
             if orphan.owner.key.start_ticks == UNKNOWN_START and not self.reused_unseen:
                 assert orphan.owner.key.pid not in {key.pid for key in alive} or not self.is_sole(
@@ -335,35 +335,35 @@ class AgainstTheKernel(RuleBasedStateMachine):
         return found
 
 
-def contexts_of(picture: Usage) -> Found:
+def contexts_of(usage: Usage) -> Found:
     found: Found = Counter()
-    for use in picture.processes:
+    for use in usage.processes:
         for hold in use.holds:
             found[use.key, hold.gpu] += hold.contexts or 0
         found[use.key, None] += use.unplaced
     return +found
 
 
-def left_in(picture: Usage) -> Counter[tuple[int, GpuUuid | None]]:
+def left_in(usage: Usage) -> Counter[tuple[int, GpuUuid | None]]:
     found: Counter[tuple[int, GpuUuid | None]] = Counter()
-    for orphan in picture.orphans:
+    for orphan in usage.orphans:
         found[orphan.owner.key.pid, orphan.gpu] += orphan.contexts or 0
     return found
 
 
 def by_process(found: Counter[tuple[Name, GpuUuid | None]]) -> Counter[Name]:
-    """What was found, whatever the GPU: a file of it that is closed again tells a later look nothing."""
+    """Return the orphans without their GPU: after its file is closed no scan shows it."""
     sums: Counter[Name] = Counter()
     for (name, _), count in found.items():
         sums[name] += count
     return sums
 
 
-def totals_of(picture: Usage) -> Counter[GpuUuid | None]:
+def totals_of(usage: Usage) -> Counter[GpuUuid | None]:
     found: Counter[GpuUuid | None] = Counter()
-    for (_, gpu), count in (contexts_of(picture) + left_in(picture)).items():
+    for (_, gpu), count in (contexts_of(usage) + left_in(usage)).items():
         found[gpu] += count
-    assert {total.gpu: total.contexts for total in picture.totals if total.contexts} == {
+    assert {total.gpu: total.contexts for total in usage.totals if total.contexts} == {
         gpu: count for gpu, count in found.items() if gpu is not None
     }
     return found
