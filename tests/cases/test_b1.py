@@ -12,9 +12,9 @@ import pytest
 
 from agent.model.facts import Registered, RegistrationFailed
 from agent.simulation.stubs.deviceplugin.v1beta1 import api_pb2 as pb
-from tests.sinks.offers import uuid
 from tests.sinks.raw_http2 import PATIENCE_S, RawClient, ServerSide, framed, raw_client
-from tests.sinks.serving import sink
+from tests.sinks.servers import sink
+from tests.sinks.snapshots import uuid
 
 SOCKET = "/var/lib/kubelet/device-plugins/nvidia-gpu.sock"
 

@@ -11,7 +11,7 @@ from agent.model.facts import Registered, RegistrationFailed
 from agent.sinks.plugin.socket_file import identity_of, listen
 from tests.sinks.raw_http2 import PATIENCE_S
 from tests.sinks.registrar import registrar
-from tests.sinks.serving import Sink, sink
+from tests.sinks.servers import Sink, sink
 
 
 async def wait_outcome(served: Sink, generation: int) -> Registered | RegistrationFailed:

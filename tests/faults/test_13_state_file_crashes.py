@@ -17,7 +17,7 @@ from agent.model.structs import replace
 from agent.simulation.node import SimulatedNode
 from agent.sinks import statefile, statefile_format
 from tests.harness import GPU, agent_process, codes, gpu_agent, simulated_node, uuids, wait_allocatable
-from tests.sinks.stored_states import BOOT, SICK, U1, gpu
+from tests.sinks.stored_states import BOOT, U1, UNHEALTHY, gpu
 
 OLD = Durable(gpus=(gpu(U1),))
 STEPS = ("open", "write", "fsync", "close")
@@ -59,27 +59,27 @@ def path(tmp_path: Path) -> str:
 def test_a_crash_at_any_step_leaves_the_old_or_the_new_state(
     path: str, step: int, error: Exception, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    raw = statefile_format.encoded(SICK, boot_id=BOOT)
+    raw = statefile_format.encoded(UNHEALTHY, boot_id=BOOT)
     with monkeypatch.context() as patched:
         CrashingSystem(patched, at=step, error=error)
         try:
             write(path, raw)
         except (CrashError, OSError):
-            expected: tuple[Durable, ...] = (OLD, SICK)
+            expected: tuple[Durable, ...] = (OLD, UNHEALTHY)
         else:
-            expected = (SICK,)
+            expected = (UNHEALTHY,)
     assert statefile.load(path, boot_id=BOOT) in expected
 
 
 def test_a_torn_write_leaves_the_old_state(path: str) -> None:
-    Path(f"{path}.new").write_bytes(statefile_format.encoded(SICK, boot_id=BOOT)[:100])
+    Path(f"{path}.new").write_bytes(statefile_format.encoded(UNHEALTHY, boot_id=BOOT)[:100])
     assert statefile.load(path, boot_id=BOOT) == OLD
-    write(path, statefile_format.encoded(SICK, boot_id=BOOT))
-    assert statefile.load(path, boot_id=BOOT) == SICK
+    write(path, statefile_format.encoded(UNHEALTHY, boot_id=BOOT))
+    assert statefile.load(path, boot_id=BOOT) == UNHEALTHY
 
 
 def test_no_truncation_is_taken_for_a_state(path: str) -> None:
-    raw = statefile_format.encoded(SICK, boot_id=BOOT)
+    raw = statefile_format.encoded(UNHEALTHY, boot_id=BOOT)
     for length in range(0, len(raw) - 1, 7):
         Path(path).write_bytes(raw[:length])
         loaded = statefile.load(path, boot_id=BOOT)
@@ -88,7 +88,7 @@ def test_no_truncation_is_taken_for_a_state(path: str) -> None:
 
 
 def test_no_flipped_bit_is_taken_for_another_state(path: str) -> None:
-    state = replace(SICK, gpus=SICK.gpus[:1], xids=())
+    state = replace(UNHEALTHY, gpus=UNHEALTHY.gpus[:1], xids=())
     raw = statefile_format.encoded(state, boot_id=BOOT)
     for position in range(0, len(raw) * 8, 13):
         flipped = bytearray(raw)

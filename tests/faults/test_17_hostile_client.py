@@ -13,10 +13,10 @@ import pytest
 from agent.simulation.stubs.deviceplugin.v1beta1 import api_pb2 as pb
 from agent.sinks.plugin.grpc_bounds import LINE_PERIOD_S, MIB, Bounds
 from tests.killed_runs import WITH_US
-from tests.sinks.offers import uuid
 from tests.sinks.plugin_process import REPOSITORY, PluginProcess, plugin_process
 from tests.sinks.raw_http2 import PATIENCE_S
 from tests.sinks.registrar import plugin
+from tests.sinks.snapshots import uuid
 
 pytestmark = pytest.mark.slow
 
@@ -107,7 +107,7 @@ async def attack(process: PluginProcess, name: str, waves: int) -> None:
         ("open_headers_and_never_end_them", 3),
         ("unpack_a_bomb", 5),
         ("open_100_streams", 3),
-        ("take_back_every_call", 3),
+        ("cancel_every_call", 3),
         ("ping_and_never_read", 1),
         ("invent_settings", 3),
         ("connect_1000_times", 1),

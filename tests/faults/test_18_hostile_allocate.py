@@ -13,9 +13,9 @@ from agent.simulation.stubs.deviceplugin.v1beta1 import api_pb2_grpc as rpc
 from agent.sinks.plugin.answers import MAX_ERROR_CHARS
 from agent.sinks.plugin.service import SERVICE
 from agent.sinks.plugin.wire import MAX_CONTAINERS, MAX_ID_BYTES, MAX_IDS
-from tests.sinks.offers import uuid
 from tests.sinks.plugin_process import PluginProcess, plugin_process
 from tests.sinks.raw_http2 import PATIENCE_S
+from tests.sinks.snapshots import uuid
 
 HEALTHY = [uuid(number) for number in range(7)]
 SICK = uuid(7)

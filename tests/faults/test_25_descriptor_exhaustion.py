@@ -18,7 +18,7 @@ from agent.sinks.http.server import OneRequestServer, tcp_socket
 from tests.sinks.plugin_process import PluginProcess, plugin_process
 from tests.sinks.raw_http2 import PATIENCE_S, raw_client
 from tests.sinks.registrar import plugin, registrar
-from tests.sinks.serving import sink
+from tests.sinks.servers import sink
 
 FAILED = "Could not accept a connection of the kubelet"
 RECOVERED = "Accepted connections again"

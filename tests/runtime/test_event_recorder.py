@@ -18,7 +18,7 @@ from agent.runtime import event_recorder
 from agent.runtime.event_recorder import Records
 from agent.threads import in_daemon_thread
 from agent.views import event_files
-from tests.sinks.offers import node, uuid
+from tests.sinks.snapshots import node, uuid
 from tests.sinks.stored_states import condition
 
 SICK = GpuUuid(uuid(3))

@@ -22,7 +22,7 @@ from agent.runtime.http_service import SelfReport
 from agent.runtime.state_store import KeptState
 from agent.runtime.status import Component, Vitals
 from agent.views import checks
-from tests.sinks.offers import node
+from tests.sinks.snapshots import node
 
 
 class Bench:

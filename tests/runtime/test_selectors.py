@@ -12,7 +12,7 @@ from agent.model.ids import GpuUuid
 from agent.model.snapshot import Snapshot
 from agent.model.structs import replace
 from agent.runtime.control import known_gpu, selector_and_gpu
-from tests.sinks.offers import node, uuid
+from tests.sinks.snapshots import node, uuid
 
 UUID = uuid(3)
 

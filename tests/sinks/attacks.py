@@ -37,7 +37,7 @@ async def on_each_connection(path: Path, attack: Attack, *, waves: int) -> None:
 async def _attack_once(path: Path, attack: Attack) -> None:
     client = await RawClient.connect(path)
     try:
-        # The client's own protocol engine refuses to go on once it was told goodbye.
+        # The client's own protocol engine does not go on after a GOAWAY.
         with suppress(h2.exceptions.ProtocolError):
             await attack(client)
     finally:
@@ -134,13 +134,13 @@ async def open_100_streams(client: RawClient) -> None:
         client.h2.send_headers(stream_id, headers("ListAndWatch"))
         client.h2.send_data(stream_id, framed(b""), end_stream=True)
     await client.flush()
-    # Some are cut, and those whose calls were refused one by one stay.
+    # Some are cut, and those whose calls were rejected one by one stay.
     with suppress(TimeoutError):
         async with asyncio.timeout(0.5):
             await client.wait_end()
 
 
-async def take_back_every_call(client: RawClient) -> None:
+async def cancel_every_call(client: RawClient) -> None:
     client.h2.initiate_connection()
     for _ in range(1_000):
         stream_id = client.h2.get_next_available_stream_id()
@@ -175,7 +175,7 @@ ATTACKS: dict[str, Attack] = {
         open_headers_and_never_end_them,
         unpack_a_bomb,
         open_100_streams,
-        take_back_every_call,
+        cancel_every_call,
         ping_and_never_read,
         invent_settings,
     )
@@ -183,7 +183,7 @@ ATTACKS: dict[str, Attack] = {
 
 
 async def connect_1000_times(path: Path) -> None:
-    """Open connections and say nothing; all but the first few have to be closed by the server."""
+    """Open connections and send nothing; all but the first few have to be closed by the server."""
     clients = [await RawClient.connect(path) for _ in range(1_000)]
     for client in clients[ATTACKERS + 1 :]:
         await client.wait_closed()

@@ -1,4 +1,4 @@
-"""A process that serves eight GPUs, the last one sick: python -m tests.sinks.plugin_process DIR [all].
+"""A process that serves eight GPUs, the last one unhealthy: python -m tests.sinks.plugin_process DIR [all].
 
 With ``all`` containers get their devices by every strategy at once.
 
@@ -25,8 +25,8 @@ from agent.model.policy import Injection, Policy
 from agent.model.structs import replace
 from agent.sinks.plugin.sink import DevicePlugin
 from tests.killed_runs import WITH_US
-from tests.sinks.offers import GPU, devices, snapshot
-from tests.sinks.offers import resource as offered
+from tests.sinks.snapshots import GPU, devices, snapshot
+from tests.sinks.snapshots import resource as advertised
 
 REPOSITORY = Path(__file__).parents[2]
 PAGE_BYTES = resource.getpagesize()
@@ -110,7 +110,7 @@ EVERY_STRATEGY = Injection(
 async def serve(directory: Path, *, injection: Injection) -> None:
     loop = asyncio.get_running_loop()
     inbox: Inbox[Fact] = Inbox(clock=time.monotonic_ns)
-    state = snapshot(offered(devices(8, sick=[7])))
+    state = snapshot(advertised(devices(8, unhealthy=[7])))
     plugin = DevicePlugin(
         inbox=inbox,
         latest=Latest(replace(state, policy=Policy(injection=injection, pre_start_check=True))),
@@ -129,28 +129,28 @@ async def serve(directory: Path, *, injection: Injection) -> None:
         while not (directory / "nvidia-gpu.sock").exists():
             await asyncio.sleep(0.001)
         gc.freeze()
-        _say("serving")
+        _print("serving")
         await stop.wait()
         await plugin.drain(1.0)
 
 
-def _exhaust(taken: list[int]) -> None:
-    """Take every file descriptor there is but one."""
+def _exhaust(descriptors: list[int]) -> None:
+    """Open every file descriptor there is but one."""
     resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
     with suppress(OSError):
         while True:
-            taken.append(os.open("/dev/null", os.O_RDONLY))
-    os.close(taken.pop())
-    _say("done")
+            descriptors.append(os.open("/dev/null", os.O_RDONLY))
+    os.close(descriptors.pop())
+    _print("done")
 
 
-def _give_back(taken: list[int]) -> None:
-    while taken:
-        os.close(taken.pop())
-    _say("done")
+def _give_back(descriptors: list[int]) -> None:
+    while descriptors:
+        os.close(descriptors.pop())
+    _print("done")
 
 
-def _say(word: str) -> None:
+def _print(word: str) -> None:
     sys.stdout.write(f"{word}\n")
     sys.stdout.flush()
 

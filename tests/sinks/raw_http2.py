@@ -176,7 +176,7 @@ class RawClient:
         raise AssertionError(f"no status on stream {stream_id}: {self.seen}")
 
     async def wait_closed(self) -> None:
-        """Return when the server has closed the connection, whatever it says."""
+        """Return when the server has closed the connection, whatever it sends."""
         while await self.read():
             pass
 
@@ -188,7 +188,7 @@ class RawClient:
 
 @asynccontextmanager
 async def raw_client(path: Path) -> AsyncIterator[RawClient]:
-    """A connected client that has said hello."""
+    """A connected client that has sent its preface."""
     async with await RawClient.connect(path) as client:
         yield client
 

@@ -24,9 +24,9 @@ class Registrar(rpc.RegistrationServicer):
         self.authorities: list[str] = []
         self.arrived = asyncio.Event()
         self.answer: Callable[[Any], str | None] = lambda _request: None
-        """Returns the text of a refusal, or None to accept."""
+        """Returns the text of an error, or None to accept."""
         self.status = grpc.StatusCode.UNKNOWN
-        """The status of a refusal; the kubelet's own errors have no other."""
+        """The status of an error; the kubelet's own errors have no other."""
         self.release: asyncio.Event | None = None
         """If set, Register is not answered before this event."""
         self.abandoned = asyncio.Event()
@@ -42,9 +42,9 @@ class Registrar(rpc.RegistrationServicer):
             except asyncio.CancelledError:
                 self.abandoned.set()
                 raise
-        refusal = self.answer(request)
-        if refusal is not None:
-            await context.abort(self.status, refusal)
+        error = self.answer(request)
+        if error is not None:
+            await context.abort(self.status, error)
         # As the kubelet: the endpoint has to answer inside Register.
         async with plugin(self.directory / request.endpoint) as stub:
             self.options.append(await stub.GetDevicePluginOptions(pb.Empty(), timeout=10))

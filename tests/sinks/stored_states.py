@@ -54,12 +54,12 @@ def condition(
     )
 
 
-SICK = Durable(
+UNHEALTHY = Durable(
     gpus=(gpu(U0, mig=True), gpu(U1)), conditions=(condition(U0),), xids=((U0, 79, 3), (U1, 13, 9))
 )
 
 ORDERS = replace(
-    SICK,
+    UNHEALTHY,
     gpus=(
         replace(gpu(U0), part_number="900-21010-0000-000", vbios="96.00.61.00.01", inforom="G520.0200.00.05"),
     ),

@@ -32,8 +32,8 @@ def log_at(path: str, *, max_bytes: int = 16 * MIB) -> EventLog:
     return EventLog(path, boot_id=BOOT, max_bytes=max_bytes, clock=lambda: 10_000)
 
 
-def entry(number: int, **told: object) -> Entry:
-    event = Event(EventKind.CONDITION, "A condition was raised", warning=True, fields=told)
+def entry(number: int, **event_fields: object) -> Entry:
+    event = Event(EventKind.CONDITION, "A condition was raised", warning=True, fields=event_fields)
     return Entry(number, 9_000 + number, event)
 
 
@@ -110,7 +110,7 @@ async def test_the_ring_gives_the_number_that_is_written(path: str) -> None:
     assert numbers(path) == [1, 2, 3]
 
 
-async def test_an_event_too_long_for_a_line_is_told_without_its_fields(path: str) -> None:
+async def test_an_event_too_long_for_a_line_is_written_without_its_fields(path: str) -> None:
     log = log_at(path)
     log.record(entry(1, text="x" * event_files.MAX_LINE_BYTES))
     await log.flush(30)
@@ -171,7 +171,7 @@ def test_without_files_nothing_happened(path: str) -> None:
     assert list(read(path)) == []
 
 
-async def test_a_write_that_fails_is_told_once_and_made_up_for(
+async def test_a_write_that_fails_is_logged_once_and_retried(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     directory = tmp_path / "missing"
@@ -212,7 +212,7 @@ async def test_a_write_that_broke_off_is_not_written_twice(
     assert numbers(path) == [1, 2]
 
 
-async def test_events_without_room_are_counted_and_told(
+async def test_events_without_room_are_counted_and_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(eventlog, "MAX_QUEUED", 3)

@@ -21,12 +21,12 @@ from agent.model.structs import replace
 from agent.sinks import evidence
 from agent.sinks.evidence import EvidenceSink
 from agent.views.events import EventRing
-from tests.sinks.offers import node, uuid
+from tests.sinks.snapshots import node, uuid
 from tests.sinks.stored_states import condition
 
 BOOT = "11111111-2222-3333"
-SICK = GpuUuid(uuid(3))
-FAULT = condition(SICK)
+UNHEALTHY = GpuUuid(uuid(3))
+FAULT = condition(UNHEALTHY)
 
 
 @dataclass
@@ -61,7 +61,7 @@ class Kept:
                 await asyncio.sleep(0.01)
 
 
-def sick_node(*conditions: Condition) -> Snapshot:
+def unhealthy_node(*conditions: Condition) -> Snapshot:
     made = node()
     views = list(made.gpus)
     gpu = replace(views[3].gpu, serial="1324", part_number="900-1", vbios="96.00", inforom="G520")
@@ -72,7 +72,7 @@ def sick_node(*conditions: Condition) -> Snapshot:
 
 @pytest.fixture
 def kept(tmp_path: Path) -> Kept:
-    return Kept(tmp_path / "evidence", Latest(sick_node(FAULT)))
+    return Kept(tmp_path / "evidence", Latest(unhealthy_node(FAULT)))
 
 
 @asynccontextmanager
@@ -83,14 +83,14 @@ async def running(kept: Kept) -> AsyncIterator[None]:
         task.cancel()
 
 
-FIRST = f"{SICK}-11111111-1.json"
+FIRST = f"{UNHEALTHY}-11111111-1.json"
 
 
 async def test_a_bundle_holds_what_an_rma_asks_for(kept: Kept) -> None:
-    kept.happened("A condition was raised", SICK)
+    kept.happened("A condition was raised", UNHEALTHY)
     kept.happened("A condition was raised", uuid(1))
     kept.kernel_log = ["[    1.0] NVRM: Xid (PCI:0000:03:00): 79, GPU has fallen off the bus."]
-    kept.sink.keep(KeepEvidence(SICK, FAULT))
+    kept.sink.keep(KeepEvidence(UNHEALTHY, FAULT))
     await kept.sink.flush(30)
     bundle = kept.bundle(FIRST)
     wanted = {
@@ -103,13 +103,13 @@ async def test_a_bundle_holds_what_an_rma_asks_for(kept: Kept) -> None:
     assert bundle["gpu"].items() >= wanted.items()
     assert (bundle["gpu"]["xids"], bundle["gpu"]["sample"]["ecc_uncorrected"]) == ({"79": 4}, 2)
     assert (bundle["why"]["number"], bundle["why"]["since"]) == (79, "t+7000")
-    assert [event["fields"]["uuid"] for event in bundle["events"]] == [SICK]
+    assert [event["fields"]["uuid"] for event in bundle["events"]] == [UNHEALTHY]
     assert bundle["kernel_log"] == kept.kernel_log
     assert bundle["driver"]["ready"] is None
 
 
 async def test_bundles_are_for_root_only(kept: Kept) -> None:
-    kept.sink.keep(KeepEvidence(SICK, FAULT))
+    kept.sink.keep(KeepEvidence(UNHEALTHY, FAULT))
     await kept.sink.flush(30)
     assert kept.directory.stat().st_mode & 0o777 == 0o700
     assert (kept.directory / FIRST).stat().st_mode & 0o777 == 0o600
@@ -120,7 +120,7 @@ async def test_it_is_written_at_once_and_again_when_more_is_known(
 ) -> None:
     monkeypatch.setattr(evidence, "SETTLE_S", 0.05)
     async with running(kept):
-        kept.sink.keep(KeepEvidence(SICK, FAULT))
+        kept.sink.keep(KeepEvidence(UNHEALTHY, FAULT))
         await kept.until(FIRST)
         kept.kernel_log = ["later"]
         async with asyncio.timeout(30):
@@ -131,17 +131,17 @@ async def test_it_is_written_at_once_and_again_when_more_is_known(
 
 async def test_the_newest_bundles_are_kept(kept: Kept) -> None:
     for _ in range(evidence.MAX_FILES + 3):
-        kept.sink.keep(KeepEvidence(SICK, FAULT))
+        kept.sink.keep(KeepEvidence(UNHEALTHY, FAULT))
     await kept.sink.flush(30)
     numbers = sorted(int(name.removesuffix(".json").rpartition("-")[2]) for name in kept.names())
     assert numbers == list(range(4, evidence.MAX_FILES + 4))
 
 
-async def test_what_somebody_asked_for_pushes_no_evidence_out(kept: Kept) -> None:
-    kept.sink.keep(KeepEvidence(SICK, FAULT))
+async def test_what_an_operator_asked_for_pushes_no_evidence_out(kept: Kept) -> None:
+    kept.sink.keep(KeepEvidence(UNHEALTHY, FAULT))
     await kept.sink.flush(30)
     for _ in range(evidence.MAX_FILES + 1):
-        made = await kept.sink.make(SICK)
+        made = await kept.sink.make(UNHEALTHY)
         assert made is not None
         assert made.trouble is None
         assert made.document["why"] is None
@@ -161,7 +161,7 @@ async def test_a_bundle_that_is_too_long_loses_what_is_oldest(
 ) -> None:
     monkeypatch.setattr(evidence, "MAX_BYTES", 20_000)
     kept.kernel_log = [f"{number}: {'x' * 900}" for number in range(200)]
-    kept.sink.keep(KeepEvidence(SICK, FAULT))
+    kept.sink.keep(KeepEvidence(UNHEALTHY, FAULT))
     await kept.sink.flush(30)
     assert (kept.directory / FIRST).stat().st_size <= 20_000
     lines = kept.bundle(FIRST)["kernel_log"]
@@ -171,7 +171,7 @@ async def test_a_bundle_that_is_too_long_loses_what_is_oldest(
 async def test_faults_that_wait_are_bounded_and_counted(kept: Kept, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(evidence, "MAX_WAITING", 2)
     for _ in range(5):
-        kept.sink.keep(KeepEvidence(SICK, FAULT))
+        kept.sink.keep(KeepEvidence(UNHEALTHY, FAULT))
     await kept.sink.flush(30)
     assert (kept.sink.lost, len(kept.names())) == (3, 2)
 
@@ -188,23 +188,23 @@ def troubled(kept: Kept) -> bool:
     return kept.sink.trouble is not None
 
 
-async def test_a_bundle_that_was_asked_for_and_refused_is_answered_and_troubles_nobody_else(
+async def test_a_bundle_that_was_asked_for_and_rejected_is_answered_and_changes_nothing_else(
     kept: Kept,
 ) -> None:
     kept.directory.write_text("in the way")
-    made = await kept.sink.make(SICK)
+    made = await kept.sink.make(UNHEALTHY)
     assert made is not None
     assert (made.path, made.trouble, kept.sink.trouble) == (None, "File exists", None)
 
 
-async def test_what_the_disk_refuses_is_written_once_there_is_room(
+async def test_what_the_disk_rejects_is_written_once_there_is_room(
     kept: Kept, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(evidence, "SETTLE_S", 0.01)
     kept.directory.write_text("in the way")
     with caplog.at_level(logging.INFO):
         async with running(kept):
-            kept.sink.keep(KeepEvidence(SICK, FAULT))
+            kept.sink.keep(KeepEvidence(UNHEALTHY, FAULT))
             kept.sink.keep(KeepEvidence(GpuUuid("GPU-9"), FAULT))
             async with asyncio.timeout(30):
                 while kept.sink.failures < 2:

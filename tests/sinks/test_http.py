@@ -30,7 +30,7 @@ from agent.sinks.http.sink import HttpSink
 from agent.views import checks, documents
 from agent.views.checks import Check, at_once
 from agent.views.events import MAX_EVENTS, EventRing
-from tests.sinks.offers import GPU, device, node, resource, snapshot, uuid
+from tests.sinks.snapshots import GPU, device, node, resource, snapshot, uuid
 
 LOCAL = Address("127.0.0.1", 0)
 
@@ -63,7 +63,7 @@ class Myself:
 
 @dataclass
 class RecordedCommands:
-    """Who obeys commands: it tells what it was given, or what it was told to raise."""
+    """Keeps the commands it was given, and raises an error if it has one."""
 
     names: Sequence[str] = ("hold", "resume")
     given: list[object] = field(default_factory=list)
@@ -195,7 +195,7 @@ def failing(name: str, *, is_liveness: bool = False) -> Check:
     return Check(name, at_once(lambda: "secret reason"), is_liveness=is_liveness)
 
 
-async def test_a_live_agent_says_ok(serve: Serve) -> None:
+async def test_a_live_agent_answers_ok(serve: Serve) -> None:
     async with serve() as served:
         for path in ("/livez", "/healthz", "/readyz", "/livez/", "/livez/ping"):
             answer = await served.get(path)
@@ -293,7 +293,7 @@ SEEN = replace(node(), kubelet=SocketIdentity(1, 2, 3))
         ),
     ],
 )
-def test_readiness_needs_a_registration_where_there_is_a_kubelet_and_something_to_offer(
+def test_readiness_needs_a_registration_where_there_is_a_kubelet_and_something_to_advertise(
     state: Snapshot, now_ns: int, is_well: bool
 ) -> None:
     assert (checks.kubelet_registered(state, now_ns) is None) is is_well
@@ -312,8 +312,8 @@ def test_a_driver_that_hangs_is_a_stalled_source() -> None:
         checks.driver(replace(node(), driver=ready, findings=(hung,)))
         == "stalled: The driver does not answer"
     )
-    sick = Finding(Reason.GPU_LOST, "Gone")
-    assert checks.driver(replace(node(), driver=ready, findings=(sick,))) is None
+    unhealthy = Finding(Reason.GPU_LOST, "Gone")
+    assert checks.driver(replace(node(), driver=ready, findings=(unhealthy,))) is None
 
 
 def test_a_driver_that_was_let_go_of_on_request_is_no_failure() -> None:
@@ -332,7 +332,7 @@ def test_a_task_that_does_not_run_is_not_ready() -> None:
 FOUND = Finding(Reason.GPU_LOST, "NVML does not list the GPU any more", (GpuUuid(uuid(3)),))
 
 
-async def test_preflight_says_that_a_job_can_be_sent(serve: Serve) -> None:
+async def test_preflight_shows_that_a_job_can_be_sent(serve: Serve) -> None:
     async with serve() as served:
         answer = await served.get("/preflight")
         assert (answer.status, answer.json) == (
@@ -342,19 +342,19 @@ async def test_preflight_says_that_a_job_can_be_sent(serve: Serve) -> None:
 
 
 @pytest.mark.parametrize("query", ["verbose", "gpus=2", "=", "x"])
-async def test_preflight_refuses_to_be_asked_for_what_it_does_not_look_at(serve: Serve, query: str) -> None:
+async def test_preflight_rejects_parameters_that_it_does_not_read(serve: Serve, query: str) -> None:
     async with serve() as served:
         answer = await served.get(f"/preflight?{query}")
         assert (answer.status, list(answer.json)) == (400, ["apiVersion", "error"])
 
 
-async def test_what_is_no_get_is_told_what_is_allowed(serve: Serve) -> None:
+async def test_what_is_no_get_is_answered_with_what_is_allowed(serve: Serve) -> None:
     async with serve() as served:
         answer = await served.get("/livez", method="POST")
         assert (answer.status, answer.headers["Allow"]) == (405, "GET, HEAD")
 
 
-async def test_preflight_says_why_not(serve: Serve) -> None:
+async def test_preflight_shows_why_not(serve: Serve) -> None:
     async with serve(state=replace(node(), findings=(FOUND,))) as served:
         answer = await served.get("/preflight")
         assert answer.status == 503
@@ -372,7 +372,7 @@ async def test_preflight_says_why_not(serve: Serve) -> None:
         }
 
 
-async def test_one_who_stands_by_is_alive_and_ready_but_knows_nothing_of_the_node(serve: Serve) -> None:
+async def test_a_standby_is_alive_and_ready_but_knows_nothing_of_the_node(serve: Serve) -> None:
     async with serve(myself=Myself(is_standby=True), is_active=False) as served:
         assert (await served.get("/readyz")).status == 200
         answer = await served.get("/preflight")
@@ -383,7 +383,7 @@ async def test_one_who_stands_by_is_alive_and_ready_but_knows_nothing_of_the_nod
 # What the agent knows
 
 
-def sick() -> Snapshot:
+def one_unhealthy() -> Snapshot:
     condition = Condition(
         key=ConditionKey(NVML, Reason.XID, Placement(GpuUuid(uuid(1))), 79),
         evidence=Evidence.HARD,
@@ -393,15 +393,15 @@ def sick() -> Snapshot:
         since_ns=5,
         last_ns=0,
     )
-    offered = (device(0), replace(device(1, health=Health.UNHEALTHY), reasons=(condition,)))
-    state = snapshot(resource(offered))
+    advertised = (device(0), replace(device(1, health=Health.UNHEALTHY), reasons=(condition,)))
+    state = snapshot(resource(advertised))
     views = list(state.gpus)
     views[1] = replace(views[1], conditions=(condition,))
     return replace(state, gpus=tuple(views))
 
 
 async def test_devices_are_listed_with_their_reasons(serve: Serve) -> None:
-    async with serve(state=sick()) as served:
+    async with serve(state=one_unhealthy()) as served:
         document = (await served.get("/v1/devices")).json
         well, ill = document["devices"]
         assert document["apiVersion"] == "gpu-agent/v1"
@@ -414,7 +414,7 @@ async def test_devices_are_listed_with_their_reasons(serve: Serve) -> None:
         assert reason["gi"] is None
 
 
-async def test_who_holds_a_device_is_told_where_it_is_known(serve: Serve) -> None:
+async def test_the_holder_of_a_device_is_shown_where_it_is_known(serve: Serve) -> None:
     async with serve() as served:
         for pods, wanted in (
             (None, [(None, None), (None, None)]),
@@ -455,19 +455,19 @@ async def test_commands_and_readings_are_in_the_whole_state(serve: Serve) -> Non
 
 
 async def test_conditions_are_listed_by_themselves(serve: Serve) -> None:
-    async with serve(state=sick()) as served:
+    async with serve(state=one_unhealthy()) as served:
         (condition,) = (await served.get("/v1/conditions")).json["conditions"]
         assert (condition["code"], condition["gpu_uuid"]) == ("xid", uuid(1))
 
 
 async def test_allocatable_counts_as_the_kubelet_does(serve: Serve) -> None:
-    async with serve(state=node(8, sick=[3])) as served:
+    async with serve(state=node(8, unhealthy=[3])) as served:
         (counted,) = (await served.get("/v1/allocatable")).json["resources"]
         assert (counted["resource"], counted["capacity"], counted["allocatable"]) == ("nvidia.com/gpu", 8, 7)
 
 
 async def test_the_list_that_the_kubelet_had_at_a_moment_is_shown_with_its_own_reasons(serve: Serve) -> None:
-    ill = sick().resources[0].devices[1]
+    ill = one_unhealthy().resources[0].devices[1]
     async with serve() as served:
         for began_ns, reasons in ((5, ill.reasons), (9, ())):
             unhealthy = (replace(ill, reasons=reasons),)
@@ -531,12 +531,12 @@ async def test_a_reader_can_wait_for_the_next_event(serve: Serve) -> None:
 
 
 @pytest.mark.parametrize("query", ["since=x", "since=-1", "wait=1e9", "since=" + "9" * 30])
-async def test_a_number_that_is_none_is_refused(serve: Serve, query: str) -> None:
+async def test_a_number_that_is_none_is_rejected(serve: Serve, query: str) -> None:
     async with serve() as served:
         assert (await served.get(f"/v1/events?{query}")).status == 400
 
 
-# Who may ask where
+# What each listener answers
 
 
 async def test_what_names_processes_is_not_on_the_public_listener(serve: Serve) -> None:
@@ -601,25 +601,25 @@ async def test_a_dead_socket_in_the_place_of_the_control_socket_is_replaced(
 # Bounds
 
 
-async def test_a_port_in_use_is_told_once_and_tried_again(
+async def test_a_port_in_use_is_logged_once_and_tried_again(
     serve: Serve, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(http_server, "RETRY_S", 0.01)
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        address = Address("127.0.0.1", taken.getsockname()[1])
+    with socket.socket() as occupied:
+        occupied.bind(("127.0.0.1", 0))
+        occupied.listen()
+        address = Address("127.0.0.1", occupied.getsockname()[1])
         async with asyncio.TaskGroup() as group:
-            served = group.create_task(_serve_for_a_while(serve, address, taken), name="served")
+            served = group.create_task(_serve_for_a_while(serve, address, occupied), name="served")
         assert served.result() == 200
-    told = [record for record in caplog.records if record.message.startswith("Could not listen")]
-    assert len(told) == 1
-    assert told[0].message.startswith(f"Could not listen on {address}: Address already in use; trying again")
+    lines = [record for record in caplog.records if record.message.startswith("Could not listen")]
+    assert len(lines) == 1
+    assert lines[0].message.startswith(f"Could not listen on {address}: Address already in use; trying again")
 
 
-async def _serve_for_a_while(serve: Serve, address: Address, taken: socket.socket) -> int:
+async def _serve_for_a_while(serve: Serve, address: Address, occupied: socket.socket) -> int:
     loop = asyncio.get_running_loop()
-    loop.call_later(0.05, taken.close)
+    loop.call_later(0.05, occupied.close)
     async with serve(http=address, api=address) as served:
         answer: Answer = await served.get("/livez")
         return answer.status
@@ -684,9 +684,9 @@ async def wait_for_an_event(served: Served, source: str | None = None) -> Connec
 async def test_readers_that_wait_take_their_own_places_and_the_greediest_gives_way(serve: Serve) -> None:
     async with serve(http=LOCAL, api=LOCAL, bounds=waiting(2)) as served:
         greedy = [await wait_for_an_event(served) for _ in range(2)]
-        refused = await ended(await wait_for_an_event(served))
-        assert refused.startswith(b"HTTP/1.1 503 ")
-        assert b"Retry-After: 1\r\n" in refused
+        rejected = await ended(await wait_for_an_event(served))
+        assert rejected.startswith(b"HTTP/1.1 503 ")
+        assert b"Retry-After: 1\r\n" in rejected
         for target in ("/livez", "/preflight", "/v1/devices"):
             assert (await served.get(target)).status in (200, 503)
         neighbour = await wait_for_an_event(served, source="127.0.0.2")
@@ -718,14 +718,14 @@ async def test_no_request_gets_the_place_of_another_kind(serve: Serve, path: str
         ("/livez", "".join(f"X{number}: y\r\n" for number in range(500)), 400),
     ],
 )
-async def test_giant_requests_are_refused(serve: Serve, target: str, head: str, status: int) -> None:
+async def test_giant_requests_are_rejected(serve: Serve, target: str, head: str, status: int) -> None:
     async with serve() as served:
         answer = await served.get(target, head=head)
         assert answer.status == status
         assert (await served.get("/livez")).status == 200
 
 
-async def test_garbage_is_refused_and_others_go_on(serve: Serve) -> None:
+async def test_garbage_is_rejected_and_others_go_on(serve: Serve) -> None:
     async with serve() as served:
         reader, writer = await served.connect()
         writer.write(os.urandom(2000) + b"\r\n\r\n")
@@ -745,7 +745,7 @@ async def command(
     return await served.get(f"/control/v1/{name}", listener=listener, method="POST", head=head, body=body)
 
 
-async def test_an_order_over_the_control_socket_is_obeyed_and_logged(
+async def test_a_command_over_the_control_socket_is_executed_and_logged(
     serve: Serve, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with serve() as served:
@@ -781,9 +781,9 @@ async def test_an_order_is_no_question(serve: Serve) -> None:
 
 
 @pytest.mark.parametrize(
-    ("error", "status"), [(UsageError("No such GPU"), 400), (AgentError("Not taken in time"), 409)]
+    ("error", "status"), [(UsageError("No such GPU"), 400), (AgentError("Not occupied in time"), 409)]
 )
-async def test_an_order_that_is_not_obeyed_is_answered_with_why(
+async def test_a_command_that_is_not_executed_is_answered_with_why(
     serve: Serve, error: AgentError, status: int
 ) -> None:
     async with serve() as served:
@@ -793,7 +793,7 @@ async def test_an_order_that_is_not_obeyed_is_answered_with_why(
 
 
 @pytest.mark.parametrize("body", ["", "{", "\x00", "[" * 5_000, '{"a": ' * 800])
-async def test_an_order_that_makes_no_sense_is_refused(serve: Serve, body: str) -> None:
+async def test_a_command_that_makes_no_sense_is_rejected(serve: Serve, body: str) -> None:
     async with serve() as served:
         assert (await command(served, "hold", body)).status == 400
         assert served.commands.given == []

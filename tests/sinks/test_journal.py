@@ -144,8 +144,8 @@ FALLEN = "XID 79: GPU has fallen off the bus"
         ),
         (
             "Not registered with the kubelet",
-            {"resource": "r", "detail": "refused"},
-            "r is not registered with the kubelet: refused",
+            {"resource": "r", "detail": "rejected"},
+            "r is not registered with the kubelet: rejected",
         ),
         ("Health changed", {}, "Health changed"),
         (

@@ -1,4 +1,4 @@
-"""What systemd is told, over real datagram sockets."""
+"""What systemd is sent, over real datagram sockets."""
 
 import asyncio
 import os
@@ -15,7 +15,7 @@ from agent.model.snapshot import DriverView, RegistrationPhase, Snapshot
 from agent.model.structs import replace
 from agent.sinks import notify
 from agent.sinks.notify import Notifier, status_line
-from tests.sinks.offers import devices, node, resource, snapshot
+from tests.sinks.snapshots import devices, node, resource, snapshot
 
 
 @pytest.fixture
@@ -78,7 +78,7 @@ def test_without_a_manager_nothing_is_sent_and_nothing_fails(notifier: MakeNotif
     assert sender.watchdog_ns is None
 
 
-def test_a_manager_that_is_gone_hurts_nobody(tmp_path: Path, notifier: MakeNotifier) -> None:
+def test_a_manager_that_is_gone_is_ignored(tmp_path: Path, notifier: MakeNotifier) -> None:
     notifier(NOTIFY_SOCKET=str(tmp_path / "gone")).ready()
 
 
@@ -141,8 +141,8 @@ async def test_the_status_line_follows_the_node_and_is_sent_once(
 
 def healthy(*, registered: bool) -> Snapshot:
     phase = RegistrationPhase.REGISTERED if registered else RegistrationPhase.BACKING_OFF
-    offered = replace(resource(devices(8)), phase=phase)
-    return replace(snapshot(offered), driver=DriverView(ready=True))
+    advertised = replace(resource(devices(8)), phase=phase)
+    return replace(snapshot(advertised), driver=DriverView(ready=True))
 
 
 def test_the_status_line_counts_what_is_not_well() -> None:

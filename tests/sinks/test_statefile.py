@@ -1,4 +1,4 @@
-"""The state file: sick stays sick over a restart, and nothing that is in the file can hurt."""
+"""The state file: unhealthy stays unhealthy over a restart, and nothing that is in the file can hurt."""
 
 import asyncio
 import errno
@@ -37,8 +37,8 @@ from agent.sinks import statefile
 from agent.sinks.statefile import COPY, StateFile, UnreadError, load, save
 from agent.sinks.statefile_format import encoded
 from agent.threads import in_daemon_thread
-from tests.sinks.offers import node
-from tests.sinks.stored_states import BOOT, FINDINGS, ORDERS, OTHER_BOOT, SICK, U0, U1, condition, gpu
+from tests.sinks.snapshots import node
+from tests.sinks.stored_states import BOOT, FINDINGS, ORDERS, OTHER_BOOT, U0, U1, UNHEALTHY, condition, gpu
 
 
 @pytest.fixture
@@ -52,30 +52,30 @@ def saved(path: str, durable: Durable, boot: str = BOOT) -> bytes:
     return raw
 
 
-# What comes back
+# What is read again
 
 
 def test_what_was_written_is_read_back_within_one_boot(path: str) -> None:
-    saved(path, SICK)
-    assert load(path, boot_id=BOOT) == SICK
+    saved(path, UNHEALTHY)
+    assert load(path, boot_id=BOOT) == UNHEALTHY
 
 
 def test_without_a_file_nothing_is_known(path: str) -> None:
     assert load(path, boot_id=BOOT) is None
 
 
-def test_a_reboot_cures_all_that_nobody_has_to_clear_by_hand(path: str) -> None:
+def test_a_reboot_cures_all_that_no_operator_has_to_clear(path: str) -> None:
     by_hand = condition(U1, recovery=Recovery.BY_HAND, code=64)
     cured = [condition(U0, recovery=recovery, code=code) for code, recovery in enumerate(Recovery, start=100)]
     conditions = (*(each for each in cured if each.recovery is not Recovery.BY_HAND), by_hand)
-    saved(path, replace(SICK, conditions=conditions))
+    saved(path, replace(UNHEALTHY, conditions=conditions))
     restored = load(path, boot_id=OTHER_BOOT)
     assert restored is not None
     assert [each.key for each in restored.conditions] == [by_hand.key]
 
 
 def test_under_another_boot_id_every_since_is_zero(path: str) -> None:
-    saved(path, replace(SICK, conditions=(condition(U0, recovery=Recovery.BY_HAND),)))
+    saved(path, replace(UNHEALTHY, conditions=(condition(U0, recovery=Recovery.BY_HAND),)))
     restored = load(path, boot_id=OTHER_BOOT)
     assert restored is not None
     (kept,) = restored.conditions
@@ -84,7 +84,7 @@ def test_under_another_boot_id_every_since_is_zero(path: str) -> None:
 
 
 def test_after_a_reboot_no_gpu_is_known(path: str) -> None:
-    saved(path, replace(SICK, conditions=(condition(U1, recovery=Recovery.BY_HAND),)))
+    saved(path, replace(UNHEALTHY, conditions=(condition(U1, recovery=Recovery.BY_HAND),)))
     restored = load(path, boot_id=OTHER_BOOT)
     assert restored is not None
     assert (restored.gpus, restored.xids) == ((), ())
@@ -109,7 +109,7 @@ def test_holds_survive_a_reboot_and_a_release_does_not(path: str) -> None:
 
 
 def test_an_unreadable_boot_id_is_another_boot(path: str) -> None:
-    saved(path, SICK, boot="")
+    saved(path, UNHEALTHY, boot="")
     restored = load(path, boot_id="")
     assert restored is not None
     assert restored.conditions == ()
@@ -219,7 +219,7 @@ def test_every_state_survives_a_restart(path: str, durable: Durable) -> None:
 
 
 def test_the_file_is_for_root_only(path: str) -> None:
-    saved(path, SICK)
+    saved(path, UNHEALTHY)
     assert Path(path).stat().st_mode & 0o777 == 0o600
 
 
@@ -239,20 +239,20 @@ def unusable(path: str, caplog: pytest.LogCaptureFixture) -> str:
 @pytest.mark.parametrize(
     "raw", [b"", b"{}", b"[]", b"null", b"\x00" * 99, b"[" * 100_000, b'{"version":1,"sha256":"","state":{}}']
 )
-def test_a_file_that_makes_no_sense_is_put_aside_with_one_line(
+def test_a_file_that_makes_no_sense_is_renamed_with_one_line(
     path: str, raw: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
     Path(path).write_bytes(raw)
     assert "damaged" in unusable(path, caplog)
 
 
-def test_a_file_of_a_newer_version_is_put_aside(path: str, caplog: pytest.LogCaptureFixture) -> None:
-    raw = saved(path, SICK)
+def test_a_file_of_a_newer_version_is_renamed(path: str, caplog: pytest.LogCaptureFixture) -> None:
+    raw = saved(path, UNHEALTHY)
     Path(path).write_bytes(raw.replace(b'"version":1', b'"version":2'))
     assert unusable(path, caplog) == "is of version 2, and this agent reads 1"
 
 
-def test_a_file_that_is_too_long_is_put_aside(path: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_file_that_is_too_long_is_renamed(path: str, caplog: pytest.LogCaptureFixture) -> None:
     Path(path).write_bytes(b" " * (statefile.MAX_BYTES + 1))
     assert "is over" in unusable(path, caplog)
 
@@ -260,18 +260,18 @@ def test_a_file_that_is_too_long_is_put_aside(path: str, caplog: pytest.LogCaptu
 @given(number=st.integers(0, 2**32), of_copy=st.booleans())
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_one_flipped_bit_anywhere_forgets_nothing(path: str, number: int, *, of_copy: bool) -> None:
-    save(path, encoded(SICK, boot_id=BOOT))
+    save(path, encoded(UNHEALTHY, boot_id=BOOT))
     hit = Path(f"{path}{COPY}" if of_copy else path)
     raw = bytearray(hit.read_bytes())
     raw[number // 8 % len(raw)] ^= 1 << number % 8
     hit.write_bytes(raw)
-    assert load(path, boot_id=BOOT) == SICK
+    assert load(path, boot_id=BOOT) == UNHEALTHY
 
 
 def test_a_file_that_vanished_is_made_up_for_by_its_copy(path: str) -> None:
-    save(path, encoded(SICK, boot_id=BOOT))
+    save(path, encoded(UNHEALTHY, boot_id=BOOT))
     Path(path).unlink()
-    assert load(path, boot_id=BOOT) == SICK
+    assert load(path, boot_id=BOOT) == UNHEALTHY
 
 
 @pytest.mark.parametrize("number", [errno.EMFILE, errno.EIO, errno.EACCES, errno.ENOMEM])
@@ -279,7 +279,7 @@ def test_a_file_that_vanished_is_made_up_for_by_its_copy(path: str) -> None:
 def test_what_could_not_be_read_is_left_where_it_is(
     path: str, number: int, copy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    save(path, encoded(SICK, boot_id=BOOT))
+    save(path, encoded(UNHEALTHY, boot_id=BOOT))
     other = f"{path}{COPY}"
     if copy == "absent":
         Path(other).unlink()
@@ -295,7 +295,7 @@ def test_what_could_not_be_read_is_left_where_it_is(
     before = sorted(each.name for each in Path(path).parent.iterdir())
     monkeypatch.setattr(statefile, "_read", fail)
     if copy == "good":
-        assert load(path, boot_id=BOOT) == SICK
+        assert load(path, boot_id=BOOT) == UNHEALTHY
     else:
         with pytest.raises(UnreadError, match=os.strerror(number)):
             load(path, boot_id=BOOT)
@@ -303,7 +303,7 @@ def test_what_could_not_be_read_is_left_where_it_is(
 
 
 def test_no_more_is_written_than_is_read(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    raw = encoded(SICK, boot_id=BOOT)
+    raw = encoded(UNHEALTHY, boot_id=BOOT)
     monkeypatch.setattr(statefile, "MAX_BYTES", len(raw) - 1)
     with pytest.raises(OSError, match="over the"):
         save(path, raw)
@@ -311,21 +311,21 @@ def test_no_more_is_written_than_is_read(path: str, monkeypatch: pytest.MonkeyPa
 
 
 def test_a_file_of_a_later_minor_version_is_read_as_far_as_it_is_known(path: str) -> None:
-    body = json.loads(encoded(SICK, boot_id=BOOT))["state"] | {"new": {"what": "ever"}}
+    body = json.loads(encoded(UNHEALTHY, boot_id=BOOT))["state"] | {"new": {"what": "ever"}}
     body["gpus"][0]["colour"] = "green"
     rewrite(path, body)
-    assert load(path, boot_id=BOOT) == SICK
+    assert load(path, boot_id=BOOT) == UNHEALTHY
 
 
-def test_a_stored_condition_of_an_unknown_kind_is_left_out_and_told(
+def test_a_stored_condition_of_an_unknown_kind_is_discarded_and_logged(
     path: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    body = json.loads(encoded(SICK, boot_id=BOOT))["state"]
+    body = json.loads(encoded(UNHEALTHY, boot_id=BOOT))["state"]
     (known,) = body["conditions"]
     body["conditions"] += [known | {"reason": "gpu_on_fire"}, known | {"details": {"kind": "smoke"}}]
     rewrite(path, body)
     with caplog.at_level(logging.WARNING):
-        assert load(path, boot_id=BOOT) == SICK
+        assert load(path, boot_id=BOOT) == UNHEALTHY
     assert "gpu_on_fire" in caplog.text
 
 
@@ -335,14 +335,14 @@ def test_a_stored_condition_of_an_unknown_kind_is_left_out_and_told(
 def test_a_stored_condition_that_is_none_makes_the_file_unusable(
     path: str, wrong: dict[str, object], caplog: pytest.LogCaptureFixture
 ) -> None:
-    body = json.loads(encoded(SICK, boot_id=BOOT))["state"]
+    body = json.loads(encoded(UNHEALTHY, boot_id=BOOT))["state"]
     body["conditions"][0] |= wrong
     rewrite(path, body)
     assert "damaged" in unusable(path, caplog)
 
 
 def test_a_condition_of_a_gpu_that_is_not_in_the_file_is_kept_for_it(path: str) -> None:
-    waiting = replace(SICK, conditions=(condition(GpuUuid("GPU-9")),))
+    waiting = replace(UNHEALTHY, conditions=(condition(GpuUuid("GPU-9")),))
     saved(path, waiting)
     assert load(path, boot_id=BOOT) == waiting
 
@@ -357,7 +357,7 @@ def rewrite(path: str, body: dict[str, object]) -> None:
 def test_the_first_release_wrote_this_file(path: str) -> None:
     sample = Path(__file__).with_name("state-0.1.0.json")
     Path(path).write_bytes(sample.read_bytes())
-    assert load(path, boot_id=BOOT) == SICK
+    assert load(path, boot_id=BOOT) == UNHEALTHY
 
 
 def test_the_names_of_what_came_later_stay(path: str) -> None:
@@ -381,14 +381,14 @@ async def settled(state_file: StateFile, path: str, durable: Durable) -> None:
 
 @pytest.fixture
 def latest() -> Latest[Snapshot]:
-    return Latest(replace(node(), durable=SICK))
+    return Latest(replace(node(), durable=UNHEALTHY))
 
 
 async def test_the_newest_state_is_written_on_change(path: str, latest: Latest[Snapshot]) -> None:
     state_file = StateFile(path, latest, boot_id=BOOT)
     async with asyncio.TaskGroup() as group:
         task = group.create_task(state_file.run(), name="statefile")
-        await settled(state_file, path, SICK)
+        await settled(state_file, path, UNHEALTHY)
         latest.publish(replace(node(), durable=Durable(gpus=(gpu(U1),))))
         await settled(state_file, path, Durable(gpus=(gpu(U1),)))
         task.cancel()
@@ -398,12 +398,12 @@ async def test_a_new_condition_does_not_wait_for_the_pause_between_two_writes(
     path: str, latest: Latest[Snapshot], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(statefile, "MIN_INTERVAL_S", 3600)
-    worse = replace(SICK, conditions=(*SICK.conditions, condition(U1)))
+    worse = replace(UNHEALTHY, conditions=(*UNHEALTHY.conditions, condition(U1)))
     state_file = StateFile(path, latest, boot_id=BOOT)
     async with asyncio.TaskGroup() as group:
         task = group.create_task(state_file.run(), name="statefile")
-        await settled(state_file, path, SICK)
-        latest.publish(replace(node(), durable=replace(SICK, xids=())))
+        await settled(state_file, path, UNHEALTHY)
+        latest.publish(replace(node(), durable=replace(UNHEALTHY, xids=())))
         latest.publish(replace(node(), durable=worse))
         await settled(state_file, path, worse)
         task.cancel()
@@ -413,12 +413,12 @@ async def test_nothing_is_written_when_nothing_durable_changed(path: str, latest
     state_file = StateFile(path, latest, boot_id=BOOT)
     await state_file.flush(30)
     before = Path(path).stat().st_ino
-    latest.publish(replace(node(), at_ns=5, durable=SICK))
+    latest.publish(replace(node(), at_ns=5, durable=UNHEALTHY))
     await state_file.flush(30)
     assert Path(path).stat().st_ino == before
 
 
-async def test_a_write_that_fails_is_told_once_and_made_up_for(
+async def test_a_write_that_fails_is_logged_once_and_retried(
     tmp_path: Path, latest: Latest[Snapshot], caplog: pytest.LogCaptureFixture
 ) -> None:
     directory = tmp_path / "missing"
@@ -451,7 +451,7 @@ async def test_the_writer_goes_on_after_a_failure(
             while state_file.failures < 2:
                 await asyncio.sleep(0.01)
         directory.mkdir()
-        await settled(state_file, path, SICK)
+        await settled(state_file, path, UNHEALTHY)
         task.cancel()
 
 
@@ -510,7 +510,7 @@ async def test_however_often_it_is_asked_one_write_at_a_time_hangs(
         latest.publish(replace(node(), durable=Durable(xids=((U1, 13, number),))))
         assert not await state_file.flush(0.01)
     assert threading.active_count() <= before + 1
-    # Whoever asks next, when the disk answers again, has the newest state written.
+    # The next caller, when the disk answers again, has the newest state written.
     pipe = os.open(tmp_path / "state.json.new", os.O_RDONLY | os.O_NONBLOCK)
     (tmp_path / "state.json.new").unlink()
     assert await state_file.flush(30)
@@ -529,7 +529,7 @@ async def test_a_disk_that_hangs_does_not_hold_up_the_end(
 
 @pytest.fixture
 def hanging_path(tmp_path: Path) -> Iterator[str]:
-    """A place where opening the new file waits for ever: a named pipe without a reader."""
+    """A place where opening the new file blocks: a named pipe without a reader."""
     pipe = tmp_path / "state.json.new"
     os.mkfifo(pipe)
     yield str(tmp_path / "state.json")

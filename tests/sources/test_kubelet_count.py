@@ -20,7 +20,7 @@ from agent.simulation.kubelet import EmulatedKubelet
 from agent.sources.kubelet_count import KubeletCountSource
 from tests.harness import short_directory
 from tests.simulation.kubelet.plugins import GPU, four, plugin_for
-from tests.sinks.offers import node
+from tests.sinks.snapshots import node
 from tests.sources.recorder import Recorder, until
 
 SOON_NS = 10_000_000

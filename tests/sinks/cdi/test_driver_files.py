@@ -152,7 +152,7 @@ def test_a_version_that_no_file_has_finds_no_driver(driver: Path, version: str) 
         found(driver, version=version)
 
 
-def test_another_version_finds_no_driver_and_says_what_is_missing(driver: Path) -> None:
+def test_another_version_finds_no_driver_and_names_what_is_missing(driver: Path) -> None:
     with pytest.raises(NotFoundError, match=r"there is no libcuda\.so\.560\.1 below .*driver"):
         found(driver, version="560.1")
 
@@ -162,7 +162,7 @@ def test_a_root_that_is_not_there_finds_no_driver(tmp_path: Path) -> None:
         found(tmp_path / "nothing")
 
 
-def test_a_driver_with_too_many_files_is_refused(driver: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_driver_with_too_many_files_is_rejected(driver: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(driver_files, "MAX_MOUNTS", 10)
     with pytest.raises(TooMuchError, match="over 10 files"):
         found(driver)
@@ -189,7 +189,9 @@ def test_settings_have_their_place_in_containers_wherever_the_host_has_them(driv
     assert paths["/etc/OpenCL/vendors/nvidia.icd"] == f"{HOST}/etc/OpenCL/vendors/nvidia.icd"
 
 
-def test_firmware_of_the_version_is_found_also_where_the_kernel_was_told_to_look(driver: Path) -> None:
+def test_firmware_of_the_version_is_found_also_where_the_kernel_is_set_to_read_it(
+    driver: Path,
+) -> None:
     add(driver, f"/opt/fw/nvidia/{VERSION}/gsp_new.bin", "/usr/lib/firmware/nvidia/535.1/gsp_old.bin")
     parameter = driver.parent / "sys/module/firmware_class/parameters/path"
     parameter.parent.mkdir(parents=True)
@@ -231,7 +233,7 @@ def test_x_modules_keep_their_path(driver: Path) -> None:
     assert mounts(found(driver))[path] == HOST + path
 
 
-def test_what_storage_needs_is_told_by_itself(driver: Path) -> None:
+def test_mounts_for_storage_are_returned_by_themselves(driver: Path) -> None:
     add(driver, "/run/udev/control", "/etc/cufile.json")
     files = found(driver)
     assert {each.container_path for each in files.storage_mounts} == {"/run/udev", "/etc/cufile.json"}
@@ -241,7 +243,7 @@ def test_what_storage_needs_is_told_by_itself(driver: Path) -> None:
 # Device nodes
 
 
-def test_only_nodes_with_a_name_that_the_driver_gives_are_told(driver: Path) -> None:
+def test_only_nodes_with_one_of_the_drivers_names_are_returned(driver: Path) -> None:
     dev = driver.parent / "dev"
     add(dev, "nvidia0", "nvidiactl", "nvidia-uvm", "nvidia-fs0", "gdrdrv", "nvidia0.bak", "sda", "nvidia-x")
     add(dev, "dri/card0", "dri/control", "nvidia-caps/nvidia-cap3", "infiniband/uverbs0", "infiniband/umad0")
@@ -271,7 +273,7 @@ def closed_node(driver: Path) -> Path:
     return path
 
 
-def test_the_group_of_a_closed_node_is_told(driver: Path, closed_node: Path) -> None:
+def test_the_group_of_a_closed_node_is_returned(driver: Path, closed_node: Path) -> None:
     assert found(driver).nodes["/dev/nvidia0"].group == 44
     assert found(driver, "no-additional-gids-for-device-nodes").nodes["/dev/nvidia0"].group is None
     closed_node.chmod(0o666)

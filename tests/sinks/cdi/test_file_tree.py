@@ -1,4 +1,4 @@
-"""Files are looked at as a process would whose root it is, and no further."""
+"""Files are read as a process would that has this root, and no others."""
 
 import os
 from pathlib import Path

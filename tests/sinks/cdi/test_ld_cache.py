@@ -1,4 +1,4 @@
-"""The reader of the linker's cache takes what makes sense, whatever the bytes are."""
+"""The reader of the linker's cache returns what makes sense, whatever the bytes are."""
 
 import struct
 import subprocess
@@ -15,7 +15,7 @@ CUDA = {"libcuda.so.1": "/opt/nvidia/lib64/libcuda.so.1"}
 MACHINE_S_OWN = Path("/etc/ld.so.cache")
 
 
-def test_each_library_is_told_with_its_path() -> None:
+def test_each_library_is_returned_with_its_path() -> None:
     paths = {**CUDA, "libz.so.1": "/lib/libz.so.1"}
     assert dict(libraries(linker_cache(paths))) == paths
 

@@ -28,7 +28,7 @@ from agent.model.structs import replace
 from agent.simulation.driver_tree import write_driver_tree
 from agent.sinks.cdi import sink as sink_module
 from agent.sinks.cdi.sink import CdiSink
-from tests.sinks.offers import snapshot, uuid
+from tests.sinks.snapshots import snapshot, uuid
 from tests.sources.recorder import until
 
 VERSION = "550.54.15"
@@ -168,7 +168,7 @@ async def test_every_host_path_in_the_file_exists(node: Node) -> None:
     assert [path for path in paths if not os.path.lexists(path)] == []
 
 
-async def test_without_a_cdi_strategy_nothing_is_looked_at_or_written(node: Node) -> None:
+async def test_without_a_cdi_strategy_nothing_is_read_or_written(node: Node) -> None:
     node.latest.publish(state(gpu(0), injection=Injection()))
     async with node.running() as sink:
         await node.publish(state(gpu(0), gpu(1), injection=Injection()))
@@ -264,7 +264,7 @@ async def test_another_driver_version_means_other_libraries(node: Node) -> None:
     assert f"/usr/lib/x86_64-linux-gnu/libcuda.so.{VERSION}" not in paths
 
 
-async def test_the_driver_is_looked_at_again_although_nothing_changed(node: Node) -> None:
+async def test_the_driver_is_read_again_although_nothing_changed(node: Node) -> None:
     """A daemon's socket that is gone would keep every container from starting."""
     node.recheck_ns = 10_000_000
     node.make()
@@ -312,7 +312,7 @@ HARM = [delete, replace_it, overwrite, hide, delete_directory, move_directory]
 async def test_a_harmed_file_is_made_anew_by_itself(node: Node, harm: Callable[[Node], None]) -> None:
     async with node.running():
         harm(node)
-        # To ask whether names resolve would be a reason to look.
+        # To ask whether names resolve would cause a check.
         await until(lambda: node.file.is_file() and bool(node.file.stat().st_mode & 0o044))
         await until(lambda: node.file.stat().st_size > 100 and node.names() == {uuid(0), uuid(1)})
 
@@ -342,7 +342,7 @@ async def test_a_device_that_comes_does_not_wait_until_a_fight_is_over(
 ) -> None:
     monkeypatch.setattr(sink_module, "MAX_GAP_S", 3_600.0)
     async with node.running() as sink:
-        # The file was taken away only just now, and many times before that.
+        # The file was removed only just now, and many times before that.
         sink._gap_s, sink._written_ns = 3_600.0, time.monotonic_ns()
         node.file.unlink()
         monkeypatch.setattr(sink_module, "SETTLE_S", 0.2)
@@ -386,7 +386,7 @@ async def test_a_file_of_another_that_names_our_devices_makes_them_ambiguous(nod
 # Trouble
 
 
-async def test_a_driver_that_is_not_there_is_told_with_what_is_missing(
+async def test_a_missing_driver_is_reported_with_what_is_missing(
     node: Node, caplog: pytest.LogCaptureFixture
 ) -> None:
     (node.driver / "usr").rename(node.root / "usr")
@@ -400,7 +400,7 @@ async def test_a_driver_that_is_not_there_is_told_with_what_is_missing(
     assert times(caplog, "Could not write the CDI specification") == 1
 
 
-async def test_a_disk_that_refuses_is_told_and_tried_again(node: Node) -> None:
+async def test_a_rejected_write_is_reported_and_retried(node: Node) -> None:
     node.directory.parent.mkdir()
     node.directory.write_text("a file where the directory should be")
     async with node.running() as sink:
@@ -412,7 +412,7 @@ async def test_a_disk_that_refuses_is_told_and_tried_again(node: Node) -> None:
     assert node.facts == [CdiReported(f"{node.directory}: File exists"), CdiReported(None)]
 
 
-async def test_a_device_that_is_left_out_is_told_with_why_until_it_is_there(
+async def test_a_device_in_no_file_is_reported_with_why_until_it_is_there(
     node: Node, caplog: pytest.LogCaptureFixture
 ) -> None:
     (node.root / "dev/nvidia1").unlink()
@@ -446,7 +446,7 @@ async def test_a_gpu_that_is_gone_is_not_missed(node: Node) -> None:
         assert sink.trouble is None
 
 
-async def test_a_device_that_is_left_out_keeps_nobody_from_waiting_for_another(node: Node) -> None:
+async def test_a_device_in_no_file_keeps_no_caller_from_waiting_for_another(node: Node) -> None:
     (node.root / "dev/nvidia1").unlink()
     async with node.running() as sink:
         assert sink.trouble is not None
@@ -472,7 +472,7 @@ async def test_settling_waits_no_longer_than_a_pod_can(node: Node, monkeypatch: 
     assert not node.resolves(U0)
 
 
-async def test_a_directory_that_only_a_mount_keeps_alive_is_told(node: Node) -> None:
+async def test_a_directory_that_only_a_mount_keeps_alive_is_reported(node: Node) -> None:
     node.directory.mkdir(parents=True)
     descriptor = os.open(node.directory, os.O_RDONLY)
     node.directory.rmdir()
@@ -487,7 +487,7 @@ async def test_a_directory_that_only_a_mount_keeps_alive_is_told(node: Node) -> 
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root mounts")
-async def test_a_directory_that_is_made_anew_where_the_agent_may_not_write_is_told(node: Node) -> None:
+async def test_a_directory_that_is_made_anew_where_the_agent_may_not_write_is_reported(node: Node) -> None:
     # As in the unit's namespace, where only the directory of the start is writable.
     node.directory.mkdir(parents=True)
     async with node.running():
@@ -506,7 +506,7 @@ async def test_a_directory_that_is_made_anew_where_the_agent_may_not_write_is_to
 # Containers
 
 
-async def test_in_a_container_paths_are_told_as_the_host_has_them(node: Node) -> None:
+async def test_in_a_container_paths_are_written_as_the_host_has_them(node: Node) -> None:
     node.is_in_container = True
     node.settings = replace(
         node.settings,
@@ -530,7 +530,7 @@ async def test_in_a_container_paths_are_told_as_the_host_has_them(node: Node) ->
     assert {each["containerPath"].startswith("/run/nvidia/driver/") for each in mounts} == {False}
 
 
-async def test_in_a_container_without_the_driver_root_it_is_said_what_to_mount(node: Node) -> None:
+async def test_in_a_container_without_the_driver_root_the_error_names_what_to_mount(node: Node) -> None:
     node.is_in_container = True
     node.make()
     async with node.running() as sink:
@@ -591,7 +591,7 @@ async def test_what_is_wanted_beside_gpus_is_absent_or_resolves(node: Node) -> N
         assert sink.absent == {mofed}
 
 
-async def test_what_an_operator_may_not_expect_is_told_once(
+async def test_what_an_operator_may_not_expect_is_logged_once(
     node: Node, caplog: pytest.LogCaptureFixture
 ) -> None:
     node.settings = replace(node.settings, hook_path="/nonexistent/nvidia-ctk")
@@ -599,8 +599,8 @@ async def test_what_an_operator_may_not_expect_is_told_once(
     async with node.running() as sink:
         node.file.unlink()
         await sink.settle()
-    told = [record for record in caplog.records if "The CDI specification: " in record.getMessage()]
-    assert len(told) == 1
+    logged = [record for record in caplog.records if "The CDI specification: " in record.getMessage()]
+    assert len(logged) == 1
 
 
 async def test_gpus_are_annotated_as_coherent_or_not_where_that_is_asked_for(node: Node) -> None:

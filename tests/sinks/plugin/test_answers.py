@@ -16,8 +16,8 @@ from agent.model.snapshot import Device, Snapshot
 from agent.model.structs import replace
 from agent.simulation.kubelet import EmulatedKubelet
 from agent.simulation.kubelet.records import ContainerOutcome, DeviceSpecView, MountView, PodOutcome
-from tests.sinks.offers import GPU, devices, resource, snapshot
-from tests.sinks.serving import Sink, sink
+from tests.sinks.servers import Sink, sink
+from tests.sinks.snapshots import GPU, devices, resource, snapshot
 
 PATIENCE_S = 60.0
 ANNOTATION = re.compile(
@@ -46,8 +46,8 @@ class Specs:
 
 
 def two_gpus(injection: Injection | None = None, **policy: Any) -> Snapshot:
-    offered = snapshot(resource(devices(2)))
-    return replace(offered, policy=Policy(injection=injection or Injection(), **policy))
+    advertised = snapshot(resource(devices(2)))
+    return replace(advertised, policy=Policy(injection=injection or Injection(), **policy))
 
 
 @dataclass
@@ -157,7 +157,7 @@ async def test_each_container_has_an_annotation_of_its_own(tmp_path: Path) -> No
 CRI = Injection(strategies=("cdi-cri",))
 
 
-async def test_a_name_that_no_spec_file_resolves_is_refused_and_named(tmp_path: Path) -> None:
+async def test_a_name_that_no_spec_file_resolves_is_rejected_and_named(tmp_path: Path) -> None:
     specs = Specs()
     async with served(tmp_path, two_gpus(CRI), specs) as node:
         specs.resolved.remove(CDI_1)
@@ -217,7 +217,7 @@ def broken(device: Device, evidence: Evidence) -> Device:
 
 
 class BreaksAfterAllocate(Specs):
-    """Spec files that resolve everything; looking there is the last thing that Allocate does."""
+    """Spec files that resolve everything; checking there is the last thing that Allocate does."""
 
     def __init__(self, evidence: Evidence) -> None:
         super().__init__()
@@ -227,13 +227,13 @@ class BreaksAfterAllocate(Specs):
     def missing(self, names: Sequence[str]) -> str | None:
         assert self.sink is not None
         state = self.sink.latest.value
-        sick = [broken(each, self.evidence) for each in state.resources[0].devices]
-        self.sink.latest.publish(replace(state, resources=(resource(sick),)))
+        unhealthy = [broken(each, self.evidence) for each in state.resources[0].devices]
+        self.sink.latest.publish(replace(state, resources=(resource(unhealthy),)))
         return super().missing(names)
 
 
 @pytest.mark.parametrize(
-    ("is_checked", "evidence", "is_refused"),
+    ("is_checked", "evidence", "is_rejected"),
     [
         (True, Evidence.HARD, True),
         (True, Evidence.SOFT, False),
@@ -241,17 +241,17 @@ class BreaksAfterAllocate(Specs):
     ],
 )
 async def test_a_container_does_not_start_on_a_device_that_broke_meanwhile(
-    tmp_path: Path, evidence: Evidence, *, is_checked: bool, is_refused: bool
+    tmp_path: Path, evidence: Evidence, *, is_checked: bool, is_rejected: bool
 ) -> None:
     specs = BreaksAfterAllocate(evidence)
     async with served(tmp_path, two_gpus(CRI, pre_start_check=is_checked), specs) as node:
         specs.sink = node.sink
         pod = await node.run_pod(1)
         statistics = node.sink.plugin.statistics()[GPU].service
-    assert pod.phase == ("Pending" if is_refused else "Running")
-    assert statistics.pre_starts == (1 if is_checked and not is_refused else 0)
-    assert statistics.rejections == ({"unhealthy": 1} if is_refused else {})
-    if is_refused:
+    assert pod.phase == ("Pending" if is_rejected else "Running")
+    assert statistics.pre_starts == (1 if is_checked and not is_rejected else 0)
+    assert statistics.rejections == ({"unhealthy": 1} if is_rejected else {})
+    if is_rejected:
         assert pod.reason == "CreateContainerConfigError"
         assert "(GPU 0) failed after it was allocated: xid: XID 79: GPU has fallen off the bus" in pod.message
 

@@ -12,11 +12,11 @@ from agent.model.policy import Injection, Policy
 from agent.model.structs import replace
 from agent.simulation.stubs.deviceplugin.v1beta1 import api_pb2 as pb
 from agent.sinks.plugin import service as plugin_service
-from tests.sinks.offers import node, uuid
 from tests.sinks.plugin_process import Resolved
 from tests.sinks.raw_http2 import PATIENCE_S
 from tests.sinks.registrar import plugin, registrar
-from tests.sinks.serving import meanwhile, sink
+from tests.sinks.servers import meanwhile, sink
+from tests.sinks.snapshots import node, uuid
 
 PAUSE_NS = 50_000_000
 

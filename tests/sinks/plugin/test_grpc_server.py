@@ -1,4 +1,4 @@
-"""The bounded server: what it answers, what it refuses, and how it ends."""
+"""The bounded server: what it answers, what it rejects, and how it ends."""
 
 import asyncio
 import gc
@@ -33,7 +33,7 @@ from agent.sinks.plugin.grpc_bounds import PEER_LINES, Bounds, LineLimit, TokenB
 from agent.sinks.plugin.grpc_connection import BoundedConnection
 from agent.sinks.plugin.grpc_server import BoundedServer, receive_request
 from tests.sinks.raw_http2 import PATIENCE_S, RawClient, framed, raw_client
-from tests.sinks.serving import ECHO, FLOOD, HOLD, EchoService, meanwhile, serving
+from tests.sinks.servers import ECHO, FLOOD, HOLD, EchoService, meanwhile, serve
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 NO_SETTINGS = b"\x00\x00\x00\x04\x00\x00\x00\x00\x00"
@@ -108,7 +108,7 @@ async def wait_cut(client: RawClient) -> h2.events.ConnectionTerminated | None:
 # What we rely on
 
 
-def test_the_private_names_of_grpclib_are_where_we_look_for_them() -> None:
+def test_the_private_names_of_grpclib_are_where_they_are_used() -> None:
     assert grpclib.__version__ == "0.4.9"
     assert list(inspect.signature(grpclib.server.Handler).parameters) == [
         "mapping",
@@ -148,12 +148,12 @@ def test_the_private_names_of_grpclib_are_where_we_look_for_them() -> None:
 
 
 async def test_a_client_on_another_stack_is_answered(path: Path) -> None:
-    async with serving(path, EchoService().methods()), grpcio(path) as channel:
+    async with serve(path, EchoService().methods()), grpcio(path) as channel:
         assert await unary(channel, ECHO)(b"hello", timeout=PATIENCE_S) == b"hello"
 
 
-async def test_settings_are_sent_before_the_client_says_anything(path: Path) -> None:
-    async with serving(path, EchoService().methods()):
+async def test_settings_are_sent_before_the_client_sends_anything(path: Path) -> None:
+    async with serve(path, EchoService().methods()):
         client = await RawClient.connect(path)
         client.h2.initiate_connection()
         async with asyncio.timeout(PATIENCE_S):
@@ -167,19 +167,19 @@ async def test_settings_are_sent_before_the_client_says_anything(path: Path) -> 
 
 async def test_a_request_of_many_windows_arrives_whole(path: Path) -> None:
     body = os.urandom(900_000)
-    async with serving(path, EchoService().methods()), grpcio(path) as channel:
+    async with serve(path, EchoService().methods()), grpcio(path) as channel:
         assert await unary(channel, ECHO)(body, timeout=PATIENCE_S) == body
 
 
-async def test_headers_of_any_bytes_are_taken(path: Path) -> None:
-    async with serving(path, EchoService().methods()), raw_client(path) as client:
+async def test_headers_of_any_bytes_are_accepted(path: Path) -> None:
+    async with serve(path, EchoService().methods()), raw_client(path) as client:
         odd = [(name, "/run/ünïcode.sock" if name == ":authority" else value) for name, value in lines(ECHO)]
         stream_id = await client.request_with(odd, framed(b"hello"))
         assert await client.wait_message(stream_id) == b"hello"
 
 
 async def test_frames_of_an_unknown_type_are_ignored(path: Path) -> None:
-    async with serving(path, EchoService().methods()) as server, raw_client(path) as client:
+    async with serve(path, EchoService().methods()) as server, raw_client(path) as client:
         await client.send(b"\x00\x00\x03\xfa\x00\x00\x00\x00\x00abc")
         stream_id = await open_stream(client, ECHO, framed(b"hello"))
         assert await client.wait_message(stream_id) == b"hello"
@@ -187,7 +187,7 @@ async def test_frames_of_an_unknown_type_are_ignored(path: Path) -> None:
 
 
 async def test_an_unknown_method_is_unimplemented(path: Path) -> None:
-    async with serving(path, EchoService().methods()), grpcio(path) as channel:
+    async with serve(path, EchoService().methods()), grpcio(path) as channel:
         with pytest.raises(grpc.aio.AioRpcError) as raised:
             await unary(channel, "/test.Echo/Other")(b"", timeout=PATIENCE_S)
         assert raised.value.code() is grpc.StatusCode.UNIMPLEMENTED
@@ -201,7 +201,7 @@ async def test_an_unknown_method_is_unimplemented(path: Path) -> None:
 async def test_a_request_that_is_no_message_is_an_invalid_argument(
     path: Path, body: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async with serving(path, EchoService().methods()), raw_client(path) as client:
+    async with serve(path, EchoService().methods()), raw_client(path) as client:
         stream_id = await open_stream(client, ECHO, body)
         assert await client.wait_status(stream_id) == str(grpc.StatusCode.INVALID_ARGUMENT.value[0])
     assert not caplog.records
@@ -212,7 +212,7 @@ async def test_a_request_that_does_not_arrive_is_ended(path: Path) -> None:
         await receive_request(stream, within_s=0.05)
 
     methods = {ECHO: Method(hurried, Cardinality.UNARY_UNARY, bytes, bytes)}
-    async with serving(path, methods), raw_client(path) as client:
+    async with serve(path, methods), raw_client(path) as client:
         stream_id = await open_stream(client, ECHO, b"\x00\x00", end=False)
         assert await client.wait_status(stream_id) == str(grpc.StatusCode.DEADLINE_EXCEEDED.value[0])
 
@@ -220,7 +220,7 @@ async def test_a_request_that_does_not_arrive_is_ended(path: Path) -> None:
 async def test_a_request_without_method_or_path_is_reset_and_not_logged(
     path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async with serving(path, EchoService().methods()) as server, raw_client(path) as client:
+    async with serve(path, EchoService().methods()) as server, raw_client(path) as client:
         for missing in (":method", ":path"):
             kept = [line for line in lines(ECHO) if line[0] != missing]
             await client.request_with(kept, framed(b""))
@@ -234,10 +234,10 @@ async def test_a_request_without_method_or_path_is_reset_and_not_logged(
     assert not caplog.records
 
 
-async def test_a_request_without_a_path_that_is_taken_back_at_once_hurts_nobody(
+async def test_a_request_without_a_path_that_is_cancelled_at_once_hurts_no_other_call(
     path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async with serving(path, EchoService().methods()) as server, raw_client(path) as client:
+    async with serve(path, EchoService().methods()) as server, raw_client(path) as client:
         stream_id = client.h2.get_next_available_stream_id()
         client.h2.send_headers(stream_id, [line for line in lines(ECHO) if line[0] != ":path"])
         client.h2.reset_stream(stream_id)
@@ -248,11 +248,11 @@ async def test_a_request_without_a_path_that_is_taken_back_at_once_hurts_nobody(
     assert not caplog.records
 
 
-# Who may come
+# Which peers may connect
 
 
-async def test_a_peer_of_another_user_is_refused(path: Path) -> None:
-    async with serving(path, EchoService().methods(), uids=frozenset({os.geteuid() + 1})) as server:
+async def test_a_peer_of_another_user_is_rejected(path: Path) -> None:
+    async with serve(path, EchoService().methods(), uids=frozenset({os.geteuid() + 1})) as server:
         client = await RawClient.connect(path)
         await wait_cut(client)
         assert (server.statistics().rejected_peer, server.statistics().accepted) == (1, 0)
@@ -260,13 +260,13 @@ async def test_a_peer_of_another_user_is_refused(path: Path) -> None:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
-async def test_a_process_of_another_user_is_refused_even_if_the_file_lets_it_in() -> None:
+async def test_a_process_of_another_user_is_rejected_even_if_the_mode_of_the_file_allows_it() -> None:
     directory = Path("/tmp") / f"gpu-agent-peer-{os.getpid()}"
     directory.mkdir(mode=0o755)
     directory.chmod(0o755)
     path = directory / "server.sock"
     try:
-        async with serving(path, EchoService().methods()) as server:
+        async with serve(path, EchoService().methods()) as server:
             path.chmod(0o777)
             script = (
                 "import os, socket, sys; os.setuid(65534); s = socket.socket(socket.AF_UNIX);"
@@ -283,7 +283,7 @@ async def test_a_process_of_another_user_is_refused_even_if_the_file_lets_it_in(
 
 
 async def test_connections_over_the_bound_are_closed_and_room_is_given_again(path: Path) -> None:
-    async with serving(path, EchoService().methods(), bounds=SMALL) as server:
+    async with serve(path, EchoService().methods(), bounds=SMALL) as server:
         inside = [await RawClient.connect(path) for _ in range(SMALL.connections)]
         await wait_until(server, lambda now: now.connections == SMALL.connections)
         outside = await RawClient.connect(path)
@@ -301,7 +301,7 @@ async def test_connections_over_the_bound_are_closed_and_room_is_given_again(pat
 
 
 async def test_a_request_over_the_bound_ends_its_connection(path: Path) -> None:
-    async with serving(path, EchoService().methods(), bounds=SMALL) as server, raw_client(path) as client:
+    async with serve(path, EchoService().methods(), bounds=SMALL) as server, raw_client(path) as client:
         stream_id = await open_stream(client, ECHO, b"\x00\xff\xff\xff\xff", end=False)
         async with meanwhile(_pour(client, stream_id)) as pouring:
             goodbye = await wait_cut(client)
@@ -321,7 +321,7 @@ async def _pour(client: RawClient, stream_id: int) -> None:
 
 async def test_unfinished_requests_of_all_connections_together_are_bounded(path: Path) -> None:
     bounds = replace(SMALL, requests_bytes=80_000)
-    async with serving(path, EchoService().methods(), bounds=bounds) as server:
+    async with serve(path, EchoService().methods(), bounds=bounds) as server:
         clients = [await RawClient.connect(path) for _ in range(2)]
         for client in clients:
             client.h2.initiate_connection()
@@ -336,7 +336,7 @@ async def test_unfinished_requests_of_all_connections_together_are_bounded(path:
 
 
 async def test_empty_frames_count_too(path: Path) -> None:
-    async with serving(path, EchoService().methods(), bounds=SMALL) as server, raw_client(path) as client:
+    async with serve(path, EchoService().methods(), bounds=SMALL) as server, raw_client(path) as client:
         stream_id = await open_stream(client, HOLD, b"\x00\x00\x00\xff\xff", end=False)
         for _ in range(SMALL.request_bytes // SMALL.frame_cost_bytes + 1):
             client.h2.send_data(stream_id, b"", pad_length=0)
@@ -347,7 +347,7 @@ async def test_empty_frames_count_too(path: Path) -> None:
 
 async def test_streams_over_the_bound_end_the_connection(path: Path) -> None:
     service = EchoService()
-    async with serving(path, service.methods(), bounds=SMALL) as server, raw_client(path) as client:
+    async with serve(path, service.methods(), bounds=SMALL) as server, raw_client(path) as client:
         client.h2.remote_settings[SettingCodes.MAX_CONCURRENT_STREAMS] = 100
         client.h2.remote_settings.acknowledge()
         for _ in range(SMALL.streams + 1):
@@ -357,12 +357,12 @@ async def test_streams_over_the_bound_end_the_connection(path: Path) -> None:
         await wait_until(server, lambda now: (now.connections, now.calls) == (0, 0))
 
 
-async def test_calls_over_the_bound_are_refused_but_not_those_of_a_connection_within_its_share(
+async def test_calls_over_the_bound_are_rejected_but_not_those_of_a_connection_within_its_share(
     path: Path,
 ) -> None:
     bounds = Bounds(streams=10, calls=6, calls_share=2)
     async with (
-        serving(path, EchoService().methods(), bounds=bounds) as server,
+        serve(path, EchoService().methods(), bounds=bounds) as server,
         raw_client(path) as greedy,
         grpcio(path) as channel,
     ):
@@ -378,8 +378,8 @@ async def test_calls_over_the_bound_are_refused_but_not_those_of_a_connection_wi
         assert server.statistics().calls == 6
 
 
-async def test_a_call_taken_back_before_it_began_is_let_go(path: Path) -> None:
-    async with serving(path, EchoService().methods()) as server, raw_client(path) as client:
+async def test_a_call_cancelled_before_it_began_is_released(path: Path) -> None:
+    async with serve(path, EchoService().methods()) as server, raw_client(path) as client:
         stream_id = client.h2.get_next_available_stream_id()
         client.h2.send_headers(stream_id, lines(HOLD))
         client.h2.reset_stream(stream_id)
@@ -394,12 +394,12 @@ async def test_an_ended_connection_leaves_nothing_for_the_garbage_collector(path
     service = EchoService()
     kinds = (BoundedConnection, grpclib.protocol.Stream, h2.connection.H2Connection)
     gc.collect()
-    # Other tests of this process may have left some to whoever reads their failures.
+    # Other tests of this process may have left some for the report of their failures.
     before = [each for each in gc.get_objects() if isinstance(each, kinds)]
     is_enabled = gc.isenabled()
     gc.disable()
     try:
-        async with serving(path, service.methods()) as server:
+        async with serve(path, service.methods()) as server:
             async with raw_client(path) as client:
                 await open_stream(client, HOLD)
                 await open_stream(client, ECHO, b"\x00\x00\x00\xff\xff", end=False)
@@ -416,7 +416,7 @@ async def test_an_ended_connection_leaves_nothing_for_the_garbage_collector(path
 
 async def test_calls_taken_back_again_and_again_end_the_connection(path: Path) -> None:
     bounds = replace(SMALL, resets=10, resets_per_s=0.001)
-    async with serving(path, EchoService().methods(), bounds=bounds) as server, raw_client(path) as client:
+    async with serve(path, EchoService().methods(), bounds=bounds) as server, raw_client(path) as client:
         for _ in range(50):
             stream_id = client.h2.get_next_available_stream_id()
             client.h2.send_headers(stream_id, lines(HOLD))
@@ -430,15 +430,15 @@ async def test_calls_taken_back_again_and_again_end_the_connection(path: Path) -
 
 @pytest.mark.parametrize("repeated", [5, 200])
 async def test_a_header_list_over_the_bound_ends_the_connection(path: Path, repeated: int) -> None:
-    async with serving(path, EchoService().methods()) as server, raw_client(path) as client:
-        # The same long header again costs its sender a byte, and 4,000 to whoever unpacks it.
+    async with serve(path, EchoService().methods()) as server, raw_client(path) as client:
+        # The same long header again costs its sender a byte, and 4,000 to the server that decodes it.
         await client.request_with([*lines(ECHO), *[("x", "y" * 4_000)] * repeated], b"")
         await wait_cut(client)
         assert server.statistics().cuts == {"protocol_error": 1}
 
 
 async def test_headers_that_never_end_end_the_connection(path: Path) -> None:
-    async with serving(path, EchoService().methods()) as server, raw_client(path) as client:
+    async with serve(path, EchoService().methods()) as server, raw_client(path) as client:
         await client.send(b"\x00\x00\x01\x01\x00\x00\x00\x00\x01\x82")
         for _ in range(10):
             await client.send(b"\x00\x40\x00\x09\x00\x00\x00\x00\x01" + b"\x82" * 16_384)
@@ -446,8 +446,8 @@ async def test_headers_that_never_end_end_the_connection(path: Path) -> None:
         assert server.statistics().cuts == {"incomplete": 1}
 
 
-async def test_settings_nobody_knows_are_not_remembered_without_end(path: Path) -> None:
-    async with serving(path, EchoService().methods()) as server, raw_client(path) as client:
+async def test_unknown_settings_are_not_remembered_without_end(path: Path) -> None:
+    async with serve(path, EchoService().methods()) as server, raw_client(path) as client:
         for first in range(0x100, 0x4000, 0x400):
             settings = b"".join(
                 number.to_bytes(2, "big") + b"\0\0\0\1" for number in range(first, first + 0x400)
@@ -458,7 +458,7 @@ async def test_settings_nobody_knows_are_not_remembered_without_end(path: Path) 
 
 
 async def test_pings_are_answered_however_many(path: Path) -> None:
-    async with serving(path, EchoService().methods()) as server, raw_client(path) as client:
+    async with serve(path, EchoService().methods()) as server, raw_client(path) as client:
         for number in range(2_000):
             client.h2.ping(number.to_bytes(8, "big"))
         await client.flush()
@@ -473,7 +473,7 @@ async def test_pings_are_answered_however_many(path: Path) -> None:
 
 async def test_a_peer_that_sends_more_than_anyone_needs_is_slowed_not_cut(path: Path) -> None:
     bounds = Bounds(events=50, events_per_s=10_000)
-    async with serving(path, EchoService().methods(), bounds=bounds) as server, grpcio(path) as channel:
+    async with serve(path, EchoService().methods(), bounds=bounds) as server, grpcio(path) as channel:
         call = unary(channel, ECHO)
         for number in range(100):
             assert await call(str(number).encode(), timeout=PATIENCE_S) == str(number).encode()
@@ -482,7 +482,7 @@ async def test_a_peer_that_sends_more_than_anyone_needs_is_slowed_not_cut(path: 
 
 async def test_a_flood_from_one_peer_leaves_turns_to_the_others(path: Path) -> None:
     async with (
-        serving(path, EchoService().methods(), bounds=Bounds(events=5_000, events_per_s=100)) as server,
+        serve(path, EchoService().methods(), bounds=Bounds(events=5_000, events_per_s=100)) as server,
         raw_client(path) as flooder,
         grpcio(path) as channel,
     ):
@@ -493,19 +493,19 @@ async def test_a_flood_from_one_peer_leaves_turns_to_the_others(path: Path) -> N
 
 async def test_a_peer_that_sends_but_does_not_read_is_not_read_either(path: Path) -> None:
     ping = b"\x00\x00\x08\x06\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00" * 500
-    async with serving(path, EchoService().methods()) as server:
+    async with serve(path, EchoService().methods()) as server:
         peer = socket.socket(socket.AF_UNIX)
         peer.setblocking(False)
         peer.connect(str(path))
         peer.send(PREFACE + NO_SETTINGS)
-        refused_turns = sent = 0
+        blocked_turns = sent = 0
         # Not one byte of room in 50 turns: the server has stopped reading.
-        while refused_turns < 50:
+        while blocked_turns < 50:
             try:
                 sent += peer.send(ping)
-                refused_turns = 0
+                blocked_turns = 0
             except BlockingIOError:
-                refused_turns += 1
+                blocked_turns += 1
             await asyncio.sleep(0.001)
         connection = next(iter(server._live))
         assert connection._transport.get_write_buffer_size() <= Bounds().unsent_bytes
@@ -517,7 +517,7 @@ async def test_a_peer_that_sends_but_does_not_read_is_not_read_either(path: Path
 
 async def test_a_connection_without_a_request_is_closed(path: Path) -> None:
     bounds = Bounds(first_request_s=0.05)
-    async with serving(path, EchoService().methods(), bounds=bounds) as server, raw_client(path) as client:
+    async with serve(path, EchoService().methods(), bounds=bounds) as server, raw_client(path) as client:
         goodbye = await wait_cut(client)
         assert goodbye is not None
         assert goodbye.error_code == ErrorCodes.NO_ERROR
@@ -528,7 +528,7 @@ async def test_a_connection_without_a_call_is_closed_but_not_one_with_a_stream(p
     bounds = Bounds(first_request_s=0.05, idle_s=0.05)
     service = EchoService()
     async with (
-        serving(path, service.methods(), bounds=bounds) as server,
+        serve(path, service.methods(), bounds=bounds) as server,
         raw_client(path) as watcher,
         raw_client(path) as idler,
     ):
@@ -557,7 +557,7 @@ async def test_a_connection_without_a_call_is_closed_but_not_one_with_a_stream(p
 async def test_garbage_ends_only_its_own_connection(
     path: Path, garbage: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async with serving(path, EchoService().methods()) as server, grpcio(path) as channel:
+    async with serve(path, EchoService().methods()) as server, grpcio(path) as channel:
         assert await unary(channel, ECHO)(b"before", timeout=PATIENCE_S) == b"before"
         client = await RawClient.connect(path)
         await client.send(garbage)
@@ -579,7 +579,7 @@ async def test_errors_a_peer_can_cause_are_at_most_one_line_a_second(
     methods = {ECHO: Method(failing, Cardinality.UNARY_UNARY, bytes, bytes)}
     loop = asyncio.get_running_loop()
     began_s = loop.time()
-    async with serving(path, methods), grpcio(path) as channel:
+    async with serve(path, methods), grpcio(path) as channel:
         for _ in range(50):
             with pytest.raises(grpc.aio.AioRpcError):
                 await unary(channel, ECHO)(b"", timeout=PATIENCE_S)
@@ -604,7 +604,7 @@ def test_a_held_back_line_is_counted_on_the_next_one() -> None:
     assert limit.suppressed == 1
 
 
-def test_an_allowance_is_refilled_up_to_its_burst() -> None:
+def test_a_token_bucket_is_refilled_up_to_its_burst() -> None:
     bucket = TokenBucket(burst=10, per_s=2, left=10, at_s=0)
     assert bucket.spend(10, 0) == 0
     assert bucket.spend(4, 0) == 2
@@ -617,7 +617,7 @@ def test_an_allowance_is_refilled_up_to_its_burst() -> None:
 
 async def test_a_drain_lets_a_running_call_end_and_then_closes_the_connection(path: Path) -> None:
     service = EchoService()
-    async with serving(path, service.methods()) as server, grpcio(path) as channel:
+    async with serve(path, service.methods()) as server, grpcio(path) as channel:
         call = unary(channel, HOLD)(b"allocate", timeout=PATIENCE_S)
         await service.held.wait()
         async with asyncio.timeout(PATIENCE_S), meanwhile(server.drain(PATIENCE_S)):
@@ -627,7 +627,7 @@ async def test_a_drain_lets_a_running_call_end_and_then_closes_the_connection(pa
 
 
 async def test_a_call_that_had_arrived_when_the_drain_began_is_answered(path: Path) -> None:
-    async with serving(path, EchoService().methods()) as server, raw_client(path) as client:
+    async with serve(path, EchoService().methods()) as server, raw_client(path) as client:
         first = await open_stream(client, ECHO)
         await client.wait_message(first)
         stream_id = client.h2.get_next_available_stream_id()
@@ -643,7 +643,7 @@ async def test_answers_to_a_peer_that_has_just_gone_are_dropped_without_a_word(
     path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     service = EchoService()
-    async with serving(path, service.methods()) as server:
+    async with serve(path, service.methods()) as server:
         client = await RawClient.connect(path)
         client.h2.initiate_connection()
         for _ in range(10):
@@ -659,7 +659,7 @@ async def test_a_drain_cancels_a_call_that_outlives_the_grace(
     path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     service = EchoService()
-    async with serving(path, service.methods()) as server, grpcio(path) as channel:
+    async with serve(path, service.methods()) as server, grpcio(path) as channel:
         call = unary(channel, HOLD)(b"", timeout=PATIENCE_S)
         await service.held.wait()
         async with asyncio.timeout(PATIENCE_S):
@@ -673,7 +673,7 @@ async def test_a_drain_cancels_a_call_that_outlives_the_grace(
 
 async def test_a_call_on_an_open_connection_is_answered_while_another_one_is_waited_for(path: Path) -> None:
     service = EchoService()
-    async with serving(path, service.methods()) as server, grpcio(path) as channel:
+    async with serve(path, service.methods()) as server, grpcio(path) as channel:
         held = unary(channel, HOLD)(b"slow", timeout=PATIENCE_S)
         await service.held.wait()
         async with meanwhile(server.drain(PATIENCE_S)):
@@ -682,15 +682,15 @@ async def test_a_call_on_an_open_connection_is_answered_while_another_one_is_wai
             assert await held == b"slow"
 
 
-async def test_nobody_can_connect_once_a_drain_began(path: Path) -> None:
-    async with serving(path, EchoService().methods()) as server, meanwhile(server.drain(1.0)):
+async def test_no_client_can_connect_once_a_drain_began(path: Path) -> None:
+    async with serve(path, EchoService().methods()) as server, meanwhile(server.drain(1.0)):
         with pytest.raises(ConnectionRefusedError):
             await RawClient.connect(path)
 
 
 async def test_a_drain_does_not_wait_for_a_client_that_stays_or_does_not_read(path: Path) -> None:
     service = EchoService()
-    async with serving(path, service.methods()) as server, raw_client(path) as client:
+    async with serve(path, service.methods()) as server, raw_client(path) as client:
         await open_stream(client, FLOOD)
         await service.held.wait()
         client.writer.transport.pause_reading()  # type: ignore[attr-defined]
@@ -701,7 +701,7 @@ async def test_a_drain_does_not_wait_for_a_client_that_stays_or_does_not_read(pa
 
 
 async def test_run_returns_when_drained(path: Path) -> None:
-    async with serving(path, EchoService().methods()) as server:
+    async with serve(path, EchoService().methods()) as server:
         await server.drain(0.0)
         async with asyncio.timeout(PATIENCE_S):
             await server.run()
@@ -709,7 +709,7 @@ async def test_run_returns_when_drained(path: Path) -> None:
 
 async def test_no_call_is_left_when_its_peer_stopped_reading_took_it_back_and_died(path: Path) -> None:
     service = EchoService()
-    async with serving(path, service.methods()) as server:
+    async with serve(path, service.methods()) as server:
         client = await RawClient.connect(path)
         client.h2.initiate_connection()
         client.h2.increment_flow_control_window(2**30)

@@ -1,4 +1,4 @@
-"""What the agent is told of a kubelet that it cannot register with."""
+"""What the agent reports of a kubelet that it cannot register with."""
 
 import asyncio
 

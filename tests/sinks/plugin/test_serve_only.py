@@ -11,8 +11,8 @@ from agent.model.facts import Fact, Registered
 from agent.model.ids import NO_KUBELET
 from agent.simulation.stubs.deviceplugin.v1beta1 import api_pb2 as pb
 from agent.sinks.plugin.sink import DevicePlugin
-from tests.sinks.offers import GPU, node
 from tests.sinks.registrar import plugin, registrar
+from tests.sinks.snapshots import GPU, node
 
 
 async def test_what_is_only_served_answers_and_leaves_the_kubelet_alone() -> None:

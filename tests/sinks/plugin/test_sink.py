@@ -27,10 +27,10 @@ from agent.sinks.plugin.registration import connect
 from agent.sinks.plugin.service import WINDOW_S, PluginService
 from agent.sinks.plugin.socket_file import identity_of
 from agent.unix_channel import UnixChannel
-from tests.sinks.offers import GPU, device, devices, node, resource, snapshot, uuid
 from tests.sinks.raw_http2 import PATIENCE_S, raw_client
 from tests.sinks.registrar import plugin, registrar
-from tests.sinks.serving import Sink, meanwhile, sink
+from tests.sinks.servers import Sink, meanwhile, sink
+from tests.sinks.snapshots import GPU, device, devices, node, resource, snapshot, uuid
 
 MIG = ResourceName("nvidia.com/mig-1g.5gb")
 
@@ -39,8 +39,8 @@ def shown(message: Any) -> list[tuple[str, str]]:
     return [(entry.ID, entry.health) for entry in message.devices]
 
 
-def expected(offered: Sequence[Device]) -> list[tuple[str, str]]:
-    return [(entry.id, "Healthy" if entry.health is Health.HEALTHY else "Unhealthy") for entry in offered]
+def expected(listed: Sequence[Device]) -> list[tuple[str, str]]:
+    return [(entry.id, "Healthy" if entry.health is Health.HEALTHY else "Unhealthy") for entry in listed]
 
 
 async def read(stream: Any) -> Any:
@@ -96,7 +96,7 @@ async def test_the_socket_is_open_to_its_owner_alone(tmp_path: Path) -> None:
         assert stat.S_IMODE(served.socket.lstat().st_mode) == 0o600
 
 
-async def test_an_absent_kubelet_is_told_once_for_each_try(tmp_path: Path) -> None:
+async def test_an_absent_kubelet_is_reported_once_for_each_try(tmp_path: Path) -> None:
     async with sink(tmp_path) as served:
         served.register()
         fact = await served.wait_fact(RegistrationFailed)
@@ -105,7 +105,7 @@ async def test_an_absent_kubelet_is_told_once_for_each_try(tmp_path: Path) -> No
         assert str(tmp_path / "kubelet.sock") in fact.message
 
 
-async def test_a_kubelet_socket_nobody_listens_on_is_unreachable(tmp_path: Path) -> None:
+async def test_a_kubelet_socket_without_a_listener_is_unreachable(tmp_path: Path) -> None:
     with socket.socket(socket.AF_UNIX) as bound:
         bound.bind(str(tmp_path / "kubelet.sock"))
         async with sink(tmp_path) as served:
@@ -149,7 +149,7 @@ async def test_a_kubelet_that_hangs_up_is_unreachable(tmp_path: Path) -> None:
         assert fact.failure == "unreachable"
 
 
-async def test_a_refusal_is_told_in_the_kubelets_words(tmp_path: Path) -> None:
+async def test_a_rejection_is_reported_in_the_kubelets_words(tmp_path: Path) -> None:
     async with registrar(tmp_path) as kubelet, sink(tmp_path) as served:
         kubelet.answer = lambda _request: "requested API version is not supported by kubelet: ünï"
         served.register()
@@ -244,7 +244,7 @@ def _watchers(served: Sink) -> int:
     return served.plugin.statistics()[GPU].service.watchers
 
 
-async def test_a_retry_keeps_the_server_nobody_watches_yet(tmp_path: Path) -> None:
+async def test_a_retry_keeps_a_server_without_watchers(tmp_path: Path) -> None:
     async with sink(tmp_path) as served:
         await wait_served(served)
         before = identity_of(served.socket)
@@ -340,17 +340,17 @@ async def test_a_socket_that_does_not_answer_is_named(tmp_path: Path) -> None:
 async def test_a_watcher_gets_the_newest_state_and_then_each_change(tmp_path: Path) -> None:
     async with sink(tmp_path) as served:
         await wait_served(served)
-        served.latest.publish(node(sick=[7]))
+        served.latest.publish(node(unhealthy=[7]))
         async with plugin(served.socket) as stub:
             stream = stub.ListAndWatch(pb.Empty())
-            assert shown(await read(stream)) == expected(devices(8, sick=[7]))
-            served.latest.publish(node(sick=[3, 7]))
-            assert shown(await read(stream)) == expected(devices(8, sick=[3, 7]))
+            assert shown(await read(stream)) == expected(devices(8, unhealthy=[7]))
+            served.latest.publish(node(unhealthy=[3, 7]))
+            assert shown(await read(stream)) == expected(devices(8, unhealthy=[3, 7]))
             served.latest.publish(node())
             assert shown(await read(stream)) == expected(devices(8))
 
 
-async def test_a_list_that_nobody_brings_to_the_watcher_is_noticed_and_brought_by_a_new_registration(
+async def test_a_list_that_is_not_sent_to_the_watcher_is_noticed_and_sent_by_a_new_registration(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def hang(_service: PluginService) -> None:
@@ -359,13 +359,13 @@ async def test_a_list_that_nobody_brings_to_the_watcher_is_noticed_and_brought_b
     monkeypatch.setattr(PluginService, "follow", hang)
     async with watched(tmp_path) as (served, stream):
         assert served.plugin.statistics()[GPU].service.is_up_to_date
-        served.latest.publish(node(sick=[3]))
+        served.latest.publish(node(unhealthy=[3]))
         assert not served.plugin.statistics()[GPU].service.is_up_to_date
         served.register(generation=2)
         await served.wait_fact(RegistrationFailed)
         assert await read(stream) is grpc.aio.EOF
         async with plugin(served.socket) as stub:
-            assert shown(await read(stub.ListAndWatch(pb.Empty()))) == expected(devices(8, sick=[3]))
+            assert shown(await read(stub.ListAndWatch(pb.Empty()))) == expected(devices(8, unhealthy=[3]))
             assert served.plugin.statistics()[GPU].service.is_up_to_date
 
 
@@ -404,57 +404,59 @@ async def test_a_state_in_which_this_resource_is_the_same_is_not_sent(tmp_path: 
         for number in range(20):
             served.latest.publish(replace(node(), at_ns=number))
             await asyncio.sleep(0)
-        served.latest.publish(node(sick=[1]))
-        assert shown(await read(stream)) == expected(devices(8, sick=[1]))
+        served.latest.publish(node(unhealthy=[1]))
+        assert shown(await read(stream)) == expected(devices(8, unhealthy=[1]))
         assert len(served.sent) == 2
 
 
 async def test_the_first_change_goes_out_at_once_and_those_after_it_in_one_message(tmp_path: Path) -> None:
     async with watched(tmp_path) as (served, stream):
         began_ns = time.monotonic_ns()
-        served.latest.publish(node(sick=[0]))
+        served.latest.publish(node(unhealthy=[0]))
         first = await read(stream)
         # Published in one turn of the loop, so all within the window however slow the machine is.
         for last in range(1, 5):
-            served.latest.publish(node(sick=range(last + 1)))
+            served.latest.publish(node(unhealthy=range(last + 1)))
         second = await read(stream)
-        assert shown(first) == expected(devices(8, sick=[0]))
-        assert shown(second) == expected(devices(8, sick=range(5)))
+        assert shown(first) == expected(devices(8, unhealthy=[0]))
+        assert shown(second) == expected(devices(8, unhealthy=range(5)))
         # The window is open from the first message on, which is never before the change.
         assert served.sent[2].sent_at_ns - began_ns >= WINDOW_S * 1e9
 
 
-async def test_devices_that_come_back_one_by_one_go_out_in_one_message(tmp_path: Path) -> None:
-    async with watched(tmp_path, node(sick=range(8))) as (served, stream):
+async def test_devices_that_recover_one_by_one_are_sent_in_one_message(tmp_path: Path) -> None:
+    async with watched(tmp_path, node(unhealthy=range(8))) as (served, stream):
         for out in range(7, -1, -1):
-            served.latest.publish(node(sick=range(out)))
+            served.latest.publish(node(unhealthy=range(out)))
             await asyncio.sleep(0)
 
         assert shown(await read(stream)) == expected(devices(8))
         assert len(served.sent) == 2
 
 
-async def test_a_device_that_goes_out_is_told_at_once_while_others_come_back(tmp_path: Path) -> None:
-    async with watched(tmp_path, node(sick=[0, 1])) as (served, stream):
-        served.latest.publish(node(sick=[1]))
+async def test_a_device_that_becomes_unhealthy_is_sent_at_once_while_others_recover(tmp_path: Path) -> None:
+    async with watched(tmp_path, node(unhealthy=[0, 1])) as (served, stream):
+        served.latest.publish(node(unhealthy=[1]))
         await asyncio.sleep(0)
-        served.latest.publish(node(sick=[1, 2]))
+        served.latest.publish(node(unhealthy=[1, 2]))
 
-        assert shown(await read(stream)) == expected(devices(8, sick=[1, 2]))
+        assert shown(await read(stream)) == expected(devices(8, unhealthy=[1, 2]))
         assert len(served.sent) == 2
 
 
-async def test_devices_that_are_well_do_not_wait_for_ever_for_one_that_stays_out(tmp_path: Path) -> None:
-    async with watched(tmp_path, node(sick=[0, 1])) as (served, stream):
-        served.latest.publish(node(sick=[1]))
+async def test_healthy_devices_wait_only_so_long_for_one_that_stays_unhealthy(
+    tmp_path: Path,
+) -> None:
+    async with watched(tmp_path, node(unhealthy=[0, 1])) as (served, stream):
+        served.latest.publish(node(unhealthy=[1]))
 
-        assert shown(await read(stream)) == expected(devices(8, sick=[1]))
+        assert shown(await read(stream)) == expected(devices(8, unhealthy=[1]))
 
 
-async def test_each_message_is_told_with_the_age_of_its_state(tmp_path: Path) -> None:
+async def test_each_message_is_reported_with_the_age_of_its_state(tmp_path: Path) -> None:
     async with watched(tmp_path) as (served, stream):
         changed_at_ns = time.monotonic_ns()
-        served.latest.publish(node(sick=[0], at_ns=changed_at_ns))
+        served.latest.publish(node(unhealthy=[0], at_ns=changed_at_ns))
         message = await read(stream)
         [_, sent] = served.sent
         assert (sent.resource, sent.devices, sent.bytes) == (GPU, 8, message.ByteSize())
@@ -466,8 +468,8 @@ async def test_what_was_sent_is_known_by_the_moment_at_which_the_kubelet_had_it(
         await wait_served(served)
         async with plugin(served.socket) as stub:
             stream, moments = stub.ListAndWatch(pb.Empty()), []
-            for sick in ([], [1], [2]):
-                served.latest.publish(node(sick=sick))
+            for numbers in ([], [1], [2]):
+                served.latest.publish(node(unhealthy=numbers))
                 await read(stream)
                 moments.append(time.monotonic_ns())
 
@@ -491,15 +493,15 @@ async def test_a_watcher_that_stopped_reading_gets_the_newest_state_and_nothing_
             other = stub.ListAndWatch(pb.Empty())
             await read(other)
             for number in range(1, 5):
-                served.latest.publish(node(sick=range(number)))
+                served.latest.publish(node(unhealthy=range(number)))
                 # The other watcher is not held up.
-                assert shown(await read(other)) == expected(devices(8, sick=range(number)))
+                assert shown(await read(other)) == expected(devices(8, unhealthy=range(number)))
             slow.h2.increment_flow_control_window(1_000_000, stream_id)
             await slow.flush()
             lists = [await slow.wait_message(stream_id), await slow.wait_message(stream_id)]
             assert [shown(pb.ListAndWatchResponse.FromString(data)) for data in lists] == [
                 expected(devices(8)),
-                expected(devices(8, sick=range(4))),
+                expected(devices(8, unhealthy=range(4))),
             ]
 
 
@@ -512,17 +514,17 @@ async def test_a_change_that_was_taken_back_while_a_watcher_did_not_read_is_not_
             await served.wait_fact(WatchersChanged)
             other = stub.ListAndWatch(pb.Empty())
             await read(other)
-            for state in (node(sick=[1]), node()):
+            for state in (node(unhealthy=[1]), node()):
                 served.latest.publish(state)
                 await read(other)
             slow.h2.increment_flow_control_window(1_000_000, stream_id)
             await slow.flush()
             first = await slow.wait_message(stream_id)
-            served.latest.publish(node(sick=[2]))
+            served.latest.publish(node(unhealthy=[2]))
             second = await slow.wait_message(stream_id)
             assert [shown(pb.ListAndWatchResponse.FromString(data)) for data in (first, second)] == [
                 expected(devices(8)),
-                expected(devices(8, sick=[2])),
+                expected(devices(8, unhealthy=[2])),
             ]
 
 
@@ -532,10 +534,10 @@ async def test_a_watcher_that_comes_inside_the_window_gets_the_newest_state(tmp_
         async with plugin(served.socket) as one, plugin(served.socket) as other:
             stream = one.ListAndWatch(pb.Empty())
             await read(stream)
-            served.latest.publish(node(sick=[0]))
+            served.latest.publish(node(unhealthy=[0]))
             await read(stream)
-            served.latest.publish(node(sick=[0, 1]))
-            assert shown(await read(other.ListAndWatch(pb.Empty()))) == expected(devices(8, sick=[0, 1]))
+            served.latest.publish(node(unhealthy=[0, 1]))
+            assert shown(await read(other.ListAndWatch(pb.Empty()))) == expected(devices(8, unhealthy=[0, 1]))
 
 
 async def test_every_watcher_gets_every_change(tmp_path: Path) -> None:
@@ -546,12 +548,12 @@ async def test_every_watcher_gets_every_change(tmp_path: Path) -> None:
             for stream in streams:
                 await read(stream)
             assert await served.wait_fact(WatchersChanged) == WatchersChanged(GPU, 1, 2)
-            served.latest.publish(node(sick=[5]))
+            served.latest.publish(node(unhealthy=[5]))
             for stream in streams:
-                assert shown(await read(stream)) == expected(devices(8, sick=[5]))
+                assert shown(await read(stream)) == expected(devices(8, unhealthy=[5]))
 
 
-async def test_the_end_of_a_stream_is_told(tmp_path: Path) -> None:
+async def test_the_end_of_a_stream_is_reported(tmp_path: Path) -> None:
     async with sink(tmp_path) as served:
         await wait_served(served)
         async with plugin(served.socket) as stub:
@@ -631,9 +633,9 @@ def xid_79(on: Device, message: str) -> Condition:
     )
 
 
-async def test_a_refusal_is_no_longer_than_a_header_should_be(tmp_path: Path) -> None:
-    sick = device(3, health=Health.UNHEALTHY)
-    talkative = replace(sick, reasons=(xid_79(sick, "much " * 2_000),))
+async def test_an_error_is_no_longer_than_a_header_should_be(tmp_path: Path) -> None:
+    unhealthy = device(3, health=Health.UNHEALTHY)
+    talkative = replace(unhealthy, reasons=(xid_79(unhealthy, "much " * 2_000),))
     async with sink(tmp_path, state=snapshot(resource([talkative]))) as served:
         await wait_served(served)
         with pytest.raises(grpc.aio.AioRpcError) as raised:
@@ -642,9 +644,9 @@ async def test_a_refusal_is_no_longer_than_a_header_should_be(tmp_path: Path) ->
 
 
 async def test_an_unhealthy_device_is_a_failed_precondition_with_reason_and_next_step(tmp_path: Path) -> None:
-    sick = device(3, health=Health.UNHEALTHY)
-    condition = xid_79(sick, "XID 79: GPU has fallen off the bus")
-    async with sink(tmp_path, state=snapshot(resource([replace(sick, reasons=(condition,))]))) as served:
+    unhealthy = device(3, health=Health.UNHEALTHY)
+    condition = xid_79(unhealthy, "XID 79: GPU has fallen off the bus")
+    async with sink(tmp_path, state=snapshot(resource([replace(unhealthy, reasons=(condition,))]))) as served:
         await wait_served(served)
         with pytest.raises(grpc.aio.AioRpcError) as raised:
             await wait_answer(served, "Allocate", allocation([uuid(3)]))
@@ -653,22 +655,24 @@ async def test_an_unhealthy_device_is_a_failed_precondition_with_reason_and_next
         assert served.plugin.statistics()[GPU].service.rejections == {"unhealthy": 1}
 
 
-async def test_a_device_that_just_turned_sick_is_refused_before_the_kubelet_knows(tmp_path: Path) -> None:
+async def test_a_newly_unhealthy_device_is_rejected_before_the_kubelet_knows(
+    tmp_path: Path,
+) -> None:
     async with sink(tmp_path) as served:
         await wait_served(served)
         async with plugin(served.socket) as stub:
             stream = stub.ListAndWatch(pb.Empty())
             await read(stream)
-            served.latest.publish(node(sick=[0]))
+            served.latest.publish(node(unhealthy=[0]))
             await read(stream)
             # Inside the window: the list is still to be sent.
-            served.latest.publish(node(sick=[0, 1]))
+            served.latest.publish(node(unhealthy=[0, 1]))
             with pytest.raises(grpc.aio.AioRpcError) as raised:
                 await stub.Allocate(allocation([uuid(1)]), timeout=PATIENCE_S)
             assert raised.value.code() is grpc.StatusCode.FAILED_PRECONDITION
 
 
-async def test_a_resource_no_longer_offered_is_a_failed_precondition(tmp_path: Path) -> None:
+async def test_a_resource_no_longer_advertised_is_a_failed_precondition(tmp_path: Path) -> None:
     async with sink(tmp_path) as served:
         await wait_served(served)
         served.latest.publish(snapshot())
@@ -719,7 +723,7 @@ async def test_prestart_answers_with_nothing(tmp_path: Path) -> None:
 # Draining
 
 
-async def test_a_drain_ends_streams_cleanly_says_nothing_about_devices_and_removes_the_socket(
+async def test_a_drain_ends_streams_cleanly_sends_no_list_and_removes_the_socket(
     tmp_path: Path,
 ) -> None:
     async with registrar(tmp_path), sink(tmp_path) as served:

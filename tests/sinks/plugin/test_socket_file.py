@@ -35,7 +35,7 @@ def leftover(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def in_use(tmp_path: Path) -> Iterator[Path]:
-    """A socket that somebody serves."""
+    """A socket that another process serves."""
     path = tmp_path / "nvidia-gpu.sock"
     with listen(path, backlog=1):
         yield path
@@ -80,7 +80,7 @@ def test_what_only_has_the_name_of_a_resources_socket_is_not_cleared(tmp_path: P
     assert len(list(tmp_path.iterdir())) == 2
 
 
-def test_a_directory_of_any_size_is_looked_through_in_bounded_time(
+def test_a_directory_of_any_size_is_searched_in_bounded_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("agent.sinks.plugin.socket_file.MAX_ENTRIES", 2)
@@ -97,7 +97,7 @@ def test_there_is_nothing_to_clear_in_an_empty_place(tmp_path: Path) -> None:
     assert not clear_leftover(tmp_path / "nvidia-gpu.sock")
 
 
-def test_a_socket_somebody_serves_is_left_alone(in_use: Path) -> None:
+def test_a_socket_of_another_server_is_left_alone(in_use: Path) -> None:
     before = identity_of(in_use)
     with pytest.raises(NotRegisteredError, match=r"nvidia-gpu\.sock; stop the other") as raised:
         listen(in_use, backlog=1)
@@ -176,7 +176,7 @@ def test_a_parent_that_is_no_directory_names_the_path(tmp_path: Path) -> None:
     assert raised.value.failure == "not_served"
 
 
-def test_a_path_that_no_socket_can_have_is_refused_with_its_length(tmp_path: Path) -> None:
+def test_a_path_that_no_socket_can_have_is_rejected_with_its_length(tmp_path: Path) -> None:
     fitting = ResourceName("nvidia.com/" + "x" * 20)
     directory = tmp_path / ("d" * (MAX_PATH_BYTES - len(str(tmp_path)) - 1 - len("/nvidia-.sock") - 20))
     assert len(str(socket_path(directory, fitting))) == MAX_PATH_BYTES

@@ -29,7 +29,7 @@ from agent.sinks.plugin.wire import (
     read_pre_start_request,
     read_preferred_request,
 )
-from tests.sinks.offers import GPU, device, devices, node, uuid
+from tests.sinks.snapshots import GPU, device, devices, node, uuid
 
 IDS = some.lists(some.text(max_size=60), max_size=20)
 
@@ -64,7 +64,7 @@ def test_a_pre_start_request_is_read_as_strictly_as_the_others(request_bytes: by
 
 
 @pytest.mark.parametrize("pre_start", [True, False])
-def test_the_kubelet_is_told_whether_to_ask_before_a_start(*, pre_start: bool) -> None:
+def test_the_kubelet_is_sent_whether_to_ask_before_a_start(*, pre_start: bool) -> None:
     read = pb.DevicePluginOptions.FromString(bytes(options(pre_start=pre_start)))
     assert (read.pre_start_required, read.get_preferred_allocation_available) == (pre_start, True)
 
@@ -91,7 +91,7 @@ def test_preferred_requests_of_another_implementation_are_read(
 @example(data=b"\x0a\x03\x0a\x01\xff")
 @example(data=b"\x0b\x0c")
 @example(data=b"\x00\x00")
-def test_any_bytes_are_a_request_or_refused_and_nothing_is_accepted_that_others_refuse(data: bytes) -> None:
+def test_any_bytes_are_a_request_or_rejected_and_nothing_is_accepted_that_others_reject(data: bytes) -> None:
     try:
         read = read_allocate_request(data)
     except RequestError:
@@ -99,7 +99,7 @@ def test_any_bytes_are_a_request_or_refused_and_nothing_is_accepted_that_others_
     try:
         parsed = pb.AllocateRequest.FromString(data)
     except DecodeError:
-        # Field numbers over 2^29 and the like, which nobody sends: skipping them is harmless.
+        # Field numbers over 2^29 and the like, which no client sends: skipping them is harmless.
         assert not any(read)
         return
     assert read == [tuple(container.devices_ids) for container in parsed.container_requests]
@@ -131,7 +131,7 @@ def test_fields_of_a_newer_kubelet_are_skipped() -> None:
     ],
     ids=["containers", "fields", "ids", "id"],
 )
-def test_each_bound_of_a_request_refuses_what_is_over_it(request_bytes: bytes, words: str) -> None:
+def test_each_bound_of_a_request_rejects_what_is_over_it(request_bytes: bytes, words: str) -> None:
     for read in (read_allocate_request, read_preferred_request):
         with pytest.raises(RequestError, match=words):
             read(request_bytes)
@@ -215,13 +215,13 @@ def test_the_list_keeps_the_order_and_names_every_device() -> None:
 
 
 def test_800_new_devices_hold_the_loop_for_less_than_five_milliseconds() -> None:
-    offered = devices(800)
+    listed = devices(800)
     took_s = []
     for _ in range(20):
         plugin_wire._device.cache_clear()
         plugin_wire._device_state.cache_clear()
         began_s = time.process_time()
-        encode_list(offered)
+        encode_list(listed)
         took_s.append(time.process_time() - began_s)
     assert min(took_s) < 0.005
 

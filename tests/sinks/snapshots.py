@@ -1,4 +1,4 @@
-"""Snapshots with devices to offer, as short as a test wants them."""
+"""Snapshots with devices to advertise, as short as a test wants them."""
 
 from collections.abc import Iterable, Sequence
 
@@ -36,20 +36,18 @@ def device(number: int, *, health: Health = Health.HEALTHY, numa_node: int | Non
     )
 
 
-def devices(count: int, *, sick: Iterable[int] = ()) -> tuple[Device, ...]:
-    unhealthy = set(sick)
+def devices(count: int, *, unhealthy: Iterable[int] = ()) -> tuple[Device, ...]:
+    numbers = set(unhealthy)
     return tuple(
-        device(
-            number, health=Health.UNHEALTHY if number in unhealthy else Health.HEALTHY, numa_node=number % 2
-        )
+        device(number, health=Health.UNHEALTHY if number in numbers else Health.HEALTHY, numa_node=number % 2)
         for number in range(count)
     )
 
 
-def resource(offered: Sequence[Device], *, name: ResourceName = GPU) -> Resource:
+def resource(advertised: Sequence[Device], *, name: ResourceName = GPU) -> Resource:
     return Resource(
         name=name,
-        devices=tuple(offered),
+        devices=tuple(advertised),
         phase=RegistrationPhase.REGISTERING,
         generation=1,
         message="",
@@ -75,9 +73,9 @@ def snapshot(*resources: Resource, at_ns: int = 0, pass_device_specs: bool = Fal
     )
 
 
-def node(count: int = 8, *, sick: Iterable[int] = (), at_ns: int = 0) -> Snapshot:
+def node(count: int = 8, *, unhealthy: Iterable[int] = (), at_ns: int = 0) -> Snapshot:
     """A node with ``count`` whole GPUs."""
-    return snapshot(resource(devices(count, sick=sick)), at_ns=at_ns)
+    return snapshot(resource(devices(count, unhealthy=unhealthy)), at_ns=at_ns)
 
 
 def _view(number: int) -> GpuView:

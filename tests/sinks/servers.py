@@ -22,8 +22,8 @@ from agent.sinks.plugin.grpc_bounds import Bounds
 from agent.sinks.plugin.grpc_server import BoundedServer, receive_request
 from agent.sinks.plugin.sink import KEPT_LISTS, MAX_OVERTAKEN_CALLS, DevicePlugin
 from agent.sinks.plugin.socket_file import identity_of, listen
-from tests.sinks.offers import GPU, node
 from tests.sinks.raw_http2 import PATIENCE_S
+from tests.sinks.snapshots import GPU, node
 
 ECHO = "/test.Echo/Echo"
 HOLD = "/test.Echo/Hold"
@@ -77,7 +77,7 @@ async def meanwhile(work: Coroutine[object, object, None]) -> AsyncIterator[asyn
 
 
 @asynccontextmanager
-async def serving(
+async def serve(
     path: Path,
     methods: Mapping[str, Method],
     *,
