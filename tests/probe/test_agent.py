@@ -62,7 +62,7 @@ def contexts_of(body: Any, pid: int) -> list[int]:
     return [hold["contexts"] for each in body["processes"] if each["pid"] == pid for hold in each["gpus"]]
 
 
-async def test_who_uses_a_gpu_is_shown_with_pod_and_contexts() -> None:
+async def test_processes_of_a_gpu_are_shown_with_pod_and_contexts() -> None:
     async with watched() as (node, agent):
         outcome = await node.kubelet.run_pod("job-a", "ns1", {"main": {GPU: 1}})
         assert outcome.running
@@ -119,7 +119,7 @@ def contexts_made(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [each for each in lines if each.get("about") == "FERMI_CONTEXT_SHARE_A"]
 
 
-async def test_the_calls_of_a_process_are_traced_until_it_ends() -> None:
+async def test_the_calls_of_a_process_are_traced_until_it_exits() -> None:
     async with watched() as (node, _agent):
         pid = await do(node, "start", "train", gpu="0", contexts="0")
         process = await asyncio.create_subprocess_exec(
@@ -159,7 +159,7 @@ async def test_the_calls_of_a_process_are_traced_until_it_ends() -> None:
     assert counted["RM_ALLOC FERMI_CONTEXT_SHARE_A"] >= len(made)
 
 
-async def test_an_interrupt_ends_a_trace_with_the_table() -> None:
+async def test_an_interrupt_stops_a_trace_with_the_table() -> None:
     async with watched() as (node, _agent):
         pid = await do(node, "start", "train", gpu="0", contexts="0")
         process = await asyncio.create_subprocess_exec(

@@ -84,7 +84,7 @@ for _ in range(int(sys.argv[2])):
     assert probe.evictions == added - len(rows)
 
 
-def test_rows_taken_out_by_the_agent_are_no_evictions(
+def test_rows_deleted_by_the_agent_are_no_evictions(
     core: dict[str, Any], load_probe: LoadProbe, gpu: Path
 ) -> None:
     probe = load_probe(**core)
@@ -98,7 +98,7 @@ def test_rows_taken_out_by_the_agent_are_no_evictions(
     assert probe.evictions == 0
 
 
-def test_another_process_of_a_number_that_is_forgotten_stays(
+def test_another_process_with_a_deleted_pid_stays(
     core: dict[str, Any], load_probe: LoadProbe, gpu: Path
 ) -> None:
     probe = load_probe(**core)
@@ -110,7 +110,9 @@ def test_another_process_of_a_number_that_is_forgotten_stays(
         assert row in probe.read_processes()
 
 
-def test_who_ended_is_told_from_who_lives(core: dict[str, Any], load_probe: LoadProbe, gpu: Path) -> None:
+def test_exited_processes_are_distinguished_from_living_ones(
+    core: dict[str, Any], load_probe: LoadProbe, gpu: Path
+) -> None:
     probe = load_probe(**core)
     began_ns = time.monotonic_ns()
     with Caller("os.open(sys.argv[1], os.O_RDWR)\nwait()", gpu) as caller:
@@ -149,7 +151,7 @@ def test_a_process_whose_row_was_evicted_has_no_second_share(
         assert len([one for one in probe.read_objects() if one.tgid == caller.pid]) == MAX_OBJECTS_EACH
 
 
-def test_a_pid_that_is_used_again_begins_anew(core: dict[str, Any], load_probe: LoadProbe, gpu: Path) -> None:
+def test_a_reused_pid_starts_a_new_row(core: dict[str, Any], load_probe: LoadProbe, gpu: Path) -> None:
     probe = load_probe(**core)
     with Caller(
         "os.open(sys.argv[1], os.O_RDWR)\nwait()\nos.open(sys.argv[1], os.O_RDWR)\nwait()", gpu

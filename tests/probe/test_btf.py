@@ -82,7 +82,7 @@ def test_a_name_that_ends_like_another_is_another() -> None:
         lambda raw: raw[:12] + b"\xff\xff\xff\x7f" + raw[16:],
     ],
 )
-def test_damage_is_told(damage: object) -> None:
+def test_damaged_btf_is_reported(damage: object) -> None:
     blob = Blob()
     blob.whole("int")
     blob.compound(STRUCT, "file", [("f_inode", 1, 0)])
@@ -102,7 +102,7 @@ def test_a_kernel_that_lacks_a_member_is_named(tmp_path: Path) -> None:
         btf.kernel_offsets(str(tmp_path / "vmlinux"))
 
 
-def test_this_kernel_tells_every_offset() -> None:
+def test_this_kernel_has_every_offset() -> None:
     path = Roots().btf
     if not Path(path).exists():
         pytest.skip("this kernel has no BTF")

@@ -64,7 +64,7 @@ def test_every_event_is_on_the_ring_or_counted_as_lost(probe: Probe, gpu: Path) 
     assert 0 < len(events(probe, pid)) <= after.events - before.events
 
 
-def test_an_object_has_who_made_it_and_through_which_file(probe: Probe, gpu: Path) -> None:
+def test_an_object_has_its_process_and_its_file(probe: Probe, gpu: Path) -> None:
     with Caller(OPENED + "alloc(fd, 7, CONTEXT, parent=5)\nwait()\n", gpu) as caller:
         (one,) = objects(probe, caller.pid)
         (held,) = [held for held in probe.scan().held if held.file == one.file]
@@ -80,7 +80,7 @@ def start_ticks(pid: int) -> int:
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
 
 
-def test_lifecycle_is_told_in_order(probe: Probe, gpu: Path) -> None:
+def test_lifecycle_events_are_sent_in_order(probe: Probe, gpu: Path) -> None:
     pid = ran(OPENED + "alloc(fd, 7, CONTEXT)\nfree(fd, 7)\nos.close(fd)", gpu)
 
     told = events(probe, pid)
@@ -98,7 +98,7 @@ def test_lifecycle_is_told_in_order(probe: Probe, gpu: Path) -> None:
     assert [event.at_ns for event in told] == sorted(event.at_ns for event in told)
 
 
-def test_a_class_that_says_nothing_of_contexts_is_counted_only(probe: Probe, gpu: Path) -> None:
+def test_a_class_unrelated_to_contexts_is_only_counted(probe: Probe, gpu: Path) -> None:
     pid = ran(OPENED + "alloc(fd, 7, MEMORY)\nfree(fd, 7)\n", gpu)
 
     row = counters(probe, pid)
@@ -106,7 +106,7 @@ def test_a_class_that_says_nothing_of_contexts_is_counted_only(probe: Probe, gpu
     assert RmEventKind.ALLOC not in kinds(probe, pid)
 
 
-def test_what_the_driver_refused_made_nothing(probe: Probe, gpu: Path) -> None:
+def test_a_failed_call_creates_nothing(probe: Probe, gpu: Path) -> None:
     with Caller(OPENED + "alloc(fd, 7, CONTEXT, status=0x1F)\nwait()\n", gpu) as caller:
         assert objects(probe, caller.pid) == []
         row = counters(probe, caller.pid)
@@ -116,7 +116,7 @@ def test_what_the_driver_refused_made_nothing(probe: Probe, gpu: Path) -> None:
 @pytest.mark.parametrize(
     "version", ["515.43.04", "520.56.06", "525.147.05", "530.41.03", "535.104.05", "570.148.08"]
 )
-def test_an_answer_is_read_where_the_branch_of_the_driver_has_it(
+def test_a_status_is_read_where_the_branch_of_the_driver_has_it(
     probe: Probe, gpu: Path, version: str
 ) -> None:
     """All that follows the head is other than zero but for the status, and then the status alone is."""
@@ -143,7 +143,7 @@ wait()
         probe._set_config(before)
 
 
-def test_a_free_that_was_refused_leaves_the_object(probe: Probe, gpu: Path) -> None:
+def test_a_failed_free_leaves_the_object(probe: Probe, gpu: Path) -> None:
     with Caller(OPENED + "alloc(fd, 7, CONTEXT)\nfree(fd, 7, status=0x1F)\nwait()\n", gpu) as caller:
         assert len(objects(probe, caller.pid)) == 1
         assert counters(probe, caller.pid).contexts_freed == 0
@@ -185,7 +185,7 @@ wait()
         assert RmEventKind.DUP in kinds(probe, caller.pid)
 
 
-def test_nobody_frees_or_makes_anything_in_a_client_of_another_file(probe: Probe, gpu: Path) -> None:
+def test_a_process_cannot_free_or_create_objects_in_a_client_of_another_file(probe: Probe, gpu: Path) -> None:
     code = OPENED + "alloc(fd, CLIENT + 9, ROOT)\nalloc(fd, 7, CONTEXT, client=CLIENT + 9)\nwait()\n"
     # The answer is in memory of whoever calls, so it may say that the driver did what it refused.
     forging = (
@@ -234,7 +234,7 @@ def test_every_form_of_an_allocation_is_read(probe: Probe, gpu: Path, layout: st
     ],
     ids=["NVOS21", "NVOS64 before 535", "NVOS64"],
 )
-def test_every_form_of_a_refusal_is_read(
+def test_every_form_of_a_failure_is_read(
     probe: Probe, gpu: Path, layout: str, values: tuple[int, ...]
 ) -> None:
     block = struct.pack(layout, CLIENT, 2, 7, CONTEXT, *values)
@@ -270,7 +270,7 @@ def test_a_block_that_cannot_be_read_is_counted(probe: Probe, gpu: Path) -> None
     assert counters(probe, pid).calls == 1
 
 
-def test_unified_memory_says_whose_gpu_a_client_uses(
+def test_unified_memory_shows_which_gpu_a_client_uses(
     probe: Probe, gpu: Path, uvm: Path, request: pytest.FixtureRequest
 ) -> None:
     request.addfinalizer(lambda: probe.set_majors(Majors()))
@@ -297,7 +297,7 @@ def test_the_same_numbers_on_a_gpu_are_no_calls_of_unified_memory(probe: Probe, 
     assert RmEventKind.UVM not in kinds(probe, pid)
 
 
-def test_a_gpu_bound_to_a_control_file_is_told(probe: Probe, gpu: Path) -> None:
+def test_a_gpu_bound_to_a_control_file_is_sent(probe: Probe, gpu: Path) -> None:
     code = """
 control, node = os.open(sys.argv[1], os.O_RDWR), os.open(sys.argv[1], os.O_RDWR)
 call(node, 201, struct.pack("=I", control))
@@ -320,7 +320,7 @@ wait()
 
 
 @pytest.mark.parametrize(("copy", "is_last"), [("", True), ("os.dup(fd)", False)])
-def test_the_close_that_ends_a_file_is_told_as_such(
+def test_the_last_close_of_a_file_is_sent_as_such(
     probe: Probe, gpu: Path, copy: str, *, is_last: bool
 ) -> None:
     pid = ran(OPENED + f"{copy}\nos.close(fd)\n", gpu)
@@ -336,7 +336,7 @@ for _ in range(int(sys.argv[2])):
 """
 
 
-def test_what_a_scan_looks_into_is_told_once_until_it_began(probe: Probe, gpu: Path) -> None:
+def test_events_that_a_scan_resolves_are_sent_once_until_it_starts(probe: Probe, gpu: Path) -> None:
     with Caller(f"{OPENED}wait()\n{MOVES}wait()\n{MOVES}wait()\n", gpu, PRIME) as caller:
         probe.scan()
         events(probe, caller.pid)
@@ -358,7 +358,7 @@ def test_other_devices_cost_no_row(probe: Probe, uvm: Path, tmp_path: Path) -> N
         assert pid not in {row.tgid for row in probe.read_processes()}
 
 
-def test_a_number_that_becomes_known_counts_from_then_on(
+def test_a_device_number_counts_once_it_is_known(
     probe: Probe, uvm: Path, request: pytest.FixtureRequest
 ) -> None:
     request.addfinalizer(lambda: probe.set_majors(Majors()))
@@ -369,7 +369,7 @@ def test_a_number_that_becomes_known_counts_from_then_on(
         assert counters(probe, caller.pid).opens == 1
 
 
-def test_a_child_is_told_and_a_thread_is_not(probe: Probe, gpu: Path) -> None:
+def test_a_child_is_sent_and_a_thread_is_not(probe: Probe, gpu: Path) -> None:
     code = (
         OPENED
         + """
@@ -392,19 +392,19 @@ os.wait()
 @pytest.mark.parametrize(
     "code", ["os.dup2(0, fd)", "os.dup2(0, fd, inheritable=False)", "os.closerange(fd, fd + 1)"]
 )
-def test_descriptors_that_may_have_moved_ask_for_a_scan(probe: Probe, gpu: Path, code: str) -> None:
+def test_descriptors_that_may_have_moved_request_a_scan(probe: Probe, gpu: Path, code: str) -> None:
     pid = ran(OPENED + code, gpu)
 
     assert RmEventKind.RESCAN in kinds(probe, pid)
 
 
-def test_exec_asks_for_a_scan(probe: Probe, gpu: Path) -> None:
+def test_exec_requests_a_scan(probe: Probe, gpu: Path) -> None:
     pid = ran(OPENED + "os.execv('/bin/true', ['true'])", gpu)
 
     assert kinds(probe, pid)[-2:] == [RmEventKind.RESCAN, RmEventKind.EXIT]
 
 
-def test_the_end_of_a_process_is_the_end_of_its_last_thread(probe: Probe, gpu: Path) -> None:
+def test_the_exit_of_a_process_is_the_exit_of_its_last_thread(probe: Probe, gpu: Path) -> None:
     code = (
         OPENED
         + """
@@ -451,7 +451,7 @@ os.close(fd)
     assert counters(probe, child).opens == 0
 
 
-def test_rows_that_are_forgotten_are_gone(probe: Probe, gpu: Path) -> None:
+def test_deleted_rows_are_gone(probe: Probe, gpu: Path) -> None:
     with Caller(OPENED + "alloc(fd, 7, CONTEXT)\nwait()\n", gpu) as caller:
         (made,) = objects(probe, caller.pid)
         probe.forget_objects([(CLIENT, 7, made.at_ns)])
@@ -461,7 +461,7 @@ def test_rows_that_are_forgotten_are_gone(probe: Probe, gpu: Path) -> None:
         assert [row for row in probe.read_processes() if row.tgid == caller.pid] == []
 
 
-def test_a_newer_object_under_the_same_handle_is_not_forgotten(probe: Probe, gpu: Path) -> None:
+def test_a_newer_object_under_the_same_handle_is_not_deleted(probe: Probe, gpu: Path) -> None:
     code = OPENED + "alloc(fd, 7, CONTEXT)\nwait()\nfree(fd, 7)\nalloc(fd, 7, CONTEXT)\nwait()\n"
     with Caller(code, gpu) as caller:
         (first,) = objects(probe, caller.pid)
@@ -472,7 +472,7 @@ def test_a_newer_object_under_the_same_handle_is_not_forgotten(probe: Probe, gpu
         assert second.at_ns > first.at_ns
 
 
-def test_watching_a_process_that_is_known_keeps_its_counts(probe: Probe, gpu: Path) -> None:
+def test_watching_a_known_process_keeps_its_counts(probe: Probe, gpu: Path) -> None:
     with Caller(OPENED + "wait()\n", gpu) as caller:
         before = counters(probe, caller.pid)
         probe.watch([HeldFile(caller.pid, 0, 1, device_of(gpu), 1, 1)])

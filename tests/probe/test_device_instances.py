@@ -74,7 +74,7 @@ async def test_the_drivers_instances_place_them(double: DriverDouble, core: dict
         assert await watcher.agrees() == {}
 
 
-async def test_where_the_driver_does_not_say_they_are_counted_for_no_gpu(
+async def test_without_instances_they_are_counted_for_no_gpu(
     double: DriverDouble, core: dict[str, Any]
 ) -> None:
     async with watching(double, GPUS, request_of(double, core)) as watcher, graphics(double):

@@ -50,7 +50,7 @@ def told(one: DriverCall) -> tuple[str, str | None, int | None, int | None, str 
     return one.name, one.about, one.client, one.handle, one.answer
 
 
-def test_an_allocation_is_told_with_its_class() -> None:
+def test_an_allocation_is_named_with_its_class() -> None:
     block = words(CLIENT, 2, HANDLE, 0x9067, 0, 0, 0, 0, 0, 0, 0, 0)
 
     assert told(call(0x2B, block)) == ("RM_ALLOC", "FERMI_CONTEXT_SHARE_A", CLIENT, HANDLE, "OK")
@@ -118,7 +118,7 @@ def test_the_status_of_an_allocation_is_where_the_size_and_the_driver_have_it(
         (0x29, words(CLIENT, 0, HANDLE, 0x9999), ("RM_FREE", None, CLIENT, HANDLE, "status 0x9999")),
     ],
 )
-def test_calls_are_told_with_what_they_are_about(
+def test_calls_are_named_with_their_objects(
     number: int, block: bytes, expected: tuple[str, str | None, int | None, int | None, str | None]
 ) -> None:
     assert told(call(number, block)) == expected
@@ -159,7 +159,7 @@ def test_unified_memory_has_numbers_of_its_own(
     ],
     ids=["channel 580", "channel 590", "channel of an unknown driver", "free 515", "free 595"],
 )
-def test_what_lost_a_member_is_read_as_the_driver_has_it(
+def test_a_layout_without_a_member_is_read_as_the_driver_has_it(
     branch: int, number: int, block: bytes, expected: tuple[int | None, int | None, str]
 ) -> None:
     one = call(number, block, device=UVM, branch=branch)
@@ -167,13 +167,13 @@ def test_what_lost_a_member_is_read_as_the_driver_has_it(
     assert (one.client, one.handle, one.answer) == expected
 
 
-def test_what_the_kernel_said_comes_before_what_the_block_says() -> None:
+def test_the_kernels_result_takes_precedence_over_the_status() -> None:
     one = call(0x29, words(CLIENT, 0, HANDLE, 0), result=-errno.EINVAL)
 
     assert (one.answer, one.failed) == ("EINVAL", True)
 
 
-def test_of_parameters_that_could_not_be_read_nothing_is_told() -> None:
+def test_unreadable_parameters_are_unknown() -> None:
     one = call(0x2B, b"", size=48)
 
     assert (one.name, one.about, one.client, one.handle, one.status, one.answer) == (
@@ -203,9 +203,9 @@ def test_a_call_that_has_not_returned_has_no_answer() -> None:
         (507 << 20 | 21, "nvidia-cap21"),
     ],
 )
-def test_devices_are_called_as_their_files(device: int, name: str) -> None:
+def test_devices_have_the_names_of_their_files(device: int, name: str) -> None:
     assert device_name(device, MAJORS) == name
 
 
-def test_without_unified_memory_no_device_is_taken_for_it() -> None:
+def test_without_unified_memory_no_device_counts_as_its_own() -> None:
     assert device_name(0, Majors(195, 0, 0)) == "nvidia0"

@@ -105,7 +105,7 @@ def test_nothing_is_done_while_nothing_changed(make_probe: MakeProbe, machine: M
     assert probe.attached == (STAND_IN,)
 
 
-def test_a_driver_that_is_gone_is_let_go_and_named(make_probe: MakeProbe, machine: Machine) -> None:
+def test_an_unloaded_driver_is_detached_from_and_named(make_probe: MakeProbe, machine: Machine) -> None:
     load_module(machine)
     probe = make_probe(STAND_IN)
     assert sees_forks(probe)
@@ -117,7 +117,7 @@ def test_a_driver_that_is_gone_is_let_go_and_named(make_probe: MakeProbe, machin
     assert probe.missing == {STAND_IN: "the driver was unloaded"}
 
 
-def test_a_driver_that_came_back_is_attached_to(make_probe: MakeProbe, machine: Machine) -> None:
+def test_a_reloaded_driver_is_attached_to(make_probe: MakeProbe, machine: Machine) -> None:
     load_module(machine)
     probe = make_probe(STAND_IN)
     unload_module(machine)
@@ -130,9 +130,7 @@ def test_a_driver_that_came_back_is_attached_to(make_probe: MakeProbe, machine: 
     assert probe.reattach() == ()
 
 
-def test_a_driver_that_went_and_came_between_two_polls_is_attached_to(
-    make_probe: MakeProbe, machine: Machine
-) -> None:
+def test_a_driver_reloaded_between_two_polls_is_attached_to(make_probe: MakeProbe, machine: Machine) -> None:
     load_module(machine)
     probe = make_probe(STAND_IN)
     unload_module(machine)
@@ -142,7 +140,7 @@ def test_a_driver_that_went_and_came_between_two_polls_is_attached_to(
     assert sees_forks(probe)
 
 
-def test_what_cannot_be_traced_is_tried_a_few_times_for_each_driver(
+def test_a_function_that_cannot_be_traced_is_retried_a_few_times_for_each_driver(
     make_probe: MakeProbe, machine: Machine
 ) -> None:
     probe = make_probe(UNTRACEABLE)
@@ -187,7 +185,7 @@ def test_system_calls_are_traced_whatever_the_driver_does(
     assert probe.attached == attached
 
 
-def test_numbers_that_changed_are_told_to_the_programs(make_probe: MakeProbe, machine: Machine) -> None:
+def test_changed_device_numbers_are_set_for_the_programs(make_probe: MakeProbe, machine: Machine) -> None:
     probe = make_probe(STAND_IN)
     machine.write("proc/devices", DEVICES.replace("509 nvidia-uvm", "511 nvidia-uvm"))
 
@@ -207,7 +205,7 @@ def test_a_driver_that_is_gone_leaves_no_number_of_another(make_probe: MakeProbe
     assert (probe.config.uvm_major, probe.config.caps_major) == (0, 0)
 
 
-def test_the_version_of_a_driver_says_where_its_answers_are(make_probe: MakeProbe, machine: Machine) -> None:
+def test_the_version_of_a_driver_selects_its_layout(make_probe: MakeProbe, machine: Machine) -> None:
     probe = make_probe(STAND_IN)
     machine.with_driver(version="525.60.13")
 

@@ -37,7 +37,7 @@ def test_the_running_kernels_own_need_no_btf(machine: Machine, scratch: str) -> 
     assert headers.find(machine.roots, scratch).native
 
 
-def test_what_the_kernel_carries_comes_second(machine: Machine, scratch: str) -> None:
+def test_the_kernels_own_archive_comes_second(machine: Machine, scratch: str) -> None:
     machine.with_btf()
     machine.with_headers(f"modules/{OTHER_RELEASE}/build")
     archive = machine.root / "sys/kernel/kheaders.tar.xz"
@@ -54,7 +54,7 @@ def test_what_the_kernel_carries_comes_second(machine: Machine, scratch: str) ->
     assert found.directory.startswith(scratch)
 
 
-def test_foreign_headers_do_when_the_kernel_tells_its_offsets(machine: Machine, scratch: str) -> None:
+def test_foreign_headers_suffice_when_the_kernel_has_btf(machine: Machine, scratch: str) -> None:
     machine.with_btf()
     tree = machine.with_headers(f"modules/{OTHER_RELEASE}/build")
 
@@ -63,7 +63,7 @@ def test_foreign_headers_do_when_the_kernel_tells_its_offsets(machine: Machine, 
     assert found == headers.Headers(OTHER_RELEASE, str(tree), native=False)
 
 
-def test_the_newest_foreign_headers_are_taken(machine: Machine, scratch: str) -> None:
+def test_the_newest_foreign_headers_are_used(machine: Machine, scratch: str) -> None:
     machine.with_btf()
     for release in ("5.4.0-84", "5.15.0-9", "5.4.0-150"):
         machine.with_headers(f"modules/{release}/build")
@@ -79,7 +79,7 @@ def test_headers_outside_of_the_modules_directory_are_found(machine: Machine, sc
 
 
 @pytest.mark.parametrize("place", ["build and source", "build alone", "sources alone"])
-def test_debians_pair_is_put_together(machine: Machine, scratch: str, place: str) -> None:
+def test_debians_pair_is_merged(machine: Machine, scratch: str, place: str) -> None:
     machine.with_btf()
     tree = machine.with_headers("sources/linux-headers-6.1.0-9-amd64", common=True)
     if place != "sources alone":
@@ -110,7 +110,7 @@ def test_half_a_pair_is_no_headers(machine: Machine, scratch: str) -> None:
     assert caught.value.code == "kernel_headers_missing"
 
 
-def test_no_headers_at_all_are_told_with_the_release(machine: Machine, scratch: str) -> None:
+def test_missing_headers_are_reported_with_the_release(machine: Machine, scratch: str) -> None:
     machine.with_btf()
 
     with pytest.raises(ProbeLoadError) as caught:
@@ -120,9 +120,7 @@ def test_no_headers_at_all_are_told_with_the_release(machine: Machine, scratch: 
     assert NEW_RELEASE in str(caught.value)
 
 
-def test_foreign_headers_alone_are_a_mismatch_and_both_releases_are_told(
-    tmp_path: Path, scratch: str
-) -> None:
+def test_foreign_headers_alone_are_a_mismatch_with_both_releases(tmp_path: Path, scratch: str) -> None:
     machine = Machine(tmp_path / "old", release=RELEASE)
     machine.with_headers(f"modules/{OTHER_RELEASE}/build")
 
@@ -134,7 +132,7 @@ def test_foreign_headers_alone_are_a_mismatch_and_both_releases_are_told(
     assert OTHER_RELEASE in str(caught.value)
 
 
-def test_an_archive_that_is_damaged_is_told(machine: Machine, scratch: str) -> None:
+def test_a_damaged_archive_is_reported(machine: Machine, scratch: str) -> None:
     machine.write("sys/kernel/kheaders.tar.xz", "no archive")
 
     with pytest.raises(ProbeLoadError) as caught:

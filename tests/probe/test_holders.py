@@ -102,7 +102,7 @@ os._exit(0)
         assert (held.fds, in_proc.fds) == (3, 3)
 
 
-def test_a_process_whose_first_thread_ended_holds_what_it_held(probe: Probe, gpu: Path) -> None:
+def test_a_process_whose_first_thread_exited_still_holds_its_files(probe: Probe, gpu: Path) -> None:
     code = (
         OPENED
         + """
@@ -125,7 +125,7 @@ ctypes.CDLL(None).syscall(60, 0)  # exit, of this thread alone
         assert scan.unseen == ""
 
 
-def test_ten_thousand_descriptors_are_seen(probe: Probe, gpu: Path) -> None:
+def test_ten_thousand_descriptors_are_found(probe: Probe, gpu: Path) -> None:
     code = """
 import resource
 resource.setrlimit(resource.RLIMIT_NOFILE, (11000, 11000))
@@ -214,7 +214,7 @@ def test_each_node_has_its_number(tmp_path: Path, add: Add, target: str, device:
     "target",
     ["/dev/null", "socket:[77]", "/home/nvidia0/file", "/dev/nvidia", "/tmp/nvidia0.log", "/dev/nvidia4567"],
 )
-def test_other_files_are_left_alone(tmp_path: Path, add: Add, target: str) -> None:
+def test_other_files_do_not_count(tmp_path: Path, add: Add, target: str) -> None:
     add(1, [target])
 
     assert scan(tmp_path).held == []
@@ -226,7 +226,7 @@ def test_a_name_with_brackets_and_spaces_hides_no_start(tmp_path: Path, add: Add
     assert scan(tmp_path).held[0].start_ticks == 99
 
 
-def test_the_cgroup_is_told_by_its_inode(tmp_path: Path, add: Add) -> None:
+def test_the_cgroup_is_identified_by_its_inode(tmp_path: Path, add: Add) -> None:
     add(1, ["/dev/nvidia0"])
     folder = tmp_path / "cgroup/kubepods.slice/pod1"
     folder.mkdir(parents=True)
@@ -240,7 +240,7 @@ def test_several_descriptors_of_one_device_are_one_record(tmp_path: Path, add: A
     assert {(one.device, one.fds) for one in scan(tmp_path).held} == {(195 << 20, 2), (CONTROL, 1)}
 
 
-def test_a_process_that_ended_is_left_out(tmp_path: Path, add: Add) -> None:
+def test_an_exited_process_holds_nothing(tmp_path: Path, add: Add) -> None:
     add(1, ["/dev/nvidia0"])
     (tmp_path / "proc/2").mkdir()
     (tmp_path / "proc/self").mkdir()
@@ -248,7 +248,7 @@ def test_a_process_that_ended_is_left_out(tmp_path: Path, add: Add) -> None:
     assert [one.tgid for one in scan(tmp_path).held] == [1]
 
 
-def test_a_proc_that_is_not_there_says_so(tmp_path: Path) -> None:
+def test_a_missing_proc_is_reported(tmp_path: Path) -> None:
     assert scan(tmp_path) == ([], f"{tmp_path}/proc could not be listed: No such file or directory", "procfs")
 
 
@@ -265,7 +265,7 @@ def test_a_proc_that_is_not_there_says_so(tmp_path: Path) -> None:
         (procfs.Bounds(mount_bytes=300), 9, "more mounts than are read: process 2"),
     ],
 )
-def test_a_scan_says_what_it_did_not_read(
+def test_a_scan_reports_what_it_did_not_read(
     tmp_path: Path, add: Add, bounds: procfs.Bounds, read: int, unseen: str
 ) -> None:
     for pid in range(1, 5):
@@ -282,7 +282,7 @@ def test_a_scan_says_what_it_did_not_read(
     assert (sum(one.fds for one in found.held), found.unseen) == (read, unseen)
 
 
-def test_more_processes_than_are_read_are_said(tmp_path: Path, add: Add) -> None:
+def test_more_processes_than_the_bound_are_reported(tmp_path: Path, add: Add) -> None:
     for pid in range(1, 5):
         add(pid, ["/dev/nvidia0"])
 
@@ -333,7 +333,7 @@ def test_a_plain_file_with_a_name_of_the_driver_s_is_none_of_its_devices(tmp_pat
     assert scan(tmp_path).held == []
 
 
-def test_a_double_on_a_file_system_of_its_own_is_told_by_its_inode(tmp_path: Path, add: Add) -> None:
+def test_a_double_on_a_file_system_of_its_own_is_identified_by_its_inode(tmp_path: Path, add: Add) -> None:
     double = tmp_path / "nvidia4"
     double.touch()
     add(1, [str(double)])
@@ -399,7 +399,7 @@ def folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[FuseFolder]:
 
 
 @pytest.mark.parametrize("is_double", [False, True])
-def test_who_serves_a_file_is_not_asked_whose_it_is(folder: FuseFolder, *, is_double: bool) -> None:
+def test_the_server_of_a_file_is_not_called_for_its_device(folder: FuseFolder, *, is_double: bool) -> None:
     with answering(folder):
         caller = Caller(OPENED + "wait()\n", folder.path("nvidia4"))
         caller.run()
@@ -423,7 +423,7 @@ def test_who_serves_a_file_is_not_asked_whose_it_is(folder: FuseFolder, *, is_do
 
 
 @pytest.mark.parametrize(("kind", "is_looked_at"), [("nfs4", False), ("devtmpfs", True), ("fuse.nfs", True)])
-def test_files_that_another_machine_serves_are_not_looked_at(
+def test_files_that_another_machine_serves_are_not_examined(
     tmp_path: Path, add: Add, kind: str, *, is_looked_at: bool
 ) -> None:
     add(1, ["/dev/nvidia0", "/dev/nvidiactl"])
@@ -439,7 +439,7 @@ def test_files_that_another_machine_serves_are_not_looked_at(
 
 
 @pytest.mark.parametrize("path", ["/dev/null", "/proc/self/exe", __file__, "/"])
-def test_a_file_has_the_numbers_that_stat_tells(path: str) -> None:
+def test_a_file_has_the_numbers_of_stat(path: str) -> None:
     status = os.stat(path)  # noqa: PTH116 - what it is compared with
 
     assert syscalls.file_numbers(path) == (status.st_ino, status.st_dev, status.st_rdev)

@@ -64,7 +64,7 @@ def test_an_older_driver_has_its_status_elsewhere(machine: Machine, version: str
     assert kernel.alloc_status(branch, 47) is None
 
 
-def test_a_driver_that_does_not_say_is_taken_for_a_new_one(machine: Machine) -> None:
+def test_a_driver_of_unknown_branch_counts_as_a_new_one(machine: Machine) -> None:
     assert kernel.driver_branch(machine.roots) == 0
     assert (kernel.alloc_status(0, 32), kernel.alloc_status(0, 40)) == (28, 36)
 
@@ -77,11 +77,11 @@ def test_a_release_has_a_version(text: str, version: tuple[int, int]) -> None:
     assert kernel.version_of(text) == version
 
 
-def test_a_kernel_that_is_too_old_is_told(tmp_path: Path) -> None:
+def test_a_kernel_that_is_too_old_is_reported(tmp_path: Path) -> None:
     assert refusal(Machine(tmp_path, release="5.4.0-89-generic").roots) == "bpf_unsupported"
 
 
-def test_another_machine_than_x86_is_refused_with_its_name(
+def test_another_machine_than_x86_is_rejected_with_its_name(
     machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(platform, "machine", lambda: "aarch64")
@@ -94,7 +94,7 @@ def test_another_machine_than_x86_is_refused_with_its_name(
     assert all("arm64" in text for text in said), "wherever one may look for it"
 
 
-def test_a_kernel_that_is_locked_down_is_told(machine: Machine) -> None:
+def test_a_locked_down_kernel_is_reported(machine: Machine) -> None:
     machine.write("sys/kernel/security/lockdown", "none integrity [confidentiality]\n")
 
     assert refusal(machine.roots) == "kernel_lockdown"
@@ -132,7 +132,7 @@ def test_entry_points_are_those_of_the_drivers_modules(machine: Machine) -> None
         (["nvidia_unlocked_ioctl.cold", "nvidia_unlocked_ioctl.part.0", "nvidia_ioctl"], None),
     ],
 )
-def test_the_entry_point_is_what_the_branch_and_the_compiler_call_it(
+def test_the_entry_point_has_the_name_of_branch_and_compiler(
     machine: Machine, has: list[str], traced: str | None
 ) -> None:
     machine.with_kprobes()
@@ -143,7 +143,7 @@ def test_the_entry_point_is_what_the_branch_and_the_compiler_call_it(
     assert tier == ("syscalls" if traced is None else "driver")
 
 
-def test_the_cheap_tier_is_chosen_where_it_is_possible(machine: Machine) -> None:
+def test_tier_driver_is_chosen_where_it_is_possible(machine: Machine) -> None:
     machine.with_kprobes()
     machine.with_driver(*ENTRY_POINTS)
 
@@ -177,7 +177,7 @@ def test_device_doubles_have_no_entry_points(machine: Machine) -> None:
 
 
 @pytest.mark.parametrize("kprobes", [False, True])
-def test_a_tier_that_is_wanted_and_not_possible_is_refused_with_its_reason(
+def test_a_requested_tier_that_is_not_possible_is_rejected_with_its_reason(
     machine: Machine, *, kprobes: bool
 ) -> None:
     if kprobes:

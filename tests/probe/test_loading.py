@@ -124,13 +124,13 @@ def test_this_kernels_trace_file_system_stays_as_it_was(shared: Probe) -> None:
     assert mounts.count(" tracefs ") <= 2
 
 
-def test_auto_takes_the_object_where_bcc_is_not_installed(load_probe: LoadProbe, object_path: Path) -> None:
+def test_auto_uses_the_object_where_bcc_is_not_installed(load_probe: LoadProbe, object_path: Path) -> None:
     probe = load_probe(loader="auto", bcc_paths=(), object_path=str(object_path))
 
     assert probe.loader == "core"
 
 
-def test_auto_takes_the_object_where_bcc_has_no_headers(
+def test_auto_uses_the_object_where_bcc_has_no_headers(
     load_probe: LoadProbe, object_path: Path, machine: Machine, tmp_path: Path
 ) -> None:
     probe = load_probe(
@@ -143,7 +143,7 @@ def test_auto_takes_the_object_where_bcc_has_no_headers(
     assert probe.loader == "core"
 
 
-def test_auto_takes_the_object_where_bcc_cannot_compile(
+def test_auto_uses_the_object_where_bcc_cannot_compile(
     load_probe: LoadProbe, object_path: Path, machine: Machine, tmp_path: Path
 ) -> None:
     machine.with_headers("modules/6.1.0-9-amd64/build")
@@ -279,7 +279,7 @@ def test_what_cannot_be_attached_to_is_named_with_another_tier(
     assert "--probe-tier procfs" in str(error)
 
 
-def test_a_nested_pid_namespace_is_told(core: dict[str, Any]) -> None:
+def test_a_nested_pid_namespace_is_reported(core: dict[str, Any]) -> None:
     if shutil.which("unshare") is None:
         pytest.skip("unshare is not installed")
 
@@ -289,7 +289,7 @@ def test_a_nested_pid_namespace_is_told(core: dict[str, Any]) -> None:
     assert "hostPID" in str(error)
 
 
-def test_the_cheap_tier_is_refused_where_the_kernel_has_no_kprobes(core: dict[str, Any]) -> None:
+def test_tier_driver_is_rejected_where_the_kernel_has_no_kprobes(core: dict[str, Any]) -> None:
     if Path("/sys/bus/event_source/devices/kprobe").exists():
         pytest.skip("this kernel has kprobes")
 
@@ -330,7 +330,9 @@ def test_a_module_bcc_that_cannot_be_imported(tmp_path: Path, machine: Machine) 
     assert "libbcc.so.0" in str(error)
 
 
-def test_a_compiler_that_fails_is_told_in_one_line_and_asked_once(tmp_path: Path, machine: Machine) -> None:
+def test_a_compiler_failure_is_reported_in_one_line_and_not_repeated(
+    tmp_path: Path, machine: Machine
+) -> None:
     machine.with_headers("modules/6.1.0-9-amd64/build")
     said = "/virtual/main.c:3:1: note: here\n/virtual/main.c:4:2: error: unknown type name 'u33'\n"
     paths = fake_bcc(tmp_path, "Exception('Failed to compile BPF module')", said=said, times=20_000)
@@ -344,7 +346,7 @@ def test_a_compiler_that_fails_is_told_in_one_line_and_asked_once(tmp_path: Path
     assert compilations(tmp_path) == 1
 
 
-def test_a_kernel_that_forbids_although_the_capabilities_are_there(tmp_path: Path, machine: Machine) -> None:
+def test_a_kernel_that_forbids_bpf_despite_the_capabilities(tmp_path: Path, machine: Machine) -> None:
     machine.with_headers("modules/6.1.0-9-amd64/build")
     paths = fake_bcc(tmp_path, "PermissionError(1, 'Operation not permitted')")
 
@@ -353,7 +355,7 @@ def test_a_kernel_that_forbids_although_the_capabilities_are_there(tmp_path: Pat
     assert error.code == "bpf_not_permitted"
 
 
-def test_an_object_that_is_none(tmp_path: Path) -> None:
+def test_a_file_that_is_no_object(tmp_path: Path) -> None:
     broken = tmp_path / "gpu_probe.bpf.o"
     broken.write_bytes(b"no object")
 
@@ -379,7 +381,9 @@ def rebuilt(tmp_path: Path, file: str, old: str, new: str) -> str:
     return str(tmp_path / "x.o")
 
 
-def test_a_program_the_verifier_refuses_is_told_in_one_line(object_path: Path, tmp_path: Path) -> None:
+def test_a_program_that_the_verifier_rejects_is_reported_in_one_line(
+    object_path: Path, tmp_path: Path
+) -> None:
     assert object_path.exists()
     path = rebuilt(tmp_path, "calls.h", "if (call.size > sizeof(block))", "if (call.size > 4096)")
 
@@ -390,7 +394,7 @@ def test_a_program_the_verifier_refuses_is_told_in_one_line(object_path: Path, t
     assert "exit_ioctl" in error.detail
 
 
-def test_a_program_that_can_be_done_without_is_left_out_and_named(
+def test_an_optional_program_that_fails_to_load_is_named(
     load_probe: LoadProbe, object_path: Path, tmp_path: Path
 ) -> None:
     assert object_path.exists()
@@ -432,7 +436,7 @@ def test_an_object_of_another_version_is_not_read_wrongly(object_path: Path, tmp
 # ---- what goes wrong with the process ----
 
 
-def test_a_loader_that_is_killed_is_told_with_its_signal() -> None:
+def test_a_loader_that_is_killed_is_reported_with_its_signal() -> None:
     error = refused(Request(), launcher=("sh", "-c", "kill -9 $$"))
 
     assert error.code == "loader_killed"
@@ -444,7 +448,7 @@ case "$*" in *'"loader": "core"'*) exec "$@";; *) kill -9 $$;; esac
 """
 
 
-async def test_where_the_compiler_is_killed_the_precompiled_object_is_tried(core: dict[str, Any]) -> None:
+async def test_where_the_compiler_is_killed_the_precompiled_object_is_loaded(core: dict[str, Any]) -> None:
     request = replace(Request(doubles=DOUBLES, tier="syscalls", **core), loader="auto")
 
     probe = await load(request, launcher=("sh", "-c", DIES_UNLESS_PRECOMPILED, "sh"))
@@ -453,31 +457,31 @@ async def test_where_the_compiler_is_killed_the_precompiled_object_is_tried(core
     probe.close()
 
 
-def test_a_loader_that_is_asked_for_by_name_is_the_only_one_tried(core: dict[str, Any]) -> None:
+def test_a_loader_requested_by_name_is_the_only_one_used(core: dict[str, Any]) -> None:
     request = replace(Request(**core), loader="bcc")
     error = refused(request, launcher=("sh", "-c", DIES_UNLESS_PRECOMPILED, "sh"))
 
     assert error.code == "loader_killed"
 
 
-def test_a_loader_that_ends_without_an_answer_is_told_with_its_last_words() -> None:
+def test_a_loader_that_exits_without_an_answer_is_reported_with_its_last_line() -> None:
     error = refused(Request(), launcher=("sh", "-c", "echo what went wrong >&2; exit 3"))
 
     assert error.code == "loader_failed"
     assert "exited with 3: what went wrong" in str(error)
 
 
-def test_a_loader_that_cannot_be_started_is_told() -> None:
+def test_a_loader_that_cannot_be_started_is_reported() -> None:
     assert refused(Request(), launcher=("/nonexistent/launcher",)).code == "loader_failed"
 
 
-def test_a_loader_that_takes_too_long_is_ended() -> None:
+def test_a_loader_past_its_deadline_is_killed() -> None:
     error = refused(Request(), launcher=("sh", "-c", "exec sleep 60"), deadline_s=0.2)
 
     assert error.code == "loader_timeout"
 
 
-async def test_cancelling_ends_the_process() -> None:
+async def test_cancelling_kills_the_process() -> None:
     task = asyncio.get_running_loop().create_task(load(Request(), launcher=("sh", "-c", "exec sleep 60")))
     while not await asyncio.get_running_loop().run_in_executor(None, children_sleeping):
         await asyncio.sleep(0.01)
@@ -502,7 +506,7 @@ async def test_cancelling_leaves_no_directory() -> None:
     assert scratch_directories() == set()
 
 
-async def test_what_an_agent_that_was_killed_left_behind_is_removed() -> None:
+async def test_leftovers_of_a_killed_agent_are_removed() -> None:
     folder = Path(tempfile.gettempdir())
     (folder / "gpu-agent-probe-left/kheaders").mkdir(parents=True)
     (folder / "gpu-agent-probe-another").mkdir()
@@ -598,7 +602,7 @@ def test_the_process_has_nothing_of_the_agent_but_what_is_named(
     }
 
 
-def test_what_the_process_started_ends_with_it(tmp_path: Path) -> None:
+def test_processes_that_the_loader_started_are_killed_with_it(tmp_path: Path) -> None:
     script = f"sleep 1000 & echo $! > {tmp_path}/pid; exec sleep 1000"
 
     error = refused(Request(), launcher=("sh", "-c", script), deadline_s=0.5)
@@ -607,7 +611,7 @@ def test_what_the_process_started_ends_with_it(tmp_path: Path) -> None:
     assert has_ended(int((tmp_path / "pid").read_text()))
 
 
-def test_what_a_process_that_answered_left_running_ends_too(core: dict[str, Any], tmp_path: Path) -> None:
+def test_processes_left_running_after_an_answer_are_killed_too(core: dict[str, Any], tmp_path: Path) -> None:
     script = f'sleep 1000 & echo $! > {tmp_path}/pid; exec "$@"'
     request = Request(doubles=DOUBLES, tier="syscalls", **core)
 
@@ -616,7 +620,7 @@ def test_what_a_process_that_answered_left_running_ends_too(core: dict[str, Any]
     assert has_ended(int((tmp_path / "pid").read_text()))
 
 
-def test_the_process_ends_when_the_agent_is_killed(tmp_path: Path, machine: Machine) -> None:
+def test_the_process_dies_when_the_agent_is_killed(tmp_path: Path, machine: Machine) -> None:
     machine.with_headers("modules/6.1.0-9-amd64/build")
     paths = telling_bcc(tmp_path, WAITING_BCC)
     agent = agent_that_loads(Request(loader="bcc", bcc_paths=paths, roots=machine.kernel_of_this_machine))
@@ -631,7 +635,7 @@ def test_the_process_ends_when_the_agent_is_killed(tmp_path: Path, machine: Mach
         time.sleep(0.01)
 
 
-def test_a_process_that_begins_after_the_agent_was_killed_does_nothing(
+def test_a_process_that_starts_after_the_agent_was_killed_does_nothing(
     tmp_path: Path, machine: Machine
 ) -> None:
     machine.with_headers("modules/6.1.0-9-amd64/build")
@@ -674,7 +678,7 @@ def has_ended(pid: int) -> bool:
         return True
 
 
-def test_an_answer_that_makes_no_sense_is_told() -> None:
+def test_an_invalid_answer_is_reported() -> None:
     with pytest.raises(ProbeLoadError, match="sent an invalid answer"):
         read_reply(b"{")
 
@@ -703,7 +707,7 @@ print(probe.loader)
     assert done.stdout.strip() == loader["loader"]
 
 
-def test_programs_and_maps_go_when_the_agent_goes(loader: dict[str, Any]) -> None:
+def test_programs_and_maps_are_removed_when_the_agent_exits(loader: dict[str, Any]) -> None:
     code = f"""
 import asyncio, os
 from agent.probe import syscalls
@@ -753,7 +757,7 @@ libbpf: failed to load object
         ("libbpf: Error loading vmlinux BTF: -2\n", "libbpf: Error loading vmlinux BTF: -2"),
     ],
 )
-def test_one_line_of_many_is_told(output: str, line: str) -> None:
+def test_one_line_of_many_is_reported(output: str, line: str) -> None:
     assert last_useful_line(output) == line
 
 
@@ -770,5 +774,5 @@ def test_a_request_arrives_as_it_was_sent() -> None:
     assert Request.from_json(Request().to_json()) == Request()
 
 
-def test_doubles_have_to_be_asked_for() -> None:
+def test_doubles_have_to_be_requested() -> None:
     assert Request().doubles is None

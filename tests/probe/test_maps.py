@@ -63,7 +63,7 @@ def test_what_a_process_frees_makes_room_for_it(own: Probe, gpu: Path) -> None:
         assert [one.handle for one in objects(own, caller.pid)] == [8]
 
 
-def test_what_is_taken_out_for_a_process_makes_room_for_it(own: Probe, gpu: Path) -> None:
+def test_deleted_objects_of_a_process_make_room_for_it(own: Probe, gpu: Path) -> None:
     with Caller(GREEDY, gpu, MAX_OBJECTS_EACH) as caller:
         made = objects(own, caller.pid)
         own.forget_objects((one.client, one.handle, one.at_ns) for one in made[: BEYOND - 1])
@@ -75,7 +75,7 @@ def test_what_is_taken_out_for_a_process_makes_room_for_it(own: Probe, gpu: Path
         assert len(objects(own, caller.pid)) == MAX_OBJECTS_EACH - BEYOND + 1
 
 
-def test_what_another_frees_makes_room_for_who_made_it(own: Probe, gpu: Path) -> None:
+def test_objects_that_another_frees_make_room_for_their_process(own: Probe, gpu: Path) -> None:
     code = (
         OPENED
         + """
@@ -96,7 +96,7 @@ wait()
         assert len(objects(own, caller.pid)) == MAX_OBJECTS_EACH
 
 
-def test_a_pid_that_is_used_again_has_all_of_its_share(own: Probe, gpu: Path) -> None:
+def test_a_reused_pid_has_all_of_its_share(own: Probe, gpu: Path) -> None:
     with Caller(OPENED + "wait()\nalloc(fd, 7, CONTEXT)\nwait()\n", gpu) as caller:
         # An earlier process of this number, and what was taken out for it.
         key = PROCESS_KEY.pack(caller.pid)
@@ -109,7 +109,7 @@ def test_a_pid_that_is_used_again_has_all_of_its_share(own: Probe, gpu: Path) ->
         assert len(objects(own, caller.pid)) == 1
 
 
-def test_processes_that_are_forgotten_leave_no_row(own: Probe, gpu: Path) -> None:
+def test_deleted_processes_leave_no_row(own: Probe, gpu: Path) -> None:
     with Caller(OPENED + "alloc(fd, 7, CONTEXT)\nwait()\n", gpu) as caller:
         (made,) = objects(own, caller.pid)
         own.forget_objects([(made.client, made.handle, made.at_ns)])
@@ -120,7 +120,7 @@ def test_processes_that_are_forgotten_leave_no_row(own: Probe, gpu: Path) -> Non
         assert syscalls.map_rows(own._maps["forgotten"], FORGOTTEN_KEY.size, 16).total == 0
 
 
-def test_what_is_taken_out_for_who_is_gone_leaves_no_row(own: Probe, gpu: Path) -> None:
+def test_deleted_objects_of_an_exited_process_leave_no_row(own: Probe, gpu: Path) -> None:
     with Caller(OPENED + "alloc(fd, 7, CONTEXT)\nalloc(fd, 8, CONTEXT)\nwait()\n", gpu) as caller:
         first, second = objects(own, caller.pid)
         own.forget_objects([(first.client, first.handle, first.at_ns)])
@@ -132,7 +132,7 @@ def test_what_is_taken_out_for_who_is_gone_leaves_no_row(own: Probe, gpu: Path) 
     assert syscalls.map_rows(own._maps["forgotten"], FORGOTTEN_KEY.size, 16).total == 0
 
 
-def test_an_object_that_finds_no_room_is_told_to_nobody(own: Probe, gpu: Path) -> None:
+def test_an_object_that_finds_no_room_sends_no_event(own: Probe, gpu: Path) -> None:
     room = syscalls.map_info(own._maps["objects"]).max_entries
     for handle in range(room):
         syscalls.map_update(own._maps["objects"], OBJECT_KEY.pack(1, handle), OBJECT.pack(*[0] * 9))
@@ -146,7 +146,7 @@ def test_an_object_that_finds_no_room_is_told_to_nobody(own: Probe, gpu: Path) -
 # ---- what the memory of another says ----
 
 
-def test_nobody_takes_over_the_client_of_a_process_that_lives(probe: Probe, gpu: Path) -> None:
+def test_no_process_takes_over_the_client_of_a_living_one(probe: Probe, gpu: Path) -> None:
     client = CLIENT + 21
     made = OPENED + "alloc(fd, int(sys.argv[2]), ROOT, client=0, parent=0)\nwait()\n"
     with Caller(made, gpu, client) as caller, Caller(made, gpu, client) as forger:
@@ -161,7 +161,7 @@ def test_nobody_takes_over_the_client_of_a_process_that_lives(probe: Probe, gpu:
     ["alloc(fd, 7, CONTEXT, client=CLIENT + 24)", "alloc(fd, 5, CONTEXT)\ndup(fd, 7, 5, client=CLIENT + 24)"],
     ids=["made", "copied"],
 )
-def test_nobody_takes_over_an_object_of_a_client_older_than_the_probe(
+def test_no_process_takes_over_an_object_of_a_client_older_than_the_probe(
     probe: Probe, gpu: Path, forging: str
 ) -> None:
     with Caller(OPENED + "alloc(fd, 7, CONTEXT, client=CLIENT + 24)\nwait()\n", gpu) as caller:
@@ -172,7 +172,7 @@ def test_nobody_takes_over_an_object_of_a_client_older_than_the_probe(
         assert (counters(probe, forger).errors, counters(probe, forger).rejected) == (1, 1)
 
 
-def test_the_number_of_a_client_that_ended_may_be_given_again(probe: Probe, gpu: Path) -> None:
+def test_the_number_of_a_freed_client_may_be_reused(probe: Probe, gpu: Path) -> None:
     client = CLIENT + 22
     made = OPENED + "alloc(fd, int(sys.argv[2]), ROOT, client=0, parent=0)\nwait()\n"
     ran(made, gpu, client)
@@ -181,7 +181,7 @@ def test_the_number_of_a_client_that_ended_may_be_given_again(probe: Probe, gpu:
         assert [one.handle for one in objects(probe, caller.pid)] == [client]
 
 
-def test_nobody_says_which_gpu_the_client_of_another_uses(
+def test_no_process_registers_the_gpu_of_another_ones_client(
     probe: Probe, gpu: Path, uvm: Path, request: pytest.FixtureRequest
 ) -> None:
     request.addfinalizer(lambda: probe.set_majors(Majors()))
@@ -213,7 +213,7 @@ plain(uvm, 25, bytearray(bytes(16) + struct.pack("=iIII", fd, int(sys.argv[2]), 
     ],
     ids=["parameters", "wrapped call", "wrapping call"],
 )
-def test_what_cannot_be_read_is_counted(probe: Probe, gpu: Path, code: str) -> None:
+def test_unreadable_parameters_are_counted(probe: Probe, gpu: Path, code: str) -> None:
     before = probe.read_statistics().unreadable
 
     ran(OPENED + code, gpu)

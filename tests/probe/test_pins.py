@@ -59,7 +59,7 @@ async def double() -> AsyncIterator[DriverDouble]:
         yield started
 
 
-async def test_a_restart_keeps_contexts_and_finds_owners_that_ended_meanwhile(
+async def test_a_restart_keeps_contexts_and_finds_owners_that_exited_meanwhile(
     loader: dict[str, Any], double: DriverDouble, bpffs: Path
 ) -> None:
     doubles = Doubles(filesystem=double.file_system, uvm_major=UVM_MAJOR)
@@ -103,7 +103,7 @@ async def test_a_restart_keeps_contexts_and_finds_owners_that_ended_meanwhile(
             await watcher.agrees()
 
 
-def test_what_happened_while_no_agent_was_there_is_read_in_the_maps_alone(
+def test_changes_while_no_agent_ran_are_read_from_the_maps_alone(
     load_probe: LoadProbe, core: dict[str, Any], bpffs: Path, gpu: Path
 ) -> None:
     options = core | {"pins": str(bpffs / "gpu-agent")}
@@ -144,7 +144,7 @@ def test_other_programs_of_the_same_layout_get_the_rows(
         assert len(objects(after, caller.pid)) == len(of_caller) - 1
 
 
-def test_another_layout_begins_anew_and_removes_what_was_kept(
+def test_another_layout_starts_empty_and_removes_the_earlier_pins(
     load_probe: LoadProbe, core: dict[str, Any], bpffs: Path, gpu: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     options = core | {"pins": str(bpffs / "gpu-agent")}
@@ -195,7 +195,7 @@ def _garbage(kept: Path) -> None:
     ],
     ids=["foreign map", "map for a link", "garbage", "no description", "no link", "no map"],
 )
-def test_what_is_damaged_is_named_and_a_new_probe_loaded(
+def test_damaged_pins_are_named_and_a_new_probe_is_loaded(
     load_probe: LoadProbe,
     core: dict[str, Any],
     bpffs: Path,
@@ -272,9 +272,7 @@ def test_a_file_system_that_is_full_leaves_nothing_half_done(
     assert kept_in(bpffs / "gpu-agent") == set()
 
 
-def test_nothing_is_left_of_what_is_not_wanted_any_more(
-    load_probe: LoadProbe, core: dict[str, Any], bpffs: Path
-) -> None:
+def test_unwanted_pins_are_removed(load_probe: LoadProbe, core: dict[str, Any], bpffs: Path) -> None:
     folder = bpffs / "gpu-agent"
     load_probe(pins=str(folder), **core).close()
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
@@ -284,7 +282,7 @@ def test_nothing_is_left_of_what_is_not_wanted_any_more(
     assert not folder.exists()
 
 
-def test_a_probe_of_another_loader_than_is_wanted_is_not_used(
+def test_a_probe_of_another_loader_than_requested_is_not_used(
     load_probe: LoadProbe, core: dict[str, Any], bpffs: Path
 ) -> None:
     options = core | {"pins": str(bpffs / "gpu-agent")}

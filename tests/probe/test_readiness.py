@@ -55,7 +55,7 @@ def test_no_device_was_called_yet(core: dict[str, Any], load_probe: LoadProbe) -
     assert load_probe(**core).read_readiness() == {}
 
 
-def test_what_the_call_answered_is_told(probe: Probe, gpu: Path) -> None:
+def test_the_result_of_the_call_is_read(probe: Probe, gpu: Path) -> None:
     check(gpu)
 
     assert probe.read_readiness()[minor(gpu)].check.result < 0
@@ -96,7 +96,7 @@ def test_the_agent_sets_a_device_not_ready_and_the_next_answer_makes_it_ready(
     assert [one.ready for one in after] == [False, True]
 
 
-def test_other_processes_say_nothing_of_readiness(
+def test_calls_of_other_processes_do_not_count_for_readiness(
     core: dict[str, Any], load_probe: LoadProbe, gpu: Path
 ) -> None:
     probe = load_probe(**core)
@@ -106,7 +106,7 @@ def test_other_processes_say_nothing_of_readiness(
 
 
 @pytest.mark.parametrize("number", [CHECK_VERSION_STR, SYS_PARAMS])
-def test_other_calls_on_a_gpu_say_nothing_of_readiness(
+def test_other_calls_on_a_gpu_do_not_count_for_readiness(
     core: dict[str, Any], load_probe: LoadProbe, gpu: Path, number: int
 ) -> None:
     probe = load_probe(**core)

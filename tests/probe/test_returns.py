@@ -48,7 +48,7 @@ def test_an_entry_needs_no_event(machine: Machine) -> None:
     assert commands(machine) == []
 
 
-def test_what_nobody_uses_is_removed(machine: Machine) -> None:
+def test_unused_events_are_removed(machine: Machine) -> None:
     name = "gpu_agent/nvidia_open"
     before = [
         f"r1024:{name}_{NOBODY}_0 nvidia_open",

@@ -110,7 +110,7 @@ def test_a_record_that_is_being_written_is_waited_for(fake: FakeRing, ring: Ring
     assert [event.handle for event in ring.read()] == [2, 3]
 
 
-def test_a_record_that_was_given_up_is_passed_over(fake: FakeRing, ring: Ring[RmEvent]) -> None:
+def test_a_discarded_record_is_skipped(fake: FakeRing, ring: Ring[RmEvent]) -> None:
     fake.write(payload(1), DISCARDED)
     fake.write(payload(2))
 
@@ -119,9 +119,7 @@ def test_a_record_that_was_given_up_is_passed_over(fake: FakeRing, ring: Ring[Rm
 
 
 @pytest.mark.parametrize("odd", [b"", b"short", payload(1, kind=99), payload(1) + b"more"])
-def test_a_record_that_makes_no_sense_is_counted_and_passed_over(
-    fake: FakeRing, ring: Ring[RmEvent], odd: bytes
-) -> None:
+def test_an_invalid_record_is_counted_and_skipped(fake: FakeRing, ring: Ring[RmEvent], odd: bytes) -> None:
     fake.write(odd)
     fake.write(payload(2))
 
@@ -129,7 +127,7 @@ def test_a_record_that_makes_no_sense_is_counted_and_passed_over(
     assert (ring.unknown, ring.received) == (1, 1)
 
 
-def test_a_position_that_cannot_be_ends_nowhere(fake: FakeRing, ring: Ring[RmEvent]) -> None:
+def test_an_invalid_position_continues_at_the_newest_record(fake: FakeRing, ring: Ring[RmEvent]) -> None:
     fake.set_producer(10 * SIZE)
 
     assert ring.read() == []

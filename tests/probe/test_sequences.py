@@ -155,7 +155,7 @@ async def _agrees(play: Play, seed: int) -> None:
         raise AssertionError(f"seed {seed}, after {play.played}: {error}") from error
 
 
-async def test_every_picture_is_as_the_books(loader: dict[str, Any], double: DriverDouble) -> None:
+async def test_every_snapshot_matches_the_books(loader: dict[str, Any], double: DriverDouble) -> None:
     async with watching(double, GPUS, request_of(double, loader)) as watcher:
         for seed in SEEDS:
             async with AsyncExitStack() as stack:
@@ -166,7 +166,7 @@ async def test_every_picture_is_as_the_books(loader: dict[str, Any], double: Dri
             assert await watcher.agrees() == {}
 
 
-async def test_every_picture_is_as_the_books_after_a_restart_in_the_middle(
+async def test_every_snapshot_matches_the_books_after_a_restart_in_the_middle(
     loader: dict[str, Any], double: DriverDouble, pins: str
 ) -> None:
     request = request_of(double, loader, pins)

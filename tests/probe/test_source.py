@@ -163,7 +163,7 @@ def has(pid: int, contexts: int) -> Callable[[Usage], bool]:
     return is_so
 
 
-async def test_what_happens_is_told_without_waiting_for_a_scan(
+async def test_events_are_emitted_without_waiting_for_a_scan(
     core: dict[str, Any], double: DriverDouble, stack: AsyncExitStack
 ) -> None:
     async with following(double, core, replace(QUIET, poll_ns=3_600 * SECOND_NS)) as followed:
@@ -180,7 +180,7 @@ async def test_what_happens_is_told_without_waiting_for_a_scan(
 
 
 @pytest.mark.parametrize("how", ["close-range", "exit"])
-async def test_holders_are_scanned_for_after_descriptors_went(
+async def test_holders_are_scanned_after_descriptors_were_closed(
     core: dict[str, Any], double: DriverDouble, stack: AsyncExitStack, how: str
 ) -> None:
     async with following(double, core) as followed:
@@ -229,9 +229,7 @@ wait()
 """
 
 
-async def test_what_is_on_its_way_between_processes_is_not_taken_to_be_gone(
-    core: dict[str, Any], double: DriverDouble
-) -> None:
+async def test_a_file_in_a_message_is_not_gone(core: dict[str, Any], double: DriverDouble) -> None:
     settings = replace(QUIET, confirm_ns=3 * SECOND_NS)
     async with following(double, core, settings) as followed:
         caller = await in_daemon_thread("test-caller", lambda: Caller(HAND_OVER, double.node("nvidiactl")))
@@ -249,7 +247,7 @@ async def test_what_is_on_its_way_between_processes_is_not_taken_to_be_gone(
         await in_daemon_thread("test-caller", caller.end)
 
 
-async def test_what_was_on_its_way_for_long_is_as_it_was_when_it_is_received(
+async def test_a_file_that_was_long_in_a_message_is_unchanged_when_it_is_received(
     core: dict[str, Any], double: DriverDouble
 ) -> None:
     settings = replace(QUIET, confirm_ns=MILLISECOND_NS)
@@ -266,7 +264,7 @@ async def test_what_was_on_its_way_for_long_is_as_it_was_when_it_is_received(
         await in_daemon_thread("test-caller", caller.end)
 
 
-async def test_of_whom_the_kernel_keeps_no_more_is_partial_and_named(
+async def test_a_process_beyond_its_share_of_objects_is_partial_and_named(
     core: dict[str, Any], double: DriverDouble
 ) -> None:
     async with following(double, core | {"ring_bytes": 4 << 20}) as followed:
@@ -285,7 +283,7 @@ async def test_of_whom_the_kernel_keeps_no_more_is_partial_and_named(
 
 
 @pytest.mark.parametrize("is_followed", [True, False])
-async def test_who_ended_leaves_no_row_in_the_kernel(
+async def test_an_exited_process_leaves_no_row_in_the_kernel(
     core: dict[str, Any], double: DriverDouble, *, is_followed: bool
 ) -> None:
     async with following(double, core) as followed:
@@ -316,7 +314,7 @@ NO_PIDS = 1 << 23
 """Linux gives no number as high as that to a process."""
 
 
-async def test_those_who_ended_take_no_room_of_who_lives(
+async def test_exited_processes_take_no_room_of_living_ones(
     core: dict[str, Any], double: DriverDouble, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ebpf_reading, "MAX_ENDED", ROOM // 8)
@@ -352,7 +350,7 @@ def contexts(usage: Usage, pid: int) -> int:
     return 0 if use is None else use.unplaced
 
 
-async def test_what_is_kept_from_scan_to_scan_is_bounded(
+async def test_the_files_kept_from_scan_to_scan_are_bounded(
     core: dict[str, Any], double: DriverDouble, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ebpf, "MAX_HELD", 3)
@@ -366,7 +364,7 @@ async def test_what_is_kept_from_scan_to_scan_is_bounded(
         await in_daemon_thread("test-caller", caller.end)
 
 
-async def test_the_picture_can_be_begun_anew_with_the_probe_that_there_is(
+async def test_the_snapshot_can_be_rebuilt_with_the_present_probe(
     core: dict[str, Any], double: DriverDouble, stack: AsyncExitStack
 ) -> None:
     async with following(double, core) as followed:
@@ -387,7 +385,9 @@ async def test_the_picture_can_be_begun_anew_with_the_probe_that_there_is(
         assert use.status.comm == "python"
 
 
-async def test_the_end_takes_the_probe_out_of_the_kernel(core: dict[str, Any], double: DriverDouble) -> None:
+async def test_closing_the_source_removes_the_probe_from_the_kernel(
+    core: dict[str, Any], double: DriverDouble
+) -> None:
     async with following(double, core) as followed:
         assert followed.source.probe is not None
         number = syscalls.map_info(followed.source.probe.ring.fileno()).number
@@ -405,7 +405,7 @@ def is_in_the_kernel(number: int) -> bool:
     return True
 
 
-async def test_how_the_driver_numbers_gpus_follows_the_inventory(
+async def test_the_drivers_numbers_of_gpus_follow_the_inventory(
     core: dict[str, Any], double: DriverDouble, stack: AsyncExitStack
 ) -> None:
     async with following(double, core) as followed:
@@ -454,7 +454,7 @@ wait()
 """
 
 
-async def test_a_name_that_changes_is_told_after_the_next_look_at_all(
+async def test_a_changed_name_is_emitted_after_the_next_reading_of_all_processes(
     core: dict[str, Any], double: DriverDouble
 ) -> None:
     settings = replace(QUIET, scan_ns=200 * MILLISECOND_NS)
@@ -486,7 +486,7 @@ async def test_a_device_that_answered_is_ready(core: dict[str, Any], double: Dri
     assert 0 < call.took_ns < SECOND_NS
 
 
-async def test_a_device_on_which_a_call_hangs_is_not_ready_and_so_says_the_kernels_flag(
+async def test_a_device_with_a_hanging_call_is_not_ready_in_the_kernels_flag_either(
     core: dict[str, Any], double: DriverDouble
 ) -> None:
     async with (
@@ -515,7 +515,7 @@ async def test_a_device_on_which_a_call_hangs_is_not_ready_and_so_says_the_kerne
         assert probe.read_readiness()[0].ready
 
 
-async def test_a_device_that_was_not_called_for_long_is_not_known_to_answer(
+async def test_a_device_that_was_not_called_for_long_is_not_ready(
     core: dict[str, Any], double: DriverDouble
 ) -> None:
     settings = replace(QUIET, stale_call_ns=500 * MILLISECOND_NS)
@@ -531,7 +531,7 @@ async def test_a_device_that_was_not_called_for_long_is_not_known_to_answer(
         assert not probe.read_readiness()[0].ready
 
 
-async def test_a_probe_that_could_not_be_loaded_for_another_driver_is_tried_again(
+async def test_a_failed_load_for_another_driver_is_retried(
     double: DriverDouble, core: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tries: list[Request] = []

@@ -67,7 +67,7 @@ def trace(loader: dict[str, Any], load_probe: LoadProbe) -> Iterator[Any]:
         each.caller.end()
 
 
-def test_each_call_is_told_with_its_parameters(trace: Any, gpu: Path) -> None:
+def test_each_call_is_traced_with_its_parameters(trace: Any, gpu: Path) -> None:
     traced = trace("alloc(fd, 7, CONTEXT, parent=5, status=3)\nfree(fd, 7)\nwait()\n", gpu)
     traced.caller.resume()
 
@@ -82,7 +82,7 @@ def test_each_call_is_told_with_its_parameters(trace: Any, gpu: Path) -> None:
     assert allocated.result < 0
 
 
-def test_a_prime_number_of_calls_is_told_exactly(trace: Any, gpu: Path) -> None:
+def test_a_prime_number_of_calls_is_traced_exactly(trace: Any, gpu: Path) -> None:
     traced = trace(f"for _ in range({PRIME}): free(fd, 7)\nwait()\n", gpu, ring_bytes=4 << 20)
     traced.caller.resume()
 
@@ -90,7 +90,7 @@ def test_a_prime_number_of_calls_is_told_exactly(trace: Any, gpu: Path) -> None:
     assert traced.probe.read_statistics().lost == 0
 
 
-def test_what_finds_no_room_is_counted(trace: Any, gpu: Path) -> None:
+def test_calls_that_find_no_room_are_counted(trace: Any, gpu: Path) -> None:
     traced = trace("for _ in range(1000): free(fd, 7)\nwait()\n", gpu, ring_bytes=4096)
     traced.caller.resume()
 
@@ -99,7 +99,7 @@ def test_what_finds_no_room_is_counted(trace: Any, gpu: Path) -> None:
     assert told + traced.probe.read_statistics().lost == 1000
 
 
-def test_no_other_process_and_no_other_file_is_told_of(trace: Any, gpu: Path) -> None:
+def test_no_other_process_and_no_other_file_is_traced(trace: Any, gpu: Path) -> None:
     code = """
 reader, writer = os.pipe()
 free(reader, 7)
@@ -112,14 +112,14 @@ wait()
     assert traced.calls() == []
 
 
-def test_calls_that_the_driver_never_sees_are_not_told(trace: Any, gpu: Path) -> None:
+def test_calls_that_do_not_reach_the_driver_are_not_traced(trace: Any, gpu: Path) -> None:
     traced = trace("os.set_inheritable(fd, True)\nplain(fd, 0x5421, bytearray(4))\nwait()\n", gpu)
     traced.caller.resume()
 
     assert traced.calls() == []
 
 
-def test_a_wrapped_command_is_told_as_what_it_is(trace: Any, gpu: Path) -> None:
+def test_a_wrapped_command_is_traced_as_the_inner_one(trace: Any, gpu: Path) -> None:
     code = """
 block = bytearray(struct.pack("=IIII", CLIENT, 0, 7, 0))
 address = ctypes.addressof((ctypes.c_char * 16).from_buffer(block))
@@ -133,7 +133,7 @@ wait()
     assert (one.number, one.size, one.block[:16]) == (0x29, 16, struct.pack("=IIII", CLIENT, 0, 7, 0))
 
 
-def test_every_command_of_unified_memory_is_told_whole(trace: Any, gpu: Path, uvm: Path) -> None:
+def test_every_command_of_unified_memory_is_traced_in_full(trace: Any, gpu: Path, uvm: Path) -> None:
     code = """
 uvm = os.open(sys.argv[2], os.O_RDWR)
 for command in (0x30000001, 25, 39): plain(uvm, command, bytearray(range(64)))
@@ -164,7 +164,7 @@ wait()
     assert (one.block_bytes, one.argument) == (0, 8)
 
 
-def test_threads_are_told_apart(trace: Any, gpu: Path) -> None:
+def test_threads_are_distinguished(trace: Any, gpu: Path) -> None:
     code = """
 import threading
 threads = [threading.Thread(target=free, args=(fd, number)) for number in (1, 2)]
@@ -179,14 +179,14 @@ wait()
     assert traced.caller.pid not in threads
 
 
-def test_only_what_traces_is_loaded(trace: Any, gpu: Path) -> None:
+def test_only_tracing_programs_are_loaded(trace: Any, gpu: Path) -> None:
     traced = trace("", gpu)
 
     assert set(traced.probe.attached) == {program.name for program in of_tier("syscalls", traces=True)}
     assert traced.probe.read_objects() == []
 
 
-def test_what_watches_the_node_tells_of_no_call(probe: Probe, gpu: Path) -> None:
+def test_the_programs_that_watch_the_node_trace_no_call(probe: Probe, gpu: Path) -> None:
     ran("fd = os.open(sys.argv[1], os.O_RDWR)\ncall(fd, 0x2A, bytes(32))\n", gpu)
 
     assert all(isinstance(event, RmEvent) for event in probe.ring.read())
@@ -210,7 +210,7 @@ async def double() -> AsyncIterator[DriverDouble]:
         yield started
 
 
-async def test_a_call_that_does_not_return_is_told_meanwhile_and_at_the_end(
+async def test_a_call_that_does_not_return_is_shown_meanwhile_and_at_the_end(
     core: dict[str, Any], load_probe: LoadProbe, double: DriverDouble, capsys: pytest.CaptureFixture[str]
 ) -> None:
     code = OPENED + f"call(fd, {NUMA_INFO}, bytes(560))\n"
@@ -243,7 +243,7 @@ async def test_a_call_that_does_not_return_is_told_meanwhile_and_at_the_end(
     await in_daemon_thread("test-caller", caller.end)
 
 
-def test_what_is_printed_in_a_second_is_bounded_and_the_rest_counted(
+def test_lines_printed_in_a_second_are_bounded_and_the_rest_counted(
     core: dict[str, Any],
     load_probe: LoadProbe,
     gpu: Path,
@@ -267,7 +267,7 @@ def test_what_is_printed_in_a_second_is_bounded_and_the_rest_counted(
     assert out.splitlines()[-1].split()[:2] == ["300", "300"]
 
 
-def test_the_end_of_the_process_ends_the_trace(
+def test_the_exit_of_the_process_stops_the_trace(
     core: dict[str, Any], load_probe: LoadProbe, gpu: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     caller = Caller(OPENED + "free(fd, 7)\n", gpu)
@@ -286,7 +286,7 @@ def test_the_end_of_the_process_ends_the_trace(
 
 
 @pytest.mark.parametrize("calls", [0, 1])
-def test_where_no_call_comes_it_is_said_once_that_nothing_is_wrong(
+def test_without_calls_one_line_explains_the_silence(
     core: dict[str, Any],
     load_probe: LoadProbe,
     gpu: Path,
