@@ -4,7 +4,7 @@ from typing import Final
 
 HIDDEN: Final = ("unshare", "--mount", "sh", "-c", 'mount -t proc -o hidepid=2 none /proc; exec "$@"', "sh")
 """Runs the command that follows with such a /proc; needs root, from which it hides nothing."""
-BE_NOBODY: Final = """
+DROP_ROOT: Final = """
 import os
 os.setgroups([])
 os.setresgid(65534, 65534, 65534)

@@ -143,7 +143,7 @@ async def test_nothing_is_lost_at_ten_thousand_events_a_second(call: Callable[..
     async with watched() as watcher:
         assert Request().ring_bytes == RING_BYTES == 1 << 20
         caller = await call(STEADY, count)
-        usage = await watcher.picture()
+        usage = await watcher.settled_usage()
 
         assert watcher.probe.read_statistics().lost == usage.events_lost == 0
         assert watcher.probe.ring.received >= count

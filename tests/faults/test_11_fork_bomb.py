@@ -58,7 +58,7 @@ async def test_a_burst_of_real_forks_leaves_nothing(tmp_path: Path, monkeypatch:
     double = await in_daemon_thread("test-device", lambda: stand_in(tmp_path))
     async with watched(processes=ROOM) as watcher:
         await in_daemon_thread("test-bomb", lambda: ran(BOMB, double, BURST))
-        usage = await watcher.picture()
+        usage = await watcher.settled_usage()
         rows = await in_daemon_thread("test-read", watcher.probe.read_processes)
 
         assert all(not fact.usage.orphans for fact in watcher.seen.of(GpuUseSeen))

@@ -25,7 +25,7 @@ from tests.harness import (
     wait_allocatable,
     why_no_driver_double,
 )
-from tests.hidden_proc import BE_NOBODY
+from tests.hidden_proc import DROP_ROOT
 from tests.probe.conftest import MISC_MAJOR, QUIET_MINORS, make_node
 
 MIB: Final = 2**20
@@ -34,7 +34,7 @@ MOUNTS: Final = 18_000
 MOUNTER: Final = f"""
 import ctypes, os, sys
 libc = ctypes.CDLL(None, use_errno=True)
-{BE_NOBODY}
+{DROP_ROOT}
 libc.prctl(4, 1, 0, 0, 0)  # PR_SET_DUMPABLE
 if libc.unshare(0x10020000):  # CLONE_NEWUSER | CLONE_NEWNS
     sys.exit(os.strerror(ctypes.get_errno()))

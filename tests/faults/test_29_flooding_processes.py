@@ -252,10 +252,10 @@ async def test_a_process_that_changes_its_descriptors_in_a_loop_is_logged(
 async def test_a_close_that_ends_a_file_costs_no_scan(call: Callable[..., Any]) -> None:
     async with watched() as watching:
         await call(OPENED + "wait()\n")
-        await watching.picture()
+        await watching.settled_usage()
         scans = watching.probe.config.scan
         code = "for _ in range(int(sys.argv[2])): os.close(os.open(sys.argv[1], os.O_RDWR))\nwait()\n"
         await call(code, 200)
-        await watching.picture()
+        await watching.settled_usage()
 
         assert watching.probe.config.scan == scans

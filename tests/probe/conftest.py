@@ -1,4 +1,4 @@
-"""Probes in the kernel, loaded for real; where that cannot be, each test says why it is skipped."""
+"""Probes really loaded into the kernel; where that is not possible, each test is skipped with the reason."""
 
 import asyncio
 import functools
@@ -25,8 +25,8 @@ from tests.probe.readings import events
 REPOSITORY = Path(__file__).parents[2]
 MISC_MAJOR = 10
 QUIET_MINORS = (237, 232, 200, 229)
-"""/dev/loop-control, /dev/kvm, /dev/net/tun, /dev/fuse: opens and closes are real, the driver's ioctls are
-refused, and hardly anybody else uses them, unlike /dev/null. Doubles of the driver open the last one."""
+"""/dev/loop-control, /dev/kvm, /dev/net/tun, /dev/fuse: opens and closes are real, the driver's ioctls
+fail, and hardly any other process uses them, unlike /dev/null. Doubles of the driver open the last one."""
 MEMORY_MAJOR, NULL_MINOR = 1, 3
 DOUBLES = Doubles(nvidia_major=MISC_MAJOR, any_return=True)
 
@@ -43,34 +43,34 @@ OF_THE_MACHINE = frozenset(
         "tracefs_missing",
     }
 )
-"""What a load is refused with where the machine does not allow it; anything else is a fault of ours."""
+"""Error codes of a load that the machine does not permit; any other one is a fault of the agent."""
 
 
 def quicker_loader() -> LoaderChoice:
-    """Return the loader for whom it is enough that there is a probe; the other one compiles for seconds."""
+    """Return the loader for tests that only need a probe; the other one compiles for seconds."""
     return "core" if OBJECT.exists() else "auto"
 
 
 @functools.cache
 def why_no_probe() -> str | None:
-    """Return why no probe can be had on this machine, as one load tells."""
+    """Return why no probe can be loaded on this machine, from one attempt."""
     if os.geteuid() != 0:
         return "needs root"
-    refusals: list[ProbeLoadError] = []
+    errors: list[ProbeLoadError] = []
 
     def try_once() -> None:
         try:
             kernel.check(Roots())
             asyncio.run(load(Request(loader=quicker_loader(), tier="syscalls", doubles=DOUBLES))).close()
         except ProbeLoadError as error:
-            refusals.append(error)
+            errors.append(error)
 
     # On a thread: a loop may run already where this is asked.
     trying = threading.Thread(target=try_once)
     trying.start()
     trying.join()
-    refused = [str(error) for error in refusals if error.code in OF_THE_MACHINE]
-    return refused[0] if refused else None
+    messages = [str(error) for error in errors if error.code in OF_THE_MACHINE]
+    return messages[0] if messages else None
 
 
 def why_no_bcc(scratch: Path) -> str | None:
@@ -138,7 +138,7 @@ def load_probe() -> Iterator[LoadProbe]:
 
 @pytest.fixture(scope="session")
 def shared(loader: dict[str, Any]) -> Iterator[Probe]:
-    """A probe that tests share; what they look at is of their own processes."""
+    """A probe that tests share; they read only rows of their own processes."""
     probe = loaded(Request(tier="syscalls", doubles=DOUBLES, **loader))
     yield probe
     probe.close()

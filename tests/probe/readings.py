@@ -1,4 +1,4 @@
-"""What the probe tells of one process of a test."""
+"""Events and counters of one process of a test."""
 
 from agent.model.rm import ProcessCounters, RmEvent, RmEventKind, RmObject
 from agent.probe.probe import Probe

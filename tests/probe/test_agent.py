@@ -106,7 +106,7 @@ async def test_a_device_whose_driver_does_not_answer_is_overdue_and_not_ready() 
             await agent.wait_answer("/debug/state", is_ready(False))
             held = await agent.wait_answer("/v1/conditions", lambda _, body: bool(body["conditions"]))
         finally:
-            # A thread that is held keeps its process from ending.
+            # A thread that is held keeps its process from exiting.
             await node.do("release-node", {"name": "nvidia1"})
         await agent.wait_answer("/debug/state", is_ready(True))
         uuid = node.nvml.uuid(1)
@@ -133,14 +133,14 @@ async def test_the_calls_of_a_process_are_traced_until_it_exits() -> None:
         assert process.stdout is not None
         lines: list[dict[str, Any]] = []
         async with asyncio.timeout(PATIENCE_S):
-            # Calls are told of from the moment at which the probe is in the kernel, which nobody tells.
+            # Calls are traced from the moment at which the probe is in the kernel, which sends no event.
             while not contexts_made(lines):
                 await do(node, "create", "train", contexts="1")
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(0.5):
                         while not contexts_made(lines):
                             lines.append(json.loads(await process.stdout.readline()))
-            await do(node, "create", "train", contexts="1")  # all of its calls are told
+            await do(node, "create", "train", contexts="1")  # all of its calls are traced
             await node.do("process", {"command": "kill", "name": "train"})
             lines += [json.loads(line) async for line in process.stdout]
             assert await process.wait() == 0

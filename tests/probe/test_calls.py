@@ -55,9 +55,9 @@ def test_every_event_is_on_the_ring_or_counted_as_lost(probe: Probe, gpu: Path) 
     pid = ran("for _ in range(int(sys.argv[2])): os.close(os.open(sys.argv[1], os.O_RDWR))", gpu, PRIME)
 
     after = probe.read_statistics()
-    told = sum((after.events, after.lost, after.unsent)) - sum((before.events, before.lost, before.unsent))
+    sent = sum((after.events, after.lost, after.unsent)) - sum((before.events, before.lost, before.unsent))
     # Another process may use the device meanwhile, so at least.
-    assert told >= 2 * PRIME + 1
+    assert sent >= 2 * PRIME + 1
     # It takes longer than the window of time in which it has its share of the ring once.
     assert after.unsent > before.unsent
     assert counters(probe, pid).unsent == after.unsent - before.unsent
@@ -83,19 +83,19 @@ def start_ticks(pid: int) -> int:
 def test_lifecycle_events_are_sent_in_order(probe: Probe, gpu: Path) -> None:
     pid = ran(OPENED + "alloc(fd, 7, CONTEXT)\nfree(fd, 7)\nos.close(fd)", gpu)
 
-    told = events(probe, pid)
-    assert [event.kind for event in told] == [
+    sent = events(probe, pid)
+    assert [event.kind for event in sent] == [
         RmEventKind.OPEN,
         RmEventKind.ALLOC,
         RmEventKind.FREE,
         RmEventKind.CLOSE,
         RmEventKind.EXIT,
     ]
-    opened, allocated, freed, closed, _ = told
+    opened, allocated, freed, closed, _ = sent
     assert opened.file == allocated.file == freed.file == closed.file
-    assert {event.device for event in told[:4]} == {device_of(gpu)}
+    assert {event.device for event in sent[:4]} == {device_of(gpu)}
     assert (allocated.client, allocated.handle, allocated.rm_class) == (CLIENT, 7, CONTEXT)
-    assert [event.at_ns for event in told] == sorted(event.at_ns for event in told)
+    assert [event.at_ns for event in sent] == sorted(event.at_ns for event in sent)
 
 
 def test_a_class_unrelated_to_contexts_is_only_counted(probe: Probe, gpu: Path) -> None:
@@ -187,7 +187,7 @@ wait()
 
 def test_a_process_cannot_free_or_create_objects_in_a_client_of_another_file(probe: Probe, gpu: Path) -> None:
     code = OPENED + "alloc(fd, CLIENT + 9, ROOT)\nalloc(fd, 7, CONTEXT, client=CLIENT + 9)\nwait()\n"
-    # The answer is in memory of whoever calls, so it may say that the driver did what it refused.
+    # The status is in the caller's memory, so the caller may forge a success.
     forging = (
         OPENED
         + """
@@ -306,9 +306,9 @@ os.close(node)
 wait()
 """
     with Caller(code, gpu) as caller:
-        told = events(probe, caller.pid)
-        control, node = [event.file for event in told if event.kind is RmEventKind.OPEN]
-        (bound,) = [event for event in told if event.kind is RmEventKind.REGISTER_FD]
+        sent = events(probe, caller.pid)
+        control, node = [event.file for event in sent if event.kind is RmEventKind.OPEN]
+        (bound,) = [event for event in sent if event.kind is RmEventKind.REGISTER_FD]
         (row,) = objects(probe, caller.pid)
 
         assert (bound.file, joined(bound.parent, bound.detail)) == (node, control)
@@ -342,8 +342,8 @@ def test_events_that_a_scan_resolves_are_sent_once_until_it_starts(probe: Probe,
         events(probe, caller.pid)
         for _ in range(2):
             caller.resume()
-            told = [event.kind for event in events(probe, caller.pid)]
-            assert sorted(told) == [RmEventKind.CLOSE, RmEventKind.RESCAN]
+            sent = [event.kind for event in events(probe, caller.pid)]
+            assert sorted(sent) == [RmEventKind.CLOSE, RmEventKind.RESCAN]
             assert counters(probe, caller.pid).unsent == 0
             probe.scan()
 
@@ -384,9 +384,9 @@ os.wait()
     )
     pid = ran(code, gpu)
 
-    told = [event for event in events(probe, pid) if event.kind is RmEventKind.FORK]
-    assert len(told) == 1
-    assert told[0].detail not in (0, pid)
+    sent = [event for event in events(probe, pid) if event.kind is RmEventKind.FORK]
+    assert len(sent) == 1
+    assert sent[0].detail not in (0, pid)
 
 
 @pytest.mark.parametrize(

@@ -69,7 +69,7 @@ async def test_the_drivers_instances_place_them(double: DriverDouble, core: dict
     async with watching(double, GPUS, request_of(double, core), has_instances=True) as watcher:
         async with graphics(double) as pid:
             assert await watcher.agrees() == {pid: {GPUS[0].uuid: 1, GPUS[2].uuid: 2}}
-            (use,) = (await watcher.picture()).processes
+            (use,) = (await watcher.settled_usage()).processes
             assert (use.partial, use.unplaced) == (False, 0)
         assert await watcher.agrees() == {}
 
@@ -78,6 +78,6 @@ async def test_without_instances_they_are_counted_for_no_gpu(
     double: DriverDouble, core: dict[str, Any]
 ) -> None:
     async with watching(double, GPUS, request_of(double, core)) as watcher, graphics(double):
-        (use,) = (await watcher.picture()).processes
+        (use,) = (await watcher.settled_usage()).processes
         assert (use.partial, use.unplaced) == (True, 3)
         assert [hold.contexts for hold in use.holds] == [0, 0, 0]

@@ -46,20 +46,20 @@ def words(*numbers: int) -> bytes:
     return struct.pack(f"={len(numbers)}I", *numbers)
 
 
-def told(one: DriverCall) -> tuple[str, str | None, int | None, int | None, str | None]:
+def described(one: DriverCall) -> tuple[str, str | None, int | None, int | None, str | None]:
     return one.name, one.about, one.client, one.handle, one.answer
 
 
 def test_an_allocation_is_named_with_its_class() -> None:
     block = words(CLIENT, 2, HANDLE, 0x9067, 0, 0, 0, 0, 0, 0, 0, 0)
 
-    assert told(call(0x2B, block)) == ("RM_ALLOC", "FERMI_CONTEXT_SHARE_A", CLIENT, HANDLE, "OK")
+    assert described(call(0x2B, block)) == ("RM_ALLOC", "FERMI_CONTEXT_SHARE_A", CLIENT, HANDLE, "OK")
 
 
 def test_a_client_that_is_allocated_is_its_own_handle() -> None:
     block = words(0, 0, CLIENT, 0x41, *[0] * 8)
 
-    assert told(call(0x2B, block)) == ("RM_ALLOC", "NV01_ROOT_CLIENT", CLIENT, CLIENT, "OK")
+    assert described(call(0x2B, block)) == ("RM_ALLOC", "NV01_ROOT_CLIENT", CLIENT, CLIENT, "OK")
 
 
 @pytest.mark.parametrize(
@@ -121,7 +121,7 @@ def test_the_status_of_an_allocation_is_where_the_size_and_the_driver_have_it(
 def test_calls_are_named_with_their_objects(
     number: int, block: bytes, expected: tuple[str, str | None, int | None, int | None, str | None]
 ) -> None:
-    assert told(call(number, block)) == expected
+    assert described(call(number, block)) == expected
 
 
 @pytest.mark.parametrize(
@@ -145,7 +145,7 @@ def test_calls_are_named_with_their_objects(
 def test_unified_memory_has_numbers_of_its_own(
     number: int, block: bytes, expected: tuple[str, str | None, int | None, int | None, str | None]
 ) -> None:
-    assert told(call(number, block, device=UVM)) == expected
+    assert described(call(number, block, device=UVM)) == expected
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
-"""The driver goes and comes: what was attached to it is attached anew, and its device numbers are read again.
+"""Reloads of the driver: programs are attached again, and its device numbers are read again.
 
 A raw tracepoint stands for an entry point of the driver, since a kernel may have no kprobes: what is under
-test is when the agent lets go and when it attaches, and that the program runs again afterwards.
+test is when the agent detaches and when it attaches, and that the program runs again afterwards.
 """
 
 import os
@@ -86,15 +86,15 @@ def make_probe(in_kernel: Loaded, machine: Machine) -> Iterator[MakeProbe]:
 
 
 def sees_forks(probe: Probe) -> bool:
-    """Tell whether the program runs."""
+    """Return whether the program runs."""
     while probe.ring.read():
         pass
     with Caller("wait()\nif os.fork() == 0: os._exit(0)\nos.wait()\nwait()") as caller:
         probe.watch([HeldFile(caller.pid, 1, 1, 1, 1, 1)])
         caller.resume()
-        told = [event for event in probe.ring.read() if event.tgid == caller.pid]
+        events = [event for event in probe.ring.read() if event.tgid == caller.pid]
         probe.forget_processes([(caller.pid, 1)])
-    return RmEventKind.FORK in {event.kind for event in told}
+    return RmEventKind.FORK in {event.kind for event in events}
 
 
 def test_nothing_is_done_while_nothing_changed(make_probe: MakeProbe, machine: Machine) -> None:

@@ -1,4 +1,4 @@
-"""Who holds which open file: by the iterator in the kernel, and by /proc."""
+"""Holders of open files: by the iterator in the kernel, and by /proc."""
 
 import array
 import os
@@ -21,7 +21,7 @@ from agent.probe.probe import Probe
 from agent.simulation.driver_double import fuse
 from agent.simulation.driver_double.fuse import FuseFolder, Ioctl, IoctlAnswer
 from tests.harness import ROOT
-from tests.hidden_proc import BE_NOBODY, HIDDEN
+from tests.hidden_proc import DROP_ROOT, HIDDEN
 from tests.probe.caller import Caller
 from tests.probe.conftest import MISC_MAJOR
 
@@ -152,7 +152,7 @@ def test_both_ways_agree_but_for_the_file(probe: Probe, gpu: Path) -> None:
 
 
 def _cgroup_of(pid: int) -> int:
-    """Return what /proc can tell: on a machine without cgroup v2 in the usual place, nothing."""
+    """Return the cgroup that /proc can show: 0 on a machine without cgroup v2 in the usual place."""
     return procfs._cgroup_id(f"/proc/{pid}/cgroup", "/sys/fs/cgroup")
 
 
@@ -310,7 +310,7 @@ SCAN = "print(procfs.scan(majors=Majors(nvidia=10)).unseen)\n"
         (("unshare", "--pid", "--fork", "--mount-proc"), IMPORTS + SCAN, "(set hostPID: true)"),
         (
             HIDDEN,
-            IMPORTS + BE_NOBODY + SCAN,
+            IMPORTS + DROP_ROOT + SCAN,
             "hides the processes of other users (hidepid, or another PID namespace)",
         ),
     ],
@@ -360,7 +360,7 @@ class NoFiles:
         return IoctlAnswer()
 
     def sought(self, file: int, thread: int) -> None:
-        """Nobody asks."""
+        """Nothing is called."""
 
     def released(self, file: int) -> None:
         """Nothing is kept."""
@@ -405,26 +405,26 @@ def test_the_server_of_a_file_is_not_called_for_its_device(folder: FuseFolder, *
         caller.run()
     found: list[HeldFile] = []
 
-    def look() -> None:
+    def examine() -> None:
         filesystem = folder.file_system if is_double else 0
         found.extend(procfs.scan(majors=Majors(195, 509, 507), filesystem=filesystem).held)
 
-    looking = threading.Thread(target=look, daemon=True)
-    looking.start()
-    looking.join(UNANSWERED_S)
-    is_done = not looking.is_alive()
-    # Whoever is asking is let go of before anything is said of it.
+    examining = threading.Thread(target=examine, daemon=True)
+    examining.start()
+    examining.join(UNANSWERED_S)
+    is_done = not examining.is_alive()
+    # The examining thread is released before the result is checked.
     with answering(folder):
         caller.end()
-        looking.join()
+        examining.join()
 
     assert is_done
     assert [one.device for one in found if one.tgid == caller.pid] == [GPU_4] * is_double
 
 
-@pytest.mark.parametrize(("kind", "is_looked_at"), [("nfs4", False), ("devtmpfs", True), ("fuse.nfs", True)])
+@pytest.mark.parametrize(("kind", "is_examined"), [("nfs4", False), ("devtmpfs", True), ("fuse.nfs", True)])
 def test_files_that_another_machine_serves_are_not_examined(
-    tmp_path: Path, add: Add, kind: str, *, is_looked_at: bool
+    tmp_path: Path, add: Add, kind: str, *, is_examined: bool
 ) -> None:
     add(1, ["/dev/nvidia0", "/dev/nvidiactl"])
     process = tmp_path / "proc/1"
@@ -435,7 +435,7 @@ def test_files_that_another_machine_serves_are_not_examined(
     (process / "fdinfo/0").write_text("pos:\t0\nflags:\t02\nmnt_id:\t312\nino:\t9\n")
     (process / "fdinfo/1").write_text("pos:\t0\nflags:\t02\nmnt_id:\t31\n")
 
-    assert {one.device for one in scan(tmp_path).held} == {CONTROL, *[195 << 20] * is_looked_at}
+    assert {one.device for one in scan(tmp_path).held} == {CONTROL, *[195 << 20] * is_examined}
 
 
 @pytest.mark.parametrize("path", ["/dev/null", "/proc/self/exe", __file__, "/"])

@@ -1,4 +1,4 @@
-"""What a machine allows, told from roots that show it."""
+"""What a machine permits, read from roots that simulate it."""
 
 import os
 import platform
@@ -13,7 +13,7 @@ from agent.simulation.driver_double import abi
 from tests.probe.conftest import REPOSITORY
 from tests.probe.machines import Machine
 
-SAYING_SO = ("README.md", "bpf/README.md", "agent/simulation/presets/gb200.yaml")
+DOCUMENTS = ("README.md", "bpf/README.md", "agent/simulation/presets/gb200.yaml")
 
 ENTRY_POINTS = (
     "nvidia_unlocked_ioctl",
@@ -28,7 +28,7 @@ def machine(tmp_path: Path) -> Machine:
     return Machine(tmp_path)
 
 
-def refusal(roots: Roots) -> str:
+def error_code(roots: Roots) -> str:
     with pytest.raises(ProbeLoadError) as caught:
         kernel.check(roots)
     return caught.value.code
@@ -78,7 +78,7 @@ def test_a_release_has_a_version(text: str, version: tuple[int, int]) -> None:
 
 
 def test_a_kernel_that_is_too_old_is_reported(tmp_path: Path) -> None:
-    assert refusal(Machine(tmp_path, release="5.4.0-89-generic").roots) == "bpf_unsupported"
+    assert error_code(Machine(tmp_path, release="5.4.0-89-generic").roots) == "bpf_unsupported"
 
 
 def test_another_machine_than_x86_is_rejected_with_its_name(
@@ -90,14 +90,14 @@ def test_another_machine_than_x86_is_rejected_with_its_name(
         kernel.check(machine.roots)
 
     assert caught.value.code == "bpf_unsupported"
-    said = [(REPOSITORY / name).read_text() for name in SAYING_SO]
-    assert all("arm64" in text for text in said), "wherever one may look for it"
+    texts = [(REPOSITORY / name).read_text() for name in DOCUMENTS]
+    assert all("arm64" in text for text in texts), "in every document about it"
 
 
 def test_a_locked_down_kernel_is_reported(machine: Machine) -> None:
     machine.write("sys/kernel/security/lockdown", "none integrity [confidentiality]\n")
 
-    assert refusal(machine.roots) == "kernel_lockdown"
+    assert error_code(machine.roots) == "kernel_lockdown"
 
 
 def test_a_lockdown_of_integrity_does_not_forbid_reading(machine: Machine) -> None:

@@ -32,7 +32,7 @@ from tests.probe.machines import OTHER_RELEASE, RELEASE, Machine
 NEXT_STEPS = (
     "use|install|reinstall|update|grant|mount|build|rebuild|boot|raise|set|check|allow|its whole output"
 )
-FAKE_BCC = """
+SCRIPTED_BCC = """
 import os
 with open(os.path.join(os.path.dirname(__file__), "compilations"), "a") as log:
     log.write("module imported\\n")
@@ -41,7 +41,7 @@ class BPF:
     def __init__(self, text, cflags):
         with open(os.path.join(os.path.dirname(__file__), "compilations"), "a") as log:
             log.write("compiled\\n")
-        os.write(2, {said!r}.encode() * {times})
+        os.write(2, {output!r}.encode() * {times})
         raise {error}
 """
 
@@ -74,7 +74,7 @@ def children() -> set[int]:
     return found
 
 
-def refused(request: Request, **options: Any) -> ProbeLoadError:
+def load_error(request: Request, **options: Any) -> ProbeLoadError:
     """Return the error, having seen that nothing else is left."""
     before = scratch_directories(), children(), open_descriptors()
     with pytest.raises(ProbeLoadError) as caught:
@@ -93,9 +93,9 @@ def machine(tmp_path: Path) -> Machine:
     return Machine(tmp_path)
 
 
-def fake_bcc(folder: Path, error: str, *, said: str = "", times: int = 1) -> tuple[str, ...]:
+def scripted_bcc(folder: Path, error: str, *, output: str = "", times: int = 1) -> tuple[str, ...]:
     (folder / "bcc").mkdir()
-    (folder / "bcc/__init__.py").write_text(FAKE_BCC.format(error=error, said=said, times=times))
+    (folder / "bcc/__init__.py").write_text(SCRIPTED_BCC.format(error=error, output=output, times=times))
     return (str(folder),)
 
 
@@ -136,7 +136,7 @@ def test_auto_uses_the_object_where_bcc_has_no_headers(
     probe = load_probe(
         loader="auto",
         roots=machine.kernel_of_this_machine,
-        bcc_paths=fake_bcc(tmp_path, "Exception()"),
+        bcc_paths=scripted_bcc(tmp_path, "Exception()"),
         object_path=str(object_path),
     )
 
@@ -150,7 +150,7 @@ def test_auto_uses_the_object_where_bcc_cannot_compile(
     probe = load_probe(
         loader="auto",
         roots=machine.kernel_of_this_machine,
-        bcc_paths=fake_bcc(tmp_path, "Exception('Failed to compile BPF module')"),
+        bcc_paths=scripted_bcc(tmp_path, "Exception('Failed to compile BPF module')"),
         object_path=str(object_path),
     )
 
@@ -188,11 +188,11 @@ def test_the_programs_know_the_devices(load_probe: LoadProbe, core: dict[str, An
 
 
 def test_no_headers_at_all(machine: Machine, tmp_path: Path) -> None:
-    error = refused(
+    error = load_error(
         Request(
             loader="bcc",
             roots=machine.kernel_of_this_machine,
-            bcc_paths=fake_bcc(tmp_path, "Exception()"),
+            bcc_paths=scripted_bcc(tmp_path, "Exception()"),
         )
     )
 
@@ -204,7 +204,9 @@ def test_headers_of_another_kernel_without_btf(tmp_path: Path) -> None:
     machine = Machine(tmp_path / "machine", release=RELEASE.replace("5.4", "5.14"))
     machine.with_headers(f"modules/{OTHER_RELEASE}/build")
     machine.write("sys/kernel/tracing/events/x", "")
-    error = refused(Request(loader="bcc", roots=machine.roots, bcc_paths=fake_bcc(tmp_path, "Exception()")))
+    error = load_error(
+        Request(loader="bcc", roots=machine.roots, bcc_paths=scripted_bcc(tmp_path, "Exception()"))
+    )
 
     assert error.code == "kernel_headers_mismatch"
     assert OTHER_RELEASE in str(error)
@@ -214,11 +216,11 @@ def test_headers_of_another_kernel_without_btf(tmp_path: Path) -> None:
 def test_a_kernel_that_is_locked_down(machine: Machine) -> None:
     machine.write("sys/kernel/security/lockdown", "none integrity [confidentiality]\n")
 
-    assert refused(Request(roots=machine.roots)).code == "kernel_lockdown"
+    assert load_error(Request(roots=machine.roots)).code == "kernel_lockdown"
 
 
 def test_a_kernel_that_is_too_old(tmp_path: Path) -> None:
-    assert refused(Request(roots=Machine(tmp_path, release=RELEASE).roots)).code == "bpf_unsupported"
+    assert load_error(Request(roots=Machine(tmp_path, release=RELEASE).roots)).code == "bpf_unsupported"
 
 
 @pytest.mark.parametrize(
@@ -229,7 +231,7 @@ def test_a_capability_that_is_missing_is_named(core: dict[str, Any], dropped: st
     if shutil.which("setpriv") is None:
         pytest.skip("setpriv is not installed")
 
-    error = refused(Request(**core), launcher=("setpriv", f"--bounding-set={dropped}"))
+    error = load_error(Request(**core), launcher=("setpriv", f"--bounding-set={dropped}"))
 
     assert error.code == "missing_capability"
     assert named in str(error)
@@ -259,7 +261,7 @@ def test_without_the_trace_file_system_system_calls_cannot_be_traced(
 ) -> None:
     machine.write("sys/kernel/btf/vmlinux", "")
 
-    error = refused(Request(tier="syscalls", roots=replace(Roots(), sys=machine.roots.sys), **core))
+    error = load_error(Request(tier="syscalls", roots=replace(Roots(), sys=machine.roots.sys), **core))
 
     assert error.code == "tracefs_missing"
 
@@ -270,7 +272,7 @@ def test_what_cannot_be_attached_to_is_named_with_another_tier(
     machine.write("sys/kernel/tracing/events/syscalls/sys_exit_ioctl/id", "0\n")
     Path(machine.roots.sys, "kernel/btf").symlink_to("/sys/kernel/btf")
 
-    error = refused(
+    error = load_error(
         Request(tier="syscalls", doubles=DOUBLES, roots=replace(Roots(), sys=machine.roots.sys), **loader)
     )
 
@@ -283,7 +285,9 @@ def test_a_nested_pid_namespace_is_reported(core: dict[str, Any]) -> None:
     if shutil.which("unshare") is None:
         pytest.skip("unshare is not installed")
 
-    error = refused(Request(**core), launcher=("unshare", "--pid", "--fork", "--kill-child", "--mount-proc"))
+    error = load_error(
+        Request(**core), launcher=("unshare", "--pid", "--fork", "--kill-child", "--mount-proc")
+    )
 
     assert error.code == "pid_namespace"
     assert "hostPID" in str(error)
@@ -293,7 +297,7 @@ def test_tier_driver_is_rejected_where_the_kernel_has_no_kprobes(core: dict[str,
     if Path("/sys/bus/event_source/devices/kprobe").exists():
         pytest.skip("this kernel has kprobes")
 
-    error = refused(Request(tier="driver", **core))
+    error = load_error(Request(tier="driver", **core))
 
     assert error.code == "tier_unavailable"
     assert "no kprobes" in str(error)
@@ -314,9 +318,9 @@ def test_auto_traces_system_calls_where_the_kernel_has_no_kprobes(
 def test_neither_bcc_nor_an_object(tmp_path: Path) -> None:
     missing = str(tmp_path / "none.o")
 
-    assert refused(Request(loader="auto", bcc_paths=(), object_path=missing)).code == "bcc_missing"
-    assert refused(Request(loader="bcc", bcc_paths=())).code == "bcc_missing"
-    assert refused(Request(loader="core", object_path=missing)).code == "object_missing"
+    assert load_error(Request(loader="auto", bcc_paths=(), object_path=missing)).code == "bcc_missing"
+    assert load_error(Request(loader="bcc", bcc_paths=())).code == "bcc_missing"
+    assert load_error(Request(loader="core", object_path=missing)).code == "object_missing"
 
 
 def test_a_module_bcc_that_cannot_be_imported(tmp_path: Path, machine: Machine) -> None:
@@ -324,7 +328,9 @@ def test_a_module_bcc_that_cannot_be_imported(tmp_path: Path, machine: Machine) 
     (tmp_path / "bcc/__init__.py").write_text("raise OSError('libbcc.so.0: cannot open shared object file')")
     machine.with_headers("modules/6.1.0-9-amd64/build")
 
-    error = refused(Request(loader="bcc", bcc_paths=(str(tmp_path),), roots=machine.kernel_of_this_machine))
+    error = load_error(
+        Request(loader="bcc", bcc_paths=(str(tmp_path),), roots=machine.kernel_of_this_machine)
+    )
 
     assert error.code == "bcc_missing"
     assert "libbcc.so.0" in str(error)
@@ -334,10 +340,10 @@ def test_a_compiler_failure_is_reported_in_one_line_and_not_repeated(
     tmp_path: Path, machine: Machine
 ) -> None:
     machine.with_headers("modules/6.1.0-9-amd64/build")
-    said = "/virtual/main.c:3:1: note: here\n/virtual/main.c:4:2: error: unknown type name 'u33'\n"
-    paths = fake_bcc(tmp_path, "Exception('Failed to compile BPF module')", said=said, times=20_000)
+    output = "/virtual/main.c:3:1: note: here\n/virtual/main.c:4:2: error: unknown type name 'u33'\n"
+    paths = scripted_bcc(tmp_path, "Exception('Failed to compile BPF module')", output=output, times=20_000)
 
-    error = refused(Request(loader="bcc", bcc_paths=paths, roots=machine.kernel_of_this_machine))
+    error = load_error(Request(loader="bcc", bcc_paths=paths, roots=machine.kernel_of_this_machine))
 
     assert error.code == "compile_failed"
     assert "unknown type name 'u33'" in str(error)
@@ -348,9 +354,9 @@ def test_a_compiler_failure_is_reported_in_one_line_and_not_repeated(
 
 def test_a_kernel_that_forbids_bpf_despite_the_capabilities(tmp_path: Path, machine: Machine) -> None:
     machine.with_headers("modules/6.1.0-9-amd64/build")
-    paths = fake_bcc(tmp_path, "PermissionError(1, 'Operation not permitted')")
+    paths = scripted_bcc(tmp_path, "PermissionError(1, 'Operation not permitted')")
 
-    error = refused(Request(loader="bcc", bcc_paths=paths, roots=machine.kernel_of_this_machine))
+    error = load_error(Request(loader="bcc", bcc_paths=paths, roots=machine.kernel_of_this_machine))
 
     assert error.code == "bpf_not_permitted"
 
@@ -359,7 +365,7 @@ def test_a_file_that_is_no_object(tmp_path: Path) -> None:
     broken = tmp_path / "gpu_probe.bpf.o"
     broken.write_bytes(b"no object")
 
-    error = refused(Request(loader="core", object_path=str(broken)))
+    error = load_error(Request(loader="core", object_path=str(broken)))
 
     assert error.code == "object_missing"
     assert str(broken) in str(error)
@@ -387,7 +393,7 @@ def test_a_program_that_the_verifier_rejects_is_reported_in_one_line(
     assert object_path.exists()
     path = rebuilt(tmp_path, "calls.h", "if (call.size > sizeof(block))", "if (call.size > 4096)")
 
-    error = refused(Request(loader="core", tier="syscalls", object_path=path))
+    error = load_error(Request(loader="core", tier="syscalls", object_path=path))
 
     assert error.code == "verifier_refused"
     assert "invalid" in str(error)
@@ -427,7 +433,7 @@ def test_an_object_of_another_version_is_not_read_wrongly(object_path: Path, tmp
     source = tmp_path / "bpf/gpu_probe.bpf.c"
     subprocess.run(["clang", "-O2", "-g", "-target", "bpf", "-c", source, "-o", built], check=True)
 
-    error = refused(Request(loader="core", tier="syscalls", object_path=str(built)))
+    error = load_error(Request(loader="core", tier="syscalls", object_path=str(built)))
 
     assert error.code == "layout_mismatch"
     assert "make bpf" in str(error)
@@ -437,7 +443,7 @@ def test_an_object_of_another_version_is_not_read_wrongly(object_path: Path, tmp
 
 
 def test_a_loader_that_is_killed_is_reported_with_its_signal() -> None:
-    error = refused(Request(), launcher=("sh", "-c", "kill -9 $$"))
+    error = load_error(Request(), launcher=("sh", "-c", "kill -9 $$"))
 
     assert error.code == "loader_killed"
     assert "SIGKILL" in str(error)
@@ -459,24 +465,24 @@ async def test_where_the_compiler_is_killed_the_precompiled_object_is_loaded(cor
 
 def test_a_loader_requested_by_name_is_the_only_one_used(core: dict[str, Any]) -> None:
     request = replace(Request(**core), loader="bcc")
-    error = refused(request, launcher=("sh", "-c", DIES_UNLESS_PRECOMPILED, "sh"))
+    error = load_error(request, launcher=("sh", "-c", DIES_UNLESS_PRECOMPILED, "sh"))
 
     assert error.code == "loader_killed"
 
 
 def test_a_loader_that_exits_without_an_answer_is_reported_with_its_last_line() -> None:
-    error = refused(Request(), launcher=("sh", "-c", "echo what went wrong >&2; exit 3"))
+    error = load_error(Request(), launcher=("sh", "-c", "echo what went wrong >&2; exit 3"))
 
     assert error.code == "loader_failed"
     assert "exited with 3: what went wrong" in str(error)
 
 
 def test_a_loader_that_cannot_be_started_is_reported() -> None:
-    assert refused(Request(), launcher=("/nonexistent/launcher",)).code == "loader_failed"
+    assert load_error(Request(), launcher=("/nonexistent/launcher",)).code == "loader_failed"
 
 
 def test_a_loader_past_its_deadline_is_killed() -> None:
-    error = refused(Request(), launcher=("sh", "-c", "exec sleep 60"), deadline_s=0.2)
+    error = load_error(Request(), launcher=("sh", "-c", "exec sleep 60"), deadline_s=0.2)
 
     assert error.code == "loader_timeout"
 
@@ -530,12 +536,12 @@ def children_sleeping() -> bool:
 
 # ---- what the process has, and what is left of it ----
 
-TELLING_BCC = """
+REPORTING_BCC = """
 import ctypes, json, os, resource, tempfile
 libc = ctypes.CDLL(None)
 signal = ctypes.c_int()
 libc.prctl(2, ctypes.byref(signal), 0, 0, 0)
-told = {
+reported = {
     "environment": dict(os.environ),
     "directory": os.getcwd(),
     "mask": os.umask(0o077),
@@ -547,8 +553,8 @@ told = {
     "temporary": tempfile.gettempdir(),
     "mode": os.stat(tempfile.gettempdir()).st_mode & 0o777,
 }
-with open(os.path.join(os.path.dirname(__file__), "told"), "w") as file:
-    json.dump(told, file)
+with open(os.path.join(os.path.dirname(__file__), "reported"), "w") as file:
+    json.dump(reported, file)
 raise ImportError
 """
 WAITING_BCC = """
@@ -561,7 +567,7 @@ while True:
 """
 
 
-def telling_bcc(folder: Path, code: str) -> tuple[str, ...]:
+def reporting_bcc(folder: Path, code: str) -> tuple[str, ...]:
     (folder / "bcc").mkdir()
     (folder / "bcc/__init__.py").write_text(code)
     return (str(folder),)
@@ -575,23 +581,23 @@ def test_the_process_has_nothing_of_the_agent_but_what_is_named(
         monkeypatch.setenv(name, "/nonexistent" if name != "LD_PRELOAD" else "")
     with (tmp_path / "inheritable").open("w") as file:
         os.set_inheritable(file.fileno(), True)
-        refused(
+        load_error(
             Request(
                 loader="bcc",
-                bcc_paths=telling_bcc(tmp_path, TELLING_BCC),
+                bcc_paths=reporting_bcc(tmp_path, REPORTING_BCC),
                 roots=machine.kernel_of_this_machine,
             )
         )
 
-    told = json.loads((tmp_path / "bcc/told").read_text())
-    environment = told.pop("environment")
-    # The loader itself tells libbcc where headers are.
+    reported = json.loads((tmp_path / "bcc/reported").read_text())
+    environment = reported.pop("environment")
+    # The loader itself sets the directory of the headers for libbcc.
     assert environment.keys() <= {"PATH", "LC_ALL", "LC_CTYPE", "HOME", "TMPDIR", "BCC_KERNEL_SOURCE"}
-    assert told.pop("temporary") == environment["TMPDIR"] == environment["HOME"]
+    assert reported.pop("temporary") == environment["TMPDIR"] == environment["HOME"]
     assert environment["TMPDIR"].startswith(tempfile.gettempdir() + "/gpu-agent-probe-")
     # Standard files, the channel, and the directory that is being listed.
-    assert len(told.pop("files")) == 5
-    assert told == {
+    assert len(reported.pop("files")) == 5
+    assert reported == {
         "directory": "/",
         "mask": 0o077,
         "limits": [0, 256],
@@ -605,7 +611,7 @@ def test_the_process_has_nothing_of_the_agent_but_what_is_named(
 def test_processes_that_the_loader_started_are_killed_with_it(tmp_path: Path) -> None:
     script = f"sleep 1000 & echo $! > {tmp_path}/pid; exec sleep 1000"
 
-    error = refused(Request(), launcher=("sh", "-c", script), deadline_s=0.5)
+    error = load_error(Request(), launcher=("sh", "-c", script), deadline_s=0.5)
 
     assert error.code == "loader_timeout"
     assert has_ended(int((tmp_path / "pid").read_text()))
@@ -622,7 +628,7 @@ def test_processes_left_running_after_an_answer_are_killed_too(core: dict[str, A
 
 def test_the_process_dies_when_the_agent_is_killed(tmp_path: Path, machine: Machine) -> None:
     machine.with_headers("modules/6.1.0-9-amd64/build")
-    paths = telling_bcc(tmp_path, WAITING_BCC)
+    paths = reporting_bcc(tmp_path, WAITING_BCC)
     agent = agent_that_loads(Request(loader="bcc", bcc_paths=paths, roots=machine.kernel_of_this_machine))
     while not (tmp_path / "bcc/waits").exists():
         time.sleep(0.01)
@@ -639,7 +645,7 @@ def test_a_process_that_starts_after_the_agent_was_killed_does_nothing(
     tmp_path: Path, machine: Machine
 ) -> None:
     machine.with_headers("modules/6.1.0-9-amd64/build")
-    paths = telling_bcc(tmp_path, WAITING_BCC)
+    paths = reporting_bcc(tmp_path, WAITING_BCC)
     script = (
         f'echo $$ >{tmp_path}/new; mv {tmp_path}/new {tmp_path}/pid; while kill -0 $0; do :; done; exec "$@"'
     )
@@ -671,7 +677,7 @@ asyncio.run(load(Request.from_json({request.to_json()!r}), launcher=launcher))
 
 
 def has_ended(pid: int) -> bool:
-    """Return whether a process is gone, or a zombie that nobody waits for."""
+    """Return whether a process is gone, or a zombie."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
     except OSError:

@@ -1,4 +1,4 @@
-"""What one process may take of the maps that all share, and that it cannot change what is told of another."""
+"""The share of one process in the maps, and that it cannot change the rows of another."""
 
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ wait()
 
 @pytest.fixture
 def own(load_probe: LoadProbe, core: dict[str, Any]) -> Probe:
-    """A probe that nobody else looks at."""
+    """A probe of this test alone."""
     return load_probe(**core)
 
 
@@ -143,7 +143,7 @@ def test_an_object_that_finds_no_room_sends_no_event(own: Probe, gpu: Path) -> N
     assert RmEventKind.ALLOC not in kinds(own, pid)
 
 
-# ---- what the memory of another says ----
+# ---- forged statuses ----
 
 
 def test_no_process_takes_over_the_client_of_a_living_one(probe: Probe, gpu: Path) -> None:
@@ -187,18 +187,18 @@ def test_no_process_registers_the_gpu_of_another_ones_client(
     request.addfinalizer(lambda: probe.set_majors(Majors()))
     probe.set_majors(Majors(uvm=MEMORY_MAJOR))
     client = CLIENT + 23
-    saying = """
+    registering = """
 uvm = os.open(sys.argv[3], os.O_RDWR)
 plain(uvm, 25, bytearray(bytes(16) + struct.pack("=iIII", fd, int(sys.argv[2]), 99, 0)))
 """
     with Caller(
-        OPENED + "alloc(fd, int(sys.argv[2]), ROOT, client=0, parent=0)\n" + saying + "wait()\n",
+        OPENED + "alloc(fd, int(sys.argv[2]), ROOT, client=0, parent=0)\n" + registering + "wait()\n",
         gpu,
         client,
         uvm,
     ) as caller:
         assert RmEventKind.UVM in kinds(probe, caller.pid)
-        forger = ran(OPENED + saying, gpu, client, uvm)
+        forger = ran(OPENED + registering, gpu, client, uvm)
 
         assert RmEventKind.UVM not in kinds(probe, forger)
         assert counters(probe, forger).errors == 1

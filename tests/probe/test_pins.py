@@ -84,7 +84,7 @@ async def test_a_restart_keeps_contexts_and_finds_owners_that_exited_meanwhile(
         async with watching(double, GPUS, request) as watcher:
             assert watcher.probe.was_kept
             live = await watcher.agrees()
-            usage = await watcher.picture()
+            usage = await watcher.settled_usage()
             assert {pid: sum(of.values()) for pid, of in live.items()} == {
                 stays.pid: 1,
                 frees.pid: 1,

@@ -1,4 +1,4 @@
-"""Events for returns: what is defined, and that what nobody uses is removed.
+"""Events for returns: their definitions, and the removal of unused ones.
 
 The kernel's side of it is played by ``make test-vm``; a file stands for its list of definitions here.
 """
@@ -13,7 +13,7 @@ from agent.probe.attach import attach, remove_events
 from agent.probe.programs import BY_NAME
 from tests.probe.machines import Machine
 
-NOBODY = 1 << 22
+UNUSED_PID = 1 << 22
 """No process can have this number."""
 
 
@@ -51,17 +51,17 @@ def test_an_entry_needs_no_event(machine: Machine) -> None:
 def test_unused_events_are_removed(machine: Machine) -> None:
     name = "gpu_agent/nvidia_open"
     before = [
-        f"r1024:{name}_{NOBODY}_0 nvidia_open",
+        f"r1024:{name}_{UNUSED_PID}_0 nvidia_open",
         f"r1024:{name}_{os.getpid()}_1 nvidia_open",
         f"r1024:{name}_1_0 nvidia_open",
-        f"r1024:another/nvidia_open_{NOBODY}_0 nvidia_open",
-        f"p:{name}_{NOBODY}_3 nvidia_open",
+        f"r1024:another/nvidia_open_{UNUSED_PID}_0 nvidia_open",
+        f"p:{name}_{UNUSED_PID}_3 nvidia_open",
     ]
     machine.write("sys/kernel/tracing/kprobe_events", "\n".join(before) + "\n")
 
     remove_events(machine.roots.sys)
 
-    assert commands(machine)[len(before) :] == [f"-:{name}_{NOBODY}_0", f"-:{name}_{os.getpid()}_1"]
+    assert commands(machine)[len(before) :] == [f"-:{name}_{UNUSED_PID}_0", f"-:{name}_{os.getpid()}_1"]
 
 
 def test_without_a_trace_file_system_there_is_nothing_to_remove(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ BUSY, DISCARDED = 1 << 31, 1 << 30
 RECORD = EVENT.size + 8
 
 
-class FakeRing:
+class SimulatedRing:
     """The kernel's side of a ring, in a file."""
 
     def __init__(self) -> None:
@@ -57,15 +57,15 @@ class FakeRing:
 
 
 @pytest.fixture
-def fake() -> Iterator[FakeRing]:
-    one = FakeRing()
+def producer() -> Iterator[SimulatedRing]:
+    one = SimulatedRing()
     yield one
     os.close(one.descriptor)
 
 
 @pytest.fixture
-def ring(fake: FakeRing) -> Iterator[Ring[RmEvent]]:
-    one = Ring(fake.descriptor, SIZE, EVENTS)
+def ring(producer: SimulatedRing) -> Iterator[Ring[RmEvent]]:
+    one = Ring(producer.descriptor, SIZE, EVENTS)
     yield one
     one.close()
 
@@ -74,25 +74,25 @@ def payload(handle: int, kind: int = RmEventKind.ALLOC) -> bytes:
     return EVENT.pack(1, 2, 3, 4, 5, 6, -1, kind, 7, 8, 9, handle, 10)
 
 
-def test_events_come_in_order_and_once(fake: FakeRing, ring: Ring[RmEvent]) -> None:
+def test_events_come_in_order_and_once(producer: SimulatedRing, ring: Ring[RmEvent]) -> None:
     for handle in range(3):
-        fake.write(payload(handle))
+        producer.write(payload(handle))
 
     assert [event.handle for event in ring.read()] == [0, 1, 2]
     assert ring.read() == []
-    assert fake.consumed == fake.position == 3 * RECORD
+    assert producer.consumed == producer.position == 3 * RECORD
 
 
-def test_an_event_has_its_fields(fake: FakeRing, ring: Ring[RmEvent]) -> None:
-    fake.write(payload(77))
+def test_an_event_has_its_fields(producer: SimulatedRing, ring: Ring[RmEvent]) -> None:
+    producer.write(payload(77))
 
     assert ring.read() == [RmEvent(1, 2, 3, 4, 5, 6, -1, RmEventKind.ALLOC, 7, 8, 9, 77, 10)]
 
 
-def test_the_ring_goes_round_many_times(fake: FakeRing, ring: Ring[RmEvent]) -> None:
+def test_the_ring_goes_round_many_times(producer: SimulatedRing, ring: Ring[RmEvent]) -> None:
     seen = []
     for handle in range(300):
-        fake.write(payload(handle))
+        producer.write(payload(handle))
         if handle % 7 == 6:
             seen += [event.handle for event in ring.read()]
     seen += [event.handle for event in ring.read()]
@@ -100,46 +100,52 @@ def test_the_ring_goes_round_many_times(fake: FakeRing, ring: Ring[RmEvent]) -> 
     assert seen == list(range(300))
 
 
-def test_a_record_that_is_being_written_is_waited_for(fake: FakeRing, ring: Ring[RmEvent]) -> None:
-    fake.write(payload(1))
-    began = fake.write(payload(2), BUSY)
-    fake.write(payload(3))
+def test_a_record_that_is_being_written_is_waited_for(producer: SimulatedRing, ring: Ring[RmEvent]) -> None:
+    producer.write(payload(1))
+    began = producer.write(payload(2), BUSY)
+    producer.write(payload(3))
 
     assert [event.handle for event in ring.read()] == [1]
-    fake.set_header(began, EVENT.size)
+    producer.set_header(began, EVENT.size)
     assert [event.handle for event in ring.read()] == [2, 3]
 
 
-def test_a_discarded_record_is_skipped(fake: FakeRing, ring: Ring[RmEvent]) -> None:
-    fake.write(payload(1), DISCARDED)
-    fake.write(payload(2))
+def test_a_discarded_record_is_skipped(producer: SimulatedRing, ring: Ring[RmEvent]) -> None:
+    producer.write(payload(1), DISCARDED)
+    producer.write(payload(2))
 
     assert [event.handle for event in ring.read()] == [2]
     assert ring.unknown == 0
 
 
 @pytest.mark.parametrize("odd", [b"", b"short", payload(1, kind=99), payload(1) + b"more"])
-def test_an_invalid_record_is_counted_and_skipped(fake: FakeRing, ring: Ring[RmEvent], odd: bytes) -> None:
-    fake.write(odd)
-    fake.write(payload(2))
+def test_an_invalid_record_is_counted_and_skipped(
+    producer: SimulatedRing, ring: Ring[RmEvent], odd: bytes
+) -> None:
+    producer.write(odd)
+    producer.write(payload(2))
 
     assert [event.handle for event in ring.read()] == [2]
     assert (ring.unknown, ring.received) == (1, 1)
 
 
-def test_an_invalid_position_continues_at_the_newest_record(fake: FakeRing, ring: Ring[RmEvent]) -> None:
-    fake.set_producer(10 * SIZE)
+def test_an_invalid_position_continues_at_the_newest_record(
+    producer: SimulatedRing, ring: Ring[RmEvent]
+) -> None:
+    producer.set_producer(10 * SIZE)
 
     assert ring.read() == []
     assert ring.unknown == 1
-    fake.write(payload(5))
+    producer.write(payload(5))
     assert [event.handle for event in ring.read()] == [5]
 
 
-def test_a_batch_is_bounded(fake: FakeRing, ring: Ring[RmEvent], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_batch_is_bounded(
+    producer: SimulatedRing, ring: Ring[RmEvent], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(Ring, "BATCH", 10)
     for handle in range(25):
-        fake.write(payload(handle))
+        producer.write(payload(handle))
 
     assert [len(ring.read()) for _ in range(4)] == [10, 10, 5, 0]
 
@@ -150,22 +156,22 @@ async def test_a_receiver_that_raises_neither_spins_nor_stops_the_reader(
     loop = asyncio.get_running_loop()
     probe = await loop.run_in_executor(None, lambda: load_probe(**core))
     calls: list[list[RmEvent]] = []
-    told = asyncio.Event()
+    delivered = asyncio.Event()
 
     def deliver(events: list[RmEvent]) -> None:
         calls.append(events)
-        told.set()
+        delivered.set()
         raise ValueError("a bug")
 
     probe.ring.subscribe(loop, deliver)
     pid = 0
     for _ in range(2):
-        told.clear()
+        delivered.clear()
         pid = await loop.run_in_executor(None, ran, "os.open(sys.argv[1], os.O_RDWR)", gpu)
-        await asyncio.wait_for(told.wait(), 10)
+        await asyncio.wait_for(delivered.wait(), 10)
     while not any(event.tgid == pid for batch in calls for event in batch):
-        told.clear()
-        await asyncio.wait_for(told.wait(), 10)
+        delivered.clear()
+        await asyncio.wait_for(delivered.wait(), 10)
 
     assert probe.ring.failures == len(calls)
     assert probe.ring.pending_bytes < SIZE

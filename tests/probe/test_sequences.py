@@ -1,8 +1,8 @@
-"""Random sequences of what processes do on the driver double: each picture is as the driver's books have it.
+"""Random sequences of processes' calls on the driver double: each usage snapshot matches the driver's books.
 
 REGISTER_FD is among it: a process closes nvidiactl and keeps GPUs that were registered to it. In the second
 test the agent is restarted in the middle, and things happen while there is none.
-GPU_AGENT_SEQUENCES says how many are played, GPU_AGENT_FIRST_SEED of which seeds.
+GPU_AGENT_SEQUENCES is the number of sequences, GPU_AGENT_FIRST_SEED their first seed.
 """
 
 import os
@@ -177,7 +177,7 @@ async def test_every_snapshot_matches_the_books_after_a_restart_in_the_middle(
                 for _ in range(STEPS // 2):
                     await play.step()
                 await _agrees(play, seed)
-            # Nobody is there.
+            # No agent runs.
             await play.step()
             await play.step()
             async with watching(double, GPUS, request) as watcher:

@@ -1,4 +1,4 @@
-"""The source of who uses GPUs with a probe in the kernel: what it guarantees, on the driver double."""
+"""The eBPF source with a probe in the kernel: its guarantees, on the driver double."""
 
 import asyncio
 import os
@@ -32,7 +32,7 @@ from agent.sources.ebpf import source as ebpf
 from agent.sources.ebpf.source import EbpfSettings, EbpfSource
 from agent.threads import in_daemon_thread
 from tests.probe.caller import Caller, ran
-from tests.probe.watcher import serving
+from tests.probe.watcher import snapshot_of_gpus
 from tests.sources.recorder import PATIENCE_S, Recorder, until
 
 VERSION = "570.148.08"
@@ -50,7 +50,7 @@ QUIET = EbpfSettings(
     scan_ns=3_600 * SECOND_NS,
     publish_ns=3_600 * SECOND_NS,
 )
-"""Nothing is told, and nothing scanned for, but what events give a reason for."""
+"""Only events trigger snapshots and scans."""
 ALLOCATE = """
 fd = os.open(sys.argv[1], os.O_RDWR)
 alloc(fd, CLIENT, ROOT, client=0, parent=0)
@@ -61,12 +61,12 @@ wait()
 
 
 class Followed:
-    """A source on a double, and what it told."""
+    """A source on a double, and the facts that it emitted."""
 
     def __init__(self, double: DriverDouble, settings: EbpfSettings, loader: dict[str, Any]) -> None:
         self.double = double
         self.seen = Recorder()
-        self.latest: Latest[Snapshot] = Latest(serving(GPUS))
+        self.latest: Latest[Snapshot] = Latest(snapshot_of_gpus(GPUS))
         options: dict[str, Any] = {
             "doubles": Doubles(filesystem=double.file_system, uvm_major=UVM_MAJOR),
             "answer_within_ns": SECOND_NS,
@@ -92,7 +92,7 @@ class Followed:
         await asyncio.wait((self.running,))
 
     async def usage(self, matching: Callable[[Usage], bool]) -> Usage:
-        """The newest picture, once it matches."""
+        """Return the newest usage snapshot, once it matches."""
         await self.seen.until(lambda: any(map(matching, self._newest())))
         return self._newest()[0]
 
@@ -100,7 +100,7 @@ class Followed:
         return [fact.usage for fact in self.seen.of(GpuUseSeen)[-1:]]
 
     async def call(self, matching: Callable[[DeviceCall], bool]) -> DeviceCall:
-        """What was told of the calls on the first GPU, once it matches."""
+        """Return the call state of the first GPU, once it matches."""
         gpu = GpuUuid(GPUS[0].uuid)
         fact = await self.seen.first(
             DeviceCallsSeen, lambda fact: gpu in fact.calls and matching(fact.calls[gpu])
@@ -205,7 +205,7 @@ async def test_lost_events_are_made_up_for_from_the_kernels_table(
     async with following(double, core | {"ring_bytes": 4096}) as followed:
         with Caller(ALLOCATE, double.node("nvidiactl"), 100) as caller:
             await followed.usage(lambda usage: use_of(usage, caller.pid) is not None)
-            # The loop stands still, so nobody reads the ring.
+            # The loop is blocked, so the ring is not read.
             caller.resume()
             usage = await followed.usage(lambda usage: usage.complete and usage.events_lost > 0)
             use = use_of(usage, caller.pid)
@@ -258,7 +258,7 @@ async def test_a_file_that_was_long_in_a_message_is_unchanged_when_it_is_receive
         await in_daemon_thread("test-caller", caller.resume)
         await followed.usage(lambda usage: usage.complete and contexts(usage, caller.pid) == 0)
         await in_daemon_thread("test-caller", caller.resume)
-        # Nothing tells that a message was read; the next scan shows it.
+        # Receiving a message sends no event; the next scan finds it.
         followed.source._wants_scan = True
         await followed.usage(lambda usage: contexts(usage, caller.pid) == 1)
         await in_daemon_thread("test-caller", caller.end)
@@ -392,7 +392,7 @@ async def test_closing_the_source_removes_the_probe_from_the_kernel(
         assert followed.source.probe is not None
         number = syscalls.map_info(followed.source.probe.ring.fileno()).number
         assert is_in_the_kernel(number)
-    # The kernel lets go in a thread of its own.
+    # The kernel frees it in a thread of its own.
     await until(lambda: not is_in_the_kernel(number))
 
 
@@ -413,7 +413,7 @@ async def test_the_drivers_numbers_of_gpus_follow_the_inventory(
         await process.create(0)
         await followed.usage(has(process.pid, 1))
         other = GPUS[0]._replace(uuid="GPU-99999999-0000-4000-8000-000000000000")
-        followed.latest.publish(serving((other,)))
+        followed.latest.publish(snapshot_of_gpus((other,)))
 
         def has_other(usage: Usage) -> bool:
             use = use_of(usage, process.pid)

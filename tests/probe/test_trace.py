@@ -94,9 +94,9 @@ def test_calls_that_find_no_room_are_counted(trace: Any, gpu: Path) -> None:
     traced = trace("for _ in range(1000): free(fd, 7)\nwait()\n", gpu, ring_bytes=4096)
     traced.caller.resume()
 
-    told = len(traced.calls())
-    assert 0 < told < 1000
-    assert told + traced.probe.read_statistics().lost == 1000
+    traced_calls = len(traced.calls())
+    assert 0 < traced_calls < 1000
+    assert traced_calls + traced.probe.read_statistics().lost == 1000
 
 
 def test_no_other_process_and_no_other_file_is_traced(trace: Any, gpu: Path) -> None:

@@ -1,4 +1,4 @@
-"""Processes on the driver double, seen by the probe: after each step the picture is as in the driver's books.
+"""Processes on the driver double under the probe: after each step the usage snapshot matches its books.
 
 The driver numbers its GPUs otherwise than their device files, as it may.
 """
@@ -32,7 +32,7 @@ PRIME = 10_007
 
 
 class Machine:
-    """The double, who watches it, and the processes on it."""
+    """The double, its watcher, and the processes on it."""
 
     def __init__(
         self, double: Double, watcher: Watcher, stack: AsyncExitStack, version: str = "570.148.08"
@@ -105,7 +105,7 @@ async def test_a_child_that_keeps_the_files(machine: Machine) -> None:
     assert await machine.watcher.agrees() == {process.pid: {GPUS[1].uuid: 1}}
     await process.exit()
     assert await machine.watcher.agrees() == {process.pid: {GPUS[1].uuid: 1}}
-    (orphan,) = (await machine.watcher.picture()).orphans
+    (orphan,) = (await machine.watcher.settled_usage()).orphans
     assert orphan.owner.key.pid == process.pid
     assert orphan.owner.comm == "python"
     assert [holder.pid for holder in orphan.holders] == [child.pid]
@@ -139,7 +139,7 @@ async def test_files_that_are_handed_to_another_process(machine: Machine) -> Non
     assert await machine.watcher.agrees() == {process.pid: {GPUS[0].uuid: 2}}
     await process.exit()
     assert await machine.watcher.agrees() == {process.pid: {GPUS[0].uuid: 2}}
-    (orphan,) = (await machine.watcher.picture()).orphans
+    (orphan,) = (await machine.watcher.settled_usage()).orphans
     assert [holder.pid for holder in orphan.holders] == [receiver.pid]
     await receiver.exit()
     assert await machine.watcher.agrees() == {}

@@ -32,7 +32,7 @@ from tests.sources.recorder import PATIENCE_S, Recorder
 
 ROUNDS = 4
 """After so many rounds nothing that happened before is on its way any more."""
-LOOK_AGAIN_S = 0.005
+POLL_S = 0.005
 SETTINGS = EbpfSettings(
     poll_ns=20 * MILLISECOND_NS, gap_ns=5 * MILLISECOND_NS, rescan_ns=MILLISECOND_NS, publish_ns=0
 )
@@ -51,7 +51,7 @@ def as_books_have_it(books: Books, gpus: tuple[Gpu, ...]) -> Live:
     return live
 
 
-def as_picture_has_it(usage: Usage) -> Live:
+def as_snapshot_has_it(usage: Usage) -> Live:
     live: Live = {}
     for process in usage.processes:
         assert not process.unplaced
@@ -65,7 +65,7 @@ def as_picture_has_it(usage: Usage) -> Live:
 
 
 def by_process(usage: Usage) -> dict[int, int]:
-    """Contexts of those who live, also where no file tells any more which GPUs they had open."""
+    """Contexts of living processes, also where no file shows any more which GPUs they had open."""
     sums = {
         process.key.pid: process.unplaced + sum(hold.contexts or 0 for hold in process.holds)
         for process in usage.processes
@@ -85,7 +85,7 @@ class Double(Protocol):
 
 
 class Watcher:
-    """Follows the double; each question is answered after the picture has settled."""
+    """Follows the double; each answer is given after the snapshot has settled."""
 
     def __init__(
         self,
@@ -99,7 +99,7 @@ class Watcher:
         self._gpus = gpus
         self._source = source
         self.seen = seen
-        """Every fact that the source told."""
+        """Every fact that the source emitted."""
         self._running = running
 
     @property
@@ -108,32 +108,32 @@ class Watcher:
         assert self._source.probe is not None
         return self._source.probe
 
-    async def picture(self) -> Usage:
-        """The picture after everything that has happened."""
+    async def settled_usage(self) -> Usage:
+        """Return the usage snapshot after every event so far."""
         signs: set[int | None] = {self._source.last_sign_ns}
         async with asyncio.timeout(PATIENCE_S):
             while len(signs) <= ROUNDS or not self.seen.of(GpuUseSeen):
                 if self._running.done():
                     self._running.result()
-                # Nothing tells of a round that found nothing new.
-                await asyncio.sleep(LOOK_AGAIN_S)
+                # A round without changes emits nothing.
+                await asyncio.sleep(POLL_S)
                 signs.add(self._source.last_sign_ns)
         return self.seen.of(GpuUseSeen)[-1].usage
 
     async def agrees(self) -> Live:
-        """Assert that the picture is what the driver's books say, and so is one made from the maps alone.
+        """Assert that the usage snapshot matches the driver's books, and one made from the maps alone, too.
 
-        The maps do not tell of a process that has ended, so of those the second one says nothing.
+        The maps do not show processes that exited, so the second snapshot is compared without these.
         """
-        usage = await self.picture()
+        usage = await self.settled_usage()
         expected = as_books_have_it(await self._double.books(), self._gpus)
         assert usage.complete, usage.incomplete_because
-        shown = as_picture_has_it(usage)
-        assert shown == expected, f"the picture has {shown}, the books have {expected}"
+        shown = as_snapshot_has_it(usage)
+        assert shown == expected, f"the snapshot has {shown}, the books have {expected}"
         living = {use.key.pid for use in usage.processes}
         of_living = {pid: sum(contexts.values()) for pid, contexts in expected.items() if pid in living}
         anew = by_process(await self._made_anew(usage))
-        assert anew == of_living, f"made anew it has {anew}, the books have {of_living}"
+        assert anew == of_living, f"rebuilt it has {anew}, the books have {of_living}"
         return expected
 
     async def counters(self, pid: int) -> ProcessCounters:
@@ -160,7 +160,7 @@ def _instances(gpus: tuple[Gpu, ...]) -> dict[int, GpuUuid]:
     return {gpu.instance: GpuUuid(gpu.uuid) for gpu in gpus}
 
 
-def serving(gpus: tuple[Gpu, ...], *, has_instances: bool = False) -> Snapshot:
+def snapshot_of_gpus(gpus: tuple[Gpu, ...], *, has_instances: bool = False) -> Snapshot:
     """What the core shows while NVML lists these GPUs; with their device instances, or without."""
     views = tuple(
         GpuView(
@@ -193,7 +193,7 @@ async def watching(
     seen = Recorder()
     source = EbpfSource(
         inbox=seen.inbox,
-        latest=Latest(serving(gpus, has_instances=has_instances)),
+        latest=Latest(snapshot_of_gpus(gpus, has_instances=has_instances)),
         request=request,
         tier=tier,
         proc_root=Path("/proc"),

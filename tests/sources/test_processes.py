@@ -23,7 +23,7 @@ from agent.sources.processes import (
     read_process,
 )
 from tests.harness import ROOT
-from tests.hidden_proc import BE_NOBODY, HIDDEN
+from tests.hidden_proc import DROP_ROOT, HIDDEN
 
 UID = "6a1b0a34-0b6c-4d6f-8f5e-0123456789ab"
 CONTAINER = "c0ffee" + "0" * 58
@@ -251,7 +251,7 @@ print(read_process(Path("/proc"), os.getppid()).name, read_process(Path("/proc")
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
 def test_a_process_that_is_hidden_is_not_gone() -> None:
     found = subprocess.run(
-        [*HIDDEN, sys.executable, "-c", IMPORTS + BE_NOBODY + READ_TWO],
+        [*HIDDEN, sys.executable, "-c", IMPORTS + DROP_ROOT + READ_TWO],
         capture_output=True,
         text=True,
         check=True,

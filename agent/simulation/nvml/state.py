@@ -185,7 +185,7 @@ class NvmlState:
         slot = UNREADABLE_GPU if gpu is None else self._slot(gpu)
         return self._node.push_event(slot, kind, data, _instance(gi), _instance(ci))
 
-    def offer_system_events(self) -> None:
+    def enable_system_events(self) -> None:
         """Let NVML offer its events of GPUs bound and unbound, as newer drivers do."""
         self._set(NODE, {"system_events": 1})
 

@@ -26,7 +26,7 @@ from agent.sources.ebpf import process_exits
 from agent.sources.ebpf import source as ebpf
 from agent.sources.ebpf.source import EbpfSettings, EbpfSource, Tier
 from tests.probe.machines import Machine
-from tests.probe.watcher import serving
+from tests.probe.watcher import snapshot_of_gpus
 from tests.sources.recorder import Recorder
 
 QUICK = EbpfSettings(
@@ -101,7 +101,7 @@ class Followed:
         request: Request | None = None,
     ) -> None:
         self.seen = Recorder()
-        self.latest: Latest[Snapshot] = Latest(serving(GPUS))
+        self.latest: Latest[Snapshot] = Latest(snapshot_of_gpus(GPUS))
         self.source = EbpfSource(
             inbox=self.seen.inbox,
             latest=self.latest,
@@ -201,7 +201,7 @@ async def test_the_drivers_numbers_of_gpus_follow_the_inventory(hold: Hold, proc
     async with following(proc) as followed:
         await followed.usage(holds(process.pid))
         other = (GPUS[0]._replace(uuid="GPU-99999999-0000-4000-8000-000000000000"),)
-        followed.latest.publish(serving(other))
+        followed.latest.publish(snapshot_of_gpus(other))
 
         def has_other(usage: Usage) -> bool:
             use = use_of(usage, process.pid)

@@ -44,7 +44,7 @@ async def test_a_gpu_that_is_bound_or_unbound_is_emitted_and_every_gpu_is_probed
     make_node: MakeNode, start_source: StartSource, recorder: Recorder, bound: bool
 ) -> None:
     node = make_node(TWO_A100)
-    node.state.offer_system_events()
+    node.state.enable_system_events()
     await start_source(node, HOUR)
     await until(lambda: node.state.calls(WAIT) > 0)
     await recorder.at_least(2, GpuProbePassed)
@@ -58,7 +58,7 @@ async def test_more_events_than_are_read_at_once_are_all_emitted(
     make_node: MakeNode, start_source: StartSource, recorder: Recorder
 ) -> None:
     node = make_node({"preset": "8x-a100", "gpus": 1})
-    node.state.offer_system_events()
+    node.state.enable_system_events()
     await start_source(node)
     await until(lambda: node.state.calls(WAIT) > 0)
     for _ in range(MAX_AT_ONCE + 1):
@@ -71,7 +71,7 @@ async def test_they_are_registered_for_once_in_a_process(
     make_node: MakeNode, start_source: StartSource, recorder: Recorder
 ) -> None:
     node = make_node(TWO_A100)
-    node.state.offer_system_events()
+    node.state.enable_system_events()
     source = await start_source(node)
     await until(lambda: node.state.calls(WAIT) > 0)
     node.state.unload_driver(code=999)
@@ -93,7 +93,7 @@ async def test_any_error_stops_them_and_is_no_finding(
     make_node: MakeNode, start_source: StartSource, recorder: Recorder, call: str, code: int
 ) -> None:
     node = make_node(TWO_A100)
-    node.state.offer_system_events()
+    node.state.enable_system_events()
     node.state.set_return(call, code)
     source = await start_source(node)
     await until(lambda: node.state.calls(call) > 0 and receives_every_xid(source))
