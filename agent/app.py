@@ -23,9 +23,22 @@ from agent.core.health.state import initial_state
 from agent.engine import MAX_IDLE_NS, Engine
 from agent.errors import SourceError
 from agent.guard import NO_SEAM, Seam, handle_escaped
+from agent.model.components import (
+    CDI,
+    CONFIG_WATCH,
+    ENGINE,
+    EVENT_LOG,
+    EVIDENCE,
+    GPU_PROBER,
+    HTTP,
+    LIST_AND_WATCH,
+    LOOP,
+    NVML_NODE,
+    STATE_FILE,
+)
 from agent.model.effects import (
     Effect,
-    EndProcess,
+    ExitProcess,
     KeepEvidence,
     ProbeGpu,
     ProbeGpus,
@@ -33,7 +46,7 @@ from agent.model.effects import (
     RecordEvent,
     RegisterResource,
     ReleaseDriver,
-    RestartPart,
+    RestartComponent,
     ResumeDriver,
 )
 from agent.model.facts import (
@@ -51,20 +64,7 @@ from agent.model.facts import (
     KubeletSocketSeen,
     PolicyChanged,
 )
-from agent.model.ids import NO_KUBELET, GpuUuid, Part, ResourceName
-from agent.model.parts import (
-    CDI,
-    CONFIG_WATCH,
-    ENGINE,
-    EVENT_LOG,
-    EVIDENCE,
-    GPU_PROBER,
-    HTTP,
-    LIST_AND_WATCH,
-    LOOP,
-    NVML_NODE,
-    STATE_FILE,
-)
+from agent.model.ids import NO_KUBELET, ComponentId, GpuUuid, ResourceName
 from agent.model.snapshot import Snapshot
 from agent.proofs import Proofs
 from agent.runtime.assembly import Assembly
@@ -182,7 +182,7 @@ class Agent:
             self._latest,
             boot_id=boot_id,
             period_ns=settings.poll_ns,
-            prove=partial(self._proofs.prove, Part(STATE_FILE)),
+            prove=partial(self._proofs.prove, ComponentId(STATE_FILE)),
             tell=self._inbox.put,
         )
         if self._lock.is_held:
@@ -218,14 +218,14 @@ class Agent:
             after_registration=after_registration,
             why_not_kept=self._state.why_not_kept,
             period_ns=self._assembly.look_ns,
-            prove=partial(self._proofs.prove, Part(HTTP)),
+            prove=partial(self._proofs.prove, ComponentId(HTTP)),
         )
         self._reload = Reload(
             settings,
             reread=reread,
             judge=self._judge,
             apply=self._apply,
-            prove_watch=partial(self._proofs.prove, Part(CONFIG_WATCH)),
+            prove_watch=partial(self._proofs.prove, ComponentId(CONFIG_WATCH)),
             recheck_ns=self._assembly.look_ns,
             vitals=self._vitals,
             notifier=self._notifier,
@@ -260,7 +260,7 @@ class Agent:
     def _start_what_needs_no_lock(self, nvml: "NvmlSource") -> None:
         """Start what also an agent that stands by has."""
         start_for_ever, keep_part = self._tasks.start_for_ever, self._tasks.keep_part
-        self._proofs.expect(Part(NVML_NODE), nvml.start_terms)
+        self._proofs.expect(ComponentId(NVML_NODE), nvml.start_terms)
         keep_part(NVML, "source", nvml.run, lambda: checks.driver(self._latest.value))
         judge = judge_start(
             nvml,
@@ -280,7 +280,7 @@ class Agent:
         if self._settings.config_file is not None:
             watch_config = partial(self._watch_config, self._settings.config_file)
             self._tasks.keep(CONFIG_WATCH, watch_config, Terms(self._assembly.look_ns, WRITE_DEADLINE_NS))
-        self._proofs.expect(Part(LOOP), LOOP_TERMS)
+        self._proofs.expect(ComponentId(LOOP), LOOP_TERMS)
         lag = measure_lag(self._vitals, self._proofs, self._tasks.restart, clock=self._clock)
         start_for_ever("loop lag", lag)
         start_for_ever("garbage", self._collect_garbage())
@@ -306,7 +306,7 @@ class Agent:
         device_plugin = self._vitals.device_plugin = self._assembly.make_device_plugin()
         self._vitals.components.append(Component(DEVICE_PLUGIN, "sink", no_trouble))
         self._tasks.keep_critical(DEVICE_PLUGIN, device_plugin.run)
-        self._proofs.expect(Part(ENGINE), LOOP_TERMS)
+        self._proofs.expect(ComponentId(ENGINE), LOOP_TERMS)
         self._tasks.keep_critical(ENGINE, engine.run)
         keep_part, records = self._tasks.keep_part, self._records
         write_terms = Terms(self._settings.poll_ns, WRITE_DEADLINE_NS)
@@ -446,27 +446,27 @@ class Agent:
                 self._records.record(effect)
             case KeepEvidence():
                 self._records.keep(effect)
-            case RestartPart():
-                self._restart(effect.part)
+            case RestartComponent():
+                self._restart(effect.component)
             case RegisterResource():
                 if self._vitals.device_plugin is not None and not self._vitals.is_stopping:
                     self._vitals.device_plugin.register(effect)
             case ProbeGpu() | ProbeGpus() | ProbeUvm() | ReleaseDriver() | ResumeDriver():
                 self._assembly.perform(effect)
-            case EndProcess():
+            case ExitProcess():
                 error = EndedError(effect.message)
                 error.exit_code = effect.exit_code
                 self._ending.ask(effect.message, error)
             case _:
                 assert_never(effect)
 
-    def _restart(self, part: Part) -> None:
-        if part.name == GPU_PROBER and self._assembly.nvml is not None:
-            self._assembly.nvml.restart_gpu(GpuUuid(part.of))
-        elif part.name == LIST_AND_WATCH and self._registers_anew(ResourceName(part.of)):
+    def _restart(self, component: ComponentId) -> None:
+        if component.name == GPU_PROBER and self._assembly.nvml is not None:
+            self._assembly.nvml.restart_gpu(GpuUuid(component.of))
+        elif component.name == LIST_AND_WATCH and self._registers_anew(ResourceName(component.of)):
             return
         else:
-            self._tasks.restart(part)
+            self._tasks.restart(component)
 
     def _registers_anew(self, resource: ResourceName) -> bool:
         """Return whether the sink serves the newest effect for a resource, so that a new one is a restart."""

@@ -17,10 +17,10 @@ from agent.core.health.process import substitute
 from agent.core.health.reducer import step
 from agent.core.health.snapshot import snapshot_of
 from agent.core.health.state import State
-from agent.model.effects import Effect, RestartPart
-from agent.model.facts import Fact, PartsStale, Tick
-from agent.model.ids import GpuUuid, Part
-from agent.model.parts import ENGINE, GPU_PROBER
+from agent.model.components import ENGINE, GPU_PROBER
+from agent.model.effects import Effect, RestartComponent
+from agent.model.facts import ComponentsStale, Fact, Tick
+from agent.model.ids import ComponentId, GpuUuid
 from agent.model.snapshot import Snapshot
 from agent.proofs import Proofs
 
@@ -110,7 +110,7 @@ class Engine:
         if self._state.due_gpus != self._due_gpus:
             self._due_gpus = self._state.due_gpus
             self._proofs.follow(GPU_PROBER, self._due_gpus, self._probe_terms)
-        self._proofs.prove(Part(ENGINE))
+        self._proofs.prove(ComponentId(ENGINE))
         self._after_step(self._clock())
 
     def _step_pending(self, effects: list[Effect]) -> None:
@@ -130,14 +130,14 @@ class Engine:
             self._pending.popleft()
             self._state, new_effects, self._wake_at_ns = stepped
             effects += new_effects
-            part = proven_by(fact)
-            if part is not None:
-                self._proofs.prove(part)
+            component = proven_by(fact)
+            if component is not None:
+                self._proofs.prove(component)
 
     def _update_freshness(self) -> list[Effect]:
         """Note which parts are stale and return the restarts that this asks for."""
         self._freshness = looked(self._freshness, self._proofs.expected(), self._clock())
         stale, covered = self._freshness.stale, self._freshness.covered
         if (stale, covered) != (self._state.stale, self._state.covered):
-            self._pending.append(PartsStale(stale, covered))
-        return [RestartPart(part) for part in self._freshness.restart]
+            self._pending.append(ComponentsStale(stale, covered))
+        return [RestartComponent(component) for component in self._freshness.restart]

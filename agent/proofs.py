@@ -4,7 +4,7 @@ import threading
 from collections.abc import Callable, Iterable, Mapping
 
 from agent.core.freshness import VOUCHERS, Expected, Terms
-from agent.model.ids import Part, SourceName
+from agent.model.ids import ComponentId, SourceName
 
 
 class Proofs:
@@ -13,9 +13,9 @@ class Proofs:
     def __init__(self, *, clock: Callable[[], int]) -> None:
         self._clock = clock
         self._lock = threading.Lock()
-        self._expected: dict[Part, Expected] = {}
+        self._expected: dict[ComponentId, Expected] = {}
 
-    def expect(self, part: Part, terms: Terms, *, start_ns: int = 0) -> None:
+    def expect(self, component: ComponentId, terms: Terms, *, start_ns: int = 0) -> None:
         """Expect proofs of a part from now on; of one that is expected already the terms change.
 
         It has ``start_ns`` more for its first proof.
@@ -23,34 +23,36 @@ class Proofs:
         To be called by what starts the part, not by the part itself: one that never begins is stale, too.
         Raises KeyError for a part that is not in the table.
         """
-        VOUCHERS[part.name]
+        VOUCHERS[component.name]
         with self._lock:
-            known = self._expected.get(part)
-            self._expected[part] = Expected(
+            known = self._expected.get(component)
+            self._expected[component] = Expected(
                 terms, self._clock() + start_ns if known is None else known.proven_ns
             )
 
-    def prove(self, part: Part) -> None:
+    def prove(self, component: ComponentId) -> None:
         """Note a proof now; nothing if none is expected."""
         with self._lock:
-            known = self._expected.get(part)
+            known = self._expected.get(component)
             if known is not None:
-                self._expected[part] = known._replace(proven_ns=self._clock())
+                self._expected[component] = known._replace(proven_ns=self._clock())
 
-    def waive(self, part: Part) -> None:
+    def waive(self, component: ComponentId) -> None:
         """Expect nothing more of a part, because it has nothing to do."""
         with self._lock:
-            self._expected.pop(part, None)
+            self._expected.pop(component, None)
 
     def follow(self, name: SourceName, present: Iterable[str], terms: Terms) -> None:
         """Expect proofs of exactly these parts of a name."""
-        wanted = {Part(name, of) for of in present}
-        for part in [part for part in self.expected() if part.name == name and part not in wanted]:
-            self.waive(part)
-        for part in wanted:
-            self.expect(part, terms)
+        wanted = {ComponentId(name, of) for of in present}
+        for component in [
+            component for component in self.expected() if component.name == name and component not in wanted
+        ]:
+            self.waive(component)
+        for component in wanted:
+            self.expect(component, terms)
 
-    def expected(self) -> Mapping[Part, Expected]:
+    def expected(self) -> Mapping[ComponentId, Expected]:
         """Return every part that has to give proofs, with its newest one."""
         with self._lock:
             return dict(self._expected)

@@ -15,7 +15,8 @@ from agent.core.health.reducer import IDLE_NS, step
 from agent.core.health.snapshot import snapshot_of
 from agent.core.health.state import State, initial_state
 from agent.engine import Engine
-from agent.model.effects import Effect, EventKind, ProbeGpus, RecordEvent, RegisterResource, RestartPart
+from agent.model.components import GPU_PROBER
+from agent.model.effects import Effect, EventKind, ProbeGpus, RecordEvent, RegisterResource, RestartComponent
 from agent.model.facts import (
     DriverReady,
     Fact,
@@ -27,8 +28,7 @@ from agent.model.facts import (
 )
 from agent.model.gpu import Gpu
 from agent.model.health import Health
-from agent.model.ids import GpuUuid, Part, SocketIdentity, SourceName
-from agent.model.parts import GPU_PROBER
+from agent.model.ids import ComponentId, GpuUuid, SocketIdentity, SourceName
 from agent.model.policy import MILLISECOND_NS, SECOND_NS, Policy
 from agent.model.snapshot import Snapshot
 from agent.proofs import Proofs
@@ -286,8 +286,8 @@ def test_a_gpu_whose_probes_stop_is_unknown_until_the_next_and_its_prober_is_res
         frozen.engine.step_once()
         health.append(frozen.health())
     assert health.index(Health.UNKNOWN) == TERMS.limit_ns // SECOND_NS
-    restarted = [effect.part for _, effect in frozen.performed if isinstance(effect, RestartPart)]
-    assert restarted == [Part(GPU_PROBER, U0)]
+    restarted = [effect.component for _, effect in frozen.performed if isinstance(effect, RestartComponent)]
+    assert restarted == [ComponentId(GPU_PROBER, U0)]
 
     frozen.put(GpuProbePassed(U0))
     frozen.engine.step_once()

@@ -18,8 +18,8 @@ from typing import Final, NamedTuple
 
 import msgspec
 
-from agent.model import facts, parts
-from agent.model.ids import GpuUuid, Part, SourceName
+from agent.model import components, facts
+from agent.model.ids import ComponentId, GpuUuid, SourceName
 from agent.model.policy import SECOND_NS
 
 STALE_PERIODS: Final = 3
@@ -53,24 +53,24 @@ class Voucher(msgspec.Struct, frozen=True):
 
 
 VOUCHERS: Final[Mapping[SourceName, Voucher]] = {
-    parts.GPU_PROBER: Voucher("the health of its GPU", "a completed probe", Rests.ITS_GPU, facts.NVML),
-    parts.NVML_EVENTS: Voucher(
+    components.GPU_PROBER: Voucher("the health of its GPU", "a completed probe", Rests.ITS_GPU, facts.NVML),
+    components.NVML_EVENTS: Voucher(
         "the XIDs that NVML reports",
         "an event wait that returned",
         Rests.EVERY_GPU,
         facts.NVML,
         alternative=facts.KERNEL_LOG,
     ),
-    parts.NVML_NODE: Voucher(
+    components.NVML_NODE: Voucher(
         "which GPUs there are", "a count that NVML answered, or an init that ended", Rests.NODE, facts.NVML
     ),
-    parts.LIST_AND_WATCH: Voucher(
+    components.LIST_AND_WATCH: Voucher(
         "that the kubelet was sent the newest list",
         "a comparison of the newest list with the one sent",
         Rests.NODE,
         facts.DEVICE_PLUGIN,
     ),
-    parts.KUBELET_COUNT: Voucher(
+    components.KUBELET_COUNT: Voucher(
         "that the kubelet has the devices it was sent",
         "an answer of the kubelet",
         Rests.AGENT,
@@ -86,22 +86,30 @@ VOUCHERS: Final[Mapping[SourceName, Voucher]] = {
     facts.PODS: Voucher("which pod holds which device", "a request that ended", Rests.AGENT, facts.PODS),
     facts.PROBE: Voucher("who uses which GPU", "a completed round", Rests.AGENT, facts.PROBE),
     facts.MPS: Voucher("that the MPS daemon serves", "a completed look", Rests.AGENT, facts.MPS),
-    parts.STATE_FILE: Voucher(
-        "that sick stays sick over a restart", "a state that is on the disk", Rests.AGENT, parts.STATE_FILE
+    components.STATE_FILE: Voucher(
+        "that sick stays sick over a restart",
+        "a state that is on the disk",
+        Rests.AGENT,
+        components.STATE_FILE,
     ),
-    parts.EVENT_LOG: Voucher("the event log", "events that are on the disk", Rests.AGENT, parts.EVENT_LOG),
-    parts.EVIDENCE: Voucher(
-        "evidence of faults", "a bundle that is on the disk", Rests.AGENT, parts.EVIDENCE
+    components.EVENT_LOG: Voucher(
+        "the event log", "events that are on the disk", Rests.AGENT, components.EVENT_LOG
     ),
-    parts.CDI: Voucher("the CDI specification", "a completed look", Rests.AGENT, parts.CDI),
-    parts.HTTP: Voucher("every answer over HTTP", "an answer to itself", Rests.AGENT, parts.HTTP),
-    parts.CONFIG_WATCH: Voucher(
-        "that a changed configuration is seen", "a completed look", Rests.AGENT, parts.CONFIG_WATCH
+    components.EVIDENCE: Voucher(
+        "evidence of faults", "a bundle that is on the disk", Rests.AGENT, components.EVIDENCE
     ),
-    parts.LOOP: Voucher(
-        "that a stuck engine is restarted", "a completed measurement of the loop", Rests.AGENT, parts.LOOP
+    components.CDI: Voucher("the CDI specification", "a completed look", Rests.AGENT, components.CDI),
+    components.HTTP: Voucher("every answer over HTTP", "an answer to itself", Rests.AGENT, components.HTTP),
+    components.CONFIG_WATCH: Voucher(
+        "that a changed configuration is seen", "a completed look", Rests.AGENT, components.CONFIG_WATCH
     ),
-    parts.ENGINE: Voucher("every answer", "a completed step", Rests.EVERY_GPU, parts.ENGINE),
+    components.LOOP: Voucher(
+        "that a stuck engine is restarted",
+        "a completed measurement of the loop",
+        Rests.AGENT,
+        components.LOOP,
+    ),
+    components.ENGINE: Voucher("every answer", "a completed step", Rests.EVERY_GPU, components.ENGINE),
 }
 """Who vouches for what. Not uevents: they only say when to look, and sysfs is looked at anyway."""
 
@@ -167,56 +175,60 @@ class Watch(msgspec.Struct, frozen=True):
 
 
 class Freshness(msgspec.Struct, frozen=True):
-    """The watches over all parts."""
+    """The watches over all components."""
 
-    watches: Mapping[Part, Watch] = msgspec.field(default_factory=lambda: MappingProxyType({}))
-    stale: frozenset[Part] = frozenset()
-    covered: Mapping[Part, int] = msgspec.field(default_factory=lambda: MappingProxyType({}))
+    watches: Mapping[ComponentId, Watch] = msgspec.field(default_factory=lambda: MappingProxyType({}))
+    stale: frozenset[ComponentId] = frozenset()
+    covered: Mapping[ComponentId, int] = msgspec.field(default_factory=lambda: MappingProxyType({}))
     """Those of the stale parts whose alternative is fresh, and when each gave its newest proof."""
-    restart: frozenset[Part] = frozenset()
+    restart: frozenset[ComponentId] = frozenset()
     """The parts that the newest look asks to restart."""
     due_ns: int | None = None
     """When to look again; None: nothing is expected."""
 
 
-def looked(before: Freshness, expected: Mapping[Part, Expected], now_ns: int) -> Freshness:
+def looked(before: Freshness, expected: Mapping[ComponentId, Expected], now_ns: int) -> Freshness:
     """Look at every part that has to give proofs; a part that no longer has to is not stale."""
-    watches: dict[Part, Watch] = {}
-    restart: set[Part] = set()
+    watches: dict[ComponentId, Watch] = {}
+    restart: set[ComponentId] = set()
     due_ns: int | None = None
-    for part, each in expected.items():
-        old = before.watches.get(part, Watch(each.proven_ns))
-        watch = watches[part] = old.looked(each, now_ns)
+    for component, each in expected.items():
+        old = before.watches.get(component, Watch(each.proven_ns))
+        watch = watches[component] = old.looked(each, now_ns)
         if watch is not old and watch.wants_restart:
-            restart.add(part)
+            restart.add(component)
         part_due_ns = watch.due_ns(each.terms)
         due_ns = part_due_ns if due_ns is None else min(due_ns, part_due_ns)
-    stale = frozenset(part for part, watch in watches.items() if watch.is_stale)
-    fresh = {part.name for part in watches.keys() - stale}
-    covered = {part: expected[part].proven_ns for part in stale if VOUCHERS[part.name].alternative in fresh}
+    stale = frozenset(component for component, watch in watches.items() if watch.is_stale)
+    fresh = {component.name for component in watches.keys() - stale}
+    covered = {
+        component: expected[component].proven_ns
+        for component in stale
+        if VOUCHERS[component.name].alternative in fresh
+    }
     return Freshness(watches, stale, covered, frozenset(restart), due_ns)
 
 
-def proven_by(fact: facts.Fact) -> Part | None:
+def proven_by(fact: facts.Fact) -> ComponentId | None:
     """Return the part of which a fact is the proof: a GPU's prober proves itself by how a probe ended."""
     match fact:
         case (
             facts.GpuProbePassed() | facts.GpuCallFailed() | facts.GpuCallOverdue() | facts.GpuCallAnswered()
         ):
-            return Part(parts.GPU_PROBER, fact.gpu)
+            return ComponentId(components.GPU_PROBER, fact.gpu)
         case _:
             return None
 
 
-def unknown_gpus(stale: Iterable[Part], gpus: Iterable[GpuUuid]) -> frozenset[GpuUuid]:
+def unknown_gpus(stale: Iterable[ComponentId], gpus: Iterable[GpuUuid]) -> frozenset[GpuUuid]:
     """Return those of the GPUs that rest on a stale part."""
-    names = {part.of for part in stale if VOUCHERS[part.name].rests is Rests.ITS_GPU}
-    if any(VOUCHERS[part.name].rests is Rests.EVERY_GPU for part in stale):
+    names = {component.of for component in stale if VOUCHERS[component.name].rests is Rests.ITS_GPU}
+    if any(VOUCHERS[component.name].rests is Rests.EVERY_GPU for component in stale):
         return frozenset(gpus)
     return frozenset(gpu for gpu in gpus if gpu in names)
 
 
-def stale_message(part: Part) -> str:
+def stale_message(component: ComponentId) -> str:
     """Return a sentence about a stale part."""
-    voucher = VOUCHERS[part.name]
-    return f"{part} is stale: {voucher.proof} is overdue, so {voucher.vouches_for} cannot be relied on"
+    voucher = VOUCHERS[component.name]
+    return f"{component} is stale: {voucher.proof} is overdue, so {voucher.vouches_for} cannot be relied on"

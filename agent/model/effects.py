@@ -6,7 +6,7 @@ from enum import StrEnum
 import msgspec
 
 from agent.model.health import Condition
-from agent.model.ids import GpuUuid, Part, ResourceName, SocketIdentity
+from agent.model.ids import ComponentId, GpuUuid, ResourceName, SocketIdentity
 
 
 class EventKind(StrEnum):
@@ -21,7 +21,7 @@ class EventKind(StrEnum):
     KUBELET = "kubelet"
     REGISTRATION = "registration"
     TASK = "task"
-    ORDER = "order"
+    COMMAND = "order"
     LOSS = "loss"
 
 
@@ -82,17 +82,17 @@ class KeepEvidence(msgspec.Struct, frozen=True):
     condition: Condition
 
 
-class EndProcess(msgspec.Struct, frozen=True):
+class ExitProcess(msgspec.Struct, frozen=True):
     """Leave with an exit code; the supervisor starts a process that sees the new world."""
 
     exit_code: int
     message: str
 
 
-class RestartPart(msgspec.Struct, frozen=True):
+class RestartComponent(msgspec.Struct, frozen=True):
     """Start a part anew that gave no proof for too long."""
 
-    part: Part
+    component: ComponentId
 
 
 class ProbeGpus(msgspec.Struct, frozen=True):
@@ -101,7 +101,7 @@ class ProbeGpus(msgspec.Struct, frozen=True):
 
 Effect = (
     ProbeGpus
-    | RestartPart
+    | RestartComponent
     | RecordEvent
     | RegisterResource
     | ReleaseDriver
@@ -109,5 +109,5 @@ Effect = (
     | ProbeGpu
     | ProbeUvm
     | KeepEvidence
-    | EndProcess
+    | ExitProcess
 )

@@ -81,7 +81,7 @@ def socket_name(resource: ResourceName) -> str:
     return f"nvidia-{resource.rpartition('/')[2]}.sock"
 
 
-class Part(NamedTuple):
+class ComponentId(NamedTuple):
     """One part that vouches for something: ``nvml-gpu`` of a GPU, ``list-and-watch`` of a resource."""
 
     name: SourceName

@@ -7,7 +7,15 @@ import msgspec
 
 from agent.model.gpu import Gpu
 from agent.model.health import Condition, Health, Reason
-from agent.model.ids import DeviceId, GpuUuid, Part, Placement, ResourceName, SocketIdentity, SourceName
+from agent.model.ids import (
+    ComponentId,
+    DeviceId,
+    GpuUuid,
+    Placement,
+    ResourceName,
+    SocketIdentity,
+    SourceName,
+)
 from agent.model.policy import Policy
 from agent.model.sample import GpuSample
 from agent.model.sharing import SharingStrategy
@@ -176,7 +184,7 @@ class Snapshot(msgspec.Struct, frozen=True):
     durable: Durable
     unread: str = ""
     """Why what an earlier process kept cannot be read now; reading is retried."""
-    stale: frozenset[Part] = frozenset()
+    stale: frozenset[ComponentId] = frozenset()
     """Parts of the agent that gave no proof for too long."""
     failed_facts: tuple[str, ...] = ()
     """Facts on which the core failed."""

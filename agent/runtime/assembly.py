@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Final, Protocol
 from agent.bus import Inbox, Latest
 from agent.config.settings import Settings
 from agent.core.freshness import Terms
+from agent.model.components import CDI
 from agent.model.effects import ProbeGpu, ProbeGpus, ProbeUvm, ReleaseDriver, ResumeDriver
 from agent.model.facts import KERNEL_LOG, KUBELET, MPS, PODS, PROBE, SYSFS, Fact
-from agent.model.ids import GpuUuid, Part, SourceName
-from agent.model.parts import CDI
+from agent.model.ids import ComponentId, GpuUuid, SourceName
 from agent.model.policy import SECOND_NS
 from agent.model.snapshot import Snapshot
 from agent.proofs import Proofs
@@ -279,7 +279,7 @@ class Assembly:
 
     def _prover(self, name: SourceName) -> Callable[[], None]:
         """Return what a part calls with each proof."""
-        return partial(self._proofs.prove, Part(name))
+        return partial(self._proofs.prove, ComponentId(name))
 
     def close_ebpf(self) -> None:
         """Take the probe out of the kernel."""

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Final
 from agent import guard, log
 from agent.bus import Latest
 from agent.config.settings import Settings
+from agent.model.components import EVENT_LOG, EVIDENCE
 from agent.model.effects import KeepEvidence, RecordEvent
-from agent.model.ids import GpuUuid, Part
-from agent.model.parts import EVENT_LOG, EVIDENCE
+from agent.model.ids import ComponentId, GpuUuid
 from agent.model.snapshot import Snapshot
 from agent.proofs import Proofs
 from agent.runtime.imports import import_event_log, import_evidence
@@ -128,7 +128,7 @@ class Records:
             await self._after_registration()
             event_log = await in_daemon_thread("eventlog-import", import_event_log)
             path = self._settings.event_log_path
-            jointly = _Jointly(2, partial(self._proofs.prove, Part(EVENT_LOG)))
+            jointly = _Jointly(2, partial(self._proofs.prove, ComponentId(EVENT_LOG)))
             self.event_log, self.other_events = (
                 event_log(
                     each,
@@ -171,7 +171,7 @@ class Records:
                 boot_id=self._boot_id,
                 time_of=self.time_of,
                 period_ns=self._settings.poll_ns,
-                prove=partial(self._proofs.prove, Part(EVIDENCE)),
+                prove=partial(self._proofs.prove, ComponentId(EVIDENCE)),
             )
             while self._early_faults:
                 self.evidence.keep(self._early_faults.popleft())

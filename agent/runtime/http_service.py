@@ -16,9 +16,9 @@ from agent.bus import Inbox, Latest
 from agent.config.settings import Settings
 from agent.core.freshness import stale_message
 from agent.errors import SourceError
+from agent.model.components import ENGINE
 from agent.model.facts import Fact
 from agent.model.ids import SourceName
-from agent.model.parts import ENGINE
 from agent.model.snapshot import ListSent, Snapshot
 from agent.runtime.imports import import_http
 from agent.runtime.status import Component, Vitals
@@ -107,7 +107,7 @@ class SelfReport:
 
     def _other_parts(self) -> Sequence[SourceName]:
         """Return the parts that have to give proofs and are no component of their own."""
-        expected = {part.name for part in self._vitals.expected()}
+        expected = {component.name for component in self._vitals.expected()}
         return sorted(expected - {component.name for component in self._vitals.components})
 
     def _judge_component(self, component: Component) -> str | None:
@@ -118,8 +118,8 @@ class SelfReport:
         )
 
     def _judge_part(self, name: SourceName) -> str | None:
-        stale = sorted(part for part in self._latest.value.stale if part.name == name)
-        return "; ".join(stale_message(part) for part in stale) or None
+        stale = sorted(component for component in self._latest.value.stale if component.name == name)
+        return "; ".join(stale_message(component) for component in stale) or None
 
     def _judged(self) -> dict[str, str | None]:
         judged = {each.check: self._judge_component(each) for each in self._vitals.components}
@@ -160,7 +160,7 @@ class SelfReport:
             "uptime_s": (self._clock() - vitals.began_ns) // 1_000_000_000,
             "parts": self._judged(),
             "facts": {"put": inbox.put, "merged": inbox.merged, "lost": inbox.lost, "waiting": inbox.waiting},
-            "off": [part._asdict() for part in vitals.off],
+            "off": [component._asdict() for component in vitals.off],
             "config": {
                 "trouble": vitals.reload_trouble,
                 "awaiting_restart": list(vitals.awaiting_restart),

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Final, Literal
 import msgspec
 
 from agent.core.freshness import Watch
-from agent.model.ids import Part, SourceName
-from agent.model.parts import ENGINE, LOOP
+from agent.model.components import ENGINE, LOOP
+from agent.model.ids import ComponentId, SourceName
 from agent.proofs import Proofs
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ class Vitals(msgspec.Struct):
     awaiting_restart: tuple[str, ...] = ()
     """Options that were changed and take effect at the next start."""
     components: list[Component] = msgspec.field(default_factory=list)
-    expected: Callable[[], Iterable[Part]] = tuple
+    expected: Callable[[], Iterable[ComponentId]] = tuple
     """The parts that have to give proofs now."""
     device_plugin: "DevicePlugin | None" = None
 
@@ -66,20 +66,20 @@ class Vitals(msgspec.Struct):
 
 
 async def measure_lag(
-    vitals: Vitals, proofs: Proofs, restart: Callable[[Part], None], *, clock: Callable[[], int]
+    vitals: Vitals, proofs: Proofs, restart: Callable[[ComponentId], None], *, clock: Callable[[], int]
 ) -> None:
     """Note for ever how late the event loop is, and restart the engine if it is stale.
 
     The engine looks after every part but itself; this is one that it looks after.
     """
-    engine = Part(ENGINE)
+    engine = ComponentId(ENGINE)
     watch: Watch | None = None
     while True:
         before_ns = clock()
         await asyncio.sleep(LAG_PERIOD_S)
         now_ns = clock()
         vitals.lag_ns = now_ns - before_ns - round(LAG_PERIOD_S * 1e9)
-        proofs.prove(Part(LOOP))
+        proofs.prove(ComponentId(LOOP))
         expected = proofs.expected().get(engine)
         if expected is None:
             continue

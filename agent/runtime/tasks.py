@@ -22,7 +22,7 @@ from agent.errors import AgentError
 from agent.guard import NO_SEAM, Owner, Seam, as_exception, own
 from agent.log import about
 from agent.model.facts import TaskReported
-from agent.model.ids import Part, SourceName
+from agent.model.ids import ComponentId, SourceName
 from agent.model.policy import SECOND_NS
 from agent.proofs import Proofs
 from agent.runtime.assembly import Source
@@ -228,12 +228,12 @@ class Tasks:
     ) -> None:
         """Keep something running; with ``terms`` it has to give proofs, the first after ``start_ns`` more."""
         if terms is not None:
-            self.proofs.expect(Part(name), terms, start_ns=start_ns)
+            self.proofs.expect(ComponentId(name), terms, start_ns=start_ns)
         self.start(name, self._supervisor.keep(name, run))
 
-    def restart(self, part: Part) -> None:
+    def restart(self, component: ComponentId) -> None:
         """Restart the task of a part that is stale."""
-        self._supervisor.fail(VOUCHERS[part.name].task, StaleError(stale_message(part)))
+        self._supervisor.fail(VOUCHERS[component.name].task, StaleError(stale_message(component)))
 
     def replace(self, name: SourceName, run: Run) -> None:
         """Keep something running in place of what was kept under the name."""

@@ -22,7 +22,7 @@ MESSAGE_IDS: Final[Mapping[EventKind, str]] = {
     EventKind.KUBELET: "ce944f34aaa341e48183c40a75ad3e58",
     EventKind.REGISTRATION: "088ef8aec32c4250bffdeb31ae154d3c",
     EventKind.TASK: "3281b24d6f274a83b35d01bd1bea739e",
-    EventKind.ORDER: "b6ed250b0ecc430097b8b093253c1b4e",
+    EventKind.COMMAND: "b6ed250b0ecc430097b8b093253c1b4e",
     EventKind.LOSS: "942214cd317241af90bcc942be15a1f1",
 }
 

@@ -23,9 +23,9 @@ from agent.bus import Inbox, Latest
 from agent.core.freshness import Terms
 from agent.errors import KubeletError
 from agent.log import about
+from agent.model.components import KUBELET_COUNT
 from agent.model.facts import Fact, KubeletCounted
-from agent.model.ids import Part
-from agent.model.parts import KUBELET_COUNT
+from agent.model.ids import ComponentId
 from agent.model.policy import SECOND_NS
 from agent.model.snapshot import RegistrationPhase, Snapshot
 from agent.proofs import Proofs
@@ -71,7 +71,7 @@ class KubeletCountSource:
         """Poll until cancelled. May be run again afterwards; two at once are not allowed."""
         while True:
             if not _is_registered(self._latest.value):
-                self._proofs.waive(Part(KUBELET_COUNT))
+                self._proofs.waive(ComponentId(KUBELET_COUNT))
                 await self._wait_until(_is_registered)
                 self._expect()
             await asyncio.sleep(self._soon_ns / 1e9)
@@ -83,7 +83,7 @@ class KubeletCountSource:
                 await asyncio.sleep(within_ns / 1e9)
 
     def _expect(self) -> None:
-        self._proofs.expect(Part(KUBELET_COUNT), Terms(self._period_ns, self._deadline_ns))
+        self._proofs.expect(ComponentId(KUBELET_COUNT), Terms(self._period_ns, self._deadline_ns))
 
     async def _wait_until(self, holds: Callable[[Snapshot], bool], *, within_ns: int | None = None) -> None:
         version = self._latest.version
@@ -96,12 +96,12 @@ class KubeletCountSource:
 
     async def _poll(self, asked_ns: int) -> bool:
         """Poll once; returns whether the kubelet answered with its devices."""
-        part = Part(KUBELET_COUNT)
+        component = ComponentId(KUBELET_COUNT)
         try:
             answer = await count_devices(self._socket, timeout_s=self._deadline_ns / 1e9)
             healthy = await in_daemon_thread("kubelet-count", lambda: counts_of(answer, prefix=self._prefix))
         except (AbsentError, UnsupportedError) as error:
-            self._proofs.waive(part)
+            self._proofs.waive(component)
             self._log_failure(logging.INFO, error)
             return False
         except KubeletError as error:
@@ -109,7 +109,7 @@ class KubeletCountSource:
             self._log_failure(logging.WARNING, error)
             return False
         self._expect()
-        self._proofs.prove(part)
+        self._proofs.prove(component)
         self._last_failure = None
         self._inbox.put(KubeletCounted(healthy, asked_ns))
         return True

@@ -2,12 +2,14 @@
 
 from hypothesis import strategies as st
 
+from agent.model.components import GPU_PROBER, NVML_EVENTS, NVML_NODE
 from agent.model.facts import (
     DEVICE_PLUGIN,
     NVML,
     SYSFS,
     AllocationsListed,
     CdiReported,
+    ComponentsStale,
     DeviceCallsSeen,
     DeviceNodesSeen,
     DriverCallAnswered,
@@ -16,7 +18,7 @@ from agent.model.facts import (
     DriverReleased,
     DriverUnavailable,
     Fact,
-    FactRefused,
+    FactRejected,
     FactsLost,
     GpuMemorySeen,
     GpuRebound,
@@ -31,7 +33,6 @@ from agent.model.facts import (
     ListWritten,
     MpsSeen,
     OwnSocketLost,
-    PartsStale,
     PciConfigRead,
     PciGpusSeen,
     PodsSeen,
@@ -58,8 +59,7 @@ from agent.model.facts import (
     WatchersChanged,
 )
 from agent.model.health import Reason
-from agent.model.ids import ALL, DeviceId, Part
-from agent.model.parts import GPU_PROBER, NVML_EVENTS, NVML_NODE
+from agent.model.ids import ALL, ComponentId, DeviceId
 from agent.model.policy import Policy
 from agent.model.sample import GpuSample
 from agent.model.snapshot import Durable
@@ -128,7 +128,7 @@ BAD: list[st.SearchStrategy[Fact]] = [
     st.sampled_from([enumerated(), enumerated(gpu(1, index=0)), enumerated(gpu(0))]),
 ]
 
-PARTS = (Part(GPU_PROBER, U0), Part(NVML_EVENTS), Part(SYSFS))
+PARTS = (ComponentId(GPU_PROBER, U0), ComponentId(NVML_EVENTS), ComponentId(SYSFS))
 
 OTHER: list[st.SearchStrategy[Fact]] = [
     st.sampled_from([KubeletSocketSeen(None), KubeletSocketSeen(K2)]),
@@ -146,7 +146,7 @@ OTHER: list[st.SearchStrategy[Fact]] = [
     st.just(HealthEventsUnsupported(U0, "no")),
     st.just(WatchedDirectoryDeleted("/x")),
     st.builds(
-        PartsStale,
+        ComponentsStale,
         st.frozensets(st.sampled_from(PARTS)),
         st.dictionaries(st.sampled_from(PARTS), st.integers(0, 10**9), max_size=2),
     ),
@@ -211,8 +211,8 @@ ONE_OF_EACH: list[Fact] = [
     CdiReported("read-only"),
     FactsLost(DEVICE_PLUGIN, count=2),
     PolicyChanged(Policy(mig_strategy="mixed")),
-    FactRefused(U0, "XidReported(79): KeyError()"),
-    PartsStale(frozenset({Part(GPU_PROBER, U0), Part(NVML_NODE)})),
+    FactRejected(U0, "XidReported(79): KeyError()"),
+    ComponentsStale(frozenset({ComponentId(GPU_PROBER, U0), ComponentId(NVML_NODE)})),
     StateUnread("Input/output error"),
     StateRestored(Durable(gpus=(gpu(2),), holds=((uuid(2), "fan"),), lost="is damaged")),
     StateLossAcknowledged(),

@@ -15,17 +15,17 @@ from agent.core.freshness import (
     looked,
 )
 from agent.model import facts
-from agent.model.facts import KernelXidSeen, PartsStale
+from agent.model.components import GPU_PROBER, KUBELET_COUNT, NVML_EVENTS, NVML_NODE
+from agent.model.facts import ComponentsStale, KernelXidSeen
 from agent.model.health import Health, Reason
-from agent.model.ids import GpuUuid, Part
-from agent.model.parts import GPU_PROBER, KUBELET_COUNT, NVML_EVENTS, NVML_NODE
+from agent.model.ids import ComponentId, GpuUuid
 from agent.model.policy import SECOND_NS
 from tests.core.build import U0, U1, Node, gpu, registered_node, uuid
 
 Look = tuple[int, bool]
 """When, and whether the part was stale."""
 
-PART = Part(facts.SYSFS)
+COMPONENT = ComponentId(facts.SYSFS)
 terms = st.builds(Terms, st.integers(0, 20 * SECOND_NS), st.integers(0, 10 * SECOND_NS))
 
 
@@ -36,7 +36,7 @@ def looks(
     freshness, now_ns = Freshness(), proofs[0]
     for number in count():
         proven_ns = max(at_ns for at_ns in proofs if at_ns <= now_ns)
-        freshness = looked(freshness, {PART: Expected(each, proven_ns)}, now_ns)
+        freshness = looked(freshness, {COMPONENT: Expected(each, proven_ns)}, now_ns)
         yield now_ns, bool(freshness.stale)
         assert freshness.due_ns is not None
         now_ns = freshness.due_ns + stalls.get(number, 0)
@@ -80,7 +80,7 @@ def test_a_restart_is_asked_for_at_once_and_then_ever_more_rarely() -> None:
     freshness, now_ns, restarts = Freshness(), 0, []
     each = Expected(Terms(10 * SECOND_NS, 0), 0)
     for _ in range(200):
-        freshness = looked(freshness, {PART: each}, now_ns)
+        freshness = looked(freshness, {COMPONENT: each}, now_ns)
         if freshness.restart:
             restarts.append(now_ns // SECOND_NS)
         assert freshness.due_ns is not None
@@ -91,14 +91,14 @@ def test_a_restart_is_asked_for_at_once_and_then_ever_more_rarely() -> None:
 def test_a_proof_ends_it_and_so_does_that_none_is_expected_any_more() -> None:
     stale = Freshness()
     for at_ns in (1, 2, 3):
-        stale = looked(stale, {PART: Expected(Terms(1, 0), 0)}, at_ns * SECOND_NS)
-    assert stale.stale == {PART}
-    assert looked(stale, {PART: Expected(Terms(1, 0), 5)}, 4 * SECOND_NS).stale == frozenset()
+        stale = looked(stale, {COMPONENT: Expected(Terms(1, 0), 0)}, at_ns * SECOND_NS)
+    assert stale.stale == {COMPONENT}
+    assert looked(stale, {COMPONENT: Expected(Terms(1, 0), 5)}, 4 * SECOND_NS).stale == frozenset()
     assert looked(stale, {}, 4 * SECOND_NS).stale == frozenset()
 
 
 def test_a_stale_part_is_covered_while_its_alternative_is_expected_and_fresh() -> None:
-    events, log = Part(NVML_EVENTS), Part(facts.KERNEL_LOG)
+    events, log = ComponentId(NVML_EVENTS), ComponentId(facts.KERNEL_LOG)
     each = Expected(Terms(SECOND_NS, 0), 5)
     covered = []
     for proven_ns in (None, 0, 3 * SECOND_NS):
@@ -125,13 +125,13 @@ def health(node: Node) -> dict[GpuUuid, Health]:
 
 def test_a_gpu_with_a_stale_prober_is_unknown_until_its_next_probe() -> None:
     node = registered_node(gpu(0), gpu(1))
-    part = Part(GPU_PROBER, U0)
-    node.apply(PartsStale(frozenset({part})))
+    component = ComponentId(GPU_PROBER, U0)
+    node.apply(ComponentsStale(frozenset({component})))
     assert (health(node)[U0], health(node)[U1]) == (Health.UNKNOWN, Health.HEALTHY)
     assert [each.gpus for each in node.snapshot().findings if each.reason is Reason.NOT_PROBED] == [(U0,)]
 
     # That nothing is expected of it any more is no proof.
-    node.apply(PartsStale(frozenset()))
+    node.apply(ComponentsStale(frozenset()))
     assert health(node)[U0] is Health.UNKNOWN
     node.apply(facts.GpuProbePassed(U0))
     assert health(node)[U0] is Health.HEALTHY
@@ -139,10 +139,10 @@ def test_a_gpu_with_a_stale_prober_is_unknown_until_its_next_probe() -> None:
 
 def test_without_ears_for_xids_every_gpu_is_unknown_whatever_its_probes_say() -> None:
     node = registered_node(gpu(0), gpu(1))
-    node.apply(PartsStale(frozenset({Part(NVML_EVENTS)})), facts.GpuProbePassed(U0))
+    node.apply(ComponentsStale(frozenset({ComponentId(NVML_EVENTS)})), facts.GpuProbePassed(U0))
     assert set(health(node).values()) == {Health.UNKNOWN}
     assert not node.snapshot().ready
-    node.apply(PartsStale(frozenset()))
+    node.apply(ComponentsStale(frozenset()))
     assert set(health(node).values()) == {Health.HEALTHY}
 
 
@@ -154,23 +154,27 @@ def test_with_the_kernel_log_for_ears_a_gpu_is_out_by_what_that_says() -> None:
     node.after(SECOND_NS, KernelXidSeen(gpu(0).pci, 95), KernelXidSeen(gpu(1).pci, 95, in_words=True))
     assert set(health(node).values()) == {Health.HEALTHY}
 
-    events = Part(NVML_EVENTS)
-    node.apply(PartsStale(frozenset({events}), {events: deaf_ns}))
+    events = ComponentId(NVML_EVENTS)
+    node.apply(ComponentsStale(frozenset({events}), {events: deaf_ns}))
     # The silence of NVML on later lines proves nothing; words that a user can write never count alone.
     assert list(health(node).values()) == [Health.UNHEALTHY, Health.HEALTHY, Health.HEALTHY]
     assert {each.reason for each in node.snapshot().findings} == {Reason.XID}
     node.apply(KernelXidSeen(gpu(1).pci, 119))
     assert health(node)[U1] is Health.UNHEALTHY
 
-    node.apply(PartsStale(frozenset({events, Part(facts.KERNEL_LOG)})))
+    node.apply(ComponentsStale(frozenset({events, ComponentId(facts.KERNEL_LOG)})))
     assert health(node)[uuid(2)] is Health.UNKNOWN
-    node.apply(PartsStale(frozenset()))
+    node.apply(ComponentsStale(frozenset()))
     assert list(health(node).values()) == [Health.UNHEALTHY, Health.UNHEALTHY, Health.HEALTHY]
 
 
 def test_what_no_device_rests_on_is_named_and_takes_none_away() -> None:
     node = registered_node(gpu(0), gpu(1))
-    node.apply(PartsStale(frozenset({Part(NVML_NODE), Part(KUBELET_COUNT), Part(facts.KERNEL_LOG)})))
+    node.apply(
+        ComponentsStale(
+            frozenset({ComponentId(NVML_NODE), ComponentId(KUBELET_COUNT), ComponentId(facts.KERNEL_LOG)})
+        )
+    )
     assert set(health(node).values()) == {Health.HEALTHY}
     named = [
         each.message.split()[0] for each in node.snapshot().findings if each.reason is Reason.SOURCE_FAILED

@@ -11,9 +11,9 @@ from agent.bus import Inbox, Latest
 from agent.config.load import load
 from agent.log import Log, RateLimit
 from agent.log_sinks import LineWriter
+from agent.model.components import HTTP
 from agent.model.facts import PODS, Fact
 from agent.model.ids import SourceName
-from agent.model.parts import HTTP
 from agent.model.snapshot import Snapshot, TaskView
 from agent.model.structs import replace
 from agent.proofs import Proofs

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from agent.bus import Latest
+from agent.model.components import KUBELET_COUNT
 from agent.model.facts import KubeletCounted
-from agent.model.ids import DeviceId, Part, ResourceName
-from agent.model.parts import KUBELET_COUNT
+from agent.model.ids import ComponentId, DeviceId, ResourceName
 from agent.model.snapshot import RegistrationPhase, Snapshot
 from agent.model.structs import replace
 from agent.proofs import Proofs
@@ -74,7 +74,7 @@ async def test_healthy_devices_are_counted_soon_after_a_list_was_sent_and_then_s
             ) as proofs:
                 latest.publish(registered())
                 await recorder.at_least(1, KubeletCounted)
-                assert Part(KUBELET_COUNT) in proofs.expected()
+                assert ComponentId(KUBELET_COUNT) in proofs.expected()
                 latest.publish(registered(counted=True))
                 begun = len(recorder.of(KubeletCounted))
                 latest.publish(registered(counted=False))
@@ -102,7 +102,7 @@ async def test_a_kubelet_that_cannot_count_is_waited_for_with_one_line(
                 if not present:
                     await kubelet.start()
                     await recorder.at_least(2, KubeletCounted)
-                    assert Part(KUBELET_COUNT) in proofs.expected()
+                    assert ComponentId(KUBELET_COUNT) in proofs.expected()
         assert len([each for each in caplog.records if "which devices it has" in each.message]) == 1
         assert bool(recorder.of(KubeletCounted)) is not present
 

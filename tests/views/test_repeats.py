@@ -89,7 +89,7 @@ def test_what_changes_is_never_a_repetition() -> None:
 def test_noise_evicts_no_fault_and_no_command_from_the_ring() -> None:
     ring = EventRing(100)
     kept = [
-        ring.record(RecordEvent(Event(EventKind.ORDER, f"order {number}"), number)).number
+        ring.record(RecordEvent(Event(EventKind.COMMAND, f"order {number}"), number)).number
         for number in range(20)
     ]
     for number in range(10_000):

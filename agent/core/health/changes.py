@@ -358,11 +358,13 @@ def _task_events(old: State, new: State) -> Iterator[Event]:
 
 
 def _stale_events(old: State, new: State) -> Iterator[Event]:
-    for part in sorted(new.stale - old.stale):
-        fields = {"part": str(part)}
-        yield Event(EventKind.TASK, f"{stale_message(part)}; it is restarted", warning=True, fields=fields)
-    for part in sorted(old.stale - new.stale):
-        yield Event(EventKind.TASK, f"{part} gives proofs again", fields={"part": str(part)})
+    for component in sorted(new.stale - old.stale):
+        fields = {"part": str(component)}
+        yield Event(
+            EventKind.TASK, f"{stale_message(component)}; it is restarted", warning=True, fields=fields
+        )
+    for component in sorted(old.stale - new.stale):
+        yield Event(EventKind.TASK, f"{component} gives proofs again", fields={"part": str(component)})
 
 
 def _failed_fact_events(old: State, new: State) -> Iterator[Event]:

@@ -178,4 +178,4 @@ def with_maintenance(state: State, now_ns: int) -> State:
 
 
 def _notice(message: str, now_ns: int, **fields: object) -> RecordEvent:
-    return RecordEvent(Event(EventKind.ORDER, message, fields=fields), now_ns)
+    return RecordEvent(Event(EventKind.COMMAND, message, fields=fields), now_ns)

@@ -32,11 +32,11 @@ from agent.core.health.state import State
 from agent.core.health.witnesses import UnconfirmedFault, Verdict, reads_action, shown_key, verdict_on
 from agent.core.reasons import REASON_SPECS
 from agent.model import facts
+from agent.model.components import NVML_EVENTS
 from agent.model.effects import Effect, Event, EventKind, ProbeGpu, ProbeUvm, RecordEvent
 from agent.model.gpu import Gpu
 from agent.model.health import Condition, ConditionKey, Reason, Recovery
-from agent.model.ids import GpuUuid, Part, Placement
-from agent.model.parts import NVML_EVENTS
+from agent.model.ids import ComponentId, GpuUuid, Placement
 from agent.model.sample import GpuSample
 from agent.model.structs import replace
 
@@ -214,7 +214,7 @@ def with_witnesses(state: State) -> State:
     """Return the state with each unconfirmed fault confirmed or denied by the readings of its GPU."""
     if not state.unconfirmed:
         return state
-    deaf_since_ns = state.covered.get(Part(NVML_EVENTS))
+    deaf_since_ns = state.covered.get(ComponentId(NVML_EVENTS))
     confirmed: dict[ConditionKey, UnconfirmedFault] = {}
     denied: dict[ConditionKey, UnconfirmedFault] = {}
     for key, unconfirmed in state.unconfirmed.items():

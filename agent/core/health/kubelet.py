@@ -7,9 +7,9 @@ from agent.core.health.handlers import Applied, handles
 from agent.core.health.registration import RegistrationFact
 from agent.core.health.state import State
 from agent.model import facts
-from agent.model.effects import EndProcess
-from agent.model.ids import Part
-from agent.model.parts import LIST_AND_WATCH
+from agent.model.components import LIST_AND_WATCH
+from agent.model.effects import ExitProcess
+from agent.model.ids import ComponentId
 from agent.model.structs import replace
 
 
@@ -63,15 +63,15 @@ def apply_watched_directory_deleted(
 ) -> Applied:
     """End the process: a directory that was deleted under its mount comes to a new process alone."""
     message = f"{fact.path} was deleted; only a new process can write the one that takes its place"
-    return state, (EndProcess(exit_code=1, message=message),)
+    return state, (ExitProcess(exit_code=1, message=message),)
 
 
-def with_overdue_lists(state: State, stale: Iterable[Part], now_ns: int) -> State:
+def with_overdue_lists(state: State, stale: Iterable[ComponentId], now_ns: int) -> State:
     """Return the state with each resource registered anew whose newest list was not sent for too long."""
     overdue = {
         name: registration.list_overdue(standing, policy=state.policy, now_ns=now_ns)
-        for part in stale
+        for component in stale
         for name, standing in state.registrations.items()
-        if part == Part(LIST_AND_WATCH, name)
+        if component == ComponentId(LIST_AND_WATCH, name)
     }
     return replace(state, registrations={**state.registrations, **overdue}) if overdue else state

@@ -27,7 +27,7 @@ _HARD: Final = (
 """Facts without which an unhealthy GPU may pass for a healthy one."""
 
 
-def substitute(state: State, fact: facts.Fact, error: Exception) -> facts.FactRefused | facts.FactsLost:
+def substitute(state: State, fact: facts.Fact, error: Exception) -> facts.FactRejected | facts.FactsLost:
     """Return the fact to apply in place of one on which the core fails again and again."""
     if not isinstance(fact, _HARD):
         return facts.FactsLost(lost_from=fact.source, source=fact.source)
@@ -39,7 +39,7 @@ def substitute(state: State, fact: facts.Fact, error: Exception) -> facts.FactRe
         fact, facts.DriverUnavailable | facts.DriverCallOverdue | facts.GpusEnumerated | facts.HoldRequested
     ):
         gpu = fact.gpu
-    return facts.FactRefused(gpu, f"{fact}: {error!r}")
+    return facts.FactRejected(gpu, f"{fact}: {error!r}")
 
 
 @handles(facts.Tick)
@@ -48,8 +48,8 @@ def apply_tick(state: State, _fact: facts.Tick, _now_ns: int) -> State:
     return state
 
 
-@handles(facts.FactRefused)
-def apply_fact_refused(state: State, fact: facts.FactRefused, _now_ns: int) -> State:
+@handles(facts.FactRejected)
+def apply_fact_rejected(state: State, fact: facts.FactRejected, _now_ns: int) -> State:
     """Keep that a hard fact could not be applied: the GPU is unknown until it is probed."""
     return replace(state, failed_facts={**state.failed_facts, fact.gpu: fact.message})
 
@@ -79,10 +79,10 @@ def apply_task_reported(state: State, fact: facts.TaskReported, _now_ns: int) ->
     return replace(state, tasks={**state.tasks, fact.task: new})
 
 
-@handles(facts.PartsStale)
-def apply_parts_stale(state: State, fact: facts.PartsStale, now_ns: int) -> State:
+@handles(facts.ComponentsStale)
+def apply_components_stale(state: State, fact: facts.ComponentsStale, now_ns: int) -> State:
     """Keep which components are stale; a GPU whose prober was stale is known again by its next probe."""
-    unknown = unknown_gpus((part for part in fact.stale if part.of), state.probed)
+    unknown = unknown_gpus((component for component in fact.stale if component.of), state.probed)
     state = with_overdue_lists(state, fact.stale - state.stale, now_ns)
     return replace(state, stale=fact.stale, covered=fact.covered, probed=state.probed - unknown)
 

@@ -166,9 +166,9 @@ def _task_findings(state: State) -> Iterator[Finding]:
         task = state.tasks.get(name)
         if task is not None and not task.running:
             yield Finding(Reason.SOURCE_FAILED, f"{name} does not run: {task.message}")
-    for part in sorted(state.uncovered):
-        if VOUCHERS[part.name].rests not in (Rests.ITS_GPU, Rests.AGENT):
-            yield Finding(Reason.SOURCE_FAILED, stale_message(part))
+    for component in sorted(state.uncovered):
+        if VOUCHERS[component.name].rests not in (Rests.ITS_GPU, Rests.AGENT):
+            yield Finding(Reason.SOURCE_FAILED, stale_message(component))
 
 
 def _driver_finding(driver: DriverView) -> Finding | None:

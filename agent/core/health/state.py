@@ -19,7 +19,15 @@ from agent.core.reasons import REASON_SPECS
 from agent.model.facts import KernelXidSeen
 from agent.model.gpu import Gpu
 from agent.model.health import Condition, ConditionKey, Evidence
-from agent.model.ids import DeviceId, GpuUuid, Part, Placement, ResourceName, SocketIdentity, SourceName
+from agent.model.ids import (
+    ComponentId,
+    DeviceId,
+    GpuUuid,
+    Placement,
+    ResourceName,
+    SocketIdentity,
+    SourceName,
+)
 from agent.model.policy import Policy
 from agent.model.sample import GpuSample
 from agent.model.snapshot import Device, DriverView, Durable, TaskView
@@ -75,9 +83,9 @@ class State(msgspec.Struct, frozen=True):
     """The node had each IMEX channel since one is required: as with ``mps_was_ready``."""
     probed: frozenset[GpuUuid] = frozenset()
     """GPUs that had a verdict (a probe passed, failed or overdue) since the process began."""
-    stale: frozenset[Part] = frozenset()
+    stale: frozenset[ComponentId] = frozenset()
     """Parts that gave no proof for too long; what rests on them is unknown."""
-    covered: Mapping[Part, int] = msgspec.field(default_factory=_nothing)
+    covered: Mapping[ComponentId, int] = msgspec.field(default_factory=_nothing)
     """Those for which a fresh part stands in, and when each gave its newest proof."""
     failed_facts: Mapping[GpuUuid | None, str] = msgspec.field(default_factory=_nothing)
     """Facts on which the core failed, by the GPU they are about; kept until the process ends."""
@@ -163,7 +171,7 @@ class State(msgspec.Struct, frozen=True):
     facts_lost: Mapping[SourceName, int] = msgspec.field(default_factory=_nothing)
 
     @property
-    def uncovered(self) -> frozenset[Part]:
+    def uncovered(self) -> frozenset[ComponentId]:
         """The stale parts for which nothing stands in."""
         return self.stale - self.covered.keys()
 

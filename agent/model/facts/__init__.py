@@ -5,6 +5,15 @@ newer one at its own place in the order, so the room they need is the number of 
 key is None is high-rate: it may be dropped when the inbox is full, and each drop is counted.
 """
 
+from agent.model.facts.commands import (
+    CommandFact,
+    HoldRequested,
+    RecoverRequested,
+    ReleaseRequested,
+    ResumeRequested,
+    StateLossAcknowledged,
+    UnholdRequested,
+)
 from agent.model.facts.driver import (
     DriverCallAnswered,
     DriverCallOverdue,
@@ -66,20 +75,11 @@ from agent.model.facts.message import (
     UEVENTS,
     Message,
 )
-from agent.model.facts.orders import (
-    HoldRequested,
-    OrderFact,
-    RecoverRequested,
-    ReleaseRequested,
-    ResumeRequested,
-    StateLossAcknowledged,
-    UnholdRequested,
-)
 from agent.model.facts.process import (
     CdiReported,
-    FactRefused,
+    ComponentsStale,
+    FactRejected,
     FactsLost,
-    PartsStale,
     PolicyChanged,
     ProcessFact,
     StateRestored,
@@ -96,7 +96,7 @@ from agent.model.facts.usage import (
     UsageFact,
 )
 
-Fact = DriverFact | MachineFact | KubeletFact | UsageFact | OrderFact | ProcessFact
+Fact = DriverFact | MachineFact | KubeletFact | UsageFact | CommandFact | ProcessFact
 
 __all__ = [
     "AGENT",
@@ -113,6 +113,7 @@ __all__ = [
     "UEVENTS",
     "AllocationsListed",
     "CdiReported",
+    "ComponentsStale",
     "DeviceCallsSeen",
     "DeviceNodesSeen",
     "DriverCallAnswered",
@@ -122,7 +123,7 @@ __all__ = [
     "DriverReleased",
     "DriverUnavailable",
     "Fact",
-    "FactRefused",
+    "FactRejected",
     "FactsLost",
     "GpuCallAnswered",
     "GpuCallFailed",
@@ -143,7 +144,6 @@ __all__ = [
     "Message",
     "MpsSeen",
     "OwnSocketLost",
-    "PartsStale",
     "PciConfigRead",
     "PciGpusSeen",
     "PodsSeen",

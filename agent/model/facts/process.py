@@ -6,7 +6,7 @@ from types import MappingProxyType
 import msgspec
 
 from agent.model.facts.message import AGENT, Counted, State
-from agent.model.ids import GpuUuid, Part, SourceName
+from agent.model.ids import ComponentId, GpuUuid, SourceName
 from agent.model.policy import Policy
 from agent.model.snapshot import Durable
 
@@ -39,16 +39,16 @@ class PolicyChanged(State, frozen=True):
     source: SourceName = AGENT
 
 
-class PartsStale(State, frozen=True):
+class ComponentsStale(State, frozen=True):
     """Which parts gave no proof for too long."""
 
-    stale: frozenset[Part]
-    covered: Mapping[Part, int] = msgspec.field(default_factory=lambda: MappingProxyType({}))
+    stale: frozenset[ComponentId]
+    covered: Mapping[ComponentId, int] = msgspec.field(default_factory=lambda: MappingProxyType({}))
     """Those for which a fresh part stands in, and when each gave its newest proof."""
     source: SourceName = AGENT
 
 
-class FactRefused(State, frozen=True):
+class FactRejected(State, frozen=True):
     """The core failed on a fact, twice: what it says is not in the state."""
 
     gpu: GpuUuid | None
@@ -59,7 +59,7 @@ class FactRefused(State, frozen=True):
     @property
     def key(self) -> Hashable:
         """One for each GPU."""
-        return (FactRefused, self.gpu)
+        return (FactRejected, self.gpu)
 
 
 class StateUnread(State, frozen=True):
@@ -99,8 +99,8 @@ ProcessFact = (
     TaskReported
     | CdiReported
     | PolicyChanged
-    | PartsStale
-    | FactRefused
+    | ComponentsStale
+    | FactRejected
     | StateUnread
     | StateRestored
     | FactsLost

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Final
 
 from agent import guard
-from agent.model.parts import LIST_AND_WATCH
+from agent.model.components import LIST_AND_WATCH
 from agent.sinks.plugin.grpc_bounds import Bounds
 from agent.sinks.plugin.grpc_server import BoundedServer
 from agent.sinks.plugin.service import PluginService

@@ -35,6 +35,7 @@ from agent import guard
 from agent.bus import Inbox, Latest
 from agent.core.freshness import Terms
 from agent.log import about
+from agent.model.components import LIST_AND_WATCH
 from agent.model.effects import RegisterResource
 from agent.model.facts import (
     Fact,
@@ -44,8 +45,7 @@ from agent.model.facts import (
     RegistrationFailure,
     SocketFreed,
 )
-from agent.model.ids import NO_KUBELET, Part, ResourceName, SocketIdentity
-from agent.model.parts import LIST_AND_WATCH
+from agent.model.ids import NO_KUBELET, ComponentId, ResourceName, SocketIdentity
 from agent.model.policy import SECOND_NS
 from agent.model.snapshot import ListSent, Snapshot
 from agent.proofs import Proofs
@@ -149,7 +149,7 @@ class DevicePlugin:
             return
         state = self._states.setdefault(effect.resource, _ResourceState(effect.resource, effect))
         state.effect = effect
-        self._proofs.expect(Part(LIST_AND_WATCH, effect.resource), LIST_TERMS)
+        self._proofs.expect(ComponentId(LIST_AND_WATCH, effect.resource), LIST_TERMS)
         if self._is_register_sent(state):
             # The core learned of the kubelet after this sink did: what it wants is under way.
             self._emit_register_sent(state)
@@ -223,7 +223,7 @@ class DevicePlugin:
         while True:
             for state in self._states.values():
                 if state.endpoint is None or state.endpoint.service.is_up_to_date():
-                    self._proofs.prove(Part(LIST_AND_WATCH, state.resource))
+                    self._proofs.prove(ComponentId(LIST_AND_WATCH, state.resource))
             await asyncio.sleep(LIST_TERMS.period_ns / 1e9)
 
     def serves_newest(self, resource: ResourceName) -> bool:

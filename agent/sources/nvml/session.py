@@ -21,8 +21,8 @@ from agent.core.freshness import Terms
 from agent.errors import NvmlError, SourceError
 from agent.log import about
 from agent.model import facts
-from agent.model.ids import GpuUuid, Part
-from agent.model.parts import GPU_PROBER, NVML_EVENTS, NVML_NODE
+from agent.model.components import GPU_PROBER, NVML_EVENTS, NVML_NODE
+from agent.model.ids import ComponentId, GpuUuid
 from agent.model.policy import SECOND_NS
 from agent.proofs import Proofs
 from agent.sources.nvml.device_call import call_device
@@ -109,7 +109,7 @@ class Session:
             on_xid=self.probe_soon,
             bind_events=context.bind_events,
             on_rebound=self.request,
-            prove=partial(context.proofs.prove, Part(NVML_EVENTS)),
+            prove=partial(context.proofs.prove, ComponentId(NVML_EVENTS)),
         )
 
     @property
@@ -121,8 +121,8 @@ class Session:
         """Watch until the driver is gone; raises DriverGoneError then."""
         gone: DriverGoneError | None = None
         expect, settings = self._context.proofs.expect, self._settings
-        expect(Part(NVML_EVENTS), Terms(settings.poll_ns, settings.deadline_ns(EVENT_WAIT)))
-        expect(Part(NVML_NODE), Terms(settings.poll_ns, settings.node_deadline_ns))
+        expect(ComponentId(NVML_EVENTS), Terms(settings.poll_ns, settings.deadline_ns(EVENT_WAIT)))
+        expect(ComponentId(NVML_NODE), Terms(settings.poll_ns, settings.node_deadline_ns))
         try:
             async with asyncio.TaskGroup() as group:
                 group.create_task(
@@ -178,7 +178,7 @@ class Session:
             count = await self._poll_count()
             if count is not None:
                 await self._reconcile(count, group)
-            self._context.proofs.prove(Part(NVML_NODE))
+            self._context.proofs.prove(ComponentId(NVML_NODE))
             await wait_set(self._node_due, self._settings.poll_ns)
             self._node_due.clear()
             gap_ns = min(MIN_GAP_NS, self._settings.poll_ns)

@@ -24,9 +24,9 @@ from agent.core.freshness import Terms
 from agent.errors import NvmlCode, NvmlError, NvmlOverdueError, SourceError
 from agent.log import about
 from agent.model import facts
+from agent.model.components import NVML_EVENTS, NVML_NODE
 from agent.model.health import Reason
-from agent.model.ids import GpuUuid, Part
-from agent.model.parts import NVML_EVENTS, NVML_NODE
+from agent.model.ids import ComponentId, GpuUuid
 from agent.proofs import Proofs
 from agent.sources.nvml.fd_table import open_files_below
 from agent.sources.nvml.gpu_watcher import DriverGoneError, cancel_and_wait
@@ -241,16 +241,16 @@ class NvmlSource:
         """Release the driver, emit DriverReleased, and return when the driver is wanted again."""
         self._first_outcome.set()
         self.library_missing_since_ns = None
-        self._proofs.waive(Part(NVML_EVENTS))
+        self._proofs.waive(ComponentId(NVML_EVENTS))
         warned: set[str] = set()
         while not self._wanted.is_set():
             hindrance = await self._find_hindrance()
             if hindrance is None:
                 self._inbox.put(facts.DriverReleased())
-                self._proofs.waive(Part(NVML_NODE))
+                self._proofs.waive(ComponentId(NVML_NODE))
                 await self._wanted.wait()
                 break
-            self._proofs.prove(Part(NVML_NODE))
+            self._proofs.prove(ComponentId(NVML_NODE))
             what, detail = hindrance
             if what not in warned:
                 warned.add(what)
@@ -272,7 +272,7 @@ class NvmlSource:
         return ("open files", paths) if paths else None
 
     async def _bring_up(self) -> Versions:
-        self._proofs.expect(Part(NVML_NODE), self.start_terms)
+        self._proofs.expect(ComponentId(NVML_NODE), self.start_terms)
         while True:
             await asyncio.sleep(max(0, self._next_init_ns - self._clock()) / 1e9)
             self._next_init_ns = self._clock() + self._settings.init_retry_ns
@@ -286,7 +286,7 @@ class NvmlSource:
                 self._first_outcome.set()
                 return versions
             finally:
-                self._proofs.prove(Part(NVML_NODE))
+                self._proofs.prove(ComponentId(NVML_NODE))
 
     def _initialise(self) -> Versions:
         if self._library is None:
@@ -333,7 +333,7 @@ class NvmlSource:
         self, error: LibraryMissingError | NvmlError, *, was_ready: bool = False
     ) -> None:
         # Without a driver no event arrives, which the conditions of every GPU show.
-        self._proofs.waive(Part(NVML_EVENTS))
+        self._proofs.waive(ComponentId(NVML_EVENTS))
         if isinstance(error, LibraryMissingError):
             self.library_missing_since_ns = self.library_missing_since_ns or self._clock()
         else:

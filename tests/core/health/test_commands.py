@@ -64,7 +64,7 @@ UNLOADED = DriverUnavailable(Reason.DRIVER_NOT_LOADED, "The NVIDIA driver is not
 
 
 def orders(node: Node) -> list[str]:
-    return [event.message for event in node.events(EventKind.ORDER)]
+    return [event.message for event in node.events(EventKind.COMMAND)]
 
 
 # Hold and unhold
@@ -104,7 +104,7 @@ def test_a_hold_is_a_condition_with_its_reason() -> None:
 def test_holding_and_giving_back_are_told() -> None:
     node = healthy_node(BOARD)
     node.apply(HoldRequested(U0, "noisy fan"), UnholdRequested(BOARD.pci))
-    one, other = node.events(EventKind.ORDER)
+    one, other = node.events(EventKind.COMMAND)
     assert (one.message, fields_of(one)) == ("A GPU is held", {"selector": U0, "why": "noisy fan"})
     assert (other.message, fields_of(other)) == ("A GPU is held no more", {"selector": BOARD.pci})
 
@@ -207,7 +207,7 @@ def test_holds_are_bounded_and_one_too_many_is_refused_aloud() -> None:
     node.forget_effects()
     node.apply(HoldRequested(U0, "x"))
     ((at_ns, effect),) = node.effects
-    event = Event(EventKind.ORDER, "A hold was rejected: there are too many", fields={"selector": U0})
+    event = Event(EventKind.COMMAND, "A hold was rejected: there are too many", fields={"selector": U0})
     assert effect == RecordEvent(event, at_ns)
     assert node.unhealthy() == set()
     node.apply(HoldRequested("GPU-7", "another reason"))
@@ -231,7 +231,7 @@ def test_recover_ends_every_fault_of_a_gpu_at_once_and_none_of_another() -> None
     node.apply(RecoverRequested(U0))
     assert node.unhealthy() == {U1}
     assert [item.placement.gpu for item in node.conditions()] == [U1]
-    (event,) = node.events(EventKind.ORDER)
+    (event,) = node.events(EventKind.COMMAND)
     assert fields_of(event) == {"uuid": U0}
 
 
@@ -313,7 +313,7 @@ def test_recovering_a_well_gpu_is_told_and_flips_nothing() -> None:
     node = healthy_node(gpu(0))
     node.apply(RecoverRequested(U0))
     assert orders(node) == ["An operator declared a GPU healthy"]
-    assert [event.kind for event in node.events()] == [EventKind.ORDER]
+    assert [event.kind for event in node.events()] == [EventKind.COMMAND]
 
 
 def test_recovering_an_unknown_gpu_changes_nothing() -> None:
@@ -346,7 +346,7 @@ def test_a_release_takes_out_exactly_its_gpus_and_lets_the_driver_go() -> None:
     assert {(item.reason, item.message, item.lasts) for item in node.conditions()} == {
         (Reason.MAINTENANCE, "The driver was released on request", True)
     }
-    (event,) = node.events(EventKind.ORDER)
+    (event,) = node.events(EventKind.COMMAND)
     assert (event.message, fields_of(event)) == ("The driver is released", {"gpus": 2, "for_ns": 10 * M})
     assert node.snapshot().released_until_ns == node.now_ns + 10 * M
     assert len(node.devices()) == 3
@@ -404,7 +404,7 @@ def test_a_second_release_adds_its_gpus_and_sets_the_time_anew() -> None:
     assert node.unhealthy() == {U0, U1}
     assert node.snapshot().released_until_ns == node.now_ns + M
     assert [kind for _, kind in driver_orders(node)] == [ReleaseDriver]
-    assert [fields_of(event)["gpus"] for event in node.events(EventKind.ORDER)] == [1, 2]
+    assert [fields_of(event)["gpus"] for event in node.events(EventKind.COMMAND)] == [1, 2]
 
 
 def test_every_release_is_taken_back_once() -> None:

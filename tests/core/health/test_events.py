@@ -8,7 +8,7 @@ from agent.core.health.changes import MAX_LISTED, changes
 from agent.core.health.faults import MAX_UNLISTED_XIDS, OTHER_XID
 from agent.core.health.reducer import IDLE_NS
 from agent.core.health.snapshot import MAX_MESSAGES
-from agent.model.effects import Effect, EndProcess, EventKind, RecordEvent, RegisterResource
+from agent.model.effects import Effect, EventKind, ExitProcess, RecordEvent, RegisterResource
 from agent.model.facts import (
     DEVICE_PLUGIN,
     KUBELET,
@@ -318,7 +318,7 @@ def test_a_notice_without_a_change_keeps_the_state() -> None:
     assert isinstance(effect, RecordEvent)
     assert node.state is before
     assert node.apply(WatchedDirectoryDeleted("/x")) == (
-        EndProcess(1, "/x was deleted; only a new process can write the one that takes its place"),
+        ExitProcess(1, "/x was deleted; only a new process can write the one that takes its place"),
     )
     assert node.state is before
 

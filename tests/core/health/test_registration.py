@@ -16,14 +16,15 @@ from agent.core.health.registration import (
     WAIT_FOR_PROBES,
     Registration,
 )
+from agent.model.components import ENGINE, LIST_AND_WATCH
 from agent.model.effects import RegisterResource
 from agent.model.facts import (
+    ComponentsStale,
     Fact,
     KubeletCounted,
     KubeletSocketSeen,
     ListWritten,
     OwnSocketLost,
-    PartsStale,
     PolicyChanged,
     Registered,
     RegisterSent,
@@ -34,8 +35,7 @@ from agent.model.facts import (
     WatchersChanged,
 )
 from agent.model.health import Reason
-from agent.model.ids import DeviceId, Part, ResourceName, SocketIdentity
-from agent.model.parts import ENGINE, LIST_AND_WATCH
+from agent.model.ids import ComponentId, DeviceId, ResourceName, SocketIdentity
 from agent.model.policy import Policy
 from agent.model.snapshot import RegistrationPhase
 from agent.model.structs import replace
@@ -665,13 +665,13 @@ def test_a_difference_that_did_not_last_is_forgotten() -> None:
 
 def test_a_list_that_is_not_sent_is_registered_anew_once() -> None:
     node = counted_node()
-    stale = frozenset({Part(LIST_AND_WATCH, GPU)})
-    node.apply(PartsStale(stale))
+    stale = frozenset({ComponentId(LIST_AND_WATCH, GPU)})
+    node.apply(ComponentsStale(stale))
     assert node.standing().message == LIST_OVERDUE
     assert {each.reason for each in node.snapshot().findings} == {Reason.SOURCE_FAILED}
     node.after(S)
     node.accept()
-    node.apply(PartsStale(stale | {Part(ENGINE)}))
+    node.apply(ComponentsStale(stale | {ComponentId(ENGINE)}))
     assert node.standing().registered
     assert len(node.registrations()) == 1
 

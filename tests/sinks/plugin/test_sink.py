@@ -14,10 +14,10 @@ import grpc.aio
 import pytest
 from h2.settings import SettingCodes
 
+from agent.model.components import LIST_AND_WATCH
 from agent.model.facts import ListWritten, Registered, RegisterSent, RegistrationFailed, WatchersChanged
 from agent.model.health import Condition, ConditionKey, Evidence, Health, Reason, Recovery
-from agent.model.ids import DeviceId, Part, ResourceName, SourceName
-from agent.model.parts import LIST_AND_WATCH
+from agent.model.ids import ComponentId, DeviceId, ResourceName, SourceName
 from agent.model.snapshot import Device, Snapshot
 from agent.model.structs import replace
 from agent.proofs import Proofs
@@ -370,12 +370,12 @@ async def test_a_list_that_is_not_sent_to_the_watcher_is_noticed_and_sent_by_a_n
 
 
 async def test_an_up_to_date_list_is_proven_again_and_again(tmp_path: Path) -> None:
-    proofs, part = Proofs(clock=time.monotonic_ns), Part(LIST_AND_WATCH, GPU)
+    proofs, component = Proofs(clock=time.monotonic_ns), ComponentId(LIST_AND_WATCH, GPU)
     async with sink(tmp_path, proofs=proofs) as served:
         await wait_served(served)
-        before_ns = proofs.expected()[part].proven_ns
+        before_ns = proofs.expected()[component].proven_ns
         async with asyncio.timeout(PATIENCE_S):
-            while proofs.expected()[part].proven_ns == before_ns:
+            while proofs.expected()[component].proven_ns == before_ns:
                 await asyncio.sleep(0.05)
     assert not proofs.expected()
 

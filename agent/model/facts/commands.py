@@ -64,7 +64,7 @@ class ResumeRequested(State, frozen=True):
     source: SourceName = OPERATOR
 
 
-OrderFact = (
+CommandFact = (
     HoldRequested
     | UnholdRequested
     | RecoverRequested
