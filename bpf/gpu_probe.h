@@ -26,7 +26,7 @@ enum { GPU_LAST = 1 };
  * are the halves of the address of the nvidiactl. */
 enum { GPU_REGISTRATION = 0xfffffffe };
 
-/* Why a rescan is asked for; in gpu_event.detail. */
+/* The reason for a rescan; in gpu_event.detail. */
 enum gpu_rescan_reason { GPU_RESCAN_CLOSE_RANGE = 1, GPU_RESCAN_DUP2, GPU_RESCAN_DUP3, GPU_RESCAN_EXEC };
 
 /* Events that a process sends once between two scans, however often they happen; bits of gpu_process.marks. */
@@ -64,7 +64,7 @@ struct gpu_object {
 struct gpu_process {
 	unsigned long long cgroup_id, start_ns;
 	unsigned long long first_ns, last_ns;
-	unsigned long long exited_ns;  /* 0 while it lives; a later process of the same number begins anew */
+	unsigned long long exited_ns;  /* 0 while it lives; a later process with the same pid starts a new row */
 	unsigned long long calls, opens, closes, allocs, frees, contexts_allocated, contexts_freed, errors;
 	unsigned long long rejected;   /* objects that were not kept: too many, or those of another */
 	unsigned long long minors;     /* the GPUs that it opened, a bit for each; without those from 64 on */

@@ -73,7 +73,7 @@ INLINE u64 start_of(u64 task)
 	return POINTER(POINTER(task, task_struct, group_leader), task_struct, start_boottime);
 }
 
-/* The open file of a descriptor; no table of ours, so inherited and received descriptors are seen too. */
+/* The open file of a descriptor, from the kernel's own table, so inherited and received descriptors count too. */
 INLINE u64 file_of(u32 fd)
 {
 	u64 table = POINTER(POINTER(this_task(), task_struct, files), files_struct, fdt);

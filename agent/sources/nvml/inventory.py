@@ -62,7 +62,7 @@ class DiscoveredGpu(msgspec.Struct, frozen=True):
     complete: bool = False
     """Whether what never changes was read in full."""
     is_instance_read: bool = False
-    """Whether the driver was asked for the device instance."""
+    """Whether the device instance was read."""
     numa_problem: str | None = None
     """What sysfs holds instead of a node number."""
     celsius: int | None = None

@@ -368,7 +368,7 @@ class NvmlSource:
             )
         return facts.DriverUnavailable(
             reason=Reason.DRIVER_NOT_LOADED,
-            message=f"The NVIDIA driver does not work: {error}; see the kernel log, and load the driver anew",
+            message=f"The NVIDIA driver does not work: {error}; see the kernel log, and reload the driver",
         )
 
     async def _mismatch_fact(self, library: LoadedLibrary) -> facts.DriverUnavailable:
