@@ -1,6 +1,6 @@
-"""Reports when something in directories changed, by inotify; where that cannot be had, when time is up.
+"""Reports changes in directories, by inotify; without it, after a timeout.
 
-Invariants: events only cause a read; what counts is what is there then. The kernel's queue of events is
+Invariants: events only cause a read, and only the result of the read counts. The kernel's queue of events is
 the only one, and it is bounded. Nothing here blocks.
 
 Source: inotify(7).
@@ -17,7 +17,7 @@ from asyncinotify import Inotify, Mask
 from agent import guard
 
 MAX_EVENTS_AT_ONCE: Final = 1024
-"""Events popped at a time; more wait in the kernel's queue."""
+"""Events read at a time; more stay in the kernel's queue."""
 
 _INTERESTING: Final = (
     Mask.CREATE
@@ -36,13 +36,13 @@ class DirectoryWatch:
     """One inotify on a directory, or on several."""
 
     def __init__(self, directory: Path, *others: Path, also: Mask = _NOTHING_ELSE) -> None:
-        """Begin to watch what comes and goes in them, and ``also``.
+        """Watch the creation and removal of entries, and ``also``.
 
         Raises OSError: ENOSPC or EMFILE at a limit, ENOENT without a directory.
         """
-        seen = os.stat(directory)  # noqa: PTH116 - one call of the kernel, no more
+        seen = os.stat(directory)  # noqa: PTH116 - exactly one system call
         self.directory: Final = (seen.st_dev, seen.st_ino)
-        """What distinguishes the first one from another of the same name."""
+        """Device and inode of the first directory, which identify it among others of its name."""
         self._inotify = Inotify(sync_timeout=0)
         try:
             os.set_blocking(self._inotify.fd, False)
@@ -69,7 +69,7 @@ class DirectoryWatch:
             timer.cancel()
 
     def read_events(self) -> bool:
-        """Pop the events that wait; return whether everything is still watched."""
+        """Read the queued events; return whether every directory is still watched."""
         for _ in range(MAX_EVENTS_AT_ONCE):
             event = self._inotify.sync_get()
             if event is None:
@@ -84,17 +84,17 @@ class DirectoryWatch:
 
 
 class ChangeWaiter:
-    """Wakes a reader, by a watch that may come and go as its directory does."""
+    """Wakes a reader, by a watch that exists while its directory does."""
 
     def __init__(self, *, gap_ns: int = 0) -> None:
-        """Begin without a watch; events that follow one another within ``gap_ns`` wake the reader once."""
+        """Start without a watch; events within ``gap_ns`` of one another wake the reader once."""
         self._gap_s = gap_ns / 1e9
         self._begun = asyncio.Event()
         self.watch: DirectoryWatch | None = None
-        """None: only time wakes the reader."""
+        """None: only the timeout wakes the reader."""
 
     def use(self, watch: DirectoryWatch | None) -> None:
-        """Use this watch from now on, and close the one before."""
+        """Use this watch from now on, and close the previous one."""
         if watch is self.watch:
             return
         self.close()
@@ -103,7 +103,6 @@ class ChangeWaiter:
             self._begun.set()
 
     def close(self) -> None:
-        """Go by no watch."""
         """Use no watch."""
         if self.watch is not None:
             self.watch.close()
@@ -112,7 +111,7 @@ class ChangeWaiter:
     async def wait(self, timeout_ns: int) -> bool:
         """Return when there is a reason to read, after the timeout at the latest: whether something changed.
 
-        A watch that lost its directory is closed. One waits at a time.
+        A watch that lost its directory is closed. Only one caller waits at a time.
         """
         watch = self.watch
         if watch is None:
@@ -121,9 +120,9 @@ class ChangeWaiter:
                     await self._begun.wait()
             return False
         loop = asyncio.get_running_loop()
-        may_end_s = loop.time() + self._gap_s
+        not_before_s = loop.time() + self._gap_s
         has_changed = await watch.wait_readable(timeout_ns)
-        await asyncio.sleep(max(0.0, may_end_s - loop.time()))
+        await asyncio.sleep(max(0.0, not_before_s - loop.time()))
         if watch is self.watch and not watch.read_events():
             self.close()
         return has_changed

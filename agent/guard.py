@@ -1,8 +1,8 @@
-"""Whose failure it is when a callback or a thread fails: that of the supervised task it belongs to.
+"""Attributes the failure of a callback or a thread to the supervised task it belongs to.
 
-The supervisor runs each task as an owner. Whatever is registered or started while an owner runs belongs to
-it, through as many tasks and callbacks as there are between them, because asyncio hands the context on. A
-callback that raises, of whatever kind, fails its owner; it never ends the loop and is never lost in a log.
+The supervisor runs each task as an owner. Callbacks and threads that are registered or started while an owner
+runs belong to it, through any number of tasks and callbacks in between, because asyncio copies the context. A
+callback that raises fails its owner; it never stops the loop and is never lost in a log.
 
 Invariants: a callback is registered, and a thread started, through this module alone (tests/test_guard.py);
 what another library registers is attributed by the loop's exception handler. Nothing here blocks.
@@ -36,18 +36,18 @@ def _no_seam(_kind: Kind, _name: str, function: Callable[P, T], /) -> Callable[P
 
 
 class HasFileno(Protocol):
-    """What has a descriptor."""
+    """An object with a descriptor."""
 
     def fileno(self) -> int:
         """Return it."""
 
 
 class EscapedError(Exception):
-    """What is no Exception was raised where nothing handles it: SystemExit, KeyboardInterrupt, ..."""
+    """An error that is no Exception was raised unhandled: SystemExit, KeyboardInterrupt, ..."""
 
 
 class Owner(msgspec.Struct, frozen=True):
-    """A supervised task, as what belongs to it sees it."""
+    """A supervised task, as its callbacks and threads see it."""
 
     name: str
     fail: Callable[[Exception], None]
@@ -67,25 +67,25 @@ _owner: ContextVar[Owner] = ContextVar("owner", default=NO_OWNER)
 
 
 class EndedError(Exception):
-    """A task returned that never does."""
+    """A task returned that must run without end."""
 
 
 async def for_ever(name: str, run: Callable[[], Awaitable[None]]) -> None:
-    """Run a task within the one of the owner that runs now.
+    """Run a task within that of the current owner.
 
-    Raises EndedError if it returns, so that the other tasks of its group do not go on without it.
+    Raises EndedError if it returns, so that the other tasks of its group do not continue without it.
     """
     await owner().seam("task", name, run)()
     raise EndedError(f"{name} finished unexpectedly")
 
 
 def owner() -> Owner:
-    """Return the owner that runs now."""
+    """Return the current owner."""
     return _owner.get()
 
 
 def own(by: Owner) -> None:
-    """Have everything that is registered or started from here on in this context belong to an owner."""
+    """Make an owner the owner of everything registered or started from here on in this context."""
     _owner.set(by)
 
 
@@ -97,7 +97,7 @@ def as_exception(error: BaseException) -> Exception:
 def guarded(
     name: str, callback: Callable[P, object], *, on_failure: Callable[[], object] = lambda: None
 ) -> Callable[P, None]:
-    """Return a callback whose failure is that of the owner that runs now; ``on_failure`` is called first."""
+    """Return a callback whose failure is that of the current owner; ``on_failure`` is called first."""
     by = owner()
     wrapped = by.seam("callback", name, callback)
 
@@ -122,9 +122,9 @@ def guarded(
 def add_reader(
     name: str, descriptor: "int | HasFileno", callback: Callable[..., object], *args: object
 ) -> None:
-    """Have a callback run on the loop whenever a descriptor is readable; remove it with ``remove_reader``.
+    """Run a callback on the loop whenever a descriptor is readable; remove it with ``remove_reader``.
 
-    One that failed is removed: what it did not read would call it again at once, and its owner begins anew.
+    One that failed is removed: its unread data would call it again at once, and its owner restarts.
     """
     loop = asyncio.get_running_loop()
 
@@ -135,12 +135,12 @@ def add_reader(
 
 
 def call_later(name: str, delay_s: float, callback: Callable[..., object], *args: Any) -> asyncio.TimerHandle:
-    """Have a callback run on the loop after a delay, in seconds."""
+    """Run a callback on the loop after a delay, in seconds."""
     return asyncio.get_running_loop().call_later(delay_s, guarded(name, callback), *args)
 
 
 def handle_escaped(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-    """Attribute what escaped a callback registered past this module; the loop's exception handler."""
+    """Attribute the error of a callback registered past this module; the loop's exception handler."""
     error = context.get("exception")
     if error is None:
         loop.default_exception_handler(context)

@@ -1,7 +1,7 @@
-"""Runs what may block (a slow disk, a lock) in a daemon thread of its own.
+"""Runs calls that may block (a slow disk, a lock) in a daemon thread of their own.
 
-Why not asyncio.to_thread: the loop waits at its end for the threads of the default executor, and
-concurrent.futures joins them at exit, so that one call stuck in the kernel keeps the process.
+Why not asyncio.to_thread: the loop waits at shutdown for the threads of the default executor, and
+concurrent.futures joins them at exit, so that one call blocked in the kernel would keep the process alive.
 """
 
 import asyncio
@@ -24,17 +24,17 @@ _Jobs = queue.SimpleQueue[Callable[[], None] | None]
 
 
 async def in_daemon_thread(name: str, function: Callable[[], T]) -> T:
-    """Return what a function returns, or raise what it raises; if cancelled, it is left to itself.
+    """Return the result of a function, or raise its error; if cancelled, the function still completes.
 
-    Raises RuntimeError if no thread can be had.
+    Raises RuntimeError if no thread can be started.
     """
     return await started_in_daemon_thread(name, function)
 
 
 def started_in_daemon_thread(name: str, function: Callable[[], T]) -> asyncio.Future[T]:
-    """Start a function and return the future of its outcome, for callers that may wait for it later.
+    """Start a function and return the future of its outcome, for callers that wait for it later.
 
-    Raises RuntimeError if no thread can be had.
+    Raises RuntimeError if no thread can be started.
     """
     loop = asyncio.get_running_loop()
     done: asyncio.Future[T] = loop.create_future()
@@ -46,48 +46,47 @@ def started_in_daemon_thread(name: str, function: Callable[[], T]) -> asyncio.Fu
 def _run_whole(
     name: str, run: Callable[[], None], loop: asyncio.AbstractEventLoop, done: asyncio.Future[Any]
 ) -> None:
-    """Run what a thread does; a waiting caller gets its end, also if that is the only outcome."""
+    """Run the thread's function; a waiting caller is notified of the thread's exit in any case."""
     error: BaseException | None = None
     try:
         run()
-    except BaseException as raised:  # noqa: BLE001 - it belongs to the caller that waits
+    except BaseException as raised:  # noqa: BLE001 - it belongs to the waiting caller
         error = raised
     with suppress(RuntimeError):  # the loop is closed: no caller waits any more
-        loop.call_soon_threadsafe(_finish, done, None, ThreadEndedError(f"Thread {name} ended: {error!r}"))
+        loop.call_soon_threadsafe(_finish, done, None, ThreadEndedError(f"Thread {name} exited: {error!r}"))
 
 
 def _written(name: str, function: Callable[[], T]) -> Callable[[], T]:
-    """Return a function of a thread; those that write files are called so."""
+    """Return a thread's function, through the seam ``write`` if the thread's name marks it as a writer."""
     return guard.owner().seam("write", name, function) if name.endswith("-writer") else function
 
 
 class ThreadEndedError(RuntimeError):
-    """The thread that was to do something ended before it was done."""
+    """The thread exited before it completed the call."""
 
 
 class _Work:
-    """What a thread shares with its owner; not the owner itself, at whose end it ends."""
+    """State shared by a thread and its owner; not the owner itself, with which the thread stops."""
 
     def __init__(self, name: str) -> None:
         self.name: Final = name
         self.jobs: Final[_Jobs] = queue.SimpleQueue()
         self.is_over = False
-        """Whether the thread may end."""
+        """Whether the thread may exit."""
         self.waiting: Final[set[asyncio.Future[Any]]] = set()
         """On the loop's thread."""
 
     def fail_waiting(self, error: BaseException | None) -> None:
-        """Fail every waiting caller with the thread's end; on the loop's thread."""
-        _log.error("Thread %s ended (%r); the next one is started with its next job", self.name, error)
+        """Fail every waiting caller because the thread exited; on the loop's thread."""
+        _log.error("Thread %s exited (%r); its next job starts a new one", self.name, error)
         for done in tuple(self.waiting):
-            _finish(done, None, ThreadEndedError(f"Thread {self.name} ended: {error!r}"))
+            _finish(done, None, ThreadEndedError(f"Thread {self.name} exited: {error!r}"))
 
 
 class DaemonThread:
-    """One daemon thread that does one thing after the other, for an owner of many: idle it costs nothing.
+    """One daemon thread that executes one call after the other; without calls there is no thread.
 
-    It is started by the first thing that it is to do, again if it ended, and ends when no caller can ask for
-    another.
+    The first call starts it, a later one restarts it if it exited, and it stops with its owner.
     """
 
     def __init__(self, name: str) -> None:
@@ -95,20 +94,20 @@ class DaemonThread:
         self._thread: threading.Thread | None = None
 
     def __del__(self) -> None:
-        """Have the thread end with its owner."""
+        """Stop the thread with its owner."""
         self.end()
 
     async def do(self, function: Callable[[], T]) -> T:
-        """Return what a function returns, or raise what it raises; if cancelled, it is left to itself.
+        """Return the result of a function, or raise its error; if cancelled, the function still completes.
 
-        Raises RuntimeError if no thread can be had, or if it ended.
+        Raises RuntimeError if no thread can be started, or if it exited.
         """
         return await self.begin(function)
 
     def begin(self, function: Callable[[], T]) -> asyncio.Future[T]:
-        """Have a function done and return the future of its outcome, for callers that may wait for it later.
+        """Queue a function and return the future of its outcome, for callers that wait for it later.
 
-        Raises RuntimeError if no thread can be had; the future does, if it ended.
+        Raises RuntimeError if no thread can be started; the future raises it if the thread exited.
         """
         loop = asyncio.get_running_loop()
         done: asyncio.Future[T] = loop.create_future()
@@ -119,7 +118,7 @@ class DaemonThread:
         return done
 
     def post(self, function: Callable[[], None]) -> None:
-        """Do something for which no caller waits, and which raises nothing. Raises RuntimeError as ``do``."""
+        """Queue a function that raises nothing and returns to no caller. Raises RuntimeError as ``do``."""
         if self._thread is None or not self._thread.is_alive():
             self._thread = self._started()
         self._work.jobs.put(function)
@@ -133,13 +132,13 @@ class DaemonThread:
         return thread
 
     def end(self) -> None:
-        """Let the thread end after what it has to do; nothing more may be asked of it."""
+        """Stop the thread after its queued calls; no more may be queued."""
         self._work.is_over = True
         self._work.jobs.put(None)
 
 
 def _step(jobs: _Jobs) -> bool:
-    """Do the next thing; False: there are no more."""
+    """Execute the next call; False: there are no more."""
     function = jobs.get()
     if function is not None:
         function()
@@ -163,7 +162,7 @@ def _run(function: Callable[[], T], loop: asyncio.AbstractEventLoop, done: async
     failure: BaseException | None = None
     try:
         result = function()
-    except BaseException as error:  # noqa: BLE001 - it belongs to the caller that waits
+    except BaseException as error:  # noqa: BLE001 - it belongs to the waiting caller
         failure = error
     with suppress(RuntimeError):  # the loop is closed: no caller waits any more
         loop.call_soon_threadsafe(_finish, done, result, failure)

@@ -1,7 +1,7 @@
-"""A gRPC channel over a unix socket of the kubelet's, or one of our own.
+"""A gRPC channel over a unix socket of the kubelet, or of the agent.
 
-Guarantees: a peer that takes no more connections is an OSError, as one that is not there. A channel is one
-connection: a call after its end is an OSError too, and reaches no other process at the same path.
+Guarantees: a peer that accepts no more connections is an OSError, like a missing one. A channel is one
+connection: a call after it closed is an OSError too, and reaches no other process at the same path.
 """
 
 import errno
@@ -30,8 +30,8 @@ class UnixChannel(Channel):
         if self._protocol is not None:
             raise ConnectionResetError(errno.ECONNRESET, os.strerror(errno.ECONNRESET))
         protocol = await super()._create_connection()
-        # Where the peer's queue is full, connect(2) fails with EAGAIN, which asyncio takes for
-        # a connection on its way; the first write has found out that there is none.
+        # If the peer's queue is full, connect(2) fails with EAGAIN, which asyncio treats as a
+        # connection in progress; the first write has failed by now.
         if protocol.processor.connection.is_closing():
             raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
         return protocol

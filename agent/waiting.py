@@ -1,4 +1,4 @@
-"""Waits that end in time."""
+"""Waits with a timeout."""
 
 import asyncio
 from collections.abc import Callable
@@ -7,7 +7,7 @@ from typing import Final
 from agent.model.policy import SECOND_NS
 
 PERIOD_NS: Final = 10 * SECOND_NS
-"""Between two proofs of a part that has nothing to do."""
+"""Between two proofs of an idle component."""
 
 
 async def wait_set(event: asyncio.Event, timeout_ns: int) -> None:
