@@ -68,17 +68,17 @@ from agent.model.ids import NO_KUBELET, ComponentId, GpuUuid, ResourceName
 from agent.model.snapshot import Snapshot
 from agent.proofs import Proofs
 from agent.runtime.assembly import Assembly
-from agent.runtime.bootstrap import Beginning, begin
-from agent.runtime.event_recorder import Records
-from agent.runtime.http_service import Serving
+from agent.runtime.bootstrap import Bootstrap, bootstrap
+from agent.runtime.event_recorder import EventRecorder
+from agent.runtime.http_service import HttpService
 from agent.runtime.imports import import_plugin, let_registration_go_first
-from agent.runtime.lifecycle import EndedError, Ending, judge_start, watch_library
+from agent.runtime.lifecycle import EndedError, Shutdown, check_start, watch_library
 from agent.runtime.policy import MpsWatch, PolicyInEffect
-from agent.runtime.process import Signals, collect_for_ever
+from agent.runtime.process import Signals, collect_forever
 from agent.runtime.reload import Reload
-from agent.runtime.standby import watched_until
-from agent.runtime.state_store import KeptState
-from agent.runtime.status import Component, Vitals, measure_lag
+from agent.runtime.standby import collect_facts_until
+from agent.runtime.state_store import StateStore
+from agent.runtime.status import Component, RuntimeStatus, measure_lag
 from agent.runtime.tasks import Supervisor, Tasks, no_trouble
 from agent.sinks.notify import Notifier
 from agent.threads import in_daemon_thread
@@ -120,7 +120,7 @@ def run(
     lines = log.set_up(settings.log_format, settings.log_level)
     try:
         agent = Agent(
-            begin(settings, environment),
+            bootstrap(settings, environment),
             lines=lines,
             reread=reread,
             environment=environment,
@@ -140,7 +140,7 @@ class Agent:
 
     def __init__(
         self,
-        beginning: Beginning,
+        prepared: Bootstrap,
         *,
         lines: log.Log,
         reread: Callable[[], Settings],
@@ -148,12 +148,12 @@ class Agent:
         clock: Callable[[], int] = time.monotonic_ns,
         seam: Seam = NO_SEAM,
     ) -> None:
-        settings, boot_id = beginning.settings, beginning.boot_id
+        settings, boot_id = prepared.settings, prepared.boot_id
         self._settings = settings
-        self._lock = beginning.lock
+        self._lock = prepared.lock
         self._clock = clock
         self._policy = PolicyInEffect(settings)
-        self._ending = Ending()
+        self._shutdown = Shutdown()
         self._inbox: Inbox[Fact] = Inbox(clock=clock)
         self._proofs = Proofs(clock=clock)
         nothing = initial_state(self._policy.now, None, now_ns=clock())
@@ -166,9 +166,9 @@ class Agent:
             self._latest,
             clock,
             proofs=self._proofs,
-            is_in_container=beginning.is_in_container,
+            is_in_container=prepared.is_in_container,
         )
-        self._records = Records(
+        self._recorder = EventRecorder(
             settings,
             latest=self._latest,
             kernel_log=self._assembly.recent_kernel_log,
@@ -177,61 +177,61 @@ class Agent:
             after_registration=after_registration,
             proofs=self._proofs,
         )
-        self._state = KeptState(
+        self._state = StateStore(
             settings.state_path,
             self._latest,
             boot_id=boot_id,
             period_ns=settings.poll_ns,
-            prove=partial(self._proofs.prove, ComponentId(STATE_FILE)),
-            tell=self._inbox.put,
+            prove=partial(self._proofs.prove, Part(STATE_FILE)),
+            emit=self._inbox.put,
         )
         if self._lock.is_held:
             self._state.read()
         self._notifier = Notifier(environment)
-        self._serving = asyncio.Event()
+        self._active = asyncio.Event()
         """Set once this agent is the agent of the node."""
-        self._vitals = Vitals(
-            self._records,
+        self._status = RuntimeStatus(
+            self._recorder,
             self._state,
             began_ns=clock(),
             stepped_ns=clock(),
-            off=beginning.off,
+            off=prepared.off,
             expected=self._proofs.expected,
         )
         self._tasks = Tasks(
-            ending=self._ending,
-            supervisor=Supervisor(tell=self._inbox.put, clock=clock, seam=seam),
-            vitals=self._vitals,
+            shutdown=self._shutdown,
+            supervisor=Supervisor(emit=self._inbox.put, clock=clock, seam=seam),
+            status=self._status,
             after_registration=after_registration,
             proofs=self._proofs,
         )
         self._mps = MpsWatch(self._assembly, self._tasks)
-        self._http = Serving(
+        self._http = HttpService(
             settings,
-            self._vitals,
+            self._status,
             inbox=self._inbox,
             latest=self._latest,
             lines=lines,
             boot_id=boot_id,
             clock=clock,
-            may_serve_control=self._serving,
+            may_serve_control=self._active,
             after_registration=after_registration,
             why_not_kept=self._state.why_not_kept,
-            period_ns=self._assembly.look_ns,
-            prove=partial(self._proofs.prove, ComponentId(HTTP)),
+            period_ns=self._assembly.recheck_ns,
+            prove=partial(self._proofs.prove, Part(HTTP)),
         )
         self._reload = Reload(
             settings,
             reread=reread,
-            judge=self._judge,
+            validate=self._validate,
             apply=self._apply,
-            prove_watch=partial(self._proofs.prove, ComponentId(CONFIG_WATCH)),
-            recheck_ns=self._assembly.look_ns,
-            vitals=self._vitals,
+            prove_watch=partial(self._proofs.prove, Part(CONFIG_WATCH)),
+            recheck_ns=self._assembly.recheck_ns,
+            status=self._status,
             notifier=self._notifier,
         )
         self._signals = Signals(
-            stop=lambda name: self._ending.ask(f"{name} was received"),
+            stop=lambda name: self._shutdown.request(f"{name} was received"),
             reload=self._reload.ask,
             before_exit=lambda: lines.flush(LOG_FLUSH_S),
         )
@@ -246,46 +246,46 @@ class Agent:
             async with self._tasks.group:
                 self._start_what_needs_no_lock(nvml)
                 self._tasks.start("life", self._live())
-                await self._ending.asked.wait()
+                await self._shutdown.requested.wait()
                 await self._stop(nvml)
         finally:
             self._signals.restore()
             self._notifier.close()
-        if self._ending.error is not None:
-            raise self._ending.error
+        if self._shutdown.error is not None:
+            raise self._shutdown.error
         return 0
 
     # What there is
 
     def _start_what_needs_no_lock(self, nvml: "NvmlSource") -> None:
         """Start what also an agent that stands by has."""
-        start_for_ever, keep_part = self._tasks.start_for_ever, self._tasks.keep_part
-        self._proofs.expect(ComponentId(NVML_NODE), nvml.start_terms)
-        keep_part(NVML, "source", nvml.run, lambda: checks.driver(self._latest.value))
-        judge = judge_start(
+        start_forever, keep_component = self._tasks.start_forever, self._tasks.keep_component
+        self._proofs.expect(Part(NVML_NODE), nvml.start_terms)
+        keep_component(NVML, "source", nvml.run, lambda: checks.driver(self._latest.value))
+        check = check_start(
             nvml,
             must_work=self._settings.fail_on_init_error,
             until_serving=self._until_serving,
             until_answering=self._http.until_answering,
             start=self._tasks.start,
             notifier=self._notifier,
-            ending=self._ending,
+            shutdown=self._shutdown,
         )
-        self._tasks.start("start judge", judge)
+        self._tasks.start("start check", check)
         watch = watch_library(
-            nvml, self._ending, is_in_container=self._assembly.is_in_container, clock=self._clock
+            nvml, self._shutdown, is_in_container=self._assembly.is_in_container, clock=self._clock
         )
-        start_for_ever("driver watch", watch)
-        start_for_ever("reload", self._reload.run())
+        start_forever("driver watch", watch)
+        start_forever("reload", self._reload.run())
         if self._settings.config_file is not None:
             watch_config = partial(self._watch_config, self._settings.config_file)
-            self._tasks.keep(CONFIG_WATCH, watch_config, Terms(self._assembly.look_ns, WRITE_DEADLINE_NS))
-        self._proofs.expect(ComponentId(LOOP), LOOP_TERMS)
-        lag = measure_lag(self._vitals, self._proofs, self._tasks.restart, clock=self._clock)
-        start_for_ever("loop lag", lag)
-        start_for_ever("garbage", self._collect_garbage())
-        http_terms = Terms(self._assembly.look_ns, WRITE_DEADLINE_NS)
-        keep_part(HTTP, "sink", self._http.run, terms=http_terms)
+            self._tasks.keep(CONFIG_WATCH, watch_config, Terms(self._assembly.recheck_ns, WRITE_DEADLINE_NS))
+        self._proofs.expect(Part(LOOP), LOOP_TERMS)
+        lag = measure_lag(self._status, self._proofs, self._tasks.restart, clock=self._clock)
+        start_forever("loop lag", lag)
+        start_forever("garbage", self._collect_garbage())
+        http_terms = Terms(self._assembly.recheck_ns, WRITE_DEADLINE_NS)
+        keep_component(HTTP, "sink", self._http.run, terms=http_terms)
 
     async def _live(self) -> None:
         """Become the agent of the node, at once or when the one before has ended, and serve."""
@@ -303,24 +303,28 @@ class Agent:
     def _start_serving(self) -> None:
         """Start what only the agent of the node has."""
         engine, cdi = self._engine(), self._assembly.make_cdi()
-        device_plugin = self._vitals.device_plugin = self._assembly.make_device_plugin()
-        self._vitals.components.append(Component(DEVICE_PLUGIN, "sink", no_trouble))
+        device_plugin = self._status.device_plugin = self._assembly.make_device_plugin()
+        self._status.components.append(Component(DEVICE_PLUGIN, "sink", no_trouble))
         self._tasks.keep_critical(DEVICE_PLUGIN, device_plugin.run)
         self._proofs.expect(ComponentId(ENGINE), LOOP_TERMS)
         self._tasks.keep_critical(ENGINE, engine.run)
-        keep_part, records = self._tasks.keep_part, self._records
+        keep_component, recorder = self._tasks.keep_component, self._recorder
         write_terms = Terms(self._settings.poll_ns, WRITE_DEADLINE_NS)
-        keep_part(CDI, "sink", cdi.run, lambda: cdi.trouble, Terms(self._assembly.look_ns, WRITE_DEADLINE_NS))
+        keep_component(
+            CDI, "sink", cdi.run, lambda: cdi.trouble, Terms(self._assembly.recheck_ns, WRITE_DEADLINE_NS)
+        )
         self._watch_kubelet()
         self._mps.follow(self._policy.now)
-        keep_part(STATE_FILE, "sink", self._state.run, lambda: self._state.trouble, write_terms)
+        keep_component(STATE_FILE, "sink", self._state.run, lambda: self._state.trouble, write_terms)
         if self._settings.event_log_bytes:
-            keep_part(EVENT_LOG, "sink", records.run_event_log, records.event_log_trouble, write_terms)
-        keep_part(EVIDENCE, "sink", records.run_evidence, lambda: _trouble(records.evidence), write_terms)
+            keep_component(EVENT_LOG, "sink", recorder.run_event_log, recorder.event_log_trouble, write_terms)
+        keep_component(
+            EVIDENCE, "sink", recorder.run_evidence, lambda: _trouble(recorder.evidence), write_terms
+        )
         self._start_other_sources()
-        self._tasks.start_for_ever("status line", self._notifier.run(self._latest))
-        self._vitals.is_standby = False
-        self._serving.set()
+        self._tasks.start_forever("status line", self._notifier.run(self._latest))
+        self._status.is_standby = False
+        self._active.set()
 
     def _start_other_sources(self) -> None:
         """Start what the kubelet does not wait for; each is imported and made after the registration."""
@@ -335,7 +339,7 @@ class Agent:
         if settings.pod_resources_socket:
             keep_source(PODS, assembly.make_pods, Terms(settings.pods_poll_ns, 2 * settings.call_deadline_ns))
             if settings.registers:
-                trouble = partial(self._seen, checks.kubelet_counted)
+                trouble = partial(self._evaluate, checks.kubelet_counted)
                 terms = Terms(settings.kubelet_count_poll_ns, settings.call_deadline_ns)
                 keep_source(KUBELET_COUNT, assembly.make_kubelet_count, terms, trouble)
         if settings.probe_tier != "off":
@@ -365,22 +369,22 @@ class Agent:
             self._inbox.put(KubeletSocketSeen(NO_KUBELET))
             return
         run = self._assembly.make_kubelet().run
-        self._tasks.keep_part(
-            KUBELET, "source", run, terms=Terms(self._assembly.look_ns, self._settings.call_deadline_ns)
+        self._tasks.keep_component(
+            KUBELET, "source", run, terms=Terms(self._assembly.recheck_ns, self._settings.call_deadline_ns)
         )
 
     # Its life
 
     async def _until_serving(self) -> None:
         if self._lock.is_held:
-            await self._serving.wait()
+            await self._active.wait()
 
     async def _stand_by(self) -> Iterable[Fact]:
         holder = self._lock.holder()
         _log.info("Standing by while another agent serves this node: %(holder)s", log.about(holder=holder))
         self._notifier.status(f"standby, {holder} serves this node")
         freed = self._tasks.start("lock wait", in_daemon_thread("lock-waiter", self._lock.acquire))
-        seen = await watched_until(freed, self._inbox, after_look=self._after_step, clock=self._clock)
+        seen = await collect_facts_until(freed, self._inbox, after_poll=self._after_step, clock=self._clock)
         if not self._lock.is_held:
             raise SourceError("The lock of the node could not be waited for")
         _log.info("Took over this node from %(before)s", log.about(before=holder))
@@ -392,9 +396,9 @@ class Agent:
 
     async def _collect_garbage(self) -> None:
         await self._after_registration()
-        await collect_for_ever()
+        await collect_forever()
 
-    def _judge(self, settings: Settings) -> tuple[str, ...]:
+    def _validate(self, settings: Settings) -> tuple[str, ...]:
         """Return what of other settings cannot be on this node; for a thread, since it may take a while."""
         gpus = [view.gpu for view in self._latest.value.gpus]
         return tuple(each.message for each in oversized(gpus, settings.policy))
@@ -402,28 +406,28 @@ class Agent:
     def _apply(self, settings: Settings) -> None:
         """Put the settings of a reload into effect, as far as that needs no restart."""
         self._inbox.put(PolicyChanged(self._policy.follow(settings)))
-        if self._serving.is_set():
+        if self._active.is_set():
             self._mps.follow(self._policy.now)
 
     async def _stop(self, nvml: "NvmlSource") -> None:
         """End everything in the order the peers expect."""
-        self._vitals.is_stopping = True
+        self._status.is_stopping = True
         self._signals.limit_stopping()
         self._notifier.stopping()
-        _log.info("Stopping: %(why)s", log.about(why=self._ending.why))
-        await self._tasks.cancel(KUBELET, "life", "start judge", "driver watch", CONFIG_WATCH, "reload")
+        _log.info("Stopping: %(why)s", log.about(why=self._shutdown.why))
+        await self._tasks.cancel(KUBELET, "life", "start check", "driver watch", CONFIG_WATCH, "reload")
         await self._tasks.cancel(KERNEL_LOG, SYSFS, UEVENTS, PODS, KUBELET_COUNT, MPS, PROBE)
         self._assembly.close_ebpf()
-        letting_go = self._tasks.group.create_task(self._end_nvml(nvml), name="nvml end")
-        if self._vitals.device_plugin is not None:
-            await self._vitals.device_plugin.drain(DRAIN_GRACE_S)
+        closing_nvml = self._tasks.group.create_task(self._end_nvml(nvml), name="nvml end")
+        if self._status.device_plugin is not None:
+            await self._status.device_plugin.drain(DRAIN_GRACE_S)
         await self._tasks.cancel(DEVICE_PLUGIN, ENGINE, CDI, STATE_FILE, EVENT_LOG, EVIDENCE)
-        is_written, _ = await asyncio.gather(self._state.flush(FLUSH_S), self._records.flush(FLUSH_S))
+        is_written, _ = await asyncio.gather(self._state.flush(FLUSH_S), self._recorder.flush(FLUSH_S))
         await self._tasks.cancel(HTTP)
         if is_written and self._lock.is_held:
             # The next agent need not wait for the driver to let go of this one.
             self._lock.release()
-        has_ended = await letting_go
+        has_ended = await closing_nvml
         await self._tasks.cancel_all()
         # Last, because whoever still runs may put a fact into it; a thread that hangs will when it can.
         if has_ended:
@@ -443,20 +447,20 @@ class Agent:
         """Hand an effect to its owner."""
         match effect:
             case RecordEvent():
-                self._records.record(effect)
+                self._recorder.record(effect)
             case KeepEvidence():
-                self._records.keep(effect)
-            case RestartComponent():
-                self._restart(effect.component)
+                self._recorder.keep(effect)
+            case RestartPart():
+                self._restart(effect.part)
             case RegisterResource():
-                if self._vitals.device_plugin is not None and not self._vitals.is_stopping:
-                    self._vitals.device_plugin.register(effect)
+                if self._status.device_plugin is not None and not self._status.is_stopping:
+                    self._status.device_plugin.register(effect)
             case ProbeGpu() | ProbeGpus() | ProbeUvm() | ReleaseDriver() | ResumeDriver():
                 self._assembly.perform(effect)
             case ExitProcess():
                 error = EndedError(effect.message)
                 error.exit_code = effect.exit_code
-                self._ending.ask(effect.message, error)
+                self._shutdown.request(effect.message, error)
             case _:
                 assert_never(effect)
 
@@ -470,11 +474,11 @@ class Agent:
 
     def _registers_anew(self, resource: ResourceName) -> bool:
         """Return whether the sink serves the newest effect for a resource, so that a new one is a restart."""
-        return self._vitals.device_plugin is not None and self._vitals.device_plugin.serves_newest(resource)
+        return self._status.device_plugin is not None and self._status.device_plugin.serves_newest(resource)
 
-    def _seen(self, judge: Callable[[Snapshot], str | None]) -> str | None:
-        return judge(self._latest.value)
+    def _evaluate(self, check: Callable[[Snapshot], str | None]) -> str | None:
+        return check(self._latest.value)
 
     def _after_step(self, now_ns: int) -> None:
-        self._vitals.stepped_ns = now_ns
+        self._status.stepped_ns = now_ns
         self._notifier.feed(now_ns)

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 CHECKPOINT: Final = "kubelet_internal_checkpoint"
 """In the directory of the kubelet's socket. Source: kubernetes pkg/kubelet/cm/devicemanager/manager.go."""
-MAX_LOOK_NS: Final = 30 * SECOND_NS
+MAX_RECHECK_NS: Final = 30 * SECOND_NS
 MISSED_POLLS: Final = 3
 """After so many a GPU's device file was not called on, it is not known to answer."""
 
@@ -82,9 +82,9 @@ class Assembly:
         self.cdi: CdiSink | None = None
 
     @property
-    def look_ns(self) -> int:
+    def recheck_ns(self) -> int:
         """How often those look that go by events: at the kubelet's socket, the configuration, CDI files."""
-        return min(MAX_LOOK_NS, MISSED_POLLS * self.settings.poll_ns)
+        return min(MAX_RECHECK_NS, MISSED_POLLS * self.settings.poll_ns)
 
     def make_nvml(self, *, released: bool) -> "NvmlSource":
         """Make the source that owns the driver; ``released`` as an operator ordered it before."""
@@ -125,7 +125,7 @@ class Assembly:
             sys_root=self.settings.sys_root,
             is_in_container=self.is_in_container,
             clock=self.clock,
-            recheck_ns=self.look_ns,
+            recheck_ns=self.recheck_ns,
             prove=self._prover(CDI),
         )
         return self.cdi
@@ -153,7 +153,7 @@ class Assembly:
             latest=self.latest,
             kubelet_socket=Path(self.settings.kubelet_socket),
             clock=self.clock,
-            settings=KubeletSettings(recheck_ns=self.look_ns),
+            settings=KubeletSettings(recheck_ns=self.recheck_ns),
             prove=self._prover(KUBELET),
         )
 
@@ -197,8 +197,8 @@ class Assembly:
         return UeventSource(
             inbox=self.inbox,
             sys_root=Path(self.settings.sys_root),
-            on_change=self._look_at_changes,
-            on_loss=self._look_at_all,
+            on_change=self._rescan_changes,
+            on_loss=self._rescan_all,
         )
 
     def make_mps(self, mps_root: str, terms: Terms) -> Source:
@@ -313,14 +313,14 @@ class Assembly:
         if self.nvml is not None:
             self.nvml.request_gpu(gpu)
 
-    def _look_at_changes(self) -> None:
+    def _rescan_changes(self) -> None:
         """Look after GPUs or modules came or went, of which uevents told what was bound."""
         if self.sysfs is not None:
             self.sysfs.follow_up()
         if self.nvml is not None:
             self.nvml.request()
 
-    def _look_at_all(self) -> None:
+    def _rescan_all(self) -> None:
         """Look where uevents may not have told everything."""
         if self.sysfs is not None:
             self.sysfs.request()

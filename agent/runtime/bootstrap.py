@@ -153,7 +153,7 @@ FALLBACK_STATE_DIRS: Final = (
 """Where state is kept in a container whose file system is read-only; nobody else may write there."""
 
 
-class PartOff(NamedTuple):
+class DisabledComponent(NamedTuple):
     """A part that is off."""
 
     name: str
@@ -201,40 +201,40 @@ def without_unreadable_log(settings: Settings) -> Settings:
     return settings
 
 
-def parts_off(settings: Settings, *, is_in_container: bool) -> tuple[PartOff, ...]:
+def disabled_components(settings: Settings, *, is_in_container: bool) -> tuple[DisabledComponent, ...]:
     """Return what is off; blocks for as long as a few looks at files take."""
-    return tuple(_parts_off(settings, is_in_container=is_in_container))
+    return tuple(_disabled_components(settings, is_in_container=is_in_container))
 
 
-def _parts_off(settings: Settings, *, is_in_container: bool) -> Iterator[PartOff]:
+def _disabled_components(settings: Settings, *, is_in_container: bool) -> Iterator[DisabledComponent]:
     if settings.kernel_log and (why := _unreadable(settings.kernel_log)):
-        yield PartOff(
+        yield DisabledComponent(
             "kernel log",
             f"XIDs that NVML does not tell are not seen, because {settings.kernel_log} {why}",
             f"mount the node's {OPTIONS['kernel-log'].default} and give the capability SYSLOG",
         )
     directory = Path(settings.pod_resources_socket).parent
     if settings.pod_resources_socket and not os.path.isdir(directory):  # noqa: PTH112 - Path's raises
-        yield PartOff(
+        yield DisabledComponent(
             "pods",
             f"it is not known which pod holds which GPU, because {directory} is not there",
             "mount it from the node",
         )
     if settings.uevents and _is_in_user_namespace(settings.proc_root):
-        yield PartOff(
+        yield DisabledComponent(
             "uevents",
             "GPUs that come and go are seen by polls only, because the kernel tells no user namespace",
             "run without one (hostUsers)",
         )
     if not _can_make(Path(settings.control_socket).parent):
         directory = Path(settings.control_socket).parent
-        yield PartOff(
+        yield DisabledComponent(
             "control socket",
             f"commands cannot ask this agent, because {directory} cannot be written",
             "give --control-socket another directory",
         )
     if is_in_container and _is_lost_with_the_container(settings):
-        yield PartOff(
+        yield DisabledComponent(
             "state over restarts",
             f"a new container starts without what this one knew, because {settings.state_dir} is its own",
             f"mount a directory of the node at {OPTIONS['state-dir'].default}",
@@ -277,7 +277,7 @@ def _is_lost_with_the_container(settings: Settings) -> bool:
 _log = logging.getLogger(__name__)
 
 
-class Beginning(NamedTuple):
+class Bootstrap(NamedTuple):
     """All that was found before anything runs."""
 
     settings: Settings
@@ -285,10 +285,10 @@ class Beginning(NamedTuple):
     """Where another agent holds it, this one is to stand by."""
     boot_id: str
     is_in_container: bool = False
-    off: tuple[PartOff, ...] = ()
+    off: tuple[DisabledComponent, ...] = ()
 
 
-def begin(settings: Settings, environment: Mapping[str, str]) -> Beginning:
+def bootstrap(settings: Settings, environment: Mapping[str, str]) -> Bootstrap:
     """Judge the settings and ask for the lock.
 
     Raises AgentError, one sentence, where the agent cannot start.
@@ -299,7 +299,7 @@ def begin(settings: Settings, environment: Mapping[str, str]) -> Beginning:
     in_container = is_in_container(environment)
     settings = with_usable_state_dir(settings, is_in_container=in_container)
     check_rights(settings)
-    off = parts_off(settings, is_in_container=in_container)
+    off = disabled_components(settings, is_in_container=in_container)
     if off:
         _log.warning("Some parts are off: %(parts)s", log.about(parts=[str(part) for part in off]))
     lock = NodeLock(settings.lock_path)
@@ -310,7 +310,7 @@ def begin(settings: Settings, environment: Mapping[str, str]) -> Beginning:
         )
     # A part that is off is told as that; it is no source that fails for ever.
     settings = without_unreadable_log(settings)
-    return Beginning(settings, lock, boot_id_of(settings.proc_root), in_container, off)
+    return Bootstrap(settings, lock, boot_id_of(settings.proc_root), in_container, off)
 
 
 def _default_if_running() -> str:

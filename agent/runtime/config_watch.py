@@ -68,7 +68,7 @@ class ConfigWatch:
         self._watched: frozenset[Path] = frozenset()
         self._waiter = ChangeWaiter()
         self._has_warned = False
-        self.looks = 0
+        self.reads = 0
         """How often the file was looked at."""
 
     async def run(self) -> None:
@@ -78,17 +78,17 @@ class ConfigWatch:
                 directories = await in_daemon_thread("config-links", self._directories)
                 if directories != self._watched or self._waiter.watch is None:
                     self._watch_directories(directories)
-                await self._look()
+                await self._check()
                 self._prove()
                 await self._wait_settled()
         finally:
             self._waiter.close()
 
-    async def _look(self) -> None:
-        seen = await in_daemon_thread("config-look", lambda: fingerprint_of(self._path))
+    async def _check(self) -> None:
+        seen = await in_daemon_thread("config-fingerprint", lambda: fingerprint_of(self._path))
         if seen != self._known():
             self._on_change()
-        self.looks += 1
+        self.reads += 1
 
     def _directories(self) -> frozenset[Path]:
         found: set[Path] = set()

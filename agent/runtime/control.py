@@ -1,8 +1,8 @@
-"""Takes orders of operators: hold, unhold, recover, release, resume, a bundle of evidence, a dry run.
+"""Executes the commands of operators: hold, unhold, recover, release, resume, a bundle, a dry run.
 
-Guarantees: an order is checked as a whole before the core hears of it, and is bounded. The answer comes
-after the core took it and says what came of it; an order that was not taken within TAKEN_WITHIN_S says so.
-Who may give orders is not decided here: they come over the root-only control socket alone.
+Guarantees: a command is checked as a whole before the core gets it, and is bounded. The answer comes after the
+core applied it and describes the outcome, or that the core did not apply it within EXECUTED_WITHIN_S. Which
+callers may give commands is not decided here: they come over the root-only control socket alone.
 """
 
 import asyncio
@@ -31,21 +31,21 @@ from agent.runtime.dry_run import dry_run, with_injection
 from agent.views import documents
 from agent.views.documents import API_VERSION, Json, TimeOf
 
-TAKEN_WITHIN_S: Final = 2.0
-LET_GO_WITHIN_S: Final = 45.0
-"""The longest an order to release may wait for the driver to be let go of."""
+EXECUTED_WITHIN_S: Final = 2.0
+RELEASED_WITHIN_S: Final = 45.0
+"""The longest a command to release may wait for the driver to be let go of."""
 
 MAX_WHY: Final = 200
 MAX_RELEASED: Final = 64
-"""GPUs in one order; a node has 16."""
+"""GPUs in one command; a node has 16."""
 LEAST_RELEASE_NS: Final = 1_000_000_000
 LONGEST_RELEASE_NS: Final = 24 * 3_600 * 1_000_000_000
 
-Order = Mapping[str, Any]
+Command = Mapping[str, Any]
 
 
-class NotTakenError(AgentError):
-    """The core did not take an order in time."""
+class NotExecutedError(AgentError):
+    """The core did not take a command in time."""
 
 
 class Bundle(Protocol):
@@ -70,19 +70,19 @@ class Control:
     def __init__(
         self,
         *,
-        tell: Callable[[Fact], None],
+        emit: Callable[[Fact], None],
         latest: Latest[Snapshot],
         make_bundle: Callable[[GpuUuid], Awaitable[Bundle | None]],
         time_of: TimeOf,
         why_not_kept: Callable[[], Awaitable[str | None]],
     ) -> None:
         """``why_not_kept`` writes the newest state, and returns why a restart would not know it."""
-        self._tell = tell
+        self._emit = emit
         self._latest = latest
         self._make_bundle = make_bundle
         self._time_of = time_of
         self._why_not_kept = why_not_kept
-        self._orders: Mapping[str, Callable[[Order], Awaitable[Json]]] = {
+        self._commands: Mapping[str, Callable[[Command], Awaitable[Json]]] = {
             "hold": self._hold,
             "unhold": self._unhold,
             "recover": self._recover,
@@ -95,48 +95,48 @@ class Control:
     @property
     def names(self) -> tuple[str, ...]:
         """The orders there are."""
-        return tuple(self._orders)
+        return tuple(self._commands)
 
-    async def execute(self, name: str, order: object) -> Json:
-        """Carry an order out and return what came of it.
+    async def execute(self, name: str, command: object) -> Json:
+        """Carry a command out and return what came of it.
 
         Raises UsageError if it is wrong, and AgentError if it cannot be carried out now.
         """
-        if not isinstance(order, dict):
-            raise UsageError("An order is a JSON object")
-        return {"apiVersion": API_VERSION, "order": name, **await self._orders[name](order)}
+        if not isinstance(command, dict):
+            raise UsageError("A command is a JSON object")
+        return {"apiVersion": API_VERSION, "order": name, **await self._commands[name](command)}
 
     # Holds
 
-    async def _hold(self, order: Order) -> Json:
-        _only(order, "selector", "why", "even_if_absent")
-        why = _why(order)
+    async def _hold(self, command: Command) -> Json:
+        _only(command, "selector", "why", "even_if_absent")
+        why = _why(command)
         snapshot = self._latest.value
-        name, gpu = selector_and_gpu(_text(order, "selector"), snapshot)
-        if gpu is None and not _flag(order, "even_if_absent"):
+        name, gpu = selector_and_gpu(_text(command, "selector"), snapshot)
+        if gpu is None and not _flag(command, "even_if_absent"):
             raise UsageError(f"{name} is no GPU of this node now; hold it all the same with --even-if-absent")
         if name not in snapshot.holds and len(snapshot.holds) >= MAX_HOLDS:
             raise AgentError(f"{MAX_HOLDS} holds are kept and no more; end one with gpu-agent unhold")
-        await self._taken(HoldRequested(name, why), lambda now: now.holds.get(name) == why)
-        told = f"{_called(self._latest.value, gpu, name)} is held: {why}"
+        await self._apply_fact(HoldRequested(name, why), lambda now: now.holds.get(name) == why)
+        message = f"{_called(self._latest.value, gpu, name)} is held: {why}"
         if gpu is None:
-            told = f"{name} is not there now and will be held when it comes: {why}"
+            message = f"{name} is not there now and will be held when it comes: {why}"
         return {
-            "message": told + await self._forgotten("ends with the agent"),
+            "message": message + await self._forgotten("ends with the agent"),
             "selector": name,
             "gpu_uuid": None if gpu is None else gpu.uuid,
             "why": why,
         }
 
-    async def _unhold(self, order: Order) -> Json:
-        _only(order, "selector")
+    async def _unhold(self, command: Command) -> Json:
+        _only(command, "selector")
         snapshot = self._latest.value
-        text = _text(order, "selector")
+        text = _text(command, "selector")
         name, gpu = (text, None) if text in snapshot.holds else selector_and_gpu(text, snapshot)
         names = {name} if gpu is None else {name, *selectors_of(gpu)}
         if not names & snapshot.holds.keys():
             raise UsageError(f"{_called(snapshot, gpu, name)} is not held; gpu-agent status lists what is")
-        await self._taken(UnholdRequested(name), lambda now: not names & now.holds.keys())
+        await self._apply_fact(UnholdRequested(name), lambda now: not names & now.holds.keys())
         return {
             "message": f"{_called(self._latest.value, gpu, name)} is held no more"
             + await self._forgotten("counts until a restart"),
@@ -153,16 +153,18 @@ class Control:
 
     # Recovery
 
-    async def _recover(self, order: Order) -> Json:
-        _only(order, "gpu", "state")
-        if _flag(order, "state"):
-            return await self._acknowledge_loss(order)
-        gpu = known_gpu(_text(order, "gpu"), self._latest.value)
+    async def _recover(self, command: Command) -> Json:
+        _only(command, "gpu", "state")
+        if _flag(command, "state"):
+            return await self._acknowledge_loss(command)
+        gpu = known_gpu(_text(command, "gpu"), self._latest.value)
         before = {each.key: each for each in _conditions(self._latest.value, gpu)}
         version = self._latest.version
         # Where there is nothing to end, nothing changes that could be waited for.
         is_nothing = all(each.lasts for each in before.values())
-        await self._taken(RecoverRequested(gpu.uuid), lambda _: is_nothing or self._latest.version > version)
+        await self._apply_fact(
+            RecoverRequested(gpu.uuid), lambda _: is_nothing or self._latest.version > version
+        )
         staying = _conditions(self._latest.value, gpu)
         cleared = [each for key, each in before.items() if key not in {stays.key for stays in staying}]
         is_well = not any(each.flips for each in staying)
@@ -178,54 +180,56 @@ class Control:
             ],
         }
 
-    async def _acknowledge_loss(self, order: Order) -> Json:
-        _only(order, "state")
+    async def _acknowledge_loss(self, command: Command) -> Json:
+        _only(command, "state")
         lost = self._latest.value.durable.lost
         if not lost:
             raise UsageError("The state is not lost, so there is nothing to acknowledge")
-        await self._taken(StateLossAcknowledged(), lambda now: not now.durable.lost)
-        told = f"The loss of the state ({lost}) is acknowledged; only conditions seen since the start count"
+        await self._apply_fact(StateLossAcknowledged(), lambda now: not now.durable.lost)
+        message = (
+            f"The loss of the state ({lost}) is acknowledged; only conditions seen since the start count"
+        )
         return {
-            "message": told + await self._forgotten("counts until a restart"),
+            "message": message + await self._forgotten("counts until a restart"),
             "well": True,
             "staying": [],
         }
 
     # The driver
 
-    async def _release(self, order: Order) -> Json:
-        _only(order, "gpus", "for", "wait_s")
+    async def _release(self, command: Command) -> Json:
+        _only(command, "gpus", "for", "wait_s")
         snapshot = self._latest.value
-        gpus = _gpus(order, snapshot)
-        for_ns = _release_time(order)
-        wait_s = _wait(order)
-        await self._taken(
+        gpus = _gpus(command, snapshot)
+        for_ns = _release_time(command)
+        wait_s = _wait(command)
+        await self._apply_fact(
             ReleaseRequested(gpus, for_ns),
             lambda now: now.released_until_ns is not None and gpus <= set(now.durable.released_gpus),
         )
-        is_let_go = await self._becomes(lambda now: now.driver_released, wait_s)
+        is_released = await self._becomes(lambda now: now.driver_released, wait_s)
         now = self._latest.value
         until_ns = now.released_until_ns
         return {
             "message": "The driver is let go of: no file of it is open"
-            if is_let_go
+            if is_released
             else "The driver is not let go of yet: a call is under way in it; see the agent's log",
-            "driver_released": is_let_go,
+            "driver_released": is_released,
             "gpus": sorted(now.durable.released_gpus),
             "until": None if until_ns is None else self._time_of(until_ns),
             "until_monotonic_ns": until_ns,
         }
 
-    async def _resume(self, order: Order) -> Json:
-        _only(order)
+    async def _resume(self, command: Command) -> Json:
+        _only(command)
         if self._latest.value.released_until_ns is None:
             raise UsageError("The driver is not released, so there is nothing to resume")
-        await self._taken(ResumeRequested(), lambda now: now.released_until_ns is None)
+        await self._apply_fact(ResumeRequested(), lambda now: now.released_until_ns is None)
         return {"message": "The driver is taken back; its GPUs are well again after clean probes"}
 
-    async def _bundle(self, order: Order) -> Json:
-        _only(order, "gpu")
-        gpu = known_gpu(_text(order, "gpu"), self._latest.value)
+    async def _bundle(self, command: Command) -> Json:
+        _only(command, "gpu")
+        gpu = known_gpu(_text(command, "gpu"), self._latest.value)
         made = await self._make_bundle(gpu.uuid)
         if made is None:
             raise UsageError(f"{_called(self._latest.value, gpu)} is not known any more")
@@ -239,25 +243,25 @@ class Control:
 
     # A dry run
 
-    async def _allocate(self, order: Order) -> Json:
+    async def _allocate(self, command: Command) -> Json:
         """Tell what Allocate would answer; nothing is allocated."""
-        _only(order, "ids", "injection", "resource")
-        ids, changes = order.get("ids"), order.get("injection", {})
+        _only(command, "ids", "injection", "resource")
+        ids, changes = command.get("ids"), command.get("injection", {})
         if not isinstance(ids, list) or not all(isinstance(each, str) for each in ids):
             raise UsageError('"ids" must be a list of devices')
         if not isinstance(changes, dict):
             raise UsageError('"injection" must be an object')
-        resource = _text(order, "resource") if "resource" in order else None
+        resource = _text(command, "resource") if "resource" in command else None
         snapshot = with_injection(self._latest.value, changes)
         return {"response": dry_run(snapshot, ids, resource=resource)}
 
     # The core
 
-    async def _taken(self, fact: Fact, is_shown: Callable[[Snapshot], bool]) -> None:
-        self._tell(fact)
-        if not await self._becomes(is_shown, TAKEN_WITHIN_S):
-            raise NotTakenError(
-                f"The order was given and not taken within {TAKEN_WITHIN_S:g} s; see gpu-agent status"
+    async def _apply_fact(self, fact: Fact, is_shown: Callable[[Snapshot], bool]) -> None:
+        self._emit(fact)
+        if not await self._becomes(is_shown, EXECUTED_WITHIN_S):
+            raise NotExecutedError(
+                f"The command was given and not taken within {EXECUTED_WITHIN_S:g} s; see gpu-agent status"
             )
 
     async def _becomes(self, is_shown: Callable[[Snapshot], bool], within_s: float) -> bool:
@@ -293,39 +297,39 @@ def _called(snapshot: Snapshot, gpu: Gpu | None, name: str = "") -> str:
     return gpu.uuid if view is None or view.index is None else f"GPU {view.index} ({gpu.uuid})"
 
 
-# What an order holds
+# What a command holds
 
 
-def _only(order: Order, *known: str) -> None:
-    unknown = sorted(str(key)[:40] for key in order if key not in known)
+def _only(command: Command, *known: str) -> None:
+    unknown = sorted(str(key)[:40] for key in command if key not in known)
     if unknown:
-        raise UsageError(f"Unknown in this order: {', '.join(unknown[:8])}")
+        raise UsageError(f"Unknown in this command: {', '.join(unknown[:8])}")
 
 
-def _text(order: Order, name: str) -> str:
-    value = order.get(name)
+def _text(command: Command, name: str) -> str:
+    value = command.get(name)
     if not isinstance(value, str) or not value.strip():
         raise UsageError(f'"{name}" is missing: the name of a GPU')
     return value.strip()
 
 
-def _flag(order: Order, name: str) -> bool:
-    value = order.get(name, False)
+def _flag(command: Command, name: str) -> bool:
+    value = command.get(name, False)
     if not isinstance(value, bool):
         raise UsageError(f'"{name}" must be true or false')
     return value
 
 
-def _why(order: Order) -> str:
-    value = order.get("why")
+def _why(command: Command) -> str:
+    value = command.get("why")
     text = value.strip() if isinstance(value, str) else ""
     if not text or len(text) > MAX_WHY or not text.isprintable():
         raise UsageError(f"A hold needs a reason (why) of 1 to {MAX_WHY} printable characters")
     return text
 
 
-def _gpus(order: Order, snapshot: Snapshot) -> frozenset[GpuUuid]:
-    value = order.get("gpus")
+def _gpus(command: Command, snapshot: Snapshot) -> frozenset[GpuUuid]:
+    value = command.get("gpus")
     if value == "all":
         if not snapshot.gpus:
             raise UsageError("No GPU is known yet, so there is none to release")
@@ -337,8 +341,8 @@ def _gpus(order: Order, snapshot: Snapshot) -> frozenset[GpuUuid]:
     return frozenset(known_gpu(each.strip(), snapshot).uuid for each in value)
 
 
-def _release_time(order: Order) -> int:
-    value = order.get("for")
+def _release_time(command: Command) -> int:
+    value = command.get("for")
     try:
         for_ns = duration_from(value) if isinstance(value, str) else 0
     except ValueError:
@@ -348,10 +352,10 @@ def _release_time(order: Order) -> int:
     return for_ns
 
 
-def _wait(order: Order) -> float:
-    value = order.get("wait_s", 0)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= LET_GO_WITHIN_S:
-        raise UsageError(f'"wait_s" must be between 0 and {LET_GO_WITHIN_S:g}')
+def _wait(command: Command) -> float:
+    value = command.get("wait_s", 0)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= RELEASED_WITHIN_S:
+        raise UsageError(f'"wait_s" must be between 0 and {RELEASED_WITHIN_S:g}')
     return float(value)
 
 

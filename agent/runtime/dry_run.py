@@ -22,7 +22,7 @@ Json = dict[str, Any]
 
 MAX_IDS: Final = 1_024
 """Devices asked for; a node with 16 GPUs of 48 shares has 768."""
-MAX_TOLD: Final = 4
+MAX_NAMED: Final = 4
 """Devices that are named to somebody who named another."""
 ANNOTATION_ID: Final = "00000000-0000-4000-8000-000000000000"
 """Stands for the random UUID of a CDI annotation's key."""
@@ -36,14 +36,14 @@ def dry_run(snapshot: Snapshot, words: Sequence[str], *, resource: str | None = 
     """
     if not 1 <= len(words) <= MAX_IDS:
         raise UsageError(f"Name 1 to {MAX_IDS} devices, by id, UUID or index")
-    offered = [each for each in snapshot.resources if resource in {None, each.name}]
-    if not offered:
+    advertised = [each for each in snapshot.resources if resource in {None, each.name}]
+    if not advertised:
         names = ", ".join(each.name for each in snapshot.resources) or "none"
         error = AgentError if resource is None else UsageError
-        raise error(f"This node does not offer {resource or 'any device'}; offered: {names}")
-    meant = _Meant(offered, {view.gpu.uuid for view in snapshot.gpus if view.present})
+        raise error(f"This node does not offer {resource or 'any device'}; advertised: {names}")
+    meant = _Meant(advertised, {view.gpu.uuid for view in snapshot.gpus if view.present})
     ids = [meant.id_of(word) for word in words]
-    of = meant.resource or offered[0]
+    of = meant.resource or advertised[0]
     known = {device.id for device in of.devices}
     unknown = next((word for word, device_id in zip(words, ids, strict=True) if device_id not in known), None)
     if unknown is not None:
@@ -55,8 +55,8 @@ def dry_run(snapshot: Snapshot, words: Sequence[str], *, resource: str | None = 
 
 
 def _unknown(word: str, names: Sequence[str], resource: Resource) -> str:
-    some = ", ".join(names[:MAX_TOLD]) or "none"
-    more = ", ..." if len(names) > MAX_TOLD else ""
+    some = ", ".join(names[:MAX_NAMED]) or "none"
+    more = ", ..." if len(names) > MAX_NAMED else ""
     return (
         f"{shown(word)} is not a device of {resource.name} on this node, which has {some}{more};"
         " gpu-agent devices lists their ids"
@@ -80,14 +80,14 @@ def with_injection(snapshot: Snapshot, changes: Mapping[str, object]) -> Snapsho
 class _Meant:
     """Finds the devices that words mean, each share once."""
 
-    def __init__(self, offered: Iterable[Resource], present: Collection[GpuUuid]) -> None:
+    def __init__(self, advertised: Iterable[Resource], present: Collection[GpuUuid]) -> None:
         self._present = present
         """GPUs that NVML lists: another one may have the index now that a lost one had."""
         self.resource: Resource | None = None
         """Of the first device that is known."""
-        self._taken: set[str] = set()
+        self._chosen: set[str] = set()
         self._devices: dict[str, list[tuple[Resource, Device]]] = {}
-        for resource in offered:
+        for resource in advertised:
             for device in resource.devices:
                 for name in self._names(device):
                     self._devices.setdefault(name, []).append((resource, device))
@@ -96,22 +96,23 @@ class _Meant:
         """Return the id of the device that is meant; the word itself if it means none."""
         found = self._devices.get(word, ())
         resource, device = next(
-            ((of, one) for of, one in found if one.id not in self._taken), found[0] if found else (None, None)
+            ((of, one) for of, one in found if one.id not in self._chosen),
+            found[0] if found else (None, None),
         )
-        if device is not None and device.id in self._taken and len(found) > 1:
+        if device is not None and device.id in self._chosen and len(found) > 1:
             raise UsageError(f"{shown(word)} has {len(found)} shares, and more were asked for")
         if resource is None or device is None:
             return word
-        self._taken.add(device.id)
+        self._chosen.add(device.id)
         self.resource = self.resource or resource
         return device.id
 
     def divided(self, word: str) -> str | None:
-        """Return what to say of a GPU that is offered in parts; None: this is none."""
+        """Return what to say of a GPU that is advertised in parts; None: this is none."""
         parts = [name for name in self._devices if name.startswith(f"{word}:") and "::" not in name]
         if not parts:
             return None
-        some = ", ".join(parts[:MAX_TOLD]) + (", ..." if len(parts) > MAX_TOLD else "")
+        some = ", ".join(parts[:MAX_NAMED]) + (", ..." if len(parts) > MAX_NAMED else "")
         return f"GPU {word} is divided into MIG devices, of which one is meant: {some}"
 
     def short_names(self, resource: Resource) -> list[str]:

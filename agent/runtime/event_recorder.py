@@ -33,7 +33,7 @@ MAX_EARLY: Final = 1024
 """Events, and faults, that wait for a sink that is not imported yet; the oldest go when there are more."""
 
 
-class _Jointly:
+class _JointProof:
     """One proof for several who give one: each has to give its own."""
 
     def __init__(self, count: int, prove: Callable[[], object]) -> None:
@@ -49,7 +49,7 @@ class _Jointly:
             self._prove()
 
 
-class Records:
+class EventRecorder:
     """Who owns the effects RecordEvent and KeepEvidence."""
 
     def __init__(
@@ -128,7 +128,7 @@ class Records:
             await self._after_registration()
             event_log = await in_daemon_thread("eventlog-import", import_event_log)
             path = self._settings.event_log_path
-            jointly = _Jointly(2, partial(self._proofs.prove, ComponentId(EVENT_LOG)))
+            joint = _JointProof(2, partial(self._proofs.prove, Part(EVENT_LOG)))
             self.event_log, self.other_events = (
                 event_log(
                     each,
@@ -136,7 +136,7 @@ class Records:
                     max_bytes=self._settings.event_log_bytes // 2,
                     clock=self._clock,
                     period_ns=self._settings.poll_ns,
-                    prove=partial(jointly.prove, each),
+                    prove=partial(joint.prove, each),
                 )
                 for each in (path, path_of_others(path))
             )

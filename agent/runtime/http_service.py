@@ -21,7 +21,7 @@ from agent.model.facts import Fact
 from agent.model.ids import SourceName
 from agent.model.snapshot import ListSent, Snapshot
 from agent.runtime.imports import import_http
-from agent.runtime.status import Component, Vitals
+from agent.runtime.status import Component, RuntimeStatus
 from agent.threads import in_daemon_thread
 from agent.views import checks
 from agent.views.checks import Check, at_once
@@ -40,7 +40,7 @@ class SelfReport:
 
     def __init__(
         self,
-        vitals: Vitals,
+        status: RuntimeStatus,
         *,
         boot_id: str,
         latest: Latest[Snapshot],
@@ -50,7 +50,7 @@ class SelfReport:
         probe_options: Mapping[str, object] | None = None,
     ) -> None:
         """``probe_options``: how the probe is loaded, for who loads another, as ``gpu-agent trace`` does."""
-        self._vitals = vitals
+        self._status = status
         self._probe_options = dict(probe_options or {})
         self._boot_id = boot_id
         self._latest = latest
@@ -62,16 +62,16 @@ class SelfReport:
     @property
     def is_standby(self) -> bool:
         """Whether another agent serves this node."""
-        return self._vitals.is_standby
+        return self._status.is_standby
 
     def sent_before(self, at_ns: int) -> Iterable[ListSent]:
         """Return of each resource the newest list that the kubelet can have had at a monotonic moment."""
-        plugin = self._vitals.device_plugin
+        plugin = self._status.device_plugin
         return () if plugin is None else plugin.sent_before(at_ns)
 
     def time_of(self, at_ns: int) -> str:
         """Return the time of day of a monotonic moment."""
-        return self._vitals.records.time_of(at_ns)
+        return self._status.recorder.time_of(at_ns)
 
     def checks(self) -> Sequence[Check]:
         """Return the health checks that apply now."""
@@ -79,95 +79,97 @@ class SelfReport:
 
     def _liveness(self) -> Iterator[Check]:
         yield Check("ping", at_once(lambda: None), is_liveness=True)
-        yield Check("event-loop", at_once(self._judge_loop), is_liveness=True)
-        if self._vitals.device_plugin is not None and self._vitals.device_plugin.statistics():
+        yield Check("event-loop", at_once(self._check_loop), is_liveness=True)
+        if self._status.device_plugin is not None and self._status.device_plugin.statistics():
             yield Check("grpc-socket", self._dialled.result, is_liveness=True)
 
     def _readiness(self) -> Iterator[Check]:
-        yield Check("log", at_once(self._judge_log))
-        yield Check("config", at_once(lambda: self._vitals.reload_trouble))
-        if self._vitals.is_stopping:
+        yield Check("log", at_once(self._check_log))
+        yield Check("config", at_once(lambda: self._status.reload_trouble))
+        if self._status.is_stopping:
             yield Check("shutdown", at_once(lambda: "the agent is stopping"))
-        elif self._vitals.is_standby:
+        elif self._status.is_standby:
             yield Check("standby", at_once(lambda: None))
         else:
-            yield Check("engine", at_once(self._judge_engine))
+            yield Check("engine", at_once(self._check_engine))
             yield Check(
                 "kubelet-registered",
                 at_once(lambda: checks.kubelet_registered(self._latest.value, self._clock())),
             )
 
     def _sources_and_sinks(self) -> Iterator[Check]:
-        if self._vitals.is_standby:
+        if self._status.is_standby:
             return
-        for component in self._vitals.components:
-            yield Check(component.check, at_once(partial(self._judge_component, component)))
+        for component in self._status.components:
+            yield Check(component.check, at_once(partial(self._check_component, component)))
         for name in self._other_parts():
-            yield Check(f"part-{name}", at_once(partial(self._judge_part, name)))
+            yield Check(f"part-{name}", at_once(partial(self._check_part, name)))
 
     def _other_parts(self) -> Sequence[SourceName]:
         """Return the parts that have to give proofs and are no component of their own."""
-        expected = {component.name for component in self._vitals.expected()}
-        return sorted(expected - {component.name for component in self._vitals.components})
+        expected = {part.name for part in self._status.expected()}
+        return sorted(expected - {component.name for component in self._status.components})
 
-    def _judge_component(self, component: Component) -> str | None:
+    def _check_component(self, component: Component) -> str | None:
         return (
             checks.task(self._latest.value, component.name)
             or component.trouble()
-            or self._judge_part(component.name)
+            or self._check_part(component.name)
         )
 
-    def _judge_part(self, name: SourceName) -> str | None:
-        stale = sorted(component for component in self._latest.value.stale if component.name == name)
-        return "; ".join(stale_message(component) for component in stale) or None
+    def _check_part(self, name: SourceName) -> str | None:
+        stale = sorted(part for part in self._latest.value.stale if part.name == name)
+        return "; ".join(stale_message(part) for part in stale) or None
 
-    def _judged(self) -> dict[str, str | None]:
-        judged = {each.check: self._judge_component(each) for each in self._vitals.components}
-        return judged | {f"part-{name}": self._judge_part(name) for name in self._other_parts()}
+    def _component_troubles(self) -> dict[str, str | None]:
+        troubles = {each.check: self._check_component(each) for each in self._status.components}
+        return troubles | {f"part-{name}": self._check_part(name) for name in self._other_parts()}
 
-    def _judge_loop(self) -> str | None:
+    def _check_loop(self) -> str | None:
         return checks.event_loop(
-            lag_ns=self._vitals.lag_ns, step_age_ns=self._clock() - self._vitals.stepped_ns
+            lag_ns=self._status.lag_ns, step_age_ns=self._clock() - self._status.stepped_ns
         )
 
-    def _judge_engine(self) -> str | None:
+    def _check_engine(self) -> str | None:
         snapshot = self._latest.value
         task = checks.task(snapshot, ENGINE)
         return task or (
             f"a fact could not be applied: {snapshot.failed_facts[0]}" if snapshot.failed_facts else None
         )
 
-    def _judge_log(self) -> str | None:
+    def _check_log(self) -> str | None:
         blocked_s = self._lines.statistics().blocked_s
         return f"blocked for {blocked_s:.0f} s" if blocked_s > checks.MAX_LOG_BLOCKED_S else None
 
     async def _dial(self) -> str | None:
-        if self._vitals.device_plugin is None:
+        if self._status.device_plugin is None:
             return None
-        mute = await self._vitals.device_plugin.unanswering(timeout_s=DIAL_TIMEOUT_S)
+        mute = await self._status.device_plugin.unanswering(timeout_s=DIAL_TIMEOUT_S)
         return f"{', '.join(mute)} did not answer on its own socket" if mute else None
 
     def describe(self) -> "Json":
         """Return the agent's own figures."""
-        inbox, lines, vitals = self._inbox.statistics(), self._lines.statistics(), self._vitals
-        evidence = vitals.records.evidence
-        logs = [each for each in (vitals.records.event_log, vitals.records.other_events) if each is not None]
+        inbox, lines, status = self._inbox.statistics(), self._lines.statistics(), self._status
+        evidence = status.recorder.evidence
+        logs = [
+            each for each in (status.recorder.event_log, status.recorder.other_events) if each is not None
+        ]
         return {
             "version": __version__,
             "pid": os.getpid(),
             "boot": self._boot_id,
-            "phase": vitals.phase,
-            "uptime_s": (self._clock() - vitals.began_ns) // 1_000_000_000,
-            "parts": self._judged(),
+            "phase": status.phase,
+            "uptime_s": (self._clock() - status.began_ns) // 1_000_000_000,
+            "parts": self._component_troubles(),
             "facts": {"put": inbox.put, "merged": inbox.merged, "lost": inbox.lost, "waiting": inbox.waiting},
-            "off": [component._asdict() for component in vitals.off],
+            "off": [part._asdict() for part in status.off],
             "config": {
-                "trouble": vitals.reload_trouble,
-                "awaiting_restart": list(vitals.awaiting_restart),
+                "trouble": status.reload_trouble,
+                "awaiting_restart": list(status.awaiting_restart),
             },
             "probe_options": self._probe_options,
             "log_lines": {"written": lines.written, "dropped": lines.dropped},
-            "state_file_failures": vitals.state.failures,
+            "state_file_failures": status.state.failures,
             "event_log": None
             if not logs
             else {
@@ -205,13 +207,13 @@ ANSWER_WAIT_S: Final = 15.0
 """How long readiness waits for HTTP; the import takes 0.2 s, on a machine with other work some seconds."""
 
 
-class Serving:
+class HttpService:
     """Makes the HTTP sink, with all that it answers from, and runs it."""
 
     def __init__(
         self,
         settings: Settings,
-        vitals: Vitals,
+        status: RuntimeStatus,
         *,
         inbox: Inbox[Fact],
         latest: Latest[Snapshot],
@@ -230,7 +232,7 @@ class Serving:
         called every ``period_ns`` in which each listener answered.
         """
         self._settings = settings
-        self._vitals = vitals
+        self._status = status
         self._inbox = inbox
         self._latest = latest
         self._lines = lines
@@ -276,9 +278,9 @@ class Serving:
                     await self._sink.until_tried()
 
     def _make(self, http_sink: "type[HttpSink]", control: "type[Control]") -> "HttpSink":
-        settings, records = self._settings, self._vitals.records
+        settings, recorder = self._settings, self._status.recorder
         report = SelfReport(
-            self._vitals,
+            self._status,
             boot_id=self._boot_id,
             latest=self._latest,
             inbox=self._inbox,
@@ -292,15 +294,15 @@ class Serving:
             },
         )
         commands = control(
-            tell=self._inbox.put,
+            emit=self._inbox.put,
             latest=self._latest,
-            make_bundle=records.make_bundle,
-            time_of=records.time_of,
+            make_bundle=recorder.make_bundle,
+            time_of=recorder.time_of,
             why_not_kept=self._why_not_kept,
         )
         return http_sink(
             latest=self._latest,
-            events=records.recent,
+            events=recorder.recent,
             agent=report,
             http_listen=settings.http_listen,
             api_listen=settings.api_listen,

@@ -18,18 +18,18 @@ class EndedError(AgentError):
     """The agent ends itself, so that a new process sees the new world."""
 
 
-class Ending(msgspec.Struct):
+class Shutdown(msgspec.Struct):
     """The wish to end, and why; the first one counts."""
 
-    asked: asyncio.Event = msgspec.field(default_factory=asyncio.Event)
+    requested: asyncio.Event = msgspec.field(default_factory=asyncio.Event)
     error: AgentError | None = None
     why: str = ""
 
-    def ask(self, why: str, error: AgentError | None = None) -> None:
+    def request(self, why: str, error: AgentError | None = None) -> None:
         """Ask for the end: as asked by a person, or because of an error."""
-        if not self.asked.is_set():
+        if not self.requested.is_set():
             self.why, self.error = why, error
-            self.asked.set()
+            self.requested.set()
 
 
 PERIOD_S: Final = 2.0
@@ -50,7 +50,7 @@ class Library(Protocol):
 
 
 async def watch_library(
-    library: Library, ending: Ending, *, is_in_container: bool, clock: Callable[[], int]
+    library: Library, shutdown: Shutdown, *, is_in_container: bool, clock: Callable[[], int]
 ) -> None:
     """Look for ever, and ask for the end where it helps."""
     while True:
@@ -58,10 +58,10 @@ async def watch_library(
         since_ns = library.library_missing_since_ns
         if library.library_replaced:
             error = EndedError("The NVML library was replaced by a newer one, which a new process can load")
-            ending.ask("another NVML library", error)
+            shutdown.request("another NVML library", error)
         elif is_in_container and since_ns is not None and clock() - since_ns > NO_LIBRARY_NS:
             error = EndedError("No NVML library was found for five minutes; a new container may see one")
-            ending.ask("no NVML library", error)
+            shutdown.request("no NVML library", error)
 
 
 def is_in_container(environment: Mapping[str, str]) -> bool:
@@ -75,7 +75,7 @@ class InitFailedError(AgentError):
     """NVML could not be initialised at the start, and the operator wants the process to end then."""
 
 
-async def judge_start(
+async def check_start(
     nvml: "NvmlSource",
     *,
     must_work: bool,
@@ -83,7 +83,7 @@ async def judge_start(
     until_answering: Callable[[], Awaitable[object]],
     start: Callable[[str, Coroutine[Any, Any, None]], "asyncio.Task[None]"],
     notifier: Notifier,
-    ending: Ending,
+    shutdown: Shutdown,
 ) -> None:
     """Send READY=1 when the agent serves or stands by; stop it if NVML must work and does not.
 
@@ -97,7 +97,7 @@ async def judge_start(
     except SourceError as error:
         if must_work:
             why = f"{error}; or wait for the driver with --fail-on-init-error=false"
-            ending.ask("NVML could not be initialised", InitFailedError(why))
+            shutdown.request("NVML could not be initialised", InitFailedError(why))
             return
     finally:
         extending.cancel()

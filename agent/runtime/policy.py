@@ -57,10 +57,10 @@ class MpsWatch:
         root = policy.injection.mps_root
         if policy.sharing.strategy != "mps" or root == self._root:
             return
-        terms = Terms(self._assembly.look_ns, DEADLINE_NS)
+        terms = Terms(self._assembly.recheck_ns, DEADLINE_NS)
         source = self._assembly.make_mps(root, terms)
         if self._root is None:
-            self._tasks.keep_part(MPS, "source", source.run, terms=terms)
+            self._tasks.keep_component(MPS, "source", source.run, terms=terms)
         else:
             self._tasks.replace(MPS, source.run)
         self._root = root

@@ -64,10 +64,10 @@ class Signals:
         """Take the signals; only in the main thread."""
         self._loop = loop
         for number in _STOPPING:
-            self._take(number, self._on_stop)
-        self._take(signal.SIGHUP, self._on_reload)
-        self._take(signal.SIGUSR2, self._on_dump)
-        self._take(signal.SIGPIPE, signal.SIG_IGN)
+            self._set_handler(number, self._on_stop)
+        self._set_handler(signal.SIGHUP, self._on_reload)
+        self._set_handler(signal.SIGUSR2, self._on_dump)
+        self._set_handler(signal.SIGPIPE, signal.SIG_IGN)
 
     def restore(self) -> None:
         """Give the signals back."""
@@ -85,7 +85,9 @@ class Signals:
         limit.start()
         self._is_stopping = True
 
-    def _take(self, number: int, handler: Callable[[int, FrameType | None], None] | signal.Handlers) -> None:
+    def _set_handler(
+        self, number: int, handler: Callable[[int, FrameType | None], None] | signal.Handlers
+    ) -> None:
         self._previous[number] = signal.signal(number, handler)
 
     def _on_stop(self, number: int, _frame: FrameType | None) -> None:
@@ -142,7 +144,7 @@ FULL_EVERY: Final = 60
 YOUNG, ALL = 1, 2
 
 
-async def collect_for_ever() -> None:
+async def collect_forever() -> None:
     """Collect in place of the interpreter, which is told not to; what is there now is never garbage."""
     gc.disable()
     gc.freeze()

@@ -13,7 +13,7 @@ from agent import log
 from agent.config.settings import Settings, changes_that_need_a_restart
 from agent.errors import ConfigError
 from agent.runtime.imports import import_config_watch
-from agent.runtime.status import Vitals
+from agent.runtime.status import RuntimeStatus
 from agent.sinks.notify import Notifier
 from agent.threads import in_daemon_thread
 
@@ -28,26 +28,26 @@ class Reload:
         settings: Settings,
         *,
         reread: Callable[[], Settings],
-        judge: Callable[[Settings], tuple[str, ...]],
+        validate: Callable[[Settings], tuple[str, ...]],
         apply: Callable[[Settings], None],
-        vitals: Vitals,
+        status: RuntimeStatus,
         notifier: Notifier,
         prove_watch: Callable[[], object],
         recheck_ns: int,
     ) -> None:
         """Begin with the settings of the start.
 
-        ``reread`` and ``judge`` may block: the one returns new settings, the other why they do not go with
+        ``reread`` and ``validate`` may block: the one returns new settings, the other why they do not go with
         what is known of the node. ``apply`` puts them into effect.
         """
         self._started = settings
         self._warnings = settings.warnings
         self._reread = reread
-        self._judge = judge
+        self._validate = validate
         self._apply = apply
         self._prove_watch = prove_watch
         self._recheck_ns = recheck_ns
-        self._vitals = vitals
+        self._status = status
         self._notifier = notifier
         self._asked = asyncio.Event()
         self._fingerprint = settings.file_fingerprint
@@ -80,9 +80,9 @@ class Reload:
         try:
             settings = await in_daemon_thread("config-reader", self._read)
         except ConfigError as error:
-            self._refuse(error.problems)
+            self._reject(error.problems)
         except RuntimeError as error:
-            self._refuse((f"No thread could be had to read it: {error}",))
+            self._reject((f"No thread could be had to read it: {error}",))
         else:
             self._accept(settings)
 
@@ -93,13 +93,13 @@ class Reload:
             # Before it is read: what changes meanwhile is seen as a change.
             self._fingerprint = fingerprint_of(self._started.config_file)
         settings = self._reread()
-        problems = self._judge(settings)
+        problems = self._validate(settings)
         if problems:
             raise ConfigError(problems)
         return settings
 
     def _accept(self, settings: Settings) -> None:
-        self._vitals.reload_trouble = None
+        self._status.reload_trouble = None
         for warning in settings.warnings:
             if warning not in self._warnings:
                 _log.warning("A setting was ignored: %(detail)s", log.about(detail=warning))
@@ -109,11 +109,11 @@ class Reload:
             _log.warning(
                 "A changed setting takes effect at the next start: %(setting)s", log.about(setting=name)
             )
-        self._vitals.awaiting_restart = waiting
+        self._status.awaiting_restart = waiting
         log.set_level(settings.log_level)
         self._apply(settings)
         _log.info("Read the configuration again: %(path)s", log.about(path=self._started.config_file))
 
-    def _refuse(self, problems: tuple[str, ...]) -> None:
-        self._vitals.reload_trouble = "; ".join(problems)
+    def _reject(self, problems: tuple[str, ...]) -> None:
+        self._status.reload_trouble = "; ".join(problems)
         _log.error("Kept the old configuration: %(problems)s", log.about(problems=list(problems)))

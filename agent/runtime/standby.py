@@ -70,16 +70,16 @@ def _is_over(fact: Fact, later: Iterable[Fact]) -> bool:
             return False
 
 
-async def watched_until(
+async def collect_facts_until(
     freed: asyncio.Future[None],
     inbox: Inbox[Fact],
     *,
-    after_look: Callable[[int], None],
+    after_poll: Callable[[int], None],
     clock: Callable[[], int],
 ) -> Iterator[Fact]:
     """Take facts while another agent serves; returns what of them is still true when it ended.
 
-    ``after_look`` is told each look's time: it is the sign of life of an agent that stands by.
+    ``after_poll`` is told each look's time: it is the sign of life of an agent that stands by.
     """
     memory = Memory()
     while not freed.done():
@@ -87,5 +87,5 @@ async def watched_until(
         now_ns = clock()
         for item in inbox.pop_all()[0]:
             memory.note(item.fact, now_ns)
-        after_look(now_ns)
+        after_poll(now_ns)
     return memory.recall(clock())

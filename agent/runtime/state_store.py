@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-MAX_TOLD: Final = 8
+MAX_NAMED: Final = 8
 """Conditions that are named in the log."""
 
 KEPT_WITHIN_S: Final = 2.0
@@ -32,7 +32,7 @@ RETRY_FIRST_S: Final = 0.1
 RETRY_CAP_S: Final = 60.0
 
 
-class KeptState:
+class StateStore:
     """What the agent before us left, and the sink that keeps ours; imported where it is needed."""
 
     def __init__(
@@ -43,11 +43,11 @@ class KeptState:
         boot_id: str,
         period_ns: int,
         prove: Callable[[], object],
-        tell: Callable[[Fact], None],
+        emit: Callable[[Fact], None],
         read_within_s: float = READ_WITHIN_S,
     ) -> None:
         self._path = path
-        self._tell = tell
+        self._emit = emit
         self._read_within_s = read_within_s
         self._unread = ""
         """Why the file cannot be read; while it cannot, nothing is written."""
@@ -78,18 +78,18 @@ class KeptState:
             self._unread = str(error)
             return False
         self._unread = ""
-        self._tell_of_conditions()
+        self._log_unhealthy()
         return True
 
-    def _tell_of_conditions(self) -> None:
-        """Say why devices are out from the first moment on: nothing happens to them that would be told."""
+    def _log_unhealthy(self) -> None:
+        """Say why devices are out from the first moment on: nothing happens to them that would be lines."""
         kept = self.restored.conditions if self.restored is not None else ()
-        told = [f"{_place(each.placement)}: {each.reason}: {each.message}" for each in kept if each.flips]
-        if told:
-            more = len(told) - MAX_TOLD
+        lines = [f"{_place(each.placement)}: {each.reason}: {each.message}" for each in kept if each.flips]
+        if lines:
+            more = len(lines) - MAX_NAMED
             _log.warning(
                 "Devices are Unhealthy as the agent before knew them: %(conditions)s",
-                about(conditions=[*told[:MAX_TOLD], *([f"{more} more"] if more > 0 else [])]),
+                about(conditions=[*lines[:MAX_NAMED], *([f"{more} more"] if more > 0 else [])]),
             )
 
     @property
@@ -128,14 +128,14 @@ class KeptState:
     async def _read_late(self) -> None:
         pause_s = RETRY_FIRST_S
         while True:
-            self._tell(StateUnread(self._unread))
+            self._emit(StateUnread(self._unread))
             await self._until(lambda now: bool(now.unread))
             if await in_daemon_thread("state-reader", self._try_to_read):
                 break
             await sleep_proving(pause_s, self._period_ns, self._prove)
             pause_s = min(2 * pause_s, RETRY_CAP_S)
         _log.info(f"Read the state file {self._path}")
-        self._tell(StateRestored(self.restored))
+        self._emit(StateRestored(self.restored))
         # What was kept has to be in the state that is written over it.
         await self._until(lambda now: not now.unread)
 

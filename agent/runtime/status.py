@@ -12,9 +12,9 @@ from agent.model.ids import ComponentId, SourceName
 from agent.proofs import Proofs
 
 if TYPE_CHECKING:
-    from agent.runtime.bootstrap import PartOff
-    from agent.runtime.event_recorder import Records
-    from agent.runtime.state_store import KeptState
+    from agent.runtime.bootstrap import DisabledComponent
+    from agent.runtime.event_recorder import EventRecorder
+    from agent.runtime.state_store import StateStore
     from agent.sinks.plugin.sink import DevicePlugin
 
 LAG_PERIOD_S: Final = 0.5
@@ -34,17 +34,17 @@ class Component(msgspec.Struct, frozen=True):
         return f"{self.kind}-{self.name}"
 
 
-class Vitals(msgspec.Struct):
+class RuntimeStatus(msgspec.Struct):
     """The signs of life of one agent; the composition root keeps them true."""
 
-    records: "Records"
-    state: "KeptState"
+    recorder: "EventRecorder"
+    state: "StateStore"
     began_ns: int
     stepped_ns: int
     """When the engine completed its last step, or a standing-by agent its last look."""
     lag_ns: int = 0
     """How late the event loop was when it was last measured."""
-    off: tuple["PartOff", ...] = ()
+    off: tuple["DisabledComponent", ...] = ()
     """Parts that are off, because the agent was not given what they need."""
     is_standby: bool = True
     is_stopping: bool = False
@@ -66,7 +66,7 @@ class Vitals(msgspec.Struct):
 
 
 async def measure_lag(
-    vitals: Vitals, proofs: Proofs, restart: Callable[[ComponentId], None], *, clock: Callable[[], int]
+    status: RuntimeStatus, proofs: Proofs, restart: Callable[[Part], None], *, clock: Callable[[], int]
 ) -> None:
     """Note for ever how late the event loop is, and restart the engine if it is stale.
 
@@ -78,8 +78,8 @@ async def measure_lag(
         before_ns = clock()
         await asyncio.sleep(LAG_PERIOD_S)
         now_ns = clock()
-        vitals.lag_ns = now_ns - before_ns - round(LAG_PERIOD_S * 1e9)
-        proofs.prove(ComponentId(LOOP))
+        status.lag_ns = now_ns - before_ns - round(LAG_PERIOD_S * 1e9)
+        proofs.prove(Part(LOOP))
         expected = proofs.expected().get(engine)
         if expected is None:
             continue

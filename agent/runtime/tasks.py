@@ -26,8 +26,8 @@ from agent.model.ids import ComponentId, SourceName
 from agent.model.policy import SECOND_NS
 from agent.proofs import Proofs
 from agent.runtime.assembly import Source
-from agent.runtime.lifecycle import EndedError, Ending
-from agent.runtime.status import Component, Vitals
+from agent.runtime.lifecycle import EndedError, Shutdown
+from agent.runtime.status import Component, RuntimeStatus
 from agent.threads import in_daemon_thread
 
 MAX_FAILURES: Final = 5
@@ -62,7 +62,7 @@ class Supervisor:
     def __init__(
         self,
         *,
-        tell: Callable[[TaskReported], None],
+        emit: Callable[[TaskReported], None],
         clock: Callable[[], int],
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
         seam: Seam = NO_SEAM,
@@ -71,7 +71,7 @@ class Supervisor:
 
         ``seam`` replaces what is run; for tests that inject faults.
         """
-        self._tell = tell
+        self._emit = emit
         self._clock = clock
         self._sleep = sleep
         self._seam = seam
@@ -112,7 +112,7 @@ class Supervisor:
 
     async def _run_once(self, name: SourceName, run: Run) -> Exception | None:
         """Run a task to its end and return why it ended; None if it just returned."""
-        self._tell(TaskReported(name, running=True))
+        self._emit(TaskReported(name, running=True))
         error: Exception | None = None
         try:
             await self._run_until_failed(name, run)
@@ -128,7 +128,7 @@ class Supervisor:
             )
         else:
             _log.warning("The task %(task)s has finished unexpectedly", about(task=name))
-        self._tell(TaskReported(name, running=False, message=_sentence(error)))
+        self._emit(TaskReported(name, running=False, message=_sentence(error)))
         return error
 
     async def _run_until_failed(self, name: SourceName, run: Run) -> None:
@@ -185,18 +185,18 @@ class Tasks:
     def __init__(
         self,
         *,
-        ending: Ending,
+        shutdown: Shutdown,
         supervisor: Supervisor,
-        vitals: Vitals,
+        status: RuntimeStatus,
         after_registration: Callable[[], Awaitable[None]],
         proofs: Proofs,
     ) -> None:
         """``after_registration`` returns when what the kubelet does not wait for may be imported."""
         self.group: Final = asyncio.TaskGroup()
         """To be entered by the owner of all."""
-        self._ending = ending
+        self._shutdown = shutdown
         self._supervisor = supervisor
-        self._vitals = vitals
+        self._status = status
         self._after_registration = after_registration
         self.proofs: Final = proofs
         self._tasks: dict[str, asyncio.Task[None]] = {}
@@ -207,13 +207,13 @@ class Tasks:
 
     def start(self, name: str, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Start what ends by itself, or with the agent."""
-        task = self.group.create_task(self._ending_with(name, work), name=name)
+        task = self.group.create_task(self._shut_down_on_failure(name, work), name=name)
         # One that is cancelled before its first turn never comes to its work.
         task.add_done_callback(lambda _: work.close())
         self._tasks[name] = task
         return task
 
-    def start_for_ever(self, name: str, work: Coroutine[Any, Any, None]) -> None:
+    def start_forever(self, name: str, work: Coroutine[Any, Any, None]) -> None:
         """Start what ends with the agent alone: its end is a bug."""
 
         async def run() -> None:
@@ -240,7 +240,7 @@ class Tasks:
         self._tasks[name].cancel()
         self.keep(name, run)
 
-    def keep_part(
+    def keep_component(
         self,
         name: SourceName,
         kind: Literal["source", "sink"],
@@ -250,7 +250,7 @@ class Tasks:
         start_ns: int = START_WAIT_NS,
     ) -> None:
         """Keep a source or sink running, and show in health checks how it is."""
-        self._vitals.components.append(Component(name, kind, trouble))
+        self._status.components.append(Component(name, kind, trouble))
         self.keep(name, run, terms, start_ns)
 
     def keep_source(
@@ -270,7 +270,7 @@ class Tasks:
                 made.append(await in_daemon_thread(f"{name}-import", make))
             await made[0].run()
 
-        self.keep_part(name, "source", run, trouble, terms, start_ns)
+        self.keep_component(name, "source", run, trouble, terms, start_ns)
 
     def keep_critical(self, name: SourceName, run: Run) -> None:
         """Keep something running that the agent cannot do without."""
@@ -287,15 +287,17 @@ class Tasks:
         """End what still runs."""
         await self.cancel(*self._tasks)
 
-    async def _ending_with(self, name: str, work: Coroutine[Any, Any, None]) -> None:
+    async def _shut_down_on_failure(self, name: str, work: Coroutine[Any, Any, None]) -> None:
         """Do some work; a bug in it ends the agent in the same order as a signal does."""
         try:
             await work
         except AgentError as error:
-            self._ending.ask(f"{name} failed", error)
+            self._shutdown.request(f"{name} failed", error)
         except Exception as bug:  # noqa: BLE001 - whatever it is, the end is orderly
             _log.exception(
                 "The task %(task)s of the agent itself failed: %(detail)s",
                 log.about(task=name, detail=repr(bug)),
             )
-            self._ending.ask(f"{name} failed", EndedError(f"The task {name} failed: {bug!r}; see the log"))
+            self._shutdown.request(
+                f"{name} failed", EndedError(f"The task {name} failed: {bug!r}; see the log")
+            )

@@ -19,7 +19,7 @@ from agent.config.load import load as load_settings
 from agent.config.options import OPTIONS
 from agent.model.facts import Fact, GpuProbePassed, XidReported
 from agent.model.ids import GpuUuid
-from agent.runtime.bootstrap import Beginning, NodeLock
+from agent.runtime.bootstrap import Bootstrap, NodeLock
 
 _PERIOD_S = 0.005
 """Facts come in batches, as a reader of a ring buffer finds them."""
@@ -39,7 +39,7 @@ def main() -> None:
     lock = NodeLock(settings.lock_path)
     assert lock.try_acquire()
     agent = app.Agent(
-        Beginning(settings, lock, boot_id="bench"),
+        Bootstrap(settings, lock, boot_id="bench"),
         lines=lines,
         reread=lambda: settings,
         environment=os.environ,

@@ -19,7 +19,7 @@ from agent.commands.run import SWITCH_S
 from agent.config import flags
 from agent.config.load import load as load_settings
 from agent.config.options import OPTIONS
-from agent.runtime.bootstrap import Beginning, NodeLock
+from agent.runtime.bootstrap import Bootstrap, NodeLock
 from tests.bench.waiting import times_of
 
 _SLEEP_NS: Final = 1_000_000
@@ -73,7 +73,7 @@ def main() -> None:
     lock = NodeLock(settings.lock_path)
     assert lock.try_acquire()
     agent = app.Agent(
-        Beginning(settings, lock, boot_id="bench"),
+        Bootstrap(settings, lock, boot_id="bench"),
         lines=lines,
         reread=lambda: settings,
         environment=os.environ,

@@ -52,7 +52,7 @@ async def watching(path: Path, *, recheck_ns: int = 3600 * 10**9) -> AsyncIterat
     async with asyncio.TaskGroup() as group:
         task = group.create_task(watch.run())
         async with asyncio.timeout(PATIENCE_S):
-            while not watch.looks:
+            while not watch.reads:
                 await asyncio.sleep(0.005)
         yield reader
         task.cancel()

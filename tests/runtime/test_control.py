@@ -24,7 +24,7 @@ from agent.model.policy import SECOND_NS
 from agent.model.snapshot import Snapshot
 from agent.proofs import Proofs
 from agent.runtime import control
-from agent.runtime.control import Control, NotTakenError
+from agent.runtime.control import Control, NotExecutedError
 from tests.core.build import U0, U1, U2, U3, gpu, registered_node, uuid, xid
 from tests.sources.recorder import PATIENCE_S
 
@@ -59,7 +59,7 @@ class Agent:
             probe_terms=Terms(10 * SECOND_NS, 5 * SECOND_NS),
         )
         self.control = Control(
-            tell=self.inbox.put,
+            emit=self.inbox.put,
             latest=self.latest,
             make_bundle=self._make_bundle,
             time_of=lambda at_ns: f"t+{at_ns}",
@@ -299,9 +299,9 @@ async def test_what_is_unknown_in_an_order_is_refused(agent: Agent, name: str) -
 
 
 async def test_an_order_that_nobody_takes_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(control, "TAKEN_WITHIN_S", 0.02)
+    monkeypatch.setattr(control, "EXECUTED_WITHIN_S", 0.02)
     stuck = Agent()
-    with pytest.raises(NotTakenError, match=r"not taken within 0.02 s"):
+    with pytest.raises(NotExecutedError, match=r"not taken within 0.02 s"):
         await stuck.execute("hold", selector="3", why="x")
     stuck.inbox.close()
 
@@ -323,7 +323,7 @@ def test_whatever_is_ordered_is_refused_or_one_fact(name: str, order: dict[str, 
 
     async def execute() -> None:
         made = Agent()
-        made.control._tell = told.append
+        made.control._emit = told.append
         try:
             async with asyncio.timeout(0.001):
                 await made.control.execute(name, order)

@@ -8,7 +8,7 @@ from agent.config.load import load
 from agent.config.settings import DEFAULT, Settings
 from agent.errors import MissingRightsError
 from agent.model.structs import replace
-from agent.runtime.bootstrap import parts_off, with_usable_state_dir, without_unreadable_log
+from agent.runtime.bootstrap import disabled_components, with_usable_state_dir, without_unreadable_log
 
 
 def settings(tmp_path: Path, **flags: str) -> Settings:
@@ -29,7 +29,7 @@ def settings(tmp_path: Path, **flags: str) -> Settings:
 
 
 def names(given: Settings, *, is_in_container: bool = True) -> list[str]:
-    return [part.name for part in parts_off(given, is_in_container=is_in_container)]
+    return [part.name for part in disabled_components(given, is_in_container=is_in_container)]
 
 
 def test_nothing_is_off_where_everything_is_given(tmp_path: Path) -> None:
@@ -53,7 +53,7 @@ def test_a_kubelet_that_is_down_takes_nothing_away(tmp_path: Path) -> None:
 def test_each_part_that_is_off_is_named_with_what_switches_it_on(
     tmp_path: Path, flags: dict[str, str], name: str
 ) -> None:
-    (part,) = parts_off(settings(tmp_path, **flags), is_in_container=True)
+    (part,) = disabled_components(settings(tmp_path, **flags), is_in_container=True)
     assert part.name == name
     assert str(part) == f"{name}: {part.why}; {part.remedy}"
 

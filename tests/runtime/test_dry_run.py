@@ -12,7 +12,7 @@ from agent.model.sharing import Share, Sharing
 from agent.model.snapshot import Snapshot
 from agent.model.structs import replace
 from agent.runtime.control import Control
-from agent.runtime.dry_run import MAX_IDS, MAX_TOLD, dry_run, with_injection
+from agent.runtime.dry_run import MAX_IDS, MAX_NAMED, dry_run, with_injection
 from tests.core.build import GPU, U0, U1, enumerated, gpu, healthy_node, mig_gpu, mig_uuid, xid
 
 SLICED = mig_gpu(2, (1, 0, "1g.10gb"), (2, 0, "1g.10gb"), (3, 0, "3g.40gb"))
@@ -84,7 +84,7 @@ def test_an_unknown_device_is_reported_with_the_known_ones() -> None:
 def test_of_many_devices_only_some_are_told() -> None:
     with pytest.raises(AgentError) as refused:
         dry_run(snapshot(*map(gpu, range(8))), ["x" * 200])
-    assert MAX_TOLD == 4
+    assert MAX_NAMED == 4
     assert str(refused.value).startswith("x" * 61 + "... is not a device")
     assert "which has 0, 1, 2, 3, ...; gpu-agent devices lists their ids" in str(refused.value)
 
@@ -174,7 +174,7 @@ def control(state: Snapshot) -> Control:
         return None
 
     return Control(
-        tell=lambda _fact: None, latest=Latest(state), make_bundle=no_bundle, time_of=str, why_not_kept=kept
+        emit=lambda _fact: None, latest=Latest(state), make_bundle=no_bundle, time_of=str, why_not_kept=kept
     )
 
 

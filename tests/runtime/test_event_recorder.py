@@ -15,7 +15,7 @@ from agent.model.ids import GpuUuid
 from agent.model.snapshot import Snapshot
 from agent.proofs import Proofs
 from agent.runtime import event_recorder
-from agent.runtime.event_recorder import Records
+from agent.runtime.event_recorder import EventRecorder
 from agent.threads import in_daemon_thread
 from agent.views import event_files
 from tests.sinks.snapshots import node, uuid
@@ -25,13 +25,13 @@ SICK = GpuUuid(uuid(3))
 
 
 class Bench:
-    """Records that hear of the registration when the test says so."""
+    """EventRecorder that hear of the registration when the test says so."""
 
     def __init__(self, state_dir: Path, **flags: str) -> None:
         self.registered = asyncio.Event()
         self.latest: Latest[Snapshot] = Latest(node())
         self.settings = load({"state-dir": str(state_dir), **flags}, {})
-        self.records = Records(
+        self.records = EventRecorder(
             self.settings,
             latest=self.latest,
             kernel_log=lambda: (),

@@ -40,7 +40,7 @@ async def test_garbage_made_on_any_thread_is_collected_on_the_loops(monkeypatch:
     monkeypatch.setattr(process, "GARBAGE_PERIOD_S", 0.01)
     gc.enable()
     told: list[threading.Thread] = []
-    collecting = asyncio.get_running_loop().create_task(process.collect_for_ever())
+    collecting = asyncio.get_running_loop().create_task(process.collect_forever())
     await asyncio.sleep(0)
     try:
         await in_daemon_thread("garbage-maker", lambda: make_garbage(told))
@@ -60,7 +60,7 @@ async def test_what_outlived_young_collections_is_found_by_a_full_one(
     monkeypatch.setattr(process, "GARBAGE_PERIOD_S", 0.01)
     monkeypatch.setattr(process, "FULL_EVERY", 3)
     told: list[threading.Thread] = []
-    collecting = asyncio.get_running_loop().create_task(process.collect_for_ever())
+    collecting = asyncio.get_running_loop().create_task(process.collect_forever())
     await asyncio.sleep(0)
     try:
         old = Ring(told)

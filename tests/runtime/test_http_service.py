@@ -17,10 +17,10 @@ from agent.model.ids import SourceName
 from agent.model.snapshot import Snapshot, TaskView
 from agent.model.structs import replace
 from agent.proofs import Proofs
-from agent.runtime.event_recorder import Records
+from agent.runtime.event_recorder import EventRecorder
 from agent.runtime.http_service import SelfReport
-from agent.runtime.state_store import KeptState
-from agent.runtime.status import Component, Vitals
+from agent.runtime.state_store import StateStore
+from agent.runtime.status import Component, RuntimeStatus
 from agent.views import checks
 from tests.sinks.snapshots import node
 
@@ -32,7 +32,7 @@ class Bench:
         self.reader, self._writer = os.pipe()
         self.log = LineWriter(self._writer)
         self.latest: Latest[Snapshot] = Latest(node())
-        self.records = Records(
+        self.records = EventRecorder(
             load({}, {}),
             latest=self.latest,
             kernel_log=lambda: (),
@@ -42,18 +42,18 @@ class Bench:
             proofs=Proofs(clock=lambda: 0),
         )
         now_ns = time.monotonic_ns()
-        state = KeptState(
+        state = StateStore(
             "/nonexistent/state.json",
             self.latest,
             boot_id="11111111",
             period_ns=1,
             prove=lambda: None,
-            tell=lambda _: None,
+            emit=lambda _: None,
         )
-        self.vitals = Vitals(self.records, state, began_ns=now_ns, stepped_ns=now_ns, is_standby=False)
+        self.status = RuntimeStatus(self.records, state, began_ns=now_ns, stepped_ns=now_ns, is_standby=False)
         self.inbox: Inbox[Fact] = Inbox(clock=time.monotonic_ns)
         self.report = SelfReport(
-            self.vitals,
+            self.status,
             boot_id="11111111",
             latest=self.latest,
             inbox=self.inbox,
@@ -111,7 +111,7 @@ def test_a_log_that_nobody_reads_is_not_ready_after_a_while(
 
 def test_a_source_is_judged_by_its_task_and_by_itself(bench: Bench) -> None:
     trouble: list[str] = []
-    bench.vitals.components.append(Component(PODS, "source", lambda: trouble[0] if trouble else None))
+    bench.status.components.append(Component(PODS, "source", lambda: trouble[0] if trouble else None))
     assert bench.answer("source-pods") is None
     trouble.append("the disk is full")
     assert bench.answer("source-pods") == "the disk is full"
@@ -122,7 +122,7 @@ def test_a_source_is_judged_by_its_task_and_by_itself(bench: Bench) -> None:
 
 
 def test_a_sink_is_named_as_one(bench: Bench) -> None:
-    bench.vitals.components.append(Component(HTTP, "sink", lambda: None))
+    bench.status.components.append(Component(HTTP, "sink", lambda: None))
     assert "sink-http" in bench.names()
 
 
@@ -131,17 +131,17 @@ def test_what_is_turned_off_has_no_check(bench: Bench) -> None:
 
 
 def test_one_who_stands_by_is_judged_by_itself_alone(bench: Bench) -> None:
-    bench.vitals.components.append(Component(SourceName("pods"), "source", lambda: "not yet"))
-    bench.vitals.is_standby = True
+    bench.status.components.append(Component(SourceName("pods"), "source", lambda: "not yet"))
+    bench.status.is_standby = True
     assert bench.names() == {"ping", "event-loop", "log", "config", "standby"}
 
 
 def test_one_who_stops_is_not_ready(bench: Bench) -> None:
-    bench.vitals.is_stopping = True
+    bench.status.is_stopping = True
     assert bench.answer("shutdown") == "the agent is stopping"
     assert bench.report.describe()["phase"] == "stopping"
 
 
 def test_a_reload_that_was_refused_is_not_ready(bench: Bench) -> None:
-    bench.vitals.reload_trouble = "agent.pol is unknown"
+    bench.status.reload_trouble = "agent.pol is unknown"
     assert bench.answer("config") == "agent.pol is unknown"

@@ -9,10 +9,10 @@ import pytest
 
 from agent.config.load import load
 from agent.config.settings import Settings
-from agent.runtime.event_recorder import Records
+from agent.runtime.event_recorder import EventRecorder
 from agent.runtime.reload import Reload
-from agent.runtime.state_store import KeptState
-from agent.runtime.status import Vitals
+from agent.runtime.state_store import StateStore
+from agent.runtime.status import RuntimeStatus
 from agent.sinks.notify import Notifier
 from agent.threads import in_daemon_thread
 
@@ -24,27 +24,29 @@ class Reloading:
 
     def __init__(self, reread: Callable[[], Settings]) -> None:
         self.applied: list[Settings] = []
-        self.refusals: tuple[str, ...] = ()
+        self.problems: tuple[str, ...] = ()
         self.notifier = Notifier({})
-        self.vitals = Vitals(cast("Records", None), cast("KeptState", None), began_ns=0, stepped_ns=0)
+        self.status = RuntimeStatus(
+            cast("EventRecorder", None), cast("StateStore", None), began_ns=0, stepped_ns=0
+        )
         self.reload = Reload(
             load({}, {}),
             reread=reread,
-            judge=lambda _: self.refusals,
+            validate=lambda _: self.problems,
             prove_watch=lambda: None,
             recheck_ns=30_000_000_000,
             apply=self.applied.append,
-            vitals=self.vitals,
+            status=self.status,
             notifier=self.notifier,
         )
 
     @property
     def trouble(self) -> str | None:
-        return self.vitals.reload_trouble
+        return self.status.reload_trouble
 
     @property
     def waiting(self) -> tuple[str, ...]:
-        return self.vitals.awaiting_restart
+        return self.status.awaiting_restart
 
     async def once(self, caplog: pytest.LogCaptureFixture, message: str) -> None:
         """Ask, and wait until the log tells the outcome."""
@@ -95,7 +97,7 @@ async def test_bad_settings_are_not_applied_and_stay_told_until_good_ones_come(
 
 async def test_settings_that_do_not_go_with_the_node_are_refused(caplog: pytest.LogCaptureFixture) -> None:
     async with reloading(lambda: load({}, {})) as made:
-        made.refusals = ("nvidia.com/gpu has too many devices",)
+        made.problems = ("nvidia.com/gpu has too many devices",)
         await made.once(caplog, "Kept the old configuration")
         assert (made.trouble, made.applied) == ("nvidia.com/gpu has too many devices", [])
 

@@ -29,7 +29,7 @@ class Bench:
         """Whether the task has done what the test needs; the next pause ends the test."""
         self.pauses: list[float] = []
         self.told: list[TaskReported] = []
-        self.supervisor = Supervisor(tell=self.told.append, clock=lambda: self.now_ns, sleep=self.sleep)
+        self.supervisor = Supervisor(emit=self.told.append, clock=lambda: self.now_ns, sleep=self.sleep)
 
     async def sleep(self, seconds: float) -> None:
         self.pauses.append(seconds)

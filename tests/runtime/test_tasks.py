@@ -10,10 +10,10 @@ import pytest
 from agent.errors import AgentError
 from agent.model.facts import SYSFS, Fact
 from agent.proofs import Proofs
-from agent.runtime.event_recorder import Records
-from agent.runtime.lifecycle import Ending
-from agent.runtime.state_store import KeptState
-from agent.runtime.status import Vitals
+from agent.runtime.event_recorder import EventRecorder
+from agent.runtime.lifecycle import Shutdown
+from agent.runtime.state_store import StateStore
+from agent.runtime.status import RuntimeStatus
 from agent.runtime.tasks import Supervisor, Tasks
 
 PATIENCE_S = 30.0
@@ -24,13 +24,15 @@ class Bench:
 
     def __init__(self) -> None:
         self.told: list[Fact] = []
-        self.ending = Ending()
+        self.shutdown = Shutdown()
         self.registered = asyncio.Event()
-        self.vitals = Vitals(cast("Records", None), cast("KeptState", None), began_ns=0, stepped_ns=0)
+        self.status = RuntimeStatus(
+            cast("EventRecorder", None), cast("StateStore", None), began_ns=0, stepped_ns=0
+        )
         self.tasks = Tasks(
-            ending=self.ending,
-            supervisor=Supervisor(tell=self.told.append, clock=time.monotonic_ns, sleep=self._no_pause),
-            vitals=self.vitals,
+            shutdown=self.shutdown,
+            supervisor=Supervisor(emit=self.told.append, clock=time.monotonic_ns, sleep=self._no_pause),
+            status=self.status,
             after_registration=self._after_registration,
             proofs=Proofs(clock=time.monotonic_ns),
         )
@@ -74,19 +76,19 @@ async def for_ever() -> None:
 
 async def test_a_task_that_returns_ends_nothing(bench: Bench) -> None:
     await bench.tasks.start("short", asyncio.sleep(0))
-    assert not bench.ending.asked.is_set()
+    assert not bench.shutdown.requested.is_set()
 
 
 async def test_a_bug_ends_the_agent_with_one_sentence(bench: Bench) -> None:
     await bench.tasks.start("judge", fails(ValueError("odd")))
-    assert bench.ending.why == "judge failed"
-    assert str(bench.ending.error) == "The task judge failed: ValueError('odd'); see the log"
+    assert bench.shutdown.why == "judge failed"
+    assert str(bench.shutdown.error) == "The task judge failed: ValueError('odd'); see the log"
 
 
 async def test_an_error_that_was_foreseen_ends_the_agent_with_its_own_sentence(bench: Bench) -> None:
     error = AgentError("The lock of the node could not be waited for")
     await bench.tasks.start("life", fails(error))
-    assert bench.ending.error is error
+    assert bench.shutdown.error is error
 
 
 async def test_a_task_that_never_was_can_be_cancelled(bench: Bench) -> None:
@@ -115,8 +117,8 @@ async def test_a_source_is_made_once_when_the_registration_is_over(bench: Bench)
 
 
 async def test_a_part_is_shown_in_health_checks(bench: Bench) -> None:
-    bench.tasks.keep_part(SYSFS, "source", for_ever, lambda: "no bus")
-    (part,) = bench.vitals.components
+    bench.tasks.keep_component(SYSFS, "source", for_ever, lambda: "no bus")
+    (part,) = bench.status.components
     assert (part.check, part.trouble()) == ("source-sysfs", "no bus")
 
 
@@ -135,9 +137,9 @@ async def test_what_is_kept_in_place_of_another_ends_the_other(bench: Bench) -> 
         after.set()
         await for_ever()
 
-    bench.tasks.keep_part(SYSFS, "source", before)
+    bench.tasks.keep_component(SYSFS, "source", before)
     await asyncio.sleep(0)
     bench.tasks.replace(SYSFS, instead)
     await ended.wait()
     await after.wait()
-    assert len(bench.vitals.components) == 1
+    assert len(bench.status.components) == 1
