@@ -111,7 +111,7 @@ def run(
     environment: Mapping[str, str],
     seam: Seam | None = None,
 ) -> int:
-    """Be the agent of this node until told to stop; returns the exit code.
+    """Run the agent of this node until it is stopped; return the exit code.
 
     ``reread`` returns the settings as they are now, for a reload. Raises AgentError, one sentence,
     where the agent cannot start or has to end.
@@ -237,7 +237,7 @@ class Agent:
         )
 
     async def run(self) -> int:
-        """Live until told to end; returns 0, or raises the AgentError that made it end."""
+        """Run until asked to shut down; return 0, or raise the AgentError that made it stop."""
         loop = asyncio.get_running_loop()
         loop.set_exception_handler(handle_escaped)
         self._signals.install(loop)
@@ -425,23 +425,23 @@ class Agent:
         is_written, _ = await asyncio.gather(self._state.flush(FLUSH_S), self._recorder.flush(FLUSH_S))
         await self._tasks.cancel(HTTP)
         if is_written and self._lock.is_held:
-            # The next agent need not wait for the driver to let go of this one.
+            # The next agent need not wait for this one to release the driver.
             self._lock.release()
         has_ended = await closing_nvml
         await self._tasks.cancel_all()
-        # Last, because whoever still runs may put a fact into it; a thread that hangs will when it can.
+        # Last, because a thread that still runs may put a fact into it; one that hangs will when it can.
         if has_ended:
             self._inbox.close()
 
     async def _end_nvml(self, nvml: "NvmlSource") -> bool:
-        """Let go of the driver; returns whether no thread is left in it."""
+        """Close the driver; return whether no thread is left in it."""
         await self._tasks.cancel(NVML)
         has_ended = await nvml.close()
         if not has_ended:
             _log.warning("Left while a call hangs in the driver")
         return has_ended
 
-    # Who owns what
+    # The owners of effects
 
     def _perform(self, effect: Effect) -> None:
         """Hand an effect to its owner."""

@@ -240,7 +240,7 @@ async def test_without_any_right_the_agent_advertises_gpus_and_names_disabled_co
             group.create_task(agent.read())
             try:
                 await wait_allocatable(node, 4)
-                line = await agent.wait_line("Some parts are off")
+                line = await agent.wait_line("Some components are disabled")
                 assert [part.partition(":")[0] for part in line["parts"]] == [
                     "kernel log",
                     "pods",

@@ -104,7 +104,7 @@ async def test_release_closes_the_driver_and_resume_opens_it(node: SimulatedNode
     async with running(flags_of(node, **QUICK)) as agent:
         await wait_allocatable(node, 4)
         done = await command(agent, "release", "--all", "--for", "10m")
-        assert (done.status, done.out) == (0, "The driver is let go of: no file of it is open\n")
+        assert (done.status, done.out) == (0, "The driver is released: no file of it is open\n")
         await wait_allocatable(node, 0)
         status = await command(agent, "status")
         assert "released on request" in status.out

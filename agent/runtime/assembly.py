@@ -52,7 +52,7 @@ class Source(Protocol):
     """What is run."""
 
     async def run(self) -> None:
-        """Watch for ever."""
+        """Watch until cancelled."""
 
 
 class Assembly:
@@ -83,7 +83,7 @@ class Assembly:
 
     @property
     def recheck_ns(self) -> int:
-        """How often those look that go by events: at the kubelet's socket, the configuration, CDI files."""
+        """How often what waits for events polls too: the kubelet's socket, the configuration, CDI files."""
         return min(MAX_RECHECK_NS, MISSED_POLLS * self.settings.poll_ns)
 
     def make_nvml(self, *, released: bool) -> "NvmlSource":
@@ -131,7 +131,7 @@ class Assembly:
         return self.cdi
 
     def make_device_plugin(self) -> "DevicePlugin":
-        """Make the sink that offers devices to the kubelet."""
+        """Make the sink that advertises devices to the kubelet."""
         from agent.sinks.plugin.sink import DevicePlugin
 
         return DevicePlugin(
@@ -173,7 +173,7 @@ class Assembly:
         return self.kernel_log
 
     def make_sysfs(self) -> Source:
-        """Make the source that looks at the bus and at device nodes."""
+        """Make the source that polls the bus and device nodes."""
         from agent.sources.sysfs import SysfsSource
 
         self.sysfs = SysfsSource(
@@ -243,7 +243,7 @@ class Assembly:
         )
 
     def make_ebpf(self) -> Source:
-        """Make the source that sees in the kernel who uses which GPU."""
+        """Make the source that observes in the kernel which process uses which GPU."""
         from agent.probe.kernel import Roots, filesystem_of_doubles
         from agent.probe.request import Doubles, Request
         from agent.sources.ebpf.source import EbpfSettings, EbpfSource
@@ -291,7 +291,7 @@ class Assembly:
         return () if self.kernel_log is None else self.kernel_log.recent()
 
     def perform(self, effect: ProbeGpu | ProbeGpus | ProbeUvm | ReleaseDriver | ResumeDriver) -> None:
-        """Do what is asked of the sources that look at GPUs, as far as they were made."""
+        """Do what the effect asks of the sources that read GPUs, as far as they were made."""
         if self.sysfs is not None:
             match effect:
                 case ProbeGpu():
@@ -314,14 +314,14 @@ class Assembly:
             self.nvml.request_gpu(gpu)
 
     def _rescan_changes(self) -> None:
-        """Look after GPUs or modules came or went, of which uevents told what was bound."""
+        """Rescan after GPUs or modules came or went, of which uevents reported what was bound."""
         if self.sysfs is not None:
             self.sysfs.follow_up()
         if self.nvml is not None:
             self.nvml.request()
 
     def _rescan_all(self) -> None:
-        """Look where uevents may not have told everything."""
+        """Rescan where uevents may not have reported everything."""
         if self.sysfs is not None:
             self.sysfs.request()
         if self.nvml is not None:

@@ -60,7 +60,7 @@ def check_rights(settings: Settings) -> None:
     """Raise MissingRightsError if a right is missing that nothing can be done without."""
     check_state_dir(settings.state_dir)
     directory = Path(settings.kubelet_socket_or_default).parent
-    if os.path.isdir(directory):  # noqa: PTH112 - Path's raises where it may not look
+    if os.path.isdir(directory):  # noqa: PTH112 - Path's raises where it may not read
         _check_writable(directory, "make the plugin's sockets", "--kubelet-socket")
 
 
@@ -150,11 +150,11 @@ FALLBACK_STATE_DIRS: Final = (
     # NVIDIA's chart mounts at /dev/shm what all that share a GPU by MPS can write, and this beside it.
     *("/mps/gpu-agent", "/dev/shm/gpu-agent"),  # noqa: S108
 )
-"""Where state is kept in a container whose file system is read-only; nobody else may write there."""
+"""Where state is kept in a container whose file system is read-only; no other user may write there."""
 
 
 class DisabledComponent(NamedTuple):
-    """A part that is off."""
+    """A component that is disabled."""
 
     name: str
     why: str
@@ -195,14 +195,14 @@ def _can_use(directory: str) -> bool:
 
 
 def without_unreadable_log(settings: Settings) -> Settings:
-    """Return the settings without a kernel log that may not be read, unless somebody asked for this one."""
+    """Return the settings without a kernel log that may not be read, unless an operator asked for it."""
     if settings.origins.get("kernel-log", DEFAULT) == DEFAULT and _unreadable(settings.kernel_log):
         return replace(settings, kernel_log="")
     return settings
 
 
 def disabled_components(settings: Settings, *, is_in_container: bool) -> tuple[DisabledComponent, ...]:
-    """Return what is off; blocks for as long as a few looks at files take."""
+    """Return what is disabled; blocks for as long as a few reads of files take."""
     return tuple(_disabled_components(settings, is_in_container=is_in_container))
 
 
@@ -210,7 +210,7 @@ def _disabled_components(settings: Settings, *, is_in_container: bool) -> Iterat
     if settings.kernel_log and (why := _unreadable(settings.kernel_log)):
         yield DisabledComponent(
             "kernel log",
-            f"XIDs that NVML does not tell are not seen, because {settings.kernel_log} {why}",
+            f"XIDs that NVML does not report are not seen, because {settings.kernel_log} {why}",
             f"mount the node's {OPTIONS['kernel-log'].default} and give the capability SYSLOG",
         )
     directory = Path(settings.pod_resources_socket).parent
@@ -223,7 +223,7 @@ def _disabled_components(settings: Settings, *, is_in_container: bool) -> Iterat
     if settings.uevents and _is_in_user_namespace(settings.proc_root):
         yield DisabledComponent(
             "uevents",
-            "GPUs that come and go are seen by polls only, because the kernel tells no user namespace",
+            "GPUs that come and go are seen by polls only: the kernel sends no uevents to a user namespace",
             "run without one (hostUsers)",
         )
     if not _can_make(Path(settings.control_socket).parent):
@@ -246,7 +246,7 @@ def _unreadable(path: str) -> str:
     try:
         os.close(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC))
     except OSError as error:
-        # Anything else is a matter of the moment, which the part itself tells.
+        # Anything else is a matter of the moment, which the component itself reports.
         return f"cannot be read ({error.strerror})" if error.errno in _DENIED else ""
     return ""
 
@@ -259,13 +259,13 @@ def _is_in_user_namespace(proc_root: str) -> bool:
 
 
 def _can_make(directory: Path) -> bool:
-    """Tell whether a directory, or what is missing of it, can be made and written."""
+    """Return whether a directory, or what is missing of it, can be made and written."""
     nearest = next(each for each in (directory, *directory.parents) if os.path.exists(each))  # noqa: PTH110
     return os.access(nearest, os.W_OK | os.X_OK)
 
 
 def _is_lost_with_the_container(settings: Settings) -> bool:
-    """Tell whether nobody outside has the state; an operator who names a directory knows what it is."""
+    """Return whether the state is only in this container; an operator that names a directory knows it."""
     asked = settings.given["state-dir"]
     if settings.state_dir != asked.value:
         return True
@@ -289,7 +289,7 @@ class Bootstrap(NamedTuple):
 
 
 def bootstrap(settings: Settings, environment: Mapping[str, str]) -> Bootstrap:
-    """Judge the settings and ask for the lock.
+    """Check the settings and try to lock the node.
 
     Raises AgentError, one sentence, where the agent cannot start.
     """
@@ -301,14 +301,16 @@ def bootstrap(settings: Settings, environment: Mapping[str, str]) -> Bootstrap:
     check_rights(settings)
     off = disabled_components(settings, is_in_container=in_container)
     if off:
-        _log.warning("Some parts are off: %(parts)s", log.about(parts=[str(part) for part in off]))
+        _log.warning(
+            "Some components are disabled: %(components)s", log.about(components=[str(each) for each in off])
+        )
     lock = NodeLock(settings.lock_path)
     if not lock.try_acquire() and (settings.if_running or _default_if_running()) == "fail":
         raise AlreadyRunningError(
             f"Another agent ({lock.holder()}) runs on this node and holds {settings.lock_path}; "
             "stop it, or wait for its end with --if-running=standby"
         )
-    # A part that is off is told as that; it is no source that fails for ever.
+    # A disabled component is reported as that; it is no source that fails without an end.
     settings = without_unreadable_log(settings)
     return Bootstrap(settings, lock, boot_id_of(settings.proc_root), in_container, off)
 

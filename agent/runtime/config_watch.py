@@ -2,10 +2,10 @@
 
 Guarantees:
 
-1. What counts is what the file holds; inotify only says when to look. So a link that is swapped, as
+1. What counts is what the file holds; inotify only causes a read. So a link that is swapped, as
    the kubelet and NVIDIA's config-manager do it, a file that is replaced and one that is written in
-   place are all seen, a touch tells nothing, and several events in a row cost one look.
-2. Where a directory cannot be watched, or inotify's limits are reached, the file is looked at every
+   place are all seen, a touch changes nothing, and several events in a row cost one read.
+2. Where a directory cannot be watched, or inotify's limits are reached, the file is read every
    ``recheck_ns``.
 
 Sources: inotify(7); kubernetes:pkg/volume/util/atomic_writer.go (``..data``);
@@ -28,11 +28,11 @@ from agent.model.policy import MILLISECOND_NS, SECOND_NS
 from agent.threads import in_daemon_thread
 
 SETTLE_NS: Final = 200 * MILLISECOND_NS
-"""How long nothing may happen before the file is looked at: an editor writes in several steps."""
+"""How long nothing may happen before the file is read: an editor writes in several steps."""
 MAX_SETTLE_NS: Final = 2 * SECOND_NS
-"""How long a directory in which something always happens can put the look off."""
+"""How long a directory in which something always happens can delay the read."""
 RECHECK_NS: Final = 30 * SECOND_NS
-"""How often to look although no event came."""
+"""How often to read although no event came."""
 MAX_LINKS: Final = 16
 """Links that are followed; the kernel follows 40."""
 
@@ -40,7 +40,7 @@ _log = logging.getLogger(__name__)
 
 
 def fingerprint_of(path: str) -> int | None:
-    """Return what tells the file's content from another, None if it cannot be read; blocks."""
+    """Return what distinguishes the file's content from another, None if it cannot be read; blocks."""
     try:
         return hash(bytes_of(path))
     except UnreadableError:
@@ -69,10 +69,10 @@ class ConfigWatch:
         self._waiter = ChangeWaiter()
         self._has_warned = False
         self.reads = 0
-        """How often the file was looked at."""
+        """How often the file was read."""
 
     async def run(self) -> None:
-        """Watch for ever. May be run again after it ended; two at once are not allowed."""
+        """Watch until cancelled. May be run again after it ended; two at once are not allowed."""
         try:
             while True:
                 directories = await in_daemon_thread("config-links", self._directories)
@@ -92,12 +92,12 @@ class ConfigWatch:
 
     def _directories(self) -> frozenset[Path]:
         found: set[Path] = set()
-        with contextlib.suppress(OSError):  # swapped just now, of which an event of the ones found tells
+        with contextlib.suppress(OSError):  # swapped just now, which causes an event of the ones found
             found.update(directories_of(Path(self._path)))
         return frozenset(found)
 
     async def _wait_settled(self) -> None:
-        """Return when something happened and nothing more does, or when it is time to look anyway."""
+        """Return when something happened and nothing more does, or when it is time to read anyway."""
         timeout_ns = self._recheck_ns
         for _ in range(MAX_SETTLE_NS // SETTLE_NS):
             if not await self._waiter.wait(timeout_ns) or self._waiter.watch is None:

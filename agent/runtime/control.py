@@ -1,8 +1,8 @@
 """Executes the commands of operators: hold, unhold, recover, release, resume, a bundle, a dry run.
 
-Guarantees: a command is checked as a whole before the core gets it, and is bounded. The answer comes after the
-core applied it and describes the outcome, or that the core did not apply it within EXECUTED_WITHIN_S. Which
-callers may give commands is not decided here: they come over the root-only control socket alone.
+Guarantees: a command is checked as a whole before the core gets it, and is bounded. The answer comes after
+the core applied it and describes the outcome, or that the core did not apply it within EXECUTED_WITHIN_S.
+Which callers may give commands is not decided here: they come over the root-only control socket alone.
 """
 
 import asyncio
@@ -33,7 +33,7 @@ from agent.views.documents import API_VERSION, Json, TimeOf
 
 EXECUTED_WITHIN_S: Final = 2.0
 RELEASED_WITHIN_S: Final = 45.0
-"""The longest a command to release may wait for the driver to be let go of."""
+"""The longest a release may wait for the driver to be closed."""
 
 MAX_WHY: Final = 200
 MAX_RELEASED: Final = 64
@@ -45,7 +45,7 @@ Command = Mapping[str, Any]
 
 
 class NotExecutedError(AgentError):
-    """The core did not take a command in time."""
+    """The core did not apply a command in time."""
 
 
 class Bundle(Protocol):
@@ -57,15 +57,15 @@ class Bundle(Protocol):
 
     @property
     def path(self) -> str | None:
-        """Where it is kept; None if the disk refused it."""
+        """Where it is kept; None if the disk rejected it."""
 
     @property
     def trouble(self) -> str | None:
-        """Why the disk refused it."""
+        """Why the disk rejected it."""
 
 
 class Control:
-    """Obeys orders by name; see ``execute``."""
+    """Executes commands by name; see ``execute``."""
 
     def __init__(
         self,
@@ -94,13 +94,13 @@ class Control:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The orders there are."""
+        """The commands there are."""
         return tuple(self._commands)
 
     async def execute(self, name: str, command: object) -> Json:
-        """Carry a command out and return what came of it.
+        """Execute a command and return its outcome.
 
-        Raises UsageError if it is wrong, and AgentError if it cannot be carried out now.
+        Raises UsageError if it is wrong, and AgentError if it cannot be executed now.
         """
         if not isinstance(command, dict):
             raise UsageError("A command is a JSON object")
@@ -211,9 +211,9 @@ class Control:
         now = self._latest.value
         until_ns = now.released_until_ns
         return {
-            "message": "The driver is let go of: no file of it is open"
+            "message": "The driver is released: no file of it is open"
             if is_released
-            else "The driver is not let go of yet: a call is under way in it; see the agent's log",
+            else "The driver is not released yet: a call is under way in it; see the agent's log",
             "driver_released": is_released,
             "gpus": sorted(now.durable.released_gpus),
             "until": None if until_ns is None else self._time_of(until_ns),
@@ -225,7 +225,7 @@ class Control:
         if self._latest.value.released_until_ns is None:
             raise UsageError("The driver is not released, so there is nothing to resume")
         await self._apply_fact(ResumeRequested(), lambda now: now.released_until_ns is None)
-        return {"message": "The driver is taken back; its GPUs are well again after clean probes"}
+        return {"message": "The driver is in use again; its GPUs recover after clean probes"}
 
     async def _bundle(self, command: Command) -> Json:
         _only(command, "gpu")
@@ -244,7 +244,7 @@ class Control:
     # A dry run
 
     async def _allocate(self, command: Command) -> Json:
-        """Tell what Allocate would answer; nothing is allocated."""
+        """Return what Allocate would answer; nothing is allocated."""
         _only(command, "ids", "injection", "resource")
         ids, changes = command.get("ids"), command.get("injection", {})
         if not isinstance(ids, list) or not all(isinstance(each, str) for each in ids):
@@ -261,7 +261,7 @@ class Control:
         self._emit(fact)
         if not await self._becomes(is_shown, EXECUTED_WITHIN_S):
             raise NotExecutedError(
-                f"The command was given and not taken within {EXECUTED_WITHIN_S:g} s; see gpu-agent status"
+                f"The command was given and not applied within {EXECUTED_WITHIN_S:g} s; see gpu-agent status"
             )
 
     async def _becomes(self, is_shown: Callable[[Snapshot], bool], within_s: float) -> bool:
@@ -421,10 +421,10 @@ def _matching(text: str, snapshot: Snapshot) -> Sequence[GpuView]:
 
 
 def _of_index(index: int, snapshot: Snapshot) -> Sequence[GpuView]:
-    """Return the GPUs of an index, also one that had it until it was lost: whoever read so means that one."""
+    """Return the GPUs of an index, also one that had it until it was lost: callers mean that one."""
     found = [view for view in snapshot.gpus if view.gpu.index == index]
-    taken = {view.gpu.pci for view in found if view.present}
-    return [view for view in found if view.present or view.gpu.pci not in taken]
+    present = {view.gpu.pci for view in found if view.present}
+    return [view for view in found if view.present or view.gpu.pci not in present]
 
 
 def _several(text: str, views: Sequence[GpuView]) -> UsageError:

@@ -1,8 +1,8 @@
 """Answers Allocate without a kubelet: what a container would get, for devices named the way people do.
 
-Guarantees: nothing is allocated, registered or changed. A refusal has the words that the kubelet would
-be told, but for an unknown device: no pod was given that one, somebody mistyped it. CDI
-names are told as they would be, and not looked up in spec files.
+Guarantees: nothing is allocated, registered or changed. A rejection has the words that the kubelet would
+get, but for an unknown device: no pod was given that one, the caller mistyped it. CDI names are returned as
+the kubelet would get them, without a check against spec files.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -23,7 +23,7 @@ Json = dict[str, Any]
 MAX_IDS: Final = 1_024
 """Devices asked for; a node with 16 GPUs of 48 shares has 768."""
 MAX_NAMED: Final = 4
-"""Devices that are named to somebody who named another."""
+"""Devices that an error names to a caller that named an unknown one."""
 ANNOTATION_ID: Final = "00000000-0000-4000-8000-000000000000"
 """Stands for the random UUID of a CDI annotation's key."""
 
@@ -32,7 +32,7 @@ def dry_run(snapshot: Snapshot, words: Sequence[str], *, resource: str | None = 
     """Return the AllocateResponse for devices by id, or shorter: ``0``, ``0:1``, ``0::2``, a UUID.
 
     Without a share's number, the next one of that device is meant. The resource is that of the first
-    device that is known. Raises AgentError with a refusal, UsageError for what is no request.
+    device that is known. Raises AgentError with a rejection, UsageError for what is no request.
     """
     if not 1 <= len(words) <= MAX_IDS:
         raise UsageError(f"Name 1 to {MAX_IDS} devices, by id, UUID or index")
@@ -40,7 +40,7 @@ def dry_run(snapshot: Snapshot, words: Sequence[str], *, resource: str | None = 
     if not advertised:
         names = ", ".join(each.name for each in snapshot.resources) or "none"
         error = AgentError if resource is None else UsageError
-        raise error(f"This node does not offer {resource or 'any device'}; advertised: {names}")
+        raise error(f"This node does not advertise {resource or 'any device'}; advertised: {names}")
     meant = _Meant(advertised, {view.gpu.uuid for view in snapshot.gpus if view.present})
     ids = [meant.id_of(word) for word in words]
     of = meant.resource or advertised[0]
@@ -108,7 +108,7 @@ class _Meant:
         return device.id
 
     def divided(self, word: str) -> str | None:
-        """Return what to say of a GPU that is advertised in parts; None: this is none."""
+        """Return the error for a GPU that is advertised in parts; None: this is none."""
         parts = [name for name in self._devices if name.startswith(f"{word}:") and "::" not in name]
         if not parts:
             return None

@@ -1,6 +1,6 @@
-"""What is told to people and kept for them: recent events, the journal, the event log, evidence.
+"""What is reported to people and kept for them: recent events, the journal, the event log, evidence.
 
-Invariants: telling never blocks, and comes after the kubelet's message. The event log and evidence are
+Invariants: recording never blocks, and comes after the kubelet's message. The event log and evidence are
 imported after the registration; what happens before waits for them, bounded by MAX_EARLY.
 """
 
@@ -34,7 +34,7 @@ MAX_EARLY: Final = 1024
 
 
 class _JointProof:
-    """One proof for several who give one: each has to give its own."""
+    """One proof for several logs that give one: each has to give its own."""
 
     def __init__(self, count: int, prove: Callable[[], object]) -> None:
         self._count = count
@@ -50,7 +50,7 @@ class _JointProof:
 
 
 class EventRecorder:
-    """Who owns the effects RecordEvent and KeepEvidence."""
+    """Owns the effects RecordEvent and KeepEvidence."""
 
     def __init__(
         self,
@@ -123,7 +123,7 @@ class EventRecorder:
             self._early_faults.append(effect)
 
     async def run_event_log(self) -> None:
-        """Keep events on disk for ever; to be run only where the settings ask for it."""
+        """Keep events on disk until cancelled; to be run only where the settings ask for it."""
         if self.event_log is None:
             await self._after_registration()
             event_log = await in_daemon_thread("eventlog-import", import_event_log)
@@ -149,7 +149,7 @@ class EventRecorder:
                     group.create_task(each.run(), name=f"event log {each.path}")
 
     async def run_evidence(self) -> None:
-        """Keep evidence for ever."""
+        """Keep evidence until cancelled."""
         if self.evidence is None:
             await self._after_registration()
         sink = await self._evidence_sink()

@@ -49,7 +49,7 @@ class SelfReport:
         clock: Callable[[], int],
         probe_options: Mapping[str, object] | None = None,
     ) -> None:
-        """``probe_options``: how the probe is loaded, for who loads another, as ``gpu-agent trace`` does."""
+        """``probe_options``: how the probe is loaded, for ``gpu-agent trace``, which loads another."""
         self._status = status
         self._probe_options = dict(probe_options or {})
         self._boot_id = boot_id
@@ -185,7 +185,7 @@ class SelfReport:
 
 
 class Shared:
-    """One answer for everyone who asks within a second."""
+    """One answer for all callers within a second."""
 
     def __init__(self, ask: checks.Run, *, clock: Callable[[], int]) -> None:
         self._ask = ask
@@ -247,7 +247,7 @@ class HttpService:
         self._is_made = asyncio.Event()
 
     async def run(self) -> None:
-        """Serve for ever. May be run again after it ended; two at once are not allowed."""
+        """Serve until cancelled. May be run again after it ended; two at once are not allowed."""
         await self._after_registration()
         if self._sink is None:
             self._sink = self._make(*await in_daemon_thread("http-import", import_http))
@@ -267,7 +267,7 @@ class HttpService:
             await asyncio.sleep(self._period_ns / 1e9)
 
     async def until_answering(self, timeout_s: float = ANSWER_WAIT_S) -> None:
-        """Wait until each listener answers or was refused its address, at most ``timeout_s``.
+        """Wait until each listener answers or could not get its address, at most ``timeout_s``.
 
         A listener that cannot be opened never keeps the devices from the kubelet, so neither does this wait.
         """

@@ -41,7 +41,7 @@ def _is_registered(snapshot: Snapshot) -> bool:
 
 
 def import_plugin() -> None:
-    """Import what offers devices to the kubelet."""
+    """Import what advertises devices to the kubelet."""
     import agent.sinks.cdi.sink
     import agent.sinks.plugin.sink
     import agent.sources.kubelet  # noqa: F401
@@ -89,7 +89,7 @@ def import_http() -> "tuple[type[HttpSink], type[Control]]":
 def _no_certificates() -> Iterator[None]:
     """Hide the machine's certificates, which aiohttp loads for its client when it is imported.
 
-    The agent only serves with it, and they cost 2 MiB and as much CPU as a fifth of the start. Whoever makes
+    The agent only serves with it, and they cost 2 MiB and as much CPU as a fifth of the start. What makes
     a client needs a context of its own. Source: OpenSSL's SSL_CTX_set_default_verify_paths(3).
     """
     nowhere = {"SSL_CERT_FILE": os.devnull, "SSL_CERT_DIR": os.devnull}

@@ -52,7 +52,7 @@ class Library(Protocol):
 async def watch_library(
     library: Library, shutdown: Shutdown, *, is_in_container: bool, clock: Callable[[], int]
 ) -> None:
-    """Look for ever, and ask for the end where it helps."""
+    """Poll until cancelled, and request the shutdown where it helps."""
     while True:
         await asyncio.sleep(PERIOD_S)
         since_ns = library.library_missing_since_ns
@@ -65,7 +65,7 @@ async def watch_library(
 
 
 def is_in_container(environment: Mapping[str, str]) -> bool:
-    """Tell whether this process sees the files of an image instead of the node's."""
+    """Return whether this process sees the files of an image instead of the node's."""
     return "KUBERNETES_SERVICE_HOST" in environment or any(
         Path(mark).exists() for mark in ("/.dockerenv", "/run/.containerenv")
     )

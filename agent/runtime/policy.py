@@ -1,4 +1,4 @@
-"""The policy in effect: the operator's, with what the core needs and an operator has no say in."""
+"""The policy in effect: the operator's, with what the core needs and an operator does not set."""
 
 import os
 from typing import Final
@@ -12,7 +12,7 @@ from agent.runtime.assembly import Assembly
 from agent.runtime.tasks import Tasks
 
 NEVER_NS: Final = 10**18
-"""Thirty years: nobody opens ListAndWatch where nothing was registered."""
+"""Thirty years: no kubelet opens ListAndWatch where nothing was registered."""
 
 
 class PolicyInEffect:
@@ -29,7 +29,7 @@ class PolicyInEffect:
             policy,
             # What is registered stays registered, so to begin to observe needs a restart.
             observe=policy.observe and self.now.observe,
-            # So does another root: sources look where they looked.
+            # So does another root: sources read where they read at the start.
             injection=replace(policy.injection, device_root=self.now.injection.device_root),
         )
         return self.now
@@ -53,7 +53,7 @@ class MpsWatch:
         """Where the daemon is watched; None: nowhere."""
 
     def follow(self, policy: Policy) -> None:
-        """Watch where this policy says, if it needs the daemon."""
+        """Watch the root of this policy, if it needs the daemon."""
         root = policy.injection.mps_root
         if policy.sharing.strategy != "mps" or root == self._root:
             return

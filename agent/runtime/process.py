@@ -145,7 +145,7 @@ YOUNG, ALL = 1, 2
 
 
 async def collect_forever() -> None:
-    """Collect in place of the interpreter, which is told not to; what is there now is never garbage."""
+    """Collect in place of the interpreter, whose collector is off; what is there now is never garbage."""
     gc.disable()
     gc.freeze()
     periods = 0
@@ -176,12 +176,12 @@ def appear_as(name: str, arguments: Sequence[str]) -> bool:
 
 
 def _place_of_arguments() -> tuple[int, int]:
-    """Return where the arguments begin and end in this process's memory; ValueError if it is not told."""
+    """Return where the arguments begin and end in this process's memory; ValueError if that is unknown."""
     # The program's name stands in parentheses and may hold anything, also spaces.
     fields = Path("/proc/self/stat").read_bytes().rpartition(b")")[2].split()
     start, end = (int(fields[number - 3]) for number in (_ARG_START, _ARG_END))
     if not 0 < start < end:
-        raise ValueError("the kernel does not tell where the arguments are")
+        raise ValueError("the kernel does not show where the arguments are")
     return start, end
 
 

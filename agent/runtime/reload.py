@@ -2,7 +2,7 @@
 
 Guarantees: a configuration with a problem changes nothing; the old one stays, why is one line in the log
 and shown in health checks and status until a good one is read. What cannot take effect before the next
-start is told each time. One reload at a time; asked for meanwhile, one more follows.
+start is logged each time. One reload at a time; asked for meanwhile, one more follows.
 """
 
 import asyncio
@@ -57,7 +57,7 @@ class Reload:
         self._asked.set()
 
     async def run(self) -> None:
-        """Reload when asked, for ever."""
+        """Reload when asked, until cancelled."""
         while True:
             await self._asked.wait()
             self._asked.clear()
@@ -66,7 +66,7 @@ class Reload:
             self._notifier.ready()
 
     async def watch(self, path: str) -> None:
-        """Ask for a reload when the file changes, for ever."""
+        """Ask for a reload when the file changes, until cancelled."""
         watch = await in_daemon_thread("config-watch-import", import_config_watch)
         await watch(
             path,

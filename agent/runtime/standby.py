@@ -1,8 +1,8 @@
-"""What a standing-by agent keeps in mind, so that it can take over at once.
+"""What a standing-by agent remembers, so that it can take over at once.
 
-While another agent serves the node, the engine does not run, but the GPUs are watched. Of what they
-tell, the newest of each kind is kept; at the take-over it is told to an engine whose state comes
-from the file that the other agent left. What the other agent has seen too is not told again: it is
+While another agent serves the node, the engine does not run, but the GPUs are watched. Of the facts that
+the sources emit, the newest of each kind is kept; at the take-over they are emitted to an engine whose state
+comes from the file that the other agent left. What the other agent has seen too is not emitted again: it is
 in the file, with what became of it.
 
 Invariants: the room needed is the number of keys, as in the inbox.
@@ -28,7 +28,7 @@ from agent.model.facts import (
 from agent.model.policy import SECOND_NS
 
 POLL_S: Final = 1.0
-"""How often what the sources told is looked at."""
+"""How often the facts that the sources emitted are read."""
 RECENT_NS: Final = 10 * SECOND_NS
 """An XID that is older was written down by the agent that served."""
 
@@ -40,7 +40,7 @@ class Memory:
         self._newest: dict[Hashable, tuple[Fact, int]] = {}
 
     def note(self, fact: Fact, now_ns: int) -> None:
-        """Keep a fact in mind, in place of an older one of its key."""
+        """Remember a fact, in place of an older one of its key."""
         if fact.key is None or isinstance(fact, FactsLost):
             return
         self._newest.pop(fact.key, None)
@@ -58,7 +58,7 @@ class Memory:
 
 
 def _is_over(fact: Fact, later: Iterable[Fact]) -> bool:
-    """Tell whether something newer says that what a fact tells is no more."""
+    """Return whether something newer ends what a fact reports."""
     match fact:
         case GpuCallFailed() | GpuCallOverdue():
             return any(isinstance(newer, GpuProbePassed) and newer.gpu == fact.gpu for newer in later)
@@ -77,9 +77,9 @@ async def collect_facts_until(
     after_poll: Callable[[int], None],
     clock: Callable[[], int],
 ) -> Iterator[Fact]:
-    """Take facts while another agent serves; returns what of them is still true when it ended.
+    """Collect facts while another agent serves; return what of them is still true when it ended.
 
-    ``after_poll`` is told each look's time: it is the sign of life of an agent that stands by.
+    ``after_poll`` is called with each poll's time: it is the sign of life of an agent that stands by.
     """
     memory = Memory()
     while not freed.done():

@@ -24,7 +24,7 @@ MAX_NAMED: Final = 8
 """Conditions that are named in the log."""
 
 KEPT_WITHIN_S: Final = 2.0
-"""The longest that somebody waits to hear whether the state is in the file."""
+"""The longest that a caller waits to learn whether the state is in the file."""
 
 READ_WITHIN_S: Final = 2.0
 """For so long what cannot be read is retried before the agent serves without it."""
@@ -82,7 +82,7 @@ class StateStore:
         return True
 
     def _log_unhealthy(self) -> None:
-        """Say why devices are out from the first moment on: nothing happens to them that would be lines."""
+        """Log why devices are unhealthy from the first moment on: no event would report it."""
         kept = self.restored.conditions if self.restored is not None else ()
         lines = [f"{_place(each.placement)}: {each.reason}: {each.message}" for each in kept if each.flips]
         if lines:
@@ -94,7 +94,7 @@ class StateStore:
 
     @property
     def was_released(self) -> bool:
-        """Whether an operator had the driver let go of, for longer than the agent before us lived."""
+        """Whether an operator had the driver released, for longer than the agent before us lived."""
         return self.restored is not None and self.restored.released_until_ns is not None
 
     @property
@@ -115,7 +115,7 @@ class StateStore:
         return 0 if self._sink is None else self._sink.failures
 
     async def run(self) -> None:
-        """Keep the state for ever; what could not be read at the start is read first."""
+        """Keep the state until cancelled; what could not be read at the start is read first."""
         if self._unread:
             await self._read_late()
         if self._sink is None:

@@ -41,15 +41,15 @@ class RuntimeStatus(msgspec.Struct):
     state: "StateStore"
     began_ns: int
     stepped_ns: int
-    """When the engine completed its last step, or a standing-by agent its last look."""
+    """When the engine completed its last step, or a standing-by agent its last poll."""
     lag_ns: int = 0
     """How late the event loop was when it was last measured."""
     off: tuple["DisabledComponent", ...] = ()
-    """Parts that are off, because the agent was not given what they need."""
+    """Components that are disabled, because the agent was not given what they need."""
     is_standby: bool = True
     is_stopping: bool = False
     reload_trouble: str | None = None
-    """Why the last reload was refused."""
+    """Why the last reload was rejected."""
     awaiting_restart: tuple[str, ...] = ()
     """Options that were changed and take effect at the next start."""
     components: list[Component] = msgspec.field(default_factory=list)
@@ -68,9 +68,9 @@ class RuntimeStatus(msgspec.Struct):
 async def measure_lag(
     status: RuntimeStatus, proofs: Proofs, restart: Callable[[Part], None], *, clock: Callable[[], int]
 ) -> None:
-    """Note for ever how late the event loop is, and restart the engine if it is stale.
+    """Measure until cancelled how late the event loop is, and restart the engine if it is stale.
 
-    The engine looks after every part but itself; this is one that it looks after.
+    The engine checks every component but itself; this is one that it checks.
     """
     engine = ComponentId(ENGINE)
     watch: Watch | None = None

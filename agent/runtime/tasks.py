@@ -67,7 +67,7 @@ class Supervisor:
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
         seam: Seam = NO_SEAM,
     ) -> None:
-        """``tell`` is handed each fact; ``sleep`` is the pause between two runs.
+        """``emit`` is called with each fact; ``sleep`` is the pause between two runs.
 
         ``seam`` replaces what is run; for tests that inject faults.
         """
@@ -78,7 +78,7 @@ class Supervisor:
         self._failing: dict[SourceName, asyncio.Future[Exception]] = {}
 
     async def keep(self, name: SourceName, run: Run) -> None:
-        """Run a task for ever."""
+        """Run a task until cancelled."""
         pause_s = PAUSE_FIRST_S
         while True:
             began_ns = self._clock()
@@ -95,7 +95,7 @@ class Supervisor:
             failing.set_result(error)
 
     async def keep_critical(self, name: SourceName, run: Run) -> None:
-        """Run a task for ever; raises CriticalTaskError if it fails too often."""
+        """Run a task until cancelled; raises CriticalTaskError if it fails too often."""
         failures: deque[int] = deque(maxlen=MAX_FAILURES)
         while True:
             error = await self._run_once(name, run)
@@ -176,7 +176,7 @@ START_WAIT_NS: Final = 15_000_000_000
 
 
 def no_trouble() -> None:
-    """Say that a part is well while its task runs."""
+    """Report that a component is ready while its task runs."""
 
 
 class Tasks:
@@ -202,7 +202,7 @@ class Tasks:
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
     def __contains__(self, name: str) -> bool:
-        """Tell whether such a task was started."""
+        """Return whether such a task was started."""
         return name in self._tasks
 
     def start(self, name: str, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:

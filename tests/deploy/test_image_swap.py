@@ -379,7 +379,7 @@ async def test_the_static_manifest(tmp_path: Path) -> None:
         told = {line["message"] for line in agent.lines if line["level"] in {"warning", "error"}}
         # What it was not given is off, and no part of it fails for want of it.
         [only] = told
-        assert only.startswith("Some parts are off: "), told
+        assert only.startswith("Some components are disabled: "), told
         assert await agent.stop() == 0
         assert not (node.directory.device_plugins / "nvidia-gpu.sock").exists()
 

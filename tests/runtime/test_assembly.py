@@ -1,4 +1,4 @@
-"""Where the agent looks for driver and device nodes, which a container sees elsewhere than the node."""
+"""Where the agent reads driver and device nodes, which a container sees elsewhere than the node."""
 
 from pathlib import Path
 
@@ -27,7 +27,7 @@ def assembly(tmp_path: Path, *, is_in_container: bool, **flags: str) -> Assembly
     )
 
 
-def test_on_a_node_roots_are_where_they_are_said_to_be(tmp_path: Path) -> None:
+def test_on_a_node_roots_are_where_they_are_set(tmp_path: Path) -> None:
     (tmp_path / "mounted" / "dev").mkdir(parents=True)
     made = assembly(tmp_path, is_in_container=False)
     assert (made._driver_root, made._dev) == (tmp_path / "host-driver", tmp_path / "host-driver" / "dev")
@@ -40,7 +40,7 @@ def test_in_a_container_the_driver_is_where_it_is_mounted(tmp_path: Path) -> Non
     assert (made._driver_root, made._dev) == (tmp_path / "mounted", tmp_path / "mounted" / "dev")
 
 
-def test_a_container_without_the_driver_root_takes_the_dev_root_it_is_told(tmp_path: Path) -> None:
+def test_a_container_without_the_driver_root_uses_the_dev_root_it_is_given(tmp_path: Path) -> None:
     (tmp_path / "given" / "dev").mkdir(parents=True)
     made = assembly(tmp_path, is_in_container=True, driver_root="/", dev_root=str(tmp_path / "given"))
     assert (made._driver_root, made._dev) == (Path("/"), tmp_path / "given" / "dev")

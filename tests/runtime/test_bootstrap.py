@@ -1,4 +1,4 @@
-"""What is judged before the agent starts: paths, rights, the lock of the node."""
+"""What is checked before the agent starts: paths, rights, the lock of the node."""
 
 import os
 import socket
@@ -22,7 +22,7 @@ def settings(tmp_path: Path, **flags: str) -> Settings:
     return load(defaults | {name.replace("_", "-"): value for name, value in flags.items()}, {})
 
 
-def refusal(check: object, given: Settings) -> AgentError:
+def raised_by(check: object, given: Settings) -> AgentError:
     with pytest.raises(AgentError) as caught:
         check(given)  # type: ignore[operator]
     return caught.value
@@ -37,7 +37,7 @@ def test_a_kubelet_that_is_not_there_yet_is_no_mistake(tmp_path: Path) -> None:
 
 
 def test_a_relative_kubelet_socket_is_a_mistake(tmp_path: Path) -> None:
-    error = refusal(check_paths, settings(tmp_path, kubelet_socket="kubelet.sock"))
+    error = raised_by(check_paths, settings(tmp_path, kubelet_socket="kubelet.sock"))
     assert isinstance(error, UsageError)
     assert error.exit_code == 2
     assert str(error) == "--kubelet-socket kubelet.sock is relative; give an absolute path"
@@ -49,13 +49,13 @@ def test_a_socket_path_holds_107_bytes(tmp_path: Path, length: int, is_right: bo
     if is_right:
         check_paths(settings(tmp_path, kubelet_socket=path))
         return
-    error = refusal(check_paths, settings(tmp_path, kubelet_socket=path))
+    error = raised_by(check_paths, settings(tmp_path, kubelet_socket=path))
     assert isinstance(error, UsageError)
     assert "is 108 bytes long" in str(error)
 
 
 def test_the_length_is_counted_in_bytes_not_in_characters(tmp_path: Path) -> None:
-    assert isinstance(refusal(check_paths, settings(tmp_path, kubelet_socket="/" + "ü" * 60)), UsageError)
+    assert isinstance(raised_by(check_paths, settings(tmp_path, kubelet_socket="/" + "ü" * 60)), UsageError)
 
 
 @pytest.mark.parametrize("kind", ["file", "directory"])
@@ -65,7 +65,7 @@ def test_something_else_in_the_place_of_the_kubelets_socket_is_a_mistake(tmp_pat
         place.touch()
     else:
         place.mkdir()
-    error = refusal(check_paths, settings(tmp_path))
+    error = raised_by(check_paths, settings(tmp_path))
     assert isinstance(error, UsageError)
     assert "is not a socket" in str(error)
 
@@ -86,16 +86,16 @@ def test_the_state_directory_is_made_for_root_only(tmp_path: Path) -> None:
 
 def test_a_state_directory_that_cannot_be_made_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    error = refusal(check_rights, settings(tmp_path, state_dir=str(tmp_path / "file" / "state")))
+    error = raised_by(check_rights, settings(tmp_path, state_dir=str(tmp_path / "file" / "state")))
     assert isinstance(error, MissingRightsError)
     assert str(error).startswith(
         f"Could not make the state directory {tmp_path}/file/state: Not a directory;"
     )
 
 
-def as_nobody(action: object) -> str:
-    """Return what an unprivileged user is told; a thread's user is its own in the kernel."""
-    told: list[str] = []
+def as_unprivileged(action: object) -> str:
+    """Return what an unprivileged user gets; a thread's user is its own in the kernel."""
+    errors: list[str] = []
 
     def run() -> None:
         import ctypes  # noqa: PLC0415
@@ -105,27 +105,27 @@ def as_nobody(action: object) -> str:
         try:
             action()  # type: ignore[operator]
         except AgentError as error:
-            told.append(str(error))
+            errors.append(str(error))
 
-    thread = threading.Thread(target=run, name="nobody")
+    thread = threading.Thread(target=run, name="unprivileged")
     thread.start()
     thread.join()
-    return "".join(told)
+    return "".join(errors)
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="needs root to become somebody else")
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root to become another user")
 def test_the_right_that_is_missing_is_named(tmp_path: Path) -> None:
     place = Path("/var/tmp") / f"gpu-agent-test-{os.getpid()}"
     place.mkdir(mode=0o755)
     try:
         given = settings(place)
-        assert as_nobody(lambda: check_rights(given)) == (
+        assert as_unprivileged(lambda: check_rights(given)) == (
             f"Could not make the state directory {place}/state: Permission denied; "
             "run as root, or give --state-dir a directory that this user may write"
         )
         (place / "state").mkdir(mode=0o777)
         (place / "state").chmod(0o777)
-        assert as_nobody(lambda: check_rights(given)) == (
+        assert as_unprivileged(lambda: check_rights(given)) == (
             f"Missing the right to write in {place}, which is needed to make the plugin's sockets; "
             "run as root, or give --kubelet-socket a directory that this user may write"
         )
@@ -142,7 +142,7 @@ def test_a_lock_that_cannot_be_opened_is_named(tmp_path: Path) -> None:
 # The lock
 
 
-def test_one_holds_the_lock_and_the_other_learns_who(tmp_path: Path) -> None:
+def test_one_holds_the_lock_and_the_other_learns_the_holder(tmp_path: Path) -> None:
     path = str(tmp_path / "lock")
     first, second = NodeLock(path), NodeLock(path)
     assert first.try_acquire()
@@ -153,7 +153,7 @@ def test_one_holds_the_lock_and_the_other_learns_who(tmp_path: Path) -> None:
     second.release()
 
 
-def test_whoever_waits_gets_the_lock_when_it_is_free(tmp_path: Path) -> None:
+def test_a_waiting_agent_gets_the_lock_when_it_is_free(tmp_path: Path) -> None:
     path = str(tmp_path / "lock")
     first, second = NodeLock(path), NodeLock(path)
     assert first.try_acquire()
@@ -165,7 +165,7 @@ def test_whoever_waits_gets_the_lock_when_it_is_free(tmp_path: Path) -> None:
     second.release()
 
 
-def test_a_lock_file_with_nonsense_names_nobody(tmp_path: Path) -> None:
+def test_a_lock_file_with_nonsense_names_no_process(tmp_path: Path) -> None:
     (tmp_path / "lock").write_text("rm -rf /\n")
     lock = NodeLock(str(tmp_path / "lock"))
     assert lock.holder() == "an unknown process"

@@ -17,7 +17,7 @@ PATIENCE_S = 60.0
 
 
 class Reader:
-    """Reads the file when it is told of a change, as a reload does."""
+    """Reads the file when it is called for a change, as a reload does."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -147,7 +147,7 @@ async def test_what_changed_before_the_watch_began_is_read(tmp_path: Path) -> No
         task.cancel()
 
 
-async def test_without_inotify_the_file_is_looked_at_periodically(
+async def test_without_inotify_the_file_is_read_periodically(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def at_its_limit(*_: object, **__: object) -> None:

@@ -1,4 +1,4 @@
-"""Orders of operators: each is checked, taken by the core, and answered with what came of it."""
+"""Commands of operators: each is checked, applied by the core, and answered with its outcome."""
 
 import asyncio
 import time
@@ -39,7 +39,7 @@ class Made:
 
 
 class Agent:
-    """A node of four GPUs under an engine, and who obeys orders for it."""
+    """A node of four GPUs under an engine, and the commands for it."""
 
     def __init__(self, *, lets_go: bool = True) -> None:
         state = registered_node(*(gpu(number) for number in range(4))).state
@@ -47,7 +47,7 @@ class Agent:
         self.latest: Latest[Snapshot] = Latest(snapshot_of(state))
         self.done: list[Effect] = []
         self.made: Made | None = Made()
-        self._lets_go = lets_go
+        self._releases = lets_go
         self.engine = Engine(
             inbox=self.inbox,
             state=state,
@@ -72,18 +72,20 @@ class Agent:
 
     def _perform(self, effect: Effect) -> None:
         self.done.append(effect)
-        if isinstance(effect, ReleaseDriver) and self._lets_go:
+        if isinstance(effect, ReleaseDriver) and self._releases:
             self.inbox.put(DriverReleased())
 
     async def _make_bundle(self, _gpu: GpuUuid) -> Made | None:
         return self.made
 
-    async def execute(self, name: str, **order: object) -> Any:
+    async def execute(self, name: str, **command: object) -> Any:
         async with asyncio.timeout(PATIENCE_S):
-            return await self.control.execute(name, {key.rstrip("_"): value for key, value in order.items()})
+            return await self.control.execute(
+                name, {key.rstrip("_"): value for key, value in command.items()}
+            )
 
-    async def told(self, *facts: Fact) -> None:
-        """Tell facts and wait until they are taken."""
+    async def emit(self, *facts: Fact) -> None:
+        """Emit facts and wait until they are applied."""
         version = self.latest.version
         for fact in facts:
             self.inbox.put(fact)
@@ -122,7 +124,7 @@ async def test_a_hold_is_answered_when_the_gpu_is_out(agent: Agent) -> None:
     assert agent.unhealthy() == {U3}
 
 
-async def test_a_hold_that_a_restart_would_not_know_says_so(agent: Agent) -> None:
+async def test_the_answer_reports_a_hold_that_a_restart_would_not_know(agent: Agent) -> None:
     agent.not_kept = "No space left on device"
     why = "since it could not be written to the state file: No space left on device)"
     answer = await agent.execute("hold", selector="3", why="noisy fan")
@@ -169,7 +171,7 @@ async def test_a_hold_needs_a_reason_that_can_be_shown(agent: Agent, why: object
 
 
 async def test_holds_are_bounded(agent: Agent) -> None:
-    await agent.told(*(HoldRequested(uuid(100 + number), "x") for number in range(MAX_HOLDS)))
+    await agent.emit(*(HoldRequested(uuid(100 + number), "x") for number in range(MAX_HOLDS)))
     with pytest.raises(AgentError, match="end one with gpu-agent unhold"):
         await agent.execute("hold", selector="3", why="one too many")
 
@@ -182,8 +184,8 @@ async def test_what_is_not_held_cannot_be_given_back(agent: Agent) -> None:
 # Recover
 
 
-async def test_recover_tells_what_ended_and_what_stays_and_why(agent: Agent) -> None:
-    await agent.told(xid(79, U2), xid(48, U2))
+async def test_recover_shows_what_ended_and_what_stays_and_why(agent: Agent) -> None:
+    await agent.emit(xid(79, U2), xid(48, U2))
     await agent.execute("hold", selector="2", why="x")
     answer = await agent.execute("recover", gpu="2")
     assert answer["message"] == f"GPU 2 ({U2}) is still Unhealthy: conditions ended: 2, staying: 1"
@@ -193,8 +195,8 @@ async def test_recover_tells_what_ended_and_what_stays_and_why(agent: Agent) -> 
     assert not answer["well"]
 
 
-async def test_after_recover_a_gpu_is_offered_again(agent: Agent) -> None:
-    await agent.told(xid(64, U2))
+async def test_after_recover_a_gpu_is_advertised_again(agent: Agent) -> None:
+    await agent.emit(xid(64, U2))
     assert agent.unhealthy() == {U2}
     answer = await agent.execute("recover", gpu=U2)
     assert (answer["well"], answer["staying"]) == (True, [])
@@ -212,7 +214,7 @@ async def test_a_release_is_answered_when_the_driver_is_let_go_of(agent: Agent) 
     answer = await agent.execute("release", gpus=["1", "2"], for_="10m", wait_s=30)
     assert answer["driver_released"]
     assert answer["gpus"] == [U1, U2]
-    assert answer["message"] == "The driver is let go of: no file of it is open"
+    assert answer["message"] == "The driver is released: no file of it is open"
     assert agent.unhealthy() == {U1, U2}
     assert [type(effect) for effect in agent.done if isinstance(effect, ReleaseDriver)] == [ReleaseDriver]
 
@@ -222,8 +224,8 @@ async def test_a_release_of_all_is_of_every_gpu(agent: Agent) -> None:
     assert agent.unhealthy() == {U0, U1, U2, U3}
 
 
-async def test_a_driver_that_does_not_let_go_is_told(agent: Agent) -> None:
-    agent._lets_go = False
+async def test_a_driver_that_is_not_released_is_reported(agent: Agent) -> None:
+    agent._releases = False
     answer = await agent.execute("release", gpus="all", for_="10m", wait_s=0.05)
     assert not answer["driver_released"]
     assert "a call is under way in it" in answer["message"]
@@ -232,7 +234,7 @@ async def test_a_driver_that_does_not_let_go_is_told(agent: Agent) -> None:
 async def test_a_second_release_lets_go_anew(agent: Agent) -> None:
     await agent.execute("release", gpus="all", for_="10m", wait_s=30)
     await agent.execute("resume")
-    agent._lets_go = False
+    agent._releases = False
     assert not (await agent.execute("release", gpus="all", for_="10m"))["driver_released"]
 
 
@@ -270,7 +272,7 @@ async def test_a_bundle_is_answered_with_where_it_is(agent: Agent) -> None:
     assert (answer["message"], answer["path"], answer["bundle"]) == ("/x/1.json", "/x/1.json", {"gpu": {}})
 
 
-async def test_a_bundle_that_the_disk_refused_is_answered_all_the_same(agent: Agent) -> None:
+async def test_a_bundle_that_the_disk_rejected_is_answered_all_the_same(agent: Agent) -> None:
     agent.made = Made(path=None, trouble="No space left on device")
     answer = await agent.execute("bundle", gpu="0")
     assert answer["message"] == "The bundle could not be kept: No space left on device"
@@ -283,25 +285,25 @@ async def test_a_gpu_that_has_just_gone_has_no_bundle(agent: Agent) -> None:
         await agent.execute("bundle", gpu="0")
 
 
-# Any order
+# Any command
 
 
-@pytest.mark.parametrize("order", [None, [], "hold", 3])
-async def test_an_order_is_an_object(agent: Agent, order: object) -> None:
-    with pytest.raises(UsageError, match="An order is a JSON object"):
-        await agent.control.execute("hold", order)
+@pytest.mark.parametrize("command", [None, [], "hold", 3])
+async def test_a_command_is_an_object(agent: Agent, command: object) -> None:
+    with pytest.raises(UsageError, match="A command is a JSON object"):
+        await agent.control.execute("hold", command)
 
 
 @pytest.mark.parametrize("name", ["hold", "unhold", "recover", "release", "resume", "bundle"])
-async def test_what_is_unknown_in_an_order_is_refused(agent: Agent, name: str) -> None:
-    with pytest.raises(UsageError, match="Unknown in this order: colour"):
+async def test_what_is_unknown_in_a_command_is_rejected(agent: Agent, name: str) -> None:
+    with pytest.raises(UsageError, match="Unknown in this command: colour"):
         await agent.execute(name, colour="green")
 
 
-async def test_an_order_that_nobody_takes_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_command_that_the_core_does_not_apply_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(control, "EXECUTED_WITHIN_S", 0.02)
     stuck = Agent()
-    with pytest.raises(NotExecutedError, match=r"not taken within 0.02 s"):
+    with pytest.raises(NotExecutedError, match=r"not applied within 0.02 s"):
         await stuck.execute("hold", selector="3", why="x")
     stuck.inbox.close()
 
@@ -318,20 +320,20 @@ KEYS = st.sampled_from(["selector", "why", "even_if_absent", "gpu", "gpus", "for
     st.sampled_from(["hold", "unhold", "recover", "release", "resume", "bundle"]),
     st.dictionaries(KEYS, JSON, max_size=4),
 )
-def test_whatever_is_ordered_is_refused_or_one_fact(name: str, order: dict[str, object]) -> None:
-    told: list[Fact] = []
+def test_any_command_is_rejected_or_one_fact(name: str, command: dict[str, object]) -> None:
+    facts: list[Fact] = []
 
     async def execute() -> None:
         made = Agent()
-        made.control._emit = told.append
+        made.control._emit = facts.append
         try:
             async with asyncio.timeout(0.001):
-                await made.control.execute(name, order)
+                await made.control.execute(name, command)
         except (UsageError, TimeoutError):
             return
         finally:
             made.inbox.close()
 
     asyncio.run(execute())
-    assert len(told) <= 1
-    assert all(fact.source == OPERATOR for fact in told)
+    assert len(facts) <= 1
+    assert all(fact.source == OPERATOR for fact in facts)

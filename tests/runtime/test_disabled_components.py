@@ -1,4 +1,4 @@
-"""What is told to be off, where the agent was given less than it can use."""
+"""What is disabled where the agent was given less than it can use."""
 
 from pathlib import Path
 
@@ -61,32 +61,32 @@ def test_each_part_that_is_off_is_named_with_what_switches_it_on(
 def test_a_kernel_log_that_may_not_be_read_is_not_read_unless_it_was_asked_for(tmp_path: Path) -> None:
     given = settings(tmp_path, kernel_log="/nonexistent/kmsg")
     assert without_unreadable_log(given) == given
-    nobody_asked = replace(
+    by_default = replace(
         given, given={**given.given, "kernel-log": given.given["kernel-log"]._replace(origin=DEFAULT)}
     )
-    assert without_unreadable_log(nobody_asked).kernel_log == ""
-    readable = replace(nobody_asked, kernel_log=str(tmp_path / "kmsg"))
+    assert without_unreadable_log(by_default).kernel_log == ""
+    readable = replace(by_default, kernel_log=str(tmp_path / "kmsg"))
     assert without_unreadable_log(readable) == readable
 
 
-def test_what_an_operator_switched_off_is_not_told(tmp_path: Path) -> None:
+def test_what_an_operator_switched_off_is_not_reported(tmp_path: Path) -> None:
     assert names(settings(tmp_path, kernel_log="", pod_resources_socket="", uevents="false")) == []
 
 
-def test_the_kernel_tells_no_user_namespace_of_gpus(tmp_path: Path) -> None:
+def test_the_kernel_sends_no_uevents_to_a_user_namespace(tmp_path: Path) -> None:
     given = settings(tmp_path)
     (tmp_path / "proc" / "self" / "uid_map").write_text("         0     100000      65536\n")
     assert names(given) == ["uevents"]
     assert names(settings(tmp_path, proc_root="/nonexistent")) == []
 
 
-def test_state_in_a_containers_own_files_is_told_and_on_a_node_it_is_not(tmp_path: Path) -> None:
+def test_state_in_a_containers_own_files_is_reported_and_on_a_node_it_is_not(tmp_path: Path) -> None:
     unusable = replace(load({"proc-root": "/nonexistent"}, {}), state_dir="/proc/self/none")
     fallbacks = ("/proc/none", str(tmp_path / "fallback"))
-    taken = with_usable_state_dir(unusable, is_in_container=True, fallbacks=fallbacks)
-    assert taken.state_dir == str(tmp_path / "fallback")
-    assert "state over restarts" in names(taken)
-    assert "state over restarts" not in names(taken, is_in_container=False)
+    usable = with_usable_state_dir(unusable, is_in_container=True, fallbacks=fallbacks)
+    assert usable.state_dir == str(tmp_path / "fallback")
+    assert "state over restarts" in names(usable)
+    assert "state over restarts" not in names(usable, is_in_container=False)
     with pytest.raises(MissingRightsError):
         with_usable_state_dir(unusable, is_in_container=False)
 
@@ -98,8 +98,8 @@ def test_state_is_kept_nowhere_that_others_may_write(tmp_path: Path) -> None:
     (tmp_path / "open").mkdir()
     (tmp_path / "open").chmod(0o777)
     fallbacks = tuple(str(tmp_path / name) for name in ("link", "open", "own"))
-    taken = with_usable_state_dir(unusable, is_in_container=True, fallbacks=fallbacks)
-    assert taken.state_dir == str(tmp_path / "own")
+    usable = with_usable_state_dir(unusable, is_in_container=True, fallbacks=fallbacks)
+    assert usable.state_dir == str(tmp_path / "own")
 
 
 def test_a_state_directory_that_was_asked_for_is_not_replaced() -> None:

@@ -31,8 +31,8 @@ def numbered(card: Gpu) -> Gpu:
 
 def visible(state: Snapshot, *words: str, resource: str | None = None) -> str:
     [container] = dry_run(state, words, resource=resource)["containerResponses"]
-    told: str = container["envs"]["NVIDIA_VISIBLE_DEVICES"]
-    return told
+    visible_devices: str = container["envs"]["NVIDIA_VISIBLE_DEVICES"]
+    return visible_devices
 
 
 @pytest.mark.parametrize(("word", "uuid"), [("0", U0), ("1", U1), (U1, U1)])
@@ -67,26 +67,26 @@ def test_a_card_that_is_named_twice_is_two_shares_of_it() -> None:
         dry_run(limited, ["0", "0"])
 
 
-def test_more_shares_than_there_are_are_refused() -> None:
+def test_more_shares_than_there_are_are_rejected() -> None:
     assert visible(snapshot(gpu(0), shares=2), "0", "0") == U0
     with pytest.raises(UsageError, match=r"^0 has 2 shares, and more were asked for$"):
         dry_run(snapshot(gpu(0), shares=2), ["0", "0", "0"])
 
 
 def test_an_unknown_device_is_reported_with_the_known_ones() -> None:
-    with pytest.raises(AgentError) as refused:
+    with pytest.raises(AgentError) as raised:
         dry_run(snapshot(gpu(0)), ["0", "7"])
-    assert str(refused.value) == (
+    assert str(raised.value) == (
         "7 is not a device of nvidia.com/gpu on this node, which has 0; gpu-agent devices lists their ids"
     )
 
 
-def test_of_many_devices_only_some_are_told() -> None:
-    with pytest.raises(AgentError) as refused:
+def test_of_many_devices_only_some_are_named() -> None:
+    with pytest.raises(AgentError) as raised:
         dry_run(snapshot(*map(gpu, range(8))), ["x" * 200])
     assert MAX_NAMED == 4
-    assert str(refused.value).startswith("x" * 61 + "... is not a device")
-    assert "which has 0, 1, 2, 3, ...; gpu-agent devices lists their ids" in str(refused.value)
+    assert str(raised.value).startswith("x" * 61 + "... is not a device")
+    assert "which has 0, 1, 2, 3, ...; gpu-agent devices lists their ids" in str(raised.value)
 
 
 def test_a_device_of_another_resource_is_unknown_to_the_first_ones() -> None:
@@ -95,7 +95,7 @@ def test_a_device_of_another_resource_is_unknown_to_the_first_ones() -> None:
         dry_run(state, ["0", "2:0"])
 
 
-def test_a_gpu_that_is_divided_is_told_with_its_parts() -> None:
+def test_a_gpu_that_is_divided_is_reported_with_its_parts() -> None:
     with pytest.raises(
         AgentError, match=r"^GPU 2 is divided into MIG devices, of which one is meant: 2:0, 2:1, 2:2$"
     ):
@@ -107,19 +107,19 @@ def test_the_resource_can_be_named() -> None:
     assert visible(state, "2:2", resource="nvidia.com/mig-3g.40gb") == mig_uuid(22)
     with pytest.raises(AgentError, match=r"0 is not a device of nvidia\.com/mig-3g\.40gb"):
         dry_run(state, ["0"], resource="nvidia.com/mig-3g.40gb")
-    with pytest.raises(AgentError, match=r"does not offer x; offered: nvidia\.com/gpu, nvidia"):
+    with pytest.raises(AgentError, match=r"does not advertise x; advertised: nvidia\.com/gpu, nvidia"):
         dry_run(state, ["0"], resource="x")
 
 
-def test_an_unhealthy_device_is_refused_with_its_reason() -> None:
+def test_an_unhealthy_device_is_rejected_with_its_reason() -> None:
     node = healthy_node(gpu(0))
     node.apply(xid(79))
     with pytest.raises(AgentError, match="XID 79"):
         dry_run(node.snapshot(), ["0"])
 
 
-def test_a_node_without_devices_says_so() -> None:
-    with pytest.raises(AgentError, match="does not offer any device; offered: none"):
+def test_a_node_without_devices_is_reported() -> None:
+    with pytest.raises(AgentError, match="does not advertise any device; advertised: none"):
         dry_run(replace(snapshot(gpu(0)), resources=()), ["0"])
 
 

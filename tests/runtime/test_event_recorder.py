@@ -21,17 +21,17 @@ from agent.views import event_files
 from tests.sinks.snapshots import node, uuid
 from tests.sinks.stored_states import condition
 
-SICK = GpuUuid(uuid(3))
+UNHEALTHY = GpuUuid(uuid(3))
 
 
 class Bench:
-    """EventRecorder that hear of the registration when the test says so."""
+    """An event recorder, whose registration is over when the test sets it."""
 
     def __init__(self, state_dir: Path, **flags: str) -> None:
         self.registered = asyncio.Event()
         self.latest: Latest[Snapshot] = Latest(node())
         self.settings = load({"state-dir": str(state_dir), **flags}, {})
-        self.records = EventRecorder(
+        self.recorder = EventRecorder(
             self.settings,
             latest=self.latest,
             kernel_log=lambda: (),
@@ -44,8 +44,8 @@ class Bench:
     async def _registered(self) -> None:
         await self.registered.wait()
 
-    def tell(self, message: str) -> None:
-        self.records.record(RecordEvent(Event(EventKind.XID, message), time.monotonic_ns()))
+    def record(self, message: str) -> None:
+        self.recorder.record(RecordEvent(Event(EventKind.XID, message), time.monotonic_ns()))
 
     def evidence(self) -> list[str]:
         directory = Path(self.settings.evidence_dir)
@@ -59,8 +59,8 @@ class Bench:
     async def running(self) -> AsyncIterator[None]:
         async with asyncio.TaskGroup() as group:
             tasks = [
-                group.create_task(self.records.run_event_log(), name="event log"),
-                group.create_task(self.records.run_evidence(), name="evidence"),
+                group.create_task(self.recorder.run_event_log(), name="event log"),
+                group.create_task(self.recorder.run_evidence(), name="evidence"),
             ]
             yield
             for task in tasks:
@@ -70,8 +70,8 @@ class Bench:
 async def test_what_happens_early_is_written_after_the_registration(tmp_path: Path) -> None:
     bench = Bench(tmp_path)
     async with bench.running():
-        bench.tell("early")
-        bench.records.keep(KeepEvidence(SICK, condition(SICK)))
+        bench.record("early")
+        bench.recorder.keep(KeepEvidence(UNHEALTHY, condition(UNHEALTHY)))
         for _ in range(5):
             await asyncio.sleep(0)
         assert (bench.evidence(), await bench.on_disk()) == ([], [])
@@ -79,16 +79,16 @@ async def test_what_happens_early_is_written_after_the_registration(tmp_path: Pa
         async with asyncio.timeout(30):
             while not (bench.evidence() and await bench.on_disk()):
                 await asyncio.sleep(0.01)
-        bench.tell("later")
+        bench.record("later")
         async with asyncio.timeout(30):
             while await bench.on_disk() != ["early", "later"]:
                 await asyncio.sleep(0.01)
-    assert [entry.event.message for entry in bench.records.recent.since(0)] == ["early", "later"]
+    assert [entry.event.message for entry in bench.recorder.recent.since(0)] == ["early", "later"]
 
 
 async def test_a_bundle_can_be_asked_for_before_anything_is_imported(tmp_path: Path) -> None:
     bench = Bench(tmp_path)
-    made = await bench.records.make_bundle(SICK)
+    made = await bench.recorder.make_bundle(UNHEALTHY)
     assert made is not None
     assert made.path is not None
 
@@ -97,7 +97,7 @@ async def test_what_waits_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(event_recorder, "MAX_EARLY", 3)
     bench = Bench(tmp_path)
     for number in range(9):
-        bench.tell(str(number))
+        bench.record(str(number))
     for _ in range(5):
         await asyncio.sleep(0)
     bench.registered.set()
@@ -108,9 +108,9 @@ async def test_what_waits_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 async def test_without_an_event_log_nothing_waits_for_it(tmp_path: Path) -> None:
     bench = Bench(tmp_path, **{"event-log-size": "0"})
-    bench.tell("x")
+    bench.record("x")
     for _ in range(5):
         await asyncio.sleep(0)
-    assert not bench.records._early_events
-    await bench.records.flush(1)
+    assert not bench.recorder._early_events
+    await bench.recorder.flush(1)
     assert not await bench.on_disk()

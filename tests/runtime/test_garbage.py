@@ -20,34 +20,34 @@ def _as_before() -> Iterator[None]:
 
 
 class Ring:
-    """Garbage that only a collection finds, and that tells on which thread it was found."""
+    """Garbage that only a collection finds, and that records on which thread it was found."""
 
-    def __init__(self, told: list[threading.Thread]) -> None:
+    def __init__(self, threads: list[threading.Thread]) -> None:
         self.itself = self
-        self._told = told
+        self._threads = threads
 
     def __del__(self) -> None:
-        self._told.append(threading.current_thread())
+        self._threads.append(threading.current_thread())
 
 
-def make_garbage(told: list[threading.Thread]) -> None:
+def make_garbage(threads: list[threading.Thread]) -> None:
     """Make more of it than the interpreter would ever leave lying about by itself."""
     for _ in range(5_000):
-        Ring(told)
+        Ring(threads)
 
 
 async def test_garbage_made_on_any_thread_is_collected_on_the_loops(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(process, "GARBAGE_PERIOD_S", 0.01)
     gc.enable()
-    told: list[threading.Thread] = []
+    threads: list[threading.Thread] = []
     collecting = asyncio.get_running_loop().create_task(process.collect_forever())
     await asyncio.sleep(0)
     try:
-        await in_daemon_thread("garbage-maker", lambda: make_garbage(told))
+        await in_daemon_thread("garbage-maker", lambda: make_garbage(threads))
         async with asyncio.timeout(20):
-            while len(told) < 5_000:
+            while len(threads) < 5_000:
                 await asyncio.sleep(0.01)
-        assert set(told) == {threading.main_thread()}
+        assert set(threads) == {threading.main_thread()}
     finally:
         collecting.cancel()
         with suppress(asyncio.CancelledError):
@@ -59,16 +59,16 @@ async def test_what_outlived_young_collections_is_found_by_a_full_one(
 ) -> None:
     monkeypatch.setattr(process, "GARBAGE_PERIOD_S", 0.01)
     monkeypatch.setattr(process, "FULL_EVERY", 3)
-    told: list[threading.Thread] = []
+    threads: list[threading.Thread] = []
     collecting = asyncio.get_running_loop().create_task(process.collect_forever())
     await asyncio.sleep(0)
     try:
-        old = Ring(told)
+        old = Ring(threads)
         # Now it is in the oldest generation.
         gc.collect()
         del old
         async with asyncio.timeout(20):
-            while not told:
+            while not threads:
                 await asyncio.sleep(0.01)
     finally:
         collecting.cancel()

@@ -1,4 +1,4 @@
-"""What the agent says of itself in /readyz and in the status."""
+"""What the agent reports of itself in /readyz and in the status."""
 
 import asyncio
 import os
@@ -65,13 +65,13 @@ class Bench:
         return
 
     def answer(self, name: str) -> str | None:
-        """What one check says; KeyError if it does not apply."""
+        """What one check returns; KeyError if it does not apply."""
         run = {check.name: check.run for check in self.report.checks()}[name]
 
-        async def judged() -> str | None:
+        async def result() -> str | None:
             return await run()
 
-        return asyncio.run(judged())
+        return asyncio.run(result())
 
     def names(self) -> set[str]:
         return {check.name for check in self.report.checks()}
@@ -96,7 +96,7 @@ def bench() -> Iterator[Bench]:
     made.close()
 
 
-def test_a_log_that_nobody_reads_is_not_ready_after_a_while(
+def test_a_log_that_no_reader_drains_is_not_ready_after_a_while(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Fault 22."""
@@ -109,7 +109,7 @@ def test_a_log_that_nobody_reads_is_not_ready_after_a_while(
     assert bench.answer("log") == "blocked for 0 s"
 
 
-def test_a_source_is_judged_by_its_task_and_by_itself(bench: Bench) -> None:
+def test_a_source_is_checked_by_its_task_and_by_itself(bench: Bench) -> None:
     trouble: list[str] = []
     bench.status.components.append(Component(PODS, "source", lambda: trouble[0] if trouble else None))
     assert bench.answer("source-pods") is None
@@ -130,18 +130,18 @@ def test_what_is_turned_off_has_no_check(bench: Bench) -> None:
     assert not {name for name in bench.names() if name.startswith(("source-", "sink-"))}
 
 
-def test_one_who_stands_by_is_judged_by_itself_alone(bench: Bench) -> None:
+def test_a_standby_is_checked_by_itself_alone(bench: Bench) -> None:
     bench.status.components.append(Component(SourceName("pods"), "source", lambda: "not yet"))
     bench.status.is_standby = True
     assert bench.names() == {"ping", "event-loop", "log", "config", "standby"}
 
 
-def test_one_who_stops_is_not_ready(bench: Bench) -> None:
+def test_a_stopping_agent_is_not_ready(bench: Bench) -> None:
     bench.status.is_stopping = True
     assert bench.answer("shutdown") == "the agent is stopping"
     assert bench.report.describe()["phase"] == "stopping"
 
 
-def test_a_reload_that_was_refused_is_not_ready(bench: Bench) -> None:
+def test_a_reload_that_was_rejected_is_not_ready(bench: Bench) -> None:
     bench.status.reload_trouble = "agent.pol is unknown"
     assert bench.answer("config") == "agent.pol is unknown"

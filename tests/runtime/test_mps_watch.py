@@ -39,7 +39,7 @@ async def test_a_reload_that_asks_for_mps_needs_its_daemon_and_one_that_does_not
         await wait_allocatable(node.kubelet, 8, capacity=8)
 
 
-async def test_a_reload_that_names_another_mps_root_has_the_daemon_looked_for_there(tmp_path: Path) -> None:
+async def test_after_a_reload_with_another_mps_root_the_daemon_is_watched_there(tmp_path: Path) -> None:
     roots = [tmp_path / "one", tmp_path / "two"]
     for root in roots:
         root.mkdir()

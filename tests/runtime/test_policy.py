@@ -32,12 +32,12 @@ def test_an_agent_that_observes_may_begin_to_act() -> None:
     assert not policy.follow(settings()).observe
 
 
-def test_sources_look_where_they_looked_until_a_restart() -> None:
+def test_sources_keep_their_root_until_a_restart() -> None:
     policy = PolicyInEffect(settings())
     root = policy.now.injection.device_root
     assert policy.follow(settings(dev_root="/elsewhere")).injection.device_root == root
     assert PolicyInEffect(settings(dev_root="/elsewhere")).now.injection.device_root != root
 
 
-def test_nobody_is_waited_for_where_nothing_is_registered() -> None:
+def test_no_kubelet_is_waited_for_where_nothing_is_registered() -> None:
     assert PolicyInEffect(settings(kubelet_socket="")).now.watch_timeout_ns == NEVER_NS

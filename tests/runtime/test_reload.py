@@ -49,7 +49,7 @@ class Reloading:
         return self.status.awaiting_restart
 
     async def once(self, caplog: pytest.LogCaptureFixture, message: str) -> None:
-        """Ask, and wait until the log tells the outcome."""
+        """Ask, and wait until the log shows the outcome."""
         caplog.clear()
         self.reload.ask()
         async with asyncio.timeout(PATIENCE_S):
@@ -83,7 +83,7 @@ async def test_what_waits_for_the_next_start_is_named_by_its_option(caplog: pyte
         assert not made.waiting
 
 
-async def test_bad_settings_are_not_applied_and_stay_told_until_good_ones_come(
+async def test_bad_settings_are_not_applied_and_stay_reported_until_good_ones_come(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     flags = {"poll": "soon"}
@@ -95,14 +95,14 @@ async def test_bad_settings_are_not_applied_and_stay_told_until_good_ones_come(
         assert (made.trouble, len(made.applied)) == (None, 1)
 
 
-async def test_settings_that_do_not_go_with_the_node_are_refused(caplog: pytest.LogCaptureFixture) -> None:
+async def test_settings_that_do_not_fit_the_node_are_rejected(caplog: pytest.LogCaptureFixture) -> None:
     async with reloading(lambda: load({}, {})) as made:
         made.problems = ("nvidia.com/gpu has too many devices",)
         await made.once(caplog, "Kept the old configuration")
         assert (made.trouble, made.applied) == ("nvidia.com/gpu has too many devices", [])
 
 
-async def test_a_warning_is_told_once_and_again_when_it_is_another(
+async def test_a_warning_is_logged_once_and_again_when_it_is_another(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     environment = {"GPU_AGENT_POL": "1s"}
@@ -113,7 +113,9 @@ async def test_a_warning_is_told_once_and_again_when_it_is_another(
         assert "A setting was ignored" not in caplog.text
 
 
-async def test_a_thread_that_cannot_be_had_is_a_refusal_and_no_end(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_thread_that_cannot_be_had_is_a_rejection_and_no_end(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     def no_thread() -> Settings:
         raise RuntimeError("can't start new thread")
 

@@ -79,7 +79,7 @@ def test_a_gpu_that_is_not_there_is_kept_by_what_it_would_be_called(text: str, n
 @pytest.mark.parametrize(
     "text", ["", "99", "GPU-3", "card", "03:00.8", "gpu 3", "x" * 200, "GPU-" + "0" * 32]
 )
-def test_what_is_no_name_is_refused_with_what_would_be_one(text: str) -> None:
+def test_what_is_no_name_is_rejected_with_what_would_be_one(text: str) -> None:
     for ask in (selector_and_gpu, known_gpu):
         with pytest.raises(UsageError, match="give its UUID, serial, PCI address or index"):
             ask(text, listed())
@@ -90,7 +90,7 @@ def test_a_mig_device_is_not_its_gpu() -> None:
         known_gpu("MIG-1", listed(mig=True))
 
 
-def test_before_any_gpu_is_known_the_refusal_says_so() -> None:
+def test_before_any_gpu_is_known_the_error_is_that() -> None:
     with pytest.raises(UsageError, match="no GPU is known yet"):
         known_gpu("0", replace(node(), gpus=()))
 
@@ -104,7 +104,7 @@ def test_of_two_gpus_at_one_place_the_one_that_is_there_is_meant() -> None:
     assert known_gpu(uuid(3), both).uuid == uuid(3)
 
 
-def test_an_index_that_moved_from_a_lost_gpu_to_another_is_refused() -> None:
+def test_an_index_that_moved_from_a_lost_gpu_to_another_is_rejected() -> None:
     made = listed(lost=3)
     moved = tuple(
         replace(view, gpu=replace(view.gpu, index=number - 1)) if number > 3 else view
@@ -128,7 +128,7 @@ def test_two_gpus_of_one_board_share_its_serial() -> None:
 
 
 @given(st.text(max_size=100))
-def test_any_text_names_one_gpu_or_is_refused_in_a_sentence(text: str) -> None:
+def test_any_text_names_one_gpu_or_is_rejected_in_a_sentence(text: str) -> None:
     for ask in (selector_and_gpu, known_gpu):
         with contextlib.suppress(UsageError):
             ask(text, listed())

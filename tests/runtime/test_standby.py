@@ -1,4 +1,4 @@
-"""What a standing-by agent tells its engine when it takes over."""
+"""What a standing-by agent emits to its engine when it takes over."""
 
 from typing import Final
 
@@ -46,19 +46,21 @@ def recalled(*seen: Fact, age_ns: int = 0) -> list[Fact]:
         ([HUNG], [HUNG]),
     ],
 )
-def test_only_what_is_still_true_is_told(seen: list[Fact], kept: list[Fact]) -> None:
+def test_only_what_is_still_true_is_emitted(seen: list[Fact], kept: list[Fact]) -> None:
     assert recalled(*seen) == kept
 
 
-def test_an_xid_of_the_last_moments_is_told_because_the_one_before_may_not_have_written_it_down() -> None:
+def test_an_xid_of_the_last_moments_is_emitted_because_the_agent_before_may_not_have_written_it_down() -> (
+    None
+):
     assert recalled(XID, age_ns=RECENT_NS) == [XID]
 
 
-def test_an_older_xid_is_not_told_again() -> None:
+def test_an_older_xid_is_not_emitted_again() -> None:
     assert recalled(XID, age_ns=RECENT_NS + 1) == []
 
 
-def test_old_states_are_told_however_old_they_are() -> None:
+def test_old_states_are_emitted_however_old_they_are() -> None:
     assert recalled(READY, LISTED, age_ns=10**18) == [READY, LISTED]
 
 

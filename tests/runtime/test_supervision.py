@@ -17,7 +17,7 @@ NAME = SourceName("pods")
 
 
 class EnoughError(BaseException):
-    """Ends a test of something that goes on for ever."""
+    """Ends a test of something that goes on without an end."""
 
 
 class Bench:
@@ -28,8 +28,8 @@ class Bench:
         self.is_over = False
         """Whether the task has done what the test needs; the next pause ends the test."""
         self.pauses: list[float] = []
-        self.told: list[TaskReported] = []
-        self.supervisor = Supervisor(emit=self.told.append, clock=lambda: self.now_ns, sleep=self.sleep)
+        self.facts: list[TaskReported] = []
+        self.supervisor = Supervisor(emit=self.facts.append, clock=lambda: self.now_ns, sleep=self.sleep)
 
     async def sleep(self, seconds: float) -> None:
         self.pauses.append(seconds)
@@ -78,25 +78,27 @@ async def test_a_task_that_ran_well_for_a_while_starts_with_a_short_pause_again(
     assert bench.pauses == [1, 1, 1, 1]
 
 
-async def test_each_start_and_each_end_is_told(bench: Bench) -> None:
+async def test_each_start_and_each_end_is_reported(bench: Bench) -> None:
     await bench.keep(bench.failing(2, OSError("no")))
-    assert [(fact.task, fact.running, fact.message) for fact in bench.told] == [
+    assert [(fact.task, fact.running, fact.message) for fact in bench.facts] == [
         (NAME, True, ""),
         (NAME, False, "OSError: no"),
     ] * 2
 
 
-async def test_a_task_that_just_returns_is_told_too(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_task_that_just_returns_is_reported_too(
+    bench: Bench, caplog: pytest.LogCaptureFixture
+) -> None:
     await bench.keep(bench.failing(1, None))
-    assert bench.told[1].message == "finished unexpectedly"
+    assert bench.facts[1].message == "finished unexpectedly"
     assert [record.msg for record in caplog.records] == ["The task %(task)s has finished unexpectedly"]
 
 
-async def test_what_is_expected_is_told_in_its_own_words_without_a_traceback(
+async def test_what_is_expected_is_reported_in_its_own_words_without_a_traceback(
     bench: Bench, caplog: pytest.LogCaptureFixture
 ) -> None:
     await bench.keep(bench.failing(1, SourceError("The kubelet is away")))
-    assert bench.told[1].message == "The kubelet is away"
+    assert bench.facts[1].message == "The kubelet is away"
     assert [(record.levelno, record.exc_info) for record in caplog.records] == [(logging.WARNING, None)]
 
 
@@ -106,10 +108,10 @@ async def test_a_bug_is_logged_with_its_traceback(bench: Bench, caplog: pytest.L
     assert caplog.records[0].exc_info is not None
 
 
-async def test_of_a_group_of_errors_the_first_is_told(bench: Bench) -> None:
+async def test_of_a_group_of_errors_the_first_is_reported(bench: Bench) -> None:
     group = ExceptionGroup("both", [ExceptionGroup("inner", [OSError("first")]), OSError("second")])
     await bench.keep(bench.failing(1, group))
-    assert bench.told[1].message == "OSError: first"
+    assert bench.facts[1].message == "OSError: first"
 
 
 async def test_five_failures_of_a_critical_task_within_a_minute_end_the_process(bench: Bench) -> None:
@@ -131,7 +133,7 @@ async def test_what_is_expected_does_not_count_as_a_failure_of_a_critical_task(b
     await bench.keep_critical(bench.failing(50, SourceError("busy")))
 
 
-async def test_cancelling_ends_a_task_and_is_no_end_that_is_told(bench: Bench) -> None:
+async def test_cancelling_ends_a_task_and_is_no_end_that_is_reported(bench: Bench) -> None:
     started = asyncio.Event()
 
     async def run() -> None:
@@ -142,7 +144,7 @@ async def test_cancelling_ends_a_task_and_is_no_end_that_is_told(bench: Bench) -
         task = group.create_task(bench.supervisor.keep(NAME, run), name="kept")
         await started.wait()
         task.cancel()
-    assert [fact.running for fact in bench.told] == [True]
+    assert [fact.running for fact in bench.facts] == [True]
 
 
 # Failures found from outside
@@ -166,7 +168,7 @@ async def test_a_run_that_is_failed_from_outside_is_ended_and_started_again(benc
             ended += 1
 
     await bench.keep(run)
-    messages = [told.message for told in bench.told if not told.running]
+    messages = [fact.message for fact in bench.facts if not fact.running]
     assert messages == ["KeyError: 'x'"] * 2
     assert ended == 2
 
@@ -182,7 +184,7 @@ async def test_what_would_end_the_loop_is_a_failure_of_the_task_alone(bench: Ben
         await asyncio.Event().wait()
 
     await bench.keep(run)
-    messages = [told.message for told in bench.told if not told.running]
+    messages = [fact.message for fact in bench.facts if not fact.running]
     assert messages == ["EscapedError: SystemExit: 3", "EscapedError: KeyboardInterrupt: "]
 
 
@@ -199,4 +201,4 @@ async def test_a_callback_past_the_guard_is_attributed_by_the_loop(bench: Bench)
         await asyncio.gather(unnamed())
 
     await bench.keep(run)
-    assert next(told.message for told in bench.told if not told.running) == "ValueError: y"
+    assert next(fact.message for fact in bench.facts if not fact.running) == "ValueError: y"

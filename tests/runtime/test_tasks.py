@@ -20,10 +20,10 @@ PATIENCE_S = 30.0
 
 
 class Bench:
-    """Tasks whose registration is over when the test says so."""
+    """Tasks whose registration is over when the test sets it."""
 
     def __init__(self) -> None:
-        self.told: list[Fact] = []
+        self.facts: list[Fact] = []
         self.shutdown = Shutdown()
         self.registered = asyncio.Event()
         self.status = RuntimeStatus(
@@ -31,7 +31,7 @@ class Bench:
         )
         self.tasks = Tasks(
             shutdown=self.shutdown,
-            supervisor=Supervisor(emit=self.told.append, clock=time.monotonic_ns, sleep=self._no_pause),
+            supervisor=Supervisor(emit=self.facts.append, clock=time.monotonic_ns, sleep=self._no_pause),
             status=self.status,
             after_registration=self._after_registration,
             proofs=Proofs(clock=time.monotonic_ns),
@@ -80,9 +80,9 @@ async def test_a_task_that_returns_ends_nothing(bench: Bench) -> None:
 
 
 async def test_a_bug_ends_the_agent_with_one_sentence(bench: Bench) -> None:
-    await bench.tasks.start("judge", fails(ValueError("odd")))
-    assert bench.shutdown.why == "judge failed"
-    assert str(bench.shutdown.error) == "The task judge failed: ValueError('odd'); see the log"
+    await bench.tasks.start("checker", fails(ValueError("odd")))
+    assert bench.shutdown.why == "checker failed"
+    assert str(bench.shutdown.error) == "The task checker failed: ValueError('odd'); see the log"
 
 
 async def test_an_error_that_was_foreseen_ends_the_agent_with_its_own_sentence(bench: Bench) -> None:
@@ -106,7 +106,7 @@ async def test_a_source_is_made_once_when_the_registration_is_over(bench: Bench)
         return made[-1]
 
     bench.tasks.keep_source(SYSFS, make)
-    while not bench.told:
+    while not bench.facts:
         await asyncio.sleep(0)
     assert made == []
     bench.registered.set()
