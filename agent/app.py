@@ -182,7 +182,7 @@ class Agent:
             self._latest,
             boot_id=boot_id,
             period_ns=settings.poll_ns,
-            prove=partial(self._proofs.prove, Part(STATE_FILE)),
+            prove=partial(self._proofs.prove, ComponentId(STATE_FILE)),
             emit=self._inbox.put,
         )
         if self._lock.is_held:
@@ -218,14 +218,14 @@ class Agent:
             after_registration=after_registration,
             why_not_kept=self._state.why_not_kept,
             period_ns=self._assembly.recheck_ns,
-            prove=partial(self._proofs.prove, Part(HTTP)),
+            prove=partial(self._proofs.prove, ComponentId(HTTP)),
         )
         self._reload = Reload(
             settings,
             reread=reread,
             validate=self._validate,
             apply=self._apply,
-            prove_watch=partial(self._proofs.prove, Part(CONFIG_WATCH)),
+            prove_watch=partial(self._proofs.prove, ComponentId(CONFIG_WATCH)),
             recheck_ns=self._assembly.recheck_ns,
             status=self._status,
             notifier=self._notifier,
@@ -260,7 +260,7 @@ class Agent:
     def _start_what_needs_no_lock(self, nvml: "NvmlSource") -> None:
         """Start what also an agent that stands by has."""
         start_forever, keep_component = self._tasks.start_forever, self._tasks.keep_component
-        self._proofs.expect(Part(NVML_NODE), nvml.start_terms)
+        self._proofs.expect(ComponentId(NVML_NODE), nvml.start_terms)
         keep_component(NVML, "source", nvml.run, lambda: checks.driver(self._latest.value))
         check = check_start(
             nvml,
@@ -280,7 +280,7 @@ class Agent:
         if self._settings.config_file is not None:
             watch_config = partial(self._watch_config, self._settings.config_file)
             self._tasks.keep(CONFIG_WATCH, watch_config, Terms(self._assembly.recheck_ns, WRITE_DEADLINE_NS))
-        self._proofs.expect(Part(LOOP), LOOP_TERMS)
+        self._proofs.expect(ComponentId(LOOP), LOOP_TERMS)
         lag = measure_lag(self._status, self._proofs, self._tasks.restart, clock=self._clock)
         start_forever("loop lag", lag)
         start_forever("garbage", self._collect_garbage())
@@ -450,8 +450,8 @@ class Agent:
                 self._recorder.record(effect)
             case KeepEvidence():
                 self._recorder.keep(effect)
-            case RestartPart():
-                self._restart(effect.part)
+            case RestartComponent():
+                self._restart(effect.component)
             case RegisterResource():
                 if self._status.device_plugin is not None and not self._status.is_stopping:
                     self._status.device_plugin.register(effect)

@@ -278,7 +278,7 @@ class Assembly:
         return self.ebpf
 
     def _prover(self, name: SourceName) -> Callable[[], None]:
-        """Return what a part calls with each proof."""
+        """Return what a component calls with each proof."""
         return partial(self._proofs.prove, ComponentId(name))
 
     def close_ebpf(self) -> None:

@@ -128,7 +128,7 @@ class EventRecorder:
             await self._after_registration()
             event_log = await in_daemon_thread("eventlog-import", import_event_log)
             path = self._settings.event_log_path
-            joint = _JointProof(2, partial(self._proofs.prove, Part(EVENT_LOG)))
+            joint = _JointProof(2, partial(self._proofs.prove, ComponentId(EVENT_LOG)))
             self.event_log, self.other_events = (
                 event_log(
                     each,

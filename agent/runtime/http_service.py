@@ -102,28 +102,28 @@ class SelfReport:
             return
         for component in self._status.components:
             yield Check(component.check, at_once(partial(self._check_component, component)))
-        for name in self._other_parts():
-            yield Check(f"part-{name}", at_once(partial(self._check_part, name)))
+        for name in self._other_components():
+            yield Check(f"part-{name}", at_once(partial(self._check_freshness, name)))
 
-    def _other_parts(self) -> Sequence[SourceName]:
-        """Return the parts that have to give proofs and are no component of their own."""
-        expected = {part.name for part in self._status.expected()}
+    def _other_components(self) -> Sequence[SourceName]:
+        """Return the names that have to give proofs and are no source or sink."""
+        expected = {each.name for each in self._status.expected()}
         return sorted(expected - {component.name for component in self._status.components})
 
     def _check_component(self, component: Component) -> str | None:
         return (
             checks.task(self._latest.value, component.name)
             or component.trouble()
-            or self._check_part(component.name)
+            or self._check_freshness(component.name)
         )
 
-    def _check_part(self, name: SourceName) -> str | None:
-        stale = sorted(part for part in self._latest.value.stale if part.name == name)
-        return "; ".join(stale_message(part) for part in stale) or None
+    def _check_freshness(self, name: SourceName) -> str | None:
+        stale = sorted(each for each in self._latest.value.stale if each.name == name)
+        return "; ".join(stale_message(each) for each in stale) or None
 
     def _component_troubles(self) -> dict[str, str | None]:
         troubles = {each.check: self._check_component(each) for each in self._status.components}
-        return troubles | {f"part-{name}": self._check_part(name) for name in self._other_parts()}
+        return troubles | {f"part-{name}": self._check_freshness(name) for name in self._other_components()}
 
     def _check_loop(self) -> str | None:
         return checks.event_loop(
@@ -162,7 +162,7 @@ class SelfReport:
             "uptime_s": (self._clock() - status.began_ns) // 1_000_000_000,
             "parts": self._component_troubles(),
             "facts": {"put": inbox.put, "merged": inbox.merged, "lost": inbox.lost, "waiting": inbox.waiting},
-            "off": [part._asdict() for part in status.off],
+            "off": [each._asdict() for each in status.off],
             "config": {
                 "trouble": status.reload_trouble,
                 "awaiting_restart": list(status.awaiting_restart),

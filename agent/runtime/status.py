@@ -54,7 +54,7 @@ class RuntimeStatus(msgspec.Struct):
     """Options that were changed and take effect at the next start."""
     components: list[Component] = msgspec.field(default_factory=list)
     expected: Callable[[], Iterable[ComponentId]] = tuple
-    """The parts that have to give proofs now."""
+    """The components that have to give proofs now."""
     device_plugin: "DevicePlugin | None" = None
 
     @property
@@ -66,7 +66,7 @@ class RuntimeStatus(msgspec.Struct):
 
 
 async def measure_lag(
-    status: RuntimeStatus, proofs: Proofs, restart: Callable[[Part], None], *, clock: Callable[[], int]
+    status: RuntimeStatus, proofs: Proofs, restart: Callable[[ComponentId], None], *, clock: Callable[[], int]
 ) -> None:
     """Measure until cancelled how late the event loop is, and restart the engine if it is stale.
 
@@ -79,7 +79,7 @@ async def measure_lag(
         await asyncio.sleep(LAG_PERIOD_S)
         now_ns = clock()
         status.lag_ns = now_ns - before_ns - round(LAG_PERIOD_S * 1e9)
-        proofs.prove(Part(LOOP))
+        proofs.prove(ComponentId(LOOP))
         expected = proofs.expected().get(engine)
         if expected is None:
             continue

@@ -53,7 +53,7 @@ class CriticalTaskError(AgentError):
 
 
 class StaleError(AgentError):
-    """A part gave no proof for too long."""
+    """A component gave no proof for too long."""
 
 
 class Supervisor:
@@ -172,7 +172,7 @@ def _sentence(error: Exception | None) -> str:
 
 
 START_WAIT_NS: Final = 15_000_000_000
-"""How long a part may take to be made: registration comes first, imports take seconds on a busy node."""
+"""How long a component may take to be made: registration comes first, imports take seconds on a busy node."""
 
 
 def no_trouble() -> None:
@@ -232,7 +232,7 @@ class Tasks:
         self.start(name, self._supervisor.keep(name, run))
 
     def restart(self, component: ComponentId) -> None:
-        """Restart the task of a part that is stale."""
+        """Restart the task of a component that is stale."""
         self._supervisor.fail(VOUCHERS[component.name].task, StaleError(stale_message(component)))
 
     def replace(self, name: SourceName, run: Run) -> None:
