@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Final
 
 from agent.bus import Inbox, Latest
-from agent.core.freshness import Freshness, Terms, looked, proven_by
+from agent.core.freshness import Freshness, Terms, check_components, proven_by
 from agent.core.health.process import substitute
 from agent.core.health.reducer import step
 from agent.core.health.snapshot import snapshot_of
@@ -136,7 +136,7 @@ class Engine:
 
     def _update_freshness(self) -> list[Effect]:
         """Note which parts are stale and return the restarts that this asks for."""
-        self._freshness = looked(self._freshness, self._proofs.expected(), self._clock())
+        self._freshness = check_components(self._freshness, self._proofs.expected(), self._clock())
         stale, covered = self._freshness.stale, self._freshness.covered
         if (stale, covered) != (self._state.stale, self._state.covered):
             self._pending.append(ComponentsStale(stale, covered))

@@ -1,14 +1,14 @@
-"""Which parts vouch for what, and which of them gave no proof for too long.
+"""What each component vouches for, and which components have given no proof of life for too long.
 
-"The task has not ended" proves nothing. Each part gives proofs that a dead one could not: a completed probe,
-a wait that returned, a write that is on the disk. A part whose newest proof is older than three periods plus
-its deadline is stale: what rests on it is unknown, and the part is restarted.
+"The task has not ended" proves nothing. Each component gives proofs that a dead one could not: a completed
+probe, a wait that returned, a write that is on the disk. A component whose newest proof is older than three
+periods plus its deadline is stale: what rests on it is unknown, and the component is restarted.
 
-Invariants: a restart is no proof. Nothing becomes stale by time alone: three looks, a period apart, have to
-find no newer proof, and a look that is a period late does not count. So however long the process or its loop
-stood still, each part has a period of a loop that turns before it is stale: an agent that was stopped for an
-hour offers what it offered before. A part that another one can stand in for takes no device away while
-that other one is fresh: a GPU is unknown only when nothing that would notice its fault is left.
+Invariants: a restart is no proof. No component becomes stale by time alone: three checks, a period apart,
+have to find no newer proof, and a check that is a period late does not count. So however long the process or
+its loop stood still, each component has a period of a running loop before it is stale: an agent that was
+stopped for an hour advertises the same devices as before. A component with a fresh alternative makes no
+device unknown: a GPU is unknown only when no component is left that would notice its fault.
 """
 
 from collections.abc import Iterable, Mapping
@@ -24,19 +24,19 @@ from agent.model.policy import SECOND_NS
 
 STALE_PERIODS: Final = 3
 LEAST_PERIOD_NS: Final = SECOND_NS
-"""However often a part gives proofs: a loaded machine is no stall."""
+"""Also for a component that gives proofs more often: a loaded machine is no stall."""
 
 
 class Rests(Enum):
-    """What becomes unknown with a part."""
+    """What becomes unknown with a component."""
 
     ITS_GPU = auto()
-    """The health of the GPU that the part is named after."""
+    """The health of the GPU that the component is named after."""
     EVERY_GPU = auto()
     NODE = auto()
-    """No device, but what the agent says of the node: /preflight names the part too."""
+    """No device, but what the agent reports of the node: /preflight names the component too."""
     AGENT = auto()
-    """Nothing about GPUs: /readyz alone names the part."""
+    """Nothing about GPUs: /readyz alone names the component."""
 
 
 class Voucher(msgspec.Struct, frozen=True):
@@ -47,9 +47,9 @@ class Voucher(msgspec.Struct, frozen=True):
     """What counts as a proof."""
     rests: Rests
     task: SourceName
-    """The supervised task that is restarted when the part is stale."""
+    """The supervised task that is restarted when the component is stale."""
     alternative: SourceName | None = None
-    """The part that covers this one: while it is expected and fresh, nothing becomes unknown."""
+    """The component that covers this one: while it is expected and fresh, nothing becomes unknown."""
 
 
 VOUCHERS: Final[Mapping[SourceName, Voucher]] = {
@@ -62,7 +62,7 @@ VOUCHERS: Final[Mapping[SourceName, Voucher]] = {
         alternative=facts.KERNEL_LOG,
     ),
     components.NVML_NODE: Voucher(
-        "which GPUs there are", "a count that NVML answered, or an init that ended", Rests.NODE, facts.NVML
+        "which GPUs there are", "a count from NVML, or a completed init", Rests.NODE, facts.NVML
     ),
     components.LIST_AND_WATCH: Voucher(
         "that the kubelet was sent the newest list",
@@ -76,18 +76,18 @@ VOUCHERS: Final[Mapping[SourceName, Voucher]] = {
         Rests.AGENT,
         facts.KUBELET_COUNT,
     ),
-    facts.KUBELET: Voucher("the kubelet's socket", "a completed look", Rests.NODE, facts.KUBELET),
+    facts.KUBELET: Voucher("the kubelet's socket", "a completed poll", Rests.NODE, facts.KUBELET),
     facts.KERNEL_LOG: Voucher(
         "the XIDs in the kernel log", "a completed read", Rests.AGENT, facts.KERNEL_LOG
     ),
     facts.SYSFS: Voucher(
-        "the bus, the driver's module, device nodes", "a completed look", Rests.AGENT, facts.SYSFS
+        "the bus, the driver's module, device nodes", "a completed poll", Rests.AGENT, facts.SYSFS
     ),
-    facts.PODS: Voucher("which pod holds which device", "a request that ended", Rests.AGENT, facts.PODS),
-    facts.PROBE: Voucher("who uses which GPU", "a completed round", Rests.AGENT, facts.PROBE),
-    facts.MPS: Voucher("that the MPS daemon serves", "a completed look", Rests.AGENT, facts.MPS),
+    facts.PODS: Voucher("which pod holds which device", "a completed request", Rests.AGENT, facts.PODS),
+    facts.PROBE: Voucher("which processes use which GPU", "a completed round", Rests.AGENT, facts.PROBE),
+    facts.MPS: Voucher("that the MPS daemon serves", "a completed poll", Rests.AGENT, facts.MPS),
     components.STATE_FILE: Voucher(
-        "that sick stays sick over a restart",
+        "that an unhealthy GPU stays so over a restart",
         "a state that is on the disk",
         Rests.AGENT,
         components.STATE_FILE,
@@ -98,10 +98,10 @@ VOUCHERS: Final[Mapping[SourceName, Voucher]] = {
     components.EVIDENCE: Voucher(
         "evidence of faults", "a bundle that is on the disk", Rests.AGENT, components.EVIDENCE
     ),
-    components.CDI: Voucher("the CDI specification", "a completed look", Rests.AGENT, components.CDI),
+    components.CDI: Voucher("the CDI specification", "a completed poll", Rests.AGENT, components.CDI),
     components.HTTP: Voucher("every answer over HTTP", "an answer to itself", Rests.AGENT, components.HTTP),
     components.CONFIG_WATCH: Voucher(
-        "that a changed configuration is seen", "a completed look", Rests.AGENT, components.CONFIG_WATCH
+        "that a changed configuration is read", "a completed poll", Rests.AGENT, components.CONFIG_WATCH
     ),
     components.LOOP: Voucher(
         "that a stuck engine is restarted",
@@ -111,18 +111,18 @@ VOUCHERS: Final[Mapping[SourceName, Voucher]] = {
     ),
     components.ENGINE: Voucher("every answer", "a completed step", Rests.EVERY_GPU, components.ENGINE),
 }
-"""Who vouches for what. Not uevents: they only say when to look, and sysfs is looked at anyway."""
+"""The table of components. Without uevents: they only start polls of sysfs, which happen anyway."""
 
 
 class Terms(NamedTuple):
-    """How often a part gives proofs, and how long the work for one may take."""
+    """How often a component gives proofs, and how long the work for one may take."""
 
     period_ns: int
     deadline_ns: int
 
     @property
     def least_period_ns(self) -> int:
-        """The time between two looks."""
+        """The time between two checks."""
         return max(self.period_ns, LEAST_PERIOD_NS)
 
     @property
@@ -132,27 +132,27 @@ class Terms(NamedTuple):
 
 
 class Expected(NamedTuple):
-    """A part that has to give proofs now."""
+    """A component that has to give proofs now."""
 
     terms: Terms
     proven_ns: int
-    """When it gave the newest one; before the first, since when one is expected."""
+    """When it gave the newest; before the first, since when one is expected."""
 
 
 class Watch(msgspec.Struct, frozen=True):
-    """One part as it was looked at."""
+    """The result of a component's checks."""
 
     proven_ns: int
     misses: int = 0
-    """Looks in a row that found no newer proof though one was due."""
-    looked_ns: int = 0
+    """Checks in a row that found no newer proof though one was due."""
+    checked_ns: int = 0
 
     def due_ns(self, terms: Terms) -> int:
-        """Return when to look again."""
-        return max(self.looked_ns, self.proven_ns + terms.deadline_ns) + terms.least_period_ns
+        """Return when the next check is due."""
+        return max(self.checked_ns, self.proven_ns + terms.deadline_ns) + terms.least_period_ns
 
-    def looked(self, expected: Expected, now_ns: int) -> "Watch":
-        """Return the watch after a look; the same object if nothing was due."""
+    def checked(self, expected: Expected, now_ns: int) -> "Watch":
+        """Return the watch after a check; the same object if none was due."""
         if expected.proven_ns != self.proven_ns:
             return Watch(expected.proven_ns)
         late_ns = now_ns - self.due_ns(expected.terms)
@@ -164,12 +164,12 @@ class Watch(msgspec.Struct, frozen=True):
 
     @property
     def is_stale(self) -> bool:
-        """Whether what rests on the part is unknown."""
+        """Whether what rests on the component is unknown."""
         return self.misses >= STALE_PERIODS
 
     @property
     def wants_restart(self) -> bool:
-        """Whether the newest look asks for a restart: at three misses, then at twice as many each time."""
+        """Whether the newest check asks for a restart: at three misses, then at twice as many each time."""
         runs, rest = divmod(self.misses, STALE_PERIODS)
         return rest == 0 and runs > 0 and runs & (runs - 1) == 0
 
@@ -180,21 +180,21 @@ class Freshness(msgspec.Struct, frozen=True):
     watches: Mapping[ComponentId, Watch] = msgspec.field(default_factory=lambda: MappingProxyType({}))
     stale: frozenset[ComponentId] = frozenset()
     covered: Mapping[ComponentId, int] = msgspec.field(default_factory=lambda: MappingProxyType({}))
-    """Those of the stale parts whose alternative is fresh, and when each gave its newest proof."""
+    """The stale components with a fresh alternative, and when each gave its newest proof."""
     restart: frozenset[ComponentId] = frozenset()
-    """The parts that the newest look asks to restart."""
+    """The components to restart after the newest check."""
     due_ns: int | None = None
-    """When to look again; None: nothing is expected."""
+    """When the next check is due; None: no proof is expected."""
 
 
-def looked(before: Freshness, expected: Mapping[ComponentId, Expected], now_ns: int) -> Freshness:
-    """Look at every part that has to give proofs; a part that no longer has to is not stale."""
+def check_components(before: Freshness, expected: Mapping[ComponentId, Expected], now_ns: int) -> Freshness:
+    """Check every component that has to give proofs; one that no longer has to is not stale."""
     watches: dict[ComponentId, Watch] = {}
     restart: set[ComponentId] = set()
     due_ns: int | None = None
     for component, each in expected.items():
         old = before.watches.get(component, Watch(each.proven_ns))
-        watch = watches[component] = old.looked(each, now_ns)
+        watch = watches[component] = old.checked(each, now_ns)
         if watch is not old and watch.wants_restart:
             restart.add(component)
         part_due_ns = watch.due_ns(each.terms)
@@ -210,7 +210,7 @@ def looked(before: Freshness, expected: Mapping[ComponentId, Expected], now_ns: 
 
 
 def proven_by(fact: facts.Fact) -> ComponentId | None:
-    """Return the part of which a fact is the proof: a GPU's prober proves itself by how a probe ended."""
+    """Return the component that a fact is the proof of: the result of a probe proves its GPU's prober."""
     match fact:
         case (
             facts.GpuProbePassed() | facts.GpuCallFailed() | facts.GpuCallOverdue() | facts.GpuCallAnswered()
@@ -221,7 +221,7 @@ def proven_by(fact: facts.Fact) -> ComponentId | None:
 
 
 def unknown_gpus(stale: Iterable[ComponentId], gpus: Iterable[GpuUuid]) -> frozenset[GpuUuid]:
-    """Return those of the GPUs that rest on a stale part."""
+    """Return the GPUs whose health rests on a stale component."""
     names = {component.of for component in stale if VOUCHERS[component.name].rests is Rests.ITS_GPU}
     if any(VOUCHERS[component.name].rests is Rests.EVERY_GPU for component in stale):
         return frozenset(gpus)
@@ -229,6 +229,6 @@ def unknown_gpus(stale: Iterable[ComponentId], gpus: Iterable[GpuUuid]) -> froze
 
 
 def stale_message(component: ComponentId) -> str:
-    """Return a sentence about a stale part."""
+    """Return a sentence about a stale component."""
     voucher = VOUCHERS[component.name]
     return f"{component} is stale: {voucher.proof} is overdue, so {voucher.vouches_for} cannot be relied on"

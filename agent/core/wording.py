@@ -1,4 +1,4 @@
-"""Words of sentences for people: numbers, lists, and names that others chose."""
+"""Wording of messages: numbers, lists, and names from outside the agent."""
 
 from collections.abc import Sequence
 
@@ -14,7 +14,7 @@ def listed(words: Sequence[str], last: str) -> str:
 
 
 def printable(text: str) -> str:
-    """Return a text as one line that no terminal obeys: what cannot be printed is escaped as in Python."""
+    """Return a text as one line without control characters: what is not printable is escaped as in Python."""
     if text.isprintable():
         return text
     return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in text)

@@ -84,6 +84,6 @@ async def measure_lag(
         if expected is None:
             continue
         before = watch or Watch(expected.proven_ns)
-        watch = before.looked(expected, now_ns)
+        watch = before.checked(expected, now_ns)
         if watch is not before and watch.wants_restart:
             restart(engine)

@@ -90,7 +90,7 @@ def test_it_does_what_a_searched_list_would(
                 if len(set(others)) <= 1:
                     oracle.put(client, key, weight)
                 else:
-                    # Several clients that had as much each lost in turn: only the invariants say which.
+                    # Several clients that had as much each lost in turn: only the invariants apply.
                     oracle.entries = [(e.client, e.key, e.weight) for e in table]
                     oracle.lost = Counter(table.losses)
                 found = table.get(key)
@@ -112,13 +112,13 @@ def test_it_does_what_a_searched_list_would(
                 oracle.entries = [each for each in oracle.entries if each[0] != client]
                 oracle.lost.pop(client, None)
             case ("pop_next",):
-                taken = table.pop_next()
-                assert (taken is None) == (not oracle.entries)
-                if taken is not None:
-                    first = next(each for each in oracle.entries if each[0] == taken.client)
-                    assert (taken.client, taken.key, taken.weight) == first
-                    oracle.pop(taken.key)
-                    turns.append(taken.client)
+                popped = table.pop_next()
+                assert (popped is None) == (not oracle.entries)
+                if popped is not None:
+                    first = next(each for each in oracle.entries if each[0] == popped.client)
+                    assert (popped.client, popped.key, popped.weight) == first
+                    oracle.pop(popped.key)
+                    turns.append(popped.client)
         assert [(each.client, each.key, each.weight) for each in table] == oracle.entries
         assert dict(table.losses) == +oracle.lost
         sizes = oracle.sizes()

@@ -6,7 +6,7 @@ from agent.core.wording import counted, listed
 
 
 @pytest.mark.parametrize(
-    ("number", "words", "told"),
+    ("number", "words", "wording"),
     [
         (0, ("GPU",), "0 GPUs"),
         (1, ("GPU",), "1 GPU"),
@@ -15,12 +15,12 @@ from agent.core.wording import counted, listed
         (5, ("process", "processes"), "5 processes"),
     ],
 )
-def test_a_noun_follows_its_number(number: int, words: tuple[str, ...], told: str) -> None:
-    assert counted(number, *words) == told
+def test_a_noun_follows_its_number(number: int, words: tuple[str, ...], wording: str) -> None:
+    assert counted(number, *words) == wording
 
 
 @pytest.mark.parametrize(
-    ("words", "told"), [([], ""), (["a"], "a"), (["a", "b"], "a or b"), (["a", "b", "c"], "a, b or c")]
+    ("words", "wording"), [([], ""), (["a"], "a"), (["a", "b"], "a or b"), (["a", "b", "c"], "a, b or c")]
 )
-def test_words_are_listed_as_in_a_sentence(words: list[str], told: str) -> None:
-    assert listed(words, "or") == told
+def test_words_are_listed_as_in_a_sentence(words: list[str], wording: str) -> None:
+    assert listed(words, "or") == wording

@@ -1,12 +1,12 @@
-"""CDI specifications of this node's devices, from what is known of the GPUs and was found of the driver.
+"""CDI specifications of this node's devices, from the snapshot's GPUs and the driver's files.
 
 Guarantees:
 
-1. A device is in a specification only if everything without which it could not be used was found and it can
-   be named: a name that is written can be resolved, and one bad device takes no other out with it.
-2. The result depends on nothing but the arguments, down to the order in every list, so what did not
-   change is not written anew.
-3. The version is the oldest one that has what is used.
+1. A device is in a specification only if all that it needs was found and it can be named: every written name
+   can be resolved, and one bad device excludes no other.
+2. The result depends on nothing but the arguments, down to the order in every list, so an unchanged
+   specification is not written again.
+3. The version is the oldest one that has every field in use.
 
 Sources: NVIDIA/k8s-device-plugin:internal/cdi; NVIDIA/nvidia-container-toolkit:pkg/nvcdi,
 internal/discover, internal/edits; cncf-tags/container-device-interface:SPEC.md.
@@ -43,13 +43,13 @@ _COHERENT: Final = "gpu.nvidia.com/coherent"
 
 
 class DeviceNode(NamedTuple):
-    """A device node that is there."""
+    """An existing device node."""
 
     path: str
     """In a container."""
     host_path: str
     group: int | None = None
-    """Who may open it on the host, where not everyone may."""
+    """The group that may open it on the host; None: every user may."""
 
 
 class Mount(NamedTuple):
@@ -68,7 +68,7 @@ class Link(NamedTuple):
 
 
 class Drm(NamedTuple):
-    """What a GPU has for graphics."""
+    """A GPU's files for graphics."""
 
     nodes: tuple[str, ...] = ()
     """Paths of device nodes."""
@@ -77,7 +77,7 @@ class Drm(NamedTuple):
 
 
 class DriverFiles(msgspec.Struct, frozen=True):
-    """What was found of the driver on this node, with the paths of the host and of containers."""
+    """The driver's files on this node, with the paths of the host and of containers."""
 
     version: str
     nodes: Mapping[str, DeviceNode]
@@ -89,13 +89,13 @@ class DriverFiles(msgspec.Struct, frozen=True):
     linker_dirs: tuple[str, ...] = ()
     """Directories of all libraries among the mounts, for the dynamic linker's cache."""
     storage_mounts: tuple[Mount, ...] = ()
-    """What GPUDirect Storage needs beside its nodes."""
+    """Files of GPUDirect Storage beside its nodes."""
     drm: Mapping[str, Drm] = msgspec.field(default_factory=dict)
     """By PCI address."""
 
 
 class Hooks(NamedTuple):
-    """The program that prepares a container, and what it is not to do."""
+    """The program that prepares a container, and its disabled hooks."""
 
     path: str | None
     """On the host; None: there is none."""
@@ -107,7 +107,7 @@ class Hooks(NamedTuple):
         if self.path is None or self.disabled & {name, "all"}:
             return []
         program = self.path.rpartition("/")[2]
-        # One program is made of hooks, of the other they are a subcommand.
+        # One program has the hooks as its commands, the other below a subcommand.
         words = [program, "hook"] if program == "nvidia-ctk" else [program]
         return [
             {
@@ -135,8 +135,8 @@ def specifications(
 ) -> dict[str, Document]:
     """Return the specification of each class that has a device.
 
-    Of two GPUs that go by one index the first counts, so those that NVML lists now come first.
-    ``annotate_coherent``: tell of each whole GPU whether its memory is coherent with the CPU's.
+    Of two GPUs with one index the first counts, so those that NVML lists now come first.
+    ``annotate_coherent``: annotate each whole GPU with whether its memory is coherent with the CPU's.
     """
     of_gpus = _gpu_devices(gpus, injection.ids, mig_strategy, files, hooks)
     devices = {
@@ -182,7 +182,7 @@ def _gpu_devices(
 
 
 def _annotated(gpu: Gpu, mig: MigDevice | None, device: Document) -> Document:
-    """Return the device with what its reader may select by; nothing is told of MIG devices."""
+    """Return the device with annotations that its reader may select by; MIG devices have none."""
     if mig is not None or gpu.coherent is None:
         return device
     return {"name": device["name"], "annotations": {_COHERENT: str(gpu.coherent).lower()}, **device}
@@ -191,7 +191,7 @@ def _annotated(gpu: Gpu, mig: MigDevice | None, device: Document) -> Document:
 def left_out(
     gpus: Iterable[Gpu], *, ids: DeviceIdStrategy, mig_strategy: MigStrategy, files: DriverFiles
 ) -> tuple[str, ...]:
-    """Return for a person each device of these GPUs that is in no specification, with why."""
+    """Return a message for each device of these GPUs that is in no specification, with why."""
     lacking = ((gpu, mig, _obstacle(gpu, mig, ids, files)) for gpu, mig in _given(gpus, mig_strategy))
     return tuple(f"{(mig or gpu).uuid}: {why}" for gpu, mig, why in lacking if why)
 
@@ -199,7 +199,7 @@ def left_out(
 def unnameable(
     gpus: Iterable[Gpu], *, ids: DeviceIdStrategy, mig_strategy: MigStrategy
 ) -> dict[Placement, str]:
-    """Return the devices that CDI has no name for, each with why and the next step."""
+    """Return the devices without a CDI name, each with why and the next step."""
     return {
         gpu.placement if mig is None else Placement(gpu.uuid, mig.gi, mig.ci): problem
         for gpu, mig in _given(gpus, mig_strategy)
@@ -213,7 +213,7 @@ def _name_problem(gpu: Gpu, mig: MigDevice | None, ids: DeviceIdStrategy) -> str
 
 
 def _parts(gpus: Iterable[Gpu], mig_strategy: MigStrategy) -> Iterator[tuple[Gpu, MigDevice | None]]:
-    """Yield what a specification has a device for: GPUs (None) and MIG devices."""
+    """Yield the GPUs (None) and MIG devices that a specification may have."""
     for gpu in gpus:
         if mig_strategy == "none" or not gpu.mig_enabled:
             yield gpu, None
@@ -222,7 +222,7 @@ def _parts(gpus: Iterable[Gpu], mig_strategy: MigStrategy) -> Iterator[tuple[Gpu
 
 
 def _given(gpus: Iterable[Gpu], mig_strategy: MigStrategy) -> Iterator[tuple[Gpu, MigDevice | None]]:
-    """Yield the same without what no container is given."""
+    """Yield the same without those that no container gets."""
     return ((gpu, mig) for gpu, mig in _parts(gpus, mig_strategy) if mig is None or mig_strategy != "none")
 
 
@@ -233,7 +233,7 @@ def _name(gpu: Gpu, mig: MigDevice | None, ids: DeviceIdStrategy) -> str:
 
 
 def _device_edits(gpu: Gpu, mig: MigDevice | None, files: DriverFiles, hooks: Hooks) -> Document:
-    """Return what a container gets with a device of which nothing is missing."""
+    """Return the container edits of a device with all its files."""
     drm = _drm(gpu, mig, files)
     return _edits(
         nodes=[files.nodes[path] for path in (*_paths(gpu, mig), *drm.nodes)], hooks=hooks.link(drm.links)
@@ -252,7 +252,7 @@ def _obstacle(gpu: Gpu, mig: MigDevice | None, ids: DeviceIdStrategy, files: Dri
 
 
 def _drm(gpu: Gpu, mig: MigDevice | None, files: DriverFiles) -> Drm:
-    # Of MIG devices only those with graphics can use what is there for it.
+    # Only MIG devices with graphics can use the files for it.
     has_graphics = mig is None or "gfx" in mig.profile.split("+")[1:]
     return files.drm.get(gpu.pci, Drm()) if has_graphics else Drm()
 
@@ -265,7 +265,7 @@ def _paths(gpu: Gpu, mig: MigDevice | None) -> Iterator[str]:
 
 
 def _driver_edits(files: DriverFiles, hooks: Hooks) -> Document:
-    """Return what a container gets with any GPU."""
+    """Return the container edits of every GPU."""
     folders = [text for directory in files.linker_dirs for text in ("--folder", directory)]
     return _edits(
         env=(f"NVIDIA_CTK_LIBCUDA_DIR={':'.join(files.library_dirs)}", VOID),
@@ -286,7 +286,7 @@ def _matching(files: DriverFiles, prefix: str) -> list[DeviceNode]:
 
 
 def _all_of(nodes: Sequence[DeviceNode], mounts: Sequence[Mount] = ()) -> list[Document]:
-    """Return the one device of a class that has no others, if there is anything of it."""
+    """Return the only device of a class, if any of its files exists."""
     if not nodes:
         return []
     return [{"name": "all", "containerEdits": _edits(nodes=nodes, mounts=mounts)}]
@@ -318,7 +318,7 @@ def _edits(
             for mount in sorted(mounts, key=lambda mount: mount.container_path)
         ],
         "hooks": list(hooks),
-        # A process that is not root needs the group of a node that is not open to everyone.
+        # A process that is not root needs the group of a node that not every user may open.
         "additionalGids": sorted({node.group for node in nodes if node.group}),
     }
     return {key: value for key, value in edits.items() if value}

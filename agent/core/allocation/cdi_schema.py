@@ -1,8 +1,8 @@
-"""Whether a CDI specification is one that container runtimes load, and the oldest version it fits.
+"""Checks that container runtimes load a CDI specification, and finds the oldest version it fits.
 
 Runtimes read a specification strictly: one unknown field, or one that is newer than the version it states,
-and none of its devices can be resolved. So every specification is checked before it is written. Anything that
-the format has is known here, whether or not this agent writes it; null stands for a field that is absent.
+and none of its devices can be resolved. So every specification is checked before it is written. This module
+has the whole format, whether or not this agent writes it; null stands for a field that is absent.
 
 Source: cncf-tags/container-device-interface:SPEC.md, specs-go/config.go, specs-go/version.go, pkg/parser,
 pkg/cdi/container-edits.go.
@@ -34,19 +34,19 @@ _NAME: Final = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9_.:-]*[A-Za-z0-9])?")
 _PERMISSIONS: Final = re.compile(r"[rwm]*|none")
 _PATH: Final = re.compile(r"/[^\x00-\x1f\x7f]*")
 _PLACE: Final = re.compile(r"[^\x00-\x1f\x7f]+")
-"""What is mounted: a path of the host, or a word such as ``tmpfs`` where the type of the mount says so."""
+"""A mount's source: a path of the host, or a word such as ``tmpfs`` where the mount's type wants one."""
 _ENVIRONMENT: Final = re.compile(r"[^=\x00]+=[^\x00]*")
 _CLASS_OF_SERVICE: Final = re.compile(r"/|(?!\.\.?$)[^/\n\x00]{0,4095}")
 
 _DROPPED: Final = {"enableCMT": "1.1.0", "enableMBM": "1.1.0"}
-"""Fields of ``intelRdt`` by the version that has them no more."""
+"""Fields of ``intelRdt`` by the version that removed them."""
 
 Problems = Iterator[str]
 Check = Callable[[Any, str], Problems]
 
 
 def problems_of(document: object) -> tuple[str, ...]:
-    """Return what is wrong with a specification, each with where; at most MAX_PROBLEMS."""
+    """Return the problems of a specification, each with its place; at most MAX_PROBLEMS."""
     found = tuple(islice(_specification(document, ""), MAX_PROBLEMS))
     if found or not isinstance(document, Mapping):
         return found
@@ -66,17 +66,17 @@ def problems_of(document: object) -> tuple[str, ...]:
 
 
 def name_problem(name: str) -> str | None:
-    """Return why a device cannot go by a name; None: it can."""
+    """Return why a device cannot have a name; None: it can."""
     return next(_matching(_NAME, "a device name")(name, "its CDI name"), None)
 
 
 def oldest_version(document: Json) -> str:
-    """Return the oldest version of the specification that has everything a well-formed one uses."""
+    """Return the oldest version of the specification that has every field of a well-formed one."""
     return max((version for version, _ in _newer_features(document)), default=VERSIONS[0], key=VERSIONS.index)
 
 
 def _newer_features(document: Json) -> Iterator[tuple[str, str]]:
-    """Yield what is not in the oldest version, with the version that has it."""
+    """Yield each field that is not in the oldest version, with the version that added it."""
     _, _, name = document.get("kind", "").partition("/")
     if "." in name:
         yield "0.6.0", "a dot in the class"
@@ -130,7 +130,7 @@ def _specification(document: object, where: str) -> Problems:
 
 
 def _plain_version(text: str) -> str:
-    # Runtimes take it with a v, too.
+    # Runtimes accept it with a v, too.
     return text.removeprefix("v")
 
 
@@ -277,38 +277,38 @@ def _record(
 
 
 def _list_of(check: Check) -> Check:
-    def judge(value: object, where: str) -> Problems:
+    def check_value(value: object, where: str) -> Problems:
         if not isinstance(value, list):
             yield f"{where}: must be a list, not {_shown(value)}"
             return
         for number, each in enumerate(value):
             yield from check(each, f"{where}[{number}]")
 
-    return judge
+    return check_value
 
 
 def _matching(pattern: re.Pattern[str], what: str) -> Check:
-    def judge(value: object, where: str) -> Problems:
+    def check_value(value: object, where: str) -> Problems:
         if not isinstance(value, str) or pattern.fullmatch(value) is None:
             yield f"{where}: must be {what}, not {_shown(value)}"
 
-    return judge
+    return check_value
 
 
 def _one_of(known: frozenset[str]) -> Check:
-    def judge(value: object, where: str) -> Problems:
+    def check_value(value: object, where: str) -> Problems:
         if not isinstance(value, str) or value not in known:
             yield f"{where}: must be one of {', '.join(sorted(known - {''}))}, not {_shown(value)}"
 
-    return judge
+    return check_value
 
 
 def _number(least: int, most: int) -> Check:
-    def judge(value: object, where: str) -> Problems:
+    def check_value(value: object, where: str) -> Problems:
         if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
             yield f"{where}: must be an integer between {least} and {most}, not {_shown(value)}"
 
-    return judge
+    return check_value
 
 
 def _text(value: object, where: str) -> Problems:

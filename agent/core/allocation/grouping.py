@@ -1,14 +1,14 @@
-"""Divides GPUs into groups whose members are well connected, and picks one group.
+"""Divides GPUs into groups whose members have good connections, and picks one group.
 
-What is wanted is what NVIDIA's allocator looks for: of all ways to divide the GPUs into groups of one
-size, with one smaller group for what is left over, the way with the highest total of the scores within
-groups; and of its groups the best one. So a group is not made at the expense of what is asked for next.
+The goal is that of NVIDIA's allocator: of all ways to divide the GPUs into groups of one size, with one
+smaller group for the rest, the way with the highest total of the scores within groups; and of its groups the
+best one. So a group is not made at the expense of the next request.
 Source: NVIDIA/go-gpuallocator:gpuallocator/besteffort_policy.go.
 
 Guarantees: up to EXACT GPUs the total is the highest there is, and among the ways that reach it the
 group is the one with the highest score, then the one that breaks least off the GPUs that stay, then the
-first. With more GPUs greedy divisions are improved by exchanges, at most MAX_EXCHANGES looked at in all, and
-a better one is searched for in at most MAX_NODES steps; of GPUs that are connected alike any will do. The
+first. With more GPUs greedy divisions are improved by exchanges, at most MAX_EXCHANGES tried in all, and
+a better one is searched for in at most MAX_NODES steps; GPUs with equal connections are interchangeable. The
 outcome is never worse than a greedy one, and is the best wherever every GPU can have its best neighbours, as
 in nodes that are built of equal parts.
 A group of one breaks least off. Equal questions have equal answers.
@@ -20,11 +20,11 @@ from operator import add, sub
 from typing import Final
 
 EXACT: Final = 8
-"""GPUs up to which every division is looked at."""
+"""GPUs up to which every division is evaluated."""
 MAX_EXCHANGES: Final = 6_000
-"""Pairs of GPUs looked at whether they should change places, in all."""
+"""Exchanges of two GPUs that are tried, in all."""
 MAX_NODES: Final = 200
-"""Partial groups looked at in the search for a better division."""
+"""Partial groups that are tried in the search for a better division."""
 
 Scores = Sequence[Sequence[int]]
 """The score of each pair, symmetric; not negative, and zero on the diagonal."""
@@ -88,7 +88,7 @@ def _inner_totals(scores: Scores) -> list[int]:
 
 
 def _best_totals(inner: Sequence[int], size: int) -> Callable[[int], int]:
-    """Return what tells the highest total of a division of a set of GPUs, by the set's bits."""
+    """Return a function for the highest total of a division of a set of GPUs, by the set's bits."""
     known = {0: 0}
 
     def best(mask: int) -> int:
@@ -206,7 +206,7 @@ def greedy(
         group = [] if groups else list(required)
         near = [sum(row[member] for member in group) for row in scores]
         while len(group) < length:
-            # Who is connected best to the group, and of equals worst to the others that are left.
+            # The GPU that is connected best to the group, and of equals worst to the others that are left.
             _, _, last = max([(near[gpu], -to_left[gpu], -gpu) for gpu in left])
             chosen, seed = -last if seed is None else seed, None
             left.remove(chosen)
@@ -218,7 +218,7 @@ def greedy(
 
 
 def _improve(scores: Scores, groups: list[list[int]], fixed: frozenset[int], exchanges: int) -> int:
-    """Exchange GPUs between groups while that helps; returns how many more pairs may be looked at.
+    """Exchange GPUs between groups while that helps; returns how many more pairs may be tried.
 
     ``fixed`` are GPUs of the first group, which stay there.
     """
@@ -301,9 +301,9 @@ def _is_alike(one: Sequence[int], other: Sequence[int], at: int, there: int) -> 
 
 
 class _Search:
-    """Looks for a division with a smaller loss, depth first, for a bounded number of steps.
+    """Searches for a division with a smaller loss, depth first, for a bounded number of steps.
 
-    GPUs of one kind may change places, so what differs in that alone is looked at once.
+    GPUs of one kind are interchangeable, so divisions that differ in that alone are tried once.
     """
 
     def __init__(self, scores: Scores, size: int, bound: _Bound, loss: int) -> None:

@@ -1,6 +1,6 @@
-"""What a container is given for its devices: NVIDIA's device list strategies, and every combination of them.
+"""A container's environment, mounts and nodes for its devices, by NVIDIA's device list strategies.
 
-Invariants: the answer is made of the snapshot alone; no text of the request gets into it. Devices are
+Invariants: the answer comes from the snapshot alone; no text of the request gets into it. Devices are
 listed in the order (GPU, GPU instance, compute instance), each once, so the answer does not depend on
 the order of the request, which the kubelet shuffles.
 
@@ -19,20 +19,20 @@ from agent.model.snapshot import Device, Resource, Snapshot
 
 VISIBLE_DEVICES: Final = "NVIDIA_VISIBLE_DEVICES"
 LIST_DIRECTORY: Final = "/var/run/nvidia-container-devices"
-"""Where the NVIDIA runtime reads which devices a container is to have, as the names of mounted files."""
+"""The NVIDIA runtime reads a container's devices from the names of files mounted here."""
 NOTHING_PATH: Final = "/dev/null"
-"""What is mounted there: only the name says something."""
+"""The source of those mounts: only their names count."""
 CDI_VENDOR: Final = "k8s.device-plugin.nvidia.com"
 ANNOTATION_OWNER: Final = "nvidia-device-plugin"
 MPS_ROOT: Final = "/mps"
-"""Where a container has what the host has below ``Injection.mps_root``."""
+"""A container's path of the host's ``Injection.mps_root``."""
 IMEX_NODE: Final = "/dev/nvidia-caps-imex-channels/channel"
 
 _CDI_STRATEGIES: Final[frozenset[DeviceListStrategy]] = frozenset({"cdi-annotations", "cdi-cri"})
 
 
 class DeviceNode(msgspec.Struct, frozen=True):
-    """A device node to be put into the container."""
+    """A device node for the container."""
 
     container_path: str
     host_path: str
@@ -48,7 +48,7 @@ class Mount(msgspec.Struct, frozen=True):
 
 
 class ContainerAnswer(msgspec.Struct, frozen=True):
-    """What one container gets."""
+    """The answer for one container."""
 
     envs: Mapping[str, str] = msgspec.field(default_factory=dict)
     mounts: tuple[Mount, ...] = ()
@@ -64,7 +64,7 @@ def uses_cdi(injection: Injection) -> bool:
 
 
 def gives_capabilities(policy: Policy, *, sees_new_nodes: bool) -> bool:
-    """Return whether a MIG device whose nodes we do not see cannot be given to a container.
+    """Return whether no container can use a MIG device whose nodes are not visible.
 
     Without CDI and device specs the NVIDIA runtime makes the nodes when a container starts. Device specs
     name what the node has, where we may not see it; a CDI specification is made of what we see.
@@ -75,12 +75,12 @@ def gives_capabilities(policy: Policy, *, sees_new_nodes: bool) -> bool:
 
 
 def names_nodes(injection: Injection) -> bool:
-    """Return whether containers are given device nodes by path: one without a known path cannot be given."""
+    """Return whether answers have device nodes by path, so that a node without a known path is an error."""
     return uses_cdi(injection) or injection.pass_device_specs
 
 
 def is_cdi_only(injection: Injection) -> bool:
-    """Return whether nothing but CDI tells the container's runtime of the devices."""
+    """Return whether the container's runtime gets the devices by CDI alone."""
     return _CDI_STRATEGIES.issuperset(injection.strategies)
 
 
@@ -90,26 +90,26 @@ def cdi_name(kind: str, device: str) -> str:
 
 
 def cdi_names(answer: ContainerAnswer) -> tuple[str, ...]:
-    """Return the CDI names that an answer tells, however it tells them."""
+    """Return the CDI names in an answer, in its field and its annotations."""
     annotated = (name for names in answer.annotations.values() for name in names.split(","))
     return tuple(dict.fromkeys((*answer.cdi_devices, *annotated)))
 
 
 def extra_cdi_names(injection: Injection) -> tuple[str, ...]:
-    """Return the CDI names of what a container gets beside GPUs where the node has it."""
+    """Return the CDI names of the devices beside GPUs that a container gets where the node has them."""
     wanted = (("gdrcopy", injection.gdrcopy), ("gds", injection.gds), ("mofed", injection.mofed))
     return tuple(cdi_name(kind, "all") for kind, is_wanted in wanted if is_wanted)
 
 
 def name_in_container(device: Device, strategy: DeviceIdStrategy) -> str:
-    """Return what a container is told of a device: its UUID, or NVML's indexes as ``i`` or ``i:j``."""
+    """Return a device's name in a container: its UUID, or NVML's indexes as ``i`` or ``i:j``."""
     if strategy == "uuid":
         return device.uuid
     return str(device.index) if device.mig_index is None else f"{device.index}:{device.mig_index}"
 
 
 def imex_channels(snapshot: Snapshot) -> tuple[int, ...]:
-    """Return the IMEX channels that are wanted and that the node has."""
+    """Return the configured IMEX channels that the node has."""
     wanted = snapshot.policy.injection.imex_channels
     return tuple(channel for channel in wanted if f"{IMEX_NODE}{channel}" in snapshot.control_nodes)
 
@@ -122,7 +122,7 @@ def container_answer(
     annotation_id: str,
     absent: Collection[str] = (),
 ) -> ContainerAnswer:
-    """Return what a container gets for ``devices``, which are in the order of the answer.
+    """Return a container's answer for ``devices``, which are in the order of the answer.
 
     ``annotation_id`` makes the key of the CDI annotation unique, as NVIDIA's random UUID does;
     ``absent`` are the extra CDI names that this node has nothing for.
@@ -130,7 +130,7 @@ def container_answer(
     injection = snapshot.policy.injection
     names = tuple(dict.fromkeys(name_in_container(device, injection.ids) for device in devices))
     channels = imex_channels(snapshot)
-    told = _all_cdi_names(injection, names, channels, absent)
+    qualified = _all_cdi_names(injection, names, channels, absent)
     envs, mounts = _mps(injection, resource)
     nodes: tuple[DeviceNode, ...] = ()
     if not is_cdi_only(injection):
@@ -141,8 +141,8 @@ def container_answer(
         envs=envs,
         mounts=mounts,
         device_nodes=nodes,
-        annotations=_annotations(injection, told, annotation_id),
-        cdi_devices=told if "cdi-cri" in injection.strategies else (),
+        annotations=_annotations(injection, qualified, annotation_id),
+        cdi_devices=qualified if "cdi-cri" in injection.strategies else (),
     )
 
 
@@ -156,16 +156,16 @@ def _all_cdi_names(
     )
 
 
-def _annotations(injection: Injection, told: Sequence[str], annotation_id: str) -> Mapping[str, str]:
-    if not told or "cdi-annotations" not in injection.strategies:
+def _annotations(injection: Injection, qualified: Sequence[str], annotation_id: str) -> Mapping[str, str]:
+    if not qualified or "cdi-annotations" not in injection.strategies:
         return {}
-    return {f"{injection.cdi_annotation_prefix}{ANNOTATION_OWNER}_{annotation_id}": ",".join(told)}
+    return {f"{injection.cdi_annotation_prefix}{ANNOTATION_OWNER}_{annotation_id}": ",".join(qualified)}
 
 
 def _mps(injection: Injection, resource: Resource) -> tuple[dict[str, str], tuple[Mount, ...]]:
     """Return the pipes of the resource's MPS daemon, and the memory that all daemons of the node share.
 
-    Whatever tells of the devices: a container without them would not find the daemon.
+    With every strategy: a container without them would not find the daemon.
     """
     if resource.sharing != "mps":
         return {}, ()
@@ -218,7 +218,7 @@ def _device_nodes(
 
 
 def _nodes_of(gpu: Gpu, device: Device) -> Iterable[str]:
-    """Yield the nodes of a device: its GPU's, and for MIG what opens its instances."""
+    """Yield the nodes of a device: its GPU's, and for MIG the capabilities of its instances."""
     yield from node_of(gpu)
     for mig in gpu.mig_devices:
         if mig.uuid == device.uuid:

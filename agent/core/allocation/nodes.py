@@ -1,4 +1,4 @@
-"""The device nodes without which a GPU or a MIG device cannot be used, and whose they are.
+"""The device nodes that a GPU or a MIG device needs.
 
 Source: NVIDIA's MIG User Guide, "Device Nodes and Capabilities".
 """
@@ -23,7 +23,7 @@ def node_of(gpu: Gpu) -> Iterator[str]:
 
 
 def capability_nodes(mig: MigDevice) -> Iterator[str]:
-    """Yield what opens a MIG device's instances, as far as the minors are known."""
+    """Yield the capability nodes of a MIG device's instances, as far as the minors are known."""
     for minor in (mig.gi_minor, mig.ci_minor):
         if minor is not None:
             yield f"{CAPABILITY_NODE}{minor}"
@@ -53,7 +53,7 @@ def owners(gpus: Iterable[Gpu]) -> dict[str, list[Placement]]:
 
 
 def unknown_nodes(gpu: Gpu, mig: MigDevice | None) -> tuple[str, ...]:
-    """Return what of a device has a node of which the driver does not say the minor, so it has no path."""
+    """Return the parts of a device whose node has an unknown minor, and so no path."""
     minors: tuple[tuple[str, int | None], ...] = (("GPU", gpu.minor),)
     if mig is not None:
         minors += (("GPU instance", mig.gi_minor), ("compute instance", mig.ci_minor))
@@ -61,7 +61,7 @@ def unknown_nodes(gpu: Gpu, mig: MigDevice | None) -> tuple[str, ...]:
 
 
 def without_path(gpus: Iterable[Gpu], *, with_capabilities: bool) -> dict[Placement, str]:
-    """Return the devices that nobody can name a node of, each with why."""
+    """Return the devices with a node of unknown path, each with why."""
     found: dict[Placement, str] = {}
     for gpu in gpus:
         if unknown := unknown_nodes(gpu, None):
@@ -73,8 +73,8 @@ def without_path(gpus: Iterable[Gpu], *, with_capabilities: bool) -> dict[Placem
 
 
 def unknown_message(parts: Iterable[str]) -> str:
-    """Return for a person that nodes are not known."""
-    return f"the driver does not say which device node is that of its {' and '.join(parts)}"
+    """Return a message that nodes are unknown."""
+    return f"the driver does not report the device node of its {' and '.join(parts)}"
 
 
 def is_capability(path: str) -> bool:

@@ -1,12 +1,11 @@
-"""Which devices to prefer for a container, of those the kubelet says are free.
+"""Chooses the preferred devices for a container, of those that are free for the kubelet.
 
-Whole GPUs are chosen by how they are connected; while that is not known, by their NUMA nodes. Shares
-and MIG devices are chosen by how much of their GPUs is in use, as the operator's policy says.
-
+Whole GPUs are chosen by their connections; while those are unknown, by their NUMA nodes. Shares and MIG
+devices are chosen by how much of their GPUs is in use, by the operator's policy.
 Invariants: answers come from the request and the snapshot alone, no driver call is made. The values
-do not depend on the order of the request, which the kubelet shuffles. A device that is not well is
-preferred only where it has to be, since Allocate would refuse it; one that is not known any more does
-not stand in the way of the others.
+do not depend on the order of the request, which the kubelet shuffles. An unhealthy device is preferred
+only where it has to be, since Allocate would reject it; one that is no longer known does not block the
+others.
 """
 
 from collections import Counter
@@ -50,7 +49,7 @@ def prefer(
 def _required(
     resource: Resource, free: Sequence[Device], must_include: Sequence[str], size: int
 ) -> list[Device] | Rejection:
-    """Return the devices that must be included, or why there are not ``size`` with them."""
+    """Return the devices that must be included, or why ``size`` cannot be reached with them."""
     by_id: dict[str, Device] = {device.id: device for device in free}
     wanted = dict.fromkeys(must_include)
     missing = [one for one in wanted if one not in by_id]
@@ -141,7 +140,7 @@ def _shares(
     others: Sequence[Device],
     size: int,
 ) -> list[Device]:
-    # Where a container gets each card once, only other cards will do.
+    # Where a container gets each card once, only other cards fit.
     rank = _RANKS["spread" if policy.sharing.distinct_cards else policy.shared_allocation]
     on_gpu = _InUse(lambda device: device.placement.gpu, resource, free)
     on_device = _InUse(lambda device: device.uuid, resource, free)

@@ -1,7 +1,7 @@
-"""Whether a container gets the devices it was allocated, and whether it may start on them.
+"""Decides whether a container gets the devices it was allocated, and whether it may start on them.
 
-Invariants: answers come from the snapshot alone, no driver call and no file is touched. A refusal is
-read by the pod's owner, so it names the device and the next step.
+Invariants: answers come from the snapshot alone, without a driver call or a file. The pod's owner reads a
+rejection, so it names the device and the next step.
 """
 
 from collections.abc import Collection, Iterable, Sequence
@@ -17,14 +17,14 @@ from agent.model.health import Evidence, Health, Reason
 from agent.model.snapshot import Device, Resource, Snapshot
 
 MAX_NAMED: Final = 4
-"""Devices that a refusal names; a request may hold thousands of ids, and a message is read by a person."""
+"""Devices that a rejection names; a request may hold thousands of ids, too many for a message."""
 
 
 class Rejection(msgspec.Struct, frozen=True):
     """Why a request cannot be met."""
 
     kind: Literal["unknown", "unhealthy", "unsatisfiable", "missing"]
-    """``missing``: the node lacks something that the container needs beside its devices."""
+    """``missing``: the node lacks a file that the container needs beside its devices."""
     message: str
 
 
@@ -36,7 +36,7 @@ def allocate(
     annotation_id: str = "",
     absent: Collection[str] = (),
 ) -> ContainerAnswer | Rejection:
-    """Return what a container gets for the devices ``ids`` (duplicates are one).
+    """Return a container's answer for the devices ``ids`` (duplicates are one).
 
     For ``annotation_id`` and ``absent`` see ``container_answer``.
     """
@@ -44,22 +44,22 @@ def allocate(
     if isinstance(devices, Rejection):
         return devices
     devices.sort(key=container_order)
-    refusal = (
+    rejection = (
         _too_many(snapshot, resource, devices)
-        or _sick(snapshot, devices)
+        or _unhealthy(snapshot, devices)
         or _no_channel(snapshot)
         or _no_node(snapshot, devices)
     )
-    if refusal is not None:
-        return refusal
+    if rejection is not None:
+        return rejection
     return container_answer(snapshot, resource, devices, annotation_id=annotation_id, absent=absent)
 
 
 def reject_start(snapshot: Snapshot, resource: Resource, ids: Sequence[str]) -> Rejection | None:
-    """Return why a container must not start on devices that it was allocated; None: nothing is against it.
+    """Return why a container must not start on devices that it was allocated; None: it may.
 
-    Only what a device says of itself counts. What is inferred, and a device that is not known (any
-    more), never keeps a container from starting.
+    Only what a device reports itself counts. An inferred fault, and a device that is not (or no longer)
+    known, never keep a container from starting.
     """
     wanted = frozenset(ids)
     for device in resource.devices:
@@ -92,13 +92,13 @@ def find_devices(resource: Resource, ids: Sequence[str]) -> list[Device] | Rejec
 
 
 def shown(name: str) -> str:
-    """Return an id from outside so that it can stand in a message: short, and printable."""
+    """Return an id from outside in a form for messages: short, and printable."""
     text = name if name.isprintable() else ascii(name)
     return text if len(text) <= 64 else text[:61] + "..."
 
 
 def _named(snapshot: Snapshot, device: Device, name: str = "") -> str:
-    """Return a device with its GPU as people find it: by index, or where it was until it was lost."""
+    """Return a device with its GPU by index, or by its last PCI address once it is lost."""
     view = snapshot.view_of(device.placement.gpu)
     if view is None:
         return name or device.id
@@ -107,7 +107,7 @@ def _named(snapshot: Snapshot, device: Device, name: str = "") -> str:
 
 
 def _too_many(snapshot: Snapshot, resource: Resource, devices: Sequence[Device]) -> Rejection | None:
-    """Return what the operator's limits on shared devices say against a request."""
+    """Return the rejection of a request over the operator's limits on shared devices."""
     sharing = snapshot.policy.sharing
     shares = [device for device in devices if device.replica is not None]
     if sharing.fail_requests_greater_than_one and shares and len(devices) > 1:
@@ -142,16 +142,16 @@ def _listed(ids: Sequence[str]) -> str:
     return listed([*named, f"{more} more"] if more else named, "and")
 
 
-def _sick(snapshot: Snapshot, devices: Iterable[Device]) -> Rejection | None:
-    sick = next((device for device in devices if device.health is not Health.HEALTHY), None)
-    return None if sick is None else Rejection("unhealthy", _unhealthy_message(snapshot, sick))
+def _unhealthy(snapshot: Snapshot, devices: Iterable[Device]) -> Rejection | None:
+    unhealthy = next((device for device in devices if device.health is not Health.HEALTHY), None)
+    return None if unhealthy is None else Rejection("unhealthy", _unhealthy_message(snapshot, unhealthy))
 
 
 def _no_channel(snapshot: Snapshot) -> Rejection | None:
-    """Return what a missing IMEX channel says against a request.
+    """Return the rejection of a request for want of an IMEX channel.
 
-    Where the agent itself requires it, every device is unhealthy already: this is for who asks what
-    would be if it were required.
+    Where the agent itself requires it, every device is unhealthy already: this is for a caller that asks what
+    the answer would be if it were required.
     """
     missing = missing_channels(snapshot.policy.injection, snapshot.control_nodes)
     if not missing:
@@ -164,7 +164,7 @@ def _no_channel(snapshot: Snapshot) -> Rejection | None:
 
 
 def _no_node(snapshot: Snapshot, devices: Iterable[Device]) -> Rejection | None:
-    """Return which device has a node that cannot be named, where containers are given nodes by path."""
+    """Return the rejection for a device with a node of unknown path, where answers have nodes by path."""
     if not names_nodes(snapshot.policy.injection):
         return None
     for device in devices:
@@ -195,6 +195,6 @@ def _unhealthy_message(snapshot: Snapshot, device: Device) -> str:
 
 
 def container_order(device: Device) -> tuple[int, int, int, int]:
-    """Return where ``device`` stands in the stable order: GPU, GPU instance, compute instance, replica."""
+    """Return the sort key of ``device`` in the stable order: GPU, GPU instance, compute instance, replica."""
     placement = device.placement
     return (device.index, placement.gi, placement.ci, device.replica or 0)

@@ -1,7 +1,7 @@
-"""How the GPUs of a node are connected, put together from what each GPU's sample found.
+"""The connections of the GPUs of a node, joined from each GPU's topology sample.
 
-Invariants: a GPU that is not there, or whose links could not be read, has unknown links; the others
-keep theirs. What the driver says of PCIe goes before what the kernel's device paths say.
+Invariants: a GPU that is absent, or whose links could not be read, has unknown links; the others keep theirs.
+The driver's PCIe distance takes precedence over that of the kernel's device paths.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -16,7 +16,7 @@ NUMA_WEIGHT: Final = 4_096
 """One point of a score outweighs every pair of a node's GPUs that is on one NUMA node."""
 
 MAX_PATH_PARTS: Final = 64
-"""Bridges between a GPU and its host bridge that are looked at; machines have fewer than ten."""
+"""Bridges between a GPU and its host bridge that count; machines have fewer than ten."""
 
 NVLINK_SCORE: Final = 100
 PCIE_SCORES: Final[Mapping[PcieDistance, int]] = {
@@ -49,7 +49,7 @@ _SHORT_NAMES: Final[Mapping[PcieDistance, str]] = {
 def topology_of(
     gpus: Iterable[Gpu], samples: Mapping[GpuUuid, TopologySample], present: frozenset[GpuUuid]
 ) -> Topology:
-    """Return the connections of every two GPUs of which something is known, and the score of every two."""
+    """Return the known connections of every two GPUs, and the score of every two."""
     listed = tuple(gpus)
     known = [gpu for gpu in listed if gpu.uuid in samples]
     links: dict[tuple[GpuUuid, GpuUuid], Link] = {}
@@ -87,9 +87,9 @@ def _nvlinks(one: Gpu, other: Gpu, ours: TopologySample, theirs: TopologySample)
 
 
 def _distance(one: Gpu, other: Gpu, ours: TopologySample, theirs: TopologySample) -> PcieDistance | None:
-    told = ours.distances.get(other.pci) or theirs.distances.get(one.pci)
-    if told is not None or ours.path is None or theirs.path is None:
-        return told
+    reported = ours.distances.get(other.pci) or theirs.distances.get(one.pci)
+    if reported is not None or ours.path is None or theirs.path is None:
+        return reported
     nodes = one.numa_node, other.numa_node
     return distance_of_paths(
         ours.path, theirs.path, same_node=None if None in nodes else nodes[0] == nodes[1]
@@ -97,11 +97,11 @@ def _distance(one: Gpu, other: Gpu, ours: TopologySample, theirs: TopologySample
 
 
 def distance_of_paths(one: str, other: str, *, same_node: bool | None) -> PcieDistance | None:
-    """Return what lies between two PCI devices, from where the kernel has them.
+    """Return the distance of two PCI devices, from the kernel's device paths.
 
     A path names the host bridge, every port on the way, and the device. Behind the last port that two
     paths share, a switch adds one port and then the device; whatever is longer crosses another switch.
-    Paths from two host bridges do not tell whether these are of one NUMA node: ``same_node`` does.
+    Paths from two host bridges do not show whether these are of one NUMA node: ``same_node`` does.
     """
     ours, theirs = one.split("/", MAX_PATH_PARTS), other.split("/", MAX_PATH_PARTS)
     if ours == theirs or max(len(ours), len(theirs)) > MAX_PATH_PARTS:
@@ -118,13 +118,13 @@ def distance_of_paths(one: str, other: str, *, same_node: bool | None) -> PcieDi
 
 
 def score(link: Link) -> int:
-    """Return how well two GPUs are connected; what is not known counts nothing."""
+    """Return how well two GPUs are connected; an unknown connection counts nothing."""
     pcie = 0 if link.pcie is None else PCIE_SCORES[link.pcie]
     return pcie + NVLINK_SCORE * (link.nvlinks or 0)
 
 
 def short_name(link: Link) -> str | None:
-    """Return the name that nvidia-smi gives a connection: ``NV18``, ``PIX``; None: not known."""
+    """Return the name that nvidia-smi gives a connection: ``NV18``, ``PIX``; None: unknown."""
     if link.nvlinks:
         return f"NV{link.nvlinks}"
     if link.nvlinks is None or link.pcie is None:

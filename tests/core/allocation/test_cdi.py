@@ -315,10 +315,10 @@ def test_a_mig_device_that_could_not_be_opened_is_left_out(changes: dict[str, An
 @pytest.mark.parametrize(
     ("changes", "why"),
     [
-        ({"gi_minor": None}, "the driver does not say which device node is that of its GPU instance"),
+        ({"gi_minor": None}, "the driver does not report the device node of its GPU instance"),
         (
             {"gi_minor": None, "ci_minor": None},
-            "the driver does not say which device node is that of its GPU instance and compute instance",
+            "the driver does not report the device node of its GPU instance and compute instance",
         ),
         ({"ci_minor": 99}, "/dev/nvidia-caps/nvidia-cap99 does not exist"),
     ],

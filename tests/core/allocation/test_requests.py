@@ -116,7 +116,7 @@ def test_a_gpu_whose_node_has_no_known_path_is_refused_where_nodes_are_given_by_
     node = healthy_node(blank, gpu(1), policy=Policy(injection=Injection(pass_device_specs=True)))
     assert allocated(node, U0) == Rejection(
         "missing",
-        f"{U0} (GPU 0) cannot be given to a container: the driver does not say which device node is that of"
+        f"{U0} (GPU 0) cannot be given to a container: the driver does not report the device node of"
         " its GPU; run nvidia-modprobe -u -c 0 (or reboot), or delete the pod so that it is allocated anew",
     )
     node.apply(DeviceNodesSeen(()))

@@ -517,4 +517,4 @@ def test_a_slice_whose_capabilities_have_no_known_path_is_refused() -> None:
     snapshot = node.snapshot()
     refusal = allocate(snapshot, snapshot.resources[-1], [blank.uuid])
     assert isinstance(refusal, Rejection)
-    assert "which device node is that of its GPU instance and compute instance" in refusal.message
+    assert "the device node of its GPU instance and compute instance" in refusal.message

@@ -175,7 +175,7 @@ def test_a_mig_device_without_a_known_node_cannot_be_given_by_cdi(strategy: Devi
         Reason.DEVICE_NODE_MISSING,
         Placement(U0, first.gi, first.ci),
     )
-    assert condition.message == "the driver does not say which device node is that of its GPU instance"
+    assert condition.message == "the driver does not report the device node of its GPU instance"
     node.apply(enumerated(known))
     assert recovers_all(node)
 
