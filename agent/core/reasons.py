@@ -128,7 +128,6 @@ REASON_SPECS: Final[Mapping[Reason, ReasonSpec]] = {
         _CLEARS,
         "The driver as a whole does not answer",
         "drain the node and reboot it",
-        confirms_log_line=True,
         counts_for_flapping=False,
         follows_its_cause=True,
     ),
