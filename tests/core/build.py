@@ -117,7 +117,7 @@ def failed(on: GpuUuid = U0, code: int = 999) -> GpuCallFailed:
 
 
 def answered(on: GpuUuid = U0) -> GpuCallAnswered:
-    """Return that the overdue call of a GPU came back."""
+    """Return that the overdue call of a GPU returned."""
     return GpuCallAnswered(on)
 
 
@@ -156,7 +156,7 @@ class Node:
         return effects
 
     def after(self, delay_ns: int, *facts: Fact) -> tuple[Effect, ...]:
-        """Let time pass, stepping whenever the core asked for it, then tell."""
+        """Let time pass, stepping whenever the core asked for it, then apply the facts."""
         self.until(self.now_ns + delay_ns)
         return self.apply(*facts or (Tick(),))
 
@@ -179,7 +179,7 @@ class Node:
         return Node(self.state.policy, self.snapshot().durable, at_ns=self.now_ns + after_ns)
 
     def devices(self, name: ResourceName = GPU) -> tuple[Device, ...]:
-        """What is offered."""
+        """The advertised devices."""
         return self.state.devices.get(name, ())
 
     def health(self, name: ResourceName = GPU) -> dict[str, Health]:
@@ -207,11 +207,11 @@ class Node:
         ]
 
     def events(self, kind: EventKind | None = None) -> list[Event]:
-        """Events told so far."""
+        """Events emitted so far."""
         return events_of((effect for _, effect in self.effects), kind)
 
     def forget_effects(self) -> None:
-        """Look only at what comes from here on."""
+        """Forget the effects so far."""
         self.effects.clear()
 
     def accept(self, name: ResourceName = GPU, *, kubelet: SocketIdentity | None = None) -> None:
@@ -255,7 +255,7 @@ def healthy_node(*gpus: Gpu, policy: Policy = DEFAULT) -> Node:
 
 
 def registered_node(*gpus: Gpu, policy: Policy = DEFAULT) -> Node:
-    """A node whose GPUs are well and whose resources are registered and watched."""
+    """A node with healthy GPUs, whose resources are registered and watched."""
     node = healthy_node(*gpus, policy=policy)
     node.apply(KubeletSocketSeen(K1))
     for name in list(node.state.registrations):

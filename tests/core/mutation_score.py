@@ -1,6 +1,6 @@
 """Runs mutmut on agent/core and prints its score; exits 1 below MINIMUM_PERCENT.
 
-Mutants that no test can tell from the original are listed in MUTANTS.md, each as the lines it changes,
+Mutants that no test can distinguish from the original are listed in MUTANTS.md, each as the lines it changes,
 so that the list survives a renumbering. ``--again`` forgets the results of earlier runs, ``--report``
 only reads them.
 """
@@ -70,17 +70,17 @@ def report(found: dict[str, str], equivalents: dict[Change, None]) -> int:
     survivors = {name: changed(name) for name, status in found.items() if status not in KILLED}
     unlisted = {name: change for name, change in survivors.items() if change not in equivalents}
     for name, (_, lines) in unlisted.items():
-        say(f"{name}: {found[name]}", *lines, "")
+        show(f"{name}: {found[name]}", *lines, "")
     for function, lines in equivalents.keys() - set(survivors.values()):
-        say(f"{function}: listed in {EQUIVALENTS.name}, but not a survivor", *lines, "")
+        show(f"{function}: listed in {EQUIVALENTS.name}, but not a survivor", *lines, "")
     killed, total = len(found) - len(survivors), len(found)
     equivalent = len(survivors) - len(unlisted)
     percent = 100 * killed / max(1, total - equivalent)
-    say(f"score {percent:.1f} % (killed {killed} of {total}, {equivalent} equivalent)")
+    show(f"score {percent:.1f} % (killed {killed} of {total}, {equivalent} equivalent)")
     return 0 if percent >= MINIMUM_PERCENT else 1
 
 
-def say(*lines: str) -> None:
+def show(*lines: str) -> None:
     """Print lines."""
     sys.stdout.write("".join(f"{line}\n" for line in lines))
 

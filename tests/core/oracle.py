@@ -1,7 +1,7 @@
-"""A second, naive opinion on what the core should say: slow, mutable, and written apart from it.
+"""A second, naive opinion on what the core should decide: slow, mutable, and written apart from it.
 
 It shares the vocabulary and nothing else. Where the core may choose (how much jitter a delay has) the
-oracle says between which bounds, and takes over what was chosen.
+oracle names the bounds, and takes over what was chosen.
 """
 
 from collections import Counter
@@ -95,8 +95,8 @@ class Fault:
         return self.clean[0] + policy.recovery_quiet_ns
 
 
-class ToldXid(NamedTuple):
-    """Who told of an XID last."""
+class ReportedXid(NamedTuple):
+    """The latest report of an XID."""
 
     gpu: str
     gi: int
@@ -108,7 +108,7 @@ class ToldXid(NamedTuple):
 
 @dataclass
 class Rumour:
-    """What the kernel log says and nothing else so far."""
+    """What the kernel log alone reports so far."""
 
     gpu: str
     gi: int
@@ -119,9 +119,9 @@ class Rumour:
     since_ns: int
 
 
-TELLING_READINGS = {"reset": {"ecc_uncorrected", "nvlink_down"}, "link": {"nvlink_down", "fabric_failed"}}
-TELLING_READINGS["rma"] = {"row_remap_failed"}
-TELLING_ANSWERS = {"gpu_lost", "reset_required", "recovery_action", "nvml_error", "nvml_timeout"}
+CONFIRMING_READINGS = {"reset": {"ecc_uncorrected", "nvlink_down"}, "link": {"nvlink_down", "fabric_failed"}}
+CONFIRMING_READINGS["rma"] = {"row_remap_failed"}
+CONFIRMING_ANSWERS = {"gpu_lost", "reset_required", "recovery_action", "nvml_error", "nvml_timeout"}
 
 
 @dataclass
@@ -134,14 +134,14 @@ class Link:
     due_ns: int = NEVER
     due_at_most_ns: int = NEVER
     failures: int = 0
-    refused_since_ns: int | None = None
+    unreachable_since_ns: int | None = None
     registered_ns: int = 0
     streams: int | None = None
 
     def begin(self, kubelet: SocketIdentity) -> None:
         if kubelet != self.tried:
             self.failures = 0
-            self.refused_since_ns = None
+            self.unreachable_since_ns = None
         self.phase = "registering"
         self.generation += 1
         self.tried = kubelet
@@ -201,7 +201,7 @@ SOFT = {"thermal", "nvlink_down"}
 
 
 def is_bad(reason: str, sample: GpuSample, slow: list[bool], policy: Policy) -> bool | None:
-    """Whether a reading says that something is wrong; None: it says nothing."""
+    """Whether a reading shows that something is wrong; None: it cannot be evaluated."""
     match reason:
         case "recovery_action":
             return None if sample.recovery_action in {None, 5} else sample.recovery_action != 0
@@ -264,8 +264,8 @@ class Oracle:
         self.driver_silent = False
         self.driver: object = None
         self.driver_unloaded = False
-        self.is_let_go = False
-        self.told_xids: list[ToldXid] = []
+        self.driver_released = False
+        self.reported_xids: list[ReportedXid] = []
         self.rumours: list[Rumour] = []
         self.early: list[KernelXidSeen] = []
         self.xids_before = Counter(self.xids)
@@ -282,7 +282,7 @@ class Oracle:
         self.kubelet: SocketIdentity | None = None
         self.links: dict[str, Link] = {}
         self.probes_until_ns: int | None = None
-        self.devices_told = False
+        self.devices_published = False
 
     def restart(self, now_ns: int) -> None:
         """Another process begins with what was kept."""
@@ -293,7 +293,7 @@ class Oracle:
         for fault in self.faults:
             fault.clean.clear()
         self.soft_flip_ns = now_ns if any(f.flips and f.reason in SOFT for f in self.faults) else None
-        self.names = [name for name, _ in self.offered()]
+        self.names = [name for name, _ in self.advertised()]
         self.now_ns = now_ns
         self.mps_causes()
         self.imex_causes()
@@ -303,7 +303,7 @@ class Oracle:
     def apply(self, fact: Fact, now_ns: int) -> None:
         """Write one fact down, then see what follows."""
         was_hung, were_out = self.hung, self.out_by_themselves()
-        was_gone = self.is_let_go and self.driver_unloaded
+        was_gone = self.driver_released and self.driver_unloaded
         self.now_ns = now_ns
         match fact:
             case XidReported():
@@ -342,7 +342,7 @@ class Oracle:
                 if self.driver_unloaded:
                     self.was_reset(set(self.gpus))
                 self.driver_unloaded = False
-                self.is_let_go = False
+                self.driver_released = False
             case DriverUnavailable():
                 self.driver_unloaded = self.driver_unloaded or fact.unloaded
                 if self.driver != (fact.reason, fact.message):
@@ -360,7 +360,7 @@ class Oracle:
             case DriverReleased():
                 self.silent.clear()
                 self.driver_silent = False
-                self.is_let_go = True
+                self.driver_released = True
             case DriverModuleSeen():
                 self.module_seen(fact.inode)
             case GpuRebound():
@@ -377,7 +377,7 @@ class Oracle:
             case RecoverRequested():
                 self.recovered(fact.gpu)
             case ReleaseRequested():
-                self.is_let_go = self.is_let_go and self.released_until_ns != NEVER
+                self.driver_released = self.driver_released and self.released_until_ns != NEVER
                 self.released |= fact.gpus
                 self.released_until_ns = now_ns + fact.for_ns
             case ResumeRequested():
@@ -396,10 +396,10 @@ class Oracle:
             case KubeletSocketSeen():
                 self.kubelet = fact.identity
             case RegisterSent() | Registered() | RegistrationFailed() | WatchersChanged() | OwnSocketLost():
-                self.told_of_link(fact, now_ns)
+                self.handle_link_fact(fact, now_ns)
             case _:
                 pass
-        is_gone = self.is_let_go and self.driver_unloaded
+        is_gone = self.driver_released and self.driver_unloaded
         if isinstance(fact, DriverModuleSeen | DriverReleased) and is_gone and not was_gone:
             for gpu in self.gpus.keys() - self.released:
                 self.trouble(gpu)
@@ -453,21 +453,21 @@ class Oracle:
         gpu, row = there[0], row_of(fact.xid)
         again = min(self.xids_before[gpu, fact.xid], fact.count) if fact.backlog else 0
         self.xids_before[gpu, fact.xid] -= again
-        told = XidReported(gpu, fact.xid, fact.gi, fact.ci, fact.source, count=fact.count - again)
-        place = self.place(told)
+        report = XidReported(gpu, fact.xid, fact.gi, fact.ci, fact.source, count=fact.count - again)
+        place = self.place(report)
         if (
-            fact.live and place is not None and self.was_reported(told, place, now_ns)
+            fact.live and place is not None and self.was_reported(report, place, now_ns)
         ) or again == fact.count:
             return
-        self.xids[gpu, fact.xid] += told.count
+        self.xids[gpu, fact.xid] += report.count
         if place is None:
             return
         if fact.live:
-            self.note_told(told, place, now_ns)
+            self.note_report(report, place, now_ns)
         if not self.flips(fact.xid) or (not fact.live and row.recovery == "self_clearing"):
             return
         gi, ci = place
-        is_deniable = row.xid_class == "lost" or self.says_what_to_do(gpu)
+        is_deniable = row.xid_class == "lost" or self.names_recovery_action(gpu)
         shown = self.fault(
             "kernel-log",
             "unconfirmed",
@@ -479,21 +479,21 @@ class Oracle:
             flips=False,
             hard=False,
         )
-        shown.seen(told.count)
+        shown.seen(report.count)
         known = [
             each for each in self.rumours if (each.gpu, each.gi, each.ci, each.xid) == (gpu, gi, ci, fact.xid)
         ]
         for each in known:
             self.rumours.remove(each)
-        count = told.count + sum(each.count for each in known)
+        count = report.count + sum(each.count for each in known)
         since_ns = known[0].since_ns if known else now_ns
         self.rumours.append(Rumour(gpu, gi, ci, fact.xid, count, fact.live, since_ns))
 
-    def says_what_to_do(self, gpu: str) -> bool:
+    def names_recovery_action(self, gpu: str) -> bool:
         return gpu in self.samples and self.samples[gpu].recovery_action not in {None, 5}
 
     def hear_witnesses(self) -> None:
-        """Believe what the kernel log says if something else says so too, and forget what is denied."""
+        """Believe the kernel log if something else confirms it, and forget what is denied."""
         for rumour in list(self.rumours):
             row = row_of(rumour.xid)
             if not self.shown(rumour):
@@ -501,7 +501,7 @@ class Oracle:
             elif any(self.is_witness(rumour, fault) for fault in self.of_gpu(rumour.gpu)):
                 self.believe(rumour)
             elif not rumour.live and (rumour.gpu in self.verdict or rumour.gpu in self.samples):
-                if row.recovery == "by_hand" or not self.says_what_to_do(rumour.gpu):
+                if row.recovery == "by_hand" or not self.names_recovery_action(rumour.gpu):
                     self.believe(rumour)
                 else:
                     self.rumours.remove(rumour)
@@ -525,8 +525,10 @@ class Oracle:
         row = row_of(rumour.xid)
         if row.recovery == "self_clearing":
             return False
-        readings = TELLING_READINGS.get(row.xid_class, set())
-        return (fault.flips and fault.reason in TELLING_ANSWERS) or (fault.lasts and fault.reason in readings)
+        readings = CONFIRMING_READINGS.get(row.xid_class, set())
+        return (fault.flips and fault.reason in CONFIRMING_ANSWERS) or (
+            fault.lasts and fault.reason in readings
+        )
 
     def believe(self, rumour: Rumour) -> None:
         row = row_of(rumour.xid)
@@ -554,7 +556,7 @@ class Oracle:
         if self.module is not None and self.module != inode:
             self.was_reset(set(self.gpus))
         self.module = inode
-        if self.driver == "ready" and not self.is_let_go:
+        if self.driver == "ready" and not self.driver_released:
             self.driver_unloaded = False
 
     def unheld(self, selector: str) -> None:
@@ -569,7 +571,7 @@ class Oracle:
         self.faults = [fault for fault in self.faults if fault.gpu != gpu or self.is_seen_now(fault)]
 
     def is_seen_now(self, fault: Fault) -> bool:
-        """Whether a person who says that all is well is wrong."""
+        """Whether an operator's recover command is wrong."""
         if fault.reason == "nvml_timeout":
             return fault.gpu in self.silent
         if isinstance(self.driver, tuple) and self.driver[0] == fault.reason:
@@ -606,7 +608,7 @@ class Oracle:
                     fault.seen(1, lasts=True)
 
     def without_node(self, gpu: Gpu, missing: tuple[str, ...]) -> Iterator[tuple[int, int]]:
-        """What of a GPU cannot be used because a node of its is not there, or because nobody can name it."""
+        """What of a GPU cannot be used because a node of its is missing, or because its node is unknown."""
         numbered = {path for path in missing if path.removeprefix("/dev/nvidia").isdigit()}
         of_mig = {path for path in missing if "nvidia-caps/" in path}
         injection = self.policy.injection
@@ -647,7 +649,7 @@ class Oracle:
         """What MPS shares cannot be used while its daemon does not serve; nothing else needs it."""
         if self.policy.sharing.strategy != "mps":
             self.mps_served = False
-        shared = {gpu.uuid for _, devices in self.offered() for id_, gpu, _ in devices if "::" in id_}
+        shared = {gpu.uuid for _, devices in self.advertised() for id_, gpu, _ in devices if "::" in id_}
         needs = shared if self.policy.sharing.strategy == "mps" else set()
         self.faults = [f for f in self.faults if f.reason != "mps_not_ready" or f.gpu in needs]
         for gpu in needs:
@@ -692,7 +694,7 @@ class Oracle:
         wanted = self.wanted_out()
         if len({fault.gpu for fault in wanted}) != 1 or self.now_ns < self.breaker_ns() or self.pods is None:
             return
-        for _, devices in self.offered():
+        for _, devices in self.advertised():
             if any(device in self.pods and gpu.uuid == wanted[0].gpu for device, gpu, _ in devices):
                 return
         for fault in wanted:
@@ -721,7 +723,7 @@ class Oracle:
         self.xids[fact.gpu, fact.xid] += fact.count
         if place is None:
             return
-        self.note_told(fact, place, now_ns)
+        self.note_report(fact, place, now_ns)
         if not self.flips(fact.xid):
             return
         gi, ci = place
@@ -747,16 +749,18 @@ class Oracle:
 
     def was_reported(self, fact: XidReported, place: tuple[int, int], now_ns: int) -> bool:
         gi, ci = place
-        for told in self.told_xids:
-            same_place = (told.gi == gi or ALL in {told.gi, gi}) and (told.ci == ci or ALL in {told.ci, ci})
-            same = (told.gpu, told.xid) == (fact.gpu, fact.xid) and same_place
-            if same and told.source != fact.source and now_ns - told.at_ns <= 2 * S:
+        for report in self.reported_xids:
+            same_place = (report.gi == gi or ALL in {report.gi, gi}) and (
+                report.ci == ci or ALL in {report.ci, ci}
+            )
+            same = (report.gpu, report.xid) == (fact.gpu, fact.xid) and same_place
+            if same and report.source != fact.source and now_ns - report.at_ns <= 2 * S:
                 return True
         return False
 
-    def note_told(self, fact: XidReported, place: tuple[int, int], now_ns: int) -> None:
-        told = ToldXid(str(fact.gpu), *place, fact.xid, fact.source, now_ns)
-        self.told_xids = [*(each for each in self.told_xids if each[:4] != told[:4]), told]
+    def note_report(self, fact: XidReported, place: tuple[int, int], now_ns: int) -> None:
+        report = ReportedXid(str(fact.gpu), *place, fact.xid, fact.source, now_ns)
+        self.reported_xids = [*(each for each in self.reported_xids if each[:4] != report[:4]), report]
 
     def flips(self, xid: int) -> bool:
         if xid in self.policy.xid_overrides:
@@ -804,7 +808,7 @@ class Oracle:
                 if not any(same_kind(fault, other) for other in self.of_gpu(old.uuid)):
                     self.faults.append(fault)
 
-    def told_of_link(
+    def handle_link_fact(
         self,
         fact: RegisterSent | Registered | RegistrationFailed | WatchersChanged | OwnSocketLost,
         now_ns: int,
@@ -825,20 +829,20 @@ class Oracle:
                 link.tried = fact.kubelet
                 link.phase = "registered"
                 link.registered_ns = now_ns
-                link.refused_since_ns = None
+                link.unreachable_since_ns = None
                 if link.streams == 0:
                     link.end(now_ns)
             case RegistrationFailed() if link.phase == "registered":
                 link.end(now_ns)
             case RegistrationFailed():
                 if fact.failure not in {"absent", "unreachable"}:
-                    link.refused_since_ns = None
+                    link.unreachable_since_ns = None
                     link.back_off(now_ns)
                     return
-                if link.refused_since_ns is None:
-                    link.refused_since_ns = now_ns
+                if link.unreachable_since_ns is None:
+                    link.unreachable_since_ns = now_ns
                 link.phase = "backing_off"
-                soon = now_ns - link.refused_since_ns < 10 * S
+                soon = now_ns - link.unreachable_since_ns < 10 * S
                 link.due_ns = link.due_at_most_ns = now_ns + (S // 20 if soon else S)
             case WatchersChanged():
                 link.streams = fact.live
@@ -852,14 +856,14 @@ class Oracle:
     # What follows
 
     def time(self, now_ns: int) -> None:
-        was_offered, self.names = self.names, []
+        known, self.names = self.names, []
         # Also what the policy names and the GPUs cannot fill, but not what is only remembered.
-        for name, _ in self.offered():
+        for name, _ in self.advertised():
             self.links.setdefault(name, Link())
-            if name not in was_offered:
-                was_offered.append(name)
-        self.names = was_offered
-        self.devices_told = self.devices_told or self.probes_are_in(now_ns)
+            if name not in known:
+                known.append(name)
+        self.names = known
+        self.devices_published = self.devices_published or self.probes_are_in(now_ns)
         for link in self.links.values():
             self.advance(link, now_ns)
 
@@ -887,7 +891,7 @@ class Oracle:
         return waited or (bool(self.listed) and self.listed <= self.verdict)
 
     def next_ns(self) -> int:
-        """When something happens if nothing is told."""
+        """When something happens if no fact arrives."""
         times = [fault.over_at(self.policy) for fault in self.faults]
         times.append(self.released_until_ns)
         if self.pods is not None:
@@ -900,7 +904,7 @@ class Oracle:
                 times.append(link.registered_ns + self.policy.watch_timeout_ns)
             if link.phase == "waiting" and self.kubelet is not None and self.probes_until_ns is not None:
                 times.append(self.probes_until_ns)
-        if not self.devices_told and self.probes_until_ns is not None:
+        if not self.devices_published and self.probes_until_ns is not None:
             times.append(self.probes_until_ns)
         return min(times, default=NEVER)
 
@@ -954,7 +958,7 @@ class Oracle:
         self.faults.append(fault)
         return self.faults[-1]
 
-    def offered(self) -> Iterator[tuple[str, list[tuple[str, Gpu, MigDevice | None]]]]:
+    def advertised(self) -> Iterator[tuple[str, list[tuple[str, Gpu, MigDevice | None]]]]:
         """Each resource with its devices: id, GPU, MIG device."""
         found: dict[str, list[tuple[str, Gpu, MigDevice | None]]] = {name: [] for name in self.names}
         strategy = self.policy.mig_strategy
@@ -973,10 +977,10 @@ class Oracle:
                     if "c." in part.profile:
                         continue
                     name = "nvidia.com/mig-" + part.profile.replace("+", ".")
-                self.offer(found, name, gpu, part, numbers[gpu.uuid])
+                self.advertise(found, name, gpu, part, numbers[gpu.uuid])
         yield from found.items()
 
-    def offer(
+    def advertise(
         self,
         found: dict[str, list[tuple[str, Gpu, MigDevice | None]]],
         name: str,
@@ -1004,7 +1008,7 @@ class Oracle:
         """Health by resource and device id."""
         return {
             name: {device: self.verdict_on(gpu, part) for device, gpu, part in devices}
-            for name, devices in self.offered()
+            for name, devices in self.advertised()
         }
 
     def verdict_on(self, gpu: Gpu, part: MigDevice | None) -> str:

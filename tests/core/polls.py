@@ -27,10 +27,10 @@ WELL: Final = GpuSample(
     fabric_state=3,
     fabric_status=0,
 )
-"""Everything is offered, and everything is well."""
+"""Every reading is supported, and each is healthy."""
 
 NOTHING: Final = GpuSample()
-"""Nothing is offered, or nothing could be read."""
+"""No reading is supported, or none could be read."""
 
 BAD: Final[Mapping[Reason, Mapping[str, Any]]] = {
     Reason.RECOVERY_ACTION: {"recovery_action": 1},
@@ -44,26 +44,26 @@ BAD: Final[Mapping[Reason, Mapping[str, Any]]] = {
     Reason.FABRIC_NOT_READY: {"fabric_state": 2},
     Reason.FABRIC_FAILED: {"fabric_status": 999},
 }
-"""One reading for each reason that says it."""
+"""One reading for each reason that raises it."""
 
 
 def sample(**readings: Any) -> GpuSample:
-    """A well sample but for these readings."""
+    """A healthy sample but for these readings."""
     return replace(WELL, **readings)
 
 
 def bad(reason: Reason) -> GpuSample:
-    """A well sample but for what says a reason."""
+    """A healthy sample but for the reading that raises a reason."""
     return sample(**BAD[reason])
 
 
 def read(on: GpuUuid = U0, **readings: Any) -> GpuSampled:
-    """What a poll read: well but for these readings."""
+    """What a poll read: healthy but for these readings."""
     return GpuSampled(on, sample(**readings))
 
 
 def poll(on: GpuUuid = U0, **readings: Any) -> tuple[Fact, Fact]:
-    """A whole poll whose calls all answered well."""
+    """A whole poll whose calls all succeeded."""
     return read(on, **readings), passed(on)
 
 

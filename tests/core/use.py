@@ -1,4 +1,4 @@
-"""Who uses GPUs, for tests: processes, pictures, memory, pods."""
+"""Use of GPUs, for tests: processes, usage snapshots, memory, pods."""
 
 from collections.abc import Iterable
 
@@ -53,7 +53,7 @@ def process_status(
     start: int | None = None,
     service: str | None = "",
 ) -> ProcessStatus:
-    """What /proc says; ``service`` is what root started it as, None where that could not be read."""
+    """A process's entry in /proc; ``service`` is what root started it as, None if that is unknown."""
     ref = NoPod.HOST if pod is None else PodRef(pod, None, "burstable")
     started_as = None if service is None else (service,)
     return ProcessStatus(key(pid, start), comm, state, "/", ref, started_as=started_as)
@@ -121,7 +121,7 @@ def seen(
     at_ns: int = 0,
     doubted: Iterable[GpuUuid] = (),
 ) -> GpuUseSeen:
-    """A picture; of ``doubted`` GPUs something may be missing."""
+    """A usage snapshot; of ``doubted`` GPUs something may be missing."""
     return GpuUseSeen(
         Usage(
             at_ns,
@@ -147,25 +147,25 @@ def memory(
     total: int = 80 * 1024,
     info: ProcessInfo = "ok",
 ) -> GpuMemorySeen:
-    """What NVML says of the memory of a GPU, in MiB; by default as much is used as its processes have."""
+    """What NVML reports of the memory of a GPU, in MiB; by default as much is used as its processes have."""
     known = sum(each.used_bytes or 0 for each in users) if used is None else used * MIB
     return GpuMemorySeen(on, GpuMemory(known, total * MIB, tuple(sorted(users)), info))
 
 
 def allocated(*devices: tuple[str, str]) -> AllocationsListed:
-    """The kubelet lists devices and who has them."""
+    """The kubelet lists devices and the pods that have them."""
     return AllocationsListed({DeviceId(device): pod for device, pod in devices})
 
 
 def pods(**alive: bool) -> PodsSeen:
-    """The pods A and B, unless they are said not to live: ``pods(a=False)``."""
+    """The pods A and B, unless they are marked as gone: ``pods(a=False)``."""
     return PodsSeen(
         {POD_A: replace(A, alive=alive.get("a", True)), POD_B: replace(B, alive=alive.get("b", True))}
     )
 
 
 def node(policy: Policy = DEFAULT) -> Node:
-    """A well node with two GPUs that no pod has."""
+    """A healthy node with two GPUs that no pod has."""
     made = healthy_node(gpu(0), gpu(1), policy=policy)
     made.apply(allocated(), pods())
     return made
@@ -177,7 +177,7 @@ def with_leaks(**settings: object) -> Policy:
 
 
 def found(on: Node, kind: LeakKind | None = None) -> list[Condition]:
-    """The findings that are told, as conditions whose cause lasts."""
+    """The published findings, as conditions whose cause lasts."""
     return [
         condition
         for condition in on.conditions()
@@ -195,7 +195,7 @@ def kinds(on: Node) -> set[tuple[str, GpuUuid]]:
 
 
 def pids(condition: Condition) -> list[int]:
-    """Whom a condition names."""
+    """The processes that a condition names."""
     assert condition.details is not None
     return [each.pid for each in condition.details.involved]
 
@@ -203,7 +203,7 @@ def pids(condition: Condition) -> list[int]:
 def repeat_facts(
     on: Node, for_ns: int, *facts: GpuUseSeen | AllocationsListed | PodsSeen | GpuMemorySeen
 ) -> None:
-    """Let time pass while the sources tell the same again and again, as they do."""
+    """Let time pass while the sources report the same facts again and again, as they do."""
     until_ns = on.now_ns + for_ns
     while on.now_ns < until_ns:
         on.apply(*(_as_of(fact, on.now_ns) for fact in facts))

@@ -60,7 +60,7 @@ ACTIONS: dict[int, Action] = {
     39: "RESTART_APP",
     40: "RESTART_APP",
     41: "RESTART_APP",
-    43: "RESTART_APP",  # the catalog says IGNORE; the application that hit it is gone
+    43: "RESTART_APP",  # the catalog has IGNORE; the application that hit it is gone
     44: "IGNORE",
     45: "WORKFLOW_XID_45",
     46: "RESET_GPU",
@@ -146,7 +146,7 @@ ACTIONS: dict[int, Action] = {
     160: "IGNORE",
     161: "IGNORE",
 }
-"""By XID; every code that is absent is CONTACT_SUPPORT, or the catalog says nothing about it."""
+"""By XID; every code that is absent is CONTACT_SUPPORT, or the catalog does not name it."""
 
 IGNORED_BY_NVIDIAS_PLUGIN = (13, 31, 43, 45, 68, 109)
 

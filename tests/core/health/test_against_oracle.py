@@ -167,7 +167,7 @@ class AgainstOracle(RuleBasedStateMachine):
             self.one_step(fact)
 
     def one_step(self, fact: Fact) -> None:
-        before, wire = self.state, self.oracle.health() if self.oracle.devices_told else {}
+        before, wire = self.state, self.oracle.health() if self.oracle.devices_published else {}
         self.state, effects, self.wake_at_ns = step(before, fact, self.now_ns)
         assert step(before, fact, self.now_ns) == (self.state, effects, self.wake_at_ns)
         generations = {name: link.generation for name, link in self.oracle.links.items()}
@@ -175,19 +175,19 @@ class AgainstOracle(RuleBasedStateMachine):
         self.agree_on_devices()
         self.agree_on_conditions()
         self.agree_on_registrations(generations, effects)
-        self.tells_what_changed(wire, effects)
+        self.agree_on_published_changes(wire, effects)
         assert self.wake_at_ns == min(self.now_ns + IDLE_NS, self.oracle.next_ns())
         if self.state == before:
             assert self.state is before
 
     def agree_on_devices(self) -> None:
-        offered = {
+        advertised = {
             str(name): {str(device.id): device.health.value for device in devices}
             for name, devices in self.state.devices.items()
         }
-        assert offered == self.oracle.health()
-        assert [list(devices) for devices in offered.values()] == [
-            list(devices) for devices in (self.oracle.health()[name] for name in offered)
+        assert advertised == self.oracle.health()
+        assert [list(devices) for devices in advertised.values()] == [
+            list(devices) for devices in (self.oracle.health()[name] for name in advertised)
         ]
 
     def agree_on_conditions(self) -> None:
@@ -238,19 +238,21 @@ class AgainstOracle(RuleBasedStateMachine):
         ]
         assert sorted(asked) == sorted(begun)
 
-    def tells_what_changed(self, wire: dict[str, dict[str, str]], effects: tuple[Effect, ...]) -> None:
-        told = {
+    def agree_on_published_changes(
+        self, wire: dict[str, dict[str, str]], effects: tuple[Effect, ...]
+    ) -> None:
+        published = {
             str(fields_of(event)["resource"]): fields_of(event)
             for event in events_of(effects, EventKind.ALLOCATABLE)
         }
         now = self.oracle.health()
         changed = {name for name in now if on_wire(now[name]) != on_wire(wire.get(name, {}))}
-        assert told.keys() == (changed if self.oracle.devices_told else set())
-        for name, fields in told.items():
+        assert published.keys() == (changed if self.oracle.devices_published else set())
+        for name, fields in published.items():
             counts = Counter(now[name].values())
             assert fields["capacity"] == len(now[name])
             assert fields["allocatable"] == counts["healthy"]
-        assert len(told) == len(events_of(effects, EventKind.ALLOCATABLE))
+        assert len(published) == len(events_of(effects, EventKind.ALLOCATABLE))
         assert all(effect.at_ns == self.now_ns for effect in effects if isinstance(effect, RecordEvent))
         snapshot = snapshot_of(self.state)
         assert {item.name: item.allocatable for item in snapshot.resources} == {
@@ -335,12 +337,12 @@ class AgainstOracle(RuleBasedStateMachine):
     @rule(after_ns=DELAYS)
     def process_is_replaced(self, after_ns: int) -> None:
         self.now_ns += after_ns
-        sick = {key for key, item in self.state.conditions.items() if item.flips}
+        expected = {key for key, item in self.state.conditions.items() if item.flips}
         self.state = initial_state(self.state.policy, snapshot_of(self.state).durable, now_ns=self.now_ns)
         flipped = {key for key, item in self.state.conditions.items() if item.flips}
-        # Nobody has looked for the MPS daemon yet.
-        assert {key for key in flipped - sick if key.reason is not Reason.MPS_NOT_READY} == set()
-        assert sick <= flipped
+        # The MPS daemon was not probed yet.
+        assert {key for key in flipped - expected if key.reason is not Reason.MPS_NOT_READY} == set()
+        assert expected <= flipped
         self.oracle.restart(self.now_ns)
         self.agree_on_devices()
         self.wake_at_ns = self.now_ns
@@ -388,7 +390,7 @@ class AgainstOracle(RuleBasedStateMachine):
 
     @precondition(lambda self: self.state.registrations)
     @rule(times=st.integers(1, 8), failure=FAILURES)
-    def registrations_are_refused_for_a_while(self, times: int, failure: RegistrationFailure) -> None:
+    def registrations_fail_for_a_while(self, times: int, failure: RegistrationFailure) -> None:
         for _ in range(times):
             for name, standing in list(self.state.registrations.items()):
                 self.apply(RegistrationFailed(name, standing.generation, failure, "no"))

@@ -65,7 +65,7 @@ SLICED = replace(
         replace(mig, gi_minor=10 * mig.gi, ci_minor=10 * mig.gi + 1) for mig in NAMELESS.mig_devices
     ),
 )
-"""With the nodes that open its MIG devices; of the other the driver does not say which they are."""
+"""With the nodes that open its MIG devices; the driver does not name those of the other."""
 ALL_GPUS = (ONE, gpu(1), SLICED)
 CHANNEL = "/dev/nvidia-caps-imex-channels/channel0"
 
@@ -162,11 +162,11 @@ class CausesAgainstOracle(RuleBasedStateMachine):
         assert orders_to_driver(effects) == expected_orders(was_released, self.oracle.released_until_ns)
 
     def agree(self) -> None:
-        offered = {
+        advertised = {
             str(name): {str(device.id): device.health.value for device in devices}
             for name, devices in self.state.devices.items()
         }
-        assert offered == self.oracle.health()
+        assert advertised == self.oracle.health()
         active = {
             (
                 str(key.source),
@@ -273,17 +273,17 @@ class CausesAgainstOracle(RuleBasedStateMachine):
         first=st.integers(0, 3),
         delay_ns=st.sampled_from([0, S, 2 * S, 2 * S + 1]),
     )
-    def xid_is_told(self, uuid: GpuUuid, code: int, gi: int, first: int, delay_ns: int) -> None:
+    def xid_is_reported(self, uuid: GpuUuid, code: int, gi: int, first: int, delay_ns: int) -> None:
         pci = self.state.gpus[uuid].pci if uuid in self.state.gpus else "0000:ff:00.0"
         logged = KernelXidSeen(pci, code, gi=gi, ci=ALL if gi == ALL else 0)
-        told = xid(code, uuid, gi=gi, ci=ALL if gi == ALL else 0, source=NVML)
-        orders: list[list[Fact]] = [[told], [told, logged], [logged, told], [logged]]
-        for fact in orders[first]:
+        reported = xid(code, uuid, gi=gi, ci=ALL if gi == ALL else 0, source=NVML)
+        sequences: list[list[Fact]] = [[reported], [reported, logged], [logged, reported], [logged]]
+        for fact in sequences[first]:
             self.apply(fact)
             self.until(self.now_ns + delay_ns)
 
     @rule(uuid=UUIDS, code=OLD_XIDS, count=st.integers(1, 3), backlog=st.booleans())
-    def old_xid_is_told(self, uuid: GpuUuid, code: int, count: int, *, backlog: bool) -> None:
+    def old_xid_is_reported(self, uuid: GpuUuid, code: int, count: int, *, backlog: bool) -> None:
         pci = self.state.gpus[uuid].pci if uuid in self.state.gpus else "0000:ff:00.0"
         self.apply(KernelXidSeen(pci, code, backlog=backlog, live=False, count=count))
 
@@ -367,8 +367,8 @@ class CausesAgainstOracle(RuleBasedStateMachine):
     # Everything is mended
 
     @rule()
-    def everything_is_mended_and_comes_back(self) -> None:
-        """Nothing lasts for ever: what ends by itself or by a reset is gone after a reset and clean polls."""
+    def everything_is_mended_and_recovers(self) -> None:
+        """Nothing lasts: what ends by itself or by a reset is gone after a reset and clean polls."""
         self.apply(DriverCallAnswered("wait"), ResumeRequested(), DeviceNodesSeen(()))
         self.apply(*(UnholdRequested(name) for name in list(self.state.holds)))
         self.apply(DriverUnavailable(Reason.DRIVER_NOT_LOADED, "reload", unloaded=True), ready())

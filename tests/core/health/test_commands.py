@@ -63,7 +63,7 @@ BOARD: Gpu = replace(gpu(0), serial="1650921000123")
 UNLOADED = DriverUnavailable(Reason.DRIVER_NOT_LOADED, "The NVIDIA driver is not loaded", unloaded=True)
 
 
-def orders(node: Node) -> list[str]:
+def commands(node: Node) -> list[str]:
     return [event.message for event in node.events(EventKind.COMMAND)]
 
 
@@ -101,7 +101,7 @@ def test_a_hold_is_a_condition_with_its_reason() -> None:
     assert node.snapshot().holds == {U0: "noisy fan"}
 
 
-def test_holding_and_giving_back_are_told() -> None:
+def test_hold_and_unhold_are_reported() -> None:
     node = healthy_node(BOARD)
     node.apply(HoldRequested(U0, "noisy fan"), UnholdRequested(BOARD.pci))
     one, other = node.events(EventKind.COMMAND)
@@ -123,7 +123,7 @@ def test_another_reason_for_the_same_hold_is_the_new_one() -> None:
     assert (condition.message, condition.count) == ("Held by an operator: on loan", 1)
 
 
-def test_one_who_gives_back_ends_every_hold_of_the_gpu_and_none_of_another() -> None:
+def test_unhold_ends_every_hold_of_the_gpu_and_none_of_another() -> None:
     node = healthy_node(BOARD, gpu(1))
     holds = [HoldRequested(selector, "x") for selector in (*selectors_of(BOARD), U1)]
     node.apply(*holds, UnholdRequested(U0))
@@ -145,7 +145,7 @@ def test_of_two_holds_the_one_by_uuid_is_shown() -> None:
     assert [item.message for item in node.conditions()] == ["Held by an operator: by uuid"]
 
 
-def test_giving_back_what_nobody_holds_changes_nothing() -> None:
+def test_unhold_of_what_is_not_held_changes_nothing() -> None:
     node = healthy_node(BOARD)
     before = node.state
     assert node.apply(UnholdRequested(U0), UnholdRequested("0000:ff:00.0")) == ()
@@ -166,7 +166,7 @@ def test_a_gpu_that_is_not_there_can_be_given_back() -> None:
     assert node.state.holds == {}
 
 
-def test_who_sits_at_a_held_address_is_held_and_who_left_it_is_not() -> None:
+def test_a_gpu_at_a_held_address_is_held_and_one_moved_from_it_is_not() -> None:
     node = healthy_node(gpu(0), gpu(1))
     node.apply(HoldRequested(gpu(0).pci, "bad slot"))
     moved = replace(gpu(0), pci=gpu(5).pci)
@@ -200,7 +200,7 @@ def test_a_hold_survives_a_restart() -> None:
     assert again.unhealthy() == set()
 
 
-def test_holds_are_bounded_and_one_too_many_is_refused_aloud() -> None:
+def test_holds_are_bounded_and_one_too_many_is_rejected_with_a_warning() -> None:
     node = healthy_node(gpu(0))
     for number in range(MAX_HOLDS):
         node.apply(HoldRequested(f"GPU-{number}", "x"))
@@ -287,7 +287,7 @@ def test_recover_ends_at_once_what_is_no_longer_seen(reason: Reason) -> None:
     assert reasons(node) == set()
 
 
-def test_recover_ends_a_reading_that_is_not_offered_any_more() -> None:
+def test_recover_ends_a_reading_that_is_no_longer_supported() -> None:
     node = healthy_node(gpu(0))
     node.apply(read(recovery_action=1), GpuSampled(U0, NOTHING), RecoverRequested(U0))
     assert node.unhealthy() == set()
@@ -301,7 +301,7 @@ def test_recover_does_not_end_a_slowdown_that_the_last_polls_showed() -> None:
     assert reasons(node) == {Reason.THERMAL}
 
 
-def test_recover_does_not_end_what_nobody_looked_at_since_a_restart() -> None:
+def test_recover_does_not_end_what_was_not_read_since_a_restart() -> None:
     node = healthy_node(gpu(0))
     node.apply(read(recovery_action=1))
     again = node.restarted()
@@ -309,10 +309,10 @@ def test_recover_does_not_end_what_nobody_looked_at_since_a_restart() -> None:
     assert again.unhealthy() == {U0}
 
 
-def test_recovering_a_well_gpu_is_told_and_flips_nothing() -> None:
+def test_recovering_a_healthy_gpu_is_reported_and_flips_nothing() -> None:
     node = healthy_node(gpu(0))
     node.apply(RecoverRequested(U0))
-    assert orders(node) == ["An operator declared a GPU healthy"]
+    assert commands(node) == ["An operator declared a GPU healthy"]
     assert [event.kind for event in node.events()] == [EventKind.COMMAND]
 
 
@@ -330,7 +330,7 @@ def released(*gpus: GpuUuid, for_ns: int = 10 * M) -> ReleaseRequested:
     return ReleaseRequested(frozenset(gpus), for_ns)
 
 
-def driver_orders(node: Node) -> list[tuple[int, type]]:
+def driver_commands(node: Node) -> list[tuple[int, type]]:
     return [
         (at_ns, type(effect))
         for at_ns, effect in node.effects
@@ -342,7 +342,7 @@ def test_a_release_takes_out_exactly_its_gpus_and_lets_the_driver_go() -> None:
     node = registered_node(gpu(0), gpu(1), gpu(2))
     node.apply(released(U0, U2))
     assert node.unhealthy() == {U0, U2}
-    assert driver_orders(node) == [(node.now_ns, ReleaseDriver)]
+    assert driver_commands(node) == [(node.now_ns, ReleaseDriver)]
     assert {(item.reason, item.message, item.lasts) for item in node.conditions()} == {
         (Reason.MAINTENANCE, "The driver was released on request", True)
     }
@@ -358,10 +358,10 @@ def test_a_release_ends_by_itself_at_the_nanosecond() -> None:
     node.apply(released(U0), DriverReleased())
     node.until(began_ns + 10 * M - 1)
     node.apply(Tick())
-    assert driver_orders(node) == [(began_ns, ReleaseDriver)]
+    assert driver_commands(node) == [(began_ns, ReleaseDriver)]
     assert [item.lasts for item in node.conditions()] == [True]
     node.until(began_ns + 10 * M + 1)
-    assert driver_orders(node) == [(began_ns, ReleaseDriver), (began_ns + 10 * M, ResumeDriver)]
+    assert driver_commands(node) == [(began_ns, ReleaseDriver), (began_ns + 10 * M, ResumeDriver)]
     assert [item.lasts for item in node.conditions()] == [False]
     assert node.snapshot().released_until_ns is None
 
@@ -370,8 +370,8 @@ def test_a_release_ends_on_request() -> None:
     node = registered_node(gpu(0))
     node.apply(released(U0), DriverReleased())
     node.after(S, ResumeRequested())
-    assert [kind for _, kind in driver_orders(node)] == [ReleaseDriver, ResumeDriver]
-    assert orders(node)[1:] == ["The driver is resumed on request"]
+    assert [kind for _, kind in driver_commands(node)] == [ReleaseDriver, ResumeDriver]
+    assert commands(node)[1:] == ["The driver is resumed on request"]
     assert [effect.at_ns for _, effect in node.effects if isinstance(effect, RecordEvent)][-1] == node.now_ns
     assert node.state.released_gpus == frozenset()
 
@@ -403,7 +403,7 @@ def test_a_second_release_adds_its_gpus_and_sets_the_time_anew() -> None:
     node.after(S, released(U1, for_ns=M))
     assert node.unhealthy() == {U0, U1}
     assert node.snapshot().released_until_ns == node.now_ns + M
-    assert [kind for _, kind in driver_orders(node)] == [ReleaseDriver]
+    assert [kind for _, kind in driver_commands(node)] == [ReleaseDriver]
     assert [fields_of(event)["gpus"] for event in node.events(EventKind.COMMAND)] == [1, 2]
 
 
@@ -413,7 +413,7 @@ def test_every_release_is_taken_back_once() -> None:
         node.apply(released(U0, for_ns=M))
         node.after(2 * M, ResumeRequested())
         node.apply(released(U0, for_ns=M), ResumeRequested(), ResumeRequested())
-    assert [kind for _, kind in driver_orders(node)] == [ReleaseDriver, ResumeDriver] * 6
+    assert [kind for _, kind in driver_commands(node)] == [ReleaseDriver, ResumeDriver] * 6
 
 
 def test_a_gpu_found_during_a_release_of_it_is_taken_out() -> None:
@@ -422,7 +422,7 @@ def test_a_gpu_found_during_a_release_of_it_is_taken_out() -> None:
     assert node.unhealthy() == {U0, U1}
 
 
-def test_what_is_let_go_of_hangs_no_more() -> None:
+def test_a_released_driver_hangs_no_more() -> None:
     node = registered_node(gpu(0), gpu(1))
     node.apply(overdue(U0), overdue(U1), DriverCallOverdue("wait", S))
     node.apply(released(U0), DriverReleased())
@@ -507,7 +507,7 @@ def test_a_module_first_seen_to_be_gone_during_a_release_was_reset_when_it_is_ba
 
 
 def test_a_module_that_is_gone_while_nvml_answers_is_nothing_yet() -> None:
-    """The look came before the module was loaded; what NVML says is newer."""
+    """The module was read before it was loaded; what NVML reports is newer."""
     node = registered_node(gpu(0))
     node.apply(DriverModuleSeen(None))
     assert node.unhealthy() == set()
@@ -522,7 +522,7 @@ def test_a_release_survives_a_restart_and_still_ends_at_its_time() -> None:
     assert again.health() == {U0: Health.UNHEALTHY, U1: Health.UNKNOWN}
     again.apply(Tick())
     again.until(until_ns + 1)
-    assert driver_orders(again) == [(until_ns, ResumeDriver)]
+    assert driver_commands(again) == [(until_ns, ResumeDriver)]
     again.apply(ready(), enumerated(gpu(0), gpu(1)))
     for _ in range(3):
         again.apply(*poll(U0), *poll(U1))
@@ -535,7 +535,7 @@ def test_a_release_that_ended_while_no_agent_ran_ends_with_the_first_step() -> N
     node.apply(released(U0, for_ns=M))
     again = node.restarted(after_ns=2 * M)
     again.apply(Tick())
-    assert [kind for _, kind in driver_orders(again)] == [ResumeDriver]
+    assert [kind for _, kind in driver_commands(again)] == [ResumeDriver]
     assert [item.lasts for item in again.conditions()] == [False]
 
 
@@ -554,7 +554,7 @@ def test_what_is_not_a_gpus_own_fault_is_no_evidence_against_it(reason: Reason) 
     assert not [effect for _, effect in node.effects if isinstance(effect, KeepEvidence)]
 
 
-def test_orders_do_not_change_what_is_offered() -> None:
+def test_commands_do_not_change_what_is_advertised() -> None:
     node = registered_node(gpu(0), gpu(1))
     node.apply(HoldRequested(U0, "x"), released(U1), RecoverRequested(U0))
     assert [str(device.id) for device in node.devices(GPU)] == [U0, U1]

@@ -1,4 +1,4 @@
-"""The words people read: every event of a long history, as it is told (history.txt)."""
+"""The words that operators read: every event of a long history (history.txt)."""
 
 import json
 from pathlib import Path
@@ -56,7 +56,7 @@ from tests.core.build import (
 )
 
 
-def told(node: Node) -> list[str]:
+def lines_of(node: Node) -> list[str]:
     """One line for each effect: seconds, kind (``!`` is a warning), message, fields."""
     lines = []
     for at_ns, effect in node.effects:
@@ -113,14 +113,14 @@ def history() -> list[str]:
     node.apply(FactsLost(SourceName("probe"), count=3), FactsLost(SourceName("probe"), count=4))
     node.apply(DriverCallOverdue("nvmlInit_v2", 120 * S), DriverCallAnswered("nvmlInit_v2"))
     node.apply(WatchedDirectoryDeleted("/var/lib/kubelet/device-plugins"))
-    return told(node)
+    return lines_of(node)
 
 
-def test_a_long_history_is_told_in_these_words() -> None:
+def test_a_long_history_is_reported_in_these_words() -> None:
     assert history() == Path(__file__).with_name("history.txt").read_text("utf-8").splitlines()
 
 
-def test_what_is_registered_first_is_told_in_one_line() -> None:
+def test_the_first_registration_is_reported_in_one_line() -> None:
     node = Node()
     cards = [gpu(number) for number in range(8)]
     node.apply(KubeletSocketSeen(K1), ready(), enumerated(*cards), *(passed(each.uuid) for each in cards))
@@ -129,30 +129,34 @@ def test_what_is_registered_first_is_told_in_one_line() -> None:
     assert (fields_of(line)["capacity"], fields_of(line)["allocatable"]) == (8, 8)
 
 
-def test_a_fault_that_is_there_at_the_start_is_told_with_what_is_registered() -> None:
+def test_a_fault_that_is_there_at_the_start_is_reported_with_what_is_registered() -> None:
     node = Node()
     node.apply(
         KubeletSocketSeen(K1), ready(), enumerated(gpu(0), gpu(1)), xid(79, U1), passed(U0), passed(U1)
     )
-    (sick,) = node.events(EventKind.DEVICE)
-    assert (fields_of(sick)["uuid"], fields_of(sick)["reason"], sick.warning) == (U1, "xid", True)
+    (unhealthy,) = node.events(EventKind.DEVICE)
+    assert (fields_of(unhealthy)["uuid"], fields_of(unhealthy)["reason"], unhealthy.warning) == (
+        U1,
+        "xid",
+        True,
+    )
     (line,) = node.events(EventKind.ALLOCATABLE)
     assert (fields_of(line)["capacity"], fields_of(line)["allocatable"]) == (2, 1)
     assert [each["reason"] for each in cast("list[dict[str, str]]", fields_of(line)["unhealthy"])] == ["xid"]
 
 
-def test_a_fault_that_was_kept_over_a_restart_is_told_though_nothing_answers() -> None:
+def test_a_fault_that_was_kept_over_a_restart_is_reported_though_nothing_answers() -> None:
     node = healthy_node(gpu(0), gpu(1))
     node.apply(xid(79, U1))
     again = node.restarted()
     again.after(DEFAULT.first_probe_wait_ns)
-    (sick,) = again.events(EventKind.DEVICE)
-    assert (fields_of(sick)["uuid"], fields_of(sick)["reason"]) == (U1, "xid")
+    (unhealthy,) = again.events(EventKind.DEVICE)
+    assert (fields_of(unhealthy)["uuid"], fields_of(unhealthy)["reason"]) == (U1, "xid")
     (line,) = again.events(EventKind.ALLOCATABLE)
     assert (fields_of(line)["capacity"], fields_of(line)["allocatable"]) == (2, 0)
 
 
-def test_an_agent_that_only_observes_tells_of_its_devices_in_time() -> None:
+def test_an_agent_that_only_observes_reports_its_devices_in_time() -> None:
     node = Node(policy=replace(DEFAULT, observe=True))
     node.apply(ready(), enumerated(gpu(0)))
     assert node.wake_at_ns == START_NS + DEFAULT.first_probe_wait_ns
@@ -161,14 +165,14 @@ def test_an_agent_that_only_observes_tells_of_its_devices_in_time() -> None:
     assert len(node.events(EventKind.ALLOCATABLE)) == 1
 
 
-def test_every_event_says_when_and_only_changes_are_told() -> None:
+def test_every_event_has_its_time_and_only_changes_are_reported() -> None:
     node = healthy_node(gpu(0))
     assert changes(node.state, node.state, node.now_ns) == ()
     node.after(S, xid(48))
     assert {effect.at_ns for _, effect in node.effects if isinstance(effect, RecordEvent)} == {node.now_ns}
 
 
-def test_an_event_of_a_mig_device_says_where_it_is() -> None:
+def test_an_event_of_a_mig_device_has_its_placement() -> None:
     node = healthy_node(C1B, policy=Policy(mig_strategy="mixed"))
     node.apply(xid(48, gi=2, ci=0))
     (condition,) = node.events(EventKind.CONDITION)
@@ -192,7 +196,7 @@ def test_an_event_of_a_whole_gpu_names_no_instance() -> None:
     assert all("gi" not in fields_of(event) for event in node.events())
 
 
-def test_lists_in_events_are_bounded_and_say_how_many_there_are() -> None:
+def test_lists_in_events_are_bounded_and_have_the_whole_number() -> None:
     node = healthy_node(gpu(0), gpu(1), policy=Policy(sharing=Sharing.of({GPU: 400})))
     node.apply(xid(79))
     (device,) = node.events(EventKind.DEVICE)
@@ -217,7 +221,7 @@ def test_gpus_that_come_and_go_are_listed_by_pci_address_and_bounded() -> None:
     assert gone.warning
 
 
-def test_a_task_that_ends_before_it_ever_ran_is_told() -> None:
+def test_a_task_that_ends_before_it_ever_ran_is_reported() -> None:
     node = Node()
     node.apply(TaskReported(NVML, running=False, message="no such file"))
     (event,) = node.events(EventKind.TASK)
@@ -225,7 +229,7 @@ def test_a_task_that_ends_before_it_ever_ran_is_told() -> None:
     assert fields_of(event) == {"task": NVML, "failures": 1, "detail": "no such file"}
 
 
-def test_a_task_that_ends_again_and_again_is_told_once_and_counted() -> None:
+def test_a_task_that_ends_again_and_again_is_reported_once_and_counted() -> None:
     node = Node()
     for _ in range(5):
         node.after(S, TaskReported(NVML, running=False, message="no such file"))
@@ -250,7 +254,7 @@ def test_losses_are_added_up_by_source() -> None:
     assert [fields_of(event)["total"] for event in node.events(EventKind.LOSS)] == [3, 1, 5]
 
 
-def test_a_driver_of_another_version_is_told() -> None:
+def test_a_driver_of_another_version_is_reported() -> None:
     node = healthy_node(gpu(0))
     node.apply(replace(ready(), driver_version="575.1"))
     (event,) = node.events()
@@ -258,7 +262,7 @@ def test_a_driver_of_another_version_is_told() -> None:
     assert node.apply(replace(ready(), driver_version="575.1")) == ()
 
 
-def test_other_device_nodes_are_a_change_that_nobody_needs_to_be_told() -> None:
+def test_other_device_nodes_are_a_change_without_an_event() -> None:
     node = healthy_node(gpu(0))
     assert node.apply(replace(enumerated(gpu(0)), control_nodes=("/dev/nvidiactl",))) == ()
     assert node.snapshot().control_nodes == ("/dev/nvidiactl",)
@@ -278,9 +282,9 @@ def test_xids_outside_the_table_are_kept_apart_up_to_a_bound() -> None:
     assert len(node.conditions()) == MAX_UNLISTED_XIDS + 2
     other = next(item for item in node.conditions() if item.key.code == OTHER_XID)
     assert (other.count, other.message) == (10, f"XID {1000 + MAX_UNLISTED_XIDS + 9}")
-    told = [finding.message for finding in node.snapshot().findings if finding.gpus]
-    assert told[0] == "XID 79: GPU has fallen off the bus"
-    assert len(told) == MAX_MESSAGES + 1
+    messages = [finding.message for finding in node.snapshot().findings if finding.gpus]
+    assert messages[0] == "XID 79: GPU has fallen off the bus"
+    assert len(messages) == MAX_MESSAGES + 1
 
 
 def test_reports_that_are_too_old_to_be_of_the_same_fault_are_forgotten() -> None:

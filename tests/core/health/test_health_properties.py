@@ -128,7 +128,7 @@ Check = Callable[[Node, Fact, int], None]
 
 
 def lived(history: History, policy: Policy, check: Check | None = None) -> Node:
-    """A node with two GPUs after a history; ``check`` sees each fact before it is told, and its moment."""
+    """A node with two GPUs after a history; ``check`` gets each fact before it is applied, and its moment."""
     node = Node(policy)
     node.apply(ready(), BOTH, *poll(U0), *poll(U1))
     for gap_ns, fact in history:
@@ -159,9 +159,9 @@ def test_the_core_never_asks_to_be_woken_at_once_when_nothing_is_to_be_done(
 ) -> None:
     def check(node: Node, fact: Fact, now_ns: int) -> None:
         # Each batch ends with a Tick, for what time brings.
-        told, _, _ = step(step(node.state, fact, now_ns)[0], Tick(), now_ns)
-        again, effects, wake_at_ns = step(told, Tick(), now_ns)
-        assert (again is told, effects) == (True, ())
+        settled, _, _ = step(step(node.state, fact, now_ns)[0], Tick(), now_ns)
+        again, effects, wake_at_ns = step(settled, Tick(), now_ns)
+        assert (again is settled, effects) == (True, ())
         assert wake_at_ns > now_ns
 
     lived(history, policy, check)
@@ -196,7 +196,7 @@ def test_exactly_the_gpus_that_are_held_or_released_are_so(history: History, pol
 
 
 @given(HISTORIES, POLICIES)
-def test_the_driver_is_let_go_of_and_taken_back_in_turn(history: History, policy: Policy) -> None:
+def test_the_driver_is_released_and_resumed_in_turn(history: History, policy: Policy) -> None:
     node = lived(history, policy)
     node.after(600 * S)
     asked = [type(effect) for _, effect in node.effects if isinstance(effect, ReleaseDriver | ResumeDriver)]
@@ -317,10 +317,10 @@ def test_what_was_out_is_out_after_a_restart_until_its_rule_is_met(
 
 
 @given(HISTORIES, POLICIES, HISTORIES, st.sampled_from([ALL_WELL, NOTHING_READ]))
-def test_nothing_lasts_for_ever_over_a_restart(
+def test_nothing_lasts_without_a_limit_over_a_restart(
     history: History, policy: Policy, more: History, read: tuple[Fact, ...]
 ) -> None:
-    """Whatever happens before the restart and after it, a mended node comes back."""
+    """Whatever happens before the restart and after it, a mended node recovers."""
     again = lived(history, policy).restarted(after_ns=S)
     again.apply(Tick())
     for gap_ns, fact in more:

@@ -1,4 +1,4 @@
-"""An IMEX channel that is required: while the node has none, no device of it is offered Healthy."""
+"""An IMEX channel that is required: while the node has none, no device of it is advertised Healthy."""
 
 from agent.model.facts import GpusEnumerated, PolicyChanged, RecoverRequested
 from agent.model.health import Reason
@@ -64,7 +64,7 @@ def test_a_policy_that_requires_a_channel_counts_at_once_and_so_does_one_that_do
     assert node.unhealthy() == set()
 
 
-def test_before_the_nodes_were_looked_at_nothing_is_said_of_a_channel() -> None:
+def test_before_the_nodes_were_read_a_channel_has_no_finding() -> None:
     node = started(WANTED).restarted(after_ns=S)
     node.apply(PolicyChanged(REQUIRED))
     assert node.conditions() == []
@@ -91,7 +91,7 @@ def test_a_channel_that_comes_and_goes_is_nobodys_flapping() -> None:
     assert node.conditions(Reason.FLAPPING) == []
 
 
-def test_another_fault_outlasts_the_missing_channel_and_nobody_can_declare_it_there() -> None:
+def test_another_fault_outlasts_the_missing_channel_and_recover_cannot_declare_it_there() -> None:
     node = started(REQUIRED)
     node.apply(RecoverRequested(U0), xid(48))
     assert node.unhealthy() == BOTH

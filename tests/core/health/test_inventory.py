@@ -1,4 +1,4 @@
-"""Which devices are offered under which name, and in which order."""
+"""Which devices are advertised under which name, and in which order."""
 
 import pytest
 from hypothesis import given
@@ -44,7 +44,7 @@ MIXED = Policy(mig_strategy="mixed")
 
 def ids(*gpus: Gpu, policy: Policy) -> dict[str, list[str]]:
     return {
-        name: [str(offer.id) for offer in listed]
+        name: [str(device.id) for device in listed]
         for name, listed in advertised_devices(gpus, policy, {}).items()
     }
 
@@ -54,7 +54,7 @@ def test_without_a_mig_strategy_every_gpu_is_one_device() -> None:
     assert advertised_devices([C1B], Policy(), {})[GPU][0].placement == Placement(U0, ALL, ALL)
 
 
-def test_strategy_mixed_offers_each_profile_under_its_own_name() -> None:
+def test_strategy_mixed_advertises_each_profile_under_its_own_name() -> None:
     sliced = mig_gpu(0, (1, 0, "1g.10gb"), (2, 0, "3g.40gb"), (3, 0, "1g.10gb+me"))
     assert ids(sliced, PLAIN, policy=MIXED) == {
         SMALL: [mig_uuid(0)],
@@ -64,16 +64,16 @@ def test_strategy_mixed_offers_each_profile_under_its_own_name() -> None:
     }
 
 
-def test_strategy_mixed_offers_nothing_of_a_gpu_without_mig_devices() -> None:
+def test_strategy_mixed_advertises_nothing_of_a_gpu_without_mig_devices() -> None:
     assert ids(mig_gpu(0), PLAIN, policy=MIXED) == {GPU: [U1]}
 
 
-def test_strategy_single_offers_equal_slices_as_gpus() -> None:
+def test_strategy_single_advertises_equal_slices_as_gpus() -> None:
     assert ids(C1B, policy=SINGLE) == {GPU: [mig_uuid(0), mig_uuid(1), mig_uuid(2)]}
-    assert [offer.placement.gi for offer in advertised_devices([C1B], SINGLE, {})[GPU]] == [1, 2, 3]
+    assert [device.placement.gi for device in advertised_devices([C1B], SINGLE, {})[GPU]] == [1, 2, 3]
 
 
-def test_strategy_single_offers_whole_gpus_where_none_is_in_mig_mode() -> None:
+def test_strategy_single_advertises_whole_gpus_where_none_is_in_mig_mode() -> None:
     assert ids(gpu(0), gpu(1), policy=SINGLE) == {GPU: [U0, U1]}
 
 
@@ -87,7 +87,7 @@ def test_strategy_single_offers_whole_gpus_where_none_is_in_mig_mode() -> None:
         ([mig_gpu(0, (1, 0, "3g.40gb"), (2, 0, "1g.10gb"))], ("1g.10gb", "3g.40gb")),
     ],
 )
-def test_strategy_single_offers_nothing_where_the_devices_are_unlike(
+def test_strategy_single_advertises_nothing_where_the_devices_are_unlike(
     gpus: list[Gpu], unlike: tuple[str, ...]
 ) -> None:
     assert mixed_profiles(gpus, SINGLE) == unlike
@@ -113,28 +113,28 @@ def test_a_mig_resource_is_named_after_its_profile() -> None:
 def test_shares_are_numbered_from_zero_and_stay_where_their_device_is() -> None:
     policy = Policy(mig_strategy="mixed", sharing=Sharing.of({SMALL: 2, GPU: 3}))
     listed = advertised_devices([C1B, replace(PLAIN, numa_node=1)], policy, {})
-    assert [str(offer.id) for offer in listed[SMALL]] == [
+    assert [str(device.id) for device in listed[SMALL]] == [
         f"{mig_uuid(number)}::{replica}" for number in range(3) for replica in range(2)
     ]
-    assert [(offer.uuid, offer.replica, offer.placement.gi) for offer in listed[SMALL]][:2] == [
+    assert [(device.uuid, device.replica, device.placement.gi) for device in listed[SMALL]][:2] == [
         (mig_uuid(0), 0, 1),
         (mig_uuid(0), 1, 1),
     ]
-    assert [(str(offer.id), offer.numa_node) for offer in listed[GPU]] == [
+    assert [(str(device.id), device.numa_node) for device in listed[GPU]] == [
         (f"{U1}::{n}", 1) for n in range(3)
     ]
 
 
-def test_a_device_is_its_offer_with_a_verdict() -> None:
+def test_a_device_is_an_advertised_device_with_its_health() -> None:
     policy = Policy(mig_strategy="mixed", sharing=Sharing.of({SMALL: 2}))
     node = healthy_node(replace(C1B, numa_node=1), policy=policy)
-    for offer, device in zip(node.state.advertised[SMALL], node.devices(SMALL), strict=True):
-        assert asdict(offer).items() <= asdict(device).items()
+    for advertised, device in zip(node.state.advertised[SMALL], node.devices(SMALL), strict=True):
+        assert asdict(advertised).items() <= asdict(device).items()
         assert (device.health, device.reasons) == (Health.HEALTHY, ())
 
 
 @given(st.permutations([gpu(number, index=7 - number) for number in range(8)]))
-def test_the_order_is_that_of_the_pci_addresses_whatever_nvml_says(gpus: list[Gpu]) -> None:
+def test_the_order_is_that_of_the_pci_addresses_whatever_nvml_reports(gpus: list[Gpu]) -> None:
     assert ids(*gpus, policy=Policy()) == {GPU: [gpu(number).uuid for number in range(8)]}
 
 
@@ -148,7 +148,7 @@ def test_gpus_at_one_address_are_in_the_order_of_their_indexes() -> None:
 def test_mig_devices_are_in_the_order_of_their_instances() -> None:
     sliced = mig_gpu(0, (2, 1, "1g.10gb"), (2, 0, "1g.10gb"), (1, 0, "1g.10gb"))
     assert [
-        (offer.placement.gi, offer.placement.ci) for offer in advertised_devices([sliced], SINGLE, {})[GPU]
+        (device.placement.gi, device.placement.ci) for device in advertised_devices([sliced], SINGLE, {})[GPU]
     ] == [
         (1, 0),
         (2, 0),
@@ -159,7 +159,7 @@ def test_mig_devices_are_in_the_order_of_their_instances() -> None:
 # Changes while running
 
 
-def test_a_resource_that_was_offered_once_stays_with_an_empty_list() -> None:
+def test_a_resource_that_was_advertised_once_stays_with_an_empty_list() -> None:
     node = registered_node(C1B, policy=MIXED)
     assert list(node.state.registrations) == [SMALL]
     node.apply(enumerated(mig_gpu(0, (1, 0, "3g.40gb"))), passed())
@@ -185,15 +185,15 @@ def test_what_replaced_the_devices_of_an_earlier_process_is_registered() -> None
     assert node.registrations(LARGE) == [node.now_ns]
 
 
-def test_a_resource_waits_since_it_was_first_offered() -> None:
+def test_a_resource_waits_since_it_was_first_advertised() -> None:
     node = Node()
     node.after(S, enumerated(gpu(0)))
-    offered_ns = node.now_ns
+    advertised_ns = node.now_ns
     node.after(10 * S)
-    assert node.snapshot().resources[0].since_ns == offered_ns
+    assert node.snapshot().resources[0].since_ns == advertised_ns
 
 
-def test_another_policy_changes_what_is_offered_and_an_equal_one_nothing() -> None:
+def test_another_policy_changes_what_is_advertised_and_an_equal_one_nothing() -> None:
     node = healthy_node(gpu(0))
     before = node.state
     assert node.apply(PolicyChanged(replace(before.policy))) == ()
@@ -211,7 +211,7 @@ def test_capacity_does_not_fall_because_of_health() -> None:
     assert (resource.capacity, resource.allocatable) == (8, 0)
 
 
-def test_what_was_offered_is_offered_again_before_the_driver_answers() -> None:
+def test_what_was_advertised_is_advertised_again_before_the_driver_answers() -> None:
     policy = Policy(sharing=Sharing.of({GPU: 2}))
     node = healthy_node(gpu(0), gpu(1), policy=policy)
     again = node.restarted(after_ns=S)

@@ -50,9 +50,9 @@ def test_a_lost_state_is_a_finding_over_restarts_until_it_is_acknowledged() -> N
 
 @pytest.mark.parametrize("before", [True, False], ids=["before its GPU was listed", "after"])
 def test_what_is_read_late_counts_from_then_on(*, before: bool) -> None:
-    sick = healthy_node(gpu(0), gpu(1))
-    sick.apply(xid(79), facts.HoldRequested(U1, "fan"))
-    kept = sick.snapshot().durable
+    node = healthy_node(gpu(0), gpu(1))
+    node.apply(xid(79), facts.HoldRequested(U1, "fan"))
+    kept = node.snapshot().durable
     node = Node() if before else healthy_node(gpu(0), gpu(1))
     node.apply(facts.StateUnread("Input/output error"))
     assert Reason.STATE_LOST in {each.reason for each in node.snapshot().findings}

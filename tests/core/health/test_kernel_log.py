@@ -1,4 +1,4 @@
-"""XIDs of the kernel log: two witnesses for what words say, and one fault told by two is one fault."""
+"""XIDs of the kernel log: words need two witnesses, and one fault reported by two sources is one fault."""
 
 from collections.abc import Callable
 from typing import cast
@@ -11,6 +11,7 @@ from agent.model.effects import EventKind, ProbeGpu, ProbeUvm, RecordEvent
 from agent.model.facts import (
     KERNEL_LOG,
     NVML,
+    DriverCallOverdue,
     Fact,
     GpuRebound,
     GpuSampled,
@@ -95,7 +96,7 @@ def probes(node: Node) -> list[GpuUuid]:
     return [effect.gpu for _, effect in node.effects if isinstance(effect, ProbeGpu)]
 
 
-TELLERS: list[Callable[..., Fact]] = [xid, logged]
+SOURCES: list[Callable[..., Fact]] = [xid, logged]
 ORDERS = pytest.mark.parametrize("first", [0, 1], ids=["NVML first", "kernel log first"])
 
 
@@ -136,11 +137,11 @@ WITNESSES: dict[str, Fact] = {
 
 @pytest.mark.parametrize("witness", WITNESSES)
 @pytest.mark.parametrize("first", [0, 1], ids=["witness first", "kernel log first"])
-def test_a_second_witness_confirms_what_the_line_says(witness: str, first: int) -> None:
+def test_a_second_witness_confirms_the_line(witness: str, first: int) -> None:
     node = healthy_node(gpu(0), gpu(1))
-    told = [WITNESSES[witness], logged(79)]
-    node.apply(told[first])
-    node.after(S, told[1 - first])
+    reports = [WITNESSES[witness], logged(79)]
+    node.apply(reports[first])
+    node.after(S, reports[1 - first])
     assert node.unhealthy() == {U0}
     assert Reason.UNCONFIRMED not in reasons(node)
     (condition,) = node.conditions(Reason.XID)
@@ -180,8 +181,15 @@ def test_an_application_is_confirmed_by_nvmls_event_alone() -> None:
     assert reasons(node) == {Reason.XID, Reason.NVML_ERROR}
 
 
+def test_a_driver_that_hangs_confirms_no_line() -> None:
+    """It is no evidence about the GPU that the line names."""
+    node = healthy_node(gpu(0), gpu(1))
+    node.apply(DriverCallOverdue("init", 120 * S), logged(79))
+    assert reasons(node) == {Reason.DRIVER_HUNG, Reason.UNCONFIRMED}
+
+
 def test_what_no_reading_can_deny_stays_shown_until_the_gpu_was_reset() -> None:
-    """A driver without field 230 whose events are not heard: clean probes say nothing of a GSP timeout."""
+    """A driver without field 230 whose events are not heard: clean probes cannot deny a GSP timeout."""
     node = healthy_node(gpu(0))
     node.apply(*blind_poll(), logged(119))
     for _ in range(10):
@@ -193,7 +201,7 @@ def test_what_no_reading_can_deny_stays_shown_until_the_gpu_was_reset() -> None:
     assert node.conditions() == []
 
 
-def test_what_the_line_says_beside_the_number_is_in_the_message() -> None:
+def test_the_detail_of_the_line_is_in_the_message() -> None:
     node = healthy_node(gpu(0))
     node.apply(logged(145, detail="RLW_CTRL Nonfatal XC0 i0 Link 04"), xid(145))
     (condition,) = node.conditions()
@@ -211,12 +219,12 @@ def test_what_the_line_says_beside_the_number_is_in_the_message() -> None:
         (95, XidWords(reset=True), Recovery.RESET),
     ],
 )
-def test_the_verdict_rests_on_the_words_whoever_told_first(
+def test_the_verdict_rests_on_the_words_whichever_source_came_first(
     first: int, code: int, words: XidWords, recovery: Recovery | None
 ) -> None:
     node = healthy_node(gpu(0), policy=replace(DEFAULT, xid_policy="catalog"))
-    told = [xid(code), logged(code, words=words)]
-    node.apply(told[first], told[1 - first])
+    reports = [xid(code), logged(code, words=words)]
+    node.apply(reports[first], reports[1 - first])
     expected = [] if recovery is None else [recovery]
     assert [item.recovery for item in node.conditions()] == expected
 
@@ -302,7 +310,7 @@ def test_a_hard_xid_from_before_the_start_counts_unless_it_was_repaired(
 
     with_field = healthy_node(gpu(0))
     with_field.apply(*poll(), fact)
-    # The driver itself says that nothing is to be done, which it does not say of memory that is used up.
+    # The driver itself denies that anything is to be done, but not for memory that is used up.
     assert with_field.unhealthy() == ({U0} if recovery is Recovery.BY_HAND else set())
 
     asked = healthy_node(gpu(0))
@@ -354,9 +362,9 @@ def test_an_old_line_hides_no_new_fault() -> None:
 
 
 def test_ten_announcements_around_three_repairs_leave_every_gpu_healthy() -> None:
-    for offers in (True, False):
+    for supported in (True, False):
         node = healthy_node(gpu(0), gpu(1))
-        polled = poll if offers else lambda **_: blind_poll()
+        polled = poll if supported else lambda **_: blind_poll()
         for repair in range(3):
             node.apply(*polled(), xid(119), logged(119))
             for action in (1, 4, 1) if repair == 0 else (4, 1):
@@ -367,7 +375,7 @@ def test_ten_announcements_around_three_repairs_leave_every_gpu_healthy() -> Non
             node.after(S, GpuRebound(gpu(0).pci, bound=True), xid(RECOVERY_ACTION_CHANGED), announced(0))
             node.apply(*polled(), *polled(), *polled())
             node.after(60 * S)
-            assert node.conditions() == [], (offers, repair)
+            assert node.conditions() == [], (supported, repair)
         assert node.state.xids[U0] == {119: 3, RECOVERY_ACTION_CHANGED: 10}
         assert node.unhealthy() == set()
 
@@ -382,7 +390,7 @@ def test_the_all_clear_and_what_is_not_about_the_gpu_flip_nothing(fact: Fact, xi
 
 
 @pytest.mark.parametrize(
-    "told",
+    "reports",
     [
         (announced(2),),
         (xid(154), announced(2)),
@@ -391,9 +399,9 @@ def test_the_all_clear_and_what_is_not_about_the_gpu_flip_nothing(fact: Fact, xi
     ],
     ids=["the line alone", "NVML first", "line first", "before the start"],
 )
-def test_a_reboot_that_the_driver_wants_lasts_where_nothing_else_reads_it(told: tuple[Fact, ...]) -> None:
+def test_a_reboot_that_the_driver_wants_lasts_where_nothing_else_reads_it(reports: tuple[Fact, ...]) -> None:
     node = healthy_node(gpu(0))
-    node.apply(*blind_poll(), *told)
+    node.apply(*blind_poll(), *reports)
     assert node.state.xids == {U0: {154: 1}}
     for _ in range(10):
         node.after(60 * S, *blind_poll())
@@ -425,7 +433,7 @@ def test_a_reading_takes_the_place_of_the_line() -> None:
     ]
 
 
-def test_an_override_of_154_is_obeyed() -> None:
+def test_an_override_of_154_is_applied() -> None:
     node = healthy_node(gpu(0), policy=replace(DEFAULT, xid_overrides={RECOVERY_ACTION_CHANGED: "flip"}))
     node.apply(xid(RECOVERY_ACTION_CHANGED))
     assert node.unhealthy() == {U0}
@@ -450,7 +458,7 @@ def test_a_fatal_error_of_a_switch_is_shown_on_gpus_with_links_and_has_them_prob
     assert len(node.conditions()) == MAX_SWITCH_ERRORS + 1
 
 
-def test_unified_memory_that_refuses_its_work_takes_every_gpu_out_and_the_line_alone_none() -> None:
+def test_failed_unified_memory_makes_every_gpu_unhealthy_and_the_line_alone_none() -> None:
     node = healthy_node(gpu(0), gpu(1))
     node.apply(UvmErrorSeen("NV_ERR_RC_ERROR"))
     assert node.unhealthy() == set()
@@ -495,15 +503,15 @@ def test_codes_outside_the_table_are_bounded_in_the_backlog_too() -> None:
     assert sum(node.state.xids[U0].values()) == 100
 
 
-# Two who tell of one fault
+# Two sources that report one fault
 
 
 @ORDERS
 @pytest.mark.parametrize("delay_ns", [0, MS, 2 * S])
-def test_one_fault_told_by_both_within_two_seconds_counts_once(first: int, delay_ns: int) -> None:
+def test_one_fault_reported_by_both_within_two_seconds_counts_once(first: int, delay_ns: int) -> None:
     node = healthy_node(gpu(0))
-    node.apply(TELLERS[first](79))
-    node.after(delay_ns, TELLERS[1 - first](79))
+    node.apply(SOURCES[first](79))
+    node.after(delay_ns, SOURCES[1 - first](79))
     assert node.state.xids == {U0: {79: 1}}
     (condition,) = node.conditions()
     assert (condition.key.source, condition.count) == ([NVML, KERNEL_LOG][first], 1)
@@ -513,24 +521,24 @@ def test_one_fault_told_by_both_within_two_seconds_counts_once(first: int, delay
 @ORDERS
 def test_after_two_seconds_it_is_another_fault(first: int) -> None:
     node = healthy_node(gpu(0))
-    node.apply(TELLERS[first](79))
-    node.after(2 * S + 1, TELLERS[1 - first](79))
+    node.apply(SOURCES[first](79))
+    node.after(2 * S + 1, SOURCES[1 - first](79))
     assert node.state.xids == {U0: {79: 2}}
     assert len(node.conditions()) == 2
 
 
 @ORDERS
-def test_what_one_of_them_tells_again_is_another_fault(first: int) -> None:
+def test_what_one_source_reports_again_is_another_fault(first: int) -> None:
     node = healthy_node(gpu(0))
-    one, other = TELLERS[first], TELLERS[1 - first]
+    one, other = SOURCES[first], SOURCES[1 - first]
     node.apply(one(79), other(79), one(79), other(79))
     assert node.state.xids == {U0: {79: 2}}
 
 
 @ORDERS
-def test_an_ignored_code_told_by_both_counts_once_too(first: int) -> None:
+def test_an_ignored_code_reported_by_both_counts_once_too(first: int) -> None:
     node = healthy_node(gpu(0))
-    node.apply(TELLERS[first](13), TELLERS[1 - first](13))
+    node.apply(SOURCES[first](13), SOURCES[1 - first](13))
     assert node.state.xids == {U0: {13: 1}}
     assert len(node.events(EventKind.XID)) == 1
 
@@ -538,7 +546,7 @@ def test_an_ignored_code_told_by_both_counts_once_too(first: int) -> None:
 @ORDERS
 def test_a_whole_gpu_and_a_part_of_it_are_one_place(first: int) -> None:
     node = healthy_node(C1B, policy=Policy(mig_strategy="single"))
-    node.apply(TELLERS[first](48, gi=2, ci=0), TELLERS[1 - first](48))
+    node.apply(SOURCES[first](48, gi=2, ci=0), SOURCES[1 - first](48))
     assert node.state.xids == {U0: {48: 1}}
     assert node.unhealthy() == {mig_uuid(1)}
 
@@ -558,16 +566,16 @@ def test_an_instance_that_the_line_names_is_marked_alone() -> None:
 @ORDERS
 def test_two_instances_are_two_places(first: int) -> None:
     node = healthy_node(C1B, policy=Policy(mig_strategy="single"))
-    node.apply(TELLERS[first](48, gi=1, ci=0), TELLERS[1 - first](48, gi=2, ci=0))
+    node.apply(SOURCES[first](48, gi=1, ci=0), SOURCES[1 - first](48, gi=2, ci=0))
     assert node.state.xids == {U0: {48: 2}}
     assert node.unhealthy() == {mig_uuid(first)}
     assert {item.placement.gi for item in node.conditions(Reason.UNCONFIRMED)} == {2 - first}
 
 
 @ORDERS
-def test_both_may_tell_of_several_instances_in_any_order(first: int) -> None:
+def test_both_may_report_several_instances_in_any_order(first: int) -> None:
     node = healthy_node(C1B, policy=Policy(mig_strategy="single"))
-    one, other = TELLERS[first], TELLERS[1 - first]
+    one, other = SOURCES[first], SOURCES[1 - first]
     node.apply(one(48, gi=1, ci=0), one(48, gi=2, ci=0), other(48, gi=1, ci=0), other(48, gi=2, ci=0))
     assert node.state.xids == {U0: {48: 2}}
 
@@ -575,7 +583,7 @@ def test_both_may_tell_of_several_instances_in_any_order(first: int) -> None:
 @ORDERS
 def test_a_report_that_could_not_be_placed_hides_none_that_can(first: int) -> None:
     node = healthy_node(C1B, policy=Policy(mig_strategy="single"))
-    node.apply(TELLERS[first](48, gi=9, ci=0), TELLERS[1 - first](48))
+    node.apply(SOURCES[first](48, gi=9, ci=0), SOURCES[1 - first](48))
     assert len(node.unhealthy()) == (3 if first else 0)
     assert [item.placement for item in node.conditions()] == [place(U0)]
     assert node.state.xids == {U0: {48: 2}}
@@ -594,7 +602,7 @@ def test_another_code_or_another_gpu_is_another_fault() -> None:
     assert node.state.xids == {U0: {79: 1, 48: 1}, U1: {79: 1}}
 
 
-def test_after_a_restart_nobody_told_yet() -> None:
+def test_after_a_restart_no_xid_was_reported_yet() -> None:
     node = healthy_node(gpu(0))
     node.apply(xid(79))
     again: Node = node.restarted()
@@ -602,7 +610,7 @@ def test_after_a_restart_nobody_told_yet() -> None:
     assert again.state.xids == {U0: {79: 2}}
 
 
-def test_what_was_told_is_forgotten_when_it_is_too_old() -> None:
+def test_a_report_is_forgotten_when_it_is_too_old() -> None:
     node = healthy_node(gpu(0), gpu(1))
     node.apply(xid(79), xid(48, GpuUuid(U1)))
     node.after(2 * S, xid(62))

@@ -105,7 +105,7 @@ def test_what_is_wrong_with_the_card_is_untouched_by_its_layout(code: int) -> No
     assert node.state.conditions == before
 
 
-def test_a_layout_of_one_card_says_nothing_of_another() -> None:
+def test_a_layout_of_one_card_does_not_count_for_another() -> None:
     other = mig_gpu(1, (2, 0, "1g.10gb"))
     node = registered_node(C1B, other, policy=MIXED)
     node.apply(xid(RESET, U1, gi=2, ci=0), enumerated(HALVES, other))

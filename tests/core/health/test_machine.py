@@ -140,7 +140,7 @@ def mig_gpu_with_capabilities(number: int = 0) -> Gpu:
 @pytest.mark.parametrize(
     ("minor", "places"),
     [(13, [(1, 0)]), (21, [(2, 0), (2, 1)]), (23, [(2, 1)]), (99, [])],
-    ids=["compute instance", "GPU instance", "one of two compute instances", "nobody's"],
+    ids=["compute instance", "GPU instance", "one of two compute instances", "of no instance"],
 )
 def test_the_capability_node_of_a_mig_device_is_that_devices_alone(
     minor: int, places: list[tuple[int, int]]
@@ -148,8 +148,8 @@ def test_the_capability_node_of_a_mig_device_is_that_devices_alone(
     path = f"/dev/nvidia-caps/nvidia-cap{minor}"
     node = healthy_node(mig_gpu_with_capabilities(), gpu(1))
     node.apply(missing(path))
-    told = [(item.placement.gi, item.placement.ci, item.message) for item in node.conditions()]
-    assert told == [(gi, ci, f"{path} does not exist") for gi, ci in places]
+    found = [(item.placement.gi, item.placement.ci, item.message) for item in node.conditions()]
+    assert found == [(gi, ci, f"{path} does not exist") for gi, ci in places]
 
 
 def test_a_capability_node_that_is_there_again_brings_its_device_back_while_another_is_missing() -> None:
@@ -206,7 +206,7 @@ def recovers_all(node: Node) -> bool:
     return node.conditions() == []
 
 
-def test_nodes_that_were_not_looked_at_since_a_restart_are_not_there_again() -> None:
+def test_nodes_that_were_not_read_since_a_restart_are_not_there_again() -> None:
     node = healthy_node(gpu(0))
     node.apply(missing("/dev/nvidia0"))
     again = node.restarted()
@@ -216,7 +216,7 @@ def test_nodes_that_were_not_looked_at_since_a_restart_are_not_there_again() -> 
     assert recovers(again)
 
 
-def test_nodes_that_nobody_looks_at_any_more_keep_no_gpu_out_for_ever() -> None:
+def test_nodes_that_are_not_read_any_more_keep_no_gpu_unhealthy() -> None:
     node = healthy_node(gpu(0))
     node.apply(missing("/dev/nvidia0"))
     again = node.restarted()
@@ -262,17 +262,17 @@ def test_a_gpu_that_nvml_lists_and_the_bus_has_not_is_no_finding() -> None:
     assert count_findings(node) == []
 
 
-def test_before_anyone_looked_at_the_bus_there_is_no_finding() -> None:
+def test_before_the_bus_was_scanned_there_is_no_finding() -> None:
     assert count_findings(registered_node(gpu(0))) == []
 
 
-def test_without_a_driver_nobody_expects_gpus_to_be_listed() -> None:
+def test_without_a_driver_no_gpus_are_expected_to_be_listed() -> None:
     node = registered_node(gpu(0))
     node.apply(PciGpusSeen((gpu(0).pci, gpu(1).pci)), UNLOADED)
     assert count_findings(node) == []
 
 
-def test_while_the_driver_is_let_go_of_nobody_expects_gpus_to_be_listed() -> None:
+def test_while_the_driver_is_released_no_gpus_are_expected_to_be_listed() -> None:
     node = registered_node(gpu(0))
     node.apply(PciGpusSeen((gpu(0).pci, gpu(1).pci)))
     assert count_findings(node) != []
@@ -291,7 +291,7 @@ def test_a_module_that_was_loaded_anew_is_reset_evidence() -> None:
     assert recovers(node)
 
 
-def test_the_first_look_at_the_module_is_no_evidence() -> None:
+def test_the_first_reading_of_the_module_is_no_evidence() -> None:
     node = healthy_node(gpu(0))
     node.apply(xid(79), DriverModuleSeen(70))
     assert not recovers(node)
@@ -319,8 +319,8 @@ def test_the_same_module_after_a_restart_of_the_agent_is_no_evidence() -> None:
     assert not recovers(again)
 
 
-def test_a_look_that_is_told_late_counts_once_and_not_again_days_later() -> None:
-    """It saw the module gone; by the time it was told of, NVML had been initialised again."""
+def test_a_late_reading_of_the_module_counts_once_and_not_again_days_later() -> None:
+    """The module was read as gone; by the time this was reported, NVML had been initialised again."""
     node = healthy_node(gpu(0))
     node.apply(DriverModuleSeen(70), UNLOADED, ready(), DriverModuleSeen(None), DriverModuleSeen(71))
     node.apply(passed(), passed(), passed())
@@ -397,8 +397,8 @@ def test_a_row_of_clean_probes_before_the_reset_does_not_count() -> None:
 # Readings over a reset
 
 
-def test_what_was_read_before_a_reset_and_is_not_offered_after_it_keeps_no_gpu_out() -> None:
-    """A driver of another version may not offer the reading."""
+def test_what_was_read_before_a_reset_and_is_not_supported_after_it_keeps_no_gpu_unhealthy() -> None:
+    """A driver of another version may not support the reading."""
     for bad in (read(recovery_action=1), read(fabric_state=2), read(fabric_status=999)):
         node = healthy_node(gpu(0))
         node.apply(bad, UNLOADED, ready(), enumerated(gpu(0)))

@@ -1,4 +1,4 @@
-"""The MPS control daemon: what is shared by it is out while it is not ready, and nothing else is."""
+"""The MPS control daemon: what is shared by it is unhealthy while it is not ready, and nothing else is."""
 
 from agent.model.effects import KeepEvidence
 from agent.model.facts import AllocationsListed, MpsSeen, PolicyChanged, RecoverRequested
@@ -44,7 +44,7 @@ def polls(node: Node, times: int) -> None:
         node.apply(passed(U0), passed(U1))
 
 
-def test_nothing_shared_is_offered_healthy_before_the_daemon_was_looked_for() -> None:
+def test_nothing_shared_is_advertised_healthy_before_the_daemon_was_probed() -> None:
     node = Node(BY_MPS)
     node.apply(ready(), enumerated(gpu(0), gpu(1)), passed(U0), passed(U1))
     assert node.unhealthy() == SHARES
@@ -106,7 +106,7 @@ def test_another_fault_of_the_card_outlasts_the_daemons_absence() -> None:
     assert [each.reason for each in node.conditions()] == [Reason.XID]
 
 
-def test_nobody_can_declare_a_daemon_there_that_is_away() -> None:
+def test_recover_cannot_declare_a_missing_daemon_there() -> None:
     node = serving_node()
     node.apply(AWAY, RecoverRequested(U0))
     assert node.unhealthy() == SHARES
@@ -128,7 +128,7 @@ def test_a_policy_without_mps_needs_no_daemon_and_one_with_it_does_at_once() -> 
     assert node.unhealthy() == set()
 
 
-def test_what_nobody_shares_by_mps_does_not_hear_of_the_daemon() -> None:
+def test_what_is_not_shared_by_mps_does_not_depend_on_the_daemon() -> None:
     node = healthy_node(gpu(0))
     node.apply(AWAY)
     assert node.conditions() == []
@@ -155,7 +155,7 @@ def test_every_card_comes_back_with_the_daemon() -> None:
     assert node.unhealthy() == set()
 
 
-def test_after_a_restart_it_is_looked_for_anew() -> None:
+def test_after_a_restart_the_daemon_is_probed_anew() -> None:
     node = serving_node()
     again = node.restarted(after_ns=S)
     again.apply(passed(U0), passed(U1))

@@ -1,4 +1,4 @@
-"""S13 in small: what looks like a fault and is none flips no device; what is one does."""
+"""S13 in small: what resembles a fault and is none flips no device; what is one does."""
 
 import random
 from collections.abc import Callable

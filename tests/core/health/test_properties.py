@@ -1,4 +1,4 @@
-"""What holds in every history: safety after every step, and that what is well comes back."""
+"""What holds in every history: safety after every step, and that what is mended recovers."""
 
 from collections.abc import Sequence
 from typing import get_args
@@ -122,8 +122,8 @@ def holds(old: State, new: State, effects: tuple[Effect, ...], now_ns: int) -> N
     if new == old:
         assert new is old
     assert (new.changed_ns == now_ns) or new is old
-    told = [str(fields_of(event)["resource"]) for event in events_of(effects, EventKind.ALLOCATABLE)]
-    assert len(told) == len(set(told))
+    published = [str(fields_of(event)["resource"]) for event in events_of(effects, EventKind.ALLOCATABLE)]
+    assert len(published) == len(set(published))
     assert [effect for effect in effects if isinstance(effect, RecordEvent) and effect.at_ns != now_ns] == []
 
 
@@ -231,23 +231,25 @@ def test_a_mended_node_comes_back_and_not_one_probe_or_nanosecond_sooner(
 
 
 @given(HEALTH_HISTORIES, PROBES, QUIETS, st.sampled_from([0, 1, QUIET, 3600 * S]))
-def test_no_restart_makes_a_sick_gpu_healthy_before_its_rule_is_met(
+def test_no_restart_makes_an_unhealthy_gpu_healthy_before_its_rule_is_met(
     history: History, probes: int, quiet_ns: int, after_ns: int
 ) -> None:
     node = Node(policy_of(probes, quiet_ns))
     node.apply(ready(), enumerated(gpu(0), gpu(1)), passed(U0), passed(U1))
     follow(node, history)
-    sick = {item.placement.gpu for item in node.conditions()}
+    unhealthy = {item.placement.gpu for item in node.conditions()}
     again = node.restarted(after_ns=after_ns)
-    assert {device.placement.gpu for device in again.devices() if device.health is Health.UNHEALTHY} == sick
+    assert {
+        device.placement.gpu for device in again.devices() if device.health is Health.UNHEALTHY
+    } == unhealthy
     assert not any(device.health is Health.HEALTHY for device in again.devices())
     again.apply(Tick(), ready(), enumerated(gpu(0), gpu(1)))
     for _ in range(probes - 1):
         again.apply(passed(U0), passed(U1))
-        assert sick <= again.unhealthy()
+        assert unhealthy <= again.unhealthy()
     again.apply(passed(U0), passed(U1))
-    assert quiet_ns == 0 or sick <= again.unhealthy()
-    healthy = {U0, U1} - sick
+    assert quiet_ns == 0 or unhealthy <= again.unhealthy()
+    healthy = {U0, U1} - unhealthy
     assert not healthy & again.unhealthy()
     kept = again.restarted().snapshot().durable
     assert {item.key for item in kept.conditions} == {item.key for item in again.conditions()}

@@ -39,7 +39,7 @@ def reasons(node: Node) -> dict[GpuUuid, set[Reason]]:
     return found
 
 
-def test_nothing_is_offered_of_gpus_that_were_not_seen_since_the_reboot() -> None:
+def test_nothing_is_advertised_of_gpus_that_were_not_seen_since_the_reboot() -> None:
     node = rebooted(xid(64, U1))
     assert node.state.gpus == {}
     assert node.snapshot().resources == ()

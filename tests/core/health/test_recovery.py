@@ -208,7 +208,7 @@ def test_a_driver_that_was_not_unloaded_is_no_reset() -> None:
     assert [item.key.code for item in node.conditions()] == [79]
 
 
-def test_a_driver_seen_to_be_unloaded_was_reset_whatever_was_told_meanwhile() -> None:
+def test_a_driver_seen_to_be_unloaded_was_reset_whatever_was_reported_meanwhile() -> None:
     node = healthy_node(gpu(0))
     node.apply(xid(79), UNLOADED, MISMATCH, ready(), passed(), passed(), passed())
     node.after(Q)
@@ -217,8 +217,8 @@ def test_a_driver_seen_to_be_unloaded_was_reset_whatever_was_told_meanwhile() ->
 
 def test_a_driver_that_turns_out_to_be_unloaded_was_reset() -> None:
     node = healthy_node(gpu(0))
-    told_first = DriverUnavailable(UNLOADED.reason, UNLOADED.message, unloaded=False)
-    node.apply(xid(79), told_first, UNLOADED, ready(), passed(), passed(), passed())
+    first = DriverUnavailable(UNLOADED.reason, UNLOADED.message, unloaded=False)
+    node.apply(xid(79), first, UNLOADED, ready(), passed(), passed(), passed())
     node.after(Q)
     assert node.unhealthy() == set()
 
@@ -260,7 +260,7 @@ def test_a_gpu_that_is_not_listed_any_more_stays_in_the_list_as_lost() -> None:
     assert condition.message == "NVML does not list the GPU any more"
 
 
-def test_a_gpu_that_stays_away_is_told_of_once() -> None:
+def test_a_gpu_that_stays_away_is_reported_once() -> None:
     node = healthy_node(gpu(0), gpu(1))
     node.apply(enumerated(gpu(1)))
     before = node.state
@@ -352,9 +352,7 @@ def test_a_gpu_that_was_listed_all_the_time_was_not_reset_by_a_restart_of_the_ag
         (1, Reason.NVML_ERROR, Recovery.SELF_CLEARING),
     ],
 )
-def test_a_return_code_says_what_is_wrong_and_what_helps(
-    code: int, reason: Reason, recovery: Recovery
-) -> None:
+def test_a_return_code_has_its_reason_and_recovery(code: int, reason: Reason, recovery: Recovery) -> None:
     node = healthy_node(gpu(0), gpu(1))
     node.apply(failed(code=code))
     assert node.unhealthy() == {U0}
@@ -377,7 +375,7 @@ def test_a_gpu_whose_first_poll_fails_has_a_verdict() -> None:
     assert node.state.probed == {U0}
 
 
-def test_a_call_that_hangs_takes_its_gpu_out_and_says_which_call() -> None:
+def test_a_call_that_hangs_makes_its_gpu_unhealthy_and_is_named() -> None:
     node = healthy_node(gpu(0), gpu(1))
     node.apply(overdue())
     assert node.unhealthy() == {U0}
@@ -529,7 +527,7 @@ def test_the_quiet_time_of_a_driver_that_was_away_counts_from_its_return() -> No
     recovers_by_rule(node)
 
 
-def test_a_driver_that_stays_away_is_told_of_once() -> None:
+def test_a_driver_that_stays_away_is_reported_once() -> None:
     node = healthy_node(gpu(0))
     node.apply(UNLOADED)
     before = node.state
@@ -635,7 +633,7 @@ def test_the_same_xid_from_two_sources_within_two_seconds_is_one_fault() -> None
     assert (condition.key.source, condition.count) == (NVML, 1)
 
 
-def test_after_two_seconds_another_source_tells_of_another_fault() -> None:
+def test_after_two_seconds_another_source_reports_another_fault() -> None:
     node = healthy_node(gpu(0))
     node.apply(xid(79))
     node.after(2 * S + 1, xid(79, source=KMSG))
@@ -660,7 +658,7 @@ def test_other_xids_and_other_gpus_are_other_faults() -> None:
 # Over a restart
 
 
-def test_a_sick_gpu_is_sick_from_the_first_moment_of_the_next_process() -> None:
+def test_an_unhealthy_gpu_is_unhealthy_from_the_start_of_the_next_process() -> None:
     """Case C2, d."""
     node = healthy_node(gpu(0), gpu(1))
     node.apply(xid(79))

@@ -69,7 +69,7 @@ def rebooted(node: Node) -> Node:
     return again
 
 
-# C2: a GPU that was marked Unhealthy comes back
+# C2: a GPU that was marked Unhealthy recovers
 
 
 def test_c2_a_with_a_recovery_action_a_gpu_is_back_three_clean_probes_after_it_reads_none() -> None:
@@ -129,7 +129,7 @@ def lost_node() -> Node:
     return node
 
 
-def test_c2_b_a_gpu_whose_calls_all_say_that_it_is_lost_stays_out() -> None:
+def test_c2_b_a_gpu_whose_calls_all_fail_as_lost_stays_unhealthy() -> None:
     node = lost_node()
     assert node.health() == {U0: Health.UNHEALTHY}
     assert {(item.reason, item.key.code, item.count) for item in node.conditions()} == {
@@ -171,7 +171,7 @@ def test_c2_d_after_a_restart_the_gpu_is_out_from_the_first_moment() -> None:
     assert again.health() == {U0: Health.UNHEALTHY}
 
 
-def test_c2_e_a_gpu_without_xid_events_is_probed_all_the_same_and_told_of_once() -> None:
+def test_c2_e_a_gpu_without_xid_events_is_probed_all_the_same_and_reported_once() -> None:
     node = registered_node(gpu(0), policy=C2)
     node.apply(HealthEventsUnsupported(U0, "Not Supported"))
     (event,) = node.events()
@@ -207,8 +207,8 @@ def test_g1_one_lost_gpu_is_one_gpu_lost(variant: str) -> None:
     lost = next(item for item in view.conditions if item.reason is Reason.GPU_LOST)
     assert (view.gpu.pci, view.xids) == ("0000:13:00.0", {79: 1} if variant == "a" else {})
     assert advice_of(lost) == "reset the GPU or reboot the node"
-    told = [fields_of(event) for event in node.events(EventKind.CONDITION)]
-    assert ("gpu_lost", "0000:13:00.0") in {(fields["reason"], fields["pci"]) for fields in told}
+    reported = [fields_of(event) for event in node.events(EventKind.CONDITION)]
+    assert ("gpu_lost", "0000:13:00.0") in {(fields["reason"], fields["pci"]) for fields in reported}
 
 
 def test_g1_the_seven_others_are_allocated_as_before() -> None:
@@ -226,7 +226,7 @@ def test_g1_the_seven_others_are_allocated_as_before() -> None:
 # O1: the driver is updated under the agent
 
 
-def test_o1_a_other_versions_at_the_start_are_named_and_nothing_is_offered() -> None:
+def test_o1_a_other_versions_at_the_start_are_named_and_nothing_is_advertised() -> None:
     node = Node(C2)
     mismatch = DriverUnavailable(Reason.NVML_VERSION_MISMATCH, "Driver/library version mismatch")
     node.apply(mismatch)
@@ -377,7 +377,7 @@ def test_over_a_restart_no_cause_is_forgotten_and_none_lasts_for_ever(reason: Re
     node = healthy_node(gpu(0), gpu(1))
     node.apply(DriverModuleSeen(70))
     begin, end = CAUSES[reason]
-    # A GPU bound anew while no agent looks is no evidence; a module loaded anew is.
+    # A GPU bound anew while no agent runs is no evidence; a module loaded anew is.
     module = 71 if ended == "while away" else 70
     node.apply(*begin)
     if ended == "before":
@@ -428,7 +428,7 @@ def test_after_a_reboot_only_what_a_person_ends_is_left(reason: Reason) -> None:
 
 
 @pytest.mark.parametrize("reason", [Reason.RECOVERY_ACTION, Reason.FABRIC_NOT_READY, Reason.FABRIC_FAILED])
-def test_a_reading_that_is_offered_no_more_is_ended_by_a_reset_or_a_person(reason: Reason) -> None:
+def test_a_reading_that_is_no_longer_supported_is_ended_by_a_reset_or_an_operator(reason: Reason) -> None:
     """An agent without the rights, or a driver of another version, came in between."""
     for last in (GpuRebound(gpu(0).pci, bound=True), DriverModuleSeen(71)):
         node = healthy_node(gpu(0))

@@ -181,7 +181,7 @@ def test_an_answered_error_is_tried_again_after_a_tenth_of_a_second_doubling_to_
 
 @given(st.integers(0, 2**64))
 @example(0)
-def test_a_refusing_kubelet_gets_at_most_12_tries_in_60_s_whatever_the_jitter(seed: int) -> None:
+def test_a_rejecting_kubelet_gets_at_most_12_tries_in_60_s_whatever_the_jitter(seed: int) -> None:
     assert len(tries(registering_node(Policy(jitter_seed=seed)), "rejected", 60 * S - 1)) <= 12
 
 
@@ -233,7 +233,7 @@ def test_a_kubelet_that_goes_away_while_backing_off_is_waited_for() -> None:
     assert node.registrations() == []
 
 
-def test_while_it_is_tried_again_the_last_answer_says_why_it_is_not_registered() -> None:
+def test_while_it_is_tried_again_the_last_answer_is_why_it_is_not_registered() -> None:
     node = registering_node()
     node.fail_registration("rejected", "unsupported API version")
     node.after(200 * MS)
@@ -328,7 +328,7 @@ def test_a_replaced_kubelet_is_registered_with_once_more() -> None:
     assert node.standing().kubelet == K2
 
 
-def test_a_replaced_kubelet_that_refuses_is_not_asked_again_at_once() -> None:
+def test_a_replaced_kubelet_that_rejects_is_not_tried_again_at_once() -> None:
     node = registered_node(gpu(0))
     node.after(10 * S, KubeletSocketSeen(K2))
     (resource,) = node.snapshot().resources
@@ -491,7 +491,7 @@ def test_a_server_that_fails_ends_its_registration() -> None:
 
 
 @pytest.mark.parametrize("again", [Registered(GPU, 1, K1, PLUGIN), WatchersChanged(GPU, 1, 1)])
-def test_an_answer_that_says_what_is_known_changes_nothing(again: Fact) -> None:
+def test_an_answer_with_what_is_known_changes_nothing(again: Fact) -> None:
     node = registered_node(gpu(0))
     before = node.state
     assert node.apply(again) == ()
@@ -510,7 +510,7 @@ def test_a_server_that_was_started_again_by_itself_is_watched_at_its_new_socket(
 # Which of two kubelet sockets is the newer one
 
 
-def test_who_registers_may_see_a_new_kubelet_before_who_watches_the_directory() -> None:
+def test_a_registration_may_find_a_new_kubelet_before_the_watch_of_the_directory() -> None:
     node = registering_node()
     node.apply(Registered(GPU, 1, K2, PLUGIN), WatchersChanged(GPU, 1, 1))
     node.apply(KubeletSocketSeen(K2))
@@ -609,7 +609,7 @@ def count(node: Node, has: frozenset[DeviceId], *, asked_ago_ns: int = 0) -> Non
 
 
 @pytest.mark.parametrize(
-    ("has", "said"),
+    ("has", "text"),
     [
         (NONE, "the kubelet has 0 of the 2 healthy devices it was sent"),
         (FEWER, "the kubelet has 1 of the 2 healthy devices it was sent"),
@@ -618,7 +618,7 @@ def count(node: Node, has: frozenset[DeviceId], *, asked_ago_ns: int = 0) -> Non
     ],
 )
 def test_a_kubelet_that_lastingly_has_others_is_registered_with_anew_and_named_until_it_agrees(
-    has: frozenset[DeviceId], said: str
+    has: frozenset[DeviceId], text: str
 ) -> None:
     node = counted_node()
     node.after(2 * S)
@@ -633,7 +633,7 @@ def test_a_kubelet_that_lastingly_has_others_is_registered_with_anew_and_named_u
     node.accept()
     (finding,) = node.snapshot().findings
     assert finding.reason is Reason.KUBELET_COUNT_MISMATCH
-    assert finding.message == f"{GPU}: {said}; it was registered anew"
+    assert finding.message == f"{GPU}: {text}; it was registered anew"
     node.apply(ListWritten(GPU, node.standing().generation, HAS))
     node.after(2 * S)
     count(node, HAS)
@@ -641,7 +641,7 @@ def test_a_kubelet_that_lastingly_has_others_is_registered_with_anew_and_named_u
     assert node.snapshot().resources[0].counted
 
 
-def test_no_count_says_anything_of_a_list_that_is_newer_than_the_question() -> None:
+def test_no_count_applies_to_a_list_that_is_newer_than_the_question() -> None:
     node = counted_node()
     for _ in range(10):
         node.after(S - 1)
@@ -802,7 +802,7 @@ def test_a_standing_begins_with_what_it_waits_for() -> None:
     assert not Registration(since_ns=1).registered
 
 
-# What the kubelet is told at a registration only
+# What the kubelet gets at a registration only
 
 
 @pytest.mark.parametrize("is_checked", [True, False])

@@ -1,4 +1,4 @@
-"""What readings say: each rule by its values, and what they raise, ease and bring back."""
+"""What readings show: each rule by its values, and what they raise, ease and restore."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -45,15 +45,15 @@ def test_there_is_a_bad_reading_here_for_every_rule() -> None:
 
 
 @pytest.mark.parametrize("reason", RULES)
-def test_a_well_reading_says_well_and_none_says_nothing(reason: Reason) -> None:
+def test_a_healthy_reading_is_healthy_and_none_is_unknown(reason: Reason) -> None:
     assert evaluate(WELL, Window(), FEW)[reason] is None
     assert evaluate(NOTHING, Window(), FEW)[reason] is UNKNOWN
 
 
 @pytest.mark.parametrize("reason", RULES)
-def test_a_bad_reading_says_its_reason_and_no_other(reason: Reason) -> None:
-    said = evaluate(bad(reason), Window(), FEW)
-    assert {each for each, message in said.items() if isinstance(message, str)} == {reason}
+def test_a_bad_reading_raises_its_reason_and_no_other(reason: Reason) -> None:
+    verdicts = evaluate(bad(reason), Window(), FEW)
+    assert {each for each, message in verdicts.items() if isinstance(message, str)} == {reason}
 
 
 @pytest.mark.parametrize(
@@ -69,7 +69,7 @@ def test_a_bad_reading_says_its_reason_and_no_other(reason: Reason) -> None:
         (8, "The driver asks to take recovery action 8"),
     ],
 )
-def test_the_recovery_action_is_told_in_words(action: int, message: str) -> None:
+def test_the_recovery_action_is_reported_in_words(action: int, message: str) -> None:
     reason = Reason.IMEX_DOMAIN_DOWN if action == RECOVER_IMEX_DOMAIN else Reason.RECOVERY_ACTION
     assert verdict(reason, recovery_action=action) == message
     assert (action in RECOVERY_ACTIONS) == (action < 8)
@@ -141,7 +141,7 @@ def test_the_recovery_action_is_told_in_words(action: int, message: str) -> None
         (Reason.THERMAL, {"temperature_celsius": None}, None),
     ],
 )
-def test_a_reading_says(reason: Reason, readings: dict[str, Any], message: Verdict) -> None:
+def test_a_reading_has_its_verdict(reason: Reason, readings: dict[str, Any], message: Verdict) -> None:
     assert verdict(reason, **readings) == message
 
 
@@ -149,7 +149,7 @@ def test_a_reading_says(reason: Reason, readings: dict[str, Any], message: Verdi
 
 
 @pytest.mark.parametrize(
-    ("slow", "fast", "said"),
+    ("slow", "fast", "expected"),
     [
         (6, 4, "Hardware held the clocks down in 60 % of the last polls"),
         (5, 5, None),
@@ -163,9 +163,9 @@ def test_a_reading_says(reason: Reason, readings: dict[str, Any], message: Verdi
         (0, 0, None),
     ],
 )
-def test_a_slowdown_is_judged_over_a_whole_window(slow: int, fast: int, said: Verdict) -> None:
+def test_a_slowdown_is_evaluated_over_a_whole_window(slow: int, fast: int, expected: Verdict) -> None:
     slowed = [True] * slow + [False] * fast
-    assert verdict(Reason.THERMAL, slowed=slowed) == said
+    assert verdict(Reason.THERMAL, slowed=slowed) == expected
 
 
 def test_a_share_is_rounded_down() -> None:
@@ -196,7 +196,7 @@ def test_clocks_held_down_for_most_of_a_window_are_a_condition_until_they_are_no
     assert [item.lasts for item in node.conditions()] == [False]
 
 
-def test_a_poll_that_cannot_tell_of_clocks_is_no_part_of_the_window() -> None:
+def test_a_poll_that_cannot_read_clocks_does_not_count_in_the_window() -> None:
     node = healthy_node(gpu(0), policy=FEW)
     node.apply(*poll(hw_slowed=True), *poll(hw_slowed=None), *poll(hw_slowed=True))
     assert node.state.slowdowns[U0].slowed == (True, True)
@@ -257,7 +257,7 @@ def test_a_cause_that_is_seen_again_changes_nothing(reason: Reason) -> None:
     assert node.state is before
 
 
-def test_a_cause_that_changes_is_told_in_its_new_words_and_is_as_old_as_before() -> None:
+def test_a_cause_that_changes_is_reported_in_its_new_words_and_is_as_old_as_before() -> None:
     node = healthy_node(gpu(0))
     node.apply(read(links_down=(3,)))
     since_ns = node.now_ns
@@ -279,7 +279,7 @@ def test_a_reading_that_is_none_neither_raises_nor_clears(reason: Reason) -> Non
     assert node.conditions() == [raised]
 
 
-def test_readings_are_kept_as_they_are_for_who_shows_them() -> None:
+def test_readings_are_published_as_they_are() -> None:
     node = healthy_node(gpu(0), gpu(1))
     node.apply(read(pcie_replays=7))
     assert [view.sample for view in node.snapshot().gpus] == [sample(pcie_replays=7), None]

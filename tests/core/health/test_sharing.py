@@ -51,8 +51,8 @@ def counts(*gpus: Gpu, policy: Policy) -> dict[str, dict[str, int]]:
     found: dict[str, dict[str, int]] = {}
     for name, listed in advertised_devices(gpus, policy, {}).items():
         of_name = found.setdefault(name, {})
-        for offer in listed:
-            of_name[offer.uuid] = of_name.get(offer.uuid, 0) + 1
+        for device in listed:
+            of_name[device.uuid] = of_name.get(device.uuid, 0) + 1
     return found
 
 
@@ -99,7 +99,7 @@ def test_a_share_by_index_is_also_that_of_the_cards_slices() -> None:
     policy = sharing(Share(SMALL, 2, gpus=("1",)))
     slices = [mig_gpu(number, (1, 0, "1g.10gb")) for number in range(2)]
     assert counts(*slices, policy=policy) == {SMALL: {mig_uuid(0): 1, mig_uuid(10): 2}}
-    assert [offer.index for offer in advertised_devices(slices, policy, {})[SMALL]] == [0, 1, 1]
+    assert [device.index for device in advertised_devices(slices, policy, {})[SMALL]] == [0, 1, 1]
 
 
 def test_a_share_by_index_stays_with_its_card_when_another_one_is_lost() -> None:
@@ -122,7 +122,7 @@ def test_renamed_shares_leave_what_is_not_shared_under_its_own_name() -> None:
     }
 
 
-def test_a_resource_says_how_it_is_shared() -> None:
+def test_a_resource_publishes_how_it_is_shared() -> None:
     node = healthy_node(C1B, gpu(1), policy=sharing(Share(GPU, 2)))
     assert {each.name: each.sharing for each in node.snapshot().resources} == {
         SMALL: None,
@@ -173,7 +173,7 @@ def test_mps_serves_few_clients_on_old_cards(capability: tuple[int, int] | None,
     assert counts(card, policy=sharing(Share(GPU, most + 1))) == {GPU: {U0: most + 1}}
 
 
-def test_a_card_over_its_limit_is_named_and_the_others_are_offered() -> None:
+def test_a_card_over_its_limit_is_named_and_the_others_are_advertised() -> None:
     new = replace(gpu(1), name="NVIDIA A30", compute_capability=(8, 0))
     node = registered_node(V100_16, new, policy=mps(Share(GPU, 20)))
     assert {device.uuid for device in node.devices()} == {U1}
@@ -182,24 +182,24 @@ def test_a_card_over_its_limit_is_named_and_the_others_are_offered() -> None:
     assert finding.message == "20 replicas of Tesla V100-PCIE-16GB, MPS serves 16"
 
 
-def test_the_kubelet_is_told_that_there_is_nothing_where_every_card_is_over_its_limit() -> None:
+def test_the_kubelet_gets_an_empty_list_where_every_card_is_over_its_limit() -> None:
     node = registered_node(V100_16, policy=mps(Share(GPU, 20)))
     assert node.devices() == ()
     assert node.standing().registered
 
 
-def test_mig_devices_are_offered_unshared_under_mps_and_that_is_told_once() -> None:
+def test_mig_devices_are_advertised_unshared_under_mps_and_that_is_reported_once() -> None:
     policy = mps(Share(GPU, 4), Share(SMALL, 2), mig_strategy="mixed")
     node = Node(policy)
     node.apply(enumerated(C1B, gpu(1)), enumerated(C1B, gpu(1, index=0)))
     assert {device.replica for device in node.devices(SMALL)} == {None}
-    told = [event for event in node.events(EventKind.GPUS) if event.message == Unadvertised.MIG_UNDER_MPS]
-    assert [fields_of(event)["detail"] for event in told] == ["1g.10gb"]
+    reported = [event for event in node.events(EventKind.GPUS) if event.message == Unadvertised.MIG_UNDER_MPS]
+    assert [fields_of(event)["detail"] for event in reported] == ["1g.10gb"]
     node.apply(MpsSeen(ready=False, message="x"), passed())
     assert {device.health for device in node.devices(SMALL)} == {Health.HEALTHY}
 
 
-def test_with_strategy_single_slices_are_offered_unshared_under_mps() -> None:
+def test_with_strategy_single_slices_are_advertised_unshared_under_mps() -> None:
     policy = mps(Share(GPU, 4), mig_strategy="single")
     assert counts(C1B, policy=policy) == {GPU: {mig_uuid(0): 1, mig_uuid(1): 1, mig_uuid(2): 1}}
     assert {each.why for each in unadvertised_devices([C1B], policy)} == {Unadvertised.MIG_UNDER_MPS}
@@ -208,14 +208,16 @@ def test_with_strategy_single_slices_are_offered_unshared_under_mps() -> None:
 # What no resource has
 
 
-def test_a_slice_smaller_than_its_instance_has_no_resource_and_that_is_told_once() -> None:
+def test_a_slice_smaller_than_its_instance_has_no_resource_and_that_is_reported_once() -> None:
     node = Node(Policy(mig_strategy="mixed"))
     part = mig_gpu(0, (1, 0, "1c.2g.20gb"), (1, 1, "1c.2g.20gb"), (2, 0, "2g.20gb"))
     node.apply(enumerated(part), enumerated(part), enumerated(part, gpu(1)))
     assert set(node.state.advertised) == {"nvidia.com/mig-2g.20gb", GPU}
-    told = [event for event in node.events(EventKind.GPUS) if event.message == Unadvertised.PROFILE]
-    assert [(fields_of(event)["gpu"], fields_of(event)["detail"]) for event in told] == [(0, "1c.2g.20gb")]
-    assert all(event.warning for event in told)
+    reported = [event for event in node.events(EventKind.GPUS) if event.message == Unadvertised.PROFILE]
+    assert [(fields_of(event)["gpu"], fields_of(event)["detail"]) for event in reported] == [
+        (0, "1c.2g.20gb")
+    ]
+    assert all(event.warning for event in reported)
     assert Reason.MIG_SINGLE_NOT_UNIFORM not in {each.reason for each in node.snapshot().findings}
 
 
@@ -228,8 +230,8 @@ def test_a_gpu_in_mig_mode_without_slices_is_a_warning_that_ends_with_them() -> 
     node = Node(Policy(mig_strategy="mixed"))
     for _ in range(2):
         node.apply(enumerated(C1B, mig_gpu(1)), enumerated(C1B, mig_gpu(1, (1, 0, "1g.10gb"))))
-    told = [event for event in node.events(EventKind.GPUS) if event.message == Unadvertised.NO_MIG_DEVICE]
-    assert [fields_of(event) for event in told] == [{"gpu": 1, "uuid": U1, "pci": gpu(1).pci}] * 2
+    reported = [event for event in node.events(EventKind.GPUS) if event.message == Unadvertised.NO_MIG_DEVICE]
+    assert [fields_of(event) for event in reported] == [{"gpu": 1, "uuid": U1, "pci": gpu(1).pci}] * 2
     assert len(node.devices(SMALL)) == 4
     assert unadvertised_devices([mig_gpu(1)], Policy(mig_strategy="single")) == ()
     assert unadvertised_devices([mig_gpu(1)], Policy()) == ()
@@ -269,22 +271,20 @@ CARDS = st.builds(
 
 
 @given(st.lists(CARDS, max_size=4, unique_by=lambda card: card.uuid), POLICIES)
-def test_no_device_is_offered_twice_and_every_offer_is_of_what_there_is(
-    cards: list[Gpu], policy: Policy
-) -> None:
-    offered = advertised_devices(cards, policy, {})
-    ids = [offer.id for listed in offered.values() for offer in listed]
+def test_no_device_is_advertised_twice_and_every_one_exists(cards: list[Gpu], policy: Policy) -> None:
+    advertised = advertised_devices(cards, policy, {})
+    ids = [device.id for listed in advertised.values() for device in listed]
     assert len(ids) == len(set(ids))
     there = {card.uuid: card for card in cards}
-    for listed in offered.values():
-        for offer in listed:
-            card = there[offer.placement.gpu]
+    for listed in advertised.values():
+        for device in listed:
+            card = there[device.placement.gpu]
             parts = {mig.uuid for mig in card.mig_devices}
-            is_slice = offer.uuid in parts
+            is_slice = device.uuid in parts
             assert is_slice == (policy.mig_strategy != "none" and card.mig_enabled)
-            assert offer.uuid in parts | {card.uuid}
-            assert is_slice == (offer.mig_index is not None)
-            assert not (is_slice and policy.sharing.strategy == "mps" and offer.replica is not None)
+            assert device.uuid in parts | {card.uuid}
+            assert is_slice == (device.mig_index is not None)
+            assert not (is_slice and policy.sharing.strategy == "mps" and device.replica is not None)
 
 
 @given(st.lists(CARDS, max_size=4, unique_by=lambda card: card.uuid), POLICIES)

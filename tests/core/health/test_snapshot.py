@@ -70,7 +70,7 @@ def test_before_anything_is_known_the_driver_and_the_kubelet_are_missing() -> No
     ]
 
 
-def test_a_driver_that_is_missing_is_the_root_cause_and_told_once() -> None:
+def test_a_driver_that_is_missing_is_the_root_cause_and_reported_once() -> None:
     node = registered_node(gpu(0))
     node.apply(xid(48), DriverUnavailable(Reason.DRIVER_NOT_LOADED, "not loaded", unloaded=True))
     assert findings(node) == [
@@ -122,7 +122,7 @@ def test_what_flips_nothing_keeps_no_node_from_being_ready() -> None:
     assert node.snapshot().gpus[0].health is Health.HEALTHY
 
 
-def test_without_a_kubelet_only_that_is_told_of_registration() -> None:
+def test_without_a_kubelet_registration_has_only_that_finding() -> None:
     node = registered_node(gpu(0))
     node.end_stream()
     node.apply(KubeletSocketSeen(None))
@@ -140,7 +140,7 @@ def test_a_needed_task_that_does_not_run_makes_the_node_not_ready(task: SourceNa
     assert task in NEEDED_TASKS
 
 
-def test_what_differs_between_gpus_is_told_of_each_and_what_does_not_once() -> None:
+def test_what_differs_between_gpus_is_reported_for_each_and_what_does_not_once() -> None:
     node = registered_node(gpu(0), gpu(1), gpu(2))
     node.apply(xid(79, U0), xid(48, U1), xid(79, U2))
     assert [(each.message[:7], each.gpus) for each in findings(node)] == [
@@ -149,7 +149,7 @@ def test_what_differs_between_gpus_is_told_of_each_and_what_does_not_once() -> N
     ]
 
 
-def test_of_very_many_messages_some_are_told_and_every_gpu_is() -> None:
+def test_of_very_many_messages_some_are_reported_and_every_gpu_is() -> None:
     node = registered_node(*map(gpu, range(8)))
     node.apply(
         *(xid(number, gpu(place).uuid) for place, number in enumerate((48, 79, 119, 120, 62, 64, 74, 95)))

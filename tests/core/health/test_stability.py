@@ -138,7 +138,7 @@ def test_flapping_is_sticky() -> None:
     assert again.unhealthy() == {U0}
 
 
-def test_more_faults_of_a_gpu_that_flaps_are_counted_and_told_once() -> None:
+def test_more_faults_of_a_gpu_that_flaps_are_counted_and_reported_once() -> None:
     node = healthy_node(gpu(0), policy=AT_ONCE)
     for _ in range(5):
         fault_and_back(node)
@@ -336,7 +336,7 @@ def test_the_nodes_own_trouble_gives_no_evidence_against_a_gpu() -> None:
 SOFT = replace(AT_ONCE, soft_flips=frozenset({Reason.THERMAL, Reason.NVLINK_DOWN}))
 
 
-def nobody() -> AllocationsListed:
+def no_allocations() -> AllocationsListed:
     return AllocationsListed({})
 
 
@@ -346,7 +346,7 @@ def hot(on: GpuUuid = U0) -> Fact:
 
 def soft_node(policy: Policy = SOFT) -> Node:
     node = healthy_node(gpu(0), gpu(1), gpu(2), policy=policy)
-    node.apply(nobody())
+    node.apply(no_allocations())
     node.forget_effects()
     return node
 
@@ -402,7 +402,7 @@ def test_at_most_one_gpu_flips_within_the_hour_and_the_next_one_at_its_end() -> 
     node.after(S, *poll(U0), hot(U1))
     assert node.unhealthy() == set()
     while node.now_ns < began_ns + HOUR - 10 * S:
-        node.after(10 * S, nobody())
+        node.after(10 * S, no_allocations())
     node.until(began_ns + HOUR - 1)
     node.apply(Tick())
     assert node.unhealthy() == set()
@@ -429,25 +429,25 @@ def test_two_kinds_on_one_gpu_at_once_are_one_flip() -> None:
     assert [item.flips for item in node.conditions()] == [True, True]
 
 
-def test_several_at_once_flip_none_and_are_told_once() -> None:
+def test_several_at_once_flip_none_and_are_reported_once() -> None:
     node = soft_node()
     node.apply(xid(79), xid(79, U1), xid(79, U2))
     node.state = replace(node.state, conditions={})
     node.apply(AllocationsListed({DeviceId(U0): "ns/job"}))
     node.forget_effects()
     node.apply(hot(U0), hot(U1), hot(U2))
-    node.after(HOUR, nobody(), hot(U0), hot(U1))
+    node.after(HOUR, no_allocations(), hot(U0), hot(U1))
     assert node.unhealthy() == set()
-    told = [event for event in node.events(EventKind.CONDITION) if "several" in event.message]
-    assert [fields_of(event)["gpus"] for event in told] == [[U0, U1], [U0, U1, U2]]
-    assert all(event.warning for event in told)
+    reported = [event for event in node.events(EventKind.CONDITION) if "several" in event.message]
+    assert [fields_of(event)["gpus"] for event in reported] == [[U0, U1], [U0, U1, U2]]
+    assert all(event.warning for event in reported)
 
 
 def test_when_only_one_is_left_it_flips() -> None:
     node = soft_node()
     node.apply(AllocationsListed({DeviceId(U0): "ns/job"}), hot(U0), hot(U1))
     assert node.unhealthy() == set()
-    node.apply(nobody(), *poll(U0))
+    node.apply(no_allocations(), *poll(U0))
     assert node.unhealthy() == {U1}
 
 
@@ -466,15 +466,15 @@ def test_a_gpu_of_which_a_pod_holds_one_share_or_slice_is_not_free() -> None:
     sliced = healthy_node(C1B, policy=replace(SOFT, mig_strategy="single"))
     sliced.apply(AllocationsListed({DeviceId(mig_uuid(2)): "ns/job"}), hot())
     assert sliced.unhealthy() == set()
-    sliced.apply(nobody())
+    sliced.apply(no_allocations())
     assert len(sliced.unhealthy()) == 3
 
 
-def test_while_nobody_knows_the_pods_nothing_flips() -> None:
+def test_while_the_pods_are_unknown_nothing_flips() -> None:
     node = healthy_node(gpu(0), policy=SOFT)
     node.apply(hot())
     assert node.unhealthy() == set()
-    node.apply(nobody())
+    node.apply(no_allocations())
     assert node.unhealthy() == {U0}
 
 
@@ -482,7 +482,7 @@ def test_while_nobody_knows_the_pods_nothing_flips() -> None:
 def test_an_old_list_of_allocations_is_no_knowledge(age_ns: int, *, known: bool) -> None:
     assert PODS_KNOWN_FOR_NS == 30 * S
     node = healthy_node(gpu(0), policy=SOFT)
-    node.apply(nobody())
+    node.apply(no_allocations())
     node.until(node.now_ns + age_ns)
     node.apply(hot())
     assert (node.unhealthy() == {U0}) is known
@@ -524,7 +524,7 @@ def test_while_the_breaker_holds_one_back_the_core_asks_to_be_woken_at_its_end()
     began_ns = node.now_ns
     node.apply(hot(U0), *poll(U0))
     node.until(began_ns + HOUR - S)
-    node.apply(nobody(), hot(U1))
+    node.apply(no_allocations(), hot(U1))
     assert node.wake_at_ns == began_ns + HOUR
     node.apply(*poll(U1))
     assert node.wake_at_ns == node.now_ns + IDLE_NS
@@ -536,11 +536,17 @@ def test_over_a_restart_what_was_flipped_stays_and_the_breaker_counts_from_there
     again = node.restarted(after_ns=S)
     began_ns = again.now_ns
     again.apply(
-        ready(), enumerated(gpu(0), gpu(1), gpu(2)), passed(U1), passed(U2), hot(U0), nobody(), hot(U1)
+        ready(),
+        enumerated(gpu(0), gpu(1), gpu(2)),
+        passed(U1),
+        passed(U2),
+        hot(U0),
+        no_allocations(),
+        hot(U1),
     )
     assert again.unhealthy() == {U0}
     again.until(began_ns + HOUR - S)
-    again.apply(nobody())
+    again.apply(no_allocations())
     assert again.unhealthy() == {U0}
     again.after(S)
     assert again.unhealthy() == {U0, U1}
@@ -632,7 +638,7 @@ def registrations_asked(node: Node) -> int:
     return sum(isinstance(effect, RegisterResource) for _, effect in node.effects)
 
 
-def test_who_only_observes_registers_nothing_and_decides_everything() -> None:
+def test_an_observing_agent_registers_nothing_and_decides_everything() -> None:
     node = healthy_node(gpu(0), gpu(1), policy=OBSERVE)
     node.apply(KubeletSocketSeen(K1), xid(79))
     assert node.unhealthy() == {U0}
@@ -657,24 +663,26 @@ def test_each_device_that_would_have_been_taken_out_is_counted() -> None:
     assert node.snapshot().observed_flips == 9
 
 
-def test_who_acts_counts_nothing() -> None:
+def test_an_acting_agent_counts_nothing() -> None:
     node = healthy_node(gpu(0), policy=AT_ONCE)
     node.apply(xid(94))
     assert node.snapshot().observed_flips == 0
 
 
-def test_who_stops_observing_registers() -> None:
+def test_an_agent_that_stops_observing_registers() -> None:
     node = healthy_node(gpu(0), policy=OBSERVE)
     node.apply(KubeletSocketSeen(K1), xid(94), PolicyChanged(AT_ONCE))
     assert registrations_asked(node) == 1
     assert node.snapshot().observed_flips == 1
 
 
-@pytest.mark.parametrize("refused", [True, False])
-def test_who_begins_to_observe_tries_no_registration_any_more_and_sleeps(*, refused: bool) -> None:
+@pytest.mark.parametrize("backing_off", [True, False])
+def test_an_agent_that_begins_to_observe_tries_no_registration_any_more_and_sleeps(
+    *, backing_off: bool
+) -> None:
     node = registered_node(gpu(0), policy=AT_ONCE)
     node.end_stream()
-    if not refused:
+    if not backing_off:
         node.after(S)
     asked = registrations_asked(node)
     node.apply(PolicyChanged(OBSERVE))

@@ -35,7 +35,7 @@ from tests.core.xid_table import ACTIONS, IGNORED_BY_NVIDIAS_PLUGIN, row_of
 XIDS = range(1, 201)
 
 
-def test_every_xid_is_classed_as_the_catalog_says() -> None:
+def test_every_xid_has_the_class_of_the_catalog() -> None:
     assert {
         code: (class_of(code).value, recovery_of(code).value, evidence_of(code).value) for code in XIDS
     } == {code: tuple(row_of(code)) for code in XIDS}
@@ -91,7 +91,7 @@ def test_under_catalog_an_xid_flips_if_more_than_the_application_has_to_act(code
         (154, XidWords(action=2), "590.48.01", "announcement"),
     ],
 )
-def test_the_class_rests_on_what_the_line_says_and_on_the_branch(
+def test_the_class_rests_on_the_words_of_the_line_and_on_the_branch(
     code: int, words: XidWords, driver: str | None, xid_class: str
 ) -> None:
     assert class_of(code, words, branch_of(driver)).value == xid_class
