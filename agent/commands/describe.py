@@ -50,7 +50,9 @@ _IDENTITY: Final = {
     "inforom": "InfoROM",
     "numa_node": "NUMA node",
 }
-_UNITS: Final = {"temperature_celsius": " °C", "temperature_limit_celsius": " °C"}
+_UNITS: Final = {"celsius": " °C"}
+"""What stands behind a reading whose name ends so."""
+_TERMS: Final = {"ecc": "ECC", "pcie": "PCIe", "hw": "hardware", "nvlink": "NVLink"}
 
 Json = dict[str, Any]
 
@@ -188,12 +190,13 @@ def _conditions(conditions: list[Json], now_ns: int) -> list[str]:
 
 
 def _readings(sample: Json) -> dict[str, str]:
-    return {
-        name.replace(
-            "_", " "
-        ).capitalize(): f"{_shown(value)}{_UNITS.get(name, '') if value is not None else ''}"
-        for name, value in sample.items()
-    }
+    found = {}
+    for name, value in sample.items():
+        *words, last = name.split("_")
+        unit = _UNITS.get(last)
+        label = " ".join(_TERMS.get(word, word) for word in (words if unit else (*words, last)))
+        found[label[:1].upper() + label[1:]] = _shown(value) + (unit or "" if value is not None else "")
+    return found
 
 
 def _shown(value: object) -> str:
