@@ -241,12 +241,12 @@ async def test_without_any_right_the_agent_advertises_gpus_and_names_disabled_co
             try:
                 await wait_allocatable(node, 4)
                 line = await agent.wait_line("Some components are disabled")
-                assert [part.partition(":")[0] for part in line["parts"]] == [
+                assert [part.partition(":")[0] for part in line["components"]] == [
                     "kernel log",
                     "pods",
                     "state over restarts",
                 ]
-                assert any("/run/gpu-agent/state is its own" in part for part in line["parts"])
+                assert any("/run/gpu-agent/state is its own" in part for part in line["components"])
                 uuid = node.nvml.uuid(1)
                 before = len(node.kubelet.lists)
                 node.nvml.push_xid(1, 79)
