@@ -1,4 +1,4 @@
-"""The parts of the agent that vouch for something, by name."""
+"""The components of the agent that give proofs of life, by name."""
 
 from typing import Final
 

@@ -1,4 +1,4 @@
-"""What the core wants done, in the imperative. Each effect has an owner; app.py says which."""
+"""Effects: work that the core requests, in the imperative. Each effect has an owner, which app.py names."""
 
 from collections.abc import Mapping
 from enum import StrEnum
@@ -26,7 +26,7 @@ class EventKind(StrEnum):
 
 
 class Event(msgspec.Struct, frozen=True):
-    """One entry of the event log: a change, told once."""
+    """One entry of the event log: a change, recorded once."""
 
     kind: EventKind
     message: str
@@ -44,7 +44,7 @@ class RecordEvent(msgspec.Struct, frozen=True):
 
 
 class RegisterResource(msgspec.Struct, frozen=True):
-    """End what is served for a resource, serve it anew and register it with the kubelet.
+    """Stop the server of a resource, start it again and register it with the kubelet.
 
     The owner answers with Registered or RegistrationFailed of the same generation.
     """
@@ -56,7 +56,7 @@ class RegisterResource(msgspec.Struct, frozen=True):
 
 
 class ReleaseDriver(msgspec.Struct, frozen=True):
-    """Let go of every driver handle; the owner answers with DriverReleased."""
+    """Close every driver handle; the owner answers with DriverReleased."""
 
 
 class ResumeDriver(msgspec.Struct, frozen=True):
@@ -76,21 +76,21 @@ class ProbeUvm(msgspec.Struct, frozen=True):
 
 
 class KeepEvidence(msgspec.Struct, frozen=True):
-    """Keep what an RMA needs of a GPU on disk, before anyone resets it."""
+    """Write the evidence for an RMA of a GPU to disk, before an operator resets it."""
 
     gpu: GpuUuid
     condition: Condition
 
 
 class ExitProcess(msgspec.Struct, frozen=True):
-    """Leave with an exit code; the supervisor starts a process that sees the new world."""
+    """Exit with a code; the supervisor starts a new process, which can read the new state of the node."""
 
     exit_code: int
     message: str
 
 
 class RestartComponent(msgspec.Struct, frozen=True):
-    """Start a part anew that gave no proof for too long."""
+    """Restart a component that gave no proof for too long."""
 
     component: ComponentId
 

@@ -1,4 +1,4 @@
-"""A GPU and its MIG devices as NVML tells them once; nothing here changes with health."""
+"""A GPU and its MIG devices as NVML lists them; nothing here changes with health."""
 
 import msgspec
 
@@ -29,24 +29,24 @@ class Gpu(msgspec.Struct, frozen=True, kw_only=True):
     index: int
     """NVML's index; it moves when another GPU is lost, so it is only for people and for order."""
     minor: int | None = None
-    """N of /dev/nvidiaN; None where the driver does not say."""
+    """N of /dev/nvidiaN; None where the driver does not report it."""
     name: str
     pci: str
     """PCI address in sysfs form."""
     memory_bytes: int | None
-    """None where the driver does not say."""
+    """None where the driver does not report it."""
     compute_capability: tuple[int, int] | None = None
     numa_node: int | None = None
-    """None where the kernel knows no node (sysfs says -1, nothing, or nonsense)."""
+    """None where the kernel knows no node (sysfs has -1, no value, or an invalid one)."""
     serial: str | None = None
     part_number: str | None = None
     """Board part number; with serial, VBIOS and InfoROM it is what an RMA asks for."""
     vbios: str | None = None
     inforom: str | None = None
     device_instance: int | None = None
-    """The driver's number of it in what CUDA and graphics programs allocate; None where it does not say."""
+    """The driver's number of it in objects of CUDA and graphics programs; None: not reported."""
     coherent: bool | None = None
-    """Whether GPU and CPU share one address space (ATS), as on Grace; None where the driver does not say."""
+    """Whether GPU and CPU share one address space (ATS), as on Grace; None: not reported."""
     mig_enabled: bool = False
     mig_devices: tuple[MigDevice, ...] = ()
 

@@ -1,4 +1,4 @@
-"""Why a device is not well: reasons, and the conditions that carry them."""
+"""Why a device is unhealthy: reasons, and the conditions that carry them."""
 
 from enum import StrEnum
 from typing import Literal, NamedTuple
@@ -25,7 +25,7 @@ class Evidence(StrEnum):
 
 
 class Severity(StrEnum):
-    """What a reason means for people; only CRITICAL ones may flip a device."""
+    """The severity of a reason for operators; only CRITICAL ones may flip a device."""
 
     CRITICAL = "critical"
     WARNING = "warning"
@@ -46,7 +46,7 @@ class Recovery(StrEnum):
 
 
 class Reason(StrEnum):
-    """Closed set of reason codes; what each means stands in core.reasons."""
+    """Closed set of reason codes; core.reasons has the row of each."""
 
     XID = "xid"
     UNCONFIRMED = "unconfirmed"
@@ -95,7 +95,7 @@ class Reason(StrEnum):
 
 
 class LeakKind(StrEnum):
-    """What is found of the use of a GPU; the first five are kinds of CONTEXT_LEAK."""
+    """Kinds of findings on the use of a GPU; the first five are of CONTEXT_LEAK."""
 
     ORPHANED_CLIENT = "orphaned_client"
     POD_GONE = "pod_gone"
@@ -126,7 +126,7 @@ class InvolvedProcess(msgspec.Struct, frozen=True, kw_only=True):
     since_ns: int
     """When the finding's cause began, as far as it was seen."""
     role: Literal["holder", "owner"] = "holder"
-    """owner: it made what is left and is gone."""
+    """owner: it made the orphans and is gone."""
 
 
 class Details(msgspec.Struct, frozen=True):

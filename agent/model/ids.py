@@ -82,11 +82,11 @@ def socket_name(resource: ResourceName) -> str:
 
 
 class ComponentId(NamedTuple):
-    """One part that vouches for something: ``nvml-gpu`` of a GPU, ``list-and-watch`` of a resource."""
+    """A component that gives proofs of life: ``nvml-gpu`` of a GPU, ``list-and-watch`` of a resource."""
 
     name: SourceName
     of: str = ""
-    """The GPU's UUID or the resource's name; empty where there is one such part."""
+    """The GPU's UUID or the resource's name; empty where there is one such component."""
 
     def __str__(self) -> str:
         """Return the name as log lines and health checks show it."""

@@ -1,4 +1,4 @@
-"""What the operator decided: the part of the configuration that the core obeys."""
+"""The policy: the part of the configuration that the core applies."""
 
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -24,10 +24,10 @@ MEBIBYTE = 2**20
 
 
 class LeakPolicy(msgspec.Struct, frozen=True):
-    """When what holds a GPU is a finding. Times are how long it must last before it is told."""
+    """When the use of a GPU is a finding. Times are how long it must last before it is reported."""
 
     is_watched: bool = True
-    """False: nobody looks who uses GPUs, so that nothing is found and nothing lasts that was."""
+    """False: the use of GPUs is not read, so that there is no finding and earlier ones are dropped."""
     effect: LeakEffect = "warn"
     """unhealthy-when-free: what certainly blocks a GPU that no pod has takes it out, through the breaker."""
     allowed: frozenset[str] = frozenset(
@@ -47,7 +47,7 @@ class LeakPolicy(msgspec.Struct, frozen=True):
     """System services and executables of root's of which nothing is ever reported, and what processes of
     ``namespaces`` call themselves; the kernel keeps 15 bytes of that."""
     servers: frozenset[str] = frozenset({"nvidia-cuda-mps-server"})
-    """The same of those that use GPUs for others: they may grow and belong to nobody."""
+    """The same for servers that use GPUs for other processes: they may grow and belong to no pod."""
     namespaces: frozenset[str] = frozenset(
         {"kube-system", "gpu-operator", "nvidia-gpu-operator", "nvidia-device-plugin", "gpu-agent"}
     )
@@ -61,9 +61,9 @@ class LeakPolicy(msgspec.Struct, frozen=True):
     memory_held_percent: int = 2
     """Of the GPU's memory; the larger of both counts."""
     idle_ns: int = 3600 * SECOND_NS
-    """A device that a pod has and no process opened for so long is told of."""
+    """A device that a pod has and no process opened for so long is reported."""
     contexts_many: int = 100
-    """More contexts on one GPU than that are told of."""
+    """More contexts on one GPU than that are reported."""
     growth_window_ns: int = 600 * SECOND_NS
     growth_warm_up_ns: int = 120 * SECOND_NS
     """From the first file that a process opened; what it makes meanwhile is no growth."""
@@ -81,7 +81,7 @@ class Injection(msgspec.Struct, frozen=True):
 
     strategies: tuple[DeviceListStrategy, ...] = ("envvar",)
     ids: DeviceIdStrategy = "uuid"
-    """What a container is told; the kubelet's ids stay UUIDs."""
+    """The ids in a container; the kubelet's ids stay UUIDs."""
     pass_device_specs: bool = False
     device_root: str = "/"
     """Where /dev/nvidia* are on the host, put before every host path of a device spec."""
@@ -105,7 +105,7 @@ class Policy(msgspec.Struct, frozen=True):
     """Which replicas to prefer: of the GPU with the fewest allocated, or with the most, or of one after
     another."""
     pre_start_check: bool = False
-    """Refuse to start a container on a device with hard evidence against it."""
+    """Reject the start of a container on a device with hard evidence against it."""
     xid_policy: XidPolicy = "compat"
     """compat: what NVIDIA's plugin flips on; catalog: what NVIDIA's catalog calls more than the
     application's business."""
@@ -116,7 +116,7 @@ class Policy(msgspec.Struct, frozen=True):
     xids_all: bool = False
     """Every XID flips but those of ``xid_overrides`` (DP_ENABLE_HEALTHCHECKS=all)."""
     observe: bool = False
-    """Decide and tell everything, register nothing."""
+    """Decide and report everything, register nothing."""
     soft_flips: frozenset[Reason] = frozenset()
     """Reasons with soft evidence that may flip a free device, through the breaker."""
     soft_flip_every_ns: int = 3600 * SECOND_NS

@@ -1,4 +1,4 @@
-"""What the probe sees of the driver's resource manager (RM): events, live objects, counters, who holds files.
+"""What the probe reads of the driver's resource manager (RM): events, live objects, counters, open files.
 
 Invariants: numbers are the kernel's own. A file is the address of the kernel's open file, so a copy of a
 descriptor (dup, fork, a message) is the same file. An RM client belongs to one open file of /dev/nvidiactl,
@@ -25,7 +25,7 @@ class RmEventKind(IntEnum):
     RESCAN = 8
     """Descriptors may have moved in a way that is not followed (close_range, dup2, exec)."""
     UVM = 9
-    """A client was registered with unified memory for a GPU, which says whose it is."""
+    """A client was registered with unified memory for a GPU, which names the GPU."""
     REGISTER_FD = 10
     RELEASE = 11
     """The open file ended (tier driver only)."""
@@ -66,7 +66,7 @@ class RmObject(NamedTuple):
     cgroup_id: int
     file: int
     tgid: int
-    """Who allocated it."""
+    """The process that allocated it."""
     rm_class: int
     parent: int
     gpu: int
@@ -109,7 +109,7 @@ class ProcessCounters(NamedTuple):
     exited_ns: int = 0
     """When its last thread began to exit; 0 while it lives."""
     rejected: int = 0
-    """Objects of it that were not kept, since it had too many: it is incomplete."""
+    """Objects of it that the kernel rejected, since it had too many: its objects are incomplete."""
     minors: int = 0
     """The GPUs that it opened itself, by minor, a bit for each; without those from 64 on."""
     unsent: int = 0
@@ -123,7 +123,7 @@ class HeldFile(NamedTuple):
     start_ticks: int
     """In clock ticks since boot, as /proc/PID/stat has it: with the pid it names a process."""
     file: int
-    """0 where only /proc could be read, which does not tell."""
+    """0 where only /proc could be read, which does not show it."""
     device: int
     fds: int
     """How many descriptors of the process are this file."""

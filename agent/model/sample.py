@@ -1,10 +1,10 @@
-"""What a GPU says of itself in one health poll, before anything is made of it."""
+"""The raw readings of a GPU in one health poll."""
 
 import msgspec
 
 
 class GpuSample(msgspec.Struct, frozen=True):
-    """Raw readings. None: the GPU or driver does not offer it, or it could not be read this time."""
+    """Raw readings. None: the GPU or driver does not support it, or it could not be read this time."""
 
     recovery_action: int | None = None
     """NVML field 230: 0 none, 1 GPU reset, 2 node reboot, 3 drain P2P, 4 drain and reset, 5 recover the

@@ -31,10 +31,10 @@ class Sharing(msgspec.Struct, frozen=True):
     strategy: SharingStrategy = "time-slicing"
     shares: tuple[Share, ...] = ()
     rename_by_default: bool = False
-    """Offer shared devices as ``<resource>.shared``."""
+    """Advertise shared devices as ``<resource>.shared``."""
     fail_requests_greater_than_one: bool = False
     distinct_cards: bool = False
-    """Refuse a container two replicas of one device. Ours, not NVIDIA's."""
+    """Reject a container with two replicas of one device. Ours, not NVIDIA's."""
 
     @classmethod
     def of(cls, replicas: Mapping[ResourceName, int]) -> "Sharing":

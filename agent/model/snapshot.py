@@ -1,4 +1,4 @@
-"""What sinks see: one immutable picture of the node, made by the core after each change."""
+"""The snapshot: one immutable state of the node for sinks, made by the core after each change."""
 
 from collections.abc import Mapping
 from enum import StrEnum
@@ -24,7 +24,7 @@ from agent.model.usage import DeviceCall, GpuMemory, Pods, ProbeView, Usage
 
 
 class Device(msgspec.Struct, frozen=True):
-    """One device as it is offered to the kubelet."""
+    """One device as it is advertised to the kubelet."""
 
     id: DeviceId
     uuid: str
@@ -68,7 +68,7 @@ class RegistrationPhase(StrEnum):
 
 
 class Resource(msgspec.Struct, frozen=True):
-    """One extended resource: what is offered, and how registration stands."""
+    """One extended resource: its advertised devices and the state of its registration."""
 
     name: ResourceName
     devices: tuple[Device, ...]
@@ -190,7 +190,7 @@ class Snapshot(msgspec.Struct, frozen=True):
     """Facts on which the core failed."""
     topology: Topology = msgspec.field(default_factory=Topology)
     pods: Mapping[DeviceId, str] | None = None
-    """Who holds which device, as the kubelet says; None: not known, or not known recently."""
+    """The pod of each device by the kubelet's list; None: unknown or stale."""
     pods_seen: Pods | None = None
     """The pods that live on this node; None: not known, or not known recently."""
     probe: ProbeView | None = None
@@ -198,11 +198,11 @@ class Snapshot(msgspec.Struct, frozen=True):
     device_calls: Mapping[GpuUuid, DeviceCall] = msgspec.field(default_factory=dict)
     """Whether the driver answers on each GPU, as seen in the kernel; a GPU that was not called is missing."""
     usage: Usage | None = None
-    """Who uses the driver; None: not known, or not known recently."""
+    """The processes that use the driver; None: unknown or stale."""
     memory: Mapping[GpuUuid, GpuMemory] = msgspec.field(default_factory=dict)
     """Used memory and the processes that NVML lists; core.ownership joins it with the rest."""
     released_until_ns: int | None = None
-    """The driver is to be let go of until then."""
+    """The driver stays released until then."""
     driver_released: bool = False
     """It is: no file of the driver is open."""
     holds: Mapping[str, str] = msgspec.field(default_factory=dict)

@@ -1,6 +1,6 @@
 """How the GPUs of a node are connected: by NVLink, and by what of PCIe lies between them.
 
-Invariants: what was not told is None, never "not connected".
+Invariants: a value that was not reported is None, never "not connected".
 """
 
 from collections.abc import Mapping
@@ -43,9 +43,9 @@ class TopologySample(msgspec.Struct, frozen=True):
     """What was found out of one GPU's place in the node."""
 
     nvlinks: NvLinks | None = None
-    """None: the driver did not tell."""
+    """None: the driver did not report them."""
     distances: Mapping[str, PcieDistance] = msgspec.field(default_factory=dict)
-    """To the GPU at a PCI address in sysfs form, as far as the driver told."""
+    """To the GPU at a PCI address in sysfs form, as far as the driver reported them."""
     path: str | None = None
     """Where the kernel has it among its devices: ``pci0000:00/0000:00:01.0/0000:01:00.0``."""
     cpu_affinity: str | None = None
@@ -67,7 +67,7 @@ class Topology(msgspec.Struct, frozen=True):
     """The connections of every two GPUs."""
 
     links: Mapping[tuple[GpuUuid, GpuUuid], Link] = msgspec.field(default_factory=dict)
-    """Each pair in both orders; a pair of which nothing is known is not in it."""
+    """Each pair in both orders; an unknown pair is not in it."""
     cpu_affinity: Mapping[GpuUuid, str] = msgspec.field(default_factory=dict)
     scores: Mapping[GpuUuid, Mapping[GpuUuid, int]] = msgspec.field(default_factory=dict)
     """How well each GPU goes together with each: worked out once, not while a pod waits."""

@@ -1,7 +1,7 @@
-"""Who really uses each GPU: processes, their files and contexts, their memory, and the pods that live.
+"""The use of each GPU: processes, their files and contexts, their memory, and the living pods.
 
-Invariants: a process is named by its pid and its start, for a pid is used again. What is not known is
-None and never 0. Tuples are ordered, so two pictures of the same thing are equal.
+Invariants: a process is named by its pid and its start, since pids are reused. An unknown value is None
+and never 0. Tuples are ordered, so two snapshots of the same state are equal.
 """
 
 from collections.abc import Mapping
@@ -36,13 +36,13 @@ class ProcessKey(NamedTuple):
 
 
 class PodRef(msgspec.Struct, frozen=True):
-    """What the path of a cgroup says of the pod a process runs in."""
+    """The pod of a process, by the path of its cgroup."""
 
     uid: PodUid
     container_id: str | None
     """None in the pod's own cgroup, outside of any container."""
     qos: Qos | None
-    """None where the path is told from inside a cgroup namespace that hides it."""
+    """None where the path is read inside a cgroup namespace that hides it."""
 
 
 class NoPod(Enum):
@@ -60,7 +60,7 @@ Owner = Literal["pod", "host", "unknown"]
 
 
 class ProcessStatus(msgspec.Struct, frozen=True):
-    """What /proc says of a process."""
+    """A process as /proc shows it."""
 
     key: ProcessKey
     comm: str
@@ -108,10 +108,10 @@ class ProcessUse(msgspec.Struct, frozen=True):
     holds: tuple[GpuHold, ...]
     """By GPU; a process may have opened the driver and no GPU."""
     files: int | None
-    """Different open files; None where only /proc could be read, which does not tell them apart."""
+    """Different open files; None where only /proc could be read, which does not distinguish them."""
     fds: int
     exiting_since_ns: int | None = None
-    """When it was first seen to be ending; such a process that stays is stuck in the kernel."""
+    """When its exit was first seen; a process that stays is stuck in the kernel."""
     partial: bool = False
     """Its contexts are a lower bound: it held files before the probe was attached, it has too many, or the
     GPU of some is not known."""
@@ -129,7 +129,7 @@ class Orphan(msgspec.Struct, frozen=True):
     """What a process that ended left on a GPU, because the file it was made with lives on."""
 
     owner: ProcessStatus
-    """As it was when it was last looked at, but for its state."""
+    """Its last status, but for its state."""
     ended_ns: int
     """When it was seen to be gone."""
     gpu: GpuUuid | None
@@ -138,7 +138,7 @@ class Orphan(msgspec.Struct, frozen=True):
     contexts: int | None
     """None: made before the probe was attached."""
     holders: tuple[ProcessKey, ...]
-    """Who keeps it alive, at most MAX_HOLDERS of them; nobody: the file is in a message, or only mapped."""
+    """At most MAX_HOLDERS processes that keep it alive; empty: the file is in a message, or only mapped."""
     since_ns: int
     """When the owner was first seen with a file of the driver."""
     more: int = 0
@@ -149,11 +149,11 @@ MAX_HOLDERS: Final = 16
 
 
 class GpuTotal(msgspec.Struct, frozen=True):
-    """What all processes have of one GPU."""
+    """The sum of all processes on one GPU."""
 
     gpu: GpuUuid
     processes: int
-    """How many hold it: services too, the agent not, which has every GPU open and uses none."""
+    """Processes that hold it, with services, without the agent, which has every GPU open and uses none."""
     contexts: int | None
     """Live contexts, those of orphans included; None where only /proc could be read."""
 
@@ -163,9 +163,9 @@ Certainty = Literal["verified", "unverified"]
 
 
 class Usage(msgspec.Struct, frozen=True):
-    """One picture of who uses the driver.
+    """One usage snapshot: the processes that use the driver.
 
-    Its maker tells it whenever it changed, and at least every 30 s: an old one is no knowledge.
+    Its source emits it when it changed, and at least every 30 s; an older one is stale.
     """
 
     at_ns: int
@@ -174,19 +174,19 @@ class Usage(msgspec.Struct, frozen=True):
     orphans: tuple[Orphan, ...] = ()
     """By pid of the owner, then GPU."""
     totals: tuple[GpuTotal, ...] = ()
-    """By GPU; only those that somebody but the agent holds."""
+    """By GPU; only those that a process other than the agent holds."""
     source: UsageSource = "probe"
-    """proc: only /proc could be read, which shows who holds files and nothing of contexts."""
+    """proc: only /proc could be read, which shows the holders of files and no contexts."""
     complete: bool = True
     """False: events were lost or processes could not be seen, and nothing was rebuilt since."""
     incomplete_because: str = ""
     doubted: frozenset[GpuUuid] = frozenset()
     """Where it is not complete, the only GPUs of which something may be missing; none: any."""
     certainty: Certainty = "verified"
-    """unverified: nobody has compared contexts with what the probe counts, on this driver version."""
+    """unverified: on this driver version the counts were never compared with the real contexts."""
     events_lost: int = 0
     evicted: int = 0
-    """Entries that were forgotten because a table was full."""
+    """Entries evicted because a table was full."""
 
     def is_whole(self, gpu: GpuUuid) -> bool:
         """Return whether nothing of a GPU is missing."""
@@ -203,25 +203,25 @@ class MemoryUser(NamedTuple):
 
     pid: int
     used_bytes: int | None
-    """None: NVML does not say."""
+    """None: NVML does not report it."""
     gi: int = ALL
     ci: int = ALL
 
 
 ProcessInfo = Literal["ok", "unreliable", "unsupported"]
-"""Whether NVML's list of processes can be believed. unreliable: it has more records than are read, or some
+"""Whether NVML's list of processes is reliable. unreliable: it has more records than are read, or some
 that cannot be, so the library and the binding differ on the layout; unsupported: the driver has no such
 call."""
 
 
 class GpuMemory(msgspec.Struct, frozen=True):
-    """Memory of one GPU and who NVML says uses it."""
+    """Memory of one GPU, and its users by NVML's list."""
 
     used_bytes: int | None
-    """NVML's memory information v2 ``used``, which leaves out what the driver reserves for itself."""
+    """NVML's memory information v2 ``used``, without the driver's own reservation."""
     total_bytes: int | None
     users: tuple[MemoryUser, ...] = ()
-    """By pid; empty where the list cannot be believed."""
+    """By pid; empty where the list is unreliable."""
     process_info: ProcessInfo = "ok"
 
 
@@ -275,7 +275,7 @@ class ProbeView(msgspec.Struct, frozen=True):
     entry_points: tuple[str, ...] = ()
     """Functions of the driver that are traced (tier driver)."""
     why_not_driver: str = ""
-    """Why tier driver, which costs less, was not taken."""
+    """Why tier driver, which costs less, is not in use."""
     pinned: str = ""
     """Where the probe is kept for the next agent; empty: it ends with this one."""
     not_pinned: str = ""

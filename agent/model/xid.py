@@ -1,4 +1,4 @@
-"""What the driver says of an XID beside its number."""
+"""The driver's words on an XID beside its number."""
 
 from typing import Final, Literal
 

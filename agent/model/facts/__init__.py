@@ -1,4 +1,4 @@
-"""What sources and sinks saw, in the past tense; a module for each subject.
+"""Facts: events and readings of sources and sinks, in the past tense; a module for each subject.
 
 Invariants: a fact with a key is never dropped. Facts of one key are merged while they wait, the
 newer one at its own place in the order, so the room they need is the number of keys. A fact whose

@@ -1,4 +1,4 @@
-"""What operators ask for through the control socket."""
+"""Commands of operators through the control socket."""
 
 from collections.abc import Hashable
 
@@ -7,10 +7,10 @@ from agent.model.ids import GpuUuid, SourceName
 
 
 class HoldRequested(State, frozen=True):
-    """An operator takes a GPU out until it is given back, over restarts and reboots."""
+    """An operator holds a GPU until it is unheld, over restarts and reboots."""
 
     selector: str
-    """UUID, serial or PCI address; a GPU that is not there now is held when it comes."""
+    """UUID, serial or PCI address; an absent GPU is held when it appears."""
     why: str
     source: SourceName = OPERATOR
 
@@ -21,7 +21,7 @@ class HoldRequested(State, frozen=True):
 
 
 class UnholdRequested(State, frozen=True):
-    """An operator gives a held GPU back."""
+    """An operator ends the hold of a GPU."""
 
     selector: str
     source: SourceName = OPERATOR
@@ -33,22 +33,22 @@ class UnholdRequested(State, frozen=True):
 
 
 class RecoverRequested(GpuState, frozen=True):
-    """An operator declares a GPU well: every condition of it but a hold ends now."""
+    """An operator declares a GPU healthy: every condition of it but a hold is cleared."""
 
     source: SourceName = OPERATOR
 
 
 class StateLossAcknowledged(State, frozen=True):
-    """An operator knows that what was kept before the start is lost."""
+    """An operator acknowledges the loss of the earlier state."""
 
     source: SourceName = OPERATOR
 
 
 class ReleaseRequested(State, frozen=True):
-    """An operator wants the driver let go of, for a reset, a MIG change or an unload."""
+    """An operator releases the driver, for a reset, a MIG change or an unload."""
 
     gpus: frozenset[GpuUuid]
-    """These are Unhealthy meanwhile; the driver is let go of as a whole."""
+    """These are Unhealthy meanwhile; the driver is released as a whole."""
     for_ns: int
     source: SourceName = OPERATOR
 
@@ -59,7 +59,7 @@ class ReleaseRequested(State, frozen=True):
 
 
 class ResumeRequested(State, frozen=True):
-    """An operator gives the driver back before the time is over."""
+    """An operator resumes the driver before the time is over."""
 
     source: SourceName = OPERATOR
 

@@ -1,4 +1,4 @@
-"""What NVML said of the driver and of each GPU."""
+"""What NVML reported of the driver and of each GPU."""
 
 from collections.abc import Hashable
 from typing import Self
@@ -93,7 +93,7 @@ class XidReported(Counted, frozen=True):
 
 
 class HealthEventsUnsupported(GpuState, frozen=True):
-    """The driver offers no XID events for a GPU; it is probed all the same."""
+    """The driver supports no XID events for a GPU; it is probed all the same."""
 
     message: str
     source: SourceName = NVML
@@ -130,7 +130,7 @@ class GpuCallOverdue(GpuState, frozen=True):
 
 
 class GpuCallAnswered(GpuState, frozen=True):
-    """The overdue call on a GPU answered after all; whether the GPU is well only a probe can say."""
+    """The overdue call on a GPU answered after all; only a probe shows whether the GPU is healthy."""
 
     source: SourceName = NVML
 
@@ -143,7 +143,7 @@ class GpuSampled(GpuState, frozen=True):
 
 
 class GpuMemorySeen(GpuState, frozen=True):
-    """How much memory of a GPU is used, and by whom; one health poll."""
+    """The used memory of a GPU, and its users; one health poll."""
 
     memory: GpuMemory
     source: SourceName = NVML

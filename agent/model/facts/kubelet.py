@@ -33,7 +33,7 @@ class RegisterSent(ResourceState, frozen=True):
     kubelet: SocketIdentity
     """The kubelet socket that was connected to."""
     socket: SocketIdentity
-    """Our own socket file, for those who watch it."""
+    """Our own socket file, for its watch."""
     source: SourceName = DEVICE_PLUGIN
 
 
@@ -43,12 +43,12 @@ class Registered(ResourceState, frozen=True):
     kubelet: SocketIdentity
     """The kubelet socket that was connected to."""
     socket: SocketIdentity
-    """Our own socket file, for those who watch it."""
+    """Our own socket file, for its watch."""
     source: SourceName = DEVICE_PLUGIN
 
 
 RegistrationFailure = Literal["absent", "unreachable", "rejected", "socket_in_use", "not_served"]
-"""absent: no kubelet.sock; unreachable: it refuses connections or does not answer; rejected: Register
+"""absent: no kubelet.sock; unreachable: connection refused or no answer; rejected: Register
 answered an error; socket_in_use: something that is not ours has our socket's path; not_served: our
 own server could not start (no file descriptors, no room, no rights)."""
 
@@ -62,7 +62,7 @@ class RegistrationFailed(ResourceState, frozen=True):
 
 
 class WatchersChanged(ResourceState, frozen=True):
-    """So many ListAndWatch streams of a resource are open now; told at each start and end."""
+    """So many ListAndWatch streams of a resource are open now; emitted at each start and end."""
 
     live: int
     source: SourceName = DEVICE_PLUGIN

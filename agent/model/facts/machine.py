@@ -14,17 +14,17 @@ class KernelXidSeen(Counted, frozen=True):
     """Sysfs form."""
     xid: int
     detail: str = ""
-    """What the line says after the number, shortened; unit and sub code of NVLink errors."""
+    """The text after the number, shortened; unit and sub code of NVLink errors."""
     words: XidWords = NO_WORDS
     """What of that a verdict rests on."""
     in_words: bool = False
-    """The line has no number: it only says that the GPU has fallen off the bus."""
+    """The line has no number: it only has that the GPU has fallen off the bus."""
     backlog: bool = False
     """From before any agent of this boot began to read: an earlier process may have counted it."""
     live: bool = True
-    """False: written while no agent listened, so that NVML's event of it was heard by nobody."""
+    """False: written while no agent listened, so that no listener had NVML's event of it."""
     repaired: bool = False
-    """A later record says that the GPU was initialised anew, or that the driver asks for nothing any more."""
+    """A later record shows a new initialisation of the GPU, or that no action is required any more."""
     gi: int = ALL
     ci: int = ALL
     source: SourceName = KERNEL_LOG
@@ -32,8 +32,15 @@ class KernelXidSeen(Counted, frozen=True):
     @property
     def key(self) -> Hashable:
         """The same XID at the same place is counted, not queued twice; a graver one stays one of its own."""
-        told = (self.backlog, self.live, self.repaired, self.in_words, self.words.severity, self.words.reset)
-        return (KernelXidSeen, self.pci, self.gi, self.ci, self.xid, *told)
+        variant = (
+            self.backlog,
+            self.live,
+            self.repaired,
+            self.in_words,
+            self.words.severity,
+            self.words.reset,
+        )
+        return (KernelXidSeen, self.pci, self.gi, self.ci, self.xid, *variant)
 
 
 class SwitchErrorSeen(Counted, frozen=True):
@@ -52,7 +59,7 @@ class SwitchErrorSeen(Counted, frozen=True):
 
 
 class UvmErrorSeen(State, frozen=True):
-    """The kernel log says that the unified memory driver (nvidia-uvm) refuses its work from here on."""
+    """By the kernel log, the unified memory driver (nvidia-uvm) rejects all work from here on."""
 
     status: str
     source: SourceName = KERNEL_LOG
@@ -62,7 +69,7 @@ class UvmProbed(State, frozen=True):
     """/dev/nvidia-uvm was opened after the kernel log had spoken of it."""
 
     error: str | None
-    """Why the driver refused; None: it did not."""
+    """The driver's error; None: the open succeeded."""
     source: SourceName = SYSFS
 
 
@@ -81,7 +88,7 @@ class PciConfigRead(State, frozen=True):
 
 
 class KernelLogRead(State, frozen=True):
-    """Every XID of the kernel log up to a record was told; put after them."""
+    """Every XID of the kernel log up to a record was emitted; emitted after them."""
 
     until: int
     """Sequence number of the record; the kernel counts anew with each boot."""
@@ -126,7 +133,7 @@ class GpuRebound(State, frozen=True):
 
 
 class MpsSeen(State, frozen=True):
-    """Whether the MPS control daemon says that it serves."""
+    """Whether the MPS control daemon reports that it serves."""
 
     ready: bool
     message: str = ""

@@ -1,4 +1,4 @@
-"""What every fact has: who saw it, and what becomes of it while it waits."""
+"""The base of every fact: its source, and how it is queued."""
 
 from collections.abc import Hashable
 from typing import Final, Protocol, Self
@@ -27,7 +27,7 @@ class Message(Protocol):
 
     @property
     def source(self) -> SourceName:
-        """Who saw it; losses are counted by source."""
+        """The source that emitted it; losses are counted by source."""
 
     @property
     def key(self) -> Hashable | None:
@@ -38,7 +38,7 @@ class Message(Protocol):
 
 
 class State(msgspec.Struct, frozen=True):
-    """A fact that tells how things are now: of two, the newer one is the truth."""
+    """A fact about the present state: of two, the newer one counts."""
 
     @property
     def key(self) -> Hashable | None:

@@ -1,4 +1,4 @@
-"""What the agent's own process says of itself: its parts, its settings, losses, time."""
+"""Facts about the agent's own process: its components, its settings, losses, time."""
 
 from collections.abc import Hashable, Mapping
 from types import MappingProxyType
@@ -12,7 +12,7 @@ from agent.model.snapshot import Durable
 
 
 class TaskReported(State, frozen=True):
-    """How a supervised source or sink is: running, or ended and to be started again."""
+    """Whether a supervised source or sink runs, or stopped and is to be restarted."""
 
     task: SourceName
     running: bool
@@ -26,7 +26,7 @@ class TaskReported(State, frozen=True):
 
 
 class CdiReported(State, frozen=True):
-    """Whether every device that is offered is resolved by a CDI file, or why not."""
+    """Whether a CDI file resolves every advertised device, or why not."""
 
     trouble: str | None
     source: SourceName = AGENT
@@ -40,16 +40,16 @@ class PolicyChanged(State, frozen=True):
 
 
 class ComponentsStale(State, frozen=True):
-    """Which parts gave no proof for too long."""
+    """The components without a proof for too long."""
 
     stale: frozenset[ComponentId]
     covered: Mapping[ComponentId, int] = msgspec.field(default_factory=lambda: MappingProxyType({}))
-    """Those for which a fresh part stands in, and when each gave its newest proof."""
+    """Those with a fresh alternative, and when each gave its newest proof."""
     source: SourceName = AGENT
 
 
 class FactRejected(State, frozen=True):
-    """The core failed on a fact, twice: what it says is not in the state."""
+    """The core failed on a fact, twice: its content is not in the state."""
 
     gpu: GpuUuid | None
     """The GPU that it is about; None: any."""
@@ -63,17 +63,17 @@ class FactRejected(State, frozen=True):
 
 
 class StateUnread(State, frozen=True):
-    """What an earlier process kept is there and cannot be read now; reading is retried."""
+    """The state of an earlier process exists and cannot be read now; reading is retried."""
 
     why: str
     source: SourceName = AGENT
 
 
 class StateRestored(State, frozen=True):
-    """What an earlier process kept was read, after the start."""
+    """The state of an earlier process was read, after the start."""
 
     durable: Durable | None
-    """None: nothing was kept."""
+    """None: there was none."""
     source: SourceName = AGENT
 
 

@@ -1,4 +1,4 @@
-"""Who was given which GPU, and who uses it."""
+"""The allocation and the use of each GPU."""
 
 from collections.abc import Mapping
 
@@ -25,7 +25,7 @@ class PodsSeen(State, frozen=True):
 
 
 class GpuUseSeen(State, frozen=True):
-    """Who uses the driver now; told when it changed and at least every 30 s."""
+    """The processes that use the driver now; emitted when they changed and at least every 30 s."""
 
     usage: Usage
     source: SourceName = PROBE
