@@ -1,4 +1,4 @@
-"""What a CDI specification says of the devices of a node, against documents written by hand."""
+"""The CDI specification of the devices of a node, against documents written by hand."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -81,7 +81,7 @@ SLASHED = replace(
 """A GPU of whose MIG devices one has a UUID as drivers before 470 gave them, which CDI takes for no name."""
 
 
-def test_one_device_that_cdi_has_no_name_for_is_unhealthy_and_takes_no_other_out() -> None:
+def test_a_device_without_a_cdi_name_is_unhealthy_and_excludes_no_other() -> None:
     files = replace(
         FILES,
         nodes=nodes(
@@ -92,8 +92,8 @@ def test_one_device_that_cdi_has_no_name_for_is_unhealthy_and_takes_no_other_out
     problem = (
         f"its CDI name: must be a device name, not '{OLD_UUID}'; name devices by index (--device-id-strategy)"
     )
-    said = left_out((gpu(0), SLASHED), ids="uuid", mig_strategy="mixed", files=files)
-    assert said == (f"{OLD_UUID}: {problem}",)
+    problems = left_out((gpu(0), SLASHED), ids="uuid", mig_strategy="mixed", files=files)
+    assert problems == (f"{OLD_UUID}: {problem}",)
 
     by_uuid, by_index = (
         Policy(mig_strategy="mixed", injection=Injection(strategies=("cdi-cri",), ids=ids))
@@ -128,7 +128,7 @@ def hook_args(documents: dict[str, dict[str, Any]]) -> list[list[str]]:
 # The document
 
 
-def test_a_specification_tells_each_gpu_and_what_all_of_them_need() -> None:
+def test_a_specification_has_each_gpu_and_the_edits_of_all() -> None:
     assert made([gpu(0)]) == {
         "gpu": {
             "cdiVersion": "0.5.0",
@@ -207,7 +207,7 @@ def test_the_group_of_a_closed_node_raises_the_version() -> None:
 # Names
 
 
-def test_devices_go_by_uuid_or_by_index() -> None:
+def test_devices_are_named_by_uuid_or_by_index() -> None:
     assert names(made(ids="uuid")) == [U0, U1]
     assert names(made(ids="index")) == ["0", "1"]
 
@@ -224,9 +224,15 @@ def test_allocate_asks_for_the_names_that_are_in_the_file(ids: Any) -> None:
     documents = made([gpu(0), sliced()], files=WITH_MIG, mig_strategy="mixed", ids=ids)
     there = qualified_names(documents["gpu"])
 
-    def device(offer: AdvertisedDevice) -> Device:
+    def device(given: AdvertisedDevice) -> Device:
         return Device(
-            DeviceId(offer.id), offer.uuid, offer.placement, offer.index, None, None, Health.HEALTHY
+            DeviceId(given.id),
+            given.uuid,
+            given.placement,
+            given.index,
+            None,
+            None,
+            Health.HEALTHY,
         )
 
     whole = device(AdvertisedDevice(DeviceId(U0), U0, Placement(GpuUuid(U0)), 0, None, None))
@@ -244,12 +250,12 @@ def test_allocate_asks_for_the_names_that_are_in_the_file(ids: Any) -> None:
 # What a device needs
 
 
-def test_a_gpu_without_its_node_is_left_out() -> None:
+def test_a_gpu_without_its_node_is_excluded() -> None:
     without = {path: node for path, node in FILES.nodes.items() if path != "/dev/nvidia0"}
     assert names(made(files=replace(FILES, nodes=without))) == [U1]
 
 
-def test_a_gpu_whose_minor_the_driver_does_not_say_is_left_out() -> None:
+def test_a_gpu_with_an_unknown_minor_is_excluded() -> None:
     assert names(made([replace(gpu(0), minor=None), gpu(1)])) == [U1]
 
 
@@ -291,24 +297,24 @@ MIG_PATHS = ["/dev/nvidia1", "/dev/nvidia-caps/nvidia-cap66", "/dev/nvidia-caps/
 
 
 @pytest.mark.parametrize("strategy", ["single", "mixed"])
-def test_a_mig_device_has_its_gpu_and_what_opens_its_instances(strategy: MigStrategy) -> None:
+def test_a_mig_device_has_its_gpu_and_the_capabilities_of_its_instances(strategy: MigStrategy) -> None:
     documents = made([sliced()], files=WITH_MIG, mig_strategy=strategy)
     assert names(documents) == [mig_uuid(10)]
     assert paths_of(documents, 0) == MIG_PATHS
 
 
-def test_where_mig_is_not_offered_the_gpu_has_a_name_too() -> None:
+def test_where_mig_is_not_advertised_the_gpu_has_a_name_too() -> None:
     documents = made([sliced()], files=WITH_MIG, mig_strategy="none")
     assert names(documents) == [U1, mig_uuid(10)]
 
 
-def test_a_mig_device_goes_by_the_indexes_of_gpu_and_device() -> None:
+def test_a_mig_device_is_named_by_the_indexes_of_gpu_and_device() -> None:
     parts = [replace(sliced(index=5), index=3)]
     assert names(made(parts, files=WITH_MIG, mig_strategy="mixed", ids="index")) == ["3:5"]
 
 
 @pytest.mark.parametrize("changes", [{"gi_minor": None}, {"ci_minor": None}, {"ci_minor": 99}])
-def test_a_mig_device_that_could_not_be_opened_is_left_out(changes: dict[str, Any]) -> None:
+def test_a_mig_device_that_could_not_be_opened_is_excluded(changes: dict[str, Any]) -> None:
     assert made([sliced(**changes)], files=WITH_MIG, mig_strategy="mixed") == {}
 
 
@@ -323,13 +329,13 @@ def test_a_mig_device_that_could_not_be_opened_is_left_out(changes: dict[str, An
         ({"ci_minor": 99}, "/dev/nvidia-caps/nvidia-cap99 does not exist"),
     ],
 )
-def test_what_is_left_out_is_named_with_why(changes: dict[str, Any], why: str) -> None:
+def test_excluded_devices_are_named_with_why(changes: dict[str, Any], why: str) -> None:
     gpus = [gpu(0), sliced(**changes)]
     assert left_out(gpus, ids="uuid", mig_strategy="mixed", files=WITH_MIG) == (f"{mig_uuid(10)}: {why}",)
     assert left_out(gpus, ids="uuid", mig_strategy="none", files=WITH_MIG) == ()
 
 
-def test_nothing_is_left_out_where_everything_is_there() -> None:
+def test_no_device_is_excluded_where_every_file_exists() -> None:
     assert left_out([gpu(0), sliced()], ids="uuid", mig_strategy="mixed", files=WITH_MIG) == ()
 
 
@@ -394,7 +400,7 @@ def test_hooks_are_disabled_one_by_one_or_all() -> None:
     assert hook_args(made(hooks=Hooks(CTK, frozenset(("all",))))) == []
 
 
-def test_a_hook_that_had_nothing_to_do_is_not_there() -> None:
+def test_a_hook_without_work_is_not_in_the_specification() -> None:
     documents = made(files=replace(FILES, links=(), linker_dirs=()), hooks=Hooks(CTK))
     assert {words[2] for words in hook_args(documents)}.isdisjoint({"create-symlinks", "update-ldcache"})
 
@@ -414,7 +420,7 @@ BESIDE = replace(
 )
 
 
-def test_what_is_wanted_beside_gpus_has_a_file_for_each_kind() -> None:
+def test_configured_devices_beside_gpus_have_a_file_for_each_kind() -> None:
     documents = made(files=BESIDE, gds=True, mofed=True, gdrcopy=True, imex_channels=(0,))
     assert set(documents) == {"gpu", "gds", "mofed", "gdrcopy", "imex-channel"}
     assert documents["gds"] == {
@@ -452,11 +458,11 @@ def test_what_is_wanted_beside_gpus_has_a_file_for_each_kind() -> None:
     assert "containerEdits" not in documents["imex-channel"]
 
 
-def test_what_is_there_and_not_wanted_has_no_file() -> None:
+def test_existing_devices_that_are_not_configured_have_no_file() -> None:
     assert set(made(files=BESIDE)) == {"gpu"}
 
 
-def test_what_is_wanted_and_not_there_has_no_file() -> None:
+def test_configured_devices_that_are_absent_have_no_file() -> None:
     assert set(made(gds=True, mofed=True, gdrcopy=True, imex_channels=(0,))) == {"gpu"}
 
 

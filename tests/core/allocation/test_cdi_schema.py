@@ -1,4 +1,4 @@
-"""The schema check refuses what container runtimes refuse, and says where."""
+"""The schema check rejects what container runtimes reject, with its place."""
 
 import copy
 from collections.abc import Callable
@@ -122,7 +122,7 @@ FULL: dict[str, Any] = {
 }
 
 
-def test_everything_that_the_format_has_is_known_whether_or_not_the_agent_writes_it() -> None:
+def test_the_whole_format_is_known_whether_or_not_the_agent_writes_it() -> None:
     assert problems_of(FULL) == ()
     assert oldest_version(FULL) == "1.1.0"
     before = intel_of_1_0(FULL)
@@ -205,7 +205,7 @@ def intel_of_1_0(document: dict[str, Any]) -> dict[str, Any]:
         (lambda d: d.update(annotations={"a": 1}), "annotations.a: must be text"),
     ],
 )
-def test_what_runtimes_refuse_is_a_problem_with_its_place(change: Change, problem: str) -> None:
+def test_what_runtimes_reject_is_a_problem_with_its_place(change: Change, problem: str) -> None:
     found = problems_of(changed(change))
     assert len(found) == 1, found
     assert problem in found[0]
@@ -245,11 +245,11 @@ def test_what_runtimes_refuse_is_a_problem_with_its_place(change: Change, proble
         ),
     ],
 )
-def test_a_problem_is_told_in_these_words(change: Change, problem: str) -> None:
+def test_a_problem_has_these_words(change: Change, problem: str) -> None:
     assert problems_of(changed(change)) == (problem,)
 
 
-def test_a_document_that_is_none_is_told() -> None:
+def test_a_document_of_another_kind_is_a_problem() -> None:
     assert problems_of(None) == ("the document: must be an object, not None",)
 
 
@@ -291,8 +291,8 @@ def test_the_version_is_the_oldest_that_has_what_is_used(change: Change, version
     assert oldest_version(document) == version
     assert problems_of({**document, "cdiVersion": version}) == ()
     for older in VERSIONS[: VERSIONS.index(version)]:
-        told = f"cdiVersion: {older} has no {what}, which came with {version}"
-        assert told in problems_of({**document, "cdiVersion": older})
+        problem = f"cdiVersion: {older} has no {what}, which came with {version}"
+        assert problem in problems_of({**document, "cdiVersion": older})
 
 
 def test_the_newest_of_what_is_used_decides() -> None:
@@ -301,7 +301,7 @@ def test_the_newest_of_what_is_used_decides() -> None:
     assert oldest_version(document) == "0.7.0"
 
 
-def test_only_so_many_problems_are_told() -> None:
+def test_the_number_of_problems_is_bounded() -> None:
     document = changed(lambda d: d["containerEdits"].update(env=["A"] * 100))
     assert len(problems_of(document)) == MAX_PROBLEMS
 
@@ -326,10 +326,10 @@ JSON = st.recursive(
 
 
 @given(JSON)
-def test_whatever_the_document_is_it_is_judged(document: object) -> None:
+def test_any_document_is_checked(document: object) -> None:
     assert isinstance(problems_of(document), tuple)
 
 
 @given(JSON, st.sampled_from(("devices", "containerEdits", "kind", "cdiVersion", "annotations")))
-def test_whatever_a_part_is_it_is_judged(part: object, key: str) -> None:
+def test_any_value_of_a_field_is_checked(part: object, key: str) -> None:
     assert isinstance(problems_of({**GOOD, key: part}), tuple)

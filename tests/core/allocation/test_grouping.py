@@ -40,7 +40,7 @@ def value(scores: Matrix, groups: Sequence[Sequence[int]]) -> int:
 
 
 def oracle(scores: Matrix, size: int, required: Sequence[int]) -> tuple[int, tuple[int, ...]]:
-    """The best total there is, and the group that is to be chosen, by looking at everything."""
+    """The best total there is, and the group that is to be chosen, by an exhaustive search."""
 
     def rank(division: list[tuple[int, ...]], group: tuple[int, ...]) -> Any:
         crossing = sum(
@@ -71,7 +71,7 @@ def questions(draw: st.DrawFn, most: int) -> tuple[Matrix, int, list[int]]:
 
 
 @given(questions(most=6))
-def test_of_few_gpus_the_group_is_the_one_that_looking_at_everything_finds(
+def test_of_few_gpus_the_group_is_that_of_an_exhaustive_search(
     question: tuple[Matrix, int, list[int]],
 ) -> None:
     scores, size, required = question
@@ -140,7 +140,7 @@ def test_a_search_without_an_end_finds_the_best_division(question: tuple[Matrix,
 
 
 @given(questions(most=7))
-def test_gpus_of_one_kind_and_no_others_may_change_places(question: tuple[Matrix, int, list[int]]) -> None:
+def test_gpus_of_one_kind_and_no_others_are_interchangeable(question: tuple[Matrix, int, list[int]]) -> None:
     scores, _, _ = question
     found = grouping.kinds(scores)
     for one, other in combinations(range(len(scores)), 2):
@@ -233,7 +233,7 @@ def test_a_whole_machine_of_equal_parts_is_divided_into_these(
 
 @pytest.mark.parametrize("machine", [pairs, some_pairs, pcie], ids=lambda machine: machine.__name__)
 @pytest.mark.parametrize("available", AVAILABLE, ids=len)
-def test_a_single_gpu_is_one_whose_partner_is_taken_if_there_is_one(
+def test_a_single_gpu_is_one_whose_partner_is_in_use_if_there_is_one(
     machine: Callable[[int, int], int], available: tuple[int, ...]
 ) -> None:
     (chosen,) = best_group(of(matrix(16, machine), available), 1)

@@ -1,4 +1,4 @@
-"""What an operator's limits on shared devices refuse, and what keeps a container from starting."""
+"""The operator's limits on shared devices, and conditions that keep a container from starting."""
 
 import pytest
 
@@ -34,16 +34,16 @@ def allocated(node: Node, *ids: str) -> ContainerAnswer | Rejection:
 ONE_EACH = Sharing(shares=FOUR, fail_requests_greater_than_one=True)
 
 
-def test_more_than_one_share_is_refused_where_the_operator_says_so() -> None:
-    refusal = allocated(sharing_node(ONE_EACH), f"{U0}::0", f"{U1}::0")
-    assert refusal == Rejection(
+def test_more_than_one_share_is_rejected_where_the_operator_limits_it() -> None:
+    rejection = allocated(sharing_node(ONE_EACH), f"{U0}::0", f"{U1}::0")
+    assert rejection == Rejection(
         "unsatisfiable",
         'invalid allocation request for "nvidia.com/gpu": invalid request: maximum request size for shared'
         " resources is 1; found 2; ask for 1 nvidia.com/gpu in each container",
     )
 
 
-def test_one_share_is_given_also_if_it_is_named_twice() -> None:
+def test_one_share_is_allocated_also_if_it_is_named_twice() -> None:
     assert isinstance(allocated(sharing_node(ONE_EACH), f"{U0}::3", f"{U0}::3"), ContainerAnswer)
 
 
@@ -52,16 +52,16 @@ def test_devices_that_are_not_shared_are_not_limited() -> None:
     assert isinstance(allocated(node, U0, U1), ContainerAnswer)
 
 
-def test_without_the_limit_more_than_one_share_is_given() -> None:
+def test_without_the_limit_more_than_one_share_is_allocated() -> None:
     node = sharing_node(Sharing(shares=FOUR))
     assert isinstance(allocated(node, f"{U0}::0", f"{U1}::0"), ContainerAnswer)
 
 
-def test_an_unknown_device_is_told_before_the_limit() -> None:
-    refusal = allocated(sharing_node(ONE_EACH), f"{U0}::0", f"{U0}::4")
-    assert isinstance(refusal, Rejection)
-    assert refusal.kind == "unknown"
-    assert f"{U0}::0" not in refusal.message
+def test_an_unknown_device_is_reported_before_the_limit() -> None:
+    rejection = allocated(sharing_node(ONE_EACH), f"{U0}::0", f"{U0}::4")
+    assert isinstance(rejection, Rejection)
+    assert rejection.kind == "unknown"
+    assert f"{U0}::0" not in rejection.message
 
 
 # Distinct cards
@@ -69,17 +69,17 @@ def test_an_unknown_device_is_told_before_the_limit() -> None:
 DISTINCT = Sharing(shares=FOUR, distinct_cards=True)
 
 
-def test_two_shares_of_one_card_are_refused_by_the_name_of_the_card() -> None:
+def test_two_shares_of_one_card_are_rejected_with_the_name_of_the_card() -> None:
     """Case F1."""
-    refusal = allocated(sharing_node(DISTINCT), f"{U0}::3", f"{U0}::2", f"{U1}::0")
-    assert refusal == Rejection(
+    rejection = allocated(sharing_node(DISTINCT), f"{U0}::3", f"{U0}::2", f"{U1}::0")
+    assert rejection == Rejection(
         "unsatisfiable",
         f"{U0} (GPU 0) was allocated more than once ({U0}::2 and {U0}::3), and this node gives a container"
         " each card once; delete the pod so that it is allocated anew, or ask for fewer nvidia.com/gpu",
     )
 
 
-def test_shares_of_different_cards_are_given() -> None:
+def test_shares_of_different_cards_are_allocated() -> None:
     node = sharing_node(DISTINCT)
     assert isinstance(allocated(node, f"{U0}::3", f"{U1}::3"), ContainerAnswer)
 
@@ -87,9 +87,9 @@ def test_shares_of_different_cards_are_given() -> None:
 @pytest.mark.parametrize(("count", "rest"), [(4, " and {}"), (5, ", {} and 1 more")])
 def test_of_many_shares_the_first_four_are_named(count: int, rest: str) -> None:
     node = sharing_node(replace(DISTINCT, shares=(Share(GPU, 6),)))
-    refusal = allocated(node, *(f"{U1}::{number}" for number in range(count)))
-    assert isinstance(refusal, Rejection)
-    assert f"({U1}::0, {U1}::1, {U1}::2{rest.format(f'{U1}::3')})" in refusal.message
+    rejection = allocated(node, *(f"{U1}::{number}" for number in range(count)))
+    assert isinstance(rejection, Rejection)
+    assert f"({U1}::0, {U1}::1, {U1}::2{rest.format(f'{U1}::3')})" in rejection.message
 
 
 # Before a container starts
@@ -114,24 +114,24 @@ def test_a_device_that_broke_after_it_was_allocated_keeps_the_container_from_sta
 def test_a_share_of_a_broken_device_does_so_too() -> None:
     node = sharing_node(Sharing(shares=FOUR))
     node.apply(GpuCallFailed(U0, code=15, call="nvmlDeviceGetMemoryInfo", message="GPU is lost"))
-    refusal = started(node, f"{U0}::2")
-    assert refusal is not None
-    assert refusal.message.startswith(f"{U0}::2 (GPU 0) failed after it was allocated: gpu_lost")
+    rejection = started(node, f"{U0}::2")
+    assert rejection is not None
+    assert rejection.message.startswith(f"{U0}::2 (GPU 0) failed after it was allocated: gpu_lost")
 
 
-def test_a_slice_that_is_well_starts_beside_one_that_is_not() -> None:
+def test_a_healthy_slice_starts_beside_an_unhealthy_one() -> None:
     node = healthy_node(C1B, policy=Policy(mig_strategy="single"))
     node.apply(xid(95, gi=1, ci=0))
     assert started(node, mig_uuid(0)) is not None
     assert started(node, mig_uuid(1)) is None
 
 
-def test_a_gpu_that_an_operator_took_out_starts_nothing_any_more() -> None:
+def test_no_container_starts_on_a_gpu_that_an_operator_holds() -> None:
     node = healthy_node(gpu(0))
     node.apply(HoldRequested(U0, "smells of smoke"))
-    refusal = started(node, U0)
-    assert refusal is not None
-    assert "smells of smoke" in refusal.message
+    rejection = started(node, U0)
+    assert rejection is not None
+    assert "smells of smoke" in rejection.message
 
 
 def with_condition(evidence: Evidence, *, flips: bool) -> Resource:
@@ -150,7 +150,7 @@ def with_condition(evidence: Evidence, *, flips: bool) -> Resource:
 
 
 @pytest.mark.parametrize(
-    ("evidence", "flips", "is_refused"),
+    ("evidence", "flips", "is_rejected"),
     [
         (Evidence.HARD, True, True),
         (Evidence.HARD, False, False),
@@ -158,18 +158,18 @@ def with_condition(evidence: Evidence, *, flips: bool) -> Resource:
         (Evidence.SOFT, False, False),
     ],
 )
-def test_only_hard_evidence_that_takes_a_device_out_counts(
-    evidence: Evidence, *, flips: bool, is_refused: bool
+def test_only_hard_evidence_that_makes_a_device_unhealthy_counts(
+    evidence: Evidence, *, flips: bool, is_rejected: bool
 ) -> None:
-    refusal = reject_start(Node().snapshot(), with_condition(evidence, flips=flips), [U0])
-    assert (refusal is not None) is is_refused
+    rejection = reject_start(Node().snapshot(), with_condition(evidence, flips=flips), [U0])
+    assert (rejection is not None) is is_rejected
 
 
-def test_a_device_that_is_not_known_keeps_nothing_from_starting() -> None:
+def test_an_unknown_device_keeps_no_container_from_starting() -> None:
     assert started(healthy_node(gpu(0)), U1, "no such device") is None
 
 
-def test_a_device_that_was_not_probed_keeps_nothing_from_starting() -> None:
+def test_a_device_that_was_not_probed_keeps_no_container_from_starting() -> None:
     node = Node()
     node.apply(ready(), enumerated(gpu(0)))
     assert isinstance(allocated(node, U0), Rejection)

@@ -51,15 +51,15 @@ def test_replicas_are_counted_without_being_made(replicas: int) -> None:
     assert replicas_bytes(len(MIG_ID), 7, replicas) == len(encode_list(made))
 
 
-def test_as_many_replicas_as_the_kubelet_takes_are_offered_and_not_one_more() -> None:
+def test_as_many_replicas_as_the_kubelet_accepts_are_advertised_and_not_one_more() -> None:
     card = gpu(0, numa=1)
     most = next(n for n in range(70_000, 0, -1) if replicas_bytes(len(card.uuid), 1, n) <= MAX_LIST_BYTES)
     fits, over = (Policy(sharing=Sharing.of({GPU: count})) for count in (most, most + 1))
     node = registered_node(card, policy=fits)
     (resource,) = node.snapshot().resources
     assert len(resource.devices) == most
-    sick = [device(each.id, each.numa_node) for each in resource.devices]
-    assert MAX_LIST_BYTES - 100 < len(encode_list(sick)) <= MAX_LIST_BYTES
+    unhealthy = [device(each.id, each.numa_node) for each in resource.devices]
+    assert MAX_LIST_BYTES - 100 < len(encode_list(unhealthy)) <= MAX_LIST_BYTES
     assert oversized([card], fits) == ()
 
     node.apply(PolicyChanged(over))

@@ -60,7 +60,7 @@ def preferred(
     return [str(device) for device in chosen]
 
 
-def refused(node: Node, available: Sequence[str], must: Sequence[str], size: int) -> Rejection:
+def rejected(node: Node, available: Sequence[str], must: Sequence[str], size: int) -> Rejection:
     chosen = answer(node, available, size, must)
     assert isinstance(chosen, Rejection)
     return chosen
@@ -77,7 +77,7 @@ def pcie_between(one: int, other: int) -> PcieDistance:
 
 
 def connected(count: int, nvlinks: Mapping[tuple[int, int], int] | None = None, switched: int = 0) -> Node:
-    """A node with so many GPUs that are well and sampled."""
+    """A node with so many healthy, sampled GPUs."""
     gpus = [gpu(number) for number in range(count)]
     node = healthy_node(*gpus)
     node.apply(*(TopologySeen(one.uuid, sample(one, gpus, nvlinks or {}, switched)) for one in gpus))
@@ -113,11 +113,11 @@ def test_four_gpus_are_two_pairs_near_each_other() -> None:
     assert preferred(connected(8, PAIRS), [U0, U2, U3, U4, U5, U6, U7], 4) == [U4, U5, U6, U7]
 
 
-def test_a_single_gpu_is_one_whose_partner_is_taken() -> None:
+def test_a_single_gpu_is_one_whose_partner_is_in_use() -> None:
     assert preferred(connected(8, PAIRS), [U0, U2, U3, U4, U6], 1) == [U3]
 
 
-def test_three_gpus_are_a_pair_and_one_whose_partner_is_taken() -> None:
+def test_three_gpus_are_a_pair_and_one_whose_partner_is_in_use() -> None:
     assert preferred(connected(8, PAIRS), [U0, U1, U2, U3, U4, U6, U7], 3) == [U4, U6, U7]
 
 
@@ -144,7 +144,7 @@ def test_among_equally_connected_gpus_those_on_one_numa_node_are_preferred() -> 
     assert preferred(node, FOUR, 2) == [U0, U2]
 
 
-def test_a_numa_node_that_is_told_anew_decides_among_equally_connected_gpus() -> None:
+def test_a_newly_read_numa_node_decides_among_equally_connected_gpus() -> None:
     node = connected(8)
     assert preferred(node, [U0, U2, U4, U6], 2) == [U0, U2]
     nodes = {0: 0, 2: 1, 4: 2, 6: 2}
@@ -160,7 +160,7 @@ def test_a_gpu_with_unknown_links_takes_part_by_what_is_known() -> None:
 
 
 @pytest.mark.parametrize("size", [1, 2, 7])
-def test_a_lost_gpu_does_not_stand_in_the_way_of_the_others(size: int) -> None:
+def test_a_lost_gpu_does_not_block_the_others(size: int) -> None:
     """Case G1."""
     node = connected(8, PAIRS)
     node.apply(xid(79, U3), failed(U3, 15), TopologySeen(U3, TopologySample()))
@@ -169,7 +169,7 @@ def test_a_lost_gpu_does_not_stand_in_the_way_of_the_others(size: int) -> None:
     assert isinstance(allocate(node.snapshot(), resource_of(node), chosen), ContainerAnswer)
 
 
-def test_a_gpu_that_is_not_well_is_preferred_only_where_it_has_to_be() -> None:
+def test_an_unhealthy_gpu_is_preferred_only_where_it_has_to_be() -> None:
     node = connected(4, {(0, 1): 4})
     node.apply(failed(U1, 15))
     assert preferred(node, FOUR, 2) == [U2, U3]
@@ -202,7 +202,7 @@ def test_the_first_device_is_from_the_node_with_most_neighbours_left() -> None:
     assert preferred(node, FOUR, 1) == [U1]
 
 
-def test_without_anything_known_the_stable_order_decides() -> None:
+def test_with_unknown_connections_the_stable_order_decides() -> None:
     node = healthy_node(*[gpu(number) for number in range(4)])
     assert preferred(node, [U2, U0, U3, U1], 2) == [U0, U1]
 
@@ -229,7 +229,7 @@ ALL_FREE = [(0, n) for n in range(4)] + [(1, n) for n in range(4)]
 
 
 @pytest.mark.parametrize(
-    ("free", "size", "taken"),
+    ("free", "size", "expected"),
     [
         (ALL_FREE, 2, [1, 1]),
         ([(0, 2), (0, 3), (1, 3)], 2, [1, 1]),
@@ -239,17 +239,17 @@ ALL_FREE = [(0, n) for n in range(4)] + [(1, n) for n in range(4)]
         ([(0, n) for n in range(4)] + [(1, 0)], 2, [2, 0]),
     ],
 )
-def test_shares_are_taken_where_fewest_are_in_use(
-    free: list[tuple[int, int]], size: int, taken: list[int]
+def test_shares_are_of_the_card_with_fewest_in_use(
+    free: list[tuple[int, int]], size: int, expected: list[int]
 ) -> None:
     """Case F1."""
     node = shares(4, gpu(0), gpu(1))
     chosen = preferred(node, [share(gpu(card).uuid, replica) for card, replica in free], size)
-    assert cards(chosen, U0, U1) == taken
+    assert cards(chosen, U0, U1) == expected
 
 
 @pytest.mark.parametrize(
-    ("free", "size", "taken"),
+    ("free", "size", "expected"),
     [
         (ALL_FREE, 2, [2, 0]),
         ([(0, 2), (0, 3), (1, 3)], 1, [0, 1]),
@@ -257,12 +257,12 @@ def test_shares_are_taken_where_fewest_are_in_use(
         ([(0, n) for n in range(4)] + [(1, 0), (1, 1)], 3, [1, 2]),
     ],
 )
-def test_packed_shares_are_taken_where_most_are_in_use(
-    free: list[tuple[int, int]], size: int, taken: list[int]
+def test_packed_shares_are_of_the_card_with_most_in_use(
+    free: list[tuple[int, int]], size: int, expected: list[int]
 ) -> None:
     node = shares(4, gpu(0), gpu(1), policy="packed")
     chosen = preferred(node, [share(gpu(card).uuid, replica) for card, replica in free], size)
-    assert cards(chosen, U0, U1) == taken
+    assert cards(chosen, U0, U1) == expected
 
 
 def test_spread_shares_are_of_as_many_cards_as_there_are_and_of_those_less_in_use_first() -> None:
@@ -279,7 +279,7 @@ def test_where_each_card_is_given_once_shares_are_of_as_many_cards_as_there_are(
     assert isinstance(allocate(node.snapshot(), resource_of(node), chosen), ContainerAnswer)
 
 
-def test_a_share_that_must_be_included_counts_as_taken_from_its_card() -> None:
+def test_a_share_that_must_be_included_counts_as_in_use() -> None:
     node = shares(2, gpu(0), gpu(1))
     free = [share(U0, 0), share(U0, 1), share(U1, 0), share(U1, 1)]
     assert preferred(node, free, 2, must=[share(U0, 1)]) == [share(U0, 1), share(U1, 0)]
@@ -297,7 +297,7 @@ def test_of_cards_that_are_in_use_alike_those_on_one_numa_node_are_preferred() -
 
 
 @given(st.permutations(range(4)))
-def test_shares_of_one_card_are_taken_in_their_order(order: list[int]) -> None:
+def test_shares_of_one_card_are_chosen_in_their_order(order: list[int]) -> None:
     node = shares(4, gpu(0))
     assert preferred(node, [share(U0, replica) for replica in order], 2) == [share(U0, 0), share(U0, 1)]
 
@@ -338,16 +338,16 @@ def test_asking_for_nothing_gives_nothing() -> None:
     assert preferred(healthy_node(gpu(0)), [U0], 0) == []
 
 
-def test_a_device_that_is_gone_does_not_stand_in_the_way_of_the_others() -> None:
+def test_a_device_that_is_gone_does_not_block_the_others() -> None:
     assert preferred(healthy_node(gpu(0), gpu(1)), [U1, "MIG-gone", U0], 2) == [U0, U1]
 
 
 def test_what_must_be_included_has_to_be_available() -> None:
     node = healthy_node(gpu(0), gpu(1))
-    assert refused(node, [U0], [U1, "x"], 2) == Rejection(
+    assert rejected(node, [U0], [U1, "x"], 2) == Rejection(
         "unknown", f"{U1} must be included but is not among the available devices"
     )
-    assert refused(node, [U0, "a\nb"], ["a\nb"], 2) == Rejection(
+    assert rejected(node, [U0, "a\nb"], ["a\nb"], 2) == Rejection(
         "unknown", r"'a\nb' must be included but is not among the available devices"
     )
 
@@ -361,11 +361,11 @@ def test_what_must_be_included_has_to_be_available() -> None:
         ([U0, U1], [U0], 3, "3 of nvidia.com/gpu were asked for, 2 are available and 1 must be included"),
     ],
 )
-def test_a_number_that_cannot_be_met_is_refused(
+def test_a_number_that_cannot_be_met_is_rejected(
     available: list[str], must: list[str], size: int, numbers: str
 ) -> None:
     node = healthy_node(gpu(0), gpu(1))
-    assert refused(node, available, must, size) == Rejection(
+    assert rejected(node, available, must, size) == Rejection(
         "unsatisfiable", f"not enough available devices to satisfy allocation: {numbers}"
     )
 
@@ -382,8 +382,8 @@ def test_the_largest_request_for_shares_is_answered() -> None:
 def requests(draw: st.DrawFn) -> tuple[Node, list[str], list[str], int]:
     replicas = draw(st.sampled_from([1, 2, 4]))
     node = shares(replicas, *[gpu(n, numa=draw(st.sampled_from([None, 0, 1]))) for n in range(4)])
-    sick = draw(st.sets(st.integers(0, 3), max_size=2))
-    node.apply(*(failed(uuid(number), 15) for number in sick))
+    unhealthy = draw(st.sets(st.integers(0, 3), max_size=2))
+    node.apply(*(failed(uuid(number), 15) for number in unhealthy))
     everything = [str(device.id) for device in node.devices()]
     available = draw(st.lists(st.sampled_from(everything), min_size=1, unique=True))
     must = draw(st.lists(st.sampled_from(available), max_size=3, unique=True))

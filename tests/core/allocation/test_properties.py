@@ -81,14 +81,14 @@ def naive(policy: Policy, wanted: set[Device], *, has_channel: bool, absent: set
     names = list(dict.fromkeys(names))
     channels = ["0"] if injection.imex_channels and has_channel else []
     extras = [f"{KIND}/{kind}=all" for kind in EXTRA if getattr(injection, kind)]
-    told = [f"{KIND}/gpu={name}" for name in names] + [f"{KIND}/imex-channel={each}" for each in channels]
-    told += [name for name in extras if name not in absent]
+    every = [f"{KIND}/gpu={name}" for name in names] + [f"{KIND}/imex-channel={each}" for each in channels]
+    every += [name for name in extras if name not in absent]
     answer: dict[str, Any] = {"envs": {}, "mounts": [], "nodes": [], "annotations": {}, "cdi": []}
-    if "cdi-annotations" in injection.strategies and told:
+    if "cdi-annotations" in injection.strategies and every:
         key = f"{injection.cdi_annotation_prefix}nvidia-device-plugin_ID"
-        answer["annotations"][key] = ",".join(told)
+        answer["annotations"][key] = ",".join(every)
     if "cdi-cri" in injection.strategies:
-        answer["cdi"] = told
+        answer["cdi"] = every
     if policy.sharing.strategy == "mps" and any(device.replica is not None for device in wanted):
         answer["envs"]["CUDA_MPS_PIPE_DIRECTORY"] = f"/mps/{GPU}/pipe"
         answer["mounts"] += [
@@ -166,7 +166,7 @@ def test_an_answer_is_what_nvidias_plugin_gives_and_every_cdi_name_is_in_a_speci
         "cdi": list(answer.cdi_devices),
     }
     assert found == naive(policy, set(wanted), has_channel=has_channel, absent=absent)
-    # What is written for the runtimes of such a node resolves every name of devices that was told.
+    # What is written for the runtimes of such a node resolves all names of devices in an answer.
     paths = [f"/dev/nvidia{each.minor}" for each in GPUS] + naive_paths(
         [device for each in snapshot.resources for device in each.devices]
     )

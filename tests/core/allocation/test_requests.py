@@ -1,4 +1,4 @@
-"""What a container gets, and how a refusal reads."""
+"""What a container gets, and how a rejection reads."""
 
 import pytest
 from hypothesis import given
@@ -81,11 +81,11 @@ def test_two_shares_of_one_card_are_that_card_once() -> None:
     assert both.envs == {"NVIDIA_VISIBLE_DEVICES": f"{U0},{U1}"}
 
 
-def test_nothing_is_asked_for_and_nothing_is_given() -> None:
+def test_an_empty_request_has_an_empty_answer() -> None:
     assert allocated(healthy_node(gpu(0))) == ContainerAnswer(envs={"NVIDIA_VISIBLE_DEVICES": ""})
 
 
-def test_device_nodes_are_given_where_they_are_asked_for() -> None:
+def test_device_nodes_are_in_the_answer_where_they_are_configured() -> None:
     node = healthy_node(
         gpu(0, minor=3),
         gpu(1),
@@ -111,7 +111,7 @@ def test_device_nodes_of_two_shares_are_given_once_and_at_the_root_as_they_are()
     assert answer.device_nodes == (DeviceNode("/dev/nvidia0", "/dev/nvidia0"),)
 
 
-def test_a_gpu_whose_node_has_no_known_path_is_refused_where_nodes_are_given_by_path() -> None:
+def test_a_gpu_with_a_node_of_unknown_path_is_rejected_where_nodes_are_given_by_path() -> None:
     blank = replace(gpu(0), minor=None)
     node = healthy_node(blank, gpu(1), policy=Policy(injection=Injection(pass_device_specs=True)))
     assert allocated(node, U0) == Rejection(
@@ -141,7 +141,7 @@ def test_without_nvidia_uvm_a_container_gets_what_there_is_and_the_node_is_not_r
     assert missing not in node.snapshot().findings
 
 
-def test_an_unhealthy_device_is_refused_with_its_reason_and_the_next_step() -> None:
+def test_an_unhealthy_device_is_rejected_with_its_reason_and_the_next_step() -> None:
     node = healthy_node(gpu(0), gpu(1), gpu(2))
     node.apply(xid(79, U2))
     assert allocated(node, U1, U2) == Rejection(
@@ -151,7 +151,7 @@ def test_an_unhealthy_device_is_refused_with_its_reason_and_the_next_step() -> N
     )
 
 
-def test_a_device_that_was_not_probed_is_refused() -> None:
+def test_a_device_that_was_not_probed_is_rejected() -> None:
     node = Node()
     node.apply(ready(), enumerated(gpu(0)))
     assert allocated(node, U0) == Rejection(
@@ -161,7 +161,7 @@ def test_a_device_that_was_not_probed_is_refused() -> None:
     )
 
 
-def test_an_unknown_device_is_refused_by_name() -> None:
+def test_an_unknown_device_is_rejected_by_name() -> None:
     node = healthy_node(gpu(0))
     assert allocated(node, U0, "GPU-nonsense", "GPU-nonsense", "b") == Rejection(
         "unknown",
@@ -181,15 +181,15 @@ def test_an_unknown_device_is_refused_by_name() -> None:
     ],
 )
 def test_a_name_from_outside_is_shown_short_and_printable(name: str, shown: str) -> None:
-    refusal = allocated(healthy_node(gpu(0)), name)
-    assert isinstance(refusal, Rejection)
-    assert f"unknown device: {shown} is not" in refusal.message
+    rejection = allocated(healthy_node(gpu(0)), name)
+    assert isinstance(rejection, Rejection)
+    assert f"unknown device: {shown} is not" in rejection.message
 
 
 def test_many_unknown_devices_are_named_by_the_first_four() -> None:
-    refusal = allocated(healthy_node(gpu(0)), *[f"d{number}" for number in range(10_000)])
-    assert isinstance(refusal, Rejection)
-    assert "unknown devices: d0, d1, d2, d3 and 9996 more are not devices of" in refusal.message
+    rejection = allocated(healthy_node(gpu(0)), *[f"d{number}" for number in range(10_000)])
+    assert isinstance(rejection, Rejection)
+    assert "unknown devices: d0, d1, d2, d3 and 9996 more are not devices of" in rejection.message
 
 
 @given(st.lists(st.one_of(st.text(max_size=80), st.sampled_from([U0, U1, U3])), max_size=20))

@@ -44,7 +44,7 @@ class Combination:
     annotation: bool
     cri: bool
     specs: bool
-    """Device nodes, and what is only said beside CDI."""
+    """Device nodes, and the part of an answer that is only used beside CDI."""
 
 
 COMBINATIONS: Mapping[tuple[DeviceListStrategy, ...], Combination] = {
@@ -79,7 +79,7 @@ COMBINATIONS: Mapping[tuple[DeviceListStrategy, ...], Combination] = {
 
 
 @dataclass(frozen=True)
-class Parts:
+class AnswerParts:
     """What each part of the answer is, for a request and a way to name devices."""
 
     visible: str
@@ -92,8 +92,8 @@ class Kind(msgspec.Struct, frozen=True):
 
     resource: ResourceName
     request: tuple[str, ...]
-    by_uuid: Parts
-    by_index: Parts
+    by_uuid: AnswerParts
+    by_index: AnswerParts
     specs: Sequence[Mapping[str, str]]
     envs: Mapping[str, str]
     """Always there, whatever the strategies."""
@@ -110,7 +110,7 @@ def listed(name: str) -> dict[str, str]:
     return {"containerPath": f"/var/run/nvidia-container-devices/{name}", "hostPath": "/dev/null"}
 
 
-WHOLE_BY_UUID = Parts(
+WHOLE_BY_UUID = AnswerParts(
     visible="GPU-00000000-0000-4000-8000-000000000000,GPU-00000000-0000-4000-8000-000000000001",
     mounts=[
         listed("GPU-00000000-0000-4000-8000-000000000000"),
@@ -121,7 +121,7 @@ WHOLE_BY_UUID = Parts(
         "k8s.device-plugin.nvidia.com/gpu=GPU-00000000-0000-4000-8000-000000000001",
     ],
 )
-WHOLE_BY_INDEX = Parts(
+WHOLE_BY_INDEX = AnswerParts(
     visible="0,1",
     mounts=[listed("0"), listed("1")],
     cdi=["k8s.device-plugin.nvidia.com/gpu=0", "k8s.device-plugin.nvidia.com/gpu=1"],
@@ -150,7 +150,7 @@ KINDS = {
             "MIG-00000000-0000-5000-8000-000000000012",
             "MIG-00000000-0000-5000-8000-000000000011",
         ),
-        by_uuid=Parts(
+        by_uuid=AnswerParts(
             visible="MIG-00000000-0000-5000-8000-000000000011,MIG-00000000-0000-5000-8000-000000000012,"
             "MIG-00000000-0000-5000-8000-000000000021",
             mounts=[
@@ -164,7 +164,7 @@ KINDS = {
                 "k8s.device-plugin.nvidia.com/gpu=MIG-00000000-0000-5000-8000-000000000021",
             ],
         ),
-        by_index=Parts(
+        by_index=AnswerParts(
             visible="0:1,0:0,1:0",
             mounts=[listed("0:1"), listed("0:0"), listed("1:0")],
             cdi=[
@@ -281,7 +281,7 @@ def answer_of(kind: Kind, injection: Injection, **more: Any) -> dict[str, Any]:
     return decoded
 
 
-def expected(combination: Combination, kind: Kind, parts: Parts, *, specs: bool) -> dict[str, Any]:
+def expected(combination: Combination, kind: Kind, parts: AnswerParts, *, specs: bool) -> dict[str, Any]:
     envs = dict(kind.envs)
     if combination.visible is LIST:
         envs["NVIDIA_VISIBLE_DEVICES"] = parts.visible
@@ -325,7 +325,7 @@ ONE = replace(KINDS["whole GPU"], request=("GPU-00000000-0000-4000-8000-00000000
 CHANNEL = "/dev/nvidia-caps-imex-channels/channel0"
 
 
-def test_beside_cdi_what_is_switched_on_is_told_in_the_environment_too() -> None:
+def test_beside_cdi_enabled_features_are_in_the_environment_too() -> None:
     assert answer_of(
         ONE, Injection(strategies=("envvar", "cdi-cri"), gdrcopy=True, gds=True, mofed=True)
     ) == {
@@ -344,7 +344,7 @@ def test_beside_cdi_what_is_switched_on_is_told_in_the_environment_too() -> None
     }
 
 
-def test_with_cdi_alone_it_is_told_by_cdi_alone() -> None:
+def test_with_cdi_alone_enabled_features_are_in_cdi_alone() -> None:
     assert answer_of(ONE, Injection(strategies=("cdi-annotations",), gds=True)) == {
         "annotations": {
             ANNOTATION: "k8s.device-plugin.nvidia.com/gpu=GPU-00000000-0000-4000-8000-000000000000,"
@@ -356,7 +356,7 @@ def test_with_cdi_alone_it_is_told_by_cdi_alone() -> None:
 @pytest.mark.parametrize(
     ("name", "variable"), [("gdrcopy", "NVIDIA_GDRCOPY"), ("gds", "NVIDIA_GDS"), ("mofed", "NVIDIA_MOFED")]
 )
-def test_each_of_them_is_switched_on_by_itself(name: str, variable: str) -> None:
+def test_each_feature_is_enabled_alone(name: str, variable: str) -> None:
     switched: dict[str, Any] = {name: True}
     answer = answer_of(ONE, Injection(strategies=("envvar",), **switched))
     assert answer["envs"] == {
@@ -365,7 +365,7 @@ def test_each_of_them_is_switched_on_by_itself(name: str, variable: str) -> None
     }
 
 
-def test_a_name_that_the_node_has_nothing_for_is_left_out() -> None:
+def test_a_name_without_a_device_on_the_node_is_excluded() -> None:
     snapshot = node_of(ONE, Injection(strategies=("cdi-cri",), gdrcopy=True, gds=True, mofed=True)).snapshot()
     absent = {"k8s.device-plugin.nvidia.com/gds=all", "k8s.device-plugin.nvidia.com/gdrcopy=all"}
     answer = allocate(snapshot, snapshot.resources[0], ONE.request, absent=absent)
@@ -430,13 +430,13 @@ def test_an_imex_channel_is_given_as_the_devices_are(
     assert answer_of(ONE, injection, control_nodes=("/dev/nvidiactl", CHANNEL)) == answer
 
 
-def test_a_channel_that_is_not_wanted_or_not_there_is_not_given() -> None:
+def test_a_channel_that_is_not_configured_or_absent_is_not_in_the_answer() -> None:
     plain = {"envs": {"NVIDIA_VISIBLE_DEVICES": "GPU-00000000-0000-4000-8000-000000000000"}}
     assert answer_of(ONE, Injection(), control_nodes=(CHANNEL,)) == plain
     assert answer_of(ONE, Injection(imex_channels=(0,)), control_nodes=()) == plain
 
 
-def test_a_channel_that_is_required_and_not_there_refuses_the_container() -> None:
+def test_an_absent_channel_that_is_required_rejects_the_container() -> None:
     required = Injection(imex_channels=(0,), imex_required=True)
     snapshot = node_of(ONE, required).snapshot()
     answer = allocate(snapshot, snapshot.resources[0], ONE.request)
@@ -445,7 +445,7 @@ def test_a_channel_that_is_required_and_not_there_refuses_the_container() -> Non
     assert f"imex_channel_missing: {CHANNEL} does not exist" in answer.message
 
 
-def test_what_would_be_with_a_required_channel_is_refused_too() -> None:
+def test_a_hypothetical_required_channel_is_rejected_too() -> None:
     snapshot = node_of(ONE, Injection()).snapshot()
     required = Injection(imex_channels=(0,), imex_required=True)
     asked = replace(snapshot, policy=replace(snapshot.policy, injection=required))
@@ -456,7 +456,7 @@ def test_what_would_be_with_a_required_channel_is_refused_too() -> None:
     )
 
 
-def test_several_channels_are_told_in_one_variable() -> None:
+def test_several_channels_are_in_one_variable() -> None:
     nodes = (CHANNEL, "/dev/nvidia-caps-imex-channels/channel1")
     injection = Injection(imex_channels=(0, 1), imex_required=True)
     assert answer_of(ONE, injection, control_nodes=nodes)["envs"]["NVIDIA_IMEX_CHANNELS"] == "0,1"
@@ -467,7 +467,7 @@ def test_the_directory_of_mps_may_be_written_with_a_slash_at_its_end() -> None:
     assert mounts == KINDS["MPS"].mounts
 
 
-def test_the_names_to_be_resolved_are_those_told_in_either_way_each_once() -> None:
+def test_the_names_to_be_resolved_are_those_of_field_and_annotations_each_once() -> None:
     by_annotation = ContainerAnswer(annotations={"key": "a=1,a=2"})
     assert cdi_names(by_annotation) == ("a=1", "a=2")
     assert cdi_names(replace(by_annotation, cdi_devices=("a=2", "a=3"))) == ("a=2", "a=3", "a=1")
@@ -510,11 +510,11 @@ def test_the_nodes_of_two_compute_instances_of_one_gpu_instance_are_given_once()
     ]
 
 
-def test_a_slice_whose_capabilities_have_no_known_path_is_refused() -> None:
+def test_a_slice_with_capabilities_of_unknown_path_is_rejected() -> None:
     blank = replace(mig("11", 1, 0, 30, 31), gi_minor=None, ci_minor=None)
     node = Node(Policy(mig_strategy="mixed", injection=Injection(pass_device_specs=True)))
     node.apply(ready(), enumerated(with_slices(0, blank)), passed(with_slices(0).uuid))
     snapshot = node.snapshot()
-    refusal = allocate(snapshot, snapshot.resources[-1], [blank.uuid])
-    assert isinstance(refusal, Rejection)
-    assert "the device node of its GPU instance and compute instance" in refusal.message
+    rejection = allocate(snapshot, snapshot.resources[-1], [blank.uuid])
+    assert isinstance(rejection, Rejection)
+    assert "the device node of its GPU instance and compute instance" in rejection.message

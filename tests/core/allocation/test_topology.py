@@ -53,7 +53,7 @@ def test_two_gpus_have_the_links_that_are_up_at_both_ends(
     assert between(sampled(TopologySample(ours), TopologySample(theirs))).nvlinks == nvlinks
 
 
-def test_a_gpu_that_is_gone_takes_only_its_own_links_along() -> None:
+def test_a_gpu_that_is_gone_loses_only_its_own_links() -> None:
     switched = TopologySample(NvLinks(to_switches=12), {"0000:11:00.0": PcieDistance.HOST_BRIDGE})
     node = sampled(switched, switched, switched)
     node.apply(enumerated(gpu(1), gpu(2)))
@@ -83,11 +83,11 @@ def test_an_equal_sample_changes_nothing_and_no_sample_sends_anything() -> None:
 # PCIe
 
 
-def test_what_either_driver_call_told_goes_before_the_paths() -> None:
-    told = {"0000:10:00.0": PcieDistance.MULTI_SWITCH}
+def test_the_distance_of_either_driver_call_takes_precedence_over_the_paths() -> None:
+    reported = {"0000:10:00.0": PcieDistance.MULTI_SWITCH}
     paths = f"{SWITCH}/0000:02:00.0/0000:10:00.0", f"{SWITCH}/0000:02:01.0/0000:11:00.0"
     assert between(
-        sampled(TopologySample(path=paths[0]), TopologySample(distances=told, path=paths[1]))
+        sampled(TopologySample(path=paths[0]), TopologySample(distances=reported, path=paths[1]))
     ).pcie == (PcieDistance.MULTI_SWITCH)
     assert (
         between(sampled(TopologySample(path=paths[0]), TopologySample(path=paths[1]))).pcie
@@ -104,7 +104,7 @@ def test_what_either_driver_call_told_goes_before_the_paths() -> None:
         ((None, None), None),
     ],
 )
-def test_host_bridges_are_of_one_numa_node_if_the_kernel_says_so(
+def test_host_bridges_are_of_one_numa_node_by_the_kernels_list(
     nodes: tuple[int | None, int | None], distance: PcieDistance | None
 ) -> None:
     gpus = gpu(0, numa=nodes[0]), gpu(1, numa=nodes[1])
@@ -126,7 +126,7 @@ def test_host_bridges_are_of_one_numa_node_if_the_kernel_says_so(
         ("/".join(["a"] * (MAX_PATH_PARTS + 1)), "a", None),
     ],
 )
-def test_paths_tell_what_lies_between_two_devices(one: str, other: str, distance: str | None) -> None:
+def test_paths_show_the_distance_of_two_devices(one: str, other: str, distance: str | None) -> None:
     for ours, theirs in ((one, other), (other, one)):
         found = distance_of_paths(ours, theirs, same_node=True)
         assert found == (None if distance is None else PcieDistance(distance))
@@ -165,7 +165,7 @@ def test_a_link_scores_as_with_nvidias_allocator_and_is_named_as_by_nvidia_smi(
     assert short_name(link) == name
 
 
-def test_the_cpus_near_a_gpu_are_told_where_they_are_known() -> None:
+def test_the_cpus_near_a_gpu_are_shown_where_they_are_known() -> None:
     node = sampled(
         TopologySample(cpu_affinity="0-15"), TopologySample(), TopologySample(cpu_affinity="16-31")
     )
