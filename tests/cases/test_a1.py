@@ -10,7 +10,7 @@ from tests.harness import GPU, accepted, agent_process, codes, nothing_more, sim
 
 
 def create_again(socket: Path) -> None:
-    """Deliver another create event for the same inode, as late inotify events look."""
+    """Deliver another create event for the same inode, like a late inotify event."""
     kept = socket.with_name("kept")
     os.link(socket, kept)
     socket.unlink()
@@ -41,7 +41,7 @@ async def test_a_new_socket_is_answered_with_exactly_one_more_registration() -> 
         await node.kubelet.start()
         await wait_allocatable(node.kubelet, 4)
         own = node.directory.device_plugins / "nvidia-gpu.sock"
-        await node.kubelet.restart(refusing_s=0.2)
+        await node.kubelet.restart(rejecting_s=0.2)
 
         await wait_allocatable(node.kubelet, 4, capacity=4)
         await nothing_more(node.kubelet, lambda kubelet: len(kubelet.registrations) > 2, 1)

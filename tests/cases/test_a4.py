@@ -1,4 +1,4 @@
-"""A4, GoogleCloudPlatform/container-engine-accelerators#110: GPUs that come late are never offered.
+"""A4, GoogleCloudPlatform/container-engine-accelerators#110: GPUs that come late are never advertised.
 
 The case's 20 s before the change are three polls here: what counts is that the agent has settled on what
 it saw first. That the labels file holds nothing meanwhile waits for the labels (PENDING.md).
@@ -20,7 +20,7 @@ from tests.harness import (
 )
 
 
-async def test_gpus_that_come_late_are_offered_within_two_polls_and_without_a_new_registration() -> None:
+async def test_gpus_that_come_late_are_advertised_within_two_polls_and_without_a_new_registration() -> None:
     async with simulated_node("4x-t4") as node:
         await node.do("reveal", {"gpus": "1"})
         async with agent_process(node):

@@ -42,7 +42,7 @@ def _assert_nothing_was_ended(client: RawClient) -> None:
     assert not [event for event in client.seen if isinstance(event, ends)]
 
 
-async def test_the_agents_own_register_call_says_localhost(tmp_path: Path) -> None:
+async def test_the_agents_own_register_call_has_the_authority_localhost(tmp_path: Path) -> None:
     async with ServerSide.listening(tmp_path / "kubelet.sock") as kubelet, sink(tmp_path) as served:
         served.register()
         async with asyncio.timeout(PATIENCE_S):

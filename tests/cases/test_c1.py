@@ -59,7 +59,7 @@ async def test_an_xid_on_mig_takes_out_exactly_what_it_names(gi: int, ci: int, u
         assert set(node.kubelet.lists[before].unhealthy) == {devices[row] for row in unhealthy}
 
 
-async def test_an_xid_of_an_instance_that_is_not_there_flips_nothing_and_is_told_once() -> None:
+async def test_an_xid_of_an_instance_that_is_not_there_flips_nothing_and_is_reported_once() -> None:
     async with simulated_node(MIG_NODE) as node, agent_process(node, mig_strategy="mixed") as agent:
         await wait_allocatable(node.kubelet, 3, capacity=3, resource=MIG)
 

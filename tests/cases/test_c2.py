@@ -36,7 +36,7 @@ def polls(node: SimulatedNode) -> int:
 
 
 async def wait_probed(node: SimulatedNode, count: int, call: str = POLL) -> None:
-    """Wait until the GPU was looked at so many times more; the simulated NVML only counts calls."""
+    """Wait until the GPU was polled so many times more; the simulated NVML only counts calls."""
     until = node.nvml.calls(call, gpu=0) + count
     async with asyncio.timeout(30 + 2 * count):
         while node.nvml.calls(call, gpu=0) < until:
@@ -62,9 +62,9 @@ async def test_a_gpu_comes_back_three_clean_probes_after_the_driver_wants_no_rec
         node.nvml.push_xid(0, 119)
         node.nvml.set_recovery_action(0, RESET)
         await wait_allocatable(node.kubelet, 0)
-        sick_ns = time.monotonic_ns()
+        broken_ns = time.monotonic_ns()
         await wait_probed(node, 20)
-        assert allocatable_since(node, sick_ns) == {0}
+        assert allocatable_since(node, broken_ns) == {0}
 
         before = polls(node)
         node.nvml.set_recovery_action(0, NONE)
@@ -92,7 +92,7 @@ async def test_without_that_reading_only_a_new_binding_or_a_person_brings_it_bac
     async with simulated_node(ONE_GPU) as node:
         node.nvml.set_recovery_action(0, None)
         async with agent_process(node, recovery_clean_probes=THREE) as agent:
-            await sick_and_staying_so(node, 119)
+            await unhealthy_and_staying_so(node, 119)
 
             await cure(node, agent)
             await wait_allocatable(node.kubelet, 1)
@@ -102,7 +102,7 @@ async def test_without_that_reading_a_reboot_brings_it_back() -> None:
     async with simulated_node(ONE_GPU) as node:
         node.nvml.set_recovery_action(0, None)
         async with agent_process(node, recovery_clean_probes=THREE) as agent:
-            await sick_and_staying_so(node, 119)
+            await unhealthy_and_staying_so(node, 119)
             await agent.stop()
 
         write_boot_id(node.directory.proc, boots=2)
@@ -110,14 +110,14 @@ async def test_without_that_reading_a_reboot_brings_it_back() -> None:
             await wait_allocatable(node.kubelet, 1)
 
 
-async def sick_and_staying_so(node: SimulatedNode, xid: int) -> None:
+async def unhealthy_and_staying_so(node: SimulatedNode, xid: int) -> None:
     """Report an XID, and see that clean probes do not cure it."""
     await wait_allocatable(node.kubelet, 1, capacity=1)
     node.nvml.push_xid(0, xid)
     await wait_allocatable(node.kubelet, 0)
-    sick_ns = time.monotonic_ns()
+    broken_ns = time.monotonic_ns()
     await wait_probed(node, 6, "nvmlDeviceGetMemoryInfo")
-    assert allocatable_since(node, sick_ns) == {0}
+    assert allocatable_since(node, broken_ns) == {0}
 
 
 async def test_a_gpu_that_fell_off_the_bus_stays_out_and_is_out_in_the_first_list_after_a_restart() -> None:
@@ -128,9 +128,9 @@ async def test_a_gpu_that_fell_off_the_bus_stays_out_and_is_out_in_the_first_lis
             node.nvml.set_return(None, NvmlCode.GPU_IS_LOST, gpu=0)
             await wait_allocatable(node.kubelet, 0)
 
-            sick_ns = time.monotonic_ns()
+            broken_ns = time.monotonic_ns()
             await wait_polls(node, 60)
-            assert allocatable_since(node, sick_ns) == {0}
+            assert allocatable_since(node, broken_ns) == {0}
             assert {"xid", "gpu_lost"} <= await reasons(agent)
             await agent.stop(signal.SIGKILL)
 
@@ -155,10 +155,10 @@ async def test_three_faults_that_went_away_keep_a_gpu_out() -> None:
                 await wait_allocatable(node.kubelet, 1)
         assert time.monotonic_ns() - began_ns < 60e9
 
-        sick_ns = time.monotonic_ns()
+        broken_ns = time.monotonic_ns()
         await wait_probed(node, 6)
         await agent.wait_answer("/v1/devices", lambda _, document: is_flapping(document))
-        assert allocatable_since(node, sick_ns) == {0}
+        assert allocatable_since(node, broken_ns) == {0}
 
 
 def is_flapping(document: dict[str, Any]) -> bool:

@@ -72,7 +72,7 @@ async def test_a_file_that_cannot_be_written_again_fails_the_call_with_the_name(
         await wait_allocatable(node.kubelet, 2, capacity=2)
         assert (await run_pod(node, "before")).phase == "Running"
 
-        # A directory in its place cannot be replaced by a file, whoever we are.
+        # A directory in its place cannot be replaced by a file, not even by root.
         spec_file(node).unlink()
         spec_file(node).mkdir()
         (spec_file(node) / "occupied").touch()

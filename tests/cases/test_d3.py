@@ -31,16 +31,18 @@ def allocated(stub: Any, *ids: str) -> Any:
     return stub.Allocate(request, timeout=PATIENCE_S)
 
 
-async def test_a_device_that_went_with_the_old_hardware_is_refused_by_name_and_the_others_are_given() -> None:
+async def test_a_device_that_went_with_the_old_hardware_is_rejected_by_name_and_the_others_are_given() -> (
+    None
+):
     async with simulated_node(ONE_GPU) as node, agent_process(node):
         await wait_allocatable(node.kubelet, 1)
         (present,) = uuids(node)
         with kubelet_of(node) as stub:
             for ids in ((STALE,), (present, STALE), (STALE, present)):
-                with pytest.raises(grpc.RpcError) as refused:
+                with pytest.raises(grpc.RpcError) as rejected:
                     allocated(stub, *ids)
-                assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-                details = refused.value.details()
+                assert rejected.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+                details = rejected.value.details()
                 assert f"unknown device: {STALE} is not a device of nvidia.com/gpu on this node" in details
                 assert "delete the pod so that it is allocated anew" in details
                 assert present not in details

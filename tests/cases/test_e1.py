@@ -1,6 +1,6 @@
-"""E1, NVIDIA/k8s-device-plugin#240: after MIG is reconfigured the node offers old and new devices at once.
+"""E1, NVIDIA/k8s-device-plugin#240: after MIG is reconfigured the node has old and new devices at once.
 
-A running agent follows each new layout: what does not exist any more is offered no more, and after a restart,
+A running agent follows each new layout: what is gone is advertised no more, and after a restart,
 or a kill, no socket of an old resource is left.
 """
 
@@ -69,7 +69,7 @@ def healthy(kubelet: EmulatedKubelet) -> dict[str, int]:
 
 
 async def reconfigured(node: SimulatedNode, devices: str, wanted: dict[str, int]) -> None:
-    """Give every GPU a new layout, and see that within the bound exactly that is offered, for good."""
+    """Give every GPU a new layout, and see that within the bound exactly that is advertised, for good."""
     since_ns = time.monotonic_ns()
     await node.do("mig", {"gpu": "all", "devices": devices})
     await node.kubelet.wait_for(lambda kubelet: healthy(kubelet) == wanted, PATIENCE_S)
@@ -92,7 +92,7 @@ def is_layout_written(node: SimulatedNode, now: str, before: str) -> bool:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("end", [signal.SIGTERM, signal.SIGKILL])
-async def test_each_layout_is_offered_and_nothing_of_the_one_before(end: signal.Signals) -> None:
+async def test_each_layout_is_advertised_and_nothing_of_the_one_before(end: signal.Signals) -> None:
     async with simulated_node(EIGHT_A100_40GB) as node:
         async with agent_process(node, mig_strategy="mixed") as agent:
             await node.kubelet.wait_for(lambda kubelet: healthy(kubelet) == {GPU: 8}, PATIENCE_S)

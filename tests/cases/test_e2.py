@@ -1,7 +1,7 @@
 """E2, NVIDIA/gpu-operator#460: strategy "single" with unlike slices makes the plugin panic in a loop.
 
-The agent says what is unlike, offers nothing meanwhile, and goes on by itself once the slices are alike. The
-labels wait for theirs (PENDING.md).
+The agent reports what is unlike, advertises nothing meanwhile, and goes on by itself once they are alike.
+The labels wait for theirs (PENDING.md).
 """
 
 import time
@@ -28,15 +28,15 @@ def has_empty_list(kubelet: EmulatedKubelet) -> bool:
     return any(each.resource == GPU for each in kubelet.lists)
 
 
-async def test_unlike_slices_are_named_and_alike_ones_are_offered_without_a_restart() -> None:
+async def test_unlike_slices_are_named_and_alike_ones_are_advertised_without_a_restart() -> None:
     async with simulated_node(ONE_A30) as node, agent_process(node, mig_strategy="single") as agent:
         await node.kubelet.wait_for(has_empty_list, PATIENCE_S)
         assert {(each.healthy, each.unhealthy) for each in node.kubelet.lists} == {((), ())}
 
-        def is_told(status: int, body: Any) -> bool:
+        def is_reported(status: int, body: Any) -> bool:
             return status == 503 and codes(body) == {"mig_single_not_uniform"}
 
-        body = await agent.wait_answer("/preflight", is_told)
+        body = await agent.wait_answer("/preflight", is_reported)
         (reason,) = body["reasons"]
         assert "[1g.6gb, 2g.12gb]" in reason["message"]
         assert agent.process.returncode is None
@@ -48,7 +48,7 @@ async def test_unlike_slices_are_named_and_alike_ones_are_offered_without_a_rest
         await agent.wait_answer("/preflight", lambda status, _body: status == 200)
 
 
-async def test_with_strategy_mixed_a_gpu_without_slices_is_a_warning_and_the_others_are_offered() -> None:
+async def test_with_strategy_mixed_a_gpu_without_slices_is_a_warning_and_the_others_are_advertised() -> None:
     two = {"preset": "4x-a30", "gpus": [{"mig": UNLIKE}, {"mig": {"enabled": True}}]}
     async with simulated_node(two) as node, agent_process(node, mig_strategy="mixed") as agent:
         await wait_allocatable(node.kubelet, 1, capacity=1, resource="nvidia.com/mig-2g.12gb")

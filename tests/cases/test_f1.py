@@ -50,8 +50,8 @@ def preferred(stub: Any, available: Sequence[str], size: int) -> list[str]:
 def visible(stub: Any, *ids: str) -> str:
     request = pb.AllocateRequest(container_requests=[pb.ContainerAllocateRequest(devices_ids=ids)])
     [container] = stub.Allocate(request, timeout=PATIENCE_S).container_responses
-    told: str = container.envs["NVIDIA_VISIBLE_DEVICES"]
-    return told
+    devices: str = container.envs["NVIDIA_VISIBLE_DEVICES"]
+    return devices
 
 
 async def test_shares_are_of_different_cards_where_that_can_be_and_each_card_is_named_once(
@@ -70,10 +70,10 @@ async def test_shares_are_of_different_cards_where_that_can_be_and_each_card_is_
         assert visible(stub, f"{U1}::0", f"{U0}::0", f"{U0}::1") == f"{U0},{U1}"
 
 
-async def test_two_shares_of_one_card_are_refused_where_the_operator_says_so(tmp_path: Path) -> None:
+async def test_two_shares_of_one_card_are_rejected_where_the_operator_configures_it(tmp_path: Path) -> None:
     async with plugin(tmp_path, distinct_cards="true") as stub:
-        with pytest.raises(grpc.RpcError) as refused:
+        with pytest.raises(grpc.RpcError) as rejected:
             visible(stub, f"{U0}::2", f"{U0}::3")
-        assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-        assert refused.value.details().startswith(f"{U0} (GPU 0) was allocated more than once")
+        assert rejected.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert rejected.value.details().startswith(f"{U0} (GPU 0) was allocated more than once")
         assert visible(stub, f"{U0}::2", f"{U1}::3") == f"{U0},{U1}"

@@ -1,4 +1,4 @@
-"""G1, NVIDIA/k8s-device-plugin#231: one GPU falls off the bus and every GPU pod on the node is refused."""
+"""G1, NVIDIA/k8s-device-plugin#231: one GPU falls off the bus and every GPU pod on the node is rejected."""
 
 import time
 from collections.abc import Callable
@@ -53,10 +53,10 @@ async def test_a_gpu_that_falls_off_is_named_and_the_seven_others_stay_allocatab
         assert first.at_ns - lost_ns <= 2 * POLL_NS + SLACK_NS
         assert first.unhealthy == (lost,)
 
-        def is_told(status: int, body: Any) -> bool:
+        def is_reported(status: int, body: Any) -> bool:
             return status == 200 and "gpu_lost" in codes_of(body, lost)
 
-        body = await agent.wait_answer("/v1/devices", is_told)
+        body = await agent.wait_answer("/v1/devices", is_reported)
         (device,) = [each for each in body["devices"] if each["id"] == lost]
         assert (len(body["devices"]), device["health"], device["pci"]) == (8, "unhealthy", PCI)
         (reason,) = [each for each in device["reasons"] if each["code"] == "gpu_lost"]
@@ -103,7 +103,7 @@ async def test_a_thousand_pods_get_the_gpus_that_did_not_fall_off(
         await wait_allocatable(node.kubelet, 7, capacity=8)
         client = node.kubelet.client(GPU)
         assert client is not None
-        others = [uuid for slot, uuid in enumerate(uuids(node)) if slot != LOST]
+        others = [uuid for number, uuid in enumerate(uuids(node)) if number != LOST]
         calls = node.nvml.calls("nvmlDeviceGetTopologyCommonAncestor")
         for number in range(1000):
             chosen = await client.preferred(

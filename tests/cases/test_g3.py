@@ -21,8 +21,8 @@ sharing:
 
 
 def write_numa_files(node: SimulatedNode) -> None:
-    for slot, text in NUMA_FILES.items():
-        pci = node.spec.gpus[slot].pci_bus_id
+    for number, text in NUMA_FILES.items():
+        pci = node.spec.gpus[number].pci_bus_id
         file = node.directory.path / "sys/bus/pci/devices" / pci / "numa_node"
         if text is None:
             file.unlink()
@@ -39,7 +39,7 @@ def numa_warnings(agent: AgentProcess) -> list[tuple[object, object]]:
 
 
 @pytest.mark.parametrize("replicas", [1, 2])
-async def test_a_numa_node_is_told_only_where_the_kernel_knows_one(replicas: int, tmp_path: Path) -> None:
+async def test_a_numa_node_is_sent_only_where_the_kernel_knows_one(replicas: int, tmp_path: Path) -> None:
     config = tmp_path / "config.yaml"
     config.write_text(TWO_REPLICAS if replicas == 2 else "version: v1\n")
     async with simulated_node(FIVE_GPUS) as node:
@@ -47,7 +47,7 @@ async def test_a_numa_node_is_told_only_where_the_kernel_knows_one(replicas: int
         async with agent_process(node, config_file=str(config)) as agent:
             await wait_allocatable(node.kubelet, 5 * replicas, capacity=5 * replicas)
             devices = node.kubelet.devices(GPU)
-            for slot, nodes in NODES.items():
-                shares = [each for id_, each in devices.items() if id_.startswith(node.nvml.uuid(slot))]
+            for number, nodes in NODES.items():
+                shares = [each for id_, each in devices.items() if id_.startswith(node.nvml.uuid(number))]
                 assert [each.numa_nodes for each in shares] == [nodes] * replicas
             assert numa_warnings(agent) == [(node.spec.gpus[4].pci_bus_id, "x")]

@@ -9,7 +9,7 @@ from typing import Any
 
 from agent.simulation.node import SimulatedNode
 from agent.simulation.nvml import GpuProcess
-from tests.cases.fake_proc import BY_PROC, FakeProcesses
+from tests.cases.simulated_proc import BY_PROC, SimulatedProcesses
 from tests.harness import (
     GPU,
     AgentProcess,
@@ -47,16 +47,16 @@ def findings(body: Mapping[str, Any]) -> list[tuple[str, list[str], int | None]]
 
 
 async def preflight(agent: AgentProcess, *wanted: tuple[str, list[str], int]) -> Any:
-    """Wait until preflight has exactly these findings; sources do not tell everything at the same moment."""
+    """Wait until preflight has exactly these findings; sources do not report all at the same moment."""
     return await agent.wait_answer("/preflight", lambda _, body: sorted(findings(body)) == list(wanted))
 
 
-async def test_memory_of_nobody_and_a_leftover_process_are_exactly_two_findings() -> None:
+async def test_memory_without_an_owner_and_a_leftover_process_are_exactly_two_findings() -> None:
     async with simulated_node(FOUR) as node, agent_process(node, **AT_ONCE) as agent:
         await wait_allocatable(node.kubelet, 4, capacity=4)
-        processes = FakeProcesses(node)
+        processes = SimulatedProcesses(node)
         u3 = await run_pod(node, "job-b")
-        u0, u1, u2 = (slot for slot in range(4) if slot != u3)
+        u0, u1, u2 = (number for number in range(4) if number != u3)
         processes.add(4242, u1)
         processes.add(4300, u3, pod="ns1/job-b")
         node.nvml.set_memory_used(u0, 352 * MIB)
@@ -74,8 +74,8 @@ async def test_memory_of_nobody_and_a_leftover_process_are_exactly_two_findings(
 
         assert not body["ready"]
         assert "4242" not in str(body)
-        told = await agent.wait_answer("/v1/conditions", lambda _, body: len(of_use(body)) == 2)
-        assert [each["pid"] for each in of_use(told)["foreign_process"]["details"]["culprits"]] == [4242]
+        reported = await agent.wait_answer("/v1/conditions", lambda _, body: len(of_use(body)) == 2)
+        assert [each["pid"] for each in of_use(reported)["foreign_process"]["details"]["culprits"]] == [4242]
         owners = await agent.wait_answer("/v1/owners", lambda status, _: status == 200)
         assert [holder["pid"] for holder in owners["owners"][u1]["holders"]] == [4242]
 
@@ -94,9 +94,9 @@ async def test_with_time_slicing_a_process_whose_pod_has_a_share_is_where_it_bel
         config.write_text(SHARED)
         async with agent_process(node, config_file=str(config), **AT_ONCE) as agent:
             await wait_allocatable(node.kubelet, 8, capacity=8)
-            processes = FakeProcesses(node)
+            processes = SimulatedProcesses(node)
             u1 = await run_pod(node, "job-a")
-            u0 = next(slot for slot in range(4) if slot != u1)
+            u0 = next(number for number in range(4) if number != u1)
             processes.add(4242, u1, pod="ns1/job-a")
             node.nvml.set_processes(u1, [GpuProcess(4242, 900 * MIB)])
             node.nvml.set_memory_used(u0, 352 * MIB)

@@ -1,7 +1,7 @@
 """J2, NVIDIA/gpu-operator#2880: workloads are gone, their processes keep GPU memory.
 
 The case's 30 s are three here, and the processes are read off /proc, so that they have the case's pids. That
-nothing is told a second before the time, on a clock of the test's own, is in tests/core.
+nothing is reported a second before the time, on a clock of the test's own, is in tests/core.
 """
 
 import os
@@ -14,7 +14,7 @@ import pytest
 
 from agent.simulation.node import SimulatedNode
 from agent.simulation.nvml import GpuProcess
-from tests.cases.fake_proc import BY_PROC, FakeProcesses
+from tests.cases.simulated_proc import BY_PROC, SimulatedProcesses
 from tests.harness import (
     GPU,
     SLACK_NS,
@@ -64,10 +64,10 @@ async def wait_holders(agent: AgentProcess, *wanted: int) -> None:
     await agent.wait_answer("/v1/owners", holds)
 
 
-async def test_who_outlives_its_pod_is_told_after_the_grace_and_until_it_ends() -> None:
+async def test_a_process_that_outlives_its_pod_is_reported_after_the_grace_and_until_it_ends() -> None:
     async with simulated_node(ONE_GPU) as node, agent_process(node, **GRACE) as agent:
         await wait_allocatable(node.kubelet, 1, capacity=1)
-        processes = FakeProcesses(node)
+        processes = SimulatedProcesses(node)
         await run_pod(node, "job-a")
         processes.add(501, 0, pod="ns1/job-a")
         processes.add(502, 0, pod="ns1/job-a", state="D")
@@ -81,9 +81,9 @@ async def test_who_outlives_its_pod_is_told_after_the_grace_and_until_it_ends() 
         processes.add(504, 0)
         body = await wait_pids(agent, "pod_gone", 501, 502)
 
-        (told,) = [each for each in body["conditions"] if each["details"]["kind"] == "pod_gone"]
-        assert GRACE_NS <= told["since_monotonic_ns"] - deleted_ns <= GRACE_NS + SLACK_NS
-        found = told["details"]
+        (reported,) = [each for each in body["conditions"] if each["details"]["kind"] == "pod_gone"]
+        assert GRACE_NS <= reported["since_monotonic_ns"] - deleted_ns <= GRACE_NS + SLACK_NS
+        found = reported["details"]
         assert found["used_bytes"] == 7340032000
         assert [(each["pod"], each["state"], each["killable"]) for each in found["culprits"]] == [
             ("ns1/job-a", "S", True),

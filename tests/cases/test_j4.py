@@ -7,7 +7,7 @@ import pytest
 
 from agent.simulation.node import SimulatedNode
 from agent.simulation.nvml import GpuProcess
-from tests.cases.fake_proc import BY_PROC, FakeProcesses
+from tests.cases.simulated_proc import BY_PROC, SimulatedProcesses
 from tests.harness import AgentProcess, agent_process, simulated_node, wait_allocatable, wait_polls
 
 SIXTEEN_GIB = {"preset": "4x-t4", "gpus": 1, "gpu": {"memory_mib": 16384}}
@@ -39,11 +39,11 @@ def d_more_than_there_is(node: SimulatedNode) -> None:
 
 
 async def owner(agent: AgentProcess, info: str) -> Any:
-    def is_told(_: int, body: Any) -> bool:
+    def is_reported(_: int, body: Any) -> bool:
         (one,) = body["owners"]
         return one["nvml_process_info"] == info and bool(one["holders"])
 
-    return (await agent.wait_answer("/v1/owners", is_told))["owners"][0]
+    return (await agent.wait_answer("/v1/owners", is_reported))["owners"][0]
 
 
 @pytest.mark.parametrize(
@@ -55,12 +55,12 @@ async def owner(agent: AgentProcess, info: str) -> Any:
         (d_more_than_there_is, "unreliable", 1),
     ],
 )
-async def test_only_what_can_be_is_claimed_and_who_holds_the_gpu_is_known_all_the_same(
+async def test_only_what_can_be_is_claimed_and_the_holder_of_the_gpu_is_known_all_the_same(
     lists: Callable[[SimulatedNode], None], info: str, warnings: int
 ) -> None:
     async with simulated_node(SIXTEEN_GIB) as node:
         lists(node)
-        FakeProcesses(node).add(PID, 0)
+        SimulatedProcesses(node).add(PID, 0)
         async with agent_process(node, **BY_PROC | {"poll": "200ms"}) as agent:
             await wait_allocatable(node.kubelet, 1, capacity=1)
 
@@ -70,6 +70,8 @@ async def test_only_what_can_be_is_claimed_and_who_holds_the_gpu_is_known_all_th
 
             assert [(each["pid"], each["memory_bytes"]) for each in owned["holders"]] == [(PID, None)]
             assert owned["memory_unclaimed_bytes"] is None
-            told = [line for line in agent.log if line["level"] == "warning" and "process" in line["message"]]
-            assert len(told) == warnings, agent.text
+            warned = [
+                line for line in agent.log if line["level"] == "warning" and "process" in line["message"]
+            ]
+            assert len(warned) == warnings, agent.text
             assert "Traceback" not in agent.text

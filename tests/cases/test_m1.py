@@ -38,8 +38,8 @@ SENTENCES = (
 TWO_GPUS = {"preset": "4x-t4", "gpus": 2}
 
 
-def refused(capsys: pytest.CaptureFixture[str], path: Path, content: str | bytes) -> list[str]:
-    """What is said of a file by the command that would run with it."""
+def rejected(capsys: pytest.CaptureFixture[str], path: Path, content: str | bytes) -> list[str]:
+    """The errors that `run` prints for a file."""
     path.write_bytes(content if isinstance(content, bytes) else content.encode())
     assert cli.main(["run", "--config-file", str(path), "--kubelet-socket", "/nonexistent/kubelet.sock"]) == 2
     out, err = capsys.readouterr()
@@ -48,7 +48,7 @@ def refused(capsys: pytest.CaptureFixture[str], path: Path, content: str | bytes
     return [line.removeprefix("gpu-agent: ").replace(str(path), "FILE") for line in err.splitlines()]
 
 
-async def test_1_switches_under_flags_are_refused_with_the_right_place_and_nothing_is_registered() -> None:
+async def test_1_switches_under_flags_are_rejected_with_the_right_place_and_nothing_is_registered() -> None:
     async with simulated_node(TWO_GPUS) as node:
         config = node.directory.path / "config.yaml"
         config.write_text(MISPLACED)
@@ -77,14 +77,14 @@ def test_3_a_strategy_means_the_same_alone_and_in_a_list(tmp_path: Path) -> None
     assert policies[0].injection.strategies == ("envvar",)
 
 
-def test_4_one_replica_is_refused_with_its_path(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_4_one_replica_is_rejected_with_its_path(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = "flags: {mpsRoot: /x}\nsharing:\n  mps:\n    resources:\n    - name: gpu\n      replicas: 1\n"
-    assert refused(capsys, tmp_path / "config.yaml", text) == [
+    assert rejected(capsys, tmp_path / "config.yaml", text) == [
         "FILE:6: sharing.mps.resources[0].replicas must be at least 2, and is 1"
     ]
 
 
-async def test_5_a_live_reload_of_the_mistake_changes_nothing_and_is_told_everywhere() -> None:
+async def test_5_a_live_reload_of_the_mistake_changes_nothing_and_is_reported_everywhere() -> None:
     async with simulated_node(TWO_GPUS) as node:
         config = node.directory.path / "config.yaml"
         config.write_text(RIGHT)
@@ -130,13 +130,13 @@ async def test_5_a_live_reload_of_the_mistake_changes_nothing_and_is_told_everyw
     ],
     ids=["empty", "blank", "byte order mark", "tab", "key twice", "NUL", "binary", "10 MiB"],
 )
-def test_6_what_is_no_configuration_is_refused_with_its_line(
+def test_6_what_is_no_configuration_is_rejected_with_its_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], content: str | bytes, sentence: str
 ) -> None:
-    assert refused(capsys, tmp_path / "config.yaml", content) == [sentence]
+    assert rejected(capsys, tmp_path / "config.yaml", content) == [sentence]
 
 
-def test_a_link_to_nothing_is_how_nvidias_config_manager_says_that_there_is_no_configuration(
+def test_a_link_to_nothing_is_how_nvidias_config_manager_shows_that_there_is_no_configuration(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "config.yaml").symlink_to("/dev/null")

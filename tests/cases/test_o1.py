@@ -1,4 +1,4 @@
-"""O1, NVIDIA/k8s-device-plugin#221: the driver was updated under the plugin, which waits or lies for ever.
+"""O1, NVIDIA/k8s-device-plugin#221: the driver was updated under the plugin, which blocks or lies.
 
 The case's 10 s and 30 s are a few polls here: what counts is that the agent has settled on what it saw first.
 That the labels file holds no GPU labels waits for the labels (PENDING.md).
@@ -61,8 +61,8 @@ async def test_a_library_and_a_driver_of_different_versions_are_named_and_waited
 
             assert (await agent.get("/healthz"))[0] == 200
             assert not [each for each in node.kubelet.lists if each.healthy]
-            told = [line for line in agent.log if "different versions" in str(line)]
-            assert len(told) == 1, agent.text
+            logged = [line for line in agent.log if "different versions" in str(line)]
+            assert len(logged) == 1, agent.text
 
             node.nvml.load_driver()
             await wait_allocatable(node.kubelet, 8, capacity=8)
@@ -94,11 +94,13 @@ async def test_a_driver_that_dies_takes_all_out_can_be_unloaded_and_comes_back_w
         assert (await agent.get("/livez"))[0] == 200
 
         registered = node.nvml.calls("nvmlDeviceRegisterEvents")
-        healed_ns = time.monotonic_ns()
+        recovered_ns = time.monotonic_ns()
         node.nvml.load_driver()
         await wait_allocatable(node.kubelet, 8, capacity=8)
-        back = next(each for each in node.kubelet.lists if each.at_ns > healed_ns and len(each.healthy) == 8)
-        assert back.at_ns - healed_ns <= 3 * POLL_NS + SLACK_NS
+        back = next(
+            each for each in node.kubelet.lists if each.at_ns > recovered_ns and len(each.healthy) == 8
+        )
+        assert back.at_ns - recovered_ns <= 3 * POLL_NS + SLACK_NS
         assert agent.process.returncode is None
         assert accepted(node.kubelet) == len(node.kubelet.registrations) == 1
 

@@ -1,4 +1,4 @@
-"""P2, iovisor/bcc#1949: a long-lived tracing process grows, with each load and for ever."""
+"""P2, iovisor/bcc#1949: a long-lived tracing process grows, with each load and without a limit."""
 
 import os
 from dataclasses import replace
@@ -153,7 +153,7 @@ def test_a_hundred_reloads_of_the_driver_load_the_probe_once(tmp_path: Path) -> 
         probe.close()
 
 
-def test_a_kubelet_that_refuses_is_asked_ever_less_often_and_registered_with_when_it_accepts() -> None:
+def test_a_kubelet_that_rejects_is_asked_ever_less_often_and_registered_with_when_it_accepts() -> None:
     node = healthy_node(gpu(0))
     node.apply(KubeletSocketSeen(K1))
     end_ns = node.now_ns + 60 * S

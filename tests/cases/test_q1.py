@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from tests.cases.fake_proc import FakeProcesses
+from tests.cases.simulated_proc import SimulatedProcesses
 from tests.harness import GPU, AgentProcess, agent_process, simulated_node, wait_allocatable, wait_polls
 from tests.other_machine import FAILS, OtherMachine, why_no_other_machine
 from tests.probe.conftest import why_no_probe
 
 RUNNING, OTHER = "5.14.0-89-generic", "5.14.0-84-generic"
-TOLD = "The probe is off ("
+MESSAGE = "The probe is off ("
 BTF = "/sys/kernel/btf"
 
 
@@ -78,7 +78,7 @@ async def test_without_the_probe_the_agent_works_and_finds_holders_by_proc(
 ) -> None:
     code, named = lacks(machine)
     async with simulated_node() as node:
-        FakeProcesses(node).add(700, 0)
+        SimulatedProcesses(node).add(700, 0)
         flags = {"probe_tier": "auto", "probe_loader": "bcc", "poll": "200ms", "log_level": "info"}
         async with agent_process(node, launcher=machine.launcher(), **flags) as agent:
             await wait_allocatable(node.kubelet, 4, capacity=4)
@@ -93,7 +93,7 @@ async def test_without_the_probe_the_agent_works_and_finds_holders_by_proc(
 
             await wait_polls(node, 10)
             assert machine.compilations == attempts
-            (line,) = [line for line in agent.log if line["message"].startswith(TOLD)]
+            (line,) = [line for line in agent.log if line["message"].startswith(MESSAGE)]
             assert (line["level"], line["code"]) == ("warning", code)
             assert sum("u33" in line for line in agent.text.splitlines()) <= 1
             assert (await agent.get("/healthz"))[0] == 200
@@ -102,7 +102,7 @@ async def test_without_the_probe_the_agent_works_and_finds_holders_by_proc(
             assert agent.process.returncode is None
 
 
-async def test_what_the_compiler_said_is_there_for_those_who_ask(machine: OtherMachine) -> None:
+async def test_the_output_of_the_compiler_is_there_on_request(machine: OtherMachine) -> None:
     e_compiler(machine)
     async with simulated_node() as node:
         flags = {"probe_tier": "auto", "probe_loader": "bcc", "log_level": "debug"}

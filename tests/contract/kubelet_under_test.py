@@ -232,7 +232,7 @@ class KubeletUnderTest:
         return {}
 
     async def _until(self, met: Callable[[], Awaitable[bool]], why_not: Callable[[], str]) -> None:
-        """Ask again and again: a kubelet tells nobody when its view changes, and limits how often."""
+        """Ask again and again: a kubelet publishes no change of its view, and limits how often."""
         try:
             async with asyncio.timeout(TIMEOUT_S):
                 while True:
@@ -251,6 +251,6 @@ class KubeletUnderTest:
 
 
 def identity(path: Path) -> tuple[int, int]:
-    """Return what tells a file from its successor; a file system may hand out the inode again."""
+    """Return what distinguishes a file from its successor; a file system may hand out the inode again."""
     status = os.lstat(path)
     return status.st_ino, status.st_mtime_ns

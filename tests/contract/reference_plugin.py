@@ -1,6 +1,6 @@
 """A small, correct device plugin on grpcio: what the contract suite shows a kubelet.
 
-It does what the suite tells it and nothing more: no registering by itself, no recovery.
+It does what the suite asks for and nothing more: no registering by itself, no recovery.
 """
 
 import asyncio
@@ -72,7 +72,7 @@ class ReferencePlugin:
         await self.stop()
 
     async def serve(self) -> None:
-        """Serve on the socket; a kubelet that comes back deletes it, so this may be done again."""
+        """Serve on the socket; a kubelet that restarts deletes it, so this may be done again."""
         self._stopping = False
         self._server = grpc.aio.server(options=[("grpc.max_send_message_length", -1)])
         self._server.add_generic_rpc_handlers(
@@ -117,7 +117,7 @@ class ReferencePlugin:
         resource: str | None = None,
         timeout_s: float = REGISTER_TIMEOUT_S,
     ) -> None:
-        """Register with the kubelet of this folder; raises grpc.aio.AioRpcError where it refuses."""
+        """Register with the kubelet of this folder; raises grpc.aio.AioRpcError where it is rejected."""
         request = pb.RegisterRequest(
             version=version,
             endpoint=self.path.name if endpoint is None else endpoint,

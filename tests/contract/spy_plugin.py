@@ -65,7 +65,7 @@ class SpyPlugin:
             writer.write(connection.data_to_send())
             while data := await reader.read(65_536):
                 for event in connection.receive_data(data):
-                    self._take(connection, paths, event)
+                    self._handle_event(connection, paths, event)
                 writer.write(connection.data_to_send())
                 await self._notify()
         except ConnectionError:
@@ -75,7 +75,9 @@ class SpyPlugin:
             self._writers.discard(writer)
             await self._notify()
 
-    def _take(self, connection: h2.connection.H2Connection, paths: dict[int, str], event: Any) -> None:
+    def _handle_event(
+        self, connection: h2.connection.H2Connection, paths: dict[int, str], event: Any
+    ) -> None:
         match event:
             case h2.events.RequestReceived():
                 headers = {str(name): str(value) for name, value in event.headers}

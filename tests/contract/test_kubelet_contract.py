@@ -31,8 +31,8 @@ def _endpoint(resource: str) -> str:
     return f"{resource.rpartition('/')[2]}.sock"
 
 
-async def refused(plugin: ReferencePlugin, *, version: str = "v1beta1", resource: str | None = None) -> str:
-    """Return the text a registration is refused with; every refusal has the code UNKNOWN."""
+async def rejected(plugin: ReferencePlugin, *, version: str = "v1beta1", resource: str | None = None) -> str:
+    """Return the text a registration is rejected with; every rejection has the code UNKNOWN."""
     with pytest.raises(grpc.aio.AioRpcError) as raised:
         await plugin.register(version=version, resource=resource)
     assert raised.value.code() is grpc.StatusCode.UNKNOWN
@@ -42,7 +42,7 @@ async def refused(plugin: ReferencePlugin, *, version: str = "v1beta1", resource
 # Registration: items 1 and 2
 
 
-async def test_a_registered_plugin_offers_its_devices(kubelet: KubeletUnderTest) -> None:
+async def test_a_registered_plugin_advertises_its_devices(kubelet: KubeletUnderTest) -> None:
     async with plugin_for(kubelet) as plugin:
         await plugin.register()
         await kubelet.wait_healthy(plugin.resource, {"a", "b", "c"})
@@ -62,27 +62,27 @@ async def test_register_answers_only_after_the_plugin_gave_its_options(kubelet: 
 
 
 @QUICK
-async def test_an_endpoint_that_is_missing_is_refused_when_the_dial_is_over(
+async def test_an_endpoint_that_is_missing_is_rejected_when_the_dial_is_over(
     kubelet: KubeletUnderTest,
 ) -> None:
     plugin = plugin_for(kubelet)
-    assert await refused(plugin) == "failed to dial device plugin: context deadline exceeded"
+    assert await rejected(plugin) == "failed to dial device plugin: context deadline exceeded"
 
 
 @QUICK
-async def test_an_endpoint_that_is_mute_is_refused_when_the_dial_is_over(kubelet: KubeletUnderTest) -> None:
+async def test_an_endpoint_that_is_mute_is_rejected_when_the_dial_is_over(kubelet: KubeletUnderTest) -> None:
     plugin = plugin_for(kubelet)
     with socket.socket(socket.AF_UNIX) as mute:
         mute.bind(str(plugin.path))
         mute.listen()
-        text = await refused(plugin)
+        text = await rejected(plugin)
     plugin.path.unlink()
     assert text == "failed to dial device plugin: context deadline exceeded"
 
 
-async def test_another_api_version_is_refused_by_name(kubelet: KubeletUnderTest) -> None:
+async def test_another_api_version_is_rejected_by_name(kubelet: KubeletUnderTest) -> None:
     async with plugin_for(kubelet) as plugin:
-        text = await refused(plugin, version="v0")
+        text = await rejected(plugin, version="v0")
     assert text.startswith('requested API version "v0" is not supported by kubelet. Supported version is')
     assert plugin.count("GetDevicePluginOptions") == 0
 
@@ -90,12 +90,12 @@ async def test_another_api_version_is_refused_by_name(kubelet: KubeletUnderTest)
 @pytest.mark.parametrize(
     "name", ["gpu", "kubernetes.io/gpu", "requests.example.com/gpu", "example.com/", "a b/c"]
 )
-async def test_a_bad_resource_name_is_refused_by_name(kubelet: KubeletUnderTest, name: str) -> None:
+async def test_a_bad_resource_name_is_rejected_by_name(kubelet: KubeletUnderTest, name: str) -> None:
     async with plugin_for(kubelet) as plugin:
-        assert await refused(plugin, resource=name) == f'the ResourceName "{name}" is invalid'
+        assert await rejected(plugin, resource=name) == f'the ResourceName "{name}" is invalid'
 
 
-async def test_a_plugin_without_options_is_refused_with_its_own_words(kubelet: KubeletUnderTest) -> None:
+async def test_a_plugin_without_options_is_rejected_with_its_own_words(kubelet: KubeletUnderTest) -> None:
     resource = unique_resource()
     async with SpyPlugin(kubelet.directory / _endpoint(resource), {}):
         request = pb.RegisterRequest(version="v1beta1", endpoint=_endpoint(resource), resource_name=resource)
@@ -345,14 +345,14 @@ async def test_a_pod_that_asks_for_a_resource_without_a_healthy_device_fails(
 
 async def test_an_allocate_error_fails_the_pod_with_its_text(kubelet: KubeletUnderTest) -> None:
     async with plugin_for(kubelet) as plugin:
-        plugin.allocate_error = (grpc.StatusCode.FAILED_PRECONDITION, "device a is out: drain the node")
+        plugin.allocate_error = (grpc.StatusCode.FAILED_PRECONDITION, "device a is unhealthy: drain the node")
         await plugin.register()
         await kubelet.wait_healthy(plugin.resource, {"a", "b", "c"})
         pod = await kubelet.run_pod(plugin.resource, 1)
         assert (pod.phase, pod.reason) == ("Failed", "UnexpectedAdmissionError")
         assert pod.message == (
             "Pod was rejected: Allocate failed due to rpc error: code = FailedPrecondition "
-            "desc = device a is out: drain the node, which is unexpected"
+            "desc = device a is unhealthy: drain the node, which is unexpected"
         )
 
 

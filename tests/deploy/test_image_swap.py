@@ -303,7 +303,7 @@ async def container(
     volumes: Sequence[str] = CHART_VOLUMES,
     config: str | None = None,
 ) -> AsyncIterator[AgentProcess]:
-    """Run nvidia-device-plugin in a container; beside the manifest's it is told where the simulation is."""
+    """Run nvidia-device-plugin in a container; beside the manifest's it gets the place of the simulation."""
     program, root = tmp_path / "nvidia-device-plugin", tmp_path / "root"
     program.write_text(PROGRAM)
     program.chmod(0o755)
@@ -348,7 +348,7 @@ async def container(
 
 @pytest.fixture
 async def _can_contain(tmp_path: Path) -> None:
-    """Skip where nobody may make a container."""
+    """Skip where no container can be made."""
     (tmp_path / "try").mkdir()
     arguments = (str(tmp_path / "try"), "/nonexistent", "", NOTHING_ALLOWED, "true")
     made = await asyncio.create_subprocess_exec(
@@ -376,10 +376,10 @@ async def test_the_static_manifest(tmp_path: Path) -> None:
         given = (await run_pod(node)).containers["main"]
         assert given.envs["NVIDIA_VISIBLE_DEVICES"] in uuids(node)
         assert given.device_specs == ()
-        told = {line["message"] for line in agent.lines if line["level"] in {"warning", "error"}}
+        logged = {line["message"] for line in agent.lines if line["level"] in {"warning", "error"}}
         # What it was not given is off, and no part of it fails for want of it.
-        [only] = told
-        assert only.startswith("Some components are disabled: "), told
+        [only] = logged
+        assert only.startswith("Some components are disabled: "), logged
         assert await agent.stop() == 0
         assert not (node.directory.device_plugins / "nvidia-gpu.sock").exists()
 

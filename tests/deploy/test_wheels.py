@@ -138,7 +138,7 @@ def test_commands_of_a_node_work_without_it(node: Installation) -> None:
         (("cdi", "--scenario", "xid-79"), "--scenario"),
     ],
 )
-def test_what_needs_it_says_what_to_install(
+def test_what_needs_it_names_what_to_install(
     node: Installation, arguments: tuple[str, ...], what: str
 ) -> None:
     done = node.run(*arguments)
@@ -160,7 +160,7 @@ def test_the_demo_runs_where_both_are_installed(desk: Installation) -> None:
     assert "simulate" in desk.run("completion", "bash").stdout
 
 
-def test_a_checkout_without_the_built_library_says_how_to_build_it(desk: Installation) -> None:
+def test_a_checkout_without_the_built_library_shows_how_to_build_it(desk: Installation) -> None:
     [library] = desk.site.glob("agent/simulation/nvml/libnvidia_ml*.so")
     hidden = library.rename(library.with_suffix(".hidden"))
     with short_directory() as directory:

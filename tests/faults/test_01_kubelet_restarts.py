@@ -75,7 +75,7 @@ async def test_an_absent_kubelet_is_waited_for_with_one_line_of_log() -> None:
 async def test_a_kubelet_that_comes_up_slowly_is_registered_with_once_it_accepts() -> None:
     async with simulated_node("4x-t4", kubelet_present=False) as node, agent_process(node) as agent:
         await agent.wait_answer("/preflight", lambda _, body: "kubelet_unavailable" in codes(body))
-        await node.kubelet.restart(refusing_s=1.5)
+        await node.kubelet.restart(rejecting_s=1.5)
         accepts_ns = time.monotonic_ns()
         await wait_allocatable(node.kubelet, 4, capacity=4)
 

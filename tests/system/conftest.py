@@ -52,7 +52,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip where no root can be booted, and say why."""
+    """Skip where no root can be booted, with the reason."""
     missing = why_not()
     if missing is not None:
         for item in items:
@@ -158,7 +158,7 @@ def installed(release: Release, checkout: Path) -> Iterator[Directories]:
         # A node knows which packages there are; a root that was made just now does not.
         script = "\n".join(("apt-get update -qq", *commands, *INSTALL_SIMULATION))
         run_in(directories, script, *options(checkout), cwd=CHECKOUT)
-        # An overlay above an overlay is refused.
+        # The kernel rejects an overlay above an overlay.
         storage = directories.written / "etc/containers/storage.conf"
         storage.parent.mkdir(exist_ok=True)
         storage.write_text(STORAGE)

@@ -1,6 +1,6 @@
 """Root file systems of Debian releases: made by mmdebstrap, kept between runs, never written to by a test.
 
-A root lies in ``${XDG_CACHE_HOME:-/var/cache}/gpu-agent-test-system``, under a name that says what is in it;
+A root lies in ``${XDG_CACHE_HOME:-/var/cache}/gpu-agent-test-system``, under a name made from its contents;
 one of other contents takes its place. A test writes to an overlay above it, which ends with the test. Where
 packages come from is this machine's own setting, read when it is needed.
 """
@@ -39,7 +39,7 @@ class Root:
 
     @property
     def key(self) -> str:
-        """What tells it from a root of other contents."""
+        """What distinguishes it from a root of other contents."""
         text = "\n".join((self.suite, self.variant, *sorted(self.packages)))
         return hashlib.sha256(text.encode()).hexdigest()[:12]
 

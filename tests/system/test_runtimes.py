@@ -1,4 +1,4 @@
-"""The CDI file that the unit writes, as real runtimes read it: a container is started and looked into."""
+"""The CDI file that the unit writes, as real runtimes read it: a container is started and inspected."""
 
 import json
 import re
@@ -21,10 +21,10 @@ GPU: Final = "GPU-00000000-0000-4000-8000-000000000003"
 ROOTFS: Final = "/srv/rootfs"
 HOOK: Final = "/usr/local/bin/hook"
 HOOKS: Final = "/run/hooks"
-LOOK: Final = "ls -l /dev; echo ---; env; echo ---; cat /proc/self/mountinfo"
+INSPECT: Final = "ls -l /dev; echo ---; env; echo ---; cat /proc/self/mountinfo"
 IMAGE: Final = "localhost/busybox:latest"
 # The control groups of a booted root have no controllers where this machine's kernel keeps them in version 1.
-# A session keyring and an overlay above an overlay are refused in it.
+# A session keyring and an overlay above an overlay are rejected in it.
 CONTAINERD: Final = f"""\
 version = 2
 [plugins."io.containerd.grpc.v1.cri"]
@@ -48,7 +48,7 @@ def by_podman(machine: Machine, answer: Answer) -> "subprocess.CompletedProcess[
     devices = " ".join(f"--device={each['name']}" for each in answer["cdiDevices"])
     return machine.run(
         "podman run --rm --rootfs --network=none --cgroups=disabled --log-driver=none"
-        f" {devices} {ROOTFS} /bin/sh -c '{LOOK}'",
+        f" {devices} {ROOTFS} /bin/sh -c '{INSPECT}'",
         check=False,
     )
 
@@ -68,7 +68,7 @@ def by_containerd(machine: Machine, answer: Answer) -> "subprocess.CompletedProc
     return subprocess.run(
         [
             *(sys.executable, "-m", "tests.system.cri"),
-            *(machine.path("/run/containerd/containerd.sock"), IMAGE, LOOK),
+            *(machine.path("/run/containerd/containerd.sock"), IMAGE, INSPECT),
         ],
         input=json.dumps(answer),
         capture_output=True,
@@ -120,7 +120,7 @@ class Seen:
     hooks: list[str]
 
 
-def look(machine: Machine, way: Way) -> Seen:
+def inspected(machine: Machine, way: Way) -> Seen:
     machine.run(f"rm -f {HOOKS}")
     done = way.run(machine, way.answer(machine))
     assert done.returncode == 0, f"{done.stderr}\n{machine.journal(way.package)}"
@@ -154,13 +154,13 @@ def machine_with_cdi(node: Node) -> Iterator[Machine]:
         )
     )
     machine.run("systemctl start kubelet gpu-agent")
-    node.offers(8, 8)
+    node.wait_for_gpus(8, 8)
     yield machine
     machine.run(f"rm -rf {ROOTFS} {HOOK} {HOOKS}")
 
 
 def test_a_container_gets_the_gpu_it_asks_for_and_no_other(way: Way, machine_with_cdi: Machine) -> None:
-    seen = look(machine_with_cdi, way)
+    seen = inspected(machine_with_cdi, way)
     assert {name for name in seen.devices if re.fullmatch(r"nvidia\d+", name)} == {"nvidia3"}
     assert {"nvidiactl", "nvidia-uvm"} <= seen.devices.keys()
     assert seen.devices["nvidia3"] == (1, 3)
@@ -172,7 +172,7 @@ def test_a_container_gets_the_gpu_it_asks_for_and_no_other(way: Way, machine_wit
     assert any("update-ldcache" in line for line in seen.hooks), seen.hooks
 
 
-def test_a_gpu_that_is_not_there_is_refused_by_name(way: Way, machine_with_cdi: Machine) -> None:
+def test_a_gpu_that_is_not_there_is_rejected_by_name(way: Way, machine_with_cdi: Machine) -> None:
     answer = json.loads(json.dumps(way.answer(machine_with_cdi)).replace(GPU, "GPU-none"))
     done = way.run(machine_with_cdi, answer)
     assert done.returncode != 0

@@ -53,7 +53,7 @@ class Node:
         self.machine.wait("the simulated node", self.machine.path(f"{NODE}/driver/etc/ld.so.cache").exists)
         return self
 
-    def offers(self, capacity: int, allocatable: int) -> None:
+    def wait_for_gpus(self, capacity: int, allocatable: int) -> None:
         """Wait until the kubelet has so many GPUs."""
 
         def shown() -> bool:
@@ -115,12 +115,12 @@ def test_it_starts_as_readme_writes_it_where_no_kubelet_and_no_driver_ever_was(n
 def test_a_kubelet_that_comes_later_gets_the_gpus(node: Node) -> None:
     node.with_gpus().machine.run("systemctl start gpu-agent")
     node.machine.run("systemctl start kubelet")
-    node.offers(8, 8)
+    node.wait_for_gpus(8, 8)
 
 
 def test_a_kubelet_that_is_there_gets_the_gpus(node: Node) -> None:
     node.with_gpus().machine.run("systemctl start kubelet gpu-agent")
-    node.offers(8, 8)
+    node.wait_for_gpus(8, 8)
     assert "registered" in node.machine.property("StatusText")
     assert node.machine.property("NRestarts") == "0"
 
@@ -128,13 +128,13 @@ def test_a_kubelet_that_is_there_gets_the_gpus(node: Node) -> None:
 @pytest.mark.parametrize("is_at_once", [True, False], ids=["at once", "after a while"])
 def test_a_directory_that_is_removed_and_made_anew_is_served_again(node: Node, *, is_at_once: bool) -> None:
     node.with_gpus().machine.run("systemctl start kubelet gpu-agent")
-    node.offers(8, 8)
+    node.wait_for_gpus(8, 8)
     node.machine.run(f"systemctl stop kubelet; rm -rf /var/lib/kubelet {SHOWN}")
     if not is_at_once:
         node.machine.wait_line(f"{DEVICE_PLUGINS} was deleted")
         node.wait_active(restarts=1)
     node.machine.run("systemctl start kubelet")
-    node.offers(8, 8)
+    node.wait_for_gpus(8, 8)
     node.wait_active(restarts=1)
 
 
@@ -147,7 +147,7 @@ def test_cdi_files_come_back_where_their_directory_was_removed(node: Node) -> No
     node.machine.wait("the CDI file", file.exists)
     node.machine.run("rm -rf /run/cdi")
     node.machine.wait("the CDI file once more", file.exists)
-    node.offers(8, 8)
+    node.wait_for_gpus(8, 8)
 
 
 # Ends and what follows
@@ -155,12 +155,12 @@ def test_cdi_files_come_back_where_their_directory_was_removed(node: Node) -> No
 
 def test_one_that_is_killed_comes_back_and_forgets_no_fault(node: Node) -> None:
     node.with_gpus().machine.run("systemctl start kubelet gpu-agent")
-    node.offers(8, 8)
+    node.wait_for_gpus(8, 8)
     node.machine.run(f"{SIMULATION}/gpu-agent inject xid 79 --gpu 3 --node-dir {NODE}")
-    node.offers(8, 7)
+    node.wait_for_gpus(8, 7)
     node.machine.run("systemctl kill --kill-whom=main --signal=KILL gpu-agent")
     node.wait_active(restarts=1)
-    node.offers(8, 7)
+    node.wait_for_gpus(8, 7)
     assert "xid" in node.machine.out("gpu-agent devices")
 
 
@@ -170,21 +170,21 @@ def test_one_that_is_stuck_is_ended_by_the_watchdog(node: Node) -> None:
         "printf '[Service]\\nWatchdogSec=6\\nTimeoutAbortSec=1\\n' >gpu-agent.service.d/t.conf;"
         "systemctl daemon-reload; systemctl start kubelet gpu-agent"
     )
-    node.offers(8, 8)
+    node.wait_for_gpus(8, 8)
     node.machine.run("systemctl kill --kill-whom=main --signal=STOP gpu-agent")
     node.machine.wait_line("Watchdog timeout")
     node.wait_active(restarts=1)
-    node.offers(8, 8)
+    node.wait_for_gpus(8, 8)
 
 
 def test_a_stop_leaves_nothing_and_is_no_failure(node: Node) -> None:
     node.with_gpus().machine.run("systemctl start kubelet gpu-agent")
-    node.offers(8, 8)
+    node.wait_for_gpus(8, 8)
     node.machine.run("systemctl stop gpu-agent")
     assert (node.machine.state(), node.machine.property("Result")) == ("inactive", "success")
     assert node.machine.out(f"ls {DEVICE_PLUGINS}").split() == ["kubelet.sock", "kubelet_internal_checkpoint"]
     assert not node.machine.path("/run/gpu-agent").exists()
-    node.offers(8, 0)
+    node.wait_for_gpus(8, 0)
 
 
 # What an operator does and reads
@@ -192,24 +192,24 @@ def test_a_stop_leaves_nothing_and_is_no_failure(node: Node) -> None:
 
 def test_a_reload_takes_effect_and_one_with_a_mistake_changes_nothing(node: Node) -> None:
     node.with_gpus().machine.run("systemctl start kubelet gpu-agent")
-    node.offers(8, 8)
+    node.wait_for_gpus(8, 8)
     pid = node.pid()
     node.configure(WITH_GPUS + "sharing: {timeSlicing: {resources: [{name: nvidia.com/gpu, replicas: 2}]}}\n")
     node.machine.run("systemctl reload gpu-agent")
-    node.offers(16, 16)
+    node.wait_for_gpus(16, 16)
     node.configure(WITH_GPUS + "  pol: 3s\n")
     node.machine.run("systemctl reload gpu-agent")
     node.machine.wait_line("agent.pol")
     assert (node.machine.state(), node.pid()) == ("active", pid)
-    node.offers(16, 16)
+    node.wait_for_gpus(16, 16)
     assert "agent.pol" in node.machine.out("gpu-agent status")
 
 
 def test_the_journal_names_the_gpu_and_why_it_is_out(node: Node) -> None:
     node.with_gpus().machine.run("systemctl start kubelet gpu-agent")
-    node.offers(8, 8)
+    node.wait_for_gpus(8, 8)
     node.machine.run(f"{SIMULATION}/gpu-agent inject xid 79 --gpu 3 --node-dir {NODE}")
-    node.offers(8, 7)
+    node.wait_for_gpus(8, 7)
     assert "GPU 3 (0000:61:00.0) is unhealthy: XID 79" in node.machine.wait_line("is unhealthy")
 
 
@@ -219,7 +219,7 @@ def test_a_port_that_is_taken_keeps_no_gpu_from_the_kubelet(node: Node) -> None:
         "until curl -s -o /dev/null localhost:9470; do :; done; systemctl start kubelet gpu-agent"
     )
     try:
-        node.offers(8, 8)
+        node.wait_for_gpus(8, 8)
         assert "serving" in node.machine.out("gpu-agent status")
     finally:
         node.machine.run("systemctl stop taken")

@@ -2,7 +2,7 @@
 
 QEMU emulates the machine (no KVM needed), Debian's own kernel runs in it, and sees this machine's files, read
 only; what the guest writes is in its memory. A double of the driver as kernel modules has the real entry
-points, and books of its own by which the probe is judged; see tests/vm/guest.py for what is played.
+points, and books of its own by which the probe is checked; see tests/vm/guest.py for what is played.
 
 Guarantees: nothing is left behind but the unpacked kernel in build/vm. Whatever ends this process ends the
 machine too, and so does its deadline.
@@ -40,7 +40,7 @@ class TooLate(Exception):  # noqa: N818 - a sentence about time
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Make ready, boot, relay what the guest says, judge."""
+    """Make ready, boot, relay what the guest reports, return the exit status."""
     given = _parser().parse_args(arguments)
     signal.signal(signal.SIGTERM, _terminated)
     with tempfile.TemporaryDirectory(prefix="gpu-agent-vm-") as name:
@@ -51,14 +51,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # The guest would compile each file anew, ten times as slowly.
         compileall.compile_dir(ROOT / "agent", quiet=2)
         compileall.compile_dir(ROOT / "tests", quiet=2)
-        _tell(f"booting Linux {prepared.stdout.strip()}, every instruction emulated")
+        _show(f"booting Linux {prepared.stdout.strip()}, every instruction emulated")
         try:
             return _run(folder, (*(given.loader or LOADERS), *(given.only or PARTS)), given.deadline_s)
         except TooLate:
-            _tell(f"the machine was ended after {given.deadline_s:g} s; --deadline-s gives it longer")
+            _show(f"the machine was ended after {given.deadline_s:g} s; --deadline-s gives it longer")
         except KeyboardInterrupt:
-            _tell("interrupted")
-        _tell_console(folder)
+            _show("interrupted")
+        _show_console(folder)
         return 1
 
 
@@ -83,10 +83,10 @@ def _run(folder: Path, played: Sequence[str], deadline_s: float) -> int:
             else:
                 sys.stdout.write(f"{line}\n")
                 sys.stdout.flush()
-    _tell(f"the machine ran for {time.monotonic() - began:.0f} s")
+    _show(f"the machine ran for {time.monotonic() - began:.0f} s")
     if status is None:
-        _tell("the guest ended before it could tell how it went")
-        _tell_console(folder)
+        _show("the guest ended before it could report its result")
+        _show_console(folder)
     return 0 if status == 0 else 1
 
 
@@ -113,7 +113,7 @@ def _command(folder: Path, played: Sequence[str]) -> list[str]:
     }
     line = ["console=ttyS0", "panic=-1", *(f'{name}="{text}"' for name, text in variables.items())]
     return [
-        # It ends with whoever started it.
+        # It ends with its parent.
         *("setpriv", "--pdeathsig", "KILL"),
         *("qemu-system-x86_64", "-machine", "q35", "-accel", "tcg", "-smp", "1", "-m", str(MEMORY_MIB)),
         *("-nodefaults", "-no-user-config", "-display", "none", "-no-reboot"),
@@ -144,16 +144,16 @@ def _lines(machine: subprocess.Popen[bytes], until_s: float) -> Iterator[str]:
                 yield line.decode(errors="replace").rstrip("\r")
 
 
-def _tell_console(folder: Path) -> None:
+def _show_console(folder: Path) -> None:
     try:
         lines = (folder / "console.log").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
         return
     for line in lines[-CONSOLE_LINES:]:
-        _tell(f"console: {line}")
+        _show(f"console: {line}")
 
 
-def _tell(sentence: str) -> None:
+def _show(sentence: str) -> None:
     sys.stderr.write(f"test-vm: {sentence}\n")
     sys.stderr.flush()
 

@@ -1,4 +1,4 @@
-"""Runs in the guest: plays every scenario with each loader, prints a line for each; the exit status judges.
+"""Runs in the guest: plays every scenario with each loader, prints a line for each; exits 1 if one failed.
 
 ``python -m tests.vm.guest FOLDER [LOADER or PART...]``
 """
@@ -67,21 +67,21 @@ class Report:
         try:
             async with asyncio.timeout(SCENARIO_S):
                 await scenario()
-        except Exception:  # noqa: BLE001 - it is told, and the others go on
+        except Exception:  # noqa: BLE001 - it is reported, and the others go on
             why = traceback.format_exc()
         self.failed += bool(why)
         self.passed += not why
         verdict = "FAILED" if why else "ok"
-        _say(f"{verdict:<7}{time.monotonic() - began:6.1f} s  {where:<14} {_words(name)}")
+        _print(f"{verdict:<7}{time.monotonic() - began:6.1f} s  {where:<14} {_words(name)}")
         for line in why.splitlines():
-            self.tell(line)
+            self.print(line)
 
-    def tell(self, line: str) -> None:
+    def print(self, line: str) -> None:
         """Print something about the scenario before."""
-        _say(f"        {line}")
+        _print(f"        {line}")
 
 
-def _say(line: str) -> None:
+def _print(line: str) -> None:
     sys.stdout.write(f"{line}\n")
     sys.stdout.flush()
 
@@ -139,7 +139,7 @@ class Guest:
             ),
             "a driver of today is traced again": (self.driver(), "driver", "nvidia_unlocked_ioctl"),
             "one that may not be traced is by system calls": (
-                self.driver(variant="-refuses"),
+                self.driver(variant="-nokprobe"),
                 "syscalls",
                 "",
             ),
@@ -153,20 +153,20 @@ class Guest:
                 await self.report.play(where, name, step)
 
     async def trace(self) -> None:
-        """A probe that tells every call of this process."""
+        """A probe that reports every call of this process."""
         driver = self.driver()
         driver.load()
         await self._probe_on("trace", driver, self.request(trace_tgid=os.getpid()), (every_call_is_traced,))
 
     async def do_without_btf(self) -> None:
-        """bcc has the kernel's own headers; the precompiled object cannot do without, and says so."""
+        """bcc has the kernel's own headers; the precompiled object cannot do without, and reports it."""
         driver = self.driver()
         driver.load()
         with without_btf():
             if self.loader == "bcc":
                 await self._probe_on("no BTF", driver, self.request(), (contexts_are_counted_exactly,))
             else:
-                await self.report.play("core no BTF", "refusal has its code", self._is_refused)
+                await self.report.play("core no BTF", "its error has its code", self._is_rejected)
 
     async def work_in_each_tier(self) -> None:
         """Work in both."""
@@ -174,7 +174,7 @@ class Guest:
             await self.work(tier)
 
     async def work(self, tier: Tier) -> None:
-        """Processes as CUDA programs are, followed by the agent's source; the driver's books judge it."""
+        """Processes like CUDA programs, followed by the agent's source and checked by the driver's books."""
         where = f"{self.loader} {tier}"
         driver = self.driver(counts_uvm=tier == "syscalls")
         driver.load()
@@ -195,7 +195,7 @@ class Guest:
 
     async def _work(self, where: str, driver: DriverModule, watched: Watcher) -> None:
         for name, workload in WORKLOADS.items():
-            await self.report.play(where, name, partial(_judge, driver, watched, workload))
+            await self.report.play(where, name, partial(_compare, driver, watched, workload))
         await self._play_all(where, Stage(watched.probe, driver), READING_MAPS)
 
     async def _probe_on(
@@ -209,7 +209,7 @@ class Guest:
 
         await self.report.play(where, "load", load_one)
         for probe in probes:
-            self.report.tell(f"{probe.load_ms} ms to load, {probe.attach_ms} ms to attach")
+            self.report.print(f"{probe.load_ms} ms to load, {probe.attach_ms} ms to attach")
             await self._play_all(where, Stage(probe, driver), scenarios)
             probe.close()
 
@@ -217,7 +217,7 @@ class Guest:
         for scenario in scenarios:
             await self.report.play(where, scenario.__name__, partial(_played, scenario, stage))
 
-    async def _is_refused(self) -> None:
+    async def _is_rejected(self) -> None:
         try:
             probe = await load(self.request(), deadline_s=LOAD_S)
         except ProbeLoadError as error:
@@ -232,7 +232,7 @@ async def _played(scenario: Scenario, stage: Stage) -> None:
     scenario(stage)
 
 
-async def _judge(driver: DriverModule, watched: Watcher, workload: Workload) -> None:
+async def _compare(driver: DriverModule, watched: Watcher, workload: Workload) -> None:
     driver.begin_anew()
     async with AsyncExitStack() as processes:
         await workload(Machine(driver, watched, processes, driver.version))
@@ -247,7 +247,7 @@ async def _comes(driver: DriverModule, watched: Watcher, tier: str, entry_point:
         test_workloads.test_contexts_that_are_created_and_destroyed,
         test_workloads.test_a_child_that_keeps_the_files,
     ):
-        await _judge(driver, watched, workload)
+        await _compare(driver, watched, workload)
 
 
 def _is_followed(probe: Probe, tier: str, entry_point: str) -> bool:
@@ -261,7 +261,7 @@ async def _reload(driver: DriverModule, watched: Watcher) -> None:
     await recorder.until(lambda: set(watched.probe.missing) == OF_DRIVER)
     driver.load()
     await recorder.until(lambda: not watched.probe.missing)
-    await _judge(driver, watched, test_workloads.test_an_exit_that_frees_nothing)
+    await _compare(driver, watched, test_workloads.test_an_exit_that_frees_nothing)
 
 
 async def play(folder: Path, loaders: tuple[Loader, ...], parts: Collection[str]) -> int:
@@ -269,7 +269,7 @@ async def play(folder: Path, loaders: tuple[Loader, ...], parts: Collection[str]
     report = Report()
     for loader in loaders:
         await Guest(report, folder, loader).play(parts)
-    _say(f"{report.passed} passed, {report.failed} failed on Linux {platform.release()}")
+    _print(f"{report.passed} passed, {report.failed} failed on Linux {platform.release()}")
     return 1 if report.failed or not report.passed else 0
 
 
@@ -281,7 +281,7 @@ def main() -> int:
     # Every wait of theirs is for a machine that is not emulated.
     for module in (recorder, watcher):
         vars(module)["PATIENCE_S"] = LOAD_S
-    vars(process)["OBEYS_WITHIN_S"] = LOAD_S
+    vars(process)["ANSWERS_WITHIN_S"] = LOAD_S
     vars(ebpf)["load"] = partial(load, deadline_s=LOAD_S)
     return asyncio.run(play(Path(folder), loaders, parts))
 

@@ -15,9 +15,9 @@ from agent.simulation.driver_double.nodes import UVM
 from tests.probe.test_workloads import GPUS
 
 VERSION: Final = "570.148.08"
-"""As the modules say."""
+"""The version of the modules."""
 OLDER_VERSION: Final = "520.56.06"
-"""As those of an older branch say."""
+"""The version of those of an older branch."""
 
 _BOOKS: Final = Path("/proc/driver/nvidia/books")
 _DEV: Final = Path("/dev")
@@ -30,7 +30,7 @@ class DriverModule:
     """Where its nodes are."""
 
     def __init__(self, folder: Path, *, counts_uvm: bool, version: str = VERSION) -> None:
-        """``counts_uvm``: opens of nvidia-uvm count in the books, as for who sees every open."""
+        """``counts_uvm``: opens of nvidia-uvm count in the books, as for a probe that sees every open."""
         self._folder = folder
         self.version = version
         self._counts_uvm = counts_uvm
@@ -97,8 +97,8 @@ class DriverModule:
                         "frees": frees,
                         "contexts_allocated": allocated,
                     }
-                case "counts", [allocated, freed, refused]:
-                    counts = {"contexts_allocated": allocated, "contexts_freed": freed, "refused": refused}
+                case "counts", [allocated, freed, rejected]:
+                    counts = {"contexts_allocated": allocated, "contexts_freed": freed, "rejected": rejected}
                 case "waiting", _:
                     pass
                 case _:

@@ -50,10 +50,10 @@ class Stage:
 
     def events(self) -> list[RmEvent]:
         """Take what the ring holds of this process."""
-        taken: list[RmEvent] = []
+        found: list[RmEvent] = []
         while batch := self.probe.ring.read():
-            taken += batch
-        return [event for event in taken if event.tgid == os.getpid()]
+            found += batch
+        return [event for event in found if event.tgid == os.getpid()]
 
 
 class Client:
@@ -117,17 +117,17 @@ def contexts_are_counted_exactly(stage: Stage) -> None:
         assert {(each.client, each.handle) for each in books.contexts} == live
         assert len(live) == PRIME
         program.free(PRIME)
-    told = Counter(event.kind for event in stage.events())
+    reported = Counter(event.kind for event in stage.events())
     after, books = _counted(stage), stage.driver.read_books()
     assert (books.counts["contexts_allocated"], books.counts["contexts_freed"]) == (PRIME, PRIME)
     assert tuple(b - a for a, b in zip(before, after, strict=True)) == (PRIME, PRIME, PRIME + 3, PRIME, 2, 2)
-    assert told[RmEventKind.ALLOC] == PRIME + 3
-    assert told[RmEventKind.FREE] == PRIME
+    assert reported[RmEventKind.ALLOC] == PRIME + 3
+    assert reported[RmEventKind.FREE] == PRIME
     statistics = stage.probe.read_statistics()
     assert (statistics.lost, statistics.unreadable) == (lost, 0)
 
 
-def end_of_the_open_file_is_told(stage: Stage) -> None:
+def end_of_the_open_file_is_reported(stage: Stage) -> None:
     """Close a descriptor whose copy lives, then the copy."""
     calls = Caller("/dev", VERSION)
     stage.events()
@@ -221,7 +221,7 @@ def calls_at_once_are_counted_without_events(stage: Stage) -> None:
     assert (seen, unreturned) == (together, 0)
 
 
-def calls_beyond_that_are_told_as_lost(stage: Stage) -> None:
+def calls_beyond_that_are_reported_as_lost(stage: Stage) -> None:
     """Have more of them wait than the kernel follows."""
     seen, unreturned = _made_at_once(stage, TOGETHER)
     assert 0 < seen < TOGETHER
@@ -246,20 +246,20 @@ def _made_at_once(stage: Stage, together: int) -> tuple[int, int]:
             thread.join()
         rows = stage.probe.read_objects()
         seen = [row for row in rows if (row.client, row.rm_class) == (program.handle, abi.CONTEXT_SHARE)]
-    # A thread may be joined a moment before its end is told.
+    # A thread may be joined a moment before its end is reported.
     _until(lambda: len(seen) + stage.probe.read_statistics().lost - before >= together)
     return len(seen), stage.probe.read_statistics().lost - before
 
 
 def _until(condition: Callable[[], bool]) -> None:
-    """Wait for something that nobody tells of."""
+    """Wait for something that has no event."""
     until_s = time.monotonic() + PATIENCE_S
     while not condition():
         assert time.monotonic() < until_s
         time.sleep(0.01)
 
 
-def unified_memory_tells_the_gpu(stage: Stage) -> None:
+def unified_memory_names_the_gpu(stage: Stage) -> None:
     """Register an address space of a client for a GPU."""
     assert stage.probe.config.uvm_major == kernel.majors(Roots()).uvm
     with client() as program:
@@ -268,11 +268,11 @@ def unified_memory_tells_the_gpu(stage: Stage) -> None:
         stage.events()
         head = abi.VASPACE_STRUCT.pack(GPUS[0].raw_uuid, program.control, program.handle, _SPACE, 0)
         program.calls.unified(node, abi.UVM_REGISTER_GPU_VASPACE, head[:-4])
-        (told,) = stage.events()
+        (reported,) = stage.events()
         os.close(node)
-    assert told.kind is RmEventKind.UVM
-    assert (told.client, told.handle) == (program.handle, _SPACE)
-    assert (told.parent, told.detail) == folded(GpuUuid(GPUS[0].uuid))
+    assert reported.kind is RmEventKind.UVM
+    assert (reported.client, reported.handle) == (program.handle, _SPACE)
+    assert (reported.parent, reported.detail) == folded(GpuUuid(GPUS[0].uuid))
 
 
 def nothing_is_done_while_nothing_changes(stage: Stage) -> None:
@@ -282,7 +282,7 @@ def nothing_is_done_while_nothing_changes(stage: Stage) -> None:
     assert stage.probe.attached == attached
 
 
-def driver_that_is_gone_is_let_go(stage: Stage) -> None:
+def driver_that_is_gone_is_released(stage: Stage) -> None:
     """Unload the driver."""
     stage.driver.unload()
     assert stage.probe.reattach() == ()
@@ -300,7 +300,7 @@ def driver_that_came_back_is_attached_to(stage: Stage) -> None:
 
 
 def driver_reloaded_between_two_polls_is_attached_to(stage: Stage) -> None:
-    """Unload and load it while nobody looks."""
+    """Unload and load it between two polls."""
     stage.driver.unload()
     stage.driver.load()
     stage.probe.refresh()
@@ -309,7 +309,7 @@ def driver_reloaded_between_two_polls_is_attached_to(stage: Stage) -> None:
 
 
 def every_call_is_traced(stage: Stage) -> None:
-    """Make a prime number of calls, of which one is refused."""
+    """Make a prime number of calls, of which one fails."""
     ring = stage.probe.traced_ring()
     calls = Caller("/dev", VERSION)
     with client() as program:
@@ -318,17 +318,17 @@ def every_call_is_traced(stage: Stage) -> None:
             pass
         for _ in range(PRIME):
             calls.control(control, handle, handle, 0x101)
-        # Of no client, so it is refused.
+        # Of no client, so it fails.
         calls.plain(control, abi.FREE, abi.FREE_STRUCT.size)
-    told: list[TracedCall] = []
+    reported: list[TracedCall] = []
     while batch := ring.read():
-        told += batch
+        reported += batch
     ring.close()
-    assert [call.number for call in told] == [abi.CONTROL] * PRIME + [abi.FREE]
-    assert {call.tgid for call in told} == {os.getpid()}
-    assert {call.device for call in told} == {abi.device_number(abi.MAJOR, abi.CONTROL_MINOR)}
-    assert all(call.took_ns > 0 and call.result == 0 for call in told)
-    assert abi.FREE_STRUCT.unpack_from(told[-1].block)[3] == abi.INVALID_CLIENT
+    assert [call.number for call in reported] == [abi.CONTROL] * PRIME + [abi.FREE]
+    assert {call.tgid for call in reported} == {os.getpid()}
+    assert {call.device for call in reported} == {abi.device_number(abi.MAJOR, abi.CONTROL_MINOR)}
+    assert all(call.took_ns > 0 and call.result == 0 for call in reported)
+    assert abi.FREE_STRUCT.unpack_from(reported[-1].block)[3] == abi.INVALID_CLIENT
 
 
 Scenario = Callable[[Stage], None]
@@ -336,15 +336,15 @@ Scenario = Callable[[Stage], None]
 FOLLOWING_THE_DRIVER: Final[tuple[Scenario, ...]] = (
     driver_is_waited_for,
     contexts_are_counted_exactly,
-    end_of_the_open_file_is_told,
+    end_of_the_open_file_is_reported,
     holders_are_found_in_the_kernel,
     readiness_is_seen,
     call_that_hangs_is_not_ready,
     calls_at_once_are_counted_without_events,
-    calls_beyond_that_are_told_as_lost,
-    unified_memory_tells_the_gpu,
+    calls_beyond_that_are_reported_as_lost,
+    unified_memory_names_the_gpu,
     nothing_is_done_while_nothing_changes,
-    driver_that_is_gone_is_let_go,
+    driver_that_is_gone_is_released,
     driver_that_came_back_is_attached_to,
     driver_reloaded_between_two_polls_is_attached_to,
 )
@@ -354,7 +354,7 @@ READING_MAPS: Final[tuple[Scenario, ...]] = (
     call_that_hangs_is_not_ready,
     calls_at_once_are_counted,
 )
-"""What may be shown while somebody else reads the ring."""
+"""What may be shown while another reader has the ring."""
 
 
 @contextmanager

@@ -237,21 +237,21 @@ class EmulatedKubelet:
     async def start(self) -> None:
         """Start, unless it runs."""
         async with self._life:
-            await self._live(refusing_s=0.0)
+            await self._live(rejecting_s=0.0)
 
     async def stop(self, *, kill: bool = False) -> None:
         """Stop, unless it is down; kubelet.sock stays and refuses connections (facts: kubelet item 19)."""
         async with self._life:
             await self._die(kill=kill)
 
-    async def restart(self, *, downtime_s: float = 0.0, kill: bool = False, refusing_s: float = 0.0) -> None:
+    async def restart(self, *, downtime_s: float = 0.0, kill: bool = False, rejecting_s: float = 0.0) -> None:
         """Stop and start again; returns when the new kubelet.sock accepts connections."""
         async with self._life:
             await self._die(kill=kill)
             await self._pause(downtime_s)
-            await self._live(refusing_s=refusing_s)
+            await self._live(rejecting_s=rejecting_s)
 
-    async def _live(self, *, refusing_s: float) -> None:
+    async def _live(self, *, rejecting_s: float) -> None:
         if self._process is not None or self._ending.is_set():
             return
         process = KubeletProcess(self.device_plugins, self.pod_resources)
@@ -269,7 +269,7 @@ class EmulatedKubelet:
         )
         self._node.kubelet_started(first=self._starts == 0)
         try:
-            await process.start(services, refuse=lambda: self._pause(refusing_s))
+            await process.start(services, refuse=lambda: self._pause(rejecting_s))
         except BaseException as error:
             process.unlink()
             await process.finish()

@@ -22,7 +22,7 @@ class Life(Protocol):
     async def stop(self, *, kill: bool = False) -> None:
         """Stop, unless it is down."""
 
-    async def restart(self, *, downtime_s: float = 0.0, kill: bool = False, refusing_s: float = 0.0) -> None:
+    async def restart(self, *, downtime_s: float = 0.0, kill: bool = False, rejecting_s: float = 0.0) -> None:
         """Stop and start again."""
 
 
@@ -57,7 +57,7 @@ class FaultActions:
                 self._delete_sockets(fault)
             case f.Restart(downtime=downtime, how=how, refusing=refusing):
                 self._forget_end("absent")
-                await self._life.restart(downtime_s=downtime, kill=how == "kill", refusing_s=refusing)
+                await self._life.restart(downtime_s=downtime, kill=how == "kill", rejecting_s=refusing)
             case f.Race():
                 await self._race(fault)
             case f.Forget():

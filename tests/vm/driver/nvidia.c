@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: GPL-2.0-only OR BSD-2-Clause
 /* A double of nvidia.ko: its device numbers, its entry points by name, a miniature of its resource manager,
- * and books of its own on what that granted, by which a probe can be judged.
+ * and books of its own on what that granted, by which a probe can be checked.
  *
  * A client belongs to one open file and ends with it; a nvidiaN that was registered to a nvidiactl keeps that
  * file open; freeing an object frees what is below it; freeing an unknown handle is no error; a copy lives on
  * its own. Commands that would change nothing here are taken and answered with success.
  *
- * /proc/driver/nvidia/books tells one record a line. Written to it, "anew" makes the counts begin anew, "hold"
+ * /proc/driver/nvidia/books has one record a line. Written to it, "anew" makes the counts begin anew, "hold"
  * lets every call wait in the driver, "release" lets them go on.
  * Sources for numbers, layouts and rules: open-gpu-kernel-modules, nv.c, escape.c, nvos.h, rs_server.c. */
 #include <linux/cdev.h>
@@ -35,7 +35,7 @@ enum { LONG_ALLOC = 40, LONG_STATUS = 8, SHORT_STATUS = 6 };
 #define NAME "nvidia"
 enum { LONG_ALLOC = 48, LONG_STATUS = 10, SHORT_STATUS = 7 };
 #endif
-/* A branch to come, whose entry point nobody knows. */
+/* A branch to come, whose entry point is unknown. */
 #ifdef DRIVER_UNKNOWN
 #define nvidia_unlocked_ioctl nvidia_ioctl_of_the_future
 #endif
@@ -81,7 +81,7 @@ static DEFINE_MUTEX(lock); /* over all of these */
 static LIST_HEAD(clients);
 static LIST_HEAD(processes);
 static unsigned int objects_live, processes_known;
-static unsigned long contexts_allocated, contexts_freed, refused;
+static unsigned long contexts_allocated, contexts_freed, rejected;
 static DECLARE_WAIT_QUEUE_HEAD(released);
 static atomic_t waiting = ATOMIC_INIT(0);
 static bool held;
@@ -131,7 +131,7 @@ static void begin_anew(void)
 		kfree(each);
 	}
 	processes_known = 0;
-	contexts_allocated = contexts_freed = refused = 0;
+	contexts_allocated = contexts_freed = rejected = 0;
 }
 
 /* ---- the resource manager ---- */
@@ -177,14 +177,14 @@ static void forget(struct object *object)
 static void end_object(struct client *client, struct object *first)
 {
 	struct object *each, *other, *next;
-	LIST_HEAD(ending);
+	LIST_HEAD(doomed);
 
-	list_move(&first->all, &ending);
-	list_for_each_entry(each, &ending, all)
+	list_move(&first->all, &doomed);
+	list_for_each_entry(each, &doomed, all)
 		list_for_each_entry_safe(other, next, &client->objects, all)
 			if (other->parent == each->handle)
-				list_move_tail(&other->all, &ending);
-	list_for_each_entry_safe(each, next, &ending, all)
+				list_move_tail(&other->all, &doomed);
+	list_for_each_entry_safe(each, next, &doomed, all)
 		forget(each);
 }
 
@@ -238,9 +238,9 @@ static u32 add_object(struct nvidia_file *owner, u32 in, u32 parent, u32 *handle
 	return OK;
 }
 
-static u32 judged(u32 status)
+static u32 counted(u32 status)
 {
-	refused += status != OK;
+	rejected += status != OK;
 	return status;
 }
 
@@ -264,7 +264,7 @@ static u32 allocate(struct nvidia_file *owner, u32 *block)
 		if (class == CLASS_CONTEXT_SHARE)
 			COUNT(contexts_allocated);
 	}
-	return judged(status);
+	return counted(status);
 }
 
 /* NVOS00: root, parent, object, status. */
@@ -274,7 +274,7 @@ static u32 free_object(struct nvidia_file *owner, u32 *block)
 	struct object *object;
 
 	if (!client || client->owner != owner)
-		return judged(INVALID_CLIENT);
+		return counted(INVALID_CLIENT);
 	COUNT(frees);
 	object = object_of(client, block[2]);
 	if (block[2] == block[0])
@@ -291,11 +291,11 @@ static u32 duplicate(struct nvidia_file *owner, u32 *block)
 	struct object *object = source ? object_of(source, block[4]) : NULL;
 
 	if (!object)
-		return judged(source ? OBJECT_NOT_FOUND : INVALID_CLIENT);
-	return judged(add_object(owner, block[0], block[1], &block[2], object->class, object->instance));
+		return counted(source ? OBJECT_NOT_FOUND : INVALID_CLIENT);
+	return counted(add_object(owner, block[0], block[1], &block[2], object->class, object->instance));
 }
 
-/* ---- entry points: their names are what a probe looks for ---- */
+/* ---- entry points: a probe finds them by name ---- */
 
 static const struct file_operations operations;
 
@@ -328,9 +328,9 @@ static long command(struct nvidia_file *mine, u32 number, u32 size, u32 *block)
 	else if (number == RM_DUP_OBJECT && size == 28)
 		block[6] = duplicate(owner, block);
 	else if (number == RM_CONTROL && size == 32)
-		block[7] = judged(client_of(block[0]) ? OK : INVALID_CLIENT);
+		block[7] = counted(client_of(block[0]) ? OK : INVALID_CLIENT);
 	else if (number == RM_ALLOC_MEMORY && size == 56)
-		block[10] = judged(client_of(block[0]) ? OK : INVALID_CLIENT);
+		block[10] = counted(client_of(block[0]) ? OK : INVALID_CLIENT);
 	else if (number == RM_ALLOC || number == RM_FREE || number == RM_DUP_OBJECT ||
 		 (number == NUMA_INFO && mine->is_control) || (number == CHECK_VERSION_STR && !mine->is_control))
 		return -EINVAL;
@@ -396,7 +396,7 @@ static noinline int nvidia_close(struct inode *inode, struct file *file)
 	return 0;
 }
 
-#ifdef DRIVER_REFUSES
+#ifdef DRIVER_NOKPROBE
 NOKPROBE_SYMBOL(nvidia_unlocked_ioctl);
 #endif
 
@@ -463,7 +463,7 @@ static int show_books(struct seq_file *to, void *unused)
 	list_for_each_entry(each, &processes, all)
 		seq_printf(to, "process %d %lu %lu %lu %lu %lu\n", each->pid, each->opens, each->uvm_opens,
 			   each->allocs, each->frees, each->contexts_allocated);
-	seq_printf(to, "counts %lu %lu %lu\n", contexts_allocated, contexts_freed, refused);
+	seq_printf(to, "counts %lu %lu %lu\n", contexts_allocated, contexts_freed, rejected);
 	seq_printf(to, "waiting %d\n", atomic_read(&waiting));
 	mutex_unlock(&lock);
 	return 0;

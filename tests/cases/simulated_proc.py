@@ -11,7 +11,7 @@ BY_PROC = {"probe_tier": "procfs", "pods_poll": "200ms"}
 """Flags of an agent that reads holders off the node's /proc."""
 
 
-class FakeProcesses:
+class SimulatedProcesses:
     """The processes of one node, as proc(5) shows them."""
 
     def __init__(self, node: SimulatedNode) -> None:
@@ -37,7 +37,7 @@ class FakeProcesses:
         (draft / "stat").write_text(f"{pid} ({comm}) {state} {numbers} {pid if start is None else start} 0\n")
         (draft / "status").write_text("SigPnd:\t0000000000000000\nShdPnd:\t0000000000000000\n")
         (draft / "cgroup").write_text(f"0::{'/' if pod is None else self._cgroup(pod)}\n")
-        # Whoever looks sees all of it or nothing.
+        # A reader sees all of it or nothing.
         draft.rename(self._proc / str(pid))
 
     def end(self, pid: int) -> None:
@@ -47,11 +47,11 @@ class FakeProcesses:
         shutil.rmtree(gone)
 
     def _cgroup(self, pod: str) -> str:
-        beginning = pod.replace("/", "_", 1) + "_"
+        prefix = pod.replace("/", "_", 1) + "_"
         (uid,) = (
-            path.name.removeprefix(beginning)
+            path.name.removeprefix(prefix)
             for path in self._pod_logs.iterdir()
-            if path.name.startswith(beginning)
+            if path.name.startswith(prefix)
         )
         return f"{self._cgroup_root}/kubepods/burstable/pod{uid}/{CONTAINER}"
 
