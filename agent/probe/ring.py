@@ -97,19 +97,17 @@ class Ring(Generic[E]):
                 break
             length = header & _LENGTH
             if not header & _DISCARDED:
-                self._append(offset + _HEADER_BYTES, length, events)
+                is_whole = length == self._records.size
+                event = self._records.decode(self._data, offset + _HEADER_BYTES) if is_whole else None
+                if event is None:
+                    self.unknown += 1
+                else:
+                    events.append(event)
             position += (length + _HEADER_BYTES + 7) & ~7
             count += 1
         self._consumer[0] = position
         self.received += len(events)
         return events
-
-    def _append(self, offset: int, length: int, events: list[E]) -> None:
-        event = self._records.decode(self._data, offset) if length == self._records.size else None
-        if event is None:
-            self.unknown += 1
-        else:
-            events.append(event)
 
     def subscribe(self, loop: asyncio.AbstractEventLoop, deliver: Callable[[list[E]], None]) -> None:
         """Call ``deliver`` on the loop with every event, batch by batch, from now on."""

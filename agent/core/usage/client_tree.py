@@ -74,14 +74,12 @@ class Client(msgspec.Struct):
         """Its entries: itself and its objects."""
         return 1 + len(self.objects)
 
-    def add(self, handle: int, made: Object) -> None:
-        """Add an object with a free handle."""
+    def add(self, handle: int, made: Object, marker: Marker) -> None:
+        """Add an object with a free handle; a marker is of its own context, or of that of its burst."""
         self.objects[handle] = made
         self.children.setdefault(made.parent, set()).add(handle)
-
-    def mark(self, handle: int, marker: Marker) -> None:
-        """Mark an object as the marker of a context, its own or one of the same burst."""
-        made = self.objects[handle]
+        if made.rm_class != marker.rm_class:
+            return
         at_ns, context = self.newest.get(made.parent, (0, handle))
         is_part = context in self.markers and 0 <= made.at_ns - at_ns < marker.gap_ns
         made.context = context if is_part else handle

@@ -46,7 +46,10 @@ class OwnerGpus(Protocol):
 class ClientTable:
     """All clients of the node."""
 
-    def __init__(self, marker: Marker, owners: OwnerGpus) -> None:
+    owner_gpus: OwnerGpus
+    """Set by the records, which are made after this table."""
+
+    def __init__(self, marker: Marker) -> None:
         self.marker = marker
         self.evicted = 0
         self.short: set[int] = set()
@@ -55,7 +58,6 @@ class ClientTable:
         """Owners whose record is to be refreshed; the records empty it."""
         self.freed: dict[int, dict[GpuUuid | None, int]] = {}
         """Freed contexts by owner and GPU, for as long as the owner has an entry."""
-        self.owner_gpus = owners
         self._instances: Mapping[int, GpuUuid] = {}
         self._claims: dict[int, dict[int, GpuUuid]] = {}
         """The GPU of each device instance by the owner's own calls."""
@@ -100,7 +102,9 @@ class ClientTable:
             self._drop_object(client, row.handle)
         # Making room may have dropped this client.
         if self._has_room(client.owner, row) and self._clients.get(row.client) is client:
-            self._add_object(client, row)
+            instance = row.gpu if row.rm_class == DEVICE else NO_INSTANCE
+            client.add(row.handle, Object(row.rm_class, row.parent, instance, row.at_ns), self.marker)
+            self._grow(client.owner, 1)
 
     def handle_free(self, client_handle: int, handle: int, at_ns: int) -> None:
         """Apply that an object, or a whole client, was freed."""
@@ -397,13 +401,6 @@ class ClientTable:
             del self._by_owner[client.owner]
         self.changed.add(client.owner)
         return client
-
-    def _add_object(self, client: Client, row: RmObject) -> None:
-        instance = row.gpu if row.rm_class == DEVICE else NO_INSTANCE
-        client.add(row.handle, Object(row.rm_class, row.parent, instance, row.at_ns))
-        self._grow(client.owner, 1)
-        if row.rm_class == self.marker.rm_class:
-            client.mark(row.handle, self.marker)
 
     def _drop_object(self, client: Client, handle: int) -> None:
         """Drop an object and everything below it."""

@@ -46,6 +46,7 @@ class UseRecords:
     ) -> None:
         self._open_files: Final = open_files
         self._clients: Final = clients
+        clients.owner_gpus = self
         self._is_probe: Final = source == "probe"
         self._agent_pid: Final = agent_pid
         self._gpus = GpuMap({})

@@ -43,18 +43,6 @@ MAX_NAMED: Final = 3
 _UNKNOWN: Final[Mapping[int, int]] = MappingProxyType({})
 
 
-class _Owners:
-    """Forwards the client table's questions to the records, which are made after it."""
-
-    records: UseRecords
-
-    def only_gpu(self, owner: int) -> GpuUuid | None:
-        return self.records.only_gpu(owner)
-
-    def may_use(self, owner: int, gpu: GpuUuid) -> bool:
-        return self.records.may_use(owner, gpu)
-
-
 class Tracker:
     """The processes, open files and clients of one node."""
 
@@ -74,11 +62,9 @@ class Tracker:
         self._pace: Final = pace or ScanPace()
         self._was_kept: Final = was_kept
         self._certainty: Final = certainty
-        owners = _Owners()
-        self._clients: Final = ClientTable(marker, owners)
+        self._clients: Final = ClientTable(marker)
         self._open_files: Final = OpenFileTable(self._clients)
         self._records: Final = UseRecords(self._open_files, self._clients, source=source, agent_pid=agent_pid)
-        owners.records = self._records
         self._rebuilt_ns = 0
         self._lost = 0
         self._was_scanned = False
@@ -288,7 +274,18 @@ class Tracker:
             if event.rm_class == UVM_REGISTER_GPU_VASPACE and gpu is not None:
                 self._clients.handle_uvm_registration(event.client, event.handle, gpu, process.number)
         else:
-            self._clients.handle_alloc(_row(event), process.number)
+            made = RmObject(
+                client=event.client,
+                handle=event.handle,
+                at_ns=event.at_ns,
+                cgroup_id=event.cgroup_id,
+                file=event.file,
+                tgid=event.tgid,
+                rm_class=event.rm_class,
+                parent=event.parent,
+                gpu=event.detail if event.kind is RmEventKind.ALLOC else NO_INSTANCE,
+            )
+            self._clients.handle_alloc(made, process.number)
 
     def _mark_older_files(self, held: OpenFilesByProcess) -> None:
         """Mark the files from before the probe: their holders may have contexts without an event or a row.
@@ -406,18 +403,3 @@ class Tracker:
 def _named(names: list[str]) -> str:
     others = f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
     return ", ".join(names[:MAX_NAMED]) + others
-
-
-def _row(event: RmEvent) -> RmObject:
-    """Return the object of an event in the form of a row of the kernel's map."""
-    return RmObject(
-        client=event.client,
-        handle=event.handle,
-        at_ns=event.at_ns,
-        cgroup_id=event.cgroup_id,
-        file=event.file,
-        tgid=event.tgid,
-        rm_class=event.rm_class,
-        parent=event.parent,
-        gpu=event.detail if event.kind is RmEventKind.ALLOC else NO_INSTANCE,
-    )
