@@ -125,7 +125,10 @@ def _unpacked(archive: Path, scratch: str) -> str:
 
 def _merged(parts: Sequence[str], scratch: str) -> str:
     target = Path(scratch, "headers")
-    target.mkdir()
+    try:
+        target.mkdir()
+    except FileExistsError:  # merged for the tier that was tried before
+        return str(target)
     _merge([Path(part) for part in parts], target, MAX_DEPTH)
     return str(target)
 

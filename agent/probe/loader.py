@@ -51,9 +51,19 @@ def main(descriptor: str, request: str) -> None:
     except ProbeLoadError as error:
         channel.send(failure_message(error))
     except OSError as error:
-        channel.send(failure_message(load_error(error.errno or 0, read_output())))
+        channel.send(failure_message(_failed(error)))
     # No clean-up: bcc's would detach the programs.
     os._exit(0)
+
+
+def _failed(error: OSError) -> ProbeLoadError:
+    """Return the error for a system call that failed; only one without a file is bpf(2)."""
+    if error.filename is None:
+        return load_error(error.errno or 0, read_output())
+    return ProbeLoadError(
+        "loader_failed",
+        f"The probe's loader failed: {error}; its whole output is in the log at --log-level debug",
+    )
 
 
 def _be_expendable(channel: socket.socket) -> None:

@@ -101,6 +101,13 @@ def test_debians_pair_is_merged(machine: Machine, scratch: str, place: str) -> N
         assert (found / name).read_text() == half
 
 
+def test_a_second_tier_gets_the_headers_that_the_first_one_merged(machine: Machine, scratch: str) -> None:
+    machine.with_btf()
+    machine.with_headers("sources/linux-headers-6.1.0-9-amd64", common=True)
+
+    assert headers.find(machine.roots, scratch) == headers.find(machine.roots, scratch)
+
+
 def test_half_a_pair_is_no_headers(machine: Machine, scratch: str) -> None:
     machine.with_btf()
     machine.write("sources/linux-headers-6.1.0-9-amd64/include/generated/autoconf.h", "")

@@ -1,6 +1,7 @@
 """Every way in which loading the probe fails has its code, and leaves nothing behind."""
 
 import asyncio
+import errno
 import fcntl
 import json
 import os
@@ -19,7 +20,7 @@ from typing import Any
 import pytest
 
 from agent.errors import ProbeLoadError
-from agent.probe import syscalls
+from agent.probe import loader, syscalls
 from agent.probe.kernel import Roots
 from agent.probe.layout import ProbeConfig
 from agent.probe.loading import MAX_DETAIL_BYTES, load
@@ -475,6 +476,13 @@ def test_a_loader_that_exits_without_an_answer_is_reported_with_its_last_line() 
 
     assert error.code == "loader_failed"
     assert "exited with 3: what went wrong" in str(error)
+
+
+def test_a_file_that_the_loader_cannot_write_is_not_the_verifiers_fault() -> None:
+    failed = loader._failed(PermissionError(errno.EACCES, "Permission denied", "/tmp/headers"))
+    assert failed.code == "loader_failed"
+    assert "/tmp/headers" in str(failed)
+    assert loader._failed(OSError(errno.EINVAL, "Invalid argument")).code == "verifier_refused"
 
 
 def test_a_loader_that_cannot_be_started_is_reported() -> None:
