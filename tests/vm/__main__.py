@@ -27,7 +27,7 @@ from typing import Final
 ROOT: Final = Path(__file__).resolve().parents[2]
 LOADERS: Final = ("core", "bcc")
 PARTS: Final = ("driver", "branches", "work", "trace", "no-btf")
-DEADLINE_S: Final = 1800.0
+DEADLINE_S: Final = 3600.0
 """A few minutes on a quiet machine."""
 MEMORY_MIB: Final = 2048
 CONSOLE_LINES: Final = 30
