@@ -71,7 +71,7 @@ from agent.runtime.assembly import Assembly
 from agent.runtime.bootstrap import Bootstrap, bootstrap
 from agent.runtime.event_recorder import EventRecorder
 from agent.runtime.http_service import HttpService
-from agent.runtime.imports import import_plugin, let_registration_go_first
+from agent.runtime.imports import import_plugin, wait_for_registration
 from agent.runtime.lifecycle import EndedError, Shutdown, check_start, watch_library
 from agent.runtime.policy import MpsWatch, PolicyInEffect
 from agent.runtime.process import Signals, collect_forever
@@ -158,7 +158,7 @@ class Agent:
         self._proofs = Proofs(clock=clock)
         nothing = initial_state(self._policy.now, None, now_ns=clock())
         self._latest: Latest[Snapshot] = Latest(snapshot_of(nothing))
-        after_registration = partial(let_registration_go_first, self._latest)
+        after_registration = partial(wait_for_registration, self._latest)
         self._after_registration = after_registration
         self._assembly = Assembly(
             settings,
@@ -244,8 +244,8 @@ class Agent:
         nvml = self._assembly.make_nvml(released=self._state.was_released)
         try:
             async with self._tasks.group:
-                self._start_what_needs_no_lock(nvml)
-                self._tasks.start("life", self._live())
+                self._start_without_lock(nvml)
+                self._tasks.start("life", self._become_active())
                 await self._shutdown.requested.wait()
                 await self._stop(nvml)
         finally:
@@ -257,7 +257,7 @@ class Agent:
 
     # What there is
 
-    def _start_what_needs_no_lock(self, nvml: "NvmlSource") -> None:
+    def _start_without_lock(self, nvml: "NvmlSource") -> None:
         """Start what also an agent that stands by has."""
         start_forever, keep_component = self._tasks.start_forever, self._tasks.keep_component
         self._proofs.expect(ComponentId(NVML_NODE), nvml.start_terms)
@@ -287,7 +287,7 @@ class Agent:
         http_terms = Terms(self._assembly.recheck_ns, WRITE_DEADLINE_NS)
         keep_component(HTTP, "sink", self._http.run, terms=http_terms)
 
-    async def _live(self) -> None:
+    async def _become_active(self) -> None:
         """Become the agent of the node, at once or when the one before has ended, and serve."""
         await in_daemon_thread("plugin-import", import_plugin)
         seen: Iterable[Fact] = ()
@@ -418,7 +418,7 @@ class Agent:
         await self._tasks.cancel(KUBELET, "life", "start check", "driver watch", CONFIG_WATCH, "reload")
         await self._tasks.cancel(KERNEL_LOG, SYSFS, UEVENTS, PODS, KUBELET_COUNT, MPS, PROBE)
         self._assembly.close_ebpf()
-        closing_nvml = self._tasks.group.create_task(self._end_nvml(nvml), name="nvml end")
+        closing_nvml = self._tasks.group.create_task(self._close_nvml(nvml), name="nvml end")
         if self._status.device_plugin is not None:
             await self._status.device_plugin.drain(DRAIN_GRACE_S)
         await self._tasks.cancel(DEVICE_PLUGIN, ENGINE, CDI, STATE_FILE, EVENT_LOG, EVIDENCE)
@@ -433,7 +433,7 @@ class Agent:
         if has_ended:
             self._inbox.close()
 
-    async def _end_nvml(self, nvml: "NvmlSource") -> bool:
+    async def _close_nvml(self, nvml: "NvmlSource") -> bool:
         """Close the driver; return whether no thread is left in it."""
         await self._tasks.cancel(NVML)
         has_ended = await nvml.close()
@@ -467,12 +467,12 @@ class Agent:
     def _restart(self, component: ComponentId) -> None:
         if component.name == GPU_PROBER and self._assembly.nvml is not None:
             self._assembly.nvml.restart_gpu(GpuUuid(component.of))
-        elif component.name == LIST_AND_WATCH and self._registers_anew(ResourceName(component.of)):
+        elif component.name == LIST_AND_WATCH and self._serves_newest(ResourceName(component.of)):
             return
         else:
             self._tasks.restart(component)
 
-    def _registers_anew(self, resource: ResourceName) -> bool:
+    def _serves_newest(self, resource: ResourceName) -> bool:
         """Return whether the sink serves the newest effect for a resource, so that a new one is a restart."""
         return self._status.device_plugin is not None and self._status.device_plugin.serves_newest(resource)
 

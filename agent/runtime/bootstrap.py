@@ -108,31 +108,31 @@ class NodeLock:
             ) from None
 
     def try_acquire(self) -> bool:
-        """Take the lock if it is free."""
+        """Acquire the lock if it is free."""
         try:
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             return False
-        self._sign()
+        self._write_pid()
         return True
 
     def acquire(self) -> None:
-        """Wait for the lock and take it; blocks, so it is for a thread of its own."""
+        """Wait for the lock and acquire it; blocks, so it is for a thread of its own."""
         fcntl.flock(self._descriptor, fcntl.LOCK_EX)
-        self._sign()
+        self._write_pid()
 
-    def _sign(self) -> None:
+    def _write_pid(self) -> None:
         self.is_held = True
         with contextlib.suppress(OSError):
             os.ftruncate(self._descriptor, 0)
             os.pwrite(self._descriptor, f"{os.getpid()}\n".encode(), 0)
 
     def release(self) -> None:
-        """Let the lock go, and its file too."""
+        """Release the lock and close its file."""
         os.close(self._descriptor)
 
     def holder(self) -> str:
-        """Return the process that holds the lock, as it signed itself."""
+        """Return the process that holds the lock, as the lock file names it."""
         with contextlib.suppress(OSError):
             text = os.pread(self._descriptor, 32, 0).decode("ascii", "replace").strip()
             if text.isdigit():
@@ -169,7 +169,7 @@ def with_usable_state_dir(
 ) -> Settings:
     """Return the settings with a state directory that can be written, or raise MissingRightsError.
 
-    Another one than asked for is taken only in a container, and only if none was asked for.
+    Another one than asked for is used only in a container, and only if none was asked for.
     """
     try:
         check_state_dir(settings.state_dir)

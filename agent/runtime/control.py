@@ -122,7 +122,7 @@ class Control:
         if gpu is None:
             message = f"{name} is not there now and will be held when it comes: {why}"
         return {
-            "message": message + await self._forgotten("ends with the agent"),
+            "message": message + await self._not_kept("ends with the agent"),
             "selector": name,
             "gpu_uuid": None if gpu is None else gpu.uuid,
             "why": why,
@@ -139,12 +139,12 @@ class Control:
         await self._apply_fact(UnholdRequested(name), lambda now: not names & now.holds.keys())
         return {
             "message": f"{_called(self._latest.value, gpu, name)} is held no more"
-            + await self._forgotten("counts until a restart"),
+            + await self._not_kept("counts until a restart"),
             "selector": name,
             "gpu_uuid": None if gpu is None else gpu.uuid,
         }
 
-    async def _forgotten(self, fate: str) -> str:
+    async def _not_kept(self, fate: str) -> str:
         """Return what is to be added to an answer: nothing, if a restart knows what was ordered."""
         why = await self._why_not_kept()
         return (
@@ -190,7 +190,7 @@ class Control:
             f"The loss of the state ({lost}) is acknowledged; only conditions seen since the start count"
         )
         return {
-            "message": message + await self._forgotten("counts until a restart"),
+            "message": message + await self._not_kept("counts until a restart"),
             "well": True,
             "staying": [],
         }

@@ -41,13 +41,13 @@ def dry_run(snapshot: Snapshot, words: Sequence[str], *, resource: str | None = 
         names = ", ".join(each.name for each in snapshot.resources) or "none"
         error = AgentError if resource is None else UsageError
         raise error(f"This node does not advertise {resource or 'any device'}; advertised: {names}")
-    meant = _Meant(advertised, {view.gpu.uuid for view in snapshot.gpus if view.present})
-    ids = [meant.id_of(word) for word in words]
-    of = meant.resource or advertised[0]
+    lookup = _DeviceLookup(advertised, {view.gpu.uuid for view in snapshot.gpus if view.present})
+    ids = [lookup.id_of(word) for word in words]
+    of = lookup.resource or advertised[0]
     known = {device.id for device in of.devices}
     unknown = next((word for word, device_id in zip(words, ids, strict=True) if device_id not in known), None)
     if unknown is not None:
-        raise UsageError(meant.divided(unknown) or _unknown(unknown, meant.short_names(of), of))
+        raise UsageError(lookup.divided(unknown) or _unknown(unknown, lookup.short_names(of), of))
     answer = allocate(snapshot, of, ids, annotation_id=ANNOTATION_ID)
     if isinstance(answer, Rejection):
         raise AgentError(answer.message)
@@ -77,7 +77,7 @@ def with_injection(snapshot: Snapshot, changes: Mapping[str, object]) -> Snapsho
     return replace(snapshot, policy=replace(snapshot.policy, injection=injection))
 
 
-class _Meant:
+class _DeviceLookup:
     """Finds the devices that words mean, each share once."""
 
     def __init__(self, advertised: Iterable[Resource], present: Collection[GpuUuid]) -> None:
@@ -93,7 +93,7 @@ class _Meant:
                     self._devices.setdefault(name, []).append((resource, device))
 
     def id_of(self, word: str) -> str:
-        """Return the id of the device that is meant; the word itself if it means none."""
+        """Return the id of the device that a word means; the word itself if it means none."""
         found = self._devices.get(word, ())
         resource, device = next(
             ((of, one) for of, one in found if one.id not in self._chosen),

@@ -255,10 +255,10 @@ class HttpService:
         # Nothing listens any more where the run before did.
         self._sink.addresses.clear()
         async with asyncio.TaskGroup() as group:
-            group.create_task(self._ask_itself(self._sink), name="http asks itself")
+            group.create_task(self._probe_itself(self._sink), name="http asks itself")
             await guard.for_ever("http listeners", self._sink.run)
 
-    async def _ask_itself(self, sink: "HttpSink") -> None:
+    async def _probe_itself(self, sink: "HttpSink") -> None:
         """Ask each listener as a probe does; one that does not answer gives no proof."""
         while True:
             for address in tuple(sink.addresses.values()):

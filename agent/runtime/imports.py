@@ -25,7 +25,7 @@ REGISTRATION_WAIT_S: Final = 1.0
 """How long what is heavy to import lets the registration go first."""
 
 
-async def let_registration_go_first(latest: Latest[Snapshot]) -> None:
+async def wait_for_registration(latest: Latest[Snapshot]) -> None:
     """Wait until a resource is registered, or so long that it may take a while."""
     version = latest.version
     try:

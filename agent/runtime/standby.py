@@ -33,7 +33,7 @@ RECENT_NS: Final = 10 * SECOND_NS
 """An XID that is older was written down by the agent that served."""
 
 
-class Memory:
+class RecentFacts:
     """The newest facts, in the order in which they were last seen."""
 
     def __init__(self) -> None:
@@ -81,11 +81,11 @@ async def collect_facts_until(
 
     ``after_poll`` is called with each poll's time: it is the sign of life of an agent that stands by.
     """
-    memory = Memory()
+    recent = RecentFacts()
     while not freed.done():
         await asyncio.wait({freed}, timeout=POLL_S)
         now_ns = clock()
         for item in inbox.pop_all()[0]:
-            memory.note(item.fact, now_ns)
+            recent.note(item.fact, now_ns)
         after_poll(now_ns)
-    return memory.recall(clock())
+    return recent.recall(clock())

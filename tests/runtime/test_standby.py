@@ -9,7 +9,7 @@ from agent.model.facts import Fact
 from agent.model.health import Reason
 from agent.model.ids import GpuUuid
 from agent.model.policy import SECOND_NS
-from agent.runtime.standby import RECENT_NS, Memory
+from agent.runtime.standby import RECENT_NS, RecentFacts
 
 U0, U1 = GpuUuid("GPU-0"), GpuUuid("GPU-1")
 READY: Final = facts.DriverReady("570", "12", (12, 8))
@@ -24,10 +24,10 @@ XID: Final = facts.XidReported(U0, 79)
 
 
 def recalled(*seen: Fact, age_ns: int = 0) -> list[Fact]:
-    memory = Memory()
+    recent = RecentFacts()
     for fact in seen:
-        memory.note(fact, 100 * SECOND_NS)
-    return list(memory.recall(100 * SECOND_NS + age_ns))
+        recent.note(fact, 100 * SECOND_NS)
+    return list(recent.recall(100 * SECOND_NS + age_ns))
 
 
 @pytest.mark.parametrize(
@@ -69,7 +69,7 @@ def test_losses_are_not_remembered() -> None:
 
 
 def test_the_room_needed_is_the_number_of_keys() -> None:
-    memory = Memory()
+    recent = RecentFacts()
     for number in range(10_000):
-        memory.note(facts.XidReported(U0, number % 7), number)
-    assert len(list(memory.recall(10_000))) == 7
+        recent.note(facts.XidReported(U0, number % 7), number)
+    assert len(list(recent.recall(10_000))) == 7

@@ -271,11 +271,11 @@ class Places:
             if lost.key.session is not None:
                 lost.key.session.cancel()
         self._unwait(connection)
-        connection.session = self._group.create_task(self._seated(connection, kind), name=f"http-{kind}")
+        connection.session = self._group.create_task(self._serve_timed(connection, kind), name=f"http-{kind}")
         # Not a part of the task, which may be cancelled before it begins.
-        connection.session.add_done_callback(lambda _: self._leave(connection, kind))
+        connection.session.add_done_callback(lambda _: self._release_place(connection, kind))
 
-    async def _seated(self, connection: _Connection, kind: Kind) -> None:
+    async def _serve_timed(self, connection: _Connection, kind: Kind) -> None:
         try:
             async with asyncio.timeout(self._bounds.rooms[kind].within_s):
                 await self._serve(connection.socket, bytes(connection.read), kind)
@@ -285,7 +285,7 @@ class Places:
                 about(listener=self._name, client=connection.client, detail=str(error) or "timeout"),
             )
 
-    def _leave(self, connection: _Connection, kind: Kind) -> None:
+    def _release_place(self, connection: _Connection, kind: Kind) -> None:
         connection.socket.close()
         self._places[kind].pop(connection)
 

@@ -52,8 +52,8 @@ COMMANDS_PATH: Final = "/control/v1/"
 Answerer = Callable[[web.BaseRequest], Awaitable[web.Response]]
 
 
-class Self(Protocol):
-    """What the sink asks the agent about itself."""
+class AgentReport(Protocol):
+    """What the agent reports about itself."""
 
     @property
     def is_standby(self) -> bool:
@@ -91,7 +91,7 @@ class HttpSink:
         *,
         latest: Latest[Snapshot],
         events: EventRing,
-        agent: Self,
+        agent: AgentReport,
         http_listen: Address | None,
         api_listen: Address | None,
         control_socket: str,

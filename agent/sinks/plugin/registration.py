@@ -25,7 +25,7 @@ from agent.sinks.plugin.socket_file import NotRegisteredError
 from agent.sinks.plugin.wire import API_VERSION, options
 from agent.unix_channel import UnixChannel
 
-HELD_GAP_S: Final = 1.0
+WATCH_GAP_S: Final = 1.0
 REGISTER_TIMEOUT_S: Final = 12.0
 """Above the 10 s that the kubelet takes to give up on an endpoint, so that its own error arrives."""
 
@@ -96,7 +96,7 @@ async def register(
         ) from None
 
 
-class _HeldProtocol(H2Protocol):
+class _WatchedProtocol(H2Protocol):
     """grpclib's protocol, whose end can be waited for."""
 
     def __init__(self, handler: Handler, config: Configuration, h2_config: H2Configuration) -> None:
@@ -108,12 +108,12 @@ class _HeldProtocol(H2Protocol):
         self.ended.set()
 
 
-class _HeldChannel(UnixChannel):
+class _WatchedChannel(UnixChannel):
     def _protocol_factory(self) -> H2Protocol:
-        return _HeldProtocol(Handler(), self._config, self._h2_config)
+        return _WatchedProtocol(Handler(), self._config, self._h2_config)
 
 
-async def wait_unserved(plugin_socket: Path, *, gap_s: float = HELD_GAP_S) -> None:
+async def wait_unserved(plugin_socket: Path, *, gap_s: float = WATCH_GAP_S) -> None:
     """Return when no process serves a plugin socket any more.
 
     A connection is held, since its end is the first sign of the process's. A server may also close one
@@ -122,10 +122,10 @@ async def wait_unserved(plugin_socket: Path, *, gap_s: float = HELD_GAP_S) -> No
     loop = asyncio.get_running_loop()
     while True:
         may_connect_s = loop.time() + gap_s
-        channel = _HeldChannel(plugin_socket, ProtoCodec())
+        channel = _WatchedChannel(plugin_socket, ProtoCodec())
         try:
             protocol = await channel.__connect__()
-            if isinstance(protocol, _HeldProtocol):
+            if isinstance(protocol, _WatchedProtocol):
                 await protocol.ended.wait()
         except (FileNotFoundError, ConnectionRefusedError):
             return
