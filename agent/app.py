@@ -1,6 +1,6 @@
-"""The composition root: builds every source, sink, task and queue, and ends them in order.
+"""The composition root: builds every source, sink, task and queue, and stops them in order.
 
-Guarantees: ``Agent.run`` returns an exit code, always by the same way out: not ready, no new
+Guarantees: ``Agent.run`` returns an exit code, always by the same shutdown: not ready, no new
 registration, calls under way are answered, streams end cleanly, the state is written, our sockets
 are removed. What is heavy to import comes after what the kubelet waits for.
 """
@@ -399,7 +399,7 @@ class Agent:
         await collect_forever()
 
     def _validate(self, settings: Settings) -> tuple[str, ...]:
-        """Return what of other settings cannot be on this node; for a thread, since it may take a while."""
+        """Return why other settings do not fit this node; for a thread, since it may block for a while."""
         gpus = [view.gpu for view in self._latest.value.gpus]
         return tuple(each.message for each in oversized(gpus, settings.policy))
 
@@ -410,7 +410,7 @@ class Agent:
             self._mps.follow(self._policy.now)
 
     async def _stop(self, nvml: "NvmlSource") -> None:
-        """End everything in the order the peers expect."""
+        """Shut everything down in the order the peers expect."""
         self._status.is_stopping = True
         self._signals.limit_stopping()
         self._notifier.stopping()

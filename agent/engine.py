@@ -1,4 +1,4 @@
-"""The one place where state changes: take facts, step the core, publish, hand out effects.
+"""The one place where state changes: pop facts, step the core, publish, hand out effects.
 
 Invariants: only the engine calls the core's step. It leaves the loop to others after each batch. It steps
 at ``wake_at_ns`` and at least every MAX_IDLE_NS even if nothing happens; the watchdog is fed from
@@ -125,7 +125,7 @@ class Engine:
                 if fact is not self._failed:
                     self._failed = fact
                     raise
-                _log.exception("A fact could not be applied twice, and is given up: %s", fact)
+                _log.exception("Discarded a fact that could not be applied twice: %s", fact)
                 stepped = step(self._state, substitute(self._state, fact, error), self._clock())
             self._pending.popleft()
             self._state, new_effects, self._wake_at_ns = stepped
@@ -135,7 +135,7 @@ class Engine:
                 self._proofs.prove(component)
 
     def _update_freshness(self) -> list[Effect]:
-        """Note which parts are stale and return the restarts that this asks for."""
+        """Note which components are stale and return the restarts that this asks for."""
         self._freshness = check_components(self._freshness, self._proofs.expected(), self._clock())
         stale, covered = self._freshness.stale, self._freshness.covered
         if (stale, covered) != (self._state.stale, self._state.covered):

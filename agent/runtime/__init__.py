@@ -1,1 +1,1 @@
-"""What one process is made of beside its sources and sinks: start, end, supervision, orders, records."""
+"""The process beside its sources and sinks: start, shutdown, supervision, commands, events."""

@@ -191,7 +191,7 @@ class Assembly:
         return self.sysfs
 
     def make_uevents(self) -> Source:
-        """Make the source that hears what comes to and leaves the bus."""
+        """Make the source that gets the kernel's events of the bus."""
         from agent.sources.uevent import UeventSource
 
         return UeventSource(

@@ -120,7 +120,7 @@ class Control:
         await self._apply_fact(HoldRequested(name, why), lambda now: now.holds.get(name) == why)
         message = f"{_called(self._latest.value, gpu, name)} is held: {why}"
         if gpu is None:
-            message = f"{name} is not there now and will be held when it comes: {why}"
+            message = f"{name} is not there now and will be held when it appears: {why}"
         return {
             "message": message + await self._not_kept("ends with the agent"),
             "selector": name,

@@ -80,7 +80,7 @@ class EventRecorder:
         self.event_log: EventLog | None = None
         """Of faults, commands and the node."""
         self.other_events: EventLog | None = None
-        """Of what programs can cause at will, so that it takes no room and no time of the others."""
+        """Events that programs can cause at will, so that they use no room and no time of the others."""
         self.evidence: EvidenceSink | None = None
 
     def record(self, effect: RecordEvent) -> None:

@@ -22,11 +22,11 @@ if TYPE_CHECKING:
     from agent.sinks.statefile import StateFile
 
 REGISTRATION_WAIT_S: Final = 1.0
-"""How long what is heavy to import lets the registration go first."""
+"""How long heavy imports wait for the registration."""
 
 
 async def wait_for_registration(latest: Latest[Snapshot]) -> None:
-    """Wait until a resource is registered, or so long that it may take a while."""
+    """Wait until a resource is registered, at most REGISTRATION_WAIT_S."""
     version = latest.version
     try:
         async with asyncio.timeout(REGISTRATION_WAIT_S):

@@ -15,18 +15,18 @@ if TYPE_CHECKING:
 
 
 class EndedError(AgentError):
-    """The agent ends itself, so that a new process sees the new world."""
+    """The agent stops itself, because only a new process can use what changed."""
 
 
 class Shutdown(msgspec.Struct):
-    """The wish to end, and why; the first one counts."""
+    """Whether to shut down, and why; the first request counts."""
 
     requested: asyncio.Event = msgspec.field(default_factory=asyncio.Event)
     error: AgentError | None = None
     why: str = ""
 
     def request(self, why: str, error: AgentError | None = None) -> None:
-        """Ask for the end: as asked by a person, or because of an error."""
+        """Request the shutdown: because of a signal, or of an error."""
         if not self.requested.is_set():
             self.why, self.error = why, error
             self.requested.set()

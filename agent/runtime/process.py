@@ -61,7 +61,7 @@ class Signals:
         self._previous: dict[int, object] = {}
 
     def install(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Take the signals; only in the main thread."""
+        """Install the handlers; only in the main thread."""
         self._loop = loop
         for number in _STOPPING:
             self._set_handler(number, self._on_stop)
@@ -70,7 +70,7 @@ class Signals:
         self._set_handler(signal.SIGPIPE, signal.SIG_IGN)
 
     def restore(self) -> None:
-        """Give the signals back."""
+        """Restore the handlers of before."""
         for number, handler in self._previous.items():
             signal.signal(number, handler)  # type: ignore[arg-type]
         self._previous.clear()
@@ -162,7 +162,7 @@ _MAX_COMM: Final = 15
 
 
 def appear_as(name: str, arguments: Sequence[str]) -> bool:
-    """Show a name and arguments in /proc/PID/cmdline and comm; returns whether the kernel let us."""
+    """Show a name and arguments in /proc/PID/cmdline and comm; returns whether the kernel allowed it."""
     try:
         start, end = _place_of_arguments()
         shown = _shown(name, arguments, end - start)

@@ -82,7 +82,7 @@ class Reload:
         except ConfigError as error:
             self._reject(error.problems)
         except RuntimeError as error:
-            self._reject((f"No thread could be had to read it: {error}",))
+            self._reject((f"No thread could be started to read it: {error}",))
         else:
             self._accept(settings)
 

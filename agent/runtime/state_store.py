@@ -146,7 +146,7 @@ class StateStore:
     async def why_not_kept(self) -> str | None:
         """Write the newest state now, and return why it is not in the file; None: it is."""
         if not await self.flush(KEPT_WITHIN_S):
-            return f"the disk did not take it within {KEPT_WITHIN_S:g} s"
+            return f"the disk did not write it within {KEPT_WITHIN_S:g} s"
         return self._write_trouble
 
     async def flush(self, timeout_s: float) -> bool:

@@ -38,7 +38,7 @@ PAUSE_CAP_S: Final = 300.0
 CRITICAL_PAUSE_S: Final = 0.1
 
 SETTLED_NS: Final = 60 * SECOND_NS
-"""A task that ran for so long ended for a new reason; its pauses begin anew."""
+"""A task that ran for so long ended for a new reason; its pauses start again from the first."""
 
 CANCEL_AGAIN_S: Final = 0.1
 """A task group whose task fails while it is cancelled swallows the cancellation."""
@@ -151,7 +151,7 @@ class Supervisor:
 
 
 async def _contained(owner: Owner, run: Run) -> None:
-    """Run a task as an owner; whatever it raises, the loop goes on."""
+    """Run a task as an owner; whatever it raises, the loop keeps running."""
     own(owner)
     try:
         await run()
@@ -180,7 +180,7 @@ def no_trouble() -> None:
 
 
 class Tasks:
-    """Starts and ends what runs, by name."""
+    """Starts and stops tasks, by name."""
 
     def __init__(
         self,
@@ -206,15 +206,15 @@ class Tasks:
         return name in self._tasks
 
     def start(self, name: str, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """Start what ends by itself, or with the agent."""
+        """Start a task that ends by itself, or with the agent."""
         task = self.group.create_task(self._shut_down_on_failure(name, work), name=name)
-        # One that is cancelled before its first turn never comes to its work.
+        # One that is cancelled before its first turn never awaits its work.
         task.add_done_callback(lambda _: work.close())
         self._tasks[name] = task
         return task
 
     def start_forever(self, name: str, work: Coroutine[Any, Any, None]) -> None:
-        """Start what ends with the agent alone: its end is a bug."""
+        """Start a task that ends with the agent alone: an earlier end is a bug."""
 
         async def run() -> None:
             await work
@@ -277,18 +277,18 @@ class Tasks:
         self.start(name, self._supervisor.keep_critical(name, run))
 
     async def cancel(self, *names: str) -> None:
-        """End these tasks, where they were started."""
+        """Cancel these tasks, where they were started."""
         tasks = [self._tasks[name] for name in names if name in self._tasks]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def cancel_all(self) -> None:
-        """End what still runs."""
+        """Cancel what still runs."""
         await self.cancel(*self._tasks)
 
     async def _shut_down_on_failure(self, name: str, work: Coroutine[Any, Any, None]) -> None:
-        """Do some work; a bug in it ends the agent in the same order as a signal does."""
+        """Do some work; a bug in it shuts the agent down in the same order as a signal."""
         try:
             await work
         except AgentError as error:

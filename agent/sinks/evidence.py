@@ -1,4 +1,4 @@
-"""Keeps what is known of a GPU on disk at its first hard fault, before anyone resets it.
+"""Keeps what is known of a GPU on disk at its first hard fault, before a reset.
 
 Guarantees:
 

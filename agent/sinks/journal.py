@@ -27,7 +27,7 @@ MESSAGE_IDS: Final[Mapping[EventKind, str]] = {
 }
 
 _JOURNAL_NAMES: Final = {"uuid": "gpu_uuid", "gpu": "gpu_index", "message": "detail"}
-"""Fields of events that are called otherwise in the log, where names are shared by everyone."""
+"""Fields of events that have another name in the journal, where all programs share names."""
 
 _log = logging.getLogger("agent.views.events")
 

@@ -152,7 +152,7 @@ async def test_a_gpu_that_is_not_there_is_held_only_where_that_is_meant(agent: A
     with pytest.raises(UsageError, match=r"is no GPU of this node now; .* --even-if-absent"):
         await agent.execute("hold", selector=absent, why="x")
     answer = await agent.execute("hold", selector=absent, why="x", even_if_absent=True)
-    assert answer["message"] == f"{absent} is not there now and will be held when it comes: x"
+    assert answer["message"] == f"{absent} is not there now and will be held when it appears: x"
     assert agent.latest.value.holds == {absent: "x"}
     await agent.execute("unhold", selector=absent)
     assert agent.latest.value.holds == {}

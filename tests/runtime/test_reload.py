@@ -121,7 +121,7 @@ async def test_a_thread_that_cannot_be_had_is_a_rejection_and_no_end(
 
     async with reloading(no_thread) as made:
         await made.once(caplog, "Kept the old configuration")
-        assert made.trouble == "No thread could be had to read it: can't start new thread"
+        assert made.trouble == "No thread could be started to read it: can't start new thread"
 
 
 async def test_asked_for_while_one_is_under_way_one_more_follows(caplog: pytest.LogCaptureFixture) -> None:

@@ -235,7 +235,7 @@ class _Search:
             yield Mount(self._places.on_host(found[1]), found[0])
 
     def linker_dirs(self) -> tuple[str, ...]:
-        """Return the directories of the libraries that were taken."""
+        """Return the directories of the libraries that were found."""
         named = [path for path in self._libraries if path.rpartition("/")[2].startswith("lib")]
         return tuple(sorted({os.path.dirname(path) for path in named}))  # noqa: PTH120
 
@@ -263,7 +263,7 @@ class _Search:
         if target is None or resolved not in self._libraries:
             return
         if "/" in target:
-            # It goes by way of a directory that containers have not.
+            # Its path needs a directory that containers do not have.
             target = resolved if os.path.dirname(resolved) != directory else resolved.rpartition("/")[2]  # noqa: PTH120
         yield Link(target, path)
 

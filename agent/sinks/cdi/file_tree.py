@@ -1,7 +1,7 @@
 """Reads files below a root as a process would that has this root.
 
 Guarantees: no symbolic link leads out of the root; one with an absolute target starts anew at the root.
-How often the file system is asked, and how much is taken of it, is bounded; what goes over raises
+The number of system calls, and how much they return, are bounded; what exceeds that raises
 TooMuchError. Everything here blocks and runs in a thread.
 """
 

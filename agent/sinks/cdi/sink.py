@@ -4,8 +4,8 @@ Guarantees:
 
 1. ``missing`` returns whether a runtime resolves each name now: the file is the one that was seen to be
    right last, to the byte's time, and the name is in it.
-2. A file that was deleted, replaced or changed is made anew at once; a device that came, went or was split
-   anew is in the file before its name can be answered with.
+2. A file that was deleted, replaced or changed is written again at once; a device that appeared, disappeared
+   or was partitioned is in the file before an answer can hold its name.
 3. Nothing here blocks the loop: reading the driver's files and writing are the work of a thread.
 4. While no CDI strategy is configured nothing is read, and nothing is written.
 
@@ -100,7 +100,7 @@ class CdiSink:
         self._changed = asyncio.Event()
         """The files are to contain something else than what the newest job was for."""
         self._done = asyncio.Event()
-        """Of the job that comes next."""
+        """Of the next job."""
         self._waiter = ChangeWaiter(gap_ns=int(MIN_GAP_S * 1e9))
         self._gap_s = MIN_GAP_S
         self._written_ns = 0

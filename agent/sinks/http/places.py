@@ -51,7 +51,7 @@ _log = logging.getLogger(__name__)
 
 
 class Kind(StrEnum):
-    """What is asked for, as far as places go."""
+    """The kinds of request that have places of their own."""
 
     PROBE = "probe"
     PREFLIGHT = "preflight"
@@ -192,7 +192,7 @@ class Places:
         return True
 
     def _admit(self, accepted: socket.socket, address: object) -> None:
-        """Read what has come with a connection, mostly all of the request, or let it wait for that."""
+        """Read what arrived with a connection, mostly the whole request, or wait for the rest."""
         accepted.setblocking(False)  # noqa: FBT003 - positional only
         try:
             client = _client_of(accepted, address)
@@ -231,7 +231,7 @@ class Places:
                 self._partial.append(connection)
 
     async def _read_again(self) -> None:
-        """Read more of requests that came in part, until cancelled."""
+        """Read more of requests that arrived in part, until cancelled."""
         while True:
             await asyncio.sleep(AGAIN_S)
             partial, self._partial = self._partial, []
@@ -301,7 +301,7 @@ class Places:
     # Over time
 
     async def _sweep(self) -> None:
-        """Close connections of which the request does not come, until cancelled."""
+        """Close connections whose request does not arrive, until cancelled."""
         while True:
             await asyncio.sleep(self._bounds.sweep_s)
             now_s = self._loop.time()

@@ -47,7 +47,7 @@ class _Session(msgspec.Struct):
 
 
 class OneRequestServer(web.Server):
-    """aiohttp's server, of which each connection carries one request."""
+    """aiohttp's server, with one request on each connection."""
 
     def __init__(self, handler: Handler) -> None:
         super().__init__(

@@ -296,7 +296,7 @@ class HttpSink:
         if since is None or wait is None:
             return _text(400, "since and wait must be whole numbers\n")
         if since > self._events.last:
-            since = 0  # a number of an earlier agent; this one began anew
+            since = 0  # a number of an earlier agent; this one started again at 1
         if wait and since == self._events.last:
             try:
                 async with asyncio.timeout(min(wait, MAX_WAIT_S)):

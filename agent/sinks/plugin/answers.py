@@ -159,7 +159,7 @@ class Answers:
             raise self._reject(
                 "withdrawn",
                 f"{self.resource} is not advertised by this node any more; delete the pod so that it is"
-                " scheduled anew",
+                " scheduled again",
             )
         return resource
 

@@ -16,7 +16,7 @@ class Endpoint:
     """A service, its server and its socket file; they begin and end together."""
 
     def __init__(self, path: Path, service: PluginService, *, bounds: Bounds) -> None:
-        """Listen at ``path``; NotRegisteredError if the place cannot be had."""
+        """Listen at ``path``; NotRegisteredError if that is not possible."""
         listener = listen(path, backlog=bounds.backlog)
         self.path: Final = path
         self.service: Final = service

@@ -36,7 +36,7 @@ class Bounds(msgspec.Struct, frozen=True):
     calls_share: int = 4
     """Calls a connection may always have, however many the others have."""
     request_bytes: int = 4 * MIB
-    """What all unanswered requests of one connection may hold: the ids of a list that the kubelet takes."""
+    """What all unanswered requests of one connection may hold: the ids of a list that the kubelet accepts."""
     requests_bytes: int = 6 * MIB
     """What all unanswered requests of all connections may hold."""
     frame_cost_bytes: int = 256
@@ -48,7 +48,7 @@ class Bounds(msgspec.Struct, frozen=True):
     settings: int = 32
     """Kinds of settings a peer may send; each is remembered."""
     resets: int = 32
-    """Calls a peer may take back in a row."""
+    """Calls a peer may cancel in a row."""
     resets_per_s: float = 4.0
     events: int = 50_000
     """Frames a connection may send in a row; after that it is slowed down, not cut."""

@@ -1,15 +1,15 @@
 """One HTTP/2 connection of the plugin server, within its bounds.
 
-grpclib has no bounds of its own: it takes messages of any size, any number of frames and streams
-that are taken back, and remembers 65,536 closed streams. This subclass of its protocol adds them.
+grpclib has no bounds of its own: it accepts messages of any size, any number of frames and
+cancelled streams, and remembers 65,536 closed streams. This subclass of its protocol adds them.
 
 Guarantees:
 
 1. What a peer can make the process hold is bounded (see Bounds): a connection over a bound is cut,
    with GOAWAY where it will still listen.
 2. One peer cannot keep the loop busy: it is read in small turns, and slowed down when it sends
-   more frames than anyone needs.
-3. A peer that does not read is not read from either, so nothing piles up for it.
+   more frames than a kubelet needs.
+3. The server stops reading from a peer that does not read, so nothing accumulates for it.
 4. Whatever bytes arrive, the worst is the end of this connection.
 
 *Relies on* private names of grpclib 0.4.9, which is pinned; tests/sinks/plugin/test_grpc_server.py fails
@@ -74,7 +74,7 @@ class Calls(Handler):
         """Begin a call."""
         error = self._objection(headers)
         if error is not None:
-            # It may have been taken back by a later frame of the same portion.
+            # A later frame of the same portion may have cancelled it.
             if stream.closable:
                 stream.reset_nowait(error)
             release_stream()
@@ -220,7 +220,7 @@ class BoundedConnection(H2Protocol, asyncio.BufferedProtocol):
         self._steer(overdrawn_s)
 
     def _steer(self, overdrawn_s: float = 0.0) -> None:
-        """Decide whether to take another turn, to read on, or to rest."""
+        """Decide whether to process another turn, to read on, or to pause."""
         if self._is_over:
             return
         if self._turn is None and not self._is_write_paused and (self._unfed or overdrawn_s):

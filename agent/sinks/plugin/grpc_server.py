@@ -8,7 +8,7 @@ accept loop of our own, and the connections belong to this server.
 Guarantees:
 
 1. Peers are root or the agent's own user (SO_PEERCRED), and at most Bounds.connections of them.
-2. Running out of file descriptors hurts no open connection; accepting goes on when there are some.
+2. Running out of file descriptors ends no open connection; accepting continues when there are some.
 3. ``drain`` ends within its grace plus 2 x FLUSH_S, whatever the peers do: calls that are running
    are answered, then every connection gets GOAWAY and is closed.
 
@@ -38,7 +38,7 @@ from agent.sinks.plugin.grpc_bounds import PEER_LINES, REQUEST_S, Bounds, Counte
 from agent.sinks.plugin.grpc_connection import BoundedConnection, Calls
 
 FLUSH_S: Final = 0.2
-"""How long a peer has to take what is already written to it when the server ends."""
+"""How long a peer has to read what is already written to it when the server ends."""
 SETTLE_TURNS: Final = 3
 """Turns of the loop after which a request that had arrived when draining began is a running call."""
 
@@ -51,7 +51,7 @@ peer_log = logging.getLogger(f"{__name__}.peers")
 
 
 class PassThroughCodec(CodecBase):
-    """Messages are bytes: the service encodes once and sends the same bytes to everyone."""
+    """Messages are bytes: the service encodes once and sends the same bytes to every watcher."""
 
     __content_subtype__ = "proto"
 

@@ -27,7 +27,7 @@ from agent.unix_channel import UnixChannel
 
 WATCH_GAP_S: Final = 1.0
 REGISTER_TIMEOUT_S: Final = 12.0
-"""Above the 10 s that the kubelet takes to give up on an endpoint, so that its own error arrives."""
+"""Above the 10 s after which the kubelet gives up on an endpoint, so that its own error arrives."""
 
 
 async def connect(kubelet_socket: Path) -> UnixChannel:
@@ -47,7 +47,7 @@ async def connect(kubelet_socket: Path) -> UnixChannel:
     except BlockingIOError:
         raise NotRegisteredError(
             "unreachable",
-            f"The kubelet takes no connection on {kubelet_socket}, where many wait; check whether it hangs",
+            f"The kubelet accepts no connection on {kubelet_socket}, where many wait; check whether it hangs",
         ) from None
     except OSError as error:
         raise NotRegisteredError(
@@ -116,8 +116,8 @@ class _WatchedChannel(UnixChannel):
 async def wait_unserved(plugin_socket: Path, *, gap_s: float = WATCH_GAP_S) -> None:
     """Return when no process serves a plugin socket any more.
 
-    A connection is held, since its end is the first sign of the process's. A server may also close one
-    that is idle: it is then connected to anew, once in ``gap_s`` at most.
+    A connection is kept open, since its end is the first sign that the process ended. A server may also
+    close an idle one: the agent then connects again, once in ``gap_s`` at most.
     """
     loop = asyncio.get_running_loop()
     while True:

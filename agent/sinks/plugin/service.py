@@ -117,7 +117,7 @@ class PluginService:
         self._generation, self._reported_watchers = generation, None
 
     def belong_to(self, generation: int) -> None:
-        """Let what was reported for the present registration hold for one that takes its place."""
+        """Report the watchers for a registration that replaces the present one, if they were reported."""
         self._generation = generation
         if self._reported_watchers is not None:
             self._report_watchers()
@@ -139,7 +139,7 @@ class PluginService:
     def is_up_to_date(self) -> bool:
         """Return whether each watcher was written the newest list, compared with what is advertised now.
 
-        The task that sends the lists to the watchers has no part in the answer.
+        The answer does not depend on the task that sends the lists to the watchers.
         """
         resource = self._answers.advertised()
         if resource is None or not self._written:
@@ -255,12 +255,12 @@ class PluginService:
 
     def _too_large(self, shown: _List) -> GRPCError:
         log.error(
-            "Could not send the list of %(resource)s: the kubelet takes no %(bytes)s bytes",
+            "Could not send the list of %(resource)s: the kubelet accepts no %(bytes)s bytes",
             about(resource=self.resource, devices=len(shown.devices), bytes=len(shown.data)),
         )
         return GRPCError(
             Status.RESOURCE_EXHAUSTED,
-            f"The list of {len(shown.devices)} devices has {len(shown.data)} bytes, the kubelet takes"
+            f"The list of {len(shown.devices)} devices has {len(shown.data)} bytes, the kubelet accepts"
             f" {MAX_LIST_BYTES}; configure fewer replicas",
         )
 

@@ -4,18 +4,18 @@ The core decides when (core/health/registration.py); this sink executes that and
 
 Guarantees:
 
-1. The old streams and server of a resource are ended before it is registered anew: the kubelet
+1. The old streams and server of a resource end before it is registered again: the kubelet
    keeps its clients by resource name only, and drops the new one when the old one ends later.
 2. Each RegisterResource that no newer one has overtaken is answered once, with Registered or
    RegistrationFailed of its generation.
-3. What goes wrong with one resource touches no other.
+3. A fault of one resource affects no other.
 4. ``register`` never blocks; everything else happens in tasks owned by ``run``.
 5. Register is sent to a kubelet that was connected to while our socket was there: a kubelet deletes every
    socket before it listens, so it finds ours.
 6. A Register call that a newer effect overtook is not waited for and not cut off either, because a kubelet
    whose caller is gone forgets the resource by its name; each resource has ``overtaken_calls`` at most.
-7. A part of the agent proves each second that every watcher was written the newest list, whatever became
-   of the task that brings it there.
+7. A component proves each second that every watcher was written the newest list, whatever the state of the
+   task that sends it.
 
 Tasks: one for each resource that executes the newest effect, one for the effect it executes, one for
 its Register call, one for the endpoint it serves.
@@ -60,12 +60,12 @@ from agent.threads import in_daemon_thread
 from agent.unix_channel import UnixChannel
 
 HANDOVER_GRACE_S: Final = 0.5
-"""How long calls of the old server may take to end when a resource is registered anew."""
+"""How long calls of the old server may take to end when a resource is registered again."""
 
 LIST_TERMS: Final = Terms(SECOND_NS, 5 * SECOND_NS)
 """The newest list may wait for devices that recover, and for a kubelet that is slow to read."""
 KEPT_LISTS: Final = 32
-"""Lists sent of which each resource keeps why devices were Unhealthy in them."""
+"""Sent lists of each resource for which it keeps why devices were Unhealthy in them."""
 MAX_OVERTAKEN_CALLS: Final = 8
 """Of one resource; each ends within REGISTER_TIMEOUT_S, and the oldest is cut off when there are more."""
 
@@ -73,7 +73,7 @@ log = logging.getLogger(__name__)
 
 
 class ResourceStatistics(msgspec.Struct, frozen=True):
-    """Counts of what serves one resource now; they begin anew with each server."""
+    """Counts of what serves one resource now; they restart with each server."""
 
     service: ServiceStatistics
     server: ServerStatistics
@@ -141,7 +141,7 @@ class DevicePlugin:
         self._drained = asyncio.Event()
 
     def register(self, effect: RegisterResource) -> None:
-        """Have a resource served and registered anew; the newest generation wins."""
+        """Have a resource served and registered again; the newest generation wins."""
         if self._is_draining:
             return
         state = self._states.get(effect.resource)
@@ -198,7 +198,7 @@ class DevicePlugin:
 
     async def run(self) -> None:
         """Execute effects until drained; those that came before this ran are executed first."""
-        # Before anything is served, so that nothing new is taken for a leftover.
+        # Before anything is served, so that nothing new is mistaken for a leftover.
         await self._clear_leftovers()
         try:
             async with asyncio.TaskGroup() as tasks:

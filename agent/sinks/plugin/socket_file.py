@@ -1,4 +1,4 @@
-"""The socket file of a served resource: to take its place, to recognise it, to remove it.
+"""The socket file of a served resource: to make it, to recognise it, to remove it.
 
 Guarantees: a file that is not ours is never removed. Ours are sockets that belong to our user and
 that no process answers on, or the very file we made (device, inode and modification time agree). The
@@ -75,7 +75,7 @@ def socket_path(directory: Path, resource: ResourceName) -> Path:
 
 
 def listen(path: Path, *, backlog: int) -> socket.socket:
-    """Take the place at ``path`` and listen there; NotRegisteredError if it is not ours to take."""
+    """Make the socket at ``path`` and listen there; NotRegisteredError if another file must stay there."""
     clear_leftover(path)
     try:
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -99,7 +99,7 @@ def _not_served(path: Path, error: OSError) -> NotRegisteredError:
         )
     if error.errno == errno.EADDRINUSE:
         return NotRegisteredError(
-            "socket_in_use", f"Another process has just taken {path}; stop the other device plugin"
+            "socket_in_use", f"Another process has just bound {path}; stop the other device plugin"
         )
     return NotRegisteredError(
         "not_served",

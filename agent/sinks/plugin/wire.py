@@ -37,7 +37,7 @@ MAX_CONTAINERS: Final = 64
 """Containers in one request; the kubelet asks for one at a time."""
 MAX_IDS: Final = 131_072
 """Device ids in one request; the kubelet names each free share of a node at most once, and a list that it
-takes has fewer."""
+accepts has fewer."""
 MAX_ID_BYTES: Final = 256
 """Length of a device id; ours have at most 50."""
 MAX_FIELDS: Final = 150_000

@@ -33,8 +33,8 @@ async def test_the_end_of_a_process_that_serves_a_socket_is_waited_for_over_idle
                 await waiting
 
 
-async def test_a_kubelet_that_takes_no_more_connections_is_named() -> None:
+async def test_a_kubelet_that_accepts_no_more_connections_is_named() -> None:
     with short_directory() as directory, full(directory / "kubelet.sock") as path:
-        with pytest.raises(NotRegisteredError, match=f"takes no connection on {path}"):
+        with pytest.raises(NotRegisteredError, match=f"accepts no connection on {path}"):
             await connect(path)
         assert not await answers(path, timeout_s=1)

@@ -581,7 +581,7 @@ async def test_a_list_the_kubelet_cannot_take_is_an_error_with_the_next_step(
                 await read(stub.ListAndWatch(pb.Empty()))
             assert raised.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
     (line,) = [record.message for record in caplog.records if record.name.startswith("agent.")]
-    assert line.startswith("Could not send the list of nvidia.com/gpu: the kubelet takes no ")
+    assert line.startswith("Could not send the list of nvidia.com/gpu: the kubelet accepts no ")
 
 
 # Allocate and the others
