@@ -26,15 +26,15 @@ def main(port: int, request: bytes, name: str, connections: int) -> None:
     peers: dict[int, socket.socket] = {}
     opened = 0
     began_s = time.monotonic()
-    is_told = False
+    is_reported = False
     while True:
         while len(peers) < connections and opened < (time.monotonic() - began_s) * PER_S:
             peer = _connected(port, request, name)
             peers[peer.fileno()] = peer
             poll.register(peer, select.EPOLLRDHUP | (0 if name == "unread" else select.EPOLLIN))
             opened += 1
-        if opened >= connections and not is_told:
-            is_told = True
+        if opened >= connections and not is_reported:
+            is_reported = True
             sys.stdout.write("attacking\n")
             sys.stdout.flush()
         for number, event in poll.poll(0.01):

@@ -1,4 +1,4 @@
-"""Fault 1: a kubelet that restarts again and again, is absent or slow, refuses, or has another version."""
+"""Fault 1: a kubelet that restarts again and again, is absent or slow, rejects, or has another version."""
 
 import asyncio
 import random
@@ -37,7 +37,7 @@ async def registered_again(node: SimulatedNode, count: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kill", [False, True], ids=["graceful", "killed"])
-async def test_every_restart_is_answered_with_one_registration_and_no_sick_device_is_forgotten(
+async def test_every_restart_is_answered_with_one_registration_and_no_unhealthy_device_is_forgotten(
     *, kill: bool
 ) -> None:
     async with simulated_node("4x-t4") as node, agent_process(node) as agent:
@@ -53,11 +53,11 @@ async def test_every_restart_is_answered_with_one_registration_and_no_sick_devic
             await registered_again(node, 1 + restart)
 
         await nothing_more(node.kubelet, lambda kubelet: accepted(kubelet) > 1 + RESTARTS, 1)
-        # None was refused, as one is whose socket the kubelet deleted and then waited ten seconds for.
+        # None was rejected, as one is whose socket the kubelet deleted and then waited ten seconds for.
         assert all(each.accepted for each in node.kubelet.registrations)
-        sick = [each for each in node.kubelet.lists if each.generation > 1]
-        assert len({each.generation for each in sick}) == RESTARTS
-        assert all(each.unhealthy == (broken,) for each in sick)
+        broken_lists = [each for each in node.kubelet.lists if each.generation > 1]
+        assert len({each.generation for each in broken_lists}) == RESTARTS
+        assert all(each.unhealthy == (broken,) for each in broken_lists)
         assert agent.process.returncode is None
 
 
@@ -85,7 +85,7 @@ async def test_a_kubelet_that_comes_up_slowly_is_registered_with_once_it_accepts
 
 
 @pytest.mark.slow
-async def test_a_refusal_is_named_tried_again_with_back_off_and_fails_readiness() -> None:
+async def test_a_rejection_is_named_tried_again_with_back_off_and_fails_readiness() -> None:
     async with simulated_node("4x-t4") as node:
         await node.do("kubelet refuse", {"message": "not today"})
         async with agent_process(node) as agent:
@@ -103,7 +103,7 @@ async def test_a_refusal_is_named_tried_again_with_back_off_and_fails_readiness(
             assert agent.process.returncode is None
 
 
-async def test_after_the_last_refusal_it_registers_by_itself() -> None:
+async def test_after_the_last_rejection_it_registers_by_itself() -> None:
     async with simulated_node("4x-t4") as node:
         await node.do("kubelet refuse", {"times": "3"})
         async with agent_process(node) as agent:

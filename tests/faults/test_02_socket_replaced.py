@@ -1,4 +1,4 @@
-"""Fault 2, sink part: whatever took our socket's place stays, and is named; ours comes back."""
+"""Fault 2, sink part: whatever took our socket's place stays, and is named; ours is made anew."""
 
 import os
 import shutil

@@ -30,7 +30,7 @@ MEMORY_BYTES = 8 * 1024 * 1024
 
 
 async def flip(node: SimulatedNode, times: int) -> None:
-    """Make a GPU sick and well again; each change is a message of its own to whoever reads."""
+    """Make a GPU unhealthy and healthy again; each change is a message of its own to every reader."""
     for _ in range(times):
         for code in ("UNKNOWN", "clear"):
             await node.do("return-code", {"code": code, "gpu": "0"})
@@ -75,7 +75,7 @@ async def test_a_resource_lost_to_the_registration_race_is_registered_again(how:
 async def test_a_kubelet_that_forgot_the_endpoint_but_not_its_stream_is_registered_with_anew() -> None:
     async with simulated_node("4x-t4") as node, agent_process(node, kubelet_count_poll="1s") as agent:
         await wait_allocatable(node.kubelet, 4, capacity=4)
-        # What it is named by lasts until the kubelet has what it was sent, which it refuses to be sent.
+        # What it is named by lasts until the kubelet has what it was sent, which it rejects.
         await node.do("kubelet refuse", {})
         await node.do("kubelet forget", {})
         answer = await agent.wait_answer(
@@ -105,9 +105,9 @@ async def test_a_reader_that_stops_costs_no_memory_and_gets_the_newest_state_whe
             await node.do("kubelet stop-reading", {})
             await flip(node, 5)  # what the first changes cost once stays
             before = resident_bytes(agent)
-            _, told = await agent.get("/v1/events")
+            _, earlier = await agent.get("/v1/events")
             await flip(node, FLIPS)
-            assert (await agent.get("/v1/events"))[1]["last"] - told["last"] >= 2 * FLIPS
+            assert (await agent.get("/v1/events"))[1]["last"] - earlier["last"] >= 2 * FLIPS
 
             node.nvml.push_xid(3, 79)
             await agent.wait_answer(

@@ -1,4 +1,4 @@
-"""Fault 4: an NVML call hangs for ever. Its GPU is marked, nobody else, and it costs one thread."""
+"""Fault 4: an NVML call hangs. Its GPU is marked, no other, and it costs one thread."""
 
 import threading
 from pathlib import Path

@@ -43,7 +43,7 @@ OF_A_GPU = (
     "nvmlDeviceGetGpuInstanceId",
     "nvmlDeviceGetComputeInstanceId",
 )
-AT_THE_FIRST_LOOK = (
+AT_THE_FIRST_READING = (
     "nvmlDeviceGetHandleByIndex",
     "nvmlDeviceGetPciInfo",
     "nvmlDeviceGetName",
@@ -116,8 +116,8 @@ async def test_whatever_a_call_of_a_poll_answers_concerns_its_gpu_alone(tmp_path
             await recorder.until(lambda: passed(recorder) == set(node.uuids()))
 
 
-@pytest.mark.parametrize("call", AT_THE_FIRST_LOOK)
-async def test_whatever_a_call_of_the_first_look_answers_the_others_are_offered(
+@pytest.mark.parametrize("call", AT_THE_FIRST_READING)
+async def test_whatever_a_call_of_the_first_reading_answers_the_others_are_advertised(
     tmp_path: Path, call: str
 ) -> None:
     async with recorded(tmp_path, THREE_MIG) as (node, recorder):
@@ -148,7 +148,7 @@ async def test_whatever_a_call_of_the_node_answers_no_gpu_is_blamed(tmp_path: Pa
 
 
 @pytest.mark.parametrize("call", OF_AN_INIT)
-async def test_whatever_an_init_answers_it_is_told_once_and_tried_at_its_pace(
+async def test_whatever_an_init_answers_it_is_reported_once_and_tried_at_its_pace(
     tmp_path: Path, call: str
 ) -> None:
     async with recorded(tmp_path, THREE_T4) as (node, recorder):

@@ -1,4 +1,4 @@
-"""Fault 5: NVML returns every error code. One sick GPU is one Unhealthy GPU, and nothing spins."""
+"""Fault 5: NVML returns every error code. One broken GPU is one Unhealthy GPU, and nothing spins."""
 
 import asyncio
 import time
@@ -12,7 +12,7 @@ from tests.sources.recorder import PATIENCE_S, until
 from tests.sources.simulated import QUICK
 
 CODES = (1, 2, *range(5, 13), *range(14, 31), 999)
-"""Every code of nvml.h but those that say that an answer cannot be had (3, 4, 13)."""
+"""Every code of nvml.h but those for an answer that cannot be had (3, 4, 13)."""
 
 THREE_T4 = {"preset": "4x-t4", "gpus": 3}
 REASONS = {15: Reason.GPU_LOST, 16: Reason.RESET_REQUIRED}
@@ -30,7 +30,7 @@ async def test_a_gpu_whose_calls_return_a_code_is_the_only_one_marked(tmp_path: 
 
 
 @pytest.mark.parametrize("code", [3, 4, 13])
-async def test_a_code_that_says_that_there_is_no_answer_marks_none(tmp_path: Path, code: int) -> None:
+async def test_a_code_for_an_answer_that_cannot_be_had_marks_none(tmp_path: Path, code: int) -> None:
     async with watched_node(tmp_path, THREE_T4) as watched:
         watched.node.state.set_return("nvmlDeviceGetTemperature", code)
         calls = watched.node.state.calls("nvmlDeviceGetTemperature", gpu=0)
@@ -79,7 +79,7 @@ async def test_a_lost_gpu_is_marked_and_xids_of_the_others_are_heard(tmp_path: P
         await watched.until_unhealthy(1, 2)
 
 
-async def test_an_xid_of_a_device_that_cannot_be_told_marks_none(tmp_path: Path) -> None:
+async def test_an_xid_of_a_device_that_cannot_be_identified_marks_none(tmp_path: Path) -> None:
     async with watched_node(tmp_path, THREE_T4) as watched:
         state = watched.node.state
         sequence = state.push_xid(None, 79)

@@ -25,7 +25,7 @@ def unterminated(nvml: NvmlState) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("break_uuids", "left"), [(same, 1), (empty, 0), (unterminated, 0)])
-async def test_a_gpu_that_cannot_be_identified_is_not_offered(
+async def test_a_gpu_that_cannot_be_identified_is_not_advertised(
     break_uuids: Callable[[NvmlState], None], left: int
 ) -> None:
     """The one GPU whose UUID all of them answer is still the one at its address."""
@@ -47,7 +47,7 @@ async def test_a_gpu_that_cannot_be_identified_is_not_offered(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("break_uuids", [same, empty, unterminated])
-async def test_an_agent_that_can_identify_no_gpu_from_the_start_offers_none(
+async def test_an_agent_that_can_identify_no_gpu_from_the_start_advertises_none(
     break_uuids: Callable[[NvmlState], None],
 ) -> None:
     async with simulated_node("4x-t4") as node:

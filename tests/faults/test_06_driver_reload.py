@@ -1,6 +1,6 @@
 """Fault 6: the driver is reloaded, is unloaded at the start, or changes its version.
 
-Right: the GPUs are gone and come back with the same ids, without a restart of the agent, unless NVML says
+Right: the GPUs are gone and return with the same ids, without a restart of the agent, unless NVML reports
 that the library in use is not the driver's and another one lies on the disk.
 """
 
@@ -140,7 +140,7 @@ async def test_another_version_of_the_driver_alone_is_waited_for_in_the_same_pro
         await wait_allocatable(node.kubelet, 4, capacity=4)
 
 
-async def test_a_driver_that_is_released_can_be_reloaded_and_only_maintenance_is_told(
+async def test_a_driver_that_is_released_can_be_reloaded_and_only_maintenance_is_reported(
     node: SimulatedNode,
 ) -> None:
     async with quick_agent(node) as agent:

@@ -1,7 +1,7 @@
-"""Fault 7: a GPU falls off the bus, and it or the others come back with another index.
+"""Fault 7: a GPU falls off the bus, and it or the others return with another index.
 
 Right: a GPU is its UUID. What is known of it stays with it wherever NVML lists it, its device id never
-means another card, and Allocate of one that is not there is refused.
+means another card, and Allocate of one that is not there is rejected.
 """
 
 import random
@@ -37,7 +37,7 @@ class Bus:
         self.order: list[int] = []
         self.seen: set[int] = set()
         self.lost: set[int] = set()
-        self.sick: set[int] = set()
+        self.broken: set[int] = set()
         self.returned: set[int] = set()
         """Gone and back: initialised anew, which with clean probes cures them."""
 
@@ -53,14 +53,14 @@ class Bus:
         """Every card that is listed passes as often as recovery asks for."""
         for _ in range(QUICK.recovery_clean_probes):
             self.node.apply(*(passed(uuid(card)) for card in self.order))
-        self.sick -= self.returned & set(self.order)
+        self.broken -= self.returned & set(self.order)
         self.returned = set()
 
     def xid_at(self, index: int) -> None:
         """The card at an index reports an error that takes a reset."""
         if self.order:
             card = self.order[index % len(self.order)]
-            self.sick.add(card)
+            self.broken.add(card)
             self.returned.discard(card)
             self.node.apply(xid(RESET_XID, uuid(card)))
 
@@ -72,7 +72,7 @@ class Bus:
             device = devices[uuid(card)]
             assert (device.uuid, device.placement.gpu) == (uuid(card), uuid(card))
             reasons = {reason.reason for reason in device.reasons}
-            assert (Reason.XID in reasons) >= (card in self.sick)
+            assert (Reason.XID in reasons) >= (card in self.broken)
             if card in self.lost:
                 assert Reason.GPU_LOST in reasons
             else:
@@ -122,12 +122,12 @@ def test_whatever_is_listed_where_each_gpu_keeps_what_is_its_own(steps: list[tup
 @settings(deadline=None)
 @given(st.lists(ORDERS, max_size=6), ORDERS.filter(lambda order: len(order) == CARDS))
 def test_all_that_come_back_are_well_again_wherever_they_are_listed(
-    orders: list[list[int]], last: list[int]
+    listings: list[list[int]], last: list[int]
 ) -> None:
     bus = Bus()
     bus.list(list(range(CARDS)))
     bus.poll()
-    for order in orders:
+    for order in listings:
         bus.list(order)
         bus.poll()
     bus.list(last)
@@ -136,24 +136,24 @@ def test_all_that_come_back_are_well_again_wherever_they_are_listed(
     assert [str(device.id) for device in bus.node.devices()] == [uuid(card) for card in range(CARDS)]
 
 
-def test_another_card_in_the_same_slot_is_another_device_and_the_old_id_is_refused() -> None:
+def test_another_card_in_the_same_slot_is_another_device_and_the_old_id_is_rejected() -> None:
     node = healthy_node(gpu(0), gpu(1), policy=QUICK)
     new = replace(gpu(1), uuid=uuid(9))
     node.apply(enumerated(gpu(0), new), passed(uuid(9)))
     snapshot = node.snapshot()
     (resource,) = snapshot.resources
-    refused = allocate(snapshot, resource, [uuid(1)])
-    assert isinstance(refused, Rejection)
-    assert refused.kind == "unhealthy"
+    rejected = allocate(snapshot, resource, [uuid(1)])
+    assert isinstance(rejected, Rejection)
+    assert rejected.kind == "unhealthy"
     assert isinstance(allocate(snapshot, resource, [uuid(9)]), ContainerAnswer)
 
 
 def test_an_id_that_never_was_is_unknown() -> None:
     node = healthy_node(gpu(0), policy=QUICK)
     snapshot = node.snapshot()
-    refused = allocate(snapshot, snapshot.resources[0], [uuid(7)])
-    assert isinstance(refused, Rejection)
-    assert refused.kind == "unknown"
+    rejected = allocate(snapshot, snapshot.resources[0], [uuid(7)])
+    assert isinstance(rejected, Rejection)
+    assert rejected.kind == "unknown"
 
 
 # Over the simulated library
@@ -166,18 +166,18 @@ async def test_gpus_that_go_and_come_over_nvml_keep_their_verdicts(tmp_path: Pat
         state = watched.node.state
         hidden: set[int] = set()
         for _ in range(6):
-            slot = chance.randrange(4)
-            if slot in hidden:
-                hidden.discard(slot)
-                state.reveal_gpu(slot)
+            number = chance.randrange(4)
+            if number in hidden:
+                hidden.discard(number)
+                state.reveal_gpu(number)
             else:
-                hidden.add(slot)
-                state.hide_gpu(slot)
+                hidden.add(number)
+                state.hide_gpu(number)
             await watched.until_unhealthy(*hidden)
             for lost in hidden:
                 assert watched.reasons(lost) == {Reason.GPU_LOST}
-        for slot in hidden:
-            state.reveal_gpu(slot)
+        for number in hidden:
+            state.reveal_gpu(number)
         await watched.until_unhealthy()
 
 
@@ -205,5 +205,5 @@ async def test_a_lost_gpu_that_comes_back_as_another_index_is_the_same_device(tm
         await watched.until_unhealthy(0, 2)
         state.reveal_gpu(2)
         await watched.until_unhealthy(0)
-        assert watched.indexes() == {GpuUuid(state.uuid(slot)): slot - 1 for slot in (1, 2, 3)}
+        assert watched.indexes() == {GpuUuid(state.uuid(number)): number - 1 for number in (1, 2, 3)}
         assert set(watched.health) == ids

@@ -1,8 +1,8 @@
 """Fault 8: MIG is reconfigured while the agent runs, and so is what is asked of it.
 
-Right: the placement map is rebuilt with each layout. What is offered is exactly what there is, each device
+Right: the placement map is rebuilt with each layout. What is advertised is exactly what there is, each device
 once and under one name; a fault of an instance takes that instance out and no other, however many share a
-GPU; and Allocate gives what the id says.
+GPU; and Allocate gives what the id names.
 """
 
 import random
@@ -61,39 +61,39 @@ def card(number: int, layout: Layout, made: int) -> Gpu:
 
 @dataclass
 class Cards:
-    """What is true of a node whose layouts change, told to a core that has to follow."""
+    """What is true of a node whose layouts change, reported to a core that has to follow."""
 
     node: Node = field(default_factory=lambda: Node(QUICK))
     layouts: list[Layout] = field(default_factory=lambda: [None] * CARDS)
     made: list[int] = field(default_factory=lambda: [0] * CARDS)
-    sick: set[str] = field(default_factory=set)
-    """UUIDs of the GPUs and MIG devices that are out."""
+    broken: set[str] = field(default_factory=set)
+    """UUIDs of the GPUs and MIG devices that are unhealthy."""
     strategy: MigStrategy = "mixed"
     replicas: int | None = None
 
     def cards(self) -> list[Gpu]:
         return [card(each, self.layouts[each], self.made[each]) for each in range(CARDS)]
 
-    def tell(self) -> None:
+    def report(self) -> None:
         self.node.apply(enumerated(*self.cards()), *(passed(uuid(each)) for each in range(CARDS)))
 
     def lay_out(self, number: int, layout: Layout) -> None:
         """Destroy what is there and make something else, or the same anew."""
         gone = {mig.uuid for mig in self.cards()[number].mig_devices}
-        self.sick -= gone
+        self.broken -= gone
         self.layouts[number] = layout
         self.made[number] += 1
-        self.tell()
+        self.report()
 
     def fault_at(self, number: int, place: int) -> None:
         """Let an instance of a card fail, or the card where it has none."""
         slices = self.cards()[number].mig_devices
         if not slices:
-            self.sick.add(uuid(number))
+            self.broken.add(uuid(number))
             self.node.apply(xid(RESET_XID, uuid(number)))
             return
         chosen = slices[place % len(slices)]
-        self.sick.add(chosen.uuid)
+        self.broken.add(chosen.uuid)
         self.node.apply(xid(RESET_XID, uuid(number), gi=chosen.gi, ci=chosen.ci))
 
     def ask(self, strategy: MigStrategy, replicas: int | None) -> None:
@@ -104,7 +104,7 @@ class Cards:
         self.node.apply(PolicyChanged(replace(QUICK, mig_strategy=strategy, sharing=sharing)))
 
     def expected(self) -> dict[str, dict[str, str]]:
-        """What there is by resource: the UUID behind each id that is to be offered."""
+        """What there is by resource: the UUID behind each id that is to be advertised."""
         parts = [
             (part, each) for each in self.cards() for part in (each.mig_devices if each.mig_enabled else ())
         ]
@@ -132,21 +132,21 @@ class Cards:
     def check(self) -> None:
         """What must be so at every moment."""
         snapshot = self.node.snapshot()
-        offered = {
+        advertised = {
             str(each.name): {str(device.id): device.uuid for device in each.devices}
             for each in snapshot.resources
             if each.devices
         }
-        assert offered == self.expected()
+        assert advertised == self.expected()
         every_id = Counter(str(device.id) for each in snapshot.resources for device in each.devices)
         assert set(every_id.values()) <= {1}
         of_card = {part.uuid: each.uuid for each in self.cards() for part in each.mig_devices}
         for resource in snapshot.resources:
             for device in resource.devices:
                 parts = [part for part, whole in of_card.items() if whole == device.uuid]
-                is_sick = bool(self.sick & {device.uuid, of_card.get(device.uuid, ""), *parts})
-                assert (device.health is Health.UNHEALTHY) == is_sick
-                if not is_sick:
+                is_broken = bool(self.broken & {device.uuid, of_card.get(device.uuid, ""), *parts})
+                assert (device.health is Health.UNHEALTHY) == is_broken
+                if not is_broken:
                     answer = allocate(snapshot, resource, [device.id])
                     assert isinstance(answer, ContainerAnswer)
                     assert answer.envs == {VISIBLE_DEVICES: device.uuid}
@@ -161,12 +161,12 @@ STEPS = st.one_of(
 
 @settings(deadline=None)
 @given(st.lists(STEPS, max_size=12))
-def test_whatever_the_layouts_become_exactly_what_there_is_is_offered(
+def test_whatever_the_layouts_become_exactly_what_there_is_is_advertised(
     steps: list[tuple[str, object, object]],
 ) -> None:
     cards = Cards()
     cards.node.apply(ready())
-    cards.tell()
+    cards.report()
     cards.check()
     for step in steps:
         match step:
@@ -202,9 +202,9 @@ async def test_layouts_that_change_in_nvml_are_followed_with_their_faults(tmp_pa
     hardware: dict[str, object] = {"preset": "8x-a100", "gpus": 2}
     async with watched_node(tmp_path, hardware, policy=policy) as watched:
         state = watched.node.state
-        there: dict[int, dict[str, str]] = {slot: {state.uuid(slot): GPU} for slot in range(2)}
+        there: dict[int, dict[str, str]] = {index: {state.uuid(index): GPU} for index in range(2)}
 
-        def offered() -> dict[str, str]:
+        def advertised() -> dict[str, str]:
             return {str(d.id): name for name, devices in watched.resources.items() for d in devices}
 
         def unhealthy() -> set[str]:
@@ -212,25 +212,25 @@ async def test_layouts_that_change_in_nvml_are_followed_with_their_faults(tmp_pa
             return {str(device.id) for device in listed if device.health is not Health.HEALTHY}
 
         for _ in range(5):
-            slot = chance.randrange(2)
+            index = chance.randrange(2)
             layout = chance.choice([each for each in LAYOUTS if each != () and each is not None] + [None])
             specs = [MigDeviceSpec(profile=profile) for profile in layout or ()]
-            uuids = state.set_mig(slot, specs, enabled=layout is not None)
+            uuids = state.set_mig(index, specs, enabled=layout is not None)
             names = ["nvidia.com/mig-" + each.replace("+", ".") for each in layout or ()]
-            there[slot] = dict(zip(uuids, names, strict=True)) if layout else {state.uuid(slot): GPU}
+            there[index] = dict(zip(uuids, names, strict=True)) if layout else {state.uuid(index): GPU}
             await watched.until(
-                lambda: offered() == {k: v for each in there.values() for k, v in each.items()}
+                lambda: advertised() == {k: v for each in there.values() for k, v in each.items()}
             )
             await watched.until(lambda: unhealthy() == set())
             if layout:
                 row = chance.randrange(len(uuids))
-                gi, ci = state.number(slot, "mig_gi", row), state.number(slot, "mig_ci", row)
-                state.push_xid(slot, RESET_XID, gi=gi, ci=ci)
-                sick = uuids[row]
-                await watched.until(lambda sick=sick: unhealthy() == {sick})  # type: ignore[misc]
-                state.set_mig(slot, [])
-                await watched.until(lambda sick=sick: sick not in offered())  # type: ignore[misc]
-                there[slot] = {}
+                gi, ci = state.number(index, "mig_gi", row), state.number(index, "mig_ci", row)
+                state.push_xid(index, RESET_XID, gi=gi, ci=ci)
+                broken = uuids[row]
+                await watched.until(lambda broken=broken: unhealthy() == {broken})  # type: ignore[misc]
+                state.set_mig(index, [])
+                await watched.until(lambda broken=broken: broken not in advertised())  # type: ignore[misc]
+                there[index] = {}
                 await watched.until(lambda: unhealthy() == set())
 
 
@@ -252,5 +252,5 @@ async def test_nodes_that_go_with_their_instances_are_not_missed_and_others_are(
         lost = max(nodes, key=lambda each: int(each.name.removeprefix("nvidia-cap")))
         lost.unlink()
         await wait_allocatable(node, 1, resource="nvidia.com/mig-3g.40gb")
-        told = await agent.wait_line("A condition was raised", reason="device_node_missing")
-        assert lost.name in str(told)
+        line = await agent.wait_line("A condition was raised", reason="device_node_missing")
+        assert lost.name in str(line)

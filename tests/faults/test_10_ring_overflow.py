@@ -1,6 +1,6 @@
 """Fault 10: the ring buffer between the kernel and the agent overflows.
 
-Right: each lost event is counted, what is found is marked as incomplete until the picture is made anew from
+Right: each lost event is counted, what is found is marked as incomplete until the snapshot is made anew from
 the kernel's own table, which is within one poll, and then every count is exact. At 10,000 events a second
 nothing is lost.
 """
@@ -83,7 +83,7 @@ def use_of(usage: Usage, pid: int) -> ProcessUse | None:
 
 
 async def wait_contexts(seen: Recorder, pid: int, count: int) -> Usage:
-    """Wait until a complete picture shows a process with so many contexts; which GPU is not known here."""
+    """Wait until a complete snapshot shows a process with so many contexts; which GPU is not known here."""
 
     def is_so(fact: GpuUseSeen) -> bool:
         use = use_of(fact.usage, pid)
@@ -108,11 +108,11 @@ async def test_after_an_overflow_every_context_is_counted_exactly(
         await blocking(caller.resume)
         usage = await wait_contexts(watcher.seen, caller.pid, 0)
         assert usage.events_lost > before
-    told = [record for record in caplog.records if "lost" in record.message]
-    assert len(told) == 1, "at most one line in 30 s"
+    logged = [record for record in caplog.records if "lost" in record.message]
+    assert len(logged) == 1, "at most one line in 30 s"
 
 
-async def test_the_picture_is_made_anew_within_a_poll(call: Callable[..., Any]) -> None:
+async def test_the_snapshot_is_made_anew_within_a_poll(call: Callable[..., Any]) -> None:
     async with watched(ring_bytes=TINY_RING) as watcher:
         caller = await call(CONTEXTS, PRIME)
         done_ns = time.monotonic_ns()
@@ -122,7 +122,7 @@ async def test_the_picture_is_made_anew_within_a_poll(call: Callable[..., Any]) 
         assert usage.at_ns - done_ns <= SETTINGS.poll_ns + SLACK_NS
 
 
-def test_a_loss_marks_the_picture_until_it_was_made_anew_from_rows_and_a_scan() -> None:
+def test_a_loss_marks_the_snapshot_until_it_was_made_anew_from_rows_and_a_scan() -> None:
     tracker = Tracker(GpuMap({}))
     tracker.apply_scan((), START_NS)
     assert tracker.usage_snapshot(START_NS).complete

@@ -1,7 +1,7 @@
 """Fault 11: a fork bomb of processes that use GPUs, and pids that are used again.
 
-Right: every table is bounded and what was forgotten is counted; nobody is said to have left anything behind
-who has not. Here a short burst of real forks, and longer ones on a clock of the test's own.
+Right: every table is bounded and what was forgotten is counted; no process is reported to have left
+anything behind that has not. Here a short burst of real forks, and longer ones on a clock of the test's own.
 """
 
 import asyncio
@@ -53,7 +53,7 @@ for number in range(int(sys.argv[2])):
 
 @pytest.mark.slow
 async def test_a_burst_of_real_forks_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # What nobody holds may be in a message, for a while.
+    # What no process holds may be in a message, for a while.
     monkeypatch.setattr(quarantine, "QUARANTINE_NS", 0)
     double = await in_daemon_thread("test-device", lambda: stand_in(tmp_path))
     async with watched(processes=ROOM) as watcher:
@@ -88,7 +88,7 @@ def test_the_tables_have_room_for_what_was_promised() -> None:
 
 
 class Bomb:
-    """A machine, the tracker that follows it late, and the core that is told of it once a second."""
+    """A machine, the tracker that follows it late, and the core that gets its snapshot once a second."""
 
     def __init__(self, seed: int, pids: int) -> None:
         self.world = World()
@@ -103,7 +103,7 @@ class Bomb:
         self.world.now_ns = self.node.now_ns
         self._chance = random.Random(seed)
         self._pids = range(100, 100 + pids)
-        self._untold: list[Task] = []
+        self._unreported: list[Task] = []
         self.scan()
 
     def second(self, spawned: int) -> None:
@@ -111,10 +111,10 @@ class Bomb:
         for _ in range(spawned):
             self._one(self._chance.choice(self._pids))
         self.tracker.handle_events(self.world.drain())
-        for see in (self.scan, self.look, self.tell_ends):
+        for see in (self.scan, self.read_statuses, self.report_ends):
             if self._chance.random() < 0.4:
                 see()
-        self.tell()
+        self.report()
         self.node.until(self.node.now_ns + S)
         self.world.now_ns = max(self.world.now_ns, self.node.now_ns)
 
@@ -131,7 +131,7 @@ class Bomb:
 
     def exit(self, task: Task) -> None:
         self.world.exit(task)
-        self._untold.append(task)
+        self._unreported.append(task)
 
     def scan(self) -> None:
         at_ns = self.world.now_ns = self.world.now_ns + 1
@@ -140,7 +140,7 @@ class Bomb:
         self.tracker.apply_scan(held, at_ns)
         self.world.delete_rows(self.tracker.pop_removed())
 
-    def look(self) -> None:
+    def read_statuses(self) -> None:
         alive = {task.key.pid: task for task in self.world.alive}
         for key in self.tracker.without_status:
             if key.pid in alive:
@@ -148,24 +148,24 @@ class Bomb:
             else:
                 self.tracker.handle_process_gone(key, self.world.now_ns)
 
-    def tell_ends(self) -> None:
-        for task in self._untold:
+    def report_ends(self) -> None:
+        for task in self._unreported:
             self.tracker.handle_process_gone(task.key, self.world.now_ns)
-        self._untold.clear()
+        self._unreported.clear()
 
-    def tell(self) -> Usage:
-        picture = self.tracker.usage_snapshot(self.node.now_ns)
-        self.node.apply(GpuUseSeen(picture), allocated(), pods())
-        return picture
+    def report(self) -> Usage:
+        snapshot = self.tracker.usage_snapshot(self.node.now_ns)
+        self.node.apply(GpuUseSeen(snapshot), allocated(), pods())
+        return snapshot
 
     def settled(self) -> Usage:
         for _ in range(2):
-            self.tell_ends()
+            self.report_ends()
             if self.tracker.needs_rebuild:
                 self.tracker.rebuild(list(self.world.rows.values()), self.world.now_ns)
             self.scan()
-            self.look()
-        return self.tell()
+            self.read_statuses()
+        return self.report()
 
 
 @settings(max_examples=25, deadline=None)
@@ -176,8 +176,8 @@ def test_pids_that_are_used_again_and_again_make_no_finding(seed: int, pids: int
         bomb.second(spawned)
         assert found(bomb.node) == []
 
-    picture = bomb.settled()
-    assert (picture.processes, picture.orphans, picture.totals) == ((), (), ())
+    snapshot = bomb.settled()
+    assert (snapshot.processes, snapshot.orphans, snapshot.totals) == ((), (), ())
     bomb.world.now_ns += QUARANTINE_NS
     bomb.scan()
     assert bomb.world.rows == {}
@@ -198,11 +198,11 @@ def test_when_there_are_more_processes_than_room_the_others_are_counted_and_accu
         if pid % 20 == 0:
             bomb.settled()
 
-    picture = bomb.settled()
+    snapshot = bomb.settled()
 
-    assert len(picture.processes) <= 50
-    assert picture.evicted >= 150
-    assert picture.orphans == ()
+    assert len(snapshot.processes) <= 50
+    assert snapshot.evicted >= 150
+    assert snapshot.orphans == ()
     for _ in range(40):
         bomb.node.until(bomb.node.now_ns + S)
         bomb.settled()
@@ -211,5 +211,5 @@ def test_when_there_are_more_processes_than_room_the_others_are_counted_and_accu
     ] == []
     for task in living:
         bomb.exit(task)
-    picture = bomb.settled()
-    assert (picture.processes, picture.orphans) == ((), ())
+    snapshot = bomb.settled()
+    assert (snapshot.processes, snapshot.orphans) == ((), ())

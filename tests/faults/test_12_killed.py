@@ -1,6 +1,6 @@
 """Fault 12: SIGKILL at a random moment, and a restart with running pods.
 
-Right: the state is as before, or unknown and judged anew, and never silently Healthy; what pods hold is
+Right: the state is as before, or unknown and evaluated anew, and never silently Healthy; what pods hold is
 theirs. Twenty kills by default; GPU_AGENT_TEST_KILLS sets another number (the promise is 200).
 """
 
@@ -47,7 +47,7 @@ def kept(node: SimulatedNode) -> Durable:
     return found
 
 
-def sick_of(durable: Durable) -> set[str]:
+def unhealthy_of(durable: Durable) -> set[str]:
     return {each.placement.gpu for each in durable.conditions if each.flips}
 
 
@@ -55,10 +55,10 @@ def unhealthy(node: SimulatedNode) -> set[str]:
     return set(node.kubelet.unhealthy(GPU))
 
 
-async def told_as(node: SimulatedNode, lists: int, sick: set[str]) -> None:
-    """Wait until the kubelet got a list after so many, and knows exactly these devices as sick."""
+async def listed_as(node: SimulatedNode, lists: int, broken: set[str]) -> None:
+    """Wait until the kubelet got a list after so many, and knows exactly these devices as unhealthy."""
     await node.kubelet.wait_for(lambda kubelet: len(kubelet.lists) > lists, PATIENCE_S)
-    await node.kubelet.wait_for(lambda _: unhealthy(node) == sick, PATIENCE_S)
+    await node.kubelet.wait_for(lambda _: unhealthy(node) == broken, PATIENCE_S)
 
 
 async def recover(agent: AgentProcess, uuid: str) -> None:
@@ -69,18 +69,18 @@ async def recover(agent: AgentProcess, uuid: str) -> None:
         return  # it was killed meanwhile
 
 
-async def test_nothing_that_is_sick_is_well_after_a_kill(node: SimulatedNode) -> None:
+async def test_nothing_that_is_unhealthy_is_healthy_after_a_kill(node: SimulatedNode) -> None:
     chance = random.Random(12)
-    sick: set[str] = set()
+    broken: set[str] = set()
     for number in range(KILLS):
         lists = len(node.kubelet.lists)
         async with running(flags_of(node, recovery_quiet="24h")) as agent:
-            await told_as(node, lists, sick)
-            for told in node.kubelet.lists[lists:]:
-                assert sick <= set(told.unhealthy), f"a list of life {number} forgot what was sick"
+            await listed_as(node, lists, broken)
+            for listed in node.kubelet.lists[lists:]:
+                assert broken <= set(listed.unhealthy), f"a list of life {number} forgot what was unhealthy"
             if number == 0:
                 assert (await node.kubelet.run_pod("train", "ml", {"main": {GPU: 2}})).running
-            before, least, most = sick, set(sick), set(sick)
+            before, least, most = broken, set(broken), set(broken)
             async with asyncio.TaskGroup() as group:
                 if len(before) > 4 or (before and chance.random() < 0.3):
                     uuid = chance.choice(sorted(before))
@@ -88,14 +88,14 @@ async def test_nothing_that_is_sick_is_well_after_a_kill(node: SimulatedNode) ->
                     await agent.wait_line("Listening", listener="control")
                     group.create_task(recover(agent, uuid))
                 else:
-                    slot = chance.randrange(node.nvml.gpus)
-                    most.add(node.nvml.uuid(slot))
-                    node.nvml.push_xid(slot, chance.choice(XIDS))
+                    gpu = chance.randrange(node.nvml.gpus)
+                    most.add(node.nvml.uuid(gpu))
+                    node.nvml.push_xid(gpu, chance.choice(XIDS))
                 await asyncio.sleep(chance.uniform(0, 0.03))
                 agent.signal(signal.SIGKILL)
             await agent.ended()
-        sick = sick_of(await in_daemon_thread("state-reader", lambda: kept(node)))
-        assert least <= sick <= most, f"kill {number} lost or invented a fault"
+        broken = unhealthy_of(await in_daemon_thread("state-reader", lambda: kept(node)))
+        assert least <= broken <= most, f"kill {number} lost or invented a fault"
     assert [pod.name for pod in node.kubelet.pods if pod.running] == ["train"]
     assert len(node.kubelet.allocations) == 1
 
@@ -107,18 +107,20 @@ async def test_the_conditions_are_the_same_before_and_after(
     async with running(flags_of(node)) as agent:
         await agent.wait_registered()
         await node.kubelet.wait_for(lambda kubelet: kubelet.allocatable(GPU) == 8, PATIENCE_S)
-        for slot, xid in faults.items():
-            node.nvml.push_xid(slot, xid)
-        wanted = {node.nvml.uuid(slot) for slot in faults}
+        for gpu, xid in faults.items():
+            node.nvml.push_xid(gpu, xid)
+        wanted = {node.nvml.uuid(gpu) for gpu in faults}
         await node.kubelet.wait_for(lambda _: unhealthy(node) == wanted, PATIENCE_S)
         async with asyncio.timeout(PATIENCE_S):
-            while sick_of(before := await in_daemon_thread("state-reader", lambda: kept(node))) != wanted:
+            while (
+                unhealthy_of(before := await in_daemon_thread("state-reader", lambda: kept(node))) != wanted
+            ):
                 await asyncio.sleep(0.01)
         agent.signal(signal.SIGKILL)
         await agent.ended()
     lists = len(node.kubelet.lists)
     async with running(flags_of(node)) as agent:
-        await told_as(node, lists, wanted)
+        await listed_as(node, lists, wanted)
         assert await agent.stop() == 0
     after = await in_daemon_thread("state-reader", lambda: kept(node))
     assert [each.key for each in after.conditions] == [each.key for each in before.conditions]
@@ -138,16 +140,16 @@ async def restarted(node: SimulatedNode, *, wanted: set[str], read: int) -> Dura
     return now
 
 
-async def test_an_xid_that_came_while_no_agent_was_there_is_judged_by_the_next_one(
+async def test_an_xid_that_came_while_no_agent_was_there_is_evaluated_by_the_next_one(
     node: SimulatedNode,
 ) -> None:
     address = node.spec.gpus[2].pci_bus_id.rpartition(".")[0]
     node.kernel_log.write(f"NVRM: Xid (PCI:{address}): 48, pid=7, name=x, before any agent of this boot")
     await restarted(node, wanted=set(), read=0)
-    sick = {node.nvml.uuid(2)}
+    broken = {node.nvml.uuid(2)}
     node.nvml.set_recovery_action(2, 1)
     node.kernel_log.write(f"NVRM: Xid (PCI:{address}): 48, pid=7, name=x, while no agent was there")
-    first = await restarted(node, wanted=sick, read=1)
-    again = await restarted(node, wanted=sick, read=1)
-    assert sick_of(again) == sick_of(first) == sick
+    first = await restarted(node, wanted=broken, read=1)
+    again = await restarted(node, wanted=broken, read=1)
+    assert unhealthy_of(again) == unhealthy_of(first) == broken
     assert again.xids == first.xids == ((node.nvml.uuid(2), 48, 2),)

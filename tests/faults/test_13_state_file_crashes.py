@@ -143,8 +143,8 @@ async def test_a_state_that_is_damaged_twice_is_lost_aloud_until_it_is_acknowled
             assert (await gpu_agent("recover", "--state", "--control-socket", socket)).status == 0
             await agent.wait_answer("/preflight", lambda code, _: code == 200)
             await agent.wait_answer("/readyz", lambda code, _: code == 200)
-            refused = await gpu_agent("recover", "--state", "--control-socket", socket)
-            assert (refused.status, "nothing to acknowledge" in refused.err) == (2, True)
+            rejected = await gpu_agent("recover", "--state", "--control-socket", socket)
+            assert (rejected.status, "nothing to acknowledge" in rejected.err) == (2, True)
 
 
 @pytest.mark.slow
@@ -174,7 +174,7 @@ async def test_a_state_that_cannot_be_read_is_retried_and_never_written_over() -
 async def test_without_its_state_an_agent_finds_the_hard_faults_of_this_boot_again(
     *, is_damaged: bool
 ) -> None:
-    """One that is lost is not even listed; one that NVML answers for is out by what the kernel log kept."""
+    """A lost one is not even listed; one that NVML answers for is unhealthy by what the kernel log kept."""
     lost, faulty = 1, 3
     async with simulated_node() as node:
         files = await held(node)

@@ -31,7 +31,7 @@ WRITES_FOR_PEOPLE = {
     "runtime/event_recorder.py": "the times that HTTP, evidence and orders show",
     "sinks/eventlog.py": "the event log",
     "commands/trace.py": "when a call was made",
-    "commands/render.py": "times in the zone of the one who reads them",
+    "commands/render.py": "times in the zone of the reader",
     "commands/events.py": "what a person asks for by the time of day",
 }
 
@@ -63,7 +63,7 @@ def test_only_what_writes_for_people_reads_the_clock_of_the_wall() -> None:
     assert readers == set(WRITES_FOR_PEOPLE)
 
 
-def test_the_check_finds_who_reads_it(tmp_path: Path) -> None:
+def test_the_check_finds_a_reader_of_it(tmp_path: Path) -> None:
     path = tmp_path / "x.py"
     for line in (
         "import time; time.time()",
@@ -122,7 +122,7 @@ def test_a_registration_that_is_watched_stays() -> None:
     assert node.standing(GPU).generation == generation
 
 
-def test_a_refused_registration_is_tried_once_and_not_once_for_each_pause_slept_through() -> None:
+def test_a_rejected_registration_is_tried_once_and_not_once_for_each_pause_slept_through() -> None:
     node = healthy_node(gpu(0))
     node.apply(KubeletSocketSeen(K1))
     node.fail_registration()
@@ -132,7 +132,7 @@ def test_a_refused_registration_is_tried_once_and_not_once_for_each_pause_slept_
     assert node.standing(GPU).generation == generation + 1
 
 
-def test_who_holds_what_is_unknown_until_it_is_told_again() -> None:
+def test_allocations_are_unknown_until_they_are_listed_again() -> None:
     node = healthy_node(gpu(0))
     node.apply(AllocationsListed({}))
     node.after(HOUR, Tick())

@@ -39,7 +39,7 @@ def _possible() -> None:
 
 @pytest.fixture
 def machine(tmp_path: Path) -> OtherMachine:
-    """A machine on which compiling takes for ever."""
+    """A machine on which compiling does not end."""
     made = OtherMachine(tmp_path / "machine")
     made.has_bcc(HANGS)
     made.has_release("6.1.0-50-amd64")
@@ -122,7 +122,7 @@ async def test_an_agent_that_is_killed_takes_its_loader_with_it(machine: OtherMa
                 await asyncio.sleep(0.02)
 
 
-async def test_an_agent_that_is_told_to_end_does_not_wait_for_its_loader(machine: OtherMachine) -> None:
+async def test_an_agent_that_is_to_stop_does_not_wait_for_its_loader(machine: OtherMachine) -> None:
     async with (
         simulated_node() as node,
         agent_process(node, launcher=machine.launcher(), **FLAGS) as agent,

@@ -24,7 +24,7 @@ def eat():
     os.kill(os.getpid(), signal.SIGKILL)
 signal.signal(signal.SIGUSR1, lambda *_: threading.Thread(target=eat, daemon=True).start())
 """
-"""Grows by 64 MiB when told, then ends as the kernel would end it."""
+"""Grows by 64 MiB on request, then ends as the kernel would end it."""
 
 
 @pytest.fixture

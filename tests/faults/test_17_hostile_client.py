@@ -25,7 +25,7 @@ MAX_GROWTH_BYTES = 8 * MIB
 
 @dataclass
 class Observed:
-    """What the kubelet, and whoever looks at the process, saw during an attack."""
+    """What the kubelet, and a reader of the process's figures, saw during an attack."""
 
     latencies_s: list[float] = field(default_factory=list)
     peak_rss_bytes: int = 0
@@ -59,7 +59,7 @@ async def _allocate(stub: object) -> None:
 
 @asynccontextmanager
 async def observed(process: PluginProcess) -> AsyncIterator[Observed]:
-    """Let a kubelet watch and allocate all the while, and look at the process."""
+    """Let a kubelet watch and allocate all the while, and sample the process."""
     seen = Observed()
     async with plugin(process.socket) as stub, asyncio.TaskGroup() as tasks:
         watch = stub.ListAndWatch(pb.Empty())

@@ -1,4 +1,4 @@
-"""Fault 18: whatever Allocate is asked for, the answer is a valid one or says what was wrong."""
+"""Fault 18: whatever Allocate is asked for, the answer is a valid one or names what was wrong."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -18,12 +18,12 @@ from tests.sinks.raw_http2 import PATIENCE_S
 from tests.sinks.snapshots import uuid
 
 HEALTHY = [uuid(number) for number in range(7)]
-SICK = uuid(7)
+BROKEN = uuid(7)
 NODES = {"/dev/nvidiactl", *(f"/dev/nvidia{number}" for number in range(8))}
 INVALID, FAILED = grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.FAILED_PRECONDITION
 
 hostile_ids = (
-    some.sampled_from([*HEALTHY, SICK])
+    some.sampled_from([*HEALTHY, BROKEN])
     | some.text(max_size=MAX_ID_BYTES + 10)
     | some.sampled_from(
         ["", "..", "../../etc/passwd", "/dev/nvidia0", "GPU-\0", "%s%n", "\x1b[31m", uuid(0) + "/.."]
@@ -79,11 +79,11 @@ def allocate(stub: Any, containers: Sequence[Sequence[str]]) -> Any:
 def test_an_answer_holds_only_what_is_asked_for_and_known(stub: Any, containers: list[list[str]]) -> None:
     answer = allocate(stub, containers)
     asked = {name for ids in containers for name in ids}
-    if not asked <= {*HEALTHY, SICK}:
+    if not asked <= {*HEALTHY, BROKEN}:
         assert answer.code() in {INVALID, FAILED}
         assert 0 < len(answer.details()) <= MAX_ERROR_CHARS
         return
-    if SICK in asked:
+    if BROKEN in asked:
         assert answer.code() is FAILED
         return
     assert len(answer.container_responses) == len(containers)
@@ -135,7 +135,7 @@ def test_nothing_but_a_broken_device_keeps_a_container_from_starting(stub: Any, 
 @example(data=b"\x0a\x00" * 500_000)
 @example(data=b"\x50\x00" * 500_000)
 @pytest.mark.parametrize("method", ["Allocate", "GetPreferredAllocation", "PreStartContainer"])
-def test_bytes_that_are_no_request_are_refused_at_once(channel: Any, method: str, data: bytes) -> None:
+def test_bytes_that_are_no_request_are_rejected_at_once(channel: Any, method: str, data: bytes) -> None:
     call = channel.unary_unary(f"{SERVICE}/{method}").future(data, timeout=PATIENCE_S)
     assert call.code() in {grpc.StatusCode.OK, INVALID, FAILED}
 
@@ -148,11 +148,11 @@ def test_bytes_that_are_no_request_are_refused_at_once(channel: Any, method: str
         ([["x" * (MAX_ID_BYTES + 1)]], INVALID, f"longer than {MAX_ID_BYTES} bytes"),
         ([[HEALTHY[0]]] * (MAX_CONTAINERS + 1), INVALID, f"more than {MAX_CONTAINERS} containers"),
         ([["GPU-00000000-0000-4000-8000-00000000dead"]], INVALID, "dead is not a device of nvidia.com/gpu"),
-        ([[HEALTHY[0], SICK]], FAILED, SICK),
+        ([[HEALTHY[0], BROKEN]], FAILED, BROKEN),
     ],
     ids=["10000-unknown", "ids", "id", "containers", "unknown", "unhealthy"],
 )
-def test_a_refusal_names_what_is_wrong(
+def test_a_rejection_names_what_is_wrong(
     stub: Any, containers: list[list[str]], code: grpc.StatusCode, words: str
 ) -> None:
     answer = allocate(stub, containers)

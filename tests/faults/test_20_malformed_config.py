@@ -1,6 +1,6 @@
 """Fault 20: a configuration that is wrong in whatever way, at the start and at a reload, a hundred times.
 
-Right: exit 2 with all problems at once; a reload keeps the old configuration and says so.
+Right: exit 2 with all problems at once; a reload keeps the old configuration and reports it.
 """
 
 import json
@@ -70,15 +70,15 @@ def test_each_wrong_value_is_a_problem_that_names_its_key(tmp_path: Path, leaves
     st.lists(st.sampled_from(KEYS), min_size=1, max_size=6, unique=True),
     st.sampled_from(["x", "Z", "_"]),
 )
-def test_each_misspelt_key_is_told_as_a_problem_or_a_warning(
-    tmp_path: Path, keys: list[str], ending: str
+def test_each_misspelt_key_is_reported_as_a_problem_or_a_warning(
+    tmp_path: Path, keys: list[str], suffix: str
 ) -> None:
-    contents = check_file(written(tmp_path, nested({f"{key}{ending}": "1" for key in keys})), strict=False)
+    contents = check_file(written(tmp_path, nested({f"{key}{suffix}": "1" for key in keys})), strict=False)
     notes = contents.problems + contents.warnings
     for key in keys:
-        assert sum(f": {key}{ending} is unknown" in note for note in notes) == 1
+        assert sum(f": {key}{suffix} is unknown" in note for note in notes) == 1
     assert all(
-        f": {key}{ending}" not in note for note in contents.warnings for key in keys if key[:6] == "agent."
+        f": {key}{suffix}" not in note for note in contents.warnings for key in keys if key[:6] == "agent."
     )
 
 
@@ -115,7 +115,7 @@ WAYS = st.fixed_dictionaries(
     st.fixed_dictionaries({}, optional={"timeSlicing": WAYS | st.none(), "mps": WAYS | st.none()}),
     st.lists(SHARES, max_size=2),
 )
-def test_whatever_is_said_of_sharing_it_is_valid_shares_or_sentences(
+def test_whatever_is_configured_for_sharing_it_is_valid_shares_or_sentences(
     tmp_path: Path, sharing: dict[str, object], ours: list[object]
 ) -> None:
     path = written(tmp_path, {"sharing": sharing, "agent": {"sharing": {"resources": ours}}})
@@ -147,14 +147,14 @@ def test_what_is_no_configuration_ends_with_2_and_a_sentence(
     assert str(path) in err
 
 
-def test_a_file_that_may_not_be_read_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_file_that_may_not_be_read_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     # Root may read everything, so this is a name that leads nowhere instead.
     (tmp_path / "config.yaml").symlink_to("config.yaml")
     assert cli.main(["run", f"--config-file={tmp_path}/config.yaml"]) == 2
     assert "Could not read the configuration file" in capsys.readouterr().err
 
 
-def tells(text: str, line: dict[str, Any]) -> bool:
+def has_text(text: str, line: dict[str, Any]) -> bool:
     return line["message"].startswith("Kept the old configuration") and text in "".join(line["problems"])
 
 
@@ -171,7 +171,7 @@ async def test_a_hundred_reloads_of_mistakes_change_nothing_and_a_good_one_is_ta
             for number in range(100):
                 config.write_text(f"agent: {{callDeadline: wrong{number}}}\n")
                 agent.process.send_signal(signal.SIGHUP)
-                await agent.wait_logged(partial(tells, f'and is "wrong{number}"'))
+                await agent.wait_logged(partial(has_text, f'and is "wrong{number}"'))
             assert (await agent.get("/readyz"))[0] == 500
             assert (await agent.get("/livez"))[0] == 200
             await nothing_more(

@@ -1,6 +1,6 @@
 """Fault 22: the log's pipe is full, or journald has stopped.
 
-Right: who logs is never held up, drops are counted, readiness says so after two minutes.
+Right: logging never blocks, drops are counted, readiness reports it after two minutes.
 """
 
 import os
@@ -13,7 +13,7 @@ from agent.log_sinks import MAX_QUEUED_LINES, Journal, LineWriter
 LINE = b"x" * 999 + b"\n"
 
 
-def test_a_full_pipe_holds_nobody_up_and_drops_are_counted() -> None:
+def test_a_full_pipe_blocks_no_caller_and_drops_are_counted() -> None:
     reader, writer = os.pipe()
     lines = LineWriter(writer)
     # More than the pipe and the queue together hold: without the queue this would never return.
@@ -54,7 +54,7 @@ def test_lines_are_written_again_when_the_reader_is_back() -> None:
     assert read.split(b"\n")[-2].strip() == b"499"
 
 
-def test_a_stopped_journald_holds_nobody_up(tmp_path: Path) -> None:
+def test_a_stopped_journald_blocks_no_caller(tmp_path: Path) -> None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as stopped:
         stopped.bind(str(tmp_path / "journal"))
         journal = Journal(str(tmp_path / "journal"))

@@ -1,8 +1,8 @@
 """Fault 23, second half: an agent is killed while a thread of it is held in the kernel by the driver.
 
 Right: what it served on is free at once, although the process cannot end; its successor registers without
-waiting for the driver, and offers nothing that the one before knew to be sick. The hang is a real one: a
-call on a device that never returns and that no signal ends.
+waiting for the driver, and advertises nothing that the one before knew to be unhealthy. The hang is a real
+one: a call on a device that never returns and that no signal ends.
 """
 
 import asyncio
@@ -102,7 +102,7 @@ def can_lock(path: Path) -> bool:
     return True
 
 
-def refuses(path: Path) -> bool:
+def rejects(path: Path) -> bool:
     with socket.socket(socket.AF_UNIX) as probe:
         try:
             probe.connect(str(path))
@@ -150,19 +150,19 @@ async def test_what_a_killed_agent_served_on_is_free_although_it_is_held_in_the_
             # The kernel closes the files one after the other.
             await eventually(lambda: can_lock(node.directory.agent / "lock"))
             await eventually(lambda: can_bind(port))
-            await eventually(lambda: refuses(node.directory.device_plugins / "nvidia-gpu.sock"))
-            await eventually(lambda: refuses(Path(agent.flags["control-socket"])))
+            await eventually(lambda: rejects(node.directory.device_plugins / "nvidia-gpu.sock"))
+            await eventually(lambda: rejects(Path(agent.flags["control-socket"])))
             assert "D" in states_of_threads(agent.pid)
         assert await agent.ended() == -signal.SIGKILL
 
 
 @pytest.mark.parametrize(("name", "left"), SCOPES)
-async def test_the_successor_registers_without_waiting_for_the_driver_and_offers_nothing_sick(
+async def test_the_successor_registers_without_waiting_for_the_driver_and_advertises_nothing_unhealthy(
     node: SimulatedNode, devices: HangingNodes, name: str, left: int
 ) -> None:
     flags = flags_of(node, poll="50ms", call_deadline="1s", recovery_quiet="0s", **DRIVER_DEADLINES)
     state = Path(flags["state-dir"], "state.json")
-    sick = {node.nvml.uuid(2)} if left else {node.nvml.uuid(gpu) for gpu in range(4)}
+    broken = {node.nvml.uuid(2)} if left else {node.nvml.uuid(gpu) for gpu in range(4)}
     async with running(flags) as first:
         with let_go_at_the_end(devices):
             await wait_allocatable(node, 4)
@@ -181,7 +181,7 @@ async def test_the_successor_registers_without_waiting_for_the_driver_and_offers
                     await node.kubelet.wait_for(lambda kubelet: len(kubelet.lists) > lists, PATIENCE_S)
                     await wait_allocatable(node, left)
                     for each in node.kubelet.lists[lists:]:
-                        assert sick <= set(each.unhealthy)
+                        assert broken <= set(each.unhealthy)
 
                     devices.release_all()
                     await wait_allocatable(node, 4)

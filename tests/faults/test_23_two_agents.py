@@ -1,6 +1,6 @@
 """Fault 23: two agents on one node; an agent killed while a thread hangs in the driver.
 
-Right: the second waits or refuses with a clear error and never steals the socket; the successor of
+Right: the second waits or exits with a clear error and never steals the socket; the successor of
 a killed one registers, with what that one knew.
 """
 
@@ -39,7 +39,7 @@ async def http(agent: AgentProcess, target: str) -> str:
     return raw.decode()
 
 
-async def test_a_second_agent_refuses_and_names_the_first(node: SimulatedNode) -> None:
+async def test_a_second_agent_exits_and_names_the_first(node: SimulatedNode) -> None:
     async with running(flags_of(node)) as first:
         await first.wait_registered()
         before = own_socket(node)
@@ -73,7 +73,7 @@ async def test_a_second_agent_stands_by_ready_and_touches_no_socket(node: Simula
 
 
 @pytest.mark.parametrize("end", [signal.SIGTERM, signal.SIGKILL])
-async def test_the_one_who_stands_by_takes_over_with_what_the_first_one_knew(
+async def test_the_standby_takes_over_with_what_the_first_agent_knew(
     node: SimulatedNode, end: signal.Signals
 ) -> None:
     async with AsyncExitStack() as stack:
@@ -95,7 +95,7 @@ async def test_the_one_who_stands_by_takes_over_with_what_the_first_one_knew(
         assert await second.stop() == 0
 
 
-async def test_one_who_stands_by_learns_that_the_driver_is_missing(node: SimulatedNode) -> None:
+async def test_the_standby_learns_that_the_driver_is_missing(node: SimulatedNode) -> None:
     async with running(flags_of(node)) as first:
         await first.wait_registered()
         async with running(flags_of(node, nvml_library="/nonexistent.so")) as second:

@@ -37,17 +37,17 @@ signal.signal(signal.SIGUSR1, lambda *_: time.sleep({BLOCKED_S}))
 
 @dataclass
 class Manager:
-    """The service manager: what it was told, and when."""
+    """The service manager: what it was sent, and when."""
 
     socket: socket.socket
-    told: list[tuple[float, str]] = field(default_factory=list)
+    received: list[tuple[float, str]] = field(default_factory=list)
     more: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def listen(self) -> None:
         loop = asyncio.get_running_loop()
         while True:
             message = (await loop.sock_recv(self.socket, 4096)).decode()
-            self.told.append((time.monotonic(), message))
+            self.received.append((time.monotonic(), message))
             self.more.set()
             self.more = asyncio.Event()
 
@@ -58,7 +58,7 @@ class Manager:
         }
 
     def moments(self, message: str) -> list[float]:
-        return [at_s for at_s, told in self.told if told.split("\n")[0].startswith(message)]
+        return [at_s for at_s, received in self.received if received.split("\n")[0].startswith(message)]
 
     async def wait(self, message: str, count: int = 1) -> None:
         async with asyncio.timeout(PATIENCE_S):
@@ -113,7 +113,9 @@ async def test_a_driver_that_hangs_does_not_keep_the_signs_of_life_back(
         assert await agent.stop() == 0
 
 
-async def test_systemd_is_told_of_each_turn_of_the_agents_life(node: SimulatedNode, manager: Manager) -> None:
+async def test_systemd_is_notified_of_each_turn_of_the_agents_life(
+    node: SimulatedNode, manager: Manager
+) -> None:
     async with running(flags_of(node), environment=manager.environment()) as agent:
         await manager.wait("READY=1")
         await manager.wait("STATUS=4 GPUs, registered")
@@ -142,8 +144,8 @@ async def test_a_command_that_follows_the_start_is_answered(node: SimulatedNode,
 async def test_a_port_that_is_taken_keeps_no_node_from_being_ready(
     node: SimulatedNode, manager: Manager
 ) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        flags = flags_of(node, http_listen=f"127.0.0.1:{taken.getsockname()[1]}")
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        flags = flags_of(node, http_listen=f"127.0.0.1:{listener.getsockname()[1]}")
         async with running(flags, environment=manager.environment()) as agent:
             await manager.wait("READY=1")
             with socket.socket(socket.AF_UNIX) as control:

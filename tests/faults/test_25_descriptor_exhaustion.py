@@ -54,12 +54,12 @@ async def test_open_sessions_go_on_and_new_ones_are_accepted_as_soon_as_there_is
         assert sum(RECOVERED in line for line in process.log_lines()) == 1
 
 
-async def test_the_end_of_the_shortage_is_told_even_if_nobody_waits(tmp_path: Path) -> None:
+async def test_the_end_of_the_shortage_is_reported_even_if_no_client_waits(tmp_path: Path) -> None:
     with plugin_process(tmp_path) as process:
         process.exhaust()
         async with raw_client(process.socket) as last:
             assert await last.wait_status(await last.request("GetDevicePluginOptions")) == "0"
-            # With the last descriptor taken, there is none to look with whether anybody else waits.
+            # With the last descriptor in use, there is none left to accept another connection with.
             await wait_lines(process, FAILED)
             process.give_back()
             await wait_lines(process, RECOVERED)
@@ -71,16 +71,16 @@ def no_descriptors() -> Iterator[None]:
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     highest = max(int(entry.name) for entry in Path("/proc/self/fd").iterdir())
     resource.setrlimit(resource.RLIMIT_NOFILE, (highest + 8, before[1]))
-    taken = []
+    descriptors = []
     try:
         try:
             while True:
-                taken.append(os.open("/dev/null", os.O_RDONLY))
+                descriptors.append(os.open("/dev/null", os.O_RDONLY))
         except OSError:
             pass
         yield
     finally:
-        for descriptor in taken:
+        for descriptor in descriptors:
             os.close(descriptor)
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
@@ -104,7 +104,7 @@ async def test_a_probe_over_http_gets_the_descriptor_of_a_connection_that_asks_n
     server = OneRequestServer(answer_ok)
     async with asyncio.TaskGroup() as tasks:
         places = Places("http", listening, server.serve, Bounds(rest_s=0.01))
-        serving = tasks.create_task(places.run(), name="http")
+        running = tasks.create_task(places.run(), name="http")
         idle = [await asyncio.open_connection(*listening.getsockname()) for _ in range(3)]
         with socket.socket() as probe:
             probe.setblocking(False)
@@ -115,7 +115,7 @@ async def test_a_probe_over_http_gets_the_descriptor_of_a_connection_that_asks_n
                     await (loop := asyncio.get_running_loop()).sock_connect(probe, listening.getsockname())
                     await loop.sock_sendall(probe, b"GET /livez HTTP/1.1\r\nHost: localhost\r\n\r\n")
                     assert (await loop.sock_recv(probe, 64)).startswith(b"HTTP/1.1 200 ")
-        serving.cancel()
+        running.cancel()
         for _, writer in idle:
             writer.close()
     listening.close()

@@ -87,7 +87,7 @@ def open_files(pid: int) -> int:
 
 
 class Measured:
-    """What those who are served see, and what the process takes."""
+    """What served clients see, and what the process uses."""
 
     def __init__(self, pid: int) -> None:
         self._pid = pid
@@ -96,7 +96,7 @@ class Measured:
         self.rss_bytes = 0
         self.files = 0
 
-    def look(self) -> None:
+    def sample(self) -> None:
         fields = Path(f"/proc/{self._pid}/statm").read_text().split()
         self.rss_bytes = max(self.rss_bytes, int(fields[1]) * os.sysconf("SC_PAGE_SIZE"))
         self.files = max(self.files, open_files(self._pid))
@@ -115,7 +115,7 @@ async def measured(agent: AgentProcess, port: int, socket: Path, device: str) ->
             seen.allocates_s.append(time.perf_counter() - began_s)
             if number % 10 == 0:
                 assert (await agent.get("/v1/devices"))[0] == 200
-                seen.look()
+                seen.sample()
     return seen
 
 
@@ -141,7 +141,7 @@ async def test_probes_commands_and_allocations_are_served_all_the_while() -> Non
     print(  # noqa: T201 - the figures
         f"\n/livez, /readyz, /preflight p99 {p99_ms(quiet.probes_s):.1f} ms quiet,"
         f" {p99_ms(busy.probes_s):.1f} ms attacked, max {max(busy.probes_s) * 1e3:.1f} ms,"
-        f" {late} over 1 s, none refused;"
+        f" {late} over 1 s, none rejected;"
         f" Allocate p99 {p99_ms(quiet.allocates_s):.1f} and {p99_ms(busy.allocates_s):.1f} ms"
         f" ({p99_ms(busy.allocates_s) / p99_ms(quiet.allocates_s):.1f} times);"
         f" memory +{(busy.rss_bytes - quiet.rss_bytes) / MIB:.1f} MiB,"

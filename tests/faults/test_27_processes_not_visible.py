@@ -1,4 +1,4 @@
-"""Where the agent may not see processes: it says so, and concludes nothing from what is absent.
+"""Where the agent may not see processes: it reports that, and concludes nothing from what is absent.
 
 As NVIDIA's manifests start a device plugin: without rights, in a PID namespace of its own.
 """
@@ -54,7 +54,7 @@ def shown_devices(node: SimulatedNode, root: Path) -> tuple[tuple[str, ...], dic
     ],
     ids=["static manifest", "own PID namespace", "no rights", "no ptrace", "all rights"],
 )
-async def test_a_node_whose_processes_are_not_visible_is_ready_and_says_so(
+async def test_a_node_whose_processes_are_not_visible_is_ready_and_reports_it(
     tmp_path: Path, launcher: tuple[str, ...], flags: dict[str, str], because: str
 ) -> None:
     async with simulated_node("4x-t4", driver="required") as node:
@@ -62,10 +62,10 @@ async def test_a_node_whose_processes_are_not_visible_is_ready_and_says_so(
         async with agent_process(node, launcher=(*opened, *launcher), **AT_ONCE, **flags, **devices) as agent:
             await wait_allocatable(node.kubelet, 4, capacity=4)
             job = await node.kubelet.run_pod("job-a", "ns1", {"main": {GPU: 1}})
-            slot = uuids(node).index(job.containers["main"].envs["NVIDIA_VISIBLE_DEVICES"])
-            await node.processes.start("train", [slot], contexts=2, pod="ns1/job-a", memory_mib=4096)
+            number = uuids(node).index(job.containers["main"].envs["NVIDIA_VISIBLE_DEVICES"])
+            await node.processes.start("train", [number], contexts=2, pod="ns1/job-a", memory_mib=4096)
             # NVML lists the process and its memory.
-            await agent.wait_answer("/v1/owners", lambda _, body: holders(body, slot) != [])
+            await agent.wait_answer("/v1/owners", lambda _, body: holders(body, number) != [])
             first = await agent.wait_answer("/v1/contexts", lambda _, body: body["complete"] is not None)
             await wait_polls(node, 3)
             document = await agent.wait_answer(
@@ -80,9 +80,9 @@ async def test_a_node_whose_processes_are_not_visible_is_ready_and_says_so(
             pid = node.processes.get("train").process.pid
             owner = "unknown" if because else "pod"
             listed = await agent.wait_answer(
-                "/v1/owners", lambda _, body: holders(body, slot) == [(pid, owner)]
+                "/v1/owners", lambda _, body: holders(body, number) == [(pid, owner)]
             )
-            assert listed["owners"][slot]["memory_unclaimed_bytes"] == 0
+            assert listed["owners"][number]["memory_unclaimed_bytes"] == 0
 
 
 @pytest.mark.skipif(why_no_probe() is not None, reason=f"{why_no_probe()}")
@@ -91,7 +91,7 @@ async def test_a_monitor_older_than_the_agent_that_forks_and_ends_leaves_no_cont
     """It has files and clients of the driver, of which the agent cannot know that they hold no context."""
     async with simulated_node("4x-t4", driver="required") as node:
         monitor = (await node.processes.start("monitor", [0, 1, 2, 3], contexts=1)).process
-        # It lets go of its contexts and keeps its files.
+        # It frees its contexts and keeps its files.
         await monitor.destroy(None)
         async with agent_process(node, **AT_ONCE) as agent:
             await agent.wait_answer(
@@ -109,7 +109,9 @@ async def test_a_monitor_older_than_the_agent_that_forks_and_ends_leaves_no_cont
                 await child.close()
 
 
-def holders(body: Any, slot: int) -> list[tuple[int, str]]:
+def holders(body: Any, number: int) -> list[tuple[int, str]]:
     return [
-        (each["pid"], each["owner"]) for each in body["owners"][slot]["holders"] or () if not each["is_agent"]
+        (each["pid"], each["owner"])
+        for each in body["owners"][number]["holders"] or ()
+        if not each["is_agent"]
     ]

@@ -1,4 +1,4 @@
-"""Users who make /proc large, or give their processes and cgroups the names of others.
+"""Users that make /proc large, or give their processes and cgroups the names of others.
 
 A scan beside 18,000 mounts with paths of 4 kB took 34 s and 533 MiB before it was bounded.
 """
@@ -29,7 +29,7 @@ from tests.hidden_proc import DROP_ROOT
 from tests.probe.conftest import MISC_MAJOR, QUIET_MINORS, make_node
 
 MIB: Final = 2**20
-AS_NOBODY: Final = ("setpriv", "--reuid=65534", "--regid=65534", "--clear-groups")
+UNPRIVILEGED: Final = ("setpriv", "--reuid=65534", "--regid=65534", "--clear-groups")
 MOUNTS: Final = 18_000
 MOUNTER: Final = f"""
 import ctypes, os, sys
@@ -68,7 +68,7 @@ print(json.dumps({
 
 @contextmanager
 def waiting(*command: str, **options: Any) -> Iterator[int]:
-    """Run a process that says when it is ready and ends with its input; returns its pid."""
+    """Run a process that reports when it is ready and ends with its input; returns its pid."""
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, **options
     ) as process:
@@ -143,7 +143,7 @@ async def test_names_that_users_choose_decide_nothing(tmp_path: Path) -> None:
             await wait_allocatable(node.kubelet, 4, capacity=4)
             job = await node.kubelet.run_pod("job-a", "ns1", {"main": {GPU: 1}})
             given = uuids(node).index(job.containers["main"].envs["NVIDIA_VISIBLE_DEVICES"])
-            other, roots = (slot for slot in range(3) if slot != given) if given < 3 else (0, 1)
+            other, roots = (number for number in range(3) if number != given) if given < 3 else (0, 1)
             (logs,) = node.directory.pod_logs.iterdir()
             uid = logs.name.rpartition("_")[2]
             program = tmp_path / "nv-hostengine"
@@ -156,17 +156,17 @@ async def test_names_that_users_choose_decide_nothing(tmp_path: Path) -> None:
                 open_device(node.directory.dev, given) as placed_fd,
                 open_device(node.directory.dev, roots) as roots_fd,
                 waiting(
-                    *(*AS_NOBODY, sys.executable, "-ISc", IMPOSTOR, "dcgm-exporter"), pass_fds=(named_fd,)
+                    *(*UNPRIVILEGED, sys.executable, "-ISc", IMPOSTOR, "dcgm-exporter"), pass_fds=(named_fd,)
                 ) as named,
                 waiting(
-                    *("sh", "-c", 'echo $$ >"$0"; exec "$@"', f"{cgroup}/cgroup.procs", *AS_NOBODY),
+                    *("sh", "-c", 'echo $$ >"$0"; exec "$@"', f"{cgroup}/cgroup.procs", *UNPRIVILEGED),
                     *(sys.executable, "-ISc", IMPOSTOR, "python"),
                     pass_fds=(placed_fd,),
                 ) as placed,
                 waiting(str(program), "-Sc", SERVICE, pass_fds=(roots_fd,), env=environment) as service,
             ):
-                for slot, pid in ((other, named), (given, placed), (roots, service)):
-                    node.nvml.set_processes(slot, [GpuProcess(pid, 900 * MIB)])
+                for number, pid in ((other, named), (given, placed), (roots, service)):
+                    node.nvml.set_processes(number, [GpuProcess(pid, 900 * MIB)])
                 wanted = {other: named, given: placed}
                 found = await agent.wait_answer(
                     "/v1/conditions", lambda _, body: foreign(body, uuids(node)).keys() >= wanted.keys()
@@ -181,7 +181,7 @@ async def test_names_that_users_choose_decide_nothing(tmp_path: Path) -> None:
 
 
 def foreign(body: Any, gpus: list[str]) -> dict[int, int]:
-    """Return the process that is found where it should not be, by slot."""
+    """Return the process that is found where it should not be, by number."""
     return {
         gpus.index(each["gpu_uuid"]): each["details"]["culprits"][0]["pid"]
         for each in body["conditions"]
@@ -189,13 +189,13 @@ def foreign(body: Any, gpus: list[str]) -> dict[int, int]:
     }
 
 
-def held(body: Any, slot: int) -> list[Any]:
-    return [each for each in body["owners"][slot]["holders"] or () if not each["is_agent"]]
+def held(body: Any, number: int) -> list[Any]:
+    return [each for each in body["owners"][number]["holders"] or () if not each["is_agent"]]
 
 
 @contextmanager
-def open_device(dev: Path, slot: int) -> Iterator[int]:
-    descriptor = os.open(dev / f"nvidia{slot}", os.O_RDWR)
+def open_device(dev: Path, number: int) -> Iterator[int]:
+    descriptor = os.open(dev / f"nvidia{number}", os.O_RDWR)
     try:
         yield descriptor
     finally:

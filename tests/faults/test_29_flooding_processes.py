@@ -132,7 +132,7 @@ async def flooding(call: Callable[..., Any], what: str) -> Any:
 
 
 async def leak_is_found(watched: Watcher, call: Callable[..., Any]) -> tuple[Usage, float]:
-    """Leak, and return the picture that shows it, and how long after the owner's end."""
+    """Leak, and return the snapshot that shows it, and how long after the owner's end."""
     reading, writing = os.pipe()
     # The child that keeps the file lives until this end is closed.
     owner = await call(LEAK, reading, writing, keep=(reading, writing))
@@ -148,8 +148,8 @@ async def leak_is_found(watched: Watcher, call: Callable[..., Any]) -> tuple[Usa
 
 
 def _newest(watched: Watcher) -> Usage:
-    told = watched.seen.of(GpuUseSeen)
-    return told[-1].usage if told else Usage(0)
+    facts = watched.seen.of(GpuUseSeen)
+    return facts[-1].usage if facts else Usage(0)
 
 
 def _contexts(watched: Watcher, pid: int) -> int | None:
@@ -226,7 +226,7 @@ async def test_a_leak_beside_many_floods_is_found_as_without_them(
             _log.info("%d x %s: %s: %s", MANY, what, name, figure)
 
 
-async def test_who_does_more_than_is_sent_is_named_until_what_came_of_it_was_read(
+async def test_a_process_that_does_more_than_is_sent_is_named_until_what_came_of_it_was_read(
     call: Callable[..., Any],
 ) -> None:
     async with watched() as watching:

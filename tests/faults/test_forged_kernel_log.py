@@ -1,4 +1,4 @@
-"""What users can have the kernel write takes no GPU out; what the driver says and NVML confirms does."""
+"""Lines that users can cause make no GPU unhealthy; what the driver logs and NVML confirms does."""
 
 import asyncio
 import json
@@ -49,7 +49,7 @@ async def all_reasons(agent: AgentProcess) -> dict[str, set[str]]:
 
 
 async def kept_lines(node: SimulatedNode) -> str:
-    """Return the lines of the kernel log that the agent keeps for who looks into a fault."""
+    """Return the lines of the kernel log that the agent keeps as evidence of a fault."""
     client = AgentClient(node.directory.agent_flags()["control-socket"])
     answer: Any = await in_daemon_thread("client", lambda: client.send_command("bundle", {"gpu": "0"}))
     return "\n".join(answer["bundle"]["kernel_log"])
@@ -114,19 +114,19 @@ async def test_ten_announcements_around_three_repairs_leave_every_device_healthy
         async with agent_process(node) as agent:
             await wait_allocatable(node.kubelet, 2)
             await serves(agent)
-            await wait_polls(node, 5)  # until which sysfs was looked at, too
-            told = 0
+            await wait_polls(node, 5)  # until which sysfs was read, too
+            announced_times = 0
             for _ in range(3):
                 node.nvml.push_xid(0, 119)
                 await wait_allocatable(node.kubelet, 1)
-                for action in (1, 4) if told else (1, 4, 1):
+                for action in (1, 4) if announced_times else (1, 4, 1):
                     await announce(node, action, is_read=reads_action)
-                    told += 1
+                    announced_times += 1
                 await announce(node, 0, is_read=reads_action)
-                told += 1
+                announced_times += 1
                 await node.do("reload-module", {})
                 await wait_allocatable(node.kubelet, 2)
-            assert told == 10
+            assert announced_times == 10
             await agent.wait_answer(
                 "/v1/devices",
                 lambda _, document: all(not each["reasons"] for each in document["devices"]),
@@ -134,7 +134,7 @@ async def test_ten_announcements_around_three_repairs_leave_every_device_healthy
 
 
 async def announce(node: SimulatedNode, action: int, *, is_read: bool) -> None:
-    """Announce a recovery action as the driver does, which the driver also answers where it offers that."""
+    """Announce a recovery action as the driver does, which the driver also answers where it supports that."""
     if is_read:
         node.nvml.set_recovery_action(0, action)
     words = {0: "None", 1: "GPU Reset Required", 4: "Drain and Reset"}[action]

@@ -38,7 +38,7 @@ class Watched:
         return {str(each.name): each.devices for each in self._latest.value.resources}
 
     def note(self) -> None:
-        """Note who is unhealthy now."""
+        """Note which devices are unhealthy now."""
         self.ever_unhealthy |= {uuid for uuid, health in self.health.items() if health is Health.UNHEALTHY}
 
     @property
@@ -68,8 +68,8 @@ class Watched:
 
     async def until_unhealthy(self, *gpus: int) -> None:
         """Return once exactly these GPUs are Unhealthy and all the others Healthy."""
-        sick = {self.node.uuid(gpu) for gpu in gpus}
-        wanted = {uuid: Health.UNHEALTHY if uuid in sick else Health.HEALTHY for uuid in self.node.uuids()}
+        broken = {self.node.uuid(gpu) for gpu in gpus}
+        wanted = {uuid: Health.UNHEALTHY if uuid in broken else Health.HEALTHY for uuid in self.node.uuids()}
         await self.until(lambda: self.health == wanted)
 
 
