@@ -4,8 +4,8 @@ Invariants: a new generation begins only in _begin. Answers of older generations
 given up, change nothing. The old stream and server are ended before each registration
 (by the owner of RegisterResource), because the kubelet drops the new one when the old one ends
 later. A registration under way hears the same signs as one that was made: a kubelet may take ten seconds
-to answer, and one that was replaced meanwhile never answers. The two clocks: a refused connection
-is tried again every 50 ms for 10 s, then every second; an answered error and a lost stream are tried
+to answer, and one that was replaced meanwhile never answers. The two clocks: after "connection refused"
+the agent retries every 50 ms for 10 s, then every second; an answered error and a lost stream are tried
 again after 0.1 s, doubling to 10 s. Which of two kubelet sockets is the newer one follows from the order
 of the facts, never from their file times.
 """

@@ -26,7 +26,7 @@ from tests.core.use import (
     user,
 )
 
-# J1: memory in use with nobody, and a leftover process on a GPU that is free
+# J1: unclaimed memory, and a leftover process on a GPU that is free
 
 J1 = replace(
     DEFAULT, leaks=replace(LEAKS, memory_held_bytes=100 * MIB, memory_held_ns=0, foreign_process_ns=0)
@@ -54,21 +54,21 @@ def devices_of(node: Node, number: int) -> list[str]:
     return [str(device.id) for device in node.devices() if device.index == number]
 
 
-def test_j1_memory_of_nobody_and_a_leftover_process_are_two_findings() -> None:
+def test_j1_unclaimed_memory_and_a_leftover_process_are_two_findings() -> None:
     node = node_of_j1(process(4242, hold(U1)))
-    told = [
+    reported = [
         (each.reason, each.gpus, each.used_bytes)
         for each in node.snapshot().findings
         if each.reason is not Reason.KUBELET_UNAVAILABLE
     ]
-    assert told == [
+    assert reported == [
         (Reason.MEMORY_HELD_NO_PROCESS, (U0,), 369098752),
         (Reason.FOREIGN_PROCESS, (U1,), 943718400),
     ]
     assert not node.snapshot().ready
 
 
-def test_j1_the_pid_is_in_the_condition_and_not_in_what_everybody_may_read() -> None:
+def test_j1_the_pid_is_in_the_condition_and_not_in_public_documents() -> None:
     node = node_of_j1(process(4242, hold(U1)))
     (condition,) = found(node, LeakKind.FOREIGN_PROCESS)
     assert pids(condition) == [4242]
@@ -76,12 +76,12 @@ def test_j1_the_pid_is_in_the_condition_and_not_in_what_everybody_may_read() -> 
     assert [holder.pid for holder in owners(node.snapshot())[1].holders or ()] == [4242]
 
 
-def test_j1_findings_take_no_device_out() -> None:
+def test_j1_findings_make_no_device_unhealthy() -> None:
     node = node_of_j1(process(4242, hold(U1)))
     assert set(node.health().values()) == {Health.HEALTHY}
 
 
-def test_j1_a_process_whose_pod_has_a_share_of_the_gpu_is_where_it_belongs() -> None:
+def test_j1_a_process_whose_pod_has_a_share_of_the_gpu_is_not_foreign() -> None:
     policy = replace(J1, sharing=Sharing.of({GPU: 2}))
     share = f"{U1}::1"
     node = node_of_j1(process(4242, hold(U1), pod=POD_A), policy=policy, also=((share, "ns1/job-a"),))
@@ -100,7 +100,7 @@ J2 = replace(
 
 
 class Machine:
-    """The setup of J2, told second by second."""
+    """The setup of J2, second by second."""
 
     def __init__(self) -> None:
         self.node = healthy_node(gpu(0), policy=J2)
@@ -114,7 +114,7 @@ class Machine:
         self.users = [user(501, 4000), user(502, 3000), user(503, 2500), user(504, 2000), user(505, 100)]
 
     def second(self) -> None:
-        """Everything is told once, then a second passes."""
+        """Apply every fact once, then let a second pass."""
         self.node.apply(
             allocated((str(U0), "ns1/job-b")),
             PodsSeen(dict(self.pods)),
@@ -143,11 +143,11 @@ def machine_after(seconds: int) -> Machine:
     return machine
 
 
-def test_j2_within_the_grace_nothing_is_found() -> None:
+def test_j2_within_the_grace_there_is_no_finding() -> None:
     assert found(machine_after(29).node) == []
 
 
-def test_j2_after_the_grace_who_outlived_its_pod_is_found() -> None:
+def test_j2_after_the_grace_a_process_that_outlived_its_pod_is_a_finding() -> None:
     machine = machine_after(31)
     (gone,) = found(machine.node, LeakKind.POD_GONE)
     assert gone.details is not None
@@ -187,13 +187,13 @@ def test_j2_when_both_are_gone_the_finding_clears_within_two_polls() -> None:
     assert [each.key.reason for each in machine.node.conditions()] == [Reason.FOREIGN_PROCESS]
 
 
-def test_j2_what_is_found_is_told_with_everybody_in_it() -> None:
+def test_j2_the_event_of_a_finding_names_every_process() -> None:
     machine = machine_after(31)
     events = [
         fields_of(event) for event in machine.node.events() if fields_of(event).get("finding") == "pod_gone"
     ]
-    (told,) = events
-    assert [(each["pid"], each["comm"], each["contexts"]) for each in told["processes"]] == [  # type: ignore[attr-defined]
+    (reported,) = events
+    assert [(each["pid"], each["comm"], each["contexts"]) for each in reported["processes"]] == [  # type: ignore[attr-defined]
         (501, "python3", 1),
         (502, "python3", 1),
     ]

@@ -1,4 +1,4 @@
-"""What a finding does: it warns, and where the operator says so a certain one takes out what no pod has."""
+"""The effect of a finding: a warning; a certain one makes a free device unhealthy where it is configured."""
 
 import pytest
 
@@ -61,7 +61,7 @@ CERTAIN = [ORPHANED, GONE, STUCK]
 NAMES = ["orphaned_client", "pod_gone", "stuck_exit"]
 
 
-def told(policy: Policy, *facts: object) -> Node:
+def node_after(policy: Policy, *facts: object) -> Node:
     on = node(policy)
     on.apply(pods(a=False))
     on.apply(*facts)  # type: ignore[arg-type]
@@ -69,25 +69,25 @@ def told(policy: Policy, *facts: object) -> Node:
 
 
 @pytest.mark.parametrize(("leak", "name"), list(zip(CERTAIN, NAMES, strict=True)), ids=NAMES)
-def test_a_certain_leak_takes_a_free_device_out_where_the_operator_says_so(
+def test_a_certain_leak_makes_a_free_device_unhealthy_where_it_is_configured(
     leak: GpuUseSeen, name: str
 ) -> None:
-    assert told(WARN, leak).unhealthy() == set()
-    on = told(FLIP, leak)
+    assert node_after(WARN, leak).unhealthy() == set()
+    on = node_after(FLIP, leak)
     assert kinds(on) == {(name, U0)}
     assert on.unhealthy() == {U0}
 
 
 @pytest.mark.parametrize("leak", CERTAIN, ids=NAMES)
 def test_what_a_pod_has_stays_until_it_gives_it_back(leak: GpuUseSeen) -> None:
-    on = told(FLIP, allocated((U0, "ns1/job-b")), leak)
+    on = node_after(FLIP, allocated((U0, "ns1/job-b")), leak)
     assert on.unhealthy() == set()
     on.apply(allocated())
     assert on.unhealthy() == {U0}
 
 
 @pytest.mark.parametrize("leak", CERTAIN, ids=NAMES)
-def test_without_knowing_who_has_what_nothing_is_taken_out(leak: GpuUseSeen) -> None:
+def test_with_unknown_allocations_no_device_becomes_unhealthy(leak: GpuUseSeen) -> None:
     on = healthy_node(gpu(0), policy=FLIP)
     on.apply(pods(a=False), leak)
     assert len(kinds(on)) == 1
@@ -95,8 +95,8 @@ def test_without_knowing_who_has_what_nothing_is_taken_out(leak: GpuUseSeen) -> 
 
 
 @pytest.mark.parametrize("leak", CERTAIN, ids=NAMES)
-def test_the_device_comes_back_when_the_leak_is_over(leak: GpuUseSeen) -> None:
-    on = told(FLIP, leak)
+def test_the_device_is_healthy_again_when_the_leak_is_over(leak: GpuUseSeen) -> None:
+    on = node_after(FLIP, leak)
     on.apply(passed())
     assert on.unhealthy() == {U0}
     on.apply(seen())
@@ -122,7 +122,7 @@ def growing() -> list[GpuUseSeen]:
         ([seen(), memory(used=9000)], LeakKind.MEMORY_HELD),
     ],
 )
-def test_what_is_less_than_certain_never_takes_a_device_out(facts: list[object], kind: LeakKind) -> None:
+def test_an_uncertain_leak_never_makes_a_device_unhealthy(facts: list[object], kind: LeakKind) -> None:
     everything = frozenset(Reason)
     on = node(replace(FLIP, soft_flips=everything))
     for fact in facts:
@@ -133,12 +133,12 @@ def test_what_is_less_than_certain_never_takes_a_device_out(facts: list[object],
 
 
 def test_to_name_the_reason_among_soft_evidence_flips_no_leak() -> None:
-    assert told(replace(WARN, soft_flips=frozenset({Reason.CONTEXT_LEAK})), GONE).unhealthy() == set()
+    assert node_after(replace(WARN, soft_flips=frozenset({Reason.CONTEXT_LEAK})), GONE).unhealthy() == set()
 
 
-def test_leaks_on_several_gpus_at_once_take_none_out_and_are_told() -> None:
+def test_leaks_on_several_gpus_at_once_make_none_unhealthy_and_are_reported() -> None:
     both = seen(process(7, hold(U0), hold(U1), pod=POD_A))
-    on = told(FLIP, both)
+    on = node_after(FLIP, both)
     assert on.unhealthy() == set()
     messages = [event.message for event in on.events(EventKind.CONDITION)]
     assert "Soft evidence on several GPUs at once flips none of them" in messages
@@ -146,8 +146,8 @@ def test_leaks_on_several_gpus_at_once_take_none_out_and_are_told() -> None:
     assert on.unhealthy() == {U1}
 
 
-def test_at_most_one_device_is_taken_out_in_an_hour() -> None:
-    on = told(FLIP, GONE)
+def test_at_most_one_device_becomes_unhealthy_in_an_hour() -> None:
+    on = node_after(FLIP, GONE)
     on.apply(seen(), passed(), passed(U1))
     assert on.unhealthy() == set()
     other = seen(process(9, hold(U1), pod=POD_A))
@@ -162,15 +162,15 @@ def test_at_most_one_device_is_taken_out_in_an_hour() -> None:
     assert on.unhealthy() == {U1}
 
 
-def test_a_leak_that_is_over_takes_nothing_out_afterwards() -> None:
-    on = told(FLIP, allocated((U0, "ns1/job-b")), GONE)
+def test_a_leak_that_is_over_makes_no_device_unhealthy_afterwards() -> None:
+    on = node_after(FLIP, allocated((U0, "ns1/job-b")), GONE)
     on.apply(seen())
     on.apply(allocated())
     assert [condition.lasts for condition in on.conditions()] == [False]
     assert on.unhealthy() == set()
 
 
-def test_only_the_mig_device_that_leaks_is_taken_out_though_another_is_in_use() -> None:
+def test_only_the_mig_device_that_leaks_becomes_unhealthy_though_another_is_in_use() -> None:
     on = healthy_node(C1B, policy=replace(FLIP, mig_strategy="mixed"))
     small = Placement(U0, 1, 0)
     on.apply(pods(a=False), allocated((mig_uuid(1), "ns1/job-b")))
@@ -182,8 +182,8 @@ def test_only_the_mig_device_that_leaks_is_taken_out_though_another_is_in_use() 
     assert on.unhealthy(name) == set()
 
 
-def test_an_operator_who_only_wants_to_be_warned_gets_the_device_back() -> None:
-    on = told(FLIP, GONE)
+def test_a_change_to_warn_makes_the_device_healthy_again() -> None:
+    on = node_after(FLIP, GONE)
     on.apply(PolicyChanged(WARN))
     assert on.unhealthy() == set()
     assert kinds(on) == {("pod_gone", U0)}
@@ -203,19 +203,19 @@ def test_a_leak_is_no_fault_of_the_gpu() -> None:
     assert not [effect for _, effect in on.effects if isinstance(effect, KeepEvidence)]
 
 
-def test_while_it_only_observes_the_agent_counts_what_it_would_have_done() -> None:
-    on = told(replace(FLIP, observe=True), GONE)
+def test_an_observing_agent_counts_the_flips_that_it_suppresses() -> None:
+    on = node_after(replace(FLIP, observe=True), GONE)
     assert on.state.observed_flips == 1
 
 
-def test_a_leak_that_flips_is_told_to_everybody_once() -> None:
-    on = told(FLIP, GONE)
+def test_a_leak_that_flips_is_published_once() -> None:
+    on = node_after(FLIP, GONE)
     reasons = [each for each in on.snapshot().findings if each.reason is Reason.CONTEXT_LEAK]
     assert [each.gpus for each in reasons] == [(U0,)]
 
 
-def test_what_is_found_is_in_the_log_once_with_everybody() -> None:
-    on = told(WARN, ORPHANED)
+def test_a_finding_is_in_the_log_once_with_every_process() -> None:
+    on = node_after(WARN, ORPHANED)
     on.apply(ORPHANED, ORPHANED)
     (event,) = on.events(EventKind.CONDITION)
     fields = fields_of(event)
@@ -235,7 +235,7 @@ def restarted(on: Node) -> Node:
 
 
 def flipped(leak: GpuUseSeen) -> Node:
-    on = told(FLIP, leak)
+    on = node_after(FLIP, leak)
     assert on.unhealthy() == {U0}
     return on
 
@@ -251,14 +251,14 @@ def test_a_restart_ends_no_finding(leak: GpuUseSeen) -> None:
 
 
 def without_owners(condition: Condition) -> object:
-    """Who holds what; of an owner that is gone the next process of the agent needs to know nothing."""
+    """Holders and allocations; the next process of the agent does not need an owner that is gone."""
     assert condition.details is not None
     holders = [each for each in condition.details.involved if each.role == "holder"]
     return condition.key, holders, condition.details.used_bytes
 
 
 @pytest.mark.parametrize("leak", [GONE, STUCK], ids=NAMES[1:])
-def test_what_is_seen_again_after_a_restart_waits_for_no_time(leak: GpuUseSeen) -> None:
+def test_a_finding_confirmed_after_a_restart_has_no_new_delay(leak: GpuUseSeen) -> None:
     patient = replace(FLIP, leaks=replace(FLIP.leaks, pod_gone_ns=60 * S, stuck_exit_ns=10**6 * S))
     on = flipped(leak)
     on.apply(PolicyChanged(patient))
@@ -278,14 +278,14 @@ def test_an_orphan_of_which_the_new_probe_knows_nothing_lasts_with_its_holder() 
     assert on.unhealthy() == set()
 
 
-def test_a_person_can_end_what_only_an_earlier_agent_knew() -> None:
+def test_an_operator_can_clear_a_finding_of_an_earlier_agent() -> None:
     on = restarted(flipped(ORPHANED))
     on.apply(allocated(), pods(), seen(process(8, hold(contexts=0), partial=True)), RecoverRequested(U0))
     on.apply(passed())
     assert on.unhealthy() == set()
 
 
-def test_a_person_who_ends_it_on_one_gpu_ends_it_there_alone() -> None:
+def test_an_operator_clears_a_finding_on_one_gpu_alone() -> None:
     on = restarted(flipped(ORPHANED))
     holder = seen(process(8, hold(contexts=0), partial=True))
     on.apply(allocated(), pods(), holder, RecoverRequested(U1), passed())
@@ -294,7 +294,7 @@ def test_a_person_who_ends_it_on_one_gpu_ends_it_there_alone() -> None:
     assert kinds(on) == set()
 
 
-def test_what_an_earlier_agent_found_ends_when_nobody_looks_any_more() -> None:
+def test_a_finding_of_an_earlier_agent_is_cleared_when_usage_is_no_longer_read() -> None:
     on = restarted(flipped(GONE))
     begun_ns = on.now_ns
     on.until(begun_ns + AWAITED_NS - 1)
@@ -306,15 +306,15 @@ def test_what_an_earlier_agent_found_ends_when_nobody_looks_any_more() -> None:
     assert on.unhealthy() == set()
 
 
-def test_what_an_earlier_agent_found_ends_at_once_when_nobody_is_to_look() -> None:
+def test_a_finding_of_an_earlier_agent_is_cleared_at_once_when_the_watch_is_disabled() -> None:
     on = restarted(flipped(GONE))
     on.apply(PolicyChanged(replace(FLIP, leaks=replace(FLIP.leaks, is_watched=False))), passed())
     assert kinds(on) == set()
     assert on.unhealthy() == set()
 
 
-def test_memory_of_nobody_lasts_over_a_restart() -> None:
-    on = told(WARN, seen(), memory(used=9000))
+def test_unclaimed_memory_lasts_over_a_restart() -> None:
+    on = node_after(WARN, seen(), memory(used=9000))
     on.apply(PolicyChanged(replace(WARN, leaks=replace(AT_ONCE, memory_held_ns=300 * S))))
     on = restarted(on)
     on.apply(allocated(), pods(), seen(), memory(used=9000), passed())

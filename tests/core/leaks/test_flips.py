@@ -7,7 +7,7 @@ from tests.core.use import FLIPPING, POD_A, allocated, node, pods, process, repe
 GRACE_NS = Policy().leaks.pod_gone_ns
 
 
-def test_a_process_whose_pod_is_gone_takes_out_the_gpu_that_no_pod_has() -> None:
+def test_a_process_whose_pod_is_gone_makes_a_free_gpu_unhealthy() -> None:
     assert not FLIPPING.soft_flips
     free = node(FLIPPING)
     repeat_facts(free, GRACE_NS + 2 * S, seen(process(501, pod=POD_A)), pods(a=False), allocated())
@@ -15,14 +15,14 @@ def test_a_process_whose_pod_is_gone_takes_out_the_gpu_that_no_pod_has() -> None
     assert free.unhealthy() == {str(U0)}
 
 
-def test_a_gpu_that_a_pod_has_stays() -> None:
-    taken = node(FLIPPING)
+def test_an_allocated_gpu_stays_healthy() -> None:
+    flipped = node(FLIPPING)
     repeat_facts(
-        taken,
+        flipped,
         GRACE_NS + 2 * S,
         seen(process(501, pod=POD_A)),
         pods(a=False),
         allocated((str(U0), "ns1/job-b")),
     )
 
-    assert taken.unhealthy() == set()
+    assert flipped.unhealthy() == set()

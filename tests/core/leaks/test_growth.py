@@ -1,4 +1,4 @@
-"""Growth: who makes contexts and frees hardly any, and who only has many."""
+"""Growth: processes that make contexts and free hardly any, and processes that only have many."""
 
 import pytest
 from hypothesis import given
@@ -23,7 +23,7 @@ def grown(on: Node) -> list[Details]:
 
 
 class Job:
-    """A process that makes and frees contexts on U0 while a node looks."""
+    """A process that makes and frees contexts on U0, observed by a node."""
 
     def __init__(
         self, *, live: int = 1, service: str = "", age_ns: int = WARM_NS, partial: bool = False
@@ -67,7 +67,7 @@ class Job:
         return self
 
     def waits(self, for_ns: int) -> "Job":
-        """Time passes; the source tells again every ten seconds."""
+        """Let time pass; the source emits again every ten seconds."""
         until_ns = self.on.now_ns + for_ns
         while self.on.now_ns < until_ns:
             self.on.until(min(self.on.now_ns + 10 * S, until_ns))
@@ -79,13 +79,10 @@ def test_a_process_that_makes_contexts_and_frees_none_grows() -> None:
     job = Job().waits(30 * S).makes().waits(60 * S).makes()
     assert grown(job.on) == []
     job.makes()
-    (told,) = grown(job.on)
-    assert (told.contexts, told.critical) == (4, False)
+    (only,) = grown(job.on)
+    assert (only.contexts, only.critical) == (4, False)
     (condition,) = found(job.on)
-    assert (
-        condition.message == "1 process make contexts and free hardly any: 4 contexts by now"
-        or condition.message
-    )
+    assert condition.message == "1 process makes contexts and frees hardly any: 4 contexts by now"
 
 
 def test_three_new_ones_are_growth_only_from_four_on() -> None:
@@ -100,7 +97,7 @@ def test_to_have_many_is_no_growth() -> None:
     assert found(job.on) == []
 
 
-def test_what_a_process_makes_while_it_sets_itself_up_is_no_growth() -> None:
+def test_contexts_made_during_the_warm_up_are_no_growth() -> None:
     job = Job(live=0, age_ns=0).makes(3).waits(60 * S).makes(3).waits(59 * S).makes(2).waits(2 * S)
     assert grown(job.on) == []
     job.makes(2).waits(W // PARTS)
@@ -113,7 +110,7 @@ def test_a_single_step_to_more_is_no_growth() -> None:
     assert grown(Job(live=4).waits(S).makes(9).waits(W + S).on) == []
 
 
-def test_the_set_up_ends_at_its_time_although_nothing_is_told_then() -> None:
+def test_the_warm_up_ends_at_its_time_without_a_fact() -> None:
     job = Job(live=4, age_ns=WARM_NS - 5 * S)
     job.on.until(job.on.now_ns + 5 * S)
     job.on.after(0)
@@ -126,7 +123,7 @@ def test_the_set_up_ends_at_its_time_although_nothing_is_told_then() -> None:
 
 
 @pytest.mark.parametrize(("freed", "grows"), [(0, True), (1, True), (2, True), (3, False), (5, False)])
-def test_who_frees_more_than_a_fifth_of_what_it_makes_does_not_leak(freed: int, *, grows: bool) -> None:
+def test_a_process_that_frees_more_than_a_fifth_does_not_leak(freed: int, *, grows: bool) -> None:
     """Ten are made, twice the freed ones before."""
     job = Job(live=4).waits(S).makes(freed).frees(freed).leaks(10 - freed)
     assert (len(grown(job.on)) == 1) is grows
@@ -137,7 +134,7 @@ def test_what_was_freed_before_the_window_excuses_nothing() -> None:
     assert len(grown(job.on)) == 1
 
 
-def test_who_had_more_in_the_window_does_not_grow() -> None:
+def test_a_process_with_more_earlier_in_the_window_does_not_grow() -> None:
     job = Job(live=4).waits(S).makes(20).waits(60 * S).frees(1)
     assert grown(job.on) == []
     job.makes(1)
@@ -150,17 +147,17 @@ def test_who_had_more_in_the_window_does_not_grow() -> None:
 def test_growth_is_over_when_half_of_the_most_is_freed(freed: int, *, is_over: bool) -> None:
     """It stays while a plateau holds what was made; three of seven are not half."""
     job = Job(live=4).waits(S).leaks(3).waits(2 * W)
-    assert [told.critical for told in grown(job.on)] == [False]
+    assert [each.critical for each in grown(job.on)] == [False]
     job.frees(freed)
     assert (grown(job.on) == []) is is_over
     assert (grown(job.makes(1).on) == []) is is_over
 
 
 def test_a_plateau_alone_never_becomes_critical() -> None:
-    assert [told.critical for told in grown(Job(live=4).waits(S).leaks(3).waits(5 * W).on)] == [False]
+    assert [each.critical for each in grown(Job(live=4).waits(S).leaks(3).waits(5 * W).on)] == [False]
 
 
-def test_growth_ends_although_nothing_is_told() -> None:
+def test_growth_ends_without_a_fact() -> None:
     job = Job(live=4).waits(S).leaks(3)
     job.on.until(job.on.now_ns + 80 * S)
     assert len(grown(job.on)) == 1
@@ -181,16 +178,16 @@ def test_growth_that_goes_on_becomes_critical() -> None:
     begun_ns = job.on.now_ns
     while job.on.now_ns + 180 * S < begun_ns + 3 * W:
         job.waits(180 * S).makes()
-        assert [told.critical for told in grown(job.on)] == [False]
+        assert [each.critical for each in grown(job.on)] == [False]
     assert job.live < DEFAULT.leaks.growth_critical_live
     job.waits(180 * S).makes()
-    assert [told.critical for told in grown(job.on)] == [True]
+    assert [each.critical for each in grown(job.on)] == [True]
 
 
 @pytest.mark.parametrize(("live", "critical"), [(15, False), (16, True)])
 def test_growth_that_went_far_is_critical(live: int, *, critical: bool) -> None:
     job = Job(live=live - 3).waits(S).leaks(3)
-    assert [told.critical for told in grown(job.on)] == [critical]
+    assert [each.critical for each in grown(job.on)] == [critical]
 
 
 def test_a_server_for_others_may_grow() -> None:
@@ -198,7 +195,7 @@ def test_a_server_for_others_may_grow() -> None:
     assert grown(Job(live=4, service="nv-hostengine").waits(S).leaks(9).on) == []
 
 
-def test_an_incomplete_picture_shows_no_growth_and_ends_none() -> None:
+def test_an_incomplete_snapshot_shows_no_growth_and_ends_none() -> None:
     job = Job(live=4).waits(S).makes(3).waits(W // PARTS)
     more = process(7, GpuHold(U0, 9, 9, allocated=9, freed=0), since_ns=job.since_ns)
     job.on.apply(seen(more, complete=False))
@@ -211,17 +208,17 @@ def test_an_incomplete_picture_shows_no_growth_and_ends_none() -> None:
     assert len(grown(job.on)) == 1
 
 
-@pytest.mark.parametrize(("doubted", "is_told"), [(U0, False), (U1, True)])
-def test_growth_is_seen_but_on_gpus_in_doubt(doubted: GpuUuid, *, is_told: bool) -> None:
+@pytest.mark.parametrize(("doubted", "is_found"), [(U0, False), (U1, True)])
+def test_growth_is_found_except_on_doubted_gpus(doubted: GpuUuid, *, is_found: bool) -> None:
     job = Job(live=4).waits(S).makes(3).waits(W // PARTS)
     more = process(7, GpuHold(U0, 9, 9, allocated=9, freed=0), since_ns=job.since_ns)
     fewer = process(7, GpuHold(U0, 9, 1, allocated=9, freed=8), since_ns=job.since_ns)
     job.on.apply(seen(more, doubted=[doubted]))
-    assert len(grown(job.on)) == is_told
+    assert len(grown(job.on)) == is_found
     job.on.apply(seen(more))
     assert len(grown(job.on)) == 1
     job.on.apply(seen(fewer, doubted=[doubted]))
-    assert len(grown(job.on)) == (not is_told)
+    assert len(grown(job.on)) == (not is_found)
 
 
 def test_a_process_with_the_pid_of_one_that_grew_begins_anew() -> None:
@@ -230,7 +227,7 @@ def test_a_process_with_the_pid_of_one_that_grew_begins_anew() -> None:
     assert grown(job.on) == []
 
 
-def test_growth_on_one_gpu_says_nothing_of_another() -> None:
+def test_growth_on_one_gpu_is_none_on_another() -> None:
     on = node(with_leaks(foreign_process_ns=10**18, growth_warm_up_ns=0))
     for live in (4, 6, 7):
         on.apply(seen(process(7, hold(U0, live), hold(U1, 4))))
@@ -246,7 +243,7 @@ def fds_grown(on: Node) -> int:
 
 
 @pytest.mark.parametrize("partial", [False, True])
-def test_descriptors_tell_of_growth_where_contexts_are_not_known(*, partial: bool) -> None:
+def test_descriptors_show_growth_where_contexts_are_unknown(*, partial: bool) -> None:
     job = Job(live=0, partial=partial)
     job.contexts_known = partial
     job.apply()
@@ -268,11 +265,11 @@ def test_descriptors_that_fell_once_are_no_growth() -> None:
     assert fds_grown(job.on) == 0
 
 
-def test_where_contexts_are_known_descriptors_say_nothing() -> None:
+def test_where_contexts_are_known_descriptors_do_not_count() -> None:
     assert fds_grown(Job(live=1).waits(S).opens(400).waits(W // PARTS).opens(100).on) == 0
 
 
-def test_growth_of_contexts_is_not_told_as_growth_of_descriptors_too() -> None:
+def test_growth_of_contexts_is_not_reported_as_growth_of_descriptors_too() -> None:
     job = Job(live=4, partial=True).waits(S).opens(200).leaks(3).opens(1)
     assert (len(grown(job.on)), fds_grown(job.on)) == (1, 0)
 
@@ -287,7 +284,7 @@ def usage_of(*pids: int, contexts: int = 1, since_ns: int = 0) -> Usage:
     return Usage(0, tuple(process(pid, hold(contexts=contexts), since_ns=since_ns) for pid in pids))
 
 
-def test_windows_are_those_of_what_is_held_now() -> None:
+def test_only_current_holds_have_windows() -> None:
     windows = followed(usage_of(1, 2), {}, POLICY, WARM_NS)
     assert set(windows) == {(key(1), U0), (key(2), U0)}
     assert set(followed(usage_of(2), windows, POLICY, WARM_NS + 1)) == {(key(2), U0)}
@@ -311,19 +308,19 @@ def test_the_number_of_windows_is_bounded(monkeypatch: pytest.MonkeyPatch) -> No
         max_size=60,
     )
 )
-def test_a_window_is_bounded_and_reaches_back_as_far_as_it_says(steps: list[tuple[int, int]]) -> None:
+def test_a_window_is_bounded_and_covers_its_span(steps: list[tuple[int, int]]) -> None:
     windows = followed(usage_of(1), {}, POLICY, WARM_NS)
     now_ns = WARM_NS
     live = 1
-    told = [(now_ns, live)]
+    history = [(now_ns, live)]
     for gap_ns, more in steps:
         now_ns += gap_ns
         live += more
         windows = followed(usage_of(1, contexts=live), windows, POLICY, now_ns)
-        told.append((now_ns, live))
+        history.append((now_ns, live))
         window: tuple[Sample, ...] = windows[ProcessKey(1, 1), U0]
         assert len(window) <= PARTS
         assert [each.at_ns for each in window] == sorted({each.at_ns for each in window})
         assert all(each.at_ns > now_ns - W for each in window)
         assert max(each.peak_live for each in window) == live
-        assert (window[0].at_ns, window[0].live) in told
+        assert (window[0].at_ns, window[0].live) in history

@@ -1,4 +1,4 @@
-"""Findings on any history: none without its cause, none kept back, none for who is new under an old name."""
+"""Findings on any history: none without its cause, none withheld, none for a new process with an old pid."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -30,12 +30,12 @@ PROCESSES = st.builds(
     st.sampled_from([U0, U1]),
     st.sampled_from([0, 1, 3]),
 )
-PICTURES = st.lists(PROCESSES, max_size=3, unique_by=lambda each: each.key.pid).map(lambda them: seen(*them))
+SNAPSHOTS = st.lists(PROCESSES, max_size=3, unique_by=lambda each: each.key.pid).map(lambda them: seen(*them))
 LISTS = st.sampled_from([pods(), pods(a=False), PodsSeen({POD_B: B}), PodsSeen({})])
 GIVEN = st.sampled_from([allocated(), allocated((U0, "ns1/job-a")), allocated((U1, "ns1/job-b"))])
 
 STEPS = st.lists(
-    st.tuples(GAPS, PICTURES | LISTS | GIVEN | st.builds(passed, st.sampled_from([U0, U1]))), max_size=20
+    st.tuples(GAPS, SNAPSHOTS | LISTS | GIVEN | st.builds(passed, st.sampled_from([U0, U1]))), max_size=20
 )
 
 
@@ -48,7 +48,7 @@ class Naive:
     pods: dict[PodUid, bool] | None = None
     pods_ns: int = 0
     began: dict[tuple[ProcessKey, GpuUuid], int] = field(default_factory=dict)
-    told: set[tuple[ProcessKey, GpuUuid]] = field(default_factory=set)
+    reported: set[tuple[ProcessKey, GpuUuid]] = field(default_factory=set)
 
     def apply(self, fact: object, now_ns: int) -> None:
         if isinstance(fact, GpuUseSeen):
@@ -59,9 +59,9 @@ class Naive:
             self.usage = None
         if now_ns >= self.pods_ns + PODS_KNOWN_FOR_NS:
             self.pods = None
-        self.judge(now_ns)
+        self.evaluate(now_ns)
 
-    def judge(self, now_ns: int) -> None:
+    def evaluate(self, now_ns: int) -> None:
         if self.usage is None:
             return
         there = {(each.key, held.gpu) for each in self.usage for held in each.holds}
@@ -75,11 +75,11 @@ class Naive:
                 if isinstance(each.status.pod, PodRef) and not self.pods.get(each.status.pod.uid, False)
             }
             self.began = {name: self.began.get(name, now_ns) for name in gone}
-            self.told |= {name for name in gone if now_ns - self.began[name] >= GRACE_NS}
-        self.told &= self.began.keys()
+            self.reported |= {name for name in gone if now_ns - self.began[name] >= GRACE_NS}
+        self.reported &= self.began.keys()
 
 
-def told_by(node: Node, kind: LeakKind) -> set[tuple[ProcessKey, GpuUuid]]:
+def reported_by(node: Node, kind: LeakKind) -> set[tuple[ProcessKey, GpuUuid]]:
     return {
         (ProcessKey(each.pid, each.start_ticks), condition.placement.gpu)
         for condition in node.conditions()
@@ -96,7 +96,7 @@ def told_by(node: Node, kind: LeakKind) -> set[tuple[ProcessKey, GpuUuid]]:
 def test_pods_that_are_gone_are_found_as_a_naive_reader_would(steps: list[tuple[int, object]]) -> None:
     node, naive = healthy_node(gpu(0), gpu(1)), Naive()
     for gap_ns, fact in steps:
-        # The naive reader looks whenever the core asked to be woken.
+        # The naive reader evaluates whenever the core asked to be woken.
         until_ns = node.now_ns + gap_ns
         while node.wake_at_ns <= until_ns:
             node.until(node.wake_at_ns)
@@ -105,11 +105,11 @@ def test_pods_that_are_gone_are_found_as_a_naive_reader_would(steps: list[tuple[
         node.until(until_ns)
         node.apply(fact)  # type: ignore[arg-type]
         naive.apply(fact, node.now_ns)
-        assert told_by(node, LeakKind.POD_GONE) == naive.told
+        assert reported_by(node, LeakKind.POD_GONE) == naive.reported
 
 
 @given(STEPS)
-def test_nobody_is_named_who_is_not_there(steps: list[tuple[int, object]]) -> None:
+def test_no_absent_process_is_named(steps: list[tuple[int, object]]) -> None:
     node = healthy_node(gpu(0), gpu(1))
     for gap_ns, fact in steps:
         node.after(gap_ns, fact)  # type: ignore[arg-type]
@@ -118,14 +118,14 @@ def test_nobody_is_named_who_is_not_there(steps: list[tuple[int, object]]) -> No
             continue
         there = {(each.key, held.gpu) for each in usage.processes for held in each.holds}
         for kind in LeakKind:
-            assert told_by(node, kind) <= there or kind is LeakKind.ORPHANED_CLIENT
-        assert {name[0].pid for name in told_by(node, LeakKind.FOREIGN_PROCESS)} <= {
+            assert reported_by(node, kind) <= there or kind is LeakKind.ORPHANED_CLIENT
+        assert {name[0].pid for name in reported_by(node, LeakKind.FOREIGN_PROCESS)} <= {
             each.key.pid for each in usage.processes if each.holds[0].contexts
         } or node.state.pods is None
 
 
 @given(STEPS, st.sampled_from([POD_A, POD_B]), st.sampled_from([U0, U1]))
-def test_whatever_was_before_a_leak_that_lasts_is_found_in_its_time(
+def test_a_lasting_leak_is_found_in_its_time_after_any_history(
     steps: list[tuple[int, object]], pod: PodUid, on: GpuUuid
 ) -> None:
     node = healthy_node(gpu(0), gpu(1))
@@ -136,14 +136,14 @@ def test_whatever_was_before_a_leak_that_lasts_is_found_in_its_time(
     for second in range(0, GRACE_NS // S, 10):
         node.until(begin_ns + second * S)
         node.apply(living, seen(leaking))
-    assert told_by(node, LeakKind.POD_GONE) == set()
+    assert reported_by(node, LeakKind.POD_GONE) == set()
     node.until(begin_ns + GRACE_NS)
     node.after(0)
-    assert told_by(node, LeakKind.POD_GONE) == {(leaking.key, on)}
+    assert reported_by(node, LeakKind.POD_GONE) == {(leaking.key, on)}
 
 
 @given(STEPS)
-def test_whatever_was_before_a_node_where_all_is_well_is_clean_in_its_time(
+def test_a_healthy_node_is_clean_in_its_time_after_any_history(
     steps: list[tuple[int, object]],
 ) -> None:
     node = healthy_node(gpu(0), gpu(1))
@@ -163,7 +163,7 @@ def play(node: Node, steps: Iterable[tuple[int, object]]) -> None:
         node.after(gap_ns, fact)  # type: ignore[arg-type]
 
 
-@given(st.lists(st.tuples(GAPS, PICTURES), max_size=12), st.sampled_from([0, START_NS, 10**18]))
+@given(st.lists(st.tuples(GAPS, SNAPSHOTS), max_size=12), st.sampled_from([0, START_NS, 10**18]))
 def test_findings_do_not_depend_on_when_the_clock_began(
     steps: list[tuple[int, GpuUseSeen]], at_ns: int
 ) -> None:
@@ -171,14 +171,14 @@ def test_findings_do_not_depend_on_when_the_clock_began(
     for start_ns in (START_NS, START_NS + at_ns):
         node = Node(DEFAULT, at_ns=start_ns)
         node.apply(pods(a=False), allocated())
-        told = []
+        reported = []
         for gap_ns, fact in steps:
             node.after(gap_ns, fact)
-            told.append(
+            reported.append(
                 sorted(
                     (each.key.kind, each.key.process or key(0), each.since_ns - start_ns, each.reported)
                     for each in node.state.leaks.pending.values()
                 )
             )
-        ages.append(told)
+        ages.append(reported)
     assert ages[0] == ages[1]

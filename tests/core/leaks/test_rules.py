@@ -47,7 +47,7 @@ def only(on: Node, kind: LeakKind) -> Details:
 
 
 def lasts_for(on: Node, kind: LeakKind, for_ns: int, *facts: object) -> None:
-    """Check that what is told makes a finding after that time, and not a nanosecond sooner."""
+    """Check that facts make a finding after that time, and not a nanosecond sooner."""
     begin_ns = on.now_ns
     repeat_facts(on, for_ns - 1, *facts)  # type: ignore[arg-type]
     assert on.now_ns == begin_ns + for_ns - 1
@@ -64,15 +64,16 @@ def test_contexts_of_a_dead_owner_are_found_after_their_time() -> None:
     on = node()
     left = seen(process(8, pod=POD_B), orphans=[orphan(7, 8, ended_ns=on.now_ns)])
     lasts_for(on, LeakKind.ORPHANED_CLIENT, 30 * S, left, pods())
-    told = only(on, LeakKind.ORPHANED_CLIENT)
-    assert told.contexts == 4
+    finding = only(on, LeakKind.ORPHANED_CLIENT)
+    assert finding.contexts == 4
     assert [
-        (each.pid, each.comm, each.role, each.state, each.killable, each.contexts) for each in told.involved
+        (each.pid, each.comm, each.role, each.state, each.killable, each.contexts)
+        for each in finding.involved
     ] == [
         (7, "train", "owner", GONE, False, 4),
         (8, "python3", "holder", "S", True, 1),
     ]
-    assert [each.pod for each in told.involved] == ["ns1/job-a", "ns1/job-b"]
+    assert [each.pod for each in finding.involved] == ["ns1/job-a", "ns1/job-b"]
 
 
 def test_the_time_of_an_orphan_counts_from_the_end_of_its_owner() -> None:
@@ -83,7 +84,7 @@ def test_the_time_of_an_orphan_counts_from_the_end_of_its_owner() -> None:
     assert len(found(on, LeakKind.ORPHANED_CLIENT)) == 1
 
 
-def test_an_orphan_in_a_file_that_no_process_has_open_is_told_after_its_time() -> None:
+def test_an_orphan_without_holders_is_reported_after_its_time() -> None:
     on = node()
     left = seen(orphans=[orphan(7, ended_ns=on.now_ns)])
     lasts_for(on, LeakKind.ORPHANED_CLIENT, 30 * S, left)
@@ -102,7 +103,7 @@ def test_an_orphan_ends_with_its_last_holder() -> None:
 
 
 @pytest.mark.parametrize("names", [("dcgm-exporter",), ("nv-hostengine", "nvidia-persistenced")])
-def test_what_only_services_hold_is_not_found(names: tuple[str, ...]) -> None:
+def test_an_orphan_that_only_services_hold_is_no_finding(names: tuple[str, ...]) -> None:
     on = node()
     services = [process(8 + place, service=name) for place, name in enumerate(names)]
     left = orphan(7, *(each.key.pid for each in services), ended_ns=0)
@@ -112,17 +113,17 @@ def test_what_only_services_hold_is_not_found(names: tuple[str, ...]) -> None:
     assert kinds(on) == {("orphaned_client", U0)}
 
 
-def test_what_two_owners_left_is_found_of_both_with_the_memory_of_who_keeps_it() -> None:
+def test_orphans_of_two_owners_are_one_finding_with_the_memory_of_their_holder() -> None:
     on = node()
     on.apply(
         memory(user(8, 70)), seen(process(8), orphans=[orphan(6, 8, ended_ns=0), orphan(7, 8, ended_ns=0)])
     )
-    told = only(on, LeakKind.ORPHANED_CLIENT)
-    assert [each.pid for each in told.involved] == [6, 7, 8]
-    assert told.contexts == 8
+    finding = only(on, LeakKind.ORPHANED_CLIENT)
+    assert [each.pid for each in finding.involved] == [6, 7, 8]
+    assert finding.contexts == 8
     on.apply(seen(process(8), orphans=[orphan(6, 8, ended_ns=0)]))
-    told = only(on, LeakKind.ORPHANED_CLIENT)
-    assert (told.contexts, told.used_bytes) == (4, 70 * MIB)
+    finding = only(on, LeakKind.ORPHANED_CLIENT)
+    assert (finding.contexts, finding.used_bytes) == (4, 70 * MIB)
 
 
 def test_an_orphan_of_unknown_contexts_makes_no_finding_and_ends_none() -> None:
@@ -134,12 +135,12 @@ def test_an_orphan_of_unknown_contexts_makes_no_finding_and_ends_none() -> None:
     assert kinds(on) == {("orphaned_client", U0)}
 
 
-def test_an_orphan_on_no_known_gpu_is_told_of_the_node() -> None:
+def test_an_orphan_on_an_unknown_gpu_is_reported_for_the_node() -> None:
     on = node()
     on.apply(seen(process(8), orphans=[orphan(7, 8, on=None, ended_ns=0)]))
     assert found(on) == []
-    (told,) = [each for each in on.snapshot().findings if each.reason is Reason.CONTEXT_LEAK]
-    assert (told.gpus, told.message) == ((), "4 contexts of a process that ended are kept by 1 process")
+    (finding,) = [each for each in on.snapshot().findings if each.reason is Reason.CONTEXT_LEAK]
+    assert (finding.gpus, finding.message) == ((), "4 contexts of a process that ended are kept by 1 process")
 
 
 # Pods that are gone
@@ -169,7 +170,7 @@ def test_a_pod_that_comes_into_the_list_late_is_not_gone() -> None:
     assert found(on) == []
 
 
-def test_a_list_of_pods_that_is_too_old_says_nothing() -> None:
+def test_a_stale_list_of_pods_makes_no_finding() -> None:
     on = node()
     on.apply(seen(process(7, pod=POD_A)), pods(a=False))
     repeat_facts(on, 3 * MINUTE, seen(process(7, pod=POD_A)))
@@ -198,7 +199,7 @@ def test_where_only_pods_with_devices_are_known_another_may_live() -> None:
     assert kinds(on) == {("pod_gone", U0)}
 
 
-def test_nothing_is_found_of_services_but_of_who_has_their_name() -> None:
+def test_services_make_no_finding_but_processes_with_their_name_do() -> None:
     on = node(with_leaks(pod_gone_ns=0, foreign_process_ns=0, stuck_exit_ns=0))
     on.apply(pods(a=False), seen(process(9, service="nv-hostengine", exiting_since_ns=1)))
     assert kinds(on) == set()
@@ -208,7 +209,7 @@ def test_nothing_is_found_of_services_but_of_who_has_their_name() -> None:
     assert kinds(on) == {("pod_gone", U0), ("stuck_exit", U0)}
 
 
-def test_nothing_is_found_of_the_agent_itself() -> None:
+def test_the_agent_itself_makes_no_finding() -> None:
     on = node(with_leaks(foreign_process_ns=0, stuck_exit_ns=0))
     on.apply(seen(process(7, is_agent=True, exiting_since_ns=1)))
     assert kinds(on) == set()
@@ -257,7 +258,7 @@ def test_a_process_that_only_sleeps_in_the_driver_is_not_exiting() -> None:
     assert found(on) == []
 
 
-def test_a_stuck_exit_that_holds_no_gpu_is_told_of_the_node() -> None:
+def test_a_stuck_exit_that_holds_no_gpu_is_reported_for_the_node() -> None:
     on = node(with_leaks(stuck_exit_ns=0))
     on.apply(seen(replace(process(7, exiting_since_ns=1), holds=())))
     assert [each.reason for each in on.snapshot().findings][:1] == [Reason.CONTEXT_LEAK]
@@ -277,7 +278,7 @@ def foreign_at_once(policy: Policy = DEFAULT) -> Policy:
     return replace(policy, leaks=replace(policy.leaks, foreign_process_ns=0))
 
 
-def test_a_process_on_the_gpu_its_pod_was_given_is_where_it_belongs() -> None:
+def test_a_process_on_the_gpu_of_its_pod_is_not_foreign() -> None:
     on = node(foreign_at_once())
     on.apply(GIVEN_A, seen(process(7, pod=POD_A)))
     assert kinds(on) == set()
@@ -294,7 +295,7 @@ def test_a_process_that_has_every_gpu_open_and_uses_none_is_not_foreign() -> Non
     assert kinds(on) == {("foreign_process", U1)}
 
 
-def test_where_nobody_knows_whether_a_gpu_is_used_nothing_is_concluded() -> None:
+def test_where_the_use_of_a_gpu_is_unknown_there_is_no_finding() -> None:
     on = node(foreign_at_once())
     holds_only = seen(process(7, hold(U0, None)), source="proc")
     on.apply(memory(info="unsupported"), holds_only)
@@ -307,7 +308,7 @@ def test_where_nobody_knows_whether_a_gpu_is_used_nothing_is_concluded() -> None
     assert kinds(on) == set()
 
 
-def test_without_a_list_of_allocations_nobody_is_foreign() -> None:
+def test_without_a_list_of_allocations_no_process_is_foreign() -> None:
     on = healthy_node(gpu(0), policy=foreign_at_once())
     on.apply(pods(), seen(process(7)))
     assert kinds(on) == set()
@@ -347,7 +348,7 @@ def test_a_process_on_another_mig_device_than_its_own_is_foreign_there() -> None
     assert [each.placement for each in found(on)] == [Placement(U0, 2, 0)]
 
 
-def test_where_it_is_not_known_which_mig_device_is_used_any_of_the_gpu_will_do() -> None:
+def test_where_the_mig_device_is_unknown_any_of_the_gpu_counts() -> None:
     on = mig_node()
     on.apply(seen(process(7, pod=POD_A)))
     assert found(on) == []
@@ -355,7 +356,7 @@ def test_where_it_is_not_known_which_mig_device_is_used_any_of_the_gpu_will_do()
     assert [each.placement for each in found(on)] == [Placement(U0, 3, 0)]
 
 
-# Memory of nobody
+# Unclaimed memory
 
 LIMIT = 512
 
@@ -364,7 +365,7 @@ def held_node(**settings: object) -> Node:
     return node(with_leaks(**{"memory_held_ns": 0, **settings}))
 
 
-def test_memory_of_nobody_is_found_after_its_time() -> None:
+def test_unclaimed_memory_is_found_after_its_time() -> None:
     on = node()
     big = memory(used=4000)
     lasts_for(on, LeakKind.MEMORY_HELD, 5 * MINUTE, seen(), big)
@@ -412,21 +413,21 @@ def test_memory_of_a_process_that_only_nvml_lists_is_its_own(used: int | None) -
         (process(7, hold(U1, contexts=1)), False),
     ],
 )
-def test_memory_of_a_gpu_that_somebody_may_use_may_be_theirs(holder: object, *, may_have_it: bool) -> None:
+def test_memory_of_a_gpu_with_a_possible_user_may_be_its_own(holder: object, *, may_have_it: bool) -> None:
     on = held_node(foreign_process_ns=3600 * S)
     on.apply(memory(used=4000), seen(holder))  # type: ignore[arg-type]
     assert kinds(on) == (set() if may_have_it else {("memory_held_no_process", U0)})
 
 
 @pytest.mark.parametrize("where", [U0, None])
-def test_memory_of_contexts_that_were_left_is_theirs(where: object) -> None:
+def test_memory_of_orphans_is_their_own(where: object) -> None:
     on = held_node(orphaned_client_ns=3600 * S)
     left = orphan(7, 8, on=where, ended_ns=on.now_ns)  # type: ignore[arg-type]
     on.apply(memory(used=4000), seen(process(8, hold(contexts=0)), orphans=[left]))
     assert kinds(on) == set()
 
 
-def test_what_is_not_known_of_memory_makes_no_finding_and_ends_none() -> None:
+def test_unknown_memory_makes_no_finding_and_ends_none() -> None:
     on = held_node()
     on.apply(memory(used=4000), seen(complete=False))
     assert kinds(on) == set()
@@ -440,7 +441,7 @@ def test_what_is_not_known_of_memory_makes_no_finding_and_ends_none() -> None:
     assert kinds(on) == set()
 
 
-def test_a_gpu_in_doubt_keeps_no_other_from_being_judged() -> None:
+def test_a_doubted_gpu_does_not_keep_others_from_evaluation() -> None:
     on = held_node(idle_ns=0)
     on.apply(memory(used=4000), memory(on=U1, used=4000), allocated((U0, "ns1/a"), (U1, "ns1/b")), pods())
     on.apply(seen(doubted=[U0]))
@@ -454,7 +455,7 @@ def test_a_gpu_in_doubt_keeps_no_other_from_being_judged() -> None:
     assert not kinds(on) & {("memory_held_no_process", U1), ("allocated_idle", U1)}
 
 
-def test_memory_of_a_gpu_that_is_gone_is_not_judged() -> None:
+def test_memory_of_a_gpu_that_is_gone_is_not_evaluated() -> None:
     on = held_node()
     on.apply(memory(used=4000, on=U1), seen())
     assert kinds(on) == {("memory_held_no_process", U1)}
@@ -465,7 +466,7 @@ def test_memory_of_a_gpu_that_is_gone_is_not_judged() -> None:
 # For information
 
 
-def test_a_device_that_nobody_opened_for_long_is_told() -> None:
+def test_a_device_that_no_process_opened_for_long_is_reported() -> None:
     on = node()
     lasts_for(on, LeakKind.IDLE, 3600 * S, seen(), GIVEN_A, pods())
     (condition,) = found(on)
@@ -491,14 +492,14 @@ def test_what_shows_that_a_device_is_not_idle() -> None:
     assert kinds(on) == set()
 
 
-def test_an_idle_mig_device_is_told_alone() -> None:
+def test_an_idle_mig_device_is_reported_alone() -> None:
     on = healthy_node(C1B, policy=replace(with_leaks(idle_ns=0), mig_strategy="mixed"))
     on.apply(allocated((mig_uuid(0), "ns1/job-a"), (mig_uuid(1), "ns1/job-b")), pods())
     on.apply(seen(process(7, hold(slices=(Placement(U0, 1, 0),)), pod=POD_A)))
     assert [each.placement for each in found(on)] == [Placement(U0, 2, 0)]
 
 
-def test_very_many_contexts_are_told() -> None:
+def test_very_many_contexts_are_reported() -> None:
     on = node()
     on.apply(seen(totals=(GpuTotal(U0, 3, 100), GpuTotal(U1, 3, None))))
     assert kinds(on) == set()
@@ -513,34 +514,34 @@ def test_information_keeps_no_node_from_work() -> None:
     assert {each.reason for each in on.snapshot().findings} == {Reason.KUBELET_UNAVAILABLE}
 
 
-# How findings are told
+# How findings are reported
 
 
 def test_findings_of_one_kind_on_one_gpu_are_one_condition() -> None:
     on = node(foreign_at_once())
     on.apply(seen(process(9), process(7), process(8, hold(U1))), memory(user(7, 5), user(9, 6)))
-    told = {each.placement.gpu: details(each) for each in found(on)}
-    assert [each.pid for each in told[U0].involved] == [7, 9]
-    assert (told[U0].used_bytes, told[U0].contexts) == (11 * MIB, 2)
-    assert (told[U1].used_bytes, told[U1].contexts) == (None, 1)
+    by_gpu = {each.placement.gpu: details(each) for each in found(on)}
+    assert [each.pid for each in by_gpu[U0].involved] == [7, 9]
+    assert (by_gpu[U0].used_bytes, by_gpu[U0].contexts) == (11 * MIB, 2)
+    assert (by_gpu[U1].used_bytes, by_gpu[U1].contexts) == (None, 1)
 
 
 def test_at_most_so_many_processes_are_named() -> None:
     on = node(foreign_at_once())
     on.apply(seen(*(process(100 + number) for number in range(MAX_INVOLVED + 3))))
-    told = only(on, LeakKind.FOREIGN_PROCESS)
-    assert (len(told.involved), told.more) == (MAX_INVOLVED, 3)
+    finding = only(on, LeakKind.FOREIGN_PROCESS)
+    assert (len(finding.involved), finding.more) == (MAX_INVOLVED, 3)
     assert found(on)[0].message.startswith("19 processes use the GPU")
 
 
-def test_at_most_so_many_suspects_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pending_findings_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(leaks, "MAX_PENDING", 5)
     on = node(foreign_at_once())
     on.apply(seen(*(process(100 + number) for number in range(9))))
     assert len(on.state.leaks.pending) == 5
 
 
-def test_an_incomplete_picture_is_marked() -> None:
+def test_an_incomplete_snapshot_is_marked() -> None:
     on = node(foreign_at_once())
     on.apply(seen(process(7), complete=False))
     assert only(on, LeakKind.FOREIGN_PROCESS).incomplete
@@ -548,14 +549,14 @@ def test_an_incomplete_picture_is_marked() -> None:
     assert not only(on, LeakKind.FOREIGN_PROCESS).incomplete
 
 
-def test_how_sure_the_counting_of_contexts_is_is_told() -> None:
+def test_the_certainty_of_the_counts_is_reported() -> None:
     on = node(foreign_at_once())
     unsure = seen(process(7))
     on.apply(replace(unsure, usage=replace(unsure.usage, certainty="unverified")))
     assert only(on, LeakKind.FOREIGN_PROCESS).certainty == "unverified"
 
 
-def test_who_may_read_everything_reads_no_pid_and_no_name() -> None:
+def test_public_documents_have_no_pid_and_no_name() -> None:
     on = node(with_leaks(pod_gone_ns=0, foreign_process_ns=0, stuck_exit_ns=0, orphaned_client_ns=0))
     on.apply(
         pods(a=False),
@@ -572,7 +573,7 @@ def test_who_may_read_everything_reads_no_pid_and_no_name() -> None:
         assert hidden not in words
 
 
-def test_a_picture_that_is_too_old_ends_nothing_and_begins_nothing() -> None:
+def test_a_stale_snapshot_ends_no_finding_and_begins_none() -> None:
     on = node(with_leaks(foreign_process_ns=3 * USAGE_KNOWN_FOR_NS, pod_gone_ns=0))
     on.apply(seen(process(7), process(8, pod=POD_A)), pods(a=False))
     repeat_facts(on, 4 * USAGE_KNOWN_FOR_NS, pods(a=False), allocated())
@@ -603,7 +604,7 @@ def test_a_finding_that_is_over_is_cleared_by_clean_probes_and_quiet_time() -> N
     assert on.conditions() == []
 
 
-def test_a_finding_that_comes_back_before_it_is_cleared_is_the_same_condition() -> None:
+def test_a_finding_that_recurs_before_it_is_cleared_is_the_same_condition() -> None:
     on = node(foreign_at_once())
     on.apply(seen(process(7)))
     on.apply(seen(), passed(), passed())
@@ -612,7 +613,7 @@ def test_a_finding_that_comes_back_before_it_is_cleared_is_the_same_condition() 
     assert (condition.lasts, condition.count, condition.clean_probes) == (True, 2, 0)
 
 
-def test_a_person_cannot_declare_away_what_is_still_seen() -> None:
+def test_an_operator_cannot_clear_a_finding_that_is_still_seen() -> None:
     on = node(foreign_at_once())
     on.apply(seen(process(7)))
     on.apply(RecoverRequested(U0))
